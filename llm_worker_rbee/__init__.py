@@ -1,0 +1,26 @@
+"""llm-worker-rbee: one process turns a model file into a fast, honest inference endpoint.
+
+>>> from llm_worker_rbee import LLM, SamplingParams
+>>> llm = LLM("smollm2")
+>>> llm.generate("The capital of France is", SamplingParams(max_tokens=8, temperature=0)).text
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+__all__ = ["LLM", "Chunk", "Completion", "SamplingParams", "__version__"]
+
+if TYPE_CHECKING:
+    from .engine.request import SamplingParams
+    from .llm import LLM, Chunk, Completion
+
+
+def __getattr__(name: str) -> Any:
+    """Bring the API in on first use, so that `--version` and `--help` need not wait for NumPy."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from . import llm
+
+    return getattr(llm, name)

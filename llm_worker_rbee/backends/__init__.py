@@ -1,0 +1,30 @@
+"""The op table, and who implements it.
+
+`OPS` lists every op by name; a backend is a module that has them all. `layers/` and `models/` touch arrays through these
+ops alone. `reference.py` says what each op means.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+from ..errors import InvalidRequestError, MissingDependencyError
+from . import reference
+
+OPS = (
+    "prepare", "prepare_vector", "empty_kv", "embed", "rms_norm", "add_rms_norm", "linear", "rope_store", "attention",
+    "gated", "take", "logits", "sample", "logprobs",
+)
+BACKENDS = ("auto", "reference")
+DEVICES = ("auto", "cpu")
+
+
+def pick(device: str = "auto", backend: str = "auto") -> ModuleType:
+    """The backend for a device; `auto` takes the fastest that is there."""
+    if device.split(":")[0] == "cuda":
+        raise MissingDependencyError("device 'cuda' is not available yet in this version: use --device cpu")
+    if device not in DEVICES:
+        raise InvalidRequestError(f"unknown device {device!r}: use one of {', '.join(DEVICES)}", "device")
+    if backend not in BACKENDS:
+        raise InvalidRequestError(f"unknown backend {backend!r}: use one of {', '.join(BACKENDS)}", "backend")
+    return reference

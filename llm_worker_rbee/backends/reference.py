@@ -1,0 +1,200 @@
+"""Every op in plain NumPy float32: what the ops mean. Fast twins are held against this file.
+
+Weights stay quantized, as views of the mapped file; `linear` dequantizes a slab of rows, uses it and forgets it. Because
+it reads the mapping for as long as it lives, a file that is truncated under it is a bus error: the fast backends copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from . import sampling
+from .types import AttentionParams, Batch, Ints, KVLayer, Logprobs, RopeTable, SampleRow
+
+Floats = NDArray[np.float32]
+NAME = "reference"
+SLAB = 1 << 17  # values dequantized at a time: they stay in the second-level cache
+
+
+class Weight(Protocol):
+    """What `prepare` takes: a tensor of a checkpoint."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...  # noqa: D102
+    def dequantize(self) -> Floats: ...  # noqa: D102
+    def take_rows(self, index: NDArray[np.intp] | slice) -> Weight: ...  # noqa: D102
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Matrix:
+    """One or several quantized matrices, stacked by rows."""
+
+    parts: tuple[Weight, ...]
+
+    @property
+    def rows(self) -> int:
+        """Rows of the whole stack."""
+        return sum(part.shape[0] for part in self.parts)
+
+
+def prepare(tensors: Sequence[Weight]) -> Matrix:
+    """Pack a weight once; several tensors become one matrix, their rows one after the other."""
+    return Matrix(tuple(tensors))
+
+
+def prepare_vector(values: Floats) -> Floats:
+    """Bring a small float32 vector (a norm's weight, a bias) to the backend."""
+    return np.ascontiguousarray(values, np.float32)
+
+
+def empty_kv(blocks: int, block_size: int, kv_heads: int, head_dim: int) -> KVLayer:
+    """Room for the keys and values of one layer."""
+    shape = (blocks, block_size, kv_heads, head_dim)
+    return KVLayer(np.zeros(shape, np.float32), np.zeros(shape, np.float32))
+
+
+def embed(table: Matrix, ids: Ints, scale: float = 1.0) -> Floats:
+    """Rows of the embedding table: (T,) -> (T, width)."""
+    (part,) = table.parts
+    rows = part.take_rows(ids).dequantize()
+    return rows if scale == 1.0 else rows * np.float32(scale)
+
+
+def rms_norm(x: Floats, weight: Floats, eps: float) -> Floats:
+    """x / sqrt(mean(x^2) + eps) * weight over the last axis."""
+    mean = np.mean(np.square(x), axis=-1, keepdims=True, dtype=np.float32)
+    return x / np.sqrt(mean + np.float32(eps)) * weight
+
+
+def add_rms_norm(x: Floats, residual: Floats, weight: Floats, eps: float) -> tuple[Floats, Floats]:
+    """The residual stream with `x` added, and its norm: (norm(residual + x), residual + x)."""
+    total = residual + x
+    return rms_norm(total, weight, eps), total
+
+
+def linear(x: Floats, w: Matrix, bias: Floats | None = None) -> Floats:
+    """x @ w.T + bias: (T, columns) -> (T, rows)."""
+    out = np.empty((x.shape[0], w.rows), np.float32)
+    at = 0
+    for part in w.parts:
+        rows, columns = part.shape
+        step = max(1, SLAB // columns)
+        for start in range(0, rows, step):
+            slab = part.take_rows(slice(start, start + step)).dequantize()  # (step, columns)
+            out[:, at + start : at + start + slab.shape[0]] = x @ slab.T
+        at += rows
+    return out if bias is None else out + bias
+
+
+def rope(x: Floats, positions: Ints, table: RopeTable) -> Floats:
+    """Rotate the first 2 * len(inv_freq) values of each head; value i pairs with value i + half."""
+    half = table.inv_freq.shape[0]
+    angle = positions[:, None].astype(np.float32) * table.inv_freq  # (T, half)
+    cos, sin = (np.float32(table.scale) * f(angle)[:, None, :] for f in (np.cos, np.sin))
+    low, high = x[..., :half], x[..., half : 2 * half]
+    return np.concatenate((low * cos - high * sin, high * cos + low * sin, x[..., 2 * half :]), axis=-1)
+
+
+def store(k: Floats, v: Floats, kv: KVLayer, slot_mapping: Ints) -> None:
+    """Write keys and values, (T, kv_heads, head_dim), at their slots."""
+    for cache, values in ((kv.k, k), (kv.v, v)):
+        cache.reshape(-1, *cache.shape[2:])[slot_mapping] = values
+
+
+def rope_store(
+    q: Floats, k: Floats, v: Floats, positions: Ints, table: RopeTable, kv: KVLayer, slot_mapping: Ints
+) -> Floats:
+    """Rotate q and k, write k and v into the cache, give back q: (T, heads, head_dim)."""
+    store(rope(k, positions, table), v, kv, slot_mapping)
+    return rope(q, positions, table)
+
+
+def causal_mask(queries: Ints, keys: Ints, window: int = 0) -> NDArray[np.bool_]:
+    """Which key positions a query position may see: none after itself, none older than the window."""
+    distance = queries[:, None] - keys[None, :]
+    seen = distance >= 0
+    return seen & (distance < window) if window else seen
+
+
+def softmax(x: Floats) -> Floats:
+    """Over the last axis."""
+    e = np.exp(x - np.max(x, axis=-1, keepdims=True))
+    return np.asarray(e / np.sum(e, axis=-1, keepdims=True), np.float32)
+
+
+def attention_scores(q: Floats, k: Floats, params: AttentionParams) -> Floats:
+    """Scaled (and capped) products: q (heads, T, dim), k (kv_heads, S, dim) -> (heads, T, S), before the mask."""
+    heads, tokens, dim = q.shape
+    grouped = q.reshape(k.shape[0], -1, dim)  # the query heads that share a KV head stand together
+    scores = (grouped @ k.transpose(0, 2, 1)).reshape(heads, tokens, -1) * np.float32(params.scale)
+    if params.soft_cap:
+        scores = np.float32(params.soft_cap) * np.tanh(scores / np.float32(params.soft_cap))
+    return scores
+
+
+def attention(q: Floats, kv: KVLayer, batch: Batch, params: AttentionParams) -> Floats:
+    """Each query over its own request's cached keys: (T, heads, head_dim) -> (T, heads * head_dim)."""
+    out = np.empty((q.shape[0], q.shape[1] * q.shape[2]), np.float32)
+    for r, length in enumerate(batch.context_len.tolist()):
+        span = slice(int(batch.query_start[r]), int(batch.query_start[r + 1]))
+        keys, values = (_gather(cache, batch.block_table[r], length) for cache in kv)  # (kv_heads, length, dim)
+        scores = attention_scores(q[span].transpose(1, 0, 2), keys, params)
+        mask = causal_mask(batch.positions[span], np.arange(length), params.window)
+        weights = softmax(np.where(mask, scores, np.float32(-np.inf)))
+        mixed = weights.reshape(keys.shape[0], -1, length) @ values  # (kv_heads, group * T, dim)
+        mixed = mixed.reshape(q.shape[1], -1, q.shape[2]).transpose(1, 0, 2)
+        out[span] = mixed.reshape(mixed.shape[0], -1)
+    return out
+
+
+def _gather(cache: Floats, blocks: Ints, length: int) -> Floats:
+    used = -(-length // cache.shape[1])
+    rows = cache[blocks[:used]].reshape(-1, *cache.shape[2:])[:length]
+    return rows.transpose(1, 0, 2)
+
+
+def gated(gate_up: Floats, activation: str) -> Floats:
+    """act(gate) * up, where the first half of each row is the gate: (T, 2 * d_ff) -> (T, d_ff)."""
+    half = gate_up.shape[-1] // 2
+    return ACTIVATIONS[activation](gate_up[:, :half]) * gate_up[:, half:]
+
+
+def silu(x: Floats) -> Floats:
+    """x * sigmoid(x)."""
+    with np.errstate(over="ignore"):
+        return np.asarray(x / (1 + np.exp(-x)), np.float32)
+
+
+def gelu_tanh(x: Floats) -> Floats:
+    """The tanh approximation of GELU."""
+    inner = np.float32(0.7978845608028654) * (x + np.float32(0.044715) * x * x * x)
+    return np.asarray(np.float32(0.5) * x * (1 + np.tanh(inner)), np.float32)
+
+
+ACTIVATIONS = {"silu": silu, "gelu_tanh": gelu_tanh}
+
+
+def take(x: Floats, index: Ints) -> Floats:
+    """Some rows of x."""
+    return x[index]
+
+
+def logits(x: Floats, head: Matrix, soft_cap: float = 0.0) -> Floats:
+    """The output head: (N, width) -> (N, vocabulary)."""
+    raw = linear(x, head)
+    return np.float32(soft_cap) * np.tanh(raw / np.float32(soft_cap)) if soft_cap else raw
+
+
+def sample(raw_logits: Floats, rows: Sequence[SampleRow]) -> Ints:
+    """One token for each row: (N, vocabulary) -> (N,)."""
+    return np.array([sampling.sample_row(line, row) for line, row in zip(raw_logits, rows, strict=True)], np.int64)
+
+
+def logprobs(raw_logits: Floats, chosen: Ints, k: int) -> Logprobs:
+    """Log-probabilities of the chosen tokens and of the k likeliest, from the raw logits."""
+    return sampling.logprobs(raw_logits, chosen, k)

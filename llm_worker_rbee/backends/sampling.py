@@ -1,0 +1,132 @@
+"""How the next token is chosen from one row of logits, in NumPy. The order, which every backend keeps:
+
+1. `logit_bias` is added; 2. repetition penalty (each token among the last `repeat_last_n`, prompt included: a positive
+logit is divided by it, a negative one multiplied), then presence and frequency penalties (over generated tokens only);
+3. temperature 0 takes the largest logit (the lowest id among equals) and ends here, otherwise logits are divided by the
+temperature; 4. top-k, typical-p, top-p, min-p, each on the softmax of what the one before left; 5. one uniform number from
+Philox4x32-10, keyed by (seed, choice, position), picks from the cumulative sum in id order.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .types import Ints, Logprobs, SampleRow
+
+Floats = NDArray[np.float32]
+Doubles = NDArray[np.float64]
+MASK = 0xFFFFFFFF
+
+
+def sample_row(logits: Floats, row: SampleRow) -> int:
+    """The next token of one request."""
+    adjusted = penalize(logits.astype(np.float64), row)
+    if row.temperature == 0:
+        return int(np.argmax(adjusted))
+    scaled = adjusted / row.temperature
+    kept = np.flatnonzero(keep_mask(scaled, row))
+    chances = np.cumsum(_softmax(scaled[kept]))
+    point = uniform(row.seed, row.choice, row.position) * chances[-1]
+    return int(kept[min(np.searchsorted(chances, point, side="right"), len(kept) - 1)])
+
+
+def penalize(logits: Doubles, row: SampleRow) -> Doubles:
+    """Bias and penalties, in place."""
+    for token, bias in row.bias:
+        logits[token] += bias
+    if row.repetition_penalty != 1.0 and row.recent.size:
+        seen = np.unique(row.recent)
+        values = logits[seen]
+        logits[seen] = np.where(values > 0, values / row.repetition_penalty, values * row.repetition_penalty)
+    if (row.presence_penalty or row.frequency_penalty) and row.generated.size:
+        seen, counts = np.unique(row.generated, return_counts=True)
+        logits[seen] -= row.presence_penalty + row.frequency_penalty * counts
+    return logits
+
+
+def keep_mask(scaled: Doubles, row: SampleRow) -> NDArray[np.bool_]:
+    """Which tokens survive top-k, typical-p, top-p and min-p; at least one always does."""
+    keep = np.isfinite(scaled)
+    if not keep.any():
+        keep[int(np.argmax(scaled))] = True
+    if 0 < row.top_k < scaled.size:
+        best = _descending(np.where(keep, scaled, -np.inf))[: row.top_k]
+        keep &= _mask_of(best, scaled.size)
+    if row.typical_p < 1.0:
+        keep = _keep_until(scaled, keep, row.typical_p, by_surprise=True)
+    if row.top_p < 1.0:
+        keep = _keep_until(scaled, keep, row.top_p, by_surprise=False)
+    if row.min_p > 0.0:
+        chances = _masked_softmax(scaled, keep)
+        keep &= chances >= row.min_p * chances.max()
+    return keep
+
+
+def _keep_until(scaled: Doubles, keep: NDArray[np.bool_], mass: float, *, by_surprise: bool) -> NDArray[np.bool_]:
+    """The fewest tokens, best first, whose chances add up to `mass`; best is likeliest, or nearest to the entropy."""
+    chances = _masked_softmax(scaled, keep)
+    if by_surprise:
+        with np.errstate(divide="ignore", invalid="ignore"):
+            surprise = -np.log(chances)
+            entropy = np.nansum(np.where(chances > 0, chances * surprise, 0.0))
+            order = np.argsort(np.where(chances > 0, np.abs(surprise - entropy), np.inf), kind="stable")
+    else:
+        order = _descending(chances)
+    total = np.cumsum(chances[order])
+    count = int(np.searchsorted(total, mass, side="left")) + 1
+    return keep & _mask_of(order[:count], scaled.size)
+
+
+def _descending(values: Doubles) -> NDArray[np.intp]:
+    return np.argsort(-values, kind="stable")
+
+
+def _mask_of(index: NDArray[np.intp], size: int) -> NDArray[np.bool_]:
+    mask = np.zeros(size, np.bool_)
+    mask[index] = True
+    return mask
+
+
+def _masked_softmax(scaled: Doubles, keep: NDArray[np.bool_]) -> Doubles:
+    return _softmax(np.where(keep, scaled, -np.inf))
+
+
+def _softmax(x: Doubles) -> Doubles:
+    e = np.exp(x - x.max())
+    return np.asarray(e / e.sum(), np.float64)
+
+
+def logprobs(logits: Floats, chosen: Ints, k: int) -> Logprobs:
+    """Log-softmax of the raw logits: at the chosen tokens, and the k likeliest of each row (ties: lowest id first)."""
+    wide = logits.astype(np.float64)
+    wide -= wide.max(axis=-1, keepdims=True)
+    wide -= np.log(np.exp(wide).sum(axis=-1, keepdims=True))
+    top_ids = np.stack([_top(line, k) for line in wide]) if len(wide) else np.empty((0, k), np.int64)
+    lines = np.arange(len(wide))
+    return Logprobs(wide[lines, chosen].astype(np.float32), top_ids, wide[lines[:, None], top_ids].astype(np.float32))
+
+
+def _top(line: Doubles, k: int) -> Ints:
+    """The k largest, best first; only candidates at least as large as the k-th are sorted."""
+    if k == 0:
+        return np.empty(0, np.int64)
+    threshold = np.partition(line, -k)[-k]
+    candidates = np.flatnonzero(line >= threshold)
+    return candidates[np.argsort(-line[candidates], kind="stable")][:k].astype(np.int64)
+
+
+def uniform(seed: int, choice: int, position: int) -> float:
+    """A number in [0, 1) that depends on nothing but its arguments."""
+    high, low, _, _ = philox4x32((position & MASK, choice & MASK, position >> 32, 0), (seed & MASK, seed >> 32))
+    return ((high << 21) | (low >> 11)) * 2.0**-53
+
+
+def philox4x32(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, int, int, int]:
+    """Philox4x32 with 10 rounds (Salmon et al., 2011): counter and key in, four 32-bit numbers out."""
+    (c0, c1, c2, c3), (k0, k1) = counter, key
+    for _ in range(10):
+        p0, p1 = 0xD2511F53 * c0, 0xCD9E8D57 * c2
+        c0, c1, c2, c3 = (p1 >> 32) ^ c1 ^ k0, p1 & MASK, (p0 >> 32) ^ c3 ^ k1, p0 & MASK
+        k0, k1 = (k0 + 0x9E3779B9) & MASK, (k1 + 0xBB67AE85) & MASK
+    return c0, c1, c2, c3

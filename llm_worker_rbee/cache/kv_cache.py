@@ -1,0 +1,35 @@
+"""The paged K and V tensors of all layers. Nothing here knows a request: who owns which block is accounted elsewhere.
+
+    layer.k, layer.v: (blocks, block_size, kv_heads, head_dim);   slot = block * block_size + offset
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import numpy as np
+
+from ..backends.types import Ints, KVLayer
+from ..config import ModelConfig
+
+
+
+class KVCache:
+    """`n_blocks` blocks of `block_size` tokens in each layer."""
+
+    default_block_size = 16
+
+    def __init__(self, ops: ModuleType, config: ModelConfig, n_blocks: int, block_size: int = default_block_size) -> None:
+        self.block_size = block_size
+        self.n_blocks = n_blocks
+        shape = (n_blocks, block_size, config.n_kv_heads, config.head_dim)
+        self.layers: list[KVLayer] = [ops.empty_kv(*shape) for _ in range(config.n_layers)]
+
+    def slots(self, block_table: Ints, positions: Ints) -> Ints:
+        """Where the tokens at `positions` of a request with this block table are written."""
+        return block_table[positions // self.block_size] * self.block_size + positions % self.block_size
+
+    @property
+    def nbytes(self) -> int:
+        """Memory held."""
+        return int(sum(np.prod(part.shape) * part.itemsize for layer in self.layers for part in layer))

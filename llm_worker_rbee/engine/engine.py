@@ -1,0 +1,57 @@
+"""One request from its prompt to its last token. Text, templates and files are other rooms' business."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ..backends.types import Array
+from ..models import Transformer
+from .request import Request, TokenLogprob, TokenOutput
+from .runner import Runner
+from .sampler import sample, token_logprobs
+
+
+class Generation:
+    """A request being answered; iterate over it for its tokens."""
+
+    def __init__(self, model: Transformer, request: Request, max_tokens: int) -> None:
+        self.model = model
+        self.request = request
+        self.max_tokens = max_tokens
+        self.prompt_logprobs: list[TokenLogprob | None] | None = None
+        self.runner = Runner(model, len(request.prompt) + max_tokens)
+
+    def __iter__(self) -> Iterator[TokenOutput]:
+        """Compute the prompt, then token after token until an end-of-text id or the limit."""
+        logits = self.prefill()
+        while True:
+            output = self.next_token(logits)
+            yield output
+            if output.finish_reason is not None:
+                return
+            logits = self.runner.step(self.request, 1)
+
+    def prefill(self) -> Array:
+        """The logits after the last prompt token; scores the prompt on the way if that was asked for."""
+        if not self.request.params.prompt_logprobs:
+            return self.runner.prefill(self.request)
+        scores: list[TokenLogprob | None] = [None]
+        logits = None
+        for start, logits in self.runner.prefill_scored(self.request):
+            following = self.request.prompt[start + 1 : start + 1 + logits.shape[0]]
+            k = self.request.params.logprobs or 0
+            scores += token_logprobs(self.model.ops, logits[: len(following)], following, k)
+        self.prompt_logprobs = scores
+        return logits[-1:]  # type: ignore[index]
+
+    def next_token(self, logits: Array) -> TokenOutput:
+        """Choose from (1, vocabulary) and say whether the answer ends with it."""
+        request = self.request
+        (token,) = sample(self.model.ops, logits, [request])
+        if token in request.eos_ids and not request.params.ignore_eos:
+            return TokenOutput(token, None, "stop")
+        logprob = None
+        if request.params.logprobs is not None:
+            (logprob,) = token_logprobs(self.model.ops, logits, [token], request.params.logprobs)
+        request.tokens.append(token)
+        return TokenOutput(token, logprob, "length" if len(request.tokens) >= self.max_tokens else None)

@@ -1,0 +1,74 @@
+"""Every error that the worker raises on purpose: a small tree, each with its code and HTTP status.
+
+A message names the thing that is wrong (a key, a tensor, a field, a file) and, where there is one, the remedy. Nothing
+here is caught and ignored: the command line prints one line, the server answers with the code.
+"""
+
+
+class WorkerError(Exception):
+    """The root: anything that is our own, foreseen failure."""
+
+    code = "INFERENCE_FAILED"
+    status = 500
+    retriable = False
+
+
+class ModelFileError(WorkerError):
+    """The bytes of a model file, or of a file beside it, are not what they must be."""
+
+    code = "INVALID_MODEL"
+
+
+class UnsupportedModelError(ModelFileError):
+    """A sound file that holds something this worker does not implement."""
+
+    code = "UNSUPPORTED_MODEL"
+
+
+class TokenizerError(ModelFileError):
+    """The tokenizer described by a model file is broken or unknown."""
+
+    code = "INVALID_TOKENIZER"
+
+
+class ModelNotFoundError(WorkerError):
+    """A model reference that leads nowhere."""
+
+    code = "NOT_FOUND"
+    status = 404
+
+
+class DownloadError(WorkerError):
+    """A model could not be brought here: network, disk, checksum or a missing tool."""
+
+    code = "DOWNLOAD_FAILED"
+    retriable = True
+
+
+class MissingDependencyError(WorkerError):
+    """An optional package or device is needed for what was asked."""
+
+    code = "MISSING_DEPENDENCY"
+
+
+class InvalidRequestError(WorkerError):
+    """A request, option or argument that cannot be honoured; `field` is its name."""
+
+    code = "INVALID_REQUEST"
+    status = 400
+
+    def __init__(self, message: str, field: str | None = None) -> None:
+        super().__init__(message)
+        self.field = field
+
+
+class ChatTemplateError(InvalidRequestError):
+    """A chat template is missing, refuses these messages, or misbehaves."""
+
+    code = "INVALID_CHAT_TEMPLATE"
+
+
+class ContextLengthError(InvalidRequestError):
+    """Prompt and answer do not fit into the context; the message holds all the figures."""
+
+    code = "CONTEXT_LENGTH_EXCEEDED"

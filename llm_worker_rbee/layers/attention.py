@@ -1,0 +1,39 @@
+"""Self-attention over a paged cache: QKV, optional q/k norms, RoPE with the cache write, scores, output projection."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import ModuleType
+
+from ..backends.types import Array, AttentionParams, Batch, KVLayer, RopeTable
+from .linear import Linear
+from .rms_norm import RMSNorm
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Attention:
+    """Grouped-query attention; the fused projection holds q rows, then k rows, then v rows."""
+
+    qkv: Linear
+    output: Linear
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    rope: RopeTable
+    params: AttentionParams
+    q_norm: RMSNorm | None = None
+    k_norm: RMSNorm | None = None
+
+    def __call__(self, ops: ModuleType, x: Array, kv: KVLayer, batch: Batch) -> Array:
+        """(T, width) -> (T, width); writes this step's keys and values."""
+        q, k, v = self.split(self.qkv(ops, x))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(ops, q), self.k_norm(ops, k)
+        q = ops.rope_store(q, k, v, batch.positions, self.rope, kv, batch.slot_mapping)
+        return self.output(ops, ops.attention(q, kv, batch, self.params))
+
+    def split(self, qkv: Array) -> tuple[Array, Array, Array]:
+        """(T, (heads + 2 kv_heads) * dim) -> q (T, heads, dim), k and v (T, kv_heads, dim)."""
+        heads = qkv.reshape(qkv.shape[0], self.n_heads + 2 * self.n_kv_heads, self.head_dim)
+        first_v = self.n_heads + self.n_kv_heads
+        return heads[:, : self.n_heads], heads[:, self.n_heads : first_v], heads[:, first_v:]

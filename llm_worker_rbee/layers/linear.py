@@ -1,0 +1,20 @@
+"""A matrix product with a packed weight, and its bias where there is one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import ModuleType
+
+from ..backends.types import Array, Handle
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Linear:
+    """(T, columns) -> (T, rows)."""
+
+    weight: Handle
+    bias: Array | None = None  # (rows,)
+
+    def __call__(self, ops: ModuleType, x: Array) -> Array:
+        """x @ weight.T + bias."""
+        return ops.linear(x, self.weight, self.bias)

@@ -1,0 +1,24 @@
+"""Root-mean-square normalisation, alone or joined with the residual addition before it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import ModuleType
+
+from ..backends.types import Array
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RMSNorm:
+    """x / sqrt(mean(x^2) + eps) * weight."""
+
+    weight: Array  # (width,)
+    eps: float
+
+    def __call__(self, ops: ModuleType, x: Array) -> Array:
+        """Normalise the last axis."""
+        return ops.rms_norm(x, self.weight, self.eps)
+
+    def add(self, ops: ModuleType, x: Array, residual: Array) -> tuple[Array, Array]:
+        """(norm(residual + x), residual + x)."""
+        return ops.add_rms_norm(x, residual, self.weight, self.eps)  # type: ignore[no-any-return]

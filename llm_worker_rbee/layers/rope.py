@@ -1,0 +1,98 @@
+"""Rotary frequencies from a model's numbers: every scaling kind we know becomes one table of inverse frequencies.
+
+Nothing is rotated here (that is an op). The pairs are (i, i + half) throughout; files with neighbouring pairs have their
+rows moved when they are loaded.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..backends.types import RopeTable
+from ..config import ModelConfig, RopeScaling
+from ..errors import ModelFileError
+
+Floats = NDArray[np.float32]
+
+
+def rope_table(config: ModelConfig, *, local: bool, max_context: int, freq_factors: Floats | None = None) -> RopeTable:
+    """The table of a layer: `local` is a layer with a window, `freq_factors` a tensor of the file."""
+    if local and config.rope_local_base:
+        return RopeTable(inverse_frequencies(config.rope_local_base, config.rope_dim), 1.0)
+    inv_freq = inverse_frequencies(config.rope_base, config.rope_dim)
+    if freq_factors is not None:
+        inv_freq = _divide(inv_freq, freq_factors, "rope_freqs.weight")
+    return scaled_table(inv_freq, config.rope_base, config.rope_scaling, max_context)
+
+
+def inverse_frequencies(base: float, rope_dim: int) -> Floats:
+    """base^(-2i / rope_dim) for each pair i."""
+    exponent = np.arange(0, rope_dim, 2, dtype=np.float32) / np.float32(rope_dim)
+    return np.asarray(1.0 / np.power(np.float32(base), exponent), np.float32)
+
+
+def scaled_table(inv_freq: Floats, base: float, scaling: RopeScaling, max_context: int) -> RopeTable:
+    """Apply a scaling kind to plain frequencies."""
+    if scaling.kind == "linear":
+        return RopeTable(inv_freq / np.float32(scaling.factor), 1.0)
+    if scaling.kind == "llama3":
+        return RopeTable(_llama3(inv_freq, scaling), 1.0)
+    if scaling.kind == "yarn":
+        return RopeTable(_yarn(inv_freq, base, scaling), _yarn_attention(scaling))
+    if scaling.kind == "longrope":
+        return _longrope(inv_freq, scaling, max_context)
+    return RopeTable(inv_freq, scaling.attention_factor or 1.0)
+
+
+def _divide(inv_freq: Floats, factors: Floats, name: str) -> Floats:
+    if factors.shape != inv_freq.shape:
+        raise ModelFileError(f"{name} has {factors.size} values, the rotary embedding {inv_freq.size} pairs")
+    if not np.isfinite(factors).all() or (factors <= 0).any():
+        raise ModelFileError(f"{name} holds a value that is not a positive number")
+    return np.asarray(inv_freq / factors.astype(np.float32), np.float32)
+
+
+def _llama3(inv_freq: Floats, s: RopeScaling) -> Floats:
+    """Long wavelengths are stretched by the factor, short ones are left, those between are blended."""
+    wavelength = 2 * math.pi / inv_freq
+    blend = (s.original_context / wavelength - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor)
+    blend = np.clip(blend, 0.0, 1.0)
+    return np.asarray((1 - blend) * inv_freq / s.factor + blend * inv_freq, np.float32)
+
+
+def _yarn(inv_freq: Floats, base: float, s: RopeScaling) -> Floats:
+    """Pairs that turn fast keep their frequency, slow ones are stretched, with a ramp between two pair numbers."""
+    dim = 2 * inv_freq.shape[0]
+
+    def pair_with(rotations: float) -> float:
+        return dim * math.log(s.original_context / (rotations * 2 * math.pi)) / (2 * math.log(base))
+
+    low, high = pair_with(s.beta_fast), pair_with(s.beta_slow)
+    if s.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    ramp = np.clip((np.arange(dim // 2, dtype=np.float32) - low) / max(high - low, 0.001), 0, 1)
+    return np.asarray(inv_freq / np.float32(s.factor) * ramp + inv_freq * (1 - ramp), np.float32)
+
+
+def _yarn_attention(s: RopeScaling) -> float:
+    def mscale(weight: float) -> float:
+        return 1.0 if s.factor <= 1 else 0.1 * weight * math.log(s.factor) + 1.0
+
+    if s.attention_factor is not None:
+        return s.attention_factor
+    if s.mscale and s.mscale_all_dim:
+        return mscale(s.mscale) / mscale(s.mscale_all_dim)
+    return mscale(1.0)
+
+
+def _longrope(inv_freq: Floats, s: RopeScaling, max_context: int) -> RopeTable:
+    """One list of factors up to the original context, another beyond: chosen once, by the context that is served."""
+    factors = s.long_factors if max_context > s.original_context else s.short_factors
+    attention = s.attention_factor
+    if attention is None:
+        attention = 1.0 if s.factor <= 1 else math.sqrt(1 + math.log(s.factor) / math.log(s.original_context))
+    return RopeTable(_divide(inv_freq, np.array(factors, np.float32), "rope scaling 'longrope'"), attention)

@@ -1,0 +1,22 @@
+"""The gated MLP: SwiGLU, or GeGLU where the activation says so."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import ModuleType
+
+from ..backends.types import Array
+from .linear import Linear
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SwiGLU:
+    """down(act(gate(x)) * up(x)); the fused projection holds gate rows, then up rows."""
+
+    gate_up: Linear
+    down: Linear
+    activation: str = "silu"
+
+    def __call__(self, ops: ModuleType, x: Array) -> Array:
+        """(T, width) -> (T, width)."""
+        return self.down(ops, ops.gated(self.gate_up(ops, x), self.activation))

@@ -1,0 +1,276 @@
+"""The offline API: a model in this process, text in and text out.
+
+    llm = LLM("smollm2")                                    # a path, a short name, or hf:owner/repo[:quant]
+    llm.generate("Once upon a time", max_tokens=32).text
+    for chunk in llm.stream("Once upon a time", max_tokens=32): print(chunk.text, end="", flush=True)
+    llm.chat([{"role": "user", "content": "Hello!"}]).text
+
+A whole reply is a fold over the stream of the same request, so the two cannot differ.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, overload
+
+from .backends import pick
+from .config import ModelConfig
+from .engine.engine import Generation
+from .engine.request import Request, SamplingParams, TokenLogprob
+from .engine.sampler import draw_seed
+from .errors import ChatTemplateError, ContextLengthError, InvalidRequestError
+from .models import Transformer, load_model
+from .tokenizer import Tokenizer
+from .tokenizer.build import tokenizer_from_gguf, tokenizer_from_hf
+from .tokenizer.chat_template import ChatTemplate
+from .tokenizer.stream import StreamDecoder
+from .weights import Checkpoint, open_checkpoint
+from .weights.hub import Progress, locate
+
+Prompt = str | Sequence[int]
+Message = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Where the time of one answer went, in seconds."""
+
+    time_to_first_token: float
+    total: float
+    tokens: int  # sampled, the end-of-text id included
+
+    @property
+    def tokens_per_second(self) -> float:
+        """The rate after the first token; 0 where there was no second one."""
+        rest = self.total - self.time_to_first_token
+        return (self.tokens - 1) / rest if self.tokens > 1 and rest > 0 else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """What became visible with one token; `text` may be empty while a character or a stop string is incomplete."""
+
+    text: str
+    token: int | None = None
+    logprob: TokenLogprob | None = None
+    finish_reason: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """A whole answer."""
+
+    prompt_tokens: list[int]
+    tokens: list[int]  # without the end-of-text id
+    text: str
+    finish_reason: str  # "stop": end-of-text or a stop string; "length": max_tokens or the context
+    stop_sequence: str | None  # the stop string that was met
+    seed: int
+    timings: Timings
+    logprobs: list[TokenLogprob] | None = None
+    prompt_logprobs: list[TokenLogprob | None] | None = None  # as long as prompt_tokens, the first None
+
+
+class LLM:
+    """A model, loaded."""
+
+    def __init__(
+        self,
+        model: str | Path | None = None,
+        *,
+        device: str = "auto",
+        backend: str = "auto",
+        max_context: int | None = None,
+        chat_template: str | None = None,
+        progress: Progress | None = None,
+        on_phase: Callable[[str, float], None] | None = None,
+    ) -> None:
+        """Load a model: a path, a short name, `hf:owner/repo[:quant]`, or nothing for the built-in one.
+
+        `chat_template` is Jinja source that replaces the file's own; `progress` hears of downloads, `on_phase` of each
+        phase of loading and its seconds.
+        """
+        self.phases: dict[str, float] = {}
+        phase = _PhaseClock(self.phases, on_phase)
+        ops = pick(device, backend)
+        path = locate(str(model) if model is not None else None, progress=progress)
+        phase("locate")
+        self.checkpoint: Checkpoint = open_checkpoint(path)
+        phase("open")
+        self.tokenizer: Tokenizer = open_tokenizer(self.checkpoint)
+        phase("tokenizer")
+        self.model: Transformer = load_model(self.checkpoint, ops, max_context)
+        phase("weights")
+        self.config: ModelConfig = self.model.config
+        self.max_context = self._context(max_context)
+        self._template = chat_template or self.tokenizer.chat_template
+
+    def _context(self, asked: int | None) -> int:
+        if asked is None:
+            return self.config.context_length
+        if not 1 <= asked <= self.config.context_length:
+            raise InvalidRequestError(f"max_context is {asked}: the model has a context of {self.config.context_length}", "max_context")
+        return asked
+
+    def tokenize(self, text: str, *, add_special: bool = True, parse_special: bool = False) -> list[int]:
+        """Text -> ids: with BOS where the file says so; `parse_special` recognises control tokens in the text."""
+        return self.tokenizer.encode(text, add_special=add_special, parse_special=parse_special)
+
+    def detokenize(self, tokens: Sequence[int], *, skip_special: bool = True) -> str:
+        """Ids -> text."""
+        return self.tokenizer.decode(tokens, skip_special=skip_special)
+
+    def apply_chat_template(self, messages: Sequence[Message], **fields: Any) -> str:
+        """Messages -> the prompt that the model's own template makes of them."""
+        if self._template is None:
+            raise ChatTemplateError(
+                f"{self.checkpoint.path.name} has no chat template: give one (--chat-template FILE), or use a plain prompt (--raw)"
+            )
+        tok = self.tokenizer
+        names = {key: "" if i is None else tok.piece(i) for key, i in (("bos_token", tok.bos_id), ("eos_token", tok.eos_id))}
+        return ChatTemplate(self._template, **names).render(messages, add_generation_prompt=True, **fields)
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None, **options: Any) -> Stream:
+        """Answer a prompt (text, or ids) piece by piece; keyword options are those of `SamplingParams`."""
+        ids = self.tokenize(prompt) if isinstance(prompt, str) else self._checked_ids(prompt)
+        return Stream(self, ids, _merge(params, options))
+
+    def stream_chat(self, messages: Sequence[Message], params: SamplingParams | None = None, **options: Any) -> Stream:
+        """Answer a conversation piece by piece."""
+        prompt = self.apply_chat_template(messages)
+        return Stream(self, self.tokenize(prompt, parse_special=True), _merge(params, options))
+
+    @overload
+    def generate(self, prompt: Prompt, params: SamplingParams | None = None, **options: Any) -> Completion: ...
+    @overload
+    def generate(self, prompt: list[str], params: SamplingParams | None = None, **options: Any) -> list[Completion]: ...
+    def generate(
+        self, prompt: Prompt | list[str], params: SamplingParams | None = None, **options: Any
+    ) -> Completion | list[Completion]:
+        """Answer a prompt, or each of a list of prompts."""
+        if isinstance(prompt, list) and prompt and all(isinstance(p, str) for p in prompt):
+            return [self.stream(p, params, **options).completion() for p in prompt]
+        return self.stream(prompt, params, **options).completion()  # type: ignore[arg-type]
+
+    def chat(self, messages: Sequence[Message], params: SamplingParams | None = None, **options: Any) -> Completion:
+        """Answer a conversation: `[{"role": "user", "content": "..."}]`."""
+        return self.stream_chat(messages, params, **options).completion()
+
+    def _checked_ids(self, ids: Sequence[int]) -> list[int]:
+        for token in ids:
+            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < self.config.vocab_size:
+                raise InvalidRequestError(f"prompt: {token!r} is not a token id (0..{self.config.vocab_size - 1})", "prompt")
+        return list(ids)
+
+
+class Stream:
+    """One answer as it is made: iterate for chunks, or call `completion()` for the whole."""
+
+    def __init__(self, llm: LLM, prompt: list[int], params: SamplingParams) -> None:
+        limit = _token_limit(len(prompt), params.max_tokens, llm.max_context)
+        for token in params.logit_bias:
+            if token >= llm.config.vocab_size:
+                raise InvalidRequestError(f"logit_bias names token {token}, past the vocabulary of {llm.config.vocab_size}", "logit_bias")
+        self.seed = draw_seed() if params.seed is None else params.seed
+        self.prompt_tokens = prompt
+        self.params = params
+        self._request = Request(prompt, params, self.seed, llm.tokenizer.eos_ids)
+        self._generation = Generation(llm.model, self._request, limit)
+        self._decoder = StreamDecoder(llm.tokenizer, tuple(params.stop))
+        self._logprobs: list[TokenLogprob] = []
+        self._finish_reason = "length"
+        self._chunks = self._run()
+        self._clock = [0.0, 0.0]
+        self._sampled = 0
+
+    def __iter__(self) -> Iterator[Chunk]:
+        return self._chunks
+
+    def completion(self) -> Completion:
+        """Run to the end and fold the chunks; after an iteration that was broken off, the rest is made now."""
+        for _ in self._chunks:
+            pass
+        return self.so_far()
+
+    def so_far(self) -> Completion:
+        """What has been made until now, as a completion."""
+        return Completion(
+            prompt_tokens=self.prompt_tokens,
+            tokens=list(self._request.tokens),
+            text="".join(self._texts),
+            finish_reason=self._finish_reason,
+            stop_sequence=self._decoder.stop_matched,
+            seed=self.seed,
+            timings=Timings(self._clock[0], self._clock[1], self._sampled),
+            logprobs=self._logprobs if self.params.logprobs is not None else None,
+            prompt_logprobs=self._generation.prompt_logprobs,
+        )
+
+    def _run(self) -> Iterator[Chunk]:
+        self._texts: list[str] = []
+        start = time.perf_counter()
+        for output in self._generation:
+            self._clock[1] = time.perf_counter() - start
+            self._clock[0] = self._clock[0] or self._clock[1]
+            self._sampled += 1
+            reason = output.finish_reason
+            ended_by_token = reason == "stop"
+            if output.logprob is not None:
+                self._logprobs.append(output.logprob)
+            text = "" if ended_by_token else self._decoder.push(output.token)
+            if self._decoder.stop_matched is not None:
+                reason = "stop"
+            if reason is not None:
+                text += self._decoder.finish()
+                self._finish_reason = reason
+            self._texts.append(text)
+            yield Chunk(text, None if ended_by_token else output.token, output.logprob, reason)
+            if reason is not None:
+                return
+
+
+class _PhaseClock:
+    """Times the phases of loading, one after the other."""
+
+    def __init__(self, seconds: dict[str, float], on_phase: Callable[[str, float], None] | None) -> None:
+        self.seconds = seconds
+        self.on_phase = on_phase
+        self.last = time.perf_counter()
+
+    def __call__(self, name: str) -> None:
+        now = time.perf_counter()
+        self.seconds[name] = now - self.last
+        self.last = now
+        if self.on_phase is not None:
+            self.on_phase(name, self.seconds[name])
+
+
+def open_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
+    """The tokenizer that a checkpoint carries, whatever its architecture."""
+    if checkpoint.format == "gguf":
+        return tokenizer_from_gguf(checkpoint.metadata)
+    return tokenizer_from_hf(checkpoint.path)
+
+
+def _merge(params: SamplingParams | None, options: Mapping[str, Any]) -> SamplingParams:
+    unknown = set(options) - set(SamplingParams.__dataclass_fields__)
+    if unknown:
+        raise InvalidRequestError(f"unknown sampling option {min(unknown)!r}", min(unknown))
+    return replace(params or SamplingParams(), **options)
+
+
+def _token_limit(prompt: int, asked: int | None, context: int) -> int:
+    """How many tokens an answer may have; an answer that cannot fit is refused with all the figures."""
+    if prompt == 0:
+        raise InvalidRequestError("the prompt is empty: it must have at least one token", "prompt")
+    if prompt >= context:
+        raise ContextLengthError(f"the prompt has {prompt} tokens, the context {context}: nothing is left for an answer", "prompt")
+    if asked is not None and prompt + asked > context:
+        raise ContextLengthError(
+            f"the prompt has {prompt} tokens and max_tokens is {asked}: together {prompt + asked}, over the context of {context}",
+            "max_tokens",
+        )
+    return context - prompt if asked is None else asked

@@ -1,0 +1,73 @@
+"""What differs between families of decoders: a table. A new family is a new row, or it is not supported."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..config import Family, ModelConfig
+from ..errors import ModelFileError, UnsupportedModelError
+from ..weights import Checkpoint
+
+FAMILIES = (
+    Family("llama", gguf=("llama",), hf=("llama",), rope_interleaved=True),
+    Family("mistral", gguf=(), hf=("mistral",)),  # a GGUF of Mistral calls itself llama
+    Family("qwen2", gguf=("qwen2",), hf=("qwen2",), qkv_bias=True),
+    Family("qwen3", gguf=("qwen3",), hf=("qwen3",), qk_norm=True),
+    Family("phi3", gguf=("phi3",), hf=("phi3",), fused=True),
+    Family(
+        "gemma2",
+        gguf=("gemma2",),
+        hf=("gemma2",),
+        activation="gelu_tanh",
+        post_norms=True,
+        scaled_embedding=True,
+        norm_plus_one=True,
+        full_every=2,
+        default_window=4096,
+        default_attention_cap=50.0,
+        default_final_cap=30.0,
+    ),
+    Family(
+        "gemma3",
+        gguf=("gemma3",),
+        hf=("gemma3_text",),
+        activation="gelu_tanh",
+        qk_norm=True,
+        post_norms=True,
+        scaled_embedding=True,
+        norm_plus_one=True,
+        full_every=6,
+        default_local_base=10000.0,
+    ),
+)
+BY_GGUF = {name: family for family in FAMILIES for name in family.gguf}
+BY_HF = {name: family for family in FAMILIES for name in family.hf}
+
+
+def describe(checkpoint: Checkpoint) -> ModelConfig:
+    """Detect the family of a checkpoint and read its shape."""
+    family = detect(checkpoint)
+    embedding = checkpoint.tensors.get("token_embd.weight")
+    rows = embedding.shape[0] if embedding is not None and len(embedding.shape) == 2 else None
+    if checkpoint.format == "gguf":
+        return ModelConfig.from_gguf(checkpoint.metadata, family, rows)
+    return ModelConfig.from_hf(checkpoint.metadata["config"], family, rows)
+
+
+def detect(checkpoint: Checkpoint) -> Family:
+    """The family, from general.architecture or from model_type (or the class named in `architectures`)."""
+    table = BY_GGUF if checkpoint.format == "gguf" else BY_HF
+    name = checkpoint.architecture or _from_class_name(checkpoint.metadata)
+    if name is None:
+        key = "general.architecture" if checkpoint.format == "gguf" else "model_type"
+        raise ModelFileError(f"{checkpoint.path.name}: {key!r} is missing, so the architecture is unknown")
+    if name not in table:
+        raise UnsupportedModelError(f"architecture {name!r} is not supported (supported: {', '.join(table)})")
+    return table[name]
+
+
+def _from_class_name(metadata: Any) -> str | None:
+    """`LlamaForCausalLM` -> `llama`, for a config.json without model_type."""
+    names = metadata.get("config", {}).get("architectures") or [""]
+    name = str(names[0]).removesuffix("ForCausalLM").lower() if isinstance(names, list) else ""
+    return {"gemma3": "gemma3_text"}.get(name, name) or None

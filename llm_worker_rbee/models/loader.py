@@ -1,0 +1,197 @@
+"""Tensor names -> the parameters of the decoder, on one backend.
+
+Every tensor of the file must be used and every one needed must be there, with the shape the metadata says: a missing, an
+extra or a misshapen tensor is an error that names it. Matrices stay quantized; norms and biases become float32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from types import ModuleType
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..backends.types import Array, AttentionParams, Handle, RopeTable
+from ..config import ModelConfig
+from ..errors import ModelFileError
+from ..layers.attention import Attention
+from ..layers.block import Block
+from ..layers.linear import Linear
+from ..layers.rms_norm import RMSNorm
+from ..layers.rope import rope_table
+from ..layers.swiglu import SwiGLU
+from ..weights import Checkpoint, Tensor
+from .architectures import describe
+from .transformer import Transformer
+
+IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".attn_rot_embd.weight")  # old exports carry tables that follow from the metadata
+
+
+def load_model(
+    checkpoint: Checkpoint, ops: ModuleType, max_context: int | None = None, config: ModelConfig | None = None
+) -> Transformer:
+    """Build the decoder of a checkpoint on a backend; `config` replaces the one that the file describes."""
+    config = config or describe(checkpoint)
+    return _Loader(checkpoint, config, ops, min(max_context or config.context_length, config.context_length)).model()
+
+
+@dataclass(slots=True)
+class _Loader:
+    checkpoint: Checkpoint
+    config: ModelConfig
+    ops: ModuleType
+    max_context: int
+    used: set[str] = field(default_factory=set)
+
+    def model(self) -> Transformer:
+        c = self.config
+        self.check_layer_count()
+        embedding = self.matrix("token_embd.weight", c.vocab_size, c.d_model)
+        global_rope, local_rope = self.ropes()
+        blocks = tuple(self.block(i, local_rope if c.windows[i] else global_rope) for i in range(c.n_layers))
+        table = self.ops.prepare([embedding])
+        model = Transformer(
+            config=c,
+            ops=self.ops,
+            embedding=table,
+            embedding_scale=float(np.float32(c.d_model**0.5)) if c.family.scaled_embedding else 1.0,
+            blocks=blocks,
+            norm=self.norm("output_norm.weight", c.d_model),
+            head=self.head(table),
+        )
+        self.refuse_leftovers()
+        return model
+
+    def check_layer_count(self) -> None:
+        """Before anything is built for each layer that the metadata claims."""
+        last = f"blk.{self.config.n_layers - 1}.attn_norm.weight"
+        if last not in self.checkpoint.tensors:
+            raise ModelFileError(f"tensor {last!r} is missing: the metadata says {self.config.n_layers} layers")
+
+    def head(self, embedding: Handle) -> Handle:
+        if "output.weight" not in self.checkpoint.tensors:
+            if self.checkpoint.metadata.get("config", {}).get("tie_word_embeddings") is False:
+                raise ModelFileError("tensor 'output.weight' (lm_head.weight) is missing, and config.json ties no embeddings")
+            return embedding  # tied
+        return self.ops.prepare([self.matrix("output.weight", self.config.vocab_size, self.config.d_model)])
+
+    def ropes(self) -> tuple[RopeTable, RopeTable]:
+        """The tables of layers that see everything, and of layers with a window."""
+        scaling = self.config.rope_scaling
+        short, long = (self.optional_vector(f"rope_factors_{kind}.weight") for kind in ("short", "long"))
+        config = self.config
+        if short is not None and long is not None:
+            lists = {"short_factors": tuple(short.tolist()), "long_factors": tuple(long.tolist())}
+            config = replace(config, rope_scaling=replace(scaling, kind="longrope", **lists))
+        factors = self.optional_vector("rope_freqs.weight")
+        tables = [rope_table(config, local=local, max_context=self.max_context, freq_factors=factors) for local in (False, True)]
+        return tables[0], tables[1]
+
+    def block(self, i: int, rope: RopeTable) -> Block:
+        c, prefix = self.config, f"blk.{i}."
+        post = c.family.post_norms
+        return Block(
+            attention_norm=self.norm(prefix + "attn_norm.weight", c.d_model),
+            attention=self.attention(prefix, c.windows[i], rope),
+            mlp_norm=self.norm(prefix + "ffn_norm.weight", c.d_model),
+            mlp=self.mlp(prefix),
+            post_attention_norm=self.norm(prefix + "post_attention_norm.weight", c.d_model) if post else None,
+            post_mlp_norm=self.norm(prefix + "post_ffw_norm.weight", c.d_model) if post else None,
+        )
+
+    def attention(self, prefix: str, window: int, rope: RopeTable) -> Attention:
+        c = self.config
+        norms = [self.norm(f"{prefix}attn_{x}_norm.weight", c.head_dim) if c.family.qk_norm else None for x in "qk"]
+        return Attention(
+            qkv=self.qkv(prefix),
+            output=self.linear([prefix + "attn_output"], [c.d_model], c.n_heads * c.head_dim),
+            n_heads=c.n_heads,
+            n_kv_heads=c.n_kv_heads,
+            head_dim=c.head_dim,
+            rope=rope,
+            params=AttentionParams(c.attention_scale, window, c.attention_cap),
+            q_norm=norms[0],
+            k_norm=norms[1],
+        )
+
+    def qkv(self, prefix: str) -> Linear:
+        c = self.config
+        rows = [c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim, c.n_kv_heads * c.head_dim]
+        if c.family.fused:
+            return self.linear([prefix + "attn_qkv"], [sum(rows)], c.d_model)
+        names = [prefix + f"attn_{x}" for x in "qkv"]
+        if c.family.qkv_bias:
+            for name in names:
+                self.tensor(name + ".bias")
+        return self.linear(names, rows, c.d_model)
+
+    def mlp(self, prefix: str) -> SwiGLU:
+        c = self.config
+        names, rows = [prefix + "ffn_gate", prefix + "ffn_up"], [c.d_ff, c.d_ff]
+        if c.family.fused:
+            names, rows = [prefix + "ffn_up"], [2 * c.d_ff]
+        down = self.linear([prefix + "ffn_down"], [c.d_model], c.d_ff)
+        return SwiGLU(self.linear(names, rows, c.d_model), down, c.activation)
+
+    def linear(self, names: list[str], rows: list[int], columns: int) -> Linear:
+        """Matrices stacked by rows, with their biases if any of them has one."""
+        parts = [self.in_rope_order(self.matrix(n + ".weight", r, columns)) for n, r in zip(names, rows, strict=True)]
+        biases = [self.optional_vector(n + ".bias", r) for n, r in zip(names, rows, strict=True)]
+        bias = None
+        if any(b is not None for b in biases):
+            filled = [np.zeros(r, np.float32) if b is None else b for b, r in zip(biases, rows, strict=True)]
+            bias = self.ops.prepare_vector(np.concatenate(filled))
+        return Linear(self.ops.prepare(parts), bias)
+
+    def in_rope_order(self, tensor: Tensor) -> Tensor:
+        """Move whole q and k rows so that the pairs of the rotation are (i, i + half), not neighbours."""
+        order = self.rope_order(tensor.name, tensor.shape[0])
+        return tensor if order is None else tensor.take_rows(order)
+
+    def rope_order(self, name: str, rows: int) -> NDArray[np.intp] | None:
+        interleaved = self.config.family.rope_interleaved and self.checkpoint.format == "gguf"
+        if not interleaved or name.split(".")[-2] not in ("attn_q", "attn_k"):
+            return None
+        heads = np.arange(rows).reshape(-1, self.config.head_dim)
+        turned, rest = heads[:, : self.config.rope_dim], heads[:, self.config.rope_dim :]
+        return np.concatenate([turned[:, 0::2], turned[:, 1::2], rest], axis=1).reshape(-1)
+
+    def norm(self, name: str, width: int) -> RMSNorm:
+        weight = self.vector(name, width)
+        if self.config.family.norm_plus_one and self.checkpoint.format == "safetensors":
+            weight = weight + np.float32(1)
+        return RMSNorm(self.ops.prepare_vector(weight), self.config.norm_eps)
+
+    def tensor(self, name: str) -> Tensor:
+        if name not in self.checkpoint.tensors:
+            raise ModelFileError(f"tensor {name!r} is missing: a {self.config.family.name} model needs it")
+        self.used.add(name)
+        return replace(self.checkpoint.tensors[name], name=name)
+
+    def matrix(self, name: str, rows: int, columns: int) -> Tensor:
+        tensor = self.tensor(name)
+        if tensor.shape != (rows, columns):
+            raise ModelFileError(f"tensor {name!r} has shape {tensor.shape}, the metadata says {(rows, columns)}")
+        return tensor
+
+    def vector(self, name: str, width: int) -> NDArray[np.float32]:
+        tensor = self.tensor(name)
+        if tensor.shape != (width,):
+            raise ModelFileError(f"tensor {name!r} has shape {tensor.shape}, the metadata says {(width,)}")
+        values = tensor.dequantize()
+        if not np.isfinite(values).all():
+            raise ModelFileError(f"tensor {name!r} holds NaN or infinite values: the file is damaged")
+        order = self.rope_order(name, width)
+        return values if order is None else values[order]
+
+    def optional_vector(self, name: str, width: int | None = None) -> NDArray[np.float32] | None:
+        tensor = self.checkpoint.tensors.get(name)
+        return None if tensor is None else self.vector(name, width if width is not None else tensor.size)
+
+    def refuse_leftovers(self) -> None:
+        extra = [name for name in self.checkpoint.tensors if name not in self.used and not name.endswith(IGNORED_SUFFIXES)]
+        if extra:
+            more = f" and {len(extra) - 1} more" if len(extra) > 1 else ""
+            raise ModelFileError(f"tensor {extra[0]!r}{more} is not part of a {self.config.family.name} model: "
+                                 "the file is not what its metadata says")

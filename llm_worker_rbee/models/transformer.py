@@ -1,0 +1,34 @@
+"""The one decoder. Everything it needs comes in as arguments; it keeps nothing between calls."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import ModuleType
+
+from ..backends.types import Array, Batch, Handle
+from ..cache import KVCache
+from ..config import ModelConfig
+from ..layers.block import Block
+from ..layers.rms_norm import RMSNorm
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Transformer:
+    """A model ready to run on one backend."""
+
+    config: ModelConfig
+    ops: ModuleType
+    embedding: Handle
+    embedding_scale: float
+    blocks: tuple[Block, ...]
+    norm: RMSNorm
+    head: Handle
+
+    def forward(self, batch: Batch, cache: KVCache) -> Array:
+        """One step over a flat batch: writes the cache, gives the logits at `batch.logits_index`: (N, vocabulary)."""
+        ops = self.ops
+        x, residual = ops.embed(self.embedding, batch.ids, self.embedding_scale), None
+        for block, kv in zip(self.blocks, cache.layers, strict=True):
+            x, residual = block(ops, x, residual, kv, batch)
+        x, _ = self.norm.add(ops, ops.take(x, batch.logits_index), ops.take(residual, batch.logits_index))
+        return ops.logits(x, self.head, self.config.final_cap)

@@ -1,0 +1,231 @@
+"""From what a model file says to a `Tokenizer`: GGUF metadata here, a folder with tokenizer.json in `hf`.
+
+It checks everything that the metadata promises (lengths, ids, byte tokens, names) before the library sees it, and names
+the key that is wrong. It reads no files: the metadata is a plain mapping of GGUF keys.
+"""
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+
+from llm_worker_rbee.errors import TokenizerError
+from llm_worker_rbee.tokenizer.encoders import BpeEncoder, SpmEncoder
+from llm_worker_rbee.tokenizer.hf import tokenizer_from_hf
+from llm_worker_rbee.tokenizer.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
+from llm_worker_rbee.tokenizer.special_names import end_ids_by_name
+from llm_worker_rbee.tokenizer.tokenizer import Ends, LeadingSpace, Tokenizer
+from llm_worker_rbee.tokenizer.vocabulary import Kind, Vocabulary, byte_of
+
+__all__ = ["tokenizer_from_gguf", "tokenizer_from_hf"]
+
+_log = logging.getLogger("llm_worker_rbee")
+_PREFIX = "tokenizer.ggml."
+# Ids that SentencePiece gives when the file is silent.
+_SPM_DEFAULT_IDS = {"bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0}
+# Names of models whose special tokens swallow the white space after them; the file itself cannot say so.
+_RSTRIP_MODELS = ("phi-3", "phi3")
+_RSTRIP_EXCEPT = frozenset({"<unk>", "<s>", "<|endoftext|>"})
+
+
+def tokenizer_from_gguf(metadata: Mapping[str, object]) -> Tokenizer:
+    """The tokenizer that the `tokenizer.*` keys of a GGUF describe."""
+    model = metadata.get(_PREFIX + "model")
+    makers = {"llama": _spm_tokenizer, "gpt2": _bpe_tokenizer}
+    if model is None:
+        raise TokenizerError("tokenizer.ggml.model is missing: the file holds no tokenizer")
+    if not isinstance(model, str) or model not in makers:
+        raise TokenizerError(f"unknown tokenizer {model!r} (tokenizer.ggml.model); known: {', '.join(makers)}")
+    return makers[model](metadata, _texts(metadata))
+
+
+def _bpe_tokenizer(metadata: Mapping[str, object], texts: list[str]) -> Tokenizer:
+    name, pre = _pre_tokenizer(metadata)
+    merges = _merges(metadata)
+    vocabulary, ends = _vocabulary_and_ends(metadata, texts, "byte", add_bos=pre.add_bos)
+    return Tokenizer(
+        kind=f"gpt2 (BPE, {name})",
+        vocabulary=vocabulary,
+        encoder=BpeEncoder(vocabulary, merges, pre),
+        ends=ends,
+        chat_template=_chat_template(metadata),
+    )
+
+
+def _spm_tokenizer(metadata: Mapping[str, object], texts: list[str]) -> Tokenizer:
+    scores = _scores(metadata, len(texts))
+    vocabulary, ends = _vocabulary_and_ends(metadata, texts, "spm", add_bos=True)
+    prefix = _flag(metadata, "add_space_prefix", True)
+    encoder = SpmEncoder(
+        vocabulary,
+        scores,
+        add_space_prefix=prefix,
+        squeeze_spaces=_flag(metadata, "remove_extra_whitespaces", False),
+        unknown_id=_token_id(metadata, "unknown_token_id", texts, spm=True),
+        rstrip=_rstrip(metadata, vocabulary),
+    )
+    return Tokenizer(
+        kind="llama (SPM)",
+        vocabulary=vocabulary,
+        encoder=encoder,
+        ends=ends,
+        leading_space=LeadingSpace(at_start=prefix, after_special=prefix),
+        chat_template=_chat_template(metadata),
+    )
+
+
+def _pre_tokenizer(metadata: Mapping[str, object]) -> tuple[str, PreTokenizer]:
+    name = metadata.get(_PREFIX + "pre")
+    if name is None:
+        _log.warning("tokenizer.ggml.pre is missing: using the pre-tokenizer 'default', which may cut text wrongly")
+        name = "default"
+    if not isinstance(name, str) or name not in PRE_TOKENIZERS:
+        raise TokenizerError(
+            f"unknown pre-tokenizer {name!r} (tokenizer.ggml.pre); known: {', '.join(sorted(PRE_TOKENIZERS))}"
+        )
+    return name, PRE_TOKENIZERS[name]
+
+
+def _vocabulary_and_ends(
+    metadata: Mapping[str, object], texts: list[str], style: str, *, add_bos: bool
+) -> tuple[Vocabulary, Ends]:
+    spm = style == "spm"
+    kinds = _kinds(metadata, texts)
+    bos = _token_id(metadata, "bos_token_id", texts, spm=spm)
+    end_ids = _end_ids(metadata, texts, spm=spm)
+    named = end_ids_by_name(texts, kinds)
+    if _PREFIX + "token_type" not in metadata:
+        _mark_special(kinds, texts, [bos, *end_ids, _token_id(metadata, "unknown_token_id", texts, spm=spm)], spm=spm)
+    for token_id in named:
+        kinds[token_id] = Kind.CONTROL
+    eos = end_ids[0] if end_ids else None
+    adds_bos = bos is not None and _flag(metadata, "add_bos_token", add_bos)
+    adds_eos = eos is not None and _flag(metadata, "add_eos_token", False)
+    ends = Ends(
+        bos_id=bos,
+        eos_id=eos,
+        eos_ids=frozenset([*end_ids, *named]),
+        prefix=(bos,) if adds_bos and bos is not None else (),
+        suffix=(eos,) if adds_eos and eos is not None else (),
+    )
+    return Vocabulary(texts, kinds, "spm" if spm else "byte"), ends
+
+
+def _mark_special(kinds: list[int], texts: Sequence[str], special: Sequence[int | None], *, spm: bool) -> None:
+    """Without token types: the ids that the file names are control tokens, and `<0xNN>` is a byte (SPM)."""
+    for token_id in special:
+        if token_id is not None:
+            kinds[token_id] = Kind.CONTROL
+    if spm:
+        for index, text in enumerate(texts):
+            if byte_of(text) is not None:
+                kinds[index] = Kind.BYTE
+
+
+def _texts(metadata: Mapping[str, object]) -> list[str]:
+    tokens = metadata.get(_PREFIX + "tokens")
+    if not isinstance(tokens, list) or not tokens or not all(isinstance(text, str) for text in tokens):
+        raise TokenizerError("tokenizer.ggml.tokens must be a list of strings that is not empty")
+    try:
+        "".join(tokens).encode()
+    except UnicodeEncodeError:
+        bad = next(i for i, text in enumerate(tokens) if any("\ud800" <= char <= "\udfff" for char in text))
+        raise TokenizerError(f"tokenizer.ggml.tokens: token {bad} is not valid UTF-8") from None
+    return tokens
+
+
+def _numbers(metadata: Mapping[str, object], key: str, length: int) -> list[float]:
+    values = metadata.get(_PREFIX + key)
+    tolist = getattr(values, "tolist", None)
+    numbers = tolist() if tolist is not None else values
+    if not isinstance(numbers, list) or not all(isinstance(value, int | float) for value in numbers):
+        raise TokenizerError(f"{_PREFIX}{key} must be an array of numbers")
+    if len(numbers) < length:
+        raise TokenizerError(f"{_PREFIX}{key} has {len(numbers)} entries for {length} tokens")
+    return numbers[:length]
+
+
+def _scores(metadata: Mapping[str, object], length: int) -> list[float]:
+    if _PREFIX + "scores" not in metadata:
+        raise TokenizerError("tokenizer.ggml.scores is missing: a 'llama' tokenizer cannot cut text without it")
+    scores = _numbers(metadata, "scores", length)
+    if any(math.isnan(score) for score in scores):
+        raise TokenizerError("tokenizer.ggml.scores holds a value that is not a number")
+    return scores
+
+
+def _kinds(metadata: Mapping[str, object], texts: Sequence[str]) -> list[int]:
+    if _PREFIX + "token_type" not in metadata:
+        return [int(Kind.NORMAL)] * len(texts)
+    kinds = [int(kind) for kind in _numbers(metadata, "token_type", len(texts))]
+    for index, kind in enumerate(kinds):
+        if kind == Kind.BYTE and byte_of(texts[index]) is None:
+            raise TokenizerError(f"token {index} is of type byte, but its text {texts[index]!r} is not <0xNN>")
+    return kinds
+
+
+def _merges(metadata: Mapping[str, object]) -> list[tuple[str, str]]:
+    merges = metadata.get(_PREFIX + "merges")
+    if merges is None:
+        raise TokenizerError("tokenizer.ggml.merges is missing: a 'gpt2' tokenizer cannot cut text without it")
+    if not isinstance(merges, list):
+        raise TokenizerError("tokenizer.ggml.merges must be a list of strings")
+    pairs = []
+    for index, merge in enumerate(merges):
+        # The first character belongs to the left part even if it is a space.
+        cut = merge.find(" ", 1) if isinstance(merge, str) else -1
+        if cut < 0 or cut == len(merge) - 1:
+            raise TokenizerError(f"tokenizer.ggml.merges: entry {index} ({merge!r}) is not two parts and a space")
+        pairs.append((merge[:cut], merge[cut + 1 :]))
+    return pairs
+
+
+def _flag(metadata: Mapping[str, object], key: str, default: bool) -> bool:
+    value = metadata.get(_PREFIX + key, default)
+    if not isinstance(value, bool):
+        raise TokenizerError(f"{_PREFIX}{key} must be true or false, not {value!r}")
+    return value
+
+
+def _token_id(metadata: Mapping[str, object], key: str, texts: Sequence[str], *, spm: bool) -> int | None:
+    value = metadata.get(_PREFIX + key)
+    if value is None:
+        default = _SPM_DEFAULT_IDS.get(key) if spm else None
+        return default if default is not None and default < len(texts) else None
+    return _checked_id(value, _PREFIX + key, len(texts))
+
+
+def _checked_id(value: object, key: str, length: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < length:
+        raise TokenizerError(f"{key} = {value!r} is not an id of the vocabulary (0 to {length - 1})")
+    return value
+
+
+def _end_ids(metadata: Mapping[str, object], texts: Sequence[str], *, spm: bool) -> list[int]:
+    """Every id that ends a text, the EOS first. A key may hold one id or an array."""
+    found: list[int] = []
+    for key in ("eos_token_id", "eos_token_ids", "eot_token_id", "eom_token_id"):
+        value = metadata.get(_PREFIX + key)
+        tolist = getattr(value, "tolist", None)
+        value = tolist() if tolist is not None else value
+        if isinstance(value, list):
+            found += [_checked_id(item, _PREFIX + key, len(texts)) for item in value]
+        else:
+            one = _token_id({_PREFIX + key: value}, key, texts, spm=spm)
+            found += [] if one is None else [one]
+    return list(dict.fromkeys(found))
+
+
+def _rstrip(metadata: Mapping[str, object], vocabulary: Vocabulary) -> frozenset[int]:
+    name = str(metadata.get("general.name", "")).lower()
+    if not any(part in name for part in _RSTRIP_MODELS):
+        return frozenset()
+    kinds = (Kind.CONTROL, Kind.UNKNOWN, Kind.USER_DEFINED)
+    texts = vocabulary.texts
+    return frozenset(i for i, kind in enumerate(vocabulary.kinds) if kind in kinds and texts[i] not in _RSTRIP_EXCEPT)
+
+
+def _chat_template(metadata: Mapping[str, object]) -> str | None:
+    template = metadata.get("tokenizer.chat_template")
+    if template is not None and not isinstance(template, str):
+        raise TokenizerError("tokenizer.chat_template must be a string")
+    return template

@@ -1,0 +1,223 @@
+"""Text to ids on the `tokenizers` library: byte-level BPE, SentencePiece-style BPE, tokenizer.json as it is.
+
+Special tokens are taken out of the text first, leftmost and longest, by an automaton of the library; what is left is
+cut by the model. User-defined tokens are always taken out, control tokens only on request (`parse_special`), so that
+`<|im_end|>` typed by a user stays text.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from threading import Lock
+from typing import Protocol
+
+from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers
+
+from llm_worker_rbee.errors import InvalidRequestError, TokenizerError
+from llm_worker_rbee.tokenizer.pre_tokenizers import BYTE_TO_CHAR, PreTokenizer
+from llm_worker_rbee.tokenizer.vocabulary import SPACE, SPECIAL_KINDS, Kind, Vocabulary
+
+_SPACES = re.compile(" {2,}")
+_C_SPACE = " \t\n\v\f\r"
+# Bytes that no UTF-8 text contains, so that a vocabulary need not have them.
+_NEVER_IN_UTF8 = frozenset({0xC0, 0xC1, *range(0xF5, 0x100)})
+
+
+class Encoder(Protocol):
+    """Text to ids, without the tokens that begin and end a text."""
+
+    def encode(self, text: str, parse_special: bool) -> list[int]:
+        """The ids of valid Unicode text."""
+        ...
+
+
+class Partition:
+    """Finds the special tokens of a text: (token id, None) or (None, text between them)."""
+
+    def __init__(self, tokens: Mapping[str, int], rstrip: frozenset[int] = frozenset()) -> None:
+        self.ids = list(tokens.values())
+        self.rstrip = rstrip
+        # The library's own ids: 0 is a stretch of text, 1 + i the i-th special token.
+        self._finder = Tokenizer(models.WordLevel({"": 0}, unk_token=""))
+        self._finder.add_tokens([AddedToken(text, normalized=False) for text in tokens])
+
+    def split(self, text: str) -> Iterator[tuple[int | None, str]]:
+        """The parts of the text, in order."""
+        if not self.ids:
+            if text:
+                yield None, text
+            return
+        found = self._finder.encode(text, add_special_tokens=False)
+        strip = False
+        for local, (start, end) in zip(found.ids, found.offsets, strict=True):
+            if local:
+                token_id = self.ids[local - 1]
+                strip = token_id in self.rstrip
+                yield token_id, ""
+                continue
+            part = text[start:end].lstrip(_C_SPACE) if strip else text[start:end]
+            if part:
+                yield None, part
+
+
+class _Partitions:
+    """The two ways to look at a text: user-defined tokens only, or control tokens too."""
+
+    def __init__(self, vocabulary: Vocabulary, rstrip: frozenset[int]) -> None:
+        always, special = {}, {}
+        for text, index in vocabulary.ids.items():
+            kind = vocabulary.kinds[index]
+            if kind == Kind.USER_DEFINED:
+                always[text] = index
+            elif kind in SPECIAL_KINDS:
+                special[text] = index
+        self.plain = Partition(always, rstrip)
+        self.parsed = Partition({**always, **special}, rstrip)
+
+
+class BpeEncoder:
+    """Byte-level BPE of a GGUF: pre-tokenizer, then merges in their order."""
+
+    def __init__(self, vocabulary: Vocabulary, merges: Sequence[tuple[str, str]], pre: PreTokenizer) -> None:
+        self._partitions = _Partitions(vocabulary, frozenset())
+        model = _bpe_model(vocabulary.ids, merges, ignore_merges=pre.ignore_merges)
+        self._library = Tokenizer(model)
+        self._library.pre_tokenizer = _pre_tokenizer(pre.patterns)
+        missing = [b for b, char in BYTE_TO_CHAR.items() if b not in _NEVER_IN_UTF8 and char not in vocabulary.ids]
+        self._missing = bytes(missing)
+
+    def encode(self, text: str, parse_special: bool) -> list[int]:
+        """The ids of valid Unicode text."""
+        ids: list[int] = []
+        for token_id, part in (self._partitions.parsed if parse_special else self._partitions.plain).split(text):
+            if token_id is not None:
+                ids.append(token_id)
+                continue
+            if self._missing:
+                self._refuse_unknown(part)
+            ids += self._library.encode(part, add_special_tokens=False).ids
+        return ids
+
+    def _refuse_unknown(self, text: str) -> None:
+        raw = text.encode()
+        if len(raw.translate(None, self._missing)) != len(raw):
+            byte = next(b for b in raw if b in self._missing)
+            raise InvalidRequestError(f"the vocabulary has no token for byte 0x{byte:02X} of the text", field="prompt")
+
+
+def _bpe_model(vocab: dict[str, int], merges: Sequence[tuple[str, str]], *, ignore_merges: bool) -> models.BPE:
+    for left, right in merges:
+        if left not in vocab or right not in vocab or left + right not in vocab:
+            absent = next(text for text in (left, right, left + right) if text not in vocab)
+            raise TokenizerError(f"tokenizer.ggml.merges: merge {left!r} + {right!r} needs token {absent!r}, not there")
+    return models.BPE(vocab=vocab, merges=list(merges), ignore_merges=ignore_merges)
+
+
+def _pre_tokenizer(patterns: Sequence[str]) -> pre_tokenizers.PreTokenizer:
+    steps: list[pre_tokenizers.PreTokenizer] = [pre_tokenizers.Split(Regex(p), behavior="isolated") for p in patterns]
+    return pre_tokenizers.Sequence([*steps, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+
+
+class SpmEncoder:
+    """SentencePiece-style BPE of a GGUF: no merges in the file, the token with the best score is made first.
+
+    The space that is put before a text goes before its first character and after a control token, not after a
+    user-defined one: SentencePiece knows the start of a text only, and a control token starts one.
+    """
+
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        scores: Sequence[float],
+        *,
+        add_space_prefix: bool,
+        squeeze_spaces: bool = False,
+        unknown_id: int | None = None,
+        rstrip: frozenset[int] = frozenset(),
+    ) -> None:
+        self._partitions = _Partitions(vocabulary, rstrip)
+        self._special = frozenset(i for i, kind in enumerate(vocabulary.kinds) if kind in SPECIAL_KINDS)
+        self._prefix = SPACE if add_space_prefix else ""
+        self._squeeze_spaces = squeeze_spaces
+        self._library, self._characters = _spm_library(vocabulary, scores, unknown_id)
+
+    def encode(self, text: str, parse_special: bool) -> list[int]:
+        """The ids of valid Unicode text."""
+        if self._squeeze_spaces:
+            text = _SPACES.sub(" ", text.strip(" "))
+        ids: list[int] = []
+        starts = True
+        for token_id, part in (self._partitions.parsed if parse_special else self._partitions.plain).split(text):
+            if token_id is None:
+                ids += self._segment((self._prefix if starts else "") + part.replace(" ", SPACE))
+                starts = False
+                continue
+            if starts and self._prefix and token_id not in self._special:
+                ids += self._segment(self._prefix)
+            ids.append(token_id)
+            starts = token_id in self._special
+        return ids
+
+    def _segment(self, text: str) -> list[int]:
+        ids: list[int] = self._library.encode(text, add_special_tokens=False).ids
+        if not self._characters:
+            return ids
+        out: list[int] = []
+        for token_id in ids:
+            out += self._characters.get(token_id) or (token_id,)
+        return out
+
+
+def _spm_library(
+    vocabulary: Vocabulary, scores: Sequence[float], unknown_id: int | None
+) -> tuple[Tokenizer, dict[int, tuple[int, ...]]]:
+    """The library's model, and the byte tokens of characters that only occur within longer tokens."""
+    kept = (Kind.NORMAL, Kind.UNUSED, Kind.UNDEFINED)
+    vocab = {text: index for text, index in vocabulary.ids.items() if vocabulary.kinds[index] in kept}
+    merges = derive_merges(vocab, scores)
+    byte_ids = {t: i for t, i in vocabulary.ids.items() if vocabulary.kinds[i] == Kind.BYTE}
+    characters: dict[int, tuple[int, ...]] = {}
+    for part in {part for pair in merges for part in pair if len(part) == 1 and part not in vocab}:
+        extra = len(vocabulary) + len(characters)
+        fallback = tuple(byte_ids.get(f"<0x{byte:02X}>", -1) for byte in part.encode())
+        if -1 in fallback:
+            fallback = (unknown_id,) if unknown_id is not None else ()
+        characters[extra] = fallback
+        vocab[part] = extra
+    unknown = vocabulary.texts[unknown_id] if unknown_id is not None else None
+    if unknown is not None and unknown_id is not None:
+        vocab[unknown] = unknown_id
+    model = models.BPE(vocab={**vocab, **byte_ids}, merges=merges, byte_fallback=True, unk_token=unknown, fuse_unk=True)
+    return Tokenizer(model), characters
+
+
+def derive_merges(vocab: Mapping[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
+    """Every pair of parts that makes a token, best score first.
+
+    A part is a token or a single character (which need not be a token). Pairs that make the same token come in the
+    order of their cut.
+    """
+    ranked: list[tuple[float, int, str, str]] = []
+    for text, index in vocab.items():
+        score = -scores[index]
+        for cut in range(1, len(text)):
+            left, right = text[:cut], text[cut:]
+            if (cut == 1 or left in vocab) and (cut == len(text) - 1 or right in vocab):
+                ranked.append((score, cut, left, right))
+    ranked.sort(key=lambda entry: entry[:2])
+    return [(left, right) for _, _, left, right in ranked]
+
+
+class LibraryEncoder:
+    """A tokenizer.json, used as it is. The library's switch for special tokens is a state, hence the lock."""
+
+    def __init__(self, library: Tokenizer) -> None:
+        self._library = library
+        self._lock = Lock()
+
+    def encode(self, text: str, parse_special: bool) -> list[int]:
+        """The ids of valid Unicode text."""
+        with self._lock:
+            self._library.encode_special_tokens = not parse_special
+            ids: list[int] = self._library.encode(text, add_special_tokens=False).ids
+        return ids
+

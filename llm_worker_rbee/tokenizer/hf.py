@@ -1,0 +1,182 @@
+"""A tokenizer from a folder in the Hugging Face layout: tokenizer.json and the small JSON files beside it.
+
+The library reads tokenizer.json and encodes; decoding is ours, from the bytes of each token, so that it can stream. The
+other files say which tokens begin and end a text. A file that is there and broken is an error, a missing one is not,
+except tokenizer.json.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer as Library
+
+from llm_worker_rbee.errors import TokenizerError
+from llm_worker_rbee.tokenizer.encoders import LibraryEncoder
+from llm_worker_rbee.tokenizer.special_names import end_ids_by_name
+from llm_worker_rbee.tokenizer.tokenizer import Ends, LeadingSpace, Tokenizer
+from llm_worker_rbee.tokenizer.vocabulary import Kind, Style, Vocabulary, byte_of
+
+_MAX_JSON_BYTES = 256 << 20
+# Decoders whose effect is "join the bytes of the tokens", by the style of vocabulary they belong to.
+_DECODER_STYLES: dict[str, Style] = {"ByteLevel": "byte", "ByteFallback": "spm", "Metaspace": "spm"}
+
+
+def tokenizer_from_hf(folder: Path) -> Tokenizer:
+    """The tokenizer of a folder with tokenizer.json."""
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise TokenizerError(f"{folder}: there is no tokenizer.json (other tokenizer files are not read)")
+    source = _json(path)
+    try:
+        library = Library.from_file(str(path))
+    except Exception as error:  # the library raises a bare Exception
+        raise TokenizerError(f"{path}: {error}") from None
+    files = {name: _json(folder / f"{name}.json") for name in ("tokenizer_config", "config", "generation_config")}
+    files["special_tokens_map"] = _json(folder / "special_tokens_map.json")
+    steps = list(_decoder_steps(source.get("decoder")))
+    style = _style(path, steps)
+    vocabulary = _vocabulary(library, source, style, _id_limit(files["config"]))
+    return Tokenizer(
+        kind="tokenizer.json",
+        vocabulary=vocabulary,
+        encoder=LibraryEncoder(library),
+        ends=_ends(library, vocabulary, files),
+        leading_space=LeadingSpace(at_start=_strips_space(steps)),
+        chat_template=_chat_template(folder, files["tokenizer_config"]),
+    )
+
+
+def _json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    if path.stat().st_size > _MAX_JSON_BYTES:
+        raise TokenizerError(f"{path}: larger than {_MAX_JSON_BYTES >> 20} MiB")
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise TokenizerError(f"{path}: not valid JSON ({error})") from None
+    if not isinstance(value, dict):
+        raise TokenizerError(f"{path}: must hold a JSON object")
+    return value
+
+
+def _decoder_steps(decoder: object) -> Iterator[dict[str, Any]]:
+    if isinstance(decoder, dict):
+        if decoder.get("type") == "Sequence":
+            for inner in decoder.get("decoders") or ():
+                yield from _decoder_steps(inner)
+        else:
+            yield decoder
+
+
+def _style(path: Path, steps: list[dict[str, Any]]) -> Style:
+    for step in steps:
+        if step.get("type") in _DECODER_STYLES:
+            return _DECODER_STYLES[str(step["type"])]
+    names = ", ".join(str(step.get("type")) for step in steps) or "none"
+    known = ", ".join(_DECODER_STYLES)
+    raise TokenizerError(f"{path}: unknown decoder ({names}); known: {known}")
+
+
+def _strips_space(steps: list[dict[str, Any]]) -> bool:
+    for step in steps:
+        if step.get("type") == "Strip" and step.get("content") == " " and step.get("start"):
+            return True
+        if step.get("type") == "Metaspace":
+            return step.get("prepend_scheme", "always") != "never" and step.get("add_prefix_space", True) is not False
+    return False
+
+
+def _vocabulary(library: Library, source: Mapping[str, Any], style: Style, id_limit: int) -> Vocabulary:
+    ids: dict[str, int] = library.get_vocab(with_added_tokens=True)
+    size = max(ids.values(), default=-1) + 1
+    if size > 2 * len(ids) + 1_000_000:
+        raise TokenizerError(f"tokenizer.json: token id {size - 1} is far beyond the {len(ids)} tokens")
+    texts, kinds = [""] * size, [int(Kind.UNUSED)] * size
+    for text, index in ids.items():
+        texts[index] = text
+        kinds[index] = Kind.BYTE if style == "spm" and byte_of(text) is not None else Kind.NORMAL
+    for token_id, added in library.get_added_tokens_decoder().items():
+        kinds[token_id] = Kind.CONTROL if added.special else Kind.USER_DEFINED
+    unknown = ids.get(str((source.get("model") or {}).get("unk_token")))
+    if unknown is not None:
+        kinds[unknown] = Kind.UNKNOWN
+    return Vocabulary(texts, kinds, style, id_limit=id_limit)
+
+
+def _id_limit(config: Mapping[str, Any]) -> int:
+    """The rows of the model's embedding: ids beyond the tokenizer's are padding, not errors."""
+    text_config = config.get("text_config")
+    size = config.get("vocab_size", text_config.get("vocab_size") if isinstance(text_config, dict) else None)
+    return size if isinstance(size, int) and 0 < size < 1 << 24 else 0
+
+
+def _ends(library: Library, vocabulary: Vocabulary, files: Mapping[str, dict[str, Any]]) -> Ends:
+    settings = files["tokenizer_config"]
+    bos = _named_id("bos_token", vocabulary, files)
+    named_eos = _named_id("eos_token", vocabulary, files)
+    listed = [i for name in ("generation_config", "config") for i in _listed_ids(name, files[name], vocabulary)]
+    eos = named_eos if named_eos is not None else (listed[0] if listed else None)
+    prefix, suffix = _template_tokens(library)
+    if isinstance(settings.get("add_bos_token"), bool) and bos is not None:
+        prefix = (bos,) if settings["add_bos_token"] else tuple(i for i in prefix if i != bos)
+    if isinstance(settings.get("add_eos_token"), bool) and eos is not None:
+        suffix = (eos,) if settings["add_eos_token"] else tuple(i for i in suffix if i != eos)
+    if bos is None:
+        bos = prefix[0] if prefix else None
+    special = [i for i in end_ids_by_name(vocabulary.texts, vocabulary.kinds) if vocabulary.is_special(i)]
+    eos_ids = frozenset([*([] if eos is None else [eos]), *listed, *special])
+    return Ends(bos_id=bos, eos_id=eos, eos_ids=eos_ids, prefix=prefix, suffix=suffix)
+
+
+def _named_id(key: str, vocabulary: Vocabulary, files: Mapping[str, dict[str, Any]]) -> int | None:
+    for name in ("tokenizer_config", "special_tokens_map"):
+        value = files[name].get(key)
+        text = value.get("content") if isinstance(value, dict) else value
+        if text is None:
+            continue
+        if not isinstance(text, str) or text not in vocabulary.ids:
+            raise TokenizerError(f"{name}.json: {key} {text!r} is not in the vocabulary")
+        return vocabulary.ids[text]
+    return None
+
+
+def _listed_ids(name: str, config: Mapping[str, Any], vocabulary: Vocabulary) -> list[int]:
+    """`eos_token_id` of a config: one id, a list, or nothing."""
+    nested = config.get("text_config")
+    value = config.get("eos_token_id", nested.get("eos_token_id") if isinstance(nested, dict) else None)
+    ids = value if isinstance(value, list) else ([] if value is None else [value])
+    for token_id in ids:
+        if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < vocabulary.id_limit:
+            raise TokenizerError(
+                f"{name}.json: eos_token_id {token_id!r} is not an id of the vocabulary (0 to {vocabulary.id_limit - 1})"
+            )
+    return ids
+
+
+def _template_tokens(library: Library) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """What the post-processor puts before and after a text, seen by trying it on an empty one and on a letter."""
+    bare: list[int] = library.encode("a", add_special_tokens=False).ids
+    full: list[int] = library.encode("a", add_special_tokens=True).ids
+    if len(full) <= len(bare):
+        return (), ()
+    for start in range(len(full) - len(bare) + 1):
+        if full[start : start + len(bare)] == bare:
+            return tuple(full[:start]), tuple(full[start + len(bare) :])
+    raise TokenizerError("tokenizer.json: its post_processor rewrites the text's own tokens, which is not supported")
+
+
+def _chat_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
+    """chat_template.jinja if there is one, else the setting: a string, or a list of named templates."""
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    template = settings.get("chat_template")
+    if isinstance(template, list):
+        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
+        template = named.get("default")
+    if template is not None and not isinstance(template, str):
+        raise TokenizerError("tokenizer_config.json: chat_template must be a string or a list of named templates")
+    return template

@@ -1,0 +1,86 @@
+"""Ids to text while they come: never a broken character, stop strings held back and found across tokens.
+
+The deltas of all pushes and of `finish`, joined, are `tokenizer.decode(ids, continuation=...)` up to the first stop
+string. Each push costs time in proportion to its own text: stop strings are followed by one automaton each
+(Knuth-Morris-Pratt), and the text that is held back is the longest beginning of a stop string that the text ends with.
+"""
+
+import codecs
+from collections.abc import Sequence
+
+from llm_worker_rbee.errors import InvalidRequestError
+from llm_worker_rbee.tokenizer.tokenizer import ByteJoiner, Tokenizer
+
+
+class StopString:
+    """One stop string, and how much of it the text so far ends with."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.matched = 0
+        self._failure = [0] * len(text)  # longest proper border of text[:i + 1]
+        length = 0
+        for index in range(1, len(text)):
+            while length and text[index] != text[length]:
+                length = self._failure[length - 1]
+            length += text[index] == text[length]
+            self._failure[index] = length
+
+    def feed(self, char: str) -> bool:
+        """Take one more character; True where the stop string is complete."""
+        while self.matched and char != self.text[self.matched]:
+            self.matched = self._failure[self.matched - 1]
+        self.matched += char == self.text[self.matched]
+        return self.matched == len(self.text)
+
+
+class StreamDecoder:
+    """Text deltas of the tokens that follow a prompt.
+
+    The stop string that begins first in the text wins as soon as one is complete; `stop_matched` is then set, and nothing
+    of it or after it is ever returned. With `continuation=False` the ids are a text of their own.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, stop: Sequence[str] = (), *, skip_special: bool = True, continuation: bool = True
+    ) -> None:
+        if isinstance(stop, str) or not all(isinstance(text, str) and text for text in stop):
+            raise InvalidRequestError("stop must be a list of strings that are not empty", field="stop")
+        self.stop_matched: str | None = None
+        self._joiner = ByteJoiner(tokenizer, skip_special=skip_special, continuation=continuation)
+        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._stops = [StopString(text) for text in stop]
+        self._held = ""
+
+    def push(self, token_id: int) -> str:
+        """Take one more token; the text that may be shown now."""
+        if self.stop_matched is not None:
+            return ""
+        return self._release(self._utf8.decode(self._joiner.push(token_id)))
+
+    def finish(self) -> str:
+        """The end of the ids: what was held back, without a stop string and what follows it."""
+        if self.stop_matched is not None:
+            return ""
+        text = self._release(self._utf8.decode(b"", final=True))
+        if self.stop_matched is None:
+            text, self._held = text + self._held, ""
+        return text
+
+    def _release(self, new: str) -> str:
+        if not self._stops:
+            return new
+        text = self._held + new
+        found: list[tuple[int, int, str]] = []  # (start, -length, stop string)
+        for stop in self._stops:
+            for end, char in enumerate(new, start=len(self._held) + 1):
+                if stop.feed(char):
+                    found.append((end - len(stop.text), -len(stop.text), stop.text))
+                    break
+        if found:
+            start, _, self.stop_matched = min(found)
+            self._held = ""
+            return text[:start]
+        shown = len(text) - max(stop.matched for stop in self._stops)
+        self._held = text[shown:]
+        return text[:shown]

@@ -1,0 +1,128 @@
+"""The tokenizer that the rest of the worker sees: one class for every kind of vocabulary.
+
+It joins an encoder (text to ids), a vocabulary (ids to bytes) and what the file says about the ends of a text. Decoding
+is joining the bytes of the tokens; what is not valid UTF-8 becomes U+FFFD.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from llm_worker_rbee.errors import InvalidRequestError
+from llm_worker_rbee.tokenizer.encoders import Encoder
+from llm_worker_rbee.tokenizer.vocabulary import Vocabulary
+
+
+@dataclass(frozen=True)
+class Ends:
+    """The tokens that begin and end a text."""
+
+    bos_id: int | None = None
+    eos_id: int | None = None
+    eos_ids: frozenset[int] = frozenset()
+    prefix: tuple[int, ...] = ()  # what encode puts before a text: most often the BOS
+    suffix: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class LeadingSpace:
+    """Where encode adds a space that decode takes away again: at the start, and after a special token that is shown."""
+
+    at_start: bool = False
+    after_special: bool = False
+
+
+class Tokenizer:
+    """Text to ids and back.
+
+    `decode` is the inverse of `encode`: it drops the one space that a SentencePiece vocabulary puts before a text. The
+    answer to a prompt is no text of its own but goes on where the prompt ends: decode it with `continuation=True`, and
+    its first space stays. `continues(prompt)` says which one it is.
+    """
+
+    def __init__(
+        self,
+        *,
+        kind: str,
+        vocabulary: Vocabulary,
+        encoder: Encoder,
+        ends: Ends,
+        leading_space: LeadingSpace = LeadingSpace(),  # noqa: B008  (frozen)
+        chat_template: str | None = None,
+    ) -> None:
+        self.kind = kind
+        self.vocab_size = len(vocabulary)
+        self.bos_id, self.eos_id, self.eos_ids = ends.bos_id, ends.eos_id, ends.eos_ids
+        self.add_bos = ends.bos_id is not None and ends.bos_id in ends.prefix
+        self.add_eos = ends.eos_id is not None and ends.eos_id in ends.suffix
+        self.chat_template = chat_template
+        self.leading_space = leading_space
+        self._vocabulary, self._encoder = vocabulary, encoder
+        self._prefix, self._suffix = list(ends.prefix), list(ends.suffix)
+
+    def encode(self, text: str, *, add_special: bool = True, parse_special: bool = False) -> list[int]:
+        """The ids of a text.
+
+        `add_special` adds BOS and EOS as the file says, never a second one. `parse_special` recognises the names of
+        control tokens in the text; without it they are plain text.
+        """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidRequestError(
+                f"the text is not valid Unicode: character {error.start} is the lone surrogate"
+                f" U+{ord(text[error.start]):04X}",
+                field="prompt",
+            ) from None
+        ids = self._encoder.encode(text, parse_special) if text else []
+        if not add_special:
+            return ids
+        before = [] if ids[: len(self._prefix)] == self._prefix else self._prefix
+        after = [] if self._suffix and ids[-len(self._suffix) :] == self._suffix else self._suffix
+        return [*before, *ids, *after]
+
+    def decode(self, ids: Sequence[int], *, skip_special: bool = True, continuation: bool = False) -> str:
+        """The text of the ids; bytes that are not UTF-8 become U+FFFD."""
+        joiner = ByteJoiner(self, skip_special=skip_special, continuation=continuation)
+        return b"".join([joiner.push(token_id) for token_id in ids]).decode(errors="replace")
+
+    def continues(self, prompt: Sequence[int]) -> bool:
+        """True where an answer to this prompt keeps its first space: the prompt does not end where a text begins."""
+        return bool(prompt) and not self.is_special(prompt[-1])
+
+    def piece(self, token_id: int) -> str:
+        """The token's own text, as it appears within a text; of a special token, its name."""
+        return self._vocabulary.token_bytes(token_id).decode(errors="replace")
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The raw bytes of a token; of a special token, its name."""
+        return self._vocabulary.token_bytes(token_id)
+
+    def is_special(self, token_id: int) -> bool:
+        """True for control and unknown tokens, which are no part of the text."""
+        return self._vocabulary.is_special(token_id)
+
+    def token_id(self, text: str) -> int | None:
+        """The id of the token with exactly this text in the vocabulary."""
+        return self._vocabulary.ids.get(text)
+
+
+class ByteJoiner:
+    """Tokens to bytes, one by one: the part of decoding that whole and streamed decoding share."""
+
+    def __init__(self, tokenizer: Tokenizer, *, skip_special: bool, continuation: bool) -> None:
+        self._tokenizer, self._skip_special = tokenizer, skip_special
+        self._drop_space = tokenizer.leading_space.at_start and not continuation
+
+    def push(self, token_id: int) -> bytes:
+        """The bytes that this token adds to the text."""
+        tokenizer = self._tokenizer
+        if tokenizer.is_special(token_id):
+            if self._skip_special:
+                return b""
+            self._drop_space = tokenizer.leading_space.after_special
+            return tokenizer.token_bytes(token_id)
+        raw = tokenizer.token_bytes(token_id)
+        if raw and self._drop_space:
+            self._drop_space = False
+            return raw.removeprefix(b" ")
+        return raw

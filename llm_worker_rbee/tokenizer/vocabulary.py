@@ -1,0 +1,95 @@
+"""The token list: texts, kinds and raw bytes of every id. It does not cut text; `encoders` does.
+
+Kinds are GGUF's token types. A token's bytes depend on the style of the vocabulary: "byte" tokens are written in the
+byte alphabet of GPT-2, "spm" tokens are UTF-8 with U+2581 for a space and `<0xNN>` for a single byte. Special and
+user-defined tokens are their own text in either.
+"""
+
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import Literal
+
+from llm_worker_rbee.errors import InvalidRequestError, TokenizerError
+from llm_worker_rbee.tokenizer.pre_tokenizers import CHAR_TO_BYTE
+
+Style = Literal["byte", "spm"]
+SPACE = "\u2581"  # how SentencePiece writes a space
+
+
+class Kind(IntEnum):
+    """What a token is, numbered as GGUF's `tokenizer.ggml.token_type`."""
+
+    UNDEFINED = 0
+    NORMAL = 1
+    UNKNOWN = 2
+    CONTROL = 3
+    USER_DEFINED = 4
+    UNUSED = 5
+    BYTE = 6
+
+
+SPECIAL_KINDS = frozenset({int(Kind.CONTROL), int(Kind.UNKNOWN)})
+_VERBATIM_KINDS = SPECIAL_KINDS | {int(Kind.USER_DEFINED)}
+
+
+def byte_of(text: str) -> int | None:
+    """The byte that `<0xNN>` names, or None where the text is no such token."""
+    digits = text[3:5]
+    if len(text) != 6 or not text.startswith("<0x") or text[5] != ">":
+        return None
+    return int(digits, 16) if all(char in "0123456789abcdefABCDEF" for char in digits) else None
+
+
+class Vocabulary:
+    """Texts and kinds by id; bytes are worked out when first asked for."""
+
+    def __init__(self, texts: Sequence[str], kinds: Sequence[int], style: Style, *, id_limit: int = 0) -> None:
+        self.texts, self.kinds, self.style = texts, kinds, style
+        self.id_limit = max(id_limit, len(texts))  # ids from len(texts) up to here are padding: no text
+        self.ids: dict[str, int] = {}
+        for index, text in enumerate(texts):
+            if text:
+                self.ids.setdefault(text, index)
+        self._bytes: dict[int, bytes] = {}
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    def kind(self, token_id: int) -> int:
+        """The token's kind; padding is UNUSED. An id outside the vocabulary is refused."""
+        if not 0 <= token_id < self.id_limit:
+            raise InvalidRequestError(
+                f"token id {token_id} is outside the vocabulary (0 to {self.id_limit - 1})", field="tokens"
+            )
+        return self.kinds[token_id] if token_id < len(self.texts) else Kind.UNUSED
+
+    def is_special(self, token_id: int) -> bool:
+        """True for control and unknown tokens, which are no part of the text."""
+        return self.kind(token_id) in SPECIAL_KINDS
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The raw bytes that the token stands for; of a special token, its name."""
+        found = self._bytes.get(token_id)
+        if found is None:
+            found = self._bytes[token_id] = self._work_out_bytes(token_id)
+        return found
+
+    def _work_out_bytes(self, token_id: int) -> bytes:
+        kind = self.kind(token_id)
+        text = self.texts[token_id] if token_id < len(self.texts) else ""
+        if kind in _VERBATIM_KINDS:
+            return text.encode()
+        if kind == Kind.BYTE:
+            return bytes([self._byte_value(token_id, text)])
+        if self.style == "spm":
+            return text.replace(SPACE, " ").encode()
+        try:
+            return bytes([CHAR_TO_BYTE[char] for char in text])
+        except KeyError:
+            return text.encode()  # not in the byte alphabet: a token that was added as plain text
+
+    def _byte_value(self, token_id: int, text: str) -> int:
+        value = byte_of(text)
+        if value is None:
+            raise TokenizerError(f"token {token_id} is of type byte, but its text {text!r} is not of the form <0xNN>")
+        return value

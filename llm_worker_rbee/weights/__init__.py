@@ -1,0 +1,28 @@
+"""A file -> named tensors. `open_checkpoint` is the front door; nothing here knows what the tensors mean."""
+
+from pathlib import Path
+
+from ..errors import ModelFileError, ModelNotFoundError, UnsupportedModelError
+from .checkpoint import Checkpoint, Tensor
+from .gguf import open_gguf
+from .hf import open_hf
+
+__all__ = ["Checkpoint", "Tensor", "open_checkpoint"]
+
+PICKLED = {".bin", ".pt", ".pth", ".ckpt", ".pkl"}
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """Open a GGUF file (or the first of a split set), or a folder with config.json and safetensors."""
+    if not path.exists():
+        raise ModelNotFoundError(f"{path}: there is no such file or folder")
+    if path.is_dir():
+        return open_hf(path)
+    if not path.is_file():
+        raise ModelFileError(f"{path} is neither a file nor a folder")
+    if path.suffix in PICKLED:
+        raise UnsupportedModelError(f"{path.name}: pickled weights can run any code and are refused: convert them to "
+                                    "safetensors or GGUF")
+    if path.suffix == ".safetensors":
+        raise ModelFileError(f"{path.name}: give the folder that holds it and its config.json, not the file")
+    return open_gguf(path)

@@ -1,0 +1,69 @@
+"""What every model file becomes: named tensors over mapped bytes, and the metadata beside them.
+
+No tensor is copied or decoded here. Names are GGUF's (`blk.0.attn_q.weight`) whatever the file was, and shapes are in
+NumPy order: (rows, columns), where a row is contiguous and holds whole blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .quants import BlockType, dequantize
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Tensor:
+    """One tensor of a file: its block type, its shape, and its raw bytes as a read-only view."""
+
+    name: str
+    kind: BlockType
+    shape: tuple[int, ...]
+    data: NDArray[np.uint8]  # (nbytes,)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the file."""
+        return int(self.data.nbytes)
+
+    @property
+    def size(self) -> int:
+        """Number of values."""
+        return int(np.prod(self.shape, dtype=np.int64))
+
+    @property
+    def rows(self) -> NDArray[np.uint8]:
+        """The raw bytes, one row of the matrix a line: (rows, bytes)."""
+        columns = self.shape[-1] if self.shape else 1
+        return self.data.reshape(-1, self.kind.row_bytes(columns)) if self.nbytes else self.data.reshape(0, 0)
+
+    def dequantize(self) -> NDArray[np.float32]:
+        """All values as float32, in the tensor's shape."""
+        return dequantize(self.kind, self.data, self.shape)
+
+    def take_rows(self, index: NDArray[np.intp] | slice) -> Tensor:
+        """Some rows of the matrix, whole and still quantized (an index array copies them, a slice does not)."""
+        rows = self.rows[index]
+        return replace(self, shape=(rows.shape[0], *self.shape[1:]), data=rows.reshape(-1))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Checkpoint:
+    """A model file or folder, opened."""
+
+    path: Path
+    format: str  # "gguf" or "safetensors"
+    architecture: str | None  # as the file names it: general.architecture or model_type
+    metadata: Mapping[str, Any]  # GGUF keys, or {"config": {...}, "generation_config": {...}}
+    tensors: Mapping[str, Tensor]
+    value_types: Mapping[str, str]  # metadata key -> its type in the file, for display
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(t.nbytes for t in self.tensors.values())

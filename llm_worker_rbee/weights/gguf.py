@@ -1,0 +1,321 @@
+"""A bounds-checked GGUF reader over mmap: metadata and tensor directory, no copy of any tensor.
+
+Everything the directory claims is held against the size of the file before it is believed: a count, a length or an
+offset that cannot be true is an error that names its key or tensor. It decodes no tensor and knows no architecture.
+
+    magic "GGUF" | version u32 | n_tensors u64 | n_metadata u64
+    metadata:  key (u64 length + bytes) | type u32 | value          (array: type u32 | count u64 | values)
+    directory: name | n_dims u32 | dims u64 x n_dims, fastest first | type u32 | offset u64
+    padding to general.alignment | tensor data
+"""
+
+from __future__ import annotations
+
+import mmap
+import re
+import struct
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..errors import ModelFileError, UnsupportedModelError
+from .checkpoint import Checkpoint, Tensor
+from .quants import BY_ID, REMOVED
+
+MAGIC = b"GGUF"
+VERSIONS = (2, 3)
+DEFAULT_ALIGNMENT = 32
+MAX_DIMS = 4
+MAX_NAME_BYTES = 63
+MAX_ARRAY_DEPTH = 4
+
+STRING, ARRAY = 8, 9
+SCALARS = {  # type id -> (name, struct format); NumPy understands the same formats
+    0: ("uint8", "<B"), 1: ("int8", "<b"), 2: ("uint16", "<H"), 3: ("int16", "<h"), 4: ("uint32", "<I"),
+    5: ("int32", "<i"), 6: ("float32", "<f"), 7: ("bool", "<?"), 10: ("uint64", "<Q"), 11: ("int64", "<q"),
+    12: ("float64", "<d"),
+}
+TYPE_NAMES = {i: name for i, (name, _) in SCALARS.items()} | {STRING: "string", ARRAY: "array"}
+SPLIT_NAME = re.compile(r"^(?P<stem>.*)-(?P<no>\d{5})-of-(?P<count>\d{5})\.gguf$")
+
+_u32 = struct.Struct("<I").unpack_from
+_u64 = struct.Struct("<Q").unpack_from
+_scalars = {i: struct.Struct(fmt) for i, (_, fmt) in SCALARS.items()}
+
+
+def open_gguf(path: Path) -> Checkpoint:
+    """Open a GGUF file, or all files of a split set by its first one."""
+    first = read_file(path)
+    parts = [first, *_further_splits(path, first)]
+    tensors: dict[str, Tensor] = {}
+    for part in parts:
+        for name, tensor in part.tensors.items():
+            if name in tensors:
+                raise ModelFileError(f"{part.path.name}: tensor {name!r} is in two files of the split set")
+            tensors[name] = tensor
+    _check_split_total(first, len(tensors))
+    architecture = first.metadata.get("general.architecture")
+    if architecture is not None and not isinstance(architecture, str):
+        raise ModelFileError(f"{path.name}: metadata key 'general.architecture' is not a string")
+    return Checkpoint(path, "gguf", architecture, first.metadata, tensors, first.value_types)
+
+
+class GGUFPart(NamedTuple):
+    """One file, parsed."""
+
+    path: Path
+    version: int
+    metadata: dict[str, Any]
+    value_types: dict[str, str]
+    tensors: dict[str, Tensor]
+
+
+def read_file(path: Path) -> GGUFPart:
+    """Parse one file: header, metadata, directory, each checked against the file's extent."""
+    reader = _Reader(path)
+    version, n_tensors, n_metadata = reader.header()
+    metadata, value_types = reader.metadata(n_metadata)
+    tensors = reader.directory(n_tensors, _alignment(path, metadata, value_types))
+    return GGUFPart(path, version, metadata, value_types, tensors)
+
+
+class _Reader:
+    """A cursor over the mapped file; every read is checked against its end."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            with path.open("rb") as file:
+                size = file.seek(0, 2)
+                if size == 0:
+                    raise ModelFileError(f"{path.name}: the file is empty")
+                self.map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except OSError as error:
+            raise ModelFileError(f"cannot open {path}: {error.strerror}") from error
+        self.size = len(self.map)
+        self.at = 0
+
+    def fail(self, message: str) -> ModelFileError:
+        return ModelFileError(f"{self.path.name}: {message}")
+
+    def need(self, n: int, what: str) -> int:
+        """Move past `n` bytes and return where they begin."""
+        start = self.at
+        if n > self.size - start:
+            raise self.fail(f"{what} needs {n} bytes at offset {start}, the file ends at {self.size}")
+        self.at = start + n
+        return start
+
+    def u32(self, what: str) -> int:
+        return int(_u32(self.map, self.need(4, what))[0])
+
+    def u64(self, what: str) -> int:
+        return int(_u64(self.map, self.need(8, what))[0])
+
+    def text(self, what: str) -> str:
+        length = self.u64(f"the length of {what}")
+        start = self.need(length, what)
+        try:
+            return self.map[start : start + length].decode()
+        except UnicodeDecodeError as error:
+            raise self.fail(f"{what} is not valid UTF-8") from error
+
+    def header(self) -> tuple[int, int, int]:
+        magic = bytes(self.map[:4])
+        if magic != MAGIC:
+            raise self.fail(f"not a GGUF file: it begins with {magic!r}, not {MAGIC!r}")
+        self.at = 4
+        version = self.u32("the version")
+        if version not in VERSIONS:
+            if version and version & 0xFFFF == 0:
+                raise UnsupportedModelError(f"{self.path.name}: big-endian GGUF files are not supported")
+            known = " and ".join(map(str, VERSIONS))
+            raise UnsupportedModelError(f"{self.path.name}: GGUF version {version} is not supported ({known} are)")
+        n_tensors, n_metadata = self.u64("the tensor count"), self.u64("the metadata count")
+        for what, count, least in (("tensor", n_tensors, 24), ("metadata", n_metadata, 14)):
+            if count * least > self.size:
+                raise self.fail(f"{what} count {count} cannot fit in a file of {self.size} bytes")
+        return version, n_tensors, n_metadata
+
+    def metadata(self, count: int) -> tuple[dict[str, Any], dict[str, str]]:
+        values: dict[str, Any] = {}
+        types: dict[str, str] = {}
+        for i in range(count):
+            key = self.text(f"metadata key number {i}")
+            if not key:
+                raise self.fail(f"metadata key number {i} is empty")
+            if key in values:
+                raise self.fail(f"metadata key {key!r} appears twice")
+            kind = self.u32(f"the type of metadata key {key!r}")
+            values[key], types[key] = self.value(kind, key, 0)
+        return values, types
+
+    def value(self, kind: int, key: str, depth: int) -> tuple[Any, str]:
+        what = f"the value of metadata key {key!r}"
+        if kind in _scalars:
+            form = _scalars[kind]
+            return form.unpack_from(self.map, self.need(form.size, what))[0], TYPE_NAMES[kind]
+        if kind == STRING:
+            return self.text(what), "string"
+        if kind == ARRAY:
+            if depth == MAX_ARRAY_DEPTH:
+                raise self.fail(f"metadata key {key!r}: arrays are nested more than {MAX_ARRAY_DEPTH} deep")
+            element = self.u32(f"the element type of metadata key {key!r}")
+            return self.array(element, key, depth)
+        raise self.fail(f"metadata key {key!r} has unknown value type {kind}")
+
+    def array(self, kind: int, key: str, depth: int) -> tuple[Any, str]:
+        count = self.u64(f"the length of metadata key {key!r}")
+        what = f"the array of metadata key {key!r} ({count} elements)"
+        if kind in _scalars:
+            name, form = SCALARS[kind]
+            start = self.need(count * _scalars[kind].size, what)
+            return np.frombuffer(self.map, form, count, start).copy(), f"array of {name}"
+        if kind == STRING:
+            return self.strings(count, key, what), "array of string"
+        if kind == ARRAY:
+            if count * 12 > self.size - self.at:
+                raise self.fail(f"{what} is longer than the rest of the file")
+            return [self.value(ARRAY, key, depth + 1)[0] for _ in range(count)], "array of array"
+        raise self.fail(f"metadata key {key!r} is an array of unknown value type {kind}")
+
+    def strings(self, count: int, key: str, what: str) -> list[str]:
+        """The hot loop of opening a file (two arrays of 50,000 strings are usual), so it does not go through text()."""
+        if count * 8 > self.size - self.at:
+            raise self.fail(f"{what} is longer than the rest of the file")
+        view, size, at, out = self.map, self.size, self.at, []
+        try:
+            for _ in range(count):
+                end = at + 8 + _u64(view, at)[0]
+                if end > size:
+                    raise self.fail(f"string {len(out)} of metadata key {key!r} runs past the end of the file")
+                out.append(view[at + 8 : end].decode())
+                at = end
+        except UnicodeDecodeError as error:
+            raise self.fail(f"string {len(out)} of metadata key {key!r} is not valid UTF-8") from error
+        except struct.error as error:
+            raise self.fail(f"string {len(out)} of metadata key {key!r} runs past the end of the file") from error
+        self.at = at
+        return out
+
+    def directory(self, count: int, alignment: int) -> dict[str, Tensor]:
+        entries: dict[str, _Entry] = {}
+        for i in range(count):
+            entry = self.entry(i)
+            if entry.name in entries:
+                raise self.fail(f"tensor {entry.name!r} appears twice")
+            entries[entry.name] = entry
+        base = -(-self.at // alignment) * alignment
+        self.check_extents(list(entries.values()), base, alignment)
+        return {e.name: self.tensor(e, base) for e in entries.values()}
+
+    def entry(self, number: int) -> _Entry:
+        name = self.text(f"the name of tensor number {number}")
+        if not name or len(name.encode()) > MAX_NAME_BYTES:
+            shown = name[:40] + ("..." if len(name) > 40 else "")
+            raise self.fail(f"tensor number {number} has a name of {len(name.encode())} bytes ({shown!r}): "
+                            f"1 to {MAX_NAME_BYTES} are allowed")
+        n_dims = self.u32(f"the dimension count of tensor {name!r}")
+        if n_dims > MAX_DIMS:
+            raise self.fail(f"tensor {name!r} has {n_dims} dimensions: at most {MAX_DIMS} are allowed")
+        dims = [self.u64(f"a dimension of tensor {name!r}") for _ in range(n_dims)]
+        type_id = self.u32(f"the type of tensor {name!r}")
+        offset = self.u64(f"the offset of tensor {name!r}")
+        return _Entry(name, tuple(reversed(dims)), type_id, offset, self.byte_size(name, dims, type_id))
+
+    def byte_size(self, name: str, dims: list[int], type_id: int) -> int:
+        kind = BY_ID.get(type_id)
+        if kind is None:
+            known = f"removed type {REMOVED[type_id]}" if type_id in REMOVED else f"unknown type {type_id}"
+            raise UnsupportedModelError(f"{self.path.name}: tensor {name!r} has {known}")
+        count = 1
+        for dim in dims:
+            count *= dim
+        if count >= 1 << 63 or any(dim >= 1 << 63 for dim in dims):
+            raise self.fail(f"tensor {name!r}: dimensions {dims} overflow")
+        columns = dims[0] if dims else 1
+        if columns % kind.block_size:
+            raise self.fail(f"tensor {name!r}: rows of {columns} values are not whole blocks of {kind.name} "
+                            f"({kind.block_size} values)")
+        return count // kind.block_size * kind.block_bytes
+
+    def check_extents(self, entries: list[_Entry], base: int, alignment: int) -> None:
+        room = max(self.size - base, 0)
+        end, before = 0, ""
+        for e in sorted(entries, key=lambda e: (e.offset, e.nbytes)):
+            if e.offset % alignment:
+                raise self.fail(f"tensor {e.name!r}: offset {e.offset} is not a multiple of {alignment}")
+            if e.offset > room and e.nbytes == 0:
+                raise self.fail(f"tensor {e.name!r}: offset {e.offset} is past the end of the file")
+            if e.offset + e.nbytes > room:
+                raise self.fail(f"tensor {e.name!r} needs bytes {e.offset} to {e.offset + e.nbytes} of the data, "
+                                f"the file has {room}: it is cut off or damaged")
+            if e.nbytes and e.offset < end:
+                raise self.fail(f"tensors {before!r} and {e.name!r} overlap")
+            if e.nbytes:
+                end, before = e.offset + e.nbytes, e.name
+
+    def tensor(self, e: _Entry, base: int) -> Tensor:
+        start = base + e.offset if e.nbytes else 0
+        data = np.frombuffer(self.map, np.uint8, e.nbytes, start)
+        return Tensor(e.name, BY_ID[e.type_id], e.shape, data)
+
+
+class _Entry(NamedTuple):
+    name: str
+    shape: tuple[int, ...]
+    type_id: int
+    offset: int
+    nbytes: int
+
+
+def _alignment(path: Path, metadata: dict[str, Any], types: dict[str, str]) -> int:
+    key = "general.alignment"
+    if key not in metadata:
+        return DEFAULT_ALIGNMENT
+    value = metadata[key]
+    if types[key] != "uint32":
+        raise ModelFileError(f"{path.name}: metadata key {key!r} is of type {types[key]}, not uint32")
+    if value == 0 or value & (value - 1):
+        raise ModelFileError(f"{path.name}: metadata key {key!r} is {value}, not a power of two")
+    return int(value)
+
+
+def _split_int(part: GGUFPart, key: str) -> int:
+    value = part.metadata.get(key)
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ModelFileError(f"{part.path.name}: metadata key {key!r} is missing or not an integer")
+    return value
+
+
+def _further_splits(path: Path, first: GGUFPart) -> list[GGUFPart]:
+    if "split.count" not in first.metadata or (count := _split_int(first, "split.count")) <= 1:
+        return []
+    name = SPLIT_NAME.match(path.name)
+    if name is None:
+        raise ModelFileError(f"{path.name} is one of {count} split files, but is not named like one "
+                             f"(NAME-00001-of-{count:05d}.gguf)")
+    stem = name["stem"]
+    if _split_int(first, "split.no") != 0 or int(name["no"]) != 1:
+        raise ModelFileError(f"{path.name} is not the first of its split set: open {stem}-00001-of-{count:05d}.gguf")
+    if int(name["count"]) != count:
+        raise ModelFileError(f"{path.name}: its name says {int(name['count'])} files, its metadata {count}")
+    parts = []
+    for number in range(1, count):
+        other = path.with_name(f"{stem}-{number + 1:05d}-of-{count:05d}.gguf")
+        if not other.exists():
+            raise ModelFileError(f"{other.name} is missing: the split set of {path.name} has {count} files")
+        part = read_file(other)
+        if _split_int(part, "split.no") != number or _split_int(part, "split.count") != count:
+            raise ModelFileError(f"{other.name}: its split.no or split.count does not fit its place in the set")
+        parts.append(part)
+    return parts
+
+
+def _check_split_total(first: GGUFPart, found: int) -> None:
+    if "split.tensors.count" not in first.metadata:
+        return
+    expected = _split_int(first, "split.tensors.count")
+    if expected != found:
+        raise ModelFileError(f"{first.path.name}: the split set holds {found} tensors, its metadata says {expected}")

@@ -1,0 +1,139 @@
+"""A small GGUF writer: for the tests and for synthetic models. It writes what it is given and quantizes nothing.
+
+A metadata value's type follows from the Python value; `Typed("uint32", 7)` says otherwise. A tensor is a NumPy array
+(float32, float16, integers) or a `Raw` of bytes that are already in some block type.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .gguf import ARRAY, DEFAULT_ALIGNMENT, MAGIC, SCALARS, STRING
+from .quants import BLOCK_TYPES
+
+TYPE_IDS = {name: i for i, (name, _) in SCALARS.items()}
+NUMPY_TYPES = {"float32": "F32", "float16": "F16", "float64": "F64", "int8": "I8", "int16": "I16", "int32": "I32",
+               "int64": "I64"}
+
+
+class Typed(NamedTuple):
+    """A scalar, or a list of scalars, with its metadata type named."""
+
+    type: str
+    value: Any
+
+
+class Raw(NamedTuple):
+    """Bytes of a tensor in block type `kind`; `shape` in NumPy order."""
+
+    kind: str
+    shape: tuple[int, ...]
+    data: NDArray[np.uint8] | bytes
+
+
+TensorLike = NDArray[Any] | Raw
+
+
+def write_gguf(
+    path: Path,
+    metadata: Mapping[str, Any],
+    tensors: Mapping[str, TensorLike] | None = None,
+    *,
+    version: int = 3,
+    alignment: int = DEFAULT_ALIGNMENT,
+) -> Path:
+    """Write one file; `general.alignment` is added where it is not the default."""
+    if alignment != DEFAULT_ALIGNMENT:
+        metadata = {**metadata, "general.alignment": Typed("uint32", alignment)}
+    raws = {name: _raw(tensor) for name, tensor in (tensors or {}).items()}
+    with path.open("wb") as file:
+        file.write(MAGIC + struct.pack("<IQQ", version, len(raws), len(metadata)))
+        for key, value in metadata.items():
+            file.write(_string(key) + _value(value))
+        file.write(_directory(raws, alignment))
+        for raw in raws.values():
+            _pad(file, alignment)
+            file.write(memoryview(raw.data))
+        if raws:
+            _pad(file, alignment)
+    return path
+
+
+def write_split(
+    path: Path, metadata: Mapping[str, Any], tensors: Mapping[str, TensorLike], files: int
+) -> list[Path]:
+    """Write a split set next to `path` (its suffix replaced): the metadata is in the first file."""
+    names = list(tensors)
+    paths = []
+    for number in range(files):
+        split = {"split.no": Typed("uint16", number), "split.count": Typed("uint16", files),
+                 "split.tensors.count": Typed("int32", len(names))}
+        part = {name: tensors[name] for name in names[number::files]}
+        target = path.with_name(f"{path.stem}-{number + 1:05d}-of-{files:05d}.gguf")
+        paths.append(write_gguf(target, {**(metadata if number == 0 else {}), **split}, part))
+    return paths
+
+
+def _raw(tensor: TensorLike) -> Raw:
+    if isinstance(tensor, Raw):
+        return tensor
+    array = np.ascontiguousarray(tensor).reshape(tensor.shape)
+    return Raw(NUMPY_TYPES[array.dtype.name], array.shape, array.reshape(-1).view(np.uint8))
+
+
+def _directory(raws: Mapping[str, Raw], alignment: int) -> bytes:
+    out, offset = bytearray(), 0
+    for name, raw in raws.items():
+        out += _string(name) + struct.pack("<I", len(raw.shape))
+        out += b"".join(struct.pack("<Q", dim) for dim in reversed(raw.shape))
+        out += struct.pack("<IQ", BLOCK_TYPES[raw.kind].id, offset)
+        offset += -(-len(memoryview(raw.data).cast("B")) // alignment) * alignment
+    return bytes(out)
+
+
+def _pad(file: BinaryIO, alignment: int) -> None:
+    file.write(bytes(-file.tell() % alignment))
+
+
+def _string(text: str) -> bytes:
+    data = text.encode()
+    return struct.pack("<Q", len(data)) + data
+
+
+def _value(value: Any) -> bytes:
+    kind, plain = (value.type, value.value) if isinstance(value, Typed) else (_type_of(value), value)
+    if isinstance(plain, str):
+        return struct.pack("<I", STRING) + _string(plain)
+    if isinstance(plain, (np.ndarray, list, tuple)):
+        return struct.pack("<I", ARRAY) + _array(kind, plain)
+    return struct.pack("<I", TYPE_IDS[kind]) + struct.pack(SCALARS[TYPE_IDS[kind]][1], plain)
+
+
+def _array(kind: str, items: NDArray[Any] | Sequence[Any]) -> bytes:
+    count = struct.pack("<Q", len(items))
+    if kind == "string":
+        return struct.pack("<I", STRING) + count + b"".join(map(_string, items))
+    if kind == "array":
+        body = b"".join(_array(_type_of(item), item) for item in items)
+        return struct.pack("<I", ARRAY) + count + body
+    type_id = TYPE_IDS[kind]
+    return struct.pack("<I", type_id) + count + np.asarray(items, SCALARS[type_id][1]).tobytes()
+
+
+def _type_of(value: Any) -> str:
+    """The usual GGUF type of a Python value, or of the elements of an array."""
+    if isinstance(value, np.ndarray):
+        return str(value.dtype.name)
+    if isinstance(value, (list, tuple)):
+        return "array" if value and isinstance(value[0], (list, tuple)) else _type_of(value[0] if value else 0)
+    if isinstance(value, bool):
+        return "bool"
+    if isinstance(value, int):
+        return "int32" if value < 0 else "uint32" if value < 1 << 32 else "uint64"
+    return {float: "float32", str: "string"}[type(value)]

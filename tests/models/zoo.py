@@ -1,0 +1,199 @@
+"""Small random models of every family, made with transformers, and the same weights as GGUF through our writer.
+
+Weights are large enough that logits spread over 5 and more, norms and biases are random, and windows are shorter than the
+sequences, so that nothing a family has can be left out without being seen.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from numpy.typing import NDArray
+
+from llm_worker_rbee.config import Family, ModelConfig
+from llm_worker_rbee.layers.rope import inverse_frequencies, scaled_table
+from llm_worker_rbee.models.architectures import BY_HF
+from llm_worker_rbee.weights.gguf_writer import TensorLike, Typed, write_gguf
+from llm_worker_rbee.weights.hf import LAYER_NAMES, SANDWICH_NAMES, gguf_name
+
+VOCAB = 160
+SHAPE = {"vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
+         "num_key_value_heads": 2, "max_position_embeddings": 128, "rms_norm_eps": 1e-5, "bos_token_id": 1, "eos_token_id": 2,
+         "pad_token_id": 0}
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 32}
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+LONG = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 32,
+        "short_factor": [1.0 + 0.1 * i for i in range(6)], "long_factor": [2.0 + 0.5 * i for i in range(6)]}
+PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One member of the zoo."""
+
+    family: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    features: tuple[str, ...] = ()  # what must not be left out (see ablate.py)
+    max_context: int | None = None
+    length: int = 24
+
+
+ZOO = {
+    "llama": Variant("llama", {"rope_parameters": PLAIN}),
+    "llama-tied": Variant("llama", {"rope_parameters": {**PLAIN, "rope_theta": 100000.0}, "tie_word_embeddings": True}),
+    "llama-bias": Variant("llama", {"rope_parameters": PLAIN, "attention_bias": True, "mlp_bias": True}, ("bias",)),
+    "llama3": Variant("llama", {"rope_parameters": LLAMA3}, ("rope scaling",)),
+    "llama-linear": Variant("llama", {"rope_parameters": LINEAR}, ("rope scaling",)),
+    "llama-yarn": Variant("llama", {"rope_parameters": YARN}, ("rope scaling",)),
+    "mistral": Variant("mistral", {"sliding_window": None, "head_dim": 16}),
+    "mistral-window": Variant("mistral", {"sliding_window": 7, "head_dim": 16}, ("window",)),
+    "qwen2": Variant("qwen2", {"rope_parameters": PLAIN}, ("bias",)),
+    "qwen2-window": Variant("qwen2", {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}, ("bias", "window")),
+    "qwen3": Variant("qwen3", {"head_dim": 24}, ("q/k norm",)),
+    "phi3": Variant("phi3", {"rope_parameters": {**PLAIN, "partial_rotary_factor": 1.0}, "sliding_window": None}),
+    "phi3-window": Variant("phi3", {"rope_parameters": {**PLAIN, "partial_rotary_factor": 1.0}, "sliding_window": 7}, ("window",)),
+    "phi3-short": Variant("phi3", {"rope_parameters": {**LONG, "partial_rotary_factor": 0.75},
+                                   "original_max_position_embeddings": 32}, ("rope scaling",), max_context=32, length=18),
+    "phi3-long": Variant("phi3", {"rope_parameters": {**LONG, "partial_rotary_factor": 0.75},
+                                  "original_max_position_embeddings": 32}, ("rope scaling",), max_context=128, length=48),
+    "gemma2": Variant("gemma2", {"head_dim": 24, "query_pre_attn_scalar": 24, "sliding_window": 7, "tie_word_embeddings": True, "attn_logit_softcapping": 3.0,
+                                 "final_logit_softcapping": 6.0},
+                      ("score soft cap", "logit soft cap", "window", "post norms", "embedding scale")),
+    "gemma3": Variant("gemma3_text", {"head_dim": 24, "query_pre_attn_scalar": 24, "sliding_window": 7, "tie_word_embeddings": True, "num_hidden_layers": 7,
+                                      "rope_parameters": {"full_attention": {**LINEAR, "rope_theta": 1e6, "factor": 8.0},
+                                                          "sliding_attention": PLAIN}},
+                      ("q/k norm", "window", "rope scaling", "local rope base", "post norms", "embedding scale")),
+}
+NO_GGUF_KEY = {"qwen2-window"}  # GGUF of this family has no key for it
+
+
+def family_of(variant: Variant) -> Family:
+    return BY_HF[variant.family]
+
+
+def make_hf(variant: Variant, seed: int = 0) -> Any:
+    """A float32 transformers model with random weights that matter."""
+    settings = {**SHAPE, "tie_word_embeddings": False, **variant.settings}
+    config = transformers.AutoConfig.for_model(variant.family, **settings)
+    torch.manual_seed(seed)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
+    plus_one = family_of(variant).norm_plus_one
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "norm" in name:
+                weight.copy_(torch.rand_like(weight) + 0.5 - (1.0 if plus_one else 0.0))
+            elif name.endswith("bias"):
+                weight.copy_(torch.randn_like(weight))
+            elif "embed_tokens" in name:
+                weight.copy_(torch.randn_like(weight))
+            else:
+                weight.copy_(torch.randn_like(weight) * 1.5 / weight.shape[1] ** 0.5)
+    model.generation_config.eos_token_id = None
+    return model
+
+
+def save_hf(model: Any, folder: Path, shard: str = "50GB") -> Path:
+    model.save_pretrained(folder, max_shard_size=shard)
+    return folder
+
+
+def interleave(weight: NDArray[np.float32], heads: int) -> NDArray[np.float32]:
+    """Rows for rope over (i, i + half) -> rows for rope over neighbours, as GGUF files of llama have them."""
+    return weight.reshape(heads, 2, -1, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
+
+
+def gguf_tensors(variant: Variant, model: Any) -> dict[str, TensorLike]:
+    family, c = family_of(variant), model.config
+    names = SANDWICH_NAMES if family.post_norms else LAYER_NAMES
+    out: dict[str, TensorLike] = {}
+    for name, weight in model.state_dict().items():
+        if name == "lm_head.weight" and c.tie_word_embeddings:
+            continue
+        value = weight.numpy()
+        ours = gguf_name(name, names)
+        if family.name in ("llama", "mistral") and ".attn_q." in ours:
+            value = interleave(value, c.num_attention_heads)
+        if family.name in ("llama", "mistral") and ".attn_k." in ours:
+            value = interleave(value, c.num_key_value_heads)
+        if family.norm_plus_one and "norm" in ours:
+            value = value + np.float32(1)
+        out[ours] = np.ascontiguousarray(value)
+    return out | rope_tensors(c)
+
+
+def rope_tensors(c: Any) -> dict[str, TensorLike]:
+    """Scalings that GGUF stores as tensors."""
+    rope = c.rope_parameters
+    if rope.get("rope_type") == "longrope":
+        return {f"rope_factors_{kind}.weight": np.array(rope[f"{kind}_factor"], np.float32) for kind in ("short", "long")}
+    if rope.get("rope_type") != "llama3":
+        return {}
+    ours = ModelConfig.from_hf(c.to_dict(), BY_HF[c.model_type])
+    plain = inverse_frequencies(ours.rope_base, ours.rope_dim)
+    scaled = scaled_table(plain, ours.rope_base, ours.rope_scaling, 128).inv_freq
+    return {"rope_freqs.weight": np.asarray(plain / scaled, np.float32)}
+
+
+def gguf_metadata(variant: Variant, model: Any) -> dict[str, Any]:
+    """The keys that llama.cpp's converter writes for such a model."""
+    c, family = model.config, family_of(variant)
+    arch = "llama" if family.name == "mistral" else family.gguf[0]
+    head_dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
+    rope = c.rope_parameters
+    full, local = rope.get("full_attention", rope), rope.get("sliding_attention", {})
+    keys: dict[str, Any] = {
+        "context_length": c.max_position_embeddings,
+        "embedding_length": c.hidden_size,
+        "block_count": c.num_hidden_layers,
+        "feed_forward_length": c.intermediate_size,
+        "attention.head_count": c.num_attention_heads,
+        "attention.head_count_kv": c.num_key_value_heads,
+        "attention.key_length": head_dim,
+        "attention.value_length": head_dim,
+        "attention.layer_norm_rms_epsilon": float(c.rms_norm_eps),
+        "rope.freq_base": float(full["rope_theta"]),
+        "rope.dimension_count": int(head_dim * full.get("partial_rotary_factor", 1.0)),
+    }
+    if full.get("rope_type") in ("linear", "yarn"):
+        keys |= {"rope.scaling.type": full["rope_type"], "rope.scaling.factor": float(full["factor"])}
+    if "original_max_position_embeddings" in full:
+        keys["rope.scaling.original_context_length"] = full["original_max_position_embeddings"]
+    if full.get("rope_type") == "longrope":
+        factor = c.max_position_embeddings / full["original_max_position_embeddings"]
+        keys["rope.scaling.attn_factor"] = float(np.sqrt(1 + np.log(factor) / np.log(32)))
+    if local:
+        keys["rope.freq_base_swa"] = float(local["rope_theta"])
+    if getattr(c, "sliding_window", None):
+        keys["attention.sliding_window"] = c.sliding_window
+    for cap in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if getattr(c, cap, None):
+            keys[cap] = float(getattr(c, cap))
+    named = {f"{arch}.{key}": value for key, value in keys.items()}
+    return {"general.architecture": arch, "general.name": family.name, **named,
+            f"{arch}.vocab_size": Typed("uint32", c.vocab_size)}
+
+
+def save_gguf(variant: Variant, model: Any, path: Path) -> Path:
+    return write_gguf(path, gguf_metadata(variant, model), gguf_tensors(variant, model))
+
+
+def prompt_ids(variant: Variant, seed: int = 7) -> list[int]:
+    return np.random.default_rng(seed).integers(3, VOCAB, variant.length).tolist()
+
+
+def hf_logits(model: Any, ids: list[int]) -> NDArray[np.float32]:
+    with torch.no_grad():
+        return np.asarray(model(torch.tensor([ids])).logits[0].float().numpy())
+
+
+def hf_greedy(model: Any, ids: list[int], n: int) -> list[int]:
+    with torch.no_grad():
+        out = model.generate(torch.tensor([ids]), max_new_tokens=n, min_new_tokens=n, do_sample=False, eos_token_id=None)
+    return [int(t) for t in out[0][len(ids):]]

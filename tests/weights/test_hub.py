@@ -1,0 +1,97 @@
+"""References: from what a person writes after --model to a path, without a network."""
+
+import hashlib
+from pathlib import Path
+
+import pytest
+
+from llm_worker_rbee.errors import InvalidRequestError, ModelNotFoundError
+from llm_worker_rbee.weights import hub
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    return tmp_path / "xdg" / "llm-worker-rbee"
+
+
+def test_a_path_is_itself(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "m.gguf"
+    file.write_bytes(b"GGUF")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert hub.locate(str(file)) == file
+    assert hub.locate("~/m.gguf") == file
+    assert hub.locate(str(tmp_path)) == tmp_path
+
+
+@pytest.mark.parametrize("reference", ["", "nope", "a\0b", "/a\0b", "x" * 5000, "~nobody-here/x", "./no.gguf", "hf:x"])
+def test_an_unknown_reference_is_our_error(reference: str, cache: Path) -> None:
+    with pytest.raises(ModelNotFoundError) as caught:
+        hub.locate(reference)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 500
+
+
+def test_errors_say_what_was_meant(tmp_path: Path, cache: Path) -> None:
+    (tmp_path / "model-q4.gguf").write_bytes(b"GGUF")
+    with pytest.raises(ModelNotFoundError, match=r"did you mean .*model-q4\.gguf"):
+        hub.locate(str(tmp_path / "model-q5.gguf"))
+    with pytest.raises(ModelNotFoundError, match="did you mean smollm2"):
+        hub.locate("smolm2")
+    with pytest.raises(ModelNotFoundError, match="hf:owner/some-repo"):
+        hub.locate("owner/some-repo")
+
+
+def test_a_model_in_the_cache_answers_to_its_name(cache: Path) -> None:
+    cache.mkdir(parents=True)
+    (cache / "Mine.Q8_0.gguf").write_bytes(b"GGUF....")
+    (cache / "notes.txt").write_text("not a model")
+    (cache / "folder").mkdir()
+    (cache / "folder" / "config.json").write_text("{}")
+    assert hub.locate("Mine.Q8_0") == hub.locate("Mine.Q8_0.gguf") == cache / "Mine.Q8_0.gguf"
+    assert hub.locate("folder") == cache / "folder"
+    assert [(model.name, model.bytes) for model in hub.cached_models()] == [("Mine.Q8_0", 8), ("folder", 2)]
+    with pytest.raises(InvalidRequestError, match="no checksum"):
+        hub.verify("Mine.Q8_0")
+
+
+def test_without_pull_nothing_is_fetched(cache: Path) -> None:
+    with pytest.raises(ModelNotFoundError, match="llm-worker-rbee pull smollm2"):
+        hub.locate(None, pull=False)
+    assert not cache.exists()
+
+
+def test_a_folder_named_like_the_default_does_not_hide_it(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "smollm2").mkdir()
+    with pytest.raises(ModelNotFoundError, match="llm-worker-rbee pull smollm2"):
+        hub.locate("smollm2", pull=False)
+    assert hub.locate("./smollm2") == Path("smollm2")
+    (tmp_path / "smollm2" / "config.json").write_text("{}")
+    assert hub.locate("smollm2") == Path("smollm2")
+
+
+def test_the_built_in_default_is_the_file_we_know(default_model: Path) -> None:
+    model = hub.BUILTIN[hub.DEFAULT_MODEL]
+    assert default_model.name == model.filename
+    assert default_model.stat().st_size == model.bytes
+    assert hashlib.sha256(default_model.read_bytes()).hexdigest() == model.sha256
+
+
+def test_the_cache_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/somewhere")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/elsewhere")
+    assert hub.cache_dir() == Path("/elsewhere/llm-worker-rbee")
+    for ignored in ("", "relative/is/ignored"):
+        monkeypatch.setenv("XDG_CACHE_HOME", ignored)
+        assert hub.cache_dir() == Path("/somewhere/.cache/llm-worker-rbee")
+
+
+def test_a_half_written_default_is_not_listed(cache: Path) -> None:
+    cache.mkdir(parents=True)
+    (cache / hub.BUILTIN["smollm2"].filename).write_bytes(b"GGUF")
+    assert hub.cached_models() == []
+    with pytest.raises(ModelNotFoundError):
+        hub.locate("smollm2", pull=False)

@@ -1,0 +1,277 @@
+"""`hf:owner/repo[:quant]` against a local server that speaks as much of the hub's API as a pull needs."""
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import pytest
+
+from llm_worker_rbee.errors import DownloadError, ModelNotFoundError, UnsupportedModelError, WorkerError
+from llm_worker_rbee.weights import hub
+from llm_worker_rbee.weights.hub_choice import choose, parse
+
+ROOT = Path(__file__).parents[2]
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+QUANTS = {f"X-{quant}.gguf": quant.encode() * 1000 for quant in ("Q4_K_S", "Q4_K_M", "Q8_0", "BF16")}
+SPLIT = {f"big/Y-Q6_K-0000{part}-of-00003.gguf": b"%d" % part * 500 for part in (1, 2, 3)}
+FOLDER = {
+    "config.json": b"{}",
+    "tokenizer.json": b"{ }",
+    "model.safetensors.index.json": b'{"weight_map": {"a": "model-00001-of-00002.safetensors"}}',
+    "model-00001-of-00002.safetensors": b"a" * 3000,
+    "model-00002-of-00002.safetensors": b"b" * 3000,
+    "consolidated.safetensors": b"never fetched",
+    "pytorch_model.bin": b"never fetched",
+    "README.md": b"never fetched",
+}
+REPOS: dict[str, dict[str, bytes]] = {
+    "me/quants": QUANTS | SPLIT | {"mmproj-X-Q8_0.gguf": b"no", "X.imatrix.gguf": b"no", "README.md": b"no"},
+    "me/one": {"One.IQ3_XS.gguf": b"one" * 100},
+    "me/odd": {"A.Q5_1.gguf": b"a", "A.Q5_0.gguf": b"b"},
+    "me/folder": FOLDER,
+    "me/pickled": {"config.json": b"{}", "pytorch_model.bin": b"no"},
+    "me/gated": QUANTS,
+    "me/broken": QUANTS,
+}
+
+
+class Handler(BaseHTTPRequestHandler):
+    """GET /api/models/{repo}; HEAD and GET /{repo}/resolve/{revision}/{file}."""
+
+    seen: "Counter[str]"
+
+    def do_HEAD(self) -> None:
+        self.answer()
+
+    def do_GET(self) -> None:
+        self.answer()
+
+    def answer(self) -> None:
+        path = unquote(urlsplit(self.path).path)
+        listing = path.startswith("/api/models/")
+        repo = "/".join(path.removeprefix("/api/models").strip("/").split("/")[:2])
+        self.seen[f"{self.command} {path}"] += 1
+        self.seen[f"token {self.headers.get('Authorization')}"] += 1
+        if repo == "me/broken":
+            return self.reply(500, b"sorry")
+        if repo not in REPOS:
+            return self.reply(404, b"", {"X-Error-Code": "RepoNotFound"})
+        if listing:
+            siblings = [{"rfilename": name, "size": len(data)} for name, data in REPOS[repo].items()]
+            return self.reply(200, json.dumps({"id": repo, "sha": COMMIT, "siblings": siblings}).encode())
+        if repo == "me/gated":
+            return self.reply(403, b"", {"X-Error-Code": "GatedRepo"})
+        body = REPOS[repo][path.split("/resolve/main/")[1]]
+        self.reply(200, body, {"ETag": f'"{hashlib.sha256(body).hexdigest()}"', "X-Repo-Commit": COMMIT})
+
+    def reply(self, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
+        self.send_response(status)
+        for name, value in (headers or {}).items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator["Counter[str]"]:
+    """The requests that the hub has seen; the environment points at it, and at an empty cache."""
+
+    class Counting(Handler):
+        seen = Counter()  # noqa: RUF012 - one for each server
+
+    http = ThreadingHTTPServer(("127.0.0.1", 0), Counting)
+    http.daemon_threads = True
+    threading.Thread(target=http.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+    for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{http.server_address[1]}")
+    monkeypatch.setenv("HF_HUB_DISABLE_XET", "1")
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    yield Counting.seen
+    http.shutdown()
+    http.server_close()
+
+
+def downloads(seen: "Counter[str]") -> list[str]:
+    return sorted(line.split("/resolve/main/")[1] for line in seen if line.startswith("GET") and "/resolve/" in line)
+
+
+# Choosing -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("reference", "chosen"),
+    [
+        ("hf:me/quants", ["X-Q4_K_M.gguf"]),
+        ("hf:me/quants:q4_k_m", ["X-Q4_K_M.gguf"]),
+        ("hf:me/quants:Q8_0", ["X-Q8_0.gguf"]),
+        ("hf:me/quants:Q6_K", sorted(SPLIT)),
+        ("hf:me/quants:X-BF16.gguf", ["X-BF16.gguf"]),
+        ("hf:me/one", ["One.IQ3_XS.gguf"]),
+        ("hf:me/folder", sorted(FOLDER, key=list(FOLDER).index)[:5]),
+    ],
+)
+def test_the_files_of_a_model(reference: str, chosen: list[str]) -> None:
+    model = parse(reference)
+    found = choose(model, list(REPOS[model.repo]))
+    assert found[0] == chosen[0]
+    assert sorted(found) == sorted(chosen)
+
+
+@pytest.mark.parametrize(
+    ("reference", "kind", "told"),
+    [
+        ("hf:me/quants:Q4_K", ModelNotFoundError, "holds no Q4_K; it holds: .*Q4_K_S, Q8_0"),
+        ("hf:me/quants:F16", ModelNotFoundError, "holds no F16"),
+        ("hf:me/odd", ModelNotFoundError, "several models, say which: Q5_0, Q5_1"),
+        ("hf:me/odd:A", ModelNotFoundError, r"fits several files.*A\.Q5_0\.gguf, A\.Q5_1\.gguf"),
+        ("hf:me/folder:Q8_0", ModelNotFoundError, "holds no GGUF"),
+        ("hf:me/pickled", UnsupportedModelError, "pickled"),
+    ],
+)
+def test_no_choice_is_an_error_that_lists(reference: str, kind: type[WorkerError], told: str) -> None:
+    model = parse(reference)
+    with pytest.raises(kind, match=told):
+        choose(model, list(REPOS[model.repo]))
+
+
+def test_an_incomplete_split_set_and_paths_that_climb_are_refused() -> None:
+    with pytest.raises(ModelNotFoundError, match="2 of 3 parts"):
+        choose(parse("hf:me/quants:Q6_K"), sorted(SPLIT)[:2])
+    with pytest.raises(ModelNotFoundError, match="holds no GGUF"):
+        choose(parse("hf:me/evil"), ["../../evil.gguf", "/etc/evil.gguf"])
+
+
+MALFORMED = ["hf:", "hf:x", "hf:a/b/c", "hf:a/b:", "hf:../..", "hf:a/b:c:d", "hf:a b/c", "hf:a/b\n"]
+
+
+@pytest.mark.parametrize("reference", MALFORMED)
+def test_a_malformed_reference_is_named(reference: str) -> None:
+    with pytest.raises(ModelNotFoundError, match="hf:owner/repo"):
+        parse(reference)
+
+
+# Pulling --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_quant_is_pulled_once_and_listed(server: "Counter[str]", tmp_path: Path) -> None:
+    seen: list[tuple[str, int, int | None]] = []
+    path = hub.locate("hf:me/quants:Q8_0", progress=lambda *report: seen.append(report))
+    assert path.read_bytes() == QUANTS["X-Q8_0.gguf"]
+    assert path.is_relative_to(tmp_path / "hf")
+    assert (seen[0], seen[-1]) == (
+        ("downloading hf:me/quants:Q8_0", 0, path.stat().st_size),
+        ("downloading hf:me/quants:Q8_0", path.stat().st_size, path.stat().st_size),
+    )
+    seen.clear()
+    assert hub.locate("hf:me/quants:Q8_0", progress=lambda *report: seen.append(report)) == path
+    assert (downloads(server), seen) == (["X-Q8_0.gguf"], [])
+    (listed,) = hub.cached_models()
+    assert (listed.name, listed.reference, listed.path) == ("me/quants:Q8_0", "hf:me/quants:Q8_0", path)
+    assert listed.bytes == len(QUANTS["X-Q8_0.gguf"])
+    assert hub.locate("me/quants:Q8_0") == path
+
+
+def test_all_parts_of_a_split_set_come(server: "Counter[str]") -> None:
+    path = hub.locate("hf:me/quants:Q6_K")
+    assert path.name == "Y-Q6_K-00001-of-00003.gguf"
+    assert downloads(server) == sorted(SPLIT)
+    assert hub.cached_models()[0].bytes == sum(map(len, SPLIT.values()))
+
+
+def test_a_folder_comes_without_pickles(server: "Counter[str]") -> None:
+    folder = hub.locate("hf:me/folder")
+    assert sorted(path.name for path in folder.iterdir()) == sorted(list(FOLDER)[:5])
+    assert (folder / "model-00002-of-00002.safetensors").read_bytes() == b"b" * 3000
+
+
+def test_the_token_is_sent(server: "Counter[str]", monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    hub.locate("hf:me/one")
+    assert server["token Bearer hf_secret"] >= 2
+
+
+@pytest.mark.parametrize(
+    ("reference", "kind", "told"),
+    [
+        ("hf:me/nothing", ModelNotFoundError, "no model 'me/nothing' at http://127"),
+        ("hf:me/gated:Q8_0", DownloadError, "gated: accept its terms .* HF_TOKEN"),
+        ("hf:me/broken", DownloadError, "cannot fetch hf:me/broken .*500"),
+        ("hf:me/quants:Q2_K", ModelNotFoundError, "it holds"),
+    ],
+)
+def test_what_the_hub_refuses_is_one_line(
+    server: "Counter[str]", reference: str, kind: type[WorkerError], told: str
+) -> None:
+    with pytest.raises(kind, match=told) as caught:
+        hub.locate(reference)
+    assert "\n" not in str(caught.value)
+    assert hub.cached_models() == []
+
+
+def test_a_hub_out_of_reach(server: "Counter[str]", monkeypatch: pytest.MonkeyPatch) -> None:
+    path = hub.locate("hf:me/one")
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:1")
+    assert hub.locate("hf:me/one") == path
+    with pytest.raises(DownloadError, match="cannot fetch hf:me/quants from http://127"):
+        hub.locate("hf:me/quants")
+
+
+def test_verify_fetches_a_damaged_file_anew(server: "Counter[str]") -> None:
+    path = hub.locate("hf:me/one")
+    assert hub.verify("hf:me/one").path == path
+    assert server["GET /me/one/resolve/main/One.IQ3_XS.gguf"] == 1
+    path.resolve().write_bytes(b"bad" * 100)
+    assert hub.verify("hf:me/one").path.read_bytes() == b"one" * 100
+    assert server["GET /me/one/resolve/main/One.IQ3_XS.gguf"] == 2
+
+
+def test_a_full_disk_is_named(server: "Counter[str]", tmp_path: Path) -> None:
+    script = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (1500, 1500))"
+    result = run_locate("hf:me/quants:Q8_0", script)
+    assert f"DownloadError: no room in {tmp_path / 'hf'}" in result
+    assert not any("X-Q8_0" in path.name for path in (tmp_path / "hf").rglob("*"))
+
+
+def run_locate(reference: str, first: str = "", **env: str) -> str:
+    """`locate` in a new process, where huggingface_hub reads its environment anew: the path, or our error."""
+    script = f"""
+import sys
+from llm_worker_rbee.errors import WorkerError
+from llm_worker_rbee.weights import hub
+{first}
+try:
+    print(hub.locate(sys.argv[1]))
+except WorkerError as error:
+    print(f"{{type(error).__name__}}: {{error}}")
+"""
+    environment = os.environ | {"PYTHONPATH": str(ROOT)} | env
+    command = [sys.executable, "-c", script, reference]
+    return subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
+
+
+def test_offline_mode_works_from_the_cache(server: "Counter[str]") -> None:
+    path, folder = hub.locate("hf:me/quants:Q8_0"), hub.locate("hf:me/folder")
+    before = server.total()
+    assert run_locate("hf:me/quants:Q8_0", HF_HUB_OFFLINE="1") == str(path)
+    assert run_locate("hf:me/folder", HF_HUB_OFFLINE="true") == str(folder)
+    assert "holds no Q4_K_M; it holds: Q8_0" in run_locate("hf:me/quants:Q4_K_M", HF_HUB_OFFLINE="1")
+    assert "HF_HUB_OFFLINE is set" in run_locate("hf:me/one", HF_HUB_OFFLINE="1")
+    (folder / "model-00001-of-00002.safetensors").unlink()
+    assert "only partly cached (model-00001-of-00002" in run_locate("hf:me/folder", HF_HUB_OFFLINE="1")
+    assert server.total() == before
