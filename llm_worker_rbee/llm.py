@@ -160,6 +160,8 @@ class LLM:
         return self.stream_chat(messages, params, **options).completion()
 
     def _checked_ids(self, ids: Sequence[int]) -> list[int]:
+        if not isinstance(ids, Sequence) or isinstance(ids, (bytes, bytearray)):
+            raise InvalidRequestError(f"prompt must be text or a list of token ids, not {type(ids).__name__}", "prompt")
         for token in ids:
             if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < self.config.vocab_size:
                 raise InvalidRequestError(f"prompt: {token!r} is not a token id (0..{self.config.vocab_size - 1})", "prompt")
@@ -179,9 +181,11 @@ class Stream:
         self.params = params
         self._request = Request(prompt, params, self.seed, llm.tokenizer.eos_ids)
         self._generation = Generation(llm.model, self._request, limit)
-        self._decoder = StreamDecoder(llm.tokenizer, tuple(params.stop))
+        continuation = llm.tokenizer.continues(prompt)
+        self._decoder = StreamDecoder(llm.tokenizer, tuple(params.stop), continuation=continuation)
         self._logprobs: list[TokenLogprob] = []
         self._finish_reason = "length"
+        self._texts: list[str] = []
         self._chunks = self._run()
         self._clock = [0.0, 0.0]
         self._sampled = 0
@@ -210,7 +214,6 @@ class Stream:
         )
 
     def _run(self) -> Iterator[Chunk]:
-        self._texts: list[str] = []
         start = time.perf_counter()
         for output in self._generation:
             self._clock[1] = time.perf_counter() - start

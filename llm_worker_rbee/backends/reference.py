@@ -68,7 +68,7 @@ def embed(table: Matrix, ids: Ints, scale: float = 1.0) -> Floats:
 def rms_norm(x: Floats, weight: Floats, eps: float) -> Floats:
     """x / sqrt(mean(x^2) + eps) * weight over the last axis."""
     mean = np.mean(np.square(x), axis=-1, keepdims=True, dtype=np.float32)
-    return x / np.sqrt(mean + np.float32(eps)) * weight
+    return np.asarray(x / np.sqrt(mean + np.float32(eps)) * weight, np.float32)
 
 
 def add_rms_norm(x: Floats, residual: Floats, weight: Floats, eps: float) -> tuple[Floats, Floats]:

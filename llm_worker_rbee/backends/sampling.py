@@ -24,7 +24,8 @@ def sample_row(logits: Floats, row: SampleRow) -> int:
     adjusted = penalize(logits.astype(np.float64), row)
     if row.temperature == 0:
         return int(np.argmax(adjusted))
-    scaled = adjusted / row.temperature
+    with np.errstate(over="ignore"):  # a tiny temperature: all but the largest become -inf
+        scaled = (adjusted - adjusted.max()) / row.temperature
     kept = np.flatnonzero(keep_mask(scaled, row))
     chances = np.cumsum(_softmax(scaled[kept]))
     point = uniform(row.seed, row.choice, row.position) * chances[-1]
@@ -99,6 +100,7 @@ def _softmax(x: Doubles) -> Doubles:
 
 def logprobs(logits: Floats, chosen: Ints, k: int) -> Logprobs:
     """Log-softmax of the raw logits: at the chosen tokens, and the k likeliest of each row (ties: lowest id first)."""
+    k = min(k, logits.shape[-1])
     wide = logits.astype(np.float64)
     wide -= wide.max(axis=-1, keepdims=True)
     wide -= np.log(np.exp(wide).sum(axis=-1, keepdims=True))

@@ -57,6 +57,11 @@ class SamplingParams:
         _check_int("seed", self.seed, 0, MAX_SEED - 1, optional=True)
         _check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS, optional=True)
         self._check_stops()
+        for name in ("ignore_eos", "prompt_logprobs"):
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidRequestError(f"{name} must be true or false, not {getattr(self, name)!r}", name)
+        if not isinstance(self.logit_bias, Mapping):
+            raise InvalidRequestError("logit_bias must map token ids to numbers", "logit_bias")
         for token, bias in self.logit_bias.items():
             _check_int("logit_bias", token, 0, None)
             _check_number("logit_bias", bias, -100.0, 100.0, False)
@@ -71,7 +76,8 @@ class SamplingParams:
 
 
 def _check_number(name: str, value: Any, low: float, high: float, open_end: bool) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not number or (isinstance(value, float) and not math.isfinite(value)):  # isfinite overflows on a huge int
         raise InvalidRequestError(f"{name} must be a finite number, not {value!r}", name)
     if value > high or value < low or (open_end and value == low):
         raise InvalidRequestError(f"{name} is {value}, outside {'above ' if open_end else ''}{low:g}..{high:g}", name)

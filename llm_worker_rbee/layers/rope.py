@@ -29,9 +29,9 @@ def rope_table(config: ModelConfig, *, local: bool, max_context: int, freq_facto
 
 
 def inverse_frequencies(base: float, rope_dim: int) -> Floats:
-    """base^(-2i / rope_dim) for each pair i."""
+    """base^(-2i / rope_dim) for each pair i: the power in float64, because an error here grows with the position."""
     exponent = np.arange(0, rope_dim, 2, dtype=np.float32) / np.float32(rope_dim)
-    return np.asarray(1.0 / np.power(np.float32(base), exponent), np.float32)
+    return np.float32(1) / np.power(np.float64(base), exponent.astype(np.float64)).astype(np.float32)
 
 
 def scaled_table(inv_freq: Floats, base: float, scaling: RopeScaling, max_context: int) -> RopeTable:
@@ -68,7 +68,7 @@ def _yarn(inv_freq: Floats, base: float, s: RopeScaling) -> Floats:
     dim = 2 * inv_freq.shape[0]
 
     def pair_with(rotations: float) -> float:
-        return dim * math.log(s.original_context / (rotations * 2 * math.pi)) / (2 * math.log(base))
+        return float(dim * math.log(s.original_context / (rotations * 2 * math.pi)) / (2 * math.log(base)))
 
     low, high = pair_with(s.beta_fast), pair_with(s.beta_slow)
     if s.truncate:

@@ -37,8 +37,8 @@ class StopString:
 class StreamDecoder:
     """Text deltas of the tokens that follow a prompt.
 
-    The stop string that begins first in the text wins as soon as one is complete; `stop_matched` is then set, and nothing
-    of it or after it is ever returned. With `continuation=False` the ids are a text of their own.
+    As soon as a stop string is complete, the one that begins first wins: `stop_matched` is set, and nothing of it or
+    after it is ever returned. With `continuation=False` the ids are a text of their own.
     """
 
     def __init__(

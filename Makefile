@@ -1,0 +1,52 @@
+# Set-up and everyday commands. Needs Python 3.11 or newer with pip, and make; everything else goes into .venv.
+#
+#   make demo    fetch the default model and stream a real answer
+#   make test    lint, types, architecture, tests
+#   make clean   remove the environment and everything built
+
+PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+WORKERS ?= auto
+DEMO_PROMPT ?= What is the capital of France, and what is it famous for? Answer in one sentence.
+
+.PHONY: demo test lint types clean help
+
+help:
+	@sed -n '3,6s/^# *//p' Makefile
+
+demo: $(VENV)/.core
+	@$(BIN)/llm-worker-rbee run --temperature 0 --max-tokens 32 "$(DEMO_PROMPT)"
+
+# One thread for each test process: the machine's cores are shared out among them.
+test: $(VENV)/.dev lint types
+	OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/.dev
+	$(BIN)/mypy
+
+# A system Python without the venv module's own pip gets one from the pip that is there.
+$(BIN)/python:
+	@test -n "$(PYTHON)" || { echo "error: Python 3.11 or newer is needed: install it, or say make PYTHON=/path/to/python"; exit 1; }
+	@echo "Making the environment in $(VENV) ..."
+	@$(PYTHON) -m venv $(VENV) 2>/dev/null || { rm -rf $(VENV) && $(PYTHON) -m venv --without-pip $(VENV) \
+		&& $(PYTHON) -m pip --disable-pip-version-check --python $(BIN)/python install -q pip; }
+
+$(VENV)/.core: pyproject.toml | $(BIN)/python
+	@echo "Installing the core ..."
+	@$(PIP) install -q -e .
+	@touch $@
+
+$(VENV)/.dev: pyproject.toml constraints.txt $(VENV)/.core
+	@echo "Installing what the tests need ..."
+	@$(PIP) install -q -c constraints.txt -e '.[dev]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

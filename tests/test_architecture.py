@@ -1,0 +1,104 @@
+"""The arrows between rooms, read from the imports themselves: none may point back."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "llm_worker_rbee"
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+# Each room, and the rooms it may import from.
+FOUNDATION = {"config", "errors"}
+DATA = FOUNDATION | {"weights", "tokenizer"}
+ROOMS: dict[str, set[str]] = {
+    "errors": set(),
+    "config": {"errors"},
+    "weights": FOUNDATION,
+    "tokenizer": FOUNDATION,
+    "backends": DATA,
+    "layers": DATA | {"backends"},
+    "cache": DATA | {"backends"},
+    "models": DATA | {"backends", "layers", "cache"},
+    "engine": DATA | {"backends", "layers", "cache", "models"},
+    "llm": DATA | {"backends", "layers", "cache", "models", "engine"},
+    "server": DATA | {"backends", "layers", "cache", "models", "engine", "llm"},
+    "bench": DATA | {"backends", "layers", "cache", "models", "engine", "llm"},
+    "cli": DATA | {"backends", "layers", "cache", "models", "engine", "llm", "server", "bench"},
+    "__init__": {"llm", "engine"},
+    "__main__": {"cli", "errors"},
+}
+HEAVY = {"torch", "triton", "numba", "matplotlib", "scipy", "psutil", "huggingface_hub", "readline"}
+NOT_IN_THE_CORE = {"torch", "triton", "transformers", "gguf", "sentencepiece", "safetensors", "pytest"}
+LONGEST_FILE = 300
+
+
+def room_of(path: Path) -> str:
+    """The folder, or for a file at the top its name up to an underscore (config_hf.py belongs to config)."""
+    first = path.relative_to(PACKAGE).parts[0]
+    name = first.removesuffix(".py")
+    return name if name.startswith("__") or first == name else name.split("_")[0]
+
+
+def imports(path: Path) -> Iterator[tuple[str, bool, int]]:
+    """(dotted module, inside a function, line) of every import; relative ones made absolute."""
+    package = ["llm_worker_rbee", *path.relative_to(PACKAGE).parts[:-1]]
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    inner = {id(node) for f in ast.walk(tree) if isinstance(f, (ast.FunctionDef, ast.AsyncFunctionDef)) for node in ast.walk(f)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield alias.name, id(node) in inner, node.lineno
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            stem = ".".join([*base, node.module] if node.module else base)
+            for alias in node.names:
+                yield f"{stem}.{alias.name}", id(node) in inner, node.lineno
+
+
+def target_room(module: str) -> str | None:
+    parts = module.split(".")
+    if parts[0] != "llm_worker_rbee" or len(parts) == 1:
+        return None
+    name = parts[1]
+    if (PACKAGE / name).is_dir():
+        return name
+    return name.split("_")[0] if (PACKAGE / f"{name}.py").exists() else None  # otherwise a name of the package itself
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_no_arrow_points_back(path: Path) -> None:
+    room = room_of(path)
+    assert room in ROOMS, f"{path.name} is in no room"
+    for module, _, line in imports(path):
+        target = target_room(module)
+        assert target in (None, room) or target in ROOMS[room], f"{path.name}:{line}: {room} must not import {target}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_imports_stand_at_the_top_but_for_heavy_ones(path: Path) -> None:
+    for module, inside, line in imports(path):
+        top = module.split(".")[0]
+        assert top not in NOT_IN_THE_CORE or inside, f"{path.name}:{line}: the core must import without {top}"
+        if inside:
+            lazy_by_design = room_of(path) in ("cli", "__init__", "__main__")
+            assert lazy_by_design or top in HEAVY, f"{path.name}:{line}: {module} is imported inside a function"
+
+
+def test_rooms_have_no_cycle() -> None:
+    done: set[str] = set()
+    for room, below in ROOMS.items():
+        if not room.startswith("__"):
+            assert below <= done, f"{room} may import {below - done}, which comes later"
+            done.add(room)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_files_are_short_and_say_what_they_are(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert text.count("\n") <= LONGEST_FILE, f"{path.name} has over {LONGEST_FILE} lines"
+    assert not text or ast.get_docstring(ast.parse(text)), f"{path.name} does not say what it is"
+    assert "utils" not in path.parts
