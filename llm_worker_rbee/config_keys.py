@@ -16,6 +16,8 @@ MAX_WIDTH = 1 << 20
 MAX_VOCABULARY = 1 << 24
 MAX_CONTEXT = 1 << 40
 SMALLEST, LARGEST = 1e-30, 1e30  # of a positive number
+LEAST_FACTOR = 1e-6  # of rope scaling
+SMALLEST_CAP = 1e-3
 
 
 class Keys:
@@ -52,7 +54,7 @@ class Keys:
 
     def integer(self, key: str, default: int | None = None, least: int = 0, most: int = (1 << 63) - 1) -> int:
         """A whole number within bounds; an array of one repeated number counts as that number."""
-        values = self.list(key)
+        values = self.array(key)
         if values is None:
             value = int(self.get(key, int, default))
         elif not values or not all(type(v) is int for v in values):
@@ -76,6 +78,13 @@ class Keys:
         """A number that float32 can divide by."""
         return self.number(key, default, least)
 
+    def cap(self, key: str, default: float) -> float:
+        """A soft cap: 0 is none, and anything between it and a real one is no number to divide by."""
+        value = self.number(key, default)
+        if 0 < value < SMALLEST_CAP:
+            raise self.fail(key, f"is {value}: a cap is 0 or at least {SMALLEST_CAP}")
+        return value
+
     def numbers(self, key: str) -> tuple[float, ...]:
         """A list of positive numbers, empty where the key is missing."""
         values = self.get(key, list, [])
@@ -83,10 +92,10 @@ class Keys:
             raise self.fail(key, "must be a list of positive numbers")
         return tuple(float(v) for v in values)
 
-    def list(self, key: str) -> list[Any] | None:
+    def array(self, key: str) -> list[Any] | None:
         """The value as a list where it is an array, else None."""
         value = self.values.get(self.prefix + key)
-        value = value.tolist() if hasattr(value, "tolist") else value
+        value = value.tolist() if value is not None and hasattr(value, "tolist") else value
         return value if isinstance(value, list) else None
 
 

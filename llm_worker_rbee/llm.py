@@ -209,7 +209,7 @@ class Stream:
             stop_sequence=self._decoder.stop_matched,
             seed=self.seed,
             timings=Timings(self._clock[0], self._clock[1], self._sampled),
-            logprobs=self._logprobs if self.params.logprobs is not None else None,
+            logprobs=list(self._logprobs) if self.params.logprobs is not None else None,
             prompt_logprobs=self._generation.prompt_logprobs,
         )
 

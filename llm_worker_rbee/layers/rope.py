@@ -1,7 +1,7 @@
 """Rotary frequencies from a model's numbers: every scaling kind we know becomes one table of inverse frequencies.
 
-Nothing is rotated here (that is an op). The pairs are (i, i + half) throughout; files with neighbouring pairs have their
-rows moved when they are loaded.
+Nothing is rotated here (that is an op). The pairs are (i, i + half) throughout; files with neighbouring pairs have
+their rows moved when they are loaded.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from ..backends.types import RopeTable
 from ..config import ModelConfig, RopeScaling
+from ..config_keys import LEAST_FACTOR
 from ..errors import ModelFileError
 
 Floats = NDArray[np.float32]
@@ -50,8 +51,8 @@ def scaled_table(inv_freq: Floats, base: float, scaling: RopeScaling, max_contex
 def _divide(inv_freq: Floats, factors: Floats, name: str) -> Floats:
     if factors.shape != inv_freq.shape:
         raise ModelFileError(f"{name} has {factors.size} values, the rotary embedding {inv_freq.size} pairs")
-    if not np.isfinite(factors).all() or (factors <= 0).any():
-        raise ModelFileError(f"{name} holds a value that is not a positive number")
+    if not np.isfinite(factors).all() or (factors < LEAST_FACTOR).any():
+        raise ModelFileError(f"{name} holds a value that is not a number of at least {LEAST_FACTOR}")
     return np.asarray(inv_freq / factors.astype(np.float32), np.float32)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from ..config import Family, ModelConfig
@@ -57,8 +58,10 @@ def describe(checkpoint: Checkpoint) -> ModelConfig:
 def detect(checkpoint: Checkpoint) -> Family:
     """The family, from general.architecture or from model_type (or the class named in `architectures`)."""
     table = BY_GGUF if checkpoint.format == "gguf" else BY_HF
-    name = checkpoint.architecture or _from_class_name(checkpoint.metadata)
-    if name is None:
+    name = checkpoint.architecture
+    if not name and checkpoint.format != "gguf":
+        name = _from_class_name(checkpoint.metadata["config"])
+    if not name:
         key = "general.architecture" if checkpoint.format == "gguf" else "model_type"
         raise ModelFileError(f"{checkpoint.path.name}: {key!r} is missing, so the architecture is unknown")
     if name not in table:
@@ -66,8 +69,8 @@ def detect(checkpoint: Checkpoint) -> Family:
     return table[name]
 
 
-def _from_class_name(metadata: Any) -> str | None:
+def _from_class_name(config: Mapping[str, Any]) -> str | None:
     """`LlamaForCausalLM` -> `llama`, for a config.json without model_type."""
-    names = metadata.get("config", {}).get("architectures") or [""]
+    names = config.get("architectures") or [""]
     name = str(names[0]).removesuffix("ForCausalLM").lower() if isinstance(names, list) else ""
     return {"gemma3": "gemma3_text"}.get(name, name) or None

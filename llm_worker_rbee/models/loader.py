@@ -1,7 +1,8 @@
 """Tensor names -> the parameters of the decoder, on one backend.
 
-Every tensor of the file must be used and every one needed must be there, with the shape the metadata says: a missing, an
-extra or a misshapen tensor is an error that names it. Matrices stay quantized; norms and biases become float32.
+Every tensor of the file must be used and every one needed must be there, with the shape the metadata says: a missing,
+an extra or a misshapen tensor is an error that names it, and so is one with a NaN. Matrices stay quantized; norms and
+biases become float32.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from types import ModuleType
 import numpy as np
 from numpy.typing import NDArray
 
-from ..backends.types import Array, AttentionParams, Handle, RopeTable
-from ..config import ModelConfig
+from ..backends.types import AttentionParams, Handle, RopeTable
+from ..config import ModelConfig, RopeScaling
 from ..errors import ModelFileError
 from ..layers.attention import Attention
 from ..layers.block import Block
@@ -25,7 +26,8 @@ from ..weights import Checkpoint, Tensor
 from .architectures import describe
 from .transformer import Transformer
 
-IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".attn_rot_embd.weight")  # old exports carry tables that follow from the metadata
+# Old exports carry tables that follow from the metadata.
+IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".attn_rot_embd.weight")
 
 
 def load_model(
@@ -71,22 +73,35 @@ class _Loader:
 
     def head(self, embedding: Handle) -> Handle:
         if "output.weight" not in self.checkpoint.tensors:
-            if self.checkpoint.metadata.get("config", {}).get("tie_word_embeddings") is False:
-                raise ModelFileError("tensor 'output.weight' (lm_head.weight) is missing, and config.json ties no embeddings")
+            safetensors = self.checkpoint.format == "safetensors"
+            if safetensors and self.checkpoint.metadata["config"].get("tie_word_embeddings") is False:
+                raise ModelFileError("tensor 'output.weight' (lm_head.weight) is missing, and config.json says "
+                                     "that it is not the embedding's")
             return embedding  # tied
         return self.ops.prepare([self.matrix("output.weight", self.config.vocab_size, self.config.d_model)])
 
     def ropes(self) -> tuple[RopeTable, RopeTable]:
         """The tables of layers that see everything, and of layers with a window."""
+        config = replace(self.config, rope_scaling=self.rope_scaling())
+        factors = self.optional_vector("rope_freqs.weight", config.rope_dim // 2)
+        full, local = (rope_table(config, local=local, max_context=self.max_context, freq_factors=factors)
+                       for local in (False, True))
+        return full, local
+
+    def rope_scaling(self) -> RopeScaling:
+        """The metadata's, or the one that two tensors of factors stand for."""
         scaling = self.config.rope_scaling
-        short, long = (self.optional_vector(f"rope_factors_{kind}.weight") for kind in ("short", "long"))
-        config = self.config
-        if short is not None and long is not None:
-            lists = {"short_factors": tuple(short.tolist()), "long_factors": tuple(long.tolist())}
-            config = replace(config, rope_scaling=replace(scaling, kind="longrope", **lists))
-        factors = self.optional_vector("rope_freqs.weight")
-        tables = [rope_table(config, local=local, max_context=self.max_context, freq_factors=factors) for local in (False, True)]
-        return tables[0], tables[1]
+        pairs = self.config.rope_dim // 2
+        short, long = (self.optional_vector(f"rope_factors_{kind}.weight", pairs) for kind in ("short", "long"))
+        if short is None and long is None:
+            return scaling
+        if short is None or long is None:
+            absent = "short" if short is None else "long"
+            raise ModelFileError(f"tensor 'rope_factors_{absent}.weight' is missing beside its sister")
+        if scaling.original_context < 2:
+            raise ModelFileError("tensor 'rope_factors_long.weight' needs an original context length, which is "
+                                 f"{scaling.original_context}")
+        return replace(scaling, kind="longrope", short_factors=tuple(short.tolist()), long_factors=tuple(long.tolist()))
 
     def block(self, i: int, rope: RopeTable) -> Block:
         c, prefix = self.config, f"blk.{i}."
@@ -173,6 +188,9 @@ class _Loader:
         tensor = self.tensor(name)
         if tensor.shape != (rows, columns):
             raise ModelFileError(f"tensor {name!r} has shape {tensor.shape}, the metadata says {(rows, columns)}")
+        bad = tensor.find_bad_scale()
+        if bad is not None:
+            raise ModelFileError(f"tensor {name!r} holds a NaN or infinite value in block {bad}: the file is damaged")
         return tensor
 
     def vector(self, name: str, width: int) -> NDArray[np.float32]:
@@ -185,12 +203,12 @@ class _Loader:
         order = self.rope_order(name, width)
         return values if order is None else values[order]
 
-    def optional_vector(self, name: str, width: int | None = None) -> NDArray[np.float32] | None:
-        tensor = self.checkpoint.tensors.get(name)
-        return None if tensor is None else self.vector(name, width if width is not None else tensor.size)
+    def optional_vector(self, name: str, width: int) -> NDArray[np.float32] | None:
+        return self.vector(name, width) if name in self.checkpoint.tensors else None
 
     def refuse_leftovers(self) -> None:
-        extra = [name for name in self.checkpoint.tensors if name not in self.used and not name.endswith(IGNORED_SUFFIXES)]
+        left = [name for name in self.checkpoint.tensors if name not in self.used]
+        extra = [name for name in left if not name.endswith(IGNORED_SUFFIXES)]
         if extra:
             more = f" and {len(extra) - 1} more" if len(extra) > 1 else ""
             raise ModelFileError(f"tensor {extra[0]!r}{more} is not part of a {self.config.family.name} model: "

@@ -3,9 +3,9 @@
 Nothing here knows of models or arrays. `build` makes a `Tokenizer`, everything else works on it.
 """
 
-from llm_worker_rbee.tokenizer.build import tokenizer_from_gguf, tokenizer_from_hf
-from llm_worker_rbee.tokenizer.chat_template import ChatTemplate
-from llm_worker_rbee.tokenizer.stream import StreamDecoder
-from llm_worker_rbee.tokenizer.tokenizer import Tokenizer
+from .build import tokenizer_from_gguf, tokenizer_from_hf
+from .chat_template import ChatTemplate
+from .stream import StreamDecoder
+from .tokenizer import Tokenizer
 
 __all__ = ["ChatTemplate", "StreamDecoder", "Tokenizer", "tokenizer_from_gguf", "tokenizer_from_hf"]

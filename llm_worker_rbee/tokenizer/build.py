@@ -8,13 +8,13 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 
-from llm_worker_rbee.errors import TokenizerError
-from llm_worker_rbee.tokenizer.encoders import BpeEncoder, SpmEncoder
-from llm_worker_rbee.tokenizer.hf import tokenizer_from_hf
-from llm_worker_rbee.tokenizer.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
-from llm_worker_rbee.tokenizer.special_names import end_ids_by_name
-from llm_worker_rbee.tokenizer.tokenizer import Ends, LeadingSpace, Tokenizer
-from llm_worker_rbee.tokenizer.vocabulary import Kind, Vocabulary, byte_of
+from ..errors import TokenizerError
+from .encoders import BpeEncoder, SpmEncoder
+from .hf import tokenizer_from_hf
+from .pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
+from .special_names import end_ids_by_name
+from .tokenizer import Ends, LeadingSpace, Tokenizer
+from .vocabulary import Kind, Vocabulary, byte_of
 
 __all__ = ["tokenizer_from_gguf", "tokenizer_from_hf"]
 

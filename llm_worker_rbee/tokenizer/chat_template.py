@@ -9,9 +9,9 @@ from typing import Any
 
 from jinja2.exceptions import SecurityError, TemplateSyntaxError
 
-from llm_worker_rbee.errors import ChatTemplateError
-from llm_worker_rbee.tokenizer.sandbox import MeteredEnvironment
-from llm_worker_rbee.tokenizer.template_limits import MAX_DEPTH, Meter
+from ..errors import ChatTemplateError
+from .sandbox import MeteredEnvironment
+from .template_limits import MAX_DEPTH, Meter
 
 _MAX_SOURCE = 256 << 10  # characters; the longest published templates have some twenty thousand
 

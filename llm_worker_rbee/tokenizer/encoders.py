@@ -5,6 +5,7 @@ cut by the model. User-defined tokens are always taken out, control tokens only 
 `<|im_end|>` typed by a user stays text.
 """
 
+import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from threading import Lock
@@ -12,14 +13,13 @@ from typing import Protocol
 
 from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers
 
-from llm_worker_rbee.errors import InvalidRequestError, TokenizerError
-from llm_worker_rbee.tokenizer.pre_tokenizers import BYTE_TO_CHAR, PreTokenizer
-from llm_worker_rbee.tokenizer.vocabulary import SPACE, SPECIAL_KINDS, Kind, Vocabulary
+from ..errors import TokenizerError
+from .pre_tokenizers import BYTE_TO_CHAR, PreTokenizer
+from .vocabulary import SPACE, SPECIAL_KINDS, Kind, Vocabulary
 
+_log = logging.getLogger("llm_worker_rbee")
 _SPACES = re.compile(" {2,}")
 _C_SPACE = " \t\n\v\f\r"
-# Bytes that no UTF-8 text contains, so that a vocabulary need not have them.
-_NEVER_IN_UTF8 = frozenset({0xC0, 0xC1, *range(0xF5, 0x100)})
 
 
 class Encoder(Protocol):
@@ -74,42 +74,58 @@ class _Partitions:
         self.parsed = Partition({**always, **special}, rstrip)
 
 
+def _run(library: Tokenizer, text: str) -> list[int]:
+    """The library's ids. The fast call leaves out the offsets, half of the time."""
+    ids: list[int] = library.encode_batch_fast([text], add_special_tokens=False)[0].ids
+    return ids
+
+
 class BpeEncoder:
     """Byte-level BPE of a GGUF: pre-tokenizer, then merges in their order."""
 
     def __init__(self, vocabulary: Vocabulary, merges: Sequence[tuple[str, str]], pre: PreTokenizer) -> None:
         self._partitions = _Partitions(vocabulary, frozenset())
-        model = _bpe_model(vocabulary.ids, merges, ignore_merges=pre.ignore_merges)
-        self._library = Tokenizer(model)
+        missing = [byte for byte, char in BYTE_TO_CHAR.items() if char not in vocabulary.ids]
+        # Stand-ins keep the bytes around a missing one from merging across it.
+        self._missing = {len(vocabulary) + index: byte for index, byte in enumerate(missing)}
+        stand_ins = {BYTE_TO_CHAR[byte]: token_id for token_id, byte in self._missing.items()}
+        self._library = Tokenizer(_bpe_model(vocabulary, stand_ins, merges, ignore_merges=pre.ignore_merges))
         self._library.pre_tokenizer = _pre_tokenizer(pre.patterns)
-        missing = [b for b, char in BYTE_TO_CHAR.items() if b not in _NEVER_IN_UTF8 and char not in vocabulary.ids]
-        self._missing = bytes(missing)
 
     def encode(self, text: str, parse_special: bool) -> list[int]:
         """The ids of valid Unicode text."""
         ids: list[int] = []
         for token_id, part in (self._partitions.parsed if parse_special else self._partitions.plain).split(text):
-            if token_id is not None:
+            if token_id is None:
+                ids += _run(self._library, part)
+            else:
                 ids.append(token_id)
-                continue
-            if self._missing:
-                self._refuse_unknown(part)
-            ids += self._library.encode(part, add_special_tokens=False).ids
-        return ids
+        return self._without_missing(ids) if self._missing else ids
 
-    def _refuse_unknown(self, text: str) -> None:
-        raw = text.encode()
-        if len(raw.translate(None, self._missing)) != len(raw):
-            byte = next(b for b in raw if b in self._missing)
-            raise InvalidRequestError(f"the vocabulary has no token for byte 0x{byte:02X} of the text", field="prompt")
+    def _without_missing(self, ids: list[int]) -> list[int]:
+        """Some vocabularies lack bytes of rare characters: the default model has none for planes 4 to 11 and U+0004."""
+        lost = self._missing.keys() & set(ids)
+        if not lost:
+            return ids
+        names = ", ".join(f"0x{self._missing[token_id]:02X}" for token_id in sorted(lost))
+        _log.warning("the vocabulary has no token for byte %s of the text, which is left out", names)
+        return [token_id for token_id in ids if token_id not in lost]
 
 
-def _bpe_model(vocab: dict[str, int], merges: Sequence[tuple[str, str]], *, ignore_merges: bool) -> models.BPE:
+def _bpe_model(
+    vocabulary: Vocabulary, stand_ins: Mapping[str, int], merges: Sequence[tuple[str, str]], *, ignore_merges: bool
+) -> models.BPE:
+    """The library's model. Merges that would make a control token out of typed text are left out."""
+    ids, kinds = vocabulary.ids, vocabulary.kinds
+    kept = []
     for left, right in merges:
-        if left not in vocab or right not in vocab or left + right not in vocab:
-            absent = next(text for text in (left, right, left + right) if text not in vocab)
+        made = ids.get(left + right)
+        if made is None or left not in ids or right not in ids:
+            absent = next(text for text in (left, right, left + right) if text not in ids)
             raise TokenizerError(f"tokenizer.ggml.merges: merge {left!r} + {right!r} needs token {absent!r}, not there")
-    return models.BPE(vocab=vocab, merges=list(merges), ignore_merges=ignore_merges)
+        if kinds[made] not in SPECIAL_KINDS:
+            kept.append((left, right))
+    return models.BPE(vocab={**ids, **stand_ins}, merges=kept, ignore_merges=ignore_merges)
 
 
 def _pre_tokenizer(patterns: Sequence[str]) -> pre_tokenizers.PreTokenizer:
@@ -158,7 +174,7 @@ class SpmEncoder:
         return ids
 
     def _segment(self, text: str) -> list[int]:
-        ids: list[int] = self._library.encode(text, add_special_tokens=False).ids
+        ids = _run(self._library, text)
         if not self._characters:
             return ids
         out: list[int] = []
@@ -218,6 +234,5 @@ class LibraryEncoder:
         """The ids of valid Unicode text."""
         with self._lock:
             self._library.encode_special_tokens = not parse_special
-            ids: list[int] = self._library.encode(text, add_special_tokens=False).ids
-        return ids
+            return _run(self._library, text)
 

@@ -12,11 +12,11 @@ from typing import Any
 
 from tokenizers import Tokenizer as Library
 
-from llm_worker_rbee.errors import TokenizerError
-from llm_worker_rbee.tokenizer.encoders import LibraryEncoder
-from llm_worker_rbee.tokenizer.special_names import end_ids_by_name
-from llm_worker_rbee.tokenizer.tokenizer import Ends, LeadingSpace, Tokenizer
-from llm_worker_rbee.tokenizer.vocabulary import Kind, Style, Vocabulary, byte_of
+from ..errors import TokenizerError
+from .encoders import LibraryEncoder
+from .special_names import end_ids_by_name
+from .tokenizer import Ends, LeadingSpace, Tokenizer
+from .vocabulary import Kind, Style, Vocabulary, byte_of
 
 _MAX_JSON_BYTES = 256 << 20
 # Decoders whose effect is "join the bytes of the tokens", by the style of vocabulary they belong to.

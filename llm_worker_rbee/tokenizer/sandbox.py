@@ -23,14 +23,14 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-from llm_worker_rbee.tokenizer.template_limits import FILTERS, METHODS, Estimate, Meter, estimate_operator
+from .template_limits import FILTERS, METHODS, Estimate, Meter, estimate_operator
 
 # Filters of Jinja that chat templates have a use for. Others make HTML, or take time that no meter sees.
 _KEPT_FILTERS = (
     "abs", "batch", "capitalize", "center", "count", "d", "default", "dictsort", "first", "float", "format", "groupby",
     "indent", "int", "items", "join", "last", "length", "list", "lower", "map", "max", "min", "reject", "rejectattr",
-    "replace", "reverse", "round", "select", "selectattr", "slice", "sort", "string", "sum", "title", "trim", "truncate",
-    "unique", "upper", "urlencode", "wordcount",
+    "replace", "reverse", "round", "select", "selectattr", "slice", "sort", "string", "sum", "title", "trim",
+    "truncate", "unique", "upper", "urlencode", "wordcount",
 )  # fmt: skip
 _KEPT_GLOBALS = ("range", "dict", "namespace", "joiner", "cycler")
 _MAX_FORMAT = 256  # characters of a date format

@@ -6,7 +6,7 @@ those of the published chat formats; a token counts only where the vocabulary ha
 
 from collections.abc import Sequence
 
-from llm_worker_rbee.tokenizer.vocabulary import Kind
+from .vocabulary import Kind
 
 END_NAMES = frozenset({
     "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>",  # Llama 3
@@ -16,17 +16,15 @@ END_NAMES = frozenset({
     "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<end_of_utterance>",
     "<｜end▁of▁sentence｜>",  # DeepSeek
 })  # fmt: skip
-# A name that is also mark-up: it ends a text only where the file itself calls it a control token.
-_ONLY_AS_CONTROL = frozenset({"</s>"})
+# A name that is also mark-up: it ends a text only where it is no ordinary token, and no <eos> does it instead.
+_MARKUP = "</s>"
 
 
 def end_ids_by_name(texts: Sequence[str], kinds: Sequence[int]) -> list[int]:
     """The ids of the tokens whose name says that they end a text."""
-    found = {
-        text: index
-        for index, text in enumerate(texts)
-        if text in END_NAMES or (text in _ONLY_AS_CONTROL and kinds[index] == Kind.CONTROL)
-    }
+    found = {text: index for index, text in enumerate(texts) if text in END_NAMES or text == _MARKUP}
+    if _MARKUP in found and (kinds[found[_MARKUP]] == Kind.NORMAL or "<eos>" in found):
+        del found[_MARKUP]
     if "<|return|>" in found and "<|call|>" in found:
         found.pop("<|end|>", None)  # harmony: <|end|> ends a message, and the turn goes on
     return sorted(found.values())

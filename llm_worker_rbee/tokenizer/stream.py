@@ -8,8 +8,8 @@ string. Each push costs time in proportion to its own text: stop strings are fol
 import codecs
 from collections.abc import Sequence
 
-from llm_worker_rbee.errors import InvalidRequestError
-from llm_worker_rbee.tokenizer.tokenizer import ByteJoiner, Tokenizer
+from ..errors import InvalidRequestError
+from .tokenizer import ByteJoiner, Tokenizer
 
 
 class StopString:

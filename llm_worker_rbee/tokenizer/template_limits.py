@@ -7,13 +7,14 @@ what it was given has an estimate here, and is refused before it allocates.
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from time import thread_time
+from time import monotonic, thread_time
 from typing import Any
 
 from jinja2.exceptions import SecurityError
 from jinja2.utils import Namespace
 
-MAX_SECONDS = 2.0  # of this thread's processor time
+MAX_SECONDS = 1.0  # of this thread's processor time: a busy machine must not make a good template fail
+MAX_WALL_SECONDS = 4.0
 MAX_VALUE = 1 << 20  # characters of one value, and of the output; the input adds to it
 MAX_DEPTH = 100
 _MAX_WORK = 64  # all values made in one rendering, in units of the largest value
@@ -30,13 +31,14 @@ class Meter:
         self.limit = MAX_VALUE + 4 * self.measure(inputs)[0]
         self._work = 0
         self._deadline = thread_time() + MAX_SECONDS
+        self._wall_deadline = monotonic() + MAX_WALL_SECONDS
 
     def tick(self, size: int = 0) -> None:
         """One more step that adds `size` characters."""
         self._work += size
         if self._work > _MAX_WORK * self.limit:
             raise SecurityError(f"the template makes more than {_MAX_WORK * self.limit} characters of text")
-        if thread_time() > self._deadline:
+        if thread_time() > self._deadline or monotonic() > self._wall_deadline:
             raise SecurityError(f"the template runs for more than {MAX_SECONDS:g} s")
 
     def check(self, size: int) -> None:

@@ -7,9 +7,9 @@ is joining the bytes of the tokens; what is not valid UTF-8 becomes U+FFFD.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from llm_worker_rbee.errors import InvalidRequestError
-from llm_worker_rbee.tokenizer.encoders import Encoder
-from llm_worker_rbee.tokenizer.vocabulary import Vocabulary
+from ..errors import InvalidRequestError
+from .encoders import Encoder
+from .vocabulary import Vocabulary
 
 
 @dataclass(frozen=True)

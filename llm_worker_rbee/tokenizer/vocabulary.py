@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from enum import IntEnum
 from typing import Literal
 
-from llm_worker_rbee.errors import InvalidRequestError, TokenizerError
-from llm_worker_rbee.tokenizer.pre_tokenizers import CHAR_TO_BYTE
+from ..errors import InvalidRequestError, TokenizerError
+from .pre_tokenizers import CHAR_TO_BYTE
 
 Style = Literal["byte", "spm"]
 SPACE = "\u2581"  # how SentencePiece writes a space

@@ -14,13 +14,17 @@ PICKLED = {".bin", ".pt", ".pth", ".ckpt", ".pkl"}
 
 def open_checkpoint(path: Path) -> Checkpoint:
     """Open a GGUF file (or the first of a split set), or a folder with config.json and safetensors."""
-    if not path.exists():
-        raise ModelNotFoundError(f"{path}: there is no such file or folder")
+    try:
+        path.stat()
+    except FileNotFoundError as error:
+        raise ModelNotFoundError(f"{path}: there is no such file or folder") from error
+    except (OSError, ValueError) as error:  # a name that is too long, a folder that may not be entered, a null byte
+        raise ModelNotFoundError(f"{str(path)[:200]!r} cannot be opened: {error}") from error
     if path.is_dir():
         return open_hf(path)
     if not path.is_file():
         raise ModelFileError(f"{path} is neither a file nor a folder")
-    if path.suffix in PICKLED:
+    if path.suffix.lower() in PICKLED:
         raise UnsupportedModelError(f"{path.name}: pickled weights can run any code and are refused: convert them to "
                                     "safetensors or GGUF")
     if path.suffix == ".safetensors":

@@ -6,7 +6,8 @@ NumPy order: (rows, columns), where a row is contiguous and holds whole blocks.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .quants import BlockType, dequantize
+from .quants_scales import find_bad_block
+
+MAX_VALUES = 1 << 59  # NumPy counts bytes in 63 bits, also those of an array that is empty because one dimension is 0
+
+
+def value_count(shape: Sequence[int]) -> int | None:
+    """Values of a tensor of this shape, or None where the shape cannot be counted."""
+    if math.prod(dim for dim in shape if dim) > MAX_VALUES:
+        return None
+    return math.prod(shape)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -34,7 +45,7 @@ class Tensor:
     @property
     def size(self) -> int:
         """Number of values."""
-        return int(np.prod(self.shape, dtype=np.int64))
+        return math.prod(self.shape)
 
     @property
     def rows(self) -> NDArray[np.uint8]:
@@ -45,6 +56,10 @@ class Tensor:
     def dequantize(self) -> NDArray[np.float32]:
         """All values as float32, in the tensor's shape."""
         return dequantize(self.kind, self.data, self.shape)
+
+    def find_bad_scale(self) -> int | None:
+        """The first block whose scale is NaN or infinite, or None; only the bytes of scales are read."""
+        return find_bad_block(self.kind, self.data)
 
     def take_rows(self, index: NDArray[np.intp] | slice) -> Tensor:
         """Some rows of the matrix, whole and still quantized (an index array copies them, a slice does not)."""

@@ -12,7 +12,6 @@ offset that cannot be true is an error that names its key or tensor. It decodes 
 from __future__ import annotations
 
 import mmap
-import re
 import struct
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +19,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..errors import ModelFileError, UnsupportedModelError
-from .checkpoint import Checkpoint, Tensor
+from .checkpoint import Checkpoint, Tensor, value_count
+from .gguf_split import GGUFPart, check_split_total, further_splits
 from .quants import BY_ID, REMOVED
 
 MAGIC = b"GGUF"
@@ -29,6 +29,7 @@ DEFAULT_ALIGNMENT = 32
 MAX_DIMS = 4
 MAX_NAME_BYTES = 63
 MAX_ARRAY_DEPTH = 4
+MAX_MESSAGE = 500
 
 STRING, ARRAY = 8, 9
 SCALARS = {  # type id -> (name, struct format); NumPy understands the same formats
@@ -37,7 +38,6 @@ SCALARS = {  # type id -> (name, struct format); NumPy understands the same form
     12: ("float64", "<d"),
 }
 TYPE_NAMES = {i: name for i, (name, _) in SCALARS.items()} | {STRING: "string", ARRAY: "array"}
-SPLIT_NAME = re.compile(r"^(?P<stem>.*)-(?P<no>\d{5})-of-(?P<count>\d{5})\.gguf$")
 
 _u32 = struct.Struct("<I").unpack_from
 _u64 = struct.Struct("<Q").unpack_from
@@ -47,28 +47,17 @@ _scalars = {i: struct.Struct(fmt) for i, (_, fmt) in SCALARS.items()}
 def open_gguf(path: Path) -> Checkpoint:
     """Open a GGUF file, or all files of a split set by its first one."""
     first = read_file(path)
-    parts = [first, *_further_splits(path, first)]
-    tensors: dict[str, Tensor] = {}
-    for part in parts:
+    tensors = dict(first.tensors)
+    for part in further_splits(first, read_file):
         for name, tensor in part.tensors.items():
             if name in tensors:
                 raise ModelFileError(f"{part.path.name}: tensor {name!r} is in two files of the split set")
             tensors[name] = tensor
-    _check_split_total(first, len(tensors))
+    check_split_total(first, len(tensors))
     architecture = first.metadata.get("general.architecture")
     if architecture is not None and not isinstance(architecture, str):
         raise ModelFileError(f"{path.name}: metadata key 'general.architecture' is not a string")
     return Checkpoint(path, "gguf", architecture, first.metadata, tensors, first.value_types)
-
-
-class GGUFPart(NamedTuple):
-    """One file, parsed."""
-
-    path: Path
-    version: int
-    metadata: dict[str, Any]
-    value_types: dict[str, str]
-    tensors: dict[str, Tensor]
 
 
 def read_file(path: Path) -> GGUFPart:
@@ -97,7 +86,7 @@ class _Reader:
         self.at = 0
 
     def fail(self, message: str) -> ModelFileError:
-        return ModelFileError(f"{self.path.name}: {message}")
+        return ModelFileError(f"{self.path.name}: {message[:MAX_MESSAGE]}")  # a damaged key may be megabytes long
 
     def need(self, n: int, what: str) -> int:
         """Move past `n` bytes and return where they begin."""
@@ -184,7 +173,8 @@ class _Reader:
         """The hot loop of opening a file (two arrays of 50,000 strings are usual), so it does not go through text()."""
         if count * 8 > self.size - self.at:
             raise self.fail(f"{what} is longer than the rest of the file")
-        view, size, at, out = self.map, self.size, self.at, []
+        view, size, at = self.map, self.size, self.at
+        out: list[str] = []
         try:
             for _ in range(count):
                 end = at + 8 + _u64(view, at)[0]
@@ -229,10 +219,8 @@ class _Reader:
         if kind is None:
             known = f"removed type {REMOVED[type_id]}" if type_id in REMOVED else f"unknown type {type_id}"
             raise UnsupportedModelError(f"{self.path.name}: tensor {name!r} has {known}")
-        count = 1
-        for dim in dims:
-            count *= dim
-        if count >= 1 << 63 or any(dim >= 1 << 63 for dim in dims):
+        count = value_count(dims)
+        if count is None:
             raise self.fail(f"tensor {name!r}: dimensions {dims} overflow")
         columns = dims[0] if dims else 1
         if columns % kind.block_size:
@@ -280,42 +268,3 @@ def _alignment(path: Path, metadata: dict[str, Any], types: dict[str, str]) -> i
     if value == 0 or value & (value - 1):
         raise ModelFileError(f"{path.name}: metadata key {key!r} is {value}, not a power of two")
     return int(value)
-
-
-def _split_int(part: GGUFPart, key: str) -> int:
-    value = part.metadata.get(key)
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise ModelFileError(f"{part.path.name}: metadata key {key!r} is missing or not an integer")
-    return value
-
-
-def _further_splits(path: Path, first: GGUFPart) -> list[GGUFPart]:
-    if "split.count" not in first.metadata or (count := _split_int(first, "split.count")) <= 1:
-        return []
-    name = SPLIT_NAME.match(path.name)
-    if name is None:
-        raise ModelFileError(f"{path.name} is one of {count} split files, but is not named like one "
-                             f"(NAME-00001-of-{count:05d}.gguf)")
-    stem = name["stem"]
-    if _split_int(first, "split.no") != 0 or int(name["no"]) != 1:
-        raise ModelFileError(f"{path.name} is not the first of its split set: open {stem}-00001-of-{count:05d}.gguf")
-    if int(name["count"]) != count:
-        raise ModelFileError(f"{path.name}: its name says {int(name['count'])} files, its metadata {count}")
-    parts = []
-    for number in range(1, count):
-        other = path.with_name(f"{stem}-{number + 1:05d}-of-{count:05d}.gguf")
-        if not other.exists():
-            raise ModelFileError(f"{other.name} is missing: the split set of {path.name} has {count} files")
-        part = read_file(other)
-        if _split_int(part, "split.no") != number or _split_int(part, "split.count") != count:
-            raise ModelFileError(f"{other.name}: its split.no or split.count does not fit its place in the set")
-        parts.append(part)
-    return parts
-
-
-def _check_split_total(first: GGUFPart, found: int) -> None:
-    if "split.tensors.count" not in first.metadata:
-        return
-    expected = _split_int(first, "split.tensors.count")
-    if expected != found:
-        raise ModelFileError(f"{first.path.name}: the split set holds {found} tensors, its metadata says {expected}")

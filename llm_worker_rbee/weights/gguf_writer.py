@@ -22,6 +22,9 @@ NUMPY_TYPES = {"float32": "F32", "float16": "F16", "float64": "F64", "int8": "I8
                "int64": "I64"}
 
 
+NO_BYTES = np.zeros(0, np.uint8)
+
+
 class Typed(NamedTuple):
     """A scalar, or a list of scalars, with its metadata type named."""
 
@@ -34,7 +37,7 @@ class Raw(NamedTuple):
 
     kind: str
     shape: tuple[int, ...]
-    data: NDArray[np.uint8] | bytes
+    data: NDArray[Any] | bytes
 
 
 TensorLike = NDArray[Any] | Raw
@@ -59,7 +62,7 @@ def write_gguf(
         file.write(_directory(raws, alignment))
         for raw in raws.values():
             _pad(file, alignment)
-            file.write(memoryview(raw.data))
+            file.write(np.asarray(raw.data).data)
         if raws:
             _pad(file, alignment)
     return path
@@ -82,7 +85,7 @@ def write_split(
 
 def _raw(tensor: TensorLike) -> Raw:
     if isinstance(tensor, Raw):
-        return tensor
+        return tensor._replace(data=np.frombuffer(tensor.data, np.uint8) if len(tensor.data) else NO_BYTES)
     array = np.ascontiguousarray(tensor).reshape(tensor.shape)
     return Raw(NUMPY_TYPES[array.dtype.name], array.shape, array.reshape(-1).view(np.uint8))
 
@@ -93,7 +96,7 @@ def _directory(raws: Mapping[str, Raw], alignment: int) -> bytes:
         out += _string(name) + struct.pack("<I", len(raw.shape))
         out += b"".join(struct.pack("<Q", dim) for dim in reversed(raw.shape))
         out += struct.pack("<IQ", BLOCK_TYPES[raw.kind].id, offset)
-        offset += -(-len(memoryview(raw.data).cast("B")) // alignment) * alignment
+        offset += -(-len(raw.data) // alignment) * alignment
     return bytes(out)
 
 
@@ -120,7 +123,8 @@ def _array(kind: str, items: NDArray[Any] | Sequence[Any]) -> bytes:
     if kind == "string":
         return struct.pack("<I", STRING) + count + b"".join(map(_string, items))
     if kind == "array":
-        body = b"".join(_array(_type_of(item), item) for item in items)
+        typed = (item if isinstance(item, Typed) else Typed(_type_of(item), item) for item in items)
+        body = b"".join(_array(item.type, item.value) for item in typed)
         return struct.pack("<I", ARRAY) + count + body
     type_id = TYPE_IDS[kind]
     return struct.pack("<I", type_id) + count + np.asarray(items, SCALARS[type_id][1]).tobytes()
@@ -128,12 +132,21 @@ def _array(kind: str, items: NDArray[Any] | Sequence[Any]) -> bytes:
 
 def _type_of(value: Any) -> str:
     """The usual GGUF type of a Python value, or of the elements of an array."""
-    if isinstance(value, np.ndarray):
+    if isinstance(value, (np.ndarray, np.generic)):
         return str(value.dtype.name)
     if isinstance(value, (list, tuple)):
-        return "array" if value and isinstance(value[0], (list, tuple)) else _type_of(value[0] if value else 0)
+        if value and isinstance(value[0], (list, tuple, np.ndarray)):  # a Typed is a tuple too
+            return "array"
+        whole = bool(value) and all(type(item) is int for item in value)
+        return _int_type(min(value), max(value)) if whole else _type_of(value[0] if value else 0)
     if isinstance(value, bool):
         return "bool"
     if isinstance(value, int):
-        return "int32" if value < 0 else "uint32" if value < 1 << 32 else "uint64"
+        return _int_type(value, value)
     return {float: "float32", str: "string"}[type(value)]
+
+
+def _int_type(least: int, most: int) -> str:
+    if least < 0:
+        return "int32" if least >= -(1 << 31) and most < 1 << 31 else "int64"
+    return "uint32" if most < 1 << 32 else "uint64"

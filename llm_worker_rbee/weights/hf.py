@@ -1,7 +1,7 @@
 """A folder of config.json and *.safetensors as the same `Checkpoint` that a GGUF file gives.
 
-The header is parsed here rather than by the safetensors package, whose NumPy interface has no bfloat16 and copies what it
-returns; here a tensor is a view of the mapped file. Pickled weights are refused: loading one can run any code.
+The header is parsed here rather than by the safetensors package, whose NumPy interface has no bfloat16 and copies what
+it returns; here a tensor is a view of the mapped file. Pickled weights are refused: loading one can run any code.
 
     header length u64 | header JSON {name: {"dtype", "shape", "data_offsets": [begin, end]}} | data
 """
@@ -18,11 +18,12 @@ from typing import Any
 import numpy as np
 
 from ..errors import ModelFileError, UnsupportedModelError
-from .checkpoint import Checkpoint, Tensor
+from .checkpoint import Checkpoint, Tensor, value_count
 from .quants import BLOCK_TYPES
 
-DTYPES = {"F32": "F32", "F16": "F16", "BF16": "BF16", "F64": "F64", "I8": "I8", "I16": "I16", "I32": "I32", "I64": "I64"}
+DTYPES = ("F32", "F16", "BF16", "F64", "I8", "I16", "I32", "I64")  # their names are those of our block types
 MAX_HEADER = 100_000_000
+MAX_DIMS = 8
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
 TOP_NAMES = {
@@ -51,7 +52,7 @@ SANDWICH_NAMES = LAYER_NAMES | {
     "pre_feedforward_layernorm": "ffn_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
 }
-LAYER = re.compile(r"^model\.layers\.(\d+)\.(.+)\.(weight|bias)$")
+LAYER = re.compile(r"^model\.layers\.([0-9]{1,6})\.(.+)\.(weight|bias)$")
 
 
 def open_hf(folder: Path) -> Checkpoint:
@@ -65,13 +66,15 @@ def open_hf(folder: Path) -> Checkpoint:
     model_type = config.get("model_type")
     if model_type is not None and not isinstance(model_type, str):
         raise ModelFileError("config.json: 'model_type' is not a string")
-    types = {key: "file" for key in metadata}
+    types = dict.fromkeys(metadata, "file")
     return Checkpoint(folder, "safetensors", model_type, metadata, _rename(tensors), types)
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file, or an error that names the file."""
     try:
+        if path.stat().st_size > MAX_HEADER:
+            raise ModelFileError(f"{path.name} has {path.stat().st_size} bytes: at most {MAX_HEADER} are read")
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise ModelFileError(f"{path} is missing: a model folder needs it") from error
@@ -111,8 +114,8 @@ def _read_shards(folder: Path) -> dict[str, Tensor]:
     if not files:
         pickles = sorted(p.name for pattern in PICKLES for p in folder.glob(pattern))
         if pickles:
-            raise UnsupportedModelError(f"{folder.name}: {pickles[0]} holds pickled weights, which can run any code and are "
-                                        "refused: convert them to safetensors")
+            raise UnsupportedModelError(f"{folder.name}: {pickles[0]} holds pickled weights, which can run any code "
+                                        "and are refused: convert them to safetensors")
         raise ModelFileError(f"{folder}: no *.safetensors file in this folder")
     tensors: dict[str, Tensor] = {}
     for file in files:
@@ -133,11 +136,11 @@ def _read_indexed(folder: Path, index: Mapping[str, Any]) -> dict[str, Tensor]:
         if Path(file).name != file:
             raise ModelFileError(f"model.safetensors.index.json names {file!r}, which is not in the folder")
         if not path.exists():
-            raise ModelFileError(f"{file} is missing: model.safetensors.index.json names it")
+            raise ModelFileError(f"{file!r} is missing: model.safetensors.index.json names it")
         shards[file] = read_safetensors(path)
     for name, file in weight_map.items():
         if name not in shards[file]:
-            raise ModelFileError(f"{file} lacks tensor {name!r}, which model.safetensors.index.json places there")
+            raise ModelFileError(f"{file!r} lacks tensor {name!r}, which model.safetensors.index.json places there")
     extra = {name for shard in shards.values() for name in shard} - weight_map.keys()
     if extra:
         raise ModelFileError(f"tensor {min(extra)!r} is in a shard, but not in model.safetensors.index.json")
@@ -166,9 +169,11 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
 
 def _parse_header(path: Path, text: bytes) -> dict[str, dict[str, Any]]:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        out = dict(pairs)
-        if len(out) != len(pairs):
-            raise ValueError("a name appears twice")
+        out: dict[str, Any] = {}
+        for name, value in pairs:
+            if name in out:
+                raise ValueError(f"name {name!r} appears twice")
+            out[name] = value
         return out
 
     try:
@@ -182,20 +187,23 @@ def _parse_header(path: Path, text: bytes) -> dict[str, dict[str, Any]]:
 
 
 def _natural(values: object) -> bool:
-    return isinstance(values, list) and all(type(v) is int and 0 <= v < 1 << 63 for v in values)
+    if not isinstance(values, list) or len(values) > MAX_DIMS:
+        return False
+    return all(type(v) is int and 0 <= v < 1 << 63 for v in values)
 
 
 def _extent(path: Path, name: str, entry: object, room: int) -> tuple[int, int]:
     if not isinstance(entry, dict) or not _natural(entry.get("shape")) or not _natural(entry.get("data_offsets")):
         raise ModelFileError(f"{path.name}: tensor {name!r} lacks a sound shape or data_offsets")
-    if entry.get("dtype") not in DTYPES:
-        raise UnsupportedModelError(f"{path.name}: tensor {name!r} has unsupported type {entry.get('dtype')!r} "
+    dtype = entry.get("dtype")
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise UnsupportedModelError(f"{path.name}: tensor {name!r} has unsupported type {dtype!r} "
                                     f"(supported: {', '.join(DTYPES)})")
     begin, end = entry["data_offsets"] if len(entry["data_offsets"]) == 2 else (1, 0)
-    count = 1
-    for dim in entry["shape"]:
-        count *= dim
-    expected = count * BLOCK_TYPES[DTYPES[entry["dtype"]]].block_bytes
+    count = value_count(entry["shape"])
+    if count is None:
+        raise ModelFileError(f"{path.name}: tensor {name!r}: shape {entry['shape']} overflows")
+    expected = count * BLOCK_TYPES[dtype].block_bytes
     if not begin <= end <= room or end - begin != expected:
         raise ModelFileError(f"{path.name}: tensor {name!r} of {expected} bytes does not fit data_offsets "
                              f"{entry['data_offsets']} in {room} bytes of data")
@@ -212,4 +220,4 @@ def _check_overlap(path: Path, extents: Mapping[str, tuple[int, int]]) -> None:
 
 def _tensor(name: str, entry: Mapping[str, Any], view: mmap.mmap, base: int, begin: int, end: int) -> Tensor:
     data = np.frombuffer(view, np.uint8, end - begin, base + begin if end > begin else 0)
-    return Tensor(name, BLOCK_TYPES[DTYPES[entry["dtype"]]], tuple(entry["shape"]), data)
+    return Tensor(name, BLOCK_TYPES[entry["dtype"]], tuple(entry["shape"]), data)

@@ -1,0 +1,239 @@
+"""`llm-worker-rbee chat`: a conversation in the terminal, or line by line from a pipe.
+
+Answers go to standard output, everything else (figures, remarks, errors) to standard error. Ctrl-C stops an answer,
+what was said of it stays in the conversation; only Ctrl-D, /exit or the end of the input leave.
+"""
+
+import contextlib
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ..engine.request import SamplingParams
+from ..errors import ContextLengthError, WorkerError
+from .common import DEFAULT_MAX_TOKENS, PROMPT_PANEL, ModelOptions, SamplingOptions, begin, decode, gather, load
+from .run import counted, figures
+from .terminal import Status, note, one_line, style, visible
+
+if TYPE_CHECKING:
+    from ..llm import LLM, Completion, Stream
+
+HELP = """\
+/reset          forget the conversation, keep the system message
+/system TEXT    set the system message; alone, show it
+/save FILE      write the conversation: Markdown to a .md file, JSON to any other
+/help           show this
+/exit           leave (Ctrl-D too)
+Ctrl-C stops an answer. A line that begins with // is sent with one slash."""
+
+
+@gather(model=ModelOptions, sampling=SamplingOptions)
+def chat(
+    system: Annotated[
+        str | None,
+        typer.Option("--system", "-s", metavar="TEXT", help="The system message.", rich_help_panel=PROMPT_PANEL),
+    ] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Leave out greeting and figures.")] = False,
+    *,
+    model: ModelOptions,
+    sampling: SamplingOptions,
+) -> None:
+    """Talk with a model.
+
+    Ctrl-C stops an answer, Ctrl-D leaves. In a pipe, each line is one turn.
+
+    Commands: /reset, /system TEXT, /save FILE, /help, /exit.
+
+    \b
+    Examples:
+      llm-worker-rbee chat
+      llm-worker-rbee chat -m model.gguf --system "You are a pirate." -t 0.7
+      printf 'My name is Ada.\\nWhat is my name?\\n' | llm-worker-rbee chat
+    """
+    params = sampling.params()
+    llm = load(model, Status())
+    conversation = Conversation(llm, params, system, quiet=quiet)
+    conversation.prompt()  # a model without a template, or one that takes no system message, is refused here
+    if sys.stdin.isatty():
+        if not quiet:
+            note(f"{visible(_name(llm))} · context of {llm.max_context:,} tokens · /help shows what you can do")
+        _talk(conversation)
+    else:
+        for line in _piped_lines():
+            if not conversation.take(line):
+                break
+
+
+def _name(llm: "LLM") -> str:
+    return str(llm.checkpoint.metadata.get("general.name") or llm.checkpoint.path.name)
+
+
+def _piped_lines() -> Iterator[str]:
+    for number, line in enumerate(sys.stdin.buffer, start=1):
+        text = decode(line, f"line {number}").rstrip("\r\n")
+        if text.strip():
+            yield text
+
+
+def _talk(conversation: "Conversation") -> None:
+    """Read and answer until the person leaves; an error ends a turn, never the conversation."""
+    prompt = _input_prompt()
+    while True:
+        try:
+            line = input(prompt)
+            if line.strip() and not conversation.take(line):
+                return
+        except EOFError:
+            print()
+            return
+        except KeyboardInterrupt:
+            print()
+            note("(Ctrl-D or /exit leaves)")
+        except WorkerError as error:
+            print(f"error: {one_line(str(error))}", file=sys.stderr)
+
+
+def _input_prompt() -> str:
+    """What `input` shows; with readline, which edits and remembers lines, escape codes are marked as taking no room."""
+    if not sys.stdout.isatty():
+        return ""
+    prompt = style("> ", "bold", "green")
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401
+
+        return prompt.replace("\x1b[", "\x01\x1b[").replace("m", "m\x02") if "\x1b" in prompt else prompt
+    return prompt
+
+
+class Conversation:
+    """The messages so far, and what a line of input does to them."""
+
+    def __init__(self, llm: "LLM", params: SamplingParams, system: str | None, *, quiet: bool) -> None:
+        self.llm = llm
+        self.params = params
+        self.system = system
+        self.quiet = quiet
+        self.messages: list[dict[str, str]] = []
+        self.commands = {"/reset": self.reset, "/system": self.set_system, "/save": self.save, "/help": self.help}
+
+    def take(self, line: str) -> bool:
+        """Obey a command or answer a message; False where the line asks to leave."""
+        command, _, rest = line.strip().partition(" ")
+        if command in ("/exit", "/quit"):
+            return False
+        if command in self.commands:
+            self.commands[command](rest.strip())
+        elif line.startswith("/") and not line.startswith("//"):
+            note(f"unknown command {visible(command)}: /help lists them, // sends a slash")
+        else:
+            self.answer(line.removeprefix("/") if line.startswith("//") else line)
+        return True
+
+    def all_messages(self) -> list[dict[str, str]]:
+        """The conversation with its system message."""
+        return [{"role": "system", "content": self.system}, *self.messages] if self.system else list(self.messages)
+
+    def prompt(self, *more: str) -> list[int]:
+        """The ids of the conversation so far, with one more message of the user (or an example of one)."""
+        said = more or ("Hello",)
+        messages = [*self.all_messages(), *({"role": "user", "content": text} for text in said)]
+        return self.llm.tokenize(self.llm.apply_chat_template(messages), parse_special=True)
+
+    def answer(self, text: str) -> None:
+        """One turn. A message that cannot be answered is not kept; an answer that was stopped is."""
+        try:
+            prompt = self.prompt(text)
+            stream = begin(self.llm, prompt, self.params, self.params.max_tokens or DEFAULT_MAX_TOKENS)
+        except ContextLengthError as error:
+            raise ContextLengthError(f"{error} (/reset starts anew)") from None
+        said, stopped = self.say(stream)
+        self.messages += [{"role": "user", "content": text}, {"role": "assistant", "content": said}]
+        self.remark(stream.so_far(), stopped)
+
+    def say(self, stream: "Stream") -> tuple[str, bool]:
+        """Show an answer as it comes: (what was said, whether Ctrl-C stopped it)."""
+        said: list[str] = []
+        status = Status()
+        status.show(f"reading {counted(len(stream.prompt_tokens), 'token')} ...")
+        clean = visible if sys.stdout.isatty() else str
+        stopped = False
+        try:
+            for chunk in stream:
+                if chunk.text:
+                    status.clear()
+                    print(clean(chunk.text), end="", flush=True)
+                    said.append(chunk.text)
+        except KeyboardInterrupt:
+            if not sys.stdin.isatty():
+                raise
+            stopped = True
+        finally:
+            status.clear()
+        print(flush=True)
+        return "".join(said), stopped
+
+    def remark(self, completion: "Completion", stopped: bool) -> None:
+        """The figures of an answer, and why it is not whole if it is not."""
+        if stopped:
+            note("(stopped)")
+        elif completion.finish_reason == "length":
+            full = len(completion.prompt_tokens) + len(completion.tokens) >= self.llm.max_context
+            note(
+                "(the context is full: /reset starts anew)"
+                if full
+                else f"(cut after {counted(len(completion.tokens), 'token')}: --max-tokens allows more)"
+            )
+        if not self.quiet and not stopped:
+            note(figures(completion))
+
+    def reset(self, rest: str) -> None:
+        """Forget what was said."""
+        self.messages.clear()
+        note("(the conversation starts anew)")
+
+    def set_system(self, rest: str) -> None:
+        """Set or show the system message."""
+        if rest:
+            before, self.system = self.system, rest
+            try:
+                self.prompt()
+            except WorkerError:
+                self.system = before
+                raise
+            note("(the system message is set)")
+        else:
+            note(f"system: {visible(self.system)}" if self.system else "(there is no system message)")
+
+    def save(self, rest: str) -> None:
+        """Write the conversation to a file."""
+        if not rest:
+            note("(/save needs a file name: /save talk.md)")
+            return
+        messages = self.all_messages()
+        path = Path(rest)
+        try:
+            path = path.expanduser()
+            path.write_text(
+                markdown(messages)
+                if path.suffix == ".md"
+                else json.dumps(messages, ensure_ascii=False, indent=2) + "\n",
+                encoding="utf-8",
+                errors="replace",
+            )
+        except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: ~nobody
+            note(f"(cannot write {path}: {getattr(error, 'strerror', None) or error})")
+            return
+        note(f"(saved {counted(len(messages), 'message')} to {path})")
+
+    def help(self, rest: str) -> None:
+        """Say what one can do."""
+        note(HELP)
+
+
+def markdown(messages: list[dict[str, str]]) -> str:
+    """The conversation as a document."""
+    return "\n".join(f"**{message['role'].capitalize()}**\n\n{message['content'].strip()}\n" for message in messages)

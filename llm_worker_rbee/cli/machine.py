@@ -1,0 +1,135 @@
+"""What this machine is, read from /proc, /sys and small commands. Nothing here raises: what cannot be read is None.
+
+Linux tells all of it; elsewhere the names and counts that Python itself knows remain.
+"""
+
+import os
+import platform
+import shutil
+import subprocess
+from contextlib import suppress
+from pathlib import Path
+
+# instruction sets that matter to the kernels, as /proc/cpuinfo writes them
+X86_FEATURES = (
+"avx2", "fma", "f16c", "avx_vnni", "avx512f", "avx512bw", "avx512vl", "avx512_vnni", "avx512_bf16", "amx_tile",
+    "amx_int8", "amx_bf16",
+)  # fmt: skip
+ARM_FEATURES = ("asimd", "asimddp", "i8mm", "bf16", "sve", "sve2")
+NO_LIMIT = 1 << 60  # cgroup v1 writes a huge number for "none"
+
+
+def _read(path: str | Path) -> str:
+    try:
+        return Path(path).read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+def _output(*command: str) -> str:
+    with suppress(OSError, subprocess.SubprocessError):
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=10, check=False)
+        return done.stdout.strip() if done.returncode == 0 else ""
+    return ""
+
+
+def cpu_name() -> str:
+    """The processor, as it calls itself."""
+    lines = dict(reversed([line.split(":", 1) for line in _read("/proc/cpuinfo").splitlines() if ":" in line]))
+    fields = {key.strip(): value.strip() for key, value in lines.items()}
+    if platform.system() == "Darwin":
+        return _output("sysctl", "-n", "machdep.cpu.brand_string") or platform.machine()
+    return fields.get("model name") or fields.get("Model") or platform.processor() or platform.machine()
+
+
+def cpu_features() -> list[str]:
+    """Those of the instruction sets that matter here."""
+    words: set[str] = set()
+    for line in _read("/proc/cpuinfo").splitlines():
+        if line.startswith(("flags", "Features")):
+            words = set(line.partition(":")[2].split())
+            break
+    if platform.system() == "Darwin":
+        names = {"avx2": "hw.optional.avx2_0", "asimd": "hw.optional.neon", "asimddp": "hw.optional.arm.FEAT_DotProd",
+                 "i8mm": "hw.optional.arm.FEAT_I8MM", "bf16": "hw.optional.arm.FEAT_BF16"}  # fmt: skip
+        words = {name for name, key in names.items() if _output("sysctl", "-n", key) == "1"}
+    known = X86_FEATURES if is_x86() else ARM_FEATURES
+    return [name for name in known if name in words]
+
+
+def is_x86() -> bool:
+    """Whether this is an x86 processor of 64 bits."""
+    return platform.machine().lower() in ("x86_64", "amd64")
+
+
+def physical_cores() -> int | None:
+    """Cores that share no arithmetic unit: the distinct groups of sibling threads."""
+    paths = Path("/sys/devices/system/cpu").glob("cpu[0-9]*/topology/thread_siblings_list")
+    groups = {text for text in map(_read, paths) if text}
+    if platform.system() == "Darwin":
+        return int(_output("sysctl", "-n", "hw.physicalcpu") or 0) or None
+    return len(groups) or None
+
+
+def usable_cores() -> int:
+    """Logical cores that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def cpu_quota() -> float | None:
+    """How many cores' worth of time the cgroup allows, or None for no limit."""
+    quotas = []
+    for folder in _cgroups():
+        words = _read(folder / "cpu.max").split()
+        if len(words) == 2 and words[0].isdigit():
+            quotas.append(int(words[0]) / int(words[1]))
+    quota, period = (_read(f"/sys/fs/cgroup/cpu/cpu.cfs_{what}_us").strip() for what in ("quota", "period"))
+    if quota.isdigit() and period.isdigit() and int(period):
+        quotas.append(int(quota) / int(period))
+    return min(quotas, default=None)
+
+
+def memory() -> tuple[int | None, int | None]:
+    """(total, available) bytes of the machine."""
+    sizes: dict[str, int] = {}
+    for line in _read("/proc/meminfo").splitlines():
+        key, _, rest = line.partition(":")
+        words = rest.split()
+        if words and words[0].isdigit():
+            sizes[key] = int(words[0]) * 1024
+    if sizes:
+        return sizes.get("MemTotal"), sizes.get("MemAvailable")
+    return int(_output("sysctl", "-n", "hw.memsize") or 0) or None, None
+
+
+def memory_limit() -> tuple[int | None, int]:
+    """(the cgroup's limit or None, bytes used under it)."""
+    found: list[tuple[int, int]] = []
+    for folder, limit, used in [(f, "memory.max", "memory.current") for f in _cgroups()] + [
+        (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.usage_in_bytes")
+    ]:
+        top, now = _read(folder / limit).strip(), _read(folder / used).strip()
+        if top.isdigit() and int(top) < NO_LIMIT:
+            found.append((int(top), int(now) if now.isdigit() else 0))
+    return min(found, default=(None, 0))
+
+
+def _cgroups() -> list[Path]:
+    """Our cgroup and those above it (version 2): each may set a limit."""
+    root = Path("/sys/fs/cgroup")
+    for line in _read("/proc/self/cgroup").splitlines():
+        if line.startswith("0::"):
+            own = root / line[3:].lstrip("/")
+            return [own, *(parent for parent in own.parents if parent.is_relative_to(root))]
+    return [root]
+
+
+def gpus() -> list[str]:
+    """One line for each NVIDIA GPU: name, memory, driver."""
+    if shutil.which("nvidia-smi") is None:
+        return []
+    told = _output("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")
+    rows = [[cell.strip() for cell in line.split(",")] for line in told.splitlines()]
+    return [f"{row[0]}, {row[1]}, driver {row[2]}" for row in rows if len(row) == 3]

@@ -1,0 +1,139 @@
+"""What the commands share about terminals and pipes: encodings, colour, one status line, columns, JSON.
+
+Escape codes go to a terminal only, colour not even there where NO_COLOR is set. Text that comes from a model or a file
+is shown with its control characters replaced, so that it cannot steer the terminal.
+"""
+
+import json
+import logging
+import math
+import os
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any, TextIO
+
+STYLES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "cyan": "36"}
+COLOURS = {"red", "green", "yellow", "cyan"}
+# C0 controls become their Unicode pictures, C1 controls the replacement character; tab and newline stay.
+PICTURES = (
+    {i: 0x2400 + i for i in range(32) if chr(i) not in "\t\n"}
+    | {0x7F: 0x2421}
+    | dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
+)
+
+
+def set_up_streams() -> None:
+    """UTF-8 in and out whatever the locale, and no exception for a character that cannot be written."""
+    for name in ("stdin", "stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:  # closed by the caller, as in `>&-`
+            setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w", encoding="utf-8"))  # noqa: SIM115
+        else:
+            stream.reconfigure(encoding="utf-8", errors="replace")
+
+
+def spare_pipes_from_colour() -> None:
+    """Keep typer from colouring its help in a pipe because of an environment variable of some build service."""
+    if not sys.stdout.isatty() and "FORCE_COLOR" not in os.environ:
+        os.environ.setdefault("_TYPER_FORCE_DISABLE_TERMINAL", "1")
+
+
+def set_up_logging() -> None:
+    """Warnings of the package become plain lines on standard error."""
+    logger = logging.getLogger("llm_worker_rbee")
+    if not any(isinstance(handler, _Lines) for handler in logger.handlers):
+        logger.addHandler(_Lines())
+        logger.propagate = False
+
+
+class _Lines(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        print(f"{record.levelname.lower()}: {one_line(record.getMessage())}", file=sys.stderr, flush=True)
+
+
+def abandon_output() -> None:
+    """Nobody reads on, or nothing can be written: let what is still buffered go nowhere, without a word."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in (sys.__stdout__, sys.__stderr__) if _is_closed(sys.__stderr__) else (sys.__stdout__,):
+        if stream is not None:
+            os.dup2(nowhere, stream.fileno())
+
+
+def _is_closed(stream: TextIO | None) -> bool:
+    try:
+        if stream is not None:
+            stream.flush()
+    except OSError:
+        return True
+    return False
+
+
+def one_line(text: str) -> str:
+    """A message on one line, harmless to a terminal."""
+    return " ".join(visible(text).split())
+
+
+def visible(text: str) -> str:
+    """Text of unknown origin with its control characters shown, not obeyed."""
+    return text.translate(PICTURES)
+
+
+def style(text: str, *names: str, stream: TextIO | None = None) -> str:
+    """Text in the given styles where the stream is a terminal that has them."""
+    target = stream or sys.stdout
+    if not target.isatty() or os.environ.get("TERM") == "dumb":
+        return text
+    codes = [STYLES[name] for name in names if name not in COLOURS or not os.environ.get("NO_COLOR")]
+    return f"\x1b[{';'.join(codes)}m{text}\x1b[0m" if codes else text
+
+
+def note(text: str) -> None:
+    """A remark to the person, on standard error, in the background."""
+    print(style(text, "dim", stream=sys.stderr), file=sys.stderr, flush=True)
+
+
+class Status:
+    """One passing line on standard error that says what is going on; nothing at all where that is no terminal."""
+
+    def __init__(self) -> None:
+        self._shown = False
+
+    def show(self, text: str) -> None:
+        """Replace the line."""
+        if sys.stderr.isatty():
+            print(f"\r\x1b[K{style(text, 'dim', stream=sys.stderr)}", end="", file=sys.stderr, flush=True)
+            self._shown = True
+
+    def clear(self) -> None:
+        """Take the line away."""
+        if self._shown:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+            self._shown = False
+
+
+def columns(rows: Iterable[Sequence[str]], right: Sequence[int] = (), indent: str = "") -> list[str]:
+    """Lines with the cells of each column under each other; those of `right` end under each other."""
+    table = [list(row) for row in rows]
+    widths = [
+        max((len(row[i]) for row in table if i < len(row)), default=0) for i in range(max(map(len, table), default=0))
+    ]
+    lines = []
+    for row in table:
+        cells = [cell.rjust(widths[i]) if i in right else cell.ljust(widths[i]) for i, cell in enumerate(row)]
+        lines.append((indent + "  ".join(cells)).rstrip())
+    return lines
+
+
+def print_json(value: Any) -> None:
+    """One JSON object on one line; a number that JSON does not have becomes null."""
+    print(json.dumps(_finite(value), ensure_ascii=False, allow_nan=False), flush=True)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(inner) for inner in value]
+    return value

@@ -1,0 +1,68 @@
+"""The op table is complete, and layers, models and engine call nothing beside it."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import llm_worker_rbee
+from llm_worker_rbee.backends import BACKENDS, OPS, pick, reference
+from llm_worker_rbee.errors import InvalidRequestError, MissingDependencyError
+
+PACKAGE = Path(llm_worker_rbee.__file__).parent
+CALLERS = sorted(p for room in ("layers", "cache", "models", "engine") for p in (PACKAGE / room).rglob("*.py"))
+
+
+def ops_used(source: str) -> Iterator[str]:
+    """x of every `ops.x` and `<anything>.ops.x`."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute):
+            owner = node.value
+            name = owner.attr if isinstance(owner, ast.Attribute) else owner.id if isinstance(owner, ast.Name) else None
+            if name == "ops":
+                yield node.attr
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_every_op_is_in_the_reference(name: str) -> None:
+    assert callable(getattr(reference, name))
+    assert getattr(reference, name).__doc__
+
+
+def test_the_op_table_has_no_doubles() -> None:
+    assert len(set(OPS)) == len(OPS)
+
+
+@pytest.mark.parametrize("path", CALLERS, ids=lambda p: f"{p.parent.name}/{p.name}")
+def test_nothing_beside_the_table_is_called(path: Path) -> None:
+    assert set(ops_used(path.read_text())) <= set(OPS)
+
+
+def test_every_op_is_called_somewhere() -> None:
+    used = {name for path in CALLERS for name in ops_used(path.read_text())}
+    assert used == set(OPS)
+
+
+def test_the_search_sees_a_stray_op() -> None:
+    assert set(ops_used("ops.stray(x); self.ops.other(y); a.b.c")) == {"stray", "other"}
+
+
+def test_layers_and_models_touch_no_array_in_their_forward_pass() -> None:
+    """NumPy is for tables and loading only: no file with a `__call__` or `forward` over arrays imports it."""
+    for name in ("rms_norm", "linear", "attention", "swiglu", "block"):
+        assert "numpy" not in (PACKAGE / "layers" / f"{name}.py").read_text()
+    assert "numpy" not in (PACKAGE / "models" / "transformer.py").read_text()
+
+
+def test_pick() -> None:
+    for backend in BACKENDS:
+        assert pick("cpu", backend) is reference
+    with pytest.raises(InvalidRequestError, match="unknown backend 'tpu'"):
+        pick("cpu", "tpu")
+    with pytest.raises(InvalidRequestError, match="unknown device 'toaster'"):
+        pick("toaster")
+    with pytest.raises(MissingDependencyError, match="cuda"):
+        pick("cuda:0")

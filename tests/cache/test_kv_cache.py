@@ -1,0 +1,65 @@
+"""The paged cache: where a position lies, what it holds, what it costs."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llm_worker_rbee.backends import reference as ops
+from llm_worker_rbee.cache import KVCache
+from llm_worker_rbee.config import Family, ModelConfig
+
+CONFIG = ModelConfig(
+    Family("llama", (), ()),
+    n_layers=3,
+    d_model=16,
+    n_heads=4,
+    n_kv_heads=2,
+    head_dim=5,
+    d_ff=8,
+    vocab_size=9,
+    context_length=64,
+    norm_eps=1e-5,
+    rope_dim=4,
+    rope_base=1e4,
+    attention_scale=1.0,
+)
+
+
+def test_shape_and_cost() -> None:
+    cache = KVCache(ops, CONFIG, n_blocks=7, block_size=4)
+    assert len(cache.layers) == 3
+    assert all(part.shape == (7, 4, 2, 5) for layer in cache.layers for part in layer)
+    assert cache.nbytes == CONFIG.kv_bytes(7 * 4) == sum(part.nbytes for layer in cache.layers for part in layer)
+
+
+def test_layers_share_no_memory() -> None:
+    cache = KVCache(ops, CONFIG, 2)
+    parts = [part for layer in cache.layers for part in layer]
+    assert not any(np.shares_memory(a, b) for i, a in enumerate(parts) for b in parts[:i])
+
+
+def test_slots_follow_the_block_table() -> None:
+    cache = KVCache(ops, CONFIG, 10, block_size=4)
+    assert cache.slots(np.array([7, 0, 3]), np.array([0, 3, 4, 9])).tolist() == [28, 31, 0, 13]
+
+
+def test_a_position_past_the_table_is_an_error() -> None:
+    with pytest.raises(IndexError):
+        KVCache(ops, CONFIG, 10, block_size=4).slots(np.array([7]), np.array([4]))
+
+
+@settings(max_examples=50, derandomize=True, deadline=None)
+@given(st.integers(1, 9), st.lists(st.integers(1, 30), min_size=1, max_size=4))
+def test_slots_of_requests_never_meet(block_size: int, lengths: list[int]) -> None:
+    """Tables that share no block give slots that are all different and all inside the cache."""
+    need = [-(-n // block_size) for n in lengths]
+    blocks = np.random.default_rng(sum(lengths)).permutation(sum(need))
+    cache = KVCache(ops, CONFIG, sum(need), block_size)
+    tables = np.split(blocks, np.cumsum(need)[:-1])
+    slots = np.concatenate([cache.slots(t, np.arange(n)) for t, n in zip(tables, lengths, strict=True)])
+    assert len(np.unique(slots)) == sum(lengths)
+    assert slots.min() >= 0
+    assert slots.max() < cache.n_blocks * block_size

@@ -1,0 +1,147 @@
+"""The command as a whole: what it imports, how it fails, what it does in a pipe."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from llm_worker_rbee import __version__
+
+from .conftest import ROOT, Run, Terminal, environment
+
+COMMANDS = ["run", "chat", "inspect", "tokenize", "pull", "models", "doctor"]
+
+
+def test_version_and_help_import_nothing_heavy() -> None:
+    script = """
+import sys
+from llm_worker_rbee.cli import status_of
+assert status_of([sys.argv[1]]) == 0
+print(sorted({"numpy", "tokenizers", "jinja2", "huggingface_hub", "torch", "numba"} & set(sys.modules)))
+"""
+    for option in ("--version", "--help"):
+        done = subprocess.run([sys.executable, "-c", script, option], capture_output=True, text=True, env=environment())
+        assert done.stdout.splitlines()[-1] == "[]", done.stderr
+
+
+def test_version(spawn: Run) -> None:
+    done = spawn("--version")
+    assert (done.returncode, done.stdout.decode()) == (0, f"llm-worker-rbee {__version__}\n")
+
+
+def test_no_command_shows_the_help(spawn: Run) -> None:
+    done = spawn()
+    assert done.returncode == 0
+    assert done.stdout == spawn("--help").stdout
+    for command in COMMANDS:
+        assert f" {command} ".encode() in done.stdout
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_each_help_shows_an_example_and_no_escape_code(spawn: Run, command: str) -> None:
+    done = spawn(command, "--help", env={"GITHUB_ACTIONS": "1"})
+    assert done.returncode == 0
+    examples = done.stdout.decode().partition("Examples:")[2]
+    assert f"llm-worker-rbee {command}" in examples
+    assert b"\x1b" not in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("args", "status", "told"),
+    [
+        (["nonsense"], 2, "error: No such command 'nonsense'"),
+        (["run", "--nonsense"], 2, "(see llm-worker-rbee run --help)"),
+        (["run", "hi", "--temperature", "9"], 2, "error: --temperature is 9.0, outside 0..2"),
+        (["run", "hi", "--temperature", "nan"], 2, "error: --temperature must be a finite number"),
+        (["run", "hi", "--top-p", "x"], 2, "--top-p"),
+        (["run", "hi", "--max-tokens", "0"], 2, "error: --max-tokens is 0"),
+        (["run", "hi", "--seed", str(1 << 64)], 2, "error: --seed is"),
+        (["run", "hi", "--stop", ""], 2, "stop string"),
+        (["run", "hi", "--logit-bias", "12"], 2, "error: --logit-bias '12' is not of the form ID=X"),
+        (["run", "hi", "--special"], 2, "error: --special goes with --raw"),
+        (["run", "hi", "--raw", "--system", "x"], 2, "error: --system goes into the chat template"),
+        (["run", "hi", "--file", "x"], 2, "given twice"),
+        (["run"], 2, "error: there is no prompt"),  # standard input is empty
+        (["run", "hi", "--model", "/no/such.gguf"], 1, "error: no such file or folder: '/no/such.gguf'"),
+        (["run", "hi", "--model", "no\nsuch\x1b[31m"], 1, "error: no such model"),
+        (["run", "--file", "/no/such.txt"], 1, "error: cannot read /no/such.txt"),
+        (["tokenize", "--jsonl", "--json"], 2, "error: --jsonl reads standard input"),
+    ],
+)
+def test_an_error_is_one_plain_line(cli: Run, args: list[str], status: int, told: str) -> None:
+    done = cli(*args)
+    assert (done.returncode, done.stdout) == (status, b"")
+    lines = done.stderr.decode().splitlines()
+    assert len(lines) == 1
+    assert lines[0].startswith("error: ")
+    assert told in lines[0]
+    assert "\x1b" not in lines[0]
+
+
+def test_debug_shows_the_traceback_wherever_it_stands(cli: Run) -> None:
+    for args in (["--debug", "inspect", "/no/such.gguf"], ["inspect", "/no/such.gguf", "--debug"]):
+        done = cli(*args)
+        assert done.returncode == 1
+        assert b"Traceback" in done.stderr
+        assert b"ModelNotFoundError" in done.stderr
+    assert b"Traceback" not in cli("inspect", "/no/such.gguf", "--", "--debug").stderr
+
+
+def test_an_unexpected_error_is_one_line_too() -> None:
+    script = """
+import sys
+from llm_worker_rbee import cli
+def boom(): raise ZeroDivisionError("a\\nb")
+cli.app.command()(boom)
+sys.exit(cli.status_of(["boom"]))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment())
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == "error: unexpected ZeroDivisionError: a b (run again with --debug)\n"
+
+
+def test_a_closed_pipe_ends_it_quietly(tiny: Path) -> None:
+    command = [sys.executable, "-m", "llm_worker_rbee", "inspect", str(tiny), "--metadata", "--tensors"]
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment(), cwd=ROOT)
+    assert child.stdout is not None
+    assert child.stderr is not None
+    child.stdout.close()
+    assert child.stderr.read() == b""
+    child.stderr.close()
+    assert child.wait(30) == 1
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="this system has no /dev/full")
+def test_a_full_disk_is_an_error(tiny: Path) -> None:
+    command = [sys.executable, "-m", "llm_worker_rbee", "inspect", str(tiny), "--json"]
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, env=environment(), cwd=ROOT, timeout=60)
+    assert done.returncode == 1
+    assert done.stderr == b"error: cannot read or write: No space left on device\n"
+
+
+@pytest.mark.parametrize(
+    "settings", [{"LC_ALL": "C"}, {"PYTHONIOENCODING": "ascii"}, {"PYTHONUTF8": "0", "LC_ALL": "POSIX"}]
+)
+def test_any_locale_writes_utf8(spawn: Run, tiny: Path, settings: dict[str, str]) -> None:
+    text = "é 🙂 日本"
+    done = spawn("tokenize", tiny, stdin=text.encode(), env=settings)
+    assert done.returncode == 0
+    echoed = spawn("run", "--raw", "-m", tiny, "-n", "1", "--echo", text, env=settings)
+    assert echoed.returncode == 0
+    assert echoed.stdout.startswith(text.encode())
+    assert " · ".encode() in echoed.stderr
+
+
+def test_colour_on_a_terminal_only_and_not_with_no_color(terminal: type[Terminal]) -> None:
+    status, coloured = terminal("models", "--help").finish()
+    assert status == 0
+    assert b"\x1b[3" in coloured or b"\x1b[1;3" in coloured
+    plain = terminal("doctor", NO_COLOR="1").finish()[1]
+    assert b"processor" in plain
+    assert b"\x1b" not in plain
+    assert b"\x1b[32m" in terminal("doctor").finish()[1]

@@ -1,0 +1,133 @@
+"""`chat` on a terminal and in a pipe."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from llm_worker_rbee import LLM, SamplingParams
+from llm_worker_rbee.cli.chat import Conversation
+
+from .conftest import Run, Terminal, write_model
+
+PARAMS = SamplingParams(max_tokens=4, temperature=0.0)
+
+
+@pytest.fixture(scope="module")
+def llm(tiny: Path) -> LLM:
+    return LLM(tiny)
+
+
+def test_a_pipe_is_a_turn_a_line(cli: Run, tiny: Path, llm: LLM) -> None:
+    done = cli("chat", "-m", tiny, "-t", "0", "-n", "4", "-q", stdin=b"one\n\ntwo\n")
+    assert done.returncode == 0
+    first = llm.chat([{"role": "user", "content": "one"}], PARAMS).text
+    history = [{"role": "user", "content": "one"}, {"role": "assistant", "content": first}]
+    second = llm.chat([*history, {"role": "user", "content": "two"}], PARAMS).text
+    assert done.stdout.decode() == f"{first}\n{second}\n"
+
+
+def test_commands(cli: Run, tiny: Path, tmp_path: Path, llm: LLM) -> None:
+    saved, page = tmp_path / "talk.json", tmp_path / "talk.md"
+    lines = [
+        "forgotten",
+        "/reset",
+        "/system Be kind.",
+        "/system",
+        "hé",
+        f"/save {saved}",
+        f"/save {page}",
+        "/nonsense",
+        "/help",
+    ]
+    lines += ["/save /no/such/folder/x", "/save", "//slash", f"/save {saved}2", "/exit", "never"]
+    done = cli("chat", "-m", tiny, "-t", "0", "-n", "4", stdin="\n".join(lines).encode())
+    assert done.returncode == 0
+    answer = llm.chat([{"role": "system", "content": "Be kind."}, {"role": "user", "content": "hé"}], PARAMS).text
+    messages = json.loads(saved.read_text())
+    assert messages == [
+        {"role": "system", "content": "Be kind."},
+        {"role": "user", "content": "hé"},
+        {"role": "assistant", "content": answer},
+    ]
+    assert page.read_text().startswith("**System**\n\nBe kind.\n\n**User**\n\nhé\n\n**Assistant**\n")
+    later = json.loads(Path(f"{saved}2").read_text())
+    assert [m["content"] for m in later if m["role"] == "user"] == ["hé", "/slash"]
+    told = done.stderr.decode()
+    assert "system: Be kind." in told
+    assert "unknown command /nonsense" in told
+    assert "cannot write /no/such/folder/x: No such file or directory" in told
+    assert "forget the conversation" in told
+    assert "(cut after 4 tokens: --max-tokens allows more)" in told
+
+
+def test_a_model_without_a_template_is_refused_at_the_start(cli: Run, tmp_path: Path) -> None:
+    bare = write_model(tmp_path / "bare.gguf", {"tokenizer.chat_template": None})
+    done = cli("chat", "-m", bare, stdin=b"hello\n")
+    assert (done.returncode, done.stdout) == (1, b"")
+    assert b"no chat template" in done.stderr
+
+
+def test_a_full_context_says_what_to_do(cli: Run, tiny: Path, llm: LLM) -> None:
+    done = cli("chat", "-m", tiny, "-n", "4", stdin=b"x" * 300)
+    assert (done.returncode, done.stdout) == (1, b"")
+    (line,) = done.stderr.decode().splitlines()
+    assert "/reset starts anew" in line
+    nearly = len(llm.tokenize(llm.apply_chat_template([{"role": "user", "content": ""}]), parse_special=True))
+    letter = llm.tokenizer.token_id("Q")
+    text = b"x" * (llm.max_context - nearly - 3)
+    cut = cli("chat", "-m", tiny, "-t", "0", "--logit-bias", f"{letter}=100", stdin=text)
+    assert (cut.returncode, cut.stdout) == (0, b"QQQ\n")
+    assert "(the context is full: /reset starts anew)" in cut.stderr.decode()
+
+
+def test_a_message_that_cannot_be_answered_is_not_kept(llm: LLM) -> None:
+    conversation = Conversation(llm, PARAMS, None, quiet=True)
+    assert conversation.take("hi")
+    before = list(conversation.messages)
+    with pytest.raises(Exception, match="/reset"):
+        conversation.take("x" * 300)
+    assert conversation.messages == before
+    assert not conversation.take("/exit")
+
+
+def test_a_conversation_on_a_terminal(
+    terminal: Callable[..., Terminal], endless: Path, llm: LLM, tmp_path: Path
+) -> None:
+    letter = llm.tokenizer.token_id("Q")
+    saved = tmp_path / "talk.json"
+    screen = terminal("chat", "-m", endless, "-t", "0", "-n", "60000", "--logit-bias", f"{letter}=100")
+    screen.wait_for("/help shows what you can do")
+    screen.wait_for("> ")
+    screen.send("hello\n")
+    screen.wait_for("QQQ")
+    screen.send("\x03")  # stops the answer, not the program
+    screen.wait_for("(stopped)")
+    screen.wait_for("> ")
+    screen.send("half a line")
+    screen.wait_for("line")
+    screen.press_until("\x03", "(Ctrl-D or /exit leaves)")
+    screen.wait_for("> ")
+    screen.send(f"/save {saved}\n")
+    screen.wait_for("(saved 2 messages")
+    screen.wait_for("> ")
+    screen.send("\x04")
+    status, shown = screen.finish()
+    assert status == 0
+    assert b"Traceback" not in shown
+    messages = json.loads(saved.read_text())
+    assert messages[0] == {"role": "user", "content": "hello"}
+    assert set(messages[1]["content"]) == {"Q"}
+
+
+def test_an_error_on_a_terminal_ends_the_turn_only(terminal: Callable[..., Terminal], tiny: Path) -> None:
+    screen = terminal("chat", "-m", tiny, "-n", "2", NO_COLOR="1")
+    screen.wait_for("> ")
+    screen.send("x" * 300 + "\n")
+    screen.wait_for("/reset starts anew")
+    screen.wait_for("> ")
+    screen.send("/exit\n")
+    assert screen.finish()[0] == 0

@@ -1,0 +1,117 @@
+"""`inspect`: every file that opens is described."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from llm_worker_rbee.weights.gguf_writer import write_gguf
+
+from .conftest import Run, model_keys, vocabulary, write_model
+
+
+def inspected(cli: Run, *args: str | Path) -> dict[str, Any]:
+    done = cli("inspect", "--json", *args)
+    assert (done.returncode, done.stderr) == (0, b"")
+    answer = json.loads(done.stdout)
+    assert isinstance(answer, dict)
+    return answer
+
+
+def test_the_default_model(cli: Run, default_model: Path) -> None:
+    told = inspected(cli, default_model, "--context", "2048")
+    assert (told["architecture"], told["supported"], told["parameters"]) == ("llama", True, 134_515_008)
+    assert told["file_bytes"] == default_model.stat().st_size
+    shape = told["shape"]
+    assert (shape["layers"], shape["width"], shape["heads"], shape["kv_heads"], shape["context"]) == (
+        30,
+        576,
+        9,
+        3,
+        8192,
+    )
+    assert {q["type"]: q["tensors"] for q in told["quantization"]} == {"Q4_1": 210, "Q8_0": 1, "F32": 61}
+    assert sum(q["share"] for q in told["quantization"]) == pytest.approx(1)
+    assert told["memory"]["kv_bytes"] == 2 * 30 * 3 * 64 * 4 * 2048
+    assert told["memory"]["total_bytes"] == told["memory"]["weights_bytes"] + told["memory"]["kv_bytes"]
+    assert told["tokenizer"]["vocabulary"] == 49152
+    assert {end["text"] for end in told["tokenizer"]["eos"]} == {"<|endoftext|>", "<|im_end|>"}
+    assert len(told["tensors"]) == 272
+    assert told["metadata"]["tokenizer.ggml.tokens"]["count"] == 49152
+
+
+def test_for_people(cli: Run, tiny: Path) -> None:
+    done = cli("inspect", tiny, "--tensors", "--metadata")
+    assert (done.returncode, done.stderr) == (0, b"")
+    text = done.stdout.decode()
+    assert "\x1b" not in text
+    rows = {line.split("  ")[0]: line for line in text.splitlines()}
+    assert rows["architecture"].endswith("llama (supported)")
+    assert rows["context"].endswith("256 tokens")
+    assert rows["chat template"].endswith("yes")
+    assert "blk.1.ffn_down.weight" in text
+    assert "32 x 64" in text
+    assert "llama.block_count" in text
+
+
+def test_an_unknown_architecture_with_a_vocabulary_only(cli: Run, tmp_path: Path) -> None:
+    keys = {"general.architecture": "made-up", "made-up.context_length": 77, **vocabulary()}
+    path = write_gguf(tmp_path / "vocab.gguf", keys)
+    told = inspected(cli, path)
+    assert (told["architecture"], told["supported"], told["parameters"], told["tensors"]) == ("made-up", False, 0, [])
+    assert "made-up" in told["reason"]
+    assert told["shape"] == {"context": 77}
+    assert told["memory"] == {"context": 77, "weights_bytes": 0, "kv_bytes": None, "total_bytes": None}
+    assert told["tokenizer"]["vocabulary"] == 260
+    shown = cli("inspect", path)
+    assert shown.returncode == 0
+    assert b"the file holds no tensors" in shown.stdout
+    tokens = cli("tokenize", path, "--text", "hi", "--json")
+    assert (tokens.returncode, json.loads(tokens.stdout)["pieces"]) == (0, ["h", "i"])
+    refused = cli("run", "hi", "-m", path)
+    assert (refused.returncode, refused.stdout) == (1, b"")
+    assert b"'made-up' is not supported" in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"tokenizer.ggml.model": "whatever"}, "whatever"),
+        ({"tokenizer.ggml.pre": "nobody"}, "nobody"),
+        ({"tokenizer.ggml.tokens": ["only one"]}, ""),
+    ],
+)
+def test_a_broken_tokenizer_is_a_line_of_the_report(
+    cli: Run, tmp_path: Path, changes: dict[str, Any], reason: str
+) -> None:
+    path = write_model(tmp_path / "broken.gguf", changes)
+    shown = cli("inspect", path)
+    assert (shown.returncode, shown.stderr) == (0, b"")
+    (row,) = [line for line in shown.stdout.decode().splitlines() if line.startswith("tokenizer")]
+    assert "not usable: " in row
+    assert reason in row
+
+
+def test_an_empty_file_with_a_header_and_a_broken_one(cli: Run, tmp_path: Path) -> None:
+    assert inspected(cli, write_gguf(tmp_path / "empty.gguf", {}))["architecture"] is None
+    (tmp_path / "bad.gguf").write_bytes(b"not a model")
+    bad = cli("inspect", tmp_path / "bad.gguf")
+    assert (bad.returncode, bad.stdout) == (1, b"")
+    assert bad.stderr.startswith(b"error: bad.gguf: not a GGUF file")
+
+
+def test_odd_values_do_no_harm(cli: Run, tmp_path: Path) -> None:
+    keys = {**model_keys(), "general.name": "evil\x1b[31m\nname", "x.nan": float("nan"), "x.list": [float("inf")] * 3}
+    path = write_gguf(tmp_path / "odd.gguf", keys, {"t\x1b": np.zeros(4, np.float32)})
+    done = cli("inspect", path, "--metadata", "--tensors")
+    assert done.returncode == 0
+    assert b"\x1b" not in done.stdout
+    strict = cli("inspect", path, "--json").stdout.decode()
+    assert (
+        json.loads(strict, parse_constant=lambda word: pytest.fail(f"{word} is not JSON"))["metadata"]["x.nan"]["value"]
+        is None
+    )

@@ -1,0 +1,209 @@
+"""`run` as a person or a program calls it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from llm_worker_rbee import LLM, SamplingParams
+
+from .conftest import Run, Terminal, write_model
+
+FIGURES = re.compile(
+    r"^\d+ prompt tokens? · \d+ tokens? · first token \d+\.\d\d s( · \d+\.\d tokens/s)? · (stop|length)$"
+)
+
+
+@pytest.fixture(scope="module")
+def llm(tiny: Path) -> LLM:
+    return LLM(tiny)
+
+
+def asked(cli: Run, *args: str | Path, stdin: bytes = b"") -> dict[str, object]:
+    done = cli("run", "--json", *args, stdin=stdin)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert done.stdout.count(b"\n") == 1
+    answer = json.loads(done.stdout)
+    assert isinstance(answer, dict)
+    return answer
+
+
+def test_the_default_model_answers(spawn: Run, default_model: Path) -> None:
+    done = spawn("run", "What is the capital of France?", "-t", "0", "-n", "6", "-m", default_model)
+    assert done.returncode == 0
+    assert done.stdout == b"The capital of France is Paris\n"
+    (line,) = done.stderr.decode().splitlines()
+    assert FIGURES.match(line)
+    assert line.endswith("length")
+
+
+def test_the_answer_is_what_the_api_gives(cli: Run, tiny: Path, llm: LLM) -> None:
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "héllo"}]
+    expected = llm.chat(messages, SamplingParams(max_tokens=12, seed=3))
+    done = cli("run", "héllo", "--system", "Be brief.", "-m", tiny, "-n", "12", "--seed", "3")
+    assert done.returncode == 0
+    assert done.stdout.decode().removesuffix("\n") == expected.text.removesuffix("\n")
+    answer = asked(cli, "héllo", "--system", "Be brief.", "-m", tiny, "-n", "12", "--seed", "3")
+    assert answer["prompt_tokens"] == expected.prompt_tokens
+    assert answer["tokens"] == expected.tokens
+    assert answer["text"] == expected.text
+    assert answer["finish_reason"] == expected.finish_reason
+    assert answer["seed"] == 3
+
+
+def test_json_has_the_promised_fields(cli: Run, tiny: Path, llm: LLM) -> None:
+    answer = asked(cli, "--raw", "hello", "-m", tiny, "-n", "5", "--logprobs", "3", "--echo", "-t", "0", "--ignore-eos")
+    expected = llm.generate("hello", max_tokens=5, temperature=0.0, logprobs=3, prompt_logprobs=True, ignore_eos=True)
+    assert set(answer) == {
+        "model", "prompt_tokens", "tokens", "text", "finish_reason", "stop_sequence", "logprobs", "prompt_logprobs",
+        "seed", "timings",
+    }  # fmt: skip
+    assert answer["finish_reason"] == "length"
+    assert isinstance(answer["logprobs"], list)
+    assert isinstance(answer["prompt_logprobs"], list)
+    assert expected.logprobs is not None
+    for entry, token, scored in zip(answer["logprobs"], expected.tokens, expected.logprobs, strict=True):
+        assert set(entry) == {"id", "logprob", "text", "top"}
+        assert entry["id"] == token
+        assert entry["logprob"] == pytest.approx(scored.logprob, abs=1e-6)
+        assert [one["id"] for one in entry["top"]] == [i for i, _ in scored.top]
+        assert entry["text"] == llm.tokenizer.piece(token)
+        assert entry["top"][0]["id"] == token  # greedy
+    assert len(answer["prompt_logprobs"]) == len(expected.prompt_tokens)
+    assert answer["prompt_logprobs"][0] is None
+    assert [entry["id"] for entry in answer["prompt_logprobs"][1:]] == expected.prompt_tokens[1:]
+    assert isinstance(answer["timings"], dict)
+    assert set(answer["timings"]) == {"load_s", "time_to_first_token_s", "total_s", "tokens_per_second"}
+    assert all(value >= 0 for value in answer["timings"].values())
+
+
+def test_json_without_what_was_not_asked_for(cli: Run, tiny: Path) -> None:
+    answer = asked(cli, "hello", "-m", tiny, "-n", "2")
+    assert answer["logprobs"] is None
+    assert "prompt_logprobs" not in answer
+    assert isinstance(answer["seed"], int)
+    again = asked(cli, "hello", "-m", tiny, "-n", "2", "--seed", str(answer["seed"]))
+    assert again["tokens"] == answer["tokens"]
+
+
+def test_where_the_prompt_comes_from(cli: Run, tiny: Path, tmp_path: Path, llm: LLM) -> None:
+    file = tmp_path / "prompt.txt"
+    file.write_bytes(b" he\r\n\n")
+    options = ("-m", tiny, "-n", "1")
+    raw = {
+        "argument": asked(cli, "--raw", " he\r\n\n", *options),
+        "file": asked(cli, "--raw", "--file", file, *options),
+        "stdin": asked(cli, "--raw", *options, stdin=b" he\r\n\n\n"),  # one newline is dropped
+        "dash": asked(cli, "--raw", "-", *options, stdin=b" he\r\n\n\n"),
+        "argument beats stdin": asked(cli, "--raw", " he\r\n\n", *options, stdin=b"other"),
+    }
+    for source, answer in raw.items():
+        assert answer["prompt_tokens"] == llm.tokenize(" he\r\n\n"), source
+    message = llm.tokenize(llm.apply_chat_template([{"role": "user", "content": " he\r\n"}]), parse_special=True)
+    assert asked(cli, "--file", file, *options)["prompt_tokens"] == message
+    assert asked(cli, *options, stdin=b" he\r\n\n")["prompt_tokens"] == message
+
+
+def test_a_prompt_that_is_not_text_is_refused(cli: Run, tiny: Path, tmp_path: Path) -> None:
+    (tmp_path / "latin1.txt").write_bytes(b"caf\xe9")
+    for args, stdin, origin in (
+        (["--file", str(tmp_path / "latin1.txt")], b"", "latin1.txt"),
+        ([], b"caf\xe9", "standard input"),
+    ):
+        done = cli("run", *args, "-m", tiny, stdin=stdin)
+        assert (done.returncode, done.stdout) == (1, b"")
+        assert f"{origin} is not UTF-8 text: byte 3 is 0xE9" in done.stderr.decode()
+
+
+def test_special_tokens_in_a_raw_prompt(cli: Run, tiny: Path) -> None:
+    options = ("--raw", "<|im_end|>", "-m", tiny, "-n", "1")
+    plain = asked(cli, *options)["prompt_tokens"]
+    assert isinstance(plain, list)
+    assert len(plain) == len("<|im_end|>")
+    assert asked(cli, *options, "--special")["prompt_tokens"] == [2]
+
+
+def test_stop_strings_and_bias(cli: Run, tiny: Path, llm: LLM) -> None:
+    letter = llm.tokenizer.token_id("Q")
+    assert letter is not None
+    forced = ("--raw", "x", "-m", tiny, "-n", "4", "--logit-bias", f"{letter}=100", "-t", "0")
+    assert asked(cli, *forced)["text"] == "QQQQ"
+    answer = asked(cli, *forced, "--stop", "no", "--stop", "QQ")
+    assert (answer["text"], answer["finish_reason"], answer["stop_sequence"]) == ("", "stop", "QQ")
+    past = cli("run", "--raw", "x", "-m", tiny, "--logit-bias", "99999=1")
+    assert (past.returncode, past.stdout) == (1, b"")
+
+
+def test_the_end_of_text_is_no_token_of_the_answer(cli: Run, tiny: Path) -> None:
+    answer = asked(cli, "--raw", "x", "-m", tiny, "--logit-bias", "2=100", "-t", "0")
+    assert (answer["tokens"], answer["text"], answer["finish_reason"]) == ([], "", "stop")
+
+
+def test_the_length_fits_the_context_unless_it_is_named(cli: Run, tiny: Path) -> None:
+    options = ("--raw", "x", "-m", tiny, "--max-context", "8", "--ignore-eos")
+    answer = asked(cli, *options)
+    assert isinstance(answer["tokens"], list)
+    assert len(answer["tokens"]) == 7
+    named = cli("run", *options, "-n", "8")
+    assert (named.returncode, named.stdout) == (1, b"")
+    assert b"max_tokens is 8" in named.stderr
+    long = cli("run", "--raw", "x" * 8, *options[2:])
+    assert long.returncode == 1
+    assert b"the prompt has 8 tokens, the context 8" in long.stderr
+
+
+def test_echo_and_logprobs_for_people(cli: Run, tiny: Path) -> None:
+    done = cli(
+        "run", "--raw", "hello", "--echo", "-m", tiny, "-n", "3", "--logprobs", "2", "-t", "0", "--ignore-eos", "-q"
+    )
+    assert done.stdout.startswith(b"hello")
+    header, *rows = done.stderr.decode().splitlines()
+    assert header.split() == ["LOGPROB", "TOKEN", "LIKELIEST"]
+    assert len(rows) == 3
+    chat = cli("run", "hello", "--echo", "-m", tiny, "-n", "1", "-q")
+    assert chat.stdout.startswith(b"<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n")
+
+
+def test_a_template_from_a_file_and_none_at_all(cli: Run, tiny: Path, tmp_path: Path, llm: LLM) -> None:
+    bare = write_model(tmp_path / "bare.gguf", {"tokenizer.chat_template": None})
+    done = cli("run", "hi", "-m", bare)
+    assert (done.returncode, done.stdout) == (1, b"")
+    assert b"no chat template" in done.stderr
+    assert b"--chat-template" in done.stderr
+    template = tmp_path / "template.jinja"
+    template.write_text("<<{{ messages[0].content }}>>")
+    answer = asked(cli, "hi", "-m", bare, "--chat-template", template, "-n", "1")
+    assert answer["prompt_tokens"] == llm.tokenize("<<hi>>")
+
+
+def test_without_a_prompt_on_a_terminal_it_says_how(terminal: Callable[..., Terminal]) -> None:
+    status, shown = terminal("run").finish()
+    assert status == 2
+    assert b"give one as an argument, with --file FILE, or on standard input" in shown
+
+
+def test_a_terminal_sees_the_answer_but_no_control_character(
+    terminal: Callable[..., Terminal], tiny: Path, llm: LLM
+) -> None:
+    escape = llm.tokenize("\x1b")[0]
+    screen = terminal("run", "--raw", "x", "-m", tiny, "-n", "2", "-t", "0", "--logit-bias", f"{escape}=100")
+    status, shown = screen.finish()
+    assert status == 0
+    assert "␛␛\r\n".encode() in shown
+    assert b"loading" in shown
+    assert " · ".encode() in shown
+
+
+def test_ctrl_c_ends_an_answer_with_130(terminal: Callable[..., Terminal], endless: Path, llm: LLM) -> None:
+    letter = llm.tokenizer.token_id("Q")
+    screen = terminal("run", "--raw", "x", "-m", endless, "-n", "60000", "-t", "0", "--logit-bias", f"{letter}=100")
+    screen.wait_for("QQQ")
+    screen.send("\x03")
+    status, shown = screen.finish()
+    assert status == 130
+    assert b"Traceback" not in shown
+    assert shown.endswith(b"\r\n")

@@ -1,0 +1,262 @@
+"""The Python API, as a notebook would use it, on a tiny random model and on models that say a given text."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from llm_worker_rbee import LLM, Chunk, Completion, SamplingParams
+from llm_worker_rbee.errors import ChatTemplateError, ContextLengthError, InvalidRequestError, ModelNotFoundError
+from tests.e2e import tiny
+from tests.models import running
+
+FIXED: dict[str, Any] = {"max_tokens": 8, "seed": 5, "ignore_eos": True}
+
+
+def same(a: Completion, b: Completion) -> bool:
+    return replace(a, timings=b.timings) == b
+
+
+def test_text_ids_and_a_list(tiny_llm: LLM) -> None:
+    text = tiny_llm.generate("Hello again", **FIXED)
+    assert isinstance(text, Completion)
+    assert text.prompt_tokens == tiny_llm.tokenize("Hello again")
+    assert len(text.tokens) == 8
+    assert same(tiny_llm.generate(text.prompt_tokens, **FIXED), text)
+    assert same(tiny_llm.generate(tuple(text.prompt_tokens), **FIXED), text)
+    several = tiny_llm.generate(["Hello again", "and", "Hello again"], **FIXED)
+    assert same(several[0], text)
+    assert same(several[2], text)
+    assert several[1].tokens != text.tokens
+
+
+def test_a_joined_stream_is_the_whole_answer(tiny_llm: LLM) -> None:
+    for seed in range(5):
+        options = {**FIXED, "seed": seed, "max_tokens": 20, "logprobs": 2}
+        chunks = list(tiny_llm.stream("Hello", **options))
+        whole = tiny_llm.generate("Hello", **options)
+        assert "".join(c.text for c in chunks) == whole.text
+        assert [c.token for c in chunks] == whole.tokens
+        assert [c.logprob for c in chunks] == whole.logprobs
+        assert [c.finish_reason for c in chunks] == [None] * 19 + ["length"]
+        assert whole.text == tiny_llm.tokenizer.decode(whole.tokens, continuation=True)
+
+
+def test_a_stream_broken_off_half_way_goes_on(tiny_llm: LLM) -> None:
+    expected = tiny_llm.generate("Hello", **FIXED)
+    stream = tiny_llm.stream("Hello", **FIXED)
+    assert stream.so_far().tokens == [], "asked before the first token"
+    seen: list[Chunk] = []
+    for chunk in stream:
+        seen.append(chunk)
+        if len(seen) == 3:
+            break
+    assert stream.so_far().tokens == expected.tokens[:3]
+    assert same(stream.completion(), expected)
+    assert same(stream.completion(), expected), "asking again changes nothing"
+    assert list(stream) == []
+
+
+def test_options_as_keywords_and_as_params(tiny_llm: LLM) -> None:
+    params = SamplingParams(max_tokens=8, seed=5, ignore_eos=True)
+    by_params = tiny_llm.generate("Hello", params)
+    assert same(tiny_llm.generate("Hello", **FIXED), by_params)
+    assert tiny_llm.generate("Hello", params, max_tokens=3).tokens == by_params.tokens[:3], "a keyword wins"
+    assert tiny_llm.generate("Hello", params, seed=6).tokens != by_params.tokens
+
+
+def test_greedy_ignores_the_seed(tiny_llm: LLM) -> None:
+    answers = {
+        tuple(tiny_llm.generate("Hello", temperature=0, max_tokens=5, seed=s, ignore_eos=True).tokens) for s in range(3)
+    }
+    assert len(answers) == 1
+
+
+def test_a_seed_is_drawn_reported_and_gives_the_answer_again(tiny_llm: LLM) -> None:
+    first, second = (tiny_llm.generate("Hello", max_tokens=12, ignore_eos=True) for _ in range(2))
+    assert first.seed != second.seed
+    assert first.tokens != second.tokens
+    assert same(tiny_llm.generate("Hello", max_tokens=12, ignore_eos=True, seed=first.seed), first)
+
+
+def test_tokenize_and_detokenize(tiny_llm: LLM) -> None:
+    assert tiny_llm.tokenize("ab the") == [97, 98, 258]
+    assert tiny_llm.detokenize([97, 98, 258]) == "ab the"
+    assert tiny_llm.tokenize("<|end|>") != [tiny.END], "a control token typed by a user is text"
+    assert tiny_llm.tokenize("<|end|>", parse_special=True) == [tiny.END]
+    assert tiny_llm.detokenize([97, tiny.END]) == "a"
+    assert tiny_llm.detokenize([97, tiny.END], skip_special=False) == "a<|end|>"
+    assert tiny_llm.tokenize("") == []
+
+
+def test_chat_goes_through_the_template(tmp_path: Path) -> None:
+    llm = LLM(tiny.write_scripted(tmp_path / "m.gguf", tiny.say("Hi you!", first=tiny.ASSISTANT)))
+    messages = [{"role": "user", "content": "Hello"}]
+    assert llm.apply_chat_template(messages) == "<|user|>Hello<|assistant|>"
+    answer = llm.chat(messages, temperature=0, max_tokens=20)
+    assert answer.prompt_tokens == [tiny.USER, *b"Hello", tiny.ASSISTANT]
+    assert answer.text == "Hi you!"
+    assert "".join(c.text for c in llm.stream_chat(messages, temperature=0, max_tokens=20)) == "Hi you!"
+
+
+def test_chat_with_ones_own_template_or_none(tmp_path: Path) -> None:
+    metadata = tiny.tokenizer_metadata()
+    del metadata["tokenizer.chat_template"]
+    path = tiny.write_scripted(tmp_path / "m.gguf", tiny.say("ok"), metadata)
+    with pytest.raises(ChatTemplateError, match=r"m\.gguf has no chat template"):
+        LLM(path).chat([{"role": "user", "content": "x"}])
+    own = LLM(path, chat_template="{{ messages[0]['content'] }}>")
+    assert own.chat([{"role": "user", "content": "x"}], temperature=0, max_tokens=5).text == "ok"
+
+
+def test_logprobs_of_answer_and_prompt(tiny_llm: LLM) -> None:
+    """Raw log-softmax whatever the sampling does, the prompt's too, and the same in chunks."""
+    ids = tiny_llm.tokenize("The quick brown fox jumps over a lazy dog, and so on and on and on until it is long")
+    assert len(ids) > 64
+    answer = tiny_llm.generate(
+        ids, **FIXED, temperature=0.3, repetition_penalty=1.5, top_k=5, logprobs=4, prompt_logprobs=True
+    )
+    logits = running.logits_of(tiny_llm.model, ids + answer.tokens[:-1])
+    scores = answer.prompt_logprobs
+    assert scores is not None
+    assert answer.logprobs is not None
+    assert scores[0] is None
+    assert len(scores) == len(ids)
+    wide = logits.astype(np.float64)
+    for at, entry in enumerate([*scores[1:], *answer.logprobs]):
+        assert entry is not None
+        row = wide[at]
+        assert entry.token == (ids + answer.tokens)[at + 1]
+        assert entry.logprob == pytest.approx(row[entry.token] - np.log(np.exp(row).sum()), abs=1e-4)
+        assert len(entry.top) == 4
+        assert entry.top[0][0] == row.argmax()
+
+
+def test_no_logprobs_unless_asked_for(tiny_llm: LLM) -> None:
+    answer = tiny_llm.generate("a", **FIXED)
+    assert answer.logprobs is None
+    assert answer.prompt_logprobs is None
+
+
+def test_timings_add_up(tiny_llm: LLM) -> None:
+    timings = tiny_llm.generate("a", **FIXED).timings
+    assert timings.tokens == 8
+    assert 0 < timings.time_to_first_token < timings.total
+    assert timings.tokens_per_second > 0
+    assert tiny_llm.generate("a", max_tokens=1, seed=1, ignore_eos=True).timings.tokens_per_second == 0
+
+
+def test_loading_names_its_phases(tiny_file: Path) -> None:
+    heard: list[str] = []
+    llm = LLM(str(tiny_file), on_phase=lambda name, seconds: heard.append(name))
+    assert heard == list(llm.phases)
+    assert {"open", "tokenizer", "weights"} <= set(heard)
+
+
+def bad_prompts(vocab: int) -> list[Any]:
+    return [
+        "",
+        [],
+        [-1],
+        [vocab],
+        [1, vocab + 5],
+        [True],
+        [1.5],
+        ["a", 3],
+        [[1], [2]],
+        5,
+        None,
+        b"bytes",
+        {"a": 1},
+        [None],
+    ]
+
+
+@pytest.mark.parametrize("prompt", bad_prompts(tiny.VOCAB), ids=repr)
+def test_a_bad_prompt_is_refused(prompt: Any, tiny_llm: LLM) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        tiny_llm.generate(prompt, **FIXED)
+    assert caught.value.field == "prompt"
+    assert "prompt" in str(caught.value)
+
+
+def test_ids_out_of_range_are_named_with_the_range(tiny_llm: LLM) -> None:
+    with pytest.raises(InvalidRequestError, match=rf"9999 is not a token id \(0\.\.{tiny.VOCAB - 1}\)"):
+        tiny_llm.generate([1, 9999])
+
+
+@pytest.mark.parametrize("extra", [0, 1, 500])
+def test_a_prompt_that_does_not_fit_names_both_figures(extra: int, tiny_llm: LLM) -> None:
+    length = tiny_llm.max_context + extra
+    with pytest.raises(ContextLengthError, match=rf"\b{length} tokens, the context {tiny_llm.max_context}\b"):
+        tiny_llm.stream([1] * length)
+
+
+@pytest.mark.parametrize("asked", [119, 10**12])
+def test_an_answer_that_does_not_fit_names_all_figures(asked: int, tiny_llm: LLM) -> None:
+    with pytest.raises(
+        ContextLengthError, match=rf"10 tokens.*max_tokens is {asked}.*{tiny_llm.max_context}"
+    ) as caught:
+        tiny_llm.generate([1] * 10, max_tokens=asked)
+    assert caught.value.field == "max_tokens"
+
+
+def test_the_context_can_be_filled_to_the_last_token(tiny_llm: LLM) -> None:
+    answer = tiny_llm.generate([1] * 10, max_tokens=tiny_llm.max_context - 10, ignore_eos=True, seed=1)
+    assert len(answer.tokens) == tiny_llm.max_context - 10
+    assert len(tiny_llm.generate([1] * (tiny_llm.max_context - 1), ignore_eos=True, seed=1).tokens) == 1
+
+
+@pytest.mark.parametrize("options", [{"temprature": 1}, {"n": 2}, {"max_new_tokens": 5}])
+def test_an_unknown_option_is_refused_by_name(options: dict[str, Any], tiny_llm: LLM) -> None:
+    (name,) = options
+    with pytest.raises(InvalidRequestError, match=f"'{name}'") as caught:
+        tiny_llm.generate("a", **options)
+    assert caught.value.field == name
+
+
+def test_a_bias_past_the_vocabulary_is_refused(tiny_llm: LLM) -> None:
+    with pytest.raises(InvalidRequestError, match=f"logit_bias names token {tiny.VOCAB}"):
+        tiny_llm.generate("a", logit_bias={tiny.VOCAB: 1.0})
+
+
+def test_errors_come_before_the_first_token(tiny_llm: LLM) -> None:
+    """Making the stream is enough: nothing has to be drawn from it first."""
+    with pytest.raises(InvalidRequestError):
+        tiny_llm.stream("", max_tokens=1)
+
+
+@pytest.mark.parametrize("context", [0, -1, 129])
+def test_a_bad_max_context_is_refused(context: int, tiny_file: Path) -> None:
+    with pytest.raises(InvalidRequestError, match="max_context"):
+        LLM(tiny_file, max_context=context)
+
+
+def test_a_smaller_max_context_is_kept(tiny_file: Path) -> None:
+    llm = LLM(tiny_file, max_context=12)
+    assert len(llm.generate("ab", ignore_eos=True, seed=1).tokens) == 10
+
+
+def test_a_model_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFoundError, match=r"nowhere\.gguf"):
+        LLM(tmp_path / "nowhere.gguf")
+
+
+def test_like_in_a_notebook(tiny_file: Path) -> None:
+    """Load, ask, stream with a plain for loop, change an option, compare, look at an object."""
+    llm = LLM(tiny_file)
+    params = SamplingParams(temperature=0.8, top_p=0.95, max_tokens=6, seed=42)
+    text = ""
+    for chunk in llm.stream("Once upon a time", params):
+        text += chunk.text
+    assert text == llm.generate("Once upon a time", params).text
+    cooler = replace(params, temperature=0)
+    assert llm.generate("Once upon a time", cooler).tokens == llm.generate("Once upon a time", cooler).tokens
+    assert "finish_reason=" in repr(llm.generate("x", params))
+    assert "temperature=0.8" in repr(params)
+    assert LLM.generate.__doc__
+    assert LLM.stream.__doc__

@@ -1,0 +1,136 @@
+"""Tiny GGUF models with a real small tokenizer: random ones, and ones whose weights make them say a given text.
+
+The byte vocabulary of GPT-2: id b is the byte b, then a few merged tokens, then the control tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llm_worker_rbee.weights.gguf_writer import Typed, write_gguf
+from tests.models import zoo
+
+MERGED = ["Ġt", "he", "Ġthe"]
+MERGES = ["Ġ t", "h e", "Ġt he"]
+CONTROL = ["<|end|>", "<|eot|>", "<|user|>", "<|assistant|>"]
+VOCAB = 256 + len(MERGED) + len(CONTROL)
+END, EOT, USER, ASSISTANT = range(VOCAB - len(CONTROL), VOCAB)
+TEMPLATE = (
+    "{% for m in messages %}<|user|>{{ m['content'] }}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+LLAMA = zoo.Variant("llama", {"rope_parameters": zoo.PLAIN, "vocab_size": VOCAB})
+
+
+def byte_chars() -> list[str]:
+    """The printable character that stands for each byte in a byte-level vocabulary."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [b for b in range(256) if b not in printable]
+    return [chr(b) if b in printable else chr(256 + others.index(b)) for b in range(256)]
+
+
+def token_bytes(token: int) -> bytes:
+    """What a token adds to the text; nothing for control tokens."""
+    if token < 256:
+        return bytes([token])
+    return MERGED[token - 256].replace("Ġ", " ").encode() if token < 256 + len(MERGED) else b""
+
+
+def tokenizer_metadata(**changes: Any) -> dict[str, Any]:
+    keys = {
+        "model": "gpt2",
+        "pre": "gpt-2",
+        "tokens": [*byte_chars(), *MERGED, *CONTROL],
+        "merges": MERGES,
+        "token_type": Typed("int32", [1] * (256 + len(MERGED)) + [3] * len(CONTROL)),
+        "eos_token_id": END,
+        **changes,
+    }
+    return {**{f"tokenizer.ggml.{k}": v for k, v in keys.items() if v is not None}, "tokenizer.chat_template": TEMPLATE}
+
+
+def random_hf(seed: int = 0) -> Any:
+    return zoo.make_hf(LLAMA, seed)
+
+
+def write_random(path: Path, model: Any = None, **tokenizer: Any) -> Path:
+    """A random llama with this vocabulary: what it says depends on every token before."""
+    model = model or random_hf()
+    return write_gguf(
+        path, {**zoo.gguf_metadata(LLAMA, model), **tokenizer_metadata(**tokenizer)}, zoo.gguf_tensors(LLAMA, model)
+    )
+
+
+def write_scripted(
+    path: Path,
+    follows: Mapping[int, int | Mapping[int, float]],
+    metadata: Mapping[str, Any] | None = None,
+    vocab: int = VOCAB,
+    context: int = 256,
+) -> Path:
+    """A llama in which `follows[i]` comes after token i (or tokens with these weights: their logits are in that ratio).
+
+    Attention and MLP add nothing; the head's row of a token is the sum of the embeddings of those it follows.
+    """
+    width = 8 * -(-vocab // 8)
+    embedding = np.zeros((vocab, width), np.float32)
+    embedding[np.arange(vocab), np.arange(vocab)] = 1.0
+    head = np.zeros((vocab, width), np.float32)
+    for before, after in follows.items():
+        for token, weight in (after if isinstance(after, Mapping) else {after: 1.0}).items():
+            head[token] += embedding[before] * np.float32(weight)
+    return write_gguf(
+        path,
+        {**_scripted_metadata(width, vocab, context), **(metadata or tokenizer_metadata())},
+        {"token_embd.weight": embedding, "output.weight": head, **_silent_block(width)},
+    )
+
+
+def chain(*tokens: int) -> dict[int, int]:
+    """Each token is followed by the next; no token may come twice."""
+    assert len(set(tokens)) == len(tokens)
+    return dict(pairwise(tokens))
+
+
+def say(text: str | Sequence[int], end: int = END, first: int = ord(">")) -> dict[int, int]:
+    """After the prompt '>', say this text (no byte twice) and end."""
+    return chain(first, *(text.encode() if isinstance(text, str) else text), end)
+
+
+def _scripted_metadata(width: int, vocab: int, context: int) -> dict[str, Any]:
+    keys = {
+        "block_count": 1,
+        "embedding_length": width,
+        "attention.head_count": 1,
+        "feed_forward_length": 8,
+        "context_length": context,
+        "attention.layer_norm_rms_epsilon": 1e-6,
+        "rope.dimension_count": 8,
+        "attention.key_length": 8,
+        "attention.value_length": 8,
+    }
+    return {"general.architecture": "llama", "general.name": "scripted", **{f"llama.{k}": v for k, v in keys.items()}}
+
+
+def _silent_block(width: int) -> dict[str, NDArray[np.float32]]:
+    shapes = {
+        "attn_q": (8, width),
+        "attn_k": (8, width),
+        "attn_v": (8, width),
+        "attn_output": (width, 8),
+        "ffn_gate": (8, width),
+        "ffn_up": (8, width),
+        "ffn_down": (width, 8),
+    }
+    block = {f"blk.0.{name}.weight": np.zeros(shape, np.float32) for name, shape in shapes.items()}
+    norms = {
+        name: np.ones(width, np.float32)
+        for name in ("blk.0.attn_norm.weight", "blk.0.ffn_norm.weight", "output_norm.weight")
+    }
+    return block | norms

@@ -1,0 +1,145 @@
+"""Requests -> rows for the sampling op, the draws they get, and log-probabilities."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from llm_worker_rbee.backends import reference as ops
+from llm_worker_rbee.backends import sampling
+from llm_worker_rbee.backends.types import SampleRow
+from llm_worker_rbee.engine.request import Request, SamplingParams
+from llm_worker_rbee.engine.sampler import draw_seed, sample, sample_row, token_logprobs
+from tests.engine.test_sampling import some_logits
+
+# ---- requests -> rows
+
+
+def request(prompt: list[int], tokens: list[int] = [], **options: Any) -> Request:  # noqa: B006  (copied)
+    return Request(list(prompt), SamplingParams(**options), options.get("seed", 0), frozenset(), tokens=list(tokens))
+
+
+@pytest.mark.parametrize(
+    ("last_n", "expected"), [(0, []), (1, [9]), (3, [3, 8, 9]), (5, [1, 2, 3, 8, 9]), (64, [1, 2, 3, 8, 9])]
+)
+def test_repeat_last_n_is_a_window_over_prompt_and_answer(last_n: int, expected: list[int]) -> None:
+    row = sample_row(request([1, 2, 3], [8, 9], repetition_penalty=1.3, repeat_last_n=last_n))
+    assert row.recent.tolist() == expected
+
+
+def test_repeat_last_n_of_0_switches_the_penalty_off() -> None:
+    logits = np.array([[1.0, 5.0, 4.9]], np.float32)
+    options: dict[str, Any] = {"temperature": 0, "repetition_penalty": 2.0}
+    assert sample(ops, logits, [request([1], **options)]) == [2]
+    assert sample(ops, logits, [request([1], **options, repeat_last_n=0)]) == [1]
+    assert sample(ops, logits, [request([1, 0], **options, repeat_last_n=1)]) == [1]
+
+
+def test_presence_and_frequency_leave_the_prompt_alone() -> None:
+    row = sample_row(request([1, 2, 3], [8, 9, 8], presence_penalty=1.0))
+    assert row.generated.tolist() == [8, 9, 8]
+
+
+def test_every_option_reaches_the_row() -> None:
+    options = {
+        "temperature": 0.5,
+        "top_k": 3,
+        "top_p": 0.6,
+        "min_p": 0.1,
+        "typical_p": 0.7,
+        "repetition_penalty": 1.1,
+        "presence_penalty": 0.2,
+        "frequency_penalty": 0.3,
+    }
+    row = sample_row(request([1], [2], **options, seed=5, logit_bias={4: 1.5}))
+    assert {name: getattr(row, name) for name in options} == options
+    assert (row.seed, row.choice, row.position, row.bias) == (5, 0, 2, ((4, 1.5),))
+
+
+# ---- draws
+
+
+def test_draws_follow_the_probabilities() -> None:
+    """20,000 seeded draws under filters and temperature: chi-square against the softmax of what is kept."""
+    logits = some_logits(6, vocab=40)
+    row: dict[str, Any] = {"temperature": 1.3, "top_k": 30, "top_p": 0.95}
+    keep = sampling.keep_mask(logits[0].astype(np.float64) / 1.3, SampleRow(**row))
+    chances = torch.softmax(torch.from_numpy(np.where(keep, logits[0] / 1.3, -np.inf)).double(), -1).numpy()
+    draws = ops.sample(np.repeat(logits, 20_000, 0), [SampleRow(**row, seed=99, position=i) for i in range(20_000)])
+    counts, expected = np.bincount(draws, minlength=40), chances * 20_000
+    assert not counts[~keep].any()
+    assert expected[keep].min() > 20
+    degrees = int(keep.sum()) - 1
+    chi2 = float(((counts[keep] - expected[keep]) ** 2 / expected[keep]).sum())
+    assert chi2 < degrees + 4 * (2 * degrees) ** 0.5
+    flat = np.full(40, 20_000 / 40)
+    assert ((counts - flat) ** 2 / flat).sum() > 10_000, "the test would see a wrong distribution"
+
+
+def test_a_draw_does_not_depend_on_the_rest_of_the_batch() -> None:
+    logits = some_logits(8, rows=12)
+    rows = [SampleRow(temperature=1.0, seed=i % 3, choice=i % 2, position=i, top_p=0.9) for i in range(12)]
+    together = ops.sample(logits, rows)
+    assert together.tolist() == [int(ops.sample(logits[i : i + 1], rows[i : i + 1])[0]) for i in range(12)]
+    order = np.random.default_rng(0).permutation(12)
+    assert np.array_equal(ops.sample(logits[order], [rows[i] for i in order]), together[order])
+
+
+def test_seed_choice_and_position_change_the_draw() -> None:
+    flat = np.zeros((1, 100_000), np.float32)
+
+    def draw(**key: int) -> list[int]:
+        return [int(ops.sample(flat, [SampleRow(**{"seed": 1, "position": i, **key})])[0]) for i in range(3)]  # type: ignore[arg-type]
+
+    assert draw() == draw()
+    assert draw() != draw(seed=2)
+    assert draw() != draw(choice=1)
+    assert len(set(draw())) == 3
+
+
+def test_the_position_of_a_draw_counts_prompt_and_answer() -> None:
+    """A request that continues its own answer as a longer prompt draws the same tokens."""
+    flat = np.zeros((1, 100_000), np.float32)
+    assert sample(ops, flat, [request([1, 2], [3], seed=4)]) == sample(ops, flat, [request([1, 2, 3], seed=4)])
+
+
+def test_a_drawn_seed_is_a_seed() -> None:
+    seeds = [draw_seed() for _ in range(50)]
+    assert len(set(seeds)) == 50
+    for seed in seeds:
+        SamplingParams(seed=seed)
+        assert float(seed) == seed < 2**53, "a JSON reader would change it"
+
+
+# ---- log-probabilities
+
+
+def test_logprobs_are_the_log_softmax_of_the_raw_logits() -> None:
+    logits, chosen = some_logits(9, rows=4), [0, 17, 499, 17]
+    expected = torch.log_softmax(torch.from_numpy(logits).double(), -1)
+    found = token_logprobs(ops, logits, chosen, 7)
+    for i, entry in enumerate(found):
+        assert entry.token == chosen[i]
+        assert entry.logprob == pytest.approx(float(expected[i, chosen[i]]), abs=1e-6)
+        values, ids = expected[i].topk(7)
+        assert [t for t, _ in entry.top] == ids.tolist()
+        assert [v for _, v in entry.top] == pytest.approx(values.tolist(), abs=1e-6)
+        assert [v for _, v in entry.top] == sorted((v for _, v in entry.top), reverse=True)
+
+
+def test_top_logprobs_with_ties_and_small_vocabularies() -> None:
+    logits = np.array([[1.0, 3.0, 3.0, 3.0, 0.0]], np.float32)
+    assert [t for t, _ in token_logprobs(ops, logits, [0], 2)[0].top] == [1, 2]
+    assert [t for t, _ in token_logprobs(ops, logits, [0], 20)[0].top] == [1, 2, 3, 0, 4]
+    assert token_logprobs(ops, logits, [0], 0)[0].top == ()
+    assert token_logprobs(ops, logits[:0], [], 3) == []
+
+
+def test_logprobs_of_far_apart_logits_are_finite() -> None:
+    logits = np.array([[1e4, -1e4, 0.0]], np.float32)
+    entry = token_logprobs(ops, logits, [1], 1)[0]
+    assert entry.logprob == pytest.approx(-2e4)
+    assert entry.top == ((0, 0.0),)

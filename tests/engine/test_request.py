@@ -1,0 +1,101 @@
+"""SamplingParams: every value that cannot be honoured is refused with the field named."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from llm_worker_rbee import SamplingParams
+from llm_worker_rbee.engine.request import RANGES
+from llm_worker_rbee.errors import InvalidRequestError
+
+NAN, INF = float("nan"), float("inf")
+BAD: dict[str, list[Any]] = {
+    "temperature": [NAN, INF, -INF, -1, -0.01, 2.01, "1", None, True, [1], 10**400],
+    "top_p": [NAN, -0.1, 1.1, "x", True],
+    "min_p": [NAN, -0.1, 1.1, None],
+    "typical_p": [NAN, -0.1, 1.1, {}],
+    "repetition_penalty": [NAN, INF, 0, -1, 2.5, "1.1"],
+    "presence_penalty": [NAN, -2.1, 2.1, INF],
+    "frequency_penalty": [NAN, -2.1, 2.1, "0"],
+    "max_tokens": [0, -1, 1.0, 2.5, True, "5", NAN],
+    "top_k": [-1, 1.0, True, None, "40"],
+    "repeat_last_n": [-1, 0.5, None, True],
+    "seed": [2**64, 2**65, -1, 1.0, True, "7"],
+    "stop": ["", [""], ["a", ""], ["x"] * 17, [1], 5, None, [None], {"a": 1}, ["a" * 101], b"x"],
+    "logprobs": [-2, -1, 21, 1.0, "two", True],
+    "logit_bias": [
+        {"a": 1.0},
+        {"5": 1.0},
+        {1.5: 1.0},
+        {True: 1.0},
+        {-1: 1.0},
+        {1: "x"},
+        {1: NAN},
+        {1: INF},
+        {1: 100.1},
+        {1: -100.1},
+        {1: None},
+        [(1, 2.0)],
+        3,
+        None,
+        {1: True},
+    ],
+    "ignore_eos": [1, "yes", None],
+    "prompt_logprobs": [1, "yes", None],
+}
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [(field, value) for field, values in BAD.items() for value in values],
+    ids=lambda v: repr(v)[:24],
+)
+def test_a_bad_value_is_refused_by_name(field: str, value: Any) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        SamplingParams(**{field: value})
+    assert caught.value.field == field
+    assert field in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+GOOD: dict[str, list[Any]] = {
+    "max_tokens": [1, 10**12, None],
+    "seed": [0, 2**64 - 1, None],
+    "stop": ["x", ["a", "b"], ("a",), [], "\n", ["s" * 100], ["x"] * 16],
+    "logprobs": [0, 20, None],
+    "logit_bias": [{0: -100, 7: 100.0}, {}],
+    "top_k": [0, 1, 10**9],
+    "repeat_last_n": [0, 10**9],
+    "repetition_penalty": [0.01, 1, 2.0],
+}
+
+
+@pytest.mark.parametrize(("field", "value"), [(field, value) for field, values in GOOD.items() for value in values])
+def test_a_value_at_the_edge_is_taken(field: str, value: Any) -> None:
+    SamplingParams(**{field: value})
+
+
+@pytest.mark.parametrize("field", RANGES)
+def test_both_ends_of_a_range_are_taken(field: str) -> None:
+    ends: Any = RANGES[field]
+    low, high, open_end = ends
+    SamplingParams(**{field: high})
+    if not open_end:
+        SamplingParams(**{field: low})
+
+
+def test_every_field_has_its_bad_values() -> None:
+    assert set(BAD) == set(SamplingParams.__dataclass_fields__)
+
+
+def test_a_single_stop_string_is_a_list_of_one() -> None:
+    assert SamplingParams(stop="END").stop == ("END",)
+
+
+def test_unknown_and_positional_options_are_refused() -> None:
+    with pytest.raises(TypeError):
+        SamplingParams(top_q=1)  # type: ignore[call-arg]
+    with pytest.raises(TypeError):
+        SamplingParams(5)  # type: ignore[call-arg]

@@ -1,0 +1,93 @@
+"""Each layer used alone, as a user of the library would: shapes, biases, norms, and that no input is changed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from llm_worker_rbee.backends import reference as ops
+from llm_worker_rbee.backends.types import AttentionParams, RopeTable
+from llm_worker_rbee.layers.attention import Attention
+from llm_worker_rbee.layers.block import Block
+from llm_worker_rbee.layers.linear import Linear
+from llm_worker_rbee.layers.rms_norm import RMSNorm
+from llm_worker_rbee.layers.rope import inverse_frequencies
+from llm_worker_rbee.layers.swiglu import SwiGLU
+from tests.layers.building import Pages, linear, normal, prepared, quantized
+
+WIDTH, HEADS, KV_HEADS, DIM = 30, 3, 1, 8
+
+
+def attention(rng: np.random.Generator) -> Attention:
+    rows = (HEADS + 2 * KV_HEADS) * DIM
+    return Attention(
+        linear(normal(rng, rows, WIDTH)),
+        linear(normal(rng, WIDTH, HEADS * DIM)),
+        HEADS,
+        KV_HEADS,
+        DIM,
+        RopeTable(inverse_frequencies(10000.0, DIM), 1.0),
+        AttentionParams(DIM**-0.5),
+    )
+
+
+def test_linear_with_and_without_bias(rng: np.random.Generator) -> None:
+    weight, bias, x = normal(rng, 5, WIDTH), normal(rng, 5), normal(rng, 2, WIDTH)
+    plain = Linear(prepared(weight))(ops, x)
+    assert np.allclose(plain, x @ weight.T, atol=1e-5)
+    assert np.array_equal(Linear(prepared(weight), bias)(ops, x), plain + bias)
+
+
+def test_linear_of_quantized_rows(rng: np.random.Generator) -> None:
+    weight, x = quantized("Q4_1", normal(rng, 9, 64)), normal(rng, 1, 64)
+    assert np.allclose(Linear(ops.prepare([weight]))(ops, x), x @ weight.dequantize().T, atol=1e-5)
+
+
+def test_split_gives_q_then_k_then_v(rng: np.random.Generator) -> None:
+    rows = np.arange((HEADS + 2 * KV_HEADS) * DIM, dtype=np.float32)[None]
+    q, k, v = attention(rng).split(rows)
+    assert (q.shape, k.shape, v.shape) == ((1, HEADS, DIM), (1, KV_HEADS, DIM), (1, KV_HEADS, DIM))
+    assert (q[0, 0, 0], k[0, 0, 0], v[0, 0, 0]) == (0, HEADS * DIM, (HEADS + KV_HEADS) * DIM)
+
+
+def test_q_and_k_norms_are_applied_per_head(rng: np.random.Generator) -> None:
+    """With norms of weight 1, scaling the q and k projections changes nothing; without them it does."""
+    pages, x = Pages([5], rng), normal(rng, 5, WIDTH)
+    layer, norm = attention(rng), RMSNorm(np.ones(DIM, np.float32), 1e-12)
+    normed = replace(layer, q_norm=norm, k_norm=norm)
+    weight = layer.qkv.weight.parts[0].dequantize().copy()
+    weight[: (HEADS + KV_HEADS) * DIM] *= 4
+    kv = ops.empty_kv(pages.n_blocks, pages.block_size, KV_HEADS, DIM)
+    batch = pages.batch([(0, 0, 5)])
+    outputs = [
+        model(ops, x, kv, batch)
+        for model in (normed, replace(normed, qkv=linear(weight)), layer, replace(layer, qkv=linear(weight)))
+    ]
+    assert np.allclose(outputs[0], outputs[1], atol=1e-4)
+    assert np.abs(outputs[2] - outputs[3]).max() > 1e-2
+
+
+def test_a_block_with_post_norms(rng: np.random.Generator) -> None:
+    """Norms after attention and MLP: what the block adds has a root mean square of 1."""
+    norm = RMSNorm(np.ones(WIDTH, np.float32), 1e-6)
+    mlp = SwiGLU(linear(normal(rng, 2 * 7, WIDTH)), linear(normal(rng, WIDTH, 7)))
+    plain = Block(norm, attention(rng), norm, mlp)
+    pages, x = Pages([4], rng), normal(rng, 4, WIDTH)
+    kv, batch = ops.empty_kv(pages.n_blocks, pages.block_size, KV_HEADS, DIM), pages.batch([(0, 0, 4)])
+    added, stream = replace(plain, post_attention_norm=norm, post_mlp_norm=norm)(ops, x, None, kv, batch)
+    assert np.sqrt((added**2).mean(-1)) == pytest.approx(np.ones(4), abs=1e-3)
+    assert np.sqrt(((stream - x) ** 2).mean(-1)) == pytest.approx(np.ones(4), abs=1e-3)
+    assert not np.allclose(plain(ops, x, None, kv, batch)[0], added, atol=1e-2)
+
+
+def test_layers_leave_their_input_alone(rng: np.random.Generator) -> None:
+    norm = RMSNorm(np.ones(WIDTH, np.float32), 1e-6)
+    block = Block(norm, attention(rng), norm, SwiGLU(linear(normal(rng, 14, WIDTH)), linear(normal(rng, WIDTH, 7))))
+    pages, x, residual = Pages([4], rng), normal(rng, 4, WIDTH), normal(rng, 4, WIDTH)
+    copies = x.copy(), residual.copy()
+    kv = ops.empty_kv(pages.n_blocks, pages.block_size, KV_HEADS, DIM)
+    block(ops, x, residual, kv, pages.batch([(0, 0, 4)]))
+    assert np.array_equal(x, copies[0])
+    assert np.array_equal(residual, copies[1])

@@ -1,0 +1,264 @@
+"""Chat templates: rendered as transformers renders them, and stopped where they misbehave."""
+
+import contextlib
+import resource
+import threading
+from pathlib import Path
+
+import pytest
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from llm_worker_rbee.errors import ChatTemplateError
+from llm_worker_rbee.tokenizer import ChatTemplate, tokenizer_from_gguf
+from llm_worker_rbee.weights.gguf import open_gguf
+
+TEMPLATES = {
+    "chatml": """{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}
+{{ '<|im_start|>system\\nYou are helpful.<|im_end|>\\n' }}{% endif %}
+{{'<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n'}}{% endfor %}
+{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}""",
+    "llama2": """{% if messages[0]['role'] == 'system' %}{% set loop_messages = messages[1:] %}
+{% set system_message = messages[0]['content'] %}{% else %}{% set loop_messages = messages %}
+{% set system_message = false %}{% endif %}{% for message in loop_messages %}
+{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('Roles must alternate!') }}{% endif %}
+{% if loop.index0 == 0 and system_message != false %}
+{% set content = '<<SYS>>\\n' + system_message + '\\n<</SYS>>\\n\\n' + message['content'] %}
+{% else %}{% set content = message['content'] %}{% endif %}
+{% if message['role'] == 'user' %}{{ bos_token + '[INST] ' + content.strip() + ' [/INST]' }}
+{% elif message['role'] == 'assistant' %}{{ ' '  + content.strip() + ' ' + eos_token }}{% endif %}{% endfor %}""",
+    "llama3": """{{- bos_token }}
+{%- if not date_string is defined %}{%- set date_string = strftime_now("%d %b %Y") %}{%- endif %}
+{%- if messages[0]['role'] == 'system' %}{%- set system_message = messages[0]['content']|trim %}
+{%- set messages = messages[1:] %}{%- else %}{%- set system_message = "" %}{%- endif %}
+{{- "<|start_header_id|>system<|end_header_id|>\\n\\n" }}
+{{- "Today Date: " + date_string + "\\n\\n" }}{{- system_message }}{{- "<|eot_id|>" }}
+{%- if tools is not none %}{%- for t in tools %}{{- t | tojson(indent=4) }}{{- "\\n\\n" }}{%- endfor %}{%- endif %}
+{%- for message in messages %}
+    {%- if not (message.role == 'ipython' or 'tool_calls' in message) %}
+        {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n'}}
+        {{- message['content'] | trim + '<|eot_id|>' }}
+    {%- elif 'tool_calls' in message %}
+        {%- set tool_call = message.tool_calls[0].function %}
+        {{- '{"name": "' + tool_call.name + '", ' }}{{- '"parameters": ' }}{{- tool_call.arguments | tojson }}{{- "}" }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{%- endif %}""",
+    "gemma": """{{ bos_token }}{% for message in messages %}
+{% if (message['role'] == 'assistant') %}{% set role = 'model' %}{% else %}{% set role = message['role'] %}{% endif %}
+{{ '<start_of_turn>' + role + '\\n' + message['content'] | trim + '<end_of_turn>\\n' }}{% endfor %}
+{% if add_generation_prompt %}{{'<start_of_turn>model\\n'}}{% endif %}""",
+    "mistral": """{%- set user_messages = messages | selectattr("role", "equalto", "user") | list %}
+{%- set ns = namespace(index=0) %}{{- bos_token }}{%- for message in messages %}
+{%- if message["role"] == "user" %}{%- set ns.index = ns.index + 1 %}
+{%- if message == user_messages[-1] %}{{- "[LAST]" }}{%- endif %}
+{{- "[INST] " ~ message["content"] ~ "[/INST]" }}
+{%- elif message["role"] == "assistant" %}
+{% generation %}{{- " " + message["content"]|trim + eos_token }}{% endgeneration %}
+{%- else %}{%- continue %}{%- endif %}{%- endfor %}{{- ns.index }}""",
+    "qwen3": """{%- set ns = namespace(multi_step_tool=true, last_query_index=messages|length - 1) %}
+{%- for message in messages[::-1] %}{%- set index = (messages|length - 1) - loop.index0 %}
+{%- if ns.multi_step_tool and message.role == "user" and message.content is string
+ and not(message.content.startswith('<tool_response>') and message.content.endswith('</tool_response>')) %}
+{%- set ns.multi_step_tool = false %}{%- set ns.last_query_index = index %}{%- endif %}{%- endfor %}
+{%- for message in messages %}
+    {%- if message.content is string %}{%- set content = message.content %}
+    {%- else %}{%- set content = '' %}{%- endif %}
+    {%- if message.role == "assistant" and '</think>' in content %}
+        {%- set reasoning = content.split('</think>')[0].rstrip('\\n').split('<think>')[-1].lstrip('\\n') %}
+        {%- set content = content.split('</think>')[-1].lstrip('\\n') %}
+        {{- '<think>\\n' + reasoning.strip('\\n') + '\\n</think>\\n\\n' if loop.index0 > ns.last_query_index else '' }}
+    {%- endif %}
+    {{- '<|im_start|>' + message.role + '\\n' + content + '<|im_end|>' + '\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}
+{%- if enable_thinking is defined and enable_thinking is false %}
+{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}{%- endif %}""",
+    "phi3": """{% for message in messages %}{% if message['role'] == 'system' %}{{'<|system|>
+' + message['content'] + '<|end|>
+'}}{% elif message['role'] == 'user' %}{{'<|user|>
+' + message['content'] + '<|end|>
+'}}{% elif message['role'] == 'assistant' %}{{'<|assistant|>
+' + message['content'] + '<|end|>
+'}}{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>
+' }}{% else %}{{ eos_token }}{% endif %}""",
+    "macros": """{% macro line(text, mark='-') %}{{ mark }} {{ text|upper }}{{ '%s|%05.1f' % ('é', 2.5) }}{% endmacro %}
+{% for message in messages %}{{ line(message.content, mark='*'|safe) }}
+{{ message|items|list }} {{ message | dictsort | first }} {{ "{} {:>4}".format(message.role, loop.index) }}
+{{ loop.cycle('a', 'b') }}{{ [1, 2, 3]|map('string')|join('-') }}
+{{ range(3)|list }} {{ message.content[:2] }} {{ 7 // 2 ** 2 }}
+{% if loop.index == 2 %}{% break %}{% endif %}{% endfor %}{{ {'a': (1, 2.5, none, true)} | tojson }}{{ missing }}""",
+}
+CHATS: dict[str, list[dict[str, object]]] = {
+    "one": [{"role": "user", "content": "Hi <&> \"there\" 'é'?"}],
+    "system": [{"role": "system", "content": " Be brief.\n"}, {"role": "user", "content": "a\nb  "}],
+    "long": [
+        {"role": "user", "content": "1"},
+        {"role": "assistant", "content": "<think>\nhm\n</think>\n\n2 "},
+        {"role": "user", "content": "3"},
+    ],
+}
+
+
+@pytest.mark.parametrize("chat", CHATS)
+@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("generation_prompt", [True, False])
+def test_equals_transformers(name: str, chat: str, generation_prompt: bool) -> None:
+    tools = [{"name": "f", "parameters": {"x": "é"}}]
+    fields = {"tools": tools, "enable_thinking": False, "date_string": "26 Jul 2024"}
+    tokens = {"bos_token": "<s>", "eos_token": "</s>"}
+    options = {"add_generation_prompt": generation_prompt, **fields}
+    expected, _ = render_jinja_template([CHATS[chat]], chat_template=TEMPLATES[name], **options, **tokens)
+    assert ChatTemplate(TEMPLATES[name], **tokens).render(CHATS[chat], **options) == expected[0]
+
+
+@pytest.mark.parametrize("chat", CHATS)
+def test_the_default_models_own(chat: str, default_model: Path) -> None:
+    tokenizer = tokenizer_from_gguf(open_gguf(default_model).metadata)
+    assert tokenizer.chat_template is not None
+    expected, _ = render_jinja_template(
+        [CHATS[chat]], chat_template=tokenizer.chat_template, add_generation_prompt=True, bos_token="<|im_start|>"
+    )
+    prompt = ChatTemplate(tokenizer.chat_template, bos_token="<|im_start|>").render(CHATS[chat])
+    assert prompt == expected[0]
+    ids = tokenizer.encode(prompt, parse_special=True)
+    assert ids.count(1) == prompt.count("<|im_start|>")
+    assert tokenizer.decode(ids, skip_special=False) == prompt
+
+
+def test_the_date_is_todays() -> None:
+    assert ChatTemplate("{{ strftime_now('%Y') }}").render([]).isdigit()
+
+
+LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}"
+ENDLOOP = "{% endfor %}{% endfor %}"
+GROW = "{% set ns = namespace(s='aaaaaaaaaaaaaaaa', l=[1]) %}{% for i in range(60) %}"
+SLOW = {
+    "nested loops": LOOP + "{% for c in range(9) %}{% endfor %}" + ENDLOOP,
+    "macro tree": "{% macro m(n) %}{% if n %}{{ m(n-1) }}{{ m(n-1) }}{% endif %}{% endmacro %}{{ m(99) }}",
+}
+BOMBS = {
+    "text times number": "{{ 'a' * 10**10 }}",
+    "constant": "{% set x = 'a' * 10000000000 %}",
+    "number times list": "{{ 10**9 * [0] }}",
+    "power": "{{ 10 ** (10 ** 10) }}",
+    "endless recursion": "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
+    "recursive loop": "{% for x in [1] recursive %}{{ loop([1, 1]) }}{% endfor %}",
+    "tilde": GROW + "{% set ns.s = ns.s ~ ns.s %}{% endfor %}",
+    "plus": GROW + "{% set ns.s = ns.s + ns.s %}{% endfor %}",
+    "list of the same lists": GROW + "{% set ns.l = [ns.l, ns.l] %}{% endfor %}{{ ns.l }}",
+    "mapping of the same mappings": GROW + "{% set ns.l = {'a': ns.l, 'b': ns.l} %}{% endfor %}{{ ns.l | tojson }}",
+    "deep nesting": "{% set ns = namespace(l=[]) %}{% for i in range(999) %}{% set ns.l = [ns.l] %}{% endfor %}",
+    "namespace in itself": "{% set ns = namespace(a=1) %}{% set ns.a = ns %}{{ ns }}",
+    "block": "{% set x %}aaaaaaaaaaaaaaaaaaaaaaaaaa{% endset %}" + "{% set x %}{{ x }}{{ x }}{% endset %}" * 60,
+    "text in loops": LOOP + "x" * 10_000 + ENDLOOP,
+    "ljust": "{{ 'a'.ljust(10**10) }}",
+    "zfill in a loop": "{% for i in [1] %}{{ 'a'.zfill(10**10) }}{% endfor %}",
+    "expandtabs": "{{ ('\\t' * 1000).expandtabs(10**8) }}",
+    "replace": "{{ ('a' * 100000).replace('a', 'b' * 100000) }}",
+    "join": "{{ ('b' * 1000000).join(['a', 'b'] * 10000) }}",
+    "translate": "{{ ('a' * 1000000).translate({97: 'b' * 1000000}) }}",
+    "percent": "{{ '%10000000000d' % 1 }}",
+    "percent star": "{{ '%*d' % (10000000000, 1) }}",
+    "format": "{{ '{:>10000000000}'.format(1) }}",
+    "format nested": "{{ '{:{}}'.format(1, 10000000000) }}",
+    "format_map": "{{ '{a:>10000000000}'.format_map({'a': 1}) }}",
+    "center filter": "{{ 'a' | center(10000000000) }}",
+    "format filter": "{{ '%10000000000d' | format(1) }}",
+    "replace filter": "{{ ('a' * 100000) | replace('a', 'b' * 100000) }}",
+    "join filter": "{{ (['a'] * 10000) | join('b' * 1000000) }}",
+    "indent filter": "{{ ('\\n' * 10000) | indent(100000) }}",
+    "batch filter": "{{ [1] | batch(10000000000, 'x') | list }}",
+    "slice filter": "{{ [1] | slice(10000000000) | list }}",
+    "map filter": "{{ range(99999) | map('center', 1000000) | list }}",
+    "sum filter": "{{ ([[1]] * 10000) | sum(start=[]) }}",
+    "round filter": "{{ 1.5 | round(1000000000, 'ceil') }}",
+    "tojson filter": "{{ [[1] * 1000] | tojson(indent=100000000) }}",
+    "range": "{{ range(10**9) | list }}",
+    "to_bytes": "{{ (1).to_bytes(10000000000, 'big') }}",
+    "lipsum": "{{ lipsum(n=10**9) }}",
+}
+INTERNALS = {
+    "class": "{{ ''.__class__ }}",
+    "subclasses": "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+    "item": "{{ ''['__class__'] }}",
+    "attr filter": "{{ '' | attr('__class__') }}",
+    "format": "{{ '{0.__class__}'.format(1) }}",
+    "format by attr": "{{ ('{0.' ~ '__class__}') | attr('format')(1) }}",
+    "map attribute": "{{ [1] | map(attribute='__class__') | list }}",
+    "globals": "{{ raise_exception.__globals__ }}",
+    "init": "{{ namespace.__init__.__globals__ }}",
+    "cycler": "{{ cycler.__init__.__globals__.os.popen('id').read() }}",
+    "mutation": "{{ messages.append(1) }}",
+    "include": "{% include '/etc/passwd' %}",
+    "import": "{% import 'os' as os %}",
+}
+BROKEN = {
+    "syntax": "{% if %}",
+    "unclosed": "{% for a in b %}",
+    "unknown filter": "{{ 'a' | nosuch }}",
+    "division by zero": "{{ 1 / 0 }}",
+    "undefined": "{{ nosuch.field }}",
+    "adding": "{{ messages[0].content + 1 }}",
+    "deep source": "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}",
+    "long source": "a" * 300_000,
+    "raised": "{{ raise_exception('not\nthis') }}",
+}
+
+
+@pytest.mark.parametrize("case", [*SLOW, *BOMBS, *INTERNALS, *BROKEN])
+def test_misbehaviour_is_an_error(case: str) -> None:
+    source = {**SLOW, **BOMBS, **INTERNALS, **BROKEN}[case]
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(ChatTemplateError) as caught:
+        ChatTemplate(source).render([{"role": "user", "content": "x"}])
+    assert "\n" not in str(caught.value)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000  # KiB
+
+
+def test_limits_hold_in_another_thread() -> None:
+    caught: list[str] = []
+
+    def render() -> None:
+        try:
+            ChatTemplate(SLOW["nested loops"]).render([])
+        except ChatTemplateError as error:
+            caught.append(str(error))
+
+    thread = threading.Thread(target=render)
+    thread.start()
+    thread.join(60)
+    assert len(caught) == 1
+    assert "runs for more than" in caught[0]
+
+
+def test_a_template_can_be_used_again_after_an_error() -> None:
+    template = ChatTemplate("{% set c = messages[0].content %}{% if c == 'bad' %}{{ 'a' * 10**10 }}{% endif %}{{ c }}")
+    with pytest.raises(ChatTemplateError):
+        template.render([{"role": "user", "content": "bad"}])
+    assert template.render([{"role": "user", "content": "good"}]) == "good"
+
+
+def test_long_messages_fit() -> None:
+    text = "word " * 400_000
+    assert ChatTemplate(TEMPLATES["chatml"]).render([{"role": "user", "content": text}]).count("word") == 400_000
+
+
+ODD = [[], [{}], [123], [{"role": "nobody", "content": "x"}], [{"role": "user", "content": 3}]]
+
+
+@pytest.mark.parametrize("messages", ODD)
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_odd_messages_end_in_text_or_our_error(name: str, messages: list[dict[str, object]]) -> None:
+    with contextlib.suppress(ChatTemplateError):
+        assert isinstance(ChatTemplate(TEMPLATES[name]).render(messages), str)
+
+
+def test_a_refusal_is_the_callers_fault() -> None:
+    with pytest.raises(ChatTemplateError, match="Roles must alternate") as caught:
+        ChatTemplate(TEMPLATES["llama2"]).render([{"role": "assistant", "content": "x"}])
+    assert (caught.value.status, caught.value.field) == (400, "messages")
+
+
+def test_objects_with_methods_are_refused() -> None:
+    with pytest.raises(ChatTemplateError, match="PosixPath"):
+        ChatTemplate("{{ x }}").render([], x=Path("/"))

@@ -1,0 +1,61 @@
+"""NaN and Inf in the scales of every block type: found without decoding, and exactly where decoding meets them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from llm_worker_rbee.weights import open_checkpoint
+from llm_worker_rbee.weights.gguf_writer import Raw, write_gguf
+from llm_worker_rbee.weights.quants import BLOCK_TYPES
+from llm_worker_rbee.weights.quants_scales import SCALE_BITS, find_bad_block
+
+# Finite scales of these can be so large that products are not: the byte whose top exponent bit is cleared against it.
+OVERFLOWING = {"Q8_K": 3, "F64": 7, "MXFP4": 0}
+BAD_SCALES = [(kind, number) for kind, scales in SCALE_BITS.items() for number in range(len(scales))]
+
+
+@pytest.mark.parametrize(("name", "number"), BAD_SCALES)
+def test_bad_scales_are_found_where_decoding_meets_them(tmp_path: Path, name: str, number: int) -> None:
+    """Set the bits of one scale in one block: the look finds that block, and decoding gives NaN or Inf in it alone."""
+    kind, blocks, victim = BLOCK_TYPES[name], 5, 3
+    data = np.zeros((blocks, kind.block_bytes), np.uint8)
+    if name == "MXFP4":
+        data[:, 1:] = 0x77  # its largest value: times the scale 2^128 it is infinite
+    path = tmp_path / "m.gguf"
+
+    def find() -> tuple[int | None, list[bool]]:
+        path.unlink(missing_ok=True)
+        shape = (blocks, kind.block_size)
+        tensor = open_checkpoint(write_gguf(path, {}, {"t": Raw(name, shape, data.reshape(-1))})).tensors["t"]
+        return tensor.find_bad_scale(), [bool(np.isfinite(row).all()) for row in tensor.dequantize()]
+
+    assert find() == (None, [True] * blocks)
+    for byte, mask in SCALE_BITS[name][number]:
+        data[victim, byte] |= mask
+    assert find() == (victim, [i != victim for i in range(blocks)])
+    byte, mask = SCALE_BITS[name][number][-1]
+    data[victim, byte] ^= 1 << (mask.bit_length() - 1)  # the largest finite exponents are sound
+    assert find()[0] is None
+
+
+def test_every_float_scale_is_looked_at() -> None:
+    """A type without an entry decodes every block to finite values, whatever its bytes."""
+    rng = np.random.default_rng(0)
+    for name, kind in BLOCK_TYPES.items():
+        if name in SCALE_BITS:
+            continue
+        blocks = rng.integers(0, 256, (20_000, kind.block_bytes), dtype=np.uint8)
+        assert np.isfinite(kind.decode(blocks)).all(), name
+
+
+def test_random_bytes_are_judged_as_decoding_judges_them(rng: np.random.Generator) -> None:
+    for name in SCALE_BITS:
+        kind = BLOCK_TYPES[name]
+        data = rng.integers(0, 256, (64, kind.block_bytes), dtype=np.uint8)
+        if name in OVERFLOWING:
+            data[:, OVERFLOWING[name]] &= 0xBF
+        finite = np.isfinite(kind.decode(data)).all(axis=1)
+        assert [find_bad_block(kind, row) is None for row in data] == finite.tolist(), name

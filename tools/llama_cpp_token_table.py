@@ -1,0 +1,154 @@
+"""Makes tests/tokenizer/data: a small vocabulary of our own, nasty texts, and the ids that llama.cpp gives for them.
+
+llama-cpp-python is no dependency of this project: install it beside the [dev] extra, in an environment of its own, and
+    python tools/llama_cpp_token_table.py train                       # parts.json -> vocabulary.json, texts.json
+    python tools/llama_cpp_token_table.py table --model MODEL.gguf    # -> llama_cpp_ids.json
+MODEL.gguf is the built-in default model. Only its vocabulary is loaded, and only ids are kept.
+"""
+
+import argparse
+import ctypes
+import json
+import random
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parent.parent
+DATA = ROOT / "tests" / "tokenizer" / "data"
+sys.path.insert(0, str(ROOT))
+# Tokens that no merge makes: only pre-tokenizers with `ignore_merges` give them.
+UNREACHABLE = ["\u0120leading", "trailing", "CamelCase", "Hello"]
+
+
+def make_texts(count: int = 160) -> list[str]:
+    """The sentences, then seeded mixtures of the fragments."""
+    rng = random.Random(20240607)
+    parts_of = _parts()
+    texts = list(parts_of["sentences"])
+    while len(texts) < count:
+        parts = [rng.choice(parts_of["fragments"]) for _ in range(rng.randint(2, 14))]
+        texts.append(rng.choice(["", "", " "]).join(parts))
+    return texts
+
+
+def make_corpus() -> list[str]:
+    """Text to train on: mixtures with other seeds, so that merges cross every boundary a pre-tokenizer may set."""
+    rng = random.Random(7)
+    fragments, sentences = _parts()["fragments"], _parts()["sentences"]
+    common = [rng.choice(fragments) for _ in range(90)]
+    lines = []
+    for _ in range(6000):
+        pool = common if rng.random() < 0.6 else fragments
+        lines.append(rng.choice(["", " ", " "]).join(rng.choice(pool) for _ in range(rng.randint(2, 10))))
+    return lines + sentences * 20
+
+
+def train() -> None:
+    """Train a byte-level BPE vocabulary that ignores word boundaries, and write it with the texts."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=1600,
+        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(make_corpus(), trainer)
+    model = json.loads(tokenizer.to_str())["model"]
+    tokens = sorted(model["vocab"], key=model["vocab"].get)
+    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
+    tokens += [token for token in UNREACHABLE if token not in model["vocab"]]
+    _write("vocabulary.json", {"tokens": tokens, "merges": merges, "control": [0, 1, 2]})
+    _write("texts.json", make_texts())
+
+
+def bpe_metadata(vocabulary: dict[str, Any], pre: str) -> dict[str, Any]:
+    """GGUF metadata of the trained vocabulary with this pre-tokenizer."""
+    kinds = np.ones(len(vocabulary["tokens"]), np.int32)
+    kinds[vocabulary["control"]] = 3
+    return {
+        "general.architecture": "llama",
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": pre,
+        "tokenizer.ggml.tokens": vocabulary["tokens"],
+        "tokenizer.ggml.token_type": kinds,
+        "tokenizer.ggml.merges": vocabulary["merges"],
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 0,
+    }
+
+
+def llama_cpp_ids(path: Path, texts: list[str]) -> list[list[int]]:
+    """What llama.cpp makes of the texts, without BOS and without special tokens."""
+    import llama_cpp
+
+    parameters = llama_cpp.llama_model_default_params()
+    parameters.vocab_only = True
+    model = llama_cpp.llama_model_load_from_file(str(path).encode(), parameters)
+    if not model:
+        raise SystemExit(f"llama.cpp cannot load {path}")
+    vocab = llama_cpp.llama_model_get_vocab(model)
+    rows = []
+    for text in texts:
+        raw = text.encode()
+        buffer = (ctypes.c_int32 * (len(raw) + 16))()
+        count = llama_cpp.llama_tokenize(vocab, raw, len(raw), buffer, len(buffer), False, False)
+        if count < 0:
+            raise SystemExit(f"llama.cpp needs more room for {text!r}")
+        rows.append(list(buffer[:count]))
+    llama_cpp.llama_model_free(model)
+    return rows
+
+
+def table(default_model: Path) -> None:
+    """Write llama.cpp's ids: per pre-tokenizer on our vocabulary, and on the default model."""
+    from llm_worker_rbee.tokenizer.pre_tokenizers import PRE_TOKENIZERS
+    from llm_worker_rbee.weights.gguf_writer import write_gguf
+
+    vocabulary = json.loads((DATA / "vocabulary.json").read_text(encoding="utf-8"))
+    texts = json.loads((DATA / "texts.json").read_text(encoding="utf-8"))
+    pool: dict[str, int] = {}
+    rows: dict[str, list[int]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for pre in PRE_TOKENIZERS:
+            path = Path(folder) / f"{pre}.gguf"
+            write_gguf(path, bpe_metadata(vocabulary, pre))
+            rows[pre] = [pool.setdefault(json.dumps(ids), len(pool)) for ids in llama_cpp_ids(path, texts)]
+    model_rows = llama_cpp_ids(default_model, texts)
+    _write("llama_cpp_ids.json", {"pool": [json.loads(ids) for ids in pool], "pre": rows, "default_model": model_rows})
+
+
+def _parts() -> dict[str, list[str]]:
+    parts: dict[str, list[str]] = json.loads((DATA / "parts.json").read_text(encoding="utf-8"))
+    return parts
+
+
+def _write(name: str, value: object) -> None:
+    DATA.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(value, ensure_ascii=True, separators=(",", ":"))
+    (DATA / name).write_text(text + "\n", encoding="utf-8")
+    print(f"{DATA / name}: {len(text)} bytes", file=sys.stderr)
+
+
+def main() -> None:
+    """The two steps."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("step", choices=["train", "table"])
+    parser.add_argument("--model", type=Path, help="the default model's GGUF (for `table`)")
+    arguments = parser.parse_args()
+    if arguments.step == "train":
+        train()
+    elif arguments.model is None:
+        parser.error("table needs --model")
+    else:
+        table(arguments.model)
+
+
+if __name__ == "__main__":
+    main()
