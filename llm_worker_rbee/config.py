@@ -20,8 +20,16 @@ from .errors import ModelFileError
 
 __all__ = ["Family", "ModelConfig", "RopeScaling"]
 
-LIMITS = {"n_layers": MAX_LAYERS, "d_model": MAX_WIDTH, "n_heads": MAX_WIDTH, "n_kv_heads": MAX_WIDTH,
-          "head_dim": MAX_WIDTH, "d_ff": MAX_WIDTH, "vocab_size": MAX_VOCABULARY, "context_length": MAX_CONTEXT}
+LIMITS = {
+    "n_layers": MAX_LAYERS,
+    "d_model": MAX_WIDTH,
+    "n_heads": MAX_WIDTH,
+    "n_kv_heads": MAX_WIDTH,
+    "head_dim": MAX_WIDTH,
+    "d_ff": MAX_WIDTH,
+    "vocab_size": MAX_VOCABULARY,
+    "context_length": MAX_CONTEXT,
+}
 
 
 @dataclass(frozen=True, slots=True)

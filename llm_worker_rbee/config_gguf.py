@@ -22,8 +22,9 @@ def gguf_shape(keys: Keys, family: Family, vocab_size: int | None) -> dict[str, 
     n_heads = keys.integer("attention.head_count", least=1, most=MAX_WIDTH)
     head_dim = keys.integer("attention.key_length", max(d_model // n_heads, 1), 1, MAX_WIDTH)
     if keys.integer("attention.value_length", head_dim) != head_dim:
-        raise UnsupportedModelError(f"{keys.named('attention.value_length')} differs from the length of keys: "
-                                    "not supported")
+        raise UnsupportedModelError(
+            f"{keys.named('attention.value_length')} differs from the length of keys: not supported"
+        )
     rope_dim = keys.integer("rope.dimension_count", head_dim, 1, head_dim)
     if rope_dim % 2:
         raise keys.fail("rope.dimension_count", f"is {rope_dim}, an odd number")

@@ -57,8 +57,10 @@ def _windows(keys: Keys, family: Family, n_layers: int) -> tuple[int, ...]:
     kinds = keys.values.get("layer_types")
     if kinds is not None:
         if not isinstance(kinds, list) or len(kinds) != n_layers or any(kind not in LAYER_KINDS for kind in kinds):
-            raise UnsupportedModelError(f"{keys.named('layer_types')} must name full_attention or sliding_attention "
-                                        f"for each of {n_layers} layers")
+            raise UnsupportedModelError(
+                f"{keys.named('layer_types')} must name full_attention or sliding_attention "
+                f"for each of {n_layers} layers"
+            )
         return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
     if keys.has("max_window_layers") and window:
         first = keys.integer("max_window_layers")

@@ -51,6 +51,13 @@ class MissingDependencyError(WorkerError):
     code = "MISSING_DEPENDENCY"
 
 
+class InsufficientMemoryError(WorkerError):
+    """There is not enough memory for what was asked."""
+
+    code = "INSUFFICIENT_MEMORY"
+    status = 503
+
+
 class InvalidRequestError(WorkerError):
     """A request, option or argument that cannot be honoured; `field` is its name."""
 

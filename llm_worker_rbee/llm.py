@@ -66,7 +66,9 @@ class Completion:
     prompt_tokens: list[int]
     tokens: list[int]  # without the end-of-text id
     text: str
-    finish_reason: str  # "stop": end-of-text or a stop string; "length": max_tokens or the context
+    finish_reason: (
+        str | None
+    )  # "stop": end-of-text or a stop string; "length": max_tokens or the context; None: not ended
     stop_sequence: str | None  # the stop string that was met
     seed: int
     timings: Timings
@@ -112,7 +114,9 @@ class LLM:
         if asked is None:
             return self.config.context_length
         if not 1 <= asked <= self.config.context_length:
-            raise InvalidRequestError(f"max_context is {asked}: the model has a context of {self.config.context_length}", "max_context")
+            raise InvalidRequestError(
+                f"max_context is {asked}: the model has a context of {self.config.context_length}", "max_context"
+            )
         return asked
 
     def tokenize(self, text: str, *, add_special: bool = True, parse_special: bool = False) -> list[int]:
@@ -127,10 +131,13 @@ class LLM:
         """Messages -> the prompt that the model's own template makes of them."""
         if self._template is None:
             raise ChatTemplateError(
-                f"{self.checkpoint.path.name} has no chat template: give one (--chat-template FILE), or use a plain prompt (--raw)"
+                f"{self.checkpoint.path.name} has no chat template: give one (--chat-template FILE), "
+                "or use a plain prompt (--raw)"
             )
         tok = self.tokenizer
-        names = {key: "" if i is None else tok.piece(i) for key, i in (("bos_token", tok.bos_id), ("eos_token", tok.eos_id))}
+        names = {
+            key: "" if i is None else tok.piece(i) for key, i in (("bos_token", tok.bos_id), ("eos_token", tok.eos_id))
+        }
         return ChatTemplate(self._template, **names).render(messages, add_generation_prompt=True, **fields)
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None, **options: Any) -> Stream:
@@ -164,7 +171,9 @@ class LLM:
             raise InvalidRequestError(f"prompt must be text or a list of token ids, not {type(ids).__name__}", "prompt")
         for token in ids:
             if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < self.config.vocab_size:
-                raise InvalidRequestError(f"prompt: {token!r} is not a token id (0..{self.config.vocab_size - 1})", "prompt")
+                raise InvalidRequestError(
+                    f"prompt: {token!r} is not a token id (0..{self.config.vocab_size - 1})", "prompt"
+                )
         return list(ids)
 
 
@@ -175,7 +184,9 @@ class Stream:
         limit = _token_limit(len(prompt), params.max_tokens, llm.max_context)
         for token in params.logit_bias:
             if token >= llm.config.vocab_size:
-                raise InvalidRequestError(f"logit_bias names token {token}, past the vocabulary of {llm.config.vocab_size}", "logit_bias")
+                raise InvalidRequestError(
+                    f"logit_bias names token {token}, past the vocabulary of {llm.config.vocab_size}", "logit_bias"
+                )
         self.seed = draw_seed() if params.seed is None else params.seed
         self.prompt_tokens = prompt
         self.params = params
@@ -184,7 +195,7 @@ class Stream:
         continuation = llm.tokenizer.continues(prompt)
         self._decoder = StreamDecoder(llm.tokenizer, tuple(params.stop), continuation=continuation)
         self._logprobs: list[TokenLogprob] = []
-        self._finish_reason = "length"
+        self._finish_reason: str | None = None
         self._texts: list[str] = []
         self._chunks = self._run()
         self._clock = [0.0, 0.0]
@@ -270,10 +281,13 @@ def _token_limit(prompt: int, asked: int | None, context: int) -> int:
     if prompt == 0:
         raise InvalidRequestError("the prompt is empty: it must have at least one token", "prompt")
     if prompt >= context:
-        raise ContextLengthError(f"the prompt has {prompt} tokens, the context {context}: nothing is left for an answer", "prompt")
+        raise ContextLengthError(
+            f"the prompt has {prompt} tokens, the context {context}: nothing is left for an answer", "prompt"
+        )
     if asked is not None and prompt + asked > context:
         raise ContextLengthError(
-            f"the prompt has {prompt} tokens and max_tokens is {asked}: together {prompt + asked}, over the context of {context}",
+            f"the prompt has {prompt} tokens and max_tokens is {asked}: together {prompt + asked}, "
+            f"over the context of {context}",
             "max_tokens",
         )
     return context - prompt if asked is None else asked

@@ -47,7 +47,12 @@ def imports(path: Path) -> Iterator[tuple[str, bool, int]]:
     """(dotted module, inside a function, line) of every import; relative ones made absolute."""
     package = ["llm_worker_rbee", *path.relative_to(PACKAGE).parts[:-1]]
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    inner = {id(node) for f in ast.walk(tree) if isinstance(f, (ast.FunctionDef, ast.AsyncFunctionDef)) for node in ast.walk(f)}
+    inner = {
+        id(node)
+        for f in ast.walk(tree)
+        if isinstance(f, (ast.FunctionDef, ast.AsyncFunctionDef))
+        for node in ast.walk(f)
+    }
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:

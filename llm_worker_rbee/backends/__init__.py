@@ -1,7 +1,7 @@
 """The op table, and who implements it.
 
-`OPS` lists every op by name; a backend is a module that has them all. `layers/` and `models/` touch arrays through these
-ops alone. `reference.py` says what each op means.
+`OPS` lists every op by name; a backend is a module that has them all. `layers/` and `models/` touch arrays through
+these ops alone. `reference.py` says what each op means.
 """
 
 from __future__ import annotations
@@ -12,8 +12,20 @@ from ..errors import InvalidRequestError, MissingDependencyError
 from . import reference
 
 OPS = (
-    "prepare", "prepare_vector", "empty_kv", "embed", "rms_norm", "add_rms_norm", "linear", "rope_store", "attention",
-    "gated", "take", "logits", "sample", "logprobs",
+    "prepare",
+    "prepare_vector",
+    "empty_kv",
+    "embed",
+    "rms_norm",
+    "add_rms_norm",
+    "linear",
+    "rope_store",
+    "attention",
+    "gated",
+    "take",
+    "logits",
+    "sample",
+    "logprobs",
 )
 BACKENDS = ("auto", "reference")
 DEVICES = ("auto", "cpu")

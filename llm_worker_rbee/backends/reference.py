@@ -1,7 +1,7 @@
 """Every op in plain NumPy float32: what the ops mean. Fast twins are held against this file.
 
-Weights stay quantized, as views of the mapped file; `linear` dequantizes a slab of rows, uses it and forgets it. Because
-it reads the mapping for as long as it lives, a file that is truncated under it is a bus error: the fast backends copy.
+Weights stay quantized, as views of the mapped file; `linear` dequantizes a slab of rows, uses it and forgets it. It
+reads the mapping for as long as it lives, so a file that is truncated under it is a bus error: the fast backends copy.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 1. `logit_bias` is added; 2. repetition penalty (each token among the last `repeat_last_n`, prompt included: a positive
 logit is divided by it, a negative one multiplied), then presence and frequency penalties (over generated tokens only);
 3. temperature 0 takes the largest logit (the lowest id among equals) and ends here, otherwise logits are divided by the
-temperature; 4. top-k, typical-p, top-p, min-p, each on the softmax of what the one before left; 5. one uniform number from
-Philox4x32-10, keyed by (seed, choice, position), picks from the cumulative sum in id order.
+temperature; 4. top-k, typical-p, top-p, min-p, each on the softmax of what the one before left; 5. one uniform number
+from Philox4x32-10, keyed by (seed, choice, position), picks from the cumulative sum in id order.
 """
 
 from __future__ import annotations

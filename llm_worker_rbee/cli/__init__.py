@@ -5,6 +5,7 @@ Exit status: 0 done, 1 any error of ours, 2 wrong usage, 130 Ctrl-C. An error is
 its room when the command is called, so that `--help` and `--version` come at once.
 """
 
+import os
 import sys
 import traceback
 from collections.abc import Sequence
@@ -93,6 +94,9 @@ def root(
 
 def main() -> None:
     """Run the command that the arguments name, and leave with its exit status."""
+    # Before NumPy is imported. Slabs of the reference backend are too small for two threads to gain anything, and where
+    # a core is busy the threads wait for each other: 17 s to the first token instead of 0.6 (docs/decisions.md).
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     sys.exit(status_of(sys.argv[1:]))
 
 

@@ -163,7 +163,7 @@ def figures(completion: "Completion") -> str:
     ]
     if timings.tokens_per_second:
         parts.append(f"{timings.tokens_per_second:.1f} tokens/s")
-    return " · ".join([*parts, completion.finish_reason])
+    return " · ".join([*parts, completion.finish_reason or "stopped"])
 
 
 def counted(number: int, what: str) -> str:

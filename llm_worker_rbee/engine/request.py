@@ -89,7 +89,9 @@ def _check_int(name: str, value: Any, low: int, high: int | None, *, optional: b
     if isinstance(value, bool) or not isinstance(value, int):
         raise InvalidRequestError(f"{name} must be a whole number, not {value!r}", name)
     if value < low or (high is not None and value > high):
-        raise InvalidRequestError(f"{name} is {value}: it must be {low} or more" + ("" if high is None else f", at most {high}"), name)
+        raise InvalidRequestError(
+            f"{name} is {value}: it must be {low} or more" + ("" if high is None else f", at most {high}"), name
+        )
 
 
 @dataclass(slots=True, eq=False)

@@ -1,4 +1,4 @@
-"""One decoder block. The residual stream travels beside the activations, so that each addition joins the norm after it."""
+"""One decoder block. The residual stream travels beside the activations: each addition joins the norm after it."""
 
 from __future__ import annotations
 

@@ -75,8 +75,10 @@ class _Loader:
         if "output.weight" not in self.checkpoint.tensors:
             safetensors = self.checkpoint.format == "safetensors"
             if safetensors and self.checkpoint.metadata["config"].get("tie_word_embeddings") is False:
-                raise ModelFileError("tensor 'output.weight' (lm_head.weight) is missing, and config.json says "
-                                     "that it is not the embedding's")
+                raise ModelFileError(
+                    "tensor 'output.weight' (lm_head.weight) is missing, and config.json says "
+                    "that it is not the embedding's"
+                )
             return embedding  # tied
         return self.ops.prepare([self.matrix("output.weight", self.config.vocab_size, self.config.d_model)])
 
@@ -84,8 +86,10 @@ class _Loader:
         """The tables of layers that see everything, and of layers with a window."""
         config = replace(self.config, rope_scaling=self.rope_scaling())
         factors = self.optional_vector("rope_freqs.weight", config.rope_dim // 2)
-        full, local = (rope_table(config, local=local, max_context=self.max_context, freq_factors=factors)
-                       for local in (False, True))
+        full, local = (
+            rope_table(config, local=local, max_context=self.max_context, freq_factors=factors)
+            for local in (False, True)
+        )
         return full, local
 
     def rope_scaling(self) -> RopeScaling:
@@ -99,8 +103,10 @@ class _Loader:
             absent = "short" if short is None else "long"
             raise ModelFileError(f"tensor 'rope_factors_{absent}.weight' is missing beside its sister")
         if scaling.original_context < 2:
-            raise ModelFileError("tensor 'rope_factors_long.weight' needs an original context length, which is "
-                                 f"{scaling.original_context}")
+            raise ModelFileError(
+                "tensor 'rope_factors_long.weight' needs an original context length, which is "
+                f"{scaling.original_context}"
+            )
         return replace(scaling, kind="longrope", short_factors=tuple(short.tolist()), long_factors=tuple(long.tolist()))
 
     def block(self, i: int, rope: RopeTable) -> Block:
@@ -211,5 +217,7 @@ class _Loader:
         extra = [name for name in left if not name.endswith(IGNORED_SUFFIXES)]
         if extra:
             more = f" and {len(extra) - 1} more" if len(extra) > 1 else ""
-            raise ModelFileError(f"tensor {extra[0]!r}{more} is not part of a {self.config.family.name} model: "
-                                 "the file is not what its metadata says")
+            raise ModelFileError(
+                f"tensor {extra[0]!r}{more} is not part of a {self.config.family.name} model: "
+                "the file is not what its metadata says"
+            )

@@ -235,4 +235,3 @@ class LibraryEncoder:
         with self._lock:
             self._library.encode_special_tokens = not parse_special
             return _run(self._library, text)
-

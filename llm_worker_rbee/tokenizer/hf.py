@@ -150,9 +150,7 @@ def _listed_ids(name: str, config: Mapping[str, Any], vocabulary: Vocabulary) ->
     ids = value if isinstance(value, list) else ([] if value is None else [value])
     for token_id in ids:
         if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < vocabulary.id_limit:
-            raise TokenizerError(
-                f"{name}.json: eos_token_id {token_id!r} is not an id below {vocabulary.id_limit}"
-            )
+            raise TokenizerError(f"{name}.json: eos_token_id {token_id!r} is not an id below {vocabulary.id_limit}")
     return ids
 
 

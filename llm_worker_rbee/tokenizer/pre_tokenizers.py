@@ -32,9 +32,7 @@ def _cased(suffix: str, digits: str) -> str:
 _GPT4O = _cased(_CONTRACTIONS + "?", r"\p{N}{1,3}")
 _TEKKEN = _cased("", r"\p{N}")
 # First every digit alone, then as gpt-2, in one pass: white space before a digit ends its piece.
-_DIGITS_THEN_GPT2 = (
-    r"\p{N}|'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?[^\s\p{L}\p{N}]+|\s+(?=\p{N})|\s+(?!\S)|\s+",
-)
+_DIGITS_THEN_GPT2 = (r"\p{N}|'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?[^\s\p{L}\p{N}]+|\s+(?=\p{N})|\s+(?!\S)|\s+",)
 _DEFAULT = (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")
 _FALCON = (r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, "[0-9][0-9][0-9]")
 _CJK = "[[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]&&[^\\s]]+"

@@ -25,8 +25,9 @@ def open_checkpoint(path: Path) -> Checkpoint:
     if not path.is_file():
         raise ModelFileError(f"{path} is neither a file nor a folder")
     if path.suffix.lower() in PICKLED:
-        raise UnsupportedModelError(f"{path.name}: pickled weights can run any code and are refused: convert them to "
-                                    "safetensors or GGUF")
+        raise UnsupportedModelError(
+            f"{path.name}: pickled weights can run any code and are refused: convert them to safetensors or GGUF"
+        )
     if path.suffix == ".safetensors":
         raise ModelFileError(f"{path.name}: give the folder that holds it and its config.json, not the file")
     return open_gguf(path)

@@ -33,8 +33,16 @@ MAX_MESSAGE = 500
 
 STRING, ARRAY = 8, 9
 SCALARS = {  # type id -> (name, struct format); NumPy understands the same formats
-    0: ("uint8", "<B"), 1: ("int8", "<b"), 2: ("uint16", "<H"), 3: ("int16", "<h"), 4: ("uint32", "<I"),
-    5: ("int32", "<i"), 6: ("float32", "<f"), 7: ("bool", "<?"), 10: ("uint64", "<Q"), 11: ("int64", "<q"),
+    0: ("uint8", "<B"),
+    1: ("int8", "<b"),
+    2: ("uint16", "<H"),
+    3: ("int16", "<h"),
+    4: ("uint32", "<I"),
+    5: ("int32", "<i"),
+    6: ("float32", "<f"),
+    7: ("bool", "<?"),
+    10: ("uint64", "<Q"),
+    11: ("int64", "<q"),
     12: ("float64", "<d"),
 }
 TYPE_NAMES = {i: name for i, (name, _) in SCALARS.items()} | {STRING: "string", ARRAY: "array"}
@@ -204,8 +212,10 @@ class _Reader:
         name = self.text(f"the name of tensor number {number}")
         if not name or len(name.encode()) > MAX_NAME_BYTES:
             shown = name[:40] + ("..." if len(name) > 40 else "")
-            raise self.fail(f"tensor number {number} has a name of {len(name.encode())} bytes ({shown!r}): "
-                            f"1 to {MAX_NAME_BYTES} are allowed")
+            raise self.fail(
+                f"tensor number {number} has a name of {len(name.encode())} bytes ({shown!r}): "
+                f"1 to {MAX_NAME_BYTES} are allowed"
+            )
         n_dims = self.u32(f"the dimension count of tensor {name!r}")
         if n_dims > MAX_DIMS:
             raise self.fail(f"tensor {name!r} has {n_dims} dimensions: at most {MAX_DIMS} are allowed")
@@ -224,8 +234,10 @@ class _Reader:
             raise self.fail(f"tensor {name!r}: dimensions {dims} overflow")
         columns = dims[0] if dims else 1
         if columns % kind.block_size:
-            raise self.fail(f"tensor {name!r}: rows of {columns} values are not whole blocks of {kind.name} "
-                            f"({kind.block_size} values)")
+            raise self.fail(
+                f"tensor {name!r}: rows of {columns} values are not whole blocks of {kind.name} "
+                f"({kind.block_size} values)"
+            )
         return count // kind.block_size * kind.block_bytes
 
     def check_extents(self, entries: list[_Entry], base: int, alignment: int) -> None:
@@ -237,8 +249,10 @@ class _Reader:
             if e.offset > room and e.nbytes == 0:
                 raise self.fail(f"tensor {e.name!r}: offset {e.offset} is past the end of the file")
             if e.offset + e.nbytes > room:
-                raise self.fail(f"tensor {e.name!r} needs bytes {e.offset} to {e.offset + e.nbytes} of the data, "
-                                f"the file has {room}: it is cut off or damaged")
+                raise self.fail(
+                    f"tensor {e.name!r} needs bytes {e.offset} to {e.offset + e.nbytes} of the data, "
+                    f"the file has {room}: it is cut off or damaged"
+                )
             if e.nbytes and e.offset < end:
                 raise self.fail(f"tensors {before!r} and {e.name!r} overlap")
             if e.nbytes:

@@ -40,8 +40,9 @@ def further_splits(first: GGUFPart, read: Callable[[Path], GGUFPart]) -> list[GG
     path = first.path
     name = SPLIT_NAME.match(path.name)
     if name is None:
-        raise ModelFileError(f"{path.name} is one of {count} split files, but is not named like one "
-                             f"(NAME-00001-of-{count:05d}.gguf)")
+        raise ModelFileError(
+            f"{path.name} is one of {count} split files, but is not named like one (NAME-00001-of-{count:05d}.gguf)"
+        )
     stem = name["stem"]
     if _split_int(first, "split.no") != 0 or int(name["no"]) != 1:
         raise ModelFileError(f"{path.name} is not the first of its split set: open {stem}-00001-of-{count:05d}.gguf")
@@ -65,5 +66,6 @@ def check_split_total(first: GGUFPart, found: int) -> None:
         return
     expected = _split_int(first, "split.tensors.count")
     if expected != found:
-        raise ModelFileError(f"{first.path.name}: the split set holds {found} tensors, "
-                             f"'split.tensors.count' is {expected}")
+        raise ModelFileError(
+            f"{first.path.name}: the split set holds {found} tensors, 'split.tensors.count' is {expected}"
+        )

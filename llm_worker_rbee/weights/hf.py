@@ -114,8 +114,10 @@ def _read_shards(folder: Path) -> dict[str, Tensor]:
     if not files:
         pickles = sorted(p.name for pattern in PICKLES for p in folder.glob(pattern))
         if pickles:
-            raise UnsupportedModelError(f"{folder.name}: {pickles[0]} holds pickled weights, which can run any code "
-                                        "and are refused: convert them to safetensors")
+            raise UnsupportedModelError(
+                f"{folder.name}: {pickles[0]} holds pickled weights, which can run any code "
+                "and are refused: convert them to safetensors"
+            )
         raise ModelFileError(f"{folder}: no *.safetensors file in this folder")
     tensors: dict[str, Tensor] = {}
     for file in files:
@@ -197,16 +199,19 @@ def _extent(path: Path, name: str, entry: object, room: int) -> tuple[int, int]:
         raise ModelFileError(f"{path.name}: tensor {name!r} lacks a sound shape or data_offsets")
     dtype = entry.get("dtype")
     if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise UnsupportedModelError(f"{path.name}: tensor {name!r} has unsupported type {dtype!r} "
-                                    f"(supported: {', '.join(DTYPES)})")
+        raise UnsupportedModelError(
+            f"{path.name}: tensor {name!r} has unsupported type {dtype!r} (supported: {', '.join(DTYPES)})"
+        )
     begin, end = entry["data_offsets"] if len(entry["data_offsets"]) == 2 else (1, 0)
     count = value_count(entry["shape"])
     if count is None:
         raise ModelFileError(f"{path.name}: tensor {name!r}: shape {entry['shape']} overflows")
     expected = count * BLOCK_TYPES[dtype].block_bytes
     if not begin <= end <= room or end - begin != expected:
-        raise ModelFileError(f"{path.name}: tensor {name!r} of {expected} bytes does not fit data_offsets "
-                             f"{entry['data_offsets']} in {room} bytes of data")
+        raise ModelFileError(
+            f"{path.name}: tensor {name!r} of {expected} bytes does not fit data_offsets "
+            f"{entry['data_offsets']} in {room} bytes of data"
+        )
     return begin, end
 
 

@@ -49,8 +49,11 @@ def _no_bias(block: Block) -> Block:
 
 # A feature is left out either in the numbers the model is built from, or in the built model.
 WITHOUT_CONFIG: dict[str, Callable[[ModelConfig], ModelConfig]] = {
-    "window": lambda c: replace(c, windows=(0,) * c.n_layers, rope_local_base=0.0)
-    if not c.rope_local_base else replace(c, windows=tuple(10**6 if w else 0 for w in c.windows)),
+    "window": lambda c: (
+        replace(c, windows=(0,) * c.n_layers, rope_local_base=0.0)
+        if not c.rope_local_base
+        else replace(c, windows=tuple(10**6 if w else 0 for w in c.windows))
+    ),
     "score soft cap": lambda c: replace(c, attention_cap=0.0),
     "logit soft cap": lambda c: replace(c, final_cap=0.0),
     "local rope base": lambda c: replace(c, rope_local_base=0.0),

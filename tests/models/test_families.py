@@ -1,4 +1,4 @@
-"""Each family against transformers: from safetensors, and from a GGUF of the same weights that transformers loads too."""
+"""Each family against transformers: from safetensors, and from a GGUF of the same weights that it loads too."""
 
 from __future__ import annotations
 
@@ -42,11 +42,14 @@ def largest_difference(ours: running.Transformer, theirs: Any, ids: list[int]) -
 
 def load_gguf_with_transformers(gguf: Path, config: Any) -> Any:
     """Every weight comes from the GGUF; the shape from `config`, because transformers reads only some of the keys."""
-    as_llama = config.model_type == "mistral"  # a GGUF of Mistral is a llama one, and transformers has no other map for it
+    as_llama = (
+        config.model_type == "mistral"
+    )  # a GGUF of Mistral is a llama one, and transformers has no other map for it
     shape = transformers.LlamaConfig(**{**config.to_dict(), "model_type": "llama"}) if as_llama else config
     torch.manual_seed(99)
     loaded = transformers.AutoModelForCausalLM.from_pretrained(
-        gguf.parent, gguf_file=gguf.name, config=shape, dtype=torch.float32, attn_implementation="eager").eval()
+        gguf.parent, gguf_file=gguf.name, config=shape, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
     if not as_llama:
         return loaded
     mistral = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()

@@ -21,12 +21,23 @@ from llm_worker_rbee.weights.gguf_writer import Raw, Typed, write_gguf
 
 from ..weights import tiny
 
-REQUIRED = ("block_count", "context_length", "embedding_length", "feed_forward_length", "attention.head_count",
-            "attention.layer_norm_rms_epsilon")
+REQUIRED = (
+    "block_count",
+    "context_length",
+    "embedding_length",
+    "feed_forward_length",
+    "attention.head_count",
+    "attention.layer_norm_rms_epsilon",
+)
 WHOLE = (*REQUIRED[:-1], "attention.head_count_kv")
 POSITIVE = ("attention.layer_norm_rms_epsilon", "rope.freq_base", "rope.scaling.factor", "attention.scale")
-HF_REQUIRED = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size",
-               "max_position_embeddings")
+HF_REQUIRED = (
+    "num_hidden_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "intermediate_size",
+    "max_position_embeddings",
+)
 HF_CONFIG: dict[str, Any] = {
     "model_type": "llama", "num_hidden_layers": 2, "hidden_size": 16, "num_attention_heads": 4, "intermediate_size": 32,
     "max_position_embeddings": 64, "vocab_size": 10,
@@ -106,12 +117,23 @@ def test_array_of_one_repeated_number_is_that_number(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("value", ["sliding", 1.5, True, [True, False], [], ["x"], [[True]], -1], ids=str)
 def test_scalar_for_array(tmp_path: Path, value: Any) -> None:
-    refused(write(tmp_path / "m.gguf", {"attention.sliding_window_pattern": value}, "gemma2"),
-            r"'gemma2\.attention\.sliding_window_pattern'")
+    refused(
+        write(tmp_path / "m.gguf", {"attention.sliding_window_pattern": value}, "gemma2"),
+        r"'gemma2\.attention\.sliding_window_pattern'",
+    )
 
 
-@pytest.mark.parametrize("key", ["rope.dimension_count", "attention.key_length", "attention.sliding_window",
-                                 "rope.scaling.original_context_length", "expert_count", "vocab_size"])
+@pytest.mark.parametrize(
+    "key",
+    [
+        "rope.dimension_count",
+        "attention.key_length",
+        "attention.sliding_window",
+        "rope.scaling.original_context_length",
+        "expert_count",
+        "vocab_size",
+    ],
+)
 def test_optional_key_of_the_wrong_type(tmp_path: Path, key: str) -> None:
     drop = ("token_embd.weight",) if key == "vocab_size" else ()
     refused(write(tmp_path / "m.gguf", {key: "many"}, drop=drop), f"'llama.{key}' must be int")

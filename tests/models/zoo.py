@@ -1,7 +1,7 @@
 """Small random models of every family, made with transformers, and the same weights as GGUF through our writer.
 
-Weights are large enough that logits spread over 5 and more, norms and biases are random, and windows are shorter than the
-sequences, so that nothing a family has can be left out without being seen.
+Weights are large enough that logits spread over 5 and more, norms and biases are random, and windows are shorter than
+the sequences, so that nothing a family has can be left out without being seen.
 """
 
 from __future__ import annotations
@@ -22,15 +22,36 @@ from llm_worker_rbee.weights.gguf_writer import TensorLike, Typed, write_gguf
 from llm_worker_rbee.weights.hf import LAYER_NAMES, SANDWICH_NAMES, gguf_name
 
 VOCAB = 160
-SHAPE = {"vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
-         "num_key_value_heads": 2, "max_position_embeddings": 128, "rms_norm_eps": 1e-5, "bos_token_id": 1, "eos_token_id": 2,
-         "pad_token_id": 0}
-LLAMA3 = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-          "original_max_position_embeddings": 32}
+SHAPE = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-5,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
-LONG = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 32,
-        "short_factor": [1.0 + 0.1 * i for i in range(6)], "long_factor": [2.0 + 0.5 * i for i in range(6)]}
+LONG = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "original_max_position_embeddings": 32,
+    "short_factor": [1.0 + 0.1 * i for i in range(6)],
+    "long_factor": [2.0 + 0.5 * i for i in range(6)],
+}
 PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
 
 
@@ -55,21 +76,55 @@ ZOO = {
     "mistral": Variant("mistral", {"sliding_window": None, "head_dim": 16}),
     "mistral-window": Variant("mistral", {"sliding_window": 7, "head_dim": 16}, ("window",)),
     "qwen2": Variant("qwen2", {"rope_parameters": PLAIN}, ("bias",)),
-    "qwen2-window": Variant("qwen2", {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}, ("bias", "window")),
+    "qwen2-window": Variant(
+        "qwen2", {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}, ("bias", "window")
+    ),
     "qwen3": Variant("qwen3", {"head_dim": 24}, ("q/k norm",)),
     "phi3": Variant("phi3", {"rope_parameters": {**PLAIN, "partial_rotary_factor": 1.0}, "sliding_window": None}),
-    "phi3-window": Variant("phi3", {"rope_parameters": {**PLAIN, "partial_rotary_factor": 1.0}, "sliding_window": 7}, ("window",)),
-    "phi3-short": Variant("phi3", {"rope_parameters": {**LONG, "partial_rotary_factor": 0.75},
-                                   "original_max_position_embeddings": 32}, ("rope scaling",), max_context=32, length=18),
-    "phi3-long": Variant("phi3", {"rope_parameters": {**LONG, "partial_rotary_factor": 0.75},
-                                  "original_max_position_embeddings": 32}, ("rope scaling",), max_context=128, length=48),
-    "gemma2": Variant("gemma2", {"head_dim": 24, "query_pre_attn_scalar": 24, "sliding_window": 7, "tie_word_embeddings": True, "attn_logit_softcapping": 3.0,
-                                 "final_logit_softcapping": 6.0},
-                      ("score soft cap", "logit soft cap", "window", "post norms", "embedding scale")),
-    "gemma3": Variant("gemma3_text", {"head_dim": 24, "query_pre_attn_scalar": 24, "sliding_window": 7, "tie_word_embeddings": True, "num_hidden_layers": 7,
-                                      "rope_parameters": {"full_attention": {**LINEAR, "rope_theta": 1e6, "factor": 8.0},
-                                                          "sliding_attention": PLAIN}},
-                      ("q/k norm", "window", "rope scaling", "local rope base", "post norms", "embedding scale")),
+    "phi3-window": Variant(
+        "phi3", {"rope_parameters": {**PLAIN, "partial_rotary_factor": 1.0}, "sliding_window": 7}, ("window",)
+    ),
+    "phi3-short": Variant(
+        "phi3",
+        {"rope_parameters": {**LONG, "partial_rotary_factor": 0.75}, "original_max_position_embeddings": 32},
+        ("rope scaling",),
+        max_context=32,
+        length=18,
+    ),
+    "phi3-long": Variant(
+        "phi3",
+        {"rope_parameters": {**LONG, "partial_rotary_factor": 0.75}, "original_max_position_embeddings": 32},
+        ("rope scaling",),
+        max_context=128,
+        length=48,
+    ),
+    "gemma2": Variant(
+        "gemma2",
+        {
+            "head_dim": 24,
+            "query_pre_attn_scalar": 24,
+            "sliding_window": 7,
+            "tie_word_embeddings": True,
+            "attn_logit_softcapping": 3.0,
+            "final_logit_softcapping": 6.0,
+        },
+        ("score soft cap", "logit soft cap", "window", "post norms", "embedding scale"),
+    ),
+    "gemma3": Variant(
+        "gemma3_text",
+        {
+            "head_dim": 24,
+            "query_pre_attn_scalar": 24,
+            "sliding_window": 7,
+            "tie_word_embeddings": True,
+            "num_hidden_layers": 7,
+            "rope_parameters": {
+                "full_attention": {**LINEAR, "rope_theta": 1e6, "factor": 8.0},
+                "sliding_attention": PLAIN,
+            },
+        },
+        ("q/k norm", "window", "rope scaling", "local rope base", "post norms", "embedding scale"),
+    ),
 }
 NO_GGUF_KEY = {"qwen2-window"}  # GGUF of this family has no key for it
 
@@ -89,9 +144,7 @@ def make_hf(variant: Variant, seed: int = 0) -> Any:
         for name, weight in model.named_parameters():
             if "norm" in name:
                 weight.copy_(torch.rand_like(weight) + 0.5 - (1.0 if plus_one else 0.0))
-            elif name.endswith("bias"):
-                weight.copy_(torch.randn_like(weight))
-            elif "embed_tokens" in name:
+            elif name.endswith("bias") or "embed_tokens" in name:
                 weight.copy_(torch.randn_like(weight))
             else:
                 weight.copy_(torch.randn_like(weight) * 1.5 / weight.shape[1] ** 0.5)
@@ -132,7 +185,9 @@ def rope_tensors(c: Any) -> dict[str, TensorLike]:
     """Scalings that GGUF stores as tensors."""
     rope = c.rope_parameters
     if rope.get("rope_type") == "longrope":
-        return {f"rope_factors_{kind}.weight": np.array(rope[f"{kind}_factor"], np.float32) for kind in ("short", "long")}
+        return {
+            f"rope_factors_{kind}.weight": np.array(rope[f"{kind}_factor"], np.float32) for kind in ("short", "long")
+        }
     if rope.get("rope_type") != "llama3":
         return {}
     ours = ModelConfig.from_hf(c.to_dict(), BY_HF[c.model_type])
@@ -176,8 +231,12 @@ def gguf_metadata(variant: Variant, model: Any) -> dict[str, Any]:
         if getattr(c, cap, None):
             keys[cap] = float(getattr(c, cap))
     named = {f"{arch}.{key}": value for key, value in keys.items()}
-    return {"general.architecture": arch, "general.name": family.name, **named,
-            f"{arch}.vocab_size": Typed("uint32", c.vocab_size)}
+    return {
+        "general.architecture": arch,
+        "general.name": family.name,
+        **named,
+        f"{arch}.vocab_size": Typed("uint32", c.vocab_size),
+    }
 
 
 def save_gguf(variant: Variant, model: Any, path: Path) -> Path:
@@ -195,5 +254,7 @@ def hf_logits(model: Any, ids: list[int]) -> NDArray[np.float32]:
 
 def hf_greedy(model: Any, ids: list[int], n: int) -> list[int]:
     with torch.no_grad():
-        out = model.generate(torch.tensor([ids]), max_new_tokens=n, min_new_tokens=n, do_sample=False, eos_token_id=None)
-    return [int(t) for t in out[0][len(ids):]]
+        out = model.generate(
+            torch.tensor([ids]), max_new_tokens=n, min_new_tokens=n, do_sample=False, eos_token_id=None
+        )
+    return [int(t) for t in out[0][len(ids) :]]

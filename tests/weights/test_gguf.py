@@ -164,8 +164,9 @@ def test_we_read_what_the_gguf_package_writes(tmp_path: Path, rng: np.random.Gen
     plain = rng.normal(size=(3, 64)).astype(np.float32)
     writer.add_tensor("plain", plain)
     writer.add_tensor("half", plain.astype(np.float16))
-    writer.add_tensor("blocks", gguf.quants.quantize(plain, gguf.GGMLQuantizationType.Q8_0),
-                      raw_dtype=gguf.GGMLQuantizationType.Q8_0)
+    writer.add_tensor(
+        "blocks", gguf.quants.quantize(plain, gguf.GGMLQuantizationType.Q8_0), raw_dtype=gguf.GGMLQuantizationType.Q8_0
+    )
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -122,8 +122,10 @@ def outcome(path: Path) -> str:
     except WorkerError as error:
         return explained(error)
     results = []
-    for step in (lambda: load_model(checkpoint, pick(backend="reference"), config=describe(checkpoint)),
-                 lambda: tokenizer_from_gguf(checkpoint.metadata).encode("ab é\n<|x|>", parse_special=True)):
+    for step in (
+        lambda: load_model(checkpoint, pick(backend="reference"), config=describe(checkpoint)),
+        lambda: tokenizer_from_gguf(checkpoint.metadata).encode("ab é\n<|x|>", parse_special=True),
+    ):
         try:
             step()
             results.append("loaded")

@@ -87,21 +87,31 @@ METADATA: Cases = {
     "array of 2^64-1 numbers": (with_metadata(pair("a.key", ARRAY, array(U32, HUGE, bytes(64)))), "'a.key'"),
     "array whose bytes wrap to 0": (with_metadata(pair("a.key", ARRAY, array(U32, 2**62, bytes(64)))), "'a.key'"),
     "array of 2^64-1 strings": (with_metadata(pair("a.key", ARRAY, array(STRING, HUGE, bytes(64)))), "'a.key'"),
-    "more strings than there are": (with_metadata(pair("a.key", ARRAY, array(STRING, 3, text("abcdefgh") * 2))),
-                                    "string 2 of metadata key 'a.key'"),
-    "string in an array too long": (with_metadata(pair("a.key", ARRAY, array(STRING, 1, struct.pack("<Q", HUGE)))),
-                                    "string 0 of metadata key 'a.key'"),
-    "string in an array not UTF-8": (with_metadata(pair("a.key", ARRAY, array(STRING, 2, text("a") + text(b"\xff")))),
-                                     "string 1 of metadata key 'a.key'"),
+    "more strings than there are": (
+        with_metadata(pair("a.key", ARRAY, array(STRING, 3, text("abcdefgh") * 2))),
+        "string 2 of metadata key 'a.key'",
+    ),
+    "string in an array too long": (
+        with_metadata(pair("a.key", ARRAY, array(STRING, 1, struct.pack("<Q", HUGE)))),
+        "string 0 of metadata key 'a.key'",
+    ),
+    "string in an array not UTF-8": (
+        with_metadata(pair("a.key", ARRAY, array(STRING, 2, text("a") + text(b"\xff")))),
+        "string 1 of metadata key 'a.key'",
+    ),
     "array of 2^64-1 arrays": (with_metadata(pair("a.key", ARRAY, array(ARRAY, HUGE, bytes(64)))), "'a.key'"),
     "arrays nested 100,000 deep": (with_metadata(pair("a.key", ARRAY, array(ARRAY, 1) * 100_000)), "'a.key'.* nested"),
     "value cut off": (with_metadata(pair("a.key", 10, bytes(7))), "'a.key'"),
     "alignment 0": (with_metadata(pair("general.alignment", U32, u32(0))), "'general.alignment' is 0"),
     "alignment 13": (with_metadata(pair("general.alignment", U32, u32(13))), "'general.alignment' is 13"),
-    "alignment of the wrong type": (with_metadata(pair("general.alignment", STRING, text("32"))),
-                                    "'general.alignment' is of type string"),
-    "alignment of a wider type": (with_metadata(pair("general.alignment", 10, struct.pack("<Q", 32))),
-                                  "'general.alignment' is of type uint64"),
+    "alignment of the wrong type": (
+        with_metadata(pair("general.alignment", STRING, text("32"))),
+        "'general.alignment' is of type string",
+    ),
+    "alignment of a wider type": (
+        with_metadata(pair("general.alignment", 10, struct.pack("<Q", 32))),
+        "'general.alignment' is of type uint64",
+    ),
     "architecture not a string": (with_metadata(pair("general.architecture", U32, u32(1))), "'general.architecture'"),
 }
 TENSORS: Cases = {
@@ -117,8 +127,10 @@ TENSORS: Cases = {
     "element count overflows beside a zero": (with_tensors(entry("t.x", [2**40, 2**40, 0])), "'t.x': dimensions"),
     "byte size overflows": (with_tensors(entry("t.x", [2**59])), "'t.x' needs bytes"),
     "unknown type": (with_tensors(entry("t.x", [4], 1000)), "'t.x' has unknown type 1000"),
-    **{f"removed type {name}": (with_tensors(entry("t.x", [32], i)), f"'t.x' has removed type {name}")
-       for i, name in REMOVED.items()},
+    **{
+        f"removed type {name}": (with_tensors(entry("t.x", [32], i)), f"'t.x' has removed type {name}")
+        for i, name in REMOVED.items()
+    },
     "row not a multiple of its block": (with_tensors(entry("t.x", [33, 32], Q4_0)), "'t.x': rows of 33 values"),
     "scalar of a block type": (with_tensors(entry("t.x", [], Q4_0)), "'t.x': rows of 1 values"),
     "offset 2^64-1": (with_tensors(entry("t.x", [4], F32, HUGE)), "'t.x': offset"),
@@ -131,8 +143,10 @@ TENSORS: Cases = {
     "empty and past the end": (with_tensors(entry("t.x", [0], F32, 96)), "'t.x': offset 96 is past the end"),
     "duplicate name": (with_tensors(entry("t.x", [4]), entry("t.x", [4], F32, 32)), "'t.x' appears twice"),
     "one byte short": (with_tensors(entry("t.x", [16]))[:-1], "'t.x' needs bytes 0 to 64 .*has 63"),
-    "sizes that overflow when added": (with_tensors(entry("t.x", [8]), entry("t.y", [2**58], F32, 2**64 - 2**32)),
-                                       "'t.y' needs bytes"),
+    "sizes that overflow when added": (
+        with_tensors(entry("t.x", [8]), entry("t.y", [2**58], F32, 2**64 - 2**32)),
+        "'t.y' needs bytes",
+    ),
     "directory cut off": (with_tensors(entry("t.x", [4]), data=0)[:50], "tensor 't.x'"),
 }
 ALL = {"header": HEADER, "metadata": METADATA, "tensors": TENSORS}

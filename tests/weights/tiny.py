@@ -38,11 +38,22 @@ BPE: Metadata = {
 }
 EXTRA_KEYS: dict[str, Metadata] = {
     "llama": {"rope.dimension_count": HEAD_DIM, "rope.scaling.type": "linear", "rope.scaling.factor": 2.0},
-    "qwen2": {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 16,
-              "rope.scaling.yarn_beta_fast": 32.0, "rope.scaling.attn_factor": 1.5},
+    "qwen2": {
+        "rope.scaling.type": "yarn",
+        "rope.scaling.factor": 4.0,
+        "rope.scaling.original_context_length": 16,
+        "rope.scaling.yarn_beta_fast": 32.0,
+        "rope.scaling.attn_factor": 1.5,
+    },
     "phi3": {"rope.scaling.original_context_length": 16, "attention.sliding_window": 4, "attention.value_length": 4},
-    "gemma2": {"attention.key_length": HEAD_DIM, "attention.sliding_window": 8, "attn_logit_softcapping": 50.0,
-               "attention.sliding_window_pattern": [True], "final_logit_softcapping": 30.0, "rope.freq_base_swa": 1e4},
+    "gemma2": {
+        "attention.key_length": HEAD_DIM,
+        "attention.sliding_window": 8,
+        "attn_logit_softcapping": 50.0,
+        "attention.sliding_window_pattern": [True],
+        "final_logit_softcapping": 30.0,
+        "rope.freq_base_swa": 1e4,
+    },
 }
 TOKENIZERS = {"llama": SPM, "qwen2": BPE, "phi3": SPM, "gemma2": BPE}
 FAMILIES = tuple(EXTRA_KEYS)
@@ -87,9 +98,13 @@ def tensors(family: str, seed: int = 0) -> Tensors:
         if family == "phi3":
             out |= {f"{p}attn_qkv.weight": normal(q + 2 * kv, WIDTH), f"{p}ffn_up.weight": normal(2 * D_FF, WIDTH)}
             continue
-        out |= {f"{p}attn_q.weight": normal(q, WIDTH, kind=np.float32), f"{p}attn_k.weight": normal(kv, WIDTH),
-                f"{p}attn_v.weight": quantized("BF16", kv, WIDTH, rng),
-                f"{p}ffn_gate.weight": normal(D_FF, WIDTH), f"{p}ffn_up.weight": normal(D_FF, WIDTH)}
+        out |= {
+            f"{p}attn_q.weight": normal(q, WIDTH, kind=np.float32),
+            f"{p}attn_k.weight": normal(kv, WIDTH),
+            f"{p}attn_v.weight": quantized("BF16", kv, WIDTH, rng),
+            f"{p}ffn_gate.weight": normal(D_FF, WIDTH),
+            f"{p}ffn_up.weight": normal(D_FF, WIDTH),
+        }
         if family == "qwen2":
             out |= {f"{p}attn_{x}.bias": normal(n, kind=np.float32) for x, n in (("q", q), ("k", kv), ("v", kv))}
     factors = np.array([1.0, 2.0], np.float32)
