@@ -112,7 +112,7 @@ def _processor() -> Iterator[Check]:
 
 
 def _memory() -> Iterator[Check]:
-    from ..weights.hub_store import megabytes
+    from ..weights.hub.store import megabytes
 
     total, available = machine.memory()
     limit, used = machine.memory_limit()
@@ -171,7 +171,7 @@ def _openmp() -> Check:
 
 def _cache() -> Iterator[Check]:
     from ..weights import hub
-    from ..weights.hub_store import megabytes
+    from ..weights.hub.store import megabytes
 
     folder = hub.cache_dir()
     nearest = next(path for path in (folder, *folder.parents) if path.exists())

@@ -187,7 +187,7 @@ def _memory(checkpoint: "Checkpoint", config: "ModelConfig | None", context: int
 
 
 def _lines(report: dict[str, Any]) -> list[str]:
-    from ..weights.hub_store import megabytes
+    from ..weights.hub.store import megabytes
 
     rows = [
         ("file", report["path"]),

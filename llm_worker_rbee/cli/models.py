@@ -18,7 +18,7 @@ def models(
       llm-worker-rbee models --json
     """
     from ..weights import hub
-    from ..weights.hub_store import megabytes
+    from ..weights.hub.store import megabytes
 
     found = hub.cached_models()
     default = hub.BUILTIN[hub.DEFAULT_MODEL]

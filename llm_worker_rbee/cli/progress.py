@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from ..weights.hub_store import Progress, megabytes
+from ..weights.hub.store import Progress, megabytes
 
 PLAIN_STEPS = 4  # without a terminal: one line at each quarter
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from ..backends.types import RopeTable
 from ..config import ModelConfig, RopeScaling
-from ..config_keys import LEAST_FACTOR
+from ..config.keys import LEAST_FACTOR
 from ..errors import ModelFileError
 
 Floats = NDArray[np.float32]

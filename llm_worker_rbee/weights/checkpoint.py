@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .quants import BlockType, dequantize
-from .quants_scales import find_bad_block
+from .quants.scales import find_bad_block
 
 MAX_VALUES = 1 << 59  # NumPy counts bytes in 63 bits, also those of an array that is empty because one dimension is 0
 

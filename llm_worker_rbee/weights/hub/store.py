@@ -18,7 +18,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from ..errors import DownloadError
+from ...errors import DownloadError
 
 # (what is going on, bytes done, bytes in all or None); may be called from a thread that watches a download
 Progress = Callable[[str, int, int | None], None]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .errors import ModelFileError, UnsupportedModelError
+from ..errors import ModelFileError, UnsupportedModelError
 
 MAX_LAYERS = 4096
 MAX_WIDTH = 1 << 20

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from .config_keys import LEAST_FACTOR, MAX_CONTEXT, MAX_LAYERS, MAX_VOCABULARY, MAX_WIDTH, Keys, layer_windows
-from .config_types import Family, RopeScaling
-from .errors import UnsupportedModelError
+from ..errors import UnsupportedModelError
+from .keys import LEAST_FACTOR, MAX_CONTEXT, MAX_LAYERS, MAX_VOCABULARY, MAX_WIDTH, Keys, layer_windows
+from .types import Family, RopeScaling
 
 SCALINGS = ("default", "linear", "llama3", "yarn", "longrope", "su")
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}

@@ -9,8 +9,8 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from .bits import Bytes, Floats, field, halves, joined, planes, scaled, signed, widen
 from .codebooks import IQ4_VALUES, even_sign_rows, grid, sign_rows, values16
-from .quants_bits import Bytes, Floats, field, halves, joined, planes, scaled, signed, widen
 
 HALF, QUARTER = np.float32(0.5), np.float32(0.25)
 IQ1_DELTA = np.float32(0.125)

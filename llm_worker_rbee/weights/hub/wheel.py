@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import IO
 
-from ..errors import DownloadError, WorkerError
-from .hub_store import (
+from ...errors import DownloadError, WorkerError
+from .store import (
     DISK_FULL,
     Progress,
     cache_dir,

@@ -1,6 +1,6 @@
 """`hf:owner/repo[:quant]`: what such a reference means, and which files of a repository make the one model meant.
 
-Pure rules over a list of file names, the same for a hub's listing and for a cached snapshot. Fetching is hub_hf's.
+Pure rules over a list of file names, the same for a hub's listing and for a cached snapshot. Fetching is huggingface.py's.
 """
 
 import re
@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
-from ..errors import ModelNotFoundError, UnsupportedModelError, WorkerError
+from ...errors import ModelNotFoundError, UnsupportedModelError, WorkerError
 
 PREFERRED_QUANTS = ("Q4_K_M", "Q4_0", "Q8_0")
 REFERENCE = re.compile(r"hf:(?P<repo>[\w.-]+/[\w.-]+)(?::(?P<quant>[\w./-]+))?", re.ASCII)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from .config_keys import LEAST_FACTOR, MAX_CONTEXT, MAX_LAYERS, MAX_VOCABULARY, MAX_WIDTH, Keys, layer_windows
-from .config_types import Family, RopeScaling
-from .errors import UnsupportedModelError
+from ..errors import UnsupportedModelError
+from .keys import LEAST_FACTOR, MAX_CONTEXT, MAX_LAYERS, MAX_VOCABULARY, MAX_WIDTH, Keys, layer_windows
+from .types import Family, RopeScaling
 
 SCALINGS = ("none", "linear", "yarn", "longrope")
 DEPTH_OF_27B = {"gemma2": 46, "gemma3": 62}

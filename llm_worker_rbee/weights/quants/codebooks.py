@@ -2,7 +2,7 @@
 
 Data, not code: they are part of the file formats defined by ggml (llama.cpp, MIT licence, copyright the ggml authors;
 see NOTICE). Nothing is unpacked at import; each table is built on first use, read-only and ready for `take`: float32,
-the signs int8. How a block indexes them is in quants_iq.py.
+the signs int8. How a block indexes them is in iq.py.
 """
 
 import zlib

@@ -7,7 +7,7 @@ bad where all masked bits are set. Types without an entry hold no such number (N
 import numpy as np
 from numpy.typing import NDArray
 
-from .quants import BlockType
+from . import BlockType
 
 Bits = tuple[tuple[int, int], ...]
 SLAB = 1 << 20  # blocks looked at together, so that the temporary arrays stay small

@@ -12,11 +12,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from .config_gguf import gguf_shape
-from .config_hf import hf_shape
-from .config_keys import MAX_CONTEXT, MAX_LAYERS, MAX_VOCABULARY, MAX_WIDTH, Keys
-from .config_types import Family, RopeScaling
-from .errors import ModelFileError
+from ..errors import ModelFileError
+from .gguf import gguf_shape
+from .hf import hf_shape
+from .keys import MAX_CONTEXT, MAX_LAYERS, MAX_VOCABULARY, MAX_WIDTH, Keys
+from .types import Family, RopeScaling
 
 __all__ = ["Family", "ModelConfig", "RopeScaling"]
 
