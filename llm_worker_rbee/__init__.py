@@ -10,17 +10,23 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "Chunk", "Completion", "SamplingParams", "__version__"]
+__all__ = ["LLM", "Chunk", "Completion", "SamplingParams", "Stream", "Timings", "WorkerError", "__version__"]
 
 if TYPE_CHECKING:
     from .engine.request import SamplingParams
-    from .llm import LLM, Chunk, Completion
+    from .errors import WorkerError
+    from .llm import LLM, Chunk, Completion, Stream, Timings
 
 
 def __getattr__(name: str) -> Any:
     """Bring the API in on first use, so that `--version` and `--help` need not wait for NumPy."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from . import llm
+    from . import errors, llm
 
-    return getattr(llm, name)
+    return getattr(errors if name == "WorkerError" else llm, name)
+
+
+def __dir__() -> list[str]:
+    """What a notebook offers for completion."""
+    return sorted(__all__)

@@ -79,3 +79,8 @@ class ContextLengthError(InvalidRequestError):
     """Prompt and answer do not fit into the context; the message holds all the figures."""
 
     code = "CONTEXT_LENGTH_EXCEEDED"
+
+
+def human_bytes(count: int) -> str:
+    """A number of bytes as messages show it."""
+    return f"{count / 1e6:,.1f} MB" if count < 1e9 else f"{count / 1e9:,.2f} GB"

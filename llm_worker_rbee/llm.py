@@ -11,22 +11,21 @@ A whole reply is a fold over the stream of the same request, so the two cannot d
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, overload
 
 from .backends import pick
 from .config import ModelConfig
 from .engine.engine import Generation
-from .engine.request import Request, SamplingParams, TokenLogprob
+from .engine.request import FinishReason, Request, SamplingParams, TokenLogprob
 from .engine.sampler import draw_seed
 from .errors import ChatTemplateError, ContextLengthError, InvalidRequestError
-from .models import Transformer, load_model
-from .tokenizer import Tokenizer
-from .tokenizer.build import tokenizer_from_gguf, tokenizer_from_hf
-from .tokenizer.chat_template import ChatTemplate
-from .tokenizer.stream import StreamDecoder
+from .models import Transformer, describe, load_model
+from .tokenizer import ChatTemplate, StreamDecoder, Tokenizer, tokenizer_from_gguf, tokenizer_from_hf
 from .weights import Checkpoint, open_checkpoint
 from .weights.hub import Progress, locate
 
@@ -56,7 +55,7 @@ class Chunk:
     text: str
     token: int | None = None
     logprob: TokenLogprob | None = None
-    finish_reason: str | None = None
+    finish_reason: FinishReason | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +65,8 @@ class Completion:
     prompt_tokens: list[int]
     tokens: list[int]  # without the end-of-text id
     text: str
-    finish_reason: (
-        str | None
-    )  # "stop": end-of-text or a stop string; "length": max_tokens or the context; None: not ended
+    # "stop": an end-of-text id or a stop string; "length": max_tokens or the context; None: not ended yet
+    finish_reason: FinishReason | None
     stop_sequence: str | None  # the stop string that was met
     seed: int
     timings: Timings
@@ -88,36 +86,39 @@ class LLM:
         max_context: int | None = None,
         chat_template: str | None = None,
         progress: Progress | None = None,
-        on_phase: Callable[[str, float], None] | None = None,
     ) -> None:
         """Load a model: a path, a short name, `hf:owner/repo[:quant]`, or nothing for the built-in one.
 
-        `chat_template` is Jinja source that replaces the file's own; `progress` hears of downloads, `on_phase` of each
-        phase of loading and its seconds.
+        `max_context` bounds prompt and answer together (default: the model's own); `chat_template` is Jinja source that
+        replaces the file's own; `progress` hears of downloads. `phases` says afterwards how long each part took.
         """
         self.phases: dict[str, float] = {}
-        phase = _PhaseClock(self.phases, on_phase)
         ops = pick(device, backend)
-        path = locate(str(model) if model is not None else None, progress=progress)
-        phase("locate")
-        self.checkpoint: Checkpoint = open_checkpoint(path)
-        phase("open")
-        self.tokenizer: Tokenizer = open_tokenizer(self.checkpoint)
-        phase("tokenizer")
-        self.model: Transformer = load_model(self.checkpoint, ops, max_context)
-        phase("weights")
-        self.config: ModelConfig = self.model.config
-        self.max_context = self._context(max_context)
-        self._template = chat_template or self.tokenizer.chat_template
+        with self._timed("locate"):
+            path = locate(str(model) if model is not None else None, progress=progress)
+        with self._timed("open"):
+            self.checkpoint: Checkpoint = open_checkpoint(path)
+            self.config: ModelConfig = describe(self.checkpoint)
+            self.max_context = _context(max_context, self.config.context_length)
+        with self._timed("tokenizer"):
+            self.tokenizer: Tokenizer = open_tokenizer(self.checkpoint)
+        with self._timed("weights"):
+            self.model: Transformer = load_model(self.checkpoint, ops, self.config, self.max_context)
+        self._template_source = chat_template or self.tokenizer.chat_template
 
-    def _context(self, asked: int | None) -> int:
-        if asked is None:
-            return self.config.context_length
-        if not 1 <= asked <= self.config.context_length:
-            raise InvalidRequestError(
-                f"max_context is {asked}: the model has a context of {self.config.context_length}", "max_context"
-            )
-        return asked
+    @contextmanager
+    def _timed(self, phase: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.phases[phase] = time.perf_counter() - start
+
+    @cached_property
+    def _template(self) -> ChatTemplate:
+        if self._template_source is None:
+            raise ChatTemplateError(f"{self.checkpoint.path.name} has no chat template", "chat_template")
+        tok = self.tokenizer
+        bos, eos = ("" if i is None else tok.piece(i) for i in (tok.bos_id, tok.eos_id))
+        return ChatTemplate(self._template_source, bos_token=bos, eos_token=eos)
 
     def tokenize(self, text: str, *, add_special: bool = True, parse_special: bool = False) -> list[int]:
         """Text -> ids: with BOS where the file says so; `parse_special` recognises control tokens in the text."""
@@ -129,16 +130,7 @@ class LLM:
 
     def apply_chat_template(self, messages: Sequence[Message], **fields: Any) -> str:
         """Messages -> the prompt that the model's own template makes of them."""
-        if self._template is None:
-            raise ChatTemplateError(
-                f"{self.checkpoint.path.name} has no chat template: give one (--chat-template FILE), "
-                "or use a plain prompt (--raw)"
-            )
-        tok = self.tokenizer
-        names = {
-            key: "" if i is None else tok.piece(i) for key, i in (("bos_token", tok.bos_id), ("eos_token", tok.eos_id))
-        }
-        return ChatTemplate(self._template, **names).render(messages, add_generation_prompt=True, **fields)
+        return self._template.render(messages, add_generation_prompt=True, **fields)
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None, **options: Any) -> Stream:
         """Answer a prompt (text, or ids) piece by piece; keyword options are those of `SamplingParams`."""
@@ -190,15 +182,15 @@ class Stream:
         self.seed = draw_seed() if params.seed is None else params.seed
         self.prompt_tokens = prompt
         self.params = params
-        self._request = Request(prompt, params, self.seed, llm.tokenizer.eos_ids)
-        self._generation = Generation(llm.model, self._request, limit)
+        self._request = Request(prompt, params, limit, self.seed, llm.tokenizer.eos_ids)
+        self._generation = Generation(llm.model, self._request)
         continuation = llm.tokenizer.continues(prompt)
         self._decoder = StreamDecoder(llm.tokenizer, tuple(params.stop), continuation=continuation)
         self._logprobs: list[TokenLogprob] = []
-        self._finish_reason: str | None = None
+        self._finish_reason: FinishReason | None = None
         self._texts: list[str] = []
         self._chunks = self._run()
-        self._clock = [0.0, 0.0]
+        self._first_token_s = self._elapsed_s = 0.0
         self._sampled = 0
 
     def __iter__(self) -> Iterator[Chunk]:
@@ -219,7 +211,7 @@ class Stream:
             finish_reason=self._finish_reason,
             stop_sequence=self._decoder.stop_matched,
             seed=self.seed,
-            timings=Timings(self._clock[0], self._clock[1], self._sampled),
+            timings=Timings(self._first_token_s, self._elapsed_s, self._sampled),
             logprobs=list(self._logprobs) if self.params.logprobs is not None else None,
             prompt_logprobs=self._generation.prompt_logprobs,
         )
@@ -227,8 +219,8 @@ class Stream:
     def _run(self) -> Iterator[Chunk]:
         start = time.perf_counter()
         for output in self._generation:
-            self._clock[1] = time.perf_counter() - start
-            self._clock[0] = self._clock[0] or self._clock[1]
+            self._elapsed_s = time.perf_counter() - start
+            self._first_token_s = self._first_token_s or self._elapsed_s
             self._sampled += 1
             reason = output.finish_reason
             ended_by_token = reason == "stop"
@@ -246,22 +238,6 @@ class Stream:
                 return
 
 
-class _PhaseClock:
-    """Times the phases of loading, one after the other."""
-
-    def __init__(self, seconds: dict[str, float], on_phase: Callable[[str, float], None] | None) -> None:
-        self.seconds = seconds
-        self.on_phase = on_phase
-        self.last = time.perf_counter()
-
-    def __call__(self, name: str) -> None:
-        now = time.perf_counter()
-        self.seconds[name] = now - self.last
-        self.last = now
-        if self.on_phase is not None:
-            self.on_phase(name, self.seconds[name])
-
-
 def open_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
     """The tokenizer that a checkpoint carries, whatever its architecture."""
     if checkpoint.format == "gguf":
@@ -274,6 +250,16 @@ def _merge(params: SamplingParams | None, options: Mapping[str, Any]) -> Samplin
     if unknown:
         raise InvalidRequestError(f"unknown sampling option {min(unknown)!r}", min(unknown))
     return replace(params or SamplingParams(), **options)
+
+
+def _context(asked: int | None, largest: int) -> int:
+    if asked is None:
+        return largest
+    if isinstance(asked, bool) or not isinstance(asked, int) or not 1 <= asked <= largest:
+        raise InvalidRequestError(
+            f"max_context is {asked!r}: it must be 1 to {largest}, the model's context", "max_context"
+        )
+    return asked
 
 
 def _token_limit(prompt: int, asked: int | None, context: int) -> int:

@@ -28,7 +28,7 @@ ROOMS: dict[str, set[str]] = {
     "server": DATA | {"backends", "layers", "cache", "models", "engine", "llm"},
     "bench": DATA | {"backends", "layers", "cache", "models", "engine", "llm"},
     "cli": DATA | {"backends", "layers", "cache", "models", "engine", "llm", "server", "bench"},
-    "__init__": {"llm", "engine"},
+    "__init__": {"llm", "engine", "errors"},
     "__main__": {"cli", "errors"},
 }
 HEAVY = {"torch", "triton", "numba", "matplotlib", "scipy", "psutil", "huggingface_hub", "readline"}
@@ -37,10 +37,8 @@ LONGEST_FILE = 300
 
 
 def room_of(path: Path) -> str:
-    """The folder, or for a file at the top its name up to an underscore (config_hf.py belongs to config)."""
-    first = path.relative_to(PACKAGE).parts[0]
-    name = first.removesuffix(".py")
-    return name if name.startswith("__") or first == name else name.split("_")[0]
+    """The folder, or the file's name for one at the top."""
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
 def imports(path: Path) -> Iterator[tuple[str, bool, int]]:
@@ -69,9 +67,7 @@ def target_room(module: str) -> str | None:
     if parts[0] != "llm_worker_rbee" or len(parts) == 1:
         return None
     name = parts[1]
-    if (PACKAGE / name).is_dir():
-        return name
-    return name.split("_")[0] if (PACKAGE / f"{name}.py").exists() else None  # otherwise a name of the package itself
+    return name if (PACKAGE / name).is_dir() or (PACKAGE / f"{name}.py").exists() else None  # or the package's own name
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))

@@ -1,40 +1,25 @@
 """The op table, and who implements it.
 
-`OPS` lists every op by name; a backend is a module that has them all. `layers/` and `models/` touch arrays through
+`Ops` lists every op; a backend is a module that has them all. `layers/` and `models/` touch arrays through
 these ops alone. `reference.py` says what each op means.
 """
 
 from __future__ import annotations
 
-from types import ModuleType
-
 from ..errors import InvalidRequestError, MissingDependencyError
 from . import reference
+from .types import OPS, Ops
 
-OPS = (
-    "prepare",
-    "prepare_vector",
-    "empty_kv",
-    "embed",
-    "rms_norm",
-    "add_rms_norm",
-    "linear",
-    "rope_store",
-    "attention",
-    "gated",
-    "take",
-    "logits",
-    "sample",
-    "logprobs",
-)
+__all__ = ["BACKENDS", "DEVICES", "OPS", "Ops", "pick"]
+
 BACKENDS = ("auto", "reference")
 DEVICES = ("auto", "cpu")
 
 
-def pick(device: str = "auto", backend: str = "auto") -> ModuleType:
+def pick(device: str = "auto", backend: str = "auto") -> Ops:
     """The backend for a device; `auto` takes the fastest that is there."""
     if device.split(":")[0] == "cuda":
-        raise MissingDependencyError("device 'cuda' is not available yet in this version: use --device cpu")
+        raise MissingDependencyError("device 'cuda' is not available yet in this version: use device cpu")
     if device not in DEVICES:
         raise InvalidRequestError(f"unknown device {device!r}: use one of {', '.join(DEVICES)}", "device")
     if backend not in BACKENDS:

@@ -8,33 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ..weights import Tensor
 from . import sampling
 from .types import AttentionParams, Batch, Ints, KVLayer, Logprobs, RopeTable, SampleRow
 
 Floats = NDArray[np.float32]
-NAME = "reference"
 SLAB = 1 << 17  # values dequantized at a time: they stay in the second-level cache
-
-
-class Weight(Protocol):
-    """What `prepare` takes: a tensor of a checkpoint."""
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...  # noqa: D102
-    def dequantize(self) -> Floats: ...  # noqa: D102
-    def take_rows(self, index: NDArray[np.intp] | slice) -> Weight: ...  # noqa: D102
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Matrix:
     """One or several quantized matrices, stacked by rows."""
 
-    parts: tuple[Weight, ...]
+    parts: tuple[Tensor, ...]
 
     @property
     def rows(self) -> int:
@@ -42,7 +32,7 @@ class Matrix:
         return sum(part.shape[0] for part in self.parts)
 
 
-def prepare(tensors: Sequence[Weight]) -> Matrix:
+def prepare(tensors: Sequence[Tensor]) -> Matrix:
     """Pack a weight once; several tensors become one matrix, their rows one after the other."""
     return Matrix(tuple(tensors))
 

@@ -1,15 +1,18 @@
-"""The arguments of the ops: plain records of arrays, the same for every backend. No op and no arithmetic lives here.
+"""The op table and the arguments of the ops: plain records of arrays, the same for every backend. No arithmetic here.
 
 T tokens and R requests make one flat, ragged batch; P is the number of tokens in a block of the paged KV cache.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+
+from ..weights import Tensor
 
 Array = Any  # the backend's own array: NumPy on a CPU, a torch tensor on a GPU
 Handle = Any  # a weight as its backend packed it
@@ -78,3 +81,27 @@ class Logprobs(NamedTuple):
     chosen: NDArray[np.float32]  # (N,)
     top_ids: Ints  # (N, k)
     top: NDArray[np.float32]  # (N, k)
+
+
+class Ops(Protocol):
+    """The op table: a backend is a module that has all of these. `reference.py` says what each one means."""
+
+    def prepare(self, tensors: Sequence[Tensor]) -> Handle: ...
+    def prepare_vector(self, values: NDArray[np.float32]) -> Array: ...
+    def empty_kv(self, blocks: int, block_size: int, kv_heads: int, head_dim: int) -> KVLayer: ...
+    def embed(self, table: Handle, ids: Ints, scale: float = 1.0) -> Array: ...
+    def rms_norm(self, x: Array, weight: Array, eps: float) -> Array: ...
+    def add_rms_norm(self, x: Array, residual: Array, weight: Array, eps: float) -> tuple[Array, Array]: ...
+    def linear(self, x: Array, w: Handle, bias: Array | None = None) -> Array: ...
+    def rope_store(
+        self, q: Array, k: Array, v: Array, positions: Ints, table: RopeTable, kv: KVLayer, slot_mapping: Ints
+    ) -> Array: ...
+    def attention(self, q: Array, kv: KVLayer, batch: Batch, params: AttentionParams) -> Array: ...
+    def gated(self, gate_up: Array, activation: str) -> Array: ...
+    def take(self, x: Array, index: Ints) -> Array: ...
+    def logits(self, x: Array, head: Handle, soft_cap: float = 0.0) -> Array: ...
+    def sample(self, raw_logits: Array, rows: Sequence[SampleRow]) -> Ints: ...
+    def logprobs(self, raw_logits: Array, chosen: Ints, k: int) -> Logprobs: ...
+
+
+OPS = tuple(name for name in vars(Ops) if not name.startswith("_"))

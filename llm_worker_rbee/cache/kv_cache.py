@@ -5,13 +5,9 @@ layer.k, layer.v: (blocks, block_size, kv_heads, head_dim);   slot = block * blo
 
 from __future__ import annotations
 
-from types import ModuleType
-
-import numpy as np
-
-from ..backends.types import Ints, KVLayer
+from ..backends.types import Ints, KVLayer, Ops
 from ..config import ModelConfig
-from ..errors import InsufficientMemoryError
+from ..errors import InsufficientMemoryError, human_bytes
 
 
 class KVCache:
@@ -19,26 +15,19 @@ class KVCache:
 
     default_block_size = 16
 
-    def __init__(
-        self, ops: ModuleType, config: ModelConfig, n_blocks: int, block_size: int = default_block_size
-    ) -> None:
+    def __init__(self, ops: Ops, config: ModelConfig, n_blocks: int, block_size: int = default_block_size) -> None:
         self.block_size = block_size
         self.n_blocks = n_blocks
         shape = (n_blocks, block_size, config.n_kv_heads, config.head_dim)
         try:
             self.layers: list[KVLayer] = [ops.empty_kv(*shape) for _ in range(config.n_layers)]
         except MemoryError:
-            needed = config.kv_bytes(n_blocks * block_size) / 1e9
+            needed = human_bytes(config.kv_bytes(n_blocks * block_size))
             raise InsufficientMemoryError(
-                f"not enough memory for the keys and values of {n_blocks * block_size} tokens ({needed:.1f} GB): "
+                f"not enough memory for the keys and values of {n_blocks * block_size} tokens ({needed}): "
                 "ask for fewer tokens (max_tokens) or a smaller context (max_context)"
             ) from None
 
     def slots(self, block_table: Ints, positions: Ints) -> Ints:
         """Where the tokens at `positions` of a request with this block table are written."""
         return block_table[positions // self.block_size] * self.block_size + positions % self.block_size
-
-    @property
-    def nbytes(self) -> int:
-        """Memory held."""
-        return int(sum(np.prod(part.shape) * part.itemsize for layer in self.layers for part in layer))

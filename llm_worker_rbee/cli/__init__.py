@@ -15,7 +15,7 @@ import typer
 import typer.core
 
 from .. import __version__
-from ..errors import WorkerError
+from ..errors import ChatTemplateError, WorkerError
 from .chat import chat
 from .doctor import doctor
 from .inspect import inspect
@@ -142,6 +142,8 @@ def _told(error: Exception, args: Sequence[str]) -> str:
         command = " ".join([PROGRAM, *[arg for arg in args if arg in names][:1]])
         message = str(getattr(error, "format_message", lambda: error)()).removeprefix("Invalid value: ")
         return f"{message} (see {command} --help)"
+    if isinstance(error, ChatTemplateError) and error.field == "chat_template":
+        return f"{error}: --chat-template FILE gives one, run --raw needs none"
     if isinstance(error, WorkerError):
         return str(error)
     if isinstance(error, MemoryError):

@@ -16,8 +16,7 @@ import typer
 from ..engine.request import SamplingParams
 from ..errors import ContextLengthError, WorkerError
 from .common import DEFAULT_MAX_TOKENS, PROMPT_PANEL, ModelOptions, SamplingOptions, begin, decode, gather, load
-from .run import counted, figures
-from .terminal import Status, note, one_line, style, visible
+from .terminal import Status, counted, figures, note, one_line, style, visible
 
 if TYPE_CHECKING:
     from ..llm import LLM, Completion, Stream

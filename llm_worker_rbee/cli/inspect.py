@@ -4,32 +4,19 @@ It works on every file that can be opened: an architecture that is not supported
 tokenizer that is unknown are things to report, not failures.
 """
 
-from collections import Counter
-from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..errors import WorkerError
+from ..errors import human_bytes
 from .common import MODEL_HELP
+from .model_report import describe_file, metadata_values, tensor_rows
 from .terminal import columns, one_line, print_json, style, visible
 
 if TYPE_CHECKING:
-    from ..config import ModelConfig
     from ..weights import Checkpoint
 
-SHORTEST_LIST = 8  # lists up to here are shown whole
 LONGEST_VALUE = 60
-# what a GGUF of any architecture may tell: our name -> the key behind `<architecture>.`
-COMMON_KEYS = {
-    "layers": "block_count",
-    "width": "embedding_length",
-    "feed_forward": "feed_forward_length",
-    "heads": "attention.head_count",
-    "kv_heads": "attention.head_count_kv",
-    "context": "context_length",
-}
-
 SHAPE_LABELS = {
     "layers": "layers", "width": "width", "feed_forward": "feed-forward", "heads": "heads", "kv_heads": "KV heads",
 }  # fmt: skip
@@ -73,7 +60,7 @@ def inspect(
     report = describe_file(checkpoint, located.bytes, context)
     if as_json:
         print_json(
-            {**report, "tensors": _tensor_rows(checkpoint), "metadata": _metadata_values(checkpoint, whole=metadata)}
+            {**report, "tensors": tensor_rows(checkpoint), "metadata": metadata_values(checkpoint, whole=metadata)}
         )
         return
     print("\n".join(_lines(report)))
@@ -81,8 +68,8 @@ def inspect(
         _section("Metadata", _metadata_lines(checkpoint))
     if tensors:
         rows = [
-            (t["name"], t["type"], " x ".join(map(str, t["shape"])), f"{t['bytes']:,}")
-            for t in _tensor_rows(checkpoint)
+            (visible(t["name"]), t["type"], " x ".join(map(str, t["shape"])), f"{t['bytes']:,}")
+            for t in tensor_rows(checkpoint)
         ]
         _section("Tensors", columns([("NAME", "TYPE", "SHAPE", "BYTES"), *rows], right=[3], indent="  "))
 
@@ -92,117 +79,22 @@ def _section(title: str, lines: list[str]) -> None:
     print("\n".join(lines) if lines else "  none")
 
 
-def describe_file(checkpoint: "Checkpoint", file_bytes: int, context: int | None) -> dict[str, Any]:
-    """Everything but the lists of tensors and of metadata, as plain values."""
-    from ..models.architectures import describe
-
-    config: ModelConfig | None = None
-    reason = None
-    try:
-        config = describe(checkpoint)
-    except WorkerError as error:
-        reason = str(error)
-    shape = _shape_of(config) if config else _shape_from_keys(checkpoint)
-    name = checkpoint.metadata.get("general.name")
-    return {
-        "path": str(checkpoint.path),
-        "format": checkpoint.format,
-        "file_bytes": file_bytes,
-        "name": name if isinstance(name, str) else None,
-        "architecture": checkpoint.architecture,
-        "supported": config is not None,
-        "reason": reason,
-        "parameters": sum(tensor.size for tensor in checkpoint.tensors.values()),
-        "shape": shape,
-        "quantization": _quantization(checkpoint),
-        "tokenizer": _tokenizer(checkpoint),
-        "memory": _memory(checkpoint, config, context or shape.get("context")),
-    }
-
-
-def _shape_of(c: "ModelConfig") -> dict[str, Any]:
-    windows = sorted(set(c.windows) - {0})
-    return {
-        "layers": c.n_layers,
-        "width": c.d_model,
-        "feed_forward": c.d_ff,
-        "heads": c.n_heads,
-        "kv_heads": c.n_kv_heads,
-        "head_dim": c.head_dim,
-        "vocabulary": c.vocab_size,
-        "context": c.context_length,
-        "sliding_window": windows[0] if windows else None,
-        "layers_with_window": sum(window > 0 for window in c.windows),
-        "rope_base": c.rope_base,
-        "rope_dim": c.rope_dim,
-        "rope_scaling": c.rope_scaling.kind,
-        "rope_factor": c.rope_scaling.factor,
-    }
-
-
-def _shape_from_keys(checkpoint: "Checkpoint") -> dict[str, Any]:
-    found = {name: checkpoint.metadata.get(f"{checkpoint.architecture}.{key}") for name, key in COMMON_KEYS.items()}
-    return {name: value for name, value in found.items() if isinstance(value, int) and not isinstance(value, bool)}
-
-
-def _quantization(checkpoint: "Checkpoint") -> list[dict[str, Any]]:
-    count, size = Counter[str](), Counter[str]()
-    for tensor in checkpoint.tensors.values():
-        count[tensor.kind.name] += 1
-        size[tensor.kind.name] += tensor.nbytes
-    total = max(1, checkpoint.nbytes)
-    return [{"type": kind, "tensors": count[kind], "bytes": n, "share": n / total} for kind, n in size.most_common()]
-
-
-def _tokenizer(checkpoint: "Checkpoint") -> dict[str, Any]:
-    from ..llm import open_tokenizer
-
-    try:
-        tokenizer = open_tokenizer(checkpoint)
-    except WorkerError as error:
-        return {"error": str(error)}
-    return {
-        "kind": tokenizer.kind,
-        "vocabulary": tokenizer.vocab_size,
-        "bos": None
-        if tokenizer.bos_id is None
-        else {"id": tokenizer.bos_id, "text": tokenizer.piece(tokenizer.bos_id)},
-        "eos": [{"id": token, "text": tokenizer.piece(token)} for token in sorted(tokenizer.eos_ids)],
-        "add_bos": tokenizer.add_bos,
-        "add_eos": tokenizer.add_eos,
-        "chat_template": tokenizer.chat_template is not None,
-    }
-
-
-def _memory(checkpoint: "Checkpoint", config: "ModelConfig | None", context: int | None) -> dict[str, Any]:
-    """Weights stay as they are in the file; keys and values are float32."""
-    weights = checkpoint.nbytes
-    kv = config.kv_bytes(context) if config is not None and context else None
-    return {
-        "context": context,
-        "weights_bytes": weights,
-        "kv_bytes": kv,
-        "total_bytes": None if kv is None else weights + kv,
-    }
-
-
 def _lines(report: dict[str, Any]) -> list[str]:
-    from ..weights.hub.store import megabytes
 
     rows = [
         ("file", report["path"]),
-        ("size", megabytes(report["file_bytes"])),
+        ("size", human_bytes(report["file_bytes"])),
         ("name", report["name"] or "not given"),
         ("architecture", _architecture(report)),
         ("parameters", f"{report['parameters']:,}" if report["parameters"] else "none: the file holds no tensors"),
         *_shape_lines(report["shape"]),
         *_tokenizer_lines(report["tokenizer"]),
-        ("memory", _memory_line(report["memory"], megabytes)),
+        ("memory", _memory_line(report["memory"])),
     ]
     lines = columns([(style(key, "bold"), one_line(value)) for key, value in rows])
     if report["quantization"]:
         table = [
-            (q["type"], str(q["tensors"]), megabytes(q["bytes"]), f"{q['share']:.1%}") for q in report["quantization"]
+            (q["type"], str(q["tensors"]), human_bytes(q["bytes"]), f"{q['share']:.1%}") for q in report["quantization"]
         ]
         lines += ["", *columns([("TYPE", "TENSORS", "SIZE", "SHARE"), *table], right=[1, 2, 3])]
     return lines
@@ -248,48 +140,17 @@ def _token(token: dict[str, Any]) -> str:
     return f"{token['text']!r} ({token['id']})"
 
 
-def _memory_line(memory: dict[str, Any], megabytes: Any) -> str:
-    weights = megabytes(memory["weights_bytes"])
+def _memory_line(memory: dict[str, Any]) -> str:
+    weights = human_bytes(memory["weights_bytes"])
     if memory["kv_bytes"] is None:
         return f"{weights} of weights; keys and values unknown"
-    total, kv = megabytes(memory["total_bytes"]), megabytes(memory["kv_bytes"])
+    total, kv = human_bytes(memory["total_bytes"]), human_bytes(memory["kv_bytes"])
     return f"{total} for {memory['context']:,} tokens: {weights} weights + {kv} keys and values"
-
-
-def _tensor_rows(checkpoint: "Checkpoint") -> list[dict[str, Any]]:
-    return [
-        {"name": visible(t.name), "type": t.kind.name, "shape": list(t.shape), "bytes": t.nbytes}
-        for t in checkpoint.tensors.values()
-    ]
-
-
-def _metadata_values(checkpoint: "Checkpoint", *, whole: bool) -> dict[str, Any]:
-    """Each key's type and value; a long list is cut to its beginning beside its length, unless asked for whole."""
-    return {
-        key: {"type": checkpoint.value_types.get(key, type(value).__name__), **_value(value, whole=whole)}
-        for key, value in _keys(checkpoint.metadata)
-    }
-
-
-def _keys(metadata: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The keys of a GGUF; of a folder, those of each JSON file with the file's name before them."""
-    for key, value in metadata.items():
-        if isinstance(value, dict):
-            yield from ((f"{key}.{inner}", deep) for inner, deep in value.items())
-        else:
-            yield key, value
-
-
-def _value(value: Any, *, whole: bool) -> dict[str, Any]:
-    plain = value.tolist() if hasattr(value, "tolist") else value
-    if isinstance(plain, list) and len(plain) > SHORTEST_LIST and not whole:
-        return {"count": len(plain), "first": plain[:SHORTEST_LIST]}
-    return {"value": plain}
 
 
 def _metadata_lines(checkpoint: "Checkpoint") -> list[str]:
     rows = []
-    for key, entry in _metadata_values(checkpoint, whole=False).items():
+    for key, entry in metadata_values(checkpoint, whole=False).items():
         shown = repr(entry.get("value", entry.get("first")))
         if len(shown) > LONGEST_VALUE:
             shown = shown[: LONGEST_VALUE - 3] + "..."

@@ -7,7 +7,8 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from ..weights.hub.store import Progress, megabytes
+from ..errors import human_bytes
+from ..weights.hub.store import Progress
 
 PLAIN_STEPS = 4  # without a terminal: one line at each quarter
 
@@ -49,7 +50,7 @@ def _plain_lines() -> Progress:
         step = (what, done * PLAIN_STEPS // total if total else 0)
         if step != last:
             last = step
-            amount = f": {megabytes(done)} of {megabytes(total)}" if total else ""
+            amount = f": {human_bytes(done)} of {human_bytes(total)}" if total else ""
             print(f"{what}{amount}", file=sys.stderr, flush=True)
 
     return show

@@ -1,10 +1,11 @@
 """`llm-worker-rbee pull`: bring a model to this machine, check it, and say where it lies."""
 
-import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from .terminal import print_json
 
 
 def pull(
@@ -42,6 +43,6 @@ def pull(
         else:
             located = (hub.verify if verify else hub.find)(reference, progress=progress)
     if as_json:
-        print(json.dumps({"reference": located.reference, "path": str(located.path), "bytes": located.bytes}))
+        print_json({"reference": located.reference, "path": str(located.path), "bytes": located.bytes})
     else:
         print(located.path)

@@ -18,7 +18,7 @@ from .common import (
     load,
     read_text,
 )
-from .terminal import Status, columns, note, print_json, visible
+from .terminal import Status, columns, counted, figures, note, print_json, visible
 
 if TYPE_CHECKING:
     from ..engine.request import TokenLogprob
@@ -151,24 +151,6 @@ def _write(stream: "Stream", status: Status, before: str) -> None:
     status.clear()
     if not last.endswith("\n"):
         print(flush=True)
-
-
-def figures(completion: "Completion") -> str:
-    """`34 prompt tokens · 21 tokens · first token 0.41 s · 4.1 tokens/s · stop`."""
-    timings = completion.timings
-    parts = [
-        counted(len(completion.prompt_tokens), "prompt token"),
-        counted(len(completion.tokens), "token"),
-        f"first token {timings.time_to_first_token:.2f} s",
-    ]
-    if timings.tokens_per_second:
-        parts.append(f"{timings.tokens_per_second:.1f} tokens/s")
-    return " · ".join([*parts, completion.finish_reason or "stopped"])
-
-
-def counted(number: int, what: str) -> str:
-    """`1 token`, `2 tokens`."""
-    return f"{number:,} {what}" + "s" * (number != 1)
 
 
 def _report(llm: "LLM", reference: str | None, completion: "Completion") -> dict[str, Any]:

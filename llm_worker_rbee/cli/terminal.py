@@ -10,7 +10,10 @@ import math
 import os
 import sys
 from collections.abc import Iterable, Sequence
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
+
+if TYPE_CHECKING:
+    from ..llm import Completion
 
 STYLES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "cyan": "36"}
 COLOURS = {"red", "green", "yellow", "cyan"}
@@ -137,3 +140,21 @@ def _finite(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_finite(inner) for inner in value]
     return value
+
+
+def figures(completion: "Completion") -> str:
+    """`34 prompt tokens · 21 tokens · first token 0.41 s · 4.1 tokens/s · stop`."""
+    timings = completion.timings
+    parts = [
+        counted(len(completion.prompt_tokens), "prompt token"),
+        counted(len(completion.tokens), "token"),
+        f"first token {timings.time_to_first_token:.2f} s",
+    ]
+    if timings.tokens_per_second:
+        parts.append(f"{timings.tokens_per_second:.1f} tokens/s")
+    return " · ".join([*parts, completion.finish_reason or "stopped"])
+
+
+def counted(number: int, what: str) -> str:
+    """`1 token`, `2 tokens`."""
+    return f"{number:,} {what}" + "s" * (number != 1)

@@ -1,7 +1,7 @@
 """What a model is, as numbers: read once from a file's metadata, then frozen.
 
 `Family` is what a whole line of models has in common (the table is in models/architectures.py); `ModelConfig` is one
-model. Both metadata dialects, GGUF's (config_gguf.py) and transformers' (config_hf.py), end in the same record; a key
+model. Both metadata dialects, GGUF's (gguf.py) and transformers' (hf.py), end in the same record; a key
 that is missing or of the wrong type is an error that names it, and a rope scaling we do not implement is refused.
 """
 
@@ -48,10 +48,10 @@ class ModelConfig:
     norm_eps: float
     rope_dim: int
     rope_base: float
+    attention_scale: float
+    windows: tuple[int, ...]  # per layer; 0 sees everything
     rope_scaling: RopeScaling = field(default_factory=RopeScaling)
     rope_local_base: float = 0.0  # 0: layers with a window use rope_base and rope_scaling like the others
-    windows: tuple[int, ...] = ()  # per layer; 0 sees everything
-    attention_scale: float = 0.0
     attention_cap: float = 0.0  # soft cap of the scores; 0: none
     final_cap: float = 0.0  # soft cap of the logits; 0: none
     activation: str = "silu"

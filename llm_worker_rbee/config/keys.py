@@ -71,7 +71,7 @@ class Keys:
         """A finite number within bounds, whole or not."""
         value = self.get(key, (int, float), default)
         if not least <= value <= most:  # so is NaN, and an int too large for a float
-            raise self.fail(key, f"is {value if isinstance(value, float) else 'an int'}, outside {least:g}..{most:g}")
+            raise self.fail(key, f"is {repr(value)[:40]}, outside {least:g}..{most:g}")
         return float(value)
 
     def positive(self, key: str, default: float | None = None, least: float = SMALLEST) -> float:

@@ -14,12 +14,11 @@ from .sampler import sample, token_logprobs
 class Generation:
     """A request being answered; iterate over it for its tokens."""
 
-    def __init__(self, model: Transformer, request: Request, max_tokens: int) -> None:
+    def __init__(self, model: Transformer, request: Request) -> None:
         self.model = model
         self.request = request
-        self.max_tokens = max_tokens
         self.prompt_logprobs: list[TokenLogprob | None] | None = None
-        self.runner = Runner(model, len(request.prompt) + max_tokens)
+        self.runner = Runner(model, len(request.prompt) + request.max_tokens)
 
     def __iter__(self) -> Iterator[TokenOutput]:
         """Compute the prompt, then token after token until an end-of-text id or the limit."""
@@ -33,16 +32,15 @@ class Generation:
 
     def prefill(self) -> Array:
         """The logits after the last prompt token; scores the prompt on the way if that was asked for."""
-        if not self.request.params.prompt_logprobs:
-            return self.runner.prefill(self.request)
+        request, scored = self.request, self.request.params.prompt_logprobs
         scores: list[TokenLogprob | None] = [None]
-        logits = None
-        for start, logits in self.runner.prefill_scored(self.request):
-            following = self.request.prompt[start + 1 : start + 1 + logits.shape[0]]
-            k = self.request.params.logprobs or 0
-            scores += token_logprobs(self.model.ops, logits[: len(following)], following, k)
-        self.prompt_logprobs = scores
-        return logits[-1:]  # type: ignore[index]
+        for start, logits in self.runner.catch_up(request, all_logits=scored):
+            if scored:
+                following = request.prompt[start + 1 : start + 1 + logits.shape[0]]
+                k = request.params.logprobs or 0
+                scores += token_logprobs(self.model.ops, logits[: len(following)], following, k)
+        self.prompt_logprobs = scores if scored else None
+        return logits[-1:]
 
     def next_token(self, logits: Array) -> TokenOutput:
         """Choose from (1, vocabulary) and say whether the answer ends with it."""
@@ -54,4 +52,4 @@ class Generation:
         if request.params.logprobs is not None:
             (logprob,) = token_logprobs(self.model.ops, logits, [token], request.params.logprobs)
         request.tokens.append(token)
-        return TokenOutput(token, logprob, "length" if len(request.tokens) >= self.max_tokens else None)
+        return TokenOutput(token, logprob, "length" if len(request.tokens) >= request.max_tokens else None)

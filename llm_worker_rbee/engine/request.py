@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from ..errors import InvalidRequestError
 
+FinishReason = Literal["stop", "length"]
 MAX_SEED = 1 << 64
 MAX_STOPS = 16
 MAX_STOP_CHARS = 100
@@ -64,7 +65,7 @@ class SamplingParams:
             raise InvalidRequestError("logit_bias must map token ids to numbers", "logit_bias")
         for token, bias in self.logit_bias.items():
             _check_int("logit_bias", token, 0, None)
-            _check_number("logit_bias", bias, -100.0, 100.0, False)
+            _check_number("logit_bias", bias, -100.0, 100.0, False, shown=f"logit_bias of token {token}")
 
     def _check_stops(self) -> None:
         if not isinstance(self.stop, (list, tuple)) or not all(isinstance(s, str) for s in self.stop):
@@ -75,12 +76,14 @@ class SamplingParams:
             raise InvalidRequestError(f"each stop string must have 1 to {MAX_STOP_CHARS} characters", "stop")
 
 
-def _check_number(name: str, value: Any, low: float, high: float, open_end: bool) -> None:
+def _check_number(name: str, value: Any, low: float, high: float, open_end: bool, shown: str | None = None) -> None:
+    shown = shown or name
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not number or (isinstance(value, float) and not math.isfinite(value)):  # isfinite overflows on a huge int
-        raise InvalidRequestError(f"{name} must be a finite number, not {value!r}", name)
+        raise InvalidRequestError(f"{shown} must be a finite number, not {value!r}", name)
     if value > high or value < low or (open_end and value == low):
-        raise InvalidRequestError(f"{name} is {value}, outside {'above ' if open_end else ''}{low:g}..{high:g}", name)
+        least = f"above {low:g}" if open_end else f"{low:g} or more"
+        raise InvalidRequestError(f"{shown} is {value}: it must be {least}, at most {high:g}", name)
 
 
 def _check_int(name: str, value: Any, low: int, high: int | None, *, optional: bool = False) -> None:
@@ -100,6 +103,7 @@ class Request:
 
     prompt: list[int]
     params: SamplingParams
+    max_tokens: int  # resolved: what was asked for, or what is left of the context
     seed: int
     eos_ids: frozenset[int]
     choice: int = 0
@@ -127,4 +131,5 @@ class TokenOutput:
 
     token: int
     logprob: TokenLogprob | None = None
-    finish_reason: str | None = None  # "stop" (an end-of-text id, which is then not part of the answer) or "length"
+    # "stop": an end-of-text id, which is then not part of the answer
+    finish_reason: FinishReason | None = None

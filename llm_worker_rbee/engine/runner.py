@@ -16,11 +16,11 @@ CHUNK_WITH_LOGITS = 64  # likewise, where each token's logits are wanted too
 
 
 class Runner:
-    """A model and room for one sequence of at most `max_tokens` tokens."""
+    """A model and room for one sequence of at most `capacity` tokens."""
 
-    def __init__(self, model: Transformer, max_tokens: int) -> None:
+    def __init__(self, model: Transformer, capacity: int) -> None:
         self.model = model
-        n_blocks = -(-max_tokens // KVCache.default_block_size)
+        n_blocks = -(-capacity // KVCache.default_block_size)
         self.cache = KVCache(model.ops, model.config, n_blocks)
         self.block_table: Ints = np.arange(n_blocks, dtype=np.int64)
 
@@ -47,15 +47,9 @@ class Runner:
             logits_index=np.arange(n, dtype=np.int64) if all_logits else np.array([n - 1], np.int64),
         )
 
-    def prefill(self, request: Request) -> Array:
-        """Catch up with all tokens but none to come; logits of the last: (1, vocabulary)."""
-        logits = None
-        while request.num_computed_tokens < request.num_tokens:
-            logits = self.step(request, CHUNK)
-        return logits
-
-    def prefill_scored(self, request: Request) -> Iterator[tuple[int, Array]]:
-        """The same, giving every position's logits as they come: (first position, (n, vocabulary))."""
+    def catch_up(self, request: Request, *, all_logits: bool = False) -> Iterator[tuple[int, Array]]:
+        """Compute all that is not computed yet; of each chunk its first position and logits, as `step` gives them."""
+        limit = CHUNK_WITH_LOGITS if all_logits else CHUNK
         while request.num_computed_tokens < request.num_tokens:
             start = request.num_computed_tokens
-            yield start, self.step(request, CHUNK_WITH_LOGITS, all_logits=True)
+            yield start, self.step(request, limit, all_logits=all_logits)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
-from types import ModuleType
 
 import numpy as np
 
-from ..backends.types import Array, SampleRow
+from ..backends.types import Array, Ops, SampleRow
 from .request import Request, TokenLogprob
 
 SEED_BITS = 53  # survives a JSON reader that keeps numbers as doubles
@@ -19,7 +18,7 @@ def draw_seed() -> int:
     return secrets.randbits(SEED_BITS)
 
 
-def sample(ops: ModuleType, logits: Array, requests: Sequence[Request]) -> list[int]:
+def sample(ops: Ops, logits: Array, requests: Sequence[Request]) -> list[int]:
     """The next token of each request: (N, vocabulary) -> N ids."""
     return [int(token) for token in ops.sample(logits, [sample_row(request) for request in requests])]
 
@@ -27,8 +26,9 @@ def sample(ops: ModuleType, logits: Array, requests: Sequence[Request]) -> list[
 def sample_row(request: Request) -> SampleRow:
     """What the op needs of a request; a draw is keyed by the position of the token that it makes."""
     p = request.params
-    history = request.prompt + request.tokens
-    recent = history[max(0, len(history) - p.repeat_last_n) :] if p.repetition_penalty != 1.0 else []
+    recent: list[int] = []
+    if p.repetition_penalty != 1.0 and p.repeat_last_n:
+        recent = (request.prompt + request.tokens)[-p.repeat_last_n :]
     counts = request.tokens if p.presence_penalty or p.frequency_penalty else []
     return SampleRow(
         temperature=p.temperature,
@@ -48,7 +48,7 @@ def sample_row(request: Request) -> SampleRow:
     )
 
 
-def token_logprobs(ops: ModuleType, logits: Array, tokens: Sequence[int], k: int) -> list[TokenLogprob]:
+def token_logprobs(ops: Ops, logits: Array, tokens: Sequence[int], k: int) -> list[TokenLogprob]:
     """Log-probabilities of the given tokens under their rows of raw logits, with the k likeliest beside each."""
     found = ops.logprobs(logits, np.array(tokens, np.int64), k)
     return [

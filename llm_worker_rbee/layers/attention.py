@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from types import ModuleType
 
-from ..backends.types import Array, AttentionParams, Batch, KVLayer, RopeTable
+from ..backends.types import Array, AttentionParams, Batch, KVLayer, Ops, RopeTable
 from .linear import Linear
 from .rms_norm import RMSNorm
 
@@ -24,7 +23,7 @@ class Attention:
     q_norm: RMSNorm | None = None
     k_norm: RMSNorm | None = None
 
-    def __call__(self, ops: ModuleType, x: Array, kv: KVLayer, batch: Batch) -> Array:
+    def __call__(self, ops: Ops, x: Array, kv: KVLayer, batch: Batch) -> Array:
         """(T, width) -> (T, width); writes this step's keys and values."""
         q, k, v = self.split(self.qkv(ops, x))
         if self.q_norm is not None and self.k_norm is not None:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from types import ModuleType
 
-from ..backends.types import Array, Batch, KVLayer
+from ..backends.types import Array, Batch, KVLayer, Ops
 from .attention import Attention
 from .rms_norm import RMSNorm
 from .swiglu import SwiGLU
@@ -22,9 +21,7 @@ class Block:
     post_attention_norm: RMSNorm | None = None
     post_mlp_norm: RMSNorm | None = None
 
-    def __call__(
-        self, ops: ModuleType, x: Array, residual: Array | None, kv: KVLayer, batch: Batch
-    ) -> tuple[Array, Array]:
+    def __call__(self, ops: Ops, x: Array, residual: Array | None, kv: KVLayer, batch: Batch) -> tuple[Array, Array]:
         """(what the block before added, the stream) -> (what this one adds, the stream before that addition)."""
         if residual is None:
             x, residual = self.attention_norm(ops, x), x

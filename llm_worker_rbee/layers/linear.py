@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from types import ModuleType
 
-from ..backends.types import Array, Handle
+from ..backends.types import Array, Handle, Ops
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -15,6 +14,6 @@ class Linear:
     weight: Handle
     bias: Array | None = None  # (rows,)
 
-    def __call__(self, ops: ModuleType, x: Array) -> Array:
+    def __call__(self, ops: Ops, x: Array) -> Array:
         """x @ weight.T + bias."""
         return ops.linear(x, self.weight, self.bias)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from types import ModuleType
 
-from ..backends.types import Array
+from ..backends.types import Array, Ops
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -15,10 +14,10 @@ class RMSNorm:
     weight: Array  # (width,)
     eps: float
 
-    def __call__(self, ops: ModuleType, x: Array) -> Array:
+    def __call__(self, ops: Ops, x: Array) -> Array:
         """Normalise the last axis."""
         return ops.rms_norm(x, self.weight, self.eps)
 
-    def add(self, ops: ModuleType, x: Array, residual: Array) -> tuple[Array, Array]:
+    def add(self, ops: Ops, x: Array, residual: Array) -> tuple[Array, Array]:
         """(norm(residual + x), residual + x)."""
-        return ops.add_rms_norm(x, residual, self.weight, self.eps)  # type: ignore[no-any-return]
+        return ops.add_rms_norm(x, residual, self.weight, self.eps)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from types import ModuleType
 
-from ..backends.types import Array
+from ..backends.types import Array, Ops
 from .linear import Linear
 
 
@@ -17,6 +16,6 @@ class SwiGLU:
     down: Linear
     activation: str = "silu"
 
-    def __call__(self, ops: ModuleType, x: Array) -> Array:
+    def __call__(self, ops: Ops, x: Array) -> Array:
         """(T, width) -> (T, width)."""
         return self.down(ops, ops.gated(self.gate_up(ops, x), self.activation))

@@ -8,12 +8,11 @@ biases become float32.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from types import ModuleType
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..backends.types import AttentionParams, Handle, RopeTable
+from ..backends.types import AttentionParams, Handle, Ops, RopeTable
 from ..config import ModelConfig, RopeScaling
 from ..errors import ModelFileError
 from ..layers.attention import Attention
@@ -23,26 +22,22 @@ from ..layers.rms_norm import RMSNorm
 from ..layers.rope import rope_table
 from ..layers.swiglu import SwiGLU
 from ..weights import Checkpoint, Tensor
-from .architectures import describe
 from .transformer import Transformer
 
 # Old exports carry tables that follow from the metadata.
 IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".attn_rot_embd.weight")
 
 
-def load_model(
-    checkpoint: Checkpoint, ops: ModuleType, max_context: int | None = None, config: ModelConfig | None = None
-) -> Transformer:
-    """Build the decoder of a checkpoint on a backend; `config` replaces the one that the file describes."""
-    config = config or describe(checkpoint)
-    return _Loader(checkpoint, config, ops, min(max_context or config.context_length, config.context_length)).model()
+def load_model(checkpoint: Checkpoint, ops: Ops, config: ModelConfig, max_context: int | None = None) -> Transformer:
+    """Build the decoder that `config` describes on a backend, for contexts of up to `max_context` tokens."""
+    return _Loader(checkpoint, config, ops, max_context or config.context_length).model()
 
 
 @dataclass(slots=True)
 class _Loader:
     checkpoint: Checkpoint
     config: ModelConfig
-    ops: ModuleType
+    ops: Ops
     max_context: int
     used: set[str] = field(default_factory=set)
 
@@ -144,7 +139,7 @@ class _Loader:
         names = [prefix + f"attn_{x}" for x in "qkv"]
         if c.family.qkv_bias:
             for name in names:
-                self.tensor(name + ".bias")
+                self.tensor(name + ".bias")  # `linear` takes biases where there are any: here there must be
         return self.linear(names, rows, c.d_model)
 
     def mlp(self, prefix: str) -> SwiGLU:
@@ -188,7 +183,7 @@ class _Loader:
         if name not in self.checkpoint.tensors:
             raise ModelFileError(f"tensor {name!r} is missing: a {self.config.family.name} model needs it")
         self.used.add(name)
-        return replace(self.checkpoint.tensors[name], name=name)
+        return self.checkpoint.tensors[name]
 
     def matrix(self, name: str, rows: int, columns: int) -> Tensor:
         tensor = self.tensor(name)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from types import ModuleType
 
-from ..backends.types import Array, Batch, Handle
+from ..backends.types import Array, Batch, Handle, Ops
 from ..cache import KVCache
 from ..config import ModelConfig
 from ..layers.block import Block
@@ -17,7 +16,7 @@ class Transformer:
     """A model ready to run on one backend."""
 
     config: ModelConfig
-    ops: ModuleType
+    ops: Ops
     embedding: Handle
     embedding_scale: float
     blocks: tuple[Block, ...]

@@ -14,8 +14,8 @@ from typing import Protocol
 from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers
 
 from ..errors import TokenizerError
-from .pre_tokenizers import BYTE_TO_CHAR, PreTokenizer
-from .vocabulary import SPACE, SPECIAL_KINDS, Kind, Vocabulary
+from .pre_tokenizers import PreTokenizer
+from .vocabulary import BYTE_TO_CHAR, SPACE, SPECIAL_KINDS, Kind, Vocabulary
 
 _log = logging.getLogger("llm_worker_rbee")
 _SPACES = re.compile(" {2,}")
@@ -31,7 +31,7 @@ class Encoder(Protocol):
 
 
 class Partition:
-    """Finds the special tokens of a text: (token id, None) or (None, text between them)."""
+    """Finds the special tokens of a text: (token id, "") or (None, text between them)."""
 
     def __init__(self, tokens: Mapping[str, int], rstrip: frozenset[int] = frozenset()) -> None:
         self.ids = list(tokens.values())

@@ -33,8 +33,8 @@ def tokenizer_from_hf(folder: Path) -> Tokenizer:
         library = Library.from_file(str(path))
     except Exception as error:  # the library raises a bare Exception
         raise TokenizerError(f"{path}: {error}") from None
-    files = {name: _json(folder / f"{name}.json") for name in ("tokenizer_config", "config", "generation_config")}
-    files["special_tokens_map"] = _json(folder / "special_tokens_map.json")
+    names = ("tokenizer_config", "config", "generation_config", "special_tokens_map")
+    files = {name: _json(folder / f"{name}.json") for name in names}
     steps = list(_decoder_steps(source.get("decoder")))
     style = _style(path, steps)
     vocabulary = _vocabulary(library, source, style, _id_limit(files["config"]))
@@ -155,7 +155,7 @@ def _listed_ids(name: str, config: Mapping[str, Any], vocabulary: Vocabulary) ->
 
 
 def _template_tokens(library: Library) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """What the post-processor puts before and after a text, seen by trying it on an empty one and on a letter."""
+    """What the post-processor puts before and after a text, seen by trying it on a letter."""
     bare: list[int] = library.encode("a", add_special_tokens=False).ids
     full: list[int] = library.encode("a", add_special_tokens=True).ids
     if len(full) <= len(bare):
@@ -170,7 +170,10 @@ def _chat_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
     """chat_template.jinja if there is one, else the setting: a string, or a list of named templates."""
     path = folder / "chat_template.jinja"
     if path.is_file():
-        return path.read_text(encoding="utf-8")
+        try:
+            return path.read_text(encoding="utf-8")
+        except (UnicodeDecodeError, OSError) as error:
+            raise TokenizerError(f"{path}: not readable as UTF-8 text ({error})") from None
     template = settings.get("chat_template")
     if isinstance(template, list):
         named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}

@@ -104,17 +104,3 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
     "deepseek-coder": PreTokenizer(_DEEPSEEK_CODER),
     "deepseek-v3": PreTokenizer(_DEEPSEEK_V3),
 }
-
-
-def _byte_alphabet() -> dict[int, str]:
-    """The printable stand-ins that byte-level vocabularies use for the 256 bytes."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    alphabet = {byte: chr(byte) for byte in printable}
-    for byte in range(256):
-        if byte not in alphabet:
-            alphabet[byte] = chr(0x100 + len(alphabet) - len(printable))
-    return alphabet
-
-
-BYTE_TO_CHAR = _byte_alphabet()
-CHAR_TO_BYTE = {char: byte for byte, char in BYTE_TO_CHAR.items()}

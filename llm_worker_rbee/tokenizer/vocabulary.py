@@ -10,7 +10,6 @@ from enum import IntEnum
 from typing import Literal
 
 from ..errors import InvalidRequestError, TokenizerError
-from .pre_tokenizers import CHAR_TO_BYTE
 
 Style = Literal["byte", "spm"]
 SPACE = "\u2581"  # how SentencePiece writes a space
@@ -30,6 +29,20 @@ class Kind(IntEnum):
 
 SPECIAL_KINDS = frozenset({int(Kind.CONTROL), int(Kind.UNKNOWN)})
 _VERBATIM_KINDS = SPECIAL_KINDS | {int(Kind.USER_DEFINED)}
+
+
+def _byte_alphabet() -> dict[int, str]:
+    """The printable stand-ins that byte-level vocabularies use for the 256 bytes."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    alphabet = {byte: chr(byte) for byte in printable}
+    for byte in range(256):
+        if byte not in alphabet:
+            alphabet[byte] = chr(0x100 + len(alphabet) - len(printable))
+    return alphabet
+
+
+BYTE_TO_CHAR = _byte_alphabet()
+CHAR_TO_BYTE = {char: byte for byte, char in BYTE_TO_CHAR.items()}
 
 
 def byte_of(text: str) -> int | None:

@@ -6,10 +6,9 @@ from ..errors import ModelFileError, ModelNotFoundError, UnsupportedModelError
 from .checkpoint import Checkpoint, Tensor
 from .gguf import open_gguf
 from .hf import open_hf
+from .names import PICKLES
 
 __all__ = ["Checkpoint", "Tensor", "open_checkpoint"]
-
-PICKLED = {".bin", ".pt", ".pth", ".ckpt", ".pkl"}
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
@@ -24,7 +23,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
         return open_hf(path)
     if not path.is_file():
         raise ModelFileError(f"{path} is neither a file nor a folder")
-    if path.suffix.lower() in PICKLED:
+    if path.suffix.lower() in PICKLES:
         raise UnsupportedModelError(
             f"{path.name}: pickled weights can run any code and are refused: convert them to safetensors or GGUF"
         )

@@ -7,6 +7,7 @@ NumPy order: (rows, columns), where a row is contiguous and holds whole blocks.
 from __future__ import annotations
 
 import math
+import mmap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ..errors import ModelFileError
 from .quants import BlockType, dequantize
 from .quants.scales import find_bad_block
 
@@ -26,6 +28,19 @@ def value_count(shape: Sequence[int]) -> int | None:
     if math.prod(dim for dim in shape if dim) > MAX_VALUES:
         return None
     return math.prod(shape)
+
+
+def map_file(path: Path, least: int) -> mmap.mmap:
+    """Map a file for reading; one of fewer than `least` bytes is refused."""
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, 2)
+            if size < least:
+                problem = f"{size} bytes are too few for a model file" if size else "the file is empty"
+                raise ModelFileError(f"{path.name}: {problem}")
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except OSError as error:
+        raise ModelFileError(f"cannot open {path}: {error.strerror}") from error
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -11,7 +11,6 @@ offset that cannot be true is an error that names its key or tensor. It decodes 
 
 from __future__ import annotations
 
-import mmap
 import struct
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..errors import ModelFileError, UnsupportedModelError
-from .checkpoint import Checkpoint, Tensor, value_count
+from .checkpoint import Checkpoint, Tensor, map_file, value_count
 from .gguf_split import GGUFPart, check_split_total, further_splits
 from .quants import BY_ID, REMOVED
 
@@ -82,14 +81,7 @@ class _Reader:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        try:
-            with path.open("rb") as file:
-                size = file.seek(0, 2)
-                if size == 0:
-                    raise ModelFileError(f"{path.name}: the file is empty")
-                self.map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        except OSError as error:
-            raise ModelFileError(f"cannot open {path}: {error.strerror}") from error
+        self.map = map_file(path, 1)
         self.size = len(self.map)
         self.at = 0
 

@@ -5,15 +5,13 @@ The metadata that describes the model is in the first file; every file has `spli
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..errors import ModelFileError
 from .checkpoint import Tensor
-
-SPLIT_NAME = re.compile(r"^(?P<stem>.*)-(?P<no>\d{5})-of-(?P<count>\d{5})\.gguf$")
+from .names import SPLIT_NAME, split_set
 
 
 class GGUFPart(NamedTuple):
@@ -38,19 +36,18 @@ def further_splits(first: GGUFPart, read: Callable[[Path], GGUFPart]) -> list[GG
     if "split.count" not in first.metadata or (count := _split_int(first, "split.count")) <= 1:
         return []
     path = first.path
-    name = SPLIT_NAME.match(path.name)
+    name = SPLIT_NAME.fullmatch(path.name)
     if name is None:
         raise ModelFileError(
             f"{path.name} is one of {count} split files, but is not named like one (NAME-00001-of-{count:05d}.gguf)"
         )
-    stem = name["stem"]
-    if _split_int(first, "split.no") != 0 or int(name["no"]) != 1:
-        raise ModelFileError(f"{path.name} is not the first of its split set: open {stem}-00001-of-{count:05d}.gguf")
-    if int(name["count"]) != count:
-        raise ModelFileError(f"{path.name}: its name says {int(name['count'])} files, its metadata {count}")
+    if int(name["parts"]) != count:
+        raise ModelFileError(f"{path.name}: its name says {int(name['parts'])} files, its metadata {count}")
+    names = split_set(path)
+    if _split_int(first, "split.no") != 0 or int(name["part"]) != 1:
+        raise ModelFileError(f"{path.name} is not the first of its split set: open {names[0].name}")
     parts = []
-    for number in range(1, count):
-        other = path.with_name(f"{stem}-{number + 1:05d}-of-{count:05d}.gguf")
+    for number, other in enumerate(names[1:], start=1):
         if not other.exists():
             raise ModelFileError(f"{other.name} is missing: the split set of {path.name} has {count} files")
         part = read(other)

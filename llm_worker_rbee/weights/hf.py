@@ -12,19 +12,20 @@ import json
 import mmap
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ..errors import ModelFileError, UnsupportedModelError
-from .checkpoint import Checkpoint, Tensor, value_count
+from .checkpoint import Checkpoint, Tensor, map_file, value_count
+from .names import PICKLES
 from .quants import BLOCK_TYPES
 
 DTYPES = ("F32", "F16", "BF16", "F64", "I8", "I16", "I32", "I64")  # their names are those of our block types
 MAX_HEADER = 100_000_000
 MAX_DIMS = 8
-PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
 TOP_NAMES = {
     "model.embed_tokens.weight": "token_embd.weight",
@@ -66,8 +67,7 @@ def open_hf(folder: Path) -> Checkpoint:
     model_type = config.get("model_type")
     if model_type is not None and not isinstance(model_type, str):
         raise ModelFileError("config.json: 'model_type' is not a string")
-    types = dict.fromkeys(metadata, "file")
-    return Checkpoint(folder, "safetensors", model_type, metadata, _rename(tensors), types)
+    return Checkpoint(folder, "safetensors", model_type, metadata, _rename(tensors), value_types={})
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -93,7 +93,7 @@ def _rename(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         if ours in out:
             raise ModelFileError(f"tensors {name!r} and {out[ours].name!r} both mean {ours!r}")
         out[ours] = tensor
-    return out
+    return {name: replace(tensor, name=name) for name, tensor in out.items()}
 
 
 def gguf_name(name: str, layer_names: Mapping[str, str] = LAYER_NAMES) -> str:
@@ -112,7 +112,7 @@ def _read_shards(folder: Path) -> dict[str, Tensor]:
         return _read_indexed(folder, read_json(index))
     files = sorted(folder.glob("*.safetensors"))
     if not files:
-        pickles = sorted(p.name for pattern in PICKLES for p in folder.glob(pattern))
+        pickles = sorted(p.name for p in folder.iterdir() if p.suffix in PICKLES)
         if pickles:
             raise UnsupportedModelError(
                 f"{folder.name}: {pickles[0]} holds pickled weights, which can run any code "
@@ -151,14 +151,8 @@ def _read_indexed(folder: Path, index: Mapping[str, Any]) -> dict[str, Tensor]:
 
 def read_safetensors(path: Path) -> dict[str, Tensor]:
     """All tensors of one file as views of its mapping; the whole header is checked against the file's size first."""
-    try:
-        with path.open("rb") as file:
-            size = file.seek(0, 2)
-            if size < 8:
-                raise ModelFileError(f"{path.name}: {size} bytes are too few for a safetensors file")
-            view = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    except OSError as error:
-        raise ModelFileError(f"cannot open {path}: {error.strerror}") from error
+    view = map_file(path, 8)
+    size = len(view)
     length = int.from_bytes(view[:8], "little")
     if length > min(size - 8, MAX_HEADER):
         raise ModelFileError(f"{path.name}: a header of {length} bytes does not fit (the file has {size})")

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from llm_worker_rbee.cli import status_of
-from llm_worker_rbee.tokenizer.pre_tokenizers import CHAR_TO_BYTE
+from llm_worker_rbee.tokenizer.vocabulary import CHAR_TO_BYTE
 from llm_worker_rbee.weights.gguf_writer import Typed, write_gguf
 
 ROOT = Path(__file__).parents[2]

@@ -55,7 +55,7 @@ def test_each_help_shows_an_example_and_no_escape_code(spawn: Run, command: str)
     [
         (["nonsense"], 2, "error: No such command 'nonsense'"),
         (["run", "--nonsense"], 2, "(see llm-worker-rbee run --help)"),
-        (["run", "hi", "--temperature", "9"], 2, "error: --temperature is 9.0, outside 0..2"),
+        (["run", "hi", "--temperature", "9"], 2, "error: --temperature is 9.0: it must be 0 or more, at most 2"),
         (["run", "hi", "--temperature", "nan"], 2, "error: --temperature must be a finite number"),
         (["run", "hi", "--top-p", "x"], 2, "--top-p"),
         (["run", "hi", "--max-tokens", "0"], 2, "error: --max-tokens is 0"),

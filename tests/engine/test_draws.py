@@ -19,7 +19,9 @@ from tests.engine.test_sampling import some_logits
 
 
 def request(prompt: list[int], tokens: list[int] = [], **options: Any) -> Request:  # noqa: B006  (copied)
-    return Request(list(prompt), SamplingParams(**options), options.get("seed", 0), frozenset(), tokens=list(tokens))
+    return Request(
+        list(prompt), SamplingParams(**options), 99, options.get("seed", 0), frozenset(), tokens=list(tokens)
+    )
 
 
 @pytest.mark.parametrize(

@@ -20,12 +20,13 @@ from llm_worker_rbee.weights import open_checkpoint
 
 
 def load(path: Path, max_context: int | None = None) -> Transformer:
-    return load_model(open_checkpoint(path), pick(backend="reference"), max_context)
+    checkpoint = open_checkpoint(path)
+    return load_model(checkpoint, pick(backend="reference"), describe(checkpoint), max_context)
 
 
 def logits_of(model: Transformer, ids: list[int], chunk: int = 512) -> NDArray[np.float32]:
     """Logits at every position, computed in chunks of the given size."""
-    request = Request(list(ids), SamplingParams(), 0, frozenset())
+    request = Request(list(ids), SamplingParams(), 1, 0, frozenset())
     runner = Runner(model, len(ids))
     parts = []
     while request.num_computed_tokens < len(ids):
@@ -34,8 +35,8 @@ def logits_of(model: Transformer, ids: list[int], chunk: int = 512) -> NDArray[n
 
 
 def greedy(model: Transformer, ids: list[int], n: int) -> list[int]:
-    request = Request(list(ids), SamplingParams(temperature=0.0, max_tokens=n), 0, frozenset())
-    return [output.token for output in Generation(model, request, n)]
+    request = Request(list(ids), SamplingParams(temperature=0.0), n, 0, frozenset())
+    return [output.token for output in Generation(model, request)]
 
 
 def _blocks(change: Callable[[Block], Block]) -> Callable[[Transformer], Transformer]:
@@ -70,9 +71,9 @@ WITHOUT_BUILT: dict[str, Callable[[Transformer], Transformer]] = {
 def load_without(path: Path, feature: str, max_context: int | None = None) -> Transformer:
     checkpoint, ops = open_checkpoint(path), pick(backend="reference")
     if feature in WITHOUT_BUILT:
-        return WITHOUT_BUILT[feature](load_model(checkpoint, ops, max_context))
+        return WITHOUT_BUILT[feature](load_model(checkpoint, ops, describe(checkpoint), max_context))
     config = WITHOUT_CONFIG[feature](describe(checkpoint))
     if feature == "rope scaling":  # in a GGUF some scalings are tensors
         kept = {n: t for n, t in checkpoint.tensors.items() if not n.startswith("rope_f")}
         checkpoint = replace(checkpoint, tensors=kept)
-    return load_model(checkpoint, ops, max_context, config)
+    return load_model(checkpoint, ops, config, max_context)

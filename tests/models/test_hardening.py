@@ -45,7 +45,8 @@ HF_CONFIG: dict[str, Any] = {
 
 
 def load(path: Path) -> Transformer:
-    return load_model(open_checkpoint(path), pick(backend="reference"))
+    checkpoint = open_checkpoint(path)
+    return load_model(checkpoint, pick(backend="reference"), describe(checkpoint))
 
 
 def write(path: Path, changes: dict[str, Any] | None = None, family: str = "llama", drop: tuple[str, ...] = ()) -> Path:

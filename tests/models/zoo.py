@@ -61,7 +61,7 @@ class Variant:
 
     family: str
     settings: dict[str, Any] = field(default_factory=dict)
-    features: tuple[str, ...] = ()  # what must not be left out (see ablate.py)
+    features: tuple[str, ...] = ()  # what must not be left out (see running.py)
     max_context: int | None = None
     length: int = 24
 

@@ -123,7 +123,7 @@ def outcome(path: Path) -> str:
         return explained(error)
     results = []
     for step in (
-        lambda: load_model(checkpoint, pick(backend="reference"), config=describe(checkpoint)),
+        lambda: load_model(checkpoint, pick(backend="reference"), describe(checkpoint)),
         lambda: tokenizer_from_gguf(checkpoint.metadata).encode("ab é\n<|x|>", parse_special=True),
     ):
         try:

@@ -16,13 +16,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from llm_worker_rbee.backends import pick
 from llm_worker_rbee.errors import ModelFileError, UnsupportedModelError
-from llm_worker_rbee.models import load_model
+from llm_worker_rbee.models import describe
 from llm_worker_rbee.weights import Checkpoint, open_checkpoint
 from llm_worker_rbee.weights.gguf_writer import Raw, TensorLike, write_gguf
 from llm_worker_rbee.weights.hf import LAYER_NAMES, SANDWICH_NAMES, gguf_name
 
+from ..models import running
 from ..models.zoo import ZOO, family_of, make_hf, save_hf
 from .test_gguf import base_of
 
@@ -105,7 +105,7 @@ def test_nan_and_infinity_are_refused_at_load(tmp_path: Path, kind: str, value: 
     with torch.no_grad():
         model.model.layers[1].mlp.up_proj.weight[3, 5] = value
     with pytest.raises(ModelFileError, match=r"tensor 'blk\.1\.ffn_up\.weight' holds a NaN or infinite value"):
-        load_model(open_checkpoint(save_hf(model, tmp_path)), pick(backend="reference"))
+        running.load(save_hf(model, tmp_path))
 
 
 def safetensors(header: Any, data: int = 24) -> bytes:
@@ -211,7 +211,7 @@ def test_config_missing(tmp_path: Path) -> None:
 def test_architecture_unknown(tmp_path: Path, config: str) -> None:
     checkpoint = open_checkpoint(folder_with(tmp_path, safetensors(SMALL), config.encode()))
     with pytest.raises(ModelFileError, match=r"'model_type' is missing|is not supported"):
-        load_model(checkpoint, pick(backend="reference"))
+        describe(checkpoint)
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "model.pth", "model.ckpt", "model.pkl"])

@@ -14,12 +14,24 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...errors import InvalidRequestError, ModelNotFoundError
+from ..names import SPLIT_NAME, split_set
 from . import huggingface, wheel
-from .choice import REFERENCE, SPLIT, HubModel, parse
+from .choice import REFERENCE, HubModel, parse
 from .store import Progress, cache_dir, silent
 from .wheel import BUILTIN
 
-__all__ = ["BUILTIN", "DEFAULT_MODEL", "CachedModel", "Located", "Progress", "cache_dir", "cached_models", "locate"]
+__all__ = [
+    "BUILTIN",
+    "DEFAULT_MODEL",
+    "CachedModel",
+    "Located",
+    "Progress",
+    "cache_dir",
+    "cached_models",
+    "find",
+    "locate",
+    "verify",
+]
 
 DEFAULT_MODEL = "smollm2"
 
@@ -108,8 +120,7 @@ def files_of(path: Path) -> list[Path]:
     """The files that make up the model at `path`: itself, its split set, or all in the folder."""
     if path.is_dir():
         return sorted(inner for inner in path.rglob("*") if inner.is_file())
-    match = SPLIT.fullmatch(path.name)
-    return sorted(path.parent.glob(f"{match['stem']}-*-of-{match['parts']}.gguf")) if match else [path]
+    return [part for part in split_set(path) if part.exists()]
 
 
 def _existing_path(reference: str) -> Path | None:
@@ -127,8 +138,8 @@ def _existing_path(reference: str) -> Path | None:
 
 def _is_model(path: Path) -> bool:
     if path.is_dir():
-        return (path / "config.json").is_file() or any(path.glob("*.gguf"))
-    match = SPLIT.fullmatch(path.name)
+        return (path / "config.json").is_file() or any(path.glob("*.[gG][gG][uU][fF]"))
+    match = SPLIT_NAME.fullmatch(path.name)
     return path.suffix.lower() == ".gguf" and path.is_file() and (match is None or int(match["part"]) == 1)
 
 

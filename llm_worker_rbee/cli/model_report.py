@@ -1,0 +1,148 @@
+"""What `inspect` tells of a model file, as plain values; the text for people and the JSON are made from these."""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from ..errors import WorkerError
+
+if TYPE_CHECKING:
+    from ..config import ModelConfig
+    from ..weights import Checkpoint
+
+LONGEST_WHOLE_LIST = 8  # longer ones are cut to so many entries
+# what a GGUF of any architecture may tell: our name -> the key behind `<architecture>.`
+COMMON_KEYS = {
+    "layers": "block_count",
+    "width": "embedding_length",
+    "feed_forward": "feed_forward_length",
+    "heads": "attention.head_count",
+    "kv_heads": "attention.head_count_kv",
+    "context": "context_length",
+}
+
+
+def describe_file(checkpoint: "Checkpoint", file_bytes: int, context: int | None) -> dict[str, Any]:
+    """Everything but the lists of tensors and of metadata, as plain values."""
+    from ..models.architectures import describe
+
+    config: ModelConfig | None = None
+    reason = None
+    try:
+        config = describe(checkpoint)
+    except WorkerError as error:
+        reason = str(error)
+    shape = _shape_of(config) if config else _shape_from_keys(checkpoint)
+    name = checkpoint.metadata.get("general.name")
+    return {
+        "path": str(checkpoint.path),
+        "format": checkpoint.format,
+        "file_bytes": file_bytes,
+        "name": name if isinstance(name, str) else None,
+        "architecture": checkpoint.architecture,
+        "supported": config is not None,
+        "reason": reason,
+        "parameters": sum(tensor.size for tensor in checkpoint.tensors.values()),
+        "shape": shape,
+        "quantization": _quantization(checkpoint),
+        "tokenizer": _tokenizer(checkpoint),
+        "memory": _memory(checkpoint, config, context or shape.get("context")),
+    }
+
+
+def _shape_of(c: "ModelConfig") -> dict[str, Any]:
+    windows = sorted(set(c.windows) - {0})
+    return {
+        "layers": c.n_layers,
+        "width": c.d_model,
+        "feed_forward": c.d_ff,
+        "heads": c.n_heads,
+        "kv_heads": c.n_kv_heads,
+        "head_dim": c.head_dim,
+        "vocabulary": c.vocab_size,
+        "context": c.context_length,
+        "sliding_window": windows[0] if windows else None,
+        "layers_with_window": sum(window > 0 for window in c.windows),
+        "rope_base": c.rope_base,
+        "rope_dim": c.rope_dim,
+        "rope_scaling": c.rope_scaling.kind,
+        "rope_factor": c.rope_scaling.factor,
+    }
+
+
+def _shape_from_keys(checkpoint: "Checkpoint") -> dict[str, Any]:
+    found = {name: checkpoint.metadata.get(f"{checkpoint.architecture}.{key}") for name, key in COMMON_KEYS.items()}
+    return {name: value for name, value in found.items() if isinstance(value, int) and not isinstance(value, bool)}
+
+
+def _quantization(checkpoint: "Checkpoint") -> list[dict[str, Any]]:
+    count, size = Counter[str](), Counter[str]()
+    for tensor in checkpoint.tensors.values():
+        count[tensor.kind.name] += 1
+        size[tensor.kind.name] += tensor.nbytes
+    total = max(1, checkpoint.nbytes)
+    return [{"type": kind, "tensors": count[kind], "bytes": n, "share": n / total} for kind, n in size.most_common()]
+
+
+def _tokenizer(checkpoint: "Checkpoint") -> dict[str, Any]:
+    from ..llm import open_tokenizer
+
+    try:
+        tokenizer = open_tokenizer(checkpoint)
+    except WorkerError as error:
+        return {"error": str(error)}
+    return {
+        "kind": tokenizer.kind,
+        "vocabulary": tokenizer.vocab_size,
+        "bos": None
+        if tokenizer.bos_id is None
+        else {"id": tokenizer.bos_id, "text": tokenizer.piece(tokenizer.bos_id)},
+        "eos": [{"id": token, "text": tokenizer.piece(token)} for token in sorted(tokenizer.eos_ids)],
+        "add_bos": tokenizer.add_bos,
+        "add_eos": tokenizer.add_eos,
+        "chat_template": tokenizer.chat_template is not None,
+    }
+
+
+def _memory(checkpoint: "Checkpoint", config: "ModelConfig | None", context: int | None) -> dict[str, Any]:
+    """Weights stay as they are in the file; keys and values are float32."""
+    weights = checkpoint.nbytes
+    kv = config.kv_bytes(context) if config is not None and context else None
+    return {
+        "context": context,
+        "weights_bytes": weights,
+        "kv_bytes": kv,
+        "total_bytes": None if kv is None else weights + kv,
+    }
+
+
+def tensor_rows(checkpoint: "Checkpoint") -> list[dict[str, Any]]:
+    """Every tensor: name, type, shape, bytes."""
+    return [
+        {"name": t.name, "type": t.kind.name, "shape": list(t.shape), "bytes": t.nbytes}
+        for t in checkpoint.tensors.values()
+    ]
+
+
+def metadata_values(checkpoint: "Checkpoint", *, whole: bool) -> dict[str, Any]:
+    """Each key's type and value; a long list is cut to its beginning beside its length, unless asked for whole."""
+    return {
+        key: {"type": checkpoint.value_types.get(key, type(value).__name__), **_value(value, whole=whole)}
+        for key, value in _keys(checkpoint.metadata)
+    }
+
+
+def _keys(metadata: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The keys of a GGUF; of a folder, those of each JSON file with the file's name before them."""
+    for key, value in metadata.items():
+        if isinstance(value, dict):
+            yield from ((f"{key}.{inner}", deep) for inner, deep in value.items())
+        else:
+            yield key, value
+
+
+def _value(value: Any, *, whole: bool) -> dict[str, Any]:
+    plain = value.tolist() if hasattr(value, "tolist") else value
+    if isinstance(plain, list) and len(plain) > LONGEST_WHOLE_LIST and not whole:
+        return {"count": len(plain), "first": plain[:LONGEST_WHOLE_LIST]}
+    return {"value": plain}
