@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import llm_worker_rbee
 from llm_worker_rbee import LLM, Chunk, Completion, SamplingParams
 from llm_worker_rbee.errors import ChatTemplateError, ContextLengthError, InvalidRequestError, ModelNotFoundError
 from tests.e2e import tiny
@@ -259,3 +260,15 @@ def test_like_in_a_notebook(tiny_file: Path) -> None:
     assert "temperature=0.8" in repr(params)
     assert LLM.generate.__doc__
     assert LLM.stream.__doc__
+
+
+@pytest.mark.parametrize("asked", [0, -1, 10**9, "64", 2.5, True])
+def test_a_context_that_the_model_does_not_have_is_refused(tiny_file: Path, asked: Any) -> None:
+    with pytest.raises(InvalidRequestError, match="max_context is") as caught:
+        LLM(str(tiny_file), max_context=asked)
+    assert caught.value.field == "max_context"
+
+
+def test_a_notebook_can_complete_the_names() -> None:
+    assert set(llm_worker_rbee.__all__) == set(dir(llm_worker_rbee))
+    assert all(getattr(llm_worker_rbee, name) is not None for name in llm_worker_rbee.__all__)

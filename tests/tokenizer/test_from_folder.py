@@ -130,6 +130,9 @@ def test_chat_templates(tmp_path: Path) -> None:
     assert tokenizer_from_hf(folder).chat_template == "d"
     (folder / "chat_template.jinja").write_text("file", encoding="utf-8")
     assert tokenizer_from_hf(folder).chat_template == "file"
+    (folder / "chat_template.jinja").write_bytes(b"\xff\xfe")
+    with pytest.raises(TokenizerError, match=r"chat_template\.jinja: not readable as UTF-8"):
+        tokenizer_from_hf(folder)
 
 
 @pytest.mark.parametrize(

@@ -124,7 +124,7 @@ def folder_with(path: Path, model: bytes, config: bytes = b"{}") -> Path:
 
 
 BAD: dict[str, tuple[bytes, str]] = {
-    "empty file": (b"", "model.safetensors: 0 bytes are too few"),
+    "empty file": (b"", "model.safetensors: the file is empty"),
     "seven bytes": (bytes(7), "model.safetensors: 7 bytes are too few"),
     "header of 2^63 bytes": (struct.pack("<Q", 2**63) + bytes(100), f"header of {2**63} bytes"),
     "header of 2^64-1 bytes": (struct.pack("<Q", 2**64 - 1) + bytes(100), f"header of {2**64 - 1} bytes"),

@@ -95,3 +95,12 @@ def test_a_half_written_default_is_not_listed(cache: Path) -> None:
     assert hub.cached_models() == []
     with pytest.raises(ModelNotFoundError):
         hub.locate("smollm2", pull=False)
+
+
+@pytest.mark.parametrize("suffix", ["gguf", "GGUF"])
+def test_a_split_set_in_the_cache_is_one_model_with_all_its_bytes(cache: Path, suffix: str) -> None:
+    cache.mkdir(parents=True)
+    for part in (1, 2):
+        (cache / f"big-0000{part}-of-00002.{suffix}").write_bytes(b"GGUF" * part)
+    (model,) = hub.cached_models()
+    assert (model.path.name, model.bytes) == (f"big-00001-of-00002.{suffix}", 12)
