@@ -9,42 +9,52 @@ PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; 
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
+# The environment is tied to its Python and its place: it notes them once it works, and is made anew for others.
+ORIGIN := import os, sys; print(sys.version, sys.base_prefix, os.getcwd(), sep="\n")
+STALE := $(shell test "$$("$(PYTHON)" -c '$(ORIGIN)' 2>/dev/null)" = "$$(cat $(VENV)/.made 2>/dev/null)" || echo FORCE)
+# pip writes RECORD last, yet counts a package without one, left by an install that was cut off, as installed.
+FORGET_HALVES := for info in $(VENV)/lib/python*/site-packages/*.dist-info; do \
+	test -e "$$info/RECORD" || rm -rf "$$info"; done
 WORKERS ?= auto
 DEMO_PROMPT ?= What is the capital of France, and what is it famous for? Answer in one sentence.
 
-.PHONY: demo test lint types clean help
+.PHONY: demo test lint types clean help FORCE
 
 help:
 	@sed -n '3,6s/^# *//p' Makefile
 
 demo: $(VENV)/.core
-	@$(BIN)/llm-worker-rbee run --temperature 0 --max-tokens 32 "$(DEMO_PROMPT)"
+	@$(BIN)/python -m llm_worker_rbee run --temperature 0 --max-tokens 32 "$(DEMO_PROMPT)"
 
 # One thread for each test process: the machine's cores are shared out among them.
 test: $(VENV)/.dev lint types
 	OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
 
 lint: $(VENV)/.dev
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
+	$(BIN)/python -m ruff check .
+	$(BIN)/python -m ruff format --check .
 
 types: $(VENV)/.dev
-	$(BIN)/mypy
+	$(BIN)/python -m mypy
 
 # A system Python without the venv module's own pip gets one from the pip that is there.
-$(BIN)/python:
+$(VENV)/.made: $(STALE)
 	@test -n "$(PYTHON)" || { echo "error: Python 3.11 or newer is needed: install it, or say make PYTHON=/path/to/python"; exit 1; }
 	@echo "Making the environment in $(VENV) ..."
-	@$(PYTHON) -m venv $(VENV) 2>/dev/null || { rm -rf $(VENV) && $(PYTHON) -m venv --without-pip $(VENV) \
-		&& $(PYTHON) -m pip --disable-pip-version-check --python $(BIN)/python install -q pip; }
+	@"$(PYTHON)" -m venv --clear $(VENV) 2>/dev/null || { "$(PYTHON)" -m venv --clear --without-pip $(VENV) \
+		&& "$(PYTHON)" -m pip --disable-pip-version-check --python $(BIN)/python install -q pip; }
+	@$(PIP) --version >/dev/null
+	@"$(PYTHON)" -c '$(ORIGIN)' >$@
 
-$(VENV)/.core: pyproject.toml | $(BIN)/python
+$(VENV)/.core: pyproject.toml $(VENV)/.made
 	@echo "Installing the core ..."
+	@$(FORGET_HALVES)
 	@$(PIP) install -q -e .
 	@touch $@
 
 $(VENV)/.dev: pyproject.toml constraints.txt $(VENV)/.core
 	@echo "Installing what the tests need ..."
+	@$(FORGET_HALVES)
 	@$(PIP) install -q -c constraints.txt -e '.[dev]'
 	@touch $@
 

@@ -51,6 +51,10 @@ class MissingDependencyError(WorkerError):
     code = "MISSING_DEPENDENCY"
 
 
+class InferenceError(WorkerError):
+    """The forward pass gave something that no token can be chosen from."""
+
+
 class InsufficientMemoryError(WorkerError):
     """There is not enough memory for what was asked."""
 

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
+from numbers import Integral
 from pathlib import Path
 from typing import Any, overload
 
@@ -26,11 +27,11 @@ from .engine.sampler import draw_seed
 from .errors import ChatTemplateError, ContextLengthError, InvalidRequestError
 from .models import Transformer, describe, load_model
 from .tokenizer import ChatTemplate, StreamDecoder, Tokenizer, tokenizer_from_gguf, tokenizer_from_hf
+from .tokenizer.messages import Message, checked_messages
 from .weights import Checkpoint, open_checkpoint
 from .weights.hub import Progress, locate
 
 Prompt = str | Sequence[int]
-Message = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +105,8 @@ class LLM:
             self.tokenizer: Tokenizer = open_tokenizer(self.checkpoint)
         with self._timed("weights"):
             self.model: Transformer = load_model(self.checkpoint, ops, self.config, self.max_context)
-        self._template_source = chat_template or self.tokenizer.chat_template
+            self.tokenizer.pad_to(self.config.vocab_size)
+        self._template_source = self.tokenizer.chat_template if chat_template is None else chat_template
 
     @contextmanager
     def _timed(self, phase: str) -> Iterator[None]:
@@ -130,7 +132,7 @@ class LLM:
 
     def apply_chat_template(self, messages: Sequence[Message], **fields: Any) -> str:
         """Messages -> the prompt that the model's own template makes of them."""
-        return self._template.render(messages, add_generation_prompt=True, **fields)
+        return self._template.render(checked_messages(messages), **fields)
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None, **options: Any) -> Stream:
         """Answer a prompt (text, or ids) piece by piece; keyword options are those of `SamplingParams`."""
@@ -159,14 +161,15 @@ class LLM:
         return self.stream_chat(messages, params, **options).completion()
 
     def _checked_ids(self, ids: Sequence[int]) -> list[int]:
+        ids = ids.tolist() if hasattr(ids, "tolist") else ids  # a NumPy array
         if not isinstance(ids, Sequence) or isinstance(ids, (bytes, bytearray)):
             raise InvalidRequestError(f"prompt must be text or a list of token ids, not {type(ids).__name__}", "prompt")
         for token in ids:
-            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < self.config.vocab_size:
+            if isinstance(token, bool) or not isinstance(token, Integral) or not 0 <= token < self.config.vocab_size:
                 raise InvalidRequestError(
                     f"prompt: {token!r} is not a token id (0..{self.config.vocab_size - 1})", "prompt"
                 )
-        return list(ids)
+        return [int(token) for token in ids]
 
 
 class Stream:
@@ -246,6 +249,8 @@ def open_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
 
 
 def _merge(params: SamplingParams | None, options: Mapping[str, Any]) -> SamplingParams:
+    if params is not None and not isinstance(params, SamplingParams):
+        raise InvalidRequestError(f"params must be SamplingParams, not {type(params).__name__}", "params")
     unknown = set(options) - set(SamplingParams.__dataclass_fields__)
     if unknown:
         raise InvalidRequestError(f"unknown sampling option {min(unknown)!r}", min(unknown))

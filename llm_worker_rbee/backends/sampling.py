@@ -12,15 +12,18 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from ..errors import InferenceError
 from .types import Ints, Logprobs, SampleRow
 
 Floats = NDArray[np.float32]
 Doubles = NDArray[np.float64]
 MASK = 0xFFFFFFFF
+MOST = 1e300  # a penalized logit stays a number
 
 
 def sample_row(logits: Floats, row: SampleRow) -> int:
     """The next token of one request."""
+    require_finite(logits)
     adjusted = penalize(logits.astype(np.float64), row)
     if row.temperature == 0:
         return int(np.argmax(adjusted))
@@ -32,6 +35,14 @@ def sample_row(logits: Floats, row: SampleRow) -> int:
     return int(kept[min(np.searchsorted(chances, point, side="right"), len(kept) - 1)])
 
 
+def require_finite(logits: Floats) -> None:
+    """Refuse rows with a NaN or an infinite best: no token can be chosen from them."""
+    if logits.size and not np.isfinite(logits.max(axis=-1)).all():
+        raise InferenceError(
+            "the model computed NaN or infinite logits: its weights are damaged, or too large for float32"
+        )
+
+
 def penalize(logits: Doubles, row: SampleRow) -> Doubles:
     """Bias and penalties, in place."""
     for token, bias in row.bias:
@@ -39,7 +50,9 @@ def penalize(logits: Doubles, row: SampleRow) -> Doubles:
     if row.repetition_penalty != 1.0 and row.recent.size:
         seen = np.unique(row.recent)
         values = logits[seen]
-        logits[seen] = np.where(values > 0, values / row.repetition_penalty, values * row.repetition_penalty)
+        with np.errstate(over="ignore"):  # a tiny penalty makes a seen token certain
+            scaled = np.where(values > 0, values / row.repetition_penalty, values * row.repetition_penalty)
+        logits[seen] = np.clip(scaled, -MOST, MOST)
     if (row.presence_penalty or row.frequency_penalty) and row.generated.size:
         seen, counts = np.unique(row.generated, return_counts=True)
         logits[seen] -= row.presence_penalty + row.frequency_penalty * counts
@@ -101,6 +114,7 @@ def _softmax(x: Doubles) -> Doubles:
 def logprobs(logits: Floats, chosen: Ints, k: int) -> Logprobs:
     """Log-softmax of the raw logits: at the chosen tokens, and the k likeliest of each row (ties: lowest id first)."""
     k = min(k, logits.shape[-1])
+    require_finite(logits)
     wide = logits.astype(np.float64)
     wide -= wide.max(axis=-1, keepdims=True)
     wide -= np.log(np.exp(wide).sum(axis=-1, keepdims=True))

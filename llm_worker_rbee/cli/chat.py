@@ -15,7 +15,18 @@ import typer
 
 from ..engine.request import SamplingParams
 from ..errors import ContextLengthError, WorkerError
-from .common import DEFAULT_MAX_TOKENS, PROMPT_PANEL, ModelOptions, SamplingOptions, begin, decode, gather, load
+from .common import (
+    DEFAULT_MAX_TOKENS,
+    PROMPT_PANEL,
+    ModelOptions,
+    SamplingOptions,
+    argument_text,
+    begin,
+    decode,
+    gather,
+    load,
+    stdin_lines,
+)
 from .terminal import Status, counted, figures, note, one_line, style, visible
 
 if TYPE_CHECKING:
@@ -54,6 +65,7 @@ def chat(
       printf 'My name is Ada.\\nWhat is my name?\\n' | llm-worker-rbee chat
     """
     params = sampling.params()
+    argument_text(system or "", "--system")
     llm = load(model, Status())
     conversation = Conversation(llm, params, system, quiet=quiet)
     conversation.prompt()  # a model without a template, or one that takes no system message, is refused here
@@ -72,7 +84,7 @@ def _name(llm: "LLM") -> str:
 
 
 def _piped_lines() -> Iterator[str]:
-    for number, line in enumerate(sys.stdin.buffer, start=1):
+    for number, line in stdin_lines():
         text = decode(line, f"line {number}").rstrip("\r\n")
         if text.strip():
             yield text
@@ -216,21 +228,43 @@ class Conversation:
         path = Path(rest)
         try:
             path = path.expanduser()
-            path.write_text(
-                markdown(messages)
-                if path.suffix == ".md"
-                else json.dumps(messages, ensure_ascii=False, indent=2) + "\n",
-                encoding="utf-8",
-                errors="replace",
-            )
+            text = markdown(messages) if path.suffix == ".md" else json.dumps(messages, ensure_ascii=False, indent=2)
+            if not _write(path, text.removesuffix("\n") + "\n"):
+                note("(not saved)")
+                return
         except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: ~nobody
-            note(f"(cannot write {path}: {getattr(error, 'strerror', None) or error})")
+            note(f"(cannot write {visible(str(path))}: {getattr(error, 'strerror', None) or error})")
             return
-        note(f"(saved {counted(len(messages), 'message')} to {path})")
+        note(f"(saved {counted(len(messages), 'message')} to {visible(str(path))})")
 
     def help(self, rest: str) -> None:
         """Say what one can do."""
         note(HELP)
+
+
+def _write(path: Path, text: str) -> bool:
+    """Write a file; one that is there only if the person says so."""
+    try:
+        file = path.open("x", encoding="utf-8", errors="replace")
+    except FileExistsError:
+        if not _may_replace(path):
+            return False
+        file = path.open("w", encoding="utf-8", errors="replace")
+    with file:
+        file.write(text)
+    return True
+
+
+def _may_replace(path: Path) -> bool:
+    if not sys.stdin.isatty():
+        note(f"({visible(str(path))} exists: give another name)")
+        return False
+    note(f"{visible(str(path))} exists: replace it? (y/N)")
+    try:
+        return input(_input_prompt()).strip().lower() in ("y", "yes")
+    except EOFError:
+        print()
+        return False
 
 
 def markdown(messages: list[dict[str, str]]) -> str:

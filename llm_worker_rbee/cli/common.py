@@ -6,11 +6,12 @@ the filled group. The defaults of sampling are those of `SamplingParams`.
 
 import functools
 import inspect
+import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import IO, TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -23,6 +24,10 @@ if TYPE_CHECKING:
 
 MODEL_HELP = "A GGUF file, a folder with safetensors, hf:owner/repo:quant, or a name. The built-in model if left out."
 DEFAULT_MAX_TOKENS = 512
+# What is read whole is bounded, so that a wrong path (a disk image, /dev/zero) cannot fill the memory.
+LONGEST_TEXT, LONGEST_TEMPLATE = 64 << 20, 1 << 20
+# Nine digits are more than any vocabulary needs. Python's int and float would take 1_0 and other scripts' digits too.
+BIAS = re.compile(r"(-?[0-9]{1,9})=([+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?|[+-]?inf|nan)")
 DEFAULTS = SamplingParams()
 MODEL_PANEL, SAMPLING_PANEL, PROMPT_PANEL, OUTPUT_PANEL = "Model", "Sampling", "Prompt", "Output"
 
@@ -138,7 +143,10 @@ class SamplingOptions:
     def params(self, **more: Any) -> SamplingParams:
         """The checked parameters; a value out of range is wrong usage, and its option is named."""
         given = {f.name: getattr(self, f.name) for f in fields(self)}
-        given |= {"stop": tuple(self.stop or ()), "logit_bias": dict(map(_bias, self.logit_bias or ()))}
+        given |= {
+            "stop": tuple(argument_text(text, "--stop") for text in self.stop or ()),
+            "logit_bias": dict(map(_bias, self.logit_bias or ())),
+        }
         try:
             return SamplingParams(**given, **more)
         except InvalidRequestError as error:
@@ -147,11 +155,12 @@ class SamplingOptions:
 
 
 def _bias(text: str) -> tuple[int, float]:
-    token, _, value = text.partition("=")
-    try:
-        return int(token), float(value)
-    except ValueError:
-        raise typer.BadParameter(f"--logit-bias {text!r} is not of the form ID=X, such as 42=-1.5") from None
+    found = BIAS.fullmatch(text)
+    if found is None:
+        raise typer.BadParameter(
+            f"--logit-bias {text!r} is not of the form ID=X, such as 42=-1.5 (ID: at most 9 digits)"
+        )
+    return int(found[1]), float(found[2])
 
 
 def decode(data: bytes, origin: str) -> str:
@@ -164,17 +173,51 @@ def decode(data: bytes, origin: str) -> str:
         ) from None
 
 
-def read_file(path: Path) -> str:
+def argument_text(given: str, origin: str) -> str:
+    """Text from the command line, where Python hides bytes that are not UTF-8 in surrogates."""
+    return decode(given.encode(errors="surrogateescape"), origin)
+
+
+def read_file(path: Path, longest: int = LONGEST_TEXT) -> str:
     """A text file, byte for byte."""
     try:
-        return decode(path.read_bytes(), str(path))
+        with path.open("rb") as file:
+            return decode(_read(file, str(path), longest), str(path))
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name
         raise InvalidRequestError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
 
 
 def read_stdin() -> str:
     """All of standard input, without the one newline that `echo` and editors put at the end."""
-    return decode(sys.stdin.buffer.read(), "standard input").removesuffix("\n")
+    return decode(_read(sys.stdin.buffer, "standard input", LONGEST_TEXT), "standard input").removesuffix("\n")
+
+
+def stdin_lines() -> Iterator[tuple[int, bytes]]:
+    """Each line of standard input with its number, as soon as it is there."""
+    number = 0
+    while line := sys.stdin.buffer.readline(LONGEST_TEXT + 1):
+        number += 1
+        yield number, _bounded(line, f"line {number}", LONGEST_TEXT)
+
+
+def _read(file: IO[bytes], origin: str, longest: int) -> bytes:
+    return _bounded(file.read(longest + 1), origin, longest)
+
+
+def _bounded(data: bytes, origin: str, longest: int) -> bytes:
+    if len(data) > longest:
+        raise InvalidRequestError(f"{origin} is too long: at most {longest >> 20} MiB are read")
+    return data
+
+
+def read_template(path: Path) -> str:
+    """A chat template; an empty one is a mistake, not a wish for the model's own."""
+    text = read_file(path, LONGEST_TEMPLATE)
+    if not text.strip():
+        raise InvalidRequestError(
+            f"the chat template {path} is empty: leave out --chat-template to use the model's own"
+        )
+    return text
 
 
 def read_text(given: str | None, file: Path | None, missing: str) -> str:
@@ -184,7 +227,7 @@ def read_text(given: str | None, file: Path | None, missing: str) -> str:
     if file is not None and str(file) != "-":
         return read_file(file)
     if given is not None and given != "-":
-        return decode(given.encode(errors="surrogateescape"), "the text")
+        return argument_text(given, "the text")
     if file is None and given is None and sys.stdin.isatty():
         raise typer.BadParameter(missing)
     return read_stdin()
@@ -197,7 +240,7 @@ def load(options: ModelOptions, status: Status) -> "LLM":
         from ..llm import LLM
         from .progress import progress_bar
 
-        template = None if options.chat_template is None else read_file(options.chat_template)
+        template = None if options.chat_template is None else read_template(options.chat_template)
         with progress_bar() as bar:
 
             def progress(what: str, done: int, total: int | None) -> None:

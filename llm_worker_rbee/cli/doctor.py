@@ -13,15 +13,16 @@ import platform
 import shutil
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from ..errors import human_bytes
+from ..errors import DownloadError, human_bytes
 from . import machine
-from .terminal import columns, print_json, style
+from .terminal import cell, columns, print_json, style
 
 REQUIRED = ("numpy", "tokenizers", "jinja2", "huggingface_hub", "typer", "rich")
 OPTIONAL = {
@@ -75,7 +76,7 @@ def _lines(checks: list[Check]) -> list[str]:
     rows = []
     for check in checks:
         state = style(check.status.ljust(width), COLOURS[check.status])
-        rows.append((state, check.name, check.found + (f" -> {check.remedy}" if check.remedy else "")))
+        rows.append((state, check.name, cell(check.found + (f" -> {check.remedy}" if check.remedy else ""))))
     return columns(rows)
 
 
@@ -173,20 +174,35 @@ def _openmp() -> Check:
     return Check("OpenMP", "missing", "no libgomp (optional)", "apt install libgomp1, or dnf install libgomp")
 
 
+def _cache_folder(folder: Path) -> Check:
+    """Both the folder and that of its locks must be there, or be makeable."""
+    for wanted in (folder, folder / ".locks"):
+        nearest = next(path for path in (wanted, *wanted.parents) if os.path.lexists(path))
+        if not os.path.isdir(nearest):
+            remedy = "move it away, or set XDG_CACHE_HOME to a folder that can be written to"
+            return Check("cache", "warn", f"{folder} cannot be used: {nearest} is not a folder", remedy)
+        if not os.access(nearest, os.W_OK | os.X_OK):
+            remedy = f"make {nearest} writable, or set XDG_CACHE_HOME to a folder that is"
+            return Check("cache", "warn", f"{folder} cannot be used: {nearest} cannot be written to", remedy)
+    free = shutil.disk_usage(nearest).free
+    size = 0
+    for parent, _, names in os.walk(folder):
+        with suppress(OSError):  # a pull may be at work
+            size += sum(os.lstat(os.path.join(parent, name)).st_size for name in names)
+    found = f"{folder}: {human_bytes(size)} used, {human_bytes(free)} free"
+    if free < LITTLE_DISK:
+        return Check("cache", "warn", found, "free some space, or set XDG_CACHE_HOME to a larger disk")
+    return Check("cache", "ok", found)
+
+
 def _cache() -> Iterator[Check]:
     from ..weights import hub
 
-    folder = hub.cache_dir()
-    nearest = next(path for path in (folder, *folder.parents) if path.exists())
-    free = shutil.disk_usage(nearest).free
-    size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
-    found = f"{folder}: {human_bytes(size)} used, {human_bytes(free)} free"
-    if not os.access(nearest, os.W_OK):
-        yield Check("cache", "warn", f"{folder} cannot be written to", "set XDG_CACHE_HOME to a folder that can")
-    elif free < LITTLE_DISK:
-        yield Check("cache", "warn", found, "free some space, or set XDG_CACHE_HOME to a larger disk")
-    else:
-        yield Check("cache", "ok", found)
+    try:
+        yield _cache_folder(hub.cache_dir())
+    except DownloadError as error:  # there is no home folder
+        yield Check("cache", "warn", str(error))
+        return
     default = hub.BUILTIN[hub.DEFAULT_MODEL]
     if default.present:
         yield Check("default model", "ok", str(default.path))

@@ -11,7 +11,7 @@ import typer
 from ..errors import human_bytes
 from .common import MODEL_HELP
 from .model_report import describe_file, metadata_values, tensor_rows
-from .terminal import columns, one_line, print_json, style, visible
+from .terminal import cell, columns, one_line, print_json, style
 
 if TYPE_CHECKING:
     from ..weights import Checkpoint
@@ -68,7 +68,7 @@ def inspect(
         _section("Metadata", _metadata_lines(checkpoint))
     if tensors:
         rows = [
-            (visible(t["name"]), t["type"], " x ".join(map(str, t["shape"])), f"{t['bytes']:,}")
+            (cell(t["name"]), t["type"], " x ".join(map(str, t["shape"])), f"{t['bytes']:,}")
             for t in tensor_rows(checkpoint)
         ]
         _section("Tensors", columns([("NAME", "TYPE", "SHAPE", "BYTES"), *rows], right=[3], indent="  "))
@@ -155,5 +155,5 @@ def _metadata_lines(checkpoint: "Checkpoint") -> list[str]:
         if len(shown) > LONGEST_VALUE:
             shown = shown[: LONGEST_VALUE - 3] + "..."
         count = f" ({entry['count']:,} in all)" if "count" in entry else ""
-        rows.append((visible(key), entry["type"], shown + count))
+        rows.append((cell(key), entry["type"], cell(shown) + count))
     return columns(rows, indent="  ")

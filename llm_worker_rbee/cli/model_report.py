@@ -142,7 +142,14 @@ def _keys(metadata: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _value(value: Any, *, whole: bool) -> dict[str, Any]:
-    plain = value.tolist() if hasattr(value, "tolist") else value
+    plain = _plain(value)
     if isinstance(plain, list) and len(plain) > LONGEST_WHOLE_LIST and not whole:
         return {"count": len(plain), "first": plain[:LONGEST_WHOLE_LIST]}
     return {"value": plain}
+
+
+def _plain(value: Any) -> Any:
+    """Arrays as lists, those inside of lists too."""
+    if isinstance(value, (list, tuple)):
+        return [_plain(inner) for inner in value]
+    return value.tolist() if hasattr(value, "tolist") else value

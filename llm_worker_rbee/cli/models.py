@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from ..errors import human_bytes
-from .terminal import columns, print_json, visible
+from .terminal import cell, columns, print_json
 
 
 def models(
@@ -36,4 +36,4 @@ def models(
         rows.append(
             (model.name + " (default)" * (model.name == default.name), human_bytes(model.bytes), str(model.path))
         )
-    print("\n".join(visible(line) for line in columns(rows, right=[1])))
+    print("\n".join(columns([[cell(text) for text in row] for row in rows], right=[1])))

@@ -1,4 +1,4 @@
-"""Progress of a pull, shown on standard error: a bar on a terminal, a few plain lines anywhere else.
+"""Progress of a pull, shown on standard error: a bar on a terminal that can draw one, a few plain lines anywhere else.
 
 Nothing appears until something is reported, so a model that is already here costs no line.
 """
@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 from ..errors import human_bytes
 from ..weights.hub.store import Progress
+from .terminal import cell, draws
 
 PLAIN_STEPS = 4  # without a terminal: one line at each quarter
 
@@ -16,7 +17,7 @@ PLAIN_STEPS = 4  # without a terminal: one line at each quarter
 @contextmanager
 def progress_bar() -> Iterator[Progress]:
     """Give a `Progress` that draws on standard error for as long as the block lasts."""
-    if not sys.stderr.isatty():
+    if not draws(sys.stderr):
         yield _plain_lines()
         return
     from rich.console import Console
@@ -33,7 +34,7 @@ def progress_bar() -> Iterator[Progress]:
             bars.start()
             for earlier in tasks.values():
                 bars.update(earlier, visible=False)
-            tasks[what] = bars.add_task(escape(what), total=total)
+            tasks[what] = bars.add_task(escape(cell(what)), total=total)
         bars.update(tasks[what], completed=done, total=total)
 
     try:
@@ -51,6 +52,6 @@ def _plain_lines() -> Progress:
         if step != last:
             last = step
             amount = f": {human_bytes(done)} of {human_bytes(total)}" if total else ""
-            print(f"{what}{amount}", file=sys.stderr, flush=True)
+            print(f"{cell(what)}{amount}", file=sys.stderr, flush=True)
 
     return show

@@ -13,6 +13,7 @@ from .common import (
     PROMPT_PANEL,
     ModelOptions,
     SamplingOptions,
+    argument_text,
     begin,
     gather,
     load,
@@ -55,9 +56,10 @@ class PromptOptions:
     def read(self) -> str:
         """The text of the prompt. As a message, a file has no final newline either; raw, it is used as it is."""
         if self.special and not self.raw:
-            raise typer.BadParameter("--special goes with --raw: a chat message is always text")
+            raise typer.BadParameter("--special goes with --raw: a chat prompt is always parsed for special tokens")
         if self.raw and self.system is not None:
             raise typer.BadParameter("--system goes into the chat template, which --raw leaves out")
+        argument_text(self.system or "", "--system")
         text = read_text(self.prompt, self.file, MISSING)
         if self.raw:
             return text

@@ -1,14 +1,13 @@
 """`llm-worker-rbee tokenize`: what a tokenizer makes of a text, whatever the architecture of the model."""
 
 import json
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ..errors import InvalidRequestError
-from .common import MODEL_HELP, decode, read_text
+from .common import MODEL_HELP, decode, read_text, stdin_lines
 from .terminal import columns, print_json
 
 if TYPE_CHECKING:
@@ -80,7 +79,7 @@ def _shown(tokenizer: "Tokenizer", token: int) -> str:
 
 
 def _each_line(tokenizer: "Tokenizer", special: bool, no_bos: bool) -> None:
-    for number, line in enumerate(sys.stdin.buffer, start=1):
+    for number, line in stdin_lines():
         try:
             ids = tokenizer.encode(_string(line), add_special=not no_bos, parse_special=special)
         except InvalidRequestError as error:

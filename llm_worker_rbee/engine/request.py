@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 from typing import Any, Literal
 
 from ..errors import InvalidRequestError
@@ -15,7 +16,7 @@ MAX_STOPS = 16
 MAX_STOP_CHARS = 100
 MAX_LOGPROBS = 20
 # field -> (lowest, highest, the lowest itself is excluded)
-RANGES: dict[str, tuple[float, float, bool]] = {
+NUMBERS: dict[str, tuple[float, float, bool]] = {
     "temperature": (0.0, 2.0, False),
     "top_p": (0.0, 1.0, False),
     "min_p": (0.0, 1.0, False),
@@ -23,6 +24,14 @@ RANGES: dict[str, tuple[float, float, bool]] = {
     "repetition_penalty": (0.0, 2.0, True),
     "presence_penalty": (-2.0, 2.0, False),
     "frequency_penalty": (-2.0, 2.0, False),
+}
+# field -> (lowest, highest or None, may be None)
+INTEGERS: dict[str, tuple[int, int | None, bool]] = {
+    "max_tokens": (1, None, True),
+    "top_k": (0, None, False),
+    "repeat_last_n": (0, None, False),
+    "seed": (0, MAX_SEED - 1, True),
+    "logprobs": (0, MAX_LOGPROBS, True),
 }
 
 
@@ -48,53 +57,59 @@ class SamplingParams:
     prompt_logprobs: bool = False
 
     def __post_init__(self) -> None:
-        if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", (self.stop,))
-        for name, (low, high, open_end) in RANGES.items():
-            _check_number(name, getattr(self, name), low, high, open_end)
-        _check_int("max_tokens", self.max_tokens, 1, None, optional=True)
-        _check_int("top_k", self.top_k, 0, None)
-        _check_int("repeat_last_n", self.repeat_last_n, 0, None)
-        _check_int("seed", self.seed, 0, MAX_SEED - 1, optional=True)
-        _check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS, optional=True)
-        self._check_stops()
+        stops = (self.stop,) if isinstance(self.stop, str) else self.stop
+        plain: dict[str, Any] = {"stop": _checked_stops(stops), "logit_bias": _checked_bias(self.logit_bias)}
+        for name, (low, high, open_end) in NUMBERS.items():
+            plain[name] = _number(name, getattr(self, name), low, high, open_end)
+        for name, (least, most, optional) in INTEGERS.items():
+            value = getattr(self, name)
+            plain[name] = None if value is None and optional else _integer(name, value, least, most)
         for name in ("ignore_eos", "prompt_logprobs"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidRequestError(f"{name} must be true or false, not {getattr(self, name)!r}", name)
-        if not isinstance(self.logit_bias, Mapping):
-            raise InvalidRequestError("logit_bias must map token ids to numbers", "logit_bias")
-        for token, bias in self.logit_bias.items():
-            _check_int("logit_bias", token, 0, None)
-            _check_number("logit_bias", bias, -100.0, 100.0, False, shown=f"logit_bias of token {token}")
-
-    def _check_stops(self) -> None:
-        if not isinstance(self.stop, (list, tuple)) or not all(isinstance(s, str) for s in self.stop):
-            raise InvalidRequestError("stop must be a string or a list of strings", "stop")
-        if len(self.stop) > MAX_STOPS:
-            raise InvalidRequestError(f"stop holds {len(self.stop)} strings: at most {MAX_STOPS} are allowed", "stop")
-        if any(not 1 <= len(s) <= MAX_STOP_CHARS for s in self.stop):
-            raise InvalidRequestError(f"each stop string must have 1 to {MAX_STOP_CHARS} characters", "stop")
+        for name, value in plain.items():  # NumPy's numbers become Python's, mutable values are copied
+            object.__setattr__(self, name, value)
 
 
-def _check_number(name: str, value: Any, low: float, high: float, open_end: bool, shown: str | None = None) -> None:
+def _checked_stops(stops: Any) -> tuple[str, ...]:
+    if not isinstance(stops, (list, tuple)) or not all(isinstance(s, str) for s in stops):
+        raise InvalidRequestError("stop must be a string or a list of strings", "stop")
+    if len(stops) > MAX_STOPS:
+        raise InvalidRequestError(f"stop holds {len(stops)} strings: at most {MAX_STOPS} are allowed", "stop")
+    if any(not 1 <= len(s) <= MAX_STOP_CHARS for s in stops):
+        raise InvalidRequestError(f"each stop string must have 1 to {MAX_STOP_CHARS} characters", "stop")
+    return tuple(stops)
+
+
+def _checked_bias(bias: Any) -> dict[int, float]:
+    if not isinstance(bias, Mapping):
+        raise InvalidRequestError("logit_bias must map token ids to numbers", "logit_bias")
+    return {
+        _integer("logit_bias", token, 0, None): _number(
+            "logit_bias", value, -100.0, 100.0, False, shown=f"logit_bias of token {token}"
+        )
+        for token, value in bias.items()
+    }
+
+
+def _number(name: str, value: Any, low: float, high: float, open_end: bool, shown: str | None = None) -> float:
     shown = shown or name
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not number or (isinstance(value, float) and not math.isfinite(value)):  # isfinite overflows on a huge int
+    is_number = isinstance(value, Real) and not isinstance(value, bool)
+    if not is_number or not abs(value) < math.inf:  # NaN is less than nothing
         raise InvalidRequestError(f"{shown} must be a finite number, not {value!r}", name)
-    if value > high or value < low or (open_end and value == low):
+    if not low <= value <= high or (open_end and value == low):
         least = f"above {low:g}" if open_end else f"{low:g} or more"
         raise InvalidRequestError(f"{shown} is {value}: it must be {least}, at most {high:g}", name)
+    return float(value)
 
 
-def _check_int(name: str, value: Any, low: int, high: int | None, *, optional: bool = False) -> None:
-    if value is None and optional:
-        return
-    if isinstance(value, bool) or not isinstance(value, int):
+def _integer(name: str, value: Any, least: int, most: int | None) -> int:
+    if isinstance(value, bool) or not isinstance(value, Integral):
         raise InvalidRequestError(f"{name} must be a whole number, not {value!r}", name)
-    if value < low or (high is not None and value > high):
-        raise InvalidRequestError(
-            f"{name} is {value}: it must be {low} or more" + ("" if high is None else f", at most {high}"), name
-        )
+    if int(value) < least or (most is not None and int(value) > most):
+        limit = "" if most is None else f", at most {most}"
+        raise InvalidRequestError(f"{name} is {value}: it must be {least} or more{limit}", name)
+    return int(value)
 
 
 @dataclass(slots=True, eq=False)

@@ -29,7 +29,8 @@ class Runner:
         start = request.num_computed_tokens
         ids = (request.prompt + request.tokens)[start : start + limit]
         batch = self.batch(ids, start, all_logits=all_logits)
-        logits = self.model.forward(batch, self.cache)
+        with np.errstate(all="ignore"):  # overflow shows in the logits, where it is an error
+            logits = self.model.forward(batch, self.cache)
         request.num_computed_tokens += len(ids)
         return logits
 

@@ -14,7 +14,7 @@ from .hf import tokenizer_from_hf
 from .pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
 from .special_names import end_ids_by_name
 from .tokenizer import Ends, LeadingSpace, Tokenizer
-from .vocabulary import Kind, Vocabulary, byte_of
+from .vocabulary import Kind, Vocabulary, byte_of, shown
 
 __all__ = ["tokenizer_from_gguf", "tokenizer_from_hf"]
 
@@ -34,7 +34,7 @@ def tokenizer_from_gguf(metadata: Mapping[str, object]) -> Tokenizer:
     if model is None:
         raise TokenizerError("tokenizer.ggml.model is missing: the file holds no tokenizer")
     if not isinstance(model, str) or model not in makers:
-        raise TokenizerError(f"unknown tokenizer {model!r} (tokenizer.ggml.model); known: {', '.join(makers)}")
+        raise TokenizerError(f"unknown tokenizer {shown(model)} (tokenizer.ggml.model); known: {', '.join(makers)}")
     return makers[model](metadata, _texts(metadata))
 
 
@@ -80,7 +80,7 @@ def _pre_tokenizer(metadata: Mapping[str, object]) -> tuple[str, PreTokenizer]:
         name = "default"
     if not isinstance(name, str) or name not in PRE_TOKENIZERS:
         raise TokenizerError(
-            f"unknown pre-tokenizer {name!r} (tokenizer.ggml.pre); known: {', '.join(sorted(PRE_TOKENIZERS))}"
+            f"unknown pre-tokenizer {shown(name)} (tokenizer.ggml.pre); known: {', '.join(sorted(PRE_TOKENIZERS))}"
         )
     return name, PRE_TOKENIZERS[name]
 
@@ -156,10 +156,14 @@ def _scores(metadata: Mapping[str, object], length: int) -> list[float]:
 def _kinds(metadata: Mapping[str, object], texts: Sequence[str]) -> list[int]:
     if _PREFIX + "token_type" not in metadata:
         return [int(Kind.NORMAL)] * len(texts)
-    kinds = [int(kind) for kind in _numbers(metadata, "token_type", len(texts))]
+    numbers = _numbers(metadata, "token_type", len(texts))
+    for index, number in enumerate(numbers):
+        if isinstance(number, float) and not number.is_integer():
+            raise TokenizerError(f"tokenizer.ggml.token_type: entry {index} is {number}, not a whole number")
+    kinds = [int(number) for number in numbers]
     for index, kind in enumerate(kinds):
         if kind == Kind.BYTE and byte_of(texts[index]) is None:
-            raise TokenizerError(f"token {index} is of type byte, but its text {texts[index]!r} is not <0xNN>")
+            raise TokenizerError(f"token {index} is of type byte, but its text {shown(texts[index])} is not <0xNN>")
     return kinds
 
 
@@ -174,7 +178,7 @@ def _merges(metadata: Mapping[str, object]) -> list[tuple[str, str]]:
         # The first character belongs to the left part even if it is a space.
         cut = merge.find(" ", 1) if isinstance(merge, str) else -1
         if cut < 0 or cut == len(merge) - 1:
-            raise TokenizerError(f"tokenizer.ggml.merges: entry {index} ({merge!r}) is not two parts and a space")
+            raise TokenizerError(f"tokenizer.ggml.merges: entry {index} ({shown(merge)}) is not two parts and a space")
         pairs.append((merge[:cut], merge[cut + 1 :]))
     return pairs
 
@@ -182,7 +186,7 @@ def _merges(metadata: Mapping[str, object]) -> list[tuple[str, str]]:
 def _flag(metadata: Mapping[str, object], key: str, default: bool) -> bool:
     value = metadata.get(_PREFIX + key, default)
     if not isinstance(value, bool):
-        raise TokenizerError(f"{_PREFIX}{key} must be true or false, not {value!r}")
+        raise TokenizerError(f"{_PREFIX}{key} must be true or false, not {shown(value)}")
     return value
 
 
@@ -196,7 +200,7 @@ def _token_id(metadata: Mapping[str, object], key: str, texts: Sequence[str], *,
 
 def _checked_id(value: object, key: str, length: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < length:
-        raise TokenizerError(f"{key} = {value!r} is not an id of the vocabulary (0 to {length - 1})")
+        raise TokenizerError(f"{key} = {shown(value)} is not an id of the vocabulary (0 to {length - 1})")
     return value
 
 

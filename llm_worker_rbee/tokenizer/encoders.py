@@ -7,19 +7,24 @@ cut by the model. User-defined tokens are always taken out, control tokens only 
 
 import logging
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from threading import Lock
 from typing import Protocol
 
 from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers
 
-from ..errors import TokenizerError
+from ..errors import InvalidRequestError, TokenizerError
 from .pre_tokenizers import PreTokenizer
-from .vocabulary import BYTE_TO_CHAR, SPACE, SPECIAL_KINDS, Kind, Vocabulary
+from .vocabulary import BYTE_TO_CHAR, SPACE, SPECIAL_KINDS, Kind, Vocabulary, shown
 
 _log = logging.getLogger("llm_worker_rbee")
 _SPACES = re.compile(" {2,}")
 _C_SPACE = " \t\n\v\f\r"
+# Limits of a vocabulary whose merges are derived, which takes time and memory with the square of a token's length.
+_MAX_SPM_LENGTH = 512
+_MAX_SPM_WORK = 256_000_000  # the squares of all lengths; 256,000 tokens of common length make some 15 million
+_MAX_SPM_MERGES = 32_000_000  # the characters of all derived merges; such a vocabulary makes some 5 million
 
 
 class Encoder(Protocol):
@@ -30,6 +35,29 @@ class Encoder(Protocol):
         ...
 
 
+@contextmanager
+def _guard(failure: Callable[[str], Exception]) -> Iterator[None]:
+    """Turn what the library raises into our own error. A panic of its Rust code is no Exception, only by its name."""
+    try:
+        yield
+    except BaseException as error:
+        foreseen = isinstance(error, Exception) or type(error).__name__ == "PanicException"
+        if not foreseen or isinstance(error, MemoryError):
+            raise
+        raise failure(" ".join(str(error).split())[:200]) from None
+
+
+@contextmanager
+def building(source: str) -> Iterator[None]:
+    """Around the library's calls while a tokenizer is made of `source`, a file or a key."""
+    with _guard(lambda reason: TokenizerError(f"{source}: {reason}")):
+        yield
+
+
+def _encoding() -> AbstractContextManager[None]:
+    return _guard(lambda reason: InvalidRequestError(f"the tokenizer failed on this text: {reason}", field="prompt"))
+
+
 class Partition:
     """Finds the special tokens of a text: (token id, "") or (None, text between them)."""
 
@@ -37,8 +65,9 @@ class Partition:
         self.ids = list(tokens.values())
         self.rstrip = rstrip
         # The library's own ids: 0 is a stretch of text, 1 + i the i-th special token.
-        self._finder = Tokenizer(models.WordLevel({"": 0}, unk_token=""))
-        self._finder.add_tokens([AddedToken(text, normalized=False) for text in tokens])
+        with building("tokenizer.ggml.tokens"):
+            self._finder = Tokenizer(models.WordLevel({"": 0}, unk_token=""))
+            self._finder.add_tokens([AddedToken(text, normalized=False) for text in tokens])
 
     def split(self, text: str) -> Iterator[tuple[int | None, str]]:
         """The parts of the text, in order."""
@@ -46,7 +75,8 @@ class Partition:
             if text:
                 yield None, text
             return
-        found = self._finder.encode(text, add_special_tokens=False)
+        with _encoding():
+            found = self._finder.encode(text, add_special_tokens=False)
         strip = False
         for local, (start, end) in zip(found.ids, found.offsets, strict=True):
             if local:
@@ -76,7 +106,8 @@ class _Partitions:
 
 def _run(library: Tokenizer, text: str) -> list[int]:
     """The library's ids. The fast call leaves out the offsets, half of the time."""
-    ids: list[int] = library.encode_batch_fast([text], add_special_tokens=False)[0].ids
+    with _encoding():
+        ids: list[int] = library.encode_batch_fast([text], add_special_tokens=False)[0].ids
     return ids
 
 
@@ -89,8 +120,11 @@ class BpeEncoder:
         # Stand-ins keep the bytes around a missing one from merging across it.
         self._missing = {len(vocabulary) + index: byte for index, byte in enumerate(missing)}
         stand_ins = {BYTE_TO_CHAR[byte]: token_id for token_id, byte in self._missing.items()}
-        self._library = Tokenizer(_bpe_model(vocabulary, stand_ins, merges, ignore_merges=pre.ignore_merges))
-        self._library.pre_tokenizer = _pre_tokenizer(pre.patterns)
+        kept = _kept_merges(vocabulary, merges)
+        with building("tokenizer.ggml.merges"):
+            vocab = {**vocabulary.ids, **stand_ins}
+            self._library = Tokenizer(models.BPE(vocab=vocab, merges=kept, ignore_merges=pre.ignore_merges))
+            self._library.pre_tokenizer = _pre_tokenizer(pre.patterns)
 
     def encode(self, text: str, parse_special: bool) -> list[int]:
         """The ids of valid Unicode text."""
@@ -112,20 +146,19 @@ class BpeEncoder:
         return [token_id for token_id in ids if token_id not in lost]
 
 
-def _bpe_model(
-    vocabulary: Vocabulary, stand_ins: Mapping[str, int], merges: Sequence[tuple[str, str]], *, ignore_merges: bool
-) -> models.BPE:
-    """The library's model. Merges that would make a control token out of typed text are left out."""
+def _kept_merges(vocabulary: Vocabulary, merges: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+    """The merges, checked. Those that would make a control token out of typed text are left out."""
     ids, kinds = vocabulary.ids, vocabulary.kinds
     kept = []
     for left, right in merges:
         made = ids.get(left + right)
         if made is None or left not in ids or right not in ids:
             absent = next(text for text in (left, right, left + right) if text not in ids)
-            raise TokenizerError(f"tokenizer.ggml.merges: merge {left!r} + {right!r} needs token {absent!r}, not there")
+            merge = f"merge {shown(left)} + {shown(right)}"
+            raise TokenizerError(f"tokenizer.ggml.merges: {merge} needs token {shown(absent)}, not there")
         if kinds[made] not in SPECIAL_KINDS:
             kept.append((left, right))
-    return models.BPE(vocab={**ids, **stand_ins}, merges=kept, ignore_merges=ignore_merges)
+    return kept
 
 
 def _pre_tokenizer(patterns: Sequence[str]) -> pre_tokenizers.PreTokenizer:
@@ -179,7 +212,7 @@ class SpmEncoder:
             return ids
         out: list[int] = []
         for token_id in ids:
-            out += self._characters.get(token_id) or (token_id,)
+            out += self._characters.get(token_id, (token_id,))
         return out
 
 
@@ -189,6 +222,7 @@ def _spm_library(
     """The library's model, and the byte tokens of characters that only occur within longer tokens."""
     kept = (Kind.NORMAL, Kind.UNUSED, Kind.UNDEFINED)
     vocab = {text: index for text, index in vocabulary.ids.items() if vocabulary.kinds[index] in kept}
+    _check_spm_lengths(vocab)
     merges = derive_merges(vocab, scores)
     byte_ids = {t: i for t, i in vocabulary.ids.items() if vocabulary.kinds[i] == Kind.BYTE}
     characters: dict[int, tuple[int, ...]] = {}
@@ -202,8 +236,27 @@ def _spm_library(
     unknown = vocabulary.texts[unknown_id] if unknown_id is not None else None
     if unknown is not None and unknown_id is not None:
         vocab[unknown] = unknown_id
-    model = models.BPE(vocab={**vocab, **byte_ids}, merges=merges, byte_fallback=True, unk_token=unknown, fuse_unk=True)
-    return Tokenizer(model), characters
+    vocab = {**vocab, **byte_ids}
+    with building("tokenizer.ggml.tokens"):
+        model = models.BPE(vocab=vocab, merges=merges, byte_fallback=True, unk_token=unknown, fuse_unk=True)
+        return Tokenizer(model), characters
+
+
+def _check_spm_lengths(vocab: Mapping[str, int]) -> None:
+    """Refuse what `derive_merges` would take too long over, before it begins."""
+    for text, index in vocab.items():
+        if len(text) > _MAX_SPM_LENGTH:
+            raise TokenizerError(
+                f"tokenizer.ggml.tokens: token {index} has {len(text)} characters; at most {_MAX_SPM_LENGTH} in a"
+                " 'llama' vocabulary"
+            )
+    work = sum(len(text) ** 2 for text in vocab)
+    if work > _MAX_SPM_WORK:
+        raise _too_many_merges(f"the squares of their lengths add up to {work}; at most {_MAX_SPM_WORK}")
+
+
+def _too_many_merges(figures: str) -> TokenizerError:
+    return TokenizerError(f"tokenizer.ggml.tokens: too many long tokens for a 'llama' vocabulary ({figures})")
 
 
 def derive_merges(vocab: Mapping[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
@@ -213,12 +266,16 @@ def derive_merges(vocab: Mapping[str, int], scores: Sequence[float]) -> list[tup
     order of their cut.
     """
     ranked: list[tuple[float, int, str, str]] = []
+    characters = 0
     for text, index in vocab.items():
         score = -scores[index]
         for cut in range(1, len(text)):
             left, right = text[:cut], text[cut:]
             if (cut == 1 or left in vocab) and (cut == len(text) - 1 or right in vocab):
                 ranked.append((score, cut, left, right))
+                characters += len(text)
+        if characters > _MAX_SPM_MERGES:
+            raise _too_many_merges(f"their merges have more than {_MAX_SPM_MERGES} characters")
     ranked.sort(key=lambda entry: entry[:2])
     return [(left, right) for _, _, left, right in ranked]
 

@@ -13,10 +13,10 @@ from typing import Any
 from tokenizers import Tokenizer as Library
 
 from ..errors import TokenizerError
-from .encoders import LibraryEncoder
+from .encoders import LibraryEncoder, building
 from .special_names import end_ids_by_name
 from .tokenizer import Ends, LeadingSpace, Tokenizer
-from .vocabulary import Kind, Style, Vocabulary, byte_of
+from .vocabulary import Kind, Style, Vocabulary, byte_of, check_special_lengths, shown
 
 _MAX_JSON_BYTES = 256 << 20
 # Decoders whose effect is "join the bytes of the tokens", by the style of vocabulary they belong to.
@@ -29,10 +29,7 @@ def tokenizer_from_hf(folder: Path) -> Tokenizer:
     if not path.is_file():
         raise TokenizerError(f"{folder}: there is no tokenizer.json (other tokenizer files are not read)")
     source = _json(path)
-    try:
-        library = Library.from_file(str(path))
-    except Exception as error:  # the library raises a bare Exception
-        raise TokenizerError(f"{path}: {error}") from None
+    library = _library(path, source)
     names = ("tokenizer_config", "config", "generation_config", "special_tokens_map")
     files = {name: _json(folder / f"{name}.json") for name in names}
     steps = list(_decoder_steps(source.get("decoder")))
@@ -48,6 +45,21 @@ def tokenizer_from_hf(folder: Path) -> Tokenizer:
     )
 
 
+def _library(path: Path, source: Mapping[str, Any]) -> Library:
+    """The library's tokenizer, without the settings of training: truncation, padding, merges left out by chance."""
+    added = source.get("added_tokens")
+    entries = [entry for entry in added if isinstance(entry, dict)] if isinstance(added, list) else []
+    contents = [(entry.get("id"), entry.get("content")) for entry in entries]
+    check_special_lengths((token_id, text) for token_id, text in contents if isinstance(text, str))
+    with building(str(path)):
+        library = Library.from_file(str(path))
+        library.no_truncation()
+        library.no_padding()
+        if getattr(library.model, "dropout", None):
+            library.model.dropout = None
+    return library
+
+
 def _json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
@@ -57,6 +69,8 @@ def _json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise TokenizerError(f"{path}: not valid JSON ({error})") from None
+    except OSError as error:
+        raise TokenizerError(f"{path}: not readable ({error.strerror})") from None
     if not isinstance(value, dict):
         raise TokenizerError(f"{path}: must hold a JSON object")
     return value
@@ -138,7 +152,7 @@ def _named_id(key: str, vocabulary: Vocabulary, files: Mapping[str, dict[str, An
         if text is None:
             continue
         if not isinstance(text, str) or text not in vocabulary.ids:
-            raise TokenizerError(f"{name}.json: {key} {text!r} is not in the vocabulary")
+            raise TokenizerError(f"{name}.json: {key} {shown(text)} is not in the vocabulary")
         return vocabulary.ids[text]
     return None
 
@@ -150,14 +164,17 @@ def _listed_ids(name: str, config: Mapping[str, Any], vocabulary: Vocabulary) ->
     ids = value if isinstance(value, list) else ([] if value is None else [value])
     for token_id in ids:
         if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < vocabulary.id_limit:
-            raise TokenizerError(f"{name}.json: eos_token_id {token_id!r} is not an id below {vocabulary.id_limit}")
+            raise TokenizerError(
+                f"{name}.json: eos_token_id {shown(token_id)} is not an id below {vocabulary.id_limit}"
+            )
     return ids
 
 
 def _template_tokens(library: Library) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """What the post-processor puts before and after a text, seen by trying it on a letter."""
-    bare: list[int] = library.encode("a", add_special_tokens=False).ids
-    full: list[int] = library.encode("a", add_special_tokens=True).ids
+    with building("tokenizer.json"):
+        bare: list[int] = library.encode("a", add_special_tokens=False).ids
+        full: list[int] = library.encode("a", add_special_tokens=True).ids
     if len(full) <= len(bare):
         return (), ()
     for start in range(len(full) - len(bare) + 1):
@@ -176,8 +193,11 @@ def _chat_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
             raise TokenizerError(f"{path}: not readable as UTF-8 text ({error})") from None
     template = settings.get("chat_template")
     if isinstance(template, list):
-        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
-        template = named.get("default")
+        if not all(isinstance(entry, dict) and isinstance(entry.get("name"), str) for entry in template):
+            raise TokenizerError(
+                "tokenizer_config.json: chat_template is a list, but not all of its entries have a name"
+            )
+        template = {entry["name"]: entry.get("template") for entry in template}.get("default")
     if template is not None and not isinstance(template, str):
         raise TokenizerError("tokenizer_config.json: chat_template must be a string or a list of named templates")
     return template

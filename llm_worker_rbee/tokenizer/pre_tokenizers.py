@@ -53,7 +53,7 @@ _DEEPSEEK_LLM = (
     r"[\r\n]",
     rf"\s?[{_DEEPSEEK_LETTERS}]+",
     "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3001\u3002]+",
-    r"\s+\z",
+    r"(?<!\s)\s+\z",  # the look-behind changes no match, and keeps a long run from being tried at each character
     _CJK,
     r"\p{N}+",
 )

@@ -4,12 +4,14 @@ It joins an encoder (text to ids), a vocabulary (ids to bytes) and what the file
 is joining the bytes of the tokens; what is not valid UTF-8 becomes U+FFFD.
 """
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ..errors import InvalidRequestError
 from .encoders import Encoder
-from .vocabulary import Vocabulary
+from .vocabulary import Vocabulary, shown
 
 
 @dataclass(frozen=True)
@@ -59,12 +61,21 @@ class Tokenizer:
         self._vocabulary, self._encoder = vocabulary, encoder
         self._prefix, self._suffix = list(ends.prefix), list(ends.suffix)
 
+    def pad_to(self, vocab_size: int) -> None:
+        """Take in the rows of the model's embedding: ids beyond the tokens are padding, without text.
+
+        Fewer rows than tokens is an error, for such a tokenizer gives ids that the model cannot look up.
+        """
+        self._vocabulary.pad_to(vocab_size)
+
     def encode(self, text: str, *, add_special: bool = True, parse_special: bool = False) -> list[int]:
         """The ids of a text.
 
         `add_special` adds BOS and EOS as the file says, never a second one. `parse_special` recognises the names of
         control tokens in the text; without it they are plain text.
         """
+        if not isinstance(text, str):
+            raise InvalidRequestError(f"text must be a string, not {type(text).__name__}", field="text")
         try:
             text.encode()
         except UnicodeEncodeError as error:
@@ -83,7 +94,7 @@ class Tokenizer:
     def decode(self, ids: Sequence[int], *, skip_special: bool = True, continuation: bool = False) -> str:
         """The text of the ids; bytes that are not UTF-8 become U+FFFD."""
         joiner = ByteJoiner(self, skip_special=skip_special, continuation=continuation)
-        return b"".join([joiner.push(token_id) for token_id in ids]).decode(errors="replace")
+        return b"".join([joiner.push(token_id) for token_id in _checked_ids(ids)]).decode(errors="replace")
 
     def continues(self, prompt: Sequence[int]) -> bool:
         """True where an answer to this prompt keeps its first space: the prompt does not end where a text begins."""
@@ -104,6 +115,22 @@ class Tokenizer:
     def token_id(self, text: str) -> int | None:
         """The id of the token with exactly this text in the vocabulary."""
         return self._vocabulary.ids.get(text)
+
+
+def _checked_ids(ids: object) -> list[int]:
+    """Ids as plain integers; those of NumPy are welcome, text, bytes and truth values are not."""
+    if isinstance(ids, str | bytes | bytearray) or not isinstance(ids, Iterable) or getattr(ids, "ndim", 1) != 1:
+        raise InvalidRequestError(f"tokens must be a list of token ids, not {type(ids).__name__}", field="tokens")
+    return [_checked_id(token_id) for token_id in ids]
+
+
+def _checked_id(token_id: Any) -> int:
+    try:
+        if not isinstance(token_id, bool):
+            return operator.index(token_id)
+    except TypeError:
+        pass
+    raise InvalidRequestError(f"tokens: {shown(token_id)} is not a token id", field="tokens")
 
 
 class ByteJoiner:

@@ -5,12 +5,14 @@ byte alphabet of GPT-2, "spm" tokens are UTF-8 with U+2581 for a space and `<0xN
 user-defined tokens are their own text in either.
 """
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterable, Sequence
 from enum import IntEnum
 from typing import Literal
 
 from ..errors import InvalidRequestError, TokenizerError
 
+_log = logging.getLogger("llm_worker_rbee")
 Style = Literal["byte", "spm"]
 SPACE = "\u2581"  # how SentencePiece writes a space
 
@@ -29,6 +31,9 @@ class Kind(IntEnum):
 
 SPECIAL_KINDS = frozenset({int(Kind.CONTROL), int(Kind.UNKNOWN)})
 _VERBATIM_KINDS = SPECIAL_KINDS | {int(Kind.USER_DEFINED)}
+# Limits of the tokens that are looked for in a text: an automaton of them takes some 75 bytes per character.
+MAX_SPECIAL_LENGTH = 4096
+MAX_SPECIAL_TOTAL = 2_000_000
 
 
 def _byte_alphabet() -> dict[int, str]:
@@ -53,6 +58,25 @@ def byte_of(text: str) -> int | None:
     return int(digits, 16) if all(char in "0123456789abcdefABCDEF" for char in digits) else None
 
 
+def shown(value: object) -> str:
+    """A value of the file as a message shows it: on one line, and not all of it where it is long."""
+    text = repr(value)
+    return text if len(text) <= 100 else f"{text[:97]}..."
+
+
+def check_special_lengths(tokens: Iterable[tuple[object, str]]) -> None:
+    """Refuse (id, text) of special and user-defined tokens that are too long, one or all together."""
+    total = 0
+    for token_id, text in tokens:
+        total += len(text)
+        if len(text) > MAX_SPECIAL_LENGTH:
+            raise TokenizerError(
+                f"token {shown(token_id)} is a special token of {len(text)} characters; at most {MAX_SPECIAL_LENGTH}"
+            )
+    if total > MAX_SPECIAL_TOTAL:
+        raise TokenizerError(f"the special tokens have {total} characters together; at most {MAX_SPECIAL_TOTAL}")
+
+
 class Vocabulary:
     """Texts and kinds by id; bytes are worked out when first asked for."""
 
@@ -64,9 +88,19 @@ class Vocabulary:
             if text:
                 self.ids.setdefault(text, index)
         self._bytes: dict[int, bytes] = {}
+        check_special_lengths((i, texts[i]) for i, kind in enumerate(kinds) if kind in _VERBATIM_KINDS)
 
     def __len__(self) -> int:
         return len(self.texts)
+
+    def pad_to(self, rows: int) -> None:
+        """Ids up to the rows of the embedding are valid; tokens beyond it are not, and only added ones may be there."""
+        beyond = self.kinds[rows:]
+        if any(kind in (Kind.NORMAL, Kind.BYTE) for kind in beyond):
+            raise TokenizerError(f"the tokenizer has {len(self)} tokens, the model's embedding {rows} rows")
+        if beyond:
+            _log.warning("the model's embedding has no row for the %d tokens from id %d on", len(beyond), rows)
+        self.id_limit = rows
 
     def kind(self, token_id: int) -> int:
         """The token's kind; padding is UNUSED. An id outside the vocabulary is refused."""
@@ -104,5 +138,7 @@ class Vocabulary:
     def _byte_value(self, token_id: int, text: str) -> int:
         value = byte_of(text)
         if value is None:
-            raise TokenizerError(f"token {token_id} is of type byte, but its text {text!r} is not of the form <0xNN>")
+            raise TokenizerError(
+                f"token {token_id} is of type byte, but its text {shown(text)} is not of the form <0xNN>"
+            )
         return value

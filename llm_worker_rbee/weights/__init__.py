@@ -6,13 +6,13 @@ from ..errors import ModelFileError, ModelNotFoundError, UnsupportedModelError
 from .checkpoint import Checkpoint, Tensor
 from .gguf import open_gguf
 from .hf import open_hf
-from .names import PICKLES
+from .names import PICKLES, ggufs_in
 
 __all__ = ["Checkpoint", "Tensor", "open_checkpoint"]
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """Open a GGUF file (or the first of a split set), or a folder with config.json and safetensors."""
+    """Open a GGUF file (or the first of a split set), or a folder: config.json and safetensors, or one GGUF."""
     try:
         path.stat()
     except FileNotFoundError as error:
@@ -20,7 +20,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
     except (OSError, ValueError) as error:  # a name that is too long, a folder that may not be entered, a null byte
         raise ModelNotFoundError(f"{str(path)[:200]!r} cannot be opened: {error}") from error
     if path.is_dir():
-        return open_hf(path)
+        return _open_folder(path)
     if not path.is_file():
         raise ModelFileError(f"{path} is neither a file nor a folder")
     if path.suffix.lower() in PICKLES:
@@ -30,3 +30,11 @@ def open_checkpoint(path: Path) -> Checkpoint:
     if path.suffix == ".safetensors":
         raise ModelFileError(f"{path.name}: give the folder that holds it and its config.json, not the file")
     return open_gguf(path)
+
+
+def _open_folder(folder: Path) -> Checkpoint:
+    found = [] if (folder / "config.json").exists() else ggufs_in(folder)
+    if len(found) > 1:
+        names = ", ".join(path.name for path in found[:8])
+        raise ModelFileError(f"{folder} holds several models, name one of them: {names}")
+    return open_gguf(found[0]) if found else open_hf(folder)

@@ -28,6 +28,7 @@ DEFAULT_ALIGNMENT = 32
 MAX_DIMS = 4
 MAX_NAME_BYTES = 63
 MAX_ARRAY_DEPTH = 4
+MAX_ENTRIES = 1 << 17  # tensors, keys, arrays in an array: each costs far more here than in the file
 MAX_MESSAGE = 500
 
 STRING, ARRAY = 8, 9
@@ -125,6 +126,8 @@ class _Reader:
         for what, count, least in (("tensor", n_tensors, 24), ("metadata", n_metadata, 14)):
             if count * least > self.size:
                 raise self.fail(f"{what} count {count} cannot fit in a file of {self.size} bytes")
+            if count > MAX_ENTRIES:
+                raise self.fail(f"{what} count {count} is over {MAX_ENTRIES}, which no model needs")
         return version, n_tensors, n_metadata
 
     def metadata(self, count: int) -> tuple[dict[str, Any], dict[str, str]]:
@@ -166,6 +169,8 @@ class _Reader:
         if kind == ARRAY:
             if count * 12 > self.size - self.at:
                 raise self.fail(f"{what} is longer than the rest of the file")
+            if count > MAX_ENTRIES:
+                raise self.fail(f"{what} holds more than {MAX_ENTRIES} arrays, which no model needs")
             return [self.value(ARRAY, key, depth + 1)[0] for _ in range(count)], "array of array"
         raise self.fail(f"metadata key {key!r} is an array of unknown value type {kind}")
 

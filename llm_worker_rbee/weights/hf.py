@@ -135,8 +135,8 @@ def _read_indexed(folder: Path, index: Mapping[str, Any]) -> dict[str, Tensor]:
     shards: dict[str, dict[str, Tensor]] = {}
     for file in sorted(set(weight_map.values())):
         path = folder / file
-        if Path(file).name != file:
-            raise ModelFileError(f"model.safetensors.index.json names {file!r}, which is not in the folder")
+        if Path(file).name != file or len(file.encode(errors="replace")) > 255:
+            raise ModelFileError(f"model.safetensors.index.json names {file[:80]!r}, which is not a file of the folder")
         if not path.exists():
             raise ModelFileError(f"{file!r} is missing: model.safetensors.index.json names it")
         shards[file] = read_safetensors(path)

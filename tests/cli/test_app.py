@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from llm_worker_rbee import __version__
+from llm_worker_rbee.cli.terminal import cell, visible
 
 from .conftest import ROOT, Run, Terminal, environment
 
@@ -62,7 +63,16 @@ def test_each_help_shows_an_example_and_no_escape_code(spawn: Run, command: str)
         (["run", "hi", "--seed", str(1 << 64)], 2, "error: --seed is"),
         (["run", "hi", "--stop", ""], 2, "stop string"),
         (["run", "hi", "--logit-bias", "12"], 2, "error: --logit-bias '12' is not of the form ID=X"),
-        (["run", "hi", "--special"], 2, "error: --special goes with --raw"),
+        (["run", "hi", "--logit-bias", "99999999999999999999=1"], 2, "error: --logit-bias '99999999999999999999=1'"),
+        (["run", "hi", "--logit-bias", "1_0=1"], 2, "error: --logit-bias '1_0=1' is not of the form ID=X"),
+        (["run", "hi", "--logit-bias", "１=1"], 2, "error: --logit-bias '１=1' is not of the form ID=X"),
+        (["run", "hi", "--logit-bias", "1=1_0"], 2, "error: --logit-bias '1=1_0' is not of the form ID=X"),
+        (["run", "hi", "--logit-bias", "1=nan"], 2, "error: --logit-bias of token 1 must be a finite number"),
+        (["run", "hi", "--logit-bias", "-1=1"], 2, "error: --logit-bias is -1"),
+        (["run", "hi", "--stop", "a\udcff"], 1, "error: --stop is not UTF-8 text: byte 1 is 0xFF"),
+        (["run", "hi", "--system", "a\udcff"], 1, "error: --system is not UTF-8 text: byte 1 is 0xFF"),
+        (["chat", "--system", "a\udcff"], 1, "error: --system is not UTF-8 text: byte 1 is 0xFF"),
+        (["run", "hi", "--special"], 2, "--raw: a chat prompt is always parsed for special tokens"),
         (["run", "hi", "--raw", "--system", "x"], 2, "error: --system goes into the chat template"),
         (["run", "hi", "--file", "x"], 2, "given twice"),
         (["run"], 2, "error: there is no prompt"),  # standard input is empty
@@ -145,3 +155,42 @@ def test_colour_on_a_terminal_only_and_not_with_no_color(terminal: type[Terminal
     assert b"processor" in plain
     assert b"\x1b" not in plain
     assert b"\x1b[32m" in terminal("doctor").finish()[1]
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/zero"), reason="this system has no /dev/zero")
+@pytest.mark.parametrize(
+    ("args", "told"),
+    [
+        (["run", "--file", "/dev/zero"], "/dev/zero is too long: at most 64 MiB are read"),
+        (["run", "hi", "--chat-template", "/dev/zero"], "/dev/zero is too long: at most 1 MiB are read"),
+        (["tokenize"], "standard input is too long: at most 64 MiB are read"),
+        (["tokenize", "--jsonl", "TINY"], "line 1 is too long: at most 64 MiB are read"),
+        (["chat", "-m", "TINY"], "line 1 is too long: at most 64 MiB are read"),
+    ],
+)
+def test_endless_input_is_refused(tiny: Path, args: list[str], told: str) -> None:
+    command = [sys.executable, "-m", "llm_worker_rbee", *(str(tiny) if arg == "TINY" else arg for arg in args)]
+    with open("/dev/zero", "rb") as zeros:
+        done = subprocess.run(command, stdin=zeros, capture_output=True, text=True, env=environment(), timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", f"error: {told}\n")
+
+
+def test_a_dumb_terminal_gets_no_escape_code(terminal: type[Terminal], tiny: Path) -> None:
+    status, shown = terminal("run", "hi", "-m", tiny, "-n", "2", "-q", "--logit-bias", "52=100", TERM="dumb").finish()
+    assert (status, shown) == (0, b"RR\r\n")
+    screen = terminal("chat", "-m", tiny, "-n", "2", "-q", "--logit-bias", "52=100", TERM="dumb")
+    screen.wait_for("> ")
+    screen.send("hi\n")
+    shown = screen.wait_for("RR\r\n")
+    screen.send("/exit\n")
+    status, rest = screen.finish()
+    assert status == 0
+    assert b"\x1b" not in shown + rest
+    assert b"loading" not in shown
+
+
+@pytest.mark.parametrize("mark", ["\u061c", "\u200e", "\u200f", "\u202a", "\u202e", "\u2066", "\u2069", "\x9b"])
+def test_what_steers_a_terminal_is_replaced(mark: str) -> None:
+    assert visible(f"a{mark}b\tc\n") == "a\ufffdb\tc\n"
+    assert cell(f"a{mark}b\tc\n\u2028") == "a\ufffdb␉c␊\ufffd"
+    assert visible("שלום é 🙂") == cell("שלום é 🙂") == "שלום é 🙂"

@@ -131,3 +131,37 @@ def test_an_error_on_a_terminal_ends_the_turn_only(terminal: Callable[..., Termi
     screen.wait_for("> ")
     screen.send("/exit\n")
     assert screen.finish()[0] == 0
+
+
+def test_save_keeps_a_file_that_is_there(cli: Run, tiny: Path, tmp_path: Path) -> None:
+    saved = tmp_path / "talk.json"
+    saved.write_text("precious")
+    done = cli("chat", "-m", tiny, "-n", "2", "-q", stdin=f"hi\n/save {saved}\ny\n".encode())
+    assert done.returncode == 0
+    assert saved.read_text() == "precious"
+    told = done.stderr.decode()
+    assert f"({saved} exists: give another name)\n(not saved)" in told
+    assert len(done.stdout.splitlines()) >= 2  # the y was a message like any other
+
+
+def test_save_asks_on_a_terminal(terminal: Callable[..., Terminal], tiny: Path, tmp_path: Path) -> None:
+    saved = tmp_path / "talk.json"
+    saved.write_text("precious")
+    screen = terminal("chat", "-m", tiny, "-n", "2", "-q", "--system", "Be kind.", NO_COLOR="1")
+    for answer in ("\n", "n\n", "\x04"):
+        screen.wait_for("> ")
+        screen.send(f"/save {saved}\n")
+        screen.wait_for("exists: replace it? (y/N)")
+        screen.wait_for("> ")
+        screen.send(answer)
+        screen.wait_for("(not saved)")
+        assert saved.read_text() == "precious"
+    screen.wait_for("> ")
+    screen.send(f"/save {saved}\n")
+    screen.wait_for("(y/N)")
+    screen.wait_for("> ")
+    screen.send("y\n")
+    screen.wait_for("(saved 1 message")
+    assert json.loads(saved.read_text()) == [{"role": "system", "content": "Be kind."}]
+    screen.send("/exit\n")
+    assert screen.finish()[0] == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -71,3 +72,39 @@ def test_the_quota_of_a_cgroup(monkeypatch: pytest.MonkeyPatch, text: str, quota
     files = {"/proc/self/cgroup": "0::/box/inner\n", "/sys/fs/cgroup/box/cpu.max": text}
     monkeypatch.setattr(machine, "_read", lambda path: files.get(str(path), ""))
     assert machine.cpu_quota() == quota
+
+
+def cache_line(spawn: Run, **env: str) -> dict[str, str]:
+    done = spawn("doctor", "--json", env=env)
+    assert (done.returncode, done.stderr) == (0, b"")
+    (check,) = [check for check in json.loads(done.stdout)["checks"] if check["name"] == "cache"]
+    assert isinstance(check, dict)
+    return check
+
+
+@pytest.mark.parametrize("place", ["xdg", "xdg/llm-worker-rbee", "xdg/llm-worker-rbee/.locks"])
+@pytest.mark.parametrize("kind", ["file", "dangling link"])
+def test_a_cache_that_cannot_be_a_folder(spawn: Run, tmp_path: Path, place: str, kind: str) -> None:
+    wrong = tmp_path / place
+    wrong.parent.mkdir(parents=True, exist_ok=True)
+    if kind == "file":
+        wrong.write_text("in the way")
+    else:
+        wrong.symlink_to(tmp_path / "nowhere")
+    check = cache_line(spawn, XDG_CACHE_HOME=str(tmp_path / "xdg"))
+    assert check["status"] == "warn"
+    assert f"{wrong} is not a folder" in check["found"]
+    assert "XDG_CACHE_HOME" in check["remedy"]
+
+
+def test_a_cache_below_a_folder_that_cannot_be_written_to(spawn: Run, tmp_path: Path) -> None:
+    # /proc refuses everybody, root too; elsewhere a folder without the right to write refuses all but root
+    closed = Path("/proc/self") if Path("/proc/self").exists() else tmp_path
+    if closed == tmp_path:
+        closed.chmod(0o500)
+    if os.access(closed, os.W_OK):
+        pytest.skip(f"{closed} can be written to")
+    check = cache_line(spawn, XDG_CACHE_HOME=str(closed / "xdg" / "deep"))
+    assert check["status"] == "warn"
+    assert f"{closed} cannot be written to" in check["found"]
+    assert check["remedy"].startswith(f"make {closed} writable, or set XDG_CACHE_HOME")

@@ -115,3 +115,32 @@ def test_odd_values_do_no_harm(cli: Run, tmp_path: Path) -> None:
         json.loads(strict, parse_constant=lambda word: pytest.fail(f"{word} is not JSON"))["metadata"]["x.nan"]["value"]
         is None
     )
+
+
+def test_keys_and_values_cannot_break_the_table(cli: Run, tmp_path: Path) -> None:
+    keys = {**model_keys(), "x.a\nfake": "one\ntwo\u2028", "x.\u202eb\t": "\u2066three", "x.c": ["four\n", "\x1b"]}
+    path = write_gguf(tmp_path / "odd.gguf", keys, {"t\nfake": np.zeros(4, np.float32)})
+    done = cli("inspect", path, "--metadata", "--tensors")
+    assert done.returncode == 0
+    section = done.stdout.decode().partition("Metadata\n")[2]
+    metadata, _, tensors = section.partition("\n\nTensors\n")
+    assert len(metadata.splitlines()) == len(keys)
+    assert len(tensors.splitlines()) == 2
+    rows = {line.split()[0]: line for line in metadata.splitlines()}
+    assert rows["x.a␊fake"].endswith(r"'one\ntwo\u2028'")
+    assert rows["x.\ufffdb␉"].endswith(r"'\u2066three'")
+    assert "t␊fake" in tensors
+
+
+def test_lists_of_lists(cli: Run, tmp_path: Path) -> None:
+    value = [[1, 2, 3], [4, 5], []]
+    deep = [[[1.5], [float("nan")]], [[2.5]]]
+    keys = {**model_keys(), "x.lists": [np.array(inner, np.int32) for inner in value], "x.deep": deep}
+    path = write_gguf(tmp_path / "lists.gguf", keys)
+    told = inspected(cli, path)["metadata"]
+    assert told["x.lists"]["value"] == value
+    assert told["x.deep"]["value"] == [[[1.5], [None]], [[2.5]]]
+    shown = cli("inspect", path, "--metadata")
+    assert shown.returncode == 0
+    (row,) = [line for line in shown.stdout.decode().splitlines() if "x.lists" in line]
+    assert row.endswith("[[1, 2, 3], [4, 5], []]")

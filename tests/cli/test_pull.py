@@ -111,7 +111,7 @@ def test_plain_progress_is_a_line_for_each_quarter(capsys: pytest.CaptureFixture
     assert "fetching: 250.0 MB of 1.00 GB" in told.err
 
 
-def test_a_terminal_gets_a_bar() -> None:
+def shown_on_a_terminal(term: str) -> bytes:
     script = """
 from llm_worker_rbee.cli.progress import progress_bar
 with progress_bar() as progress:
@@ -119,7 +119,7 @@ with progress_bar() as progress:
         progress("fetching [x]", done * 10**6, 10**8)
 """
     master, slave = pty.openpty()
-    env = os.environ | {"PYTHONPATH": str(ROOT), "TERM": "xterm", "COLUMNS": "100"}
+    env = os.environ | {"PYTHONPATH": str(ROOT), "TERM": term, "COLUMNS": "100"}
     child = subprocess.Popen([sys.executable, "-c", script], env=env, stdout=subprocess.PIPE, stderr=slave)
     os.close(slave)
     shown = b""
@@ -131,5 +131,19 @@ with progress_bar() as progress:
     os.close(master)
     assert child.communicate()[0] == b""
     assert child.returncode == 0
+    return shown
+
+
+def test_a_terminal_gets_a_bar() -> None:
+    shown = shown_on_a_terminal("xterm")
     assert b"fetching [x]" in shown
     assert b"100.0/100.0 MB" in shown
+
+
+def test_a_dumb_terminal_gets_plain_lines() -> None:
+    lines = [
+        "fetching [x]: 0.0 MB of 100.0 MB",
+        "fetching [x]: 50.0 MB of 100.0 MB",
+        "fetching [x]: 100.0 MB of 100.0 MB",
+    ]
+    assert shown_on_a_terminal("dumb").decode() == "".join(f"{line}\r\n" for line in lines)

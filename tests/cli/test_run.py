@@ -207,3 +207,13 @@ def test_ctrl_c_ends_an_answer_with_130(terminal: Callable[..., Terminal], endle
     assert status == 130
     assert b"Traceback" not in shown
     assert shown.endswith(b"\r\n")
+
+
+@pytest.mark.parametrize("text", ["", " \n"])
+def test_an_empty_template_is_refused(cli: Run, tiny: Path, tmp_path: Path, text: str) -> None:
+    template = tmp_path / "template.jinja"
+    template.write_text(text)
+    for command in (["run", "hi"], ["chat"]):
+        done = cli(*command, "-m", tiny, "--chat-template", template, stdin=b"hi\n")
+        assert (done.returncode, done.stdout) == (1, b"")
+        assert f"error: the chat template {template} is empty" in done.stderr.decode()

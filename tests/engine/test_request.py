@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from llm_worker_rbee import SamplingParams
-from llm_worker_rbee.engine.request import RANGES
+from llm_worker_rbee.engine.request import NUMBERS
 from llm_worker_rbee.errors import InvalidRequestError
 
 NAN, INF = float("nan"), float("inf")
@@ -77,9 +77,9 @@ def test_a_value_at_the_edge_is_taken(field: str, value: Any) -> None:
     SamplingParams(**{field: value})
 
 
-@pytest.mark.parametrize("field", RANGES)
+@pytest.mark.parametrize("field", NUMBERS)
 def test_both_ends_of_a_range_are_taken(field: str) -> None:
-    ends: Any = RANGES[field]
+    ends: Any = NUMBERS[field]
     low, high, open_end = ends
     SamplingParams(**{field: high})
     if not open_end:

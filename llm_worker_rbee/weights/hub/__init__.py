@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...errors import InvalidRequestError, ModelNotFoundError
-from ..names import SPLIT_NAME, split_set
+from ..names import SPLIT_NAME, ggufs_in, split_set
 from . import huggingface, wheel
 from .choice import REFERENCE, HubModel, parse
 from .store import Progress, cache_dir, silent
@@ -138,7 +138,7 @@ def _existing_path(reference: str) -> Path | None:
 
 def _is_model(path: Path) -> bool:
     if path.is_dir():
-        return (path / "config.json").is_file() or any(path.glob("*.[gG][gG][uU][fF]"))
+        return (path / "config.json").is_file() or len(ggufs_in(path)) == 1
     match = SPLIT_NAME.fullmatch(path.name)
     return path.suffix.lower() == ".gguf" and path.is_file() and (match is None or int(match["part"]) == 1)
 

@@ -25,6 +25,7 @@ Progress = Callable[[str, int, int | None], None]
 
 APP_NAME = "llm-worker-rbee"
 DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+ENDINGS = (signal.SIGTERM, signal.SIGHUP)  # the second: the terminal was closed
 UNWRITABLE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST}
 
 
@@ -121,15 +122,16 @@ def work_folder(folder: Path, name: str) -> Iterator[Path]:
 
 @contextmanager
 def _terminated_means_exit() -> Iterator[None]:
-    """Let SIGTERM unwind the stack (and so clean up) where nobody has asked for anything else."""
-    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
-        yield
-        return
-    signal.signal(signal.SIGTERM, _exit_on_signal)
+    """Let SIGTERM and SIGHUP unwind the stack (and so clean up) where nobody has asked for anything else."""
+    here = threading.current_thread() is threading.main_thread()
+    ours = [number for number in ENDINGS if here and signal.getsignal(number) == signal.SIG_DFL]
     try:
+        for number in ours:
+            signal.signal(number, _exit_on_signal)
         yield
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for number in ours:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def _exit_on_signal(number: int, frame: FrameType | None) -> NoReturn:

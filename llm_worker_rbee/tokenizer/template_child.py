@@ -1,0 +1,133 @@
+"""The program that renders a chat template, run by chat_template.py in a process of its own. It imports none of ours.
+
+A template comes with a model file and may do anything that Jinja's immutable sandbox allows, without end or bound; here
+the operating system bounds it. Lines of JSON on standard input and output: {"source", "seconds"} first, then {"values"}
+for each rendering; each is answered by {"text"} or {"error"}. Each rendering has processor time of its own.
+"""
+
+import json
+import os
+import resource
+import sys
+from datetime import datetime
+from typing import Any, NoReturn
+
+from jinja2 import nodes
+from jinja2.exceptions import SecurityError, TemplateError, TemplateSyntaxError
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+MAX_MEMORY = 512 << 20  # address space of this process
+MAX_TEXT = 4 << 20  # characters of the prompt; the input adds to it
+GLOBALS = ("range", "dict", "namespace", "joiner", "cycler")
+
+
+class Generation(Extension):
+    """`{% generation %}` marks the assistant's text for training; here it is just its body."""
+
+    tags = {"generation"}  # noqa: RUF012  (Jinja's own interface)
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        """The statements between the tags."""
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class Environment(ImmutableSandboxedEnvironment):
+    """As transformers sets it up, but that reaching for internals is an error at once, not an undefined value."""
+
+    def __init__(self) -> None:
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation])
+        self.globals = {name: self.globals[name] for name in GLOBALS}
+        self.globals.update(raise_exception=raise_exception, strftime_now=strftime_now)
+        self.filters["tojson"] = tojson
+
+    def unsafe_undefined(self, obj: Any, attribute: str) -> NoReturn:
+        """What the sandbox forbids."""
+        raise SecurityError(f"access to attribute {attribute!r} of a {type(obj).__name__} is not allowed")
+
+
+def raise_exception(message: object) -> NoReturn:
+    """How a template refuses messages."""
+    raise TemplateError(str(message))
+
+
+def strftime_now(pattern: str) -> str:
+    """Today's date, as the template wants it."""
+    return datetime.now().strftime(pattern)
+
+
+def tojson(
+    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    """JSON without HTML's escapes."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def allow_more_time(seconds: int) -> None:
+    """Grant the next step its own processor time: past it, the system ends this process."""
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    used = int(usage.ru_utime + usage.ru_stime)
+    resource.setrlimit(resource.RLIMIT_CPU, (used + seconds + 1, resource.getrlimit(resource.RLIMIT_CPU)[1]))
+
+
+def limit_memory() -> None:
+    """Less is left as it is where the system allows less."""
+    for kind, most in ((resource.RLIMIT_AS, MAX_MEMORY), (resource.RLIMIT_CORE, 0), (resource.RLIMIT_FSIZE, 0)):
+        hard = resource.getrlimit(kind)[1]
+        resource.setrlimit(kind, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+
+
+def render(template: Any, values: dict[str, Any], room: int) -> dict[str, str]:
+    """Render once; whatever a template raises is text in the answer."""
+    try:
+        parts, length = [], 0
+        for part in template.generate(values):
+            length += len(part)
+            if length > room:
+                return {"error": f"was stopped: it makes a prompt of more than {room} characters"}
+            parts.append(part)
+        return {"text": "".join(parts)}
+    except MemoryError:
+        return {"error": f"was stopped: it needs more than {MAX_MEMORY >> 20} MiB of memory"}
+    except SecurityError as error:
+        return {"error": f"was stopped: {error}"}
+    except Exception as error:  # it is program text from elsewhere and may raise anything
+        return {"error": f"refused: {error or type(error).__name__}"}
+
+
+def compile_template(source: str) -> tuple[Any, dict[str, str]]:
+    """The template, and the answer to its source."""
+    try:
+        return Environment().from_string(source), {"text": ""}
+    except TemplateSyntaxError as error:
+        return None, {"error": f"is wrong in line {error.lineno}: {error.message}"}
+    except Exception as error:  # whatever Jinja or Python's compiler makes of a malicious source
+        return None, {"error": f"cannot be compiled: {error or type(error).__name__}"}
+
+
+def main() -> None:
+    """Answer lines until there are no more."""
+    answers = os.fdopen(os.dup(1), "w", encoding="ascii")
+    limit_memory()
+    template = None
+    seconds = 1
+    for line in sys.stdin.buffer:
+        request = json.loads(line)
+        seconds = request.get("seconds", seconds)
+        allow_more_time(seconds)
+        if "source" in request:
+            template, answer = compile_template(request["source"])
+        else:
+            answer = render(template, request["values"], MAX_TEXT + 4 * len(line))
+        try:
+            text = json.dumps(answer)
+        except MemoryError:
+            text = json.dumps({"error": "was stopped: it needs too much memory"})
+        answers.write(text + "\n")
+        answers.flush()
+
+
+if __name__ == "__main__":
+    main()
