@@ -82,4 +82,5 @@ class ModelConfig:
     @staticmethod
     def from_hf(config: Mapping[str, Any], family: Family, vocab_size: int | None = None) -> ModelConfig:
         """Read a config.json of the transformers library."""
-        return ModelConfig(family=family, **hf_shape(Keys(config, source="config.json: "), family, vocab_size))
+        keys = Keys({**family.hf_defaults, **config}, source="config.json: ")
+        return ModelConfig(family=family, **hf_shape(keys, family, vocab_size))

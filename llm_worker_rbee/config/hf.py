@@ -34,7 +34,7 @@ def hf_shape(keys: Keys, family: Family, vocab_size: int | None) -> dict[str, An
         "rope_dim": int(head_dim * turned),
         "rope_base": rope.positive("rope_theta", 10000.0, LEAST_BASE),
         "rope_scaling": _scaling(rope, keys),
-        "rope_local_base": _local_base(keys, family),
+        "rope_local_base": _local_base(keys),
         "windows": _windows(keys, family, n_layers),
         "attention_scale": keys.positive("query_pre_attn_scalar", float(head_dim)) ** -0.5,
         "attention_cap": keys.cap("attn_logit_softcapping", 0.0),
@@ -52,7 +52,7 @@ def _activation(keys: Keys, family: Family) -> str:
 
 def _windows(keys: Keys, family: Family, n_layers: int) -> tuple[int, ...]:
     window = keys.integer("sliding_window", 0, most=MAX_CONTEXT)
-    if keys.values.get("use_sliding_window") is False:
+    if not keys.get("use_sliding_window", bool, True):
         window = 0
     kinds = keys.values.get("layer_types")
     if kinds is not None:
@@ -80,15 +80,13 @@ def _rope(keys: Keys, layer_kind: str) -> Keys:
     return Keys({"rope_theta": keys.number("rope_theta", 10000.0), **old}, source=f"{keys.source}rope_scaling: ")
 
 
-def _local_base(keys: Keys, family: Family) -> float:
+def _local_base(keys: Keys) -> float:
     if "sliding_attention" in keys.get("rope_parameters", dict, {}):
         local = _rope(keys, "sliding_attention")
         if local.get("rope_type", str, "default") != "default":
             raise UnsupportedModelError("rope scaling of the layers with a sliding window is not supported")
         return local.positive("rope_theta", 10000.0, LEAST_BASE)
-    if not keys.has("rope_local_base_freq"):
-        return family.default_local_base
-    return keys.positive("rope_local_base_freq", least=LEAST_BASE)
+    return keys.positive("rope_local_base_freq", least=LEAST_BASE) if keys.has("rope_local_base_freq") else 0.0
 
 
 def _scaling(rope: Keys, keys: Keys) -> RopeScaling:

@@ -1,11 +1,13 @@
 """What a line of models has in common, and how rotary frequencies are stretched: two records of plain data.
 
-`Family` rows are in models/architectures.py; `RopeScaling` is a part of `ModelConfig`. Import both from config.py.
+`Family` rows are in models/architectures.py; `RopeScaling` is a part of `ModelConfig`. Import both from `config`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,10 +26,13 @@ class Family:
     scaled_embedding: bool = False  # embeddings times sqrt(width)
     norm_plus_one: bool = False  # safetensors hold weight - 1 (GGUF holds the weight)
     full_every: int = 0  # with a window: every n-th layer looks at everything (0: none does)
+    # what a GGUF leaves unsaid
     default_window: int = 0
     default_local_base: float = 0.0  # rope base of the layers with a window, where it differs
     default_attention_cap: float = 0.0
     default_final_cap: float = 0.0
+    # what a config.json leaves unsaid: keys that are absent, not those that are null
+    hf_defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,12 +9,28 @@ from ..config import Family, ModelConfig
 from ..errors import ModelFileError, UnsupportedModelError
 from ..weights import Checkpoint
 
+QWEN_DEFAULTS = {
+    "num_key_value_heads": 32,
+    "use_sliding_window": False,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
+}
+GEMMA_DEFAULTS = {
+    "head_dim": 256,
+    "num_key_value_heads": 4,
+    "query_pre_attn_scalar": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "sliding_window": 4096,
+    "tie_word_embeddings": True,
+}
+
 FAMILIES = (
     Family("llama", gguf=("llama",), hf=("llama",), rope_interleaved=True),
-    Family("mistral", gguf=(), hf=("mistral",)),  # a GGUF of Mistral calls itself llama
-    Family("qwen2", gguf=("qwen2",), hf=("qwen2",), qkv_bias=True),
-    Family("qwen3", gguf=("qwen3",), hf=("qwen3",), qk_norm=True),
-    Family("phi3", gguf=("phi3",), hf=("phi3",), fused=True),
+    # a GGUF of Mistral calls itself llama
+    Family("mistral", gguf=(), hf=("mistral",), hf_defaults={"num_key_value_heads": 8, "sliding_window": 4096}),
+    Family("qwen2", gguf=("qwen2",), hf=("qwen2",), qkv_bias=True, hf_defaults=QWEN_DEFAULTS),
+    Family("qwen3", gguf=("qwen3",), hf=("qwen3",), qk_norm=True, hf_defaults={**QWEN_DEFAULTS, "head_dim": 128}),
+    Family("phi3", gguf=("phi3",), hf=("phi3",), fused=True, hf_defaults={"rms_norm_eps": 1e-5}),
     Family(
         "gemma2",
         gguf=("gemma2",),
@@ -27,6 +43,7 @@ FAMILIES = (
         default_window=4096,
         default_attention_cap=50.0,
         default_final_cap=30.0,
+        hf_defaults={**GEMMA_DEFAULTS, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
     ),
     Family(
         "gemma3",
@@ -39,6 +56,7 @@ FAMILIES = (
         norm_plus_one=True,
         full_every=6,
         default_local_base=10000.0,
+        hf_defaults={**GEMMA_DEFAULTS, "rope_theta": 1e6, "rope_local_base_freq": 1e4},
     ),
 )
 BY_GGUF = {name: family for family in FAMILIES for name in family.gguf}

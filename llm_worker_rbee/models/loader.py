@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from ..backends.types import AttentionParams, Handle, Ops, RopeTable
 from ..config import ModelConfig, RopeScaling
-from ..errors import ModelFileError
+from ..errors import ModelFileError, UnsupportedModelError
 from ..layers.attention import Attention
 from ..layers.block import Block
 from ..layers.linear import Linear
@@ -68,14 +68,17 @@ class _Loader:
 
     def head(self, embedding: Handle) -> Handle:
         if "output.weight" not in self.checkpoint.tensors:
-            safetensors = self.checkpoint.format == "safetensors"
-            if safetensors and self.checkpoint.metadata["config"].get("tie_word_embeddings") is False:
+            if self.checkpoint.format == "safetensors" and not self.tied_by_config():
                 raise ModelFileError(
                     "tensor 'output.weight' (lm_head.weight) is missing, and config.json says "
                     "that it is not the embedding's"
                 )
             return embedding  # tied
         return self.ops.prepare([self.matrix("output.weight", self.config.vocab_size, self.config.d_model)])
+
+    def tied_by_config(self) -> bool:
+        settings = {**self.config.family.hf_defaults, **self.checkpoint.metadata["config"]}
+        return bool(settings.get("tie_word_embeddings", False))
 
     def ropes(self) -> tuple[RopeTable, RopeTable]:
         """The tables of layers that see everything, and of layers with a window."""
@@ -183,7 +186,10 @@ class _Loader:
         if name not in self.checkpoint.tensors:
             raise ModelFileError(f"tensor {name!r} is missing: a {self.config.family.name} model needs it")
         self.used.add(name)
-        return self.checkpoint.tensors[name]
+        tensor = self.checkpoint.tensors[name]
+        if tensor.kind.id < 0:
+            raise UnsupportedModelError(f"tensor {name!r} has unsupported type {tensor.kind.name!r}")
+        return tensor
 
     def matrix(self, name: str, rows: int, columns: int) -> Tensor:
         tensor = self.tensor(name)

@@ -11,8 +11,11 @@ from .names import PICKLES, ggufs_in
 __all__ = ["Checkpoint", "Tensor", "open_checkpoint"]
 
 
-def open_checkpoint(path: Path) -> Checkpoint:
-    """Open a GGUF file (or the first of a split set), or a folder: config.json and safetensors, or one GGUF."""
+def open_checkpoint(path: Path, *, weights: bool = True) -> Checkpoint:
+    """Open a GGUF file (or the first of a split set), or a folder: config.json and safetensors, or one GGUF.
+
+    With `weights=False` a folder without weights is opened too, for its tokenizer.
+    """
     try:
         path.stat()
     except FileNotFoundError as error:
@@ -20,7 +23,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
     except (OSError, ValueError) as error:  # a name that is too long, a folder that may not be entered, a null byte
         raise ModelNotFoundError(f"{str(path)[:200]!r} cannot be opened: {error}") from error
     if path.is_dir():
-        return _open_folder(path)
+        return _open_folder(path, weights=weights)
     if not path.is_file():
         raise ModelFileError(f"{path} is neither a file nor a folder")
     if path.suffix.lower() in PICKLES:
@@ -32,9 +35,9 @@ def open_checkpoint(path: Path) -> Checkpoint:
     return open_gguf(path)
 
 
-def _open_folder(folder: Path) -> Checkpoint:
+def _open_folder(folder: Path, *, weights: bool) -> Checkpoint:
     found = [] if (folder / "config.json").exists() else ggufs_in(folder)
     if len(found) > 1:
         names = ", ".join(path.name for path in found[:8])
         raise ModelFileError(f"{folder} holds several models, name one of them: {names}")
-    return open_gguf(found[0]) if found else open_hf(folder)
+    return open_gguf(found[0]) if found else open_hf(folder, weights=weights)

@@ -29,7 +29,7 @@ MAX_DIMS = 4
 MAX_NAME_BYTES = 63
 MAX_ARRAY_DEPTH = 4
 MAX_ENTRIES = 1 << 17  # tensors, keys, arrays in an array: each costs far more here than in the file
-MAX_MESSAGE = 500
+MAX_SHOWN = 80  # characters of a key in a message
 
 STRING, ARRAY = 8, 9
 SCALARS = {  # type id -> (name, struct format); NumPy understands the same formats
@@ -87,7 +87,7 @@ class _Reader:
         self.at = 0
 
     def fail(self, message: str) -> ModelFileError:
-        return ModelFileError(f"{self.path.name}: {message[:MAX_MESSAGE]}")  # a damaged key may be megabytes long
+        return ModelFileError(f"{self.path.name}: {message}")
 
     def need(self, n: int, what: str) -> int:
         """Move past `n` bytes and return where they begin."""
@@ -137,14 +137,17 @@ class _Reader:
             key = self.text(f"metadata key number {i}")
             if not key:
                 raise self.fail(f"metadata key number {i} is empty")
+            label = repr(
+                key if len(key) <= MAX_SHOWN else key[:MAX_SHOWN] + "..."
+            )  # a damaged one may be megabytes long
             if key in values:
-                raise self.fail(f"metadata key {key!r} appears twice")
-            kind = self.u32(f"the type of metadata key {key!r}")
-            values[key], types[key] = self.value(kind, key, 0)
+                raise self.fail(f"metadata key {label} appears twice")
+            kind = self.u32(f"the type of metadata key {label}")
+            values[key], types[key] = self.value(kind, label, 0)
         return values, types
 
-    def value(self, kind: int, key: str, depth: int) -> tuple[Any, str]:
-        what = f"the value of metadata key {key!r}"
+    def value(self, kind: int, label: str, depth: int) -> tuple[Any, str]:
+        what = f"the value of metadata key {label}"
         if kind in _scalars:
             form = _scalars[kind]
             return form.unpack_from(self.map, self.need(form.size, what))[0], TYPE_NAMES[kind]
@@ -152,29 +155,29 @@ class _Reader:
             return self.text(what), "string"
         if kind == ARRAY:
             if depth == MAX_ARRAY_DEPTH:
-                raise self.fail(f"metadata key {key!r}: arrays are nested more than {MAX_ARRAY_DEPTH} deep")
-            element = self.u32(f"the element type of metadata key {key!r}")
-            return self.array(element, key, depth)
-        raise self.fail(f"metadata key {key!r} has unknown value type {kind}")
+                raise self.fail(f"metadata key {label}: arrays are nested more than {MAX_ARRAY_DEPTH} deep")
+            element = self.u32(f"the element type of metadata key {label}")
+            return self.array(element, label, depth)
+        raise self.fail(f"metadata key {label} has unknown value type {kind}")
 
-    def array(self, kind: int, key: str, depth: int) -> tuple[Any, str]:
-        count = self.u64(f"the length of metadata key {key!r}")
-        what = f"the array of metadata key {key!r} ({count} elements)"
+    def array(self, kind: int, label: str, depth: int) -> tuple[Any, str]:
+        count = self.u64(f"the length of metadata key {label}")
+        what = f"the array of metadata key {label} ({count} elements)"
         if kind in _scalars:
             name, form = SCALARS[kind]
             start = self.need(count * _scalars[kind].size, what)
             return np.frombuffer(self.map, form, count, start).copy(), f"array of {name}"
         if kind == STRING:
-            return self.strings(count, key, what), "array of string"
+            return self.strings(count, label, what), "array of string"
         if kind == ARRAY:
             if count * 12 > self.size - self.at:
                 raise self.fail(f"{what} is longer than the rest of the file")
             if count > MAX_ENTRIES:
                 raise self.fail(f"{what} holds more than {MAX_ENTRIES} arrays, which no model needs")
-            return [self.value(ARRAY, key, depth + 1)[0] for _ in range(count)], "array of array"
-        raise self.fail(f"metadata key {key!r} is an array of unknown value type {kind}")
+            return [self.value(ARRAY, label, depth + 1)[0] for _ in range(count)], "array of array"
+        raise self.fail(f"metadata key {label} is an array of unknown value type {kind}")
 
-    def strings(self, count: int, key: str, what: str) -> list[str]:
+    def strings(self, count: int, label: str, what: str) -> list[str]:
         """The hot loop of opening a file (two arrays of 50,000 strings are usual), so it does not go through text()."""
         if count * 8 > self.size - self.at:
             raise self.fail(f"{what} is longer than the rest of the file")
@@ -184,13 +187,13 @@ class _Reader:
             for _ in range(count):
                 end = at + 8 + _u64(view, at)[0]
                 if end > size:
-                    raise self.fail(f"string {len(out)} of metadata key {key!r} runs past the end of the file")
+                    raise self.fail(f"string {len(out)} of metadata key {label} runs past the end of the file")
                 out.append(view[at + 8 : end].decode())
                 at = end
         except UnicodeDecodeError as error:
-            raise self.fail(f"string {len(out)} of metadata key {key!r} is not valid UTF-8") from error
+            raise self.fail(f"string {len(out)} of metadata key {label} is not valid UTF-8") from error
         except struct.error as error:
-            raise self.fail(f"string {len(out)} of metadata key {key!r} runs past the end of the file") from error
+            raise self.fail(f"string {len(out)} of metadata key {label} runs past the end of the file") from error
         self.at = at
         return out
 

@@ -14,16 +14,28 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..errors import ModelFileError, UnsupportedModelError
 from .checkpoint import Checkpoint, Tensor, map_file, value_count
 from .names import PICKLES
-from .quants import BLOCK_TYPES
+from .quants import BLOCK_TYPES, BlockType
 
-DTYPES = ("F32", "F16", "BF16", "F64", "I8", "I16", "I32", "I64")  # their names are those of our block types
+DECODED = ("F32", "F16", "BF16", "F64", "I8", "I16", "I32", "I64")  # their names are those of our block types
+LISTED_BYTES = {"BOOL": 1, "U8": 1, "U16": 2, "U32": 4, "U64": 8, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "C64": 8}
+
+
+def _not_decoded(data: NDArray[np.uint8]) -> NoReturn:
+    raise UnsupportedModelError("values of this type cannot be read")
+
+
+# Types that a file may hold and `inspect` lists; the negative id keeps them out of a model.
+DTYPES = {name: BLOCK_TYPES[name] for name in DECODED} | {
+    name: BlockType(name, -1, 1, size, _not_decoded) for name, size in LISTED_BYTES.items()
+}
 MAX_HEADER = 100_000_000
 MAX_DIMS = 8
 
@@ -56,10 +68,13 @@ SANDWICH_NAMES = LAYER_NAMES | {
 LAYER = re.compile(r"^model\.layers\.([0-9]{1,6})\.(.+)\.(weight|bias)$")
 
 
-def open_hf(folder: Path) -> Checkpoint:
-    """Open a model folder; its tensors get GGUF's names, unknown ones keep their own."""
-    config = read_json(folder / "config.json")
-    tensors = _read_shards(folder)
+def open_hf(folder: Path, *, weights: bool = True) -> Checkpoint:
+    """Open a model folder; its tensors get GGUF's names, unknown ones keep their own.
+
+    With `weights=False` a folder that only holds a tokenizer, or a config without weights, is one too.
+    """
+    config = read_json(folder / "config.json") if weights or (folder / "config.json").exists() else {}
+    tensors = _read_shards(folder) if weights or any(folder.glob("*.safetensors")) else {}
     metadata = {"config": config}
     generation = folder / "generation_config.json"
     if generation.exists():
@@ -200,7 +215,7 @@ def _extent(path: Path, name: str, entry: object, room: int) -> tuple[int, int]:
     count = value_count(entry["shape"])
     if count is None:
         raise ModelFileError(f"{path.name}: tensor {name!r}: shape {entry['shape']} overflows")
-    expected = count * BLOCK_TYPES[dtype].block_bytes
+    expected = count * DTYPES[dtype].block_bytes
     if not begin <= end <= room or end - begin != expected:
         raise ModelFileError(
             f"{path.name}: tensor {name!r} of {expected} bytes does not fit data_offsets "
@@ -219,4 +234,4 @@ def _check_overlap(path: Path, extents: Mapping[str, tuple[int, int]]) -> None:
 
 def _tensor(name: str, entry: Mapping[str, Any], view: mmap.mmap, base: int, begin: int, end: int) -> Tensor:
     data = np.frombuffer(view, np.uint8, end - begin, base + begin if end > begin else 0)
-    return Tensor(name, BLOCK_TYPES[entry["dtype"]], tuple(entry["shape"]), data)
+    return Tensor(name, DTYPES[entry["dtype"]], tuple(entry["shape"]), data)

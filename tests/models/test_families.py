@@ -78,6 +78,26 @@ def test_gguf_equals_transformers_on_the_same_gguf(name: str, made: Callable[[st
     assert running.greedy(ours, ids, NEW_TOKENS) == zoo.hf_greedy(theirs, ids, NEW_TOKENS)
 
 
+QUANTIZED = [("llama", "Q8_0"), ("llama-tied", "Q4_0"), ("mistral", "Q4_0"), ("qwen2", "Q5_0"), ("qwen3", "Q4_1"),
+             ("phi3", "Q5_1"), ("gemma2", "Q8_0")]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "kind"), QUANTIZED)
+def test_quantized_gguf_equals_transformers_on_the_same_file(
+    name: str, kind: str, made: Callable[[str], Made], tmp_path: Path
+) -> None:
+    """Quantized rows move as wholes, fused ones stay together: transformers dequantizes the same file."""
+    variant, model, _, _ = made(name)
+    path = tmp_path / f"{name}.gguf"
+    zoo.save_quantized(variant, model, path, kind)
+    theirs = load_gguf_with_transformers(path, model.config)
+    ids = zoo.prompt_ids(variant, seed=9)
+    ours = running.load(path, variant.max_context)
+    assert ours.blocks[0].attention.output.weight.parts[0].kind.name == kind
+    assert largest_difference(ours, theirs, ids) < TOLERANCE
+    assert running.greedy(ours, ids, NEW_TOKENS) == zoo.hf_greedy(theirs, ids, NEW_TOKENS)
+
+
 @pytest.mark.parametrize("chunk", [1, 5, 23])
 @pytest.mark.parametrize("name", ["llama", "mistral-window", "gemma2", "gemma3", "phi3-long"])
 def test_chunked_prefill_sees_what_the_whole_one_sees(name: str, chunk: int, made: Callable[[str], Made]) -> None:

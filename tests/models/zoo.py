@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import torch
 import transformers
@@ -18,7 +19,7 @@ from numpy.typing import NDArray
 from llm_worker_rbee.config import Family, ModelConfig
 from llm_worker_rbee.layers.rope import inverse_frequencies, scaled_table
 from llm_worker_rbee.models.architectures import BY_HF
-from llm_worker_rbee.weights.gguf_writer import TensorLike, Typed, write_gguf
+from llm_worker_rbee.weights.gguf_writer import Raw, TensorLike, Typed, write_gguf
 from llm_worker_rbee.weights.hf import LAYER_NAMES, SANDWICH_NAMES, gguf_name
 
 VOCAB = 160
@@ -241,6 +242,18 @@ def gguf_metadata(variant: Variant, model: Any) -> dict[str, Any]:
 
 def save_gguf(variant: Variant, model: Any, path: Path) -> Path:
     return write_gguf(path, gguf_metadata(variant, model), gguf_tensors(variant, model))
+
+
+def save_quantized(variant: Variant, model: Any, path: Path, kind: str) -> Path:
+    """The same, with every matrix whose rows are whole blocks quantized by the gguf package."""
+    tensors: dict[str, TensorLike] = {}
+    for name, value in gguf_tensors(variant, model).items():
+        if isinstance(value, np.ndarray) and value.ndim == 2 and value.shape[1] % 32 == 0:
+            data = gguf.quants.quantize(value, gguf.GGMLQuantizationType[kind])
+            tensors[name] = Raw(kind, value.shape, np.ascontiguousarray(data).view(np.uint8).reshape(-1))
+        else:
+            tensors[name] = value
+    return write_gguf(path, gguf_metadata(variant, model), tensors)
 
 
 def prompt_ids(variant: Variant, seed: int = 7) -> list[int]:

@@ -134,9 +134,17 @@ def outcome(path: Path) -> str:
     return " + ".join(results)
 
 
+# A key, a tensor, a token or an architecture by name, or a part of the header, which has no name but its own.
+NAMED = re.compile(
+    r"'[^']+'|\"[^\"]+\"|tokenizer\.\w+|token \d|rope_\w+|model shape: \w+|rope scaling|not a GGUF file|GGUF version"
+    r"|the version|(tensor|metadata) count|the file is empty|(key|tensor) number \d+"
+    r"|longrope|embedding \d+ rows|big-endian"
+)
+
+
 def explained(error: WorkerError) -> str:
     message = str(error)
-    assert len(message) > 10, repr(message)
+    assert NAMED.search(message), repr(message)
     assert "\n" not in message, repr(message)
     return type(error).__name__
 

@@ -148,7 +148,7 @@ BAD: dict[str, tuple[bytes, str]] = {
     "shape that overflows": (safetensors(entry(shape=(2**62, 4))), "'model.norm.weight': shape .* overflows"),
     "shape that overflows beside a zero": (safetensors(entry(shape=(2**62, 2**62, 0), offsets=(0, 0))), "overflows"),
     "100,000 dimensions": (safetensors(entry(shape=[2**62] * 100_000)), "'model.norm.weight'"),
-    "unknown dtype": (safetensors(entry(dtype="F8_E4M3")), "'model.norm.weight' has unsupported type 'F8_E4M3'"),
+    "unknown dtype": (safetensors(entry(dtype="F6_E2M3")), "'model.norm.weight' has unsupported type 'F6_E2M3'"),
     "dtype a list": (safetensors(entry(dtype=["F32"])), "'model.norm.weight' has unsupported type"),
     "dtype missing": (safetensors(entry(dtype=None)), "'model.norm.weight' has unsupported type"),
     "dtype of another width": (safetensors(entry(dtype="F16")), "'model.norm.weight' of 8 bytes does not fit"),

@@ -1,0 +1,111 @@
+"""The two readers of a model's numbers: what a file leaves unsaid, old spellings, and each key on its own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import transformers
+
+from llm_worker_rbee.config import ModelConfig, RopeScaling
+from llm_worker_rbee.layers.rope import rope_table
+from llm_worker_rbee.models.architectures import BY_GGUF, BY_HF
+
+SHAPE = {"vocab_size": 99, "hidden_size": 512, "intermediate_size": 96, "num_hidden_layers": 14,
+         "num_attention_heads": 32, "max_position_embeddings": 8192}  # fmt: skip
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 32}  # fmt: skip
+
+
+def from_hf(kind: str, **config: Any) -> ModelConfig:
+    return ModelConfig.from_hf({"model_type": kind, **SHAPE, **config}, BY_HF[kind])
+
+
+def as_transformers_reads_it(kind: str, **config: Any) -> ModelConfig:
+    """The same config, but every default and old spelling resolved by transformers first."""
+    whole = transformers.AutoConfig.for_model(kind, **SHAPE, **config)
+    return ModelConfig.from_hf(whole.to_dict(), BY_HF[kind])
+
+
+def same(ours: ModelConfig, theirs: ModelConfig) -> bool:
+    """Equal, but for the figures of a scaling that is none."""
+    plain = [replace(c, rope_scaling=RopeScaling()) if c.rope_scaling.kind == "none" else c for c in (ours, theirs)]
+    return plain[0] == plain[1]
+
+
+@pytest.mark.parametrize("kind", BY_HF)
+def test_what_a_config_leaves_unsaid_is_what_transformers_assumes(kind: str) -> None:
+    assert same(from_hf(kind), as_transformers_reads_it(kind))
+
+
+WINDOWED = {"sliding_window": 64, "max_window_layers": 5}
+VARIATIONS: list[tuple[str, dict[str, Any]]] = [
+    ("gemma2", {"final_logit_softcapping": None, "attn_logit_softcapping": None}),
+    ("gemma2", {"query_pre_attn_scalar": 144, "head_dim": 24}),
+    ("gemma3_text", {"query_pre_attn_scalar": 168, "sliding_window": 99}),
+    ("gemma3_text", {"layer_types": ["full_attention", "sliding_attention"] * 7}),
+    ("mistral", {"sliding_window": None, "num_key_value_heads": 4}),
+    ("qwen2", WINDOWED),
+    ("qwen2", {**WINDOWED, "use_sliding_window": True}),
+    ("qwen3", {**WINDOWED, "use_sliding_window": False}),
+    ("qwen3", {**WINDOWED, "use_sliding_window": True, "head_dim": 24}),
+    ("llama", {"rope_theta": 5e5, "rope_scaling": LLAMA3}),
+    ("llama", {"rope_scaling": {"type": "linear", "factor": 4.0}}),
+    ("phi3", {"sliding_window": 33, "rms_norm_eps": 1e-4}),
+]
+
+
+@pytest.mark.parametrize(("kind", "settings"), VARIATIONS)
+def test_settings_are_read_as_transformers_reads_them(kind: str, settings: dict[str, Any]) -> None:
+    assert same(from_hf(kind, **settings), as_transformers_reads_it(kind, **settings))
+
+
+def test_older_gemma3_spellings() -> None:
+    old = from_hf("gemma3_text", rope_theta=2e6, rope_local_base_freq=3e4, sliding_window=64, sliding_window_pattern=3)
+    assert (old.rope_base, old.rope_local_base) == (2e6, 3e4)
+    assert old.windows == (64, 64, 0) * 4 + (64, 64)
+
+
+def gguf(arch: str, n_layers: int = 4, **keys: Any) -> ModelConfig:
+    shape = {"block_count": n_layers, "embedding_length": 64, "feed_forward_length": 96, "attention.head_count": 4,
+             "context_length": 128, "attention.layer_norm_rms_epsilon": 1e-5, "vocab_size": 99}  # fmt: skip
+    named = {key.replace("__", "."): value for key, value in keys.items()}
+    values = {f"{arch}.{key}": value for key, value in {**shape, **named}.items()}
+    return ModelConfig.from_gguf({"general.architecture": arch, **values}, BY_GGUF[arch])
+
+
+def test_the_27b_gemmas_scale_queries_by_width_over_heads() -> None:
+    """llama.cpp knows them by their depth, for GGUF has no key."""
+    for arch, depth in (("gemma2", 46), ("gemma3", 62)):
+        assert gguf(arch, depth, attention__key_length=24).attention_scale == pytest.approx((64 / 4) ** -0.5)
+        assert gguf(arch, depth - 1, attention__key_length=24).attention_scale == pytest.approx(24**-0.5)
+
+
+def test_what_a_gguf_leaves_unsaid() -> None:
+    gemma2, gemma3, llama = gguf("gemma2"), gguf("gemma3", 12, attention__sliding_window=7), gguf("llama")
+    assert (gemma2.attention_cap, gemma2.final_cap, gemma2.windows) == (50.0, 30.0, (4096, 0, 4096, 0))
+    assert (gemma3.rope_local_base, gemma3.windows) == (10000.0, (7, 7, 7, 7, 7, 0) * 2)
+    assert (gguf("gemma3").windows, llama.windows, llama.rope_base) == ((0,) * 4, (0,) * 4, 10000.0)
+    assert (llama.n_kv_heads, llama.head_dim, llama.rope_dim, llama.attention_scale) == (4, 16, 16, 0.25)
+
+
+def test_single_keys_of_a_gguf() -> None:
+    assert gguf("llama", attention__scale=0.5).attention_scale == 0.5
+    assert gguf("gemma2", attention__sliding_window_pattern=3).windows == (4096, 4096, 0, 4096)
+    pattern = np.array([False, True, True, False])
+    assert gguf("gemma2", attention__sliding_window_pattern=pattern).windows == (0, 4096, 4096, 0)
+    assert gguf("llama", attention__head_count_kv=np.array([2, 2, 2, 2])).n_kv_heads == 2
+    assert gguf("gemma3", attention__sliding_window=7, rope__freq_base_swa=5e4).rope_local_base == 5e4
+
+
+def test_rope_scaling_of_a_gguf() -> None:
+    plain = rope_table(gguf("llama"), local=False, max_context=128)
+    halved = rope_table(gguf("llama", rope__scale_linear=2.0), local=False, max_context=128)
+    np.testing.assert_allclose(halved.inv_freq, plain.inv_freq / 2)
+    yarn = {"rope__scaling__type": "yarn", "rope__scaling__factor": 4.0, "rope__scaling__original_context_length": 32}
+    usual = rope_table(gguf("llama", **yarn), local=False, max_context=128).scale
+    assert usual == pytest.approx(1 + 0.1 * np.log(4.0))
+    doubled = rope_table(gguf("llama", **yarn, rope__scaling__attn_factor=2.0), local=False, max_context=128)
+    assert doubled.scale == pytest.approx(2 * usual)
