@@ -1,17 +1,19 @@
 """Makes tests/tokenizer/data: a small vocabulary of our own, nasty texts, and the ids that llama.cpp gives for them.
 
 llama-cpp-python is no dependency of this project: install it beside the [dev] extra, in an environment of its own, and
-    python tools/llama_cpp_token_table.py train                       # parts.json -> vocabulary.json, texts.json
+    python tools/llama_cpp_token_table.py train                       # parts.json -> vocabulary.json, *texts.json
     python tools/llama_cpp_token_table.py table --model MODEL.gguf    # -> llama_cpp_ids.json
 MODEL.gguf is the built-in default model. Only its vocabulary is loaded, and only ids are kept.
 """
 
 import argparse
 import ctypes
+import functools
 import json
 import random
 import sys
 import tempfile
+import unicodedata
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,29 @@ def make_texts(count: int = 160) -> list[str]:
         parts = [rng.choice(parts_of["fragments"]) for _ in range(rng.randint(2, 14))]
         texts.append(rng.choice(["", "", " "]).join(parts))
     return texts
+
+
+def make_unicode_texts(count: int = 400) -> list[str]:
+    """Seeded mixtures of characters from all of Unicode."""
+    rng = random.Random(3)
+    return [_random_text(rng) for _ in range(count)]
+
+
+def _random_text(rng: random.Random) -> str:
+    """Characters by kind, so that rare kinds are not rare; those that every Unicode table since 3.2 agrees about."""
+    alphabet = _alphabet()
+    kinds = [*rng.sample(sorted(alphabet), rng.randint(1, 5)), "ascii", "space"]
+    return "".join(rng.choice(alphabet[rng.choice(kinds)]) for _ in range(rng.randint(1, 24)))
+
+
+@functools.cache
+def _alphabet() -> dict[str, list[str]]:
+    alphabet = {"ascii": [chr(code) for code in range(32, 127)], "space": list(" \n\t\r\u00a0\u3000")}
+    for code in range(1, sys.maxunicode + 1):
+        kind = unicodedata.ucd_3_2_0.category(chr(code))
+        if kind == unicodedata.category(chr(code)) and kind not in ("Cn", "Cs", "Co"):
+            alphabet.setdefault(kind, []).append(chr(code))
+    return alphabet
 
 
 def make_corpus() -> list[str]:
@@ -66,6 +91,7 @@ def train() -> None:
     tokens += [token for token in UNREACHABLE if token not in model["vocab"]]
     _write("vocabulary.json", {"tokens": tokens, "merges": merges, "control": [0, 1, 2]})
     _write("texts.json", make_texts())
+    _write("unicode_texts.json", make_unicode_texts())
 
 
 def bpe_metadata(vocabulary: dict[str, Any], pre: str) -> dict[str, Any]:
@@ -112,7 +138,8 @@ def table(default_model: Path) -> None:
     from llm_worker_rbee.weights.gguf_writer import write_gguf
 
     vocabulary = json.loads((DATA / "vocabulary.json").read_text(encoding="utf-8"))
-    texts = json.loads((DATA / "texts.json").read_text(encoding="utf-8"))
+    files = [DATA / "texts.json", DATA / "unicode_texts.json"]
+    texts = [text for file in files for text in json.loads(file.read_text(encoding="utf-8"))]
     pool: dict[str, int] = {}
     rows: dict[str, list[int]] = {}
     with tempfile.TemporaryDirectory() as folder:

@@ -56,7 +56,7 @@ def inspect(
 
     with progress_bar() as progress:
         located = hub.find(model, progress=progress)
-    checkpoint = open_checkpoint(located.path)
+    checkpoint = open_checkpoint(located.path, weights=False)
     report = describe_file(checkpoint, located.bytes, context)
     if as_json:
         print_json(

@@ -30,6 +30,7 @@ def describe_file(checkpoint: "Checkpoint", file_bytes: int, context: int | None
     reason = None
     try:
         config = describe(checkpoint)
+        reason = None if checkpoint.tensors else "it holds no tensors"
     except WorkerError as error:
         reason = str(error)
     shape = _shape_of(config) if config else _shape_from_keys(checkpoint)
@@ -40,13 +41,13 @@ def describe_file(checkpoint: "Checkpoint", file_bytes: int, context: int | None
         "file_bytes": file_bytes,
         "name": name if isinstance(name, str) else None,
         "architecture": checkpoint.architecture,
-        "supported": config is not None,
+        "supported": reason is None,
         "reason": reason,
         "parameters": sum(tensor.size for tensor in checkpoint.tensors.values()),
         "shape": shape,
         "quantization": _quantization(checkpoint),
         "tokenizer": _tokenizer(checkpoint),
-        "memory": _memory(checkpoint, config, context or shape.get("context")),
+        "memory": _memory(checkpoint, config if checkpoint.tensors else None, context or shape.get("context")),
     }
 
 

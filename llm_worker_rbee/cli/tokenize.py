@@ -53,7 +53,7 @@ def tokenize(
 
     with progress_bar() as progress:
         path = locate(model, progress=progress)
-    tokenizer = open_tokenizer(open_checkpoint(path))
+    tokenizer = open_tokenizer(open_checkpoint(path, weights=False))
     if given is None:
         _each_line(tokenizer, special, no_bos)
         return

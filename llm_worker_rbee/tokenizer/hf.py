@@ -33,15 +33,17 @@ def tokenizer_from_hf(folder: Path) -> Tokenizer:
     names = ("tokenizer_config", "config", "generation_config", "special_tokens_map")
     files = {name: _json(folder / f"{name}.json") for name in names}
     steps = list(_decoder_steps(source.get("decoder")))
-    style = _style(path, steps)
-    vocabulary = _vocabulary(library, source, style, _id_limit(files["config"]))
+    style = _style(steps)
+    unknown = "" if style else f"unknown decoder {', '.join(str(step.get('type')) for step in steps) or 'none'}"
+    vocabulary = _vocabulary(library, source, style or "verbatim", _id_limit(files["config"]))
     return Tokenizer(
-        kind="tokenizer.json",
+        kind=f"tokenizer.json ({unknown}: encoding only)" if unknown else "tokenizer.json",
         vocabulary=vocabulary,
         encoder=LibraryEncoder(library),
         ends=_ends(library, vocabulary, files),
         leading_space=LeadingSpace(at_start=_strips_space(steps)),
         chat_template=_chat_template(folder, files["tokenizer_config"]),
+        why_no_decoding=f"{path}: {unknown}; known: {', '.join(_DECODER_STYLES)}" if unknown else None,
     )
 
 
@@ -85,13 +87,9 @@ def _decoder_steps(decoder: object) -> Iterator[dict[str, Any]]:
             yield decoder
 
 
-def _style(path: Path, steps: list[dict[str, Any]]) -> Style:
-    for step in steps:
-        if step.get("type") in _DECODER_STYLES:
-            return _DECODER_STYLES[str(step["type"])]
-    names = ", ".join(str(step.get("type")) for step in steps) or "none"
-    known = ", ".join(_DECODER_STYLES)
-    raise TokenizerError(f"{path}: unknown decoder ({names}); known: {known}")
+def _style(steps: list[dict[str, Any]]) -> Style | None:
+    """How tokens are written, which the decoder gives away; None where it is one that does more than join bytes."""
+    return next((_DECODER_STYLES[step["type"]] for step in steps if step.get("type") in _DECODER_STYLES), None)
 
 
 def _strips_space(steps: list[dict[str, Any]]) -> bool:

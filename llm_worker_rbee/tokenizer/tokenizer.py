@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import InvalidRequestError
+from ..errors import InvalidRequestError, TokenizerError
 from .encoders import Encoder
 from .vocabulary import Vocabulary, shown
 
@@ -50,6 +50,7 @@ class Tokenizer:
         ends: Ends,
         leading_space: LeadingSpace = LeadingSpace(),  # noqa: B008  (frozen)
         chat_template: str | None = None,
+        why_no_decoding: str | None = None,
     ) -> None:
         self.kind = kind
         self.vocab_size = len(vocabulary)
@@ -58,6 +59,7 @@ class Tokenizer:
         self.add_eos = ends.eos_id is not None and ends.eos_id in ends.suffix
         self.chat_template = chat_template
         self.leading_space = leading_space
+        self.why_no_decoding = why_no_decoding  # a tokenizer that can only encode says why
         self._vocabulary, self._encoder = vocabulary, encoder
         self._prefix, self._suffix = list(ends.prefix), list(ends.suffix)
 
@@ -137,6 +139,8 @@ class ByteJoiner:
     """Tokens to bytes, one by one: the part of decoding that whole and streamed decoding share."""
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special: bool, continuation: bool) -> None:
+        if tokenizer.why_no_decoding is not None:
+            raise TokenizerError(tokenizer.why_no_decoding)
         self._tokenizer, self._skip_special = tokenizer, skip_special
         self._drop_space = tokenizer.leading_space.at_start and not continuation
 

@@ -13,7 +13,7 @@ from typing import Literal
 from ..errors import InvalidRequestError, TokenizerError
 
 _log = logging.getLogger("llm_worker_rbee")
-Style = Literal["byte", "spm"]
+Style = Literal["byte", "spm", "verbatim"]
 SPACE = "\u2581"  # how SentencePiece writes a space
 
 
@@ -124,7 +124,7 @@ class Vocabulary:
     def _work_out_bytes(self, token_id: int) -> bytes:
         kind = self.kind(token_id)
         text = self.texts[token_id] if token_id < len(self.texts) else ""
-        if kind in _VERBATIM_KINDS:
+        if kind in _VERBATIM_KINDS or self.style == "verbatim":
             return text.encode()
         if kind == Kind.BYTE:
             return bytes([self._byte_value(token_id, text)])

@@ -29,7 +29,7 @@ MAX_DIMS = 4
 MAX_NAME_BYTES = 63
 MAX_ARRAY_DEPTH = 4
 MAX_ENTRIES = 1 << 17  # tensors, keys, arrays in an array: each costs far more here than in the file
-MAX_SHOWN = 80  # characters of a key in a message
+MAX_SHOWN = 80  # characters of a key in a message: a damaged one may be megabytes long
 
 STRING, ARRAY = 8, 9
 SCALARS = {  # type id -> (name, struct format); NumPy understands the same formats
@@ -137,9 +137,7 @@ class _Reader:
             key = self.text(f"metadata key number {i}")
             if not key:
                 raise self.fail(f"metadata key number {i} is empty")
-            label = repr(
-                key if len(key) <= MAX_SHOWN else key[:MAX_SHOWN] + "..."
-            )  # a damaged one may be megabytes long
+            label = repr(key if len(key) <= MAX_SHOWN else key[:MAX_SHOWN] + "...")
             if key in values:
                 raise self.fail(f"metadata key {label} appears twice")
             kind = self.u32(f"the type of metadata key {label}")

@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from llm_worker_rbee.weights.gguf_writer import write_gguf
 
@@ -144,3 +146,19 @@ def test_lists_of_lists(cli: Run, tmp_path: Path) -> None:
     assert shown.returncode == 0
     (row,) = [line for line in shown.stdout.decode().splitlines() if "x.lists" in line]
     assert row.endswith("[[1, 2, 3], [4, 5], []]")
+
+
+def test_a_vocabulary_of_a_known_architecture_is_no_model(cli: Run, tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "vocab.gguf", {**model_keys(), **vocabulary()})
+    told = json.loads(cli("inspect", path, "--json").stdout)
+    assert (told["supported"], told["reason"]) == (False, "it holds no tensors")
+    assert told["memory"]["total_bytes"] is None
+    assert cli("tokenize", path, "--text", "hello").returncode == 0
+
+
+def test_values_that_no_op_reads_are_listed(cli: Run, tmp_path: Path) -> None:
+    """A folder with FP8 weights can be looked at; only loading it is refused."""
+    save_file({"w": torch.zeros(4, 8, dtype=torch.float8_e4m3fn)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    told = json.loads(cli("inspect", tmp_path, "--json").stdout)
+    assert [(t["type"], t["shape"], t["bytes"]) for t in told["tensors"]] == [("F8_E4M3", [4, 8], 32)]

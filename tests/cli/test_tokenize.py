@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import tokenizers
 
 from llm_worker_rbee.llm import open_tokenizer
 from llm_worker_rbee.tokenizer import Tokenizer
@@ -100,3 +101,17 @@ def test_each_line_is_answered_at_once(tiny: Path, tokenizer: Tokenizer) -> None
         assert json.loads(child.stdout.readline()) == tokenizer.encode(text)  # the input is still open
     assert child.communicate(timeout=30) == (b"", None)
     assert child.returncode == 0
+
+
+def test_a_folder_needs_no_weights(cli: Run, tmp_path: Path) -> None:
+    """A tokenizer alone, and beside a config of an architecture that nobody knows."""
+    library = tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0, "b": 1, "ab": 2}, [("a", "b")]))
+    library.decoder = tokenizers.decoders.ByteLevel()
+    library.save(str(tmp_path / "tokenizer.json"))
+    for config in (None, '{"model_type": "made-up"}'):
+        if config:
+            (tmp_path / "config.json").write_text(config)
+        done = cli("tokenize", tmp_path, "--text", "abb", "--json")
+        assert (done.returncode, done.stderr) == (0, b"")
+        assert json.loads(done.stdout)["tokens"] == [2, 1]
+        assert cli("inspect", tmp_path).returncode == 0

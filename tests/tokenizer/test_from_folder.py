@@ -153,11 +153,15 @@ def test_a_broken_file_is_named(files: dict[str, object], named: str, tmp_path: 
     assert named in str(caught.value)
 
 
-def test_an_unknown_decoder_is_named(tmp_path: Path) -> None:
+def test_a_tokenizer_with_an_unknown_decoder_can_encode_and_says_why_no_more(tmp_path: Path) -> None:
     library = byte_level()
+    expected = library.encode("hello world", add_special_tokens=False).ids
     library.decoder = decoders.WordPiece()
-    with pytest.raises(TokenizerError, match="WordPiece"):
-        tokenizer_from_hf(write(tmp_path, library))
+    tokenizer = tokenizer_from_hf(write(tmp_path, library))
+    assert tokenizer.encode("hello world", add_special=False) == expected
+    assert "unknown decoder WordPiece" in tokenizer.kind
+    with pytest.raises(TokenizerError, match="unknown decoder WordPiece; known: ByteLevel"):
+        tokenizer.decode(expected)
 
 
 def test_no_tokenizer_json(tmp_path: Path) -> None:

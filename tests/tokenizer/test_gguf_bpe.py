@@ -30,6 +30,11 @@ def tokenizer() -> Tokenizer:
     return tokenizer_from_gguf(bpe_metadata())
 
 
+def table_texts() -> list[str]:
+    """What the table of llama.cpp's ids was made of: nasty texts, and mixtures from all of Unicode."""
+    return [*data("texts.json"), *data("unicode_texts.json")]
+
+
 def test_the_table_covers_every_pre_tokenizer() -> None:
     assert set(data("llama_cpp_ids.json")["pre"]) == set(PRE_TOKENIZERS)
     assert set(PRE_TOKENIZERS) >= PROMISED
@@ -39,7 +44,7 @@ def test_the_table_covers_every_pre_tokenizer() -> None:
 def test_ids_equal_llama_cpp(pre: str) -> None:
     table = data("llama_cpp_ids.json")
     tokenizer = tokenizer_from_gguf(bpe_metadata(pre))
-    for text, row in zip(data("texts.json"), table["pre"][pre], strict=True):
+    for text, row in zip(table_texts(), table["pre"][pre], strict=True):
         ids = tokenizer.encode(text, add_special=False)
         assert ids == table["pool"][row], text
         assert tokenizer.decode(ids) == text
@@ -52,7 +57,7 @@ def test_the_table_tells_pre_tokenizers_apart() -> None:
 
 
 def test_default_model_ids_equal_llama_cpp(default_tokenizer: Tokenizer) -> None:
-    for text, ids in zip(data("texts.json"), data("llama_cpp_ids.json")["default_model"], strict=True):
+    for text, ids in zip(table_texts(), data("llama_cpp_ids.json")["default_model"], strict=True):
         assert default_tokenizer.encode(text, add_special=False) == ids, text
 
 
@@ -228,7 +233,7 @@ def test_through_a_file(tmp_path: Path) -> None:
     write_gguf(tmp_path / "vocabulary.gguf", bpe_metadata("qwen2"))
     tokenizer = tokenizer_from_gguf(open_gguf(tmp_path / "vocabulary.gguf").metadata)
     table = data("llama_cpp_ids.json")
-    got = [tokenizer.encode(text, add_special=False) for text in data("texts.json")]
+    got = [tokenizer.encode(text, add_special=False) for text in table_texts()]
     assert got == [table["pool"][row] for row in table["pre"]["qwen2"]]
 
 
