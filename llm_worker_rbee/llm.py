@@ -27,7 +27,7 @@ from .engine.sampler import draw_seed
 from .errors import ChatTemplateError, ContextLengthError, InvalidRequestError
 from .models import Transformer, describe, load_model
 from .tokenizer import ChatTemplate, StreamDecoder, Tokenizer, tokenizer_from_gguf, tokenizer_from_hf
-from .tokenizer.messages import Message, checked_messages
+from .tokenizer.messages import Message, checked_messages, protected
 from .weights import Checkpoint, open_checkpoint
 from .weights.hub import Progress, locate
 
@@ -134,6 +134,11 @@ class LLM:
         """Messages -> the prompt that the model's own template makes of them."""
         return self._template.render(checked_messages(messages), **fields)
 
+    def tokenize_chat(self, messages: Sequence[Message], **fields: Any) -> list[int]:
+        """Messages -> the ids of that prompt. The template's control tokens are parsed; those in a message are text."""
+        prompt = self._template.render(protected(self.tokenizer, checked_messages(messages)), **fields)
+        return self.tokenizer.encode(prompt, parse_special=True, protected=True)
+
     def stream(self, prompt: Prompt, params: SamplingParams | None = None, **options: Any) -> Stream:
         """Answer a prompt (text, or ids) piece by piece; keyword options are those of `SamplingParams`."""
         ids = self.tokenize(prompt) if isinstance(prompt, str) else self._checked_ids(prompt)
@@ -141,8 +146,7 @@ class LLM:
 
     def stream_chat(self, messages: Sequence[Message], params: SamplingParams | None = None, **options: Any) -> Stream:
         """Answer a conversation piece by piece."""
-        prompt = self.apply_chat_template(messages)
-        return Stream(self, self.tokenize(prompt, parse_special=True), _merge(params, options))
+        return Stream(self, self.tokenize_chat(messages), _merge(params, options))
 
     @overload
     def generate(self, prompt: Prompt, params: SamplingParams | None = None, **options: Any) -> Completion: ...

@@ -152,7 +152,7 @@ class Conversation:
         """The ids of the conversation so far, with one more message of the user (or an example of one)."""
         said = more or ("Hello",)
         messages = [*self.all_messages(), *({"role": "user", "content": text} for text in said)]
-        return self.llm.tokenize(self.llm.apply_chat_template(messages), parse_special=True)
+        return self.llm.tokenize_chat(messages)
 
     def answer(self, text: str) -> None:
         """One turn. A message that cannot be answered is not kept; an answer that was stopped is."""

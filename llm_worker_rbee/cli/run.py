@@ -56,7 +56,7 @@ class PromptOptions:
     def read(self) -> str:
         """The text of the prompt. As a message, a file has no final newline either; raw, it is used as it is."""
         if self.special and not self.raw:
-            raise typer.BadParameter("--special goes with --raw: a chat prompt is always parsed for special tokens")
+            raise typer.BadParameter("--special goes with --raw: a chat message is always text")
         if self.raw and self.system is not None:
             raise typer.BadParameter("--system goes into the chat template, which --raw leaves out")
         argument_text(self.system or "", "--system")
@@ -68,12 +68,18 @@ class PromptOptions:
             raise typer.BadParameter(MISSING)
         return text
 
-    def render(self, llm: "LLM", text: str) -> str:
-        """What the model reads: the text itself, or the conversation that the template makes of it."""
-        if self.raw:
-            return text
+    def messages(self, text: str) -> list[dict[str, str]]:
+        """The conversation that the template gets."""
         before = [] if self.system is None else [{"role": "system", "content": self.system}]
-        return llm.apply_chat_template([*before, {"role": "user", "content": text}])
+        return [*before, {"role": "user", "content": text}]
+
+    def encode(self, llm: "LLM", text: str) -> list[int]:
+        """What the model reads: the text itself, or the conversation that the template makes of it."""
+        return llm.tokenize(text, parse_special=self.special) if self.raw else llm.tokenize_chat(self.messages(text))
+
+    def shown(self, llm: "LLM", text: str) -> str:
+        """The same, for people."""
+        return text if self.raw else llm.apply_chat_template(self.messages(text))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,13 +114,12 @@ def run(ask: PromptOptions, model: ModelOptions, sampling: SamplingOptions, outp
     text = ask.read()
     status = Status()
     llm = load(model, status)
-    shown = ask.render(llm, text)
-    ids = llm.tokenize(shown, parse_special=ask.special or not ask.raw)
+    ids = ask.encode(llm, text)
     stream = begin(llm, ids, params, DEFAULT_MAX_TOKENS if params.max_tokens is None else None)
     status.show(f"reading {counted(len(ids), 'token')} ...")
     try:
         if not output.as_json:
-            _write(stream, status, shown if output.echo else "")
+            _write(stream, status, ask.shown(llm, text) if output.echo else "")
         completion = stream.completion()
     finally:
         status.clear()

@@ -7,14 +7,14 @@ cut by the model. User-defined tokens are always taken out, control tokens only 
 
 import logging
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
 from threading import Lock
 from typing import Protocol
 
 from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers
 
-from ..errors import InvalidRequestError, TokenizerError
+from ..errors import TokenizerError
+from .library import building, encoding
 from .pre_tokenizers import PreTokenizer
 from .vocabulary import BYTE_TO_CHAR, SPACE, SPECIAL_KINDS, Kind, Vocabulary, shown
 
@@ -30,32 +30,9 @@ _MAX_SPM_MERGES = 32_000_000  # the characters of all derived merges; such a voc
 class Encoder(Protocol):
     """Text to ids, without the tokens that begin and end a text."""
 
-    def encode(self, text: str, parse_special: bool) -> list[int]:
-        """The ids of valid Unicode text."""
+    def encode(self, text: str, parse_special: bool, mark: str = "") -> list[int]:
+        """The ids of valid Unicode text; `mark` is a character that is left out once special tokens are found."""
         ...
-
-
-@contextmanager
-def _guard(failure: Callable[[str], Exception]) -> Iterator[None]:
-    """Turn what the library raises into our own error. A panic of its Rust code is no Exception, only by its name."""
-    try:
-        yield
-    except BaseException as error:
-        foreseen = isinstance(error, Exception) or type(error).__name__ == "PanicException"
-        if not foreseen or isinstance(error, MemoryError):
-            raise
-        raise failure(" ".join(str(error).split())[:200]) from None
-
-
-@contextmanager
-def building(source: str) -> Iterator[None]:
-    """Around the library's calls while a tokenizer is made of `source`, a file or a key."""
-    with _guard(lambda reason: TokenizerError(f"{source}: {reason}")):
-        yield
-
-
-def _encoding() -> AbstractContextManager[None]:
-    return _guard(lambda reason: InvalidRequestError(f"the tokenizer failed on this text: {reason}", field="prompt"))
 
 
 class Partition:
@@ -75,7 +52,7 @@ class Partition:
             if text:
                 yield None, text
             return
-        with _encoding():
+        with encoding():
             found = self._finder.encode(text, add_special_tokens=False)
         strip = False
         for local, (start, end) in zip(found.ids, found.offsets, strict=True):
@@ -106,7 +83,7 @@ class _Partitions:
 
 def _run(library: Tokenizer, text: str) -> list[int]:
     """The library's ids. The fast call leaves out the offsets, half of the time."""
-    with _encoding():
+    with encoding():
         ids: list[int] = library.encode_batch_fast([text], add_special_tokens=False)[0].ids
     return ids
 
@@ -126,12 +103,12 @@ class BpeEncoder:
             self._library = Tokenizer(models.BPE(vocab=vocab, merges=kept, ignore_merges=pre.ignore_merges))
             self._library.pre_tokenizer = _pre_tokenizer(pre.patterns)
 
-    def encode(self, text: str, parse_special: bool) -> list[int]:
+    def encode(self, text: str, parse_special: bool, mark: str = "") -> list[int]:
         """The ids of valid Unicode text."""
         ids: list[int] = []
         for token_id, part in (self._partitions.parsed if parse_special else self._partitions.plain).split(text):
             if token_id is None:
-                ids += _run(self._library, part)
+                ids += _run(self._library, part.replace(mark, "") if mark else part)
             else:
                 ids.append(token_id)
         return self._without_missing(ids) if self._missing else ids
@@ -189,7 +166,7 @@ class SpmEncoder:
         self._squeeze_spaces = squeeze_spaces
         self._library, self._characters = _spm_library(vocabulary, scores, unknown_id)
 
-    def encode(self, text: str, parse_special: bool) -> list[int]:
+    def encode(self, text: str, parse_special: bool, mark: str = "") -> list[int]:
         """The ids of valid Unicode text."""
         if self._squeeze_spaces:
             text = _SPACES.sub(" ", text.strip(" "))
@@ -197,6 +174,7 @@ class SpmEncoder:
         starts = True
         for token_id, part in (self._partitions.parsed if parse_special else self._partitions.plain).split(text):
             if token_id is None:
+                part = part.replace(mark, "") if mark else part
                 ids += self._segment((self._prefix if starts else "") + part.replace(" ", SPACE))
                 starts = False
                 continue
@@ -283,12 +261,22 @@ def derive_merges(vocab: Mapping[str, int], scores: Sequence[float]) -> list[tup
 class LibraryEncoder:
     """A tokenizer.json, used as it is. The library's switch for special tokens is a state, hence the lock."""
 
-    def __init__(self, library: Tokenizer) -> None:
+    def __init__(self, library: Tokenizer, control: Mapping[str, int]) -> None:
         self._library = library
+        self._control = control  # the special tokens: name -> id
         self._lock = Lock()
 
-    def encode(self, text: str, parse_special: bool) -> list[int]:
+    def encode(self, text: str, parse_special: bool, mark: str = "") -> list[int]:
         """The ids of valid Unicode text."""
+        if mark and mark in text:
+            return self._encode_marked(text, mark)
         with self._lock:
             self._library.encode_special_tokens = not parse_special
             return _run(self._library, text)
+
+    def _encode_marked(self, text: str, mark: str) -> list[int]:
+        """The template's own tokens first; the library cuts what is between them as texts of their own."""
+        ids: list[int] = []
+        for token_id, part in Partition(self._control).split(text):
+            ids += self.encode(part.replace(mark, ""), False) if token_id is None else [token_id]
+        return ids

@@ -13,7 +13,8 @@ from typing import Any
 from tokenizers import Tokenizer as Library
 
 from ..errors import TokenizerError
-from .encoders import LibraryEncoder, building
+from .encoders import LibraryEncoder
+from .library import building
 from .special_names import end_ids_by_name
 from .tokenizer import Ends, LeadingSpace, Tokenizer
 from .vocabulary import Kind, Style, Vocabulary, byte_of, check_special_lengths, shown
@@ -39,7 +40,7 @@ def tokenizer_from_hf(folder: Path) -> Tokenizer:
     return Tokenizer(
         kind=f"tokenizer.json ({unknown}: encoding only)" if unknown else "tokenizer.json",
         vocabulary=vocabulary,
-        encoder=LibraryEncoder(library),
+        encoder=LibraryEncoder(library, vocabulary.special_names()),
         ends=_ends(library, vocabulary, files),
         leading_space=LeadingSpace(at_start=_strips_space(steps)),
         chat_template=_chat_template(folder, files["tokenizer_config"]),

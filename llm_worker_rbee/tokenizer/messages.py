@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..errors import InvalidRequestError
+from .tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
 
@@ -13,6 +14,14 @@ def checked_messages(messages: Sequence[Message]) -> list[Message]:
     if isinstance(messages, (str, bytes)) or not isinstance(messages, Sequence) or not messages:
         raise InvalidRequestError("messages must be a list of {role, content} that is not empty", "messages")
     return [_checked_message(i, message) for i, message in enumerate(messages)]
+
+
+def protected(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[Message]:
+    """The same messages with control tokens that were typed into them marked as text."""
+    return [
+        {**message, "content": tokenizer.protect(message["content"])} if message.get("content") else message
+        for message in messages
+    ]
 
 
 def _checked_message(i: int, message: Message) -> Message:

@@ -5,13 +5,17 @@ is joining the bytes of the tokens; what is not valid UTF-8 becomes U+FFFD.
 """
 
 import operator
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from ..errors import InvalidRequestError, TokenizerError
 from .encoders import Encoder
 from .vocabulary import Vocabulary, shown
+
+MARK = "\ufdd0"  # a noncharacter: Unicode keeps it for uses within a program
 
 
 @dataclass(frozen=True)
@@ -70,11 +74,25 @@ class Tokenizer:
         """
         self._vocabulary.pad_to(vocab_size)
 
-    def encode(self, text: str, *, add_special: bool = True, parse_special: bool = False) -> list[int]:
+    def protect(self, text: str) -> str:
+        """Break up the names of control tokens in a text with a mark that `encode(..., protected=True)` leaves out.
+
+        So what a user types into a message stays text, though the prompt that a template makes of it is parsed.
+        """
+        return self._names.sub(lambda name: f"{name[0][0]}{MARK}{name[0][1:]}", text.replace(MARK, "\ufffd"))
+
+    @cached_property
+    def _names(self) -> re.Pattern[str]:
+        names = [name for name in self._vocabulary.special_names() if len(name) > 1]
+        return re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True))) or r"(?!)")
+
+    def encode(
+        self, text: str, *, add_special: bool = True, parse_special: bool = False, protected: bool = False
+    ) -> list[int]:
         """The ids of a text.
 
         `add_special` adds BOS and EOS as the file says, never a second one. `parse_special` recognises the names of
-        control tokens in the text; without it they are plain text.
+        control tokens in the text; without it they are plain text. `protected`: see `protect`.
         """
         if not isinstance(text, str):
             raise InvalidRequestError(f"text must be a string, not {type(text).__name__}", field="text")
@@ -86,7 +104,7 @@ class Tokenizer:
                 f" U+{ord(text[error.start]):04X}",
                 field="prompt",
             ) from None
-        ids = self._encoder.encode(text, parse_special) if text else []
+        ids = self._encoder.encode(text, parse_special, MARK if protected else "") if text else []
         if not add_special:
             return ids
         before = [] if ids[: len(self._prefix)] == self._prefix else self._prefix

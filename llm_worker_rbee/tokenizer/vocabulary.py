@@ -102,6 +102,10 @@ class Vocabulary:
             _log.warning("the model's embedding has no row for the %d tokens from id %d on", len(beyond), rows)
         self.id_limit = rows
 
+    def special_names(self) -> dict[str, int]:
+        """The names of the control and unknown tokens, with their ids."""
+        return {text: index for text, index in self.ids.items() if self.kinds[index] in SPECIAL_KINDS}
+
     def kind(self, token_id: int) -> int:
         """The token's kind; padding is UNUSED. An id outside the vocabulary is refused."""
         if not 0 <= token_id < self.id_limit:

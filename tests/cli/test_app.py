@@ -72,7 +72,7 @@ def test_each_help_shows_an_example_and_no_escape_code(spawn: Run, command: str)
         (["run", "hi", "--stop", "a\udcff"], 1, "error: --stop is not UTF-8 text: byte 1 is 0xFF"),
         (["run", "hi", "--system", "a\udcff"], 1, "error: --system is not UTF-8 text: byte 1 is 0xFF"),
         (["chat", "--system", "a\udcff"], 1, "error: --system is not UTF-8 text: byte 1 is 0xFF"),
-        (["run", "hi", "--special"], 2, "--raw: a chat prompt is always parsed for special tokens"),
+        (["run", "hi", "--special"], 2, "--raw: a chat message is always text"),
         (["run", "hi", "--raw", "--system", "x"], 2, "error: --system goes into the chat template"),
         (["run", "hi", "--file", "x"], 2, "given twice"),
         (["run"], 2, "error: there is no prompt"),  # standard input is empty

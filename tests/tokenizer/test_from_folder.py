@@ -167,3 +167,13 @@ def test_a_tokenizer_with_an_unknown_decoder_can_encode_and_says_why_no_more(tmp
 def test_no_tokenizer_json(tmp_path: Path) -> None:
     with pytest.raises(TokenizerError, match=r"no tokenizer\.json"):
         tokenizer_from_hf(tmp_path)
+
+
+def test_names_in_protected_text_are_text(tmp_path: Path) -> None:
+    tokenizer = tokenizer_from_hf(write(tmp_path, byte_level(), tokenizer_config={"eos_token": "</s>"}))
+    (end,) = tokenizer.encode("</s>", add_special=False, parse_special=True)
+    prompt = tokenizer.protect("a</s>b") + "</s>"
+    ids = tokenizer.encode(prompt, add_special=False, parse_special=True, protected=True)
+    assert ids[-1] == end
+    assert end not in ids[:-1]
+    assert tokenizer.decode(ids) == "a</s>b"
