@@ -89,6 +89,12 @@ def test_imports_stand_at_the_top_but_for_heavy_ones(path: Path) -> None:
             assert lazy_by_design or top in HEAVY, f"{path.name}:{line}: {module} is imported inside a function"
 
 
+@pytest.mark.parametrize("heavy", sorted(HEAVY))
+def test_what_is_heavy_is_imported_in_one_place(heavy: str) -> None:
+    places = {path.name for path in FILES for module, _, _ in imports(path) if module.split(".")[0] == heavy}
+    assert len(places) <= 1, f"{heavy} is imported in {sorted(places)}"
+
+
 def test_rooms_have_no_cycle() -> None:
     done: set[str] = set()
     for room, below in ROOMS.items():

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,8 +13,11 @@ import pytest
 import transformers
 
 from llm_worker_rbee.config import ModelConfig, RopeScaling
+from llm_worker_rbee.errors import ModelFileError
 from llm_worker_rbee.layers.rope import rope_table
-from llm_worker_rbee.models.architectures import BY_GGUF, BY_HF
+from llm_worker_rbee.models.architectures import BY_GGUF, BY_HF, describe
+from llm_worker_rbee.weights import open_checkpoint
+from tests.models import running, zoo
 
 SHAPE = {"vocab_size": 99, "hidden_size": 512, "intermediate_size": 96, "num_hidden_layers": 14,
          "num_attention_heads": 32, "max_position_embeddings": 8192}  # fmt: skip
@@ -109,3 +115,29 @@ def test_rope_scaling_of_a_gguf() -> None:
     assert usual == pytest.approx(1 + 0.1 * np.log(4.0))
     doubled = rope_table(gguf("llama", **yarn, rope__scaling__attn_factor=2.0), local=False, max_context=128)
     assert doubled.scale == pytest.approx(2 * usual)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_the_class_name_tells_the_family_where_model_type_is_absent(name: str, tmp_path: Path) -> None:
+    variant = zoo.ZOO[name]
+    folder = zoo.save_hf(zoo.make_hf(variant), tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    family = describe(open_checkpoint(folder)).family
+    assert config.pop("model_type") == variant.family
+    assert config["architectures"][0].endswith("ForCausalLM")
+    (folder / "config.json").write_text(json.dumps(config))
+    assert describe(open_checkpoint(folder)).family is family
+
+
+@pytest.mark.parametrize("said", [{"tie_word_embeddings": False}, {}])
+def test_a_head_that_is_neither_there_nor_tied_is_missed(said: dict[str, Any], tmp_path: Path) -> None:
+    """For a llama, silence means a head of its own; of Gemma, that the embedding is the head."""
+    for name, missed in (("llama-tied", True), ("gemma2", said != {})):
+        folder = zoo.save_hf(zoo.make_hf(zoo.ZOO[name]), tmp_path / name)
+        assert "output.weight" not in open_checkpoint(folder).tensors
+        running.load(folder)
+        config = json.loads((folder / "config.json").read_text())
+        del config["tie_word_embeddings"]
+        (folder / "config.json").write_text(json.dumps({**config, **said}))
+        with pytest.raises(ModelFileError, match=r"lm_head\.weight") if missed else nullcontext():
+            running.load(folder)

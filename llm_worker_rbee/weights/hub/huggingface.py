@@ -6,7 +6,6 @@ commit of the main branch in `refs/main`. Nothing of huggingface_hub is imported
 """
 
 import hashlib
-import importlib
 import json
 import os
 import re
@@ -104,20 +103,25 @@ def _entry(snapshot: Path, names: list[str]) -> Path:
     return snapshot / names[0] if names[0].lower().endswith(".gguf") else snapshot
 
 
+def _library() -> Any:
+    """huggingface_hub, which takes a while to import, with the parts that it does not bring in by itself."""
+    import huggingface_hub
+    import huggingface_hub.errors
+    import huggingface_hub.utils
+
+    return huggingface_hub
+
+
 def _listing(model: HubModel) -> tuple[str, dict[str, int | None]]:
     """The commit of the main branch, and the bytes of each file (None where the hub does not say)."""
-    import huggingface_hub
-
     with _quiet(), _explained(model):
-        api = huggingface_hub.HfApi(endpoint=endpoint())
+        api = _library().HfApi(endpoint=endpoint())
         info = api.model_info(model.repo, files_metadata=True, timeout=LISTING_SECONDS)
         return str(info.sha), {file.rfilename: file.size for file in info.siblings or ()}
 
 
 def _fetch(model: HubModel, commit: str, sizes: Mapping[str, int | None], progress: Progress) -> Path:
     """Bring the files one after the other: in this thread, so that Ctrl-C ends it at once."""
-    import huggingface_hub
-
     folder = hub_cache() / f"models--{model.repo.replace('/', '--')}"
     snapshot = folder / "snapshots" / commit
     absent = {name: size for name, size in sizes.items() if not (snapshot / name).exists()}
@@ -127,7 +131,7 @@ def _fetch(model: HubModel, commit: str, sizes: Mapping[str, int | None], progre
         require_space(hub_cache(), needed)
     with _quiet(), _watched(folder / "blobs", model, absent, progress), _explained(model, needed):
         for name in sizes:
-            path = huggingface_hub.hf_hub_download(
+            path = _library().hf_hub_download(
                 model.repo, name, revision="main", endpoint=endpoint(), cache_dir=hub_cache()
             )
             if not Path(path).is_relative_to(snapshot):
@@ -183,7 +187,7 @@ def _finished_bytes(blobs: Path) -> int:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Keep the library's own bars and warnings off the terminal; progress and errors are ours to show."""
-    utils: Any = importlib.import_module("huggingface_hub.utils")
+    utils = _library().utils
     level, disabled = utils.logging.get_verbosity(), utils.are_progress_bars_disabled()
     utils.logging.set_verbosity_error()
     utils.disable_progress_bars()
@@ -207,8 +211,7 @@ def _explained(model: HubModel, needed: int | None = None) -> Iterator[None]:
 
 
 def _explain(model: HubModel, error: Exception, needed: int | None) -> WorkerError:
-    from huggingface_hub import errors
-
+    errors = _library().errors
     if isinstance(error, OSError) and error.errno in DISK_FULL:
         return disk_full(hub_cache(), needed)
     if isinstance(error, errors.GatedRepoError):
