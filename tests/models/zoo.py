@@ -111,6 +111,7 @@ ZOO = {
         },
         ("score soft cap", "logit soft cap", "window", "post norms", "embedding scale"),
     ),
+    "gemma2-scale": Variant("gemma2", {"head_dim": 24, "query_pre_attn_scalar": 6, "tie_word_embeddings": True}),
     "gemma3": Variant(
         "gemma3_text",
         {
@@ -127,7 +128,7 @@ ZOO = {
         ("q/k norm", "window", "rope scaling", "local rope base", "post norms", "embedding scale"),
     ),
 }
-NO_GGUF_KEY = {"qwen2-window"}  # GGUF of this family has no key for it
+NO_GGUF_KEY = {"qwen2-window", "gemma2-scale"}  # GGUF of these families has no key for it
 
 
 def family_of(variant: Variant) -> Family:
