@@ -16,9 +16,10 @@ STALE := $(shell test "$$("$(PYTHON)" -c '$(ORIGIN)' 2>/dev/null)" = "$$(cat $(V
 FORGET_HALVES := for info in $(VENV)/lib/python*/site-packages/*.dist-info; do \
 	test -e "$$info/RECORD" || rm -rf "$$info"; done
 WORKERS ?= auto
+CHROMIUM ?= /usr/bin/chromium
 DEMO_PROMPT ?= What is the capital of France, and what is it famous for? Answer in one sentence.
 
-.PHONY: demo test lint types clean help FORCE
+.PHONY: demo test browser lint types clean help FORCE
 
 help:
 	@sed -n '3,6s/^# *//p' Makefile
@@ -26,9 +27,18 @@ help:
 demo: $(VENV)/.core
 	@$(BIN)/python -m llm_worker_rbee run --temperature 0 --max-tokens 32 "$(DEMO_PROMPT)"
 
-# One thread for each test process: the machine's cores are shared out among them.
-test: $(VENV)/.dev lint types
-	OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
+# One thread for each test process: the machine's cores are shared out among them. Reasons of skips are printed.
+test: $(VENV)/.dev browser lint types
+	OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -rs -n $(WORKERS) --dist loadgroup
+
+# Pages are tested in the system's Chromium. It is installed only as root on Debian with CI=true, where it is missing.
+browser:
+	@if test "$$CI" = true && test ! -x "$(CHROMIUM)" && test "$$(id -u)" = 0 && command -v apt-get >/dev/null; then \
+		echo "Installing chromium for the tests of pages ..."; \
+		{ apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get -o DPkg::Lock::Timeout=300 \
+			install -y -qq --no-install-recommends chromium fonts-dejavu-core >/dev/null; } \
+		|| echo "warning: chromium could not be installed: the tests of pages will be skipped" >&2; \
+	fi
 
 lint: $(VENV)/.dev
 	$(BIN)/python -m ruff check .

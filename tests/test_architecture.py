@@ -12,10 +12,11 @@ PACKAGE = Path(__file__).parent.parent / "llm_worker_rbee"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 # Each room, and the rooms it may import from.
-FOUNDATION = {"config", "errors"}
+FOUNDATION = {"config", "errors", "machine"}
 DATA = FOUNDATION | {"weights", "tokenizer"}
 ROOMS: dict[str, set[str]] = {
     "errors": set(),
+    "machine": set(),
     "config": {"errors"},
     "weights": FOUNDATION,
     "tokenizer": FOUNDATION,

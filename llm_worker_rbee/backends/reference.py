@@ -132,7 +132,7 @@ def attention(q: Floats, kv: KVLayer, batch: Batch, params: AttentionParams) -> 
     out = np.empty((q.shape[0], q.shape[1] * q.shape[2]), np.float32)
     for r, length in enumerate(batch.context_len.tolist()):
         span = slice(int(batch.query_start[r]), int(batch.query_start[r + 1]))
-        keys, values = (_gather(cache, batch.block_table[r], length) for cache in kv)  # (kv_heads, length, dim)
+        keys, values = (gather(cache, batch.block_table[r], length) for cache in kv)  # (kv_heads, length, dim)
         scores = attention_scores(q[span].transpose(1, 0, 2), keys, params)
         mask = causal_mask(batch.positions[span], np.arange(length), params.window)
         weights = softmax(np.where(mask, scores, np.float32(-np.inf)))
@@ -142,7 +142,8 @@ def attention(q: Floats, kv: KVLayer, batch: Batch, params: AttentionParams) -> 
     return out
 
 
-def _gather(cache: Floats, blocks: Ints, length: int) -> Floats:
+def gather(cache: Floats, blocks: Ints, length: int) -> Floats:
+    """The first `length` cached vectors of a request, in order: (kv_heads, length, head_dim)."""
     used = -(-length // cache.shape[1])
     rows = cache[blocks[:used]].reshape(-1, *cache.shape[2:])[:length]
     return rows.transpose(1, 0, 2)

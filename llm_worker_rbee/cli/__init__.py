@@ -16,10 +16,12 @@ import typer.core
 
 from .. import __version__
 from ..errors import ChatTemplateError, WorkerError
+from .bench import COMMANDS as BENCH_COMMANDS
 from .chat import chat
 from .doctor import doctor
 from .inspect import inspect
 from .models import models
+from .profile import profile
 from .pull import pull
 from .run import run
 from .terminal import abandon_output, one_line, set_up_logging, set_up_streams, spare_pipes_from_colour
@@ -30,6 +32,7 @@ COMMANDS = {
     "Use a model": (run, chat),
     "Look at a model": (inspect, tokenize),
     "Models and machine": (pull, models, doctor),
+    "Measure": (profile,),
 }
 # typer carries a copy of click in some versions and imports it in others; its usage errors have one base in both.
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]
@@ -60,9 +63,24 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["--help", "-h"]},
 )
-for panel, functions in COMMANDS.items():
-    for function in functions:
-        app.command(cls=_Command, rich_help_panel=panel)(function)
+bench = typer.Typer(cls=_Group, name="bench", context_settings=app.info.context_settings)
+for group, commands in ((app, COMMANDS), (bench, BENCH_COMMANDS)):
+    for panel, functions in commands.items():
+        for function in functions:
+            group.command(cls=_Command, rich_help_panel=panel)(function)
+app.add_typer(bench, rich_help_panel="Measure")
+
+
+@bench.callback()
+def bench_root() -> None:
+    """Measure: speed, accuracy, claims, peers; keep baselines and compare.
+
+    \b
+    Examples:
+      llm-worker-rbee bench micro --save-baseline before
+      llm-worker-rbee bench e2e --pp 512 --tg 128
+      llm-worker-rbee bench experiments
+    """
 
 
 def _show_version(wanted: bool) -> None:
@@ -135,11 +153,18 @@ def _without_debug(args: Sequence[str]) -> tuple[list[str], bool]:
     return [*options, *args[end:]], len(options) < end
 
 
+def _command_of(args: Sequence[str]) -> list[str]:
+    """The command that these arguments name, with its group."""
+    names = {function.__name__ for functions in COMMANDS.values() for function in functions}
+    inner = {function.__name__ for functions in BENCH_COMMANDS.values() for function in functions}
+    first = [arg for arg in args if arg in names | {"bench"}][:1]
+    return first + ([arg for arg in args if arg in inner][:1] if first == ["bench"] else [])
+
+
 def _told(error: Exception, args: Sequence[str]) -> str:
     """What an error says to a person, and what to do about it where that is known."""
     if isinstance(error, UsageError):
-        names = {function.__name__ for functions in COMMANDS.values() for function in functions}
-        command = " ".join([PROGRAM, *[arg for arg in args if arg in names][:1]])
+        command = " ".join([PROGRAM, *_command_of(args)])
         message = str(getattr(error, "format_message", lambda: error)()).removeprefix("Invalid value: ")
         return f"{message} (see {command} --help)"
     if isinstance(error, ChatTemplateError) and error.field == "chat_template":

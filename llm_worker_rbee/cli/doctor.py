@@ -20,8 +20,8 @@ from typing import Annotated
 
 import typer
 
+from .. import machine
 from ..errors import DownloadError, human_bytes
-from . import machine
 from .terminal import cell, columns, print_json, style
 
 REQUIRED = ("numpy", "tokenizers", "jinja2", "huggingface_hub", "typer", "rich")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from llm_worker_rbee.cli import machine
+from llm_worker_rbee import machine
 from llm_worker_rbee.cli.doctor import _optional, _package
 
 from .conftest import Run

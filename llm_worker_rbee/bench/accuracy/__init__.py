@@ -1,0 +1,227 @@
+"""How far a path is from the truth: float32 on the dequantized weights, by our reference or by transformers.
+
+Two measures. At the last position of each prompt, the log-probabilities of the truth's five likeliest tokens. At every
+position of a text, cut into windows that each start anew: perplexity, KL(truth || path), whether the likeliest token is
+the same. Every side reads the same ids; one window's logits of two sides are in memory at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...engine.request import Request, SamplingParams
+from ...engine.runner import Runner
+from ...errors import InferenceError, InvalidRequestError
+from ...llm import LLM
+from .. import statistics
+from ..prompts import Prompt
+from ..results import Better, Recorder, Result
+
+WINDOW = 256
+LIKELIEST = 5
+ROWS = 16  # positions worked on at a time, in float64
+MOST_KEPT = 4096  # positions whose figures a saved run has
+
+Steps = Callable[[str, float, float], None]
+Floats = NDArray[np.float64]
+Logits = NDArray[np.float32]
+
+
+class Side(Protocol):
+    """Something that gives logits: (positions, vocabulary), or (1, vocabulary) of the last position."""
+
+    def logits(self, ids: list[int], *, last: bool = False) -> Logits:
+        """All positions from an empty context, or the last one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Path:
+    """A side with the name that its results carry; ours have none behind theirs."""
+
+    side: Side
+    suffix: str = ""
+    fields: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Ours:
+    """This worker, on the backend that its model was loaded for."""
+
+    llm: LLM
+
+    def logits(self, ids: list[int], *, last: bool = False) -> Logits:
+        """Through the runner, as a prompt goes."""
+        request = Request(ids, SamplingParams(), 1, 0, frozenset())
+        chunks = Runner(self.llm.model, len(ids)).catch_up(request, all_logits=not last)
+        # a GPU's array is fetched first
+        parts = [np.asarray(getattr(part, "cpu", lambda p=part: p)(), np.float32) for _, part in chunks]
+        return parts[-1][-1:] if last else np.concatenate(parts)
+
+    @property
+    def backend(self) -> str:
+        """Its name, as results have it."""
+        return str(self.llm.model.ops.__name__).rpartition(".")[2]  # type: ignore[attr-defined]
+
+
+@dataclass(frozen=True, slots=True)
+class Material:
+    """What all sides read, as ids."""
+
+    prompts: list[list[int]]
+    windows: list[list[int]]
+
+    @staticmethod
+    def of(llm: LLM, prompts: Sequence[Prompt], text: str, tokens: int) -> Material:
+        """Encode prompts and the first `tokens` tokens of the text; what cannot be used is refused."""
+        encoded = [_encoded(llm, prompt) for prompt in prompts]
+        for number, ids in enumerate(encoded, 1):
+            if not 1 <= len(ids) <= llm.max_context:
+                raise InvalidRequestError(
+                    f"prompt {number} has {len(ids)} tokens: 1 to {llm.max_context}, the model's context, can be used"
+                )
+        first = [llm.tokenizer.bos_id] if llm.tokenizer.add_bos and llm.tokenizer.bos_id is not None else []
+        ids = llm.tokenize(text, add_special=False)[:tokens]
+        size = min(WINDOW, llm.max_context) - len(first)
+        windows = [first + ids[i : i + size] for i in range(0, len(ids), max(size, 1))]
+        windows = [window for window in windows if len(window) > 1]
+        if not windows:
+            raise InvalidRequestError(f"the text has {len(ids)} tokens: at least 2 are needed")
+        return Material(encoded, windows)
+
+    @property
+    def longest(self) -> int:
+        """The most tokens that a side reads at once."""
+        return max(map(len, self.prompts + self.windows))
+
+    @property
+    def tokens(self) -> int:
+        """How many one side reads."""
+        return sum(map(len, self.prompts + self.windows))
+
+
+def _encoded(llm: LLM, prompt: Prompt) -> list[int]:
+    if prompt.messages is not None:
+        return llm.tokenize_chat(prompt.messages)
+    return llm.tokenize(prompt.text or "")
+
+
+@dataclass(slots=True)
+class Scores:
+    """What one path has given so far."""
+
+    positions: list[tuple[float, float, float, float]] = field(default_factory=list)  # nll, nll of truth, kl, agrees
+    prompts: list[tuple[float, float]] = field(default_factory=list)  # mean |difference|, agrees
+    largest: float = 0.0
+
+    def add_prompt(self, truth: Logits, path: Logits) -> None:
+        """Take the last position of a prompt: (1, vocabulary) of both sides."""
+        (known,), (given,) = log_softmax(truth), log_softmax(path)
+        top = np.argsort(-known, kind="stable")[:LIKELIEST]
+        differences = np.abs(known[top] - given[top])
+        self.prompts.append((float(differences.mean()), float(given.argmax() == top[0])))
+        self.largest = max(self.largest, float(differences.max()))
+
+    def add_window(self, truth: Logits, path: Logits, ids: list[int]) -> None:
+        """Take all positions of a window whose next token is in it."""
+        for start in range(0, len(ids) - 1, ROWS):
+            following = np.array(ids[start + 1 : start + 1 + ROWS])
+            rows = slice(start, start + len(following))
+            known, given = log_softmax(truth[rows]), log_softmax(path[rows])
+            place = np.arange(len(following)), following
+            divergence = (np.exp(known) * (known - given)).sum(axis=1)
+            agree = known.argmax(axis=1) == given.argmax(axis=1)
+            columns = (-given[place], -known[place], divergence, agree.astype(np.float64))
+            self.positions += [tuple(row) for row in np.stack(columns, axis=1).tolist()]
+
+
+def log_softmax(logits: Logits) -> Floats:
+    """In float64 along the last axis."""
+    shifted = logits.astype(np.float64)
+    shifted -= shifted.max(axis=-1, keepdims=True)
+    return np.asarray(shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True)))
+
+
+def run(recorder: Recorder, steps: Steps, truth: Side, paths: Sequence[Path], material: Material) -> None:
+    """Measure every path against the truth; what was measured is recorded however it ends."""
+    scores = [Scores() for _ in paths]
+    try:
+        for what, ids in _sequences(material, steps, 1 + len(paths)):
+            last = what == "prompt"
+            known = _checked(truth.logits(ids, last=last), "the truth")
+            for path, own in zip(paths, scores, strict=True):
+                given = _checked(path.side.logits(ids, last=last), path.suffix or "the path")
+                width = min(known.shape[1], given.shape[1])  # some pad the vocabulary
+                if last:
+                    own.add_prompt(known[:, :width], given[:, :width])
+                else:
+                    own.add_window(known[:, :width], given[:, :width], ids)
+    finally:
+        for path, own in zip(paths, scores, strict=True):
+            for result in results(own, path):
+                recorder.put(result)
+            recorder.details.setdefault("paths", {})[path.suffix or "ours"] = _details(own)
+
+
+def _sequences(material: Material, steps: Steps, sides: int) -> Iterator[tuple[str, list[int]]]:
+    done = 0
+    for what, all_ids in (("prompt", material.prompts), ("window", material.windows)):
+        for number, ids in enumerate(all_ids, 1):
+            steps(f"{what} {number} of {len(all_ids)}", done * sides, material.tokens * sides)
+            yield what, ids
+            done += len(ids)
+    steps("done", done * sides, material.tokens * sides)
+
+
+def _checked(logits: Logits, whose: str) -> Logits:
+    if not np.isfinite(logits).all():
+        raise InferenceError(f"{whose} gives logits that are no finite numbers")
+    return logits
+
+
+def results(scores: Scores, path: Path) -> list[Result]:
+    """The figures of one path, with bootstrap intervals over positions and over prompts."""
+    made: list[Result] = []
+
+    def put(name: str, values: Floats, better: Better, count: int) -> None:
+        value, resampled = float(values[0]), values[1:]
+        low, high = statistics.interval(resampled, count) if count >= statistics.FEWEST else (value, value)
+        fields = {**path.fields, "count": count}
+        full = f"{name}/{path.suffix}" if path.suffix else name
+        made.append(Result(full, "", value, min(low, value), max(high, value), better, fields=fields))
+
+    if scores.positions:
+        n = len(scores.positions)
+        nll, nll_truth, kl, top1 = _means(np.array(scores.positions)).T
+        put("ppl_ratio", np.exp(nll - nll_truth), "lower", n)
+        put("kl", kl, "lower", n)
+        put("top1", top1, "higher", n)
+        put("ppl", np.exp(nll), "lower", n)
+        put("ppl_truth", np.exp(nll_truth), "lower", n)
+    if scores.prompts:
+        n = len(scores.prompts)
+        difference, top1 = _means(np.array(scores.prompts)).T
+        put("mean_abs_dlogprob", difference, "lower", n)
+        put("max_abs_dlogprob", np.full(2, scores.largest), "lower", n)
+        put("top1_prompts", top1, "higher", n)
+    return made
+
+
+def _means(rows: Floats) -> Floats:
+    """(1 + resamples, columns): the means of all rows, then those of resampled rows."""
+    rng = np.random.default_rng(20261115)
+    n = len(rows)
+    drawn = (np.bincount(rng.integers(0, n, n), minlength=n) @ rows / n for _ in range(statistics.RESAMPLES))
+    return np.stack([rows.mean(axis=0), *drawn])
+
+
+def _details(scores: Scores) -> dict[str, Any]:
+    names = ("nll", "nll_truth", "kl", "top1")
+    columns = zip(*scores.positions[:MOST_KEPT], strict=True) if scores.positions else ()
+    positions = {n: [float(f"{v:.6g}") for v in column] for n, column in zip(names, columns, strict=False)}
+    prompts = [{"mean_abs_dlogprob": float(f"{d:.6g}"), "top1": bool(agrees)} for d, agrees in scores.prompts]
+    return {"positions": positions, "prompts": prompts}

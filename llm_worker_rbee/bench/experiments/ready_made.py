@@ -1,0 +1,124 @@
+"""Claim 2: each ready-made part does its job on a real file, or does not.
+
+Speed is no question here. A part that cannot be tried counts as not covered, with the reason.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from ...errors import WorkerError
+from ...llm import open_tokenizer
+from ...models import describe
+from ...weights import Checkpoint, open_checkpoint
+from ..results import Result
+from .lab import Finding, Lab, Verdict
+
+RULE = "confirmed if at least 90% of the parts do their job on a real file"
+WANTED = 0.9
+VOCABULARY = ("smollm", 49152)  # the pre-tokenizer and size that the ids below belong to
+# Ids that llama.cpp's tokenizer gives for the vocabulary of the built-in model (tools/llama_cpp_token_table.py).
+REFERENCE_IDS: dict[str, str] = {
+    "Hello, world!": "19556 28 905 17",
+    " Hello  world ": "38699 216 905 216",
+    "I'll say: \"it's 10:45, don't we've 1,234.56 €?\"": (
+        "57 3060 1643 42 476 269 506 216 33 32 42 36 37 28 1326 982 392 3543 216 33 28 34 35 36 30 37 38 24927 4817"
+    ),
+    "def f(x):\n    return x ** 2  # square\n\n\nprint(f(3))\n": (
+        "1604 275 24 104 727 472 1003 1792 1903 216 34 216 907 5222 1116 198 3272 24 86 24 35 1292 198"
+    ),
+    "https://example.com/a?b=c&d=%20#e": "4687 1742 7434 30 824 31 81 47 82 45 83 22 84 23446 34 32 19 85",
+    "a                                 b": "81 12427 278",
+    " \t \n \r\n  \u3000 y": "216 197 3717 216 2738 256 12109 218 329",
+    "CamelCaseÉtéÀÉcole éÉ aÉb": "51 14548 10802 39614 100 2756 142 218 39614 83 1747 26411 39614 253 39614 82",
+    "!!!\n\n???\r\n///\n": "29646 198 198 16693 47 201 198 1559 31 198",
+    "你好，世界！123 ABC。": "18645 250 48392 138 12831 7906 240 178 239 230 8083 219 33 34 35 17638 19076",
+    "🙂🙃 👨\u200d👩\u200d👧\u200d👦!🇩🇪🇫🇷": (
+        "10813 38887 10813 243 221 15107 235 118 321 231 10813 235 119 321 231 10813 235 117 321 231 10813 235 116 "
+        "17 10813 225 119 10813 225 120 10813 225 121 10813 225 132"
+    ),
+    "v1.2.3-rc.4+build.567": "102 33 30 34 30 35 29 6506 30 36 27 9126 30 37 38 39",
+}
+
+
+class NotCoveredError(Exception):
+    """A part that does not do its job, and why."""
+
+
+def run(lab: Lab) -> Finding:
+    """Try each part."""
+    table = [["part", "does its job", "what was tried", "time"]]
+    covered: list[bool] = []
+    for name, try_it in PARTS.items():
+        lab.tell(name, len(covered) / len(PARTS))
+        start = time.perf_counter()
+        try:
+            works, told = True, try_it(lab.model)
+        except (NotCoveredError, WorkerError) as reason:
+            works, told = False, str(reason)
+        took = time.perf_counter() - start
+        lab.recorder.put(Result.of(f"claim2/{name}", "s", [took], works=works))
+        table.append([name, "yes" if works else "no", told, f"{took:.2f} s"])
+        covered.append(works)
+    share = sum(covered) / len(covered)
+    lab.recorder.put(Result.exact("claim2/covered", "of 1", share, "higher"))
+    parts = ", ".join(f"{row[0]}: {row[1] if row[1] == 'yes' else 'no, ' + row[2]}" for row in table[1:])
+    told = f"{sum(covered)} of {len(covered)} parts do their job on a real file ({share:.0%}): {parts}"
+    return Finding(Verdict.of(lab.claim, "confirmed" if share >= WANTED else "refuted", told), table)
+
+
+def _loads(path: Path) -> str:
+    checkpoint = open_checkpoint(path)
+    if checkpoint.format != "gguf":
+        raise NotCoveredError(f"{path.name} is no GGUF file: give one")
+    samples = {tensor.kind.name: tensor for tensor in checkpoint.tensors.values()}
+    for kind, tensor in samples.items():
+        values = tensor.dequantize()
+        if values.shape != tensor.shape or not np.isfinite(values).all():
+            raise NotCoveredError(f"tensor {tensor.name!r} of type {kind} does not decode")
+    kinds = ", ".join(sorted(samples))
+    return f"{len(checkpoint.tensors)} tensors mapped, one of each type decoded ({kinds})"
+
+
+def _tokenizes(path: Path) -> str:
+    checkpoint = open_checkpoint(path)
+    tokenizer = open_tokenizer(checkpoint)
+    for text in REFERENCE_IDS:
+        back = tokenizer.decode(tokenizer.encode(text, add_special=False), skip_special=False)
+        if back != text:
+            raise NotCoveredError(f"{text!r} comes back as {back!r}")
+    if _vocabulary(checkpoint) != VOCABULARY:
+        raise NotCoveredError("texts come back unchanged, but no reference ids are kept for this vocabulary")
+    for text, ids in REFERENCE_IDS.items():
+        if tokenizer.encode(text, add_special=False) != list(map(int, ids.split())):
+            raise NotCoveredError(f"the ids of {text!r} are not those of the reference tokenizer")
+    return f"{len(REFERENCE_IDS)} texts give the ids of llama.cpp's tokenizer, and come back unchanged"
+
+
+def _vocabulary(checkpoint: Checkpoint) -> tuple[object, int]:
+    keys = checkpoint.metadata
+    return keys.get("tokenizer.ggml.pre"), len(keys.get("tokenizer.ggml.tokens", ()))
+
+
+def _detects(path: Path) -> str:
+    config = describe(open_checkpoint(path))
+    return (
+        f"family {config.family.name}, {config.n_layers} layers, width {config.d_model}, "
+        f"{config.n_heads} heads on {config.n_kv_heads}"
+    )
+
+
+def _streams(path: Path) -> str:
+    raise NotCoveredError("not yet: comes with the server")
+
+
+PARTS: dict[str, Callable[[Path], str]] = {
+    "GGUF loads": _loads,
+    "tokenizer equals the reference": _tokenizes,
+    "model is detected": _detects,
+    "HTTP streams": _streams,
+}

@@ -1,0 +1,260 @@
+"""The micro-benchmarks, by name: each makes its data on a backend and gives the function to time.
+
+The first five families and their sizes are those of the Rust worker's suite (float32, batch 1, hidden 4096, 32 heads of
+128, rope base 10000, positions from 0). A case that needs a function beyond the op table runs on the reference where
+the backend has none. `Work` is the least that an ideal implementation would read, write and compute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...backends import reference
+from ...backends.types import AttentionParams, Batch, KVLayer, RopeTable, SampleRow
+from ...layers.attention import Attention
+from ...layers.block import Block
+from ...layers.linear import Linear
+from ...layers.rms_norm import RMSNorm
+from ...layers.rope import inverse_frequencies
+from ...layers.swiglu import SwiGLU
+from ...weights import Tensor
+from ...weights.quants import BLOCK_TYPES, BlockType
+from ..blocks import random_tensor
+from ..limits import Work
+from ..timing import Function
+
+HIDDEN, HEADS, HEAD_DIM, D_FF, ROPE_BASE = 4096, 32, 128, 11008, 10000.0
+ROWS, COLUMNS = 1024, 4096  # of the matrices of `linear`
+DEQUANTIZED = (256, 4096)
+VOCABULARY = 49152
+F = 4  # bytes of a float32
+WEIGHT_TYPES = [kind for kind in BLOCK_TYPES.values() if kind.name[0] != "I" or kind.name.startswith("IQ")]
+WEIGHT_TYPES = [kind for kind in WEIGHT_TYPES if kind.name != "F64"]
+# The block of the default model: (width, heads, kv heads, head size, MLP width), in Q4_1
+SMALL = (576, 9, 3, 64, 1536)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One benchmark: `make(ops)` builds the data and gives the function to time."""
+
+    name: str
+    make: Callable[[Any], Function]
+    work: Work
+    needs: str | None = None  # a function beyond the op table, which the reference has
+
+    def ops_for(self, ops: Any) -> Any:
+        """The backend that can run this: the one asked for, or the reference."""
+        return ops if self.needs is None or hasattr(ops, self.needs) else reference
+
+
+def cases() -> Iterator[Case]:
+    """All benchmarks that need no model file, in the order in which they run."""
+    yield from (_rope(s) for s in (1, 8, 32, 128))
+    yield from (_qkv(s) for s in (1, 8, 32, 128))
+    yield from (_scores(s) for s in (1, 8, 32, 128))
+    yield from (_mask(s) for s in (8, 32, 128, 512))
+    yield from (_attention(f"full_attention/{s}", s, s) for s in (1, 8, 32))
+    yield from (_attention(f"attention_decode/{s}", 1, s) for s in (128, 2048))
+    yield from (_rms_norm(s) for s in (1, 128))
+    yield from (_swiglu(s) for s in (1, 128))
+    yield from (_kv_write(s) for s in (1, 128))
+    yield from (_kv_read(s) for s in (128, 2048))
+    yield from (_block(s) for s in (1, 32, 128))
+    yield from (_sampling(how, row) for how, row in SAMPLING.items())
+    yield from (_linear(kind, s) for kind in WEIGHT_TYPES for s in (1, 128))
+    yield from (_dequantize(kind) for kind in WEIGHT_TYPES)
+
+
+def _random(ops: Any, *shape: int) -> Any:
+    return ops.prepare_vector(np.random.default_rng(7).standard_normal(shape, np.float32))
+
+
+def _table() -> RopeTable:
+    return RopeTable(inverse_frequencies(ROPE_BASE, HEAD_DIM), 1.0)
+
+
+def _positions(count: int, start: int = 0) -> NDArray[np.int64]:
+    return np.arange(start, start + count, dtype=np.int64)
+
+
+def _step(tokens: int, context: int, block_size: int = 16) -> Batch:
+    """The last `tokens` tokens of one request with `context` tokens, in blocks that lie in order."""
+    positions = _positions(tokens, context - tokens)
+    blocks = -(-context // block_size)
+    return Batch(
+        ids=positions,
+        positions=positions,
+        slot_mapping=positions,
+        query_start=np.array([0, tokens]),
+        context_len=np.array([context]),
+        block_table=_positions(blocks)[None, :],
+        logits_index=np.array([tokens - 1]),
+    )
+
+
+def _filled(ops: Any, context: int, kv_heads: int, head_dim: int) -> KVLayer:
+    kv: KVLayer = ops.empty_kv(-(-context // 16), 16, kv_heads, head_dim)
+    keys, values = _random(ops, 2, context, kv_heads, head_dim)
+    table = RopeTable(inverse_frequencies(ROPE_BASE, head_dim), 1.0)
+    ops.rope_store(keys, keys, values, _positions(context), table, kv, _positions(context))
+    return kv
+
+
+def _rope(tokens: int) -> Case:
+    def make(ops: Any) -> Function:
+        x, positions, table = _random(ops, tokens, HEADS, HEAD_DIM), _positions(tokens), _table()
+        return lambda: ops.rope(x, positions, table)
+
+    size = tokens * HIDDEN
+    return Case(f"rope_forward/{tokens}", make, Work(2 * F * size, 3 * size), needs="rope")
+
+
+def _qkv(tokens: int) -> Case:
+    def make(ops: Any) -> Function:
+        parts = [random_tensor(BLOCK_TYPES["F32"], (HIDDEN, HIDDEN), seed) for seed in range(3)]
+        weight, x = ops.prepare(parts), _random(ops, tokens, HIDDEN)
+        return lambda: ops.linear(x, weight)
+
+    matrix = 3 * HIDDEN * HIDDEN
+    return Case(f"qkv_projection/{tokens}", make, Work(F * (matrix + 4 * tokens * HIDDEN), 2 * tokens * matrix))
+
+
+def _scores(tokens: int) -> Case:
+    def make(ops: Any) -> Function:
+        (q, k), params = _random(ops, 2, HEADS, tokens, HEAD_DIM), AttentionParams(HEAD_DIM**-0.5)
+        return lambda: ops.attention_scores(q, k, params)
+
+    square = HEADS * tokens * tokens
+    work = Work(F * (2 * tokens * HIDDEN + square), 2 * square * HEAD_DIM)
+    return Case(f"attention_scores/{tokens}", make, work, needs="attention_scores")
+
+
+def _mask(tokens: int) -> Case:
+    def make(ops: Any) -> Function:
+        scores, positions = _random(ops, 1, HEADS, tokens, tokens), _positions(tokens)
+        return lambda: np.where(ops.causal_mask(positions, positions), scores, np.float32(-np.inf))
+
+    return Case(f"causal_mask/{tokens}", make, Work(2 * F * HEADS * tokens * tokens), needs="causal_mask")
+
+
+def _attention(name: str, tokens: int, context: int) -> Case:
+    def make(ops: Any) -> Function:
+        q, kv, batch = (
+            _random(ops, tokens, HEADS, HEAD_DIM),
+            _filled(ops, context, HEADS, HEAD_DIM),
+            _step(tokens, context),
+        )
+        params = AttentionParams(HEAD_DIM**-0.5)
+        return lambda: ops.attention(q, kv, batch, params)
+
+    pairs = tokens * (2 * context - tokens + 1) // 2  # what a causal loop bound leaves
+    return Case(name, make, Work(F * HIDDEN * 2 * (tokens + context), 4 * pairs * HIDDEN))
+
+
+def _rms_norm(tokens: int) -> Case:
+    def make(ops: Any) -> Function:
+        x, weight = _random(ops, tokens, HIDDEN), _random(ops, HIDDEN)
+        return lambda: ops.rms_norm(x, weight, 1e-5)
+
+    return Case(f"rms_norm/{tokens}", make, Work(F * HIDDEN * (2 * tokens + 1), 4 * tokens * HIDDEN))
+
+
+def _swiglu(tokens: int) -> Case:
+    def make(ops: Any) -> Function:
+        x = _random(ops, tokens, 2 * D_FF)
+        return lambda: ops.gated(x, "silu")
+
+    return Case(f"swiglu/{tokens}", make, Work(F * 3 * tokens * D_FF, 5 * tokens * D_FF))
+
+
+def _kv_write(tokens: int) -> Case:
+    def make(ops: Any) -> Function:
+        kv, (k, v) = ops.empty_kv(128, 16, HEADS, HEAD_DIM), _random(ops, 2, tokens, HEADS, HEAD_DIM)
+        slots = np.random.default_rng(3).permutation(128 * 16)[:tokens]
+        return lambda: ops.store(k, v, kv, slots)
+
+    return Case(f"kv_cache_write/{tokens}", make, Work(4 * F * tokens * HIDDEN), needs="store")
+
+
+def _kv_read(context: int) -> Case:
+    def make(ops: Any) -> Function:
+        kv = _filled(ops, context, HEADS, HEAD_DIM)
+        table = np.random.default_rng(3).permutation(context // 16)
+        return lambda: [np.ascontiguousarray(ops.gather(half, table, context)) for half in kv]
+
+    return Case(f"kv_cache_read/{context}", make, Work(4 * F * context * HIDDEN), needs="gather")
+
+
+def _block(tokens: int) -> Case:
+    width, heads, kv_heads, head_dim, d_ff = SMALL
+    kind = BLOCK_TYPES["Q4_1"]
+    shapes = {"qkv": ((heads + 2 * kv_heads) * head_dim, width), "output": (width, width),
+              "gate_up": (2 * d_ff, width), "down": (width, d_ff)}  # fmt: skip
+
+    def make(ops: Any) -> Function:
+        weights = {name: Linear(ops.prepare([random_tensor(kind, shape)])) for name, shape in shapes.items()}
+        norm = RMSNorm(ops.prepare_vector(np.ones(width, np.float32)), 1e-5)
+        rope = RopeTable(inverse_frequencies(ROPE_BASE, head_dim), 1.0)
+        attention = Attention(
+            weights["qkv"], weights["output"], heads, kv_heads, head_dim, rope, AttentionParams(head_dim**-0.5)
+        )
+        block = Block(norm, attention, norm, SwiGLU(weights["gate_up"], weights["down"]))
+        kv, batch, x = (
+            ops.empty_kv(-(-tokens // 16), 16, kv_heads, head_dim),
+            _step(tokens, tokens),
+            _random(ops, tokens, width),
+        )
+        return lambda: block(ops, x, x, kv, batch)
+
+    values = sum(rows * columns for rows, columns in shapes.values())
+    work = Work(
+        sum(kind.row_bytes(columns) * rows for rows, columns in shapes.values()) + 4 * F * tokens * width,
+        2 * tokens * values,
+    )
+    return Case(f"block/{tokens}", make, work)
+
+
+SAMPLING = {
+    "greedy": SampleRow(temperature=0.0),
+    "temperature": SampleRow(temperature=0.8, seed=1),
+    "top_k": SampleRow(temperature=0.8, top_k=40, seed=1),
+    "top_p": SampleRow(temperature=0.8, top_p=0.95, seed=1),
+    "penalties": SampleRow(temperature=0.8, repetition_penalty=1.1, recent=np.arange(128), seed=1),
+}
+
+
+def _sampling(how: str, row: SampleRow) -> Case:
+    def make(ops: Any) -> Function:
+        logits = 3 * _random(ops, 1, VOCABULARY)
+        return lambda: ops.sample(logits, [row])
+
+    return Case(f"sampling/{how}", make, Work(F * VOCABULARY, VOCABULARY))
+
+
+def _linear(kind: BlockType, tokens: int) -> Case:
+    def make(ops: Any) -> Function:
+        weight, x = ops.prepare([random_tensor(kind, (ROWS, COLUMNS))]), _random(ops, tokens, COLUMNS)
+        return lambda: ops.linear(x, weight)
+
+    size = ROWS * kind.row_bytes(COLUMNS)
+    return Case(
+        f"linear/{kind.name}/{tokens}",
+        make,
+        Work(size + F * tokens * (ROWS + COLUMNS), 2 * tokens * ROWS * COLUMNS),
+    )
+
+
+def _dequantize(kind: BlockType) -> Case:
+    def make(_: Any) -> Function:
+        tensor: Tensor = random_tensor(kind, DEQUANTIZED)
+        return tensor.dequantize if kind.name != "F32" else tensor.dequantize().copy
+
+    values = DEQUANTIZED[0] * DEQUANTIZED[1]
+    size = DEQUANTIZED[0] * kind.row_bytes(DEQUANTIZED[1])
+    return Case(f"dequantize/{kind.name}", make, Work(size + F * values, values), needs="dequantize")

@@ -1,0 +1,212 @@
+"""This worker beside others: the same file, the same lengths, the same threads, one run, in turn by repetition.
+
+A peer that is not installed is left out with the reason; one that fails is named and the others go on. llama-bench
+leaves sampling out; all others choose each token greedily.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ... import machine
+from ...errors import ContextLengthError, InvalidRequestError, human_bytes
+from ...models import describe
+from ...weights import Checkpoint, open_checkpoint
+from .. import environment, statistics
+from ..results import Recorder, Result
+from . import child as peer_child
+from .process import Child, LlamaBench, Peer, PeerError, Task
+
+Progress = Callable[[str, float, float], None]
+OURS, LLAMA_BENCH = "llm-worker-rbee", "llama-bench"
+# What must be installed for a peer; gguf only where the model is a GGUF file.
+PACKAGES = {"llama-cpp-python": ("llama_cpp",), "transformers": ("transformers", "torch", "gguf")}
+NAMES = (LLAMA_BENCH, *PACKAGES)
+WARM_UP_TOKENS = 8
+PROBE_S = 60
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to compare, and with whom."""
+
+    pp: Sequence[int] = (512,)
+    tg: Sequence[int] = (128,)
+    repetitions: int = 3
+    threads: int = 1
+    peers: Sequence[str] = NAMES
+    llama_bench: str | None = None  # the program; None: looked for on the PATH
+    pythons: Sequence[str] = ()  # interpreters to look for packages in; this one is the last
+    timeout_s: float = 900.0  # for one answer
+    device: str = "auto"
+    backend: str = "auto"
+
+    @property
+    def tests(self) -> list[Task]:
+        """In the order of the table."""
+        return [Task(kind, n) for kind, lengths in (("pp", self.pp), ("tg", self.tg)) for n in lengths if n]
+
+
+@dataclass(slots=True)
+class Rates:
+    """What was measured until now, and the results that it makes."""
+
+    recorder: Recorder
+    samples: dict[tuple[Task, str], list[float]] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict)
+
+    def add(self, peer: Peer, test: Task, rate: float) -> None:
+        """One sample more; all results of the test are made anew, because their ratios change with ours."""
+        self.samples.setdefault((test, peer.name), []).append(rate)
+        self.versions[peer.name] = peer.version
+        ours = self.samples.get((test, OURS))
+        for (known, name), samples in self.samples.items():
+            if known == test:
+                estimate = statistics.estimate(samples).value
+                ratio = None if ours is None else statistics.estimate(ours).value / estimate
+                more = {"peer": name, "version": self.versions[name], "ours_over_peer": ratio}
+                self.recorder.put(Result.of(f"{test.name}/{name}", "tok/s", samples, "higher", **more))
+
+
+def run(recorder: Recorder, progress: Progress, model: Path, plan: Plan) -> None:
+    """Start everyone who is here, then measure in turn."""
+    checkpoint = open_checkpoint(model)
+    _check(checkpoint, plan)
+    recorder.model = environment.model_description(model, lambda what, *n: progress(what, n[0], n[1] or 0))
+    left_out: dict[str, str] = recorder.details.setdefault("left_out", {})
+    peers: list[Peer] = [_ours(model, plan), *_others(model, checkpoint, plan, left_out)]
+    rates, parts = Rates(recorder), plan.repetitions + 1
+    try:
+        for part in range(parts):
+            turn = list(reversed(peers)) if part and part % 2 == 0 else list(peers)
+            for number, peer in enumerate(turn):
+                what = f"{part} of {plan.repetitions}" if part else "loading and warming up"
+                progress(f"{peer.name}: {what}", part + number / len(turn), parts)
+                act = _round if part else _warm_up
+                _attempt(act, peer, peers, plan, rates)
+    finally:
+        for peer in peers:
+            peer.close()
+
+
+def _attempt(act: Callable[[Peer, Plan, Rates], None], peer: Peer, peers: list[Peer], plan: Plan, rates: Rates) -> None:
+    """A peer that fails is dropped and named; without this worker there is nothing to compare."""
+    try:
+        act(peer, plan, rates)
+    except PeerError as error:
+        peer.close()
+        if peer.name == OURS:
+            raise
+        peers.remove(peer)
+        rates.recorder.details.setdefault("failed", {})[peer.name] = str(error)
+
+
+def _warm_up(peer: Peer, plan: Plan, rates: Rates) -> None:
+    peer.start()
+    for test in plan.tests:
+        peer.rate(test if test.kind == "pp" else test._replace(tokens=min(test.tokens, WARM_UP_TOKENS)))
+
+
+def _round(peer: Peer, plan: Plan, rates: Rates) -> None:
+    for test in plan.tests:
+        rates.add(peer, test, peer.rate(test))
+
+
+def _check(checkpoint: Checkpoint, plan: Plan) -> None:
+    if not plan.tests:
+        raise InvalidRequestError("nothing to measure: --pp and --tg are both 0", "pp")
+    unknown = sorted(set(plan.peers) - set(NAMES))
+    if unknown:
+        raise InvalidRequestError(f"unknown peer {unknown[0]!r}: use some of {', '.join(NAMES)}", "peer")
+    longest, context = max(plan.tests, key=lambda test: test.tokens), describe(checkpoint).context_length
+    if longest.tokens > context:
+        raise ContextLengthError(
+            f"{longest.name} needs {longest.tokens} tokens, the model's context has {context}: "
+            f"use a smaller --{longest.kind}",
+            longest.kind,
+        )
+
+
+def _settings(model: Path, plan: Plan) -> tuple[str, dict[str, str]]:
+    """What a child is told, and its environment."""
+    longest = max(test.tokens for test in plan.tests)
+    given = {"model": str(model.absolute()), "threads": plan.threads, "context": longest}
+    given |= {"device": plan.device, "backend": plan.backend}
+    threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), str(plan.threads))
+    return json.dumps(given), {**os.environ, **threads}
+
+
+def _ours(model: Path, plan: Plan) -> Peer:
+    given, env = _settings(model, plan)
+    paths = [str(Path(__file__).parents[3]), env.get("PYTHONPATH", "")]  # this very package, wherever it lies
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    return Child(OURS, [sys.executable, "-m", f"{__package__}.own", given], env, plan.timeout_s)
+
+
+def _others(model: Path, checkpoint: Checkpoint, plan: Plan, left_out: dict[str, str]) -> list[Peer]:
+    found: list[Peer] = []
+    for name in (name for name in NAMES if name in plan.peers):
+        try:
+            if name == LLAMA_BENCH:
+                found.append(_llama_bench(model, checkpoint, plan))
+            else:
+                found.append(_package(name, model, checkpoint, plan))
+        except PeerError as error:
+            left_out[name] = str(error)
+    return found
+
+
+def _llama_bench(model: Path, checkpoint: Checkpoint, plan: Plan) -> Peer:
+    _require_gguf(checkpoint)
+    program = shutil.which(plan.llama_bench or LLAMA_BENCH)
+    if program is None:
+        where = f"{plan.llama_bench} is no program" if plan.llama_bench else "it is not on the PATH"
+        raise PeerError(f"{where}: --llama-bench PATH names one")
+    return LlamaBench(program, str(model), plan.threads, plan.timeout_s)
+
+
+def _package(name: str, model: Path, checkpoint: Checkpoint, plan: Plan) -> Peer:
+    if name == "transformers":
+        _require_memory(checkpoint)
+    else:
+        _require_gguf(checkpoint)
+    needed = [package for package in PACKAGES[name] if package != "gguf" or checkpoint.format == "gguf"]
+    pythons = dict.fromkeys([*plan.pythons, sys.executable])
+    python = next((path for path in pythons if _has(path, needed)), None)
+    if python is None:
+        raise PeerError(
+            f"{' and '.join(needed)} not installed for {', '.join(pythons)}: --peer-python PATH names another"
+        )
+    given, env = _settings(model, plan)
+    source = Path(peer_child.__file__).read_text(encoding="utf-8")  # as text: our folder must not be on its path
+    return Child(name, [python, "-c", source, name, given], env, plan.timeout_s)
+
+
+def _has(python: str, packages: Sequence[str]) -> bool:
+    program = f"import importlib.util as u, sys; sys.exit(not all(map(u.find_spec, {list(packages)!r})))"
+    try:
+        done = subprocess.run([python, "-c", program], capture_output=True, timeout=PROBE_S)
+    except subprocess.TimeoutExpired:
+        return False
+    except OSError as error:
+        raise InvalidRequestError(f"--peer-python {python}: {error.strerror}", "peer_python") from None
+    return done.returncode == 0
+
+
+def _require_gguf(checkpoint: Checkpoint) -> None:
+    if checkpoint.format != "gguf":
+        raise PeerError("it reads GGUF files only")
+
+
+def _require_memory(checkpoint: Checkpoint) -> None:
+    """It keeps all weights as float32."""
+    needed, (_, free) = 4 * sum(t.size for t in checkpoint.tensors.values()), machine.memory()
+    if free is not None and needed > 0.8 * free:
+        raise PeerError(f"its float32 weights take {human_bytes(needed)}, and {human_bytes(free)} of memory are free")

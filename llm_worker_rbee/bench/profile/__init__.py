@@ -1,0 +1,214 @@
+"""Where the time of prefill and decode goes, by component, and what each component could gain.
+
+A prefill step is the whole prompt up to its first token, a decode step one token more; both go through the runner and
+the greedy sampler. The stopwatch's own cost is measured and taken off; what neither ops nor batch account for is
+Python's. Flame graphs come from passes of their own, without the stopwatch.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+import numpy as np
+
+from ...backends.types import Ops
+from ...engine.request import Request, SamplingParams
+from ...engine.runner import Runner
+from ...engine.sampler import sample
+from ...errors import ContextLengthError
+from ...llm import LLM
+from ...models import Transformer
+from .. import environment, timing
+from ..limits import Limits, Work, library_threads, measured
+from ..results import Recorder
+from . import flame
+from .ops import CountedOps, Spent, Stopwatch, TimedOps, weights_of
+
+Steps = Callable[[str, float, float], None]
+PHASES = ("prefill", "decode")
+CRITICAL, MODERATE = 0.10, 0.05  # shares above these
+FLAME_S = 3.0
+SEED = 20240607
+
+
+def class_of(share: float) -> str:
+    """Only critical parts are worth a change."""
+    return "critical" if share > CRITICAL else "moderate" if share >= MODERATE else "minor"
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How much to run; a flame graph of 0 seconds is left out."""
+
+    pp: int = 128
+    tg: int = 16
+    repetitions: int = 5
+    flame_seconds: float = FLAME_S
+    py_spy: flame.PySpy | None = None
+
+
+class Workload:
+    """A prompt and the tokens after it on one model; afterwards the same again."""
+
+    def __init__(self, model: Transformer, settings: Settings, watch: Stopwatch | None = None) -> None:
+        rng = np.random.default_rng(SEED)
+        prompt = rng.integers(0, model.config.vocab_size, settings.pp).tolist()
+        self.tg = settings.tg
+        self.ops = model.ops
+        self.runner = Runner(model, settings.pp + settings.tg + 1)
+        if watch is not None:
+            self.runner.batch = watch.timed("scheduling", self.runner.batch)  # type: ignore[method-assign]
+        self.request = Request(prompt, SamplingParams(temperature=0.0), settings.tg + 1, SEED, frozenset())
+
+    def prefill(self) -> None:
+        """The prompt, up to the first token."""
+        self.request.num_computed_tokens = 0
+        self.request.tokens.clear()
+        for _, logits in self.runner.catch_up(self.request):
+            last = logits
+        self.request.tokens += sample(self.ops, last[-1:], [self.request])
+
+    def decode(self) -> None:
+        """One token more; at the end of the room, back to the first one."""
+        request = self.request
+        if len(request.tokens) > self.tg:
+            del request.tokens[1:]
+            request.num_computed_tokens = len(request.prompt)
+        request.tokens += sample(self.ops, self.runner.step(request, 1), [request])
+
+
+def run(recorder: Recorder, steps: Steps, llm: LLM, settings: Settings, flames: dict[str, flame.Flame]) -> None:
+    """Profile a loaded model; flame graphs are put into `flames` as they are done."""
+    if settings.pp + settings.tg + 1 > llm.max_context:
+        raise ContextLengthError(
+            f"--pp {settings.pp} and --tg {settings.tg} need a context of {settings.pp + settings.tg + 1}: "
+            f"the model has {llm.max_context}",
+            "pp",
+        )
+    recorder.model = environment.model_description(llm.checkpoint.path, lambda what, done, all: steps(what, 0, 1))
+    _Profile(recorder, steps, llm, settings).run(flames)
+
+
+@dataclass(slots=True)
+class _Profile:
+    recorder: Recorder
+    steps: Steps
+    llm: LLM
+    settings: Settings
+    limits: Limits = field(init=False)
+    work: dict[str, dict[str, Counter[Work]]] = field(default_factory=dict)  # phase -> component -> calls by work
+    spent: dict[str, Counter[str]] = field(default_factory=lambda: {phase: Counter() for phase in PHASES})
+    done: float = 0.0
+
+    def run(self, flames: dict[str, flame.Flame]) -> None:
+        self.tell("measuring what the machine can do", 0)
+        self.limits = measured(library_threads())
+        self.recorder.details["limits"] = self.limits.as_json()
+        self.count()
+        self.time()
+        if self.settings.flame_seconds:
+            self.draw(flames)
+
+    def tell(self, what: str, more: float = 1.0) -> None:
+        """Count one unit of progress: a repetition, or a pass of another kind."""
+        self.done += more
+        self.steps(what, self.done, self.settings.repetitions + 1 + 2 * bool(self.settings.flame_seconds))
+
+    def count(self) -> None:
+        """Warm up, and count what each component must move and compute in a step."""
+        model, checkpoint = self.llm.model, self.llm.checkpoint
+        ops = CountedOps(model.ops, weights_of(model, checkpoint), checkpoint.nbytes)
+        workload = Workload(replace(model, ops=cast(Ops, ops)), self.settings)
+        self.tell("counting the work", 0)
+        workload.prefill()
+        self.work["prefill"] = ops.take_work()
+        for _ in range(self.settings.tg):
+            workload.decode()
+            self.tell("counting the work", 1 / self.settings.tg)
+        self.work["decode"] = ops.take_work()
+
+    def time(self) -> None:
+        """The repetitions."""
+        watch, cost = Stopwatch(), stopwatch_cost()
+        self.recorder.details["profiler"] = {"seconds_per_call": cost, "share": {}}
+        timed = TimedOps(self.llm.model.ops, weights_of(self.llm.model, self.llm.checkpoint), watch)
+        workload = Workload(replace(self.llm.model, ops=cast(Ops, timed)), self.settings, watch)
+        tg = self.settings.tg
+        for number in range(1, self.settings.repetitions + 1):
+            what = f"repetition {number} of {self.settings.repetitions}"
+            self.note("prefill", 1, _wall(workload.prefill), watch.take(), cost)
+            self.tell(f"{what}: decode", 0.5)
+            wall = 0.0
+            for _ in range(tg):
+                wall += _wall(workload.decode)
+                self.tell(f"{what}: decode", 0.5 / tg)
+            self.note("decode", tg, wall, watch.take(), cost)
+
+    def note(self, phase: str, n_steps: int, wall: float, parts: Mapping[str, Spent], cost: float) -> None:
+        """One repetition of a phase: seconds a step of each component."""
+        calls = sum(spent.calls for spent in parts.values())
+        seconds = {name: spent.seconds for name, spent in parts.items()}
+        whole = max(wall - calls * cost, sum(seconds.values()))
+        seconds["python"] = whole - sum(seconds.values())
+        self.spent[phase].update(seconds)
+        self.recorder.details["profiler"]["share"][phase] = calls * cost / wall
+        total = sum(self.spent[phase].values())
+        tokens = self.settings.pp if phase == "prefill" else 1
+        common: dict[str, Any] = {"backend": self.recorder.settings.get("backend"), "tokens": tokens}
+        self.recorder.add(f"{phase}/step", "s", whole / n_steps, **common)
+        for name, taken in seconds.items():
+            share = self.spent[phase][name] / total
+            n_calls = parts[name].calls / n_steps if name in parts else 0
+            fields = {"share": share, "class": class_of(share), "calls": n_calls, **self.needs(phase, name, n_steps)}
+            mean = self.spent[phase][name] / total * whole / n_steps
+            if fields.get("limit_s"):
+                fields["percent_of_limit"] = 100 * fields["limit_s"] / mean if mean else math.nan
+            self.recorder.add(f"{phase}/{name}", "s", taken / n_steps, **common, **fields)
+
+    def needs(self, phase: str, name: str, n_steps: int) -> dict[str, Any]:
+        """Bytes, operations and least time of a component in one step."""
+        counted = self.work[phase].get(name)
+        if not counted:
+            return {}
+        whole = Work(
+            sum(work.bytes * n for work, n in counted.items()) / n_steps,
+            sum(work.operations * n for work, n in counted.items()) / n_steps,
+        )
+        least = sum(self.limits.seconds(work) * n for work, n in counted.items()) / n_steps
+        by_memory = sum(self.limits.bound_by(work) == "memory" for work in counted.elements())
+        bound = "memory" if 2 * by_memory >= counted.total() else "arithmetic"
+        return {"bytes": whole.bytes, "operations": whole.operations, "limit_s": least, "bound_by": bound}
+
+    def draw(self, flames: dict[str, flame.Flame]) -> None:
+        """Sample the stack in passes of their own, on the plain op table."""
+        workload = Workload(self.llm.model, self.settings)
+        for phase, function in (("prefill", workload.prefill), ("decode", workload.decode)):
+            self.tell(f"flame graph of {phase}", 0)
+            workload.prefill()
+            flames[phase] = flame.record(phase, function, self.settings.flame_seconds, self.settings.py_spy)
+            self.tell(f"flame graph of {phase}")
+
+
+def _wall(function: Callable[[], None]) -> float:
+    start = time.perf_counter()
+    function()
+    return time.perf_counter() - start
+
+
+def stopwatch_cost(rounds: int = 5, calls: int = 5000) -> float:
+    """Seconds that the stopwatch adds to a call: a function that does nothing, with it and without."""
+
+    def nothing(*args: object) -> None:
+        return None
+
+    timed = Stopwatch().timed("nothing", nothing)
+    with_it, without = (
+        min(timing.sample(lambda f=f: f(1, 2, 3), calls) for _ in range(rounds))  # type: ignore[misc]
+        for f in (timed, nothing)
+    )
+    return max(0.0, with_it - without)

@@ -1,0 +1,242 @@
+"""Samples of the call stack: where the interpreter stands every few milliseconds, and for how long.
+
+The built-in sampler is a thread that looks at `sys._current_frames()`. It sees Python only, so the source line that
+runs stands on top of its function: in array code that says which expression it is. py-spy looks from outside and, asked
+to, into native code as well. Stacks go to speedscope's JSON, and to a picture by flame_svg.py.
+"""
+
+from __future__ import annotations
+
+import linecache
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any, NamedTuple
+
+from ... import __version__
+from ...errors import MissingDependencyError, WorkerError
+
+INTERVAL_S = 0.002
+PACKAGE = __name__.split(".")[0]
+SCHEMA = "https://www.speedscope.app/file-format-schema.json"
+RAW_FRAME = re.compile(r"(?P<name>.*) \((?P<file>.*?)(?::(?P<line>\d+))?\)")
+LONGEST_LINE = 90
+
+
+class Frame(NamedTuple):
+    """A place in the program; the room is what the picture's colours tell apart."""
+
+    name: str
+    file: str  # as a module path: `numpy/_core/fromnumeric.py`
+    line: int
+    room: str  # ours, line (a source line of ours), numpy, stdlib, native, other
+
+
+Stack = tuple[Frame, ...]  # the root first
+
+
+@dataclass(slots=True)
+class Flame:
+    """What was seen of one phase, in order, with the seconds that each sight stands for."""
+
+    name: str
+    samples: list[tuple[Stack, float]] = field(default_factory=list)
+
+    @property
+    def seconds(self) -> float:
+        """Of all samples together."""
+        return sum(weight for _, weight in self.samples)
+
+
+class PySpy(NamedTuple):
+    """The command, and whether it looks into native code."""
+
+    path: str
+    native: bool = False
+
+
+def record(name: str, function: Callable[[], None], seconds: float, py_spy: PySpy | None = None) -> Flame:
+    """Call the function again and again for so long, and watch."""
+    return _sampled(name, function, seconds) if py_spy is None else _spied(name, function, seconds, py_spy)
+
+
+def _watched(function: Callable[[], None]) -> None:
+    """The bottom of every stack that counts: what is below it, and stacks without it, belong to the caller."""
+    function()
+
+
+def _sampled(name: str, function: Callable[[], None], seconds: float) -> Flame:
+    flame, stop, watched = Flame(name), threading.Event(), threading.get_ident()
+
+    def look() -> None:
+        last = time.perf_counter()
+        while not stop.wait(INTERVAL_S):
+            frame = sys._current_frames().get(watched)
+            now = time.perf_counter()
+            if frame is not None and (stack := _stack(frame)):
+                flame.samples.append((stack, now - last))
+            del frame
+            last = now
+
+    sampler = threading.Thread(target=look, name="flame sampler", daemon=True)
+    before, end = sys.getswitchinterval(), time.perf_counter() + seconds
+    sys.setswitchinterval(INTERVAL_S / 4)  # Python code gives the sampler its turn in time
+    try:
+        sampler.start()
+        while time.perf_counter() < end:
+            _watched(function)
+    finally:
+        stop.set()
+        sampler.join()
+        sys.setswitchinterval(before)
+    return flame
+
+
+def _stack(frame: FrameType | None) -> Stack:
+    """Frames above `_watched`, the root first; nothing where it is not on the stack."""
+    found = [] if frame is None else [_line(frame.f_code, frame.f_lineno)]
+    while frame is not None and frame.f_code is not _watched.__code__:
+        found.append(_function(frame.f_code))
+        frame = frame.f_back
+    return () if frame is None or len(found) < 2 else tuple(one for one in reversed(found) if one is not None)
+
+
+@cache
+def _function(code: CodeType) -> Frame:
+    file, room = _place(code.co_filename)
+    return Frame(code.co_qualname, file, code.co_firstlineno, room)
+
+
+@cache
+def _line(code: CodeType, number: int) -> Frame | None:
+    file, room = _place(code.co_filename)
+    text = " ".join(linecache.getline(code.co_filename, number).split())
+    if room != "ours" or not text:
+        return None
+    return Frame(text if len(text) <= LONGEST_LINE else text[:LONGEST_LINE] + "…", file, number, "line")
+
+
+@cache
+def _place(path: str) -> tuple[str, str]:
+    """(a path that means the same on every machine, the room)."""
+    paths = sysconfig.get_paths()
+    roots = (str(Path(__file__).parents[3]), paths["purelib"], paths["platlib"], paths["stdlib"])
+    for root in sorted(set(roots), key=len, reverse=True):  # packages may lie inside the standard library's folder
+        if path.startswith(root + os.sep):
+            short = path[len(root) + 1 :].replace(os.sep, "/")
+            return short, _room(short, is_stdlib=root == paths["stdlib"])
+    return Path(path).name, _room(path, is_stdlib=path.startswith("<frozen"))
+
+
+def _room(short: str, *, is_stdlib: bool) -> str:
+    top = short.split("/")[0]
+    if top == PACKAGE:
+        return "ours"
+    if top in ("numpy", "scipy_openblas64_") or "openblas" in short or "multiarray" in short:
+        return "numpy"
+    return "native" if re.search(r"\.(so|c|cpp|h|S)\b|^lib", short) else "stdlib" if is_stdlib else "other"
+
+
+def find_py_spy() -> str:
+    """Beside this interpreter, or on the path; that it may look at this process is tried at once."""
+    beside = Path(sys.executable).with_name("py-spy")
+    found = str(beside) if beside.exists() else shutil.which("py-spy")
+    if found is None:
+        raise MissingDependencyError(
+            "py-spy is not installed: pip install 'llm-worker-rbee[bench]', or leave out --py-spy"
+        )
+    tried = [found, "dump", "--nonblocking", "--pid", str(os.getpid())]
+    done = subprocess.run(tried, capture_output=True, text=True, errors="replace", check=False, timeout=60)
+    if done.returncode:
+        raise _refused(done.stderr)
+    return found
+
+
+def _spied(name: str, function: Callable[[], None], seconds: float, py_spy: PySpy) -> Flame:
+    rate = round(1 / INTERVAL_S)
+    with tempfile.TemporaryDirectory() as folder:
+        raw = Path(folder) / "stacks"
+        command = [py_spy.path, "record", "--pid", str(os.getpid()), "--format", "raw", "--rate", str(rate)]
+        command += ["--output", str(raw), "--duration", str(max(1, round(seconds)))]
+        command.append("--native" if py_spy.native else "--nonblocking")
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        try:
+            while process.poll() is None:
+                _watched(function)
+        finally:
+            process.kill()
+            told = process.communicate()[1]
+        if process.returncode or not raw.exists():
+            raise _refused(told)
+        return Flame(name, _from_raw(raw.read_text(errors="replace").splitlines(), 1 / rate))
+
+
+def _refused(told: str) -> WorkerError:
+    if re.search("permi|ptrace|EPERM|root", told, re.IGNORECASE):
+        return WorkerError(
+            "py-spy may not look at this process: run as root, allow ptrace (CAP_SYS_PTRACE, or "
+            "kernel.yama.ptrace_scope = 0), or leave out --py-spy"
+        )
+    lines = [line for line in told.splitlines() if line.strip()]
+    return WorkerError(f"py-spy failed: {lines[-1] if lines else 'it wrote nothing'}")
+
+
+def _from_raw(lines: Iterable[str], weight: float) -> list[tuple[Stack, float]]:
+    """py-spy's collapsed stacks: `frame;frame;frame count`, the root first."""
+    samples: list[tuple[Stack, float]] = []
+    for line in lines:
+        text, _, count = line.rpartition(" ")
+        frames = text.split(";")
+        below = [i for i, one in enumerate(frames) if one.startswith(f"{_watched.__name__} (")]
+        if below and count.isdigit() and frames[below[-1] + 1 :]:
+            samples += [(tuple(map(_raw_frame, frames[below[-1] + 1 :])), weight)] * int(count)
+    return samples
+
+
+@cache
+def _raw_frame(text: str) -> Frame:
+    found = RAW_FRAME.fullmatch(text)
+    if found is None:
+        return Frame(text, "", 0, "native")
+    short = found["file"]
+    stdlib = short.endswith(".py")
+    return Frame(found["name"], short, int(found["line"] or 0), _room(short, is_stdlib=stdlib))
+
+
+def speedscope(flames: Mapping[str, Flame], title: str) -> dict[str, Any]:
+    """The file that https://www.speedscope.app opens: one profile a phase."""
+    numbers: dict[Frame, int] = {}
+    profiles = []
+    for flame in flames.values():
+        samples = [[numbers.setdefault(frame, len(numbers)) for frame in stack] for stack, _ in flame.samples]
+        profiles.append(
+            {
+                "type": "sampled",
+                "name": flame.name,
+                "unit": "seconds",
+                "startValue": 0,
+                "endValue": flame.seconds,
+                "samples": samples,
+                "weights": [weight for _, weight in flame.samples],
+            }
+        )
+    frames = [{"name": f.name, "file": f.file, "line": f.line} if f.file else {"name": f.name} for f in numbers]
+    return {
+        "$schema": SCHEMA,
+        "name": title,
+        "exporter": f"llm-worker-rbee {__version__}",
+        "activeProfileIndex": 0,
+        "shared": {"frames": frames},
+        "profiles": profiles,
+    }

@@ -1,0 +1,269 @@
+"""The pictures of a report: distributions, values against length or category, roofline, shares, history.
+
+Each function gives one SVG; small ones are made to stand side by side, and to be read on a phone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..figures import digits, quantity
+from .plots import BAD, INK, MUTED, SERIES, Plots
+
+if TYPE_CHECKING:
+    from .plots import Axes, Figure
+
+Floats = NDArray[np.float64]
+MARKERS = "osD^vPX*"
+SMALL, WIDE = 4.7, 9.6  # inches across
+
+
+class Sampled(NamedTuple):
+    """One row of a plot of distributions."""
+
+    label: str
+    samples: Sequence[float]
+    estimate: float
+    low: float
+    high: float
+
+
+class Line(NamedTuple):
+    """Points joined by a line: (x, value, low, high)."""
+
+    label: str
+    points: Sequence[tuple[float, float, float, float]]
+    limit: Sequence[tuple[float, float]] = ()  # the ceiling, drawn dashed
+
+
+class Dot(NamedTuple):
+    """A benchmark on the roofline: operations a byte, operations a second."""
+
+    label: str
+    group: str
+    intensity: float
+    rate: float
+
+
+def distributions(plots: Plots, title: str, rows: Sequence[Sampled]) -> str:
+    """Each row's samples as a curve of density around its estimate; outliers as dots, far ones at the edge."""
+    reach = max((_reach(row) for row in rows), default=0.05)
+
+    def paint(figure: Figure) -> None:
+        axes = figure.add_subplot()
+        for place, row in enumerate(rows):
+            _distribution(plots, axes, place, row, reach)
+        axes.set(xlim=(-reach, reach * 1.04), ylim=(len(rows) - 0.4, -0.75), title=_short(title, 44))
+        axes.set_yticks(range(len(rows)), [_short(row.label) for row in rows])
+        axes.set_xlabel("difference from the estimate")
+        axes.xaxis.set_major_formatter(lambda x, _: f"{x:+.{0 if reach > 0.03 else 1}%}" if abs(x) > 1e-9 else "0")
+        plots.even_ticks(axes.xaxis, 5)
+        axes.tick_params(length=0)
+        axes.grid(axis="y", visible=False)
+
+    return plots.draw((SMALL, 0.75 + 0.29 * len(rows)), paint)
+
+
+def _distribution(plots: Plots, axes: Axes, place: int, row: Sampled, reach: float) -> None:
+    values = np.asarray(row.samples) / row.estimate - 1
+    wild = _wild(values)
+    calm = values[~wild]
+    tip = f"{row.label}: {len(values)} samples, {int(wild.sum())} outliers"
+    if len(calm) >= 12 and np.ptp(calm) > 0:
+        x, height = _density(calm, reach)
+        axes.fill_between(x, place - 0.6 * height, place, color=SERIES[0], alpha=0.55, linewidth=0, gid=plots.tip(tip))
+    else:
+        axes.plot(
+            calm, np.full(len(calm), place - 0.2), "o", ms=3, alpha=0.7, color=SERIES[0], mew=0, gid=plots.tip(tip)
+        )
+    far = np.clip(values[wild], -reach, reach)
+    for marker, which in (("o", abs(values[wild]) < reach), (">", abs(values[wild]) >= reach)):
+        if which.any():
+            axes.plot(far[which], np.full(int(which.sum()), place - 0.2), marker, ms=2.8, alpha=0.8, color=BAD, mew=0)
+    low, high = (np.clip(value / row.estimate - 1, -reach, reach) for value in (row.low, row.high))
+    axes.plot([low, high], [place + 0.12] * 2, color=INK, linewidth=2.2, solid_capstyle="butt")
+    axes.plot([0], [place + 0.12], "|", color=INK, ms=6, mew=1.2)
+
+
+def lines(plots: Plots, title: str, lines: Sequence[Line], unit: str, across: str) -> str:
+    """Values against a length, both on logarithmic axes, with intervals and ceilings."""
+    places = sorted({point[0] for line in lines for point in line.points})
+
+    def paint(figure: Figure) -> None:
+        axes = figure.add_subplot()
+        for i, line in enumerate(lines):
+            _line(plots, axes, line, i, unit)
+        axes.set_xscale("symlog", linthresh=1) if places[0] <= 0 else axes.set_xscale("log")
+        axes.set_yscale("log")
+        axes.set(title=_short(title, 44), xlabel=across)
+        axes.set_xticks(_thin(places), [f"{x:,g}" for x in _thin(places)])
+        plots.log_ticks(axes.yaxis, axes.get_ylim(), unit)
+        axes.minorticks_off()
+        if len(lines) > 1 or any(line.limit for line in lines):
+            axes.legend(loc="best", handlelength=1.6)
+        axes.margins(0.06, 0.12)
+
+    return plots.draw((SMALL, 2.9), paint)
+
+
+def _line(plots: Plots, axes: Axes, line: Line, i: int, unit: str) -> None:
+    colour = SERIES[i % len(SERIES)]
+    x, value, low, high = np.array(sorted(line.points)).T
+    tip = f"{line.label}: " + ", ".join(f"{a:g}: {quantity(v, unit)}" for a, v in zip(x, value, strict=True))
+    axes.fill_between(x, low, high, color=colour, alpha=0.2, linewidth=0)
+    axes.plot(x, value, label=_short(line.label), gid=plots.tip(tip), **_look(i))
+    if line.limit:
+        label = "limit of the machine" if i == 0 else None
+        axes.plot(*zip(*sorted(line.limit), strict=True), color=MUTED, ls=(0, (4, 3)), lw=1, label=label)
+
+
+def dots(plots: Plots, title: str, rows: Sequence[str], lines: Sequence[Line], unit: str) -> str:
+    """One row a category, a dot with its interval for each series; the x of a line's points is the row."""
+
+    def paint(figure: Figure) -> None:
+        axes = figure.add_subplot()
+        for i, line in enumerate(lines):
+            colour = SERIES[i % len(SERIES)]
+            row, value, low, high = np.array(line.points).T
+            axes.hlines(row, low, high, color=colour, linewidth=2.4, alpha=0.5)
+            for y, x in zip(row, value, strict=True):
+                tip = plots.tip(f"{rows[int(y)]} {line.label}: {quantity(x, unit)}")
+                axes.plot([x], [y], gid=tip, **_look(i))
+            axes.plot([], [], ls="", label=_short(line.label), **_look(i))
+        axes.set_xscale("log")
+        axes.set(title=_short(title, 44), ylim=(len(rows) - 0.5, -0.5))
+        axes.set_yticks(range(len(rows)), [_short(row) for row in rows])
+        plots.log_ticks(axes.xaxis, axes.get_xlim(), unit)
+        axes.tick_params(length=0)
+        if len(lines) > 1:
+            figure.legend(loc="outside lower center", ncols=min(4, len(lines)), handletextpad=0.2)
+
+    return plots.draw((SMALL, 0.8 + 0.22 * len(rows) + 0.25 * (len(lines) > 1)), paint)
+
+
+def shares(plots: Plots, title: str, lines: Sequence[Line], unit: str) -> str:
+    """How many percent of the values lie below: a step for each line of sorted values."""
+
+    def paint(figure: Figure) -> None:
+        axes = figure.add_subplot()
+        for i, line in enumerate(lines):
+            x, part = np.array(line.points)[:, :2].T
+            axes.plot(x, part, drawstyle="steps-post", color=SERIES[i % len(SERIES)], label=_short(line.label))
+        axes.set(title=_short(title, 44), ylim=(0, 1.02))
+        axes.set_xscale("log")
+        plots.log_ticks(axes.xaxis, axes.get_xlim(), unit)
+        axes.yaxis.set_major_formatter(lambda y, _: f"{y:.0%}")
+        axes.axhline(0.95, color=MUTED, lw=0.8, ls=(0, (2, 3)))
+        axes.legend(loc="best", handlelength=1.4) if len(lines) > 1 else None
+
+    return plots.draw((SMALL, 2.7), paint)
+
+
+def roofline(plots: Plots, dots: Sequence[Dot], roof: float, slopes: Sequence[tuple[str, float]]) -> str:
+    """Operations a second against operations a byte, under the measured ceilings."""
+
+    def paint(figure: Figure) -> None:
+        axes = figure.add_subplot(xscale="log", yscale="log", xlabel="operations a byte", ylabel="operations a second")
+        places, rates = [dot.intensity for dot in dots], [dot.rate for dot in dots]
+        axes.set_xlim(min(*places, 0.25) / 2, max(*places, 4 * roof / slopes[0][1]) * 2)
+        axes.set_ylim(min(*rates, roof / 100) / 3, max(*rates, roof) * 3)
+        _ceilings(axes, roof, slopes)
+        for i, group in enumerate(dict.fromkeys(dot.group for dot in dots)):
+            for dot in (dot for dot in dots if dot.group == group):
+                tip = f"{dot.label}: {quantity(dot.rate, 'FLOP/s')} at {digits(dot.intensity)} FLOP/B"
+                axes.plot([dot.intensity], [dot.rate], alpha=0.85, gid=plots.tip(tip), **_look(i))
+            axes.plot([], [], ls="", label=_short(group), **_look(i))
+        plots.log_ticks(axes.yaxis, axes.get_ylim(), "FLOP/s")
+        axes.xaxis.set_major_formatter(lambda x, _: f"{x:,g}")
+        axes.minorticks_off()
+        figure.legend(loc="outside right upper", handletextpad=0.2)
+
+    return plots.draw((WIDE, 4.4), paint)
+
+
+def _ceilings(axes: Axes, roof: float, slopes: Sequence[tuple[str, float]]) -> None:
+    (left, right), (bottom, top) = axes.get_xlim(), axes.get_ylim()
+    axes.hlines(roof, roof / max(rate for _, rate in slopes), right, color=INK, lw=1.3)
+    axes.text(right, roof * 1.12, f"arithmetic {quantity(roof, 'FLOP/s')} ", ha="right", va="bottom", fontsize=8.5)
+    # how steep a decade a decade looks, in a picture about twice as wide as it is high
+    angle = np.degrees(np.arctan(0.58 * np.log10(right / left) / np.log10(top / bottom)))
+    for i, (name, rate) in enumerate(slopes):
+        style = "-" if i == 0 else (0, (4, 3))
+        axes.plot([left, roof / rate], [left * rate, roof], color=INK if i == 0 else MUTED, ls=style, lw=1.3)
+        start = max(left, bottom / rate) ** 0.4 * (roof / rate) ** 0.6
+        axes.text(
+            start, start * rate * 1.2, f"{name} {quantity(rate, 'B/s')}", rotation=angle, rotation_mode="anchor",
+            fontsize=8.5, ha="center", va="bottom",
+        )  # fmt: skip
+
+
+def history(plots: Plots, title: str, names: Sequence[str], lines: Sequence[Line]) -> str:
+    """Estimates over commits, each line as percent of its first value."""
+
+    def paint(figure: Figure) -> None:
+        axes = figure.add_subplot()
+        for i, line in enumerate(lines):
+            colour = SERIES[i % len(SERIES)]
+            x, value, low, high = np.array(line.points).T
+            first = value[0]
+            tip = f"{line.label}: " + ", ".join(
+                f"{names[int(a)]} {v / first:.1%}" for a, v in zip(x, value, strict=True)
+            )
+            axes.fill_between(x, low / first, high / first, color=colour, alpha=0.16, linewidth=0)
+            axes.plot(x, value / first, label=_short(line.label), gid=plots.tip(tip), **_look(i))
+        axes.axhline(1.0, color=MUTED, lw=0.8)
+        axes.set(title=_short(title, 44), ylabel="of the first run")
+        shown = _thin(range(len(names)), 6)
+        axes.set_xticks(shown, [names[i] for i in shown], rotation=20 if len(shown) > 3 else 0)
+        axes.yaxis.set_major_formatter(lambda y, _: f"{y:.0%}")
+        axes.margins(0.08, 0.15)
+        if 1 < len(lines) <= len(SERIES):
+            figure.legend(loc="outside lower center", ncols=min(3, len(lines)), handlelength=1.4)
+
+    return plots.draw((SMALL, 2.7 + 0.2 * (len(lines) > 3)), paint)
+
+
+def _look(i: int) -> dict[str, Any]:
+    """Of the i-th series: each colour comes with its own marker, and with another one the next time."""
+    turn = i // len(SERIES)
+    return {"color": SERIES[i % len(SERIES)], "marker": MARKERS[(i + turn) % len(MARKERS)], "ms": 4.5, "mew": 0}
+
+
+def _short(text: str, most: int = 24) -> str:
+    """A label that leaves room for the plot; matplotlib hides labels that start with an underscore."""
+    text = text if len(text) <= most else text[: most - 1] + "…"
+    return "\u200b" + text if text.startswith("_") else text
+
+
+def _thin(places: Sequence[Any], most: int = 7) -> list[Any]:
+    """At most so many of them, evenly chosen, the first and the last among them."""
+    if len(places) <= most:
+        return list(places)
+    return [places[round(i * (len(places) - 1) / (most - 1))] for i in range(most)]
+
+
+def _wild(values: Floats) -> NDArray[np.bool_]:
+    """Beyond Tukey's inner fences, as statistics.outliers counts them."""
+    first, third = np.percentile(values, [25, 75])
+    step = 1.5 * (third - first)
+    return np.asarray((values < first - step) | (values > third + step))
+
+
+def _reach(row: Sampled) -> float:
+    """How far the axis must go for the calm samples of a row."""
+    values = np.asarray(row.samples) / row.estimate - 1
+    calm = values[~_wild(values)]
+    return float(np.clip(1.25 * np.abs(calm).max(), 0.01, 1.0))
+
+
+def _density(values: Floats, reach: float) -> tuple[Floats, Floats]:
+    """(x, height up to 1): a Gaussian kernel with Silverman's width on 64 places."""
+    spread = min(values.std(), np.subtract(*np.percentile(values, [75, 25])) / 1.34) or values.std()
+    width = 0.9 * spread * len(values) ** -0.2
+    x = np.linspace(max(values.min() - 3 * width, -reach), min(values.max() + 3 * width, reach), 64)
+    height = np.exp(-0.5 * ((x[:, None] - values) / width) ** 2).sum(1)
+    return x, height / height.max()

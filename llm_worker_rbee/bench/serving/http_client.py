@@ -1,0 +1,268 @@
+"""A small HTTP/1.1 client on asyncio streams, for load: keep-alive, chunked and sized bodies, TLS.
+
+It does not follow redirects, use proxies or unpack compressed bodies. Bytes are handed on as the socket gives them, so
+that whoever reads can note when each part came. What fails says which kind of failure it is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import ssl
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from urllib.parse import urlsplit
+
+from ... import __version__
+from ...errors import InvalidRequestError
+
+READ_AT_ONCE = 1 << 16
+LONGEST_LINE = 1 << 16  # of a response's head
+MOST_HEADERS = 200
+TOKEN = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")  # what a header may be named
+OURS = {"host", "content-length", "transfer-encoding", "connection", "content-type", "accept"}
+
+
+class RequestFailedError(Exception):
+    """A request without a whole answer: the kind of failure, for counting, and what happened."""
+
+    def __init__(self, kind: str, detail: str) -> None:
+        super().__init__(detail)
+        self.kind = kind
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where a server is: `http://host:port/base`."""
+
+    scheme: str
+    host: str
+    port: int
+    base: str  # the path before each request's own, without a slash at its end
+
+    @staticmethod
+    def parse(url: str) -> Address:
+        """Take a URL apart; one without a scheme is http."""
+        try:
+            parts = urlsplit(url if "://" in url else f"http://{url}")
+            port = parts.port or (443 if parts.scheme == "https" else 80)
+        except ValueError as error:
+            raise InvalidRequestError(f"{url!r} is not a URL: {error}", "url") from None
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise InvalidRequestError(f"{url!r} is not the URL of a server: give http://host:port", "url")
+        if parts.username is not None or parts.query or parts.fragment:
+            raise InvalidRequestError(
+                "the URL must hold a host, a port and a path only: a key goes into --api-key", "url"
+            )
+        if not url.isascii() or re.search(r"[\s\x00-\x1f\x7f]", url):
+            raise InvalidRequestError(f"{url!r} holds characters that no URL has", "url")
+        return Address(parts.scheme, parts.hostname, port, parts.path.rstrip("/"))
+
+    @property
+    def authority(self) -> str:
+        """Host and port, as the Host header has them."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{host}:{self.port}"
+
+    def __str__(self) -> str:
+        return f"{self.scheme}://{self.authority}{self.base}"
+
+
+def checked_header(text: str) -> tuple[str, str]:
+    """`Name: value`; what would break the request is refused."""
+    name, colon, value = text.partition(":")
+    if not colon or not TOKEN.fullmatch(name) or not value.isprintable() or not value.isascii():
+        raise InvalidRequestError(f"{name!r} is not a header: write it as 'Name: value', in plain letters", "header")
+    if name.lower() in OURS:
+        raise InvalidRequestError(f"the header {name!r} is set by the client itself", "header")
+    return name, value.strip()
+
+
+@dataclass(slots=True)
+class Response:
+    """The head of an answer; `parts` reads its body."""
+
+    status: int
+    headers: Mapping[str, str]  # names in lower case
+    reader: asyncio.StreamReader
+    whole: bool = False  # the body has been read to its end
+
+    async def parts(self) -> AsyncIterator[bytes]:
+        """The body, piece by piece as it comes."""
+        if self.status in (204, 304):
+            pass
+        elif "chunked" in self.headers.get("transfer-encoding", "").lower():
+            while size := await self._chunk_size():
+                async for part in self._exactly(size):
+                    yield part
+                if await _line(self.reader):
+                    raise RequestFailedError("protocol", "a chunk of the body is longer than it said")
+            while await _line(self.reader):
+                pass  # trailers
+        elif "content-length" in self.headers:
+            async for part in self._exactly(_number(self.headers["content-length"], 10, "content-length")):
+                yield part
+        else:
+            while part := await self.reader.read(READ_AT_ONCE):
+                yield part
+        self.whole = True
+
+    async def text(self, most: int) -> str:
+        """The body's first bytes as text."""
+        held = bytearray()
+        async for part in self.parts():
+            held += part
+            if len(held) > most:
+                break
+        return held[:most].decode(errors="replace")
+
+    @property
+    def keeps_alive(self) -> bool:
+        """Whether the connection can carry another request."""
+        bounded = "content-length" in self.headers or "transfer-encoding" in self.headers
+        return self.whole and bounded and "close" not in self.headers.get("connection", "").lower()
+
+    async def _chunk_size(self) -> int:
+        return _number((await _line(self.reader)).partition(";")[0], 16, "chunk size")
+
+    async def _exactly(self, size: int) -> AsyncIterator[bytes]:
+        while size:
+            part = await self.reader.read(min(size, READ_AT_ONCE))
+            if not part:
+                raise RequestFailedError("truncated", "the server closed the connection inside the body")
+            size -= len(part)
+            yield part
+
+
+Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+@dataclass(slots=True)
+class Client:
+    """Requests to one server; connections are kept and used again."""
+
+    address: Address
+    headers: Mapping[str, str] = field(default_factory=dict)
+    opened: int = 0
+    _idle: list[Connection] = field(default_factory=list)
+    _tls: ssl.SSLContext | None = None
+
+    def __post_init__(self) -> None:
+        if self.address.scheme == "https":
+            self._tls = ssl.create_default_context()
+
+    @asynccontextmanager
+    async def request(self, method: str, path: str, body: bytes | None = None) -> AsyncIterator[Response]:
+        """Send, and give the head of the answer; afterwards the connection is kept, or closed if it cannot be."""
+        connection, response = await self._begin(self._message(method, path, body))
+        try:
+            yield response
+        except OSError as error:
+            raise RequestFailedError("truncated", f"the connection broke: {_reason(error)}") from None
+        finally:
+            if response.keeps_alive:
+                self._idle.append(connection)
+            else:
+                connection[1].close()
+
+    def close(self) -> None:
+        """Close what is kept."""
+        while self._idle:
+            self._idle.pop()[1].close()
+
+    async def _begin(self, message: bytes) -> tuple[Connection, Response]:
+        """Over a kept connection if there is one; that the server has closed such a one meanwhile is no failure."""
+        while self._idle:
+            connection = self._idle.pop()
+            try:
+                if not connection[0].at_eof():
+                    return connection, await self._exchange(connection, message)
+            except RequestFailedError as error:
+                if error.kind != "connect":
+                    raise
+            connection[1].close()
+        connection = await self._open()
+        return connection, await self._exchange(connection, message)
+
+    async def _open(self) -> Connection:
+        try:
+            made = await asyncio.open_connection(
+                self.address.host, self.address.port, ssl=self._tls, limit=LONGEST_LINE
+            )
+        except OSError as error:  # refused, unknown name, bad certificate
+            raise RequestFailedError(
+                "connect", f"cannot connect to {self.address.authority}: {_reason(error)}"
+            ) from None
+        self.opened += 1
+        return made
+
+    async def _exchange(self, connection: Connection, message: bytes) -> Response:
+        reader, writer = connection
+        try:
+            writer.write(message)
+            await writer.drain()
+            return await _head(reader)
+        except OSError as error:
+            writer.close()
+            raise RequestFailedError("connect", f"the connection broke before an answer: {_reason(error)}") from None
+        except BaseException:
+            writer.close()
+            raise
+
+    def _message(self, method: str, path: str, body: bytes | None) -> bytes:
+        headers = {
+            "Host": self.address.authority,
+            "User-Agent": f"llm-worker-rbee/{__version__}",
+            "Accept": "text/event-stream, application/json",
+            "Connection": "keep-alive",
+            **self.headers,
+        }
+        if body is not None:
+            headers |= {"Content-Type": "application/json", "Content-Length": str(len(body))}
+        lines = [f"{method} {self.address.base}{path} HTTP/1.1", *(f"{k}: {v}" for k, v in headers.items()), "", ""]
+        return "\r\n".join(lines).encode("ascii") + (body or b"")
+
+
+async def _head(reader: asyncio.StreamReader) -> Response:
+    """Status and headers; interim answers (100 Continue) are passed over."""
+    status = 100
+    while status < 200:
+        first = (await _line(reader, at_start=True)).split(" ", 2)
+        if not first[0].startswith("HTTP/1.") or len(first) < 2:
+            raise RequestFailedError("protocol", "the answer is not HTTP/1.1")
+        status = _number(first[1], 10, "status")
+        headers: dict[str, str] = {} if first[0] != "HTTP/1.0" else {"connection": "close"}
+        for _ in range(MOST_HEADERS):
+            if not (line := await _line(reader)):
+                break
+            name, _, value = line.partition(":")
+            headers[name.strip().lower()] = value.strip()
+        else:
+            raise RequestFailedError("protocol", f"the answer has more than {MOST_HEADERS} headers")
+    return Response(status, headers, reader)
+
+
+async def _line(reader: asyncio.StreamReader, *, at_start: bool = False) -> str:
+    try:
+        return (await reader.readuntil(b"\n")).rstrip(b"\r\n").decode("latin-1")
+    except asyncio.LimitOverrunError:
+        raise RequestFailedError("protocol", "a line of the answer's head is too long") from None
+    except asyncio.IncompleteReadError as error:
+        if at_start and not error.partial:
+            raise RequestFailedError("connect", "the server closed the connection without an answer") from None
+        raise RequestFailedError("truncated", "the server closed the connection inside the answer") from None
+
+
+def _number(text: str, base: int, what: str) -> int:
+    digits = text.strip()
+    if not re.fullmatch(r"[0-9a-fA-F]{1,15}" if base == 16 else r"[0-9]{1,15}", digits):
+        raise RequestFailedError("protocol", f"the answer's {what} is {digits[:40]!r}")
+    return int(digits, base)
+
+
+def _reason(error: OSError) -> str:
+    """What went wrong; asyncio hides it behind `Connect call failed`, or several of them where a name has addresses."""
+    found = re.search(r"\[Errno (\d+)\] Connect call failed", str(error))
+    return os.strerror(int(found[1])) if found else error.strerror or str(error) or type(error).__name__

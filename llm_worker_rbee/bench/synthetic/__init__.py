@@ -1,0 +1,243 @@
+"""Models with a real shape, a real mix of block types and random weights: for speed only, they say nothing sensible.
+
+`parse("llama2-7b:Q4_K_M:4")` names one; `checkpoint` makes it in memory, `write` as a GGUF that llama.cpp reads too.
+Values are of the size 1 / sqrt(columns), so that activations stay finite through all layers.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ... import machine
+from ...errors import InsufficientMemoryError, InvalidRequestError, WorkerError, human_bytes
+from ...weights import Checkpoint, Tensor
+from ...weights.gguf_writer import Raw, Typed, write_gguf
+from ...weights.quants import BLOCK_TYPES, BlockType
+from ..blocks import random_tensor
+from .type_mix import EMBEDDING, OUTPUT, Mix, Place, matrix_type, mix_named
+
+Progress = Callable[[str, float, float], None]
+SPARE = 512 << 20  # memory or disk that is left alone
+EXAMPLE = "llama2-7b:Q4_K_M or llama2-7b:Q4_K_M:4"
+
+
+class Shape(NamedTuple):
+    """The numbers of a model."""
+
+    layers: int
+    width: int
+    heads: int
+    kv_heads: int
+    d_ff: int
+    vocabulary: int
+    context: int
+    rope_base: float = 10000.0
+    tied: bool = False
+    eps: float = 1e-5
+    architecture: str = "llama"
+    head_dim: int = 0  # 0: width / heads
+
+
+SHAPES: dict[str, Shape] = {
+    "llama2-7b": Shape(32, 4096, 32, 32, 11008, 32000, 4096),
+    "llama2-13b": Shape(40, 5120, 40, 40, 13824, 32000, 4096),
+    "llama3-8b": Shape(32, 4096, 32, 8, 14336, 128256, 8192, rope_base=500000.0),
+    "llama3.2-1b": Shape(16, 2048, 32, 8, 8192, 128256, 131072, rope_base=500000.0, tied=True),
+    "llama3.2-3b": Shape(28, 3072, 24, 8, 8192, 128256, 131072, rope_base=500000.0, tied=True),
+    "mistral-7b": Shape(32, 4096, 32, 8, 14336, 32000, 32768),
+    "tinyllama-1.1b": Shape(22, 2048, 32, 4, 5632, 32000, 2048),
+    "smollm2-135m": Shape(30, 576, 9, 3, 1536, 49152, 8192, rope_base=100000.0, tied=True),
+    "smollm2-1.7b": Shape(24, 2048, 32, 32, 8192, 49152, 8192, rope_base=130000.0, tied=True),
+    "qwen2.5-0.5b": Shape(
+        24, 896, 14, 2, 4864, 151936, 32768, rope_base=1e6, tied=True, eps=1e-6, architecture="qwen2"
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """A shape, a mix and a number of layers."""
+
+    name: str
+    shape: Shape
+    mix_name: str
+    layers: int
+
+    @property
+    def mix(self) -> Mix:
+        """The rules of its types."""
+        return mix_named(self.mix_name)
+
+    def __str__(self) -> str:
+        layers = "" if self.layers == self.shape.layers else f":{self.layers}"
+        return f"{self.name}:{self.mix_name}{layers}"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(plan.nbytes for plan in plans(self))
+
+
+class Plan(NamedTuple):
+    """One tensor that is to be made."""
+
+    name: str
+    kind: BlockType
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes it takes."""
+        rows = self.shape[0] if len(self.shape) > 1 else 1
+        return rows * self.kind.row_bytes(self.shape[-1])
+
+
+def parse(text: str) -> Spec:
+    """`shape:mix` or `shape:mix:layers`; what is wrong is named, with what there is instead."""
+    name, *rest = text.split(":")
+    if name not in SHAPES:
+        raise InvalidRequestError(f"unknown synthetic model {name!r}: use one of {', '.join(SHAPES)}", "synthetic")
+    if not 1 <= len(rest) <= 2:
+        raise InvalidRequestError(f"{text!r} is not of the form SHAPE:TYPES[:LAYERS], such as {EXAMPLE}", "synthetic")
+    shape, mix = SHAPES[name], rest[0].upper()
+    mix_named(mix)
+    layers = rest[1] if len(rest) == 2 else str(shape.layers)
+    if not (layers.isascii() and layers.isdigit() and len(layers) < 5 and 1 <= int(layers) <= shape.layers):
+        raise InvalidRequestError(f"{text!r}: layers must be 1 to {shape.layers}, not {layers!r}", "synthetic")
+    return Spec(name, shape, mix, int(layers))
+
+
+def plans(spec: Spec) -> Iterator[Plan]:
+    """Every tensor of the model, in the order of the file."""
+    s, tied, nowhere = spec.shape, spec.shape.tied, Place(0, spec.layers, 1)
+
+    def matrix(name: str, role: str, rows: int, columns: int, place: Place = nowhere) -> Plan:
+        kind = matrix_type(spec.mix, role, columns, place, tied=tied)
+        return Plan(f"{name}.weight", BLOCK_TYPES[kind], (rows, columns))
+
+    def vector(name: str, width: int) -> Plan:
+        return Plan(name, BLOCK_TYPES["F32"], (width,))
+
+    yield matrix("token_embd", EMBEDDING, s.vocabulary, s.width)
+    yield vector("output_norm.weight", s.width)
+    if not tied:
+        yield matrix("output", OUTPUT, s.vocabulary, s.width)
+    for layer in range(spec.layers):
+        prefix, place = f"blk.{layer}.", Place(layer, spec.layers, s.heads // s.kv_heads)
+        yield vector(f"{prefix}attn_norm.weight", s.width)
+        yield vector(f"{prefix}ffn_norm.weight", s.width)
+        for role, rows, columns in _layer_matrices(s):
+            yield matrix(prefix + role, role, rows, columns, place)
+            if s.architecture == "qwen2" and role in ("attn_q", "attn_k", "attn_v"):
+                yield vector(f"{prefix}{role}.bias", rows)
+
+
+def _layer_matrices(s: Shape) -> tuple[tuple[str, int, int], ...]:
+    head = s.head_dim or s.width // s.heads
+    return (
+        ("attn_q", s.heads * head, s.width),
+        ("attn_k", s.kv_heads * head, s.width),
+        ("attn_v", s.kv_heads * head, s.width),
+        ("attn_output", s.width, s.heads * head),
+        ("ffn_gate", s.d_ff, s.width),
+        ("ffn_up", s.d_ff, s.width),
+        ("ffn_down", s.width, s.d_ff),
+    )
+
+
+def checkpoint(spec: Spec, seed: int = 0, progress: Progress | None = None) -> Checkpoint:
+    """The model in memory, each tensor in memory of its own."""
+    _require_memory(spec)
+    tensors: dict[str, Tensor] = {}
+    done, total = 0, spec.nbytes
+    for number, plan in enumerate(plans(spec)):
+        if len(plan.shape) == 1:
+            data = _vector(plan).view(np.uint8)
+        else:
+            data = random_tensor(plan.kind, plan.shape, (seed, number)).data
+        tensors[plan.name] = Tensor(plan.name, plan.kind, plan.shape, data)
+        done += plan.nbytes
+        if progress is not None:
+            progress(f"making {spec}", done, total)
+    return replace(without_weights(spec), tensors=tensors)
+
+
+def without_weights(spec: Spec) -> Checkpoint:
+    """The metadata alone: enough to know the shape."""
+    return Checkpoint(Path(str(spec)), "gguf", spec.shape.architecture, metadata(spec), {}, {})
+
+
+def write(spec: Spec, path: Path, seed: int = 0, progress: Progress | None = None) -> Path:
+    """The model as a GGUF file."""
+    needed, free = spec.nbytes, shutil.disk_usage(path.parent).free
+    if needed + SPARE > free:
+        raise WorkerError(
+            f"{spec} takes {human_bytes(needed)} on disk and {path.parent} has {human_bytes(free)} left: "
+            "use fewer layers, or another folder (TMPDIR)"
+        )
+    made = checkpoint(spec, seed, progress)
+    raws = {name: Raw(t.kind.name, t.shape, t.data) for name, t in made.tensors.items()}
+    return write_gguf(path, {**metadata(spec), **_vocabulary(spec.shape.vocabulary)}, raws)
+
+
+def metadata(spec: Spec) -> dict[str, Any]:
+    """The keys that describe the shape."""
+    s = spec.shape
+    head = s.head_dim or s.width // s.heads
+    keys = {
+        "context_length": s.context,
+        "embedding_length": s.width,
+        "block_count": spec.layers,
+        "feed_forward_length": s.d_ff,
+        "attention.head_count": s.heads,
+        "attention.head_count_kv": s.kv_heads,
+        "attention.layer_norm_rms_epsilon": s.eps,
+        "rope.dimension_count": head,
+        "rope.freq_base": s.rope_base,
+        "vocab_size": s.vocabulary,
+    }
+    general = {
+        "general.architecture": s.architecture,
+        "general.name": f"synthetic {spec}",
+        "general.file_type": spec.mix.file_type,
+        "general.quantization_version": 2,
+    }
+    return general | {f"{s.architecture}.{key}": value for key, value in keys.items()}
+
+
+def _vector(plan: Plan) -> np.ndarray[Any, np.dtype[np.float32]]:
+    """Norms multiply by one, biases add nothing."""
+    return np.full(plan.shape, 0.0 if plan.name.endswith(".bias") else 1.0, np.float32)
+
+
+def _vocabulary(size: int) -> dict[str, Any]:
+    """A SentencePiece vocabulary of the right size: control tokens, bytes, then names without meaning."""
+    head = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    tokens = [*head, *(f"t{number}" for number in range(size - len(head)))][:size]
+    kinds = ([2, 3, 3] + [6] * 256 + [1] * size)[:size]
+    return {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.scores": Typed("float32", [-float(number) for number in range(size)]),
+        "tokenizer.ggml.token_type": Typed("int32", kinds),
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.unknown_token_id": 0,
+    }
+
+
+def _require_memory(spec: Spec) -> None:
+    needed, (_, free) = spec.nbytes, machine.memory()
+    limit, used = machine.memory_limit()
+    left = [x for x in (free, None if limit is None else limit - used) if x is not None]
+    if left and needed + SPARE > min(left):
+        raise InsufficientMemoryError(
+            f"{spec} takes {human_bytes(needed)} of memory and {human_bytes(max(0, min(left)))} are free: "
+            f"use fewer layers ({spec.name}:{spec.mix_name}:N)"
+        )

@@ -1,0 +1,125 @@
+"""Which block type each tensor gets in a file that calls itself Q4_K_M, Q3_K_L, ...: a table of rules.
+
+The facts are those of llama.cpp's llama-quant.cpp (2026-08), without an importance matrix, for dense models of fewer
+than 80 layers; they were checked against files that its quantizer wrote. Only the choice is here, no quantizing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from ...errors import InvalidRequestError
+from ...weights.quants import BLOCK_TYPES
+
+OUTPUT, EMBEDDING = "output", "token_embd"
+SHARED = 4  # query heads on one KV head, from which on `attn_v` is small enough to be given more bits
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a matrix stands: its layer of how many, and how many query heads share a KV head."""
+
+    layer: int
+    n_layers: int
+    heads_per_kv: int
+
+
+Where = Callable[[Place], bool]
+Rules = tuple[tuple[Where, str], ...]  # the first that holds names the type
+
+
+def _always(place: Place) -> bool:
+    return True
+
+
+def _shared(place: Place) -> bool:
+    return place.heads_per_kv >= SHARED
+
+
+def _first(layers: int) -> Where:
+    return lambda place: place.layer < layers
+
+
+def _first_part(of: int) -> Where:
+    return lambda place: place.layer < place.n_layers // of
+
+
+def _more_bits(place: Place) -> bool:
+    """The first eighth, the last eighth, and every third layer between."""
+    eighth = place.n_layers // 8
+    outside = place.layer < eighth or place.layer >= 7 * place.n_layers // 8
+    return outside or (place.layer - eighth) % 3 == 2
+
+
+@dataclass(frozen=True, slots=True)
+class Mix:
+    """The type of most matrices, llama.cpp's number for the mix, and the matrices that get another type."""
+
+    base: str
+    file_type: int  # general.file_type
+    rules: Mapping[str, Rules] = field(default_factory=dict)
+
+
+_IQ4: dict[str, Rules] = {"attn_v": ((_shared, "Q5_K"),), "ffn_down": ((_first_part(8), "Q5_K"),)}
+_MEDIUM: dict[str, Rules] = {"attn_v": ((_more_bits, "Q6_K"),), "ffn_down": ((_more_bits, "Q6_K"),)}
+
+MIXES: dict[str, Mix] = {
+    "F32": Mix("F32", 0),
+    "F16": Mix("F16", 1),
+    "BF16": Mix("BF16", 32),
+    "Q4_0": Mix("Q4_0", 2),
+    "Q4_1": Mix("Q4_1", 3),
+    "Q5_0": Mix("Q5_0", 8),
+    "Q5_1": Mix("Q5_1", 9),
+    "Q8_0": Mix("Q8_0", 7),
+    "Q2_K": Mix("Q2_K", 10, {
+        "attn_v": ((_shared, "Q4_K"), (_always, "Q3_K")),
+        "attn_output": ((_always, "Q3_K"),),
+        "ffn_down": ((_always, "Q3_K"),),
+    }),
+    "Q3_K_S": Mix("Q3_K", 11),
+    "Q3_K_M": Mix("Q3_K", 12, {
+        "attn_v": ((_first(2), "Q5_K"), (_always, "Q4_K")),
+        "attn_output": ((_always, "Q4_K"),),
+        "ffn_down": ((_first_part(16), "Q5_K"), (_always, "Q4_K")),
+    }),
+    "Q3_K_L": Mix("Q3_K", 13, dict.fromkeys(("attn_v", "attn_output", "ffn_down"), ((_always, "Q5_K"),))),
+    "Q4_K_S": Mix("Q4_K", 14, {"attn_v": ((_first(4), "Q5_K"),), "ffn_down": ((_first_part(8), "Q5_K"),)}),
+    "Q4_K_M": Mix("Q4_K", 15, _MEDIUM),
+    "Q5_K_S": Mix("Q5_K", 16),
+    "Q5_K_M": Mix("Q5_K", 17, _MEDIUM),
+    "Q6_K": Mix("Q6_K", 18),
+    "IQ4_NL": Mix("IQ4_NL", 25, _IQ4),
+    "IQ4_XS": Mix("IQ4_XS", 30, _IQ4),
+}  # fmt: skip
+# What takes the place of a type whose block is longer than the rows can hold.
+FALLBACKS = {"Q2_K": "Q4_0", "Q3_K": "Q4_0", "Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0", "IQ4_XS": "IQ4_NL"}
+
+
+def mix_named(name: str) -> Mix:
+    """The mix of this name."""
+    if name not in MIXES:
+        raise InvalidRequestError(f"unknown type mix {name!r}: use one of {', '.join(MIXES)}", "synthetic")
+    return MIXES[name]
+
+
+def matrix_type(mix: Mix, role: str, columns: int, place: Place, *, tied: bool) -> str:
+    """The block type of a matrix by its role (`attn_v`, `ffn_down`, `output`, `token_embd`, ...)."""
+    if mix.base in ("F32", "F16", "BF16"):
+        return mix.base
+    wanted = next((kind for where, kind in mix.rules.get(role, ()) if where(place)), mix.base)
+    if role == OUTPUT or (role == EMBEDDING and tied):
+        wanted = _head_type(mix.base, columns)
+    return _fitting(wanted, columns)
+
+
+def _head_type(base: str, columns: int) -> str:
+    return "Q8_0" if base == "Q8_0" or columns % BLOCK_TYPES[base].block_size else "Q6_K"
+
+
+def _fitting(kind: str, columns: int) -> str:
+    if columns % BLOCK_TYPES[kind].block_size == 0:
+        return kind
+    kind = FALLBACKS.get(kind, kind)
+    return kind if columns % BLOCK_TYPES[kind].block_size == 0 else "F16"

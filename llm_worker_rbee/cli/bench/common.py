@@ -1,0 +1,211 @@
+"""What the measuring commands share: their options, a progress bar, how a run ends.
+
+A command fills a `Recorder` inside `recording(...)`; however that ends (also by Ctrl-C) what was measured is shown,
+saved and compared.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ...bench.figures import quantity as quantity
+from ...errors import InvalidRequestError, WorkerError
+from ..terminal import cell, columns, draws, note, style
+
+if TYPE_CHECKING:
+    from ...bench.baseline import Comparison
+    from ...bench.results import Recorder, Result, Run
+
+RESULTS_PANEL, MEASURING_PANEL = "Results", "Measuring"
+Steps = Callable[[str, float, float], None]  # what is being done, how much of it, of how much
+COLOURS = {"improved": "green", "regressed": "red", "within noise": "dim"}
+
+
+def _results_option(*names: str, help: str, **more: Any) -> Any:
+    return typer.Option(*names, help=help, rich_help_panel=RESULTS_PANEL, **more)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResultOptions:
+    """What becomes of a run."""
+
+    as_json: Annotated[bool, _results_option("--json", help="Print one JSON object and nothing else.")] = False
+    save: Annotated[
+        Path | None, _results_option("--save", metavar="FILE", help="Write the run, with its samples, to a JSON file.")
+    ] = None
+    save_baseline: Annotated[
+        str | None, _results_option("--save-baseline", metavar="NAME", help="Keep the run as a baseline of this name.")
+    ] = None
+    baseline: Annotated[
+        str | None,
+        _results_option("--baseline", metavar="NAME|FILE", help="Compare with a baseline; exit 1 on a regression."),
+    ] = None
+    threshold: Annotated[
+        float,
+        _results_option("--threshold", metavar="X", min=0.0, help="How much worse fails: a fraction, 0.10 is 10%."),
+    ] = 0.10
+    force: Annotated[bool, _results_option("--force", help="Compare also with a run of another machine.")] = False
+
+
+@contextmanager
+def recording(
+    kind: str, options: ResultOptions, show: Callable[["Run"], None], **settings: Any
+) -> Iterator["Recorder"]:
+    """A recorder for the block; afterwards the run is shown, saved and compared, and Ctrl-C still ends with 130.
+
+    `show` prints the run for people. With `--json` it is not called, and the object is printed instead.
+    """
+    from ...bench import baseline
+    from ...bench.results import Recorder
+
+    if options.save_baseline is not None:
+        baseline.path_of(options.save_baseline)  # a wrong name fails at once, not after the measuring
+    before = None if options.baseline is None else baseline.load(options.baseline)
+    recorder = Recorder(kind, dict(settings))
+    if before is not None:
+        baseline.require_same_kind(before, recorder.run())
+        baseline.require_same_machine(before, recorder.run(), force=options.force)
+    interrupted = False
+    try:
+        yield recorder
+    except KeyboardInterrupt:
+        interrupted = True
+    run = recorder.run(complete=not interrupted)
+    failed = (run.results or not interrupted) and _finish(run, before, options, show)
+    if interrupted:
+        note("stopped: what was measured until then is " + ("kept" if run.results else "nothing"))
+        raise KeyboardInterrupt
+    if failed:
+        raise typer.Exit(1)
+
+
+def _finish(run: "Run", before: "Run | None", options: ResultOptions, show: Callable[["Run"], None]) -> bool:
+    """Show, compare, save; whether something became worse. What cannot be compared is shown and saved all the same."""
+    from ...bench import baseline
+    from ...bench.results import ResultsError
+
+    changes, problem = [], None
+    try:
+        changes = [] if before is None else baseline.compare(before, run)
+    except ResultsError as error:
+        problem = error
+    worse = [c for c in changes if c.past(options.threshold)]
+    if options.as_json:
+        more = {"comparison": [c.as_json() for c in changes], "regressions": len(worse)} if changes else {}
+        print_object({**run.as_json(), **more})
+    else:
+        show(run)
+        if changes:
+            show_changes(changes, options.threshold)
+    kept = None if options.save_baseline is None else baseline.path_of(options.save_baseline)
+    for path in (options.save, kept):
+        if path is not None:
+            run.save(path)
+            note(f"saved {path}")
+    if problem is not None:
+        raise problem
+    return bool(worse)
+
+
+def print_object(value: Any) -> None:
+    """One JSON object on standard output; numbers that JSON does not have become null."""
+    from ...bench.results import finite
+
+    print(json.dumps(finite(value), ensure_ascii=False, allow_nan=False), flush=True)
+
+
+def show_changes(changes: Sequence["Comparison"], threshold: float) -> None:
+    """The table of changes, and one line that sums it up."""
+    rows = [["", "BEFORE", "AFTER", "CHANGE", "99% INTERVAL", "VERDICT"]]
+    for one in changes:
+        change = one.change
+        interval = f"{change.low:+.1%} to {change.high:+.1%}" if change.low != float("-inf") else "too few samples"
+        verdict = change.verdict + (f" past {threshold:.0%}" if one.past(threshold) else "")
+        before, after = (quantity(r.estimate, r.unit) for r in (one.before, one.after))
+        rows.append([*map(cell, (label(one.after), before, after)), f"{change.change:+.1%}", interval, verdict])
+    print()
+    head, *lines = columns(rows, right=[1, 2, 3])
+    print(style(head, "bold"))
+    for line, one in zip(lines, changes, strict=True):
+        print(style(line, COLOURS[one.change.verdict]))
+    verdicts = [str(one.change.verdict) for one in changes]
+    print("\n" + ", ".join(f"{verdicts.count(name)} {name}" for name in COLOURS))
+
+
+def label(result: "Result") -> str:
+    """A result's name, with its backend where there is one."""
+    name, backend = result.key
+    return f"{name} [{backend}]" if backend else name
+
+
+def interval(result: "Result") -> str:
+    """`1.20 ms .. 1.26 ms`, or nothing for a figure without spread."""
+    if not result.samples or result.low == result.high:
+        return ""
+    return f"{quantity(result.low, result.unit)} .. {quantity(result.high, result.unit)}"
+
+
+@contextmanager
+def steps() -> Iterator[Steps]:
+    """A progress bar on standard error for as long as the block lasts; without a terminal, a line for each new step."""
+    if not draws(sys.stderr):
+        yield _plain_steps()
+        return
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+    bars = Progress(
+        TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(),
+        console=Console(stderr=True), transient=True,
+    )  # fmt: skip
+    task = bars.add_task("", total=None)
+
+    def show(what: str, done: float, total: float) -> None:
+        bars.update(task, description=escape(cell(what)), completed=done, total=total)
+
+    with bars:
+        yield show
+
+
+def _plain_steps() -> Steps:
+    shown = 0.0
+
+    def show(what: str, done: float, total: float) -> None:
+        nonlocal shown
+        part = done / total if total else 0.0
+        shown = min(shown, part)  # another step begins
+        if part >= shown + 0.25:
+            shown = part
+            print(f"{part:.0%}: {cell(what)}", file=sys.stderr, flush=True)
+
+    return show
+
+
+def use_threads(threads: int | None) -> int:
+    """Let the libraries that compute use so many threads (1 unless asked); must come before NumPy is loaded."""
+    wanted = str(threads or 1)
+    names = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
+    if "numpy" in sys.modules and threads is not None and os.environ.get("OPENBLAS_NUM_THREADS") != wanted:
+        raise WorkerError("--threads cannot be changed once NumPy is loaded: start a new process")
+    if threads is not None:
+        os.environ.update(dict.fromkeys(names, wanted))
+    return int(os.environ.get("OPENBLAS_NUM_THREADS") or 1)
+
+
+def numbers(text: str, option: str, least: int = 0) -> list[int]:
+    """`128,512` as a list; anything else is named."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isascii() and part.isdigit() and len(part) < 10 for part in parts):
+        raise InvalidRequestError(f"{option} is {text!r}: give whole numbers, with commas between them", option)
+    found = [int(part) for part in parts]
+    if min(found) < least:
+        raise InvalidRequestError(f"{option} is {text!r}: each must be {least} or more", option)
+    return found

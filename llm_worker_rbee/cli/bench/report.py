@@ -1,0 +1,58 @@
+"""`llm-worker-rbee bench report`: saved runs as one HTML page."""
+
+import os
+from contextlib import suppress
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ...errors import InvalidRequestError, human_bytes
+from ..terminal import note
+from .common import steps
+
+
+def report(
+    results: Annotated[list[str], typer.Argument(metavar="RESULTS", help="Files that --save wrote, or baselines.")],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="FILE", help="Where to write the page.")
+    ] = Path("report.html"),
+    title: Annotated[
+        str | None, typer.Option("--title", metavar="TEXT", show_default="what was measured", help="The page's title.")
+    ] = None,
+) -> None:  # fmt: skip
+    """Write one HTML page with tables and plots of saved runs.
+
+    The page needs no other file and no network: send it as it is.
+
+    Several runs of one kind make a history and a comparison. Plots need matplotlib (the extra `bench`).
+
+    \b
+    Examples:
+      llm-worker-rbee bench report micro.json e2e.json -o report.html
+      llm-worker-rbee bench report before after --title "Faster attention"
+    """
+    from ...bench import baseline
+    from ...bench import report as room
+    from ...bench.report.subjects import Given
+
+    if not output.name or os.path.isdir(output):
+        raise InvalidRequestError(f"cannot write {output}: it is a folder, give the name of a file", "output")
+    given = [Given(Path(name).name, baseline.load(name)) for name in results]
+    with steps() as progress:
+        text = room.write(given, title, progress)
+    _write(output, text.encode(errors="replace"))
+    note(f"saved {output} ({human_bytes(output.stat().st_size)})")
+
+
+def _write(path: Path, data: bytes) -> None:
+    """The file, whole or not at all."""
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part.write_bytes(data)
+        part.replace(path)
+    except OSError as error:
+        with suppress(OSError):
+            part.unlink(missing_ok=True)
+        raise InvalidRequestError(f"cannot write {path}: {error.strerror}", "output") from None

@@ -1,0 +1,125 @@
+"""`llm-worker-rbee profile`: where the time of a step goes, with a report and flame graphs."""
+
+import re
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from .bench.common import MEASURING_PANEL, ResultOptions, recording, steps, use_threads
+from .common import MODEL_HELP, MODEL_PANEL, ModelOptions, gather, load
+from .terminal import Status, columns, note, style
+
+if TYPE_CHECKING:
+    from ..bench.profile import Settings
+    from ..bench.profile.flame import Flame
+    from ..bench.results import Recorder, Run
+    from ..llm import LLM
+
+COLOURS = {"critical": "red", "moderate": "yellow", "minor": "dim"}
+
+
+def _option(*names: str, help: str, panel: str = MEASURING_PANEL, **more: Any) -> Any:
+    return typer.Option(*names, help=help, rich_help_panel=panel, **more)
+
+
+@gather(results=ResultOptions)
+def profile(
+    results: ResultOptions,
+    model: Annotated[str | None, typer.Argument(metavar="MODEL", help=MODEL_HELP)] = None,
+    pp: Annotated[int, _option("--pp", metavar="N", min=1, help="Tokens of the prompt.")] = 128,
+    tg: Annotated[int, _option("--tg", metavar="N", min=1, help="Tokens to make after it.")] = 16,
+    repetitions: Annotated[int, _option("--repetitions", "-r", metavar="N", min=1, help="How often.")] = 5,
+    flame_seconds: Annotated[
+        float, _option("--flame", metavar="S", min=0, max=600, help="Seconds for each flame graph; 0: none.")
+    ] = 3.0,
+    py_spy: Annotated[bool, _option("--py-spy", help="Flame graphs by py-spy (extra `bench`).")] = False,
+    native: Annotated[bool, _option("--native", help="With --py-spy: native frames too.")] = False,
+    threads: Annotated[
+        int | None, _option("--threads", metavar="N", min=1, help="Threads of the matrix library.", show_default="1")
+    ] = None,
+    device: Annotated[str, _option("--device", metavar="NAME", help="auto or cpu.", panel=MODEL_PANEL)] = "auto",
+    backend: Annotated[
+        str, _option("--backend", metavar="NAME", help="auto or reference.", panel=MODEL_PANEL)
+    ] = "auto",
+    out: Annotated[
+        Path | None,
+        _option("--out", "-o", metavar="FOLDER", help="Where the report goes.", show_default="profile-MODEL-DATE"),
+    ] = None,
+) -> None:
+    """Show where the time goes, by component, for prefill and decode.
+
+    Writes report.html, report.md, flame graphs (SVG, and JSON for speedscope.app) and the run itself.
+
+    \b
+    Examples:
+      llm-worker-rbee profile
+      llm-worker-rbee profile model.gguf --pp 512 --tg 32 --out before
+      llm-worker-rbee profile --py-spy --native
+    """
+    used = use_threads(threads)
+    if native and not py_spy:
+        raise typer.BadParameter("--native goes with --py-spy: the built-in sampler sees Python only")
+    from ..bench.profile import Settings, flame
+
+    spy = flame.PySpy(flame.find_py_spy(), native) if py_spy else None
+    settings = Settings(pp, tg, repetitions, flame_seconds, spy)
+    llm = load(ModelOptions(model=model, device=device, backend=backend), Status())
+    named = llm.model.ops.__name__.rpartition(".")[2]  # type: ignore[attr-defined]
+    shown = {"pp": pp, "tg": tg, "repetitions": repetitions, "threads": used, "backend": named}
+    with recording("profile", results, _show, **shown) as recorder:
+        _measure(recorder, llm, settings, out)
+
+
+def _measure(recorder: "Recorder", llm: "LLM", settings: "Settings", out: Path | None) -> None:
+    """Profile, and write the report; Ctrl-C leaves one of what was measured until then."""
+    from ..bench import profile as room
+
+    flames: dict[str, Flame] = {}
+    complete = False
+    try:
+        with steps() as progress:
+            room.run(recorder, progress, llm, settings, flames)
+        complete = True
+    finally:
+        if recorder.results():
+            _write(recorder.run(complete=complete), flames, out or _folder(llm.checkpoint.path))
+
+
+def _write(run: "Run", flames: "dict[str, Flame]", folder: Path) -> None:
+    from ..bench.profile import html as profile_html
+    from ..bench.profile import report as profile_report
+
+    profile_report.write(folder, run, flames, profile_html.page(run, flames))
+    note(f"report: {folder / 'report.html'}")
+
+
+def _folder(model: Path) -> Path:
+    """`profile-<model>-<date>` here; a second one on the same day gets a number."""
+    stem = re.sub(r"[^A-Za-z0-9._-]+", "-", model.name.removesuffix(".gguf"))
+    base = f"profile-{stem}-{datetime.now().date().isoformat()}"
+    names = (Path(base if i == 1 else f"{base}-{i}") for i in range(1, 10_000))
+    return next(name for name in names if not name.exists())
+
+
+def _show(run: "Run") -> None:
+    """The tables for people."""
+    from ..bench.profile import report
+
+    for phase, title in report.PHASES.items():
+        found = report.parts(run, phase)
+        if not found:
+            continue
+        print(f"{style(title, 'bold')}  {report.step_line(run, phase)}\n")
+        rows = [[name.upper() for name in report.COLUMNS], *map(report.row, found)]
+        for line, part in zip(columns(rows, right=range(1, len(rows[0]) - 1)), [None, *found], strict=True):
+            print(style(line, "bold" if part is None else COLOURS[part.kind]))
+        print("\ntop five: " + ", ".join(f"{part.label} {part.share:.1%}" for part in report.top(run, phase)))
+        for kind, names in report.classes(run, phase).items():
+            print(f"{kind}: {', '.join(names) or 'none'}")
+        print("targets:")
+        for line in report.targets(run, phase) or ["nothing is critical"]:
+            print(f"  {line}")
+        print()
+    print(style(report.remark(run), "dim"))

@@ -1,0 +1,202 @@
+"""Baselines by name and by path, runs of other machines, and what is compared with what."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from llm_worker_rbee.bench import baseline
+from llm_worker_rbee.bench.baseline import OtherMachineError, change_of, compare, require_same_machine
+from llm_worker_rbee.bench.differences import Difference, differences, only_in
+from llm_worker_rbee.bench.results import Better, Result, ResultsError, Run
+from llm_worker_rbee.errors import InvalidRequestError
+
+from .runs import micro, on_another_machine, run_of
+
+
+@pytest.fixture(autouse=True)
+def data_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "data"
+
+
+def test_a_baseline_is_found_by_its_name(data_folder: Path) -> None:
+    assert baseline.names() == []
+    path = baseline.save(micro(), "first")
+    assert path == data_folder / "llm-worker-rbee" / "baselines" / "first.json"
+    assert baseline.load("first").created == micro().created
+    baseline.save(replace(micro(), kind="e2e"), "first")
+    assert baseline.load("first").kind == "e2e"
+    baseline.save(micro(), "a.second-one_2")
+    assert baseline.names() == ["a.second-one_2", "first"]
+
+
+def test_a_file_is_found_by_its_path(tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    for name in ("run.json", "sub/run", "run"):
+        micro().save(tmp_path / name)
+        assert baseline.load(name).kind == baseline.load(str(tmp_path / name)).kind == "micro"
+
+
+def test_a_name_that_is_not_there_is_told_with_those_that_are() -> None:
+    with pytest.raises(ResultsError, match=r"there is no baseline 'main' .*none yet: --save-baseline NAME"):
+        baseline.load("main")
+    baseline.save(micro(), "one")
+    baseline.save(micro(), "two")
+    with pytest.raises(ResultsError, match=r"there is no baseline 'main' \(baselines: one, two\)"):
+        baseline.load("main")
+    with pytest.raises(ResultsError, match=r"cannot read there\.json: No such file"):
+        baseline.load("there.json")
+
+
+@pytest.mark.parametrize("name", ["", "../up", "a/b", ".hidden", "-x", "a b", "ä", "x" * 101, "a\0b", "a\n"])
+def test_a_name_that_could_lead_elsewhere_is_refused(name: str, data_folder: Path) -> None:
+    with pytest.raises(InvalidRequestError, match="cannot name a baseline"):
+        baseline.save(micro(), name)
+    assert not data_folder.exists()
+
+
+def test_without_a_home_the_remedy_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nowhere() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setenv("XDG_DATA_HOME", "relative/is/ignored")
+    monkeypatch.setattr(Path, "home", nowhere)
+    with pytest.raises(ResultsError, match="set XDG_DATA_HOME"):
+        baseline.folder()
+
+
+def test_another_machine_is_refused_and_what_differs_is_named() -> None:
+    here = micro()
+    there = on_another_machine(here, cpu="Other 9000", memory_gib=3)
+    with pytest.raises(OtherMachineError, match="another machine") as error:
+        require_same_machine(there, here, force=False)
+    told = str(error.value)
+    assert "cpu 'Other 9000' then" in told
+    assert "memory_gib 3 then" in told
+    assert "cores" not in told
+    assert "--force" in told
+    require_same_machine(there, here, force=True)
+    require_same_machine(here, micro(seed=5), force=False)
+
+
+def test_figures_that_no_machine_changes_may_come_from_another_one() -> None:
+    run = run_of("accuracy", [Result.exact("kl", "", 0.1)])
+    require_same_machine(on_another_machine(run, cpu="Other"), run, force=False)
+
+
+def test_runs_of_different_kinds_are_refused() -> None:
+    with pytest.raises(ResultsError, match="a run of `load` cannot be compared with one of `micro`"):
+        compare(run_of("load", []), micro())
+
+
+def test_runs_with_nothing_in_common_are_refused() -> None:
+    one, other = (run_of("micro", [Result.exact(name, "s", 1.0)]) for name in ("a", "b"))
+    with pytest.raises(ResultsError, match="no benchmark in common"):
+        compare(one, other)
+
+
+def timed(name: str, seconds: float, backend: str | None = None, unit: str = "s") -> Result:
+    fields = {} if backend is None else {"backend": backend}
+    return Result.of(name, unit, [seconds * (1 + i / 1000) for i in range(10)], **fields)
+
+
+def compared(before: Run, after: Run) -> list[tuple[str, str | None, str | None, str]]:
+    return [
+        (c.after.name, c.before.fields.get("backend"), c.after.fields.get("backend"), c.change.verdict)
+        for c in compare(before, after)
+    ]
+
+
+def test_results_are_matched_by_name_and_backend() -> None:
+    before = run_of("micro", [timed("a", 1.0, "reference"), timed("a", 2.0, "cpu"), timed("gone", 1.0)])
+    after = run_of("micro", [timed("new", 1.0), timed("a", 1.0, "cpu"), timed("a", 1.5, "reference")])
+    assert compared(before, after) == [("a", "cpu", "cpu", "improved"), ("a", "reference", "reference", "regressed")]
+
+
+def test_a_name_that_both_have_once_is_matched_across_backends() -> None:
+    before = run_of("micro", [timed("a", 1.0, "reference"), timed("b", 1.0, "reference"), timed("b", 1.0, "cpu")])
+    after = run_of("micro", [timed("a", 0.5, "cpu"), timed("b", 1.0, "cuda")])
+    assert compared(before, after) == [("a", "reference", "cpu", "improved")]
+
+
+def test_a_result_of_another_unit_is_not_compared_but_told() -> None:
+    before = run_of("micro", [timed("a", 1.0), timed("b", 1.0), timed("gone", 1.0)])
+    after = run_of("micro", [timed("a", 1.0), timed("b", 1.0, unit="tok/s")])
+    changes = compare(before, after)
+    assert [change.after.name for change in changes] == ["a"]
+    assert only_in(before, after, changes) == ["b (in s)", "gone"]
+    assert only_in(after, before, changes) == ["b (in tok/s)"]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "better", "change", "verdict"),
+    [
+        (100.0, 150.0, "lower", 0.5, "regressed"),
+        (100.0, 150.0, "higher", 0.5, "improved"),
+        (100.0, 101.0, "lower", 0.01, "within noise"),
+        (0.0, 0.0, "lower", 0.0, "within noise"),
+        (0.0, 3.0, "lower", math.inf, "regressed"),  # errors, where there were none
+        (3.0, 0.0, "lower", -1.0, "improved"),
+        (math.nan, 1.0, "lower", math.nan, "within noise"),
+    ],
+)
+def test_figures_without_spread_are_compared_as_they_are(
+    before: float, after: float, better: Better, change: float, verdict: str
+) -> None:
+    found = change_of(Result.exact("x", "B", before, better), Result.exact("x", "B", after, better))
+    assert found.change == pytest.approx(change, nan_ok=True)
+    assert found.verdict == verdict
+
+
+def test_a_counted_figure_against_a_measured_one_is_no_verdict() -> None:
+    found = change_of(Result.exact("x", "s", 1.0), timed("x", 2.0))
+    assert found.verdict == "within noise"
+    assert found.change == pytest.approx(1.0, abs=0.01)
+
+
+def test_past_the_threshold_counts_only_what_became_worse() -> None:
+    before = run_of("micro", [timed("slower", 1.0), timed("faster", 1.0), timed("same", 1.0)])
+    after = run_of("micro", [timed("slower", 1.2), timed("faster", 0.5), timed("same", 1.001)])
+    changes = compare(before, after)
+    assert [c.past(0.1) for c in changes] == [True, False, False]
+    assert [c.past(0.3) for c in changes] == [False, False, False]
+
+
+def test_what_else_differs_is_listed() -> None:
+    run = micro(commit="a" * 40)
+    assert differences(run, run) == []
+    other = replace(
+        run,
+        commit={"id": "b" * 40, "dirty": True},
+        model={"name": "m.gguf", "sha256": "c" * 64},
+        machine={**run.machine, "cores": 99},
+        settings={**run.settings, "backend": "cpu", "threads": 2},
+        versions={**run.versions, "numpy": "0.1"},
+        complete=False,
+    )
+    assert differences(run, other) == [
+        Difference("commit", "a" * 12, "b" * 12 + " + changes"),
+        Difference("model", "-", "m.gguf (cccccccccccc)"),
+        Difference("machine: cores", str(run.machine["cores"]), "99"),
+        Difference("setting: backend", "reference", "cpu"),
+        Difference("version: numpy", run.versions["numpy"], "0.1"),
+        Difference("complete", "yes", "no, broken off"),
+        Difference("setting: threads", "-", "2"),
+    ]
+
+
+def latency(value: float, low: float, high: float) -> Result:
+    return Result("ttft/p99", "s", value, low, high)
+
+
+def test_figures_with_intervals_and_no_samples_are_judged_by_their_intervals() -> None:
+    before = latency(1.0, 0.97, 1.03)
+    clear, vague = (change_of(before, latency(1.2, 1.2 - w, 1.2 + w)) for w in (0.04, 0.3))
+    assert (clear.verdict, vague.verdict) == ("regressed", "within noise")
+    assert (clear.low, clear.high) == pytest.approx((1.16 / 1.03 - 1, 1.24 / 0.97 - 1))
+    assert vague.low < 0 < vague.high

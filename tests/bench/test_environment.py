@@ -1,0 +1,85 @@
+"""Where a run took place: what is written down, and that it tells machines, commits and models apart."""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from llm_worker_rbee import machine
+from llm_worker_rbee.bench import environment
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> None:
+    for cached in (environment.machine_description, environment.versions, environment.commit):
+        cached.cache_clear()
+
+
+def test_the_machine_is_described_and_keeps_its_fingerprint() -> None:
+    first = environment.machine_description()
+    environment.machine_description.cache_clear()
+    assert environment.machine_description()["fingerprint"] == first["fingerprint"]
+    assert first["cores"] == machine.usable_cores()
+    assert first["cpu"]
+
+
+@pytest.mark.parametrize("part", ["cpu_name", "cpu_features", "usable_cores", "cpu_quota", "gpus"])
+def test_another_machine_has_another_fingerprint(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = environment.machine_description()["fingerprint"]
+    environment.machine_description.cache_clear()
+    monkeypatch.setattr(machine, part, lambda: ["something", "else"])
+    assert environment.machine_description()["fingerprint"] != here
+    environment.machine_description.cache_clear()
+
+
+def test_versions() -> None:
+    found = environment.versions()
+    assert {"llm-worker-rbee", "python", "numpy", "tokenizers"} <= set(found)
+
+
+def test_the_commit_of_a_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def git(*args: str) -> str:
+        command = ["git", "-C", str(tmp_path), "-c", "user.name=n", "-c", "user.email=e@e", *args]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+    monkeypatch.setattr(environment, "__file__", str(tmp_path / "package" / "bench" / "environment.py"))
+    assert environment.commit() is None
+    git("init", "-q")
+    (tmp_path / "file").write_text("one")
+    git("add", "file")
+    git("commit", "-qm", "first")
+    environment.commit.cache_clear()
+    clean = environment.commit()
+    assert clean is not None
+    assert (clean["id"], clean["dirty"]) == (git("rev-parse", "HEAD"), False)
+    (tmp_path / "file").write_text("two")
+    environment.commit.cache_clear()
+    changed = environment.commit()
+    assert changed is not None
+    assert changed["dirty"]
+    environment.commit.cache_clear()
+
+
+def test_a_model_is_known_by_its_bytes(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(b"GGUF" + bytes(5000))
+    heard: list[tuple[str, int, int | None]] = []
+    found = environment.model_description(path, lambda *step: heard.append(step))
+    assert found == {"name": "model.gguf", "bytes": 5004, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
+    assert heard[-1][1:] == (5004, 5004)
+
+
+def test_a_split_set_and_a_folder_are_hashed_whole(tmp_path: Path) -> None:
+    for number in (1, 2):
+        (tmp_path / f"m-{number:05d}-of-00002.gguf").write_bytes(bytes([number]) * 10)
+        (tmp_path / f"model-{number:05d}-of-00002.safetensors").write_bytes(bytes([number]) * 20)
+    first = tmp_path / "m-00001-of-00002.gguf"
+    split, folder = environment.model_description(first), environment.model_description(tmp_path)
+    assert (split["bytes"], folder["bytes"]) == (20, 40)
+    (tmp_path / "m-00002-of-00002.gguf").write_bytes(b"x" * 10)
+    (tmp_path / "model-00002-of-00002.safetensors").write_bytes(b"x" * 20)
+    assert environment.model_description(first)["sha256"] != split["sha256"]
+    assert environment.model_description(tmp_path)["sha256"] != folder["sha256"]

@@ -1,0 +1,272 @@
+"""The experiments: both sides compute the same, the rules say what they say, and a run leaves verdicts and tables."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from llm_worker_rbee.backends import reference
+from llm_worker_rbee.backends.types import RopeTable
+from llm_worker_rbee.bench import experiments
+from llm_worker_rbee.bench.experiments import claims, dense, masks, one_cache, one_file, ready_made, rewrite, rotation
+from llm_worker_rbee.bench.experiments.lab import (
+    Lab,
+    Name,
+    Shape,
+    by_length,
+    in_times,
+    most,
+    same,
+    vote_faster,
+    vote_saves,
+    vote_times,
+)
+from llm_worker_rbee.bench.results import Recorder, Run
+from llm_worker_rbee.bench.statistics import Change, compare
+from llm_worker_rbee.bench.timing import Plan
+from llm_worker_rbee.errors import InferenceError, InvalidRequestError, UnsupportedModelError
+from llm_worker_rbee.layers.rope import inverse_frequencies
+from llm_worker_rbee.models import describe, load_model
+from llm_worker_rbee.weights import open_checkpoint
+from llm_worker_rbee.weights.gguf_writer import write_gguf
+from tests.cli.conftest import HEADS, model_keys, model_tensors, vocabulary, write_model
+
+SHAPE = Shape(d_model=32, n_heads=4, head_dim=8, d_ff=48)
+PLAN = Plan(seconds=0.004, fewest=3, most=3, warm_up=0.0)
+PHASES = ("prefill", "decode")
+NOISE = Change(0.01, -0.02, 0.03, "within noise")
+FASTER = Change(-0.5, -0.52, -0.48, "improved")
+SLOWER = Change(0.5, 0.48, 0.52, "regressed")
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("experiments") / "tiny.gguf")
+
+
+@pytest.fixture
+def lab(tiny: Path) -> Callable[..., Lab]:
+    def make(**changes: object) -> Lab:
+        lab = Lab(Recorder("experiments"), lambda *_: None, tiny, plan=PLAN, shape=SHAPE, only_lengths=(1, 5))
+        return replace(lab, **changes)  # type: ignore[arg-type]
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def whole(tiny: Path) -> Run:
+    lab = Lab(Recorder("experiments"), lambda *_: None, tiny, plan=PLAN, shape=SHAPE, only_lengths=(1, 5))
+    experiments.run(lab)
+    return lab.recorder.run()
+
+
+def test_every_claim_ends_in_one_line(whole: Run) -> None:
+    verdicts = whole.details["verdicts"]
+    assert [one["claim"] for one in verdicts] == ["1", "2", "3", "3a", "4", "5"]
+    for one in verdicts:
+        assert one["verdict"] in ("confirmed", "refuted", "within noise")
+        assert one["line"].startswith(f"claim {one['claim']}: {one['verdict']} - ")
+        assert "\n" not in one["line"]
+        assert one["claim"] == "2" or "99% interval" in one["line"]
+    for claim, table in whole.details["tables"].items():
+        assert len(table) == (5 if claim in ("2", "4") else 3)  # two lengths; four parts; two phases of two lengths
+        assert {len(row) for row in table} == {len(table[0])}
+
+
+def test_results_are_named_by_claim_side_and_length(whole: Run) -> None:
+    results = {result.name: result for result in whole.results}
+    timed = [
+        *(f"claim1/{side}/{n}" for side in ("modules", "fused") for n in (1, 5)), "claim1/modules/calls",
+        *(f"claim3/{side}/{n}" for side in ("separate", "unified") for n in (1, 5)),
+        *(f"claim3a/{side}/{n}" for side in ("create", "cached", "creation", "lookup", "add") for n in (1, 5)),
+        *(f"claim3a/{side}/{n}" for side in ("masked_softmax", "no_mask") for n in (1, 5)),
+        *(f"claim4/{side}/{phase}{n}" for side in ("modules", "fused") for phase in PHASES for n in (1, 5)),
+        *(f"claim5/{side}/{n}" for side in ("formula", "tables", "backend/reference") for n in (1, 5)),
+    ]  # fmt: skip
+    for name in timed:
+        assert results[name].unit == "s"
+        assert len(results[name].samples) == PLAN.fewest
+    assert results["claim3a/bytes/5"].estimate == 5 * 5 * 4
+    assert results["claim3/unified/5/memory"].unit == "B"
+    assert results["claim2/covered"].estimate == 0.5  # this vocabulary has no reference ids, and there is no server
+
+
+def test_the_page_is_made_from_the_run_alone(whole: Run, tmp_path: Path) -> None:
+    whole.save(tmp_path / "run.json")
+    page = claims.markdown(Run.load(tmp_path / "run.json"))
+    assert page == claims.markdown(whole)
+    for one in whole.details["verdicts"]:
+        assert f"\n`{one['line']}`\n" in page
+        assert f"## Claim {one['claim']}: {experiments.EXPERIMENTS[one['claim']].claim}\n" in page
+    assert whole.machine["cpu"] in page
+    assert "| 5 | " in page
+
+
+def test_a_choice_of_claims(lab: Callable[..., Lab]) -> None:
+    assert experiments.choose(["5", "3A", "claim 1"]) == ["1", "3a", "5"]
+    assert experiments.choose([]) == list(experiments.EXPERIMENTS)
+    with pytest.raises(InvalidRequestError, match="there is no claim '7': known are 1, 2, 3, 3a, 4, 5"):
+        experiments.choose(["7"])
+    one = lab()
+    experiments.run(one, ["5"])
+    assert list(one.recorder.details["tables"]) == ["5"]
+
+
+def test_what_was_measured_before_ctrl_c_is_kept(lab: Callable[..., Lab]) -> None:
+    def press(what: str, done: float, total: float) -> None:
+        if what.startswith("claim 5: 1"):
+            raise KeyboardInterrupt
+
+    one = lab(steps=press)
+    with pytest.raises(KeyboardInterrupt):
+        experiments.run(one, ["3a", "5"])
+    assert [verdict["claim"] for verdict in one.recorder.details["verdicts"]] == ["3a"]
+    assert any(result.name == "claim3a/cached/5" for result in one.recorder.results())
+
+
+def test_progress_never_goes_back(lab: Callable[..., Lab]) -> None:
+    seen: list[float] = []
+    experiments.run(lab(steps=lambda what, done, total: seen.append(done / total)), ["2", "3a", "5"])
+    assert seen == sorted(seen)
+    assert seen[-1] == 1.0
+
+
+@pytest.mark.parametrize("length", [1, 7, dense.TILE, dense.TILE + 1, 2 * dense.TILE + 3])
+def test_the_one_function_is_the_block(length: int, rng: np.random.Generator) -> None:
+    block = one_file.make_block(SHAPE)
+    sides = one_file.two_sides(block, rng.standard_normal((length, SHAPE.d_model), dtype=np.float32))
+    (added, stream), (added_too, stream_too) = sides["modules"](), sides["fused"]()
+    assert np.allclose(added, added_too, atol=1e-5)
+    assert np.allclose(stream, stream_too, atol=1e-5)
+
+
+@pytest.mark.parametrize(("prompt", "steps"), [(1, 1), (9, 3), (dense.TILE + 6, 2)])
+def test_the_two_forward_passes_give_the_models_logits(tiny: Path, prompt: int, steps: int) -> None:
+    checkpoint = open_checkpoint(tiny)
+    sides = rewrite.Sides(load_model(checkpoint, dense.DENSE, describe(checkpoint)), prompt, steps)
+    for work in (sides.prefill, sides.decode, sides.decode):  # decode again: it starts at the prompt's end anew
+        one, other = work("modules"), work("fused")
+        assert one.shape == other.shape
+        assert np.allclose(one, other, atol=1e-4)
+    runner = rewrite.Runner(load_model(checkpoint, reference, describe(checkpoint)), prompt + steps)
+    plain = runner.model.forward(runner.batch(sides.ids, 0, all_logits=False), runner.cache)
+    assert np.allclose(plain, sides.decode("fused"), atol=1e-4)
+
+
+def test_grouped_heads_agree(tmp_path: Path) -> None:
+    """As the default model has them: several query heads on one KV head."""
+    keys = {**model_keys(), **vocabulary(), "llama.attention.head_count_kv": HEADS // 2}
+    tensors = model_tensors(len(keys["tokenizer.ggml.tokens"]))
+    halved = {name: t[: len(t) // 2] if "attn_k." in name or "attn_v." in name else t for name, t in tensors.items()}
+    checkpoint = open_checkpoint(write_gguf(tmp_path / "grouped.gguf", keys, halved))
+    sides = rewrite.Sides(load_model(checkpoint, dense.DENSE, describe(checkpoint)), dense.TILE + 5, 1)
+    for work in (sides.prefill, sides.decode):
+        one, other = work("modules"), work("fused")
+        assert np.abs(one - other).max() < 1e-4
+        assert one.argmax() == other.argmax()
+
+
+def test_a_model_that_the_one_function_does_not_know_is_refused(tiny: Path) -> None:
+    config = describe(open_checkpoint(tiny))
+    dense.require_plain(config)
+    with pytest.raises(UnsupportedModelError, match="needs a plain llama: this model has a window"):
+        dense.require_plain(replace(config, windows=(4,) * config.n_layers))
+    with pytest.raises(UnsupportedModelError, match="activation gelu_tanh"):
+        dense.require_plain(replace(config, activation="gelu_tanh"))
+
+
+def test_both_caches_give_the_same(rng: np.random.Generator) -> None:
+    q, k, v = one_cache.prompt(SHAPE, 6)
+    one, other = (make(SHAPE, 6).attend(q, k, v) for make in one_cache.SIDES.values())
+    assert one.tobytes() == other.tobytes()
+    table = RopeTable(inverse_frequencies(one_cache.ROPE_BASE, SHAPE.head_dim), 1.0)
+    turned, positions = reference.rope(q, np.arange(6), table), np.arange(6)
+    keys = reference.rope(k, positions, table)
+    mask = reference.causal_mask(positions, positions)
+    scores = np.einsum("thd,shd->hts", turned, keys) * SHAPE.head_dim**-0.5
+    weights = reference.softmax(np.where(mask, scores, -np.inf).astype(np.float32))
+    assert np.allclose(one, np.einsum("hts,shd->thd", weights, v), atol=1e-5)
+
+
+def test_the_memory_of_a_cache_is_its_arrays_and_little_more() -> None:
+    n, heads, dim = 64, SHAPE.n_heads, SHAPE.head_dim
+    arrays = 4 * (2 * n * heads * dim + 2 * n * dim // 2 + n * n)
+    for make in one_cache.SIDES.values():
+        held = one_cache.memory(lambda m=make: m(SHAPE, n), one_cache.prompt(SHAPE, n))  # type: ignore[misc]
+        assert arrays < held < arrays + 8192
+
+
+@pytest.mark.parametrize("length", [1, 31, 32, 33, 70])
+def test_a_softmax_without_a_mask_is_the_masked_one(length: int, rng: np.random.Generator) -> None:
+    sides = masks.three_ways(rng.standard_normal((3, length, length), dtype=np.float32))
+    assert np.allclose(sides["no_mask"](), sides["masked_softmax"](), atol=1e-6)
+    assert sides["create"]().tobytes() == sides["cached"]().tobytes() == sides["add"]().tobytes()
+    assert sides["creation"]().tobytes() == sides["lookup"]().tobytes()
+
+
+def test_the_rotation_three_times(rng: np.random.Generator) -> None:
+    x = rng.standard_normal((130, 4, 16), dtype=np.float32)
+    straight = rotation.interleaved(rotation.formula(x, 0, rotation.BASE))
+    in_place = rotation.interleaved(x)
+    result = rotation.Tables.of(x).turn(in_place)
+    assert result is in_place
+    assert np.abs(straight - result).max() < rotation.TOLERANCE
+    assert np.abs(straight - rotation.kernel("reference", rotation.interleaved(x))()).max() < rotation.TOLERANCE  # type: ignore[operator]
+
+
+def test_sides_that_differ_cannot_race() -> None:
+    one = np.zeros(4, np.float32)
+    same(one, one + np.float32(1e-6), 1e-5, "x")
+    for wrong in (one + np.float32(1e-3), one * np.nan, np.zeros(5, np.float32)):
+        with pytest.raises(InferenceError, match="x: the two sides of the experiment differ"):
+            same(one, wrong, 1e-5, "x")
+
+
+def test_the_parts_of_claim_2_on_the_default_model(default_model: Path, lab: Callable[..., Lab]) -> None:
+    verdict, table = ready_made.run(lab(model=default_model, claim="2"))
+    assert [row[1] for row in table[1:]] == ["yes", "yes", "yes", "no"]
+    assert verdict.line.startswith("claim 2: refuted - 3 of 4 parts do their job on a real file (75%)")
+    assert "HTTP streams: no, not yet: comes with the server" in verdict.line
+
+
+def test_a_tokenizer_that_differs_is_not_covered(default_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ready_made.REFERENCE_IDS, "Hello, world!", "1 2 3")
+    with pytest.raises(ready_made.NotCoveredError, match="the ids of 'Hello, world!' are not those"):
+        ready_made.PARTS["tokenizer equals the reference"](default_model)
+
+
+@pytest.mark.parametrize(
+    ("change", "faster", "saves", "twice"),
+    [
+        (FASTER, "confirmed", "confirmed", "within noise"),  # 1.92 to 2.08 times
+        (SLOWER, "refuted", "refuted", "refuted"),
+        (NOISE, "within noise", "refuted", "refuted"),
+        (Change(-0.05, -0.06, -0.04, "improved"), "confirmed", "refuted", "refuted"),
+        (Change(-0.12, -0.30, 0.05, "within noise"), "within noise", "within noise", "refuted"),
+        (Change(-0.6, -0.65, -0.55, "improved"), "confirmed", "confirmed", "confirmed"),
+    ],
+)
+def test_the_rules(change: Change, faster: Name, saves: Name, twice: Name) -> None:
+    assert (vote_faster(change), vote_saves(change), vote_times(change, 2.0)) == (faster, saves, twice)
+
+
+def test_what_most_say() -> None:
+    assert most(["confirmed", "confirmed", "refuted"]) == "confirmed"
+    assert most(["confirmed", "confirmed", "refuted", "refuted"]) == "refuted"  # the longest decides
+    assert most(["confirmed", "within noise", "refuted"]) == "refuted"
+    assert most(["within noise"]) == "within noise"
+    assert rewrite.all_of(["confirmed", "confirmed"]) == "confirmed"
+    assert rewrite.all_of(["confirmed", "within noise"]) == "within noise"
+    assert rewrite.all_of(["confirmed", "refuted"]) == "refuted"
+
+
+def test_figures_of_a_line() -> None:
+    change = compare([2.0, 2.0, 2.0], [1.0, 1.0, 1.0])
+    assert in_times(change) == "2.00 times (99% interval 2.00 to 2.00)"
+    assert by_length({1: change, 8: change}) == (
+        "1 token -50.0% (99% interval -50.0% to -50.0%), 8 tokens -50.0% (99% interval -50.0% to -50.0%)"
+    )

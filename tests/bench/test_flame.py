@@ -1,0 +1,162 @@
+"""Stack samples, speedscope's JSON and the picture; the zoom in a real browser where there is one."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from html import unescape
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from llm_worker_rbee.bench.profile import flame, flame_svg
+from llm_worker_rbee.bench.profile.flame import Flame, Frame, PySpy
+from llm_worker_rbee.errors import MissingDependencyError, WorkerError
+
+SVG = "{http://www.w3.org/2000/svg}"
+OUTER, INNER = Frame("outer", "a.py", 1, "ours"), Frame("<inner> & 'co'", "b.py", 2, "numpy")
+OTHER = Frame("other", "", 0, "native")
+PLANTED = Flame("decode", [((OUTER, INNER), 0.2), ((OUTER,), 0.1), ((OTHER,), 0.1), ((OUTER, INNER), 0.0001)])
+
+
+def spin() -> int:
+    end, total = time.perf_counter() + 0.01, 0
+    while time.perf_counter() < end:
+        total += sum(range(500))
+    return total
+
+
+def work() -> None:
+    spin()
+
+
+def test_the_sampler_sees_who_calls_whom() -> None:
+    interval = sys.getswitchinterval()
+    seen = flame.record("decode", work, 0.2)
+    assert sys.getswitchinterval() == interval
+    assert len(seen.samples) > 5
+    names = [[frame.name for frame in stack] for stack, _ in seen.samples]
+    assert all(stack[0] == "work" for stack in names)  # nothing of the test runner below it
+    assert any(stack[:2] == ["work", "spin"] for stack in names)
+    assert all(weight > 0 for _, weight in seen.samples)
+
+
+def test_our_own_code_shows_the_line_that_runs() -> None:
+    seen = flame.record("decode", lambda: json.loads(json.dumps(flame_svg.svg(PLANTED, "x"))), 0.2)
+    frames = {frame for stack, _ in seen.samples for frame in stack}
+    rooms = {frame.room for frame in frames}
+    assert {"ours", "line"} <= rooms
+    for frame in frames:
+        assert not frame.file.startswith("/"), "a path of this machine"
+    lines = [frame for frame in frames if frame.room == "line"]
+    source = Path(flame_svg.__file__).read_text().splitlines()
+    own = [frame for frame in lines if frame.file.endswith("flame_svg.py")]
+    assert own
+    assert all(frame.name.removesuffix("…") in " ".join(source[frame.line - 1].split()) for frame in own)
+
+
+def test_speedscope_holds_what_its_schema_asks_for() -> None:
+    value = json.loads(json.dumps(flame.speedscope({"prefill": Flame("prefill"), "decode": PLANTED}, "a model")))
+    assert value["$schema"] == "https://www.speedscope.app/file-format-schema.json"
+    frames = value["shared"]["frames"]
+    assert [frame["name"] for frame in frames] == ["outer", "<inner> & 'co'", "other"]
+    assert all(set(frame) <= {"name", "file", "line", "col"} for frame in frames)
+    assert [profile["name"] for profile in value["profiles"]] == ["prefill", "decode"]
+    for profile in value["profiles"]:
+        assert set(profile) == {"type", "name", "unit", "startValue", "endValue", "samples", "weights"}
+        assert (profile["type"], profile["unit"]) == ("sampled", "seconds")
+        assert len(profile["samples"]) == len(profile["weights"])
+        assert profile["endValue"] == pytest.approx(sum(profile["weights"]))
+    assert value["profiles"][1]["samples"] == [[0, 1], [0], [2], [0, 1]]
+
+
+def test_the_tree_merges_common_callers() -> None:
+    root = flame_svg.tree(PLANTED)
+    assert root.seconds == pytest.approx(PLANTED.seconds)
+    assert {node.frame.name: node.seconds for node in root.inner.values()} == pytest.approx(
+        {"outer": 0.3001, "other": 0.1}
+    )
+    assert root.depth == 3
+
+
+def test_the_picture_is_sound_and_needs_nothing_else() -> None:
+    text = flame_svg.svg(PLANTED, "Decode of <x>")
+    assert "http" not in text.replace("http://www.w3.org/2000/svg", "")
+    root = ElementTree.fromstring(text)
+    boxes = {g.get("data-n"): g for g in root.iter(f"{SVG}g")}
+    assert set(boxes) == {"all", "outer", "<inner> & 'co'", "other"}
+    place = {name: (float(g.get("data-x", "")), float(g.get("data-w", ""))) for name, g in boxes.items()}
+    assert place["all"] == (0.0, 1.0)
+    assert place["outer"][1] == pytest.approx(0.3001 / 0.4001, abs=1e-5)
+    left, right = place["outer"][0], sum(place["outer"])
+    inner = place["<inner> & 'co'"]
+    assert left <= inner[0] + 1e-6 <= sum(inner) <= right + 1e-6
+    assert sum(place["outer"]) <= place["other"][0] + 1e-5 or sum(place["other"]) <= place["outer"][0] + 1e-5
+    title = boxes["<inner> & 'co'"].find(f"{SVG}title")
+    assert title is not None
+    assert title.text == "<inner> & 'co' · b.py:2\n200.1 ms, 50.0%"
+    heights = {name: float(g.find(f"{SVG}rect").get("y", "")) for name, g in boxes.items()}  # type: ignore[union-attr]
+    assert heights["all"] > heights["outer"] > heights["<inner> & 'co'"]
+
+
+def test_an_empty_recording_is_still_a_picture() -> None:
+    ElementTree.fromstring(flame_svg.svg(Flame("decode"), "nothing"))
+
+
+def test_a_click_zooms(tmp_path: Path) -> None:
+    browser = shutil.which("chromium") or shutil.which("google-chrome")
+    if browser is None:
+        pytest.skip("no Chromium on this machine: the zoom of the flame graph is not tried")
+    click = "document.querySelector('g.frame[data-n=outer]').dispatchEvent(new MouseEvent('click'));"
+    page = tmp_path / "page.html"
+    page.write_text(f"<!doctype html><body>{flame_svg.svg(PLANTED, 'x')}<script>{click}</script></body>")
+    command = [browser, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
+    done = subprocess.run([*command, "--dump-dom", page.as_uri()], capture_output=True, text=True, timeout=60)
+    dom = unescape(done.stdout)
+    outer, other = (dom.partition(f'data-n="{name}"')[2].partition("</g>")[0] for name in ("outer", "other"))
+    assert f'width="{flame_svg.WIDTH - 2 * flame_svg.MARGIN - 0.5}"' in outer
+    assert "display: none" in other
+    assert 'class="frame below"' in dom.partition('data-n="all"')[0].rpartition("<g")[2]
+
+
+def test_stacks_of_py_spy_are_read_and_cut_at_the_bottom() -> None:
+    lines = [
+        "<module> (x.py:1);_watched (llm_worker_rbee/bench/flame.py:70);step (llm_worker_rbee/engine/runner.py:31);"
+        "dot (numpy/linalg.py:5);sgemm_kernel (libopenblas.so) 3",
+        "look (threading.py:9) 7",
+        "_watched (llm_worker_rbee/bench/flame.py:70) 2",
+        "nonsense",
+    ]
+    samples = flame._from_raw(lines, 0.5)
+    assert [weight for _, weight in samples] == [0.5] * 3
+    stack = samples[0][0]
+    assert [(frame.name, frame.room) for frame in stack] == [
+        ("step", "ours"), ("dot", "numpy"), ("sgemm_kernel", "numpy"),
+    ]  # fmt: skip
+    assert (stack[0].file, stack[0].line) == ("llm_worker_rbee/engine/runner.py", 31)
+
+
+def program(folder: Path, text: str) -> str:
+    path = folder / "py-spy"
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_py_spy_missing_or_forbidden_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
+    with pytest.raises(MissingDependencyError, match=r"pip install 'llm-worker-rbee\[bench\]'"):
+        flame.find_py_spy()
+    program(tmp_path, 'echo "Error: Permission Denied: Try running again with elevated permissions" >&2; exit 1')
+    with pytest.raises(WorkerError, match="may not look at this process: run as root, allow ptrace"):
+        flame.find_py_spy()
+    monkeypatch.setenv("PATH", os.defpath)
+    broken = program(tmp_path, 'echo "Error: out of luck" >&2; exit 3')
+    with pytest.raises(WorkerError, match="py-spy failed: Error: out of luck"):
+        flame.record("decode", work, 1, PySpy(broken))

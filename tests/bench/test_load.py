@@ -1,0 +1,75 @@
+"""Starts, in real processes: what is named, what is cold, how a failure is told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from llm_worker_rbee.bench import load, memory
+from llm_worker_rbee.bench.results import Recorder
+from llm_worker_rbee.errors import WorkerError
+from tests.cli.conftest import write_model
+
+PHASES = ("locate", "open", "tokenizer", "weights", "first_token", "total")
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("load") / "tiny.gguf")
+
+
+def test_every_phase_cold_and_warm(tiny: Path) -> None:
+    if not memory.can_drop():
+        pytest.skip("this system cannot empty the file cache of a file")
+    recorder = Recorder("load")
+    told: list[str] = []
+    load.run(recorder, lambda what, *_: told.append(what), tiny, 1)
+    found = {result.name: result for result in recorder.results()}
+    names = {f"{phase}/{cache}" for phase in PHASES for cache in ("cold", "warm")}
+    assert set(found) == names | {"interpreter", "import", "memory/import", "memory/load", "memory/peak"}
+    assert told[-2:] == ["cold start 1 of 1", "warm start 1 of 1"]
+    for name, result in found.items():
+        assert result.unit == ("B" if name.startswith("memory/") else "s")
+        assert len(result.samples) == (1 if name in names else 2)  # what does not read the file counts for both
+        assert result.estimate > 0
+    assert found["memory/import"].estimate <= found["memory/load"].estimate <= found["memory/peak"].estimate
+    for place, cache in enumerate(("cold", "warm")):
+        parts = [found[f"{phase}/{cache}"].samples[0] for phase in PHASES[:-1]]
+        parts += [found[name].samples[place] for name in ("interpreter", "import")]
+        total = found[f"total/{cache}"].samples[0]
+        assert 0.5 * total < sum(parts) <= total * 1.001
+    assert len(recorder.details["resident_after_drop"]) == 1
+    assert recorder.model is not None
+    assert recorder.model["name"] == "tiny.gguf"
+
+
+def test_a_start_that_fails_is_told_in_one_line(tiny: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "broken.gguf"
+    broken.write_bytes(tiny.read_bytes()[:5000])
+    with pytest.raises(WorkerError, match=r"^the worker does not start: broken\.gguf"):
+        load.run(Recorder("load"), lambda *_: None, broken, 1)
+
+
+def test_what_lies_in_the_file_cache(tmp_path: Path) -> None:
+    file, empty = tmp_path / "file", tmp_path / "empty"
+    file.write_bytes(bytes(3_000_001))
+    empty.write_bytes(b"")
+    load._read([file, empty])
+    part = memory.resident_part([file, empty])
+    if part is None:
+        pytest.skip("this system does not tell what is in its file cache")
+    assert part > 0.9
+    assert memory.resident_part([empty]) is None
+    if memory.can_drop():
+        memory.drop([file, empty])
+        after = memory.resident_part([file])
+        assert after is not None
+        assert 0 <= after <= 1  # a file system in memory keeps all of it
+
+
+def test_a_cache_that_stays_full_is_said(tmp_path: Path) -> None:
+    details: dict[str, object] = {}
+    load._prepare([], "cold", details)
+    assert "warning" not in details
+    assert details["resident_after_drop"] == [None]

@@ -1,0 +1,180 @@
+"""The micro-benchmarks: the names that were promised, honest work, every case runs, sides taken in turn."""
+
+from __future__ import annotations
+
+import math
+import re
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+import pytest
+
+from llm_worker_rbee.backends import reference
+from llm_worker_rbee.bench import limits, micro
+from llm_worker_rbee.bench.blocks import random_tensor
+from llm_worker_rbee.bench.limits import Limits, Work
+from llm_worker_rbee.bench.micro import suite
+from llm_worker_rbee.bench.micro.suite import Case
+from llm_worker_rbee.bench.results import Recorder
+from llm_worker_rbee.bench.timing import Plan, calibrate, measure
+from llm_worker_rbee.errors import InvalidRequestError
+
+QUICK = Plan(seconds=0.0, fewest=2, most=2, warm_up=0.0)
+KEPT_NAMES = {
+    "rope_forward": (1, 8, 32, 128),
+    "qkv_projection": (1, 8, 32, 128),
+    "attention_scores": (1, 8, 32, 128),
+    "causal_mask": (8, 32, 128, 512),
+    "full_attention": (1, 8, 32),
+}
+LIMITS = Limits(1, ((1 << 20, 4e9), (1 << 22, 2e9)), 1e9)
+
+
+def by_name() -> dict[str, Case]:
+    return {case.name: case for case in suite.cases()}
+
+
+def test_the_old_suite_is_there_by_its_names() -> None:
+    names = list(by_name())
+    wanted = [f"{family}/{size}" for family, sizes in KEPT_NAMES.items() for size in sizes]
+    assert names[: len(wanted)] == wanted
+
+
+def test_every_weight_type_has_a_vector_a_matrix_and_a_dequantize_benchmark() -> None:
+    names = by_name()
+    for kind in ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q6_K", "IQ1_S", "IQ4_NL", "TQ1_0", "MXFP4"):
+        assert {f"linear/{kind}/1", f"linear/{kind}/128", f"dequantize/{kind}"} <= set(names)
+    assert len(names) == len(list(suite.cases()))
+    assert not [name for name in names if re.search(r"/(I8|I16|I32|I64|F64)(/|$)", name)]
+
+
+@pytest.mark.parametrize("case", [c for c in suite.cases() if "linear" not in c.name], ids=lambda c: c.name)
+def test_every_case_runs(case: Case) -> None:
+    function = case.make(case.ops_for(reference))
+    function()
+    assert case.work.bytes > 0
+    assert math.isfinite(case.work.operations)
+
+
+@pytest.mark.parametrize("family", ["linear/Q4_0", "linear/Q6_K", "linear/BF16", "linear/IQ2_XS", "linear/F32"])
+def test_a_product_is_that_of_the_dequantized_matrix(family: str) -> None:
+    kind = suite.BLOCK_TYPES[family.split("/")[1]]
+    product: Any = by_name()[f"{family}/1"].make(reference)()
+    weight = random_tensor(kind, (suite.ROWS, suite.COLUMNS)).dequantize()
+    x = np.random.default_rng(7).standard_normal((1, suite.COLUMNS), np.float32)
+    assert np.isfinite(product).all()
+    np.testing.assert_allclose(product, x @ weight.T, rtol=1e-3, atol=1e-3)
+
+
+def test_old_shapes() -> None:
+    """float32, hidden 4096, 32 heads of 128; scores of shape (1, 32, S, S)."""
+    cases = by_name()
+    shapes: dict[str, Any] = {
+        name: cases[name].make(reference)()  # type: ignore[attr-defined]
+        for name in ("rope_forward/8", "qkv_projection/1", "attention_scores/8", "causal_mask/8", "full_attention/8")
+    }
+    assert {name: (array.shape, array.dtype.name) for name, array in shapes.items()} == {
+        "rope_forward/8": ((8, 32, 128), "float32"),
+        "qkv_projection/1": ((1, 3 * 4096), "float32"),
+        "attention_scores/8": ((32, 8, 8), "float32"),
+        "causal_mask/8": ((1, 32, 8, 8), "float32"),
+        "full_attention/8": ((8, 4096), "float32"),
+    }
+    assert np.isneginf(shapes["causal_mask/8"][0, 0][np.triu_indices(8, 1)]).all()
+
+
+class OnlyTheOpTable:
+    """A backend that has the ops and nothing beside them."""
+
+    __name__ = "package.fast"
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("rope", "store", "gather", "attention_scores", "causal_mask", "dequantize", "tokenizer"):
+            raise AttributeError(name)
+        return getattr(reference, name)
+
+
+def test_what_only_the_reference_has_runs_there() -> None:
+    fast = OnlyTheOpTable()
+    ran_on = {case.name: micro.name_of(case.ops_for(fast)) for case in [*suite.cases(), *micro.file_cases()]}
+    homes = {family: {ran_on[n] for n in names} for family, names in groupby(ran_on, lambda n: n.split("/")[0])}
+    assert homes["rope_forward"] == homes["causal_mask"] == homes["dequantize"] == homes["gguf_open"] == {"reference"}
+    assert homes["qkv_projection"] == homes["full_attention"] == homes["linear"] == homes["sampling"] == {"fast"}
+
+
+def test_a_filter_that_matches_nothing_is_an_error() -> None:
+    assert [case.name for case in micro.select("^rope_forward/(1|8)$")] == ["rope_forward/1", "rope_forward/8"]
+    assert {case.name for case in micro.select("tokenizer|gguf")} == {
+        "tokenizer/encode",
+        "tokenizer/decode",
+        "gguf_open",
+    }
+    with pytest.raises(InvalidRequestError, match=r"'ropes' matches no benchmark.*rope_forward"):
+        micro.select("ropes")
+    with pytest.raises(InvalidRequestError, match="not a regular expression"):
+        micro.select("[")
+
+
+def test_a_result_says_how_far_it_is_from_the_limit() -> None:
+    recorder = Recorder("micro")
+    told: list[tuple[str, float, float]] = []
+    selected = micro.select("^(rms_norm/1|sampling/greedy)$")
+    micro.run(recorder, lambda *step: told.append(step), selected, ["reference"], QUICK)
+    results = recorder.results()
+    assert [r.name for r in results] == ["rms_norm/1", "sampling/greedy"]
+    for result, case in zip(results, selected, strict=True):
+        f = result.fields
+        assert (result.unit, f["backend"], len(result.samples)) == ("s", "reference", 2)
+        assert f["limit_s"] == limits.measured(limits.library_threads()).seconds(case.work)
+        assert f["percent_of_limit"] == pytest.approx(100 * f["limit_s"] / result.estimate)
+        assert sum(f["outliers"].values()) == 0
+        assert f["bound_by"] in ("memory", "arithmetic")
+    assert told[0][1:] == (0, 2)
+    assert all(0 <= done <= total for _, done, total in told)
+    assert recorder.details["limits"]["bandwidth"]
+
+
+def test_one_backend_against_itself_has_two_sides() -> None:
+    recorder = Recorder("micro")
+    micro.run(recorder, lambda *_: None, micro.select("^rms_norm/1$"), ["reference", "reference"], QUICK)
+    assert [r.key for r in recorder.results()] == [("rms_norm/1", "reference#1"), ("rms_norm/1", "reference#2")]
+    (pair,) = micro.pairs(recorder.results())
+    assert pair.before.fields["backend"] == "reference#1"
+    assert pair.after.fields["backend"] == "reference#2"
+
+
+def test_sides_are_taken_in_turn() -> None:
+    calls: list[str] = []
+    functions = [lambda: calls.append("a"), lambda: calls.append("b")]
+    plan = Plan(seconds=0.0, fewest=4, most=4, warm_up=0.0)
+    taken = measure(functions, plan)
+    once = [one.iterations for one in taken]
+    rounds = "".join(calls)[-4 * sum(once) :]
+    a, b = "a" * once[0], "b" * once[1]
+    assert rounds == (a + b) + (b + a) + (a + b) + (b + a)
+    assert [len(one.samples) for one in taken] == [4, 4]
+
+
+def test_a_quick_function_is_called_many_times_a_sample() -> None:
+    assert calibrate(lambda: None, Plan(seconds=0.1, warm_up=0.0)) > 1000
+
+
+def test_limits_take_the_larger_of_the_two_times() -> None:
+    assert LIMITS.seconds(Work(bytes=1 << 20)) == pytest.approx((1 << 20) / 4e9)
+    assert LIMITS.seconds(Work(bytes=1 << 21)) == pytest.approx((1 << 21) / 3e9)  # half way between the sizes
+    assert LIMITS.seconds(Work(bytes=1 << 30)) == pytest.approx((1 << 30) / 2e9)
+    assert LIMITS.seconds(Work(bytes=1 << 20, resident=1 << 22)) == pytest.approx((1 << 20) / 2e9)
+    assert LIMITS.seconds(Work(bytes=8, operations=1e9)) == pytest.approx(1.0)
+    assert LIMITS.bound_by(Work(bytes=8, operations=1e9)) == "arithmetic"
+    assert LIMITS.bound_by(Work(bytes=1e9, operations=8)) == "memory"
+    assert LIMITS.memory_bandwidth == 2e9
+
+
+def test_measured_limits_are_rates() -> None:
+    found = limits.measured(1)
+    sizes = [size for size, _ in found.bandwidth]
+    assert sizes == sorted(sizes)
+    assert all(rate > 1e6 for _, rate in found.bandwidth)
+    assert found.operations > 1e6
+    assert limits.measured(2).threads == 2

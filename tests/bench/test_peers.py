@@ -1,0 +1,177 @@
+"""Peers: real processes that answer, crash, hang or print something else; transformers itself on a tiny file."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from llm_worker_rbee import __version__
+from llm_worker_rbee.bench import peers
+from llm_worker_rbee.bench.peers import OURS, Plan
+from llm_worker_rbee.bench.peers.process import Child, LlamaBench, PeerError, Task, ending
+from llm_worker_rbee.bench.results import Recorder, Result
+from llm_worker_rbee.errors import ContextLengthError, InvalidRequestError
+from tests.cli.conftest import write_model
+
+# One row as llama-bench prints it (llama.cpp of 2026-08), the fields that vary filled in.
+FAKE = """#!{python}
+import json, sys
+given = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+n_prompt, n_gen = int(given["-p"]), int(given["-n"])
+print(json.dumps([{{
+    "build_commit": "0c1e570", "build_number": 7031, "cpu_info": "A CPU", "gpu_info": "", "backends": "CPU",
+    "model_filename": given["-m"], "n_threads": int(given["-t"]), "n_gpu_layers": int(given["-ngl"]),
+    "n_prompt": n_prompt, "n_gen": n_gen, "n_depth": 0, "avg_ns": 4471942087, "stddev_ns": 0,
+    "avg_ts": 1000.0 * int(given["-r"]) + n_prompt + n_gen / 1000, "stddev_ts": 0.0,
+}}], indent=2))
+"""
+
+
+def program(path: Path, text: str) -> Path:
+    path.write_text(text)
+    path.chmod(0o755)
+    return path
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("peers") / "tiny.gguf")
+
+
+@pytest.fixture(scope="module")
+def fake(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(program(tmp_path_factory.mktemp("bin") / "llama-bench", FAKE.format(python=sys.executable)))
+
+
+def results(recorder: Recorder) -> dict[str, Result]:
+    return {result.name: result for result in recorder.results()}
+
+
+def run(model: Path, plan: Plan) -> Recorder:
+    recorder = Recorder("peers")
+    peers.run(recorder, lambda *_: None, model, plan)
+    return recorder
+
+
+def test_llama_bench_is_called_and_read(fake: str) -> None:
+    bench = LlamaBench(fake, "model.gguf", 2, 30)
+    bench.start()
+    assert bench.version == "build 7031 (0c1e570)"
+    assert bench.rate(Task("pp", 64)) == 1064.0
+    assert bench.rate(Task("tg", 16)) == 1000.016
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("echo 'cannot load' >&2; exit 3", "llama-bench ended with exit status 3: cannot load"),
+        ("kill -ILL $$", "llama-bench was ended by SIGILL"),
+        ("echo hello", "llama-bench did not print the JSON that it is known to print: b'hello"),
+        ("echo '[]'", "llama-bench did not print the JSON"),
+        ("exec tail -f /dev/null", "llama-bench did not end within 0.2 s"),
+    ],
+)
+def test_a_llama_bench_that_fails(tmp_path: Path, text: str, told: str) -> None:
+    path = program(tmp_path / "llama-bench", f"#!/bin/sh\n{text}\n")
+    with pytest.raises(PeerError) as caught:
+        LlamaBench(str(path), "model.gguf", 1, 0.2 if "tail" in text else 30).rate(Task("pp", 8))
+    assert str(caught.value).startswith(told)
+
+
+@pytest.mark.parametrize(
+    ("program", "told"),
+    [
+        ("import sys; sys.exit('no such library')", "someone ended with exit status 1: no such library"),
+        ("raise ValueError('bad')", "someone ended with exit status 1: ValueError: bad"),
+        ("import os; os.abort()", "someone was ended by SIGABRT"),
+        ("print('hello', flush=True); input()", "someone answered b'hello', which has no version"),
+        ("input()", "someone did not answer within 0.2 s"),
+    ],
+)
+def test_a_child_that_fails(program: str, told: str) -> None:
+    child = Child("someone", [sys.executable, "-c", program], os.environ, 0.2 if program == "input()" else 30)
+    with pytest.raises(PeerError) as caught:
+        child.start()
+    child.close()
+    assert str(caught.value).startswith(told)
+
+
+def test_a_child_that_dies_between_questions() -> None:
+    text = (
+        "import json; print(json.dumps({'version': '1'}), flush=True); input(); print('{\"seconds\": 0.5}', flush=True)"
+    )
+    child = Child("someone", [sys.executable, "-c", text], os.environ, 30)
+    child.start()
+    assert child.version == "1"
+    assert child.rate(Task("pp", 8)) == 16.0
+    with pytest.raises(PeerError, match="someone ended with exit status 0"):
+        child.rate(Task("pp", 8))
+    child.close()
+    child.close()
+
+
+def test_how_an_ending_is_told() -> None:
+    assert ending("x", -9, b"") == "x was ended by SIGKILL"
+    assert ending("x", -200, b"") == "x was ended by signal 200"
+    assert ending("x", 1, b"first\nlast \xff\n\n") == "x ended with exit status 1: last \N{REPLACEMENT CHARACTER}"
+
+
+def test_in_turn_with_ratios(tiny: Path, fake: str) -> None:
+    plan = Plan(pp=[12], tg=[3, 0], repetitions=2, peers=["llama-bench"], llama_bench=fake)
+    told: list[str] = []
+    recorder = Recorder("peers")
+    peers.run(recorder, lambda what, *_: told.append(what), tiny, plan)
+    found = results(recorder)
+    assert set(found) == {f"{test}/{peer}" for test in ("pp12", "tg3") for peer in (OURS, "llama-bench")}
+    ours, theirs = found[f"pp12/{OURS}"], found["pp12/llama-bench"]
+    assert theirs.samples == (1012.0, 1012.0)
+    assert (theirs.unit, theirs.better, theirs.fields["peer"]) == ("tok/s", "higher", "llama-bench")
+    assert theirs.fields["version"] == "build 7031 (0c1e570)"
+    assert ours.fields["version"] == __version__
+    assert theirs.fields["ours_over_peer"] == pytest.approx(ours.estimate / 1012.0)
+    assert ours.fields["ours_over_peer"] == 1.0
+    order = [what.partition(":")[0] for what in told if " of 2" in what]
+    assert order == [OURS, "llama-bench", "llama-bench", OURS]
+    assert recorder.details == {"left_out": {}}
+
+
+def test_transformers_runs_for_real(tiny: Path) -> None:
+    recorder = run(tiny, Plan(pp=[16], tg=[4], repetitions=1, peers=["transformers"], pythons=[sys.executable]))
+    found = results(recorder)
+    assert recorder.details == {"left_out": {}}
+    assert found["tg4/transformers"].estimate > 0
+    assert "torch" in found["pp16/transformers"].fields["version"]
+
+
+def test_who_is_not_here_is_left_out_and_who_fails_is_named(tiny: Path, tmp_path: Path) -> None:
+    bad = program(tmp_path / "llama-bench", "#!/bin/sh\necho 'no luck' >&2\nexit 4\n")
+    bare = program(tmp_path / "python", "#!/bin/sh\nexit 1\n")  # an interpreter without any package
+    names = ["llama-bench", "llama-cpp-python"]
+    plan = Plan(pp=[4], tg=[0], repetitions=1, peers=names, llama_bench=str(bad), pythons=[str(bare)])
+    recorder = run(tiny, plan)
+    assert set(results(recorder)) == {f"pp4/{OURS}"}
+    assert recorder.details["failed"] == {"llama-bench": "llama-bench ended with exit status 4: no luck"}
+    reason = recorder.details["left_out"]["llama-cpp-python"]
+    assert reason.startswith(f"llama_cpp not installed for {bare}, ")
+    missing = str(tmp_path / "nowhere")
+    recorder = run(tiny, Plan(pp=[4], tg=[0], repetitions=1, peers=["llama-bench"], llama_bench=missing))
+    assert recorder.details["left_out"]["llama-bench"] == f"{missing} is no program: --llama-bench PATH names one"
+
+
+def test_wrong_plans_are_refused(tiny: Path, tmp_path: Path) -> None:
+    with pytest.raises(ContextLengthError, match=r"^pp257 needs 257 tokens, the model's context has 256"):
+        run(tiny, Plan(pp=[257]))
+    with pytest.raises(InvalidRequestError, match="--pp and --tg are both 0"):
+        run(tiny, Plan(pp=[0], tg=[]))
+    with pytest.raises(InvalidRequestError, match=r"^unknown peer 'vllm': use some of llama-bench"):
+        run(tiny, Plan(pp=[4], peers=["vllm"]))
+    with pytest.raises(InvalidRequestError, match=r"--peer-python .*nowhere: No such file"):
+        run(tiny, Plan(pp=[4], peers=["llama-cpp-python"], pythons=[str(tmp_path / "nowhere")]))
+
+
+def test_this_worker_must_run(tiny: Path) -> None:
+    with pytest.raises(PeerError, match=r"^llm-worker-rbee ended with exit status 1: .*unknown backend 'none'"):
+        run(tiny, Plan(pp=[4], tg=[0], peers=[], backend="none"))

@@ -1,0 +1,197 @@
+"""Estimates, intervals, outliers and verdicts, against distributions whose truth is known."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from llm_worker_rbee.bench import statistics
+from llm_worker_rbee.bench.statistics import Change, Outliers, compare, estimate, judge, midmean, outliers
+
+TRIALS = 1000
+FLOATS = st.floats(-1e9, 1e9, allow_subnormal=False)
+
+
+@pytest.fixture(autouse=True)
+def no_warning_of_numpy() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+
+
+def noisy(rng: np.random.Generator, mean: float, count: int = 100) -> NDArray[np.float64]:
+    """Times with a standard deviation of 5%, and 3% of them 1.5 to 3 times as long."""
+    times = mean * rng.normal(1.0, 0.05, count)
+    wild = rng.random(count) < 0.03
+    times[wild] *= rng.uniform(1.5, 3.0, int(wild.sum()))
+    return times
+
+
+def verdicts(slowdown: float, *, count: int = 100, seed: int, **more: bool) -> list[str]:
+    rng = np.random.default_rng(seed)
+    pairs = ((noisy(rng, 1.0, count), noisy(rng, 1.0 + slowdown, count)) for _ in range(TRIALS))
+    return [compare(list(before), list(after), **more).verdict for before, after in pairs]
+
+
+def test_a_planted_slowdown_of_5_percent_is_found() -> None:
+    found = verdicts(0.05, seed=1)
+    assert found.count("regressed") >= 0.95 * TRIALS
+    assert found.count("improved") == 0
+
+
+def test_a_planted_gain_of_5_percent_is_found() -> None:
+    assert verdicts(-0.05, seed=2).count("improved") >= 0.95 * TRIALS
+
+
+@pytest.mark.parametrize("count", [5, 20, 100])
+def test_equal_samples_are_not_called_different(count: int) -> None:
+    assert verdicts(0.0, count=count, seed=3).count("within noise") >= 0.95 * TRIALS
+
+
+def test_a_throughput_that_grows_is_an_improvement() -> None:
+    assert compare([1.0] * 5, [2.0] * 5, lower_is_better=False) == Change(1.0, 1.0, 1.0, "improved")
+    assert compare([1.0] * 5, [2.0] * 5).verdict == "regressed"
+    assert compare([1.0] * 5, [0.5] * 5, lower_is_better=False).verdict == "regressed"
+
+
+@pytest.mark.parametrize("count", [5, 10, 30, 100])
+@pytest.mark.parametrize("name", ["normal", "uniform", "skewed"])
+def test_the_interval_holds_the_truth_about_as_often_as_it_says(name: str, count: int) -> None:
+    rng = np.random.default_rng(count)
+    draw = {
+        "normal": lambda n: rng.normal(10.0, 1.0, n),
+        "uniform": lambda n: rng.uniform(5.0, 15.0, n),
+        "skewed": lambda n: rng.lognormal(0.0, 0.5, n),
+    }[name]
+    truth = float(midmean(np.asarray(draw(1_000_000))))
+    estimates = [estimate(list(draw(count))) for _ in range(TRIALS)]
+    inside = sum(one.low <= truth <= one.high for one in estimates) / TRIALS
+    assert 0.91 <= inside <= 0.995, f"{inside:.1%} of the intervals hold {truth}"
+
+
+def test_the_interval_shrinks_with_more_samples() -> None:
+    rng = np.random.default_rng(4)
+    values = list(rng.normal(10.0, 1.0, 400))
+    widths = [one.high - one.low for one in (estimate(values[:n]) for n in (10, 40, 400))]
+    assert widths[0] > 1.5 * widths[1] > 3 * widths[2]
+
+
+def test_wild_samples_hardly_move_the_estimate() -> None:
+    calm = list(np.random.default_rng(5).normal(1.0, 0.01, 100))
+    wild = [100.0] * 10 + calm[10:]
+    assert estimate(wild).value == pytest.approx(estimate(calm).value, rel=0.01)
+    assert estimate(wild).high < 1.05
+
+
+@given(st.lists(FLOATS, min_size=1, max_size=40))
+def test_the_midmean_is_the_mean_of_the_middle_half(values: list[float]) -> None:
+    fine = np.sort(np.repeat(values, 4))  # four parts of each sample: the middle half has whole parts
+    middle = fine[len(values) : 3 * len(values)].mean()
+    assert float(midmean(np.array(values))) == pytest.approx(middle, rel=1e-9, abs=1e-3)
+
+
+@given(st.lists(FLOATS, min_size=1, max_size=30))
+def test_an_estimate_lies_in_its_interval_and_the_interval_among_the_samples(values: list[float]) -> None:
+    value, low, high = estimate(values)
+    slack = 1e-9 * max(map(abs, values)) + 1e-12
+    assert min(values) - slack <= low <= value <= high <= max(values) + slack
+
+
+def test_the_same_samples_always_give_the_same_interval() -> None:
+    values = list(np.random.default_rng(6).normal(1.0, 0.1, 50))
+    assert estimate(values) == estimate(values[::-1])
+    assert compare(values, values[:30]) == compare(values, values[:30])
+
+
+def test_kept_and_fresh_weights_of_resamples_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = list(np.random.default_rng(7).normal(1.0, 0.1, 80))
+    kept = estimate(values)
+    monkeypatch.setattr(statistics, "KEPT", 10)  # what very many samples use: parts, and nothing kept
+    assert estimate(values) == pytest.approx(kept)
+
+
+def test_a_resample_weighs_as_sorting_it_would() -> None:
+    rng, values = np.random.default_rng(8), np.sort(np.random.default_rng(9).normal(size=13))
+    drawn = np.random.default_rng(8).integers(0, 13, (50, 13))
+    np.testing.assert_allclose(statistics._weights(rng, 50, 13) @ values, midmean(values[drawn]), rtol=1e-12)
+
+
+def test_planted_outliers_are_counted_on_each_side() -> None:
+    middle = list(
+        np.linspace(10.0, 20.0, 101)
+    )  # with the planted ones, quartiles near 12.5 and 17.5, fences near 5 and 25
+    planted = [-10.0] * 2 + [3.0] * 3 + [27.0] * 4 + [60.0] * 1
+    found = outliers(middle + planted)
+    assert found == Outliers(low_severe=2, low_mild=3, high_mild=4, high_severe=1)
+    assert found.total == 10
+    assert outliers(middle).total == 0
+
+
+@pytest.mark.parametrize("values", [[5.0], [5.0, 7.0]])
+def test_few_samples_give_their_range_and_no_verdict(values: list[float]) -> None:
+    assert estimate(values) == (sum(values) / len(values), min(values), max(values))
+    change = compare(values, [100.0] * 50)
+    assert change.verdict == "within noise"
+    assert (change.low, change.high) == (-math.inf, math.inf)
+    assert change.change == pytest.approx(100.0 / (sum(values) / len(values)) - 1)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "change", "verdict"),
+    [
+        ([0.0] * 5, [0.0] * 5, 0.0, "within noise"),
+        ([0.0] * 5, [1.0] * 5, math.inf, "regressed"),
+        ([1.0] * 5, [0.0] * 5, -1.0, "improved"),
+        ([1.0] * 5, [1.019] * 5, 0.019, "within noise"),  # smaller than two runs of one program differ
+    ],
+)
+def test_zeros_and_samples_without_spread(
+    before: Sequence[float], after: Sequence[float], change: float, verdict: str
+) -> None:
+    found = compare(before, after)
+    assert found.change == found.low == found.high
+    assert (pytest.approx(found.change), found.verdict) == (change, verdict)
+
+
+def test_zeros_among_the_samples_before_do_no_harm() -> None:
+    found = compare([0.0, 0.0, 0.0, 1.0, 1.0, 1.0], [1.0] * 6)
+    assert found.verdict == "within noise"
+    assert found.high == math.inf
+
+
+def test_what_is_no_number_does_not_count() -> None:
+    values = [1.0, 2.0, 3.0, 4.0, 5.0]
+    spoilt = [math.nan, *values, math.inf, -math.inf]
+    assert estimate(spoilt) == estimate(values)
+    assert outliers(spoilt) == outliers(values)
+    assert compare(spoilt, values) == compare(values, values)
+
+
+@pytest.mark.parametrize("values", [[], [math.nan]])
+def test_no_samples_give_no_estimate(values: list[float]) -> None:
+    assert all(math.isnan(x) for x in estimate(values))
+    assert outliers(values).total == 0
+    assert compare(values, [1.0] * 5).verdict == compare([1.0] * 5, values).verdict == "within noise"
+
+
+@pytest.mark.parametrize(
+    ("low", "change", "high", "verdict"),
+    [
+        (0.01, 0.05, 0.09, "regressed"),
+        (-0.01, 0.05, 0.11, "within noise"),  # the interval holds zero
+        (0.001, 0.015, 0.03, "within noise"),  # sure, and too small
+        (-0.09, -0.05, -0.01, "improved"),
+        (math.nan, 0.5, math.nan, "within noise"),
+    ],
+)
+def test_a_verdict_needs_an_interval_without_zero_and_a_change_above_the_noise(
+    low: float, change: float, high: float, verdict: str
+) -> None:
+    assert judge(change, low, high, lower_is_better=True) == verdict

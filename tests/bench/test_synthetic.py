@@ -1,0 +1,153 @@
+"""Synthetic models: llama.cpp's mix of types, sound random blocks, a file that others read."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import chain
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+
+from llm_worker_rbee import LLM
+from llm_worker_rbee.backends import reference
+from llm_worker_rbee.bench import synthetic
+from llm_worker_rbee.bench.blocks import SPREAD, random_tensor
+from llm_worker_rbee.bench.drive import Drive
+from llm_worker_rbee.bench.micro.suite import WEIGHT_TYPES
+from llm_worker_rbee.bench.synthetic import SHAPES, Shape, Spec, checkpoint, parse, plans, write
+from llm_worker_rbee.bench.synthetic.type_mix import MIXES
+from llm_worker_rbee.errors import InsufficientMemoryError, InvalidRequestError, WorkerError
+from llm_worker_rbee.models import describe, load_model
+from llm_worker_rbee.weights import open_checkpoint
+from llm_worker_rbee.weights.quants import BlockType
+
+from . import llama_cpp_types
+
+ROLES = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
+SMALL = Shape(3, 256, 8, 2, 512, 320, 64)
+
+
+def spread_out(line: str, layers: int) -> dict[str, list[str]]:
+    """A line of the table of facts: role -> types over the layers."""
+    embedding, output, *rest = line.split(" ")
+    found = {"token_embd": [embedding], "output": [] if output == "-" else [output]}
+    for role, runs in zip(ROLES, rest, strict=True):
+        pairs = [run.rpartition("x") if "x" in run else (run, "x", str(layers)) for run in runs.split(",")]
+        found[role] = list(chain.from_iterable([kind] * int(count) for kind, _, count in pairs))
+        assert len(found[role]) == layers
+    return found
+
+
+@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize("name", llama_cpp_types.SHAPES)
+def test_types_are_those_of_llama_cpp(name: str, mix: str) -> None:
+    shape = llama_cpp_types.SHAPES[name]
+    found: dict[str, list[str]] = {role: [] for role in ("token_embd", "output", *ROLES)}
+    for plan in plans(Spec(name, shape, mix, shape.layers)):
+        if len(plan.shape) == 2:
+            found[plan.name.removesuffix(".weight").rpartition(".")[2]].append(plan.kind.name)
+        else:
+            assert plan.kind.name == "F32"
+    assert found == spread_out(llama_cpp_types.TYPES[name][mix], shape.layers)
+
+
+def test_the_size_of_a_well_known_file() -> None:
+    # llama-2-7b.Q4_K_M.gguf has 4,081,004,224 bytes; 741,056 of them are metadata and padding.
+    assert parse("llama2-7b:Q4_K_M").nbytes == 4_080_263_168
+    assert parse("llama2-7b:Q4_K_M:4").nbytes < 4_080_263_168 / 4
+
+
+@pytest.mark.parametrize("kind", WEIGHT_TYPES, ids=lambda kind: kind.name)
+def test_blocks_are_finite_and_of_the_wanted_size(kind: BlockType) -> None:
+    tensor = random_tensor(kind, (64, 4096), size=0.02)
+    values = tensor.dequantize()
+    assert np.isfinite(values).all()
+    assert 0.02 / SPREAD < np.sqrt(np.mean(np.square(values))) < 0.02 * SPREAD
+    assert abs(values.mean()) < 0.02
+    assert len(np.unique(tensor.rows, axis=0)) > 16
+
+
+def test_tensors_have_memory_of_their_own_and_differ() -> None:
+    made = checkpoint(Spec("small", SMALL, "Q4_K_M", 3), seed=1)
+    matrices = [t for t in made.tensors.values() if len(t.shape) == 2]
+    for i, one in enumerate(matrices):
+        assert one.find_bad_scale() is None
+        for other in matrices[i + 1 :]:
+            assert not np.shares_memory(one.data, other.data)
+            assert one.data[:4096].tobytes() != other.data[:4096].tobytes()
+    same = checkpoint(Spec("small", SMALL, "Q4_K_M", 3), seed=1)
+    assert all((same.tensors[name].data == t.data).all() for name, t in made.tensors.items())
+    other = checkpoint(Spec("small", SMALL, "Q4_K_M", 3), seed=2)
+    assert (other.tensors["token_embd.weight"].data != made.tensors["token_embd.weight"].data).any()
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2"])
+def test_activations_stay_finite(architecture: str) -> None:
+    shape = SMALL._replace(layers=12, architecture=architecture)
+    made = checkpoint(Spec("deep", shape, "Q4_K_M", 12))
+    model = load_model(made, reference, describe(made))  # type: ignore[arg-type]
+    (token,) = Drive(model, 8).prefill(0, 8, 1)  # refuses logits that are not finite
+    assert 0 <= token < shape.vocabulary
+
+
+@pytest.mark.parametrize("mix", ["Q4_K_M", "Q5_1", "BF16"])
+def test_the_file_is_read_by_others_and_by_us(tmp_path: Path, mix: str) -> None:
+    spec = Spec("small", SMALL, mix, 2)
+    path = write(spec, tmp_path / "small.gguf", seed=4)
+    made, opened = checkpoint(spec, seed=4), open_checkpoint(path)
+    assert {name: (t.kind.name, t.shape) for name, t in opened.tensors.items()} == {
+        name: (t.kind.name, t.shape) for name, t in made.tensors.items()
+    }
+    assert all((opened.tensors[name].data == t.data).all() for name, t in made.tensors.items())
+    # the file keeps its numbers as float32
+    assert replace(describe(opened), norm_eps=1e-5) == describe(made)
+    read = gguf.GGUFReader(path)
+    for tensor in read.tensors:
+        values = gguf.dequantize(tensor.data, tensor.tensor_type)
+        assert np.isfinite(values).all()
+        assert (values.reshape(-1) == opened.tensors[tensor.name].dequantize().reshape(-1)).all()
+    assert len(LLM(path).generate("t5 hello", max_tokens=3, temperature=0.0, ignore_eos=True).tokens) == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("llama9:Q4_0", "unknown synthetic model 'llama9': use one of llama2-7b"),
+        ("llama2-7b", "is not of the form"),
+        ("llama2-7b:Q4_0:4:4", "is not of the form"),
+        ("llama2-7b:Q9", "unknown type mix 'Q9': use one of F32"),
+        ("llama2-7b:Q4_0:33", "layers must be 1 to 32, not '33'"),
+        ("llama2-7b:Q4_0:0", "layers must be 1 to 32, not '0'"),
+        ("llama2-7b:Q4_0:x", "layers must be 1 to 32, not 'x'"),
+    ],
+)
+def test_a_wrong_name_is_told(text: str, told: str) -> None:
+    with pytest.raises(InvalidRequestError, match=told):
+        parse(text)
+
+
+def test_names() -> None:
+    assert str(parse("llama2-7b:q4_k_m:4")) == "llama2-7b:Q4_K_M:4"
+    assert str(parse("llama2-7b:Q4_K_M:32")) == "llama2-7b:Q4_K_M"
+    for name, shape in SHAPES.items():
+        assert shape.width % shape.heads == 0, name
+        assert shape.heads % shape.kv_heads == 0, name
+
+
+def test_what_does_not_fit_is_refused_with_the_figures(tmp_path: Path) -> None:
+    huge = Spec("huge", Shape(50, 1 << 18, 64, 64, 1 << 20, 1 << 17, 64), "F16", 50)
+    with pytest.raises(InsufficientMemoryError, match=r"^huge:F16 takes [\d,.]+ GB of memory and [\d,.]+ GB are free"):
+        checkpoint(huge)
+    with pytest.raises(WorkerError, match=r"^huge:F16 takes [\d,.]+ GB on disk and .* GB left: use fewer layers"):
+        write(huge, tmp_path / "huge.gguf")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_progress_ends_at_the_whole() -> None:
+    told: list[tuple[str, float, float]] = []
+    spec = Spec("small", SMALL, "Q8_0", 1)
+    synthetic.checkpoint(spec, progress=lambda *step: told.append(step))
+    assert told[-1] == ("making small:Q8_0:1", spec.nbytes, spec.nbytes)
+    assert [done for _, done, _ in told] == sorted(done for _, done, _ in told)

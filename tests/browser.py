@@ -1,0 +1,56 @@
+"""A headless Chromium for tests of pages. Without one they are skipped, and the reason is printed.
+
+Playwright's own browsers are never fetched: the one of the system is used.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+NAMES = ("/usr/bin/chromium", "chromium", "chromium-browser", "google-chrome")
+
+
+def executable() -> str | None:
+    return next((found for name in NAMES if (found := shutil.which(name))), None)
+
+
+@contextmanager
+def chromium() -> Iterator[Any]:
+    """A running browser; a test that needs it is skipped where there is none."""
+    path = executable()
+    if path is None:
+        how = "CI=true make test installs it as root on Debian" if os.environ.get("CI") != "true" else "apt-get failed?"
+        pytest.skip(f"chromium is not installed ({how})")
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    with playwright.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=path, args=["--no-sandbox", "--disable-gpu"])
+        yield browser
+        browser.close()
+
+
+class Page:
+    """One page in a browser, with all that it asked for and complained about."""
+
+    def __init__(self, browser: Any, path: Path, *, width: int = 1200, dark: bool = False) -> None:
+        scheme = "dark" if dark else "light"
+        self.context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
+        self.page = self.context.new_page()
+        self.requests: list[str] = []
+        self.complaints: list[str] = []
+        self.page.on("request", lambda request: self.requests.append(request.url))
+        self.page.on("console", lambda message: self.complaints.append(message.text))
+        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        self.page.goto(path.as_uri())
+
+    def __enter__(self) -> Page:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.context.close()

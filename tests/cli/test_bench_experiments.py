@@ -1,0 +1,36 @@
+"""`bench experiments` as a person calls it. The experiments themselves are tested in tests/bench."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from .conftest import Run
+
+
+def test_a_verdict_is_one_line_and_the_page_is_written(cli: Run, tiny: Path, tmp_path: Path) -> None:
+    page = tmp_path / "docs" / "claims.md"
+    done = cli("bench", "experiments", "--only", "2", "-m", tiny, "--claims", page)
+    assert done.returncode == 0
+    verdict = done.stdout.decode().splitlines()[-1]
+    assert verdict.startswith("claim 2: refuted - 2 of 4 parts do their job on a real file (50%): GGUF loads: yes, ")
+    assert f"`{verdict}`" in page.read_text()
+    assert f"wrote {page}" in done.stderr.decode()
+
+
+def test_json_holds_verdicts_and_results(cli: Run, tiny: Path) -> None:
+    done = cli("bench", "experiments", "--only", "2", "-m", tiny, "--json")
+    value = json.loads(done.stdout)
+    assert (done.returncode, value["kind"]) == (0, "experiments")
+    assert [one["verdict"] for one in value["details"]["verdicts"]] == ["refuted"]
+    assert "claim2/covered" in {result["name"] for result in value["results"]}
+
+
+def test_what_is_wrong_is_told(cli: Run, tiny: Path, tmp_path: Path) -> None:
+    done = cli("bench", "experiments", "--only", "9")
+    assert (done.returncode, done.stdout) == (1, b"")
+    assert "there is no claim '9': known are 1, 2, 3, 3a, 4, 5" in done.stderr.decode()
+    (tmp_path / "file").write_text("")
+    done = cli("bench", "experiments", "--only", "2", "-m", tiny, "--claims", tmp_path / "file" / "claims.md")
+    assert done.returncode == 1
+    assert "cannot write" in done.stderr.decode()

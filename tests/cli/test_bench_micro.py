@@ -1,0 +1,144 @@
+"""`bench micro` as a user types it: the table, JSON, baselines and their exit status, Ctrl-C."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llm_worker_rbee.bench.results import Run
+
+from .conftest import Terminal
+
+FAST = ("--seconds", "0.01")
+
+
+@pytest.fixture(autouse=True)
+def data_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    return tmp_path / "llm-worker-rbee" / "baselines"
+
+
+def slowed(path: Path, factor: float) -> None:
+    """The same run, as if it had taken so many times as long."""
+    value = json.loads(path.read_text())
+    for result in value["results"]:
+        for key in ("estimate", "low", "high"):
+            result[key] *= factor
+        result["samples"] = [sample * factor for sample in result["samples"]]
+    path.write_text(json.dumps(value))
+
+
+def test_table(cli: Callable[..., Any]) -> None:
+    done = cli("bench", "micro", "--filter", "rms_norm|causal_mask/8", *FAST)
+    assert done.returncode == 0, done.stderr
+    head, *rows = done.stdout.decode().splitlines()
+    assert head.split() == ["BACKEND", "TIME", "95%", "INTERVAL", "OF", "LIMIT", "BOUND", "BY", "SAMPLES", "OUTLIERS"]
+    assert [row.split()[0] for row in rows] == ["causal_mask/8", "rms_norm/1", "rms_norm/128"]
+    assert all(" reference " in row for row in rows)
+
+
+def test_json_is_one_object(cli: Callable[..., Any]) -> None:
+    done = cli("bench", "micro", "--filter", "rms_norm/1$", "--json", *FAST)
+    value = json.loads(done.stdout)
+    (result,) = value["results"]
+    assert (result["name"], result["unit"], result["backend"]) == ("rms_norm/1", "s", "reference")
+    assert result["low"] <= result["estimate"] <= result["high"]
+    assert value["settings"]["filter"] == "rms_norm/1$"
+    assert Run.from_json(value, "output").results[0].samples == tuple(result["samples"])
+
+
+def test_baselines_by_name_and_exit_status(cli: Callable[..., Any], data_folder: Path) -> None:
+    args = ("bench", "micro", "--filter", "sampling/greedy")
+    assert cli(*args, "--save-baseline", "current", "--seconds", "0.05").returncode == 0
+    saved = data_folder / "current.json"
+    slowed(saved, 0.25)  # as if we had been four times as fast
+    done = cli(*args, "--baseline", "current", "--seconds", "0.05")
+    assert done.returncode == 1
+    assert b"regressed past 10%" in done.stdout
+    loose = cli(*args, "--baseline", str(saved), "--threshold", "1000", "--seconds", "0.05")
+    assert loose.returncode == 0
+    assert b"regressed" in loose.stdout
+    slowed(saved, 400)
+    better = cli(*args, "--baseline", "current", "--json", "--seconds", "0.05")
+    assert better.returncode == 0
+    value = json.loads(better.stdout)
+    assert [c["verdict"] for c in value["comparison"]] == ["improved"]
+    assert value["regressions"] == 0
+
+
+def test_a_baseline_that_is_not_there_fails_before_anything_is_measured(cli: Callable[..., Any]) -> None:
+    done = cli("bench", "micro", "--baseline", "nowhere")
+    assert done.returncode == 1
+    assert done.stderr.decode() == (
+        "error: there is no baseline 'nowhere' (baselines: none yet: --save-baseline NAME makes one)\n"
+    )
+
+
+def test_a_baseline_of_another_machine_is_refused_unless_forced(cli: Callable[..., Any], data_folder: Path) -> None:
+    args = ("bench", "micro", "--filter", "rms_norm/1$", *FAST)
+    cli(*args, "--save-baseline", "theirs")
+    path = data_folder / "theirs.json"
+    value = json.loads(path.read_text())
+    value["machine"] |= {"cpu": "Another 9000", "fingerprint": "0" * 12}
+    path.write_text(json.dumps(value))
+    refused = cli(*args, "--baseline", "theirs")
+    assert refused.returncode == 1
+    assert b"another machine" in refused.stderr
+    assert b"'Another 9000' then" in refused.stderr
+    assert refused.stdout == b""
+    assert cli(*args, "--baseline", "theirs", "--force", "--threshold", "1e9").returncode == 0
+
+
+def test_two_sides_are_compared(cli: Callable[..., Any]) -> None:
+    args = ("bench", "micro", "--ab", "backend=reference,reference", "--filter", "rms_norm/1$", *FAST)
+    done = cli(*args)
+    assert done.returncode == 0
+    assert b"reference#1" in done.stdout
+    assert b"VERDICT" in done.stdout
+    value = json.loads(cli(*args, "--json").stdout)
+    assert [r["backend"] for r in value["results"]] == ["reference#1", "reference#2"]
+    assert value["details"]["ab"][0]["verdict"] in ("improved", "regressed", "within noise")
+
+
+@pytest.mark.parametrize(
+    ("args", "status", "told"),
+    [
+        (("--filter", "nothing-like-it"), 1, "matches no benchmark"),
+        (("--filter", "*"), 1, "not a regular expression"),
+        (("--ab", "backend=reference"), 2, "backend=A,B"),
+        (("--ab", "speed=a,b"), 2, "backend=A,B"),
+        (("--backend", "magic"), 1, "unknown backend 'magic'"),
+        (("--threshold", "-1"), 2, "--threshold"),
+        (("--save-baseline", "../../up", "--filter", "rms_norm/1$"), 1, "cannot name a baseline"),
+    ],
+)
+def test_wrong_usage(cli: Callable[..., Any], args: tuple[str, ...], status: int, told: str) -> None:
+    done = cli("bench", "micro", *args, *FAST)
+    assert done.returncode == status
+    assert told in done.stderr.decode()
+    assert len(done.stderr.decode().strip().splitlines()[-1:]) == 1
+
+
+def test_list(cli: Callable[..., Any]) -> None:
+    names = cli("bench", "micro", "--list", "--filter", "full_attention").stdout.decode().split()
+    assert names == ["full_attention/1", "full_attention/8", "full_attention/32"]
+
+
+def test_ctrl_c_keeps_what_was_measured(terminal: Callable[..., Terminal], tmp_path: Path) -> None:
+    saved = tmp_path / "run.json"
+    args = ("--filter", "rms_norm|linear/Q6_K/1", "--seconds", "2", "--save", str(saved))
+    running = terminal("bench", "micro", *args, XDG_DATA_HOME=str(tmp_path))
+    running.wait_for("linear/Q6_K/1")
+    running.send("\x03")
+    status, seen = running.finish()
+    assert status == 130
+    assert b"rms_norm/128" in seen
+    assert b"kept" in seen
+    run = Run.load(saved)
+    assert not run.complete
+    assert {"rms_norm/1", "rms_norm/128"} <= {result.name for result in run.results}
+    assert "linear/Q6_K/128" not in {result.name for result in run.results}

@@ -1,0 +1,55 @@
+"""`bench peers` as a person or a program calls it, beside a program that prints what llama-bench prints."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.bench.test_peers import FAKE, program
+
+from .conftest import Run
+
+
+@pytest.fixture(scope="module")
+def fake(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return program(tmp_path_factory.mktemp("bin") / "llama-bench", FAKE.format(python=sys.executable))
+
+
+def test_the_table(cli: Run, tiny: Path, fake: Path) -> None:
+    options = ("--pp", "8", "--tg", "2", "-r", "2", "--llama-bench", fake, "--peer", "llama-bench")
+    done = cli("bench", "peers", tiny, *options, "--peer", "llama-cpp-python")
+    assert done.returncode == 0, done.stderr
+    lines = [line.split() for line in done.stdout.decode().splitlines()]
+    assert lines[2][:3] == ["PEER", "RESULT", "95%"]
+    rows = [(line[0], line[1]) for line in lines[3:]]
+    assert rows == [(t, p) for t in ("pp8", "tg2") for p in ("llm-worker-rbee", "llama-bench")]
+    assert done.stdout.decode().splitlines()[4].endswith("build 7031 (0c1e570)")
+    notes = done.stderr.decode()
+    assert "llama-bench leaves sampling out" in notes
+    assert "left out: llama-cpp-python: llama_cpp not installed" in notes
+
+
+def test_the_object_of_a_synthetic_model(cli: Run, fake: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    options = ("--pp", "2", "--tg", "0", "-r", "1", "--llama-bench", fake, "--peer", "llama-bench", "--json")
+    done = cli("bench", "peers", "--synthetic", "smollm2-135m:Q4_0:1", *options)
+    assert done.returncode == 0, done.stderr
+    run = json.loads(done.stdout)
+    found = {one["name"]: one for one in run["results"]}
+    assert set(found) == {"pp2/llm-worker-rbee", "pp2/llama-bench"}
+    ours, theirs = found["pp2/llm-worker-rbee"], found["pp2/llama-bench"]
+    assert theirs["ours_over_peer"] == pytest.approx(ours["estimate"] / theirs["estimate"])
+    assert run["model"]["name"] == "smollm2-135m-Q4_0-1.gguf"
+
+
+def test_wrong_usage(cli: Run, tiny: Path) -> None:
+    done = cli("bench", "peers", tiny, "--peer", "vllm")
+    assert (done.returncode, done.stdout) == (1, b"")
+    assert done.stderr.startswith(
+        b"error: unknown peer 'vllm': use some of llama-bench, llama-cpp-python, transformers"
+    )
+    done = cli("bench", "peers", tiny, "--pp", "8", "--timeout", "0")
+    assert done.returncode == 2

@@ -1,0 +1,89 @@
+"""`profile` as a person or a program calls it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from llm_worker_rbee.bench.results import Run as BenchRun
+
+from .conftest import Run, Terminal
+
+SMALL = ("--pp", "8", "--tg", "2", "-r", "3", "--flame", "0.05")
+FILES = {"report.md", "report.html", "flame-prefill.svg", "flame-decode.svg", "profile.speedscope.json", "run.json"}
+
+
+def test_tables_and_files(cli: Run, tiny: Path, tmp_path: Path) -> None:
+    done = cli("profile", tiny, *SMALL, "--out", tmp_path / "out")
+    assert done.returncode == 0
+    assert {path.name for path in (tmp_path / "out").iterdir()} == FILES
+    text = done.stdout.decode()
+    assert text.count("COMPONENT") == 2
+    for label in ("embedding", "norm", "QKV", "RoPE", "KV write", "attention", "output", "MLP", "head", "sampling",
+                  "scheduling", "Python overhead"):  # fmt: skip
+        assert len(re.findall(rf"^{re.escape(label)} +\d+\.\d%", text, re.MULTILINE)) == 2
+    assert len(re.findall(r"^top five: (?:[^,]+, ){4}[^,]+$", text, re.MULTILINE)) == 2
+    assert text.count("targets:") == 2
+    assert "The stopwatch costs" in text
+    assert f"report: {tmp_path / 'out' / 'report.html'}" in done.stderr.decode()
+    saved = BenchRun.load(tmp_path / "out" / "run.json")
+    assert (saved.kind, saved.complete, saved.settings["pp"]) == ("profile", True, 8)
+    assert saved.model is not None
+    assert saved.model["name"] == "tiny.gguf"
+
+
+def test_json_is_one_object(cli: Run, tiny: Path, tmp_path: Path) -> None:
+    done = cli("profile", tiny, *SMALL, "--out", tmp_path / "out", "--json", "--save", tmp_path / "saved.json")
+    assert done.returncode == 0
+    value = json.loads(done.stdout)
+    names = {result["name"] for result in value["results"]}
+    assert {"prefill/step", "decode/step", "prefill/qkv", "decode/python"} <= names
+    qkv = next(result for result in value["results"] if result["name"] == "decode/qkv")
+    assert {"share", "class", "calls", "bytes", "limit_s", "percent_of_limit", "backend"} <= set(qkv)
+    assert (qkv["unit"], qkv["backend"]) == ("s", "reference")
+    assert len(BenchRun.load(tmp_path / "saved.json").results) == len(names)
+
+
+def test_without_out_the_folder_is_named_after_model_and_day(
+    cli: Run, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for _ in range(2):
+        assert cli("profile", tiny, "--pp", "4", "--tg", "1", "-r", "1", "--flame", "0").returncode == 0
+    first, second = sorted(path.name for path in tmp_path.iterdir())
+    assert re.fullmatch(r"profile-tiny-\d{4}-\d\d-\d\d", first)
+    assert second == f"{first}-2"
+    assert {path.name for path in (tmp_path / first).iterdir()} == {"report.md", "report.html", "run.json"}
+
+
+@pytest.mark.parametrize(
+    ("args", "status", "told"),
+    [
+        (("--native",), 2, "--native goes with --py-spy"),
+        (("--pp", "300"), 1, "--pp 300 and --tg 16 need a context of 317: the model has 256"),
+        (("--pp", "0"), 2, "--pp"),
+        (("--backend", "nope"), 1, "unknown backend 'nope'"),
+    ],
+)
+def test_what_is_wrong_is_told(cli: Run, tiny: Path, args: tuple[str, ...], status: int, told: str) -> None:
+    done = cli("profile", tiny, *args)
+    assert (done.returncode, done.stdout) == (status, b"")
+    assert told in done.stderr.decode()
+
+
+def test_ctrl_c_leaves_a_report(terminal: Callable[..., Terminal], tiny: Path, tmp_path: Path) -> None:
+    screen = terminal("profile", tiny, "--pp", "4", "--tg", "2", "-r", "1000000", "--out", tmp_path / "out")
+    screen.wait_for("repetition 9")
+    screen.send("\x03")
+    status, shown = screen.finish()
+    assert status == 130
+    assert b"Traceback" not in shown
+    assert b"stopped" in shown
+    saved = BenchRun.load(tmp_path / "out" / "run.json")
+    assert not saved.complete
+    assert saved.results
+    assert "broken off early" in (tmp_path / "out" / "report.html").read_text()
