@@ -132,17 +132,27 @@ def compare(before: Run, after: Run, noise: float = statistics.NOISE) -> list[Co
     return made
 
 
-def change_of(before: Result, after: Result, noise: float = statistics.NOISE) -> statistics.Change:
+def change_of(
+    before: Result, after: Result, noise: float = statistics.NOISE, *, paired: bool = False
+) -> statistics.Change:
     """How one result changed; figures without samples are compared by their intervals."""
     lower = after.better == "lower"
     if before.samples and after.samples:
-        return statistics.compare(before.samples, after.samples, lower_is_better=lower, noise=noise)
+        rounds = (_rounds(before), _rounds(after))
+        return statistics.compare(
+            before.samples, after.samples, lower_is_better=lower, noise=noise, rounds=rounds, paired=paired
+        )
     change = statistics.change(before.estimate, after.estimate)
     if before.samples or after.samples:
         return statistics.Change(change, float("-inf"), float("inf"), "within noise")
     # intervals without samples: as far apart as their ends may be (a counted figure is both its ends)
     low, high = statistics.change(before.high, after.low), statistics.change(before.low, after.high)
     return statistics.Change(change, low, high, statistics.judge(change, low, high, lower, noise))
+
+
+def _rounds(result: Result) -> list[int]:
+    found = result.fields.get("rounds", [])
+    return found if isinstance(found, list) and all(type(n) is int and n > 0 for n in found) else []
 
 
 def _alone(run: Run) -> set[str]:

@@ -49,7 +49,7 @@ class Result:
     @staticmethod
     def of(name: str, unit: str, samples: Sequence[float], better: Better = "lower", **fields: Any) -> Result:
         """The result that these samples give."""
-        value, low, high = statistics.estimate(samples)
+        value, low, high = statistics.estimate(samples, fields.get("rounds", ()))
         return Result(name, unit, value, low, high, better, tuple(samples), fields)
 
     @staticmethod

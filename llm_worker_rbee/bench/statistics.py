@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
+Samples = Sequence[float] | Floats
 Verdict = Literal["improved", "regressed", "within noise"]
 
 RESAMPLES = 2000
@@ -23,6 +24,7 @@ CONFIDENCE = 0.95  # of an estimate's interval
 CHANGE_CONFIDENCE = 0.99  # of a change's interval: a verdict should seldom be wrong
 NOISE = 0.03  # smaller changes are never called changes: where the arrays of one program lie makes as much
 KEPT = 250  # samples up to which the weights of resamples are kept: 4 MB each
+QUIETER_HALF = 0.6  # the standard deviation of the lower half of a normal distribution, over that of the whole
 FEWEST = 3  # samples that an interval needs
 
 
@@ -65,8 +67,12 @@ def midmean(samples: Floats) -> Floats:
     return np.asarray(np.sort(samples, axis=-1) @ (weights / weights.sum()))
 
 
-def estimate(samples: Sequence[float]) -> Estimate:
-    """The midmean and its interval; samples that are no numbers do not count, and nothing gives NaN."""
+def estimate(samples: Sequence[float], rounds: Sequence[int] = ()) -> Estimate:
+    """The midmean and its interval; samples that are no numbers do not count, and nothing gives NaN.
+
+    `rounds` says how many of the samples were taken together: those of the quieter half of all rounds, one after the
+    other. Where rounds differ, the machine drifted, and the interval is wider than the samples alone would have it.
+    """
     values = _finite(samples)
     if not values.size:
         return Estimate(math.nan, math.nan, math.nan)
@@ -74,7 +80,8 @@ def estimate(samples: Sequence[float]) -> Estimate:
     if values.size < FEWEST:
         return Estimate(middle, float(values.min()), float(values.max()))
     low, high = _percentiles(_resampled(values, 0), CONFIDENCE, values.size)
-    return Estimate(middle, min(low, middle), max(high, middle))
+    apart = abs(middle) * _drift(_round_means(samples, rounds), CONFIDENCE)
+    return Estimate(middle, middle - math.hypot(middle - low, apart), middle + math.hypot(high - middle, apart))
 
 
 def interval(resampled: Floats, n: int) -> tuple[float, float]:
@@ -99,9 +106,22 @@ def outliers(samples: Sequence[float]) -> Outliers:
 
 
 def compare(
-    before: Sequence[float], after: Sequence[float], *, lower_is_better: bool = True, noise: float = NOISE
+    before: Samples,
+    after: Samples,
+    *,
+    lower_is_better: bool = True,
+    noise: float = NOISE,
+    rounds: tuple[Sequence[int], Sequence[int]] = ((), ()),
+    paired: bool = False,
 ) -> Change:
-    """Whether `after` differs from `before`: its interval must leave out zero, and the change must exceed the noise."""
+    """Whether `after` differs from `before`: its interval must leave out zero, and the change must exceed the noise.
+
+    `paired` rounds were taken in turn: only what they change against each other is drift.
+    """
+    means = [_round_means(side, sizes) for side, sizes in zip((before, after), rounds, strict=True)]
+    if paired and means[0].size == means[1].size > 0:
+        before, after = (np.asarray(s) / np.repeat(means[0], n) for s, n in zip((before, after), rounds, strict=True))
+        means = [means[1] / means[0]]
     old, new = _finite(before), _finite(after)
     fewest = min(old.size, new.size)
     if not fewest:
@@ -111,6 +131,9 @@ def compare(
         return Change(middle, -math.inf, math.inf, "within noise")
     changes = _change(_resampled(new, 2), _resampled(old, 1))
     low, high = _percentiles(changes, CHANGE_CONFIDENCE, fewest)
+    if math.isfinite(middle):
+        apart = (1 + middle) * math.hypot(*(_drift(side, CHANGE_CONFIDENCE) for side in means))
+        low, high = middle - math.hypot(middle - low, apart), middle + math.hypot(high - middle, apart)
     low, high = min(low, middle), max(high, middle)
     return Change(middle, low, high, judge(middle, low, high, lower_is_better, noise))
 
@@ -133,7 +156,25 @@ def _change(new: Floats | np.float64, old: Floats | np.float64) -> Floats:
         return np.where(new == old, 0.0, new / old - 1)
 
 
-def _finite(samples: Sequence[float]) -> Floats:
+def _round_means(samples: Samples, rounds: Sequence[int]) -> Floats:
+    """The midmean of each round; nothing where the samples were not taken in rounds."""
+    if sum(rounds) != len(samples) or len(rounds) < 2:
+        return np.empty(0)
+    parts = np.split(np.asarray(samples, np.float64), np.cumsum(rounds)[:-1])
+    return np.array([float(midmean(part)) for part in parts if part.size])
+
+
+def _drift(means: Floats, confidence: float) -> float:
+    """How far from the truth the mean of these rounds may be, as a fraction of it."""
+    center = float(np.mean(means)) if means.size else 0.0
+    if means.size < 2 or not center or not math.isfinite(center):
+        return 0.0
+    z = NormalDist().inv_cdf((1 + confidence) / 2)
+    spread = float(np.std(means, ddof=1)) / QUIETER_HALF
+    return _student(z, means.size - 1) * spread / math.sqrt(means.size) / abs(center)
+
+
+def _finite(samples: Samples) -> Floats:
     values = np.asarray(samples, np.float64)
     return values[np.isfinite(values)]
 

@@ -195,3 +195,52 @@ def test_a_verdict_needs_an_interval_without_zero_and_a_change_above_the_noise(
     low: float, change: float, high: float, verdict: str
 ) -> None:
     assert judge(change, low, high, lower_is_better=True) == verdict
+
+
+def in_rounds(rng: np.random.Generator, drift: float, shift: float = 1.0) -> tuple[list[float], list[int]]:
+    """Six rounds of ten samples, each round slower or faster as a whole: the quieter half of twelve."""
+    speeds = np.sort(np.exp(drift * rng.standard_normal(12)))[:6]
+    samples = [shift * speed * rng.normal(1, 0.01, 10) for speed in rng.permutation(speeds)]
+    return np.concatenate(samples).tolist(), [10] * 6
+
+
+def test_a_machine_that_drifts_between_rounds_is_no_change() -> None:
+    """Rounds that differ by 10%, samples within one by 1%: taken as one heap, most pairs would be called different."""
+    rng = np.random.default_rng(5)
+    as_heap = as_rounds = 0
+    for _ in range(300):
+        (a, rounds), (b, _) = in_rounds(rng, 0.1), in_rounds(rng, 0.1)
+        as_heap += statistics.compare(a, b).verdict != "within noise"
+        as_rounds += statistics.compare(a, b, rounds=(rounds, rounds)).verdict != "within noise"
+    assert as_heap > 100
+    assert as_rounds <= 15
+
+
+def test_a_change_beyond_the_drift_is_found() -> None:
+    rng = np.random.default_rng(6)
+    found = 0
+    for _ in range(300):
+        (a, rounds), (b, _) = in_rounds(rng, 0.02), in_rounds(rng, 0.02, shift=1.15)
+        found += statistics.compare(a, b, rounds=(rounds, rounds)).verdict == "regressed"
+    assert found >= 285
+
+
+def test_rounds_taken_in_turn_share_their_drift() -> None:
+    rng = np.random.default_rng(7)
+    speeds = np.repeat([1.0, 1.3, 1.1, 1.6], 10)
+    a, b = (speeds * rng.normal(1, 0.01, 40) * shift for shift in (1.0, 1.08))
+    sizes = ([10] * 4, [10] * 4)
+    assert statistics.compare(a, b, rounds=sizes).verdict == "within noise"
+    paired = statistics.compare(a, b, rounds=sizes, paired=True)
+    assert paired.verdict == "regressed"
+    assert paired.change == pytest.approx(0.08, abs=0.01)
+
+
+def test_the_interval_of_an_estimate_widens_with_drift() -> None:
+    quiet = [1.0, 1.01, 0.99, 1.0] * 3
+    drifting = [1.0, 1.01, 0.99, 1.0, 1.1, 1.11, 1.09, 1.1, 1.2, 1.21, 1.19, 1.2]
+    plain, wide = statistics.estimate(drifting), statistics.estimate(drifting, [4, 4, 4])
+    assert wide.low < plain.low < plain.high < wide.high
+    same = statistics.estimate(quiet, [4, 4, 4])
+    assert same.high - same.low < 0.05
+    assert statistics.estimate(drifting, [4, 4]) == plain  # rounds that do not fit the samples say nothing

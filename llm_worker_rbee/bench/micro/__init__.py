@@ -22,6 +22,7 @@ from .suite import Case, cases
 
 Steps = Callable[[str, float, float], None]
 ENCODED_CHARACTERS = 4096
+ROUNDS = 12  # over the whole suite: what disturbs the machine for some seconds then meets a part of them only
 
 
 def select(pattern: str | None) -> list[Case]:
@@ -41,15 +42,16 @@ def select(pattern: str | None) -> list[Case]:
 
 
 def run(recorder: Recorder, steps: Steps, selected: Sequence[Case], backends: Sequence[str], plan: Plan) -> None:
-    """Measure each case on each backend; on several, their samples are taken in turn."""
+    """Measure each case on each backend, in several rounds over all cases; in a round the backends take turns."""
     tables = [pick("auto", name) for name in backends]
-    steps("measuring the machine's limits", 0, len(selected))
+    steps("measuring the machine's limits", 0, ROUNDS * len(selected))
     bounds = limits.measured(limits.library_threads())
     recorder.details["limits"] = bounds.as_json()
-    for number, case in enumerate(selected):
+    taken: dict[str, list[list[Measured]]] = {case.name: [] for case in selected}  # rounds, then sides
+    for number, case in enumerate([*selected] * ROUNDS):
 
         def tick(part: float, number: int = number, name: str = case.name) -> None:
-            steps(name, number + part, len(selected))
+            steps(name, number + part, ROUNDS * len(selected))
 
         tick(0.0)
         used = [case.ops_for(ops) for ops in tables]
@@ -58,8 +60,20 @@ def run(recorder: Recorder, steps: Steps, selected: Sequence[Case], backends: Se
         except DownloadError as error:
             recorder.details.setdefault("left_out", {})[case.name] = str(error)
             continue
-        for name, taken in zip(_labels(used), measure(functions, plan, tick), strict=True):
-            recorder.put(result_of(case, name, taken, bounds))
+        taken[case.name].append(measure(functions, plan, tick))
+        for name, rounds in zip(_labels(used), zip(*taken[case.name], strict=True), strict=True):
+            recorder.put(result_of(case, name, rounds, quietest(taken[case.name]), bounds))
+
+
+def plan(seconds: float) -> Plan:
+    """How each round measures a case, so that its rounds together take so long."""
+    return Plan(seconds=seconds / ROUNDS, fewest=2, most=25, warm_up=min(0.02, seconds / 5))
+
+
+def quietest(rounds: Sequence[Sequence[Measured]]) -> list[int]:
+    """Half of the rounds, those in which the sides together took least: other programs were least in the way."""
+    spent = [sum(statistics.estimate(side.samples).value for side in sides) for sides in rounds]
+    return sorted(sorted(range(len(rounds)), key=spent.__getitem__)[: -(-len(rounds) // 2)])
 
 
 def name_of(ops: Any) -> str:
@@ -75,17 +89,20 @@ def _labels(used: Sequence[Any]) -> list[str]:
     return [f"{name}#{i + 1}" for i, name in enumerate(names)]
 
 
-def result_of(case: Case, backend: str, taken: Measured, bounds: Limits) -> Result:
-    """The samples, with everything one wants to know beside them."""
-    samples, work = taken.samples, case.work
+def result_of(case: Case, backend: str, rounds: Sequence[Measured], kept: Sequence[int], bounds: Limits) -> Result:
+    """The samples of the rounds that are kept, with everything one wants to know beside them."""
+    samples, work = [sample for i in kept for sample in rounds[i].samples], case.work
     least = bounds.seconds(work)
     middle = statistics.estimate(samples).value
+    set_aside = [sample for i, one in enumerate(rounds) if i not in kept for sample in one.samples]
     return Result.of(
         case.name,
         "s",
         samples,
         backend=backend,
-        iterations=taken.iterations,
+        iterations=rounds[0].iterations,
+        rounds=[len(rounds[i].samples) for i in kept],
+        set_aside=set_aside,
         mean=fmean(samples),
         median=median(samples),
         sd=pstdev(samples),
@@ -128,4 +145,4 @@ def pairs(results: Sequence[Result]) -> list[Comparison]:
     for result in results:
         by_name.setdefault(result.name, []).append(result)
     twice = [both for both in by_name.values() if len(both) == 2]
-    return [Comparison(first, second, change_of(first, second)) for first, second in twice]
+    return [Comparison(first, second, change_of(first, second, paired=True)) for first, second in twice]

@@ -121,9 +121,11 @@ def print_object(value: Any) -> None:
     print(json.dumps(finite(value), ensure_ascii=False, allow_nan=False), flush=True)
 
 
-def show_changes(changes: Sequence["Comparison"], threshold: float) -> None:
+def show_changes(
+    changes: Sequence["Comparison"], threshold: float, sides: tuple[str, str] = ("BEFORE", "AFTER")
+) -> None:
     """The table of changes, and one line that sums it up."""
-    rows = [["", "BEFORE", "AFTER", "CHANGE", "99% INTERVAL", "VERDICT"]]
+    rows = [["", *sides, "CHANGE", "99% INTERVAL", "VERDICT"]]
     for one in changes:
         change = one.change
         interval = f"{change.low:+.1%} to {change.high:+.1%}" if change.low != float("-inf") else "too few samples"

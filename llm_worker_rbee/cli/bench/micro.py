@@ -46,7 +46,6 @@ def micro(
       llm-worker-rbee bench micro --ab backend=reference,reference --filter linear/Q4
     """
     from ...bench import micro as room
-    from ...bench.timing import Plan
 
     selected = room.select(filter)
     if names:
@@ -56,7 +55,7 @@ def micro(
     settings = {"filter": filter, "backends": sides, "seconds": seconds}
     with recording("micro", results, _show, **settings) as recorder:
         with steps() as progress:
-            room.run(recorder, progress, selected, sides, Plan(seconds=seconds))
+            room.run(recorder, progress, selected, sides, room.plan(seconds))
         if ab is not None:
             recorder.details["ab"] = [c.as_json() for c in room.pairs(recorder.results())]
 
@@ -80,7 +79,7 @@ def _show(run: "Run") -> None:
     for name, reason in run.details.get("left_out", {}).items():
         note(f"left out {name}: {reason}")
     if len(run.settings["backends"]) == 2:
-        show_changes(room.pairs(run.results), 1.0)
+        show_changes(room.pairs(run.results), float("inf"), ("A", "B"))
 
 
 def _row(result: "Result") -> list[str]:
