@@ -55,7 +55,7 @@ def _described(run: Run) -> dict[str, str]:
     return {
         "commit": commit_name(run),
         "model": (model_name(run) or MISSING) + (f" ({digest})" if digest else ""),
-        **{f"machine: {key}": _shown(run.machine.get(key)) for key in MACHINE},
+        **{f"machine: {key}": _shown(run.machine.get(key)) for key in (*MACHINE, "threads")},
         **{f"setting: {key}": _shown(value) for key, value in run.settings.items()},
         **{f"version: {key}": _shown(value) for key, value in run.versions.items()},
         "complete": "yes" if run.complete else "no, broken off",

@@ -45,8 +45,8 @@ class Plan:
         """In the order of the table; a length of 0 leaves its part out."""
         kinds: tuple[tuple[Kind, Sequence[int]], ...] = (("pp", self.pp), ("tg", self.tg))
         for kind, lengths in kinds:
-            for depth in self.depths:
-                for batch in self.batches:
+            for depth in dict.fromkeys(self.depths):
+                for batch in dict.fromkeys(self.batches):
                     yield from (Case(kind, tokens, depth, batch) for tokens in dict.fromkeys(lengths) if tokens)
 
 
@@ -193,6 +193,7 @@ def _require_room(source: Path | synthetic.Spec, cases: Sequence[Case]) -> None:
     if isinstance(source, Path):
         config, weights = describe(open_checkpoint(source)), 0  # a file is mapped: its pages need not all stay
     else:
+        synthetic.require_memory(source)
         config, weights = describe(synthetic.without_weights(source)), source.nbytes
     longest = max(cases, key=lambda case: case.depth + case.tokens)
     capacity, batch = longest.depth + longest.tokens, max(case.batch for case in cases)

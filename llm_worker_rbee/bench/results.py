@@ -65,8 +65,7 @@ class Result:
     def as_json(self) -> dict[str, Any]:
         """The object of the results list."""
         own = {name: getattr(self, name) for name in ("name", "unit", "estimate", "low", "high", "better")}
-        shown = [float(f"{value:.{DIGITS}g}") for value in self.samples]
-        return {**own, **self.fields, "samples": shown}
+        return {**own, **self.fields, "samples": rounded(self.samples)}
 
     @staticmethod
     def from_json(value: Any, where: str) -> Result:
@@ -217,6 +216,11 @@ class Recorder:
             complete=complete,
             elapsed_s=round(time.monotonic() - self._started, 3),
         )
+
+
+def rounded(samples: Sequence[float]) -> list[float]:
+    """As many digits as a file holds."""
+    return [float(f"{value:.{DIGITS}g}") for value in samples]
 
 
 def finite(value: Any) -> Any:

@@ -80,8 +80,7 @@ def estimate(samples: Sequence[float], rounds: Sequence[int] = ()) -> Estimate:
     if values.size < FEWEST:
         return Estimate(middle, float(values.min()), float(values.max()))
     low, high = _percentiles(_resampled(values, 0), CONFIDENCE, values.size)
-    apart = abs(middle) * _drift(_round_means(samples, rounds), CONFIDENCE)
-    return Estimate(middle, middle - math.hypot(middle - low, apart), middle + math.hypot(high - middle, apart))
+    return Estimate(middle, *_widened(middle, low, high, _drift(_round_means(samples, rounds), CONFIDENCE)))
 
 
 def interval(resampled: Floats, n: int) -> tuple[float, float]:
@@ -131,9 +130,8 @@ def compare(
         return Change(middle, -math.inf, math.inf, "within noise")
     changes = _change(_resampled(new, 2), _resampled(old, 1))
     low, high = _percentiles(changes, CHANGE_CONFIDENCE, fewest)
-    if math.isfinite(middle):
-        apart = (1 + middle) * math.hypot(*(_drift(side, CHANGE_CONFIDENCE) for side in means))
-        low, high = middle - math.hypot(middle - low, apart), middle + math.hypot(high - middle, apart)
+    apart = math.hypot(*(_drift(side, CHANGE_CONFIDENCE) for side in means))
+    low, high = (end - 1 for end in _widened(1 + middle, 1 + low, 1 + high, apart)) if apart else (low, high)
     low, high = min(low, middle), max(high, middle)
     return Change(middle, low, high, judge(middle, low, high, lower_is_better, noise))
 
@@ -172,6 +170,14 @@ def _drift(means: Floats, confidence: float) -> float:
     z = NormalDist().inv_cdf((1 + confidence) / 2)
     spread = float(np.std(means, ddof=1)) / QUIETER_HALF
     return _student(z, means.size - 1) * spread / math.sqrt(means.size) / abs(center)
+
+
+def _widened(value: float, low: float, high: float, apart: float) -> tuple[float, float]:
+    """The interval, wider by what drift makes, a fraction; as factors, so that no end of a time crosses zero."""
+    if not apart or not 0 < low <= value <= high < math.inf:
+        return low, high
+    down, up = (min(700.0, math.hypot(math.log(end / value), math.log1p(apart))) for end in (low, high))
+    return value * math.exp(-down), value * math.exp(up)
 
 
 def _finite(samples: Samples) -> Floats:

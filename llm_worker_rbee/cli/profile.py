@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .bench.common import MEASURING_PANEL, ResultOptions, recording, steps, use_threads
+from .bench.common import MEASURING_PANEL, ResultOptions, recording, require_place, steps, use_threads
 from .common import MODEL_HELP, MODEL_PANEL, ModelOptions, gather, load
 from .terminal import Status, columns, note, style
 
@@ -61,6 +61,7 @@ def profile(
     used = use_threads(threads)
     if native and not py_spy:
         raise typer.BadParameter("--native goes with --py-spy: the built-in sampler sees Python only")
+    require_place(out or Path("profile"), folder=out is not None)
     from ..bench.profile import Settings, flame
 
     spy = flame.PySpy(flame.find_py_spy(), native) if py_spy else None

@@ -238,6 +238,8 @@ def test_a_peer_that_is_not_there_is_named(tmp_path: Path) -> None:
         Peer("transformers", "nowhere/python", tmp_path / "m.gguf", 8)
     with pytest.raises(InvalidRequestError, match="GGUF files only"):
         Peer("llama-cpp-python", sys.executable, tmp_path, 8)
+    with pytest.raises(WorkerError, match=r"^transformers: it answered '-c .*is that a Python\?"):
+        Peer("transformers", "echo", tmp_path / "m.gguf", 8)
     if importlib.util.find_spec("llama_cpp") is None:
         with pytest.raises(MissingDependencyError, match=r"No module named 'llama_cpp'.*--llama-cpp-python"):
             Peer("llama-cpp-python", sys.executable, tmp_path / "m.gguf", 8)
@@ -257,3 +259,12 @@ def test_transformers_agrees_on_the_same_file(tmp_path: Path) -> None:
     assert abs(found["kl"].estimate) < 1e-8
     assert found["top1"].estimate == found["top1_prompts"].estimate == 1
     assert found["ppl_ratio"].estimate == pytest.approx(1, abs=1e-5)
+
+
+def test_a_peer_that_never_answers_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asleep = tmp_path / "python"
+    asleep.write_text("#!/bin/sh\nexec sleep 1000\n")
+    asleep.chmod(0o755)
+    monkeypatch.setattr(Peer, "limit_s", 0.3)
+    with pytest.raises(WorkerError, match=r"transformers: it did not answer within 0\.3 s"):
+        Peer("transformers", str(asleep), tmp_path / "model.gguf", 8)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -174,7 +175,7 @@ def test_what_else_differs_is_listed() -> None:
         run,
         commit={"id": "b" * 40, "dirty": True},
         model={"name": "m.gguf", "sha256": "c" * 64},
-        machine={**run.machine, "cores": 99},
+        machine={**run.machine, "cores": 99, "threads": {"OMP_NUM_THREADS": "7"}},
         settings={**run.settings, "backend": "cpu", "threads": 2},
         versions={**run.versions, "numpy": "0.1"},
         complete=False,
@@ -183,6 +184,7 @@ def test_what_else_differs_is_listed() -> None:
         Difference("commit", "a" * 12, "b" * 12 + " + changes"),
         Difference("model", "-", "m.gguf (cccccccccccc)"),
         Difference("machine: cores", str(run.machine["cores"]), "99"),
+        Difference("machine: threads", json.dumps(run.machine["threads"]), '{"OMP_NUM_THREADS": "7"}'),
         Difference("setting: backend", "reference", "cpu"),
         Difference("version: numpy", run.versions["numpy"], "0.1"),
         Difference("complete", "yes", "no, broken off"),

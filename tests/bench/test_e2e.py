@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import itertools
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -139,6 +141,28 @@ def test_what_cannot_be_run_is_refused_first(tiny: Path) -> None:
         measured(Plan(pp=[0], tg=[0]))
     with pytest.raises(InsufficientMemoryError, match=r"keys and values of 100000000 x 300 tokens take [\d,]+"):
         measured(Plan(pp=[300], batches=[100_000_000]))
+    huge = Spec("huge", SHAPE._replace(width=1 << 18, d_ff=1 << 20, layers=999), "F16", 999)
+    with pytest.raises(InsufficientMemoryError, match=r"^huge:F16 takes [\d,.]+ GB of memory"):
+        e2e.run(Recorder("e2e"), lambda *_: None, huge, Plan(pp=[4]))
+
+
+def test_a_rate_counts_the_tokens_of_all_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(e2e, "time", SimpleNamespace(perf_counter=itertools.count().__next__))  # each run takes 1 s
+    recorder, _ = measured(Plan(pp=[4], tg=[3], batches=[1, 2], repetitions=1))
+    rates = {result.name: result.estimate for result in recorder.results() if result.unit == "tok/s"}
+    assert rates == {"pp4": 4, "pp4@b2": 8, "tg3": 3, "tg3@b2": 6}
+
+
+def test_what_is_cached_before_a_run_is_there(llm: LLM) -> None:
+    run, known = Drive(llm.model, 16), Drive(llm.model, 16)
+    Case("tg", 2, 9, 1).seconds(run)
+    known.fill(9, 1)
+    assert run.decode(9, 4, 1) == known.decode(9, 4, 1)
+
+
+def test_what_is_named_twice_is_measured_once() -> None:
+    plan = Plan(pp=[4, 4], tg=[2, 0, 2], depths=[0, 0], batches=[1, 1])
+    assert [case.name for case in plan.cases()] == ["pp4", "tg2"]
 
 
 def test_what_was_measured_before_ctrl_c_is_kept() -> None:

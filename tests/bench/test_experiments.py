@@ -104,6 +104,9 @@ def test_the_page_is_made_from_the_run_alone(whole: Run, tmp_path: Path) -> None
         assert f"## Claim {one['claim']}: {experiments.EXPERIMENTS[one['claim']].claim}\n" in page
     assert whole.machine["cpu"] in page
     assert "| 5 | " in page
+    assert "`llm-worker-rbee bench experiments --claims docs/claims.md`" in page
+    thorough = replace(whole, settings={**whole.settings, "all": True})
+    assert "`llm-worker-rbee bench experiments --all --claims docs/claims.md`" in claims.markdown(thorough)
 
 
 def test_a_choice_of_claims(lab: Callable[..., Lab]) -> None:

@@ -10,6 +10,7 @@ import sys
 import time
 from html import unescape
 from pathlib import Path
+from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import pytest
@@ -58,6 +59,12 @@ def test_our_own_code_shows_the_line_that_runs() -> None:
     own = [frame for frame in lines if frame.file.endswith("flame_svg.py")]
     assert own
     assert all(frame.name.removesuffix("…") in " ".join(source[frame.line - 1].split()) for frame in own)
+
+
+def test_an_instruction_without_a_line_does_not_stop_the_sampler() -> None:
+    bottom = SimpleNamespace(f_code=flame._watched.__code__, f_lineno=1, f_back=None)
+    frame = SimpleNamespace(f_code=flame.record.__code__, f_lineno=None, f_back=bottom)
+    assert [one.name for one in flame._stack(frame)] == ["record"]  # type: ignore[arg-type]
 
 
 def test_speedscope_holds_what_its_schema_asks_for() -> None:

@@ -33,6 +33,7 @@ def test_every_phase_cold_and_warm(tiny: Path) -> None:
         assert result.unit == ("B" if name.startswith("memory/") else "s")
         assert len(result.samples) == (1 if name in names else 2)  # what does not read the file counts for both
         assert result.estimate > 0
+    assert found["interpreter"].estimate < found["import"].estimate  # Python alone loads neither NumPy nor us
     assert found["memory/import"].estimate <= found["memory/load"].estimate <= found["memory/peak"].estimate
     for place, cache in enumerate(("cold", "warm")):
         parts = [found[f"{phase}/{cache}"].samples[0] for phase in PHASES[:-1]]
@@ -66,6 +67,20 @@ def test_what_lies_in_the_file_cache(tmp_path: Path) -> None:
         after = memory.resident_part([file])
         assert after is not None
         assert 0 <= after <= 1  # a file system in memory keeps all of it
+
+
+def test_a_start_is_prepared(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_bytes(bytes(3_000_001))
+    if not memory.can_drop() or memory.resident_part([file]) is None:
+        pytest.skip("this system has no file cache that can be emptied and looked at")
+    memory.drop([file])
+    emptied = memory.resident_part([file])  # a file system in memory keeps all of it
+    load._prepare([file], "warm", {})
+    assert memory.resident_part([file]) == 1
+    details: dict[str, object] = {}
+    load._prepare([file], "cold", details)
+    assert details["resident_after_drop"] == [emptied]
 
 
 def test_a_cache_that_stays_full_is_said(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from pathlib import Path
@@ -10,10 +11,13 @@ import pytest
 
 from llm_worker_rbee import __version__
 from llm_worker_rbee.bench import peers
+from llm_worker_rbee.bench.drive import Drive
 from llm_worker_rbee.bench.peers import OURS, Plan
+from llm_worker_rbee.bench.peers.own import this_worker
 from llm_worker_rbee.bench.peers.process import Child, LlamaBench, PeerError, Task, ending
 from llm_worker_rbee.bench.results import Recorder, Result
 from llm_worker_rbee.errors import ContextLengthError, InvalidRequestError
+from llm_worker_rbee.llm import LLM
 from tests.cli.conftest import write_model
 
 # One row as llama-bench prints it (llama.cpp of 2026-08), the fields that vary filled in.
@@ -25,7 +29,7 @@ print(json.dumps([{{
     "build_commit": "0c1e570", "build_number": 7031, "cpu_info": "A CPU", "gpu_info": "", "backends": "CPU",
     "model_filename": given["-m"], "n_threads": int(given["-t"]), "n_gpu_layers": int(given["-ngl"]),
     "n_prompt": n_prompt, "n_gen": n_gen, "n_depth": 0, "avg_ns": 4471942087, "stddev_ns": 0,
-    "avg_ts": 1000.0 * int(given["-r"]) + n_prompt + n_gen / 1000, "stddev_ts": 0.0,
+    "avg_ts": 1000.0 * int(given["-r"]) + 0.25 * int(given["-t"]) + n_prompt + n_gen / 1000, "stddev_ts": 0.0,
 }}], indent=2))
 """
 
@@ -56,12 +60,51 @@ def run(model: Path, plan: Plan) -> Recorder:
     return recorder
 
 
+# What is used of llama-cpp-python: it notes how it was opened, and how many tokens each run read and made.
+LLAMA_CPP = """
+import json, sys
+__version__ = "0.0.test"
+def note(*what):
+    with open({log!r}, "a") as file:
+        print(json.dumps(what), file=file)
+class Llama:
+    def __init__(self, model, n_ctx, n_threads, n_threads_batch, n_gpu_layers, verbose):
+        note(n_ctx, n_threads, n_threads_batch, n_gpu_layers)
+    def n_vocab(self): return 9
+    def reset(self): pass
+    def generate(self, ids, temp):
+        made = 0
+        try:
+            while True:
+                made += 1
+                yield 1
+        finally:
+            note(len(ids), made, temp)
+"""
+
+
+def test_llama_cpp_python_is_asked_for_the_same(tiny: Path, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    (tmp_path / "llama_cpp.py").write_text(LLAMA_CPP.format(log=str(log)))
+    python = program(tmp_path / "python", f'#!/bin/sh\nPYTHONPATH={tmp_path} exec {sys.executable} "$@"\n')
+    plan = Plan(pp=[16], tg=[12], repetitions=1, threads=3, peers=["llama-cpp-python"], pythons=[str(python)])
+    found = results(run(tiny, plan))
+    assert found["tg12/llama-cpp-python"].fields["version"] == "0.0.test"
+    assert log.read_text().splitlines() == [
+        "[16, 3, 3, 0]",
+        "[16, 1, 0.0]",  # warming up
+        "[1, 8, 0.0]",
+        "[16, 1, 0.0]",  # a prompt of 16 tokens to the first sampled one
+        "[1, 12, 0.0]",
+    ]
+
+
 def test_llama_bench_is_called_and_read(fake: str) -> None:
     bench = LlamaBench(fake, "model.gguf", 2, 30)
     bench.start()
     assert bench.version == "build 7031 (0c1e570)"
-    assert bench.rate(Task("pp", 64)) == 1064.0
-    assert bench.rate(Task("tg", 16)) == 1000.016
+    assert bench.rate(Task("pp", 64)) == 1064.5
+    assert bench.rate(Task("tg", 16)) == 1000.516
 
 
 @pytest.mark.parametrize(
@@ -120,30 +163,78 @@ def test_how_an_ending_is_told() -> None:
 
 
 def test_in_turn_with_ratios(tiny: Path, fake: str) -> None:
-    plan = Plan(pp=[12], tg=[3, 0], repetitions=2, peers=["llama-bench"], llama_bench=fake)
+    plan = Plan(pp=[12, 12], tg=[3, 0], repetitions=2, peers=["llama-bench"], llama_bench=fake)
     told: list[str] = []
     recorder = Recorder("peers")
     peers.run(recorder, lambda what, *_: told.append(what), tiny, plan)
     found = results(recorder)
     assert set(found) == {f"{test}/{peer}" for test in ("pp12", "tg3") for peer in (OURS, "llama-bench")}
     ours, theirs = found[f"pp12/{OURS}"], found["pp12/llama-bench"]
-    assert theirs.samples == (1012.0, 1012.0)
+    assert theirs.samples == (1012.25, 1012.25)
     assert (theirs.unit, theirs.better, theirs.fields["peer"]) == ("tok/s", "higher", "llama-bench")
     assert theirs.fields["version"] == "build 7031 (0c1e570)"
     assert ours.fields["version"] == __version__
-    assert theirs.fields["ours_over_peer"] == pytest.approx(ours.estimate / 1012.0)
+    assert theirs.fields["ours_over_peer"] == pytest.approx(ours.estimate / 1012.25)
     assert ours.fields["ours_over_peer"] == 1.0
     order = [what.partition(":")[0] for what in told if " of 2" in what]
     assert order == [OURS, "llama-bench", "llama-bench", OURS]
     assert recorder.details == {"left_out": {}}
 
 
-def test_transformers_runs_for_real(tiny: Path) -> None:
-    recorder = run(tiny, Plan(pp=[16], tg=[4], repetitions=1, peers=["transformers"], pythons=[sys.executable]))
+# Runs in the peer's process before anything else: notes the ids that the model is given.
+WATCH = """
+import json, sys
+if "transformers" in sys.orig_argv:
+    import torch
+    def note(module, args):
+        if isinstance(module, torch.nn.Embedding):
+            with open({log!r}, "a") as file:
+                print(json.dumps(args[0].tolist()[0]), file=file)
+    torch.nn.modules.module.register_module_forward_pre_hook(note)
+"""
+
+
+def test_transformers_runs_for_real(tmp_path: Path) -> None:
+    told = {"rope.freq_base": 10000.0, "rope.dimension_count": 8, "attention.head_count_kv": 4, "vocab_size": 260}
+    model = write_model(tmp_path / "tiny.gguf", {f"llama.{key}": value for key, value in told.items()})
+    log = tmp_path / "log"
+    (tmp_path / "sitecustomize.py").write_text(WATCH.format(log=str(log)))
+    python = program(tmp_path / "python", f'#!/bin/sh\nPYTHONPATH={tmp_path} exec {sys.executable} "$@"\n')
+    recorder = run(model, Plan(pp=[16], tg=[4], repetitions=1, peers=["transformers"], pythons=[str(python)]))
     found = results(recorder)
     assert recorder.details == {"left_out": {}}
     assert found["tg4/transformers"].estimate > 0
     assert "torch" in found["pp16/transformers"].fields["version"]
+    seen = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [len(ids) for ids in seen] == [16, 1, 1, 1, 1] * 2
+    first, *following = [ids[0] for ids in seen[-4:]]
+    llm = LLM(model)
+    drive = Drive(llm.model, 8)
+    drive.ids[0, 0] = first
+    assert drive.decode(0, 3, 1) == [following]  # with the cache, one answers what the other does
+
+
+def test_ours_is_asked_for_the_same(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, int, int, int]] = []
+    for name in ("prefill", "decode"):
+        monkeypatch.setattr(Drive, name, lambda self, *given, name=name: asked.append((name, *given)))
+    version, measure = this_worker({"model": str(tiny), "context": 16, "device": "auto", "backend": "auto"})
+    measure("pp", 16)
+    measure("tg", 5)
+    assert version == __version__
+    assert asked == [("prefill", 0, 16, 1), ("decode", 0, 5, 1)]
+
+
+def test_a_peer_that_fails_is_ended(tiny: Path, tmp_path: Path) -> None:
+    pid = tmp_path / "pid"
+    text = f'#!/bin/sh\ncase "$2" in *find_spec*) exit 0;; esac\necho $$ > {pid}\necho hello\nexec tail -f /dev/null\n'
+    plan = Plan(
+        pp=[4], tg=[0], repetitions=1, peers=["transformers"], pythons=[str(program(tmp_path / "python", text))]
+    )
+    recorder = run(tiny, plan)
+    assert recorder.details["failed"] == {"transformers": "transformers answered b'hello', which has no version"}
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pid.read_text()), 0)
 
 
 def test_who_is_not_here_is_left_out_and_who_fails_is_named(tiny: Path, tmp_path: Path) -> None:

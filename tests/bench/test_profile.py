@@ -69,6 +69,8 @@ def test_every_component_has_a_line_and_they_add_up_to_the_step(profiled: Any, p
         assert part.fields["class"] == class_of(part.fields["share"])
         assert part.samples[0] >= 0
         assert name == "python" or part.estimate > 0
+        if "limit_s" in part.fields:
+            assert part.fields["percent_of_limit"] == pytest.approx(100 * part.fields["limit_s"] / part.estimate)
 
 
 def test_the_step_says_how_many_tokens_it_has(profiled: Any) -> None:

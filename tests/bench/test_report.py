@@ -11,10 +11,13 @@ from typing import Any
 
 import pytest
 
-from llm_worker_rbee.bench.report import plot_views, write
+from llm_worker_rbee.bench.report import drawings, plot_views, plots, write
+from llm_worker_rbee.bench.report.drawings import Line
 from llm_worker_rbee.bench.report.names import Axis, by_category, by_length, family
 from llm_worker_rbee.bench.report.page import html
 from llm_worker_rbee.bench.report.subjects import Given, moment, subjects
+from llm_worker_rbee.bench.report.summary import key_figures
+from llm_worker_rbee.bench.report.views import table_of
 from llm_worker_rbee.bench.results import Result, Run
 
 from ..browser import Page, chromium
@@ -243,6 +246,42 @@ def test_a_run_with_nothing_or_with_nonsense_makes_a_page_too(kind: str) -> None
         )
     broken = replace(run_of(kind, odd), complete=False, created="yesterday", commit={"date": 5, "id": None})
     assert "broken off" in page_of(broken)
+
+
+def test_what_could_not_be_measured_is_told() -> None:
+    told = {
+        "left_out": {"llama-bench": "no such file"},
+        "failed": {"transformers": "it <died>"},
+        "warning": "half cold",
+    }
+    text = page_of(run_of("peers", [timed("tg128/llm-worker-rbee", 8.0, "tok/s")], **told))
+    for line in ("left out: llama-bench: no such file", "failed: transformers: it &lt;died&gt;", "half cold"):
+        assert f'<p class="notice">{line}</p>' in text
+
+
+def test_a_peer_is_set_in_proportion_to_ours() -> None:
+    rates = {"llm-worker-rbee": 4.0, "llama-bench": 8.0}
+    run = run_of("peers", [Result.exact(f"tg128/{p}", "tok/s", r, "higher", peer=p) for p, r in rates.items()])
+    assert [(tile.name, tile.value) for tile in key_figures(run)] == [("tg128: ours / llama-bench", "0.50×")]
+    assert '<td class="num">0.50×</td>' in page_of(run)
+
+
+def test_loading_leads_with_the_peak_of_memory() -> None:
+    run = run_of("load", [Result.exact(f"memory/{when}", "B", size) for when, size in (("import", 4e7), ("peak", 2e8))])
+    assert [(tile.name, tile.value) for tile in key_figures(run)] == [("memory/peak", "200 MB")]
+
+
+def test_ticks_of_a_narrow_logarithmic_axis_are_few() -> None:
+    shown = plots.Plots()
+    drawn = drawings.shares(
+        shown, "first token", [Line("x", [(0.0285 + i / 2000, i / 8, 0, 0) for i in range(8)])], "s"
+    )
+    assert 2 <= len(re.findall(r">[\d.]+ ms<", drawn)) <= 6
+
+
+def test_a_group_of_rows_begins_where_a_family_with_more_than_one_row_begins_or_ends() -> None:
+    run = run_of("mystery", [timed(name, 1.0) for name in ("a/1", "b/1", "a/2", "b/2", "b/3", "c/1")])
+    assert table_of(run, run.results, "").first == {3, 5}
 
 
 def test_plots_of_a_large_run_are_bounded_and_the_page_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

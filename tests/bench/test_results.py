@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import math
 import os
@@ -13,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llm_worker_rbee.bench import results
+from llm_worker_rbee.bench import results, statistics
 from llm_worker_rbee.bench.results import SCHEMA, SCHEMA_VERSION, Recorder, Result, ResultsError, Run, finite
 
 from .runs import micro
@@ -239,3 +240,29 @@ def test_the_document_names_every_field() -> None:
     assert {field for field in fields if f"`{field}`" not in text} == set()
     assert f"`schema_version` is `{SCHEMA_VERSION}`" in text
     assert f"over {results.LARGEST_FILE >> 20} MiB" in text
+    assert f"larger than {statistics.NOISE:.0%}" in text
+
+
+@pytest.mark.skipif(not DOCUMENT.exists(), reason="this is not a checkout: there is no docs/results.md")
+def test_the_document_names_what_each_kind_adds() -> None:
+    text, room = DOCUMENT.read_text(encoding="utf-8"), Path(results.__file__).parent
+    found = set()
+    for path in room.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            found |= _written(node)
+    assert {"rounds", "set_aside", "left_out", "resident_after_drop", "verdicts", "works"} <= found
+    assert {name for name in found if f"`{name}`" not in text} == set()
+
+
+def _written(node: ast.AST) -> set[str]:
+    """The keys that a piece of code puts into a result's fields or a run's details."""
+    if isinstance(node, ast.Subscript) and ast.unparse(node.value).endswith("details"):
+        return {node.slice.value} if isinstance(node.slice, ast.Constant) else set()
+    if not isinstance(node, ast.Call):
+        return set()
+    called = ast.unparse(node.func)
+    if called.endswith("details.setdefault"):
+        return {ast.literal_eval(node.args[0])}
+    if called in ("Result.of", "Result.exact") or called.endswith(("recorder.add", "details.update")):
+        return {word.arg for word in node.keywords if word.arg}
+    return set()

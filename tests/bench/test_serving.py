@@ -18,7 +18,7 @@ from llm_worker_rbee.bench.prompts import Prompt, read_prompts
 from llm_worker_rbee.bench.results import Recorder, Result
 from llm_worker_rbee.bench.serving import Limits, Load, ServingError, allow_connections, latencies, reach, run
 from llm_worker_rbee.bench.serving.event_stream import LONGEST_EVENT, EventParser
-from llm_worker_rbee.bench.serving.http_client import Address, Client, RequestFailedError, checked_header
+from llm_worker_rbee.bench.serving.http_client import Address, Client, RequestFailedError, Response, checked_header
 from llm_worker_rbee.bench.serving.latencies import Gaps, Tally
 from llm_worker_rbee.bench.serving.openai_client import Answer, Target, address, take
 from llm_worker_rbee.bench.serving.workload import Job, Lengths, Workload, vocabulary
@@ -309,6 +309,17 @@ def test_a_request_that_takes_too_long_is_a_timeout() -> None:
         found = measured(server, workload(3), Limits(concurrency=1, timeout=0.3, warm_up=0))
     assert found["errors"].fields["by_kind"] == {"timeout": 2}
     assert found["completed"].estimate == 1
+
+
+def test_a_connection_is_kept_where_the_server_says_so() -> None:
+    def kept(headers: dict[str, str], *, whole: bool = True) -> bool:
+        return Response(200, headers, None, whole).keeps_alive  # type: ignore[arg-type]
+
+    assert kept({"content-length": "0"})
+    assert kept({"transfer-encoding": "chunked"})
+    assert not kept({"content-length": "0", "connection": "Close"})
+    assert not kept({"content-length": "9"}, whole=False)
+    assert not kept({})
 
 
 def test_connections_are_used_again_and_never_more_than_allowed() -> None:

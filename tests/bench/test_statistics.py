@@ -236,6 +236,16 @@ def test_rounds_taken_in_turn_share_their_drift() -> None:
     assert paired.change == pytest.approx(0.08, abs=0.01)
 
 
+def test_however_wild_the_rounds_no_time_is_negative_and_a_planted_hundredfold_is_found() -> None:
+    rng, speeds = np.random.default_rng(8), np.repeat([1.0, 1.1, 9.0, 1.2], 5)
+    a, b = (speeds * rng.normal(1, 0.01, 20) * shift for shift in (1.0, 100.0))
+    one = statistics.estimate(a, [5] * 4)
+    assert 0 < one.low < one.value / 2
+    found = statistics.compare(a, b, rounds=([5] * 4, [5] * 4))
+    assert found.verdict == "regressed"
+    assert statistics.compare(b, a, rounds=([5] * 4, [5] * 4)).low > -1
+
+
 def test_the_interval_of_an_estimate_widens_with_drift() -> None:
     quiet = [1.0, 1.01, 0.99, 1.0] * 3
     drifting = [1.0, 1.01, 0.99, 1.0, 1.1, 1.11, 1.09, 1.1, 1.2, 1.21, 1.19, 1.2]

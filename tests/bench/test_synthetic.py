@@ -136,6 +136,16 @@ def test_names() -> None:
         assert shape.heads % shape.kv_heads == 0, name
 
 
+def test_shapes_have_as_many_parameters_as_their_models() -> None:
+    published = {
+        "llama2-7b": 6_738_415_616, "llama2-13b": 13_015_864_320, "llama3-8b": 8_030_261_248,
+        "llama3.2-1b": 1_235_814_400, "llama3.2-3b": 3_212_749_824, "mistral-7b": 7_241_732_096,
+        "tinyllama-1.1b": 1_100_048_384, "smollm2-135m": 134_515_008, "smollm2-1.7b": 1_711_376_384,
+        "qwen2.5-0.5b": 494_032_768,
+    }  # fmt: skip
+    assert {name: parse(f"{name}:F32").nbytes // 4 for name in SHAPES} == published
+
+
 def test_what_does_not_fit_is_refused_with_the_figures(tmp_path: Path) -> None:
     huge = Spec("huge", Shape(50, 1 << 18, 64, 64, 1 << 20, 1 << 17, 64), "F16", 50)
     with pytest.raises(InsufficientMemoryError, match=r"^huge:F16 takes [\d,.]+ GB of memory and [\d,.]+ GB are free"):

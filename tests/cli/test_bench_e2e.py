@@ -71,8 +71,8 @@ def test_a_synthetic_model(spawn: Run) -> None:
     [
         (("--pp", "0", "--tg", "0"), 1, b"error: nothing to measure: --pp and --tg are both 0"),
         (("--pp", "300"), 1, b"error: pp300 needs 300 tokens, the model's context has 256"),
-        (("--pp", "8;9"), 1, b"error: --pp is '8;9': give whole numbers"),
-        (("--batch", "0"), 1, b"error: --batch is '0': each must be 1 or more"),
+        (("--pp", "8;9"), 2, b"error: --pp is '8;9': give whole numbers"),
+        (("--batch", "0"), 2, b"error: --batch is '0': each must be 1 or more"),
         (("--synthetic", "llama2-7b:Q4_0"), 2, b"error: both a MODEL and --synthetic are given"),
         (("--backend", "none", *SHORT), 1, b"error: unknown backend 'none'"),
         (("-r", "0"), 2, b"error: "),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 from llm_worker_rbee.bench.results import Run
+from llm_worker_rbee.cli.bench.common import ResultOptions, recording
 
 from .conftest import Terminal
 
@@ -55,14 +57,14 @@ def test_baselines_by_name_and_exit_status(cli: Callable[..., Any], data_folder:
     args = ("bench", "micro", "--filter", "sampling/greedy")
     assert cli(*args, "--save-baseline", "current", "--seconds", "0.05").returncode == 0
     saved = data_folder / "current.json"
-    slowed(saved, 0.25)  # as if we had been four times as fast
+    slowed(saved, 0.01)  # as if we had been a hundred times as fast: no noise makes as much
     done = cli(*args, "--baseline", "current", "--seconds", "0.05")
     assert done.returncode == 1
     assert b"regressed past 10%" in done.stdout
     loose = cli(*args, "--baseline", str(saved), "--threshold", "1000", "--seconds", "0.05")
     assert loose.returncode == 0
     assert b"regressed" in loose.stdout
-    slowed(saved, 400)
+    slowed(saved, 10000)
     better = cli(*args, "--baseline", "current", "--json", "--seconds", "0.05")
     assert better.returncode == 0
     value = json.loads(better.stdout)
@@ -121,6 +123,32 @@ def test_wrong_usage(cli: Callable[..., Any], args: tuple[str, ...], status: int
     assert done.returncode == status
     assert told in done.stderr.decode()
     assert len(done.stderr.decode().strip().splitlines()[-1:]) == 1
+
+
+@pytest.mark.parametrize("place", ["", "file/run.json", "locked/new/run.json"])
+def test_a_place_that_cannot_be_written_fails_before_anything_is_measured(
+    cli: Callable[..., Any], tmp_path: Path, place: str
+) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "locked").mkdir(mode=0o500)
+    done = cli("bench", "micro", "--filter", "rms_norm/1$", "--save", str(tmp_path / place), *FAST)
+    if place.startswith("locked") and os.access(tmp_path / "locked", os.W_OK):
+        assert done.returncode == 0  # root may write anywhere
+        return
+    assert (done.returncode, done.stdout) == (1, b"")
+    assert done.stderr.decode().startswith(f"error: cannot write {tmp_path / place}: ")
+
+
+def test_a_run_is_saved_although_nobody_reads_what_is_printed(tmp_path: Path) -> None:
+    def show(run: Run) -> None:
+        raise BrokenPipeError
+
+    with (
+        pytest.raises(BrokenPipeError),
+        recording("micro", ResultOptions(save=tmp_path / "run.json"), show) as recorder,
+    ):
+        recorder.add("rms_norm/1", "s", 1e-5)
+    assert [result.name for result in Run.load(tmp_path / "run.json").results] == ["rms_norm/1"]
 
 
 def test_list(cli: Callable[..., Any]) -> None:

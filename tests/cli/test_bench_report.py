@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -32,7 +33,7 @@ def test_a_page_is_written_and_its_size_told(cli: Run, saved: Path, tmp_path: Pa
     done = cli("bench", "report", saved, "-o", tmp_path / "new folder" / "page.html", "--title", "Ours & theirs")
     assert (done.returncode, done.stdout) == (0, b"")
     assert "page.html" in done.stderr.decode()
-    assert "MB" in done.stderr.decode()
+    assert re.search(r"\(\d+ kB\)$", done.stderr.decode().strip())
     text = (tmp_path / "new folder" / "page.html").read_text(encoding="utf-8")
     assert "<h1>Ours &amp; theirs</h1>" in text
     assert "rope_forward/128" in text

@@ -67,6 +67,7 @@ def test_without_out_the_folder_is_named_after_model_and_day(
         (("--pp", "300"), 1, "--pp 300 and --tg 16 need a context of 317: the model has 256"),
         (("--pp", "0"), 2, "--pp"),
         (("--backend", "nope"), 1, "unknown backend 'nope'"),
+        (("--out", __file__), 1, "is not a folder"),
     ],
 )
 def test_what_is_wrong_is_told(cli: Run, tiny: Path, args: tuple[str, ...], status: int, told: str) -> None:

@@ -1,8 +1,9 @@
 """The program that computes logits with somebody else's library, run by peer_logits.py. It imports none of ours.
 
-It runs under any interpreter that has NumPy and the library. Arguments: which library, the model, the longest
-sequence. Standard input has lines of {"ids", "last", "file"}: the logits (float32) of all positions, or of the last, go
-to that .npy file. The answers are lines too: {"version"} first, {"rows"} for each request, {"error"} for a failure.
+It runs under any interpreter that has NumPy and the library. Arguments: which library, the model, the longest sequence,
+the number of threads. Standard input has lines of {"ids", "last", "file"}: the logits (float32) of all positions, or of
+the last, go to that .npy file. The answers are lines too: {"version"} first, {"rows"} for each request, {"error"} for a
+failure.
 """
 
 import importlib
@@ -18,13 +19,14 @@ import numpy as np
 Compute = Callable[[list[int]], Any]  # ids -> (positions, vocabulary)
 
 
-def open_transformers(model: Path, context: int) -> tuple[str, Compute]:
+def open_transformers(model: Path, context: int, threads: int) -> tuple[str, Compute]:
     """Float32 on the CPU; a GGUF file is dequantized by transformers itself."""
     os.environ["HF_HUB_OFFLINE"] = "1"
     torch, transformers = (importlib.import_module(name) for name in ("torch", "transformers"))
-    where = {"gguf_file": model.name} if model.is_file() else {}
-    folder = model.parent if model.is_file() else model
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(folder, **where, dtype=torch.float32).eval()
+    torch.set_num_threads(threads)
+    folder, where = (model.parent, {"gguf_file": model.name}) if model.is_file() else (model, {})
+    key = "dtype" if int(transformers.__version__.split(".")[0]) >= 5 else "torch_dtype"
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(folder, **where, **{key: torch.float32}).eval()
 
     def compute(ids: list[int]) -> Any:
         with torch.inference_mode():
@@ -33,12 +35,13 @@ def open_transformers(model: Path, context: int) -> tuple[str, Compute]:
     return f"transformers {transformers.__version__}", compute
 
 
-def open_llama_cpp(model: Path, context: int) -> tuple[str, Compute]:
+def open_llama_cpp(model: Path, context: int, threads: int) -> tuple[str, Compute]:
     """llama.cpp as it comes, on the CPU, with the logits of each position kept."""
     library = importlib.import_module("llama_cpp")
     loaded = library.Llama(
-        str(model), n_ctx=context, n_batch=context, n_gpu_layers=0, logits_all=True, verbose=False, seed=0
-    )
+        str(model), n_ctx=context, n_batch=context, n_gpu_layers=0, logits_all=True, verbose=False, seed=0,
+        n_threads=threads, n_threads_batch=threads,
+    )  # fmt: skip
 
     def compute(ids: list[int]) -> Any:
         loaded.reset()
@@ -60,8 +63,8 @@ def main() -> None:
         print(json.dumps(fields), file=replies, flush=True)
 
     try:
-        kind, model, context = sys.argv[1:]
-        version, compute = OPENERS[kind](Path(model), int(context))
+        kind, model, context, threads = sys.argv[1:]
+        version, compute = OPENERS[kind](Path(model), int(context), int(threads))
         reply(version=version)
         for line in sys.stdin:
             asked = json.loads(line)

@@ -21,6 +21,7 @@ from .. import environment, memory
 from ..results import Recorder
 
 Progress = Callable[[str, float, float], None]
+CHILD = Path(__file__).with_name("child.py")
 PROMPT = "The capital of France is"
 WITHOUT_FILE = ("interpreter", "import")  # what does not read the model: the same cold and warm
 READ_AT_ONCE = 1 << 22
@@ -67,12 +68,11 @@ def _read(files: list[Path]) -> None:
 
 def _start(given: dict[str, str]) -> dict[str, Any]:
     """One fresh process; what it says."""
-    command = [sys.executable, "-m", f"{__package__}.child"]
     paths = [str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH", "")]  # this very package, wherever it lies
     settings = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     try:
         done = subprocess.run(
-            [*command, repr(time.monotonic()), json.dumps(given)],
+            [sys.executable, str(CHILD), repr(time.monotonic()), json.dumps(given)],
             capture_output=True,
             text=True,
             timeout=TIMEOUT_S,

@@ -1,7 +1,8 @@
-"""One start of the worker, timed from the inside: run as a program by load.py, in a fresh process each time.
+"""One start of the worker, timed from the inside: run as a program by `bench load`, in a fresh process each time.
 
 Arguments: the monotonic clock at which the process was started, and a JSON object (model, device, backend, prompt). It
-prints one JSON object: seconds of each phase, bytes of memory. What stands before the import is all it needs itself.
+prints one JSON object: seconds of each phase, bytes of memory. It is run by its path, not as a part of the package:
+that would import the rooms around it, and NumPy, before the clock of the import starts.
 """
 
 import json
@@ -10,10 +11,11 @@ import time
 
 ENTERED = time.monotonic()
 
-from ...llm import LLM  # noqa: E402
-from .. import memory  # noqa: E402
+from llm_worker_rbee.llm import LLM  # noqa: E402
 
 IMPORTED = time.monotonic()
+
+from llm_worker_rbee.bench import memory  # noqa: E402
 
 
 def main() -> None:

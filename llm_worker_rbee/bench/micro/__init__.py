@@ -16,7 +16,7 @@ from .. import limits, statistics
 from ..baseline import Comparison, change_of
 from ..limits import Limits, Work
 from ..prompts import TEXT, read_text
-from ..results import Recorder, Result
+from ..results import Recorder, Result, rounded
 from ..timing import Function, Measured, Plan, measure
 from .suite import Case, cases
 
@@ -102,7 +102,7 @@ def result_of(case: Case, backend: str, rounds: Sequence[Measured], kept: Sequen
         backend=backend,
         iterations=rounds[0].iterations,
         rounds=[len(rounds[i].samples) for i in kept],
-        set_aside=set_aside,
+        set_aside=rounded(set_aside),
         mean=fmean(samples),
         median=median(samples),
         sd=pstdev(samples),

@@ -51,7 +51,8 @@ class Plan:
     @property
     def tests(self) -> list[Task]:
         """In the order of the table."""
-        return [Task(kind, n) for kind, lengths in (("pp", self.pp), ("tg", self.tg)) for n in lengths if n]
+        parts = (("pp", self.pp), ("tg", self.tg))
+        return [Task(kind, n) for kind, lengths in parts for n in dict.fromkeys(lengths) if n]
 
 
 @dataclass(slots=True)

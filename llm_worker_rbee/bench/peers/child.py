@@ -58,6 +58,7 @@ def llama_cpp_python(given: dict[str, Any]) -> tuple[str, Measure]:
 
 def transformers(given: dict[str, Any]) -> tuple[str, Measure]:
     """float32 on the CPU, from the same file; decode is a plain loop over the cache, greedy."""
+    os.environ["HF_HUB_OFFLINE"] = "1"  # the file is here
     torch, library = importlib.import_module("torch"), importlib.import_module("transformers")
     torch.set_num_threads(given["threads"])
     folder, name = (given["model"], None) if os.path.isdir(given["model"]) else os.path.split(given["model"])

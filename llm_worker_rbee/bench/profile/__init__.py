@@ -25,7 +25,7 @@ from ...llm import LLM
 from ...models import Transformer
 from .. import environment, timing
 from ..limits import Limits, Work, library_threads, measured
-from ..results import Recorder
+from ..results import Recorder, Result
 from . import flame
 from .ops import CountedOps, Spent, Stopwatch, TimedOps, weights_of
 
@@ -102,7 +102,7 @@ class _Profile:
     settings: Settings
     limits: Limits = field(init=False)
     work: dict[str, dict[str, Counter[Work]]] = field(default_factory=dict)  # phase -> component -> calls by work
-    spent: dict[str, Counter[str]] = field(default_factory=lambda: {phase: Counter() for phase in PHASES})
+    spent: dict[str, dict[str, list[float]]] = field(default_factory=lambda: {phase: {} for phase in PHASES})
     done: float = 0.0
 
     def run(self, flames: dict[str, flame.Flame]) -> None:
@@ -155,20 +155,22 @@ class _Profile:
         seconds = {name: spent.seconds for name, spent in parts.items()}
         whole = max(wall - calls * cost, sum(seconds.values()))
         seconds["python"] = whole - sum(seconds.values())
-        self.spent[phase].update(seconds)
+        spent = self.spent[phase]
+        for name, taken in seconds.items():
+            spent.setdefault(name, []).append(taken / n_steps)
         self.recorder.details["profiler"]["share"][phase] = calls * cost / wall
-        total = sum(self.spent[phase].values())
+        total = sum(map(sum, spent.values()))
         tokens = self.settings.pp if phase == "prefill" else 1
         common: dict[str, Any] = {"backend": self.recorder.settings.get("backend"), "tokens": tokens}
         self.recorder.add(f"{phase}/step", "s", whole / n_steps, **common)
-        for name, taken in seconds.items():
-            share = self.spent[phase][name] / total
+        for name, samples in spent.items():
+            share = sum(samples) / total
             n_calls = parts[name].calls / n_steps if name in parts else 0
             fields = {"share": share, "class": class_of(share), "calls": n_calls, **self.needs(phase, name, n_steps)}
-            mean = self.spent[phase][name] / total * whole / n_steps
-            if fields.get("limit_s"):
-                fields["percent_of_limit"] = 100 * fields["limit_s"] / mean if mean else math.nan
-            self.recorder.add(f"{phase}/{name}", "s", taken / n_steps, **common, **fields)
+            made = Result.of(f"{phase}/{name}", "s", samples, **common, **fields)
+            if least := fields.get("limit_s"):
+                fields["percent_of_limit"] = 100 * least / made.estimate if made.estimate else math.nan
+            self.recorder.put(replace(made, fields={**common, **fields}))
 
     def needs(self, phase: str, name: str, n_steps: int) -> dict[str, Any]:
         """Bytes, operations and least time of a component in one step."""

@@ -105,7 +105,7 @@ def _sampled(name: str, function: Callable[[], None], seconds: float) -> Flame:
 
 def _stack(frame: FrameType | None) -> Stack:
     """Frames above `_watched`, the root first; nothing where it is not on the stack."""
-    found = [] if frame is None else [_line(frame.f_code, frame.f_lineno)]
+    found = [] if frame is None else [_line(frame.f_code, frame.f_lineno or 0)]  # an instruction may have no line
     while frame is not None and frame.f_code is not _watched.__code__:
         found.append(_function(frame.f_code))
         frame = frame.f_back

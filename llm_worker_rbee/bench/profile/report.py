@@ -1,7 +1,7 @@
 """What a profile says: the table, the top five, the classes and the targets, from the run alone; as Markdown and files.
 
 Everything is read back from the results, so a report can be made again from run.json. The page for a browser is
-profile_html.py.
+html.py.
 """
 
 from __future__ import annotations

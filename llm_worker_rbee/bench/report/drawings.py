@@ -103,11 +103,13 @@ def lines(plots: Plots, title: str, lines: Sequence[Line], unit: str, across: st
         axes.set_xticks(_thin(places), [f"{x:,g}" for x in _thin(places)])
         plots.log_ticks(axes.yaxis, axes.get_ylim(), unit)
         axes.minorticks_off()
-        if len(lines) > 1 or any(line.limit for line in lines):
+        if len(lines) > 1:
+            figure.legend(loc="outside lower center", ncols=3, handlelength=1.6)
+        elif lines[0].limit:
             axes.legend(loc="best", handlelength=1.6)
         axes.margins(0.06, 0.12)
 
-    return plots.draw((SMALL, 2.9), paint)
+    return plots.draw((SMALL, 2.9 + 0.18 * -(-len(lines) // 3) * (len(lines) > 1)), paint)
 
 
 def _line(plots: Plots, axes: Axes, line: Line, i: int, unit: str) -> None:

@@ -134,7 +134,7 @@ def latencies(run: Run, plots: Plots) -> Html:
         numbers = [v for v in values if type(v) in (int, float) and 0 <= v < 1e9] if isinstance(values, list) else []
         if len(numbers) >= statistics.FEWEST and max(numbers) > 0:
             figures.append(partial(_shares, plots, LATENCIES.get(name, str(name)), sorted(numbers)))
-    told = "The share of requests that were as quick as this or quicker; the dotted line is 95%."
+    told = "The share of requests, or of gaps, that were as quick as this or quicker; the dotted line is 95%."
     return drawn("Latencies", told, figures)
 
 
@@ -142,5 +142,5 @@ def _shares(plots: Plots, title: str, ordered: Sequence[float]) -> Html:
     """A line of at most STEPS points; a logarithmic axis has no place for zeros, but they count."""
     places = np.unique(np.linspace(0, len(ordered) - 1, STEPS).astype(int))
     points = [(ordered[i], (i + 1) / len(ordered), 0.0, 0.0) for i in places if ordered[i] > 0]
-    told = f"share of requests whose {title} came within a time"
+    told = f"share of all measurements of {title} that came within a time"
     return figure(drawings.shares(plots, title, [Line(title, points)], "s"), told)

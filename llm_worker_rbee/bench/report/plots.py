@@ -28,6 +28,7 @@ VARIABLES = {INK: "ink", MUTED: "muted", GRID: "grid", BAD: "bad", PAPER: "card"
     colour: f"s{i}" for i, colour in enumerate(SERIES)
 }
 MICRO, LONGEST_UNIT = {"us": "µs"}, 10
+NARROW = 0.7  # decades in which a logarithmic axis has too few round places of its own
 TIP = "tip-"
 STYLE = {
     "svg.fonttype": "none", "text.parse_math": False, "font.size": 9.5, "axes.titlesize": 10.5,
@@ -81,7 +82,8 @@ class Plots:
         """Few ticks on a logarithmic axis, in units that people read."""
         ticker = self._matplotlib.ticker
         decades = math.log10(max(ends[1], 1e-300) / max(ends[0], 1e-300))
-        axis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5) if decades < 1.4 else (1,), numticks=6))
+        many = ticker.LogLocator(subs=(1, 2, 5) if decades < 1.4 else (1,), numticks=6)
+        axis.set_major_locator(many if decades > NARROW else ticker.MaxNLocator(4, steps=[1, 2, 5, 10]))
         axis.set_minor_locator(ticker.NullLocator())
         axis.set_major_formatter(lambda value, _: tick(value, unit))
 

@@ -17,7 +17,7 @@ MOST = 4
 # Of each kind, the names to look for, in this order; each takes the first that is there.
 KEYS: dict[str, Sequence[str]] = {
     "e2e": (r"pp\d+.*", r"tg\d+.*", r"ttft.*", r"peak_memory.*"),
-    "load": (r"total/cold", r"total/warm", r"import", r"(peak|rss).*|.*memory.*"),
+    "load": (r"total/cold", r"total/warm", r"import", r"memory/peak"),
     "serving": (r"request_throughput", r"output_throughput", r"ttft/median", r"errors"),
     "accuracy": (r"ppl_ratio", r"mean_abs_dlogprob", r"kl", r"top1"),
     "profile": (r"prefill/step", r"decode/step"),

@@ -5,8 +5,9 @@ A view gives nothing where a run has nothing for it: a kind of run that nobody f
 
 from __future__ import annotations
 
-from collections import Counter
+import re
 from collections.abc import Callable, Sequence
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -16,12 +17,13 @@ from ..figures import digits, percent, quantity, spread
 from ..results import Result, Run
 from . import names
 from .names import family, measurable, number
-from .page import Html, Table, badge, bar, folded, heading, html, joined, table
+from .page import Html, Table, badge, bar, folded, heading, html, joined, notice, soft, table
 from .plot_views import LATENCIES, categories, distributions, latencies, lengths, roofline
 from .plots import Plots
 
 View = Callable[[Run, Plots], Html]
 OURS = "llm-worker-rbee"
+FIGURE = re.compile(r"[+-]?\d|-$")
 
 
 def results_table(run: Run, _: Plots) -> Html:
@@ -41,9 +43,8 @@ def table_of(run: Run, results: Sequence[Result], caption: str) -> Table:
         row += [of_limit(r), str(r.fields.get("bound_by") or "")] if limits else []
         row += [str(len(r.samples) or ""), outliers(r)] if sampled else []
         rows.append(row)
-    groups = [family(r.name) for r in results]
-    larger = {group for group, count in Counter(groups).items() if count > 1}
-    starts = [i for i in range(1, len(groups)) if groups[i] != groups[i - 1] and {groups[i], groups[i - 1]} & larger]
+    sizes = [len(list(group)) for _, group in groupby(results, lambda r: family(r.name))]
+    starts = [sum(sizes[:i]) for i in range(1, len(sizes)) if max(sizes[i - 1 : i + 1]) > 1]  # of more than one row
     return Table(caption, head, rows, (1, 2, *((5,) if limits else (3,))) if sampled else (1, 2), frozenset(starts))
 
 
@@ -139,7 +140,9 @@ def claims(run: Run, _: Plots) -> Html:
             continue
         known = told.get(name) if isinstance(told, dict) else None
         text, rule = (str(known.get(key) or "") for key in ("claim", "rule")) if isinstance(known, dict) else ("", "")
-        made += [heading(f"Claim {name}: {text}"), table(Table(rule or f"claim {name}", rows[0], rows[1:]))]
+        numbers = [i for i in range(1, len(rows[0])) if all(FIGURE.match(str(row[i])) for row in rows[1:])]
+        made += [heading(f"Claim {name}: {text}"), soft(rule) if rule else ""]
+        made.append(table(Table(f"what was measured for claim {name}", rows[0], rows[1:], numbers)))
     return joined(made)
 
 
@@ -190,6 +193,15 @@ def shares(run: Run, _: Plots) -> Html:
     return joined(made)
 
 
+def missing(run: Run) -> Html:
+    """What could not be measured, or not wholly, and why."""
+    told = [str(run.details["warning"])] if run.details.get("warning") else []
+    for key, words in {"left_out": "left out", "failed": "failed"}.items():
+        found = run.details.get(key)
+        told += [f"{words}: {name}: {why}" for name, why in found.items()] if isinstance(found, dict) else []
+    return joined(map(notice, told))
+
+
 def others(run: Run, plots: Plots) -> Html:
     """All results, folded: what a view above shows differently."""
     return folded("All results with their intervals", results_table(run, plots))
@@ -210,4 +222,5 @@ PLAIN: Sequence[View] = (results_table, lengths, categories, distributions)
 
 def show(run: Run, plots: Plots) -> Html:
     """All that there is to see of a run."""
-    return joined([part for view in VIEWS.get(run.kind, PLAIN) if (part := view(run, plots))])
+    shown = [view(run, plots) for view in VIEWS.get(run.kind, PLAIN)]
+    return joined([part for part in (missing(run), *shown) if part])

@@ -153,7 +153,7 @@ def _layer_matrices(s: Shape) -> tuple[tuple[str, int, int], ...]:
 
 def checkpoint(spec: Spec, seed: int = 0, progress: Progress | None = None) -> Checkpoint:
     """The model in memory, each tensor in memory of its own."""
-    _require_memory(spec)
+    require_memory(spec)
     tensors: dict[str, Tensor] = {}
     done, total = 0, spec.nbytes
     for number, plan in enumerate(plans(spec)):
@@ -232,7 +232,8 @@ def _vocabulary(size: int) -> dict[str, Any]:
     }
 
 
-def _require_memory(spec: Spec) -> None:
+def require_memory(spec: Spec) -> None:
+    """Refuse a model that does not fit, with the figures."""
     needed, (_, free) = spec.nbytes, machine.memory()
     limit, used = machine.memory_limit()
     left = [x for x in (free, None if limit is None else limit - used) if x is not None]

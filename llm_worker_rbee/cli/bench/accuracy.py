@@ -10,7 +10,7 @@ import typer
 
 from ..common import MODEL_HELP, gather
 from ..terminal import columns, style
-from .common import MEASURING_PANEL, ResultOptions, Steps, recording, steps
+from .common import MEASURING_PANEL, ResultOptions, Steps, recording, steps, use_threads
 
 if TYPE_CHECKING:
     from ...bench.accuracy import Path as Measured
@@ -60,11 +60,16 @@ def accuracy(
     tokens: Annotated[
         int, _option("--tokens", metavar="N", min=2, max=1_000_000, help="How many tokens of the text are used.")
     ] = 512,
+    threads: Annotated[
+        int | None,
+        _option("--threads", metavar="N", min=1, max=1024, show_default="1", help="Threads of each side."),
+    ] = None,
 ) -> None:
-    """Measure how far a path is from the truth: float32 arithmetic on the dequantized weights.
+    """Measure how far a path is from float32 on the dequantized weights: the truth.
 
-    Log-probabilities are those of the truth's five likeliest tokens at the end of each prompt; perplexity, divergence
-    and agreement come from a text, in windows of 256 tokens.
+    Log-probabilities are those of the truth's five likeliest tokens at the end
+    of each prompt; perplexity, divergence and agreement come from a text, in
+    windows of 256 tokens.
 
     The reference against itself must differ by nothing: a check.
 
@@ -75,6 +80,7 @@ def accuracy(
       llm-worker-rbee bench accuracy --against transformers
       llm-worker-rbee bench accuracy --llama-cpp-python ~/lcp/bin/python
     """
+    used = use_threads(threads)
     from ...bench import accuracy as room
     from ...bench import environment
     from ...bench import prompts as files
@@ -83,7 +89,7 @@ def accuracy(
         raise typer.BadParameter(f"--against is {against!r}: use one of {', '.join(AGAINST)}")
     asked, body = files.read_prompts(prompts or files.PROMPTS), files.read_text(text or files.TEXT)
     settings = {
-        "against": against, "tokens": tokens, "window": room.WINDOW, "prompts": len(asked),
+        "against": against, "tokens": tokens, "window": room.WINDOW, "prompts": len(asked), "threads": used,
         "own_prompts": prompts is None, "own_text": text is None,
     }  # fmt: skip
     with recording("accuracy", results, _show, **settings) as recorder, steps() as progress, ExitStack() as opened:
@@ -97,7 +103,7 @@ def accuracy(
             from ...bench.accuracy.peer_logits import Peer
 
             progress(f"loading in {kind}", 0, 1)
-            made = opened.enter_context(closing(Peer(kind, python, path, material.longest)))
+            made = opened.enter_context(closing(Peer(kind, python, path, material.longest, used)))
             recorder.details.setdefault("peers", {})[kind] = made.version
             return made
 

@@ -65,8 +65,8 @@ def recording(
     from ...bench import baseline
     from ...bench.results import Recorder
 
-    if options.save_baseline is not None:
-        baseline.path_of(options.save_baseline)  # a wrong name fails at once, not after the measuring
+    for path in _places(options):
+        require_place(path)
     before = None if options.baseline is None else baseline.load(options.baseline)
     recorder = Recorder(kind, dict(settings))
     if before is not None:
@@ -86,8 +86,27 @@ def recording(
         raise typer.Exit(1)
 
 
+def _places(options: ResultOptions) -> list[Path]:
+    """The files that the run goes to."""
+    from ...bench import baseline
+
+    kept = None if options.save_baseline is None else baseline.path_of(options.save_baseline)
+    return [path for path in (options.save, kept) if path is not None]
+
+
+def require_place(path: Path, *, folder: bool = False) -> None:
+    """A file (or a folder) that cannot be written fails at once, not after the measuring."""
+    if not folder and (not path.name or os.path.isdir(path)):
+        raise InvalidRequestError(f"cannot write {path}: it is a folder, give the name of a file", "save")
+    above = next((one for one in ([path] if folder else []) + [*path.parents] if os.path.lexists(one)), path)
+    if not os.path.isdir(above):
+        raise InvalidRequestError(f"cannot write {path}: {above} is not a folder", "save")
+    if not os.access(above, os.W_OK):
+        raise InvalidRequestError(f"cannot write {path}: {above} may not be written to", "save")
+
+
 def _finish(run: "Run", before: "Run | None", options: ResultOptions, show: Callable[["Run"], None]) -> bool:
-    """Show, compare, save; whether something became worse. What cannot be compared is shown and saved all the same."""
+    """Save, show, compare; whether something became worse. What cannot be compared is saved and shown all the same."""
     from ...bench import baseline
     from ...bench.results import ResultsError
 
@@ -97,6 +116,9 @@ def _finish(run: "Run", before: "Run | None", options: ResultOptions, show: Call
     except ResultsError as error:
         problem = error
     worse = [c for c in changes if c.past(options.threshold)]
+    for path in _places(options):  # first of all: whoever reads what is printed may have gone
+        run.save(path)
+        note(f"saved {path}")
     if options.as_json:
         more = {"comparison": [c.as_json() for c in changes], "regressions": len(worse)} if changes else {}
         print_object({**run.as_json(), **more})
@@ -104,11 +126,6 @@ def _finish(run: "Run", before: "Run | None", options: ResultOptions, show: Call
         show(run)
         if changes:
             show_changes(changes, options.threshold)
-    kept = None if options.save_baseline is None else baseline.path_of(options.save_baseline)
-    for path in (options.save, kept):
-        if path is not None:
-            run.save(path)
-            note(f"saved {path}")
     if problem is not None:
         raise problem
     return bool(worse)
@@ -206,8 +223,8 @@ def numbers(text: str, option: str, least: int = 0) -> list[int]:
     """`128,512` as a list; anything else is named."""
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isascii() and part.isdigit() and len(part) < 10 for part in parts):
-        raise InvalidRequestError(f"{option} is {text!r}: give whole numbers, with commas between them", option)
+        raise typer.BadParameter(f"{option} is {text!r}: give whole numbers, with commas between them")
     found = [int(part) for part in parts]
     if min(found) < least:
-        raise InvalidRequestError(f"{option} is {text!r}: each must be {least} or more", option)
+        raise typer.BadParameter(f"{option} is {text!r}: each must be {least} or more")
     return found

@@ -8,7 +8,7 @@ import typer
 from ...errors import WorkerError
 from ..common import MODEL_HELP, gather
 from ..terminal import cell, columns, note, style
-from .common import MEASURING_PANEL, ResultOptions, recording, steps, use_threads
+from .common import MEASURING_PANEL, ResultOptions, recording, require_place, steps, use_threads
 
 if TYPE_CHECKING:
     from ...bench.results import Run
@@ -55,6 +55,8 @@ def experiments(
     from ..progress import progress_bar
 
     chosen = room.choose(only or ())
+    if claims is not None:
+        require_place(claims)
     with progress_bar() as bar:
         path = locate(model, progress=bar)
     with recording("experiments", results, _show, claims=chosen, all=all_, threads=used) as recorder:

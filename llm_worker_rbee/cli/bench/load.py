@@ -30,7 +30,8 @@ def load(
 
     Every start is a process of its own. COLD: the model's file was put out of
     the system's file cache before; WARM: it was read just before. TOTAL is the
-    time from starting the process to the first token of a short prompt.
+    time from starting the process to the first token of a short prompt. The
+    reference backend has no kernels to prepare; one that has adds a phase.
 
     \b
     Examples:

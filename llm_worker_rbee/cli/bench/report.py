@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
-from ...errors import InvalidRequestError, human_bytes
+from ...errors import InvalidRequestError
 from ..terminal import note
-from .common import steps
+from .common import quantity, steps
 
 
 def report(
@@ -42,7 +42,7 @@ def report(
     with steps() as progress:
         text = room.write(given, title, progress)
     _write(output, text.encode(errors="replace"))
-    note(f"saved {output} ({human_bytes(output.stat().st_size)})")
+    note(f"saved {output} ({quantity(output.stat().st_size, 'B')})")
 
 
 def _write(path: Path, data: bytes) -> None:

@@ -173,11 +173,13 @@ def serving(
     load: LoadOptions,
     results: ResultOptions,
 ) -> None:
-    """Put load on an OpenAI-compatible server, this one or any other, and measure what its users would see.
+    """Put load on any OpenAI-compatible server; measure what its users would see.
 
-    With --rate, arrivals are fixed beforehand: a slow server cannot hold them back.
+    With --rate, arrivals are fixed beforehand: a slow server cannot hold them
+    back. Without it, --concurrency says how many requests are under way.
 
-    Failed requests are counted by kind and in no latency. Prompts are plain English words, about a token each.
+    Failed requests are counted by kind and in no latency. Prompts are plain
+    English words, about a token each.
 
     \b
     Examples:
