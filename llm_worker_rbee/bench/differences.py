@@ -9,11 +9,15 @@ import json
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+from . import statistics
 from .baseline import MACHINE, Comparison
+from .figures import quantity
 from .results import Run
 
 MISSING = "-"
 SHORT = 12  # characters of a hash
+DRIFT = 0.05
+SPEEDS = {"memory": "B/s", "arithmetic": "FLOP/s"}
 
 
 class Difference(NamedTuple):
@@ -25,10 +29,31 @@ class Difference(NamedTuple):
 
 
 def differences(before: Run, after: Run) -> list[Difference]:
-    """Commit, model, machine, settings and versions where they differ."""
+    """Commit, model, machine and its speed, settings and versions where they differ."""
     old, new = _described(before), _described(after)
     pairs = {key: (old.get(key, MISSING), new.get(key, MISSING)) for key in old | new}
-    return [Difference(key, *pair) for key, pair in pairs.items() if pair[0] != pair[1]]
+    return [Difference(key, *pair) for key, pair in pairs.items() if pair[0] != pair[1]] + drifted(before, after)
+
+
+def drifted(before: Run, after: Run) -> list[Difference]:
+    """How fast the machine itself was, measured in both runs, where that differs by more than the noise."""
+    old, new = _speeds(before), _speeds(after)
+    both = {what: (old[what], new[what], unit) for what, unit in SPEEDS.items() if what in old and what in new}
+    return [
+        Difference(f"speed: {what}", quantity(then, unit), f"{quantity(now, unit)} ({statistics.change(then, now):+.0%})")
+        for what, (then, now, unit) in both.items()
+        if abs(statistics.change(then, now)) > DRIFT
+    ]
+
+
+def _speeds(run: Run) -> dict[str, float]:
+    limits = run.details.get("limits")
+    if not isinstance(limits, dict):
+        return {}
+    ladder, rate = limits.get("bandwidth"), limits.get("operations_per_second")
+    largest = ladder[-1] if isinstance(ladder, list) and ladder else None
+    last = largest.get("bytes_per_second") if isinstance(largest, dict) else None
+    return {what: float(found) for what, found in zip(SPEEDS, (last, rate), strict=True) if type(found) in (int, float)}
 
 
 def only_in(one: Run, other: Run, compared: Iterable[Comparison]) -> list[str]:

@@ -11,11 +11,11 @@ import pytest
 
 from llm_worker_rbee.bench import baseline
 from llm_worker_rbee.bench.baseline import OtherMachineError, change_of, compare, require_same_machine
-from llm_worker_rbee.bench.differences import Difference, differences, only_in
+from llm_worker_rbee.bench.differences import Difference, differences, drifted, only_in
 from llm_worker_rbee.bench.results import Better, Result, ResultsError, Run
 from llm_worker_rbee.errors import InvalidRequestError
 
-from .runs import micro, on_another_machine, run_of
+from .runs import LIMITS, micro, on_another_machine, run_of
 
 
 @pytest.fixture(autouse=True)
@@ -202,3 +202,14 @@ def test_figures_with_intervals_and_no_samples_are_judged_by_their_intervals() -
     assert (clear.verdict, vague.verdict) == ("regressed", "within noise")
     assert (clear.low, clear.high) == pytest.approx((1.16 / 1.03 - 1, 1.24 / 0.97 - 1))
     assert vague.low < 0 < vague.high
+
+
+def test_a_machine_that_was_itself_slower_is_told() -> None:
+    before = micro()
+    slower = replace(LIMITS, operations=LIMITS.operations * 0.7)
+    after = replace(before, details={"limits": slower.as_json()})
+    assert drifted(before, before) == []
+    assert drifted(before, after) == [Difference("speed: arithmetic", "60.00 GFLOP/s", "42.00 GFLOP/s (-30%)")]
+    assert drifted(before, after) == differences(before, after)
+    for broken in ({}, {"limits": []}, {"limits": {"bandwidth": [3], "operations_per_second": "fast"}}):
+        assert drifted(before, replace(before, details=broken)) == []

@@ -126,9 +126,20 @@ def _finish(run: "Run", before: "Run | None", options: ResultOptions, show: Call
         show(run)
         if changes:
             show_changes(changes, options.threshold)
+    if changes and before is not None:
+        warn_of_drift(before, run)
     if problem is not None:
         raise problem
     return bool(worse)
+
+
+def warn_of_drift(before: "Run", after: "Run") -> None:
+    """A machine that was itself faster or slower makes verdicts doubtful: say so."""
+    from ...bench.differences import drifted
+
+    found = [f"{one.what.removeprefix('speed: ')} {one.before} then, {one.after} now" for one in drifted(before, after)]
+    if found:
+        note(f"the machine itself changed ({'; '.join(found)}): measure again when it is quiet, or side by side (--ab)")
 
 
 def print_object(value: Any) -> None:
