@@ -6,6 +6,7 @@ Figures themselves are compared in baseline.py.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -38,12 +39,13 @@ def differences(before: Run, after: Run) -> list[Difference]:
 def drifted(before: Run, after: Run) -> list[Difference]:
     """How fast the machine itself was, measured in both runs, where that differs by more than the noise."""
     old, new = _speeds(before), _speeds(after)
-    both = {what: (old[what], new[what], unit) for what, unit in SPEEDS.items() if what in old and what in new}
-    return [
-        Difference(f"speed: {what}", quantity(then, unit), f"{quantity(now, unit)} ({statistics.change(then, now):+.0%})")
-        for what, (then, now, unit) in both.items()
-        if abs(statistics.change(then, now)) > DRIFT
-    ]
+    found = []
+    for what, unit in SPEEDS.items():
+        then, now = old.get(what, math.nan), new.get(what, math.nan)
+        change = statistics.change(then, now)
+        if abs(change) > DRIFT:
+            found.append(Difference(f"speed: {what}", quantity(then, unit), f"{quantity(now, unit)} ({change:+.0%})"))
+    return found
 
 
 def _speeds(run: Run) -> dict[str, float]:
@@ -53,7 +55,8 @@ def _speeds(run: Run) -> dict[str, float]:
     ladder, rate = limits.get("bandwidth"), limits.get("operations_per_second")
     largest = ladder[-1] if isinstance(ladder, list) and ladder else None
     last = largest.get("bytes_per_second") if isinstance(largest, dict) else None
-    return {what: float(found) for what, found in zip(SPEEDS, (last, rate), strict=True) if type(found) in (int, float)}
+    pairs = zip(SPEEDS, (last, rate), strict=True)
+    return {what: float(found) for what, found in pairs if isinstance(found, (int, float))}
 
 
 def only_in(one: Run, other: Run, compared: Iterable[Comparison]) -> list[str]:
