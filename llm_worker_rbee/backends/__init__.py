@@ -6,13 +6,15 @@ these ops alone. `reference.py` says what each op means.
 
 from __future__ import annotations
 
+import importlib
+
 from ..errors import InvalidRequestError, MissingDependencyError
 from . import reference
 from .types import OPS, Ops
 
 __all__ = ["BACKENDS", "DEVICES", "OPS", "Ops", "pick"]
 
-BACKENDS = ("auto", "reference")
+BACKENDS = ("auto", "reference", "cpu")
 DEVICES = ("auto", "cpu")
 
 
@@ -24,4 +26,17 @@ def pick(device: str = "auto", backend: str = "auto") -> Ops:
         raise InvalidRequestError(f"unknown device {device!r}: use one of {', '.join(DEVICES)}", "device")
     if backend not in BACKENDS:
         raise InvalidRequestError(f"unknown backend {backend!r}: use one of {', '.join(BACKENDS)}", "backend")
+    if backend == "cpu":
+        return _kernels()
     return reference
+
+
+def _kernels() -> Ops:
+    """The Numba kernels: importing Numba takes half a second, so only who asks for them pays."""
+    try:
+        module: Ops = importlib.import_module(f"{__name__}.cpu")
+    except ModuleNotFoundError as error:
+        if error.name not in ("numba", "llvmlite"):
+            raise
+        raise MissingDependencyError("the cpu backend needs Numba: pip install numba") from None
+    return module

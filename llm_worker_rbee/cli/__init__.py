@@ -18,6 +18,7 @@ from .. import __version__
 from ..errors import ChatTemplateError, WorkerError
 from .bench import COMMANDS as BENCH_COMMANDS
 from .chat import chat
+from .convert import convert
 from .doctor import doctor
 from .inspect import inspect
 from .models import models
@@ -31,7 +32,7 @@ PROGRAM = "llm-worker-rbee"
 COMMANDS = {
     "Use a model": (run, chat),
     "Look at a model": (inspect, tokenize),
-    "Models and machine": (pull, models, doctor),
+    "Models and machine": (pull, convert, models, doctor),
     "Measure": (profile,),
 }
 # typer carries a copy of click in some versions and imports it in others; its usage errors have one base in both.

@@ -70,7 +70,7 @@ class ModelOptions:
     model: Annotated[str | None, _model_option("--model", "-m", metavar="MODEL", help=MODEL_HELP)] = None
     device: Annotated[str, _model_option("--device", metavar="NAME", help="The hardware: auto or cpu.")] = "auto"
     backend: Annotated[
-        str, _model_option("--backend", metavar="NAME", help="The implementation: auto or reference.")
+        str, _model_option("--backend", metavar="NAME", help="The implementation: auto, reference or cpu.")
     ] = "auto"
     max_context: Annotated[
         int | None,

@@ -24,11 +24,10 @@ from .. import machine
 from ..errors import DownloadError, human_bytes
 from .terminal import cell, columns, print_json, style
 
-REQUIRED = ("numpy", "tokenizers", "jinja2", "huggingface_hub", "typer", "rich")
+REQUIRED = ("numpy", "numba", "tokenizers", "jinja2", "huggingface_hub", "typer", "rich")
 OPTIONAL = {
     "torch": "only for NVIDIA GPUs: pip install 'llm-worker-rbee[cuda]'",
     "triton": "only for NVIDIA GPUs: pip install 'llm-worker-rbee[cuda]'",
-    "numba": "not used yet: nothing to do",
 }
 COLOURS = {"ok": "green", "warn": "yellow", "missing": "red"}
 LITTLE_MEMORY = 1 << 30

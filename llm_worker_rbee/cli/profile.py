@@ -41,7 +41,7 @@ def profile(
     ] = None,
     device: Annotated[str, _option("--device", metavar="NAME", help="auto or cpu.", panel=MODEL_PANEL)] = "auto",
     backend: Annotated[
-        str, _option("--backend", metavar="NAME", help="auto or reference.", panel=MODEL_PANEL)
+        str, _option("--backend", metavar="NAME", help="auto, reference or cpu.", panel=MODEL_PANEL)
     ] = "auto",
     out: Annotated[
         Path | None,

@@ -58,7 +58,8 @@ def test_layers_and_models_touch_no_array_in_their_forward_pass() -> None:
 
 
 def test_pick() -> None:
-    for backend in BACKENDS:
+    assert BACKENDS == ("auto", "reference", "cpu")
+    for backend in ("auto", "reference"):
         assert pick("cpu", backend) is reference
     with pytest.raises(InvalidRequestError, match="unknown backend 'tpu'"):
         pick("cpu", "tpu")

@@ -17,11 +17,11 @@ from llm_worker_rbee.bench.blocks import SPREAD, random_tensor
 from llm_worker_rbee.bench.drive import Drive
 from llm_worker_rbee.bench.micro.suite import WEIGHT_TYPES
 from llm_worker_rbee.bench.synthetic import SHAPES, Shape, Spec, checkpoint, parse, plans, write
-from llm_worker_rbee.bench.synthetic.type_mix import MIXES
 from llm_worker_rbee.errors import InsufficientMemoryError, InvalidRequestError, WorkerError
 from llm_worker_rbee.models import describe, load_model
 from llm_worker_rbee.weights import open_checkpoint
 from llm_worker_rbee.weights.quants import BlockType
+from llm_worker_rbee.weights.type_mix import MIXES
 
 from . import llama_cpp_types
 

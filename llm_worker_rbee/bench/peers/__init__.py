@@ -140,7 +140,8 @@ def _settings(model: Path, plan: Plan) -> tuple[str, dict[str, str]]:
     longest = max(test.tokens for test in plan.tests)
     given = {"model": str(model.absolute()), "threads": plan.threads, "context": longest}
     given |= {"device": plan.device, "backend": plan.backend}
-    threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), str(plan.threads))
+    names = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS")
+    threads = dict.fromkeys(names, str(plan.threads))
     return json.dumps(given), {**os.environ, **threads}
 
 

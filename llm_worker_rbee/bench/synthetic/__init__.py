@@ -19,8 +19,8 @@ from ...errors import InsufficientMemoryError, InvalidRequestError, WorkerError,
 from ...weights import Checkpoint, Tensor
 from ...weights.gguf_writer import Raw, Typed, write_gguf
 from ...weights.quants import BLOCK_TYPES, BlockType
+from ...weights.type_mix import EMBEDDING, OUTPUT, Mix, Place, matrix_type, mix_named
 from ..blocks import random_tensor
-from .type_mix import EMBEDDING, OUTPUT, Mix, Place, matrix_type, mix_named
 
 Progress = Callable[[str, float, float], None]
 SPARE = 512 << 20  # memory or disk that is left alone

@@ -40,7 +40,7 @@ def _option(*names: str, help: str, **more: Any) -> Any:
 def accuracy(
     results: ResultOptions,
     model: Annotated[str | None, typer.Argument(metavar="MODEL", help=MODEL_HELP)] = None,
-    backend: Annotated[str, _option("--backend", metavar="NAME", help="Which path: auto or reference.")] = "auto",
+    backend: Annotated[str, _option("--backend", metavar="NAME", help="Which path: auto, reference or cpu.")] = "auto",
     device: Annotated[str, _option("--device", metavar="NAME", help="Its hardware: auto or cpu.")] = "auto",
     against: Annotated[
         str, _option("--against", metavar="reference|transformers", help="Who computes the truth, in float32.")

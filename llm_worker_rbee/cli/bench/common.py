@@ -227,7 +227,9 @@ def use_threads(threads: int | None) -> int:
         raise WorkerError("--threads cannot be changed once NumPy is loaded: start a new process")
     if threads is not None:
         os.environ.update(dict.fromkeys(names, wanted))
-    return int(os.environ.get("OPENBLAS_NUM_THREADS") or 1)
+    used = int(os.environ.get("OPENBLAS_NUM_THREADS") or 1)
+    os.environ["NUMBA_NUM_THREADS"] = str(used)
+    return used
 
 
 def numbers(text: str, option: str, least: int = 0) -> list[int]:

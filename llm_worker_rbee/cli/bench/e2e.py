@@ -38,7 +38,7 @@ def e2e(
         _option("--threads", metavar="N", min=1, max=1024, show_default="1", help="Threads to compute with."),
     ] = None,
     repetitions: Annotated[int, _option("--repetitions", "-r", metavar="N", min=1, help="How often.")] = 5,
-    backend: Annotated[str, _option("--backend", metavar="NAME", help="The backend: auto or reference.")] = "auto",
+    backend: Annotated[str, _option("--backend", metavar="NAME", help="The backend: auto, reference or cpu.")] = "auto",
     device: Annotated[str, _option("--device", metavar="NAME", help="The hardware: auto or cpu.")] = "auto",
 ) -> None:
     """Measure a whole model: prefill, decode, time to first token, memory.

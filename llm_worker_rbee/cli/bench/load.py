@@ -23,7 +23,7 @@ def load(
     repetitions: Annotated[
         int, _option("--repetitions", "-r", metavar="N", min=1, help="How often, cold and warm each.")
     ] = 3,
-    backend: Annotated[str, _option("--backend", metavar="NAME", help="The backend: auto or reference.")] = "auto",
+    backend: Annotated[str, _option("--backend", metavar="NAME", help="The backend: auto, reference or cpu.")] = "auto",
     device: Annotated[str, _option("--device", metavar="NAME", help="The hardware: auto or cpu.")] = "auto",
 ) -> None:
     """Measure a start: import, open, tokenizer, weights, first token; memory.

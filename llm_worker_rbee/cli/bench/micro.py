@@ -22,7 +22,7 @@ def micro(
     filter: Annotated[
         str | None, _option("--filter", metavar="RE", help="Only benchmarks whose name holds this expression.")
     ] = None,
-    backend: Annotated[str, _option("--backend", metavar="NAME", help="The backend: auto or reference.")] = "auto",
+    backend: Annotated[str, _option("--backend", metavar="NAME", help="The backend: auto, reference or cpu.")] = "auto",
     ab: Annotated[
         str | None, _option("--ab", metavar="backend=A,B", help="Measure two backends in turn and compare them.")
     ] = None,

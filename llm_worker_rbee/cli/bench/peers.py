@@ -38,7 +38,7 @@ def peers(
         _option("--threads", metavar="N", min=1, max=1024, show_default="1", help="Threads of each."),
     ] = None,
     repetitions: Annotated[int, _option("--repetitions", "-r", metavar="N", min=1, help="How often.")] = 3,
-    backend: Annotated[str, _option("--backend", metavar="NAME", help="Ours: auto or reference.")] = "auto",
+    backend: Annotated[str, _option("--backend", metavar="NAME", help="Ours: auto, reference or cpu.")] = "auto",
     device: Annotated[str, _option("--device", metavar="NAME", help="Ours: auto or cpu.")] = "auto",
     peer: Annotated[
         list[str] | None,

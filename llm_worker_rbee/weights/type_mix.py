@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from ...errors import InvalidRequestError
-from ...weights.quants import BLOCK_TYPES
+from ..errors import InvalidRequestError
+from .quants import BLOCK_TYPES
 
 OUTPUT, EMBEDDING = "output", "token_embd"
+FUSED_ROLES = {"attn_qkv": "attn_v"}  # a matrix that holds several gets the type of the most sensitive one
 SHARED = 4  # query heads on one KV head, from which on `attn_v` is small enough to be given more bits
 
 
@@ -108,6 +109,7 @@ def matrix_type(mix: Mix, role: str, columns: int, place: Place, *, tied: bool) 
     """The block type of a matrix by its role (`attn_v`, `ffn_down`, `output`, `token_embd`, ...)."""
     if mix.base in ("F32", "F16", "BF16"):
         return mix.base
+    role = FUSED_ROLES.get(role, role)
     wanted = next((kind for where, kind in mix.rules.get(role, ()) if where(place)), mix.base)
     if role == OUTPUT or (role == EMBEDDING and tied):
         wanted = _head_type(mix.base, columns)

@@ -1,0 +1,68 @@
+"""A model into another type: `convert` writes a GGUF file, `quantize_checkpoint` does it in memory.
+
+Matrices get the types of llama.cpp's mixes, norms and biases are float32. The model is checked first as if it were to
+be run: what our loader refuses is not converted. From safetensors the metadata is made anew (metadata.py,
+vocabulary.py), and what a GGUF cannot say is refused by name.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple, cast
+
+from ...backends.types import Ops
+from ...weights import Checkpoint
+from ...weights.quantize import file, jobs
+from ...weights.quantize.jobs import Progress
+from ..architectures import describe
+from ..loader import load_model
+from .metadata import gguf_metadata, rope_tensors
+from .plan import TYPES, file_jobs, matrix_jobs, mix_of
+
+__all__ = ["TYPES", "Converted", "convert", "quantize_checkpoint"]
+
+
+class Converted(NamedTuple):
+    """What was written."""
+
+    path: Path
+    bytes: int
+    tensors: dict[str, int]  # block type -> tensors
+
+
+def convert(
+    checkpoint: Checkpoint,
+    path: Path,
+    type_name: str,
+    *,
+    threads: int | None = None,
+    progress: Progress | None = None,
+) -> Converted:
+    """Write the model as one GGUF file of this type or mix; what was there under this name is replaced."""
+    mix, config = mix_of(type_name), describe(checkpoint)
+    metadata = gguf_metadata(checkpoint, config, mix.file_type)
+    load_model(checkpoint, cast(Ops, _Nothing()), config)
+    work = file_jobs(checkpoint, config, mix, rope_tensors(checkpoint, config))
+    file.write_jobs(path, metadata, work, threads=threads, progress=progress)
+    return Converted(path, path.stat().st_size, dict(Counter(job.kind.name for job in work)))
+
+
+def quantize_checkpoint(
+    checkpoint: Checkpoint, type_name: str, *, threads: int | None = None, progress: Progress | None = None
+) -> Checkpoint:
+    """The same model with its matrices in another type, in memory; everything else stays as it was."""
+    work = matrix_jobs(checkpoint, describe(checkpoint), mix_of(type_name))
+    made = jobs.tensors([job for job in work if job.kind is not job.source.kind], threads, progress)
+    return replace(checkpoint, tensors={**checkpoint.tensors, **made})
+
+
+class _Nothing:
+    """A backend that keeps nothing: the loader looks at every tensor all the same."""
+
+    def prepare(self, tensors: object) -> None:
+        return None
+
+    def prepare_vector(self, values: object) -> None:
+        return None

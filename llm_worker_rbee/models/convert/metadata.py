@@ -1,0 +1,161 @@
+"""The metadata of a converted file: a GGUF keeps its own, a config.json is put into the keys of llama.cpp's converter.
+
+No key is invented that other readers would pass over. Instead the keys are read back, and where that gives another
+model than config.json describes, the difference is refused by its name.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ...backends.types import RopeTable
+from ...config import ModelConfig
+from ...errors import UnsupportedModelError
+from ...layers.rope import inverse_frequencies, rope_table, scaled_table
+from ...weights import Checkpoint, Tensor
+from ...weights.gguf_writer import Typed
+from ...weights.quants import BLOCK_TYPES
+from ..architectures import BY_GGUF
+from .plan import gguf_architecture
+from .vocabulary import tokenizer_keys
+
+_log = logging.getLogger("llm_worker_rbee")
+QUANTIZATION_VERSION = 2  # of ggml's block layouts
+# The metadata of one file of a set, and the alignment of its data, are no part of the model.
+DROPPED = ("split.no", "split.count", "split.tensors.count", "general.alignment")
+# Fields of ModelConfig by the name that a person finds in config.json.
+NAMES = {
+    "windows": "sliding_window in some of the layers",
+    "attention_scale": "query_pre_attn_scalar",
+    "attention_cap": "attn_logit_softcapping",
+    "final_cap": "final_logit_softcapping",
+    "activation": "hidden_act",
+    "rope_local_base": "rope_local_base_freq",
+}
+APART = ("family", "rope_scaling")  # compared by their effect
+
+
+def gguf_metadata(checkpoint: Checkpoint, config: ModelConfig, file_type: int) -> dict[str, Any]:
+    """Every key of the file that is to be written."""
+    own = {
+        "general.file_type": Typed("uint32", file_type),
+        "general.quantization_version": Typed("uint32", QUANTIZATION_VERSION),
+    }
+    if checkpoint.format == "gguf":
+        kinds = checkpoint.value_types
+        kept = {key: _typed(value, kinds.get(key)) for key, value in checkpoint.metadata.items() if key not in DROPPED}
+        return {**kept, **own}
+    arch = gguf_architecture(config)
+    keys = {f"{arch}.{key}": value for key, value in _architecture_keys(config).items()}
+    name = _model_name(checkpoint)
+    general = {"general.architecture": arch, "general.type": "model", "general.name": name, **own}
+    _require_same(config, {"general.architecture": arch, **keys})
+    if any(config.windows) and not config.family.full_every:
+        _log.warning("llama.cpp does not look at the sliding window of a GGUF of %s: there long texts differ", arch)
+    return {**general, **keys, **tokenizer_keys(checkpoint.path, config.vocab_size, name)}
+
+
+def _typed(value: Any, kind: str | None) -> Any:
+    return value if kind is None else Typed(kind.removeprefix("array of "), value)
+
+
+def _model_name(checkpoint: Checkpoint) -> str:
+    named = checkpoint.metadata["config"].get("_name_or_path")
+    return Path(named).name if isinstance(named, str) and Path(named).name else checkpoint.path.resolve().name
+
+
+def _architecture_keys(c: ModelConfig) -> dict[str, Any]:
+    keys: dict[str, Any] = {
+        "context_length": c.context_length,
+        "embedding_length": c.d_model,
+        "block_count": c.n_layers,
+        "feed_forward_length": c.d_ff,
+        "attention.head_count": c.n_heads,
+        "attention.head_count_kv": c.n_kv_heads,
+        "attention.key_length": c.head_dim,
+        "attention.value_length": c.head_dim,
+        "attention.layer_norm_rms_epsilon": c.norm_eps,
+        "rope.dimension_count": c.rope_dim,
+        "rope.freq_base": c.rope_base,
+        "vocab_size": c.vocab_size,
+    }
+    optional = {
+        "attention.sliding_window": max(c.windows),
+        "rope.freq_base_swa": c.rope_local_base,
+        "attn_logit_softcapping": c.attention_cap,
+        "final_logit_softcapping": c.final_cap,
+    }
+    return keys | {key: value for key, value in optional.items() if value} | _scaling_keys(c)
+
+
+def _scaling_keys(c: ModelConfig) -> dict[str, Any]:
+    """Of a rope scaling; llama3's is a tensor, and so are the factors of longrope."""
+    s = c.rope_scaling
+    factor = {"rope.scaling.type": s.kind, "rope.scaling.factor": s.factor}
+    original = {"rope.scaling.original_context_length": s.original_context}
+    scale = rope_table(c, local=False, max_context=c.context_length).scale
+    if s.kind == "linear":
+        return factor
+    if s.kind == "yarn":
+        usual = 1.0 + 0.1 * math.log(s.factor) if s.factor > 1 else 1.0
+        attention = {} if math.isclose(scale, usual, rel_tol=1e-6) else {"rope.scaling.attn_factor": scale / usual}
+        betas = {"rope.scaling.yarn_beta_fast": s.beta_fast, "rope.scaling.yarn_beta_slow": s.beta_slow}
+        return factor | original | attention | ({} if (s.beta_fast, s.beta_slow) == (32.0, 1.0) else betas)
+    return original | {"rope.scaling.attn_factor": scale} if s.kind == "longrope" else {}
+
+
+def rope_tensors(checkpoint: Checkpoint, config: ModelConfig) -> dict[str, Tensor]:
+    """The scalings that a GGUF holds as tensors; one that is a GGUF already has them."""
+    s = config.rope_scaling
+    if checkpoint.format == "gguf":
+        return {}
+    if s.kind == "longrope":
+        lists = {"rope_factors_long.weight": s.long_factors, "rope_factors_short.weight": s.short_factors}
+    elif s.kind == "llama3":
+        plain = inverse_frequencies(config.rope_base, config.rope_dim)
+        scaled = scaled_table(plain, config.rope_base, s, config.context_length).inv_freq
+        lists = {"rope_freqs.weight": tuple((plain / scaled).tolist())}
+    else:
+        return {}
+    arrays = {name: np.array(values, "<f4") for name, values in lists.items()}
+    return {n: Tensor(n, BLOCK_TYPES["F32"], a.shape, a.view(np.uint8)) for n, a in arrays.items()}
+
+
+def _require_same(wanted: ModelConfig, metadata: Mapping[str, Any]) -> None:
+    """Refuse what the keys do not say, or say otherwise."""
+    arch = metadata["general.architecture"]
+    read = ModelConfig.from_gguf(metadata, BY_GGUF[arch], wanted.vocab_size)
+    for field in fields(ModelConfig):
+        ours, theirs = getattr(wanted, field.name), getattr(read, field.name)
+        if field.name not in APART and ours != theirs:
+            raise _inexpressible(NAMES.get(field.name, field.name), arch)
+    contexts = (wanted.context_length, wanted.rope_scaling.original_context or 1)
+    for context in contexts:
+        for local in (False, True):
+            if not _same_table(_table(wanted, wanted, local, context), _table(read, wanted, local, context)):
+                raise _inexpressible(f"rope scaling {wanted.rope_scaling.kind!r} with its settings", arch)
+
+
+def _inexpressible(what: str, arch: str) -> UnsupportedModelError:
+    return UnsupportedModelError(f"config.json: {what} cannot be expressed in a GGUF of architecture {arch!r}")
+
+
+def _table(config: ModelConfig, source: ModelConfig, local: bool, context: int) -> RopeTable:
+    """The table as the loader makes it, with the tensors that lie beside the keys."""
+    s, scaling = source.rope_scaling, config.rope_scaling
+    if s.kind == "longrope":
+        scaling = replace(scaling, kind=s.kind, short_factors=s.short_factors, long_factors=s.long_factors)
+    elif s.kind == "llama3":
+        scaling = s
+    return rope_table(replace(config, rope_scaling=scaling), local=local, max_context=context)
+
+
+def _same_table(one: RopeTable, other: RopeTable) -> bool:
+    return np.allclose(one.inv_freq, other.inv_freq, rtol=1e-5) and math.isclose(one.scale, other.scale, rel_tol=1e-5)

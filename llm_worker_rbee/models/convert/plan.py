@@ -1,0 +1,98 @@
+"""Which tensors a converted model has: their types, and what changes on the way from safetensors to GGUF.
+
+In a GGUF of `llama` the rows of q and k stand in the order of a rotation over neighbours, and norms hold the weight
+itself where safetensors hold it less one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...config import ModelConfig
+from ...errors import InvalidRequestError
+from ...weights import Checkpoint, Tensor
+from ...weights.quantize.jobs import Job
+from ...weights.quants import BLOCK_TYPES
+from ...weights.type_mix import MIXES, Mix, Place, matrix_type
+from ..architectures import BY_GGUF
+from ..loader import IGNORED_SUFFIXES
+
+# What can be written. Q4_K and Q5_K are these types alone; the mixes give more bits to some matrices.
+TYPES: dict[str, Mix] = {
+    **{name: MIXES[name] for name in ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1")},
+    "Q4_K": replace(MIXES["Q4_K_S"], rules={}),
+    "Q5_K": MIXES["Q5_K_S"],
+    **{name: MIXES[name] for name in ("Q6_K", "Q4_K_S", "Q4_K_M", "Q5_K_S", "Q5_K_M")},
+}
+BLOCK = re.compile(r"^blk\.([0-9]+)\.(\w+)\.weight$")
+FIRST, LAST = ("token_embd.weight",), ("output_norm.weight", "output.weight")
+
+
+def mix_of(type_name: str) -> Mix:
+    """The mix of this name, in either case."""
+    if type_name.upper() not in TYPES:
+        raise InvalidRequestError(f"unknown type {type_name!r}: use one of {', '.join(TYPES)}", "type")
+    return TYPES[type_name.upper()]
+
+
+def gguf_architecture(config: ModelConfig) -> str:
+    """The name that a GGUF of this family goes by; one of Mistral is a llama."""
+    return config.family.gguf[0] if config.family.gguf else "llama"
+
+
+def matrix_jobs(checkpoint: Checkpoint, config: ModelConfig, mix: Mix) -> list[Job]:
+    """A job for every matrix of the model."""
+    tied = "output.weight" not in checkpoint.tensors
+    matrices = [t for name, t in checkpoint.tensors.items() if len(t.shape) == 2 and not _ignored(name)]
+    return [Job(t.name, t, BLOCK_TYPES[_matrix_type(t, config, mix, tied=tied)]) for t in matrices]
+
+
+def _ignored(name: str) -> bool:
+    return name.endswith(IGNORED_SUFFIXES)
+
+
+def _matrix_type(tensor: Tensor, config: ModelConfig, mix: Mix, *, tied: bool) -> str:
+    block = BLOCK.match(tensor.name)
+    layer, role = (int(block[1]), block[2]) if block else (0, tensor.name.removesuffix(".weight"))
+    place = Place(layer, config.n_layers, config.n_heads // config.n_kv_heads)
+    return matrix_type(mix, role, tensor.shape[1], place, tied=tied)
+
+
+def file_jobs(checkpoint: Checkpoint, config: ModelConfig, mix: Mix, more: Mapping[str, Tensor]) -> list[Job]:
+    """A job for every tensor of the file: the embedding first, then layer by layer."""
+    matrices = {job.name: job for job in matrix_jobs(checkpoint, config, mix)}
+    f32 = BLOCK_TYPES["F32"]
+    kept = {name: tensor for name, tensor in {**checkpoint.tensors, **more}.items() if not _ignored(name)}
+    found = [matrices.get(name) or Job(name, tensor, f32) for name, tensor in kept.items()]
+    if checkpoint.format != "gguf":
+        found = [_for_gguf(job, config) for job in found]
+    return sorted(found, key=_place)
+
+
+def _place(job: Job) -> tuple[int, int]:
+    block = re.match(r"blk\.([0-9]+)\.", job.name)
+    if block:
+        return 2, int(block[1])
+    return (0, 0) if job.name in FIRST else (3, LAST.index(job.name)) if job.name in LAST else (1, 0)
+
+
+def _for_gguf(job: Job, config: ModelConfig) -> Job:
+    role = job.name.split(".")[-2]
+    if role in ("attn_q", "attn_k") and BY_GGUF[gguf_architecture(config)].rope_interleaved:
+        return job._replace(order=neighbours(job.source.shape[0], config.head_dim, config.rope_dim))
+    if role.endswith("norm") and config.family.norm_plus_one:
+        return job._replace(plus=1.0)
+    return job
+
+
+def neighbours(rows: int, head_dim: int, rope_dim: int) -> NDArray[np.intp]:
+    """Where each row of q or k comes from when the pairs (i, i + half) of each head become neighbours."""
+    heads = np.arange(rows).reshape(-1, head_dim)
+    half = rope_dim // 2
+    pairs = np.stack([heads[:, :half], heads[:, half:rope_dim]], axis=2).reshape(len(heads), rope_dim)
+    return np.concatenate([pairs, heads[:, rope_dim:]], axis=1).reshape(-1)

@@ -1,0 +1,105 @@
+"""Jobs -> a GGUF file, piece by piece: the file appears under its name when it is whole, or not at all.
+
+The metadata is written by `gguf_writer`; the directory here, because the tensors behind it do not exist yet.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from ...errors import WorkerError, human_bytes
+from ..gguf import DEFAULT_ALIGNMENT, MAGIC
+from ..gguf_writer import write_gguf
+from .jobs import Job, Progress, run
+
+FULL = {errno.ENOSPC, errno.EDQUOT}
+SPARE = 1 << 20  # for the metadata and what else is written meanwhile
+
+
+def write_jobs(
+    path: Path,
+    metadata: Mapping[str, Any],
+    jobs: Sequence[Job],
+    *,
+    threads: int | None = None,
+    progress: Progress | None = None,
+) -> Path:
+    """Write the file; whatever was there under this name is replaced at the very end."""
+    total = sum(_aligned(job.nbytes) for job in jobs)
+    with _named_errors(path, total):
+        free = shutil.disk_usage(path.parent).free
+        if free < total + SPARE:
+            raise _no_room(path, total, free)
+        part = path.with_name(f".{path.name[:200]}.{os.getpid()}.part")
+        try:
+            write_gguf(part, metadata)
+            with part.open("r+b") as file:
+                _write_tensors(file, jobs, total, threads, progress)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(part, path)
+        finally:
+            part.unlink(missing_ok=True)
+    return path
+
+
+def _write_tensors(
+    file: BinaryIO, jobs: Sequence[Job], total: int, threads: int | None, progress: Progress | None
+) -> None:
+    file.seek(len(MAGIC) + 4)  # the count of tensors, which the metadata alone has written as 0
+    file.write(struct.pack("<Q", len(jobs)))
+    file.seek(0, os.SEEK_END)
+    file.write(_directory(jobs))
+    _pad(file)
+    start, before = file.tell(), None
+    for job, piece in run(jobs, threads):
+        if before is not None and job is not before:
+            _pad(file)
+        file.write(piece.data)
+        before = job
+        if progress is not None:
+            progress("converting", file.tell() - start, total)
+    _pad(file)
+
+
+def _directory(jobs: Sequence[Job]) -> bytes:
+    out, offset = bytearray(), 0
+    for job in jobs:
+        name, dims = job.name.encode(), job.source.shape[::-1]  # the fastest first
+        out += struct.pack("<Q", len(name)) + name + struct.pack(f"<I{len(dims)}Q", len(dims), *dims)
+        out += struct.pack("<IQ", job.kind.id, offset)
+        offset += _aligned(job.nbytes)
+    return bytes(out)
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // DEFAULT_ALIGNMENT) * DEFAULT_ALIGNMENT
+
+
+def _pad(file: BinaryIO) -> None:
+    file.write(bytes(-file.tell() % DEFAULT_ALIGNMENT))
+
+
+@contextmanager
+def _named_errors(path: Path, total: int) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno in FULL:
+            free = None
+            with suppress(OSError):
+                free = shutil.disk_usage(path.parent).free
+            raise _no_room(path, total, free) from error
+        raise WorkerError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def _no_room(path: Path, total: int, free: int | None) -> WorkerError:
+    left = "" if free is None else f" and {human_bytes(free)} are free"
+    return WorkerError(f"no room in {path.parent}: {path.name} takes {human_bytes(total)}{left}: free some space first")

@@ -1,0 +1,109 @@
+"""Many tensors into other types, on all cores and in order, without ever holding a whole tensor as float32.
+
+A job is cut into pieces of rows; threads work on the next few pieces (NumPy lets go of the GIL in every step) while
+the caller takes the finished ones in their order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ... import machine
+from ...errors import ModelFileError
+from ..checkpoint import Tensor
+from ..quants import BlockType
+from . import quantize
+
+PIECE = 1 << 19  # values
+Progress = Callable[[str, int, int | None], None]  # what is being done, bytes written, bytes in all
+
+
+class Job(NamedTuple):
+    """A tensor to be made: from which, of which type, its rows in which order, what is added to its values."""
+
+    name: str
+    source: Tensor
+    kind: BlockType
+    order: NDArray[np.intp] | None = None  # row i is row order[i] of the source; of a vector, value
+    plus: float = 0.0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the result."""
+        return self.n_rows * self.kind.row_bytes(self.columns)
+
+    @property
+    def columns(self) -> int:
+        """Values of a row: a vector is a column, so that its values can be put in order."""
+        shape = self.source.shape
+        return shape[-1] if len(shape) > 1 or self.source.kind.block_size > 1 else 1
+
+    @property
+    def n_rows(self) -> int:
+        """Rows."""
+        return self.source.size // self.columns if self.columns else 0
+
+    def rows(self, start: int, stop: int) -> NDArray[np.uint8]:
+        """The bytes of some rows of the result."""
+        source = self.source
+        raw = source.data.reshape(self.n_rows, source.kind.row_bytes(self.columns))
+        raw = raw[start:stop] if self.order is None else raw[self.order[start:stop]]
+        if source.kind is self.kind and not self.plus:
+            return raw.reshape(-1)
+        values = source.kind.decode(np.ascontiguousarray(raw).reshape(-1, source.kind.block_bytes))
+        if self.plus:
+            values = values + np.float32(self.plus)
+        try:
+            return quantize(self.kind, values.reshape(-1, self.columns))
+        except ModelFileError as error:
+            raise ModelFileError(f"tensor {self.name!r}: {error}") from error
+
+
+def cores() -> int:
+    """Threads that are of use: the cores of this process, or what a container's quota leaves of them."""
+    quota = machine.cpu_quota()
+    return machine.usable_cores() if quota is None else max(1, min(machine.usable_cores(), math.ceil(quota)))
+
+
+def run(jobs: Sequence[Job], threads: int | None = None) -> Iterator[tuple[Job, NDArray[np.uint8]]]:
+    """The pieces of all jobs in their order, some of them computed ahead."""
+    count = threads or cores()
+    pool, ahead = ThreadPoolExecutor(count, "quantize"), deque[tuple[Job, Future[NDArray[np.uint8]]]]()
+    try:
+        for job, start, stop in _pieces(jobs):
+            ahead.append((job, pool.submit(job.rows, start, stop)))
+            if len(ahead) > 2 * count:
+                first, piece = ahead.popleft()
+                yield first, piece.result()
+        for first, piece in ahead:
+            yield first, piece.result()
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _pieces(jobs: Iterable[Job]) -> Iterator[tuple[Job, int, int]]:
+    for job in jobs:
+        step = max(1, PIECE // max(job.columns, 1))
+        for start in range(0, job.n_rows, step):
+            yield job, start, min(start + step, job.n_rows)
+
+
+def tensors(jobs: Sequence[Job], threads: int | None = None, progress: Progress | None = None) -> dict[str, Tensor]:
+    """The results in memory."""
+    made = {job.name: np.empty(job.nbytes, np.uint8) for job in jobs}
+    filled, done, total = dict.fromkeys(made, 0), 0, sum(job.nbytes for job in jobs)
+    for job, piece in run(jobs, threads):
+        at = filled[job.name]
+        made[job.name][at : at + piece.size] = piece
+        filled[job.name] = at + piece.size
+        done += piece.size
+        if progress is not None:
+            progress("quantizing", done, total)
+    return {job.name: Tensor(job.name, job.kind, job.source.shape, made[job.name]) for job in jobs}

@@ -1,0 +1,172 @@
+"""Encoders of the K types: super-blocks of 256 values whose groups have small integer scales of their own.
+
+Three steps: the best scale of each group alone (fit.py); these as integers times the super-block's float16 `d` (and
+`dmin`); then integers and d in turn by least squares with the levels they lead to, as the first rounding has cost most
+of what the search gained. The best round of each super-block stays. Layouts as in `quants.k`.
+
+Values are (group size, blocks * groups), numbers of a group (blocks, groups).
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .fit import Sums, affine_levels, fit_affine, fit_linear, linear_levels, sums
+from .packing import Bytes, Floats, as_half, half_bytes, packed, reciprocal
+
+ROUNDS = 3  # the first one included
+SUPER = 256
+SIX_BITS = 63
+FLAT = np.float32(1e-6)  # of two unknowns: below this share of its diagonal, a determinant is noise
+
+
+class Affine(NamedTuple):
+    """x = d * scale * level - dmin * minus."""
+
+    d: Floats  # (blocks,)
+    dmin: Floats  # (blocks,)
+    scale: Floats  # (blocks, 8) whole numbers
+    minus: Floats  # (blocks, 8) whole numbers
+
+    def of_groups(self) -> tuple[Floats, Floats]:
+        """Scale and minimum of every group, flat."""
+        return (self.d[:, None] * self.scale).reshape(-1), (self.dmin[:, None] * self.minus).reshape(-1)
+
+
+class Linear(NamedTuple):
+    """x = d * scale * level."""
+
+    d: Floats  # (blocks,)
+    scale: Floats  # (blocks, 16) whole numbers
+
+
+def q4_k(blocks: Floats) -> Bytes:
+    """d 2 | dmin 2 | scales and minima 12 | 128 bytes of nibbles."""
+    found, levels = _affine(blocks, 15)
+    return np.concatenate([*_affine_head(found), packed(levels, 32, 4)], axis=1)
+
+
+def q5_k(blocks: Floats) -> Bytes:
+    """As Q4_K with 32 bytes of fifth bits before the nibbles."""
+    found, levels = _affine(blocks, 31)
+    high = packed(levels >> np.uint8(4), 32, 1)
+    return np.concatenate([*_affine_head(found), high, packed(levels & np.uint8(15), 32, 4)], axis=1)
+
+
+def q6_k(blocks: Floats) -> Bytes:
+    """128 bytes of low nibbles | 64 bytes of 2 high bits | 16 int8 scales | d 2."""
+    found, levels = _linear(blocks, 32)
+    low, high = packed(levels & np.uint8(15), 64, 4), packed(levels >> np.uint8(4), 32, 2)
+    scales = found.scale.astype(np.int8).view(np.uint8)
+    return np.concatenate([low, high, scales, half_bytes(found.d)], axis=1)
+
+
+def _columns(blocks: Floats, group: int) -> Floats:
+    return np.ascontiguousarray(blocks.reshape(-1, group).T)
+
+
+def _rows(levels: Floats, offset: int = 0) -> Bytes:
+    """Levels of (group size, groups) as unsigned bytes in the order of the values: (blocks, 256)."""
+    whole = (levels + np.float32(offset)).astype(np.uint8)
+    return np.ascontiguousarray(whole.T).reshape(-1, SUPER)
+
+
+def _whole(values: Floats, unit: Floats, least: int, most: int) -> Floats:
+    """values / unit as whole numbers within bounds."""
+    whole: Floats = np.clip(np.rint(values * reciprocal(unit)[:, None]), least, most)
+    return whole
+
+
+def _missed(q: Floats, scale: Floats, minus: Floats | None, x: Floats, blocks: int) -> Floats:
+    """The sum of squared errors of each super-block; `q` stays."""
+    error = q * scale
+    if minus is not None:
+        error -= minus
+    error -= x
+    error *= error
+    total: Floats = error.sum(0).reshape(blocks, -1).sum(1)
+    return total
+
+
+def _affine(blocks: Floats, top: int) -> tuple[Affine, Bytes]:
+    x, count = _columns(blocks, 32), len(blocks)
+    q, spare = np.empty_like(x), np.empty_like(x)
+    total = x.sum(0).reshape(count, 8)
+    tried = best = _first_affine(*(part.reshape(count, 8) for part in fit_affine(x, top)))
+    least = np.full(count, np.inf, np.float32)
+    for turn in range(ROUNDS):
+        if turn:
+            levels = Sums(*(part.reshape(count, 8) for part in sums(q, x, spare)))
+            tried = _next_affine(tried, levels, total)
+        groups = tried.of_groups()
+        error = _missed(affine_levels(x, *groups, top, q), *groups, x, count)
+        better = error < least
+        least = np.where(better, error, least)
+        best = Affine(*(_chosen(better, new, old) for new, old in zip(tried, best, strict=True)))
+    return best, _rows(affine_levels(x, *best.of_groups(), top, q))
+
+
+def _chosen(better: NDArray[np.bool_], new: Floats, old: Floats) -> Floats:
+    return np.where(better if new.ndim == 1 else better[:, None], new, old)
+
+
+def _first_affine(scale: Floats, minus: Floats) -> Affine:
+    d, dmin = (as_half(part.max(1) / np.float32(SIX_BITS)) for part in (scale, minus))
+    return Affine(d, dmin, _whole(scale, d, 0, SIX_BITS), _whole(minus, dmin, 0, SIX_BITS))
+
+
+def _next_affine(now: Affine, levels: Sums, total: Floats) -> Affine:
+    """Each group's integers, one after the other, then d and dmin of the super-block, all for these levels."""
+    wanted = (now.d[:, None] * now.scale * levels.q - total) / np.float32(32)
+    minus = _whole(wanted, now.dmin, 0, SIX_BITS)
+    wanted = (levels.qx + now.dmin[:, None] * minus * levels.q) * reciprocal(levels.qq)
+    scale = _whole(wanted, now.d, 0, SIX_BITS)
+    # x = d * (scale * q) - dmin * minus over all groups: two unknowns
+    a, b, c = (scale * scale * levels.qq).sum(1), (scale * minus * levels.q).sum(1), 32 * (minus * minus).sum(1)
+    u, v = (scale * levels.qx).sum(1), -(minus * total).sum(1)
+    determinant = a * c - b * b
+    over = reciprocal(np.where(determinant > FLAT * a * c, determinant, np.float32(0)))
+    d = np.where(over > 0, (c * u + b * v) * over, u * reciprocal(a))
+    dmin = np.where(over > 0, (a * v + b * u) * over, now.dmin)
+    return Affine(as_half(np.where(d > 0, d, now.d)), as_half(np.maximum(dmin, 0)), scale, minus)
+
+
+def _affine_head(found: Affine) -> tuple[Bytes, Bytes, Bytes]:
+    """The two float16 numbers, and eight scales and eight minima of six bits in twelve bytes."""
+    scale, minus = found.scale.astype(np.uint8), found.minus.astype(np.uint8)
+    both = np.concatenate([scale[:, :4], minus[:, :4]], axis=1)
+    later = np.concatenate([scale[:, 4:], minus[:, 4:]], axis=1)
+    first = both | (later >> np.uint8(4)) * np.uint8(64)
+    return (
+        half_bytes(found.d),
+        half_bytes(found.dmin),
+        np.concatenate([first, packed(later & np.uint8(15), 4, 4)], axis=1),
+    )
+
+
+def _linear(blocks: Floats, half_range: int) -> tuple[Linear, Bytes]:
+    x, count = _columns(blocks, 16), len(blocks)
+    q, spare = np.empty_like(x), np.empty_like(x)
+    tried = best = _first_linear(fit_linear(x, half_range).reshape(count, 16))
+    least = np.full(count, np.inf, np.float32)
+    for turn in range(ROUNDS):
+        if turn:
+            levels = Sums(*(part.reshape(count, 16) for part in sums(q, x, spare)))
+            scale = _whole(levels.qx * reciprocal(levels.qq), tried.d, -128, 127)
+            d = (scale * levels.qx).sum(1) * reciprocal((scale * scale * levels.qq).sum(1))
+            tried = Linear(as_half(d), scale)
+        groups = (tried.d[:, None] * tried.scale).reshape(-1)
+        error = _missed(linear_levels(x, groups, half_range, q), groups, None, x, count)
+        better = error < least
+        least = np.where(better, error, least)
+        best = Linear(*(_chosen(better, new, old) for new, old in zip(tried, best, strict=True)))
+    linear_levels(x, (best.d[:, None] * best.scale).reshape(-1), half_range, q)
+    return best, _rows(q, half_range)
+
+
+def _first_linear(scale: Floats) -> Linear:
+    """The scale of largest size becomes -128, of which int8 has one more than above zero."""
+    peak = np.take_along_axis(scale, np.abs(scale).argmax(axis=1, keepdims=True), axis=1)[:, 0]
+    d = as_half(peak / np.float32(-128))
+    return Linear(d, _whole(scale, d, -128, 127))

@@ -1,0 +1,64 @@
+"""Whole models on the CPU kernels: near the reference on float weights, sensible on the default model, the same bits
+however a prompt is cut."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from llm_worker_rbee import LLM
+from llm_worker_rbee.backends import cpu
+from llm_worker_rbee.engine.request import Request, SamplingParams
+from llm_worker_rbee.engine.runner import Runner
+from llm_worker_rbee.models import describe, load_model
+from llm_worker_rbee.weights import open_checkpoint
+from tests.cli.conftest import write_model
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("cpu") / "tiny.gguf")
+
+
+def logits(path: Path, ids: list[int], chunk: int) -> np.ndarray:
+    """After each prompt token, computed `chunk` tokens at a time."""
+    checkpoint = open_checkpoint(path)
+    model = load_model(checkpoint, cpu, describe(checkpoint), 64)  # type: ignore[arg-type]
+    runner = Runner(model, len(ids))
+    request = Request(ids, SamplingParams(), 1, 0, frozenset())
+    parts = [runner.step(request, chunk, all_logits=True) for _ in range(-(-len(ids) // chunk))]
+    return np.concatenate(parts)
+
+
+def test_the_same_answer_as_the_reference_on_float_weights(tiny: Path) -> None:
+    options = {"max_tokens": 24, "temperature": 0.0, "ignore_eos": True, "logprobs": 3}
+    slow, fast = (LLM(tiny, backend=name).generate("hello there", **options) for name in ("reference", "cpu"))
+    assert fast.tokens == slow.tokens
+    assert fast.logprobs is not None
+    assert slow.logprobs is not None
+    for a, b in zip(fast.logprobs, slow.logprobs, strict=True):
+        assert a.logprob == pytest.approx(b.logprob, abs=1e-4)
+
+
+def test_the_same_bits_however_a_prompt_is_cut(default_model: Path) -> None:
+    ids = np.random.default_rng(3).integers(0, 49152, 37).tolist()
+    whole = logits(default_model, ids, 37)
+    for chunk in (1, 8, 16):
+        np.testing.assert_array_equal(logits(default_model, ids, chunk), whole)
+
+
+def test_the_default_model_knows_paris(default_model: Path) -> None:
+    text = LLM(default_model, backend="cpu").generate("The capital of France is", max_tokens=4, temperature=0.0).text
+    assert "Paris" in text
+
+
+def test_nothing_is_read_from_the_file_after_loading(tiny: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy.gguf"
+    copy.write_bytes(tiny.read_bytes())
+    llm = LLM(copy, backend="cpu")
+    before = llm.generate("hello", max_tokens=8, temperature=0.0, ignore_eos=True).tokens
+    with copy.open("r+b") as file:
+        file.truncate(0)
+    assert llm.generate("hello", max_tokens=8, temperature=0.0, ignore_eos=True).tokens == before

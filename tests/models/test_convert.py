@@ -1,0 +1,454 @@
+"""Conversion to GGUF: the same model from the file as from the folder, readable by others, or refused by name."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import sentencepiece
+from hypothesis import given
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import Tokenizer as Library
+
+from llm_worker_rbee.backends import pick
+from llm_worker_rbee.errors import InvalidRequestError, ModelFileError, TokenizerError, UnsupportedModelError
+from llm_worker_rbee.models import describe, load_model
+from llm_worker_rbee.models.convert import TYPES, convert, quantize_checkpoint
+from llm_worker_rbee.tokenizer import tokenizer_from_gguf, tokenizer_from_hf
+from llm_worker_rbee.weights import open_checkpoint
+from llm_worker_rbee.weights.gguf_writer import Typed, write_gguf, write_split
+from llm_worker_rbee.weights.quantize import ENCODERS
+from llm_worker_rbee.weights.quants import BLOCK_TYPES, dequantize
+from tests.models import running, zoo
+from tests.models.test_families import load_gguf_with_transformers
+from tests.tokenizer import test_gguf_spm
+from tests.tokenizer.making import data, seeded, unicode_text
+
+ROWS = 300
+SPECIALS = ["<|end|>", "<|user|>"]
+Made = tuple[zoo.Variant, Any, Path]
+
+
+def byte_library(pre: Any = None, more: Sequence[tuple[str, str]] = (), **model: Any) -> Library:
+    """A byte-level vocabulary: two control tokens, the bytes, a few merges, one token that was added as text."""
+    merges = [("h", "e"), ("Ġ", "t"), ("Ġt", "he"), ("1", "2"), ("12", "3"), *more]
+    texts = [*SPECIALS, *sorted(pre_tokenizers.ByteLevel.alphabet()), *(a + b for a, b in merges)]
+    library = Library(models.BPE({text: i for i, text in enumerate(texts)}, merges, **model))
+    library.pre_tokenizer = pre or pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.decoder = decoders.ByteLevel()
+    library.add_special_tokens(SPECIALS)
+    library.add_tokens([AddedToken("<tool>", normalized=False)])
+    return library
+
+
+def spm_library(**training: Any) -> Library:
+    """A SentencePiece model in the form that transformers gives it: every pair that makes a token is a merge."""
+    processor: sentencepiece.SentencePieceProcessor = test_gguf_spm.train(**training)
+    pieces = [processor.id_to_piece(i) for i in range(processor.get_piece_size())]
+    vocab = {piece: i for i, piece in enumerate(pieces)}
+    pairs = [
+        (piece[:cut], piece[cut:], processor.get_score(i))
+        for i, piece in enumerate(pieces)
+        for cut in range(1, len(piece))
+        if piece[:cut] in vocab and piece[cut:] in vocab
+    ]
+    pairs.sort(key=lambda pair: (pair[2], len(pair[0]), len(pair[1])), reverse=True)
+    merges = [(left, right) for left, right, _ in pairs]
+    library = Library(models.BPE(vocab, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    steps = [normalizers.Replace(" ", "▁")]
+    first = [normalizers.Prepend("▁")] if training.get("add_dummy_prefix", True) else []
+    library.normalizer = normalizers.Sequence([*first, *steps])
+    strip = [decoders.Strip(" ", 1, 0)] if first else []
+    library.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip])
+    library.add_special_tokens(["<unk>", "<s>", "</s>"])
+    library.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    return library
+
+
+def add_tokenizer(folder: Path, library: Library | None = None, **settings: Any) -> Path:
+    (library or byte_library()).save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|end|>", **settings}), encoding="utf-8")
+    generation = folder / "generation_config.json"
+    generation.unlink(missing_ok=True)  # its eos_token_id is one of the zoo's
+    config = json.loads((folder / "config.json").read_text())
+    config["eos_token_id"] = None
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Made]:
+    """A zoo model with a vocabulary for its tokenizer: (variant, transformers model, folder), made once."""
+    cache: dict[str, Made] = {}
+
+    def make(name: str) -> Made:
+        if name not in cache:
+            variant = replace(zoo.ZOO[name], settings={**zoo.ZOO[name].settings, "vocab_size": ROWS})
+            model = zoo.make_hf(variant)
+            folder = zoo.save_hf(model, tmp_path_factory.mktemp(name) / "hf")
+            cache[name] = variant, model, add_tokenizer(folder)
+        return cache[name]
+
+    return make
+
+
+def converted(folder: Path, path: Path, kind: str) -> Path:
+    return convert(open_checkpoint(folder), path, kind).path
+
+
+EXPRESSIBLE = [name for name in zoo.ZOO if name not in zoo.NO_GGUF_KEY]
+
+
+@pytest.mark.parametrize("name", EXPRESSIBLE)
+def test_logits_are_those_of_the_folder(name: str, made: Callable[[str], Made], tmp_path: Path) -> None:
+    variant, _, folder = made(name)
+    ids = zoo.prompt_ids(variant)
+    expected = running.logits_of(running.load(folder, variant.max_context), ids)
+    exact = converted(folder, tmp_path / "f32.gguf", "F32")
+    assert np.abs(running.logits_of(running.load(exact, variant.max_context), ids) - expected).max() < 1e-3
+    close = converted(folder, tmp_path / "q8_0.gguf", "q8_0")
+    near = running.logits_of(running.load(close, variant.max_context), ids)
+    assert 0 < np.sqrt(np.mean(np.square(near - expected))) < 0.06 * expected.std()
+    assert {t.kind.name for t in open_checkpoint(close).tensors.values() if len(t.shape) == 2} == {"Q8_0"}
+    assert {t.kind.name for t in open_checkpoint(close).tensors.values() if len(t.shape) == 1} == {"F32"}
+
+
+@pytest.mark.parametrize("name", EXPRESSIBLE)
+def test_the_file_is_the_one_that_the_zoo_writes(name: str, made: Callable[[str], Made], tmp_path: Path) -> None:
+    """Keys and tensors as llama.cpp's converter has them."""
+    variant, model, folder = made(name)
+    ours = open_checkpoint(converted(folder, tmp_path / "ours.gguf", "F32"))
+    theirs = open_checkpoint(zoo.save_gguf(variant, model, tmp_path / "theirs.gguf"))
+    missing = {key for key in theirs.metadata if key not in ours.metadata}
+    assert missing <= {f"{theirs.architecture}.rope.scaling.original_context_length"}  # of llama3: nobody reads it
+    for key in theirs.metadata.keys() - missing - {"general.name"}:
+        assert ours.metadata[key] == pytest.approx(theirs.metadata[key]), key
+    assert ours.tensors.keys() == theirs.tensors.keys()
+    for key, tensor in theirs.tensors.items():
+        assert np.allclose(ours.tensors[key].dequantize(), tensor.dequantize(), rtol=1e-6), key
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-bias", "mistral", "qwen2", "qwen3", "phi3", "gemma2", "gemma3"])
+def test_transformers_loads_it(name: str, made: Callable[[str], Made], tmp_path: Path) -> None:
+    variant, model, folder = made(name)
+    path = converted(folder, tmp_path / "model.gguf", "F32")
+    loaded = load_gguf_with_transformers(path, model.config)
+    ids = zoo.prompt_ids(variant)
+    assert np.abs(zoo.hf_logits(loaded, ids) - zoo.hf_logits(model, ids)).max() < 1e-3
+
+
+@pytest.mark.parametrize(("name", "told"), [("qwen2-window", "sliding_window in some of the layers"),
+                                            ("gemma2-scale", "query_pre_attn_scalar")])  # fmt: skip
+def test_what_gguf_cannot_say_is_refused(name: str, told: str, made: Callable[[str], Made], tmp_path: Path) -> None:
+    _, _, folder = made(name)
+    arch = name.split("-")[0]
+    wanted = f"^config.json: {told} cannot be expressed in a GGUF of architecture '{arch}'$"
+    with pytest.raises(UnsupportedModelError, match=wanted):
+        converted(folder, tmp_path / "out.gguf", "F16")
+    assert list(tmp_path.iterdir()) == []
+
+
+YARN = {**zoo.YARN, "beta_fast": 16.0}
+
+
+@pytest.mark.parametrize(("rope", "told"), [
+    ({**YARN, "attention_factor": 1.7}, None),
+    ({**YARN, "factor": 1.0}, None),
+    ({**YARN, "truncate": False}, "rope scaling 'yarn' with its settings"),
+    ({**zoo.LINEAR, "attention_factor": 1.5}, None),
+])  # fmt: skip
+def test_rope_settings_arrive_or_are_refused(rope: dict[str, Any], told: str | None, tmp_path: Path) -> None:
+    variant = zoo.Variant("llama", {"rope_parameters": rope, "vocab_size": ROWS})
+    folder = add_tokenizer(zoo.save_hf(zoo.make_hf(variant), tmp_path / "hf"))
+    if told is not None:
+        with pytest.raises(UnsupportedModelError, match=told):
+            converted(folder, tmp_path / "out.gguf", "F32")
+        return
+    ids = zoo.prompt_ids(variant)
+    ours = running.load(converted(folder, tmp_path / "out.gguf", "F32"))
+    assert np.abs(running.logits_of(ours, ids) - running.logits_of(running.load(folder), ids)).max() < 1e-3
+
+
+def test_sharded_half_floats_and_a_name(tmp_path: Path) -> None:
+    variant = zoo.Variant("llama", {"rope_parameters": zoo.PLAIN, "vocab_size": ROWS})
+    model = zoo.make_hf(variant).bfloat16()
+    folder = add_tokenizer(zoo.save_hf(model, tmp_path / "my-model", shard="60KB"))
+    assert len(list(folder.glob("*.safetensors"))) > 1
+    made = open_checkpoint(converted(folder, tmp_path / "out.gguf", "BF16"))
+    assert made.metadata["general.name"] == "my-model"
+    names = list(made.tensors)
+    assert names[0] == "token_embd.weight"
+    assert names[-2:] == ["output_norm.weight", "output.weight"]
+    assert [int(n.split(".")[1]) for n in names if n.startswith("blk.")] == sorted([0] * 9 + [1] * 9 + [2] * 9)
+    source = open_checkpoint(folder)
+    assert np.array_equal(made.tensors["blk.1.ffn_up.weight"].data, source.tensors["blk.1.ffn_up.weight"].data)
+
+
+# Tokenizers
+
+
+def ids_agree(folder: Path, path: Path, *, special: bool = True) -> None:
+    ours, theirs = tokenizer_from_gguf(open_checkpoint(path).metadata), tokenizer_from_hf(folder)
+
+    def check(text: str) -> None:
+        assert ours.encode(text) == theirs.encode(text), text
+        assert ours.decode(ours.encode(text)) == theirs.decode(theirs.encode(text))
+
+    for text in [*data("texts.json"), "<tool>x", "a <|user|> b"]:
+        check(text)
+    seeded(given(unicode_text)(check))()
+    if special:
+        text = "<|user|>the he<|end|>"
+        assert ours.encode(text, parse_special=True) == theirs.encode(text, parse_special=True)
+    assert (ours.bos_id, ours.eos_id, ours.eos_ids) == (theirs.bos_id, theirs.eos_id, theirs.eos_ids)
+    assert (ours.add_bos, ours.add_eos, ours.chat_template) == (theirs.add_bos, theirs.add_eos, theirs.chat_template)
+
+
+LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+ONE_DIGIT = LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
+
+
+def split(pattern: str) -> Any:
+    steps = [pre_tokenizers.Split(Regex(pattern), "isolated"), pre_tokenizers.ByteLevel(False, use_regex=False)]
+    return pre_tokenizers.Sequence(steps)
+
+
+# The pre-tokenizers of published models, as their tokenizer.json writes them.
+PRES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "gpt-2": (None, {}),
+    "llama-bpe": (split(LLAMA3), {"ignore_merges": True}),
+    "dbrx": (split(LLAMA3), {}),
+    "qwen2": (split(ONE_DIGIT), {}),
+    "smollm": (pre_tokenizers.Sequence([pre_tokenizers.Digits(True), pre_tokenizers.ByteLevel(False)]), {}),
+}
+
+
+@pytest.fixture
+def llama(made: Callable[[str], Made], tmp_path: Path) -> Path:
+    """The folder of a llama of its own, whose tokenizer may be changed."""
+    folder = tmp_path / "hf"
+    folder.mkdir()
+    for path in made("llama")[2].iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    return folder
+
+
+@pytest.mark.parametrize("pre", PRES)
+def test_byte_level_tokenizers(pre: str, llama: Path, tmp_path: Path) -> None:
+    splitter, settings = PRES[pre]
+    add_tokenizer(llama, byte_library(splitter, **settings), bos_token="<|user|>", chat_template="{{ messages }}")
+    path = converted(llama, tmp_path / "out.gguf", "F16")
+    metadata = open_checkpoint(path).metadata
+    assert (metadata["tokenizer.ggml.model"], metadata["tokenizer.ggml.pre"]) == ("gpt2", pre)
+    assert len(metadata["tokenizer.ggml.tokens"]) == ROWS
+    assert metadata["tokenizer.ggml.tokens"][-1] == f"[PAD{ROWS - 1}]"
+    ids_agree(llama, path)
+
+
+@pytest.mark.parametrize("prefix", [True, False])
+def test_sentencepiece_tokenizers(prefix: bool, tmp_path: Path) -> None:
+    library = spm_library(add_dummy_prefix=prefix)
+    variant = zoo.Variant("llama", {"rope_parameters": zoo.PLAIN, "vocab_size": library.get_vocab_size()})
+    folder = zoo.save_hf(zoo.make_hf(variant), tmp_path / "hf")
+    add_tokenizer(folder, library, bos_token="<s>", eos_token="</s>")
+    path = converted(folder, tmp_path / "out.gguf", "F16")
+    metadata = open_checkpoint(path).metadata
+    assert metadata["tokenizer.ggml.model"] == "llama"
+    assert metadata["tokenizer.ggml.add_space_prefix"] == prefix
+    ids_agree(folder, path, special=False)
+
+
+def test_more_than_one_end(llama: Path, tmp_path: Path) -> None:
+    (llama / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, 1, 5]}), encoding="utf-8")
+    path = converted(llama, tmp_path / "out.gguf", "F16")
+    metadata = open_checkpoint(path).metadata
+    assert tokenizer_from_gguf(metadata).eos_ids == {0, 1, 5}
+    assert metadata["tokenizer.ggml.eos_token_id"] == 0
+
+
+def test_a_token_named_none_is_no_unknown_token(llama: Path, tmp_path: Path) -> None:
+    """tokenizer.json has null where there is no unknown token."""
+    add_tokenizer(llama, byte_library(more=[("N", "o"), ("No", "n"), ("Non", "e")]))
+    metadata = open_checkpoint(converted(llama, tmp_path / "out.gguf", "F16")).metadata
+    assert metadata["tokenizer.ggml.token_type"][metadata["tokenizer.ggml.tokens"].index("None")] == 1
+    assert "tokenizer.ggml.unknown_token_id" not in metadata
+
+
+def unigram() -> Library:
+    return Library(models.Unigram([("<unk>", 0.0), ("a", -1.0)], 0))
+
+
+def two_at_the_end() -> Library:
+    library = byte_library()
+    library.post_processor = processors.TemplateProcessing(
+        single="<|user|> <|user|> $A", special_tokens=[("<|user|>", 1)]
+    )
+    return library
+
+
+def lower_case() -> Library:
+    library = byte_library()
+    library.normalizer = normalizers.Lowercase()
+    return library
+
+
+def few_merges() -> Library:
+    library = spm_library()
+    source = json.loads(library.to_str())
+    source["model"]["merges"] = source["model"]["merges"][::2]
+    return Library.from_str(json.dumps(source))
+
+
+REFUSED: dict[str, tuple[Callable[[], Library], str]] = {
+    "unigram": (unigram, "a model of type 'Unigram' cannot be put into a GGUF, only BPE can"),
+    "post-processor": (two_at_the_end, "its post_processor adds more than one token"),
+    "pre-tokenizer": (lambda: byte_library(split(r"\p{N}{1,7}| ?\p{L}+|\s+")), "its pre_tokenizer cuts text like none"),
+    "prefix": (lambda: byte_library(pre_tokenizers.ByteLevel(True)), "its pre_tokenizer cuts text like none"),
+    "normalizer": (lower_case, 'read back from a GGUF it would cut "Hello, world!'),
+    "merges": (few_merges, "its merges lack"),
+}
+
+
+@pytest.mark.parametrize("why", REFUSED)
+def test_tokenizers_that_gguf_cannot_say(why: str, tmp_path: Path) -> None:
+    make, told = REFUSED[why]
+    variant = zoo.Variant("llama", {"rope_parameters": zoo.PLAIN, "vocab_size": 1200})
+    folder = zoo.save_hf(zoo.make_hf(variant), tmp_path / "hf")
+    make().save(str(folder / "tokenizer.json"))
+    (folder / "generation_config.json").unlink()
+    with pytest.raises(UnsupportedModelError, match=re.escape(told)):
+        converted(folder, tmp_path / "out.gguf", "F16")
+    assert not (tmp_path / "out.gguf").exists()
+
+
+def test_a_folder_must_hold_all_of_a_model(llama: Path, tmp_path: Path) -> None:
+    source = json.loads((llama / "tokenizer.json").read_text(encoding="utf-8"))
+    source["model"]["vocab"]["beyond"] = ROWS
+    (llama / "tokenizer.json").write_text(json.dumps(source), encoding="utf-8")
+    with pytest.raises(TokenizerError, match="the model's embedding of 300 rows has none for 'beyond'"):
+        converted(llama, tmp_path / "out.gguf", "F16")
+    (llama / "tokenizer.json").unlink()
+    with pytest.raises(TokenizerError, match=r"there is no tokenizer\.json"):
+        converted(llama, tmp_path / "out.gguf", "F16")
+
+
+# From GGUF
+
+
+def test_a_gguf_keeps_its_metadata(made: Callable[[str], Made], tmp_path: Path) -> None:
+    variant, model, _ = made("llama3")
+    metadata = {
+        **zoo.gguf_metadata(variant, model),
+        "general.file_type": Typed("uint32", 0),
+        "general.tags": ["a", "b"],
+        "some.bool": True,
+        "some.small": Typed("int8", -3),
+        "some.numbers": Typed("float64", [0.5, 2.0]),
+        "some.flags": Typed("bool", [True, False]),
+        "some.nested": [[1, 2], [3]],
+        "some.none": Typed("string", []),
+    }
+    parts = write_split(tmp_path / "model.gguf", metadata, zoo.gguf_tensors(variant, model), 2)
+    source = open_checkpoint(parts[0])
+    result = convert(source, tmp_path / "out.gguf", "Q5_1", threads=3)
+    made_file = open_checkpoint(result.path)
+    own = {"general.file_type": 9, "general.quantization_version": 2}
+    for key in source.metadata.keys() | own.keys():
+        if key.startswith("split."):
+            assert key not in made_file.metadata
+        else:
+            wanted = own.get(key, source.metadata.get(key))
+            assert str(made_file.metadata[key]) == str(wanted)
+            assert made_file.value_types[key] == source.value_types.get(key, "uint32"), key
+    assert result.bytes == result.path.stat().st_size
+    assert sum(result.tensors.values()) == len(source.tensors)
+    read = gguf.GGUFReader(result.path)
+    assert {t.name for t in read.tensors} == source.tensors.keys()
+    for tensor in read.tensors:
+        values = gguf.dequantize(tensor.data, tensor.tensor_type).reshape(-1)
+        assert np.array_equal(values, made_file.tensors[tensor.name].dequantize().reshape(-1))
+        wanted = source.tensors[tensor.name].dequantize().reshape(-1)
+        assert np.abs(values - wanted).max() <= 0.06 * np.abs(wanted).max()
+
+
+def test_types_that_do_not_change_are_copied(made: Callable[[str], Made], tmp_path: Path) -> None:
+    variant, model, _ = made("llama")
+    once = convert(open_checkpoint(zoo.save_gguf(variant, model, tmp_path / "a.gguf")), tmp_path / "b.gguf", "Q4_0")
+    again = convert(open_checkpoint(once.path), tmp_path / "c.gguf", "Q4_0")
+    assert once.path.read_bytes() == again.path.read_bytes()
+
+
+def test_what_our_loader_refuses_is_not_converted(made: Callable[[str], Made], tmp_path: Path) -> None:
+    variant, model, _ = made("llama")
+    metadata, tensors = zoo.gguf_metadata(variant, model), zoo.gguf_tensors(variant, model)
+    write_gguf(tmp_path / "a.gguf", metadata, {n: t for n, t in tensors.items() if n != "blk.1.attn_q.weight"})
+    with pytest.raises(ModelFileError, match=r"tensor 'blk\.1\.attn_q\.weight' is missing"):
+        converted(tmp_path / "a.gguf", tmp_path / "out.gguf", "Q8_0")
+    broken = np.array(tensors["blk.1.attn_q.weight"])
+    broken[3, 3] = np.nan
+    write_gguf(tmp_path / "b.gguf", metadata, {**tensors, "blk.1.attn_q.weight": broken})
+    with pytest.raises(ModelFileError, match=r"'blk\.1\.attn_q\.weight' holds a NaN or infinite value in block 195"):
+        converted(tmp_path / "b.gguf", tmp_path / "out.gguf", "Q8_0")
+    broken[3, 3] = 1e9
+    write_gguf(tmp_path / "c.gguf", metadata, {**tensors, "blk.1.attn_q.weight": broken})
+    with pytest.raises(ModelFileError, match=r"'blk\.1\.attn_q\.weight': a value of 1e\+09 does not fit into Q8_0"):
+        converted(tmp_path / "c.gguf", tmp_path / "out.gguf", "Q8_0")
+    write_gguf(tmp_path / "d.gguf", {"general.architecture": "bert"})
+    with pytest.raises(UnsupportedModelError, match="architecture 'bert' is not supported"):
+        converted(tmp_path / "d.gguf", tmp_path / "out.gguf", "Q8_0")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.gguf", "b.gguf", "c.gguf", "d.gguf"]
+
+
+def test_every_type_can_be_written_and_no_other_is_taken(made: Callable[[str], Made]) -> None:
+    kinds = {kind for mix in TYPES.values() for kind in (mix.base, *(k for r in mix.rules.values() for _, k in r))}
+    assert kinds <= ENCODERS.keys()
+    with pytest.raises(InvalidRequestError, match="unknown type 'Q3_K_M': use one of F32, F16, BF16"):
+        quantize_checkpoint(open_checkpoint(made("llama")[2]), "Q3_K_M")
+
+
+# In memory
+
+
+@pytest.mark.parametrize("name", ["llama", "phi3", "gemma2"])
+def test_in_memory_as_in_a_file(name: str, made: Callable[[str], Made], tmp_path: Path) -> None:
+    variant, model, folder = made(name)
+    for path in (folder, zoo.save_gguf(variant, model, tmp_path / "model.gguf")):
+        source = open_checkpoint(path)
+        quantized = quantize_checkpoint(source, "Q4_K_M", threads=2)
+        assert quantized.tensors.keys() == source.tensors.keys()
+        assert quantized.tensors["output_norm.weight"] is source.tensors["output_norm.weight"]
+        written = open_checkpoint(converted(path, tmp_path / "out.gguf", "Q4_K_M"))
+        for key, tensor in quantized.tensors.items():
+            if len(tensor.shape) == 2:
+                assert tensor.kind.name == written.tensors[key].kind.name
+                assert sorted(map(bytes, tensor.rows)) == sorted(map(bytes, written.tensors[key].rows))
+        ids = zoo.prompt_ids(variant)
+        ours = load_model(quantized, pick(backend="reference"), describe(quantized))
+        expected = running.logits_of(running.load(tmp_path / "out.gguf"), ids)
+        assert np.abs(running.logits_of(ours, ids) - expected).max() < 1e-3
+
+
+def test_k_types_fill_a_model_of_their_width(tmp_path: Path) -> None:
+    shape = {"vocab_size": ROWS, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 9}
+    variant = zoo.Variant("llama", {"rope_parameters": zoo.PLAIN, **shape})
+    source = open_checkpoint(zoo.save_gguf(variant, zoo.make_hf(variant), tmp_path / "model.gguf"))
+    types = {t.name: t.kind.name for t in quantize_checkpoint(source, "Q4_K_M").tensors.values()}
+    assert (types["output.weight"], types["token_embd.weight"]) == ("Q6_K", "Q4_K")
+    assert [types[f"blk.{i}.ffn_down.weight"] for i in range(9)] == [
+        "Q6_K", "Q4_K", "Q4_K", "Q6_K", "Q4_K", "Q4_K", "Q6_K", "Q6_K", "Q6_K",
+    ]  # fmt: skip
+    alone = quantize_checkpoint(source, "Q4_K").tensors
+    assert {t.kind.name for n, t in alone.items() if len(t.shape) == 2 and n != "output.weight"} == {"Q4_K"}
+    down = source.tensors["blk.4.ffn_down.weight"].dequantize()
+    made = dequantize(BLOCK_TYPES["Q4_K"], alone["blk.4.ffn_down.weight"].data, down.shape)
+    assert np.sqrt(np.mean(np.square(made - down))) < 0.08 * down.std()
