@@ -113,7 +113,8 @@ def _vocabulary(library: Library, source: Mapping[str, Any], style: Style, id_li
         kinds[index] = Kind.BYTE if style == "spm" and byte_of(text) is not None else Kind.NORMAL
     for token_id, added in library.get_added_tokens_decoder().items():
         kinds[token_id] = Kind.CONTROL if added.special else Kind.USER_DEFINED
-    unknown = ids.get(str((source.get("model") or {}).get("unk_token")))
+    named = (source.get("model") or {}).get("unk_token")
+    unknown = ids.get(named) if isinstance(named, str) else None
     if unknown is not None:
         kinds[unknown] = Kind.UNKNOWN
     return Vocabulary(texts, kinds, style, id_limit=id_limit)

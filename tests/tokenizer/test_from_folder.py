@@ -94,6 +94,21 @@ def test_control_tokens_are_text_unless_asked_for(tmp_path: Path) -> None:
     assert tokenizer.encode("<tool>", add_special=False) == [tokenizer.token_id("<tool>")]
 
 
+def test_a_token_named_none_is_a_word(tmp_path: Path) -> None:
+    """A model without an unknown token says `null`, which is not the word."""
+    source = json.loads(byte_level().to_str())
+    model = source["model"]
+    for left, right in (("N", "o"), ("No", "n"), ("Non", "e")):
+        if left + right not in model["vocab"]:
+            model["vocab"][left + right] = max(model["vocab"].values()) + 2  # one id is the added token's
+        model["merges"].insert(0, [left, right])
+    assert model["unk_token"] is None
+    tokenizer = tokenizer_from_hf(write(tmp_path, Library.from_str(json.dumps(source))))
+    ids = tokenizer.encode("None", add_special=False)
+    assert tokenizer.decode(ids) == "None"
+    assert tokenizer.token_id("None") in ids
+
+
 def test_ends_of_a_text(tmp_path: Path) -> None:
     folder = write(
         tmp_path,
