@@ -21,7 +21,7 @@ from typing import Annotated
 import typer
 
 from .. import machine
-from ..errors import DownloadError, human_bytes
+from ..errors import DownloadError, InvalidRequestError, human_bytes
 from .terminal import cell, columns, print_json, style
 
 REQUIRED = ("numpy", "numba", "tokenizers", "jinja2", "huggingface_hub", "typer", "rich")
@@ -87,6 +87,7 @@ def examine() -> Iterator[Check]:
     yield Check("Python", "ok", f"{platform.python_version()} ({sys.executable})")
     for name in REQUIRED:
         yield _package(name)
+    yield _kernels()
     for name, remedy in OPTIONAL.items():
         yield _optional(name, remedy)
     yield _openmp()
@@ -154,6 +155,16 @@ def _package(name: str) -> Check:
         return Check(name, "ok", "version unknown", required=True)
     except Exception as error:  # a broken installation may fail in any way
         return Check(name, "missing", f"cannot be imported: {error}", remedy, required=True)
+
+
+def _kernels() -> Check:
+    """Which instruction set the CPU kernels would use."""
+    from ..backends import isa
+
+    try:
+        return Check("CPU kernels", "ok", f"{isa.current()} (of {', '.join(isa.available())})")
+    except InvalidRequestError as error:
+        return Check("CPU kernels", "warn", str(error), f"unset {isa.VARIABLE}")
 
 
 def _optional(name: str, remedy: str) -> Check:

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from llm_worker_rbee.backends import OPS, cpu, pick, reference
-from llm_worker_rbee.backends.cpu import isa
+from llm_worker_rbee.backends import OPS, cpu, isa, pick, reference
 from llm_worker_rbee.backends.cpu.layouts import BY_TYPE
 from llm_worker_rbee.backends.types import AttentionParams, Batch, KVLayer, RopeTable
 from llm_worker_rbee.bench.blocks import random_tensor

@@ -15,9 +15,9 @@ import numba as nb
 import numpy as np
 from numpy.typing import NDArray
 
+from ..isa import TABLE, current
 from . import floats as f
 from .compile import kernel, parallel, variant
-from .isa import TABLE, current
 from .vectors import no_floats, store_rows, times
 
 LANES = 16

@@ -19,7 +19,7 @@ import llvmlite
 import numba as nb
 from llvmlite import binding
 
-from . import isa
+from .. import isa
 
 FOLDER = Path(__file__).parent
 
@@ -27,7 +27,7 @@ FOLDER = Path(__file__).parent
 def fingerprint() -> str:
     """A hash of what the machine code depends on."""
     found = hashlib.sha256()
-    for path in sorted(FOLDER.glob("*.py")):
+    for path in [Path(isa.__file__), *sorted(FOLDER.glob("*.py"))]:
         found.update(path.name.encode() + path.read_bytes())
     about = (isa.current(), nb.__version__, llvmlite.__version__, binding.get_host_cpu_name())
     found.update(repr(about).encode())

@@ -14,7 +14,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from . import isa
+from .. import isa
 from .layouts import LAYOUTS
 from .vectors import I8, I16, I32, LANES, bytes64, each, load, masked, splat_value, words64
 

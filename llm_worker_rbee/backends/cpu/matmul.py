@@ -14,9 +14,9 @@ from typing import Any
 import numba as nb
 import numpy as np
 
+from ..isa import TABLE
 from .compile import kernel, parallel, variant
 from .intrinsics import NAME, dot_half
-from .isa import TABLE
 from .layouts import COLUMNS, LAYOUTS, LINE, Layout
 from .vectors import load_halves, nibble_times, no_floats, scaled, shifted, start, store_rows, times, wide
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 import os
 from typing import NamedTuple
 
-from ... import machine
-from ...errors import InvalidRequestError
+from .. import machine
+from ..errors import InvalidRequestError
 
 VARIABLE = "LLM_WORKER_CPU_ISA"
 
