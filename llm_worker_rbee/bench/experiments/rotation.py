@@ -106,5 +106,5 @@ def kernel(backend: str, x: Floats) -> Callable[[], object]:
     if hasattr(ops, "rope"):
         rope = ops.rope
         return lambda: rope(x, positions, table)
-    kv = ops.empty_kv(len(x), 1, x.shape[1], x.shape[2])
+    kv = ops.empty_kv(-(-len(x) // 16), 16, x.shape[1], x.shape[2])
     return lambda: ops.rope_store(x, x, x, positions, table, kv, positions)
