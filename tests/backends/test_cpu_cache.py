@@ -13,6 +13,7 @@ import pytest
 from llm_worker_rbee.backends import isa
 from llm_worker_rbee.backends.cpu import compile as compiling
 
+pytestmark = pytest.mark.skipif(not machine.is_x86(), reason="the CPU kernels have not been run on Arm yet")
 PACKAGE = Path(__file__).parents[2] / "llm_worker_rbee"
 RUN = """
 import numpy as np

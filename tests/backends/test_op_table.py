@@ -58,7 +58,7 @@ def test_layers_and_models_touch_no_array_in_their_forward_pass() -> None:
 
 
 def test_pick() -> None:
-    assert BACKENDS == ("auto", "reference", "cpu")
+    assert BACKENDS[:2] == ("auto", "reference")
     for backend in ("auto", "reference"):
         assert pick("cpu", backend) is reference
     with pytest.raises(InvalidRequestError, match="unknown backend 'tpu'"):
