@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from llm_worker_rbee import machine
 from llm_worker_rbee.backends import isa
 from llm_worker_rbee.backends.cpu import compile as compiling
 
