@@ -19,13 +19,15 @@ from numbers import Integral
 from pathlib import Path
 from typing import Any, overload
 
-from .backends import pick
+from .backends import kernels, pick
+from .backends.types import KV_TYPES
 from .config import ModelConfig
 from .engine.engine import Generation
-from .engine.request import FinishReason, Request, SamplingParams, TokenLogprob
+from .engine.request import FinishReason, Request, SamplingParams, TokenLogprob, token_limit
 from .engine.sampler import draw_seed
-from .errors import ChatTemplateError, ContextLengthError, InvalidRequestError
+from .errors import ChatTemplateError, InvalidRequestError
 from .models import Transformer, describe, load_model
+from .models.convert import quantize_checkpoint
 from .tokenizer import ChatTemplate, StreamDecoder, Tokenizer, tokenizer_from_gguf, tokenizer_from_hf
 from .tokenizer.messages import Message, checked_messages, protected
 from .weights import Checkpoint, open_checkpoint
@@ -84,17 +86,24 @@ class LLM:
         *,
         device: str = "auto",
         backend: str = "auto",
+        threads: int | None = None,
+        kv_type: str = "float32",
+        quantize: str | None = None,
         max_context: int | None = None,
         chat_template: str | None = None,
         progress: Progress | None = None,
     ) -> None:
         """Load a model: a path, a short name, `hf:owner/repo[:quant]`, or nothing for the built-in one.
 
-        `max_context` bounds prompt and answer together (default: the model's own); `chat_template` is Jinja source that
-        replaces the file's own; `progress` hears of downloads. `phases` says afterwards how long each part took.
+        `threads` is how many the kernels of this process use (default: physical cores); `kv_type` how keys and values
+        are kept; `quantize` a type that the weights are brought into first. `max_context` bounds prompt and answer
+        together (default: the model's own); `chat_template` is Jinja source that replaces the file's own; `progress`
+        hears of what takes long: downloads, compiling, quantizing. `phases` says afterwards how long each part took.
         """
         self.phases: dict[str, float] = {}
-        ops = pick(device, backend)
+        self.kv_type = _known_kv_type(kv_type)
+        with self._timed("backend"):
+            ops = pick(device, backend, threads)
         with self._timed("locate"):
             path = locate(str(model) if model is not None else None, progress=progress)
         with self._timed("open"):
@@ -103,8 +112,14 @@ class LLM:
             self.max_context = _context(max_context, self.config.context_length)
         with self._timed("tokenizer"):
             self.tokenizer: Tokenizer = open_tokenizer(self.checkpoint)
+        checkpoint = self.checkpoint
+        if quantize is not None:
+            with self._timed("quantize"):
+                checkpoint = quantize_checkpoint(checkpoint, quantize, progress=progress)
+        with self._timed("kernels"):
+            kernels.get_ready_for(ops, kernels.Needs.of(checkpoint, self.config, self.kv_type), progress)
         with self._timed("weights"):
-            self.model: Transformer = load_model(self.checkpoint, ops, self.config, self.max_context)
+            self.model: Transformer = load_model(checkpoint, ops, self.config, self.max_context)
             self.tokenizer.pad_to(self.config.vocab_size)
         self._template_source = self.tokenizer.chat_template if chat_template is None else chat_template
 
@@ -180,7 +195,7 @@ class Stream:
     """One answer as it is made: iterate for chunks, or call `completion()` for the whole."""
 
     def __init__(self, llm: LLM, prompt: list[int], params: SamplingParams) -> None:
-        limit = _token_limit(len(prompt), params.max_tokens, llm.max_context)
+        limit = token_limit(len(prompt), params.max_tokens, llm.max_context)
         for token in params.logit_bias:
             if token >= llm.config.vocab_size:
                 raise InvalidRequestError(
@@ -190,7 +205,7 @@ class Stream:
         self.prompt_tokens = prompt
         self.params = params
         self._request = Request(prompt, params, limit, self.seed, llm.tokenizer.eos_ids)
-        self._generation = Generation(llm.model, self._request)
+        self._generation = Generation(llm.model, self._request, llm.kv_type)
         continuation = llm.tokenizer.continues(prompt)
         self._decoder = StreamDecoder(llm.tokenizer, tuple(params.stop), continuation=continuation)
         self._logprobs: list[TokenLogprob] = []
@@ -261,6 +276,12 @@ def _merge(params: SamplingParams | None, options: Mapping[str, Any]) -> Samplin
     return replace(params or SamplingParams(), **options)
 
 
+def _known_kv_type(name: str) -> str:
+    if name not in KV_TYPES:
+        raise InvalidRequestError(f"unknown kv_type {name!r}: use one of {', '.join(KV_TYPES)}", "kv_type")
+    return name
+
+
 def _context(asked: int | None, largest: int) -> int:
     if asked is None:
         return largest
@@ -269,20 +290,3 @@ def _context(asked: int | None, largest: int) -> int:
             f"max_context is {asked!r}: it must be 1 to {largest}, the model's context", "max_context"
         )
     return asked
-
-
-def _token_limit(prompt: int, asked: int | None, context: int) -> int:
-    """How many tokens an answer may have; an answer that cannot fit is refused with all the figures."""
-    if prompt == 0:
-        raise InvalidRequestError("the prompt is empty: it must have at least one token", "prompt")
-    if prompt >= context:
-        raise ContextLengthError(
-            f"the prompt has {prompt} tokens, the context {context}: nothing is left for an answer", "prompt"
-        )
-    if asked is not None and prompt + asked > context:
-        raise ContextLengthError(
-            f"the prompt has {prompt} tokens and max_tokens is {asked}: together {prompt + asked}, "
-            f"over the context of {context}",
-            "max_tokens",
-        )
-    return context - prompt if asked is None else asked

@@ -62,12 +62,26 @@ def is_x86() -> bool:
     return platform.machine().lower() in ("x86_64", "amd64")
 
 
+def is_arm() -> bool:
+    """Whether this is an Arm processor of 64 bits."""
+    return platform.machine().lower() in ("aarch64", "arm64")
+
+
 def physical_cores() -> int | None:
     """Cores that share no arithmetic unit: the distinct groups of sibling threads."""
     paths = Path("/sys/devices/system/cpu").glob("cpu[0-9]*/topology/thread_siblings_list")
     groups = {text for text in map(_read, paths) if text}
     if platform.system() == "Darwin":
         return int(_output("sysctl", "-n", "hw.physicalcpu") or 0) or None
+    return len(groups) or None
+
+
+def usable_physical_cores() -> int | None:
+    """The same, of those cores that this process may run on."""
+    if not hasattr(os, "sched_getaffinity"):
+        return physical_cores()
+    topology = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
+    groups = {_read(topology.format(core)) for core in os.sched_getaffinity(0)} - {""}
     return len(groups) or None
 
 

@@ -6,10 +6,11 @@
 from __future__ import annotations
 
 import os
+import sys
 from typing import NamedTuple
 
-from .. import machine
 from ..errors import InvalidRequestError
+from . import host
 
 VARIABLE = "LLM_WORKER_CPU_ISA"
 
@@ -28,28 +29,39 @@ def _set(bias: int, tokens: int, *needs: str) -> InstructionSet:
 
 # best first
 TABLE: dict[str, InstructionSet] = {
-    "avx512_vnni": _set(128, 8, "avx512f", "avx512bw", "avx512vl", "avx512_vnni"),
+    "avx512_vnni": _set(128, 12, "avx512f", "avx512bw", "avx512vl", "avx512_vnni"),
     "avx_vnni": _set(128, 2, "avx2", "fma", "avx_vnni"),
     "avx2": _set(0, 2, "avx2", "fma"),
-    "neon_dotprod": _set(0, 2, "asimd", "asimddp"),
+    "neon_dotprod": _set(0, 4, "asimd", "asimddp"),
     "neon": _set(0, 2, "asimd"),
     "portable": _set(0, 2),
 }
 
 
 def available() -> list[str]:
-    """Those that this machine can run, best first."""
-    have = set(machine.cpu_features())
+    """Those that this machine can run, and kernels can be compiled for, best first."""
+    have = host.features()
     return [name for name, one in TABLE.items() if one.needs <= have]
 
 
 def current() -> str:
     """The one in use."""
     asked = os.environ.get(VARIABLE)
+    return _checked(asked) if asked else available()[0]
+
+
+def force(name: str) -> None:
+    """Use this one from now on; once the kernels are loaded, they are what they are."""
+    _checked(name)
+    if f"{__package__}.cpu.compile" in sys.modules and current() != name:
+        told = f"instruction set {name!r}: the kernels are loaded with {current()!r} already, start a new process"
+        raise InvalidRequestError(told, "cpu_isa")
+    os.environ[VARIABLE] = name
+
+
+def _checked(name: str) -> str:
     usable = available()
-    if not asked:
-        return usable[0]
-    if asked not in usable:
-        known = "not one that this machine has" if asked in TABLE else "unknown"
-        raise InvalidRequestError(f"instruction set {asked!r} is {known}: use one of {', '.join(usable)}", "cpu_isa")
-    return asked
+    if name not in usable:
+        known = "not one that kernels can be compiled for here" if name in TABLE else "unknown"
+        raise InvalidRequestError(f"instruction set {name!r} is {known}: use one of {', '.join(usable)}", "cpu_isa")
+    return name

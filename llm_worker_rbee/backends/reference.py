@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from ..weights import Tensor
 from . import sampling
-from .types import AttentionParams, Batch, Ints, KVLayer, Logprobs, RopeTable, SampleRow
+from .types import AttentionParams, Batch, Ints, KVLayer, Logprobs, ModelParts, RopeTable, SampleRow
 
 Floats = NDArray[np.float32]
 SLAB = 1 << 17  # values dequantized at a time: they stay in the second-level cache
@@ -42,10 +42,11 @@ def prepare_vector(values: Floats) -> Floats:
     return np.ascontiguousarray(values, np.float32)
 
 
-def empty_kv(blocks: int, block_size: int, kv_heads: int, head_dim: int) -> KVLayer:
-    """Room for the keys and values of one layer."""
+def empty_kv(blocks: int, block_size: int, kv_heads: int, head_dim: int, kind: str = "float32") -> KVLayer:
+    """Room for the keys and values of one layer: float32, float16, or int8 with a scale for each position and head."""
     shape = (blocks, block_size, kv_heads, head_dim)
-    return KVLayer(np.zeros(shape, np.float32), np.zeros(shape, np.float32))
+    k, v = np.zeros(shape, kind), np.zeros(shape, kind)
+    return KVLayer(k, v, *(np.zeros(shape[:3], np.float32) for _ in range(2))) if kind == "int8" else KVLayer(k, v)
 
 
 def embed(table: Matrix, ids: Ints, scale: float = 1.0) -> Floats:
@@ -91,9 +92,23 @@ def rope(x: Floats, positions: Ints, table: RopeTable) -> Floats:
 
 
 def store(k: Floats, v: Floats, kv: KVLayer, slot_mapping: Ints) -> None:
-    """Write keys and values, (T, kv_heads, head_dim), at their slots."""
-    for cache, values in ((kv.k, k), (kv.v, v)):
-        cache.reshape(-1, *cache.shape[2:])[slot_mapping] = values
+    """Write keys and values, (T, kv_heads, head_dim), at their slots, rounded to what the cache holds."""
+    for cache, scales, values in ((kv.k, kv.k_scales, k), (kv.v, kv.v_scales, v)):
+        rows = cache.reshape(-1, *cache.shape[2:])
+        if scales is not None:
+            rows[slot_mapping], scales.reshape(-1, scales.shape[2])[slot_mapping] = to_bytes(values)
+            continue
+        with np.errstate(over="ignore"):  # too large for float16: infinite, which the logits will show
+            rows[slot_mapping] = values
+
+
+def to_bytes(x: Floats) -> tuple[NDArray[np.int8], Floats]:
+    """x = bytes * scale over the last axis, scale = max|x| / 127; what holds no number has a scale that is none."""
+    scales = np.max(np.abs(x), axis=-1) / np.float32(127)
+    with np.errstate(all="ignore"):
+        steps = np.rint(x / scales[..., None])
+    steps[~np.isfinite(steps)] = 0  # all zeros, or not a number: 0 * scale says which
+    return np.clip(steps, -127, 127).astype(np.int8), scales
 
 
 def rope_store(
@@ -132,7 +147,8 @@ def attention(q: Floats, kv: KVLayer, batch: Batch, params: AttentionParams) -> 
     out = np.empty((q.shape[0], q.shape[1] * q.shape[2]), np.float32)
     for r, length in enumerate(batch.context_len.tolist()):
         span = slice(int(batch.query_start[r]), int(batch.query_start[r + 1]))
-        keys, values = (gather(cache, batch.block_table[r], length) for cache in kv)  # (kv_heads, length, dim)
+        pairs = ((kv.k, kv.k_scales), (kv.v, kv.v_scales))
+        keys, values = (gather(cache, batch.block_table[r], length, scales) for cache, scales in pairs)
         scores = attention_scores(q[span].transpose(1, 0, 2), keys, params)
         mask = causal_mask(batch.positions[span], np.arange(length), params.window)
         weights = softmax(np.where(mask, scores, np.float32(-np.inf)))
@@ -142,10 +158,12 @@ def attention(q: Floats, kv: KVLayer, batch: Batch, params: AttentionParams) -> 
     return out
 
 
-def gather(cache: Floats, blocks: Ints, length: int) -> Floats:
-    """The first `length` cached vectors of a request, in order: (kv_heads, length, head_dim)."""
-    used = -(-length // cache.shape[1])
-    rows = cache[blocks[:used]].reshape(-1, *cache.shape[2:])[:length]
+def gather(cache: Floats, blocks: Ints, length: int, scales: Floats | None = None) -> Floats:
+    """The first `length` cached vectors of a request, in order, as float32: (kv_heads, length, head_dim)."""
+    used = blocks[: -(-length // cache.shape[1])]
+    rows = cache[used].reshape(-1, *cache.shape[2:])[:length].astype(np.float32, copy=False)
+    if scales is not None:
+        rows = rows * scales[used].reshape(-1, cache.shape[2], 1)[:length]
     return rows.transpose(1, 0, 2)
 
 
@@ -179,6 +197,11 @@ def logits(x: Floats, head: Matrix, soft_cap: float = 0.0) -> Floats:
     """The output head: (N, width) -> (N, vocabulary)."""
     raw = linear(x, head)
     return np.float32(soft_cap) * np.tanh(raw / np.float32(soft_cap)) if soft_cap else raw
+
+
+def fuse(model: ModelParts) -> None:
+    """The reference has no way of its own through a whole model: op by op is what it means."""
+    return None
 
 
 def sample(raw_logits: Floats, rows: Sequence[SampleRow]) -> Ints:

@@ -5,18 +5,20 @@ T tokens and R requests make one flat, ragged batch; P is the number of tokens i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ..config import KV_VALUE_BYTES
 from ..weights import Tensor
 
 Array = Any  # the backend's own array: NumPy on a CPU, a torch tensor on a GPU
 Handle = Any  # a weight as its backend packed it
 Ints = NDArray[np.int64]
+KV_TYPES = tuple(KV_VALUE_BYTES)  # what keys and values may be kept as
 NO_TOKENS: Ints = np.empty(0, np.int64)
 
 
@@ -33,11 +35,20 @@ class Batch:
     logits_index: Ints  # (N,) the tokens whose logits are wanted
 
 
-class KVLayer(NamedTuple):
-    """Keys and values of one layer."""
+@dataclass(frozen=True, slots=True, eq=False)
+class KVLayer:
+    """Keys and values of one layer, and their scales where they are int8: an iteration gives the arrays there are.
+
+    The shapes are the reference's; another backend may lay them out otherwise.
+    """
 
     k: Array  # (blocks, P, kv_heads, head_dim)
     v: Array  # (blocks, P, kv_heads, head_dim)
+    k_scales: Array | None = None  # (blocks, P, kv_heads), float32
+    v_scales: Array | None = None  # (blocks, P, kv_heads), float32
+
+    def __iter__(self) -> Iterator[Array]:
+        return (part for part in (self.k, self.v, self.k_scales, self.v_scales) if part is not None)
 
 
 class RopeTable(NamedTuple):
@@ -53,6 +64,53 @@ class AttentionParams(NamedTuple):
     scale: float
     window: int = 0  # a query sees the last `window` positions, itself included; 0 sees everything
     soft_cap: float = 0.0  # scores become cap * tanh(scores / cap); 0: none
+
+
+class BlockParts(NamedTuple):
+    """What a decoder block is made of, for a backend that runs whole blocks at once (`fuse`)."""
+
+    attention_norm: Array
+    qkv: Handle
+    qkv_bias: Array | None
+    q_norm: Array | None
+    k_norm: Array | None
+    rope: RopeTable
+    attention: AttentionParams
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    output: Handle
+    output_bias: Array | None
+    post_attention_norm: Array | None
+    mlp_norm: Array
+    gate_up: Handle
+    gate_up_bias: Array | None
+    activation: str
+    down: Handle
+    down_bias: Array | None
+    post_mlp_norm: Array | None
+    eps: float
+
+
+class ModelParts(NamedTuple):
+    """A whole decoder, likewise."""
+
+    embedding: Handle
+    embedding_scale: float
+    blocks: tuple[BlockParts, ...]
+    norm: Array
+    head: Handle
+    soft_cap: float
+
+
+OnClock = Callable[[str, Callable[..., Any]], Callable[..., Any]]  # (part of the model, a function) -> it, timed
+
+
+class Fused(Protocol):
+    """A backend's own way through the whole decoder: what `Transformer.forward` does op by op, with the same bits."""
+
+    def __call__(self, batch: Batch, kv: Sequence[KVLayer]) -> Array: ...
+    def in_parts(self, batch: Batch, kv: Sequence[KVLayer], on_clock: OnClock) -> Array: ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -88,7 +146,9 @@ class Ops(Protocol):
 
     def prepare(self, tensors: Sequence[Tensor]) -> Handle: ...
     def prepare_vector(self, values: NDArray[np.float32]) -> Array: ...
-    def empty_kv(self, blocks: int, block_size: int, kv_heads: int, head_dim: int) -> KVLayer: ...
+    def empty_kv(
+        self, blocks: int, block_size: int, kv_heads: int, head_dim: int, kind: str = "float32"
+    ) -> KVLayer: ...
     def embed(self, table: Handle, ids: Ints, scale: float = 1.0) -> Array: ...
     def rms_norm(self, x: Array, weight: Array, eps: float) -> Array: ...
     def add_rms_norm(self, x: Array, residual: Array, weight: Array, eps: float) -> tuple[Array, Array]: ...
@@ -100,6 +160,7 @@ class Ops(Protocol):
     def gated(self, gate_up: Array, activation: str) -> Array: ...
     def take(self, x: Array, index: Ints) -> Array: ...
     def logits(self, x: Array, head: Handle, soft_cap: float = 0.0) -> Array: ...
+    def fuse(self, model: ModelParts) -> Fused | None: ...
     def sample(self, raw_logits: Array, rows: Sequence[SampleRow]) -> Ints: ...
     def logprobs(self, raw_logits: Array, chosen: Ints, k: int) -> Logprobs: ...
 

@@ -31,10 +31,12 @@ class Span(NamedTuple):
 class Drive:
     """A model and room for `batch` sequences of `capacity` tokens."""
 
-    def __init__(self, model: Transformer, capacity: int, batch: int = 1, seed: int = 0) -> None:
+    def __init__(
+        self, model: Transformer, capacity: int, batch: int = 1, seed: int = 0, kv_type: str = "float32"
+    ) -> None:
         self.model = model
         blocks = -(-capacity // KVCache.default_block_size)
-        self.cache = KVCache(model.ops, model.config, batch * blocks)
+        self.cache = KVCache(model.ops, model.config, batch * blocks, kv_type=kv_type)
         self.block_tables: Ints = np.arange(batch * blocks, dtype=np.int64).reshape(batch, blocks)
         self.ids: Ints = np.random.default_rng(seed).integers(0, model.config.vocab_size, (batch, capacity))
         self._cached = [0] * batch  # leading positions whose keys and values are those of `ids`

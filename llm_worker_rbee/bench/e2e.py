@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from .. import machine
-from ..backends import pick
+from ..backends import kernels, pick
 from ..config import ModelConfig
 from ..errors import ContextLengthError, InsufficientMemoryError, InvalidRequestError, human_bytes
 from ..models import describe, load_model
+from ..models.convert import quantize_checkpoint
 from ..weights import Checkpoint, open_checkpoint
 from . import environment, limits, memory, statistics, synthetic
 from .drive import Drive
@@ -40,6 +41,8 @@ class Plan:
     seed: int = 0
     device: str = "auto"
     backend: str = "auto"
+    kv_type: str = "float32"
+    quantize: str | None = None
 
     def cases(self) -> Iterator[Case]:
         """In the order of the table; a length of 0 leaves its part out."""
@@ -89,9 +92,10 @@ class Cost:
     matrices: int  # values of the layers' matrices
     head: int  # values of the output head
     config: ModelConfig
+    kv_type: str = "float32"
 
     @staticmethod
-    def of(checkpoint: Checkpoint, config: ModelConfig) -> Cost:
+    def of(checkpoint: Checkpoint, config: ModelConfig, kv_type: str = "float32") -> Cost:
         """A tied head is read whole; an embedding of its own is a lookup of one row."""
         tensors = checkpoint.tensors
         table = tensors["token_embd.weight"]
@@ -99,11 +103,11 @@ class Cost:
         rest = [t for t in tensors.values() if t is not table and t is not head]
         row = table.nbytes // max(1, table.shape[0]) if head is not table else 0
         matrices = sum(t.size for t in rest if len(t.shape) == 2)
-        return Cost(sum(t.nbytes for t in rest) + head.nbytes + row, matrices, head.size, config)
+        return Cost(sum(t.nbytes for t in rest) + head.nbytes + row, matrices, head.size, config, kv_type)
 
     def bytes_per_token(self, case: Case) -> float:
         """Weights are read once for the whole batch, keys and values for each sequence; halfway through the answer."""
-        return self.weights / case.batch + self.config.kv_bytes(case.depth + case.tokens // 2)
+        return self.weights / case.batch + self.config.kv_bytes(case.depth + case.tokens // 2, self.kv_type)
 
     def operations(self, case: Case) -> float:
         """Of all tokens of a prefill: two for each value of a matrix; the head is needed once a sequence."""
@@ -150,7 +154,7 @@ def run(recorder: Recorder, progress: Progress, source: Path | synthetic.Spec, p
     cases = list(plan.cases())
     if not cases:
         raise InvalidRequestError("nothing to measure: --pp and --tg are both 0", "pp")
-    _require_room(source, cases)
+    _require_room(source, cases, plan.kv_type)
     progress("measuring the machine's limits", 0, 0)
     bounds = limits.measured(plan.threads)
     recorder.details["limits"] = bounds.as_json()
@@ -170,25 +174,33 @@ def run(recorder: Recorder, progress: Progress, source: Path | synthetic.Spec, p
 
 
 def _load(recorder: Recorder, progress: Progress, source: Path | synthetic.Spec, plan: Plan, bounds: Limits) -> Bench:
-    ops = pick(plan.device, plan.backend)
+    ops = pick(plan.device, plan.backend, None if plan.backend == "reference" else plan.threads)
     if isinstance(source, Path):
         checkpoint = open_checkpoint(source)
         recorder.model = environment.model_description(source, lambda what, *n: progress(what, n[0], n[1] or 0))
     else:
         checkpoint = synthetic.checkpoint(source, plan.seed, progress)
         recorder.model = {"name": str(source), "bytes": checkpoint.nbytes, "synthetic": True, "seed": plan.seed}
-    progress("preparing the weights", 0, 0)
+    if plan.quantize is not None:
+        checkpoint = quantize_checkpoint(
+            checkpoint, plan.quantize, progress=lambda what, *n: progress(what, n[0], n[1] or 0)
+        )
+        made = {"quantized": plan.quantize.upper(), "bytes": checkpoint.nbytes}
+        recorder.model = {**(recorder.model or {}), **made}
     config = describe(checkpoint)
+    needs = kernels.Needs.of(checkpoint, config, plan.kv_type)
+    kernels.get_ready_for(ops, needs, lambda what, *n: progress(what, n[0], n[1] or 0))
+    progress("preparing the weights", 0, 0)
     cases = list(plan.cases())
     capacity, batch = max(c.depth + c.tokens for c in cases), max(c.batch for c in cases)
     model = load_model(checkpoint, ops, config, capacity)
-    drive = Drive(model, capacity, batch, plan.seed)
+    drive = Drive(model, capacity, batch, plan.seed, plan.kv_type)
     backend = str(getattr(ops, "__name__", plan.backend)).rpartition(".")[2]
     several = len({case.tokens for case in cases if case.kind == "pp"}) > 1
-    return Bench(recorder, drive, Cost.of(checkpoint, config), bounds, backend, several)
+    return Bench(recorder, drive, Cost.of(checkpoint, config, plan.kv_type), bounds, backend, several)
 
 
-def _require_room(source: Path | synthetic.Spec, cases: Sequence[Case]) -> None:
+def _require_room(source: Path | synthetic.Spec, cases: Sequence[Case], kv_type: str) -> None:
     """Refuse what fits neither the context nor the memory, with the figures, before anything long is done."""
     if isinstance(source, Path):
         config, weights = describe(open_checkpoint(source)), 0  # a file is mapped: its pages need not all stay
@@ -203,7 +215,7 @@ def _require_room(source: Path | synthetic.Spec, cases: Sequence[Case]) -> None:
             f"use a smaller --{longest.kind} or --depth",
             longest.kind,
         )
-    needed, (_, free) = config.kv_bytes(capacity * batch), machine.memory()
+    needed, (_, free) = config.kv_bytes(capacity * batch, kv_type), machine.memory()
     if free is not None and needed + weights > free:
         raise InsufficientMemoryError(
             f"the keys and values of {batch} x {capacity} tokens take {human_bytes(needed)}, and "

@@ -7,6 +7,7 @@ limit` is that over what was measured. Small data lives in a cache, so bandwidth
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -69,6 +70,12 @@ class Limits:
         }
 
 
+def threads_of(ops: Any) -> int:
+    """How many threads a backend computes with: its own, or those of the matrix library."""
+    own: Any = sys.modules.get(f"{getattr(ops, '__name__', '')}.threads")
+    return library_threads() if own is None else int(own.count())
+
+
 def library_threads() -> int:
     """How many threads the matrix library uses: what the environment says, or all cores."""
     for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"):
@@ -86,7 +93,7 @@ def measured(threads: int) -> Limits:
         ladder = tuple(
             (size, _read_rate(pool, buffer[: size // 4], threads)) for size in SIZES if size <= buffer.nbytes
         )
-    return Limits(threads, ladder, _operation_rate())
+        return Limits(threads, ladder, _operation_rate(pool, threads))
 
 
 def _read_rate(pool: ThreadPoolExecutor, data: Any, threads: int) -> float:
@@ -95,9 +102,12 @@ def _read_rate(pool: ThreadPoolExecutor, data: Any, threads: int) -> float:
     return float(data.nbytes) / _best(once)
 
 
-def _operation_rate() -> float:
+def _operation_rate(pool: ThreadPoolExecutor, threads: int) -> float:
+    """Of products side by side, where the matrix library itself uses fewer threads."""
     a = np.full((MATRIX, MATRIX), 0.5, np.float32)
-    return 2 * MATRIX**3 / _best(lambda: a @ a)
+    products = max(1, threads // library_threads())
+    once: Callable[[], object] = lambda: list(pool.map(lambda _: a @ a, range(products)))  # noqa: E731
+    return products * 2 * MATRIX**3 / _best(once if products > 1 else lambda: a @ a)
 
 
 def _best(function: Callable[[], object]) -> float:

@@ -1,13 +1,14 @@
 """The paged K and V tensors of all layers. Nothing here knows a request: who owns which block is accounted elsewhere.
 
 layer.k, layer.v: (blocks, block_size, kv_heads, head_dim);   slot = block * block_size + offset
+They are kept as float32, float16, or int8 with a float32 scale for each position and head (`kv_type`).
 """
 
 from __future__ import annotations
 
-from ..backends.types import Ints, KVLayer, Ops
+from ..backends.types import KV_TYPES, Ints, KVLayer, Ops
 from ..config import ModelConfig
-from ..errors import InsufficientMemoryError, human_bytes
+from ..errors import InsufficientMemoryError, InvalidRequestError, human_bytes
 
 
 class KVCache:
@@ -15,18 +16,33 @@ class KVCache:
 
     default_block_size = 16
 
-    def __init__(self, ops: Ops, config: ModelConfig, n_blocks: int, block_size: int = default_block_size) -> None:
+    def __init__(
+        self,
+        ops: Ops,
+        config: ModelConfig,
+        n_blocks: int,
+        block_size: int = default_block_size,
+        kv_type: str = KV_TYPES[0],
+    ) -> None:
+        if kv_type not in KV_TYPES:
+            raise InvalidRequestError(f"unknown KV type {kv_type!r}: use one of {', '.join(KV_TYPES)}", "kv_type")
         self.block_size = block_size
         self.n_blocks = n_blocks
+        self.kv_type = kv_type
         shape = (n_blocks, block_size, config.n_kv_heads, config.head_dim)
         try:
-            self.layers: list[KVLayer] = [ops.empty_kv(*shape) for _ in range(config.n_layers)]
+            self.layers: list[KVLayer] = [ops.empty_kv(*shape, kind=kv_type) for _ in range(config.n_layers)]
         except MemoryError:
-            needed = human_bytes(config.kv_bytes(n_blocks * block_size))
+            needed = human_bytes(config.kv_bytes(n_blocks * block_size, kv_type))
             raise InsufficientMemoryError(
                 f"not enough memory for the keys and values of {n_blocks * block_size} tokens ({needed}): "
-                "ask for fewer tokens (max_tokens) or a smaller context (max_context)"
+                "ask for fewer tokens (max_tokens), a smaller context (max_context) or a smaller kv_type"
             ) from None
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that it takes, with what the backend pads."""
+        return sum(part.nbytes for layer in self.layers for part in layer)
 
     def slots(self, block_table: Ints, positions: Ints) -> Ints:
         """Where the tokens at `positions` of a request with this block table are written."""

@@ -27,12 +27,13 @@ from .pull import pull
 from .run import run
 from .terminal import abandon_output, one_line, set_up_logging, set_up_streams, spare_pipes_from_colour
 from .tokenize import tokenize
+from .warmup import warmup
 
 PROGRAM = "llm-worker-rbee"
 COMMANDS = {
     "Use a model": (run, chat),
     "Look at a model": (inspect, tokenize),
-    "Models and machine": (pull, convert, models, doctor),
+    "Models and machine": (pull, convert, models, warmup, doctor),
     "Measure": (profile,),
 }
 # typer carries a copy of click in some versions and imports it in others; its usage errors have one base in both.

@@ -27,6 +27,7 @@ from .common import (
     load,
     stdin_lines,
 )
+from .computing import LoadOptions
 from .terminal import Status, counted, figures, note, one_line, style, visible
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ HELP = """\
 Ctrl-C stops an answer. A line that begins with // is sent with one slash."""
 
 
-@gather(model=ModelOptions, sampling=SamplingOptions)
+@gather(model=ModelOptions, computing=LoadOptions, sampling=SamplingOptions)
 def chat(
     system: Annotated[
         str | None,
@@ -50,6 +51,7 @@ def chat(
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Leave out greeting and figures.")] = False,
     *,
     model: ModelOptions,
+    computing: LoadOptions,
     sampling: SamplingOptions,
 ) -> None:
     """Talk with a model.
@@ -66,7 +68,7 @@ def chat(
     """
     params = sampling.params()
     argument_text(system or "", "--system")
-    llm = load(model, Status())
+    llm = load(model, computing, Status())
     conversation = Conversation(llm, params, system, quiet=quiet)
     conversation.prompt()  # a model without a template, or one that takes no system message, is refused here
     if sys.stdin.isatty():

@@ -17,6 +17,7 @@ import typer
 
 from ..engine.request import SamplingParams
 from ..errors import InvalidRequestError
+from .computing import LoadOptions
 from .terminal import Status
 
 if TYPE_CHECKING:
@@ -65,13 +66,9 @@ def _sampling_option(*names: str, help: str, **more: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
-    """Which model, and on what."""
+    """Which model."""
 
     model: Annotated[str | None, _model_option("--model", "-m", metavar="MODEL", help=MODEL_HELP)] = None
-    device: Annotated[str, _model_option("--device", metavar="NAME", help="The hardware: auto or cpu.")] = "auto"
-    backend: Annotated[
-        str, _model_option("--backend", metavar="NAME", help="The implementation: auto, reference or cpu.")
-    ] = "auto"
     max_context: Annotated[
         int | None,
         _model_option(
@@ -233,8 +230,9 @@ def read_text(given: str | None, file: Path | None, missing: str) -> str:
     return read_stdin()
 
 
-def load(options: ModelOptions, status: Status) -> "LLM":
-    """Load the model; on a terminal the status line says so, and a download shows its bar."""
+def load(options: ModelOptions, computing: LoadOptions, status: Status) -> "LLM":
+    """Load the model; on a terminal the status line says so, and what takes long shows its bar."""
+    computing.set_up()
     status.show(f"loading {options.model or 'the built-in model'} ...")
     try:
         from ..llm import LLM
@@ -249,8 +247,11 @@ def load(options: ModelOptions, status: Status) -> "LLM":
 
             return LLM(
                 options.model,
-                device=options.device,
-                backend=options.backend,
+                device=computing.device,
+                backend=computing.backend,
+                threads=computing.kernel_threads,
+                kv_type=computing.kv_type,
+                quantize=computing.quantize,
                 max_context=options.max_context,
                 chat_template=template,
                 progress=progress,

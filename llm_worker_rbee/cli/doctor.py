@@ -4,7 +4,6 @@ Each check gives a line: ok, warn or missing, with a remedy where there is one. 
 makes the command fail.
 """
 
-import ctypes.util
 import importlib
 import importlib.metadata
 import importlib.util
@@ -22,7 +21,7 @@ import typer
 
 from .. import machine
 from ..errors import DownloadError, InvalidRequestError, human_bytes
-from .terminal import cell, columns, print_json, style
+from .terminal import cell, columns, one_line, print_json, style
 
 REQUIRED = ("numpy", "numba", "tokenizers", "jinja2", "huggingface_hub", "typer", "rich")
 OPTIONAL = {
@@ -32,6 +31,10 @@ OPTIONAL = {
 COLOURS = {"ok": "green", "warn": "yellow", "missing": "red"}
 LITTLE_MEMORY = 1 << 30
 LITTLE_DISK = 500_000_000
+OPENMP_REMEDY = (
+    "install OpenMP: apt-get install libgomp1 (Debian, Ubuntu), dnf install libgomp (Fedora), "
+    "brew install libomp (macOS)"
+)
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,7 @@ class Check:
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object: healthy, checks.")] = False,
 ) -> None:
-    """Check this machine: processor, memory, GPU, packages, cache. Say what is missing and how to mend it.
+    """Check this machine: processor, memory, GPU, packages, kernels, cache. Say what is missing and how to mend it.
 
     \b
     Examples:
@@ -88,9 +91,11 @@ def examine() -> Iterator[Check]:
     for name in REQUIRED:
         yield _package(name)
     yield _kernels()
+    yield _threads()
+    yield _layer()
+    yield _kernel_cache()
     for name, remedy in OPTIONAL.items():
         yield _optional(name, remedy)
-    yield _openmp()
     yield from _cache()
 
 
@@ -111,10 +116,8 @@ def _processor() -> Iterator[Check]:
     physical, quota, usable = machine.physical_cores(), machine.cpu_quota(), machine.usable_cores()
     parts = [f"{physical} physical"] if physical else []
     parts += [f"{os.cpu_count()} logical", f"{usable} usable"]
-    tight = quota is not None and quota < usable
-    parts += [f"{quota:g} by the cgroup's quota"] if tight else []
-    remedy = "more threads than the quota only wait: raise the quota, or set OMP_NUM_THREADS to it"
-    yield Check("cores", "warn" if tight else "ok", ", ".join(parts), remedy if tight else None)
+    parts += [f"{quota:g} by the cgroup's quota"] if quota is not None and quota < usable else []
+    yield Check("cores", "ok", ", ".join(parts))
 
 
 def _memory() -> Iterator[Check]:
@@ -177,11 +180,50 @@ def _optional(name: str, remedy: str) -> Check:
         return Check(name, "ok", "version unknown")
 
 
-def _openmp() -> Check:
-    found = ctypes.util.find_library("gomp") or ctypes.util.find_library("omp")
-    if found:
-        return Check("OpenMP", "ok", found)
-    return Check("OpenMP", "missing", "no libgomp (optional)", "apt install libgomp1, or dnf install libgomp")
+def _threads() -> Check:
+    """How many threads the kernels would use, and why."""
+    from ..backends import cores
+
+    try:
+        count, why = cores.explain()
+        return Check("threads", "ok", f"{count} ({why})")
+    except InvalidRequestError as error:
+        return Check("threads", "warn", str(error), f"unset {cores.VARIABLE}, or give it a number that fits")
+
+
+def _layer() -> Check:
+    """Which library runs the threads: the very one, loaded."""
+    try:
+        from ..backends.cpu import threads
+
+        layer = threads.layer()
+    except Exception as error:  # a broken installation may fail in any way
+        return Check("threading layer", "warn", one_line(f"none: {error}"), OPENMP_REMEDY)
+    if layer == "workqueue":
+        told = "workqueue: slow to start threads, and one caller at a time"
+        return Check("threading layer", "warn", told, OPENMP_REMEDY)
+    return Check("threading layer", "ok", {"omp": "omp (OpenMP)", "tbb": "tbb (oneTBB)"}.get(layer, layer))
+
+
+def _kernel_cache() -> Check:
+    """Where compiled kernels are kept; looking makes no folder."""
+    try:
+        from ..backends.cpu import compile as compiling
+        from ..backends.cpu import disk
+
+        above, name = disk.place(), compiling.fingerprint()
+    except Exception as error:
+        return Check("kernel cache", "warn", one_line(f"unknown: {error}"))
+    if above is None:
+        return Check("kernel cache", "warn", "there is no home folder", f"set {disk.VARIABLE} to a folder")
+    folder = above / name
+    nearest = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
+    here = len([file for file in folder.iterdir() if not file.name.startswith(".")]) if folder.is_dir() else 0
+    if not here and not (os.path.isdir(nearest) and os.access(nearest, os.W_OK | os.X_OK)):
+        remedy = f"set {disk.VARIABLE} to a folder that can be written to"
+        return Check("kernel cache", "warn", f"{folder} cannot be made: each start compiles the kernels", remedy)
+    ahead = None if here else "llm-worker-rbee warmup compiles them ahead of time"
+    return Check("kernel cache", "ok", f"{folder}: {here} kernels compiled", ahead)
 
 
 def _cache_folder(folder: Path) -> Check:

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .bench.common import MEASURING_PANEL, ResultOptions, recording, require_place, steps, use_threads
-from .common import MODEL_HELP, MODEL_PANEL, ModelOptions, gather, load
+from .bench.common import MEASURING_PANEL, ResultOptions, recording, require_place, steps
+from .common import MODEL_HELP, ModelOptions, gather, load
+from .computing import LoadOptions
 from .terminal import Status, columns, note, style
 
 if TYPE_CHECKING:
@@ -20,13 +21,14 @@ if TYPE_CHECKING:
 COLOURS = {"critical": "red", "moderate": "yellow", "minor": "dim"}
 
 
-def _option(*names: str, help: str, panel: str = MEASURING_PANEL, **more: Any) -> Any:
-    return typer.Option(*names, help=help, rich_help_panel=panel, **more)
+def _option(*names: str, help: str, **more: Any) -> Any:
+    return typer.Option(*names, help=help, rich_help_panel=MEASURING_PANEL, **more)
 
 
-@gather(results=ResultOptions)
+@gather(results=ResultOptions, computing=LoadOptions)
 def profile(
     results: ResultOptions,
+    computing: LoadOptions,
     model: Annotated[str | None, typer.Argument(metavar="MODEL", help=MODEL_HELP)] = None,
     pp: Annotated[int, _option("--pp", metavar="N", min=1, help="Tokens of the prompt.")] = 128,
     tg: Annotated[int, _option("--tg", metavar="N", min=1, help="Tokens to make after it.")] = 16,
@@ -36,13 +38,6 @@ def profile(
     ] = 3.0,
     py_spy: Annotated[bool, _option("--py-spy", help="Flame graphs by py-spy (extra `bench`).")] = False,
     native: Annotated[bool, _option("--native", help="With --py-spy: native frames too.")] = False,
-    threads: Annotated[
-        int | None, _option("--threads", metavar="N", min=1, help="Threads of the matrix library.", show_default="1")
-    ] = None,
-    device: Annotated[str, _option("--device", metavar="NAME", help="auto or cpu.", panel=MODEL_PANEL)] = "auto",
-    backend: Annotated[
-        str, _option("--backend", metavar="NAME", help="auto, reference or cpu.", panel=MODEL_PANEL)
-    ] = "auto",
     out: Annotated[
         Path | None,
         _option("--out", "-o", metavar="FOLDER", help="Where the report goes.", show_default="profile-MODEL-DATE"),
@@ -58,15 +53,15 @@ def profile(
       llm-worker-rbee profile model.gguf --pp 512 --tg 32 --out before
       llm-worker-rbee profile --py-spy --native
     """
-    used = use_threads(threads)
+    used = computing.set_up()
     if native and not py_spy:
         raise typer.BadParameter("--native goes with --py-spy: the built-in sampler sees Python only")
     require_place(out or Path("profile"), folder=out is not None)
     from ..bench.profile import Settings, flame
 
     spy = flame.PySpy(flame.find_py_spy(), native) if py_spy else None
-    settings = Settings(pp, tg, repetitions, flame_seconds, spy)
-    llm = load(ModelOptions(model=model, device=device, backend=backend), Status())
+    settings = Settings(pp, tg, repetitions, flame_seconds, spy, computing.kv_type)
+    llm = load(ModelOptions(model=model), computing, Status())
     named = llm.model.ops.__name__.rpartition(".")[2]  # type: ignore[attr-defined]
     shown = {"pp": pp, "tg": tg, "repetitions": repetitions, "threads": used, "backend": named}
     with recording("profile", results, _show, **shown) as recorder:

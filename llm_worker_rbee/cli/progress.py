@@ -1,4 +1,5 @@
-"""Progress of a pull, shown on standard error: a bar on a terminal that can draw one, a few plain lines anywhere else.
+"""Progress on standard error of what takes long (a pull, compiling kernels): a bar on a terminal that can draw one, a
+few plain lines anywhere else.
 
 Nothing appears until something is reported, so a model that is already here costs no line.
 """
@@ -6,10 +7,15 @@ Nothing appears until something is reported, so a model that is already here cos
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
+from ..backends.kernels import COMPILING
 from ..errors import human_bytes
 from ..weights.hub.store import Progress
 from .terminal import cell, draws
+
+if TYPE_CHECKING:
+    from rich.progress import Progress as Bars
 
 PLAIN_STEPS = 4  # without a terminal: one line at each quarter
 
@@ -20,27 +26,44 @@ def progress_bar() -> Iterator[Progress]:
     if not draws(sys.stderr):
         yield _plain_lines()
         return
-    from rich.console import Console
     from rich.markup import escape
-    from rich.progress import BarColumn, DownloadColumn, TaskID, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-    from rich.progress import Progress as Bars
 
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    bars = Bars(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True)
-    tasks: dict[str, TaskID] = {}
+    shown: tuple[str, Any, Any] = ("", None, None)  # what, its bar, its number there
 
     def show(what: str, done: int, total: int | None) -> None:
-        if what not in tasks:
+        nonlocal shown
+        if what != shown[0]:
+            if shown[1] is not None:
+                shown[1].stop()
+            bars = _bars(counted=what == COMPILING)
+            shown = (what, bars, bars.add_task(escape(cell(what)), total=total))
             bars.start()
-            for earlier in tasks.values():
-                bars.update(earlier, visible=False)
-            tasks[what] = bars.add_task(escape(cell(what)), total=total)
-        bars.update(tasks[what], completed=done, total=total)
+        shown[1].update(shown[2], completed=done, total=total)
 
     try:
         yield show
     finally:
-        bars.stop()
+        if shown[1] is not None:
+            shown[1].stop()
+
+
+def _bars(*, counted: bool) -> "Bars":
+    """Things are counted, files are measured."""
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
+
+    amount = (MofNCompleteColumn(), TimeElapsedColumn()) if counted else (DownloadColumn(), TransferSpeedColumn())
+    columns = (TextColumn("{task.description}"), BarColumn(), *amount)
+    return Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True)
 
 
 def _plain_lines() -> Progress:
@@ -48,10 +71,16 @@ def _plain_lines() -> Progress:
 
     def show(what: str, done: int, total: int | None) -> None:
         nonlocal last
-        step = (what, done * PLAIN_STEPS // total if total else 0)
+        steps = 0 if what == COMPILING else PLAIN_STEPS  # kernels: one line that says how many
+        step = (what, done * steps // total if total else 0)
         if step != last:
             last = step
-            amount = f": {human_bytes(done)} of {human_bytes(total)}" if total else ""
-            print(f"{cell(what)}{amount}", file=sys.stderr, flush=True)
+            print(f"{cell(what)}{_amount(what, done, total)}", file=sys.stderr, flush=True)
 
     return show
+
+
+def _amount(what: str, done: int, total: int | None) -> str:
+    if not total:
+        return ""
+    return f": {total} ..." if what == COMPILING else f": {human_bytes(done)} of {human_bytes(total)}"

@@ -19,6 +19,7 @@ from .common import (
     load,
     read_text,
 )
+from .computing import LoadOptions
 from .terminal import Status, columns, counted, figures, note, print_json, visible
 
 if TYPE_CHECKING:
@@ -94,8 +95,10 @@ class OutputOptions:
     quiet: Annotated[bool, _output_option("--quiet", "-q", help="Leave out the last line with the figures.")] = False
 
 
-@gather(ask=PromptOptions, model=ModelOptions, sampling=SamplingOptions, output=OutputOptions)
-def run(ask: PromptOptions, model: ModelOptions, sampling: SamplingOptions, output: OutputOptions) -> None:
+@gather(ask=PromptOptions, model=ModelOptions, computing=LoadOptions, sampling=SamplingOptions, output=OutputOptions)
+def run(
+    ask: PromptOptions, model: ModelOptions, computing: LoadOptions, sampling: SamplingOptions, output: OutputOptions
+) -> None:
     """Answer one prompt.
 
     The answer is streamed to standard output; figures follow on standard error.
@@ -109,11 +112,12 @@ def run(ask: PromptOptions, model: ModelOptions, sampling: SamplingOptions, outp
       git diff | llm-worker-rbee run -m model.gguf -n 100
       llm-worker-rbee run --raw "Once upon a time" -t 0.8 --seed 7
       llm-worker-rbee run "Say yes or no." -t 0 --json --logprobs 5
+      llm-worker-rbee run "Hello" -m folder --quantize Q4_K_M --threads 4
     """
     params = sampling.params(logprobs=output.logprobs, prompt_logprobs=output.echo and output.as_json)
     text = ask.read()
     status = Status()
-    llm = load(model, status)
+    llm = load(model, computing, status)
     ids = ask.encode(llm, text)
     stream = begin(llm, ids, params, DEFAULT_MAX_TOKENS if params.max_tokens is None else None)
     status.show(f"reading {counted(len(ids), 'token')} ...")

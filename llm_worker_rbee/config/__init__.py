@@ -16,9 +16,9 @@ from ..errors import ModelFileError
 from .gguf import gguf_shape
 from .hf import hf_shape
 from .keys import MAX_CONTEXT, MAX_LAYERS, MAX_VOCABULARY, MAX_WIDTH, Keys
-from .types import Family, RopeScaling
+from .types import KV_VALUE_BYTES, Family, RopeScaling
 
-__all__ = ["Family", "ModelConfig", "RopeScaling"]
+__all__ = ["KV_VALUE_BYTES", "Family", "ModelConfig", "RopeScaling"]
 
 LIMITS = {
     "n_layers": MAX_LAYERS,
@@ -69,9 +69,11 @@ class ModelConfig:
             if not (math.isfinite(value) and value > 0):
                 raise ModelFileError(f"model shape: {name} is {value}, not a positive number")
 
-    def kv_bytes(self, tokens: int, value_bytes: int = 4) -> int:
+    def kv_bytes(self, tokens: int, kv_type: str = "float32") -> int:
         """Memory that the keys and values of so many tokens take."""
-        return 2 * self.n_layers * self.n_kv_heads * self.head_dim * value_bytes * tokens
+        scale = 4 if kv_type == "int8" else 0  # a float32 for each position and head
+        head = self.head_dim * KV_VALUE_BYTES[kv_type] + scale
+        return 2 * self.n_layers * self.n_kv_heads * head * tokens
 
     @staticmethod
     def from_gguf(metadata: Mapping[str, Any], family: Family, vocab_size: int | None = None) -> ModelConfig:

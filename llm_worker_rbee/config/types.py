@@ -1,6 +1,7 @@
-"""What a line of models has in common, and how rotary frequencies are stretched: two records of plain data.
+"""What a line of models has in common, and how rotary frequencies are stretched: two records of plain data;
+and what keys and values may be kept as.
 
-`Family` rows are in models/architectures.py; `RopeScaling` is a part of `ModelConfig`. Import both from `config`.
+`Family` rows are in models/architectures.py; `RopeScaling` is a part of `ModelConfig`. Import all from `config`.
 """
 
 from __future__ import annotations
@@ -8,6 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+KV_VALUE_BYTES = {
+    "float32": 4,
+    "float16": 2,
+    "int8": 1,
+}  # by `--kv-type`; int8 has a float32 scale per position and head
 
 
 @dataclass(frozen=True, slots=True)

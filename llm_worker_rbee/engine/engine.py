@@ -14,11 +14,11 @@ from .sampler import sample, token_logprobs
 class Generation:
     """A request being answered; iterate over it for its tokens."""
 
-    def __init__(self, model: Transformer, request: Request) -> None:
+    def __init__(self, model: Transformer, request: Request, kv_type: str = "float32") -> None:
         self.model = model
         self.request = request
         self.prompt_logprobs: list[TokenLogprob | None] | None = None
-        self.runner = Runner(model, len(request.prompt) + request.max_tokens)
+        self.runner = Runner(model, len(request.prompt) + request.max_tokens, kv_type)
 
     def __iter__(self) -> Iterator[TokenOutput]:
         """Compute the prompt, then token after token until an end-of-text id or the limit."""

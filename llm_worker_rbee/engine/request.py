@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from numbers import Integral, Real
 from typing import Any, Literal
 
-from ..errors import InvalidRequestError
+from ..errors import ContextLengthError, InvalidRequestError
 
 FinishReason = Literal["stop", "length"]
 MAX_SEED = 1 << 64
@@ -148,3 +148,20 @@ class TokenOutput:
     logprob: TokenLogprob | None = None
     # "stop": an end-of-text id, which is then not part of the answer
     finish_reason: FinishReason | None = None
+
+
+def token_limit(prompt: int, asked: int | None, context: int) -> int:
+    """How many tokens an answer may have; an answer that cannot fit is refused with all the figures."""
+    if prompt == 0:
+        raise InvalidRequestError("the prompt is empty: it must have at least one token", "prompt")
+    if prompt >= context:
+        raise ContextLengthError(
+            f"the prompt has {prompt} tokens, the context {context}: nothing is left for an answer", "prompt"
+        )
+    if asked is not None and prompt + asked > context:
+        raise ContextLengthError(
+            f"the prompt has {prompt} tokens and max_tokens is {asked}: together {prompt + asked}, "
+            f"over the context of {context}",
+            "max_tokens",
+        )
+    return context - prompt if asked is None else asked

@@ -18,10 +18,10 @@ CHUNK_WITH_LOGITS = 64  # likewise, where each token's logits are wanted too
 class Runner:
     """A model and room for one sequence of at most `capacity` tokens."""
 
-    def __init__(self, model: Transformer, capacity: int) -> None:
+    def __init__(self, model: Transformer, capacity: int, kv_type: str = "float32") -> None:
         self.model = model
         n_blocks = -(-capacity // KVCache.default_block_size)
-        self.cache = KVCache(model.ops, model.config, n_blocks)
+        self.cache = KVCache(model.ops, model.config, n_blocks, kv_type=kv_type)
         self.block_table: Ints = np.arange(n_blocks, dtype=np.int64)
 
     def step(self, request: Request, limit: int, *, all_logits: bool = False) -> Array:

@@ -22,6 +22,7 @@ from ..layers.rms_norm import RMSNorm
 from ..layers.rope import rope_table
 from ..layers.swiglu import SwiGLU
 from ..weights import Checkpoint, Tensor
+from ..weights.checkpoint import forget_pages
 from .transformer import Transformer
 
 # Old exports carry tables that follow from the metadata.
@@ -58,7 +59,9 @@ class _Loader:
             head=self.head(table),
         )
         self.refuse_leftovers()
-        return model
+        for tensor in self.checkpoint.tensors.values():  # rows that were moved were read, but not by the backend
+            forget_pages(tensor.data)
+        return replace(model, fused=self.ops.fuse(model.parts()))
 
     def check_layer_count(self) -> None:
         """Before anything is built for each layer that the metadata claims."""

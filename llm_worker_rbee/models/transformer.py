@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..backends.types import Array, Batch, Handle, Ops
+from ..backends.types import Array, Batch, Fused, Handle, ModelParts, Ops
 from ..cache import KVCache
 from ..config import ModelConfig
 from ..layers.block import Block
@@ -22,12 +22,26 @@ class Transformer:
     blocks: tuple[Block, ...]
     norm: RMSNorm
     head: Handle
+    fused: Fused | None = None  # the backend's own way through all of this, if it has one
 
     def forward(self, batch: Batch, cache: KVCache) -> Array:
         """One step over a flat batch: writes the cache, gives the logits at `batch.logits_index`: (N, vocabulary)."""
+        if self.fused is not None:
+            return self.fused(batch, cache.layers)
+        return self.op_by_op(batch, cache)
+
+    def op_by_op(self, batch: Batch, cache: KVCache) -> Array:
+        """What a step means."""
         ops = self.ops
         x, residual = ops.embed(self.embedding, batch.ids, self.embedding_scale), None
         for block, kv in zip(self.blocks, cache.layers, strict=True):
             x, residual = block(ops, x, residual, kv, batch)
         x, _ = self.norm.add(ops, ops.take(x, batch.logits_index), ops.take(residual, batch.logits_index))
         return ops.logits(x, self.head, self.config.final_cap)
+
+    def parts(self) -> ModelParts:
+        """All weights, for a backend that runs a whole step at once."""
+        blocks = tuple(block.parts() for block in self.blocks)
+        return ModelParts(
+            self.embedding, self.embedding_scale, blocks, self.norm.weight, self.head, self.config.final_cap
+        )

@@ -43,6 +43,23 @@ def map_file(path: Path, least: int) -> mmap.mmap:
         raise ModelFileError(f"cannot open {path}: {error.strerror}") from error
 
 
+def forget_pages(data: NDArray[np.uint8]) -> None:
+    """Let the system take back the memory of mapped bytes: they are read from the file again if they are needed again.
+
+    Bytes that are not mapped are left alone, and so are pages that they share with others.
+    """
+    base: Any = data
+    while isinstance(base, np.ndarray):
+        base = base.base
+    mapped = base.obj if isinstance(base, memoryview) else base
+    if not isinstance(mapped, mmap.mmap) or not hasattr(mmap, "MADV_DONTNEED"):
+        return
+    start = data.ctypes.data - np.frombuffer(mapped, np.uint8).ctypes.data
+    first, last = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, (start + data.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+    if last > first:
+        mapped.madvise(mmap.MADV_DONTNEED, first, last - first)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Tensor:
     """One tensor of a file: its block type, its shape, and its raw bytes as a read-only view."""

@@ -11,15 +11,12 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from llm_worker_rbee import machine
 from llm_worker_rbee.backends import OPS, cpu, isa, pick, reference
 from llm_worker_rbee.backends.cpu.layouts import BY_TYPE
 from llm_worker_rbee.backends.types import AttentionParams, Batch, KVLayer, RopeTable
 from llm_worker_rbee.bench.blocks import random_tensor
 from llm_worker_rbee.errors import InvalidRequestError
 from llm_worker_rbee.weights.quants import BLOCK_TYPES
-
-pytestmark = pytest.mark.skipif(not machine.is_x86(), reason="the CPU kernels have not been run on Arm yet")
 
 ROOT = Path(__file__).parents[2]
 PLAIN = ("F32", "F16", "BF16")

@@ -1,67 +1,112 @@
-"""The kernels on disk: found again by the next process, never after an edit or for another instruction set."""
+"""The kernels on disk: found again by the next process, never after an edit, never believed when damaged."""
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from llm_worker_rbee import machine
 from llm_worker_rbee.backends import isa
-from llm_worker_rbee.backends.cpu import compile as compiling
+from llm_worker_rbee.backends.cpu import disk
 
-pytestmark = pytest.mark.skipif(not machine.is_x86(), reason="the CPU kernels have not been run on Arm yet")
 PACKAGE = Path(__file__).parents[2] / "llm_worker_rbee"
 RUN = """
+import ctypes, os, resource
 import numpy as np
-from llm_worker_rbee.backends.cpu import elementwise
-out = np.empty(16, np.float32)
-elementwise.gated_few(np.full(32, 2, np.float32), out, 1, 16, False)
-stats = elementwise.gated_few.stats
-print(out[0], sum(stats.cache_hits.values()), sum(stats.cache_misses.values()))
+from llm_worker_rbee.backends.cpu import floats as f
+from llm_worker_rbee.backends.cpu.compile import Task
+from llm_worker_rbee.backends.cpu.memory import f32
+
+def ratio(args, step, piece):
+    x = f32(args)
+    f.put(x, 0, f.div(f.get(x, 0), f.get(x, 16)))
+
+if "LARGEST" in os.environ:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (int(os.environ["LARGEST"]),) * 2)
+x, tasks = np.repeat(np.float32([48, 2]), 16), [Task(ratio, name) for name in "abc"]
+kept = [task.kept for task in tasks]
+for task in tasks:
+    ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 3)(task.address)(x.ctypes.data, 0, 0)
+print(x[0], all(kept) if any(kept) in (False, all(kept)) else "some")
 """
+RIGHT, WRONG = 6.0, 54.0
 
 
-def run(root: Path, cache: Path, **env: str) -> tuple[float, int, int]:
-    """(result, found on disk, compiled) of a small kernel in a process of its own."""
-    settings = {**os.environ, "PYTHONPATH": str(root), "XDG_CACHE_HOME": str(cache), "NUMBA_NUM_THREADS": "1", **env}
-    done = subprocess.run(
-        [sys.executable, "-c", RUN], env=settings, cwd=root, capture_output=True, text=True, timeout=200
-    )
-    assert done.returncode == 0, done.stderr
-    value, found, compiled = done.stdout.split()
-    return float(value), int(found), int(compiled)
+def start(cache: Path | str, root: Path = PACKAGE.parent, **env: str) -> subprocess.Popen[str]:
+    """Three small kernels in a process of its own."""
+    given = {"PYTHONPATH": str(root), disk.VARIABLE: str(cache), "LLM_WORKER_THREADS": "1", **env}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen([sys.executable, "-c", RUN], env={**os.environ, **given}, cwd=root, text=True, **pipes)  # type: ignore[call-overload, no-any-return]
+
+
+def end(process: subprocess.Popen[str], told: str = "") -> tuple[float, bool]:
+    """(its result, whether the kernels were found on the disk); standard error has one line, or none."""
+    out, errors = process.communicate(timeout=200)
+    assert process.returncode == 0, errors
+    assert [told in line for line in errors.splitlines()] == [True] * bool(told), errors
+    value, kept = out.split()
+    return float(value), kept == "True"
 
 
 def test_kernels_are_found_again_and_never_stale(tmp_path: Path) -> None:
     root, cache = tmp_path / "code", tmp_path / "cache"
     shutil.copytree(PACKAGE, root / "llm_worker_rbee", ignore=shutil.ignore_patterns("__pycache__"))
-    first = run(root, cache)
-    assert first[1:] == (0, 1)
-    assert run(root, cache) == (first[0], 1, 0)
+    assert end(start(cache, root)) == (RIGHT, False)
+    assert end(start(cache, root)) == (RIGHT, True)
     edited = root / "llm_worker_rbee" / "backends" / "cpu" / "floats.py"  # not the kernel's own file
     text = edited.read_text()
     assert "lambda context, b, sig, args: b.fdiv(*args)" in text
     edited.write_text(
         text.replace("lambda context, b, sig, args: b.fdiv(*args)", "lambda context, b, sig, args: b.fadd(*args)")
     )
-    changed = run(root, cache)
-    assert changed[0] != pytest.approx(first[0])
-    assert changed[1:] == (0, 1)
+    assert end(start(cache, root)) == (WRONG, False)
     edited.write_text(text)
-    assert run(root, cache) == (first[0], 1, 0)
-    assert run(root, cache, **{isa.VARIABLE: "portable"}) == (first[0], 0, 1)
+    assert end(start(cache, root)) == (RIGHT, True)
+    assert end(start(cache, root, **{isa.VARIABLE: "portable"})) == (RIGHT, False)
 
 
-def test_a_cache_that_cannot_be_written_is_no_hindrance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    blocked = tmp_path / "file"
+def test_two_processes_compile_at_once_and_damage_is_mended(tmp_path: Path) -> None:
+    both = [start(tmp_path) for _ in range(2)]
+    assert [end(process)[0] for process in both] == [RIGHT] * 2
+    (folder,) = tmp_path.iterdir()
+    files = sorted(folder.iterdir())
+    assert len(files) == 3
+    whole = {file: file.read_bytes() for file in files}
+    damages = (lambda data: data[: len(data) // 2], lambda data: b"", lambda data: data[:-100] + os.urandom(100))
+    for (file, data), damage in zip(whole.items(), damages, strict=True):
+        file.write_bytes(damage(data))
+    assert end(start(tmp_path)) == (RIGHT, True)
+    for file in files:
+        data = file.read_bytes()
+        assert hashlib.sha256(data[disk.DIGEST :]).digest() == data[: disk.DIGEST]
+
+
+def test_a_folder_that_cannot_be_written_and_a_full_disk_are_no_hindrance(tmp_path: Path) -> None:
+    blocked, passing, small = tmp_path / "file", tmp_path / "tmp", tmp_path / "small"
     blocked.write_text("not a folder")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(blocked))
-    folder = compiling.cache_folder()
-    assert folder.is_dir()
-    assert not folder.is_relative_to(blocked)
-    folder.rmdir()
+    passing.mkdir()
+    one = start(blocked, TMPDIR=str(passing))
+    two = start(small, LARGEST="1000", TMPDIR=str(passing))
+    for process, place in ((one, blocked), (two, small)):
+        value, kept = end(process, told=f"kernels cannot be kept in {place}")
+        assert (value, kept) == (RIGHT, False)
+    assert not list(passing.iterdir())
+    assert not [file for folder in small.iterdir() for file in folder.iterdir()]
+
+
+def test_code_of_old_versions_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(disk.VARIABLE, str(tmp_path))
+    days = {f"{number:016x}": age for number, age in enumerate([90, 50, 40, 35, 20, 10])}
+    for name, age in [*days.items(), ("not-ours", 90)]:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "kernel").write_text("code")
+        os.utime(tmp_path / name, (time.time() - age * 86400,) * 2)
+    assert disk.open_folder("f" * 16) == tmp_path / ("f" * 16)
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {name for name, age in days.items() if age <= 35} | {"not-ours", "f" * 16}

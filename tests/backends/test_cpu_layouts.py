@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from llm_worker_rbee import machine
 from llm_worker_rbee.backends.cpu import threads
 from llm_worker_rbee.backends.cpu.layouts import BY_TYPE, LAYOUTS
 from llm_worker_rbee.backends.cpu.pack import SMALL, Packed, pack
@@ -18,8 +17,6 @@ from llm_worker_rbee.bench.blocks import random_tensor
 from llm_worker_rbee.errors import ModelFileError, UnsupportedModelError
 from llm_worker_rbee.weights import Tensor
 from llm_worker_rbee.weights.quants import BLOCK_TYPES
-
-pytestmark = pytest.mark.skipif(not machine.is_x86(), reason="the CPU kernels have not been run on Arm yet")
 
 QUANTIZED = [name for name, layout in BY_TYPE.items() if not layout.numbers]
 NUMBERS = [name for name, layout in BY_TYPE.items() if layout.numbers]

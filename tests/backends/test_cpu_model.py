@@ -8,15 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from llm_worker_rbee import LLM, machine
+from llm_worker_rbee import LLM
 from llm_worker_rbee.backends import cpu
 from llm_worker_rbee.engine.request import Request, SamplingParams
 from llm_worker_rbee.engine.runner import Runner
 from llm_worker_rbee.models import describe, load_model
 from llm_worker_rbee.weights import open_checkpoint
 from tests.cli.conftest import write_model
-
-pytestmark = pytest.mark.skipif(not machine.is_x86(), reason="the CPU kernels have not been run on Arm yet")
 
 
 @pytest.fixture(scope="module")

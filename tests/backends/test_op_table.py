@@ -59,8 +59,12 @@ def test_layers_and_models_touch_no_array_in_their_forward_pass() -> None:
 
 def test_pick() -> None:
     assert BACKENDS[:2] == ("auto", "reference")
-    for backend in ("auto", "reference"):
-        assert pick("cpu", backend) is reference
+    assert pick("cpu", "reference") is reference
+    assert pick() is pick("cpu", "cpu") is not reference
+    with pytest.raises(InvalidRequestError, match="threads is for the kernels"):
+        pick("cpu", "reference", threads=2)
+    with pytest.raises(InvalidRequestError, match=r"threads is 0: it must be 1 to \d"):
+        pick("cpu", "cpu", threads=0)
     with pytest.raises(InvalidRequestError, match="unknown backend 'tpu'"):
         pick("cpu", "tpu")
     with pytest.raises(InvalidRequestError, match="unknown device 'toaster'"):

@@ -11,7 +11,7 @@ from llm_worker_rbee.bench.results import Recorder
 from llm_worker_rbee.errors import WorkerError
 from tests.cli.conftest import write_model
 
-PHASES = ("locate", "open", "tokenizer", "weights", "first_token", "total")
+PHASES = ("backend", "locate", "open", "tokenizer", "kernels", "weights", "first_token", "total")
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from llm_worker_rbee import __version__
+from llm_worker_rbee import __version__, machine
 from llm_worker_rbee.bench import peers
 from llm_worker_rbee.bench.drive import Drive
 from llm_worker_rbee.bench.peers import OURS, Plan
@@ -20,6 +20,7 @@ from llm_worker_rbee.errors import ContextLengthError, InvalidRequestError
 from llm_worker_rbee.llm import LLM
 from tests.cli.conftest import write_model
 
+THREADS = min(2, machine.usable_cores())
 # One row as llama-bench prints it (llama.cpp of 2026-08), the fields that vary filled in.
 FAKE = """#!{python}
 import json, sys
@@ -87,11 +88,11 @@ def test_llama_cpp_python_is_asked_for_the_same(tiny: Path, tmp_path: Path) -> N
     log = tmp_path / "log"
     (tmp_path / "llama_cpp.py").write_text(LLAMA_CPP.format(log=str(log)))
     python = program(tmp_path / "python", f'#!/bin/sh\nPYTHONPATH={tmp_path} exec {sys.executable} "$@"\n')
-    plan = Plan(pp=[16], tg=[12], repetitions=1, threads=3, peers=["llama-cpp-python"], pythons=[str(python)])
+    plan = Plan(pp=[16], tg=[12], repetitions=1, threads=THREADS, peers=["llama-cpp-python"], pythons=[str(python)])
     found = results(run(tiny, plan))
     assert found["tg12/llama-cpp-python"].fields["version"] == "0.0.test"
     assert log.read_text().splitlines() == [
-        "[16, 3, 3, 0]",
+        f"[16, {THREADS}, {THREADS}, 0]",
         "[16, 1, 0.0]",  # warming up
         "[1, 8, 0.0]",
         "[16, 1, 0.0]",  # a prompt of 16 tokens to the first sampled one

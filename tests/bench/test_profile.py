@@ -33,7 +33,7 @@ CALLS = {
 
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
-    return LLM(write_model(tmp_path_factory.mktemp("profile") / "tiny.gguf"))
+    return LLM(write_model(tmp_path_factory.mktemp("profile") / "tiny.gguf"), backend="reference")
 
 
 @pytest.fixture(scope="module")

@@ -8,8 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llm_worker_rbee.backends import reference as ops
+from llm_worker_rbee.backends.types import KV_TYPES
 from llm_worker_rbee.cache import KVCache
 from llm_worker_rbee.config import Family, ModelConfig
+from llm_worker_rbee.errors import InvalidRequestError
 
 CONFIG = ModelConfig(
     Family("llama", (), ()),
@@ -34,6 +36,19 @@ def test_shape_and_cost() -> None:
     assert len(cache.layers) == 3
     assert all(part.shape == (7, 4, 2, 5) for layer in cache.layers for part in layer)
     assert CONFIG.kv_bytes(7 * 4) == sum(part.nbytes for layer in cache.layers for part in layer)
+
+
+@pytest.mark.parametrize("kv_type", KV_TYPES)
+def test_the_cost_of_each_kind_is_exact(kv_type: str) -> None:
+    cache = KVCache(ops, CONFIG, n_blocks=3, block_size=16, kv_type=kv_type)
+    assert cache.nbytes == CONFIG.kv_bytes(3 * 16, kv_type)
+    assert cache.nbytes == 3 * 3 * 16 * 2 * 2 * {"float32": 20, "float16": 10, "int8": 5 + 4}[kv_type]
+    assert {part.dtype.name for layer in cache.layers for part in (layer.k, layer.v)} == {kv_type}
+
+
+def test_an_unknown_kind_is_refused_by_name() -> None:
+    with pytest.raises(InvalidRequestError, match="unknown KV type 'int4': use one of float32, float16, int8"):
+        KVCache(ops, CONFIG, 2, kv_type="int4")
 
 
 def test_layers_share_no_memory() -> None:

@@ -20,6 +20,7 @@ import pytest
 from llm_worker_rbee.cli import status_of
 from llm_worker_rbee.tokenizer.vocabulary import CHAR_TO_BYTE
 from llm_worker_rbee.weights.gguf_writer import Typed, write_gguf
+from tests.conftest import with_kernels
 
 ROOT = Path(__file__).parents[2]
 SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -126,14 +127,14 @@ def write_model(path: Path, changes: dict[str, Any] | None = None, context: int 
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random llama with a byte-level vocabulary and a chat template."""
-    return write_model(tmp_path_factory.mktemp("tiny") / "tiny.gguf")
+    """A random llama with a byte-level vocabulary and a chat template; its kernels are compiled."""
+    return with_kernels(write_model(tmp_path_factory.mktemp("tiny") / "tiny.gguf"))
 
 
 @pytest.fixture(scope="session")
 def endless(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same with room for an answer that takes longer than any test waits."""
-    return write_model(tmp_path_factory.mktemp("endless") / "endless.gguf", context=1 << 16)
+    return with_kernels(write_model(tmp_path_factory.mktemp("endless") / "endless.gguf", context=1 << 16))
 
 
 class Terminal:

@@ -14,7 +14,7 @@ from llm_worker_rbee.cli.terminal import cell, visible
 
 from .conftest import ROOT, Run, Terminal, environment
 
-COMMANDS = ["run", "chat", "inspect", "tokenize", "pull", "models", "doctor"]
+COMMANDS = ["run", "chat", "inspect", "tokenize", "pull", "models", "warmup", "doctor"]
 
 
 def test_version_and_help_import_nothing_heavy() -> None:

@@ -15,7 +15,8 @@ def test_the_table_and_the_object(cli: Run, tiny: Path, tmp_path: Path) -> None:
     lines = done.stdout.decode().splitlines()
     assert lines[0].split() == ["COLD", "95%", "INTERVAL", "WARM", "95%", "INTERVAL"]
     firsts = [line.split("  ")[0] for line in lines[1:] if line]
-    assert firsts[:3] == ["interpreter", "import", "locate"]
+    assert firsts[:4] == ["interpreter", "import", "backend", "locate"]
+    assert firsts.index("kernels") + 1 == firsts.index("weights")
     assert firsts[firsts.index("total") + 1 :] == ["memory, import", "memory, load", "memory, peak"]
     run = json.loads(saved.read_text())
     assert run["kind"] == "load"

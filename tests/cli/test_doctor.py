@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from llm_worker_rbee import machine
+from llm_worker_rbee.backends import cores, isa
 from llm_worker_rbee.cli.doctor import _optional, _package
 
 from .conftest import Run
@@ -20,13 +21,27 @@ def test_the_report(spawn: Run, tmp_path: Path) -> None:
     told = json.loads(done.stdout)
     checks = {check["name"]: check for check in told["checks"]}
     assert told["healthy"] is True
-    for name in ("processor", "cores", "memory", "GPU", "Python", "numpy", "tokenizers", "torch", "OpenMP", "cache"):
+    for name in ("processor", "cores", "memory", "GPU", "Python", "numpy", "tokenizers", "torch", "cache"):
         assert checks[name]["status"] in ("ok", "warn", "missing")
         assert checks[name]["found"]
     assert str(tmp_path) in checks["cache"]["found"]
+    assert checks["CPU kernels"]["found"].startswith(f"{isa.current()} (of ")
+    assert checks["threads"]["found"] == "{} ({})".format(*cores.explain())
+    assert checks["threading layer"]["found"].split()[0] in ("omp", "tbb", "workqueue:")
+    assert "kernels compiled" in checks["kernel cache"]["found"]
     assert checks["default model"]["status"] == "missing"
     assert "llm-worker-rbee pull" in checks["default model"]["remedy"]
     assert not (tmp_path / "llm-worker-rbee").exists()  # looking changes nothing
+
+
+def test_without_openmp_it_says_how_to_get_it(spawn: Run) -> None:
+    done = spawn("doctor", "--json", env={"NUMBA_THREADING_LAYER": "workqueue", "LLM_WORKER_THREADS": "x"})
+    assert done.returncode == 0
+    checks = {check["name"]: check for check in json.loads(done.stdout)["checks"]}
+    assert checks["threading layer"]["status"] == checks["threads"]["status"] == "warn"
+    for command in ("apt-get install libgomp1", "dnf install libgomp", "brew install libomp"):
+        assert command in checks["threading layer"]["remedy"]
+    assert "LLM_WORKER_THREADS is 'x'" in checks["threads"]["found"]
 
 
 def test_a_broken_package_makes_it_fail(spawn: Run, tmp_path: Path) -> None:

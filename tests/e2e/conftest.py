@@ -16,6 +16,12 @@ def default_llm(default_model: Path) -> LLM:
 
 
 @pytest.fixture(scope="session")
+def reference_llm(default_model: Path) -> LLM:
+    """For tests that compare numbers: float32 throughout."""
+    return LLM(default_model, backend="reference")
+
+
+@pytest.fixture(scope="session")
 def tiny_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random llama over bytes: every token depends on all those before."""
     return tiny.write_random(tmp_path_factory.mktemp("tiny") / "tiny.gguf")

@@ -25,7 +25,8 @@ from tests.models import running, zoo
 pytestmark = pytest.mark.xdist_group("transformers loads the default model once")
 TOLERANCE = 1e-3
 NEW_TOKENS = 12
-MEMORY_LIMIT_MB = 350
+# The kernels hold weights of their own, and Numba; the file that they were made from counts as long as it is mapped.
+MEMORY_LIMIT_MB = {"reference": 350, "cpu": 450}
 PROMPTS = {
     "plain": "The capital of France is",
     "chat": "<|im_start|>user\nWhy is the sky blue?<|im_end|>\n<|im_start|>assistant\n",
@@ -62,14 +63,14 @@ def theirs(default_model: Path) -> Iterator[Any]:
 
 
 @pytest.fixture(scope="module")
-def ids(default_llm: LLM) -> dict[str, list[int]]:
-    return {name: default_llm.tokenize(text, parse_special=True) for name, text in PROMPTS.items()}
+def ids(reference_llm: LLM) -> dict[str, list[int]]:
+    return {name: reference_llm.tokenize(text, parse_special=True) for name, text in PROMPTS.items()}
 
 
 @pytest.mark.parametrize("name", PROMPTS)
-def test_logits_at_every_position(name: str, default_llm: LLM, theirs: Any, ids: dict[str, list[int]]) -> None:
+def test_logits_at_every_position(name: str, reference_llm: LLM, theirs: Any, ids: dict[str, list[int]]) -> None:
     expected = zoo.hf_logits(theirs, ids[name])
-    ours = running.logits_of(default_llm.model, ids[name])
+    ours = running.logits_of(reference_llm.model, ids[name])
     assert ours.shape == (len(ids[name]), 49152)
     assert expected.max() - expected.min() > 5
     assert np.abs(ours - expected).max() < TOLERANCE
@@ -77,12 +78,12 @@ def test_logits_at_every_position(name: str, default_llm: LLM, theirs: Any, ids:
 
 
 @pytest.mark.parametrize("name", ["plain", "chat"])
-def test_greedy_tokens_and_text(name: str, default_llm: LLM, theirs: Any, ids: dict[str, list[int]]) -> None:
-    answer = default_llm.generate(ids[name], temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
+def test_greedy_tokens_and_text(name: str, reference_llm: LLM, theirs: Any, ids: dict[str, list[int]]) -> None:
+    answer = reference_llm.generate(ids[name], temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
     expected = zoo.hf_greedy(theirs, ids[name], NEW_TOKENS)
     assert answer.tokens == expected
-    assert answer.text == default_llm.tokenizer.decode(
-        expected, continuation=default_llm.tokenizer.continues(ids[name])
+    assert answer.text == reference_llm.tokenizer.decode(
+        expected, continuation=reference_llm.tokenizer.continues(ids[name])
     )
 
 
@@ -92,7 +93,7 @@ def peak_kb():
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM"))
 bare = peak_kb()
 from llm_worker_rbee import LLM
-llm = LLM(sys.argv[1])
+llm = LLM(sys.argv[1], backend=sys.argv[2])
 answer = llm.chat([{"role": "user", "content": "Tell me about bees. " * 20}], temperature=0, max_tokens=4)
 print(json.dumps({"bare": bare, "peak": peak_kb(), "phases": llm.phases, "tokens": answer.tokens}))
 """
@@ -101,11 +102,12 @@ print(json.dumps({"bare": bare, "peak": peak_kb(), "phases": llm.phases, "tokens
 @pytest.mark.skipif(
     not Path("/proc/self/status").exists(), reason="peak memory is read from /proc, which this system has not"
 )
-def test_memory_above_a_bare_interpreter(default_model: Path) -> None:
-    """Load, a prompt of some hundred tokens, an answer: at most 350 MB more than Python alone."""
+@pytest.mark.parametrize("backend", MEMORY_LIMIT_MB)
+def test_memory_above_a_bare_interpreter(default_model: Path, backend: str, default_llm: LLM) -> None:
+    """Load, a prompt of some hundred tokens, an answer: so much more than Python alone. No kernel is compiled then."""
     root = Path(__file__).parents[2]
     done = subprocess.run(
-        [sys.executable, "-c", MEASURE, str(default_model)],
+        [sys.executable, "-c", MEASURE, str(default_model), backend],
         capture_output=True,
         text=True,
         check=True,
@@ -114,4 +116,4 @@ def test_memory_above_a_bare_interpreter(default_model: Path) -> None:
     )
     found = json.loads(done.stdout)
     assert len(found["tokens"]) == 4
-    assert (found["peak"] - found["bare"]) / 1024 < MEMORY_LIMIT_MB
+    assert (found["peak"] - found["bare"]) / 1024 < MEMORY_LIMIT_MB[backend]

@@ -153,7 +153,7 @@ def test_timings_add_up(tiny_llm: LLM) -> None:
 
 def test_loading_names_its_phases(tiny_file: Path) -> None:
     phases = LLM(str(tiny_file)).phases
-    assert list(phases) == ["locate", "open", "tokenizer", "weights"]
+    assert list(phases) == ["backend", "locate", "open", "tokenizer", "kernels", "weights"]
     assert all(seconds > 0 for seconds in phases.values())
 
 

@@ -1,7 +1,7 @@
 """The op table in Numba: every op of the reference, fast, on packed weights. `reference.py` says what each one means.
 
 Weights are copied and repacked when they are prepared; nothing of the model file is read afterwards. Keys and values
-are float32, each head padded to a multiple of 16 values.
+are float32, float16 or int8, each head padded to a multiple of 16 values.
 """
 
 from __future__ import annotations
@@ -12,15 +12,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...weights import Tensor
-from .. import sampling
-from ..types import AttentionParams, Batch, Ints, KVLayer, Logprobs, RopeTable, SampleRow
-from . import attention as attention_kernels
-from . import elementwise, linear_op, rotary, threads
+from ..types import AttentionParams, Batch, Ints, KVLayer, Logprobs, ModelParts, RopeTable, SampleRow
+from . import elementwise, fused, linear_op, plan, sampling, single
+from . import kv as kv_places
+from .program import run_one
+from .step import Step
 
 Floats = NDArray[np.float32]
-FEW = 4  # rows that one thread works on faster than several
-ACTIVATIONS = ("silu", "gelu_tanh")
-EMPTY: Floats = np.empty(0, np.float32)
 
 
 def prepare(tensors: Sequence[Tensor]) -> linear_op.Weight:
@@ -33,10 +31,9 @@ def prepare_vector(values: Floats) -> Floats:
     return np.array(values, np.float32)
 
 
-def empty_kv(blocks: int, block_size: int, kv_heads: int, head_dim: int) -> KVLayer:
-    """Room for the keys and values of one layer."""
-    rooms: tuple[Floats, Floats] = attention_kernels.empty(blocks, block_size, kv_heads, head_dim)
-    return KVLayer(*rooms)
+def empty_kv(blocks: int, block_size: int, kv_heads: int, head_dim: int, kind: str = "float32") -> KVLayer:
+    """Room for the keys and values of one layer; kv.py has their places."""
+    return kv_places.empty(blocks, block_size, kv_heads, head_dim, kind)
 
 
 def embed(table: linear_op.Weight, ids: Ints, scale: float = 1.0) -> Floats:
@@ -47,23 +44,36 @@ def embed(table: linear_op.Weight, ids: Ints, scale: float = 1.0) -> Floats:
 
 def rms_norm(x: Floats, weight: Floats, eps: float) -> Floats:
     """x / sqrt(mean(x^2) + eps) * weight over the last axis."""
-    flat = np.ascontiguousarray(x).reshape(-1)
-    out = np.empty_like(flat)
-    width = x.shape[-1]
-    rows = flat.size // width
-    norm = elementwise.norm_few if rows <= FEW else elementwise.norm_many
-    norm(flat, EMPTY, weight, np.float32(eps), out, EMPTY, rows, width, False)
-    return out.reshape(x.shape)
+    stream = np.ascontiguousarray(x)
+    return _norm(stream, stream, weight, eps, False).reshape(x.shape)
 
 
 def add_rms_norm(x: Floats, residual: Floats, weight: Floats, eps: float) -> tuple[Floats, Floats]:
     """The residual stream with `x` added, and its norm."""
-    rows, width = x.shape
-    out, stream = np.empty_like(x), np.empty_like(x)
-    norm = elementwise.norm_few if rows <= FEW else elementwise.norm_many
-    flat = (a.reshape(-1) for a in (x, residual))
-    norm(*flat, weight, np.float32(eps), out.reshape(-1), stream.reshape(-1), rows, width, True)
-    return out, stream
+    stream = np.array(residual)
+    return _norm(np.ascontiguousarray(x), stream, weight, eps, True), stream
+
+
+def _norm(x: Floats, stream: Floats, weight: Floats, eps: float, joined: bool) -> Floats:
+    out = np.empty_like(stream)
+    few, bits = elementwise.FEW, int(np.float64(eps).view(np.int64))
+    args = (
+        Step.TOKENS,
+        Step.DELTA,
+        Step.STREAM,
+        Step.NORMED,
+        0,
+        0,
+        len(weight),
+        weight.ctypes.data,
+        0,
+        joined,
+        bits,
+        0,
+    )
+    entries: dict[int, Floats] = {Step.DELTA: x, Step.STREAM: stream, Step.NORMED: out}
+    run_one(elementwise.NORM, args, 1, few, stream.size // len(weight), entries)
+    return out
 
 
 def linear(x: Floats, w: linear_op.Weight, bias: Floats | None = None) -> Floats:
@@ -76,22 +86,21 @@ def rope_store(
     q: Floats, k: Floats, v: Floats, positions: Ints, table: RopeTable, kv: KVLayer, slot_mapping: Ints
 ) -> Floats:
     """Rotate q and k, write k and v into the cache, give back q: (T, heads, padded head)."""
-    turned: Floats = rotary.rope_store(q, k, v, positions, table, kv, slot_mapping)
-    return turned
+    return single.rope_store(q, k, v, positions, table, kv, slot_mapping)
 
 
 def attention(q: Floats, kv: KVLayer, batch: Batch, params: AttentionParams) -> Floats:
     """Each query over its own request's cached keys: (T, heads, head_dim) -> (T, heads * head_dim)."""
-    mixed: Floats = attention_kernels.attention(q, kv, batch, params, threads.count())
-    return mixed
+    return single.attention(q, kv, batch, params)
 
 
 def gated(gate_up: Floats, activation: str) -> Floats:
     """act(gate) * up, where the first half of each row is the gate: (T, 2 * d_ff) -> (T, d_ff)."""
     rows, half = gate_up.shape[0], gate_up.shape[-1] // 2
-    out = np.empty((rows, half), np.float32)
-    work = elementwise.gated_few if rows <= FEW else elementwise.gated_many
-    work(gate_up.reshape(-1), out.reshape(-1), rows, half, ACTIVATIONS.index(activation) == 1)
+    gate_up, out = np.ascontiguousarray(gate_up), np.empty((rows, half), np.float32)
+    args = (Step.TOKENS, Step.GATE_UP, 0, Step.HIDDEN, 0, 0, half, plan.ACTIVATIONS.index(activation))
+    entries: dict[int, Floats] = {Step.GATE_UP: gate_up, Step.HIDDEN: out}
+    run_one(elementwise.GATED, args, -(-half // elementwise.WIDE), elementwise.FEW, rows, entries)
     return out
 
 
@@ -102,13 +111,18 @@ def take(x: Floats, index: Ints) -> Floats:
 
 def logits(x: Floats, head: linear_op.Weight, soft_cap: float = 0.0) -> Floats:
     """The output head: (N, width) -> (N, vocabulary)."""
-    raw = linear(x, head)
+    raw = linear(x, head.finely())
     return np.float32(soft_cap) * np.tanh(raw / np.float32(soft_cap)) if soft_cap else raw
+
+
+def fuse(model: ModelParts) -> fused.Model:
+    """A whole step as one program."""
+    return fused.Model(model)
 
 
 def sample(raw_logits: Floats, rows: Sequence[SampleRow]) -> Ints:
     """One token for each row: (N, vocabulary) -> (N,)."""
-    return np.array([sampling.sample_row(line, row) for line, row in zip(raw_logits, rows, strict=True)], np.int64)
+    return sampling.sample(raw_logits, rows)
 
 
 def logprobs(raw_logits: Floats, chosen: Ints, k: int) -> Logprobs:

@@ -1,47 +1,80 @@
 """Activations as signed bytes: blocks of 32 columns, each with its scale and its sums.
 
 x = q * scale, scale = largest |x| / 127 (0 for a block of zeros). Kernels need the sums of q over 32 and over 16
-columns, for weights that are stored with an offset or a minimum.
+columns, for weights that are stored with an offset or a minimum. Six neighbouring entries of a step hold their
+addresses: q, scale, sums, sums16, scaled, scaled16.
+
+Where more is wanted (`finely`), a token is two rows: its bytes, and the bytes of what these leave over. Their products
+are added; what is then lost is a 254th of what was.
 """
 
 from __future__ import annotations
 
-import numba as nb
+from typing import NamedTuple
+
 import numpy as np
+from numpy.typing import NDArray
 
 from . import floats as f
-from .compile import kernel, parallel
+from .compile import kernel
+from .memory import f32, i8, i32
+
+Floats = NDArray[np.float32]
+
+
+class Quantized(NamedTuple):
+    """Room for so many tokens."""
+
+    q: NDArray[np.int8]
+    scale: Floats
+    sums: NDArray[np.int32]
+    sums16: NDArray[np.int32]
+    scaled: Floats
+    scaled16: Floats
+
+
+def room(tokens: int, columns: int) -> Quantized:
+    """Room for `tokens` rows of up to so many columns."""
+    blocks = tokens * -(-columns // 32)
+    return Quantized(
+        np.empty(32 * blocks, np.int8),
+        np.empty(blocks, np.float32),
+        np.empty(blocks, np.int32),
+        np.empty(2 * blocks, np.int32),
+        np.empty(blocks, np.float32),
+        np.empty(2 * blocks, np.float32),
+    )
 
 
 @kernel
-def quantize_row(x, row, columns, q, scale, sums, sums16, scaled, scaled16):
-    """One token."""
-    for block in range(columns // 32):
-        at, b = row * columns + block * 32, row * (columns // 32) + block
+def quantize(x, at, s, entry, first, last):
+    """Blocks first .. last - 1 of the activations; the values of block `first` begin at x[at]."""
+    q, scale, sums, sums16 = i8(s[entry]), f32(s[entry + 1]), i32(s[entry + 2]), i32(s[entry + 3])
+    scaled, scaled16 = f32(s[entry + 4]), f32(s[entry + 5])
+    for b in range(first, last):
         low, high = f.get(x, at), f.get(x, at + 16)
+        at += 32
         top = f.highest(f.largest(f.absolute(low), f.absolute(high)))
         d = top / np.float32(127)
         inverse = f.splat(np.float32(127) / top if top > 0 else np.float32(0))
         low, high = f.rounded(f.mul(low, inverse)), f.rounded(f.mul(high, inverse))
-        f.put_bytes(q, at, low)
-        f.put_bytes(q, at + 16, high)
-        first, second = f.total(low), f.total(high)
-        scale[b] = d + np.float32(0) * (first + second)  # NaN where a NaN came in: it must not vanish here
-        sums16[2 * b], sums16[2 * b + 1] = np.int32(first), np.int32(second)
-        scaled16[2 * b], scaled16[2 * b + 1] = d * first, d * second
-        sums[b] = np.int32(first + second)
-        scaled[b] = d * (first + second)
+        f.put_bytes(q, b * 32, low)
+        f.put_bytes(q, b * 32 + 16, high)
+        one, two = f.total(low), f.total(high)
+        scale[b] = d + np.float32(0) * (one + two)  # NaN where a NaN came in: it must not vanish here
+        sums16[2 * b], sums16[2 * b + 1] = np.int32(one), np.int32(two)
+        scaled16[2 * b], scaled16[2 * b + 1] = d * one, d * two
+        sums[b] = np.int32(one + two)
+        scaled[b] = d * (one + two)
 
 
 @kernel
-def quantize_few(x, rows, columns, q, scale, sums, sums16, scaled, scaled16):
-    """By one thread."""
-    for row in range(rows):
-        quantize_row(x, row, columns, q, scale, sums, sums16, scaled, scaled16)
-
-
-@parallel
-def quantize_many(x, rows, columns, q, scale, sums, sums16, scaled, scaled16):
-    """Shared out among the threads."""
-    for row in nb.prange(rows):
-        quantize_row(x, row, columns, q, scale, sums, sums16, scaled, scaled16)
+def quantize_finely(x, at, s, entry, token, columns, count):
+    """A token as two rows: its bytes in row `token`, those of the rest in row count + token."""
+    n, rest = columns // 32, np.empty(columns, np.float32)
+    quantize(x, at, s, entry, token * n, (token + 1) * n)
+    q, scale = i8(s[entry]), f32(s[entry + 1])
+    for b in range(n):
+        for i in range(b * 32, b * 32 + 32):
+            rest[i] = x[at + i] - scale[token * n + b] * np.float32(q[token * columns + i])
+    quantize(rest, 0, s, entry, (count + token) * n, (count + token + 1) * n)

@@ -1,168 +1,291 @@
 """Attention over the paged cache: each query over its own request's keys, causal by the bound of a loop.
 
-Keys lie (block, kv head, chunk, value, 16 positions): a vector holds one value of 16 positions, a score needs no sum
-over lanes. Values lie (block, kv head, position, value). A piece of work is a tile of rows that look at the same keys:
-neighbouring tokens of one head, or, for a token alone, the heads that share a KV head. A score or a mixture has one
-order of additions whatever the tile: a query has the same bits alone, in a batch and in any chunk.
+kv.py has the places of keys and values. A piece of work is a tile of rows that look at the same keys: neighbouring
+tokens of one head, or, for a token alone, heads that share a KV head. Three steps: scores, softmax (not yet divided by
+its sum), mixture. A score or a mixture is one chain of additions, by value or by position, whatever the tile: a query
+has the same bits alone, in a batch and in any chunk. Nothing past a row's own positions is ever added, not even
+times 0.
 """
 
 from __future__ import annotations
 
-import math
 from functools import cache
 
-import numba as nb
 import numpy as np
-from numpy.typing import NDArray
 
 from ..isa import TABLE, current
 from . import floats as f
-from .compile import kernel, parallel, variant
-from .vectors import no_floats, store_rows, times
+from .compile import kernel, variant
+from .kv import (
+    at_lines,
+    factors,
+    four_lines,
+    get_rows,
+    is_bytes,
+    neighbours,
+    no_rows,
+    one_line,
+    outer,
+    put_products,
+    put_rows,
+    two_lines,
+    value_row,
+)
 
 LANES = 16
-TILE = TABLE[current()].tokens
+ROOM = 24 if TABLE[current()].tokens >= 8 else 4  # accumulators of 16 floats that registers hold, beside the operands
+TILE = 6 if ROOM == 24 else 2  # neighbouring tokens of a piece
 NOTHING = np.float32(-np.inf)
-TOKENS = GROUP = ROWS_TILE = ROWS_GROUP = None  # set for each variant
+ROWS = ALONG = WIDE = LINES = SCORE = SOFTEN = BLEND = MIX = MIX_ONE = None  # set for each variant
+
+
+def score(q, at, apart, keys, k_scales, blocks, size, kv_head, kv_heads, dim, scale, start, first, last, scores, width):
+    """Scores of ROWS rows with positions first .. last - 1, and up to the end of the last chunk.
+
+    `first` and `start` are multiples of 16; position p of row r goes to scores[r * width + p - start].
+    """
+    chunks, chunk, end = size // LANES, first // LANES, -(-last // LANES)
+    while chunk + WIDE <= end:
+        lines = LINES(blocks, chunk, chunks, kv_head, kv_heads)
+        total = no_rows(ROWS, lines)
+        for d in range(dim):
+            total = outer(total, at_lines(keys, lines, dim * LANES, d * LANES), q, at + d, apart)
+        put_products(scores, chunk * LANES - start, width, total, factors(keys, k_scales, lines, scale))
+        chunk += WIDE
+    while chunk < end:  # the same for the rest, chunk by chunk
+        one = one_line(blocks, chunk, chunks, kv_head, kv_heads)
+        rest = no_rows(ROWS, one)
+        for d in range(dim):
+            rest = outer(rest, at_lines(keys, one, dim * LANES, d * LANES), q, at + d, apart)
+        put_products(scores, chunk * LANES - start, width, rest, factors(keys, k_scales, one, scale))
+        chunk += 1
 
 
 @kernel
-def softmax(scores, at, first, last, end):
-    """Scores first .. last - 1 of a row in place; what lies before and behind them, up to `end`, becomes 0."""
-    for i in range(at, at + first):
+def cap_scores(scores, first, last, cap):
+    """cap * tanh(s / cap), by tanh(y) = 1 - 2 / (1 + e^2y)."""
+    one, two, high = f.splat(np.float32(1)), f.splat(np.float32(2) / cap), f.splat(cap)
+    for i in range(first, last, LANES):
+        e = f.exp(f.mul(f.get(scores, i), two))
+        f.put(scores, i, f.mul(high, f.add(one, f.div(f.splat(np.float32(-2)), f.add(one, e)))))
+
+
+@kernel
+def largest(scores, first, last):
+    """The largest of first .. last - 1, whole vectors; four chains, for each step of one waits for that before."""
+    a = b = c = d = f.splat(NOTHING)
+    i = first
+    while i + 4 * LANES <= last:
+        a, b = f.above(f.get(scores, i), a), f.above(f.get(scores, i + LANES), b)
+        c, d = f.above(f.get(scores, i + 2 * LANES), c), f.above(f.get(scores, i + 3 * LANES), d)
+        i += 4 * LANES
+    while i < last:
+        a = f.above(f.get(scores, i), a)
+        i += LANES
+    return f.highest(f.above(f.above(a, b), f.above(c, d)))
+
+
+@kernel
+def soften(scores, at, first, last, cap):
+    """Scores first .. last - 1 of the row at `at` become e^(score - largest); gives 1 / their sum."""
+    low, high = at + first // LANES * LANES, at + -(-last // LANES) * LANES
+    if cap:
+        cap_scores(scores, low, high, cap)
+    for i in range(low, at + first):
         scores[i] = NOTHING
-    for i in range(at + last, at + end):
+    for i in range(at + last, high):
         scores[i] = NOTHING
-    top = f.splat(NOTHING)
-    for i in range(at, at + end, 16):
-        top = f.largest(top, f.get(scores, i))
-    low = f.splat(-f.highest(top))
+    less = f.splat(-largest(scores, low, high))
     sums = f.splat(np.float32(0))
-    for i in range(at, at + end, 16):
-        e = f.exp(f.add(f.get(scores, i), low))
+    for i in range(low, high, LANES):
+        e = f.exp(f.add(f.get(scores, i), less))
         f.put(scores, i, e)
         sums = f.add(sums, e)
-    share = f.splat(np.float32(1) / f.total(sums))
-    for i in range(at, at + end, 16):
-        f.put(scores, i, f.mul(f.get(scores, i), share))
+    return np.float32(1) / f.total(sums)
+
+
+@kernel
+def weigh(scores, at, v_scales, blocks, size, kv_head, kv_heads, start, first, last):
+    """Weights of positions first .. last - 1 times the scales of their values."""
+    for p in range(first // LANES * LANES, last, LANES):
+        scale = value_row(blocks, p, size, kv_head, kv_heads)
+        f.put(scores, at + p - start, f.mul(f.get(scores, at + p - start), f.get(v_scales, scale)))
+
+
+def mix(values, blocks, size, kv_head, kv_heads, dim, start, first, last, scores, at, width, out, to, apart, d, end):
+    """Values d .. end - 1 (multiples of 16) of ROWS rows of `out` += weight * value, over positions first .. last - 1.
+
+    In the order of the positions; the weights are at scores[at:], as `score` left them.
+    """
+    while d + LANES * WIDE <= end:
+        total = get_rows(out, to + d, apart, ROWS, WIDE)
+        p, block, stop = first, first // size, (first // size + 1) * size
+        while p < last:
+            row = ((blocks[block] * kv_heads + kv_head) * size + p + size - stop) * dim + d
+            for i in range(min(stop, last) - p):
+                total = outer(total, neighbours(values, row + i * dim, WIDE), scores, at + p - start + i, width)
+            p, block, stop = stop, block + 1, stop + size
+        put_rows(out, to + d, apart, total, WIDE)
+        d += LANES * WIDE
+    while d < end:  # the same for the rest, vector by vector
+        rest = get_rows(out, to + d, apart, ROWS, 1)
+        p, block, stop = first, first // size, (first // size + 1) * size
+        while p < last:
+            row = ((blocks[block] * kv_heads + kv_head) * size + p + size - stop) * dim + d
+            for i in range(min(stop, last) - p):
+                rest = outer(rest, neighbours(values, row + i * dim, 1), scores, at + p - start + i, width)
+            p, block, stop = stop, block + 1, stop + size
+        put_rows(out, to + d, apart, rest, 1)
+        d += LANES
+
+
+@kernel
+def span(position, last_position, window):
+    """(first position, its scores' width) of a tile whose rows are at these positions: multiples of 16."""
+    start = max(0, position + 1 - window) // LANES * LANES if window else 0
+    return start, -(-(last_position + 1 - start) // LANES) * LANES
+
+
+def soften_rows(scores, width, start, positions, token, window, cap, values, v_scales, blocks, size, kv_head, kv_heads):
+    """The softmax of ROWS rows; behind their scores, at ROWS * width, each one's 1 / sum."""
+    for r in range(ROWS):
+        end = positions[token + r * ALONG] + 1
+        begin = max(0, end - window) if window else 0
+        scores[ROWS * width + r] = soften(scores, r * width, begin - start, end - start, cap)
+        if is_bytes(values):
+            weigh(scores, r * width, v_scales, blocks, size, kv_head, kv_heads, start, begin, end)
+
+
+def blend(
+    scores, width, start, positions, token, window, values, blocks, size, kv_head, kv_heads, dim, out, at, apart, d,
+    d_end,
+):  # fmt: skip
+    """Values d .. d_end - 1 (multiples of 16) of ROWS rows: the positions that all see together, the others apart."""
+    head, tail = positions[token] + 1, positions[token + (ROWS - 1) * ALONG] + 1  # where the first and last row end
+    common = max(0, tail - window) if window else 0  # the first position that all rows see; the last is head - 1
+    for r in range(ROWS):
+        for i in range(at + r * apart + d, at + r * apart + d_end, LANES):
+            f.put(out, i, f.splat(np.float32(0)))
+    if ALONG:
+        for r in range(ROWS if window else 0):
+            end = positions[token + r] + 1
+            MIX_ONE(
+                values, blocks, size, kv_head, kv_heads, dim, start, max(0, end - window), min(end, common),
+                scores, r * width, width, out, at + r * apart, apart, d, d_end,
+            )  # fmt: skip
+    MIX(values, blocks, size, kv_head, kv_heads, dim, start, common, head, scores, 0, width, out, at, apart, d, d_end)
+    if ALONG:
+        for r in range(1, ROWS):
+            MIX_ONE(
+                values, blocks, size, kv_head, kv_heads, dim, start, max(head, common), positions[token + r] + 1,
+                scores, r * width, width, out, at + r * apart, apart, d, d_end,
+            )  # fmt: skip
+    for r in range(ROWS):
+        share = f.splat(scores[ROWS * width + r])
+        for i in range(at + r * apart + d, at + r * apart + d_end, LANES):
+            f.put(out, i, f.mul(f.get(out, i), share))
 
 
 def rows(
-    q, at, apart, keys, values, positions, token, along, blocks, size, kv_head, kv_heads, dim, scale, cap, window, out
-):
-    """TOKENS rows of q from `at` on, `apart` from each other; row t is at positions[token + t * along]."""
-    chunks = size // LANES  # of a block
-    last = positions[token + (TOKENS - 1) * along] + 1
-    start = max(0, positions[token] + 1 - window) // size * size if window else 0
-    n_blocks = -(-last // size) - start // size
-    width = n_blocks * size
-    scores = np.empty(TOKENS * width, np.float32)
-    for b in range(n_blocks):
-        block = blocks[start // size + b] * kv_heads + kv_head
-        for c in range(chunks):
-            line = (block * chunks + c) * dim * LANES
-            total = no_floats(TOKENS)
-            for d in range(dim):
-                total = times(total, f.get(keys, line + d * LANES), q, at + d, apart)
-            store_rows(scores, (b * chunks + c) * LANES, width, total, scale)
-    for t in range(TOKENS):
-        if cap:
-            for i in range(t * width, (t + 1) * width):
-                scores[i] = cap * np.float32(math.tanh(scores[i] / cap))
-        end = positions[token + t * along] + 1
-        begin = max(0, end - window) if window else 0
-        softmax(scores, t * width, begin - start, end - start, width)
-    for d in range(0, dim, LANES):
-        total = no_floats(TOKENS)
-        for b in range(n_blocks):
-            row = (blocks[start // size + b] * kv_heads + kv_head) * size * dim + d
-            for p in range(min(size, last - start - b * size)):
-                total = times(total, f.get(values, row + p * dim), scores, b * size + p, width)
-        store_rows(out, at + d, apart, total, np.float32(1))
+    q, at, apart, keys, values, k_scales, v_scales, positions, token, blocks, size, kv_head, kv_heads, dim, scale, cap,
+    window, scores, out,
+):  # fmt: skip
+    """ROWS rows of q from `at` on, `apart` from each other, to the same places of `out`: scores, softmax, mixture.
+
+    Row r is at positions[token + r * ALONG]: neighbouring tokens, or heads of one. `scores` is scratch, of `scratch()`
+    floats, best from an address that 64 divides. `dim` is that of the padded heads.
+    """
+    last = positions[token + (ROWS - 1) * ALONG]
+    start, width = span(positions[token], last, window)
+    SCORE(
+        q, at, apart, keys, k_scales, blocks, size, kv_head, kv_heads, dim, scale, start, start, last + 1, scores, width
+    )
+    SOFTEN(scores, width, start, positions, token, window, cap, values, v_scales, blocks, size, kv_head, kv_heads)
+    BLEND(
+        scores, width, start, positions, token, window, values, blocks, size, kv_head, kv_heads, dim, out, at, apart,
+        0, dim,
+    )  # fmt: skip
 
 
-ROWS_TILE = kernel(variant(rows, f"x{TILE}", TOKENS=TILE))
-
-
-@kernel
-def tiles(query_start):
-    """(first token, tokens, request) of each tile: full ones of each request, then its rest one by one."""
-    found = np.empty((query_start[-1], 3), np.int64)
-    count = 0
-    for r in range(query_start.shape[0] - 1):
-        token = query_start[r]
-        while token < query_start[r + 1]:
-            size = TILE if token + TILE <= query_start[r + 1] else 1
-            found[count, 0], found[count, 1], found[count, 2] = token, size, r
-            count += 1
-            token += size
-    return found[:count]
-
-
-@kernel
-def deal(found, heads, kv_heads):
-    """(tile, head) of each piece; a token alone is one piece for each KV head."""
-    pieces = np.empty((found.shape[0] * heads, 2), np.int64)
-    count = 0
-    for i in range(found.shape[0]):
-        for head in range(heads if found[i, 1] > 1 else kv_heads):
-            pieces[count, 0], pieces[count, 1] = i, head
-            count += 1
-    return pieces[:count]
-
-
-def attend(
-    q, keys, values, positions, query_start, block_table, size, heads, kv_heads, dim, scale, cap, window, out, workers
-):
-    """All tokens of the step; later tokens have more to look at, so pieces are dealt out in turn."""
-    found = tiles(query_start)
-    pieces = deal(found, heads, kv_heads)
-    for worker in nb.prange(workers):
-        for piece in range(worker, pieces.shape[0], workers):
-            token, count, request = found[pieces[piece, 0]]
-            head, blocks = pieces[piece, 1], block_table[request]
-            if count == 1:
-                ROWS_GROUP(
-                    q, (token * heads + head * GROUP) * dim, dim, keys, values, positions, token, 0, blocks, size,
-                    head, kv_heads, dim, scale, cap, window, out,
-                )  # fmt: skip
-            else:
-                ROWS_TILE(
-                    q, (token * heads + head) * dim, heads * dim, keys, values, positions, token, 1, blocks, size,
-                    head // GROUP, kv_heads, dim, scale, cap, window, out,
-                )  # fmt: skip
+LINES_OF = {1: one_line, 2: two_lines, 4: four_lines}
 
 
 @cache
-def attend_for(group):
-    """The kernel for models in which so many heads share a KV head."""
-    own = kernel(variant(rows, f"x{group}", TOKENS=group)) if group != TILE else ROWS_TILE
-    return parallel(variant(attend, f"g{group}", GROUP=group, ROWS_GROUP=own))
+def wide(count):
+    """Vectors beside each other for so many rows."""
+    return 4 if 4 * count <= ROOM else 2 if 2 * count <= ROOM else 1
 
 
-def empty(
-    blocks: int, block_size: int, kv_heads: int, head_dim: int
-) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Room for keys and for values."""
-    assert block_size % LANES == 0, "keys lie in chunks of 16 positions"
-    padded = -(-head_dim // LANES) * LANES
-    keys = np.zeros((blocks, kv_heads, block_size // LANES, padded, LANES), np.float32)
-    return keys, np.zeros((blocks, kv_heads, block_size, padded), np.float32)
+@cache
+def mixer(count):
+    """The mixture of so many rows over the same positions."""
+    return kernel(variant(mix, f"r{count}", ROWS=count, WIDE=wide(count)))
 
 
-def attention(q, kv, batch, params, workers: int):
-    """Each query over its own request's cached keys: (T, heads, head_dim) -> (T, heads * head_dim)."""
-    tokens, heads, dim = q.shape
-    kv_heads, size, padded = kv.v.shape[1:]
-    if q.strides != (heads * padded * 4, padded * 4, 4):  # not as rope_store gives it
-        wide = np.zeros((tokens, heads, padded), np.float32)
-        wide[:, :, :dim] = q
-        q = wide
-    flat = np.lib.stride_tricks.as_strided(q, (tokens * heads * padded,), (4,))
-    out = np.empty((tokens, heads, padded), np.float32)
-    attend_for(heads // kv_heads)(
-        flat, kv.k.reshape(-1), kv.v.reshape(-1), batch.positions, batch.query_start, batch.block_table, size, heads,
-        kv_heads, padded, np.float32(params.scale), np.float32(params.soft_cap), params.window, out.reshape(-1),
-        workers,
-    )  # fmt: skip
-    return out[:, :, :dim].reshape(tokens, heads * dim)
+@cache
+def scorer(count):
+    """The scores of so many rows."""
+    return kernel(variant(score, f"r{count}", ROWS=count, WIDE=wide(count), LINES=LINES_OF[wide(count)]))
+
+
+@cache
+def softener(count, along):
+    """The softmax of so many rows."""
+    return kernel(variant(soften_rows, f"r{count}a{along}", ROWS=count, ALONG=along))
+
+
+@cache
+def blender(count, along):
+    """The mixture of so many rows, each over its own positions, divided by the sums."""
+    parts = {"MIX": mixer(count), "MIX_ONE": mixer(1)}
+    return kernel(variant(blend, f"r{count}a{along}", ROWS=count, ALONG=along, **parts))
+
+
+@cache
+def rows_for(count, along):
+    """All three on so many rows: neighbouring tokens (along 1) or heads of one token (0)."""
+    parts = {"SCORE": scorer(count), "SOFTEN": softener(count, along), "BLEND": blender(count, along)}
+    return kernel(variant(rows, f"r{count}a{along}", ROWS=count, ALONG=along, **parts))
+
+
+def part_of(group: int) -> int:
+    """How many of the heads that share a KV head are worked on together: a divisor of their number."""
+    most = 4  # each size is compiled for itself
+    return max(n for n in range(1, min(group, most) + 1) if group % n == 0)
+
+
+@kernel
+def scratch(count, longest):
+    """Floats of scratch for `count` rows over `longest` positions."""
+    return count * (longest + 2 * LANES) + count
+
+
+@kernel
+def aligned(count):
+    """So many floats from an address that 64 divides; see kv.zeros."""
+    room = np.empty(count + LANES, np.float32)
+    return room[-(room.ctypes.data // 4) % LANES :]
+
+
+@kernel
+def deal(query_start, heads, part, work):
+    """(first token, tokens, request, head) of each piece to work[4 * i ...], at most tokens * heads; (tiles, others).
+
+    Full tiles of each request, the longest first, then the last tokens of each, `part` heads together. Pieces that read
+    the same keys follow each other.
+    """
+    n = 0
+    for r in range(query_start.shape[0] - 1):
+        first, last = query_start[r], query_start[r + 1]
+        for head in range(heads):
+            for token in range(last - (last - first) % TILE - TILE, first - 1, -TILE):
+                work[4 * n], work[4 * n + 1], work[4 * n + 2], work[4 * n + 3] = token, TILE, r, head
+                n += 1
+    tiles = n
+    for r in range(query_start.shape[0] - 1):
+        first, last = query_start[r], query_start[r + 1]
+        for head in range(0, heads, part):
+            for token in range(last - (last - first) % TILE, last):
+                work[4 * n], work[4 * n + 1], work[4 * n + 2], work[4 * n + 3] = token, 1, r, head
+                n += 1
+    return tiles, n - tiles

@@ -1,94 +1,169 @@
-"""Norms, activations, rotary embedding, embedding rows: everything between the matrix products.
+"""Norms, activations, biases: everything between the matrix products but attention.
 
-Rows are independent: a token has the same bits alone and in a batch. Few tokens are worked on by one thread (a parallel
-region would cost more than the work), many are shared out.
+Rows are independent: a token has the same bits alone and in a batch. Where the next product wants bytes, a task turns
+its rows into bytes while they are in the nearest cache.
 """
 
 from __future__ import annotations
 
 import math
 
-import numba as nb
 import numpy as np
 
 from . import floats as f
-from .compile import kernel, parallel
+from .activations import quantize, quantize_finely
+from .compile import Task, kernel
+from .memory import f32, f64, i64
 
-FEW = 4
+FEW = 4  # tokens of a piece
+WIDE = 512  # columns of a piece of the gate
+LONG = 8192  # columns of a piece of a sum
+# Arguments. Entries of the step are named after what they hold; 0 stands for "none" where there may be none.
+COUNT, SOURCE, STREAM, OUT, ACTIVATIONS, INDEX, WIDTH, WEIGHT, POST, JOINED, EPS, FINE = range(12)
+GATE_HALF, GATE_KIND = 6, 7
+JOIN_STRIDE, JOIN_FIRST = 7, 8
+HEADS, DIM, PADDED, BYTES_FINE = 6, 7, 8, 9
 
 
 @kernel
-def norm_row(x, residual, weight, eps, out, stream, row, width, joined):
-    """One row: stream = x + residual (where joined), out = stream / sqrt(mean of squares + eps) * weight."""
-    at = row * width
+def norm_row(x, at, weight, eps, out, to, width):
+    """out = x / sqrt(mean of squares + eps) * weight; x and out may be the same."""
     squares = f.splat(np.float32(0))
     whole = width - width % 16
     for i in range(0, whole, 16):
         v = f.get(x, at + i)
-        if joined:
-            v = f.add(v, f.get(residual, at + i))
-            f.put(stream, at + i, v)
         squares = f.fma(v, v, squares)
     mean = f.total(squares)
     for i in range(whole, width):
-        v = x[at + i]
-        if joined:
-            v = v + residual[at + i]
-            stream[at + i] = v
-        mean += v * v
+        mean += x[at + i] * x[at + i]
     scale = np.float32(1) / np.float32(math.sqrt(mean / np.float32(width) + eps))
-    source = stream if joined else x
     factor = f.splat(scale)
     for i in range(0, whole, 16):
-        f.put(out, at + i, f.mul(f.mul(f.get(source, at + i), factor), f.get(weight, i)))
+        f.put(out, to + i, f.mul(f.mul(f.get(x, at + i), factor), f.get(weight, i)))
     for i in range(whole, width):
-        out[at + i] = source[at + i] * scale * weight[i]
+        out[to + i] = x[at + i] * scale * weight[i]
 
 
 @kernel
-def norm_few(x, residual, weight, eps, out, stream, rows, width, joined):
-    """By one thread."""
-    for row in range(rows):
-        norm_row(x, residual, weight, eps, out, stream, row, width, joined)
-
-
-@parallel
-def norm_many(x, residual, weight, eps, out, stream, rows, width, joined):
-    """Shared out among the threads."""
-    for row in nb.prange(rows):
-        norm_row(x, residual, weight, eps, out, stream, row, width, joined)
-
-
-@kernel
-def gated_row(gate_up, out, row, half, gelu):
-    """act(gate) * up; SiLU is x * sigmoid(x), GELU its tanh form, tanh(y) = 1 - 2 / (1 + e^2y)."""
-    gate, up, to = row * 2 * half, row * 2 * half + half, row * half
-    one = f.splat(np.float32(1))
-    whole = half - half % 16
+def add_row(x, stream, at, width):
+    """stream += x."""
+    whole = width - width % 16
     for i in range(0, whole, 16):
-        g = f.get(gate_up, gate + i)
+        f.put(stream, at + i, f.add(f.get(x, at + i), f.get(stream, at + i)))
+    for i in range(whole, width):
+        stream[at + i] = x[at + i] + stream[at + i]
+
+
+@kernel
+def row_to_bytes(x, at, s, entry, token, width, fine, count):
+    """The row at x[at:] as the bytes of a token, one of `count`."""
+    if fine:
+        quantize_finely(x, at, s, entry, token, width, count)
+    else:
+        quantize(x, at, s, entry, token * (width // 32), (token + 1) * (width // 32))
+
+
+def norm(args, step, piece):
+    """For each token: its own norm of what is added (POST), the addition (JOINED), the norm, the bytes."""
+    a, s = i64(args), i64(step)
+    width, eps = a[WIDTH], np.float32(f64(args)[EPS])
+    x, stream, out, index = f32(s[a[SOURCE]]), f32(s[a[STREAM]]), f32(s[a[OUT]]), i64(s[a[INDEX]])
+    own = np.empty(0 if a[OUT] else width, np.float32)  # floats that nobody else wants stay in the nearest cache
+    for t in range(piece * FEW, min(s[a[COUNT]], piece * FEW + FEW)):
+        row = (index[t] if a[INDEX] else t) * width
+        if a[POST]:
+            norm_row(x, row, f32(a[POST]), eps, x, row, width)
+        if a[JOINED]:
+            add_row(x, stream, row, width)
+        to, at = (out, t * width) if a[OUT] else (own, 0)
+        norm_row(stream, row, f32(a[WEIGHT]), eps, to, at, width)
+        if a[ACTIVATIONS]:
+            row_to_bytes(to, at, s, a[ACTIVATIONS], t, width, a[FINE], s[a[COUNT]])
+
+
+@kernel
+def gate(gate_up, at, half, out, to, count, gelu):
+    """act(gate) * up; SiLU is x * sigmoid(x), GELU its tanh form, tanh(y) = 1 - 2 / (1 + e^2y)."""
+    one = f.splat(np.float32(1))
+    whole = count - count % 16
+    for i in range(0, whole, 16):
+        g = f.get(gate_up, at + i)
         if gelu:
             inner = f.mul(f.splat(np.float32(0.044715)), f.mul(g, f.mul(g, g)))
             y = f.mul(f.splat(np.float32(1.5957691216057308)), f.add(g, inner))
         else:
             y = g
         act = f.div(g, f.add(one, f.exp(f.mul(y, f.splat(np.float32(-1))))))
-        f.put(out, to + i, f.mul(act, f.get(gate_up, up + i)))
-    for i in range(whole, half):
-        g = gate_up[gate + i]
+        f.put(out, to + i, f.mul(act, f.get(gate_up, at + half + i)))
+    for i in range(whole, count):
+        g = gate_up[at + i]
         y = np.float32(1.5957691216057308) * (g + np.float32(0.044715) * g * g * g) if gelu else g
-        out[to + i] = g / (np.float32(1) + np.float32(math.exp(-y))) * gate_up[up + i]
+        out[to + i] = g / (np.float32(1) + np.float32(math.exp(-y))) * gate_up[at + half + i]
 
 
-@kernel
-def gated_few(gate_up, out, rows, half, gelu):
-    """By one thread."""
-    for row in range(rows):
-        gated_row(gate_up, out, row, half, gelu)
+def gated(args, step, piece):
+    """Some columns of some tokens, and their bytes."""
+    a, s = i64(args), i64(step)
+    half = a[GATE_HALF]
+    parts = (half + WIDE - 1) // WIDE
+    first, tokens = piece % parts * WIDE, piece // parts * FEW
+    count = min(WIDE, half - first)
+    own = np.empty(0 if a[OUT] else count, np.float32)
+    for t in range(tokens, min(s[a[COUNT]], tokens + FEW)):
+        to, at = (f32(s[a[OUT]]), t * half + first) if a[OUT] else (own, 0)
+        gate(f32(s[a[SOURCE]]), t * 2 * half + first, half, to, at, count, a[GATE_KIND] == 1)
+        if a[ACTIVATIONS]:
+            block = (t * half + first) // 32
+            quantize(to, at, s, a[ACTIVATIONS], block, block + count // 32)
 
 
-@parallel
-def gated_many(gate_up, out, rows, half, gelu):
-    """Shared out among the threads."""
-    for row in nb.prange(rows):
-        gated_row(gate_up, out, row, half, gelu)
+def to_bytes(args, step, piece):
+    """Rows of floats as bytes; heads that are padded are first moved together."""
+    a, s = i64(args), i64(step)
+    heads, dim, padded = a[HEADS], a[DIM], a[PADDED]
+    x, width = f32(s[a[SOURCE]]), heads * dim
+    for t in range(piece * FEW, min(s[a[COUNT]], piece * FEW + FEW)):
+        if padded != dim:
+            out = f32(s[a[OUT]])
+            for h in range(heads):
+                for i in range(dim):
+                    out[t * width + h * dim + i] = x[(t * heads + h) * padded + i]
+        if a[ACTIVATIONS]:
+            source = x if padded == dim else f32(s[a[OUT]])
+            row_to_bytes(source, t * width, s, a[ACTIVATIONS], t, width, a[BYTES_FINE], s[a[COUNT]])
+
+
+def add_bias(args, step, piece):
+    """Rows plus one and the same vector."""
+    a, s = i64(args), i64(step)
+    x, width, bias = f32(s[a[SOURCE]]), a[WIDTH], f32(a[WEIGHT])
+    for t in range(piece * FEW, min(s[a[COUNT]], piece * FEW + FEW)):
+        for i in range(width):
+            x[t * width + i] += bias[i]
+
+
+def head_norms(args, step, piece):
+    """The norms of q and k heads, in place; a row holds q heads, k heads, v heads of one width."""
+    a, s = i64(args), i64(step)
+    x, dim, eps = f32(s[a[SOURCE]]), a[WIDTH], np.float32(f64(args)[EPS])
+    q_heads, k_heads = a[INDEX], a[JOINED]
+    for t in range(piece * FEW, min(s[a[COUNT]], piece * FEW + FEW)):
+        for h in range(q_heads + k_heads):
+            at = (t * (q_heads + 2 * k_heads) + h) * dim
+            norm_row(x, at, f32(a[WEIGHT]) if h < q_heads else f32(a[POST]), eps, x, at, dim)
+
+
+def join(args, step, piece):
+    """Some columns of a token: the sum of its two rows."""
+    a, s = i64(args), i64(step)
+    width = a[WIDTH]
+    parts = (width + LONG - 1) // LONG
+    token, begin = piece // parts, piece % parts * LONG
+    x, out, to = f32(s[a[SOURCE]]), f32(s[a[OUT]]), token * a[JOIN_STRIDE] + a[JOIN_FIRST]
+    rest = (s[a[COUNT]] + token) * width
+    for i in range(begin, min(width, begin + LONG)):
+        out[to + i] = x[token * width + i] + x[rest + i]
+
+
+TASKS = norm, gated, to_bytes, add_bias, head_norms, join
+NORM, GATED, TO_BYTES, ADD_BIAS, HEAD_NORMS, JOIN = map(Task, TASKS)

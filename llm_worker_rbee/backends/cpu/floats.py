@@ -16,6 +16,7 @@ from .vectors import I32, LANES, address, floats, halves, load, splat_value, wor
 
 _LOG2E, _LN2_HIGH, _LN2_LOW = 1.44269504088896341, 0.693359375, -2.12194440e-4
 _LOWEST = -87.0  # exp of less is as good as nothing: 1.6e-38
+_SHIFT = 1.5 * 2**23  # a float32 this large has no fraction, and the low bits of its mantissa are free
 _SERIES = [1.0 / math.factorial(n) for n in range(7, -1, -1)]
 
 
@@ -129,22 +130,43 @@ def highest(_: Any, x: Any) -> Any:
 
 
 @intrinsic
-def exp(_: Any, x: Any) -> Any:
-    """e^x within 2 units in the last place up to 88; below -87 it is 0."""
+def above(_: Any, x: Any, y: Any) -> Any:
+    """x where it is larger than y; y elsewhere, also where x is no number: one instruction, unlike `largest`."""
 
     def gen(context: Any, b: Any, sig: Any, args: Any) -> Any:
-        fused = _function(b, "fma", 3)
-        value = b.call(_function(b, "maxnum", 2), [args[0], _constant(_LOWEST)])
-        value = b.call(_function(b, "minnum", 2), [value, _constant(88.0)])
-        power = b.call(_function(b, "rint", 1), [b.fmul(value, _constant(_LOG2E))])
+        return b.select(b.fcmp_ordered(">", *args), *args)
+
+    return floats(floats, floats), gen
+
+
+@intrinsic
+def marked(_: Any, marks: Any, x: Any, y: Any) -> Any:
+    """`marks`, and NaN in each lane where x or y is no number."""
+
+    def gen(context: Any, b: Any, sig: Any, args: Any) -> Any:
+        return b.select(b.fcmp_unordered("uno", args[1], args[2]), _constant(math.nan), args[0])
+
+    return floats(floats, floats, floats), gen
+
+
+@intrinsic
+def exp(_: Any, x: Any) -> Any:
+    """e^x within 2 units in the last place up to 88; below -87 it is 0; of what is no number it is none."""
+
+    def gen(context: Any, b: Any, sig: Any, args: Any) -> Any:
+        fused, low, high = _function(b, "fma", 3), _constant(_LOWEST), _constant(88.0)
+        value = b.select(b.fcmp_ordered(">", low, args[0]), low, args[0])
+        value = b.select(b.fcmp_ordered("<", high, value), high, value)
+        shifted = b.call(fused, [value, _constant(_LOG2E), _constant(_SHIFT)])  # its low bits: the power, rounded
+        power = b.fsub(shifted, _constant(_SHIFT))
         rest = b.call(fused, [power, _constant(-_LN2_HIGH), value])
         rest = b.call(fused, [power, _constant(-_LN2_LOW), rest])
         series = _constant(_SERIES[0])
         for factor in _SERIES[1:]:
             series = b.call(fused, [series, rest, _constant(factor)])
-        whole = b.add(b.fptosi(power, words64), ir.Constant(words64, [127] * LANES))
+        whole = b.add(b.bitcast(shifted, words64), ir.Constant(words64, [127] * LANES))
         two = b.bitcast(b.shl(whole, ir.Constant(words64, [23] * LANES)), floats.ir)
-        tiny = b.fcmp_ordered("<", args[0], _constant(_LOWEST))
+        tiny = b.fcmp_ordered("<", args[0], low)
         return b.select(tiny, _constant(0.0), b.fmul(series, two))
 
     return floats(floats), gen

@@ -15,11 +15,15 @@ from numba import types
 from numba.extending import intrinsic
 
 from .. import isa
+from . import half_calls
 from .layouts import LAYOUTS
 from .vectors import I8, I16, I32, LANES, bytes64, each, load, masked, splat_value, words64
 
+half_calls.provide()
 NAME = isa.current()
 BIAS = isa.TABLE[NAME].bias
+# `sdot` takes its activations from any lane of a register; elsewhere a load that fills every lane is as good.
+BY_ELEMENT = NAME == "neon_dotprod"
 Emit = Callable[[Any, Any, Any, Any], Any]  # builder, accumulator, weights, activations -> accumulator
 
 
@@ -77,14 +81,14 @@ def _pmaddubsw_signed(b: Any, acc: Any, w: Any, x: Any) -> Any:
 
 
 def _neon(b: Any, acc: Any, w: Any, x: Any) -> Any:
-    """Arm without dot products: long multiplications, then sums of neighbours."""
+    """Arm without dot products: long multiplications, sums of neighbours (2 * 128 * 127 fits), and those of these."""
     wide, quads = ir.VectorType(I16, 8), ir.VectorType(I32, 4)
     half = ir.VectorType(I8, 8)
     multiply = b.module.declare_intrinsic("llvm.aarch64.neon.smull.v8i16", (), ir.FunctionType(wide, [half, half]))
+    add = b.module.declare_intrinsic("llvm.aarch64.neon.addp.v8i16", (), ir.FunctionType(wide, [wide, wide]))
     widen = b.module.declare_intrinsic("llvm.aarch64.neon.saddlp.v4i32.v8i16", (), ir.FunctionType(quads, [wide]))
-    add = b.module.declare_intrinsic("llvm.aarch64.neon.addp.v4i32", (), ir.FunctionType(quads, [quads, quads]))
-    sums = [b.call(widen, [b.call(multiply, [_part(b, w, i, 8), _part(b, x, i, 8)])]) for i in (0, 8)]
-    return b.add(acc, b.call(add, sums))
+    products = [b.call(multiply, [_part(b, w, i, 8), _part(b, x, i, 8)]) for i in (0, 8)]
+    return b.add(acc, b.call(widen, [b.call(add, products)]))
 
 
 def _portable(b: Any, acc: Any, w: Any, x: Any) -> Any:
@@ -149,6 +153,11 @@ def look_up(b: Any, index: Any, table: tuple[int, ...]) -> Any:
     return LOOK_UPS[NAME](b, index, entries + [0] * (16 - len(entries)))
 
 
+def _element(b: Any, vector: Any, lane: int) -> Any:
+    """One of four words in every lane."""
+    return b.shuffle_vector(vector, ir.Constant(vector.type, ir.Undefined), ir.Constant(words64, [lane] * LANES))
+
+
 def _quad(b: Any, lines: Callable[[int], Any], planes: tuple[int, ...], quad: int) -> Any:
     """The codes of one quad of columns, a byte each, from lines of packed planes (layouts.py has the picture)."""
     code, first, place = None, 0, 0
@@ -165,12 +174,14 @@ def _quad(b: Any, lines: Callable[[int], Any], planes: tuple[int, ...], quad: in
 
 @intrinsic
 def dot_half(_: Any, acc: Any, layout: Any, half: Any, packed: Any, line: Any, x: Any, at: Any, stride: Any) -> Any:
-    """acc[token] += 16 columns of a block . the token's activations: half 0 or 1 of the 32 columns."""
+    """acc[token] += columns of a block . the token's activations: half 0 or 1 of the 32 columns, or all (2)."""
     if not (isinstance(layout, types.IntegerLiteral) and isinstance(half, types.IntegerLiteral)):
         return None
-    kind, first = LAYOUTS[int(layout.literal_value)], 4 * int(half.literal_value)
+    kind, which = LAYOUTS[int(layout.literal_value)], int(half.literal_value)
     wide = kind.table is not None or kind.planes == (8,)
     emit = DOTS[NAME][wide]
+    quads = [quad for quad in range(8) if quad // 4 == which or which == 2]
+    quads.sort(key=lambda quad: quad % kind.planes[0])  # those of a line together: it need not stay in a register
 
     def gen(context: Any, b: Any, sig: Any, args: Any) -> Any:
         tile, _, _, array, start, xs, place, apart = args
@@ -180,11 +191,13 @@ def dot_half(_: Any, acc: Any, layout: Any, half: Any, packed: Any, line: Any, x
             return load(context, b, sig.args[3], array, where, bytes64.ir)
 
         def add(total: Any, token: int, weights: Any, quad: int) -> Any:
-            where = b.add(place, b.add(b.mul(apart, ir.Constant(apart.type, token)), ir.Constant(place.type, 4 * quad)))
-            four = splat_value(b, load(context, b, sig.args[5], xs, where, I32), words64)
+            near = quad // 4 * 4 if BY_ELEMENT else quad
+            where = b.add(place, b.add(b.mul(apart, ir.Constant(apart.type, token)), ir.Constant(place.type, 4 * near)))
+            some = load(context, b, sig.args[5], xs, where, ir.VectorType(I32, 4) if BY_ELEMENT else I32)
+            four = _element(b, some, quad % 4) if BY_ELEMENT else splat_value(b, some, words64)
             return emit(b, total, weights, b.bitcast(four, bytes64.ir))
 
-        for quad in range(first, first + 4):
+        for quad in quads:
             weights = _quad(b, lines, kind.planes, quad)
             if kind.table is not None:
                 weights = look_up(b, weights, kind.table)

@@ -29,6 +29,11 @@ class Layout(NamedTuple):
     numbers: str = ""  # plain numbers: their type
 
     @property
+    def name(self) -> str:
+        """The first block type that is packed so."""
+        return next(kind for kind, layout in BY_TYPE.items() if layout == self)
+
+    @property
     def lines(self) -> int:
         """Lines of 64 bytes in a block."""
         return sum(self.planes)

@@ -8,40 +8,40 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import groupby
-from typing import Any, NamedTuple
+from math import ceil
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ...weights import Tensor
+from ...weights.checkpoint import forget_pages
 from ..types import Ints
-from . import activations
+from . import activations, elementwise, matmul, threads
 from .layouts import ROWS, layout_of
-from .matmul import kernel_for
 from .pack import Packed, pack
+from .program import Instruction, Program, doubles, table_of
+from .step import Step, new_step
 from .unpack import unpack
 
 Floats = NDArray[np.float32]
-FEW = 4  # tokens whose activations one thread turns into bytes faster than several
+PIECES = 8  # of a matrix, for each thread
 
 
-class Quantized(NamedTuple):
-    """Activations as bytes: see activations.py."""
-
-    q: NDArray[np.int8]
-    scale: Floats
-    sums: NDArray[np.int32]
-    sums16: NDArray[np.int32]
-    scaled: Floats
-    scaled16: Floats
+# What is lost where attention's values are made costs most: of the error of a whole model's log-probabilities half came
+# from there, with 3% of the arithmetic (docs/decisions.md). The head's product is made finely too, whatever its name.
+FINE_TENSORS = ("attn_v.weight",)
+DOUBLE: dict[int, int] = {Step.TOKENS: Step.TWO_ROWS, Step.WANTED: Step.TWO_WANTED}
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Weight:
     """One or several packed matrices, stacked by rows."""
 
     parts: tuple[Packed, ...]
+    fine: tuple[bool, ...]  # which of them want each token as two rows of bytes
 
     @property
     def rows(self) -> int:
@@ -49,67 +49,105 @@ class Weight:
         return sum(part.rows for part in self.parts)
 
     @property
+    def fine_rows(self) -> int:
+        """Rows of its products that are made finely."""
+        return sum(part.rows for part, fine in zip(self.parts, self.fine, strict=True) if fine)
+
+    @property
+    def columns(self) -> int:
+        """Columns, the same in every part."""
+        return self.parts[0].columns
+
+    @property
     def nbytes(self) -> int:
         """Bytes in memory."""
         return sum(part.nbytes for part in self.parts)
+
+    @property
+    def wants_bytes(self) -> bool:
+        """Whether some part multiplies activations as bytes."""
+        return not all(part.layout.numbers for part in self.parts)
+
+    @property
+    def wants_floats(self) -> bool:
+        """Whether some part multiplies them as they are."""
+        return any(part.layout.numbers for part in self.parts)
+
+    def finely(self) -> Weight:
+        """The same, all of it made finely."""
+        return Weight(self.parts, tuple(not part.layout.numbers for part in self.parts))
 
     def rows_at(self, ids: Ints) -> Floats:
         """Some rows, as floats."""
         (part,) = self.parts
         return unpack(part, ids)
 
+    @cached_property
+    def _program(self) -> Program:
+        width, fine = self.columns, any(self.fine)
+        made = to_bytes(Step.TOKENS, Step.DELTA, 1, width, width, self.wants_bytes, fine=fine)
+        return Program(made + products(self, Step.TOKENS, Step.DELTA, Step.QKV, Step.FINE))
+
     def times(self, x: Floats) -> Floats:
         """x @ self.T: (T, columns) -> (T, rows)."""
-        flat = np.ascontiguousarray(x, np.float32).reshape(-1)
-        tokens, first, rows = x.shape[0], 0, self.rows
-        quantized = None if all(part.layout.numbers for part in self.parts) else quantize(flat, tokens, x.shape[1])
-        whole = all(part.rows % ROWS == 0 for part in self.parts)
-        out = np.empty((tokens, rows), np.float32)
-        for part in self.parts:
-            if whole:
-                _multiply(part, flat, quantized, out.reshape(-1), tokens, first, rows)
-            else:  # a group of 16 rows is written whole
-                padded = -(-part.rows // ROWS) * ROWS
-                own = np.empty((tokens, padded), np.float32)
-                _multiply(part, flat, quantized, own.reshape(-1), tokens, 0, padded)
-                out[:, first : first + part.rows] = own[:, : part.rows]
-            first += part.rows
+        x, tokens = np.ascontiguousarray(x, np.float32), x.shape[0]
+        out, step = np.empty((tokens, self.rows), np.float32), new_step()
+        fine = np.empty(2 * tokens * self.fine_rows, np.float32)
+        step[Step.TOKENS], step[Step.TWO_ROWS] = tokens, 2 * tokens
+        step[Step.DELTA], step[Step.FINE], step[Step.QKV] = x.ctypes.data, fine.ctypes.data, out.ctypes.data
+        room: tuple[NDArray[Any], ...] = activations.room(2 * tokens, self.columns)
+        for entry, array in enumerate(room, Step.ACTIVATIONS):
+            step[entry] = array.ctypes.data
+        self._program.run(step)
         return out
 
 
 def prepare(tensors: Sequence[Tensor]) -> Weight:
     """Pack tensors, those that stand beside each other and share a layout as one."""
-    return Weight(tuple(pack(list(same)) for _, same in groupby(tensors, layout_of)))
+    grouped = [(key, list(same)) for key, same in groupby(tensors, lambda t: (layout_of(t), _is_fine(t)))]
+    parts = tuple(pack(same) for _, same in grouped)
+    for tensor in tensors:
+        forget_pages(tensor.data)
+    return Weight(parts, tuple(fine for (_, fine), _ in grouped))
 
 
-def quantize(x: Floats, tokens: int, columns: int) -> Quantized:
-    """Activations as bytes, with their scales and sums."""
-    blocks = tokens * (columns // 32)
-    room = Quantized(
-        np.empty(tokens * columns, np.int8),
-        np.empty(blocks, np.float32),
-        np.empty(blocks, np.int32),
-        np.empty(2 * blocks, np.int32),
-        np.empty(blocks, np.float32),
-        np.empty(2 * blocks, np.float32),
-    )
-    work = activations.quantize_few if tokens <= FEW else activations.quantize_many
-    work(x, tokens, columns, *room)
-    return room
+def _is_fine(tensor: Tensor) -> bool:
+    return tensor.name.endswith(FINE_TENSORS) and not layout_of(tensor).numbers
 
 
-def _multiply(part: Packed, x: Floats, a: Quantized | None, out: Floats, tokens: int, first: int, stride: int) -> None:
-    layout, groups = part.layout, -(-part.rows // ROWS)
-    run: Any = kernel_for(layout)
-    if a is None or layout.numbers:
-        run(part.packed, x, out, tokens, part.columns, first, groups, stride)
-        return
-    halved = layout.columns == 16 or layout.small
-    sums, scaled = (a.sums16, a.scaled16) if halved else (a.sums, a.scaled)
-    offset = part.bias if layout.table or layout.planes == (8,) else layout.offset
-    if part.small is not None:
-        offset = part.packed.size - part.small.size
-    run(
-        part.packed, part.scales, part.minima, a.q, a.scale, scaled, sums, out, tokens, part.columns, first, groups,
-        stride, offset, np.float32(part.unit),
+def products(w: Weight, count: int, source: int, output: int, fine_output: int) -> list[Instruction]:
+    """The instructions of a product; `source` holds floats, whose bytes (if wanted) are in the activations already."""
+    made, first = [], 0
+    assert sum(w.fine) <= 1, "there is room for one matrix that is made finely"
+    for part, fine in zip(w.parts, w.fine, strict=True):
+        if fine:
+            made += [_product(part, DOUBLE[count], source, fine_output, part.rows, 0)]
+            args = table_of(count, fine_output, 0, output, 0, 0, part.rows, w.rows, first)
+            made.append(Instruction(elementwise.JOIN, args, ceil(part.rows / elementwise.LONG), count, 1))
+        else:
+            made.append(_product(part, count, source, output, w.rows, first))
+        first += part.rows
+    return made
+
+
+def _product(part: Packed, count: int, source: int, output: int, stride: int, first: int) -> Instruction:
+    groups = -(-part.rows // ROWS)
+    chunk = max(1, groups // (PIECES * threads.count()))
+    entry, small = source if part.layout.numbers else Step.ACTIVATIONS, 0 if part.small is None else part.small
+    args = table_of(
+        count, entry, output, stride, first, part.rows, part.columns, chunk, part.packed, part.scales, part.minima,
+        small, 0,
     )  # fmt: skip
+    doubles(args, matmul.UNIT, [part.unit])
+    return Instruction(matmul.task_for(part.layout), args, ceil(groups / chunk), count, matmul.TOGETHER)
+
+
+def to_bytes(
+    count: int, source: int, heads: int, dim: int, padded: int, quantized: bool, *, fine: bool = False
+) -> list[Instruction]:
+    """The instruction that turns rows of heads into bytes, or moves padded heads together, or both."""
+    if padded == dim and not quantized:
+        return []
+    bytes_at = Step.ACTIVATIONS if quantized else 0
+    args = table_of(count, source, 0, Step.COMPACT, bytes_at, 0, heads, dim, padded, fine)
+    return [Instruction(elementwise.TO_BYTES, args, 1, count, elementwise.FEW)]

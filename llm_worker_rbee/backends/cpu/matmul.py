@@ -3,7 +3,7 @@
 A block is 16 rows x 32 columns. Columns come in eight quads of four; a line of 64 bytes holds one quad of all 16 rows
 (each 32-bit lane is a row), and narrower weights share a line between quads (layouts.py). For each group of columns the
 dot product is exact in integers; then one float32 step adds it, scaled, to the sum. That order does not depend on the
-tile: a row has the same bits alone, in a batch, and in any partition of the threads.
+tile: a row has the same bits alone, in a batch, and however the pieces are dealt out.
 """
 
 from __future__ import annotations
@@ -11,20 +11,28 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-import numba as nb
 import numpy as np
 
 from ..isa import TABLE
-from .compile import kernel, parallel, variant
-from .intrinsics import NAME, dot_half
+from .compile import Task, kernel, variant
+from .intrinsics import BIAS, NAME, dot_half
 from .layouts import COLUMNS, LAYOUTS, LINE, Layout
+from .memory import f32, f64, i8, i32, i64, prefetch, u8, u16
 from .vectors import load_halves, nibble_times, no_floats, scaled, shifted, start, store_rows, times, wide
 
 TILE = TABLE[NAME].tokens
-TOKENS = LAYOUT = SIZE = HALVES = MINIMUM = SHIFT = BFLOAT = ROWS_TILE = ROWS_ONE = None  # set for each variant
+MIDDLE = 4 if TILE > 4 else TILE // 2  # for what is left, and for a few requests at once
+TOGETHER = 12 * TILE  # tokens of a piece: their activations stay in the second-level cache
+NEAR = 4  # groups of rows that each tile of tokens meets in turn: they stay in the first-level cache
+AHEAD = 4096  # bytes that are asked for before they are needed, where a token alone waits for memory
+# Arguments of a product. `input` and `output` are entries of the step: the activations (activations.py), the results.
+COUNT, INPUT, OUTPUT, STRIDE, FIRST, ROWS, COLS, CHUNK, PACKED, SCALES, MINIMA, SMALL, UNIT = range(13)
+# set for each variant
+TOKENS = LAYOUT = SIZE = HALVES = MINIMUM = SHIFT = OFFSET = BFLOAT = NARROW = HALVED = ROWS_TILE = None
+ROWS_MIDDLE = ROWS_ONE = None
 
 
-def rows(packed, scales, minima, xq, xd, xs, xi, out, group, token, columns, first, stride, offset, unit):
+def rows(packed, scales, minima, xq, xd, xs, xi, out, place, group, token, columns, stride, small, unit):
     """16 rows of the product for TOKENS tokens; xs and xi are sums of the activations, scaled and as integers."""
     n = columns // 32
     n_scales = (n * HALVES) >> SHIFT
@@ -32,30 +40,28 @@ def rows(packed, scales, minima, xq, xd, xs, xi, out, group, token, columns, fir
     for block in range(n):
         line = (group * n + block) * SIZE
         at = token * columns + block * 32
+        if TOKENS == 1:
+            prefetch(packed, line + AHEAD, SIZE)
         if HALVES == 1:
             b, s = token * n + block, (group * n_scales + (block >> SHIFT)) * 16
-            acc = start(TOKENS, xi, b, n, offset)
-            acc = dot_half(acc, LAYOUT, 0, packed, line, xq, at, columns)
-            acc = dot_half(acc, LAYOUT, 1, packed, line, xq, at, columns)
+            acc = start(TOKENS, xi, b, n, OFFSET)
+            acc = dot_half(acc, LAYOUT, 2, packed, line, xq, at, columns)
             total = scaled(total, acc, xd, b, n, load_halves(scales, s))
             if MINIMUM:
                 total = shifted(total, xs, b, n, load_halves(minima, s))
         else:
             b, s = token * n + block, (group * n_scales + block * 2) * 16
-            acc = start(TOKENS, xi, 2 * b, 2 * n, offset)
+            acc = start(TOKENS, xi, 2 * b, 2 * n, OFFSET)
             acc = dot_half(acc, LAYOUT, 0, packed, line, xq, at, columns)
             total = scaled(total, acc, xd, b, n, load_halves(scales, s))
-            acc = start(TOKENS, xi, 2 * b + 1, 2 * n, offset)
+            acc = start(TOKENS, xi, 2 * b + 1, 2 * n, OFFSET)
             acc = dot_half(acc, LAYOUT, 1, packed, line, xq, at, columns)
             total = scaled(total, acc, xd, b, n, load_halves(scales, s + 16))
-    store_rows(out, token * stride + first + group * 16, stride, total, unit)
+    store_rows(out, place, stride, total, unit)
 
 
-def small_rows(packed, scales, minima, xq, xd, xs, xi, out, group, token, columns, first, stride, offset, unit):
-    """The same where 16 columns share a byte of scale and minimum, and 256 columns what these are multiplied by.
-
-    The bytes lie behind the codes, from `offset` on.
-    """
+def small_rows(packed, scales, minima, xq, xd, xs, xi, out, place, group, token, columns, stride, small, unit):
+    """The same where 16 columns share a byte of scale and minimum, and 256 columns what these are multiplied by."""
     n = columns // 32
     coarse = columns // 256
     total = no_floats(TOKENS)
@@ -64,54 +70,110 @@ def small_rows(packed, scales, minima, xq, xd, xs, xi, out, group, token, column
         at, b = token * columns + block * 32, token * n + block
         s = (group * coarse + (block >> 3)) * 16
         d, m = load_halves(scales, s), load_halves(minima, s)
-        bytes_at = offset + (group * n + block) * 32
+        bytes_at = (group * n + block) * 32
         acc = start(TOKENS, xi, 0, 0, 0)
         acc = dot_half(acc, LAYOUT, 0, packed, line, xq, at, columns)
-        total = scaled(total, acc, xd, b, n, nibble_times(packed, bytes_at, 0, d))
-        total = shifted(total, xs, 2 * b, 2 * n, nibble_times(packed, bytes_at, 1, m))
+        total = scaled(total, acc, xd, b, n, nibble_times(small, bytes_at, 0, d))
+        total = shifted(total, xs, 2 * b, 2 * n, nibble_times(small, bytes_at, 1, m))
         acc = start(TOKENS, xi, 0, 0, 0)
         acc = dot_half(acc, LAYOUT, 1, packed, line, xq, at, columns)
-        total = scaled(total, acc, xd, b, n, nibble_times(packed, bytes_at + 16, 0, d))
-        total = shifted(total, xs, 2 * b + 1, 2 * n, nibble_times(packed, bytes_at + 16, 1, m))
-    store_rows(out, token * stride + first + group * 16, stride, total, unit)
+        total = scaled(total, acc, xd, b, n, nibble_times(small, bytes_at + 16, 0, d))
+        total = shifted(total, xs, 2 * b + 1, 2 * n, nibble_times(small, bytes_at + 16, 1, m))
+    store_rows(out, place, stride, total, unit)
 
 
-def float_rows(weights, x, out, group, token, columns, first, stride):
+def float_rows(weights, x, out, place, group, token, columns, stride):
     """16 rows of float weights: one column after the other, so that a sum has one order."""
     total = no_floats(TOKENS)
     for column in range(columns):
         w = wide(weights, (group * columns + column) * 16, BFLOAT)
         total = times(total, w, x, token * columns + column, columns)
-    store_rows(out, token * stride + first + group * 16, stride, total, np.float32(1))
+    store_rows(out, place, stride, total, np.float32(1))
 
 
-def product(packed, scales, minima, xq, xd, xs, xi, out, tokens, columns, first, groups, stride, offset, unit):
-    """All rows for all tokens: groups of 16 rows are shared out among the threads."""
-    full = tokens - tokens % TILE
-    for group in nb.prange(groups):
-        for token in range(0, full, TILE):
-            ROWS_TILE(packed, scales, minima, xq, xd, xs, xi, out, group, token, columns, first, stride, offset, unit)
-        for token in range(full, tokens):
-            ROWS_ONE(packed, scales, minima, xq, xd, xs, xi, out, group, token, columns, first, stride, offset, unit)
+@kernel
+def share(a, tokens, piece):
+    """(first group, last, first token, last) of a piece: so many groups of rows, so many tokens."""
+    parts = (tokens + TOGETHER - 1) // TOGETHER
+    group, token = piece // parts * a[CHUNK], piece % parts * TOGETHER
+    return group, min((a[ROWS] + 15) // 16, group + a[CHUNK]), token, min(tokens, token + TOGETHER)
 
 
-def float_product(weights, x, out, tokens, columns, first, groups, stride):
+@kernel
+def tile(left):
+    """How many tokens the next tile has."""
+    return TILE if left >= TILE else MIDDLE if left >= MIDDLE else 1
+
+
+@kernel
+def keep(some, out, place, stride, count, tokens):
+    """Of 16 results of each token the first `count`: the last group of a matrix may be short."""
+    for t in range(tokens):
+        for i in range(count):
+            out[place + t * stride + i] = some[t * 16 + i]
+
+
+def product(args, step, piece):
+    """Some rows for some tokens."""
+    a, s = i64(args), i64(step)
+    x, columns, unit = a[INPUT], a[COLS], np.float32(f64(args)[UNIT])
+    packed, scales, minima, small = u8(a[PACKED]), u16(a[SCALES]), u16(a[MINIMA]), u8(a[SMALL])
+    xq, xd, out = i8(s[x]), f32(s[x + 1]), f32(s[a[OUTPUT]])
+    xi, xs = i32(s[x + 2 + HALVED]), f32(s[x + 4 + HALVED])
+    begin, end, token, stop = share(a, s[a[COUNT]], piece)
+    first, some = token, np.empty(16 * TILE, np.float32) if a[ROWS] % 16 else out
+    while begin < end:
+        count, last = tile(stop - token), min(end, begin + NEAR)
+        for group in range(begin, last):
+            left = a[ROWS] - group * 16
+            place = a[FIRST] + group * 16 + token * a[STRIDE]
+            to, at, apart = (out, place, a[STRIDE]) if left >= 16 else (some, 0, 16)
+            if count == TILE:
+                ROWS_TILE(packed, scales, minima, xq, xd, xs, xi, to, at, group, token, columns, apart, small, unit)
+            elif count == MIDDLE:
+                ROWS_MIDDLE(packed, scales, minima, xq, xd, xs, xi, to, at, group, token, columns, apart, small, unit)
+            else:
+                ROWS_ONE(packed, scales, minima, xq, xd, xs, xi, to, at, group, token, columns, apart, small, unit)
+            if left < 16:
+                keep(some, out, place, a[STRIDE], left, count)
+        token += count
+        if token == stop:
+            begin, token = last, first
+
+
+def float_product(args, step, piece):
     """The same for float weights."""
-    full = tokens - tokens % TILE
-    for group in nb.prange(groups):
-        for token in range(0, full, TILE):
-            ROWS_TILE(weights, x, out, group, token, columns, first, stride)
-        for token in range(full, tokens):
-            ROWS_ONE(weights, x, out, group, token, columns, first, stride)
+    a, s = i64(args), i64(step)
+    columns, weights = a[COLS], u16(a[PACKED]) if NARROW else f32(a[PACKED])
+    x, out = f32(s[a[INPUT]]), f32(s[a[OUTPUT]])
+    begin, end, token, stop = share(a, s[a[COUNT]], piece)
+    first, some = token, np.empty(16 * TILE, np.float32) if a[ROWS] % 16 else out
+    while begin < end:
+        count, last = tile(stop - token), min(end, begin + NEAR)
+        for group in range(begin, last):
+            left = a[ROWS] - group * 16
+            place = a[FIRST] + group * 16 + token * a[STRIDE]
+            to, at, apart = (out, place, a[STRIDE]) if left >= 16 else (some, 0, 16)
+            if count == TILE:
+                ROWS_TILE(weights, x, to, at, group, token, columns, apart)
+            elif count == MIDDLE:
+                ROWS_MIDDLE(weights, x, to, at, group, token, columns, apart)
+            else:
+                ROWS_ONE(weights, x, to, at, group, token, columns, apart)
+            if left < 16:
+                keep(some, out, place, a[STRIDE], left, count)
+        token += count
+        if token == stop:
+            begin, token = last, first
 
 
 @cache
-def kernel_for(layout: Layout) -> Any:
-    """The compiled product for a layout: compiled when it is first called, then kept on disk."""
+def task_for(layout: Layout) -> Task:
+    """The product of a layout."""
     number = LAYOUTS.index(layout)
     if layout.numbers:
-        ones = _pair(float_rows, number, BFLOAT=layout.numbers == "BF16")
-        return parallel(variant(float_product, str(number), **ones))
+        ones = _tiles(float_rows, number, BFLOAT=layout.numbers == "BF16")
+        return Task(float_product, layout.numbers, NARROW=layout.numbers != "F32", **ones)
     wide_groups = max(layout.columns // COLUMNS, 1)
     values = {
         "LAYOUT": number,
@@ -119,14 +181,13 @@ def kernel_for(layout: Layout) -> Any:
         "HALVES": 2 if layout.columns == 16 else 1,
         "SHIFT": wide_groups.bit_length() - 1,
         "MINIMUM": layout.minimum,
+        "OFFSET": BIAS if layout.table or layout.planes == (8,) else layout.offset,
     }
-    ones = _pair(small_rows if layout.small else rows, number, **values)
-    return parallel(variant(product, str(number), **ones))
+    ones = _tiles(small_rows if layout.small else rows, number, **values)
+    return Task(product, layout.name, HALVED=int(layout.columns == 16 or layout.small), **ones)
 
 
-def _pair(template: Any, number: int, **values: Any) -> dict[str, Any]:
-    """The rows of a product for a full tile of tokens, and for one token."""
-    return {
-        name: kernel(variant(template, f"{number}x{tokens}", TOKENS=tokens, **values))
-        for name, tokens in (("ROWS_TILE", TILE), ("ROWS_ONE", 1))
-    }
+def _tiles(template: Any, number: int, **values: Any) -> dict[str, Any]:
+    """The rows of a product for each size of tile."""
+    made = {t: kernel(variant(template, f"{number}x{t}", TOKENS=t, **values)) for t in sorted({TILE, MIDDLE, 1})}
+    return {"ROWS_TILE": made[TILE], "ROWS_MIDDLE": made[MIDDLE], "ROWS_ONE": made[1]}

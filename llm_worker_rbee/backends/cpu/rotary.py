@@ -1,88 +1,111 @@
 """The rotary embedding and the cache write, in one pass over the heads of a step.
 
-Value i of a head pairs with value i + half. Heads are written padded to a multiple of 16 values, the padding zero.
+Value i of a head pairs with value i + half. Heads are written padded to a multiple of 16 values, the padding zero;
+kv.py has the places of keys and values. An index counts elements from the start of an array's memory.
 """
 
 from __future__ import annotations
 
 import math
 
-import numba as nb
 import numpy as np
 
-from ..types import Ints, KVLayer, RopeTable
-from .compile import kernel, parallel
+from . import floats as f
+from .compile import kernel
+from .kv import is_bytes, peek, poke
 
-FEW = 8
-_last: list = [None, None, None]  # positions, table, (cos, sin): all layers of a step ask for the same
+LANES = 16
+STEPS = np.float32(127)
 
 
 @kernel
-def angles(positions, inv_freq, scale, cos, sin):
-    """cos and sin of every position and pair: (tokens, half)."""
-    for t in range(positions.shape[0]):
-        for i in range(inv_freq.shape[0]):
+def angles(positions, count, inv_freq, half, scale, cos, sin):
+    """cos and sin of every position and pair: (count, half)."""
+    for t in range(count):
+        for i in range(half):
             angle = np.float32(positions[t]) * inv_freq[i]
-            cos[t, i] = scale * np.float32(math.cos(angle))
-            sin[t, i] = scale * np.float32(math.sin(angle))
+            cos[t * half + i] = scale * np.float32(math.cos(angle))
+            sin[t * half + i] = scale * np.float32(math.sin(angle))
 
 
 @kernel
-def turn(x, t, h, cos, sin, out, at, apart):
-    """Head h of token t, rotated, to out[at:], its values `apart` from each other."""
-    half, dim = cos.shape[1], x.shape[2]
-    for i in range(half):
-        low, high = x[t, h, i], x[t, h, half + i]
-        out[at + i * apart] = low * cos[t, i] - high * sin[t, i]
-        out[at + (half + i) * apart] = high * cos[t, i] + low * sin[t, i]
-    for i in range(2 * half, dim):
-        out[at + i * apart] = x[t, h, i]
+def copied(x, at, first, dim, padded, out, to):
+    """Values first .. dim - 1 of a head as they are, then zeros."""
+    for i in range(first, dim):
+        out[to + i] = peek(x, at + i)
+    for i in range(dim, padded):
+        out[to + i] = np.float32(0)
 
 
 @kernel
-def one_token(q, k, v, t, cos, sin, keys, values, slots, out, padded, size):
-    """All heads of one token; attention.py has the places of keys and values."""
-    heads, kv_heads, chunks = q.shape[1], k.shape[1], -(-size // 16)
-    block, offset = slots[t] // size, slots[t] % size
+def turned(x, at, cos, sin, angle, half, dim, padded, out, to):
+    """The head at x[at:], rotated by the angles from `angle` on, to out[to:]."""
+    whole = half - half % LANES
+    minus = f.splat(np.float32(-1))
+    for i in range(0, whole, LANES):
+        low, high = f.get(x, at + i), f.get(x, at + half + i)
+        c, s = f.get(cos, angle + i), f.get(sin, angle + i)
+        f.put(out, to + i, f.add(f.mul(low, c), f.mul(f.mul(high, s), minus)))
+        f.put(out, to + half + i, f.add(f.mul(high, c), f.mul(low, s)))
+    for i in range(whole, half):
+        low, high = peek(x, at + i), peek(x, at + half + i)
+        c, s = peek(cos, angle + i), peek(sin, angle + i)
+        out[to + i] = low * c - high * s
+        out[to + half + i] = high * c + low * s
+    copied(x, at, 2 * half, dim, padded, out, to)
+
+
+@kernel
+def to_steps(head, padded):
+    """A head in place as whole numbers, 127 steps of max|x|; gives the scale, which is no number where x holds none."""
+    top, sums = f.splat(np.float32(0)), f.splat(np.float32(0))
+    for i in range(0, padded, LANES):
+        x = f.get(head, i)
+        top = f.above(f.absolute(x), top)
+        sums = f.add(sums, f.mul(x, f.splat(np.float32(0))))  # 0, or no number
+    scale = f.highest(top) / STEPS + f.total(sums)
+    usable = scale > 0 and scale < np.inf
+    by = f.splat(scale if usable else np.float32(np.inf))
+    for i in range(0, padded, LANES):
+        x = f.get(head, i) if usable else f.splat(np.float32(0))
+        x = f.above(f.rounded(f.div(x, by)), f.splat(-STEPS))
+        f.put(head, i, f.mul(f.above(f.mul(x, f.splat(np.float32(-1))), f.splat(-STEPS)), f.splat(np.float32(-1))))
+    return scale
+
+
+@kernel
+def store_key(head, padded, keys, k_scales, row, size):
+    """A rotated key to its place: row = (block * kv_heads + head) * size + offset."""
+    if is_bytes(keys):
+        k_scales[row] = to_steps(head, padded)
+    line, lane = row // LANES, row % LANES
+    for i in range(padded):
+        poke(keys, (line * padded + i) * LANES + lane, head[i])
+
+
+@kernel
+def store_value(head, padded, values, v_scales, row):
+    """A value to its place."""
+    if is_bytes(values):
+        v_scales[row] = to_steps(head, padded)
+    for i in range(padded):
+        poke(values, row * padded + i, head[i])
+
+
+@kernel
+def one_token(
+    q, q_at, k, k_at, v, v_at, cos, sin, angle, half, heads, kv_heads, dim, padded, keys, values, k_scales, v_scales,
+    slot, size, head, out, out_at,
+):  # fmt: skip
+    """All heads of one token: q rotated to out[out_at:], k rotated and v to their slot; `head` is scratch, one head.
+
+    A token's heads lie one after the other from q_at, k_at and v_at on; its angles from `angle` on.
+    """
     for h in range(heads):
-        turn(q, t, h, cos, sin, out, (t * heads + h) * padded, 1)
+        turned(q, q_at + h * dim, cos, sin, angle, half, dim, padded, out, out_at + h * padded)
     for h in range(kv_heads):
-        group = block * kv_heads + h
-        turn(k, t, h, cos, sin, keys, (group * chunks + offset // 16) * padded * 16 + offset % 16, 16)
-        at = (group * size + offset) * padded
-        for i in range(v.shape[2]):
-            values[at + i] = v[t, h, i]
-
-
-@kernel
-def few_tokens(q, k, v, cos, sin, keys, values, slots, out, padded, size):
-    """By one thread."""
-    for t in range(q.shape[0]):
-        one_token(q, k, v, t, cos, sin, keys, values, slots, out, padded, size)
-
-
-@parallel
-def many_tokens(q, k, v, cos, sin, keys, values, slots, out, padded, size):
-    """Shared out among the threads."""
-    for t in nb.prange(q.shape[0]):
-        one_token(q, k, v, t, cos, sin, keys, values, slots, out, padded, size)
-
-
-def rope_store(q, k, v, positions: Ints, table: RopeTable, kv: KVLayer, slot_mapping: Ints):
-    """Rotate q and k, write k and v into the cache, give back q: (T, heads, head_dim), a view of padded heads."""
-    cos, sin = _angles(positions, table)
-    tokens, heads, dim = q.shape
-    size, padded = kv.v.shape[2:]
-    out = np.zeros((tokens, heads, padded), np.float32)
-    work = few_tokens if tokens <= FEW else many_tokens
-    work(q, k, v, cos, sin, kv.k.reshape(-1), kv.v.reshape(-1), slot_mapping, out.reshape(-1), padded, size)
-    return out[:, :, :dim]
-
-
-def _angles(positions: Ints, table: RopeTable):
-    if _last[0] is not positions or _last[1] is not table:
-        shape = (positions.shape[0], table.inv_freq.shape[0])
-        made = np.empty(shape, np.float32), np.empty(shape, np.float32)
-        angles(positions, table.inv_freq, np.float32(table.scale), *made)
-        _last[:] = positions, table, made
-    return _last[2]
+        row = (slot // size * kv_heads + h) * size + slot % size
+        turned(k, k_at + h * dim, cos, sin, angle, half, dim, padded, head, 0)
+        store_key(head, padded, keys, k_scales, row, size)
+        copied(v, v_at + h * dim, 0, dim, padded, head, 0)
+        store_value(head, padded, values, v_scales, row)

@@ -104,8 +104,26 @@ def load_halves(_: Any, array: Any, index: Any) -> Any:
     return floats(array, types.intp), gen
 
 
+@intrinsic
+def half_at(_: Any, array: Any, index: Any, bfloat: Any) -> Any:
+    """One float16 or bfloat16 (in an array of uint16) as a float."""
+    if not isinstance(bfloat, types.BooleanLiteral):
+        return None
+    upper = bool(bfloat.literal_value)
+
+    def gen(context: Any, b: Any, sig: Any, args: Any) -> Any:
+        bits = load(context, b, sig.args[0], args[0], args[1], I16)
+        if upper:
+            return b.bitcast(b.shl(b.zext(bits, I32), ir.Constant(I32, 16)), F32)
+        return b.fpext(b.bitcast(bits, F16), F32)
+
+    return types.float32(array, types.intp, bfloat), gen
+
+
 def masked(b: Any, line: Any, shift: int, mask: int) -> Any:
     """Each byte shifted right (left, where negative) and masked; bits of a neighbour that move in are masked away."""
+    if shift > 0 and mask == 255 >> shift:  # the top bits: one instruction where bytes can be shifted
+        return b.lshr(line, ir.Constant(bytes64.ir, [shift] * 64))
     words = b.bitcast(line, words64)
     by = ir.Constant(words64, [abs(shift)] * LANES)
     moved = words if not shift else b.lshr(words, by) if shift > 0 else b.shl(words, by)
@@ -126,13 +144,15 @@ def no_floats(_: Any, tokens: Any) -> Any:
 @intrinsic
 def start(_: Any, tokens: Any, sums: Any, index: Any, stride: Any, offset: Any) -> Any:
     """Integer accumulators of each token: minus `offset` times its element of an int32 array, in every lane."""
-    count = _tokens(tokens)
-    if count is None:
+    count, times = _tokens(tokens), _tokens(offset)
+    if count is None or times is None:
         return None
     tile = int_tile(count)
 
     def gen(context: Any, b: Any, sig: Any, args: Any) -> Any:
-        factor = b.neg(b.trunc(args[4], I32))
+        if times == 0:
+            return each(b, tile, lambda _: ir.Constant(ints.ir, [0] * LANES))
+        factor = ir.Constant(I32, -times)
 
         def one(token: int) -> Any:
             at = b.add(args[2], b.mul(args[3], ir.Constant(args[3].type, token)))
@@ -140,7 +160,7 @@ def start(_: Any, tokens: Any, sums: Any, index: Any, stride: Any, offset: Any) 
 
         return each(b, tile, one)
 
-    return tile(tokens, sums, types.intp, types.intp, types.intp), gen
+    return tile(tokens, sums, types.intp, types.intp, offset), gen
 
 
 @intrinsic

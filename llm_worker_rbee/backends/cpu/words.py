@@ -14,8 +14,10 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
+from .. import host
 from .vectors import F16, F32, I8, I16, I32
 
+host.features()  # LLVM is told what the machine has before Numba makes its compiler
 I64 = ir.IntType(64)
 # Part of a kernel, never called from Python. What is constant at the call is constant inside, and loops are unrolled.
 _OPTIONS: Any = {"forceinline": True, "no_cpython_wrapper": True, "no_cfunc_wrapper": True}

@@ -57,7 +57,7 @@ class Ours:
     def logits(self, ids: list[int], *, last: bool = False) -> Logits:
         """Through the runner, as a prompt goes."""
         request = Request(ids, SamplingParams(), 1, 0, frozenset())
-        chunks = Runner(self.llm.model, len(ids)).catch_up(request, all_logits=not last)
+        chunks = Runner(self.llm.model, len(ids), self.llm.kv_type).catch_up(request, all_logits=not last)
         # a GPU's array is fetched first
         parts = [np.asarray(getattr(part, "cpu", lambda p=part: p)(), np.float32) for _, part in chunks]
         return parts[-1][-1:] if last else np.concatenate(parts)

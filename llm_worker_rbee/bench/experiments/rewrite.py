@@ -37,7 +37,7 @@ class Grown:
     v: Floats
 
 
-def _empty(blocks: int, block_size: int, kv_heads: int, head_dim: int) -> Grown:
+def _empty(blocks: int, block_size: int, kv_heads: int, head_dim: int, kind: str = "float32") -> Grown:
     return Grown(*(np.empty((0, kv_heads, head_dim), np.float32) for _ in range(2)))
 
 

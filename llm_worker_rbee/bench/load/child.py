@@ -1,8 +1,8 @@
 """One start of the worker, timed from the inside: run as a program by `bench load`, in a fresh process each time.
 
-Arguments: the monotonic clock at which the process was started, and a JSON object (model, device, backend, prompt). It
-prints one JSON object: seconds of each phase, bytes of memory. It is run by its path, not as a part of the package:
-that would import the rooms around it, and NumPy, before the clock of the import starts.
+Arguments: the monotonic clock at which the process was started, and a JSON object (model, options, prompt). It prints
+one JSON object: seconds of each phase, bytes of memory. It is run by its path, not as a part of the package: that would
+import the rooms around it, and NumPy, before the clock of the import starts.
 """
 
 import json
@@ -22,7 +22,7 @@ def main() -> None:
     """Load, make one token, tell."""
     started, given = float(sys.argv[1]), json.loads(sys.argv[2])
     after_import = memory.used()
-    llm = LLM(given["model"], device=given["device"], backend=given["backend"])
+    llm = LLM(given["model"], **given["options"])
     loaded, after_load = time.monotonic(), memory.used()
     llm.generate(given["prompt"], max_tokens=1, temperature=0.0, ignore_eos=True)
     ended = time.monotonic()

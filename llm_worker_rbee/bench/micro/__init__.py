@@ -41,11 +41,18 @@ def select(pattern: str | None) -> list[Case]:
     return found
 
 
-def run(recorder: Recorder, steps: Steps, selected: Sequence[Case], backends: Sequence[str], plan: Plan) -> None:
+def run(
+    recorder: Recorder,
+    steps: Steps,
+    selected: Sequence[Case],
+    backends: Sequence[str],
+    plan: Plan,
+    threads: int | None = None,
+) -> None:
     """Measure each case on each backend, in several rounds over all cases; in a round the backends take turns."""
-    tables = [pick("auto", name) for name in backends]
+    tables = [pick("auto", name, None if name == "reference" else threads) for name in backends]
     steps("measuring the machine's limits", 0, ROUNDS * len(selected))
-    bounds = limits.measured(limits.library_threads())
+    bounds = limits.measured(max(map(limits.threads_of, tables)))
     recorder.details["limits"] = bounds.as_json()
     taken: dict[str, list[list[Measured]]] = {case.name: [] for case in selected}  # rounds, then sides
     for number, case in enumerate([*selected] * ROUNDS):

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ... import __version__
-from ...backends import pick
+from ...backends import kernels, pick
 from ...models import describe, load_model
 from ...weights import open_checkpoint
 from ..drive import Drive
@@ -18,7 +18,11 @@ from .child import Measure, serve
 def this_worker(given: dict[str, Any]) -> tuple[str, Measure]:
     """Prefill and decode as `bench e2e` runs them."""
     checkpoint = open_checkpoint(Path(given["model"]))
-    model = load_model(checkpoint, pick(given["device"], given["backend"]), describe(checkpoint), given["context"])
+    threads = None if given["backend"] == "reference" else given.get("threads")
+    ops = pick(given["device"], given["backend"], threads)
+    config = describe(checkpoint)
+    kernels.get_ready_for(ops, kernels.Needs.of(checkpoint, config))
+    model = load_model(checkpoint, ops, config, given["context"])
     drive = Drive(model, given["context"])
 
     def measure(kind: str, tokens: int) -> None:

@@ -16,7 +16,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from ...backends.types import Ops
+from ...backends.types import Fused, Ops
 from ...engine.request import Request, SamplingParams
 from ...engine.runner import Runner
 from ...engine.sampler import sample
@@ -24,7 +24,7 @@ from ...errors import ContextLengthError
 from ...llm import LLM
 from ...models import Transformer
 from .. import environment, timing
-from ..limits import Limits, Work, library_threads, measured
+from ..limits import Limits, Work, measured, threads_of
 from ..results import Recorder, Result
 from . import flame
 from .ops import CountedOps, Spent, Stopwatch, TimedOps, weights_of
@@ -50,6 +50,7 @@ class Settings:
     repetitions: int = 5
     flame_seconds: float = FLAME_S
     py_spy: flame.PySpy | None = None
+    kv_type: str = "float32"
 
 
 class Workload:
@@ -60,7 +61,7 @@ class Workload:
         prompt = rng.integers(0, model.config.vocab_size, settings.pp).tolist()
         self.tg = settings.tg
         self.ops = model.ops
-        self.runner = Runner(model, settings.pp + settings.tg + 1)
+        self.runner = Runner(model, settings.pp + settings.tg + 1, settings.kv_type)
         if watch is not None:
             self.runner.batch = watch.timed("scheduling", self.runner.batch)  # type: ignore[method-assign]
         self.request = Request(prompt, SamplingParams(temperature=0.0), settings.tg + 1, SEED, frozenset())
@@ -107,7 +108,7 @@ class _Profile:
 
     def run(self, flames: dict[str, flame.Flame]) -> None:
         self.tell("measuring what the machine can do", 0)
-        self.limits = measured(library_threads())
+        self.limits = measured(threads_of(self.llm.model.ops))
         self.recorder.details["limits"] = self.limits.as_json()
         self.count()
         self.time()
@@ -123,7 +124,7 @@ class _Profile:
         """Warm up, and count what each component must move and compute in a step."""
         model, checkpoint = self.llm.model, self.llm.checkpoint
         ops = CountedOps(model.ops, weights_of(model, checkpoint), checkpoint.nbytes)
-        workload = Workload(replace(model, ops=cast(Ops, ops)), self.settings)
+        workload = Workload(replace(model, ops=cast(Ops, ops), fused=None), self.settings)
         self.tell("counting the work", 0)
         workload.prefill()
         self.work["prefill"] = ops.take_work()
@@ -137,7 +138,8 @@ class _Profile:
         watch, cost = Stopwatch(), stopwatch_cost()
         self.recorder.details["profiler"] = {"seconds_per_call": cost, "share": {}}
         timed = TimedOps(self.llm.model.ops, weights_of(self.llm.model, self.llm.checkpoint), watch)
-        workload = Workload(replace(self.llm.model, ops=cast(Ops, timed)), self.settings, watch)
+        model = replace(self.llm.model, ops=cast(Ops, timed), fused=_in_parts(self.llm.model.fused, watch))
+        workload = Workload(model, self.settings, watch)
         tg = self.settings.tg
         for number in range(1, self.settings.repetitions + 1):
             what = f"repetition {number} of {self.settings.repetitions}"
@@ -200,6 +202,11 @@ def _wall(function: Callable[[], None]) -> float:
     start = time.perf_counter()
     function()
     return time.perf_counter() - start
+
+
+def _in_parts(fused: Fused | None, watch: Stopwatch) -> Fused | None:
+    """A backend's own way through the model, with each of its parts on the clock."""
+    return None if fused is None else cast(Fused, lambda batch, kv: fused.in_parts(batch, kv, watch.timed))
 
 
 def stopwatch_cost(rounds: int = 5, calls: int = 5000) -> float:

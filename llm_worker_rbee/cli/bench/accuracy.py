@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..common import MODEL_HELP, gather
+from ..computing import LoadOptions
 from ..terminal import columns, style
-from .common import MEASURING_PANEL, ResultOptions, Steps, recording, steps, use_threads
+from .common import MEASURING_PANEL, ResultOptions, Steps, recording, steps
 
 if TYPE_CHECKING:
     from ...bench.accuracy import Path as Measured
@@ -36,12 +37,11 @@ def _option(*names: str, help: str, **more: Any) -> Any:
     return typer.Option(*names, help=help, rich_help_panel=MEASURING_PANEL, **more)
 
 
-@gather(results=ResultOptions)
+@gather(results=ResultOptions, computing=LoadOptions)
 def accuracy(
     results: ResultOptions,
+    computing: LoadOptions,
     model: Annotated[str | None, typer.Argument(metavar="MODEL", help=MODEL_HELP)] = None,
-    backend: Annotated[str, _option("--backend", metavar="NAME", help="Which path: auto, reference or cpu.")] = "auto",
-    device: Annotated[str, _option("--device", metavar="NAME", help="Its hardware: auto or cpu.")] = "auto",
     against: Annotated[
         str, _option("--against", metavar="reference|transformers", help="Who computes the truth, in float32.")
     ] = "reference",
@@ -60,10 +60,6 @@ def accuracy(
     tokens: Annotated[
         int, _option("--tokens", metavar="N", min=2, max=1_000_000, help="How many tokens of the text are used.")
     ] = 512,
-    threads: Annotated[
-        int | None,
-        _option("--threads", metavar="N", min=1, max=1024, show_default="1", help="Threads of each side."),
-    ] = None,
 ) -> None:
     """Measure how far a path is from float32 on the dequantized weights: the truth.
 
@@ -71,16 +67,18 @@ def accuracy(
     of each prompt; perplexity, divergence and agreement come from a text, in
     windows of 256 tokens.
 
-    The reference against itself must differ by nothing: a check.
+    The reference against itself must differ by nothing: a check. What
+    --kv-type and --quantize lose counts too: the truth is without them.
 
     \b
     Examples:
       llm-worker-rbee bench accuracy
       llm-worker-rbee bench accuracy model.gguf --tokens 1500 --json
+      llm-worker-rbee bench accuracy --kv-type int8
       llm-worker-rbee bench accuracy --against transformers
       llm-worker-rbee bench accuracy --llama-cpp-python ~/lcp/bin/python
     """
-    used = use_threads(threads)
+    used = computing.set_up()
     from ...bench import accuracy as room
     from ...bench import environment
     from ...bench import prompts as files
@@ -90,11 +88,12 @@ def accuracy(
     asked, body = files.read_prompts(prompts or files.PROMPTS), files.read_text(text or files.TEXT)
     settings = {
         "against": against, "tokens": tokens, "window": room.WINDOW, "prompts": len(asked), "threads": used,
-        "own_prompts": prompts is None, "own_text": text is None,
+        "own_prompts": prompts is None, "own_text": text is None, "kv_type": computing.kv_type,
+        "quantize": computing.quantize,
     }  # fmt: skip
     with recording("accuracy", results, _show, **settings) as recorder, steps() as progress, ExitStack() as opened:
         progress("loading", 0, 1)
-        llm = _load(model, device, backend, progress)
+        llm = _load(model, computing, progress)
         material = room.Material.of(llm, asked, body, tokens)
         path = llm.checkpoint.path
         recorder.model = environment.model_description(path, _aside(progress))
@@ -107,16 +106,19 @@ def accuracy(
             recorder.details.setdefault("peers", {})[kind] = made.version
             return made
 
-        truth = peer(against, peer_python) if against == "transformers" else _reference(llm, progress)
+        truth = peer(against, peer_python) if against == "transformers" else _reference(llm, computing, progress)
         paths = _paths(llm, against, llama_cpp_python, peer)
         recorder.settings["backend"] = paths[0].fields["backend"]
         room.run(recorder, progress, truth, paths, material)
 
 
-def _load(model: str | None, device: str, backend: str, progress: Steps) -> "LLM":
+def _load(model: str | None, computing: LoadOptions, progress: Steps) -> "LLM":
     from ...llm import LLM
 
-    return LLM(model, device=device, backend=backend, progress=_aside(progress))
+    return LLM(
+        model, device=computing.device, backend=computing.backend, threads=computing.kernel_threads,
+        kv_type=computing.kv_type, quantize=computing.quantize, progress=_aside(progress),
+    )  # fmt: skip
 
 
 def _aside(progress: Steps) -> Callable[[str, int, int | None], None]:
@@ -124,12 +126,12 @@ def _aside(progress: Steps) -> Callable[[str, int, int | None], None]:
     return lambda what, done, total: progress(f"{what} {done / total:.0%}" if total else what, 0, 1)
 
 
-def _reference(llm: "LLM", progress: Steps) -> "Side":
-    """The same weights on the reference backend; where the path is that, it computes twice."""
+def _reference(llm: "LLM", computing: LoadOptions, progress: Steps) -> "Side":
+    """The file's weights on the reference backend; where the path is just that, it computes twice."""
     from ...bench.accuracy import Ours
 
-    same = Ours(llm).backend == "reference"
-    return Ours(llm if same else _load(str(llm.checkpoint.path), "cpu", "reference", progress))
+    same = Ours(llm).backend == "reference" and computing.kv_type == "float32" and computing.quantize is None
+    return Ours(llm if same else _load(str(llm.checkpoint.path), LoadOptions(backend="reference"), progress))
 
 
 def _paths(llm: "LLM", against: str, llama_cpp: str | None, peer: Callable[[str, str], Any]) -> list["Measured"]:

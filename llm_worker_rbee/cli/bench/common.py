@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ...bench.figures import quantity as quantity
-from ...errors import InvalidRequestError, WorkerError
+from ...errors import InvalidRequestError
 from ..terminal import cell, columns, draws, note, style
 
 if TYPE_CHECKING:
@@ -217,19 +217,6 @@ def _plain_steps() -> Steps:
             print(f"{part:.0%}: {cell(what)}", file=sys.stderr, flush=True)
 
     return show
-
-
-def use_threads(threads: int | None) -> int:
-    """Let the libraries that compute use so many threads (1 unless asked); must come before NumPy is loaded."""
-    wanted = str(threads or 1)
-    names = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
-    if "numpy" in sys.modules and threads is not None and os.environ.get("OPENBLAS_NUM_THREADS") != wanted:
-        raise WorkerError("--threads cannot be changed once NumPy is loaded: start a new process")
-    if threads is not None:
-        os.environ.update(dict.fromkeys(names, wanted))
-    used = int(os.environ.get("OPENBLAS_NUM_THREADS") or 1)
-    os.environ["NUMBA_NUM_THREADS"] = str(used)
-    return used
 
 
 def numbers(text: str, option: str, least: int = 0) -> list[int]:

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..common import MODEL_HELP, gather
+from ..computing import LoadOptions
 from ..terminal import columns, note, style
-from .common import MEASURING_PANEL, ResultOptions, interval, numbers, quantity, recording, steps, use_threads
+from .common import MEASURING_PANEL, ResultOptions, interval, numbers, quantity, recording, steps
 
 if TYPE_CHECKING:
     from ...bench.results import Result, Run
@@ -24,22 +25,17 @@ def _lengths(name: str, help: str) -> Any:
     return _option(name, metavar="N,...", help=help)
 
 
-@gather(results=ResultOptions)
+@gather(results=ResultOptions, computing=LoadOptions)
 def e2e(
     results: ResultOptions,
+    computing: LoadOptions,
     model: Annotated[str | None, typer.Argument(metavar="MODEL", help=MODEL_HELP)] = None,
     synthetic: Annotated[str | None, _option("--synthetic", metavar="SHAPE:TYPES", help=SYNTHETIC_HELP)] = None,
     pp: Annotated[str, _lengths("--pp", "Tokens of the prompt; 0: no prefill.")] = "512",
     tg: Annotated[str, _lengths("--tg", "Tokens to generate; 0: no decode.")] = "128",
     depth: Annotated[str, _lengths("--depth", "Tokens that are in the cache before.")] = "0",
     batch: Annotated[str, _lengths("--batch", "Sequences side by side.")] = "1",
-    threads: Annotated[
-        int | None,
-        _option("--threads", metavar="N", min=1, max=1024, show_default="1", help="Threads to compute with."),
-    ] = None,
     repetitions: Annotated[int, _option("--repetitions", "-r", metavar="N", min=1, help="How often.")] = 5,
-    backend: Annotated[str, _option("--backend", metavar="NAME", help="The backend: auto, reference or cpu.")] = "auto",
-    device: Annotated[str, _option("--device", metavar="NAME", help="The hardware: auto or cpu.")] = "auto",
 ) -> None:
     """Measure a whole model: prefill, decode, time to first token, memory.
 
@@ -60,9 +56,10 @@ def e2e(
       llm-worker-rbee bench e2e
       llm-worker-rbee bench e2e model.gguf --pp 128,512 --tg 64 --depth 0,2048
       llm-worker-rbee bench e2e --synthetic llama2-7b:Q4_K_M:4 --pp 32 --tg 4 -r 3
+      llm-worker-rbee bench e2e --quantize Q8_0 --kv-type int8 --threads 2
       llm-worker-rbee bench e2e --save-baseline before
     """
-    used = use_threads(threads)
+    used = computing.set_up()
     from ...bench import e2e as room
 
     plan = room.Plan(
@@ -72,8 +69,10 @@ def e2e(
         batches=numbers(batch, "--batch", least=1),
         repetitions=repetitions,
         threads=used,
-        device=device,
-        backend=backend,
+        device=computing.device,
+        backend=computing.backend,
+        kv_type=computing.kv_type,
+        quantize=computing.quantize,
     )
     source = source_of(model, synthetic)
     settings = {name: getattr(plan, name) for name in plan.__dataclass_fields__}

@@ -7,8 +7,9 @@ import typer
 
 from ...errors import WorkerError
 from ..common import MODEL_HELP, gather
+from ..computing import use_threads
 from ..terminal import cell, columns, note, style
-from .common import MEASURING_PANEL, ResultOptions, recording, require_place, steps, use_threads
+from .common import MEASURING_PANEL, ResultOptions, recording, require_place, steps
 
 if TYPE_CHECKING:
     from ...bench.results import Run
@@ -47,7 +48,7 @@ def experiments(
       llm-worker-rbee bench experiments --only 3a --only 5
       llm-worker-rbee bench experiments --all --claims docs/claims.md
     """
-    used = use_threads(threads)
+    used = use_threads(threads, "reference")
     from ...bench import experiments as room
     from ...bench.experiments.claims import markdown
     from ...bench.experiments.lab import QUICK, THOROUGH, Lab

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..common import MODEL_HELP, gather
+from ..computing import ComputeOptions
 from ..terminal import columns, note, style
 from .common import MEASURING_PANEL, ResultOptions, interval, quantity, recording, steps
 
@@ -16,22 +17,23 @@ def _option(*names: str, help: str, **more: Any) -> Any:
     return typer.Option(*names, help=help, rich_help_panel=MEASURING_PANEL, **more)
 
 
-@gather(results=ResultOptions)
+@gather(results=ResultOptions, computing=ComputeOptions)
 def load(
     results: ResultOptions,
+    computing: ComputeOptions,
     model: Annotated[str | None, typer.Argument(metavar="MODEL", help=MODEL_HELP)] = None,
     repetitions: Annotated[
         int, _option("--repetitions", "-r", metavar="N", min=1, help="How often, cold and warm each.")
     ] = 3,
-    backend: Annotated[str, _option("--backend", metavar="NAME", help="The backend: auto, reference or cpu.")] = "auto",
-    device: Annotated[str, _option("--device", metavar="NAME", help="The hardware: auto or cpu.")] = "auto",
 ) -> None:
-    """Measure a start: import, open, tokenizer, weights, first token; memory.
+    """Measure a start: import, open, tokenizer, kernels, weights, first token.
 
     Every start is a process of its own. COLD: the model's file was put out of
     the system's file cache before; WARM: it was read just before. TOTAL is the
-    time from starting the process to the first token of a short prompt. The
-    reference backend has no kernels to prepare; one that has adds a phase.
+    time from starting the process to the first token of a short prompt.
+
+    KERNELS is the time to load their machine code; the first start after an
+    installation compiles it, so there is a start before those that count.
 
     \b
     Examples:
@@ -39,15 +41,17 @@ def load(
       llm-worker-rbee bench load model.gguf -r 5
       llm-worker-rbee bench load --json
     """
+    used = computing.set_up()
     from ...bench import load as room
     from ...weights.hub import locate
     from ..progress import progress_bar
 
     with progress_bar() as bar:
         path = locate(model, progress=bar)
-    settings = {"repetitions": repetitions, "backend": backend, "device": device}
+    settings = {"repetitions": repetitions, "backend": computing.backend, "device": computing.device, "threads": used}
     with recording("load", results, _show, **settings) as recorder, steps() as progress:
-        room.run(recorder, progress, path, repetitions, device, backend)
+        start = {"device": computing.device, "backend": computing.backend, "threads": computing.kernel_threads}
+        room.run(recorder, progress, path, repetitions, start)
 
 
 def _show(run: "Run") -> None:

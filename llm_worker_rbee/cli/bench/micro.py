@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..common import gather
+from ..computing import ComputeOptions
 from ..terminal import columns, note, style
 from .common import MEASURING_PANEL, ResultOptions, interval, quantity, recording, show_changes, steps
 
@@ -16,13 +17,13 @@ def _option(*names: str, help: str, **more: Any) -> Any:
     return typer.Option(*names, help=help, rich_help_panel=MEASURING_PANEL, **more)
 
 
-@gather(results=ResultOptions)
+@gather(results=ResultOptions, computing=ComputeOptions)
 def micro(
     results: ResultOptions,
+    computing: ComputeOptions,
     filter: Annotated[
         str | None, _option("--filter", metavar="RE", help="Only benchmarks whose name holds this expression.")
     ] = None,
-    backend: Annotated[str, _option("--backend", metavar="NAME", help="The backend: auto, reference or cpu.")] = "auto",
     ab: Annotated[
         str | None, _option("--ab", metavar="backend=A,B", help="Measure two backends in turn and compare them.")
     ] = None,
@@ -45,17 +46,18 @@ def micro(
       llm-worker-rbee bench micro --baseline before --threshold 0.05
       llm-worker-rbee bench micro --ab backend=reference,reference --filter linear/Q4
     """
+    used = computing.set_up()
     from ...bench import micro as room
 
     selected = room.select(filter)
     if names:
         print("\n".join(case.name for case in selected))
         return
-    sides = [backend] if ab is None else _sides(ab)
-    settings = {"filter": filter, "backends": sides, "seconds": seconds}
+    sides = [computing.backend] if ab is None else _sides(ab)
+    settings = {"filter": filter, "backends": sides, "seconds": seconds, "threads": used}
     with recording("micro", results, _show, **settings) as recorder:
         with steps() as progress:
-            room.run(recorder, progress, selected, sides, room.plan(seconds))
+            room.run(recorder, progress, selected, sides, room.plan(seconds), computing.kernel_threads)
         if ab is not None:
             recorder.details["ab"] = [c.as_json() for c in room.pairs(recorder.results())]
 

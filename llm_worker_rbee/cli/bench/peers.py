@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..common import MODEL_HELP, gather
+from ..computing import ComputeOptions
 from ..terminal import cell, columns, note, style
-from .common import MEASURING_PANEL, ResultOptions, interval, numbers, quantity, recording, steps, use_threads
+from .common import MEASURING_PANEL, ResultOptions, interval, numbers, quantity, recording, steps
 from .e2e import SYNTHETIC_HELP, source_of
 
 if TYPE_CHECKING:
@@ -26,20 +27,15 @@ def _peer_option(*names: str, help: str, **more: Any) -> Any:
     return _option(*names, help=help, rich_help_panel=PEERS_PANEL, **more)
 
 
-@gather(results=ResultOptions)
+@gather(results=ResultOptions, computing=ComputeOptions)
 def peers(
     results: ResultOptions,
+    computing: ComputeOptions,
     model: Annotated[str | None, typer.Argument(metavar="MODEL", help=MODEL_HELP)] = None,
     synthetic: Annotated[str | None, _option("--synthetic", metavar="SHAPE:TYPES", help=SYNTHETIC_HELP)] = None,
     pp: Annotated[str, _option("--pp", metavar="N,...", help="Tokens of the prompt; 0: no prefill.")] = "512",
     tg: Annotated[str, _option("--tg", metavar="N,...", help="Tokens to generate; 0: no decode.")] = "128",
-    threads: Annotated[
-        int | None,
-        _option("--threads", metavar="N", min=1, max=1024, show_default="1", help="Threads of each."),
-    ] = None,
     repetitions: Annotated[int, _option("--repetitions", "-r", metavar="N", min=1, help="How often.")] = 3,
-    backend: Annotated[str, _option("--backend", metavar="NAME", help="Ours: auto, reference or cpu.")] = "auto",
-    device: Annotated[str, _option("--device", metavar="NAME", help="Ours: auto or cpu.")] = "auto",
     peer: Annotated[
         list[str] | None,
         _peer_option("--peer", metavar="NAME", show_default="all", help="Only this one. Repeatable."),
@@ -63,7 +59,8 @@ def peers(
 ) -> None:
     """Measure this worker beside llama-bench, llama-cpp-python and transformers.
 
-    The same file, the same lengths, the same number of threads, in turn. Each
+    The same file, the same lengths, the same number of threads, in turn;
+    device, backend and instruction set are ours alone. Each
     peer but llama-bench keeps the model loaded; loading is not counted.
     transformers computes in float32. llama-bench leaves sampling out, the
     others sample greedily.
@@ -76,7 +73,7 @@ def peers(
       llm-worker-rbee bench peers model.gguf --peer-python ~/venv/bin/python
       llm-worker-rbee bench peers --synthetic llama2-7b:Q4_0:4 --peer llama-bench
     """
-    used = use_threads(threads)
+    used = computing.set_up()
     from ...bench import peers as room
     from ...bench.synthetic import write
 
@@ -89,8 +86,8 @@ def peers(
         llama_bench=llama_bench,
         pythons=peer_python or (),
         timeout_s=timeout,
-        device=device,
-        backend=backend,
+        device=computing.device,
+        backend=computing.backend,
     )
     source = source_of(model, synthetic)
     settings = {name: getattr(plan, name) for name in plan.__dataclass_fields__}

@@ -66,3 +66,6 @@ class _Nothing:
 
     def prepare_vector(self, values: object) -> None:
         return None
+
+    def fuse(self, model: object) -> None:
+        return None

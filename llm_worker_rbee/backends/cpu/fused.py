@@ -1,0 +1,100 @@
+"""A whole step of the model as one program: every thread walks through all layers inside one parallel region.
+
+plan.py says what a step does. Buffers are kept from step to step and grow with the largest batch; one step at a time
+runs (a lock), its logits are the caller's own.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..types import Array, Batch, KVLayer, ModelParts, OnClock
+from . import activations, heads
+from .kv import kind_of, places
+from .plan import sections
+from .program import Program
+from .step import Step, Table, new_step
+
+
+class Model:
+    """A decoder whose steps are one call."""
+
+    def __init__(self, parts: ModelParts) -> None:
+        self._parts = parts
+        self._whole: dict[str, Program] = {}  # by what the cache holds
+        self._parted: dict[str, list[tuple[str, Program]]] = {}
+        self._step = new_step()
+        self._buffers: dict[int, NDArray[Any]] = {}
+        self._room = 0
+        self._kv: tuple[Sequence[KVLayer], Table] | None = None
+        self._lock = threading.Lock()
+
+    def __call__(self, batch: Batch, kv: Sequence[KVLayer]) -> Array:
+        """One step: writes the cache, gives the logits at `batch.logits_index`: (N, vocabulary)."""
+        kind = kind_of(kv[0])
+        if kind not in self._whole:
+            self._whole[kind] = Program(one for _, some in sections(self._parts, kind) for one in some)
+        return self._run(batch, kv, self._whole[kind].run)
+
+    def in_parts(self, batch: Batch, kv: Sequence[KVLayer], on_clock: OnClock) -> Array:
+        """The same, each part of the model as a program of its own, for who wants to know where the time goes."""
+        kind = kind_of(kv[0])
+        if kind not in self._parted:
+            self._parted[kind] = [(part, Program(some)) for part, some in sections(self._parts, kind)]
+
+        def run(step: Table) -> None:
+            for part, program in self._parted[kind]:
+                on_clock(part, program.run)(step)
+
+        return self._run(batch, kv, run)
+
+    def _run(self, batch: Batch, kv: Sequence[KVLayer], run: Callable[[Table], None]) -> Array:
+        p, step, b = self._parts, self._step, batch
+        tokens, wanted = len(b.ids), len(b.logits_index)
+        assert not tokens or 0 <= b.ids.min() <= b.ids.max() < p.embedding.rows, "ids are of the vocabulary"
+        logits, fine = (np.empty((n * wanted, p.head.rows), np.float32) for n in (1, 2))
+        given = b.ids, b.positions, b.slot_mapping, b.query_start, b.block_table, b.logits_index
+        held = [np.ascontiguousarray(array) for array in given]
+        with self._lock:
+            self._make_room(max(tokens, wanted))
+            step[Step.TOKENS], step[Step.WANTED] = tokens, wanted
+            step[Step.TWO_ROWS], step[Step.TWO_WANTED] = 2 * tokens, 2 * wanted
+            step[Step.BLOCK_SIZE], step[Step.TABLE_WIDTH] = kv[0].v.shape[2], b.block_table.shape[1]
+            step[Step.REQUESTS] = len(b.context_len)
+            step[Step.IDS : Step.INDEX + 1] = [array.ctypes.data for array in held]
+            step[Step.KV] = self._places(kv).ctypes.data
+            step[Step.FINE_LOGITS], step[Step.LOGITS] = fine.ctypes.data, logits.ctypes.data
+            run(step)
+        return np.float32(p.soft_cap) * np.tanh(logits / np.float32(p.soft_cap)) if p.soft_cap else logits
+
+    def _places(self, kv: Sequence[KVLayer]) -> Table:
+        """Where the keys and values of each layer lie; asked again for the same cache in each step."""
+        if self._kv is None or self._kv[0] is not kv:
+            self._kv = kv, places(kv)
+        return self._kv[1]
+
+    def _make_room(self, tokens: int) -> None:
+        """Buffers for so many tokens."""
+        if tokens <= self._room:
+            return
+        self._room = tokens
+        p, b = self._parts, self._parts.blocks[0]
+        width, queries = p.head.columns, b.n_heads * heads.padded(b.head_dim)
+        widest = max(w.columns for w in (b.qkv, b.output, b.gate_up, b.down, p.head))
+        sizes: dict[int, int] = {
+            Step.STREAM: width, Step.DELTA: width, Step.NORMED: width, Step.QKV: b.qkv.rows, Step.QUERIES: queries,
+            Step.MIXED: queries, Step.COMPACT: b.n_heads * b.head_dim, Step.GATE_UP: b.gate_up.rows,
+            Step.HIDDEN: b.down.columns, Step.FINE: 2 * max(block.qkv.fine_rows for block in p.blocks),
+            **dict.fromkeys(range(Step.ANGLES, Step.SECOND_SIN + 1), b.head_dim),
+        }  # fmt: skip
+        self._buffers = {entry: np.zeros(tokens * size, np.float32) for entry, size in sizes.items()}
+        self._buffers[Step.WORK] = np.empty(tokens * b.n_heads * 4, np.int64)
+        room: tuple[NDArray[Any], ...] = activations.room(2 * tokens, widest)
+        self._buffers |= dict(enumerate(room, Step.ACTIVATIONS))
+        for entry, buffer in self._buffers.items():
+            self._step[entry] = buffer.ctypes.data

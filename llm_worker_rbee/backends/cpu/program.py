@@ -1,0 +1,116 @@
+"""A step of the model as a program: a list of instructions that all threads work through inside one parallel region.
+
+An instruction is one task (a compiled function) over so many pieces. A thread takes the next piece that nobody has,
+does it, and looks for another; when all are taken it waits until all are done, then goes on to the next instruction.
+Whoever comes late finds the work done: no thread is waited for that does not hold a piece, so it does not matter how
+many threads really came.
+
+    instruction: address of the task, address of its arguments, n, count, per   -> n * ceil(step[count] / per) pieces
+    step:        a table of integers that all tasks see: counts of the step, and the addresses of its buffers
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numba as nb
+import numpy as np
+from numpy.typing import NDArray
+
+from . import threads
+from .compile import Task, kernel, parallel
+from .memory import call, fetch, fetch_add, i64, pause, sched_yield
+from .step import Step, Table, new_step
+
+FIELDS = 5
+COUNTERS = 8  # integers an instruction has for itself: a line of the cache
+PATIENCE = 2000  # looks at a counter before the core is offered to others
+
+
+class Instruction(NamedTuple):
+    """A task with its arguments, and how it is cut into pieces."""
+
+    task: Task
+    args: Table
+    n: int = 1
+    count: int = 0  # which entry of the step is shared out
+    per: int = 1  # so many of it make one piece
+
+
+@kernel
+def work(program, length, step, counters):
+    """What each thread does."""
+    table, steps = i64(program), i64(step)
+    for i in range(length):
+        task, args = table[i * FIELDS], table[i * FIELDS + 1]
+        per = table[i * FIELDS + 4]
+        pieces = table[i * FIELDS + 2] * ((steps[table[i * FIELDS + 3]] + per - 1) // per)
+        taken = counters + i * COUNTERS * 8
+        done = taken + 8
+        piece = fetch_add(taken, 1)
+        while piece < pieces:
+            call(task, args, step, piece)
+            fetch_add(done, 1)
+            piece = fetch_add(taken, 1)
+        looks = 0
+        while fetch(done) < pieces:
+            looks += 1
+            pause()
+            if looks > PATIENCE:
+                sched_yield()
+
+
+@parallel
+def run_together(program, length, step, counters, workers):
+    """All threads of the region on one program."""
+    for _ in nb.prange(workers):
+        work(program, length, step, counters)
+
+
+class Program:
+    """Instructions, ready to run again and again."""
+
+    def __init__(self, instructions: Iterable[Instruction]) -> None:
+        self.instructions = tuple(instructions)
+        rows = [(i.task.address, i.args.ctypes.data, i.n, i.count, i.per) for i in self.instructions]
+        self._table: Table = np.array(rows, np.int64).reshape(-1, FIELDS)
+
+    def run(self, step: Table) -> None:
+        """One step. Several Python threads may run the same program, each with a step of its own."""
+        counters = np.zeros(len(self._table) * COUNTERS, np.int64)
+        where = self._table.ctypes.data, len(self._table), step.ctypes.data, counters.ctypes.data
+        workers = threads.count()
+        with threads.launching():
+            if workers == 1:
+                work(*where)
+            else:
+                run_together(*where, workers)
+
+
+def table_of(*values: Any) -> Table:
+    """Arguments of a task: integers, and the addresses of arrays. Who makes it keeps the arrays alive."""
+    return np.array([v.ctypes.data if isinstance(v, np.ndarray) else int(v) for v in values], np.int64)
+
+
+def doubles(table: Table, at: int, values: Sequence[float]) -> Table:
+    """Put floats into a table of arguments."""
+    table[at : at + len(values)] = np.array(values, np.float64).view(np.int64)
+    return table
+
+
+@lru_cache(maxsize=1024)
+def _single(task: Task, args: tuple[int, ...], n: int, per: int) -> Program:
+    return Program([Instruction(task, np.array(args, np.int64), n, Step.TOKENS, per)])
+
+
+def run_one(
+    task: Task, args: tuple[int, ...], n: int, per: int, tokens: int, entries: Mapping[int, NDArray[Any]]
+) -> None:
+    """One task on so many tokens, as a program of its own; `entries` are the arrays that the step points at."""
+    step = new_step()
+    step[Step.TOKENS] = tokens
+    for entry, array in entries.items():
+        step[entry] = array.ctypes.data
+    _single(task, args, n, per).run(step)

@@ -1,0 +1,103 @@
+"""The options that say on what and how a model is computed, the same for every command that computes.
+
+What they set must be set before NumPy and the kernels are loaded, so a command calls `set_up` first of all.
+"""
+
+import os
+import sys
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import typer
+
+from ..errors import InvalidRequestError, WorkerError
+from .convert import TYPES
+
+COMPUTING_PANEL = "Computing"
+# Named here for --help, which imports nothing heavy; a test holds it against backends.types.KV_TYPES.
+KV_TYPES = "float32 float16 int8"
+LIBRARY_VARIABLES = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
+
+
+def _option(*names: str, help: str, **more: Any) -> Any:
+    return typer.Option(*names, help=help, rich_help_panel=COMPUTING_PANEL, **more)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComputeOptions:
+    """On what."""
+
+    device: Annotated[str, _option("--device", metavar="NAME", help="The hardware: auto or cpu.")] = "auto"
+    backend: Annotated[
+        str, _option("--backend", metavar="NAME", help="The implementation: auto, reference or cpu.")
+    ] = "auto"
+    threads: Annotated[
+        int | None,
+        _option("--threads", metavar="N", min=1, show_default="physical cores", help="Threads to compute with."),
+    ] = None
+    cpu_isa: Annotated[
+        str | None,
+        _option("--cpu-isa", metavar="NAME", show_default="the best", help="An instruction set that doctor lists."),
+    ] = None
+
+    def set_up(self) -> int:
+        """Make it so; how many threads will compute."""
+        if self.backend == "reference" and self.cpu_isa is not None:
+            raise typer.BadParameter("--cpu-isa is for the kernels: it does not go with --backend reference")
+        used = use_threads(self.threads, self.backend)
+        if self.cpu_isa is not None:
+            from ..backends import isa
+
+            _named(isa.force, self.cpu_isa, "--cpu-isa")
+        return used
+
+    @property
+    def kernel_threads(self) -> int | None:
+        """What the backend is told; the reference takes its number from the environment."""
+        return None if self.backend == "reference" else self.threads
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadOptions(ComputeOptions):
+    """On what, and how the model is held in memory."""
+
+    kv_type: Annotated[
+        str, _option("--kv-type", metavar="T", help=f"How keys and values are kept: {', '.join(KV_TYPES.split())}.")
+    ] = "float32"
+    quantize: Annotated[
+        str | None,
+        _option("--quantize", metavar="T", show_default="as they are",
+                help="Quantize the weights while loading; T as convert --type takes it."),
+    ] = None  # fmt: skip
+
+    def set_up(self) -> int:
+        """Make it so; how many threads will compute."""
+        if self.kv_type not in KV_TYPES.split():
+            raise typer.BadParameter(f"--kv-type {self.kv_type}: use one of {', '.join(KV_TYPES.split())}")
+        if self.quantize is not None and self.quantize.upper() not in TYPES.split():
+            raise typer.BadParameter(f"--quantize {self.quantize}: use one of {', '.join(TYPES.split())}")
+        return super().set_up()
+
+
+def use_threads(threads: int | None, backend: str = "auto") -> int:
+    """How many threads will compute. Those of the reference are NumPy's (1 unless asked): before NumPy is loaded."""
+    if backend != "reference":
+        from ..backends import cores
+
+        return _named(cores.choose, threads, "--threads")  # type: ignore[no-any-return]
+    wanted = str(threads or 1)
+    if "numpy" in sys.modules and threads is not None and os.environ.get(LIBRARY_VARIABLES[0]) != wanted:
+        raise WorkerError("--threads cannot be changed once NumPy is loaded: start a new process")
+    if threads is not None:
+        os.environ.update(dict.fromkeys(LIBRARY_VARIABLES, wanted))
+    return int(os.environ.get(LIBRARY_VARIABLES[0]) or 1)
+
+
+def _named(check: Any, value: Any, option: str) -> Any:
+    """What is wrong with an option is wrong usage, and names it."""
+    try:
+        return check(value)
+    except InvalidRequestError as error:
+        if value is None:
+            raise
+        raise typer.BadParameter(str(error).replace(error.field or "", option, 1)) from None

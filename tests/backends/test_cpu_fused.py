@@ -1,0 +1,125 @@
+"""A whole step as one program: the bits of single ops for every family, and what a program itself promises."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from llm_worker_rbee.backends import cpu
+from llm_worker_rbee.backends.cpu import threads
+from llm_worker_rbee.backends.cpu.compile import Task
+from llm_worker_rbee.backends.cpu.embedding import embed_rows
+from llm_worker_rbee.backends.cpu.layouts import BY_TYPE
+from llm_worker_rbee.backends.cpu.memory import i64
+from llm_worker_rbee.backends.cpu.program import Instruction, Program, table_of
+from llm_worker_rbee.backends.cpu.step import Step, new_step
+from llm_worker_rbee.backends.cpu.unpack import unpack
+from llm_worker_rbee.bench.blocks import random_tensor
+from llm_worker_rbee.engine.runner import Runner
+from llm_worker_rbee.models import Transformer, describe, load_model
+from llm_worker_rbee.weights import open_checkpoint
+from llm_worker_rbee.weights.quants import BLOCK_TYPES
+from tests.models.running import load, logits_of
+from tests.models.zoo import ZOO, make_hf, prompt_ids, save_gguf, save_hf
+
+S_DELTA, S_NORMED = int(Step.DELTA), int(Step.NORMED)
+
+
+def steps(model: Transformer, ids: list[int], sizes: list[int], *, fused: bool) -> NDArray[np.float32]:
+    """Logits at every position, so many tokens a step."""
+    runner, at, found = Runner(model, len(ids)), 0, []
+    for size in sizes:
+        batch = runner.batch(ids[at : at + size], at, all_logits=True)
+        found.append(model.forward(batch, runner.cache) if fused else model.op_by_op(batch, runner.cache))
+        at += size
+    return np.concatenate(found)
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_it_has_the_bits_of_single_ops_and_the_values_of_the_reference(name: str, tmp_path: Path) -> None:
+    made = make_hf(ZOO[name])
+    has_gguf = name not in ("qwen2-window", "gemma2-scale")
+    path = save_gguf(ZOO[name], made, tmp_path / "model.gguf") if has_gguf else save_hf(made, tmp_path / "model")
+    checkpoint = open_checkpoint(path)
+    model = load_model(checkpoint, cpu, describe(checkpoint))  # type: ignore[arg-type]
+    ids = prompt_ids(ZOO[name])
+    whole = steps(model, ids, [len(ids)], fused=True)
+    np.testing.assert_array_equal(whole, steps(model, ids, [len(ids)], fused=False))
+    cut = [1, 5, 2, *[1] * (len(ids) - 8)]
+    np.testing.assert_array_equal(steps(model, ids, cut, fused=True), whole)
+    expected = logits_of(load(path), ids)
+    assert np.abs(whole - expected).max() < 2e-3 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("name", BY_TYPE)
+def test_embedding_rows_of_every_type(name: str) -> None:
+    columns, factor = 512, 3.0
+    weight = cpu.prepare([random_tensor(BLOCK_TYPES[name], (70, columns), seed=5)])
+    ids = np.array([69, 0, 17, 17, 32], np.int64)
+    out = np.full((len(ids), columns), np.nan, np.float32)
+    step = new_step()
+    step[Step.TOKENS], step[Step.IDS], step[Step.STREAM] = len(ids), ids.ctypes.data, out.ctypes.data
+    Program([embed_rows(weight.parts[0], factor)]).run(step)
+    np.testing.assert_array_equal(out, unpack(weight.parts[0], ids) * np.float32(factor))
+
+
+def mark(args, step, piece):  # type: ignore[no-untyped-def]
+    """Count that this piece was done."""
+    i64(i64(step)[S_DELTA])[piece] += 1
+
+
+def gather(args, step, piece):  # type: ignore[no-untyped-def]
+    """The sum of all that the instruction before should have written, less what it must be."""
+    s, a = i64(step), i64(args)
+    total = 0
+    for i in range(a[0]):
+        total += i64(s[S_DELTA])[i]
+    i64(s[S_NORMED])[piece] += total - a[1]
+
+
+MARK, GATHER = Task(mark), Task(gather)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_every_piece_is_done_once_and_before_the_next_instruction(workers: int) -> None:
+    pieces, rounds = 37, 40
+    instructions = []
+    for i in range(rounds):
+        instructions.append(Instruction(MARK, table_of(0), 1, Step.TOKENS, 1))
+        instructions.append(Instruction(GATHER, table_of(pieces, pieces * (i + 1)), 5, Step.TOKENS, pieces))
+    done, missed, step = np.zeros(pieces, np.int64), np.zeros(5, np.int64), new_step()
+    step[Step.TOKENS], step[Step.DELTA], step[Step.NORMED] = pieces, done.ctypes.data, missed.ctypes.data
+    before = threads.count()
+    program = Program(instructions)
+    try:
+        threads.use(min(workers, 2))
+        for _ in range(20):
+            done[:] = 0
+            program.run(step)
+            np.testing.assert_array_equal(done, rounds)
+            np.testing.assert_array_equal(missed, 0)
+    finally:
+        threads.use(before)
+
+
+def test_two_python_threads_share_one_model(default_model: Path) -> None:
+    checkpoint = open_checkpoint(default_model)
+    model = load_model(checkpoint, cpu, describe(checkpoint), 64)  # type: ignore[arg-type]
+    prompts = [np.random.default_rng(seed).integers(0, 49152, 12).tolist() for seed in range(4)]
+    alone = [steps(model, ids, [8, 1, 1, 1, 1], fused=True) for ids in prompts]
+    together: dict[int, NDArray[np.float32]] = {}
+
+    def one(i: int) -> None:
+        together[i] = steps(model, prompts[i], [8, 1, 1, 1, 1], fused=True)
+
+    workers = [threading.Thread(target=one, args=(i,)) for i in range(len(prompts))]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    for i, expected in enumerate(alone):
+        np.testing.assert_array_equal(together[i], expected)

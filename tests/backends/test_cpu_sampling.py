@@ -1,0 +1,152 @@
+"""Sampling on the CPU against its meaning: the same token for every mix of settings, on any kind of logits."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from llm_worker_rbee.backends import cpu, sampling
+from llm_worker_rbee.backends.cpu import candidates, filters
+from llm_worker_rbee.backends.cpu import sampling as fast
+from llm_worker_rbee.backends.types import SampleRow
+from llm_worker_rbee.errors import InferenceError
+
+Floats = NDArray[np.float32]
+SIZES = (1, 2, 15, 63, 64, 65, 200, 1000, 4099)
+
+
+def settings(rng: np.random.Generator, size: int) -> SampleRow:
+    """Each filter is there in about half of the rows."""
+
+    def some(value: float, none: float) -> float:
+        return value if rng.random() < 0.5 else none
+
+    return SampleRow(
+        temperature=float(
+            rng.choice([0.0, 1e-12, 1e-3, 0.2, 0.8, 1.0, 3.0, 1e6], p=[0.1, 0.05, 0.05, 0.2, 0.2, 0.2, 0.15, 0.05])
+        ),
+        top_k=int(some(float(rng.choice([1, 2, 7, 40, size, size + 1, max(1, size - 1)])), 0.0)),
+        top_p=some(float(rng.choice([0.0, 0.1, 0.5, 0.9, 0.999, 0.999999999999])), 1.0),
+        min_p=some(float(rng.choice([1e-30, 0.01, 0.2, 1.0])), 0.0),
+        typical_p=some(float(rng.choice([0.0, 0.2, 0.7, 0.95])), 1.0),
+        seed=int(rng.integers(0, 2**64, dtype=np.uint64)),
+        choice=int(rng.integers(0, 5)),
+        position=int(rng.integers(0, 2**40)),
+    )
+
+
+def ordinary(rng: np.random.Generator, size: int) -> Floats:
+    x = rng.standard_normal(size) * rng.choice([0.5, 3.0])
+    x[rng.integers(0, size, 1 + size // 50)] += 8 * rng.random(1 + size // 50)
+    return x.astype(np.float32)
+
+
+def nasty(rng: np.random.Generator, size: int) -> Floats:
+    """Ties, whole numbers, the ends of float32, nothing but one, infinite ones below."""
+    x = ordinary(rng, size)
+    kind = rng.integers(0, 7)
+    if kind == 0:
+        x[:] = x[0]
+    elif kind == 1:
+        x = np.rint(x)
+    elif kind == 2:
+        x *= np.float32(1e37)
+    elif kind == 3:
+        x[rng.random(size) < 0.8] = -np.inf
+        x[rng.integers(0, size)] = 1
+    elif kind == 4:
+        x = np.float32(1e30) - np.rint(x) * np.float32(1e23)
+        x[: size // 2] = 1e-5
+    elif kind == 5:
+        x = np.full(size, -3e38, np.float32)
+        x[-1] = 3e38
+    else:
+        x = np.float32(7) + np.rint(x) * np.float32(2**-20)
+    return x.astype(np.float32)
+
+
+@pytest.mark.parametrize("kind", [ordinary, nasty])
+def test_every_mix_of_settings_gives_the_same_token(kind: object) -> None:
+    rng = np.random.default_rng(3)
+    make = ordinary if kind is ordinary else nasty
+    for i in range(2500):
+        size = SIZES[i % len(SIZES)]
+        x, row = make(rng, size), settings(rng, size)
+        assert cpu.sample(x[None], [row])[0] == sampling.sample_row(x, row), (i, size, row)
+
+
+def test_bias_and_penalties_give_the_same_token() -> None:
+    rng = np.random.default_rng(4)
+    for i in range(600):
+        size = SIZES[1 + i % (len(SIZES) - 1)]
+        plain = settings(rng, size)
+        more = {
+            "repetition_penalty": float(rng.choice([1.0, 1.3, 0.5])),
+            "presence_penalty": float(rng.choice([0.0, 1.5])),
+            "frequency_penalty": float(rng.choice([0.0, -0.7])),
+            "recent": rng.integers(0, size, rng.integers(0, 9)),
+            "generated": rng.integers(0, size, rng.integers(0, 9)),
+            "bias": tuple((int(t), float(rng.choice([-100, 3.5]))) for t in rng.integers(0, size, rng.integers(0, 3))),
+        }
+        row = SampleRow(**{name: getattr(plain, name) for name in plain.__dataclass_fields__} | more)
+        x = ordinary(rng, size)
+        before = x.copy()
+        assert cpu.sample(x[None], [row])[0] == sampling.sample_row(x, row), (i, size, row)
+        assert np.array_equal(x, before)
+
+
+def test_the_kernels_seldom_ask() -> None:
+    """On ordinary logits nearly every draw is the kernels' own: a test of the fall-back alone would prove nothing."""
+    rng, asked, drawn = np.random.default_rng(5), 0, 0
+    for _ in range(400):
+        x, row = ordinary(rng, 3000), settings(rng, 3000)
+        if 0.1 < row.temperature < 10 and row.top_p < 0.9999:
+            token, drawn = fast._drawn(candidates.NARROW, x, row), drawn + 1
+            asked += token < 0
+            assert token < 0 or token == sampling.sample_row(x, row)
+    assert drawn > 100
+    assert asked <= 0.02 * drawn
+
+
+def test_rows_are_drawn_by_their_chances() -> None:
+    x = np.log(np.array([[0.5, 0.25, 0.125, 0.125]], np.float32))
+    tokens = [int(cpu.sample(x, [SampleRow(seed=9, position=i)])[0]) for i in range(4000)]
+    found = np.bincount(tokens, minlength=4) / 4000
+    assert np.abs(found - [0.5, 0.25, 0.125, 0.125]).max() < 0.03
+
+
+def test_uniform_numbers_are_the_same() -> None:
+    rng = np.random.default_rng(6)
+    for _ in range(200):
+        seed = int(rng.integers(0, 2**64, dtype=np.uint64))
+        choice, position = int(rng.integers(0, 2**40)), int(rng.integers(0, 2**62))
+        assert filters.uniform(np.uint64(seed), choice, position) == sampling.uniform(seed, choice, position)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, "all -inf"])
+@pytest.mark.parametrize("at", [0, 70, 99])
+def test_logits_that_are_no_numbers_are_refused(bad: float | str, at: int) -> None:
+    x = ordinary(np.random.default_rng(7), 100)[None]
+    x[0, at if isinstance(bad, float) else slice(None)] = bad if isinstance(bad, float) else -np.inf
+    for row in (SampleRow(temperature=0), SampleRow(), SampleRow(top_k=5), SampleRow(bias=((1, 2.0),))):
+        with pytest.raises(InferenceError, match="NaN or infinite"):
+            cpu.sample(x, [row])
+    with pytest.raises(InferenceError, match="NaN or infinite"):
+        cpu.logprobs(x, np.array([0]), 3)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_log_probabilities(size: int) -> None:
+    rng = np.random.default_rng(size)
+    x = np.stack([ordinary(rng, size), np.rint(ordinary(rng, size)), nasty(rng, size)])
+    chosen = rng.integers(0, size, 3)
+    for k in (0, 1, 5, size):
+        if k > 300:
+            continue
+        with np.errstate(over="ignore"):
+            found, wanted = cpu.logprobs(x, chosen, k), sampling.logprobs(x, chosen, k)
+        np.testing.assert_allclose(found.chosen, wanted.chosen, rtol=1e-6, atol=1e-6)
+        np.testing.assert_array_equal(found.top_ids, wanted.top_ids)
+        np.testing.assert_allclose(found.top, wanted.top, rtol=1e-6, atol=1e-6)
+    assert cpu.logprobs(x[:0], chosen[:0], 2).top.shape == (0, min(2, size))

@@ -1,0 +1,49 @@
+"""`warmup`, and what a command shows while kernels are compiled: in a folder in which some of them are missing."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+from .conftest import Run
+
+MISSING = re.compile(r"(elementwise\.(norm|gated|to_bytes|add_bias|head_norms)--|heads\.(angles|deal)-|program\.work-)")
+
+
+def kernels_in(folder: Path) -> dict[str, int]:
+    return {file.name: file.stat().st_mtime_ns for file in folder.iterdir() if not file.name.startswith(".")}
+
+
+def test_kernels_are_compiled_once_and_by_whoever_comes_first(spawn: Run, tiny: Path, tmp_path: Path) -> None:
+    there = json.loads(spawn("warmup", tiny, "--json").stdout)
+    assert there["compiled"] == 0
+    folder = tmp_path / "kernels" / Path(there["folder"]).name
+    shutil.copytree(there["folder"], folder)
+    missing = [file for file in folder.iterdir() if MISSING.match(file.name)]
+    for file in missing:
+        file.unlink()
+    env = {"LLM_WORKER_KERNEL_CACHE": str(folder.parent)}
+    first = spawn("warmup", tiny, "--json", env=env)
+    assert first.returncode == 0, first.stderr
+    told = json.loads(first.stdout)
+    assert (told["kernels"], told["folder"]) == (there["kernels"], str(folder))
+    assert 6 <= told["compiled"] <= len(missing)  # a few belong to other models
+    assert first.stderr.decode() == f"compiling kernels, once: {told['compiled']} ...\n"
+    kept = kernels_in(folder)
+    second = spawn("warmup", tiny, env=env)
+    assert (second.returncode, second.stdout.decode()) == (0, f"{folder}\n")
+    assert second.stderr.decode().startswith(f"nothing to compile: {told['kernels']} kernels for ")
+    answer = spawn("run", "hello", "-m", tiny, "-n", "4", "--quiet", env=env)
+    assert (answer.returncode, answer.stderr) == (0, b"")
+    assert kernels_in(folder) == kept  # all that an answer needs was there
+
+
+def test_what_is_wrong_is_told(cli: Run, tiny: Path) -> None:
+    both = cli("warmup", tiny, "--all")
+    assert (both.returncode, both.stdout) == (2, b"")
+    assert b"both a MODEL and --all are given" in both.stderr
+    unknown = cli("warmup", "--cpu-isa", "z80")
+    assert unknown.returncode == 2
+    assert b"instruction set 'z80' is unknown: use one of " in unknown.stderr
