@@ -29,7 +29,7 @@ def _set(bias: int, tokens: int, *needs: str) -> InstructionSet:
 
 # best first
 TABLE: dict[str, InstructionSet] = {
-    "avx512_vnni": _set(128, 12, "avx512f", "avx512bw", "avx512vl", "avx512_vnni"),
+    "avx512_vnni": _set(128, 16, "avx512f", "avx512bw", "avx512vl", "avx512_vnni"),
     "avx_vnni": _set(128, 2, "avx2", "fma", "avx_vnni"),
     "avx2": _set(0, 2, "avx2", "fma"),
     "neon_dotprod": _set(0, 4, "asimd", "asimddp"),

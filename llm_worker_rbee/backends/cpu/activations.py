@@ -15,9 +15,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from . import floats as f
 from .compile import kernel
 from .memory import f32, i8, i32
+from .pairs import quantize_pair
 
 Floats = NDArray[np.float32]
 
@@ -48,24 +48,31 @@ def room(tokens: int, columns: int) -> Quantized:
 
 @kernel
 def quantize(x, at, s, entry, first, last):
-    """Blocks first .. last - 1 of the activations; the values of block `first` begin at x[at]."""
+    """Blocks first .. last - 1 of the activations; the values of block `first` begin at x[at]. Two at a time."""
     q, scale, sums, sums16 = i8(s[entry]), f32(s[entry + 1]), i32(s[entry + 2]), i32(s[entry + 3])
     scaled, scaled16 = f32(s[entry + 4]), f32(s[entry + 5])
-    for b in range(first, last):
-        low, high = f.get(x, at), f.get(x, at + 16)
-        at += 32
-        top = f.highest(f.largest(f.absolute(low), f.absolute(high)))
-        d = top / np.float32(127)
-        inverse = f.splat(np.float32(127) / top if top > 0 else np.float32(0))
-        low, high = f.rounded(f.mul(low, inverse)), f.rounded(f.mul(high, inverse))
-        f.put_bytes(q, b * 32, low)
-        f.put_bytes(q, b * 32 + 16, high)
-        one, two = f.total(low), f.total(high)
-        scale[b] = d + np.float32(0) * (one + two)  # NaN where a NaN came in: it must not vanish here
-        sums16[2 * b], sums16[2 * b + 1] = np.int32(one), np.int32(two)
-        scaled16[2 * b], scaled16[2 * b + 1] = d * one, d * two
-        sums[b] = np.int32(one + two)
-        scaled[b] = d * (one + two)
+    b = first
+    while b + 2 <= last:
+        quantize_pair(x, at + (b - first) * 32, q, scale, sums, sums16, scaled, scaled16, b)
+        b += 2
+    if b < last:
+        quantize_last(x, at + (b - first) * 32, q, scale, sums, sums16, scaled, scaled16, b)
+
+
+@kernel
+def quantize_last(x, at, q, scale, sums, sums16, scaled, scaled16, block):
+    """A block that has no neighbour: with one of zeros, of which nothing is kept."""
+    pair, bytes2 = np.zeros(64, np.float32), np.empty(64, np.int8)
+    two, four = np.empty(2, np.float32), np.empty(4, np.float32)
+    scale2, sums2, sums4 = np.empty(2, np.float32), np.empty(2, np.int32), np.empty(4, np.int32)
+    for i in range(32):
+        pair[i] = x[at + i]
+    quantize_pair(pair, 0, bytes2, scale2, sums2, sums4, two, four, 0)
+    for i in range(32):
+        q[block * 32 + i] = bytes2[i]
+    scale[block], sums[block], scaled[block] = scale2[0], sums2[0], two[0]
+    for i in range(2):
+        sums16[2 * block + i], scaled16[2 * block + i] = sums4[i], four[i]
 
 
 @kernel

@@ -17,7 +17,7 @@ from .memory import f32, f64, i64
 
 FEW = 4  # tokens of a piece
 WIDE = 512  # columns of a piece of the gate
-LONG = 8192  # columns of a piece of a sum
+LONG, MANY = 8192, 16  # columns and tokens of a piece of a sum
 # Arguments. Entries of the step are named after what they hold; 0 stands for "none" where there may be none.
 COUNT, SOURCE, STREAM, OUT, ACTIVATIONS, INDEX, WIDTH, WEIGHT, POST, JOINED, EPS, FINE = range(12)
 GATE_HALF, GATE_KIND = 6, 7
@@ -154,15 +154,16 @@ def head_norms(args, step, piece):
 
 
 def join(args, step, piece):
-    """Some columns of a token: the sum of its two rows."""
+    """Some columns of some tokens: the sum of their two rows."""
     a, s = i64(args), i64(step)
     width = a[WIDTH]
     parts = (width + LONG - 1) // LONG
-    token, begin = piece // parts, piece % parts * LONG
-    x, out, to = f32(s[a[SOURCE]]), f32(s[a[OUT]]), token * a[JOIN_STRIDE] + a[JOIN_FIRST]
-    rest = (s[a[COUNT]] + token) * width
-    for i in range(begin, min(width, begin + LONG)):
-        out[to + i] = x[token * width + i] + x[rest + i]
+    tokens, begin = piece // parts * MANY, piece % parts * LONG
+    x, out, count = f32(s[a[SOURCE]]), f32(s[a[OUT]]), s[a[COUNT]]
+    for t in range(tokens, min(count, tokens + MANY)):
+        to, rest = t * a[JOIN_STRIDE] + a[JOIN_FIRST], (count + t) * width
+        for i in range(begin, min(width, begin + LONG)):
+            out[to + i] = x[t * width + i] + x[rest + i]
 
 
 TASKS = norm, gated, to_bytes, add_bias, head_norms, join

@@ -14,7 +14,7 @@ import numpy as np
 
 from ..types import AttentionParams, RopeTable
 from . import attention, rotary
-from .compile import Task
+from .compile import Task, kernel
 from .memory import f32, f64, i8, i64, ints_at, u16
 from .program import Instruction, doubles, table_of
 from .step import Step, Table
@@ -26,7 +26,7 @@ S_TOKENS, S_REQUESTS, S_TILES, S_SINGLES, S_POSITIONS, S_SLOTS = map(
 S_QUERY_START, S_TABLE, S_WIDTH, S_SIZE, S_KV, S_WORK = map(
     int, (Step.QUERY_START, Step.BLOCK_TABLE, Step.TABLE_WIDTH, Step.BLOCK_SIZE, Step.KV, Step.WORK)
 )
-S_QKV, S_QUERIES, S_MIXED = map(int, (Step.QKV, Step.QUERIES, Step.MIXED))
+S_QKV, S_QUERIES, S_MIXED, S_WORKERS = map(int, (Step.QKV, Step.QUERIES, Step.MIXED, Step.WORKERS))
 ANGLES, FREQUENCIES, PAIRS, ANGLE_SCALE = range(4)
 LAYER, ROPE, HALF, HEADS, KV_HEADS, DIM, PADDED, WINDOW, SCALE, CAP = range(10)
 PLACES = 4  # addresses a layer has in the table of the cache: keys, values, their scales
@@ -45,6 +45,18 @@ def angles(args, step, piece):
     )  # fmt: skip
 
 
+@kernel
+def apart(piece, tokens, workers):
+    """Which tokens a piece is: pieces that are worked on at the same time lie far from each other.
+
+    The keys of 16 neighbouring positions share lines of the cache, for which two threads would fight.
+    """
+    pieces = (tokens + FEW - 1) // FEW
+    each, more = pieces // workers, pieces % workers
+    worker = piece % workers
+    return (worker * each + min(worker, more) + piece // workers) * FEW
+
+
 def rope_store(args, step, piece):
     """Some tokens: q, k and v of one lie one after the other."""
     a, s = i64(args), i64(step)
@@ -52,7 +64,8 @@ def rope_store(args, step, piece):
     kv, at = i64(s[S_KV]), PLACES * a[LAYER]
     keys, values, k_scales, v_scales = CACHED(kv[at]), CACHED(kv[at + 1]), f32(kv[at + 2]), f32(kv[at + 3])
     x, cos, sin, head = f32(s[S_QKV]), f32(s[a[ROPE]]), f32(s[a[ROPE] + 1]), np.empty(padded, np.float32)
-    for t in range(piece * FEW, min(s[S_TOKENS], piece * FEW + FEW)):
+    first = apart(piece, s[S_TOKENS], s[S_WORKERS])
+    for t in range(first, min(s[S_TOKENS], first + FEW)):
         q = t * (heads + 2 * kv_heads) * dim
         k = q + heads * dim
         rotary.one_token(

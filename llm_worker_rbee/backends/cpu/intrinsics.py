@@ -33,7 +33,7 @@ def _part(b: Any, vector: Any, first: int, count: int) -> Any:
     return b.shuffle_vector(vector, ir.Constant(vector.type, ir.Undefined), index)
 
 
-def _joined(b: Any, parts: list[Any]) -> Any:
+def joined(b: Any, parts: list[Any]) -> Any:
     """Vectors one after the other."""
     while len(parts) > 1:
         n = parts[0].type.count
@@ -50,7 +50,7 @@ def _in_parts(lanes: int, one: Emit) -> Emit:
             one(b, _part(b, acc, i, lanes), _part(b, w, 4 * i, 4 * lanes), _part(b, x, 4 * i, 4 * lanes))
             for i in range(0, LANES, lanes)
         ]
-        return _joined(b, made)
+        return joined(b, made)
 
     return emit
 
@@ -123,7 +123,7 @@ def _shuffle(name: str, lanes: int) -> Callable[[Any, Any, Any], Any]:
         bytes16 = ir.Constant(kind, table * (lanes // 16))
         function = b.module.declare_intrinsic(name, (), ir.FunctionType(kind, [kind, kind]))
         parts = [_part(b, index, i, lanes) for i in range(0, 64, lanes)] if lanes < 64 else [index]
-        return _joined(b, [b.call(function, [bytes16, part]) for part in parts])
+        return joined(b, [b.call(function, [bytes16, part]) for part in parts])
 
     return emit
 

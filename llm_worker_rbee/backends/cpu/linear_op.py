@@ -123,7 +123,9 @@ def products(w: Weight, count: int, source: int, output: int, fine_output: int) 
         if fine:
             made += [_product(part, DOUBLE[count], source, fine_output, part.rows, 0)]
             args = table_of(count, fine_output, 0, output, 0, 0, part.rows, w.rows, first)
-            made.append(Instruction(elementwise.JOIN, args, ceil(part.rows / elementwise.LONG), count, 1))
+            made.append(
+                Instruction(elementwise.JOIN, args, ceil(part.rows / elementwise.LONG), count, elementwise.MANY)
+            )
         else:
             made.append(_product(part, count, source, output, w.rows, first))
         first += part.rows

@@ -18,17 +18,20 @@ from .compile import Task, kernel, variant
 from .intrinsics import BIAS, NAME, dot_half
 from .layouts import COLUMNS, LAYOUTS, LINE, Layout
 from .memory import f32, f64, i8, i32, i64, prefetch, u8, u16
-from .vectors import load_halves, nibble_times, no_floats, scaled, shifted, start, store_rows, times, wide
+from .vectors import added, load_halves, nibble_times, no_floats, scaled, shifted, start, store_rows, times, wide
 
-TILE = TABLE[NAME].tokens
-MIDDLE = 4 if TILE > 4 else TILE // 2  # for what is left, and for a few requests at once
-TOGETHER = 12 * TILE  # tokens of a piece: their activations stay in the second-level cache
+MOST = TABLE[NAME].tokens  # of a tile
+FEWER = 12  # where a block has more than registers hold beside so many tokens
+MIDDLE = 4 if MOST > 4 else MOST // 2  # for what is left, and for a few requests at once
+TOGETHER = 144 if MOST > 4 else 12 * MOST  # tokens of a piece: their activations stay in the second-level cache
+# Two shorter chains of dot products wait less for each other, where there are registers for both.
+SPLIT = MOST > 4
 NEAR = 4  # groups of rows that each tile of tokens meets in turn: they stay in the first-level cache
 AHEAD = 4096  # bytes that are asked for before they are needed, where a token alone waits for memory
 # Arguments of a product. `input` and `output` are entries of the step: the activations (activations.py), the results.
 COUNT, INPUT, OUTPUT, STRIDE, FIRST, ROWS, COLS, CHUNK, PACKED, SCALES, MINIMA, SMALL, UNIT = range(13)
 # set for each variant
-TOKENS = LAYOUT = SIZE = HALVES = MINIMUM = SHIFT = OFFSET = BFLOAT = NARROW = HALVED = ROWS_TILE = None
+TILE = TOKENS = LAYOUT = SIZE = HALVES = MINIMUM = SHIFT = OFFSET = BFLOAT = NARROW = HALVED = ROWS_TILE = None
 ROWS_MIDDLE = ROWS_ONE = None
 
 
@@ -45,7 +48,12 @@ def rows(packed, scales, minima, xq, xd, xs, xi, out, place, group, token, colum
         if HALVES == 1:
             b, s = token * n + block, (group * n_scales + (block >> SHIFT)) * 16
             acc = start(TOKENS, xi, b, n, OFFSET)
-            acc = dot_half(acc, LAYOUT, 2, packed, line, xq, at, columns)
+            if SPLIT:
+                acc = dot_half(acc, LAYOUT, 0, packed, line, xq, at, columns)
+                two = start(TOKENS, xi, b, n, 0)
+                acc = added(acc, dot_half(two, LAYOUT, 1, packed, line, xq, at, columns))
+            else:
+                acc = dot_half(acc, LAYOUT, 2, packed, line, xq, at, columns)
             total = scaled(total, acc, xd, b, n, load_halves(scales, s))
             if MINIMUM:
                 total = shifted(total, xs, b, n, load_halves(minima, s))
@@ -100,9 +108,9 @@ def share(a, tokens, piece):
 
 
 @kernel
-def tile(left):
+def tile(left, most):
     """How many tokens the next tile has."""
-    return TILE if left >= TILE else MIDDLE if left >= MIDDLE else 1
+    return most if left >= most else MIDDLE if left >= MIDDLE else 1
 
 
 @kernel
@@ -123,7 +131,7 @@ def product(args, step, piece):
     begin, end, token, stop = share(a, s[a[COUNT]], piece)
     first, some = token, np.empty(16 * TILE, np.float32) if a[ROWS] % 16 else out
     while begin < end:
-        count, last = tile(stop - token), min(end, begin + NEAR)
+        count, last = tile(stop - token, TILE), min(end, begin + NEAR)
         for group in range(begin, last):
             left = a[ROWS] - group * 16
             place = a[FIRST] + group * 16 + token * a[STRIDE]
@@ -149,7 +157,7 @@ def float_product(args, step, piece):
     begin, end, token, stop = share(a, s[a[COUNT]], piece)
     first, some = token, np.empty(16 * TILE, np.float32) if a[ROWS] % 16 else out
     while begin < end:
-        count, last = tile(stop - token), min(end, begin + NEAR)
+        count, last = tile(stop - token, TILE), min(end, begin + NEAR)
         for group in range(begin, last):
             left = a[ROWS] - group * 16
             place = a[FIRST] + group * 16 + token * a[STRIDE]
@@ -172,7 +180,7 @@ def task_for(layout: Layout) -> Task:
     """The product of a layout."""
     number = LAYOUTS.index(layout)
     if layout.numbers:
-        ones = _tiles(float_rows, number, BFLOAT=layout.numbers == "BF16")
+        ones = _tiles(float_rows, number, FEWER, BFLOAT=layout.numbers == "BF16")
         return Task(float_product, layout.numbers, NARROW=layout.numbers != "F32", **ones)
     wide_groups = max(layout.columns // COLUMNS, 1)
     values = {
@@ -183,11 +191,13 @@ def task_for(layout: Layout) -> Task:
         "MINIMUM": layout.minimum,
         "OFFSET": BIAS if layout.table or layout.planes == (8,) else layout.offset,
     }
-    ones = _tiles(small_rows if layout.small else rows, number, **values)
+    roomy = layout.columns > 16 and not layout.small and layout.planes != (8,)
+    ones = _tiles(small_rows if layout.small else rows, number, MOST if roomy else FEWER, **values)
     return Task(product, layout.name, HALVED=int(layout.columns == 16 or layout.small), **ones)
 
 
-def _tiles(template: Any, number: int, **values: Any) -> dict[str, Any]:
-    """The rows of a product for each size of tile."""
-    made = {t: kernel(variant(template, f"{number}x{t}", TOKENS=t, **values)) for t in sorted({TILE, MIDDLE, 1})}
-    return {"ROWS_TILE": made[TILE], "ROWS_MIDDLE": made[MIDDLE], "ROWS_ONE": made[1]}
+def _tiles(template: Any, number: int, most: int, **values: Any) -> dict[str, Any]:
+    """The rows of a product for each size of tile, the largest of so many tokens."""
+    most = min(most, MOST)
+    made = {t: kernel(variant(template, f"{number}x{t}", TOKENS=t, **values)) for t in sorted({most, MIDDLE, 1})}
+    return {"TILE": most, "ROWS_TILE": made[most], "ROWS_MIDDLE": made[MIDDLE], "ROWS_ONE": made[1]}

@@ -81,7 +81,7 @@ class Program:
         """One step. Several Python threads may run the same program, each with a step of its own."""
         counters = np.zeros(len(self._table) * COUNTERS, np.int64)
         where = self._table.ctypes.data, len(self._table), step.ctypes.data, counters.ctypes.data
-        workers = threads.count()
+        workers = step[Step.WORKERS] = threads.count()
         with threads.launching():
             if workers == 1:
                 work(*where)

@@ -25,6 +25,7 @@ class Step(IntEnum):
     BLOCK_SIZE = auto()
     TABLE_WIDTH = auto()  # blocks in a row of the block table
     REQUESTS = auto()
+    WORKERS = auto()  # threads that were asked for
     # addresses: the batch
     IDS = auto()
     POSITIONS = auto()

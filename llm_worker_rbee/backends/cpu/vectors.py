@@ -164,6 +164,16 @@ def start(_: Any, tokens: Any, sums: Any, index: Any, stride: Any, offset: Any) 
 
 
 @intrinsic
+def added(_: Any, one: Any, two: Any) -> Any:
+    """The sum of two tiles of integers."""
+
+    def gen(context: Any, b: Any, sig: Any, args: Any) -> Any:
+        return each(b, one, lambda t: b.add(*(b.extract_value(arg, t) for arg in args)))
+
+    return one(one, two), gen
+
+
+@intrinsic
 def scaled(_: Any, total: Any, acc: Any, scales: Any, index: Any, stride: Any, weights: Any) -> Any:
     """total += float(acc) * scale of the token * weights: rounded after the first product, and once more."""
     tile = total

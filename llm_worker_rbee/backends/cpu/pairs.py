@@ -1,0 +1,95 @@
+"""Two neighbouring blocks of activations as bytes at once: one intrinsic, the heart of activations.py.
+
+What must be folded over lanes (the largest, the sums) is folded for both blocks together; the sums come from one dot
+product with ones. Sizes are compared as integers: a NaN is larger than everything then, and never vanishes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from .intrinsics import DOTS, NAME, joined
+from .vectors import F32, I8, I32, LANES, address, bytes64, floats, load, splat_value, words64
+
+
+def _shuffled(b: Any, x: Any, y: Any, lanes: list[int]) -> Any:
+    return b.shuffle_vector(x, y, ir.Constant(ir.VectorType(I32, len(lanes)), lanes))
+
+
+def _moved(b: Any, x: Any, by: int) -> Any:
+    """Lane i holds what lane i ^ by held."""
+    return _shuffled(b, x, x, [i ^ by for i in range(LANES)])
+
+
+def _function(b: Any, name: str, kind: ir.Type, count: int) -> Any:
+    return b.module.declare_intrinsic(name, (), ir.FunctionType(kind, [kind] * count))
+
+
+def _tops(b: Any, x: list[Any]) -> Any:
+    """The largest |value| of the first two vectors in lanes 0..7, of the last two in lanes 8..15."""
+    most = _function(b, f"llvm.smax.v{LANES}i32", words64, 2)
+    mask = ir.Constant(words64, [0x7FFFFFFF] * LANES)
+    sizes = [b.and_(b.bitcast(v, words64), mask) for v in x]
+    one, two = b.call(most, sizes[:2]), b.call(most, sizes[2:])
+    top = b.call(most, [_shuffled(b, one, two, [*range(8), *range(16, 24)]),
+                        _shuffled(b, one, two, [*range(8, 16), *range(24, 32)])])  # fmt: skip
+    for by in (4, 2, 1):
+        top = b.call(most, [top, _moved(b, top, by)])
+    return b.bitcast(top, floats.ir)
+
+
+def _bytes(b: Any, x: list[Any], top: Any) -> Any:
+    """All 64 values in steps of a 127th of their block's largest."""
+    zero, steps = (ir.Constant(floats.ir, [value] * LANES) for value in (0.0, 127.0))
+    inverse = b.select(b.fcmp_ordered(">", top, zero), b.fdiv(steps, top), zero)
+    rint = _function(b, f"llvm.rint.v{LANES}f32", floats.ir, 1)
+    made = []
+    for i, v in enumerate(x):
+        factor = _shuffled(b, inverse, inverse, [i // 2 * 8] * LANES)
+        whole = b.fptosi(b.call(rint, [b.fmul(v, factor)]), words64)
+        made.append(b.trunc(whole, ir.VectorType(I8, LANES)))
+    return joined(b, made)
+
+
+@intrinsic
+def quantize_pair(
+    _: Any, x: Any, at: Any, q: Any, scale: Any, sums: Any, sums16: Any, scaled: Any, scaled16: Any, block: Any
+) -> Any:
+    """Blocks `block` and the next, from x[at] on; activations.py says what is written where."""
+
+    def gen(context: Any, b: Any, sig: Any, args: Any) -> Any:
+        index = args[8]
+
+        def put(which: int, times: int, value: Any) -> None:
+            place = b.mul(index, ir.Constant(index.type, times))
+            b.store(value, address(context, b, sig.args[which], args[which], place, value.type)).align = 1
+
+        values = [
+            load(context, b, sig.args[0], args[0], b.add(args[1], ir.Constant(args[1].type, 16 * i)), floats.ir)
+            for i in range(4)
+        ]
+        top = _tops(b, values)
+        made = _bytes(b, values, top)
+        put(2, 32, made)
+        nothing = b.fmul(top, splat_value(b, ir.Constant(F32, 0.0), floats.ir))  # NaN for what is infinite
+        d = b.fadd(b.fdiv(top, ir.Constant(floats.ir, [127.0] * LANES)), nothing)
+        ones, none = ir.Constant(bytes64.ir, [1] * 64), ir.Constant(words64, [0] * LANES)
+        total = DOTS[NAME][0](b, none, ones, made)
+        for by in (1, 2):
+            total = b.add(total, _moved(b, total, by))
+        by16, by32 = [0, 4, 8, 12], [0, 8]
+        whole = b.add(total, _moved(b, total, 4))
+        for integers, lanes, at_sums, at_scaled in ((whole, by32, 4, 6), (total, by16, 5, 7)):
+            times = len(lanes) // 2
+            few = _shuffled(b, integers, integers, lanes)
+            put(at_sums, times, few)
+            factor = _shuffled(b, d, d, lanes)
+            put(at_scaled, times, b.fmul(factor, b.sitofp(few, ir.VectorType(F32, len(lanes)))))
+        put(3, 1, _shuffled(b, d, d, by32))
+        return context.get_dummy_value()
+
+    return types.void(x, types.intp, q, scale, sums, sums16, scaled, scaled16, types.intp), gen
