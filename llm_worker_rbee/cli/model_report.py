@@ -106,7 +106,7 @@ def _tokenizer(checkpoint: "Checkpoint") -> dict[str, Any]:
 
 
 def _memory(checkpoint: "Checkpoint", config: "ModelConfig | None", context: int | None) -> dict[str, Any]:
-    """Weights stay as they are in the file; keys and values are float32."""
+    """Weights about as large as in the file; keys and values as float32, the default."""
     weights = checkpoint.nbytes
     kv = config.kv_bytes(context) if config is not None and context else None
     return {

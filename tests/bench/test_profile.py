@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from llm_worker_rbee import LLM
-from llm_worker_rbee.backends import reference
+from llm_worker_rbee.backends import cpu, reference
 from llm_worker_rbee.backends.types import OPS, AttentionParams, Ops
 from llm_worker_rbee.bench.profile import PHASES, Settings, Workload, class_of, run, stopwatch_cost
 from llm_worker_rbee.bench.profile import html as profile_html
@@ -102,6 +102,9 @@ def test_attention_with_a_window_reads_what_is_in_it(rng: np.random.Generator) -
     work = attention_work(q, kv, batch, params, q)
     assert work.operations == 4 * HEADS * 8 * (4 + 4 + 4)
     assert work.bytes == (4 + 2) * 2 * (2 * 8 * 4) + 2 * q.nbytes  # three windows of 4, one further each
+    transposed = cpu.empty_kv(2, 16, 2, 16, "int8")  # 16 bytes of each head, and a scale
+    of_bytes = attention_work(q, transposed, batch, params, q).bytes
+    assert of_bytes == (4 + 2) * 2 * (2 * 16 + 2 * 4) + 2 * q.nbytes
     everything = attention_work(q, kv, batch, AttentionParams(1.0), q)
     assert everything.operations == 4 * HEADS * 8 * (8 + 9 + 10)
     assert everything.bytes == 10 * 2 * (2 * 8 * 4) + 2 * q.nbytes

@@ -203,7 +203,9 @@ def attention_work(q: Any, kv: Any, batch: Batch, params: Any, result: Any) -> W
         pairs += sum(seen)
         keys += min(length, max(seen, default=0) + end - start - 1)
     heads, dim = q.shape[-2:]
-    per_key = sum(cache.nbytes // (cache.shape[0] * cache.shape[1]) for cache in kv)
+    # The reference has positions before heads; where keys lie otherwise (five dimensions), values have them behind.
+    slots = kv.v.shape[0] * kv.v.shape[1 if kv.k.ndim == 4 else 2]
+    per_key = sum(cache.nbytes // slots for cache in kv)
     return Work(keys * per_key + _touched((q, result)), 4.0 * heads * dim * pairs)
 
 

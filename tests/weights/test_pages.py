@@ -1,0 +1,44 @@
+"""Mapped bytes whose memory was given back: they read the same, and what is not mapped is left alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from llm_worker_rbee.weights.checkpoint import forget_pages, map_file
+
+SIZE = 32 << 20
+
+
+def mapped_memory() -> int:
+    """Bytes of files that are in this process's memory."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("RssFile"))
+
+
+def test_bytes_that_were_forgotten_are_read_again(tmp_path: Path) -> None:
+    content = np.random.default_rng(1).integers(0, 256, SIZE, np.uint8)
+    content.tofile(tmp_path / "weights")
+    view = np.frombuffer(map_file(tmp_path / "weights", 1), np.uint8)
+    part = view[12_345 : SIZE - 777].reshape(-1)
+    for _ in range(2):
+        np.testing.assert_array_equal(part, content[12_345 : SIZE - 777])
+        forget_pages(part)
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="this system does not tell a process's memory")
+def test_their_memory_is_given_back(tmp_path: Path) -> None:
+    np.ones(SIZE, np.uint8).tofile(tmp_path / "weights")
+    view = np.frombuffer(map_file(tmp_path / "weights", 1), np.uint8)
+    assert int(view.sum(dtype=np.int64)) == SIZE
+    before = mapped_memory()
+    forget_pages(view)
+    assert before - mapped_memory() > SIZE * 0.9
+
+
+def test_what_is_not_mapped_stays(tmp_path: Path) -> None:
+    own = np.arange(1 << 20, dtype=np.uint8)
+    forget_pages(own[5:])
+    np.testing.assert_array_equal(own, np.arange(1 << 20, dtype=np.uint8))
