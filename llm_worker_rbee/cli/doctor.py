@@ -218,7 +218,9 @@ def _kernel_cache() -> Check:
         return Check("kernel cache", "warn", "there is no home folder", f"set {disk.VARIABLE} to a folder")
     folder = above / name
     nearest = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
-    here = len([file for file in folder.iterdir() if not file.name.startswith(".")]) if folder.is_dir() else 0
+    here = 0
+    with suppress(OSError):  # a folder that may not be looked into holds nothing for us
+        here = len([file for file in folder.iterdir() if not file.name.startswith(".")])
     if not here and not (os.path.isdir(nearest) and os.access(nearest, os.W_OK | os.X_OK)):
         remedy = f"set {disk.VARIABLE} to a folder that can be written to"
         return Check("kernel cache", "warn", f"{folder} cannot be made: each start compiles the kernels", remedy)

@@ -34,6 +34,8 @@ def warmup(
     It happens once for each version, machine and instruction set; the first answer does it otherwise. The built-in
     model is not fetched for this: where it is not here, every kernel is compiled.
 
+    Other caches (--kv-type) and other types (--quantize) than the model's own: --all.
+
     Kernels are kept in the folder that LLM_WORKER_KERNEL_CACHE names, or in the user's cache.
 
     \b
@@ -69,11 +71,14 @@ def _wanted(model: str | None, all_: bool, progress: Any) -> tuple[Sequence["Ker
     from ..backends import kernels
     from ..backends.cpu import catalog
     from ..backends.cpu.compile import folder
+    from ..backends.cpu.disk import place
     from ..models import describe
     from ..weights import hub, open_checkpoint
 
-    if folder() is None:
-        raise InvalidRequestError("there is no folder that kernels could be kept in: set LLM_WORKER_KERNEL_CACHE")
+    above, kept = place(), folder()
+    if above is None or kept is None or kept.parent != above:
+        where = "there is no home folder" if above is None else f"{above} cannot be written to"
+        raise InvalidRequestError(f"kernels cannot be kept: {where}, set LLM_WORKER_KERNEL_CACHE to another folder")
     if all_ or (model is None and not hub.BUILTIN[hub.DEFAULT_MODEL].present):
         return catalog.every(), folder()
     checkpoint = open_checkpoint(hub.locate(model, progress=progress))

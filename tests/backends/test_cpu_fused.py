@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +23,7 @@ from llm_worker_rbee.backends.cpu.step import Step, new_step
 from llm_worker_rbee.backends.cpu.unpack import unpack
 from llm_worker_rbee.bench.blocks import random_tensor
 from llm_worker_rbee.engine.runner import Runner
+from llm_worker_rbee.errors import InferenceError
 from llm_worker_rbee.models import Transformer, describe, load_model
 from llm_worker_rbee.weights import open_checkpoint
 from llm_worker_rbee.weights.quants import BLOCK_TYPES
@@ -123,3 +127,28 @@ def test_two_python_threads_share_one_model(default_model: Path) -> None:
         worker.join()
     for i, expected in enumerate(alone):
         np.testing.assert_array_equal(together[i], expected)
+
+
+def test_a_step_may_be_empty_and_may_want_a_token_twice(default_model: Path) -> None:
+    checkpoint = open_checkpoint(default_model)
+    model = load_model(checkpoint, cpu, describe(checkpoint), 64)  # type: ignore[arg-type]
+    runner = Runner(model, 32)
+    batch = runner.batch(list(range(100, 110)), 0, all_logits=False)
+    last = model.forward(batch, runner.cache)
+    twice = model.forward(replace(batch, logits_index=np.array([9, 3, 9, 9], np.int64)), runner.cache)
+    np.testing.assert_array_equal(twice[[0, 2, 3]], np.repeat(last, 3, axis=0))
+    nothing = runner.batch([], 10, all_logits=True)
+    assert model.forward(nothing, runner.cache).shape == (0, 49152)
+    with pytest.raises(InferenceError, match="outside the vocabulary"):
+        model.forward(runner.batch([49152], 10, all_logits=False), runner.cache)
+
+
+def test_a_cache_that_is_gone_is_not_kept(default_model: Path) -> None:
+    checkpoint = open_checkpoint(default_model)
+    model = load_model(checkpoint, cpu, describe(checkpoint), 64)  # type: ignore[arg-type]
+    runner = Runner(model, 16)
+    model.forward(runner.batch([1, 2], 0, all_logits=False), runner.cache)
+    keys = weakref.ref(runner.cache.layers[0].k)
+    del runner
+    gc.collect()
+    assert keys() is None

@@ -47,3 +47,11 @@ def test_what_is_wrong_is_told(cli: Run, tiny: Path) -> None:
     unknown = cli("warmup", "--cpu-isa", "z80")
     assert unknown.returncode == 2
     assert b"instruction set 'z80' is unknown: use one of " in unknown.stderr
+
+
+def test_a_folder_that_cannot_be_is_an_error(spawn: Run, tiny: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    asked = spawn("warmup", tiny, env={"LLM_WORKER_KERNEL_CACHE": str(tmp_path / "file" / "kernels")})
+    assert asked.returncode == 1
+    assert b"kernels cannot be kept" in asked.stderr
+    assert b"LLM_WORKER_KERNEL_CACHE" in asked.stderr

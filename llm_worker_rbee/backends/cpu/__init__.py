@@ -44,14 +44,14 @@ def embed(table: linear_op.Weight, ids: Ints, scale: float = 1.0) -> Floats:
 
 def rms_norm(x: Floats, weight: Floats, eps: float) -> Floats:
     """x / sqrt(mean(x^2) + eps) * weight over the last axis."""
-    stream = np.ascontiguousarray(x)
+    stream = np.ascontiguousarray(x, np.float32)
     return _norm(stream, stream, weight, eps, False).reshape(x.shape)
 
 
 def add_rms_norm(x: Floats, residual: Floats, weight: Floats, eps: float) -> tuple[Floats, Floats]:
     """The residual stream with `x` added, and its norm."""
-    stream = np.array(residual)
-    return _norm(np.ascontiguousarray(x), stream, weight, eps, True), stream
+    stream = np.array(residual, np.float32)
+    return _norm(np.ascontiguousarray(x, np.float32), stream, weight, eps, True), stream
 
 
 def _norm(x: Floats, stream: Floats, weight: Floats, eps: float, joined: bool) -> Floats:
@@ -97,7 +97,7 @@ def attention(q: Floats, kv: KVLayer, batch: Batch, params: AttentionParams) -> 
 def gated(gate_up: Floats, activation: str) -> Floats:
     """act(gate) * up, where the first half of each row is the gate: (T, 2 * d_ff) -> (T, d_ff)."""
     rows, half = gate_up.shape[0], gate_up.shape[-1] // 2
-    gate_up, out = np.ascontiguousarray(gate_up), np.empty((rows, half), np.float32)
+    gate_up, out = np.ascontiguousarray(gate_up, np.float32), np.empty((rows, half), np.float32)
     args = (Step.TOKENS, Step.GATE_UP, 0, Step.HIDDEN, 0, 0, half, plan.ACTIVATIONS.index(activation))
     entries: dict[int, Floats] = {Step.GATE_UP: gate_up, Step.HIDDEN: out}
     run_one(elementwise.GATED, args, -(-half // elementwise.WIDE), elementwise.FEW, rows, entries)

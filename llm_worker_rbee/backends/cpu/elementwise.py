@@ -55,6 +55,19 @@ def add_row(x, stream, at, width):
 
 
 @kernel
+def one_row(x, stream, row, post, has_post, weight, eps, out, to, width):
+    """The same of one row of the stream, which stays as it is."""
+    whole = np.empty(width, np.float32)
+    for i in range(width):
+        whole[i] = x[row + i]
+    if has_post:
+        norm_row(whole, 0, post, eps, whole, 0, width)
+    for i in range(width):
+        whole[i] = whole[i] + stream[row + i]
+    norm_row(whole, 0, weight, eps, out, to, width)
+
+
+@kernel
 def row_to_bytes(x, at, s, entry, token, width, fine, count):
     """The row at x[at:] as the bytes of a token, one of `count`."""
     if fine:
@@ -70,13 +83,15 @@ def norm(args, step, piece):
     x, stream, out, index = f32(s[a[SOURCE]]), f32(s[a[STREAM]]), f32(s[a[OUT]]), i64(s[a[INDEX]])
     own = np.empty(0 if a[OUT] else width, np.float32)  # floats that nobody else wants stay in the nearest cache
     for t in range(piece * FEW, min(s[a[COUNT]], piece * FEW + FEW)):
-        row = (index[t] if a[INDEX] else t) * width
-        if a[POST]:
-            norm_row(x, row, f32(a[POST]), eps, x, row, width)
-        if a[JOINED]:
-            add_row(x, stream, row, width)
         to, at = (out, t * width) if a[OUT] else (own, 0)
-        norm_row(stream, row, f32(a[WEIGHT]), eps, to, at, width)
+        if a[INDEX]:  # a token may be wanted twice: what is added is added to a copy
+            one_row(x, stream, index[t] * width, f32(a[POST]), a[POST] != 0, f32(a[WEIGHT]), eps, to, at, width)
+        else:
+            if a[POST]:
+                norm_row(x, t * width, f32(a[POST]), eps, x, t * width, width)
+            if a[JOINED]:
+                add_row(x, stream, t * width, width)
+            norm_row(stream, t * width, f32(a[WEIGHT]), eps, to, at, width)
         if a[ACTIVATIONS]:
             row_to_bytes(to, at, s, a[ACTIVATIONS], t, width, a[FINE], s[a[COUNT]])
 

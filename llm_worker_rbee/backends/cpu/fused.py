@@ -7,14 +7,16 @@ runs (a lock), its logits are the caller's own.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ...errors import InferenceError
 from ..types import Array, Batch, KVLayer, ModelParts, OnClock
-from . import activations, heads
+from . import activations, heads, threads
 from .kv import kind_of, places
 from .plan import sections
 from .program import Program
@@ -31,7 +33,7 @@ class Model:
         self._step = new_step()
         self._buffers: dict[int, NDArray[Any]] = {}
         self._room = 0
-        self._kv: tuple[Sequence[KVLayer], Table] | None = None
+        self._kv: tuple[weakref.ref[Any], Table] | None = None  # the first layer's keys stand for the whole cache
         self._lock = threading.Lock()
 
     def __call__(self, batch: Batch, kv: Sequence[KVLayer]) -> Array:
@@ -56,13 +58,16 @@ class Model:
     def _run(self, batch: Batch, kv: Sequence[KVLayer], run: Callable[[Table], None]) -> Array:
         p, step, b = self._parts, self._step, batch
         tokens, wanted = len(b.ids), len(b.logits_index)
-        assert not tokens or 0 <= b.ids.min() <= b.ids.max() < p.embedding.rows, "ids are of the vocabulary"
+        if tokens and not 0 <= b.ids.min() <= b.ids.max() < p.embedding.rows:
+            raise InferenceError(f"a token id is outside the vocabulary of {p.embedding.rows}")
         logits, fine = (np.empty((n * wanted, p.head.rows), np.float32) for n in (1, 2))
         given = b.ids, b.positions, b.slot_mapping, b.query_start, b.block_table, b.logits_index
-        held = [np.ascontiguousarray(array) for array in given]
+        held = [np.ascontiguousarray(array, np.int64) for array in given]
+        threads.launching()  # in a forked child this is an error, where the lock might never open
         with self._lock:
             self._make_room(max(tokens, wanted))
             step[Step.TOKENS], step[Step.WANTED] = tokens, wanted
+            step[Step.TILES] = step[Step.SINGLES] = 0  # nobody counts them where there are no tokens
             step[Step.TWO_ROWS], step[Step.TWO_WANTED] = 2 * tokens, 2 * wanted
             step[Step.BLOCK_SIZE], step[Step.TABLE_WIDTH] = kv[0].v.shape[2], b.block_table.shape[1]
             step[Step.REQUESTS] = len(b.context_len)
@@ -74,15 +79,14 @@ class Model:
 
     def _places(self, kv: Sequence[KVLayer]) -> Table:
         """Where the keys and values of each layer lie; asked again for the same cache in each step."""
-        if self._kv is None or self._kv[0] is not kv:
-            self._kv = kv, places(kv)
+        if self._kv is None or self._kv[0]() is not kv[0].k:
+            self._kv = weakref.ref(kv[0].k), places(kv)
         return self._kv[1]
 
     def _make_room(self, tokens: int) -> None:
         """Buffers for so many tokens."""
         if tokens <= self._room:
             return
-        self._room = tokens
         p, b = self._parts, self._parts.blocks[0]
         width, queries = p.head.columns, b.n_heads * heads.padded(b.head_dim)
         widest = max(w.columns for w in (b.qkv, b.output, b.gate_up, b.down, p.head))
@@ -92,9 +96,10 @@ class Model:
             Step.HIDDEN: b.down.columns, Step.FINE: 2 * max(block.qkv.fine_rows for block in p.blocks),
             **dict.fromkeys(range(Step.ANGLES, Step.SECOND_SIN + 1), b.head_dim),
         }  # fmt: skip
-        self._buffers = {entry: np.zeros(tokens * size, np.float32) for entry, size in sizes.items()}
-        self._buffers[Step.WORK] = np.empty(tokens * b.n_heads * 4, np.int64)
+        made: dict[int, NDArray[Any]] = {entry: np.zeros(tokens * n, np.float32) for entry, n in sizes.items()}
+        made[Step.WORK] = np.empty(tokens * b.n_heads * 4, np.int64)
         room: tuple[NDArray[Any], ...] = activations.room(2 * tokens, widest)
-        self._buffers |= dict(enumerate(room, Step.ACTIVATIONS))
-        for entry, buffer in self._buffers.items():
+        made |= dict(enumerate(room, Step.ACTIVATIONS))
+        for entry, buffer in made.items():
             self._step[entry] = buffer.ctypes.data
+        self._buffers, self._room = made, tokens  # only now that there was memory for all of it

@@ -28,7 +28,8 @@ def rope_store(
     program = Program([heads.angle_instruction(table, 0), heads.store_instruction(args, kind_of(kv))])
     cos, sin = (np.empty(tokens * half, np.float32) for _ in range(2))
     entries = {
-        Step.POSITIONS: positions, Step.SLOTS: slot_mapping, Step.KV: places([kv]), Step.ANGLES: cos, Step.SIN: sin,
+        Step.POSITIONS: positions.astype(np.int64), Step.SLOTS: slot_mapping.astype(np.int64), Step.KV: places([kv]),
+        Step.ANGLES: cos, Step.SIN: sin,
         Step.QKV: np.concatenate((q, k, v), axis=1, dtype=np.float32), Step.QUERIES: out,
     }  # fmt: skip
     _run(program, entries, {Step.TOKENS: tokens, Step.BLOCK_SIZE: kv.v.shape[2]})
@@ -57,7 +58,7 @@ def attention(q: Floats, kv: KVLayer, batch: Batch, params: AttentionParams) -> 
 
 
 def _run(program: Program, entries: dict[Step, NDArray[Any]], counts: dict[Step, int]) -> None:
-    held = {entry: np.ascontiguousarray(array) for entry, array in entries.items()}
+    held = {entry: np.ascontiguousarray(array) for entry, array in entries.items()}  # of int64 or float32
     step = new_step()
     for entry, array in held.items():
         step[entry] = array.ctypes.data

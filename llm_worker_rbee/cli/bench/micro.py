@@ -53,6 +53,8 @@ def micro(
     if names:
         print("\n".join(case.name for case in selected))
         return
+    if ab is not None and computing.backend != "auto":
+        raise typer.BadParameter("--ab names both backends: leave --backend out")
     sides = [computing.backend] if ab is None else _sides(ab)
     settings = {"filter": filter, "backends": sides, "seconds": seconds, "threads": used}
     with recording("micro", results, _show, **settings) as recorder:
