@@ -46,6 +46,6 @@ def test_the_installed_wheel_answers_without_torch(wheel: Path, default_model: P
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
     assert run([python, "-c", "import torch"], cwd=tmp_path, env=environment).returncode == 1
     command = [python.parent / "llm-worker-rbee", "run", "--temperature", "0", "--max-tokens", "8", "--json"]
-    answer = run([*command, "What is the capital of France?"], cwd=tmp_path, env=environment)
+    answer = run([*command, "--raw", "The capital of France is"], cwd=tmp_path, env=environment)
     assert answer.returncode == 0, answer.stderr
     assert "Paris" in json.loads(answer.stdout)["text"]
