@@ -55,6 +55,21 @@ class InferenceError(WorkerError):
     """The forward pass gave something that no token can be chosen from."""
 
 
+class RequestCancelledError(WorkerError):
+    """Somebody ended a request before its answer was complete."""
+
+    code = "CANCELLED"
+    status = 499
+
+
+class DeadlineError(WorkerError):
+    """A request was not answered in the time that it was given."""
+
+    code = "TIMEOUT"
+    status = 504
+    retriable = True
+
+
 class InsufficientMemoryError(WorkerError):
     """There is not enough memory for what was asked."""
 

@@ -119,15 +119,23 @@ def memory() -> tuple[int | None, int | None]:
 
 
 def memory_limit() -> tuple[int | None, int]:
-    """(the cgroup's limit or None, bytes used under it)."""
+    """(the cgroup's limit or None, bytes used under it); of the group with the least room."""
     found: list[tuple[int, int]] = []
     for folder, limit, used in [(f, "memory.max", "memory.current") for f in _cgroups()] + [
         (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.usage_in_bytes")
     ]:
         top, now = _read(folder / limit).strip(), _read(folder / used).strip()
         if top.isdigit() and int(top) < NO_LIMIT:
-            found.append((int(top), int(now) if now.isdigit() else 0))
-    return min(found, default=(None, 0))
+            found.append((int(top), max(0, int(now) - _page_cache(folder)) if now.isdigit() else 0))
+    return min(found, key=lambda limit: limit[0] - limit[1], default=(None, 0))
+
+
+def _page_cache(cgroup: Path) -> int:
+    """Bytes of files that the system keeps at hand: they count as used, and make way for whoever needs the memory."""
+    words = dict(line.split() for line in _read(cgroup / "memory.stat").splitlines() if len(line.split()) == 2)
+    names = ("inactive_file", "active_file")
+    prefix = "total_" if "total_inactive_file" in words else ""  # version 1 counts the groups below it so
+    return sum(int(words[prefix + name]) for name in names if words.get(prefix + name, "").isdigit())
 
 
 def _cgroups() -> list[Path]:

@@ -9,11 +9,12 @@ from __future__ import annotations
 import importlib
 import importlib.util
 
+from ..config import KV_AUTO, KV_DEFAULT
 from ..errors import InvalidRequestError, MissingDependencyError
 from . import cores, reference
-from .types import OPS, Ops
+from .types import KV_TYPES, OPS, Ops
 
-__all__ = ["BACKENDS", "DEVICES", "OPS", "Ops", "pick"]
+__all__ = ["BACKENDS", "DEVICES", "OPS", "Ops", "kv_type_for", "pick"]
 
 BACKENDS = ("auto", "reference", "cpu")
 DEVICES = ("auto", "cpu")
@@ -35,6 +36,16 @@ def pick(device: str = "auto", backend: str = "auto", threads: int | None = None
             )
         return reference
     return _kernels(threads)
+
+
+def kv_type_for(ops: Ops, asked: str = KV_AUTO) -> str:
+    """How a backend keeps keys and values: as it is told, or `auto`."""
+    if asked == KV_AUTO:
+        return "float32" if ops is reference else KV_DEFAULT
+    if asked not in KV_TYPES:
+        known = ", ".join((KV_AUTO, *KV_TYPES))
+        raise InvalidRequestError(f"unknown kv_type {asked!r}: use one of {known}", "kv_type")
+    return asked
 
 
 def _has_numba() -> bool:

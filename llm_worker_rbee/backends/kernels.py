@@ -17,7 +17,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from ..config import ModelConfig
+from ..config import KV_DEFAULT, ModelConfig
 from ..weights import Checkpoint
 from . import cores, reference
 from .types import Ops
@@ -51,10 +51,10 @@ class Needs(NamedTuple):
 
     kinds: frozenset[str]  # block types of its matrices
     group: int  # heads that share a KV head
-    kv_type: str = "float32"
+    kv_type: str = KV_DEFAULT
 
     @staticmethod
-    def of(checkpoint: Checkpoint, config: ModelConfig, kv_type: str = "float32") -> Needs:
+    def of(checkpoint: Checkpoint, config: ModelConfig, kv_type: str = KV_DEFAULT) -> Needs:
         """Read from the directory of its tensors."""
         kinds = frozenset(t.kind.name for t in checkpoint.tensors.values() if len(t.shape) == 2)
         return Needs(kinds, max(1, config.n_heads // max(1, config.n_kv_heads)), kv_type)

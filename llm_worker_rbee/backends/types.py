@@ -113,9 +113,10 @@ class Fused(Protocol):
     def in_parts(self, batch: Batch, kv: Sequence[KVLayer], on_clock: OnClock) -> Array: ...
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class SampleRow:
-    """How the next token of one request is chosen; see sampling.py for the order."""
+    """How the next token of one request is chosen; see sampling.py for the order. From step to step only the position
+    and the tokens that penalties look at change, so a request keeps its row."""
 
     temperature: float = 1.0
     top_k: int = 0

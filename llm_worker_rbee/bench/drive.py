@@ -1,123 +1,136 @@
-"""A model at work without an engine: sequences of random ids through `Transformer.forward`, then greedy sampling.
+"""A model at work as its users have it: sequences through the engine, scheduler and sampler included, sampled greedily.
 
-All sequences share one KV cache and one flat batch a step; a step takes at most CHUNK tokens. Each sequence has ids of
-its own, the same for every run: what is cached of them up to some depth is kept between runs, and only what an answer
-has overwritten is computed again. llama-bench leaves sampling out; here it is part of every run.
+Each sequence has ids of its own, the same for every run. What is cached of them before a run is there through the
+prefix cache, in whole blocks: the depth of a prefill is rounded down to them. What a prefill computes behind it is
+drawn anew each time, so that nothing else is found. llama-bench leaves sampling out; here it is part of every run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..backends.types import Array, Batch, Ints
+from ..backends.types import Ints
 from ..cache import KVCache
-from ..engine.request import Request, SamplingParams
-from ..engine.runner import CHUNK
-from ..engine.sampler import sample
+from ..config import EngineConfig
+from ..engine.draft_model import DraftModel
+from ..engine.engine import Engine
+from ..engine.request import Output, Request, SamplingParams
+from ..errors import InferenceError, InvalidRequestError
 from ..models import Transformer
 
 
-class Span(NamedTuple):
-    """Neighbouring tokens of one sequence."""
+class Timed(NamedTuple):
+    """What a run made, and how long that took."""
 
-    sequence: int
-    start: int
-    ids: Ints
+    seconds: float
+    tokens: int  # made or read in that time, by all sequences together
+    steps: int
+    answers: list[list[int]]
 
 
 class Drive:
-    """A model and room for `batch` sequences of `capacity` tokens."""
+    """An engine with room for `batch` sequences of `capacity` tokens."""
 
     def __init__(
-        self, model: Transformer, capacity: int, batch: int = 1, seed: int = 0, kv_type: str = "float32"
+        self,
+        model: Transformer,
+        capacity: int,
+        batch: int = 1,
+        seed: int = 0,
+        kv_type: str = "float32",
+        draft_model: Transformer | None = None,
+        **options: Any,
     ) -> None:
-        self.model = model
-        blocks = -(-capacity // KVCache.default_block_size)
-        self.cache = KVCache(model.ops, model.config, batch * blocks, kv_type=kv_type)
-        self.block_tables: Ints = np.arange(batch * blocks, dtype=np.int64).reshape(batch, blocks)
-        self.ids: Ints = np.random.default_rng(seed).integers(0, model.config.vocab_size, (batch, capacity))
-        self._cached = [0] * batch  # leading positions whose keys and values are those of `ids`
+        """`options` are further ones of the engine's."""
+        self._rng = np.random.default_rng(seed)
+        self.ids: Ints = self._rng.integers(0, model.config.vocab_size, (batch, capacity))
+        self._ahead = 2 + batch  # tokens that some have made when the last begins, and those at the ends
+        room, size = 1 + capacity + self._ahead, KVCache.default_block_size
+        blocks = batch * (1 + -(-room // size))
+        config = EngineConfig(max_context=room, n_blocks=blocks, block_size=size, max_batch=batch, **options)
+        vocabulary = model.config.vocab_size
+        drafter = None if draft_model is None else DraftModel(draft_model, config, vocabulary, kv_type)
+        self.engine = Engine(model, config, kv_type, drafter)
 
-    def fill(self, depth: int, batch: int) -> None:
-        """Bring the first `depth` tokens of the first `batch` sequences into the cache, where they are not there."""
-        for sequence in range(batch):
-            start = min(self._cached[sequence], depth)
-            for spans in _steps([Span(sequence, start, self.ids[sequence, start:depth])]):
-                self._forward(spans)
-            self._cached[sequence] = max(self._cached[sequence], depth)
+    def prefill(self, depth: int, tokens: int, batch: int) -> Timed:
+        """Read `tokens` of each sequence behind `depth` cached ones, up to the token that follows."""
+        cached = depth - depth % self.engine.config.block_size
+        self._fill(cached, batch)
+        fresh = self._rng.integers(0, self.engine.model.config.vocab_size, (batch, tokens))
+        prompts = np.concatenate([self.ids[:batch, :cached], fresh], axis=1).tolist()
+        return self.first_tokens(prompts)
 
-    def prefill(self, depth: int, tokens: int, batch: int) -> list[int]:
-        """Compute `tokens` of each sequence from `depth` on, and sample the token that follows."""
-        wanted = [Span(s, depth, self.ids[s, depth : depth + tokens]) for s in range(batch)]
-        chosen = [-1] * batch
-        for spans in _steps(wanted):
-            logits = self._forward(spans)
-            ended = [i for i, span in enumerate(spans) if span.start + len(span.ids) == depth + tokens]
-            found = sample(self.model.ops, logits[ended], [_greedy() for _ in ended])
-            for i, token in zip(ended, found, strict=True):
-                chosen[spans[i].sequence] = token
-        for sequence in range(batch):
-            self._cached[sequence] = max(self._cached[sequence], depth + tokens)
-        return chosen
+    def first_tokens(self, prompts: Sequence[list[int]]) -> Timed:
+        """The time until each of these prompts has its first token."""
+        requests = [_request(prompt, 1) for prompt in prompts]
+        start, before = time.perf_counter(), self.engine.num_steps
+        self._begin(requests)
+        seconds = time.perf_counter() - start
+        read = sum(request.num_prompt_tokens - request.num_cached_tokens for request in requests)
+        return Timed(seconds, read, self.engine.num_steps - before, [request.tokens for request in requests])
 
-    def decode(self, depth: int, tokens: int, batch: int) -> list[list[int]]:
-        """Generate `tokens` for each sequence from `depth` cached ones: so many steps of one token each.
+    def decode(self, depth: int, tokens: int, batch: int) -> Timed:
+        """So many steps of one token for each sequence, behind `depth` tokens (one stands for the BOS token at 0)."""
+        self._fill(depth - depth % self.engine.config.block_size, batch)
+        requests = [_request(ids[: max(1, depth)].tolist(), tokens + self._ahead) for ids in self.ids[:batch]]
+        self._begin(requests)
+        known = [request.num_tokens for request in requests]
+        start = time.perf_counter()
+        for _ in range(tokens):
+            self._step()
+        seconds = time.perf_counter() - start
+        made = [request.ids[n:] for request, n in zip(requests, known, strict=True)]
+        self._abort(requests)
+        assert all(len(answer) == tokens for answer in made), "a sequence was left out of a step"
+        return Timed(seconds, tokens * batch, tokens, made)
 
-        The first step computes the sequence's own token at `depth` (at depth 0 it stands for the BOS token).
-        """
-        requests = [_greedy() for _ in range(batch)]
-        pending: Ints = self.ids[:batch, depth]
-        for position in range(depth, depth + tokens):
-            spans = [Span(s, position, pending[s : s + 1]) for s in range(batch)]
-            chosen: list[int] = []
-            for first in range(0, batch, CHUNK):
-                part = slice(first, first + CHUNK)
-                chosen += sample(self.model.ops, self._forward(spans[part]), requests[part])
-            for request, token in zip(requests, chosen, strict=True):
-                request.tokens.append(token)
-            pending = np.array(chosen, np.int64)
-        self._cached[:batch] = [min(known, depth) for known in self._cached[:batch]]
-        return [request.tokens for request in requests]
+    def together(self, prompts: Sequence[list[int]], tokens: int) -> Timed:
+        """Answers of `tokens` to all prompts at once: what is made from when all have begun to when the first ends."""
+        requests = [_request(prompt, tokens) for prompt in prompts]
+        self._begin(requests)
+        if any(len(request.tokens) >= tokens for request in requests):
+            told = f"the first of {len(prompts)} answers of {tokens} tokens ended before the last began"
+            raise InvalidRequestError(f"{told}: ask for longer ones (--tg)", "tg")
+        known, before = sum(request.num_tokens for request in requests), self.engine.num_steps
+        start = time.perf_counter()
+        while self.engine.has_work and not any(output.finish_reason for output in self._step()):
+            pass
+        seconds, made = time.perf_counter() - start, sum(request.num_tokens for request in requests) - known
+        steps = self.engine.num_steps - before
+        while self.engine.has_work:
+            self._step()
+        return Timed(seconds, made, steps, [request.tokens for request in requests])
 
-    def _forward(self, spans: list[Span]) -> Array:
-        """One step; the logits of each span's last token."""
-        with np.errstate(all="ignore"):  # overflow shows in the logits, where it is an error
-            return self.model.forward(self._batch(spans), self.cache)
+    def _fill(self, depth: int, batch: int) -> None:
+        """Bring whole blocks of the first `batch` sequences into the prefix cache; those there are made the newest."""
+        if depth:
+            self._begin([_request(ids[: depth + 1].tolist(), 1) for ids in self.ids[:batch]])
 
-    def _batch(self, spans: list[Span]) -> Batch:
-        positions = [np.arange(span.start, span.start + len(span.ids), dtype=np.int64) for span in spans]
-        tables = self.block_tables[[span.sequence for span in spans]]
-        ends = np.cumsum([len(span.ids) for span in spans], dtype=np.int64)
-        return Batch(
-            ids=np.concatenate([span.ids for span in spans]),
-            positions=np.concatenate(positions),
-            slot_mapping=np.concatenate(
-                [self.cache.slots(table, at) for table, at in zip(tables, positions, strict=True)]
-            ),
-            query_start=np.concatenate([[0], ends]).astype(np.int64),
-            context_len=np.array([span.start + len(span.ids) for span in spans], np.int64),
-            block_table=tables,
-            logits_index=ends - 1,
-        )
+    def _begin(self, requests: Sequence[Request]) -> None:
+        """Take all on, and go on until each has its first token."""
+        for request in requests:
+            self.engine.add(request)
+        while any(request.num_tokens == request.num_prompt_tokens for request in requests):
+            self._step()
+
+    def _step(self) -> list[Output]:
+        outputs = self.engine.step()
+        for output in outputs:
+            if output.error is not None:
+                raise output.error
+        if not outputs and not self.engine.has_work:
+            raise InferenceError("the engine has nothing left to do, and some answers are missing")
+        return outputs
+
+    def _abort(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            self.engine.abort(request)
 
 
-def _greedy() -> Request:
-    return Request([], SamplingParams(temperature=0.0), max_tokens=1, seed=0, eos_ids=frozenset())
-
-
-def _steps(spans: list[Span]) -> Iterator[list[Span]]:
-    """Cut spans into steps of at most CHUNK tokens, in order; a step may end one sequence and begin the next."""
-    step: list[Span] = []
-    room = CHUNK
-    for sequence, start, ids in spans:
-        while len(ids):
-            step.append(Span(sequence, start, ids[:room]))
-            start, ids, room = start + min(room, len(ids)), ids[room:], room - min(room, len(ids))
-            if room == 0:
-                yield step
-                step, room = [], CHUNK
-    if step:
-        yield step
+def _request(prompt: list[int], tokens: int) -> Request:
+    params = SamplingParams(temperature=0.0, ignore_eos=True)
+    return Request(prompt, params, max_tokens=tokens, seed=0, eos_ids=frozenset())

@@ -36,7 +36,7 @@ class KVCache:
             needed = human_bytes(config.kv_bytes(n_blocks * block_size, kv_type))
             raise InsufficientMemoryError(
                 f"not enough memory for the keys and values of {n_blocks * block_size} tokens ({needed}): "
-                "ask for fewer tokens (max_tokens), a smaller context (max_context) or a smaller kv_type"
+                "use a smaller kv_memory, max_context or kv_type"
             ) from None
 
     @property

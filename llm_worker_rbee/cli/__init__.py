@@ -174,7 +174,7 @@ def _told(error: Exception, args: Sequence[str]) -> str:
     if isinstance(error, WorkerError):
         return str(error)
     if isinstance(error, MemoryError):
-        return "not enough memory: try a smaller model, a shorter prompt or fewer --max-tokens"
+        return "not enough memory: try a smaller model, a shorter prompt, fewer --max-tokens or less --kv-memory"
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}: {error.filename}" if error.filename else f"cannot read or write: {error.strerror}"
     return f"unexpected {type(error).__name__}: {error} (run again with --debug)"

@@ -28,6 +28,7 @@ from .common import (
     stdin_lines,
 )
 from .computing import LoadOptions
+from .engine_options import EngineOptions
 from .terminal import Status, counted, figures, note, one_line, style, visible
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ HELP = """\
 Ctrl-C stops an answer. A line that begins with // is sent with one slash."""
 
 
-@gather(model=ModelOptions, computing=LoadOptions, sampling=SamplingOptions)
+@gather(model=ModelOptions, computing=LoadOptions, engine=EngineOptions, sampling=SamplingOptions)
 def chat(
     system: Annotated[
         str | None,
@@ -52,6 +53,7 @@ def chat(
     *,
     model: ModelOptions,
     computing: LoadOptions,
+    engine: EngineOptions,
     sampling: SamplingOptions,
 ) -> None:
     """Talk with a model.
@@ -68,7 +70,7 @@ def chat(
     """
     params = sampling.params()
     argument_text(system or "", "--system")
-    llm = load(model, computing, Status())
+    llm = load(model, computing, Status(), engine)
     conversation = Conversation(llm, params, system, quiet=quiet)
     conversation.prompt()  # a model without a template, or one that takes no system message, is refused here
     if sys.stdin.isatty():

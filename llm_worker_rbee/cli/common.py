@@ -18,7 +18,8 @@ import typer
 from ..engine.request import SamplingParams
 from ..errors import InvalidRequestError
 from .computing import LoadOptions
-from .terminal import Status
+from .engine_options import EngineOptions
+from .terminal import Status, note
 
 if TYPE_CHECKING:
     from ..llm import LLM, Stream
@@ -230,8 +231,9 @@ def read_text(given: str | None, file: Path | None, missing: str) -> str:
     return read_stdin()
 
 
-def load(options: ModelOptions, computing: LoadOptions, status: Status) -> "LLM":
+def load(options: ModelOptions, computing: LoadOptions, status: Status, engine: EngineOptions | None = None) -> "LLM":
     """Load the model; on a terminal the status line says so, and what takes long shows its bar."""
+    more = {} if engine is None else engine.arguments()
     computing.set_up()
     status.show(f"loading {options.model or 'the built-in model'} ...")
     try:
@@ -245,7 +247,7 @@ def load(options: ModelOptions, computing: LoadOptions, status: Status) -> "LLM"
                 status.clear()
                 bar(what, done, total)
 
-            return LLM(
+            llm = LLM(
                 options.model,
                 device=computing.device,
                 backend=computing.backend,
@@ -255,9 +257,13 @@ def load(options: ModelOptions, computing: LoadOptions, status: Status) -> "LLM"
                 max_context=options.max_context,
                 chat_template=template,
                 progress=progress,
+                **more,
             )
     finally:
         status.clear()
+    if engine is not None and llm.capacity.is_cut:
+        note(f"{llm.capacity}; --kv-memory or a smaller --kv-type gives longer contexts")
+    return llm
 
 
 def begin(llm: "LLM", prompt: list[int], params: SamplingParams, longest: int | None) -> "Stream":

@@ -15,7 +15,7 @@ from .convert import TYPES
 
 COMPUTING_PANEL = "Computing"
 # Named here for --help, which imports nothing heavy; a test holds it against backends.types.KV_TYPES.
-KV_TYPES = "float32 float16 int8"
+KV_TYPES = "auto float32 float16 int8"
 LIBRARY_VARIABLES = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
 
 
@@ -63,7 +63,7 @@ class LoadOptions(ComputeOptions):
 
     kv_type: Annotated[
         str, _option("--kv-type", metavar="T", help=f"How keys and values are kept: {', '.join(KV_TYPES.split())}.")
-    ] = "float32"
+    ] = "auto"
     quantize: Annotated[
         str | None,
         _option("--quantize", metavar="T", show_default="as they are",

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import human_bytes
-from .common import MODEL_HELP
+from .common import MODEL_HELP, gather
+from .engine_options import CapacityOptions
 from .model_report import describe_file, metadata_values, tensor_rows
 from .terminal import cell, columns, one_line, print_json, style
 
@@ -22,12 +23,14 @@ SHAPE_LABELS = {
 }  # fmt: skip
 
 
+@gather(capacity=CapacityOptions)
 def inspect(
     model: Annotated[str | None, typer.Argument(metavar="MODEL", help=MODEL_HELP)] = None,
     context: Annotated[
         int | None,
         typer.Option(
             "--context",
+            "--max-context",
             "-c",
             metavar="N",
             min=1,
@@ -42,22 +45,27 @@ def inspect(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object, tensors and metadata included.")
     ] = False,
+    *,
+    capacity: CapacityOptions,
 ) -> None:
     """Show what is in a model file: architecture, shape, block types, tokenizer, memory.
+
+    And what fits on this machine: how many contexts, how many requests at once.
 
     \b
     Examples:
       llm-worker-rbee inspect
-      llm-worker-rbee inspect model.gguf --context 4096
+      llm-worker-rbee inspect model.gguf --context 4096 --kv-memory 2G
       llm-worker-rbee inspect model.gguf --tensors --metadata
     """
+    planned = capacity.arguments()
     from ..weights import hub, open_checkpoint
     from .progress import progress_bar
 
     with progress_bar() as progress:
         located = hub.find(model, progress=progress)
     checkpoint = open_checkpoint(located.path, weights=False)
-    report = describe_file(checkpoint, located.bytes, context)
+    report = describe_file(checkpoint, located.bytes, context, planned)
     if as_json:
         print_json(
             {**report, "tensors": tensor_rows(checkpoint), "metadata": metadata_values(checkpoint, whole=metadata)}
@@ -80,7 +88,6 @@ def _section(title: str, lines: list[str]) -> None:
 
 
 def _lines(report: dict[str, Any]) -> list[str]:
-
     rows = [
         ("file", report["path"]),
         ("size", human_bytes(report["file_bytes"])),
@@ -90,8 +97,11 @@ def _lines(report: dict[str, Any]) -> list[str]:
         *_shape_lines(report["shape"]),
         *_tokenizer_lines(report["tokenizer"]),
         ("memory", _memory_line(report["memory"])),
+        *([] if report["fits"] is None else [("fits here", _fits_line(report["fits"]))]),
     ]
     lines = columns([(style(key, "bold"), one_line(value)) for key, value in rows])
+    if report["fits"] is not None:
+        lines += ["", *_fits_table(report["fits"])]
     if report["quantization"]:
         table = [
             (q["type"], str(q["tensors"]), human_bytes(q["bytes"]), f"{q['share']:.1%}") for q in report["quantization"]
@@ -146,6 +156,32 @@ def _memory_line(memory: dict[str, Any]) -> str:
         return f"{weights} of weights; keys and values unknown"
     total, kv = human_bytes(memory["total_bytes"]), human_bytes(memory["kv_bytes"])
     return f"{total} for {memory['context']:,} tokens: {weights} weights + {kv} keys and values"
+
+
+def _fits_line(fits: dict[str, Any]) -> str:
+    from ..engine.capacity import DEFAULT_SHARE
+
+    free = fits["available_bytes"]
+    beside = "memory unknown" if free is None else f"{human_bytes(free)} free beside the weights"
+    if fits["kv_memory"] is not None:
+        return f"{beside}; --kv-memory is {human_bytes(fits['kv_memory'])}"
+    share = "one context" if free is None else f"at most {DEFAULT_SHARE:.0%}"
+    return f"{beside}; {share} of it for keys and values (--kv-memory sets another size)"
+
+
+def _fits_table(fits: dict[str, Any]) -> list[str]:
+    """A line for each type of keys and values; where nothing fits, why."""
+    rows = [("KV TYPE", "SIZE", "TOKENS", "WHOLE CONTEXTS", "REQUESTS AT ONCE")]
+    refused: dict[str, list[str]] = {}
+    for kv_type, cache in fits["kv_types"].items():
+        if "error" in cache:
+            refused.setdefault(cache["error"], []).append(kv_type)
+            continue
+        contexts = f"{cache['contexts']:,} of {cache['max_context']:,} tokens"
+        requests = f"{cache['requests']:,} of {cache['tokens_each']:,} tokens each"
+        rows.append((kv_type, human_bytes(cache["bytes"]), f"{cache['tokens']:,}", contexts, requests))
+    table = columns(rows, right=[1, 2]) if len(rows) > 1 else []
+    return table + [f"{', '.join(kv_types)}: {error}" for error, kv_types in refused.items()]
 
 
 def _metadata_lines(checkpoint: "Checkpoint") -> list[str]:

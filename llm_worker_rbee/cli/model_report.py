@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from ..config import KV_DEFAULT
 from ..errors import WorkerError
 
 if TYPE_CHECKING:
@@ -22,8 +23,10 @@ COMMON_KEYS = {
 }
 
 
-def describe_file(checkpoint: "Checkpoint", file_bytes: int, context: int | None) -> dict[str, Any]:
-    """Everything but the lists of tensors and of metadata, as plain values."""
+def describe_file(
+    checkpoint: "Checkpoint", file_bytes: int, context: int | None, capacity: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Everything but the lists of tensors and of metadata, as plain values; `capacity`: how a cache is planned."""
     from ..models.architectures import describe
 
     config: ModelConfig | None = None
@@ -48,6 +51,7 @@ def describe_file(checkpoint: "Checkpoint", file_bytes: int, context: int | None
         "quantization": _quantization(checkpoint),
         "tokenizer": _tokenizer(checkpoint),
         "memory": _memory(checkpoint, config if checkpoint.tensors else None, context or shape.get("context")),
+        "fits": None if config is None or reason else _fits(checkpoint, config, context, capacity),
     }
 
 
@@ -108,13 +112,35 @@ def _tokenizer(checkpoint: "Checkpoint") -> dict[str, Any]:
 def _memory(checkpoint: "Checkpoint", config: "ModelConfig | None", context: int | None) -> dict[str, Any]:
     """Weights about as large as in the file; keys and values as float32, the default."""
     weights = checkpoint.nbytes
-    kv = config.kv_bytes(context) if config is not None and context else None
+    kv = config.kv_bytes(context, KV_DEFAULT) if config is not None and context else None
     return {
         "context": context,
         "weights_bytes": weights,
         "kv_bytes": kv,
         "total_bytes": None if kv is None else weights + kv,
     }
+
+
+def _fits(
+    checkpoint: "Checkpoint", config: "ModelConfig", context: int | None, capacity: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The cache that an engine would make on this machine now, for each type of keys and values."""
+    from ..config import KV_VALUE_BYTES
+    from ..engine.capacity import available_memory, plan
+
+    available = available_memory(checkpoint.nbytes)
+    caches: dict[str, Any] = {}
+    for kv_type in KV_VALUE_BYTES:
+        try:
+            made = plan(config, kv_type, max_context=context, available=available, **capacity)
+        except WorkerError as error:
+            caches[kv_type] = {"error": str(error)}
+            continue
+        caches[kv_type] = {
+            name: getattr(made, name)
+            for name in ("bytes", "tokens", "max_context", "contexts", "requests", "tokens_each")
+        }
+    return {"available_bytes": available, **capacity, "kv_types": caches}
 
 
 def tensor_rows(checkpoint: "Checkpoint") -> list[dict[str, Any]]:

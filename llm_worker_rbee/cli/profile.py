@@ -60,7 +60,7 @@ def profile(
     from ..bench.profile import Settings, flame
 
     spy = flame.PySpy(flame.find_py_spy(), native) if py_spy else None
-    settings = Settings(pp, tg, repetitions, flame_seconds, spy, computing.kv_type)
+    settings = Settings(pp, tg, repetitions, flame_seconds, spy)
     llm = load(ModelOptions(model=model), computing, Status())
     named = llm.model.ops.__name__.rpartition(".")[2]  # type: ignore[attr-defined]
     shown = {"pp": pp, "tg": tg, "repetitions": repetitions, "threads": used, "backend": named}

@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 from ..backends.kernels import COMPILING
 from ..errors import human_bytes
+from ..progress import PLAIN_STEPS, bars, draws
 from ..weights.hub.store import Progress
-from .terminal import cell, draws
+from .terminal import cell
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bars
-
-PLAIN_STEPS = 4  # without a terminal: one line at each quarter
 
 
 @contextmanager
@@ -35,9 +34,9 @@ def progress_bar() -> Iterator[Progress]:
         if what != shown[0]:
             if shown[1] is not None:
                 shown[1].stop()
-            bars = _bars(counted=what == COMPILING)
-            shown = (what, bars, bars.add_task(escape(cell(what)), total=total))
-            bars.start()
+            drawn = _bars(counted=what == COMPILING)
+            shown = (what, drawn, drawn.add_task(escape(cell(what)), total=total))
+            drawn.start()
         shown[1].update(shown[2], completed=done, total=total)
 
     try:
@@ -49,12 +48,10 @@ def progress_bar() -> Iterator[Progress]:
 
 def _bars(*, counted: bool) -> "Bars":
     """Things are counted, files are measured."""
-    from rich.console import Console
     from rich.progress import (
         BarColumn,
         DownloadColumn,
         MofNCompleteColumn,
-        Progress,
         TextColumn,
         TimeElapsedColumn,
         TimeRemainingColumn,
@@ -62,8 +59,7 @@ def _bars(*, counted: bool) -> "Bars":
     )
 
     amount = (MofNCompleteColumn(), TimeElapsedColumn()) if counted else (DownloadColumn(), TransferSpeedColumn())
-    columns = (TextColumn("{task.description}"), BarColumn(), *amount)
-    return Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True)
+    return bars(TextColumn("{task.description}"), BarColumn(), *amount, TimeRemainingColumn())
 
 
 def _plain_lines() -> Progress:

@@ -12,12 +12,13 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
+from ..progress import draws as draws
+
 if TYPE_CHECKING:
     from ..llm import Completion
 
 STYLES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "cyan": "36"}
 COLOURS = {"red", "green", "yellow", "cyan"}
-DUMB = {"dumb", "unknown"}  # values of TERM that promise no escape codes
 # C0 controls become their Unicode pictures; C1 controls and marks that turn the direction of writing, which can make a
 # line read as something else, the replacement character; tab and newline stay.
 TURNING = (0x61C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A))
@@ -88,11 +89,6 @@ def visible(text: str) -> str:
 def cell(text: str) -> str:
     """The same for a cell of a table, where a tab or a newline would break the columns."""
     return text.translate(LINE_PICTURES)
-
-
-def draws(stream: TextIO) -> bool:
-    """Whether the stream is a terminal that understands escape codes."""
-    return stream.isatty() and os.environ.get("TERM") not in DUMB
 
 
 def style(text: str, *names: str, stream: TextIO | None = None) -> str:

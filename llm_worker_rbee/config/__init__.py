@@ -13,12 +13,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import ModelFileError
+from .engine import EngineConfig
 from .gguf import gguf_shape
 from .hf import hf_shape
 from .keys import MAX_CONTEXT, MAX_LAYERS, MAX_VOCABULARY, MAX_WIDTH, Keys
-from .types import KV_VALUE_BYTES, Family, RopeScaling
+from .types import KV_AUTO, KV_DEFAULT, KV_VALUE_BYTES, Family, RopeScaling
 
-__all__ = ["KV_VALUE_BYTES", "Family", "ModelConfig", "RopeScaling"]
+__all__ = ["KV_AUTO", "KV_DEFAULT", "KV_VALUE_BYTES", "EngineConfig", "Family", "ModelConfig", "RopeScaling"]
 
 LIMITS = {
     "n_layers": MAX_LAYERS,

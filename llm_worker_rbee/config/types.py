@@ -15,6 +15,8 @@ KV_VALUE_BYTES = {
     "float16": 2,
     "int8": 1,
 }  # by `--kv-type`; int8 has a float32 scale per position and head
+KV_AUTO = "auto"
+KV_DEFAULT = "float16"  # what `auto` is for kernels: half the memory and half the reading; the reference rounds nothing
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,55 +1,131 @@
-"""One request from its prompt to its last token. Text, templates and files are other rooms' business."""
+"""Many requests, one model: `add` and `abort` at any time between steps, `step` until nothing is left to do.
+
+The engine speaks ids only: text, templates and files are other rooms' business. It belongs to one thread at a time
+(async_engine.py is how others reach it).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+import warnings
 
-from ..backends.types import Array
+from ..cache import KVCache
+from ..config import EngineConfig
+from ..errors import ContextLengthError, InferenceError, WorkerError
 from ..models import Transformer
-from .request import Request, TokenLogprob, TokenOutput
+from .drafts import Drafter, NGrams
+from .pace import Pace
+from .request import Output, Request
 from .runner import Runner
-from .sampler import sample, token_logprobs
+from .sampler import choose
+from .scheduler import Scheduler
+from .step import Span
 
 
-class Generation:
-    """A request being answered; iterate over it for its tokens."""
+class Engine:
+    """A model that serves."""
 
-    def __init__(self, model: Transformer, request: Request, kv_type: str = "float32") -> None:
+    def __init__(
+        self, model: Transformer, config: EngineConfig, kv_type: str = "float32", drafter: Drafter | None = None
+    ) -> None:
         self.model = model
-        self.request = request
-        self.prompt_logprobs: list[TokenLogprob | None] | None = None
-        self.runner = Runner(model, len(request.prompt) + request.max_tokens, kv_type)
+        self.config = config
+        self.cache = KVCache(model.ops, model.config, config.n_blocks, config.block_size, kv_type)
+        self.scheduler = Scheduler(config)
+        self.runner = Runner(model, self.cache, config.max_batch, config.max_context)
+        self.drafter = drafter or (NGrams(config.draft_tokens) if config.speculative == "ngram" else None)
+        self.pace = Pace(config.target_itl_ms / 1000, config.max_step_tokens)
+        self.num_steps = 0
+        self.is_computing = False  # then the books are at rest
+        self._arrivals = 0
 
-    def __iter__(self) -> Iterator[TokenOutput]:
-        """Compute the prompt, then token after token until an end-of-text id or the limit."""
-        logits = self.prefill()
-        while True:
-            output = self.next_token(logits)
-            yield output
-            if output.finish_reason is not None:
-                return
-            logits = self.runner.step(self.request, 1)
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would do anything."""
+        return self.scheduler.has_work
 
-    def prefill(self) -> Array:
-        """The logits after the last prompt token; scores the prompt on the way if that was asked for."""
-        request, scored = self.request, self.request.params.prompt_logprobs
-        scores: list[TokenLogprob | None] = [None]
-        for start, logits in self.runner.catch_up(request, all_logits=scored):
-            if scored:
-                following = request.prompt[start + 1 : start + 1 + logits.shape[0]]
-                k = request.params.logprobs or 0
-                scores += token_logprobs(self.model.ops, logits[: len(following)], following, k)
-        self.prompt_logprobs = scores if scored else None
-        return logits[-1:]
+    def add(self, request: Request) -> None:
+        """Take a request on; one that can never fit is refused at once."""
+        require_fit(request.num_prompt_tokens, request.max_tokens, self.config)
+        request.arrival = self._arrivals
+        self._arrivals += 1
+        self.scheduler.add(request)
 
-    def next_token(self, logits: Array) -> TokenOutput:
-        """Choose from (1, vocabulary) and say whether the answer ends with it."""
-        request = self.request
-        (token,) = sample(self.model.ops, logits, [request])
-        if token in request.eos_ids and not request.params.ignore_eos:
-            return TokenOutput(token, None, "stop")
-        logprob = None
-        if request.params.logprobs is not None:
-            (logprob,) = token_logprobs(self.model.ops, logits, [token], request.params.logprobs)
-        request.tokens.append(token)
-        return TokenOutput(token, logprob, "length" if len(request.tokens) >= request.max_tokens else None)
+    def abort(self, request: Request) -> bool:
+        """Forget a request, wherever it is: nothing more comes of it, and what it held is free. Was it here?"""
+        return self.scheduler.remove(request)
+
+    def step(self) -> list[Output]:
+        """Compute the next tokens of everybody who runs; what came out for whom."""
+        ended = self.scheduler.expire(time.monotonic())
+        spans = self.scheduler.schedule(self.pace.budget(anybody_waits=self._anybody_answers()))
+        return ended + self._computed(spans) if spans else ended
+
+    def _computed(self, spans: list[Span]) -> list[Output]:
+        start = time.perf_counter()
+        is_reading = any(span.stop - span.start > 1 + len(span.request.drafts) for span in spans)
+        try:
+            self.is_computing = True
+            sampled = choose(self.model.ops, spans, self.runner.run(spans))
+            self.is_computing = False
+        except Exception as error:  # whatever it was: its requests end, the others go on
+            self.is_computing = False
+            return self.scheduler.fail(spans, _shown(error))
+        outputs = self.scheduler.update(spans, sampled)
+        self._draft()
+        self._note(spans, is_reading, time.perf_counter() - start)
+        return outputs
+
+    def _draft(self) -> None:
+        """Guesses for the next step; whoever fails to guess is not asked again, and answers go on without."""
+        if self.drafter is None:
+            return
+        try:
+            self.drafter.draft(self.scheduler.running, self.scheduler.reserve, self.runner.batch)
+        except Exception as error:
+            self.drafter = None
+            for request in self.scheduler.running:
+                request.drafts = []
+            warnings.warn(f"no more guesses: the drafter failed: {error}", RuntimeWarning, stacklevel=2)
+
+    def reset(self) -> None:
+        """Forget all requests and all that is cached: for who was interrupted while the books were being written."""
+        for request in (*self.scheduler.running, *self.scheduler.waiting):
+            request.has_ended, request.row, request.blocks = True, -1, []
+        self.scheduler = Scheduler(self.config)
+        self.is_computing = False
+
+    def _anybody_answers(self) -> bool:
+        return any(len(request.ids) > request.num_prompt_tokens for request in self.scheduler.running)
+
+    def _note(self, spans: list[Span], is_reading: bool, seconds: float) -> None:
+        self.num_steps += 1
+        if is_reading:
+            self.pace.took(sum(span.stop - span.start for span in spans), seconds)
+        if self.config.debug:
+            self.scheduler.check()
+
+
+def require_fit(prompt: int, answer: int, config: EngineConfig) -> None:
+    """Refuse what is longer than the context or than the whole cache, with the figures."""
+    total, cache = prompt + answer, config.n_blocks * config.block_size
+    if total > config.max_context:
+        raise ContextLengthError(
+            f"the prompt has {prompt} tokens and max_tokens is {answer}: together {total}, "
+            f"over the context of {config.max_context}",
+            "max_tokens",
+        )
+    if total - 1 > cache:  # keys and values of the last token are never needed
+        raise ContextLengthError(
+            f"the prompt has {prompt} tokens and max_tokens is {answer}: together {total}, and the KV cache holds "
+            f"{cache}: ask for fewer tokens, or give the cache more memory (kv_memory)",
+            "max_tokens",
+        )
+
+
+def _shown(error: Exception) -> WorkerError:
+    if isinstance(error, WorkerError):
+        return error
+    made = InferenceError(f"the step failed: {type(error).__name__}: {error}")
+    made.__cause__ = error
+    return made

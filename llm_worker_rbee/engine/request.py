@@ -6,11 +6,14 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral, Real
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from ..errors import ContextLengthError, InvalidRequestError
+from ..errors import ContextLengthError, InvalidRequestError, WorkerError
 
-FinishReason = Literal["stop", "length"]
+if TYPE_CHECKING:  # the books import no array library
+    from ..backends.types import SampleRow
+
+FinishReason = Literal["stop", "length", "error"]
 MAX_SEED = 1 << 64
 MAX_STOPS = 16
 MAX_STOP_CHARS = 100
@@ -114,21 +117,63 @@ def _integer(name: str, value: Any, least: int, most: int | None) -> int:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One sequence being computed: the prompt's ids, then the generated ones behind them."""
+    """One sequence being computed: what was asked for, and how far it is."""
 
     prompt: list[int]
     params: SamplingParams
     max_tokens: int  # resolved: what was asked for, or what is left of the context
     seed: int
     eos_ids: frozenset[int]
-    choice: int = 0
-    tokens: list[int] = field(default_factory=list)  # generated so far
+    choice: int = 0  # of several answers to one prompt
+    priority: int = 0  # lower goes first
+    deadline: float | None = None  # on the clock of time.monotonic
+
+    # The engine's books. No phases: each step brings num_computed_tokens nearer to num_tokens.
+    ids: list[int] = field(default_factory=list)  # the prompt, then what was generated
     num_computed_tokens: int = 0
+    num_prompt_tokens: int = 0
+    longest: int = 0  # tokens of prompt and answer
+    stop_ids: frozenset[int] = frozenset()  # that end it
+    drafts: list[int] = field(default_factory=list)  # guesses for the tokens after `ids`
+    arrival: int = -1  # the engine's count
+    has_ended: bool = True  # for the engine: it does not have it
+    blocks: list[int] = field(default_factory=list)  # of the KV cache, in order
+    hashes: list[bytes] = field(default_factory=list)  # of its full blocks, chained
+    num_hashed_blocks: int = 0  # that others can find
+    num_cached_tokens: int = -1  # of the prompt, found when it was first admitted
+    num_shared_tokens: int = 0  # found when it was last admitted
+    row: int = -1  # among those that are running
+    num_listed_blocks: int = 0  # that its row of the block table has
+    prompt_logprobs: list[TokenLogprob | None] | None = None
+    sample_row: SampleRow | None = None
+    draft_state: Any = None  # what a drafter remembers of it
+
+    def __post_init__(self) -> None:
+        self.ids = list(self.prompt)
+        self.num_prompt_tokens = len(self.prompt)
+        self.longest = self.num_prompt_tokens + self.max_tokens
+        self.stop_ids = frozenset() if self.params.ignore_eos else self.eos_ids
+        self.prompt_logprobs = [None] if self.params.prompt_logprobs else None
 
     @property
     def num_tokens(self) -> int:
         """Prompt and generated tokens together."""
-        return len(self.prompt) + len(self.tokens)
+        return len(self.ids)
+
+    @property
+    def tokens(self) -> list[int]:
+        """What was generated so far."""
+        return self.ids[self.num_prompt_tokens :]
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """Who goes first: priority, then arrival."""
+        return self.priority, self.arrival
+
+    @property
+    def num_unscored_tokens(self) -> int:
+        """Tokens of the prompt whose log-probabilities are wanted and not known yet."""
+        return 0 if self.prompt_logprobs is None else self.num_prompt_tokens - len(self.prompt_logprobs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,14 +185,15 @@ class TokenLogprob:
     top: tuple[tuple[int, float], ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class TokenOutput:
-    """What one step gives for one request."""
+class Output(NamedTuple):
+    """What a step gives for one request: a token, or the error that ended it."""
 
+    request: Request
     token: int
     logprob: TokenLogprob | None = None
-    # "stop": an end-of-text id, which is then not part of the answer
+    # "stop": an end-of-text id, which is then not part of the answer; "error": there is no token, `error` says why
     finish_reason: FinishReason | None = None
+    error: WorkerError | None = None
 
 
 def token_limit(prompt: int, asked: int | None, context: int) -> int:

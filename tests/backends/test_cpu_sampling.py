@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
 from llm_worker_rbee.backends import cpu, sampling
-from llm_worker_rbee.backends.cpu import candidates, filters
+from llm_worker_rbee.backends.cpu import candidates, filters, threads
 from llm_worker_rbee.backends.cpu import sampling as fast
 from llm_worker_rbee.backends.types import SampleRow
 from llm_worker_rbee.errors import InferenceError
@@ -33,6 +35,20 @@ def settings(rng: np.random.Generator, size: int) -> SampleRow:
         seed=int(rng.integers(0, 2**64, dtype=np.uint64)),
         choice=int(rng.integers(0, 5)),
         position=int(rng.integers(0, 2**40)),
+    )
+
+
+def penalties(rng: np.random.Generator, size: int) -> SampleRow:
+    """The same, with what changes logits; few tokens, so that some come twice."""
+    few = min(size, 12)
+    return replace(
+        settings(rng, size),
+        repetition_penalty=float(rng.choice([1.0, 1.3, 0.5])),
+        presence_penalty=float(rng.choice([0.0, 1.5])),
+        frequency_penalty=float(rng.choice([0.0, -0.7])),
+        recent=rng.integers(0, few, rng.integers(0, 9)),
+        generated=rng.integers(0, few, rng.integers(0, 9)),
+        bias=tuple((int(t), float(rng.choice([-100, 3.5]))) for t in rng.integers(0, size, rng.integers(0, 3))),
     )
 
 
@@ -80,20 +96,48 @@ def test_bias_and_penalties_give_the_same_token() -> None:
     rng = np.random.default_rng(4)
     for i in range(600):
         size = SIZES[1 + i % (len(SIZES) - 1)]
-        plain = settings(rng, size)
-        more = {
-            "repetition_penalty": float(rng.choice([1.0, 1.3, 0.5])),
-            "presence_penalty": float(rng.choice([0.0, 1.5])),
-            "frequency_penalty": float(rng.choice([0.0, -0.7])),
-            "recent": rng.integers(0, size, rng.integers(0, 9)),
-            "generated": rng.integers(0, size, rng.integers(0, 9)),
-            "bias": tuple((int(t), float(rng.choice([-100, 3.5]))) for t in rng.integers(0, size, rng.integers(0, 3))),
-        }
-        row = SampleRow(**{name: getattr(plain, name) for name in plain.__dataclass_fields__} | more)
-        x = ordinary(rng, size)
+        row, x = penalties(rng, size), ordinary(rng, size)
         before = x.copy()
         assert cpu.sample(x[None], [row])[0] == sampling.sample_row(x, row), (i, size, row)
         assert np.array_equal(x, before)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_rows_of_a_batch_are_each_chosen_as_alone(count: int) -> None:
+    """Any mix of rows, with any number of threads: the kernels' own draws, and those that they leave to the meaning."""
+    rng, before = np.random.default_rng(8), threads.count()
+    threads.use(count)
+    try:
+        for i in range(60):
+            size, rows = SIZES[i % len(SIZES)], int(rng.integers(0, 20))
+            x = np.empty((rows, size), np.float32)
+            wanted = []
+            for line in x:
+                line[:] = (ordinary, nasty)[rng.integers(2)](rng, size)
+                wanted.append((settings, penalties)[rng.integers(2)](rng, size))
+            expected = [sampling.sample_row(line, row) for line, row in zip(x, wanted, strict=True)]
+            assert cpu.sample(x, wanted).tolist() == expected, (i, size, wanted)
+            assert cpu.sample(np.asfortranarray(x), wanted).tolist() == expected
+    finally:
+        threads.use(before)
+
+
+def test_a_row_without_numbers_is_refused_among_others() -> None:
+    x = np.stack([ordinary(np.random.default_rng(9), 100) for _ in range(6)])
+    x[4, 30] = np.nan
+    for row in (SampleRow(temperature=0), SampleRow(top_p=0.9), SampleRow(bias=((1, 2.0),))):
+        with pytest.raises(InferenceError, match="NaN or infinite"):
+            cpu.sample(x, [row] * 6)
+
+
+@pytest.mark.parametrize("row", [{"top_p": 0.95}, {"typical_p": 0.9}, {"typical_p": 0.9, "top_p": 0.5, "min_p": 0.1}])
+def test_flat_logits_have_many_candidates(row: dict[str, float]) -> None:
+    """So many that they are put into buckets first; the kernels still do not ask."""
+    rng = np.random.default_rng(10)
+    for i in range(10):
+        x = (rng.standard_normal(20_000) * rng.choice([0.1, 1.0])).astype(np.float32)
+        one = SampleRow(**row, seed=i)  # type: ignore[arg-type]
+        assert fast._drawn(candidates.NARROW, x, one) == sampling.sample_row(x, one)
 
 
 def test_the_kernels_seldom_ask() -> None:

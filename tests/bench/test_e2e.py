@@ -1,4 +1,4 @@
-"""Whole models: the drive does what the engine does, the figures are what they say."""
+"""Whole models: the figures are what they say, and stand beside what they should."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from llm_worker_rbee import LLM
 from llm_worker_rbee.backends import reference
 from llm_worker_rbee.bench import drive, e2e, limits, memory
 from llm_worker_rbee.bench.drive import Drive
-from llm_worker_rbee.bench.e2e import Case, Cost, Plan
+from llm_worker_rbee.bench.e2e import Case, Cost, Plan, bench, sharing
+from llm_worker_rbee.bench.e2e.bench import Bench
 from llm_worker_rbee.bench.results import Recorder
 from llm_worker_rbee.bench.synthetic import Shape, Spec, checkpoint
 from llm_worker_rbee.errors import ContextLengthError, InsufficientMemoryError, InvalidRequestError
@@ -28,44 +28,6 @@ SPEC = Spec("small", SHAPE, "Q8_0", 2)
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("e2e") / "tiny.gguf")
-
-
-@pytest.fixture(scope="module")
-def llm(tiny: Path) -> LLM:
-    return LLM(tiny)
-
-
-def answer(llm: LLM, prompt: list[int], tokens: int) -> list[int]:
-    return llm.generate(prompt, max_tokens=tokens, temperature=0.0, ignore_eos=True).tokens
-
-
-def test_the_drive_computes_what_the_engine_does(llm: LLM) -> None:
-    one = Drive(llm.model, 64, batch=3, seed=7)
-    prompts = [row.tolist() for row in one.ids]
-    assert len({tuple(p) for p in prompts}) == 3
-    assert one.prefill(0, 40, 3) == [answer(llm, prompt[:40], 1)[0] for prompt in prompts]
-    one.fill(20, 3)
-    made = one.decode(20, 9, 3)
-    assert made == [answer(llm, prompt[:21], 9) for prompt in prompts]
-    # the answers lie over the prompts' own keys now: what is needed of those is computed again
-    one.fill(30, 2)
-    assert one.prefill(30, 5, 2) == [answer(llm, prompt[:35], 1)[0] for prompt in prompts[:2]]
-    assert one.decode(0, 4, 1) == [answer(llm, prompts[0][:1], 4)]
-
-
-def test_steps_are_bounded_and_may_hold_two_sequences(llm: LLM) -> None:
-    one = Drive(llm.model, 220, batch=3)
-    wanted = [drive.Span(s, 10, one.ids[s, 10:210]) for s in range(3)]
-    steps = list(drive._steps(wanted))
-    assert [sum(len(span.ids) for span in step) for step in steps] == [512, 88]
-    assert [[(span.sequence, span.start) for span in step] for step in steps] == [
-        [(0, 10), (1, 10), (2, 10)],
-        [(2, 122)],
-    ]
-    for s in range(3):
-        again = np.concatenate([span.ids for step in steps for span in step if span.sequence == s])
-        assert (again == one.ids[s, 10:210]).all()
-    assert one.prefill(0, 210, 3) == [answer(llm, row[:210].tolist(), 1)[0] for row in one.ids]
 
 
 def measured(plan: Plan, source: Path | Spec = SPEC) -> tuple[Recorder, list[str]]:
@@ -83,10 +45,11 @@ def test_names_units_and_arithmetic() -> None:
         *(f"{kind}{suffix}" for kind in ("pp6", "pp4", "tg3", "bytes_per_token") for suffix in suffixes),
         *(f"ttft{n}{suffix}" for n in (6, 4) for suffix in ("", "@d16")),
         "peak_memory",
+        "products@b2",
     }
     bandwidth = limits.measured(1).memory_bandwidth
     for name, result in found.items():
-        unit = "tok/s" if name[:2] in ("pp", "tg") else "s" if name.startswith("ttft") else "B"
+        unit = "tok/s" if name[:2] in ("pp", "tg", "pr") else "s" if name.startswith("ttft") else "B"
         assert result.unit == unit
         assert len(result.samples) == (0 if unit == "B" else 3)
         assert result.better == ("higher" if unit == "tok/s" else "lower")
@@ -95,11 +58,12 @@ def test_names_units_and_arithmetic() -> None:
             assert fields["bytes_per_token"] == found[f"bytes_per_token{name[3:]}"].estimate
             expected = 100 * fields["bytes_per_token"] * result.estimate / bandwidth
             assert fields["percent_of_limit"] == pytest.approx(expected)
+            assert ("times_one" in fields) == ("percent_of_products" in fields) == name.endswith("@b2")
     assert found["pp6"].samples == pytest.approx([6 / s for s in found["ttft6"].samples])
     assert found["peak_memory"].estimate > 10e6
-    rounds = [what for what in told if " of 3" in what]
-    assert [what.partition(":")[0] for what in rounds[:12]] == [case.name for case in plan.cases()]
-    assert [what.partition(":")[0] for what in rounds[12:24]] == [case.name for case in plan.cases()][::-1]
+    order = [*(case.name for case in plan.cases()), "products@b2"]
+    rounds = [what.partition(":")[0] for what in told if " of 3" in what]
+    assert rounds == order + order[::-1] + order
     assert recorder.model == {"name": "small:Q8_0", "bytes": SPEC.nbytes, "synthetic": True, "seed": 0}
 
 
@@ -139,6 +103,16 @@ def test_what_cannot_be_run_is_refused_first(tiny: Path) -> None:
         measured(Plan(pp=[321]))
     with pytest.raises(InvalidRequestError, match="--pp and --tg are both 0"):
         measured(Plan(pp=[0], tg=[0]))
+    with pytest.raises(ContextLengthError, match=r"^--prefix needs 304 tokens, the model's context has 256"):
+        measured(Plan(pp=[4], tg=[8], prefix=300), tiny)
+    with pytest.raises(InvalidRequestError, match="real text: a synthetic model knows none"):
+        measured(Plan(pp=[4], tg=[8], speculative="ngram"))
+    with pytest.raises(InvalidRequestError, match="2 tokens or more"):
+        measured(Plan(pp=[4], tg=[1], speculative="ngram"), tiny)
+    with pytest.raises(
+        ContextLengthError, match=r"^the prompts and tg250 need \d+ tokens, the model's context has 256"
+    ):
+        measured(Plan(pp=[0], tg=[250], speculative="ngram"), tiny)
     with pytest.raises(InsufficientMemoryError, match=r"keys and values of 100000000 x 300 tokens take [\d,]+"):
         measured(Plan(pp=[300], batches=[100_000_000]))
     huge = Spec("huge", SHAPE._replace(width=1 << 18, d_ff=1 << 20, layers=999), "F16", 999)
@@ -147,17 +121,56 @@ def test_what_cannot_be_run_is_refused_first(tiny: Path) -> None:
 
 
 def test_a_rate_counts_the_tokens_of_all_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(e2e, "time", SimpleNamespace(perf_counter=itertools.count().__next__))  # each run takes 1 s
-    recorder, _ = measured(Plan(pp=[4], tg=[3], batches=[1, 2], repetitions=1))
-    rates = {result.name: result.estimate for result in recorder.results() if result.unit == "tok/s"}
-    assert rates == {"pp4": 4, "pp4@b2": 8, "tg3": 3, "tg3@b2": 6}
+    for timed in (drive, bench):  # each run takes 1 s
+        monkeypatch.setattr(timed, "time", SimpleNamespace(perf_counter=itertools.count().__next__))
+    recorder, _ = measured(Plan(pp=[4], tg=[3], batches=[2], repetitions=1))
+    found = {result.name: result for result in recorder.results()}
+    rates = {name: result.estimate for name, result in found.items() if result.unit == "tok/s"}
+    alone = 2.0 * bench.PRODUCT_STEPS
+    assert rates == {"pp4@b2": 8, "tg3": 3, "tg3@b2": 6, "products@b2": alone}  # several stand beside one
+    fields = found["tg3@b2"].fields
+    assert (fields["times_one"], fields["percent_of_products"]) == (2, 100 * 6 / alone)
 
 
-def test_what_is_cached_before_a_run_is_there(llm: LLM) -> None:
-    run, known = Drive(llm.model, 16), Drive(llm.model, 16)
-    Case("tg", 2, 9, 1).seconds(run)
-    known.fill(9, 1)
-    assert run.decode(9, 4, 1) == known.decode(9, 4, 1)
+def test_what_stands_beside_is_taken_by_repetition() -> None:
+    """A machine that is twice as slow for a while is so for both sides."""
+    one = Bench(Recorder("e2e"), None, None, limits.measured(1), "none")  # type: ignore[arg-type]
+    one.samples = {"a": [8.0, 4.0, 8.0, 4.0], "b": [4.0, 2.0, 4.0]}
+    assert one.ratio("a", "b") == pytest.approx(2)
+    assert one.ratio("a", "c") is None
+
+
+def test_a_shared_prefix(tiny: Path) -> None:
+    recorder, _ = measured(Plan(pp=[0], tg=[0], prefix=40, repetitions=3), tiny)
+    found = {result.name: result for result in recorder.results()}
+    assert set(found) == {"ttft_first@p40", "ttft_shared@p40", "peak_memory"}
+    first, shared = found["ttft_first@p40"], found["ttft_shared@p40"]
+    assert (first.unit, first.better, len(first.samples), first.fields["prompt"]) == (
+        "s",
+        "lower",
+        3,
+        40 + sharing.TAIL,
+    )
+    ratios = sorted(a / b for a, b in zip(first.samples, shared.samples, strict=True))
+    assert ratios[0] <= shared.fields["times_shorter"] <= ratios[-1]
+
+
+def test_guesses_on_real_text(tiny: Path) -> None:
+    """The model as its own draft is always right."""
+    plan = Plan(pp=[0], tg=[8], batches=[3], repetitions=2, draft_model=str(tiny), draft_tokens=3)
+    found = {result.name: result for result in measured(plan, tiny)[0].results()}
+    assert {"tg8@text@b3", "tg8@draft@b3"} <= set(found)
+    fields = found["tg8@draft@b3"].fields
+    assert fields["drafted"] == fields["accepted"] > 0
+    assert fields["acceptance"] == 1
+    assert 2 < fields["tokens_per_step"] <= 4
+    plan = Plan(pp=[0], tg=[24], repetitions=1, speculative="ngram")
+    found = {result.name: result for result in measured(plan, tiny)[0].results()}
+    fields = found["tg24@ngram"].fields
+    assert 0 < fields["accepted"] <= fields["drafted"]
+    assert fields["acceptance"] == fields["accepted"] / fields["drafted"]
+    assert fields["tokens_per_step"] > 1
+    assert fields["times_plain"] == pytest.approx(found["tg24@ngram"].estimate / found["tg24@text"].estimate)
 
 
 def test_what_is_named_twice_is_measured_once() -> None:
@@ -195,4 +208,4 @@ def test_the_peak_of_memory_starts_again() -> None:
 def test_a_synthetic_model_loads_like_any_other() -> None:
     made = checkpoint(SPEC)
     model = load_model(made, reference, describe(made))  # type: ignore[arg-type]
-    assert Drive(model, 16).decode(0, 5, 1) == Drive(model, 16).decode(0, 5, 1)
+    assert Drive(model, 16).decode(0, 5, 1).answers == Drive(model, 16).decode(0, 5, 1).answers

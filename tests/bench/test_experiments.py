@@ -155,8 +155,8 @@ def test_the_two_forward_passes_give_the_models_logits(tiny: Path, prompt: int, 
         one, other = work("modules"), work("fused")
         assert one.shape == other.shape
         assert np.allclose(one, other, atol=1e-4)
-    runner = rewrite.Runner(load_model(checkpoint, reference, describe(checkpoint)), prompt + steps)
-    plain = runner.model.forward(runner.batch(sides.ids, 0, all_logits=False), runner.cache)
+    solo = rewrite.Solo(load_model(checkpoint, reference, describe(checkpoint)), prompt + steps)
+    plain = solo.model.forward(solo.batch(sides.ids, 0, all_logits=False), solo.cache)
     assert np.allclose(plain, sides.decode("fused"), atol=1e-4)
 
 

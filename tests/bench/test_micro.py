@@ -14,7 +14,7 @@ from llm_worker_rbee.backends import reference
 from llm_worker_rbee.bench import limits, micro
 from llm_worker_rbee.bench.blocks import random_tensor
 from llm_worker_rbee.bench.limits import Limits, Work
-from llm_worker_rbee.bench.micro import suite
+from llm_worker_rbee.bench.micro import books, files, suite
 from llm_worker_rbee.bench.micro.suite import Case
 from llm_worker_rbee.bench.results import Recorder
 from llm_worker_rbee.bench.timing import Measured, Plan, calibrate, measure
@@ -90,17 +90,47 @@ class OnlyTheOpTable:
     __name__ = "package.fast"
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("rope", "store", "gather", "attention_scores", "causal_mask", "dequantize", "tokenizer"):
+        if name in (
+            "rope",
+            "store",
+            "gather",
+            "attention_scores",
+            "causal_mask",
+            "dequantize",
+            "tokenizer",
+            "scheduler",
+        ):
             raise AttributeError(name)
         return getattr(reference, name)
 
 
 def test_what_only_the_reference_has_runs_there() -> None:
     fast = OnlyTheOpTable()
-    ran_on = {case.name: micro.name_of(case.ops_for(fast)) for case in [*suite.cases(), *micro.file_cases()]}
+    ran_on = {case.name: micro.name_of(case.ops_for(fast)) for case in [*suite.cases(), *books.cases(), *files.cases()]}
     homes = {family: {ran_on[n] for n in names} for family, names in groupby(ran_on, lambda n: n.split("/")[0])}
     assert homes["rope_forward"] == homes["causal_mask"] == homes["dequantize"] == homes["gguf_open"] == {"reference"}
+    assert homes["scheduler"] == homes["tokenizer"] == {"reference"}
+    assert homes["products"] == {"fast"}
     assert homes["qkv_projection"] == homes["full_attention"] == homes["linear"] == homes["sampling"] == {"fast"}
+
+
+@pytest.mark.parametrize("arrays", [False, True])
+def test_in_a_step_of_the_books_everybody_gets_a_token(arrays: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(books, "ANEW", books.LONGEST + 40)
+    made = books.Books(5)
+    step = made.step_with_arrays if arrays else made.step
+    first = made.scheduler
+    prompts = [request.num_prompt_tokens for request in first.running]
+    assert len(prompts) == 5
+    assert books.SHORTEST <= min(prompts) < max(prompts) <= books.LONGEST
+    for n in range(2, 40):
+        step()
+        assert [len(request.tokens) for request in made.scheduler.running] == [n] * 5
+        made.scheduler.check()
+    assert made.scheduler is first
+    step()  # the answers are complete: all begin anew
+    assert made.scheduler is not first
+    assert [len(request.tokens) for request in made.scheduler.running] == [1] * 5
 
 
 def test_a_filter_that_matches_nothing_is_an_error() -> None:
@@ -110,6 +140,11 @@ def test_a_filter_that_matches_nothing_is_an_error() -> None:
         "tokenizer/decode",
         "gguf_open",
     }
+    assert [case.name for case in micro.select("scheduler")] == [
+        *(f"scheduler/{n}" for n in (1, 16, 64, 256)),
+        "scheduler_batch/64",
+    ]
+    assert [case.name for case in micro.select("products")] == ["products/1", "products/16"]
     with pytest.raises(InvalidRequestError, match=r"'ropes' matches no benchmark.*rope_forward"):
         micro.select("ropes")
     with pytest.raises(InvalidRequestError, match="not a regular expression"):
@@ -165,7 +200,7 @@ def test_sides_are_taken_in_turn() -> None:
 
 
 def test_a_quick_function_is_called_many_times_a_sample() -> None:
-    assert calibrate(lambda: None, Plan(seconds=0.1, warm_up=0.0)) > 1000
+    assert calibrate(lambda: None, Plan(seconds=0.1, warm_up=0.0)) > 100
 
 
 def test_limits_take_the_larger_of_the_two_times() -> None:

@@ -6,12 +6,13 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from llm_worker_rbee import __version__, machine
 from llm_worker_rbee.bench import peers
-from llm_worker_rbee.bench.drive import Drive
+from llm_worker_rbee.bench.drive import Drive, Timed
 from llm_worker_rbee.bench.peers import OURS, Plan
 from llm_worker_rbee.bench.peers.own import this_worker
 from llm_worker_rbee.bench.peers.process import Child, LlamaBench, PeerError, Task, ending
@@ -210,20 +211,24 @@ def test_transformers_runs_for_real(tmp_path: Path) -> None:
     assert [len(ids) for ids in seen] == [16, 1, 1, 1, 1] * 2
     first, *following = [ids[0] for ids in seen[-4:]]
     llm = LLM(model)
-    drive = Drive(llm.model, 8)
-    drive.ids[0, 0] = first
-    assert drive.decode(0, 3, 1) == [following]  # with the cache, one answers what the other does
+    assert llm.generate([first], max_tokens=3, temperature=0.0, ignore_eos=True).tokens == following
 
 
 def test_ours_is_asked_for_the_same(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[str, int, int, int]] = []
-    for name in ("prefill", "decode"):
-        monkeypatch.setattr(Drive, name, lambda self, *given, name=name: asked.append((name, *given)))
-    version, measure = this_worker({"model": str(tiny), "context": 16, "device": "auto", "backend": "auto"})
-    measure("pp", 16)
-    measure("tg", 5)
+    asked: list[tuple[Any, ...]] = []
+
+    def note(name: str, *given: Any) -> Timed:
+        asked.append((name, *given))
+        return Timed(0.5, 7, 1, [])
+
+    for name in ("prefill", "decode", "together"):
+        monkeypatch.setattr(Drive, name, lambda self, *given, name=name: note(name, *given))
+    given = {"model": str(tiny), "context": 16, "batch": 2, "device": "auto", "backend": "auto"}
+    version, measure = this_worker(given)
+    assert measure("pp", 16) == measure("tg", 5) == {"seconds": 0.5, "tokens": 7}
+    assert measure("tg", 5, [[1], [2, 3]]) == {"seconds": 0.5, "tokens": 7}
     assert version == __version__
-    assert asked == [("prefill", 0, 16, 1), ("decode", 0, 5, 1)]
+    assert asked == [("prefill", 0, 16, 1), ("decode", 0, 5, 1), ("together", [[1], [2, 3]], 5)]
 
 
 def test_a_peer_that_fails_is_ended(tiny: Path, tmp_path: Path) -> None:

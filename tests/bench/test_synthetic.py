@@ -88,7 +88,7 @@ def test_activations_stay_finite(architecture: str) -> None:
     shape = SMALL._replace(layers=12, architecture=architecture)
     made = checkpoint(Spec("deep", shape, "Q4_K_M", 12))
     model = load_model(made, reference, describe(made))  # type: ignore[arg-type]
-    (token,) = Drive(model, 8).prefill(0, 8, 1)  # refuses logits that are not finite
+    ((token,),) = Drive(model, 8).prefill(0, 8, 1).answers  # refuses logits that are not finite
     assert 0 <= token < shape.vocabulary
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -45,13 +46,27 @@ def test_the_table(cli: Run, tiny: Path) -> None:
     assert done.returncode == 0, done.stderr
     lines = done.stdout.decode().splitlines()
     assert lines[0].startswith("tiny.gguf, ")
-    assert lines[2].split() == ["RESULT", "95%", "INTERVAL", "OF", "LIMIT", "BOUND", "BY", "RUNS"]
+    assert lines[2].split() == ["RESULT", "95%", "INTERVAL", "OF", "LIMIT", "BOUND", "BY", "RUNS", "BESIDE"]
     names = [line.split()[0] for line in lines[3:] if line]
     assert names[:2] == ["pp4", "ttft4"]
     for name in ("pp8@d16@b2", "tg2@d16", "tg2@b2", "ttft8@d16"):
         assert name in names
     assert "tok/s" in done.stdout.decode()
+    beside = next(line for line in lines if line.startswith("tg2@b2"))
+    assert re.search(r"\d+% of the products alone, \d+\.\d\d x one sequence$", beside)
     assert b"llama-bench leaves it out" in done.stderr
+
+
+def test_guesses_and_a_shared_prefix(cli: Run, tiny: Path) -> None:
+    options = ("--pp", "0", "--tg", "24", "-r", "1", "--prefix", "32", "--speculative", "ngram", "--draft-tokens", "2")
+    done = cli("bench", "e2e", tiny, *options)
+    assert done.returncode == 0, done.stderr
+    lines = {line.split()[0]: line for line in done.stdout.decode().splitlines() if line}
+    assert lines["ttft_shared@p32"].endswith(" x shorter")
+    assert re.search(r" x without guesses, \d+% of guesses right, \d\.\d\d tokens a step$", lines["tg24@ngram"])
+    run = asked(cli, tiny, "--pp", "0", "--tg", "4", "-r", "1", "--draft-model", tiny)
+    assert "tg4@draft" in {one["name"] for one in run["results"]}
+    assert run["settings"]["draft_model"] == str(tiny)
 
 
 def test_a_synthetic_model(spawn: Run) -> None:
@@ -76,6 +91,8 @@ def test_a_synthetic_model(spawn: Run) -> None:
         (("--synthetic", "llama2-7b:Q4_0"), 2, b"error: both a MODEL and --synthetic are given"),
         (("--backend", "none", *SHORT), 1, b"error: unknown backend 'none'"),
         (("-r", "0"), 2, b"error: "),
+        (("--speculative", "luck"), 2, b"error: --speculative is 'luck': use one of off, ngram"),
+        (("--speculative", "ngram", "--draft-model", "x.gguf"), 2, b"error: both --speculative and --draft-model"),
     ],
 )
 def test_what_is_wrong_is_said(cli: Run, tiny: Path, args: tuple[str, ...], status: int, told: bytes) -> None:

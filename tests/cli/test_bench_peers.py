@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.bench.test_llama_server import server
 from tests.bench.test_peers import FAKE, program
 
 from .conftest import Run
@@ -49,7 +50,19 @@ def test_wrong_usage(cli: Run, tiny: Path) -> None:
     done = cli("bench", "peers", tiny, "--peer", "vllm")
     assert (done.returncode, done.stdout) == (1, b"")
     assert done.stderr.startswith(
-        b"error: unknown peer 'vllm': use some of llama-bench, llama-cpp-python, transformers"
+        b"error: unknown peer 'vllm': use some of llama-bench, llama-cpp-python, transformers, llama-server"
     )
     done = cli("bench", "peers", tiny, "--pp", "8", "--timeout", "0")
     assert done.returncode == 2
+    done = cli("bench", "peers", tiny, "--batch", "0")
+    assert (done.returncode, done.stdout) == (2, b"")
+
+
+def test_several_at_once(cli: Run, tiny: Path, tmp_path: Path) -> None:
+    options = ("--tg", "40", "--batch", "2", "-r", "1", "--llama-server", server(tmp_path))
+    done = cli("bench", "peers", tiny, *options)
+    assert done.returncode == 0, done.stderr
+    rows = [line.split()[:2] for line in done.stdout.decode().splitlines()[3:]]
+    assert rows == [["tg40@b2", "llm-worker-rbee"], ["tg40@b2", "llama-server"]]
+    done = cli("bench", "peers", tiny, *options[:-1], tmp_path / "nowhere")
+    assert f"left out: llama-server: {tmp_path / 'nowhere'} is no program" in done.stderr.decode()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,28 @@ def test_for_people(cli: Run, tiny: Path) -> None:
     assert "llama.block_count" in text
 
 
+def test_what_fits_on_this_machine(cli: Run, default_model: Path) -> None:
+    options = ("--kv-memory", "100M", "--max-batch", "8", "--max-context", "4096")
+    fits = inspected(cli, default_model, *options)["fits"]
+    assert (fits["kv_memory"], fits["max_batch"]) == (10**8, 8)
+    float32, int8 = fits["kv_types"]["float32"], fits["kv_types"]["int8"]
+    assert float32 == {
+        "bytes": 99_532_800, "tokens": 2160, "max_context": 2160, "contexts": 1, "requests": 8, "tokens_each": 256,
+    }  # fmt: skip
+    assert (int8["max_context"], int8["contexts"], int8["tokens_each"]) == (4096, 1, 1008)
+    shown = cli("inspect", default_model, *options).stdout.decode()
+    assert re.search(r"^float32 +99\.5 MB +2,160 +1 of 2,160 tokens +8 of 256 tokens each$", shown, re.MULTILINE)
+    assert list(inspected(cli, default_model)["fits"]["kv_types"]) == ["float32", "float16", "int8"]
+
+
+def test_what_does_not_fit_is_a_line_of_the_report(cli: Run, tiny: Path) -> None:
+    fits = inspected(cli, tiny, "--kv-memory", "900T")["fits"]
+    assert all("900,000.00 GB" in cache["error"] for cache in fits["kv_types"].values())
+    shown = cli("inspect", tiny, "--context", "999").stdout.decode()
+    assert "float32, float16, int8: max_context is 999: it must be 1 to 256" in shown
+    assert cli("inspect", tiny, "--kv-memory", "much").returncode == 2
+
+
 def test_an_unknown_architecture_with_a_vocabulary_only(cli: Run, tmp_path: Path) -> None:
     keys = {"general.architecture": "made-up", "made-up.context_length": 77, **vocabulary()}
     path = write_gguf(tmp_path / "vocab.gguf", keys)
@@ -68,6 +91,7 @@ def test_an_unknown_architecture_with_a_vocabulary_only(cli: Run, tmp_path: Path
     assert "made-up" in told["reason"]
     assert told["shape"] == {"context": 77}
     assert told["memory"] == {"context": 77, "weights_bytes": 0, "kv_bytes": None, "total_bytes": None}
+    assert told["fits"] is None
     assert told["tokenizer"]["vocabulary"] == 260
     shown = cli("inspect", path)
     assert shown.returncode == 0

@@ -12,16 +12,25 @@ from llm_worker_rbee.backends import reference as ops
 from llm_worker_rbee.backends import sampling
 from llm_worker_rbee.backends.types import SampleRow
 from llm_worker_rbee.engine.request import Request, SamplingParams
-from llm_worker_rbee.engine.sampler import draw_seed, sample, sample_row, token_logprobs
+from llm_worker_rbee.engine.sampler import draw_seed, sample_rows, token_logprobs
 from tests.engine.test_sampling import some_logits
 
 # ---- requests -> rows
 
 
 def request(prompt: list[int], tokens: list[int] = [], **options: Any) -> Request:  # noqa: B006  (copied)
-    return Request(
-        list(prompt), SamplingParams(**options), 99, options.get("seed", 0), frozenset(), tokens=list(tokens)
-    )
+    made = Request(list(prompt), SamplingParams(**options), 99, options.get("seed", 0), frozenset())
+    made.ids += tokens
+    return made
+
+
+def sample_row(of: Request) -> SampleRow:
+    (row,) = sample_rows(of)
+    return row
+
+
+def sample(logits: np.ndarray, of: Request) -> int:
+    return int(ops.sample(logits, sample_rows(of))[0])
 
 
 @pytest.mark.parametrize(
@@ -35,9 +44,9 @@ def test_repeat_last_n_is_a_window_over_prompt_and_answer(last_n: int, expected:
 def test_repeat_last_n_of_0_switches_the_penalty_off() -> None:
     logits = np.array([[1.0, 5.0, 4.9]], np.float32)
     options: dict[str, Any] = {"temperature": 0, "repetition_penalty": 2.0}
-    assert sample(ops, logits, [request([1], **options)]) == [2]
-    assert sample(ops, logits, [request([1], **options, repeat_last_n=0)]) == [1]
-    assert sample(ops, logits, [request([1, 0], **options, repeat_last_n=1)]) == [1]
+    assert sample(logits, request([1], **options)) == 2
+    assert sample(logits, request([1], **options, repeat_last_n=0)) == 1
+    assert sample(logits, request([1, 0], **options, repeat_last_n=1)) == 1
 
 
 def test_presence_and_frequency_leave_the_prompt_alone() -> None:
@@ -59,6 +68,22 @@ def test_every_option_reaches_the_row() -> None:
     row = sample_row(request([1], [2], **options, seed=5, logit_bias={4: 1.5}))
     assert {name: getattr(row, name) for name in options} == options
     assert (row.seed, row.choice, row.position, row.bias) == (5, 0, 2, ((4, 1.5),))
+
+
+def test_a_guess_gets_the_row_that_it_would_get_if_it_were_said() -> None:
+    options: dict[str, Any] = {"repetition_penalty": 1.3, "repeat_last_n": 3, "frequency_penalty": 0.5, "seed": 8}
+    guessing = request([1, 2], [7], **options)
+    guessing.drafts = [9, 7]
+    said = [sample_row(request([1, 2], [7, 9, 7][:n], **options)) for n in (1, 2, 3)]
+    for row, plain in zip(sample_rows(guessing), said, strict=True):
+        assert as_dict(row) == as_dict(plain)
+    guessing.drafts = []
+    assert as_dict(sample_row(guessing)) == as_dict(said[0]), "guesses leave nothing behind"
+
+
+def as_dict(row: SampleRow) -> dict[str, Any]:
+    values = {name: getattr(row, name) for name in row.__dataclass_fields__}
+    return {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in values.items()}
 
 
 # ---- draws
@@ -105,7 +130,7 @@ def test_seed_choice_and_position_change_the_draw() -> None:
 def test_the_position_of_a_draw_counts_prompt_and_answer() -> None:
     """A request that continues its own answer as a longer prompt draws the same tokens."""
     flat = np.zeros((1, 100_000), np.float32)
-    assert sample(ops, flat, [request([1, 2], [3], seed=4)]) == sample(ops, flat, [request([1, 2, 3], seed=4)])
+    assert sample(flat, request([1, 2], [3], seed=4)) == sample(flat, request([1, 2, 3], seed=4))
 
 
 def test_a_drawn_seed_is_a_seed() -> None:

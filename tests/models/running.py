@@ -10,10 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llm_worker_rbee.backends import pick
-from llm_worker_rbee.config import ModelConfig, RopeScaling
-from llm_worker_rbee.engine.engine import Generation
+from llm_worker_rbee.config import EngineConfig, ModelConfig, RopeScaling
+from llm_worker_rbee.engine.engine import Engine
 from llm_worker_rbee.engine.request import Request, SamplingParams
-from llm_worker_rbee.engine.runner import Runner
+from llm_worker_rbee.engine.solo import Solo
 from llm_worker_rbee.layers.block import Block
 from llm_worker_rbee.models import Transformer, describe, load_model
 from llm_worker_rbee.weights import open_checkpoint
@@ -27,7 +27,7 @@ def load(path: Path, max_context: int | None = None) -> Transformer:
 def logits_of(model: Transformer, ids: list[int], chunk: int = 512) -> NDArray[np.float32]:
     """Logits at every position, computed in chunks of the given size."""
     request = Request(list(ids), SamplingParams(), 1, 0, frozenset())
-    runner = Runner(model, len(ids))
+    runner = Solo(model, len(ids))
     parts = []
     while request.num_computed_tokens < len(ids):
         parts.append(runner.step(request, chunk, all_logits=True))
@@ -36,7 +36,11 @@ def logits_of(model: Transformer, ids: list[int], chunk: int = 512) -> NDArray[n
 
 def greedy(model: Transformer, ids: list[int], n: int) -> list[int]:
     request = Request(list(ids), SamplingParams(temperature=0.0), n, 0, frozenset())
-    return [output.token for output in Generation(model, request)]
+    engine = Engine(model, EngineConfig(max_context=len(ids) + n, n_blocks=-(-(len(ids) + n) // 16)))
+    engine.add(request)
+    while engine.has_work:
+        engine.step()
+    return request.tokens
 
 
 def _blocks(change: Callable[[Block], Block]) -> Callable[[Transformer], Transformer]:

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from . import floats as f
 from .compile import kernel
 from .memory import f32, i8, i32
 from .pairs import quantize_pair
@@ -82,6 +83,7 @@ def quantize_finely(x, at, s, entry, token, columns, count):
     quantize(x, at, s, entry, token * n, (token + 1) * n)
     q, scale = i8(s[entry]), f32(s[entry + 1])
     for b in range(n):
-        for i in range(b * 32, b * 32 + 32):
-            rest[i] = x[at + i] - scale[token * n + b] * np.float32(q[token * columns + i])
+        less = f.splat(-scale[token * n + b])
+        for i in range(b * 32, b * 32 + 32, 16):
+            f.put(rest, i, f.add(f.get(x, at + i), f.mul(less, f.get(q, token * columns + i))))
     quantize(rest, 0, s, entry, (count + token) * n, (count + token + 1) * n)

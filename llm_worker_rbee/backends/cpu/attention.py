@@ -15,6 +15,7 @@ import numpy as np
 
 from ..isa import TABLE, current
 from . import floats as f
+from .ahead import ask_lines, ask_neighbours
 from .compile import kernel, variant
 from .kv import (
     at_lines,
@@ -35,30 +36,41 @@ from .kv import (
 LANES = 16
 ROOM = 24 if TABLE[current()].tokens >= 8 else 4  # accumulators of 16 floats that registers hold, beside the operands
 TILE = 6 if ROOM == 24 else 2  # neighbouring tokens of a piece
+FAR = 32  # positions between values that are asked for and those that are mixed
 NOTHING = np.float32(-np.inf)
-ROWS = ALONG = WIDE = LINES = SCORE = SOFTEN = BLEND = MIX = MIX_ONE = None  # set for each variant
+ROWS = ALONG = WIDE = LINES = FEW = FEW_LINES = AHEAD = SCORE = SOFTEN = BLEND = MIX = MIX_ONE = (
+    None  # set for each variant
+)
 
 
-def score(q, at, apart, keys, k_scales, blocks, size, kv_head, kv_heads, dim, scale, start, first, last, scores, width):
-    """Scores of ROWS rows with positions first .. last - 1, and up to the end of the last chunk.
+def score(
+    q, at, apart, keys, values, k_scales, blocks, size, kv_head, kv_heads, dim, scale, start, last, scores, width
+):
+    """Scores of ROWS rows with positions start .. last - 1, and up to the end of the last chunks.
 
-    `first` and `start` are multiples of 16; position p of row r goes to scores[r * width + p - start].
+    `start` is a multiple of 16; position p of row r goes to scores[r * width + p - start].
     """
-    chunks, chunk, end = size // LANES, first // LANES, -(-last // LANES)
+    chunks, first, end = size // LANES, start // LANES, -(-last // LANES)
+    chunk = first
     while chunk + WIDE <= end:
-        lines = LINES(blocks, chunk, chunks, kv_head, kv_heads)
+        lines = LINES(blocks, chunk, end, chunks, kv_head, kv_heads)
+        more = chunk + WIDE < end
+        coming, then = (keys, chunk + WIDE) if more else (values, first)
+        later = LINES(blocks, then, end, chunks, kv_head, kv_heads)
         total = no_rows(ROWS, lines)
         for d in range(dim):
+            if AHEAD:
+                ask_lines(coming, later, dim * LANES, d * LANES)
             total = outer(total, at_lines(keys, lines, dim * LANES, d * LANES), q, at + d, apart)
         put_products(scores, chunk * LANES - start, width, total, factors(keys, k_scales, lines, scale))
         chunk += WIDE
-    while chunk < end:  # the same for the rest, chunk by chunk
-        one = one_line(blocks, chunk, chunks, kv_head, kv_heads)
-        rest = no_rows(ROWS, one)
+    while chunk < end:  # the same for the rest
+        few = FEW_LINES(blocks, chunk, end, chunks, kv_head, kv_heads)
+        rest = no_rows(ROWS, few)
         for d in range(dim):
-            rest = outer(rest, at_lines(keys, one, dim * LANES, d * LANES), q, at + d, apart)
-        put_products(scores, chunk * LANES - start, width, rest, factors(keys, k_scales, one, scale))
-        chunk += 1
+            rest = outer(rest, at_lines(keys, few, dim * LANES, d * LANES), q, at + d, apart)
+        put_products(scores, chunk * LANES - start, width, rest, factors(keys, k_scales, few, scale))
+        chunk += FEW
 
 
 @kernel
@@ -122,7 +134,10 @@ def mix(values, blocks, size, kv_head, kv_heads, dim, start, first, last, scores
         p, block, stop = first, first // size, (first // size + 1) * size
         while p < last:
             row = ((blocks[block] * kv_heads + kv_head) * size + p + size - stop) * dim + d
+            far = value_row(blocks, min(stop + FAR, last - 1), size, kv_head, kv_heads) * dim + d
             for i in range(min(stop, last) - p):
+                if AHEAD:
+                    ask_neighbours(values, far + i * dim, WIDE)
                 total = outer(total, neighbours(values, row + i * dim, WIDE), scores, at + p - start + i, width)
             p, block, stop = stop, block + 1, stop + size
         put_rows(out, to + d, apart, total, WIDE)
@@ -141,9 +156,9 @@ def mix(values, blocks, size, kv_head, kv_heads, dim, start, first, last, scores
 
 @kernel
 def span(position, last_position, window):
-    """(first position, its scores' width) of a tile whose rows are at these positions: multiples of 16."""
+    """(first position, its scores' width) of a tile whose rows are at these positions: multiples of 16 and 32."""
     start = max(0, position + 1 - window) // LANES * LANES if window else 0
-    return start, -(-(last_position + 1 - start) // LANES) * LANES
+    return start, -(-(last_position + 1 - start) // (2 * LANES)) * 2 * LANES
 
 
 def soften_rows(scores, width, start, positions, token, window, cap, values, v_scales, blocks, size, kv_head, kv_heads):
@@ -198,7 +213,22 @@ def rows(
     last = positions[token + (ROWS - 1) * ALONG]
     start, width = span(positions[token], last, window)
     SCORE(
-        q, at, apart, keys, k_scales, blocks, size, kv_head, kv_heads, dim, scale, start, start, last + 1, scores, width
+        q,
+        at,
+        apart,
+        keys,
+        values,
+        k_scales,
+        blocks,
+        size,
+        kv_head,
+        kv_heads,
+        dim,
+        scale,
+        start,
+        last + 1,
+        scores,
+        width,
     )
     SOFTEN(scores, width, start, positions, token, window, cap, values, v_scales, blocks, size, kv_head, kv_heads)
     BLEND(
@@ -217,15 +247,17 @@ def wide(count):
 
 
 @cache
-def mixer(count):
-    """The mixture of so many rows over the same positions."""
-    return kernel(variant(mix, f"r{count}", ROWS=count, WIDE=wide(count)))
+def mixer(count, ahead):
+    """The mixture of so many rows over the same positions; `ahead`: memory is what it waits for."""
+    return kernel(variant(mix, f"r{count}a{ahead}", ROWS=count, WIDE=wide(count), AHEAD=ahead))
 
 
 @cache
-def scorer(count):
-    """The scores of so many rows."""
-    return kernel(variant(score, f"r{count}", ROWS=count, WIDE=wide(count), LINES=LINES_OF[wide(count)]))
+def scorer(count, ahead):
+    """The scores of so many rows; `ahead`: memory is what they wait for."""
+    many, few = wide(count), min(2, wide(count))
+    lines = {"LINES": LINES_OF[many], "FEW_LINES": LINES_OF[few]}
+    return kernel(variant(score, f"r{count}a{ahead}", ROWS=count, WIDE=many, FEW=few, AHEAD=ahead, **lines))
 
 
 @cache
@@ -237,14 +269,14 @@ def softener(count, along):
 @cache
 def blender(count, along):
     """The mixture of so many rows, each over its own positions, divided by the sums."""
-    parts = {"MIX": mixer(count), "MIX_ONE": mixer(1)}
+    parts = {"MIX": mixer(count, not along), "MIX_ONE": mixer(1, False)}
     return kernel(variant(blend, f"r{count}a{along}", ROWS=count, ALONG=along, **parts))
 
 
 @cache
 def rows_for(count, along):
     """All three on so many rows: neighbouring tokens (along 1) or heads of one token (0)."""
-    parts = {"SCORE": scorer(count), "SOFTEN": softener(count, along), "BLEND": blender(count, along)}
+    parts = {"SCORE": scorer(count, not along), "SOFTEN": softener(count, along), "BLEND": blender(count, along)}
     return kernel(variant(rows, f"r{count}a{along}", ROWS=count, ALONG=along, **parts))
 
 
@@ -257,7 +289,7 @@ def part_of(group: int) -> int:
 @kernel
 def scratch(count, longest):
     """Floats of scratch for `count` rows over `longest` positions."""
-    return count * (longest + 2 * LANES) + count
+    return count * (longest + 3 * LANES) + count
 
 
 @kernel
@@ -265,27 +297,3 @@ def aligned(count):
     """So many floats from an address that 64 divides; see kv.zeros."""
     room = np.empty(count + LANES, np.float32)
     return room[-(room.ctypes.data // 4) % LANES :]
-
-
-@kernel
-def deal(query_start, heads, part, work):
-    """(first token, tokens, request, head) of each piece to work[4 * i ...], at most tokens * heads; (tiles, others).
-
-    Full tiles of each request, the longest first, then the last tokens of each, `part` heads together. Pieces that read
-    the same keys follow each other.
-    """
-    n = 0
-    for r in range(query_start.shape[0] - 1):
-        first, last = query_start[r], query_start[r + 1]
-        for head in range(heads):
-            for token in range(last - (last - first) % TILE - TILE, first - 1, -TILE):
-                work[4 * n], work[4 * n + 1], work[4 * n + 2], work[4 * n + 3] = token, TILE, r, head
-                n += 1
-    tiles = n
-    for r in range(query_start.shape[0] - 1):
-        first, last = query_start[r], query_start[r + 1]
-        for head in range(0, heads, part):
-            for token in range(last - (last - first) % TILE, last):
-                work[4 * n], work[4 * n + 1], work[4 * n + 2], work[4 * n + 3] = token, 1, r, head
-                n += 1
-    return tiles, n - tiles

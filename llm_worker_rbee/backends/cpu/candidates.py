@@ -13,7 +13,7 @@ import numpy as np
 from . import doubles as w
 from . import floats as f
 from .compile import kernel, variant
-from .filters import CLOSE, UNSURE, copy_of, kth_largest
+from .filters import CLOSE, UNSURE, chances_of, copy_of, kth_largest
 
 BLOCK, LANES = 64, 16
 NOT_FINITE = -2
@@ -84,10 +84,16 @@ def gather(x, tops, low, high, ids):
     for b in range(tops.shape[0]):
         if tops[b] >= low:
             for i in range(b * BLOCK, min(x.shape[0], b * BLOCK + BLOCK)):
-                if low <= x[i] <= high:
-                    ids[count] = i
-                    count += 1
+                ids[count] = i  # where it is not one of them, the next one is written over it
+                count += low <= x[i] <= high
     return count
+
+
+@kernel
+def scale_down(x, best, temperature, ids, count, s):
+    """s = (x - best) / temperature of the first `count` ids."""
+    for i in range(count):
+        s[i] = (np.float64(x[ids[i]]) - best) / temperature
 
 
 @kernel
@@ -137,8 +143,7 @@ def best_k(x, tops, best, temperature, k, ids):
     low = kth_largest(copy_of(tops, tops.shape[0]) if blockwise else copy_of(x, x.shape[0]), k)
     found = gather(x, tops, low, np.inf, ids)
     s = np.empty(found, np.float64)
-    for i in range(found):
-        s[i] = (np.float64(x[ids[i]]) - best) / temperature
+    scale_down(x, best, temperature, ids, found, s)
     least = kth_largest(copy_of(s, found), k)
     below = np.nextafter(low, x.dtype.type(-np.inf))
     if least > -np.inf and (np.float64(below) - best) / temperature >= least:
@@ -155,14 +160,15 @@ def best_k(x, tops, best, temperature, k, ids):
 
 
 @kernel
-def nearest(x, tops, best, temperature, center, mass, ids):
+def nearest(x, tops, best, temperature, center, mass, ids, s):
     """Candidates around `center` (0: the likeliest) whose chances add up to `mass`; (number, how far they reach)."""
     reach = 2.0
     while reach < -2 * LOWEST:
         low, high = best + temperature * (center - reach), best + temperature * (center + reach)
         found, total = gather(x, tops, low, high, ids), 0.0
-        for i in range(found):
-            total += math.exp((np.float64(x[ids[i]]) - best) / temperature)
+        scale_down(x, best, temperature, ids, found, s)
+        for e in chances_of(s, found):
+            total += e
         if total > mass:
             return found, reach
         reach *= 2
@@ -193,13 +199,12 @@ def candidates(x, temperature, top_k, top_p, min_p, typical_p, point, ids, s):
         if typical_p < 1 or top_p < 1:
             center = moment / total if typical_p < 1 else 0.0
             mass = (typical_p if typical_p < 1 else top_p) + 2 * CLOSE
-            count, reach = nearest(x, tops, best, temperature, center, mass * total, ids)
+            count, reach = nearest(x, tops, best, temperature, center, mass * total, ids, s)
         else:
             return pick_block(x, best, temperature, sums, total, point * total), 0, total, center, reach
     else:
         count = gather(x, tops, best + temperature * (math.log(min_p) - 1e-6), np.inf, ids)
-    for i in range(count):
-        s[i] = (np.float64(x[ids[i]]) - best) / temperature
+    scale_down(x, best, temperature, ids, count, s)
     return UNSURE, count, total, center, reach
 
 

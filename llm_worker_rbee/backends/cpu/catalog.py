@@ -18,7 +18,7 @@ from .compile import Called, Task
 from .layouts import BY_TYPE, LAYOUTS, Layout
 from .unpack_iq import RULES as BOOK_RULES
 
-MODULES = "program elementwise activations embedding heads attention rotary linear_op sampling filters"
+MODULES = "program elementwise activations embedding heads attention rotary linear_op sampling draws filters"
 GROUPS = (1, 2, 3, 4, 5, 6, 7, 8)  # heads that share a KV head in the models we know
 Kernel = Task | Called
 

@@ -9,7 +9,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from .vectors import LANES, Vector, floats, load, splat_value
+from .vectors import LANES, Vector, address, floats, load, splat_value
 
 doubles = Vector("f64x16", ir.DoubleType(), LANES)
 _WORDS = ir.VectorType(ir.IntType(64), LANES)
@@ -39,6 +39,17 @@ def get(_: Any, array: Any, index: Any) -> Any:
         return b.fpext(value, doubles.ir) if narrow else value
 
     return doubles(array, types.intp), gen
+
+
+@intrinsic
+def put(_: Any, array: Any, index: Any, value: Any) -> Any:
+    """Write 16 float64."""
+
+    def gen(context: Any, b: Any, sig: Any, args: Any) -> Any:
+        b.store(args[2], address(context, b, sig.args[0], args[0], args[1], doubles.ir)).align = 1
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp, doubles), gen
 
 
 @intrinsic

@@ -10,8 +10,11 @@ import math
 
 import numpy as np
 
+from . import doubles as w
 from .compile import kernel
 
+LANES = 16
+MANY, BUCKETS, FINENESS = 256, 512, 16  # keys that are worth buckets, how many those are, how many for a distance of 1
 CLOSE = 1e-10  # how near to each other two sums or keys may be before their order is left to the meaning
 UNSURE = -1
 
@@ -47,6 +50,17 @@ def copy_of(values, count):
     made = np.empty(count, values.dtype)
     for i in range(count):
         made[i] = values[i]
+    return made
+
+
+@kernel
+def chances_of(s, count):
+    """e to each of the first `count`."""
+    made, whole = np.empty(count, np.float64), count - count % LANES
+    for i in range(0, whole, LANES):
+        w.put(made, i, w.exp(w.get(s, i)))
+    for i in range(whole, count):
+        made[i] = math.exp(s[i]) if s[i] >= w.LOWEST else 0.0
     return made
 
 
@@ -89,10 +103,36 @@ def boundary(keys, e, mass):
 
 
 @kernel
+def bucket_of(key):
+    """Keys are 0 or more; the last bucket has no end."""
+    return int(key * FINENESS) if key * FINENESS < BUCKETS - 1 else BUCKETS - 1
+
+
+@kernel
+def boundary_among(keys, e, count, mass):
+    """The same of the first `count`, which stay as they are; of many keys only those of one bucket are looked at."""
+    if count < MANY:
+        return boundary(copy_of(keys, count), copy_of(e, count), mass)
+    sums = np.zeros(BUCKETS, np.float64)
+    for i in range(count):
+        sums[bucket_of(keys[i])] += e[i]
+    chosen, before = 0, 0.0
+    while chosen < BUCKETS - 1 and before + sums[chosen] < mass:
+        before += sums[chosen]
+        chosen += 1
+    some, their, found = np.empty(count, np.float64), np.empty(count, np.float64), 0
+    for i in range(count):
+        some[found], their[found] = keys[i], e[i]
+        found += bucket_of(keys[i]) == chosen
+    last, inside = boundary(some[:found], their[:found], mass - before)
+    return last, before + inside
+
+
+@kernel
 def keep_until(keys, ids, s, e, count, mass, reach, close):
     """The candidates with the smallest keys whose e add up to `mass`, moved to the front; their number, or UNSURE."""
     mass = max(mass, 1e-300)  # at least one is kept
-    last, sum_before = boundary(copy_of(keys, count), copy_of(e, count), mass)
+    last, sum_before = boundary_among(keys, e, count, mass)
     near = CLOSE * (1 + abs(last))
     if not last < reach - 2 * near:
         return UNSURE
@@ -155,15 +195,15 @@ def finish(ids, s, total, center, reach, top_p, min_p, typical_p, point):
     `total` is the sum of all chances, 0 where the candidates are all there are. Typical-p looks at the distance from
     `center`, the mean of the scaled logits; candidates further away than `reach` are not among them.
     """
-    count, whole, moment = ids.shape[0], 0.0, 0.0
-    e = np.empty(count, np.float64)
-    for i in range(count):
-        e[i] = math.exp(s[i])
-        whole += e[i]
-        moment += e[i] * max(s[i], -1e9)
+    count = ids.shape[0]
+    e = chances_of(s, count)
     if typical_p < 1:
         if total == 0:
-            total, center = whole, moment / whole
+            moment = 0.0
+            for i in range(count):
+                total += e[i]
+                moment += e[i] * max(s[i], -1e9)
+            center = moment / total
         keys = distances(s, count, center, False)
         count = keep_until(keys, ids, s, e, count, typical_p * total, reach, CLOSE * total)
         total, reach = 0.0, np.inf

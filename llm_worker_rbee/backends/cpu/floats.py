@@ -30,12 +30,14 @@ def _function(b: Any, name: str, count: int) -> Any:
 
 @intrinsic
 def get(_: Any, array: Any, index: Any) -> Any:
-    """16 neighbours of an array of float32, or of float16 (as uint16)."""
-    narrow = array.dtype == types.uint16
+    """16 neighbours of an array of float32, of float16 (as uint16), or of signed bytes."""
+    kind = {types.uint16: halves, types.int8: ir.VectorType(ir.IntType(8), LANES)}.get(array.dtype, floats.ir)
 
     def gen(context: Any, b: Any, sig: Any, args: Any) -> Any:
-        value = load(context, b, sig.args[0], args[0], args[1], halves if narrow else floats.ir)
-        return b.fpext(value, floats.ir) if narrow else value
+        value = load(context, b, sig.args[0], args[0], args[1], kind)
+        if array.dtype == types.int8:
+            return b.sitofp(b.sext(value, words64), floats.ir)
+        return b.fpext(value, floats.ir) if kind == halves else value
 
     return floats(array, types.intp), gen
 

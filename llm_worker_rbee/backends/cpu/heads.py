@@ -13,7 +13,7 @@ import numba as nb
 import numpy as np
 
 from ..types import AttentionParams, RopeTable
-from . import attention, rotary
+from . import attention, dealing, rotary
 from .compile import Task, kernel
 from .memory import f32, f64, i8, i64, ints_at, u16
 from .program import Instruction, doubles, table_of
@@ -78,7 +78,7 @@ def deal(args, step, piece):
     """Cut attention into pieces and count them."""
     a, s = i64(args), i64(step)
     starts = nb.carray(ints_at(s[S_QUERY_START]), (s[S_REQUESTS] + 1,))
-    s[S_TILES], s[S_SINGLES] = attention.deal(starts, a[HEADS], PART, i64(s[S_WORK]))
+    s[S_TILES], s[S_SINGLES] = dealing.deal(starts, a[HEADS], PART, i64(s[S_WORK]))
 
 
 def attend(args, step, piece):

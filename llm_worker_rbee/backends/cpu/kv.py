@@ -66,22 +66,23 @@ def line(blocks, chunk, chunks, kv_head, kv_heads):
 
 
 @kernel
-def one_line(blocks, chunk, chunks, kv_head, kv_heads):
-    """One chunk."""
-    return (line(blocks, chunk, chunks, kv_head, kv_heads),)
+def one_line(blocks, chunk, end, chunks, kv_head, kv_heads):
+    """One chunk; where there are none from `end` on, the last one."""
+    return (line(blocks, min(chunk, end - 1), chunks, kv_head, kv_heads),)
 
 
 @kernel
-def two_lines(blocks, chunk, chunks, kv_head, kv_heads):
+def two_lines(blocks, chunk, end, chunks, kv_head, kv_heads):
     """Two chunks, from `chunk` on."""
-    return line(blocks, chunk, chunks, kv_head, kv_heads), line(blocks, chunk + 1, chunks, kv_head, kv_heads)
+    low, high = min(chunk, end - 1), min(chunk + 1, end - 1)
+    return line(blocks, low, chunks, kv_head, kv_heads), line(blocks, high, chunks, kv_head, kv_heads)
 
 
 @kernel
-def four_lines(blocks, chunk, chunks, kv_head, kv_heads):
+def four_lines(blocks, chunk, end, chunks, kv_head, kv_heads):
     """Four chunks, from `chunk` on."""
-    low = two_lines(blocks, chunk, chunks, kv_head, kv_heads)
-    high = two_lines(blocks, chunk + 2, chunks, kv_head, kv_heads)
+    low = two_lines(blocks, chunk, end, chunks, kv_head, kv_heads)
+    high = two_lines(blocks, chunk + 2, end, chunks, kv_head, kv_heads)
     return low[0], low[1], high[0], high[1]
 
 

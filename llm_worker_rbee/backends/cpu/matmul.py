@@ -27,7 +27,7 @@ TOGETHER = 144 if MOST > 4 else 12 * MOST  # tokens of a piece: their activation
 # Two shorter chains of dot products wait less for each other, where there are registers for both.
 SPLIT = MOST > 4
 NEAR = 4  # groups of rows that each tile of tokens meets in turn: they stay in the first-level cache
-AHEAD = 4096  # bytes that are asked for before they are needed, where a token alone waits for memory
+AHEAD = 4096  # bytes that are asked for before they are needed, where few tokens wait for memory
 # Arguments of a product. `input` and `output` are entries of the step: the activations (activations.py), the results.
 COUNT, INPUT, OUTPUT, STRIDE, FIRST, ROWS, COLS, CHUNK, PACKED, SCALES, MINIMA, SMALL, UNIT = range(13)
 # set for each variant
@@ -43,7 +43,7 @@ def rows(packed, scales, minima, xq, xd, xs, xi, out, place, group, token, colum
     for block in range(n):
         line = (group * n + block) * SIZE
         at = token * columns + block * 32
-        if TOKENS == 1:
+        if token < TOKENS:  # the tiles that follow find the weights near
             prefetch(packed, line + AHEAD, SIZE)
         if HALVES == 1:
             b, s = token * n + block, (group * n_scales + (block >> SHIFT)) * 16

@@ -13,7 +13,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from .intrinsics import DOTS, NAME, joined
-from .vectors import F32, I8, I32, LANES, address, bytes64, floats, load, splat_value, words64
+from .vectors import F32, I8, I32, LANES, address, bytes64, floats, load, words64
 
 
 def _shuffled(b: Any, x: Any, y: Any, lanes: list[int]) -> Any:
@@ -43,13 +43,13 @@ def _tops(b: Any, x: list[Any]) -> Any:
 
 
 def _bytes(b: Any, x: list[Any], top: Any) -> Any:
-    """All 64 values in steps of a 127th of their block's largest."""
-    zero, steps = (ir.Constant(floats.ir, [value] * LANES) for value in (0.0, 127.0))
+    """All 64 values in steps of a 127th of their block's largest, which are the first two of `top`."""
+    zero, steps = (ir.Constant(top.type, [value] * top.type.count) for value in (0.0, 127.0))
     inverse = b.select(b.fcmp_ordered(">", top, zero), b.fdiv(steps, top), zero)
     rint = _function(b, f"llvm.rint.v{LANES}f32", floats.ir, 1)
     made = []
     for i, v in enumerate(x):
-        factor = _shuffled(b, inverse, inverse, [i // 2 * 8] * LANES)
+        factor = _shuffled(b, inverse, inverse, [i // 2] * LANES)
         whole = b.fptosi(b.call(rint, [b.fmul(v, factor)]), words64)
         made.append(b.trunc(whole, ir.VectorType(I8, LANES)))
     return joined(b, made)
@@ -72,11 +72,12 @@ def quantize_pair(
             load(context, b, sig.args[0], args[0], b.add(args[1], ir.Constant(args[1].type, 16 * i)), floats.ir)
             for i in range(4)
         ]
-        top = _tops(b, values)
+        tops = _tops(b, values)
+        top = _shuffled(b, tops, tops, [0, 8, 0, 8])  # a division of four takes less than one of sixteen
         made = _bytes(b, values, top)
         put(2, 32, made)
-        nothing = b.fmul(top, splat_value(b, ir.Constant(F32, 0.0), floats.ir))  # NaN for what is infinite
-        d = b.fadd(b.fdiv(top, ir.Constant(floats.ir, [127.0] * LANES)), nothing)
+        nothing = b.fmul(top, ir.Constant(top.type, [0.0] * 4))  # NaN for what is infinite
+        d = b.fadd(b.fdiv(top, ir.Constant(top.type, [127.0] * 4)), nothing)
         ones, none = ir.Constant(bytes64.ir, [1] * 64), ir.Constant(words64, [0] * LANES)
         total = DOTS[NAME][0](b, none, ones, made)
         for by in (1, 2):
@@ -87,9 +88,9 @@ def quantize_pair(
             times = len(lanes) // 2
             few = _shuffled(b, integers, integers, lanes)
             put(at_sums, times, few)
-            factor = _shuffled(b, d, d, lanes)
+            factor = _shuffled(b, d, d, [lane // 8 for lane in lanes])
             put(at_scaled, times, b.fmul(factor, b.sitofp(few, ir.VectorType(F32, len(lanes)))))
-        put(3, 1, _shuffled(b, d, d, by32))
+        put(3, 1, _shuffled(b, d, d, [0, 1]))
         return context.get_dummy_value()
 
     return types.void(x, types.intp, q, scale, sums, sums16, scaled, scaled16, types.intp), gen

@@ -31,7 +31,10 @@ def angles(positions, count, inv_freq, half, scale, cos, sin):
 @kernel
 def copied(x, at, first, dim, padded, out, to):
     """Values first .. dim - 1 of a head as they are, then zeros."""
-    for i in range(first, dim):
+    whole = first + (dim - first) // LANES * LANES
+    for i in range(first, whole, LANES):
+        f.put(out, to + i, f.get(x, at + i))
+    for i in range(whole, dim):
         out[to + i] = peek(x, at + i)
     for i in range(dim, padded):
         out[to + i] = np.float32(0)
@@ -88,8 +91,11 @@ def store_value(head, padded, values, v_scales, row):
     """A value to its place."""
     if is_bytes(values):
         v_scales[row] = to_steps(head, padded)
-    for i in range(padded):
-        poke(values, row * padded + i, head[i])
+    for i in range(0, padded, LANES):
+        if is_bytes(values):
+            f.put_bytes(values, row * padded + i, f.get(head, i))
+        else:
+            f.put(values, row * padded + i, f.get(head, i))
 
 
 @kernel

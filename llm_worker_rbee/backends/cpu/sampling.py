@@ -8,6 +8,7 @@ say UNSURE, and the meaning itself is asked.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import numba as nb
@@ -16,31 +17,88 @@ from numpy.typing import NDArray
 
 from .. import sampling as meaning
 from ..types import Ints, Logprobs, SampleRow
-from .candidates import NARROW, NOT_FINITE, WIDE, greedy, log_chances
+from .candidates import NARROW, NOT_FINITE, greedy, log_chances
 from .compile import Called
+from .draws import CHOOSE, REAL, WHOLE
 from .filters import finish, uniform
+from .program import Instruction, Program, table_of
+from .step import Step, new_step
 
 Floats = NDArray[np.float32]
+FEW = 4  # rows of which the largest is wanted
 
 
 def sample(logits: Floats, rows: Sequence[SampleRow]) -> Ints:
     """One token for each row: (N, vocabulary) -> (N,)."""
-    return np.array([sample_row(line, row) for line, row in zip(logits, rows, strict=True)], np.int64)
-
-
-def sample_row(logits: Floats, row: SampleRow) -> int:
-    """The next token of one request."""
-    changed = _is_changed(row)
-    if changed:
-        meaning.require_finite(logits)
-        adjusted = meaning.penalize(logits.astype(np.float64), row)
-        token = int(adjusted.argmax()) if row.temperature == 0 else _drawn(WIDE, adjusted, row)
+    assert len(logits) == len(rows), "each row of logits has its settings"
+    logits = np.ascontiguousarray(logits, np.float32)
+    if _are_easy(rows):
+        tokens = np.array([_alone(line, row) for line, row in zip(logits, rows, strict=True)], np.int64)
     else:
-        x = np.ascontiguousarray(logits)
-        token = greedy(x) if row.temperature == 0 else _drawn(NARROW, x, row)
-    if token == NOT_FINITE:
-        meaning.require_finite(logits)
-    return token if token >= 0 else meaning.sample_row(logits, row)
+        tokens = _together(logits, rows)
+    if len(rows) and tokens.min() < 0:
+        _ask(logits, rows, tokens)
+    return tokens
+
+
+def _are_easy(rows: Sequence[SampleRow]) -> bool:
+    """Whether a program would take longer to begin than they take."""
+    if len(rows) == 1:
+        return not _is_changed(rows[0])
+    return len(rows) <= FEW and all(row.temperature == 0 and not _is_changed(row) for row in rows)
+
+
+def _alone(logits: Floats, row: SampleRow) -> int:
+    return int(greedy(logits)) if row.temperature == 0 else _drawn(NARROW, logits, row)
+
+
+def _ask(logits: Floats, rows: Sequence[SampleRow], tokens: Ints) -> None:
+    """What the kernels left open."""
+    for i in np.flatnonzero(tokens < 0).tolist():
+        if tokens[i] == NOT_FINITE:
+            meaning.require_finite(logits[i])
+        tokens[i] = meaning.sample_row(logits[i], rows[i])
+
+
+def _together(logits: Floats, rows: Sequence[SampleRow]) -> Ints:
+    """All rows as one program."""
+    whole: list[int] = []
+    real: list[float] = []
+    held: list[NDArray[Any]] = []
+    for row in rows:
+        whole += _whole(row, held)
+        real += (
+            row.temperature, row.top_p, row.min_p, row.typical_p, row.repetition_penalty, row.presence_penalty,
+            row.frequency_penalty,
+        )  # fmt: skip
+    tokens, step = np.empty(len(rows), np.int64), new_step()
+    choices, chances = np.array(whole, np.uint64), np.array(real, np.float64)
+    assert choices.size == len(rows) * WHOLE
+    assert chances.size == len(rows) * REAL
+    step[Step.TOKENS], step[Step.VOCABULARY] = len(rows), logits.shape[-1]
+    step[Step.LOGITS], step[Step.IDS] = logits.ctypes.data, tokens.ctypes.data
+    step[Step.CHOICES], step[Step.CHANCES] = choices.ctypes.data, chances.ctypes.data
+    _program().run(step)
+    return tokens
+
+
+def _whole(row: SampleRow, held: list[NDArray[Any]]) -> tuple[int, ...]:
+    """The integers of a row; arrays that it points at are added to `held`."""
+    plain = 0, row.top_k, row.seed, row.choice, row.position
+    if not _is_changed(row):
+        return (*plain, 0, 0, 0, 0, 0, 0, 0)
+    recent = row.recent if row.repetition_penalty != 1.0 else row.recent[:0]
+    made = row.generated if row.presence_penalty or row.frequency_penalty else row.generated[:0]
+    biased, biases = np.array([b[0] for b in row.bias], np.int64), np.array([b[1] for b in row.bias], np.float64)
+    arrays = [np.ascontiguousarray(recent, np.int64), np.ascontiguousarray(made, np.int64), biased, biases]
+    held += arrays
+    a, b, c, d = (array.ctypes.data for array in arrays)
+    return (1, *plain[1:], a, len(recent), b, len(made), c, d, len(biased))
+
+
+@cache
+def _program() -> Program:
+    return Program([Instruction(CHOOSE, table_of(0), 1, Step.TOKENS, 1)])
 
 
 def _drawn(find: Any, x: NDArray[Any], row: SampleRow) -> int:
@@ -77,7 +135,7 @@ _ONE, _WHOLE = nb.float64, nb.int64
 CALLED = (
     Called(greedy, _NARROWS),
     Called(uniform, nb.uint64, _WHOLE, _WHOLE),
-    *(Called(find, x, _ONE, _WHOLE, *[_ONE] * 4, _IDS, _WIDES) for find, x in ((NARROW, _NARROWS), (WIDE, _WIDES))),
+    Called(NARROW, _NARROWS, _ONE, _WHOLE, *[_ONE] * 4, _IDS, _WIDES),
     Called(finish, _IDS, _WIDES, *[_ONE] * 7),
     Called(log_chances, _NARROWS, _WHOLE, _WHOLE, _IDS, _NARROWS),
 )

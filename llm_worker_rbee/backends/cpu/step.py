@@ -26,6 +26,7 @@ class Step(IntEnum):
     TABLE_WIDTH = auto()  # blocks in a row of the block table
     REQUESTS = auto()
     WORKERS = auto()  # threads that were asked for
+    VOCABULARY = auto()  # logits of a row, for sampling
     # addresses: the batch
     IDS = auto()
     POSITIONS = auto()
@@ -58,6 +59,9 @@ class Step(IntEnum):
     FINE = auto()  # (2 T, rows) of weights whose products are made finely
     FINE_LOGITS = auto()  # (2 N, vocabulary)
     LOGITS = auto()  # (N, vocabulary)
+    # addresses: how the token of each row is chosen (draws.py)
+    CHOICES = auto()  # integers
+    CHANCES = auto()  # floats
     END = auto()
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...engine.request import Request, SamplingParams
-from ...engine.runner import Runner
+from ...engine.solo import Solo
 from ...errors import InferenceError, InvalidRequestError
 from ...llm import LLM
 from .. import statistics
@@ -55,9 +55,9 @@ class Ours:
     llm: LLM
 
     def logits(self, ids: list[int], *, last: bool = False) -> Logits:
-        """Through the runner, as a prompt goes."""
+        """As a prompt goes that is alone."""
         request = Request(ids, SamplingParams(), 1, 0, frozenset())
-        chunks = Runner(self.llm.model, len(ids), self.llm.kv_type).catch_up(request, all_logits=not last)
+        chunks = Solo(self.llm.model, len(ids), self.llm.kv_type).catch_up(request, all_logits=not last)
         # a GPU's array is fetched first
         parts = [np.asarray(getattr(part, "cpu", lambda p=part: p)(), np.float32) for _, part in chunks]
         return parts[-1][-1:] if last else np.concatenate(parts)

@@ -14,7 +14,7 @@ import numpy as np
 
 from ...backends import reference
 from ...backends.types import AttentionParams, Batch, Ints, RopeTable
-from ...engine.runner import Runner
+from ...engine.solo import Solo
 from ...models import Transformer, describe, load_model
 from ...weights import open_checkpoint
 from .. import statistics
@@ -69,7 +69,7 @@ class Sides:
         rng = np.random.default_rng(4)
         self.ids = rng.integers(0, model.config.vocab_size, prompt + steps).tolist()
         self.prompt, self.steps = prompt, steps
-        self.modules = Runner(replace(model, ops=GROWING), prompt + steps)
+        self.modules = Solo(replace(model, ops=GROWING), prompt + steps)
         self.model = model
         self.cos, self.sin = dense.angles(model.blocks[0].attention.rope, 0, prompt + steps)
         c = model.config

@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from statistics import fmean, median, pstdev
 from typing import Any
 
 from ...backends import pick
 from ...errors import DownloadError, InvalidRequestError
-from ...llm import open_tokenizer
-from ...weights import open_checkpoint
-from ...weights.hub import locate
 from .. import limits, statistics
 from ..baseline import Comparison, change_of
-from ..limits import Limits, Work
-from ..prompts import TEXT, read_text
+from ..limits import Limits
 from ..results import Recorder, Result, rounded
-from ..timing import Function, Measured, Plan, measure
+from ..timing import Measured, Plan, measure
+from .books import cases as book_cases
+from .files import cases as file_cases
 from .suite import Case, cases
 
 Steps = Callable[[str, float, float], None]
-ENCODED_CHARACTERS = 4096
 ROUNDS = 12  # over the whole suite: what disturbs the machine for some seconds then meets a part of them only
 
 
@@ -31,7 +28,7 @@ def select(pattern: str | None) -> list[Case]:
         wanted = re.compile(pattern or "")
     except re.error as error:
         raise InvalidRequestError(f"--filter {pattern!r} is not a regular expression: {error}", "filter") from None
-    everything = [*cases(), *file_cases()]
+    everything = [*cases(), *book_cases(), *file_cases()]
     found = [case for case in everything if wanted.search(case.name)]
     if not found:
         families = sorted({case.name.split("/")[0] for case in everything})
@@ -120,30 +117,6 @@ def result_of(case: Case, backend: str, rounds: Sequence[Measured], kept: Sequen
         bound_by=bounds.bound_by(work),
         percent_of_limit=100 * least / middle,
     )
-
-
-def file_cases() -> Iterator[Case]:
-    """Benchmarks on the built-in model, which is fetched if it is not here."""
-    size = float(ENCODED_CHARACTERS)
-    yield Case("tokenizer/encode", _encode, Work(size), needs="tokenizer")
-    yield Case("tokenizer/decode", _decode, Work(size), needs="tokenizer")
-    yield Case("gguf_open", _gguf_open, Work(2e6), needs="tokenizer")  # about 2 MB of metadata in the built-in model
-
-
-def _encode(_: Any) -> Function:
-    tokenizer, text = open_tokenizer(open_checkpoint(locate(None))), read_text(TEXT)[:ENCODED_CHARACTERS]
-    return lambda: tokenizer.encode(text)
-
-
-def _decode(_: Any) -> Function:
-    tokenizer = open_tokenizer(open_checkpoint(locate(None)))
-    ids = tokenizer.encode(read_text(TEXT)[:ENCODED_CHARACTERS])
-    return lambda: tokenizer.decode(ids)
-
-
-def _gguf_open(_: Any) -> Function:
-    path = locate(None)
-    return lambda: open_checkpoint(path)
 
 
 def pairs(results: Sequence[Result]) -> list[Comparison]:

@@ -1,7 +1,8 @@
 """This worker beside others: the same file, the same lengths, the same threads, one run, in turn by repetition.
 
 A peer that is not installed is left out with the reason; one that fails is named and the others go on. llama-bench
-leaves sampling out; all others choose each token greedily.
+leaves sampling out; all others choose each token greedily. Several answers at once are asked of this worker's engine
+and of llama-server: tokens that all make from when the last has begun to when the first is complete, over that time.
 """
 
 from __future__ import annotations
@@ -20,16 +21,19 @@ from ...errors import ContextLengthError, InvalidRequestError, human_bytes
 from ...models import describe
 from ...weights import Checkpoint, open_checkpoint
 from .. import environment, statistics
+from ..prompt_ids import prompts_of
 from ..results import Recorder, Result
 from . import child as peer_child
+from .llama_server import LlamaServer
 from .process import Child, LlamaBench, Peer, PeerError, Task
 
 Progress = Callable[[str, float, float], None]
-OURS, LLAMA_BENCH = "llm-worker-rbee", "llama-bench"
+OURS, LLAMA_BENCH, LLAMA_SERVER = "llm-worker-rbee", "llama-bench", "llama-server"
 # What must be installed for a peer; gguf only where the model is a GGUF file.
 PACKAGES = {"llama-cpp-python": ("llama_cpp",), "transformers": ("transformers", "torch", "gguf")}
-NAMES = (LLAMA_BENCH, *PACKAGES)
+NAMES = (LLAMA_BENCH, *PACKAGES, LLAMA_SERVER)
 WARM_UP_TOKENS = 8
+WARM_UP_TOGETHER = 32  # of several answers at once: the first must not end before the last has begun
 PROBE_S = 60
 
 
@@ -39,20 +43,29 @@ class Plan:
 
     pp: Sequence[int] = (512,)
     tg: Sequence[int] = (128,)
+    batches: Sequence[int] = (1,)  # above 1: so many answers at once, of the lengths of tg
     repetitions: int = 3
     threads: int = 1
     peers: Sequence[str] = NAMES
     llama_bench: str | None = None  # the program; None: looked for on the PATH
+    llama_server: str | None = None  # likewise
     pythons: Sequence[str] = ()  # interpreters to look for packages in; this one is the last
     timeout_s: float = 900.0  # for one answer
     device: str = "auto"
     backend: str = "auto"
 
     @property
-    def tests(self) -> list[Task]:
+    def several(self) -> list[int]:
+        """How many at once, where it is more than one."""
+        return [batch for batch in dict.fromkeys(self.batches) if batch > 1 and any(self.tg)]
+
+    def tests(self, checkpoint: Checkpoint) -> list[Task]:
         """In the order of the table."""
-        parts = (("pp", self.pp), ("tg", self.tg))
-        return [Task(kind, n) for kind, lengths in parts for n in dict.fromkeys(lengths) if n]
+        parts = (("pp", self.pp), ("tg", self.tg)) if 1 in self.batches else ()
+        alone = [Task(kind, n) for kind, lengths in parts for n in dict.fromkeys(lengths) if n]
+        prompts = tuple(map(tuple, prompts_of(checkpoint, max(self.several)))) if self.several else ()
+        together = [Task("tg", n, prompts[:batch]) for batch in self.several for n in dict.fromkeys(self.tg) if n]
+        return alone + together
 
 
 @dataclass(slots=True)
@@ -79,10 +92,10 @@ class Rates:
 def run(recorder: Recorder, progress: Progress, model: Path, plan: Plan) -> None:
     """Start everyone who is here, then measure in turn."""
     checkpoint = open_checkpoint(model)
-    _check(checkpoint, plan)
+    tests = _tests(checkpoint, plan)
     recorder.model = environment.model_description(model, lambda what, *n: progress(what, n[0], n[1] or 0))
     left_out: dict[str, str] = recorder.details.setdefault("left_out", {})
-    peers: list[Peer] = [_ours(model, plan), *_others(model, checkpoint, plan, left_out)]
+    peers: list[Peer] = [_ours(model, plan, tests), *_others(model, checkpoint, plan, tests, left_out)]
     rates, parts = Rates(recorder), plan.repetitions + 1
     try:
         for part in range(parts):
@@ -91,16 +104,18 @@ def run(recorder: Recorder, progress: Progress, model: Path, plan: Plan) -> None
                 what = f"{part} of {plan.repetitions}" if part else "loading and warming up"
                 progress(f"{peer.name}: {what}", part + number / len(turn), parts)
                 act = _round if part else _warm_up
-                _attempt(act, peer, peers, plan, rates)
+                _attempt(act, peer, peers, tests, rates)
     finally:
         for peer in peers:
             peer.close()
 
 
-def _attempt(act: Callable[[Peer, Plan, Rates], None], peer: Peer, peers: list[Peer], plan: Plan, rates: Rates) -> None:
+def _attempt(
+    act: Callable[[Peer, list[Task], Rates], None], peer: Peer, peers: list[Peer], tests: list[Task], rates: Rates
+) -> None:
     """A peer that fails is dropped and named; without this worker there is nothing to compare."""
     try:
-        act(peer, plan, rates)
+        act(peer, [test for test in tests if peer.takes(test)], rates)
     except PeerError as error:
         peer.close()
         if peer.name == OURS:
@@ -109,72 +124,90 @@ def _attempt(act: Callable[[Peer, Plan, Rates], None], peer: Peer, peers: list[P
         rates.recorder.details.setdefault("failed", {})[peer.name] = str(error)
 
 
-def _warm_up(peer: Peer, plan: Plan, rates: Rates) -> None:
+def _warm_up(peer: Peer, tests: list[Task], rates: Rates) -> None:
     peer.start()
-    for test in plan.tests:
-        peer.rate(test if test.kind == "pp" else test._replace(tokens=min(test.tokens, WARM_UP_TOKENS)))
+    for test in tests:
+        most = test.tokens if test.kind == "pp" else WARM_UP_TOGETHER if test.prompts else WARM_UP_TOKENS
+        peer.rate(test._replace(tokens=min(test.tokens, most)))
 
 
-def _round(peer: Peer, plan: Plan, rates: Rates) -> None:
-    for test in plan.tests:
+def _round(peer: Peer, tests: list[Task], rates: Rates) -> None:
+    for test in tests:
         rates.add(peer, test, peer.rate(test))
 
 
-def _check(checkpoint: Checkpoint, plan: Plan) -> None:
-    if not plan.tests:
-        raise InvalidRequestError("nothing to measure: --pp and --tg are both 0", "pp")
+def _tests(checkpoint: Checkpoint, plan: Plan) -> list[Task]:
+    """What is asked for; what cannot be is refused."""
     unknown = sorted(set(plan.peers) - set(NAMES))
     if unknown:
         raise InvalidRequestError(f"unknown peer {unknown[0]!r}: use some of {', '.join(NAMES)}", "peer")
-    longest, context = max(plan.tests, key=lambda test: test.tokens), describe(checkpoint).context_length
-    if longest.tokens > context:
+    tests, context = plan.tests(checkpoint), describe(checkpoint).context_length
+    if not tests:
+        raise InvalidRequestError("nothing to measure: --pp and --tg are both 0", "pp")
+    longest = max(tests, key=_length)
+    if _length(longest) > context:
         raise ContextLengthError(
-            f"{longest.name} needs {longest.tokens} tokens, the model's context has {context}: "
+            f"{longest.name} needs {_length(longest)} tokens, the model's context has {context}: "
             f"use a smaller --{longest.kind}",
             longest.kind,
         )
+    return tests
 
 
-def _settings(model: Path, plan: Plan) -> tuple[str, dict[str, str]]:
+def _length(test: Task) -> int:
+    """Tokens of the longest sequence."""
+    return test.tokens + max(map(len, test.prompts), default=0)
+
+
+def _settings(model: Path, plan: Plan, tests: Sequence[Task]) -> tuple[str, dict[str, str]]:
     """What a child is told, and its environment."""
-    longest = max(test.tokens for test in plan.tests)
-    given = {"model": str(model.absolute()), "threads": plan.threads, "context": longest}
-    given |= {"device": plan.device, "backend": plan.backend}
+    given = {"model": str(model.absolute()), "threads": plan.threads, "context": max(map(_length, tests))}
+    given |= {"device": plan.device, "backend": plan.backend, "batch": max([1, *plan.several])}
     names = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS")
     threads = dict.fromkeys(names, str(plan.threads))
     return json.dumps(given), {**os.environ, **threads}
 
 
-def _ours(model: Path, plan: Plan) -> Peer:
-    given, env = _settings(model, plan)
+def _ours(model: Path, plan: Plan, tests: Sequence[Task]) -> Peer:
+    given, env = _settings(model, plan, tests)
     paths = [str(Path(__file__).parents[3]), env.get("PYTHONPATH", "")]  # this very package, wherever it lies
     env["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-    return Child(OURS, [sys.executable, "-m", f"{__package__}.own", given], env, plan.timeout_s)
+    return Child(OURS, [sys.executable, "-m", f"{__package__}.own", given], env, plan.timeout_s, batches=True)
 
 
-def _others(model: Path, checkpoint: Checkpoint, plan: Plan, left_out: dict[str, str]) -> list[Peer]:
+def _others(
+    model: Path, checkpoint: Checkpoint, plan: Plan, tests: Sequence[Task], left_out: dict[str, str]
+) -> list[Peer]:
+    """Those who are here, and who can do some of what is asked for."""
     found: list[Peer] = []
     for name in (name for name in NAMES if name in plan.peers):
+        wanted = [test for test in tests if bool(test.prompts) == (name == LLAMA_SERVER)]
+        if not wanted:
+            continue
         try:
-            if name == LLAMA_BENCH:
-                found.append(_llama_bench(model, checkpoint, plan))
+            if name in PACKAGES:
+                found.append(_package(name, model, checkpoint, plan, wanted))
             else:
-                found.append(_package(name, model, checkpoint, plan))
+                found.append(_program(name, model, checkpoint, plan, wanted))
         except PeerError as error:
             left_out[name] = str(error)
     return found
 
 
-def _llama_bench(model: Path, checkpoint: Checkpoint, plan: Plan) -> Peer:
+def _program(name: str, model: Path, checkpoint: Checkpoint, plan: Plan, tests: Sequence[Task]) -> Peer:
     _require_gguf(checkpoint)
-    program = shutil.which(plan.llama_bench or LLAMA_BENCH)
+    given = plan.llama_bench if name == LLAMA_BENCH else plan.llama_server
+    program = shutil.which(given or name)
     if program is None:
-        where = f"{plan.llama_bench} is no program" if plan.llama_bench else "it is not on the PATH"
-        raise PeerError(f"{where}: --llama-bench PATH names one")
-    return LlamaBench(program, str(model), plan.threads, plan.timeout_s)
+        where = f"{given} is no program" if given else "it is not on the PATH"
+        raise PeerError(f"{where}: --{name} PATH names one")
+    if name == LLAMA_BENCH:
+        return LlamaBench(program, str(model), plan.threads, plan.timeout_s)
+    slots, context = max(len(test.prompts) for test in tests), max(map(_length, tests))
+    return LlamaServer(program, str(model), plan.threads, slots, context, plan.timeout_s)
 
 
-def _package(name: str, model: Path, checkpoint: Checkpoint, plan: Plan) -> Peer:
+def _package(name: str, model: Path, checkpoint: Checkpoint, plan: Plan, tests: Sequence[Task]) -> Peer:
     if name == "transformers":
         _require_memory(checkpoint)
     else:
@@ -186,7 +219,7 @@ def _package(name: str, model: Path, checkpoint: Checkpoint, plan: Plan) -> Peer
         raise PeerError(
             f"{' and '.join(needed)} not installed for {', '.join(pythons)}: --peer-python PATH names another"
         )
-    given, env = _settings(model, plan)
+    given, env = _settings(model, plan, tests)
     source = Path(peer_child.__file__).read_text(encoding="utf-8")  # as text: our folder must not be on its path
     return Child(name, [python, "-c", source, name, given], env, plan.timeout_s)
 

@@ -1,7 +1,8 @@
 """A peer at work in a process of its own, perhaps under another interpreter: it imports nothing of this package.
 
 Arguments: the peer's name and a JSON object (model, threads, context). It loads once, says {"version": ...}, then
-answers each line {"kind": "pp" | "tg", "tokens": n} with {"seconds": x}. The libraries are imported by name, because
+answers each line {"kind": "pp" | "tg", "tokens": n} with {"seconds": x}. A peer that can answer several prompts at once
+may be given "prompts" too, and says how many "tokens" those seconds made. The libraries are imported by name, because
 they belong to the peer's environment, not to this package's.
 """
 
@@ -14,7 +15,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-Measure = Callable[[str, int], None]  # one run of a kind and a length
+Measure = Callable[..., dict[str, float] | None]  # one run of a kind and a length; an answer, if it has its own clock
 Maker = Callable[[dict[str, Any]], tuple[str, Measure]]  # settings -> version and the function above
 
 
@@ -27,8 +28,8 @@ def serve(make: Maker, given: dict[str, Any]) -> None:
     for line in sys.stdin:
         asked = json.loads(line)
         start = time.perf_counter()
-        measure(asked["kind"], asked["tokens"])
-        print(json.dumps({"seconds": time.perf_counter() - start}), file=answers, flush=True)
+        answer = measure(**asked) or {"seconds": time.perf_counter() - start}
+        print(json.dumps(answer), file=answers, flush=True)
 
 
 def llama_cpp_python(given: dict[str, Any]) -> tuple[str, Measure]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from ... import __version__
-from ...backends import kernels, pick
+from ...backends import kernels, kv_type_for, pick
 from ...models import describe, load_model
 from ...weights import open_checkpoint
 from ..drive import Drive
@@ -16,18 +17,22 @@ from .child import Measure, serve
 
 
 def this_worker(given: dict[str, Any]) -> tuple[str, Measure]:
-    """Prefill and decode as `bench e2e` runs them."""
+    """Prefill and decode as `bench e2e` runs them, and several answers at once."""
     checkpoint = open_checkpoint(Path(given["model"]))
     threads = None if given["backend"] == "reference" else given.get("threads")
     ops = pick(given["device"], given["backend"], threads)
     config = describe(checkpoint)
-    kernels.get_ready_for(ops, kernels.Needs.of(checkpoint, config))
+    kv_type = kv_type_for(ops)
+    kernels.get_ready_for(ops, kernels.Needs.of(checkpoint, config, kv_type))
     model = load_model(checkpoint, ops, config, given["context"])
-    drive = Drive(model, given["context"])
+    drive = Drive(model, given["context"], given.get("batch", 1), kv_type=kv_type)
 
-    def measure(kind: str, tokens: int) -> None:
-        act = drive.prefill if kind == "pp" else drive.decode
-        act(0, tokens, 1)
+    def measure(kind: str, tokens: int, prompts: Sequence[list[int]] = ()) -> dict[str, float]:
+        if prompts:
+            timed = drive.together(prompts, tokens)
+        else:
+            timed = (drive.prefill if kind == "pp" else drive.decode)(0, tokens, 1)
+        return {"seconds": timed.seconds, "tokens": timed.tokens}
 
     return __version__, measure
 

@@ -25,15 +25,16 @@ class PeerError(WorkerError):
 
 
 class Task(NamedTuple):
-    """`pp` or `tg` with a length."""
+    """`pp` or `tg` with a length; with prompts, an answer of that length to all of them at once."""
 
     kind: str
     tokens: int
+    prompts: tuple[tuple[int, ...], ...] = ()
 
     @property
     def name(self) -> str:
-        """`pp512`."""
-        return f"{self.kind}{self.tokens}"
+        """`pp512`, `tg128@b16`."""
+        return f"{self.kind}{self.tokens}" + (f"@b{len(self.prompts)}" if self.prompts else "")
 
 
 class Peer(Protocol):
@@ -41,6 +42,9 @@ class Peer(Protocol):
 
     name: str
     version: str
+
+    def takes(self, test: Task) -> bool:
+        """Whether this is something it can be asked for."""
 
     def start(self) -> None:
         """Load the model, where it is kept; raises PeerError."""
@@ -55,28 +59,36 @@ class Peer(Protocol):
 class Child:
     """A peer that stays alive between runs, so that loading is paid once."""
 
-    def __init__(self, name: str, command: Sequence[str], env: Mapping[str, str], timeout_s: float) -> None:
+    def __init__(
+        self, name: str, command: Sequence[str], env: Mapping[str, str], timeout_s: float, *, batches: bool = False
+    ) -> None:
         self.name, self.version = name, ""
+        self._batches = batches
         self._command, self._env, self._timeout_s = list(command), dict(env), timeout_s
         self._process: subprocess.Popen[bytes] | None = None
         self._read = b""
+
+    def takes(self, test: Task) -> bool:
+        """Only this worker is asked for several answers at once."""
+        return self._batches or not test.prompts
 
     def start(self) -> None:
         """Begin the process and wait until the model is loaded."""
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115
         self._process = _started(self.name, self._command, self._env, self._errors.fileno())
-        self.version = str(self._answer("version"))
+        self.version = str(self._answer("version")["version"])
 
     def rate(self, test: Task) -> float:
         """Ask for one run."""
         assert self._process is not None
         assert self._process.stdin is not None
         try:
-            self._process.stdin.write(json.dumps(test._asdict()).encode() + b"\n")
+            self._process.stdin.write(json.dumps({k: v for k, v in test._asdict().items() if v}).encode() + b"\n")
             self._process.stdin.flush()
         except OSError:
             raise PeerError(self._ending()) from None
-        return test.tokens / float(self._answer("seconds"))
+        answer = self._answer("seconds")
+        return float(answer.get("tokens", test.tokens)) / float(answer["seconds"])
 
     def close(self) -> None:
         """End the process; it has nothing to save."""
@@ -87,7 +99,7 @@ class Child:
         self._errors.close()
         self._process = None
 
-    def _answer(self, key: str) -> Any:
+    def _answer(self, key: str) -> dict[str, Any]:
         assert self._process is not None
         assert self._process.stdout is not None
         end, source = time.monotonic() + self._timeout_s, self._process.stdout.fileno()
@@ -101,9 +113,11 @@ class Child:
             self._read += part
         line, _, self._read = self._read.partition(b"\n")
         try:
-            return json.loads(line)[key]
+            answer: dict[str, Any] = json.loads(line)
+            answer[key]
         except (ValueError, KeyError, TypeError):
             raise PeerError(f"{self.name} answered {line[:200]!r}, which has no {key}") from None
+        return answer
 
     def _ending(self) -> str:
         assert self._process is not None
@@ -121,6 +135,10 @@ class LlamaBench:
         self.version = ""
         self._command = [program, "-m", model, "-t", str(threads), "-ngl", "0", "-r", "1", "-o", "json"]
         self._timeout_s = timeout_s
+
+    def takes(self, test: Task) -> bool:
+        """One sequence at a time."""
+        return not test.prompts
 
     def start(self) -> None:
         """A first short run shows that it works, and which build it is."""

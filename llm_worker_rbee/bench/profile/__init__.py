@@ -1,8 +1,8 @@
 """Where the time of prefill and decode goes, by component, and what each component could gain.
 
-A prefill step is the whole prompt up to its first token, a decode step one token more; both go through the runner and
-the greedy sampler. The stopwatch's own cost is measured and taken off; what neither ops nor batch account for is
-Python's. Flame graphs come from passes of their own, without the stopwatch.
+A prefill step is the whole prompt up to its first token, a decode step one token more, of one request alone, sampled
+greedily. The stopwatch's own cost is measured and taken off; what neither ops nor batch account for is Python's. Flame
+graphs come from passes of their own, without the stopwatch.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import Any, cast
 
 import numpy as np
 
-from ...backends.types import Fused, Ops
+from ...backends.types import Array, Fused, Ops
 from ...engine.request import Request, SamplingParams
-from ...engine.runner import Runner
-from ...engine.sampler import sample
+from ...engine.sampler import sample_rows
+from ...engine.solo import Solo
 from ...errors import ContextLengthError
 from ...llm import LLM
 from ...models import Transformer
@@ -50,7 +50,7 @@ class Settings:
     repetitions: int = 5
     flame_seconds: float = FLAME_S
     py_spy: flame.PySpy | None = None
-    kv_type: str = "float32"
+    kv_type: str = "float32"  # `run` takes the one of the model
 
 
 class Workload:
@@ -61,26 +61,33 @@ class Workload:
         prompt = rng.integers(0, model.config.vocab_size, settings.pp).tolist()
         self.tg = settings.tg
         self.ops = model.ops
-        self.runner = Runner(model, settings.pp + settings.tg + 1, settings.kv_type)
+        self.solo = Solo(model, settings.pp + settings.tg + 1, settings.kv_type)
         if watch is not None:
-            self.runner.batch = watch.timed("scheduling", self.runner.batch)  # type: ignore[method-assign]
+            self.solo.batch = watch.timed("scheduling", self.solo.batch)  # type: ignore[method-assign]
         self.request = Request(prompt, SamplingParams(temperature=0.0), settings.tg + 1, SEED, frozenset())
 
     def prefill(self) -> None:
         """The prompt, up to the first token."""
+        self._forget(0)
         self.request.num_computed_tokens = 0
-        self.request.tokens.clear()
-        for _, logits in self.runner.catch_up(self.request):
+        for _, logits in self.solo.catch_up(self.request):
             last = logits
-        self.request.tokens += sample(self.ops, last[-1:], [self.request])
+        self._sample(last[-1:])
 
     def decode(self) -> None:
         """One token more; at the end of the room, back to the first one."""
         request = self.request
-        if len(request.tokens) > self.tg:
-            del request.tokens[1:]
-            request.num_computed_tokens = len(request.prompt)
-        request.tokens += sample(self.ops, self.runner.step(request, 1), [request])
+        if request.num_tokens - request.num_prompt_tokens > self.tg:
+            self._forget(1)
+            request.num_computed_tokens = request.num_prompt_tokens
+        self._sample(self.solo.step(request, 1))
+
+    def _sample(self, logits: Array) -> None:
+        self.request.ids += self.ops.sample(logits, sample_rows(self.request)).tolist()
+
+    def _forget(self, kept: int) -> None:
+        """Of the answer all but its first tokens."""
+        del self.request.ids[self.request.num_prompt_tokens + kept :]
 
 
 def run(recorder: Recorder, steps: Steps, llm: LLM, settings: Settings, flames: dict[str, flame.Flame]) -> None:
@@ -92,7 +99,7 @@ def run(recorder: Recorder, steps: Steps, llm: LLM, settings: Settings, flames: 
             "pp",
         )
     recorder.model = environment.model_description(llm.checkpoint.path, lambda what, done, all: steps(what, 0, 1))
-    _Profile(recorder, steps, llm, settings).run(flames)
+    _Profile(recorder, steps, llm, replace(settings, kv_type=llm.kv_type)).run(flames)
 
 
 @dataclass(slots=True)

@@ -130,7 +130,7 @@ def _reference(llm: "LLM", computing: LoadOptions, progress: Steps) -> "Side":
     """The file's weights on the reference backend; where the path is just that, it computes twice."""
     from ...bench.accuracy import Ours
 
-    same = Ours(llm).backend == "reference" and computing.kv_type == "float32" and computing.quantize is None
+    same = Ours(llm).backend == "reference" and llm.kv_type == "float32" and computing.quantize is None
     return Ours(llm if same else _load(str(llm.checkpoint.path), LoadOptions(backend="reference"), progress))
 
 

@@ -35,6 +35,9 @@ def peers(
     synthetic: Annotated[str | None, _option("--synthetic", metavar="SHAPE:TYPES", help=SYNTHETIC_HELP)] = None,
     pp: Annotated[str, _option("--pp", metavar="N,...", help="Tokens of the prompt; 0: no prefill.")] = "512",
     tg: Annotated[str, _option("--tg", metavar="N,...", help="Tokens to generate; 0: no decode.")] = "128",
+    batch: Annotated[
+        str, _option("--batch", metavar="N,...", help="Answers at once; above 1 beside llama-server, decode only.")
+    ] = "1",
     repetitions: Annotated[int, _option("--repetitions", "-r", metavar="N", min=1, help="How often.")] = 3,
     peer: Annotated[
         list[str] | None,
@@ -43,6 +46,10 @@ def peers(
     llama_bench: Annotated[
         str | None,
         _peer_option("--llama-bench", metavar="PATH", show_default="on the PATH", help="The program llama-bench."),
+    ] = None,
+    llama_server: Annotated[
+        str | None,
+        _peer_option("--llama-server", metavar="PATH", show_default="on the PATH", help="The program llama-server."),
     ] = None,
     peer_python: Annotated[
         list[str] | None,
@@ -65,12 +72,17 @@ def peers(
     transformers computes in float32. llama-bench leaves sampling out, the
     others sample greedily.
 
+    With --batch 16 this worker and llama-server with 16 slots answer 16 real
+    prompts at once, TG tokens each: what all of them make a second from when
+    the last has begun to when the first is complete. Ours has no HTTP then.
+
     A peer that is not installed is left out, one that fails is named.
 
     \b
     Examples:
       llm-worker-rbee bench peers --llama-bench ~/llama.cpp/build/bin/llama-bench
       llm-worker-rbee bench peers model.gguf --peer-python ~/venv/bin/python
+      llm-worker-rbee bench peers --batch 16 --llama-server ~/llama.cpp/build/bin/llama-server
       llm-worker-rbee bench peers --synthetic llama2-7b:Q4_0:4 --peer llama-bench
     """
     used = computing.set_up()
@@ -80,10 +92,12 @@ def peers(
     plan = room.Plan(
         pp=numbers(pp, "--pp"),
         tg=numbers(tg, "--tg"),
+        batches=numbers(batch, "--batch", least=1),
         repetitions=repetitions,
         threads=used,
         peers=peer or room.NAMES,
         llama_bench=llama_bench,
+        llama_server=llama_server,
         pythons=peer_python or (),
         timeout_s=timeout,
         device=computing.device,

@@ -1,0 +1,70 @@
+"""All matrix products of a model, and nothing else: what they alone would allow at so many rows.
+
+On a backend whose steps are programs they are one program too, with what turns activations into bytes for them; on
+others they are made one after the other. Activations are random; what comes out is thrown away.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..models import Transformer
+
+SEED = 5
+
+
+def products(model: Transformer, rows: int) -> Callable[[], object]:
+    """A function that multiplies `rows` activations with every matrix of the model once."""
+    return _program(model, rows) if hasattr(model.ops, "linear_op") else _one_by_one(model, rows)
+
+
+def _one_by_one(model: Transformer, rows: int) -> Callable[[], object]:
+    ops, c, blocks = model.ops, model.config, model.parts().blocks
+    wide, heads, deep = (
+        ops.prepare_vector(_random(rows, width)) for width in (c.d_model, c.n_heads * c.head_dim, c.d_ff)
+    )
+    pairs = [pair for b in blocks for pair in ((wide, b.qkv), (heads, b.output), (wide, b.gate_up), (deep, b.down))]
+
+    def multiply() -> object:
+        for x, weight in pairs:
+            ops.linear(x, weight)
+        return ops.logits(wide, model.head)
+
+    return multiply
+
+
+def _program(model: Transformer, rows: int) -> Callable[[], object]:
+    """A step's table points at one input and one output, large enough for all."""
+    ops: Any = model.ops
+    at, parts = ops.step.Step, model.parts()
+    weights = [w for b in parts.blocks for w in (b.qkv, b.output, b.gate_up, b.down)] + [parts.head.finely()]
+    widest = max(w.columns for w in weights)
+    made: list[Any] = []
+    for w in weights:
+        width, fine = w.columns, any(w.fine)
+        made += ops.linear_op.to_bytes(at.TOKENS, at.DELTA, 1, width, width, w.wants_bytes, fine=fine)
+        made += ops.linear_op.products(w, at.TOKENS, at.DELTA, at.QKV, at.FINE)
+    program, step = ops.program.Program(made), ops.step.new_step()
+    buffers: dict[int, NDArray[Any]] = {
+        at.DELTA: _random(rows, widest),
+        at.QKV: np.empty((rows, max(w.rows for w in weights)), np.float32),
+        at.FINE: np.empty((2 * rows, max(w.fine_rows for w in weights)), np.float32),
+        **dict(enumerate(ops.activations.room(2 * rows, widest), at.ACTIVATIONS)),
+    }
+    step[at.TOKENS], step[at.TWO_ROWS] = rows, 2 * rows
+    for entry, buffer in buffers.items():
+        step[entry] = buffer.ctypes.data
+
+    def multiply() -> object:
+        program.run(step)
+        return buffers[at.QKV]
+
+    return multiply
+
+
+def _random(rows: int, width: int) -> NDArray[np.float32]:
+    return np.random.default_rng(SEED).standard_normal((rows, width), np.float32)

@@ -1,0 +1,41 @@
+"""How prompts share a step: who reads how much of its own. No arrays here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from .request import Request
+from .step import Span
+
+SCORED_CHUNK = 64  # tokens a step of a prompt whose log-probabilities are wanted: bounds the memory of the logits
+
+
+def left_to_read(request: Request) -> int:
+    """What a request may read in one step at most."""
+    left = len(request.ids) - request.num_computed_tokens
+    return min(left, SCORED_CHUNK) if request.num_unscored_tokens else left
+
+
+def shared_out(readers: Iterator[Request], budget: int) -> list[tuple[Request, int]]:
+    """Who reads how many tokens: each at most half of what is left, so that a short prompt does not wait for a long one
+    before it; what nobody wants goes to the first."""
+    counts: list[tuple[Request, int]] = []
+    while budget > 0 and (request := next(readers, None)) is not None:
+        counts.append((request, min(left_to_read(request), max(budget // 2, 1))))
+        budget -= counts[-1][1]
+    for i, (request, count) in enumerate(counts):
+        more = min(budget, left_to_read(request) - count)
+        counts[i] = request, count + more
+        budget -= more
+    return counts
+
+
+def span_of(request: Request, count: int) -> Span:
+    """The next tokens of a request; logits where it catches up, and where its prompt is scored."""
+    start, known = request.num_computed_tokens, len(request.ids)
+    stop = start + count
+    wanted = known - 1 if stop >= known else stop
+    if request.num_unscored_tokens:
+        assert request.prompt_logprobs is not None
+        wanted = min(wanted, max(start, len(request.prompt_logprobs) - 1))
+    return Span(request, start, stop, wanted)

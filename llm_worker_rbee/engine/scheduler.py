@@ -1,0 +1,282 @@
+"""Which tokens are computed in the next step, and what a step changed. There are no phases: a request has `num_tokens`
+and `num_computed_tokens`, and every step lets the one catch up with the other.
+
+Who answers goes first, then who reads a prompt, then who waits: by priority, then by arrival. A request that is
+admitted gets the blocks of all its tokens at once; one that grows and finds no block takes those of the last in the
+order, which then waits and is computed anew. No arrays here.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Iterator, Sequence
+from itertools import chain, islice
+
+from ..config import EngineConfig
+from ..errors import DeadlineError, WorkerError
+from .blocks import BlockPool, extend_hashes
+from .deadlines import Deadlines
+from .reading import shared_out, span_of
+from .request import FinishReason, Output, Request, TokenLogprob
+from .step import Sampled, Span
+
+FEWEST_PROMPT_TOKENS = 16  # of prompts in a step, however slow it is and whoever else is in it: they must get on
+
+
+class Scheduler:
+    """The requests of an engine: those that wait and those that run."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+        self.pool = BlockPool(config.n_blocks, config.block_size, caching=config.prefix_cache)
+        self.waiting: list[Request] = []  # the last one goes first
+        self.running: list[Request] = []  # the first one goes first
+        self.num_preemptions = 0
+        self.num_drafted_tokens = self.num_accepted_tokens = 0
+        self.num_queried_tokens = self.num_hit_tokens = 0  # of prompts, in the prefix cache
+        self._rows = list(range(config.max_batch))
+        self._being_computed: dict[bytes, Request] = {}  # blocks of prompts that somebody computes now
+        self._deadlines = Deadlines()
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would do anything."""
+        return bool(self.running or self.waiting)
+
+    def add(self, request: Request) -> None:
+        """It waits for its turn."""
+        request.has_ended = False
+        extend_hashes(
+            request.hashes, request.ids, (len(request.ids) - 1) // self.config.block_size, self.config.block_size
+        )
+        insort(self.waiting, request, key=_last_first)
+        self._deadlines.add(request, len(self.waiting) + len(self.running))
+
+    def remove(self, request: Request, *, keep: bool = True) -> bool:
+        """Forget a request wherever it is; whether it was here. What it held is free at once, and kept for others."""
+        if request.has_ended:
+            return False
+        request.has_ended = True
+        if request.row < 0:
+            self.waiting.remove(request)
+            return True
+        self.running.remove(request)
+        if not keep:
+            self.pool.unpublish(request.blocks)
+        self._release(request)
+        return True
+
+    def expire(self, now: float) -> list[Output]:
+        """End those whose time is over."""
+        ended = [request for request in self._deadlines.over(now) if self.remove(request)]
+        told = "the request was not answered in time: {} tokens of its answer were made"
+        return [Output(r, -1, None, "error", DeadlineError(told.format(len(r.tokens)))) for r in ended]
+
+    def schedule(self, tokens: int) -> list[Span]:
+        """The next step: every request that answers, and prompts with what is left of so many tokens, or a few."""
+        self._make_way()
+        spans: list[Span] = []
+        reading: list[Request] = []
+        size = self.config.block_size
+        for request in self.running[:]:
+            start, known = request.num_computed_tokens, len(request.ids)
+            if known - start > 1:
+                reading.append(request)
+            elif known + len(request.drafts) <= len(request.blocks) * size or self._grow(request):
+                spans.append(Span(request, start, known + len(request.drafts), start))
+        if not (reading or self.waiting):
+            return spans
+        fewest = min(FEWEST_PROMPT_TOKENS, self.config.max_step_tokens)
+        budget = max(fewest, tokens - sum(span.stop - span.start for span in spans))
+        readers = chain((request for request in reading if request.row >= 0), self._admitted())
+        return spans + [span_of(request, count) for request, count in shared_out(readers, budget)]
+
+    def update(self, spans: Sequence[Span], sampled: Sampled) -> list[Output]:
+        """Take in what a step computed; the tokens that came out, in the order of the spans."""
+        outputs: list[Output] = []
+        tokens, size = iter(sampled.tokens), self.config.block_size
+        failed, logprobs = sampled.failed, sampled.logprobs
+        for request, _, stop, _ in spans:
+            ids = request.ids
+            if failed and request in failed:
+                self.remove(request, keep=False)
+                outputs.append(Output(request, -1, None, "error", failed[request]))
+            elif stop < len(ids):
+                request.num_computed_tokens = stop
+                self._publish(request)
+            elif stop > len(ids) or len(ids) + 1 >= request.longest or logprobs:
+                self._accept(request, list(islice(tokens, stop - len(ids) + 1)), logprobs.get(request), outputs)
+            elif (token := next(tokens)) in request.stop_ids:
+                self._accept(request, [token], None, outputs)
+            else:  # one token more, as nearly always: what `_accept` would do
+                ids.append(token)
+                request.num_computed_tokens = stop
+                outputs.append(Output(request, token))
+                if stop // size > request.num_hashed_blocks:
+                    self._publish(request)
+        return outputs
+
+    def fail(self, spans: Sequence[Span], error: WorkerError) -> list[Output]:
+        """A step came to nothing: its requests end, and what they were computing is not kept."""
+        for span in spans:
+            self.remove(span.request, keep=False)
+        return [Output(span.request, -1, None, "error", error) for span in spans]
+
+    def _accept(
+        self, request: Request, tokens: list[int], logprobs: list[TokenLogprob] | None, outputs: list[Output]
+    ) -> None:
+        """Append the tokens up to the first that was guessed wrong: that one is right, those behind it are not."""
+        drafts, ids = request.drafts, request.ids
+        finish: FinishReason | None = None
+        for i, token in enumerate(tokens):
+            if token in request.stop_ids:
+                finish = "stop"
+            else:
+                ids.append(token)
+                finish = "length" if len(ids) >= request.longest else None
+            outputs.append(Output(request, token, logprobs[i] if logprobs and finish != "stop" else None, finish))
+            if finish or (i < len(drafts) and drafts[i] != token):
+                break
+        if drafts:
+            self.num_drafted_tokens += len(drafts)
+            self.num_accepted_tokens += i
+            request.drafts = []
+        request.num_computed_tokens = len(ids) - (finish != "stop")
+        self._publish(request)
+        if finish:
+            self.remove(request)
+
+    def _publish(self, request: Request) -> None:
+        """Blocks that are full now can be found by others."""
+        size, first = self.config.block_size, request.num_hashed_blocks
+        full = request.num_computed_tokens // size
+        if full == first:
+            return
+        extend_hashes(request.hashes, request.ids, full, size)
+        for i in range(first, full):
+            known_as = request.hashes[i]
+            self.pool.publish(request.blocks[i], known_as)
+            if self._being_computed.get(known_as) is request:
+                del self._being_computed[known_as]
+        request.num_hashed_blocks = full
+
+    def _grow(self, request: Request) -> bool:
+        """Give it blocks for its next tokens; False if it had to give up its own."""
+        if request.row < 0:  # preempted in this very step
+            return False
+        size = self.config.block_size
+        while len(request.blocks) * size < len(request.ids) + len(request.drafts):
+            block = self.pool.one_more()
+            if block is not None:
+                request.blocks.append(block)
+            elif request.drafts:  # nobody is sent away for a guess
+                request.drafts = []
+            else:
+                last = self.running[-1]
+                self._preempt(last)
+                if last is request:
+                    return False
+        return True
+
+    def reserve(self, request: Request, tokens: int) -> int:
+        """Blocks for so many tokens of a running request, if they are free; for how many tokens it has room then."""
+        while len(request.blocks) * self.config.block_size < tokens:
+            block = self.pool.one_more()
+            if block is None:
+                break
+            request.blocks.append(block)
+        return min(tokens, len(request.blocks) * self.config.block_size)
+
+    def _make_way(self) -> None:
+        """Where a request waits that is more urgent than the last one running, and there is no room, that one goes."""
+        while self.waiting and self.running and self.waiting[-1].priority < self.running[-1].priority:
+            first = self.waiting[-1]
+            if self._comes_soon(first) or (self._rows and self._has_room(first, self.pool.match(self._known(first)))):
+                return
+            self._preempt(self.running[-1])
+
+    def _preempt(self, request: Request) -> None:
+        """Back to those who wait, ahead of all who came later; what it loses is computed again."""
+        self.running.remove(request)
+        self._release(request)
+        insort(self.waiting, request, key=_last_first)
+        self.num_preemptions += 1
+
+    def _admitted(self) -> Iterator[Request]:
+        """Let requests in, one after the other, while there is room; nobody overtakes one that lacks blocks."""
+        for i in range(len(self.waiting) - 1, -1, -1):
+            request = self.waiting[i]
+            if not self._rows:
+                return
+            if self._comes_soon(request):
+                continue
+            shared = self.pool.match(self._known(request))
+            if not self._has_room(request, shared):
+                return
+            del self.waiting[i]
+            self._start(request, shared)
+            yield request
+
+    def _start(self, request: Request, shared: list[int]) -> None:
+        blocks = self.pool.acquire(shared, self.pool.blocks_for(len(request.ids)) - len(shared))
+        assert blocks is not None
+        request.blocks, request.row = blocks, self._rows.pop()
+        request.num_hashed_blocks = len(shared)
+        request.num_computed_tokens = request.num_shared_tokens = len(shared) * self.config.block_size
+        if self.pool.caching:
+            for known_as in self._known(request)[len(shared) :]:
+                self._being_computed.setdefault(known_as, request)
+        if request.num_cached_tokens < 0:  # not one that comes back
+            request.num_cached_tokens = request.num_computed_tokens
+            self.num_queried_tokens += request.num_prompt_tokens
+            self.num_hit_tokens += request.num_computed_tokens
+        insort(self.running, request, key=_first_first)
+
+    def _has_room(self, request: Request, shared: Sequence[int]) -> bool:
+        """Blocks for all its tokens, and one for each that is running, so that the next step sends nobody away."""
+        return self.pool.can_acquire(shared, self.pool.blocks_for(len(request.ids)) - len(shared) + len(self.running))
+
+    def _known(self, request: Request) -> list[bytes]:
+        """The blocks of a waiting request that it may find: its last token is computed in any case."""
+        if not self.pool.caching or request.num_unscored_tokens:
+            return []
+        return request.hashes[: (len(request.ids) - 1) // self.config.block_size]
+
+    def _comes_soon(self, request: Request) -> bool:
+        """Whether the first block that is not here is being computed by somebody else: then it is worth waiting for."""
+        if not self._being_computed:
+            return False
+        missing = next((known_as for known_as in self._known(request) if not self.pool.has(known_as)), None)
+        return missing is not None and missing in self._being_computed
+
+    def _release(self, request: Request) -> None:
+        for known_as in request.hashes[request.num_hashed_blocks :]:
+            if self._being_computed.get(known_as) is request:
+                del self._being_computed[known_as]
+        self.pool.release(request.blocks)
+        self._rows.append(request.row)
+        request.blocks, request.drafts, request.row = [], [], -1
+        request.num_computed_tokens = request.num_hashed_blocks = request.num_listed_blocks = 0
+
+    def check(self) -> None:
+        """The books are right: every request is in one place, every block accounted for."""
+        self.pool.check([request.blocks for request in self.running])
+        assert self.running == sorted(self.running, key=_first_first)
+        assert self.waiting == sorted(self.waiting, key=_last_first)
+        assert not set(self.running) & set(self.waiting)
+        rows = [request.row for request in self.running]
+        assert sorted(rows + self._rows) == list(range(self.config.max_batch)), "a row is lost or given twice"
+        for request in self.waiting:
+            assert (request.row, request.num_computed_tokens, request.blocks, request.drafts) == (-1, 0, [], [])
+        for request in self.running:
+            assert request.num_computed_tokens < len(request.ids)
+            assert request.num_computed_tokens <= len(request.blocks) * self.config.block_size
+        assert set(self._being_computed.values()) <= set(self.running), "somebody waits for what nobody computes"
+
+
+def _first_first(request: Request) -> tuple[int, int]:
+    return request.priority, request.arrival
+
+
+def _last_first(request: Request) -> tuple[int, int]:
+    return -request.priority, -request.arrival

@@ -1,0 +1,66 @@
+"""The matrix products of a model alone: every matrix once, with the real weights."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from llm_worker_rbee.backends import cpu, reference
+from llm_worker_rbee.backends.types import Ops
+from llm_worker_rbee.bench import products as room
+from llm_worker_rbee.bench.synthetic import Shape, Spec, checkpoint
+from llm_worker_rbee.models import Transformer, describe, load_model
+
+SHAPE = Shape(2, 64, 4, 2, 96, 300, 320)
+
+
+def model(ops: Any, mix: str = "Q8_0") -> Transformer:
+    made = checkpoint(Spec("small", SHAPE, mix, 2))
+    return load_model(made, ops, describe(made))
+
+
+def test_one_by_one_each_matrix_is_used_once() -> None:
+    plain, used = model(reference), list[tuple[tuple[int, ...], Any]]()
+
+    def linear(x: Any, w: Any, bias: Any = None) -> Any:
+        used.append((x.shape, w))
+        return reference.linear(x, w, bias)
+
+    ops = cast(Ops, SimpleNamespace(prepare_vector=reference.prepare_vector, linear=linear, logits=reference.logits))
+    out: Any = room.products(replace(plain, ops=ops), 3)()
+    parts = plain.parts()
+    layers = [w for b in parts.blocks for w in (b.qkv, b.output, b.gate_up, b.down)]
+    assert [w for _, w in used] == layers
+    assert {shape for shape, _ in used} == {(3, 64), (3, 96)}
+    np.testing.assert_array_equal(out, reference.logits(room._random(3, 64), plain.head))
+
+
+@pytest.mark.parametrize("mix", ["Q8_0", "Q4_K_M", "F16"])
+@pytest.mark.parametrize("rows", [1, 16])
+def test_as_a_program_it_ends_with_the_heads_product(mix: str, rows: int) -> None:
+    made = model(cpu, mix)
+    head, widest = made.head.finely(), max(96, 64)
+    out: Any = room.products(made, rows)()
+    x = room._random(rows, widest).reshape(-1)[: rows * 64].reshape(rows, 64)
+    wanted = head.times(x)
+    np.testing.assert_array_equal(out.reshape(-1)[: wanted.size], wanted.reshape(-1))
+
+
+def test_the_program_has_every_product() -> None:
+    """Made of the instructions of the single products, in the order of the layers."""
+    made, run = model(cpu), list[Any]()
+    program = SimpleNamespace(Program=lambda some: run.extend(some) or cpu.program.Program(some))  # type: ignore[attr-defined]
+    names = ("linear_op", "step", "activations")
+    ops = SimpleNamespace(program=program, **{name: getattr(cpu, name) for name in names})
+    room.products(replace(made, ops=cast(Ops, ops)), 2)()
+    parts = made.parts()
+    weights = [w for b in parts.blocks for w in (b.qkv, b.output, b.gate_up, b.down)] + [parts.head.finely()]
+    step = cpu.step.Step  # type: ignore[attr-defined]
+    single = [cpu.linear_op.products(w, step.TOKENS, step.DELTA, step.QKV, step.FINE) for w in weights]
+    wanted = [instruction.args.tolist() for some in single for instruction in some]
+    found = [instruction.args.tolist() for instruction in run]
+    assert [args for args in found if args in wanted] == wanted

@@ -1,0 +1,150 @@
+"""Real models for the engine, questions for them, and what each question is answered when it is asked alone: without
+engine, scheduler or batch, one request on its own cache."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from llm_worker_rbee.backends import cpu, kernels
+from llm_worker_rbee.config import EngineConfig
+from llm_worker_rbee.engine.engine import Engine
+from llm_worker_rbee.engine.request import Output, Request, SamplingParams, TokenLogprob
+from llm_worker_rbee.engine.sampler import sample_rows, token_logprobs
+from llm_worker_rbee.engine.solo import Solo
+from llm_worker_rbee.models import Transformer, describe, load_model
+from llm_worker_rbee.weights import open_checkpoint
+from tests.models import zoo
+
+SMALL = zoo.Variant("llama", {"rope_parameters": zoo.PLAIN, "max_position_embeddings": 512})
+
+
+def load(path: Path, *kv_types: str) -> Transformer:
+    """On the CPU backend, compiled."""
+    checkpoint = open_checkpoint(path)
+    config = describe(checkpoint)
+    for kv_type in kv_types or ("float32",):
+        kernels.get_ready_for(cpu, kernels.Needs.of(checkpoint, config, kv_type))
+    return load_model(checkpoint, cpu, config)
+
+
+def small_file(path: Path, kind: str, seed: int = 0) -> Path:
+    """A random llama of three layers, two heads to a KV head; `kind` F32 or a block type."""
+    model = zoo.make_hf(SMALL, seed)
+    return zoo.save_gguf(SMALL, model, path) if kind == "F32" else zoo.save_quantized(SMALL, model, path, kind)
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is asked, again and again."""
+
+    prompt: tuple[int, ...]
+    max_tokens: int
+    options: dict[str, Any] = field(default_factory=dict, hash=False)
+    eos: frozenset[int] = frozenset()
+    choice: int = 0
+
+    def request(self, **more: Any) -> Request:
+        params = SamplingParams(**self.options)
+        return Request(list(self.prompt), params, self.max_tokens, params.seed or 0, self.eos, self.choice, **more)
+
+
+class Answer(NamedTuple):
+    """Everything that comes back."""
+
+    tokens: list[int]
+    finish: str | None
+    logprobs: list[TokenLogprob]
+    prompt_logprobs: list[TokenLogprob | None] | None
+
+
+def alone(model: Transformer, question: Question, kv_type: str = "float32") -> Answer:
+    """The meaning of a question: one token after the other."""
+    request, k = question.request(), question.options.get("logprobs")
+    solo = Solo(model, len(request.prompt) + request.max_tokens, kv_type)
+    if request.prompt_logprobs is not None:
+        for start, logits in Solo(model, len(request.prompt), kv_type).catch_up(question.request(), all_logits=True):
+            following = request.prompt[start + 1 : start + 1 + len(logits)]
+            request.prompt_logprobs += token_logprobs(model.ops, logits[: len(following)], following, k or 0)
+    logprobs: list[TokenLogprob] = []
+    while len(request.tokens) < request.max_tokens:
+        (*_, (_, logits)) = solo.catch_up(request)
+        token = int(model.ops.sample(logits, sample_rows(request))[0])
+        if token in request.eos_ids and not request.params.ignore_eos:
+            return Answer(request.tokens, "stop", logprobs, request.prompt_logprobs)
+        if k is not None:
+            logprobs += token_logprobs(model.ops, logits, [token], k)
+        request.ids.append(token)
+    return Answer(request.tokens, "length", logprobs, request.prompt_logprobs)
+
+
+class Listener:
+    """What came out of an engine, request by request."""
+
+    def __init__(self) -> None:
+        self.outputs: dict[Request, list[Output]] = {}
+
+    def take(self, outputs: list[Output]) -> None:
+        for output in outputs:
+            known = self.outputs.setdefault(output.request, [])
+            assert not known or known[-1].finish_reason is None, "something came of a request that had ended"
+            known.append(output)
+
+    def answer(self, request: Request) -> Answer:
+        outputs = self.outputs.get(request, [])
+        tokens = [o.token for o in outputs if o.finish_reason not in ("stop", "error")]
+        finish = outputs[-1].finish_reason if outputs else None
+        return Answer(tokens, finish, [o.logprob for o in outputs if o.logprob is not None], request.prompt_logprobs)
+
+
+def engine(model: Transformer, kv_type: str = "float32", **options: Any) -> Engine:
+    """A roomy one, unless told otherwise. Its budget does not depend on how fast this machine is."""
+    settings = {"max_context": 256, "n_blocks": 128, "target_itl_ms": 1e9, "debug": True, **options}
+    return Engine(model, EngineConfig(**settings), kv_type)
+
+
+def run(engine: Engine, *requests: Request) -> Listener:
+    """All of them at once, to the end."""
+    listener = Listener()
+    for request in requests:
+        engine.add(request)
+    while engine.has_work:
+        listener.take(engine.step())
+    require_idle(engine)
+    return listener
+
+
+def require_idle(engine: Engine) -> None:
+    engine.scheduler.check()
+    assert not engine.has_work
+    assert engine.scheduler.pool.num_free == engine.config.n_blocks
+
+
+OPTIONS: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.0},
+    {"temperature": 0.0, "logprobs": 3},
+    {"temperature": 0.0, "logprobs": 0, "prompt_logprobs": True},
+    {"temperature": 1.0, "seed": 1, "logprobs": 2},
+    {"temperature": 0.7, "seed": 2, "top_p": 0.9, "logprobs": 1},
+    {"temperature": 1.3, "seed": 3, "top_k": 7, "repetition_penalty": 1.3, "repeat_last_n": 9},
+    {"temperature": 0.9, "seed": 4, "frequency_penalty": 0.7, "presence_penalty": 0.3, "prompt_logprobs": True},
+    {"temperature": 0.5, "seed": 5, "min_p": 0.05, "typical_p": 0.9, "logit_bias": {5: 2.0}, "logprobs": 0},
+)
+
+
+def some_questions(count: int, vocab: int, lengths: tuple[int, int], seed: int = 0) -> list[Question]:
+    """Greedy ones and drawn ones, many of which begin alike, and some of which repeat themselves."""
+    rng = random.Random(seed)
+    beginnings = [[rng.randrange(3, vocab) for _ in range(lengths[1])] for _ in range(3)]
+    made = []
+    for i in range(count):
+        length, common = rng.randint(*lengths), rng.choice((0, 0.5, 0.8, 1))
+        prompt = beginnings[i % 3][: int(common * length)]
+        while len(prompt) < length:
+            prompt += prompt[-5:] if rng.random() < 0.3 else [rng.randrange(3, vocab)]
+        eos = frozenset(rng.sample(range(vocab), vocab // 40)) if rng.random() < 0.4 else frozenset[int]()
+        options = OPTIONS[i % len(OPTIONS)]
+        made.append(Question(tuple(prompt[:length]), rng.randint(1, 14), options, eos, choice=i % 3))
+    return made

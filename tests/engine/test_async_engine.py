@@ -1,0 +1,174 @@
+"""The one thread boundary: event loops submit and cancel, a thread steps, nothing is lost and nothing hangs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+import pytest
+
+from llm_worker_rbee.config import EngineConfig
+from llm_worker_rbee.engine.async_engine import AsyncEngine, Ticket
+from llm_worker_rbee.engine.engine import Engine
+from llm_worker_rbee.engine.request import Request, SamplingParams
+from llm_worker_rbee.errors import ContextLengthError, InferenceError, RequestCancelledError
+from llm_worker_rbee.models import Transformer
+from tests.engine import serving
+
+PROMPTS = [[1, 2, 3], [4] * 40, [5, 6], [1, 2, 3, 4, 5, 6, 7] * 5]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Transformer:
+    return serving.load(serving.small_file(tmp_path_factory.mktemp("async") / "small.gguf", "F32"))
+
+
+def engine_of(model: Transformer, **settings: Any) -> Engine:
+    return Engine(model, EngineConfig(**{"max_context": 512, "n_blocks": 200, "debug": True, **settings}))
+
+
+def request(prompt: list[int], max_tokens: int = 20) -> Request:
+    return Request(prompt, SamplingParams(seed=1, ignore_eos=True), max_tokens, 1, frozenset())
+
+
+async def all_of(ticket: Ticket) -> list[int]:
+    return [output.token async for output in ticket]
+
+
+def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    """With a bound on every wait: what hangs fails."""
+    return asyncio.run(asyncio.wait_for(coroutine, 60))
+
+
+def plain(model: Transformer) -> list[list[int]]:
+    engine, requests = engine_of(model), [request(prompt) for prompt in PROMPTS]
+    for one in requests:
+        engine.add(one)
+    while engine.has_work:
+        engine.step()
+    return [one.tokens for one in requests]
+
+
+async def settled(engine: Engine) -> None:
+    """Until the thread has taken in what was cancelled."""
+    while engine.has_work:
+        await asyncio.sleep(0.001)
+    engine.scheduler.check()
+    assert engine.scheduler.pool.num_free == engine.config.n_blocks
+
+
+def test_many_readers_get_their_own_answers(model: Transformer) -> None:
+    async def main() -> None:
+        async with AsyncEngine(engine_of(model)) as serving:
+            for _ in range(2):  # it sleeps in between
+                tickets = [serving.submit(request(prompt)) for prompt in PROMPTS]
+                assert await asyncio.gather(*map(all_of, tickets)) == plain(model)
+            await settled(serving.engine)
+
+    run(main())
+
+
+def test_a_request_that_can_never_fit_is_refused_at_once(model: Transformer) -> None:
+    async def main() -> None:
+        async with AsyncEngine(engine_of(model, n_blocks=4)) as serving:
+            with pytest.raises(ContextLengthError, match=r"together 600, .*512"):
+                serving.submit(request([1] * 500, 100))
+            with pytest.raises(ContextLengthError, match="holds 64"):
+                serving.submit(request([1] * 60, 20))
+            assert len(await all_of(serving.submit(request([1] * 60, 5)))) == 5
+
+    run(main())
+
+
+def test_cancelling_frees_everything_and_tells_the_reader(model: Transformer) -> None:
+    async def main() -> None:
+        async with AsyncEngine(engine_of(model, max_batch=1)) as serving:
+            running, waiting = (serving.submit(request(prompt, 400)) for prompt in ([1, 2], [3, 4]))
+            first = await anext(running)
+            assert first.finish_reason is None
+            waiting.cancel()
+            running.cancel()
+            running.cancel()  # once more changes nothing
+            for ticket in (running, waiting):
+                with pytest.raises(RequestCancelledError, match="cancelled"):
+                    await all_of(ticket)
+            await settled(serving.engine)
+            assert len(await all_of(serving.submit(request([1, 2], 5)))) == 5
+
+    run(main())
+
+
+def test_a_reader_that_does_not_read_is_ended_and_holds_nobody_up(model: Transformer) -> None:
+    async def main() -> None:
+        async with AsyncEngine(engine_of(model), most_unread=64) as serving:
+            lazy = serving.submit(request([1, 2], 500))
+            for prompt in range(3, 9):
+                assert len(await all_of(serving.submit(request([prompt], 60)))) == 60
+            with pytest.raises(RequestCancelledError, match="nobody read the answer: 64 tokens"):
+                await all_of(lazy)
+            await settled(serving.engine)
+
+    run(main())
+
+
+def test_stopping_ends_what_is_not_answered(model: Transformer) -> None:
+    async def main() -> None:
+        async with AsyncEngine(engine_of(model)) as serving:
+            ticket = serving.submit(request([1, 2], 400))
+            await anext(ticket)
+        with pytest.raises(RequestCancelledError, match="stopped"):
+            await all_of(ticket)
+        with pytest.raises(RequestCancelledError, match="stopped"):
+            serving.submit(request([1, 2]))
+
+    run(main())
+
+
+def test_stopping_before_anything_was_taken_in(model: Transformer) -> None:
+    async def main() -> None:
+        serving = AsyncEngine(engine_of(model))
+        ticket = serving.submit(request([1, 2]))
+        await serving.stop()  # its thread never began
+        with pytest.raises(RequestCancelledError, match="stopped"):
+            await all_of(ticket)
+
+    run(main())
+
+
+def test_books_that_break_end_everybody_and_the_engine_serves_on(
+    model: Transformer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        async with AsyncEngine(engine_of(model)) as serving:
+            ticket = serving.submit(request([1, 2], 400))
+            await anext(ticket)
+
+            def broken(*_: Any) -> None:
+                monkeypatch.undo()
+                raise ZeroDivisionError("by accident")
+
+            monkeypatch.setattr(serving.engine.scheduler, "schedule", broken)
+            with pytest.raises(InferenceError, match="ZeroDivisionError: by accident"):
+                await all_of(ticket)
+            assert await all_of(serving.submit(request(PROMPTS[0]))) == plain(model)[0]
+            await settled(serving.engine)
+
+    run(main())
+
+
+def test_a_closed_event_loop_leaves_nothing_behind(model: Transformer) -> None:
+    serving = AsyncEngine(engine_of(model))
+
+    async def leave() -> None:
+        serving.submit(request([1, 2], 400))
+
+    serving.start()
+    asyncio.run(leave())
+
+    async def main() -> None:
+        assert len(await all_of(serving.submit(request([3, 4], 5)))) == 5
+        await settled(serving.engine)
+        await serving.stop()
+
+    run(main())

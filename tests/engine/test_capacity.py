@@ -1,0 +1,156 @@
+"""What fits: bytes that are really taken, figures that hold, refusals with both figures."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llm_worker_rbee.backends import pick
+from llm_worker_rbee.backends.types import KV_TYPES
+from llm_worker_rbee.cache import KVCache
+from llm_worker_rbee.config import Family, ModelConfig
+from llm_worker_rbee.engine.capacity import (
+    DEFAULT_SHARE,
+    SMALLEST_CONTEXT,
+    available_memory,
+    block_bytes,
+    bytes_of,
+    plan,
+)
+from llm_worker_rbee.errors import InsufficientMemoryError, InvalidRequestError
+
+SMALL = ModelConfig(
+    Family("llama", (), ()),
+    n_layers=3,
+    d_model=16,
+    n_heads=4,
+    n_kv_heads=2,
+    head_dim=5,  # no backend likes it
+    d_ff=8,
+    vocab_size=9,
+    context_length=1000,
+    norm_eps=1e-5,
+    rope_dim=4,
+    rope_base=1e4,
+    attention_scale=1.0,
+    windows=(0, 0, 0),
+)
+SMOL = replace(SMALL, n_layers=30, n_kv_heads=3, n_heads=9, head_dim=64, rope_dim=64, context_length=8192)
+BLOCK = block_bytes(SMALL, "float32")
+
+
+@pytest.mark.parametrize("kv_type", KV_TYPES)
+@pytest.mark.parametrize("head_dim", [5, 16, 80])
+def test_what_is_planned_is_what_is_taken(kv_type: str, head_dim: int) -> None:
+    config = replace(SMALL, head_dim=head_dim)
+    capacity = plan(config, kv_type, max_batch=2, available=None)
+    taken = KVCache(pick("cpu", "cpu"), config, capacity.n_blocks, capacity.block_size, kv_type).nbytes
+    assert taken == capacity.bytes
+    assert KVCache(pick("cpu", "reference"), config, capacity.n_blocks, kv_type=kv_type).nbytes <= capacity.bytes
+
+
+@settings(deadline=None)
+@given(
+    available=st.integers(0, 400 * BLOCK),
+    kv_memory=st.none() | st.integers(1, 500 * BLOCK),
+    max_context=st.none() | st.integers(1, 1000),
+    max_batch=st.integers(1, 100),
+    drafting=st.booleans(),
+)
+def test_the_figures_hold(
+    available: int, kv_memory: int | None, max_context: int | None, max_batch: int, drafting: bool
+) -> None:
+    draft = replace(SMALL, n_layers=1) if drafting else None
+    options: dict[str, Any] = {"kv_memory": kv_memory, "max_context": max_context, "draft_config": draft}
+    try:
+        made = plan(SMALL, max_batch=max_batch, available=available, **options)
+    except InsufficientMemoryError:
+        block = BLOCK + (0 if draft is None else block_bytes(draft, "float32"))
+        least = min(max_context or 1000, SMALLEST_CONTEXT)
+        allowed = int(available * DEFAULT_SHARE) if kv_memory is None else kv_memory
+        assert allowed // block * 16 < least or (kv_memory or 0) > available
+        return
+    assert made.bytes <= (available * DEFAULT_SHARE if kv_memory is None else min(kv_memory, available))
+    assert made.max_context == min(max_context or 1000, made.tokens)
+    assert made.is_cut == (made.max_context < (max_context or 1000))
+    whole = -(-made.max_context // made.block_size)
+    assert made.contexts * whole <= made.n_blocks < (made.contexts + 1) * whole
+    if kv_memory is None:
+        assert made.contexts <= max_batch, "more than all requests could ever use"
+    assert 1 <= made.requests <= max_batch
+    assert made.requests * -(-made.tokens_each // made.block_size) <= made.n_blocks
+    for figure in (made.tokens, made.contexts, made.max_context):
+        assert f"{figure:,}" in str(made)
+
+
+def test_a_sentence_for_people() -> None:
+    whole = 8192 // 16 * block_bytes(SMOL, "float32")
+    assert str(plan(SMOL, kv_memory=12 * whole + 5, max_batch=64, available=None)) == (
+        "KV cache 4.53 GB (float32): 98,304 tokens = 12 contexts of 8,192, or 64 requests of 1,536 each"
+    )
+    assert str(plan(SMOL, "int8", max_context=2048, max_batch=2, available=10**10)) == (
+        "KV cache 50.1 MB (int8): 4,096 tokens = 2 contexts of 2,048, a whole one for each request"
+    )
+    assert str(plan(SMOL, kv_memory=10**8, max_batch=64, available=10**10)) == (
+        "KV cache 99.5 MB (float32): 2,160 tokens = 1 context of 2,160 (not 8,192), or 64 requests of 32 each"
+    )
+
+
+def test_where_nobody_tells_it_is_one_context() -> None:
+    made = plan(SMOL, max_batch=64, available=None)
+    assert (made.contexts, made.is_cut) == (1, False)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"kv_memory": 2 * 10**9, "available": 10**9}, ("2.00 GB", "1.00 GB")),
+        ({"kv_memory": 10**6}, ("128 tokens take 5.9 MB", "kv_memory is 1.0 MB")),
+        ({"available": 10**7}, ("128 tokens take 5.9 MB", "10.0 MB of memory are free", "40%")),
+        ({"available": 0}, ("128 tokens take 5.9 MB", "0.0 MB of memory are free")),
+    ],
+)
+def test_what_cannot_be_is_refused_with_both_figures(options: dict[str, Any], told: tuple[str, ...]) -> None:
+    with pytest.raises(InsufficientMemoryError) as caught:
+        plan(SMOL, max_batch=64, **{"available": 10**10, **options})
+    for part in told:
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("max_context", 0), ("max_context", 8193), ("max_context", True), ("max_batch", 0), ("max_batch", 10**9),
+     ("kv_memory", 0), ("kv_memory", -1), ("kv_memory", 1.5), ("kv_memory", True)],
+)  # fmt: skip
+def test_values_that_make_no_sense(field: str, value: Any) -> None:
+    options: dict[str, Any] = {"max_batch": 4, "available": 10**10, field: value}
+    with pytest.raises(InvalidRequestError) as caught:
+        plan(SMOL, **options)
+    assert caught.value.field == field
+    assert repr(value) in str(caught.value)
+
+
+def test_sizes() -> None:
+    sizes = {
+        "512M": 512 * 10**6, "512m": 512 * 10**6, "2G": 2 * 10**9, "2GB": 2 * 10**9, "2GiB": 2 << 30, "2gi": 2 << 30,
+        "1.5 GB": 1_500_000_000, "0.5KiB": 512, " 1T ": 10**12, "4096": 4096, "4096B": 4096,
+    }  # fmt: skip
+    assert {text: bytes_of(text) for text in sizes} == sizes
+
+
+@pytest.mark.parametrize(
+    "text", ["", "G", "-1G", "1e9", "2GG", "2 G B", "inf", "nan", "1_000", "٣G", "1i", "1iB", "0", "0.1", "9" * 30]
+)
+def test_sizes_that_are_none(text: str) -> None:
+    with pytest.raises(InvalidRequestError, match="kv_memory"):
+        bytes_of(text)
+
+
+def test_the_memory_of_this_machine() -> None:
+    free = available_memory()
+    assert free is None or free > 0
+    assert available_memory(reserved=1 << 60) in (0, None)

@@ -1,0 +1,383 @@
+"""The engine on real models: several choices, log-probabilities, deadlines, failures inside a step, a cache that is far
+too small, and guesses."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from llm_worker_rbee.backends.types import Batch, Fused
+from llm_worker_rbee.engine import engine as serving
+from llm_worker_rbee.engine.draft_model import DraftModel
+from llm_worker_rbee.engine.pace import Pace
+from llm_worker_rbee.engine.request import Request, TokenLogprob
+from llm_worker_rbee.errors import ContextLengthError, DeadlineError, InferenceError
+from llm_worker_rbee.models import Transformer
+from tests.e2e import tiny
+from tests.engine.serving import Answer, Listener, Question, alone, engine, load, require_idle, run, small_file
+from tests.models.running import logits_of
+
+MARK = 150  # a token that only some prompts have
+GREEDY: dict[str, Any] = {"temperature": 0.0}
+DRAWN: dict[str, Any] = {"temperature": 1.2, "seed": 11, "logprobs": 2}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Transformer:
+    return load(small_file(tmp_path_factory.mktemp("engine") / "small.gguf", "Q4_1"))
+
+
+def ask(length: int, answer: int = 8, which: int = 0, **options: Any) -> Question:
+    prompt = np.random.default_rng(which).integers(3, 140, length)
+    return Question(tuple(prompt.tolist()), answer, options or GREEDY)
+
+
+def answers(listener: Listener, requests: list[Request]) -> list[Answer]:
+    return [listener.answer(request) for request in requests]
+
+
+# ---- choices and log-probabilities
+
+
+def test_choices_share_the_prompt_and_draw_their_own(model: Transformer) -> None:
+    questions = [replace(ask(45, 12, temperature=1.5, seed=7, logprobs=0), choice=i) for i in range(4)]
+    requests = [question.request() for question in questions]
+    served = engine(model)
+    found = answers(run(served, *requests), requests)
+    assert found == [alone(model, question) for question in questions]
+    assert len({tuple(answer.tokens) for answer in found}) == 4
+    assert len({answer.logprobs[0].logprob for answer in found}) > 1
+    assert [request.num_cached_tokens for request in requests] == [0, 32, 32, 32]
+
+
+def test_choices_own_the_prompts_blocks_together(model: Transformer) -> None:
+    requests = [replace(ask(33, 10, temperature=1.5, seed=7), choice=i).request() for i in range(3)]
+    served = engine(model)
+    for request in requests:
+        served.add(request)
+    for _ in range(4):
+        served.step()
+    first = requests[0].blocks[:2]
+    assert [request.blocks[:2] for request in requests] == [first] * 3
+    assert served.scheduler.pool.num_free == 128 - 2 - 3
+    served.abort(requests[0])
+    assert served.scheduler.pool.num_free == 128 - 2 - 2
+    run(served)
+    assert [len(request.tokens) for request in requests[1:]] == [10, 10]
+
+
+def log_softmax(logits: NDArray[np.float32]) -> NDArray[np.float64]:
+    wide = logits.astype(np.float64)
+    wide -= wide.max(-1, keepdims=True)
+    return np.asarray(wide - np.log(np.exp(wide).sum(-1, keepdims=True)))
+
+
+@pytest.mark.parametrize("length", [1, 2, 64, 65, 150])  # scored 64 at a time
+def test_log_probabilities_are_those_of_the_logits(model: Transformer, length: int) -> None:
+    question = ask(length, 5, temperature=0.8, seed=3, logprobs=4, prompt_logprobs=True)
+    request, mate = question.request(), ask(70, 9).request()
+    answer = run(engine(model), mate, request).answer(request)
+    expected = log_softmax(logits_of(model, request.ids))
+    assert answer.prompt_logprobs is not None
+    assert answer.prompt_logprobs[0] is None
+    scored = [*answer.prompt_logprobs[1:], *answer.logprobs]
+    assert len(scored) == length - 1 + 5
+    for at, entry in enumerate(scored):
+        assert isinstance(entry, TokenLogprob)
+        assert entry.token == request.ids[at + 1]
+        assert entry.logprob == pytest.approx(expected[at, entry.token], abs=1e-5)
+        best = np.argsort(-expected[at], kind="stable")[:4]
+        assert [token for token, _ in entry.top] == best.tolist()
+        assert [value for _, value in entry.top] == pytest.approx(expected[at, best].tolist(), abs=1e-5)
+
+
+# ---- what cannot be, what comes too late, what is not wanted any more
+
+
+def test_what_can_never_fit_is_refused_with_the_figures(model: Transformer) -> None:
+    served = engine(model, max_context=100, n_blocks=4)
+    with pytest.raises(ContextLengthError, match=r"90 tokens.*max_tokens is 11.*101.*context of 100") as caught:
+        served.add(ask(90, 11).request())
+    assert caught.value.field == "max_tokens"
+    with pytest.raises(ContextLengthError, match=r"60 tokens.*max_tokens is 6\b.*66.*KV cache holds 64"):
+        served.add(ask(60, 6).request())
+    assert not served.has_work
+    question = ask(60, 5)  # 65: the last token needs no place
+    request = question.request()
+    assert run(served, request).answer(request) == alone(model, question)
+
+
+def test_deadlines(model: Transformer, monkeypatch: pytest.MonkeyPatch) -> None:
+    served, now = engine(model, max_batch=2), time.monotonic()
+    late = ask(20, which=1).request(deadline=now - 1.0)
+    patient = ask(20, which=2).request(deadline=now + 3600)
+    listener = run(served, late, patient)
+    (ended,) = listener.outputs[late]
+    assert (ended.finish_reason, ended.token) == ("error", -1)
+    assert isinstance(ended.error, DeadlineError)
+    assert listener.answer(patient) == alone(model, ask(20, which=2))
+    slow = ask(20, 30, 3).request(deadline=now + 3600)
+    served.add(slow)
+    for _ in range(5):
+        served.step()
+    monkeypatch.setattr(serving, "time", SimpleNamespace(monotonic=lambda: now + 3601, perf_counter=time.perf_counter))
+    (ended,) = served.step()
+    assert (ended.request, ended.finish_reason) == (slow, "error")
+    assert "5 tokens" in str(ended.error)
+    require_idle(served)
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2, 5])  # waiting, reading, reading, answering
+def test_abort_leaves_nothing_behind(model: Transformer, steps: int) -> None:
+    served, mate = engine(model, max_step_tokens=33), ask(10, 20, 1).request()
+    unwanted = ask(90, 20, 2).request()
+    served.add(mate)
+    served.add(unwanted)
+    listener = Listener()
+    for _ in range(steps):
+        listener.take(served.step())
+    assert served.abort(unwanted)
+    assert not served.abort(unwanted)
+    assert served.scheduler.pool.num_free == 128 - len(mate.blocks)
+    listener.take(run(served).outputs.get(mate, []))
+    assert mate.tokens == alone(model, ask(10, 20, 1)).tokens
+    assert all(output.finish_reason is None for output in listener.outputs.get(unwanted, []))
+    assert not served.abort(mate), "it had ended"
+    assert not served.abort(ask(5).request()), "it was never here"
+
+
+# ---- failures inside a step
+
+Fault = Callable[[Batch, NDArray[np.float32]], NDArray[np.float32]]
+
+
+def with_fault(model: Transformer, fault: Fault) -> Transformer:
+    """The same model, whose steps go through `fault` at their end."""
+    whole = model.fused
+    assert whole is not None
+    return replace(model, fused=cast(Fused, lambda batch, layers: fault(batch, whole(batch, layers))))
+
+
+@pytest.mark.parametrize("error", [RuntimeError("a kernel broke"), MemoryError(), InferenceError("no")])
+def test_a_step_that_fails_ends_its_requests_and_no_others(model: Transformer, error: Exception) -> None:
+    failures = [error]
+
+    def once(batch: Batch, logits: NDArray[np.float32]) -> NDArray[np.float32]:
+        if failures and len(batch.context_len) == 2 and batch.context_len.max() > 40:
+            raise failures.pop()
+        return logits
+
+    served = engine(with_fault(model, once), max_batch=2)
+    questions = [ask(45, 9, 1), ask(20, 9, 2), ask(45, 9, 1), ask(7, 9, **DRAWN)]
+    requests = [question.request() for question in questions]
+    listener = run(served, *requests)
+    assert not failures
+    ended = [listener.outputs[request][-1] for request in requests]
+    assert [output.finish_reason for output in ended] == ["error", "error", "length", "length"]
+    assert isinstance(ended[0].error, InferenceError)
+    assert str(error) in str(ended[0].error)
+    assert requests[2].num_cached_tokens == 0, "what a broken step computed is not to be found"
+    assert answers(listener, requests[2:]) == [alone(model, question) for question in questions[2:]]
+
+
+def poisoned(batch: Batch, logits: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Nothing can be chosen after the mark."""
+    logits = logits.copy()
+    logits[batch.ids[batch.logits_index] == MARK, 7] = np.nan
+    return logits
+
+
+@pytest.mark.parametrize("options", [GREEDY, DRAWN, {**GREEDY, "prompt_logprobs": True}])
+@pytest.mark.parametrize("at", [5, -1])  # inside the prompt, where only a scored one looks; at its end
+def test_logits_that_are_no_numbers_end_one_request(model: Transformer, options: dict[str, Any], at: int) -> None:
+    served = engine(with_fault(model, poisoned))
+    questions = [ask(12, 6, i, **(DRAWN if i % 2 else GREEDY)) for i in range(4)]
+    prompt = list(questions[1].prompt)
+    prompt[at] = MARK
+    questions[1] = replace(questions[1], prompt=tuple(prompt), options=options)
+    requests = [question.request() for question in questions]
+    listener = run(served, *requests)
+    fails = at == -1 or "prompt_logprobs" in options
+    (*_, last) = listener.outputs[requests[1]]
+    assert last.finish_reason == ("error" if fails else "length")
+    assert (last.error is not None) == fails
+    others = [0, 2, 3] if fails else [0, 1, 2, 3]
+    for i in others:
+        assert listener.answer(requests[i]) == alone(model, questions[i])
+
+
+def test_a_drafter_that_fails_is_not_asked_again(model: Transformer) -> None:
+    class Broken:
+        calls = 0
+
+        def draft(self, running: Any, *_: Any) -> None:
+            self.calls += 1
+            if self.calls == 3:
+                running[0].drafts = [1, 2]
+                raise ValueError("out of ideas")
+
+    served, drafter = engine(model), Broken()
+    served.drafter = drafter
+    questions = [ask(12, 9, i) for i in range(3)]
+    requests = [question.request() for question in questions]
+    with pytest.warns(RuntimeWarning, match="out of ideas"):
+        listener = run(served, *requests)
+    assert answers(listener, requests) == [alone(model, question) for question in questions]
+    assert drafter.calls == 3
+
+
+def test_reset_forgets_everything_and_serves_again(model: Transformer) -> None:
+    """As after an interruption: who was here is not known any more, and can still be aborted by who does not know."""
+    served = engine(model)
+    before = [ask(40, 9, i).request() for i in range(3)]
+    for request in before:
+        served.add(request)
+    served.step()
+    served.reset()
+    require_idle(served)
+    assert not served.abort(before[0])
+    again = ask(40, 9, 0).request()
+    assert run(served, again).answer(again) == alone(model, ask(40, 9, 0))
+    assert again.num_cached_tokens == 0
+
+
+# ---- too little memory
+
+
+def test_a_cache_of_a_tenth_of_what_is_wanted(model: Transformer) -> None:
+    questions = [ask(30 + 2 * i, 20 + i, i, **(DRAWN if i % 2 else GREEDY)) for i in range(20)]
+    requests = [question.request() for question in questions]
+    wanted = sum(-(-(len(q.prompt) + q.max_tokens) // 16) for q in questions)
+    served = engine(model, n_blocks=wanted // 10, max_batch=20)
+    listener = run(served, *requests)
+    assert answers(listener, requests) == [alone(model, question) for question in questions]
+    assert served.scheduler.num_preemptions > 0
+
+
+def test_a_prefix_is_computed_once(model: Transformer) -> None:
+    computed: list[int] = []
+
+    def count(batch: Batch, logits: NDArray[np.float32]) -> NDArray[np.float32]:
+        computed.append(len(batch.ids))
+        return logits
+
+    served = engine(with_fault(model, count))
+    first, second = ask(200, 1), ask(200, 1)
+    run(served, first.request())
+    assert sum(computed) == 200
+    computed.clear()
+    request = second.request()
+    assert run(served, request).answer(request) == alone(model, second)
+    assert sum(computed) == 200 - 192
+    assert served.scheduler.num_hit_tokens == 192
+
+
+# ---- the token budget
+
+
+def test_prompts_are_cut_to_the_pace_while_somebody_answers(model: Transformer) -> None:
+    served = engine(model)
+    talker, reader = ask(5, 30).request(), ask(200, 2, 1).request()
+    served.add(talker)
+    served.step()
+    served.pace = Pace(0.1, 512)
+    served.pace.took(100, 0.2)  # 50 tokens in time
+    served.add(reader)
+    served.step()
+    assert 35 < reader.num_computed_tokens < 50
+    assert len(talker.tokens) == 2
+    served.abort(talker)
+    served.step()
+    assert len(reader.tokens) == 1, "nobody waits: all the rest at once"
+
+
+def test_only_prompts_tell_the_pace(model: Transformer) -> None:
+    served = engine(model, speculative="ngram")
+    request = Question((5, 6, 7, 8) * 5, 30, {**GREEDY, "logit_bias": {9: 100.0}}).request()
+    served.add(request)
+    served.step()
+    known = served.pace.seconds_per_token
+    assert known is not None
+    run(served)
+    assert served.scheduler.num_drafted_tokens > 0
+    assert served.pace.seconds_per_token == known
+
+
+# ---- guesses
+
+
+@pytest.fixture(scope="module")
+def parrot(tmp_path_factory: pytest.TempPathFactory) -> Transformer:
+    """It says abcdefg again and again."""
+    letters = [*b"abcdefg"]
+    follows = dict(zip(letters, [*letters[1:], letters[0]], strict=True))
+    return load(tiny.write_scripted(tmp_path_factory.mktemp("parrot") / "parrot.gguf", follows))
+
+
+def test_a_text_that_repeats_itself_is_guessed(parrot: Transformer) -> None:
+    question = Question((*b"abcdefgab",), 100, GREEDY)
+    plain, guessing = engine(parrot), engine(parrot, speculative="ngram", draft_tokens=8)
+    first, second = question.request(), question.request()
+    assert run(plain, first).answer(first) == run(guessing, second).answer(second)
+    books = guessing.scheduler
+    assert plain.num_steps == 100
+    assert guessing.num_steps < 20
+    assert books.num_accepted_tokens > 0.9 * books.num_drafted_tokens > 70
+    assert books.num_accepted_tokens + guessing.num_steps == 100, "each token was a right guess or came of a step"
+
+
+def test_no_guess_reaches_past_the_end_of_an_answer(parrot: Transformer) -> None:
+    """One that fills its context to the last token: there is no place for more."""
+    served = engine(parrot, speculative="ngram", draft_tokens=16, max_context=32, n_blocks=10)
+    question = Question((*b"abcdefgab",), 23, GREEDY)
+    request = question.request()
+    assert run(served, request).answer(request) == alone(parrot, question)
+    assert served.scheduler.num_drafted_tokens == served.scheduler.num_accepted_tokens > 10
+
+
+@pytest.fixture(scope="module")
+def mumbler(tmp_path_factory: pytest.TempPathFactory) -> Transformer:
+    """It says the same letters, and leaves out one now and then."""
+    letters = [*b"abcdefg"]
+    follows = {x: {letters[(i + 1) % 7]: 1.0, letters[(i + 2) % 7]: 0.93} for i, x in enumerate(letters)}
+    return load(tiny.write_scripted(tmp_path_factory.mktemp("mumbler") / "mumbler.gguf", follows))
+
+
+@pytest.mark.parametrize("draft_tokens", [1, 4, 16])
+def test_guesses_change_nothing(mumbler: Transformer, draft_tokens: int) -> None:
+    """Right or wrong: where answers are drawn, and where tokens that were said are penalized."""
+    options = [GREEDY, DRAWN, {**DRAWN, "temperature": 0.4, "repetition_penalty": 1.01, "frequency_penalty": 0.1}]
+    questions = [replace(Question((*b"abcdefgabc",), 60, options[i % 3]), choice=i) for i in range(9)]
+    questions += [replace(questions[1], eos=frozenset(b"f"), choice=i) for i in range(9)]
+    requests = [question.request() for question in questions]
+    served = engine(mumbler, speculative="ngram", draft_tokens=draft_tokens)
+    assert answers(run(served, *requests), requests) == [alone(mumbler, question) for question in questions]
+    books = served.scheduler
+    assert 50 < books.num_accepted_tokens < books.num_drafted_tokens - 50
+    assert sum(len(request.tokens) for request in requests) > 9 * 60
+
+
+@pytest.mark.parametrize("n_blocks", [128, 9])  # roomy, and with preemptions
+@pytest.mark.parametrize("twin", [True, False])
+def test_a_model_that_guesses_changes_nothing(model: Transformer, tmp_path: Path, twin: bool, n_blocks: int) -> None:
+    """The model itself guesses right nearly always, whatever is drawn; another random one hardly ever."""
+    guesser = model if twin else load(small_file(tmp_path / "other.gguf", "Q4_1", seed=5))
+    questions = [ask(20 + 5 * (i % 3), 30, i % 3, **(DRAWN if i % 2 else GREEDY)) for i in range(6)]
+    questions = [replace(question, choice=i) for i, question in enumerate(questions)]
+    served = engine(model, n_blocks=n_blocks, max_step_tokens=40)
+    served.drafter = DraftModel(guesser, served.config, model.config.vocab_size)
+    requests = [question.request() for question in questions]
+    assert answers(run(served, *requests), requests) == [alone(model, question) for question in questions]
+    books = served.scheduler
+    assert books.num_drafted_tokens > 50
+    share = books.num_accepted_tokens / books.num_drafted_tokens
+    assert share > 0.9 if twin else share < 0.5
+    assert (books.num_preemptions > 0) == (n_blocks == 9)

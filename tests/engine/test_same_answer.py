@@ -1,0 +1,135 @@
+"""Same request, same answer: tokens and log-probabilities are the same bits as when a request is alone, whoever else is
+there, however prompts are cut, whatever was cached, whoever was sent away, and with any number of threads."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llm_worker_rbee.backends.cpu import threads
+from llm_worker_rbee.engine.engine import Engine
+from llm_worker_rbee.engine.request import Request
+from llm_worker_rbee.models import Transformer
+from tests.engine.serving import (
+    Answer,
+    Listener,
+    Question,
+    alone,
+    engine,
+    load,
+    require_idle,
+    small_file,
+    some_questions,
+)
+
+KINDS = ("Q4_1", "Q8_0", "F32")
+KV_TYPES = ("float32", "float16", "int8")
+PER_SEED = 30
+LONGEST_TROUBLE = 100  # steps; a prompt that is read token by token must come to its end some time
+
+
+class Asked:
+    """A model, questions, and the answers that they must get."""
+
+    def __init__(self, model: Transformer, questions: list[Question]) -> None:
+        self.model, self.questions = model, questions
+        self._answers: dict[tuple[int, str], Answer] = {}
+
+    def answer(self, which: int, kv_type: str) -> Answer:
+        if (which, kv_type) not in self._answers:
+            self._answers[which, kv_type] = alone(self.model, self.questions[which], kv_type)
+        return self._answers[which, kv_type]
+
+
+@pytest.fixture(autouse=True)
+def _same_threads() -> Iterator[None]:
+    known = threads.count()
+    yield
+    threads.use(known)
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Asked]:
+    folder = tmp_path_factory.mktemp("same")
+    models = {kind: load(small_file(folder / f"{kind}.gguf", kind, seed), *KV_TYPES) for seed, kind in enumerate(KINDS)}
+    return {kind: Asked(model, some_questions(24, 160, (1, 90), i)) for i, (kind, model) in enumerate(models.items())}
+
+
+def some_settings(rng: random.Random, largest: int) -> dict[str, Any]:
+    """An engine that may be cramped: of its cache, of its batch, of its steps."""
+    size = rng.choice((16, 16, 32))
+    least = -(-largest // size)
+    return {
+        "block_size": size,
+        "n_blocks": rng.choice((least, least + 1, 2 * least, 6 * least)),
+        "max_batch": rng.randint(1, 12),
+        "max_step_tokens": rng.choice((1, 5, 17, 40, 90, 512)),
+        "prefix_cache": rng.random() < 0.8,
+        "speculative": rng.choice(("off", "ngram")),
+        "draft_tokens": rng.randint(1, 6),
+    }
+
+
+def disturb(rng: random.Random, engine: Engine, mates: list[Request]) -> None:
+    """What may happen between two steps."""
+    if mates and rng.random() < 0.1:
+        engine.abort(mates.pop())
+    if engine.scheduler.running and rng.random() < 0.05:
+        engine.scheduler._preempt(rng.choice(engine.scheduler.running))
+    if rng.random() < 0.05:
+        engine.scheduler.pool.forget()
+    if rng.random() < 0.2:
+        threads.use(rng.randint(1, 2))
+
+
+def play(rng: random.Random, asked: Asked, kv_type: str, most: int, steps: int) -> Engine:
+    """One schedule: some questions and some mates that will be sent away, each arriving at its own time."""
+    which = rng.sample(range(len(asked.questions)), rng.randint(most // 3, most))
+    chosen = [asked.questions[i] for i in which]
+    made = engine(asked.model, kv_type, **some_settings(rng, max(len(q.prompt) + q.max_tokens for q in chosen)))
+    requests = [q.request(priority=rng.choice((0, 0, 1))) for q in chosen]
+    mates = [rng.choice(chosen).request(priority=rng.choice((0, -1))) for _ in range(rng.randint(0, 2))]
+    arrivals = sorted(((rng.randrange(steps), i, r) for i, r in enumerate(requests + mates)), reverse=True)
+    listener, step, arrived = Listener(), 0, list[Request]()
+    while made.has_work or arrivals:
+        while arrivals and (arrivals[-1][0] <= step or not made.has_work):
+            made.add(request := arrivals.pop()[2])
+            arrived += [request] if request in mates else []
+        if step < LONGEST_TROUBLE:
+            disturb(rng, made, arrived)
+        listener.take(made.step())
+        step += 1
+        assert step < 3_000, "it comes to no end"
+    require_idle(made)
+    for i, request in zip(which, requests, strict=True):
+        assert listener.answer(request) == asked.answer(i, kv_type), f"question {i}"
+    return made
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_on_a_small_model(small: dict[str, Asked], seed: int) -> None:
+    rng = random.Random(seed)
+    seen = dict.fromkeys(("preempted", "hit", "accepted", "rejected"), 0)
+    for _ in range(PER_SEED):
+        kind, kv_type = rng.choice(KINDS), rng.choice(("float32", *KV_TYPES))
+        books = play(rng, small[kind], kv_type, most=12, steps=25).scheduler
+        seen["preempted"] += books.num_preemptions
+        seen["hit"] += books.num_hit_tokens
+        seen["accepted"] += books.num_accepted_tokens
+        seen["rejected"] += books.num_drafted_tokens - books.num_accepted_tokens
+    assert all(seen.values()), f"these schedules show nothing: {seen}"
+
+
+@pytest.fixture(scope="module")
+def real(default_model: Path) -> Asked:
+    model = load(default_model)
+    return Asked(model, some_questions(12, model.config.vocab_size, (4, 70)))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_on_the_default_model(real: Asked, seed: int) -> None:
+    play(random.Random(seed), real, "float32", most=12, steps=10)

@@ -1,0 +1,41 @@
+"""Progress of many answers: silent where nobody looks, plain lines where they are wanted. The bar: cli/test_many.py."""
+
+from __future__ import annotations
+
+import io
+import re
+import sys
+
+import pytest
+
+from llm_worker_rbee.progress import draws, generating
+
+
+def test_nothing_unless_a_terminal_looks(capsys: pytest.CaptureFixture[str]) -> None:
+    for show in (None, False):
+        with generating(4, show) as advance:
+            advance(requests=4, tokens=9)
+    with generating(0, True) as advance:
+        advance(tokens=1)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_line_at_each_quarter(capsys: pytest.CaptureFixture[str]) -> None:
+    with generating(8, True) as advance:
+        for _ in range(8):
+            advance(tokens=100)
+            advance(requests=1, tokens=25)
+    out, err = capsys.readouterr()
+    assert out == ""
+    found = [
+        re.fullmatch(r"(\d) of 8 answers · ([\d,]+) tokens · [\d,]+\.\d tokens/s", line) for line in err.splitlines()
+    ]
+    assert [line and line.groups() for line in found] == [("2", "250"), ("4", "500"), ("6", "750"), ("8", "1,000")]
+
+
+def test_a_process_without_standard_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", None)
+    assert not draws(sys.stderr)
+    assert not draws(io.StringIO())
+    with generating(2) as advance:
+        advance(requests=1, tokens=3)
