@@ -102,4 +102,7 @@ class ContextLengthError(InvalidRequestError):
 
 def human_bytes(count: int) -> str:
     """A number of bytes as messages show it."""
-    return f"{count / 1e6:,.1f} MB" if count < 1e9 else f"{count / 1e9:,.2f} GB"
+    for size, unit in ((1e3, "kB"), (1e6, "MB")):
+        if count < 999.95 * size:  # no 1,000.0 of a unit
+            return f"{count / size:,.1f} {unit}"
+    return f"{count / 1e9:,.2f} GB"

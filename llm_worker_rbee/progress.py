@@ -33,12 +33,15 @@ def draws(stream: TextIO | None) -> bool:
 
 
 @contextmanager
-def generating(requests: int, show: bool | None = None) -> Iterator[Advance]:
-    """Show how many of so many requests are answered, and how fast. None: on a terminal only; True: anywhere."""
+def generating(requests: int, show: bool | None = None, *, tells_sum: bool = True) -> Iterator[Advance]:
+    """Show how many of so many requests are answered, and how fast. None: on a terminal only; True: anywhere.
+
+    Without `tells_sum` there is no plain line at the end: the caller has one.
+    """
     if show is False or requests < 1 or (show is None and not draws(sys.stderr)):
         yield _silent
     elif not draws(sys.stderr):
-        yield _plain_lines(requests)
+        yield _plain_lines(requests, tells_sum)
     else:
         with _drawn(requests) as advance:
             yield advance
@@ -75,14 +78,14 @@ def _silent(*, requests: int = 0, tokens: int = 0) -> None:
     """Nobody looks."""
 
 
-def _plain_lines(total: int) -> Advance:
+def _plain_lines(total: int, tells_sum: bool) -> Advance:
     count, last = _Count(total), 0
 
     def advance(*, requests: int = 0, tokens: int = 0) -> None:
         nonlocal last
         count.add(requests, tokens)
         step = count.requests * PLAIN_STEPS // total
-        if step > last:
+        if step > last and (tells_sum or count.requests < total):
             last = step
             print(f"{count.requests:,} of {total:,} answers · {count}", file=sys.stderr, flush=True)
 

@@ -1,6 +1,6 @@
-"""What `run` tells of an answer beside its text: the object of `--json`, and the scores for people."""
+"""What is told of an answer beside its text: the object of `--json`, the scores for people, how good guesses were."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .terminal import columns
 
@@ -8,6 +8,28 @@ if TYPE_CHECKING:
     from ..engine.request import TokenLogprob
     from ..llm import LLM, Completion
     from ..tokenizer import Tokenizer
+
+
+class Guesses(NamedTuple):
+    """Tokens that were guessed for all answers of a time, and how many of them were right."""
+
+    drafted: int
+    accepted: int
+
+    def told(self, tokens: int) -> str:
+        """`guesses 68% right (35 of 51), 1.34 tokens a step`: each step gives a token and the right guesses before it."""
+        if not self.drafted:
+            return "no guesses"
+        right = f"{self.accepted / self.drafted:.0%} right ({self.accepted:,} of {self.drafted:,})"
+        return f"guesses {right}, {tokens / max(1, tokens - self.accepted):.2f} tokens a step"
+
+
+def guesses(llm: "LLM", before: Guesses | None = None) -> Guesses | None:
+    """Those of this model, or those since another time; None where nothing guesses."""
+    if llm.engine.drafter is None:
+        return None
+    counts, (drafted, accepted) = llm.engine.scheduler.counts, before or (0, 0)
+    return Guesses(counts.num_drafted_tokens - drafted, counts.num_accepted_tokens - accepted)
 
 
 def report(llm: "LLM", reference: str | None, completion: "Completion") -> dict[str, Any]:
@@ -24,6 +46,7 @@ def report(llm: "LLM", reference: str | None, completion: "Completion") -> dict[
         "stop_sequence": completion.stop_sequence,
         "logprobs": None,
         "seed": completion.seed,
+        "cached_tokens": completion.cached_tokens,
         "timings": {
             "load_s": sum(llm.phases.values()),
             "time_to_first_token_s": timings.time_to_first_token,

@@ -1,8 +1,9 @@
 """What `run` is asked: one prompt or all of a file, how it is put to the model, and what is shown of the answer."""
 
 import json
+import math
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,7 +21,9 @@ MISSING = "there is no prompt: give one as an argument, with --file FILE, or on 
 JSON_LINE = re.compile(r'\s*\{\s*["}]')  # how the first line of JSON Lines begins
 JSON_SUFFIXES = {".jsonl", ".ndjson"}
 SAMPLING_FIELDS = frozenset(SamplingParams.__dataclass_fields__)
+SCHEDULING_FIELDS = ("priority", "timeout")
 LONGEST_HEADING = 60
+MOST_CHOICES = 128  # here for --help, which imports nothing heavy; a test holds it against llm.options
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +33,7 @@ class Question:
     origin: str  # "line 3", or nothing for the only one
     prompt: str | list[Any]
     params: SamplingParams
+    scheduling: dict[str, Any] = field(default_factory=dict)  # what it says itself of SCHEDULING_FIELDS
 
     def messages(self) -> list[Any]:
         """For a chat template."""
@@ -43,8 +47,10 @@ class Question:
 
     def heading(self) -> str:
         """The beginning of what was asked."""
-        last = self.messages()[-1]["content"]
-        said = cell(" ".join(str(last).split()))
+        from ..tokenizer.messages import checked_messages
+
+        last = checked_messages(self.messages())[-1].get("content") or ""
+        said = cell(" ".join(last.split()))
         return said if len(said) <= LONGEST_HEADING else said[: LONGEST_HEADING - 3] + "..."
 
 
@@ -69,7 +75,7 @@ class PromptOptions:
     prompts: Annotated[
         Path | None,
         _prompt_option("--prompts", metavar="FILE", help="Answer all prompts of a file together: one a line, or "
-                       'JSON Lines {"prompt" or "messages", "max_tokens", "seed", ...}; - is standard input.'),
+                       'JSON Lines {"prompt" or "messages", "max_tokens", "priority", ...}; - is standard input.'),
     ] = None  # fmt: skip
     system: Annotated[
         str | None, _prompt_option("--system", "-s", metavar="TEXT", help="A system message before the prompt.")
@@ -127,11 +133,24 @@ class OutputOptions:
     logprobs: Annotated[
         int | None, _output_option("--logprobs", metavar="K", help="Log-probabilities, also of the K likeliest tokens.")
     ] = None
-    n: Annotated[int, _output_option("--n", metavar="N", min=1, help="So many answers to each prompt.")] = 1
+    choices: Annotated[
+        int,
+        _output_option("--choices", metavar="N", min=1, max=MOST_CHOICES,
+                       help="So many answers to each prompt (how long one may be: -n)."),
+    ] = 1  # fmt: skip
+    timeout: Annotated[
+        float | None,
+        _output_option("--timeout", metavar="S", show_default="none", help="An answer fails after S seconds."),
+    ] = None
     as_json: Annotated[
         bool, _output_option("--json", help="Print one JSON object, at the end; of many answers one a line.")
     ] = False
     quiet: Annotated[bool, _output_option("--quiet", "-q", help="Leave out progress and figures.")] = False
+
+    def check(self) -> None:
+        """What cannot be is wrong usage."""
+        if self.timeout is not None and not 0 < self.timeout < math.inf:
+            raise typer.BadParameter(f"--timeout is {self.timeout:g}: it must be a number of seconds above 0")
 
 
 def read_questions(path: Path, params: SamplingParams) -> list[Question]:
@@ -146,7 +165,7 @@ def read_questions(path: Path, params: SamplingParams) -> list[Question]:
 
 
 def _from_json(origin: str, line: str, params: SamplingParams) -> Question:
-    """`{"prompt" or "messages": ..., and fields of SamplingParams}`; what is not honoured is refused by name."""
+    """`{"prompt" or "messages": ..., SCHEDULING_FIELDS, fields of SamplingParams}`; others are refused by name."""
     try:
         fields = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -154,6 +173,7 @@ def _from_json(origin: str, line: str, params: SamplingParams) -> Question:
     if not isinstance(fields, dict):
         raise InvalidRequestError(f"{origin} is not a JSON object")
     asked = [fields.pop(name) for name in ("prompt", "messages") if name in fields]
+    scheduling = {name: fields.pop(name) for name in SCHEDULING_FIELDS if name in fields}
     unknown = fields.keys() - SAMPLING_FIELDS
     if unknown:
         raise InvalidRequestError(f"{origin}: unknown field {min(unknown)!r}", min(unknown))
@@ -162,7 +182,7 @@ def _from_json(origin: str, line: str, params: SamplingParams) -> Question:
     if isinstance(fields.get("logit_bias"), dict):  # JSON has no numbers for keys
         fields["logit_bias"] = {_token(key): value for key, value in fields["logit_bias"].items()}
     try:
-        return Question(origin, asked[0], replace(params, **fields))
+        return Question(origin, asked[0], replace(params, **fields), scheduling)
     except InvalidRequestError as error:
         raise InvalidRequestError(f"{origin}: {error}", error.field) from None
 

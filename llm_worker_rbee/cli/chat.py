@@ -15,6 +15,7 @@ import typer
 
 from ..engine.request import SamplingParams
 from ..errors import ContextLengthError, WorkerError
+from .answer_report import Guesses, guesses
 from .common import (
     DEFAULT_MAX_TOKENS,
     PROMPT_PANEL,
@@ -75,6 +76,8 @@ def chat(
     conversation.prompt()  # a model without a template, or one that takes no system message, is refused here
     if sys.stdin.isatty():
         if not quiet:
+            if not llm.capacity.is_cut:  # then it has been said
+                note(str(llm.capacity))
             note(f"{visible(_name(llm))} · context of {llm.max_context:,} tokens · /help shows what you can do")
         _talk(conversation)
     else:
@@ -160,6 +163,7 @@ class Conversation:
 
     def answer(self, text: str) -> None:
         """One turn. A message that cannot be answered is not kept; an answer that was stopped is."""
+        before = guesses(self.llm)
         try:
             prompt = self.prompt(text)
             stream = begin(self.llm, prompt, self.params, self.params.max_tokens or DEFAULT_MAX_TOKENS)
@@ -167,7 +171,7 @@ class Conversation:
             raise ContextLengthError(f"{error} (/reset starts anew)") from None
         said, stopped = self.say(stream)
         self.messages += [{"role": "user", "content": text}, {"role": "assistant", "content": said}]
-        self.remark(stream.so_far(), stopped)
+        self.remark(stream.so_far(), stopped, guesses(self.llm, before))
 
     def say(self, stream: "Stream") -> tuple[str, bool]:
         """Show an answer as it comes: (what was said, whether Ctrl-C stopped it)."""
@@ -191,7 +195,7 @@ class Conversation:
         print(flush=True)
         return "".join(said), stopped
 
-    def remark(self, completion: "Completion", stopped: bool) -> None:
+    def remark(self, completion: "Completion", stopped: bool, guessed: Guesses | None) -> None:
         """The figures of an answer, and why it is not whole if it is not."""
         if stopped:
             note("(stopped)")
@@ -203,7 +207,7 @@ class Conversation:
                 else f"(cut after {counted(len(completion.tokens), 'token')}: --max-tokens allows more)"
             )
         if not self.quiet and not stopped:
-            note(figures(completion))
+            note(figures(completion, *([] if guessed is None else [guessed.told(completion.timings.tokens)])))
 
     def reset(self, rest: str) -> None:
         """Forget what was said."""

@@ -17,7 +17,7 @@ import typer
 
 from ..engine.request import SamplingParams
 from ..errors import InvalidRequestError
-from .computing import LoadOptions
+from .computing import LoadOptions, naming_options
 from .engine_options import EngineOptions
 from .terminal import Status, note
 
@@ -93,7 +93,7 @@ class SamplingOptions:
             "-n",
             metavar="N",
             show_default=f"{DEFAULT_MAX_TOKENS}, or what fits",
-            help="The longest answer.",
+            help="The longest answer, in tokens.",
         ),
     ] = None
     temperature: Annotated[
@@ -241,7 +241,7 @@ def load(options: ModelOptions, computing: LoadOptions, status: Status, engine: 
         from .progress import progress_bar
 
         template = None if options.chat_template is None else read_template(options.chat_template)
-        with progress_bar() as bar:
+        with progress_bar() as bar, naming_options():
 
             def progress(what: str, done: int, total: int | None) -> None:
                 status.clear()
@@ -266,8 +266,11 @@ def load(options: ModelOptions, computing: LoadOptions, status: Status, engine: 
     return llm
 
 
-def begin(llm: "LLM", prompt: list[int], params: SamplingParams, longest: int | None) -> "Stream":
+def begin(
+    llm: "LLM", prompt: list[int], params: SamplingParams, longest: int | None, timeout: float | None = None
+) -> "Stream":
     """Start an answer; `longest` bounds it where that leaves less than the context does."""
     if longest is not None:
         params = replace(params, max_tokens=max(1, min(longest, llm.max_context - len(prompt))))
-    return llm.stream(prompt, params)
+    with naming_options():
+        return llm.stream(prompt, params, timeout=timeout)

@@ -4,18 +4,23 @@ What they set must be set before NumPy and the kernels are loaded, so a command 
 """
 
 import os
+import re
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Annotated, Any
 
 import typer
 
-from ..errors import InvalidRequestError, WorkerError
+from ..errors import InsufficientMemoryError, InvalidRequestError, WorkerError
 from .convert import TYPES
 
 COMPUTING_PANEL = "Computing"
 # Named here for --help, which imports nothing heavy; a test holds it against backends.types.KV_TYPES.
 KV_TYPES = "auto float32 float16 int8"
+# What messages of the engine name, and a person types as an option.
+SETTING = re.compile(r"(?<![\w-])(?:kv_memory|kv_type|max_context|max_tokens|draft_model)(?!\w)")
 LIBRARY_VARIABLES = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
 
 
@@ -91,6 +96,21 @@ def use_threads(threads: int | None, backend: str = "auto") -> int:
     if threads is not None:
         os.environ.update(dict.fromkeys(LIBRARY_VARIABLES, wanted))
     return int(os.environ.get(LIBRARY_VARIABLES[0]) or 1)
+
+
+def in_options(message: str, **others: str) -> str:
+    """A message with settings as they are typed, kv_memory as --kv-memory; `others`: where an option has another name."""
+    return SETTING.sub(lambda found: others.get(found[0]) or "--" + found[0].replace("_", "-"), message)
+
+
+@contextmanager
+def naming_options(**others: str) -> Iterator[None]:
+    """Errors that refuse a setting name its option."""
+    try:
+        yield
+    except (InvalidRequestError, InsufficientMemoryError) as error:
+        error.args = (in_options(str(error), **others), *error.args[1:])
+        raise
 
 
 def _named(check: Any, value: Any, option: str) -> Any:

@@ -155,7 +155,7 @@ def _memory_line(memory: dict[str, Any]) -> str:
     if memory["kv_bytes"] is None:
         return f"{weights} of weights; keys and values unknown"
     total, kv = human_bytes(memory["total_bytes"]), human_bytes(memory["kv_bytes"])
-    return f"{total} for {memory['context']:,} tokens: {weights} weights + {kv} keys and values"
+    return f"{total} for {memory['context']:,} tokens: {weights} weights + {kv} keys and values ({memory['kv_type']})"
 
 
 def _fits_line(fits: dict[str, Any]) -> str:

@@ -5,7 +5,8 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..config import KV_DEFAULT
-from ..errors import WorkerError
+from ..errors import InsufficientMemoryError, WorkerError
+from .computing import naming_options
 
 if TYPE_CHECKING:
     from ..config import ModelConfig
@@ -110,12 +111,13 @@ def _tokenizer(checkpoint: "Checkpoint") -> dict[str, Any]:
 
 
 def _memory(checkpoint: "Checkpoint", config: "ModelConfig | None", context: int | None) -> dict[str, Any]:
-    """Weights about as large as in the file; keys and values as float32, the default."""
+    """Weights about as large as in the file; keys and values as kernels keep them where nothing else is asked for."""
     weights = checkpoint.nbytes
     kv = config.kv_bytes(context, KV_DEFAULT) if config is not None and context else None
     return {
         "context": context,
         "weights_bytes": weights,
+        "kv_type": None if kv is None else KV_DEFAULT,
         "kv_bytes": kv,
         "total_bytes": None if kv is None else weights + kv,
     }
@@ -132,8 +134,9 @@ def _fits(
     caches: dict[str, Any] = {}
     for kv_type in KV_VALUE_BYTES:
         try:
-            made = plan(config, kv_type, max_context=context, available=available, **capacity)
-        except WorkerError as error:
+            with naming_options(max_context="--context"):
+                made = plan(config, kv_type, max_context=context, available=available, **capacity)
+        except InsufficientMemoryError as error:
             caches[kv_type] = {"error": str(error)}
             continue
         caches[kv_type] = {

@@ -151,8 +151,8 @@ def _finite(value: Any) -> Any:
     return value
 
 
-def figures(completion: "Completion") -> str:
-    """`34 prompt tokens · 21 tokens · first token 0.41 s · 4.1 tokens/s · stop`."""
+def figures(completion: "Completion", *more: str) -> str:
+    """`34 prompt tokens · 21 tokens · first token 0.41 s · 4.1 tokens/s · stop`, with more before the end."""
     timings = completion.timings
     parts = [
         counted(len(completion.prompt_tokens), "prompt token"),
@@ -161,7 +161,7 @@ def figures(completion: "Completion") -> str:
     ]
     if timings.tokens_per_second:
         parts.append(f"{timings.tokens_per_second:.1f} tokens/s")
-    return " · ".join([*parts, completion.finish_reason or "stopped"])
+    return " · ".join([*parts, *more, completion.finish_reason or "stopped"])
 
 
 def counted(number: int, what: str) -> str:

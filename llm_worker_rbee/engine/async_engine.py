@@ -16,17 +16,18 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..errors import InferenceError, RequestCancelledError, WorkerError
 from .engine import Engine, require_fit
-from .request import Output, Request
+from .request import Output, Request, own_error
 
 MOST_UNREAD = 4096  # outputs of one request
 
 
 class Ticket:
-    """What comes of one request, for one reader in the event loop that submitted it."""
+    """What comes of one request, for one reader in the event loop that submitted it. `async with` cancels what
+    has not ended by itself."""
 
     def __init__(self, serving: AsyncEngine, request: Request, most_unread: int) -> None:
         self.request = request
@@ -35,6 +36,12 @@ class Ticket:
         self._unread: deque[Output] = deque()
         self._news = asyncio.Event()
         self._has_ended = False
+
+    async def __aenter__(self) -> Ticket:
+        return self
+
+    async def __aexit__(self, *_: Any) -> None:
+        self.cancel()
 
     def __aiter__(self) -> Ticket:
         return self
@@ -74,6 +81,13 @@ class Ticket:
             self._serving.give_up(self.request)
 
 
+class Reader(NamedTuple):
+    """Who waits for a request, and where."""
+
+    ticket: Ticket
+    loop: asyncio.AbstractEventLoop
+
+
 class AsyncEngine:
     """Serves an engine to event loops."""
 
@@ -81,11 +95,11 @@ class AsyncEngine:
         self.engine = engine
         self.last_step_at = time.monotonic()  # when a step last ended, or there was nothing to do
         self._most_unread = most_unread
-        self._submitted: deque[tuple[Request, Ticket, asyncio.AbstractEventLoop]] = deque()
-        self._given_up: deque[Request] = deque()
-        self._readers: dict[Request, tuple[Ticket, asyncio.AbstractEventLoop]] = {}  # the thread's own
+        self._inbox: deque[tuple[Request, Reader | None]] = deque()  # submitted with a reader, given up without
+        self._readers: dict[Request, Reader] = {}  # the thread's own
         self._wake = threading.Event()
         self._is_stopping = False
+        self._stopping = threading.Lock()  # nothing is submitted behind the last look into the inbox
         self._thread = threading.Thread(target=self._serve, name="engine", daemon=True)
 
     async def __aenter__(self) -> AsyncEngine:
@@ -101,59 +115,69 @@ class AsyncEngine:
 
     async def stop(self) -> None:
         """End the thread after its present step; requests that are not answered end with an error."""
-        self._is_stopping = True
+        with self._stopping:
+            self._is_stopping = True
         self._wake.set()
         if self._thread.is_alive():
             await asyncio.to_thread(self._thread.join)
         self._take_in()
-        for request in list(self._readers):
-            self._hand_over([_ended(request, RequestCancelledError("the engine was stopped"))])
+        self._end_all(RequestCancelledError("the engine was stopped"))
 
     def submit(self, request: Request) -> Ticket:
         """Take a request on, in an event loop; one that can never fit is refused at once."""
         require_fit(request.num_prompt_tokens, request.max_tokens, self.engine.config)
-        if self._is_stopping:
-            raise RequestCancelledError("the engine was stopped")
         ticket = Ticket(self, request, self._most_unread)
-        self._submitted.append((request, ticket, asyncio.get_running_loop()))
+        with self._stopping:
+            if self._is_stopping:
+                raise RequestCancelledError("the engine was stopped")
+            self._inbox.append((request, Reader(ticket, asyncio.get_running_loop())))
         self._wake.set()
         return ticket
 
     def give_up(self, request: Request) -> None:
         """From any thread: nobody wants the rest of it."""
-        self._given_up.append(request)
+        self._inbox.append((request, None))
         self._wake.set()
 
     def _serve(self) -> None:
+        """What should never happen ends everybody's request, and the engine begins anew with clean books."""
         while not self._is_stopping:
-            self._take_in()
-            if self.engine.has_work:
-                self._hand_over(self._stepped())
-            else:
-                self._wake.wait()
-                self._wake.clear()
+            try:
+                self._take_in()
+                if self.engine.has_work:
+                    self._hand_over(self.engine.step())
+                else:
+                    self._wake.wait()
+                    self._wake.clear()
+            except Exception as error:
+                failure = InferenceError(f"the engine failed ({type(error).__name__})")
+                failure.__cause__ = error
+                self.engine.reset()
+                self._end_all(failure)
             self.last_step_at = time.monotonic()
 
     def _take_in(self) -> None:
-        """What was submitted and given up since the last step; the latter last, since it may be the former."""
-        while self._submitted:
-            request, ticket, loop = self._submitted.popleft()
-            self._readers[request] = ticket, loop
-            self.engine.add(request)
-        while self._given_up:
-            request = self._given_up.popleft()
-            if self._readers.pop(request, None) is not None:
+        """What was submitted and given up since the last step, in that order."""
+        while self._inbox:
+            request, reader = self._inbox.popleft()
+            if reader is not None:
+                self._begin(request, reader)
+            elif self._readers.pop(request, None) is not None:
                 self.engine.abort(request)
 
-    def _stepped(self) -> list[Output]:
-        """A step. What should never happen ends everybody's request, and the engine begins anew with clean books."""
+    def _begin(self, request: Request, reader: Reader) -> None:
+        """One that the engine does not take ends at once; the others know nothing of it."""
         try:
-            return self.engine.step()
-        except Exception as error:
-            self.engine.reset()
-            failure = InferenceError(f"the engine failed: {type(error).__name__}: {error}")
-            failure.__cause__ = error
-            return [_ended(request, failure) for request in self._readers]
+            self.engine.add(request)
+        except WorkerError as error:
+            _tell(reader.loop, [(reader.ticket, _ended(request, error))])
+        else:
+            self._readers[request] = reader
+
+    def _end_all(self, error: WorkerError) -> None:
+        for request in self._readers:
+            self.engine.abort(request)
+        self._hand_over([_ended(request, own_error(error)) for request in self._readers])
 
     def _hand_over(self, outputs: Sequence[Output]) -> None:
         """One call for each event loop and step."""
@@ -164,12 +188,18 @@ class AsyncEngine:
             if output.finish_reason is not None:
                 del self._readers[output.request]
         for loop, news in by_loop.items():
-            try:
-                loop.call_soon_threadsafe(_put_all, news)
-            except RuntimeError:  # that loop is closed: nobody reads any more
-                for ticket, output in news:
-                    if output.finish_reason is None:
-                        self.give_up(ticket.request)
+            if not _tell(loop, news):  # that loop is closed: nobody reads any more
+                for ticket, _ in news:
+                    self.give_up(ticket.request)
+
+
+def _tell(loop: asyncio.AbstractEventLoop, news: list[tuple[Ticket, Output]]) -> bool:
+    """Whether the loop is still there."""
+    try:
+        loop.call_soon_threadsafe(_put_all, news)
+    except RuntimeError:
+        return False
+    return True
 
 
 def _put_all(news: list[tuple[Ticket, Output]]) -> None:

@@ -88,7 +88,8 @@ def plan(
 
     `kv_memory` is its size in bytes; by default what all of them could ever use, but at most DEFAULT_SHARE of
     `available`, the bytes that are free beside the weights (None: not known; then it is one whole context). A draft
-    model's cache has as many blocks and shares the memory.
+    model's cache has as many blocks and shares the memory. Only the default context is cut to what fits: one that was
+    asked for is refused.
     """
     EngineConfig(max_context=1, n_blocks=1, block_size=block_size, max_batch=max_batch)  # which knows what may be
     wanted = _context(max_context, config.context_length)
@@ -97,9 +98,13 @@ def plan(
     whole = -(-wanted // block_size)
     memory = _default(whole * block, max_batch, available) if kv_memory is None else _allowed(kv_memory, available)
     n_blocks = memory // block
-    smallest = min(whole, -(-SMALLEST_CONTEXT // block_size))
+    smallest = whole if max_context is not None else min(whole, -(-SMALLEST_CONTEXT // block_size))
     if n_blocks < smallest:
-        raise InsufficientMemoryError(_too_small(smallest * block_size, smallest * block, kv_memory, available))
+        told = (
+            f"the keys and values of {min(wanted, smallest * block_size):,} tokens take {human_bytes(smallest * block)}"
+        )
+        smaller = "model or kv_type" if max_context is None else "max_context or kv_type"
+        raise InsufficientMemoryError(f"{told}, and {_too_small(smaller, kv_memory, available)}")
     return Capacity(
         kv_type=kv_type, n_blocks=n_blocks, block_size=block_size, bytes=n_blocks * block,
         max_context=min(wanted, n_blocks * block_size), wanted_context=wanted, max_batch=max_batch,
@@ -148,13 +153,12 @@ def _allowed(kv_memory: int, available: int | None) -> int:
     return kv_memory
 
 
-def _too_small(tokens: int, needed: int, kv_memory: int | None, available: int | None) -> str:
-    told = f"the keys and values of {tokens} tokens take {human_bytes(needed)}"
+def _too_small(smaller: str, kv_memory: int | None, available: int | None) -> str:
     if kv_memory is not None:
-        return f"{told}, and kv_memory is {human_bytes(kv_memory)}: give more, or use a smaller kv_type"
+        return f"kv_memory is {human_bytes(kv_memory)}: give more, or use a smaller {smaller}"
     return (
-        f"{told}, and {human_bytes(available or 0)} of memory are free beside the model, of which the KV cache takes "
-        f"{DEFAULT_SHARE:.0%}: stop other programs, use a smaller model or kv_type, or set kv_memory"
+        f"{human_bytes(available or 0)} of memory are free beside the model, of which the KV cache takes "
+        f"{DEFAULT_SHARE:.0%}: stop other programs, use a smaller {smaller}, or set kv_memory"
     )
 
 

@@ -7,7 +7,7 @@ request itself would: with the same draws it is right more often than with the l
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ..cache import KVCache
 from ..config import EngineConfig
@@ -32,12 +32,13 @@ class DraftModel:
             )
         self.model = model
         self.cache = KVCache(model.ops, model.config, config.n_blocks, config.block_size, kv_type)
-        self._most = config.draft_tokens
+        self._most, self._block_size = config.draft_tokens, config.block_size
+        self._held: dict[int, bytes] = {}  # block -> the hash of what it computed there
 
     def draft(self, running: Sequence[Request], reserve: Reserve, batch: MakeBatch) -> None:
         """Catch up with everybody, then guess for those who answer, one token of each at a time."""
         for request in running:
-            self._state(request).look_back(request)
+            self._state(request).look_back(request, self._num_held)
         guessing = [request for request in running if self._state(request).begin(request, reserve)]
         behind = [self._state(r).catch_up(r) for r in running if r not in guessing]
         spans = [span for span in behind if span.start < span.stop]
@@ -49,6 +50,23 @@ class DraftModel:
             spans = []
         if spans:
             forward(self.model, batch(spans), self.cache)
+        for request in running:
+            self._hold(request)
+
+    def _num_held(self, request: Request) -> int:
+        """Tokens at the beginning of a request that somebody's guesses have computed: those found in the prefix cache
+        may come from a request that ended before they were."""
+        pairs = zip(request.blocks, request.hashes, strict=False)
+        blocks = next((i for i, (block, known_as) in enumerate(pairs) if self._held.get(block) != known_as), None)
+        whole = request.num_shared_tokens
+        return whole if blocks is None else min(whole, blocks * self._block_size)
+
+    def _hold(self, request: Request) -> None:
+        """Remember what is computed of full blocks, where others could find them."""
+        full = min(request.draft_state.num_computed // self._block_size, request.num_hashed_blocks, len(request.hashes))
+        for i in range(request.draft_state.num_held_blocks, full):
+            self._held[request.blocks[i]] = request.hashes[i]
+        request.draft_state.num_held_blocks = max(full, request.draft_state.num_held_blocks)
 
     def _state(self, request: Request) -> _State:
         if request.draft_state is None:
@@ -61,15 +79,15 @@ class _State:
     """How far the draft model is with one request."""
 
     def __init__(self, most: int) -> None:
-        self.num_computed = 0
+        self.num_computed = self.num_held_blocks = 0
         self._blocks: list[int] | None = None
         self._last = Guess(most)
         self._room = 0
 
-    def look_back(self, request: Request) -> None:
-        """What it computed of wrong guesses does not count; nor does anything after a preemption."""
+    def look_back(self, request: Request, num_held: Callable[[Request], int]) -> None:
+        """What it computed of wrong guesses does not count; after a preemption only what is held still does."""
         if self._blocks is not request.blocks:
-            self._blocks, self.num_computed = request.blocks, request.num_shared_tokens
+            self._blocks, self.num_computed, self.num_held_blocks = request.blocks, num_held(request), 0
             self._last.tokens = []
         if self._last.tokens:
             self._last.learn(request.ids)

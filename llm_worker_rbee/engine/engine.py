@@ -11,7 +11,7 @@ import warnings
 
 from ..cache import KVCache
 from ..config import EngineConfig
-from ..errors import ContextLengthError, InferenceError, WorkerError
+from ..errors import ContextLengthError, InferenceError, InvalidRequestError, WorkerError
 from ..models import Transformer
 from .drafts import Drafter, NGrams
 from .pace import Pace
@@ -47,6 +47,8 @@ class Engine:
     def add(self, request: Request) -> None:
         """Take a request on; one that can never fit is refused at once."""
         require_fit(request.num_prompt_tokens, request.max_tokens, self.config)
+        if request.arrival >= 0:
+            raise InvalidRequestError("a request can be added once: make another one of it", "request")
         request.arrival = self._arrivals
         self._arrivals += 1
         self.scheduler.add(request)
@@ -57,9 +59,14 @@ class Engine:
 
     def step(self) -> list[Output]:
         """Compute the next tokens of everybody who runs; what came out for whom."""
-        ended = self.scheduler.expire(time.monotonic())
+        self.is_computing = False  # where the last step was interrupted it says otherwise
+        outputs = self.scheduler.expire(time.monotonic())
         spans = self.scheduler.schedule(self.pace.budget(anybody_waits=self._anybody_answers()))
-        return ended + self._computed(spans) if spans else ended
+        if spans:
+            outputs += self._computed(spans)
+        if self.config.debug:
+            self.scheduler.check()
+        return outputs
 
     def _computed(self, spans: list[Span]) -> list[Output]:
         start = time.perf_counter()
@@ -77,22 +84,24 @@ class Engine:
         return outputs
 
     def _draft(self) -> None:
-        """Guesses for the next step; whoever fails to guess is not asked again, and answers go on without."""
+        """Guesses for the next step. One that comes to nothing is left out; who breaks is not asked again."""
         if self.drafter is None:
             return
         try:
             self.drafter.draft(self.scheduler.running, self.scheduler.reserve, self.runner.batch)
         except Exception as error:
-            self.drafter = None
             for request in self.scheduler.running:
                 request.drafts = []
+            if isinstance(error, InferenceError):
+                return
+            self.drafter = None
             warnings.warn(f"no more guesses: the drafter failed: {error}", RuntimeWarning, stacklevel=2)
 
     def reset(self) -> None:
         """Forget all requests and all that is cached: for who was interrupted while the books were being written."""
         for request in (*self.scheduler.running, *self.scheduler.waiting):
             request.has_ended, request.row, request.blocks = True, -1, []
-        self.scheduler = Scheduler(self.config)
+        self.scheduler = Scheduler(self.config, self.scheduler.counts)
         self.is_computing = False
 
     def _anybody_answers(self) -> bool:
@@ -102,8 +111,6 @@ class Engine:
         self.num_steps += 1
         if is_reading:
             self.pace.took(sum(span.stop - span.start for span in spans), seconds)
-        if self.config.debug:
-            self.scheduler.check()
 
 
 def require_fit(prompt: int, answer: int, config: EngineConfig) -> None:
@@ -126,6 +133,6 @@ def require_fit(prompt: int, answer: int, config: EngineConfig) -> None:
 def _shown(error: Exception) -> WorkerError:
     if isinstance(error, WorkerError):
         return error
-    made = InferenceError(f"the step failed: {type(error).__name__}: {error}")
+    made = InferenceError(f"the step failed ({type(error).__name__})")  # its text may name what is nobody's business
     made.__cause__ = error
     return made

@@ -7,24 +7,27 @@ from collections.abc import Iterator
 from .request import Request
 from .step import Span
 
-SCORED_CHUNK = 64  # tokens a step of a prompt whose log-probabilities are wanted: bounds the memory of the logits
-
-
-def left_to_read(request: Request) -> int:
-    """What a request may read in one step at most."""
-    left = len(request.ids) - request.num_computed_tokens
-    return min(left, SCORED_CHUNK) if request.num_unscored_tokens else left
+SCORED_CHUNK = 64  # tokens a step of prompts whose log-probabilities are wanted: bounds the memory of the logits
 
 
 def shared_out(readers: Iterator[Request], budget: int) -> list[tuple[Request, int]]:
     """Who reads how many tokens: each at most half of what is left, so that a short prompt does not wait for a long one
     before it; what nobody wants goes to the first."""
     counts: list[tuple[Request, int]] = []
+    scored = SCORED_CHUNK
     while budget > 0 and (request := next(readers, None)) is not None:
-        counts.append((request, min(left_to_read(request), max(budget // 2, 1))))
-        budget -= counts[-1][1]
+        count = min(len(request.ids) - request.num_computed_tokens, max(budget // 2, 1))
+        if request.num_unscored_tokens:
+            count = min(count, scored)
+            scored -= count
+        if count:
+            counts.append((request, count))
+            budget -= count
     for i, (request, count) in enumerate(counts):
-        more = min(budget, left_to_read(request) - count)
+        more = min(budget, len(request.ids) - request.num_computed_tokens - count)
+        if request.num_unscored_tokens:
+            more = min(more, scored)
+            scored -= more
         counts[i] = request, count + more
         budget -= more
     return counts

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -149,6 +150,8 @@ class Request:
     draft_state: Any = None  # what a drafter remembers of it
 
     def __post_init__(self) -> None:
+        if isinstance(self.priority, bool) or not isinstance(self.priority, int):
+            raise InvalidRequestError(f"priority must be a whole number, not {self.priority!r}", "priority")
         self.ids = list(self.prompt)
         self.num_prompt_tokens = len(self.prompt)
         self.longest = self.num_prompt_tokens + self.max_tokens
@@ -164,11 +167,6 @@ class Request:
     def tokens(self) -> list[int]:
         """What was generated so far."""
         return self.ids[self.num_prompt_tokens :]
-
-    @property
-    def key(self) -> tuple[int, int]:
-        """Who goes first: priority, then arrival."""
-        return self.priority, self.arrival
 
     @property
     def num_unscored_tokens(self) -> int:
@@ -194,6 +192,13 @@ class Output(NamedTuple):
     # "stop": an end-of-text id, which is then not part of the answer; "error": there is no token, `error` says why
     finish_reason: FinishReason | None = None
     error: WorkerError | None = None
+
+
+def own_error(error: WorkerError) -> WorkerError:
+    """The same error for one more request: raised in several places, one object would gather all their tracebacks."""
+    own = copy(error)
+    own.__cause__ = error.__cause__
+    return own
 
 
 def token_limit(prompt: int, asked: int | None, context: int) -> int:

@@ -10,15 +10,18 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Iterator, Sequence
-from itertools import chain, islice
+from itertools import islice
 
 from ..config import EngineConfig
 from ..errors import DeadlineError, WorkerError
+from .answering import accepted
 from .blocks import BlockPool, extend_hashes
+from .check import check_places
 from .deadlines import Deadlines
+from .in_flight import InFlight
 from .reading import shared_out, span_of
-from .request import FinishReason, Output, Request, TokenLogprob
-from .step import Sampled, Span
+from .request import Output, Request, TokenLogprob, own_error
+from .step import Counts, Sampled, Span
 
 FEWEST_PROMPT_TOKENS = 16  # of prompts in a step, however slow it is and whoever else is in it: they must get on
 
@@ -26,16 +29,14 @@ FEWEST_PROMPT_TOKENS = 16  # of prompts in a step, however slow it is and whoeve
 class Scheduler:
     """The requests of an engine: those that wait and those that run."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, counts: Counts | None = None) -> None:
         self.config = config
         self.pool = BlockPool(config.n_blocks, config.block_size, caching=config.prefix_cache)
         self.waiting: list[Request] = []  # the last one goes first
         self.running: list[Request] = []  # the first one goes first
-        self.num_preemptions = 0
-        self.num_drafted_tokens = self.num_accepted_tokens = 0
-        self.num_queried_tokens = self.num_hit_tokens = 0  # of prompts, in the prefix cache
+        self.counts = counts or Counts()
         self._rows = list(range(config.max_batch))
-        self._being_computed: dict[bytes, Request] = {}  # blocks of prompts that somebody computes now
+        self._in_flight = InFlight()
         self._deadlines = Deadlines()
 
     @property
@@ -46,9 +47,9 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """It waits for its turn."""
         request.has_ended = False
-        extend_hashes(
-            request.hashes, request.ids, (len(request.ids) - 1) // self.config.block_size, self.config.block_size
-        )
+        if self.pool.caching:
+            size = self.config.block_size
+            extend_hashes(request.hashes, request.ids, (len(request.ids) - 1) // size, size)
         insort(self.waiting, request, key=_last_first)
         self._deadlines.add(request, len(self.waiting) + len(self.running))
 
@@ -78,17 +79,22 @@ class Scheduler:
         spans: list[Span] = []
         reading: list[Request] = []
         size = self.config.block_size
+        guessing: list[Request] = []
         for request in self.running[:]:
             start, known = request.num_computed_tokens, len(request.ids)
             if known - start > 1:
                 reading.append(request)
-            elif known + len(request.drafts) <= len(request.blocks) * size or self._grow(request):
-                spans.append(Span(request, start, known + len(request.drafts), start))
+            elif known <= len(request.blocks) * size or self._grow(request):
+                if request.drafts:
+                    guessing.append(request)
+                else:
+                    spans.append(Span(request, start, known, start))
+        spans += [self._with_guesses(request) for request in guessing]
         if not (reading or self.waiting):
             return spans
         fewest = min(FEWEST_PROMPT_TOKENS, self.config.max_step_tokens)
         budget = max(fewest, tokens - sum(span.stop - span.start for span in spans))
-        readers = chain((request for request in reading if request.row >= 0), self._admitted())
+        readers = self._readers([request for request in reading if request.row >= 0])
         return spans + [span_of(request, count) for request, count in shared_out(readers, budget)]
 
     def update(self, spans: Sequence[Span], sampled: Sampled) -> list[Output]:
@@ -105,9 +111,9 @@ class Scheduler:
                 request.num_computed_tokens = stop
                 self._publish(request)
             elif stop > len(ids) or len(ids) + 1 >= request.longest or logprobs:
-                self._accept(request, list(islice(tokens, stop - len(ids) + 1)), logprobs.get(request), outputs)
+                outputs += self._accept(request, list(islice(tokens, stop - len(ids) + 1)), logprobs.get(request))
             elif (token := next(tokens)) in request.stop_ids:
-                self._accept(request, [token], None, outputs)
+                outputs += self._accept(request, [token], None)
             else:  # one token more, as nearly always: what `_accept` would do
                 ids.append(token)
                 request.num_computed_tokens = stop
@@ -120,31 +126,15 @@ class Scheduler:
         """A step came to nothing: its requests end, and what they were computing is not kept."""
         for span in spans:
             self.remove(span.request, keep=False)
-        return [Output(span.request, -1, None, "error", error) for span in spans]
+        return [Output(span.request, -1, None, "error", own_error(error)) for span in spans]
 
-    def _accept(
-        self, request: Request, tokens: list[int], logprobs: list[TokenLogprob] | None, outputs: list[Output]
-    ) -> None:
-        """Append the tokens up to the first that was guessed wrong: that one is right, those behind it are not."""
-        drafts, ids = request.drafts, request.ids
-        finish: FinishReason | None = None
-        for i, token in enumerate(tokens):
-            if token in request.stop_ids:
-                finish = "stop"
-            else:
-                ids.append(token)
-                finish = "length" if len(ids) >= request.longest else None
-            outputs.append(Output(request, token, logprobs[i] if logprobs and finish != "stop" else None, finish))
-            if finish or (i < len(drafts) and drafts[i] != token):
-                break
-        if drafts:
-            self.num_drafted_tokens += len(drafts)
-            self.num_accepted_tokens += i
-            request.drafts = []
-        request.num_computed_tokens = len(ids) - (finish != "stop")
+    def _accept(self, request: Request, tokens: list[int], logprobs: list[TokenLogprob] | None) -> list[Output]:
+        """It goes on with these tokens, or ends with them."""
+        outputs = accepted(request, tokens, logprobs, self.counts)
         self._publish(request)
-        if finish:
+        if outputs[-1].finish_reason is not None:
             self.remove(request)
+        return outputs
 
     def _publish(self, request: Request) -> None:
         """Blocks that are full now can be found by others."""
@@ -152,31 +142,56 @@ class Scheduler:
         full = request.num_computed_tokens // size
         if full == first:
             return
+        request.num_hashed_blocks = full
+        if not self.pool.caching:
+            return
         extend_hashes(request.hashes, request.ids, full, size)
         for i in range(first, full):
-            known_as = request.hashes[i]
-            self.pool.publish(request.blocks[i], known_as)
-            if self._being_computed.get(known_as) is request:
-                del self._being_computed[known_as]
-        request.num_hashed_blocks = full
+            self.pool.publish(request.blocks[i], request.hashes[i])
+        self._in_flight.end(request.hashes[first:full], request)
 
     def _grow(self, request: Request) -> bool:
-        """Give it blocks for its next tokens; False if it had to give up its own."""
+        """Give it blocks for its next token; False if it had to give up its own."""
         if request.row < 0:  # preempted in this very step
             return False
-        size = self.config.block_size
-        while len(request.blocks) * size < len(request.ids) + len(request.drafts):
-            block = self.pool.one_more()
-            if block is not None:
-                request.blocks.append(block)
-            elif request.drafts:  # nobody is sent away for a guess
-                request.drafts = []
-            else:
+        while self.reserve(request, len(request.ids)) < len(request.ids):
+            if not self._take_back_guesses():
                 last = self.running[-1]
                 self._preempt(last)
                 if last is request:
                     return False
         return True
+
+    def _take_back_guesses(self) -> bool:
+        """Blocks that hold nothing but guesses are free again: nobody is sent away for a guess. Were there any?"""
+        found = False
+        for request in self.running:
+            needed = self.pool.blocks_for(len(request.ids))
+            if len(request.blocks) > needed:
+                self.pool.release(request.blocks[needed:])
+                del request.blocks[needed:]
+                request.num_listed_blocks = min(request.num_listed_blocks, needed)
+                request.drafts, found = [], True
+        return found
+
+    def _with_guesses(self, request: Request) -> Span:
+        """Its next token, and as many guesses as there are blocks for."""
+        start, known = request.num_computed_tokens, len(request.ids)
+        room = self.reserve(request, known + len(request.drafts)) - known
+        request.drafts = request.drafts[:room]
+        return Span(request, start, known + room, start)
+
+    def _readers(self, reading: Sequence[Request]) -> Iterator[Request]:
+        """Those who read and those who may begin to, in their order."""
+        admitted = self._admitted()
+        for request in reading:
+            while self.waiting and _first_first(self.waiting[-1]) < _first_first(request):
+                more_urgent = next(admitted, None)
+                if more_urgent is None:
+                    break
+                yield more_urgent
+            yield request
+        yield from admitted
 
     def reserve(self, request: Request, tokens: int) -> int:
         """Blocks for so many tokens of a running request, if they are free; for how many tokens it has room then."""
@@ -191,8 +206,13 @@ class Scheduler:
         """Where a request waits that is more urgent than the last one running, and there is no room, that one goes."""
         while self.waiting and self.running and self.waiting[-1].priority < self.running[-1].priority:
             first = self.waiting[-1]
-            if self._comes_soon(first) or (self._rows and self._has_room(first, self.pool.match(self._known(first)))):
+            shared = self.pool.match(self._known(first))
+            if self._comes_soon(first) or (self._rows and self._has_room(first, shared)):
                 return
+            lost = [request for request in self.running if request.priority > first.priority]
+            needed = self.pool.blocks_for(len(first.ids)) - len(shared) + len(self.running) - len(lost)
+            if not self.pool.can_acquire(shared, needed - sum(len(request.blocks) for request in lost)):
+                return  # it would not help
             self._preempt(self.running[-1])
 
     def _preempt(self, request: Request) -> None:
@@ -200,7 +220,7 @@ class Scheduler:
         self.running.remove(request)
         self._release(request)
         insort(self.waiting, request, key=_last_first)
-        self.num_preemptions += 1
+        self.counts.num_preemptions += 1
 
     def _admitted(self) -> Iterator[Request]:
         """Let requests in, one after the other, while there is room; nobody overtakes one that lacks blocks."""
@@ -223,13 +243,11 @@ class Scheduler:
         request.blocks, request.row = blocks, self._rows.pop()
         request.num_hashed_blocks = len(shared)
         request.num_computed_tokens = request.num_shared_tokens = len(shared) * self.config.block_size
-        if self.pool.caching:
-            for known_as in self._known(request)[len(shared) :]:
-                self._being_computed.setdefault(known_as, request)
+        self._in_flight.begin(self._known(request)[len(shared) :], request)
         if request.num_cached_tokens < 0:  # not one that comes back
             request.num_cached_tokens = request.num_computed_tokens
-            self.num_queried_tokens += request.num_prompt_tokens
-            self.num_hit_tokens += request.num_computed_tokens
+            self.counts.num_queried_tokens += request.num_prompt_tokens
+            self.counts.num_hit_tokens += request.num_computed_tokens
         insort(self.running, request, key=_first_first)
 
     def _has_room(self, request: Request, shared: Sequence[int]) -> bool:
@@ -243,35 +261,26 @@ class Scheduler:
         return request.hashes[: (len(request.ids) - 1) // self.config.block_size]
 
     def _comes_soon(self, request: Request) -> bool:
-        """Whether the first block that is not here is being computed by somebody else: then it is worth waiting for."""
-        if not self._being_computed:
+        """Whether the first block that is not here is being computed by somebody as urgent: it is worth waiting for."""
+        if not self._in_flight:
             return False
         missing = next((known_as for known_as in self._known(request) if not self.pool.has(known_as)), None)
-        return missing is not None and missing in self._being_computed
+        return self._in_flight.is_worth_waiting(missing, request)
 
     def _release(self, request: Request) -> None:
-        for known_as in request.hashes[request.num_hashed_blocks :]:
-            if self._being_computed.get(known_as) is request:
-                del self._being_computed[known_as]
+        self._in_flight.end(request.hashes[request.num_hashed_blocks :], request)
         self.pool.release(request.blocks)
         self._rows.append(request.row)
         request.blocks, request.drafts, request.row = [], [], -1
         request.num_computed_tokens = request.num_hashed_blocks = request.num_listed_blocks = 0
 
     def check(self) -> None:
-        """The books are right: every request is in one place, every block accounted for."""
+        """The books are right, or an AssertionError."""
         self.pool.check([request.blocks for request in self.running])
+        self._in_flight.check(self.running)
         assert self.running == sorted(self.running, key=_first_first)
         assert self.waiting == sorted(self.waiting, key=_last_first)
-        assert not set(self.running) & set(self.waiting)
-        rows = [request.row for request in self.running]
-        assert sorted(rows + self._rows) == list(range(self.config.max_batch)), "a row is lost or given twice"
-        for request in self.waiting:
-            assert (request.row, request.num_computed_tokens, request.blocks, request.drafts) == (-1, 0, [], [])
-        for request in self.running:
-            assert request.num_computed_tokens < len(request.ids)
-            assert request.num_computed_tokens <= len(request.blocks) * self.config.block_size
-        assert set(self._being_computed.values()) <= set(self.running), "somebody waits for what nobody computes"
+        check_places(self.running, self.waiting, self._rows, self.config)
 
 
 def _first_first(request: Request) -> tuple[int, int]:

@@ -25,3 +25,14 @@ class Sampled:
     tokens: list[int]
     logprobs: dict[Request, list[TokenLogprob]] = field(default_factory=dict)  # of those who asked, for each token
     failed: dict[Request, WorkerError] = field(default_factory=dict)  # they have no tokens
+
+
+@dataclass(slots=True)
+class Counts:
+    """What happened since the engine began."""
+
+    num_preemptions: int = 0
+    num_queried_tokens: int = 0  # of prompts, looked up in the prefix cache
+    num_hit_tokens: int = 0  # and found
+    num_drafted_tokens: int = 0
+    num_accepted_tokens: int = 0

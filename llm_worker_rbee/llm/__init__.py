@@ -43,12 +43,13 @@ from .options import (
     checked_choices,
     checked_scheduling,
     merged_params,
+    numbered,
     require_same_tokens,
     require_settings,
 )
-from .stream import Stream
+from .stream import Stream, together
 
-__all__ = ["LLM", "Chunk", "Completion", "SamplingParams", "Stream", "Timings", "open_tokenizer"]
+__all__ = ["LLM", "Chunk", "Completion", "SamplingParams", "Stream", "Timings", "open_tokenizer", "together"]
 
 Prompt = str | Sequence[int]
 
@@ -176,11 +177,11 @@ class LLM:
 
         Keyword options are those of `SamplingParams`, and `priority` (lower goes first) and `timeout` in seconds.
         """
-        return self._streams(prompt, params, None, options)[0]
+        return self.streams(prompt, params, **options)[0]
 
     def stream_chat(self, messages: Sequence[Message], params: SamplingParams | None = None, **options: Any) -> Stream:
         """Answer a conversation piece by piece."""
-        return self._streams(self.tokenize_chat(messages), params, None, options)[0]
+        return self.streams(self.tokenize_chat(messages), params, **options)[0]
 
     @overload
     def generate(
@@ -218,12 +219,15 @@ class LLM:
         `params` may be a list too, one for each prompt. With `n` there are so many answers to each prompt: a list.
         """
         if not are_many(prompt):
-            found = self._finished(self._streams(prompt, params, n, options), bool(progress))
+            found = self._finished(self.streams(prompt, params, n, **options), bool(progress))
             return found[0] if n is None else found
         each = params if isinstance(params, (list, tuple)) else [params] * len(prompt)
         if len(each) != len(prompt):
             raise InvalidRequestError(f"there are {len(prompt)} prompts and {len(each)} params", "params")
-        groups = [self._streams(one, its, n, options) for one, its in zip(prompt, each, strict=True)]
+        groups = []
+        for i, (one, its) in enumerate(zip(prompt, each, strict=True)):
+            with numbered(i):
+                groups.append(self.streams(one, its, n, **options))
         answers = iter(self._finished([stream for group in groups for stream in group], progress))
         together = [[next(answers) for _ in group] for group in groups]
         return [group[0] for group in together] if n is None else together
@@ -232,14 +236,13 @@ class LLM:
         """Answer a conversation: `[{"role": "user", "content": "..."}]`."""
         return self.stream_chat(messages, params, **options).completion()
 
-    def _streams(
-        self, prompt: Prompt, params: SamplingParams | None, n: int | None, options: Mapping[str, Any]
+    def streams(
+        self, prompt: Prompt, params: SamplingParams | None = None, n: int | None = None, **options: Any
     ) -> list[Stream]:
-        """One for each answer that is wanted; they share the prompt and the seed, and draw numbers of their own."""
+        """`n` answers to one prompt, a stream each; they share prompt and seed, and draw numbers of their own."""
         choices = range(1 if n is None else checked_choices(n))
-        sampling = dict(options)
-        priority, timeout = checked_scheduling(sampling.pop("priority", 0), sampling.pop("timeout", None))
-        merged = merged_params(params, sampling)
+        priority, timeout = checked_scheduling(options.pop("priority", 0), options.pop("timeout", None))
+        merged = merged_params(params, options)
         ids = self.tokenize(prompt) if isinstance(prompt, str) else self._checked_ids(prompt)
         seed = draw_seed() if merged.seed is None else merged.seed
         return [
@@ -249,19 +252,10 @@ class LLM:
 
     def _finished(self, streams: Sequence[Stream], progress: bool | None) -> list[Completion]:
         """Compute them together; if one fails, the others end with it."""
-        try:
-            with generating(len(streams), progress) as advance:
-                for stream in streams:
-                    stream.start()
-                left = list(streams)
-                while left:
-                    next(left[0])
-                    tokens = 1 + sum(stream.take_ready() for stream in left)
-                    advance(requests=sum(stream.has_ended for stream in left), tokens=tokens)
-                    left = [stream for stream in left if not stream.has_ended]
-        finally:
-            for stream in streams:
-                stream.close()
+        with generating(len(streams), progress) as advance:
+            for stream in together(streams, lambda tokens: advance(tokens=tokens)):
+                advance(requests=1)
+                stream.raise_error()
         return [stream.so_far() for stream in streams]
 
     def _checked_ids(self, ids: Sequence[int]) -> list[int]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from typing import Any
 
@@ -28,7 +29,18 @@ def merged_params(params: SamplingParams | None, options: Mapping[str, Any]) -> 
 
 def are_many(prompt: Any) -> bool:
     """A list of texts or of lists of ids; a list of ids is one prompt."""
-    return isinstance(prompt, (list, tuple)) and bool(prompt) and all(isinstance(p, (str, list, tuple)) for p in prompt)
+    is_list = isinstance(prompt, (list, tuple)) and bool(prompt)
+    return is_list and all(isinstance(one, (str, list, tuple)) or hasattr(one, "tolist") for one in prompt)
+
+
+@contextmanager
+def numbered(i: int) -> Iterator[None]:
+    """An error of one of many prompts says which."""
+    try:
+        yield
+    except InvalidRequestError as error:
+        error.args = (f"prompt {i}: {error}", *error.args[1:])
+        raise
 
 
 def checked_choices(n: Any) -> int:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from ..engine.request import FinishReason, Output, Request, SamplingParams, TokenLogprob, token_limit
-from ..errors import InvalidRequestError
+from ..errors import InvalidRequestError, WorkerError
 from ..tokenizer import StreamDecoder
 from .answers import Chunk, Completion, Timings
 from .driver import Box
@@ -47,6 +48,7 @@ class Stream:
         self._began = self._first_token_s = self._elapsed_s = 0.0
         self._sampled = 0
         self._is_closed = False
+        self.error: WorkerError | None = None  # that ended it
 
     def __iter__(self) -> Stream:
         return self
@@ -54,9 +56,8 @@ class Stream:
     def __next__(self) -> Chunk:
         if self.has_ended:
             raise StopIteration
-        box = self.start()
-        self._driver.wait_for(box)
-        return self._taken(*box.popleft())
+        self.wait()
+        return self._taken(*self.start().popleft())
 
     def __del__(self) -> None:
         if hasattr(self, "_is_closed"):  # it was made to its end
@@ -71,13 +72,26 @@ class Stream:
             self._box = self._driver.add(self._request)
         return self._box
 
+    def wait(self) -> None:
+        """Step until something has been made for it."""
+        if not self.has_ended:
+            self._driver.wait_for(self.start())
+
     def take_ready(self) -> int:
-        """Take what has been made for it, without a step; how many tokens that were."""
+        """Take what has been made for it, without a step; how many tokens that were. An error is kept for later."""
         count = 0
         while self._box and not self.has_ended:
-            self._taken(*self._box.popleft())
+            try:
+                self._taken(*self._box.popleft())
+            except WorkerError:
+                break
             count += 1
         return count
+
+    def raise_error(self) -> None:
+        """Raise the error that ended it, if one did."""
+        if self.error is not None:
+            raise self.error
 
     @property
     def has_ended(self) -> bool:
@@ -116,7 +130,7 @@ class Stream:
         """What one token shows; an error ends the stream and is the caller's."""
         self._elapsed_s = at - self._began
         if output.error is not None:
-            self._finish_reason = "error"
+            self._finish_reason, self.error = "error", output.error
             raise output.error
         self._first_token_s = self._first_token_s or self._elapsed_s
         self._sampled += 1
@@ -134,6 +148,23 @@ class Stream:
             self._finish_reason = reason
         self._texts.append(text)
         return Chunk(text, None if ended_by_token else output.token, output.logprob, reason)
+
+
+def together(streams: Sequence[Stream], on_tokens: Callable[[int], None] = lambda _: None) -> Iterator[Stream]:
+    """Compute streams of one model in the same steps; gives each as it ends, also one that ended with an error."""
+    left = list(streams)
+    try:
+        for stream in streams:
+            stream.start()
+        while left:
+            left[0].wait()
+            on_tokens(sum(stream.take_ready() for stream in left))
+            ended = [stream for stream in left if stream.has_ended]
+            left = [stream for stream in left if not stream.has_ended]
+            yield from ended
+    finally:
+        for stream in streams:
+            stream.close()
 
 
 def _require_known(params: SamplingParams, vocab_size: int) -> None:

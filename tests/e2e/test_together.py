@@ -171,6 +171,26 @@ def test_an_interrupt_in_the_middle_of_a_step_leaves_a_model_that_answers(
     assert is_free(llm)
 
 
+def test_two_interrupts(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first where nothing is written, the second in the middle of the books."""
+    whole = llm.generate("Hello", **FIXED).tokens
+    stream = llm.stream("Hello", **FIXED)
+    next(stream)
+    for part, where in ((llm.engine.runner, "run"), (llm.engine.scheduler.pool, "acquire")):
+        with monkeypatch.context() as patched:
+
+            def interrupted(*_: Any) -> None:
+                raise KeyboardInterrupt
+
+            patched.setattr(part, where, interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                llm.generate("Another, so that blocks are wanted", **FIXED)
+    with pytest.raises(RequestCancelledError):
+        stream.completion()
+    assert llm.generate("Hello", **FIXED).tokens == whole
+    assert is_free(llm)
+
+
 def test_guesses_change_nothing(tiny_file: Path, llm: LLM) -> None:
     repeated = [5, 6, 7, 8] * 6
     plain = llm.generate([*PROMPTS, repeated], **FIXED)
@@ -180,7 +200,7 @@ def test_guesses_change_nothing(tiny_file: Path, llm: LLM) -> None:
         assert [c.tokens for c in one.generate([*PROMPTS, repeated], **FIXED)] == [c.tokens for c in plain]
         assert is_free(one)
     books = modelled.engine.scheduler
-    assert books.num_drafted_tokens == books.num_accepted_tokens > 0  # it guesses for itself
+    assert books.counts.num_drafted_tokens == books.counts.num_accepted_tokens > 0  # it guesses for itself
 
 
 def test_a_draft_model_must_have_the_same_tokens(tiny_file: Path, tmp_path: Path) -> None:

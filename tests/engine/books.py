@@ -104,7 +104,7 @@ class Desk:
     def require_idle(self) -> None:
         self.scheduler.check()
         assert self.scheduler.pool.num_free == self.config.n_blocks, "blocks are still owned"
-        assert not self.scheduler._being_computed
+        assert not self.scheduler._in_flight
 
     def require_answers(self, *requests: Request) -> None:
         for request in requests or tuple(self.answers):

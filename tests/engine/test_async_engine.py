@@ -12,7 +12,7 @@ from llm_worker_rbee.config import EngineConfig
 from llm_worker_rbee.engine.async_engine import AsyncEngine, Ticket
 from llm_worker_rbee.engine.engine import Engine
 from llm_worker_rbee.engine.request import Request, SamplingParams
-from llm_worker_rbee.errors import ContextLengthError, InferenceError, RequestCancelledError
+from llm_worker_rbee.errors import ContextLengthError, InferenceError, InvalidRequestError, RequestCancelledError
 from llm_worker_rbee.models import Transformer
 from tests.engine import serving
 
@@ -149,7 +149,7 @@ def test_books_that_break_end_everybody_and_the_engine_serves_on(
                 raise ZeroDivisionError("by accident")
 
             monkeypatch.setattr(serving.engine.scheduler, "schedule", broken)
-            with pytest.raises(InferenceError, match="ZeroDivisionError: by accident"):
+            with pytest.raises(InferenceError, match="ZeroDivisionError"):
                 await all_of(ticket)
             assert await all_of(serving.submit(request(PROMPTS[0]))) == plain(model)[0]
             await settled(serving.engine)
@@ -168,6 +168,60 @@ def test_a_closed_event_loop_leaves_nothing_behind(model: Transformer) -> None:
 
     async def main() -> None:
         assert len(await all_of(serving.submit(request([3, 4], 5)))) == 5
+        await settled(serving.engine)
+        await serving.stop()
+
+    run(main())
+
+
+def test_a_request_that_the_engine_does_not_take_ends_alone(model: Transformer) -> None:
+    async def main() -> None:
+        async with AsyncEngine(engine_of(model)) as serving:
+            once = request(PROMPTS[0])
+            assert await all_of(serving.submit(once)) == plain(model)[0]
+            other = serving.submit(request(PROMPTS[1]))
+            with pytest.raises(InvalidRequestError, match="added once"):
+                await all_of(serving.submit(once))
+            assert await all_of(other) == plain(model)[1]
+
+    run(main())
+
+
+def test_what_is_stopped_is_not_left_in_the_engine(model: Transformer) -> None:
+    async def main() -> None:
+        engine = engine_of(model)
+        async with AsyncEngine(engine) as first:
+            ticket = first.submit(request([1, 2], 400))
+            await anext(ticket)
+        await settled(engine)
+        async with AsyncEngine(engine) as second:
+            assert await all_of(second.submit(request(PROMPTS[0]))) == plain(model)[0]
+
+    run(main())
+
+
+def test_leaving_a_ticket_cancels_it(model: Transformer) -> None:
+    async def main() -> None:
+        async with AsyncEngine(engine_of(model)) as serving:
+            async with serving.submit(request([1, 2], 400)) as ticket:
+                async for _ in ticket:
+                    break
+            await settled(serving.engine)
+            async with serving.submit(request(PROMPTS[0])) as ticket:
+                assert await all_of(ticket) == plain(model)[0]
+
+    run(main())
+
+
+def test_submitted_and_cancelled_before_the_thread_looks(model: Transformer) -> None:
+    async def main() -> None:
+        serving = AsyncEngine(engine_of(model))
+        ticket = serving.submit(request([1, 2], 400))
+        ticket.cancel()
+        serving.start()
+        with pytest.raises(RequestCancelledError, match="cancelled"):
+            await all_of(ticket)
+        assert await all_of(serving.submit(request(PROMPTS[0]))) == plain(model)[0]
         await settled(serving.engine)
         await serving.stop()
 
