@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from llm_worker_rbee.errors import human_bytes
 from llm_worker_rbee.progress import draws, generating
 
 
@@ -31,6 +32,23 @@ def test_a_line_at_each_quarter(capsys: pytest.CaptureFixture[str]) -> None:
         re.fullmatch(r"(\d) of 8 answers · ([\d,]+) tokens · [\d,]+\.\d tokens/s", line) for line in err.splitlines()
     ]
     assert [line and line.groups() for line in found] == [("2", "250"), ("4", "500"), ("6", "750"), ("8", "1,000")]
+
+
+def test_no_sum_where_the_caller_has_one(capsys: pytest.CaptureFixture[str]) -> None:
+    with generating(2, True, tells_sum=False) as advance:
+        advance(requests=1, tokens=5)
+        advance(requests=1, tokens=5)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("1 of 2 answers · 5 tokens · ")
+
+
+@pytest.mark.parametrize(
+    ("count", "told"),
+    [(0, "0.0 kB"), (1234, "1.2 kB"), (999_949, "999.9 kB"), (999_950, "1.0 MB"), (10**9 - 1, "1.00 GB"),
+     (45 * 10**10, "450.00 GB")],
+)  # fmt: skip
+def test_sizes(count: int, told: str) -> None:
+    assert human_bytes(count) == told
 
 
 def test_a_process_without_standard_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ class Guesses(NamedTuple):
     accepted: int
 
     def told(self, tokens: int) -> str:
-        """`guesses 68% right (35 of 51), 1.34 tokens a step`: each step gives a token and the right guesses before it."""
+        """`guesses 68% right (35 of 51), 1.34 tokens a step`: a step gives one token beside those guessed right."""
         if not self.drafted:
             return "no guesses"
         right = f"{self.accepted / self.drafted:.0%} right ({self.accepted:,} of {self.drafted:,})"

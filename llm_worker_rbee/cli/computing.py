@@ -99,7 +99,7 @@ def use_threads(threads: int | None, backend: str = "auto") -> int:
 
 
 def in_options(message: str, **others: str) -> str:
-    """A message with settings as they are typed, kv_memory as --kv-memory; `others`: where an option has another name."""
+    """A message with settings as they are typed: kv_memory as --kv-memory, or as `others` say."""
     return SETTING.sub(lambda found: others.get(found[0]) or "--" + found[0].replace("_", "-"), message)
 
 

@@ -100,9 +100,8 @@ def plan(
     n_blocks = memory // block
     smallest = whole if max_context is not None else min(whole, -(-SMALLEST_CONTEXT // block_size))
     if n_blocks < smallest:
-        told = (
-            f"the keys and values of {min(wanted, smallest * block_size):,} tokens take {human_bytes(smallest * block)}"
-        )
+        tokens = min(wanted, smallest * block_size)
+        told = f"the keys and values of {tokens:,} tokens take {human_bytes(smallest * block)}"
         smaller = "model or kv_type" if max_context is None else "max_context or kv_type"
         raise InsufficientMemoryError(f"{told}, and {_too_small(smaller, kv_memory, available)}")
     return Capacity(

@@ -6,7 +6,7 @@ doubled. Where nobody answers there is nobody to wait, and a step is as large as
 
 from __future__ import annotations
 
-AIM = 0.85  # of the target: steps vary, and a token costs more the longer its context
+AIM = 0.8  # of the target: steps vary, and a token costs more the longer its context
 SMOOTHING = 0.5  # weight of the newest step
 SHORTEST_STEP_S = 1e-6  # a clock may not see less
 LARGEST_CHANGE = 2.0  # from one step to the next: a hiccup of the machine is not its speed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -84,6 +85,12 @@ def test_a_full_context_says_what_to_do(cli: Run, tiny: Path, llm: LLM) -> None:
     assert "(the context is full: /reset starts anew)" in cut.stderr.decode()
 
 
+def test_guesses_of_each_answer_are_told(cli: Run, tiny: Path) -> None:
+    ask = ("chat", "-m", tiny, "-t", "0", "-n", "4", "--ignore-eos", "--draft-model", tiny, "--draft-tokens", "2")
+    told = re.findall(r" · guesses (.*) · length", cli(*ask, stdin=b"one\ntwo\n").stderr.decode())
+    assert told == ["100% right (2 of 2), 2.00 tokens a step"] * 2
+
+
 def test_a_message_that_cannot_be_answered_is_not_kept(llm: LLM) -> None:
     conversation = Conversation(llm, PARAMS, None, quiet=True)
     assert conversation.take("hi")
@@ -100,7 +107,7 @@ def test_a_conversation_on_a_terminal(
     letter = llm.tokenizer.token_id("Q")
     saved = tmp_path / "talk.json"
     screen = terminal("chat", "-m", endless, "-t", "0", "-n", "60000", "--logit-bias", f"{letter}=100")
-    screen.wait_for("/help shows what you can do")
+    assert b"KV cache " in screen.wait_for("/help shows what you can do")
     screen.wait_for("> ")
     screen.send("hello\n")
     screen.wait_for("QQQ")

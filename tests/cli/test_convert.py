@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import shutil
 import signal
@@ -30,8 +31,8 @@ def test_it_prints_the_path_alone(cli: Run, tiny: Path, tmp_path: Path) -> None:
     done = cli("convert", tiny, out, "--type", "q8_0")
     assert (done.returncode, done.stdout.decode()) == (0, f"{out}\n")
     told = done.stderr.decode().splitlines()
-    assert told[0].startswith("converting: 0.0 MB of ")
-    assert told[-1] == f"{tiny.stat().st_size / 1e6:.1f} MB -> {out.stat().st_size / 1e6:.1f} MB"
+    assert re.match(r"converting: [\d.]+ kB of [\d.]+ kB$", told[0])
+    assert told[-1] == f"{tiny.stat().st_size / 1e3:.1f} kB -> {out.stat().st_size / 1e3:.1f} kB"
     made = open_checkpoint(out)
     assert made.tensors["blk.0.attn_q.weight"].kind.name == "Q8_0"
     assert made.metadata["general.file_type"] == 7
@@ -136,7 +137,7 @@ def test_a_disk_that_is_too_small_is_told_at_once(
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: little)
     done = cli("convert", tiny, tmp_path / "out.gguf", "--type", "F16")
     assert done.returncode == 1
-    line = f"error: no room in {tmp_path}: out.gguf takes 0.1 MB and 0.0 MB are free: free some space first\n"
+    line = f"error: no room in {tmp_path}: out.gguf takes 58.2 kB and 5.0 kB are free: free some space first\n"
     assert done.stderr.decode() == line
     assert list(tmp_path.iterdir()) == []
 

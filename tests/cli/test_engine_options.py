@@ -49,8 +49,15 @@ def test_the_answer_stays_the_same(cli: Run, tiny: Path) -> None:
     [
         (("--kv-memory", "1x"), 2, "--kv-memory is '1x': give a size such as 512M"),
         (("--kv-memory", "0"), 2, "--kv-memory is '0': it must be 1 byte or more"),
-        (("--kv-memory", "900T"), 1, "kv_memory is 900,000.00 GB, and "),
-        (("--kv-memory", "1K"), 1, "the keys and values of 128 tokens take "),
+        (("--kv-memory", "900T"), 1, "--kv-memory is 900,000.00 GB, and "),
+        (("--kv-memory", "1K"), 1, "the keys and values of 128 tokens take 65.5 kB, and --kv-memory is 1.0 kB: "),
+        (
+            ("--kv-memory", "100K", "--max-context", "250"),
+            1,
+            "the keys and values of 250 tokens take 131.1 kB, and --kv-memory is 100.0 kB: give more, or use a smaller "
+            "--max-context or --kv-type",
+        ),
+        (("--max-context", "257"), 1, "--max-context is 257: it must be 1 to 256, the model's context"),
         (("--max-batch", "0"), 2, "--max-batch is 0: it must be a whole number, 1 or more, at most 4096"),
         (("--target-itl-ms", "nan"), 2, "--target-itl-ms is nan: it must be a number of milliseconds above 0"),
         (("--speculative", "magic"), 2, "unknown --speculative 'magic': use one of off, ngram"),
@@ -68,12 +75,12 @@ def test_what_cannot_be_is_told(cli: Run, tiny: Path, options: tuple[str, ...], 
 
 
 def test_a_context_that_is_cut_is_said(cli: Run, tiny: Path) -> None:
-    block = 2 * 2 * 4 * 16 * 4 * 16  # keys and values x layers x heads x padded values x bytes x tokens
+    block = 2 * 2 * 4 * 16 * 2 * 16  # keys and values x layers x heads x padded values x bytes x tokens
     done = cli("run", *ASK, "-m", tiny, "--kv-memory", str(10 * block + 1))
     assert done.returncode == 0
     (line,) = done.stderr.decode().splitlines()
     assert line == (
-        "KV cache 0.2 MB (float32): 160 tokens = 1 context of 160 (not 256), or 10 requests of 16 each; "
+        "KV cache 81.9 kB (float16): 160 tokens = 1 context of 160 (not 256), or 10 requests of 16 each; "
         "--kv-memory or a smaller --kv-type gives longer contexts"
     )
     whole = cli("run", *ASK, "-m", tiny, "--kv-memory", str(16 * block))

@@ -39,7 +39,8 @@ def test_the_default_model(cli: Run, default_model: Path) -> None:
     )
     assert {q["type"]: q["tensors"] for q in told["quantization"]} == {"Q4_1": 210, "Q8_0": 1, "F32": 61}
     assert sum(q["share"] for q in told["quantization"]) == pytest.approx(1)
-    assert told["memory"]["kv_bytes"] == 2 * 30 * 3 * 64 * 4 * 2048
+    assert told["memory"]["kv_type"] == "float16"
+    assert told["memory"]["kv_bytes"] == 2 * 30 * 3 * 64 * 2 * 2048
     assert told["memory"]["total_bytes"] == told["memory"]["weights_bytes"] + told["memory"]["kv_bytes"]
     assert told["tokenizer"]["vocabulary"] == 49152
     assert {end["text"] for end in told["tokenizer"]["eos"]} == {"<|endoftext|>", "<|im_end|>"}
@@ -62,14 +63,14 @@ def test_for_people(cli: Run, tiny: Path) -> None:
 
 
 def test_what_fits_on_this_machine(cli: Run, default_model: Path) -> None:
-    options = ("--kv-memory", "100M", "--max-batch", "8", "--max-context", "4096")
+    options = ("--kv-memory", "100M", "--max-batch", "8")
     fits = inspected(cli, default_model, *options)["fits"]
     assert (fits["kv_memory"], fits["max_batch"]) == (10**8, 8)
     float32, int8 = fits["kv_types"]["float32"], fits["kv_types"]["int8"]
     assert float32 == {
         "bytes": 99_532_800, "tokens": 2160, "max_context": 2160, "contexts": 1, "requests": 8, "tokens_each": 256,
     }  # fmt: skip
-    assert (int8["max_context"], int8["contexts"], int8["tokens_each"]) == (4096, 1, 1008)
+    assert (int8["max_context"], int8["contexts"], int8["tokens_each"]) == (8160, 1, 1008)
     shown = cli("inspect", default_model, *options).stdout.decode()
     assert re.search(r"^float32 +99\.5 MB +2,160 +1 of 2,160 tokens +8 of 256 tokens each$", shown, re.MULTILINE)
     assert list(inspected(cli, default_model)["fits"]["kv_types"]) == ["float32", "float16", "int8"]
@@ -77,9 +78,19 @@ def test_what_fits_on_this_machine(cli: Run, default_model: Path) -> None:
 
 def test_what_does_not_fit_is_a_line_of_the_report(cli: Run, tiny: Path) -> None:
     fits = inspected(cli, tiny, "--kv-memory", "900T")["fits"]
-    assert all("900,000.00 GB" in cache["error"] for cache in fits["kv_types"].values())
-    shown = cli("inspect", tiny, "--context", "999").stdout.decode()
-    assert "float32, float16, int8: max_context is 999: it must be 1 to 256" in shown
+    assert all("--kv-memory is 900,000.00 GB" in cache["error"] for cache in fits["kv_types"].values())
+    shown = cli("inspect", tiny, "--context", "200", "--kv-memory", "120K").stdout.decode()
+    assert (
+        "\nfloat32: the keys and values of 200 tokens take 213.0 kB, and --kv-memory is 120.0 kB: give more, or use a "
+        "smaller --context or --kv-type\n"
+    ) in shown
+    assert re.search(r"^float16 .* 1 of 200 tokens ", shown, re.MULTILINE)
+
+
+def test_what_cannot_be_is_told(cli: Run, tiny: Path) -> None:
+    done = cli("inspect", tiny, "--context", "999")
+    assert (done.returncode, done.stdout) == (1, b"")
+    assert done.stderr == b"error: --context is 999: it must be 1 to 256, the model's context\n"
     assert cli("inspect", tiny, "--kv-memory", "much").returncode == 2
 
 
@@ -90,7 +101,9 @@ def test_an_unknown_architecture_with_a_vocabulary_only(cli: Run, tmp_path: Path
     assert (told["architecture"], told["supported"], told["parameters"], told["tensors"]) == ("made-up", False, 0, [])
     assert "made-up" in told["reason"]
     assert told["shape"] == {"context": 77}
-    assert told["memory"] == {"context": 77, "weights_bytes": 0, "kv_bytes": None, "total_bytes": None}
+    assert told["memory"] == {
+        "context": 77, "weights_bytes": 0, "kv_type": None, "kv_bytes": None, "total_bytes": None,
+    }  # fmt: skip
     assert told["fits"] is None
     assert told["tokenizer"]["vocabulary"] == 260
     shown = cli("inspect", path)

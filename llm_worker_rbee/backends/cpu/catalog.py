@@ -48,7 +48,7 @@ def _of_heads(group: int, kv_type: str) -> list[Kernel]:
 def _always() -> list[Kernel]:
     whole = nb.int64
     return [
-        Called(program.work, *[whole] * 4),
+        Called(program.work, *[whole] * 6),
         Called(program.run_together, *[whole] * 5),
         *(kernel for name in MODULES.split() for value in _contents(name) for kernel in _kernels_in(value)),
     ]

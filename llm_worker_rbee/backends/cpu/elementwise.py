@@ -13,15 +13,13 @@ import numpy as np
 from . import floats as f
 from .activations import quantize, quantize_finely
 from .compile import Task, kernel
-from .memory import f32, f64, i64
+from .memory import f32, f64, i64, scratch
 
 FEW = 4  # tokens of a piece
 WIDE = 512  # columns of a piece of the gate
-LONG, MANY = 8192, 16  # columns and tokens of a piece of a sum
 # Arguments. Entries of the step are named after what they hold; 0 stands for "none" where there may be none.
 COUNT, SOURCE, STREAM, OUT, ACTIVATIONS, INDEX, WIDTH, WEIGHT, POST, JOINED, EPS, FINE = range(12)
 GATE_HALF, GATE_KIND = 6, 7
-JOIN_STRIDE, JOIN_FIRST = 7, 8
 HEADS, DIM, PADDED, BYTES_FINE = 6, 7, 8, 9
 
 
@@ -57,7 +55,7 @@ def add_row(x, stream, at, width):
 @kernel
 def one_row(x, stream, row, post, has_post, weight, eps, out, to, width):
     """The same of one row of the stream, which stays as it is."""
-    whole = np.empty(width, np.float32)
+    whole = scratch(width)
     for i in range(width):
         whole[i] = x[row + i]
     if has_post:
@@ -81,7 +79,7 @@ def norm(args, step, piece):
     a, s = i64(args), i64(step)
     width, eps = a[WIDTH], np.float32(f64(args)[EPS])
     x, stream, out, index = f32(s[a[SOURCE]]), f32(s[a[STREAM]]), f32(s[a[OUT]]), i64(s[a[INDEX]])
-    own = np.empty(0 if a[OUT] else width, np.float32)  # floats that nobody else wants stay in the nearest cache
+    own = scratch(width)  # floats that nobody else wants stay in the nearest cache
     for t in range(piece * FEW, min(s[a[COUNT]], piece * FEW + FEW)):
         to, at = (out, t * width) if a[OUT] else (own, 0)
         if a[INDEX]:  # a token may be wanted twice: what is added is added to a copy
@@ -123,7 +121,7 @@ def gated(args, step, piece):
     parts = (half + WIDE - 1) // WIDE
     first, tokens = piece % parts * WIDE, piece // parts * FEW
     count = min(WIDE, half - first)
-    own = np.empty(0 if a[OUT] else count, np.float32)
+    own = scratch(count)
     for t in range(tokens, min(s[a[COUNT]], tokens + FEW)):
         to, at = (f32(s[a[OUT]]), t * half + first) if a[OUT] else (own, 0)
         gate(f32(s[a[SOURCE]]), t * 2 * half + first, half, to, at, count, a[GATE_KIND] == 1)
@@ -168,18 +166,5 @@ def head_norms(args, step, piece):
             norm_row(x, at, f32(a[WEIGHT]) if h < q_heads else f32(a[POST]), eps, x, at, dim)
 
 
-def join(args, step, piece):
-    """Some columns of some tokens: the sum of their two rows."""
-    a, s = i64(args), i64(step)
-    width = a[WIDTH]
-    parts = (width + LONG - 1) // LONG
-    tokens, begin = piece // parts * MANY, piece % parts * LONG
-    x, out, count = f32(s[a[SOURCE]]), f32(s[a[OUT]]), s[a[COUNT]]
-    for t in range(tokens, min(count, tokens + MANY)):
-        to, rest = t * a[JOIN_STRIDE] + a[JOIN_FIRST], (count + t) * width
-        for i in range(begin, min(width, begin + LONG)):
-            out[to + i] = x[t * width + i] + x[rest + i]
-
-
-TASKS = norm, gated, to_bytes, add_bias, head_norms, join
-NORM, GATED, TO_BYTES, ADD_BIAS, HEAD_NORMS, JOIN = map(Task, TASKS)
+TASKS = norm, gated, to_bytes, add_bias, head_norms
+NORM, GATED, TO_BYTES, ADD_BIAS, HEAD_NORMS = map(Task, TASKS)

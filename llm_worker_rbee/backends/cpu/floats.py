@@ -142,6 +142,19 @@ def above(_: Any, x: Any, y: Any) -> Any:
 
 
 @intrinsic
+def within(_: Any, x: Any, first: Any, last: Any, other: Any) -> Any:
+    """Lanes first .. last - 1 of x, elsewhere `other`."""
+
+    def gen(context: Any, b: Any, sig: Any, args: Any) -> Any:
+        lanes = ir.Constant(words64, list(range(LANES)))
+        low, high = (splat_value(b, b.trunc(bound, I32), words64) for bound in args[1:3])
+        inside = b.and_(b.icmp_signed(">=", lanes, low), b.icmp_signed("<", lanes, high))
+        return b.select(inside, args[0], splat_value(b, args[3], floats.ir))
+
+    return floats(floats, types.int64, types.int64, types.float32), gen
+
+
+@intrinsic
 def marked(_: Any, marks: Any, x: Any, y: Any) -> Any:
     """`marks`, and NaN in each lane where x or y is no number."""
 

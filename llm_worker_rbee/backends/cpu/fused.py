@@ -60,7 +60,7 @@ class Model:
         tokens, wanted = len(b.ids), len(b.logits_index)
         if tokens and not 0 <= b.ids.min() <= b.ids.max() < p.embedding.rows:
             raise InferenceError(f"a token id is outside the vocabulary of {p.embedding.rows}")
-        logits, fine = (np.empty((n * wanted, p.head.rows), np.float32) for n in (1, 2))
+        logits = np.empty((wanted, p.head.rows), np.float32)
         given = b.ids, b.positions, b.slot_mapping, b.query_start, b.block_table, b.logits_index
         held = [np.ascontiguousarray(array, np.int64) for array in given]
         threads.launching()  # in a forked child this is an error, where the lock might never open
@@ -68,12 +68,11 @@ class Model:
             self._make_room(max(tokens, wanted))
             step[Step.TOKENS], step[Step.WANTED] = tokens, wanted
             step[Step.TILES] = step[Step.SINGLES] = 0  # nobody counts them where there are no tokens
-            step[Step.TWO_ROWS], step[Step.TWO_WANTED] = 2 * tokens, 2 * wanted
             step[Step.BLOCK_SIZE], step[Step.TABLE_WIDTH] = kv[0].v.shape[2], b.block_table.shape[1]
             step[Step.REQUESTS] = len(b.context_len)
             step[Step.IDS : Step.INDEX + 1] = [array.ctypes.data for array in held]
             step[Step.KV] = self._places(kv).ctypes.data
-            step[Step.FINE_LOGITS], step[Step.LOGITS] = fine.ctypes.data, logits.ctypes.data
+            step[Step.LOGITS] = logits.ctypes.data
             run(step)
         return np.float32(p.soft_cap) * np.tanh(logits / np.float32(p.soft_cap)) if p.soft_cap else logits
 
@@ -93,7 +92,7 @@ class Model:
         sizes: dict[int, int] = {
             Step.STREAM: width, Step.DELTA: width, Step.NORMED: width, Step.QKV: b.qkv.rows, Step.QUERIES: queries,
             Step.MIXED: queries, Step.COMPACT: b.n_heads * b.head_dim, Step.GATE_UP: b.gate_up.rows,
-            Step.HIDDEN: b.down.columns, Step.FINE: 2 * max(block.qkv.fine_rows for block in p.blocks),
+            Step.HIDDEN: b.down.columns,
             **dict.fromkeys(range(Step.ANGLES, Step.SECOND_SIN + 1), b.head_dim),
         }  # fmt: skip
         made: dict[int, NDArray[Any]] = {entry: np.zeros(tokens * n, np.float32) for entry, n in sizes.items()}

@@ -14,8 +14,9 @@ import numpy as np
 
 from ..types import AttentionParams, RopeTable
 from . import attention, dealing, rotary
-from .compile import Task, kernel
-from .memory import f32, f64, i8, i64, ints_at, u16
+from .activations import quantize
+from .compile import Task
+from .memory import f32, f64, i8, i64, ints_at, scratch, u16
 from .program import Instruction, doubles, table_of
 from .step import Step, Table
 
@@ -26,9 +27,9 @@ S_TOKENS, S_REQUESTS, S_TILES, S_SINGLES, S_POSITIONS, S_SLOTS = map(
 S_QUERY_START, S_TABLE, S_WIDTH, S_SIZE, S_KV, S_WORK = map(
     int, (Step.QUERY_START, Step.BLOCK_TABLE, Step.TABLE_WIDTH, Step.BLOCK_SIZE, Step.KV, Step.WORK)
 )
-S_QKV, S_QUERIES, S_MIXED, S_WORKERS = map(int, (Step.QKV, Step.QUERIES, Step.MIXED, Step.WORKERS))
+S_QKV, S_QUERIES, S_MIXED = map(int, (Step.QKV, Step.QUERIES, Step.MIXED))
 ANGLES, FREQUENCIES, PAIRS, ANGLE_SCALE = range(4)
-LAYER, ROPE, HALF, HEADS, KV_HEADS, DIM, PADDED, WINDOW, SCALE, CAP = range(10)
+LAYER, ROPE, HALF, HEADS, KV_HEADS, DIM, PADDED, WINDOW, SCALE, CAP, BYTES = range(11)
 PLACES = 4  # addresses a layer has in the table of the cache: keys, values, their scales
 HELD: dict[str, Any] = {"float32": f32, "float16": u16, "int8": i8}  # how a task sees what the cache holds
 PART = ROWS = ALONG = ATTEND = CACHED = None  # set for each variant
@@ -45,27 +46,14 @@ def angles(args, step, piece):
     )  # fmt: skip
 
 
-@kernel
-def apart(piece, tokens, workers):
-    """Which tokens a piece is: pieces that are worked on at the same time lie far from each other.
-
-    The keys of 16 neighbouring positions share lines of the cache, for which two threads would fight.
-    """
-    pieces = (tokens + FEW - 1) // FEW
-    each, more = pieces // workers, pieces % workers
-    worker = piece % workers
-    return (worker * each + min(worker, more) + piece // workers) * FEW
-
-
 def rope_store(args, step, piece):
     """Some tokens: q, k and v of one lie one after the other."""
     a, s = i64(args), i64(step)
     heads, kv_heads, dim, padded, half = a[HEADS], a[KV_HEADS], a[DIM], a[PADDED], a[HALF]
     kv, at = i64(s[S_KV]), PLACES * a[LAYER]
     keys, values, k_scales, v_scales = CACHED(kv[at]), CACHED(kv[at + 1]), f32(kv[at + 2]), f32(kv[at + 3])
-    x, cos, sin, head = f32(s[S_QKV]), f32(s[a[ROPE]]), f32(s[a[ROPE] + 1]), np.empty(padded, np.float32)
-    first = apart(piece, s[S_TOKENS], s[S_WORKERS])
-    for t in range(first, min(s[S_TOKENS], first + FEW)):
+    x, cos, sin, head = f32(s[S_QKV]), f32(s[a[ROPE]]), f32(s[a[ROPE] + 1]), scratch(padded)
+    for t in range(piece * FEW, min(s[S_TOKENS], piece * FEW + FEW)):
         q = t * (heads + 2 * kv_heads) * dim
         k = q + heads * dim
         rotary.one_token(
@@ -92,11 +80,15 @@ def attend(args, step, piece):
     blocks = i64(s[S_TABLE] + request * s[S_WIDTH] * 8)
     heads, kv_heads, dim, size, window = a[HEADS], a[KV_HEADS], a[PADDED], s[S_SIZE], a[WINDOW]
     scale, cap = np.float32(f64(args)[SCALE]), np.float32(f64(args)[CAP])
-    scores = attention.aligned(attention.scratch(ROWS, positions[token + (ROWS - 1) * ALONG] + 1))
+    scores = scratch(attention.score_room(ROWS, positions[token + (ROWS - 1) * ALONG] + 1))
     ATTEND(
         q, (token * heads + head) * dim, heads * dim if ALONG else dim, keys, values, k_scales, v_scales, positions,
         token, blocks, size, head // (heads // kv_heads), kv_heads, dim, scale, cap, window, scores, out,
     )  # fmt: skip
+    if a[BYTES]:  # heads that are whole pairs of blocks: their bytes are made while they are near
+        for r in range(ROWS if ALONG else 1):
+            at = ((token + r) * heads + head) * dim
+            quantize(out, at, s, a[BYTES], at // 32, (at + (dim if ALONG else ROWS * dim)) // 32)
 
 
 ANGLES_TASK = Task(angles)
@@ -141,9 +133,17 @@ def angle_instruction(rope: RopeTable, number: int) -> Instruction:
     return Instruction(ANGLES_TASK, doubles(args, ANGLE_SCALE, [rope.scale]), 1, Step.TOKENS, FEW)
 
 
-def arguments(layer: int, rope: int, pairs: int, heads: int, kv_heads: int, dim: int, params: AttentionParams) -> Table:
-    """What the tasks of one layer are told; `rope` is the number of its rotary table."""
-    args = table_of(layer, Step.ANGLES + 2 * rope, pairs, heads, kv_heads, dim, padded(dim), params.window, 0, 0)
+def whole_bytes(dim: int) -> bool:
+    """Whether attention can make the bytes of its heads: they share no pair of blocks, and none is padded."""
+    return dim % 64 == 0
+
+
+def arguments(
+    layer: int, rope: int, pairs: int, heads: int, kv_heads: int, dim: int, params: AttentionParams, bytes_at: int = 0
+) -> Table:
+    """What the tasks of one layer are told: the number of its rotary table, the entry of the bytes that they make."""
+    angles = Step.ANGLES + 2 * rope
+    args = table_of(layer, angles, pairs, heads, kv_heads, dim, padded(dim), params.window, 0, 0, bytes_at)
     return doubles(args, SCALE, [params.scale, params.soft_cap])
 
 

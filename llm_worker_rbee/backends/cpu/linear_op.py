@@ -33,7 +33,6 @@ PIECES = 8  # of a matrix, for each thread
 # What is lost where attention's values are made costs most: of the error of a whole model's log-probabilities half came
 # from there, with 3% of the arithmetic (docs/decisions.md). The head's product is made finely too, whatever its name.
 FINE_TENSORS = ("attn_v.weight",)
-DOUBLE: dict[int, int] = {Step.TOKENS: Step.TWO_ROWS, Step.WANTED: Step.TWO_WANTED}
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,15 +85,13 @@ class Weight:
     def _program(self) -> Program:
         width, fine = self.columns, any(self.fine)
         made = to_bytes(Step.TOKENS, Step.DELTA, 1, width, width, self.wants_bytes, fine=fine)
-        return Program(made + products(self, Step.TOKENS, Step.DELTA, Step.QKV, Step.FINE))
+        return Program(made + products(self, Step.TOKENS, Step.DELTA, Step.QKV))
 
     def times(self, x: Floats) -> Floats:
         """x @ self.T: (T, columns) -> (T, rows)."""
         x, tokens = np.ascontiguousarray(x, np.float32), x.shape[0]
         out, step = np.empty((tokens, self.rows), np.float32), new_step()
-        fine = np.empty(2 * tokens * self.fine_rows, np.float32)
-        step[Step.TOKENS], step[Step.TWO_ROWS] = tokens, 2 * tokens
-        step[Step.DELTA], step[Step.FINE], step[Step.QKV] = x.ctypes.data, fine.ctypes.data, out.ctypes.data
+        step[Step.TOKENS], step[Step.DELTA], step[Step.QKV] = tokens, x.ctypes.data, out.ctypes.data
         room: tuple[NDArray[Any], ...] = activations.room(2 * tokens, self.columns)
         for entry, array in enumerate(room, Step.ACTIVATIONS):
             step[entry] = array.ctypes.data
@@ -115,30 +112,22 @@ def _is_fine(tensor: Tensor) -> bool:
     return tensor.name.endswith(FINE_TENSORS) and not layout_of(tensor).numbers
 
 
-def products(w: Weight, count: int, source: int, output: int, fine_output: int) -> list[Instruction]:
+def products(w: Weight, count: int, source: int, output: int, fine_output: int = 0) -> list[Instruction]:
     """The instructions of a product; `source` holds floats, whose bytes (if wanted) are in the activations already."""
     made, first = [], 0
-    assert sum(w.fine) <= 1, "there is room for one matrix that is made finely"
     for part, fine in zip(w.parts, w.fine, strict=True):
-        if fine:
-            made += [_product(part, DOUBLE[count], source, fine_output, part.rows, 0)]
-            args = table_of(count, fine_output, 0, output, 0, 0, part.rows, w.rows, first)
-            made.append(
-                Instruction(elementwise.JOIN, args, ceil(part.rows / elementwise.LONG), count, elementwise.MANY)
-            )
-        else:
-            made.append(_product(part, count, source, output, w.rows, first))
+        made.append(_product(part, count, source, output, w.rows, first, fine))
         first += part.rows
     return made
 
 
-def _product(part: Packed, count: int, source: int, output: int, stride: int, first: int) -> Instruction:
+def _product(part: Packed, count: int, source: int, output: int, stride: int, first: int, fine: bool) -> Instruction:
     groups = -(-part.rows // ROWS)
     chunk = max(1, groups // (PIECES * threads.count()))
     entry, small = source if part.layout.numbers else Step.ACTIVATIONS, 0 if part.small is None else part.small
     args = table_of(
         count, entry, output, stride, first, part.rows, part.columns, chunk, part.packed, part.scales, part.minima,
-        small, 0,
+        small, 0, fine,
     )  # fmt: skip
     doubles(args, matmul.UNIT, [part.unit])
     return Instruction(matmul.task_for(part.layout), args, ceil(groups / chunk), count, matmul.TOGETHER)

@@ -14,10 +14,11 @@ from typing import Any
 import numpy as np
 
 from ..isa import TABLE
+from . import floats as f
 from .compile import Task, kernel, variant
 from .intrinsics import BIAS, NAME, dot_half
 from .layouts import COLUMNS, LAYOUTS, LINE, Layout
-from .memory import f32, f64, i8, i32, i64, prefetch, u8, u16
+from .memory import f32, f64, i8, i32, i64, prefetch, scratch, u8, u16
 from .vectors import added, load_halves, nibble_times, no_floats, scaled, shifted, start, store_rows, times, wide
 
 MOST = TABLE[NAME].tokens  # of a tile
@@ -29,7 +30,7 @@ SPLIT = MOST > 4
 NEAR = 4  # groups of rows that each tile of tokens meets in turn: they stay in the first-level cache
 AHEAD = 4096  # bytes that are asked for before they are needed, where few tokens wait for memory
 # Arguments of a product. `input` and `output` are entries of the step: the activations (activations.py), the results.
-COUNT, INPUT, OUTPUT, STRIDE, FIRST, ROWS, COLS, CHUNK, PACKED, SCALES, MINIMA, SMALL, UNIT = range(13)
+COUNT, INPUT, OUTPUT, STRIDE, FIRST, ROWS, COLS, CHUNK, PACKED, SCALES, MINIMA, SMALL, UNIT, FINE = range(14)
 # set for each variant
 TILE = TOKENS = LAYOUT = SIZE = HALVES = MINIMUM = SHIFT = OFFSET = BFLOAT = NARROW = HALVED = ROWS_TILE = None
 ROWS_MIDDLE = ROWS_ONE = None
@@ -121,32 +122,52 @@ def keep(some, out, place, stride, count, tokens):
             out[place + t * stride + i] = some[t * 16 + i]
 
 
+@kernel
+def sum_up(some, tokens, out, place, stride, count):
+    """Tokens that are two rows each: 16 results of all first rows lie in `some`, then those of all second ones."""
+    for t in range(tokens):
+        one, two, to = 16 * t, 16 * (tokens + t), place + t * stride
+        if count >= 16:
+            f.put(out, to, f.add(f.get(some, one), f.get(some, two)))
+        else:
+            for i in range(count):
+                out[to + i] = some[one + i] + some[two + i]
+
+
 def product(args, step, piece):
-    """Some rows for some tokens."""
+    """Some rows for some tokens; where it is made finely, a token's second row of activations lies behind all first."""
     a, s = i64(args), i64(step)
-    x, columns, unit = a[INPUT], a[COLS], np.float32(f64(args)[UNIT])
+    x, columns, unit, fine, tokens = a[INPUT], a[COLS], np.float32(f64(args)[UNIT]), a[FINE], s[a[COUNT]]
     packed, scales, minima, small = u8(a[PACKED]), u16(a[SCALES]), u16(a[MINIMA]), u8(a[SMALL])
     xq, xd, out = i8(s[x]), f32(s[x + 1]), f32(s[a[OUTPUT]])
     xi, xs = i32(s[x + 2 + HALVED]), f32(s[x + 4 + HALVED])
-    begin, end, token, stop = share(a, s[a[COUNT]], piece)
-    first, some = token, np.empty(16 * TILE, np.float32) if a[ROWS] % 16 else out
+    begin, end, first, stop = share(a, tokens, piece)
+    length = stop - first
+    n, near = (2 * length, 1) if fine else (length, NEAR)
+    row, some = 0, scratch(16 * max(TILE, n if fine else 0))
     while begin < end:
-        count, last = tile(stop - token, TILE), min(end, begin + NEAR)
+        again = row >= length
+        token = row - length + tokens + first if again else row + first
+        count, last = tile((n if again or length == tokens else length) - row, TILE), min(end, begin + near)
         for group in range(begin, last):
             left = a[ROWS] - group * 16
             place = a[FIRST] + group * 16 + token * a[STRIDE]
-            to, at, apart = (out, place, a[STRIDE]) if left >= 16 else (some, 0, 16)
+            direct = left >= 16 and not fine
+            to, at, apart = (out, place, a[STRIDE]) if direct else (some, 16 * row if fine else 0, 16)
             if count == TILE:
                 ROWS_TILE(packed, scales, minima, xq, xd, xs, xi, to, at, group, token, columns, apart, small, unit)
             elif count == MIDDLE:
                 ROWS_MIDDLE(packed, scales, minima, xq, xd, xs, xi, to, at, group, token, columns, apart, small, unit)
             else:
                 ROWS_ONE(packed, scales, minima, xq, xd, xs, xi, to, at, group, token, columns, apart, small, unit)
-            if left < 16:
+            if left < 16 and not fine:
                 keep(some, out, place, a[STRIDE], left, count)
-        token += count
-        if token == stop:
-            begin, token = last, first
+        row += count
+        if row == n:
+            if fine:
+                place = a[FIRST] + begin * 16 + first * a[STRIDE]
+                sum_up(some, length, out, place, a[STRIDE], a[ROWS] - begin * 16)
+            begin, row = last, 0
 
 
 def float_product(args, step, piece):

@@ -34,7 +34,7 @@ def sections(model: ModelParts, kind: str) -> Sections:
         before = block.post_mlp_norm
     head = model.head.finely()
     made.append(("norm", _norm(model.norm, head, model.blocks[-1].eps, before, wanted=True)))
-    return [*made, ("head", products(head, Step.WANTED, Step.NORMED, Step.LOGITS, Step.FINE_LOGITS))]
+    return [*made, ("head", products(head, Step.WANTED, Step.NORMED, Step.LOGITS))]
 
 
 def _ropes(model: ModelParts) -> list[RopeTable]:
@@ -58,8 +58,9 @@ def _embedding(model: ModelParts) -> list[Instruction]:
     return [embed_rows(table, model.embedding_scale)]
 
 
-def _heads(b: BlockParts, layer: int, rope: int) -> NDArray[np.int64]:
-    return heads.arguments(layer, rope, len(b.rope.inv_freq), b.n_heads, b.n_kv_heads, b.head_dim, b.attention)
+def _heads(b: BlockParts, layer: int, rope: int, bytes_at: int = 0) -> NDArray[np.int64]:
+    pairs, shape = len(b.rope.inv_freq), (b.n_heads, b.n_kv_heads, b.head_dim)
+    return heads.arguments(layer, rope, pairs, *shape, b.attention, bytes_at)
 
 
 def _norm(
@@ -76,8 +77,10 @@ def _norm(
 
 
 def _attention(b: BlockParts, layer: int, number: int, kind: str) -> Sections:
-    args, padded = _heads(b, layer, number), heads.padded(b.head_dim)
-    bytes_of = to_bytes(Step.TOKENS, Step.MIXED, b.n_heads, b.head_dim, padded, b.output.wants_bytes)
+    whole, padded = b.output.wants_bytes and heads.whole_bytes(b.head_dim), heads.padded(b.head_dim)
+    args = _heads(b, layer, number, Step.ACTIVATIONS if whole else 0)
+    apart = to_bytes(Step.TOKENS, Step.MIXED, b.n_heads, b.head_dim, padded, b.output.wants_bytes)
+    bytes_of = [] if whole else apart
     source = Step.MIXED if padded == b.head_dim else Step.COMPACT
     output = _products(b.output, source, Step.DELTA) + _bias(b.output_bias, Step.DELTA)
     return [
@@ -110,7 +113,7 @@ def _mlp(b: BlockParts) -> list[Instruction]:
 
 
 def _products(w: Weight, source: int, output: int) -> list[Instruction]:
-    return products(w, Step.TOKENS, source, output, Step.FINE)
+    return products(w, Step.TOKENS, source, output)
 
 
 def _bias(bias: Floats | None, entry: int) -> list[Instruction]:

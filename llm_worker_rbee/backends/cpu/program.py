@@ -1,9 +1,10 @@
 """A step of the model as a program: a list of instructions that all threads work through inside one parallel region.
 
-An instruction is one task (a compiled function) over so many pieces. A thread takes the next piece that nobody has,
-does it, and looks for another; when all are taken it waits until all are done, then goes on to the next instruction.
-Whoever comes late finds the work done: no thread is waited for that does not hold a piece, so it does not matter how
-many threads really came.
+An instruction is one task (a compiled function) over so many pieces. Each thread has a range of neighbouring pieces: it
+reads memory in order, and what it writes lies far from what others write. It takes the next piece of its range that
+nobody has, then what is left of the other ranges; when all are taken it waits until all are done, then goes on to the
+next instruction. Whoever comes late finds the work done: no thread is waited for that does not hold a piece, so it does
+not matter how many threads really came.
 
     instruction: address of the task, address of its arguments, n, count, per   -> n * ceil(step[count] / per) pieces
     step:        a table of integers that all tasks see: counts of the step, and the addresses of its buffers
@@ -26,6 +27,7 @@ from .step import Step, Table, new_step
 
 FIELDS = 5
 COUNTERS = 8  # integers an instruction has for itself: a line of the cache
+RANGES = 7  # at most: each has a line of the cache to count in, in every instruction; more threads share them
 PATIENCE = 2000  # looks at a counter before the core is offered to others
 
 
@@ -40,20 +42,30 @@ class Instruction(NamedTuple):
 
 
 @kernel
-def work(program, length, step, counters):
-    """What each thread does."""
+def work(program, length, step, counters, me, ranges):
+    """What each thread does: the pieces of its own range, then what is left of the others'."""
     table, steps = i64(program), i64(step)
     for i in range(length):
         task, args = table[i * FIELDS], table[i * FIELDS + 1]
         per = table[i * FIELDS + 4]
         pieces = table[i * FIELDS + 2] * ((steps[table[i * FIELDS + 3]] + per - 1) // per)
-        taken = counters + i * COUNTERS * 8
-        done = taken + 8
-        piece = fetch_add(taken, 1)
-        while piece < pieces:
-            call(task, args, step, piece)
-            fetch_add(done, 1)
+        if pieces == 0:
+            continue
+        done = counters + i * COUNTERS * 8 * (ranges + 1)
+        mine = 0
+        for turn in range(ranges):
+            whose = (me + turn) % ranges
+            taken, first = done + (whose + 1) * COUNTERS * 8, whose * pieces // ranges
+            many = (whose + 1) * pieces // ranges - first
+            if fetch(taken) >= many:
+                continue
             piece = fetch_add(taken, 1)
+            while piece < many:
+                call(task, args, step, first + piece)
+                mine += 1
+                piece = fetch_add(taken, 1)
+        if mine:
+            fetch_add(done, mine)
         looks = 0
         while fetch(done) < pieces:
             looks += 1
@@ -65,8 +77,9 @@ def work(program, length, step, counters):
 @parallel
 def run_together(program, length, step, counters, workers):
     """All threads of the region on one program."""
-    for _ in nb.prange(workers):
-        work(program, length, step, counters)
+    ranges = min(workers, RANGES)
+    for i in nb.prange(workers):
+        work(program, length, step, counters, i * ranges // workers, ranges)
 
 
 class Program:
@@ -79,12 +92,13 @@ class Program:
 
     def run(self, step: Table) -> None:
         """One step. Several Python threads may run the same program, each with a step of its own."""
-        counters = np.zeros(len(self._table) * COUNTERS, np.int64)
-        where = self._table.ctypes.data, len(self._table), step.ctypes.data, counters.ctypes.data
         workers = step[Step.WORKERS] = threads.count()
+        ranges = min(workers, RANGES)
+        counters = np.zeros(len(self._table) * COUNTERS * (ranges + 1), np.int64)
+        where = self._table.ctypes.data, len(self._table), step.ctypes.data, counters.ctypes.data
         with threads.launching():
             if workers == 1:
-                work(*where)
+                work(*where, 0, 1)
             else:
                 run_together(*where, workers)
 

@@ -18,8 +18,7 @@ class Step(IntEnum):
 
     TOKENS = 0
     WANTED = auto()  # tokens whose logits are wanted
-    TWO_ROWS = auto()  # twice the tokens: rows of activations where each token is two (activations.py)
-    TWO_WANTED = auto()  # the same of the wanted ones
+    TWO_ROWS = auto()  # not used
     TILES = auto()  # pieces of attention: tiles of tokens
     SINGLES = auto()  # and tokens one by one
     BLOCK_SIZE = auto()
@@ -56,8 +55,7 @@ class Step(IntEnum):
     COMPACT = auto()  # (T, heads * dim), where heads are padded
     GATE_UP = auto()  # (T, 2 * d_ff)
     HIDDEN = auto()  # (T, d_ff)
-    FINE = auto()  # (2 T, rows) of weights whose products are made finely
-    FINE_LOGITS = auto()  # (2 N, vocabulary)
+    FINE = auto()  # not used: products that are made finely are added up where they are made
     LOGITS = auto()  # (N, vocabulary)
     # addresses: how the token of each row is chosen (draws.py)
     CHOICES = auto()  # integers
