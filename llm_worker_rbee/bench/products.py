@@ -47,15 +47,14 @@ def _program(model: Transformer, rows: int) -> Callable[[], object]:
     for w in weights:
         width, fine = w.columns, any(w.fine)
         made += ops.linear_op.to_bytes(at.TOKENS, at.DELTA, 1, width, width, w.wants_bytes, fine=fine)
-        made += ops.linear_op.products(w, at.TOKENS, at.DELTA, at.QKV, at.FINE)
+        made += ops.linear_op.products(w, at.TOKENS, at.DELTA, at.QKV)
     program, step = ops.program.Program(made), ops.step.new_step()
     buffers: dict[int, NDArray[Any]] = {
         at.DELTA: _random(rows, widest),
         at.QKV: np.empty((rows, max(w.rows for w in weights)), np.float32),
-        at.FINE: np.empty((2 * rows, max(w.fine_rows for w in weights)), np.float32),
         **dict(enumerate(ops.activations.room(2 * rows, widest), at.ACTIVATIONS)),
     }
-    step[at.TOKENS], step[at.TWO_ROWS] = rows, 2 * rows
+    step[at.TOKENS] = rows
     for entry, buffer in buffers.items():
         step[entry] = buffer.ctypes.data
 

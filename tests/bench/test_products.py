@@ -60,7 +60,7 @@ def test_the_program_has_every_product() -> None:
     parts = made.parts()
     weights = [w for b in parts.blocks for w in (b.qkv, b.output, b.gate_up, b.down)] + [parts.head.finely()]
     step = cpu.step.Step  # type: ignore[attr-defined]
-    single = [cpu.linear_op.products(w, step.TOKENS, step.DELTA, step.QKV, step.FINE) for w in weights]
+    single = [cpu.linear_op.products(w, step.TOKENS, step.DELTA, step.QKV) for w in weights]
     wanted = [instruction.args.tolist() for some in single for instruction in some]
     found = [instruction.args.tolist() for instruction in run]
     assert [args for args in found if args in wanted] == wanted

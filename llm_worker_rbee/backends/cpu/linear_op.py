@@ -48,11 +48,6 @@ class Weight:
         return sum(part.rows for part in self.parts)
 
     @property
-    def fine_rows(self) -> int:
-        """Rows of its products that are made finely."""
-        return sum(part.rows for part, fine in zip(self.parts, self.fine, strict=True) if fine)
-
-    @property
     def columns(self) -> int:
         """Columns, the same in every part."""
         return self.parts[0].columns
@@ -112,7 +107,7 @@ def _is_fine(tensor: Tensor) -> bool:
     return tensor.name.endswith(FINE_TENSORS) and not layout_of(tensor).numbers
 
 
-def products(w: Weight, count: int, source: int, output: int, fine_output: int = 0) -> list[Instruction]:
+def products(w: Weight, count: int, source: int, output: int) -> list[Instruction]:
     """The instructions of a product; `source` holds floats, whose bytes (if wanted) are in the activations already."""
     made, first = [], 0
     for part, fine in zip(w.parts, w.fine, strict=True):

@@ -92,7 +92,7 @@ class Program:
 
     def run(self, step: Table) -> None:
         """One step. Several Python threads may run the same program, each with a step of its own."""
-        workers = step[Step.WORKERS] = threads.count()
+        workers = threads.count()
         ranges = min(workers, RANGES)
         counters = np.zeros(len(self._table) * COUNTERS * (ranges + 1), np.int64)
         where = self._table.ctypes.data, len(self._table), step.ctypes.data, counters.ctypes.data

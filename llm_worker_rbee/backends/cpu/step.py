@@ -18,13 +18,11 @@ class Step(IntEnum):
 
     TOKENS = 0
     WANTED = auto()  # tokens whose logits are wanted
-    TWO_ROWS = auto()  # not used
     TILES = auto()  # pieces of attention: tiles of tokens
     SINGLES = auto()  # and tokens one by one
     BLOCK_SIZE = auto()
     TABLE_WIDTH = auto()  # blocks in a row of the block table
     REQUESTS = auto()
-    WORKERS = auto()  # threads that were asked for
     VOCABULARY = auto()  # logits of a row, for sampling
     # addresses: the batch
     IDS = auto()
@@ -55,7 +53,6 @@ class Step(IntEnum):
     COMPACT = auto()  # (T, heads * dim), where heads are padded
     GATE_UP = auto()  # (T, 2 * d_ff)
     HIDDEN = auto()  # (T, d_ff)
-    FINE = auto()  # not used: products that are made finely are added up where they are made
     LOGITS = auto()  # (N, vocabulary)
     # addresses: how the token of each row is chosen (draws.py)
     CHOICES = auto()  # integers
