@@ -248,7 +248,7 @@ def test_a_peer_that_is_not_there_is_named(tmp_path: Path) -> None:
 def test_transformers_agrees_on_the_same_file(tmp_path: Path) -> None:
     told = {"rope.freq_base": 10000.0, "rope.dimension_count": 8, "attention.head_count_kv": 4, "vocab_size": 260}
     keys = {f"llama.{key}": value for key, value in told.items()}  # whose absence transformers reads otherwise
-    llm = LLM(write_model(tmp_path / "tiny.gguf", keys))
+    llm = LLM(write_model(tmp_path / "tiny.gguf", keys), kv_type="float32")
     material = Material.of(llm, [prompts.Prompt("he said")], "a text to be read", 12)
     peer = Peer("transformers", sys.executable, llm.checkpoint.path, material.longest)
     try:

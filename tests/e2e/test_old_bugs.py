@@ -56,7 +56,7 @@ def test_decode_positions_go_on_from_the_prompt(tiny_llm: LLM) -> None:
     """Each step with the cache gives what the whole sequence computed anew gives; from position 0 it would not."""
     answer = tiny_llm.generate("Hello", **GREEDY, max_tokens=10, logprobs=0)
     ids = answer.prompt_tokens + answer.tokens
-    logits = running.logits_of(tiny_llm.model, ids[:-1]).astype(np.float64)
+    logits = running.logits_of(tiny_llm.model, ids[:-1], kv_type=tiny_llm.kv_type).astype(np.float64)
     anew = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     assert answer.logprobs is not None
     for i, entry in enumerate(answer.logprobs):

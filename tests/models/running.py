@@ -24,10 +24,10 @@ def load(path: Path, max_context: int | None = None) -> Transformer:
     return load_model(checkpoint, pick(backend="reference"), describe(checkpoint), max_context)
 
 
-def logits_of(model: Transformer, ids: list[int], chunk: int = 512) -> NDArray[np.float32]:
+def logits_of(model: Transformer, ids: list[int], chunk: int = 512, kv_type: str = "float32") -> NDArray[np.float32]:
     """Logits at every position, computed in chunks of the given size."""
     request = Request(list(ids), SamplingParams(), 1, 0, frozenset())
-    runner = Solo(model, len(ids))
+    runner = Solo(model, len(ids), kv_type)
     parts = []
     while request.num_computed_tokens < len(ids):
         parts.append(runner.step(request, chunk, all_logits=True))
