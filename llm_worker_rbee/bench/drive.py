@@ -8,7 +8,7 @@ drawn anew each time, so that nothing else is found. llama-bench leaves sampling
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,6 +30,7 @@ class Timed(NamedTuple):
     tokens: int  # made or read in that time, by all sequences together
     steps: int
     answers: list[list[int]]
+    between_s: float = 0.0  # of what was done between the steps; not in `seconds`
 
 
 class Drive:
@@ -73,20 +74,30 @@ class Drive:
         read = sum(request.num_prompt_tokens - request.num_cached_tokens for request in requests)
         return Timed(seconds, read, self.engine.num_steps - before, [request.tokens for request in requests])
 
-    def decode(self, depth: int, tokens: int, batch: int) -> Timed:
-        """So many steps of one token for each sequence, behind `depth` tokens (one stands for the BOS token at 0)."""
+    def decode(self, depth: int, tokens: int, batch: int, between: Callable[[], object] | None = None) -> Timed:
+        """So many steps of one token for each sequence, behind `depth` tokens (one stands for the BOS token at 0).
+
+        `between` is called after each step and timed by itself: what is to be compared with a step then meets the
+        machine in the same moment.
+        """
         self._fill(depth - depth % self.engine.config.block_size, batch)
         requests = [_request(ids[: max(1, depth)].tolist(), tokens + self._ahead) for ids in self.ids[:batch]]
         self._begin(requests)
         known = [request.num_tokens for request in requests]
+        seconds = between_s = 0.0
         start = time.perf_counter()
         for _ in range(tokens):
             self._step()
-        seconds = time.perf_counter() - start
+            if between is not None:
+                stepped = time.perf_counter()
+                between()
+                seconds, start = seconds + stepped - start, time.perf_counter()
+                between_s += start - stepped
+        seconds += 0.0 if between is not None else time.perf_counter() - start
         made = [request.ids[n:] for request, n in zip(requests, known, strict=True)]
         self._abort(requests)
         assert all(len(answer) == tokens for answer in made), "a sequence was left out of a step"
-        return Timed(seconds, tokens * batch, tokens, made)
+        return Timed(seconds, tokens * batch, tokens, made, between_s)
 
     def together(self, prompts: Sequence[list[int]], tokens: int) -> Timed:
         """Answers of `tokens` to all prompts at once: what is made from when all have begun to when the first ends."""

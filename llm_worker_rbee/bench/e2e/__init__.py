@@ -25,7 +25,7 @@ from ..drive import Drive
 from ..limits import Limits
 from ..results import Recorder, Result
 from . import guessing, sharing
-from .bench import Bench, Item, Products, Rate
+from .bench import Bench, Item, Rate
 from .plan import Case as Case
 from .plan import Cost as Cost
 from .plan import Plan as Plan
@@ -68,8 +68,7 @@ def _items(
 ) -> Iterator[Item]:
     """In the order of the table."""
     several = len({case.tokens for case in cases if case.kind == "pp"}) > 1
-    yield from (Rate(bench, case, several) for case in cases)
-    yield from (Products.of(bench, batch) for batch in plan.several_at_once)
+    yield from (Rate.of(bench, case, several) for case in cases)
     if plan.prefix:
         yield sharing.Sharing.of(bench, plan.prefix, plan.kv_type)
     if plan.guesses is not None:

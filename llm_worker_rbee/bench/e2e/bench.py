@@ -4,20 +4,18 @@ and a single request give. Other things that can be measured of it are in sharin
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from .. import statistics
-from ..drive import Drive
+from ..drive import Drive, Timed
 from ..limits import Limits
 from ..products import products
 from ..results import Better, Recorder, Result
 from .plan import Case, Cost
 
 WARM_UP_TOKENS = 8  # of a decode run
-PRODUCT_STEPS = 32  # in a sample of the products alone
 
 
 class Item(Protocol):
@@ -72,17 +70,25 @@ class Rate:
     bench: Bench
     case: Case
     several_prompts: bool
+    products: Callable[[], object] | None = None  # all matrix products of a step, made after each of its steps
+
+    @staticmethod
+    def of(bench: Bench, case: Case, several_prompts: bool) -> Rate:
+        """Steps of several sequences are held against their matrix products."""
+        beside = products(bench.drive.engine.model, case.batch) if case.kind == "tg" and case.batch > 1 else None
+        return Rate(bench, case, several_prompts, beside)
 
     @property
     def name(self) -> str:
         """That of the case."""
         return self.case.name
 
-    def run(self, tokens: int | None = None) -> float:
-        """Seconds of one run, or of a shorter one of the same kind."""
+    def run(self, tokens: int | None = None) -> Timed:
+        """One run, or a shorter one of the same kind."""
         c, drive = self.case, self.bench.drive
-        act = drive.prefill if c.kind == "pp" else drive.decode
-        return act(c.depth, tokens or c.tokens, c.batch).seconds
+        if c.kind == "pp":
+            return drive.prefill(c.depth, tokens or c.tokens, c.batch)
+        return drive.decode(c.depth, tokens or c.tokens, c.batch, self.products)
 
     def warm_up(self) -> None:
         """A short answer, or the whole prompt: its memory is touched then."""
@@ -90,8 +96,12 @@ class Rate:
 
     def take(self) -> None:
         """One sample."""
-        c, seconds = self.case, self.run()
+        c, timed = self.case, self.run()
+        seconds = timed.seconds
         self.bench.samples.setdefault(c.name, []).append(c.tokens * c.batch / seconds)
+        if self.products is not None:
+            rate = c.tokens * c.batch / timed.between_s
+            self.bench.add(products_name(c), "tok/s", rate, "higher", depth=c.depth, batch=c.batch)
         self.put()
         if c.kind == "pp" and c.batch == 1:
             name = f"ttft{c.tokens if self.several_prompts else ''}{c.suffix}"
@@ -122,43 +132,12 @@ class Rate:
         c, bench = self.case, self.bench
         if c.batch == 1:
             return {}
-        alone = bench.ratio(c.name, products_name(c.batch))
+        alone = bench.ratio(c.name, products_name(c))
         one = bench.ratio(c.name, Case("tg", c.tokens, c.depth, 1).name)
         told = {} if alone is None else {"percent_of_products": 100 * alone}
         return told if one is None else told | {"times_one": one}
 
 
-def products_name(batch: int) -> str:
-    """`products@b16`."""
-    return f"products@b{batch}"
-
-
-@dataclass(frozen=True, slots=True)
-class Products:
-    """The rate that the matrix products alone would allow, for one token of each sequence of a batch."""
-
-    bench: Bench
-    batch: int
-    once: Callable[[], object]
-
-    @staticmethod
-    def of(bench: Bench, batch: int) -> Products:
-        """Of the model that is loaded."""
-        return Products(bench, batch, products(bench.drive.engine.model, batch))
-
-    @property
-    def name(self) -> str:
-        """As the result is called."""
-        return products_name(self.batch)
-
-    def warm_up(self) -> None:
-        """Once."""
-        self.once()
-
-    def take(self) -> None:
-        """One sample: so many steps' products."""
-        start = time.perf_counter()
-        for _ in range(PRODUCT_STEPS):
-            self.once()
-        seconds = time.perf_counter() - start
-        self.bench.add(self.name, "tok/s", PRODUCT_STEPS * self.batch / seconds, "higher", batch=self.batch)
+def products_name(case: Case) -> str:
+    """`products/tg128@b16`."""
+    return f"products/{case.name}"

@@ -45,11 +45,6 @@ class Plan:
                     yield from (Case(kind, tokens, depth, batch) for tokens in dict.fromkeys(lengths) if tokens)
 
     @property
-    def several_at_once(self) -> list[int]:
-        """Batches whose decode is held against the products alone."""
-        return [batch for batch in dict.fromkeys(self.batches) if batch > 1 and any(self.tg)]
-
-    @property
     def guesses(self) -> str | None:
         """By whom: `ngram`, `draft` or nobody."""
         return "draft" if self.draft_model is not None else None if self.speculative == "off" else self.speculative
