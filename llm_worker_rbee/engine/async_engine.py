@@ -147,14 +147,20 @@ class AsyncEngine:
                 if self.engine.has_work:
                     self._hand_over(self.engine.step())
                 else:
-                    self._wake.wait()
-                    self._wake.clear()
+                    self._rest()
             except Exception as error:
                 failure = InferenceError(f"the engine failed ({type(error).__name__})")
                 failure.__cause__ = error
                 self.engine.reset()
                 self._end_all(failure)
             self.last_step_at = time.monotonic()
+
+    def _rest(self) -> None:
+        """Until something comes; in debug runs the books of an idle engine are looked at first."""
+        if self.engine.config.debug:
+            self.engine.scheduler.check()
+        self._wake.wait()
+        self._wake.clear()
 
     def _take_in(self) -> None:
         """What was submitted and given up since the last step, in that order."""
