@@ -21,6 +21,7 @@ class Runner:
         self.model = model
         self.cache = cache
         self._tables: Ints = np.zeros((max_batch, -(-max_context // cache.block_size)), np.int64)
+        self._numbers: Ints = np.arange(max_batch + 1)
 
     def run(self, spans: Sequence[Span]) -> Array:
         """One step; the logits that the spans want, one row each."""
@@ -39,7 +40,25 @@ class Runner:
             else:
                 ids += request.ids[start:stop]
                 ids += request.drafts[max(0, start - known) : max(0, stop - known)]
-        return self._arrays(ids, [request.row for request in requests], *map(_array, (starts, stops, wanted)))
+        rows = [request.row for request in requests]
+        if len(ids) == len(rows) and wanted == starts:
+            return self._one_each(_array(ids), rows, _array(starts))
+        return self._arrays(ids, rows, *map(_array, (starts, stops, wanted)))
+
+    def _one_each(self, ids: Ints, rows: list[int], positions: Ints) -> Batch:
+        """What `_arrays` gives where everybody answers: one token each, and its logits."""
+        count, size = len(rows), self.cache.block_size
+        tables = self._tables[rows, : int(positions.max()) // size + 1]
+        blocks, offsets = np.divmod(positions, size)
+        return Batch(
+            ids=ids,
+            positions=positions,
+            slot_mapping=tables[self._numbers[:count], blocks] * size + offsets,
+            query_start=self._numbers[: count + 1],
+            context_len=positions + 1,
+            block_table=tables,
+            logits_index=self._numbers[:count],
+        )
 
     def _arrays(self, ids: list[int], rows: list[int], starts: Ints, stops: Ints, wanted_from: Ints) -> Batch:
         query_start: Ints = np.zeros(len(rows) + 1, np.int64)
