@@ -70,6 +70,60 @@ class DeadlineError(WorkerError):
     retriable = True
 
 
+class QueueFullError(WorkerError):
+    """More waits already than may wait; `retry_after` is when there should be room, in seconds."""
+
+    code = "QUEUE_FULL"
+    status = 429
+    retriable = True
+
+    def __init__(self, message: str, retry_after: int = 1) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class ModelLoadingError(QueueFullError):
+    """The worker is here, its model is not yet."""
+
+    code = "MODEL_LOADING"
+    status = 503
+
+
+class ShuttingDownError(WorkerError):
+    """The worker is about to end."""
+
+    code = "SHUTTING_DOWN"
+    status = 503
+    retriable = True
+
+
+class ConflictError(WorkerError):
+    """Something of that name is here already."""
+
+    code = "CONFLICT"
+    status = 409
+
+
+class PayloadTooLargeError(WorkerError):
+    """A body that is longer than bodies may be."""
+
+    code = "PAYLOAD_TOO_LARGE"
+    status = 413
+
+
+class AuthenticationError(WorkerError):
+    """No key, or not the right one."""
+
+    code = "INVALID_API_KEY"
+    status = 401
+
+
+class MissingKeyError(AuthenticationError):
+    """No key at all."""
+
+    code = "MISSING_API_KEY"
+
+
 class InsufficientMemoryError(WorkerError):
     """There is not enough memory for what was asked."""
 

@@ -58,6 +58,20 @@ class Ticket:
             raise output.error
         return output
 
+    async def several(self) -> list[Output]:
+        """All that is there, at least one; nothing once it has ended. An error is raised when all before it is read."""
+        while not self._unread:
+            if self._has_ended:
+                return []
+            self._news.clear()
+            await self._news.wait()
+        if self._unread[0].error is not None:
+            raise self._unread.popleft().error  # type: ignore[misc]
+        found: list[Output] = []
+        while self._unread and self._unread[0].error is None:
+            found.append(self._unread.popleft())
+        return found
+
     def cancel(self) -> None:
         """Give the request up: it ends within a step, and its reader hears of it."""
         self._end(RequestCancelledError("the request was cancelled"))

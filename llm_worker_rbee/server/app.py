@@ -1,0 +1,273 @@
+"""The routes: which path and method goes where. Each is a few lines; what they do is in the other files of this room."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from .. import __version__
+from ..errors import InferenceError, InvalidRequestError, WorkerError
+from . import fields, jobs, openai
+from .fields import Field, FieldsError, Problem
+from .guard import Guard, told
+from .jobs import Job, Jobs
+from .sse import DONE, EventStream, event
+from .worker import Worker
+
+log = logging.getLogger("llm_worker_rbee")
+TOKENIZE = {
+    "text": Field(fields.text, required=True, is_secret=True),
+    "add_special": Field(fields.boolean, True),
+    "parse_special": Field(fields.boolean, False),
+}
+JSON_TYPES = ("application/json", "")
+
+
+def json(data: Any, status: int = 200, **headers: str) -> Response:
+    """A reply."""
+    return Response(msgspec.json.encode(data), status, headers, "application/json")
+
+
+class Routes:
+    """What each route does, for one worker."""
+
+    def __init__(self, worker: Worker) -> None:
+        self.worker = worker
+        self.jobs = Jobs(worker)
+
+    async def health(self, _: Request) -> Response:
+        """Forward progress."""
+        found = self.worker.health()
+        return json(found, 200 if found["status"] == "healthy" else 503)
+
+    async def ready(self, _: Request) -> Response:
+        """Whether requests are taken."""
+        state = {"loading": "loading", "failed": "error", "stopping": "error"}.get(self.worker.state)
+        found: dict[str, Any] = {
+            "ready": self.worker.state == "ready", "state": state or ("busy" if self.worker.num_running else "idle"),
+        }  # fmt: skip
+        return json(found if state != "loading" else {**found, "progress_url": "/v1/loading/progress"})
+
+    async def loading(self, _: Request) -> EventStream:
+        """How loading goes on, from its beginning."""
+
+        async def events() -> AsyncGenerator[bytes, None]:
+            at = 0
+            while True:
+                news = self.worker.news
+                for one in self.worker.loading[at:]:
+                    yield event(one)
+                at = len(self.worker.loading)
+                if self.worker.state != "loading":
+                    yield DONE
+                    return
+                await news.wait()
+
+        return self._events(events())
+
+    async def models(self, _: Request) -> Response:
+        """The one that is served."""
+        return json({"object": "list", "data": [self._model()]})
+
+    async def model(self, request: Request) -> Response:
+        """The same, by name."""
+        self.worker.require_model(request.path_params["name"])
+        return json(self._model())
+
+    def _model(self) -> dict[str, Any]:
+        return {
+            "id": self.worker.settings.names[0], "object": "model", "created": int(self.worker.started_at),
+            "owned_by": "llm-worker-rbee", "context_length": self.worker.llm.max_context,
+        }  # fmt: skip
+
+    async def info(self, _: Request) -> Response:
+        """What is served, on what."""
+        llm = self.worker.llm
+        return json({
+            "model": self.worker.settings.names[0], "architecture": llm.config.family.name,
+            "context_length": llm.max_context, "backend": str(getattr(llm.model.ops, "__name__", "")).rpartition(".")[2],
+            "device": "cpu", "kv_type": llm.kv_type, "kv_cache_bytes": llm.capacity.bytes,
+            "worker_id": self.worker.settings.worker_id, "version": __version__,
+        })  # fmt: skip
+
+    async def chat(self, request: Request) -> Response | EventStream:
+        """OpenAI: a conversation."""
+        return await self._openai(request, openai.chat)
+
+    async def completions(self, request: Request) -> Response | EventStream:
+        """OpenAI: prompts."""
+        return await self._openai(request, openai.completion)
+
+    async def _openai(
+        self, request: Request, begin: Callable[[Worker, bytes, list[str] | None], Awaitable[openai.Asked]]
+    ) -> Response | EventStream:
+        ignored: list[str] | None = [] if self.worker.settings.ignore_unknown_fields else None
+        asked = await begin(self.worker, await _body(request), ignored)
+        headers = {"x-ignored-fields": ",".join(ignored).encode("ascii", "replace").decode()} if ignored else {}
+        if asked.values["stream"]:
+            return self._events(openai.stream(self.worker, asked), **headers)
+        reply = asyncio.ensure_future(openai.whole(self.worker, asked))
+        await _until_done_or_gone(request, reply)
+        return json(await reply, **headers)
+
+    async def post_job(self, request: Request) -> Response:
+        """A job: where its events are, or the whole result."""
+        values = jobs.checked_job(await _body(request))
+        job = await self.jobs.begin(values)
+        if values["stream"]:
+            return json({"job_id": job.id, "sse_url": f"/v1/jobs/{job.id}/stream"})
+        finished = asyncio.ensure_future(_drained(job))
+        await _until_done_or_gone(request, finished, lambda: self.jobs.cancel(job.id))
+        await finished
+        return json(job.result())
+
+    async def execute(self, request: Request) -> EventStream:
+        """A job whose reply is its events; a client that goes away cancels it."""
+        job = await self.jobs.begin(jobs.checked_job(await _body(request), needs_id=True))
+
+        async def events() -> AsyncGenerator[bytes, None]:
+            try:
+                async for chunk in job.read():
+                    yield chunk
+            finally:
+                with suppress(WorkerError):
+                    self.jobs.cancel(job.id)
+
+        return self._events(events())
+
+    async def job_stream(self, request: Request) -> EventStream:
+        """The events of a job, from the first."""
+        return self._events(self.jobs.get(request.path_params["job_id"]).read())
+
+    async def job_state(self, request: Request) -> Response:
+        """Where a job stands."""
+        return json(self.jobs.get(request.path_params["job_id"]).state())
+
+    async def cancel_job(self, request: Request) -> Response:
+        """End a job."""
+        self.jobs.cancel(request.path_params["job_id"])
+        return json({"job_id": request.path_params["job_id"]}, 202)
+
+    async def cancel(self, request: Request) -> Response:
+        """The same, by name in the body."""
+        values = fields.checked(fields.read_object(await _body(request)), {"job_id": Field(fields.job_id, required=True)})
+        self.jobs.cancel(values["job_id"])
+        return json(values, 202)
+
+    async def tokenize(self, request: Request) -> Response:
+        """Text -> ids."""
+        values = fields.checked(fields.read_object(await _body(request)), TOKENIZE)
+        llm = self.worker.llm
+        ids = await asyncio.to_thread(
+            llm.tokenize, values["text"], add_special=values["add_special"], parse_special=values["parse_special"]
+        )
+        return json({"tokens": ids, "pieces": [llm.tokenizer.piece(i) for i in ids]})
+
+    async def detokenize(self, request: Request) -> Response:
+        """Ids -> text."""
+        body = fields.read_object(await _body(request))
+        ids = body.get("tokens")
+        size = self.worker.llm.config.vocab_size
+        if set(body) - {"tokens"} or not isinstance(ids, list) or not all(
+            isinstance(i, int) and not isinstance(i, bool) and 0 <= i < size for i in ids
+        ):
+            raise FieldsError([Problem("tokens", "type", f"tokens must be a list of token ids (0..{size - 1})")])
+        return json({"text": self.worker.llm.detokenize(ids)})
+
+    async def apply_template(self, request: Request) -> Response:
+        """Messages -> the prompt that the template makes of them."""
+        body = fields.read_object(await _body(request))
+        if set(body) != {"messages"}:
+            raise FieldsError([Problem("messages", "required", "the body must hold messages and nothing else")])
+        llm = self.worker.llm
+        prompt = await asyncio.to_thread(llm.apply_chat_template, body["messages"])
+        return json({"prompt": prompt, "tokens": await asyncio.to_thread(llm.tokenize_chat, body["messages"])})
+
+    def _events(self, source: AsyncGenerator[bytes, None], **headers: str) -> EventStream:
+        settings = self.worker.settings
+        return EventStream(source, ping_s=settings.ping_s, stall_s=settings.stall_timeout_s, headers=headers)
+
+    def table(self) -> list[Route]:
+        """Paths and methods."""
+        routes = [
+            ("/health", self.health, "GET"), ("/v1/ready", self.ready, "GET"), ("/info", self.info, "GET"),
+            ("/v1/loading/progress", self.loading, "GET"), ("/v1/models", self.models, "GET"),
+            ("/v1/models/{name:path}", self.model, "GET"), ("/v1/chat/completions", self.chat, "POST"),
+            ("/v1/completions", self.completions, "POST"), ("/v1/jobs", self.post_job, "POST"),
+            ("/v1/inference", self.post_job, "POST"), ("/execute", self.execute, "POST"),
+            ("/v1/jobs/{job_id}/stream", self.job_stream, "GET"), ("/v1/jobs/{job_id}", self.job_state, "GET"),
+            ("/v1/jobs/{job_id}", self.cancel_job, "DELETE"), ("/cancel", self.cancel, "POST"),
+            ("/tokenize", self.tokenize, "POST"), ("/detokenize", self.detokenize, "POST"),
+            ("/apply-template", self.apply_template, "POST"),
+        ]  # fmt: skip
+        return [Route(path, act, methods=[method]) for path, act, method in routes]
+
+
+def application(worker: Worker) -> Guard:
+    """The whole server as an ASGI application; it loads the model when it starts."""
+
+    @asynccontextmanager
+    async def lifespan(_: Starlette) -> Any:
+        loading = asyncio.ensure_future(worker.start())
+        loading.add_done_callback(lambda task: task.cancelled() or task.exception())
+        yield
+        await worker.stop()
+
+    app = Starlette(
+        routes=Routes(worker).table(), lifespan=lifespan,
+        exception_handlers={404: _not_found, 405: _not_found, WorkerError: _told, Exception: _told},
+    )  # fmt: skip
+    return Guard(app, worker.settings.api_key, worker.settings.max_body, _logged)
+
+
+def _logged(correlation: str, error: BaseException) -> None:
+    log.error("request %s failed", correlation, exc_info=error)
+
+
+async def _not_found(request: Request, error: Exception) -> Response:
+    status = getattr(error, "status_code", 404)
+    why = "there is no such route" if status == 404 else f"{request.method} is not a method of this route"
+    return json({"code": "NOT_FOUND", "message": why, "retriable": False}, status)
+
+
+async def _told(request: Request, error: Exception) -> Response:
+    known = error if isinstance(error, WorkerError) else InferenceError("something went wrong inside the worker")
+    status, headers, body = told(request.url.path, known)
+    return Response(body, status, headers)
+
+
+async def _body(request: Request) -> bytes:
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind not in JSON_TYPES:
+        raise InvalidRequestError(f"the content type is {kind[:100]!r}: it must be application/json", "content-type")
+    return await request.body()
+
+
+async def _drained(job: Job) -> None:
+    async for _ in job.read():
+        pass
+
+
+async def _until_done_or_gone(request: Request, task: asyncio.Future[Any], on_gone: Callable[[], None] | None = None) -> None:
+    """Wait for a reply; a client that goes away does not wait any more."""
+
+    async def gone() -> None:
+        while not await request.is_disconnected():
+            await asyncio.sleep(0.05)
+
+    leaving = asyncio.ensure_future(gone())
+    try:
+        await asyncio.wait({task, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            (on_gone or task.cancel)()
+    finally:
+        leaving.cancel()

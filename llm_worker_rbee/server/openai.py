@@ -1,0 +1,273 @@
+"""The OpenAI dialect: completions and chat, whole and streamed. The whole reply is a fold over the pieces of the stream."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any, NamedTuple
+from uuid import uuid4
+
+from ..engine.request import TokenLogprob
+from ..errors import InvalidRequestError, WorkerError
+from ..tokenizer import Tokenizer
+from . import fields
+from .answer import Answer, Piece
+from .fields import FieldsError, Problem
+from .openai_fields import CHAT, COMPLETION, params_of
+from .sse import DONE, event
+from .worker import Worker
+
+
+class Asked(NamedTuple):
+    """Answers on their way, and how they are told."""
+
+    answers: list[Answer]
+    prompts: list[list[int]]
+    seed: int
+    values: dict[str, Any]
+    is_chat: bool
+
+
+async def chat(worker: Worker, body: bytes, ignored: list[str] | None) -> Asked:
+    """Take a conversation on."""
+    values = fields.checked(fields.read_object(body), CHAT, ignored=ignored)
+    worker.require_model(values["model"])
+    longest = values["max_completion_tokens"] or values["max_tokens"]
+    if values["top_logprobs"] is not None and not values["logprobs"]:
+        raise FieldsError([Problem("top_logprobs", "conflict", "top_logprobs needs logprobs: true")])
+    scored = (values["top_logprobs"] or 0) if values["logprobs"] else None
+    ids = await asyncio.to_thread(worker.llm.tokenize_chat, [_as_system(m) for m in values["messages"]])
+    seed, answers = worker.answers(
+        ids, params_of(values, longest, scored), n=values["n"], priority=values["priority"], timeout_s=_seconds(values)
+    )
+    return Asked(answers, [ids], seed, values, True)
+
+
+async def completion(worker: Worker, body: bytes, ignored: list[str] | None) -> Asked:
+    """Take prompts on, one or several."""
+    values = fields.checked(fields.read_object(body), COMPLETION, ignored=ignored)
+    worker.require_model(values["model"])
+    if values["best_of"] not in (None, values["n"]):
+        raise FieldsError([Problem("best_of", "unsupported", "best_of other than n is not supported by this worker")])
+    if values["max_tokens"] == 0 and not values["echo"]:
+        raise FieldsError([Problem("max_tokens", "range", "max_tokens is 0: only with echo, to score the prompt")])
+    prompts = [await _ids(worker, one) for one in _several(values["prompt"])]
+    scores = values["echo"] and values["logprobs"] is not None
+    params = params_of(values, max(1, values["max_tokens"]), values["logprobs"], prompt_logprobs=scores)
+    answers: list[Answer] = []
+    seed = values["seed"]
+    try:
+        for ids in prompts:
+            seed, some = worker.answers(
+                ids, params, n=values["n"], priority=values["priority"], timeout_s=_seconds(values)
+            )
+            answers += some
+    except WorkerError:
+        for answer in answers:
+            answer.close()
+        raise
+    return Asked(answers, prompts, seed, values, False)
+
+
+async def whole(worker: Worker, asked: Asked) -> dict[str, Any]:
+    """One object with all answers."""
+    folded = await asyncio.gather(*(_folded(answer) for answer in asked.answers))
+    choices = [_choice(worker.llm.tokenizer, asked, i, piece) for i, piece in enumerate(folded)]
+    kind = "chat.completion" if asked.is_chat else "text_completion"
+    return {**_head(worker, asked, kind), "choices": choices, "usage": usage(asked), "seed": asked.seed}
+
+
+async def stream(worker: Worker, asked: Asked) -> AsyncGenerator[bytes, None]:
+    """The same as events."""
+    tokenizer = worker.llm.tokenizer
+    head = _head(worker, asked, "chat.completion.chunk" if asked.is_chat else "text_completion")
+    wants_usage = asked.values["stream_options"].get("include_usage", False)
+    more: dict[str, Any] = {"usage": None} if wants_usage else {}
+    told = _Told(tokenizer, asked)
+    try:
+        if asked.is_chat:
+            for i in range(len(asked.answers)):
+                first = {"index": i, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+                yield event({**head, "choices": [first], **more})
+        async for i, piece in merged(asked.answers):
+            for choice in told.choices(i, piece):
+                yield event({**head, "choices": [choice], **more})
+        if wants_usage:
+            yield event({**head, "choices": [], "usage": usage(asked)})
+    except WorkerError as error:
+        yield event(error_body(error))
+    finally:
+        for answer in asked.answers:
+            answer.close()
+    yield DONE
+
+
+class _Told:
+    """Pieces -> the choices of chunks."""
+
+    def __init__(self, tokenizer: Tokenizer, asked: Asked) -> None:
+        self._tokenizer, self._asked = tokenizer, asked
+        self._echoed = [not asked.values.get("echo") for _ in asked.answers]
+
+    def choices(self, i: int, piece: Piece) -> list[dict[str, Any]]:
+        asked, made = self._asked, []
+        if asked.is_chat:
+            if piece.text or piece.logprobs:
+                scores = chat_logprobs(self._tokenizer, piece.logprobs) if asked.values["logprobs"] else None
+                made.append({"index": i, "delta": {"content": piece.text}, "logprobs": scores, "finish_reason": None})
+            if piece.finish is not None:
+                made.append({"index": i, "delta": {}, "logprobs": None, "finish_reason": piece.finish})
+            return made
+        if not self._echoed[i]:
+            self._echoed[i] = True
+            piece = _with_prompt(self._tokenizer, asked, i, piece)
+        elif asked.values["max_tokens"] == 0:
+            return []
+        scores = text_logprobs(self._tokenizer, piece) if asked.values["logprobs"] is not None else None
+        return [{"index": i, "text": piece.text, "logprobs": scores, "finish_reason": piece.finish}]
+
+
+async def merged(answers: Sequence[Answer]) -> AsyncGenerator[tuple[int, Piece], None]:
+    """The pieces of all answers as they come; the first error ends all."""
+    if len(answers) == 1:
+        async for piece in answers[0].pieces():
+            yield 0, piece
+        return
+    queue: asyncio.Queue[tuple[int, Piece | WorkerError | None]] = asyncio.Queue()
+
+    async def pour(i: int, answer: Answer) -> None:
+        try:
+            async for piece in answer.pieces():
+                queue.put_nowait((i, piece))
+            queue.put_nowait((i, None))
+        except WorkerError as error:
+            queue.put_nowait((i, error))
+
+    tasks = [asyncio.ensure_future(pour(i, answer)) for i, answer in enumerate(answers)]
+    try:
+        left = len(answers)
+        while left:
+            i, piece = await queue.get()
+            if isinstance(piece, WorkerError):
+                raise piece
+            if piece is None:
+                left -= 1
+            else:
+                yield i, piece
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _folded(answer: Answer) -> Piece:
+    texts: list[str] = []
+    tokens: list[int] = []
+    logprobs: list[TokenLogprob] = []
+    last = Piece("", [], [])
+    async for last in answer.pieces():
+        texts.append(last.text)
+        tokens += last.tokens
+        logprobs += last.logprobs
+    return Piece("".join(texts), tokens, logprobs, last.finish, last.stop)
+
+
+def _choice(tokenizer: Tokenizer, asked: Asked, i: int, piece: Piece) -> dict[str, Any]:
+    if asked.is_chat:
+        scores = chat_logprobs(tokenizer, piece.logprobs) if asked.values["logprobs"] else None
+        message = {"role": "assistant", "content": piece.text, "refusal": None}
+        return {"index": i, "message": message, "logprobs": scores, "finish_reason": piece.finish}
+    if asked.values["echo"]:
+        piece = _with_prompt(tokenizer, asked, i, piece)
+    scores = text_logprobs(tokenizer, piece) if asked.values["logprobs"] is not None else None
+    return {"index": i, "text": piece.text, "logprobs": scores, "finish_reason": piece.finish}
+
+
+def _with_prompt(tokenizer: Tokenizer, asked: Asked, i: int, piece: Piece) -> Piece:
+    """The prompt before the answer; alone, where nothing else was asked for."""
+    ids = asked.prompts[i // asked.values["n"]]
+    scores = asked.answers[i].ticket.request.prompt_logprobs or []
+    before = [TokenLogprob(ids[0], float("nan")) if one is None else one for one in scores]
+    if asked.values["max_tokens"] == 0:
+        return Piece(tokenizer.decode(ids), ids, before, "length")
+    return Piece(tokenizer.decode(ids) + piece.text, ids + piece.tokens, before + piece.logprobs, piece.finish, piece.stop)
+
+
+def usage(asked: Asked) -> dict[str, Any]:
+    """Tokens read and made."""
+    made = 0 if asked.values.get("max_tokens") == 0 else sum(answer.num_tokens for answer in asked.answers)
+    read = sum(map(len, asked.prompts))
+    cached = sum(max(0, a.ticket.request.num_cached_tokens) for a in asked.answers[:: asked.values["n"]])
+    return {
+        "prompt_tokens": read, "completion_tokens": made, "total_tokens": read + made,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }  # fmt: skip
+
+
+def chat_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
+    """As chat tells them."""
+    def one(token: int, value: float) -> dict[str, Any]:
+        raw = tokenizer.token_bytes(token)
+        return {"token": raw.decode(errors="replace"), "logprob": value, "bytes": list(raw)}
+
+    return {"content": [
+        {**one(entry.token, entry.logprob), "top_logprobs": [one(*top) for top in entry.top]} for entry in entries
+    ], "refusal": None}  # fmt: skip
+
+
+def text_logprobs(tokenizer: Tokenizer, piece: Piece) -> dict[str, Any]:
+    """As completions tell them; the first token of a prompt has none."""
+    tokens = [tokenizer.piece(entry.token) for entry in piece.logprobs]
+    values = [None if entry.logprob != entry.logprob else entry.logprob for entry in piece.logprobs]
+    tops = [
+        None if value is None else {tokenizer.piece(token): chance for token, chance in entry.top}
+        for entry, value in zip(piece.logprobs, values, strict=True)
+    ]
+    offsets, at = [], 0
+    for token in tokens:
+        offsets.append(at)
+        at += len(token)
+    return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
+
+
+def error_body(error: WorkerError) -> dict[str, Any]:
+    """As the official client reads it."""
+    kind = "invalid_request_error" if error.status < 500 else "server_error"
+    code = "model_not_found" if error.status == 404 else error.code
+    return {"error": {"message": str(error), "type": kind, "param": getattr(error, "field", None), "code": code}}
+
+
+def _head(worker: Worker, asked: Asked, kind: str) -> dict[str, Any]:
+    prefix = "chatcmpl" if asked.is_chat else "cmpl"
+    return {
+        "id": f"{prefix}-{uuid4().hex}", "object": kind, "created": int(time.time()), "model": worker.settings.names[0],
+        "system_fingerprint": None,
+    }  # fmt: skip
+
+
+def _as_system(message: Any) -> Any:
+    """The newer name of a role."""
+    if isinstance(message, dict) and message.get("role") == "developer":
+        return {**message, "role": "system"}
+    return message
+
+
+def _several(prompt: Any) -> list[Any]:
+    if isinstance(prompt, list) and prompt and isinstance(prompt[0], (str, list)):
+        return prompt
+    return [prompt]
+
+
+async def _ids(worker: Worker, prompt: Any) -> list[int]:
+    if isinstance(prompt, str):
+        return await asyncio.to_thread(worker.llm.tokenize, prompt)
+    size = worker.llm.config.vocab_size
+    for token in prompt:
+        if token >= size:
+            raise InvalidRequestError(f"prompt: {token} is not a token id (0..{size - 1})", "prompt")
+    return list(prompt)
+
+
+def _seconds(values: dict[str, Any]) -> float | None:
+    return None if values["timeout_ms"] is None else values["timeout_ms"] / 1000

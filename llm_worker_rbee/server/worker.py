@@ -1,0 +1,177 @@
+"""The worker behind the routes: loading, ready, stopping; who may come in; health as forward progress.
+
+The port is bound before the model is here. The model loads in a thread of its own, each phase of it is told; then an
+`AsyncEngine` serves it. Everything here runs in the event loop but the loading itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+from ..engine.async_engine import AsyncEngine
+from ..engine.request import Request, SamplingParams, token_limit
+from ..engine.sampler import draw_seed
+from ..errors import (
+    InferenceError,
+    InvalidRequestError,
+    ModelLoadingError,
+    ModelNotFoundError,
+    QueueFullError,
+    ShuttingDownError,
+    WorkerError,
+)
+from ..llm import LLM
+from ..tokenizer import StreamDecoder
+from .answer import Answer
+from .settings import Settings
+
+State = Literal["loading", "ready", "stopping", "failed"]
+LOADING_RETRY_S = 2
+LONGEST_RETRY_S = 60
+
+
+class Worker:
+    """One model on the wire."""
+
+    def __init__(self, settings: Settings, load: Callable[[Callable[[str, int, int | None], None]], LLM]) -> None:
+        self.settings = settings
+        self.state: State = "loading"
+        self.started_at = time.time()
+        self.loading: list[dict[str, Any]] = []  # the events of /v1/loading/progress
+        self.news = asyncio.Event()  # something was added to them
+        self.failure: WorkerError | None = None
+        self.num_unstarted = self.num_unstarted_tokens = 0
+        self.num_running = 0
+        self._load = load
+        self._llm: LLM | None = None
+        self._engine: AsyncEngine | None = None
+
+    async def start(self) -> None:
+        """Load the model, then serve it; a failure is kept for who asks."""
+        loop = asyncio.get_running_loop()
+
+        def progress(what: str, done: int, total: int | None) -> None:
+            loop.call_soon_threadsafe(self._tell, {"stage": what, "done": done, "total": total})
+
+        try:
+            self._llm = await asyncio.to_thread(self._load, progress)
+        except WorkerError as error:
+            self.state, self.failure = "failed", error
+            self._tell({"stage": "failed", "message": str(error)})
+            raise
+        for phase, seconds in self._llm.phases.items():
+            self._tell({"stage": phase, "done": 1, "total": 1, "seconds": seconds})
+        self._engine = AsyncEngine(self._llm.engine)
+        self._engine.start()
+        self.state = "ready"
+        self._tell({"stage": "ready"})
+
+    async def stop(self) -> None:
+        """No new requests; running ones may finish within the time there is, then they end with an error."""
+        self.state = "stopping"
+        end = time.monotonic() + self.settings.shutdown_timeout_s
+        while self.num_running and time.monotonic() < end:
+            await asyncio.sleep(0.02)
+        if self._engine is not None:
+            await self._engine.stop()
+
+    def _tell(self, event: dict[str, Any]) -> None:
+        self.loading.append(event)
+        news, self.news = self.news, asyncio.Event()
+        news.set()
+
+    @property
+    def llm(self) -> LLM:
+        """The model, once it is here; before and after, an error that says when to come again."""
+        if self.state == "stopping":
+            raise ShuttingDownError("the worker is shutting down")
+        if self.failure is not None:
+            raise InferenceError("the model could not be loaded")
+        if self._llm is None or self.state != "ready":
+            raise ModelLoadingError("the model is loading", LOADING_RETRY_S)
+        return self._llm
+
+    def require_model(self, name: str | None) -> None:
+        """It is the one that is served, or none is named."""
+        if name is not None and name not in self.settings.names:
+            raise ModelNotFoundError(f"the model {name[:100]!r} is not served here: this is {self.settings.names[0]!r}")
+
+    def checked_prompt(self, ids: Sequence[int], max_tokens: int | None) -> int:
+        """How long the answer may be; one that can never fit is refused with all the figures."""
+        return token_limit(len(ids), max_tokens, self.llm.max_context)
+
+    def admit(self, requests: int, tokens: int) -> None:
+        """Refuse what would wait too long, with the time after which it would not."""
+        room = self.llm.engine.config.max_batch + self.settings.max_queue
+        if self.num_unstarted + requests > room or (
+            self.num_unstarted and self.num_unstarted_tokens + tokens > self.settings.max_queued_tokens
+        ):
+            told = f"{self.num_unstarted} requests with {self.num_unstarted_tokens} prompt tokens are waiting"
+            raise QueueFullError(told, self._retry_after())
+
+    def _retry_after(self) -> int:
+        per_token = self.llm.engine.pace.seconds_per_token or 0.0
+        return max(1, min(LONGEST_RETRY_S, math.ceil(per_token * self.num_unstarted_tokens)))
+
+    def answers(
+        self, ids: list[int], params: SamplingParams, *, n: int = 1, priority: int = 0, timeout_s: float | None = None
+    ) -> tuple[int, list[Answer]]:
+        """Take on `n` answers to one prompt; the seed that they share, and they themselves."""
+        llm, limit = self.llm, self.checked_prompt(ids, params.max_tokens)
+        for token in params.logit_bias:
+            if token >= llm.config.vocab_size:
+                told = f"logit_bias names token {token}, past the vocabulary of {llm.config.vocab_size}"
+                raise InvalidRequestError(told, "logit_bias")
+        self.admit(n, n * len(ids))
+        seed = draw_seed() if params.seed is None else params.seed
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        return seed, [
+            self._begin(Request(ids, params, limit, seed, llm.tokenizer.eos_ids, choice, priority, deadline))
+            for choice in range(n)
+        ]
+
+    def _begin(self, request: Request) -> Answer:
+        llm = self.llm
+        assert self._engine is not None
+        ticket = self._engine.submit(request)
+        self.num_unstarted += 1
+        self.num_unstarted_tokens += request.num_prompt_tokens
+        self.num_running += 1
+        has_started = has_ended = False
+
+        def on_first() -> None:
+            nonlocal has_started
+            if not has_started:
+                has_started = True
+                self.num_unstarted -= 1
+                self.num_unstarted_tokens -= request.num_prompt_tokens
+
+        def on_end() -> None:
+            nonlocal has_ended
+            self.num_running -= not has_ended
+            has_ended = True
+
+        decoder = StreamDecoder(
+            llm.tokenizer, tuple(request.params.stop), continuation=llm.tokenizer.continues(request.prompt)
+        )
+        return Answer(ticket, decoder, on_first, on_end)
+
+    def health(self) -> dict[str, Any]:
+        """Truthful, from what is known: about forward progress, not about a process being there."""
+        status, age = {"loading": "loading", "stopping": "stopping", "failed": "failed"}.get(self.state, "healthy"), 0.0
+        if self._engine is not None:
+            age = time.monotonic() - self._engine.last_step_at if self._engine.engine.has_work else 0.0
+            if status == "healthy" and age > self.settings.stall_timeout_s:
+                status = "stalled"
+        return {
+            "status": status,
+            "model": self.settings.names[0],
+            "uptime_s": round(time.time() - self.started_at, 3),
+            "last_step_age_s": round(age, 3),
+            "running": self.num_running,
+            "waiting": self.num_unstarted,
+        }
