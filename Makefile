@@ -1,6 +1,7 @@
 # Set-up and everyday commands. Needs Python 3.11 or newer with pip, and make; everything else goes into .venv.
 #
 #   make demo    fetch the default model and stream a real answer
+#   make serve   serve the default model over HTTP
 #   make test    lint, types, architecture, tests
 #   make clean   remove the environment and everything built
 
@@ -19,13 +20,17 @@ WORKERS ?= auto
 CHROMIUM ?= /usr/bin/chromium
 DEMO_PROMPT ?= What is the capital of France, and what is it famous for? Answer in one sentence.
 
-.PHONY: demo test browser lint types clean help FORCE
+.PHONY: demo serve test browser lint types clean help FORCE
 
 help:
-	@sed -n '3,6s/^# *//p' Makefile
+	@sed -n '3,7s/^# *//p' Makefile
 
 demo: $(VENV)/.core
 	@$(BIN)/python -m llm_worker_rbee run --temperature 0 --max-tokens 32 "$(DEMO_PROMPT)"
+
+# Options for the command: make serve SERVE="--port 9000".
+serve: $(VENV)/.core
+	@exec $(BIN)/python -m llm_worker_rbee serve $(SERVE)
 
 # One thread for each test process: the machine's cores are shared out among them. Reasons of skips are printed.
 test: $(VENV)/.dev browser lint types

@@ -31,11 +31,15 @@ class TokenizerError(ModelFileError):
     code = "INVALID_TOKENIZER"
 
 
-class ModelNotFoundError(WorkerError):
-    """A model reference that leads nowhere."""
+class NotFoundError(WorkerError):
+    """A name that leads nowhere."""
 
     code = "NOT_FOUND"
     status = 404
+
+
+class ModelNotFoundError(NotFoundError):
+    """A model reference that leads nowhere."""
 
 
 class DownloadError(WorkerError):

@@ -25,13 +25,14 @@ from .models import models
 from .profile import profile
 from .pull import pull
 from .run import run
+from .serve import serve
 from .terminal import abandon_output, one_line, set_up_logging, set_up_streams, spare_pipes_from_colour
 from .tokenize import tokenize
 from .warmup import warmup
 
 PROGRAM = "llm-worker-rbee"
 COMMANDS = {
-    "Use a model": (run, chat),
+    "Use a model": (run, chat, serve),
     "Look at a model": (inspect, tokenize),
     "Models and machine": (pull, convert, models, warmup, doctor),
     "Measure": (profile,),

@@ -231,8 +231,14 @@ def read_text(given: str | None, file: Path | None, missing: str) -> str:
     return read_stdin()
 
 
-def load(options: ModelOptions, computing: LoadOptions, status: Status, engine: EngineOptions | None = None) -> "LLM":
-    """Load the model; on a terminal the status line says so, and what takes long shows its bar."""
+def load(
+    options: ModelOptions,
+    computing: LoadOptions,
+    status: Status,
+    engine: EngineOptions | None = None,
+    also: Callable[[str, int, int | None], None] | None = None,
+) -> "LLM":
+    """Load the model; on a terminal the status line says so. What takes long shows its bar, and is told to `also`."""
     more = {} if engine is None else engine.arguments()
     computing.set_up()
     status.show(f"loading {options.model or 'the built-in model'} ...")
@@ -246,6 +252,8 @@ def load(options: ModelOptions, computing: LoadOptions, status: Status, engine: 
             def progress(what: str, done: int, total: int | None) -> None:
                 status.clear()
                 bar(what, done, total)
+                if also is not None:
+                    also(what, done, total)
 
             llm = LLM(
                 options.model,

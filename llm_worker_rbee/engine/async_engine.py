@@ -127,15 +127,15 @@ class AsyncEngine:
         """Begin to serve."""
         self._thread.start()
 
-    async def stop(self) -> None:
-        """End the thread after its present step; requests that are not answered end with an error."""
+    async def stop(self, error: WorkerError | None = None) -> None:
+        """End the thread after its present step; requests that are not answered end with an error, or with this one."""
         with self._stopping:
             self._is_stopping = True
         self._wake.set()
         if self._thread.is_alive():
             await asyncio.to_thread(self._thread.join)
         self._take_in()
-        self._end_all(RequestCancelledError("the engine was stopped"))
+        self._end_all(error or RequestCancelledError("the engine was stopped"))
 
     def submit(self, request: Request) -> Ticket:
         """Take a request on, in an event loop; one that can never fit is refused at once."""

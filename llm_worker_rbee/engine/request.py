@@ -16,6 +16,7 @@ if TYPE_CHECKING:  # the books import no array library
 
 FinishReason = Literal["stop", "length", "error"]
 MAX_SEED = 1 << 64
+MAX_COUNT = (1 << 63) - 1  # what a kernel can be told
 MAX_STOPS = 16
 MAX_STOP_CHARS = 100
 MAX_LOGPROBS = 20
@@ -32,8 +33,8 @@ NUMBERS: dict[str, tuple[float, float, bool]] = {
 # field -> (lowest, highest or None, may be None)
 INTEGERS: dict[str, tuple[int, int | None, bool]] = {
     "max_tokens": (1, None, True),
-    "top_k": (0, None, False),
-    "repeat_last_n": (0, None, False),
+    "top_k": (0, MAX_COUNT, False),
+    "repeat_last_n": (0, MAX_COUNT, False),
     "seed": (0, MAX_SEED - 1, True),
     "logprobs": (0, MAX_LOGPROBS, True),
 }
@@ -142,6 +143,7 @@ class Request:
     hashes: list[bytes] = field(default_factory=list)  # of its full blocks, chained
     num_hashed_blocks: int = 0  # that others can find
     num_cached_tokens: int = -1  # of the prompt, found when it was first admitted
+    admitted_at: float = 0.0  # that was when, on the clock of time.perf_counter
     num_shared_tokens: int = 0  # found when it was last admitted
     row: int = -1  # among those that are running
     num_listed_blocks: int = 0  # that its row of the block table has

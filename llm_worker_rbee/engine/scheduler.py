@@ -8,6 +8,7 @@ order, which then waits and is computed anew. No arrays here.
 
 from __future__ import annotations
 
+import time
 from bisect import insort
 from collections.abc import Iterator, Sequence
 from itertools import islice
@@ -245,7 +246,7 @@ class Scheduler:
         request.num_computed_tokens = request.num_shared_tokens = len(shared) * self.config.block_size
         self._in_flight.begin(self._known(request)[len(shared) :], request)
         if request.num_cached_tokens < 0:  # not one that comes back
-            request.num_cached_tokens = request.num_computed_tokens
+            request.num_cached_tokens, request.admitted_at = request.num_computed_tokens, time.perf_counter()
             self.counts.num_queried_tokens += request.num_prompt_tokens
             self.counts.num_hit_tokens += request.num_computed_tokens
         insort(self.running, request, key=_first_first)

@@ -147,6 +147,11 @@ class LLM:
         yield
         self.phases[phase] = self.phases.get(phase, 0.0) + time.perf_counter() - start
 
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether conversations can be answered."""
+        return self._template_source is not None
+
     @cached_property
     def _template(self) -> ChatTemplate:
         if self._template_source is None:

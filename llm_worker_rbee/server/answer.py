@@ -28,13 +28,19 @@ class Answer:
     """A request on its way."""
 
     def __init__(
-        self, ticket: Ticket, decoder: StreamDecoder, on_first: Callable[[], None], on_end: Callable[[], None]
+        self,
+        ticket: Ticket,
+        decoder: StreamDecoder,
+        on_outputs: Callable[[float, int], None],
+        on_first: Callable[[], None],
+        on_end: Callable[[], None],
     ) -> None:
         self.ticket = ticket
         self.num_tokens = 0  # sampled, the end-of-text id included
         self.began_at = time.perf_counter()
         self.first_at = self.last_at = 0.0
         self._decoder = decoder
+        self._on_outputs = on_outputs  # so many, so long after those before or the request
         self._on_first, self._on_end = on_first, on_end
 
     async def pieces(self) -> AsyncIterator[Piece]:
@@ -55,7 +61,9 @@ class Answer:
         self.ticket.cancel()
 
     def _piece(self, outputs: list[Output]) -> Piece:
-        self.last_at = time.perf_counter()
+        now = time.perf_counter()
+        self._on_outputs(now - (self.last_at or self.began_at), len(outputs))
+        self.last_at = now
         if not self.first_at:
             self.first_at = self.last_at
             self._on_first()

@@ -1,34 +1,38 @@
-"""The routes: which path and method goes where. Each is a few lines; what they do is in the other files of this room."""
+"""The routes: which path and method goes where. Each is a few lines; what they do is in the other files here."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
+import re
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from typing import Any
 
 import msgspec
 from starlette.applications import Starlette
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from .. import __version__
-from ..errors import InferenceError, InvalidRequestError, WorkerError
-from . import fields, jobs, openai
+from ..errors import InferenceError, InvalidRequestError, NotFoundError, RequestCancelledError, WorkerError
+from . import extra, fields, jobs, logs, metrics, openai
 from .fields import Field, FieldsError, Problem
 from .guard import Guard, told
 from .jobs import Job, Jobs
-from .sse import DONE, EventStream, event
+from .sse import DONE, EventStream, event, gone
 from .worker import Worker
 
-log = logging.getLogger("llm_worker_rbee")
 TOKENIZE = {
     "text": Field(fields.text, required=True, is_secret=True),
     "add_special": Field(fields.boolean, True),
     "parse_special": Field(fields.boolean, False),
 }
+APPLY_TEMPLATE = {"messages": Field(fields.messages, required=True, is_secret=True)}
+METHODS, HEADERS = ("GET", "POST", "DELETE"), ("authorization", "content-type", "x-correlation-id")
+EXPOSED = ("retry-after", "x-correlation-id", "x-ignored-fields")
+NOT_IN_HEADERS = re.compile(r"[^!-~]")  # whatever a client calls its fields
 JSON_TYPES = ("application/json", "")
 
 
@@ -74,6 +78,10 @@ class Routes:
 
         return self._events(events())
 
+    async def metrics(self, _: Request) -> Response:
+        """For Prometheus."""
+        return Response(metrics.exposition(self.worker), 200, {"content-type": metrics.CONTENT_TYPE})
+
     async def models(self, _: Request) -> Response:
         """The one that is served."""
         return json({"object": "list", "data": [self._model()]})
@@ -94,7 +102,8 @@ class Routes:
         llm = self.worker.llm
         return json({
             "model": self.worker.settings.names[0], "architecture": llm.config.family.name,
-            "context_length": llm.max_context, "backend": str(getattr(llm.model.ops, "__name__", "")).rpartition(".")[2],
+            "context_length": llm.max_context,
+            "backend": str(getattr(llm.model.ops, "__name__", "")).rpartition(".")[2],
             "device": "cpu", "kv_type": llm.kv_type, "kv_cache_bytes": llm.capacity.bytes,
             "worker_id": self.worker.settings.worker_id, "version": __version__,
         })  # fmt: skip
@@ -112,12 +121,12 @@ class Routes:
     ) -> Response | EventStream:
         ignored: list[str] | None = [] if self.worker.settings.ignore_unknown_fields else None
         asked = await begin(self.worker, await _body(request), ignored)
-        headers = {"x-ignored-fields": ",".join(ignored).encode("ascii", "replace").decode()} if ignored else {}
+        headers = {"x-ignored-fields": NOT_IN_HEADERS.sub("?", ",".join(ignored))[:1_000]} if ignored else {}
         if asked.values["stream"]:
-            return self._events(openai.stream(self.worker, asked), **headers)
+            return self._events(openai.stream(self.worker, asked), asked.close, **headers)
         reply = asyncio.ensure_future(openai.whole(self.worker, asked))
         await _until_done_or_gone(request, reply)
-        return json(await reply, **headers)
+        return json(await reply, 200, **headers)
 
     async def post_job(self, request: Request) -> Response:
         """A job: where its events are, or the whole result."""
@@ -126,23 +135,14 @@ class Routes:
         if values["stream"]:
             return json({"job_id": job.id, "sse_url": f"/v1/jobs/{job.id}/stream"})
         finished = asyncio.ensure_future(_drained(job))
-        await _until_done_or_gone(request, finished, lambda: self.jobs.cancel(job.id))
+        await _until_done_or_gone(request, finished, job.cancel)
         await finished
         return json(job.result())
 
     async def execute(self, request: Request) -> EventStream:
         """A job whose reply is its events; a client that goes away cancels it."""
         job = await self.jobs.begin(jobs.checked_job(await _body(request), needs_id=True))
-
-        async def events() -> AsyncGenerator[bytes, None]:
-            try:
-                async for chunk in job.read():
-                    yield chunk
-            finally:
-                with suppress(WorkerError):
-                    self.jobs.cancel(job.id)
-
-        return self._events(events())
+        return self._events(job.read(), on_end=job.cancel)
 
     async def job_stream(self, request: Request) -> EventStream:
         """The events of a job, from the first."""
@@ -159,7 +159,9 @@ class Routes:
 
     async def cancel(self, request: Request) -> Response:
         """The same, by name in the body."""
-        values = fields.checked(fields.read_object(await _body(request)), {"job_id": Field(fields.job_id, required=True)})
+        values = fields.checked(
+            fields.read_object(await _body(request)), {"job_id": Field(fields.job_id, required=True)}
+        )
         self.jobs.cancel(values["job_id"])
         return json(values, 202)
 
@@ -177,29 +179,33 @@ class Routes:
         body = fields.read_object(await _body(request))
         ids = body.get("tokens")
         size = self.worker.llm.config.vocab_size
-        if set(body) - {"tokens"} or not isinstance(ids, list) or not all(
-            isinstance(i, int) and not isinstance(i, bool) and 0 <= i < size for i in ids
+        if (
+            set(body) - {"tokens"}
+            or not isinstance(ids, list)
+            or not all(isinstance(i, int) and not isinstance(i, bool) and 0 <= i < size for i in ids)
         ):
             raise FieldsError([Problem("tokens", "type", f"tokens must be a list of token ids (0..{size - 1})")])
         return json({"text": self.worker.llm.detokenize(ids)})
 
     async def apply_template(self, request: Request) -> Response:
         """Messages -> the prompt that the template makes of them."""
-        body = fields.read_object(await _body(request))
-        if set(body) != {"messages"}:
-            raise FieldsError([Problem("messages", "required", "the body must hold messages and nothing else")])
-        llm = self.worker.llm
-        prompt = await asyncio.to_thread(llm.apply_chat_template, body["messages"])
-        return json({"prompt": prompt, "tokens": await asyncio.to_thread(llm.tokenize_chat, body["messages"])})
+        values = fields.checked(fields.read_object(await _body(request)), APPLY_TEMPLATE)
+        llm, messages = self.worker.llm, fields.conversation(values["messages"])
+        prompt = await asyncio.to_thread(llm.apply_chat_template, messages)
+        return json({"prompt": prompt, "tokens": await asyncio.to_thread(llm.tokenize_chat, messages)})
 
-    def _events(self, source: AsyncGenerator[bytes, None], **headers: str) -> EventStream:
-        settings = self.worker.settings
-        return EventStream(source, ping_s=settings.ping_s, stall_s=settings.stall_timeout_s, headers=headers)
+    def _events(
+        self, source: AsyncGenerator[bytes, None], on_end: Callable[[], None] = lambda: None, **headers: str
+    ) -> EventStream:
+        ping_s, stall_s = self.worker.settings.ping_s, self.worker.settings.stall_timeout_s
+        return EventStream(source, ping_s=ping_s, stall_s=stall_s, headers=headers, on_end=on_end)
 
     def table(self) -> list[Route]:
         """Paths and methods."""
         routes = [
+            ("/", extra.page, "GET"), ("/openapi.json", extra.openapi(self.worker.settings), "GET"),
             ("/health", self.health, "GET"), ("/v1/ready", self.ready, "GET"), ("/info", self.info, "GET"),
+            ("/metrics", self.metrics, "GET"),
             ("/v1/loading/progress", self.loading, "GET"), ("/v1/models", self.models, "GET"),
             ("/v1/models/{name:path}", self.model, "GET"), ("/v1/chat/completions", self.chat, "POST"),
             ("/v1/completions", self.completions, "POST"), ("/v1/jobs", self.post_job, "POST"),
@@ -212,7 +218,7 @@ class Routes:
         return [Route(path, act, methods=[method]) for path, act, method in routes]
 
 
-def application(worker: Worker) -> Guard:
+def application(worker: Worker) -> Guard | CORSMiddleware:
     """The whole server as an ASGI application; it loads the model when it starts."""
 
     @asynccontextmanager
@@ -226,17 +232,20 @@ def application(worker: Worker) -> Guard:
         routes=Routes(worker).table(), lifespan=lifespan,
         exception_handlers={404: _not_found, 405: _not_found, WorkerError: _told, Exception: _told},
     )  # fmt: skip
-    return Guard(app, worker.settings.api_key, worker.settings.max_body, _logged)
+    guard = Guard(app, worker.settings.api_key, worker.settings.max_body, _logged)
+    origins = worker.settings.cors_origins
+    return guard if not origins else CORSMiddleware(guard, origins, METHODS, HEADERS, expose_headers=EXPOSED)
 
 
-def _logged(correlation: str, error: BaseException) -> None:
-    log.error("request %s failed", correlation, exc_info=error)
+def _logged(_: str, error: BaseException) -> None:
+    logs.failed(error)
 
 
 async def _not_found(request: Request, error: Exception) -> Response:
     status = getattr(error, "status_code", 404)
     why = "there is no such route" if status == 404 else f"{request.method} is not a method of this route"
-    return json({"code": "NOT_FOUND", "message": why, "retriable": False}, status)
+    _, headers, body = told(request.url.path, NotFoundError(why))
+    return Response(body, status, {**headers, **(getattr(error, "headers", None) or {})})
 
 
 async def _told(request: Request, error: Exception) -> Response:
@@ -257,17 +266,15 @@ async def _drained(job: Job) -> None:
         pass
 
 
-async def _until_done_or_gone(request: Request, task: asyncio.Future[Any], on_gone: Callable[[], None] | None = None) -> None:
+async def _until_done_or_gone(
+    request: Request, task: asyncio.Future[Any], on_gone: Callable[[], None] | None = None
+) -> None:
     """Wait for a reply; a client that goes away does not wait any more."""
-
-    async def gone() -> None:
-        while not await request.is_disconnected():
-            await asyncio.sleep(0.05)
-
-    leaving = asyncio.ensure_future(gone())
+    leaving = asyncio.ensure_future(gone(request.receive))
     try:
         await asyncio.wait({task, leaving}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
             (on_gone or task.cancel)()
+            raise RequestCancelledError("the client went away")
     finally:
         leaving.cancel()

@@ -19,6 +19,8 @@ from ..errors import InvalidRequestError
 MISSING: Any = object()
 SHOWN_CHARS = 100  # of a value that is repeated
 JOB_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
+ROLES = ("system", "developer", "user", "assistant", "tool")
+LONGEST_TIMEOUT_MS = 24 * 3600 * 1000
 
 
 class Problem(NamedTuple):
@@ -56,7 +58,11 @@ def read_object(body: bytes) -> dict[str, Any]:
     try:
         found = msgspec.json.decode(body)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        told = f"the body is not valid JSON: {error}" if not isinstance(error, RecursionError) else "the body is nested too deeply"
+        told = (
+            f"the body is not valid JSON: {error}"
+            if not isinstance(error, RecursionError)
+            else "the body is nested too deeply"
+        )
         raise FieldsError([Problem("body", "json", told)]) from None
     if not isinstance(found, dict):
         raise FieldsError([Problem("body", "type", f"the body must be a JSON object, not {_kind(found)}")])
@@ -69,7 +75,9 @@ def checked(body: Mapping[str, Any], table: Mapping[str, Field], *, ignored: lis
     for name in body:
         if name not in table:
             if ignored is None:
-                problems.append(Problem(str(name)[:SHOWN_CHARS], "unknown", f"unknown field {str(name)[:SHOWN_CHARS]!r}"))
+                problems.append(
+                    Problem(str(name)[:SHOWN_CHARS], "unknown", f"unknown field {str(name)[:SHOWN_CHARS]!r}")
+                )
             else:
                 ignored.append(name)
     values: dict[str, Any] = {}
@@ -83,7 +91,7 @@ def checked(body: Mapping[str, Any], table: Mapping[str, Field], *, ignored: lis
         values[name] = value
         problem = field.check(name, value)
         if problem is not None:
-            problems.append(problem._replace(value=MISSING if field.is_secret else value))
+            problems.append(problem._replace(value=MISSING if field.is_secret else _repeated(value)))
     if problems:
         raise FieldsError(problems)
     return values
@@ -96,7 +104,7 @@ def number(name: str, value: Any) -> Problem | None:
         return Problem(name, "type", f"{name} must be a number, not {_kind(value)}")
     if not low <= value <= high or (open_end and value == low):
         least = f"above {low:g}" if open_end else f"{low:g} or more"
-        return Problem(name, "range", f"{name} is {value}: it must be {least}, at most {high:g}")
+        return Problem(name, "range", f"{name} is {str(value)[:SHOWN_CHARS]}: it must be {least}, at most {high:g}")
     return None
 
 
@@ -108,7 +116,7 @@ def integer(least: int, most: int | None = None) -> Check:
             return Problem(name, "type", f"{name} must be a whole number, not {_kind(value)}")
         if value < least or (most is not None and value > most):
             limit = "" if most is None else f", at most {most}"
-            return Problem(name, "range", f"{name} is {value}: it must be {least} or more{limit}")
+            return Problem(name, "range", f"{name} is {str(value)[:SHOWN_CHARS]}: it must be {least} or more{limit}")
         return None
 
     return check
@@ -122,7 +130,9 @@ def sampling_integer(name: str) -> Check:
 
 def boolean(name: str, value: Any) -> Problem | None:
     """True or false."""
-    return None if isinstance(value, bool) else Problem(name, "type", f"{name} must be true or false, not {_kind(value)}")
+    return (
+        None if isinstance(value, bool) else Problem(name, "type", f"{name} must be true or false, not {_kind(value)}")
+    )
 
 
 def text(name: str, value: Any) -> Problem | None:
@@ -139,6 +149,26 @@ def choice(*allowed: str) -> Check:
         return None if value in allowed else Problem(name, "choice", f"{name} must be one of {', '.join(allowed)}")
 
     return check
+
+
+def messages(name: str, value: Any) -> Problem | None:
+    """A conversation: roles that are known, each with text or text parts."""
+    if not isinstance(value, list) or not value:
+        return Problem(name, "type", f"{name} must be a list of at least one message")
+    for i, one in enumerate(value):
+        if not isinstance(one, dict):
+            return Problem(name, "type", f"{name}[{i}] must be an object with role and content, not {_kind(one)}")
+        if one.get("role") not in ROLES:
+            return Problem(name, "choice", f"{name}[{i}].role must be one of {', '.join(ROLES)}")
+        content = one.get("content")
+        if not (isinstance(content, str) or _are_text_parts(content) or (content is None and one.get("tool_calls"))):
+            return Problem(name, "type", f"{name}[{i}].content must be text, or a list of text parts")
+    return None
+
+
+def conversation(messages: list[Any]) -> list[Any]:
+    """Checked messages as templates know them: `developer` is the newer name of a role."""
+    return [{**one, "role": "system"} if one["role"] == "developer" else one for one in messages]
 
 
 def job_id(name: str, value: Any) -> Problem | None:
@@ -164,6 +194,22 @@ def stops(most: int) -> Check:
     return check
 
 
+def _are_text_parts(content: Any) -> bool:
+    return isinstance(content, list) and all(
+        isinstance(part, dict) and part.get("type", "text") == "text" and isinstance(part.get("text"), str)
+        for part in content
+    )
+
+
+def _repeated(value: Any) -> Any:
+    """A value that is told again: a word of it where it is long, nothing where it is large."""
+    if isinstance(value, str):
+        return value[:SHOWN_CHARS]
+    if isinstance(value, (list, dict)):
+        return MISSING
+    return value if not isinstance(value, int) or abs(value) < 1 << 63 else str(value)[:SHOWN_CHARS]
+
+
 def _surrogates(name: str, value: str) -> Problem | None:
     try:
         value.encode()
@@ -173,5 +219,12 @@ def _surrogates(name: str, value: str) -> Problem | None:
 
 
 def _kind(value: Any) -> str:
-    kinds = {bool: "a truth value", int: "a number", float: "a number", str: "a string", list: "a list", dict: "an object"}
+    kinds = {
+        bool: "a truth value",
+        int: "a number",
+        float: "a number",
+        str: "a string",
+        list: "a list",
+        dict: "an object",
+    }
     return "null" if value is None else kinds.get(type(value), type(value).__name__)

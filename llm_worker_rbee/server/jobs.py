@@ -1,4 +1,4 @@
-"""The job dialect: a job is a request whose events are fixed when they are made, kept, and read late, again, by several.
+"""The job dialect: a job is a request whose events are fixed when they are made, and read late, again, by several.
 
 started, then token and metrics in any number, then exactly one of end or error, then [DONE].
 """
@@ -13,8 +13,8 @@ from typing import Any
 from uuid import uuid4
 
 from ..engine.request import SamplingParams
-from ..errors import ConflictError, InferenceError, InvalidRequestError, ModelNotFoundError, RequestCancelledError, WorkerError
-from . import fields
+from ..errors import ConflictError, InferenceError, NotFoundError, RequestCancelledError, WorkerError
+from . import fields, logs
 from .answer import Answer
 from .fields import Field, FieldsError, Problem
 from .sse import DONE, event
@@ -32,13 +32,13 @@ TABLE: dict[str, Field] = {
     "job_id": Field(fields.job_id),
     "model": Field(fields.text),
     "prompt": Field(fields.text, is_secret=True),
-    "messages": Field(lambda name, value: None, is_secret=True),  # the template's own check names what is wrong
+    "messages": Field(fields.messages, is_secret=True),
     "max_tokens": Field(fields.integer(1), required=True),
     **{name: Field(fields.number, getattr(DEFAULTS, name)) for name in SAMPLING},
     **{name: Field(fields.sampling_integer(name), getattr(DEFAULTS, name)) for name in SAMPLING_INTEGERS},
     "stop": Field(fields.stops(MOST_STOPS), (), is_secret=True),
     "priority": Field(fields.integer(-(1 << 31), (1 << 31) - 1), 0),
-    "timeout_ms": Field(fields.integer(1)),
+    "timeout_ms": Field(fields.integer(1, fields.LONGEST_TIMEOUT_MS)),
     "stream": Field(fields.boolean, True),
 }
 
@@ -87,7 +87,9 @@ class Job:
     async def run(self, worker: Worker) -> None:
         """Make the events, to the last."""
         started = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
-        self._put(event({"type": "started", "job_id": self.id, "model": self.model, "started_at": started, "seed": self.seed}))
+        self._put(
+            event({"type": "started", "job_id": self.id, "model": self.model, "started_at": started, "seed": self.seed})
+        )
         try:
             async for piece in self.answer.pieces():
                 self.text.append(piece.text)
@@ -101,6 +103,7 @@ class Job:
         except WorkerError as error:
             self._fail(error)
         except Exception as error:
+            logs.failed(error)
             self._fail(InferenceError(f"the job failed ({type(error).__name__})"))
         finally:
             self.ended_at = time.monotonic()
@@ -129,7 +132,7 @@ class Job:
         if now < self._metrics_at:
             return
         self._metrics_at = now + METRICS_S
-        seconds, pool = self.answer.decode_ms / 1000, worker.llm.engine.scheduler.pool
+        seconds, pool = self.answer.decode_ms / 1000, worker.loaded.engine.scheduler.pool
         rate = (self.answer.num_tokens - 1) / seconds if seconds > 0 else 0.0
         ttft = 1000 * (self.answer.first_at - self.answer.began_at)
         used = 1 - pool.num_free / pool.n_blocks
@@ -152,6 +155,11 @@ class Job:
             else:
                 chunk, at = b"".join(self.events[at:]), len(self.events)
                 yield chunk
+
+    def cancel(self) -> None:
+        """Nobody wants the rest of it; one that has ended stays as it is."""
+        if self.ended_at is None:
+            self.answer.ticket.cancel()
 
     def result(self) -> dict[str, Any]:
         """The whole, as one object; the error that ended it is raised."""
@@ -188,7 +196,7 @@ class Jobs:
             raise ConflictError(f"there is a job {job_id} already")
         worker.require_model(values["model"])
         if values["messages"] is not None:
-            ids = await asyncio.to_thread(llm.tokenize_chat, values["messages"])
+            ids = await asyncio.to_thread(llm.tokenize_chat, fields.conversation(values["messages"]))
         else:
             ids = await asyncio.to_thread(llm.tokenize, values["prompt"])
         if job_id in self._jobs:  # somebody was quicker
@@ -205,22 +213,14 @@ class Jobs:
         """One that is known."""
         self._forget_old()
         if job_id not in self._jobs:
-            raise ModelNotFoundError(f"there is no job {job_id[:64]!r}")
+            raise NotFoundError(f"there is no job {job_id[:64]!r}")
         return self._jobs[job_id]
 
     def cancel(self, job_id: str) -> None:
         """End it; one that has ended already stays as it is."""
-        job = self.get(job_id)
-        if job.ended_at is None:
-            job.answer.ticket.cancel()
+        self.get(job_id).cancel()
 
     def _forget_old(self) -> None:
         oldest = time.monotonic() - self._worker.settings.job_ttl_s
         for job_id in [i for i, job in self._jobs.items() if job.ended_at is not None and job.ended_at < oldest]:
             del self._jobs[job_id]
-
-
-def require_messages(value: Any) -> None:
-    """Something that a template can be asked about."""
-    if not isinstance(value, list) or not value:
-        raise InvalidRequestError("messages must be a list of at least one message", "messages")

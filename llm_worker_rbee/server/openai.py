@@ -1,4 +1,4 @@
-"""The OpenAI dialect: completions and chat, whole and streamed. The whole reply is a fold over the pieces of the stream."""
+"""The OpenAI dialect: completions and chat, whole and streamed. A whole reply is a fold over the stream's pieces."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 from uuid import uuid4
 
 from ..engine.request import TokenLogprob
-from ..errors import InvalidRequestError, WorkerError
+from ..errors import InferenceError, InvalidRequestError, ModelNotFoundError, WorkerError
 from ..tokenizer import Tokenizer
-from . import fields
+from . import fields, logs
 from .answer import Answer, Piece
 from .fields import FieldsError, Problem
 from .openai_fields import CHAT, COMPLETION, params_of
@@ -28,6 +28,11 @@ class Asked(NamedTuple):
     values: dict[str, Any]
     is_chat: bool
 
+    def close(self) -> None:
+        """Nobody wants more of them."""
+        for answer in self.answers:
+            answer.close()
+
 
 async def chat(worker: Worker, body: bytes, ignored: list[str] | None) -> Asked:
     """Take a conversation on."""
@@ -37,7 +42,7 @@ async def chat(worker: Worker, body: bytes, ignored: list[str] | None) -> Asked:
     if values["top_logprobs"] is not None and not values["logprobs"]:
         raise FieldsError([Problem("top_logprobs", "conflict", "top_logprobs needs logprobs: true")])
     scored = (values["top_logprobs"] or 0) if values["logprobs"] else None
-    ids = await asyncio.to_thread(worker.llm.tokenize_chat, [_as_system(m) for m in values["messages"]])
+    ids = await asyncio.to_thread(worker.llm.tokenize_chat, fields.conversation(values["messages"]))
     seed, answers = worker.answers(
         ids, params_of(values, longest, scored), n=values["n"], priority=values["priority"], timeout_s=_seconds(values)
     )
@@ -52,7 +57,9 @@ async def completion(worker: Worker, body: bytes, ignored: list[str] | None) -> 
         raise FieldsError([Problem("best_of", "unsupported", "best_of other than n is not supported by this worker")])
     if values["max_tokens"] == 0 and not values["echo"]:
         raise FieldsError([Problem("max_tokens", "range", "max_tokens is 0: only with echo, to score the prompt")])
-    prompts = [await _ids(worker, one) for one in _several(values["prompt"])]
+    several = _several(values["prompt"])
+    worker.require_room(len(several) * values["n"])
+    prompts = [await _ids(worker, one) for one in several]
     scores = values["echo"] and values["logprobs"] is not None
     params = params_of(values, max(1, values["max_tokens"]), values["logprobs"], prompt_logprobs=scores)
     answers: list[Answer] = []
@@ -72,15 +79,18 @@ async def completion(worker: Worker, body: bytes, ignored: list[str] | None) -> 
 
 async def whole(worker: Worker, asked: Asked) -> dict[str, Any]:
     """One object with all answers."""
-    folded = await asyncio.gather(*(_folded(answer) for answer in asked.answers))
-    choices = [_choice(worker.llm.tokenizer, asked, i, piece) for i, piece in enumerate(folded)]
+    try:
+        folded = await asyncio.gather(*(_folded(answer) for answer in asked.answers))
+    finally:
+        asked.close()  # one that fails ends the others
+    choices = [_choice(worker.loaded.tokenizer, asked, i, piece) for i, piece in enumerate(folded)]
     kind = "chat.completion" if asked.is_chat else "text_completion"
     return {**_head(worker, asked, kind), "choices": choices, "usage": usage(asked), "seed": asked.seed}
 
 
 async def stream(worker: Worker, asked: Asked) -> AsyncGenerator[bytes, None]:
     """The same as events."""
-    tokenizer = worker.llm.tokenizer
+    tokenizer = worker.loaded.tokenizer
     head = _head(worker, asked, "chat.completion.chunk" if asked.is_chat else "text_completion")
     wants_usage = asked.values["stream_options"].get("include_usage", False)
     more: dict[str, Any] = {"usage": None} if wants_usage else {}
@@ -88,7 +98,12 @@ async def stream(worker: Worker, asked: Asked) -> AsyncGenerator[bytes, None]:
     try:
         if asked.is_chat:
             for i in range(len(asked.answers)):
-                first = {"index": i, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+                first = {
+                    "index": i,
+                    "delta": {"role": "assistant", "content": ""},
+                    "logprobs": None,
+                    "finish_reason": None,
+                }
                 yield event({**head, "choices": [first], **more})
         async for i, piece in merged(asked.answers):
             for choice in told.choices(i, piece):
@@ -97,9 +112,11 @@ async def stream(worker: Worker, asked: Asked) -> AsyncGenerator[bytes, None]:
             yield event({**head, "choices": [], "usage": usage(asked)})
     except WorkerError as error:
         yield event(error_body(error))
+    except Exception as error:
+        logs.failed(error)
+        yield event(error_body(InferenceError("something went wrong inside the worker")))
     finally:
-        for answer in asked.answers:
-            answer.close()
+        asked.close()
     yield DONE
 
 
@@ -109,6 +126,7 @@ class _Told:
     def __init__(self, tokenizer: Tokenizer, asked: Asked) -> None:
         self._tokenizer, self._asked = tokenizer, asked
         self._echoed = [not asked.values.get("echo") for _ in asked.answers]
+        self._offsets = [0] * len(asked.answers)
 
     def choices(self, i: int, piece: Piece) -> list[dict[str, Any]]:
         asked, made = self._asked, []
@@ -124,7 +142,10 @@ class _Told:
             piece = _with_prompt(self._tokenizer, asked, i, piece)
         elif asked.values["max_tokens"] == 0:
             return []
-        scores = text_logprobs(self._tokenizer, piece) if asked.values["logprobs"] is not None else None
+        scores = None
+        if asked.values["logprobs"] is not None:
+            scores = text_logprobs(self._tokenizer, piece, self._offsets[i])
+            self._offsets[i] += sum(map(len, scores["tokens"]))
         return [{"index": i, "text": piece.text, "logprobs": scores, "finish_reason": piece.finish}]
 
 
@@ -134,27 +155,27 @@ async def merged(answers: Sequence[Answer]) -> AsyncGenerator[tuple[int, Piece],
         async for piece in answers[0].pieces():
             yield 0, piece
         return
-    queue: asyncio.Queue[tuple[int, Piece | WorkerError | None]] = asyncio.Queue()
+    queue: asyncio.Queue[tuple[int, Piece | Exception | None]] = asyncio.Queue()
 
     async def pour(i: int, answer: Answer) -> None:
         try:
             async for piece in answer.pieces():
                 queue.put_nowait((i, piece))
             queue.put_nowait((i, None))
-        except WorkerError as error:
+        except Exception as error:  # whatever it is, somebody waits for the end
             queue.put_nowait((i, error))
 
     tasks = [asyncio.ensure_future(pour(i, answer)) for i, answer in enumerate(answers)]
     try:
         left = len(answers)
         while left:
-            i, piece = await queue.get()
-            if isinstance(piece, WorkerError):
-                raise piece
-            if piece is None:
+            i, news = await queue.get()
+            if isinstance(news, Exception):
+                raise news
+            if news is None:
                 left -= 1
             else:
-                yield i, piece
+                yield i, news
     finally:
         for task in tasks:
             task.cancel()
@@ -191,7 +212,9 @@ def _with_prompt(tokenizer: Tokenizer, asked: Asked, i: int, piece: Piece) -> Pi
     before = [TokenLogprob(ids[0], float("nan")) if one is None else one for one in scores]
     if asked.values["max_tokens"] == 0:
         return Piece(tokenizer.decode(ids), ids, before, "length")
-    return Piece(tokenizer.decode(ids) + piece.text, ids + piece.tokens, before + piece.logprobs, piece.finish, piece.stop)
+    return Piece(
+        tokenizer.decode(ids) + piece.text, ids + piece.tokens, before + piece.logprobs, piece.finish, piece.stop
+    )
 
 
 def usage(asked: Asked) -> dict[str, Any]:
@@ -207,6 +230,7 @@ def usage(asked: Asked) -> dict[str, Any]:
 
 def chat_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
     """As chat tells them."""
+
     def one(token: int, value: float) -> dict[str, Any]:
         raw = tokenizer.token_bytes(token)
         return {"token": raw.decode(errors="replace"), "logprob": value, "bytes": list(raw)}
@@ -216,7 +240,7 @@ def chat_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprob]) -> dict
     ], "refusal": None}  # fmt: skip
 
 
-def text_logprobs(tokenizer: Tokenizer, piece: Piece) -> dict[str, Any]:
+def text_logprobs(tokenizer: Tokenizer, piece: Piece, at: int = 0) -> dict[str, Any]:
     """As completions tell them; the first token of a prompt has none."""
     tokens = [tokenizer.piece(entry.token) for entry in piece.logprobs]
     values = [None if entry.logprob != entry.logprob else entry.logprob for entry in piece.logprobs]
@@ -224,7 +248,7 @@ def text_logprobs(tokenizer: Tokenizer, piece: Piece) -> dict[str, Any]:
         None if value is None else {tokenizer.piece(token): chance for token, chance in entry.top}
         for entry, value in zip(piece.logprobs, values, strict=True)
     ]
-    offsets, at = [], 0
+    offsets = []
     for token in tokens:
         offsets.append(at)
         at += len(token)
@@ -234,7 +258,7 @@ def text_logprobs(tokenizer: Tokenizer, piece: Piece) -> dict[str, Any]:
 def error_body(error: WorkerError) -> dict[str, Any]:
     """As the official client reads it."""
     kind = "invalid_request_error" if error.status < 500 else "server_error"
-    code = "model_not_found" if error.status == 404 else error.code
+    code = "model_not_found" if isinstance(error, ModelNotFoundError) else error.code
     return {"error": {"message": str(error), "type": kind, "param": getattr(error, "field", None), "code": code}}
 
 
@@ -244,13 +268,6 @@ def _head(worker: Worker, asked: Asked, kind: str) -> dict[str, Any]:
         "id": f"{prefix}-{uuid4().hex}", "object": kind, "created": int(time.time()), "model": worker.settings.names[0],
         "system_fingerprint": None,
     }  # fmt: skip
-
-
-def _as_system(message: Any) -> Any:
-    """The newer name of a role."""
-    if isinstance(message, dict) and message.get("role") == "developer":
-        return {**message, "role": "system"}
-    return message
 
 
 def _several(prompt: Any) -> list[Any]:
@@ -263,9 +280,8 @@ async def _ids(worker: Worker, prompt: Any) -> list[int]:
     if isinstance(prompt, str):
         return await asyncio.to_thread(worker.llm.tokenize, prompt)
     size = worker.llm.config.vocab_size
-    for token in prompt:
-        if token >= size:
-            raise InvalidRequestError(f"prompt: {token} is not a token id (0..{size - 1})", "prompt")
+    if (largest := max(prompt)) >= size:
+        raise InvalidRequestError(f"prompt: {largest} is not a token id (0..{size - 1})", "prompt")
     return list(prompt)
 
 

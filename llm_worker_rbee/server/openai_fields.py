@@ -26,15 +26,13 @@ def _bias(name: str, value: Any) -> Problem | None:
 
 
 def _stream_options(name: str, value: Any) -> Problem | None:
-    if isinstance(value, dict) and set(value) <= {"include_usage"} and isinstance(value.get("include_usage", False), bool):
+    if (
+        isinstance(value, dict)
+        and set(value) <= {"include_usage"}
+        and isinstance(value.get("include_usage", False), bool)
+    ):
         return None
     return Problem(name, "type", f"{name} may hold include_usage, true or false, and nothing else")
-
-
-def _messages(name: str, value: Any) -> Problem | None:
-    if not isinstance(value, list) or not value:
-        return Problem(name, "type", f"{name} must be a list of at least one message")
-    return None
 
 
 def _prompt(name: str, value: Any) -> Problem | None:
@@ -44,16 +42,21 @@ def _prompt(name: str, value: Any) -> Problem | None:
         if all(isinstance(one, str) for one in value):
             return next((problem for one in value if (problem := fields.text(name, one))), None)
         groups = value if all(isinstance(one, list) for one in value) else [value]
-        if all(group and all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in group) for group in groups):
+        if all(
+            group and all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in group) for group in groups
+        ):
             return None
-    return Problem(name, "type", f"{name} must be a string, strings, token ids, or lists of token ids, not empty and not mixed")
+    return Problem(
+        name, "type", f"{name} must be a string, strings, token ids, or lists of token ids, not empty and not mixed"
+    )
 
 
 def _nothing_but(*allowed: Any) -> Field:
     """A field that we know and do not honour: only what asks for nothing is let through."""
 
     def check(name: str, value: Any) -> Problem | None:
-        return None if value in allowed else Problem(name, "unsupported", f"{name} is not supported by this worker")
+        is_allowed = any(type(one) is type(value) and one == value for one in allowed)  # 0 is not False
+        return None if is_allowed else Problem(name, "unsupported", f"{name} is not supported by this worker")
 
     return Field(check)
 
@@ -67,13 +70,13 @@ COMMON: dict[str, Field] = {
     "logit_bias": Field(_bias, {}),
     "user": Field(fields.text),
     "priority": Field(fields.integer(-(1 << 31), (1 << 31) - 1), 0),
-    "timeout_ms": Field(fields.integer(1)),
+    "timeout_ms": Field(fields.integer(1, fields.LONGEST_TIMEOUT_MS)),
     **{name: Field(fields.number, getattr(DEFAULTS, name)) for name in NUMBERS},
     **{name: Field(fields.sampling_integer(name), getattr(DEFAULTS, name)) for name in INTEGERS},
 }
 CHAT: dict[str, Field] = {
     **COMMON,
-    "messages": Field(_messages, required=True, is_secret=True),
+    "messages": Field(fields.messages, required=True, is_secret=True),
     "max_tokens": Field(fields.integer(1)),
     "max_completion_tokens": Field(fields.integer(1)),
     "logprobs": Field(fields.boolean, False),

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from uuid import uuid4
 
+from ..errors import InvalidRequestError
+
 MIB = 1 << 20
 
 
@@ -28,6 +30,10 @@ class Settings:
     callback_url: str | None = None
     heartbeat_url: str | None = None
     advertise_url: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.api_key is not None and not self.api_key.strip():
+            raise InvalidRequestError("the API key is empty: give one, or none at all", "api_key")
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -6,7 +6,7 @@ A client that goes away ends its source at once; one that does not read is cut a
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -26,16 +26,18 @@ class EventStream:
     """A response that is a stream; `source` gives the bytes, and is closed whatever happens."""
 
     def __init__(
-        self, source: AsyncGenerator[bytes, None], *, ping_s: float, stall_s: float, headers: Mapping[str, str] = {}
-    ) -> None:
+        self, source: AsyncGenerator[bytes, None], *, ping_s: float, stall_s: float, headers: Mapping[str, str] = {},
+        on_end: Callable[[], None] = lambda: None,
+    ) -> None:  # fmt: skip
         self._source = source
+        self._on_end = on_end  # a generator that has not begun would clean nothing up
         self._ping_s, self._stall_s = ping_s, stall_s
         self._headers = [(k.encode("latin-1"), v.encode("latin-1")) for k, v in {**HEADERS, **headers}.items()]
         self._is_idle = True
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """As an ASGI application."""
-        tasks = [asyncio.ensure_future(part) for part in (self._pump(send), _gone(receive), self._pings(send))]
+        tasks = [asyncio.ensure_future(part) for part in (self._pump(send), gone(receive), self._pings(send))]
         try:
             await asyncio.wait(tasks[:2], return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -43,6 +45,7 @@ class EventStream:
                 task.cancel()
             found = await asyncio.gather(*tasks, return_exceptions=True)
             await self._source.aclose()
+            self._on_end()
         if isinstance(found[0], Exception) and not isinstance(found[0], (TimeoutError, OSError)):
             raise found[0]
 
@@ -62,7 +65,7 @@ class EventStream:
             self._is_idle = True
 
 
-async def _gone(receive: Any) -> None:
+async def gone(receive: Any) -> None:
     """Until the client goes away."""
     while (await receive())["type"] != "http.disconnect":
         pass

@@ -27,6 +27,7 @@ from ..errors import (
 from ..llm import LLM
 from ..tokenizer import StreamDecoder
 from .answer import Answer
+from .metrics import Observed
 from .settings import Settings
 
 State = Literal["loading", "ready", "stopping", "failed"]
@@ -46,6 +47,7 @@ class Worker:
         self.failure: WorkerError | None = None
         self.num_unstarted = self.num_unstarted_tokens = 0
         self.num_running = 0
+        self.observed = Observed()
         self._load = load
         self._llm: LLM | None = None
         self._engine: AsyncEngine | None = None
@@ -59,10 +61,13 @@ class Worker:
 
         try:
             self._llm = await asyncio.to_thread(self._load, progress)
-        except WorkerError as error:
-            self.state, self.failure = "failed", error
-            self._tell({"stage": "failed", "message": str(error)})
-            raise
+        except Exception as error:
+            self.failure = error if isinstance(error, WorkerError) else InferenceError(_unforeseen(error))
+            self.state = "failed"
+            self._tell({"stage": "failed", "message": "the model could not be loaded"})
+            raise self.failure from error
+        if self.state != "loading":  # told to stop meanwhile
+            return
         for phase, seconds in self._llm.phases.items():
             self._tell({"stage": phase, "done": 1, "total": 1, "seconds": seconds})
         self._engine = AsyncEngine(self._llm.engine)
@@ -77,7 +82,7 @@ class Worker:
         while self.num_running and time.monotonic() < end:
             await asyncio.sleep(0.02)
         if self._engine is not None:
-            await self._engine.stop()
+            await self._engine.stop(ShuttingDownError("the worker is shutting down"))
 
     def _tell(self, event: dict[str, Any]) -> None:
         self.loading.append(event)
@@ -95,6 +100,17 @@ class Worker:
             raise ModelLoadingError("the model is loading", LOADING_RETRY_S)
         return self._llm
 
+    @property
+    def is_loaded(self) -> bool:
+        """Whether there is a model."""
+        return self._llm is not None
+
+    @property
+    def loaded(self) -> LLM:
+        """The same for those who are in already, also while the worker is stopping."""
+        assert self._llm is not None
+        return self._llm
+
     def require_model(self, name: str | None) -> None:
         """It is the one that is served, or none is named."""
         if name is not None and name not in self.settings.names:
@@ -104,10 +120,19 @@ class Worker:
         """How long the answer may be; one that can never fit is refused with all the figures."""
         return token_limit(len(ids), max_tokens, self.llm.max_context)
 
+    def require_room(self, requests: int) -> None:
+        """Refuse more at once than could ever wait."""
+        room = self._room
+        if requests > room:
+            raise InvalidRequestError(f"{requests} answers are asked for at once: at most {room} are taken", "prompt")
+
+    @property
+    def _room(self) -> int:
+        return self.llm.engine.config.max_batch + self.settings.max_queue
+
     def admit(self, requests: int, tokens: int) -> None:
         """Refuse what would wait too long, with the time after which it would not."""
-        room = self.llm.engine.config.max_batch + self.settings.max_queue
-        if self.num_unstarted + requests > room or (
+        if self.num_unstarted + requests > self._room or (
             self.num_unstarted and self.num_unstarted_tokens + tokens > self.settings.max_queued_tokens
         ):
             told = f"{self.num_unstarted} requests with {self.num_unstarted_tokens} prompt tokens are waiting"
@@ -142,6 +167,13 @@ class Worker:
         self.num_unstarted_tokens += request.num_prompt_tokens
         self.num_running += 1
         has_started = has_ended = False
+        began = time.perf_counter()
+
+        def on_outputs(seconds: float, count: int) -> None:
+            if has_started:
+                self.observed.outputs(seconds, count)
+            else:
+                self.observed.first(seconds, count, request.admitted_at - began)
 
         def on_first() -> None:
             nonlocal has_started
@@ -152,13 +184,15 @@ class Worker:
 
         def on_end() -> None:
             nonlocal has_ended
-            self.num_running -= not has_ended
-            has_ended = True
+            if not has_ended:
+                has_ended = True
+                self.num_running -= 1
+                self.observed.whole.observe(time.perf_counter() - began)
 
         decoder = StreamDecoder(
             llm.tokenizer, tuple(request.params.stop), continuation=llm.tokenizer.continues(request.prompt)
         )
-        return Answer(ticket, decoder, on_first, on_end)
+        return Answer(ticket, decoder, on_outputs, on_first, on_end)
 
     def health(self) -> dict[str, Any]:
         """Truthful, from what is known: about forward progress, not about a process being there."""
@@ -175,3 +209,7 @@ class Worker:
             "running": self.num_running,
             "waiting": self.num_unstarted,
         }
+
+
+def _unforeseen(error: Exception) -> str:
+    return f"the model could not be loaded: {type(error).__name__}: {error}"

@@ -14,7 +14,7 @@ from llm_worker_rbee.cli.terminal import cell, visible
 
 from .conftest import ROOT, Run, Terminal, environment
 
-COMMANDS = ["run", "chat", "inspect", "tokenize", "pull", "models", "warmup", "doctor"]
+COMMANDS = ["run", "chat", "serve", "inspect", "tokenize", "pull", "models", "warmup", "doctor"]
 
 
 def test_version_and_help_import_nothing_heavy() -> None:
@@ -22,7 +22,8 @@ def test_version_and_help_import_nothing_heavy() -> None:
 import sys
 from llm_worker_rbee.cli import status_of
 assert status_of([sys.argv[1]]) == 0
-print(sorted({"numpy", "tokenizers", "jinja2", "huggingface_hub", "torch", "numba"} & set(sys.modules)))
+heavy = {"numpy", "tokenizers", "jinja2", "huggingface_hub", "torch", "numba", "starlette", "uvicorn", "msgspec"}
+print(sorted(heavy & set(sys.modules)))
 """
     for option in ("--version", "--help"):
         done = subprocess.run([sys.executable, "-c", script, option], capture_output=True, text=True, env=environment())

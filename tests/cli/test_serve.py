@@ -1,0 +1,298 @@
+"""`serve` as an orchestrator has it: spawned, heard of, used, watched, stopped; and what it refuses at once."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import re
+import signal
+import socket
+import ssl
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from llm_worker_rbee import __version__
+from llm_worker_rbee.cli.serve import (
+    JOB_TTL,
+    MAX_BODY,
+    MAX_QUEUE,
+    MAX_QUEUED_TOKENS,
+    SHUTDOWN_TIMEOUT,
+    STALL_TIMEOUT,
+)
+from llm_worker_rbee.server.settings import Settings
+from tests.conftest import with_kernels
+from tests.server.running import write_model
+
+from .conftest import Run, environment
+
+LIMIT_S = 60
+
+
+class Worker:
+    """The real command in a process of its own."""
+
+    def __init__(self, *args: str | Path, **env: str) -> None:
+        line = [sys.executable, "-m", "llm_worker_rbee", "serve", "--port", "0", *map(str, args)]
+        kept = {k: v for k, v in environment().items() if k not in ("LLM_WORKER_API_KEY", "LLORCH_API_TOKEN")}
+        self.process = subprocess.Popen(
+            line,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=kept | {"LLORCH_LOG_FORMAT": "json"} | env,
+        )
+        assert self.process.stdout is not None
+        self.first_line = self.process.stdout.readline()
+        found = re.search(r"https?://[^ ,]+", self.first_line)
+        assert found is not None, (self.first_line, self.process.communicate(timeout=LIMIT_S))
+        self.url = found[0]
+
+    def curl_line(self) -> str:
+        """What the banner says to paste, once the model is ready."""
+        assert self.process.stdout is not None
+        return next(line.strip() for line in self.process.stdout if "curl" in line)
+
+    def end(self, *signals: signal.Signals) -> tuple[int, list[dict[str, Any]]]:
+        for one in signals:
+            self.process.send_signal(one)
+        _, said = self.process.communicate(timeout=LIMIT_S)
+        return self.process.returncode, [json.loads(line) for line in said.splitlines()]
+
+
+@pytest.fixture
+def worker() -> Iterator[Callable[..., Worker]]:
+    spawned: list[Worker] = []
+
+    def start(*args: str | Path, **env: str) -> Worker:
+        spawned.append(Worker(*args, **env))
+        return spawned[-1]
+
+    yield start
+    for one in spawned:
+        if one.process.poll() is None:
+            one.process.kill()
+        one.process.communicate()
+
+
+@pytest.fixture(scope="session")
+def babbling(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that goes on after `#` for longer than any test waits."""
+    return with_kernels(write_model(tmp_path_factory.mktemp("babbling") / "babbling.gguf"))
+
+
+class Orchestrator:
+    """Hears callbacks and heartbeats; the first callback is answered with an error."""
+
+    def __init__(self) -> None:
+        self.heard: queue.Queue[tuple[str, dict[str, Any]]] = queue.Queue()
+        heard, refused = self.heard, []
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+                heard.put((self.path, body))
+                is_first = self.path == "/ready" and not refused
+                refused.append(self.path)
+                self.send_response(503 if is_first else 204)
+                self.end_headers()
+
+            def log_message(self, *_: Any) -> None: ...
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_port}"
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+    def next(self) -> tuple[str, dict[str, Any]]:
+        return self.heard.get(timeout=LIMIT_S)
+
+
+@pytest.fixture
+def orchestrator() -> Iterator[Orchestrator]:
+    made = Orchestrator()
+    yield made
+    made.server.shutdown()
+    made.server.server_close()
+
+
+def test_an_orchestrator_starts_uses_watches_and_stops_a_worker(
+    worker: Callable[..., Worker], orchestrator: Orchestrator, tiny: Path
+) -> None:
+    urls = ("--callback-url", f"{orchestrator.url}/ready", "--heartbeat-url", f"{orchestrator.url}/beat")
+    spawned = worker(
+        "-m", tiny, "--worker-id", "w-1", "--served-model-name", "mine", *urls, LLM_WORKER_API_KEY="secret"
+    )
+    heard: dict[str, list[dict[str, Any]]] = {"/ready": [], "/beat": []}
+    while len(heard["/ready"]) < 2 or not heard["/beat"]:  # the first callback was refused: it comes again
+        path, body = orchestrator.next()
+        heard[path].append(body)
+    first, again = heard["/ready"]
+    assert first == again
+    assert first | {"phases": None} == {
+        "worker_id": "w-1", "url": spawned.url, "model_ref": str(tiny), "backend": "cpu", "device": "cpu",
+        "vram_bytes": 0, "phases": None,
+    }  # fmt: skip
+    assert {"open", "tokenizer", "weights", "kernels", "warm-up"} <= set(first["phases"])
+    port = httpx.URL(spawned.url).port
+    assert heard["/beat"][0]["worker"] == {
+        "id": "w-1", "model_id": "mine", "device": "cpu", "port": port, "status": "healthy",
+        "implementation": "python", "version": __version__,
+    }  # fmt: skip
+    correlation = "12345678-1234-1234-1234-123456789abc"
+    headers = {"authorization": "Bearer secret", "x-correlation-id": correlation}
+    with httpx.Client(base_url=spawned.url, headers=headers, timeout=LIMIT_S) as client:
+        assert client.get("/health").json()["status"] == "healthy"
+        job = client.post("/v1/jobs", json={"prompt": "a private matter", "max_tokens": 5, "seed": 1}).json()
+        events = [line for line in client.get(job["sse_url"]).text.split("\n\n") if line]
+        assert json.loads(events[0].removeprefix("data: "))["type"] == "started"
+        assert json.loads(events[-2].removeprefix("data: "))["type"] == "end"
+        found = client.get("/metrics").text
+        assert "llm_worker_generation_tokens_total 5.0\n" in found
+        assert "llm_worker_prompt_tokens_total 16.0\n" in found  # warming up is not among them
+        assert httpx.get(f"{spawned.url}/metrics").status_code == 401
+    status, lines = spawned.end(signal.SIGTERM)
+    assert status == 0
+    assert any(line.get("correlation_id") == correlation and line.get("path") == "/v1/jobs" for line in lines)
+    assert "private" not in json.dumps(lines)
+    assert "secret" not in json.dumps(lines)
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"{spawned.url}/health")
+
+
+def test_the_first_signal_drains_and_late_requests_end_with_an_error(
+    worker: Callable[..., Worker], babbling: Path
+) -> None:
+    spawned = worker("-m", babbling, "--shutdown-timeout", "1")
+    spawned.curl_line()
+    body = {"job_id": "j", "prompt": "#", "max_tokens": 60_000, "temperature": 0}
+    with (
+        httpx.Client(base_url=spawned.url, timeout=LIMIT_S) as client,
+        client.stream("POST", "/execute", json=body) as s,
+    ):
+        lines = s.iter_lines()
+        while '"token"' not in next(lines):
+            pass
+        spawned.process.send_signal(signal.SIGTERM)
+        refused = httpx.post(f"{spawned.url}/v1/jobs", json={"prompt": "y", "max_tokens": 1})
+        while refused.status_code == 200:  # it has not heard yet
+            refused = httpx.post(f"{spawned.url}/v1/jobs", json={"prompt": "y", "max_tokens": 1})
+        assert (refused.status_code, refused.json()["code"]) == (503, "SHUTTING_DOWN")
+        assert httpx.get(f"{spawned.url}/health").json()["status"] == "stopping"
+        rest = [line for line in lines if line]
+    assert rest[-1] == "data: [DONE]"
+    assert json.loads(rest[-2].removeprefix("data: "))["type"] == "error"
+    assert json.loads(rest[-2].removeprefix("data: "))["code"] == "SHUTTING_DOWN"
+    assert spawned.end()[0] == 0
+
+
+def test_a_second_signal_ends_at_once(worker: Callable[..., Worker], babbling: Path) -> None:
+    spawned = worker("-m", babbling, "--shutdown-timeout", "600")
+    spawned.curl_line()
+    body = {"job_id": "j", "prompt": "#", "max_tokens": 60_000, "temperature": 0}
+    with httpx.stream("POST", f"{spawned.url}/execute", json=body, timeout=LIMIT_S) as stream:
+        next(stream.iter_bytes())
+        spawned.process.send_signal(signal.SIGINT)
+        while httpx.get(f"{spawned.url}/health").json()["status"] != "stopping":
+            pass
+        assert spawned.end(signal.SIGTERM)[0] == 128 + signal.SIGTERM
+
+
+def test_the_banner_says_a_line_that_works_when_pasted(
+    worker: Callable[..., Worker], tiny: Path, tmp_path: Path
+) -> None:
+    key = tmp_path / "the key's file"
+    key.write_text("k-1\n")
+    spawned = worker("-m", tiny, "--api-key-file", key)
+    line = spawned.curl_line()
+    assert "k-1" not in line
+    done = subprocess.run(["bash", "-c", line.replace("curl ", "curl -s ", 1)], capture_output=True, timeout=LIMIT_S)
+    assert json.loads(done.stdout)["choices"][0]["message"]["role"] == "assistant"
+    assert spawned.end(signal.SIGINT)[0] == 0
+
+
+def test_a_model_that_cannot_be_loaded_ends_it_with_one_line(spawn: Run, tmp_path: Path) -> None:
+    (tmp_path / "bad.gguf").write_bytes(b"GGUF no more")
+    done = spawn("serve", "--port", "0", "-m", tmp_path / "bad.gguf")
+    assert done.returncode == 1
+    assert done.stderr.decode().splitlines()[-1].startswith("error: ")
+    assert b"Traceback" not in done.stderr
+
+
+def test_a_port_that_is_taken_is_named(spawn: Run) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        done = spawn("serve", "--port", str(taken.getsockname()[1]))
+    assert (done.returncode, done.stdout) == (1, b"")
+    assert "cannot listen at --host 127.0.0.1 --port" in done.stderr.decode()
+
+
+@pytest.mark.parametrize(
+    ("args", "env", "status", "told"),
+    [
+        (["--host", "0.0.0.0"], {}, 1, "there is no key"),
+        (["--host", "::"], {}, 1, "there is no key"),
+        (["--host", "example.org"], {}, 1, "there is no key"),
+        ([], {"LLM_WORKER_API_KEY": ""}, 1, "LLM_WORKER_API_KEY is empty"),
+        ([], {"LLORCH_API_TOKEN": " "}, 1, "LLORCH_API_TOKEN is empty"),
+        ([], {"LLM_WORKER_API_KEY": "a", "LLORCH_API_TOKEN": "b"}, 1, "hold different keys"),
+        ([], {"LLM_WORKER_API_KEY": "two words"}, 1, "cannot be a key"),
+        (["--api-key-file", "/nowhere/key"], {}, 1, "cannot read /nowhere/key"),
+        (["--callback-url", "ftp://x"], {}, 1, "--callback-url 'ftp://x' is not an address"),
+        (["--heartbeat-url", "http://[x"], {}, 1, "--heartbeat-url"),
+        (["--cors-origin", "evil.com"], {}, 2, "--cors-origin 'evil.com'"),
+        (["--worker-id", "a\nb"], {}, 2, "--worker-id"),
+        (["--port", "70000"], {}, 2, "--port"),
+        (["--ssl-keyfile", "x"], {}, 2, "--ssl-certfile"),
+        (["--ssl-certfile", "/nowhere/cert"], {}, 1, "--ssl-certfile /nowhere/cert"),
+        (["--max-batch", "0"], {}, 2, "--max-batch"),
+        ([], {"LLORCH_LOG_FORMAT": "xml"}, 1, "LLORCH_LOG_FORMAT is 'xml'"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_begins(
+    cli: Run, monkeypatch: pytest.MonkeyPatch, args: list[str], env: dict[str, str], status: int, told: str
+) -> None:
+    for name in ("LLM_WORKER_API_KEY", "LLORCH_API_TOKEN", "LLORCH_LOG_FORMAT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    done = cli("serve", *args)
+    assert (done.returncode, done.stdout) == (status, b"")
+    assert told in done.stderr.decode()
+    assert done.stderr.count(b"\n") == 1
+
+
+def test_https(worker: Callable[..., Worker], tiny: Path, tmp_path: Path) -> None:
+    made = subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2",
+         "-keyout", "key.pem", "-out", "cert.pem", "-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"],
+        cwd=tmp_path, capture_output=True,
+    ) if _has_openssl() else None  # fmt: skip
+    if made is None or made.returncode:
+        pytest.skip("openssl is not installed")
+    spawned = worker("-m", tiny, "--ssl-certfile", tmp_path / "cert.pem", "--ssl-keyfile", tmp_path / "key.pem")
+    assert spawned.url.startswith("https://127.0.0.1:")
+    trusted = ssl.create_default_context(cafile=str(tmp_path / "cert.pem"))
+    assert httpx.get(f"{spawned.url}/health", verify=trusted).json()["status"] in ("loading", "healthy")
+    assert spawned.end(signal.SIGTERM)[0] == 0  # also where it is loading still
+
+
+def _has_openssl() -> bool:
+    return any(os.access(Path(folder, "openssl"), os.X_OK) for folder in os.environ["PATH"].split(os.pathsep))
+
+
+def test_the_defaults_are_those_of_the_settings() -> None:
+    known = Settings(model_ref="x")
+    assert (known.max_queue, known.max_queued_tokens, known.max_body) == (
+        MAX_QUEUE, MAX_QUEUED_TOKENS, MAX_BODY,
+    )  # fmt: skip
+    assert (known.job_ttl_s, known.shutdown_timeout_s, known.stall_timeout_s) == (
+        JOB_TTL, SHUTDOWN_TIMEOUT, STALL_TIMEOUT,
+    )  # fmt: skip

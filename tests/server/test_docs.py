@@ -1,0 +1,92 @@
+"""The examples of docs/http.md, pasted into a shell; and the files of docs/deploy.md, which must at least be sound."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import typer
+
+from llm_worker_rbee import LLM
+from llm_worker_rbee.cli import app
+from llm_worker_rbee.server.openapi import ROUTES
+from tests.server.conftest import KEY
+from tests.server.running import Server
+
+DOCS = Path(__file__).parents[2] / "docs"
+TEXT = (DOCS / "http.md").read_text(encoding="utf-8")
+EXAMPLES = re.findall(r"^```bash\n(.*?)^```$", TEXT, re.DOTALL | re.MULTILINE)
+SHELL = "curl() { command curl -sS --max-time 20 -w '\\n%{http_code}' \"$@\"; }\n"
+ADDRESS = "http://127.0.0.1:8080"
+
+
+@pytest.fixture(scope="module")
+def named(load: Callable[..., LLM]) -> Iterator[Server]:
+    """A server whose model has the name that the examples use."""
+    with Server(load, served_name="smollm2") as running:
+        yield running.ready()
+
+
+def pasted(example: str, server: Server) -> tuple[str, int]:
+    """What comes of it: the body and the status."""
+    script = SHELL + example.replace(ADDRESS, server.url)
+    settings = {**os.environ, "LLM_WORKER_API_KEY": KEY}
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=30, env=settings)
+    assert done.returncode == 0, done.stderr
+    body, _, status = done.stdout.rpartition("\n")
+    return body, int(status)
+
+
+def test_every_example_does_what_it_says(named: Server, locked: Server) -> None:
+    for example in EXAMPLES:  # in their order: a job is begun, read, ended
+        said = re.match(r"# (with a key)?(?:, )?(?:status (\d+))?$", example.partition("\n")[0])
+        body, status = pasted(example, locked if said and said[1] else named)
+        assert status == int((said and said[2]) or 200), f"{example}{body}"
+        if " -N " in example:
+            assert body.startswith("data: {"), example
+            assert body.rstrip().endswith("data: [DONE]"), example
+            assert '"error"' not in body, body
+        elif not any(word in example for word in ("curl -i", "/metrics", ":8080/\n")):
+            json.loads(body)
+    named.require_idle()
+
+
+def test_every_route_has_an_example() -> None:
+    asked = {
+        ("delete" if "-X DELETE" in example else "post" if " -d " in example else "get", path)
+        for example in EXAMPLES
+        for path in re.findall(rf"{ADDRESS}(\S+)", example)
+    }
+    for method, path, *_ in ROUTES:
+        pattern = re.sub(r"\{\w+\}", "[^/]+", path)
+        assert any(method == verb and re.fullmatch(pattern, given) for verb, given in asked), (method, path)
+
+
+def test_the_dashboard_asks_for_metrics_that_exist(named: Server) -> None:
+    served = set(re.findall(r"^(llm_worker_\w+)", named.http.get("/metrics").text, re.MULTILINE))
+    panels = json.loads((DOCS / "grafana.json").read_text(encoding="utf-8"))["panels"]
+    asked = {
+        name
+        for panel in panels
+        for target in panel["targets"]
+        for name in re.findall(r"llm_worker_\w+", target["expr"])
+    }
+    assert asked
+    assert asked <= served
+
+
+def test_the_options_that_are_named_exist() -> None:
+    command = typer.main.get_command(app).commands["serve"]  # type: ignore[attr-defined]
+    options = {name for one in command.params for name in one.opts}
+    told = TEXT + (DOCS / "deploy.md").read_text(encoding="utf-8")
+    served = " ".join(
+        line.partition("serve")[2] for line in told.splitlines() if "ExecStart" in line or "ENTRYPOINT" in line
+    )
+    named = set(re.findall(r"`(--[a-z-]+)", told)) | set(re.findall(r"--[a-z-]+", served))
+    assert len(named) > 5
+    assert named <= options

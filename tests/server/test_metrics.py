@@ -1,0 +1,87 @@
+"""What Prometheus is told: the names of the contract, in a form that it reads, with figures that are true."""
+
+from __future__ import annotations
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from llm_worker_rbee.server.metrics import Histogram
+
+from .conftest import Start
+from .running import Server
+
+HISTOGRAMS = (
+    "time_to_first_token_seconds", "inter_token_latency_seconds", "e2e_request_latency_seconds",
+    "request_queue_time_seconds",
+)  # fmt: skip
+GAUGES = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+COUNTERS = (
+    "prefix_cache_queries_total", "prefix_cache_hits_total", "num_preemptions_total", "prompt_tokens_total",
+    "generation_tokens_total",
+)  # fmt: skip
+
+
+def scraped(server: Server) -> dict[str, float]:
+    """Samples by name, and buckets by name and bound."""
+    reply = server.http.get("/metrics")
+    assert reply.status_code == 200
+    found: dict[str, float] = {}
+    for family in text_string_to_metric_families(reply.text):
+        for sample in family.samples:
+            name = sample.name.removeprefix("llm_worker_")
+            assert name != sample.name
+            found[":".join([name, *sample.labels.values()])] = sample.value
+    return found
+
+
+def test_figures_are_those_of_what_was_served(start: Start) -> None:
+    server = start()
+    before = scraped(server)
+    assert all(before[name] == 0 for name in (*GAUGES, *COUNTERS))
+    assert before["startup_phase_seconds:weights"] > 0
+    prompt = "#" * 100
+    for _ in range(2):
+        body = {"prompt": prompt, "max_tokens": 7, "temperature": 0, "stream": False}
+        assert server.post("/v1/jobs", body).json()["tokens_out"] == 7
+    after = scraped(server)
+    assert after["prompt_tokens_total"] == after["prefix_cache_queries_total"] == 200
+    assert after["generation_tokens_total"] == 14
+    assert 0 < after["prefix_cache_hits_total"] < 100
+    assert after["num_requests_running"] == after["num_requests_waiting"] == 0
+    for name in HISTOGRAMS:
+        expected = 12 if name.startswith("inter") else 2
+        assert after[f"{name}_count"] == after[f"{name}_bucket:+Inf"] == expected
+    assert after["time_to_first_token_seconds_sum"] <= after["e2e_request_latency_seconds_sum"]
+    assert 0 < after["request_queue_time_seconds_sum"] <= after["time_to_first_token_seconds_sum"]
+
+
+def test_what_runs_is_seen_and_what_is_cancelled_is_gone(start: Start) -> None:
+    server = start()
+    job = server.job(max_tokens=60_000)
+    with server.http.stream("GET", f"/v1/jobs/{job}/stream") as stream:
+        lines = stream.iter_lines()
+        while '"token"' not in next(lines):
+            pass
+        found = scraped(server)
+        assert (found["num_requests_running"], found["num_requests_waiting"]) == (1, 0)
+        assert found["kv_cache_usage_perc"] > 0
+        server.http.delete(f"/v1/jobs/{job}")
+    server.require_idle()
+    found = scraped(server)
+    assert (found["num_requests_running"], found["kv_cache_usage_perc"]) == (0, 0)
+    assert found["e2e_request_latency_seconds_count"] == 1
+
+
+def test_two_workers_share_nothing(start: Start) -> None:
+    one, other = start(), start()
+    one.events(one.job())
+    assert (scraped(one)["generation_tokens_total"], scraped(other)["generation_tokens_total"]) == (5, 0)
+
+
+def test_buckets_hold_all_that_is_not_above_them() -> None:
+    made = Histogram("x_seconds", "X.", (0.1, 1.0))
+    for seconds, times in ((0.1, 1), (0.5, 3), (7.0, 1)):
+        made.observe(seconds, times)
+    found = {sample.labels.get("le", sample.name): sample.value for sample in made.family().samples}
+    assert (found["0.1"], found["1.0"], found["+Inf"], found["llm_worker_x_seconds_count"]) == (1, 4, 5, 5)
+    assert found["llm_worker_x_seconds_sum"] == pytest.approx(8.6)

@@ -1,0 +1,84 @@
+"""`/openapi.json` says what is served: the same routes, the bounds of the checks, the shapes of replies."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from llm_worker_rbee.server import jobs, openai_fields
+from llm_worker_rbee.server.app import Routes
+from llm_worker_rbee.server.fields import Field
+from llm_worker_rbee.server.openapi import of_field
+from tests.server.running import Server, events
+from tests.server.schema import fits
+
+TABLES = {"job": jobs.TABLE, "chat": openai_fields.CHAT, "completion": openai_fields.COMPLETION}
+FIELDS = [(table, name) for table, fields in TABLES.items() for name in fields]
+# one of every kind, and the edges of everything that has edges
+SOME: list[Any] = [
+    True, False, 0, 1, -1, 0.5, 1.5, 2.5, -2.5, 4, 5, 16, 17, 20, 21, 2**31, 2**31 - 1, -(2**31), -(2**31) - 1,
+    2**64, 2**64 - 1, 10**12, "x", "infer", "none", "auto", "medium", "no spaces", "a" * 64, "a" * 65, "a" *
+    101, [], {}, ["a"], ["a" * 101], ["a"] * 4, ["a"] * 5, ["a"] * 17, [1], [[1]], [-1], [1, "a"], [[]], [None],
+    {"1": 5}, {"1": 101}, {"x": 1}, {"1": True}, {"include_usage": True}, {"include_usage": 1}, {"type":
+    "text"}, ["text"], [{}], [{"role": "user", "content": "x"}], [{"role": "nobody", "content": "x"}], [{"role":
+    "user"}], [{"role": "user", "content": [{"type": "text", "text": "x"}]}], [{"role": "user", "content": 5}],
+    0.0, 86_400_000, 86_400_001,
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def described(server: Server) -> dict[str, Any]:
+    reply = server.http.get("/openapi.json")
+    assert reply.status_code == 200
+    return dict(reply.json())
+
+
+def test_the_routes_are_those_that_are_served(server: Server, described: dict[str, Any]) -> None:
+    served = {
+        (route.path.replace(":path", ""), method.lower())
+        for route in Routes(server.worker).table()
+        for method in route.methods or ()
+        if method != "HEAD"
+    }
+    assert {(path, method) for path, methods in described["paths"].items() for method in methods} == served
+
+
+@pytest.mark.parametrize(("table", "name"), FIELDS)
+def test_a_field_is_described_as_it_is_checked(table: str, name: str) -> None:
+    field: Field = TABLES[table][name]
+    schema = of_field(name, field)
+    for value in SOME:
+        assert fits(schema, value, {}) == (field.check(name, value) is None), f"{name}: {value!r}"
+    assert fits(schema, None, {}) == (not field.required)
+    assert field.default is None or schema["default"] == (
+        list(field.default) if isinstance(field.default, tuple) else field.default
+    )
+
+
+def test_replies_and_events_are_described(server: Server, described: dict[str, Any]) -> None:
+    def require(name: str, value: Any) -> None:
+        assert fits(described["components"]["schemas"][name], value, described), (name, value)
+
+    chat = {"messages": [{"role": "user", "content": "#"}], "max_tokens": 3, "logprobs": True}
+    require("ChatRequest", chat)
+    require("ChatCompletion", server.post("/v1/chat/completions", chat).json())
+    for chunk in events(server.post("/v1/chat/completions", {**chat, "stream": True}).text):
+        require("ChatChunk", chunk)
+    require("Completion", server.post("/v1/completions", {"prompt": ">"}).json())
+    for event in server.events(server.job()):
+        require("JobEvent", event)
+    require("JobResult", server.post("/v1/jobs", {"prompt": "#", "max_tokens": 2, "stream": False}).json())
+    for path, name in (("/health", "Health"), ("/v1/ready", "Ready"), ("/info", "Info"), ("/v1/models", "Models")):
+        require(name, server.http.get(path).json())
+    require("FieldErrors", server.post("/v1/jobs", {"zap": 1}).json())
+    require("OpenAIError", server.post("/v1/completions", {}).json())
+    require("Error", server.http.get("/v1/jobs/nobody").json())
+
+
+@pytest.mark.parametrize("body", [{"max_tokens": 1}, {"max_tokens": 1, "prompt": "a", "messages": []}, {"prompt": "a"}])
+def test_what_the_description_of_a_job_refuses_is_refused(
+    server: Server, described: dict[str, Any], body: dict[str, Any]
+) -> None:
+    assert not fits(described["components"]["schemas"]["JobRequest"], body, described)
+    assert server.post("/v1/jobs", body).status_code == 400

@@ -1,0 +1,158 @@
+"""The page in a real browser against a real server: type, stream, stop, reload, key, phone, keyboard."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from tests.browser import chromium
+from tests.server.conftest import KEY
+from tests.server.running import Server
+
+DESK, PHONE = (1280, 800), (390, 844)
+LIMIT_MS = 15_000
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with chromium() as running:
+        yield running
+
+
+@contextmanager
+def opened(browser: Any, server: Server, size: tuple[int, int] = DESK, **options: Any) -> Iterator[Any]:
+    """The page, ready; it asks nobody but the server, and complains of nothing but a refusal it was given."""
+    context = browser.new_context(viewport={"width": size[0], "height": size[1]}, **options)
+    page = context.new_page()
+    page.set_default_timeout(LIMIT_MS)
+    asked: list[str] = []
+    complaints: list[str] = []
+    page.on("request", lambda request: asked.append(request.url))
+    page.on("pageerror", lambda error: complaints.append(str(error)))
+    page.on("console", lambda message: complaints.append(message.text))
+    page.goto(server.url)
+    page.wait_for_selector("[data-status=healthy]")
+    yield page
+    context.close()
+    assert all(url.startswith((server.url, "data:")) for url in asked), asked
+    assert not [said for said in complaints if "the server responded with a status of 4" not in said]
+
+
+def ask(page: Any, text: str, **options: Any) -> None:
+    for name, value in options.items():
+        page.fill(f"[name={name}]", str(value))
+    page.fill("#text", text)
+    page.press("#text", "Enter")
+
+
+def finished(page: Any) -> str:
+    """The last answer, whole; the model of this folder says one character a token."""
+    page.wait_for_selector("article.assistant[aria-busy=false]:last-child .foot button")
+    return str(page.inner_text("article.assistant:last-child .said"))
+
+
+def test_a_chat_streams_counts_and_survives_a_reload(browser: Any, server: Server) -> None:
+    with opened(browser, server) as page:
+        assert page.evaluate("document.activeElement.id") == "text"
+        ask(page, "<img src=x onerror=alert(1)>", max_tokens=40, temperature=0, system="Be brief")
+        said = finished(page)
+        assert len(said) == 40
+        assert page.inner_text("article.user .said") == "<img src=x onerror=alert(1)>"
+        assert "40 tokens" in page.inner_text("article.assistant .foot")
+        assert "cut at the longest answer" in page.inner_text("#news")
+        assert float(page.inner_text("#speed")) > 0
+        assert "65\u202f536" in page.inner_text("#card")
+        page.reload()
+        page.wait_for_selector("[data-status=healthy]")
+        assert page.inner_text("article.assistant .said") == said
+        assert page.input_value("[name=max_tokens]") == "40"
+        with page.expect_request("**/v1/chat/completions") as sent:
+            page.click("text=Try again")
+        assert [m["role"] for m in sent.value.post_data_json["messages"]] == ["system", "user"]
+        assert finished(page) == said
+        page.click("#new")
+        assert page.locator("article").count() == 0
+    server.require_idle()
+
+
+@pytest.mark.parametrize("how", ["button", "Escape"])
+def test_stop_ends_the_answer_here_and_in_the_worker(browser: Any, server: Server, how: str) -> None:
+    with opened(browser, server) as page:
+        ask(page, "go on for ever")
+        page.wait_for_selector("article.assistant[aria-busy=true] .said:not(:empty)")
+        page.click("#stop") if how == "button" else page.keyboard.press("Escape")
+        assert finished(page)
+        assert page.inner_text("article.assistant .foot span") == "stopped"
+        server.require_idle()
+        ask(page, "again", max_tokens=3)
+        page.wait_for_selector("article:nth-of-type(4) .foot button")
+        assert len(finished(page)) == 3
+
+
+def test_an_error_is_shown_and_the_next_question_is_answered(browser: Any, server: Server) -> None:
+    with opened(browser, server) as page:
+        ask(page, "too long", max_tokens=10**6)
+        page.wait_for_selector(".foot .failed")
+        assert "65536" in page.inner_text(".foot .failed")
+        ask(page, "short", max_tokens=2)
+        assert len(finished(page)) == 2
+        ask(page, "hot", temperature=9)  # the bounds come from the server's own description
+        assert page.evaluate("document.querySelector('[name=temperature]').validity.rangeOverflow")
+        assert page.locator("article.user").count() == 2
+
+
+def test_the_key_is_asked_for(browser: Any, locked: Server) -> None:
+    with opened(browser, locked) as page:
+        page.fill("#key", "wrong")
+        page.press("#key", "Enter")
+        page.wait_for_selector("#lock-why:not([hidden])")
+        page.fill("#key", KEY)
+        page.click("text=Use it")
+        page.wait_for_selector("#card dd")
+        ask(page, "hello", max_tokens=4)
+        assert len(finished(page)) == 4
+        page.reload()
+        page.wait_for_selector("#card dd")
+        assert not page.evaluate("document.getElementById('lock').open")
+
+
+def test_a_phone_has_all_of_it_without_scrolling_sideways(browser: Any, server: Server) -> None:
+    with opened(browser, server, PHONE, has_touch=True, is_mobile=True, color_scheme="dark") as page:
+        page.fill("#text", "a" * 300)
+        page.tap("#options")
+        page.fill("[name=max_tokens]", "300")
+        assert page.inner_text("#options") == "Close"
+        page.keyboard.press("Escape")
+        assert page.evaluate("document.activeElement.id") == "options"
+        page.tap("#send")
+        assert len(finished(page)) == 300
+        assert page.evaluate("document.scrollingElement.scrollWidth") <= PHONE[0]
+        assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(22, 21, 19)"
+        assert page.evaluate("document.getElementById('send').getBoundingClientRect().bottom") <= PHONE[1]
+
+
+def test_everything_has_a_name_and_answers_are_never_html(browser: Any, server: Server) -> None:
+    with opened(browser, server) as page:
+        unnamed = page.evaluate(
+            "[...document.querySelectorAll('input,textarea')].filter(e => !e.labels[0]?.textContent.trim()).length"
+            " + [...document.querySelectorAll('button')].filter(e => !e.textContent.trim()).length"
+        )
+        assert unnamed == 0
+        drawn = page.evaluate(
+            "text => element('div', {}, ...written(text)).innerHTML", "**a** `b` <i>c</i>\n```py\n<b>x</b>\n```\nend"
+        )
+        assert drawn == (
+            "<strong>a</strong> <code>b</code> &lt;i&gt;c&lt;/i&gt;\n"
+            '<pre tabindex="0"><code>&lt;b&gt;x&lt;/b&gt;\n</code></pre>end'
+        )
+
+
+def test_the_page_needs_no_key_and_lets_nothing_foreign_in(locked: Server) -> None:
+    reply = locked.http.get("/", headers={"authorization": ""})
+    assert reply.status_code == 200
+    assert "default-src 'none'" in reply.headers["content-security-policy"]
+    assert "http://" not in reply.text.replace("http://www.w3.org/2000/svg", "")
+    assert "https://" not in reply.text
