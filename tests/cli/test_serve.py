@@ -199,7 +199,8 @@ def test_a_second_signal_ends_at_once(worker: Callable[..., Worker], babbling: P
     spawned.curl_line()
     body = {"job_id": "j", "prompt": "#", "max_tokens": 60_000, "temperature": 0}
     with httpx.stream("POST", f"{spawned.url}/execute", json=body, timeout=LIMIT_S) as stream:
-        next(stream.iter_bytes())
+        pieces = stream.iter_bytes()  # one that is dropped closes the connection, and the job ends
+        next(pieces)
         spawned.process.send_signal(signal.SIGINT)
         while httpx.get(f"{spawned.url}/health").json()["status"] != "stopping":
             pass
