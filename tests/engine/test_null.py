@@ -1,0 +1,113 @@
+"""The engine without a model: the books are real, the words are given; and a step that can be held, to see what a
+cancelled request leaves behind."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from llm_worker_rbee.config import EngineConfig
+from llm_worker_rbee.engine.async_engine import AsyncEngine
+from llm_worker_rbee.engine.engine import Engine
+from llm_worker_rbee.engine.null import Null
+from llm_worker_rbee.engine.request import Request, SamplingParams
+from llm_worker_rbee.engine.step import Sampled, Span
+from llm_worker_rbee.errors import InvalidRequestError, RequestCancelledError
+from llm_worker_rbee.models import Transformer
+from tests.engine import serving
+
+WORDS = [7, 8, 9]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Transformer:
+    return serving.load(serving.small_file(tmp_path_factory.mktemp("null") / "small.gguf", "F32"))
+
+
+def engine_of(model: Transformer, **settings: Any) -> Engine:
+    engine = Engine(model, EngineConfig(**{"max_context": 256, "n_blocks": 64, "debug": True, **settings}))
+    engine.compute = Null(WORDS)
+    return engine
+
+
+def request(prompt: list[int], max_tokens: int, **params: Any) -> Request:
+    return Request(prompt, SamplingParams(**params), max_tokens, 1, frozenset())
+
+
+def run(engine: Engine) -> None:
+    while engine.has_work:
+        engine.step()
+
+
+@pytest.mark.parametrize("settings", [{}, {"max_step_tokens": 16}, {"speculative": "ngram"}, {"prefix_cache": False}])
+def test_everybody_gets_the_given_words(model: Transformer, settings: dict[str, Any]) -> None:
+    engine = engine_of(model, **settings)
+    requests = [request([1, 2, 3] * n, 1 + n) for n in range(1, 20)]
+    for one in requests:
+        engine.add(one)
+    run(engine)
+    assert [one.tokens for one in requests] == [(WORDS * 20)[: 1 + n] for n in range(1, 20)]
+    assert engine.scheduler.pool.num_free == 64
+
+
+def test_log_probabilities_say_that_nothing_was_computed(model: Transformer) -> None:
+    engine = engine_of(model, max_step_tokens=16)
+    one = request(list(range(40)), 4, logprobs=2, prompt_logprobs=True)
+    engine.add(one)
+    outputs = [output for _ in range(20) if engine.has_work for output in engine.step()]
+    assert one.prompt_logprobs is not None
+    assert [entry and (entry.token, entry.logprob) for entry in one.prompt_logprobs] == [
+        None, *((token, 0.0) for token in range(1, 40))
+    ]  # fmt: skip
+    assert [output.logprob and output.logprob.top for output in outputs] == [((t, 0.0),) for t in [7, 8, 9, 7]]
+
+
+def test_no_text_is_refused() -> None:
+    with pytest.raises(InvalidRequestError, match="no text"):
+        Null([])
+
+
+class Held:
+    """The null engine, a step of which waits until it is let go."""
+
+    def __init__(self) -> None:
+        self.null = Null(WORDS)
+        self.steps: list[set[Request]] = []
+        self.began, self.may_end = threading.Semaphore(0), threading.Semaphore(0)
+
+    def __call__(self, spans: Sequence[Span]) -> Sampled:
+        self.steps.append({span.request for span in spans})
+        self.began.release()
+        assert self.may_end.acquire(timeout=20)
+        return self.null(spans)
+
+
+def test_what_is_cancelled_in_a_step_is_not_in_the_next_and_its_blocks_are_free(model: Transformer) -> None:
+    engine = engine_of(model)
+    engine.compute = held = Held()
+
+    async def cancel() -> None:
+        async with AsyncEngine(engine) as serving:
+            kept, dropped = serving.submit(request([1] * 50, 6)), serving.submit(request([2] * 50, 200))
+            while len(held.steps) < 3 or dropped.request not in held.steps[-1]:
+                held.may_end.release()
+                await asyncio.to_thread(held.began.acquire, True, 20)
+            in_step = len(held.steps)
+            dropped.cancel()
+            held.may_end.release()
+            assert await asyncio.to_thread(held.began.acquire, True, 20)
+            assert kept.request in held.steps[in_step]
+            assert dropped.request not in held.steps[in_step]
+            assert (dropped.request.blocks, dropped.request.has_ended) == ([], True)
+            assert engine.scheduler.pool.num_free == 64 - len(kept.request.blocks)
+            for _ in range(10):
+                held.may_end.release()
+            assert len([output async for output in kept]) == 6
+            with pytest.raises(RequestCancelledError):
+                [output async for output in dropped]
+
+    asyncio.run(asyncio.wait_for(cancel(), 60))
