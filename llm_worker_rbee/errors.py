@@ -115,6 +115,12 @@ class PayloadTooLargeError(WorkerError):
     status = 413
 
 
+class HeadersTooLargeError(PayloadTooLargeError):
+    """Headers that are longer than headers may be."""
+
+    status = 431
+
+
 class AuthenticationError(WorkerError):
     """No key, or not the right one."""
 
@@ -148,8 +154,6 @@ class InvalidRequestError(WorkerError):
 
 class ChatTemplateError(InvalidRequestError):
     """A chat template is missing, refuses these messages, or misbehaves."""
-
-    code = "INVALID_CHAT_TEMPLATE"
 
 
 class ContextLengthError(InvalidRequestError):

@@ -129,9 +129,15 @@ def _helper(names: list[str], folder: Path) -> subprocess.Popen[bytes]:
 
 
 def help_out() -> None:
-    """What a helper does: compile the kernels that standard input names, but for those that are there by then."""
+    """What a helper does: compile the kernels that standard input names, but for those that are there by then.
+
+    It ends with who asked for it, also where that process was ended from outside.
+    """
     catalog: Any = importlib.import_module(f"{__package__}.cpu.catalog")
     known = {kernel.name: kernel for kernel in catalog.every()}
+    asked_by = os.getppid()
     for name in json.load(sys.stdin):
+        if os.getppid() != asked_by:
+            return
         if name in known and not known[name].kept:
             known[name].load()

@@ -23,6 +23,7 @@ from .terminal import Status, note
 
 if TYPE_CHECKING:
     from ..llm import LLM, Stream
+    from ..llm.loading import OnStage
 
 MODEL_HELP = "A GGUF file, a folder with safetensors, hf:owner/repo:quant, or a name. The built-in model if left out."
 DEFAULT_MAX_TOKENS = 512
@@ -236,9 +237,9 @@ def load(
     computing: LoadOptions,
     status: Status,
     engine: EngineOptions | None = None,
-    also: Callable[[str, int, int | None], None] | None = None,
+    on_stage: "OnStage | None" = None,
 ) -> "LLM":
-    """Load the model; on a terminal the status line says so. What takes long shows its bar, and is told to `also`."""
+    """Load the model; on a terminal the status line says so. What takes long shows its bar; `on_stage` hears all."""
     more = {} if engine is None else engine.arguments()
     computing.set_up()
     status.show(f"loading {options.model or 'the built-in model'} ...")
@@ -252,8 +253,6 @@ def load(
             def progress(what: str, done: int, total: int | None) -> None:
                 status.clear()
                 bar(what, done, total)
-                if also is not None:
-                    also(what, done, total)
 
             llm = LLM(
                 options.model,
@@ -265,6 +264,7 @@ def load(
                 max_context=options.max_context,
                 chat_template=template,
                 progress=progress,
+                on_stage=on_stage,
                 **more,
             )
     finally:

@@ -4,7 +4,6 @@ import os
 import re
 import shlex
 import sys
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,11 +20,14 @@ from .terminal import Status, style, visible
 
 if TYPE_CHECKING:
     from ..llm import LLM
+    from ..llm.loading import OnStage
     from ..server.keys import Key
     from ..server.settings import Settings
     from ..server.worker import Worker
 
 WIRE_PANEL, LIMITS_PANEL = "On the wire", "Limits"
+MEASURING_PANEL, ENGINES = "Measuring the server itself", ("model", "null")
+NULL_TEXT = " what a server does besides: it takes a request, hands it on, and sends each token as soon as it exists"
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@+-]{0,127}")
 ORIGIN = re.compile(r"https?://[A-Za-z0-9.\[\]:-]+|\*")
 # Here for --help, which imports nothing heavy; a test holds them against server.settings.
@@ -119,10 +121,36 @@ class LimitOptions:
     ] = False
 
 
-@gather(wire=WireOptions, limits=LimitOptions, model=ModelOptions, computing=LoadOptions, engine=EngineOptions)
+@dataclass(frozen=True, kw_only=True)
+class MeasuringOptions:
+    """What the server costs without the model."""
+
+    engine: Annotated[
+        str, typer.Option("--engine", metavar="|".join(ENGINES), rich_help_panel=MEASURING_PANEL,
+                          help="null: answer with a fixed text, computing nothing, to see what the server costs."),
+    ] = ENGINES[0]  # fmt: skip
+    null_step_ms: Annotated[
+        float | None, typer.Option("--null-step-ms", metavar="X", min=0, rich_help_panel=MEASURING_PANEL,
+                                   show_default="0", help="A step of the null engine takes X milliseconds."),
+    ] = None  # fmt: skip
+
+    def checked(self) -> bool:
+        """Whether it is the null engine."""
+        if self.engine not in ENGINES:
+            raise typer.BadParameter(f"--engine {self.engine!r}: use {' or '.join(ENGINES)}")
+        if self.null_step_ms is not None and self.engine != "null":
+            raise typer.BadParameter("--null-step-ms goes with --engine null")
+        return self.engine == "null"
+
+
+@gather(
+    wire=WireOptions, limits=LimitOptions, model=ModelOptions, computing=LoadOptions, sharing=EngineOptions,
+    measuring=MeasuringOptions,
+)  # fmt: skip
 def serve(
-    wire: WireOptions, limits: LimitOptions, model: ModelOptions, computing: LoadOptions, engine: EngineOptions
-) -> None:
+    wire: WireOptions, limits: LimitOptions, model: ModelOptions, computing: LoadOptions, sharing: EngineOptions,
+    measuring: MeasuringOptions,
+) -> None:  # fmt: skip
     """Serve a model over HTTP: the OpenAI API, and jobs for an orchestrator.
 
     The key is that of --api-key-file, LLM_WORKER_API_KEY or LLORCH_API_TOKEN. Lines on standard error tell what
@@ -134,12 +162,13 @@ def serve(
       llm-worker-rbee serve -m model.gguf --port 0 --served-model-name mine
       llm-worker-rbee serve --host 0.0.0.0 --api-key-file key.txt
     """
-    engine.arguments()
+    sharing.arguments()
+    is_null = measuring.checked()
     tls = wire.tls()
     computing.set_up()
     from ..server import logs
     from ..server.keys import find_key, require_key
-    from ..server.run import bind, url_of
+    from ..server.run import Signals, bind, url_of
     from ..server.run import serve as serve_until_told
     from ..server.worker import Worker
 
@@ -148,12 +177,22 @@ def serve(
     settings = _settings(wire, limits, model, key)
     logs.set_up(os.environ)
     sock = bind(wire.host, wire.port)
+    signals = Signals()
     url = url_of(wire.host, sock.getsockname()[1], "https" if tls else "http")
     _say(f"{style(settings.names[0], 'bold')} at {style(url, 'bold')}, loading")
     if key is None:
         _say("no key is asked for: anyone on this machine may use it")
-    worker = Worker(settings, lambda progress: _warm(load(model, computing, Status(), engine, progress)))
-    serve_until_told(worker, sock, settings.advertise_url or url, _banner(worker, url, key), **tls)
+    if is_null:
+        _say("the null engine: answers mean nothing")
+
+    def loaded(on_stage: "OnStage") -> "LLM":
+        llm = _warm(load(model, computing, Status(), sharing, on_stage))
+        if is_null:
+            _empty(llm, measuring.null_step_ms or 0.0)
+        return llm
+
+    worker = Worker(settings, loaded)
+    serve_until_told(worker, sock, settings.advertise_url or url, _banner(worker, url, key), signals, **tls)
 
 
 def _settings(wire: WireOptions, limits: LimitOptions, model: ModelOptions, key: "Key | None") -> "Settings":
@@ -191,14 +230,21 @@ def _warm(llm: "LLM") -> "LLM":
     """Compute a token and fill a template, so that the first request does not wait for what is done once."""
     from ..engine.step import Counts
 
-    start = time.perf_counter()
-    llm.generate([0], max_tokens=1)
-    if llm.has_chat_template:
-        with suppress(WorkerError):  # one that has wishes of its own
-            llm.tokenize_chat([{"role": "user", "content": "Hello!"}])
+    with llm.loading.timed("warm-up"):
+        llm.generate([0], max_tokens=1)
+        if llm.has_chat_template:
+            with suppress(WorkerError):  # one that has wishes of its own
+                llm.tokenize_chat([{"role": "user", "content": "Hello!"}])
     llm.engine.scheduler.counts = Counts()  # nobody asked for that
-    llm.phases["warm-up"] = time.perf_counter() - start
     return llm
+
+
+def _empty(llm: "LLM", step_ms: float) -> None:
+    """Take the model out of the engine: what is left is the server's own cost."""
+    from ..engine.null import Null
+
+    words = [token for token in llm.tokenize(NULL_TEXT, add_special=False) if llm.detokenize([token])]
+    llm.engine.compute = Null(words, step_ms / 1000)
 
 
 def _name(given: str, option: str) -> str:

@@ -145,6 +145,7 @@ class Request:
     num_cached_tokens: int = -1  # of the prompt, found when it was first admitted
     admitted_at: float = 0.0  # that was when, on the clock of time.perf_counter
     num_shared_tokens: int = 0  # found when it was last admitted
+    num_preemptions: int = 0  # how often it gave its blocks to others
     row: int = -1  # among those that are running
     num_listed_blocks: int = 0  # that its row of the block table has
     prompt_logprobs: list[TokenLogprob | None] | None = None

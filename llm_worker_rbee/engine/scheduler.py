@@ -221,6 +221,7 @@ class Scheduler:
         self.running.remove(request)
         self._release(request)
         insort(self.waiting, request, key=_last_first)
+        request.num_preemptions += 1
         self.counts.num_preemptions += 1
 
     def _admitted(self) -> Iterator[Request]:

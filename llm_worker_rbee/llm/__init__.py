@@ -11,9 +11,7 @@ A whole reply is a fold over the stream of the same request, so the two cannot d
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from numbers import Integral
 from pathlib import Path
@@ -35,8 +33,10 @@ from ..tokenizer import ChatTemplate, Tokenizer, tokenizer_from_gguf, tokenizer_
 from ..tokenizer.messages import Message, checked_messages, protected
 from ..weights import Checkpoint, open_checkpoint
 from ..weights.hub import Progress, locate
+from .about import quant_name
 from .answers import Chunk, Completion, Timings
 from .driver import Driver
+from .loading import OnStage, Phases
 from .options import (
     SETTINGS,
     are_many,
@@ -71,6 +71,7 @@ class LLM:
         chat_template: str | None = None,
         draft_model: str | Path | None = None,
         progress: Progress | None = None,
+        on_stage: OnStage | None = None,
         **settings: Any,
     ) -> None:
         """Load a model: a path, a short name, `hf:owner/repo[:quant]`, or nothing for the built-in one.
@@ -80,33 +81,37 @@ class LLM:
         weights are brought into first. `max_context` bounds prompt and answer together (default: the model's own, or
         what fits: `capacity` tells); `chat_template` is Jinja source that replaces the file's own; `draft_model` a
         smaller model with the same tokenizer that guesses for this one; `progress` hears of what takes long:
-        downloads, compiling, quantizing. The other settings are those of `EngineConfig`: max_batch, target_itl_ms,
-        prefix_cache, speculative, draft_tokens, ... `phases` says afterwards how long each part took.
+        downloads, compiling, quantizing; `on_stage` of every phase of loading while it lasts. The other settings are
+        those of `EngineConfig`: max_batch, target_itl_ms, prefix_cache, speculative, draft_tokens, ... `phases` says
+        afterwards how long each part took.
         """
-        self.phases: dict[str, float] = {}
+        self.loading = Phases(on_stage, progress)
+        self.phases = self.loading.seconds
+        timed, progress = self.loading.timed, self.loading.progress
         require_settings(settings, draft_model)
-        with self._timed("backend"):
+        with timed("backend"):
             ops = pick(device, backend, threads)
             self.kv_type = kv_type_for(ops, kv_type)
-        with self._timed("locate"):
+        with timed("locate"):
             path = locate(str(model) if model is not None else None, progress=progress)
             guesser = None if draft_model is None else locate(str(draft_model), progress=progress)
-        with self._timed("open"):
+        with timed("open"):
             self.checkpoint: Checkpoint = open_checkpoint(path)
             self.config: ModelConfig = describe(self.checkpoint)
             draft = None if guesser is None else open_checkpoint(guesser)
             self.capacity: Capacity = self._planned(draft, kv_memory, max_context, settings)
             self.max_context = self.capacity.max_context
-        with self._timed("tokenizer"):
+        with timed("tokenizer"):
             self.tokenizer: Tokenizer = open_tokenizer(self.checkpoint)
             if draft is not None:
                 require_same_tokens(self.tokenizer, open_tokenizer(draft))
-        self.model: Transformer = self._loaded(self.checkpoint, ops, quantize, progress)
+        self.quant = quant_name(self.checkpoint) if quantize is None else quantize.upper()
+        self.model: Transformer = self._loaded(self.checkpoint, ops, quantize)
         self.tokenizer.pad_to(self.config.vocab_size)
         made = EngineConfig(max_context=self.max_context, n_blocks=self.capacity.n_blocks, **settings)
         drafter = None
         if draft is not None:
-            guessing = self._loaded(draft, ops, None, progress)
+            guessing = self._loaded(draft, ops, None)
             drafter = DraftModel(guessing, made, self.config.vocab_size, self.kv_type)
         self.driver = Driver(Engine(self.model, made, self.kv_type, drafter))
         self._template_source = self.tokenizer.chat_template if chat_template is None else chat_template
@@ -131,21 +136,31 @@ class LLM:
             draft_config=None if draft is None else describe(draft),
         )
 
-    def _loaded(self, checkpoint: Checkpoint, ops: Ops, quantize: str | None, progress: Progress | None) -> Transformer:
-        config = describe(checkpoint)
+    def _loaded(self, checkpoint: Checkpoint, ops: Ops, quantize: str | None) -> Transformer:
+        config, timed, progress = describe(checkpoint), self.loading.timed, self.loading.progress
         if quantize is not None:
-            with self._timed("quantize"):
+            with timed("quantize"):
                 checkpoint = quantize_checkpoint(checkpoint, quantize, progress=progress)
-        with self._timed("kernels"):
+        with timed("kernels"):
             kernels.get_ready_for(ops, kernels.Needs.of(checkpoint, config, self.kv_type), progress)
-        with self._timed("weights"):
-            return load_model(checkpoint, ops, config, self.max_context)
+        with timed("weights", checkpoint.nbytes):
+            return load_model(checkpoint, ops, config, self.max_context, self.loading.advance)
 
-    @contextmanager
-    def _timed(self, phase: str) -> Iterator[None]:
-        start = time.perf_counter()
-        yield
-        self.phases[phase] = self.phases.get(phase, 0.0) + time.perf_counter() - start
+    @property
+    def backend(self) -> str:
+        """Which implementation of the ops computes."""
+        return str(getattr(self.model.ops, "__name__", "")).rpartition(".")[2]
+
+    @property
+    def device(self) -> str:
+        """What it computes on, as its backend says: `DEVICE`, or this machine's processor."""
+        return str(getattr(self.model.ops, "DEVICE", "cpu"))
+
+    @property
+    def device_bytes(self) -> int:
+        """Memory that is held on a device of its own, as its backend says: `device_bytes()`, or none."""
+        held = getattr(self.model.ops, "device_bytes", None)
+        return 0 if held is None else int(held())
 
     @property
     def has_chat_template(self) -> bool:

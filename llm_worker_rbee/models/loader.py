@@ -7,6 +7,7 @@ biases become float32.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -29,9 +30,18 @@ from .transformer import Transformer
 IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".attn_rot_embd.weight")
 
 
-def load_model(checkpoint: Checkpoint, ops: Ops, config: ModelConfig, max_context: int | None = None) -> Transformer:
-    """Build the decoder that `config` describes on a backend, for contexts of up to `max_context` tokens."""
-    return _Loader(checkpoint, config, ops, max_context or config.context_length).model()
+def load_model(
+    checkpoint: Checkpoint,
+    ops: Ops,
+    config: ModelConfig,
+    max_context: int | None = None,
+    advance: Callable[[int], None] = lambda done: None,
+) -> Transformer:
+    """Build the decoder that `config` describes on a backend, for contexts of up to `max_context` tokens.
+
+    `advance` hears how many bytes of matrices are prepared.
+    """
+    return _Loader(checkpoint, config, ops, max_context or config.context_length, advance).model()
 
 
 @dataclass(slots=True)
@@ -40,7 +50,9 @@ class _Loader:
     config: ModelConfig
     ops: Ops
     max_context: int
+    advance: Callable[[int], None]
     used: set[str] = field(default_factory=set)
+    done: int = 0  # bytes
 
     def model(self) -> Transformer:
         c = self.config
@@ -48,7 +60,7 @@ class _Loader:
         embedding = self.matrix("token_embd.weight", c.vocab_size, c.d_model)
         global_rope, local_rope = self.ropes()
         blocks = tuple(self.block(i, local_rope if c.windows[i] else global_rope) for i in range(c.n_layers))
-        table = self.ops.prepare([embedding])
+        table = self.prepared([embedding])
         model = Transformer(
             config=c,
             ops=self.ops,
@@ -77,7 +89,7 @@ class _Loader:
                     "that it is not the embedding's"
                 )
             return embedding  # tied
-        return self.ops.prepare([self.matrix("output.weight", self.config.vocab_size, self.config.d_model)])
+        return self.prepared([self.matrix("output.weight", self.config.vocab_size, self.config.d_model)])
 
     def tied_by_config(self) -> bool:
         settings = {**self.config.family.hf_defaults, **self.checkpoint.metadata["config"]}
@@ -164,7 +176,13 @@ class _Loader:
         if any(b is not None for b in biases):
             filled = [np.zeros(r, np.float32) if b is None else b for b, r in zip(biases, rows, strict=True)]
             bias = self.ops.prepare_vector(np.concatenate(filled))
-        return Linear(self.ops.prepare(parts), bias)
+        return Linear(self.prepared(parts), bias)
+
+    def prepared(self, parts: list[Tensor]) -> Handle:
+        made = self.ops.prepare(parts)
+        self.done += sum(part.nbytes for part in parts)
+        self.advance(self.done)
+        return made
 
     def in_rope_order(self, tensor: Tensor) -> Tensor:
         """Move whole q and k rows so that the pairs of the rotation are (i, i + half), not neighbours."""

@@ -15,24 +15,26 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from .. import __version__
-from ..errors import InferenceError, InvalidRequestError, NotFoundError, RequestCancelledError, WorkerError
+from ..errors import (
+    DeadlineError,
+    InferenceError,
+    InvalidRequestError,
+    NotFoundError,
+    RequestCancelledError,
+    WorkerError,
+)
 from . import extra, fields, jobs, logs, metrics, openai
-from .fields import Field, FieldsError, Problem
 from .guard import Guard, told
+from .info import info
 from .jobs import Job, Jobs
+from .small_fields import APPLY_TEMPLATE, CANCEL, DETOKENIZE, TOKENIZE
 from .sse import DONE, EventStream, event, gone
 from .worker import Worker
 
-TOKENIZE = {
-    "text": Field(fields.text, required=True, is_secret=True),
-    "add_special": Field(fields.boolean, True),
-    "parse_special": Field(fields.boolean, False),
-}
-APPLY_TEMPLATE = {"messages": Field(fields.messages, required=True, is_secret=True)}
 METHODS, HEADERS = ("GET", "POST", "DELETE"), ("authorization", "content-type", "x-correlation-id")
 EXPOSED = ("retry-after", "x-correlation-id", "x-ignored-fields")
 NOT_IN_HEADERS = re.compile(r"[^!-~]")  # whatever a client calls its fields
+BODY_S = 60.0  # for all of a body
 JSON_TYPES = ("application/json", "")
 
 
@@ -67,14 +69,15 @@ class Routes:
         async def events() -> AsyncGenerator[bytes, None]:
             at = 0
             while True:
-                news = self.worker.news
-                for one in self.worker.loading[at:]:
-                    yield event(one)
-                at = len(self.worker.loading)
-                if self.worker.state != "loading":
+                news, found = self.worker.news, self.worker.loading[at:]
+                at += len(found)
+                if found:
+                    yield b"".join(map(event, found))
+                elif self.worker.state == "loading":
+                    await news.wait()
+                else:
                     yield DONE
                     return
-                await news.wait()
 
         return self._events(events())
 
@@ -99,14 +102,7 @@ class Routes:
 
     async def info(self, _: Request) -> Response:
         """What is served, on what."""
-        llm = self.worker.llm
-        return json({
-            "model": self.worker.settings.names[0], "architecture": llm.config.family.name,
-            "context_length": llm.max_context,
-            "backend": str(getattr(llm.model.ops, "__name__", "")).rpartition(".")[2],
-            "device": "cpu", "kv_type": llm.kv_type, "kv_cache_bytes": llm.capacity.bytes,
-            "worker_id": self.worker.settings.worker_id, "version": __version__,
-        })  # fmt: skip
+        return json(info(self.worker))
 
     async def chat(self, request: Request) -> Response | EventStream:
         """OpenAI: a conversation."""
@@ -141,7 +137,7 @@ class Routes:
 
     async def execute(self, request: Request) -> EventStream:
         """A job whose reply is its events; a client that goes away cancels it."""
-        job = await self.jobs.begin(jobs.checked_job(await _body(request), needs_id=True))
+        job = await self.jobs.begin(jobs.checked_job(await _body(request), is_stream=True))
         return self._events(job.read(), on_end=job.cancel)
 
     async def job_stream(self, request: Request) -> EventStream:
@@ -159,9 +155,7 @@ class Routes:
 
     async def cancel(self, request: Request) -> Response:
         """The same, by name in the body."""
-        values = fields.checked(
-            fields.read_object(await _body(request)), {"job_id": Field(fields.job_id, required=True)}
-        )
+        values = fields.checked(fields.read_object(await _body(request)), CANCEL)
         self.jobs.cancel(values["job_id"])
         return json(values, 202)
 
@@ -176,16 +170,11 @@ class Routes:
 
     async def detokenize(self, request: Request) -> Response:
         """Ids -> text."""
-        body = fields.read_object(await _body(request))
-        ids = body.get("tokens")
-        size = self.worker.llm.config.vocab_size
-        if (
-            set(body) - {"tokens"}
-            or not isinstance(ids, list)
-            or not all(isinstance(i, int) and not isinstance(i, bool) and 0 <= i < size for i in ids)
-        ):
-            raise FieldsError([Problem("tokens", "type", f"tokens must be a list of token ids (0..{size - 1})")])
-        return json({"text": self.worker.llm.detokenize(ids)})
+        ids = fields.checked(fields.read_object(await _body(request)), DETOKENIZE)["tokens"]
+        llm, size = self.worker.llm, self.worker.llm.config.vocab_size
+        if (largest := max(ids, default=0)) >= size:
+            raise InvalidRequestError(f"tokens: {str(largest)[:20]} is not a token id (0..{size - 1})", "tokens")
+        return json({"text": await asyncio.to_thread(llm.detokenize, ids)})
 
     async def apply_template(self, request: Request) -> Response:
         """Messages -> the prompt that the template makes of them."""
@@ -258,7 +247,11 @@ async def _body(request: Request) -> bytes:
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind not in JSON_TYPES:
         raise InvalidRequestError(f"the content type is {kind[:100]!r}: it must be application/json", "content-type")
-    return await request.body()
+    try:
+        async with asyncio.timeout(BODY_S):
+            return await request.body()
+    except TimeoutError:
+        raise DeadlineError(f"the body did not come within {BODY_S:g} s") from None
 
 
 async def _drained(job: Job) -> None:

@@ -13,6 +13,7 @@ import msgspec
 
 from ..errors import (
     AuthenticationError,
+    HeadersTooLargeError,
     InvalidRequestError,
     MissingKeyError,
     PayloadTooLargeError,
@@ -25,7 +26,8 @@ from .openai import error_body
 
 PUBLIC = {"/health", "/"}
 OPENAI = re.compile(r"/v1/(chat/completions|completions|models(/.*)?)")
-MAX_HEADERS = 64 * 1024
+MAX_HEADERS = 64 * 1024  # more is refused: here where they came whole, in `run.Connection` while they come
+TOO_LONG = f"the headers are longer than the {MAX_HEADERS} bytes that are taken"
 UUID = re.compile(r"[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}")
 
 
@@ -84,8 +86,8 @@ class Guard:
             raise AuthenticationError("the API key is not the right one")
 
     def _require_length(self, lines: Iterable[tuple[bytes, bytes]], headers: Mapping[bytes, bytes]) -> None:
-        if (length := sum(len(name) + len(value) for name, value in lines)) > MAX_HEADERS:
-            raise PayloadTooLargeError(f"the headers have {length} bytes: at most {MAX_HEADERS} are taken")
+        if sum(len(name) + len(value) for name, value in lines) > MAX_HEADERS:
+            raise HeadersTooLargeError(TOO_LONG)
         said = headers.get(b"content-length", b"0")
         if said.isdigit() and int(said) > self._max_body:
             raise PayloadTooLargeError(f"the body has {int(said)} bytes: at most {self._max_body} are taken")
@@ -124,7 +126,7 @@ def told(path: str, error: WorkerError) -> tuple[int, dict[str, str], bytes]:
 async def respond(send: Any, path: str, error: WorkerError) -> None:
     """Say it."""
     status, headers, body = told(path, error)
-    lines = [(name.encode(), value.encode()) for name, value in headers.items()]
+    lines = [(name.encode(), value.encode()) for name, value in {**headers, "content-length": str(len(body))}.items()]
     await send({"type": "http.response.start", "status": status, "headers": lines})
     await send({"type": "http.response.body", "body": body})
 

@@ -1,12 +1,13 @@
 """The job dialect: a job is a request whose events are fixed when they are made, and read late, again, by several.
 
-started, then token and metrics in any number, then exactly one of end or error, then [DONE].
+started, then token, metrics and narration in any number, then exactly one of end or error, then [DONE].
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import AsyncGenerator
 from datetime import UTC, datetime
 from typing import Any
@@ -17,10 +18,14 @@ from ..errors import ConflictError, InferenceError, NotFoundError, RequestCancel
 from . import fields, logs
 from .answer import Answer
 from .fields import Field, FieldsError, Problem
+from .kinds import PRIORITY, TIMEOUT_MS, Flag, Messages, Name, Only, Stops, Text, Whole, sampling
+from .narration import WATCH_S, Narrator
 from .sse import DONE, event
 from .worker import Worker
 
 METRICS_S = 1.0
+MOST_ENDED_BYTES = 256 << 20  # of jobs that have ended: past it the oldest are forgotten before their time
+JOB_BYTES, EVENT_BYTES = 4096, 64  # beside the bytes of their events, about
 MOST_STOPS = 4
 STOP_REASONS = {"length": "MAX_TOKENS", "stop": "EOS"}
 SAMPLING = ("temperature", "top_p", "min_p", "typical_p", "repetition_penalty")
@@ -28,23 +33,22 @@ SAMPLING_INTEGERS = ("top_k", "repeat_last_n", "seed")
 DEFAULTS = SamplingParams()
 
 TABLE: dict[str, Field] = {
-    "operation": Field(fields.choice("infer"), "infer"),
-    "job_id": Field(fields.job_id),
-    "model": Field(fields.text),
-    "prompt": Field(fields.text, is_secret=True),
-    "messages": Field(fields.messages, is_secret=True),
-    "max_tokens": Field(fields.integer(1), required=True),
-    **{name: Field(fields.number, getattr(DEFAULTS, name)) for name in SAMPLING},
-    **{name: Field(fields.sampling_integer(name), getattr(DEFAULTS, name)) for name in SAMPLING_INTEGERS},
-    "stop": Field(fields.stops(MOST_STOPS), (), is_secret=True),
-    "priority": Field(fields.integer(-(1 << 31), (1 << 31) - 1), 0),
-    "timeout_ms": Field(fields.integer(1, fields.LONGEST_TIMEOUT_MS)),
-    "stream": Field(fields.boolean, True),
+    "operation": Field(Only(("infer",)), "infer"),
+    "job_id": Field(Name()),
+    "model": Field(Text()),
+    "prompt": Field(Text(1), is_secret=True),
+    "messages": Field(Messages(), is_secret=True),
+    "max_tokens": Field(Whole(1), required=True),
+    **{name: Field(sampling(name), getattr(DEFAULTS, name)) for name in (*SAMPLING, *SAMPLING_INTEGERS)},
+    "stop": Field(Stops(MOST_STOPS), (), is_secret=True),
+    "priority": Field(PRIORITY, 0),
+    "timeout_ms": Field(TIMEOUT_MS),
+    "stream": Field(Flag(), True),
 }
 
 
-def checked_job(body: bytes, *, needs_id: bool = False) -> dict[str, Any]:
-    """The fields of a job; prompt or messages, one of them."""
+def checked_job(body: bytes, *, is_stream: bool = False) -> dict[str, Any]:
+    """The fields of a job; prompt or messages, one of them. One whose reply is its stream has a name."""
     found = fields.read_object(body)
     problems: list[Problem] = []
     try:
@@ -53,8 +57,10 @@ def checked_job(body: bytes, *, needs_id: bool = False) -> dict[str, Any]:
         values, problems = {}, error.problems
     if (found.get("prompt") is None) == (found.get("messages") is None):
         problems.append(Problem("prompt", "required", "give either prompt or messages"))
-    if needs_id and found.get("job_id") is None:
+    if is_stream and found.get("job_id") is None:
         problems.append(Problem("job_id", "required", "job_id is required"))
+    if is_stream and found.get("stream") is False:
+        problems.append(Problem("stream", "unsupported", "the reply is a stream here: POST /v1/jobs for a whole one"))
     if problems:
         raise FieldsError(problems)
     return values
@@ -69,11 +75,14 @@ def params_of(values: dict[str, Any]) -> SamplingParams:
 class Job:
     """A request and its events."""
 
-    def __init__(self, job_id: str, answer: Answer, seed: int, model: str) -> None:
+    def __init__(self, job_id: str, answer: Answer, seed: int, worker: Worker) -> None:
         self.id = job_id
-        self.answer = answer
+        self.answer: Answer | None = answer  # until its end
         self.seed = seed
-        self.model = model
+        self.model = worker.settings.names[0]
+        self.num_tokens, self.decode_ms = 0, 0.0
+        self.narrator = Narrator(worker.settings.worker_id, job_id, answer.ticket.request, self._tell)
+        self._num_others = worker.num_unstarted - 1
         self.events: list[bytes] = []
         self.error: WorkerError | None = None
         self.text: list[str] = []
@@ -86,58 +95,72 @@ class Job:
 
     async def run(self, worker: Worker) -> None:
         """Make the events, to the last."""
+        assert self.answer is not None
+        answer = self.answer
         started = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
-        self._put(
-            event({"type": "started", "job_id": self.id, "model": self.model, "started_at": started, "seed": self.seed})
+        self._tell(
+            {"type": "started", "job_id": self.id, "model": self.model, "started_at": started, "seed": self.seed}
         )
+        self.narrator.queued(self._num_others)
         try:
-            async for piece in self.answer.pieces():
+            async for piece in answer.pieces():
+                self.num_tokens, self.decode_ms = answer.num_tokens, answer.decode_ms
+                self.narrator.look()
                 self.text.append(piece.text)
                 if piece.text:
                     self._token(piece.text, len(piece.tokens))
-                self._metrics(worker)
+                self._metrics(worker, answer)
                 if piece.finish is not None:
                     self.stop_reason = "STOP_SEQUENCE" if piece.stop is not None else STOP_REASONS[piece.finish]
                     self.stop_sequence = piece.stop
-            self._put(event(self._end()))
+            self._tell(self._end())
         except WorkerError as error:
             self._fail(error)
         except Exception as error:
             logs.failed(error)
             self._fail(InferenceError(f"the job failed ({type(error).__name__})"))
         finally:
-            self.ended_at = time.monotonic()
+            self.ended_at, self.answer = time.monotonic(), None
+            self.text = ["".join(self.text)]
             self._put(DONE)
+
+    @property
+    def nbytes(self) -> int:
+        """About the memory that it takes after its end."""
+        return JOB_BYTES + sum(len(one) + EVENT_BYTES for one in self.events) + sum(map(len, self.text))
+
+    def _tell(self, told: dict[str, Any]) -> None:
+        self._put(event(told))
 
     def _token(self, text: str, count: int) -> None:
         said: dict[str, Any] = {"type": "token", "t": text, "i": self._index}
         if count > 1:
             said["n"] = count
         self._index += max(1, count)
-        self._put(event(said))
+        self._tell(said)
 
     def _end(self) -> dict[str, Any]:
         told: dict[str, Any] = {
-            "type": "end", "tokens_out": self.answer.num_tokens, "decode_time_ms": round(self.answer.decode_ms, 3),
+            "type": "end", "tokens_out": self.num_tokens, "decode_time_ms": round(self.decode_ms, 3),
             "stop_reason": self.stop_reason,
         }  # fmt: skip
         return told if self.stop_sequence is None else {**told, "stop_sequence_matched": self.stop_sequence}
 
     def _fail(self, error: WorkerError) -> None:
-        self.error = error
-        self._put(event({"type": "error", "code": error.code, "message": str(error), "retriable": error.retriable}))
+        self.error = error.with_traceback(None)  # which would keep all of the request
+        self._tell({"type": "error", "code": error.code, "message": str(error), "retriable": error.retriable})
 
-    def _metrics(self, worker: Worker) -> None:
+    def _metrics(self, worker: Worker, answer: Answer) -> None:
         now = time.monotonic()
         if now < self._metrics_at:
             return
         self._metrics_at = now + METRICS_S
-        seconds, pool = self.answer.decode_ms / 1000, worker.loaded.engine.scheduler.pool
-        rate = (self.answer.num_tokens - 1) / seconds if seconds > 0 else 0.0
-        ttft = 1000 * (self.answer.first_at - self.answer.began_at)
-        used = 1 - pool.num_free / pool.n_blocks
-        self._put(event({"type": "metrics", "tokens_per_sec": round(rate, 2), "ttft_ms": round(ttft, 3),
-                         "kv_cache_usage": round(used, 4), "vram_bytes": 0}))  # fmt: skip
+        seconds, llm = self.decode_ms / 1000, worker.loaded
+        rate = (self.num_tokens - 1) / seconds if seconds > 0 else 0.0
+        ttft = 1000 * (answer.first_at - answer.began_at)
+        used = 1 - llm.engine.scheduler.pool.num_free / llm.engine.scheduler.pool.n_blocks
+        self._tell({"type": "metrics", "tokens_per_sec": round(rate, 2), "ttft_ms": round(ttft, 3),
+                    "kv_cache_usage": round(used, 4), "vram_bytes": llm.device_bytes})  # fmt: skip
 
     def _put(self, chunk: bytes) -> None:
         self.events.append(chunk)
@@ -158,7 +181,7 @@ class Job:
 
     def cancel(self) -> None:
         """Nobody wants the rest of it; one that has ended stays as it is."""
-        if self.ended_at is None:
+        if self.answer is not None:
             self.answer.ticket.cancel()
 
     def result(self) -> dict[str, Any]:
@@ -172,20 +195,23 @@ class Job:
     def state(self) -> dict[str, Any]:
         """Where it stands."""
         state = "failed" if self.error is not None else "done" if self.ended_at is not None else "running"
-        if state == "running" and not self.answer.first_at:
+        if state == "running" and not self.num_tokens:
             state = "queued"
         if isinstance(self.error, RequestCancelledError):
             state = "cancelled"
-        return {"job_id": self.id, "state": state, "tokens_out": self.answer.num_tokens, "events": len(self.events)}
+        return {"job_id": self.id, "state": state, "tokens_out": self.num_tokens, "events": len(self.events)}
 
 
 class Jobs:
-    """All jobs that are known, until some time after their end."""
+    """All jobs that are known, until some time after their end, or until those that have ended take too much memory."""
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
         self._jobs: dict[str, Job] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._running: dict[asyncio.Task[None], Job] = {}
+        self._ended: deque[tuple[Job, int]] = deque()  # in the order of their ends, and the memory of each
+        self._ended_bytes = 0
+        self._watching: asyncio.Task[None] | None = None
 
     async def begin(self, values: dict[str, Any]) -> Job:
         """Take a job on."""
@@ -203,10 +229,12 @@ class Jobs:
             raise ConflictError(f"there is a job {job_id} already")
         timeout = None if values["timeout_ms"] is None else values["timeout_ms"] / 1000
         seed, (answer,) = worker.answers(ids, params_of(values), priority=values["priority"], timeout_s=timeout)
-        job = self._jobs[job_id] = Job(job_id, answer, seed, worker.settings.names[0])
+        job = self._jobs[job_id] = Job(job_id, answer, seed, worker)
         task = asyncio.ensure_future(job.run(worker))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._running[task] = job
+        task.add_done_callback(self._on_end)
+        if self._watching is None:
+            self._watching = asyncio.ensure_future(self._watch())
         return job
 
     def get(self, job_id: str) -> Job:
@@ -220,7 +248,27 @@ class Jobs:
         """End it; one that has ended already stays as it is."""
         self.get(job_id).cancel()
 
+    async def _watch(self) -> None:
+        """What happens to jobs between their tokens is told too; without jobs there is nothing to look at."""
+        while self._running:
+            await asyncio.sleep(WATCH_S)
+            for job in self._running.values():
+                job.narrator.look()
+        self._watching = None
+
+    def _on_end(self, task: asyncio.Task[None]) -> None:
+        job = self._running.pop(task)
+        self._ended.append((job, job.nbytes))
+        self._ended_bytes += job.nbytes
+        self._forget_old()
+
     def _forget_old(self) -> None:
+        """Those whose time is over; and the oldest, down to the last, where all together are too much."""
         oldest = time.monotonic() - self._worker.settings.job_ttl_s
-        for job_id in [i for i, job in self._jobs.items() if job.ended_at is not None and job.ended_at < oldest]:
-            del self._jobs[job_id]
+        while self._ended and (
+            (self._ended[0][0].ended_at or 0.0) < oldest
+            or (self._ended_bytes > MOST_ENDED_BYTES and len(self._ended) > 1)
+        ):
+            job, size = self._ended.popleft()
+            self._ended_bytes -= size
+            del self._jobs[job.id]

@@ -86,7 +86,7 @@ def ready(worker: Worker, url: str) -> dict[str, Any]:
     llm = worker.llm
     return {
         "worker_id": worker.settings.worker_id, "url": url, "model_ref": worker.settings.model_ref,
-        "backend": str(getattr(llm.model.ops, "__name__", "")).rpartition(".")[2], "device": "cpu", "vram_bytes": 0,
+        "backend": llm.backend, "device": llm.device, "vram_bytes": llm.device_bytes,
         "phases": {phase: round(seconds, 6) for phase, seconds in llm.phases.items() if math.isfinite(seconds)},
     }  # fmt: skip
 
@@ -95,7 +95,8 @@ def heartbeat(worker: Worker, port: int) -> dict[str, Any]:
     """What a heartbeat says."""
     return {
         "worker": {
-            "id": worker.settings.worker_id, "model_id": worker.settings.names[0], "device": "cpu", "port": port,
+            "id": worker.settings.worker_id, "model_id": worker.settings.names[0], "device": worker.loaded.device,
+            "port": port,
             "status": worker.health()["status"], "implementation": "python", "version": __version__,
         },
         "timestamp": datetime.now(UTC).isoformat(timespec="milliseconds"),

@@ -2,18 +2,24 @@
 
 Every line of a request carries its correlation id, which travels in a context variable, also into the task of a job.
 What a request asked and what it was answered never gets here: messages of unforeseen errors, which may quote it, are
-left out, their types and places are told.
+left out, their types and places are told. A thread of its own writes the lines: where nobody reads them, nothing waits;
+what is too much is dropped and counted.
 """
 
 from __future__ import annotations
 
+import atexit
 import logging
+import queue
 import sys
+import threading
+import time
 import traceback
 from collections.abc import Mapping
+from contextlib import suppress
 from contextvars import ContextVar
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, TextIO
 
 import msgspec
 
@@ -22,6 +28,8 @@ from ..errors import InvalidRequestError, WorkerError
 VARIABLE = "LLORCH_LOG_FORMAT"
 FORMATS = ("pretty", "json")
 QUIET, EXPECTED = {"/health", "/metrics"}, (200, 503)  # asked every few seconds: told only where something is wrong
+MOST_LINES = 10_000  # that wait to be written
+FLUSH_S = 1.0  # for the last ones, at the end
 LOGGERS = ("llm_worker_rbee", "uvicorn.error")
 correlation: ContextVar[str | None] = ContextVar("correlation", default=None)
 log = logging.getLogger("llm_worker_rbee.server")
@@ -32,7 +40,7 @@ def set_up(environment: Mapping[str, str]) -> None:
     kind = environment.get(VARIABLE) or FORMATS[0]
     if kind not in FORMATS:
         raise InvalidRequestError(f"{VARIABLE} is {kind!r}: use one of {', '.join(FORMATS)}", VARIABLE)
-    handler = logging.StreamHandler(sys.stderr)
+    handler = Handed(sys.stderr)
     handler.setFormatter(JsonLines() if kind == "json" else PrettyLines())
     for name in LOGGERS:
         logger = logging.getLogger(name)
@@ -40,6 +48,50 @@ def set_up(environment: Mapping[str, str]) -> None:
         logger.propagate = False
     logging.getLogger(LOGGERS[0]).setLevel(logging.INFO)
     logging.getLogger(LOGGERS[1]).setLevel(logging.WARNING)
+
+
+class Handed(logging.Handler):
+    """Lines are made here and now, and written by and by."""
+
+    def __init__(self, stream: TextIO) -> None:
+        super().__init__()
+        self._stream = stream
+        self._lines: queue.Queue[str] = queue.Queue(MOST_LINES)
+        self._num_dropped = 0
+        self._writer = threading.Thread(target=self._write, name="log", daemon=True)
+        self._writer.start()
+        atexit.register(self.flush)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Into the queue, if there is room."""
+        try:
+            self._lines.put_nowait(self.format(record))
+        except queue.Full:
+            self._num_dropped += 1
+        except Exception:
+            self.handleError(record)
+
+    def flush(self) -> None:
+        """Wait for the last line, but not for ever."""
+        end = time.monotonic() + FLUSH_S
+        while self._lines.unfinished_tasks and time.monotonic() < end:
+            time.sleep(0.001)
+
+    def _write(self) -> None:
+        while True:
+            line = self._lines.get()
+            if self._num_dropped:
+                dropped, self._num_dropped = self._num_dropped, 0
+                line = f"{line}\n{self.format(_dropped(dropped))}"
+            with suppress(OSError, ValueError):  # nobody is there any more
+                self._stream.write(line + "\n")
+                self._stream.flush()
+            self._lines.task_done()
+
+
+def _dropped(lines: int) -> logging.LogRecord:
+    told = "%d lines were dropped: nobody read standard error"
+    return logging.LogRecord(log.name, logging.WARNING, __file__, 0, told, (lines,), None)
 
 
 class JsonLines(logging.Formatter):
@@ -72,6 +124,12 @@ class PrettyLines(logging.Formatter):
         if (known := correlation.get()) is not None:
             parts.append(f"[{known}]")
         return " ".join(parts)
+
+
+def flush() -> None:
+    """What was told is written, if anybody reads it."""
+    for handler in logging.getLogger(LOGGERS[0]).handlers:
+        handler.flush()
 
 
 def done(scope: Mapping[str, Any], status: int, seconds: float) -> None:

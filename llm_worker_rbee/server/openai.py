@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from uuid import uuid4
 
 from ..engine.request import TokenLogprob
-from ..errors import InferenceError, InvalidRequestError, ModelNotFoundError, WorkerError
+from ..errors import ContextLengthError, InferenceError, InvalidRequestError, ModelNotFoundError, WorkerError
 from ..tokenizer import Tokenizer
 from . import fields, logs
 from .answer import Answer, Piece
@@ -39,13 +39,21 @@ async def chat(worker: Worker, body: bytes, ignored: list[str] | None) -> Asked:
     values = fields.checked(fields.read_object(body), CHAT, ignored=ignored)
     worker.require_model(values["model"])
     longest = values["max_completion_tokens"] or values["max_tokens"]
-    if values["top_logprobs"] is not None and not values["logprobs"]:
-        raise FieldsError([Problem("top_logprobs", "conflict", "top_logprobs needs logprobs: true")])
+    _require(values["max_tokens"] in (None, longest), "max_tokens", "conflict",
+             "max_tokens and max_completion_tokens differ: give one of them")  # fmt: skip
+    _require(values["top_logprobs"] is None or values["logprobs"], "top_logprobs", "conflict",
+             "top_logprobs needs logprobs: true")  # fmt: skip
+    _require_stream(values)
     scored = (values["top_logprobs"] or 0) if values["logprobs"] else None
     ids = await asyncio.to_thread(worker.llm.tokenize_chat, fields.conversation(values["messages"]))
-    seed, answers = worker.answers(
-        ids, params_of(values, longest, scored), n=values["n"], priority=values["priority"], timeout_s=_seconds(values)
-    )
+    params = params_of(values, longest, scored)
+    try:
+        seed, answers = worker.answers(
+            ids, params, n=values["n"], priority=values["priority"], timeout_s=_seconds(values)
+        )
+    except ContextLengthError as error:
+        error.field = "messages" if error.field == "prompt" else error.field
+        raise
     return Asked(answers, [ids], seed, values, True)
 
 
@@ -53,10 +61,11 @@ async def completion(worker: Worker, body: bytes, ignored: list[str] | None) -> 
     """Take prompts on, one or several."""
     values = fields.checked(fields.read_object(body), COMPLETION, ignored=ignored)
     worker.require_model(values["model"])
-    if values["best_of"] not in (None, values["n"]):
-        raise FieldsError([Problem("best_of", "unsupported", "best_of other than n is not supported by this worker")])
-    if values["max_tokens"] == 0 and not values["echo"]:
-        raise FieldsError([Problem("max_tokens", "range", "max_tokens is 0: only with echo, to score the prompt")])
+    _require(values["best_of"] in (None, values["n"]), "best_of", "unsupported",
+             "best_of other than n is not supported by this worker")  # fmt: skip
+    _require(values["max_tokens"] > 0 or values["echo"], "max_tokens", "range",
+             "max_tokens is 0: only with echo, to score the prompt")  # fmt: skip
+    _require_stream(values)
     several = _several(values["prompt"])
     worker.require_room(len(several) * values["n"])
     prompts = [await _ids(worker, one) for one in several]
@@ -75,6 +84,16 @@ async def completion(worker: Worker, body: bytes, ignored: list[str] | None) -> 
             answer.close()
         raise
     return Asked(answers, prompts, seed, values, False)
+
+
+def _require_stream(values: dict[str, Any]) -> None:
+    _require(values["stream"] or not values["stream_options"], "stream_options", "conflict",
+             "stream_options needs stream: true")  # fmt: skip
+
+
+def _require(holds: bool, field: str, constraint: str, message: str) -> None:
+    if not holds:
+        raise FieldsError([Problem(field, constraint, message)])
 
 
 async def whole(worker: Worker, asked: Asked) -> dict[str, Any]:

@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from ..engine.request import MAX_LOGPROBS, MAX_STOPS, SamplingParams
-from . import fields
-from .fields import Field, Problem
+from .fields import Field, Kind, Problem, Schema
+from .kinds import (
+    PRIORITY,
+    TIMEOUT_MS,
+    Flag,
+    Ids,
+    Messages,
+    Only,
+    Stops,
+    Text,
+    Whole,
+    is_whole,
+    listed,
+    made_of,
+    sampling,
+)
 
 MOST_CHOICES = 16
 DEFAULTS = SamplingParams()
@@ -14,73 +29,96 @@ NUMBERS = ("temperature", "top_p", "min_p", "typical_p", "repetition_penalty", "
 INTEGERS = ("top_k", "repeat_last_n", "seed")
 
 
-def _bias(name: str, value: Any) -> Problem | None:
-    if not isinstance(value, dict):
-        return Problem(name, "type", f"{name} must map token ids to numbers")
-    for token, amount in value.items():
-        if not (token.isascii() and token.isdigit() and len(token) < 10):
-            return Problem(name, "format", f"{name}: {token[:20]!r} is not a token id")
-        if isinstance(amount, bool) or not isinstance(amount, (int, float)) or not -100 <= amount <= 100:
-            return Problem(name, "range", f"{name} of token {token} must be a number, -100 to 100")
-    return None
+@dataclass(frozen=True, slots=True)
+class Bias(Kind):
+    """Token ids, as strings, and what is added to their logits."""
 
-
-def _stream_options(name: str, value: Any) -> Problem | None:
-    if (
-        isinstance(value, dict)
-        and set(value) <= {"include_usage"}
-        and isinstance(value.get("include_usage", False), bool)
-    ):
+    def problem(self, name: str, value: Any) -> Problem | None:
+        """The first that is none."""
+        if not isinstance(value, dict):
+            return Problem(name, "type", f"{name} must map token ids to numbers")
+        for token, amount in value.items():
+            if not (token.isascii() and token.isdigit() and len(token) < 10):
+                return Problem(name, "format", f"{name}: {token[:20]!r} is not a token id")
+            if isinstance(amount, bool) or not isinstance(amount, (int, float)) or not -100 <= amount <= 100:
+                return Problem(name, "range", f"{name} of token {token} must be a number, -100 to 100")
         return None
-    return Problem(name, "type", f"{name} may hold include_usage, true or false, and nothing else")
+
+    def schema(self) -> Schema:
+        """The ids are in the names."""
+        amount: Schema = {"type": "number", "minimum": -100, "maximum": 100}
+        return {"type": "object", "propertyNames": {"pattern": "^[0-9]{1,9}$"}, "additionalProperties": amount}
 
 
-def _prompt(name: str, value: Any) -> Problem | None:
-    if isinstance(value, str):
-        return fields.text(name, value)
-    if isinstance(value, list) and value:
-        if all(isinstance(one, str) for one in value):
-            return next((problem for one in value if (problem := fields.text(name, one))), None)
-        groups = value if all(isinstance(one, list) for one in value) else [value]
-        if all(
-            group and all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in group) for group in groups
-        ):
+@dataclass(frozen=True, slots=True)
+class StreamOptions(Kind):
+    """Whether the counts of tokens come at the end of a stream."""
+
+    def problem(self, name: str, value: Any) -> Problem | None:
+        """Something else is in it."""
+        if isinstance(value, dict) and all(k == "include_usage" and isinstance(v, bool) for k, v in value.items()):
             return None
-    return Problem(
-        name, "type", f"{name} must be a string, strings, token ids, or lists of token ids, not empty and not mixed"
-    )
+        return Problem(name, "type", f"{name} may hold include_usage, true or false, and nothing else")
+
+    def schema(self) -> Schema:
+        """The one."""
+        return made_of({"include_usage": {"type": "boolean"}})
+
+
+@dataclass(frozen=True, slots=True)
+class Prompts(Kind):
+    """A string, strings, token ids, or lists of token ids."""
+
+    def problem(self, name: str, value: Any) -> Problem | None:
+        """None of these, or mixed, or something empty."""
+        if isinstance(value, str):
+            return Text(1).problem(name, value)
+        if isinstance(value, list) and value:
+            if all(isinstance(one, str) for one in value):
+                return next((problem for one in value if (problem := Text(1).problem(name, one))), None)
+            groups = value if all(isinstance(one, list) for one in value) else [value]
+            if all(group and all(map(is_whole, group)) for group in groups):
+                return None
+        return Problem(
+            name, "type", f"{name} must be a string, strings, token ids, or lists of token ids, not empty and not mixed"
+        )
+
+    def schema(self) -> Schema:
+        """All four."""
+        ids: Schema = {**Ids().schema(), "minItems": 1}
+        return {"anyOf": [Text(1).schema(), listed(Text(1).schema(), 1), ids, listed(ids, 1)]}
+
+    def taken(self, value: Any) -> Any:
+        """Ids are ints, also where they were written 5.0."""
+        if isinstance(value, list):
+            return [self.taken(one) for one in value]
+        return int(value) if isinstance(value, float) else value
 
 
 def _nothing_but(*allowed: Any) -> Field:
     """A field that we know and do not honour: only what asks for nothing is let through."""
-
-    def check(name: str, value: Any) -> Problem | None:
-        is_allowed = any(type(one) is type(value) and one == value for one in allowed)  # 0 is not False
-        return None if is_allowed else Problem(name, "unsupported", f"{name} is not supported by this worker")
-
-    return Field(check)
+    return Field(Only(allowed, is_supported=False))
 
 
 COMMON: dict[str, Field] = {
-    "model": Field(fields.text),
-    "stream": Field(fields.boolean, False),
-    "stream_options": Field(_stream_options, {}),
-    "n": Field(fields.integer(1, MOST_CHOICES), 1),
-    "stop": Field(fields.stops(MAX_STOPS), (), is_secret=True),
-    "logit_bias": Field(_bias, {}),
-    "user": Field(fields.text),
-    "priority": Field(fields.integer(-(1 << 31), (1 << 31) - 1), 0),
-    "timeout_ms": Field(fields.integer(1, fields.LONGEST_TIMEOUT_MS)),
-    **{name: Field(fields.number, getattr(DEFAULTS, name)) for name in NUMBERS},
-    **{name: Field(fields.sampling_integer(name), getattr(DEFAULTS, name)) for name in INTEGERS},
+    "model": Field(Text()),
+    "stream": Field(Flag(), False),
+    "stream_options": Field(StreamOptions(), {}),
+    "n": Field(Whole(1, MOST_CHOICES), 1),
+    "stop": Field(Stops(MAX_STOPS), (), is_secret=True),
+    "logit_bias": Field(Bias(), {}),
+    "user": Field(Text()),
+    "priority": Field(PRIORITY, 0),
+    "timeout_ms": Field(TIMEOUT_MS),
+    **{name: Field(sampling(name), getattr(DEFAULTS, name)) for name in (*NUMBERS, *INTEGERS)},
 }
 CHAT: dict[str, Field] = {
     **COMMON,
-    "messages": Field(fields.messages, required=True, is_secret=True),
-    "max_tokens": Field(fields.integer(1)),
-    "max_completion_tokens": Field(fields.integer(1)),
-    "logprobs": Field(fields.boolean, False),
-    "top_logprobs": Field(fields.integer(0, MAX_LOGPROBS)),
+    "messages": Field(Messages(), required=True, is_secret=True),
+    "max_tokens": Field(Whole(1)),
+    "max_completion_tokens": Field(Whole(1)),
+    "logprobs": Field(Flag(), False),
+    "top_logprobs": Field(Whole(0, MAX_LOGPROBS)),
     # known, and not honoured
     "tools": _nothing_but([]),
     "tool_choice": _nothing_but("none", "auto"),
@@ -97,16 +135,16 @@ CHAT: dict[str, Field] = {
     "reasoning_effort": _nothing_but("none"),
     "verbosity": _nothing_but("medium"),
     "web_search_options": _nothing_but(),
-    "safety_identifier": Field(fields.text),
-    "prompt_cache_key": Field(fields.text),
+    "safety_identifier": Field(Text()),
+    "prompt_cache_key": Field(Text()),
 }
 COMPLETION: dict[str, Field] = {
     **COMMON,
-    "prompt": Field(_prompt, required=True, is_secret=True),
-    "max_tokens": Field(fields.integer(0), 16),
-    "echo": Field(fields.boolean, False),
-    "logprobs": Field(fields.integer(0, MAX_LOGPROBS)),
-    "best_of": Field(fields.integer(1, MOST_CHOICES)),
+    "prompt": Field(Prompts(), required=True, is_secret=True),
+    "max_tokens": Field(Whole(0), 16),
+    "echo": Field(Flag(), False),
+    "logprobs": Field(Whole(0, MAX_LOGPROBS)),
+    "best_of": Field(Whole(1, MOST_CHOICES)),
     "suffix": _nothing_but(""),
 }
 

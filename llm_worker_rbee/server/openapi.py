@@ -1,4 +1,4 @@
-"""The description of the routes (OpenAPI 3.1) for `/openapi.json`. Bounds, defaults and choices of requests come from
+"""The description of the routes (OpenAPI 3.2) for `/openapi.json`. Bounds, defaults and choices of requests come from
 the tables that requests are checked against, so the two cannot differ; replies are described in `openapi_replies`.
 
 A null is as good as an absent field, except where the field is required.
@@ -7,79 +7,24 @@ A null is as good as an absent field, except where the field is required.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from inspect import getclosurevars
 from typing import Any
 
 from .. import __version__
-from ..engine.request import MAX_STOP_CHARS, NUMBERS
-from . import fields, jobs, openai_fields
-from .fields import Field
-from .openapi_replies import REPLIES, listed, made_of, ref
+from . import jobs, openai_fields, small_fields
+from .fields import Field, Schema
+from .kinds import made_of
+from .openapi_replies import REPLIES, ref
 from .settings import Settings
 
-Schema = dict[str, Any]
-PART = made_of({"type": {"const": "text"}, "text": {"type": "string"}}, "type", "text")
-CONTENT: Schema = {"anyOf": [{"type": "string"}, listed(PART)]}
-MESSAGE = made_of({"role": {"enum": [*fields.ROLES]}, "content": CONTENT}, "role", "content")
-MESSAGES = listed({**MESSAGE, "additionalProperties": True}, 1)
-IDS = listed({"type": "integer", "minimum": 0}, 1)
-BIAS: Schema = {
-    "type": "object", "propertyNames": {"pattern": "^[0-9]{1,9}$"},
-    "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
-}  # fmt: skip
-# what no table of bounds can say
-BY_NAME: dict[str, Schema] = {
-    "messages": MESSAGES,
-    "prompt": {
-        "anyOf": [
-            {"type": "string", "minLength": 1},
-            listed({"type": "string", "minLength": 1}, 1),
-            IDS,
-            listed(IDS, 1),
-        ]
-    },
-    "logit_bias": BIAS,
-    "stream_options": made_of({"include_usage": {"type": "boolean"}}),
-    "job_id": {"type": "string", "pattern": f"^{fields.JOB_ID.pattern}$"},
-}
-PLAIN: dict[Any, Schema] = {fields.boolean: {"type": "boolean"}, fields.text: {"type": "string"}}
-CANCEL = {"job_id": Field(fields.job_id, required=True)}
-SHORT: dict[str, Schema] = {
-    "TokenizeRequest": made_of(
-        {"text": {"type": "string"}, "add_special": {"type": ["boolean", "null"], "default": True},
-         "parse_special": {"type": ["boolean", "null"], "default": False}}, "text"),
-    "DetokenizeRequest": made_of({"tokens": listed({"type": "integer", "minimum": 0})}, "tokens"),
-    "TemplateRequest": made_of({"messages": MESSAGES}, "messages"),
-}  # fmt: skip
 
-
-def of_field(name: str, field: Field) -> Schema:
+def of_field(field: Field) -> Schema:
     """What a field may hold, as JSON Schema."""
-    schema = {**_checked_by(name, field)}
+    schema = field.kind.schema()
     if not field.required:
         schema = _or_null(schema)
         if field.default is not None:
             schema["default"] = list(field.default) if isinstance(field.default, tuple) else field.default
     return schema
-
-
-def _checked_by(name: str, field: Field) -> Schema:
-    """The bounds of a check: those of sampling are in its table, the others are held by the check itself."""
-    if field.check in PLAIN:
-        return PLAIN[field.check]
-    if name in BY_NAME:
-        return BY_NAME[name]
-    if field.check is fields.number:
-        low, high, is_open = NUMBERS[name]
-        return {"type": "number", "exclusiveMinimum" if is_open else "minimum": low, "maximum": high}
-    held = getclosurevars(field.check).nonlocals
-    if "least" in held:
-        bounds = {"minimum": held["least"], "maximum": held["most"]}
-        return {"type": "integer", **{key: value for key, value in bounds.items() if value is not None}}
-    if "allowed" in held:
-        return {"enum": list(held["allowed"])}
-    one = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS}
-    return {"anyOf": [one, {**listed(one), "maxItems": held["most"]}]}
 
 
 def _or_null(schema: Schema) -> Schema:
@@ -92,28 +37,45 @@ def _or_null(schema: Schema) -> Schema:
 
 def of_table(table: Mapping[str, Field], *, is_open: bool = False) -> Schema:
     """A body."""
-    properties = {name: of_field(name, field) for name, field in table.items()}
-    made = made_of(properties, *(name for name, field in table.items() if field.required))
-    return {**made, "additionalProperties": is_open}
+    properties = {name: of_field(field) for name, field in table.items()}
+    return made_of(properties, *(name for name, field in table.items() if field.required), is_open=is_open)
 
 
 def _requests(settings: Settings) -> dict[str, Schema]:
     is_open = settings.ignore_unknown_fields
-    job = of_table(jobs.TABLE)
-    job["properties"]["prompt"] = {"type": ["string", "null"], "minLength": 1}
-    has = [made_of({name: {"not": {"type": "null"}}}, name) for name in ("prompt", "messages")]
-    job["oneOf"] = [{**one, "additionalProperties": True} for one in has]
+    job = {**of_table(jobs.TABLE), "oneOf": [_with("prompt"), _with("messages")]}
     named = {**job, "required": [*job["required"], "job_id"]}
-    named["properties"] = {**job["properties"], "job_id": BY_NAME["job_id"]}
+    only = {"job_id": jobs.TABLE["job_id"].kind.schema(), "stream": {"enum": [True, None], "default": True}}
+    named["properties"] = {**job["properties"], **only}
+    streams = {"anyOf": [_if(stream_options={"enum": [None, {}]}), _with("stream", const=True)]}
     made = {
-        "ChatRequest": of_table(openai_fields.CHAT, is_open=is_open),
-        "CompletionRequest": of_table(openai_fields.COMPLETION, is_open=is_open),
-        "JobRequest": job, "NamedJobRequest": named, "CancelRequest": of_table(CANCEL), **SHORT,
+        "ChatRequest": {
+            **of_table(openai_fields.CHAT, is_open=is_open),
+            "anyOf": [_if(top_logprobs={"type": "null"}), _with("logprobs", const=True)],
+            "allOf": [streams],
+        },
+        "CompletionRequest": {
+            **of_table(openai_fields.COMPLETION, is_open=is_open),
+            "anyOf": [_if(max_tokens={"not": {"const": 0}}), _with("echo", const=True)],
+            "allOf": [streams],
+        },
+        "JobRequest": job, "NamedJobRequest": named, "CancelRequest": of_table(small_fields.CANCEL),
+        "TokenizeRequest": of_table(small_fields.TOKENIZE), "DetokenizeRequest": of_table(small_fields.DETOKENIZE),
+        "TemplateRequest": of_table(small_fields.APPLY_TEMPLATE),
     }  # fmt: skip
     for schema in made.values():
         if "model" in schema["properties"]:
             schema["properties"]["model"] = {"enum": [*settings.names, None]}
     return made
+
+
+def _with(name: str, **value: Any) -> Schema:
+    """A body that says something under that name."""
+    return {**_if(**{name: value or {"not": {"type": "null"}}}), "required": [name]}
+
+
+def _if(**properties: Schema) -> Schema:
+    return {"properties": properties}
 
 
 # method, path, what it does, the request's schema, the reply's, that of the events of a stream
@@ -155,7 +117,7 @@ def description(settings: Settings) -> dict[str, Any]:
     for method, path, what, request, reply, event in ROUTES:
         paths.setdefault(path, {})[method] = _operation(method, path, what, request, reply, event)
     return {
-        "openapi": "3.1.0",
+        "openapi": "3.2.0",
         "info": {"title": "llm-worker-rbee", "version": __version__, "description": "An LLM inference worker."},
         "security": [{"key": []}] if settings.api_key is not None else [],
         "paths": paths,
@@ -191,9 +153,15 @@ def _content(reply: str, event: str | None) -> dict[str, Any]:
     elif event is None:
         content[reply] = {"schema": {"type": "string"}}
     if event is not None:
-        told = f"data: events, each a {event}, then [DONE]"
-        content["text/event-stream"] = {"schema": {"type": "string", "description": told}}
+        content["text/event-stream"] = {"itemSchema": _item(event)}
     return content
+
+
+def _item(event: str) -> Schema:
+    """One event: JSON in its data, an error of that dialect too, and in the last one [DONE]."""
+    inside = ref(event) if event in ("JobEvent", "LoadingEvent") else {"anyOf": [ref(event), ref("OpenAIError")]}
+    told = {"contentMediaType": "application/json", "contentSchema": inside}
+    return made_of({"data": {"type": "string", "anyOf": [{"const": "[DONE]"}, told]}}, "data", is_open=True)
 
 
 def _errors(path: str, request: str | None) -> dict[str, Any]:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from .fields import Schema
+from .kinds import listed, made_of
 
-Schema = dict[str, Any]
 TEXT: Schema = {"type": "string"}
 COUNT: Schema = {"type": "integer", "minimum": 0}
 NUMBER: Schema = {"type": "number"}
@@ -17,20 +16,9 @@ def ref(name: str) -> Schema:
     return {"$ref": f"#/components/schemas/{name}"}
 
 
-def listed(item: Schema, least: int = 0) -> Schema:
-    """A list of them."""
-    return {"type": "array", "items": item, **({"minItems": least} if least else {})}
-
-
-def made_of(properties: Mapping[str, Schema], *required: str) -> Schema:
-    """An object with these properties and no others."""
-    made: Schema = {"type": "object", "properties": dict(properties), "additionalProperties": False}
-    return {**made, "required": [*required]} if required else made
-
-
 def _whole(**properties: Schema) -> Schema:
     """A reply that has all of these, and may have more one day."""
-    return {**made_of(properties, *properties), "additionalProperties": True}
+    return made_of(properties, *properties, is_open=True)
 
 
 def _or_null(schema: Schema) -> Schema:
@@ -57,7 +45,11 @@ REPLIES: dict[str, Schema] = {
         status={"enum": ["loading", "healthy", "stalled", "stopping", "failed"]}, model=TEXT, uptime_s=NUMBER,
         last_step_age_s=NUMBER, running=COUNT, waiting=COUNT),
     "Ready": _whole(ready=FLAG, state={"enum": ["loading", "idle", "busy", "error"]}),
-    "Info": _whole(model=TEXT, architecture=TEXT, context_length=COUNT, backend=TEXT, device=TEXT, version=TEXT),
+    "Info": _whole(
+        model=TEXT, architecture=TEXT, quant=TEXT, parameters=COUNT, context_length=COUNT, backend=TEXT, device=TEXT,
+        kv_type=TEXT, memory=_whole(
+            weights_bytes=COUNT, kv_cache_bytes=COUNT, process_bytes=_or_null(COUNT), device_bytes=COUNT),
+        worker_id=TEXT, versions=_whole(worker=TEXT, python=TEXT)),
     "LoadingEvent": _whole(stage=TEXT),
     "Model": _whole(id=TEXT, object={"const": "model"}, created=COUNT, owned_by=TEXT, context_length=COUNT),
     "Models": _whole(object={"const": "list"}, data=listed(ref("Model"))),

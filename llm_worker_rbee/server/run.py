@@ -1,7 +1,8 @@
 """One process that serves: the port first, then the model, then requests until a signal says to stop.
 
 The first SIGTERM or SIGINT lets nobody in any more, waits for those who are in, and leaves with 0; the second leaves at
-once. The listening socket stays open meanwhile, so that who comes is told why.
+once with 128 and its number; one that comes when all is done changes nothing. The listening socket stays open
+meanwhile, so that who comes is told why.
 """
 
 from __future__ import annotations
@@ -13,23 +14,26 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
+from uuid import uuid4
 
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from ..errors import InvalidRequestError
+from ..errors import HeadersTooLargeError, InvalidRequestError
+from . import logs
 from .app import application
-from .guard import MAX_HEADERS
+from .guard import MAX_HEADERS, TOO_LONG, told
 from .lifecycle import announce
 from .worker import Worker
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 BACKLOG = 2048
 LAST_BYTES_S = 5  # for readers to take what is left after the last request has ended
-TOO_LONG = b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
+HEAD_S = 30.0  # for a client to say what it wants, once it is connected or has begun to
+LINGER_S, LINGER_BYTES = 2.0, 8 << 20  # for a client that is still sending to hear why it is refused
 log = logging.getLogger("llm_worker_rbee.server")
 
 
@@ -58,16 +62,52 @@ def url_of(host: str, port: int, scheme: str = "http") -> str:
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
-def serve(worker: Worker, sock: socket.socket, url: str, on_ready: Callable[[], None], **tls: Any) -> None:
+def serve(
+    worker: Worker, sock: socket.socket, url: str, on_ready: Callable[[], None], signals: Signals, **tls: Any
+) -> None:
     """Serve until a signal; the error that the model could not be loaded for is raised."""
     config = uvicorn.Config(
         application(worker), loop="uvloop", http=Connection, ws="none", interface="asgi3", lifespan="on",
         log_config=None, access_log=False, server_header=False, proxy_headers=False, backlog=BACKLOG,
         timeout_graceful_shutdown=LAST_BYTES_S, **tls,
     )  # fmt: skip
-    Server(config, worker, url, on_ready).run(sockets=[sock])
+    try:
+        Server(config, worker, url, on_ready, signals).run(sockets=[sock])
+    finally:
+        signals.ignore()
     if worker.failure is not None:
         raise worker.failure
+
+
+class Signals:
+    """They are ours from here to the end of the process: nowhere between do they meet Python's own handlers.
+
+    The first one begins the end, the second one is the end.
+    """
+
+    def __init__(self) -> None:
+        self.has_come = False
+        self._begin: Callable[[], object] | None = None
+        for number in SIGNALS:
+            signal.signal(number, self._on_signal)
+
+    def then(self, begin: Callable[[], object]) -> None:
+        """What the first one begins; at once, if it was here before."""
+        self._begin = begin
+        if self.has_come:
+            begin()
+
+    def ignore(self) -> None:
+        """Nothing is left to be ended. A function of ours would be taken away before the process is gone."""
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
+
+    def _on_signal(self, number: int, _: FrameType | None) -> None:
+        if self.has_come:
+            _leave(128 + number)
+        self.has_come = True
+        if self._begin is not None:
+            self._begin()
 
 
 class Connection(HttpToolsProtocol):
@@ -75,25 +115,67 @@ class Connection(HttpToolsProtocol):
 
     _head = 0
     _is_in_head = True
+    _num_dropped = -1  # bytes that came after the refusal; -1: it was not refused
+    _patience: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Somebody is there."""
+        super().connection_made(transport)
+        self._wait_for_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """He is gone."""
+        self._stop_waiting()
+        super().connection_lost(exc)
+
+    def _wait_for_head(self) -> None:
+        self._stop_waiting()
+        self._patience = self.loop.call_later(HEAD_S, self.transport.close)
+
+    def _stop_waiting(self) -> None:
+        if self._patience is not None:
+            self._patience.cancel()
+            self._patience = None
 
     def data_received(self, data: bytes) -> None:
         """Some bytes of a client's."""
+        if self._num_dropped >= 0:
+            self._num_dropped += len(data)
+            if self._num_dropped > LINGER_BYTES:
+                self.transport.abort()
+            return
         if self._is_in_head:
             self._head += len(data)
             if self._head > MAX_HEADERS + len(data):  # without these the head was too long already
-                self.transport.write(TOO_LONG)
-                self.transport.close()
+                self._refuse()
                 return
         super().data_received(data)
+
+    def _refuse(self) -> None:
+        """Say why. Closing at once would take the reply from a client that is still sending."""
+        if self.cycle is not None and not self.cycle.response_complete:  # it would end up within another reply
+            self.transport.close()
+            return
+        status, headers, body = told("", HeadersTooLargeError(TOO_LONG))
+        lines = [f"HTTP/1.1 {status} Request Header Fields Too Large", f"content-length: {len(body)}"]
+        headers |= {"x-correlation-id": str(uuid4()), "connection": "close"}
+        lines += [*(f"{name}: {value}" for name, value in headers.items()), "", ""]
+        self._num_dropped = 0
+        self.transport.write("\r\n".join(lines).encode() + body)
+        self.loop.call_later(LINGER_S, self.transport.close)
+        figures = {"status": status, "correlation_id": headers["x-correlation-id"]}
+        log.warning("headers of more than %d bytes were refused", MAX_HEADERS, extra={"figures": figures})
 
     def on_message_begin(self) -> None:
         """A head begins."""
         self._head, self._is_in_head = 0, True
+        self._wait_for_head()
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
         """A head has ended."""
         self._is_in_head = False
+        self._stop_waiting()
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:
@@ -105,12 +187,13 @@ class Connection(HttpToolsProtocol):
 class Server(uvicorn.Server):
     """The HTTP server with our own way to begin and to end."""
 
-    def __init__(self, config: uvicorn.Config, worker: Worker, url: str, on_ready: Callable[[], None]) -> None:
+    def __init__(
+        self, config: uvicorn.Config, worker: Worker, url: str, on_ready: Callable[[], None], signals: Signals
+    ) -> None:
         super().__init__(config)
-        self._worker, self._url, self._on_ready = worker, url, on_ready
+        self._worker, self._url, self._on_ready, self._signals = worker, url, on_ready, signals
         self._life: asyncio.Task[None] | None = None
         self._end: asyncio.Task[None] | None = None
-        self._is_ending = False
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """The port answers; the model is being loaded."""
@@ -124,7 +207,8 @@ class Server(uvicorn.Server):
         if self._worker.state == "failed":
             self.should_exit = True
         elif self._worker.state == "ready":
-            self._on_ready()
+            with suppress(OSError):  # nobody reads what is printed
+                self._on_ready()
             await announce(self._worker, self._url, port)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -132,26 +216,16 @@ class Server(uvicorn.Server):
         if self._life is not None:
             self._life.cancel()
         await super().shutdown(sockets)
+        self._signals.ignore()
         if not self._worker.is_loaded and self._worker.failure is None:
             _leave(0)  # a thread is loading, and it cannot be told to stop
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """While it serves, signals are ours."""
+        """They are ours already; the first one is heard in the loop."""
         loop = asyncio.get_running_loop()
-
-        def on_signal(number: int, _: FrameType | None) -> None:
-            if self._is_ending:
-                _leave(128 + number)
-            self._is_ending = True
-            loop.call_soon_threadsafe(self._begin_to_end)
-
-        before = {number: signal.signal(number, on_signal) for number in SIGNALS}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+        self._signals.then(lambda: loop.call_soon_threadsafe(self._begin_to_end))
+        yield
 
     def _begin_to_end(self) -> None:
         log.info("stopping: running requests have %g s", self._worker.settings.shutdown_timeout_s)
@@ -165,6 +239,8 @@ class Server(uvicorn.Server):
 
 
 def _leave(status: int) -> None:
+    logs.flush()
     for stream in (sys.stdout, sys.stderr):
-        stream.flush()
+        with suppress(OSError, ValueError):  # nobody reads it
+            stream.flush()
     os._exit(status)

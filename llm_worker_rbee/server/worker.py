@@ -25,6 +25,7 @@ from ..errors import (
     WorkerError,
 )
 from ..llm import LLM
+from ..llm.loading import OnStage, Stage
 from ..tokenizer import StreamDecoder
 from .answer import Answer
 from .metrics import Observed
@@ -38,10 +39,10 @@ LONGEST_RETRY_S = 60
 class Worker:
     """One model on the wire."""
 
-    def __init__(self, settings: Settings, load: Callable[[Callable[[str, int, int | None], None]], LLM]) -> None:
+    def __init__(self, settings: Settings, load: Callable[[OnStage], LLM]) -> None:
         self.settings = settings
         self.state: State = "loading"
-        self.started_at = time.time()
+        self.started_at, self._began = time.time(), time.monotonic()  # a date; a clock that is never set back
         self.loading: list[dict[str, Any]] = []  # the events of /v1/loading/progress
         self.news = asyncio.Event()  # something was added to them
         self.failure: WorkerError | None = None
@@ -56,11 +57,12 @@ class Worker:
         """Load the model, then serve it; a failure is kept for who asks."""
         loop = asyncio.get_running_loop()
 
-        def progress(what: str, done: int, total: int | None) -> None:
-            loop.call_soon_threadsafe(self._tell, {"stage": what, "done": done, "total": total})
+        def on_stage(stage: Stage) -> None:
+            told = {"stage": stage.stage, "done": stage.done, "total": stage.total, "seconds": round(stage.seconds, 6)}
+            loop.call_soon_threadsafe(self._tell, told | ({} if stage.detail is None else {"detail": stage.detail}))
 
         try:
-            self._llm = await asyncio.to_thread(self._load, progress)
+            self._llm = await asyncio.to_thread(self._load, on_stage)
         except Exception as error:
             self.failure = error if isinstance(error, WorkerError) else InferenceError(_unforeseen(error))
             self.state = "failed"
@@ -68,8 +70,6 @@ class Worker:
             raise self.failure from error
         if self.state != "loading":  # told to stop meanwhile
             return
-        for phase, seconds in self._llm.phases.items():
-            self._tell({"stage": phase, "done": 1, "total": 1, "seconds": seconds})
         self._engine = AsyncEngine(self._llm.engine)
         self._engine.start()
         self.state = "ready"
@@ -77,7 +77,9 @@ class Worker:
 
     async def stop(self) -> None:
         """No new requests; running ones may finish within the time there is, then they end with an error."""
-        self.state = "stopping"
+        was_loading, self.state = self.state == "loading", "stopping"
+        if was_loading:  # who waits for the model need not wait any more
+            self._tell({"stage": "stopping"})
         end = time.monotonic() + self.settings.shutdown_timeout_s
         while self.num_running and time.monotonic() < end:
             await asyncio.sleep(0.02)
@@ -114,7 +116,8 @@ class Worker:
     def require_model(self, name: str | None) -> None:
         """It is the one that is served, or none is named."""
         if name is not None and name not in self.settings.names:
-            raise ModelNotFoundError(f"the model {name[:100]!r} is not served here: this is {self.settings.names[0]!r}")
+            told = f"the model {name[:100]!r} is not served here: leave model out, or see the list of models"
+            raise ModelNotFoundError(told)
 
     def checked_prompt(self, ids: Sequence[int], max_tokens: int | None) -> int:
         """How long the answer may be; one that can never fit is refused with all the figures."""
@@ -204,7 +207,7 @@ class Worker:
         return {
             "status": status,
             "model": self.settings.names[0],
-            "uptime_s": round(time.time() - self.started_at, 3),
+            "uptime_s": round(time.monotonic() - self._began, 3),
             "last_step_age_s": round(age, 3),
             "running": self.num_running,
             "waiting": self.num_unstarted,

@@ -49,8 +49,12 @@ def ids(text: str) -> list[int]:
 class Server:
     """A worker that serves; `worker` may be looked into."""
 
-    def __init__(self, load: Callable[[], LLM], *, http: str = "httptools", **settings: Any) -> None:
-        self.worker = Worker(Settings(model_ref="tiny", **settings), lambda progress: load())
+    def __init__(
+        self, load: Callable[..., LLM], *, http: str = "httptools", hears_stages: bool = False, **settings: Any
+    ) -> None:
+        """`load` makes the model, and is given the hook for the stages of loading if it wants it."""
+        made = load if hears_stages else lambda on_stage: load()
+        self.worker = Worker(Settings(model_ref="tiny", **settings), made)
         self.socket = socket.socket()
         self.socket.bind(("127.0.0.1", 0))
         self.port = self.socket.getsockname()[1]

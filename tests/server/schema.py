@@ -36,6 +36,8 @@ def fits(schema: dict[str, Any], value: Any, root: dict[str, Any]) -> bool:
 
 
 def _is(value: Any, kind: str) -> bool:
+    if kind == "integer" and isinstance(value, float):  # JSON has no integers: 5.0 is one
+        return value.is_integer()
     return isinstance(value, KINDS[kind]) and (kind == "boolean" or not isinstance(value, bool))
 
 

@@ -1,5 +1,21 @@
 """What clients send that is wrong: each gets a clear 4xx of its own in the shape of its dialect, before anything large
-is made of it, and the worker answers the next one."""
+is made of it, and the worker answers the next one. Case by case:
+
+a body that is not an object, truncated, nested 100,000 deep    test_a_body_that_is_no_request
+bytes that are not UTF-8, lone surrogates, NaN, Infinity        test_a_body_that_is_no_request
+`\\x00`                                                          test_a_zero_byte_is_text (which is no error)
+a wrong content type                                            test_a_wrong_content_type
+messages absent, empty, a string, [123], [{}], a role, content  test_messages_that_are_none
+a prompt empty, mixed, with ids negative or too large           test_a_prompt_that_is_none
+a prompt longer than the context, max_tokens 10^12              test_more_than_the_context_holds
+n, logprobs, logit_bias, temperature, stop, seed, max_tokens,
+an unknown field, chat_template, chat_template_kwargs           test_a_field_that_is_wrong[route-field]
+max_tokens 0, five stops                                        test_what_is_refused_in_one_route_only
+a body over the limit                                           test_a_body_over_the_limit
+a header of many megabytes                                      test_a_header_of_many_megabytes
+no key, a wrong one, an empty one, one in the query string      test_a_key_that_is_none, test_an_empty_key_is_not_no_key
+origins that look alike                                         test_origins_that_look_alike
+"""
 
 from __future__ import annotations
 

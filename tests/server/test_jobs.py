@@ -15,14 +15,14 @@ from tests.server.running import SAID, Server, events, until
 
 
 def test_the_events_of_a_job(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    """started, then tokens and metrics, then one end, then [DONE]; the tokens are the answer, counted from 0."""
+    """started, then all others, then one end, then [DONE]; the tokens are the answer, counted from 0."""
     monkeypatch.setattr(jobs, "METRICS_S", 0.0)
     job = server.job(prompt=">", max_tokens=50)
     assert UUID(job.removeprefix("job-")).version == 4
     found = server.events(job)
     kinds = [one["type"] for one in found]
     assert (kinds[0], kinds[-1]) == ("started", "end")
-    assert set(kinds[1:-1]) == {"token", "metrics"}
+    assert set(kinds[1:-1]) == {"token", "metrics", "narration"}
     assert found[0].keys() == {"type", "job_id", "model", "started_at", "seed"}
     assert (found[0]["job_id"], found[0]["model"]) == (job, "tiny")
     tokens = [one for one in found if one["type"] == "token"]

@@ -6,14 +6,17 @@ from typing import Any
 
 import pytest
 
-from llm_worker_rbee.server import jobs, openai_fields
+from llm_worker_rbee.server import jobs, openai_fields, small_fields
 from llm_worker_rbee.server.app import Routes
 from llm_worker_rbee.server.fields import Field
 from llm_worker_rbee.server.openapi import of_field
 from tests.server.running import Server, events
 from tests.server.schema import fits
 
-TABLES = {"job": jobs.TABLE, "chat": openai_fields.CHAT, "completion": openai_fields.COMPLETION}
+TABLES = {
+    "job": jobs.TABLE, "chat": openai_fields.CHAT, "completion": openai_fields.COMPLETION,
+    "tokenize": small_fields.TOKENIZE, "detokenize": small_fields.DETOKENIZE, "cancel": small_fields.CANCEL,
+}  # fmt: skip
 FIELDS = [(table, name) for table, fields in TABLES.items() for name in fields]
 # one of every kind, and the edges of everything that has edges
 SOME: list[Any] = [
@@ -23,7 +26,9 @@ SOME: list[Any] = [
     {"1": 5}, {"1": 101}, {"x": 1}, {"1": True}, {"include_usage": True}, {"include_usage": 1}, {"type":
     "text"}, ["text"], [{}], [{"role": "user", "content": "x"}], [{"role": "nobody", "content": "x"}], [{"role":
     "user"}], [{"role": "user", "content": [{"type": "text", "text": "x"}]}], [{"role": "user", "content": 5}],
-    0.0, 86_400_000, 86_400_001,
+    0.0, 5.0, -1.0, 1e300, 86_400_000, 86_400_001, "", [""], [1.0], [1.5], [[2.0]], [[True]], [[1], 1],
+    [{"role": "assistant", "tool_calls": [{}]}], [{"role": "assistant", "content": None, "tool_calls": []}],
+    [{"role": "user", "content": [{"text": "x", "more": 1}]}], {"12345678901": 1}, {"include_usage": None},
 ]  # fmt: skip
 
 
@@ -47,9 +52,9 @@ def test_the_routes_are_those_that_are_served(server: Server, described: dict[st
 @pytest.mark.parametrize(("table", "name"), FIELDS)
 def test_a_field_is_described_as_it_is_checked(table: str, name: str) -> None:
     field: Field = TABLES[table][name]
-    schema = of_field(name, field)
+    schema = of_field(field)
     for value in SOME:
-        assert fits(schema, value, {}) == (field.check(name, value) is None), f"{name}: {value!r}"
+        assert fits(schema, value, {}) == (field.kind.problem(name, value) is None), f"{name}: {value!r}"
     assert fits(schema, None, {}) == (not field.required)
     assert field.default is None or schema["default"] == (
         list(field.default) if isinstance(field.default, tuple) else field.default

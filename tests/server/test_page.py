@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+import socket
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 
+from llm_worker_rbee import LLM
+from llm_worker_rbee.llm.loading import OnStage, Stage
 from tests.browser import chromium
-from tests.server.conftest import KEY
-from tests.server.running import Server
+from tests.server.conftest import KEY, Start
+from tests.server.running import Server, until
 
 DESK, PHONE = (1280, 800), (390, 844)
 LIMIT_MS = 15_000
+EXPECTED = re.compile(r"status of (4|503)|net::ERR_(CONNECTION|EMPTY|INCOMPLETE)")
 
 
 @pytest.fixture(scope="module")
@@ -23,8 +29,10 @@ def browser() -> Iterator[Any]:
 
 
 @contextmanager
-def opened(browser: Any, server: Server, size: tuple[int, int] = DESK, **options: Any) -> Iterator[Any]:
-    """The page, ready; it asks nobody but the server, and complains of nothing but a refusal it was given."""
+def opened(
+    browser: Any, server: Server, size: tuple[int, int] = DESK, status: str = "healthy", **options: Any
+) -> Iterator[Any]:
+    """The page; it asks nobody but the server, and complains of nothing but refusals and a server that is gone."""
     context = browser.new_context(viewport={"width": size[0], "height": size[1]}, **options)
     page = context.new_page()
     page.set_default_timeout(LIMIT_MS)
@@ -34,11 +42,11 @@ def opened(browser: Any, server: Server, size: tuple[int, int] = DESK, **options
     page.on("pageerror", lambda error: complaints.append(str(error)))
     page.on("console", lambda message: complaints.append(message.text))
     page.goto(server.url)
-    page.wait_for_selector("[data-status=healthy]")
+    page.wait_for_selector(f"[data-status={status}]")
     yield page
     context.close()
     assert all(url.startswith((server.url, "data:")) for url in asked), asked
-    assert not [said for said in complaints if "the server responded with a status of 4" not in said]
+    assert not [said for said in complaints if not EXPECTED.search(said)]
 
 
 def ask(page: Any, text: str, **options: Any) -> None:
@@ -69,7 +77,7 @@ def test_a_chat_streams_counts_and_survives_a_reload(browser: Any, server: Serve
         page.wait_for_selector("[data-status=healthy]")
         assert page.inner_text("article.assistant .said") == said
         assert page.input_value("[name=max_tokens]") == "40"
-        with page.expect_request("**/v1/chat/completions") as sent:
+        with page.expect_request("**/execute") as sent:
             page.click("text=Try again")
         assert [m["role"] for m in sent.value.post_data_json["messages"]] == ["system", "user"]
         assert finished(page) == said
@@ -85,7 +93,7 @@ def test_stop_ends_the_answer_here_and_in_the_worker(browser: Any, server: Serve
         page.wait_for_selector("article.assistant[aria-busy=true] .said:not(:empty)")
         page.click("#stop") if how == "button" else page.keyboard.press("Escape")
         assert finished(page)
-        assert page.inner_text("article.assistant .foot span") == "stopped"
+        assert page.inner_text("article.assistant .foot span").startswith("stopped after ")
         server.require_idle()
         ask(page, "again", max_tokens=3)
         page.wait_for_selector("article:nth-of-type(4) .foot button")
@@ -132,6 +140,81 @@ def test_a_phone_has_all_of_it_without_scrolling_sideways(browser: Any, server: 
         assert page.evaluate("document.scrollingElement.scrollWidth") <= PHONE[0]
         assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(22, 21, 19)"
         assert page.evaluate("document.getElementById('send').getBoundingClientRect().bottom") <= PHONE[1]
+
+
+def test_while_the_model_loads_the_page_shows_how_far_it_is_and_then_comes_alive(
+    browser: Any, load: Callable[..., LLM]
+) -> None:
+    go_on = threading.Event()
+
+    def slowly(on_stage: OnStage) -> LLM:
+        def hold(stage: Stage) -> None:
+            on_stage(stage)
+            if stage.stage == "weights" and 0 < stage.done < (stage.total or 0):
+                assert go_on.wait(LIMIT_MS / 1000)
+
+        return load(on_stage=hold)
+
+    with Server(slowly, hears_stages=True) as server, opened(browser, server, status="loading") as page:
+        page.wait_for_selector("text=preparing the weights")
+        assert 0 < page.evaluate("document.getElementById('stage-bar').value") < 1
+        assert page.is_hidden("#greeting")
+        page.fill("#text", "early")
+        assert page.is_disabled("#send")
+        go_on.set()
+        page.wait_for_selector("[data-status=healthy]")
+        page.wait_for_selector("#card dd")
+        assert page.is_hidden("#loading")
+        page.fill("[name=max_tokens]", "3")
+        page.press("#text", "Enter")
+        assert len(finished(page)) == 3
+
+
+def test_a_worker_that_is_gone_is_said_to_be_and_welcomed_back(browser: Any, load: Callable[..., LLM]) -> None:
+    """Also in the middle of an answer, which keeps what was said of it."""
+    first, second = Server(load, shutdown_timeout_s=0.0), Server(load)
+    second.socket.close()
+    second.socket = socket.socket()
+    for one in (first.socket, second.socket):  # both, so that the place is free at once
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    with opened_at(browser, first) as page:
+        ask(page, "go on for ever")
+        page.wait_for_selector("article.assistant[aria-busy=true] .said:not(:empty)")
+        first.soon(first.worker.stop()).result()
+        first.__exit__()
+        page.wait_for_selector("[data-status=unreachable]")
+        assert "cannot be reached" in page.inner_text("#status")
+        page.wait_for_selector(".foot .failed")
+        assert finished(page)
+        page.fill("#text", "still there?")
+        assert page.is_disabled("#send")
+        second.socket.bind(("127.0.0.1", first.port))
+        with second:
+            page.wait_for_selector("[data-status=healthy]")
+            page.fill("[name=max_tokens]", "3")
+            page.press("#text", "Enter")
+            page.wait_for_selector("article:nth-of-type(4) .foot button")
+            assert len(finished(page)) == 3
+
+
+@contextmanager
+def opened_at(browser: Any, server: Server) -> Iterator[Any]:
+    """The page of a server that begins here, and ends before the page is closed."""
+    server.__enter__().ready()
+    with opened(browser, server) as page:
+        yield page
+
+
+def test_tokens_are_counted_not_events(browser: Any, start: Start) -> None:
+    """An event carries several tokens where the worker's guesses were right; a token is a character here."""
+    server = start({"speculative": "ngram", "draft_tokens": 8})
+    with opened(browser, server) as page:
+        ask(page, "go on", temperature=0)
+        until(lambda: len(page.inner_text("article.assistant .said")) > 200)
+        page.click("#stop")
+        said = finished(page)
+        assert page.inner_text("article.assistant .foot span") == f"stopped after {len(said)} tokens"
+        assert server.worker.loaded.engine.scheduler.counts.num_accepted_tokens > 100
 
 
 def test_everything_has_a_name_and_answers_are_never_html(browser: Any, server: Server) -> None:

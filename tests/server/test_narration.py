@@ -1,0 +1,93 @@
+"""What a job's stream tells a person, with the correlation of the request; and which jobs are forgotten, when."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from llm_worker_rbee.server import jobs
+from tests.server.conftest import Start
+from tests.server.running import Server, until
+
+CORRELATION = "12345678-1234-1234-1234-123456789abc"
+LONG = 60_000
+
+
+def narrated(found: list[Any]) -> list[tuple[str, str]]:
+    return [(one["action"], one["human"]) for one in found if one["type"] == "narration"]
+
+
+def test_a_job_tells_that_it_waits_and_that_its_prompt_is_read(start: Start) -> None:
+    """Between started and the first token, each with actor, target and the correlation of who brought the job."""
+    server = start(worker_id="w-7")
+    prompt = "#" * 100
+    asked = {"prompt": prompt, "max_tokens": 3, "temperature": 0}
+    for cached in (0, 96):
+        job = server.post("/v1/jobs", asked, headers={"x-correlation-id": CORRELATION}).json()["job_id"]
+        found = server.events(job)
+        assert [one["type"] for one in found[:4]] == ["started", "narration", "narration", "token"]
+        assert [one["action"] for one in found[1:3]] == ["queued", "reading"]
+        assert found[1] == {
+            "type": "narration", "actor": "w-7", "action": "queued", "target": job, "correlation_id": CORRELATION,
+            "job_id": job, "human": "Taken on with a prompt of 100 tokens; nobody else waits.",
+        }  # fmt: skip
+        assert found[2].keys() == found[1].keys()
+        assert (f"{cached} of them are in the cache" in found[2]["human"]) == bool(cached)
+    other = server.events(server.job())
+    told = {one["correlation_id"] for one in other if one["type"] == "narration"}
+    assert len(told) == 1
+    assert told != {CORRELATION}  # its own, though it gave none
+
+
+def test_a_job_that_is_sent_back_to_wait_says_so_and_that_it_goes_on(start: Start) -> None:
+    server = start({"max_batch": 1})
+    first = server.job(max_tokens=LONG)
+    until(lambda: server.http.get(f"/v1/jobs/{first}").json()["state"] == "running")
+    waiting = server.job(max_tokens=2)
+    urgent = server.job(max_tokens=LONG, priority=-1)
+    stream = server.worker.loaded.engine.scheduler
+    until(lambda: [request.priority for request in stream.running] == [-1])
+    with server.http.stream("GET", f"/v1/jobs/{first}/stream") as reply:
+        lines = reply.iter_lines()
+        while '"preempted"' not in next(lines):
+            pass
+        server.http.delete(f"/v1/jobs/{urgent}")
+        while '"resumed"' not in next(lines):
+            pass
+        server.http.delete(f"/v1/jobs/{first}")
+    actions = [action for action, _ in narrated(server.events(first))]
+    assert actions == ["queued", "reading", "preempted", "resumed"]
+    assert narrated(server.events(waiting))[0] == (
+        "queued", "Taken on with a prompt of 1 tokens; nobody else waits.",
+    )  # fmt: skip
+    assert "1 other waiting too" in narrated(server.events(urgent))[0][1]
+    server.require_idle()
+
+
+def test_ended_jobs_take_bounded_memory(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The oldest are forgotten before their time; the last one is kept however large it is."""
+    monkeypatch.setattr(jobs, "MOST_ENDED_BYTES", 20_000)
+    server = start()
+    ended = [
+        server.post("/v1/jobs", {"prompt": "#", "max_tokens": 2, "stream": False}).json()["job_id"] for _ in "12345678"
+    ]
+    known = [server.http.get(f"/v1/jobs/{job}").status_code for job in ended]
+    assert known == sorted(known, reverse=True)
+    assert (known[0], known[-1]) == (404, 200)
+    large = server.job(max_tokens=2_000)
+    assert server.events(large)[-1]["tokens_out"] == 2_000
+    assert server.events(large)[-1]["tokens_out"] == 2_000
+    assert [server.http.get(f"/v1/jobs/{job}").status_code for job in ended] == [404] * 8
+    server.require_alive()
+
+
+def test_a_running_job_is_never_forgotten(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jobs, "MOST_ENDED_BYTES", 0)
+    server: Server = start(job_ttl_s=0.0)
+    job = server.job(max_tokens=LONG)
+    for _ in range(3):
+        server.require_alive()
+    assert server.http.get(f"/v1/jobs/{job}").json()["state"] in ("queued", "running")
+    server.http.delete(f"/v1/jobs/{job}")
+    server.require_idle()

@@ -1,0 +1,48 @@
+"""Clients that others wrote on top of the OpenAI dialect, unchanged: a chat, whole and streamed, and an error."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import pytest
+
+from tests.server.running import Server
+
+ASKED = [{"role": "user", "content": "?"}]
+OPTIONS: dict[str, Any] = {"temperature": 0, "max_tokens": 6}
+
+
+def answer(server: Server) -> str:
+    """What the worker says to it, without a client."""
+    reply = server.post("/v1/chat/completions", {"messages": ASKED, **OPTIONS})
+    said = str(reply.json()["choices"][0]["message"]["content"])
+    assert len(said) == 6
+    return said
+
+
+def test_langchain(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    langchain = pytest.importorskip("langchain_openai", reason="langchain-openai is not installed")
+    monkeypatch.setenv("LANGSMITH_TRACING", "false")
+    given = {"base_url": f"{server.url}/v1", "api_key": "none", "max_retries": 0}
+    client = langchain.ChatOpenAI(model="tiny", **given, **OPTIONS)
+    whole = client.invoke("?")
+    assert (whole.content, whole.usage_metadata["output_tokens"]) == (answer(server), 6)
+    chunks = list(client.stream("?", stream_usage=True))
+    assert "".join(chunk.content for chunk in chunks) == whole.content
+    assert sum(chunk.usage_metadata["output_tokens"] for chunk in chunks if chunk.usage_metadata) == 6
+    with pytest.raises(importlib.import_module("openai").NotFoundError, match="'other'"):
+        langchain.ChatOpenAI(model="other", **given).invoke("?")
+
+
+def test_litellm(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # otherwise it fetches prices when it is imported
+    # not among our tools: it takes 350 MB and holds the official client back at an older version
+    litellm = pytest.importorskip("litellm", reason="litellm is not installed")
+    given = {"api_base": f"{server.url}/v1", "api_key": "none", "num_retries": 0}
+    whole = litellm.completion(model="openai/tiny", messages=ASKED, **given, **OPTIONS)
+    assert (whole.choices[0].message.content, whole.usage.completion_tokens) == (answer(server), 6)
+    chunks = litellm.completion(model="openai/tiny", messages=ASKED, stream=True, **given, **OPTIONS)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == whole.choices[0].message.content
+    with pytest.raises(litellm.exceptions.NotFoundError, match="'other'"):
+        litellm.completion(model="openai/other", messages=ASKED, **given)

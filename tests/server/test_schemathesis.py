@@ -1,0 +1,126 @@
+"""`/openapi.json` against a worker in a process of its own: what fits the description is taken, what does not is
+refused, and every reply is as described. Schemathesis makes the requests, the same ones each time."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+
+from llm_worker_rbee.server.openapi import ROUTES
+from tests.cli.conftest import environment
+from tests.e2e import tiny
+from tests.server.conftest import KEY
+from tests.server.running import until
+
+schemathesis = pytest.importorskip("schemathesis", reason="schemathesis is not installed")
+from schemathesis.checks import load_all_checks, not_a_server_error  # noqa: E402
+from schemathesis.specs.openapi import checks  # noqa: E402
+
+load_all_checks()
+POSITIVE, NEGATIVE = schemathesis.GenerationMode
+CHECKS = (
+    not_a_server_error,
+    checks.status_code_conformance,
+    checks.content_type_conformance,
+    checks.response_schema_conformance,
+    checks.positive_data_acceptance,
+    checks.negative_data_rejection,
+    checks.unsupported_method,
+    checks.ignored_auth,
+)
+EXAMPLES = {POSITIVE: 30, NEGATIVE: 60}
+LONGEST = 8  # tokens of an answer
+HEADERS = {"Authorization": f"Bearer {KEY}"}
+
+
+@pytest.fixture(scope="module")
+def described(model_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """The description, as it is served."""
+    line = [sys.executable, "-m", "llm_worker_rbee", "serve", "--port", "0", "--kv-memory", "16MB"]
+    said = tmp_path_factory.mktemp("schemathesis") / "stderr"
+    with said.open("w") as errors, subprocess.Popen(
+        [*line, "--model", str(model_file), "--served-model-name", "tiny"],
+        stdout=subprocess.PIPE, stderr=errors, text=True, env=environment() | {"LLM_WORKER_API_KEY": KEY},
+    ) as worker:  # fmt: skip
+        try:
+            url = next(found[0] for text in worker.stdout or () if (found := re.search(r"http://[^ ,]+", text)))
+            until(lambda: httpx.get(f"{url}/health").status_code == 200)
+            yield schemathesis.openapi.from_url(f"{url}/openapi.json", headers=HEADERS)
+            until(lambda: not httpx.get(f"{url}/health").json()["running"])
+        finally:
+            worker.terminate()
+            worker.communicate(timeout=60)
+
+
+def within_the_model(path: str, body: Any) -> Any:
+    """The same body within bounds that no description has: what the context and the vocabulary hold, the time that
+    there is, that `best_of` is `n`, and that two names of one limit agree. What is wrong with it stays wrong."""
+    if not isinstance(body, dict):
+        return body
+    made = dict(body)
+    for name in ("max_tokens", "max_completion_tokens"):
+        if _is_whole(made.get(name)):
+            made[name] = min(made[name], LONGEST)
+    if path == "/v1/chat/completions" and made.get("max_tokens", made.get("max_completion_tokens")) is None:
+        made["max_tokens"] = LONGEST
+    if all(_is_whole(made.get(name)) and made[name] >= 1 for name in ("max_tokens", "max_completion_tokens")):
+        made["max_completion_tokens"] = made["max_tokens"]
+    if _is_whole(made.get("timeout_ms")) and made["timeout_ms"] > 0:
+        made["timeout_ms"] = max(made["timeout_ms"], 60_000)
+    if _is_whole(made.get("best_of")) and 1 <= made["best_of"] <= 16:
+        made["best_of"] = made.get("n") or 1
+    for name in ("prompt", "tokens"):
+        if isinstance(made.get(name), list):
+            made[name] = _known(made[name])
+    if isinstance(made.get("logit_bias"), dict):
+        made["logit_bias"] = {_known_name(name): amount for name, amount in made["logit_bias"].items()}
+    return made
+
+
+def _known_name(name: str) -> str:
+    return str(int(name) % tiny.VOCAB) if re.fullmatch(r"[0-9]{1,9}", name) else name
+
+
+def _is_whole(value: Any) -> bool:
+    return value.is_integer() if isinstance(value, float) else isinstance(value, int) and not isinstance(value, bool)
+
+
+def _known(ids: Any) -> Any:
+    if isinstance(ids, list):
+        return [_known(one) for one in ids]
+    return ids % tiny.VOCAB if _is_whole(ids) and ids >= 0 else ids
+
+
+CASES = [
+    pytest.param(method, path, mode, id=f"{method} {path} {mode.value}")
+    for method, path, _, request, *_ in ROUTES
+    for mode in ((POSITIVE, NEGATIVE) if request is not None else (POSITIVE,))  # without a body nothing can be wrong
+]
+
+
+@pytest.mark.parametrize(("method", "path", "mode"), CASES)
+def test_what_is_described_is_served(described: Any, method: str, path: str, mode: Any) -> None:
+    operation = described[path][method.upper()]
+
+    @settings(
+        max_examples=EXAMPLES[mode],
+        derandomize=True,
+        deadline=None,
+        database=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(operation.as_strategy(generation_mode=mode))
+    def ask(case: Any) -> None:
+        case.body = within_the_model(path, case.body)
+        case.call_and_validate(headers=HEADERS, checks=list(CHECKS), timeout=20)
+
+    ask()

@@ -1,0 +1,128 @@
+"""A worker in a process of its own and the signals that end it: while it loads, before it serves, when all is done."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+LIMIT_S = 60
+Spawn = Callable[..., "subprocess.Popen[str]"]
+# the command, with something done at the very end of its process
+AT_EXIT = "import atexit, os, signal; atexit.register({}); from llm_worker_rbee.cli import main; main()"
+
+
+@pytest.fixture
+def spawn() -> Iterator[Spawn]:
+    begun: list[subprocess.Popen[str]] = []
+
+    def start(*args: str | Path, at_exit: str | None = None) -> subprocess.Popen[str]:
+        how = ["-m", "llm_worker_rbee"] if at_exit is None else ["-c", AT_EXIT.format(at_exit)]
+        line = [sys.executable, *how, "serve", "--port", "0", *map(str, args)]
+        env = {**os.environ, "LLORCH_LOG_FORMAT": "json"}
+        begun.append(subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env))
+        return begun[-1]
+
+    yield start
+    for process in begun:
+        if process.poll() is None:
+            process.kill()
+        process.communicate()
+
+
+def url_of(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    found = re.search(r"http://[^ ,]+", process.stdout.readline())
+    assert found is not None
+    return found[0]
+
+
+def until_ready(process: subprocess.Popen[str]) -> None:
+    assert process.stdout is not None
+    next(line for line in process.stdout if "curl" in line)
+
+
+@pytest.fixture
+def stuck(tmp_path: Path) -> Path:
+    """A file that nobody can read to its end, so that loading takes for ever."""
+    os.mkfifo(tmp_path / "template")
+    return tmp_path / "template"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_while_the_model_loads_ends_it_with_0(
+    spawn: Spawn, model_file: Path, stuck: Path, number: signal.Signals
+) -> None:
+    """Also one that comes before the server listens to them; who waits for the model hears of the end."""
+    process = spawn("-m", model_file, "--chat-template", stuck)
+    url = url_of(process)
+    with httpx.stream("GET", f"{url}/v1/loading/progress", timeout=LIMIT_S) as waiting:
+        assert httpx.get(f"{url}/health").json()["status"] == "loading"
+        refused = httpx.post(f"{url}/v1/jobs", json={"prompt": "x", "max_tokens": 1})
+        assert (refused.status_code, refused.json()["code"]) == (503, "MODEL_LOADING")
+        assert int(refused.headers["retry-after"]) > 0
+        process.send_signal(number)
+        assert waiting.read() == b'data: {"stage":"stopping"}\n\ndata: [DONE]\n\n'
+    _, said = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 0
+    assert all(json.loads(line)["level"] in ("info", "warning") for line in said.splitlines())
+
+
+def test_a_signal_before_it_serves_is_not_lost(spawn: Spawn, model_file: Path, stuck: Path) -> None:
+    process = spawn("-m", model_file, "--chat-template", stuck)
+    url_of(process)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 0
+
+
+def test_signals_after_the_end_change_nothing(spawn: Spawn, model_file: Path) -> None:
+    """All is done, the process is not gone yet: neither Python's own handlers nor ours may have a say."""
+    both = "lambda: [os.kill(os.getpid(), n) for n in (signal.SIGTERM, signal.SIGINT, signal.SIGTERM)]"
+    process = spawn("-m", model_file, at_exit=both)
+    until_ready(process)
+    process.send_signal(signal.SIGTERM)
+    _, said = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 0, said
+    assert "Traceback" not in said
+
+
+def test_a_worker_whose_output_nobody_reads_serves_all_the_same(spawn: Spawn, model_file: Path, stuck: Path) -> None:
+    process = spawn("-m", model_file, "--chat-template", stuck)
+    url = url_of(process)
+    assert process.stdout is not None
+    assert "no key" in process.stdout.readline()
+    process.stdout.close()  # before it is ready
+    with httpx.Client(base_url=url, timeout=LIMIT_S) as client:
+        stuck.write_text("{{ messages[0].content }}")
+        told = client.get("/v1/loading/progress").text
+        assert told.index('"warm-up","done":0') > told.index('"weights"')
+        assert told.endswith('data: {"stage":"ready"}\n\ndata: [DONE]\n\n')
+        assert client.get("/health").json()["status"] == "healthy"
+        reply = client.post("/v1/jobs", json={"prompt": "#", "max_tokens": 2, "stream": False})
+        assert reply.json()["tokens_out"] == 2
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(LIMIT_S) == 0
+
+
+def test_a_worker_whose_lines_nobody_reads_goes_on(spawn: Spawn, model_file: Path) -> None:
+    """A pipe holds 64 KiB; past that a line that is written would wait for its reader."""
+    process = spawn("-m", model_file)
+    url = url_of(process)
+    with httpx.Client(base_url=url, timeout=LIMIT_S) as client:
+        for _ in range(600):
+            assert client.get(f"/{'x' * 190}").status_code == 404
+        assert client.get("/openapi.json").status_code == 200
+    process.send_signal(signal.SIGTERM)
+    _, said = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 0
+    assert len(said) > 1 << 16
+    assert "Traceback" not in said
