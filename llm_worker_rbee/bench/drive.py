@@ -116,6 +116,22 @@ class Drive:
             self._step()
         return Timed(seconds, made, steps, [request.tokens for request in requests])
 
+    def while_reading(self, prompt: list[int], beside: Sequence[list[int]], tokens: int) -> list[float]:
+        """Seconds of each step that reads a prompt while others, of `tokens` at most, are being answered."""
+        answering, reading = [_request(ids, tokens) for ids in beside], _request(prompt, 1)
+        self._begin(answering)
+        self.engine.add(reading)
+        took = []
+        while reading.num_tokens == reading.num_prompt_tokens:
+            start = time.perf_counter()
+            self._step()
+            took.append(time.perf_counter() - start)
+        self._abort(answering)
+        if any(len(request.tokens) >= tokens for request in answering):
+            told = f"answers of {tokens} tokens ended before a prompt of {len(prompt)} was read"
+            raise InvalidRequestError(f"{told}: use a longer target (--target-itl-ms)", "target_itl_ms")
+        return took
+
     def _fill(self, depth: int, batch: int) -> None:
         """Bring whole blocks of the first `batch` sequences into the prefix cache; those there are made the newest."""
         if depth:

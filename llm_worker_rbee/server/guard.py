@@ -22,7 +22,7 @@ from ..errors import (
 )
 from . import logs
 from .fields import MISSING, FieldsError, Problem
-from .openai import error_body
+from .openai_shapes import error_body
 
 PUBLIC = {"/health", "/"}
 OPENAI = re.compile(r"/v1/(chat/completions|completions|models(/.*)?)")

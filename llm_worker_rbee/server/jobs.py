@@ -163,6 +163,9 @@ class Job:
                     "kv_cache_usage": round(used, 4), "vram_bytes": llm.device_bytes})  # fmt: skip
 
     def _put(self, chunk: bytes) -> None:
+        """One more event; nothing follows the last one, whoever else had something to tell."""
+        if self.events and self.events[-1] is DONE:
+            return
         self.events.append(chunk)
         news, self._news = self._news, asyncio.Event()
         news.set()

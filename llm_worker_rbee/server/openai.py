@@ -9,12 +9,13 @@ from typing import Any, NamedTuple
 from uuid import uuid4
 
 from ..engine.request import TokenLogprob
-from ..errors import ContextLengthError, InferenceError, InvalidRequestError, ModelNotFoundError, WorkerError
+from ..errors import ContextLengthError, InferenceError, InvalidRequestError, WorkerError
 from ..tokenizer import Tokenizer
 from . import fields, logs
 from .answer import Answer, Piece
 from .fields import FieldsError, Problem
 from .openai_fields import CHAT, COMPLETION, params_of
+from .openai_shapes import chat_logprobs, error_body, text_logprobs
 from .sse import DONE, event
 from .worker import Worker
 
@@ -245,40 +246,6 @@ def usage(asked: Asked) -> dict[str, Any]:
         "prompt_tokens": read, "completion_tokens": made, "total_tokens": read + made,
         "prompt_tokens_details": {"cached_tokens": cached},
     }  # fmt: skip
-
-
-def chat_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
-    """As chat tells them."""
-
-    def one(token: int, value: float) -> dict[str, Any]:
-        raw = tokenizer.token_bytes(token)
-        return {"token": raw.decode(errors="replace"), "logprob": value, "bytes": list(raw)}
-
-    return {"content": [
-        {**one(entry.token, entry.logprob), "top_logprobs": [one(*top) for top in entry.top]} for entry in entries
-    ], "refusal": None}  # fmt: skip
-
-
-def text_logprobs(tokenizer: Tokenizer, piece: Piece, at: int = 0) -> dict[str, Any]:
-    """As completions tell them; the first token of a prompt has none."""
-    tokens = [tokenizer.piece(entry.token) for entry in piece.logprobs]
-    values = [None if entry.logprob != entry.logprob else entry.logprob for entry in piece.logprobs]
-    tops = [
-        None if value is None else {tokenizer.piece(token): chance for token, chance in entry.top}
-        for entry, value in zip(piece.logprobs, values, strict=True)
-    ]
-    offsets = []
-    for token in tokens:
-        offsets.append(at)
-        at += len(token)
-    return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
-
-
-def error_body(error: WorkerError) -> dict[str, Any]:
-    """As the official client reads it."""
-    kind = "invalid_request_error" if error.status < 500 else "server_error"
-    code = "model_not_found" if isinstance(error, ModelNotFoundError) else error.code
-    return {"error": {"message": str(error), "type": kind, "param": getattr(error, "field", None), "code": code}}
 
 
 def _head(worker: Worker, asked: Asked, kind: str) -> dict[str, Any]:

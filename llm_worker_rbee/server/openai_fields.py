@@ -110,6 +110,7 @@ COMMON: dict[str, Field] = {
     "user": Field(Text()),
     "priority": Field(PRIORITY, 0),
     "timeout_ms": Field(TIMEOUT_MS),
+    "ignore_eos": Field(Flag(), False),
     **{name: Field(sampling(name), getattr(DEFAULTS, name)) for name in (*NUMBERS, *INTEGERS)},
 }
 CHAT: dict[str, Field] = {
@@ -151,6 +152,6 @@ COMPLETION: dict[str, Field] = {
 
 def params_of(values: dict[str, Any], max_tokens: int | None, logprobs: int | None, **more: Any) -> SamplingParams:
     """How answers are drawn."""
-    taken = {name: values[name] for name in (*NUMBERS, *INTEGERS, "stop")}
+    taken = {name: values[name] for name in (*NUMBERS, *INTEGERS, "stop", "ignore_eos")}
     bias = {int(token): float(amount) for token, amount in values["logit_bias"].items()}
     return SamplingParams(**taken, logit_bias=bias, max_tokens=max_tokens, logprobs=logprobs, **more)

@@ -53,7 +53,7 @@ class Partition:
                 yield None, text
             return
         with encoding():
-            found = self._finder.encode(text, add_special_tokens=False)
+            found = self._finder.encode_batch([text], add_special_tokens=False)[0]  # lets other threads run
         strip = False
         for local, (start, end) in zip(found.ids, found.offsets, strict=True):
             if local:

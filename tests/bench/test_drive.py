@@ -63,6 +63,18 @@ def test_an_answer_that_ends_too_soon_is_an_error(llm: LLM) -> None:
         drive.together([[1, 2], [3, 4]], 1)
 
 
+def test_steps_while_a_prompt_is_read(llm: LLM) -> None:
+    drive = Drive(llm.model, 64, batch=3, max_step_tokens=12)
+    beside = [row[:5].tolist() for row in drive.ids[:2]]
+    took = drive.while_reading(drive.ids[2, :60].tolist(), beside, 50)
+    assert len(took) >= 5  # of at most 12 tokens
+    assert min(took) > 0
+    with pytest.raises(
+        InvalidRequestError, match=r"answers of 3 tokens ended before a prompt of 50 was read.*--target"
+    ):
+        drive.while_reading(drive.ids[2, 10:60].tolist(), beside, 3)
+
+
 def test_guesses_change_no_answer_and_save_steps(llm: LLM) -> None:
     prompts = [row[:9].tolist() for row in Drive(llm.model, 9, batch=2).ids]
     plain = Drive(llm.model, 60, batch=2).together(prompts, 40)

@@ -13,7 +13,7 @@ import pytest
 from llm_worker_rbee.backends import reference
 from llm_worker_rbee.bench import drive, e2e, limits, memory
 from llm_worker_rbee.bench.drive import Drive
-from llm_worker_rbee.bench.e2e import Case, Cost, Plan, sharing
+from llm_worker_rbee.bench.e2e import Case, Cost, Plan, sharing, waiting
 from llm_worker_rbee.bench.e2e.bench import Bench
 from llm_worker_rbee.bench.results import Recorder
 from llm_worker_rbee.bench.synthetic import Shape, Spec, checkpoint
@@ -152,6 +152,22 @@ def test_a_shared_prefix(tiny: Path) -> None:
     )
     ratios = sorted(a / b for a, b in zip(first.samples, shared.samples, strict=True))
     assert ratios[0] <= shared.fields["times_shorter"] <= ratios[-1]
+
+
+def test_answers_while_a_prompt_is_read(tiny: Path) -> None:
+    recorder, told = measured(Plan(pp=[0], tg=[0], targets_ms=[1000, 0, 1000], repetitions=2), tiny)
+    found = {result.name: result for result in recorder.results()}
+    length = 256 * 3 // 4  # the context has no room for 2,000
+    sides = ("t1000", "none")
+    names = {f"itl_{which}@{side}" for which in ("median", "p95", "max") for side in sides}
+    assert set(found) == names | {f"ttft{length}@{side}" for side in sides} | {"peak_memory"}
+    for side in sides:
+        low, middle, high = (found[f"itl_{which}@{side}"].samples for which in ("median", "p95", "max"))
+        assert all(0 < a <= b <= c for a, b, c in zip(low, middle, high, strict=True))
+        assert all(whole >= longest for whole, longest in zip(found[f"ttft{length}@{side}"].samples, high, strict=True))
+    fields = found["itl_median@none"].fields
+    assert (fields["target_ms"], fields["answering"], fields["prompt"]) == (None, waiting.ANSWERING, length)
+    assert any("target 1000 ms" in text for text in told)
 
 
 def test_guesses_on_real_text(tiny: Path) -> None:

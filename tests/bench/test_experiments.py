@@ -92,7 +92,7 @@ def test_results_are_named_by_claim_side_and_length(whole: Run) -> None:
         assert len(results[name].samples) == PLAN.fewest
     assert results["claim3a/bytes/5"].estimate == 5 * 5 * 4
     assert results["claim3/unified/5/memory"].unit == "B"
-    assert results["claim2/covered"].estimate == 0.5  # this vocabulary has no reference ids, and there is no server
+    assert results["claim2/covered"].estimate == 0.75  # this vocabulary has no reference ids
 
 
 def test_the_page_is_made_from_the_run_alone(whole: Run, tmp_path: Path) -> None:
@@ -231,9 +231,15 @@ def test_sides_that_differ_cannot_race() -> None:
 
 def test_the_parts_of_claim_2_on_the_default_model(default_model: Path, lab: Callable[..., Lab]) -> None:
     verdict, table = ready_made.run(lab(model=default_model, claim="2"))
-    assert [row[1] for row in table[1:]] == ["yes", "yes", "yes", "no"]
-    assert verdict.line.startswith("claim 2: refuted - 3 of 4 parts do their job on a real file (75%)")
-    assert "HTTP streams: no, not yet: comes with the server" in verdict.line
+    assert [row[1] for row in table[1:]] == ["yes", "yes", "yes", "yes"], table
+    assert verdict.line.startswith("claim 2: confirmed - 4 of 4 parts do their job on a real file (100%)")
+    assert "together what the whole reply says" in table[-1][2]
+
+
+def test_a_server_that_does_not_start_is_not_covered(lab: Callable[..., Lab], tmp_path: Path) -> None:
+    verdict, table = ready_made.run(lab(model=tmp_path / "none.gguf", claim="2"))
+    assert verdict.verdict == "refuted"
+    assert "the server ended with exit status 1" in table[-1][2]
 
 
 def test_a_tokenizer_that_differs_is_not_covered(default_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

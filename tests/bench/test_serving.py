@@ -18,7 +18,14 @@ from llm_worker_rbee.bench.prompts import Prompt, read_prompts
 from llm_worker_rbee.bench.results import Recorder, Result
 from llm_worker_rbee.bench.serving import Limits, Load, ServingError, allow_connections, latencies, reach, run
 from llm_worker_rbee.bench.serving.event_stream import LONGEST_EVENT, EventParser
-from llm_worker_rbee.bench.serving.http_client import Address, Client, RequestFailedError, Response, checked_header
+from llm_worker_rbee.bench.serving.http_client import (
+    Address,
+    Chunks,
+    Client,
+    RequestFailedError,
+    Response,
+    checked_header,
+)
 from llm_worker_rbee.bench.serving.latencies import Gaps, Tally
 from llm_worker_rbee.bench.serving.openai_client import Answer, Target, address, take
 from llm_worker_rbee.bench.serving.workload import Job, Lengths, Workload, vocabulary
@@ -128,6 +135,25 @@ async def answers_to(raw: bytes) -> bytes:
 )
 def test_bodies(raw: bytes, body: bytes) -> None:
     assert asyncio.run(answers_to(raw)) == body
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 1000])
+def test_chunks_are_the_same_however_the_bytes_are_cut(size: int) -> None:
+    raw = b"5\r\na\r\nbc\r\n 1a;x=y\r\n" + b"d" * 26 + b"\r\n1\ne\n0\r\nTrailer: 5\r\n\r\n"
+    chunks, found = Chunks(), b""
+    for i in range(0, len(raw), size):
+        assert not chunks.are_over
+        found += chunks.feed(raw[i : i + size])
+    assert chunks.are_over
+    assert found == b"a\r\nbc" + b"d" * 26 + b"e"
+
+
+@pytest.mark.parametrize(
+    "raw", [b"0\r\n\r\nmore", b"-1\r\n", b"\r\n", b"1\r\nab\r\n", b"x" * 70_000, b"1" * 16 + b"\r\n"]
+)
+def test_chunks_that_are_none_are_refused(raw: bytes) -> None:
+    with pytest.raises(RequestFailedError):
+        Chunks().feed(raw)
 
 
 @pytest.mark.parametrize(

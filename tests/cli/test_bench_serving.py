@@ -34,7 +34,8 @@ def test_json_has_every_figure_and_no_secret(cli: Run) -> None:
     run = found(done.stdout)
     latencies = {"ttft", "tpot", "itl", "e2e", "queue_delay", "ttft_from_arrival", "e2e_from_arrival"}
     assert set(run["by_name"]) == {
-        "request_throughput", "output_throughput", "total_token_throughput", "completed", "errors",
+        "request_throughput", "output_throughput", "total_token_throughput", "event_throughput", "completed", "errors",
+        "client_processor",
     } | {f"{name}/{which}" for name in latencies for which in ("mean", "median", "p95", "p99")}  # fmt: skip
     assert run["by_name"]["output_throughput"]["counted_by"] == "usage"
     assert run["by_name"]["request_throughput"]["better"] == "higher"

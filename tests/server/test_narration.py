@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -91,3 +92,24 @@ def test_a_running_job_is_never_forgotten(start: Start, monkeypatch: pytest.Monk
     assert server.http.get(f"/v1/jobs/{job}").json()["state"] in ("queued", "running")
     server.http.delete(f"/v1/jobs/{job}")
     server.require_idle()
+
+
+def test_nothing_is_told_after_the_end(start: Start) -> None:
+    """A job that is cancelled while it waits, and whose turn comes in the same moment: its stream ends all the same."""
+    server = start()
+    job_id = server.job(max_tokens=LONG)
+    job = server.soon(_job_of(server, job_id)).result(20)
+    server.http.delete(f"/v1/jobs/{job_id}")
+    found = server.events(job_id)
+    server.soon(_told(job)).result(20)
+    assert found == server.events(job_id)
+    assert (found[-1]["type"], found[-1]["code"]) == ("error", "CANCELLED")
+
+
+async def _job_of(server: Server, job_id: str) -> jobs.Job:
+    """The books of a job, where they are kept."""
+    return next(one for one in gc.get_objects() if isinstance(one, jobs.Job) and one.id == job_id)
+
+
+async def _told(job: jobs.Job) -> None:
+    job.narrator.queued(7)

@@ -24,7 +24,7 @@ from .. import environment, limits, memory, synthetic
 from ..drive import Drive
 from ..limits import Limits
 from ..results import Recorder, Result
-from . import guessing, sharing
+from . import guessing, sharing, waiting
 from .bench import Bench, Item, Rate
 from .plan import Case as Case
 from .plan import Cost as Cost
@@ -71,6 +71,7 @@ def _items(
     yield from (Rate.of(bench, case, several) for case in cases)
     if plan.prefix:
         yield sharing.Sharing.of(bench, plan.prefix, plan.kv_type)
+    yield from (waiting.Waiting.of(bench, target, plan.kv_type) for target in dict.fromkeys(plan.targets_ms))
     if plan.guesses is not None:
         drafts = None if plan.draft_model is None else _draft_model(Path(plan.draft_model), bench, plan, progress)
         for batch in dict.fromkeys(plan.batches):
@@ -109,7 +110,8 @@ def _load(
         recorder.model = {**(recorder.model or {}), **made}
     config, cases = describe(checkpoint), list(plan.cases())
     capacity, batch = max((c.needs for c in cases), default=1), max((c.batch for c in cases), default=1)
-    model = _prepared(checkpoint, config, ops, plan, max(capacity, sharing.needs(plan.prefix)), progress)
+    context = max(capacity, sharing.needs(plan.prefix), waiting.needs(config) if plan.targets_ms else 0)
+    model = _prepared(checkpoint, config, ops, plan, context, progress)
     drive = Drive(model, capacity, batch, plan.seed, plan.kv_type)
     backend = str(getattr(ops, "__name__", plan.backend)).rpartition(".")[2]
     return Bench(recorder, drive, Cost.of(checkpoint, config, plan.kv_type), bounds, backend), checkpoint
@@ -117,7 +119,7 @@ def _load(
 
 def _check(source: Source, plan: Plan, cases: Sequence[Case]) -> None:
     """Refuse what cannot be measured."""
-    if not cases and not plan.prefix:
+    if not cases and not plan.prefix and not plan.targets_ms:
         raise InvalidRequestError("nothing to measure: --pp and --tg are both 0", "pp")
     if plan.guesses is None:
         return
@@ -137,13 +139,15 @@ def _require_room(source: Source, plan: Plan, cases: Sequence[Case]) -> None:
     asked = {case.name: (case.needs, f"a smaller --{case.kind} or --depth") for case in cases}
     if plan.prefix:
         asked["--prefix"] = sharing.needs(plan.prefix), "a smaller one"
+    if plan.targets_ms:
+        asked["--target-itl-ms"] = waiting.needs(config), "a model with a longer one"
     name, (capacity, remedy) = max(asked.items(), key=lambda one: one[1][0])
     if capacity > config.context_length:
         raise ContextLengthError(
             f"{name} needs {capacity} tokens, the model's context has {config.context_length}: use {remedy}",
             name.lstrip("-")[:2],
         )
-    batch = max((case.batch for case in cases), default=1)
+    batch = max((*(case.batch for case in cases), waiting.ANSWERING + 1 if plan.targets_ms else 1))
     needed, (_, free) = config.kv_bytes(capacity * batch, plan.kv_type), machine.memory()
     if free is not None and needed + weights > free:
         raise InsufficientMemoryError(

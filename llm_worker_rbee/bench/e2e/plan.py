@@ -21,6 +21,7 @@ class Plan:
     depths: Sequence[int] = (0,)
     batches: Sequence[int] = (1,)
     prefix: int = 0  # tokens that a second prompt shares with a first one; 0: not measured
+    targets_ms: Sequence[int] = ()  # for answers while a long prompt is read; 0: none
     speculative: str = "off"  # with guesses too: how they are made
     draft_tokens: int | None = None  # at most so many in a step; None: the engine's own
     draft_model: str | None = None  # the file of a model that guesses

@@ -5,6 +5,8 @@ Speed is no question here. A part that cannot be tried counts as not covered, wi
 
 from __future__ import annotations
 
+import asyncio
+import json
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,10 +18,14 @@ from ...llm import open_tokenizer
 from ...models import describe
 from ...weights import Checkpoint, open_checkpoint
 from ..results import Result
+from ..serving.event_stream import EventParser
+from ..serving.http_client import Address, Client, RequestFailedError
+from ..serving.spawn import Spawned
 from .lab import Finding, Lab, Verdict
 
 RULE = "confirmed if at least 90% of the parts do their job on a real file"
 WANTED = 0.9
+KV_MEMORY, START_S, TRIES = "64M", 300.0, 5  # of the server that streams
 VOCABULARY = ("smollm", 49152)  # the pre-tokenizer and size that the ids below belong to
 # Ids that llama.cpp's tokenizer gives for the vocabulary of the built-in model (tools/llama_cpp_token_table.py).
 REFERENCE_IDS: dict[str, str] = {
@@ -113,7 +119,42 @@ def _detects(path: Path) -> str:
 
 
 def _streams(path: Path) -> str:
-    raise NotCoveredError("not yet: comes with the server")
+    """Our server as a process of its own: a stream comes piece by piece, and says what a whole reply says."""
+    with Spawned(["-m", str(path), "--kv-memory", KV_MEMORY], timeout_s=START_S) as server:
+        for _ in range(TRIES):  # on a busy machine pieces may wait for their reader
+            try:
+                pieces, moments, whole = asyncio.run(_both(Client(Address.parse(server.url))))
+            except (RequestFailedError, TimeoutError, ValueError, LookupError) as error:
+                server.require_alive()
+                raise NotCoveredError(f"the server's answer is not what it should be: {error}") from None
+            if moments > 1:
+                break
+    if "".join(pieces) != whole:
+        raise NotCoveredError(f"the stream says {''.join(pieces)!r}, the whole reply {whole!r}")
+    if moments < 2:
+        raise NotCoveredError(f"{len(pieces)} pieces came all at once")
+    return f"{len(pieces)} pieces at {moments} moments, together what the whole reply says"
+
+
+async def _both(client: Client) -> tuple[list[str], int, str]:
+    """The texts of a stream's events, at how many moments they came, and the text of the same reply as a whole."""
+    pieces: list[str] = []
+    moments, parser = 0, EventParser()
+    try:
+        async with asyncio.timeout(START_S):
+            async with client.request("POST", "/v1/completions", _body(stream=True)) as response:
+                async for part in response.parts():
+                    found = [json.loads(data) for data in parser.feed(part) if data != "[DONE]"]
+                    pieces += [event["choices"][0]["text"] for event in found]
+                    moments += bool(found)
+            async with client.request("POST", "/v1/completions", _body(stream=False)) as response:
+                return pieces, moments, json.loads(await response.text(1 << 20))["choices"][0]["text"]
+    finally:
+        client.close()
+
+
+def _body(*, stream: bool) -> bytes:
+    return json.dumps({"prompt": "Once upon a time", "max_tokens": 32, "temperature": 0, "stream": stream}).encode()
 
 
 PARTS: dict[str, Callable[[Path], str]] = {

@@ -11,16 +11,20 @@ import asyncio
 import math
 import resource
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Any
 
-from ...errors import WorkerError
+import uvloop
+
 from ..results import Recorder, Result
 from . import latencies
 from .http_client import RequestFailedError
 from .latencies import Tally
 from .openai_client import Answer, Target, models
+from .spawn import ServingError as ServingError
+from .watch import Watch, told_by
 from .workload import Job, Workload
 
 MOST_IN_FLIGHT = 4096
@@ -33,13 +37,6 @@ HINTS = {
 }
 
 Steps = Callable[[str, float, float], None]
-
-
-class ServingError(WorkerError):
-    """The server cannot be measured: not reached, or it refuses what is asked."""
-
-    code = "SERVER_UNAVAILABLE"
-    status = 503
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +59,12 @@ class Load:
     steps: Steps
     tally: Tally = field(default_factory=Tally)
     under_way: dict[int, Answer] = field(default_factory=dict)
+    watch: Watch | None = None
+    told: list[Result] = field(default_factory=list)  # by the server, afterwards
     sent: int = 0
     start: float = 0.0
     last: float = 0.0  # when the last answer, or failure, was complete
+    processor_s: float = 0.0  # of this client
 
     async def go(self) -> None:
         """Warm up, then send everything and wait for the last answer."""
@@ -72,15 +72,26 @@ class Load:
             for job in self.workload.warm_up(self.limits.warm_up):
                 self.steps("warming up", 0, self.workload.requests)
                 await self._warm_up(job)
-            self.start = self.last = time.perf_counter()
-            ticker = asyncio.create_task(self._tick())
-            try:
-                await self._send_all()
-            finally:
-                ticker.cancel()
+            await self._measure()
             self._show()
+            if self.watch is not None:
+                self.told = await told_by(self.target.client)
         finally:
             self.target.client.close()
+
+    async def _measure(self) -> None:
+        if self.watch is not None:
+            self.watch.begin()
+        self.start = self.last = time.perf_counter()
+        used = time.process_time()
+        ticker = asyncio.create_task(self._tick())
+        try:
+            await self._send_all()
+        finally:
+            ticker.cancel()
+            self.processor_s = time.process_time() - used
+            if self.watch is not None:
+                self.watch.end()
 
     async def _warm_up(self, job: Job) -> None:
         try:
@@ -172,16 +183,28 @@ async def _listed(probe: Target, seconds: float) -> list[str]:
         probe.client.close()
 
 
-def run(recorder: Recorder, steps: Steps, target: Target, workload: Workload, limits: Limits) -> None:
-    """Put the load on the server; the figures are recorded however it ends."""
+def run(
+    recorder: Recorder, steps: Steps, target: Target, workload: Workload, limits: Limits, watch: Watch | None = None
+) -> None:
+    """Put the load on the server, and look at it meanwhile; the figures are recorded however it ends."""
     allow_connections(min(limits.concurrency, workload.requests))
     recorder.model = {"name": target.model}
-    load = Load(target, workload, limits, steps)
+    load = Load(target, workload, limits, steps, watch=watch)
     try:
-        asyncio.run(load.go())
+        if watch is not None:
+            watch.open()
+        drive(load.go())
     finally:
+        if watch is not None:
+            watch.close()
         if load.tally.completed or load.tally.errors:
             _record(recorder, load)
+
+
+def drive(act: Coroutine[Any, Any, None]) -> None:
+    """Run it in the fastest event loop there is: what the client takes of a small machine, the server lacks."""
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(act)
 
 
 def _record(recorder: Recorder, load: Load) -> None:
@@ -191,6 +214,10 @@ def _record(recorder: Recorder, load: Load) -> None:
     if math.isfinite(load.limits.duration) and math.isfinite(load.workload.rate):
         waiting = load.workload.arrived(load.limits.duration) - load.sent
         recorder.put(Result.exact("unsent", "requests", max(0, waiting)))
+    share = load.processor_s / max(seconds, 1e-9)
+    recorder.put(Result.exact("client_processor", "s", load.processor_s, of_a_core=share))
+    for result in [*(load.watch.results() if load.watch is not None else ()), *load.told]:
+        recorder.put(result)
     recorder.details.update(latencies.details(load.tally, seconds))
     recorder.details["connections"] = load.target.client.opened
 

@@ -17,25 +17,29 @@ LINE_END = re.compile(rb"\r\n|\n|\r")
 
 @dataclass(slots=True)
 class EventParser:
-    """One stream; what is not complete yet waits for its rest."""
+    """One stream; what is not complete yet waits for its rest.
+
+    Most servers end their lines with LF alone: until a CR is seen, whole events are cut out at once.
+    """
 
     _rest: bytes = b""
     _data: list[str] = field(default_factory=list)
+    _has_cr: bool = False
     _after_cr: bool = False
     _size: int = 0
 
     def feed(self, part: bytes) -> Iterator[str]:
         """The events that are complete with this part."""
-        if self._after_cr and part.startswith(b"\n"):  # the other half of a CRLF
-            part = part[1:]
-        self._after_cr = part.endswith(b"\r")
-        *lines, self._rest = LINE_END.split(self._rest + part)
-        for line in lines:
-            if line:
-                self._take(line)
-            elif self._data:
-                yield "\n".join(self._data)
-                self._data, self._size = [], 0
+        self._has_cr = self._has_cr or b"\r" in part
+        if self._has_cr:
+            yield from self._feed_lines(part)
+        else:
+            *events, self._rest = (self._rest + part).split(b"\n\n")
+            for event in events:
+                if event.startswith(b"data: ") and b"\n" not in event:
+                    yield event[6:].decode(errors="replace")
+                else:
+                    yield from self._take([*event.split(b"\n"), b""])
         if self._size + len(self._rest) > LONGEST_EVENT:
             raise RequestFailedError("protocol", f"an event is longer than {LONGEST_EVENT >> 20} MiB")
 
@@ -43,8 +47,20 @@ class EventParser:
         """What the end of the stream completes: some servers leave out the last blank line."""
         return self.feed(b"\n\n")
 
-    def _take(self, line: bytes) -> None:
-        name, _, value = line.partition(b":")
-        if name == b"data":
-            self._data.append(value.removeprefix(b" ").decode(errors="replace"))
-            self._size += len(value)
+    def _feed_lines(self, part: bytes) -> Iterator[str]:
+        if self._after_cr and part.startswith(b"\n"):  # the other half of a CRLF
+            part = part[1:]
+        self._after_cr = part.endswith(b"\r")
+        *lines, self._rest = LINE_END.split(self._rest + part)
+        yield from self._take(lines)
+
+    def _take(self, lines: list[bytes]) -> Iterator[str]:
+        """Lines of events; an empty one ends an event."""
+        for line in lines:
+            name, _, value = line.partition(b":")
+            if name == b"data":
+                self._data.append(value.removeprefix(b" ").decode(errors="replace"))
+                self._size += len(value)
+            elif not line and self._data:
+                yield "\n".join(self._data)
+                self._data, self._size = [], 0

@@ -13,13 +13,14 @@ import ssl
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from urllib.parse import urlsplit
 
 from ... import __version__
 from ...errors import InvalidRequestError
+from .address import Address as Address
 
 READ_AT_ONCE = 1 << 16
 LONGEST_LINE = 1 << 16  # of a response's head
+CHUNK_HEAD = re.compile(rb"[ \t]*([0-9a-fA-F]{1,15})[ \t]*(?:;[^\n]*)?\r?\n")
 MOST_HEADERS = 200
 TOKEN = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")  # what a header may be named
 OURS = {"host", "content-length", "transfer-encoding", "connection", "content-type", "accept"}
@@ -31,43 +32,6 @@ class RequestFailedError(Exception):
     def __init__(self, kind: str, detail: str) -> None:
         super().__init__(detail)
         self.kind = kind
-
-
-@dataclass(frozen=True, slots=True)
-class Address:
-    """Where a server is: `http://host:port/base`."""
-
-    scheme: str
-    host: str
-    port: int
-    base: str  # the path before each request's own, without a slash at its end
-
-    @staticmethod
-    def parse(url: str) -> Address:
-        """Take a URL apart; one without a scheme is http."""
-        try:
-            parts = urlsplit(url if "://" in url else f"http://{url}")
-            port = parts.port or (443 if parts.scheme == "https" else 80)
-        except ValueError as error:
-            raise InvalidRequestError(f"{url!r} is not a URL: {error}", "url") from None
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise InvalidRequestError(f"{url!r} is not the URL of a server: give http://host:port", "url")
-        if parts.username is not None or parts.query or parts.fragment:
-            raise InvalidRequestError(
-                "the URL must hold a host, a port and a path only: a key goes into --api-key", "url"
-            )
-        if not url.isascii() or re.search(r"[\s\x00-\x1f\x7f]", url):
-            raise InvalidRequestError(f"{url!r} holds characters that no URL has", "url")
-        return Address(parts.scheme, parts.hostname, port, parts.path.rstrip("/"))
-
-    @property
-    def authority(self) -> str:
-        """Host and port, as the Host header has them."""
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"{host}:{self.port}"
-
-    def __str__(self) -> str:
-        return f"{self.scheme}://{self.authority}{self.base}"
 
 
 def checked_header(text: str) -> tuple[str, str]:
@@ -94,15 +58,15 @@ class Response:
         if self.status in (204, 304):
             pass
         elif "chunked" in self.headers.get("transfer-encoding", "").lower():
-            while size := await self._chunk_size():
-                async for part in self._exactly(size):
-                    yield part
-                if await _line(self.reader):
-                    raise RequestFailedError("protocol", "a chunk of the body is longer than it said")
-            while await _line(self.reader):
-                pass  # trailers
+            chunks = Chunks()
+            while not chunks.are_over:
+                part = await self.reader.read(READ_AT_ONCE)
+                if not part:
+                    raise RequestFailedError("truncated", "the server closed the connection inside the body")
+                if data := chunks.feed(part):
+                    yield data
         elif "content-length" in self.headers:
-            async for part in self._exactly(_number(self.headers["content-length"], 10, "content-length")):
+            async for part in self._exactly(_number(self.headers["content-length"], "content-length")):
                 yield part
         else:
             while part := await self.reader.read(READ_AT_ONCE):
@@ -124,9 +88,6 @@ class Response:
         bounded = "content-length" in self.headers or "transfer-encoding" in self.headers
         return self.whole and bounded and "close" not in self.headers.get("connection", "").lower()
 
-    async def _chunk_size(self) -> int:
-        return _number((await _line(self.reader)).partition(";")[0], 16, "chunk size")
-
     async def _exactly(self, size: int) -> AsyncIterator[bytes]:
         while size:
             part = await self.reader.read(min(size, READ_AT_ONCE))
@@ -134,6 +95,52 @@ class Response:
                 raise RequestFailedError("truncated", "the server closed the connection inside the body")
             size -= len(part)
             yield part
+
+
+@dataclass(slots=True)
+class Chunks:
+    """A chunked body: bytes as they come -> what they hold, of all chunks that came together in one piece."""
+
+    are_over: bool = False
+    _rest: bytes = b""  # a line that is not complete
+    _left: int = 0  # bytes of the present chunk that are to come
+    _is_after: bool = False  # a chunk, whose line must end here
+    _is_in_trailers: bool = False
+
+    def feed(self, part: bytes) -> bytes:
+        """The data that came with this part."""
+        raw, at, held = self._rest + part if self._rest else part, 0, []
+        while at < len(raw) and not self.are_over:
+            if self._left:
+                data = raw[at : at + self._left]
+                held.append(data)
+                at += len(data)
+                self._left -= len(data)
+                self._is_after = not self._left
+                continue
+            end = raw.find(b"\n", at)
+            if end < 0:
+                break
+            self._line(raw, at, end)
+            at = end + 1
+        self._rest = raw[at:]
+        if len(self._rest) > LONGEST_LINE or (self.are_over and self._rest):
+            raise RequestFailedError("protocol", "the body goes on where it should end")
+        return b"".join(held)
+
+    def _line(self, raw: bytes, at: int, end: int) -> None:
+        """What stands between chunks: the end of one, the size of the next, trailers behind the last."""
+        if self._is_after or self._is_in_trailers:
+            is_blank = raw[at:end] in (b"", b"\r")
+            if self._is_after and not is_blank:
+                raise RequestFailedError("protocol", "a chunk of the body is longer than it said")
+            self._is_after, self.are_over = False, is_blank and self._is_in_trailers
+            return
+        found = CHUNK_HEAD.match(raw, at)
+        if found is None:
+            raise RequestFailedError("protocol", f"the answer's chunk size is {raw[at : min(end, at + 40)]!r}")
+        self._left = int(found[1], 16)
+        self._is_in_trailers = not self._left
 
 
 Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
@@ -232,7 +239,7 @@ async def _head(reader: asyncio.StreamReader) -> Response:
         first = (await _line(reader, at_start=True)).split(" ", 2)
         if not first[0].startswith("HTTP/1.") or len(first) < 2:
             raise RequestFailedError("protocol", "the answer is not HTTP/1.1")
-        status = _number(first[1], 10, "status")
+        status = _number(first[1], "status")
         headers: dict[str, str] = {} if first[0] != "HTTP/1.0" else {"connection": "close"}
         for _ in range(MOST_HEADERS):
             if not (line := await _line(reader)):
@@ -255,11 +262,11 @@ async def _line(reader: asyncio.StreamReader, *, at_start: bool = False) -> str:
         raise RequestFailedError("truncated", "the server closed the connection inside the answer") from None
 
 
-def _number(text: str, base: int, what: str) -> int:
+def _number(text: str, what: str) -> int:
     digits = text.strip()
-    if not re.fullmatch(r"[0-9a-fA-F]{1,15}" if base == 16 else r"[0-9]{1,15}", digits):
+    if not re.fullmatch(r"[0-9]{1,15}", digits):
         raise RequestFailedError("protocol", f"the answer's {what} is {digits[:40]!r}")
-    return int(digits, base)
+    return int(digits)
 
 
 def _reason(error: OSError) -> str:

@@ -62,6 +62,7 @@ class Tally:
     completed: int = 0
     prompt_tokens: int = 0
     output_tokens: int = 0
+    events: int = 0
     counted: Counter[str] = field(default_factory=Counter)  # answers by who counted their tokens
     errors: Counter[str] = field(default_factory=Counter)
     examples: dict[str, list[str]] = field(default_factory=dict)
@@ -88,6 +89,7 @@ class Tally:
         self.ends.append(answer.ended - start)
         self.completed += 1
         self.output_tokens += tokens
+        self.events += answer.events
         self.prompt_tokens += job.prompt.words if answer.prompt_tokens is None else answer.prompt_tokens
         self.counted["chunks" if answer.output_tokens is None else "usage"] += 1
 
@@ -121,7 +123,10 @@ def results(tally: Tally, seconds: float) -> list[Result]:
         owners = np.array(tally.gaps.owners, np.int64) if name == "itl" else np.arange(values.size)
         if values.size:
             estimates = summarise(values, owners)
-            made += [Result(f"{name}/{k}", "s", *e, fields={"count": values.size}) for k, e in estimates.items()]
+            for which, estimate in estimates.items():
+                over = estimate.value / middle if (middle := estimates["median"].value) else None
+                fields = {"count": values.size, "over_median": over}
+                made.append(Result(f"{name}/{which}", "s", *estimate, fields=fields))
     made.append(Result.exact("completed", "requests", tally.completed, "higher"))
     made.append(Result.exact("errors", "requests", tally.errors.total(), by_kind=dict(tally.errors.most_common())))
     return made
@@ -181,6 +186,7 @@ def _throughputs(tally: Tally, seconds: float) -> list[Result]:
     totals = {
         "request_throughput": ("req/s", tally.completed, finished),
         "output_throughput": ("tok/s", tally.output_tokens, pieces),
+        "event_throughput": ("events/s", tally.events, pieces),
         "total_token_throughput": ("tok/s", tally.output_tokens + tally.prompt_tokens, pieces),
     }
     made = []

@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+import msgspec
+
 from .event_stream import EventParser
 from .http_client import Address, Client, RequestFailedError
 from .workload import Job
@@ -33,6 +35,7 @@ class Answer:
     """What came back for one request."""
 
     arrivals: list[float] = field(default_factory=list)  # of each piece with text
+    events: int = 0
     ended: float = 0.0  # when the finish reason came, or the last piece
     finished: bool = False
     prompt_tokens: int | None = None  # as the server counts them
@@ -89,6 +92,7 @@ class Target:
 
 def take(answer: Answer, data: str, now: float) -> None:
     """What one event adds to an answer."""
+    answer.events += 1
     if data == "[DONE]":
         answer.finished, answer.ended = True, answer.ended or now
         return
@@ -129,8 +133,8 @@ def _has_text(choice: Mapping[str, Any]) -> bool:
 
 def _object(text: str) -> dict[str, Any]:
     try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
+        value = msgspec.json.decode(text)
+    except (msgspec.DecodeError, RecursionError):
         value = None
     if not isinstance(value, dict):
         raise RequestFailedError("protocol", f"the answer holds {text[:60]!r} where a JSON object must be")

@@ -47,6 +47,10 @@ def e2e(
     prefix: Annotated[
         int, _option("--prefix", metavar="N", min=0, help="Time two prompts that share N tokens; 0: not.")
     ] = 0,
+    target_itl_ms: Annotated[
+        str | None,
+        _option("--target-itl-ms", metavar="T,...", help="Time answers while a prompt of 2,000 is read; 0: no target."),
+    ] = None,
     speculative: Annotated[
         str, _option("--speculative", metavar="HOW", help="Decode real text with guesses too: ngram.")
     ] = "off",
@@ -81,6 +85,7 @@ def e2e(
       llm-worker-rbee bench e2e --quantize Q8_0 --kv-type int8 --threads 2
       llm-worker-rbee bench e2e --pp 0 --tg 64 --batch 16
       llm-worker-rbee bench e2e --pp 0 --tg 128 --speculative ngram
+      llm-worker-rbee bench e2e --pp 0 --tg 0 --target-itl-ms 50,100,0
       llm-worker-rbee bench e2e --save-baseline before
     """
     used = computing.set_up()
@@ -98,6 +103,7 @@ def e2e(
         depths=numbers(depth, "--depth"),
         batches=numbers(batch, "--batch", least=1),
         prefix=prefix,
+        targets_ms=[] if target_itl_ms is None else numbers(target_itl_ms, "--target-itl-ms"),
         speculative=speculative,
         draft_tokens=draft_tokens,
         draft_model=None if draft_model is None else str(source_of(draft_model, None)),

@@ -1,36 +1,32 @@
 """`llm-worker-rbee bench serving`: HTTP load against any OpenAI-compatible server."""
 
 import math
+import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
 from ...errors import InvalidRequestError, WorkerError
 from ..common import gather
-from ..terminal import cell, columns, note, style
-from .common import ResultOptions, quantity, recording, steps
+from ..terminal import note
+from .common import ResultOptions, recording, steps
+from .serving_table import show
 
 if TYPE_CHECKING:
-    from ...bench.results import Result, Run
+    from ...bench.results import Recorder
     from ...bench.serving import Limits
     from ...bench.serving.openai_client import Target
+    from ...bench.serving.spawn import Spawned
+    from ...bench.serving.watch import Watch
     from ...bench.serving.workload import Workload
 
-SERVER_PANEL, LOAD_PANEL, PROMPTS_PANEL = "Server", "Load", "Prompts"
+SERVER_PANEL, OWN_PANEL, LOAD_PANEL, PROMPTS_PANEL = "Server", "Server of ours", "Load", "Prompts"
 DEFAULT_REQUESTS = 100
-ENOUGH_FOR_P99 = 300  # so many hold a value above the true one, in 19 cases of 20
-TITLES = {
-    "ttft": "time to first token",
-    "tpot": "time per output token",
-    "itl": "gap between pieces",
-    "e2e": "whole answer",
-    "queue_delay": "wait before sending",
-    "ttft_from_arrival": "first token, from arrival",
-    "e2e_from_arrival": "whole answer, from arrival",
-}
 
 
 def _option(panel: str) -> Any:
@@ -40,7 +36,7 @@ def _option(panel: str) -> Any:
     return option
 
 
-_server, _load, _prompts = map(_option, (SERVER_PANEL, LOAD_PANEL, PROMPTS_PANEL))
+_server, _own, _load, _prompts = map(_option, (SERVER_PANEL, OWN_PANEL, LOAD_PANEL, PROMPTS_PANEL))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +83,61 @@ class ServerOptions:
             self.ignore_eos,
             not self.no_usage,
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnOptions:
+    """A server of ours for the time of the load."""
+
+    spawn: Annotated[
+        bool, _own("--spawn", help="Start a server of ours, measure it, end it; -m is its model. No URL then.")
+    ] = False
+    engine: Annotated[
+        str | None, _own("--engine", metavar="model|null", help="null: it computes nothing; what is left is its own.")
+    ] = None
+    serve_args: Annotated[
+        str | None, _own("--serve-args", metavar="'...'", help="More options for `serve`, as in a shell.")
+    ] = None
+    health: Annotated[bool, _own("--health", help="Ask for /health meanwhile. With --spawn, always.")] = False
+
+    def arguments(self, url: str | None, model: str | None) -> list[str]:
+        """Those of `serve`; what does not go together is wrong usage."""
+        if self.spawn == (url is not None):
+            raise typer.BadParameter("give the URL of a server, or --spawn to start one" + " (not both)" * self.spawn)
+        if not self.spawn and (self.engine is not None or self.serve_args is not None):
+            raise typer.BadParameter("--engine and --serve-args go with --spawn")
+        try:
+            more = shlex.split(self.serve_args or "")
+        except ValueError as error:
+            raise typer.BadParameter(f"--serve-args cannot be taken apart: {error}") from None
+        named = {"--model": model, "--engine": self.engine}
+        return [part for name, value in named.items() if value is not None for part in (name, value)] + more
+
+    @contextmanager
+    def server(self, url: str | None, args: list[str], api_key: str | None, timeout: float) -> Iterator["Reached"]:
+        """Where the server is, for as long as it is needed."""
+        from ...bench.serving.spawn import Spawned
+
+        if url is not None:
+            yield Reached(url)
+            return
+        note("starting the server ...")
+        with Spawned(args, api_key, timeout) as spawned:
+            yield Reached(spawned.url, spawned)
+
+
+class Reached(NamedTuple):
+    """A server; `own` where it is ours."""
+
+    url: str
+    own: "Spawned | None" = None
+
+    def watch(self) -> "Watch":
+        """Someone who looks at it."""
+        from ...bench.serving.http_client import Address
+        from ...bench.serving.watch import Watch
+
+        return Watch(Address.parse(self.url).authority, None if self.own is None else self.own.pid)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,12 +217,16 @@ class LoadOptions:
         return Limits(self.concurrency or MOST_IN_FLIGHT, timeout, duration, self.warm_up)
 
 
-@gather(server=ServerOptions, load=LoadOptions, results=ResultOptions)
+@gather(server=ServerOptions, own=OwnOptions, load=LoadOptions, results=ResultOptions)
 def serving(
-    url: Annotated[str, typer.Argument(metavar="URL", help="The server: http://host:port, with its path if not /v1.")],
     server: ServerOptions,
+    own: OwnOptions,
     load: LoadOptions,
     results: ResultOptions,
+    url: Annotated[
+        str | None,
+        typer.Argument(metavar="[URL]", help="The server: http://host:port, with its path if not /v1. Or --spawn."),
+    ] = None,
 ) -> None:
     """Put load on any OpenAI-compatible server; measure what its users would see.
 
@@ -187,74 +242,41 @@ def serving(
       llm-worker-rbee bench serving localhost:8080 --rate 2 --duration 60
       llm-worker-rbee bench serving localhost:8080 --prompts mine.jsonl
       llm-worker-rbee bench serving localhost:8080 --shared-prefix 1000
+      llm-worker-rbee bench serving --spawn -c 16
+      llm-worker-rbee bench serving --spawn --engine null -c 64 --output-len 256
     """
     from ...bench import serving as room
 
+    args = own.arguments(url, server.model)
     try:
         workload, limits = load.workload(server.endpoint), load.limits(server.timeout)
-        server.target(url, "")  # what is wrong with it is said before anything is sent
+        server.target(url or "localhost", "")  # what is wrong with it is said before anything is sent
     except InvalidRequestError as error:
         if error.field is None:
             raise
         raise typer.BadParameter(str(error)) from None
-    target = room.reach(partial(server.target, url), server.model, server.timeout)
-    with recording("serving", results, _show, url=url, **_settings(server, load)) as recorder, steps() as progress:
-        room.run(recorder, progress, target, workload, limits)
+    settings = _settings(server, own, load)
+    with own.server(url, args, server.api_key, server.timeout) as found:
+        target = room.reach(partial(server.target, found.url), None if own.spawn else server.model, server.timeout)
+        watch = found.watch() if own.spawn or own.health else None
+        with recording("serving", results, show, url=found.url, **settings) as recorder, steps() as progress:
+            room.run(recorder, progress, target, workload, limits, watch)
+        if found.own is not None:
+            found.own.require_alive()
+    _require_answers(recorder)
+
+
+def _require_answers(recorder: "Recorder") -> None:
     found = {result.name: result.estimate for result in recorder.results()}
     if not found.get("completed"):
         first = next((told for told in recorder.details.get("errors", {}).values()), ["no request was sent"])[0]
         raise WorkerError(f"no request was answered: {first}")
 
 
-def _settings(server: ServerOptions, load: LoadOptions) -> dict[str, Any]:
+def _settings(server: ServerOptions, own: OwnOptions, load: LoadOptions) -> dict[str, Any]:
     """What a saved run tells; keys and the values of headers stay out."""
-    known = asdict(server) | asdict(load)
+    known = asdict(server) | asdict(own) | asdict(load)
     known.pop("api_key")
     known["header"] = [text.partition(":")[0] for text in server.header or ()]
     known["prompts"] = None if load.prompts is None else load.prompts.name
     return {name: str(value) if value == math.inf else value for name, value in known.items()}
-
-
-def _show(run: "Run") -> None:
-    found = {result.name: result for result in run.results}
-    _show_counts(run, found)
-    head = ["", "MEAN", "MEDIAN", "P95", "P99", "95% INTERVAL OF P95"]
-    rows = [[title, *_latency(found, name)] for name, title in TITLES.items() if f"{name}/mean" in found]
-    if rows:
-        lines = columns([head, *rows], right=[1, 2, 3, 4])
-        print("\n" + style(lines[0], "bold"))
-        print("\n".join(lines[1:]))
-    if rows and found["completed"].estimate < ENOUGH_FOR_P99:
-        note(f"P99 of fewer than {ENOUGH_FOR_P99} requests says little more than their largest does")
-    if run.details.get("counted_by") in ("chunks", "both"):
-        note("the server did not count all tokens: pieces of text were counted, and words of the prompt")
-
-
-def _show_counts(run: "Run", found: dict[str, "Result"]) -> None:
-    print(style(f"{cell(str(run.settings['url']))}: {cell(str((run.model or {}).get('name')))}\n", "dim"))
-    rows = []
-    for name, title in (
-        ("request_throughput", "requests"),
-        ("output_throughput", "output tokens"),
-        ("total_token_throughput", "tokens in and out"),
-    ):
-        if name in found:
-            rows.append([title, quantity(found[name].estimate, found[name].unit), _interval(found[name])])
-    if "completed" in found:
-        rows.append(["completed", f"{found['completed'].estimate:,.0f}", f"in {run.details['duration_s']:.2f} s"])
-    print("\n".join(columns(rows, right=[1])))
-    if "unsent" in found and found["unsent"].estimate:
-        text = f"unsent     {found['unsent'].estimate:,.0f} had arrived, but found no room: see --concurrency"
-        print(style(text, "yellow"))
-    for kind, count in (found["errors"].fields["by_kind"] if "errors" in found else {}).items():
-        told = "; ".join(run.details["errors"].get(kind, ()))
-        print(style(f"failed     {count:,} {cell(kind)}: {cell(told)}", "red"))
-
-
-def _latency(found: dict[str, "Result"], name: str) -> list[str]:
-    shown = [quantity(found[f"{name}/{which}"].estimate, "s") for which in ("mean", "median", "p95", "p99")]
-    return [*shown, _interval(found[f"{name}/p95"])]
-
-
-def _interval(result: "Result") -> str:
-    return f"{quantity(result.low, result.unit)} .. {quantity(result.high, result.unit)}"

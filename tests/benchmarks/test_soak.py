@@ -1,0 +1,136 @@
+"""The soak in 30 seconds on a small model, and that it sees what is wrong."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.bench.openai_server import serving
+from tests.cli.conftest import ROOT, environment
+from tests.conftest import with_kernels
+from tests.server.running import write_model
+
+SCRIPTS = ROOT / "benchmarks"
+LIMIT_S = 240
+
+
+def soak(*args: str | Path) -> tuple[int, dict[str, Any], str]:
+    """Status, the JSON line, everything that was printed."""
+    command = [sys.executable, str(SCRIPTS / "soak.py"), *map(str, args)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=LIMIT_S)
+    assert done.stdout, done.stderr
+    return done.returncode, json.loads(done.stdout.splitlines()[-1]), done.stdout + done.stderr
+
+
+def test_thirty_seconds_of_everything(tmp_path: Path) -> None:
+    """Memory is told and not judged: half a minute is the time in which caches fill. Nor is the time of /health."""
+    model = with_kernels(write_model(tmp_path / "tiny.gguf"))
+    status, found, said = soak(
+        "--minutes",
+        "0.5",
+        "-m",
+        model,
+        "--concurrency",
+        "12",
+        "--health-ms",
+        "0",
+        "--kv-memory",
+        "16M",
+        "--visit-limit",
+        "100",
+    )
+    assert status == 0, said
+    assert found["visits"] > 50
+    assert found["checks"] == {
+        "no error of the server's": True, "visitors were let in": True, "nothing is left": True, "always healthy": True,
+        "health is quick": None, "memory does not grow": None,
+    }  # fmt: skip
+    assert found["growth"] is not None or not Path("/proc/self/status").exists()
+
+
+def test_a_server_with_errors_fails() -> None:
+    with serving("busy") as server:
+        status, found, said = soak("--minutes", "0.01", "--url", server.url, "--concurrency", "2")
+    assert status == 1
+    assert not found["checks"]["no error of the server's"]
+    assert "OursError: POST" in said
+
+
+@pytest.fixture
+def scripts(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
+    """The two modules; they are scripts, not a package."""
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    import soak
+    import visitors
+
+    return soak, visitors
+
+
+STARTED, TOKEN, END, DONE = '{"type":"started"}', '{"type":"token","t":"x","i":0}', '{"type":"end"}', "[DONE]"
+CANCELLED = '{"type":"error","code":"CANCELLED"}'
+
+
+@pytest.mark.parametrize(
+    ("events", "is_sound"),
+    [
+        ([STARTED, TOKEN, END, DONE], True),
+        ([STARTED, CANCELLED, DONE], True),
+        (['{"choices":[]}', DONE], True),
+        ([STARTED, TOKEN, DONE], False),
+        ([TOKEN, STARTED, END, DONE], False),
+        ([STARTED, END, CANCELLED, DONE], False),
+        ([STARTED, '{"type":"error","code":"INFERENCE_FAILED"}', DONE], False),
+        (['{"choices":[]}', '{"error":{"code":"TIMEOUT"}}', DONE], False),
+    ],
+)
+def test_streams_that_end_as_they_should(scripts: tuple[Any, Any], events: list[str], is_sound: bool) -> None:
+    _, visitors = scripts
+    if is_sound:
+        visitors.ended(events, ["CANCELLED"])
+    else:
+        with pytest.raises(visitors.OursError):
+            visitors.ended(events, ["CANCELLED"])
+
+
+@pytest.mark.parametrize(
+    ("check", "changes", "health"),
+    [
+        ("memory does not grow", {"memory": [(30.0, 100), (90.0, 106), (119.0, 101)]}, {}),
+        (
+            "nothing is left",
+            {"left": {"num_requests_running": 0.0, "num_requests_waiting": 0.0, "kv_cache_usage_perc": 0.01}},
+            {},
+        ),
+        ("nothing is left", {"left": {}}, {}),
+        ("always healthy", {}, {"health/failed": 1}),
+        ("health is quick", {}, {"health/p99": 0.011}),
+        ("no error of the server's", {"failed": Counter(x=1)}, {}),
+        ("visitors were let in", {"refused": Counter(x=6)}, {}),
+    ],
+)
+def test_each_check_can_fail(
+    scripts: tuple[Any, Any], check: str, changes: dict[str, Any], health: dict[str, float]
+) -> None:
+    module, _ = scripts
+    sound = {
+        "done": Counter(x=10),
+        "memory": [(30.0, 100), (90.0, 104)],
+        "left": dict.fromkeys(module.NOTHING_LEFT, 0.0),
+        "seconds": 120.0,
+    }
+    options = argparse.Namespace(health_ms=10.0)
+
+    def judged(changes: dict[str, Any], health: dict[str, float]) -> dict[str, bool | None]:
+        run = module.Soak(None, 1, options, **(sound | changes))
+        found = module.checks(run, {"health/failed": 0, "health/p99": 0.009} | health)
+        return {name: outcome for name, (outcome, _) in found.items()}
+
+    assert set(judged({}, {}).values()) == {True}
+    assert {name for name, outcome in judged(changes, health).items() if not outcome} == {check}
