@@ -123,6 +123,11 @@ class AsyncEngine:
     async def __aexit__(self, *_: Any) -> None:
         await self.stop()
 
+    @property
+    def is_alive(self) -> bool:
+        """Whether anybody steps."""
+        return self._thread.is_alive()
+
     def start(self) -> None:
         """Begin to serve."""
         self._thread.start()
@@ -165,8 +170,10 @@ class AsyncEngine:
             except Exception as error:
                 failure = InferenceError(f"the engine failed ({type(error).__name__})")
                 failure.__cause__ = error
-                self.engine.reset()
-                self._end_all(failure)
+                try:
+                    self.engine.reset()
+                finally:  # if even that fails there is no engine any more: `is_alive` says so
+                    self._end_all(failure)
             self.last_step_at = time.monotonic()
 
     def _rest(self) -> None:
@@ -187,12 +194,11 @@ class AsyncEngine:
 
     def _begin(self, request: Request, reader: Reader) -> None:
         """One that the engine does not take ends at once; the others know nothing of it."""
+        self._readers[request] = reader  # who waits is known, whatever happens
         try:
             self.engine.add(request)
         except WorkerError as error:
-            _tell(reader.loop, [(reader.ticket, _ended(request, error))])
-        else:
-            self._readers[request] = reader
+            self._hand_over([_ended(request, error)])
 
     def _end_all(self, error: WorkerError) -> None:
         for request in self._readers:

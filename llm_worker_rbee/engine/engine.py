@@ -121,13 +121,14 @@ class Engine:
 def require_fit(prompt: int, answer: int, config: EngineConfig) -> None:
     """Refuse what is longer than the context or than the whole cache, with the figures."""
     total, cache = prompt + answer, config.n_blocks * config.block_size
+    computed = prompt + max(answer, 1) - 1  # keys and values of the last token are never needed
     if total > config.max_context:
         raise ContextLengthError(
             f"the prompt has {prompt} tokens and max_tokens is {answer}: together {total}, "
             f"over the context of {config.max_context}",
             "max_tokens",
         )
-    if total - 1 > cache:  # keys and values of the last token are never needed
+    if computed > cache:
         raise ContextLengthError(
             f"the prompt has {prompt} tokens and max_tokens is {answer}: together {total}, and the KV cache holds "
             f"{cache}: ask for fewer tokens, or give the cache more memory (kv_memory)",

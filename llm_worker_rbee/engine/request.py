@@ -123,7 +123,7 @@ class Request:
 
     prompt: list[int]
     params: SamplingParams
-    max_tokens: int  # resolved: what was asked for, or what is left of the context
+    max_tokens: int  # resolved: what was asked for, or what is left of the context; 0 where the prompt is only scored
     seed: int
     eos_ids: frozenset[int]
     choice: int = 0  # of several answers to one prompt
@@ -205,10 +205,11 @@ def own_error(error: WorkerError) -> WorkerError:
 
 
 def token_limit(prompt: int, asked: int | None, context: int) -> int:
-    """How many tokens an answer may have; an answer that cannot fit is refused with all the figures."""
+    """How many tokens an answer may have; an answer that cannot fit is refused with all the figures. One of 0 tokens
+    is a prompt that is only scored: it may fill the context."""
     if prompt == 0:
         raise InvalidRequestError("the prompt is empty: it must have at least one token", "prompt")
-    if prompt >= context:
+    if prompt > context or (prompt == context and asked != 0):
         raise ContextLengthError(
             f"the prompt has {prompt} tokens, the context {context}: nothing is left for an answer", "prompt"
         )

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.applications import Starlette
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
@@ -23,24 +23,31 @@ from ..errors import (
     RequestCancelledError,
     WorkerError,
 )
-from . import extra, fields, jobs, logs, metrics, openai
+from . import extra, fields, jobs, logs, metrics, openai, openai_asked, texts
 from .guard import Guard, told
 from .info import info
 from .jobs import Job, Jobs
-from .small_fields import APPLY_TEMPLATE, CANCEL, DETOKENIZE, TOKENIZE
+from .small_fields import CANCEL
 from .sse import DONE, EventStream, event, gone
 from .worker import Worker
 
-METHODS, HEADERS = ("GET", "POST", "DELETE"), ("authorization", "content-type", "x-correlation-id")
+T = TypeVar("T")
+Begin = Callable[[Worker, bytes, list[str] | None], Coroutine[Any, Any, openai_asked.Asked]]
+METHODS = ("GET", "POST", "DELETE")
 EXPOSED = ("retry-after", "x-correlation-id", "x-ignored-fields")
 NOT_IN_HEADERS = re.compile(r"[^!-~]")  # whatever a client calls its fields
 BODY_S = 60.0  # for all of a body
-JSON_TYPES = ("application/json", "")
+JSON_TYPE = "application/json"  # and nothing else: a page from elsewhere can then not ask without being allowed to
 
 
 def json(data: Any, status: int = 200, **headers: str) -> Response:
     """A reply."""
-    return Response(msgspec.json.encode(data), status, headers, "application/json")
+    return encoded(msgspec.json.encode(data), status, **headers)
+
+
+def encoded(body: bytes, status: int = 200, **headers: str) -> Response:
+    """A reply that is JSON already."""
+    return Response(body, status, headers, "application/json")
 
 
 class Routes:
@@ -59,7 +66,7 @@ class Routes:
         """Whether requests are taken."""
         state = {"loading": "loading", "failed": "error", "stopping": "error"}.get(self.worker.state)
         found: dict[str, Any] = {
-            "ready": self.worker.state == "ready", "state": state or ("busy" if self.worker.num_running else "idle"),
+            "ready": self.worker.state == "ready", "state": state or ("busy" if self.worker.is_busy else "idle"),
         }  # fmt: skip
         return json(found if state != "loading" else {**found, "progress_url": "/v1/loading/progress"})
 
@@ -106,28 +113,23 @@ class Routes:
 
     async def chat(self, request: Request) -> Response | EventStream:
         """OpenAI: a conversation."""
-        return await self._openai(request, openai.chat)
+        return await self._openai(request, openai_asked.chat)
 
     async def completions(self, request: Request) -> Response | EventStream:
         """OpenAI: prompts."""
-        return await self._openai(request, openai.completion)
+        return await self._openai(request, openai_asked.completion)
 
-    async def _openai(
-        self, request: Request, begin: Callable[[Worker, bytes, list[str] | None], Awaitable[openai.Asked]]
-    ) -> Response | EventStream:
+    async def _openai(self, request: Request, begin: Begin) -> Response | EventStream:
         ignored: list[str] | None = [] if self.worker.settings.ignore_unknown_fields else None
-        asked = await begin(self.worker, await _body(request), ignored)
+        asked = await _unless_gone(request, begin(self.worker, await _body(request), ignored))
         headers = {"x-ignored-fields": NOT_IN_HEADERS.sub("?", ",".join(ignored))[:1_000]} if ignored else {}
         if asked.values["stream"]:
             return self._events(openai.stream(self.worker, asked), asked.close, **headers)
-        reply = asyncio.ensure_future(openai.whole(self.worker, asked))
-        await _until_done_or_gone(request, reply)
-        return json(await reply, 200, **headers)
+        return encoded(await _unless_gone(request, openai.whole(self.worker, asked)), 200, **headers)
 
     async def post_job(self, request: Request) -> Response:
         """A job: where its events are, or the whole result."""
-        values = jobs.checked_job(await _body(request))
-        job = await self.jobs.begin(values)
+        values, job = await self._job(request)
         if values["stream"]:
             return json({"job_id": job.id, "sse_url": f"/v1/jobs/{job.id}/stream"})
         finished = asyncio.ensure_future(_drained(job))
@@ -137,21 +139,29 @@ class Routes:
 
     async def execute(self, request: Request) -> EventStream:
         """A job whose reply is its events; a client that goes away cancels it."""
-        job = await self.jobs.begin(jobs.checked_job(await _body(request), is_stream=True))
+        _, job = await self._job(request, is_stream=True)
         return self._events(job.read(), on_end=job.cancel)
+
+    async def _job(self, request: Request, is_stream: bool = False) -> tuple[dict[str, Any], Job]:
+        body = await _body(request)
+
+        async def begun() -> tuple[dict[str, Any], Job]:
+            values = await self.worker.desk.read(body, lambda body: jobs.checked_job(body, is_stream=is_stream))
+            return values, await self.jobs.begin(values)
+
+        return await _unless_gone(request, begun())
 
     async def job_stream(self, request: Request) -> EventStream:
         """The events of a job, from the first."""
         return self._events(self.jobs.get(request.path_params["job_id"]).read())
 
-    async def job_state(self, request: Request) -> Response:
-        """Where a job stands."""
-        return json(self.jobs.get(request.path_params["job_id"]).state())
-
-    async def cancel_job(self, request: Request) -> Response:
-        """End a job."""
-        self.jobs.cancel(request.path_params["job_id"])
-        return json({"job_id": request.path_params["job_id"]}, 202)
+    async def job(self, request: Request) -> Response:
+        """Where a job stands; DELETE ends it."""
+        job = self.jobs.get(request.path_params["job_id"])
+        if request.method != "DELETE":
+            return json(job.state())
+        job.cancel()
+        return json({"job_id": job.id}, 202)
 
     async def cancel(self, request: Request) -> Response:
         """The same, by name in the body."""
@@ -161,33 +171,24 @@ class Routes:
 
     async def tokenize(self, request: Request) -> Response:
         """Text -> ids."""
-        values = fields.checked(fields.read_object(await _body(request)), TOKENIZE)
-        llm = self.worker.llm
-        ids = await asyncio.to_thread(
-            llm.tokenize, values["text"], add_special=values["add_special"], parse_special=values["parse_special"]
-        )
-        return json({"tokens": ids, "pieces": [llm.tokenizer.piece(i) for i in ids]})
+        return await self._made(request, texts.tokenized)
 
     async def detokenize(self, request: Request) -> Response:
         """Ids -> text."""
-        ids = fields.checked(fields.read_object(await _body(request)), DETOKENIZE)["tokens"]
-        llm, size = self.worker.llm, self.worker.llm.config.vocab_size
-        if (largest := max(ids, default=0)) >= size:
-            raise InvalidRequestError(f"tokens: {str(largest)[:20]} is not a token id (0..{size - 1})", "tokens")
-        return json({"text": await asyncio.to_thread(llm.detokenize, ids)})
+        return await self._made(request, texts.detokenized)
 
     async def apply_template(self, request: Request) -> Response:
         """Messages -> the prompt that the template makes of them."""
-        values = fields.checked(fields.read_object(await _body(request)), APPLY_TEMPLATE)
-        llm, messages = self.worker.llm, fields.conversation(values["messages"])
-        prompt = await asyncio.to_thread(llm.apply_chat_template, messages)
-        return json({"prompt": prompt, "tokens": await asyncio.to_thread(llm.tokenize_chat, messages)})
+        return await self._made(request, texts.template_applied)
+
+    async def _made(self, request: Request, make: Callable[[Worker, bytes], bytes]) -> Response:
+        body = await _body(request)
+        return encoded(await _unless_gone(request, self.worker.desk.run(len(body), lambda: make(self.worker, body))))
 
     def _events(
         self, source: AsyncGenerator[bytes, None], on_end: Callable[[], None] = lambda: None, **headers: str
     ) -> EventStream:
-        ping_s, stall_s = self.worker.settings.ping_s, self.worker.settings.stall_timeout_s
-        return EventStream(source, ping_s=ping_s, stall_s=stall_s, headers=headers, on_end=on_end)
+        return EventStream(source, ping_s=self.worker.settings.ping_s, headers=headers, on_end=on_end)
 
     def table(self) -> list[Route]:
         """Paths and methods."""
@@ -199,12 +200,12 @@ class Routes:
             ("/v1/models/{name:path}", self.model, "GET"), ("/v1/chat/completions", self.chat, "POST"),
             ("/v1/completions", self.completions, "POST"), ("/v1/jobs", self.post_job, "POST"),
             ("/v1/inference", self.post_job, "POST"), ("/execute", self.execute, "POST"),
-            ("/v1/jobs/{job_id}/stream", self.job_stream, "GET"), ("/v1/jobs/{job_id}", self.job_state, "GET"),
-            ("/v1/jobs/{job_id}", self.cancel_job, "DELETE"), ("/cancel", self.cancel, "POST"),
+            ("/v1/jobs/{job_id}/stream", self.job_stream, "GET"), ("/v1/jobs/{job_id}", self.job, "GET DELETE"),
+            ("/cancel", self.cancel, "POST"),
             ("/tokenize", self.tokenize, "POST"), ("/detokenize", self.detokenize, "POST"),
             ("/apply-template", self.apply_template, "POST"),
         ]  # fmt: skip
-        return [Route(path, act, methods=[method]) for path, act, method in routes]
+        return [Route(path, act, methods=methods.split()) for path, act, methods in routes]
 
 
 def application(worker: Worker) -> Guard | CORSMiddleware:
@@ -223,7 +224,7 @@ def application(worker: Worker) -> Guard | CORSMiddleware:
     )  # fmt: skip
     guard = Guard(app, worker.settings.api_key, worker.settings.max_body, _logged)
     origins = worker.settings.cors_origins
-    return guard if not origins else CORSMiddleware(guard, origins, METHODS, HEADERS, expose_headers=EXPOSED)
+    return guard if not origins else CORSMiddleware(guard, origins, METHODS, ("*",), expose_headers=EXPOSED)
 
 
 def _logged(_: str, error: BaseException) -> None:
@@ -245,11 +246,13 @@ async def _told(request: Request, error: Exception) -> Response:
 
 async def _body(request: Request) -> bytes:
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind not in JSON_TYPES:
+    if kind != JSON_TYPE:
         raise InvalidRequestError(f"the content type is {kind[:100]!r}: it must be application/json", "content-type")
     try:
         async with asyncio.timeout(BODY_S):
             return await request.body()
+    except ClientDisconnect:
+        raise RequestCancelledError("the client went away") from None
     except TimeoutError:
         raise DeadlineError(f"the body did not come within {BODY_S:g} s") from None
 
@@ -257,6 +260,13 @@ async def _body(request: Request) -> bytes:
 async def _drained(job: Job) -> None:
     async for _ in job.read():
         pass
+
+
+async def _unless_gone(request: Request, made: Coroutine[Any, Any, T]) -> T:
+    """What comes of it; given up when the client goes away."""
+    task = asyncio.ensure_future(made)
+    await _until_done_or_gone(request, task)
+    return await task
 
 
 async def _until_done_or_gone(
@@ -269,5 +279,8 @@ async def _until_done_or_gone(
         if not task.done():
             (on_gone or task.cancel)()
             raise RequestCancelledError("the client went away")
+    except asyncio.CancelledError:
+        task.cancel()
+        raise
     finally:
         leaving.cancel()

@@ -19,6 +19,8 @@ from ..errors import InvalidRequestError
 Schema = dict[str, Any]
 MISSING: Any = object()
 SHOWN_CHARS = 100  # of a value that is repeated
+MOST_UNKNOWN = 32  # fields that are told by name
+MOST_IGNORED = 256  # fields that are listed
 
 
 class Problem(NamedTuple):
@@ -83,12 +85,11 @@ def read_object(body: bytes) -> dict[str, Any]:
 def checked(body: Mapping[str, Any], table: Mapping[str, Field], *, ignored: list[str] | None = None) -> dict[str, Any]:
     """The values of all fields of the table; unknown ones are refused, or listed in `ignored` where that is given."""
     problems: list[Problem] = []
-    for name in body:
-        if name not in table:
-            if ignored is None:
-                problems.append(Problem(name[:SHOWN_CHARS], "unknown", f"unknown field {name[:SHOWN_CHARS]!r}"))
-            else:
-                ignored.append(name)
+    if unknown := [name for name in body if name not in table]:
+        if ignored is None:
+            problems += _unknown(unknown)
+        else:
+            ignored += unknown[:MOST_IGNORED]
     values: dict[str, Any] = {}
     for name, field in table.items():
         value = body.get(name)
@@ -105,6 +106,13 @@ def checked(body: Mapping[str, Any], table: Mapping[str, Field], *, ignored: lis
     if problems:
         raise FieldsError(problems)
     return values
+
+
+def _unknown(names: list[str]) -> list[Problem]:
+    told = [Problem(n[:SHOWN_CHARS], "unknown", f"unknown field {n[:SHOWN_CHARS]!r}") for n in names[:MOST_UNKNOWN]]
+    if (more := len(names) - len(told)) > 0:
+        told.append(Problem("body", "unknown", f"and {more} more unknown fields"))
+    return told
 
 
 def conversation(messages: list[Any]) -> list[Any]:

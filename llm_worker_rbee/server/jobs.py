@@ -15,7 +15,7 @@ from uuid import uuid4
 
 from ..engine.request import SamplingParams
 from ..errors import ConflictError, InferenceError, NotFoundError, RequestCancelledError, WorkerError
-from . import fields, logs
+from . import fields, logs, prompts
 from .answer import Answer
 from .fields import Field, FieldsError, Problem
 from .kinds import PRIORITY, TIMEOUT_MS, Flag, Messages, Name, Only, Stops, Text, Whole, sampling
@@ -81,7 +81,7 @@ class Job:
         self.seed = seed
         self.model = worker.settings.names[0]
         self.num_tokens, self.decode_ms = 0, 0.0
-        self.narrator = Narrator(worker.settings.worker_id, job_id, answer.ticket.request, self._tell)
+        self.narrator: Narrator | None = Narrator(worker.settings.worker_id, job_id, answer.ticket.request, self._tell)
         self._num_others = worker.num_unstarted - 1
         self.events: list[bytes] = []
         self.error: WorkerError | None = None
@@ -91,7 +91,7 @@ class Job:
         self.ended_at: float | None = None  # on the clock of time.monotonic
         self._news = asyncio.Event()
         self._metrics_at = time.monotonic() + METRICS_S
-        self._index = 0
+        self._index = self._num_untold = 0  # tokens that were told, and those whose text is held back
 
     async def run(self, worker: Worker) -> None:
         """Make the events, to the last."""
@@ -101,14 +101,17 @@ class Job:
         self._tell(
             {"type": "started", "job_id": self.id, "model": self.model, "started_at": started, "seed": self.seed}
         )
-        self.narrator.queued(self._num_others)
+        narrator = self.narrator
+        assert narrator is not None
+        narrator.queued(self._num_others)
         try:
             async for piece in answer.pieces():
                 self.num_tokens, self.decode_ms = answer.num_tokens, answer.decode_ms
-                self.narrator.look()
+                narrator.look()
                 self.text.append(piece.text)
+                self._num_untold += len(piece.tokens)
                 if piece.text:
-                    self._token(piece.text, len(piece.tokens))
+                    self._token(piece.text)
                 self._metrics(worker, answer)
                 if piece.finish is not None:
                     self.stop_reason = "STOP_SEQUENCE" if piece.stop is not None else STOP_REASONS[piece.finish]
@@ -120,7 +123,7 @@ class Job:
             logs.failed(error)
             self._fail(InferenceError(f"the job failed ({type(error).__name__})"))
         finally:
-            self.ended_at, self.answer = time.monotonic(), None
+            self.ended_at, self.answer, self.narrator = time.monotonic(), None, None  # its request may go
             self.text = ["".join(self.text)]
             self._put(DONE)
 
@@ -132,11 +135,12 @@ class Job:
     def _tell(self, told: dict[str, Any]) -> None:
         self._put(event(told))
 
-    def _token(self, text: str, count: int) -> None:
+    def _token(self, text: str) -> None:
+        """All tokens since the last one of these: also those whose text was held back."""
         said: dict[str, Any] = {"type": "token", "t": text, "i": self._index}
-        if count > 1:
-            said["n"] = count
-        self._index += max(1, count)
+        if self._num_untold != 1:
+            said["n"] = self._num_untold
+        self._index, self._num_untold = self._index + self._num_untold, 0
         self._tell(said)
 
     def _end(self) -> dict[str, Any]:
@@ -157,9 +161,9 @@ class Job:
         self._metrics_at = now + METRICS_S
         seconds, llm = self.decode_ms / 1000, worker.loaded
         rate = (self.num_tokens - 1) / seconds if seconds > 0 else 0.0
-        ttft = 1000 * (answer.first_at - answer.began_at)
+        ttft = round(1000 * (answer.first_at - answer.began_at), 3) if answer.first_at else None
         used = 1 - llm.engine.scheduler.pool.num_free / llm.engine.scheduler.pool.n_blocks
-        self._tell({"type": "metrics", "tokens_per_sec": round(rate, 2), "ttft_ms": round(ttft, 3),
+        self._tell({"type": "metrics", "tokens_per_sec": round(rate, 2), "ttft_ms": ttft,
                     "kv_cache_usage": round(used, 4), "vram_bytes": llm.device_bytes})  # fmt: skip
 
     def _put(self, chunk: bytes) -> None:
@@ -181,6 +185,13 @@ class Job:
             else:
                 chunk, at = b"".join(self.events[at:]), len(self.events)
                 yield chunk
+
+    def look(self, worker: Worker) -> None:
+        """Between two tokens: what is there to tell?"""
+        if self.narrator is not None and self.answer is not None:
+            self.narrator.look()
+            if self.answer.ticket.request.admitted_at:  # it does not only wait
+                self._metrics(worker, self.answer)
 
     def cancel(self) -> None:
         """Nobody wants the rest of it; one that has ended stays as it is."""
@@ -218,20 +229,19 @@ class Jobs:
 
     async def begin(self, values: dict[str, Any]) -> Job:
         """Take a job on."""
-        worker, llm = self._worker, self._worker.llm
+        worker = self._worker
         self._forget_old()
         job_id = values["job_id"] or f"job-{uuid4()}"
         if job_id in self._jobs:
             raise ConflictError(f"there is a job {job_id} already")
         worker.require_model(values["model"])
-        if values["messages"] is not None:
-            ids = await asyncio.to_thread(llm.tokenize_chat, fields.conversation(values["messages"]))
-        else:
-            ids = await asyncio.to_thread(llm.tokenize, values["prompt"])
-        if job_id in self._jobs:  # somebody was quicker
-            raise ConflictError(f"there is a job {job_id} already")
-        timeout = None if values["timeout_ms"] is None else values["timeout_ms"] / 1000
-        seed, (answer,) = worker.answers(ids, params_of(values), priority=values["priority"], timeout_s=timeout)
+        with worker.held(1, prompts.estimate(values["prompt"] or values["messages"])) as hold:
+            ids = await self._ids(values)
+            if job_id in self._jobs:  # somebody was quicker
+                raise ConflictError(f"there is a job {job_id} already")
+            hold.correct(len(ids))
+            timeout = None if values["timeout_ms"] is None else values["timeout_ms"] / 1000
+            seed, (answer,) = worker.answers(ids, params_of(values), priority=values["priority"], timeout_s=timeout)
         job = self._jobs[job_id] = Job(job_id, answer, seed, worker)
         task = asyncio.ensure_future(job.run(worker))
         self._running[task] = job
@@ -239,6 +249,13 @@ class Jobs:
         if self._watching is None:
             self._watching = asyncio.ensure_future(self._watch())
         return job
+
+    async def _ids(self, values: dict[str, Any]) -> list[int]:
+        made = self._worker.prompts
+        if values["messages"] is not None:
+            return await made.chat_ids(fields.conversation(values["messages"]))
+        (ids,) = await made.ids([values["prompt"]])
+        return ids
 
     def get(self, job_id: str) -> Job:
         """One that is known."""
@@ -256,7 +273,7 @@ class Jobs:
         while self._running:
             await asyncio.sleep(WATCH_S)
             for job in self._running.values():
-                job.narrator.look()
+                job.look(self._worker)
         self._watching = None
 
     def _on_end(self, task: asyncio.Task[None]) -> None:

@@ -83,8 +83,9 @@ class _Collector:
 
     def collect(self) -> Iterator[Metric]:
         worker, observed = self._worker, self._worker.observed
-        yield _gauge("num_requests_running", "Requests being computed.", worker.num_running - worker.num_unstarted)
-        yield _gauge("num_requests_waiting", "Requests without a token yet.", worker.num_unstarted)
+        load = worker.admission.load
+        yield _gauge("num_requests_running", "Requests being computed.", load.running)
+        yield _gauge("num_requests_waiting", "Requests that are not computed yet, or not at present.", load.waiting)
         yield _counter("generation_tokens", "Tokens generated.", observed.num_tokens)
         for histogram in (observed.first_token, observed.between, observed.whole, observed.queue):
             yield histogram.family()

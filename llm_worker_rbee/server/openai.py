@@ -5,104 +5,38 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 from uuid import uuid4
 
+import msgspec
+
 from ..engine.request import TokenLogprob
-from ..errors import ContextLengthError, InferenceError, InvalidRequestError, WorkerError
+from ..errors import InferenceError, WorkerError
 from ..tokenizer import Tokenizer
-from . import fields, logs
+from . import logs
 from .answer import Answer, Piece
-from .fields import FieldsError, Problem
-from .openai_fields import CHAT, COMPLETION, params_of
-from .openai_shapes import chat_logprobs, error_body, text_logprobs
+from .openai_asked import Asked
+from .openai_shapes import TextLogprobs, chat_logprobs, error_body
 from .sse import DONE, event
 from .worker import Worker
 
-
-class Asked(NamedTuple):
-    """Answers on their way, and how they are told."""
-
-    answers: list[Answer]
-    prompts: list[list[int]]
-    seed: int
-    values: dict[str, Any]
-    is_chat: bool
-
-    def close(self) -> None:
-        """Nobody wants more of them."""
-        for answer in self.answers:
-            answer.close()
+TOKEN_BYTES = 16  # of a reply, about
 
 
-async def chat(worker: Worker, body: bytes, ignored: list[str] | None) -> Asked:
-    """Take a conversation on."""
-    values = fields.checked(fields.read_object(body), CHAT, ignored=ignored)
-    worker.require_model(values["model"])
-    longest = values["max_completion_tokens"] or values["max_tokens"]
-    _require(values["max_tokens"] in (None, longest), "max_tokens", "conflict",
-             "max_tokens and max_completion_tokens differ: give one of them")  # fmt: skip
-    _require(values["top_logprobs"] is None or values["logprobs"], "top_logprobs", "conflict",
-             "top_logprobs needs logprobs: true")  # fmt: skip
-    _require_stream(values)
-    scored = (values["top_logprobs"] or 0) if values["logprobs"] else None
-    ids = await asyncio.to_thread(worker.llm.tokenize_chat, fields.conversation(values["messages"]))
-    params = params_of(values, longest, scored)
-    try:
-        seed, answers = worker.answers(
-            ids, params, n=values["n"], priority=values["priority"], timeout_s=_seconds(values)
-        )
-    except ContextLengthError as error:
-        error.field = "messages" if error.field == "prompt" else error.field
-        raise
-    return Asked(answers, [ids], seed, values, True)
-
-
-async def completion(worker: Worker, body: bytes, ignored: list[str] | None) -> Asked:
-    """Take prompts on, one or several."""
-    values = fields.checked(fields.read_object(body), COMPLETION, ignored=ignored)
-    worker.require_model(values["model"])
-    _require(values["best_of"] in (None, values["n"]), "best_of", "unsupported",
-             "best_of other than n is not supported by this worker")  # fmt: skip
-    _require(values["max_tokens"] > 0 or values["echo"], "max_tokens", "range",
-             "max_tokens is 0: only with echo, to score the prompt")  # fmt: skip
-    _require_stream(values)
-    several = _several(values["prompt"])
-    worker.require_room(len(several) * values["n"])
-    prompts = [await _ids(worker, one) for one in several]
-    scores = values["echo"] and values["logprobs"] is not None
-    params = params_of(values, max(1, values["max_tokens"]), values["logprobs"], prompt_logprobs=scores)
-    answers: list[Answer] = []
-    seed = values["seed"]
-    try:
-        for ids in prompts:
-            seed, some = worker.answers(
-                ids, params, n=values["n"], priority=values["priority"], timeout_s=_seconds(values)
-            )
-            answers += some
-    except WorkerError:
-        for answer in answers:
-            answer.close()
-        raise
-    return Asked(answers, prompts, seed, values, False)
-
-
-def _require_stream(values: dict[str, Any]) -> None:
-    _require(values["stream"] or not values["stream_options"], "stream_options", "conflict",
-             "stream_options needs stream: true")  # fmt: skip
-
-
-def _require(holds: bool, field: str, constraint: str, message: str) -> None:
-    if not holds:
-        raise FieldsError([Problem(field, constraint, message)])
-
-
-async def whole(worker: Worker, asked: Asked) -> dict[str, Any]:
-    """One object with all answers."""
+async def whole(worker: Worker, asked: Asked) -> bytes:
+    """One object with all answers, as JSON; a long one is made in a thread."""
     try:
         folded = await asyncio.gather(*(_folded(answer) for answer in asked.answers))
     finally:
         asked.close()  # one that fails ends the others
+    size = TOKEN_BYTES * sum(len(p.tokens) for p in folded)
+    if asked.values.get("echo"):
+        size += TOKEN_BYTES * asked.values["n"] * sum(map(len, asked.prompts))
+    size *= 1 + (asked.values.get("top_logprobs") or int(asked.values["logprobs"] or 0))
+    return await worker.desk.made(size, lambda: msgspec.json.encode(_whole(worker, asked, folded)))
+
+
+def _whole(worker: Worker, asked: Asked, folded: Sequence[Piece]) -> dict[str, Any]:
     choices = [_choice(worker.loaded.tokenizer, asked, i, piece) for i, piece in enumerate(folded)]
     kind = "chat.completion" if asked.is_chat else "text_completion"
     return {**_head(worker, asked, kind), "choices": choices, "usage": usage(asked), "seed": asked.seed}
@@ -146,7 +80,7 @@ class _Told:
     def __init__(self, tokenizer: Tokenizer, asked: Asked) -> None:
         self._tokenizer, self._asked = tokenizer, asked
         self._echoed = [not asked.values.get("echo") for _ in asked.answers]
-        self._offsets = [0] * len(asked.answers)
+        self._logprobs = [TextLogprobs(tokenizer) for _ in asked.answers]
 
     def choices(self, i: int, piece: Piece) -> list[dict[str, Any]]:
         asked, made = self._asked, []
@@ -164,8 +98,7 @@ class _Told:
             return []
         scores = None
         if asked.values["logprobs"] is not None:
-            scores = text_logprobs(self._tokenizer, piece, self._offsets[i])
-            self._offsets[i] += sum(map(len, scores["tokens"]))
+            scores = self._logprobs[i].told(piece.logprobs)
         return [{"index": i, "text": piece.text, "logprobs": scores, "finish_reason": piece.finish}]
 
 
@@ -221,7 +154,7 @@ def _choice(tokenizer: Tokenizer, asked: Asked, i: int, piece: Piece) -> dict[st
         return {"index": i, "message": message, "logprobs": scores, "finish_reason": piece.finish}
     if asked.values["echo"]:
         piece = _with_prompt(tokenizer, asked, i, piece)
-    scores = text_logprobs(tokenizer, piece) if asked.values["logprobs"] is not None else None
+    scores = TextLogprobs(tokenizer).told(piece.logprobs) if asked.values["logprobs"] is not None else None
     return {"index": i, "text": piece.text, "logprobs": scores, "finish_reason": piece.finish}
 
 
@@ -254,22 +187,3 @@ def _head(worker: Worker, asked: Asked, kind: str) -> dict[str, Any]:
         "id": f"{prefix}-{uuid4().hex}", "object": kind, "created": int(time.time()), "model": worker.settings.names[0],
         "system_fingerprint": None,
     }  # fmt: skip
-
-
-def _several(prompt: Any) -> list[Any]:
-    if isinstance(prompt, list) and prompt and isinstance(prompt[0], (str, list)):
-        return prompt
-    return [prompt]
-
-
-async def _ids(worker: Worker, prompt: Any) -> list[int]:
-    if isinstance(prompt, str):
-        return await asyncio.to_thread(worker.llm.tokenize, prompt)
-    size = worker.llm.config.vocab_size
-    if (largest := max(prompt)) >= size:
-        raise InvalidRequestError(f"prompt: {largest} is not a token id (0..{size - 1})", "prompt")
-    return list(prompt)
-
-
-def _seconds(values: dict[str, Any]) -> float | None:
-    return None if values["timeout_ms"] is None else values["timeout_ms"] / 1000

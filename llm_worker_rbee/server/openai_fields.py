@@ -17,7 +17,7 @@ from .kinds import (
     Stops,
     Text,
     Whole,
-    is_whole,
+    are_ids,
     listed,
     made_of,
     sampling,
@@ -77,7 +77,7 @@ class Prompts(Kind):
             if all(isinstance(one, str) for one in value):
                 return next((problem for one in value if (problem := Text(1).problem(name, one))), None)
             groups = value if all(isinstance(one, list) for one in value) else [value]
-            if all(group and all(map(is_whole, group)) for group in groups):
+            if all(group and are_ids(group) for group in groups):
                 return None
         return Problem(
             name, "type", f"{name} must be a string, strings, token ids, or lists of token ids, not empty and not mixed"
@@ -90,9 +90,9 @@ class Prompts(Kind):
 
     def taken(self, value: Any) -> Any:
         """Ids are ints, also where they were written 5.0."""
-        if isinstance(value, list):
-            return [self.taken(one) for one in value]
-        return int(value) if isinstance(value, float) else value
+        if isinstance(value, str) or isinstance(value[0], str):
+            return value
+        return [self.taken(one) for one in value] if isinstance(value[0], list) else [int(one) for one in value]
 
 
 def _nothing_but(*allowed: Any) -> Field:

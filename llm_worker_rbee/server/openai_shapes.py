@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Sequence
 from typing import Any
 
 from ..engine.request import TokenLogprob
 from ..errors import ModelNotFoundError, WorkerError
 from ..tokenizer import Tokenizer
-from .answer import Piece
 
 
 def chat_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
@@ -23,19 +23,37 @@ def chat_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprob]) -> dict
     ], "refusal": None}  # fmt: skip
 
 
-def text_logprobs(tokenizer: Tokenizer, piece: Piece, at: int = 0) -> dict[str, Any]:
-    """As completions tell them; the first token of a prompt has none."""
-    tokens = [tokenizer.piece(entry.token) for entry in piece.logprobs]
-    values = [None if entry.logprob != entry.logprob else entry.logprob for entry in piece.logprobs]
-    tops = [
-        None if value is None else {tokenizer.piece(token): chance for token, chance in entry.top}
-        for entry, value in zip(piece.logprobs, values, strict=True)
-    ]
-    offsets = []
-    for token in tokens:
-        offsets.append(at)
-        at += len(token)
-    return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
+class TextLogprobs:
+    """As completions tell them, piece by piece: each token with its place in the text so far.
+
+    A token that is a part of a character has no text of its own: its name is `bytes:` and its bytes in hexadecimal, and
+    the text grows with the one that completes the character.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._at = 0
+
+    def told(self, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
+        """The next ones; the first token of a prompt has no probability."""
+        names, offsets, values, tops = [], [], [], []
+        for entry in entries:
+            value = None if entry.logprob != entry.logprob else entry.logprob
+            names.append(self._name(entry.token))
+            offsets.append(self._at)
+            values.append(value)
+            tops.append(None if value is None else {self._name(token): chance for token, chance in entry.top})
+            if not self._tokenizer.is_special(entry.token):
+                self._at += len(self._utf8.decode(self._tokenizer.token_bytes(entry.token)))
+        return {"tokens": names, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
+
+    def _name(self, token: int) -> str:
+        raw = self._tokenizer.token_bytes(token)
+        try:
+            return raw.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
 
 def error_body(error: WorkerError) -> dict[str, Any]:

@@ -73,7 +73,10 @@ REPLIES: dict[str, Schema] = {
     "JobEvent": {"oneOf": [
         _event("started", job_id=TEXT, model=TEXT, started_at={"type": "string", "format": "date-time"}, seed=COUNT),
         _event("token", t=TEXT, i=COUNT),
-        _event("metrics", tokens_per_sec=NUMBER, ttft_ms=NUMBER, kv_cache_usage=NUMBER, vram_bytes=COUNT),
+        _event(
+            "metrics", tokens_per_sec=NUMBER, ttft_ms={"type": ["number", "null"]}, kv_cache_usage=NUMBER,
+            vram_bytes=COUNT,
+        ),
         _event("narration", actor=TEXT, action=TEXT, target=TEXT, human=TEXT),
         _event("end", tokens_out=COUNT, decode_time_ms=NUMBER, stop_reason=STOP_REASON),
         _event("error", code=TEXT, message=TEXT, retriable=FLAG),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import re
 import signal
 import socket
 import sys
@@ -24,7 +25,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from ..errors import HeadersTooLargeError, InvalidRequestError
 from . import logs
-from .app import application
+from .app import BODY_S, application
 from .guard import MAX_HEADERS, TOO_LONG, told
 from .lifecycle import announce
 from .worker import Worker
@@ -33,6 +34,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 BACKLOG = 2048
 LAST_BYTES_S = 5  # for readers to take what is left after the last request has ended
 HEAD_S = 30.0  # for a client to say what it wants, once it is connected or has begun to
+OFFER = re.compile(rb"\r\nupgrade[ \t]*:", re.IGNORECASE)
 LINGER_S, LINGER_BYTES = 2.0, 8 << 20  # for a client that is still sending to hear why it is refused
 log = logging.getLogger("llm_worker_rbee.server")
 
@@ -67,7 +69,7 @@ def serve(
 ) -> None:
     """Serve until a signal; the error that the model could not be loaded for is raised."""
     config = uvicorn.Config(
-        application(worker), loop="uvloop", http=Connection, ws="none", interface="asgi3", lifespan="on",
+        application(worker), loop="uvloop", http=connection_for(worker), ws="none", interface="asgi3", lifespan="on",
         log_config=None, access_log=False, server_header=False, proxy_headers=False, backlog=BACKLOG,
         timeout_graceful_shutdown=LAST_BYTES_S, **tls,
     )  # fmt: skip
@@ -111,31 +113,41 @@ class Signals:
 
 
 class Connection(HttpToolsProtocol):
-    """One whose headers end in reasonable time; the parser itself would gather any number of bytes."""
+    """One that waits for nobody for ever: headers end in reasonable time and length, bodies come, replies are read.
 
+    The parser itself would gather any number of bytes, and would take a request that offers another protocol
+    (`Upgrade: h2c`, as curl and Java do) for the end of HTTP: what follows, its body, would be the next request.
+    """
+
+    stall_s = 30.0  # for a reader to take some of what waits for it
     _head = 0
     _is_in_head = True
     _num_dropped = -1  # bytes that came after the refusal; -1: it was not refused
     _patience: asyncio.TimerHandle | None = None
+    _stalled: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Somebody is there."""
         super().connection_made(transport)
-        self._wait_for_head()
+        self._wait(HEAD_S)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """He is gone."""
         self._stop_waiting()
+        self.resume_writing()
         super().connection_lost(exc)
 
-    def _wait_for_head(self) -> None:
-        self._stop_waiting()
-        self._patience = self.loop.call_later(HEAD_S, self.transport.close)
+    def pause_writing(self) -> None:
+        """More waits to be read than is good."""
+        super().pause_writing()
+        self._stalled = self.loop.call_later(self.stall_s, self.transport.abort)
 
-    def _stop_waiting(self) -> None:
-        if self._patience is not None:
-            self._patience.cancel()
-            self._patience = None
+    def resume_writing(self) -> None:
+        """He reads."""
+        super().resume_writing()
+        if self._stalled is not None:
+            self._stalled.cancel()
+            self._stalled = None
 
     def data_received(self, data: bytes) -> None:
         """Some bytes of a client's."""
@@ -149,7 +161,23 @@ class Connection(HttpToolsProtocol):
             if self._head > MAX_HEADERS + len(data):  # without these the head was too long already
                 self._refuse()
                 return
+            data = _without_offers(data)
         super().data_received(data)
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """An offer that was not found before: what comes after it is not HTTP any more."""
+        if self.cycle is not None:
+            self.cycle.keep_alive = False
+        self._num_dropped = 0
+
+    def _wait(self, seconds: float) -> None:
+        self._stop_waiting()
+        self._patience = self.loop.call_later(seconds, self.transport.close)
+
+    def _stop_waiting(self) -> None:
+        if self._patience is not None:
+            self._patience.cancel()
+            self._patience = None
 
     def _refuse(self) -> None:
         """Say why. Closing at once would take the reply from a client that is still sending."""
@@ -169,19 +197,33 @@ class Connection(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         """A head begins."""
         self._head, self._is_in_head = 0, True
-        self._wait_for_head()
+        self._wait(HEAD_S)
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
         """A head has ended."""
         self._is_in_head = False
-        self._stop_waiting()
+        self._wait(BODY_S + LINGER_S)  # the route says so first
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:
         """So has the body."""
         self._head, self._is_in_head = 0, True
+        self._stop_waiting()
         super().on_message_complete()
+
+
+def connection_for(worker: Worker) -> type[Connection]:
+    """Connections with that worker's patience."""
+    return type("Connection", (Connection,), {"stall_s": worker.settings.stall_timeout_s})
+
+
+def _without_offers(data: bytes) -> bytes:
+    """Headers without the name of the one that offers another protocol."""
+    if OFFER.search(data) is None:
+        return data
+    head, blank, rest = data.partition(b"\r\n\r\n")
+    return OFFER.sub(b"\r\nx-upgrade:", head) + blank + rest
 
 
 class Server(uvicorn.Server):

@@ -18,8 +18,8 @@ class Settings:
     served_name: str | None = None  # what clients may call it besides
     worker_id: str = field(default_factory=lambda: f"worker-{uuid4().hex[:12]}")
     api_key: str | None = None
-    max_queue: int = 256  # requests that wait for their first token, besides those that can be computed at once
-    max_queued_tokens: int = 262_144  # of the prompts of those
+    max_queue: int = 256  # requests that wait, besides those that can be computed at once
+    max_queued_tokens: int = 262_144  # of prompts that are not read yet
     max_body: int = 4 * MIB
     job_ttl_s: float = 300.0  # how long a job is kept after its end
     ping_s: float = 15.0  # an idle stream says so

@@ -7,9 +7,9 @@ The port is bound before the model is here. The model loads in a thread of its o
 from __future__ import annotations
 
 import asyncio
-import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 from ..engine.async_engine import AsyncEngine
@@ -20,20 +20,21 @@ from ..errors import (
     InvalidRequestError,
     ModelLoadingError,
     ModelNotFoundError,
-    QueueFullError,
     ShuttingDownError,
     WorkerError,
 )
 from ..llm import LLM
 from ..llm.loading import OnStage, Stage
 from ..tokenizer import StreamDecoder
+from .admission import Admission, Hold
 from .answer import Answer
+from .desk import Desk
 from .metrics import Observed
+from .prompts import Prompts
 from .settings import Settings
 
 State = Literal["loading", "ready", "stopping", "failed"]
 LOADING_RETRY_S = 2
-LONGEST_RETRY_S = 60
 
 
 class Worker:
@@ -46,11 +47,12 @@ class Worker:
         self.loading: list[dict[str, Any]] = []  # the events of /v1/loading/progress
         self.news = asyncio.Event()  # something was added to them
         self.failure: WorkerError | None = None
-        self.num_unstarted = self.num_unstarted_tokens = 0
-        self.num_running = 0
+        self.num_open = self.num_unstarted = 0  # answers that are not read to their end; those without a token
+        self.admission, self.desk = Admission(settings), Desk()
         self.observed = Observed()
         self._load = load
         self._llm: LLM | None = None
+        self._prompts: Prompts | None = None
         self._engine: AsyncEngine | None = None
 
     async def start(self) -> None:
@@ -81,10 +83,11 @@ class Worker:
         if was_loading:  # who waits for the model need not wait any more
             self._tell({"stage": "stopping"})
         end = time.monotonic() + self.settings.shutdown_timeout_s
-        while self.num_running and time.monotonic() < end:
+        while self.num_open and time.monotonic() < end:
             await asyncio.sleep(0.02)
         if self._engine is not None:
             await self._engine.stop(ShuttingDownError("the worker is shutting down"))
+        self.desk.close()
 
     def _tell(self, event: dict[str, Any]) -> None:
         self.loading.append(event)
@@ -103,6 +106,11 @@ class Worker:
         return self._llm
 
     @property
+    def is_busy(self) -> bool:
+        """Whether anything is on its way."""
+        return self.num_open > 0 or self.admission.load.waiting > 0
+
+    @property
     def is_loaded(self) -> bool:
         """Whether there is a model."""
         return self._llm is not None
@@ -119,42 +127,28 @@ class Worker:
             told = f"the model {name[:100]!r} is not served here: leave model out, or see the list of models"
             raise ModelNotFoundError(told)
 
-    def checked_prompt(self, ids: Sequence[int], max_tokens: int | None) -> int:
-        """How long the answer may be; one that can never fit is refused with all the figures."""
-        return token_limit(len(ids), max_tokens, self.llm.max_context)
-
-    def require_room(self, requests: int) -> None:
-        """Refuse more at once than could ever wait."""
-        room = self._room
-        if requests > room:
-            raise InvalidRequestError(f"{requests} answers are asked for at once: at most {room} are taken", "prompt")
-
     @property
-    def _room(self) -> int:
-        return self.llm.engine.config.max_batch + self.settings.max_queue
+    def prompts(self) -> Prompts:
+        """What makes ids of what is asked."""
+        if self._prompts is None:
+            self._prompts = Prompts(self.llm, self.desk)
+        return self._prompts
 
-    def admit(self, requests: int, tokens: int) -> None:
-        """Refuse what would wait too long, with the time after which it would not."""
-        if self.num_unstarted + requests > self._room or (
-            self.num_unstarted and self.num_unstarted_tokens + tokens > self.settings.max_queued_tokens
-        ):
-            told = f"{self.num_unstarted} requests with {self.num_unstarted_tokens} prompt tokens are waiting"
-            raise QueueFullError(told, self._retry_after())
-
-    def _retry_after(self) -> int:
-        per_token = self.llm.engine.pace.seconds_per_token or 0.0
-        return max(1, min(LONGEST_RETRY_S, math.ceil(per_token * self.num_unstarted_tokens)))
+    def held(self, requests: int, tokens: int) -> AbstractContextManager[Hold]:
+        """Places for requests that are being tokenized to about so many tokens; refused where there are none."""
+        return self.admission.held(self.llm.engine, requests, tokens)
 
     def answers(
-        self, ids: list[int], params: SamplingParams, *, n: int = 1, priority: int = 0, timeout_s: float | None = None
-    ) -> tuple[int, list[Answer]]:
-        """Take on `n` answers to one prompt; the seed that they share, and they themselves."""
-        llm, limit = self.llm, self.checked_prompt(ids, params.max_tokens)
-        for token in params.logit_bias:
-            if token >= llm.config.vocab_size:
-                told = f"logit_bias names token {token}, past the vocabulary of {llm.config.vocab_size}"
-                raise InvalidRequestError(told, "logit_bias")
-        self.admit(n, n * len(ids))
+        self, ids: list[int], params: SamplingParams, *, n: int = 1, priority: int = 0, timeout_s: float | None = None,
+        is_scored_only: bool = False,
+    ) -> tuple[int, list[Answer]]:  # fmt: skip
+        """Take on `n` answers to one prompt, for which places are held; the seed that they share, and they themselves.
+        Where the prompt is only scored, the one token that comes of it is nobody's."""
+        llm = self.llm
+        limit = token_limit(len(ids), 0 if is_scored_only else params.max_tokens, llm.max_context)
+        if (token := max(params.logit_bias, default=0)) >= llm.config.vocab_size:
+            told = f"logit_bias names token {token}, past the vocabulary of {llm.config.vocab_size}"
+            raise InvalidRequestError(told, "logit_bias")
         seed = draw_seed() if params.seed is None else params.seed
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         return seed, [
@@ -166,15 +160,16 @@ class Worker:
         llm = self.llm
         assert self._engine is not None
         ticket = self._engine.submit(request)
+        self.admission.began(request)
         self.num_unstarted += 1
-        self.num_unstarted_tokens += request.num_prompt_tokens
-        self.num_running += 1
+        self.num_open += 1
         has_started = has_ended = False
         began = time.perf_counter()
 
         def on_outputs(seconds: float, count: int) -> None:
             if has_started:
                 self.observed.outputs(seconds, count)
+                self.admission.spoke(seconds, count)
             else:
                 self.observed.first(seconds, count, request.admitted_at - began)
 
@@ -183,13 +178,13 @@ class Worker:
             if not has_started:
                 has_started = True
                 self.num_unstarted -= 1
-                self.num_unstarted_tokens -= request.num_prompt_tokens
 
         def on_end() -> None:
             nonlocal has_ended
             if not has_ended:
                 has_ended = True
-                self.num_running -= 1
+                self.num_open -= 1
+                self.admission.ended(request)
                 self.observed.whole.observe(time.perf_counter() - began)
 
         decoder = StreamDecoder(
@@ -202,15 +197,16 @@ class Worker:
         status, age = {"loading": "loading", "stopping": "stopping", "failed": "failed"}.get(self.state, "healthy"), 0.0
         if self._engine is not None:
             age = time.monotonic() - self._engine.last_step_at if self._engine.engine.has_work else 0.0
-            if status == "healthy" and age > self.settings.stall_timeout_s:
+            if status == "healthy" and (age > self.settings.stall_timeout_s or not self._engine.is_alive):
                 status = "stalled"
+        load = self.admission.load
         return {
             "status": status,
             "model": self.settings.names[0],
             "uptime_s": round(time.monotonic() - self._began, 3),
             "last_step_age_s": round(age, 3),
-            "running": self.num_running,
-            "waiting": self.num_unstarted,
+            "running": load.running,
+            "waiting": load.waiting,
         }
 
 

@@ -226,3 +226,27 @@ def test_submitted_and_cancelled_before_the_thread_looks(model: Transformer) -> 
         await serving.stop()
 
     run(main())
+
+
+def test_a_request_that_breaks_the_books_ends_like_the_others(
+    model: Transformer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever happens while it is taken on, its reader hears of it, and the next one is answered."""
+    engine = engine_of(model)
+    add = engine.add
+
+    def breaking(one: Request) -> None:
+        if one.num_prompt_tokens == 5:
+            raise MemoryError
+        add(one)
+
+    monkeypatch.setattr(engine, "add", breaking)
+
+    async def serve() -> None:
+        async with AsyncEngine(engine) as serving:
+            with pytest.raises(InferenceError, match="MemoryError"):
+                await all_of(serving.submit(request([1] * 5)))
+            assert len(await all_of(serving.submit(request([1] * 4)))) == 20
+            assert serving.is_alive
+
+    run(serve())

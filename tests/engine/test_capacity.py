@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from llm_worker_rbee.backends import pick
 from llm_worker_rbee.backends.types import KV_TYPES
 from llm_worker_rbee.cache import KVCache
-from llm_worker_rbee.config import Family, ModelConfig
+from llm_worker_rbee.config import DEVICE_SPARE, Family, ModelConfig
 from llm_worker_rbee.engine.capacity import (
     DEFAULT_SHARE,
+    DEVICE_SHARE,
     SMALLEST_CONTEXT,
     available_memory,
     block_bytes,
@@ -156,3 +157,20 @@ def test_the_memory_of_this_machine() -> None:
     free = available_memory()
     assert free is None or free > 0
     assert available_memory(reserved=1 << 60) in (0, None)
+
+
+def test_the_memory_of_a_gpu_is_its_own() -> None:
+    class Device:
+        """What is asked of a backend on a GPU."""
+
+        __name__ = "llm_worker_rbee.backends.cuda"
+        free_bytes = staticmethod(lambda: 10 * 10**9)
+
+    device: Any = Device()
+    left = available_memory(6 * 10**9, device)
+    assert left == 4 * 10**9 - DEVICE_SPARE
+    assert available_memory(9 * 10**9, device) == 0
+    made = plan(replace(SMOL, context_length=1 << 20), "bfloat16", max_batch=64, available=left, share=DEVICE_SHARE)
+    assert 0.9 * left < made.bytes <= DEVICE_SHARE * left
+    with pytest.raises(InsufficientMemoryError, match="the KV cache takes 95%"):
+        plan(SMOL, "float8", max_batch=64, available=0, share=DEVICE_SHARE)

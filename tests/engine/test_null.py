@@ -79,6 +79,10 @@ class Held:
         self.steps: list[set[Request]] = []
         self.began, self.may_end = threading.Semaphore(0), threading.Semaphore(0)
 
+    async def next_step(self) -> None:
+        """One has begun, and waits."""
+        assert await asyncio.to_thread(self.began.acquire, True, 20)
+
     def __call__(self, spans: Sequence[Span]) -> Sampled:
         self.steps.append({span.request for span in spans})
         self.began.release()
@@ -92,21 +96,21 @@ def test_what_is_cancelled_in_a_step_is_not_in_the_next_and_its_blocks_are_free(
 
     async def cancel() -> None:
         async with AsyncEngine(engine) as serving:
-            kept, dropped = serving.submit(request([1] * 50, 6)), serving.submit(request([2] * 50, 200))
+            kept, dropped = serving.submit(request([1] * 50, 20)), serving.submit(request([2] * 50, 200))
+            await held.next_step()
             while len(held.steps) < 3 or dropped.request not in held.steps[-1]:
                 held.may_end.release()
-                await asyncio.to_thread(held.began.acquire, True, 20)
+                await held.next_step()
             in_step = len(held.steps)
             dropped.cancel()
             held.may_end.release()
-            assert await asyncio.to_thread(held.began.acquire, True, 20)
+            await held.next_step()
             assert kept.request in held.steps[in_step]
             assert dropped.request not in held.steps[in_step]
             assert (dropped.request.blocks, dropped.request.has_ended) == ([], True)
             assert engine.scheduler.pool.num_free == 64 - len(kept.request.blocks)
-            for _ in range(10):
-                held.may_end.release()
-            assert len([output async for output in kept]) == 6
+            held.may_end.release(30)
+            assert len([output async for output in kept]) == 20
             with pytest.raises(RequestCancelledError):
                 [output async for output in dropped]
 

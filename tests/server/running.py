@@ -22,6 +22,7 @@ import uvloop
 
 from llm_worker_rbee import LLM
 from llm_worker_rbee.server.app import application
+from llm_worker_rbee.server.run import connection_for
 from llm_worker_rbee.server.settings import Settings
 from llm_worker_rbee.server.worker import Worker
 from tests.e2e import tiny
@@ -59,7 +60,7 @@ class Server:
         self.socket.bind(("127.0.0.1", 0))
         self.port = self.socket.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        config = uvicorn.Config(application(self.worker), log_level="error", http=http)
+        config = uvicorn.Config(application(self.worker), log_level="error", http=connection_for(self.worker))
         self._server = uvicorn.Server(config)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._serve, daemon=True)
@@ -85,6 +86,10 @@ class Server:
     def ready(self) -> Server:
         until(lambda: self.worker.state != "loading")
         return self
+
+    @property
+    def num_connections(self) -> int:
+        return len(self._server.server_state.connections)
 
     def soon(self, made: Coroutine[Any, Any, Any]) -> Any:
         """Run something in the server's loop; a future."""
@@ -115,10 +120,10 @@ class Server:
     def require_idle(self) -> None:
         """All is free again, and the books agree."""
         scheduler = self.worker.loaded.engine.scheduler
-        until(lambda: self.worker.num_running == 0 and not scheduler.has_work)
+        until(lambda: self.worker.num_open == 0 and not scheduler.has_work)
         until(lambda: scheduler.pool.num_free == scheduler.pool.n_blocks)
         scheduler.check()
-        assert (self.worker.num_unstarted, self.worker.num_unstarted_tokens) == (0, 0)
+        assert (self.worker.num_unstarted, self.worker.admission.load) == (0, (0, 0, 0))
 
 
 def until(happened: Callable[[], object]) -> None:

@@ -178,7 +178,8 @@ def test_messages_that_are_none(server: Server, path: str, messages: Any) -> Non
 )
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_prompt_that_is_none(server: Server, path: str, prompt: Any, stream: bool) -> None:
-    require_refused(server, path, changed(path, prompt=prompt, stream=stream), "prompt")
+    how = {} if path == "/execute" else {"stream": stream}  # which is nothing but a stream
+    require_refused(server, path, changed(path, prompt=prompt, **how), "prompt")
 
 
 @pytest.mark.parametrize(("path", "field"), [(path, field) for field, (paths, _) in FIELDS.items() for path in paths])
@@ -207,7 +208,8 @@ def test_more_than_the_context_holds(server: Server, path: str, stream: bool) ->
         (longer, (f"{CONTEXT + 1}"[:4], f"{CONTEXT}")),
         ({"max_tokens": 10**12}, ("1000000000000",)),
     ):
-        reply = server.post(path, {**SOUND[path], **fields, "stream": stream})
+        how = {} if path == "/execute" else {"stream": stream}  # which is nothing but a stream
+        reply = server.post(path, {**SOUND[path], **fields, **how})
         body = reply.json()
         body = body["error"] if path in OPENAI else body
         assert (reply.status_code, body["code"]) == (400, "CONTEXT_LENGTH_EXCEEDED")

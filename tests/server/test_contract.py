@@ -58,7 +58,7 @@ def test_defaults_and_limits_of_a_job(name: str) -> None:
 def test_whole_numbers_may_be_written_with_a_point(server: Server) -> None:
     body = b'{"prompt": ">", "max_tokens": 3.0, "seed": 7.0, "top_k": 1e0, "stream": false}'
     assert isinstance(read_object(body)["seed"], float)
-    result = server.http.post(JOBS, content=body).json()
+    result = server.http.post(JOBS, content=body, headers={"content-type": "application/json"}).json()
     assert (result["text"], result["tokens_out"], result["seed"]) == (SAID[:3], 3, 7)
     assert server.post(COMPLETIONS, {"prompt": [35.0], "temperature": 0}).json()["choices"][0]["text"] == "ab" * 8
     assert server.post("/detokenize", {"tokens": [97.0, 98]}).json() == {"text": "ab"}
@@ -151,7 +151,7 @@ def test_time_that_is_up_is_told_in_the_openai_dialect_too(server: Server) -> No
     assert events(server.post(CHATS, {**asked, "stream": True}).text)[-1]["error"]["code"] == "TIMEOUT"
 
 
-@pytest.mark.parametrize("limit", [{"max_queue": 0}, {"max_queued_tokens": 100}], ids=["requests", "prompt tokens"])
+@pytest.mark.parametrize("limit", [{"max_queue": 1}, {"max_queued_tokens": 100}], ids=["requests", "prompt tokens"])
 def test_admission_is_bounded(start: Start, limit: dict[str, int]) -> None:
     """By the requests and by the prompt tokens that wait; a job hears of it in its own dialect."""
     server = start({"max_batch": 1}, **limit)
@@ -236,3 +236,14 @@ def test_bad_requests_do_not_touch_who_is_answered(server: Server) -> None:
         replies = [server.post(path, body).status_code for path, body in bad * 3]
         assert [one.result().json()["text"] for one in good] == [alone] * 3
     assert set(replies) == {400}
+
+
+def test_an_answer_by_events_cannot_be_asked_for_whole(server: Server) -> None:
+    body = {"job_id": "whole-1", "prompt": "#", "max_tokens": 1, "stream": False}
+    reply = server.post("/execute", body)
+    assert (reply.status_code, reply.json()["errors"][0]["field"]) == (400, "stream")
+    for path, asked in (("/v1/chat/completions", {"messages": CHAT}), (COMPLETIONS, {"prompt": "#"})):
+        reply = server.post(path, {**asked, "stream_options": {"include_usage": True}})
+        assert (reply.status_code, reply.json()["error"]["param"]) == (400, "stream_options")
+    reply = server.post("/v1/chat/completions", {"messages": CHAT, "max_tokens": 1, "max_completion_tokens": 2})
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "max_tokens")

@@ -203,7 +203,7 @@ def test_memory_for_blocks_that_is_exhausted(start: Start, monkeypatch: pytest.M
     monkeypatch.setattr(runner, "run", lambda spans: all_are_in.wait() and run(spans))
     with ThreadPoolExecutor(10) as pool:
         together = [pool.submit(server.post, "/v1/jobs", one) for one in asked]
-        until(lambda: server.worker.num_running == 10)
+        until(lambda: server.worker.num_open == 10)
         all_are_in.set()
         assert [one.result().json()["text"] for one in together] == alone
     assert server.worker.loaded.engine.scheduler.counts.num_preemptions > 0
@@ -272,7 +272,7 @@ def test_who_is_in_may_finish_before_the_end(start: Start, monkeypatch: pytest.M
     with ThreadPoolExecutor(2) as pool:
         reading = pool.submit(server.events, job)
         whole = pool.submit(server.post, COMPLETIONS, {"prompt": "#", "max_tokens": 1_500, "logprobs": 1})
-        until(lambda: server.worker.num_running == 2)
+        until(lambda: server.worker.num_open == 2)
         stopped = server.soon(server.worker.stop())
         until(lambda: server.worker.state == "stopping")
         refused = [server.post(CHATS, {"messages": CHAT}), server.post("/v1/jobs", {"prompt": "#", "max_tokens": 1})]
@@ -292,7 +292,7 @@ def test_who_does_not_finish_in_time_hears_of_the_end(start: Start) -> None:
         job = pool.submit(server.post, "/execute", {"prompt": "#", "max_tokens": LONG, "job_id": "late"})
         chat = pool.submit(server.post, CHATS, {"messages": CHAT, "max_tokens": LONG, "stream": True})
         whole = pool.submit(server.post, CHATS, {"messages": CHAT, "max_tokens": LONG})
-        until(lambda: server.worker.num_running == 3 and server.worker.num_unstarted == 0)
+        until(lambda: server.worker.num_open == 3 and server.worker.num_unstarted == 0)
         server.soon(server.worker.stop()).result(20)
         last = events(job.result().text)[-1]
         assert (last["type"], last["code"], last["retriable"]) == ("error", "SHUTTING_DOWN", True)

@@ -22,7 +22,7 @@ from llm_worker_rbee.server import app, jobs, lifecycle, logs, run
 from llm_worker_rbee.server.guard import MAX_HEADERS
 from llm_worker_rbee.server.info import resident_bytes
 from llm_worker_rbee.server.keys import find_key, is_loopback
-from llm_worker_rbee.server.run import Connection, bind, url_of
+from llm_worker_rbee.server.run import bind, url_of
 from llm_worker_rbee.tokenizer import StreamDecoder
 
 from .conftest import Start
@@ -158,7 +158,7 @@ def test_a_job_that_breaks_is_a_line_with_the_correlation_of_who_brought_it(
 
 def test_headers_have_one_limit_however_they_come(start: Start) -> None:
     """64 KiB: past it 431 with a code, also while they are still coming; without an end they are cut. Memory stays."""
-    server = start(http=Connection)
+    server = start()
 
     def answered(*parts: bytes) -> tuple[bytes, bytes]:
         with socket.create_connection(("127.0.0.1", server.port), LIMIT_S) as client:
@@ -192,11 +192,12 @@ def test_headers_have_one_limit_however_they_come(start: Start) -> None:
 
 
 def test_several_requests_on_one_connection_are_counted_each(start: Start) -> None:
-    server = start(http=Connection)
+    server = start()
     with socket.create_connection(("127.0.0.1", server.port), LIMIT_S) as client:
         for _ in range(3):
             body = json.dumps({"text": "x" * 200_000}).encode()
-            head = f"POST /tokenize HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
+            head = "POST /tokenize HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+            head += f"content-length: {len(body)}\r\n\r\n"
             client.sendall(head.encode() + body)
             assert client.recv(12) == b"HTTP/1.1 200"
             _read_body(client)
@@ -388,7 +389,7 @@ def test_a_client_that_does_not_say_what_it_wants_is_not_waited_for(
 ) -> None:
     """Nothing, or a head without an end, or a second one; others know nothing of it."""
     monkeypatch.setattr(run, "HEAD_S", 0.2)
-    server = start(http=Connection)
+    server = start()
     whole = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
     for begun, answers in ((b"", 0), (b"GET /health HTTP/1.1\r\nhost:", 0), (whole + b"GET /he", 1)):
         with socket.create_connection(("127.0.0.1", server.port), LIMIT_S) as client:
@@ -402,7 +403,7 @@ def test_a_client_that_does_not_say_what_it_wants_is_not_waited_for(
 
 def test_a_body_that_does_not_come_is_not_waited_for(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(app, "BODY_S", 0.2)
-    server = start(http=Connection)
+    server = start()
     with socket.create_connection(("127.0.0.1", server.port), LIMIT_S) as client:
         head = b"POST /v1/jobs HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 100\r\n\r\n"
         client.sendall(head + b'{"prompt":')

@@ -102,6 +102,7 @@ def test_nothing_is_told_after_the_end(start: Start) -> None:
     server.http.delete(f"/v1/jobs/{job_id}")
     found = server.events(job_id)
     server.soon(_told(job)).result(20)
+    assert job.narrator is None
     assert found == server.events(job_id)
     assert (found[-1]["type"], found[-1]["code"]) == ("error", "CANCELLED")
 
@@ -112,4 +113,4 @@ async def _job_of(server: Server, job_id: str) -> jobs.Job:
 
 
 async def _told(job: jobs.Job) -> None:
-    job.narrator.queued(7)
+    job._tell({"type": "narration"})

@@ -32,7 +32,7 @@ def test_the_end_is_told_once(fails_at: str | None) -> None:
         sent.append(message)
 
     async def run() -> None:
-        await EventStream(events(), ping_s=9, stall_s=9, on_end=lambda: ends.append(1))({}, never, send)
+        await EventStream(events(), ping_s=9, on_end=lambda: ends.append(1))({}, never, send)
 
     if fails_at is None:
         asyncio.run(run())
