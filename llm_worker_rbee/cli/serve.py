@@ -16,7 +16,7 @@ from ..errors import InvalidRequestError, WorkerError
 from .common import ModelOptions, gather, load
 from .computing import LoadOptions
 from .engine_options import EngineOptions
-from .terminal import Status, style, visible
+from .terminal import Status, abandon_output, style, visible
 
 if TYPE_CHECKING:
     from ..llm import LLM
@@ -274,4 +274,7 @@ def _curl(worker: "Worker", url: str, key: "Key | None") -> str:
 
 
 def _say(text: str) -> None:
-    print(text if "\x1b" in text else visible(text), file=sys.stdout, flush=True)
+    try:
+        print(text if "\x1b" in text else visible(text), file=sys.stdout, flush=True)
+    except BrokenPipeError:  # nobody reads it: that is no reason not to serve
+        abandon_output()

@@ -113,11 +113,16 @@ def test_a_client_that_leaves_in_the_middle_of_its_body_is_no_error_of_ours(
     logging.getLogger("llm_worker_rbee").propagate = True
     with caplog.at_level(logging.INFO, "llm_worker_rbee"):
         with connected(server) as client:
-            client.sendall(f"POST /v1/jobs HTTP/1.1\r\nhost: x\r\n{JSON}content-length: 100\r\n\r\n{{".encode())
+            client.sendall(f"POST /v1/inference HTTP/1.1\r\nhost: x\r\n{JSON}content-length: 100\r\n\r\n{{".encode())
             until(lambda: server.num_connections == 1)
-        until(lambda: any("request" in record.message for record in caplog.records))
-    told = [(record.levelname, record.__dict__.get("figures", {}).get("status")) for record in caplog.records]
-    assert told == [("INFO", 499)]
+
+        def told() -> list[tuple[str, int]]:
+            lines = [(record.levelname, record.__dict__.get("figures", {})) for record in caplog.records]
+            return [(level, line["status"]) for level, line in lines if line.get("path") == "/v1/inference"]
+
+        until(told)
+    assert told() == [("INFO", 499)]
+    assert all(record.levelno < logging.ERROR for record in caplog.records)
 
 
 def test_the_route_of_a_job_names_all_its_methods(server: Server) -> None:
