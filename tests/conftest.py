@@ -29,7 +29,7 @@ def default_model() -> Path:
 def with_kernels(path: Path) -> Path:
     """Compile what a model needs, so that no command under test tells of it."""
     checkpoint = open_checkpoint(path)
-    kernels.get_ready_for(pick(), kernels.Needs.of(checkpoint, describe(checkpoint)))
+    kernels.get_ready_for(pick("cpu"), kernels.Needs.of(checkpoint, describe(checkpoint)))
     return path
 
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol
 
 from ..config import KV_DEFAULT, ModelConfig
 from ..weights import Checkpoint
-from . import cores, reference
+from . import cores, gpu, reference
 from .types import Ops
 
 COMPILING = "compiling kernels, once"
@@ -61,8 +61,9 @@ class Needs(NamedTuple):
 
 
 def get_ready_for(ops: Ops, needs: Needs, progress: Progress | None = None) -> int:
-    """Load what a model needs on its backend; how many kernels had to be compiled. The reference has none."""
-    if ops is reference:
+    """Load what a model needs on its backend; how many kernels had to be compiled. The reference has none, Triton keeps
+    its own."""
+    if ops is reference or gpu.is_cuda(ops):
         return 0
     catalog, compiling = (importlib.import_module(f"{__package__}.cpu.{name}") for name in ("catalog", "compile"))
     return get_ready(catalog.needed(*needs), compiling.folder(), progress)

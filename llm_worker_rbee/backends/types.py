@@ -12,13 +12,13 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ..config import KV_VALUE_BYTES
+from ..config import KV_ON_CPU, KV_ON_CUDA
 from ..weights import Tensor
 
 Array = Any  # the backend's own array: NumPy on a CPU, a torch tensor on a GPU
 Handle = Any  # a weight as its backend packed it
 Ints = NDArray[np.int64]
-KV_TYPES = tuple(KV_VALUE_BYTES)  # what keys and values may be kept as
+KV_TYPES, CUDA_KV_TYPES = KV_ON_CPU, KV_ON_CUDA  # what keys and values may be kept as
 NO_TOKENS: Ints = np.empty(0, np.int64)
 
 

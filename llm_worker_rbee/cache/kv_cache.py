@@ -1,12 +1,14 @@
 """The paged K and V tensors of all layers. Nothing here knows a request: who owns which block is accounted elsewhere.
 
 layer.k, layer.v: (blocks, block_size, kv_heads, head_dim);   slot = block * block_size + offset
-They are kept as float32, float16, or int8 with a float32 scale for each position and head (`kv_type`).
+They are kept as float32, float16, or int8 with a float32 scale for each position and head (`kv_type`); on a GPU as
+bfloat16, float16, float32 or float8, and laid out otherwise.
 """
 
 from __future__ import annotations
 
-from ..backends.types import KV_TYPES, Ints, KVLayer, Ops
+from ..backends import gpu
+from ..backends.types import CUDA_KV_TYPES, KV_TYPES, Ints, KVLayer, Ops
 from ..config import ModelConfig
 from ..errors import InsufficientMemoryError, InvalidRequestError, human_bytes
 
@@ -24,8 +26,9 @@ class KVCache:
         block_size: int = default_block_size,
         kv_type: str = KV_TYPES[0],
     ) -> None:
-        if kv_type not in KV_TYPES:
-            raise InvalidRequestError(f"unknown KV type {kv_type!r}: use one of {', '.join(KV_TYPES)}", "kv_type")
+        known = CUDA_KV_TYPES if gpu.is_cuda(ops) else KV_TYPES
+        if kv_type not in known:
+            raise InvalidRequestError(f"unknown KV type {kv_type!r}: use one of {', '.join(known)}", "kv_type")
         self.block_size = block_size
         self.n_blocks = n_blocks
         self.kv_type = kv_type

@@ -269,6 +269,8 @@ def load(
             )
     finally:
         status.clear()
+    for told in llm.notes:
+        note(told)
     if engine is not None and llm.capacity.is_cut:
         note(f"{llm.capacity}; --kv-memory or a smaller --kv-type gives longer contexts")
     return llm

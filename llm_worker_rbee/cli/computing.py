@@ -18,7 +18,7 @@ from .convert import TYPES
 
 COMPUTING_PANEL = "Computing"
 # Named here for --help, which imports nothing heavy; a test holds it against backends.types.KV_TYPES.
-KV_TYPES = "auto float32 float16 int8"
+KV_TYPES = "auto float32 float16 int8 bfloat16 float8"
 # What messages of the engine name, and a person types as an option.
 SETTING = re.compile(r"(?<![\w-])(?:kv_memory|kv_type|max_context|max_tokens|draft_model)(?!\w)")
 LIBRARY_VARIABLES = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
@@ -32,9 +32,11 @@ def _option(*names: str, help: str, **more: Any) -> Any:
 class ComputeOptions:
     """On what."""
 
-    device: Annotated[str, _option("--device", metavar="NAME", help="The hardware: auto or cpu.")] = "auto"
+    device: Annotated[str, _option("--device", metavar="NAME", help="The hardware: auto, cpu, cuda or cuda:N.")] = (
+        "auto"
+    )
     backend: Annotated[
-        str, _option("--backend", metavar="NAME", help="The implementation: auto, reference or cpu.")
+        str, _option("--backend", metavar="NAME", help="The implementation: auto, reference, cpu or cuda.")
     ] = "auto"
     threads: Annotated[
         int | None,
@@ -49,6 +51,9 @@ class ComputeOptions:
         """Make it so; how many threads will compute."""
         if self.backend == "reference" and self.cpu_isa is not None:
             raise typer.BadParameter("--cpu-isa is for the kernels: it does not go with --backend reference")
+        for name, value in (("--threads", self.threads), ("--cpu-isa", self.cpu_isa)):
+            if value is not None and (self.device.startswith("cuda") or self.backend == "cuda"):
+                raise typer.BadParameter(f"{name} is for the CPU: it does not go with a GPU")
         used = use_threads(self.threads, self.backend)
         if self.cpu_isa is not None:
             from ..backends import isa
@@ -67,8 +72,10 @@ class LoadOptions(ComputeOptions):
     """On what, and how the model is held in memory."""
 
     kv_type: Annotated[
-        str, _option("--kv-type", metavar="T", help=f"How keys and values are kept: {', '.join(KV_TYPES.split())}.")
-    ] = "auto"
+        str,
+        _option("--kv-type", metavar="T",
+                help="How keys and values are kept: auto, float32, float16; on a CPU int8; on a GPU bfloat16, float8."),
+    ] = "auto"  # fmt: skip
     quantize: Annotated[
         str | None,
         _option("--quantize", metavar="T", show_default="as they are",

@@ -87,6 +87,7 @@ def examine() -> Iterator[Check]:
     yield from _processor()
     yield from _memory()
     yield _gpu()
+    yield from _gpu_kernels()
     yield Check("Python", "ok", f"{platform.python_version()} ({sys.executable})")
     for name in REQUIRED:
         yield _package(name)
@@ -139,14 +140,31 @@ def _memory() -> Iterator[Check]:
 
 
 def _gpu() -> Check:
+    from ..backends import gpu
+
     gpus = machine.gpus()
     if gpus:
-        return Check("GPU", "ok", "; ".join(gpus) + " (this version computes on the CPU)")
+        missing = gpu.missing_packages()
+        remedy = f"{' and '.join(missing)} missing, so the CPU computes: {gpu.INSTALL}" if missing else None
+        return Check("GPU", "warn" if missing else "ok", "; ".join(gpus), remedy)
     if Path("/proc/driver/nvidia/version").exists():
         return Check(
             "GPU", "warn", "an NVIDIA driver, but nvidia-smi tells of no GPU", "check the driver's installation"
         )
     return Check("GPU", "ok", "none: answers are computed on the CPU")
+
+
+def _gpu_kernels() -> Iterator[Check]:
+    """Whether PyTorch reaches the GPU, and what is free there: only where there is one, since asking takes seconds."""
+    from ..backends import gpu
+
+    if not gpu.is_seen() or gpu.missing_packages():
+        return
+    try:
+        ops = gpu.take(None)
+        yield Check("GPU kernels", "ok", f"{gpu.device_of(ops)}, {human_bytes(gpu.free_bytes(ops))} free")
+    except Exception as error:  # a broken installation may fail in any way
+        yield Check("GPU kernels", "warn", one_line(str(error)), "--device cpu computes without it")
 
 
 def _package(name: str) -> Check:

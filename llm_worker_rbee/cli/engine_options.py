@@ -70,6 +70,11 @@ class EngineOptions(CapacityOptions):
         str | None,
         _option("--draft-model", metavar="MODEL", help="Let a small model with the same vocabulary guess."),
     ] = None
+    deterministic: Annotated[
+        bool,
+        _option("--deterministic",
+                help="The same answer alone and among others: a CPU always gives it, a GPU not yet."),
+    ] = False  # fmt: skip
 
     def arguments(self) -> dict[str, Any]:
         """What an `LLM` is told; a value that cannot be is wrong usage, and its option is named."""
@@ -84,7 +89,8 @@ class EngineOptions(CapacityOptions):
             "speculative": DEFAULTS["speculative"] if self.speculative is None else self.speculative,
             "draft_tokens": DEFAULTS["draft_tokens"] if self.draft_tokens is None else self.draft_tokens,
         }
-        return {**super().arguments(), **self._checked(**given), "draft_model": self.draft_model}
+        more = {"draft_model": self.draft_model, "deterministic": self.deterministic}
+        return {**super().arguments(), **self._checked(**given), **more}
 
 
 def _named(check: Any, *given: Any, **more: Any) -> Any:

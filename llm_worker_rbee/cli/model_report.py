@@ -127,12 +127,12 @@ def _fits(
     checkpoint: "Checkpoint", config: "ModelConfig", context: int | None, capacity: Mapping[str, Any]
 ) -> dict[str, Any]:
     """The cache that an engine would make on this machine now, for each type of keys and values."""
-    from ..config import KV_VALUE_BYTES
+    from ..config import KV_ON_CPU
     from ..engine.capacity import available_memory, plan
 
     available = available_memory(checkpoint.nbytes)
     caches: dict[str, Any] = {}
-    for kv_type in KV_VALUE_BYTES:
+    for kv_type in KV_ON_CPU:
         try:
             with naming_options(max_context="--context"):
                 made = plan(config, kv_type, max_context=context, available=available, **capacity)

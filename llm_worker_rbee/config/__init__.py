@@ -13,13 +13,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import ModelFileError
-from .engine import EngineConfig
+from .engine import DEVICE_SPARE, EngineConfig
 from .gguf import gguf_shape
 from .hf import hf_shape
 from .keys import MAX_CONTEXT, MAX_LAYERS, MAX_VOCABULARY, MAX_WIDTH, Keys
-from .types import KV_AUTO, KV_DEFAULT, KV_VALUE_BYTES, Family, RopeScaling
+from .types import KV_AUTO, KV_CUDA, KV_DEFAULT, KV_ON_CPU, KV_ON_CUDA, KV_VALUE_BYTES, Family, RopeScaling
 
-__all__ = ["KV_AUTO", "KV_DEFAULT", "KV_VALUE_BYTES", "EngineConfig", "Family", "ModelConfig", "RopeScaling"]
+__all__ = [
+    "DEVICE_SPARE", "KV_AUTO", "KV_CUDA", "KV_DEFAULT", "KV_ON_CPU", "KV_ON_CUDA", "KV_VALUE_BYTES", "EngineConfig",
+    "Family", "ModelConfig", "RopeScaling",
+]  # fmt: skip
 
 LIMITS = {
     "n_layers": MAX_LAYERS,

@@ -9,6 +9,7 @@ from ..errors import InvalidRequestError
 
 SPECULATIVE = ("off", "ngram")
 MAX_BATCH, MAX_DRAFT_TOKENS = 4096, 16
+DEVICE_SPARE = 1 << 30  # bytes of a GPU beside weights and KV cache: kernels, graphs, the arrays of a step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

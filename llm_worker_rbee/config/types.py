@@ -14,8 +14,12 @@ KV_VALUE_BYTES = {
     "float32": 4,
     "float16": 2,
     "int8": 1,
+    "bfloat16": 2,
+    "float8": 1,
 }  # by `--kv-type`; int8 has a float32 scale per position and head
+KV_ON_CPU, KV_ON_CUDA = ("float32", "float16", "int8"), ("bfloat16", "float16", "float32", "float8")
 KV_AUTO = "auto"
+KV_CUDA = "bfloat16"  # what `auto` is on a GPU
 KV_DEFAULT = "float16"  # what `auto` is for kernels: half the memory and half the reading; the reference rounds nothing
 
 

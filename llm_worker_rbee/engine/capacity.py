@@ -8,16 +8,18 @@ what cannot be is refused before anything large is taken. No arrays here.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from .. import machine
-from ..config import KV_VALUE_BYTES, EngineConfig, ModelConfig
+from ..config import DEVICE_SPARE, KV_VALUE_BYTES, EngineConfig, ModelConfig
 from ..errors import InsufficientMemoryError, InvalidRequestError, human_bytes
 
 # Of the memory that is free beside the weights. The cache fills up in time, since what is computed is kept for requests
 # that begin alike; the rest is for the arrays of a step, the files that the system keeps at hand, and other programs:
 # two workers that start together on one machine still fit.
 DEFAULT_SHARE = 0.4
+DEVICE_SHARE = 0.95  # of a GPU's, beside the weights and what is spared for everything else: nobody else computes there
 SMALLEST_CONTEXT = 128  # tokens: a short question and its answer. A cache that holds less serves nobody
 HEAD_STEP = 16  # the CPU backend pads each head to a multiple of so many values
 UNITS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
@@ -83,10 +85,11 @@ def plan(
     available: int | None,
     block_size: int = BLOCK_SIZE,
     draft_config: ModelConfig | None = None,
+    share: float = DEFAULT_SHARE,
 ) -> Capacity:
     """The cache for `max_batch` requests of up to `max_context` tokens (default: the model's own).
 
-    `kv_memory` is its size in bytes; by default what all of them could ever use, but at most DEFAULT_SHARE of
+    `kv_memory` is its size in bytes; by default what all of them could ever use, but at most that `share` of
     `available`, the bytes that are free beside the weights (None: not known; then it is one whole context). A draft
     model's cache has as many blocks and shares the memory. Only the default context is cut to what fits: one that was
     asked for is refused.
@@ -96,14 +99,15 @@ def plan(
     models = [config] if draft_config is None else [config, draft_config]
     block = sum(block_bytes(one, kv_type, block_size) for one in models)
     whole = -(-wanted // block_size)
-    memory = _default(whole * block, max_batch, available) if kv_memory is None else _allowed(kv_memory, available)
+    by_default = _default(whole * block, max_batch, available, share)
+    memory = by_default if kv_memory is None else _allowed(kv_memory, available)
     n_blocks = memory // block
     smallest = whole if max_context is not None else min(whole, -(-SMALLEST_CONTEXT // block_size))
     if n_blocks < smallest:
         tokens = min(wanted, smallest * block_size)
         told = f"the keys and values of {tokens:,} tokens take {human_bytes(smallest * block)}"
         smaller = "model or kv_type" if max_context is None else "max_context or kv_type"
-        raise InsufficientMemoryError(f"{told}, and {_too_small(smaller, kv_memory, available)}")
+        raise InsufficientMemoryError(f"{told}, and {_too_small(smaller, kv_memory, available, share)}")
     return Capacity(
         kv_type=kv_type, n_blocks=n_blocks, block_size=block_size, bytes=n_blocks * block,
         max_context=min(wanted, n_blocks * block_size), wanted_context=wanted, max_batch=max_batch,
@@ -116,8 +120,12 @@ def block_bytes(config: ModelConfig, kv_type: str, block_size: int = BLOCK_SIZE)
     return config.kv_bytes(block_size, kv_type) + 2 * config.n_layers * config.n_kv_heads * padding * block_size
 
 
-def available_memory(reserved: int = 0) -> int | None:
-    """Bytes that are free on this machine and under its cgroup's limit, less `reserved`; None where nobody tells."""
+def available_memory(reserved: int = 0, ops: object = None) -> int | None:
+    """Bytes that are free on this machine and under its cgroup's limit, less `reserved`; None where nobody tells. Those
+    of a backend on a device of its own are the device's, less what it needs beside weights and cache."""
+    free_bytes: Callable[[], int] | None = getattr(ops, "free_bytes", None)
+    if free_bytes is not None:
+        return max(0, free_bytes() - DEVICE_SPARE - reserved)
     total, free = machine.memory()
     limit, used = machine.memory_limit()
     known = [total if free is None else free, None if limit is None else limit - used]
@@ -137,8 +145,8 @@ def bytes_of(text: str) -> int:
     return size
 
 
-def _default(context: int, max_batch: int, available: int | None) -> int:
-    return context if available is None else min(context * max_batch, int(available * DEFAULT_SHARE))
+def _default(context: int, max_batch: int, available: int | None, share: float) -> int:
+    return context if available is None else min(context * max_batch, int(available * share))
 
 
 def _allowed(kv_memory: int, available: int | None) -> int:
@@ -152,12 +160,12 @@ def _allowed(kv_memory: int, available: int | None) -> int:
     return kv_memory
 
 
-def _too_small(smaller: str, kv_memory: int | None, available: int | None) -> str:
+def _too_small(smaller: str, kv_memory: int | None, available: int | None, share: float) -> str:
     if kv_memory is not None:
         return f"kv_memory is {human_bytes(kv_memory)}: give more, or use a smaller {smaller}"
     return (
         f"{human_bytes(available or 0)} of memory are free beside the model, of which the KV cache takes "
-        f"{DEFAULT_SHARE:.0%}: stop other programs, use a smaller {smaller}, or set kv_memory"
+        f"{share:.0%}: stop other programs, use a smaller {smaller}, or set kv_memory"
     )
 
 

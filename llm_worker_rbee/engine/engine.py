@@ -14,6 +14,7 @@ from ..cache import KVCache
 from ..config import EngineConfig
 from ..errors import ContextLengthError, InferenceError, InvalidRequestError, WorkerError
 from ..models import Transformer
+from .ahead import Ahead, Begun, landed, spans_of
 from .drafts import Drafter, NGrams
 from .pace import Pace
 from .request import Output, Request
@@ -37,6 +38,8 @@ class Engine:
         self.drafter = drafter or (NGrams(config.draft_tokens) if config.speculative == "ngram" else None)
         self.pace = Pace(config.target_itl_ms / 1000, config.max_step_tokens)
         self.compute: Callable[[list[Span]], Sampled] = self._forward  # null.py has another one
+        self._ahead = Ahead(model, self.runner)
+        self._begun: Begun | None = None  # a step whose tokens nobody has seen
         self.num_steps = 0
         self.is_computing = False  # then the books are at rest
         self._arrivals = 0
@@ -63,18 +66,41 @@ class Engine:
         """Compute the next tokens of everybody who runs; what came out for whom."""
         self.is_computing = False  # where the last step was interrupted it says otherwise
         outputs = self.scheduler.expire(time.monotonic())
-        spans = self.scheduler.schedule(self.pace.budget(anybody_waits=self._anybody_answers()))
-        if spans:
+        if self._begun is not None:
+            outputs += self._landed(self._begun)
+        elif spans := self.scheduler.schedule(self.pace.budget(anybody_waits=self._anybody_answers())):
             outputs += self._computed(spans)
         if self.config.debug:
             self.scheduler.check()
         return outputs
 
-    def _computed(self, spans: list[Span]) -> list[Output]:
+    def _landed(self, begun: Begun) -> list[Output]:
+        """The tokens of a step that was begun; the next one is begun before they are waited for."""
+        spans, self._begun = spans_of(begun), None
+        try:
+            self._begun = self._ahead.next(begun, self.scheduler)
+            self.is_computing = True
+            tokens = begun.later.result()
+            self.is_computing = False
+        except Exception as error:
+            self.is_computing, self._begun = False, None
+            return self.scheduler.fail(spans, _shown(error))
+        if tokens is None:  # too close for the device: the meaning is asked
+            self._begun = None
+            return self._computed(spans, is_first=False)
+        self.num_steps += 1
+        return self.scheduler.update(*landed(begun, spans, tokens))
+
+    def _computed(self, spans: list[Span], *, is_first: bool = True) -> list[Output]:
         start = time.perf_counter()
         is_reading = any(span.stop - span.start > 1 + len(span.request.drafts) for span in spans)
         try:
             self.is_computing = True
+            if is_first and self.drafter is None and self.compute == self._forward:
+                begun = self._ahead.first(spans, self.scheduler)
+                if begun is not None:
+                    self.is_computing = False
+                    return self._landed(begun)
             sampled = self.compute(spans)
             self.is_computing = False
         except Exception as error:  # whatever it was: its requests end, the others go on
@@ -107,7 +133,7 @@ class Engine:
         for request in (*self.scheduler.running, *self.scheduler.waiting):
             request.has_ended, request.row, request.blocks = True, -1, []
         self.scheduler = Scheduler(self.config, self.scheduler.counts)
-        self.is_computing = False
+        self._begun, self.is_computing = None, False
 
     def _anybody_answers(self) -> bool:
         return any(len(request.ids) > request.num_prompt_tokens for request in self.scheduler.running)

@@ -45,6 +45,14 @@ class Runner:
             return self._one_each(_array(ids), rows, _array(starts))
         return self._arrays(ids, rows, *map(_array, (starts, stops, wanted)))
 
+    def next_batch(self, requests: Sequence[Request], ids: Array) -> Batch:
+        """The arrays of the step after the one that is under way, whose tokens (`ids`) only the device knows."""
+        for request in requests:
+            if request.num_listed_blocks < len(request.blocks):
+                self._list_blocks(request)
+        positions = _array([len(request.ids) for request in requests])
+        return self._one_each(ids, [request.row for request in requests], positions)
+
     def _one_each(self, ids: Ints, rows: list[int], positions: Ints) -> Batch:
         """What `_arrays` gives where everybody answers: one token each, and its logits."""
         count, size = len(rows), self.cache.block_size

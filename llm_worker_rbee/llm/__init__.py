@@ -11,16 +11,16 @@ A whole reply is a fold over the stream of the same request, so the two cannot d
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from numbers import Integral
 from pathlib import Path
 from typing import Any, overload
 
-from ..backends import kernels, kv_type_for, pick
+from ..backends import gpu, is_automatic, kernels, kv_type_for, pick
 from ..backends.types import Ops
 from ..config import KV_AUTO, EngineConfig, ModelConfig
-from ..engine.capacity import Capacity, available_memory, plan
+from ..engine.capacity import Capacity
 from ..engine.draft_model import DraftModel
 from ..engine.engine import Engine
 from ..engine.request import SamplingParams
@@ -47,6 +47,7 @@ from .options import (
     require_same_tokens,
     require_settings,
 )
+from .placing import placed, planned
 from .stream import Stream, together
 
 __all__ = ["LLM", "Chunk", "Completion", "SamplingParams", "Stream", "Timings", "open_tokenizer", "together"]
@@ -70,6 +71,7 @@ class LLM:
         max_context: int | None = None,
         chat_template: str | None = None,
         draft_model: str | Path | None = None,
+        deterministic: bool = False,
         progress: Progress | None = None,
         on_stage: OnStage | None = None,
         **settings: Any,
@@ -80,18 +82,23 @@ class LLM:
         are kept and `kv_memory` the bytes for them (default: a part of what is free); `quantize` a type that the
         weights are brought into first. `max_context` bounds prompt and answer together (default: the model's own, or
         what fits: `capacity` tells); `chat_template` is Jinja source that replaces the file's own; `draft_model` a
-        smaller model with the same tokenizer that guesses for this one; `progress` hears of what takes long:
-        downloads, compiling, quantizing; `on_stage` of every phase of loading while it lasts. The other settings are
-        those of `EngineConfig`: max_batch, target_itl_ms, prefix_cache, speculative, draft_tokens, ... `phases` says
-        afterwards how long each part took.
+        smaller model with the same tokenizer that guesses for this one; `deterministic` asks for the same answer to a
+        request in any company, which the CPU always gives and a GPU not yet: `auto` then takes the CPU; `progress`
+        hears of what takes long: downloads, compiling, quantizing; `on_stage` of every phase of loading while it lasts.
+        The other settings are those of `EngineConfig`: max_batch, target_itl_ms, prefix_cache, speculative,
+        draft_tokens, ... `phases` says afterwards how long each part took.
         """
         self.loading = Phases(on_stage, progress)
         self.phases = self.loading.seconds
         timed, progress = self.loading.timed, self.loading.progress
         require_settings(settings, draft_model)
         with timed("backend"):
+            if deterministic and is_automatic(device, backend, threads):
+                device = "cpu"
             ops = pick(device, backend, threads)
-            self.kv_type = kv_type_for(ops, kv_type)
+            if deterministic:
+                gpu.require_deterministic(ops)
+            kv_type_for(ops, kv_type)
         with timed("locate"):
             path = locate(str(model) if model is not None else None, progress=progress)
             guesser = None if draft_model is None else locate(str(draft_model), progress=progress)
@@ -99,7 +106,15 @@ class LLM:
             self.checkpoint: Checkpoint = open_checkpoint(path)
             self.config: ModelConfig = describe(self.checkpoint)
             draft = None if guesser is None else open_checkpoint(guesser)
-            self.capacity: Capacity = self._planned(draft, kv_memory, max_context, settings)
+            self.notes: list[str] = []  # what a person should know of how it was loaded
+            models = [self.checkpoint] if draft is None else [self.checkpoint, draft]
+            if is_automatic(device, backend, threads):
+                ops, self.notes = placed(ops, models)
+            self.kv_type = kv_type_for(ops, kv_type)
+            many = settings.get("max_batch", SETTINGS["max_batch"])
+            self.capacity: Capacity = planned(
+                ops, models, self.kv_type, kv_memory=kv_memory, max_context=max_context, max_batch=many
+            )
             self.max_context = self.capacity.max_context
         with timed("tokenizer"):
             self.tokenizer: Tokenizer = open_tokenizer(self.checkpoint)
@@ -120,21 +135,6 @@ class LLM:
     def engine(self) -> Engine:
         """What computes; it counts steps, hits and guesses."""
         return self.driver.engine
-
-    def _planned(
-        self, draft: Checkpoint | None, kv_memory: int | None, max_context: int | None, settings: Mapping[str, Any]
-    ) -> Capacity:
-        """How large the cache is, before anything large is taken."""
-        weights = self.checkpoint.nbytes + (0 if draft is None else draft.nbytes)
-        return plan(
-            self.config,
-            self.kv_type,
-            kv_memory=kv_memory,
-            max_context=max_context,
-            max_batch=settings.get("max_batch", SETTINGS["max_batch"]),
-            available=available_memory(weights),
-            draft_config=None if draft is None else describe(draft),
-        )
 
     def _loaded(self, checkpoint: Checkpoint, ops: Ops, quantize: str | None) -> Transformer:
         config, timed, progress = describe(checkpoint), self.loading.timed, self.loading.progress

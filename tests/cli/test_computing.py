@@ -11,7 +11,7 @@ from llm_worker_rbee.backends import isa
 from llm_worker_rbee.backends.cpu import threads
 from llm_worker_rbee.backends.types import KV_TYPES
 from llm_worker_rbee.cli import computing
-from llm_worker_rbee.config import KV_AUTO
+from llm_worker_rbee.config import KV_AUTO, KV_VALUE_BYTES
 
 from .conftest import Run
 
@@ -27,7 +27,7 @@ def answer(cli: Run, tiny: Path, *options: str) -> list[int]:
 
 
 def test_the_help_names_what_there_is() -> None:
-    assert tuple(computing.KV_TYPES.split()) == (KV_AUTO, *KV_TYPES)
+    assert tuple(computing.KV_TYPES.split()) == (KV_AUTO, *KV_VALUE_BYTES)
 
 
 def test_the_same_answer_with_any_number_of_threads(cli: Run, tiny: Path) -> None:
@@ -55,6 +55,10 @@ def test_weights_and_keys_may_be_held_in_fewer_bits(cli: Run, tiny: Path) -> Non
         (("--cpu-isa", "z80"), 2, "instruction set 'z80' is unknown: use one of "),
         (("--cpu-isa", "portable", "--backend", "reference"), 2, "--cpu-isa is for the kernels"),
         (("--kv-type", "int4"), 2, "--kv-type int4: use one of auto, float32, float16, int8"),
+        (("--kv-type", "float8", "--device", "cpu"), 1, "--kv-type float8 is not for the CPU: use one of auto"),
+        (("--device", "cuda:7x"), 1, "unknown device 'cuda:7x': a GPU is cuda, or cuda:N"),
+        (("--device", "cuda", "--threads", "2"), 2, "--threads is for the CPU: it does not go with a GPU"),
+        (("--backend", "cuda", "--cpu-isa", "portable"), 2, "--cpu-isa is for the CPU"),
         (("--quantize", "Q9"), 2, "--quantize Q9: use one of F32, F16"),
     ],
 )

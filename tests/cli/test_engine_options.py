@@ -19,14 +19,14 @@ ASK = ("--raw", "hello hello hello", "-n", "12", "--seed", "3", "--ignore-eos", 
 def test_the_defaults_are_the_engine_s() -> None:
     defaults = {field.name: field.default for field in fields(EngineConfig)}
     told = EngineOptions().arguments()
-    assert (told.pop("kv_memory"), told.pop("draft_model")) == (None, None)
+    assert [told.pop(name) for name in ("kv_memory", "draft_model", "deterministic")] == [None, None, False]
     assert told == {name: defaults[name] for name in told}
     changed = EngineOptions(
         kv_memory="2GiB", max_batch=3, target_itl_ms=7.5, no_prefix_cache=True, speculative="ngram", draft_tokens=2
     )
     assert changed.arguments() == {
         "kv_memory": 2 << 30, "max_batch": 3, "target_itl_ms": 7.5, "prefix_cache": False, "speculative": "ngram",
-        "draft_tokens": 2, "draft_model": None,
+        "draft_tokens": 2, "draft_model": None, "deterministic": False,
     }  # fmt: skip
 
 
@@ -42,6 +42,7 @@ def test_the_answer_stays_the_same(cli: Run, tiny: Path) -> None:
     assert answer("--speculative", "ngram", "--draft-tokens", "3") == usual
     assert answer("--draft-model", tiny) == usual
     assert answer("--kv-memory", "150K", "--max-context", "100") == usual
+    assert answer("--deterministic") == usual
 
 
 @pytest.mark.parametrize(

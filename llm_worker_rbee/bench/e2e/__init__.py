@@ -38,7 +38,8 @@ def run(recorder: Recorder, progress: Progress, source: Source, plan: Plan) -> N
     """Load the model and measure everything, in turn by repetition."""
     cases = list(plan.cases())
     _check(source, plan, cases)
-    ops = pick(plan.device, plan.backend, None if plan.backend == "reference" else plan.threads)
+    on_cpu = plan.backend in ("auto", "cpu") and not plan.device.startswith("cuda")
+    ops = pick(plan.device, plan.backend, plan.threads if on_cpu else None)
     plan = replace(plan, kv_type=kv_type_for(ops, plan.kv_type))
     _require_room(source, plan, cases)
     progress("measuring the machine's limits", 0, 0)

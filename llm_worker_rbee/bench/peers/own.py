@@ -19,7 +19,8 @@ from .child import Measure, serve
 def this_worker(given: dict[str, Any]) -> tuple[str, Measure]:
     """Prefill and decode as `bench e2e` runs them, and several answers at once."""
     checkpoint = open_checkpoint(Path(given["model"]))
-    threads = None if given["backend"] == "reference" else given.get("threads")
+    on_cpu = given["backend"] in ("auto", "cpu") and not given["device"].startswith("cuda")
+    threads = given.get("threads") if on_cpu else None
     ops = pick(given["device"], given["backend"], threads)
     config = describe(checkpoint)
     kv_type = kv_type_for(ops)

@@ -1,0 +1,70 @@
+"""Which device the backend computes on, and how numbers of the host get there.
+
+Under Triton's interpreter (TRITON_INTERPRET=1) every tensor is the CPU's, so that the whole backend runs without a GPU.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+from numpy.typing import NDArray
+
+from ... import machine
+from ...errors import InvalidRequestError, MissingDependencyError
+
+_chosen: list[torch.device] = []
+
+
+def interpreting() -> bool:
+    """Whether kernels run under the interpreter, on CPU tensors."""
+    return bool(triton.knobs.runtime.interpret)
+
+
+def use(index: int) -> None:
+    """Compute on GPU `index` from now on."""
+    if interpreting():
+        _chosen[:] = [torch.device("cpu")]
+        return
+    if not torch.cuda.is_available():
+        raise MissingDependencyError("device 'cuda': PyTorch finds no NVIDIA GPU: use device cpu, or install a driver")
+    count = torch.cuda.device_count()
+    if not 0 <= index < count:
+        raise InvalidRequestError(
+            f"device 'cuda:{index}': there are {count} GPUs, cuda:0 to cuda:{count - 1}", "device"
+        )
+    torch.cuda.set_device(index)
+    _chosen[:] = [torch.device("cuda", index)]
+
+
+def current() -> torch.device:
+    """The device in use: the first GPU where none was chosen."""
+    if not _chosen:
+        use(0)
+    return _chosen[0]
+
+
+def upload(ints: NDArray[Any], dtype: torch.dtype = torch.int32) -> torch.Tensor:
+    """Numbers of the host, on the device; the host does not wait."""
+    device = current()
+    if device.type == "cpu":
+        return torch.tensor(ints, dtype=dtype)
+    pinned = torch.empty(ints.shape, dtype=dtype, pin_memory=True)
+    pinned.copy_(torch.from_numpy(np.ascontiguousarray(ints)))
+    return pinned.to(device, non_blocking=True)
+
+
+def allocated_bytes() -> int:
+    """Memory of the device that our tensors take."""
+    return int(torch.cuda.memory_allocated(current())) if current().type == "cuda" else 0
+
+
+def free_bytes() -> int:
+    """Memory of the device that nobody has, with what the allocator keeps for us."""
+    device = current()
+    if device.type == "cpu":
+        return machine.memory()[1] or 0
+    free, _ = torch.cuda.mem_get_info(device)
+    return int(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))

@@ -1,0 +1,222 @@
+"""A step of one to four tokens that answer: five kernels a layer, each of which starts before the one before has ended.
+
+No kernel norms: who makes the stream leaves `stream * weight` and sums of squares, who reads multiplies by one number a
+token (epilogue.py). Activations are bytes where the next matrix is packed, else numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import triton
+
+from ..types import BlockParts, KVLayer, ModelParts
+from . import device
+from .attention import decode_attention
+from .ends import embed
+from .epilogue import GATED, RESIDUAL, STORE
+from .matvec import matvec
+from .numbers import matvec_numbers
+from .planes import Bytes
+
+SPLITS = 4 if device.interpreting() else 32
+# (rows of a program, warps, rows ahead, registers of a thread; 0: as the compiler likes)
+ONE = {
+    "qkv": (8, 8, 1, 0),
+    "o": (32, 8, 4, 0),
+    "gate_up": (64, 4, 2, 168),
+    "down": (32, 8, 6, 0),
+    "head": (16, 8, 2, 0),
+}
+BY_KIND = {
+    ("down", "q6"): (32, 8, 3, 0), ("down", "q8"): (32, 8, 2, 0), ("down", "q8d"): (32, 8, 2, 0),
+    ("gate_up", "q8"): (64, 4, 2, 0), ("gate_up", "q8d"): (64, 4, 2, 0),
+}  # fmt: skip
+MORE = {"qkv": (8, 4), "o": (32, 8), "gate_up": (64, 8), "down": (32, 8), "head": (8, 4)}
+NUMBERS = {"qkv": (16, 4), "o": (32, 16), "gate_up": (64, 16), "down": (32, 16), "head": (16, 4)}
+WIDE = 256  # columns of numbers that a warp has at a time
+# The interpreter likes few and large programs; the sums come in the same order.
+PLAIN = {"qkv": (256, 256), "o": (32, 32), "gate_up": (64, 32), "down": (32, 32), "head": (256, 256)}
+
+
+class Rope(NamedTuple):
+    """Cosines and sines, (positions, half)."""
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+
+def is_packed(matrix: Any) -> bool:
+    """Whether a matrix is planes of codes (all of its parts), and not numbers."""
+    return all(part.kind != "numbers" for part in matrix.parts)
+
+
+def activations(matrix: Any, tokens: int, columns: int) -> Bytes | torch.Tensor:
+    """Room for what this matrix is multiplied by."""
+    if is_packed(matrix):
+        return Bytes.empty(tokens, columns, device.current())
+    kind = matrix.parts[0].values.dtype
+    kind = torch.float32 if kind == torch.float16 else kind  # the stream may not fit a float16
+    return torch.zeros(tokens, columns, dtype=kind, device=device.current())
+
+
+def addresses(x: Bytes | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(values, scales, sums) as kernels write them."""
+    return (x.q.view(torch.int8), x.d, x.s) if isinstance(x, Bytes) else (x, x, x)
+
+
+def tile_of(name: str, tokens: int, kind: str) -> tuple[int, int, int, int]:
+    """The tile of a packed product."""
+    if tokens == 1 and not device.interpreting():
+        return BY_KIND.get((name, kind), ONE[name])
+    rows, warps = (PLAIN if device.interpreting() else MORE)[name]
+    return rows, warps, min(2, rows // warps), 0
+
+
+class Few:
+    """Launches for `tokens` tokens over buffers of its own."""
+
+    def __init__(self, model: ModelParts, tokens: int) -> None:
+        self.model, self.tokens = model, tokens
+        first = model.blocks[0]
+        self.width, self.heads, self.dim = model.norm.shape[0], first.n_heads, first.head_dim
+        self.pdl = device.current().type == "cuda"
+        self.options: Any = {"launch_pdl": True} if self.pdl else {}
+        f: Any = {"device": device.current(), "dtype": torch.float32}
+        self.stream = torch.zeros(tokens, self.width, **f)
+        self.squares = torch.zeros(tokens, self.width // 32, **f)
+        self.qkv = torch.zeros(tokens, first.qkv.rows, **f)
+        self.logits = torch.zeros(tokens, model.head.rows, **f)
+        self.partial = torch.zeros(tokens, self.heads, SPLITS, self.dim, **f)
+        self.extremes = torch.zeros(tokens, self.heads, SPLITS, 2, **f)
+        self.counters = torch.zeros(tokens, self.heads, dtype=torch.int32, device=device.current())
+        self._rooms: dict[tuple[str, Any, int], Bytes | torch.Tensor] = {}
+
+    def room(self, name: str, matrix: Any) -> Bytes | torch.Tensor:
+        """The buffer between two products, in the form that the second one reads."""
+        kind = "packed" if is_packed(matrix) else matrix.parts[0].values.dtype
+        key = (name, kind, matrix.columns)
+        if key not in self._rooms:
+            self._rooms[key] = activations(matrix, self.tokens, matrix.columns)
+        return self._rooms[key]
+
+    def step(
+        self, ids: Any, positions: Any, tables: Any, width: Any, kv: Sequence[KVLayer], ropes: Any
+    ) -> torch.Tensor:
+        """ids, positions (tokens), tables (tokens, width[0]) -> logits (tokens, vocabulary)."""
+        blocks = self.model.blocks
+        self.begin(self.model.embedding, self.model.embedding_scale, ids, blocks[0].attention_norm, blocks[0].qkv)
+        for i, (block, layer) in enumerate(zip(blocks, kv, strict=True)):
+            last = i + 1 == len(blocks)
+            norm, then = (
+                (self.model.norm, self.model.head) if last else (blocks[i + 1].attention_norm, blocks[i + 1].qkv)
+            )
+            self.product("qkv", self.room("stream", block.qkv), block.qkv, STORE, self.qkv, block.eps)
+            self.attend(block, layer, ropes[i], positions, tables, width)
+            self.product("o", self.room("mixed", block.output), block.output, RESIDUAL,
+                         self.room("stream", block.gate_up), block.eps, block.mlp_norm)  # fmt: skip
+            self.product("gate_up", self.room("stream", block.gate_up), block.gate_up, GATED,
+                         self.room("hidden", block.down), block.eps)  # fmt: skip
+            self.product("down", self.room("hidden", block.down), block.down, RESIDUAL,
+                         self.room("stream", then), block.eps, norm)  # fmt: skip
+        return self.finish()
+
+    def finish(self) -> torch.Tensor:
+        """The head, from the stream's activations."""
+        head, eps = self.model.head, self.model.blocks[0].eps
+        self.product("head", self.room("stream", head), head, STORE, self.logits, eps)
+        cap = self.model.soft_cap
+        return self.logits if not cap else torch.tanh(self.logits / cap) * cap
+
+    def begin(self, table: Any, scale: float, ids: Any, norm: torch.Tensor, then: Any) -> None:
+        """Rows of a table, into the stream and on to the first product."""
+        out = self.room("stream", then)
+        embed_rows(table, scale, ids, self.tokens, self.stream, norm, out, self.squares, self.pdl)
+
+    def attend(self, block: BlockParts, kv: KVLayer, rope: Rope, positions: Any, tables: Any, width: Any) -> None:
+        """Attention of all tokens over one layer's cache."""
+        out = self.room("mixed", block.output)
+        decode(self.qkv[None], block, kv, rope, positions, tables, width, self.tokens, SPLITS, 1,
+               (self.partial, self.extremes, self.counters), out, self.pdl)  # fmt: skip
+
+    def product(
+        self, name: str, x: Any, w: Any, epilogue: int, out: Any, eps: float, norm: torch.Tensor | None = None
+    ) -> None:
+        """One matrix. STORE and GATED read the stream, so they finish its norm; RESIDUAL adds to it."""
+        squares = None if epilogue == RESIDUAL else self.squares
+        at = 0
+        for part in w.parts:
+            to = out.view(-1)[at:] if epilogue == STORE else out
+            if part.kind == "numbers":
+                self.numbers(name, x, part, epilogue, to, eps, squares, norm, w.rows)
+            else:
+                self.packed(name, x, part, epilogue, to, eps, squares, norm, w.rows)
+            at += part.rows
+
+    def packed(
+        self, name: str, x: Bytes, w: Any, epilogue: int, out: Any, eps: float, squares: Any, norm: Any, stride: int
+    ) -> None:
+        """A part of a matrix that is planes."""
+        rows, warps, ahead, registers = tile_of(name, self.tokens, w.kind)
+        options = dict(self.options, maxnreg=registers) if registers else self.options
+        parts = 0 if squares is None else squares.shape[1]
+        to = addresses(out) if epilogue != STORE else (out, out, out)
+        z = self.squares
+        matvec[(triton.cdiv(w.rows, rows),)](
+            x.q, x.d, x.s, z if squares is None else squares, eps, w.unit, w.low, w.low if w.high is None else w.high,
+            w.scales, to[0], self.stream, z if norm is None else norm, to[1], to[2], self.squares, w.rows, w.blocks,
+            self.tokens, w.kind, rows, warps, ahead, epilogue, parts, triton.next_power_of_2(max(parts, 1)),
+            isinstance(out, Bytes), False, self.pdl, stride if epilogue == STORE else 0, num_warps=warps, **options,
+        )  # fmt: skip
+
+    def numbers(
+        self, name: str, x: Any, w: Any, epilogue: int, out: Any, eps: float, squares: Any, norm: Any, stride: int
+    ) -> None:
+        """A part that is numbers."""
+        rows, warps = NUMBERS[name] if self.tokens == 1 or epilogue != STORE else (8, 8)
+        if device.interpreting():
+            rows, warps = PLAIN[name]
+        parts = 0 if squares is None else squares.shape[1]
+        z = self.squares
+        matvec_numbers[(triton.cdiv(w.rows, rows),)](
+            x, z if squares is None else squares, eps, w.values, out, self.stream, z if norm is None else norm,
+            self.squares, w.rows, w.values.shape[1], self.tokens, rows, warps, WIDE, 4 if rows // warps <= 2 else 2,
+            epilogue, parts, triton.next_power_of_2(max(parts, 1)), self.pdl, stride if epilogue == STORE else 0,
+            num_warps=warps, **self.options,
+        )  # fmt: skip
+
+
+def embed_rows(
+    table: Any, scale: float, ids: Any, tokens: int, stream: Any, norm: Any, out: Any, squares: Any, pdl: bool
+) -> None:
+    """Rows of a Matrix or of a plain tensor of numbers; `out` None leaves just the stream."""
+    part: Any = table if isinstance(table, torch.Tensor) else table.parts[0]
+    width = stream.shape[1]
+    kind = "numbers" if isinstance(table, torch.Tensor) else part.kind
+    low = table if isinstance(table, torch.Tensor) else (part.values if kind == "numbers" else part.low)
+    high, scales, unit = (low, low, 1.0) if kind == "numbers" else (part.high, part.scales, part.unit)
+    to = (stream, stream, stream) if out is None else addresses(out)
+    embed[(width // 32, tokens)](
+        ids, low, low if high is None else high, scales, unit * scale, norm, stream, *to,
+        stream if squares is None else squares, width, kind, None if out is None else isinstance(out, Bytes), pdl,
+        num_warps=1, **({"launch_pdl": True} if pdl else {}),
+    )  # fmt: skip
+
+
+def decode(
+    qkv: Any, block: BlockParts, kv: KVLayer, rope: Rope, positions: Any, tables: Any, width: Any, tokens: int,
+    splits: int, least: int, scratch: tuple[Any, Any, Any], out: Any, pdl: bool, tile: int = 16, warps: int = 1,
+) -> None:  # fmt: skip
+    """Attention of tokens that answer; qkv (parts, tokens, rows)."""
+    group = block.n_heads // block.n_kv_heads
+    scale, window, cap = block.attention
+    decode_attention[(splits, block.n_kv_heads, tokens)](
+        qkv, rope.cos, rope.sin, kv.k, kv.v, tables, width, positions, *scratch, *addresses(out), scale, block.qkv_bias,
+        block.q_norm, block.k_norm, block.eps, qkv.stride(0), block.n_heads, block.n_kv_heads, block.head_dim // 2,
+        kv.k.shape[2],
+        tile if group < 4 else tile // 2, splits, least, window, cap, isinstance(out, Bytes), pdl, qkv.shape[0],
+        num_warps=warps,
+        **({"launch_pdl": True} if pdl else {}),
+    )  # fmt: skip

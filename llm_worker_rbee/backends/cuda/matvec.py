@@ -1,0 +1,234 @@
+"""Matrix-vector products straight from packed weights, for batches of 1 to 8 tokens. Larger ones are in matmul.py.
+
+Everything a thread touches is a tensor (warps, 128): a warp owns a row, a lane four neighbouring blocks of 32 columns.
+Planes are laid out so that these are 16-byte loads, and no value ever changes lanes before the last sum:
+
+    low     int32 (rows, 4, blocks)   word i of a block: columns 4i..4i+3 in the low nibbles, 16+4i.. in the high ones
+    high    int32 (rows, 1 | 2, blocks)   the fifth bits: bit q of byte c is column 4q+c; or two bits, quads 0..3 and
+                                      4..7; of q4mm two float16, the minima of 16 columns each
+    bytes   int32 (rows, 8, blocks)   word q: columns 4q..4q+3
+    scales  float16 (rows, blocks), or two of them in an int32 (scale, minimum; or the scales of 16 columns each)
+
+Activations are bytes in the same order: (batch, 8, blocks) words, a float32 scale a block, and its sums times that
+scale. How a product goes on is in epilogue.py.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .epilogue import finish, inverse_rms, row_of
+from .intrinsics import dp4a, dp4a_us, high_half, low_half, prefetch, start_next, wait_before
+
+LANES = tl.constexpr(128)  # blocks a warp has at a time
+
+
+@triton.jit
+def load_planes(w, n, b, ok, blocks, PLANES: tl.constexpr):
+    """The words of a plane for rows n and blocks b: a tuple of (warps, 128)."""
+    out = ()
+    for i in tl.static_range(PLANES):
+        at = w + n * (PLANES * blocks) + i * blocks + b
+        out = out + (tl.load(at, mask=ok, other=0, eviction_policy="evict_first"),)
+    return out
+
+
+@triton.jit
+def load_weights(low, high, scales, n, b, ok, blocks, KIND: tl.constexpr):
+    """(low words, high words, scales) of one row a warp."""
+    PLANES: tl.constexpr = 8 if KIND == "q8" or KIND == "q8d" else 4
+    lows = load_planes(low, n, b, ok, blocks, PLANES)
+    highs = ()
+    if KIND == "q6":
+        highs = load_planes(high, n, b, ok, blocks, 2)
+    elif KIND == "q5m" or KIND == "q5" or KIND == "q4mm":
+        highs = load_planes(high, n, b, ok, blocks, 1)
+    s = tl.load(scales + n * blocks + b, mask=ok, other=0, eviction_policy="evict_first")
+    return lows, highs, s
+
+
+@triton.jit
+def block_dots(lows, highs, xs, SHAPE: tl.constexpr, KIND: tl.constexpr):
+    """Sums of products of the first and the last 16 columns of each block, before scales."""
+    first = tl.zeros(SHAPE, tl.int32)
+    last = tl.zeros(SHAPE, tl.int32)
+    for i in tl.static_range(4):
+        if KIND == "q8" or KIND == "q8d":
+            first = dp4a(lows[i], xs[i], first)
+            last = dp4a(lows[4 + i], xs[4 + i], last)
+        elif KIND == "q6":
+            # two high bits: quad i of the word in bits 2i, 2i+1 of each byte
+            a = (lows[i] & 0x0F0F0F0F) | (((highs[0] >> (2 * i)) & 0x03030303) << 4)
+            z = ((lows[i] >> 4) & 0x0F0F0F0F) | (((highs[1] >> (2 * i)) & 0x03030303) << 4)
+            first = dp4a(a, xs[i], first)
+            last = dp4a(z, xs[4 + i], last)
+        elif KIND == "q5m" or KIND == "q5":
+            a = (lows[i] & 0x0F0F0F0F) | (((highs[0] >> i) & 0x01010101) << 4)
+            z = ((lows[i] >> 4) & 0x0F0F0F0F) | (((highs[0] >> (4 + i)) & 0x01010101) << 4)
+            first = dp4a(a, xs[i], first)
+            last = dp4a(z, xs[4 + i], last)
+        else:
+            first = dp4a(lows[i] & 0x0F0F0F0F, xs[i], first)
+            last = dp4a_us(lows[i] & -0x0F0F0F10, xs[4 + i], last)  # sixteen times too large
+    return first, last
+
+
+@triton.jit
+def block_values(lows, highs, s, xs, xd, x_first, x_last, SHAPE: tl.constexpr, KIND: tl.constexpr):
+    """What a block adds to its row: (warps, 128) float32."""
+    first, last = block_dots(lows, highs, xs, SHAPE, KIND)
+    if KIND == "q4" or KIND == "q4m":
+        dots = (first * 16 + last).to(tl.float32) * 0.0625
+    else:
+        dots = (first + last).to(tl.float32)
+    if KIND == "q4":
+        value = s.to(tl.float32) * (dots * xd - 8.0 * (x_first + x_last))
+    elif KIND == "q5":
+        value = s.to(tl.float32) * (dots * xd - 16.0 * (x_first + x_last))
+    elif KIND == "q8":
+        value = s.to(tl.float32) * (dots * xd)
+    elif KIND == "q8d":
+        value = (low_half(s) * first.to(tl.float32) + high_half(s) * last.to(tl.float32)) * xd
+    elif KIND == "q4mm":  # the minima are where others have high bits
+        dots = low_half(s) * first.to(tl.float32) + high_half(s) * (last.to(tl.float32) * 0.0625)
+        value = dots * xd + low_half(highs[0]) * x_first + high_half(highs[0]) * x_last
+    elif KIND == "q6":
+        value = low_half(s) * (first.to(tl.float32) * xd - 32.0 * x_first)
+        value += high_half(s) * (last.to(tl.float32) * xd - 32.0 * x_last)
+    else:  # q4m, q5m
+        value = low_half(s) * (dots * xd) + high_half(s) * (x_first + x_last)
+    return value
+
+
+@triton.jit
+def load_x(xq, xd, xs, t, b, ok, blocks, KIND: tl.constexpr):
+    """The bytes of token t, their scales and the two sums of each block."""
+    words = ()
+    for i in tl.static_range(8):
+        words = words + (tl.load(xq + (t * 8 + i) * blocks + b, mask=ok, other=0),)
+    d = tl.load(xd + t * blocks + b, mask=ok, other=0.0)
+    first = d
+    last = d
+    if KIND != "q8" and KIND != "q8d":
+        first = tl.load(xs + (t * 2) * blocks + b, mask=ok, other=0.0)
+        last = tl.load(xs + (t * 2 + 1) * blocks + b, mask=ok, other=0.0)
+    return words, d, first, last
+
+
+@triton.jit
+def fetch_rows(low, high, scales, first, count: tl.constexpr, blocks, KIND: tl.constexpr):
+    """Ask for whole rows of a matrix to be brought into the L2 cache."""
+    PLANES: tl.constexpr = 8 if KIND == "q8" or KIND == "q8d" else 4
+    prefetch(low + first.to(tl.int64) * (PLANES * blocks), count * PLANES * 4 * blocks)
+    WIDE: tl.constexpr = 2 if KIND == "q4" or KIND == "q5" or KIND == "q8" else 4
+    prefetch(scales + first.to(tl.int64) * blocks, count * WIDE * blocks)
+    if KIND == "q6":
+        prefetch(high + first.to(tl.int64) * (2 * blocks), count * 8 * blocks)
+    elif KIND == "q5" or KIND == "q5m" or KIND == "q4mm":
+        prefetch(high + first.to(tl.int64) * blocks, count * 4 * blocks)
+
+
+@triton.jit
+def fetch_tile(low, high, scales, rows, blocks, ROWS: tl.constexpr, EPILOGUE: tl.constexpr, KIND: tl.constexpr):
+    """All rows of a program."""
+    if EPILOGUE == 2:
+        fetch_rows(low, high, scales, tl.program_id(0) * (ROWS // 2), ROWS // 2, blocks, KIND)
+        fetch_rows(low, high, scales, rows // 2 + tl.program_id(0) * (ROWS // 2), ROWS // 2, blocks, KIND)
+    else:
+        fetch_rows(low, high, scales, tl.program_id(0) * ROWS, ROWS, blocks, KIND)
+
+
+@triton.jit
+def load_turn(
+    low, high, scales, turn: tl.constexpr, lane, rows, blocks: tl.constexpr,
+    R: tl.constexpr, ROWS: tl.constexpr, WARPS: tl.constexpr, EPILOGUE: tl.constexpr, KIND: tl.constexpr,
+):  # fmt: skip
+    """The weights of turn (step, row): rows change first."""
+    n = tl.minimum(row_of(turn % R, rows // 2, EPILOGUE, ROWS, WARPS), rows - 1)[:, None]
+    b = (turn // R) * LANES + lane
+    return load_weights(low, high, scales, n, b, b < blocks, blocks, KIND)
+
+
+@triton.jit
+def matvec(
+    xq, xd, xs, squares, eps, unit, low, high, scales, out, stream, norm, out_d, out_s, out_squares,
+    rows, blocks: tl.constexpr, B: tl.constexpr, KIND: tl.constexpr, ROWS: tl.constexpr, WARPS: tl.constexpr,
+    AHEAD: tl.constexpr, EPILOGUE: tl.constexpr, PARTS: tl.constexpr, SIZE: tl.constexpr, BYTES: tl.constexpr,
+    FETCH: tl.constexpr, PDL: tl.constexpr, STRIDE: tl.constexpr = 0,
+):  # fmt: skip
+    """`ROWS` rows a program, ROWS // WARPS a warp, AHEAD of them on their way. PARTS > 0: a norm's factor is wanted."""
+    R: tl.constexpr = ROWS // WARPS
+    SHAPE: tl.constexpr = (WARPS, LANES)
+    TURNS: tl.constexpr = R * ((blocks + LANES - 1) // LANES)
+    lane = tl.arange(0, LANES)[None, :] + tl.zeros(SHAPE, tl.int32)
+    start_next(PDL)
+    held = ()  # the first weights are on their way before the activations are there
+    for turn in tl.static_range(AHEAD):
+        if turn < TURNS:
+            held = held + (load_turn(low, high, scales, turn, lane, rows, blocks, R, ROWS, WARPS, EPILOGUE, KIND),)
+    if FETCH:
+        fetch_tile(low, high, scales, rows, blocks, ROWS, EPILOGUE, KIND)
+    wait_before(PDL)
+    factors = ()
+    if PARTS > 0:
+        for t in tl.static_range(B):
+            factors = factors + (inverse_rms(squares, t, eps, blocks * 32, PARTS, SIZE, WARPS),)
+    sums = ()
+    for _ in tl.static_range(B * R):
+        sums = sums + (tl.zeros((WARPS, 32), tl.float32),)
+    if B == 1:
+        x = ()
+        for turn in tl.static_range(TURNS):
+            b = (turn // R) * LANES + lane
+            if turn % R == 0:
+                x = load_x(xq, xd, xs, 0, b, b < blocks, blocks, KIND)
+            now = held[0]
+            rest = ()
+            for k in tl.static_range(1, AHEAD):
+                if turn + k < TURNS:
+                    rest = rest + (held[k],)
+            if turn + AHEAD < TURNS:
+                more = load_turn(low, high, scales, turn + AHEAD, lane, rows, blocks, R, ROWS, WARPS, EPILOGUE, KIND)
+                rest = rest + (more,)
+            held = rest
+            value = block_values(now[0], now[1], now[2], x[0], x[1], x[2], x[3], SHAPE, KIND)
+            new = ()
+            for k in tl.static_range(R):
+                if k == turn % R:
+                    new = new + (sums[k] + tl.sum(tl.reshape(value, (WARPS, 32, 4)), 2),)  # a lane's own four
+                else:
+                    new = new + (sums[k],)
+            sums = new
+    else:  # AHEAD rows are held, the tokens pass by
+        tl.static_assert(R % AHEAD == 0, "several tokens: AHEAD divides the rows of a warp")
+        for turn in tl.static_range(0, TURNS, AHEAD):
+            b = (turn // R) * LANES + lane
+            if turn > 0:
+                held = ()
+                for k in tl.static_range(AHEAD):
+                    held = held + (
+                        load_turn(low, high, scales, turn + k, lane, rows, blocks, R, ROWS, WARPS, EPILOGUE, KIND),
+                    )
+            for t in range(B):  # a loop at run time: unrolled, all tokens would be loaded at once
+                xt = load_x(xq, xd, xs, t, b, b < blocks, blocks, KIND)
+                adds = ()
+                for k in tl.static_range(AHEAD):
+                    value = block_values(held[k][0], held[k][1], held[k][2], xt[0], xt[1], xt[2], xt[3], SHAPE, KIND)
+                    adds = adds + (tl.sum(tl.reshape(value, (WARPS, 32, 4)), 2),)
+                new = ()
+                for u in tl.static_range(B):
+                    for r in tl.static_range(R):
+                        if r >= turn % R and r < turn % R + AHEAD:
+                            new = new + (sums[u * R + r] + tl.where(u == t, adds[r - turn % R], 0.0),)
+                        else:
+                            new = new + (sums[u * R + r],)
+                sums = new
+    for t in tl.static_range(B):
+        ys = ()
+        for r in tl.static_range(R):
+            y = tl.sum(sums[t * R + r], 1) * unit
+            if PARTS > 0:
+                y = y * factors[t]
+            ys = ys + (y,)
+        finish(ys, t, rows, out, stream, norm, out_d, out_s, out_squares, R, ROWS, WARPS, EPILOGUE, BYTES, STRIDE)

@@ -1,0 +1,118 @@
+"""Whether there is an NVIDIA GPU to compute on, and what a model takes on it. The driver's files are looked at first:
+PyTorch, which takes seconds to import, is imported only where a GPU is seen or asked for (`cuda/`).
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+from ..config import DEVICE_SPARE
+from ..errors import InvalidRequestError, MissingDependencyError, human_bytes
+from ..weights import Checkpoint
+from .types import Ops
+
+SIGNS = ("/dev/nvidia0", "/dev/nvidiactl", "/proc/driver/nvidia/version", "/usr/lib/wsl/lib/libcuda.so.1")
+PACKAGES = ("torch", "triton")
+INSTALL = "pip install 'llm-worker-rbee[cuda]'"
+# Bits of a weight as cuda/matrix.py keeps it, with its scales; every other type becomes float32.
+BITS = {
+    name: bits
+    for bits, names in {
+        4.5: "Q4_0 Q1_0 Q2_0 TQ1_0 TQ2_0",
+        5.0: "Q4_1 Q4_K",
+        5.5: "Q5_0 MXFP4 IQ1_S IQ3_S",
+        6.0: "Q5_1 Q5_K Q2_K",
+        7.0: "Q6_K Q3_K NVFP4 IQ1_M",
+        8.5: "Q8_0 Q8_1 Q8_K IQ2_XXS IQ3_XXS IQ4_NL IQ4_XS",
+        9.0: "IQ2_XS IQ2_S",
+        16.0: "F16 BF16",
+    }.items()
+    for name in names.split()
+}
+
+
+def is_seen() -> bool:
+    """Whether a driver's files are here, and the environment does not hide its GPUs."""
+    if os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1"):
+        return False
+    return any(Path(sign).exists() for sign in SIGNS)
+
+
+def index_of(device: str) -> int | None:
+    """`cuda` -> none in particular, `cuda:1` -> 1."""
+    _, colon, number = device.partition(":")
+    if colon and not (number.isascii() and number.isdigit() and len(number) <= 4):
+        raise InvalidRequestError(f"unknown device {device!r}: a GPU is cuda, or cuda:N with its number", "device")
+    return int(number) if colon else None
+
+
+def missing_packages() -> list[str]:
+    """Those of PyTorch and Triton that are not installed."""
+    return [name for name in PACKAGES if importlib.util.find_spec(name) is None]
+
+
+def take(index: int | None, asked: str = "device 'cuda'") -> Ops:
+    """The CUDA backend on that GPU, by default the one with most free memory; what is missing is said in one line."""
+    missing = missing_packages()
+    if missing:
+        raise MissingDependencyError(f"{asked} needs {' and '.join(missing)}: {INSTALL}")
+    hardware: Any = importlib.import_module(f"{__package__}.cuda.hardware")
+    number = hardware.require(index)
+    module: Any = importlib.import_module(f"{__package__}.cuda")
+    module.use(number)
+    ops: Ops = module
+    return ops
+
+
+def is_cuda(ops: Ops) -> bool:
+    """Whether this is the CUDA backend."""
+    return getattr(ops, "__name__", "") == f"{__package__}.cuda"
+
+
+def device_of(ops: Any) -> str:
+    """Its name: cuda:0."""
+    return str(ops.DEVICE)
+
+
+def free_bytes(ops: Any) -> int:
+    """Memory of the device that nobody has."""
+    return int(ops.free_bytes())
+
+
+def require_deterministic(ops: Ops) -> None:
+    """The same request gives the same bits in any company: on a CPU always, on a GPU that is not there yet."""
+    if is_cuda(ops):
+        raise InvalidRequestError(
+            "deterministic is not for a GPU yet: leave it out, or use device cpu, which always is", "deterministic"
+        )
+
+
+def packed_bytes(checkpoint: Checkpoint) -> int:
+    """What the weights of a file take on a GPU."""
+    bits = 0.0
+    for tensor in checkpoint.tensors.values():
+        each = BITS.get(tensor.kind.name, 32.0) if len(tensor.shape) > 1 else 32.0
+        bits += each * math.prod(tensor.shape)
+    return int(bits / 8)
+
+
+def unused() -> str | None:
+    """What to say where there is a GPU, and nothing to compute on it with."""
+    missing = missing_packages()
+    return f"there is an NVIDIA GPU; to compute on it: {INSTALL}" if missing else None
+
+
+def shortage(ops: Ops, needed: int) -> str | None:
+    """What to say where a model that takes `needed` bytes does not fit beside what everything else needs."""
+    free = free_bytes(ops)
+    if free >= needed + DEVICE_SPARE:
+        return None
+    return (
+        f"the GPU has {human_bytes(free)} of memory free, and the model takes {human_bytes(needed + DEVICE_SPARE)}: "
+        "computing on the CPU"
+    )

@@ -1,0 +1,91 @@
+"""Steps that begin before the tokens of the step before are known: the device goes on while the host writes its books.
+
+It is done where nothing can come between: everybody answers, nobody waits, and a backend can feed what it has chosen
+to its own next step (`sample_later`). What was begun for a request that has ended meanwhile is forgotten when it lands:
+the place that it wrote to was its own, and whoever gets it next writes later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple, Protocol
+
+from ..backends.types import SampleRow
+from ..models import Transformer
+from .request import Request
+from .runner import Runner, forward
+from .sampler import sample_rows
+from .scheduler import Scheduler
+from .step import Sampled, Span
+
+
+class Later(Protocol):
+    """Tokens on their way: on the device already, on the host soon."""
+
+    tokens: Any  # the device's
+
+    def result(self) -> list[int] | None:
+        """On the host; None where the device cannot tell: then the step is made again, and the meaning asked."""
+
+
+class Begun(NamedTuple):
+    """A step under way."""
+
+    requests: list[Request]
+    later: Later
+
+
+class Ahead:
+    """Begins steps of a model, if its backend can."""
+
+    def __init__(self, model: Transformer, runner: Runner) -> None:
+        self._model, self._runner = model, runner
+        make: Callable[[Any, Sequence[SampleRow]], Later] | None = getattr(model.ops, "sample_later", None)
+        self._sample_later = make if model.fused is not None else None
+
+    def first(self, spans: Sequence[Span], scheduler: Scheduler) -> Begun | None:
+        """Begin a step whose tokens are known."""
+        if self._sample_later is None or len(spans) != len(scheduler.running) or not all(map(_is_plain, spans)):
+            return None
+        requests = [span.request for span in spans]
+        rows = [sample_rows(request)[0] for request in requests]
+        logits = forward(self._model, self._runner.batch(spans), self._runner.cache)
+        return Begun(requests, self._sample_later(logits, rows))
+
+    def next(self, begun: Begun, scheduler: Scheduler) -> Begun | None:
+        """Begin the one after it, if everybody goes on and has room."""
+        if scheduler.waiting or len(scheduler.running) != len(begun.requests) or self._sample_later is None:
+            return None
+        for request in begun.requests:
+            known = len(request.ids) + 1  # with the token that is on its way
+            if request.has_ended or known >= request.longest or scheduler.reserve(request, known) < known:
+                return None
+        rows = [replace(sample_rows(request)[0], position=len(request.ids) + 1) for request in begun.requests]
+        batch = self._runner.next_batch(begun.requests, begun.later.tokens)
+        return Begun(begun.requests, self._sample_later(forward(self._model, batch, self._runner.cache), rows))
+
+
+def landed(begun: Begun, spans: list[Span], tokens: Sequence[int]) -> tuple[list[Span], Sampled]:
+    """What comes of a step for those who are still there."""
+    there = {span.request for span in spans}
+    kept = [token for request, token in zip(begun.requests, tokens, strict=True) if request in there]
+    return spans, Sampled(kept)
+
+
+def spans_of(begun: Begun) -> list[Span]:
+    """A step that was begun, as the scheduler would have it; without those who have ended."""
+    alive = [request for request in begun.requests if not request.has_ended]
+    return [Span(r, r.num_computed_tokens, len(r.ids), r.num_computed_tokens) for r in alive]
+
+
+def _is_plain(span: Span) -> bool:
+    """One token that ends what is known, and a choice that looks at nothing but its logits."""
+    request, p = span.request, span.request.params
+    looks_back = (p.repetition_penalty != 1.0 and p.repeat_last_n) or p.presence_penalty or p.frequency_penalty
+    return (
+        span.stop - span.start == 1
+        and span.stop == len(request.ids)
+        and not (looks_back or request.drafts or request.num_unscored_tokens)
+        and p.logprobs is None
+    )

@@ -1,0 +1,167 @@
+"""Compiles kernels for a Hopper GPU without one: `python -m tests.backends.cuda.compiling NAME...` tells what came out.
+
+A process of its own, because the tests' own runs the kernels under the interpreter.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from llm_worker_rbee.backends.cuda import (
+    choosing,
+    elementwise,
+    ends,
+    matmul,
+    matvec,
+    numbers,
+    prefill,
+    rowwise,
+    scoring,
+)
+from llm_worker_rbee.backends.cuda.attention import decode_attention
+
+F, H, B16, F8, I4, I8, D = "*fp32", "*fp16", "*bf16", "*fp8e4nv", "*i32", "*i8", "*fp64"
+OF_TYPE = {
+    F: "xd xs squares out stream norm out_d out_s out_squares factors qkv cos sin partial extremes logits parts k v "
+    "residual weight total q_norm k_norm bias",
+    I4: "xq low high tables positions counters ids slots query_start context_len tile_request tile_first whole chosen "
+    "top_ids",
+    H: "scales x",
+    B16: "w k_cache v_cache q_out q",
+    "fp32": "eps unit scale",
+}
+TYPES = {name: kind for kind, names in OF_TYPE.items() for name in names.split()}
+Case = tuple[Any, dict[str, str], dict[str, Any], dict[str, Any]]  # kernel, types that differ, options, constants
+
+
+def products() -> dict[str, Case]:
+    base = {"PARTS": 128, "SIZE": 128, "FETCH": False, "PDL": True, "BYTES": True}
+    cases: dict[str, Case] = {}
+    pairs = ("q4m", "q5m", "q6", "q8d", "q4mm")
+    for kind in ("q4", "q4m", "q5", "q5m", "q6", "q8", "q8d", "q4mm"):
+        scales = {"scales": I4 if kind in pairs else H}
+        one = {"blocks": 128, "B": 1, "KIND": kind, "ROWS": 8, "WARPS": 8, "AHEAD": 1, "EPILOGUE": 0, **base}
+        cases[f"matvec {kind}"] = (matvec.matvec, scales, {"num_warps": 8}, one)
+        fast = kind in ("q4", "q4m", "q8", "q8d", "q4mm")
+        tile = {"BN": 128, "BM": 64, "KB": 32} if fast else {"BN": 64, "BM": 64, "KB": 16}
+        many = {"blocks": 128, "KIND": kind, **tile, "DTYPE": tl.float16, "SPLIT": 2, "FAST": fast}
+        if kind not in ("q5", "q8"):  # the same with a minimum, with two scales
+            cases[f"matmul {kind}"] = (matmul.matmul, {"out": H, **scales}, {"num_warps": 8, "num_stages": 2}, many)
+        whole = {"KIND": kind, "ROWS": 8, "KB": 16}
+        cases[f"dequantize {kind}"] = (matmul.dequantize, {"out": B16, **scales}, {}, whole)
+        cases[f"embed {kind}"] = (
+            ends.embed, {"out": I8, **scales}, {"num_warps": 1},
+            {"width": 4096, "KIND": kind, "BYTES": True, "PDL": True},
+        )  # fmt: skip
+    residual = {"blocks": 128, "B": 1, "KIND": "q4m", "ROWS": 32, "WARPS": 8, "AHEAD": 4, "EPILOGUE": 1, **base}
+    gates = {"blocks": 18, "B": 1, "KIND": "q8", "ROWS": 64, "WARPS": 4, "AHEAD": 2, "EPILOGUE": 2, **base}
+    four = {"blocks": 128, "B": 4, "KIND": "q5m", "ROWS": 8, "WARPS": 4, "AHEAD": 2, "EPILOGUE": 0, **base, "PARTS": 0}
+    plain = {"columns": 4096, "B": 1, "ROWS": 16, "WARPS": 4, "WIDE": 256, "AHEAD": 4, "EPILOGUE": 0, "PARTS": 128,
+             "SIZE": 128, "PDL": True}  # fmt: skip
+    cases["matvec residual"] = (matvec.matvec, {"out": I8, "scales": I4}, {"num_warps": 8}, residual)
+    cases["matvec gates"] = (matvec.matvec, {"out": I8}, {"num_warps": 4, "maxnreg": 168}, gates)
+    cases["matvec of four"] = (matvec.matvec, {"scales": I4}, {"num_warps": 4}, four)
+    cases["matvec of numbers"] = (numbers.matvec_numbers, {"x": B16}, {"num_warps": 4}, plain)
+    return cases
+
+
+def others() -> dict[str, Case]:
+    heads = {"HEADS": 32, "KV_HEADS": 8, "P": 16}
+    decode = {**heads, "HALF": 64, "TILE": 8, "SPLITS": 32, "LEAST": 1, "PARTS": 1}
+    read = {**heads, "DIM": 128, "QUERIES": 64, "KEYS": 64, "WINDOW": 0, "CAP": 0.0}
+    caches8 = {"k_cache": F8, "v_cache": F8}
+    none = {"bias": None, "q_norm": None, "k_norm": None}
+    return {
+        "decode": (
+            decode_attention, {"out": I8, "width": I4}, {"num_warps": 1},
+            {**decode, **none, "WINDOW": 0, "CAP": 0.0, "BYTES": True, "PDL": True},
+        ),
+        "decode float8, all": (
+            decode_attention, {"out": B16, "width": I4, **caches8}, {"num_warps": 1},
+            {**decode, "WINDOW": 4096, "CAP": 50.0, "BYTES": False, "PDL": False},
+        ),
+        "prefill": (prefill.prefill_attention, {"out": B16, "width": I4}, {"num_warps": 4, "num_stages": 2}, read),
+        "prefill of 96, float8, window, cap": (
+            prefill.prefill_attention, caches8, {"num_warps": 4, "num_stages": 2},
+            {**read, "DIM": 96, "SIZE": 128, "WINDOW": 512, "CAP": 50.0},
+        ),
+        "prefill of 256": (
+            prefill.prefill_attention, {}, {"num_warps": 4, "num_stages": 2}, {**read, "DIM": 256, "SIZE": 256},
+        ),
+        "rope_store": (prefill.rope_store, {}, {"num_warps": 1}, {**heads, "HALF": 64}),
+        "rope_store, all": (
+            prefill.rope_store, {"bias": F, "q_norm": F, "k_norm": F}, {"num_warps": 1},
+            {**heads, "HALF": 64, "PARTS": 2},
+        ),
+        "rotate_store": (
+            rowwise.rotate_store, {"q": F}, {"num_warps": 1},
+            {**heads, "DIM": 96, "SIZE": 128, "HALF": 24, "LARGEST": 0.0},
+        ),
+        "rotate_store float8": (
+            rowwise.rotate_store, {"q": F, **caches8}, {"num_warps": 1},
+            {**heads, "DIM": 128, "SIZE": 128, "HALF": 64, "LARGEST": 448.0},
+        ),
+        "norm_rows": (rowwise.norm_rows, {"x": F}, {"num_warps": 8}, {"width": 576, "SIZE": 1024, "ADD": True}),
+        "gate_rows": (rowwise.gate_rows, {"x": F}, {}, {"SIZE": 1024, "GELU": True}),
+        "to_bytes": (rowwise.to_bytes, {"x": F, "out": I8}, {"num_warps": 2}, {"KB": 8, "FINE": True}),
+        "spread": (matmul.spread, {"out": H}, {}, {"KB": 16, "TOKENS": 8}),
+        "embed numbers": (
+            ends.embed, {"low": B16, "out": B16}, {"num_warps": 1},
+            {"width": 576, "KIND": "numbers", "BYTES": False, "PDL": True},
+        ),
+        "add_norm": (
+            elementwise.add_norm, {"out": H}, {"num_warps": 8},
+            {"width": 4096, "SIZE": 128, "SPLIT": 4, "SPREAD": True},
+        ),
+        "gated": (
+            elementwise.gated, {"out": H}, {"num_warps": 16},
+            {"width": 11008, "SIZE": 512, "SPLIT": 2, "GELU": False, "SPREAD": True},
+        ),
+        "greedy": (scoring.greedy, {"out": I4}, {"num_warps": 16}, {"BLOCK": 4096}),
+        "score": (scoring.score, {"k": "i32"}, {"num_warps": 16}, {"BLOCK": 4096}),
+        "choose": (
+            choosing.choose, {"real": D, "biases": D, "scratch": D, "some": D, "out": I4}, {"num_warps": 32},
+            {"BLOCK": 4096, "SOME": 256},
+        ),
+    }  # fmt: skip
+
+
+CASES = {**products(), **others()}
+
+
+def compiled(kernel: Any, types: dict[str, Any], options: dict[str, Any], constants: dict[str, Any]) -> Any:
+    """For compute capability 9.0, with every pointer and number a multiple of 16, as those of a model are."""
+    signature, values, attributes = {}, {}, {}
+    constants = {**constants, **{name: None for name, kind in types.items() if kind is None}}
+    for i, parameter in enumerate(kernel.params):
+        name = parameter.name
+        if name in constants or parameter.is_constexpr or (parameter.default is None and name not in types):
+            signature[name] = "constexpr"
+            values[(i,)] = constants.get(name, parameter.default)
+            continue
+        signature[name] = types.get(name) or TYPES.get(name, "i32")
+        if not signature[name].startswith("fp"):
+            attributes[(i,)] = [["tt.divisibility", 16]]
+    source = ASTSource(kernel, signature, values, attributes)
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+
+
+def main(names: list[str]) -> None:
+    """For each kernel the words of its PTX that the tests look for."""
+    words = ("dp4a", ".v4.b32", "wgmma.mma_async", "mma.sync", "st.shared", "cp.async.cg", "griddepcontrol.wait")
+    found = {}
+    for name in names:
+        ptx = compiled(*CASES[name]).asm["ptx"]
+        found[name] = [word for word in words if word in ptx]
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:] or list(CASES))

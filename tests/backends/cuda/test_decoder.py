@@ -1,0 +1,43 @@
+"""Whole steps through the decoder, under Triton's interpreter, against the reference op by op.
+
+What is tolerated, as a part of the logits' deviation: 4e-2 where activations are bytes (few tokens that answer; an
+emulation of that rounding alone gives 2e-2 on such small models), 2e-2 where they are float16 or float32.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("triton")
+
+import llm_worker_rbee.backends.cuda as ops  # noqa: E402
+from tests.backends.cuda import tiny  # noqa: E402
+
+AS_BYTES, AS_NUMBERS = 4e-2, 2e-2
+CASES = {
+    "packed, grouped heads": (tiny.GROUPED, "Q4_0"),
+    "parts of unlike kinds": (tiny.PLAIN._replace(layers=1), "Q4_K_M"),
+    "numbers, bias, tied": (tiny.QWEN._replace(layers=1), "F16"),
+}
+# (who, tokens of each, logits of all): read (padded to 16), answer one and two, mixed
+STEPS = (((0, 1), (3, 2), False), ((0,), (1,), False), ((0, 1), (1, 1), False), ((0, 1, 2), (1, 1, 2), True))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_steps_agree_with_the_reference(case: str) -> None:
+    shape, mix = CASES[case]
+    models = tiny.both(tiny.tiny(shape, mix), ops)
+    assert models[0].fused is not None
+    random = np.random.default_rng(1)
+    pair = [tiny.Requests(model, 3, "float32") for model in models]
+    for who, counts, every in STEPS:
+        ids = random.integers(0, 96, sum(counts))
+        got, want = (
+            model.forward(requests.step(who, counts, ids, every), requests.cache)
+            for model, requests in zip(models, pair, strict=True)
+        )
+        assert tuple(got.shape) == want.shape
+        few = max(counts) == 1 and mix != "F16"
+        assert tiny.relative(got.cpu(), want) < (AS_BYTES if few else AS_NUMBERS), counts

@@ -1,0 +1,69 @@
+"""Whole models op by op: the families that have what the fused decoder may not know, against the reference."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from llm_worker_rbee.backends import cuda, reference
+from llm_worker_rbee.backends.types import Batch
+from llm_worker_rbee.cache import KVCache
+from llm_worker_rbee.models import describe, load_model
+from llm_worker_rbee.weights import open_checkpoint
+
+pytest.importorskip("transformers")
+pytest.importorskip("gguf")
+from tests.models import zoo
+
+BLOCK = 8
+
+
+def logits(path: Path, ops: Any, ids: list[int], parts: list[int], max_context: int | None) -> np.ndarray:
+    """After every token, read in parts of these sizes, over blocks that lie in reverse."""
+    checkpoint = open_checkpoint(path)
+    model = load_model(checkpoint, ops, describe(checkpoint), max_context)
+    n_blocks = -(-len(ids) // BLOCK)
+    cache = KVCache(ops, model.config, n_blocks, BLOCK, "float32")
+    table, found, at = np.arange(n_blocks)[::-1].copy(), [], 0
+    for count in parts:
+        places = np.arange(at, at + count)
+        batch = Batch(
+            ids=np.array(ids)[places],
+            positions=places,
+            slot_mapping=table[places // BLOCK] * BLOCK + places % BLOCK,
+            query_start=np.array([0, count]),
+            context_len=np.array([at + count]),
+            block_table=table[None],
+            logits_index=np.arange(count),
+        )
+        found.append(np.asarray(replace(model, fused=None).op_by_op(batch, cache)))
+        at += count
+    return np.concatenate(found)
+
+
+@pytest.mark.parametrize("name", ["phi3-short", "gemma2"])
+def test_a_family_op_by_op(name: str, tmp_path: Path) -> None:
+    variant = zoo.ZOO[name]
+    path = zoo.save_hf(
+        zoo.make_hf(replace(variant, settings={**variant.settings, "num_hidden_layers": 2})), tmp_path / "m"
+    )
+    ids = zoo.prompt_ids(variant)[:18]
+    wanted = logits(path, reference, ids, [18], variant.max_context)
+    found = logits(path, cuda, ids, [17, 1], variant.max_context)
+    assert np.abs(found - wanted).max() < 1e-5 * np.abs(wanted).max()
+
+
+def test_a_quantized_family_op_by_op(tmp_path: Path) -> None:
+    """A tied, packed table; 17 tokens on the tensor cores, then one as bytes."""
+    variant = zoo.ZOO["gemma2"]
+    model = zoo.make_hf(replace(variant, settings={**variant.settings, "num_hidden_layers": 1}))
+    path = zoo.save_quantized(variant, model, tmp_path / "m.gguf", "Q8_0")
+    ids = zoo.prompt_ids(variant)[:18]
+    wanted, found = (logits(path, ops, ids, [17, 1], None) for ops in (reference, cuda))
+    difference = np.abs(found - wanted).max(1) / np.abs(wanted).max()
+    assert difference[:17].max() < 1e-2
+    assert difference[17] < 5e-2

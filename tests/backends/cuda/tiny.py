@@ -1,0 +1,71 @@
+"""Tiny models for the decoder: the same random weights on this backend and on the reference, and steps for both."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llm_worker_rbee.backends import reference
+from llm_worker_rbee.backends.types import Batch
+from llm_worker_rbee.bench.synthetic import Shape, Spec, checkpoint
+from llm_worker_rbee.cache import KVCache
+from llm_worker_rbee.models import Transformer, describe, load_model
+from llm_worker_rbee.weights import Checkpoint, Tensor
+
+GROUPED = Shape(2, 128, 4, 2, 192, 96, 256, head_dim=32)  # two heads share a KV head
+PLAIN = Shape(2, 256, 4, 4, 256, 96, 256, head_dim=64)  # wide enough for super-blocks
+QWEN = Shape(2, 96, 3, 1, 96, 96, 256, head_dim=32, tied=True, architecture="qwen2")
+P = 4
+
+
+def tiny(shape: Shape, mix: str) -> Checkpoint:
+    """Random weights; norms and biases are random too."""
+    made = checkpoint(Spec("tiny", shape, mix, shape.layers), seed=7)
+    random = np.random.default_rng(7)
+    tensors = dict(made.tensors)
+    for name, t in made.tensors.items():
+        if len(t.shape) == 1:
+            values = random.uniform(0.5, 1.5, t.shape) if "norm" in name else random.normal(0, 0.5, t.shape)
+            tensors[name] = Tensor(t.name, t.kind, t.shape, values.astype(np.float32).view(np.uint8))
+    return replace(made, tensors=tensors)
+
+
+def both(made: Checkpoint, ops: Any) -> tuple[Transformer, Transformer]:
+    """(on this backend, on the reference)."""
+    return tuple(load_model(made, o, describe(made)) for o in (ops, reference))  # type: ignore[return-value]
+
+
+class Requests:
+    """Requests with block tables of their own, in a shuffled cache; `step` makes the arrays of a step."""
+
+    def __init__(self, model: Transformer, n: int, kv_type: str, blocks_each: int = 8) -> None:
+        self.cache = KVCache(model.ops, model.config, n * blocks_each + 1, P, kv_type)
+        order = np.random.default_rng(3).permutation(n * blocks_each) + 1
+        self.tables = order.reshape(n, blocks_each)
+        self.done = np.zeros(n, np.int64)
+
+    def step(
+        self, who: Sequence[int], counts: Sequence[int], ids: NDArray[np.int64], logits_of_all: bool = False
+    ) -> Batch:
+        """The next counts[i] tokens of request who[i]."""
+        starts, chosen = self.done[list(who)], np.array(counts)
+        stops = starts + chosen
+        query_start = np.concatenate(([0], np.cumsum(chosen)))
+        owners = np.repeat(np.arange(len(who)), chosen)
+        positions = np.concatenate([np.arange(a, b) for a, b in zip(starts, stops, strict=True)])
+        tables = self.tables[list(who)][:, : -(-int(stops.max()) // P)]
+        self.done[list(who)] = stops
+        return Batch(
+            ids=ids, positions=positions, slot_mapping=tables[owners, positions // P] * P + positions % P,
+            query_start=query_start, context_len=stops, block_table=tables,
+            logits_index=np.arange(len(ids)) if logits_of_all else query_start[1:] - 1,
+        )  # fmt: skip
+
+
+def relative(got: Any, want: NDArray[np.float32]) -> float:
+    """Error of the logits as a part of their deviation."""
+    return float(np.sqrt(np.mean((np.asarray(got, np.float32) - want) ** 2)) / want.std())

@@ -1,0 +1,138 @@
+"""Steps that begin before the tokens of the one before are known give what they give one by one: on the CPU's own
+backend, which is lent the one op that a device has for it, so that schedules can be many."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from llm_worker_rbee.backends.types import SampleRow
+from llm_worker_rbee.config import EngineConfig
+from llm_worker_rbee.engine.engine import Engine
+from llm_worker_rbee.engine.request import Output, Request, SamplingParams
+from llm_worker_rbee.errors import InferenceError
+from llm_worker_rbee.models import Transformer
+from tests.engine import serving
+
+
+class Later:
+    """Tokens that are there, and told when they are asked for; now and then nobody is sure."""
+
+    def __init__(self, tokens: Any, is_sure: bool) -> None:
+        self.tokens = tokens
+        self._is_sure = is_sure
+
+    def result(self) -> list[int] | None:
+        return self.tokens.tolist() if self._is_sure else None
+
+
+class Device:
+    """The ops of a backend, and the one more."""
+
+    def __init__(self, ops: Any, unsure: float = 0.0) -> None:
+        self._ops, self._unsure = ops, unsure
+        self._random = random.Random(5)
+        self.num_begun = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ops, name)
+
+    def sample_later(self, logits: Any, rows: Sequence[SampleRow]) -> Later:
+        self.num_begun += 1
+        return Later(self._ops.sample(logits, rows), self._random.random() >= self._unsure)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Transformer:
+    return serving.load(serving.small_file(tmp_path_factory.mktemp("ahead") / "small.gguf", "F32"))
+
+
+def asked(seed: int) -> list[Request]:
+    draw = random.Random(seed)
+    prefix = [draw.randrange(50) for _ in range(20)]
+    made = []
+    for i in range(draw.randint(1, 7)):
+        prompt = prefix[: draw.choice([0, 17])] + [draw.randrange(50) for _ in range(draw.randint(1, 40))]
+        params = SamplingParams(
+            temperature=draw.choice([0.0, 0.9]), top_p=draw.choice([1.0, 0.8]),
+            repetition_penalty=draw.choice([1.0, 1.0, 1.0, 1.2]), logprobs=draw.choice([None, None, None, 1]),
+        )  # fmt: skip
+        ends = frozenset(draw.sample(range(50), 3))
+        made.append(Request(prompt, params, draw.randint(1, 40), seed + i, ends, priority=draw.choice([0, 0, 1])))
+    return made
+
+
+def run(engine: Engine, seed: int) -> list[tuple[list[int], Any]]:
+    """Everybody, arriving and leaving as the seed says; what each had said, and how it ended."""
+    draw, waiting, said = random.Random(seed + 1), asked(seed), []
+    everybody = list(waiting)
+    leaves = {id(one): draw.randint(1, 30) for one in everybody if draw.random() < 0.2}
+    ended: dict[int, Any] = {}
+    while waiting or engine.has_work:
+        while waiting and (draw.random() < 0.3 or not engine.has_work):
+            engine.add(waiting.pop(0))
+        outputs: list[Output] = engine.step() if engine.has_work else []
+        for output in outputs:
+            ended[id(output.request)] = output.finish_reason
+        for one in everybody:  # by what it has said, which does not depend on the pace
+            if not one.has_ended and len(one.tokens) >= leaves.get(id(one), 1 << 30):
+                engine.abort(one)
+                one.ids = one.ids[: one.num_prompt_tokens + leaves[id(one)]]
+    for one in everybody:
+        said.append((one.tokens, ended.get(id(one))))
+    return said
+
+
+@pytest.mark.parametrize("unsure", [0.0, 0.2])
+@pytest.mark.parametrize("settings", [{}, {"max_batch": 3}, {"n_blocks": 9}, {"prefix_cache": False}])
+def test_the_same_tokens_as_one_by_one(model: Transformer, settings: dict[str, Any], unsure: float) -> None:
+    config = EngineConfig(**{"max_context": 112, "n_blocks": 64, "debug": True, "max_step_tokens": 32, **settings})
+    device = Device(model.ops, unsure)
+    ahead, plain = Engine(replace(model, ops=device), config), Engine(model, config)
+    for seed in range(40):
+        assert run(ahead, seed) == run(plain, seed), seed
+        for engine in (ahead, plain):
+            assert engine.scheduler.pool.num_free == config.n_blocks
+    assert device.num_begun > 100
+
+
+def test_a_device_that_fails_ends_its_requests_only(model: Transformer, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device(model.ops)
+    engine = Engine(replace(model, ops=device), EngineConfig(max_context=112, n_blocks=64, debug=True))
+    first = Request([1, 2], SamplingParams(temperature=0), 30, 0, frozenset())
+    engine.add(first)
+    for _ in range(5):
+        engine.step()
+
+    def broken(_: Later) -> list[int]:
+        raise ValueError("the device is gone")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Later, "result", broken)
+        (output,) = engine.step()
+    assert isinstance(output.error, InferenceError)
+    second = Request([3], SamplingParams(temperature=0), 5, 0, frozenset())
+    engine.add(second)
+    while engine.has_work:
+        engine.step()
+    assert len(second.tokens) == 5
+    assert engine.scheduler.pool.num_free == 64
+
+
+def test_the_next_step_is_begun_before_the_last_one_is_seen(
+    model: Transformer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device, told = Device(model.ops), []
+    engine = Engine(replace(model, ops=device), EngineConfig(max_context=112, n_blocks=64))
+    engine.add(Request([1, 2], SamplingParams(temperature=0), 6, 0, frozenset()))
+    result = Later.result
+    monkeypatch.setattr(Later, "result", lambda later: told.append(device.num_begun) or result(later))
+    while engine.has_work:
+        engine.step()
+    assert told == [2, 3, 4, 5, 5]  # a prompt of two tokens is no such step; nothing is begun past the end
+    assert np.all(np.diff(told) >= 0)
