@@ -13,7 +13,7 @@ def test_a_verdict_is_one_line_and_the_page_is_written(cli: Run, tiny: Path, tmp
     done = cli("bench", "experiments", "--only", "2", "-m", tiny, "--claims", page)
     assert done.returncode == 0
     verdict = done.stdout.decode().splitlines()[-1]
-    assert verdict.startswith("claim 2: refuted - 2 of 4 parts do their job on a real file (50%): GGUF loads: yes, ")
+    assert verdict.startswith("claim 2: refuted - 3 of 4 parts do their job on a real file (75%): GGUF loads: yes, ")
     assert f"`{verdict}`" in page.read_text()
     assert f"wrote {page}" in done.stderr.decode()
 
