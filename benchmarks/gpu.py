@@ -2,7 +2,7 @@
 """How fast an NVIDIA GPU answers, and whether it computes what it should: random weights of a real shape, through the
 engine and its sampler.
 
-    python benchmarks/gpu.py [--quick] [--shape llama2-7b] [--only Q4_0,Q8_0] [--layers N]
+    python benchmarks/gpu.py [--quick] [--shape llama2-7b] [--only Q4_0,Q8_0 | --only start] [--layers N]
 
 Nothing is downloaded. GPU_MODEL=path compares greedy answers of a real file with the reference's. Without --only each
 mix has a process of its own, so that a crash in one does not spoil the others. Ends in tables and one line of JSON.
@@ -18,6 +18,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -29,18 +30,19 @@ START = time.perf_counter()
 import numpy as np
 import torch
 import triton
-from gpu_model import file_figures, model_errors, random_model
+from gpu_model import file_figures, model_errors, model_of
 from gpu_report import driver_version, tables
+from gpu_start import start_figures
 
-from llm_worker_rbee.backends.cuda import device
+from llm_worker_rbee.backends.cuda import device, fixed
 from llm_worker_rbee.backends.cuda.decoder import SIZES
-from llm_worker_rbee.bench.synthetic import parse
 from llm_worker_rbee.config import EngineConfig
 from llm_worker_rbee.engine.engine import Engine
 from llm_worker_rbee.engine.request import Request, SamplingParams
 from llm_worker_rbee.models import Transformer
 
-MIXES = ("Q4_K_M", "Q4_0", "Q8_0", "BF16")
+MIXES = ("Q4_K_M", "Q4_0", "Q8_0", "BF16", "FP8")
+START_ONLY = "start"
 RESULT: dict[str, Any] = {}
 PROFILE = "--profile" in sys.argv
 
@@ -64,7 +66,11 @@ def requests(count: int, prompt: int, answer: int, vocabulary: int, seed: int = 
 
 
 def engine_of(model: Transformer, tokens: int, max_batch: int, step_tokens: int = 512) -> Engine:
-    """An engine with room for so many tokens."""
+    """An engine with room for so many tokens, when the last one's is free: a decoder keeps it until its next step."""
+    decoder: Any = model.fused
+    decoder.graphs.forget()
+    decoder._cache = None
+    torch.cuda.empty_cache()
     config = EngineConfig(
         max_context=4096, n_blocks=tokens // 16 + max_batch, max_batch=max_batch, max_step_tokens=step_tokens,
         prefix_cache=False, target_itl_ms=1000.0,
@@ -120,15 +126,15 @@ def prompt_time(model: Transformer, prompt: int, n: int = 5) -> float:
     return median(found[2:])
 
 
-def serve_time(model: Transformer, count: int, prompt: int, answer: int) -> float:
-    """Seconds until all requests are answered."""
+def serve_time(model: Transformer, count: int, prompt: int, answer: int) -> tuple[float, float]:
+    """Seconds until all requests are answered, and of a step in which all of them answer."""
     engine = engine_of(model, count * (prompt + answer + 16), count, 4096)
     for request in requests(count, prompt, answer, model.config.vocab_size):
         engine.add(request)
     start = time.perf_counter()
-    for _ in steps(engine):
-        pass
-    return time.perf_counter() - start
+    found = list(steps(engine))
+    answering = [seconds for made, seconds in found[len(found) // 2 :] if made == count]
+    return time.perf_counter() - start, median(answering or [0.0])
 
 
 def profile(work: Callable[[], Any], rows: int = 14) -> None:
@@ -148,8 +154,7 @@ def profile(work: Callable[[], Any], rows: int = 14) -> None:
 def measure(mix: str, shape: str, layers: int, quick: bool) -> None:
     """All figures of one mix of types."""
     start = time.perf_counter()
-    spec = parse(f"{shape}:{mix}:{layers}")
-    model = random_model(spec)
+    model = model_of(shape, mix, layers)
     torch.cuda.synchronize()
     weights = time.perf_counter() - start
     one, alone = decode_time(model, 1, 8, 128)
@@ -174,9 +179,21 @@ def measure(mix: str, shape: str, layers: int, quick: bool) -> None:
             note(f"{mix} batch {size} tok/s", round(size / decode_time(model, size, 16, 16)[0]))
     if mix == "BF16":
         serve_time(model, 256, 128, 8)
-        seconds = serve_time(model, 256, 128, 128)
+        seconds, step = serve_time(model, 256, 128, 128)
         note(f"{mix} 256 requests of 128 in, 128 out: output tok/s", round(256 * 128 / seconds))
+        note(f"{mix} 256 requests: s in all, ms of a step where all answer", [round(seconds, 3), round(1e3 * step, 2)])
+    if mix in ("Q4_K_M", "BF16"):
+        measure_deterministic(mix, model)
     note(f"{mix} device memory, GB", round(torch.cuda.max_memory_allocated() / 1e9, 2))
+
+
+def measure_deterministic(mix: str, model: Transformer) -> None:
+    """What the mode costs that gives the same bits in any company: the same weights."""
+    ops: Any = fixed
+    model = replace(model, ops=ops, fused=ops.fuse(model.parts()))
+    note(f"{mix} deterministic: tg128 tok/s", round(1 / decode_time(model, 1, 8, 64)[0]))
+    note(f"{mix} deterministic: batch 64 tok/s", round(64 / decode_time(model, 64, 32, 32)[0]))
+    note(f"{mix} deterministic: pp512 tok/s", round(512 / prompt_time(model, 512)))
 
 
 def guarded(name: str, work: Callable[[], None]) -> None:
@@ -195,6 +212,12 @@ def check(mix: str, shape: str, sizes: tuple[int, ...]) -> None:
     note(f"check {mix}", model_errors(mix, shape, sizes))
 
 
+def check_start(shape: str, layers: int) -> None:
+    """How long a start takes, and the memory of a worker."""
+    for name, value in start_figures(shape, "Q4_K_M", layers).items():
+        note(name, value)
+
+
 def check_file(path: str) -> None:
     """A real file against the reference."""
     for name, value in file_figures(path).items():
@@ -203,6 +226,8 @@ def check_file(path: str) -> None:
 
 def here(options: argparse.Namespace) -> None:
     """Check and measure in this process."""
+    if options.only == START_ONLY:  # before this process takes anything of the GPU
+        return guarded(START_ONLY, lambda: check_start(options.shape, options.layers))
     device.use(0)
     torch.backends.cuda.matmul.allow_tf32 = False
     note("versions", {"gpu": torch.cuda.get_device_name(), "driver": driver_version(), "cuda": torch.version.cuda,
@@ -221,7 +246,7 @@ def here(options: argparse.Namespace) -> None:
 
 def apart(given: list[str]) -> None:
     """A process for every mix, and one for the file."""
-    parts = [*MIXES, ""] if os.environ.get("GPU_MODEL") else list(MIXES)
+    parts = [*MIXES, *([] if "--quick" in given else [START_ONLY]), *([""] if os.environ.get("GPU_MODEL") else [])]
     hidden = ("OUT", "GPU_MODEL")
     for mix in parts:
         kept = {name: value for name, value in os.environ.items() if name not in hidden[: 2 if mix else 1]}

@@ -15,10 +15,10 @@ import numpy as np
 import torch
 
 from llm_worker_rbee.backends import cuda
-from llm_worker_rbee.backends.cuda import device
+from llm_worker_rbee.backends.cuda import device, fp8
 from llm_worker_rbee.backends.cuda.matrix import Matrix, Part
 from llm_worker_rbee.backends.cuda.pack import RULES
-from llm_worker_rbee.backends.cuda.planes import random_planes, values
+from llm_worker_rbee.backends.cuda.planes import FP8, NUMBERS, random_planes, values
 from llm_worker_rbee.backends.types import AttentionParams, Batch
 from llm_worker_rbee.bench.synthetic import Plan, Spec, parse, plans, without_weights
 from llm_worker_rbee.cache import KVCache
@@ -39,17 +39,22 @@ ANSWER, TOP, ASKED = 24, 5, 20  # tokens; likeliest that are compared; of ours, 
 def random_part(kind: str, rows: int, columns: int) -> Part:
     """Rows of a kind, of the size 1 / sqrt(columns)."""
     where, std = device.current(), columns**-0.5
-    if kind != "numbers":
+    if kind not in (NUMBERS, FP8):
         return random_planes(kind, rows, columns, where, std)
     none = torch.empty(1, dtype=torch.int32, device=where)
     numbers = torch.empty(rows, columns, dtype=torch.bfloat16, device=where).normal_(0, std)
+    if kind == FP8:
+        eight, scales = fp8.rounded(numbers)
+        return Part(FP8, rows, 0, none, none, scales, 1.0, eight)
     return Part("numbers", rows, 0, none, none, none, 1.0, numbers)
 
 
-def random_matrix(tensors: list[Plan]) -> Matrix:
-    """Tensors stacked by rows, as a file's would be."""
+def random_matrix(tensors: list[Plan], in_fp8: bool = False) -> Matrix:
+    """Tensors stacked by rows, as a file's would be; `--quantize fp8` leaves the embedding as it is."""
 
     def kind_of(plan: Plan) -> str:
+        if in_fp8 and plan.name != "token_embd.weight":
+            return FP8
         rule = RULES.get(plan.kind.name)
         return "numbers" if rule is None else rule.kind
 
@@ -57,13 +62,19 @@ def random_matrix(tensors: list[Plan]) -> Matrix:
     return Matrix(tuple(random_part(kind, sum(p.shape[0] for p in group), group[0].shape[1]) for kind, group in groups))
 
 
-def random_model(spec: Spec) -> Transformer:
+def model_of(shape: str, mix: str, layers: int) -> Transformer:
+    """Random weights of this shape; the mix FP8 is BF16 with `--quantize fp8`."""
+    in_fp8 = mix.lower() == FP8
+    return random_model(parse(f"{shape}:{'BF16' if in_fp8 else mix}:{layers}"), in_fp8)
+
+
+def random_model(spec: Spec, in_fp8: bool = False) -> Transformer:
     """The decoder of a shape and a mix, on the device."""
     torch.manual_seed(1)
     config, by_name = describe(without_weights(spec)), {plan.name: plan for plan in plans(spec)}
 
     def matrix(*names: str) -> Matrix:
-        return random_matrix([by_name[f"{name}.weight"] for name in names])
+        return random_matrix([by_name[f"{name}.weight"] for name in names], in_fp8)
 
     def norm() -> RMSNorm:
         return RMSNorm(torch.rand(config.d_model, device=device.current()) + 0.5, config.norm_eps)
@@ -141,15 +152,15 @@ def one_request(ids: np.ndarray, start: int, blocks: np.ndarray, all_logits: boo
     )  # fmt: skip
 
 
-def model_errors(mix: str, shape: str, sizes: tuple[int, ...]) -> dict[str, float]:
+def model_errors(mix: str, shape: str, sizes: tuple[int, ...], kv_type: str = "bfloat16") -> dict[str, float]:
     """Two layers of a real shape: prompts short and long, then one token for several batch sizes."""
-    model = random_model(parse(f"{shape}:{mix}:2"))
+    model = model_of(shape, mix, 2)
     rng = np.random.default_rng(5)
     ids = rng.integers(0, model.config.vocab_size, 321)
     want = exact_logits(model, torch.tensor(ids, device=device.current()))
     errors: dict[str, float] = {}
     most = max(sizes)
-    cache = KVCache(OPS, model.config, most * 21, 16, "bfloat16")
+    cache = KVCache(OPS, model.config, most * 21, 16, kv_type)
     blocks = rng.permutation(most * 21)
     for length in (100, 320):
         got = model.forward(one_request(ids[:length], 0, blocks[:21], True), cache)

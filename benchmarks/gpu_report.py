@@ -30,6 +30,7 @@ ROWS = (
     Row("BF16", "tg128 tok/s", 290, 14), Row("BF16", "pp512 tok/s", 30_000, 23_770),
     Row("BF16", "batch 64 tok/s", 9_000),
     Row("BF16", "256 requests of 128 in, 128 out: output tok/s", 15_000),
+    Row("FP8", "tg128 tok/s", None), Row("FP8", "pp512 tok/s", None), Row("FP8", "batch 64 tok/s", None),
     *(Row(mix, "depth 2048, ms more a token", 0.35, None, True) for mix in ("Q4_K_M", "Q4_0", "Q8_0", "BF16")),
     *(Row(mix, "host, ms of a step", 0.3, None, True) for mix in ("Q4_K_M", "Q4_0", "Q8_0", "BF16")),
 )  # fmt: skip

@@ -1,5 +1,7 @@
-"""What several folders share: the real default model, seeded numbers, and one folder for compiled kernels.
+"""What several folders share: the device, the real default model, seeded numbers, and one folder for compiled kernels.
 
+LLM_WORKER_TEST_DEVICE=cuda runs the tests of engine, server and LLM on a GPU; without it there is none for anybody but
+tests/backends/cuda, whatever the machine has.
 That folder is this checkout's own, for all test processes and those that they start, and stays from run to run: a test
 with a home of its own would compile everything anew.
 """
@@ -18,6 +20,18 @@ from llm_worker_rbee.weights import open_checkpoint
 from llm_worker_rbee.weights.hub import locate
 
 os.environ.setdefault("LLM_WORKER_KERNEL_CACHE", str(Path(__file__).parents[1] / ".pytest_cache" / "kernels"))
+DEVICE = os.environ.get("LLM_WORKER_TEST_DEVICE", "cpu")  # of a test that does not say which
+HIDDEN = "CUDA_VISIBLE_DEVICES"
+ON_CPU = pytest.mark.skipif(DEVICE != "cpu", reason="it is about the CPU's backend")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _that_device_only() -> None:
+    """Also for processes that tests start."""
+    if DEVICE == "cpu":
+        os.environ[HIDDEN] = ""
+    else:
+        pick(DEVICE)  # one line says what is missing
 
 
 @pytest.fixture(scope="session")
@@ -29,7 +43,7 @@ def default_model() -> Path:
 def with_kernels(path: Path) -> Path:
     """Compile what a model needs, so that no command under test tells of it."""
     checkpoint = open_checkpoint(path)
-    kernels.get_ready_for(pick("cpu"), kernels.Needs.of(checkpoint, describe(checkpoint)))
+    kernels.get_ready_for(pick(DEVICE), kernels.Needs.of(checkpoint, describe(checkpoint)))
     return path
 
 

@@ -31,6 +31,7 @@ BITS = {
         8.5: "Q8_0 Q8_1 Q8_K IQ2_XXS IQ3_XXS IQ4_NL IQ4_XS",
         9.0: "IQ2_XS IQ2_S",
         16.0: "F16 BF16",
+        8.0: "fp8",  # the scale of a row is 32 bits more
     }.items()
     for name in names.split()
 }
@@ -71,7 +72,7 @@ def take(index: int | None, asked: str = "device 'cuda'") -> Ops:
 
 def is_cuda(ops: Ops) -> bool:
     """Whether this is the CUDA backend."""
-    return getattr(ops, "__name__", "") == f"{__package__}.cuda"
+    return getattr(ops, "__name__", "") in (f"{__package__}.cuda", f"{__package__}.cuda.fixed")
 
 
 def device_of(ops: Any) -> str:
@@ -84,19 +85,31 @@ def free_bytes(ops: Any) -> int:
     return int(ops.free_bytes())
 
 
-def require_deterministic(ops: Ops) -> None:
-    """The same request gives the same bits in any company: on a CPU always, on a GPU that is not there yet."""
-    if is_cuda(ops):
+def deterministic(ops: Ops) -> Ops:
+    """The backend that gives a request the same bits in any company: on a CPU each one does, on a GPU it is a mode."""
+    if not is_cuda(ops):
+        return ops
+    module: Any = importlib.import_module(f"{__package__}.cuda.fixed")
+    made: Ops = module
+    return made
+
+
+def require_fp8(ops: Ops) -> None:
+    """Weights in e4m3 are for GPUs whose tensor cores multiply them."""
+    if not is_cuda(ops):
         raise InvalidRequestError(
-            "deterministic is not for a GPU yet: leave it out, or use device cpu, which always is", "deterministic"
+            "quantize fp8 is for an NVIDIA GPU, and this computes on the CPU: use device cuda, or quantize Q8_0",
+            "quantize",
         )
+    hardware: Any = importlib.import_module(f"{__package__}.cuda.hardware")
+    hardware.require_fp8()
 
 
 def packed_bytes(checkpoint: Checkpoint) -> int:
     """What the weights of a file take on a GPU."""
     bits = 0.0
     for tensor in checkpoint.tensors.values():
-        each = BITS.get(tensor.kind.name, 32.0) if len(tensor.shape) > 1 else 32.0
+        each = BITS.get(tensor.kept_as or tensor.kind.name, 32.0) if len(tensor.shape) > 1 else 32.0
         bits += each * math.prod(tensor.shape)
     return int(bits / 8)
 

@@ -20,7 +20,7 @@ COMPUTING_PANEL = "Computing"
 # Named here for --help, which imports nothing heavy; a test holds it against backends.types.KV_TYPES.
 KV_TYPES = "auto float32 float16 int8 bfloat16 float8"
 # What messages of the engine name, and a person types as an option.
-SETTING = re.compile(r"(?<![\w-])(?:kv_memory|kv_type|max_context|max_tokens|draft_model)(?!\w)")
+SETTING = re.compile(r"(?<![\w-])(?:kv_memory|kv_type|max_context|max_tokens|draft_model|quantize)(?!\w)")
 LIBRARY_VARIABLES = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
 
 
@@ -79,15 +79,17 @@ class LoadOptions(ComputeOptions):
     quantize: Annotated[
         str | None,
         _option("--quantize", metavar="T", show_default="as they are",
-                help="Quantize the weights while loading; T as convert --type takes it."),
+                help="Quantize the weights while loading; T as convert --type takes it, on a GPU also fp8."),
     ] = None  # fmt: skip
 
     def set_up(self) -> int:
         """Make it so; how many threads will compute."""
         if self.kv_type not in KV_TYPES.split():
             raise typer.BadParameter(f"--kv-type {self.kv_type}: use one of {', '.join(KV_TYPES.split())}")
-        if self.quantize is not None and self.quantize.upper() not in TYPES.split():
-            raise typer.BadParameter(f"--quantize {self.quantize}: use one of {', '.join(TYPES.split())}")
+        if self.quantize is not None and self.quantize.upper() not in (*TYPES.split(), "FP8"):
+            raise typer.BadParameter(
+                f"--quantize {self.quantize}: use one of {', '.join(TYPES.split())}, or fp8 on a GPU"
+            )
         return super().set_up()
 
 

@@ -73,7 +73,7 @@ class EngineOptions(CapacityOptions):
     deterministic: Annotated[
         bool,
         _option("--deterministic",
-                help="The same answer alone and among others: a CPU always gives it, a GPU not yet."),
+                help="The same answer alone and among others: a CPU always gives it, a GPU in a slower mode."),
     ] = False  # fmt: skip
 
     def arguments(self) -> dict[str, Any]:

@@ -85,6 +85,9 @@ class Engine:
         except Exception as error:
             self.is_computing, self._begun = False, None
             return self.scheduler.fail(spans, _shown(error))
+        except BaseException:  # Ctrl-C: the tokens were not seen, so what follows them is made again
+            self._begun = None
+            raise
         if tokens is None:  # too close for the device: the meaning is asked
             self._begun = None
             return self._computed(spans, is_first=False)

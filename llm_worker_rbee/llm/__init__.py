@@ -17,7 +17,7 @@ from numbers import Integral
 from pathlib import Path
 from typing import Any, overload
 
-from ..backends import gpu, is_automatic, kernels, kv_type_for, pick
+from ..backends import gpu, is_automatic, kernels, kv_type_for
 from ..backends.types import Ops
 from ..config import KV_AUTO, EngineConfig, ModelConfig
 from ..engine.capacity import Capacity
@@ -27,7 +27,7 @@ from ..engine.request import SamplingParams
 from ..engine.sampler import draw_seed
 from ..errors import ChatTemplateError, InvalidRequestError
 from ..models import Transformer, describe, load_model
-from ..models.convert import quantize_checkpoint
+from ..models.convert import is_fp8, quantize_checkpoint
 from ..progress import generating
 from ..tokenizer import ChatTemplate, Tokenizer, tokenizer_from_gguf, tokenizer_from_hf
 from ..tokenizer.messages import Message, checked_messages, protected
@@ -47,7 +47,7 @@ from .options import (
     require_same_tokens,
     require_settings,
 )
-from .placing import placed, planned
+from .placing import opened, picked, placed, planned
 from .stream import Stream, together
 
 __all__ = ["LLM", "Chunk", "Completion", "SamplingParams", "Stream", "Timings", "open_tokenizer", "together"]
@@ -83,8 +83,8 @@ class LLM:
         weights are brought into first. `max_context` bounds prompt and answer together (default: the model's own, or
         what fits: `capacity` tells); `chat_template` is Jinja source that replaces the file's own; `draft_model` a
         smaller model with the same tokenizer that guesses for this one; `deterministic` asks for the same answer to a
-        request in any company, which the CPU always gives and a GPU not yet: `auto` then takes the CPU; `progress`
-        hears of what takes long: downloads, compiling, quantizing; `on_stage` of every phase of loading while it lasts.
+        request in any company, which the CPU always gives and a GPU in a slower mode; `progress` hears of what takes
+        long: downloads, compiling, quantizing; `on_stage` of every phase of loading while it lasts.
         The other settings are those of `EngineConfig`: max_batch, target_itl_ms, prefix_cache, speculative,
         draft_tokens, ... `phases` says afterwards how long each part took.
         """
@@ -93,23 +93,19 @@ class LLM:
         timed, progress = self.loading.timed, self.loading.progress
         require_settings(settings, draft_model)
         with timed("backend"):
-            if deterministic and is_automatic(device, backend, threads):
-                device = "cpu"
-            ops = pick(device, backend, threads)
-            if deterministic:
-                gpu.require_deterministic(ops)
+            ops = picked(device, backend, threads, deterministic, quantize)
             kv_type_for(ops, kv_type)
         with timed("locate"):
             path = locate(str(model) if model is not None else None, progress=progress)
             guesser = None if draft_model is None else locate(str(draft_model), progress=progress)
         with timed("open"):
-            self.checkpoint: Checkpoint = open_checkpoint(path)
+            self.checkpoint: Checkpoint = opened(path, quantize)
             self.config: ModelConfig = describe(self.checkpoint)
             draft = None if guesser is None else open_checkpoint(guesser)
             self.notes: list[str] = []  # what a person should know of how it was loaded
             models = [self.checkpoint] if draft is None else [self.checkpoint, draft]
             if is_automatic(device, backend, threads):
-                ops, self.notes = placed(ops, models)
+                ops, self.notes = placed(ops, models, is_fp8(quantize))
             self.kv_type = kv_type_for(ops, kv_type)
             many = settings.get("max_batch", SETTINGS["max_batch"])
             self.capacity: Capacity = planned(
@@ -149,7 +145,8 @@ class LLM:
     @property
     def backend(self) -> str:
         """Which implementation of the ops computes."""
-        return str(getattr(self.model.ops, "__name__", "")).rpartition(".")[2]
+        name = str(getattr(self.model.ops, "__name__", "")).rpartition(".")[2]
+        return "cuda" if gpu.is_cuda(self.model.ops) else name
 
     @property
     def device(self) -> str:
@@ -161,6 +158,11 @@ class LLM:
         """Memory that is held on a device of its own, as its backend says: `device_bytes()`, or none."""
         held = getattr(self.model.ops, "device_bytes", None)
         return 0 if held is None else int(held())
+
+    @property
+    def graph_bytes(self) -> int:
+        """Memory of a device that captured steps take; it grows while new sizes of steps come."""
+        return int(getattr(getattr(self.model.fused, "graphs", None), "nbytes", 0))
 
     @property
     def has_chat_template(self) -> bool:

@@ -13,6 +13,7 @@ from .. import __version__
 from .worker import Worker
 
 PACKAGES = ("numpy", "numba")
+OF_A_GPU = ("torch", "triton")
 
 
 def info(worker: Worker) -> dict[str, Any]:
@@ -24,9 +25,9 @@ def info(worker: Worker) -> dict[str, Any]:
         "context_length": llm.max_context, "backend": llm.backend, "device": llm.device, "kv_type": llm.kv_type,
         "memory": {
             "weights_bytes": llm.checkpoint.nbytes, "kv_cache_bytes": llm.capacity.bytes,
-            "process_bytes": resident_bytes(), "device_bytes": llm.device_bytes,
+            "process_bytes": resident_bytes(), "device_bytes": llm.device_bytes, "graph_bytes": llm.graph_bytes,
         },
-        "worker_id": worker.settings.worker_id, "versions": _versions(),
+        "worker_id": worker.settings.worker_id, "versions": _versions(llm.backend),
     }  # fmt: skip
 
 
@@ -39,9 +40,9 @@ def resident_bytes() -> int | None:
 
 
 @cache
-def _versions() -> dict[str, str]:
+def _versions(backend: str) -> dict[str, str]:
     found = {"worker": __version__, "python": platform.python_version()}
-    for name in PACKAGES:
+    for name in (*PACKAGES, *(OF_A_GPU if backend == "cuda" else ())):
         try:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:  # the reference needs no Numba

@@ -104,6 +104,9 @@ def _of_engine(worker: Worker) -> Iterator[Metric]:
     yield _counter("prefix_cache_hits", told.format("found"), counts.num_hit_tokens)
     yield _counter("num_preemptions", "Requests that gave their blocks to others.", counts.num_preemptions)
     yield _counter("prompt_tokens", "Tokens of prompts taken on.", counts.num_queried_tokens)
+    if worker.loaded.device_bytes:
+        yield _gauge("device_memory_bytes", "Memory of the GPU that tensors take.", worker.loaded.device_bytes)
+        yield _gauge("device_graph_bytes", "Memory of the GPU that CUDA graphs take.", worker.loaded.graph_bytes)
     phases = GaugeMetricFamily(
         PREFIX + "startup_phase_seconds", "How long each part of loading took.", labels=["phase"]
     )

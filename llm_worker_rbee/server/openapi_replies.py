@@ -48,7 +48,8 @@ REPLIES: dict[str, Schema] = {
     "Info": _whole(
         model=TEXT, architecture=TEXT, quant=TEXT, parameters=COUNT, context_length=COUNT, backend=TEXT, device=TEXT,
         kv_type=TEXT, memory=_whole(
-            weights_bytes=COUNT, kv_cache_bytes=COUNT, process_bytes=_or_null(COUNT), device_bytes=COUNT),
+            weights_bytes=COUNT, kv_cache_bytes=COUNT, process_bytes=_or_null(COUNT), device_bytes=COUNT,
+            graph_bytes=COUNT),
         worker_id=TEXT, versions=_whole(worker=TEXT, python=TEXT)),
     "LoadingEvent": _whole(stage=TEXT),
     "Model": _whole(id=TEXT, object={"const": "model"}, created=COUNT, owned_by=TEXT, context_length=COUNT),

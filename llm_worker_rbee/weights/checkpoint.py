@@ -68,6 +68,7 @@ class Tensor:
     kind: BlockType
     shape: tuple[int, ...]
     data: NDArray[np.uint8]  # (nbytes,)
+    kept_as: str = ""  # what a backend makes of it: FP8, or as it is
 
     @property
     def nbytes(self) -> int:

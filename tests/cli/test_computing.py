@@ -60,6 +60,7 @@ def test_weights_and_keys_may_be_held_in_fewer_bits(cli: Run, tiny: Path) -> Non
         (("--device", "cuda", "--threads", "2"), 2, "--threads is for the CPU: it does not go with a GPU"),
         (("--backend", "cuda", "--cpu-isa", "portable"), 2, "--cpu-isa is for the CPU"),
         (("--quantize", "Q9"), 2, "--quantize Q9: use one of F32, F16"),
+        (("--quantize", "fp8", "--device", "cpu"), 1, "--quantize fp8 is for an NVIDIA GPU"),
     ],
 )
 def test_what_cannot_be_is_told(cli: Run, tiny: Path, options: tuple[str, ...], status: int, told: str) -> None:

@@ -7,12 +7,13 @@ from pathlib import Path
 import pytest
 
 from llm_worker_rbee import LLM
+from tests.conftest import DEVICE
 from tests.e2e import tiny
 
 
 @pytest.fixture(scope="session")
 def default_llm(default_model: Path) -> LLM:
-    return LLM(default_model)
+    return LLM(default_model, device=DEVICE, deterministic=True)
 
 
 @pytest.fixture(scope="session")
@@ -29,4 +30,4 @@ def tiny_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_llm(tiny_file: Path) -> LLM:
-    return LLM(tiny_file)
+    return LLM(tiny_file, device=DEVICE, deterministic=True)

@@ -20,6 +20,7 @@ import torch
 import transformers
 
 from llm_worker_rbee import LLM
+from tests.conftest import ON_CPU
 from tests.models import running, zoo
 
 pytestmark = pytest.mark.xdist_group("transformers loads the default model once")
@@ -99,6 +100,7 @@ print(json.dumps({"bare": bare, "peak": peak_kb(), "phases": llm.phases, "tokens
 """
 
 
+@ON_CPU
 @pytest.mark.skipif(
     not Path("/proc/self/status").exists(), reason="peak memory is read from /proc, which this system has not"
 )

@@ -31,7 +31,7 @@ def scripted(tmp_path: Path, follows: Any, **tokenizer: Any) -> LLM:
 def test_kv_cache_is_reset_between_requests(tiny_file: Path, tiny_llm: LLM) -> None:
     """A warm-up, other requests and one broken off leave nothing behind: not one bit of a log-probability differs."""
     options = {**GREEDY, "max_tokens": 8, "logprobs": 3}
-    fresh = LLM(tiny_file).generate("Once upon", **options)
+    fresh = LLM(tiny_file, deterministic=True).generate("Once upon", **options)
     tiny_llm.generate("ab", max_tokens=1)
     tiny_llm.generate("A long prompt about something else entirely", **options)
     next(iter(tiny_llm.stream("broken off", **options)))

@@ -25,7 +25,8 @@ TEMPLATE = (
     "{% for m in messages %}<|user|>{{ m['content'] }}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-LLAMA = zoo.Variant("llama", {"rope_parameters": zoo.PLAIN, "vocab_size": VOCAB})
+HEAD = 32  # what fused decoders know
+LLAMA = zoo.Variant("llama", {"rope_parameters": zoo.PLAIN, "vocab_size": VOCAB, "head_dim": HEAD})
 
 
 def byte_chars() -> list[str]:
@@ -78,7 +79,7 @@ def write_scripted(
 
     Attention and MLP add nothing; the head's row of a token is the sum of the embeddings of those it follows.
     """
-    width = 8 * -(-vocab // 8)
+    width = HEAD * -(-vocab // HEAD)
     embedding = np.zeros((vocab, width), np.float32)
     embedding[np.arange(vocab), np.arange(vocab)] = 1.0
     head = np.zeros((vocab, width), np.float32)
@@ -108,25 +109,25 @@ def _scripted_metadata(width: int, vocab: int, context: int) -> dict[str, Any]:
         "block_count": 1,
         "embedding_length": width,
         "attention.head_count": 1,
-        "feed_forward_length": 8,
+        "feed_forward_length": HEAD,
         "context_length": context,
         "attention.layer_norm_rms_epsilon": 1e-6,
-        "rope.dimension_count": 8,
-        "attention.key_length": 8,
-        "attention.value_length": 8,
+        "rope.dimension_count": HEAD,
+        "attention.key_length": HEAD,
+        "attention.value_length": HEAD,
     }
     return {"general.architecture": "llama", "general.name": "scripted", **{f"llama.{k}": v for k, v in keys.items()}}
 
 
 def _silent_block(width: int) -> dict[str, NDArray[np.float32]]:
     shapes = {
-        "attn_q": (8, width),
-        "attn_k": (8, width),
-        "attn_v": (8, width),
-        "attn_output": (width, 8),
-        "ffn_gate": (8, width),
-        "ffn_up": (8, width),
-        "ffn_down": (width, 8),
+        "attn_q": (HEAD, width),
+        "attn_k": (HEAD, width),
+        "attn_v": (HEAD, width),
+        "attn_output": (width, HEAD),
+        "ffn_gate": (HEAD, width),
+        "ffn_up": (HEAD, width),
+        "ffn_down": (width, HEAD),
     }
     block = {f"blk.0.{name}.weight": np.zeros(shape, np.float32) for name, shape in shapes.items()}
     norms = {

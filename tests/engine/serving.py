@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from llm_worker_rbee.backends import cpu, kernels
+from llm_worker_rbee.backends import gpu, kernels, pick
 from llm_worker_rbee.config import EngineConfig
 from llm_worker_rbee.engine.engine import Engine
 from llm_worker_rbee.engine.request import Output, Request, SamplingParams, TokenLogprob
@@ -16,18 +16,19 @@ from llm_worker_rbee.engine.sampler import sample_rows, token_logprobs
 from llm_worker_rbee.engine.solo import Solo
 from llm_worker_rbee.models import Transformer, describe, load_model
 from llm_worker_rbee.weights import open_checkpoint
+from tests.conftest import DEVICE
 from tests.models import zoo
 
-SMALL = zoo.Variant("llama", {"rope_parameters": zoo.PLAIN, "max_position_embeddings": 512})
+SMALL = zoo.Variant("llama", {"rope_parameters": zoo.PLAIN, "max_position_embeddings": 512, "head_dim": 32})
 
 
 def load(path: Path, *kv_types: str) -> Transformer:
-    """On the CPU backend, compiled."""
-    checkpoint = open_checkpoint(path)
+    """On the tests' device, compiled; what a request is answered does not depend on its company."""
+    checkpoint, ops = open_checkpoint(path), gpu.deterministic(pick(DEVICE))
     config = describe(checkpoint)
     for kv_type in kv_types or ("float32",):
-        kernels.get_ready_for(cpu, kernels.Needs.of(checkpoint, config, kv_type))
-    return load_model(checkpoint, cpu, config)
+        kernels.get_ready_for(ops, kernels.Needs.of(checkpoint, config, kv_type))
+    return load_model(checkpoint, ops, config)
 
 
 def small_file(path: Path, kind: str, seed: int = 0) -> Path:

@@ -1,5 +1,6 @@
 """Same request, same answer: tokens and log-probabilities are the same bits as when a request is alone, whoever else is
-there, however prompts are cut, whatever was cached, whoever was sent away, and with any number of threads."""
+there, however prompts are cut, whatever was cached, whoever was sent away, and with any number of threads. On a GPU
+this is the mode that `--deterministic` asks for."""
 
 from __future__ import annotations
 
@@ -10,12 +11,13 @@ from typing import Any
 
 import pytest
 
-from llm_worker_rbee.backends import cpu, kv_type_for
+from llm_worker_rbee.backends import kv_type_for, pick
 from llm_worker_rbee.backends.cpu import threads
 from llm_worker_rbee.engine.draft_model import DraftModel
 from llm_worker_rbee.engine.engine import Engine
 from llm_worker_rbee.engine.request import Request
 from llm_worker_rbee.models import Transformer
+from tests.conftest import DEVICE
 from tests.engine.serving import (
     Answer,
     Listener,
@@ -29,8 +31,8 @@ from tests.engine.serving import (
 )
 
 KINDS = ("Q4_1", "Q8_0", "F32")
-KV_TYPES = ("float32", "float16", "int8")
-PER_SEED = 30
+KV_TYPES = ("float32", "float16", "int8" if DEVICE == "cpu" else "float8")
+PER_SEED = 30 if DEVICE == "cpu" else 8
 LONGEST_TROUBLE = 100  # steps; a prompt that is read token by token must come to its end some time
 
 
@@ -133,10 +135,10 @@ def test_on_a_small_model(small: dict[str, Asked], seed: int) -> None:
 
 @pytest.fixture(scope="module")
 def real(default_model: Path) -> Asked:
-    model = load(default_model, "float32", kv_type_for(cpu))
+    model = load(default_model, "float32", kv_type_for(pick(DEVICE)))
     return Asked(model, some_questions(12, model.config.vocab_size, (4, 70)))
 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_on_the_default_model(real: Asked, seed: int) -> None:
-    play(random.Random(seed), real, kv_type_for(cpu) if seed else "float32", most=12, steps=10)
+    play(random.Random(seed), real, kv_type_for(pick(DEVICE)) if seed else "float32", most=12, steps=10)

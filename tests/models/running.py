@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,8 +31,13 @@ def logits_of(model: Transformer, ids: list[int], chunk: int = 512, kv_type: str
     runner = Solo(model, len(ids), kv_type)
     parts = []
     while request.num_computed_tokens < len(ids):
-        parts.append(runner.step(request, chunk, all_logits=True))
+        parts.append(on_host(runner.step(request, chunk, all_logits=True)))
     return np.concatenate(parts)
+
+
+def on_host(array: Any) -> NDArray[Any]:
+    """A copy: what a backend gives is good until its next step, and may be a device's."""
+    return np.array(array.cpu() if hasattr(array, "cpu") else array)
 
 
 def greedy(model: Transformer, ids: list[int], n: int) -> list[int]:

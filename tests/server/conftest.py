@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from llm_worker_rbee import LLM
-from tests.conftest import with_kernels
+from tests.conftest import DEVICE, with_kernels
 from tests.server.running import Server, write_model
 
 KEY = "a-key-for-tests"
@@ -24,7 +24,7 @@ def model_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def load(model_file: Path) -> Callable[..., LLM]:
     """A model for a server of one's own."""
-    return lambda **options: LLM(model_file, **{"kv_memory": 16 << 20, **options})
+    return lambda **options: LLM(model_file, **{"device": DEVICE, "kv_memory": 16 << 20, **options})
 
 
 @pytest.fixture(scope="session")

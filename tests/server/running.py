@@ -17,10 +17,12 @@ from typing import Any
 
 import httpx
 import openai
+import pytest
 import uvicorn
 import uvloop
 
 from llm_worker_rbee import LLM
+from llm_worker_rbee.engine.engine import Engine
 from llm_worker_rbee.server.app import application
 from llm_worker_rbee.server.run import connection_for
 from llm_worker_rbee.server.settings import Settings
@@ -124,6 +126,12 @@ class Server:
         until(lambda: scheduler.pool.num_free == scheduler.pool.n_blocks)
         scheduler.check()
         assert (self.worker.num_unstarted, self.worker.admission.load) == (0, (0, 0, 0))
+
+
+def step_through(run: Callable[[Any], Any], engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every step goes through `run`, which is given its spans: none is begun ahead, as a GPU's would be."""
+    monkeypatch.setattr(engine._ahead, "_sample_later", None)
+    monkeypatch.setattr(engine.runner, "run", run)
 
 
 def until(happened: Callable[[], object]) -> None:

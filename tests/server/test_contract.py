@@ -14,9 +14,10 @@ from llm_worker_rbee import LLM
 from llm_worker_rbee.server import jobs, openai_fields
 from llm_worker_rbee.server.fields import read_object
 from llm_worker_rbee.server.kinds import Only
+from tests.conftest import DEVICE
 from tests.e2e import tiny
 from tests.server.conftest import Start
-from tests.server.running import CHAT, SAID, Server, events, until
+from tests.server.running import CHAT, SAID, Server, events, step_through, until
 
 JOBS, CHATS, COMPLETIONS = "/v1/jobs", "/v1/chat/completions", "/v1/completions"
 # what a job's field is when it is not given, and the values at its ends: the last that is taken, the first that is not
@@ -133,7 +134,7 @@ def test_a_model_without_a_chat_template_says_so(tmp_path_factory: pytest.TempPa
     path = tmp_path_factory.mktemp("bare") / "bare.gguf"
     metadata = {k: v for k, v in tiny.tokenizer_metadata().items() if k != "tokenizer.chat_template"}
     tiny.write_scripted(path, {i: i for i in range(256)}, metadata)
-    with Server(lambda: LLM(path, kv_memory=1 << 20)) as server:
+    with Server(lambda: LLM(path, device=DEVICE, kv_memory=1 << 20)) as server:
         server.ready()
         error = server.post(CHATS, {"messages": CHAT}).json()["error"]
         assert error["code"] == "INVALID_REQUEST"
@@ -170,15 +171,15 @@ def gated(start: Start, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Serve
     """A server whose steps wait until they may; how many requests each one had."""
     server = start()
     may_step, steps = threading.Semaphore(0), list[int]()
-    runner = server.worker.loaded.engine.runner
-    run = runner.run
+    engine = server.worker.loaded.engine
+    run = engine.runner.run
 
     def one_by_one(spans: Any) -> Any:
         steps.append(len(spans))
         may_step.acquire()
         return run(spans)
 
-    monkeypatch.setattr(runner, "run", one_by_one)
+    step_through(one_by_one, engine, monkeypatch)
     yield server, may_step, steps
     may_step.release(1_000_000)
     server.require_idle()

@@ -34,8 +34,9 @@ import pytest
 from llm_worker_rbee import LLM
 from llm_worker_rbee.server import jobs
 from llm_worker_rbee.tokenizer import StreamDecoder
+from tests.conftest import DEVICE
 from tests.server.conftest import Start
-from tests.server.running import CHAT, Server, events, ids, until
+from tests.server.running import CHAT, Server, events, ids, step_through, until
 
 LONG = 60_000  # tokens that nobody waits for
 CHATS, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -172,7 +173,7 @@ def test_a_step_that_breaks_ends_its_batch_only(server: Server, monkeypatch: pyt
             raise ValueError("/a/path of ours")
         return run(spans)
 
-    monkeypatch.setattr(engine.runner, "run", breaking)
+    step_through(breaking, engine, monkeypatch)
     is_armed.set()
     asked: list[Callable[[], httpx.Response]] = [
         lambda: server.post("/v1/jobs", {"prompt": "#", "max_tokens": LONG, "stream": False}),
@@ -198,9 +199,9 @@ def test_memory_for_blocks_that_is_exhausted(start: Start, monkeypatch: pytest.M
     longest = server.worker.loaded.max_context // 4
     asked = [{"prompt": f"{i}?", "max_tokens": longest, "seed": i, "stream": False} for i in range(10)]
     alone = [server.post("/v1/jobs", one).json()["text"] for one in asked]
-    runner, all_are_in = server.worker.loaded.engine.runner, threading.Event()
-    run = runner.run
-    monkeypatch.setattr(runner, "run", lambda spans: all_are_in.wait() and run(spans))
+    engine, all_are_in = server.worker.loaded.engine, threading.Event()
+    run = engine.runner.run
+    step_through(lambda spans: all_are_in.wait() and run(spans), engine, monkeypatch)
     with ThreadPoolExecutor(10) as pool:
         together = [pool.submit(server.post, "/v1/jobs", one) for one in asked]
         until(lambda: server.worker.num_open == 10)
@@ -214,7 +215,7 @@ def test_a_model_file_that_is_gone_after_loading(model_file: Path, tmp_path: Pat
     """Truncated, then removed: nothing is read from it any more."""
     copy = tmp_path / "copy.gguf"
     copy.write_bytes(model_file.read_bytes())
-    with Server(lambda: LLM(copy, backend="cpu", kv_memory=1 << 20)) as server:
+    with Server(lambda: LLM(copy, device=DEVICE, kv_memory=1 << 20)) as server:
         server.ready()
         with copy.open("r+b") as file:
             file.truncate(0)

@@ -19,7 +19,7 @@ from llm_worker_rbee.server.admission import Admission
 from llm_worker_rbee.server.desk import Line
 from llm_worker_rbee.server.settings import Settings
 from tests.server.conftest import Start
-from tests.server.running import CONTEXT, Server, ids, until
+from tests.server.running import CONTEXT, Server, ids, step_through, until
 
 COMPLETIONS, CHATS, JOBS = "/v1/completions", "/v1/chat/completions", "/v1/jobs"
 LONG = 60_000
@@ -33,9 +33,9 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
 
     def close(server: Server) -> threading.Event:
         gates.append(opened := threading.Event())
-        runner = server.worker.loaded.engine.runner
-        run = runner.run
-        monkeypatch.setattr(runner, "run", lambda spans: opened.wait() and run(spans))
+        engine = server.worker.loaded.engine
+        run = engine.runner.run
+        step_through(lambda spans: opened.wait() and run(spans), engine, monkeypatch)
         return opened
 
     yield close

@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 
 from llm_worker_rbee.server.openapi import ROUTES
 from tests.cli.conftest import environment
+from tests.conftest import DEVICE
 from tests.e2e import tiny
 from tests.server.conftest import KEY
 from tests.server.running import until
@@ -44,7 +45,7 @@ HEADERS = {"Authorization": f"Bearer {KEY}"}
 @pytest.fixture(scope="module")
 def described(model_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """The description, as it is served."""
-    line = [sys.executable, "-m", "llm_worker_rbee", "serve", "--port", "0", "--kv-memory", "16MB"]
+    line = [sys.executable, "-m", "llm_worker_rbee", "serve", "--port", "0", "--device", DEVICE, "--kv-memory", "16MB"]
     said = tmp_path_factory.mktemp("schemathesis") / "stderr"
     with said.open("w") as errors, subprocess.Popen(
         [*line, "--model", str(model_file), "--served-model-name", "tiny"],

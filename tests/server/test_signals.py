@@ -14,6 +14,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.conftest import DEVICE
+
 LIMIT_S = 60
 Spawn = Callable[..., "subprocess.Popen[str]"]
 # the command, with something done at the very end of its process
@@ -26,7 +28,7 @@ def spawn() -> Iterator[Spawn]:
 
     def start(*args: str | Path, at_exit: str | None = None) -> subprocess.Popen[str]:
         how = ["-m", "llm_worker_rbee"] if at_exit is None else ["-c", AT_EXIT.format(at_exit)]
-        line = [sys.executable, *how, "serve", "--port", "0", *map(str, args)]
+        line = [sys.executable, *how, "serve", "--port", "0", "--device", DEVICE, *map(str, args)]
         env = {**os.environ, "LLORCH_LOG_FORMAT": "json"}
         begun.append(subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env))
         return begun[-1]

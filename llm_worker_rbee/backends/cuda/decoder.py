@@ -7,6 +7,7 @@ requests read at once and they are of a usual length; larger ones run as they co
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -16,9 +17,10 @@ import torch
 from ..types import Batch, BlockParts, Ints, KVLayer, ModelParts, OnClock, RopeTable
 from . import device
 from .few import Few, Rope, is_packed
+from .fp8 import is_fp8
 from .graphs import Graphs
 from .inputs import Inputs
-from .many import QUERIES, Many
+from .many import FIXED_QUERIES, QUERIES, Many
 
 NO_IDS = np.empty(0, np.int64)
 FEW = 4  # tokens that few.py takes: the tensor cores are faster for more
@@ -34,17 +36,19 @@ FIRST_POSITIONS = 8192  # that cosines and sines are made for at first
 class Decoder:
     """A model's way through a step."""
 
+    is_fixed = False
+
     def __init__(self, model: ModelParts) -> None:
         self.model = model
         self.graphs = Graphs()
         self.inputs = Inputs()
-        self.many = Many(model)
+        self.many = Many(model, self.is_fixed)
         self._few: dict[int, Few] = {}
         self._static: torch.Tensor | None = None
         self._ropes: list[Rope] = []
         self._positions = 0
-        self._cache: Sequence[KVLayer] | None = None  # that graphs write to
-        self._few_most = FEW if all(map(is_packed, layer_matrices(model))) else 1
+        self._cache: weakref.ref[Any] | None = None  # that graphs write to: its first tensor
+        self._few_most = FEW if all(is_packed(w) or is_fp8(w) for w in layer_matrices(model)) else 1
 
     def __call__(self, batch: Batch, kv: Sequence[KVLayer]) -> torch.Tensor:
         """One step: writes the cache, gives the logits at `batch.logits_index`: float32, on the device, good until the
@@ -128,9 +132,40 @@ class Decoder:
             tables = {key: rope_of(table, self._positions) for key, table in made.items()}
             self._ropes = [tables[id(block.rope)] for block in self.model.blocks]
             self._cache = None
-        if kv is not self._cache:
-            self._cache = kv
+        if self._cache is None or self._cache() is not kv[0].k:
+            self._cache = weakref.ref(kv[0].k)
             self.graphs.forget()
+
+
+class FixedDecoder(Decoder):
+    """The same where a token's numbers may not depend on the others: nobody is told from those who read, and every
+    product and every query is summed in one order. Steps where everybody answers run in graphs."""
+
+    is_fixed = True
+
+    def __call__(self, batch: Batch, kv: Sequence[KVLayer]) -> torch.Tensor:
+        """One step, as above."""
+        self._get_ready(batch, kv)
+        tokens, wanted, table = len(batch.ids), len(batch.logits_index), batch.block_table
+        is_there = isinstance(batch.ids, torch.Tensor)
+        size = _size_of(tokens, SIZES) if tokens == len(table) == wanted else None
+        if size is None or table.shape[1] * size > LARGEST_TABLE:
+            size = 0
+        requests, firsts = _tiles(batch.query_start, 0, FIXED_QUERIES)
+        room = (size, size, size) if size else (tokens, len(requests), len(table))
+        arrays = {
+            "width": (1, np.array(table.shape[1]), 0), "ids": (room[0], NO_IDS if is_there else batch.ids, 0),
+            "positions": (room[0], batch.positions, 0), "slots": (room[0], batch.slot_mapping, -1),
+            "query_start": (room[2] + 1, batch.query_start, 0), "context_len": (room[2], batch.context_len, 0),
+            "tile_request": (room[1], requests, -1), "tile_first": (room[1], firsts, 0),
+            "logits_index": (wanted, batch.logits_index, 0), "tables": (table.size, table, 0),
+        }  # fmt: skip
+        at = self.inputs.put(arrays, self._room() if size else None)
+        if is_there:
+            at["ids"][:tokens].copy_(cast(torch.Tensor, batch.ids))
+        if not size:
+            return self.many.step(tokens, at, 0, wanted, kv, self._ropes)
+        return self.graphs.run(size, lambda: self.many.step(size, at, 0, None, kv, self._ropes))[:tokens]
 
 
 def rope_of(table: RopeTable, positions: int) -> Rope:
@@ -154,13 +189,13 @@ def _leading_ones(counts: Ints) -> int:
     return int(other[0]) if len(other) else len(counts)
 
 
-def _tiles(query_start: Ints, answering: int) -> tuple[Ints, Ints]:
-    """Runs of QUERIES tokens of the requests that read: (request, first token of the run in the request)."""
+def _tiles(query_start: Ints, answering: int, queries: int = QUERIES) -> tuple[Ints, Ints]:
+    """Runs of `queries` tokens of the requests that read: (request, first token of the run in the request)."""
     counts = np.diff(query_start)[answering:]
-    each = -(-counts // QUERIES)
+    each = -(-counts // queries)
     requests = np.repeat(np.arange(len(counts)), each)
     before = np.cumsum(each) - each
-    return requests + answering, (np.arange(int(each.sum())) - before[requests]) * QUERIES
+    return requests + answering, (np.arange(int(each.sum())) - before[requests]) * queries
 
 
 def layer_matrices(model: ModelParts) -> list[Any]:
@@ -168,14 +203,16 @@ def layer_matrices(model: ModelParts) -> list[Any]:
     return [w for b in model.blocks for w in (b.qkv, b.output, b.gate_up, b.down)]
 
 
-def fuse(model: ModelParts) -> Decoder | None:
+def fuse(model: ModelParts, fixed: bool = False) -> Decoder | None:
     """The decoder of a model; None where it has what these kernels do not know: then it runs op by op."""
     matrices = [model.embedding, model.head, *layer_matrices(model)]
-    uniform = all(len({part.kind == "numbers" for part in w.parts}) == 1 for w in matrices)
+    uniform = all(len({part.values is None for part in w.parts}) == 1 for w in matrices)
     single = all(len(w.parts) == 1 for w in matrices if is_packed(w) is False)
     if not uniform or not single or len(model.embedding.parts) != 1 or model.norm.shape[0] % 32:
         return None
-    return Decoder(model) if all(map(_is_known, model.blocks)) else None
+    if not all(map(_is_known, model.blocks)):
+        return None
+    return FixedDecoder(model) if fixed else Decoder(model)
 
 
 def _is_known(block: BlockParts) -> bool:

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from .intrinsics import start_next, wait_before
+from .matmul import GROUP, spread_place
 
 
 @triton.jit
@@ -14,7 +15,7 @@ def add_norm(
     width: tl.constexpr, SIZE: tl.constexpr, SPLIT: tl.constexpr, SPREAD: tl.constexpr, PDL: tl.constexpr = False,
 ):  # fmt: skip
     """A program a token: parts (SPLIT, tokens, width) join the stream, and its norm goes to the next product, spread
-    (32, tokens, width / 32) or as it is. SIZE is the number of blocks of 32, as a power of two."""
+    (matmul.py) or as it is. SIZE is the number of blocks of 32, as a power of two, 16 or more."""
     t = tl.program_id(0).to(tl.int64)
     b = tl.arange(0, SIZE)[:, None]
     c = tl.arange(0, 32)[None, :]
@@ -66,6 +67,12 @@ def write_row(z, t, b, c, ok, tokens, out, factors, width: tl.constexpr, SPREAD:
         most = tl.max(tl.max(tl.abs(z), 1), 0)
         factor = tl.exp2(tl.ceil(tl.log2(tl.maximum(most, 1e-30))) - 10.0)
         tl.store(factors + t, factor)
-        tl.store(out + (c * tokens + t) * (width // 32) + b, (z / factor).to(out.dtype.element_ty), mask=ok)
+        groups = (width // 32 + GROUP - 1) // GROUP
+        at = out + spread_place(t, b, c, tokens, groups)
+        tl.store(at, (z / factor).to(out.dtype.element_ty), mask=b < groups * GROUP)
+    elif out.dtype.element_ty == tl.float8e4nv:
+        factor = tl.maximum(tl.max(tl.max(tl.abs(z), 1), 0), 1e-30) / 448.0  # the largest there is
+        tl.store(factors + t, factor)
+        tl.store(out + t * width + b * 32 + c, (z / factor).to(out.dtype.element_ty), mask=ok)
     else:
         tl.store(out + t * width + b * 32 + c, z.to(out.dtype.element_ty), mask=ok)

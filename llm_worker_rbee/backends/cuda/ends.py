@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from .epilogue import write_block
-from .intrinsics import high_half, low_half, start_next, wait_before
+from .intrinsics import high_half, high_place, low_half, start_next, wait_before
 
 
 @triton.jit
@@ -27,11 +27,11 @@ def packed_block(low, high, scales, n, block, blocks: tl.constexpr, KIND: tl.con
         word = tl.load(low + (n * PLANES + (c % 16) // 4) * blocks + block)
         code = (word >> (8 * (c % 4) + 4 * (c // 16))) & 15
         if KIND == "q6":
-            h = tl.load(high + (n * 2 + c // 16) * blocks + block)
-            code = code | (((h >> (8 * (c % 4) + 2 * ((c % 16) // 4))) & 3) << 4)
+            h = tl.load(high + (n * 4 + c % 16 // 4) * blocks + block)
+            code = code | (((h >> high_place(c)) & 3) << 4)
         elif KIND == "q5" or KIND == "q5m":
-            h = tl.load(high + n * blocks + block + 0 * c)
-            code = code | (((h >> (8 * (c % 4) + c // 4)) & 1) << 4)
+            h = tl.load(high + (n * 2 + c % 16 // 8) * blocks + block)
+            code = code | (((h >> (high_place(c) + c // 4 % 2)) & 1) << 4)
         y = (code - OFFSET).to(tl.float32)
         if KIND == "q6" or KIND == "q4mm":
             y = y * tl.where(c < 16, low_half(s), high_half(s))

@@ -11,17 +11,19 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
+import triton.language as tl
 
 from ..types import BlockParts, KVLayer, ModelParts
-from . import device
+from . import device, fp8
 from .attention import decode_attention
+from .cuts import Cut, cut_for, runs_of
 from .ends import embed
 from .epilogue import GATED, RESIDUAL, STORE
+from .grouped import decode_grouped
 from .matvec import matvec
 from .numbers import matvec_numbers
-from .planes import Bytes
+from .planes import FP8, Bytes
 
-SPLITS = 4 if device.interpreting() else 32
 # (rows of a program, warps, rows ahead, registers of a thread; 0: as the compiler likes)
 ONE = {
     "qkv": (8, 8, 1, 0),
@@ -50,16 +52,24 @@ class Rope(NamedTuple):
 
 def is_packed(matrix: Any) -> bool:
     """Whether a matrix is planes of codes (all of its parts), and not numbers."""
-    return all(part.kind != "numbers" for part in matrix.parts)
+    return all(part.values is None for part in matrix.parts)
 
 
 def activations(matrix: Any, tokens: int, columns: int) -> Bytes | torch.Tensor:
     """Room for what this matrix is multiplied by."""
     if is_packed(matrix):
         return Bytes.empty(tokens, columns, device.current())
-    kind = matrix.parts[0].values.dtype
+    kind = numbers_type(matrix)
     kind = torch.float32 if kind == torch.float16 else kind  # the stream may not fit a float16
     return torch.zeros(tokens, columns, dtype=kind, device=device.current())
+
+
+def numbers_type(matrix: Any) -> torch.dtype:
+    """What a matrix is multiplied by where it is not packed, and by the vendor's product where it is."""
+    if is_packed(matrix) or fp8.is_fp8(matrix):
+        return torch.float32 if device.interpreting() else torch.bfloat16
+    kind: torch.dtype = matrix.parts[0].values.dtype
+    return kind
 
 
 def addresses(x: Bytes | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -89,14 +99,15 @@ class Few:
         self.squares = torch.zeros(tokens, self.width // 32, **f)
         self.qkv = torch.zeros(tokens, first.qkv.rows, **f)
         self.logits = torch.zeros(tokens, model.head.rows, **f)
-        self.partial = torch.zeros(tokens, self.heads, SPLITS, self.dim, **f)
-        self.extremes = torch.zeros(tokens, self.heads, SPLITS, 2, **f)
+        self.cut = cut_for(tokens, self.heads, first.n_kv_heads)
+        self.partial = torch.zeros(tokens, self.heads, self.cut.splits, self.dim, **f)
+        self.extremes = torch.zeros(tokens, self.heads, self.cut.splits, 2, **f)
         self.counters = torch.zeros(tokens, self.heads, dtype=torch.int32, device=device.current())
         self._rooms: dict[tuple[str, Any, int], Bytes | torch.Tensor] = {}
 
     def room(self, name: str, matrix: Any) -> Bytes | torch.Tensor:
         """The buffer between two products, in the form that the second one reads."""
-        kind = "packed" if is_packed(matrix) else matrix.parts[0].values.dtype
+        kind = "packed" if is_packed(matrix) else numbers_type(matrix)
         key = (name, kind, matrix.columns)
         if key not in self._rooms:
             self._rooms[key] = activations(matrix, self.tokens, matrix.columns)
@@ -138,8 +149,8 @@ class Few:
     def attend(self, block: BlockParts, kv: KVLayer, rope: Rope, positions: Any, tables: Any, width: Any) -> None:
         """Attention of all tokens over one layer's cache."""
         out = self.room("mixed", block.output)
-        decode(self.qkv[None], block, kv, rope, positions, tables, width, self.tokens, SPLITS, 1,
-               (self.partial, self.extremes, self.counters), out, self.pdl)  # fmt: skip
+        scratch = (self.partial, self.extremes, self.counters)
+        decode(self.qkv[None], block, kv, rope, positions, tables, width, self.tokens, self.cut, scratch, out, self.pdl)
 
     def product(
         self, name: str, x: Any, w: Any, epilogue: int, out: Any, eps: float, norm: torch.Tensor | None = None
@@ -149,7 +160,7 @@ class Few:
         at = 0
         for part in w.parts:
             to = out.view(-1)[at:] if epilogue == STORE else out
-            if part.kind == "numbers":
+            if part.values is not None:
                 self.numbers(name, x, part, epilogue, to, eps, squares, norm, w.rows)
             else:
                 self.packed(name, x, part, epilogue, to, eps, squares, norm, w.rows)
@@ -176,15 +187,18 @@ class Few:
     ) -> None:
         """A part that is numbers."""
         rows, warps = NUMBERS[name] if self.tokens == 1 or epilogue != STORE else (8, 8)
+        wide, ahead, scales = WIDE, 4 if rows // warps <= 2 else 2, None
+        if w.kind == FP8:
+            (rows, warps, wide, ahead), scales = fp8.TILES[self.tokens][name], w.scales
         if device.interpreting():
             rows, warps = PLAIN[name]
         parts = 0 if squares is None else squares.shape[1]
         z = self.squares
         matvec_numbers[(triton.cdiv(w.rows, rows),)](
             x, z if squares is None else squares, eps, w.values, out, self.stream, z if norm is None else norm,
-            self.squares, w.rows, w.values.shape[1], self.tokens, rows, warps, WIDE, 4 if rows // warps <= 2 else 2,
+            self.squares, w.rows, w.values.shape[1], self.tokens, rows, warps, wide, ahead,
             epilogue, parts, triton.next_power_of_2(max(parts, 1)), self.pdl, stride if epilogue == STORE else 0,
-            num_warps=warps, **self.options,
+            scales, num_warps=warps, **self.options,
         )  # fmt: skip
 
 
@@ -207,16 +221,22 @@ def embed_rows(
 
 def decode(
     qkv: Any, block: BlockParts, kv: KVLayer, rope: Rope, positions: Any, tables: Any, width: Any, tokens: int,
-    splits: int, least: int, scratch: tuple[Any, Any, Any], out: Any, pdl: bool, tile: int = 16, warps: int = 1,
+    cut: Cut, scratch: tuple[Any, Any, Any], out: Any, pdl: bool,
 ) -> None:  # fmt: skip
     """Attention of tokens that answer; qkv (parts, tokens, rows)."""
-    group = block.n_heads // block.n_kv_heads
     scale, window, cap = block.attention
-    decode_attention[(splits, block.n_kv_heads, tokens)](
+    size, item = kv.k.shape[2], kv.k.element_size()
+    tensors = (
         qkv, rope.cos, rope.sin, kv.k, kv.v, tables, width, positions, *scratch, *addresses(out), scale, block.qkv_bias,
         block.q_norm, block.k_norm, block.eps, qkv.stride(0), block.n_heads, block.n_kv_heads, block.head_dim // 2,
-        kv.k.shape[2],
-        tile if group < 4 else tile // 2, splits, least, window, cap, isinstance(out, Bytes), pdl, qkv.shape[0],
-        num_warps=warps,
-        **({"launch_pdl": True} if pdl else {}),
+        size,
     )  # fmt: skip
+    rest = (cut.splits, cut.least, window, cap, isinstance(out, Bytes), pdl, qkv.shape[0], cut.stages)
+    options: Any = {"num_warps": cut.warps, **({"launch_pdl": True} if pdl else {})}
+    grid = (cut.splits, block.n_kv_heads, tokens)
+    if cut.dot:
+        some = triton.next_power_of_2(block.n_heads // block.n_kv_heads)
+        kind = tl.float32 if device.interpreting() else tl.float16 if kv.k.dtype == torch.float16 else tl.bfloat16
+        decode_grouped[grid](*tensors, cut.rows, *rest, some, kind, **options)
+    else:
+        decode_attention[grid](*tensors, *runs_of(cut, block.head_dim, item, size), *rest, cut.fetch, **options)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 
 from ...errors import InvalidRequestError, MissingDependencyError
-from .device import interpreting
+from .device import current, interpreting
 
+OLDEST_FP8 = (8, 9)  # e4m3 in the tensor cores
 OLDEST = (8, 0)  # compute capability: bfloat16 products, and the instructions of intrinsics.py
 
 
@@ -40,4 +41,17 @@ def _require_new(index: int) -> None:
         raise MissingDependencyError(
             f"device 'cuda:{index}': {torch.cuda.get_device_name(index)} has compute capability "
             f"{found[0]}.{found[1]}, and the kernels need {OLDEST[0]}.{OLDEST[1]} or newer: use device cpu"
+        )
+
+
+def require_fp8() -> None:
+    """Refuse `quantize fp8` where the GPU in use does not multiply e4m3."""
+    if interpreting():
+        return
+    found, name = torch.cuda.get_device_capability(current()), torch.cuda.get_device_name(current())
+    if found < OLDEST_FP8:
+        raise InvalidRequestError(
+            f"quantize fp8 needs a GPU of compute capability {OLDEST_FP8[0]}.{OLDEST_FP8[1]} or newer, and {name} has "
+            f"{found[0]}.{found[1]}: use quantize Q8_0",
+            "quantize",
         )

@@ -1,4 +1,4 @@
-"""What Triton has no word for: the dot product of bytes, nibbles as halves, waiting for the kernel before (PDL).
+"""What Triton has no word for: the dot product of bytes, waiting for the kernel before (PDL).
 
 The interpreter knows no inline assembly: there `PLAIN` is true and each helper is its plain twin.
 """
@@ -13,7 +13,7 @@ PLAIN = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 
 @triton.jit
-def _byte(word, i: tl.constexpr):
+def byte(word, i: tl.constexpr):
     """Signed byte i of each word."""
     return (word << (24 - 8 * i)) >> 24
 
@@ -23,7 +23,7 @@ def dp4a(a, b, c):
     """c + the sum of four products of signed bytes."""
     if PLAIN:
         for i in tl.static_range(4):
-            c += _byte(a, i) * _byte(b, i)
+            c += byte(a, i) * byte(b, i)
         return c
     return tl.inline_asm_elementwise(
         "dp4a.s32.s32 $0, $1, $2, $3;", "=r,r,r,r", [a, b, c], dtype=tl.int32, is_pure=True, pack=1
@@ -35,7 +35,7 @@ def dp4a_us(a, b, c):
     """The same where the bytes of `a` have no sign."""
     if PLAIN:
         for i in tl.static_range(4):
-            c += ((a >> (8 * i)) & 255) * _byte(b, i)
+            c += ((a >> (8 * i)) & 255) * byte(b, i)
         return c
     return tl.inline_asm_elementwise(
         "dp4a.u32.s32 $0, $1, $2, $3;", "=r,r,r,r", [a, b, c], dtype=tl.int32, is_pure=True, pack=1
@@ -86,36 +86,14 @@ def prefetch(at, size):
 
 
 @triton.jit
-def column_halves(word, c: tl.constexpr, last: tl.constexpr, KIND: tl.constexpr):
-    """Column c of four (of the last sixteen, if `last`) in each word as float16, less the kind's offset.
+def high_place(c):
+    """Where the high bits of column c of a block lie in their half word: two bits of q6, of q5 the bit of its word."""
+    return (c % 2) * 8 + (1 - c // 16) * 4 + c % 4 // 2 * 2
 
-    Two words at a time: their bytes c are put side by side and below the bits of 1024, whose last place is one (of the
-    high nibbles sixteen times as much); a fused multiply-add leaves the number, exactly.
-    """
-    OFFSET: tl.constexpr = 8 if KIND == "q4" else 0
-    if PLAIN:
-        code = ((word >> (8 * c + 4 * last)) & 15) - OFFSET
-        if KIND == "q8" or KIND == "q8d":
-            code = (word << (24 - 8 * c)) >> 24
-        value = code.to(tl.float16)
-    else:
-        PICK: tl.constexpr = c | (c << 4) | ((4 + c) << 8) | ((4 + c) << 12)
-        if KIND == "q8" or KIND == "q8d":  # the sign turned: 1024 + 128 + value
-            value = tl.inline_asm_elementwise(
-                "{ .reg .b32 t; prmt.b32 t, $1, $2, $3; lop3.b32 t, t, 0x00FF00FF, 0x64806480, 0x6A;"
-                " fma.rn.f16x2 $0, t, $5, $7; }",
-                "=r,r,r,r,r,r,r,r,r", [word, PICK, 0x3C003C00, -0x1B7F1B80], dtype=tl.float16, is_pure=True, pack=2,
-            )  # fmt: skip
-        else:
-            MASK: tl.constexpr = 0x00F000F0 if last else 0x000F000F
-            TIMES: tl.constexpr = 0x2C002C00 if last else 0x3C003C00
-            # -64 - offset, -1024 - offset: D400, D480; E400, E408
-            LAST: tl.constexpr = -0x2B7F2B80 if OFFSET else -0x2BFF2C00
-            FIRST: tl.constexpr = -0x1BF71BF8 if OFFSET else -0x1BFF1C00
-            PLUS: tl.constexpr = LAST if last else FIRST
-            value = tl.inline_asm_elementwise(
-                "{ .reg .b32 t; prmt.b32 t, $1, $2, $3; lop3.b32 t, t, $5, 0x64006400, 0xEA;"
-                " fma.rn.f16x2 $0, t, $7, $9; }",
-                "=r,r,r,r,r,r,r,r,r,r,r", [word, PICK, MASK, TIMES, PLUS], dtype=tl.float16, is_pure=True, pack=2,
-            )  # fmt: skip
-    return value
+
+@triton.jit
+def high_fields(half):
+    """The half word's fields at every fourth bit: those of the last sixteen columns at 0, 8, .., of the first at 4, 12,
+    .., in the order of the bytes of a word."""
+    u = half.to(tl.int32) & 0xFFFF
+    return u | (u << 14)

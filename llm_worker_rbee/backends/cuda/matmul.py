@@ -1,8 +1,12 @@
-"""Products of 9 and more tokens with packed weights, on the tensor cores.
+"""Products of many tokens with packed weights, on the tensor cores.
 
-A word of a plane holds eight columns of one block; taking one of them from each word of a (rows, blocks) tile gives a
-(rows, blocks) matrix of one column a block, whose scales are a tile of the same shape: no value moves. Its partner are
-the same columns of the activations, so those are laid out by column within the block, (32, tokens, blocks): `spread`.
+A word of a plane holds eight columns of one block. Unpacked, they are eight float16 of one lane, and the lane has four
+neighbouring blocks: just what it feeds to the tensor cores, if the columns are summed in that order. So no value of a
+weight moves between lanes, and activations are laid out in the order of the sum, by word and by sixteen blocks:
+
+    spread   (4 words, tokens, blocks / 16, 128): of block 16 g + 4 lane + n and column 16 last + 4 word + 2 r + p
+             place ((n * 2 + p) * 2 + last) * 8 + 2 lane + r of group g; blocks that are not there are zeros
+
 For long prompts `dequantize` writes the matrix as bfloat16 once and the vendor's product reads it.
 """
 
@@ -11,109 +15,117 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .intrinsics import column_halves, high_half, low_half, start_next, wait_before
+from .columns import eight_columns
+from .intrinsics import high_half, high_place, low_half, start_next, wait_before
+
+GROUP = tl.constexpr(16)  # blocks
+
+
+@triton.jit
+def spread_place(t, b, c, tokens, groups):
+    """Where column c of block b of token t lies: see above."""
+    word, last, r, p = c % 16 // 4, c // 16, c % 4 // 2, c % 2
+    lane, n = b % GROUP // 4, b % 4
+    return ((word * tokens + t) * groups + b // GROUP) * 128 + ((n * 2 + p) * 2 + last) * 8 + 2 * lane + r
 
 
 @triton.jit
 def spread(x, out, tokens, blocks, KB: tl.constexpr, TOKENS: tl.constexpr, PDL: tl.constexpr = False):
-    """(tokens, blocks * 32) -> (32, tokens, blocks)."""
-    t = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
-    b = tl.program_id(1) * KB + tl.arange(0, KB)
-    c = tl.arange(0, 32)
-    ok = (t < tokens)[:, None, None] & (b < blocks)[None, :, None]
+    """(tokens, blocks * 32), as they are, to spread ones."""
+    t = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS))[:, None, None]
+    b = (tl.program_id(1) * KB + tl.arange(0, KB))[None, :, None]
+    c = tl.arange(0, 32)[None, None, :]
+    groups = (blocks + GROUP - 1) // GROUP
     start_next(PDL)
     wait_before(PDL)
-    values = tl.load(x + (t[:, None, None] * blocks + b[None, :, None]) * 32 + c[None, None, :], mask=ok, other=0.0)
-    at = (c[None, None, :] * tokens + t[:, None, None]) * blocks + b[None, :, None]
-    tl.store(out + at, values.to(out.dtype.element_ty), mask=ok)
+    values = tl.load(x + (t * blocks + b) * 32 + c, mask=(t < tokens) & (b < blocks), other=0.0)
+    at = out + spread_place(t, b, c, tokens, groups)
+    tl.store(at, values.to(out.dtype.element_ty), mask=(t < tokens) & (b < groups * GROUP))
 
 
 @triton.jit
-def column(word, high, i, c: tl.constexpr, last: tl.constexpr, KIND: tl.constexpr):
-    """Column 16 * last + 4 * i + c of each block, as int32 codes."""
-    if KIND == "q8" or KIND == "q8d":
-        code = (word << (24 - 8 * c)) >> 24
-    else:
-        code = (word >> (8 * c + 4 * last)) & 15
-        if KIND == "q6":
-            code = code | (((high >> (8 * c + 2 * i)) & 3) << 4)
-        elif KIND == "q5m" or KIND == "q5":
-            code = code | (((high >> (8 * c + 4 * last + i)) & 1) << 4)
-    return code
-
-
-@triton.jit
-def number(code, KIND: tl.constexpr, DTYPE: tl.constexpr):
-    """Small codes as floats, less their offset: put into the last bits of 1024 (float16) or 128 (bfloat16)."""
-    if KIND == "q8" or KIND == "q8d":
-        value = code.to(DTYPE)
-    elif DTYPE == tl.float16:
-        OFFSET: tl.constexpr = 8 if KIND == "q4" else (16 if KIND == "q5" else (32 if KIND == "q6" else 0))
-        value = (code | 0x6400).to(tl.int16).to(tl.float16, bitcast=True) - (1024.0 + OFFSET)
-        value = value.to(tl.float16)
-    else:
-        OFFSET: tl.constexpr = 8 if KIND == "q4" else (16 if KIND == "q5" else (32 if KIND == "q6" else 0))
-        value = (code | 0x4300).to(tl.int16).to(tl.bfloat16, bitcast=True) - (128.0 + OFFSET)
-        value = value.to(tl.bfloat16)
-    return value
+def in_order(e, BN: tl.constexpr, KB: tl.constexpr):
+    """Eight columns of (BN, KB) blocks -> (BN, KB * 8), as they are summed."""
+    first = tl.join(tl.join(e[0], e[1]), tl.join(e[2], e[3]))  # (BN, KB, r, last)
+    second = tl.join(tl.join(e[4], e[5]), tl.join(e[6], e[7]))
+    w = tl.reshape(tl.join(first, second), (BN, KB // 16, 4, 4, 2, 2, 2))  # group, lane, n, r, last, p
+    return tl.reshape(tl.permute(w, (0, 1, 3, 6, 5, 2, 4)), (BN, KB * 8))
 
 
 @triton.jit
 def matmul(
     x, factors, unit, low, high, scales, out, tokens, rows, blocks: tl.constexpr,
-    KIND: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, KB: tl.constexpr, DTYPE: tl.constexpr,
-    SPLIT: tl.constexpr, FAST: tl.constexpr, STRIDE: tl.constexpr = 0,
+    KIND: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, KB: tl.constexpr, STRIDE: tl.constexpr = 0,
     PDL: tl.constexpr = False,
 ):  # fmt: skip
-    """x (32, tokens, blocks) * factors (tokens) @ (rows, columns).T -> out (SPLIT, tokens, rows). A program has BN rows
-    and BM tokens."""
+    """x spread * factors (tokens) @ (rows, columns).T -> out (parts, tokens, rows), whose sum it is. A program has BN
+    rows and BM tokens of a part of the columns, and a turn one word of KB blocks of each row; of kinds with a fifth
+    bit two words, because those share its plane."""
     PLANES: tl.constexpr = 8 if KIND == "q8" or KIND == "q8d" else 4
-    HIGHS: tl.constexpr = 2 if KIND == "q6" else 1
+    WORDS: tl.constexpr = 2 if KIND == "q5" or KIND == "q5m" else 1
+    TURNS: tl.constexpr = 4 // WORDS
+    STEPS: tl.constexpr = (blocks + KB - 1) // KB
+    WIDE: tl.constexpr = (blocks + GROUP - 1) // GROUP * 128  # a token's row of one word
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     m = tl.program_id(1) * BM + tl.arange(0, BM)
     n_at = tl.minimum(n, rows - 1)[:, None]
-    m_ok = (m < tokens)[None, :]
+    m_at = tl.minimum(m, tokens - 1)[None, :]
+    k = tl.arange(0, KB * 8)[:, None]
     acc = tl.zeros((BN, BM), tl.float32)
     start_next(PDL)
     wait_before(PDL)
-    steps = tl.cdiv(blocks, KB)
-    each = tl.cdiv(steps, SPLIT)
+    each = tl.cdiv(STEPS, tl.num_programs(2))
     first = tl.program_id(2) * each
-    for turn in range(first * 4, tl.minimum(first + each, steps) * 4):
-        i = turn % 4  # one word of each block: eight columns
-        b = (turn // 4) * KB + tl.arange(0, KB)
-        ok = (b < blocks)[None, :]
-        s = tl.load(scales + n_at * blocks + b[None, :], mask=ok, other=0)
-        word = tl.load(low + (n_at * PLANES + i) * blocks + b[None, :], mask=ok, other=0)
-        for last in tl.static_range(2):
-            h = word
-            if (KIND == "q8" or KIND == "q8d") and last == 1:
-                word = tl.load(low + (n_at * PLANES + 4 + i) * blocks + b[None, :], mask=ok, other=0)
-            if KIND == "q6":
-                h = tl.load(high + (n_at * HIGHS + last) * blocks + b[None, :], mask=ok, other=0)
-            elif KIND == "q5" or KIND == "q5m" or KIND == "q4mm":
-                h = tl.load(high + n_at * blocks + b[None, :], mask=ok, other=0)
-            if KIND == "q6" or KIND == "q8d" or KIND == "q4mm":
-                factor = (low_half(s) if last == 0 else high_half(s)).to(DTYPE)
-            elif KIND == "q4m" or KIND == "q5m":
-                factor = low_half(s).to(DTYPE)
+    for turn in range(first * TURNS, tl.minimum(first + each, STEPS) * TURNS):
+        step = turn // TURNS
+        b = step * KB + tl.arange(0, KB)[None, :]
+        ok = b < blocks
+        s = tl.load(scales + n_at * blocks + b, mask=ok, other=0)
+        for j in tl.static_range(WORDS):
+            i = turn % TURNS * WORDS + j
+            word = tl.load(low + (n_at * PLANES + i) * blocks + b, mask=ok, other=0)
+            if KIND == "q8" or KIND == "q8d":
+                more = tl.load(low + (n_at * PLANES + 4 + i) * blocks + b, mask=ok, other=0)
+            elif KIND == "q6":
+                more = tl.load(high + (n_at * 4 + i) * blocks + b, mask=ok, other=0)
+            elif KIND == "q5" or KIND == "q5m":
+                more = tl.load(high + (n_at * 2 + i // 2) * blocks + b, mask=ok, other=0)
+            elif KIND == "q4mm":
+                more = tl.load(high + n_at * blocks + b, mask=ok, other=0)
             else:
-                factor = s.to(DTYPE)
-            for c in tl.static_range(4):
-                if FAST:
-                    w = column_halves(word, c, last, KIND) * factor
-                else:
-                    w = number(column(word, h, i, c, last, KIND), KIND, DTYPE) * factor
-                if KIND == "q4m" or KIND == "q5m":
-                    w = w + high_half(s).to(DTYPE)
-                elif KIND == "q4mm":
-                    w = w + (low_half(h) if last == 0 else high_half(h)).to(DTYPE)
-                at = x + ((16 * last + 4 * i + c) * tokens + m[None, :]) * blocks + b[:, None]
-                acc = tl.dot(w, tl.load(at, mask=m_ok & (b < blocks)[:, None], other=0.0), acc)
+                more = word
+            w = in_order(eight_columns(word, more, s, j, KIND), BN, KB)
+            acc = tl.dot(w, tl.load(x + (i * tokens + m_at) * WIDE + (step * (KB * 8) + k)), acc)
     wide = STRIDE if STRIDE > 0 else rows  # of a row of `out`, of which this matrix may be a part
     at = (tl.program_id(2) * tokens + m[None, :]) * wide + n[:, None]
     acc = acc * (unit * tl.load(factors + m, mask=m < tokens, other=0.0))[None, :]
-    tl.store(out + at, acc.to(out.dtype.element_ty), mask=m_ok & (n < rows)[:, None])
+    tl.store(out + at, acc.to(out.dtype.element_ty), mask=(m < tokens)[None, :] & (n < rows)[:, None])
+
+
+@triton.jit
+def matmul_numbers(
+    x, w, scales, out, tokens, rows, columns,
+    BN: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, SCALED: tl.constexpr,
+):  # fmt: skip
+    """x (tokens, columns) @ w (rows, columns).T -> out (parts, tokens, rows), whose sum it is: in an order that depends
+    on the parts alone, which the vendor's product does not promise. SCALED: times scales (rows)."""
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    m = tl.program_id(1) * BM + tl.arange(0, BM)
+    k = tl.arange(0, BK)
+    n_at = tl.minimum(n, rows - 1).to(tl.int64)[:, None] * columns
+    m_at = tl.minimum(m, tokens - 1).to(tl.int64)[None, :] * columns
+    acc = tl.zeros((BN, BM), tl.float32)
+    each = tl.cdiv(tl.cdiv(columns, BK), tl.num_programs(2)) * BK
+    first = tl.program_id(2) * each
+    for start in range(first, tl.minimum(first + each, columns), BK):
+        ok = start + k < columns
+        weights = tl.load(w + n_at + (start + k)[None, :], mask=ok[None, :], other=0.0)
+        numbers = tl.load(x + m_at + (start + k)[:, None], mask=ok[:, None], other=0.0)
+        acc = tl.dot(weights.to(x.dtype.element_ty), numbers, acc, input_precision="ieee")
+    if SCALED:
+        acc = acc * tl.load(scales + n, mask=n < rows, other=0.0)[:, None]
+    at = (tl.program_id(2) * tokens + m[None, :]).to(tl.int64) * rows + n[:, None]
+    tl.store(out + at, acc, mask=(m < tokens)[None, :] & (n < rows)[:, None])
 
 
 @triton.jit
@@ -136,11 +148,11 @@ def dequantize(
         word = tl.load(low + (n3 * PLANES + (c3 % 16) // 4) * blocks + b3, mask=ok, other=0)
         code = (word >> (8 * (c3 % 4) + 4 * (c3 // 16))) & 15
         if KIND == "q6":
-            h = tl.load(high + (n3 * 2 + c3 // 16) * blocks + b3, mask=ok, other=0)
-            code = code | (((h >> (8 * (c3 % 4) + 2 * ((c3 % 16) // 4))) & 3) << 4)
+            h = tl.load(high + (n3 * 4 + c3 % 16 // 4) * blocks + b3, mask=ok, other=0)
+            code = code | (((h >> high_place(c3)) & 3) << 4)
         elif KIND == "q5" or KIND == "q5m":
-            h = tl.load(high + n3 * blocks + b3 + 0 * c3, mask=ok, other=0)
-            code = code | (((h >> (8 * (c3 % 4) + c3 // 4)) & 1) << 4)
+            h = tl.load(high + (n3 * 2 + c3 % 16 // 8) * blocks + b3, mask=ok, other=0)
+            code = code | (((h >> (high_place(c3) + c3 // 4 % 2)) & 1) << 4)
         OFFSET: tl.constexpr = 8 if KIND == "q4" else (16 if KIND == "q5" else (32 if KIND == "q6" else 0))
         value = (code - OFFSET).to(tl.float32)
     s = tl.load(scales + n[:, None] * blocks + b[None, :], mask=ok2, other=0)

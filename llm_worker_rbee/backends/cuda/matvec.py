@@ -4,8 +4,9 @@ Everything a thread touches is a tensor (warps, 128): a warp owns a row, a lane 
 Planes are laid out so that these are 16-byte loads, and no value ever changes lanes before the last sum:
 
     low     int32 (rows, 4, blocks)   word i of a block: columns 4i..4i+3 in the low nibbles, 16+4i.. in the high ones
-    high    int32 (rows, 1 | 2, blocks)   the fifth bits: bit q of byte c is column 4q+c; or two bits, quads 0..3 and
-                                      4..7; of q4mm two float16, the minima of 16 columns each
+    high    int16 (rows, 4 | 2, blocks)   half word i: two bits of each column of word i, where `high_place` says; of
+                                      fifth bits one, that of word 2i before that of word 2i+1.
+            int32 (rows, 1, blocks)   of q4mm: two float16, the minima of 16 columns each
     bytes   int32 (rows, 8, blocks)   word q: columns 4q..4q+3
     scales  float16 (rows, blocks), or two of them in an int32 (scale, minimum; or the scales of 16 columns each)
 
@@ -19,7 +20,7 @@ import triton
 import triton.language as tl
 
 from .epilogue import finish, inverse_rms, row_of
-from .intrinsics import dp4a, dp4a_us, high_half, low_half, prefetch, start_next, wait_before
+from .intrinsics import dp4a, dp4a_us, high_fields, high_half, low_half, prefetch, start_next, wait_before
 
 LANES = tl.constexpr(128)  # blocks a warp has at a time
 
@@ -41,8 +42,10 @@ def load_weights(low, high, scales, n, b, ok, blocks, KIND: tl.constexpr):
     lows = load_planes(low, n, b, ok, blocks, PLANES)
     highs = ()
     if KIND == "q6":
+        highs = load_planes(high, n, b, ok, blocks, 4)
+    elif KIND == "q5m" or KIND == "q5":
         highs = load_planes(high, n, b, ok, blocks, 2)
-    elif KIND == "q5m" or KIND == "q5" or KIND == "q4mm":
+    elif KIND == "q4mm":
         highs = load_planes(high, n, b, ok, blocks, 1)
     s = tl.load(scales + n * blocks + b, mask=ok, other=0, eviction_policy="evict_first")
     return lows, highs, s
@@ -58,14 +61,15 @@ def block_dots(lows, highs, xs, SHAPE: tl.constexpr, KIND: tl.constexpr):
             first = dp4a(lows[i], xs[i], first)
             last = dp4a(lows[4 + i], xs[4 + i], last)
         elif KIND == "q6":
-            # two high bits: quad i of the word in bits 2i, 2i+1 of each byte
-            a = (lows[i] & 0x0F0F0F0F) | (((highs[0] >> (2 * i)) & 0x03030303) << 4)
-            z = ((lows[i] >> 4) & 0x0F0F0F0F) | (((highs[1] >> (2 * i)) & 0x03030303) << 4)
+            fields = high_fields(highs[i])
+            a = (lows[i] & 0x0F0F0F0F) | (fields & 0x30303030)
+            z = ((lows[i] >> 4) & 0x0F0F0F0F) | ((fields << 4) & 0x30303030)
             first = dp4a(a, xs[i], first)
             last = dp4a(z, xs[4 + i], last)
         elif KIND == "q5m" or KIND == "q5":
-            a = (lows[i] & 0x0F0F0F0F) | (((highs[0] >> i) & 0x01010101) << 4)
-            z = ((lows[i] >> 4) & 0x0F0F0F0F) | (((highs[0] >> (4 + i)) & 0x01010101) << 4)
+            fields = high_fields(highs[i // 2]) >> (i % 2)
+            a = (lows[i] & 0x0F0F0F0F) | (fields & 0x10101010)
+            z = ((lows[i] >> 4) & 0x0F0F0F0F) | ((fields << 4) & 0x10101010)
             first = dp4a(a, xs[i], first)
             last = dp4a(z, xs[4 + i], last)
         else:
@@ -124,8 +128,10 @@ def fetch_rows(low, high, scales, first, count: tl.constexpr, blocks, KIND: tl.c
     WIDE: tl.constexpr = 2 if KIND == "q4" or KIND == "q5" or KIND == "q8" else 4
     prefetch(scales + first.to(tl.int64) * blocks, count * WIDE * blocks)
     if KIND == "q6":
-        prefetch(high + first.to(tl.int64) * (2 * blocks), count * 8 * blocks)
-    elif KIND == "q5" or KIND == "q5m" or KIND == "q4mm":
+        prefetch(high + first.to(tl.int64) * (4 * blocks), count * 8 * blocks)
+    elif KIND == "q5" or KIND == "q5m":
+        prefetch(high + first.to(tl.int64) * (2 * blocks), count * 4 * blocks)
+    elif KIND == "q4mm":
         prefetch(high + first.to(tl.int64) * blocks, count * 4 * blocks)
 
 

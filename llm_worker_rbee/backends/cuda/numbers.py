@@ -1,4 +1,7 @@
-"""Matrix-vector products with bfloat16 and float16 weights, for few tokens: as matvec.py, without planes."""
+"""Matrix-vector products with weights that are numbers, for few tokens: as matvec.py, without planes.
+
+bfloat16, float16 and float32 as they are; e4m3 with a float32 scale for each row, which comes last.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +17,9 @@ def matvec_numbers(
     x, squares, eps, w, out, stream, norm, out_squares,
     rows, columns: tl.constexpr, B: tl.constexpr, ROWS: tl.constexpr, WARPS: tl.constexpr, WIDE: tl.constexpr,
     AHEAD: tl.constexpr, EPILOGUE: tl.constexpr, PARTS: tl.constexpr, SIZE: tl.constexpr, PDL: tl.constexpr,
-    STRIDE: tl.constexpr = 0,
+    STRIDE: tl.constexpr = 0, scales=None,
 ):  # fmt: skip
-    """The same for bfloat16 and float16 weights, (rows, columns), and activations that are such numbers."""
+    """Weights (rows, columns), their scales (rows) where they have any, and activations that are numbers."""
     R: tl.constexpr = ROWS // WARPS
     SHAPE: tl.constexpr = (WARPS, WIDE)
     lane = tl.arange(0, WIDE)[None, :] + tl.zeros(SHAPE, tl.int32)
@@ -27,6 +30,10 @@ def matvec_numbers(
             n = tl.minimum(row_of(r, rows // 2, EPILOGUE, ROWS, WARPS), rows - 1)[:, None].to(tl.int64)
             c = i * WIDE + lane
             held = held + (tl.load(w + n * columns + c, mask=c < columns, other=0.0, eviction_policy="evict_first"),)
+    factors = ()
+    if scales is not None:
+        for r in tl.static_range(R):
+            factors = factors + (tl.load(scales + tl.minimum(row_of(r, rows // 2, EPILOGUE, ROWS, WARPS), rows - 1)),)
     wait_before(PDL)
     sums = ()
     for _ in tl.static_range(B * R):
@@ -58,7 +65,8 @@ def matvec_numbers(
     for t in tl.static_range(B):
         ys = ()
         for r in tl.static_range(R):
-            ys = ys + (tl.sum(sums[t * R + r], 1),)
+            y = tl.sum(sums[t * R + r], 1)
+            ys = ys + (y if scales is None else y * factors[r],)
         if PARTS > 0:
             factor = inverse_rms(squares, t, eps, columns, PARTS, SIZE, WARPS)
             scaled = ()
@@ -66,3 +74,16 @@ def matvec_numbers(
                 scaled = scaled + (ys[r] * factor,)
             ys = scaled
         finish(ys, t, rows, out, stream, norm, out, out, out_squares, R, ROWS, WARPS, EPILOGUE, False, STRIDE)
+
+
+@triton.jit
+def round_rows(x, out, scales, columns, SIZE: tl.constexpr, PDL: tl.constexpr = False):
+    """A program a token: its numbers as e4m3, the largest of them 448, and the scale that brings them back."""
+    t = tl.program_id(0).to(tl.int64)
+    c = tl.arange(0, SIZE)
+    start_next(PDL)
+    wait_before(PDL)
+    y = tl.load(x + t * columns + c, mask=c < columns, other=0.0).to(tl.float32)
+    scale = tl.maximum(tl.max(tl.abs(y), 0), 1e-30) / 448.0
+    tl.store(scales + t, scale)
+    tl.store(out + t * columns + c, (y / scale).to(out.dtype.element_ty), mask=c < columns)

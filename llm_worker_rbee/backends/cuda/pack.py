@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 
 from ...weights import Tensor
 from ...weights.checkpoint import forget_pages
-from . import device, pack_iq, pack_rules
+from . import device, fp8, pack_iq, pack_rules
 from .pack_rules import Codes
-from .planes import HIGH, LOW, NUMBERS, PAIRS, Part, empty_planes
+from .planes import FP8, HIGH, LOW, NUMBERS, PAIRS, Part, empty_planes, high_places
 
 SLAB = 1 << 24  # codes unpacked at a time
 CHUNK = 1 << 25  # bytes on their way to the device at a time
@@ -68,6 +68,8 @@ DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16}  # other types of number
 
 def shape_of(tensor: Tensor) -> str:
     """What neighbouring tensors must share to be one part."""
+    if tensor.kept_as:
+        return tensor.kept_as
     rule = RULES.get(tensor.kind.name)
     return rule.kind if rule else str(DTYPES.get(tensor.kind.name, torch.float32))
 
@@ -76,6 +78,8 @@ def pack(tensors: Sequence[Tensor], to: torch.device | str | None = None) -> Par
     """Tensors of one kind, stacked by rows."""
     assert len({shape_of(t) for t in tensors}) == 1, "a stack has one kind"
     where = device.current() if to is None else torch.device(to)
+    if tensors[0].kept_as == FP8:
+        return _fp8(tensors, where)
     if tensors[0].kind.name not in RULES:
         return _numbers(tensors, where)
     raws = [_on_device(t.rows, where).view(t.shape[0], -1, t.kind.block_bytes) for t in tensors]
@@ -116,19 +120,37 @@ def _numbers(tensors: Sequence[Tensor], where: torch.device) -> Part:
         sum(t.shape[0] for t in tensors), tensors[0].shape[1],
         dtype=DTYPES.get(tensors[0].kind.name, torch.float32), device=where,
     )  # fmt: skip
+    for at, slab in _slabs(tensors, where):
+        out[at : at + len(slab)] = slab
+    none = torch.empty(1, dtype=torch.int32, device=where)
+    return Part(NUMBERS, len(out), 0, none, none, none, 1.0, out)
+
+
+def _fp8(tensors: Sequence[Tensor], where: torch.device) -> Part:
+    """Numbers rounded to e4m3, the largest of each row to the largest there is."""
+    rows = sum(t.shape[0] for t in tensors)
+    out = torch.empty(rows, tensors[0].shape[1], dtype=fp8.E4M3, device=where)
+    scales = torch.empty(rows, device=where)
+    for at, slab in _slabs(tensors, where):
+        span = slice(at, at + len(slab))
+        out[span], scales[span] = fp8.rounded(slab)
+    none = torch.empty(1, dtype=torch.int32, device=where)
+    return Part(FP8, rows, 0, none, none, scales, 1.0, out)
+
+
+def _slabs(tensors: Sequence[Tensor], where: torch.device) -> Iterator[tuple[int, torch.Tensor]]:
+    """(the row it begins at, some rows as numbers on the device) of all tensors in order."""
     at = 0
     for tensor in tensors:
         step = max(1, SLAB // max(1, tensor.shape[1]))
         for start in range(0, tensor.shape[0], step):
             slab = tensor.take_rows(slice(start, start + step))
             if tensor.kind.name in (*DTYPES, "F32"):
-                numbers = _on_device(slab.rows, where).view(out.dtype)
+                numbers = _on_device(slab.rows, where).view(DTYPES.get(tensor.kind.name, torch.float32))
             else:
                 numbers = torch.tensor(slab.dequantize()).to(where)
-            out[at : at + slab.shape[0]] = numbers.view(slab.shape)
+            yield at, numbers.view(slab.shape)
             at += slab.shape[0]
-    none = torch.empty(1, dtype=torch.int32, device=where)
-    return Part(NUMBERS, len(out), 0, none, none, none, 1.0, out)
 
 
 def _unpacked(tensors: Sequence[Tensor], raws: Sequence[torch.Tensor]) -> Iterator[Codes]:
@@ -189,7 +211,7 @@ def _low_plane(kind: str, codes: torch.Tensor) -> torch.Tensor:
 
 def _high_plane(kind: str, codes: torch.Tensor) -> torch.Tensor:
     """Bits above the fourth: see matvec.py."""
-    count, width = HIGH[kind], {"q6": 2}.get(kind, 1)
-    quads = (codes >> 4).reshape(*codes.shape[:2], count, 8 // count, 4)  # (rows, blocks, words, quads, 4)
-    shifts = torch.arange(0, 8, width, dtype=torch.uint8, device=codes.device)[:, None]
-    return _words((quads << shifts).sum(-2, dtype=torch.uint8).flatten(-2))
+    place, half, _ = high_places(kind, codes.device)
+    bits = (codes >> 4).int() << place.int()  # (rows, blocks, 32)
+    found = torch.zeros(*codes.shape[:2], HIGH[kind], dtype=torch.int32, device=codes.device)
+    return found.index_add_(-1, half, bits).to(torch.int16).transpose(1, 2)

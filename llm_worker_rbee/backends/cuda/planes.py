@@ -9,6 +9,7 @@ matvec.py draws the planes. What a kind holds, and how many columns share a scal
     q8d         signed bytes; two float16                                  16
     q4mm        codes; two float16, and two minima in place of high bits   16
     numbers     float16, bfloat16 or float32 as they are
+    fp8         e4m3 numbers (`--quantize fp8`); a float32                 a row
 """
 
 from __future__ import annotations
@@ -19,23 +20,24 @@ import torch
 
 PAIRS = ("q4m", "q5m", "q6", "q8d", "q4mm")  # kinds with two float16 a block in `scales`
 LOW = {"q8": 8, "q8d": 8}  # words of the first plane a block; 4 for all others
-HIGH = {"q6": 2, "q5": 1, "q5m": 1, "q4mm": 1}
+HIGH = {"q6": 4, "q5": 2, "q5m": 2, "q4mm": 1}  # half words of the second plane a block, of q4mm a word
+WITH_HIGH_BITS = ("q5", "q5m", "q6")
 OFFSET = {"q4": 8, "q5": 16, "q6": 32}
-NUMBERS = "numbers"
+NUMBERS, FP8 = "numbers", "fp8"
 
 
 @dataclass(slots=True, eq=False)
 class Part:
-    """Rows of one kind: planes, or numbers as they are."""
+    """Rows of one kind: planes, or numbers as they are or in e4m3."""
 
     kind: str
     rows: int
-    blocks: int  # of 32 columns; of numbers 0
+    blocks: int  # of 32 columns; where there are `values` 0
     low: torch.Tensor
     high: torch.Tensor
     scales: torch.Tensor
     unit: float = 1.0  # what every product is multiplied by
-    values: torch.Tensor | None = None  # (rows, columns): kind "numbers"
+    values: torch.Tensor | None = None  # (rows, columns): kinds "numbers" and "fp8"
 
     @property
     def columns(self) -> int:
@@ -46,21 +48,23 @@ class Part:
     def nbytes(self) -> int:
         """Memory on the device."""
         if self.values is not None:
-            return int(self.values.nbytes)
+            return int(self.values.nbytes + (self.scales.nbytes if self.kind == FP8 else 0))
         return int(self.low.nbytes + (self.high.nbytes if self.kind in HIGH else 0) + self.scales.nbytes)
 
     def take(self, index: torch.Tensor) -> Part:
         """Some rows, still packed."""
         high = self.high[index] if self.kind in HIGH else self.high
-        planes = (self.low[index], high, self.scales[index]) if self.values is None else (self.low, high, self.scales)
+        low = self.low[index] if self.values is None else self.low
+        scales = self.scales if self.kind == NUMBERS else self.scales[index]
         numbers = None if self.values is None else self.values[index]
-        return Part(self.kind, len(index), self.blocks, *planes, self.unit, numbers)
+        return Part(self.kind, len(index), self.blocks, low, high, scales, self.unit, numbers)
 
 
 def empty_planes(kind: str, rows: int, blocks: int, device: torch.device | str) -> Part:
     """Room for packed rows."""
     low = torch.empty(rows, LOW.get(kind, 4), blocks, dtype=torch.int32, device=device)
-    high = torch.empty((rows, HIGH[kind], blocks) if kind in HIGH else (1,), dtype=torch.int32, device=device)
+    narrow = torch.int16 if kind in WITH_HIGH_BITS else torch.int32
+    high = torch.empty((rows, HIGH[kind], blocks) if kind in HIGH else (1,), dtype=narrow, device=device)
     scales = torch.empty(rows, blocks, dtype=torch.int32 if kind in PAIRS else torch.float16, device=device)
     return Part(kind, rows, blocks, low, high, scales)
 
@@ -69,7 +73,7 @@ def random_planes(kind: str, rows: int, columns: int, device: torch.device | str
     """Random codes; scales such that values have about this deviation."""
     part = empty_planes(kind, rows, columns // 32, device)
     part.low.random_(-(2**31), 2**31 - 1)
-    part.high.random_(-(2**31), 2**31 - 1)
+    part.high.random_(torch.iinfo(part.high.dtype).min, torch.iinfo(part.high.dtype).max)
     spread = {"q4": 4.6, "q4m": 4.6, "q4mm": 4.6, "q5": 9.2, "q5m": 9.2, "q6": 18.5, "q8": 74.0, "q8d": 74.0}[kind]
     s = (0.5 + torch.rand(rows, columns // 32, 2, device=device)) * std / spread
     if kind in ("q4m", "q5m"):
@@ -91,12 +95,18 @@ def codes(w: Part) -> torch.Tensor:
     if w.kind in LOW:
         return packed.view(torch.int8)
     code = torch.cat((packed & 15, packed >> 4), -1)
-    if w.kind in OFFSET.keys() & HIGH.keys() or w.kind == "q5m":
-        width = 2 if w.kind == "q6" else 1
-        bits = torch.unflatten(_own(w.high.transpose(1, 2)).view(torch.uint8), -1, (-1, 1, 4))
-        shifts = torch.arange(0, 8, width, dtype=torch.uint8, device=packed.device)[:, None]
-        code = code | (((bits >> shifts) & ((1 << width) - 1)) << 4).flatten(-3)
+    if w.kind in WITH_HIGH_BITS:
+        place, half, width = high_places(w.kind, packed.device)
+        bits = (w.high.transpose(1, 2)[..., half] >> place) & ((1 << width) - 1)
+        code = code | (bits << 4).to(torch.uint8)
     return code.view(torch.int8) - OFFSET.get(w.kind, 0)
+
+
+def high_places(kind: str, where: torch.device) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Of the 32 columns: the place of their high bits in the half word, and which one that is; how many bits."""
+    c = torch.arange(32, device=where)
+    place, word = (c % 2) * 8 + (1 - c // 16) * 4 + c % 4 // 2 * 2, c % 16 // 4
+    return (place, word, 2) if kind == "q6" else (place + word % 2, word // 2, 1)
 
 
 def pairs(words: torch.Tensor) -> torch.Tensor:
@@ -106,6 +116,9 @@ def pairs(words: torch.Tensor) -> torch.Tensor:
 
 def values(w: Part) -> torch.Tensor:
     """(rows, columns) float32."""
+    if w.kind == FP8:
+        assert w.values is not None
+        return w.values.float() * w.scales[:, None]
     if w.values is not None:
         return w.values.float()
     out = codes(w).float()

@@ -1,36 +1,24 @@
 """x @ w.T on the device, for any number of tokens: which kernel, with which tiles, is a table.
 
 Few tokens meet packed weights as bytes (matvec.py), some on the tensor cores (matmul.py), many after the matrix was
-written out as bfloat16; numbers are the vendor's. Rows of x are float32 and so are results. Bytes lose about 5e-3 of a
-result's deviation; `fine` adds what they lost as further rows, which leaves less than 1e-4.
+written out as bfloat16; numbers are the vendor's, e4m3 are fp8.py's. Rows of x are float32 and so are results. Bytes
+lose about 5e-3 of a result's deviation; `fine` adds what they lost as further rows, which leaves less than 1e-4.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
-import triton.language as tl
 from triton import cdiv, next_power_of_2
 
+from . import fp8, tensor_cores
 from .device import interpreting
-from .matmul import dequantize, matmul
+from .matmul import dequantize
 from .matrix import Matrix
 from .matvec import matvec
-from .planes import Bytes, Part
+from .planes import FP8, Bytes, Part
 from .single import as_bytes
 
-
-class Crossover(NamedTuple):
-    """The most tokens that go as bytes, and on the tensor cores straight from the planes."""
-
-    as_bytes: int = 8
-    packed: int = 200
-
-
-CROSSOVERS = {kind: Crossover(packed=96) for kind in ("q5", "q5m", "q6")}  # these unpack through shared memory
-FAST = ("q4", "q4m", "q8", "q8d", "q4mm")  # kinds whose nibbles become float16 two at a time
-FACTOR_BITS = 10  # float16 activations are at most 2**10
+AS_BYTES = 8  # the most rows that go as bytes
 SCRATCH = 1 << 28  # bytes of a matrix that are written out at a time
 
 
@@ -45,12 +33,13 @@ def times(x: torch.Tensor, w: Matrix, *, fine: bool = False) -> torch.Tensor:
 def _times(x: torch.Tensor, part: Part, fine: bool) -> torch.Tensor:
     if not len(x):
         return x.new_empty(0, part.rows)
+    if part.kind == FP8:
+        return fp8.times(x, part)
     if part.values is not None:
         return by_numbers(x, part.values)
-    crossover = CROSSOVERS.get(part.kind, Crossover())
-    if len(x) * (1 + fine) <= crossover.as_bytes:
+    if len(x) * (1 + fine) <= AS_BYTES:
         return by_bytes(x, part, fine)
-    return by_tensor_cores(x, part) if len(x) <= crossover.packed else by_scratch(x, part)
+    return by_tensor_cores(x, part) if len(x) <= tensor_cores.MOST_TOKENS else by_scratch(x, part)
 
 
 def by_bytes(x: torch.Tensor, part: Part, fine: bool = False) -> torch.Tensor:
@@ -81,35 +70,32 @@ def _matvec(x: Bytes, part: Part, out: torch.Tensor) -> None:
 
 def by_tensor_cores(x: torch.Tensor, part: Part) -> torch.Tensor:
     """Weights are unpacked in registers; the sums of several pieces of the columns are added afterwards."""
-    tokens = len(x)
-    halves, factors = as_halves(x)
-    spread = halves.view(tokens, part.blocks, 32).permute(2, 0, 1).contiguous()
-    fast = part.kind in FAST
-    bn, bm, kb = (128, 64, 32) if fast else (64, 64, 16)
-    if interpreting():
-        bn, bm, kb = min(256, next_power_of_2(max(part.rows, 16))), min(64, next_power_of_2(max(tokens, 16))), 16
-    split = splits(cdiv(part.rows, bn) * cdiv(tokens, bm), cdiv(part.blocks, kb))
-    out = x.new_empty(split, tokens, part.rows)
-    matmul[(cdiv(part.rows, bn), cdiv(tokens, bm), split)](
-        spread, factors, part.unit, part.low, part.high, part.scales, out, tokens, part.rows, part.blocks,
-        KIND=part.kind, BN=bn, BM=bm, KB=kb, DTYPE=tl.float16, SPLIT=split, FAST=fast, num_warps=8, num_stages=2,
-    )  # fmt: skip
-    return out[0] if split == 1 else out.sum(0)
+    out = tensor_cores.product(*tensor_cores.spread_halves(x), Matrix((part,)), len(x))
+    return out[0] if len(out) == 1 else out.sum(0)
 
 
-def splits(programs: int, steps: int, wanted: int = 132) -> int:
-    """Pieces of the columns, a power of two, so that all multiprocessors have work; each has two steps or more."""
-    split = 1
-    while programs * split < wanted and steps // (2 * split) >= 2 and split < 8:
-        split *= 2
-    return split
+def in_fixed_order(x: torch.Tensor, w: Matrix) -> torch.Tensor:
+    """The same for any number of tokens, each as if it were alone."""
+    x = x.float().contiguous()
+    if not len(x):
+        return x.new_empty(0, w.rows)
+    return torch.cat([_in_fixed_order(x, part) for part in w.parts], 1)
 
 
-def as_halves(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """float16 rows and the power of two that each was divided by."""
-    most = x.abs().amax(1).clamp_min(1e-30)
-    factors = torch.exp2(torch.ceil(torch.log2(most)) - FACTOR_BITS)
-    return (x / factors[:, None]).half(), factors
+def _in_fixed_order(x: torch.Tensor, part: Part) -> torch.Tensor:
+    factors = None
+    if part.values is None:
+        found = tensor_cores.product(*tensor_cores.spread_halves(x), Matrix((part,)), len(x), fixed=True)
+    elif part.values.dtype == torch.float16:
+        halves, factors = tensor_cores.as_halves(x)
+        found = tensor_cores.numbers_product(halves, part)
+    else:
+        kind = torch.float32 if part.values.dtype == torch.float32 else torch.bfloat16
+        found = tensor_cores.numbers_product(x.to(kind), part)
+    out = found[0]
+    for more in found[1:]:
+        out = out + more
+    return out if factors is None else out * factors[:, None]
 
 
 def by_scratch(x: torch.Tensor, part: Part) -> torch.Tensor:
@@ -140,7 +126,7 @@ def written_out(part: Part, start: int, out: torch.Tensor) -> None:
 def by_numbers(x: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     """x as numbers of the weights' type; float16 with a power of two for each row, so that nothing overflows."""
     if values.dtype == torch.float16:
-        halves, factors = as_halves(x)
+        halves, factors = tensor_cores.as_halves(x)
         return _vendor(halves, values) * factors[:, None]
     return _vendor(x.to(values.dtype), values)
 

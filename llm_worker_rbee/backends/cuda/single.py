@@ -131,11 +131,12 @@ def _on_device(inv_freq: NDArray[np.float32]) -> torch.Tensor:
     return _frequencies[id(inv_freq)][1]
 
 
-def attention(q: torch.Tensor, kv: KVLayer, batch: Batch, params: AttentionParams) -> torch.Tensor:
-    """Each query over its own request's cached keys: (T, heads, dim) -> (T, heads * dim)."""
+def attention(q: torch.Tensor, kv: KVLayer, batch: Batch, params: AttentionParams, queries: int = 0) -> torch.Tensor:
+    """Each query over its own request's cached keys: (T, heads, dim) -> (T, heads * dim). With a number of `queries` of
+    a program its sums depend on the query alone: keys are taken from the first on, 64 at a time."""
     tokens, heads, dim = q.shape
     kv_heads, size = kv.k.shape[1:3]
-    tiles = tiles_of(batch)
+    tiles = tiles_of(batch, queries)
     out = torch.empty(tokens, heads * dim, dtype=torch.float32, device=q.device)
     start, lengths, requests, firsts = tiles.arrays
     prefill_attention[(len(requests), heads)](
@@ -146,12 +147,12 @@ def attention(q: torch.Tensor, kv: KVLayer, batch: Batch, params: AttentionParam
     return out
 
 
-def tiles_of(batch: Batch) -> Tiles:
-    """Those of this step, made once: 16 queries at a time where nobody has more, else 64."""
-    if _tiles and _tiles[0].of is batch:
+def tiles_of(batch: Batch, queries: int = 0) -> Tiles:
+    """Those of this step, made once: so many queries at a time; by default 16 where nobody has more, else 64."""
+    if _tiles and _tiles[0].of is batch and queries in (0, _tiles[0].queries):
         return _tiles[0]
     counts = np.diff(batch.query_start)
-    queries = 16 if counts.max() <= 16 else 64
+    queries = queries or (16 if counts.max() <= 16 else 64)
     each = -(-counts // queries)
     requests = np.repeat(np.arange(len(counts)), each)
     firsts = (np.arange(len(requests)) - (np.cumsum(each) - each)[requests]) * queries

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from ... import machine
-from ...backends import kernels, kv_type_for, pick
+from ...backends import gpu, kernels, kv_type_for, pick
 from ...backends.types import Ops
 from ...config import ModelConfig
 from ...errors import ContextLengthError, InsufficientMemoryError, InvalidRequestError, human_bytes
 from ...models import Transformer, describe, load_model
-from ...models.convert import quantize_checkpoint
+from ...models.convert import is_fp8, quantize_checkpoint
 from ...weights import Checkpoint, open_checkpoint
 from .. import environment, limits, memory, synthetic
 from ..drive import Drive
@@ -103,6 +103,8 @@ def _load(
     else:
         checkpoint = synthetic.checkpoint(source, plan.seed, progress)
         recorder.model = {"name": str(source), "bytes": checkpoint.nbytes, "synthetic": True, "seed": plan.seed}
+    if is_fp8(plan.quantize):
+        gpu.require_fp8(ops)
     if plan.quantize is not None:
         checkpoint = quantize_checkpoint(
             checkpoint, plan.quantize, progress=lambda what, *n: progress(what, n[0], n[1] or 0)

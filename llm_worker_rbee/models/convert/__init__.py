@@ -18,10 +18,11 @@ from ...weights.quantize import file, jobs
 from ...weights.quantize.jobs import Progress
 from ..architectures import describe
 from ..loader import load_model
+from .fp8 import is_fp8, marked
 from .metadata import gguf_metadata, rope_tensors
 from .plan import TYPES, file_jobs, matrix_jobs, mix_of
 
-__all__ = ["TYPES", "Converted", "convert", "quantize_checkpoint"]
+__all__ = ["TYPES", "Converted", "convert", "is_fp8", "quantize_checkpoint"]
 
 
 class Converted(NamedTuple):
@@ -52,7 +53,10 @@ def convert(
 def quantize_checkpoint(
     checkpoint: Checkpoint, type_name: str, *, threads: int | None = None, progress: Progress | None = None
 ) -> Checkpoint:
-    """The same model with its matrices in another type, in memory; everything else stays as it was."""
+    """The same model with its matrices in another type, in memory; everything else stays as it was. FP8 is a mark: a
+    GPU rounds while it packs."""
+    if is_fp8(type_name):
+        return marked(checkpoint)
     work = matrix_jobs(checkpoint, describe(checkpoint), mix_of(type_name))
     made = jobs.tensors([job for job in work if job.kind is not job.source.kind], threads, progress)
     return replace(checkpoint, tensors={**checkpoint.tensors, **made})

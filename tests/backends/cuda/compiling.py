@@ -18,6 +18,7 @@ from llm_worker_rbee.backends.cuda import (
     choosing,
     elementwise,
     ends,
+    fp8,
     matmul,
     matvec,
     numbers,
@@ -26,8 +27,9 @@ from llm_worker_rbee.backends.cuda import (
     scoring,
 )
 from llm_worker_rbee.backends.cuda.attention import decode_attention
+from llm_worker_rbee.backends.cuda.grouped import decode_grouped
 
-F, H, B16, F8, I4, I8, D = "*fp32", "*fp16", "*bf16", "*fp8e4nv", "*i32", "*i8", "*fp64"
+F, H, B16, F8, I4, I2, I8, D = "*fp32", "*fp16", "*bf16", "*fp8e4nv", "*i32", "*i16", "*i8", "*fp64"
 OF_TYPE = {
     F: "xd xs squares out stream norm out_d out_s out_squares factors qkv cos sin partial extremes logits parts k v "
     "residual weight total q_norm k_norm bias",
@@ -46,14 +48,12 @@ def products() -> dict[str, Case]:
     cases: dict[str, Case] = {}
     pairs = ("q4m", "q5m", "q6", "q8d", "q4mm")
     for kind in ("q4", "q4m", "q5", "q5m", "q6", "q8", "q8d", "q4mm"):
-        scales = {"scales": I4 if kind in pairs else H}
+        scales = {"scales": I4 if kind in pairs else H, "high": I2 if kind in ("q5", "q5m", "q6") else I4}
         one = {"blocks": 128, "B": 1, "KIND": kind, "ROWS": 8, "WARPS": 8, "AHEAD": 1, "EPILOGUE": 0, **base}
         cases[f"matvec {kind}"] = (matvec.matvec, scales, {"num_warps": 8}, one)
-        fast = kind in ("q4", "q4m", "q8", "q8d", "q4mm")
-        tile = {"BN": 128, "BM": 64, "KB": 32} if fast else {"BN": 64, "BM": 64, "KB": 16}
-        many = {"blocks": 128, "KIND": kind, **tile, "DTYPE": tl.float16, "SPLIT": 2, "FAST": fast}
-        if kind not in ("q5", "q8"):  # the same with a minimum, with two scales
-            cases[f"matmul {kind}"] = (matmul.matmul, {"out": H, **scales}, {"num_warps": 8, "num_stages": 2}, many)
+        many = {"blocks": 128, "KIND": kind, "BN": 128, "BM": 64, "KB": 16}
+        stages = 2 if kind in ("q5", "q5m") else 3
+        cases[f"matmul {kind}"] = (matmul.matmul, scales, {"num_warps": 8, "num_stages": stages}, many)
         whole = {"KIND": kind, "ROWS": 8, "KB": 16}
         cases[f"dequantize {kind}"] = (matmul.dequantize, {"out": B16, **scales}, {}, whole)
         cases[f"embed {kind}"] = (
@@ -69,23 +69,45 @@ def products() -> dict[str, Case]:
     cases["matvec gates"] = (matvec.matvec, {"out": I8}, {"num_warps": 4, "maxnreg": 168}, gates)
     cases["matvec of four"] = (matvec.matvec, {"scales": I4}, {"num_warps": 4}, four)
     cases["matvec of numbers"] = (numbers.matvec_numbers, {"x": B16}, {"num_warps": 4}, plain)
+    eight = {"x": B16, "w": F8, "scales": F}
+    for name, tokens, epilogue in (("qkv", 1, 0), ("gate_up", 1, 2), ("down", 4, 1)):
+        tile = dict(zip(("ROWS", "WARPS", "WIDE", "AHEAD"), fp8.TILES[tokens][name], strict=True))
+        how = {**plain, **tile, "B": tokens, "EPILOGUE": epilogue}
+        types = {**eight, "out": B16 if epilogue else F}
+        cases[f"matvec of e4m3, {name}"] = (numbers.matvec_numbers, types, {"num_warps": tile["WARPS"]}, how)
+    cases["round_rows"] = (numbers.round_rows, {"x": B16, "out": F8, "scales": F}, {}, {"SIZE": 4096})
     return cases
 
 
 def others() -> dict[str, Case]:
     heads = {"HEADS": 32, "KV_HEADS": 8, "P": 16}
-    decode = {**heads, "HALF": 64, "TILE": 8, "SPLITS": 32, "LEAST": 1, "PARTS": 1}
+    shape = {"P": 16, "HALF": 64, "SPLITS": 16, "LEAST": 1, "PARTS": 1}
+    plain = {"WINDOW": 0, "CAP": 0.0, "BYTES": True, "PDL": True}
+    decode = {**shape, "HEADS": 32, "KV_HEADS": 32, "ROWS": 8, "STREAMS": 2, "STAGES": 0}
+    grouped = {**shape, **heads, "SOME": 4, "T": tl.bfloat16}
     read = {**heads, "DIM": 128, "QUERIES": 64, "KEYS": 64, "WINDOW": 0, "CAP": 0.0}
     caches8 = {"k_cache": F8, "v_cache": F8}
     none = {"bias": None, "q_norm": None, "k_norm": None}
     return {
         "decode": (
             decode_attention, {"out": I8, "width": I4}, {"num_warps": 1},
-            {**decode, **none, "WINDOW": 0, "CAP": 0.0, "BYTES": True, "PDL": True},
+            {**decode, **none, **plain},
+        ),
+        "decode staged": (
+            decode_attention, {"out": B16, "width": I4}, {"num_warps": 1},
+            {**decode, **none, **plain, "BYTES": False, "STAGES": 3},
         ),
         "decode float8, all": (
             decode_attention, {"out": B16, "width": I4, **caches8}, {"num_warps": 1},
-            {**decode, "WINDOW": 4096, "CAP": 50.0, "BYTES": False, "PDL": False},
+            {**decode, "STREAMS": 4, "ROWS": 4, "WINDOW": 4096, "CAP": 50.0, "BYTES": False, "PDL": False},
+        ),
+        "decode grouped": (
+            decode_grouped, {"out": I8, "width": I4}, {"num_warps": 4},
+            {**grouped, **none, **plain, "TILE": 64, "STAGES": 3},
+        ),
+        "decode grouped float8, all": (
+            decode_grouped, {"out": B16, "width": I4, **caches8}, {"num_warps": 1},
+            {**grouped, "TILE": 16, "STAGES": 0, "WINDOW": 4096, "CAP": 50.0, "BYTES": False, "PDL": False},
         ),
         "prefill": (prefill.prefill_attention, {"out": B16, "width": I4}, {"num_warps": 4, "num_stages": 2}, read),
         "prefill of 96, float8, window, cap": (
@@ -111,6 +133,14 @@ def others() -> dict[str, Case]:
         "norm_rows": (rowwise.norm_rows, {"x": F}, {"num_warps": 8}, {"width": 576, "SIZE": 1024, "ADD": True}),
         "gate_rows": (rowwise.gate_rows, {"x": F}, {}, {"SIZE": 1024, "GELU": True}),
         "to_bytes": (rowwise.to_bytes, {"x": F, "out": I8}, {"num_warps": 2}, {"KB": 8, "FINE": True}),
+        "matmul of numbers": (
+            matmul.matmul_numbers, {"x": B16}, {"num_warps": 8, "num_stages": 3},
+            {"BN": 128, "BM": 64, "BK": 64, "SCALED": False},
+        ),
+        "matmul of numbers, e4m3": (
+            matmul.matmul_numbers, {"x": B16, "w": F8, "scales": F}, {"num_warps": 8, "num_stages": 3},
+            {"BN": 128, "BM": 64, "BK": 64, "SCALED": True},
+        ),
         "spread": (matmul.spread, {"out": H}, {}, {"KB": 16, "TOKENS": 8}),
         "embed numbers": (
             ends.embed, {"low": B16, "out": B16}, {"num_warps": 1},
@@ -119,6 +149,10 @@ def others() -> dict[str, Case]:
         "add_norm": (
             elementwise.add_norm, {"out": H}, {"num_warps": 8},
             {"width": 4096, "SIZE": 128, "SPLIT": 4, "SPREAD": True},
+        ),
+        "add_norm e4m3": (
+            elementwise.add_norm, {"out": F8, "parts": B16}, {"num_warps": 8},
+            {"width": 4096, "SIZE": 128, "SPLIT": 1, "SPREAD": False},
         ),
         "gated": (
             elementwise.gated, {"out": H}, {"num_warps": 16},
@@ -155,11 +189,21 @@ def compiled(kernel: Any, types: dict[str, Any], options: dict[str, Any], consta
 
 def main(names: list[str]) -> None:
     """For each kernel the words of its PTX that the tests look for."""
-    words = ("dp4a", ".v4.b32", "wgmma.mma_async", "mma.sync", "st.shared", "cp.async.cg", "griddepcontrol.wait")
+    words = (
+        "dp4a",
+        ".v4.b32",
+        "wgmma.mma_async",
+        "mma.sync",
+        "st.shared",
+        "cp.async.cg",
+        "griddepcontrol.wait",
+        "f16x2.e4m3x2",
+        "e4m3x2.f32",
+    )
     found = {}
     for name in names:
         ptx = compiled(*CASES[name]).asm["ptx"]
-        found[name] = [word for word in words if word in ptx]
+        found[name] = [word for word in words if word in ptx] + [f"{ptx.count('st.shared')} st.shared"]
     print(json.dumps(found))
 
 

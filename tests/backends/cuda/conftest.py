@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 
 INTERPRET = "TRITON_INTERPRET"
+HIDDEN = "CUDA_VISIBLE_DEVICES"
+SEEN = os.environ.get(HIDDEN)  # before other tests hide the GPU
 GPU = Path("/dev/nvidia0").exists()
 TRITON = importlib.util.find_spec("triton") is not None and importlib.util.find_spec("torch") is not None
 
@@ -31,7 +33,12 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(autouse=True, scope="module")
 def interpreted() -> Iterator[None]:
+    hidden = os.environ.pop(HIDDEN, None)
+    if SEEN is not None:
+        os.environ[HIDDEN] = SEEN
     if not GPU:
         os.environ[INTERPRET] = "1"
     yield
     _interpret_no_more()
+    if hidden is not None:
+        os.environ[HIDDEN] = hidden

@@ -12,16 +12,17 @@ import pytest
 PACKED = ("q4", "q4m", "q5", "q5m", "q6", "q8", "q8d", "q4mm")
 GROUPS = {
     "matvec": [f"matvec {kind}" for kind in PACKED] + ["matvec residual", "matvec of four", "matvec of numbers"],
-    "matmul": [f"matmul {kind}" for kind in PACKED if kind not in ("q5", "q8")],
+    "e4m3": [*(f"matvec of e4m3, {name}" for name in ("qkv", "gate_up", "down")), "add_norm e4m3", "round_rows"],
+    "matmul": [f"matmul {kind}" for kind in PACKED] + ["matmul of numbers", "matmul of numbers, e4m3"],
     "tables": [f"{what} {kind}" for kind in PACKED for what in ("dequantize", "embed")] + ["embed numbers"],
     "attention": [
-        "decode", "decode float8, all", "prefill", "prefill of 96, float8, window, cap", "prefill of 256", "rope_store",
-        "rope_store, all", "rotate_store", "rotate_store float8",
+        "decode", "decode staged", "decode float8, all", "decode grouped", "decode grouped float8, all", "prefill",
+        "prefill of 96, float8, window, cap", "prefill of 256", "rope_store", "rope_store, all", "rotate_store",
+        "rotate_store float8",
     ],
     "small": ["matvec gates", "norm_rows", "gate_rows", "to_bytes", "spread", "add_norm", "gated"],
     "sampling": ["greedy", "score", "choose"],
 }  # fmt: skip
-IN_REGISTERS = ("q4", "q4m", "q8d", "q4mm")  # unpacked weights go to the tensor cores without shared memory
 
 
 def compile_all(names: list[str]) -> dict[str, list[str]]:
@@ -39,13 +40,19 @@ def test_every_kernel_compiles(group: str) -> None:
     found = compile_all(GROUPS[group])
     assert list(found) == GROUPS[group]
     for name, words in found.items():
-        if name.startswith("matvec") and "numbers" not in name:
+        if "matvec of e4m3" in name:
+            assert "f16x2.e4m3x2" in words, name
+        elif name.startswith("matvec") and "numbers" not in name:
             assert {"dp4a", ".v4.b32"} <= set(words), name
         if name.startswith("matmul"):
             assert "wgmma.mma_async" in words, name
-            assert ("st.shared" not in words) == (name.split()[1] in IN_REGISTERS), name
-        if name.startswith("prefill"):
+            if "numbers" not in name:
+                assert "8 st.shared" in words, name  # for the results: unpacked weights stay in registers
+        if name.startswith(("prefill", "decode grouped")):
             assert {"wgmma.mma_async", "mma.sync"} & set(words), name
+        if name.startswith("decode"):
+            assert ".v4.b32" in words, name
+            assert ("cp.async.cg" in words) == (name in ("decode staged", "decode grouped")), name
 
 
 def test_no_kernel_is_left_out() -> None:

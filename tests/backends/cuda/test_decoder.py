@@ -20,6 +20,7 @@ CASES = {
     "packed, grouped heads": (tiny.GROUPED, "Q4_0"),
     "parts of unlike kinds": (tiny.PLAIN._replace(layers=1), "Q4_K_M"),
     "numbers, bias, tied": (tiny.QWEN._replace(layers=1), "F16"),
+    "window, cap, norms of heads": (tiny.GROUPED._replace(layers=1), "F16", {"window": 3, "cap": 2.0, "norms": True}),
 }
 # (who, tokens of each, logits of all): read (padded to 16), answer one and two, mixed
 STEPS = (((0, 1), (3, 2), False), ((0,), (1,), False), ((0, 1), (1, 1), False), ((0, 1, 2), (1, 1, 2), True))
@@ -27,8 +28,8 @@ STEPS = (((0, 1), (3, 2), False), ((0,), (1,), False), ((0, 1), (1, 1), False), 
 
 @pytest.mark.parametrize("case", CASES)
 def test_steps_agree_with_the_reference(case: str) -> None:
-    shape, mix = CASES[case]
-    models = tiny.both(tiny.tiny(shape, mix), ops)
+    shape, mix, *more = CASES[case]
+    models = [tiny.featured(model, **more[0]) if more else model for model in tiny.both(tiny.tiny(shape, mix), ops)]
     assert models[0].fused is not None
     random = np.random.default_rng(1)
     pair = [tiny.Requests(model, 3, "float32") for model in models]

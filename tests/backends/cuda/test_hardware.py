@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -11,8 +9,7 @@ import torch
 from llm_worker_rbee import backends
 from llm_worker_rbee.backends import cuda, gpu
 from llm_worker_rbee.backends.cuda import device, hardware, matrix
-from llm_worker_rbee.errors import InvalidRequestError, MissingDependencyError, ModelNotFoundError
-from llm_worker_rbee.llm import LLM
+from llm_worker_rbee.errors import InvalidRequestError, MissingDependencyError
 from llm_worker_rbee.weights.quants import BLOCK_TYPES
 
 from .making import random_tensor
@@ -63,19 +60,6 @@ def test_under_the_interpreter_it_is_the_same_backend() -> None:
     assert backends.pick("cuda") is cuda
     assert gpu.is_cuda(backends.pick("auto", "cuda"))
     assert backends.pick("cpu") is not cuda
-
-
-@pytest.mark.skipif(not device.interpreting(), reason="under the interpreter there is no GPU to look for")
-def test_what_is_not_promised_is_refused() -> None:
-    """Before any file is looked for; whoever leaves the choice open gets the CPU."""
-    refused: tuple[dict[str, Any], ...] = ({"device": "cuda"}, {"backend": "cuda"})
-    taken: tuple[dict[str, Any], ...] = ({}, {"device": "cpu"})
-    for asked in refused:
-        with pytest.raises(InvalidRequestError, match="deterministic is not for a GPU yet: leave it out"):
-            LLM("/no/such/file.gguf", deterministic=True, **asked)
-    for asked in taken:
-        with pytest.raises(ModelNotFoundError, match=r"/no/such/file\.gguf"):
-            LLM("/no/such/file.gguf", deterministic=True, **asked)
 
 
 @pytest.mark.parametrize("name", BLOCK_TYPES)

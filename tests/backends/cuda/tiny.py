@@ -10,9 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llm_worker_rbee.backends import reference
-from llm_worker_rbee.backends.types import Batch
+from llm_worker_rbee.backends.types import AttentionParams, Batch
 from llm_worker_rbee.bench.synthetic import Shape, Spec, checkpoint
 from llm_worker_rbee.cache import KVCache
+from llm_worker_rbee.layers.block import Block
+from llm_worker_rbee.layers.linear import Linear
+from llm_worker_rbee.layers.rms_norm import RMSNorm
 from llm_worker_rbee.models import Transformer, describe, load_model
 from llm_worker_rbee.weights import Checkpoint, Tensor
 
@@ -39,11 +42,32 @@ def both(made: Checkpoint, ops: Any) -> tuple[Transformer, Transformer]:
     return tuple(load_model(made, o, describe(made)) for o in (ops, reference))  # type: ignore[return-value]
 
 
+def featured(
+    model: Transformer, window: int = 0, cap: float = 0.0, norms: bool = False, bias: bool = False
+) -> Transformer:
+    """The same with what some families have: windows, capped scores, norms of q and k, biases; fused if it was."""
+    random, c, ops = np.random.default_rng(9), model.config, model.ops
+
+    def vector(size: int, low: float) -> Any:
+        return ops.prepare_vector(random.uniform(low, 1.5, size).astype(np.float32))
+
+    def changed(block: Block) -> Block:
+        a = block.attention
+        heads = [RMSNorm(vector(c.head_dim, 0.5), c.norm_eps) if norms else None for _ in range(2)]
+        added = vector((c.n_heads + 2 * c.n_kv_heads) * c.head_dim, -1.5) if bias else a.qkv.bias
+        more = {"params": AttentionParams(a.params.scale, window, cap), "q_norm": heads[0], "k_norm": heads[1]}
+        return replace(block, attention=replace(a, qkv=Linear(a.qkv.weight, added), **more))
+
+    made = replace(model, blocks=tuple(map(changed, model.blocks)), fused=None)
+    return made if model.fused is None else replace(made, fused=ops.fuse(made.parts()))
+
+
 class Requests:
     """Requests with block tables of their own, in a shuffled cache; `step` makes the arrays of a step."""
 
-    def __init__(self, model: Transformer, n: int, kv_type: str, blocks_each: int = 8) -> None:
-        self.cache = KVCache(model.ops, model.config, n * blocks_each + 1, P, kv_type)
+    def __init__(self, model: Transformer, n: int, kv_type: str, blocks_each: int = 8, size: int = P) -> None:
+        self.size = size
+        self.cache = KVCache(model.ops, model.config, n * blocks_each + 1, size, kv_type)
         order = np.random.default_rng(3).permutation(n * blocks_each) + 1
         self.tables = order.reshape(n, blocks_each)
         self.done = np.zeros(n, np.int64)
@@ -57,10 +81,11 @@ class Requests:
         query_start = np.concatenate(([0], np.cumsum(chosen)))
         owners = np.repeat(np.arange(len(who)), chosen)
         positions = np.concatenate([np.arange(a, b) for a, b in zip(starts, stops, strict=True)])
-        tables = self.tables[list(who)][:, : -(-int(stops.max()) // P)]
+        size = self.size
+        tables = self.tables[list(who)][:, : -(-int(stops.max()) // size)]
         self.done[list(who)] = stops
         return Batch(
-            ids=ids, positions=positions, slot_mapping=tables[owners, positions // P] * P + positions % P,
+            ids=ids, positions=positions, slot_mapping=tables[owners, positions // size] * size + positions % size,
             query_start=query_start, context_len=stops, block_table=tables,
             logits_index=np.arange(len(ids)) if logits_of_all else query_start[1:] - 1,
         )  # fmt: skip

@@ -1,0 +1,113 @@
+"""Attention of tokens that answer: both kernels and every way they are cut, against plain torch over the same cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("triton")
+
+from llm_worker_rbee.backends.cuda import cuts, device, paged  # noqa: E402
+from llm_worker_rbee.backends.cuda.cuts import Cut  # noqa: E402
+from llm_worker_rbee.backends.cuda.decoder import rope_of  # noqa: E402
+from llm_worker_rbee.backends.cuda.few import addresses, decode  # noqa: E402
+from llm_worker_rbee.backends.cuda.planes import Bytes  # noqa: E402
+from llm_worker_rbee.backends.types import AttentionParams, BlockParts, KVLayer, RopeTable  # noqa: E402
+from llm_worker_rbee.layers.rope import inverse_frequencies  # noqa: E402
+from tests.backends.cuda.making import relative  # noqa: E402
+from tests.layers.building import Pages, normal  # noqa: E402
+
+LENGTHS = [75, 1, 20, 33, 9]  # of contexts, the token itself included
+CASES = {  # cut; (heads, kv heads, dim), block size; cache, window, cap; norms and bias, parts, bytes
+    "one head each": (Cut(2, 1, 4, 1, 0, False), (2, 2, 32), 4, "float32", 0, 0.0, False, 1, True),
+    "words of bfloat16": (Cut(4, 1, 1, 1, 0, False), (2, 2, 64), 16, "bfloat16", 0, 0.0, False, 2, False),
+    "float16, odd blocks": (Cut(4, 1, 2, 1, 0, False), (3, 1, 32), 6, "float16", 40, 0.0, True, 1, False),
+    "float8, a cap, many warps": (Cut(2, 4, 4, 2, 0, False), (2, 1, 64), 16, "float8", 0, 5.0, False, 1, False),
+    "staged": (Cut(4, 1, 4, 1, 3, False), (2, 1, 64), 8, "float16", 30, 0.0, False, 1, True),
+    "dot": (Cut(16, 1, 4, 1, 0, True), (4, 1, 32), 16, "float32", 0, 0.0, True, 1, True),
+    "dot of words, staged": (Cut(16, 1, 1, 1, 3, True), (7, 1, 32), 4, "float16", 30, 8.0, False, 1, False),
+    "dot of float8": (Cut(32, 1, 2, 1, 0, True), (8, 2, 64), 16, "float8", 0, 0.0, False, 2, True),
+    "dot of bfloat16": (Cut(16, 1, 8, 2, 0, True), (4, 1, 64), 16, "bfloat16", 0, 0.0, False, 1, False),
+}  # fmt: skip
+# The interpreter rounds the token's own key and value another way: it cuts a bfloat16 off, and a float8 that should be
+# the next power of two is half of that.
+ROUNDED = {"float32": 1e-6, "float16": 1e-5, "bfloat16": 2e-3, "float8": 2e-2}
+
+
+def block_of(shape: tuple[int, int, int], params: AttentionParams, rope: RopeTable, extra: bool, rng: Any) -> Any:
+    """A block of which attention is all that is there."""
+    heads, kv_heads, dim = shape
+    bias, q_norm, k_norm = (
+        torch.tensor(normal(rng, n), device=device.current()) if extra else None
+        for n in ((heads + 2 * kv_heads) * dim, dim, dim)
+    )
+    others: dict[str, Any] = dict.fromkeys(BlockParts._fields)
+    ours = {"qkv_bias": bias, "q_norm": q_norm, "k_norm": k_norm, "rope": rope, "attention": params, "eps": 1e-5}
+    return BlockParts(**{**others, **ours, "n_heads": heads, "n_kv_heads": kv_heads, "head_dim": dim})
+
+
+def run(block: Any, cut: Cut, qkv: Any, kv: KVLayer, pages: Pages, who: list[int], as_bytes: bool) -> Any:
+    """The kernel, for some of the requests and for somebody who is nobody."""
+    where, tokens = device.current(), len(who) + 1
+    rope = rope_of(block.rope, max(LENGTHS))
+    positions = device.upload(np.array([LENGTHS[r] - 1 for r in who] + [-1]))
+    tables = device.upload(np.concatenate((pages.table[who], np.zeros_like(pages.table[:1]))))
+    width = device.upload(np.array([pages.table.shape[1]]))
+    columns = block.n_heads * block.head_dim
+    rows = (tokens, block.n_heads, cut.splits)
+    scratch = (torch.full((*rows, block.head_dim), torch.nan, device=where),
+               torch.full((*rows, 2), torch.nan, device=where),
+               torch.zeros(rows[:2], dtype=torch.int32, device=where))  # fmt: skip
+    out: Any = Bytes.empty(tokens, columns, where) if as_bytes else torch.zeros(tokens, columns, device=where)
+    qkv = qkv[:, [*who, 0]].contiguous()
+    decode(qkv, block, kv, rope, positions, tables, width, tokens, cut, scratch, out, pdl=False)
+    assert not scratch[2].any()
+    assert not any(part[-1].any() for part in addresses(out))
+    return out.values()[:-1] if as_bytes else out[:-1]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_as_plain_attention(case: str, rng: np.random.Generator) -> None:
+    cut, shape, size, kind, window, cap, extra, parts, as_bytes = CASES[case]
+    if not device.interpreting() and kind == "float32":
+        kind = "bfloat16"
+    heads, kv_heads, dim = shape
+    params, rope = AttentionParams(dim**-0.5, window, cap), RopeTable(inverse_frequencies(1e4, dim), 1.25)
+    block, pages = block_of(shape, params, rope, extra, rng), Pages(LENGTHS, rng, size)
+    kv = paged.empty_kv(pages.n_blocks, size, kv_heads, dim, kind)
+    for cache in kv:
+        cache.copy_(torch.tensor(normal(rng, *cache.shape)).to(cache.dtype))
+    twin = KVLayer(*(cache.clone() for cache in kv))
+    qkv = torch.tensor(normal(rng, parts, len(LENGTHS), (heads + 2 * kv_heads) * dim), device=device.current())
+
+    batch = pages.batch([(r, n - 1, n) for r, n in enumerate(LENGTHS)])
+    whole = qkv.sum(0) if block.qkv_bias is None else qkv.sum(0) + block.qkv_bias
+    q, k, v = whole.view(len(LENGTHS), -1, dim).split((heads, kv_heads, kv_heads), 1)
+    if extra:
+        q, k = (x * torch.rsqrt((x * x).mean(-1, keepdim=True) + 1e-5) * w for x, w in
+                ((q, block.q_norm), (k, block.k_norm)))  # fmt: skip
+    turned = paged.rope_store(q, k, v, batch.positions, rope, twin, batch.slot_mapping)
+    found = run(block, cut, qkv, kv, pages, list(range(len(LENGTHS))), as_bytes)
+    for ours, theirs in zip(kv, twin, strict=True):
+        assert relative(ours.float(), theirs.float()) < ROUNDED[kind]
+    wanted = paged.attention(turned, kv, batch, params)
+    assert relative(found, wanted) < (1e-5 if device.interpreting() and not as_bytes else 1e-2)
+    alone = torch.cat([run(block, cut, qkv, kv, pages, [r], as_bytes) for r in (3, 0)])
+    assert torch.equal(alone, found[[3, 0]])  # whoever else is there
+
+
+def test_every_cut_fits_its_kernel() -> None:
+    for requests in (1, 4, 5, 64, 256, 2000):
+        for heads, kv_heads in ((32, 32), (9, 3), (32, 8), (28, 4), (64, 8)):
+            cut = cuts.cut_for(requests, heads, kv_heads)
+            assert all((n & (n - 1)) == 0 for n in (cut.rows, cut.splits, cut.warps))
+            assert 1 <= cut.splits <= 32
+    for size in (1, 6, 16, 48, 256):
+        for dim, item in ((32, 4), (64, 2), (128, 1), (256, 2)):
+            cut = Cut(8, 2, 1, 1, 0, False)
+            rows, runs = cuts.runs_of(cut, dim, item, size)
+            assert size % rows == 0
+            assert rows * runs == 16 * max(1, 512 // (dim * item))
