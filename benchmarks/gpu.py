@@ -245,24 +245,39 @@ def here(options: argparse.Namespace) -> None:
 
 
 def apart(given: list[str]) -> None:
-    """A process for every mix, and one for the file."""
-    parts = [*MIXES, *([] if "--quick" in given else [START_ONLY]), *([""] if os.environ.get("GPU_MODEL") else [])]
-    hidden = ("OUT", "GPU_MODEL")
-    for mix in parts:
-        kept = {name: value for name, value in os.environ.items() if name not in hidden[: 2 if mix else 1]}
-        command = [sys.executable, str(Path(__file__).resolve()), *given, "--only", mix, "--part"]
-        last = ""
-        with subprocess.Popen(command, env=kept, stdout=subprocess.PIPE, text=True) as child:
-            assert child.stdout is not None
-            for line in child.stdout:
-                last = line
-                if not line.startswith("{"):
-                    print(line, end="", flush=True)
-        failed = RESULT.get("failed", [])
-        RESULT.update(json.loads(last) if last.startswith("{") else {})
-        new = RESULT.get("failed", []) if last.startswith("{") else [mix or "check_file"]
-        if failed or new:
-            RESULT["failed"] = failed + [name for name in new if name not in failed]
+    """A process for every mix, one for the start and one for the file. First those of all mixes at once, on one layer:
+    they check, and compile what the others will find compiled."""
+    for child in [started(mix, [*given, "--layers", "1"]) for mix in MIXES]:
+        text, _ = child.communicate()
+        print(*(line for line in text.splitlines() if "check" in line), sep="\n", flush=True)
+        keep(child.args, text, only="check")
+    for mix in [*MIXES, *([] if "--quick" in given else [START_ONLY]), *([""] if os.environ.get("GPU_MODEL") else [])]:
+        child, lines = started(mix, [*given, "--checks", "none"]), []
+        assert child.stdout is not None
+        for line in child.stdout:
+            lines.append(line)
+            if not line.startswith("{"):
+                print(line, end="", flush=True)
+        child.wait()
+        keep(child.args, "".join(lines))
+
+
+def started(mix: str, given: list[str]) -> subprocess.Popen[str]:
+    """A process for one mix; for the file where there is none."""
+    hidden = ("OUT", "GPU_MODEL") if mix else ("OUT",)
+    kept = {name: value for name, value in os.environ.items() if name not in hidden}
+    command = [sys.executable, str(Path(__file__).resolve()), *given, "--only", mix, "--part"]
+    return subprocess.Popen(command, env=kept, stdout=subprocess.PIPE, text=True)
+
+
+def keep(command: Any, text: str, only: str = "") -> None:
+    """The figures of a process, those that begin with `only`; what failed is added up."""
+    last = (text.splitlines() or [""])[-1]
+    found: dict[str, Any] = json.loads(last) if last.startswith("{") else {"failed": [" ".join(command[2:])]}
+    failed = [*RESULT.get("failed", []), *found.pop("failed", [])]
+    RESULT.update({name: value for name, value in found.items() if name.startswith(only)})
+    if failed:
+        RESULT["failed"] = failed
 
 
 def main() -> None:

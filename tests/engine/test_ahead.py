@@ -118,7 +118,7 @@ def test_the_same_tokens_as_one_by_one(model: Transformer, settings: dict[str, A
         assert run(ahead, seed) == run(plain, seed), seed
         for engine in (ahead, plain):
             assert engine.scheduler.pool.num_free == config.n_blocks
-    assert device.num_begun > 100
+    assert device.num_begun > (100 if DEVICE == "cpu" else 20)
 
 
 def test_a_device_that_fails_ends_its_requests_only(model: Transformer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from .heads import LOG2E, as_words, chunk_of, join, part_of_head, powers, rotated, store_own, write_head
-from .intrinsics import high_half, low_half, prefetch, start_next, wait_before
+from .intrinsics import high_half, low_half, start_next, wait_before
 
 
 @triton.jit
@@ -98,24 +98,12 @@ def mix(v, weights, shrinks, mixed, GROUP: tl.constexpr):
 
 
 @triton.jit
-def fetch_chunk(
-    k_cache, v_cache, table, start, end, kv_head, KV_HEADS: tl.constexpr, DIM: tl.constexpr, P: tl.constexpr,
-    ITEM: tl.constexpr,
-):  # fmt: skip
-    """Ask for the keys and values from `start` on to be brought into the L2 cache."""
-    for first in range(start // P * P, end, P):
-        at = (tl.load(table + first // P).to(tl.int64) * KV_HEADS + kv_head) * (P * DIM)
-        prefetch(k_cache + at, P * DIM * ITEM)
-        prefetch(v_cache + at, P * DIM * ITEM)
-
-
-@triton.jit
 def decode_attention(
     qkv, cos, sin, k_cache, v_cache, tables, width, positions, partial, extremes, counters,
     out, out_d, out_s, scale, bias, q_norm, k_norm, eps, apart,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, P: tl.constexpr, ROWS: tl.constexpr,
     STREAMS: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
-    BYTES: tl.constexpr, PDL: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr, FETCH: tl.constexpr = False,
+    BYTES: tl.constexpr, PDL: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """qkv (PARTS, B, (HEADS + 2 KV_HEADS) * dim); partial (B, HEADS, SPLITS, dim), extremes (B, HEADS, SPLITS, 2)
     float32; cos, sin (positions, HALF); tables (B, width[0]). A tile is STREAMS runs of ROWS keys, each run summed by
@@ -144,8 +132,6 @@ def decode_attention(
         k = tl.load(k_words + at, mask=there, other=0)
         v = tl.load(v_words + at, mask=there, other=0)
         blocks = blocks_of(table, first + TILE, end, ROWS, STREAMS, P)
-    if FETCH:
-        fetch_chunk(k_cache, v_cache, table, first + TILE, end, kv_head, KV_HEADS, DIM, P, 4 // PER)
     cosines = tl.load(cos + position * HALF + i % HALF)
     sines = tl.load(sin + position * HALF + i % HALF) * tl.where(i < HALF, -1.0, 1.0)
     wait_before(PDL)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from . import device
 
-FEW = 4  # requests up to which latency counts, not the rate of reading
+FEW, CROWD = 4, 128  # requests up to which latency counts, not the rate of reading
 PROGRAMS = 2048  # that many requests should be cut into
 MANY_SPLITS = 16
 DOT = 4  # heads that share keys from which the tensor cores take them
@@ -27,10 +27,9 @@ class Cut(NamedTuple):
     least: int
     stages: int
     dot: bool
-    fetch: bool = False
 
 
-ONE_HEAD = {"few": Cut(8, 1, 16, 1, 0, False), "many": Cut(4, 1, 0, 4, 0, False)}
+ONE_HEAD = {"few": Cut(8, 2, 16, 1, 0, False), "many": Cut(4, 1, 0, 4, 0, False), "crowd": Cut(2, 1, 0, 8, 0, False)}
 PAIRED = {"few": Cut(4, 1, 32, 1, 0, False), "many": Cut(4, 1, 0, 4, 0, False)}  # two or three heads that share keys
 GROUPED = {"few": Cut(16, 1, 32, 1, 0, True), "many": Cut(32, 1, 0, 2, 3, True)}
 LARGE = {"few": Cut(16, 1, 16, 1, 0, True), "many": GROUPED["many"]}  # groups of more than DOT
@@ -42,7 +41,8 @@ def cut_for(requests: int, heads: int, kv_heads: int) -> Cut:
     group, size = heads // kv_heads, "few" if requests <= FEW else "many"
     if device.interpreting():
         return PLAIN["few"] if group < DOT or requests <= FEW else PLAIN["many"]
-    cut = (ONE_HEAD if group == 1 else PAIRED if group < DOT else GROUPED if group == DOT else LARGE)[size]
+    table = ONE_HEAD if group == 1 else PAIRED if group < DOT else GROUPED if group == DOT else LARGE
+    cut = table.get("crowd", table["many"]) if requests >= CROWD else table[size]
     if cut.splits:
         return cut
     wanted = -(-PROGRAMS // (requests * kv_heads * (2 if cut.dot else 1)))  # who uses the tensor cores needs fewer

@@ -179,7 +179,7 @@ class Few:
             x.q, x.d, x.s, z if squares is None else squares, eps, w.unit, w.low, w.low if w.high is None else w.high,
             w.scales, to[0], self.stream, z if norm is None else norm, to[1], to[2], self.squares, w.rows, w.blocks,
             self.tokens, w.kind, rows, warps, ahead, epilogue, parts, triton.next_power_of_2(max(parts, 1)),
-            isinstance(out, Bytes), False, self.pdl, stride if epilogue == STORE else 0, num_warps=warps, **options,
+            isinstance(out, Bytes), self.pdl, stride if epilogue == STORE else 0, num_warps=warps, **options,
         )  # fmt: skip
 
     def numbers(
@@ -239,4 +239,4 @@ def decode(
         kind = tl.float32 if device.interpreting() else tl.float16 if kv.k.dtype == torch.float16 else tl.bfloat16
         decode_grouped[grid](*tensors, cut.rows, *rest, some, kind, **options)
     else:
-        decode_attention[grid](*tensors, *runs_of(cut, block.head_dim, item, size), *rest, cut.fetch, **options)
+        decode_attention[grid](*tensors, *runs_of(cut, block.head_dim, item, size), *rest, **options)

@@ -6,8 +6,10 @@ large results one buffer, since a result is good until the next step only. Witho
 
 from __future__ import annotations
 
+import gc
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,6 +19,18 @@ from . import device
 MOST = 96  # graphs that are kept; what is rarer runs as it is
 LARGE = 1 << 20  # bytes of a result that is worth a copy: many graphs would each hold their own
 _one_at_a_time = threading.Lock()  # PyTorch's rule for captures in a process, which may have several engines
+
+
+@contextmanager
+def _nothing_dies() -> Iterator[None]:
+    """Without the garbage collector: an old graph that it finds may not be destroyed while another is captured."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 class Graphs:
@@ -67,7 +81,7 @@ class Graphs:
     def _captured(self, step: Callable[[], torch.Tensor], out: torch.Tensor | None) -> tuple[Any, torch.Tensor]:
         graph = torch.cuda.CUDAGraph()
         self._pool = self._pool or torch.cuda.graph_pool_handle()
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        with _nothing_dies(), torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             result = step()
             if out is not None:
                 result = out.copy_(result)

@@ -69,23 +69,6 @@ def high_half(pair):
 
 
 @triton.jit
-def prefetch(at, size):
-    """Ask for so many bytes (a multiple of 16) to be brought into the L2 cache: a hint, sent by one thread."""
-    if not PLAIN:
-        tl.inline_asm_elementwise(
-            """{
-            .reg .pred p;
-            .reg .u32 t;
-            mov.u32 t, %tid.x;
-            setp.eq.u32 p, t, 0;
-            @p cp.async.bulk.prefetch.L2.global [$1], $2;
-            mov.u32 $0, 0;
-            }""",
-            "=r,l,r", [at.to(tl.int64), size], dtype=tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
-
-
-@triton.jit
 def high_place(c):
     """Where the high bits of column c of a block lie in their half word: two bits of q6, of q5 the bit of its word."""
     return (c % 2) * 8 + (1 - c // 16) * 4 + c % 4 // 2 * 2

@@ -8,6 +8,7 @@ was split into, add to the stream, norm, and lay the activations out for the nex
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import gcd
 from typing import Any, NamedTuple
 
 import torch
@@ -201,10 +202,11 @@ class Many:
         scale, window, cap = block.attention
         kind = kv.k.dtype if kv.k.element_size() > 1 else torch.bfloat16
         q = torch.empty(tokens, heads, dim, dtype=kind, device=device.current())
-        rope_store[(heads + 2 * kv_heads, tokens)](
+        each = gcd(heads, kv_heads, 8)  # heads of a program
+        rope_store[((heads + 2 * kv_heads) // each, tokens)](
             qkv, rope.cos, rope.sin, at["positions"], at["slots"], q, kv.k, kv.v,
             heads, kv_heads, dim // 2, size, block.qkv_bias, block.q_norm, block.k_norm, block.eps,
-            qkv.stride(0), qkv.shape[0], num_warps=1,
+            qkv.stride(0), qkv.shape[0], each, num_warps=max(1, each // 2),
         )  # fmt: skip
         tiles = at["tile_first"].numel()
         prefill_attention[(tiles, heads)](

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from .epilogue import finish, inverse_rms, row_of
-from .intrinsics import dp4a, dp4a_us, high_fields, high_half, low_half, prefetch, start_next, wait_before
+from .intrinsics import dp4a, dp4a_us, high_fields, high_half, low_half, start_next, wait_before
 
 LANES = tl.constexpr(128)  # blocks a warp has at a time
 
@@ -121,31 +121,6 @@ def load_x(xq, xd, xs, t, b, ok, blocks, KIND: tl.constexpr):
 
 
 @triton.jit
-def fetch_rows(low, high, scales, first, count: tl.constexpr, blocks, KIND: tl.constexpr):
-    """Ask for whole rows of a matrix to be brought into the L2 cache."""
-    PLANES: tl.constexpr = 8 if KIND == "q8" or KIND == "q8d" else 4
-    prefetch(low + first.to(tl.int64) * (PLANES * blocks), count * PLANES * 4 * blocks)
-    WIDE: tl.constexpr = 2 if KIND == "q4" or KIND == "q5" or KIND == "q8" else 4
-    prefetch(scales + first.to(tl.int64) * blocks, count * WIDE * blocks)
-    if KIND == "q6":
-        prefetch(high + first.to(tl.int64) * (4 * blocks), count * 8 * blocks)
-    elif KIND == "q5" or KIND == "q5m":
-        prefetch(high + first.to(tl.int64) * (2 * blocks), count * 4 * blocks)
-    elif KIND == "q4mm":
-        prefetch(high + first.to(tl.int64) * blocks, count * 4 * blocks)
-
-
-@triton.jit
-def fetch_tile(low, high, scales, rows, blocks, ROWS: tl.constexpr, EPILOGUE: tl.constexpr, KIND: tl.constexpr):
-    """All rows of a program."""
-    if EPILOGUE == 2:
-        fetch_rows(low, high, scales, tl.program_id(0) * (ROWS // 2), ROWS // 2, blocks, KIND)
-        fetch_rows(low, high, scales, rows // 2 + tl.program_id(0) * (ROWS // 2), ROWS // 2, blocks, KIND)
-    else:
-        fetch_rows(low, high, scales, tl.program_id(0) * ROWS, ROWS, blocks, KIND)
-
-
-@triton.jit
 def load_turn(
     low, high, scales, turn: tl.constexpr, lane, rows, blocks: tl.constexpr,
     R: tl.constexpr, ROWS: tl.constexpr, WARPS: tl.constexpr, EPILOGUE: tl.constexpr, KIND: tl.constexpr,
@@ -161,7 +136,7 @@ def matvec(
     xq, xd, xs, squares, eps, unit, low, high, scales, out, stream, norm, out_d, out_s, out_squares,
     rows, blocks: tl.constexpr, B: tl.constexpr, KIND: tl.constexpr, ROWS: tl.constexpr, WARPS: tl.constexpr,
     AHEAD: tl.constexpr, EPILOGUE: tl.constexpr, PARTS: tl.constexpr, SIZE: tl.constexpr, BYTES: tl.constexpr,
-    FETCH: tl.constexpr, PDL: tl.constexpr, STRIDE: tl.constexpr = 0,
+    PDL: tl.constexpr, STRIDE: tl.constexpr = 0,
 ):  # fmt: skip
     """`ROWS` rows a program, ROWS // WARPS a warp, AHEAD of them on their way. PARTS > 0: a norm's factor is wanted."""
     R: tl.constexpr = ROWS // WARPS
@@ -173,8 +148,6 @@ def matvec(
     for turn in tl.static_range(AHEAD):
         if turn < TURNS:
             held = held + (load_turn(low, high, scales, turn, lane, rows, blocks, R, ROWS, WARPS, EPILOGUE, KIND),)
-    if FETCH:
-        fetch_tile(low, high, scales, rows, blocks, ROWS, EPILOGUE, KIND)
     wait_before(PDL)
     factors = ()
     if PARTS > 0:

@@ -16,12 +16,13 @@ from .heads import cap_scores, part_of_head, rotated
 def rope_store(
     qkv, cos, sin, positions, slots, q_out, k_cache, v_cache,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, P: tl.constexpr,
-    bias=None, q_norm=None, k_norm=None, eps=0.0, apart=0, PARTS: tl.constexpr = 1,
+    bias=None, q_norm=None, k_norm=None, eps=0.0, apart=0, PARTS: tl.constexpr = 1, EACH: tl.constexpr = 1,
 ):  # fmt: skip
-    """Program (head, token): a query is rotated into q_out (T, HEADS, dim), a key into its slot, a value copied there.
-    A token whose slot is negative is nobody's."""
+    """Program (EACH heads, token): queries are rotated into q_out (T, HEADS, dim), keys into their slot, values copied
+    there. EACH divides both numbers of heads. A token whose slot is negative is nobody's."""
     DIM: tl.constexpr = 2 * HALF
-    head = tl.program_id(0)
+    first = tl.program_id(0) * EACH
+    head = first + tl.arange(0, EACH)[:, None]
     t = tl.program_id(1)
     i = tl.arange(0, DIM)
     slot = tl.load(slots + t).to(tl.int64)
@@ -31,13 +32,13 @@ def rope_store(
     angle = tl.load(positions + t) * HALF + i % HALF
     cosines = tl.load(cos + angle)
     sines = tl.load(sin + angle) * tl.where(i < HALF, -1.0, 1.0)
-    if head < HEADS:
+    if first < HEADS:
         x = rotated(row, head, cosines, sines, bias, q_norm, eps, apart, HALF, PARTS)
         tl.store(q_out + (t.to(tl.int64) * HEADS + head) * DIM + i, x.to(q_out.dtype.element_ty))
     else:
         kv_head = (head - HEADS) % KV_HEADS
         to = ((slot // P * KV_HEADS + kv_head) * P + slot % P) * DIM + i
-        if head < HEADS + KV_HEADS:
+        if first < HEADS + KV_HEADS:
             x = rotated(row, head, cosines, sines, bias, k_norm, eps, apart, HALF, PARTS)
             tl.store(k_cache + to, x.to(k_cache.dtype.element_ty))
         else:

@@ -64,7 +64,7 @@ def _matvec(x: Bytes, part: Part, out: torch.Tensor) -> None:
     matvec[(cdiv(part.rows, rows),)](
         x.q, x.d, x.s, none, 0.0, part.unit, part.low, part.high, part.scales, out, none, none, none, none, none,
         part.rows, part.blocks, B=batch, KIND=part.kind, ROWS=rows, WARPS=warps, AHEAD=rows // warps, EPILOGUE=0,
-        PARTS=0, SIZE=1, BYTES=True, FETCH=False, PDL=False, num_warps=8 if interpreting() else warps,
+        PARTS=0, SIZE=1, BYTES=True, PDL=False, num_warps=8 if interpreting() else warps,
     )  # fmt: skip
 
 

@@ -60,7 +60,7 @@ def parts_for(rows: int, columns: int, tokens: int, tile: Tile, most: int = MOST
 
 def padded(columns: int) -> int:
     """Numbers of a token, spread."""
-    return cdiv(columns, 32 * GROUP) * 32 * GROUP
+    return int(cdiv(columns, 32 * GROUP)) * 32 * GROUP
 
 
 def product(x: torch.Tensor, factors: torch.Tensor, w: Any, tokens: int, most: int = MOST_PARTS, fixed: bool = False,

@@ -44,7 +44,7 @@ Case = tuple[Any, dict[str, str], dict[str, Any], dict[str, Any]]  # kernel, typ
 
 
 def products() -> dict[str, Case]:
-    base = {"PARTS": 128, "SIZE": 128, "FETCH": False, "PDL": True, "BYTES": True}
+    base = {"PARTS": 128, "SIZE": 128, "PDL": True, "BYTES": True}
     cases: dict[str, Case] = {}
     pairs = ("q4m", "q5m", "q6", "q8d", "q4mm")
     for kind in ("q4", "q4m", "q5", "q5m", "q6", "q8", "q8d", "q4mm"):
@@ -117,7 +117,7 @@ def others() -> dict[str, Case]:
         "prefill of 256": (
             prefill.prefill_attention, {}, {"num_warps": 4, "num_stages": 2}, {**read, "DIM": 256, "SIZE": 256},
         ),
-        "rope_store": (prefill.rope_store, {}, {"num_warps": 1}, {**heads, "HALF": 64}),
+        "rope_store": (prefill.rope_store, {}, {"num_warps": 4}, {**heads, "HALF": 64, "EACH": 8}),
         "rope_store, all": (
             prefill.rope_store, {"bias": F, "q_norm": F, "k_norm": F}, {"num_warps": 1},
             {**heads, "HALF": 64, "PARTS": 2},

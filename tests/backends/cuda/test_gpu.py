@@ -2,7 +2,8 @@
 from graphs and from single launches, bit for bit.
 
 What is tolerated, as a part of the logits' deviation: 3e-2 for a model of two layers, 4e-2 where one that is small and
-full of features meets few tokens, whose activations are bytes.
+full of features meets few tokens, whose activations are bytes; 1e-1 where keys and values are float8 besides, which
+turns the last bit of an activation into a sixteenth of a key.
 """
 
 from __future__ import annotations
@@ -39,7 +40,12 @@ REAL = [
 MIDDLE = Shape(2, 1024, 8, 2, 1536, 2000, 4096, head_dim=128)
 FEATURES: dict[str, tuple[Shape, str, str, dict[str, Any]]] = {
     "norms of heads": (MIDDLE, "Q4_0", "bfloat16", {"norms": True}),
-    "window and cap": (MIDDLE._replace(kv_heads=8, head_dim=64), "Q8_0", "float16", {"window": 50, "cap": 3.0}),
+    "window and cap": (
+        MIDDLE._replace(heads=16, kv_heads=16, head_dim=64),
+        "Q8_0",
+        "float16",
+        {"window": 50, "cap": 3.0},
+    ),
     "bias, float8": (MIDDLE, "Q4_K_M", "float8", {"bias": True}),
     "numbers, all of it, float8": (MIDDLE, "BF16", "float8", {"norms": True, "window": 50, "cap": 3.0, "bias": True}),
 }
@@ -82,7 +88,7 @@ def test_what_families_have_from_graphs_and_without(case: str) -> None:
         assert torch.equal(found[0], found[2]), counts
         wanted = twin.forward(pair[1].step(who, counts, ids, every), pair[1].cache)
         wanted = wanted.cpu().numpy() if isinstance(wanted, torch.Tensor) else wanted
-        assert tiny.relative(found[0].cpu(), wanted) < 4e-2, counts
+        assert tiny.relative(found[0].cpu(), wanted) < (1e-1 if kv_type == "float8" else 4e-2), counts
     assert len(ours.fused.graphs) >= 3  # type: ignore[attr-defined]
     assert ours.fused.graphs.nbytes > 0  # type: ignore[attr-defined]
 
