@@ -11,9 +11,9 @@ mix has a process of its own, so that a crash in one does not spoil the others. 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
-import subprocess
 import sys
 import time
 import traceback
@@ -30,6 +30,7 @@ START = time.perf_counter()
 import numpy as np
 import torch
 import triton
+from gpu_apart import START_ONLY, apart
 from gpu_model import file_figures, model_errors, model_of
 from gpu_report import driver_version, tables
 from gpu_start import start_figures
@@ -41,8 +42,6 @@ from llm_worker_rbee.engine.engine import Engine
 from llm_worker_rbee.engine.request import Request, SamplingParams
 from llm_worker_rbee.models import Transformer
 
-MIXES = ("Q4_K_M", "Q4_0", "Q8_0", "BF16", "FP8")
-START_ONLY = "start"
 RESULT: dict[str, Any] = {}
 PROFILE = "--profile" in sys.argv
 
@@ -65,17 +64,20 @@ def requests(count: int, prompt: int, answer: int, vocabulary: int, seed: int = 
     return [Request(rng.integers(3, vocabulary, prompt).tolist(), params, answer, 0, frozenset()) for _ in range(count)]
 
 
-def engine_of(model: Transformer, tokens: int, max_batch: int, step_tokens: int = 512) -> Engine:
+def engine_of(
+    model: Transformer, tokens: int, max_batch: int, step_tokens: int = 512, kv_type: str = "bfloat16"
+) -> Engine:
     """An engine with room for so many tokens, when the last one's is free: a decoder keeps it until its next step."""
     decoder: Any = model.fused
     decoder.graphs.forget()
     decoder._cache = None
+    gc.collect()
     torch.cuda.empty_cache()
     config = EngineConfig(
         max_context=4096, n_blocks=tokens // 16 + max_batch, max_batch=max_batch, max_step_tokens=step_tokens,
         prefix_cache=False, target_itl_ms=1000.0,
     )  # fmt: skip
-    return Engine(model, config, "bfloat16")
+    return Engine(model, config, kv_type)
 
 
 def steps(engine: Engine) -> Iterator[tuple[int, float]]:
@@ -126,9 +128,11 @@ def prompt_time(model: Transformer, prompt: int, n: int = 5) -> float:
     return median(found[2:])
 
 
-def serve_time(model: Transformer, count: int, prompt: int, answer: int) -> tuple[float, float]:
+def serve_time(
+    model: Transformer, count: int, prompt: int, answer: int, kv_type: str = "bfloat16"
+) -> tuple[float, float]:
     """Seconds until all requests are answered, and of a step in which all of them answer."""
-    engine = engine_of(model, count * (prompt + answer + 16), count, 4096)
+    engine = engine_of(model, count * (prompt + answer + 16), count, 4096, kv_type)
     for request in requests(count, prompt, answer, model.config.vocab_size):
         engine.add(request)
     start = time.perf_counter()
@@ -182,6 +186,9 @@ def measure(mix: str, shape: str, layers: int, quick: bool) -> None:
         seconds, step = serve_time(model, 256, 128, 128)
         note(f"{mix} 256 requests of 128 in, 128 out: output tok/s", round(256 * 128 / seconds))
         note(f"{mix} 256 requests: s in all, ms of a step where all answer", [round(seconds, 3), round(1e3 * step, 2)])
+        serve_time(model, 256, 128, 8, "float8")
+        seconds, _ = serve_time(model, 256, 128, 128, "float8")
+        note(f"{mix} 256 requests, keys and values in float8: output tok/s", round(256 * 128 / seconds))
     if mix in ("Q4_K_M", "BF16"):
         measure_deterministic(mix, model)
     note(f"{mix} device memory, GB", round(torch.cuda.max_memory_allocated() / 1e9, 2))
@@ -244,42 +251,6 @@ def here(options: argparse.Namespace) -> None:
         guarded("check_file", lambda: check_file(os.environ["GPU_MODEL"]))
 
 
-def apart(given: list[str]) -> None:
-    """A process for every mix, one for the start and one for the file. First those of all mixes at once, on one layer:
-    they check, and compile what the others will find compiled."""
-    for child in [started(mix, [*given, "--layers", "1"]) for mix in MIXES]:
-        text, _ = child.communicate()
-        print(*(line for line in text.splitlines() if "check" in line), sep="\n", flush=True)
-        keep(child.args, text, only="check")
-    for mix in [*MIXES, *([] if "--quick" in given else [START_ONLY]), *([""] if os.environ.get("GPU_MODEL") else [])]:
-        child, lines = started(mix, [*given, "--checks", "none"]), []
-        assert child.stdout is not None
-        for line in child.stdout:
-            lines.append(line)
-            if not line.startswith("{"):
-                print(line, end="", flush=True)
-        child.wait()
-        keep(child.args, "".join(lines))
-
-
-def started(mix: str, given: list[str]) -> subprocess.Popen[str]:
-    """A process for one mix; for the file where there is none."""
-    hidden = ("OUT", "GPU_MODEL") if mix else ("OUT",)
-    kept = {name: value for name, value in os.environ.items() if name not in hidden}
-    command = [sys.executable, str(Path(__file__).resolve()), *given, "--only", mix, "--part"]
-    return subprocess.Popen(command, env=kept, stdout=subprocess.PIPE, text=True)
-
-
-def keep(command: Any, text: str, only: str = "") -> None:
-    """The figures of a process, those that begin with `only`; what failed is added up."""
-    last = (text.splitlines() or [""])[-1]
-    found: dict[str, Any] = json.loads(last) if last.startswith("{") else {"failed": [" ".join(command[2:])]}
-    failed = [*RESULT.get("failed", []), *found.pop("failed", [])]
-    RESULT.update({name: value for name, value in found.items() if name.startswith(only)})
-    if failed:
-        RESULT["failed"] = failed
-
-
 def main() -> None:
     """Check, measure, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -292,7 +263,7 @@ def main() -> None:
     parser.add_argument("--part", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.only is None:
-        apart(sys.argv[1:])
+        apart(sys.argv[1:], RESULT)
     else:
         here(options)
     if not options.part:

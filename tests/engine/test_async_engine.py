@@ -140,7 +140,9 @@ def test_books_that_break_end_everybody_and_the_engine_serves_on(
     model: Transformer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def main() -> None:
-        async with AsyncEngine(engine_of(model)) as serving:
+        engine = engine_of(model)
+        monkeypatch.setattr(engine._ahead, "_sample_later", None)  # on a GPU a step that is begun asks no scheduler
+        async with AsyncEngine(engine) as serving:
             ticket = serving.submit(request([1, 2], 400))
             await anext(ticket)
 
@@ -148,7 +150,6 @@ def test_books_that_break_end_everybody_and_the_engine_serves_on(
                 monkeypatch.undo()
                 raise ZeroDivisionError("by accident")
 
-            monkeypatch.setattr(serving.engine._ahead, "_sample_later", None)  # on a GPU a step begun asks no scheduler
             monkeypatch.setattr(serving.engine.scheduler, "schedule", broken)
             with pytest.raises(InferenceError, match="ZeroDivisionError"):
                 await all_of(ticket)

@@ -37,8 +37,11 @@ BY_KIND = {
     ("gate_up", "q8"): (64, 4, 2, 0), ("gate_up", "q8d"): (64, 4, 2, 0),
 }  # fmt: skip
 MORE = {"qkv": (8, 4), "o": (32, 8), "gate_up": (64, 8), "down": (32, 8), "head": (8, 4)}
-NUMBERS = {"qkv": (16, 4), "o": (32, 16), "gate_up": (64, 16), "down": (32, 16), "head": (16, 4)}
-WIDE = 256  # columns of numbers that a warp has at a time
+# of numbers: rows of a program, warps, columns that a warp has at a time, turns ahead
+NUMBERS = {
+    "qkv": (16, 4, 256, 2), "o": (32, 16, 256, 4), "gate_up": (64, 16, 256, 2), "down": (32, 16, 256, 4),
+    "head": (16, 4, 256, 2),
+}  # fmt: skip
 # The interpreter likes few and large programs; the sums come in the same order.
 PLAIN = {"qkv": (256, 256), "o": (32, 32), "gate_up": (64, 32), "down": (32, 32), "head": (256, 256)}
 
@@ -186,10 +189,9 @@ class Few:
         self, name: str, x: Any, w: Any, epilogue: int, out: Any, eps: float, squares: Any, norm: Any, stride: int
     ) -> None:
         """A part that is numbers."""
-        rows, warps = NUMBERS[name] if self.tokens == 1 or epilogue != STORE else (8, 8)
-        wide, ahead, scales = WIDE, 4 if rows // warps <= 2 else 2, None
-        if w.kind == FP8:
-            (rows, warps, wide, ahead), scales = fp8.TILES[self.tokens][name], w.scales
+        tile = NUMBERS[name] if self.tokens == 1 or epilogue != STORE else (8, 8, 256, 4)
+        is_fp8 = w.kind == FP8
+        rows, warps, wide, ahead = fp8.TILES[self.tokens][name] if is_fp8 else tile
         if device.interpreting():
             rows, warps = PLAIN[name]
         parts = 0 if squares is None else squares.shape[1]
@@ -198,7 +200,7 @@ class Few:
             x, z if squares is None else squares, eps, w.values, out, self.stream, z if norm is None else norm,
             self.squares, w.rows, w.values.shape[1], self.tokens, rows, warps, wide, ahead,
             epilogue, parts, triton.next_power_of_2(max(parts, 1)), self.pdl, stride if epilogue == STORE else 0,
-            scales, num_warps=warps, **self.options,
+            w.scales if is_fp8 else None, num_warps=warps, **self.options,
         )  # fmt: skip
 
 
