@@ -43,6 +43,8 @@ from llm_worker_rbee.engine.request import Request, SamplingParams
 from llm_worker_rbee.models import Transformer
 
 RESULT: dict[str, Any] = {}
+USUAL_BOUND, BOUNDS = 3e-2, {"FP8": 0.15}  # of the errors of logits
+PREFERRED = 0.5  # log-probability by which the reference may prefer its own token where answers part
 PROFILE = "--profile" in sys.argv
 
 
@@ -215,8 +217,11 @@ def guarded(name: str, work: Callable[[], None]) -> None:
 
 
 def check(mix: str, shape: str, sizes: tuple[int, ...]) -> None:
-    """Errors of the logits."""
-    note(f"check {mix}", model_errors(mix, shape, sizes))
+    """Errors of the logits; too large ones fail."""
+    errors = model_errors(mix, shape, sizes)
+    note(f"check {mix}", errors)
+    if not max(errors.values()) < BOUNDS.get(mix, USUAL_BOUND):
+        raise AssertionError(f"{mix}: the logits are off by {max(errors.values())} of their deviation")
 
 
 def check_start(shape: str, layers: int) -> None:
@@ -226,9 +231,13 @@ def check_start(shape: str, layers: int) -> None:
 
 
 def check_file(path: str) -> None:
-    """A real file against the reference."""
-    for name, value in file_figures(path).items():
+    """A real file against the reference; answers may part only where it hardly prefers its own."""
+    figures = file_figures(path)
+    for name, value in figures.items():
         note(name, value)
+    gaps = figures["file: log-probability by which the reference prefers its own there"]
+    if not all(gap < PREFERRED for gap in gaps):
+        raise AssertionError(f"{path}: answers part where the reference is sure: {gaps}")
 
 
 def here(options: argparse.Namespace) -> None:

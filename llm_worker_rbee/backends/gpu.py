@@ -8,6 +8,7 @@ import importlib
 import importlib.util
 import math
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -105,11 +106,12 @@ def require_fp8(ops: Ops) -> None:
     hardware.require_fp8()
 
 
-def packed_bytes(checkpoint: Checkpoint) -> int:
-    """What the weights of a file take on a GPU."""
+def packed_bytes(checkpoint: Checkpoint, kinds: Mapping[str, str] | None = None) -> int:
+    """What the weights of a file take on a GPU; those that have another type in `kinds`, in that."""
     bits = 0.0
-    for tensor in checkpoint.tensors.values():
-        each = BITS.get(tensor.kept_as or tensor.kind.name, 32.0) if len(tensor.shape) > 1 else 32.0
+    for name, tensor in checkpoint.tensors.items():
+        kind = (kinds or {}).get(name) or tensor.kept_as or tensor.kind.name
+        each = BITS.get(kind, 32.0) if len(tensor.shape) > 1 else 32.0
         bits += each * math.prod(tensor.shape)
     return int(bits / 8)
 

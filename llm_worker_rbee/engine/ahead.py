@@ -1,8 +1,8 @@
 """Steps that begin before the tokens of the step before are known: the device goes on while the host writes its books.
 
-It is done where nothing can come between: everybody answers, nobody waits, and a backend can feed what it has chosen
-to its own next step (`sample_later`). What was begun for a request that has ended meanwhile is forgotten when it lands:
-the place that it wrote to was its own, and whoever gets it next writes later.
+It is done where nothing can come between: everybody answers, nobody can come in, and a backend can feed what it has
+chosen to its own next step (`sample_later`). What was begun for a request that has ended meanwhile is forgotten when it
+lands: the place that it wrote to was its own, and whoever gets it next writes later.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Ahead:
 
     def next(self, begun: Begun, scheduler: Scheduler) -> Begun | None:
         """Begin the one after it, if everybody goes on and has room."""
-        if scheduler.waiting or len(scheduler.running) != len(begun.requests) or self._sample_later is None:
+        if len(scheduler.running) != len(begun.requests) or not scheduler.is_closed or self._sample_later is None:
             return None
         for request in begun.requests:
             known = len(request.ids) + 1  # with the token that is on its way

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from ..cache import KVCache
 from ..config import EngineConfig
-from ..errors import ContextLengthError, InferenceError, InvalidRequestError, WorkerError
+from ..errors import ContextLengthError, InferenceError, InsufficientMemoryError, InvalidRequestError, WorkerError
 from ..models import Transformer
 from .ahead import Ahead, Begun, landed, spans_of
 from .drafts import Drafter, NGrams
@@ -97,18 +97,18 @@ class Engine:
     def _computed(self, spans: list[Span], *, is_first: bool = True) -> list[Output]:
         start = time.perf_counter()
         is_reading = any(span.stop - span.start > 1 + len(span.request.drafts) for span in spans)
+        may_begin = is_first and self.drafter is None and self.compute == self._forward
         try:
             self.is_computing = True
-            if is_first and self.drafter is None and self.compute == self._forward:
-                begun = self._ahead.first(spans, self.scheduler)
-                if begun is not None:
-                    self.is_computing = False
-                    return self._landed(begun)
-            sampled = self.compute(spans)
+            begun = self._ahead.first(spans, self.scheduler) if may_begin else None
+            sampled = self.compute(spans) if begun is None else None
             self.is_computing = False
         except Exception as error:  # whatever it was: its requests end, the others go on
             self.is_computing = False
             return self.scheduler.fail(spans, _shown(error))
+        if begun is not None:
+            return self._landed(begun)
+        assert sampled is not None
         outputs = self.scheduler.update(spans, sampled)
         self._draft()
         self._note(spans, is_reading, time.perf_counter() - start)
@@ -168,6 +168,8 @@ def require_fit(prompt: int, answer: int, config: EngineConfig) -> None:
 def _shown(error: Exception) -> WorkerError:
     if isinstance(error, WorkerError):
         return error
-    made = InferenceError(f"the step failed ({type(error).__name__})")  # its text may name what is nobody's business
+    made: WorkerError = InferenceError(f"the step failed ({type(error).__name__})")  # its text is nobody's business
+    if isinstance(error, MemoryError):
+        made = InsufficientMemoryError("a step did not fit into memory: use a smaller kv_memory, max_batch or prompt")
     made.__cause__ = error
     return made

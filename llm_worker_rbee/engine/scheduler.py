@@ -68,6 +68,12 @@ class Scheduler:
         self._release(request)
         return True
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether the next step is of those who run: nobody waits, or all rows are taken and nobody who waits is more
+        urgent than the last one who runs."""
+        return not (self.waiting and (self._rows or self.waiting[-1].priority < self.running[-1].priority))
+
     def expire(self, now: float) -> list[Output]:
         """End those whose time is over."""
         ended = [request for request in self._deadlines.over(now) if self.remove(request)]

@@ -20,14 +20,13 @@ from typing import Any, overload
 from ..backends import gpu, is_automatic, kernels, kv_type_for
 from ..backends.types import Ops
 from ..config import KV_AUTO, EngineConfig, ModelConfig
-from ..engine.capacity import Capacity
 from ..engine.draft_model import DraftModel
 from ..engine.engine import Engine
 from ..engine.request import SamplingParams
 from ..engine.sampler import draw_seed
 from ..errors import ChatTemplateError, InvalidRequestError
 from ..models import Transformer, describe, load_model
-from ..models.convert import is_fp8, quantize_checkpoint
+from ..models.convert import quantize_checkpoint
 from ..progress import generating
 from ..tokenizer import ChatTemplate, Tokenizer, tokenizer_from_gguf, tokenizer_from_hf
 from ..tokenizer.messages import Message, checked_messages, protected
@@ -47,7 +46,7 @@ from .options import (
     require_same_tokens,
     require_settings,
 )
-from .placing import opened, picked, placed, planned
+from .placing import opened, picked, settled
 from .stream import Stream, together
 
 __all__ = ["LLM", "Chunk", "Completion", "SamplingParams", "Stream", "Timings", "open_tokenizer", "together"]
@@ -102,15 +101,13 @@ class LLM:
             self.checkpoint: Checkpoint = opened(path, quantize)
             self.config: ModelConfig = describe(self.checkpoint)
             draft = None if guesser is None else open_checkpoint(guesser)
-            self.notes: list[str] = []  # what a person should know of how it was loaded
             models = [self.checkpoint] if draft is None else [self.checkpoint, draft]
-            if is_automatic(device, backend, threads):
-                ops, self.notes = placed(ops, models, is_fp8(quantize))
-            self.kv_type = kv_type_for(ops, kv_type)
             many = settings.get("max_batch", SETTINGS["max_batch"])
-            self.capacity: Capacity = planned(
-                ops, models, self.kv_type, kv_memory=kv_memory, max_context=max_context, max_batch=many
-            )
+            # `notes`: what a person should know of how it was loaded
+            ops, self.kv_type, self.capacity, self.notes = settled(
+                ops, models, kv_type, quantize, is_automatic=is_automatic(device, backend, threads),
+                kv_memory=kv_memory, max_context=max_context, max_batch=many,
+            )  # fmt: skip
             self.max_context = self.capacity.max_context
         with timed("tokenizer"):
             self.tokenizer: Tokenizer = open_tokenizer(self.checkpoint)

@@ -181,3 +181,16 @@ def test_an_interrupt_while_tokens_are_waited_for_loses_none(
             engine.step()
     assert asked[0].tokens == asked[1].tokens
     assert ahead.scheduler.pool.num_free == 64
+
+
+def test_a_queue_does_not_stop_it(model: Transformer) -> None:
+    """All rows are taken, so nobody comes in before somebody ends: steps go on being begun."""
+    device = Device(model.ops)
+    engine = Engine(replace(model, ops=device), EngineConfig(max_context=112, n_blocks=64, max_batch=2, debug=True))
+    asked = [Request([i + 1, 2], SamplingParams(temperature=0), 20, 0, frozenset()) for i in range(6)]
+    for request in asked:
+        engine.add(request)
+    while engine.has_work:
+        engine.step()
+    assert all(len(request.tokens) == 20 for request in asked)
+    assert device.num_begun > 3 * 15

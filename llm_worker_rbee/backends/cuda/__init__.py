@@ -38,7 +38,8 @@ def device_bytes() -> int:
 
 def prepare(tensors: Sequence[Tensor]) -> matrix.Matrix:
     """Repack a weight for the kernels; several tensors become one matrix, their rows one after the other."""
-    return matrix.prepare(tensors)
+    with device.memory_errors():
+        return matrix.prepare(tensors)
 
 
 def prepare_vector(values: NDArray[np.float32]) -> torch.Tensor:
@@ -53,6 +54,7 @@ def empty_kv(blocks: int, block_size: int, kv_heads: int, head_dim: int, kind: s
 
 def embed(table: matrix.Matrix, ids: Ints, scale: float = 1.0) -> torch.Tensor:
     """Rows of the embedding table: (T,) -> (T, width)."""
+    device.activate()  # the first op of a step
     rows = table.rows_at(device.upload(ids, torch.int64))
     return rows if scale == 1.0 else rows * scale
 

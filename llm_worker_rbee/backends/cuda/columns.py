@@ -20,7 +20,7 @@ def float_pair(number):
 
 
 OFFSETS = {"q4": 8, "q5": 16, "q6": 32}
-SCALE_PTX = {  # $9: words of scales; $10: minima. s, z: the scale of the first and the last sixteen columns, twice each
+SCALE_PTX = {  # $10: words of scales; $9: minima. s, z: the scale of the first and the last sixteen columns, twice each
     "one": "mov.b32 s, {$10, $10}; mov.b32 z, s;",
     "minimum": "prmt.b32 s, $10, $10, 0x1010; mov.b32 z, s; prmt.b32 m, $10, $10, 0x3232; mov.b32 y, m;",
     "two": "prmt.b32 s, $10, $10, 0x1010; prmt.b32 z, $10, $10, 0x3232;",

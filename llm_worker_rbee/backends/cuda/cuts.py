@@ -49,6 +49,14 @@ def cut_for(requests: int, heads: int, kv_heads: int) -> Cut:
     return cut._replace(splits=min(MANY_SPLITS, 1 << (wanted - 1).bit_length()))
 
 
+def keys_for(dim: int, item: int) -> tuple[int, int]:
+    """(keys of a tile, stages) for tokens that read, of heads of `dim` numbers of `item` bytes; fewer where shared
+    memory is less than a Hopper's and a key is long."""
+    if device.shared_memory() >= 200 << 10 or dim * item <= 256:
+        return 64, 2
+    return (32, 1) if dim * item <= 512 else (16, 1)
+
+
 def runs_of(cut: Cut, dim: int, item: int, size: int) -> tuple[int, int]:
     """(keys of a run, runs) of a tile: a run lies in one block of `size` keys of `dim` numbers of `item` bytes."""
     tile = cut.rows * cut.warps * max(1, 512 // (dim * item))

@@ -53,7 +53,12 @@ class Decoder:
     def __call__(self, batch: Batch, kv: Sequence[KVLayer]) -> torch.Tensor:
         """One step: writes the cache, gives the logits at `batch.logits_index`: float32, on the device, good until the
         next step."""
-        self._get_ready(batch, kv)
+        device.activate()
+        with device.memory_errors():
+            self._get_ready(batch, kv)
+            return self._step(batch, kv)
+
+    def _step(self, batch: Batch, kv: Sequence[KVLayer]) -> torch.Tensor:
         tokens = len(batch.ids)
         if tokens == len(batch.context_len) == len(batch.logits_index) and tokens <= SIZES[-1]:
             size = next(size for size in SIZES if size >= tokens)
@@ -97,13 +102,15 @@ class Decoder:
         tokens, wanted, table = len(batch.ids), len(batch.logits_index), batch.block_table
         sizes = _size_of(tokens, READING), _size_of(answering, BESIDE), _size_of(wanted, WANTED)
         fits = None not in sizes and len(requests) <= tokens // QUERIES + ROOM and len(table) <= answering + ROOM
-        if not fits or table.size > LARGEST_TABLE:
+        fits = fits and table.size <= LARGEST_TABLE
+        is_there = isinstance(batch.ids, torch.Tensor)
+        if not fits:
             sizes = (tokens, answering, wanted)
         size, beside, asked = (int(n or 0) for n in sizes)
         slots = np.concatenate((np.full(answering, -1), batch.slot_mapping[answering:]))
         room = (size // QUERIES + ROOM, beside + ROOM) if fits else (len(requests), len(table))
         arrays = {
-            "width": (1, np.array(table.shape[1]), 0), "ids": (size, batch.ids, 0),
+            "width": (1, np.array(table.shape[1]), 0), "ids": (size, NO_IDS if is_there else batch.ids, 0),
             "positions": (size, batch.positions, 0), "standing": (beside, batch.positions[:answering], -1),
             "slots": (size, slots, -1), "query_start": (room[1] + 1, batch.query_start, 0),
             "context_len": (room[1], batch.context_len, 0), "tile_request": (room[0], requests, -1),
@@ -111,6 +118,8 @@ class Decoder:
             "tables": (table.size, table, 0),
         }  # fmt: skip
         at = self.inputs.put(arrays, self._room() if fits else None)
+        if is_there:
+            at["ids"][:tokens].copy_(cast(torch.Tensor, batch.ids))
 
         def step() -> torch.Tensor:
             return self.many.step(size, at, beside, asked, kv, self._ropes)
@@ -143,9 +152,7 @@ class FixedDecoder(Decoder):
 
     is_fixed = True
 
-    def __call__(self, batch: Batch, kv: Sequence[KVLayer]) -> torch.Tensor:
-        """One step, as above."""
-        self._get_ready(batch, kv)
+    def _step(self, batch: Batch, kv: Sequence[KVLayer]) -> torch.Tensor:
         tokens, wanted, table = len(batch.ids), len(batch.logits_index), batch.block_table
         is_there = isinstance(batch.ids, torch.Tensor)
         size = _size_of(tokens, SIZES) if tokens == len(table) == wanted else None
@@ -158,7 +165,7 @@ class FixedDecoder(Decoder):
             "positions": (room[0], batch.positions, 0), "slots": (room[0], batch.slot_mapping, -1),
             "query_start": (room[2] + 1, batch.query_start, 0), "context_len": (room[2], batch.context_len, 0),
             "tile_request": (room[1], requests, -1), "tile_first": (room[1], firsts, 0),
-            "logits_index": (wanted, batch.logits_index, 0), "tables": (table.size, table, 0),
+            "logits_index": (size or wanted, batch.logits_index, 0), "tables": (table.size, table, 0),
         }  # fmt: skip
         at = self.inputs.put(arrays, self._room() if size else None)
         if is_there:

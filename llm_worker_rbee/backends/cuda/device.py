@@ -5,6 +5,8 @@ Under Triton's interpreter (TRITON_INTERPRET=1) every tensor is the CPU's, so th
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,8 @@ from numpy.typing import NDArray
 from ... import machine
 from ...errors import InvalidRequestError, MissingDependencyError
 
+SHARED_KB = {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227}  # by compute capability
+LEAST_SHARED_KB = 99
 _chosen: list[torch.device] = []
 
 
@@ -46,6 +50,20 @@ def current() -> torch.device:
     return _chosen[0]
 
 
+def activate() -> None:
+    """Make it the calling thread's: PyTorch has a current GPU for each thread, and it begins with the first."""
+    where = current()
+    if where.type == "cuda" and torch.cuda.current_device() != where.index:
+        torch.cuda.set_device(where)
+
+
+def shared_memory() -> int:
+    """Bytes of shared memory that a program may have."""
+    if current().type == "cpu":
+        return 1 << 20
+    return SHARED_KB.get(torch.cuda.get_device_capability(current()), LEAST_SHARED_KB) << 10
+
+
 def upload(ints: NDArray[Any], dtype: torch.dtype = torch.int32) -> torch.Tensor:
     """Numbers of the host, on the device; the host does not wait."""
     device = current()
@@ -54,6 +72,15 @@ def upload(ints: NDArray[Any], dtype: torch.dtype = torch.int32) -> torch.Tensor
     pinned = torch.empty(ints.shape, dtype=dtype, pin_memory=True)
     pinned.copy_(torch.from_numpy(np.ascontiguousarray(ints)))
     return pinned.to(device, non_blocking=True)
+
+
+@contextmanager
+def memory_errors() -> Iterator[None]:
+    """A device without room is told as a host without: with MemoryError."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise MemoryError(str(error)) from None
 
 
 def allocated_bytes() -> int:

@@ -61,17 +61,27 @@ def gated(
 
 
 @triton.jit
+def half_factor(z):
+    """The power of two that a row is divided by to fit a float16."""
+    most = tl.max(tl.max(tl.abs(z), 1), 0)
+    return tl.exp2(tl.ceil(tl.log2(tl.maximum(most, 1e-30))) - 10.0)
+
+
+@triton.jit
 def write_row(z, t, b, c, ok, tokens, out, factors, width: tl.constexpr, SPREAD: tl.constexpr):
-    """A token's activations. Spread ones are float16 times a power of two, so that they are at most 2**10."""
+    """A token's activations. What is float16 is divided by a power of two, so that it is at most 2**10."""
     if SPREAD:
-        most = tl.max(tl.max(tl.abs(z), 1), 0)
-        factor = tl.exp2(tl.ceil(tl.log2(tl.maximum(most, 1e-30))) - 10.0)
+        factor = half_factor(z)
         tl.store(factors + t, factor)
         groups = (width // 32 + GROUP - 1) // GROUP
         at = out + spread_place(t, b, c, tokens, groups)
         tl.store(at, (z / factor).to(out.dtype.element_ty), mask=b < groups * GROUP)
     elif out.dtype.element_ty == tl.float8e4nv:
         factor = tl.maximum(tl.max(tl.max(tl.abs(z), 1), 0), 1e-30) / 448.0  # the largest there is
+        tl.store(factors + t, factor)
+        tl.store(out + t * width + b * 32 + c, (z / factor).to(out.dtype.element_ty), mask=ok)
+    elif out.dtype.element_ty == tl.float16:
+        factor = half_factor(z)
         tl.store(factors + t, factor)
         tl.store(out + t * width + b * 32 + c, (z / factor).to(out.dtype.element_ty), mask=ok)
     else:

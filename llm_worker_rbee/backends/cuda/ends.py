@@ -57,7 +57,7 @@ def embed(
     start_next(PDL)
     wait_before(PDL)
     c = block * 32 + tl.arange(0, 32)
-    n = tl.load(ids + t).to(tl.int64)
+    n = tl.maximum(tl.load(ids + t), 0).to(tl.int64)  # who was not chosen on the device is made again
     if KIND == "numbers":
         y = tl.load(low + n * width + c).to(tl.float32) * unit
     else:

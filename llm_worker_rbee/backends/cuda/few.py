@@ -233,6 +233,8 @@ def decode(
         block.q_norm, block.k_norm, block.eps, qkv.stride(0), block.n_heads, block.n_kv_heads, block.head_dim // 2,
         size,
     )  # fmt: skip
+    if cut.dot and kv.k.dtype == torch.float32 and not device.interpreting():
+        cut = cut._replace(rows=4, warps=1, stages=0, dot=False)  # the tensor cores would round what was not to be
     rest = (cut.splits, cut.least, window, cap, isinstance(out, Bytes), pdl, qkv.shape[0], cut.stages)
     options: Any = {"num_warps": cut.warps, **({"launch_pdl": True} if pdl else {})}
     grid = (cut.splits, block.n_kv_heads, tokens)

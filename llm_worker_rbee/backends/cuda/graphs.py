@@ -16,7 +16,8 @@ import torch
 
 from . import device
 
-MOST = 96  # graphs that are kept; what is rarer runs as it is
+MOST = 96  # graphs that are kept, but for those of plain sizes; what is rarer runs as it is
+ROWS = 256  # of the largest result
 LARGE = 1 << 20  # bytes of a result that is worth a copy: many graphs would each hold their own
 _one_at_a_time = threading.Lock()  # PyTorch's rule for captures in a process, which may have several engines
 
@@ -41,22 +42,23 @@ class Graphs:
         self._made: dict[Hashable, tuple[Any, torch.Tensor]] = {}
         self._seen: dict[Hashable, torch.Size] = {}  # sizes that have run, and the shape of what came out
         self._pool: Any = None
-        self._results: dict[int, torch.Tensor] = {}  # by their length, a power of two
+        self._results: torch.Tensor | None = None  # room for ROWS
 
     def __len__(self) -> int:
         return len(self._made)
 
     def forget(self) -> None:
         """Addresses have changed."""
+        with _one_at_a_time:  # none is destroyed while another is captured
+            self._made.clear()
         self.nbytes = 0
-        self._made.clear()
         self._seen.clear()
-        self._results.clear()
+        self._results = None
         self._pool = None  # the old one may be given back with the last graph
 
     def run(self, size: Hashable, step: Callable[[], torch.Tensor]) -> torch.Tensor:
         """What `step` gives. The first time it runs as it is, which compiles it; the second time it is captured."""
-        is_known = size in self._made or (size in self._seen and len(self._made) < MOST)
+        is_known = size in self._made or (size in self._seen and (isinstance(size, int) or len(self._made) < MOST))
         if device.current().type == "cpu" or not is_known:
             result = step()
             self._seen[size] = result.shape
@@ -89,9 +91,8 @@ class Graphs:
 
     def _shared(self, shape: torch.Size) -> torch.Tensor | None:
         """Where a large result goes: float32 logits of any graph, the last one's only."""
-        if 4 * shape.numel() <= LARGE:
+        if 4 * shape.numel() <= LARGE or shape[0] > ROWS:
             return None
-        length = 1 << (shape.numel() - 1).bit_length()
-        if length not in self._results:
-            self._results[length] = torch.empty(length, dtype=torch.float32, device=device.current())
-        return self._results[length][: shape.numel()].view(shape)
+        if self._results is None:
+            self._results = torch.empty(ROWS * shape[1:].numel(), dtype=torch.float32, device=device.current())
+        return self._results[: shape.numel()].view(shape)

@@ -16,12 +16,14 @@ import triton
 
 from ..types import BlockParts, KVLayer, ModelParts
 from . import device, fp8, tensor_cores
-from .cuts import cut_for
+from .cuts import cut_for, keys_for
 from .elementwise import add_norm, gated
 from .few import Few, Rope, decode, embed_rows, is_packed, numbers_type
-from .matmul import dequantize, spread
+from .matmul import spread
 from .prefill import prefill_attention, rope_store
+from .products import SCRATCH, vendor, written_out
 
+MOST_COUNTED = 256  # requests that answer
 MOST_ONES = 512  # tokens that are multiplied by nothing
 QUERIES = 64  # of a program that reads
 FIXED_QUERIES = 16  # of one where nobody is told from others
@@ -33,6 +35,11 @@ class Activations(NamedTuple):
     values: torch.Tensor
     factors: torch.Tensor
     is_spread: bool
+
+
+def with_factors(found: torch.Tensor, x: Activations) -> torch.Tensor:
+    """(parts, tokens, rows) of what was divided by factors, so that it fits a float16."""
+    return found * x.factors[: found.shape[1], None] if x.values.dtype == torch.float16 else found
 
 
 class Many:
@@ -129,43 +136,35 @@ class Many:
     def product(self, x: Activations, w: Any, tokens: int, most: int = 8) -> torch.Tensor:
         """(parts, tokens, rows); their sum is the product."""
         if self.fixed and not x.is_spread:
-            return tensor_cores.numbers_product(x.values, w.parts[0], most)
+            return with_factors(tensor_cores.numbers_product(x.values, w.parts[0], most), x)
         if fp8.is_fp8(w):
             return fp8.product(x.values, w.parts[0], x.factors, self.pdl)[None]
         if not x.is_spread:
-            return torch.mm(x.values, self.as_numbers(w).T)[None]
+            return self.by_vendor(x, w)
         return tensor_cores.product(x.values, x.factors, w, tokens, most, self.fixed, self.pdl)
 
-    def as_numbers(self, w: Any) -> torch.Tensor:
-        """The matrix, written out if it is packed: it is gone when the next one is."""
+    def by_vendor(self, x: Activations, w: Any) -> torch.Tensor:
+        """The vendor's product; a packed matrix is written out before it, as many rows as the scratch holds."""
         if not is_packed(w):
-            numbers: torch.Tensor = w.parts[0].values
-            return numbers
-        kind = numbers_type(w)
-        out = self.scratch(kind)[: w.rows * w.columns].view(w.rows, w.columns)
-        first = 0
+            values = w.parts[0].values
+            is_half = values.dtype == torch.float16
+            return with_factors(vendor(x.values, values)[None], x) if is_half else torch.mm(x.values, values.T)[None]
+        scratch = self.scratch(numbers_type(w))
+        step = scratch.numel() // w.columns
+        found = []
         for part in w.parts:
-            dequantize[(triton.cdiv(part.rows, 8), triton.cdiv(part.blocks, 16))](
-                part.unit,
-                part.low,
-                part.high,
-                part.scales,
-                out[first:],
-                part.rows,
-                part.blocks,
-                part.kind,
-                8,
-                16,
-                num_warps=4,
-            )
-            first += part.rows
-        return out
+            for start in range(0, part.rows, step):
+                rows = scratch[: min(step, part.rows - start) * w.columns].view(-1, w.columns)
+                written_out(part, start, rows)
+                found.append(torch.mm(x.values, rows.T))
+        return (found[0] if len(found) == 1 else torch.cat(found, 1))[None]
 
     def scratch(self, kind: torch.dtype) -> torch.Tensor:
-        """Room for the largest matrix as numbers."""
+        """Room for the largest matrix as numbers, or for SCRATCH bytes of one."""
         if kind not in self._scratch:
             matrices = [w for b in self.model.blocks for w in (b.qkv, b.output, b.gate_up, b.down)]
             size = max(w.rows * w.columns for w in matrices)
+            size = max(min(size, SCRATCH // kind.itemsize), max(w.columns for w in matrices))
             self._scratch[kind] = torch.empty(size, dtype=kind, device=device.current())
         return self._scratch[kind]
 
@@ -208,15 +207,17 @@ class Many:
             heads, kv_heads, dim // 2, size, block.qkv_bias, block.q_norm, block.k_norm, block.eps,
             qkv.stride(0), qkv.shape[0], each, num_warps=max(1, each // 2),
         )  # fmt: skip
-        tiles = at["tile_first"].numel()
+        tiles, (keys, stages) = at["tile_first"].numel(), keys_for(dim, q.element_size())
         prefill_attention[(tiles, heads)](
             q, kv.k, kv.v, at["tables"], 0, at["query_start"], at["context_len"], at["tile_request"],
-            at["tile_first"], mixed, scale, heads, kv_heads, dim, size, self.queries, 64, window, cap, 0, at["width"],
-            num_warps=4, num_stages=2,
+            at["tile_first"], mixed, scale, heads, kv_heads, dim, size, self.queries, keys, window, cap, 0, at["width"],
+            num_warps=4, num_stages=stages,
         )  # fmt: skip
 
     def counters(self, answering: int) -> torch.Tensor:
         """Zeros, which the kernel leaves as zeros."""
-        if self._counters is None or self._counters.numel() < answering * self.heads:
-            self._counters = torch.zeros(max(256, answering) * self.heads, dtype=torch.int32, device=device.current())
+        if answering > MOST_COUNTED:  # in no graph; those have addresses of the others
+            return torch.zeros(answering * self.heads, dtype=torch.int32, device=device.current())
+        if self._counters is None:
+            self._counters = torch.zeros(MOST_COUNTED * self.heads, dtype=torch.int32, device=device.current())
         return self._counters

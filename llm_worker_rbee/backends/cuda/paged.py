@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from ...errors import InvalidRequestError
 from ..types import AttentionParams, Batch, Ints, KVLayer, RopeTable
-from .device import current, upload
+from .device import current, memory_errors, upload
 
 KV_DTYPES = {
     "bfloat16": torch.bfloat16,
@@ -30,10 +30,8 @@ def empty_kv(blocks: int, block_size: int, kv_heads: int, head_dim: int, kind: s
     if kind not in KV_DTYPES:
         raise InvalidRequestError(f"kv_type {kind!r} is not for a GPU: use one of {', '.join(KV_DTYPES)}", "kv_type")
     shape = (blocks, kv_heads, block_size, head_dim)
-    try:
+    with memory_errors():
         k, v = (torch.zeros(shape, dtype=KV_DTYPES[kind], device=current()) for _ in range(2))
-    except torch.OutOfMemoryError as error:
-        raise MemoryError(str(error)) from None
     return KVLayer(k, v)
 
 

@@ -108,7 +108,7 @@ def by_scratch(x: torch.Tensor, part: Part) -> torch.Tensor:
     for start in range(0, part.rows, step):
         count = min(step, part.rows - start)
         written_out(part, start, scratch[:count])
-        out[:, start : start + count] = _vendor(x, scratch[:count])
+        out[:, start : start + count] = vendor(x, scratch[:count])
     return out
 
 
@@ -127,11 +127,11 @@ def by_numbers(x: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     """x as numbers of the weights' type; float16 with a power of two for each row, so that nothing overflows."""
     if values.dtype == torch.float16:
         halves, factors = tensor_cores.as_halves(x)
-        return _vendor(halves, values) * factors[:, None]
-    return _vendor(x.to(values.dtype), values)
+        return vendor(halves, values) * factors[:, None]
+    return vendor(x.to(values.dtype), values)
 
 
-def _vendor(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+def vendor(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     """x @ w.T, sums and results in float32."""
     if x.dtype == torch.float32 or x.device.type == "cpu":
         return x.float() @ w.float().T

@@ -14,13 +14,13 @@ from triton import cdiv, next_power_of_2
 
 from ..types import AttentionParams, Batch, Ints, KVLayer, RopeTable
 from . import paged
+from .cuts import keys_for
 from .device import current, interpreting, upload
 from .planes import Bytes
 from .prefill import prefill_attention
 from .rowwise import gate_rows, norm_rows, rotate_store, to_bytes
 
 GELU = {"silu": False, "gelu_tanh": True}
-KEYS = 64  # of a tile
 WIDE = 1024  # values of a gate that a program has
 
 
@@ -139,18 +139,20 @@ def attention(q: torch.Tensor, kv: KVLayer, batch: Batch, params: AttentionParam
     tiles = tiles_of(batch, queries)
     out = torch.empty(tokens, heads * dim, dtype=torch.float32, device=q.device)
     start, lengths, requests, firsts = tiles.arrays
+    keys, stages = keys_for(dim, q.element_size())
     prefill_attention[(len(requests), heads)](
         q.contiguous(), kv.k, kv.v, tiles.tables, tiles.tables.shape[1], start, lengths, requests, firsts, out,
-        params.scale, HEADS=heads, KV_HEADS=kv_heads, DIM=dim, P=size, QUERIES=tiles.queries, KEYS=KEYS,
-        WINDOW=params.window, CAP=params.soft_cap, SIZE=max(16, next_power_of_2(dim)), num_warps=4, num_stages=2,
+        params.scale, HEADS=heads, KV_HEADS=kv_heads, DIM=dim, P=size, QUERIES=tiles.queries, KEYS=keys,
+        WINDOW=params.window, CAP=params.soft_cap, SIZE=max(16, next_power_of_2(dim)), num_warps=4, num_stages=stages,
     )  # fmt: skip
     return out
 
 
 def tiles_of(batch: Batch, queries: int = 0) -> Tiles:
     """Those of this step, made once: so many queries at a time; by default 16 where nobody has more, else 64."""
-    if _tiles and _tiles[0].of is batch and queries in (0, _tiles[0].queries):
-        return _tiles[0]
+    held = _tiles[:1]  # other threads have steps of their own
+    if held and held[0].of is batch and queries in (0, held[0].queries):
+        return held[0]
     counts = np.diff(batch.query_start)
     queries = queries or (16 if counts.max() <= 16 else 64)
     each = -(-counts // queries)

@@ -16,6 +16,7 @@ from .matmul import matmul, matmul_numbers
 from .planes import FP8, Part
 
 FIXED = 64  # tokens that parts are chosen for, whatever there are
+HOPPER_SHARED = 200 << 10  # bytes, about
 PROGRAMS = 264  # that run at a time: two for each multiprocessor
 COUNTS = (1, 2, 3, 4, 6, 8)  # of parts
 MOST_PARTS = 8
@@ -36,6 +37,7 @@ class Tile(NamedTuple):
 USUAL = Tile(128, 64, 8, 3)
 TILES = {16: Tile(64, 16, 4, 4), 32: Tile(64, 32, 4, 4), 64: USUAL}  # by the most tokens
 MANY = Tile(128, 128, 8, 3)
+SMALL = Tile(64, 64, 4, 2)  # of 33 and more where shared memory is less than a Hopper's
 LARGE = {"q4": Tile(128, 256, 8, 3), "q4m": Tile(128, 256, 8, 3)}  # of more than 128; others lack the shared memory
 MOST_TOKENS = 256  # for which this is faster than the vendor's product of a matrix written out
 
@@ -44,6 +46,8 @@ def tile_for(tokens: int, kind: str) -> Tile:
     """Fifth bits are taken two words at a time, which needs more shared memory a stage."""
     if device.interpreting():
         return Tile(256, min(64, max(16, next_power_of_2(tokens))), 4, 2)  # few and large programs
+    if tokens > SMALL.tokens // 2 and device.shared_memory() < HOPPER_SHARED:
+        return SMALL
     large = LARGE.get(kind, MANY) if tokens > MANY.tokens else MANY
     tile = next((tile for most, tile in TILES.items() if tokens <= most), large)
     return tile._replace(stages=tile.stages - 1) if kind in ("q5", "q5m") else tile

@@ -22,7 +22,7 @@ from .fp8 import is_fp8, marked
 from .metadata import gguf_metadata, rope_tensors
 from .plan import TYPES, file_jobs, matrix_jobs, mix_of
 
-__all__ = ["TYPES", "Converted", "convert", "is_fp8", "quantize_checkpoint"]
+__all__ = ["TYPES", "Converted", "convert", "is_fp8", "kinds_in", "quantize_checkpoint"]
 
 
 class Converted(NamedTuple):
@@ -60,6 +60,11 @@ def quantize_checkpoint(
     work = matrix_jobs(checkpoint, describe(checkpoint), mix_of(type_name))
     made = jobs.tensors([job for job in work if job.kind is not job.source.kind], threads, progress)
     return replace(checkpoint, tensors={**checkpoint.tensors, **made})
+
+
+def kinds_in(checkpoint: Checkpoint, type_name: str) -> dict[str, str]:
+    """The type of every matrix after `quantize_checkpoint`, by name."""
+    return {job.name: job.kind.name for job in matrix_jobs(checkpoint, describe(checkpoint), mix_of(type_name))}
 
 
 class _Nothing:

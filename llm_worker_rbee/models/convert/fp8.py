@@ -14,6 +14,7 @@ from ...weights import Checkpoint, Tensor
 FP8 = "fp8"
 NUMBERS = ("F64", "F32", "F16", "BF16")
 EMBEDDING = "token_embd.weight"
+STEP = 16  # what rows and columns must be a multiple of for the product of bytes; others stay as they are
 
 
 def is_fp8(type_name: str | None) -> bool:
@@ -26,7 +27,7 @@ def marked(checkpoint: Checkpoint) -> Checkpoint:
     found = {name: t for name, t in checkpoint.tensors.items() if len(t.shape) == 2 and name != EMBEDDING}
     for tensor in found.values():
         _require_numbers(tensor)
-    marks = {name: replace(tensor, kept_as=FP8) for name, tensor in found.items()}
+    marks = {name: replace(t, kept_as=FP8) for name, t in found.items() if not any(n % STEP for n in t.shape)}
     return replace(checkpoint, tensors={**checkpoint.tensors, **marks})
 
 

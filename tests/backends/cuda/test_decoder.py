@@ -17,7 +17,7 @@ from tests.backends.cuda import tiny  # noqa: E402
 
 AS_BYTES, AS_NUMBERS = 4e-2, 2e-2
 CASES = {
-    "packed, grouped heads": (tiny.GROUPED, "Q4_0"),
+    "packed, grouped heads": (tiny.GROUPED._replace(layers=1), "Q4_0"),
     "parts of unlike kinds": (tiny.PLAIN._replace(layers=1), "Q4_K_M"),
     "numbers, bias, tied": (tiny.QWEN._replace(layers=1), "F16"),
     "window, cap, norms of heads": (tiny.GROUPED._replace(layers=1), "F16", {"window": 3, "cap": 2.0, "norms": True}),

@@ -24,7 +24,6 @@ CASES = {
     "parts of unlike kinds": (tiny.PLAIN._replace(layers=1), "Q4_K_M"),
     "numbers": (tiny.QWEN._replace(layers=1), "F16"),
 }
-TOKENS = 4
 Step = tuple[Sequence[int], Sequence[int]]  # who, tokens of each
 WAYS: dict[str, Sequence[Step]] = {
     "at once": (((0,), (4,)),),

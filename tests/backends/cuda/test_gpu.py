@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -21,8 +21,14 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 import llm_worker_rbee.backends.cuda as ops  # noqa: E402
+from llm_worker_rbee.backends.cuda import fixed  # noqa: E402
 from llm_worker_rbee.bench.synthetic import Shape  # noqa: E402
+from llm_worker_rbee.config import EngineConfig  # noqa: E402
+from llm_worker_rbee.engine.engine import Engine  # noqa: E402
+from llm_worker_rbee.engine.request import Request, SamplingParams  # noqa: E402
+from llm_worker_rbee.models import describe, load_model  # noqa: E402
 from tests.backends.cuda import tiny  # noqa: E402
+from tests.engine.test_ahead import OneByOne  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,
@@ -121,3 +127,46 @@ def test_large_results_share_one_buffer_and_memory_is_told() -> None:
     assert graphs.nbytes > 0
     graphs.forget()
     assert (len(graphs), graphs.nbytes) == (0, 0)
+
+
+def alone_and_in_company(model: Any, steps: Any) -> Any:
+    """The logits of request 0, whose tokens are always the same, from steps of (who, tokens of each)."""
+    requests, found = tiny.Requests(model, 300, "bfloat16", 8, 16), []
+    ids = np.random.default_rng(5).integers(0, MIDDLE.vocabulary, (300, 128))
+    for who, counts in steps:
+        given = np.concatenate([ids[w, requests.done[w] :][:n] for w, n in zip(who, counts, strict=True)])
+        batch = requests.step(who, counts, given, logits_of_all=True)
+        at = sum(counts[: list(who).index(0)])
+        found.append(model.forward(batch, requests.cache)[at : at + counts[list(who).index(0)]].clone())
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize("mix", ["Q4_0", "Q4_K_M", "BF16"])
+def test_deterministic_logits_do_not_depend_on_tiles_and_graphs(mix: str) -> None:
+    """A request alone, in pieces, and with so many others that every size of tile is taken; sizes of batches come
+    again, from graphs, with other numbers of requests in them."""
+    model = load_model(made := tiny.tiny(MIDDLE._replace(layers=1), mix), fixed, describe(made))
+    usual = alone_and_in_company(model, [((0,), (40,)), *(((0,), (1,)) for _ in range(12))])
+    for others in (9, 13, 30, 61, 120, 250):
+        company = list(range(others + 1))
+        steps = [([*company[1:], 0], [1] * others + [25]), ((0,), (15,))]
+        steps += [(company[: len(company) - i % 4], [1] * (len(company) - i % 4)) for i in range(12)]
+        assert torch.equal(alone_and_in_company(model, steps), usual), others
+
+
+def test_steps_ahead_and_one_by_one_in_the_usual_mode() -> None:
+    """Ten requests that begin and end together: the same steps, so the same tokens, with the fused kernels' own."""
+    model = load_model(made := tiny.tiny(MIDDLE, "Q4_K_M"), cast(Any, ops), describe(made))
+    config = EngineConfig(max_context=256, n_blocks=400, max_batch=300, prefix_cache=False, debug=True)
+    for count in (1, 3, 10, 280):
+        answers = []
+        for one_by_one in (False, True):
+            engine = Engine(replace(model, ops=OneByOne(ops)) if one_by_one else model, config, "bfloat16")
+            greedy = SamplingParams(temperature=0)
+            asked = [Request([i % 90 + 1, 2, 3], greedy, 12, 0, frozenset()) for i in range(count)]
+            for request in asked:
+                engine.add(request)
+            while engine.has_work:
+                engine.step()
+            answers.append([request.tokens for request in asked])
+        assert answers[0] == answers[1], count
