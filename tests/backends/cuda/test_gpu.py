@@ -155,9 +155,11 @@ def test_deterministic_logits_do_not_depend_on_tiles_and_graphs(mix: str) -> Non
 
 
 def test_steps_ahead_and_one_by_one_in_the_usual_mode() -> None:
-    """Ten requests that begin and end together: the same steps, so the same tokens, with the fused kernels' own."""
+    """Requests that begin and end together: the same steps, so the same tokens; also more than graphs are made for."""
     model = load_model(made := tiny.tiny(MIDDLE, "Q4_K_M"), cast(Any, ops), describe(made))
-    config = EngineConfig(max_context=256, n_blocks=400, max_batch=300, prefix_cache=False, debug=True)
+    config = EngineConfig(
+        max_context=256, n_blocks=400, max_batch=300, max_step_tokens=4096, target_itl_ms=1e9, prefix_cache=False
+    )
     for count in (1, 3, 10, 280):
         answers = []
         for one_by_one in (False, True):
