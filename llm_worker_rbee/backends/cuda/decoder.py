@@ -212,6 +212,7 @@ def layer_matrices(model: ModelParts) -> list[Any]:
 
 def fuse(model: ModelParts, fixed: bool = False) -> Decoder | None:
     """The decoder of a model; None where it has what these kernels do not know: then it runs op by op."""
+    device.give_back()  # what packing needed: keys and values will take the rest
     matrices = [model.embedding, model.head, *layer_matrices(model)]
     uniform = all(len({part.values is None for part in w.parts}) == 1 for w in matrices)
     single = all(len(w.parts) == 1 for w in matrices if is_packed(w) is False)

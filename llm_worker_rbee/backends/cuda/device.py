@@ -83,6 +83,12 @@ def memory_errors() -> Iterator[None]:
         raise MemoryError(str(error)) from None
 
 
+def give_back() -> None:
+    """Memory that the allocator keeps for later goes back to the device."""
+    if current().type == "cuda":
+        torch.cuda.empty_cache()
+
+
 def allocated_bytes() -> int:
     """Memory of the device that our tensors take."""
     return int(torch.cuda.memory_allocated(current())) if current().type == "cuda" else 0

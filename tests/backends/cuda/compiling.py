@@ -170,7 +170,9 @@ def others() -> dict[str, Case]:
 CASES = {**products(), **others()}
 
 
-def compiled(kernel: Any, types: dict[str, Any], options: dict[str, Any], constants: dict[str, Any]) -> Any:
+def compiled(
+    kernel: Any, types: dict[str, Any], options: dict[str, Any], constants: dict[str, Any], capability: int = 90
+) -> Any:
     """For compute capability 9.0, with every pointer and number a multiple of 16, as those of a model are."""
     signature, values, attributes = {}, {}, {}
     constants = {**constants, **{name: None for name, kind in types.items() if kind is None}}
@@ -184,11 +186,33 @@ def compiled(kernel: Any, types: dict[str, Any], options: dict[str, Any], consta
         if not signature[name].startswith("fp"):
             attributes[(i,)] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature, values, attributes)
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+def shared_on_small() -> dict[str, int]:
+    """Shared memory of the tiles that GPUs with less of it take, by kernel: compute capability 8.9."""
+    from llm_worker_rbee.backends.cuda.tensor_cores import SMALL
+
+    found = {}
+    for kind in ("q4", "q5m", "q6", "q8d", "q4mm"):
+        kernel, types, _, constants = CASES[f"matmul {kind}"]
+        constants = {**constants, "BN": SMALL.rows, "BM": SMALL.tokens}
+        options = {"num_warps": SMALL.warps, "num_stages": SMALL.stages}
+        found[f"matmul {kind}"] = compiled(kernel, types, options, constants, 89).metadata.shared
+    kernel, types, _, constants = CASES["prefill"]
+    for dim, keys, kind in ((128, 64, B16), (256, 32, B16), (128, 32, F), (256, 16, F)):
+        given = {**types, **dict.fromkeys(("q", "k_cache", "v_cache"), kind)}
+        sizes = {**constants, "DIM": dim, "SIZE": dim, "KEYS": keys}
+        options = {"num_warps": 4, "num_stages": 2 if keys == 64 else 1}
+        found[f"prefill {dim} {kind}"] = compiled(kernel, given, options, sizes, 89).metadata.shared
+    return found
 
 
 def main(names: list[str]) -> None:
-    """For each kernel the words of its PTX that the tests look for."""
+    """For each kernel the words of its PTX that the tests look for; for none the shared memory of small tiles."""
+    if names == ["small tiles"]:
+        print(json.dumps(shared_on_small()))
+        return
     words = (
         "dp4a",
         ".v4.b32",

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
@@ -25,14 +26,21 @@ GROUPS = {
 }  # fmt: skip
 
 
-def compile_all(names: list[str]) -> dict[str, list[str]]:
+def compile_all(names: list[str]) -> dict[str, Any]:
     """In a process where nothing is interpreted."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "tests.backends.cuda.compiling", *names]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    found: dict[str, list[str]] = json.loads(done.stdout)
+    found: dict[str, Any] = json.loads(done.stdout)
     return found
+
+
+def test_smaller_tiles_fit_smaller_gpus() -> None:
+    """Compute capability 8.9 has 99 KB of shared memory for a program."""
+    found = compile_all(["small tiles"])
+    assert len(found) == 9
+    assert max(found.values()) <= 99 << 10, found
 
 
 @pytest.mark.parametrize("group", GROUPS)

@@ -6,6 +6,8 @@ emulation of that rounding alone gives 2e-2 on such small models), 2e-2 where th
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -13,6 +15,9 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 import llm_worker_rbee.backends.cuda as ops  # noqa: E402
+from llm_worker_rbee.backends.cuda import decoder, planes  # noqa: E402
+from llm_worker_rbee.backends.cuda.few import embed_rows  # noqa: E402
+from llm_worker_rbee.backends.cuda.matrix import Matrix  # noqa: E402
 from tests.backends.cuda import tiny  # noqa: E402
 
 AS_BYTES, AS_NUMBERS = 4e-2, 2e-2
@@ -42,3 +47,27 @@ def test_steps_agree_with_the_reference(case: str) -> None:
         assert tuple(got.shape) == want.shape
         few = max(counts) == 1 and mix != "F16"
         assert tiny.relative(got.cpu(), want) < (AS_BYTES if few else AS_NUMBERS), counts
+
+
+def test_more_answers_than_graphs_are_made_for_with_ids_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a step that was begun ahead gives them; the same numbers as from the host."""
+    monkeypatch.setattr(decoder, "SIZES", (1,))
+    model, _ = tiny.both(tiny.tiny(tiny.GROUPED._replace(layers=1), "Q4_0"), ops)
+    found = []
+    for is_there in (False, True):
+        requests = tiny.Requests(model, 2, "float32")
+        model.forward(requests.step((0, 1), (2, 1), np.array([5, 6, 7])), requests.cache)
+        batch = requests.step((0, 1), (1, 1), np.array([8, 9]))
+        ids = torch.tensor([8, 9], dtype=torch.int32, device=ops.device.current())
+        found.append(model.forward(replace(batch, ids=ids) if is_there else batch, requests.cache).clone())
+    assert torch.equal(*found)
+
+
+def test_a_token_that_was_not_chosen_reads_the_first_row() -> None:
+    """The step after it is made again; until then it may not look outside of the table."""
+    where = ops.device.current()
+    part = planes.random_planes("q6", 5, 64, where)
+    stream = torch.zeros(2, 64, device=where)
+    ids = torch.tensor([-1, -2], dtype=torch.int32, device=where)
+    embed_rows(Matrix((part,)), 1.0, ids, 2, stream, stream, None, None, False)
+    assert torch.allclose(stream, planes.values(part)[:1].expand(2, 64))
