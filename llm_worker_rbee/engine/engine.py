@@ -42,6 +42,7 @@ class Engine:
         self._begun: Begun | None = None  # a step whose tokens nobody has seen
         self.num_steps = 0
         self.is_computing = False  # then the books are at rest
+        self.is_lost = False  # the device computes no more: every step would fail until the process is started again
         self._arrivals = 0
 
     @property
@@ -83,8 +84,8 @@ class Engine:
             tokens = begun.later.result()
             self.is_computing = False
         except Exception as error:
-            self.is_computing, self._begun = False, None
-            return self.scheduler.fail(spans, _shown(error))
+            self._begun = None
+            return self._failed(spans, error)
         except BaseException:  # Ctrl-C: the tokens were not seen, so what follows them is made again
             self._begun = None
             raise
@@ -103,9 +104,8 @@ class Engine:
             begun = self._ahead.first(spans, self.scheduler) if may_begin else None
             sampled = self.compute(spans) if begun is None else None
             self.is_computing = False
-        except Exception as error:  # whatever it was: its requests end, the others go on
-            self.is_computing = False
-            return self.scheduler.fail(spans, _shown(error))
+        except Exception as error:
+            return self._failed(spans, error)
         if begun is not None:
             return self._landed(begun)
         assert sampled is not None
@@ -113,6 +113,13 @@ class Engine:
         self._draft()
         self._note(spans, is_reading, time.perf_counter() - start)
         return outputs
+
+    def _failed(self, spans: list[Span], error: Exception) -> list[Output]:
+        """A step came to nothing, whatever it was: its requests end, the others go on."""
+        self.is_computing = False
+        look: Callable[[], bool] | None = getattr(self.model.ops, "is_lost", None)
+        self.is_lost = self.is_lost or (look is not None and not isinstance(error, WorkerError) and look())
+        return self.scheduler.fail(spans, _shown(error))
 
     def _forward(self, spans: list[Span]) -> Sampled:
         return choose(self.model.ops, spans, self.runner.run(spans))

@@ -197,6 +197,8 @@ class Worker:
         status, age = {"loading": "loading", "stopping": "stopping", "failed": "failed"}.get(self.state, "healthy"), 0.0
         if self._engine is not None:
             age = time.monotonic() - self._engine.last_step_at if self._engine.engine.has_work else 0.0
+            if status == "healthy" and self._engine.engine.is_lost:
+                status = "failed"
             if status == "healthy" and (age > self.settings.stall_timeout_s or not self._engine.is_alive):
                 status = "stalled"
         load = self.admission.load

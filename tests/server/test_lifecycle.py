@@ -389,6 +389,26 @@ def test_health_is_about_forward_progress(start: Start, monkeypatch: pytest.Monk
     until(lambda: server.http.get("/v1/ready").json() == {"ready": True, "state": "idle"})
 
 
+def test_a_worker_whose_device_is_lost_says_so(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that fails is one request's; a device that computes no more is everybody's, until the worker is started
+    again."""
+    server = start()
+    engine = server.worker.loaded.engine
+    lost: list[bool] = []
+
+    def broken(_: Any) -> Any:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    step_through(broken, engine, monkeypatch)
+    monkeypatch.setattr(engine.model.ops, "is_lost", lambda: bool(lost), raising=False)
+    assert server.events(server.job(max_tokens=2))[-1]["type"] == "error"
+    assert server.http.get("/health").json()["status"] == "healthy"
+    lost.append(True)
+    assert server.events(server.job(max_tokens=2))[-1]["type"] == "error"
+    found = server.http.get("/health")
+    assert (found.status_code, found.json()["status"]) == (503, "failed")
+
+
 def test_a_client_that_does_not_say_what_it_wants_is_not_waited_for(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:

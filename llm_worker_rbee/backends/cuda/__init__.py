@@ -18,9 +18,9 @@ from ...weights import Tensor
 from ..types import AttentionParams, Batch, Fused, Ints, KVLayer, Logprobs, ModelParts, RopeTable, SampleRow
 from . import attention as _attention  # noqa: F401  loaded before the op of that name is defined, which then stays
 from . import decoder, device, matrix, paged, products, sampling, single
-from .device import free_bytes, use
+from .device import free_bytes, is_lost, use
 
-__all__ = ["DEVICE", "device_bytes", "free_bytes", "use"]
+__all__ = ["DEVICE", "device_bytes", "free_bytes", "is_lost", "use"]
 
 DEVICE: str  # the one in use: "cuda:0"; "cpu" under the interpreter
 

@@ -83,6 +83,17 @@ def memory_errors() -> Iterator[None]:
         raise MemoryError(str(error)) from None
 
 
+def is_lost() -> bool:
+    """Whether the device computes no more: an illegal access, say, ends all that a process can do on it."""
+    if current().type == "cpu":
+        return False
+    try:
+        torch.cuda.synchronize(current())
+    except Exception:  # whatever it says, nothing will come
+        return True
+    return False
+
+
 def give_back() -> None:
     """Memory that the allocator keeps for later goes back to the device."""
     if current().type == "cuda":

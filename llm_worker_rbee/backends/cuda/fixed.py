@@ -20,6 +20,7 @@ from . import (
     empty_kv,
     free_bytes,
     gated,
+    is_lost,
     logprobs,
     matrix,
     prepare,
@@ -36,8 +37,8 @@ from . import (
 from .many import FIXED_QUERIES
 
 __all__ = [
-    "DEVICE", "add_rms_norm", "device_bytes", "embed", "empty_kv", "free_bytes", "gated", "logprobs", "prepare",
-    "prepare_vector", "rms_norm", "rope_store", "sample", "sample_later", "take", "use",
+    "DEVICE", "add_rms_norm", "device_bytes", "embed", "empty_kv", "free_bytes", "gated", "is_lost", "logprobs",
+    "prepare", "prepare_vector", "rms_norm", "rope_store", "sample", "sample_later", "take", "use",
 ]  # fmt: skip
 
 DEVICE: str
