@@ -119,7 +119,7 @@ class Many:
         size = max(16, triton.next_power_of_2(block.down.columns // 32))
         gated[(tokens,)](
             parts, x.values, x.factors, tokens, block.down.columns, size, parts.shape[0],
-            block.activation != "silu", x.is_spread, self.pdl,
+            x.is_spread, self.pdl,
             num_warps=max(1, min(16, size // 16)), **self.options,
         )  # fmt: skip
         return x

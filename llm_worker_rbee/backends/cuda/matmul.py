@@ -44,33 +44,32 @@ def spread(x, out, tokens, blocks, KB: tl.constexpr, TOKENS: tl.constexpr, PDL: 
 
 
 @triton.jit
-def in_order(e, BN: tl.constexpr, KB: tl.constexpr):
-    """Eight columns of (BN, KB) blocks -> (BN, KB * 8), as they are summed."""
-    first = tl.join(tl.join(e[0], e[1]), tl.join(e[2], e[3]))  # (BN, KB, r, last)
+def in_order(e, BN: tl.constexpr):
+    """Eight columns of (BN, GROUP) blocks -> (BN, GROUP * 8), as they are summed."""
+    first = tl.join(tl.join(e[0], e[1]), tl.join(e[2], e[3]))  # (BN, GROUP, r, last)
     second = tl.join(tl.join(e[4], e[5]), tl.join(e[6], e[7]))
-    w = tl.reshape(tl.join(first, second), (BN, KB // 16, 4, 4, 2, 2, 2))  # group, lane, n, r, last, p
-    return tl.reshape(tl.permute(w, (0, 1, 3, 6, 5, 2, 4)), (BN, KB * 8))
+    w = tl.reshape(tl.join(first, second), (BN, 4, 4, 2, 2, 2))  # lane, n, r, last, p
+    return tl.reshape(tl.permute(w, (0, 2, 5, 4, 1, 3)), (BN, GROUP * 8))
 
 
 @triton.jit
 def matmul(
     x, factors, unit, low, high, scales, out, tokens, rows, blocks: tl.constexpr,
-    KIND: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, KB: tl.constexpr, STRIDE: tl.constexpr = 0,
-    PDL: tl.constexpr = False,
+    KIND: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, STRIDE: tl.constexpr = 0, PDL: tl.constexpr = False,
 ):  # fmt: skip
     """x spread * factors (tokens) @ (rows, columns).T -> out (parts, tokens, rows), whose sum it is. A program has BN
-    rows and BM tokens of a part of the columns, and a turn one word of KB blocks of each row; of kinds with a fifth
+    rows and BM tokens of a part of the columns, and a turn one word of GROUP blocks of each row; of kinds with a fifth
     bit two words, because those share its plane."""
     PLANES: tl.constexpr = 8 if KIND == "q8" or KIND == "q8d" else 4
     WORDS: tl.constexpr = 2 if KIND == "q5" or KIND == "q5m" else 1
     TURNS: tl.constexpr = 4 // WORDS
-    STEPS: tl.constexpr = (blocks + KB - 1) // KB
+    STEPS: tl.constexpr = (blocks + GROUP - 1) // GROUP
     WIDE: tl.constexpr = (blocks + GROUP - 1) // GROUP * 128  # a token's row of one word
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     m = tl.program_id(1) * BM + tl.arange(0, BM)
     n_at = tl.minimum(n, rows - 1)[:, None]
     m_at = tl.minimum(m, tokens - 1)[None, :]
-    k = tl.arange(0, KB * 8)[:, None]
+    k = tl.arange(0, GROUP * 8)[:, None]
     acc = tl.zeros((BN, BM), tl.float32)
     start_next(PDL)
     wait_before(PDL)
@@ -78,7 +77,7 @@ def matmul(
     first = tl.program_id(2) * each
     for turn in range(first * TURNS, tl.minimum(first + each, STEPS) * TURNS):
         step = turn // TURNS
-        b = step * KB + tl.arange(0, KB)[None, :]
+        b = step * GROUP + tl.arange(0, GROUP)[None, :]
         ok = b < blocks
         s = tl.load(scales + n_at * blocks + b, mask=ok, other=0)
         for j in tl.static_range(WORDS):
@@ -94,8 +93,8 @@ def matmul(
                 more = tl.load(high + n_at * blocks + b, mask=ok, other=0)
             else:
                 more = word
-            w = in_order(eight_columns(word, more, s, j, KIND), BN, KB)
-            acc = tl.dot(w, tl.load(x + (i * tokens + m_at) * WIDE + (step * (KB * 8) + k)), acc)
+            w = in_order(eight_columns(word, more, s, j, KIND), BN)
+            acc = tl.dot(w, tl.load(x + (i * tokens + m_at) * WIDE + (step * (GROUP * 8) + k)), acc)
     wide = STRIDE if STRIDE > 0 else rows  # of a row of `out`, of which this matrix may be a part
     at = (tl.program_id(2) * tokens + m[None, :]) * wide + n[:, None]
     acc = acc * (unit * tl.load(factors + m, mask=m < tokens, other=0.0))[None, :]

@@ -86,7 +86,7 @@ def _launch(x: torch.Tensor, factors: torch.Tensor, part: Part, out: torch.Tenso
     tile = tile_for(tokens, part.kind)
     matmul[(cdiv(part.rows, tile.rows), cdiv(tokens, tile.tokens), count)](
         x, factors, part.unit, part.low, part.high, part.scales, out, tokens, part.rows, part.blocks,
-        part.kind, tile.rows, tile.tokens, GROUP, stride, pdl,
+        part.kind, tile.rows, tile.tokens, stride, pdl,
         num_warps=tile.warps, num_stages=tile.stages, **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
 

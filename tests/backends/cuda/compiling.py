@@ -51,7 +51,7 @@ def products() -> dict[str, Case]:
         scales = {"scales": I4 if kind in pairs else H, "high": I2 if kind in ("q5", "q5m", "q6") else I4}
         one = {"blocks": 128, "B": 1, "KIND": kind, "ROWS": 8, "WARPS": 8, "AHEAD": 1, "EPILOGUE": 0, **base}
         cases[f"matvec {kind}"] = (matvec.matvec, scales, {"num_warps": 8}, one)
-        many = {"blocks": 128, "KIND": kind, "BN": 128, "BM": 64, "KB": 16}
+        many = {"blocks": 128, "KIND": kind, "BN": 128, "BM": 64}
         stages = 2 if kind in ("q5", "q5m") else 3
         cases[f"matmul {kind}"] = (matmul.matmul, scales, {"num_warps": 8, "num_stages": stages}, many)
         whole = {"KIND": kind, "ROWS": 8, "KB": 16}
@@ -156,7 +156,7 @@ def others() -> dict[str, Case]:
         ),
         "gated": (
             elementwise.gated, {"out": H}, {"num_warps": 16},
-            {"width": 11008, "SIZE": 512, "SPLIT": 2, "GELU": False, "SPREAD": True},
+            {"width": 11008, "SIZE": 512, "SPLIT": 2, "SPREAD": True},
         ),
         "greedy": (scoring.greedy, {"out": I4}, {"num_warps": 16}, {"BLOCK": 4096}),
         "score": (scoring.score, {"k": "i32"}, {"num_warps": 16}, {"BLOCK": 4096}),
