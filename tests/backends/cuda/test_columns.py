@@ -1,0 +1,105 @@
+"""The PTX that unpacks a word, run on the host by a small emulator: every kind gives the values of its planes. The
+interpreter takes the plain twin, and a machine without a GPU runs no PTX, so this is where its text is held."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("triton")
+
+from llm_worker_rbee.backends.cuda import columns, planes  # noqa: E402
+
+Words = NDArray[np.uint32]
+KINDS = tuple(columns.SCALES)
+
+
+def halves(words: Words) -> NDArray[np.float64]:
+    """The two float16 of each word."""
+    return np.ascontiguousarray(words).view(np.float16).reshape(*words.shape, 2).astype(np.float64)
+
+
+def rounded(pairs: NDArray[np.float64]) -> Words:
+    """Two numbers, each rounded once, in a word."""
+    return np.ascontiguousarray(pairs.astype(np.float16)).view(np.uint32)[..., 0]
+
+
+def prmt(a: Words, b: Words, selector: Words) -> Words:
+    both = a.astype(np.uint64) | b.astype(np.uint64) << np.uint64(32)
+    picks = [int(selector.flat[0]) >> 4 * i & 7 for i in range(4)]
+    found = [(both >> np.uint64(8 * pick) & np.uint64(255)) << np.uint64(8 * i) for i, pick in enumerate(picks)]
+    return np.bitwise_or.reduce(found).astype(np.uint32)
+
+
+def lop3(a: Words, b: Words, c: Words, table: Words) -> Words:
+    found = np.zeros_like(a)
+    for case in range(8):
+        if int(table.flat[0]) >> case & 1:
+            parts = [x if case >> (2 - i) & 1 else ~x for i, x in enumerate((a, b, c))]
+            found |= parts[0] & parts[1] & parts[2]
+    return found
+
+
+OPS: dict[str, Callable[..., Words]] = {
+    "shl.b32": lambda a, n: a << n, "shr.u32": lambda a, n: a >> n, "or.b32": lambda a, b: a | b,
+    "prmt.b32": prmt, "lop3.b32": lop3, "mov.b32": lambda a: a, "mov.b16": lambda a: a,
+    "add.rn.f16x2": lambda a, b: rounded(halves(a) + halves(b)),
+    "mul.rn.f16x2": lambda a, b: rounded(halves(a) * halves(b)),
+    "fma.rn.f16x2": lambda a, b, c: rounded(halves(a) * halves(b) + halves(c)),
+}  # fmt: skip
+
+
+def run(text: str, given: dict[str, Words]) -> dict[str, Words]:
+    """All registers after the text; those of half words have their upper half empty."""
+    registers = dict(given)
+    shape = next(iter(given.values())).shape
+
+    def value(name: str) -> Words:
+        pair = re.fullmatch(r"\{(\S+),\s*(\S+)\}", name)
+        if pair:
+            return value(pair[1]) | value(pair[2]) << np.uint32(16)
+        return registers[name] if name in registers else np.full(shape, int(name, 0), np.uint32)
+
+    for line in re.split(r"[;\n]", text.strip()[1:-1]):
+        if not line.strip() or line.strip().startswith(".reg"):
+            continue
+        name, rest = line.strip().split(maxsplit=1)
+        to, *operands = re.findall(r"\{[^}]*\}|[^,\s]+", rest)
+        found = OPS[name](*map(value, operands))
+        if to.startswith("{"):
+            low, high = re.findall(r"[^{},\s]+", to)
+            registers[low], registers[high] = found & np.uint32(0xFFFF), found >> np.uint32(16)
+        else:
+            registers[to] = found
+    return registers
+
+
+def as_words(plane: Any) -> Words:
+    """int32, int16 or float16 of a plane, as they come into a register."""
+    array = np.ascontiguousarray(plane.numpy())
+    return array.view(np.uint32 if array.itemsize == 4 else np.uint16).astype(np.uint32)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_text_of_a_kind_gives_its_values(kind: str) -> None:
+    torch.manual_seed(6)
+    part = planes.random_planes(kind, 32, 32 * 16, "cpu")
+    wanted = planes.values(part).numpy().reshape(32, 16, 32)
+    for i in range(4):
+        more = {"q8": lambda i=i: part.low[:, 4 + i], "q8d": lambda i=i: part.low[:, 4 + i],
+                "q6": lambda i=i: part.high[:, i], "q5": lambda i=i: part.high[:, i // 2],
+                "q5m": lambda i=i: part.high[:, i // 2], "q4mm": lambda: part.high[:, 0]}  # fmt: skip
+        with_it = more.get(kind, lambda i=i: part.low[:, i])()
+        text = columns.eight_ptx(kind, i % 2 if kind in ("q5", "q5m") else 0)
+        given = {"$8": as_words(part.low[:, i]), "$9": as_words(with_it), "$10": as_words(part.scales)}
+        found = run(text, given)
+        for odd, last, r in np.ndindex(2, 2, 2):
+            column = 16 * last + 4 * i + odd + 2 * r
+            got = found[f"${4 * odd + 2 * last + r}"].astype(np.uint16).view(np.float16).astype(np.float32)
+            np.testing.assert_allclose(got, wanted[..., column], rtol=1.0e-3, atol=1e-6, err_msg=f"{kind} {column}")
