@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -9,9 +11,12 @@ import torch
 from llm_worker_rbee import backends
 from llm_worker_rbee.backends import cuda, gpu
 from llm_worker_rbee.backends.cuda import device, hardware, matrix
-from llm_worker_rbee.errors import InvalidRequestError, MissingDependencyError
+from llm_worker_rbee.config import DEVICE_SPARE
+from llm_worker_rbee.errors import InsufficientMemoryError, InvalidRequestError, MissingDependencyError
+from llm_worker_rbee.llm import placing
 from llm_worker_rbee.weights.quants import BLOCK_TYPES
 
+from . import tiny
 from .making import random_tensor
 
 
@@ -66,3 +71,32 @@ def test_under_the_interpreter_it_is_the_same_backend() -> None:
 def test_what_a_type_takes_is_what_is_planned(name: str) -> None:
     packed = matrix.prepare([random_tensor(name, 8, 512, np.random.default_rng(0))])
     assert packed.nbytes * 8 == pytest.approx(gpu.BITS.get(name, 32.0) * 8 * 512, rel=1e-3)
+
+
+def test_auto_gives_way_where_keys_and_values_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The weights do; who asked for the GPU by name is told instead."""
+    models = [tiny.tiny(tiny.GROUPED, "F16")]
+    free = placing.device_bytes(models, None) + DEVICE_SPARE + 100
+    monkeypatch.setattr(cuda, "free_bytes", lambda: free)
+    sizes: dict[str, Any] = {"kv_memory": None, "max_context": None, "max_batch": 4}
+    asked: dict[str, Any] = {"asked_kv": "auto", "quantize": None, **sizes}
+    ops, kv_type, capacity, notes = placing.settled(cuda_ops(), models, is_automatic=True, **asked)
+    assert ops is backends.pick("cpu")
+    assert (kv_type, capacity.n_blocks > 0) == ("float16", True)
+    assert [note.startswith("the GPU is not used: ") for note in notes] == [True]
+    with pytest.raises(InsufficientMemoryError):
+        placing.settled(cuda_ops(), models, is_automatic=False, **asked)
+    free += 1 << 30
+    assert placing.settled(cuda_ops(), models, is_automatic=True, **asked)[0] is cuda
+
+
+def test_weights_are_planned_in_the_type_that_they_are_brought_into() -> None:
+    models = [tiny.tiny(tiny.GROUPED, "F16")]
+    as_they_are, quantized = (placing.device_bytes(models, kind) for kind in (None, "Q4_0"))
+    assert as_they_are == gpu.packed_bytes(models[0])
+    assert 0.25 < quantized / as_they_are < 0.45  # 4.5 bits of 16, and 8.5 for the head
+
+
+def cuda_ops() -> Any:
+    """The module, as an op table."""
+    return cuda
