@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from .filters import CLOSE, COUNT, INF, MASS, SURPRISE, keep_best, keep_likely, mean_surprise
+from .scoring import is_fine
 
 MOST = tl.constexpr(1e300)  # a penalized logit stays a number
 WHOLE, REAL = tl.constexpr(13), tl.constexpr(7)  # numbers of a row
@@ -66,8 +67,7 @@ def widen(x, s, vocabulary, BLOCK: tl.constexpr):
         best = tl.maximum(best, values)
         tl.store(s + i, values.to(tl.float64), mask=i < vocabulary)
     tl.debug_barrier()
-    top = tl.max(best, 0)
-    return (tl.max(odd, 0) == 0) & (top > -INF) & (top < INF)
+    return is_fine(tl.max(best, 0), odd)
 
 
 @triton.jit

@@ -11,6 +11,12 @@ UNSURE, NOT_FINITE = -1, -2  # what is said in place of a token
 
 
 @triton.jit
+def is_fine(top, odd):
+    """Whether a token can be chosen from logits whose largest is `top`; `odd` marks those that are no numbers."""
+    return (tl.max(odd, 0) == 0) & (top > -INF) & (top < INF)
+
+
+@triton.jit
 def greedy(logits, stride, out, vocabulary, BLOCK: tl.constexpr):
     """The largest of each row, the lowest id among equals; NOT_FINITE where there is none."""
     row = tl.program_id(0)
@@ -25,8 +31,7 @@ def greedy(logits, stride, out, vocabulary, BLOCK: tl.constexpr):
         best = tl.where(x > best, x, best)
     top = tl.max(best, 0)
     token = tl.min(tl.where(best == top, at, 2147483647), 0)
-    fine = (tl.max(odd, 0) == 0) & (top > -INF) & (top < INF)
-    tl.store(out + row, tl.where(fine, token, -2))
+    tl.store(out + row, tl.where(is_fine(top, odd), token, -2))
 
 
 @triton.jit
@@ -59,7 +64,7 @@ def score(logits, stride, chosen, out, top_ids, vocabulary, k, BLOCK: tl.constex
         odd |= (values != values).to(tl.int32)
         best = tl.maximum(best, values)
     top = tl.max(best, 0)
-    fine = (tl.max(odd, 0) == 0) & (top > -INF) & (top < INF)
+    fine = is_fine(top, odd)
     wide = top.to(tl.float64)
     total = tl.zeros((BLOCK,), tl.float64)
     for start in range(0, vocabulary, BLOCK):
