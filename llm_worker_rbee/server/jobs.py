@@ -187,8 +187,8 @@ class Job:
                 yield chunk
 
     def look(self, worker: Worker) -> None:
-        """Between two tokens: what is there to tell?"""
-        if self.narrator is not None and self.answer is not None:
+        """Between two tokens: what is there to tell? Nothing before it has started."""
+        if self.events and self.narrator is not None and self.answer is not None:
             self.narrator.look()
             if self.answer.ticket.request.admitted_at:  # it does not only wait
                 self._metrics(worker, self.answer)

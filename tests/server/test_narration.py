@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 from typing import Any
 
@@ -39,6 +40,23 @@ def test_a_job_tells_that_it_waits_and_that_its_prompt_is_read(start: Start) -> 
     told = {one["correlation_id"] for one in other if one["type"] == "narration"}
     assert len(told) == 1
     assert told != {CORRELATION}  # its own, though it gave none
+
+
+def test_nothing_is_told_before_a_job_has_started(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who looks around may come to a job that the engine reads already, and whose own task has not run yet."""
+    run = jobs.Job.run
+
+    async def late(self: jobs.Job, worker: Any) -> None:
+        assert self.answer is not None
+        while self.answer.ticket.request.num_cached_tokens < 0:
+            await asyncio.sleep(0)
+        self.look(worker)
+        await run(self, worker)
+
+    monkeypatch.setattr(jobs.Job, "run", late)
+    server = start()
+    found = server.events(server.job(max_tokens=3))
+    assert [one["type"] for one in found[:3]] == ["started", "narration", "narration"]
 
 
 def test_a_job_that_is_sent_back_to_wait_says_so_and_that_it_goes_on(start: Start) -> None:
