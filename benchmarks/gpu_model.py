@@ -19,7 +19,7 @@ from llm_worker_rbee.backends.cuda import device, fp8
 from llm_worker_rbee.backends.cuda.matrix import Matrix, Part
 from llm_worker_rbee.backends.cuda.pack import RULES
 from llm_worker_rbee.backends.cuda.planes import FP8, NUMBERS, random_planes, values
-from llm_worker_rbee.backends.types import AttentionParams, Batch
+from llm_worker_rbee.backends.ops import AttentionParams, Batch
 from llm_worker_rbee.bench.synthetic import Plan, Spec, parse, plans, without_weights
 from llm_worker_rbee.cache import KVCache
 from llm_worker_rbee.layers.attention import Attention

@@ -1,4 +1,4 @@
-"""From a process's start to its first tokens on a GPU, and the memory that it takes there: for gpu.py.
+"""From a process's start to its first tokens on a GPU, and the memory that it takes there: for cuda_probe.py.
 
 A GGUF of random weights is written to a temporary folder; two processes load it, the first with no kernel compiled, the
 second with all of them cached and the file in the page cache. Each then answers batches of many sizes, so that as many
@@ -44,7 +44,7 @@ def start_figures(shape: str, mix: str, layers: int) -> dict[str, Any]:
 
 def child(started: float, path: str) -> dict[str, Any]:
     """Load, answer, tell."""
-    from llm_worker_rbee.backends import gpu
+    from llm_worker_rbee.backends import cuda_probe
     from llm_worker_rbee.llm import LLM
 
     imported = time.monotonic()
@@ -56,7 +56,7 @@ def child(started: float, path: str) -> dict[str, Any]:
     rest = ready - imported - sum(llm.phases.values())  # room for keys and values
     phases |= {"rest": rest, "first token": arrivals[0] - ready, "the 7 after it": arrivals[-1] - arrivals[0]}
     times = [round(t - started, 2) for t in (ready, arrivals[0], arrivals[-1])]
-    weights = gpu.packed_bytes(llm.checkpoint)
+    weights = cuda_probe.packed_bytes(llm.checkpoint)
     told = {
         "s to ready, to the first token, to the eighth": times,
         "phases, s": {name: round(seconds, 2) for name, seconds in phases.items()},

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from llm_worker_rbee.backends import kernels, pick
+from llm_worker_rbee.backends import pick, precompile
 from llm_worker_rbee.models import describe
 from llm_worker_rbee.weights import open_checkpoint
 from llm_worker_rbee.weights.hub import locate
@@ -43,7 +43,7 @@ def default_model() -> Path:
 def with_kernels(path: Path) -> Path:
     """Compile what a model needs, so that no command under test tells of it."""
     checkpoint = open_checkpoint(path)
-    kernels.get_ready_for(pick(DEVICE), kernels.Needs.of(checkpoint, describe(checkpoint)))
+    precompile.get_ready_for(pick(DEVICE), precompile.Needs.of(checkpoint, describe(checkpoint)))
     return path
 
 

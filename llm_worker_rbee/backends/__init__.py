@@ -11,8 +11,8 @@ import importlib.util
 
 from ..config import KV_AUTO, KV_CUDA, KV_DEFAULT
 from ..errors import InvalidRequestError, MissingDependencyError
-from . import cores, gpu, reference
-from .types import CUDA_KV_TYPES, KV_TYPES, OPS, Ops
+from . import cuda_probe, reference, thread_count
+from .ops import CUDA_KV_TYPES, KV_TYPES, OPS, Ops
 
 __all__ = ["BACKENDS", "DEVICES", "OPS", "Ops", "fitting", "is_automatic", "kv_type_for", "pick"]
 
@@ -31,10 +31,10 @@ def pick(device: str = "auto", backend: str = "auto", threads: int | None = None
     if is_cuda or backend == "cuda":
         if threads is not None:
             raise InvalidRequestError("threads is for the kernels of the CPU: a GPU has its own", "threads")
-        return gpu.take(gpu.index_of(device), f"device {device!r}" if is_cuda else "backend 'cuda'")
-    if is_automatic(device, backend, threads) and gpu.is_seen() and not gpu.missing_packages():
+        return cuda_probe.take(cuda_probe.index_of(device), f"device {device!r}" if is_cuda else "backend 'cuda'")
+    if is_automatic(device, backend, threads) and cuda_probe.is_seen() and not cuda_probe.missing_packages():
         try:
-            return gpu.take(None)
+            return cuda_probe.take(None)
         except MissingDependencyError:  # no GPU after all, or one that is too old: doctor tells
             pass
     return _on_cpu(backend, threads)
@@ -47,15 +47,15 @@ def is_automatic(device: str, backend: str, threads: int | None = None) -> bool:
 
 def fitting(ops: Ops, needed: int) -> tuple[Ops, str | None]:
     """What `auto` took, or the CPU where the model does not fit on the GPU; and what there is to say of it."""
-    if not gpu.is_cuda(ops):
-        return ops, gpu.unused() if gpu.is_seen() else None
-    told = gpu.shortage(ops, needed)
+    if not cuda_probe.is_cuda(ops):
+        return ops, cuda_probe.unused() if cuda_probe.is_seen() else None
+    told = cuda_probe.shortage(ops, needed)
     return (ops, None) if told is None else (_on_cpu("auto", None), told)
 
 
 def kv_type_for(ops: Ops, asked: str = KV_AUTO) -> str:
     """How a backend keeps keys and values: as it is told, or `auto`."""
-    is_cuda = gpu.is_cuda(ops)
+    is_cuda = cuda_probe.is_cuda(ops)
     if asked == KV_AUTO:
         return KV_CUDA if is_cuda else "float32" if ops is reference else KV_DEFAULT
     known = CUDA_KV_TYPES if is_cuda else KV_TYPES
@@ -92,7 +92,7 @@ def _has_numba() -> bool:
 
 def _kernels(threads: int | None) -> Ops:
     """The Numba kernels: importing Numba takes half a second, so only who asks for them pays."""
-    cores.choose(threads)  # what cannot be is said before
+    thread_count.choose(threads)  # what cannot be is said before
     try:
         module: Ops = importlib.import_module(f"{__name__}.cpu")
     except ModuleNotFoundError as error:

@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..weights import Tensor
-from . import sampling
-from .types import AttentionParams, Batch, Ints, KVLayer, Logprobs, ModelParts, RopeTable, SampleRow
+from . import reference_sampling
+from .ops import AttentionParams, Batch, Ints, KVLayer, Logprobs, ModelParts, RopeTable, SampleRow
 
 Floats = NDArray[np.float32]
 SLAB = 1 << 17  # values dequantized at a time: they stay in the second-level cache
@@ -206,9 +206,11 @@ def fuse(model: ModelParts) -> None:
 
 def sample(raw_logits: Floats, rows: Sequence[SampleRow]) -> Ints:
     """One token for each row: (N, vocabulary) -> (N,)."""
-    return np.array([sampling.sample_row(line, row) for line, row in zip(raw_logits, rows, strict=True)], np.int64)
+    return np.array(
+        [reference_sampling.sample_row(line, row) for line, row in zip(raw_logits, rows, strict=True)], np.int64
+    )
 
 
 def logprobs(raw_logits: Floats, chosen: Ints, k: int) -> Logprobs:
     """Log-probabilities of the chosen tokens and of the k likeliest, from the raw logits."""
-    return sampling.logprobs(raw_logits, chosen, k)
+    return reference_sampling.logprobs(raw_logits, chosen, k)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..backends.types import Ints
+from ..backends.ops import Ints
 from ..cache import KVCache
 from ..config import EngineConfig
 from ..engine.draft_model import DraftModel

@@ -7,8 +7,8 @@ bfloat16, float16, float32 or float8, and laid out otherwise.
 
 from __future__ import annotations
 
-from ..backends import gpu
-from ..backends.types import CUDA_KV_TYPES, KV_TYPES, Ints, KVLayer, Ops
+from ..backends import cuda_probe
+from ..backends.ops import CUDA_KV_TYPES, KV_TYPES, Ints, KVLayer, Ops
 from ..config import ModelConfig
 from ..errors import InsufficientMemoryError, InvalidRequestError, human_bytes
 
@@ -26,7 +26,7 @@ class KVCache:
         block_size: int = default_block_size,
         kv_type: str = KV_TYPES[0],
     ) -> None:
-        known = CUDA_KV_TYPES if gpu.is_cuda(ops) else KV_TYPES
+        known = CUDA_KV_TYPES if cuda_probe.is_cuda(ops) else KV_TYPES
         if kv_type not in known:
             raise InvalidRequestError(f"unknown KV type {kv_type!r}: use one of {', '.join(known)}", "kv_type")
         self.block_size = block_size

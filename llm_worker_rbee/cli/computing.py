@@ -96,9 +96,9 @@ class LoadOptions(ComputeOptions):
 def use_threads(threads: int | None, backend: str = "auto") -> int:
     """How many threads will compute. Those of the reference are NumPy's (1 unless asked): before NumPy is loaded."""
     if backend != "reference":
-        from ..backends import cores
+        from ..backends import thread_count
 
-        return _named(cores.choose, threads, "--threads")  # type: ignore[no-any-return]
+        return _named(thread_count.choose, threads, "--threads")  # type: ignore[no-any-return]
     wanted = str(threads or 1)
     if "numpy" in sys.modules and threads is not None and os.environ.get(LIBRARY_VARIABLES[0]) != wanted:
         raise WorkerError("--threads cannot be changed once NumPy is loaded: start a new process")

@@ -140,12 +140,12 @@ def _memory() -> Iterator[Check]:
 
 
 def _gpu() -> Check:
-    from ..backends import gpu
+    from ..backends import cuda_probe
 
     gpus = machine.gpus()
     if gpus:
-        missing = gpu.missing_packages()
-        remedy = f"{' and '.join(missing)} missing, so the CPU computes: {gpu.INSTALL}" if missing else None
+        missing = cuda_probe.missing_packages()
+        remedy = f"{' and '.join(missing)} missing, so the CPU computes: {cuda_probe.INSTALL}" if missing else None
         return Check("GPU", "warn" if missing else "ok", "; ".join(gpus), remedy)
     if Path("/proc/driver/nvidia/version").exists():
         return Check(
@@ -156,13 +156,13 @@ def _gpu() -> Check:
 
 def _gpu_kernels() -> Iterator[Check]:
     """Whether PyTorch reaches the GPU, and what is free there: only where there is one, since asking takes seconds."""
-    from ..backends import gpu
+    from ..backends import cuda_probe
 
-    if not gpu.is_seen() or gpu.missing_packages():
+    if not cuda_probe.is_seen() or cuda_probe.missing_packages():
         return
     try:
-        ops = gpu.take(None)
-        yield Check("GPU kernels", "ok", f"{gpu.device_of(ops)}, {human_bytes(gpu.free_bytes(ops))} free")
+        ops = cuda_probe.take(None)
+        yield Check("GPU kernels", "ok", f"{cuda_probe.device_of(ops)}, {human_bytes(cuda_probe.free_bytes(ops))} free")
     except Exception as error:  # a broken installation may fail in any way
         yield Check("GPU kernels", "warn", one_line(str(error)), "--device cpu computes without it")
 
@@ -200,13 +200,13 @@ def _optional(name: str, remedy: str) -> Check:
 
 def _threads() -> Check:
     """How many threads the kernels would use, and why."""
-    from ..backends import cores
+    from ..backends import thread_count
 
     try:
-        count, why = cores.explain()
+        count, why = thread_count.explain()
         return Check("threads", "ok", f"{count} ({why})")
     except InvalidRequestError as error:
-        return Check("threads", "warn", str(error), f"unset {cores.VARIABLE}, or give it a number that fits")
+        return Check("threads", "warn", str(error), f"unset {thread_count.VARIABLE}, or give it a number that fits")
 
 
 def _layer() -> Check:

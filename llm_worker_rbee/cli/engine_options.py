@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from ..config.engine import SPECULATIVE, EngineConfig
-from ..engine.capacity import bytes_of
+from ..engine.kv_cache_budget import bytes_of
 from ..errors import InvalidRequestError
 
 ENGINE_PANEL = "Memory and batches"

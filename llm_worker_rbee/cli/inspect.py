@@ -159,7 +159,7 @@ def _memory_line(memory: dict[str, Any]) -> str:
 
 
 def _fits_line(fits: dict[str, Any]) -> str:
-    from ..engine.capacity import DEFAULT_SHARE
+    from ..engine.kv_cache_budget import DEFAULT_SHARE
 
     free = fits["available_bytes"]
     beside = "memory unknown" if free is None else f"{human_bytes(free)} free beside the weights"

@@ -28,7 +28,7 @@ def describe_file(
     checkpoint: "Checkpoint", file_bytes: int, context: int | None, capacity: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Everything but the lists of tensors and of metadata, as plain values; `capacity`: how a cache is planned."""
-    from ..models.architectures import describe
+    from ..models.families import describe
 
     config: ModelConfig | None = None
     reason = None
@@ -128,7 +128,7 @@ def _fits(
 ) -> dict[str, Any]:
     """The cache that an engine would make on this machine now, for each type of keys and values."""
     from ..config import KV_ON_CPU
-    from ..engine.capacity import available_memory, plan
+    from ..engine.kv_cache_budget import available_memory, plan
 
     available = available_memory(checkpoint.nbytes)
     caches: dict[str, Any] = {}

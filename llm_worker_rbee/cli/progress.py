@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from ..backends.kernels import COMPILING
+from ..backends.precompile import COMPILING
 from ..errors import human_bytes
 from ..progress import PLAIN_STEPS, bars, draws
-from ..weights.hub.store import Progress
+from ..weights.hub.cache_dir import Progress
 from .terminal import cell
 
 if TYPE_CHECKING:

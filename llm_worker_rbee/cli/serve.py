@@ -241,7 +241,7 @@ def _warm(llm: "LLM") -> "LLM":
 
 def _empty(llm: "LLM", step_ms: float) -> None:
     """Take the model out of the engine: what is left is the server's own cost."""
-    from ..engine.null import Null
+    from ..engine.dummy_model import Null
 
     words = [token for token in llm.tokenize(NULL_TEXT, add_special=False) if llm.detokenize([token])]
     llm.engine.compute = Null(words, step_ms / 1000)

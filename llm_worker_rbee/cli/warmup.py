@@ -12,7 +12,7 @@ from .computing import ComputeOptions
 from .terminal import counted, note, print_json
 
 if TYPE_CHECKING:
-    from ..backends.kernels import Kernel
+    from ..backends.precompile import Kernel
 
 
 def warmup(
@@ -47,14 +47,14 @@ def warmup(
     if all_ and model is not None:
         raise typer.BadParameter("both a MODEL and --all are given: choose one")
     ComputeOptions(cpu_isa=cpu_isa).set_up()
-    from ..backends import isa, kernels, pick
+    from ..backends import isa, pick, precompile
     from .progress import progress_bar
 
     pick("cpu", "cpu")
     start = time.perf_counter()
     with progress_bar() as progress:
         wanted, folder = _wanted(model, all_, progress)
-        compiled = kernels.get_ready(wanted, folder, progress)
+        compiled = precompile.get_ready(wanted, folder, progress)
     seconds = time.perf_counter() - start
     if as_json:
         print_json({"kernels": len(wanted), "compiled": compiled, "seconds": seconds,
@@ -68,7 +68,7 @@ def warmup(
 
 
 def _wanted(model: str | None, all_: bool, progress: Any) -> tuple[Sequence["Kernel"], Path | None]:
-    from ..backends import kernels
+    from ..backends import precompile
     from ..backends.cpu import catalog
     from ..backends.cpu.compile import folder
     from ..backends.cpu.disk import place
@@ -82,4 +82,4 @@ def _wanted(model: str | None, all_: bool, progress: Any) -> tuple[Sequence["Ker
     if all_ or (model is None and not hub.BUILTIN[hub.DEFAULT_MODEL].present):
         return catalog.every(), folder()
     checkpoint = open_checkpoint(hub.locate(model, progress=progress))
-    return catalog.needed(*kernels.Needs.of(checkpoint, describe(checkpoint))), folder()
+    return catalog.needed(*precompile.Needs.of(checkpoint, describe(checkpoint))), folder()

@@ -13,10 +13,10 @@ from ..cache import KVCache
 from ..config import EngineConfig
 from ..errors import InvalidRequestError
 from ..models import Transformer
-from .drafts import Guess, MakeBatch, Reserve, room_for_drafts
+from .model_runner import forward
 from .request import Request
-from .runner import forward
 from .sampler import sample_rows
+from .speculative import Guess, MakeBatch, Reserve, room_for_drafts
 from .step import Span
 
 

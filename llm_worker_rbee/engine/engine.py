@@ -14,14 +14,14 @@ from ..cache import KVCache
 from ..config import EngineConfig
 from ..errors import ContextLengthError, InferenceError, InsufficientMemoryError, InvalidRequestError, WorkerError
 from ..models import Transformer
-from .ahead import Ahead, Begun, landed, spans_of
-from .drafts import Drafter, NGrams
-from .pace import Pace
+from .async_scheduling import Ahead, Begun, landed, spans_of
+from .model_runner import Runner
 from .request import Output, Request
-from .runner import Runner
 from .sampler import choose
 from .scheduler import Scheduler
+from .speculative import Drafter, NGrams
 from .step import Sampled, Span
+from .token_budget import Pace
 
 
 class Engine:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from ..errors import ContextLengthError, InvalidRequestError, WorkerError
 
 if TYPE_CHECKING:  # the books import no array library
-    from ..backends.types import SampleRow
+    from ..backends.ops import SampleRow
 
 FinishReason = Literal["stop", "length", "error"]
 MAX_SEED = 1 << 64

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from ..backends.types import NO_TOKENS, Array, Ints, Ops, SampleRow
+from ..backends.ops import NO_TOKENS, Array, Ints, Ops, SampleRow
 from ..errors import InferenceError, WorkerError
 from .request import Request, TokenLogprob
 from .step import Sampled, Span

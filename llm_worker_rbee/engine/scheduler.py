@@ -16,7 +16,7 @@ from itertools import islice
 from ..config import EngineConfig
 from ..errors import DeadlineError, WorkerError
 from .answering import accepted
-from .blocks import BlockPool, extend_hashes
+from .block_pool import BlockPool, extend_hashes
 from .check import check_places
 from .deadlines import Deadlines
 from .in_flight import InFlight

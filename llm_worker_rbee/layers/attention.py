@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..backends.types import Array, AttentionParams, Batch, KVLayer, Ops, RopeTable
+from ..backends.ops import Array, AttentionParams, Batch, KVLayer, Ops, RopeTable
 from .linear import Linear
 from .rms_norm import RMSNorm
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..backends.types import Array, Batch, BlockParts, KVLayer, Ops
+from ..backends.ops import Array, Batch, BlockParts, KVLayer, Ops
 from .attention import Attention
 from .rms_norm import RMSNorm
 from .swiglu import SwiGLU

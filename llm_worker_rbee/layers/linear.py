@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..backends.types import Array, Handle, Ops
+from ..backends.ops import Array, Handle, Ops
 
 
 @dataclass(frozen=True, slots=True, eq=False)

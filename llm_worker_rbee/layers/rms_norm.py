@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..backends.types import Array, Ops
+from ..backends.ops import Array, Ops
 
 
 @dataclass(frozen=True, slots=True, eq=False)

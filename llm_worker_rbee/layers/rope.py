@@ -11,7 +11,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from ..backends.types import RopeTable
+from ..backends.ops import RopeTable
 from ..config import ModelConfig, RopeScaling
 from ..config.keys import LEAST_FACTOR
 from ..errors import ModelFileError

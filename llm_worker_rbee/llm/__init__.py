@@ -17,8 +17,8 @@ from numbers import Integral
 from pathlib import Path
 from typing import Any, overload
 
-from ..backends import gpu, is_automatic, kernels, kv_type_for
-from ..backends.types import Ops
+from ..backends import cuda_probe, is_automatic, kv_type_for, precompile
+from ..backends.ops import Ops
 from ..config import KV_AUTO, EngineConfig, ModelConfig
 from ..engine.draft_model import DraftModel
 from ..engine.engine import Engine
@@ -135,7 +135,7 @@ class LLM:
             with timed("quantize"):
                 checkpoint = quantize_checkpoint(checkpoint, quantize, progress=progress)
         with timed("kernels"):
-            kernels.get_ready_for(ops, kernels.Needs.of(checkpoint, config, self.kv_type), progress)
+            precompile.get_ready_for(ops, precompile.Needs.of(checkpoint, config, self.kv_type), progress)
         with timed("weights", checkpoint.nbytes):
             return load_model(checkpoint, ops, config, self.max_context, self.loading.advance)
 
@@ -143,7 +143,7 @@ class LLM:
     def backend(self) -> str:
         """Which implementation of the ops computes."""
         name = str(getattr(self.model.ops, "__name__", "")).rpartition(".")[2]
-        return "cuda" if gpu.is_cuda(self.model.ops) else name
+        return "cuda" if cuda_probe.is_cuda(self.model.ops) else name
 
     @property
     def device(self) -> str:

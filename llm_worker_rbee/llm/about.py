@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from ..weights import Checkpoint
-from ..weights.type_mix import MIXES
+from ..weights.quant_mix import MIXES
 
 _BY_NUMBER = {mix.file_type: name for name, mix in MIXES.items()}
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..backends import fitting, gpu, kv_type_for, pick
-from ..backends.types import Ops
-from ..engine.capacity import DEFAULT_SHARE, DEVICE_SHARE, Capacity, available_memory, plan
+from ..backends import cuda_probe, fitting, kv_type_for, pick
+from ..backends.ops import Ops
+from ..engine.kv_cache_budget import DEFAULT_SHARE, DEVICE_SHARE, Capacity, available_memory, plan
 from ..errors import InsufficientMemoryError
 from ..models import describe
 from ..models.convert import is_fp8, kinds_in, quantize_checkpoint
@@ -19,8 +19,8 @@ def picked(device: str, backend: str, threads: int | None, deterministic: bool, 
     """The backend, before any file is looked for: what it cannot do is refused."""
     ops = pick(device, backend, threads)
     if is_fp8(quantize):
-        gpu.require_fp8(ops)
-    return gpu.deterministic(ops) if deterministic else ops
+        cuda_probe.require_fp8(ops)
+    return cuda_probe.deterministic(ops) if deterministic else ops
 
 
 def opened(path: Path, quantize: str | None) -> Checkpoint:
@@ -50,7 +50,7 @@ def settled(
         kv_type = kv_type_for(ops, asked_kv)
         return ops, kv_type, planned(ops, models, kv_type, quantize, **sizes), notes
     except InsufficientMemoryError as error:
-        if not is_automatic or is_fp8(quantize) or not gpu.is_cuda(ops):
+        if not is_automatic or is_fp8(quantize) or not cuda_probe.is_cuda(ops):
             raise
         notes = [f"the GPU is not used: {error}"]
     ops = pick("cpu")
@@ -69,7 +69,7 @@ def planned(
     max_batch: int,
 ) -> Capacity:
     """How large the cache is for a model, and the draft model that may follow it."""
-    is_cuda = gpu.is_cuda(ops)
+    is_cuda = cuda_probe.is_cuda(ops)
     weights = device_bytes(models, quantize) if is_cuda else sum(one.nbytes for one in models)
     config, *drafts = map(describe, models)
     return plan(
@@ -88,4 +88,4 @@ def device_bytes(models: Sequence[Checkpoint], quantize: str | None) -> int:
     """What the weights will take on a GPU; the first model's in the type that they are brought into."""
     first, *others = models
     kinds = {} if quantize is None or is_fp8(quantize) else kinds_in(first, quantize)
-    return gpu.packed_bytes(first, kinds) + sum(map(gpu.packed_bytes, others))
+    return cuda_probe.packed_bytes(first, kinds) + sum(map(cuda_probe.packed_bytes, others))

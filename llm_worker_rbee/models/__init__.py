@@ -1,7 +1,7 @@
 """One decoder for all families; what differs between them is data."""
 
-from .architectures import FAMILIES, describe
+from .decoder import Transformer
+from .families import FAMILIES, describe
 from .loader import load_model
-from .transformer import Transformer
 
 __all__ = ["FAMILIES", "Transformer", "describe", "load_model"]

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from ..backends.types import AttentionParams, Handle, Ops, RopeTable
+from ..backends.ops import AttentionParams, Handle, Ops, RopeTable
 from ..config import ModelConfig, RopeScaling
 from ..errors import ModelFileError, UnsupportedModelError
 from ..layers.attention import Attention
@@ -24,7 +24,7 @@ from ..layers.rope import rope_table
 from ..layers.swiglu import SwiGLU
 from ..weights import Checkpoint, Tensor
 from ..weights.checkpoint import forget_pages
-from .transformer import Transformer
+from .decoder import Transformer
 
 # Old exports carry tables that follow from the metadata.
 IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".attn_rot_embd.weight")

@@ -3,9 +3,9 @@
 Nothing here knows of models or arrays. `build` makes a `Tokenizer`, everything else works on it.
 """
 
-from .build import tokenizer_from_gguf, tokenizer_from_hf
 from .chat_template import ChatTemplate
-from .stream import StreamDecoder
+from .detokenizer import StreamDecoder
+from .from_gguf import tokenizer_from_gguf, tokenizer_from_hf
 from .tokenizer import Tokenizer
 
 __all__ = ["ChatTemplate", "StreamDecoder", "Tokenizer", "tokenizer_from_gguf", "tokenizer_from_hf"]

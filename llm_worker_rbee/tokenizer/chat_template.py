@@ -25,7 +25,7 @@ MAX_SOURCE = 128 << 10  # characters; the longest published templates have some 
 MAX_SECONDS = 1  # of processor time
 MAX_WAIT = 20.0  # seconds of wall time: the machine may be busy
 MAX_REPLY = 256 << 20
-CHILD = Path(__file__).with_name("template_child.py")
+CHILD = Path(__file__).with_name("chat_template_worker.py")
 
 
 class ChatTemplate:

@@ -4,9 +4,9 @@ from pathlib import Path
 
 from ..errors import ModelFileError, ModelNotFoundError, UnsupportedModelError
 from .checkpoint import Checkpoint, Tensor
+from .filenames import PICKLES, ggufs_in
 from .gguf import open_gguf
-from .hf import open_hf
-from .names import PICKLES, ggufs_in
+from .safetensors import open_hf
 
 __all__ = ["Checkpoint", "Tensor", "open_checkpoint"]
 

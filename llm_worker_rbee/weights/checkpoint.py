@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from ..errors import ModelFileError
 from .quants import BlockType, dequantize
-from .quants.scales import find_bad_block
+from .quants.nan_check import find_bad_block
 
 MAX_VALUES = 1 << 59  # NumPy counts bytes in 63 bits, also those of an array that is empty because one dimension is 0
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from ..errors import ModelFileError
 from .checkpoint import Tensor
-from .names import SPLIT_NAME, split_set
+from .filenames import SPLIT_NAME, split_set
 
 
 class GGUFPart(NamedTuple):

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from llm_worker_rbee.backends import OPS, cpu, isa, pick, reference
 from llm_worker_rbee.backends.cpu.layouts import BY_TYPE
-from llm_worker_rbee.backends.types import AttentionParams, Batch, KVLayer, RopeTable
+from llm_worker_rbee.backends.ops import AttentionParams, Batch, KVLayer, RopeTable
 from llm_worker_rbee.bench.blocks import random_tensor
 from llm_worker_rbee.errors import InvalidRequestError
 from llm_worker_rbee.weights.quants import BLOCK_TYPES

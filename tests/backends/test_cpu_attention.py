@@ -15,7 +15,7 @@ import pytest
 from numpy.typing import NDArray
 
 from llm_worker_rbee.backends import cpu, isa, reference
-from llm_worker_rbee.backends.types import KV_TYPES, AttentionParams, Batch, KVLayer, RopeTable
+from llm_worker_rbee.backends.ops import KV_TYPES, AttentionParams, Batch, KVLayer, RopeTable
 
 ROOT = Path(__file__).parents[2]
 Floats = NDArray[np.float32]
@@ -178,7 +178,7 @@ def test_both_store_the_same_numbers(kind: str) -> None:
 FORCED = """
 import numpy as np
 from llm_worker_rbee.backends import cpu
-from llm_worker_rbee.backends.types import AttentionParams
+from llm_worker_rbee.backends.ops import AttentionParams
 from tests.backends.test_cpu_attention import filled, normal, step
 batch, blocks = step([19, 1], [33, 40])
 whole, _ = step([33, 40], [33, 40])

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from llm_worker_rbee.backends import cpu, sampling
+from llm_worker_rbee.backends import cpu, reference_sampling
 from llm_worker_rbee.backends.cpu import candidates, filters, threads
 from llm_worker_rbee.backends.cpu import sampling as fast
-from llm_worker_rbee.backends.types import SampleRow
+from llm_worker_rbee.backends.ops import SampleRow
 from llm_worker_rbee.errors import InferenceError
 
 Floats = NDArray[np.float32]
@@ -89,7 +89,7 @@ def test_every_mix_of_settings_gives_the_same_token(kind: object) -> None:
     for i in range(2500):
         size = SIZES[i % len(SIZES)]
         x, row = make(rng, size), settings(rng, size)
-        assert cpu.sample(x[None], [row])[0] == sampling.sample_row(x, row), (i, size, row)
+        assert cpu.sample(x[None], [row])[0] == reference_sampling.sample_row(x, row), (i, size, row)
 
 
 def test_bias_and_penalties_give_the_same_token() -> None:
@@ -98,7 +98,7 @@ def test_bias_and_penalties_give_the_same_token() -> None:
         size = SIZES[1 + i % (len(SIZES) - 1)]
         row, x = penalties(rng, size), ordinary(rng, size)
         before = x.copy()
-        assert cpu.sample(x[None], [row])[0] == sampling.sample_row(x, row), (i, size, row)
+        assert cpu.sample(x[None], [row])[0] == reference_sampling.sample_row(x, row), (i, size, row)
         assert np.array_equal(x, before)
 
 
@@ -115,7 +115,7 @@ def test_rows_of_a_batch_are_each_chosen_as_alone(count: int) -> None:
             for line in x:
                 line[:] = (ordinary, nasty)[rng.integers(2)](rng, size)
                 wanted.append((settings, penalties)[rng.integers(2)](rng, size))
-            expected = [sampling.sample_row(line, row) for line, row in zip(x, wanted, strict=True)]
+            expected = [reference_sampling.sample_row(line, row) for line, row in zip(x, wanted, strict=True)]
             assert cpu.sample(x, wanted).tolist() == expected, (i, size, wanted)
             assert cpu.sample(np.asfortranarray(x), wanted).tolist() == expected
     finally:
@@ -137,7 +137,7 @@ def test_flat_logits_have_many_candidates(row: dict[str, float]) -> None:
     for i in range(10):
         x = (rng.standard_normal(20_000) * rng.choice([0.1, 1.0])).astype(np.float32)
         one = SampleRow(**row, seed=i)  # type: ignore[arg-type]
-        assert fast._drawn(candidates.NARROW, x, one) == sampling.sample_row(x, one)
+        assert fast._drawn(candidates.NARROW, x, one) == reference_sampling.sample_row(x, one)
 
 
 def test_the_kernels_seldom_ask() -> None:
@@ -148,7 +148,7 @@ def test_the_kernels_seldom_ask() -> None:
         if 0.1 < row.temperature < 10 and row.top_p < 0.9999:
             token, drawn = fast._drawn(candidates.NARROW, x, row), drawn + 1
             asked += token < 0
-            assert token < 0 or token == sampling.sample_row(x, row)
+            assert token < 0 or token == reference_sampling.sample_row(x, row)
     assert drawn > 100
     assert asked <= 0.02 * drawn
 
@@ -165,7 +165,7 @@ def test_uniform_numbers_are_the_same() -> None:
     for _ in range(200):
         seed = int(rng.integers(0, 2**64, dtype=np.uint64))
         choice, position = int(rng.integers(0, 2**40)), int(rng.integers(0, 2**62))
-        assert filters.uniform(np.uint64(seed), choice, position) == sampling.uniform(seed, choice, position)
+        assert filters.uniform(np.uint64(seed), choice, position) == reference_sampling.uniform(seed, choice, position)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, "all -inf"])
@@ -189,7 +189,7 @@ def test_log_probabilities(size: int) -> None:
         if k > 300:
             continue
         with np.errstate(over="ignore"):
-            found, wanted = cpu.logprobs(x, chosen, k), sampling.logprobs(x, chosen, k)
+            found, wanted = cpu.logprobs(x, chosen, k), reference_sampling.logprobs(x, chosen, k)
         np.testing.assert_allclose(found.chosen, wanted.chosen, rtol=1e-6, atol=1e-6)
         np.testing.assert_array_equal(found.top_ids, wanted.top_ids)
         np.testing.assert_allclose(found.top, wanted.top, rtol=1e-6, atol=1e-6)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from llm_worker_rbee.backends import cpu, fitting, gpu, kv_type_for, pick, reference
+from llm_worker_rbee.backends import cpu, cuda_probe, fitting, kv_type_for, pick, reference
 from llm_worker_rbee.errors import InvalidRequestError, MissingDependencyError
 from llm_worker_rbee.weights import open_checkpoint
 
@@ -40,7 +40,7 @@ def told_by(code: str, **env: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_without_the_extra_one_line_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, "PACKAGES", ("no_such_package", "numpy"))
+    monkeypatch.setattr(cuda_probe, "PACKAGES", ("no_such_package", "numpy"))
     for asked in (("cuda", "auto"), ("cuda:1", "cuda"), ("auto", "cuda")):
         with pytest.raises(MissingDependencyError) as caught:
             pick(*asked)
@@ -49,7 +49,7 @@ def test_without_the_extra_one_line_names_it(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_with_pytorch_but_no_gpu_it_says_so() -> None:
-    if gpu.missing_packages() or gpu.is_seen():
+    if cuda_probe.missing_packages() or cuda_probe.is_seen():
         pytest.skip("PyTorch and Triton are wanted here, and no GPU")
     done = told_by("from llm_worker_rbee.backends import pick; pick('cuda')")
     line = done.stderr.strip().splitlines()[-1]
@@ -66,14 +66,14 @@ def test_auto_without_a_gpu_imports_no_pytorch_and_says_nothing() -> None:
 
 def test_what_hides_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     sign = tmp_path / "nvidia0"
-    monkeypatch.setattr(gpu, "SIGNS", (str(sign),))
+    monkeypatch.setattr(cuda_probe, "SIGNS", (str(sign),))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert not gpu.is_seen()
+    assert not cuda_probe.is_seen()
     sign.touch()
-    assert gpu.is_seen()
+    assert cuda_probe.is_seen()
     for hidden in ("", "-1"):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
-        assert not gpu.is_seen()
+        assert not cuda_probe.is_seen()
 
 
 def test_auto_leaves_a_gpu_that_is_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,13 +82,13 @@ def test_auto_leaves_a_gpu_that_is_too_small(monkeypatch: pytest.MonkeyPatch) ->
     assert ops is cpu
     assert told == "the GPU has 2.00 GB of memory free, and the model takes 2.07 GB: computing on the CPU"
     assert fitting(small, 9 * 10**8) == (small, None)
-    monkeypatch.setattr(gpu, "SIGNS", ())
+    monkeypatch.setattr(cuda_probe, "SIGNS", ())
     assert fitting(cpu, 10**15) == (cpu, None)
 
 
 def test_a_gpu_without_the_extra_is_mentioned(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, "SIGNS", ("/",))
-    monkeypatch.setattr(gpu, "PACKAGES", ("no_such_package",))
+    monkeypatch.setattr(cuda_probe, "SIGNS", ("/",))
+    monkeypatch.setattr(cuda_probe, "PACKAGES", ("no_such_package",))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert pick() is cpu
     assert fitting(cpu, 1)[1] == "there is an NVIDIA GPU; to compute on it: pip install 'llm-worker-rbee[cuda]'"
@@ -131,4 +131,4 @@ def test_each_backend_keeps_keys_and_values_its_own_way() -> None:
 
 def test_the_weights_of_a_file_are_estimated(default_model: Path) -> None:
     checkpoint = open_checkpoint(default_model)
-    assert checkpoint.nbytes <= gpu.packed_bytes(checkpoint) <= 1.3 * checkpoint.nbytes
+    assert checkpoint.nbytes <= cuda_probe.packed_bytes(checkpoint) <= 1.3 * checkpoint.nbytes

@@ -54,7 +54,7 @@ def test_layers_and_models_touch_no_array_in_their_forward_pass() -> None:
     """NumPy is for tables and loading only: no file with a `__call__` or `forward` over arrays imports it."""
     for name in ("rms_norm", "linear", "attention", "swiglu", "block"):
         assert "numpy" not in (PACKAGE / "layers" / f"{name}.py").read_text()
-    assert "numpy" not in (PACKAGE / "models" / "transformer.py").read_text()
+    assert "numpy" not in (PACKAGE / "models" / "decoder.py").read_text()
 
 
 def test_pick() -> None:

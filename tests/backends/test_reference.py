@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from llm_worker_rbee.backends import reference as ops
-from llm_worker_rbee.backends.types import AttentionParams, KVLayer, RopeTable
+from llm_worker_rbee.backends.ops import AttentionParams, KVLayer, RopeTable
 from llm_worker_rbee.layers.rope import inverse_frequencies
 from tests.layers.building import Floats, Pages, normal, quantized, tensor
 

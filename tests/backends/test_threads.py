@@ -12,7 +12,7 @@ import numba
 import pytest
 
 from llm_worker_rbee import machine
-from llm_worker_rbee.backends import cores
+from llm_worker_rbee.backends import thread_count
 from llm_worker_rbee.backends.cpu import threads
 from llm_worker_rbee.errors import InvalidRequestError
 from tests.cli.conftest import write_model
@@ -28,7 +28,7 @@ def machine_of(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     monkeypatch.setattr(machine, "usable_cores", lambda: 16)
     monkeypatch.setattr(machine, "usable_physical_cores", lambda: 8)
     monkeypatch.setattr(machine, "cpu_quota", lambda: None)
-    for name in (cores.VARIABLE, cores.NUMBA_VARIABLE):
+    for name in (thread_count.VARIABLE, thread_count.NUMBA_VARIABLE):
         monkeypatch.delenv(name, raising=False)
     return monkeypatch
 
@@ -43,28 +43,28 @@ def test_the_default(
     machine_of.setattr(machine, "usable_cores", lambda: usable)
     machine_of.setattr(machine, "usable_physical_cores", lambda: physical)
     machine_of.setattr(machine, "cpu_quota", lambda: quota)
-    assert cores.choose() == expected
+    assert thread_count.choose() == expected
 
 
 def test_what_is_asked_for(machine_of: pytest.MonkeyPatch) -> None:
-    assert cores.choose(16) == 16  # logical cores may be asked for
+    assert thread_count.choose(16) == 16  # logical cores may be asked for
     with pytest.raises(InvalidRequestError, match=r"^threads is 17: it must be 1 to 16 \(16 cores that"):
-        cores.choose(17)
-    machine_of.setenv(cores.VARIABLE, "5")
-    assert (cores.choose(), cores.choose(3)) == (5, 3)
-    machine_of.setenv(cores.VARIABLE, "many")
+        thread_count.choose(17)
+    machine_of.setenv(thread_count.VARIABLE, "5")
+    assert (thread_count.choose(), thread_count.choose(3)) == (5, 3)
+    machine_of.setenv(thread_count.VARIABLE, "many")
     with pytest.raises(InvalidRequestError, match=r"^LLM_WORKER_THREADS is 'many'"):
-        cores.choose()
-    machine_of.setenv(cores.VARIABLE, "0")
+        thread_count.choose()
+    machine_of.setenv(thread_count.VARIABLE, "0")
     with pytest.raises(InvalidRequestError, match=r"^LLM_WORKER_THREADS is 0: it must be 1 to 16"):
-        cores.choose()
+        thread_count.choose()
     machine_of.setattr(machine, "cpu_quota", lambda: 2.5)
     with pytest.raises(InvalidRequestError, match=r"it must be 1 to 3 \(a quota of 2.5 cores\)"):
-        cores.choose(4)
-    machine_of.setenv(cores.NUMBA_VARIABLE, "1")
-    assert cores.explain(1).why == "threads is 1"
+        thread_count.choose(4)
+    machine_of.setenv(thread_count.NUMBA_VARIABLE, "1")
+    assert thread_count.explain(1).why == "threads is 1"
     with pytest.raises(InvalidRequestError, match="NUMBA_NUM_THREADS=1"):
-        cores.choose(2)
+        thread_count.choose(2)
 
 
 def test_physical_cores_are_counted_where_the_process_may_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from llm_worker_rbee.backends import reference
-from llm_worker_rbee.backends.types import RopeTable
+from llm_worker_rbee.backends.ops import RopeTable
 from llm_worker_rbee.bench import experiments
 from llm_worker_rbee.bench.experiments import claims, dense, masks, one_cache, one_file, ready_made, rewrite, rotation
 from llm_worker_rbee.bench.experiments.lab import (

@@ -133,8 +133,8 @@ def test_a_click_zooms(tmp_path: Path) -> None:
 
 def test_stacks_of_py_spy_are_read_and_cut_at_the_bottom() -> None:
     lines = [
-        "<module> (x.py:1);_watched (llm_worker_rbee/bench/flame.py:70);step (llm_worker_rbee/engine/runner.py:31);"
-        "dot (numpy/linalg.py:5);sgemm_kernel (libopenblas.so) 3",
+        "<module> (x.py:1);_watched (llm_worker_rbee/bench/flame.py:70);step "
+        "(llm_worker_rbee/engine/model_runner.py:31);dot (numpy/linalg.py:5);sgemm_kernel (libopenblas.so) 3",
         "look (threading.py:9) 7",
         "_watched (llm_worker_rbee/bench/flame.py:70) 2",
         "nonsense",
@@ -145,7 +145,7 @@ def test_stacks_of_py_spy_are_read_and_cut_at_the_bottom() -> None:
     assert [(frame.name, frame.room) for frame in stack] == [
         ("step", "ours"), ("dot", "numpy"), ("sgemm_kernel", "numpy"),
     ]  # fmt: skip
-    assert (stack[0].file, stack[0].line) == ("llm_worker_rbee/engine/runner.py", 31)
+    assert (stack[0].file, stack[0].line) == ("llm_worker_rbee/engine/model_runner.py", 31)
 
 
 def program(folder: Path, text: str) -> str:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from llm_worker_rbee.backends import cpu, reference
-from llm_worker_rbee.backends.types import Ops
+from llm_worker_rbee.backends.ops import Ops
 from llm_worker_rbee.bench import products as room
 from llm_worker_rbee.bench.synthetic import Shape, Spec, checkpoint
 from llm_worker_rbee.models import Transformer, describe, load_model

@@ -13,7 +13,7 @@ import pytest
 
 from llm_worker_rbee import LLM
 from llm_worker_rbee.backends import cpu, reference
-from llm_worker_rbee.backends.types import OPS, AttentionParams, Ops
+from llm_worker_rbee.backends.ops import OPS, AttentionParams, Ops
 from llm_worker_rbee.bench.profile import PHASES, Settings, Workload, class_of, run, stopwatch_cost
 from llm_worker_rbee.bench.profile import html as profile_html
 from llm_worker_rbee.bench.profile import report as profile_report

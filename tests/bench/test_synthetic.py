@@ -20,8 +20,8 @@ from llm_worker_rbee.bench.synthetic import SHAPES, Shape, Spec, checkpoint, par
 from llm_worker_rbee.errors import InsufficientMemoryError, InvalidRequestError, WorkerError
 from llm_worker_rbee.models import describe, load_model
 from llm_worker_rbee.weights import open_checkpoint
+from llm_worker_rbee.weights.quant_mix import MIXES
 from llm_worker_rbee.weights.quants import BlockType
-from llm_worker_rbee.weights.type_mix import MIXES
 
 from . import llama_cpp_types
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llm_worker_rbee.backends import reference as ops
-from llm_worker_rbee.backends.types import KV_TYPES
+from llm_worker_rbee.backends.ops import KV_TYPES
 from llm_worker_rbee.cache import KVCache
 from llm_worker_rbee.config import Family, ModelConfig
 from llm_worker_rbee.errors import InvalidRequestError

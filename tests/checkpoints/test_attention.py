@@ -12,7 +12,7 @@ import transformers
 from transformers.models.llama import modeling_llama as llama
 
 from llm_worker_rbee.backends import reference as ops
-from llm_worker_rbee.backends.types import AttentionParams, Batch
+from llm_worker_rbee.backends.ops import AttentionParams, Batch
 from llm_worker_rbee.cache import KVCache
 from llm_worker_rbee.layers.attention import Attention
 from llm_worker_rbee.layers.rope import rope_table

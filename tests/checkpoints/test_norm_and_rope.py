@@ -11,7 +11,7 @@ import transformers
 from transformers.models.llama import modeling_llama as llama
 
 from llm_worker_rbee.backends import reference as ops
-from llm_worker_rbee.backends.types import Ints, RopeTable
+from llm_worker_rbee.backends.ops import Ints, RopeTable
 from llm_worker_rbee.layers.rms_norm import RMSNorm
 from llm_worker_rbee.layers.rope import rope_table
 from tests.layers.building import Floats, Pages, assert_caught, assert_checkpoint, config_of, normal

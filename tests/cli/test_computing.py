@@ -9,7 +9,7 @@ import pytest
 
 from llm_worker_rbee.backends import isa
 from llm_worker_rbee.backends.cpu import threads
-from llm_worker_rbee.backends.types import KV_TYPES
+from llm_worker_rbee.backends.ops import KV_TYPES
 from llm_worker_rbee.cli import computing
 from llm_worker_rbee.config import KV_AUTO, KV_VALUE_BYTES
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from llm_worker_rbee import machine
-from llm_worker_rbee.backends import cores, isa
+from llm_worker_rbee.backends import isa, thread_count
 from llm_worker_rbee.cli.doctor import _optional, _package
 
 from .conftest import Run
@@ -26,7 +26,7 @@ def test_the_report(spawn: Run, tmp_path: Path) -> None:
         assert checks[name]["found"]
     assert str(tmp_path) in checks["cache"]["found"]
     assert checks["CPU kernels"]["found"].startswith(f"{isa.current()} (of ")
-    assert checks["threads"]["found"] == "{} ({})".format(*cores.explain())
+    assert checks["threads"]["found"] == "{} ({})".format(*thread_count.explain())
     assert checks["threading layer"]["found"].split()[0] in ("omp", "tbb", "workqueue:")
     assert "kernels compiled" in checks["kernel cache"]["found"]
     assert checks["default model"]["status"] == "missing"

@@ -19,7 +19,7 @@ from llm_worker_rbee.cli.progress import progress_bar
 from llm_worker_rbee.cli.pull import pull
 from llm_worker_rbee.errors import DownloadError, ModelNotFoundError
 from llm_worker_rbee.weights import hub
-from llm_worker_rbee.weights.hub.wheel import PipModel
+from llm_worker_rbee.weights.hub.pypi_model import PipModel
 
 ROOT = Path(__file__).parents[2]
 CONTENT = random.Random(2).randbytes(400_000)

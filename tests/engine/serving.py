@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from llm_worker_rbee.backends import gpu, kernels, pick
+from llm_worker_rbee.backends import cuda_probe, pick, precompile
 from llm_worker_rbee.config import EngineConfig
 from llm_worker_rbee.engine.engine import Engine
 from llm_worker_rbee.engine.request import Output, Request, SamplingParams, TokenLogprob
@@ -24,10 +24,10 @@ SMALL = zoo.Variant("llama", {"rope_parameters": zoo.PLAIN, "max_position_embedd
 
 def load(path: Path, *kv_types: str) -> Transformer:
     """On the tests' device, compiled; what a request is answered does not depend on its company."""
-    checkpoint, ops = open_checkpoint(path), gpu.deterministic(pick(DEVICE))
+    checkpoint, ops = open_checkpoint(path), cuda_probe.deterministic(pick(DEVICE))
     config = describe(checkpoint)
     for kv_type in kv_types or ("float32",):
-        kernels.get_ready_for(ops, kernels.Needs.of(checkpoint, config, kv_type))
+        precompile.get_ready_for(ops, precompile.Needs.of(checkpoint, config, kv_type))
     return load_model(checkpoint, ops, config)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from llm_worker_rbee.backends.types import SampleRow
+from llm_worker_rbee.backends.ops import SampleRow
 from llm_worker_rbee.config import EngineConfig
 from llm_worker_rbee.engine.engine import Engine
 from llm_worker_rbee.engine.request import Output, Request, SamplingParams

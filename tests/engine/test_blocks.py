@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from llm_worker_rbee.engine.blocks import BlockPool, chained_hash, extend_hashes
+from llm_worker_rbee.engine.block_pool import BlockPool, chained_hash, extend_hashes
 
 
 def names(*blocks: str) -> list[bytes]:

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llm_worker_rbee.backends import pick
-from llm_worker_rbee.backends.types import KV_TYPES
+from llm_worker_rbee.backends.ops import KV_TYPES
 from llm_worker_rbee.cache import KVCache
 from llm_worker_rbee.config import DEVICE_SPARE, Family, ModelConfig
-from llm_worker_rbee.engine.capacity import (
+from llm_worker_rbee.engine.kv_cache_budget import (
     DEFAULT_SHARE,
     DEVICE_SHARE,
     SMALLEST_CONTEXT,

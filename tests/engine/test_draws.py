@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from llm_worker_rbee.backends import reference as ops
-from llm_worker_rbee.backends import sampling
-from llm_worker_rbee.backends.types import SampleRow
+from llm_worker_rbee.backends import reference_sampling
+from llm_worker_rbee.backends.ops import SampleRow
 from llm_worker_rbee.engine.request import Request, SamplingParams
 from llm_worker_rbee.engine.sampler import draw_seed, sample_rows, token_logprobs
 from tests.engine.test_sampling import some_logits
@@ -93,7 +93,7 @@ def test_draws_follow_the_probabilities() -> None:
     """20,000 seeded draws under filters and temperature: chi-square against the softmax of what is kept."""
     logits = some_logits(6, vocab=40)
     row: dict[str, Any] = {"temperature": 1.3, "top_k": 30, "top_p": 0.95}
-    keep = sampling.keep_mask(logits[0].astype(np.float64) / 1.3, SampleRow(**row))
+    keep = reference_sampling.keep_mask(logits[0].astype(np.float64) / 1.3, SampleRow(**row))
     chances = torch.softmax(torch.from_numpy(np.where(keep, logits[0] / 1.3, -np.inf)).double(), -1).numpy()
     draws = ops.sample(np.repeat(logits, 20_000, 0), [SampleRow(**row, seed=99, position=i) for i in range(20_000)])
     counts, expected = np.bincount(draws, minlength=40), chances * 20_000

@@ -12,8 +12,8 @@ import pytest
 
 from llm_worker_rbee.config import EngineConfig
 from llm_worker_rbee.engine.async_engine import AsyncEngine
+from llm_worker_rbee.engine.dummy_model import Null
 from llm_worker_rbee.engine.engine import Engine
-from llm_worker_rbee.engine.null import Null
 from llm_worker_rbee.engine.request import Request, SamplingParams
 from llm_worker_rbee.engine.step import Sampled, Span
 from llm_worker_rbee.errors import InvalidRequestError, RequestCancelledError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from llm_worker_rbee.engine.pace import Pace
+from llm_worker_rbee.engine.token_budget import Pace
 
 
 def settle(pace: Pace, seconds_per_token: float, fixed: float = 0.0, steps: int = 30) -> int:

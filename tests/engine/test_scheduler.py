@@ -501,7 +501,9 @@ def test_one_without_a_token_does_not_shift_those_of_others() -> None:
 
 
 def test_the_books_load_no_array_library() -> None:
-    modules = ", ".join(f"llm_worker_rbee.engine.{name}" for name in ("blocks", "scheduler", "step", "request", "pace"))
+    modules = ", ".join(
+        f"llm_worker_rbee.engine.{name}" for name in ("block_pool", "scheduler", "step", "request", "token_budget")
+    )
     code = f"import sys, {modules}; print({{'numpy', 'numba', 'torch'}} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "set()"

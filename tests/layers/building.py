@@ -10,10 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llm_worker_rbee.backends import reference as ops
-from llm_worker_rbee.backends.types import Batch, Handle, Ints
+from llm_worker_rbee.backends.ops import Batch, Handle, Ints
 from llm_worker_rbee.config import ModelConfig
 from llm_worker_rbee.layers.linear import Linear
-from llm_worker_rbee.models.architectures import BY_HF
+from llm_worker_rbee.models.families import BY_HF
 from llm_worker_rbee.weights import Tensor
 from llm_worker_rbee.weights.quants import BLOCK_TYPES
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from llm_worker_rbee.backends import reference as ops
-from llm_worker_rbee.backends.types import AttentionParams, RopeTable
+from llm_worker_rbee.backends.ops import AttentionParams, RopeTable
 from llm_worker_rbee.layers.attention import Attention
 from llm_worker_rbee.layers.block import Block
 from llm_worker_rbee.layers.linear import Linear

@@ -14,7 +14,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from llm_worker_rbee.config import ModelConfig
 from llm_worker_rbee.errors import ModelFileError, UnsupportedModelError
 from llm_worker_rbee.layers.rope import rope_table
-from llm_worker_rbee.models.architectures import BY_HF
+from llm_worker_rbee.models.families import BY_HF
 from tests.layers.building import config_of
 
 HALF = 32

@@ -15,7 +15,7 @@ import transformers
 from llm_worker_rbee.config import ModelConfig, RopeScaling
 from llm_worker_rbee.errors import ModelFileError
 from llm_worker_rbee.layers.rope import rope_table
-from llm_worker_rbee.models.architectures import BY_GGUF, BY_HF, describe
+from llm_worker_rbee.models.families import BY_GGUF, BY_HF, describe
 from llm_worker_rbee.weights import open_checkpoint
 from tests.models import running, zoo
 

@@ -15,7 +15,7 @@ from llm_worker_rbee.backends import pick
 from llm_worker_rbee.config import ModelConfig
 from llm_worker_rbee.errors import ModelFileError, UnsupportedModelError
 from llm_worker_rbee.models import Transformer, describe, load_model
-from llm_worker_rbee.models.architectures import BY_GGUF, BY_HF
+from llm_worker_rbee.models.families import BY_GGUF, BY_HF
 from llm_worker_rbee.weights import open_checkpoint
 from llm_worker_rbee.weights.gguf_writer import Raw, Typed, write_gguf
 

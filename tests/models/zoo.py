@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 
 from llm_worker_rbee.config import Family, ModelConfig
 from llm_worker_rbee.layers.rope import inverse_frequencies, scaled_table
-from llm_worker_rbee.models.architectures import BY_HF
+from llm_worker_rbee.models.families import BY_HF
 from llm_worker_rbee.weights.gguf_writer import Raw, TensorLike, Typed, write_gguf
-from llm_worker_rbee.weights.hf import LAYER_NAMES, SANDWICH_NAMES, gguf_name
+from llm_worker_rbee.weights.safetensors import LAYER_NAMES, SANDWICH_NAMES, gguf_name
 
 VOCAB = 160
 SHAPE = {

@@ -20,7 +20,7 @@ from llm_worker_rbee.errors import ModelFileError, UnsupportedModelError
 from llm_worker_rbee.models import describe
 from llm_worker_rbee.weights import Checkpoint, open_checkpoint
 from llm_worker_rbee.weights.gguf_writer import Raw, TensorLike, write_gguf
-from llm_worker_rbee.weights.hf import LAYER_NAMES, SANDWICH_NAMES, gguf_name
+from llm_worker_rbee.weights.safetensors import LAYER_NAMES, SANDWICH_NAMES, gguf_name
 
 from ..models import running
 from ..models.zoo import ZOO, family_of, make_hf, save_hf

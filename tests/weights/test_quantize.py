@@ -13,12 +13,12 @@ from numpy.typing import NDArray
 
 from llm_worker_rbee.errors import ModelFileError, UnsupportedModelError
 from llm_worker_rbee.weights import Tensor, open_checkpoint, quantize
+from llm_worker_rbee.weights.quant_mix import MIXES, Place, matrix_type
 from llm_worker_rbee.weights.quantize import ENCODERS, jobs
 from llm_worker_rbee.weights.quantize.packing import packed
 from llm_worker_rbee.weights.quants import BLOCK_TYPES, dequantize
 from llm_worker_rbee.weights.quants.bits import planes
-from llm_worker_rbee.weights.quants.scales import find_bad_block
-from llm_worker_rbee.weights.type_mix import MIXES, Place, matrix_type
+from llm_worker_rbee.weights.quants.nan_check import find_bad_block
 
 Floats = NDArray[np.float32]
 SIMPLE = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...weights import Tensor
-from ..types import AttentionParams, Batch, Ints, KVLayer, Logprobs, ModelParts, RopeTable, SampleRow
+from ..ops import AttentionParams, Batch, Ints, KVLayer, Logprobs, ModelParts, RopeTable, SampleRow
 from . import elementwise, fused, linear_op, plan, sampling, single
 from . import kv as kv_places
 from .program import run_one

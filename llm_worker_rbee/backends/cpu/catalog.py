@@ -12,7 +12,7 @@ from typing import Any
 
 import numba as nb
 
-from ..types import KV_TYPES
+from ..ops import KV_TYPES
 from . import heads, matmul, pack, pack_kernels, program
 from .compile import Called, Task
 from .layouts import BY_TYPE, LAYOUTS, Layout

@@ -10,7 +10,7 @@ import math
 
 import numpy as np
 
-from ..sampling import MOST
+from ..reference_sampling import MOST
 from .candidates import BLOCK, NARROW, NOT_FINITE, WIDE, first_of, greedy, tops_of, wide_tops_of
 from .compile import Task, kernel, variant
 from .filters import finish, uniform

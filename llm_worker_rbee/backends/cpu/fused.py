@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import InferenceError
-from ..types import Array, Batch, KVLayer, ModelParts, OnClock
+from ..ops import Array, Batch, KVLayer, ModelParts, OnClock
 from . import activations, heads, threads
 from .kv import kind_of, places
 from .plan import sections

@@ -12,7 +12,7 @@ from typing import Any
 import numba as nb
 import numpy as np
 
-from ..types import AttentionParams, RopeTable
+from ..ops import AttentionParams, RopeTable
 from . import attention, dealing, rotary
 from .activations import quantize
 from .compile import Task

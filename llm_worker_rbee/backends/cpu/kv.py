@@ -19,7 +19,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from ..types import KVLayer
+from ..ops import KVLayer
 from .compile import kernel
 from .vectors import F16, F32, I8, LANES, address, each, float_tile, floats, halves, load, splat_value, words64
 

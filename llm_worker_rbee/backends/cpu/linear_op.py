@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from ...weights import Tensor
 from ...weights.checkpoint import forget_pages
-from ..types import Ints
+from ..ops import Ints
 from . import activations, elementwise, matmul, threads
 from .layouts import ROWS, layout_of
 from .pack import Packed, pack

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from ..types import BlockParts, ModelParts, RopeTable
+from ..ops import BlockParts, ModelParts, RopeTable
 from . import elementwise, heads
 from .embedding import embed_rows
 from .linear_op import Weight, products, to_bytes

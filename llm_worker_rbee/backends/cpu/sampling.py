@@ -15,8 +15,8 @@ import numba as nb
 import numpy as np
 from numpy.typing import NDArray
 
-from .. import sampling as meaning
-from ..types import Ints, Logprobs, SampleRow
+from .. import reference_sampling as meaning
+from ..ops import Ints, Logprobs, SampleRow
 from .candidates import NARROW, NOT_FINITE, greedy, log_chances
 from .compile import Called
 from .draws import CHOOSE, REAL, WHOLE

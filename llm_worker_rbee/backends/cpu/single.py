@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..types import AttentionParams, Batch, Ints, KVLayer, RopeTable
+from ..ops import AttentionParams, Batch, Ints, KVLayer, RopeTable
 from . import heads
 from .kv import kind_of, places
 from .program import Program

@@ -16,7 +16,7 @@ import numba
 from numba.np.ufunc import parallel as numba_parallel
 
 from ...errors import InferenceError, MissingDependencyError
-from .. import cores
+from .. import thread_count
 
 LAYERS = ["omp", "tbb", "workqueue"]  # best first
 FORKED = (
@@ -43,7 +43,7 @@ def use(asked: int | None = None) -> int:
     """Let the kernels of this process use so many threads; None leaves what was chosen, or takes the default."""
     global _count
     if asked is not None or not _count:
-        _count = min(cores.choose(asked), int(_numba.config.NUMBA_NUM_THREADS))
+        _count = min(thread_count.choose(asked), int(_numba.config.NUMBA_NUM_THREADS))
     return _count
 
 

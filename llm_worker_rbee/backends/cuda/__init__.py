@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from ...weights import Tensor
-from ..types import AttentionParams, Batch, Fused, Ints, KVLayer, Logprobs, ModelParts, RopeTable, SampleRow
+from ..ops import AttentionParams, Batch, Fused, Ints, KVLayer, Logprobs, ModelParts, RopeTable, SampleRow
 from . import attention as _attention  # noqa: F401  loaded before the op of that name is defined, which then stays
 from . import decoder, device, matrix, paged, products, sampling, single
 from .device import free_bytes, is_lost, use

@@ -14,7 +14,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from ..types import Batch, BlockParts, Ints, KVLayer, ModelParts, OnClock, RopeTable
+from ..ops import Batch, BlockParts, Ints, KVLayer, ModelParts, OnClock, RopeTable
 from . import device
 from .few import Few, Rope, is_packed
 from .fp8 import is_fp8

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..types import BlockParts, KVLayer, ModelParts
+from ..ops import BlockParts, KVLayer, ModelParts
 from . import device, fp8
 from .attention import decode_attention
 from .cuts import Cut, cut_for, runs_of

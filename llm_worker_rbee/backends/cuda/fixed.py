@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..types import AttentionParams, Batch, Fused, KVLayer, ModelParts
+from ..ops import AttentionParams, Batch, Fused, KVLayer, ModelParts
 from . import (
     add_rms_norm,
     decoder,

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
-from ..types import BlockParts, KVLayer, ModelParts
+from ..ops import BlockParts, KVLayer, ModelParts
 from . import device, fp8, tensor_cores
 from .cuts import cut_for, keys_for
 from .elementwise import add_norm, gated

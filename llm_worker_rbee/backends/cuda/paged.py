@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from ...errors import InvalidRequestError
-from ..types import AttentionParams, Batch, Ints, KVLayer, RopeTable
+from ..ops import AttentionParams, Batch, Ints, KVLayer, RopeTable
 from .device import current, memory_errors, upload
 
 KV_DTYPES = {

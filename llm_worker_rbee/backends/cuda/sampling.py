@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from .. import sampling as meaning
-from ..types import Ints, Logprobs, SampleRow
+from .. import reference_sampling as meaning
+from ..ops import Ints, Logprobs, SampleRow
 from . import device
 from .choosing import choose
 from .scoring import NOT_FINITE, greedy, score

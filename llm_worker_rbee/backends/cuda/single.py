@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from triton import cdiv, next_power_of_2
 
-from ..types import AttentionParams, Batch, Ints, KVLayer, RopeTable
+from ..ops import AttentionParams, Batch, Ints, KVLayer, RopeTable
 from . import paged
 from .cuts import keys_for
 from .device import current, interpreting, upload

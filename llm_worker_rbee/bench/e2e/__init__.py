@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from ... import machine
-from ...backends import gpu, kernels, kv_type_for, pick
-from ...backends.types import Ops
+from ...backends import cuda_probe, kv_type_for, pick, precompile
+from ...backends.ops import Ops
 from ...config import ModelConfig
 from ...errors import ContextLengthError, InsufficientMemoryError, InvalidRequestError, human_bytes
 from ...models import Transformer, describe, load_model
@@ -88,8 +88,8 @@ def _draft_model(path: Path, bench: Bench, plan: Plan, progress: Progress) -> Tr
 def _prepared(
     checkpoint: Checkpoint, config: ModelConfig, ops: Ops, plan: Plan, context: int | None, progress: Progress
 ) -> Transformer:
-    needs = kernels.Needs.of(checkpoint, config, plan.kv_type)
-    kernels.get_ready_for(ops, needs, lambda what, *n: progress(what, n[0], n[1] or 0))
+    needs = precompile.Needs.of(checkpoint, config, plan.kv_type)
+    precompile.get_ready_for(ops, needs, lambda what, *n: progress(what, n[0], n[1] or 0))
     progress("preparing the weights", 0, 0)
     return load_model(checkpoint, ops, config, context)
 
@@ -104,7 +104,7 @@ def _load(
         checkpoint = synthetic.checkpoint(source, plan.seed, progress)
         recorder.model = {"name": str(source), "bytes": checkpoint.nbytes, "synthetic": True, "seed": plan.seed}
     if is_fp8(plan.quantize):
-        gpu.require_fp8(ops)
+        cuda_probe.require_fp8(ops)
     if plan.quantize is not None:
         checkpoint = quantize_checkpoint(
             checkpoint, plan.quantize, progress=lambda what, *n: progress(what, n[0], n[1] or 0)

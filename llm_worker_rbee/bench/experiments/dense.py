@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 
 from ...backends import reference
-from ...backends.types import OPS, Ints, Ops, RopeTable
+from ...backends.ops import OPS, Ints, Ops, RopeTable
 from ...config import ModelConfig
 from ...errors import UnsupportedModelError
 from ...layers.block import Block

@@ -15,7 +15,7 @@ from functools import partial
 import numpy as np
 
 from ...backends import reference
-from ...backends.types import AttentionParams, RopeTable
+from ...backends.ops import AttentionParams, RopeTable
 from ...layers.rope import inverse_frequencies
 from .. import statistics
 from ..figures import quantity

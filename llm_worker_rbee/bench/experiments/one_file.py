@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from ...backends.types import OPS, AttentionParams, Batch, KVLayer, RopeTable
+from ...backends.ops import OPS, AttentionParams, Batch, KVLayer, RopeTable
 from ...layers.attention import Attention
 from ...layers.block import Block
 from ...layers.linear import Linear

@@ -13,7 +13,7 @@ from functools import partial
 import numpy as np
 
 from ...backends import reference
-from ...backends.types import AttentionParams, Batch, Ints, RopeTable
+from ...backends.ops import AttentionParams, Batch, Ints, RopeTable
 from ...engine.solo import Solo
 from ...models import Transformer, describe, load_model
 from ...weights import open_checkpoint

@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 
 from ...backends import BACKENDS, pick
-from ...backends.types import RopeTable
+from ...backends.ops import RopeTable
 from ...layers.rope import inverse_frequencies
 from .. import statistics
 from ..figures import quantity

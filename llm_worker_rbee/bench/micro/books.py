@@ -13,8 +13,8 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from ...config import EngineConfig
+from ...engine.model_runner import Runner
 from ...engine.request import Request, SamplingParams
-from ...engine.runner import Runner
 from ...engine.scheduler import Scheduler
 from ...engine.step import Sampled
 from ..limits import Work

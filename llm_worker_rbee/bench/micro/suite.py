@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...backends import reference
-from ...backends.types import AttentionParams, Batch, KVLayer, RopeTable, SampleRow
+from ...backends.ops import AttentionParams, Batch, KVLayer, RopeTable, SampleRow
 from ...layers.attention import Attention
 from ...layers.block import Block
 from ...layers.linear import Linear

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ... import __version__
-from ...backends import kernels, kv_type_for, pick
+from ...backends import kv_type_for, pick, precompile
 from ...models import describe, load_model
 from ...weights import open_checkpoint
 from ..drive import Drive
@@ -24,7 +24,7 @@ def this_worker(given: dict[str, Any]) -> tuple[str, Measure]:
     ops = pick(given["device"], given["backend"], threads)
     config = describe(checkpoint)
     kv_type = kv_type_for(ops)
-    kernels.get_ready_for(ops, kernels.Needs.of(checkpoint, config, kv_type))
+    precompile.get_ready_for(ops, precompile.Needs.of(checkpoint, config, kv_type))
     model = load_model(checkpoint, ops, config, given["context"])
     drive = Drive(model, given["context"], given.get("batch", 1), kv_type=kv_type)
 

@@ -16,7 +16,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from ...backends.types import Array, Fused, Ops
+from ...backends.ops import Array, Fused, Ops
 from ...engine.request import Request, SamplingParams
 from ...engine.sampler import sample_rows
 from ...engine.solo import Solo

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from ...backends.types import Batch, Ops
+from ...backends.ops import Batch, Ops
 from ...models import Transformer
 from ...weights import Checkpoint
 from ..limits import Work

@@ -18,8 +18,8 @@ from ... import machine
 from ...errors import InsufficientMemoryError, InvalidRequestError, WorkerError, human_bytes
 from ...weights import Checkpoint, Tensor
 from ...weights.gguf_writer import Raw, Typed, write_gguf
+from ...weights.quant_mix import EMBEDDING, OUTPUT, Mix, Place, matrix_type, mix_named
 from ...weights.quants import BLOCK_TYPES, BlockType
-from ...weights.type_mix import EMBEDDING, OUTPUT, Mix, Place, matrix_type, mix_named
 from ..blocks import random_tensor
 
 Progress = Callable[[str, float, float], None]

@@ -12,15 +12,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple, cast
 
-from ...backends.types import Ops
+from ...backends.ops import Ops
 from ...weights import Checkpoint
-from ...weights.quantize import file, jobs
+from ...weights.quantize import jobs, stream_writer
 from ...weights.quantize.jobs import Progress
-from ..architectures import describe
+from ..families import describe
 from ..loader import load_model
 from .fp8 import is_fp8, marked
 from .metadata import gguf_metadata, rope_tensors
-from .plan import TYPES, file_jobs, matrix_jobs, mix_of
+from .tensor_plan import TYPES, file_jobs, matrix_jobs, mix_of
 
 __all__ = ["TYPES", "Converted", "convert", "is_fp8", "kinds_in", "quantize_checkpoint"]
 
@@ -46,7 +46,7 @@ def convert(
     metadata = gguf_metadata(checkpoint, config, mix.file_type)
     load_model(checkpoint, cast(Ops, _Nothing()), config)
     work = file_jobs(checkpoint, config, mix, rope_tensors(checkpoint, config))
-    file.write_jobs(path, metadata, work, threads=threads, progress=progress)
+    stream_writer.write_jobs(path, metadata, work, threads=threads, progress=progress)
     return Converted(path, path.stat().st_size, dict(Counter(job.kind.name for job in work)))
 
 

@@ -15,16 +15,16 @@ from typing import Any
 
 import numpy as np
 
-from ...backends.types import RopeTable
+from ...backends.ops import RopeTable
 from ...config import ModelConfig
 from ...errors import UnsupportedModelError
 from ...layers.rope import inverse_frequencies, rope_table, scaled_table
 from ...weights import Checkpoint, Tensor
 from ...weights.gguf_writer import Typed
 from ...weights.quants import BLOCK_TYPES
-from ..architectures import BY_GGUF
-from .plan import gguf_architecture
-from .vocabulary import tokenizer_keys
+from ..families import BY_GGUF
+from .tensor_plan import gguf_architecture
+from .tokenizer_export import tokenizer_keys
 
 _log = logging.getLogger("llm_worker_rbee")
 QUANTIZATION_VERSION = 2  # of ggml's block layouts

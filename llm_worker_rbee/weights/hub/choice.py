@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 
 from ...errors import ModelNotFoundError, UnsupportedModelError, WorkerError
-from ..names import PICKLES, SPLIT_NAME
+from ..filenames import PICKLES, SPLIT_NAME
 
 PREFERRED_QUANTS = ("Q4_K_M", "Q4_0", "Q8_0")
 REFERENCE = re.compile(r"hf:(?P<repo>[\w.-]+/[\w.-]+)(?::(?P<quant>[\w./-]+))?", re.ASCII)

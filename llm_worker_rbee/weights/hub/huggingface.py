@@ -16,15 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import DownloadError, ModelNotFoundError, WorkerError
+from .cache_dir import DISK_FULL, Progress, disk_full, named_os_errors, require_space, user_cache_dir
 from .choice import HubModel, choose
-from .store import (
-    DISK_FULL,
-    Progress,
-    disk_full,
-    named_os_errors,
-    require_space,
-    user_cache_dir,
-)
 
 DEFAULT_ENDPOINT = "https://huggingface.co"
 POLL_SECONDS = 0.1

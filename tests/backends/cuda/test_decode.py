@@ -15,7 +15,7 @@ from llm_worker_rbee.backends.cuda.cuts import Cut  # noqa: E402
 from llm_worker_rbee.backends.cuda.decoder import rope_of  # noqa: E402
 from llm_worker_rbee.backends.cuda.few import addresses, decode  # noqa: E402
 from llm_worker_rbee.backends.cuda.planes import Bytes  # noqa: E402
-from llm_worker_rbee.backends.types import AttentionParams, BlockParts, KVLayer, RopeTable  # noqa: E402
+from llm_worker_rbee.backends.ops import AttentionParams, BlockParts, KVLayer, RopeTable  # noqa: E402
 from llm_worker_rbee.layers.rope import inverse_frequencies  # noqa: E402
 from tests.backends.cuda.making import relative  # noqa: E402
 from tests.layers.building import Pages, normal  # noqa: E402

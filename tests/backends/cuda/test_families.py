@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from llm_worker_rbee.backends import cuda, reference
-from llm_worker_rbee.backends.types import Batch
+from llm_worker_rbee.backends.ops import Batch
 from llm_worker_rbee.cache import KVCache
 from llm_worker_rbee.models import describe, load_model
 from llm_worker_rbee.weights import open_checkpoint

@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 import llm_worker_rbee.backends.cuda as usual  # noqa: E402
-from llm_worker_rbee.backends import gpu  # noqa: E402
+from llm_worker_rbee.backends import cuda_probe  # noqa: E402
 from llm_worker_rbee.backends.cuda import fixed  # noqa: E402
 from llm_worker_rbee.models import Transformer  # noqa: E402
 from tests.backends.cuda import tiny  # noqa: E402
@@ -58,8 +58,8 @@ def test_the_same_bits_in_any_company(case: str, is_fused: bool) -> None:
 
 
 def test_it_is_the_same_backend_otherwise() -> None:
-    assert gpu.deterministic(usual) is fixed
-    assert gpu.is_cuda(fixed)
+    assert cuda_probe.deterministic(usual) is fixed
+    assert cuda_probe.is_cuda(fixed)
     assert fixed.DEVICE == usual.DEVICE
     public = {name for name in vars(usual) if not name.startswith("_") and callable(getattr(usual, name))}
     assert {name for name in public if not hasattr(fixed, name)} <= {"Any", "Sequence", "NDArray", "Tensor"} | {

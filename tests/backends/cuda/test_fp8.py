@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from llm_worker_rbee.backends import cuda, gpu, reference
+from llm_worker_rbee.backends import cuda, cuda_probe, reference
 from llm_worker_rbee.backends.cuda import device, elementwise, fp8, matrix, pack, planes, products
 from llm_worker_rbee.bench.synthetic import Spec, write
 from llm_worker_rbee.errors import InvalidRequestError
@@ -124,7 +124,7 @@ def test_the_memory_that_is_planned() -> None:
     matrices = [w for b in model.blocks for w in (b.attention.qkv, b.attention.output, b.mlp.gate_up, b.mlp.down)]
     held = sum(w.weight.nbytes for w in matrices) + model.head.nbytes + model.embedding.nbytes
     norms = sum(4 * t.size for t in marked.tensors.values() if len(t.shape) == 1)
-    assert gpu.packed_bytes(marked) == pytest.approx(held + norms, rel=0.04)  # scales of rows: 4 bytes to 128
+    assert cuda_probe.packed_bytes(marked) == pytest.approx(held + norms, rel=0.04)  # scales of rows: 4 bytes to 128
 
 
 def test_it_is_refused_where_it_cannot_be() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from llm_worker_rbee import backends
-from llm_worker_rbee.backends import cuda, gpu
+from llm_worker_rbee.backends import cuda, cuda_probe
 from llm_worker_rbee.backends.cuda import device, hardware, matrix
 from llm_worker_rbee.config import DEVICE_SPARE
 from llm_worker_rbee.errors import InsufficientMemoryError, InvalidRequestError, MissingDependencyError
@@ -63,14 +63,14 @@ def test_none_at_all(two_gpus: pytest.MonkeyPatch) -> None:
 @pytest.mark.skipif(not device.interpreting(), reason="under the interpreter there is no GPU to look for")
 def test_under_the_interpreter_it_is_the_same_backend() -> None:
     assert backends.pick("cuda") is cuda
-    assert gpu.is_cuda(backends.pick("auto", "cuda"))
+    assert cuda_probe.is_cuda(backends.pick("auto", "cuda"))
     assert backends.pick("cpu") is not cuda
 
 
 @pytest.mark.parametrize("name", BLOCK_TYPES)
 def test_what_a_type_takes_is_what_is_planned(name: str) -> None:
     packed = matrix.prepare([random_tensor(name, 8, 512, np.random.default_rng(0))])
-    assert packed.nbytes * 8 == pytest.approx(gpu.BITS.get(name, 32.0) * 8 * 512, rel=1e-3)
+    assert packed.nbytes * 8 == pytest.approx(cuda_probe.BITS.get(name, 32.0) * 8 * 512, rel=1e-3)
 
 
 def test_auto_gives_way_where_keys_and_values_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,7 +93,7 @@ def test_auto_gives_way_where_keys_and_values_do_not_fit(monkeypatch: pytest.Mon
 def test_weights_are_planned_in_the_type_that_they_are_brought_into() -> None:
     models = [tiny.tiny(tiny.GROUPED, "F16")]
     as_they_are, quantized = (placing.device_bytes(models, kind) for kind in (None, "Q4_0"))
-    assert as_they_are == gpu.packed_bytes(models[0])
+    assert as_they_are == cuda_probe.packed_bytes(models[0])
     assert 0.25 < quantized / as_they_are < 0.45  # 4.5 bits of 16, and 8.5 for the head
 
 

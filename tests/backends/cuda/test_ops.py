@@ -10,7 +10,7 @@ import torch
 
 from llm_worker_rbee.backends import OPS, cuda, reference
 from llm_worker_rbee.backends.cuda import device, matrix, paged, planes, products, tensor_cores
-from llm_worker_rbee.backends.types import AttentionParams, RopeTable
+from llm_worker_rbee.backends.ops import AttentionParams, RopeTable
 from llm_worker_rbee.errors import InvalidRequestError
 from llm_worker_rbee.layers.rope import inverse_frequencies
 from llm_worker_rbee.weights.quants import BLOCK_TYPES

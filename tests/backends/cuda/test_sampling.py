@@ -9,10 +9,10 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from llm_worker_rbee.backends import sampling as meaning
+from llm_worker_rbee.backends import reference_sampling as meaning
 from llm_worker_rbee.backends.cuda import device
 from llm_worker_rbee.backends.cuda import sampling as fast
-from llm_worker_rbee.backends.types import SampleRow
+from llm_worker_rbee.backends.ops import SampleRow
 from llm_worker_rbee.errors import InferenceError
 from tests.backends.test_cpu_sampling import nasty, ordinary, penalties, settings
 

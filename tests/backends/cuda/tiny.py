@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llm_worker_rbee.backends import reference
-from llm_worker_rbee.backends.types import AttentionParams, Batch
+from llm_worker_rbee.backends.ops import AttentionParams, Batch
 from llm_worker_rbee.bench.synthetic import Shape, Spec, checkpoint
 from llm_worker_rbee.cache import KVCache
 from llm_worker_rbee.layers.block import Block

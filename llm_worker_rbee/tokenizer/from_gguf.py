@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from ..errors import TokenizerError
 from .encoders import BpeEncoder, SpmEncoder
-from .hf import tokenizer_from_hf
+from .from_hf import tokenizer_from_hf
 from .pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
 from .special_names import end_ids_by_name
 from .tokenizer import Ends, LeadingSpace, Tokenizer

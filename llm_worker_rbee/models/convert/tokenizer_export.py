@@ -22,7 +22,7 @@ from ...tokenizer.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
 from ...tokenizer.special_names import end_ids_by_name
 from ...tokenizer.vocabulary import Kind, byte_of, shown
 from ...weights.gguf_writer import Typed
-from ...weights.hf import read_json
+from ...weights.safetensors import read_json
 
 Candidate = tuple[dict[str, Any], Sequence[str]]  # keys, and the texts that must be cut alike
 

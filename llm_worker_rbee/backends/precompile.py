@@ -19,8 +19,8 @@ from typing import Any, NamedTuple, Protocol
 
 from ..config import KV_DEFAULT, ModelConfig
 from ..weights import Checkpoint
-from . import cores, gpu, reference
-from .types import Ops
+from . import cuda_probe, reference, thread_count
+from .ops import Ops
 
 COMPILING = "compiling kernels, once"
 FEW = 4  # kernels that are compiled sooner than a helper has started
@@ -63,7 +63,7 @@ class Needs(NamedTuple):
 def get_ready_for(ops: Ops, needs: Needs, progress: Progress | None = None) -> int:
     """Load what a model needs on its backend; how many kernels had to be compiled. The reference has none, Triton keeps
     its own."""
-    if ops is reference or gpu.is_cuda(ops):
+    if ops is reference or cuda_probe.is_cuda(ops):
         return 0
     catalog, compiling = (importlib.import_module(f"{__package__}.cpu.{name}") for name in ("catalog", "compile"))
     return get_ready(catalog.needed(*needs), compiling.folder(), progress)
@@ -73,7 +73,7 @@ def get_ready(wanted: Sequence[Kernel], folder: Path | None, progress: Progress 
     """Load all of these; how many had to be compiled. `folder` is where the disk keeps them."""
     missing = [kernel for kernel in wanted if not kernel.kept]
     tell = progress or (lambda what, done, total: None)
-    own, *others = _orders(missing, 1 + min(cores.choose() - 1, MOST_HELPERS, len(missing) // FEW))
+    own, *others = _orders(missing, 1 + min(thread_count.choose() - 1, MOST_HELPERS, len(missing) // FEW))
     with _helpers(others, folder):
         for kernel in own:
             tell(COMPILING, sum(one.kept for one in missing), len(missing))

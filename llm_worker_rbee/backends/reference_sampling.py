@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import InferenceError
-from .types import Ints, Logprobs, SampleRow
+from .ops import Ints, Logprobs, SampleRow
 
 Floats = NDArray[np.float32]
 Doubles = NDArray[np.float64]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..backends.types import Array, Batch, Ints
+from ..backends.ops import Array, Batch, Ints
 from ..cache import KVCache
 from ..models import Transformer
 from .request import Request

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..backends.types import Array, Batch, Fused, Handle, ModelParts, Ops
+from ..backends.ops import Array, Batch, Fused, Handle, ModelParts, Ops
 from ..cache import KVCache
 from ..config import ModelConfig
 from ..layers.block import Block

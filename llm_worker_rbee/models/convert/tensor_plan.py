@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 from ...config import ModelConfig
 from ...errors import InvalidRequestError
 from ...weights import Checkpoint, Tensor
+from ...weights.quant_mix import MIXES, Mix, Place, matrix_type
 from ...weights.quantize.jobs import Job
 from ...weights.quants import BLOCK_TYPES
-from ...weights.type_mix import MIXES, Mix, Place, matrix_type
-from ..architectures import BY_GGUF
+from ..families import BY_GGUF
 from ..loader import IGNORED_SUFFIXES
 
 # What can be written. Q4_K and Q5_K are these types alone; the mixes give more bits to some matrices.

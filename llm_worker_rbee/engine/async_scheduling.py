@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
-from ..backends.types import SampleRow
+from ..backends.ops import SampleRow
 from ..models import Transformer
+from .model_runner import Runner, forward
 from .request import Request
-from .runner import Runner, forward
 from .sampler import sample_rows
 from .scheduler import Scheduler
 from .step import Sampled, Span

@@ -15,7 +15,7 @@ from typing import Any
 from ..config import DEVICE_SPARE
 from ..errors import InvalidRequestError, MissingDependencyError, human_bytes
 from ..weights import Checkpoint
-from .types import Ops
+from .ops import Ops
 
 SIGNS = ("/dev/nvidia0", "/dev/nvidiactl", "/proc/driver/nvidia/version", "/usr/lib/wsl/lib/libcuda.so.1")
 PACKAGES = ("torch", "triton")

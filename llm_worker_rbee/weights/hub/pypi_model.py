@@ -21,7 +21,7 @@ from pathlib import Path, PurePosixPath
 from typing import IO
 
 from ...errors import DownloadError, WorkerError
-from .store import (
+from .cache_dir import (
     DISK_FULL,
     Progress,
     cache_dir,
