@@ -36,7 +36,7 @@ ROOMS: dict[str, set[str]] = {
 HEAVY = {"torch", "triton", "numba", "matplotlib", "scipy", "psutil", "huggingface_hub", "readline"}
 SELDOM = {"rich"}  # needed only where something is drawn
 NOT_IN_THE_CORE = {"torch", "triton", "transformers", "gguf", "sentencepiece", "safetensors", "pytest"}
-LONGEST_FILE = 300
+LONGEST_FILE = 800
 CUDA = PACKAGE / "backends" / "cuda"  # the extra: imported by name, where it is asked for
 
 
