@@ -15,6 +15,7 @@ import httpx
 import pytest
 
 from tests.conftest import DEVICE
+from tests.helpers.process import spawn as spawn_child
 
 LIMIT_S = 60
 Spawn = Callable[..., "subprocess.Popen[str]"]
@@ -30,7 +31,7 @@ def spawn() -> Iterator[Spawn]:
         how = ["-m", "llm_worker_rbee"] if at_exit is None else ["-c", AT_EXIT.format(at_exit)]
         line = [sys.executable, *how, "serve", "--port", "0", "--device", DEVICE, *map(str, args)]
         env = {**os.environ, "LLORCH_LOG_FORMAT": "json"}
-        begun.append(subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env))
+        begun.append(spawn_child(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env))
         return begun[-1]
 
     yield start
