@@ -126,11 +126,11 @@ class SampleRow:
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    recent: Ints = field(default_factory=lambda: NO_TOKENS)  # the last repeat_last_n tokens, prompt included
-    generated: Ints = field(default_factory=lambda: NO_TOKENS)  # all generated tokens
-    bias: tuple[tuple[int, float], ...] = ()
+    penalty_window: Ints = field(default_factory=lambda: NO_TOKENS)  # the last repeat_last_n tokens, prompt included
+    output_ids: Ints = field(default_factory=lambda: NO_TOKENS)  # all generated tokens
+    logit_bias: tuple[tuple[int, float], ...] = ()
     seed: int = 0
-    choice: int = 0
+    sample_index: int = 0
     position: int = 0
 
 

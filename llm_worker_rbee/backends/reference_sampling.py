@@ -31,7 +31,7 @@ def sample_row(logits: Floats, row: SampleRow) -> int:
         scaled = (adjusted - adjusted.max()) / row.temperature
     kept = np.flatnonzero(keep_mask(scaled, row))
     chances = np.cumsum(_softmax(scaled[kept]))
-    point = uniform(row.seed, row.choice, row.position) * chances[-1]
+    point = uniform(row.seed, row.sample_index, row.position) * chances[-1]
     return int(kept[min(np.searchsorted(chances, point, side="right"), len(kept) - 1)])
 
 
@@ -45,16 +45,16 @@ def require_finite(logits: Floats) -> None:
 
 def penalize(logits: Doubles, row: SampleRow) -> Doubles:
     """Bias and penalties, in place."""
-    for token, bias in row.bias:
+    for token, bias in row.logit_bias:
         logits[token] += bias
-    if row.repetition_penalty != 1.0 and row.recent.size:
-        seen = np.unique(row.recent)
+    if row.repetition_penalty != 1.0 and row.penalty_window.size:
+        seen = np.unique(row.penalty_window)
         values = logits[seen]
         with np.errstate(over="ignore"):  # a tiny penalty makes a seen token certain
             scaled = np.where(values > 0, values / row.repetition_penalty, values * row.repetition_penalty)
         logits[seen] = np.clip(scaled, -MOST, MOST)
-    if (row.presence_penalty or row.frequency_penalty) and row.generated.size:
-        seen, counts = np.unique(row.generated, return_counts=True)
+    if (row.presence_penalty or row.frequency_penalty) and row.output_ids.size:
+        seen, counts = np.unique(row.output_ids, return_counts=True)
         logits[seen] -= row.presence_penalty + row.frequency_penalty * counts
     return logits
 

@@ -126,7 +126,7 @@ class Request:
     max_tokens: int  # resolved: what was asked for, or what is left of the context; 0 where the prompt is only scored
     seed: int
     eos_ids: frozenset[int]
-    choice: int = 0  # of several answers to one prompt
+    sample_index: int = 0  # of several answers to one prompt
     priority: int = 0  # lower goes first
     deadline: float | None = None  # on the clock of time.monotonic
 

@@ -68,9 +68,9 @@ def _new_row(request: Request) -> SampleRow:
         repetition_penalty=p.repetition_penalty,
         presence_penalty=p.presence_penalty,
         frequency_penalty=p.frequency_penalty,
-        bias=tuple(p.logit_bias.items()),
+        logit_bias=tuple(p.logit_bias.items()),
         seed=request.seed,
-        choice=request.choice,
+        sample_index=request.sample_index,
     )
 
 
@@ -79,10 +79,10 @@ def _bring_up_to_date(row: SampleRow, request: Request, ids: list[int]) -> None:
     p = request.params
     row.position = len(ids)
     if p.repetition_penalty != 1.0 and p.repeat_last_n:
-        row.recent = np.array(ids[-p.repeat_last_n :], np.int64)
+        row.penalty_window = np.array(ids[-p.repeat_last_n :], np.int64)
     if p.presence_penalty or p.frequency_penalty:
         made = ids[request.num_prompt_tokens :]
-        row.generated = np.array(made, np.int64) if made else NO_TOKENS
+        row.output_ids = np.array(made, np.int64) if made else NO_TOKENS
 
 
 def _score_prompts(ops: Ops, spans: Sequence[Span], logits: Array, failed: dict[Request, WorkerError]) -> Ints:

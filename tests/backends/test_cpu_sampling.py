@@ -33,7 +33,7 @@ def settings(rng: np.random.Generator, size: int) -> SampleRow:
         min_p=some(float(rng.choice([1e-30, 0.01, 0.2, 1.0])), 0.0),
         typical_p=some(float(rng.choice([0.0, 0.2, 0.7, 0.95])), 1.0),
         seed=int(rng.integers(0, 2**64, dtype=np.uint64)),
-        choice=int(rng.integers(0, 5)),
+        sample_index=int(rng.integers(0, 5)),
         position=int(rng.integers(0, 2**40)),
     )
 
@@ -46,9 +46,9 @@ def penalties(rng: np.random.Generator, size: int) -> SampleRow:
         repetition_penalty=float(rng.choice([1.0, 1.3, 0.5])),
         presence_penalty=float(rng.choice([0.0, 1.5])),
         frequency_penalty=float(rng.choice([0.0, -0.7])),
-        recent=rng.integers(0, few, rng.integers(0, 9)),
-        generated=rng.integers(0, few, rng.integers(0, 9)),
-        bias=tuple((int(t), float(rng.choice([-100, 3.5]))) for t in rng.integers(0, size, rng.integers(0, 3))),
+        penalty_window=rng.integers(0, few, rng.integers(0, 9)),
+        output_ids=rng.integers(0, few, rng.integers(0, 9)),
+        logit_bias=tuple((int(t), float(rng.choice([-100, 3.5]))) for t in rng.integers(0, size, rng.integers(0, 3))),
     )
 
 
@@ -125,7 +125,7 @@ def test_rows_of_a_batch_are_each_chosen_as_alone(count: int) -> None:
 def test_a_row_without_numbers_is_refused_among_others() -> None:
     x = np.stack([ordinary(np.random.default_rng(9), 100) for _ in range(6)])
     x[4, 30] = np.nan
-    for row in (SampleRow(temperature=0), SampleRow(top_p=0.9), SampleRow(bias=((1, 2.0),))):
+    for row in (SampleRow(temperature=0), SampleRow(top_p=0.9), SampleRow(logit_bias=((1, 2.0),))):
         with pytest.raises(InferenceError, match="NaN or infinite"):
             cpu.sample(x, [row] * 6)
 
@@ -173,7 +173,7 @@ def test_uniform_numbers_are_the_same() -> None:
 def test_logits_that_are_no_numbers_are_refused(bad: float | str, at: int) -> None:
     x = ordinary(np.random.default_rng(7), 100)[None]
     x[0, at if isinstance(bad, float) else slice(None)] = bad if isinstance(bad, float) else -np.inf
-    for row in (SampleRow(temperature=0), SampleRow(), SampleRow(top_k=5), SampleRow(bias=((1, 2.0),))):
+    for row in (SampleRow(temperature=0), SampleRow(), SampleRow(top_k=5), SampleRow(logit_bias=((1, 2.0),))):
         with pytest.raises(InferenceError, match="NaN or infinite"):
             cpu.sample(x, [row])
     with pytest.raises(InferenceError, match="NaN or infinite"):

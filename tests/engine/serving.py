@@ -45,11 +45,13 @@ class Question:
     max_tokens: int
     options: dict[str, Any] = field(default_factory=dict, hash=False)
     eos: frozenset[int] = frozenset()
-    choice: int = 0
+    sample_index: int = 0
 
     def request(self, **more: Any) -> Request:
         params = SamplingParams(**self.options)
-        return Request(list(self.prompt), params, self.max_tokens, params.seed or 0, self.eos, self.choice, **more)
+        return Request(
+            list(self.prompt), params, self.max_tokens, params.seed or 0, self.eos, self.sample_index, **more
+        )
 
 
 class Answer(NamedTuple):
@@ -147,5 +149,5 @@ def some_questions(count: int, vocab: int, lengths: tuple[int, int], seed: int =
             prompt += prompt[-5:] if rng.random() < 0.3 else [rng.randrange(3, vocab)]
         eos = frozenset(rng.sample(range(vocab), vocab // 40)) if rng.random() < 0.4 else frozenset[int]()
         options = OPTIONS[i % len(OPTIONS)]
-        made.append(Question(tuple(prompt[:length]), rng.randint(1, 14), options, eos, choice=i % 3))
+        made.append(Question(tuple(prompt[:length]), rng.randint(1, 14), options, eos, sample_index=i % 3))
     return made

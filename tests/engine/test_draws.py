@@ -38,7 +38,7 @@ def sample(logits: np.ndarray, of: Request) -> int:
 )
 def test_repeat_last_n_is_a_window_over_prompt_and_answer(last_n: int, expected: list[int]) -> None:
     row = sample_row(request([1, 2, 3], [8, 9], repetition_penalty=1.3, repeat_last_n=last_n))
-    assert row.recent.tolist() == expected
+    assert row.penalty_window.tolist() == expected
 
 
 def test_repeat_last_n_of_0_switches_the_penalty_off() -> None:
@@ -51,7 +51,7 @@ def test_repeat_last_n_of_0_switches_the_penalty_off() -> None:
 
 def test_presence_and_frequency_leave_the_prompt_alone() -> None:
     row = sample_row(request([1, 2, 3], [8, 9, 8], presence_penalty=1.0))
-    assert row.generated.tolist() == [8, 9, 8]
+    assert row.output_ids.tolist() == [8, 9, 8]
 
 
 def test_every_option_reaches_the_row() -> None:
@@ -67,7 +67,7 @@ def test_every_option_reaches_the_row() -> None:
     }
     row = sample_row(request([1], [2], **options, seed=5, logit_bias={4: 1.5}))
     assert {name: getattr(row, name) for name in options} == options
-    assert (row.seed, row.choice, row.position, row.bias) == (5, 0, 2, ((4, 1.5),))
+    assert (row.seed, row.sample_index, row.position, row.logit_bias) == (5, 0, 2, ((4, 1.5),))
 
 
 def test_a_guess_gets_the_row_that_it_would_get_if_it_were_said() -> None:
@@ -108,7 +108,7 @@ def test_draws_follow_the_probabilities() -> None:
 
 def test_a_draw_does_not_depend_on_the_rest_of_the_batch() -> None:
     logits = some_logits(8, rows=12)
-    rows = [SampleRow(temperature=1.0, seed=i % 3, choice=i % 2, position=i, top_p=0.9) for i in range(12)]
+    rows = [SampleRow(temperature=1.0, seed=i % 3, sample_index=i % 2, position=i, top_p=0.9) for i in range(12)]
     together = ops.sample(logits, rows)
     assert together.tolist() == [int(ops.sample(logits[i : i + 1], rows[i : i + 1])[0]) for i in range(12)]
     order = np.random.default_rng(0).permutation(12)
@@ -123,7 +123,7 @@ def test_seed_choice_and_position_change_the_draw() -> None:
 
     assert draw() == draw()
     assert draw() != draw(seed=2)
-    assert draw() != draw(choice=1)
+    assert draw() != draw(sample_index=1)
     assert len(set(draw())) == 3
 
 

@@ -48,7 +48,7 @@ def answers(listener: Listener, requests: list[Request]) -> list[Answer]:
 
 
 def test_choices_share_the_prompt_and_draw_their_own(model: Transformer) -> None:
-    questions = [replace(ask(45, 12, temperature=1.5, seed=7, logprobs=0), choice=i) for i in range(4)]
+    questions = [replace(ask(45, 12, temperature=1.5, seed=7, logprobs=0), sample_index=i) for i in range(4)]
     requests = [question.request() for question in questions]
     served = engine(model)
     found = answers(run(served, *requests), requests)
@@ -59,7 +59,7 @@ def test_choices_share_the_prompt_and_draw_their_own(model: Transformer) -> None
 
 
 def test_choices_own_the_prompts_blocks_together(model: Transformer) -> None:
-    requests = [replace(ask(33, 10, temperature=1.5, seed=7), choice=i).request() for i in range(3)]
+    requests = [replace(ask(33, 10, temperature=1.5, seed=7), sample_index=i).request() for i in range(3)]
     served = engine(model)
     for request in requests:
         served.add(request)
@@ -365,8 +365,8 @@ def mumbler(tmp_path_factory: pytest.TempPathFactory) -> Transformer:
 def test_guesses_change_nothing(mumbler: Transformer, draft_tokens: int) -> None:
     """Right or wrong: where answers are drawn, and where tokens that were said are penalized."""
     options = [GREEDY, DRAWN, {**DRAWN, "temperature": 0.4, "repetition_penalty": 1.01, "frequency_penalty": 0.1}]
-    questions = [replace(Question((*b"abcdefgabc",), 60, options[i % 3]), choice=i) for i in range(9)]
-    questions += [replace(questions[1], eos=frozenset(b"f"), choice=i) for i in range(9)]
+    questions = [replace(Question((*b"abcdefgabc",), 60, options[i % 3]), sample_index=i) for i in range(9)]
+    questions += [replace(questions[1], eos=frozenset(b"f"), sample_index=i) for i in range(9)]
     requests = [question.request() for question in questions]
     served = engine(mumbler, speculative="ngram", draft_tokens=draft_tokens)
     assert answers(run(served, *requests), requests) == [alone(mumbler, question) for question in questions]
@@ -408,7 +408,7 @@ def test_a_model_that_guesses_changes_nothing(model: Transformer, tmp_path: Path
     """The model itself guesses right nearly always, whatever is drawn; another random one hardly ever."""
     guesser = model if twin else load(small_file(tmp_path / "other.gguf", "Q4_1", seed=5))
     questions = [ask(20 + 5 * (i % 3), 30, i % 3, **(DRAWN if i % 2 else GREEDY)) for i in range(6)]
-    questions = [replace(question, choice=i) for i, question in enumerate(questions)]
+    questions = [replace(question, sample_index=i) for i, question in enumerate(questions)]
     served = engine(model, n_blocks=n_blocks, max_step_tokens=40)
     served.drafter = DraftModel(guesser, served.config, model.config.vocab_size)
     requests = [question.request() for question in questions]

@@ -148,19 +148,19 @@ def test_repetition_penalty_equals_transformers(penalty: float) -> None:
     expected = theirs.RepetitionPenaltyLogitsProcessor(penalty)(
         torch.from_numpy(recent)[None], torch.from_numpy(logits).double()
     )
-    row = SampleRow(repetition_penalty=penalty, recent=recent)
+    row = SampleRow(repetition_penalty=penalty, penalty_window=recent)
     assert np.allclose(sampling.penalize(logits[0].astype(np.float64), row), expected[0].numpy(), atol=1e-12)
 
 
 def test_presence_and_frequency_count_generated_tokens() -> None:
     row = SampleRow(
-        presence_penalty=0.5, frequency_penalty=0.25, generated=np.array([2, 4, 4, 4]), recent=np.array([0, 1])
+        presence_penalty=0.5, frequency_penalty=0.25, output_ids=np.array([2, 4, 4, 4]), penalty_window=np.array([0, 1])
     )
     assert sampling.penalize(np.zeros(6), row).tolist() == [0, 0, -0.75, 0, -1.25, 0]
 
 
 def test_bias_comes_before_the_repetition_penalty() -> None:
-    row = SampleRow(bias=((1, 3.0),), repetition_penalty=2.0, recent=np.array([1]))
+    row = SampleRow(logit_bias=((1, 3.0),), repetition_penalty=2.0, penalty_window=np.array([1]))
     assert sampling.penalize(np.array([0.0, -1.0]), row).tolist() == [0, 1.0]  # (-1 + 3) / 2
 
 
@@ -168,10 +168,10 @@ def test_temperature_0_with_penalties() -> None:
     logits = np.array([1.0, 5.0, 4.5, 0.0], np.float32)
     row: dict[str, Any] = {"temperature": 0.0}
     assert sampling.sample_row(logits, SampleRow(**row)) == 1
-    assert sampling.sample_row(logits, SampleRow(**row, repetition_penalty=1.2, recent=np.array([1]))) == 2
-    assert sampling.sample_row(logits, SampleRow(**row, presence_penalty=0.6, generated=np.array([1]))) == 2
-    assert sampling.sample_row(logits, SampleRow(**row, frequency_penalty=0.3, generated=np.array([1, 1]))) == 2
-    assert sampling.sample_row(logits, SampleRow(**row, frequency_penalty=0.2, generated=np.array([1, 1]))) == 1
+    assert sampling.sample_row(logits, SampleRow(**row, repetition_penalty=1.2, penalty_window=np.array([1]))) == 2
+    assert sampling.sample_row(logits, SampleRow(**row, presence_penalty=0.6, output_ids=np.array([1]))) == 2
+    assert sampling.sample_row(logits, SampleRow(**row, frequency_penalty=0.3, output_ids=np.array([1, 1]))) == 2
+    assert sampling.sample_row(logits, SampleRow(**row, frequency_penalty=0.2, output_ids=np.array([1, 1]))) == 1
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0, 2.0])
@@ -179,15 +179,18 @@ def test_a_bias_of_100_forces_and_forbids(temperature: float) -> None:
     logits = some_logits(4)[0]
     best = int(logits.argmax())
     for seed in range(20):
-        assert sampling.sample_row(logits, SampleRow(temperature=temperature, seed=seed, bias=((17, 100.0),))) == 17
         assert (
-            sampling.sample_row(logits, SampleRow(temperature=temperature, seed=seed, bias=((best, -100.0),))) != best
+            sampling.sample_row(logits, SampleRow(temperature=temperature, seed=seed, logit_bias=((17, 100.0),))) == 17
+        )
+        assert (
+            sampling.sample_row(logits, SampleRow(temperature=temperature, seed=seed, logit_bias=((best, -100.0),)))
+            != best
         )
 
 
 def test_the_callers_logits_are_not_changed() -> None:
     logits = some_logits(2, rows=2)
     before = logits.copy()
-    ops.sample(logits, [SampleRow(bias=((1, 50.0),), repetition_penalty=1.5, recent=np.array([2]))] * 2)
+    ops.sample(logits, [SampleRow(logit_bias=((1, 50.0),), repetition_penalty=1.5, penalty_window=np.array([2]))] * 2)
     ops.logprobs(logits, np.array([1, 2]), 5)
     assert np.array_equal(logits, before)

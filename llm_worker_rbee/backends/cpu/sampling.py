@@ -84,12 +84,15 @@ def _together(logits: Floats, rows: Sequence[SampleRow]) -> Ints:
 
 def _whole(row: SampleRow, held: list[NDArray[Any]]) -> tuple[int, ...]:
     """The integers of a row; arrays that it points at are added to `held`."""
-    plain = 0, row.top_k, row.seed, row.choice, row.position
+    plain = 0, row.top_k, row.seed, row.sample_index, row.position
     if not _is_changed(row):
         return (*plain, 0, 0, 0, 0, 0, 0, 0)
-    recent = row.recent if row.repetition_penalty != 1.0 else row.recent[:0]
-    made = row.generated if row.presence_penalty or row.frequency_penalty else row.generated[:0]
-    biased, biases = np.array([b[0] for b in row.bias], np.int64), np.array([b[1] for b in row.bias], np.float64)
+    recent = row.penalty_window if row.repetition_penalty != 1.0 else row.penalty_window[:0]
+    made = row.output_ids if row.presence_penalty or row.frequency_penalty else row.output_ids[:0]
+    biased, biases = (
+        np.array([b[0] for b in row.logit_bias], np.int64),
+        np.array([b[1] for b in row.logit_bias], np.float64),
+    )
     arrays = [np.ascontiguousarray(recent, np.int64), np.ascontiguousarray(made, np.int64), biased, biases]
     held += arrays
     a, b, c, d = (array.ctypes.data for array in arrays)
@@ -104,7 +107,7 @@ def _program() -> Program:
 def _drawn(find: Any, x: NDArray[Any], row: SampleRow) -> int:
     ids, s = np.empty(x.size, np.int64), np.empty(x.size)
     heat, mass, typical, least = map(float, (row.temperature, row.top_p, row.typical_p, row.min_p))
-    point = uniform(np.uint64(row.seed), row.choice, row.position)
+    point = uniform(np.uint64(row.seed), row.sample_index, row.position)
     token, count, total, center, reach = find(x, heat, row.top_k, mass, least, typical, point, ids, s)
     if count <= 0:
         return int(token)
@@ -113,8 +116,8 @@ def _drawn(find: Any, x: NDArray[Any], row: SampleRow) -> int:
 
 def _is_changed(row: SampleRow) -> bool:
     """Whether bias or penalties change a logit."""
-    counted = (row.presence_penalty or row.frequency_penalty) and row.generated.size
-    return bool(row.bias or counted or (row.repetition_penalty != 1.0 and row.recent.size))
+    counted = (row.presence_penalty or row.frequency_penalty) and row.output_ids.size
+    return bool(row.logit_bias or counted or (row.repetition_penalty != 1.0 and row.penalty_window.size))
 
 
 def logprobs(logits: Floats, chosen: Ints, k: int) -> Logprobs:

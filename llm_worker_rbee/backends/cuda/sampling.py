@@ -135,10 +135,10 @@ def _listed(
     for i in np.flatnonzero(is_changed).tolist():
         row = rows[i]
         bias: dict[int, float] = {}
-        for token, value in row.bias:
+        for token, value in row.logit_bias:
             bias[token] = bias.get(token, 0.0) + value
-        recent = row.recent if row.repetition_penalty != 1.0 else row.recent[:0]
-        made = row.generated if row.presence_penalty or row.frequency_penalty else row.generated[:0]
+        recent = row.penalty_window if row.repetition_penalty != 1.0 else row.penalty_window[:0]
+        made = row.output_ids if row.presence_penalty or row.frequency_penalty else row.output_ids[:0]
         second, third = at + len(bias), at + len(bias) + len(recent)
         whole[i, 8:] = at, second, third, third + len(made), len(biases)
         lists += [np.fromiter(bias, np.int64, len(bias)), recent, made]
@@ -164,8 +164,8 @@ def _sent(*arrays: NDArray[Any]) -> list[torch.Tensor]:
 
 def _is_changed(row: SampleRow) -> bool:
     """Whether bias or penalties change a logit."""
-    counted = (row.presence_penalty or row.frequency_penalty) and row.generated.size
-    return bool(row.bias or counted or (row.repetition_penalty != 1.0 and row.recent.size))
+    counted = (row.presence_penalty or row.frequency_penalty) and row.output_ids.size
+    return bool(row.logit_bias or counted or (row.repetition_penalty != 1.0 and row.penalty_window.size))
 
 
 def logprobs(logits: torch.Tensor, chosen: Ints, k: int) -> Logprobs:

@@ -227,7 +227,7 @@ SAMPLING = {
     "temperature": SampleRow(temperature=0.8, seed=1),
     "top_k": SampleRow(temperature=0.8, top_k=40, seed=1),
     "top_p": SampleRow(temperature=0.8, top_p=0.95, seed=1),
-    "penalties": SampleRow(temperature=0.8, repetition_penalty=1.1, recent=np.arange(128), seed=1),
+    "penalties": SampleRow(temperature=0.8, repetition_penalty=1.1, penalty_window=np.arange(128), seed=1),
 }
 
 

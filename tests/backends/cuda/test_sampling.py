@@ -58,7 +58,7 @@ def test_the_kernels_seldom_ask(asked: list[int]) -> None:
         {"top_k": 200, "typical_p": 0.95, "top_p": 0.95, "min_p": 0.01}, {"frequency_penalty": 0.5},
     ]  # fmt: skip
     rows = [SampleRow(**row, temperature=0.8, seed=i, position=2**33 + i) for i, row in enumerate(some)]
-    rows[-1].generated = np.array([3, 3, 3, 7])
+    rows[-1].output_ids = np.array([3, 3, 3, 7])
     x = np.stack([ordinary(rng, 5000) for _ in rows])
     expected = [meaning.sample_row(line, row) for line, row in zip(x, rows, strict=True)]
     assert fast.sample(on_device(x), rows).tolist() == expected
@@ -67,7 +67,7 @@ def test_the_kernels_seldom_ask(asked: list[int]) -> None:
 
 def test_many_rows_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.default_rng(6)
-    rows = [SampleRow(temperature=float(i % 2), seed=i, bias=((i, 9.0),)) for i in range(7)]
+    rows = [SampleRow(temperature=float(i % 2), seed=i, logit_bias=((i, 9.0),)) for i in range(7)]
     x = np.stack([ordinary(rng, 300) for _ in rows])
     monkeypatch.setattr(fast, "SCRATCH", 2 * 16 * 300)
     expected = [meaning.sample_row(line, row) for line, row in zip(x, rows, strict=True)]
@@ -84,7 +84,7 @@ def test_the_largest_with_the_lowest_id() -> None:
     assert fast.sample(wide[:0], []).tolist() == []
 
 
-@pytest.mark.parametrize("row", [GREEDY, SampleRow(top_p=0.9), SampleRow(bias=((1, 2.0),))])
+@pytest.mark.parametrize("row", [GREEDY, SampleRow(top_p=0.9), SampleRow(logit_bias=((1, 2.0),))])
 @pytest.mark.parametrize("wrong", [np.nan, np.inf])
 def test_a_row_without_numbers_is_refused_among_others(row: SampleRow, wrong: float) -> None:
     x = np.stack([ordinary(np.random.default_rng(9), 100) for _ in range(3)])
