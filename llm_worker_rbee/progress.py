@@ -24,7 +24,7 @@ PLAIN_STEPS = 4  # without a terminal: one line at each quarter
 class Advance(Protocol):
     """Reports what has been made since the last call."""
 
-    def __call__(self, *, requests: int = 0, tokens: int = 0) -> None: ...  # noqa: D102
+    def __call__(self, *, requests: int = 0, tokens: int = 0) -> None: ...
 
 
 def draws(stream: TextIO | None) -> bool:

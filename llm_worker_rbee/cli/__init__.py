@@ -21,9 +21,8 @@ from .chat import chat
 from .convert import convert
 from .doctor import doctor
 from .inspect import inspect
-from .models import models
+from .models import models, pull
 from .profile import profile
-from .pull import pull
 from .run import run
 from .serve import serve
 from .terminal import abandon_output, one_line, set_up_logging, set_up_streams, spare_pipes_from_colour

@@ -15,21 +15,18 @@ import typer
 
 from ..engine.request import SamplingParams
 from ..errors import ContextLengthError, WorkerError
-from .answer_report import Guesses, guesses
-from .common import (
+from .completion_report import Guesses, guesses
+from .options import (
     DEFAULT_MAX_TOKENS,
-    PROMPT_PANEL,
+    EngineOptions,
+    LoadOptions,
     ModelOptions,
     SamplingOptions,
-    argument_text,
     begin,
-    decode,
     gather,
     load,
-    stdin_lines,
 )
-from .computing import LoadOptions
-from .engine_options import EngineOptions
+from .prompt_input import PROMPT_PANEL, argument_text, decode, stdin_lines
 from .terminal import Status, counted, figures, note, one_line, style, visible
 
 if TYPE_CHECKING:

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .bench.common import MEASURING_PANEL, ResultOptions, recording, require_place, steps
-from .common import MODEL_HELP, ModelOptions, gather, load
-from .computing import LoadOptions
+from .options import MODEL_HELP, LoadOptions, ModelOptions, gather, load
 from .terminal import Status, columns, note, style
 
 if TYPE_CHECKING:

@@ -13,9 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import InvalidRequestError, WorkerError
-from .common import ModelOptions, gather, load
-from .computing import LoadOptions
-from .engine_options import EngineOptions
+from .options import EngineOptions, LoadOptions, ModelOptions, gather, load
 from .terminal import Status, abandon_output, style, visible
 
 if TYPE_CHECKING:

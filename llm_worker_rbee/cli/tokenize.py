@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..errors import InvalidRequestError
-from .common import MODEL_HELP, decode, read_text, stdin_lines
+from .options import MODEL_HELP
+from .prompt_input import decode, read_text, stdin_lines
 from .terminal import columns, print_json
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import InvalidRequestError
-from .computing import ComputeOptions
+from .options import ComputeOptions
 from .terminal import counted, note, print_json
 
 if TYPE_CHECKING:

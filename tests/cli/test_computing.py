@@ -10,7 +10,7 @@ import pytest
 from llm_worker_rbee.backends import isa
 from llm_worker_rbee.backends.cpu import threads
 from llm_worker_rbee.backends.ops import KV_TYPES
-from llm_worker_rbee.cli import computing
+from llm_worker_rbee.cli import options
 from llm_worker_rbee.config import KV_AUTO, KV_VALUE_BYTES
 
 from .conftest import Run
@@ -27,7 +27,7 @@ def answer(cli: Run, tiny: Path, *options: str) -> list[int]:
 
 
 def test_the_help_names_what_there_is() -> None:
-    assert tuple(computing.KV_TYPES.split()) == (KV_AUTO, *KV_VALUE_BYTES)
+    assert tuple(options.KV_TYPES.split()) == (KV_AUTO, *KV_VALUE_BYTES)
 
 
 def test_the_same_answer_with_any_number_of_threads(cli: Run, tiny: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from llm_worker_rbee.cli.engine_options import EngineOptions
+from llm_worker_rbee.cli.options import EngineOptions
 from llm_worker_rbee.config import EngineConfig
 
 from .conftest import Run

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from llm_worker_rbee import LLM, SamplingParams
-from llm_worker_rbee.cli.asking import MOST_CHOICES
+from llm_worker_rbee.cli.run import MOST_CHOICES
 from llm_worker_rbee.llm import options
 from tests.conftest import with_kernels
 from tests.e2e.tiny import write_scripted

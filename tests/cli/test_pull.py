@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 import typer
+from llm_worker_rbee.cli.pull import pull
 from typer.testing import CliRunner
 
 from llm_worker_rbee.cli.models import models
 from llm_worker_rbee.cli.progress import progress_bar
-from llm_worker_rbee.cli.pull import pull
 from llm_worker_rbee.errors import DownloadError, ModelNotFoundError
 from llm_worker_rbee.weights import hub
 from llm_worker_rbee.weights.hub.pypi_model import PipModel

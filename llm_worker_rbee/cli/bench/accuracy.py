@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..common import MODEL_HELP, gather
-from ..computing import LoadOptions
+from ..options import MODEL_HELP, LoadOptions, gather
 from ..terminal import columns, style
 from .common import MEASURING_PANEL, ResultOptions, Steps, recording, steps
 

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ...errors import WorkerError
-from ..common import MODEL_HELP, gather
-from ..computing import use_threads
+from ..options import MODEL_HELP, gather, use_threads
 from ..terminal import cell, columns, note, style
 from .common import MEASURING_PANEL, ResultOptions, recording, require_place, steps
 

@@ -4,8 +4,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..common import MODEL_HELP, gather
-from ..computing import ComputeOptions
+from ..options import MODEL_HELP, ComputeOptions, gather
 from ..terminal import columns, note, style
 from .common import MEASURING_PANEL, ResultOptions, interval, quantity, recording, steps
 

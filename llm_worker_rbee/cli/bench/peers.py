@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..common import MODEL_HELP, gather
-from ..computing import ComputeOptions
+from ..options import MODEL_HELP, ComputeOptions, gather
 from ..terminal import cell, columns, note, style
 from .common import MEASURING_PANEL, ResultOptions, interval, numbers, quantity, recording, steps
 from .e2e import SYNTHETIC_HELP, source_of

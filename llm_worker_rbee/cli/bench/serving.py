@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from ...errors import InvalidRequestError, WorkerError
-from ..common import gather
+from ..options import gather
 from ..terminal import note
 from .common import ResultOptions, recording, steps
 from .serving_table import show

@@ -1,29 +1,31 @@
-"""What `run` is asked: one prompt or all of a file, how it is put to the model, and what is shown of the answer."""
+"""Text from outside (arguments, files, standard input), and what `run` is asked: one prompt or all of a file."""
 
 import json
-import math
 import re
+import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import IO, TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ..engine.request import SamplingParams
 from ..errors import InvalidRequestError
-from .common import OUTPUT_PANEL, PROMPT_PANEL, argument_text, read_file, read_stdin, read_text
 from .terminal import cell
 
 if TYPE_CHECKING:
     from ..llm import LLM
 
+# What is read whole is bounded, so that a wrong path (a disk image, /dev/zero) cannot fill the memory.
+LONGEST_TEXT, LONGEST_TEMPLATE = 64 << 20, 1 << 20
+PROMPT_PANEL = "Prompt"
 MISSING = "there is no prompt: give one as an argument, with --file FILE, or on standard input"
 JSON_LINE = re.compile(r'\s*\{\s*["}]')  # how the first line of JSON Lines begins
 JSON_SUFFIXES = {".jsonl", ".ndjson"}
 SAMPLING_FIELDS = frozenset(SamplingParams.__dataclass_fields__)
 SCHEDULING_FIELDS = ("priority", "timeout")
 LONGEST_HEADING = 60
-MOST_CHOICES = 128  # here for --help, which imports nothing heavy; a test holds it against llm.options
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +58,6 @@ class Question:
 
 def _prompt_option(*names: str, help: str, **more: Any) -> Any:
     return typer.Option(*names, help=help, rich_help_panel=PROMPT_PANEL, **more)
-
-
-def _output_option(*names: str, help: str, **more: Any) -> Any:
-    return typer.Option(*names, help=help, rich_help_panel=OUTPUT_PANEL, **more)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,34 +123,6 @@ class PromptOptions:
         return question.text() if self.raw else llm.apply_chat_template(self.messages(question))
 
 
-@dataclass(frozen=True, kw_only=True)
-class OutputOptions:
-    """What is shown of the answer."""
-
-    echo: Annotated[bool, _output_option("--echo", help="Show the prompt too; with --json, score its tokens.")] = False
-    logprobs: Annotated[
-        int | None, _output_option("--logprobs", metavar="K", help="Log-probabilities, also of the K likeliest tokens.")
-    ] = None
-    choices: Annotated[
-        int,
-        _output_option("--choices", metavar="N", min=1, max=MOST_CHOICES,
-                       help="So many answers to each prompt (how long one may be: -n)."),
-    ] = 1  # fmt: skip
-    timeout: Annotated[
-        float | None,
-        _output_option("--timeout", metavar="S", show_default="none", help="An answer fails after S seconds."),
-    ] = None
-    as_json: Annotated[
-        bool, _output_option("--json", help="Print one JSON object, at the end; of many answers one a line.")
-    ] = False
-    quiet: Annotated[bool, _output_option("--quiet", "-q", help="Leave out progress and figures.")] = False
-
-    def check(self) -> None:
-        """What cannot be is wrong usage."""
-        if self.timeout is not None and not 0 < self.timeout < math.inf:
-            raise typer.BadParameter(f"--timeout is {self.timeout:g}: it must be a number of seconds above 0")
-
-
 def read_questions(path: Path, params: SamplingParams) -> list[Question]:
     """The prompts of a file, blank lines left out; `-` is standard input."""
     text = read_stdin() if str(path) == "-" else read_file(path)
@@ -189,3 +159,73 @@ def _from_json(origin: str, line: str, params: SamplingParams) -> Question:
 
 def _token(key: str) -> int | str:
     return int(key) if re.fullmatch("[0-9]{1,9}", key) else key
+
+
+def decode(data: bytes, origin: str) -> str:
+    """Bytes from outside as text; what is not UTF-8 is refused with its place."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise InvalidRequestError(
+            f"{origin} is not UTF-8 text: byte {error.start} is 0x{data[error.start]:02X}"
+        ) from None
+
+
+def argument_text(given: str, origin: str) -> str:
+    """Text from the command line, where Python hides bytes that are not UTF-8 in surrogates."""
+    return decode(given.encode(errors="surrogateescape"), origin)
+
+
+def read_file(path: Path, longest: int = LONGEST_TEXT) -> str:
+    """A text file, byte for byte."""
+    try:
+        with path.open("rb") as file:
+            return decode(_read(file, str(path), longest), str(path))
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+        raise InvalidRequestError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
+
+
+def read_stdin() -> str:
+    """All of standard input, without the one newline that `echo` and editors put at the end."""
+    return decode(_read(sys.stdin.buffer, "standard input", LONGEST_TEXT), "standard input").removesuffix("\n")
+
+
+def stdin_lines() -> Iterator[tuple[int, bytes]]:
+    """Each line of standard input with its number, as soon as it is there."""
+    number = 0
+    while line := sys.stdin.buffer.readline(LONGEST_TEXT + 1):
+        number += 1
+        yield number, _bounded(line, f"line {number}", LONGEST_TEXT)
+
+
+def _read(file: IO[bytes], origin: str, longest: int) -> bytes:
+    return _bounded(file.read(longest + 1), origin, longest)
+
+
+def _bounded(data: bytes, origin: str, longest: int) -> bytes:
+    if len(data) > longest:
+        raise InvalidRequestError(f"{origin} is too long: at most {longest >> 20} MiB are read")
+    return data
+
+
+def read_template(path: Path) -> str:
+    """A chat template; an empty one is a mistake, not a wish for the model's own."""
+    text = read_file(path, LONGEST_TEMPLATE)
+    if not text.strip():
+        raise InvalidRequestError(
+            f"the chat template {path} is empty: leave out --chat-template to use the model's own"
+        )
+    return text
+
+
+def read_text(given: str | None, file: Path | None, missing: str) -> str:
+    """The text that a command works on: given, in a file (`-` is standard input), or on standard input."""
+    if given is not None and file is not None:
+        raise typer.BadParameter("the text is given twice: as an argument and with --file")
+    if file is not None and str(file) != "-":
+        return read_file(file)
+    if given is not None and given != "-":
+        return argument_text(given, "the text")
+    if file is None and given is None and sys.stdin.isatty():
+        raise typer.BadParameter(missing)
+    return read_stdin()
