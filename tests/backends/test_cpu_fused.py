@@ -27,8 +27,8 @@ from llm_worker_rbee.errors import InferenceError
 from llm_worker_rbee.models import Transformer, describe, load_model
 from llm_worker_rbee.weights import open_checkpoint
 from llm_worker_rbee.weights.quants import BLOCK_TYPES
-from tests.models.running import load, logits_of
-from tests.models.zoo import ZOO, make_hf, prompt_ids, save_gguf, save_hf
+from tests.helpers.model_runs import load, logits_of
+from tests.helpers.model_zoo import ZOO, make_hf, prompt_ids, save_gguf, save_hf
 
 S_DELTA, S_NORMED = int(Step.DELTA), int(Step.NORMED)
 

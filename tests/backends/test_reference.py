@@ -12,7 +12,7 @@ import torch
 from llm_worker_rbee.backends import reference as ops
 from llm_worker_rbee.backends.ops import AttentionParams, KVLayer, RopeTable
 from llm_worker_rbee.layers.rope import inverse_frequencies
-from tests.layers.building import Floats, Pages, normal, quantized, tensor
+from tests.helpers.layer_inputs import Floats, Pages, normal, quantized, tensor
 
 KINDS = ("Q8_0", "Q4_1", "Q5_0", "F16", "F32")
 

@@ -22,7 +22,7 @@ from llm_worker_rbee.bench.profile.ops import CountedOps, Stopwatch, TimedOps, a
 from llm_worker_rbee.bench.results import Recorder, Result, Run
 from llm_worker_rbee.errors import ContextLengthError
 from tests.cli.conftest import HEADS, LAYERS, WIDTH, write_model
-from tests.layers.building import Pages
+from tests.helpers.layer_inputs import Pages
 
 SETTINGS = Settings(pp=8, tg=3, repetitions=3, flame_seconds=0.05)
 CALLS = {

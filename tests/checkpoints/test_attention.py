@@ -16,7 +16,7 @@ from llm_worker_rbee.backends.ops import AttentionParams, Batch
 from llm_worker_rbee.cache import KVCache
 from llm_worker_rbee.layers.attention import Attention
 from llm_worker_rbee.layers.rope import rope_table
-from tests.layers.building import Floats, Pages, assert_caught, assert_checkpoint, config_of, linear, normal
+from tests.helpers.layer_inputs import Floats, Pages, assert_caught, assert_checkpoint, config_of, linear, normal
 
 DynamicCache: Any = transformers.DynamicCache
 QKV = SCORES = OUTPUT = 1e-4

@@ -20,9 +20,8 @@ from llm_worker_rbee.layers.rms_norm import RMSNorm
 from llm_worker_rbee.layers.swiglu import SwiGLU
 from llm_worker_rbee.models import Transformer
 from tests.checkpoints.test_attention import LENGTHS, STEPS, our_attention
-from tests.e2e import tiny
-from tests.layers.building import Floats, Pages, assert_caught, assert_checkpoint, linear, normal
-from tests.models import running, zoo
+from tests.helpers import model_runs, model_zoo, tiny_models
+from tests.helpers.layer_inputs import Floats, Pages, assert_caught, assert_checkpoint, linear, normal
 
 SWIGLU = BLOCK = 1e-4
 LOGITS = 1e-3
@@ -138,23 +137,23 @@ def test_block_with_a_wrong_epsilon_or_scale_is_caught(rng: np.random.Generator)
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Transformer]:
-    theirs = zoo.make_hf(zoo.ZOO["llama"])
-    return theirs, running.load(zoo.save_hf(theirs, tmp_path_factory.mktemp("small")))
+    theirs = model_zoo.make_hf(model_zoo.ZOO["llama"])
+    return theirs, model_runs.load(model_zoo.save_hf(theirs, tmp_path_factory.mktemp("small")))
 
 
 @pytest.mark.parametrize("length", [1, 24, 65])
 def test_logits_and_argmax(length: int, small: tuple[Any, Transformer]) -> None:
     theirs, ours = small
-    ids = np.random.default_rng(length).integers(3, zoo.VOCAB, length).tolist()
-    expected = zoo.hf_logits(theirs, ids)
-    assert_checkpoint(lambda: running.logits_of(ours, ids), expected, LOGITS)
-    assert np.array_equal(running.logits_of(ours, ids).argmax(-1), expected.argmax(-1))
+    ids = np.random.default_rng(length).integers(3, model_zoo.VOCAB, length).tolist()
+    expected = model_zoo.hf_logits(theirs, ids)
+    assert_checkpoint(lambda: model_runs.logits_of(ours, ids), expected, LOGITS)
+    assert np.array_equal(model_runs.logits_of(ours, ids).argmax(-1), expected.argmax(-1))
 
 
 def test_logits_of_a_wrong_model_are_caught(small: tuple[Any, Transformer]) -> None:
     theirs, ours = small
-    ids = zoo.prompt_ids(zoo.ZOO["llama"])
-    expected = zoo.hf_logits(theirs, ids)
+    ids = model_zoo.prompt_ids(model_zoo.ZOO["llama"])
+    expected = model_zoo.hf_logits(theirs, ids)
 
     def with_blocks(change: Any) -> Transformer:
         return replace(ours, blocks=tuple(change(b) for b in ours.blocks))
@@ -167,20 +166,20 @@ def test_logits_of_a_wrong_model_are_caught(small: tuple[Any, Transformer]) -> N
         "layer order": replace(ours, blocks=ours.blocks[::-1]),
     }
     for model in wrong.values():
-        assert_caught(running.logits_of(model, ids), expected, LOGITS)
+        assert_caught(model_runs.logits_of(model, ids), expected, LOGITS)
     more_heads = with_blocks(lambda b: replace(b, attention=replace(b.attention, n_heads=2, n_kv_heads=3)))
     with pytest.raises(ValueError, match="shape"):
-        running.logits_of(more_heads, ids)
+        model_runs.logits_of(more_heads, ids)
 
 
 def test_text_at_temperature_0_is_exact(tmp_path: Path) -> None:
     """The whole way, tokenizer included, against transformers' greedy tokens on the same weights."""
-    model = tiny.random_hf()
-    llm = LLM(tiny.write_random(tmp_path / "tiny.gguf", model))
+    model = tiny_models.random_hf()
+    llm = LLM(tiny_models.write_random(tmp_path / "tiny.gguf", model))
     for prompt in ("Hello again", "a", "x = 1\n"):
         ids = list(prompt.encode())  # one token a byte
         answer = llm.generate(prompt, temperature=0, max_tokens=24, ignore_eos=True)
-        expected = zoo.hf_greedy(model, ids, 24)
+        expected = model_zoo.hf_greedy(model, ids, 24)
         assert answer.prompt_tokens == ids
         assert answer.tokens == expected
-        assert answer.text == b"".join(tiny.token_bytes(t) for t in expected).decode(errors="replace")
+        assert answer.text == b"".join(tiny_models.token_bytes(t) for t in expected).decode(errors="replace")

@@ -14,7 +14,7 @@ from llm_worker_rbee.backends import reference as ops
 from llm_worker_rbee.backends.ops import Ints, RopeTable
 from llm_worker_rbee.layers.rms_norm import RMSNorm
 from llm_worker_rbee.layers.rope import rope_table
-from tests.layers.building import Floats, Pages, assert_caught, assert_checkpoint, config_of, normal
+from tests.helpers.layer_inputs import Floats, Pages, assert_caught, assert_checkpoint, config_of, normal
 
 NORM, NORM_MEAN, ROPE = 1e-5, 1e-6, 1e-5
 

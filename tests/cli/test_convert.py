@@ -21,7 +21,7 @@ from llm_worker_rbee.models import convert as room
 from llm_worker_rbee.weights import open_checkpoint
 from llm_worker_rbee.weights.gguf_writer import write_gguf, write_split
 from tests.cli.conftest import Run, environment, model_keys, model_tensors, vocabulary, write_model
-from tests.models import running
+from tests.helpers import model_runs
 
 ANSWER = "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\nThe capital of France is"
 
@@ -173,5 +173,5 @@ def test_the_default_model_stays_itself(kind: str, most: float, cli: Run, defaul
     llm, original = LLM(out), LLM(default_model)
     ids = llm.tokenize(ANSWER, parse_special=True)
     assert llm.generate(ids, temperature=0, max_tokens=2).text.startswith(" Paris")
-    ours, theirs = (running.logits_of(one.model, ids) for one in (llm, original))
+    ours, theirs = (model_runs.logits_of(one.model, ids) for one in (llm, original))
     assert 0 < float(np.sqrt(np.mean(np.square(ours - theirs))) / theirs.std()) < most

@@ -14,7 +14,7 @@ from llm_worker_rbee import LLM, SamplingParams
 from llm_worker_rbee.cli.run import MOST_CHOICES
 from llm_worker_rbee.llm import options
 from tests.conftest import with_kernels
-from tests.e2e.tiny import write_scripted
+from tests.helpers.tiny_models import write_scripted
 
 from .conftest import Run, Terminal
 

@@ -8,7 +8,7 @@ import pytest
 
 from llm_worker_rbee import LLM
 from tests.conftest import DEVICE
-from tests.e2e import tiny
+from tests.helpers import tiny_models
 
 
 @pytest.fixture(scope="session")
@@ -25,7 +25,7 @@ def reference_llm(default_model: Path) -> LLM:
 @pytest.fixture(scope="session")
 def tiny_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random llama over bytes: every token depends on all those before."""
-    return tiny.write_random(tmp_path_factory.mktemp("tiny") / "tiny.gguf")
+    return tiny_models.write_random(tmp_path_factory.mktemp("tiny") / "tiny.gguf")
 
 
 @pytest.fixture(scope="session")

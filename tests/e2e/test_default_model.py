@@ -21,7 +21,7 @@ import transformers
 
 from llm_worker_rbee import LLM
 from tests.conftest import ON_CPU
-from tests.models import running, zoo
+from tests.helpers import model_runs, model_zoo
 
 pytestmark = pytest.mark.xdist_group("transformers loads the default model once")
 TOLERANCE = 1e-3
@@ -70,8 +70,8 @@ def ids(reference_llm: LLM) -> dict[str, list[int]]:
 
 @pytest.mark.parametrize("name", PROMPTS)
 def test_logits_at_every_position(name: str, reference_llm: LLM, theirs: Any, ids: dict[str, list[int]]) -> None:
-    expected = zoo.hf_logits(theirs, ids[name])
-    ours = running.logits_of(reference_llm.model, ids[name])
+    expected = model_zoo.hf_logits(theirs, ids[name])
+    ours = model_runs.logits_of(reference_llm.model, ids[name])
     assert ours.shape == (len(ids[name]), 49152)
     assert expected.max() - expected.min() > 5
     assert np.abs(ours - expected).max() < TOLERANCE
@@ -81,7 +81,7 @@ def test_logits_at_every_position(name: str, reference_llm: LLM, theirs: Any, id
 @pytest.mark.parametrize("name", ["plain", "chat"])
 def test_greedy_tokens_and_text(name: str, reference_llm: LLM, theirs: Any, ids: dict[str, list[int]]) -> None:
     answer = reference_llm.generate(ids[name], temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
-    expected = zoo.hf_greedy(theirs, ids[name], NEW_TOKENS)
+    expected = model_zoo.hf_greedy(theirs, ids[name], NEW_TOKENS)
     assert answer.tokens == expected
     assert answer.text == reference_llm.tokenizer.decode(
         expected, continuation=reference_llm.tokenizer.continues(ids[name])

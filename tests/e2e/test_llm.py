@@ -12,8 +12,7 @@ import pytest
 import llm_worker_rbee
 from llm_worker_rbee import LLM, Chunk, Completion, SamplingParams
 from llm_worker_rbee.errors import ChatTemplateError, ContextLengthError, InvalidRequestError, ModelNotFoundError
-from tests.e2e import tiny
-from tests.models import running
+from tests.helpers import model_runs, tiny_models
 
 FIXED: dict[str, Any] = {"max_tokens": 8, "seed": 5, "ignore_eos": True}
 
@@ -87,27 +86,27 @@ def test_a_seed_is_drawn_reported_and_gives_the_answer_again(tiny_llm: LLM) -> N
 def test_tokenize_and_detokenize(tiny_llm: LLM) -> None:
     assert tiny_llm.tokenize("ab the") == [97, 98, 258]
     assert tiny_llm.detokenize([97, 98, 258]) == "ab the"
-    assert tiny_llm.tokenize("<|end|>") != [tiny.END], "a control token typed by a user is text"
-    assert tiny_llm.tokenize("<|end|>", parse_special=True) == [tiny.END]
-    assert tiny_llm.detokenize([97, tiny.END]) == "a"
-    assert tiny_llm.detokenize([97, tiny.END], skip_special=False) == "a<|end|>"
+    assert tiny_llm.tokenize("<|end|>") != [tiny_models.END], "a control token typed by a user is text"
+    assert tiny_llm.tokenize("<|end|>", parse_special=True) == [tiny_models.END]
+    assert tiny_llm.detokenize([97, tiny_models.END]) == "a"
+    assert tiny_llm.detokenize([97, tiny_models.END], skip_special=False) == "a<|end|>"
     assert tiny_llm.tokenize("") == []
 
 
 def test_chat_goes_through_the_template(tmp_path: Path) -> None:
-    llm = LLM(tiny.write_scripted(tmp_path / "m.gguf", tiny.say("Hi you!", first=tiny.ASSISTANT)))
+    llm = LLM(tiny_models.write_scripted(tmp_path / "m.gguf", tiny_models.say("Hi you!", first=tiny_models.ASSISTANT)))
     messages = [{"role": "user", "content": "Hello"}]
     assert llm.apply_chat_template(messages) == "<|user|>Hello<|assistant|>"
     answer = llm.chat(messages, temperature=0, max_tokens=20)
-    assert answer.prompt_tokens == [tiny.USER, *b"Hello", tiny.ASSISTANT]
+    assert answer.prompt_tokens == [tiny_models.USER, *b"Hello", tiny_models.ASSISTANT]
     assert answer.text == "Hi you!"
     assert "".join(c.text for c in llm.stream_chat(messages, temperature=0, max_tokens=20)) == "Hi you!"
 
 
 def test_chat_with_ones_own_template_or_none(tmp_path: Path) -> None:
-    metadata = tiny.tokenizer_metadata()
+    metadata = tiny_models.tokenizer_metadata()
     del metadata["tokenizer.chat_template"]
-    path = tiny.write_scripted(tmp_path / "m.gguf", tiny.say("ok"), metadata)
+    path = tiny_models.write_scripted(tmp_path / "m.gguf", tiny_models.say("ok"), metadata)
     with pytest.raises(ChatTemplateError, match=r"m\.gguf has no chat template"):
         LLM(path).chat([{"role": "user", "content": "x"}])
     own = LLM(path, chat_template="{{ messages[0]['content'] }}>")
@@ -121,7 +120,7 @@ def test_logprobs_of_answer_and_prompt(tiny_llm: LLM) -> None:
     answer = tiny_llm.generate(
         ids, **FIXED, temperature=0.3, repetition_penalty=1.5, top_k=5, logprobs=4, prompt_logprobs=True
     )
-    logits = running.logits_of(tiny_llm.model, ids + answer.tokens[:-1], kv_type=tiny_llm.kv_type)
+    logits = model_runs.logits_of(tiny_llm.model, ids + answer.tokens[:-1], kv_type=tiny_llm.kv_type)
     scores = answer.prompt_logprobs
     assert scores is not None
     assert answer.logprobs is not None
@@ -176,7 +175,7 @@ def bad_prompts(vocab: int) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("prompt", bad_prompts(tiny.VOCAB), ids=repr)
+@pytest.mark.parametrize("prompt", bad_prompts(tiny_models.VOCAB), ids=repr)
 def test_a_bad_prompt_is_refused(prompt: Any, tiny_llm: LLM) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         tiny_llm.generate(prompt, **FIXED)
@@ -185,7 +184,7 @@ def test_a_bad_prompt_is_refused(prompt: Any, tiny_llm: LLM) -> None:
 
 
 def test_ids_out_of_range_are_named_with_the_range(tiny_llm: LLM) -> None:
-    with pytest.raises(InvalidRequestError, match=rf"9999 is not a token id \(0\.\.{tiny.VOCAB - 1}\)"):
+    with pytest.raises(InvalidRequestError, match=rf"9999 is not a token id \(0\.\.{tiny_models.VOCAB - 1}\)"):
         tiny_llm.generate([1, 9999])
 
 
@@ -220,8 +219,8 @@ def test_an_unknown_option_is_refused_by_name(options: dict[str, Any], tiny_llm:
 
 
 def test_a_bias_past_the_vocabulary_is_refused(tiny_llm: LLM) -> None:
-    with pytest.raises(InvalidRequestError, match=f"logit_bias names token {tiny.VOCAB}"):
-        tiny_llm.generate("a", logit_bias={tiny.VOCAB: 1.0})
+    with pytest.raises(InvalidRequestError, match=f"logit_bias names token {tiny_models.VOCAB}"):
+        tiny_llm.generate("a", logit_bias={tiny_models.VOCAB: 1.0})
 
 
 def test_errors_come_before_the_first_token(tiny_llm: LLM) -> None:

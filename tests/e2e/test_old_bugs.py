@@ -19,14 +19,15 @@ import tokenizers
 from llm_worker_rbee import LLM
 from llm_worker_rbee.weights.gguf_writer import Typed
 from tests.conftest import DEVICE
-from tests.e2e import tiny
-from tests.models import running, zoo
+from tests.helpers import model_runs, model_zoo, tiny_models
 
 GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
 
 
 def scripted(tmp_path: Path, follows: Any, **tokenizer: Any) -> LLM:
-    return LLM(tiny.write_scripted(tmp_path / "scripted.gguf", follows, tiny.tokenizer_metadata(**tokenizer)))
+    return LLM(
+        tiny_models.write_scripted(tmp_path / "scripted.gguf", follows, tiny_models.tokenizer_metadata(**tokenizer))
+    )
 
 
 def test_kv_cache_is_reset_between_requests(tiny_file: Path, tiny_llm: LLM) -> None:
@@ -57,7 +58,7 @@ def test_decode_positions_go_on_from_the_prompt(tiny_llm: LLM) -> None:
     """Each step with the cache gives what the whole sequence computed anew gives; from position 0 it would not."""
     answer = tiny_llm.generate("Hello", **GREEDY, max_tokens=10, logprobs=0)
     ids = answer.prompt_tokens + answer.tokens
-    logits = running.logits_of(tiny_llm.model, ids[:-1], kv_type=tiny_llm.kv_type).astype(np.float64)
+    logits = model_runs.logits_of(tiny_llm.model, ids[:-1], kv_type=tiny_llm.kv_type).astype(np.float64)
     anew = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     assert answer.logprobs is not None
     for i, entry in enumerate(answer.logprobs):
@@ -70,10 +71,10 @@ def test_decode_positions_go_on_from_the_prompt(tiny_llm: LLM) -> None:
 def test_a_chunked_prefill_does_not_see_the_future(chunk: int, tiny_llm: LLM) -> None:
     """Query and key lengths differ in every chunk but the first; the mask must hold there too."""
     ids = np.random.default_rng(0).integers(0, 256, 23).tolist()
-    whole = running.logits_of(tiny_llm.model, ids)
-    assert np.abs(running.logits_of(tiny_llm.model, ids, chunk) - whole).max() < 1e-4
+    whole = model_runs.logits_of(tiny_llm.model, ids)
+    assert np.abs(model_runs.logits_of(tiny_llm.model, ids, chunk) - whole).max() < 1e-4
     other_end = [*ids[:15], *(255 - t for t in ids[15:])]
-    changed = running.logits_of(tiny_llm.model, other_end, chunk)
+    changed = model_runs.logits_of(tiny_llm.model, other_end, chunk)
     assert np.abs(changed[:15] - whole[:15]).max() < 1e-4
     assert np.abs(changed[15:] - whole[15:]).max() > 0.1
 
@@ -107,8 +108,8 @@ def test_token_by_token_decoding_keeps_spaces_and_shows_no_raw_mark(
     tmp_path: Path, pieces: list[str], text: str
 ) -> None:
     ids = {piece: 259 + i for i, piece in enumerate(SPM_PIECES)}
-    follows = tiny.chain(ids[":"], *(ids[p] for p in pieces), 2)
-    llm = LLM(tiny.write_scripted(tmp_path / "spm.gguf", follows, spm_metadata(), vocab=259 + len(SPM_PIECES)))
+    follows = tiny_models.chain(ids[":"], *(ids[p] for p in pieces), 2)
+    llm = LLM(tiny_models.write_scripted(tmp_path / "spm.gguf", follows, spm_metadata(), vocab=259 + len(SPM_PIECES)))
     chunks = list(llm.stream(":", temperature=0, max_tokens=20))
     assert "".join(c.text for c in chunks) == text
     assert chunks[-1].finish_reason == "stop"
@@ -117,13 +118,13 @@ def test_token_by_token_decoding_keeps_spaces_and_shows_no_raw_mark(
 
 
 def test_spaces_of_a_byte_level_vocabulary(tmp_path: Path) -> None:
-    llm = scripted(tmp_path, tiny.say([*b"In", 256 + 2, *b" wo", 256 + 1], first=ord(">")))
+    llm = scripted(tmp_path, tiny_models.say([*b"In", 256 + 2, *b" wo", 256 + 1], first=ord(">")))
     assert llm.generate(">", temperature=0, max_tokens=20).text == "In the wohe"
     assert "Ġ" not in llm.generate(">", temperature=0, max_tokens=20).text
 
 
 def test_a_multi_byte_character_split_over_tokens(tmp_path: Path) -> None:
-    llm = scripted(tmp_path, tiny.say("a🐝é!"))
+    llm = scripted(tmp_path, tiny_models.say("a🐝é!"))
     shown = [c.text for c in llm.stream(">", temperature=0, max_tokens=20)]
     assert shown == ["a", "", "", "", "🐝", "", "é", "!", ""]
     assert llm.generate(">", temperature=0, max_tokens=20).text == "a🐝é!"
@@ -131,7 +132,7 @@ def test_a_multi_byte_character_split_over_tokens(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("n", [2, 3, 4])
 def test_an_answer_cut_inside_a_character_raises_nothing(tmp_path: Path, n: int) -> None:
-    answer = scripted(tmp_path, tiny.say("a🐝!")).generate(">", temperature=0, max_tokens=n)
+    answer = scripted(tmp_path, tiny_models.say("a🐝!")).generate(">", temperature=0, max_tokens=n)
     assert answer.text == "a\ufffd"
     assert answer.finish_reason == "length"
 
@@ -158,7 +159,7 @@ def test_min_p_is_applied(tmp_path: Path) -> None:
 
 
 def test_stop_strings_are_applied_across_tokens_and_never_leak(tmp_path: Path) -> None:
-    llm = scripted(tmp_path, tiny.say("abcdefgh"))
+    llm = scripted(tmp_path, tiny_models.say("abcdefgh"))
     chunks = list(llm.stream(">", temperature=0, max_tokens=20, stop=["cx", "def"]))
     assert "".join(c.text for c in chunks) == "abc"
     assert chunks[-1].finish_reason == "stop"
@@ -170,7 +171,7 @@ def test_stop_strings_are_applied_across_tokens_and_never_leak(tmp_path: Path) -
 
 
 def test_the_stop_reason_is_true(tmp_path: Path) -> None:
-    llm = scripted(tmp_path, tiny.say("abcdefgh"))
+    llm = scripted(tmp_path, tiny_models.say("abcdefgh"))
 
     def why(**options: Any) -> tuple[str, str | None, str]:
         answer = llm.generate(">", temperature=0, **options)
@@ -183,7 +184,7 @@ def test_the_stop_reason_is_true(tmp_path: Path) -> None:
     assert why(stop=["c"]) == ("stop", "c", "ab")
     assert why(stop=["c"], max_tokens=3) == ("stop", "c", "ab")
     assert why(max_tokens=10, ignore_eos=True)[0] == "length"
-    short = LLM(tiny.write_scripted(tmp_path / "short.gguf", {A: B, B: A}, context=12))
+    short = LLM(tiny_models.write_scripted(tmp_path / "short.gguf", {A: B, B: A}, context=12))
     answer = short.generate("A", temperature=0)
     assert (answer.finish_reason, len(answer.tokens)) == ("length", 11)
 
@@ -191,21 +192,24 @@ def test_the_stop_reason_is_true(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "keys",
     [
-        {"eos_token_id": tiny.END, "eot_token_id": tiny.EOT},
-        {"eos_token_id": Typed("uint32", [tiny.END, tiny.EOT])},
-        {"eos_token_id": tiny.EOT, "eos_token_ids": Typed("int32", [tiny.EOT, tiny.END])},
+        {"eos_token_id": tiny_models.END, "eot_token_id": tiny_models.EOT},
+        {"eos_token_id": Typed("uint32", [tiny_models.END, tiny_models.EOT])},
+        {
+            "eos_token_id": tiny_models.EOT,
+            "eos_token_ids": Typed("int32", [tiny_models.EOT, tiny_models.END]),
+        },
     ],
 )
-@pytest.mark.parametrize("end", [tiny.END, tiny.EOT])
+@pytest.mark.parametrize("end", [tiny_models.END, tiny_models.EOT])
 def test_several_end_of_text_ids_are_honoured(tmp_path: Path, keys: dict[str, Any], end: int) -> None:
-    llm = scripted(tmp_path, {**tiny.say("abc", end), end: ord("z")}, **keys)
+    llm = scripted(tmp_path, {**tiny_models.say("abc", end), end: ord("z")}, **keys)
     answer = llm.generate(">", temperature=0, max_tokens=20)
     assert (answer.text, answer.tokens, answer.finish_reason) == ("abc", [*b"abc"], "stop")
 
 
 def test_several_end_of_text_ids_in_generation_config(tmp_path: Path) -> None:
-    folder = zoo.save_hf(zoo.make_hf(zoo.ZOO["llama"]), tmp_path / "hf")
-    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())[: zoo.VOCAB]
+    folder = model_zoo.save_hf(model_zoo.make_hf(model_zoo.ZOO["llama"]), tmp_path / "hf")
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())[: model_zoo.VOCAB]
     made = tokenizers.Tokenizer(tokenizers.models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
     made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = tokenizers.decoders.ByteLevel()
@@ -219,9 +223,9 @@ def test_several_end_of_text_ids_in_generation_config(tmp_path: Path) -> None:
 
 
 def test_a_file_without_its_vocabulary_size_loads(tmp_path: Path) -> None:
-    llm = scripted(tmp_path, tiny.say("abc"))
+    llm = scripted(tmp_path, tiny_models.say("abc"))
     assert "llama.vocab_size" not in llm.checkpoint.metadata
-    assert llm.config.vocab_size == tiny.VOCAB
+    assert llm.config.vocab_size == tiny_models.VOCAB
     assert llm.generate(">", temperature=0, max_tokens=5).text == "abc"
     assert replace(llm.config).vocab_size == llm.tokenizer.vocab_size
 

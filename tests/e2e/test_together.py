@@ -17,7 +17,7 @@ from llm_worker_rbee.errors import (
     InvalidRequestError,
     RequestCancelledError,
 )
-from tests.e2e import tiny
+from tests.helpers import tiny_models
 
 PROMPTS = ["Hello", "the other one", "a much longer prompt, of several blocks of the cache, to be read", "Hello", "x"]
 FIXED: dict[str, Any] = {"max_tokens": 24, "seed": 5, "ignore_eos": True, "logprobs": 1}
@@ -88,7 +88,7 @@ def test_streams_that_are_read_in_turn_are_computed_together(llm: LLM) -> None:
 
 
 def test_a_stop_string_ends_one_of_many(tmp_path: Path) -> None:
-    llm = LLM(tiny.write_scripted(tmp_path / "scripted.gguf", tiny.say("abcdefgh")))
+    llm = LLM(tiny_models.write_scripted(tmp_path / "scripted.gguf", tiny_models.say("abcdefgh")))
     found = llm.generate([">", ">", ">"], [SamplingParams(temperature=0, stop=stop) for stop in ("cd", (), "g")])
     assert [c.text for c in found] == ["ab", "abcdefgh", "abcdef"]
     assert [c.stop_sequence for c in found] == ["cd", None, "g"]
@@ -205,8 +205,8 @@ def test_guesses_change_nothing(tiny_file: Path, llm: LLM) -> None:
 
 
 def test_a_draft_model_must_have_the_same_tokens(tiny_file: Path, tmp_path: Path) -> None:
-    pieces = tiny.tokenizer_metadata()["tokenizer.ggml.tokens"]
-    other = tiny.write_random(
+    pieces = tiny_models.tokenizer_metadata()["tokenizer.ggml.tokens"]
+    other = tiny_models.write_random(
         tmp_path / "other.gguf", tokens=[*pieces[:-5], "odd", *pieces[-4:]], merges=["Ġ t", "h e"]
     )
     with pytest.raises(InvalidRequestError, match="tokenizer") as caught:

@@ -17,9 +17,9 @@ from llm_worker_rbee.engine.solo import Solo
 from llm_worker_rbee.models import Transformer, describe, load_model
 from llm_worker_rbee.weights import open_checkpoint
 from tests.conftest import DEVICE
-from tests.models import zoo
+from tests.helpers import model_zoo
 
-SMALL = zoo.Variant("llama", {"rope_parameters": zoo.PLAIN, "max_position_embeddings": 512, "head_dim": 32})
+SMALL = model_zoo.Variant("llama", {"rope_parameters": model_zoo.PLAIN, "max_position_embeddings": 512, "head_dim": 32})
 
 
 def load(path: Path, *kv_types: str) -> Transformer:
@@ -33,8 +33,10 @@ def load(path: Path, *kv_types: str) -> Transformer:
 
 def small_file(path: Path, kind: str, seed: int = 0) -> Path:
     """A random llama of three layers, two heads to a KV head; `kind` F32 or a block type."""
-    model = zoo.make_hf(SMALL, seed)
-    return zoo.save_gguf(SMALL, model, path) if kind == "F32" else zoo.save_quantized(SMALL, model, path, kind)
+    model = model_zoo.make_hf(SMALL, seed)
+    return (
+        model_zoo.save_gguf(SMALL, model, path) if kind == "F32" else model_zoo.save_quantized(SMALL, model, path, kind)
+    )
 
 
 @dataclass(frozen=True)

@@ -21,9 +21,9 @@ from llm_worker_rbee.engine.request import Request, TokenLogprob
 from llm_worker_rbee.engine.token_budget import Pace
 from llm_worker_rbee.errors import ContextLengthError, DeadlineError, InferenceError, InsufficientMemoryError
 from llm_worker_rbee.models import Transformer
-from tests.e2e import tiny
 from tests.engine.serving import Answer, Listener, Question, alone, engine, load, require_idle, run, small_file
-from tests.models.running import logits_of, on_host
+from tests.helpers import tiny_models
+from tests.helpers.model_runs import logits_of, on_host
 
 MARK = 150  # a token that only some prompts have
 GREEDY: dict[str, Any] = {"temperature": 0.0}
@@ -327,7 +327,7 @@ def parrot(tmp_path_factory: pytest.TempPathFactory) -> Transformer:
     """It says abcdefg again and again."""
     letters = [*b"abcdefg"]
     follows = dict(zip(letters, [*letters[1:], letters[0]], strict=True))
-    return load(tiny.write_scripted(tmp_path_factory.mktemp("parrot") / "parrot.gguf", follows))
+    return load(tiny_models.write_scripted(tmp_path_factory.mktemp("parrot") / "parrot.gguf", follows))
 
 
 def test_a_text_that_repeats_itself_is_guessed(parrot: Transformer) -> None:
@@ -358,7 +358,7 @@ def mumbler(tmp_path_factory: pytest.TempPathFactory) -> Transformer:
     """It says the same letters, and leaves out one now and then."""
     letters = [*b"abcdefg"]
     follows = {x: {letters[(i + 1) % 7]: 1.0, letters[(i + 2) % 7]: 0.932} for i, x in enumerate(letters)}
-    return load(tiny.write_scripted(tmp_path_factory.mktemp("mumbler") / "mumbler.gguf", follows))
+    return load(tiny_models.write_scripted(tmp_path_factory.mktemp("mumbler") / "mumbler.gguf", follows))
 
 
 @pytest.mark.parametrize("draft_tokens", [1, 4, 16])

@@ -15,7 +15,7 @@ from llm_worker_rbee.layers.linear import Linear
 from llm_worker_rbee.layers.rms_norm import RMSNorm
 from llm_worker_rbee.layers.rope import inverse_frequencies
 from llm_worker_rbee.layers.swiglu import SwiGLU
-from tests.layers.building import Pages, linear, normal, prepared, quantized
+from tests.helpers.layer_inputs import Pages, linear, normal, prepared, quantized
 
 WIDTH, HEADS, KV_HEADS, DIM = 30, 3, 1, 8
 

@@ -15,7 +15,7 @@ from llm_worker_rbee.config import ModelConfig
 from llm_worker_rbee.errors import ModelFileError, UnsupportedModelError
 from llm_worker_rbee.layers.rope import rope_table
 from llm_worker_rbee.models.families import BY_HF
-from tests.layers.building import config_of
+from tests.helpers.layer_inputs import config_of
 
 HALF = 32
 FACTORS = {"short_factor": np.linspace(1, 1.5, HALF).tolist(), "long_factor": np.linspace(1, 40, HALF).tolist()}

@@ -17,7 +17,7 @@ from llm_worker_rbee.errors import ModelFileError
 from llm_worker_rbee.layers.rope import rope_table
 from llm_worker_rbee.models.families import BY_GGUF, BY_HF, describe
 from llm_worker_rbee.weights import open_checkpoint
-from tests.models import running, zoo
+from tests.helpers import model_runs, model_zoo
 
 SHAPE = {"vocab_size": 99, "hidden_size": 512, "intermediate_size": 96, "num_hidden_layers": 14,
          "num_attention_heads": 32, "max_position_embeddings": 8192}  # fmt: skip
@@ -119,8 +119,8 @@ def test_rope_scaling_of_a_gguf() -> None:
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_the_class_name_tells_the_family_where_model_type_is_absent(name: str, tmp_path: Path) -> None:
-    variant = zoo.ZOO[name]
-    folder = zoo.save_hf(zoo.make_hf(variant), tmp_path)
+    variant = model_zoo.ZOO[name]
+    folder = model_zoo.save_hf(model_zoo.make_hf(variant), tmp_path)
     config = json.loads((folder / "config.json").read_text())
     family = describe(open_checkpoint(folder)).family
     assert config.pop("model_type") == variant.family
@@ -133,11 +133,11 @@ def test_the_class_name_tells_the_family_where_model_type_is_absent(name: str, t
 def test_a_head_that_is_neither_there_nor_tied_is_missed(said: dict[str, Any], tmp_path: Path) -> None:
     """For a llama, silence means a head of its own; of Gemma, that the embedding is the head."""
     for name, missed in (("llama-tied", True), ("gemma2", said != {})):
-        folder = zoo.save_hf(zoo.make_hf(zoo.ZOO[name]), tmp_path / name)
+        folder = model_zoo.save_hf(model_zoo.make_hf(model_zoo.ZOO[name]), tmp_path / name)
         assert "output.weight" not in open_checkpoint(folder).tensors
-        running.load(folder)
+        model_runs.load(folder)
         config = json.loads((folder / "config.json").read_text())
         del config["tie_word_embeddings"]
         (folder / "config.json").write_text(json.dumps({**config, **said}))
         with pytest.raises(ModelFileError, match=r"lm_head\.weight") if missed else nullcontext():
-            running.load(folder)
+            model_runs.load(folder)

@@ -26,14 +26,14 @@ from llm_worker_rbee.weights import open_checkpoint
 from llm_worker_rbee.weights.gguf_writer import Typed, write_gguf, write_split
 from llm_worker_rbee.weights.quantize import ENCODERS
 from llm_worker_rbee.weights.quants import BLOCK_TYPES, dequantize
-from tests.models import running, zoo
+from tests.helpers import model_runs, model_zoo
+from tests.helpers.tokenizer_metadata import data, seeded, unicode_text
 from tests.models.test_families import load_gguf_with_transformers
 from tests.tokenizer import test_gguf_spm
-from tests.tokenizer.making import data, seeded, unicode_text
 
 ROWS = 300
 SPECIALS = ["<|end|>", "<|user|>"]
-Made = tuple[zoo.Variant, Any, Path]
+Made = tuple[model_zoo.Variant, Any, Path]
 
 
 def byte_library(pre: Any = None, more: Sequence[tuple[str, str]] = (), **model: Any) -> Library:
@@ -90,9 +90,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Made]:
 
     def make(name: str) -> Made:
         if name not in cache:
-            variant = replace(zoo.ZOO[name], settings={**zoo.ZOO[name].settings, "vocab_size": ROWS})
-            model = zoo.make_hf(variant)
-            folder = zoo.save_hf(model, tmp_path_factory.mktemp(name) / "hf")
+            variant = replace(model_zoo.ZOO[name], settings={**model_zoo.ZOO[name].settings, "vocab_size": ROWS})
+            model = model_zoo.make_hf(variant)
+            folder = model_zoo.save_hf(model, tmp_path_factory.mktemp(name) / "hf")
             cache[name] = variant, model, add_tokenizer(folder)
         return cache[name]
 
@@ -103,18 +103,18 @@ def converted(folder: Path, path: Path, kind: str) -> Path:
     return convert(open_checkpoint(folder), path, kind).path
 
 
-EXPRESSIBLE = [name for name in zoo.ZOO if name not in zoo.NO_GGUF_KEY]
+EXPRESSIBLE = [name for name in model_zoo.ZOO if name not in model_zoo.NO_GGUF_KEY]
 
 
 @pytest.mark.parametrize("name", EXPRESSIBLE)
 def test_logits_are_those_of_the_folder(name: str, made: Callable[[str], Made], tmp_path: Path) -> None:
     variant, _, folder = made(name)
-    ids = zoo.prompt_ids(variant)
-    expected = running.logits_of(running.load(folder, variant.max_context), ids)
+    ids = model_zoo.prompt_ids(variant)
+    expected = model_runs.logits_of(model_runs.load(folder, variant.max_context), ids)
     exact = converted(folder, tmp_path / "f32.gguf", "F32")
-    assert np.abs(running.logits_of(running.load(exact, variant.max_context), ids) - expected).max() < 1e-3
+    assert np.abs(model_runs.logits_of(model_runs.load(exact, variant.max_context), ids) - expected).max() < 1e-3
     close = converted(folder, tmp_path / "q8_0.gguf", "q8_0")
-    near = running.logits_of(running.load(close, variant.max_context), ids)
+    near = model_runs.logits_of(model_runs.load(close, variant.max_context), ids)
     assert 0 < np.sqrt(np.mean(np.square(near - expected))) < 0.06 * expected.std()
     assert {t.kind.name for t in open_checkpoint(close).tensors.values() if len(t.shape) == 2} == {"Q8_0"}
     assert {t.kind.name for t in open_checkpoint(close).tensors.values() if len(t.shape) == 1} == {"F32"}
@@ -125,7 +125,7 @@ def test_the_file_is_the_one_that_the_zoo_writes(name: str, made: Callable[[str]
     """Keys and tensors as llama.cpp's converter has them."""
     variant, model, folder = made(name)
     ours = open_checkpoint(converted(folder, tmp_path / "ours.gguf", "F32"))
-    theirs = open_checkpoint(zoo.save_gguf(variant, model, tmp_path / "theirs.gguf"))
+    theirs = open_checkpoint(model_zoo.save_gguf(variant, model, tmp_path / "theirs.gguf"))
     missing = {key for key in theirs.metadata if key not in ours.metadata}
     assert missing <= {f"{theirs.architecture}.rope.scaling.original_context_length"}  # of llama3: nobody reads it
     for key in theirs.metadata.keys() - missing - {"general.name"}:
@@ -140,8 +140,8 @@ def test_transformers_loads_it(name: str, made: Callable[[str], Made], tmp_path:
     variant, model, folder = made(name)
     path = converted(folder, tmp_path / "model.gguf", "F32")
     loaded = load_gguf_with_transformers(path, model.config)
-    ids = zoo.prompt_ids(variant)
-    assert np.abs(zoo.hf_logits(loaded, ids) - zoo.hf_logits(model, ids)).max() < 1e-3
+    ids = model_zoo.prompt_ids(variant)
+    assert np.abs(model_zoo.hf_logits(loaded, ids) - model_zoo.hf_logits(model, ids)).max() < 1e-3
 
 
 @pytest.mark.parametrize(("name", "told"), [("qwen2-window", "sliding_window in some of the layers"),
@@ -155,31 +155,31 @@ def test_what_gguf_cannot_say_is_refused(name: str, told: str, made: Callable[[s
     assert list(tmp_path.iterdir()) == []
 
 
-YARN = {**zoo.YARN, "beta_fast": 16.0}
+YARN = {**model_zoo.YARN, "beta_fast": 16.0}
 
 
 @pytest.mark.parametrize(("rope", "told"), [
     ({**YARN, "attention_factor": 1.7}, None),
     ({**YARN, "factor": 1.0}, None),
     ({**YARN, "truncate": False}, "rope scaling 'yarn' with its settings"),
-    ({**zoo.LINEAR, "attention_factor": 1.5}, None),
+    ({**model_zoo.LINEAR, "attention_factor": 1.5}, None),
 ])  # fmt: skip
 def test_rope_settings_arrive_or_are_refused(rope: dict[str, Any], told: str | None, tmp_path: Path) -> None:
-    variant = zoo.Variant("llama", {"rope_parameters": rope, "vocab_size": ROWS})
-    folder = add_tokenizer(zoo.save_hf(zoo.make_hf(variant), tmp_path / "hf"))
+    variant = model_zoo.Variant("llama", {"rope_parameters": rope, "vocab_size": ROWS})
+    folder = add_tokenizer(model_zoo.save_hf(model_zoo.make_hf(variant), tmp_path / "hf"))
     if told is not None:
         with pytest.raises(UnsupportedModelError, match=told):
             converted(folder, tmp_path / "out.gguf", "F32")
         return
-    ids = zoo.prompt_ids(variant)
-    ours = running.load(converted(folder, tmp_path / "out.gguf", "F32"))
-    assert np.abs(running.logits_of(ours, ids) - running.logits_of(running.load(folder), ids)).max() < 1e-3
+    ids = model_zoo.prompt_ids(variant)
+    ours = model_runs.load(converted(folder, tmp_path / "out.gguf", "F32"))
+    assert np.abs(model_runs.logits_of(ours, ids) - model_runs.logits_of(model_runs.load(folder), ids)).max() < 1e-3
 
 
 def test_sharded_half_floats_and_a_name(tmp_path: Path) -> None:
-    variant = zoo.Variant("llama", {"rope_parameters": zoo.PLAIN, "vocab_size": ROWS})
-    model = zoo.make_hf(variant).bfloat16()
-    folder = add_tokenizer(zoo.save_hf(model, tmp_path / "my-model", shard="60KB"))
+    variant = model_zoo.Variant("llama", {"rope_parameters": model_zoo.PLAIN, "vocab_size": ROWS})
+    model = model_zoo.make_hf(variant).bfloat16()
+    folder = add_tokenizer(model_zoo.save_hf(model, tmp_path / "my-model", shard="60KB"))
     assert len(list(folder.glob("*.safetensors"))) > 1
     made = open_checkpoint(converted(folder, tmp_path / "out.gguf", "BF16"))
     assert made.metadata["general.name"] == "my-model"
@@ -258,8 +258,8 @@ def test_byte_level_tokenizers(pre: str, llama: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("prefix", [True, False])
 def test_sentencepiece_tokenizers(prefix: bool, tmp_path: Path) -> None:
     library = spm_library(add_dummy_prefix=prefix)
-    variant = zoo.Variant("llama", {"rope_parameters": zoo.PLAIN, "vocab_size": library.get_vocab_size()})
-    folder = zoo.save_hf(zoo.make_hf(variant), tmp_path / "hf")
+    variant = model_zoo.Variant("llama", {"rope_parameters": model_zoo.PLAIN, "vocab_size": library.get_vocab_size()})
+    folder = model_zoo.save_hf(model_zoo.make_hf(variant), tmp_path / "hf")
     add_tokenizer(folder, library, bos_token="<s>", eos_token="</s>")
     path = converted(folder, tmp_path / "out.gguf", "F16")
     metadata = open_checkpoint(path).metadata
@@ -322,8 +322,8 @@ REFUSED: dict[str, tuple[Callable[[], Library], str]] = {
 @pytest.mark.parametrize("why", REFUSED)
 def test_tokenizers_that_gguf_cannot_say(why: str, tmp_path: Path) -> None:
     make, told = REFUSED[why]
-    variant = zoo.Variant("llama", {"rope_parameters": zoo.PLAIN, "vocab_size": 1200})
-    folder = zoo.save_hf(zoo.make_hf(variant), tmp_path / "hf")
+    variant = model_zoo.Variant("llama", {"rope_parameters": model_zoo.PLAIN, "vocab_size": 1200})
+    folder = model_zoo.save_hf(model_zoo.make_hf(variant), tmp_path / "hf")
     make().save(str(folder / "tokenizer.json"))
     (folder / "generation_config.json").unlink()
     with pytest.raises(UnsupportedModelError, match=re.escape(told)):
@@ -348,7 +348,7 @@ def test_a_folder_must_hold_all_of_a_model(llama: Path, tmp_path: Path) -> None:
 def test_a_gguf_keeps_its_metadata(made: Callable[[str], Made], tmp_path: Path) -> None:
     variant, model, _ = made("llama3")
     metadata = {
-        **zoo.gguf_metadata(variant, model),
+        **model_zoo.gguf_metadata(variant, model),
         "general.file_type": Typed("uint32", 0),
         "general.tags": ["a", "b"],
         "some.bool": True,
@@ -358,7 +358,7 @@ def test_a_gguf_keeps_its_metadata(made: Callable[[str], Made], tmp_path: Path) 
         "some.nested": [[1, 2], [3]],
         "some.none": Typed("string", []),
     }
-    parts = write_split(tmp_path / "model.gguf", metadata, zoo.gguf_tensors(variant, model), 2)
+    parts = write_split(tmp_path / "model.gguf", metadata, model_zoo.gguf_tensors(variant, model), 2)
     source = open_checkpoint(parts[0])
     result = convert(source, tmp_path / "out.gguf", "Q5_1", threads=3)
     made_file = open_checkpoint(result.path)
@@ -383,14 +383,16 @@ def test_a_gguf_keeps_its_metadata(made: Callable[[str], Made], tmp_path: Path) 
 
 def test_types_that_do_not_change_are_copied(made: Callable[[str], Made], tmp_path: Path) -> None:
     variant, model, _ = made("llama")
-    once = convert(open_checkpoint(zoo.save_gguf(variant, model, tmp_path / "a.gguf")), tmp_path / "b.gguf", "Q4_0")
+    once = convert(
+        open_checkpoint(model_zoo.save_gguf(variant, model, tmp_path / "a.gguf")), tmp_path / "b.gguf", "Q4_0"
+    )
     again = convert(open_checkpoint(once.path), tmp_path / "c.gguf", "Q4_0")
     assert once.path.read_bytes() == again.path.read_bytes()
 
 
 def test_what_our_loader_refuses_is_not_converted(made: Callable[[str], Made], tmp_path: Path) -> None:
     variant, model, _ = made("llama")
-    metadata, tensors = zoo.gguf_metadata(variant, model), zoo.gguf_tensors(variant, model)
+    metadata, tensors = model_zoo.gguf_metadata(variant, model), model_zoo.gguf_tensors(variant, model)
     write_gguf(tmp_path / "a.gguf", metadata, {n: t for n, t in tensors.items() if n != "blk.1.attn_q.weight"})
     with pytest.raises(ModelFileError, match=r"tensor 'blk\.1\.attn_q\.weight' is missing"):
         converted(tmp_path / "a.gguf", tmp_path / "out.gguf", "Q8_0")
@@ -422,7 +424,7 @@ def test_every_type_can_be_written_and_no_other_is_taken(made: Callable[[str], M
 @pytest.mark.parametrize("name", ["llama", "phi3", "gemma2"])
 def test_in_memory_as_in_a_file(name: str, made: Callable[[str], Made], tmp_path: Path) -> None:
     variant, model, folder = made(name)
-    for path in (folder, zoo.save_gguf(variant, model, tmp_path / "model.gguf")):
+    for path in (folder, model_zoo.save_gguf(variant, model, tmp_path / "model.gguf")):
         source = open_checkpoint(path)
         quantized = quantize_checkpoint(source, "Q4_K_M", threads=2)
         assert quantized.tensors.keys() == source.tensors.keys()
@@ -432,16 +434,16 @@ def test_in_memory_as_in_a_file(name: str, made: Callable[[str], Made], tmp_path
             if len(tensor.shape) == 2:
                 assert tensor.kind.name == written.tensors[key].kind.name
                 assert sorted(map(bytes, tensor.rows)) == sorted(map(bytes, written.tensors[key].rows))
-        ids = zoo.prompt_ids(variant)
+        ids = model_zoo.prompt_ids(variant)
         ours = load_model(quantized, pick(backend="reference"), describe(quantized))
-        expected = running.logits_of(running.load(tmp_path / "out.gguf"), ids)
-        assert np.abs(running.logits_of(ours, ids) - expected).max() < 1e-3
+        expected = model_runs.logits_of(model_runs.load(tmp_path / "out.gguf"), ids)
+        assert np.abs(model_runs.logits_of(ours, ids) - expected).max() < 1e-3
 
 
 def test_k_types_fill_a_model_of_their_width(tmp_path: Path) -> None:
     shape = {"vocab_size": ROWS, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 9}
-    variant = zoo.Variant("llama", {"rope_parameters": zoo.PLAIN, **shape})
-    source = open_checkpoint(zoo.save_gguf(variant, zoo.make_hf(variant), tmp_path / "model.gguf"))
+    variant = model_zoo.Variant("llama", {"rope_parameters": model_zoo.PLAIN, **shape})
+    source = open_checkpoint(model_zoo.save_gguf(variant, model_zoo.make_hf(variant), tmp_path / "model.gguf"))
     types = {t.name: t.kind.name for t in quantize_checkpoint(source, "Q4_K_M").tensors.values()}
     assert (types["output.weight"], types["token_embd.weight"]) == ("Q6_K", "Q4_K")
     assert [types[f"blk.{i}.ffn_down.weight"] for i in range(9)] == [

@@ -11,12 +11,12 @@ import pytest
 import torch
 import transformers
 
-from tests.models import running, zoo
+from tests.helpers import model_runs, model_zoo
 
 TOLERANCE = 1e-3
 NEW_TOKENS = 12
 
-Made = tuple[zoo.Variant, Any, Path, Path]
+Made = tuple[model_zoo.Variant, Any, Path, Path]
 
 
 @pytest.fixture(scope="module")
@@ -27,17 +27,17 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Made]:
     def make(name: str) -> Made:
         if name not in cache:
             folder = tmp_path_factory.mktemp(name)
-            variant = zoo.ZOO[name]
-            model = zoo.make_hf(variant)
-            hf = zoo.save_hf(model, folder / "hf")
-            cache[name] = variant, model, hf, zoo.save_gguf(variant, model, folder / f"{name}.gguf")
+            variant = model_zoo.ZOO[name]
+            model = model_zoo.make_hf(variant)
+            hf = model_zoo.save_hf(model, folder / "hf")
+            cache[name] = variant, model, hf, model_zoo.save_gguf(variant, model, folder / f"{name}.gguf")
         return cache[name]
 
     return make
 
 
-def largest_difference(ours: running.Transformer, theirs: Any, ids: list[int]) -> float:
-    return float(np.abs(running.logits_of(ours, ids) - zoo.hf_logits(theirs, ids)).max())
+def largest_difference(ours: model_runs.Transformer, theirs: Any, ids: list[int]) -> float:
+    return float(np.abs(model_runs.logits_of(ours, ids) - model_zoo.hf_logits(theirs, ids)).max())
 
 
 def load_gguf_with_transformers(gguf: Path, config: Any) -> Any:
@@ -57,25 +57,25 @@ def load_gguf_with_transformers(gguf: Path, config: Any) -> Any:
     return mistral
 
 
-@pytest.mark.parametrize("name", zoo.ZOO)
+@pytest.mark.parametrize("name", model_zoo.ZOO)
 def test_safetensors_equals_transformers(name: str, made: Callable[[str], Made]) -> None:
     variant, theirs, hf, _ = made(name)
-    ids = zoo.prompt_ids(variant)
-    expected = zoo.hf_logits(theirs, ids)
+    ids = model_zoo.prompt_ids(variant)
+    expected = model_zoo.hf_logits(theirs, ids)
     assert expected.max() - expected.min() >= 5, "the check would be vacuous"
-    ours = running.load(hf, variant.max_context)
+    ours = model_runs.load(hf, variant.max_context)
     assert largest_difference(ours, theirs, ids) < TOLERANCE
-    assert running.greedy(ours, ids, NEW_TOKENS) == zoo.hf_greedy(theirs, ids, NEW_TOKENS)
+    assert model_runs.greedy(ours, ids, NEW_TOKENS) == model_zoo.hf_greedy(theirs, ids, NEW_TOKENS)
 
 
-@pytest.mark.parametrize("name", [n for n in zoo.ZOO if n not in zoo.NO_GGUF_KEY])
+@pytest.mark.parametrize("name", [n for n in model_zoo.ZOO if n not in model_zoo.NO_GGUF_KEY])
 def test_gguf_equals_transformers_on_the_same_gguf(name: str, made: Callable[[str], Made]) -> None:
     variant, model, _, gguf = made(name)
     theirs = load_gguf_with_transformers(gguf, model.config)
-    ids = zoo.prompt_ids(variant, seed=8)
-    ours = running.load(gguf, variant.max_context)
+    ids = model_zoo.prompt_ids(variant, seed=8)
+    ours = model_runs.load(gguf, variant.max_context)
     assert largest_difference(ours, theirs, ids) < TOLERANCE
-    assert running.greedy(ours, ids, NEW_TOKENS) == zoo.hf_greedy(theirs, ids, NEW_TOKENS)
+    assert model_runs.greedy(ours, ids, NEW_TOKENS) == model_zoo.hf_greedy(theirs, ids, NEW_TOKENS)
 
 
 QUANTIZED = [("llama", "Q8_0"), ("llama-tied", "Q4_0"), ("mistral", "Q4_0"), ("qwen2", "Q5_0"), ("qwen3", "Q4_1"),
@@ -89,33 +89,33 @@ def test_quantized_gguf_equals_transformers_on_the_same_file(
     """Quantized rows move as wholes, fused ones stay together: transformers dequantizes the same file."""
     variant, model, _, _ = made(name)
     path = tmp_path / f"{name}.gguf"
-    zoo.save_quantized(variant, model, path, kind)
+    model_zoo.save_quantized(variant, model, path, kind)
     theirs = load_gguf_with_transformers(path, model.config)
-    ids = zoo.prompt_ids(variant, seed=9)
-    ours = running.load(path, variant.max_context)
+    ids = model_zoo.prompt_ids(variant, seed=9)
+    ours = model_runs.load(path, variant.max_context)
     assert ours.blocks[0].attention.output.weight.parts[0].kind.name == kind
     assert largest_difference(ours, theirs, ids) < TOLERANCE
-    assert running.greedy(ours, ids, NEW_TOKENS) == zoo.hf_greedy(theirs, ids, NEW_TOKENS)
+    assert model_runs.greedy(ours, ids, NEW_TOKENS) == model_zoo.hf_greedy(theirs, ids, NEW_TOKENS)
 
 
 @pytest.mark.parametrize("chunk", [1, 5, 23])
 @pytest.mark.parametrize("name", ["llama", "mistral-window", "gemma2", "gemma3", "phi3-long"])
 def test_chunked_prefill_sees_what_the_whole_one_sees(name: str, chunk: int, made: Callable[[str], Made]) -> None:
     variant, theirs, hf, _ = made(name)
-    ids = zoo.prompt_ids(variant)
-    ours = running.load(hf, variant.max_context)
-    assert np.abs(running.logits_of(ours, ids, chunk) - zoo.hf_logits(theirs, ids)).max() < TOLERANCE
+    ids = model_zoo.prompt_ids(variant)
+    ours = model_runs.load(hf, variant.max_context)
+    assert np.abs(model_runs.logits_of(ours, ids, chunk) - model_zoo.hf_logits(theirs, ids)).max() < TOLERANCE
 
 
-FEATURES = [(name, feature) for name, variant in zoo.ZOO.items() for feature in variant.features]
+FEATURES = [(name, feature) for name, variant in model_zoo.ZOO.items() for feature in variant.features]
 
 
 @pytest.mark.parametrize(("name", "feature"), FEATURES)
 @pytest.mark.parametrize("form", ["safetensors", "gguf"])
 def test_leaving_a_feature_out_is_seen(name: str, feature: str, form: str, made: Callable[[str], Made]) -> None:
     variant, theirs, hf, gguf = made(name)
-    if form == "gguf" and name in zoo.NO_GGUF_KEY:
+    if form == "gguf" and name in model_zoo.NO_GGUF_KEY:
         form = "safetensors"
-    ids = zoo.prompt_ids(variant)
-    broken = running.load_without(hf if form == "safetensors" else gguf, feature, variant.max_context)
+    ids = model_zoo.prompt_ids(variant)
+    broken = model_runs.load_without(hf if form == "safetensors" else gguf, feature, variant.max_context)
     assert largest_difference(broken, theirs, ids) > 10 * TOLERANCE

@@ -19,7 +19,7 @@ from llm_worker_rbee.models.families import BY_GGUF, BY_HF
 from llm_worker_rbee.weights import open_checkpoint
 from llm_worker_rbee.weights.gguf_writer import Raw, Typed, write_gguf
 
-from ..weights import tiny
+from ..helpers import minimal_gguf
 
 REQUIRED = (
     "block_count",
@@ -51,10 +51,10 @@ def load(path: Path) -> Transformer:
 
 def write(path: Path, changes: dict[str, Any] | None = None, family: str = "llama", drop: tuple[str, ...] = ()) -> Path:
     """A tiny model with keys of its family changed (`block_count` is `<family>.block_count`); None removes one."""
-    metadata = tiny.metadata(family)
+    metadata = minimal_gguf.metadata(family)
     for key, value in (changes or {}).items():
         metadata[f"{family}.{key}"] = value
-    tensors = {name: t for name, t in tiny.tensors(family).items() if name not in drop}
+    tensors = {name: t for name, t in minimal_gguf.tensors(family).items() if name not in drop}
     return write_gguf(path, {key: value for key, value in metadata.items() if value is not None}, tensors)
 
 
@@ -65,7 +65,7 @@ def refused(path: Path, expected: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("family", tiny.FAMILIES)
+@pytest.mark.parametrize("family", minimal_gguf.FAMILIES)
 def test_the_undamaged_model_loads(tmp_path: Path, family: str) -> None:
     assert load(write(tmp_path / "m.gguf", family=family)).config.family.name == family
 
@@ -160,7 +160,7 @@ def test_numbers_that_do_not_go_together(tmp_path: Path, changes: dict[str, Any]
     refused(write(tmp_path / "m.gguf", changes), expected)
 
 
-@pytest.mark.parametrize("family", tiny.FAMILIES)
+@pytest.mark.parametrize("family", minimal_gguf.FAMILIES)
 @pytest.mark.parametrize("layers", [4096, 10**9, 2**32 - 1])
 def test_block_count_of_a_billion(tmp_path: Path, family: str, layers: int) -> None:
     path = write(tmp_path / "m.gguf", {"block_count": layers, "attention.sliding_window_pattern": None}, family)
@@ -192,9 +192,9 @@ def test_large_numbers_allocate_nothing(tmp_path: Path, key: str, value: int) ->
 OPTIONAL = {"rope_freqs.weight", "output.weight"}
 
 
-@pytest.mark.parametrize("family", tiny.FAMILIES)
+@pytest.mark.parametrize("family", minimal_gguf.FAMILIES)
 def test_missing_tensors(tmp_path: Path, family: str) -> None:
-    for name in tiny.tensors(family):
+    for name in minimal_gguf.tensors(family):
         path = write(tmp_path / f"{name}.gguf", family=family, drop=(name,))
         if name in OPTIONAL:
             load(path)
@@ -202,9 +202,9 @@ def test_missing_tensors(tmp_path: Path, family: str) -> None:
             refused(path, f"tensor '{re.escape(name)}' is missing")
 
 
-@pytest.mark.parametrize("family", tiny.FAMILIES)
+@pytest.mark.parametrize("family", minimal_gguf.FAMILIES)
 def test_wrong_shapes(tmp_path: Path, family: str) -> None:
-    for name, tensor in tiny.tensors(family).items():
+    for name, tensor in minimal_gguf.tensors(family).items():
         wrong: list[Any]
         if isinstance(tensor, Raw):
             shape = (2 * tensor.shape[0], *tensor.shape[1:])
@@ -212,8 +212,8 @@ def test_wrong_shapes(tmp_path: Path, family: str) -> None:
         else:
             wrong = [np.concatenate([tensor, tensor]), tensor[None], tensor[:0]]
         for i, other in enumerate(wrong):
-            tensors = {**tiny.tensors(family), name: other}
-            path = write_gguf(tmp_path / f"{name}-{i}.gguf", tiny.metadata(family), tensors)
+            tensors = {**minimal_gguf.tensors(family), name: other}
+            path = write_gguf(tmp_path / f"{name}-{i}.gguf", minimal_gguf.metadata(family), tensors)
             if (name, i) == ("token_embd.weight", 0) and family != "llama":
                 continue  # a tied embedding with more rows is a larger vocabulary
             blamed = "output.weight" if (name, i) == ("token_embd.weight", 0) else name  # the two disagree
@@ -222,8 +222,8 @@ def test_wrong_shapes(tmp_path: Path, family: str) -> None:
 
 @pytest.mark.parametrize("name", ["blk.1.attn_norm.weight", "blk.0.attn_q_norm.weight", "blk.0.attn_rot.weight", "x"])
 def test_extra_tensors(tmp_path: Path, name: str) -> None:
-    tensors = {**tiny.tensors("llama"), name: np.ones(8, np.float32)}
-    path = write_gguf(tmp_path / "m.gguf", tiny.metadata("llama"), tensors)
+    tensors = {**minimal_gguf.tensors("llama"), name: np.ones(8, np.float32)}
+    path = write_gguf(tmp_path / "m.gguf", minimal_gguf.metadata("llama"), tensors)
     refused(path, f"tensor '{re.escape(name)}' is not part of a llama model")
 
 
@@ -234,14 +234,14 @@ def test_one_list_of_rope_factors_without_the_other(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("value", [0.0, -1.0, 1e-20])
 def test_rope_factors_that_cannot_be_divided_by(tmp_path: Path, value: float) -> None:
-    tensors = {**tiny.tensors("llama"), "rope_freqs.weight": np.array([1.0, value], np.float32)}
-    refused(write_gguf(tmp_path / "m.gguf", tiny.metadata("llama"), tensors), "rope_freqs.weight")
+    tensors = {**minimal_gguf.tensors("llama"), "rope_freqs.weight": np.array([1.0, value], np.float32)}
+    refused(write_gguf(tmp_path / "m.gguf", minimal_gguf.metadata("llama"), tensors), "rope_freqs.weight")
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("family", tiny.FAMILIES)
+@pytest.mark.parametrize("family", minimal_gguf.FAMILIES)
 def test_nan_and_infinity_in_every_tensor(tmp_path: Path, family: str, value: float) -> None:
-    for name, tensor in tiny.tensors(family).items():
+    for name, tensor in minimal_gguf.tensors(family).items():
         bad: Any
         if isinstance(tensor, Raw):
             half = np.array([value], np.float16 if tensor.kind == "Q4_0" else np.float32).view(np.uint8)[-2:]
@@ -249,8 +249,8 @@ def test_nan_and_infinity_in_every_tensor(tmp_path: Path, family: str, value: fl
         else:
             bad = tensor.copy()
             bad.reshape(-1)[-1] = value
-        tensors = {**tiny.tensors(family), name: bad}
-        path = write_gguf(tmp_path / f"{name}.gguf", tiny.metadata(family), tensors)
+        tensors = {**minimal_gguf.tensors(family), name: bad}
+        path = write_gguf(tmp_path / f"{name}.gguf", minimal_gguf.metadata(family), tensors)
         refused(path, f"tensor '{re.escape(name)}' holds .*NaN or infinite")
 
 
@@ -267,8 +267,8 @@ def test_architecture_missing(tmp_path: Path, metadata: dict[str, Any]) -> None:
 
 
 def test_a_metadata_key_called_config_means_nothing_in_gguf(tmp_path: Path) -> None:
-    tensors = {name: t for name, t in tiny.tensors("llama").items() if name != "output.weight"}
-    load(write_gguf(tmp_path / "m.gguf", {**tiny.metadata("llama"), "config": "x"}, tensors))
+    tensors = {name: t for name, t in minimal_gguf.tensors("llama").items() if name != "output.weight"}
+    load(write_gguf(tmp_path / "m.gguf", {**minimal_gguf.metadata("llama"), "config": "x"}, tensors))
 
 
 def from_hf(**changes: Any) -> ModelConfig:
@@ -336,5 +336,5 @@ def test_hf_sound_config() -> None:
 
 
 def test_describe_reads_no_tensor(tmp_path: Path) -> None:
-    config = describe(open_checkpoint(write_gguf(tmp_path / "m.gguf", tiny.metadata("llama"))))
-    assert config.vocab_size == len(tiny.SPM["tokenizer.ggml.tokens"])
+    config = describe(open_checkpoint(write_gguf(tmp_path / "m.gguf", minimal_gguf.metadata("llama"))))
+    assert config.vocab_size == len(minimal_gguf.SPM["tokenizer.ggml.tokens"])

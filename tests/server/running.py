@@ -27,7 +27,7 @@ from llm_worker_rbee.server.app import application
 from llm_worker_rbee.server.run import connection_for
 from llm_worker_rbee.server.settings import Settings
 from llm_worker_rbee.server.worker import Worker
-from tests.e2e import tiny
+from tests.helpers import tiny_models
 
 CONTEXT = 65_536
 SAID = "Helo wrd"
@@ -39,9 +39,9 @@ def write_model(path: Path) -> Path:
     """The model of this folder."""
     digits = {ord(d): 0.6 + 0.01 * i for i, d in enumerate("0123456789")}
     follows: dict[int, Any] = {i: i for i in range(256) if chr(i) not in "ab0123456789>#?" + SAID}
-    follows |= {ord("#"): ord("a"), ord("a"): ord("b"), ord("b"): ord("a"), tiny.ASSISTANT: digits}
-    follows |= {ord("?"): digits, **{ord(d): digits for d in "0123456789"}, **tiny.say(SAID)}
-    return tiny.write_scripted(path, follows, context=CONTEXT)
+    follows |= {ord("#"): ord("a"), ord("a"): ord("b"), ord("b"): ord("a"), tiny_models.ASSISTANT: digits}
+    follows |= {ord("?"): digits, **{ord(d): digits for d in "0123456789"}, **tiny_models.say(SAID)}
+    return tiny_models.write_scripted(path, follows, context=CONTEXT)
 
 
 def ids(text: str) -> list[int]:

@@ -31,7 +31,7 @@ import pytest
 
 from llm_worker_rbee.errors import InvalidRequestError
 from llm_worker_rbee.server.settings import Settings
-from tests.e2e import tiny
+from tests.helpers import tiny_models
 from tests.server.conftest import KEY, Start
 from tests.server.running import CHAT, CONTEXT, Server, ids
 
@@ -82,7 +82,7 @@ FIELDS: dict[str, tuple[tuple[str, ...], tuple[Any, ...]]] = {
     "chat_template_kwargs": (ALL, ({"a": 1},)),
     "n": (OPENAI, (10**9, 0, -1, 1.5, "two")),
     "logit_bias": (OPENAI, (5, [1], {"x": 1}, {"-1": 1}, {"1.5": 1}, {str(10**12): 1}, {"5": "x"}, {"5": 101},
-                            {"5": None}, {str(tiny.VOCAB): 1})),
+                            {"5": None}, {str(tiny_models.VOCAB): 1})),
     "stream_options": (OPENAI, (5, {"include_usage": "x"}, {"other": True})),
     "presence_penalty": (OPENAI, (3,)),
     "user": (OPENAI, (5,)),
@@ -105,7 +105,7 @@ PROMPTS: dict[str, tuple[tuple[str, ...], Any]] = {
     "mixed lists": ((COMPLETIONS,), [[5], 5]),
     "words in ids": ((COMPLETIONS,), [[5, "a"]]),
     "a negative id": ((COMPLETIONS,), [5, -1]),
-    "an id past the vocabulary": ((COMPLETIONS,), [5, tiny.VOCAB]),
+    "an id past the vocabulary": ((COMPLETIONS,), [5, tiny_models.VOCAB]),
     "a huge id": ((COMPLETIONS,), [[5], [1 << 70]]),
     "100,000 of them": ((COMPLETIONS,), ["#"] * 100_000),
     "truth values": ((COMPLETIONS,), [True, False]),
@@ -194,7 +194,7 @@ def test_what_is_refused_in_one_route_only(server: Server) -> None:
     require_refused(server, CHATS, changed(CHATS, max_completion_tokens=0), "max_completion_tokens")
     require_refused(server, JOB, changed(JOB, stop=["x"] * 5), "stop")
     require_refused(server, JOB, changed(JOB, messages=CHAT), "prompt")
-    for tokens in (None, "x", [tiny.VOCAB], [-1], [1.5], [True]):
+    for tokens in (None, "x", [tiny_models.VOCAB], [-1], [1.5], [True]):
         require_refused(server, "/detokenize", json.dumps({"tokens": tokens}).encode(), "tokens")
 
 
@@ -351,8 +351,11 @@ def test_no_origin_is_allowed_by_default(locked: Server) -> None:
 
 def test_ids_and_text_go_both_ways(server: Server) -> None:
     tokens = server.post("/tokenize", {"text": " the <|end|>"}).json()
-    assert (tokens["tokens"][0], tiny.END in tokens["tokens"]) == (258, False)
-    assert tiny.END in server.post("/tokenize", {"text": "<|end|>", "parse_special": True}).json()["tokens"]
+    assert (tokens["tokens"][0], tiny_models.END in tokens["tokens"]) == (258, False)
+    assert tiny_models.END in server.post("/tokenize", {"text": "<|end|>", "parse_special": True}).json()["tokens"]
     assert server.post("/detokenize", {"tokens": tokens["tokens"]}).json() == {"text": " the <|end|>"}
     made = server.post("/apply-template", {"messages": CHAT}).json()
-    assert made == {"prompt": "<|user|>#<|assistant|>", "tokens": [tiny.USER, *ids("#"), tiny.ASSISTANT]}
+    assert made == {
+        "prompt": "<|user|>#<|assistant|>",
+        "tokens": [tiny_models.USER, *ids("#"), tiny_models.ASSISTANT],
+    }

@@ -15,7 +15,7 @@ from llm_worker_rbee.server import jobs, openai_fields
 from llm_worker_rbee.server.fields import read_object
 from llm_worker_rbee.server.kinds import Only
 from tests.conftest import DEVICE
-from tests.e2e import tiny
+from tests.helpers import tiny_models
 from tests.server.conftest import Start
 from tests.server.running import CHAT, SAID, Server, events, step_through, until
 
@@ -132,8 +132,8 @@ def test_the_names_of_the_model(start: Start) -> None:
 
 def test_a_model_without_a_chat_template_says_so(tmp_path_factory: pytest.TempPathFactory) -> None:
     path = tmp_path_factory.mktemp("bare") / "bare.gguf"
-    metadata = {k: v for k, v in tiny.tokenizer_metadata().items() if k != "tokenizer.chat_template"}
-    tiny.write_scripted(path, {i: i for i in range(256)}, metadata)
+    metadata = {k: v for k, v in tiny_models.tokenizer_metadata().items() if k != "tokenizer.chat_template"}
+    tiny_models.write_scripted(path, {i: i for i in range(256)}, metadata)
     with Server(lambda: LLM(path, device=DEVICE, kv_memory=1 << 20)) as server:
         server.ready()
         error = server.post(CHATS, {"messages": CHAT}).json()["error"]
@@ -229,7 +229,7 @@ def test_bad_requests_do_not_touch_who_is_answered(server: Server) -> None:
     asked = {"prompt": "?", "max_tokens": 400, "seed": 5, "stream": False}
     alone = server.post(JOBS, asked).json()["text"]
     bad: list[tuple[str, Any]] = [
-        (JOBS, {}), (CHATS, {"messages": "x"}), (COMPLETIONS, {"prompt": [tiny.VOCAB]}), (COMPLETIONS, [1]),
+        (JOBS, {}), (CHATS, {"messages": "x"}), (COMPLETIONS, {"prompt": [tiny_models.VOCAB]}), (COMPLETIONS, [1]),
         (JOBS, {"prompt": "#" * 70_000, "max_tokens": 1}), (CHATS, {"messages": CHAT, "logit_bias": {"999999": 1}}),
     ]  # fmt: skip
     with ThreadPoolExecutor(4) as pool:

@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from llm_worker_rbee.server.openapi import ROUTES
 from tests.cli.conftest import environment
 from tests.conftest import DEVICE
-from tests.e2e import tiny
+from tests.helpers import tiny_models
 from tests.server.conftest import KEY
 from tests.server.running import until
 
@@ -87,7 +87,7 @@ def within_the_model(path: str, body: Any) -> Any:
 
 
 def _known_name(name: str) -> str:
-    return str(int(name) % tiny.VOCAB) if re.fullmatch(r"[0-9]{1,9}", name) else name
+    return str(int(name) % tiny_models.VOCAB) if re.fullmatch(r"[0-9]{1,9}", name) else name
 
 
 def _is_whole(value: Any) -> bool:
@@ -97,7 +97,7 @@ def _is_whole(value: Any) -> bool:
 def _known(ids: Any) -> Any:
     if isinstance(ids, list):
         return [_known(one) for one in ids]
-    return ids % tiny.VOCAB if _is_whole(ids) and ids >= 0 else ids
+    return ids % tiny_models.VOCAB if _is_whole(ids) and ids >= 0 else ids
 
 
 CASES = [

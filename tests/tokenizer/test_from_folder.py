@@ -10,7 +10,7 @@ from tokenizers import Tokenizer as Library
 
 from llm_worker_rbee.errors import TokenizerError
 from llm_worker_rbee.tokenizer import tokenizer_from_hf
-from tests.tokenizer.making import data, seeded, unicode_text
+from tests.helpers.tokenizer_metadata import data, seeded, unicode_text
 
 SPECIAL = ["<unk>", "<s>", "</s>", "<|eot_id|>"]
 

@@ -12,7 +12,7 @@ from llm_worker_rbee.tokenizer import Tokenizer, tokenizer_from_gguf
 from llm_worker_rbee.tokenizer.pre_tokenizers import PRE_TOKENIZERS
 from llm_worker_rbee.weights.gguf import open_gguf
 from llm_worker_rbee.weights.gguf_writer import write_gguf
-from tests.tokenizer.making import bpe_metadata, data, seeded, unicode_text
+from tests.helpers.tokenizer_metadata import bpe_metadata, data, seeded, unicode_text
 
 PROMISED = {
     "default", "llama-bpe", "smollm", "qwen2", "gpt-2", "starcoder", "refact", "falcon", "mpt", "deepseek-llm",

@@ -14,7 +14,7 @@ from llm_worker_rbee.errors import TokenizerError
 from llm_worker_rbee.tokenizer import Tokenizer, tokenizer_from_gguf
 from llm_worker_rbee.weights.gguf import open_gguf
 from llm_worker_rbee.weights.gguf_writer import write_gguf
-from tests.tokenizer.making import data, seeded, spm_metadata, unicode_text
+from tests.helpers.tokenizer_metadata import data, seeded, spm_metadata, unicode_text
 
 LETTERS = list("▁abcdefghijklmnopqrstuvwxyzHW,.!?")
 

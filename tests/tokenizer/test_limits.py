@@ -12,7 +12,7 @@ from tokenizers import Tokenizer as Library
 from llm_worker_rbee.errors import InvalidRequestError, TokenizerError
 from llm_worker_rbee.tokenizer import StreamDecoder, Tokenizer, tokenizer_from_gguf, tokenizer_from_hf
 from llm_worker_rbee.tokenizer.encoders import building
-from tests.tokenizer.making import SPM_TOKENS, bpe_metadata, data, spm_metadata
+from tests.helpers.tokenizer_metadata import SPM_TOKENS, bpe_metadata, data, spm_metadata
 
 MEGABYTE = 1 << 20
 

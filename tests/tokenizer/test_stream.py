@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from llm_worker_rbee.errors import InvalidRequestError
 from llm_worker_rbee.tokenizer import StreamDecoder, Tokenizer, tokenizer_from_gguf
-from tests.tokenizer.making import bpe_metadata, data, seeded, spm_metadata, unicode_text
+from tests.helpers.tokenizer_metadata import bpe_metadata, data, seeded, spm_metadata, unicode_text
 
 BPE = tokenizer_from_gguf(bpe_metadata())
 SPM = tokenizer_from_gguf(spm_metadata(["▁the", "the", "th", "▁t", "▁▁", "▁", *"the lo?ab"]))

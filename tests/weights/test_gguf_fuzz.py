@@ -26,11 +26,11 @@ from llm_worker_rbee.tokenizer import tokenizer_from_gguf
 from llm_worker_rbee.weights import open_checkpoint
 from llm_worker_rbee.weights.gguf_writer import write_gguf
 
-from . import tiny
+from ..helpers import minimal_gguf
 
 Rng = np.random.Generator
 LENGTH = re.compile(rb"(?=[^\0]\0{7})")
-sound_tensors = cache(tiny.tensors)
+sound_tensors = cache(minimal_gguf.tensors)
 BYTES = (0, 1, 2, 7, 8, 9, 31, 32, 64, 127, 128, 254, 255)
 WORDS = (0, 1, 2, 3, 5, 8, 9, 13, 31, 2**16, 2**31 - 1, 2**31, 2**32 - 1, 0x7F800000, 0x7FC00000, 0xFF800000)
 LONGS = (0, 1, 32, 33, 2**16, 2**31, 2**32, 2**40, 2**62, 2**63 - 1, 2**63, 2**64 - 32, 2**64 - 1)
@@ -93,17 +93,17 @@ DAMAGE = (flip_bits, set_bytes, set_word, set_long, set_length, swap, insert, de
 
 def rewrite(family: str, rng: Rng, path: Path) -> bytearray:
     """A sound file with one or two metadata values replaced by ones from the edge of some type."""
-    metadata, tensors = tiny.metadata(family), sound_tensors(family)
+    metadata, tensors = minimal_gguf.metadata(family), sound_tensors(family)
     for _ in range(int(rng.integers(1, 3))):
         key = list(metadata)[int(rng.integers(len(metadata)))]
-        choices = tiny.typed_variants(metadata[key])
+        choices = minimal_gguf.typed_variants(metadata[key])
         metadata[key] = choices[int(rng.integers(len(choices)))]
     return bytearray(write_gguf(path, metadata, tensors).read_bytes())
 
 
 def mutate(family: str, valid: bytes, number: int, path: Path) -> bytearray:
     """Mutation `number` of a family, always the same."""
-    rng = np.random.default_rng([tiny.FAMILIES.index(family), number])
+    rng = np.random.default_rng([minimal_gguf.FAMILIES.index(family), number])
     if number % 4 == 0:
         return rewrite(family, rng, path)
     data = bytearray(valid)
@@ -149,19 +149,19 @@ def explained(error: WorkerError) -> str:
     return type(error).__name__
 
 
-@pytest.mark.parametrize("family", tiny.FAMILIES)
+@pytest.mark.parametrize("family", minimal_gguf.FAMILIES)
 def test_damaged_files_load_or_fail_with_our_own_error(
     family: str, request: pytest.FixtureRequest, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.CRITICAL, "llm_worker_rbee")
     path = tmp_path / "damaged.gguf"
-    valid = write_gguf(path, tiny.metadata(family), tiny.tensors(family)).read_bytes()
+    valid = write_gguf(path, minimal_gguf.metadata(family), minimal_gguf.tensors(family)).read_bytes()
     assert outcome(path) == "loaded + loaded"
     open_before = len(os.listdir("/proc/self/fd")) if Path("/proc/self/fd").exists() else 0
     seen: Counter[str] = Counter()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for number in range(request.config.getoption("--mutations") // len(tiny.FAMILIES)):
+        for number in range(request.config.getoption("--mutations") // len(minimal_gguf.FAMILIES)):
             path.unlink()  # the last one may still be mapped
             path.write_bytes(mutate(family, valid, number, path))
             try:

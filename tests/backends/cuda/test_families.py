@@ -17,7 +17,7 @@ from llm_worker_rbee.weights import open_checkpoint
 
 pytest.importorskip("transformers")
 pytest.importorskip("gguf")
-from tests.models import zoo
+from tests.helpers import model_zoo
 
 BLOCK = 8
 
@@ -47,11 +47,11 @@ def logits(path: Path, ops: Any, ids: list[int], parts: list[int], max_context: 
 
 @pytest.mark.parametrize("name", ["phi3-short", "gemma2"])
 def test_a_family_op_by_op(name: str, tmp_path: Path) -> None:
-    variant = zoo.ZOO[name]
-    path = zoo.save_hf(
-        zoo.make_hf(replace(variant, settings={**variant.settings, "num_hidden_layers": 2})), tmp_path / "m"
+    variant = model_zoo.ZOO[name]
+    path = model_zoo.save_hf(
+        model_zoo.make_hf(replace(variant, settings={**variant.settings, "num_hidden_layers": 2})), tmp_path / "m"
     )
-    ids = zoo.prompt_ids(variant)[:18]
+    ids = model_zoo.prompt_ids(variant)[:18]
     wanted = logits(path, reference, ids, [18], variant.max_context)
     found = logits(path, cuda, ids, [17, 1], variant.max_context)
     assert np.abs(found - wanted).max() < 1e-5 * np.abs(wanted).max()
@@ -59,10 +59,10 @@ def test_a_family_op_by_op(name: str, tmp_path: Path) -> None:
 
 def test_a_quantized_family_op_by_op(tmp_path: Path) -> None:
     """A tied, packed table; 17 tokens on the tensor cores, then one as bytes."""
-    variant = zoo.ZOO["gemma2"]
-    model = zoo.make_hf(replace(variant, settings={**variant.settings, "num_hidden_layers": 1}))
-    path = zoo.save_quantized(variant, model, tmp_path / "m.gguf", "Q8_0")
-    ids = zoo.prompt_ids(variant)[:18]
+    variant = model_zoo.ZOO["gemma2"]
+    model = model_zoo.make_hf(replace(variant, settings={**variant.settings, "num_hidden_layers": 1}))
+    path = model_zoo.save_quantized(variant, model, tmp_path / "m.gguf", "Q8_0")
+    ids = model_zoo.prompt_ids(variant)[:18]
     wanted, found = (logits(path, ops, ids, [17, 1], None) for ops in (reference, cuda))
     difference = np.abs(found - wanted).max(1) / np.abs(wanted).max()
     assert difference[:17].max() < 1e-2

@@ -15,7 +15,7 @@ from llm_worker_rbee.errors import InvalidRequestError
 from llm_worker_rbee.layers.rope import inverse_frequencies
 from llm_worker_rbee.weights.quants import BLOCK_TYPES
 from tests.backends.cuda.making import random_tensor, relative
-from tests.layers.building import Floats, Pages, normal
+from tests.helpers.layer_inputs import Floats, Pages, normal
 
 KINDS = ["q4", "q4m", "q5", "q5m", "q6", "q8", "q8d", "q4mm"]
 OF_KIND = dict(zip(KINDS, ["Q4_0", "Q4_K", "Q5_0", "Q5_K", "Q6_K", "Q8_0", "IQ2_S", "Q2_K"], strict=True))

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llm_worker_rbee.weights.gguf_writer import Typed, write_gguf
-from tests.models import zoo
+from tests.helpers import model_zoo
 
 MERGED = ["Ġt", "he", "Ġthe"]
 MERGES = ["Ġ t", "h e", "Ġt he"]
@@ -26,7 +26,7 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 HEAD = 32  # what fused decoders know
-LLAMA = zoo.Variant("llama", {"rope_parameters": zoo.PLAIN, "vocab_size": VOCAB, "head_dim": HEAD})
+LLAMA = model_zoo.Variant("llama", {"rope_parameters": model_zoo.PLAIN, "vocab_size": VOCAB, "head_dim": HEAD})
 
 
 def byte_chars() -> list[str]:
@@ -57,14 +57,16 @@ def tokenizer_metadata(**changes: Any) -> dict[str, Any]:
 
 
 def random_hf(seed: int = 0) -> Any:
-    return zoo.make_hf(LLAMA, seed)
+    return model_zoo.make_hf(LLAMA, seed)
 
 
 def write_random(path: Path, model: Any = None, **tokenizer: Any) -> Path:
     """A random llama with this vocabulary: what it says depends on every token before."""
     model = model or random_hf()
     return write_gguf(
-        path, {**zoo.gguf_metadata(LLAMA, model), **tokenizer_metadata(**tokenizer)}, zoo.gguf_tensors(LLAMA, model)
+        path,
+        {**model_zoo.gguf_metadata(LLAMA, model), **tokenizer_metadata(**tokenizer)},
+        model_zoo.gguf_tensors(LLAMA, model),
     )
 
 

@@ -62,7 +62,7 @@ class Variant:
 
     family: str
     settings: dict[str, Any] = field(default_factory=dict)
-    features: tuple[str, ...] = ()  # what must not be left out (see running.py)
+    features: tuple[str, ...] = ()  # what must not be left out (see model_runs.py)
     max_context: int | None = None
     length: int = 24
 

@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
-DATA = Path(__file__).parent / "data"
+DATA = Path(__file__).parents[1] / "tokenizer" / "data"
 
 seeded = settings(derandomize=True, deadline=None, max_examples=150, suppress_health_check=list(HealthCheck))
 
