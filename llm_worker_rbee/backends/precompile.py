@@ -25,7 +25,7 @@ from .ops import Ops
 COMPILING = "compiling kernels, once"
 FEW = 4  # kernels that are compiled sooner than a helper has started
 MOST_HELPERS = 7
-FOLDER_VARIABLE = "LLM_WORKER_KERNEL_CACHE"  # as in cpu/disk.py, which needs Numba
+FOLDER_VARIABLE = "LLM_WORKER_KERNEL_CACHE"  # as in cpu/jit.py, which needs Numba
 Progress = Callable[[str, int, int | None], None]
 
 
@@ -65,7 +65,7 @@ def get_ready_for(ops: Ops, needs: Needs, progress: Progress | None = None) -> i
     its own."""
     if ops is reference or cuda_probe.is_cuda(ops):
         return 0
-    catalog, compiling = (importlib.import_module(f"{__package__}.cpu.{name}") for name in ("catalog", "compile"))
+    catalog, compiling = (importlib.import_module(f"{__package__}.cpu.{name}") for name in ("catalog", "jit"))
     return get_ready(catalog.needed(*needs), compiling.folder(), progress)
 
 

@@ -226,21 +226,20 @@ def _layer() -> Check:
 def _kernel_cache() -> Check:
     """Where compiled kernels are kept; looking makes no folder."""
     try:
-        from ..backends.cpu import compile as compiling
-        from ..backends.cpu import disk
+        from ..backends.cpu import jit
 
-        above, name = disk.place(), compiling.fingerprint()
+        above, name = jit.place(), jit.fingerprint()
     except Exception as error:
         return Check("kernel cache", "warn", one_line(f"unknown: {error}"))
     if above is None:
-        return Check("kernel cache", "warn", "there is no home folder", f"set {disk.VARIABLE} to a folder")
+        return Check("kernel cache", "warn", "there is no home folder", f"set {jit.VARIABLE} to a folder")
     folder = above / name
     nearest = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
     here = 0
     with suppress(OSError):  # a folder that may not be looked into holds nothing for us
         here = len([file for file in folder.iterdir() if not file.name.startswith(".")])
     if not here and not (os.path.isdir(nearest) and os.access(nearest, os.W_OK | os.X_OK)):
-        remedy = f"set {disk.VARIABLE} to a folder that can be written to"
+        remedy = f"set {jit.VARIABLE} to a folder that can be written to"
         return Check("kernel cache", "warn", f"{folder} cannot be made: each start compiles the kernels", remedy)
     ahead = None if here else "llm-worker-rbee warmup compiles them ahead of time"
     return Check("kernel cache", "ok", f"{folder}: {here} kernels compiled", ahead)

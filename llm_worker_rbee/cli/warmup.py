@@ -70,8 +70,7 @@ def warmup(
 def _wanted(model: str | None, all_: bool, progress: Any) -> tuple[Sequence["Kernel"], Path | None]:
     from ..backends import precompile
     from ..backends.cpu import catalog
-    from ..backends.cpu.compile import folder
-    from ..backends.cpu.disk import place
+    from ..backends.cpu.jit import folder, place
     from ..models import describe
     from ..weights import hub, open_checkpoint
 

@@ -169,7 +169,7 @@ def test_an_instruction_set_that_is_not_here_is_refused(monkeypatch: pytest.Monk
 FORCED = """
 import numpy as np
 from llm_worker_rbee.backends import cpu
-from llm_worker_rbee.backends.cpu.intrinsics import NAME
+from llm_worker_rbee.backends.cpu.dot_int8 import NAME
 from llm_worker_rbee.bench.blocks import random_tensor
 from llm_worker_rbee.weights.quants import BLOCK_TYPES
 x = np.random.default_rng(1).standard_normal((3, 256), np.float32)

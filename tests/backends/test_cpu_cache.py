@@ -13,15 +13,15 @@ from pathlib import Path
 import pytest
 
 from llm_worker_rbee.backends import isa
-from llm_worker_rbee.backends.cpu import disk
+from llm_worker_rbee.backends.cpu import jit
 
 PACKAGE = Path(__file__).parents[2] / "llm_worker_rbee"
 RUN = """
 import ctypes, os, resource
 import numpy as np
-from llm_worker_rbee.backends.cpu import floats as f
-from llm_worker_rbee.backends.cpu.compile import Task
-from llm_worker_rbee.backends.cpu.memory import f32
+from llm_worker_rbee.backends.cpu import simd_f32 as f
+from llm_worker_rbee.backends.cpu.jit import Task
+from llm_worker_rbee.backends.cpu.pointers import f32
 
 def ratio(args, step, piece):
     x = f32(args)
@@ -40,7 +40,7 @@ RIGHT, WRONG = 6.0, 54.0
 
 def start(cache: Path | str, root: Path = PACKAGE.parent, **env: str) -> subprocess.Popen[str]:
     """Three small kernels in a process of its own."""
-    given = {"PYTHONPATH": str(root), disk.VARIABLE: str(cache), "LLM_WORKER_THREADS": "1", **env}
+    given = {"PYTHONPATH": str(root), jit.VARIABLE: str(cache), "LLM_WORKER_THREADS": "1", **env}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     return subprocess.Popen([sys.executable, "-c", RUN], env={**os.environ, **given}, cwd=root, text=True, **pipes)  # type: ignore[call-overload, no-any-return]
 
@@ -59,7 +59,7 @@ def test_kernels_are_found_again_and_never_stale(tmp_path: Path) -> None:
     shutil.copytree(PACKAGE, root / "llm_worker_rbee", ignore=shutil.ignore_patterns("__pycache__"))
     assert end(start(cache, root)) == (RIGHT, False)
     assert end(start(cache, root)) == (RIGHT, True)
-    edited = root / "llm_worker_rbee" / "backends" / "cpu" / "floats.py"  # not the kernel's own file
+    edited = root / "llm_worker_rbee" / "backends" / "cpu" / "simd_f32.py"  # not the kernel's own file
     text = edited.read_text()
     assert "lambda context, b, sig, args: b.fdiv(*args)" in text
     edited.write_text(
@@ -84,7 +84,7 @@ def test_two_processes_compile_at_once_and_damage_is_mended(tmp_path: Path) -> N
     assert end(start(tmp_path)) == (RIGHT, True)
     for file in files:
         data = file.read_bytes()
-        assert hashlib.sha256(data[disk.DIGEST :]).digest() == data[: disk.DIGEST]
+        assert hashlib.sha256(data[jit.DIGEST :]).digest() == data[: jit.DIGEST]
 
 
 def test_a_folder_that_cannot_be_written_and_a_full_disk_are_no_hindrance(tmp_path: Path) -> None:
@@ -101,12 +101,12 @@ def test_a_folder_that_cannot_be_written_and_a_full_disk_are_no_hindrance(tmp_pa
 
 
 def test_code_of_old_versions_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(disk.VARIABLE, str(tmp_path))
+    monkeypatch.setenv(jit.VARIABLE, str(tmp_path))
     days = {f"{number:016x}": age for number, age in enumerate([90, 50, 40, 35, 20, 10])}
     for name, age in [*days.items(), ("not-ours", 90)]:
         (tmp_path / name).mkdir()
         (tmp_path / name / "kernel").write_text("code")
         os.utime(tmp_path / name, (time.time() - age * 86400,) * 2)
-    assert disk.open_folder("f" * 16) == tmp_path / ("f" * 16)
+    assert jit.open_folder("f" * 16) == tmp_path / ("f" * 16)
     left = {path.name for path in tmp_path.iterdir()}
     assert left == {name for name, age in days.items() if age <= 35} | {"not-ours", "f" * 16}

@@ -14,13 +14,11 @@ from numpy.typing import NDArray
 
 from llm_worker_rbee.backends import cpu
 from llm_worker_rbee.backends.cpu import threads
-from llm_worker_rbee.backends.cpu.compile import Task
-from llm_worker_rbee.backends.cpu.embedding import embed_rows
+from llm_worker_rbee.backends.cpu.embedding import embed_rows, unpack
+from llm_worker_rbee.backends.cpu.jit import Task
 from llm_worker_rbee.backends.cpu.layouts import BY_TYPE
-from llm_worker_rbee.backends.cpu.memory import i64
-from llm_worker_rbee.backends.cpu.program import Instruction, Program, table_of
-from llm_worker_rbee.backends.cpu.step import Step, new_step
-from llm_worker_rbee.backends.cpu.unpack import unpack
+from llm_worker_rbee.backends.cpu.pointers import i64
+from llm_worker_rbee.backends.cpu.program import Instruction, Program, Step, new_step, table_of
 from llm_worker_rbee.bench.blocks import random_tensor
 from llm_worker_rbee.engine.solo import Solo
 from llm_worker_rbee.errors import InferenceError

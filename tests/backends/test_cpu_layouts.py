@@ -10,9 +10,9 @@ import pytest
 from numpy.typing import NDArray
 
 from llm_worker_rbee.backends.cpu import threads
+from llm_worker_rbee.backends.cpu.embedding import unpack
 from llm_worker_rbee.backends.cpu.layouts import BY_TYPE, LAYOUTS
-from llm_worker_rbee.backends.cpu.pack import SMALL, Packed, pack
-from llm_worker_rbee.backends.cpu.unpack import unpack
+from llm_worker_rbee.backends.cpu.repack import SMALL, Packed, pack
 from llm_worker_rbee.bench.blocks import random_tensor
 from llm_worker_rbee.errors import ModelFileError, UnsupportedModelError
 from llm_worker_rbee.weights import Tensor

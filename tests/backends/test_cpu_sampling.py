@@ -9,8 +9,8 @@ import pytest
 from numpy.typing import NDArray
 
 from llm_worker_rbee.backends import cpu, reference_sampling
-from llm_worker_rbee.backends.cpu import candidates, filters, threads
 from llm_worker_rbee.backends.cpu import sampling as fast
+from llm_worker_rbee.backends.cpu import sampling_kernels, threads
 from llm_worker_rbee.backends.ops import SampleRow
 from llm_worker_rbee.errors import InferenceError
 
@@ -137,7 +137,7 @@ def test_flat_logits_have_many_candidates(row: dict[str, float]) -> None:
     for i in range(10):
         x = (rng.standard_normal(20_000) * rng.choice([0.1, 1.0])).astype(np.float32)
         one = SampleRow(**row, seed=i)  # type: ignore[arg-type]
-        assert fast._drawn(candidates.NARROW, x, one) == reference_sampling.sample_row(x, one)
+        assert fast._drawn(sampling_kernels.NARROW, x, one) == reference_sampling.sample_row(x, one)
 
 
 def test_the_kernels_seldom_ask() -> None:
@@ -146,7 +146,7 @@ def test_the_kernels_seldom_ask() -> None:
     for _ in range(400):
         x, row = ordinary(rng, 3000), settings(rng, 3000)
         if 0.1 < row.temperature < 10 and row.top_p < 0.9999:
-            token, drawn = fast._drawn(candidates.NARROW, x, row), drawn + 1
+            token, drawn = fast._drawn(sampling_kernels.NARROW, x, row), drawn + 1
             asked += token < 0
             assert token < 0 or token == reference_sampling.sample_row(x, row)
     assert drawn > 100
@@ -165,7 +165,9 @@ def test_uniform_numbers_are_the_same() -> None:
     for _ in range(200):
         seed = int(rng.integers(0, 2**64, dtype=np.uint64))
         choice, position = int(rng.integers(0, 2**40)), int(rng.integers(0, 2**62))
-        assert filters.uniform(np.uint64(seed), choice, position) == reference_sampling.uniform(seed, choice, position)
+        assert sampling_kernels.uniform(np.uint64(seed), choice, position) == reference_sampling.uniform(
+            seed, choice, position
+        )
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, "all -inf"])

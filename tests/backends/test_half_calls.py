@@ -6,12 +6,12 @@ import pytest
 
 from llm_worker_rbee import machine
 
-from .test_host import run
+from .test_isa import run
 
 CODE = """
 import numba, numpy as np
-from llm_worker_rbee.backends import host
-from llm_worker_rbee.backends.cpu import floats as f
+from llm_worker_rbee.backends import isa
+from llm_worker_rbee.backends.cpu import simd_f32 as f
 
 @numba.njit
 def copy(x, y):
@@ -36,7 +36,7 @@ narrow = np.empty(x.size, np.uint16)
 copy(x, narrow)
 with np.errstate(all="ignore"):
     same(narrow.view(np.float16), x.astype(np.float16))
-print("f16c" in host.features())
+print("f16c" in isa.features())
 """
 
 

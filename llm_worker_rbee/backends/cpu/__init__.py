@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 
 from ...weights import Tensor
 from ..ops import AttentionParams, Batch, Ints, KVLayer, Logprobs, ModelParts, RopeTable, SampleRow
-from . import elementwise, fused, linear_op, plan, sampling, single
-from . import kv as kv_places
-from .program import run_one
-from .step import Step
+from . import elementwise, forward, sampling
+from . import kv_layout as kv_places
+from . import linear as linear_op
+from .program import Step, run_one
 
 Floats = NDArray[np.float32]
 
@@ -86,19 +86,19 @@ def rope_store(
     q: Floats, k: Floats, v: Floats, positions: Ints, table: RopeTable, kv: KVLayer, slot_mapping: Ints
 ) -> Floats:
     """Rotate q and k, write k and v into the cache, give back q: (T, heads, padded head)."""
-    return single.rope_store(q, k, v, positions, table, kv, slot_mapping)
+    return forward.unfused_rope_store(q, k, v, positions, table, kv, slot_mapping)
 
 
 def attention(q: Floats, kv: KVLayer, batch: Batch, params: AttentionParams) -> Floats:
     """Each query over its own request's cached keys: (T, heads, head_dim) -> (T, heads * head_dim)."""
-    return single.attention(q, kv, batch, params)
+    return forward.unfused_attention(q, kv, batch, params)
 
 
 def gated(gate_up: Floats, activation: str) -> Floats:
     """act(gate) * up, where the first half of each row is the gate: (T, 2 * d_ff) -> (T, d_ff)."""
     rows, half = gate_up.shape[0], gate_up.shape[-1] // 2
     gate_up, out = np.ascontiguousarray(gate_up, np.float32), np.empty((rows, half), np.float32)
-    args = (Step.TOKENS, Step.GATE_UP, 0, Step.HIDDEN, 0, 0, half, plan.ACTIVATIONS.index(activation))
+    args = (Step.TOKENS, Step.GATE_UP, 0, Step.HIDDEN, 0, 0, half, forward.ACTIVATIONS.index(activation))
     entries: dict[int, Floats] = {Step.GATE_UP: gate_up, Step.HIDDEN: out}
     run_one(elementwise.GATED, args, -(-half // elementwise.WIDE), elementwise.FEW, rows, entries)
     return out
@@ -115,9 +115,9 @@ def logits(x: Floats, head: linear_op.Weight, soft_cap: float = 0.0) -> Floats:
     return np.float32(soft_cap) * np.tanh(raw / np.float32(soft_cap)) if soft_cap else raw
 
 
-def fuse(model: ModelParts) -> fused.Model:
+def fuse(model: ModelParts) -> forward.Model:
     """A whole step as one program."""
-    return fused.Model(model)
+    return forward.Model(model)
 
 
 def sample(raw_logits: Floats, rows: Sequence[SampleRow]) -> Ints:

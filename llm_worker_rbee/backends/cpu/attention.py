@@ -5,19 +5,29 @@ tokens of one head, or, for a token alone, heads that share a KV head. Three ste
 its sum), mixture. A score or a mixture is one chain of additions, by value or by position, whatever the tile: a query
 has the same bits alone, in a batch and in any chunk. Nothing past a row's own positions is ever added, not even
 times 0.
+
+Which rows of a step attention works on together: a tile of neighbouring tokens, or some heads of a token alone.
+
+Rotary embedding with the cache write, and attention, as tasks of a program: which piece is what, and where it lies.
+
+The arithmetic of one piece is in rotary.py and py. What the cache holds (float32, float16, int8 with scales)
+is known when a task is compiled.
 """
 
 from __future__ import annotations
 
 from functools import cache
 
+import numba as nb
 import numpy as np
 
 from ..isa import TABLE, current
-from . import floats as f
-from .ahead import ask_lines, ask_neighbours
-from .compile import kernel, variant
-from .kv import (
+from ..ops import AttentionParams
+from . import simd_f32 as f
+from .jit import Task, kernel, variant
+from .kv_layout import (
+    ask_lines,
+    ask_neighbours,
     at_lines,
     factors,
     four_lines,
@@ -31,6 +41,34 @@ from .kv import (
     put_rows,
     two_lines,
     value_row,
+)
+from .pointers import f32, f64, i64, ints_at, scratch
+from .program import Instruction, Step, Table, doubles, table_of
+from .quantize_activations import quantize
+from .rope import (
+    BYTES,
+    CAP,
+    HEADS,
+    HELD,
+    KV_HEADS,
+    LAYER,
+    PADDED,
+    PLACES,
+    S_KV,
+    S_MIXED,
+    S_POSITIONS,
+    S_QUERIES,
+    S_QUERY_START,
+    S_REQUESTS,
+    S_SINGLES,
+    S_SIZE,
+    S_TABLE,
+    S_TILES,
+    S_WIDTH,
+    S_WORK,
+    SCALE,
+    WINDOW,
+    padded,
 )
 
 LANES = 16
@@ -278,3 +316,106 @@ def part_of(group: int) -> int:
 def score_room(count, longest):
     """Floats of scratch for `count` rows over `longest` positions."""
     return count * (longest + 4 * LANES) + count
+
+
+@kernel
+def deal_rows(query_start, heads, part, work):
+    """(first token, tokens, request, head) of each piece to work[4 * i ...], at most tokens * heads; (tiles, others).
+
+    Full tiles of each request, the longest first, then the last tokens of each, `part` heads together. Pieces that read
+    the same keys follow each other.
+    """
+    n = 0
+    for r in range(query_start.shape[0] - 1):
+        first, last = query_start[r], query_start[r + 1]
+        for head in range(heads):
+            for token in range(last - (last - first) % TILE - TILE, first - 1, -TILE):
+                work[4 * n], work[4 * n + 1], work[4 * n + 2], work[4 * n + 3] = token, TILE, r, head
+                n += 1
+    tiles = n
+    for r in range(query_start.shape[0] - 1):
+        first, last = query_start[r], query_start[r + 1]
+        for head in range(0, heads, part):
+            for token in range(last - (last - first) % TILE, last):
+                work[4 * n], work[4 * n + 1], work[4 * n + 2], work[4 * n + 3] = token, 1, r, head
+                n += 1
+    return tiles, n - tiles
+
+
+PART = ROWS = ALONG = ATTEND = CACHED = None  # set for each variant
+
+
+def deal(args, step, piece):
+    """Cut attention into pieces and count them."""
+    a, s = i64(args), i64(step)
+    starts = nb.carray(ints_at(s[S_QUERY_START]), (s[S_REQUESTS] + 1,))
+    s[S_TILES], s[S_SINGLES] = deal_rows(starts, a[HEADS], PART, i64(s[S_WORK]))
+
+
+def attend(args, step, piece):
+    """One piece: a tile of tokens (ALONG), or a token alone with ROWS heads."""
+    a, s = i64(args), i64(step)
+    work, kv, at = i64(s[S_WORK]), i64(s[S_KV]), PLACES * a[LAYER]
+    i = 4 * (piece if ALONG else s[S_TILES] + piece)
+    token, request, head = work[i], work[i + 2], work[i + 3]
+    keys, values, k_scales, v_scales = CACHED(kv[at]), CACHED(kv[at + 1]), f32(kv[at + 2]), f32(kv[at + 3])
+    q, out, positions = f32(s[S_QUERIES]), f32(s[S_MIXED]), i64(s[S_POSITIONS])
+    blocks = i64(s[S_TABLE] + request * s[S_WIDTH] * 8)
+    heads, kv_heads, dim, size, window = a[HEADS], a[KV_HEADS], a[PADDED], s[S_SIZE], a[WINDOW]
+    scale, cap = np.float32(f64(args)[SCALE]), np.float32(f64(args)[CAP])
+    scores = scratch(score_room(ROWS, positions[token + (ROWS - 1) * ALONG] + 1))
+    ATTEND(
+        q, (token * heads + head) * dim, heads * dim if ALONG else dim, keys, values, k_scales, v_scales, positions,
+        token, blocks, size, head // (heads // kv_heads), kv_heads, dim, scale, cap, window, scores, out,
+    )  # fmt: skip
+    if a[BYTES]:  # heads that are whole pairs of blocks: their bytes are made while they are near
+        for r in range(ROWS if ALONG else 1):
+            at = ((token + r) * heads + head) * dim
+            quantize(out, at, s, a[BYTES], at // 32, (at + (dim if ALONG else ROWS * dim)) // 32)
+
+
+@cache
+def deal_for(group: int) -> Task:
+    """How attention is cut, where so many heads share a KV head."""
+    part = part_of(group)
+    return Task(deal, str(part), PART=part)
+
+
+@cache
+def tiles_for(kind: str) -> Task:
+    """Attention of tiles of tokens."""
+    rows = rows_for(TILE, 1)
+    return Task(attend, f"tiles,{kind}", ROWS=TILE, ALONG=1, CACHED=HELD[kind], ATTEND=rows)
+
+
+@cache
+def singles_for(group: int, kind: str) -> Task:
+    """Attention of tokens alone, where so many heads share a KV head."""
+    part = part_of(group)
+    rows = rows_for(part, 0)
+    return Task(attend, f"{part},{kind}", ROWS=part, ALONG=0, CACHED=HELD[kind], ATTEND=rows)
+
+
+def whole_bytes(dim: int) -> bool:
+    """Whether attention can make the bytes of its heads: they share no pair of blocks, and none is padded."""
+    return dim % 64 == 0
+
+
+def arguments(
+    layer: int, rope: int, pairs: int, heads: int, kv_heads: int, dim: int, params: AttentionParams, bytes_at: int = 0
+) -> Table:
+    """What the tasks of one layer are told: the number of its rotary table, the entry of the bytes that they make."""
+    angles = Step.ANGLES + 2 * rope
+    args = table_of(layer, angles, pairs, heads, kv_heads, dim, padded(dim), params.window, 0, 0, bytes_at)
+    return doubles(args, SCALE, [params.scale, params.soft_cap])
+
+
+def deal_instruction(args: Table) -> Instruction:
+    """To come once in a step, before attention."""
+    return Instruction(deal_for(int(args[HEADS] // args[KV_HEADS])), args, 1, Step.TOKENS, 1 << 40)
+
+
+def attend_instructions(args: Table, kind: str) -> list[Instruction]:
+    """Attention of all tokens."""
+    singles = singles_for(int(args[HEADS] // args[KV_HEADS]), kind)
+    return [Instruction(tiles_for(kind), args, 1, Step.TILES, 1), Instruction(singles, args, 1, Step.SINGLES, 1)]

@@ -13,12 +13,14 @@ from typing import Any
 import numba as nb
 
 from ..ops import KV_TYPES
-from . import heads, matmul, pack, pack_kernels, program
-from .compile import Called, Task
+from . import program, repack, rope
+from .attention import deal_for, singles_for, tiles_for
+from .gguf_blocks import BOOK_RULES
+from .jit import Called, Task
 from .layouts import BY_TYPE, LAYOUTS, Layout
-from .unpack_iq import RULES as BOOK_RULES
+from .linear import task_for
 
-MODULES = "program elementwise activations embedding heads attention rotary linear_op sampling draws filters"
+MODULES = "program elementwise quantize_activations embedding attention rope linear sampling sampling_kernels"
 GROUPS = (1, 2, 3, 4, 5, 6, 7, 8)  # heads that share a KV head in the models we know
 Kernel = Task | Called
 
@@ -26,22 +28,22 @@ Kernel = Task | Called
 def every() -> list[Kernel]:
     """Every kernel, for any model of the groups we know."""
     of_heads = [kernel for kind in KV_TYPES for group in GROUPS for kernel in _of_heads(group, kind)]
-    return _unique([*_always(), *_packing(LAYOUTS), *map(matmul.task_for, LAYOUTS), *of_heads])
+    return _unique([*_always(), *_packing(LAYOUTS), *map(task_for, LAYOUTS), *of_heads])
 
 
 def needed(kinds: Collection[str], group: int, kv_type: str = KV_TYPES[0]) -> list[Kernel]:
     """What a model with matrices of these block types needs, in which so many heads share a KV head."""
     layouts = list(dict.fromkeys(BY_TYPE[kind] for kind in sorted(kinds) if kind in BY_TYPE))
     of_heads = _of_heads(group, kv_type)
-    return _unique([*_always(), *_packing(layouts, kinds), *map(matmul.task_for, layouts), *of_heads])
+    return _unique([*_always(), *_packing(layouts, kinds), *map(task_for, layouts), *of_heads])
 
 
 def _of_heads(group: int, kv_type: str) -> list[Kernel]:
     return [
-        heads.deal_for(group),
-        heads.store_for(kv_type),
-        heads.tiles_for(kv_type),
-        heads.singles_for(group, kv_type),
+        deal_for(group),
+        rope.store_for(kv_type),
+        tiles_for(kv_type),
+        singles_for(group, kv_type),
     ]
 
 
@@ -70,13 +72,13 @@ def _packing(layouts: Iterable[Layout], kinds: Collection[str] = tuple(BY_TYPE))
     """What repacks weights of these layouts."""
     whole, numbers = nb.int64, [layout for layout in layouts if layout.numbers]
     typeof: Any = nb.typeof
-    types = (typeof(pack._source("Q4_0")), *[whole] * 5, typeof(pack._nowhere(BY_TYPE["Q4_0"])), whole)
+    types = (typeof(repack._source("Q4_0")), *[whole] * 5, typeof(repack._nowhere(BY_TYPE["Q4_0"])), whole)
     coded = [kind for kind in kinds if kind in BY_TYPE and not BY_TYPE[kind].numbers]
-    made: list[Kernel] = [Called(pack_kernels.interleave, *[whole] * 8)] if numbers else []
+    made: list[Kernel] = [Called(repack.interleave, *[whole] * 8)] if numbers else []
     if any(kind not in BOOK_RULES for kind in coded):
-        made.append(Called(pack_kernels.pack_basic, *types))
+        made.append(Called(repack.pack_basic, *types))
     if any(kind in BOOK_RULES for kind in coded):
-        made.append(Called(pack_kernels.pack_book, *types))
+        made.append(Called(repack.pack_book, *types))
     return made
 
 

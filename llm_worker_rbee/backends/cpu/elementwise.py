@@ -10,10 +10,10 @@ import math
 
 import numpy as np
 
-from . import floats as f
-from .activations import quantize, quantize_finely
-from .compile import Task, kernel
-from .memory import f32, f64, i64, scratch
+from . import simd_f32 as f
+from .jit import Task, kernel
+from .pointers import f32, f64, i64, scratch
+from .quantize_activations import quantize, quantize_finely
 
 FEW = 4  # tokens of a piece
 WIDE = 512  # columns of a piece of the gate

@@ -15,11 +15,11 @@ from numba import types
 from numba.extending import intrinsic
 
 from .. import isa
-from . import half_calls
+from . import f16c_fallback
 from .layouts import LAYOUTS
-from .vectors import I8, I16, I32, LANES, bytes64, each, load, masked, splat_value, words64
+from .simd import I8, I16, I32, LANES, bytes64, each, load, masked, splat_value, words64
 
-half_calls.provide()
+f16c_fallback.provide()
 NAME = isa.current()
 BIAS = isa.TABLE[NAME].bias
 # `sdot` takes its activations from any lane of a register; elsewhere a load that fills every lane is as good.
@@ -201,7 +201,11 @@ def dot_half(_: Any, acc: Any, layout: Any, half: Any, packed: Any, line: Any, x
             weights = _quad(b, lines, kind.planes, quad)
             if kind.table is not None:
                 weights = look_up(b, weights, kind.table)
-            tile = each(b, acc, lambda t, w=weights, q=quad, old=tile: add(b.extract_value(old, t), t, w, q))
+
+            def one(t: int, w: Any = weights, q: int = quad, old: Any = tile) -> Any:
+                return add(b.extract_value(old, t), t, w, q)
+
+            tile = each(b, acc, one)
         return tile
 
     return acc(acc, layout, half, packed, types.intp, x, types.intp, types.intp), gen

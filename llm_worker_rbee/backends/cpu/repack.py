@@ -5,6 +5,12 @@ Scales and minima are float16 times one power of two for the whole matrix, the u
 exact; a product (a K type's float16 times its small integer) is rounded once, by at most 2**-11 of itself. What is
 under 2**-14 units loses more, as it becomes a multiple of 2**-24 units: where scales have a wild range (MXFP4, Q8_K),
 the negligible become 0.
+
+The kernels that repack weights: 16 rows at a time, 256 columns of a row at a time. layouts.py has the picture.
+
+What comes from a file is unpacked to words of codes, scales and minima; the codes are placed into the planes of the
+layout, scales and minima rounded to float16. Two variants, for types of plain bits and for types with a codebook. They
+work on a range of groups and are serial: threads share out the groups, and a prange would double the compile time.
 """
 
 from __future__ import annotations
@@ -23,13 +29,25 @@ from ...errors import ModelFileError
 from ...weights import Tensor
 from ...weights.quants import BLOCK_TYPES
 from ...weights.quants.codebooks import GRIDS, grid
-from . import pack_kernels as kernels
 from . import threads
-from .intrinsics import BIAS
+from .dot_int8 import BIAS
+from .gguf_blocks import (
+    BOOK_RULES,
+    BOUNDS,
+    BYTES,
+    FIELDS,
+    HALVES,
+    HALVES_RULE,
+    ONES,
+    RULES,
+    basic_planes,
+    basic_scales,
+    book_planes,
+    book_scales,
+)
+from .jit import kernel, variant
 from .layouts import COLUMNS, LINE, ROWS, Layout, layout_of
-from .unpack_basic import FIELDS, ONES
-from .unpack_iq import RULES as BOOK_RULES
-from .unpack_k import BOUNDS, BYTES, HALVES, HALVES_RULE, RULES
+from .pointers import byte, inlined, put_byte, put_half, put_short, put_word, short, single, word
 
 NUMBERS: dict[str, Any] = {"F32": np.float32, "F16": np.uint16, "BF16": np.uint16}
 LEAST_UNIT = -126  # its inverse is still a float32
@@ -172,10 +190,10 @@ def _run(tensor: Tensor, first: int, target: Target) -> float:
     source = (_source(name) if target.packed else _scanned(name))._replace(
         row_bytes=row_bytes, blocks=tensor.shape[-1] // COLUMNS
     )
-    work = kernels.pack_book if name in BOOK_RULES else kernels.pack_basic
+    work = pack_book if name in BOOK_RULES else pack_basic
 
     def run(start: int, stop: int) -> int:
-        scratch = np.zeros(kernels.SCRATCH, np.uint8)
+        scratch = np.zeros(SCRATCH, np.uint8)
         return int(work(source, _address(data), first, rows, start, stop, target, _address(scratch)))
 
     top = float(np.uint32(max(_share_out(run, first, rows, tensor.nbytes))).view(np.float32))
@@ -252,5 +270,73 @@ def _pack_numbers(tensors: Sequence[Tensor], layout: Layout) -> Packed:
 
 
 def _interleave(out: NDArray[Any], about: tuple[int, ...], start: int, stop: int) -> int:
-    kernels.interleave(*about, start, stop, _address(out))
+    interleave(*about, start, stop, _address(out))
     return 0
+
+
+CODES_AT, D_AT, M_AT, SCRATCH = 0, 256, 320, 384  # bytes: the room that a kernel needs for itself
+PLANES = SCALES = None  # set for each variant
+
+
+@inlined
+def _largest(values, count, top):
+    """The largest magnitude, as its bits: those of positive floats are in order, with infinity and NaN on top."""
+    for i in range(count):
+        top = max(top, word(values + 4 * i) & 0x7FFFFFFF)
+    return top
+
+
+@inlined
+def _round(values, count, inverse, out):
+    """Scales or minima of one row."""
+    for i in range(count):
+        put_half(out + 32 * i, single(values + 4 * i) * inverse)
+
+
+def pack_groups(source, data, first, rows, start, stop, target, scratch):
+    """The rows of one tensor that lie in some groups; where there is no target, only their largest scale is found."""
+    codes, d, m = scratch + CODES_AT, scratch + D_AT, scratch + M_AT
+    top, n, columns, lines = 0, source.blocks, target.columns, target.first + target.second
+    for group in range(start, stop):
+        low, high = max(first, 16 * group), min(first + rows, 16 * group + 16)
+        for chunk in range(0, n, 8):
+            blocks = min(8, n - chunk)
+            count, held, begin = blocks * 32 // columns, blocks * 8 // source.quads, chunk * 8 // source.quads
+            scale = (group * (n * 32 // columns) + chunk * 32 // columns) * 32
+            line = 64 * lines * (group * n + chunk)
+            for row in range(low, high):
+                at, lane = data + (row - first) * source.row_bytes + begin * source.size, row & 15
+                SCALES(source, at, held, d, m)
+                if target.packed == 0:
+                    top = _largest(d, count, top)
+                    if target.minimum:
+                        top = _largest(m, count, top)
+                    continue
+                PLANES(source, target.flip, at, held, codes, target.packed + line + 4 * lane, 64 * lines)
+                _round(d, count, target.inverse, target.scales + scale + 2 * lane)
+                if target.minimum:
+                    _round(m, count, target.inverse, target.minima + scale + 2 * lane)
+                if target.small:
+                    for i in range(16):
+                        put_byte(target.small + ((group * n + chunk) * 2 + i) * 16 + lane, byte(at + i))
+    return top
+
+
+pack_basic = kernel(variant(pack_groups, "basic", PLANES=basic_planes, SCALES=basic_scales))
+pack_book = kernel(variant(pack_groups, "book", PLANES=book_planes, SCALES=book_scales))
+
+
+@kernel
+def interleave(data, size, first, rows, columns, start, stop, out):
+    """Plain numbers of 2 or 4 bytes: 16 rows side by side, one column after the other."""
+    for group in range(start, stop):
+        low, high = max(first, 16 * group), min(first + rows, 16 * group + 16)
+        for chunk in range(0, columns, 64):
+            for row in range(low, high):
+                at, to = data + (row - first) * columns * size, out + (group * columns * 16 + (row & 15)) * size
+                if size == 4:
+                    for column in range(chunk, min(chunk + 64, columns)):
+                        put_word(to + 64 * column, word(at + 4 * column))
+                else:
+                    for column in range(chunk, min(chunk + 64, columns)):
+                        put_short(to + 32 * column, short(at + 2 * column))

@@ -1,10 +1,16 @@
 """Memory by address, inside kernels: arrays without an owner, counters that several threads change, calls by address.
 
 A task (program.py) is told addresses in a table of integers; here they become arrays. Nothing here checks a bound.
+
+Memory by address, for the kernels that repack weights: bytes, words, float16 and float32, aligned or not.
+
+Addresses and not arrays, because Numba counts references to arrays even in an inner loop: that took half of the time.
+Whoever calls a kernel keeps the arrays alive. Integers are int64, a word one below 2**32.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numba as nb
@@ -14,9 +20,10 @@ from numba import types
 from numba.extending import intrinsic
 
 from ... import machine
-from .. import host
+from .. import isa
+from .simd import F16, F32, I8, I16, I32
 
-host.features()  # LLVM is told what the machine has before Numba makes its compiler
+isa.features()  # LLVM is told what the machine has before Numba makes its compiler
 I64 = ir.IntType(64)
 BOUND = 1 << 40  # the length that such an array claims
 sched_yield = types.ExternalFunction("sched_yield", types.int32())
@@ -39,7 +46,7 @@ def _array_of(kind: Any) -> Any:
     at = _pointer_to(kind)
 
     @nb.njit(inline="always")
-    def array(address):  # type: ignore[no-untyped-def]
+    def array(address):
         return nb.carray(at(address), (BOUND,))
 
     return array
@@ -73,7 +80,7 @@ def stacked(_: Any, count: Any) -> Any:
 
 
 @nb.njit(inline="always")
-def scratch(count):  # type: ignore[no-untyped-def]
+def scratch(count):
     """At least so many floats, from an address that 64 divides, for as long as the function runs that asks."""
     if count <= STACKED:
         return f32(stacked(STACKED))
@@ -153,3 +160,96 @@ def prefetch(_: Any, array: Any, index: Any, size: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(array, types.intp, size), gen
+
+
+# Part of a kernel, never called from Python. What is constant at the call is constant inside, and loops are unrolled.
+_OPTIONS: Any = {"forceinline": True, "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+inlined: Callable[[Callable[..., Any]], Any] = nb.njit(nogil=True, error_model="numpy", **_OPTIONS)
+
+
+def _get(b: Any, address: Any, kind: ir.Type) -> Any:
+    value = b.load(b.inttoptr(address, kind.as_pointer()))
+    value.align = 1
+    return value
+
+
+def _put(b: Any, address: Any, value: Any) -> None:
+    b.store(value, b.inttoptr(address, value.type.as_pointer())).align = 1
+
+
+@intrinsic
+def byte(_: Any, address: Any) -> Any:
+    """The byte there."""
+    return types.int64(types.int64), lambda context, b, sig, args: b.zext(_get(b, args[0], I8), I64)
+
+
+@intrinsic
+def short(_: Any, address: Any) -> Any:
+    """Two bytes, the first one lower."""
+    return types.int64(types.int64), lambda context, b, sig, args: b.zext(_get(b, args[0], I16), I64)
+
+
+@intrinsic
+def word(_: Any, address: Any) -> Any:
+    """Four bytes, the first one lowest."""
+    return types.int64(types.int64), lambda context, b, sig, args: b.zext(_get(b, args[0], I32), I64)
+
+
+@intrinsic
+def number(_: Any, address: Any) -> Any:
+    """An int64."""
+    return types.int64(types.int64), lambda context, b, sig, args: _get(b, args[0], I64)
+
+
+@intrinsic
+def half(_: Any, address: Any) -> Any:
+    """A float16."""
+    return types.float32(types.int64), lambda context, b, sig, args: b.fpext(_get(b, args[0], F16), F32)
+
+
+@intrinsic
+def half_of(_: Any, bits: Any) -> Any:
+    """The float16 that these 16 bits are."""
+
+    def gen(context: Any, b: Any, sig: Any, args: Any) -> Any:
+        return b.fpext(b.bitcast(b.trunc(args[0], I16), F16), F32)
+
+    return types.float32(types.int64), gen
+
+
+@intrinsic
+def single(_: Any, address: Any) -> Any:
+    """A float32."""
+    return types.float32(types.int64), lambda context, b, sig, args: _get(b, args[0], F32)
+
+
+@intrinsic
+def put_byte(_: Any, address: Any, value: Any) -> Any:
+    """Write a byte."""
+    return types.void(types.int64, types.int64), lambda context, b, sig, args: _put(b, args[0], b.trunc(args[1], I8))
+
+
+@intrinsic
+def put_short(_: Any, address: Any, value: Any) -> Any:
+    """Write two bytes."""
+    return types.void(types.int64, types.int64), lambda context, b, sig, args: _put(b, args[0], b.trunc(args[1], I16))
+
+
+@intrinsic
+def put_word(_: Any, address: Any, value: Any) -> Any:
+    """Write four bytes."""
+    return types.void(types.int64, types.int64), lambda context, b, sig, args: _put(b, args[0], b.trunc(args[1], I32))
+
+
+@intrinsic
+def put_half(_: Any, address: Any, value: Any) -> Any:
+    """Write a float32, rounded to float16."""
+    return types.void(types.int64, types.float32), lambda context, b, sig, args: _put(
+        b, args[0], b.fptrunc(args[1], F16)
+    )
+
+
+@intrinsic
+def put_single(_: Any, address: Any, value: Any) -> Any:
+    """Write a float32."""
+    return types.void(types.int64, types.float32), lambda context, b, sig, args: _put(b, args[0], args[1])

@@ -99,7 +99,7 @@ def load_halves(_: Any, array: Any, index: Any) -> Any:
     """16 halves (in an array of uint16) as floats."""
 
     def gen(context: Any, b: Any, sig: Any, args: Any) -> Any:
-        return b.fpext(load(context, b, sig.args[0], *args, halves), floats.ir)
+        return b.fpext(load(context, b, sig.args[0], args[0], args[1], halves), floats.ir)
 
     return floats(array, types.intp), gen
 

@@ -11,7 +11,7 @@ from llvmlite import binding
 from numba.core.registry import cpu_target
 
 from ... import machine
-from .. import host
+from .. import isa
 
 # The bits of a float16 in the place of a float32's are 2**112 too small, subnormal or not; infinity and NaN apart.
 # The way back: bits are dropped with a carry that rounds to even; below 2**-14 adding 0.5 leaves the rounded fraction.
@@ -64,7 +64,7 @@ define half @__truncsfhf2(float %x) {
 
 def provide() -> None:
     """Add the functions where they are needed."""
-    if machine.is_x86() and "f16c" not in host.features():
+    if machine.is_x86() and "f16c" not in isa.features():
         compiler: Any = cpu_target.target_context.codegen()
         module = binding.parse_assembly(CODE)
         module.triple, module.data_layout = compiler._llvm_module.triple, compiler._llvm_module.data_layout

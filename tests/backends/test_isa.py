@@ -12,15 +12,15 @@ import pytest
 from llvmlite import binding
 
 from llm_worker_rbee import machine
-from llm_worker_rbee.backends import host, isa
+from llm_worker_rbee.backends import isa
 
 ROOT = Path(__file__).parents[2]
 DOT = """
 import numba, numpy as np
 from llm_worker_rbee.backends import isa
-from llm_worker_rbee.backends.cpu.intrinsics import BIAS, NAME, dot_half
+from llm_worker_rbee.backends.cpu.dot_int8 import BIAS, NAME, dot_half
 from llm_worker_rbee.backends.cpu.layouts import BY_TYPE, LAYOUTS
-from llm_worker_rbee.backends.cpu.vectors import load_halves, no_floats, scaled, start, store_rows
+from llm_worker_rbee.backends.cpu.simd import load_halves, no_floats, scaled, start, store_rows
 
 Q8_0 = LAYOUTS.index(BY_TYPE["Q8_0"])
 
@@ -82,8 +82,8 @@ def test_dot_products_are_known_by_name_or_by_being_told(cpu: str, features: str
     compiler = SimpleNamespace(
         magic_tuple=lambda: ("", cpu, features), _tm=arm.create_target_machine(cpu=cpu, features=features)
     )
-    assert host._believed("asimddp", compiler) is believed
-    assert host._believed("asimd", compiler)
+    assert isa._believed("asimddp", compiler) is believed
+    assert isa._believed("asimd", compiler)
 
 
 def test_llvm_is_told_of_dot_products_before_anything_is_compiled() -> None:

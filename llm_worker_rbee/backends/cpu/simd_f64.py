@@ -9,7 +9,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from .vectors import LANES, Vector, address, floats, load, splat_value
+from .simd import LANES, Vector, address, floats, load, splat_value
 
 doubles = Vector("f64x16", ir.DoubleType(), LANES)
 _WORDS = ir.VectorType(ir.IntType(64), LANES)

@@ -2,24 +2,47 @@
 
 Value i of a head pairs with value i + half. Heads are written padded to a multiple of 16 values, the padding zero;
 kv.py has the places of keys and values. An index counts elements from the start of an array's memory.
+
+Rotary embedding with the cache write, and attention, as tasks of a program: which piece is what, and where it lies.
+
+The arithmetic of one piece is in rotary.py and py. What the cache holds (float32, float16, int8 with scales)
+is known when a task is compiled.
 """
 
 from __future__ import annotations
 
 import math
+from functools import cache
+from typing import Any
 
 import numpy as np
 
-from . import floats as f
-from .compile import kernel
-from .kv import is_bytes, peek, poke
+from ..ops import RopeTable
+from . import simd_f32 as f
+from .jit import Task, kernel
+from .kv_layout import is_bytes, peek, poke
+from .pointers import f32, f64, i8, i64, scratch, u16
+from .program import Instruction, Step, Table, doubles, table_of
 
 LANES = 16
 STEPS = np.float32(127)
+FEW = 4  # tokens of a piece of the rotation
+S_TOKENS, S_REQUESTS, S_TILES, S_SINGLES, S_POSITIONS, S_SLOTS = map(
+    int, (Step.TOKENS, Step.REQUESTS, Step.TILES, Step.SINGLES, Step.POSITIONS, Step.SLOTS)
+)
+S_QUERY_START, S_TABLE, S_WIDTH, S_SIZE, S_KV, S_WORK = map(
+    int, (Step.QUERY_START, Step.BLOCK_TABLE, Step.TABLE_WIDTH, Step.BLOCK_SIZE, Step.KV, Step.WORK)
+)
+S_QKV, S_QUERIES, S_MIXED = map(int, (Step.QKV, Step.QUERIES, Step.MIXED))
+ANGLES, FREQUENCIES, PAIRS, ANGLE_SCALE = range(4)
+LAYER, ROPE, HALF, HEADS, KV_HEADS, DIM, PADDED, WINDOW, SCALE, CAP, BYTES = range(11)
+PLACES = 4  # addresses a layer has in the table of the cache: keys, values, their scales
+HELD: dict[str, Any] = {"float32": f32, "float16": u16, "int8": i8}  # how a task sees what the cache holds
+CACHED = None  # set for each variant
 
 
 @kernel
-def angles(positions, count, inv_freq, half, scale, cos, sin):
+def write_angles(positions, count, inv_freq, half, scale, cos, sin):
     """cos and sin of every position and pair: (count, half)."""
     for t in range(count):
         for i in range(half):
@@ -115,3 +138,55 @@ def one_token(
         store_key(head, padded, keys, k_scales, row, size)
         copied(v, v_at + h * dim, 0, dim, padded, head, 0)
         store_value(head, padded, values, v_scales, row)
+
+
+def angles(args, step, piece):
+    """cos and sin of some tokens' positions: (tokens, pairs)."""
+    a, s = i64(args), i64(step)
+    half, scale, first = a[PAIRS], np.float32(f64(args)[ANGLE_SCALE]), piece * FEW
+    count = min(s[S_TOKENS] - first, FEW)
+    write_angles(
+        i64(s[S_POSITIONS] + first * 8), count, f32(a[FREQUENCIES]), half, scale,
+        f32(s[a[ANGLES]] + first * half * 4), f32(s[a[ANGLES] + 1] + first * half * 4),
+    )  # fmt: skip
+
+
+def rope_store(args, step, piece):
+    """Some tokens: q, k and v of one lie one after the other."""
+    a, s = i64(args), i64(step)
+    heads, kv_heads, dim, padded, half = a[HEADS], a[KV_HEADS], a[DIM], a[PADDED], a[HALF]
+    kv, at = i64(s[S_KV]), PLACES * a[LAYER]
+    keys, values, k_scales, v_scales = CACHED(kv[at]), CACHED(kv[at + 1]), f32(kv[at + 2]), f32(kv[at + 3])
+    x, cos, sin, head = f32(s[S_QKV]), f32(s[a[ROPE]]), f32(s[a[ROPE] + 1]), scratch(padded)
+    for t in range(piece * FEW, min(s[S_TOKENS], piece * FEW + FEW)):
+        q = t * (heads + 2 * kv_heads) * dim
+        k = q + heads * dim
+        one_token(
+            x, q, x, k, x, k + kv_heads * dim, cos, sin, t * half, half, heads, kv_heads, dim, padded, keys, values,
+            k_scales, v_scales, i64(s[S_SLOTS])[t], s[S_SIZE], head, f32(s[S_QUERIES]), t * heads * padded,
+        )  # fmt: skip
+
+
+ANGLES_TASK = Task(angles)
+
+
+@cache
+def store_for(kind: str) -> Task:
+    """Rotation and cache write, for what the cache holds."""
+    return Task(rope_store, kind, CACHED=HELD[kind])
+
+
+def padded(dim: int) -> int:
+    """Values of a head in the cache."""
+    return -(-dim // LANES) * LANES
+
+
+def angle_instruction(rope: RopeTable, number: int) -> Instruction:
+    """The angles of all tokens, for the rotary table of this number."""
+    args = table_of(Step.ANGLES + 2 * number, rope.inv_freq, len(rope.inv_freq), 0)
+    return Instruction(ANGLES_TASK, doubles(args, ANGLE_SCALE, [rope.scale]), 1, Step.TOKENS, FEW)
+
+
+def store_instruction(args: Table, kind: str) -> Instruction:
+    """Rotation and cache write of all tokens."""
+    return Instruction(store_for(kind), args, 1, Step.TOKENS, FEW)

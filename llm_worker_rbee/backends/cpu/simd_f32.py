@@ -12,7 +12,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from .vectors import I32, LANES, address, floats, halves, load, splat_value, words64
+from .simd import I32, LANES, address, floats, halves, load, splat_value, words64
 
 _LOG2E, _LN2_HIGH, _LN2_LOW = 1.44269504088896341, 0.693359375, -2.12194440e-4
 _LOWEST = -87.0  # exp of less is as good as nothing: 1.6e-38
