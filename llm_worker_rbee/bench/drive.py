@@ -18,7 +18,7 @@ from ..cache import KVCache
 from ..config import EngineConfig
 from ..engine.draft_model import DraftModel
 from ..engine.engine import Engine
-from ..engine.request import Output, Request, SamplingParams
+from ..engine.request import StepOutput, Request, SamplingParams
 from ..errors import InferenceError, InvalidRequestError
 from ..models import Transformer
 
@@ -144,7 +144,7 @@ class Drive:
         while any(request.num_tokens == request.num_prompt_tokens for request in requests):
             self._step()
 
-    def _step(self) -> list[Output]:
+    def _step(self) -> list[StepOutput]:
         outputs = self.engine.step()
         for output in outputs:
             if output.error is not None:

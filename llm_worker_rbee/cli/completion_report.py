@@ -28,7 +28,7 @@ def guesses(llm: "LLM", before: Guesses | None = None) -> Guesses | None:
     """Those of this model, or those since another time; None where nothing guesses."""
     if llm.engine.drafter is None:
         return None
-    counts, (drafted, accepted) = llm.engine.scheduler.counts, before or (0, 0)
+    counts, (drafted, accepted) = llm.engine.scheduler.stats, before or (0, 0)
     return Guesses(counts.num_drafted_tokens - drafted, counts.num_accepted_tokens - accepted)
 
 

@@ -226,23 +226,23 @@ def _settings(wire: WireOptions, limits: LimitOptions, model: ModelOptions, key:
 
 def _warm(llm: "LLM") -> "LLM":
     """Compute a token and fill a template, so that the first request does not wait for what is done once."""
-    from ..engine.step import Counts
+    from ..engine.step import SchedulerStats
 
     with llm.loading.timed("warm-up"):
         llm.generate([0], max_tokens=1)
         if llm.has_chat_template:
             with suppress(WorkerError):  # one that has wishes of its own
                 llm.tokenize_chat([{"role": "user", "content": "Hello!"}])
-    llm.engine.scheduler.counts = Counts()  # nobody asked for that
+    llm.engine.scheduler.stats = SchedulerStats()  # nobody asked for that
     return llm
 
 
 def _empty(llm: "LLM", step_ms: float) -> None:
     """Take the model out of the engine: what is left is the server's own cost."""
-    from ..engine.dummy_model import Null
+    from ..engine.dummy_model import DummyModel
 
     words = [token for token in llm.tokenize(NULL_TEXT, add_special=False) if llm.detokenize([token])]
-    llm.engine.compute = Null(words, step_ms / 1000)
+    llm.engine.compute = DummyModel(words, step_ms / 1000)
 
 
 def _name(given: str, option: str) -> str:

@@ -5,24 +5,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .request import FinishReason, Output, Request, TokenLogprob
-from .step import Counts
+from .request import FinishReason, Request, StepOutput, TokenLogprob
+from .step import SchedulerStats
 
 
-def accepted(
-    request: Request, tokens: Sequence[int], logprobs: Sequence[TokenLogprob] | None, counts: Counts
-) -> list[Output]:
+def accept_tokens(
+    request: Request, tokens: Sequence[int], logprobs: Sequence[TokenLogprob] | None, counts: SchedulerStats
+) -> list[StepOutput]:
     """Append the tokens up to the first that was guessed wrong: that one is right, those behind it are not."""
     drafts, ids = request.drafts, request.ids
     finish: FinishReason | None = None
-    outputs: list[Output] = []
+    outputs: list[StepOutput] = []
     for i, token in enumerate(tokens):
         if token in request.stop_ids:
             finish = "stop"
         else:
             ids.append(token)
-            finish = "length" if len(ids) >= request.longest else None
-        outputs.append(Output(request, token, logprobs[i] if logprobs and finish != "stop" else None, finish))
+            finish = "length" if len(ids) >= request.max_total_tokens else None
+        outputs.append(StepOutput(request, token, logprobs[i] if logprobs and finish != "stop" else None, finish))
         if finish or (i < len(drafts) and drafts[i] != token):
             break
     counts.num_drafted_tokens += len(drafts)

@@ -20,33 +20,33 @@ from typing import Any, NamedTuple
 
 from ..errors import InferenceError, RequestCancelledError, WorkerError
 from .engine import Engine, require_fit
-from .request import Output, Request, own_error
+from .request import Request, StepOutput, copy_error
 
-MOST_UNREAD = 4096  # outputs of one request
+MAX_BUFFERED_OUTPUTS = 4096  # outputs of one request
 
 
-class Ticket:
+class RequestStream:
     """What comes of one request, for one reader in the event loop that submitted it. `async with` cancels what
     has not ended by itself."""
 
-    def __init__(self, serving: AsyncEngine, request: Request, most_unread: int) -> None:
+    def __init__(self, serving: AsyncEngine, request: Request, max_buffered_outputs: int) -> None:
         self.request = request
         self._serving = serving
-        self._most_unread = most_unread
-        self._unread: deque[Output] = deque()
+        self._max_buffered_outputs = max_buffered_outputs
+        self._unread: deque[StepOutput] = deque()
         self._news = asyncio.Event()
         self._has_ended = False
 
-    async def __aenter__(self) -> Ticket:
+    async def __aenter__(self) -> RequestStream:
         return self
 
     async def __aexit__(self, *_: Any) -> None:
         self.cancel()
 
-    def __aiter__(self) -> Ticket:
+    def __aiter__(self) -> RequestStream:
         return self
 
-    async def __anext__(self) -> Output:
+    async def __anext__(self) -> StepOutput:
         """The next token; an error that ended the request is raised once all before it is read."""
         while not self._unread:
             if self._has_ended:
@@ -58,7 +58,7 @@ class Ticket:
             raise output.error
         return output
 
-    async def several(self) -> list[Output]:
+    async def next_outputs(self) -> list[StepOutput]:
         """All that is there, at least one; nothing once it has ended. An error is raised when all before it is read."""
         while not self._unread:
             if self._has_ended:
@@ -67,48 +67,48 @@ class Ticket:
             await self._news.wait()
         if self._unread[0].error is not None:
             raise self._unread.popleft().error  # type: ignore[misc]
-        found: list[Output] = []
+        found: list[StepOutput] = []
         while self._unread and self._unread[0].error is None:
             found.append(self._unread.popleft())
         return found
 
     def cancel(self) -> None:
         """Give the request up: it ends within a step, and its reader hears of it."""
-        self._end(RequestCancelledError("the request was cancelled"))
+        self._finish_with(RequestCancelledError("the request was cancelled"))
 
-    def put(self, output: Output) -> None:
+    def put(self, output: StepOutput) -> None:
         """In the event loop: something came of it."""
         if self._has_ended:
             return
         self._unread.append(output)
         self._has_ended = output.finish_reason is not None
-        if len(self._unread) > self._most_unread and not self._has_ended:
+        if len(self._unread) > self._max_buffered_outputs and not self._has_ended:
             self._unread.clear()
-            self._end(RequestCancelledError(f"nobody read the answer: {self._most_unread} tokens were waiting"))
+            self._finish_with(RequestCancelledError(f"nobody read the answer: {self._max_buffered_outputs} tokens were waiting"))
         self._news.set()
 
-    def _end(self, error: WorkerError) -> None:
+    def _finish_with(self, error: WorkerError) -> None:
         if not self._has_ended:
             self._has_ended = True
-            self._unread.append(Output(self.request, -1, None, "error", error))
+            self._unread.append(StepOutput(self.request, -1, None, "error", error))
             self._news.set()
-            self._serving.give_up(self.request)
+            self._serving.abort(self.request)
 
 
 class Reader(NamedTuple):
     """Who waits for a request, and where."""
 
-    ticket: Ticket
+    ticket: RequestStream
     loop: asyncio.AbstractEventLoop
 
 
 class AsyncEngine:
     """Serves an engine to event loops."""
 
-    def __init__(self, engine: Engine, most_unread: int = MOST_UNREAD) -> None:
+    def __init__(self, engine: Engine, max_buffered_outputs: int = MAX_BUFFERED_OUTPUTS) -> None:
         self.engine = engine
         self.last_step_at = time.monotonic()  # when a step last ended, or there was nothing to do
-        self._most_unread = most_unread
+        self._max_buffered_outputs = max_buffered_outputs
         self._inbox: deque[tuple[Request, Reader | None]] = deque()  # submitted with a reader, given up without
         self._readers: dict[Request, Reader] = {}  # the thread's own
         self._wake = threading.Event()
@@ -139,13 +139,13 @@ class AsyncEngine:
         self._wake.set()
         if self._thread.is_alive():
             await asyncio.to_thread(self._thread.join)
-        self._take_in()
+        self._drain_inbox()
         self._end_all(error or RequestCancelledError("the engine was stopped"))
 
-    def submit(self, request: Request) -> Ticket:
+    def submit(self, request: Request) -> RequestStream:
         """Take a request on, in an event loop; one that can never fit is refused at once."""
         require_fit(request.num_prompt_tokens, request.max_tokens, self.engine.config)
-        ticket = Ticket(self, request, self._most_unread)
+        ticket = RequestStream(self, request, self._max_buffered_outputs)
         with self._stopping:
             if self._is_stopping:
                 raise RequestCancelledError("the engine was stopped")
@@ -153,7 +153,7 @@ class AsyncEngine:
         self._wake.set()
         return ticket
 
-    def give_up(self, request: Request) -> None:
+    def abort(self, request: Request) -> None:
         """From any thread: nobody wants the rest of it."""
         self._inbox.append((request, None))
         self._wake.set()
@@ -162,9 +162,9 @@ class AsyncEngine:
         """What should never happen ends everybody's request, and the engine begins anew with clean books."""
         while not self._is_stopping:
             try:
-                self._take_in()
+                self._drain_inbox()
                 if self.engine.has_work:
-                    self._hand_over(self.engine.step())
+                    self._dispatch_outputs(self.engine.step())
                 else:
                     self._rest()
             except Exception as error:
@@ -183,7 +183,7 @@ class AsyncEngine:
         self._wake.wait()
         self._wake.clear()
 
-    def _take_in(self) -> None:
+    def _drain_inbox(self) -> None:
         """What was submitted and given up since the last step, in that order."""
         while self._inbox:
             request, reader = self._inbox.popleft()
@@ -198,28 +198,28 @@ class AsyncEngine:
         try:
             self.engine.add(request)
         except WorkerError as error:
-            self._hand_over([_ended(request, error)])
+            self._dispatch_outputs([_ended(request, error)])
 
     def _end_all(self, error: WorkerError) -> None:
         for request in self._readers:
             self.engine.abort(request)
-        self._hand_over([_ended(request, own_error(error)) for request in self._readers])
+        self._dispatch_outputs([_ended(request, copy_error(error)) for request in self._readers])
 
-    def _hand_over(self, outputs: Sequence[Output]) -> None:
+    def _dispatch_outputs(self, outputs: Sequence[StepOutput]) -> None:
         """One call for each event loop and step."""
-        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Ticket, Output]]] = {}
+        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[RequestStream, StepOutput]]] = {}
         for output in outputs:
             ticket, loop = self._readers[output.request]
             by_loop.setdefault(loop, []).append((ticket, output))
             if output.finish_reason is not None:
                 del self._readers[output.request]
         for loop, news in by_loop.items():
-            if not _tell(loop, news):  # that loop is closed: nobody reads any more
+            if not _post(loop, news):  # that loop is closed: nobody reads any more
                 for ticket, _ in news:
-                    self.give_up(ticket.request)
+                    self.abort(ticket.request)
 
 
-def _tell(loop: asyncio.AbstractEventLoop, news: list[tuple[Ticket, Output]]) -> bool:
+def _post(loop: asyncio.AbstractEventLoop, news: list[tuple[RequestStream, StepOutput]]) -> bool:
     """Whether the loop is still there."""
     try:
         loop.call_soon_threadsafe(_put_all, news)
@@ -228,10 +228,10 @@ def _tell(loop: asyncio.AbstractEventLoop, news: list[tuple[Ticket, Output]]) ->
     return True
 
 
-def _put_all(news: list[tuple[Ticket, Output]]) -> None:
+def _put_all(news: list[tuple[RequestStream, StepOutput]]) -> None:
     for ticket, output in news:
         ticket.put(output)
 
 
-def _ended(request: Request, error: WorkerError) -> Output:
-    return Output(request, -1, None, "error", error)
+def _ended(request: Request, error: WorkerError) -> StepOutput:
+    return StepOutput(request, -1, None, "error", error)

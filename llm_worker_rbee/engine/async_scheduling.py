@@ -13,14 +13,14 @@ from typing import Any, NamedTuple, Protocol
 
 from ..backends.ops import SampleRow
 from ..models import Transformer
-from .model_runner import Runner, forward
+from .model_runner import ModelRunner, forward
 from .request import Request
 from .sampler import sample_rows
 from .scheduler import Scheduler
-from .step import Sampled, Span
+from .step import SamplerOutput, ScheduledTokens
 
 
-class Later(Protocol):
+class PendingTokens(Protocol):
     """Tokens on their way: on the device already, on the host soon."""
 
     tokens: Any  # the device's
@@ -29,57 +29,63 @@ class Later(Protocol):
         """On the host; None where the device cannot tell: then the step is made again, and the meaning asked."""
 
 
-class Begun(NamedTuple):
+class InFlightStep(NamedTuple):
     """A step under way."""
 
     requests: list[Request]
-    later: Later
+    later: PendingTokens
 
 
-class Ahead:
+class AsyncScheduler:
     """Begins steps of a model, if its backend can."""
 
-    def __init__(self, model: Transformer, runner: Runner) -> None:
+    def __init__(self, model: Transformer, runner: ModelRunner) -> None:
         self._model, self._runner = model, runner
-        make: Callable[[Any, Sequence[SampleRow]], Later] | None = getattr(model.ops, "sample_later", None)
+        make: Callable[[Any, Sequence[SampleRow]], PendingTokens] | None = getattr(model.ops, "sample_later", None)
         self._sample_later = make if model.fused is not None else None
 
-    def first(self, spans: Sequence[Span], scheduler: Scheduler) -> Begun | None:
+    def first(self, spans: Sequence[ScheduledTokens], scheduler: Scheduler) -> InFlightStep | None:
         """Begin a step whose tokens are known."""
         if self._sample_later is None or len(spans) != len(scheduler.running) or not all(map(_is_plain, spans)):
             return None
         requests = [span.request for span in spans]
         rows = [sample_rows(request)[0] for request in requests]
         logits = forward(self._model, self._runner.batch(spans), self._runner.cache)
-        return Begun(requests, self._sample_later(logits, rows))
+        return InFlightStep(requests, self._sample_later(logits, rows))
 
-    def next(self, begun: Begun, scheduler: Scheduler) -> Begun | None:
+    def next(self, begun: InFlightStep, scheduler: Scheduler) -> InFlightStep | None:
         """Begin the one after it, if everybody goes on and has room."""
-        if len(scheduler.running) != len(begun.requests) or not scheduler.is_closed or self._sample_later is None:
+        if (
+            len(scheduler.running) != len(begun.requests)
+            or not scheduler.next_batch_is_unchanged
+            or self._sample_later is None
+        ):
             return None
         for request in begun.requests:
             known = len(request.ids) + 1  # with the token that is on its way
-            if request.has_ended or known >= request.longest or scheduler.reserve(request, known) < known:
+            if request.is_finished or known >= request.max_total_tokens or scheduler.reserve(request, known) < known:
                 return None
         rows = [replace(sample_rows(request)[0], position=len(request.ids) + 1) for request in begun.requests]
         batch = self._runner.next_batch(begun.requests, begun.later.tokens)
-        return Begun(begun.requests, self._sample_later(forward(self._model, batch, self._runner.cache), rows))
+        return InFlightStep(begun.requests, self._sample_later(forward(self._model, batch, self._runner.cache), rows))
 
 
-def landed(begun: Begun, spans: list[Span], tokens: Sequence[int]) -> tuple[list[Span], Sampled]:
+def landed(
+    begun: InFlightStep, spans: list[ScheduledTokens], tokens: Sequence[int]
+) -> tuple[list[ScheduledTokens], SamplerOutput]:
     """What comes of a step for those who are still there."""
     there = {span.request for span in spans}
     kept = [token for request, token in zip(begun.requests, tokens, strict=True) if request in there]
-    return spans, Sampled(kept)
+    return spans, SamplerOutput(kept)
 
 
-def spans_of(begun: Begun) -> list[Span]:
+def spans_of(begun: InFlightStep) -> list[ScheduledTokens]:
     """A step that was begun, as the scheduler would have it; without those who have ended."""
-    alive = [request for request in begun.requests if not request.has_ended]
-    return [Span(r, r.num_computed_tokens, len(r.ids), r.num_computed_tokens) for r in alive]
+    alive = [request for request in begun.requests if not request.is_finished]
+    return [ScheduledTokens(r, r.num_computed_tokens, len(r.ids), r.num_computed_tokens) for r in alive]
 
 
-def _is_plain(span: Span) -> bool:
+def _is_plain(span: ScheduledTokens) -> bool:
     """One token that ends what is known, and a choice that looks at nothing but its logits."""
     request, p = span.request, span.request.params
     looks_back = (p.repetition_penalty != 1.0 and p.repeat_last_n) or p.presence_penalty or p.frequency_penalty

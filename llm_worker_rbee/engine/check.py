@@ -13,12 +13,12 @@ def check_places(
 ) -> None:
     """Every request is in one place, with what belongs to it there and nothing else; no row is lost or given twice."""
     assert not set(running) & set(waiting)
-    assert not any(request.has_ended for request in (*running, *waiting))
-    rows = [request.row for request in running]
+    assert not any(request.is_finished for request in (*running, *waiting))
+    rows = [request.batch_slot for request in running]
     assert sorted([*rows, *free_rows]) == list(range(config.max_batch)), "a row is lost or given twice"
     for request in waiting:
-        assert (request.row, request.num_computed_tokens, request.blocks, request.drafts) == (-1, 0, [], [])
+        assert (request.batch_slot, request.num_computed_tokens, request.blocks, request.drafts) == (-1, 0, [], [])
     for request in running:
         assert request.num_computed_tokens < len(request.ids)
         assert request.num_computed_tokens <= len(request.blocks) * config.block_size
-        assert request.num_listed_blocks <= len(request.blocks)
+        assert request.num_blocks_in_table <= len(request.blocks)

@@ -18,7 +18,7 @@ class Deadlines:
         if request.deadline is not None:
             heappush(self._heap, (request.deadline, request.arrival, request))
             if len(self._heap) > 2 * others + 64:
-                self._heap = [one for one in self._heap if not one[2].has_ended]
+                self._heap = [one for one in self._heap if not one[2].is_finished]
                 heapify(self._heap)
 
     def over(self, now: float) -> list[Request]:

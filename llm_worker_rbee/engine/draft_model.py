@@ -17,7 +17,7 @@ from .model_runner import forward
 from .request import Request
 from .sampler import sample_rows
 from .speculative import Guess, MakeBatch, Reserve, room_for_drafts
-from .step import Span
+from .step import ScheduledTokens
 
 
 class DraftModel:
@@ -100,15 +100,15 @@ class _State:
         self._room = reserve(request, known + wanted) - known if wanted else 0
         return self._room > 0
 
-    def catch_up(self, request: Request) -> Span:
+    def catch_up(self, request: Request) -> ScheduledTokens:
         """What the model itself has computed and this one has not."""
         start, self.num_computed = self.num_computed, max(self.num_computed, request.num_computed_tokens)
-        return Span(request, start, self.num_computed, self.num_computed)
+        return ScheduledTokens(request, start, self.num_computed, self.num_computed)
 
-    def span(self, request: Request) -> Span:
+    def span(self, request: Request) -> ScheduledTokens:
         """What it computes next: all it does not know yet."""
         stop = len(request.ids) + len(request.drafts)
-        return Span(request, self.num_computed, stop, stop - 1)
+        return ScheduledTokens(request, self.num_computed, stop, stop - 1)
 
     def add(self, request: Request, token: int) -> bool:
         """One guess more; whether to go on."""

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 
 from ..errors import InvalidRequestError
 from .request import TokenLogprob
-from .step import Sampled, Span
+from .step import SamplerOutput, ScheduledTokens
 
 
-class Null:
+class DummyModel:
     """An engine's `compute`: a step takes `step_s` from the beginning of the one before, or is late by itself."""
 
     def __init__(self, tokens: Sequence[int], step_s: float = 0.0) -> None:
@@ -22,10 +22,10 @@ class Null:
         self._step_s = step_s
         self._due = 0.0
 
-    def __call__(self, spans: Sequence[Span]) -> Sampled:
+    def __call__(self, spans: Sequence[ScheduledTokens]) -> SamplerOutput:
         """The next token of everybody who has read his prompt."""
         self._wait()
-        sampled = Sampled([])
+        sampled = SamplerOutput([])
         for request, _, stop, wanted_from in spans:
             if request.num_unscored_tokens:
                 assert request.prompt_logprobs is not None

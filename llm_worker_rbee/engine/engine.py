@@ -14,14 +14,14 @@ from ..cache import KVCache
 from ..config import EngineConfig
 from ..errors import ContextLengthError, InferenceError, InsufficientMemoryError, InvalidRequestError, WorkerError
 from ..models import Transformer
-from .async_scheduling import Ahead, Begun, landed, spans_of
-from .model_runner import Runner
-from .request import Output, Request
-from .sampler import choose
+from .async_scheduling import AsyncScheduler, InFlightStep, landed, spans_of
+from .model_runner import ModelRunner
+from .request import Request, StepOutput
+from .sampler import sample
 from .scheduler import Scheduler
-from .speculative import Drafter, NGrams
-from .step import Sampled, Span
-from .token_budget import Pace
+from .speculative import Drafter, NgramDrafter
+from .step import SamplerOutput, ScheduledTokens
+from .token_budget import TokenBudget
 
 
 class Engine:
@@ -34,12 +34,12 @@ class Engine:
         self.config = config
         self.cache = KVCache(model.ops, model.config, config.n_blocks, config.block_size, kv_type)
         self.scheduler = Scheduler(config)
-        self.runner = Runner(model, self.cache, config.max_batch, config.max_context)
-        self.drafter = drafter or (NGrams(config.draft_tokens) if config.speculative == "ngram" else None)
-        self.pace = Pace(config.target_itl_ms / 1000, config.max_step_tokens)
-        self.compute: Callable[[list[Span]], Sampled] = self._forward  # null.py has another one
-        self._ahead = Ahead(model, self.runner)
-        self._begun: Begun | None = None  # a step whose tokens nobody has seen
+        self.runner = ModelRunner(model, self.cache, config.max_batch, config.max_context)
+        self.drafter = drafter or (NgramDrafter(config.draft_tokens) if config.speculative == "ngram" else None)
+        self.token_budget = TokenBudget(config.target_itl_ms / 1000, config.max_step_tokens)
+        self.compute: Callable[[list[ScheduledTokens]], SamplerOutput] = self._forward  # null.py has another one
+        self._ahead = AsyncScheduler(model, self.runner)
+        self._begun: InFlightStep | None = None  # a step whose tokens nobody has seen
         self.num_steps = 0
         self.is_computing = False  # then the books are at rest
         self.is_lost = False  # the device computes no more: every step would fail until the process is started again
@@ -63,19 +63,19 @@ class Engine:
         """Forget a request, wherever it is: nothing more comes of it, and what it held is free. Was it here?"""
         return self.scheduler.remove(request)
 
-    def step(self) -> list[Output]:
+    def step(self) -> list[StepOutput]:
         """Compute the next tokens of everybody who runs; what came out for whom."""
         self.is_computing = False  # where the last step was interrupted it says otherwise
         outputs = self.scheduler.expire(time.monotonic())
         if self._begun is not None:
             outputs += self._landed(self._begun)
-        elif spans := self.scheduler.schedule(self.pace.budget(anybody_waits=self._anybody_answers())):
+        elif spans := self.scheduler.schedule(self.token_budget.next_budget(has_decodes=self._anybody_answers())):
             outputs += self._computed(spans)
         if self.config.debug:
             self.scheduler.check()
         return outputs
 
-    def _landed(self, begun: Begun) -> list[Output]:
+    def _landed(self, begun: InFlightStep) -> list[StepOutput]:
         """The tokens of a step that was begun; the next one is begun before they are waited for."""
         spans, self._begun = spans_of(begun), None
         try:
@@ -95,7 +95,7 @@ class Engine:
         self.num_steps += 1
         return self.scheduler.update(*landed(begun, spans, tokens))
 
-    def _computed(self, spans: list[Span], *, is_first: bool = True) -> list[Output]:
+    def _computed(self, spans: list[ScheduledTokens], *, is_first: bool = True) -> list[StepOutput]:
         start = time.perf_counter()
         is_reading = any(span.stop - span.start > 1 + len(span.request.drafts) for span in spans)
         may_begin = is_first and self.drafter is None and self.compute == self._forward
@@ -114,15 +114,15 @@ class Engine:
         self._note(spans, is_reading, time.perf_counter() - start)
         return outputs
 
-    def _failed(self, spans: list[Span], error: Exception) -> list[Output]:
+    def _failed(self, spans: list[ScheduledTokens], error: Exception) -> list[StepOutput]:
         """A step came to nothing, whatever it was: its requests end, the others go on."""
         self.is_computing = False
         look: Callable[[], bool] | None = getattr(self.model.ops, "is_lost", None)
         self.is_lost = self.is_lost or (look is not None and not isinstance(error, WorkerError) and look())
         return self.scheduler.fail(spans, _shown(error))
 
-    def _forward(self, spans: list[Span]) -> Sampled:
-        return choose(self.model.ops, spans, self.runner.run(spans))
+    def _forward(self, spans: list[ScheduledTokens]) -> SamplerOutput:
+        return sample(self.model.ops, spans, self.runner.run(spans))
 
     def _draft(self) -> None:
         """Guesses for the next step. One that comes to nothing is left out; who breaks is not asked again."""
@@ -141,17 +141,17 @@ class Engine:
     def reset(self) -> None:
         """Forget all requests and all that is cached: for who was interrupted while the books were being written."""
         for request in (*self.scheduler.running, *self.scheduler.waiting):
-            request.has_ended, request.row, request.blocks = True, -1, []
-        self.scheduler = Scheduler(self.config, self.scheduler.counts)
+            request.is_finished, request.batch_slot, request.blocks = True, -1, []
+        self.scheduler = Scheduler(self.config, self.scheduler.stats)
         self._begun, self.is_computing = None, False
 
     def _anybody_answers(self) -> bool:
         return any(len(request.ids) > request.num_prompt_tokens for request in self.scheduler.running)
 
-    def _note(self, spans: list[Span], is_reading: bool, seconds: float) -> None:
+    def _note(self, spans: list[ScheduledTokens], is_reading: bool, seconds: float) -> None:
         self.num_steps += 1
         if is_reading:
-            self.pace.took(sum(span.stop - span.start for span in spans), seconds)
+            self.token_budget.observe(sum(span.stop - span.start for span in spans), seconds)
 
 
 def require_fit(prompt: int, answer: int, config: EngineConfig) -> None:

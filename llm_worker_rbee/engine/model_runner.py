@@ -11,10 +11,10 @@ from ..backends.ops import Array, Batch, Ints
 from ..cache import KVCache
 from ..models import Transformer
 from .request import Request
-from .step import Span
+from .step import ScheduledTokens
 
 
-class Runner:
+class ModelRunner:
     """A model, its cache, and room for the block tables of `max_batch` requests."""
 
     def __init__(self, model: Transformer, cache: KVCache, max_batch: int, max_context: int) -> None:
@@ -23,24 +23,24 @@ class Runner:
         self._tables: Ints = np.zeros((max_batch, -(-max_context // cache.block_size)), np.int64)
         self._numbers: Ints = np.arange(max_batch + 1)
 
-    def run(self, spans: Sequence[Span]) -> Array:
+    def run(self, spans: Sequence[ScheduledTokens]) -> Array:
         """One step; the logits that the spans want, one row each."""
         return forward(self.model, self.batch(spans), self.cache)
 
-    def batch(self, spans: Sequence[Span]) -> Batch:
+    def batch(self, spans: Sequence[ScheduledTokens]) -> Batch:
         """The arrays of a step."""
         ids: list[int] = []
         requests, starts, stops, wanted = zip(*spans, strict=True)
         for request, start, stop in zip(requests, starts, stops, strict=True):
             known = len(request.ids)
-            if request.num_listed_blocks < len(request.blocks):
+            if request.num_blocks_in_table < len(request.blocks):
                 self._list_blocks(request)
             if start + 1 == stop == known:
                 ids.append(request.ids[start])
             else:
                 ids += request.ids[start:stop]
                 ids += request.drafts[max(0, start - known) : max(0, stop - known)]
-        rows = [request.row for request in requests]
+        rows = [request.batch_slot for request in requests]
         if len(ids) == len(rows) and wanted == starts:
             return self._one_each(_array(ids), rows, _array(starts))
         return self._arrays(ids, rows, *map(_array, (starts, stops, wanted)))
@@ -48,10 +48,10 @@ class Runner:
     def next_batch(self, requests: Sequence[Request], ids: Array) -> Batch:
         """The arrays of the step after the one that is under way, whose tokens (`ids`) only the device knows."""
         for request in requests:
-            if request.num_listed_blocks < len(request.blocks):
+            if request.num_blocks_in_table < len(request.blocks):
                 self._list_blocks(request)
         positions = _array([len(request.ids) for request in requests])
-        return self._one_each(ids, [request.row for request in requests], positions)
+        return self._one_each(ids, [request.batch_slot for request in requests], positions)
 
     def _one_each(self, ids: Ints, rows: list[int], positions: Ints) -> Batch:
         """What `_arrays` gives where everybody answers: one token each, and its logits."""
@@ -88,9 +88,9 @@ class Runner:
         return -(-tokens // self.cache.block_size)
 
     def _list_blocks(self, request: Request) -> None:
-        first, last = request.num_listed_blocks, len(request.blocks)
-        self._tables[request.row, first:last] = request.blocks[first:]
-        request.num_listed_blocks = last
+        first, last = request.num_blocks_in_table, len(request.blocks)
+        self._tables[request.batch_slot, first:last] = request.blocks[first:]
+        request.num_blocks_in_table = last
 
 
 def forward(model: Transformer, batch: Batch, cache: KVCache) -> Array:

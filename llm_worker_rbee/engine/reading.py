@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from .request import Request
-from .step import Span
+from .step import ScheduledTokens
 
-SCORED_CHUNK = 64  # tokens a step of prompts whose log-probabilities are wanted: bounds the memory of the logits
+MAX_SCORED_TOKENS = 64  # tokens a step of prompts whose log-probabilities are wanted: bounds the memory of the logits
 
 
-def shared_out(readers: Iterator[Request], budget: int) -> list[tuple[Request, int]]:
+def split_prefill_budget(readers: Iterator[Request], budget: int) -> list[tuple[Request, int]]:
     """Who reads how many tokens: each at most half of what is left, so that a short prompt does not wait for a long one
     before it; what nobody wants goes to the first."""
     counts: list[tuple[Request, int]] = []
-    scored = SCORED_CHUNK
+    scored = MAX_SCORED_TOKENS
     while budget > 0 and (request := next(readers, None)) is not None:
         count = min(len(request.ids) - request.num_computed_tokens, max(budget // 2, 1))
         if request.num_unscored_tokens:
@@ -33,7 +33,7 @@ def shared_out(readers: Iterator[Request], budget: int) -> list[tuple[Request, i
     return counts
 
 
-def span_of(request: Request, count: int) -> Span:
+def next_chunk(request: Request, count: int) -> ScheduledTokens:
     """The next tokens of a request; logits where it catches up, and where its prompt is scored."""
     start, known = request.num_computed_tokens, len(request.ids)
     stop = start + count
@@ -41,4 +41,4 @@ def span_of(request: Request, count: int) -> Span:
     if request.num_unscored_tokens:
         assert request.prompt_logprobs is not None
         wanted = min(wanted, max(start, len(request.prompt_logprobs) - 1))
-    return Span(request, start, stop, wanted)
+    return ScheduledTokens(request, start, stop, wanted)

@@ -134,20 +134,20 @@ class Request:
     ids: list[int] = field(default_factory=list)  # the prompt, then what was generated
     num_computed_tokens: int = 0
     num_prompt_tokens: int = 0
-    longest: int = 0  # tokens of prompt and answer
+    max_total_tokens: int = 0  # prompt and output
     stop_ids: frozenset[int] = frozenset()  # that end it
     drafts: list[int] = field(default_factory=list)  # guesses for the tokens after `ids`
     arrival: int = -1  # the engine's count
-    has_ended: bool = True  # for the engine: it does not have it
+    is_finished: bool = True  # not in the scheduler
     blocks: list[int] = field(default_factory=list)  # of the KV cache, in order
     hashes: list[bytes] = field(default_factory=list)  # of its full blocks, chained
     num_hashed_blocks: int = 0  # that others can find
     num_cached_tokens: int = -1  # of the prompt, found when it was first admitted
-    admitted_at: float = 0.0  # that was when, on the clock of time.perf_counter
+    first_scheduled_time: float = 0.0  # that was when, on the clock of time.perf_counter
     num_shared_tokens: int = 0  # found when it was last admitted
     num_preemptions: int = 0  # how often it gave its blocks to others
-    row: int = -1  # among those that are running
-    num_listed_blocks: int = 0  # that its row of the block table has
+    batch_slot: int = -1  # row of the block tables while it is running, -1 otherwise
+    num_blocks_in_table: int = 0  # that its row of the block table has
     prompt_logprobs: list[TokenLogprob | None] | None = None
     sample_row: SampleRow | None = None
     draft_state: Any = None  # what a drafter remembers of it
@@ -157,7 +157,7 @@ class Request:
             raise InvalidRequestError(f"priority must be a whole number, not {self.priority!r}", "priority")
         self.ids = list(self.prompt)
         self.num_prompt_tokens = len(self.prompt)
-        self.longest = self.num_prompt_tokens + self.max_tokens
+        self.max_total_tokens = self.num_prompt_tokens + self.max_tokens
         self.stop_ids = frozenset() if self.params.ignore_eos else self.eos_ids
         self.prompt_logprobs = [None] if self.params.prompt_logprobs else None
 
@@ -186,7 +186,7 @@ class TokenLogprob:
     top: tuple[tuple[int, float], ...] = ()
 
 
-class Output(NamedTuple):
+class StepOutput(NamedTuple):
     """What a step gives for one request: a token, or the error that ended it."""
 
     request: Request
@@ -197,7 +197,7 @@ class Output(NamedTuple):
     error: WorkerError | None = None
 
 
-def own_error(error: WorkerError) -> WorkerError:
+def copy_error(error: WorkerError) -> WorkerError:
     """The same error for one more request: raised in several places, one object would gather all their tracebacks."""
     own = copy(error)
     own.__cause__ = error.__cause__

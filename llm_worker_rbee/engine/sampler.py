@@ -15,7 +15,7 @@ import numpy as np
 from ..backends.ops import NO_TOKENS, Array, Ints, Ops, SampleRow
 from ..errors import InferenceError, WorkerError
 from .request import Request, TokenLogprob
-from .step import Sampled, Span
+from .step import SamplerOutput, ScheduledTokens
 
 SEED_BITS = 53  # survives a JSON reader that keeps numbers as doubles
 
@@ -25,7 +25,7 @@ def draw_seed() -> int:
     return secrets.randbits(SEED_BITS)
 
 
-def choose(ops: Ops, spans: Sequence[Span], logits: Array) -> Sampled:
+def sample(ops: Ops, spans: Sequence[ScheduledTokens], logits: Array) -> SamplerOutput:
     """The tokens of a step. Spans of prompts that are scored get their log-probabilities on the way."""
     answering = [span.request for span in spans if span.stop >= len(span.request.ids)]
     failed: dict[Request, WorkerError] = {}
@@ -33,12 +33,12 @@ def choose(ops: Ops, spans: Sequence[Span], logits: Array) -> Sampled:
         logits = logits[_score_prompts(ops, spans, logits, failed)]
         answering = [request for request in answering if request not in failed]
     if not answering:
-        return Sampled([], failed=failed)
+        return SamplerOutput([], failed=failed)
     rows = [row for request in answering for row in sample_rows(request)]
     try:
-        sampled = Sampled(ops.sample(logits, rows).tolist(), failed=failed)
+        sampled = SamplerOutput(ops.sample(logits, rows).tolist(), failed=failed)
     except InferenceError:
-        return _one_by_one(ops, answering, logits, failed)
+        return _sample_isolating_failures(ops, answering, logits, failed)
     if any(request.params.logprobs is not None for request in answering):
         _add_logprobs(ops, answering, logits, sampled)
     return sampled
@@ -47,13 +47,13 @@ def choose(ops: Ops, spans: Sequence[Span], logits: Array) -> Sampled:
 def sample_rows(request: Request) -> list[SampleRow]:
     """How the next token is chosen, and the one after each guess."""
     row = request.sample_row = request.sample_row or _new_row(request)
-    _bring_up_to_date(row, request, request.ids)
+    _update_penalties(row, request, request.ids)
     if not request.drafts:
         return [row]
     rows = [replace(row)]
     for i in range(1, len(request.drafts) + 1):
         rows.append(replace(row))
-        _bring_up_to_date(rows[-1], request, request.ids + request.drafts[:i])
+        _update_penalties(rows[-1], request, request.ids + request.drafts[:i])
     return rows
 
 
@@ -74,7 +74,7 @@ def _new_row(request: Request) -> SampleRow:
     )
 
 
-def _bring_up_to_date(row: SampleRow, request: Request, ids: list[int]) -> None:
+def _update_penalties(row: SampleRow, request: Request, ids: list[int]) -> None:
     """A draw is keyed by the position of the token that it makes; penalties look at the tokens before it."""
     p = request.params
     row.position = len(ids)
@@ -85,7 +85,9 @@ def _bring_up_to_date(row: SampleRow, request: Request, ids: list[int]) -> None:
         row.output_ids = np.array(made, np.int64) if made else NO_TOKENS
 
 
-def _score_prompts(ops: Ops, spans: Sequence[Span], logits: Array, failed: dict[Request, WorkerError]) -> Ints:
+def _score_prompts(
+    ops: Ops, spans: Sequence[ScheduledTokens], logits: Array, failed: dict[Request, WorkerError]
+) -> Ints:
     """Fill in `prompt_logprobs`; the rows of the logits that are left, from which tokens are chosen."""
     at = 0
     left: list[int] = []
@@ -106,15 +108,17 @@ def _score_prompts(ops: Ops, spans: Sequence[Span], logits: Array, failed: dict[
     return np.array(left, np.int64)
 
 
-def _one_by_one(ops: Ops, requests: Sequence[Request], logits: Array, failed: dict[Request, WorkerError]) -> Sampled:
+def _sample_isolating_failures(
+    ops: Ops, requests: Sequence[Request], logits: Array, failed: dict[Request, WorkerError]
+) -> SamplerOutput:
     """Some row has nothing to choose from: find out whose, so that the others go on."""
-    sampled, at = Sampled([], failed=failed), 0
+    sampled, at = SamplerOutput([], failed=failed), 0
     for request in requests:
         rows = sample_rows(request)
         own = logits[at : at + len(rows)]
         at += len(rows)
         try:
-            one = Sampled(ops.sample(own, rows).tolist())
+            one = SamplerOutput(ops.sample(own, rows).tolist())
             if request.params.logprobs is not None:
                 _add_logprobs(ops, [request], own, one)
         except InferenceError as error:
@@ -125,7 +129,7 @@ def _one_by_one(ops: Ops, requests: Sequence[Request], logits: Array, failed: di
     return sampled
 
 
-def _add_logprobs(ops: Ops, requests: Sequence[Request], logits: Array, sampled: Sampled) -> None:
+def _add_logprobs(ops: Ops, requests: Sequence[Request], logits: Array, sampled: SamplerOutput) -> None:
     at = 0
     for request in requests:
         count, k = 1 + len(request.drafts), request.params.logprobs

@@ -15,28 +15,28 @@ from itertools import islice
 
 from ..config import EngineConfig
 from ..errors import DeadlineError, WorkerError
-from .answering import accepted
+from .answering import accept_tokens
 from .block_pool import BlockPool, extend_hashes
 from .check import check_places
 from .deadlines import Deadlines
 from .in_flight import InFlight
-from .reading import shared_out, span_of
-from .request import Output, Request, TokenLogprob, own_error
-from .step import Counts, Sampled, Span
+from .reading import next_chunk, split_prefill_budget
+from .request import Request, StepOutput, TokenLogprob, copy_error
+from .step import SamplerOutput, ScheduledTokens, SchedulerStats
 
-FEWEST_PROMPT_TOKENS = 16  # of prompts in a step, however slow it is and whoever else is in it: they must get on
+MIN_PREFILL_TOKENS = 16  # of prompts in a step, however slow it is and whoever else is in it: they must get on
 
 
 class Scheduler:
     """The requests of an engine: those that wait and those that run."""
 
-    def __init__(self, config: EngineConfig, counts: Counts | None = None) -> None:
+    def __init__(self, config: EngineConfig, counts: SchedulerStats | None = None) -> None:
         self.config = config
         self.pool = BlockPool(config.n_blocks, config.block_size, caching=config.prefix_cache)
         self.waiting: list[Request] = []  # the last one goes first
         self.running: list[Request] = []  # the first one goes first
-        self.counts = counts or Counts()
-        self._rows = list(range(config.max_batch))
+        self.stats = counts or SchedulerStats()
+        self._free_slots = list(range(config.max_batch))
         self._in_flight = InFlight()
         self._deadlines = Deadlines()
 
@@ -47,19 +47,19 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """It waits for its turn."""
-        request.has_ended = False
+        request.is_finished = False
         if self.pool.caching:
             size = self.config.block_size
             extend_hashes(request.hashes, request.ids, (len(request.ids) - 1) // size, size)
-        insort(self.waiting, request, key=_last_first)
+        insort(self.waiting, request, key=_reverse_schedule_order)
         self._deadlines.add(request, len(self.waiting) + len(self.running))
 
     def remove(self, request: Request, *, keep: bool = True) -> bool:
         """Forget a request wherever it is; whether it was here. What it held is free at once, and kept for others."""
-        if request.has_ended:
+        if request.is_finished:
             return False
-        request.has_ended = True
-        if request.row < 0:
+        request.is_finished = True
+        if request.batch_slot < 0:
             self.waiting.remove(request)
             return True
         self.running.remove(request)
@@ -69,21 +69,21 @@ class Scheduler:
         return True
 
     @property
-    def is_closed(self) -> bool:
+    def next_batch_is_unchanged(self) -> bool:
         """Whether the next step is of those who run: nobody waits, or all rows are taken and nobody who waits is more
         urgent than the last one who runs."""
-        return not (self.waiting and (self._rows or self.waiting[-1].priority < self.running[-1].priority))
+        return not (self.waiting and (self._free_slots or self.waiting[-1].priority < self.running[-1].priority))
 
-    def expire(self, now: float) -> list[Output]:
+    def expire(self, now: float) -> list[StepOutput]:
         """End those whose time is over."""
         ended = [request for request in self._deadlines.over(now) if self.remove(request)]
         told = "the request was not answered in time: {} tokens of its answer were made"
-        return [Output(r, -1, None, "error", DeadlineError(told.format(len(r.tokens)))) for r in ended]
+        return [StepOutput(r, -1, None, "error", DeadlineError(told.format(len(r.tokens)))) for r in ended]
 
-    def schedule(self, tokens: int) -> list[Span]:
+    def schedule(self, tokens: int) -> list[ScheduledTokens]:
         """The next step: every request that answers, and prompts with what is left of so many tokens, or a few."""
-        self._make_way()
-        spans: list[Span] = []
+        self._preempt_for_urgent()
+        spans: list[ScheduledTokens] = []
         reading: list[Request] = []
         size = self.config.block_size
         guessing: list[Request] = []
@@ -91,53 +91,53 @@ class Scheduler:
             start, known = request.num_computed_tokens, len(request.ids)
             if known - start > 1:
                 reading.append(request)
-            elif known <= len(request.blocks) * size or self._grow(request):
+            elif known <= len(request.blocks) * size or self._ensure_block(request):
                 if request.drafts:
                     guessing.append(request)
                 else:
-                    spans.append(Span(request, start, known, start))
+                    spans.append(ScheduledTokens(request, start, known, start))
         spans += [self._with_guesses(request) for request in guessing]
         if not (reading or self.waiting):
             return spans
-        fewest = min(FEWEST_PROMPT_TOKENS, self.config.max_step_tokens)
+        fewest = min(MIN_PREFILL_TOKENS, self.config.max_step_tokens)
         budget = max(fewest, tokens - sum(span.stop - span.start for span in spans))
-        readers = self._readers([request for request in reading if request.row >= 0])
-        return spans + [span_of(request, count) for request, count in shared_out(readers, budget)]
+        readers = self._prefill_order([request for request in reading if request.batch_slot >= 0])
+        return spans + [next_chunk(request, count) for request, count in split_prefill_budget(readers, budget)]
 
-    def update(self, spans: Sequence[Span], sampled: Sampled) -> list[Output]:
+    def update(self, spans: Sequence[ScheduledTokens], sampled: SamplerOutput) -> list[StepOutput]:
         """Take in what a step computed; the tokens that came out, in the order of the spans."""
-        outputs: list[Output] = []
+        outputs: list[StepOutput] = []
         tokens, size = iter(sampled.tokens), self.config.block_size
         failed, logprobs = sampled.failed, sampled.logprobs
         for request, _, stop, _ in spans:
             ids = request.ids
             if failed and request in failed:
                 self.remove(request, keep=False)
-                outputs.append(Output(request, -1, None, "error", failed[request]))
+                outputs.append(StepOutput(request, -1, None, "error", failed[request]))
             elif stop < len(ids):
                 request.num_computed_tokens = stop
                 self._publish(request)
-            elif stop > len(ids) or len(ids) + 1 >= request.longest or logprobs:
+            elif stop > len(ids) or len(ids) + 1 >= request.max_total_tokens or logprobs:
                 outputs += self._accept(request, list(islice(tokens, stop - len(ids) + 1)), logprobs.get(request))
             elif (token := next(tokens)) in request.stop_ids:
                 outputs += self._accept(request, [token], None)
             else:  # one token more, as nearly always: what `_accept` would do
                 ids.append(token)
                 request.num_computed_tokens = stop
-                outputs.append(Output(request, token))
+                outputs.append(StepOutput(request, token))
                 if stop // size > request.num_hashed_blocks:
                     self._publish(request)
         return outputs
 
-    def fail(self, spans: Sequence[Span], error: WorkerError) -> list[Output]:
+    def fail(self, spans: Sequence[ScheduledTokens], error: WorkerError) -> list[StepOutput]:
         """A step came to nothing: its requests end, and what they were computing is not kept."""
         for span in spans:
             self.remove(span.request, keep=False)
-        return [Output(span.request, -1, None, "error", own_error(error)) for span in spans]
+        return [StepOutput(span.request, -1, None, "error", copy_error(error)) for span in spans]
 
-    def _accept(self, request: Request, tokens: list[int], logprobs: list[TokenLogprob] | None) -> list[Output]:
+    def _accept(self, request: Request, tokens: list[int], logprobs: list[TokenLogprob] | None) -> list[StepOutput]:
         """It goes on with these tokens, or ends with them."""
-        outputs = accepted(request, tokens, logprobs, self.counts)
+        outputs = accept_tokens(request, tokens, logprobs, self.stats)
         self._publish(request)
         if outputs[-1].finish_reason is not None:
             self.remove(request)
@@ -157,9 +157,9 @@ class Scheduler:
             self.pool.publish(request.blocks[i], request.hashes[i])
         self._in_flight.end(request.hashes[first:full], request)
 
-    def _grow(self, request: Request) -> bool:
+    def _ensure_block(self, request: Request) -> bool:
         """Give it blocks for its next token; False if it had to give up its own."""
-        if request.row < 0:  # preempted in this very step
+        if request.batch_slot < 0:  # preempted in this very step
             return False
         while self.reserve(request, len(request.ids)) < len(request.ids):
             if not self._take_back_guesses():
@@ -177,22 +177,22 @@ class Scheduler:
             if len(request.blocks) > needed:
                 self.pool.release(request.blocks[needed:])
                 del request.blocks[needed:]
-                request.num_listed_blocks = min(request.num_listed_blocks, needed)
+                request.num_blocks_in_table = min(request.num_blocks_in_table, needed)
                 request.drafts, found = [], True
         return found
 
-    def _with_guesses(self, request: Request) -> Span:
+    def _with_guesses(self, request: Request) -> ScheduledTokens:
         """Its next token, and as many guesses as there are blocks for."""
         start, known = request.num_computed_tokens, len(request.ids)
         room = self.reserve(request, known + len(request.drafts)) - known
         request.drafts = request.drafts[:room]
-        return Span(request, start, known + room, start)
+        return ScheduledTokens(request, start, known + room, start)
 
-    def _readers(self, reading: Sequence[Request]) -> Iterator[Request]:
+    def _prefill_order(self, reading: Sequence[Request]) -> Iterator[Request]:
         """Those who read and those who may begin to, in their order."""
-        admitted = self._admitted()
+        admitted = self._admit_waiting()
         for request in reading:
-            while self.waiting and _first_first(self.waiting[-1]) < _first_first(request):
+            while self.waiting and _schedule_order(self.waiting[-1]) < _schedule_order(request):
                 more_urgent = next(admitted, None)
                 if more_urgent is None:
                     break
@@ -209,12 +209,12 @@ class Scheduler:
             request.blocks.append(block)
         return min(tokens, len(request.blocks) * self.config.block_size)
 
-    def _make_way(self) -> None:
+    def _preempt_for_urgent(self) -> None:
         """Where a request waits that is more urgent than the last one running, and there is no room, that one goes."""
         while self.waiting and self.running and self.waiting[-1].priority < self.running[-1].priority:
             first = self.waiting[-1]
-            shared = self.pool.match(self._known(first))
-            if self._comes_soon(first) or (self._rows and self._has_room(first, shared)):
+            shared = self.pool.match(self._cacheable_hashes(first))
+            if self._prefix_in_flight(first) or (self._free_slots and self._has_room(first, shared)):
                 return
             lost = [request for request in self.running if request.priority > first.priority]
             needed = self.pool.blocks_for(len(first.ids)) - len(shared) + len(self.running) - len(lost)
@@ -226,19 +226,19 @@ class Scheduler:
         """Back to those who wait, ahead of all who came later; what it loses is computed again."""
         self.running.remove(request)
         self._release(request)
-        insort(self.waiting, request, key=_last_first)
+        insort(self.waiting, request, key=_reverse_schedule_order)
         request.num_preemptions += 1
-        self.counts.num_preemptions += 1
+        self.stats.num_preemptions += 1
 
-    def _admitted(self) -> Iterator[Request]:
+    def _admit_waiting(self) -> Iterator[Request]:
         """Let requests in, one after the other, while there is room; nobody overtakes one that lacks blocks."""
         for i in range(len(self.waiting) - 1, -1, -1):
             request = self.waiting[i]
-            if not self._rows:
+            if not self._free_slots:
                 return
-            if self._comes_soon(request):
+            if self._prefix_in_flight(request):
                 continue
-            shared = self.pool.match(self._known(request))
+            shared = self.pool.match(self._cacheable_hashes(request))
             if not self._has_room(request, shared):
                 return
             del self.waiting[i]
@@ -248,52 +248,52 @@ class Scheduler:
     def _start(self, request: Request, shared: list[int]) -> None:
         blocks = self.pool.acquire(shared, self.pool.blocks_for(len(request.ids)) - len(shared))
         assert blocks is not None
-        request.blocks, request.row = blocks, self._rows.pop()
+        request.blocks, request.batch_slot = blocks, self._free_slots.pop()
         request.num_hashed_blocks = len(shared)
         request.num_computed_tokens = request.num_shared_tokens = len(shared) * self.config.block_size
-        self._in_flight.begin(self._known(request)[len(shared) :], request)
+        self._in_flight.begin(self._cacheable_hashes(request)[len(shared) :], request)
         if request.num_cached_tokens < 0:  # not one that comes back
-            request.num_cached_tokens, request.admitted_at = request.num_computed_tokens, time.perf_counter()
-            self.counts.num_queried_tokens += request.num_prompt_tokens
-            self.counts.num_hit_tokens += request.num_computed_tokens
-        insort(self.running, request, key=_first_first)
+            request.num_cached_tokens, request.first_scheduled_time = request.num_computed_tokens, time.perf_counter()
+            self.stats.num_queried_tokens += request.num_prompt_tokens
+            self.stats.num_hit_tokens += request.num_computed_tokens
+        insort(self.running, request, key=_schedule_order)
 
     def _has_room(self, request: Request, shared: Sequence[int]) -> bool:
         """Blocks for all its tokens, and one for each that is running, so that the next step sends nobody away."""
         return self.pool.can_acquire(shared, self.pool.blocks_for(len(request.ids)) - len(shared) + len(self.running))
 
-    def _known(self, request: Request) -> list[bytes]:
+    def _cacheable_hashes(self, request: Request) -> list[bytes]:
         """The blocks of a waiting request that it may find: its last token is computed in any case."""
         if not self.pool.caching or request.num_unscored_tokens:
             return []
         return request.hashes[: (len(request.ids) - 1) // self.config.block_size]
 
-    def _comes_soon(self, request: Request) -> bool:
+    def _prefix_in_flight(self, request: Request) -> bool:
         """Whether the first block that is not here is being computed by somebody as urgent: it is worth waiting for."""
         if not self._in_flight:
             return False
-        missing = next((known_as for known_as in self._known(request) if not self.pool.has(known_as)), None)
+        missing = next((known_as for known_as in self._cacheable_hashes(request) if not self.pool.has(known_as)), None)
         return self._in_flight.is_worth_waiting(missing, request)
 
     def _release(self, request: Request) -> None:
         self._in_flight.end(request.hashes[request.num_hashed_blocks :], request)
         self.pool.release(request.blocks)
-        self._rows.append(request.row)
-        request.blocks, request.drafts, request.row = [], [], -1
-        request.num_computed_tokens = request.num_hashed_blocks = request.num_listed_blocks = 0
+        self._free_slots.append(request.batch_slot)
+        request.blocks, request.drafts, request.batch_slot = [], [], -1
+        request.num_computed_tokens = request.num_hashed_blocks = request.num_blocks_in_table = 0
 
     def check(self) -> None:
         """The books are right, or an AssertionError."""
         self.pool.check([request.blocks for request in self.running])
         self._in_flight.check(self.running)
-        assert self.running == sorted(self.running, key=_first_first)
-        assert self.waiting == sorted(self.waiting, key=_last_first)
-        check_places(self.running, self.waiting, self._rows, self.config)
+        assert self.running == sorted(self.running, key=_schedule_order)
+        assert self.waiting == sorted(self.waiting, key=_reverse_schedule_order)
+        check_places(self.running, self.waiting, self._free_slots, self.config)
 
 
-def _first_first(request: Request) -> tuple[int, int]:
+def _schedule_order(request: Request) -> tuple[int, int]:
     return request.priority, request.arrival
 
 
-def _last_first(request: Request) -> tuple[int, int]:
+def _reverse_schedule_order(request: Request) -> tuple[int, int]:
     return -request.priority, -request.arrival

@@ -11,13 +11,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from .request import Request
-from .step import Span
+from .step import ScheduledTokens
 
 LONGEST, SHORTEST = 4, 2  # tokens that must be met again before what followed them is guessed
 
 
 Reserve = Callable[[Request, int], int]  # blocks for so many tokens of a request; how many they hold
-MakeBatch = Callable[[Sequence[Span]], Any]  # the arrays of a step
+MakeBatch = Callable[[Sequence[ScheduledTokens]], Any]  # the arrays of a step
 
 
 class Drafter(Protocol):
@@ -31,7 +31,7 @@ def room_for_drafts(request: Request) -> int:
     """How many guesses make sense: none for a request that reads its prompt, none past the end of the answer."""
     if request.num_computed_tokens != len(request.ids) - 1:
         return 0
-    return max(0, request.longest - len(request.ids) - 1)
+    return max(0, request.max_total_tokens - len(request.ids) - 1)
 
 
 class Guess:
@@ -60,7 +60,7 @@ class Guess:
         return list(tokens)
 
 
-class NGrams:
+class NgramDrafter:
     """Prompt lookup: the text repeats itself, or its prompt."""
 
     def __init__(self, most: int) -> None:

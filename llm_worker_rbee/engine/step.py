@@ -9,7 +9,7 @@ from ..errors import WorkerError
 from .request import Request, TokenLogprob
 
 
-class Span(NamedTuple):
+class ScheduledTokens(NamedTuple):
     """Neighbouring tokens of one request, computed in one step; logits are wanted from `logits_from` on."""
 
     request: Request
@@ -19,7 +19,7 @@ class Span(NamedTuple):
 
 
 @dataclass(slots=True)
-class Sampled:
+class SamplerOutput:
     """What was chosen in a step: for each span that reaches the end of its request a token, and one for each guess."""
 
     tokens: list[int]
@@ -28,7 +28,7 @@ class Sampled:
 
 
 @dataclass(slots=True)
-class Counts:
+class SchedulerStats:
     """What happened since the engine began."""
 
     num_preemptions: int = 0

@@ -12,10 +12,10 @@ import time
 from collections import deque
 
 from ..engine.engine import Engine
-from ..engine.request import Output, Request
+from ..engine.request import StepOutput, Request
 from ..errors import RequestCancelledError
 
-Box = deque[tuple[float, Output]]  # when, on the clock of time.perf_counter, and what
+Box = deque[tuple[float, StepOutput]]  # when, on the clock of time.perf_counter, and what
 
 
 class Driver:
@@ -71,5 +71,5 @@ class Driver:
         now = time.perf_counter()
         for request, box in self._boxes.items():
             error = RequestCancelledError("the answer was interrupted")
-            box.append((now, Output(request, -1, None, "error", error)))
+            box.append((now, StepOutput(request, -1, None, "error", error)))
         self._boxes.clear()

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from ..engine.request import FinishReason, Output, Request, SamplingParams, TokenLogprob, token_limit
+from ..engine.request import FinishReason, StepOutput, Request, SamplingParams, TokenLogprob, token_limit
 from ..errors import InvalidRequestError, WorkerError
 from ..tokenizer import StreamDecoder
 from .answers import Chunk, Completion, Timings
@@ -126,7 +126,7 @@ class Stream:
             cached_tokens=max(0, request.num_cached_tokens),
         )
 
-    def _taken(self, at: float, output: Output) -> Chunk:
+    def _taken(self, at: float, output: StepOutput) -> Chunk:
         """What one token shows; an error ends the stream and is the caller's."""
         self._elapsed_s = at - self._began
         if output.error is not None:

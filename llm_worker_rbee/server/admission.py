@@ -63,9 +63,9 @@ class Admission:
             waiting += hold.requests
             unread += hold.tokens
         for request in self._taken:
-            if request.row >= 0:
+            if request.batch_slot >= 0:
                 running += 1
-            elif request.arrival >= 0 and request.has_ended:
+            elif request.arrival >= 0 and request.is_finished:
                 continue  # its reader has not heard of it yet
             else:
                 waiting += 1
@@ -106,7 +106,7 @@ class Admission:
         """When so many have ended; for tokens, when they are read, which begins when somebody's row is free."""
         seconds = 0.0
         if too_long > 0:
-            seconds = too_long * (self._engine.pace.seconds_per_token or 0.0)
+            seconds = too_long * (self._engine.token_budget.seconds_per_token or 0.0)
             too_many = max(too_many, int(load.running >= self._engine.config.max_batch))
         if too_many > 0:
             seconds += self._seconds_until_gone(too_many)
@@ -115,12 +115,12 @@ class Admission:
     def _seconds_until_gone(self, count: int) -> float:
         """As far as those who run tell it: what they may still say, as much of it as answers have lately said."""
         part = min(1.0, self._made / self._asked) if self._asked else 1.0
-        prompt_s, token_s = self._engine.pace.seconds_per_token or 0.0, (self._token_s or 0.0) * part
+        prompt_s, token_s = self._engine.token_budget.seconds_per_token or 0.0, (self._token_s or 0.0) * part
         left = sorted(
-            max(0, request.longest - request.num_tokens) * token_s
+            max(0, request.max_total_tokens - request.num_tokens) * token_s
             + max(0, request.num_prompt_tokens - request.num_computed_tokens) * prompt_s
             for request in self._taken
-            if request.row >= 0
+            if request.batch_slot >= 0
         )
         if not left:
             return 0.0

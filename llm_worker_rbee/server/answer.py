@@ -9,8 +9,8 @@ import time
 from collections.abc import AsyncIterator, Callable
 from typing import NamedTuple
 
-from ..engine.async_engine import Ticket
-from ..engine.request import FinishReason, Output, TokenLogprob
+from ..engine.async_engine import RequestStream
+from ..engine.request import FinishReason, StepOutput, TokenLogprob
 from ..tokenizer import StreamDecoder
 
 
@@ -29,7 +29,7 @@ class Answer:
 
     def __init__(
         self,
-        ticket: Ticket,
+        ticket: RequestStream,
         decoder: StreamDecoder,
         on_outputs: Callable[[float, int], None],
         on_first: Callable[[], None],
@@ -46,7 +46,7 @@ class Answer:
     async def pieces(self) -> AsyncIterator[Piece]:
         """Until the end; an error that ends it is raised, and leaving early cancels it."""
         try:
-            while outputs := await self.ticket.several():
+            while outputs := await self.ticket.next_outputs():
                 piece = self._piece(outputs)
                 yield piece
                 if piece.finish is not None:
@@ -60,7 +60,7 @@ class Answer:
         self._on_end()
         self.ticket.cancel()
 
-    def _piece(self, outputs: list[Output]) -> Piece:
+    def _piece(self, outputs: list[StepOutput]) -> Piece:
         now = time.perf_counter()
         self._on_outputs(now - (self.last_at or self.began_at), len(outputs))
         self.last_at = now

@@ -190,7 +190,7 @@ class Job:
         """Between two tokens: what is there to tell? Nothing before it has started."""
         if self.events and self.narrator is not None and self.answer is not None:
             self.narrator.look()
-            if self.answer.ticket.request.admitted_at:  # it does not only wait
+            if self.answer.ticket.request.first_scheduled_time:  # it does not only wait
                 self._metrics(worker, self.answer)
 
     def cancel(self) -> None:

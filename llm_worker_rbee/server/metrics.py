@@ -95,7 +95,7 @@ class _Collector:
 
 def _of_engine(worker: Worker) -> Iterator[Metric]:
     scheduler = worker.loaded.engine.scheduler
-    counts, pool = scheduler.counts, scheduler.pool
+    counts, pool = scheduler.stats, scheduler.pool
     used = 1 - pool.num_free / pool.n_blocks
     yield _gauge("kv_cache_usage_perc", "The part of the KV cache that requests hold, 0 to 1.", used)
     told = "Tokens of prompts {} in the prefix cache."

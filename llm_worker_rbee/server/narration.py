@@ -41,7 +41,7 @@ class Narrator:
         if request.num_preemptions > self._num_preemptions:
             self._num_preemptions, self._is_away = request.num_preemptions, True
             self._say(*PREEMPTED)
-        if self._is_away and request.row >= 0:
+        if self._is_away and request.batch_slot >= 0:
             self._is_away = False
             self._say("resumed", "It goes on.")
 

@@ -171,7 +171,7 @@ class Worker:
                 self.observed.outputs(seconds, count)
                 self.admission.spoke(seconds, count)
             else:
-                self.observed.first(seconds, count, request.admitted_at - began)
+                self.observed.first(seconds, count, request.first_scheduled_time - began)
 
         def on_first() -> None:
             nonlocal has_started

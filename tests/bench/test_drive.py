@@ -83,5 +83,5 @@ def test_guesses_change_no_answer_and_save_steps(llm: LLM) -> None:
         guessed = drive.together(prompts, 40)
         assert guessed.answers == plain.answers
         assert guessed.steps <= plain.steps
-    assert drive.engine.scheduler.counts.num_accepted_tokens == drive.engine.scheduler.counts.num_drafted_tokens > 0
+    assert drive.engine.scheduler.stats.num_accepted_tokens == drive.engine.scheduler.stats.num_drafted_tokens > 0
     assert guessed.steps < plain.steps / 2  # its own guesses are right

@@ -201,7 +201,7 @@ def test_guesses_change_nothing(tiny_file: Path, llm: LLM) -> None:
         assert [c.tokens for c in one.generate([*PROMPTS, repeated], **FIXED)] == [c.tokens for c in plain]
         assert is_free(one)
     books = modelled.engine.scheduler
-    assert books.counts.num_drafted_tokens == books.counts.num_accepted_tokens > 0  # it guesses for itself
+    assert books.stats.num_drafted_tokens == books.stats.num_accepted_tokens > 0  # it guesses for itself
 
 
 def test_a_draft_model_must_have_the_same_tokens(tiny_file: Path, tmp_path: Path) -> None:

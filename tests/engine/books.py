@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 from zlib import crc32
 
 from llm_worker_rbee.config import EngineConfig
-from llm_worker_rbee.engine.request import Output, Request, SamplingParams, TokenLogprob
+from llm_worker_rbee.engine.request import Request, SamplingParams, StepOutput, TokenLogprob
 from llm_worker_rbee.engine.scheduler import Scheduler
-from llm_worker_rbee.engine.step import Sampled, Span
+from llm_worker_rbee.engine.step import SamplerOutput, ScheduledTokens
 from llm_worker_rbee.errors import InferenceError
 
 END = 3
@@ -66,7 +66,9 @@ class Desk:
         self.answers[made] = []
         return made
 
-    def step(self, budget: int = PLENTY, *, failing: bool = False, broken: Sequence[Request] = ()) -> list[Span]:
+    def step(
+        self, budget: int = PLENTY, *, failing: bool = False, broken: Sequence[Request] = ()
+    ) -> list[ScheduledTokens]:
         """One step, its books checked before and after; `failing` as a whole, or giving nothing for the broken ones."""
         spans = self.scheduler.schedule(budget)
         self.scheduler.check()
@@ -79,7 +81,7 @@ class Desk:
         self.take(outputs)
         return spans
 
-    def take(self, outputs: Sequence[Output]) -> None:
+    def take(self, outputs: Sequence[StepOutput]) -> None:
         for output in outputs:
             assert output.request not in self.finished, "something came of a request that had ended"
             if output.finish_reason is not None:
@@ -113,11 +115,11 @@ class Desk:
             if request.prompt_logprobs is not None:
                 assert [None if x is None else x.token for x in request.prompt_logprobs] == [None, *request.prompt[1:]]
 
-    def tokens_of(self, spans: Sequence[Span]) -> dict[Request, int]:
+    def tokens_of(self, spans: Sequence[ScheduledTokens]) -> dict[Request, int]:
         return {span.request: span.stop - span.start for span in spans}
 
-    def _compute(self, spans: Sequence[Span], broken: Sequence[Request]) -> Sampled:
-        sampled, written = Sampled([]), set[tuple[int, int]]()
+    def _compute(self, spans: Sequence[ScheduledTokens], broken: Sequence[Request]) -> SamplerOutput:
+        sampled, written = SamplerOutput([]), set[tuple[int, int]]()
         for request, start, stop, wanted_from in spans:
             said = request.ids + request.drafts
             assert start == request.num_computed_tokens < stop <= len(said)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from llm_worker_rbee.backends import cuda_probe, pick, precompile
 from llm_worker_rbee.config import EngineConfig
 from llm_worker_rbee.engine.engine import Engine
-from llm_worker_rbee.engine.request import Output, Request, SamplingParams, TokenLogprob
+from llm_worker_rbee.engine.request import Request, SamplingParams, StepOutput, TokenLogprob
 from llm_worker_rbee.engine.sampler import sample_rows, token_logprobs
 from llm_worker_rbee.engine.solo import Solo
 from llm_worker_rbee.models import Transformer, describe, load_model
@@ -89,9 +89,9 @@ class Listener:
     """What came out of an engine, request by request."""
 
     def __init__(self) -> None:
-        self.outputs: dict[Request, list[Output]] = {}
+        self.outputs: dict[Request, list[StepOutput]] = {}
 
-    def take(self, outputs: list[Output]) -> None:
+    def take(self, outputs: list[StepOutput]) -> None:
         for output in outputs:
             known = self.outputs.setdefault(output.request, [])
             assert not known or known[-1].finish_reason is None, "something came of a request that had ended"

@@ -14,14 +14,14 @@ import pytest
 from llm_worker_rbee.backends.ops import SampleRow
 from llm_worker_rbee.config import EngineConfig
 from llm_worker_rbee.engine.engine import Engine
-from llm_worker_rbee.engine.request import Output, Request, SamplingParams
+from llm_worker_rbee.engine.request import Request, SamplingParams, StepOutput
 from llm_worker_rbee.errors import InferenceError
 from llm_worker_rbee.models import Transformer
 from tests.conftest import DEVICE
 from tests.engine import serving
 
 
-class Later:
+class PendingTokens:
     """Tokens that are there, and told when they are asked for; now and then nobody is sure."""
 
     def __init__(self, tokens: Any, is_sure: bool, own: Any = None) -> None:
@@ -58,13 +58,13 @@ class Device:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._ops, name)
 
-    def sample_later(self, logits: Any, rows: Sequence[SampleRow]) -> Later:
+    def sample_later(self, logits: Any, rows: Sequence[SampleRow]) -> PendingTokens:
         self.num_begun += 1
         is_sure = self._random.random() >= self._unsure
         if not hasattr(self._ops, "sample_later"):
-            return Later(self._ops.sample(logits, rows), is_sure)
+            return PendingTokens(self._ops.sample(logits, rows), is_sure)
         own = self._ops.sample_later(logits, rows)
-        return Later(own.tokens, is_sure, own)
+        return PendingTokens(own.tokens, is_sure, own)
 
 
 @pytest.fixture(scope="module")
@@ -96,11 +96,11 @@ def run(engine: Engine, seed: int) -> list[tuple[list[int], Any]]:
     while waiting or engine.has_work:
         while waiting and (draw.random() < 0.3 or not engine.has_work):
             engine.add(waiting.pop(0))
-        outputs: list[Output] = engine.step() if engine.has_work else []
+        outputs: list[StepOutput] = engine.step() if engine.has_work else []
         for output in outputs:
             ended[id(output.request)] = output.finish_reason
         for one in everybody:  # by what it has said, which does not depend on the pace
-            if not one.has_ended and len(one.tokens) >= leaves.get(id(one), 1 << 30):
+            if not one.is_finished and len(one.tokens) >= leaves.get(id(one), 1 << 30):
                 engine.abort(one)
                 one.ids = one.ids[: one.num_prompt_tokens + leaves[id(one)]]
     for one in everybody:
@@ -129,11 +129,11 @@ def test_a_device_that_fails_ends_its_requests_only(model: Transformer, monkeypa
     for _ in range(5):
         engine.step()
 
-    def broken(_: Later) -> list[int]:
+    def broken(_: PendingTokens) -> list[int]:
         raise ValueError("the device is gone")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Later, "result", broken)
+        patch.setattr(PendingTokens, "result", broken)
         (output,) = engine.step()
     assert isinstance(output.error, InferenceError)
     second = Request([3], SamplingParams(temperature=0), 5, 0, frozenset())
@@ -150,8 +150,8 @@ def test_the_next_step_is_begun_before_the_last_one_is_seen(
     device, told = Device(model.ops), []
     engine = Engine(replace(model, ops=device), EngineConfig(max_context=112, n_blocks=64))
     engine.add(Request([1, 2], SamplingParams(temperature=0), 6, 0, frozenset()))
-    result = Later.result
-    monkeypatch.setattr(Later, "result", lambda later: told.append(device.num_begun) or result(later))
+    result = PendingTokens.result
+    monkeypatch.setattr(PendingTokens, "result", lambda later: told.append(device.num_begun) or result(later))
     while engine.has_work:
         engine.step()
     assert told == [2, 3, 4, 5, 5]  # a prompt of two tokens is no such step; nothing is begun past the end
@@ -169,11 +169,11 @@ def test_an_interrupt_while_tokens_are_waited_for_loses_none(
         for _ in range(4):
             engine.step()
 
-    def interrupted(_: Later) -> list[int]:
+    def interrupted(_: PendingTokens) -> list[int]:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(Later, "result", interrupted)
+        patch.setattr(PendingTokens, "result", interrupted)
         with pytest.raises(KeyboardInterrupt):
             ahead.step()
     for engine in (ahead, plain):

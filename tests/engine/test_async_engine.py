@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from llm_worker_rbee.config import EngineConfig
-from llm_worker_rbee.engine.async_engine import AsyncEngine, Ticket
+from llm_worker_rbee.engine.async_engine import AsyncEngine, RequestStream
 from llm_worker_rbee.engine.engine import Engine
 from llm_worker_rbee.engine.request import Request, SamplingParams
 from llm_worker_rbee.errors import ContextLengthError, InferenceError, InvalidRequestError, RequestCancelledError
@@ -32,7 +32,7 @@ def request(prompt: list[int], max_tokens: int = 20) -> Request:
     return Request(prompt, SamplingParams(seed=1, ignore_eos=True), max_tokens, 1, frozenset())
 
 
-async def all_of(ticket: Ticket) -> list[int]:
+async def all_of(ticket: RequestStream) -> list[int]:
     return [output.token async for output in ticket]
 
 
@@ -101,7 +101,7 @@ def test_cancelling_frees_everything_and_tells_the_reader(model: Transformer) ->
 
 def test_a_reader_that_does_not_read_is_ended_and_holds_nobody_up(model: Transformer) -> None:
     async def main() -> None:
-        async with AsyncEngine(engine_of(model), most_unread=64) as serving:
+        async with AsyncEngine(engine_of(model), max_buffered_outputs=64) as serving:
             lazy = serving.submit(request([1, 2], 500))
             for prompt in range(3, 9):
                 assert len(await all_of(serving.submit(request([prompt], 60)))) == 60

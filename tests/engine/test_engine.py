@@ -18,7 +18,7 @@ from llm_worker_rbee.backends.ops import Batch, Fused
 from llm_worker_rbee.engine import engine as serving
 from llm_worker_rbee.engine.draft_model import DraftModel
 from llm_worker_rbee.engine.request import Request, TokenLogprob
-from llm_worker_rbee.engine.token_budget import Pace
+from llm_worker_rbee.engine.token_budget import TokenBudget
 from llm_worker_rbee.errors import ContextLengthError, DeadlineError, InferenceError, InsufficientMemoryError
 from llm_worker_rbee.models import Transformer
 from tests.engine.serving import Answer, Listener, Question, alone, engine, load, require_idle, run, small_file
@@ -267,7 +267,7 @@ def test_a_cache_of_a_tenth_of_what_is_wanted(model: Transformer) -> None:
     served = engine(model, n_blocks=wanted // 10, max_batch=20)
     listener = run(served, *requests)
     assert answers(listener, requests) == [alone(model, question) for question in questions]
-    assert served.scheduler.counts.num_preemptions > 0
+    assert served.scheduler.stats.num_preemptions > 0
 
 
 def test_a_prefix_is_computed_once(model: Transformer) -> None:
@@ -285,7 +285,7 @@ def test_a_prefix_is_computed_once(model: Transformer) -> None:
     request = second.request()
     assert run(served, request).answer(request) == alone(model, second)
     assert sum(computed) == 200 - 192
-    assert served.scheduler.counts.num_hit_tokens == 192
+    assert served.scheduler.stats.num_hit_tokens == 192
 
 
 # ---- the token budget
@@ -296,8 +296,8 @@ def test_prompts_are_cut_to_the_pace_while_somebody_answers(model: Transformer) 
     talker, reader = ask(5, 30).request(), ask(200, 2, 1).request()
     served.add(talker)
     served.step()
-    served.pace = Pace(0.1, 512)
-    served.pace.took(100, 0.2)  # 50 tokens in time
+    served.token_budget = TokenBudget(0.1, 512)
+    served.token_budget.observe(100, 0.2)  # 50 tokens in time
     served.add(reader)
     served.step()
     assert 35 < reader.num_computed_tokens < 50
@@ -312,11 +312,11 @@ def test_only_prompts_tell_the_pace(model: Transformer) -> None:
     request = Question((5, 6, 7, 8) * 5, 30, {**GREEDY, "logit_bias": {9: 100.0}}).request()
     served.add(request)
     served.step()
-    known = served.pace.seconds_per_token
+    known = served.token_budget.seconds_per_token
     assert known is not None
     run(served)
-    assert served.scheduler.counts.num_drafted_tokens > 0
-    assert served.pace.seconds_per_token == known
+    assert served.scheduler.stats.num_drafted_tokens > 0
+    assert served.token_budget.seconds_per_token == known
 
 
 # ---- guesses
@@ -338,10 +338,8 @@ def test_a_text_that_repeats_itself_is_guessed(parrot: Transformer) -> None:
     books = guessing.scheduler
     assert plain.num_steps == 100
     assert guessing.num_steps < 20
-    assert books.counts.num_accepted_tokens > 0.9 * books.counts.num_drafted_tokens > 70
-    assert books.counts.num_accepted_tokens + guessing.num_steps == 100, (
-        "each token was a right guess or came of a step"
-    )
+    assert books.stats.num_accepted_tokens > 0.9 * books.stats.num_drafted_tokens > 70
+    assert books.stats.num_accepted_tokens + guessing.num_steps == 100, "each token was a right guess or came of a step"
 
 
 def test_no_guess_reaches_past_the_end_of_an_answer(parrot: Transformer) -> None:
@@ -350,7 +348,7 @@ def test_no_guess_reaches_past_the_end_of_an_answer(parrot: Transformer) -> None
     question = Question((*b"abcdefgab",), 23, GREEDY)
     request = question.request()
     assert run(served, request).answer(request) == alone(parrot, question)
-    assert served.scheduler.counts.num_drafted_tokens == served.scheduler.counts.num_accepted_tokens > 10
+    assert served.scheduler.stats.num_drafted_tokens == served.scheduler.stats.num_accepted_tokens > 10
 
 
 @pytest.fixture(scope="module")
@@ -371,7 +369,7 @@ def test_guesses_change_nothing(mumbler: Transformer, draft_tokens: int) -> None
     served = engine(mumbler, speculative="ngram", draft_tokens=draft_tokens)
     assert answers(run(served, *requests), requests) == [alone(mumbler, question) for question in questions]
     books = served.scheduler
-    assert 50 < books.counts.num_accepted_tokens < books.counts.num_drafted_tokens - 50
+    assert 50 < books.stats.num_accepted_tokens < books.stats.num_drafted_tokens - 50
     assert sum(len(request.tokens) for request in requests) > 9 * 60
 
 
@@ -384,7 +382,7 @@ def test_a_model_that_guesses_knows_what_it_did_not_compute(model: Transformer) 
     request = question.request()
     assert run(served, request).answer(request) == alone(model, question)
     assert request.num_cached_tokens == 80
-    counts = served.scheduler.counts
+    counts = served.scheduler.stats
     assert counts.num_accepted_tokens > 0.9 * counts.num_drafted_tokens > 10
 
 
@@ -414,7 +412,7 @@ def test_a_model_that_guesses_changes_nothing(model: Transformer, tmp_path: Path
     requests = [question.request() for question in questions]
     assert answers(run(served, *requests), requests) == [alone(model, question) for question in questions]
     books = served.scheduler
-    assert books.counts.num_drafted_tokens > 50
-    share = books.counts.num_accepted_tokens / books.counts.num_drafted_tokens
+    assert books.stats.num_drafted_tokens > 50
+    share = books.stats.num_accepted_tokens / books.stats.num_drafted_tokens
     assert share > 0.9 if twin else share < 0.5
-    assert (books.counts.num_preemptions > 0) == (n_blocks == 9)
+    assert (books.stats.num_preemptions > 0) == (n_blocks == 9)

@@ -12,10 +12,10 @@ import pytest
 
 from llm_worker_rbee.config import EngineConfig
 from llm_worker_rbee.engine.async_engine import AsyncEngine
-from llm_worker_rbee.engine.dummy_model import Null
+from llm_worker_rbee.engine.dummy_model import DummyModel
 from llm_worker_rbee.engine.engine import Engine
 from llm_worker_rbee.engine.request import Request, SamplingParams
-from llm_worker_rbee.engine.step import Sampled, Span
+from llm_worker_rbee.engine.step import SamplerOutput, ScheduledTokens
 from llm_worker_rbee.errors import InvalidRequestError, RequestCancelledError
 from llm_worker_rbee.models import Transformer
 from tests.engine import serving
@@ -30,7 +30,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Transformer:
 
 def engine_of(model: Transformer, **settings: Any) -> Engine:
     engine = Engine(model, EngineConfig(**{"max_context": 256, "n_blocks": 64, "debug": True, **settings}))
-    engine.compute = Null(WORDS)
+    engine.compute = DummyModel(WORDS)
     return engine
 
 
@@ -68,14 +68,14 @@ def test_log_probabilities_say_that_nothing_was_computed(model: Transformer) -> 
 
 def test_no_text_is_refused() -> None:
     with pytest.raises(InvalidRequestError, match="no text"):
-        Null([])
+        DummyModel([])
 
 
 class Held:
     """The null engine, a step of which waits until it is let go."""
 
     def __init__(self) -> None:
-        self.null = Null(WORDS)
+        self.null = DummyModel(WORDS)
         self.steps: list[set[Request]] = []
         self.began, self.may_end = threading.Semaphore(0), threading.Semaphore(0)
 
@@ -83,7 +83,7 @@ class Held:
         """One has begun, and waits."""
         assert await asyncio.to_thread(self.began.acquire, True, 20)
 
-    def __call__(self, spans: Sequence[Span]) -> Sampled:
+    def __call__(self, spans: Sequence[ScheduledTokens]) -> SamplerOutput:
         self.steps.append({span.request for span in spans})
         self.began.release()
         assert self.may_end.acquire(timeout=20)
@@ -107,7 +107,7 @@ def test_what_is_cancelled_in_a_step_is_not_in_the_next_and_its_blocks_are_free(
             await held.next_step()
             assert kept.request in held.steps[in_step]
             assert dropped.request not in held.steps[in_step]
-            assert (dropped.request.blocks, dropped.request.has_ended) == ([], True)
+            assert (dropped.request.blocks, dropped.request.is_finished) == ([], True)
             assert engine.scheduler.pool.num_free == 64 - len(kept.request.blocks)
             held.may_end.release(30)
             assert len([output async for output in kept]) == 20

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from llm_worker_rbee.engine.token_budget import Pace
+from llm_worker_rbee.engine.token_budget import TokenBudget
 
 
-def settle(pace: Pace, seconds_per_token: float, fixed: float = 0.0, steps: int = 30) -> int:
+def settle(pace: TokenBudget, seconds_per_token: float, fixed: float = 0.0, steps: int = 30) -> int:
     """Steps on a machine of this speed, each as large as the budget says; the budget then."""
     for _ in range(steps):
-        tokens = pace.budget(anybody_waits=True)
-        pace.took(tokens, fixed + tokens * seconds_per_token)
-    return pace.budget(anybody_waits=True)
+        tokens = pace.next_budget(has_decodes=True)
+        pace.observe(tokens, fixed + tokens * seconds_per_token)
+    return pace.next_budget(has_decodes=True)
 
 
 def near(target: float) -> object:
@@ -22,38 +22,38 @@ def near(target: float) -> object:
 
 @pytest.mark.parametrize("speed", [1e-4, 1e-3, 2.5e-3, 2e-2])
 def test_the_budget_finds_the_target(speed: float) -> None:
-    assert settle(Pace(0.1, 2_000), speed) * speed == near(0.1)
+    assert settle(TokenBudget(0.1, 2_000), speed) * speed == near(0.1)
 
 
 @pytest.mark.parametrize(("speed", "budget"), [(1e-6, 512), (5.0, 1)])
 def test_the_budget_has_its_ends(speed: float, budget: int) -> None:
-    assert settle(Pace(0.1, 512), speed) == budget
+    assert settle(TokenBudget(0.1, 512), speed) == budget
 
 
 def test_it_follows_a_machine_that_changes() -> None:
-    pace = Pace(0.1, 512)
+    pace = TokenBudget(0.1, 512)
     for speed in (1e-3, 4e-3, 1e-3):
         assert settle(pace, speed) * speed == near(0.1)
 
 
 def test_a_step_of_the_size_it_finds_takes_about_the_target() -> None:
     """Also where a part of a step does not depend on its size."""
-    tokens = settle(Pace(0.1, 512), 1e-3, fixed=0.03, steps=60)
+    tokens = settle(TokenBudget(0.1, 512), 1e-3, fixed=0.03, steps=60)
     assert 0.03 + tokens * 1e-3 == near(0.1)
 
 
 def test_one_hiccup_is_not_the_speed_of_a_machine() -> None:
-    pace = Pace(0.1, 512)
+    pace = TokenBudget(0.1, 512)
     known = settle(pace, 1e-3)
-    pace.took(known, 60.0)
-    assert pace.budget(anybody_waits=True) >= known // 2
-    pace.took(100, 0.0)  # a clock that stood still
-    assert 1 <= pace.budget(anybody_waits=True) <= 512
+    pace.observe(known, 60.0)
+    assert pace.next_budget(has_decodes=True) >= known // 2
+    pace.observe(100, 0.0)  # a clock that stood still
+    assert 1 <= pace.next_budget(has_decodes=True) <= 512
 
 
 def test_where_nobody_waits_a_step_is_as_large_as_it_may_be() -> None:
-    pace = Pace(0.1, 300)
-    assert pace.budget(anybody_waits=False) == 300
-    assert 1 <= pace.budget(anybody_waits=True) < 100, "a first guess that is large is felt"
+    pace = TokenBudget(0.1, 300)
+    assert pace.next_budget(has_decodes=False) == 300
+    assert 1 <= pace.next_budget(has_decodes=True) < 100, "a first guess that is large is felt"
     settle(pace, 1.0)
-    assert pace.budget(anybody_waits=False) == 300
+    assert pace.next_budget(has_decodes=False) == 300

@@ -126,10 +126,10 @@ def test_on_a_small_model(small: dict[str, Asked], seed: int) -> None:
     for _ in range(PER_SEED):
         kind, kv_type = rng.choice(KINDS), rng.choice(("float32", *KV_TYPES))
         books = play(rng, small[kind], kv_type, most=12, steps=25, guesser=small[KINDS[0]].model).scheduler
-        seen["preempted"] += books.counts.num_preemptions
-        seen["hit"] += books.counts.num_hit_tokens
-        seen["accepted"] += books.counts.num_accepted_tokens
-        seen["rejected"] += books.counts.num_drafted_tokens - books.counts.num_accepted_tokens
+        seen["preempted"] += books.stats.num_preemptions
+        seen["hit"] += books.stats.num_hit_tokens
+        seen["accepted"] += books.stats.num_accepted_tokens
+        seen["rejected"] += books.stats.num_drafted_tokens - books.stats.num_accepted_tokens
     assert all(seen.values()), f"these schedules show nothing: {seen}"
 
 

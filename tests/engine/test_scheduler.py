@@ -32,7 +32,7 @@ def test_a_beginning_is_computed_once() -> None:
     assert desk.computed - before == 2 + 3
     desk.run()
     desk.require_answers()
-    assert (desk.scheduler.counts.num_queried_tokens, desk.scheduler.counts.num_hit_tokens) == (22 + 22 + 11, 28)
+    assert (desk.scheduler.stats.num_queried_tokens, desk.scheduler.stats.num_hit_tokens) == (22 + 22 + 11, 28)
 
 
 def test_the_last_token_is_computed_even_if_all_of_it_is_here() -> None:
@@ -151,7 +151,7 @@ def test_a_long_prompt_does_not_stall_a_short_one_behind_it() -> None:
     desk.require_answers()
 
 
-@pytest.mark.parametrize(("asked", "most"), [(512, scheduling.FEWEST_PROMPT_TOKENS), (5, 5)])
+@pytest.mark.parametrize(("asked", "most"), [(512, scheduling.MIN_PREFILL_TOKENS), (5, 5)])
 def test_prompts_get_on_however_small_the_budget(asked: int, most: int) -> None:
     desk = Desk(max_step_tokens=asked)
     for _ in range(6):
@@ -178,8 +178,8 @@ def test_who_lacks_blocks_is_not_overtaken() -> None:
     desk = Desk(n_blocks=8)
     desk.request(spread(12), 12)
     large, small = desk.request(spread(24, 50), 2), desk.request(spread(3, 90), 2)
-    desk.run_until(lambda: small.row >= 0)
-    assert large.row >= 0 or large in desk.finished
+    desk.run_until(lambda: small.batch_slot >= 0)
+    assert large.batch_slot >= 0 or large in desk.finished
     desk.run()
     desk.require_answers()
 
@@ -193,7 +193,7 @@ def test_who_is_more_urgent_reads_first() -> None:
     assert list(desk.tokens_of(desk.step(16)))[:2] == [urgent, long]
     desk.run_until(lambda: urgent in desk.finished)
     assert long.num_computed_tokens < 300
-    assert as_urgent.row >= 0 or as_urgent in desk.finished
+    assert as_urgent.batch_slot >= 0 or as_urgent in desk.finished
     desk.run(16)
     desk.require_answers()
 
@@ -215,8 +215,8 @@ def test_nobody_is_sent_away_where_it_would_not_help() -> None:
     desk.step()
     desk.request(spread(36, 90), 2, priority=1)
     desk.step()
-    assert desk.scheduler.counts.num_preemptions == 0
-    assert all(other.row >= 0 for other in others)
+    assert desk.scheduler.stats.num_preemptions == 0
+    assert all(other.batch_slot >= 0 for other in others)
     desk.run()
     desk.require_answers()
 
@@ -230,7 +230,7 @@ def test_who_grows_takes_from_the_last_and_nothing_changes() -> None:
     desk.step()
     assert desk.scheduler.running == everybody
     late = desk.request(spread(3, 99), 2)
-    desk.run_until(lambda: desk.scheduler.counts.num_preemptions)
+    desk.run_until(lambda: desk.scheduler.stats.num_preemptions)
     assert everybody[2] not in desk.scheduler.running
     assert desk.scheduler.waiting == [late, everybody[2]], "it stands before those who came later"
     assert everybody[2].num_computed_tokens == 0
@@ -244,8 +244,8 @@ def test_what_was_preempted_finds_its_own_blocks_again() -> None:
     desk = Desk(n_blocks=6)
     desk.request(spread(7), 8)
     second = desk.request(spread(7, 50), 8)
-    desk.run_until(lambda: desk.scheduler.counts.num_preemptions)
-    assert second.row < 0
+    desk.run_until(lambda: desk.scheduler.stats.num_preemptions)
+    assert second.batch_slot < 0
     desk.run_until(lambda: len(desk.finished) == 1)
     assert [(s.request, s.start) for s in desk.step()] == [(second, 8)]
     desk.run()
@@ -259,7 +259,7 @@ def test_nobody_is_let_in_who_would_be_sent_away_in_the_next_step() -> None:
     assert list(desk.tokens_of(desk.step())) == [first]
     desk.run()
     desk.require_answers()
-    assert desk.scheduler.counts.num_preemptions == 0
+    assert desk.scheduler.stats.num_preemptions == 0
 
 
 def test_blocks_of_guesses_are_taken_back_before_anybody_is_sent_away() -> None:
@@ -270,7 +270,7 @@ def test_blocks_of_guesses_are_taken_back_before_anybody_is_sent_away() -> None:
     assert desk.scheduler.reserve(first, 12) == 12  # for guesses: the last free block
     desk.step()
     assert [len(r.blocks) for r in (first, second)] == [2, 2]
-    assert desk.scheduler.counts.num_preemptions == 0
+    assert desk.scheduler.stats.num_preemptions == 0
     desk.run()
     desk.require_answers()
 
@@ -315,7 +315,7 @@ def test_nobody_gives_way_to_one_as_urgent_or_less(priority: int) -> None:
     desk.step()
     desk.request(spread(5, 30), 6, priority=priority)
     desk.run_until(lambda: first in desk.finished)
-    assert desk.scheduler.counts.num_preemptions == 0
+    assert desk.scheduler.stats.num_preemptions == 0
     desk.run()
     desk.require_answers()
 
@@ -326,7 +326,7 @@ def test_nobody_gives_way_where_there_is_room() -> None:
     desk.step()
     desk.request(spread(5, 30), 6, priority=-3)
     assert len(desk.step()) == 2
-    assert desk.scheduler.counts.num_preemptions == 0
+    assert desk.scheduler.stats.num_preemptions == 0
 
 
 # ---- guesses
@@ -346,12 +346,12 @@ def test_right_guesses_save_steps_and_a_wrong_one_is_replaced() -> None:
     span = desk.step()[0]
     assert (span.stop - span.start, span.logits_from) == (4, 5)
     assert desk.answers[request] == answer_of(request).tokens[:4]
-    assert (desk.scheduler.counts.num_drafted_tokens, desk.scheduler.counts.num_accepted_tokens) == (3, 2)
+    assert (desk.scheduler.stats.num_drafted_tokens, desk.scheduler.stats.num_accepted_tokens) == (3, 2)
     assert request.num_computed_tokens == len(request.ids) - 1
     request.drafts = right(request, 4)
     desk.step()
     assert desk.finished == {request: "length"}
-    assert (desk.scheduler.counts.num_drafted_tokens, desk.scheduler.counts.num_accepted_tokens) == (7, 6)
+    assert (desk.scheduler.stats.num_drafted_tokens, desk.scheduler.stats.num_accepted_tokens) == (7, 6)
     desk.require_answers()
     desk.require_idle()
 
@@ -399,8 +399,8 @@ def test_nobody_is_sent_away_for_a_guess() -> None:
     assert desk.scheduler.pool.num_free == 0
     first.drafts = right(first, 5)
     assert len(desk.step()) == 2
-    assert desk.scheduler.counts.num_preemptions == 0
-    assert desk.scheduler.counts.num_drafted_tokens == 2  # those for which there was room
+    assert desk.scheduler.stats.num_preemptions == 0
+    assert desk.scheduler.stats.num_drafted_tokens == 2  # those for which there was room
     desk.run()
     desk.require_answers(first, second)
 
@@ -433,7 +433,7 @@ def test_a_scored_prompt_that_was_preempted_is_scored_once() -> None:
     assert scored.num_unscored_tokens == 25 - 1 - 15
     desk.request(spread(20, 70), 2)
     desk.step(50)
-    assert scored.row < 0
+    assert scored.batch_slot < 0
     desk.run(5)
     desk.require_answers()
 

@@ -207,7 +207,7 @@ def test_memory_for_blocks_that_is_exhausted(start: Start, monkeypatch: pytest.M
         until(lambda: server.worker.num_open == 10)
         all_are_in.set()
         assert [one.result().json()["text"] for one in together] == alone
-    assert server.worker.loaded.engine.scheduler.counts.num_preemptions > 0
+    assert server.worker.loaded.engine.scheduler.stats.num_preemptions > 0
     server.require_idle()
 
 

@@ -214,7 +214,7 @@ def test_tokens_are_counted_not_events(browser: Any, start: Start) -> None:
         page.click("#stop")
         said = finished(page)
         assert page.inner_text("article.assistant .foot span") == f"stopped after {len(said)} tokens"
-        assert server.worker.loaded.engine.scheduler.counts.num_accepted_tokens > 100
+        assert server.worker.loaded.engine.scheduler.stats.num_accepted_tokens > 100
 
 
 def test_everything_has_a_name_and_answers_are_never_html(browser: Any, server: Server) -> None:

@@ -245,7 +245,7 @@ def test_retry_after_is_when_somebody_will_have_ended(server: Server) -> None:
     def running(max_tokens: int, said: int) -> Request:
         made = Request([1] * 10, SamplingParams(), max_tokens, 0, frozenset())
         made.ids += [1] * said
-        made.arrival, made.has_ended, made.row, made.num_computed_tokens = 0, False, 0, 10
+        made.arrival, made.is_finished, made.batch_slot, made.num_computed_tokens = 0, False, 0, 10
         admission.began(made)
         return made
 
@@ -266,7 +266,7 @@ def test_retry_after_is_when_somebody_will_have_ended(server: Server) -> None:
         short = running(1_000, 100)
         admission.ended(short)
     assert told(slots) == pytest.approx(90 * 0.02, abs=1)
-    requests[0].max_tokens, requests[0].longest = 10**9, 10**9
+    requests[0].max_tokens, requests[0].max_total_tokens = 10**9, 10**9
     assert told(slots) == 60
     admission.ended(requests[1])
     with admission.held(engine, 1, 1):

@@ -81,11 +81,11 @@ class Guessing:
         samples, names = self.bench.samples, (self.name_of("text"), self.name)
         samples.setdefault(names[0], []).append(self.run(self.plain, self.tokens))
         known, books = self.answers, self.guessed.engine.scheduler
-        drafted, accepted = books.counts.num_drafted_tokens, books.counts.num_accepted_tokens
+        drafted, accepted = books.stats.num_drafted_tokens, books.stats.num_accepted_tokens
         samples.setdefault(names[1], []).append(self.run(self.guessed, self.tokens))
         if self.answers != known:
             raise InferenceError("with guesses the answers differ from those without")
-        drafted, accepted = books.counts.num_drafted_tokens - drafted, books.counts.num_accepted_tokens - accepted
+        drafted, accepted = books.stats.num_drafted_tokens - drafted, books.stats.num_accepted_tokens - accepted
         self.bench.put(names[0], "tok/s", "higher", batch=self.batch)
         self.bench.put(
             names[1], "tok/s", "higher", batch=self.batch, drafted=drafted, accepted=accepted,

@@ -13,10 +13,10 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from ...config import EngineConfig
-from ...engine.model_runner import Runner
+from ...engine.model_runner import ModelRunner
 from ...engine.request import Request, SamplingParams
 from ...engine.scheduler import Scheduler
-from ...engine.step import Sampled
+from ...engine.step import SamplerOutput
 from ..limits import Work
 from ..timing import Function
 from .suite import Case
@@ -57,7 +57,7 @@ class Books:
         rng, config = random.Random(7), self._config
         self.scheduler = Scheduler(config)
         no_model, cache = cast(Any, None), cast(Any, SimpleNamespace(block_size=BLOCK_SIZE))
-        self._runner = Runner(no_model, cache, config.max_batch, config.max_context)
+        self._runner = ModelRunner(no_model, cache, config.max_batch, config.max_context)
         for number in range(self.count):
             prompt = [rng.randrange(49152) for _ in range(rng.randint(SHORTEST, LONGEST))]
             params = SamplingParams(temperature=0.0, ignore_eos=True)
@@ -66,17 +66,17 @@ class Books:
             self.scheduler.add(request)
         self._tokens = [rng.randrange(49152) for _ in range(self.count)]
         spans = self.scheduler.schedule(self.count * LONGEST)
-        self.scheduler.update(spans, Sampled(self._tokens))
+        self.scheduler.update(spans, SamplerOutput(self._tokens))
 
     def step(self) -> None:
         """One token more for each."""
         spans = self.scheduler.schedule(BUDGET)
-        if self.scheduler.update(spans, Sampled(self._tokens))[0].finish_reason:
+        if self.scheduler.update(spans, SamplerOutput(self._tokens))[0].finish_reason:
             self.begin()
 
     def step_with_arrays(self) -> None:
         """The same, and the batch that a model would get."""
         spans = self.scheduler.schedule(BUDGET)
         self._runner.batch(spans)
-        if self.scheduler.update(spans, Sampled(self._tokens))[0].finish_reason:
+        if self.scheduler.update(spans, SamplerOutput(self._tokens))[0].finish_reason:
             self.begin()
