@@ -73,7 +73,7 @@ def _require_free(out: Path, force: bool) -> None:
 
 
 def _require_another(source: Path, out: Path) -> None:
-    from ..weights.filenames import split_set
+    from ..weights.gguf import split_set
 
     if out.exists() and any(part.exists() and out.samefile(part) for part in split_set(source)):
         raise InvalidRequestError(f"{out} is what is to be converted: give another name", "out")

@@ -49,7 +49,7 @@ class Question:
 
     def heading(self) -> str:
         """The beginning of what was asked."""
-        from ..tokenizer.messages import checked_messages
+        from ..tokenizer.chat_template import checked_messages
 
         last = checked_messages(self.messages())[-1].get("content") or ""
         said = cell(" ".join(last.split()))

@@ -29,7 +29,7 @@ from ..models import Transformer, describe, load_model
 from ..models.convert import quantize_checkpoint
 from ..progress import generating
 from ..tokenizer import ChatTemplate, Tokenizer, tokenizer_from_gguf, tokenizer_from_hf
-from ..tokenizer.messages import Message, checked_messages, protected
+from ..tokenizer.chat_template import Message, checked_messages, protected
 from ..weights import Checkpoint, open_checkpoint
 from ..weights.hub import Progress, locate
 from .about import quant_name

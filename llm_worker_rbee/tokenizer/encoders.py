@@ -7,16 +7,41 @@ cut by the model. User-defined tokens are always taken out, control tokens only 
 
 import logging
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from threading import Lock
 from typing import Protocol
 
 from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers
 
-from ..errors import TokenizerError
-from .library import building, encoding
+from ..errors import InvalidRequestError, TokenizerError
 from .pre_tokenizers import PreTokenizer
 from .vocabulary import BYTE_TO_CHAR, SPACE, SPECIAL_KINDS, Kind, Vocabulary, shown
+
+
+@contextmanager
+def _guard(failure: Callable[[str], Exception]) -> Iterator[None]:
+    """Turn what the library raises into our own error. A panic of its Rust code is no Exception, only by its name."""
+    try:
+        yield
+    except BaseException as error:
+        foreseen = isinstance(error, Exception) or type(error).__name__ == "PanicException"
+        if not foreseen or isinstance(error, MemoryError):
+            raise
+        raise failure(" ".join(str(error).split())[:200]) from None
+
+
+@contextmanager
+def building(source: str) -> Iterator[None]:
+    """Around the library's calls while a tokenizer is made of `source`, a file or a key."""
+    with _guard(lambda reason: TokenizerError(f"{source}: {reason}")):
+        yield
+
+
+def encoding() -> AbstractContextManager[None]:
+    """Around the library's calls while a text is encoded."""
+    return _guard(lambda reason: InvalidRequestError(f"the tokenizer failed on this text: {reason}", field="prompt"))
+
 
 _log = logging.getLogger("llm_worker_rbee")
 _SPACES = re.compile(" {2,}")

@@ -12,9 +12,8 @@ from ..errors import TokenizerError
 from .encoders import BpeEncoder, SpmEncoder
 from .from_hf import tokenizer_from_hf
 from .pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
-from .special_names import end_ids_by_name
 from .tokenizer import Ends, LeadingSpace, Tokenizer
-from .vocabulary import Kind, Vocabulary, byte_of, shown
+from .vocabulary import Kind, Vocabulary, byte_of, end_ids_by_name, shown
 
 __all__ = ["tokenizer_from_gguf", "tokenizer_from_hf"]
 

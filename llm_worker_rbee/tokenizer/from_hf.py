@@ -13,11 +13,9 @@ from typing import Any
 from tokenizers import Tokenizer as Library
 
 from ..errors import TokenizerError
-from .encoders import LibraryEncoder
-from .library import building
-from .special_names import end_ids_by_name
+from .encoders import LibraryEncoder, building
 from .tokenizer import Ends, LeadingSpace, Tokenizer
-from .vocabulary import Kind, Style, Vocabulary, byte_of, check_special_lengths, shown
+from .vocabulary import Kind, Style, Vocabulary, byte_of, check_special_lengths, end_ids_by_name, shown
 
 _MAX_JSON_BYTES = 256 << 20
 # Decoders whose effect is "join the bytes of the tokens", by the style of vocabulary they belong to.

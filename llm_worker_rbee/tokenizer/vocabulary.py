@@ -146,3 +146,25 @@ class Vocabulary:
                 f"token {token_id} is of type byte, but its text {shown(text)} is not of the form <0xNN>"
             )
         return value
+
+
+END_NAMES = frozenset({
+    "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>",  # Llama 3
+    "<|im_end|>", "<|endoftext|>",  # ChatML, GPT-2
+    "<|end|>", "<|return|>", "<|call|>",  # Phi-3; harmony
+    "<end_of_turn>", "<eos>",  # Gemma
+    "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<end_of_utterance>",
+    "<｜end▁of▁sentence｜>",  # DeepSeek
+})  # fmt: skip
+# A name that is also mark-up: it ends a text only where it is no ordinary token, and no <eos> does it instead.
+_MARKUP = "</s>"
+
+
+def end_ids_by_name(texts: Sequence[str], kinds: Sequence[int]) -> list[int]:
+    """The ids of the tokens whose name says that they end a text."""
+    found = {text: index for index, text in enumerate(texts) if text in END_NAMES or text == _MARKUP}
+    if _MARKUP in found and (kinds[found[_MARKUP]] == Kind.NORMAL or "<eos>" in found):
+        del found[_MARKUP]
+    if "<|return|>" in found and "<|call|>" in found:
+        found.pop("<|end|>", None)  # harmony: <|end|> ends a message, and the turn goes on
+    return sorted(found.values())

@@ -3,9 +3,8 @@
 from pathlib import Path
 
 from ..errors import ModelFileError, ModelNotFoundError, UnsupportedModelError
-from .checkpoint import Checkpoint, Tensor
-from .filenames import PICKLES, ggufs_in
-from .gguf import open_gguf
+from .checkpoint import PICKLES, Checkpoint, Tensor
+from .gguf import ggufs_in, open_gguf
 from .safetensors import open_hf
 
 __all__ = ["Checkpoint", "Tensor", "open_checkpoint"]

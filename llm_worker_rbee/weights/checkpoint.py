@@ -20,6 +20,7 @@ from ..errors import ModelFileError
 from .quants import BlockType, dequantize
 from .quants.nan_check import find_bad_block
 
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 MAX_VALUES = 1 << 59  # NumPy counts bytes in 63 bits, also those of an array that is empty because one dimension is 0
 
 

@@ -11,7 +11,9 @@ offset that cannot be true is an error that names its key or tensor. It decodes 
 
 from __future__ import annotations
 
+import re
 import struct
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +21,6 @@ import numpy as np
 
 from ..errors import ModelFileError, UnsupportedModelError
 from .checkpoint import Checkpoint, Tensor, map_file, value_count
-from .gguf_split import GGUFPart, check_split_total, further_splits
 from .quants import BY_ID, REMOVED
 
 MAGIC = b"GGUF"
@@ -30,6 +31,9 @@ MAX_NAME_BYTES = 63
 MAX_ARRAY_DEPTH = 4
 MAX_ENTRIES = 1 << 17  # tensors, keys, arrays in an array: each costs far more here than in the file
 MAX_SHOWN = 80  # characters of a key in a message: a damaged one may be megabytes long
+
+# NAME-00001-of-00003.gguf
+SPLIT_NAME = re.compile(r"(?P<stem>.*)-(?P<part>\d{5})-of-(?P<parts>\d{5})(?P<suffix>\.gguf)", re.IGNORECASE)
 
 STRING, ARRAY = 8, 9
 SCALARS = {  # type id -> (name, struct format); NumPy understands the same formats
@@ -280,3 +284,73 @@ def _alignment(path: Path, metadata: dict[str, Any], types: dict[str, str]) -> i
     if value == 0 or value & (value - 1):
         raise ModelFileError(f"{path.name}: metadata key {key!r} is {value}, not a power of two")
     return int(value)
+
+
+class GGUFPart(NamedTuple):
+    """One file, parsed."""
+
+    path: Path
+    version: int
+    metadata: dict[str, Any]
+    value_types: dict[str, str]
+    tensors: dict[str, Tensor]
+
+
+def _split_int(part: GGUFPart, key: str) -> int:
+    value = part.metadata.get(key)
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ModelFileError(f"{part.path.name}: metadata key {key!r} is missing or not an integer")
+    return value
+
+
+def further_splits(first: GGUFPart, read: Callable[[Path], GGUFPart]) -> list[GGUFPart]:
+    """The other files of a set, in order; none where the first one says that it is alone."""
+    if "split.count" not in first.metadata or (count := _split_int(first, "split.count")) <= 1:
+        return []
+    path = first.path
+    name = SPLIT_NAME.fullmatch(path.name)
+    if name is None:
+        raise ModelFileError(
+            f"{path.name} is one of {count} split files, but is not named like one (NAME-00001-of-{count:05d}.gguf)"
+        )
+    if int(name["parts"]) != count:
+        raise ModelFileError(f"{path.name}: its name says {int(name['parts'])} files, its metadata {count}")
+    names = split_set(path)
+    if _split_int(first, "split.no") != 0 or int(name["part"]) != 1:
+        raise ModelFileError(f"{path.name} is not the first of its split set: open {names[0].name}")
+    parts = []
+    for number, other in enumerate(names[1:], start=1):
+        if not other.exists():
+            raise ModelFileError(f"{other.name} is missing: the split set of {path.name} has {count} files")
+        part = read(other)
+        if _split_int(part, "split.no") != number or _split_int(part, "split.count") != count:
+            raise ModelFileError(f"{other.name}: its 'split.no' or 'split.count' does not fit its place in the set")
+        parts.append(part)
+    return parts
+
+
+def check_split_total(first: GGUFPart, found: int) -> None:
+    """All tensors that the set was split from are there, and no more."""
+    if "split.tensors.count" not in first.metadata:
+        return
+    expected = _split_int(first, "split.tensors.count")
+    if expected != found:
+        raise ModelFileError(
+            f"{first.path.name}: the split set holds {found} tensors, 'split.tensors.count' is {expected}"
+        )
+
+
+def ggufs_in(folder: Path) -> list[Path]:
+    """The GGUF models of a folder: single files, and the first ones of split sets."""
+    names = sorted(path for path in folder.iterdir() if path.suffix.lower() == ".gguf")
+    splits = {path: SPLIT_NAME.fullmatch(path.name) for path in names}
+    return [path for path, split in splits.items() if split is None or int(split["part"]) == 1]
+
+
+def split_set(path: Path) -> list[Path]:
+    """The names of all files of the set that `path` is named after; itself alone where its name is no such one."""
+    name = SPLIT_NAME.fullmatch(path.name)
+    if name is None:
+        return [path]
+    stem, parts, suffix = name["stem"], name["parts"], name["suffix"]
+    return [path.with_name(f"{stem}-{part:05d}-of-{parts}{suffix}") for part in range(1, int(parts) + 1)]

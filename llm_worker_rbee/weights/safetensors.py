@@ -20,8 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import ModelFileError, UnsupportedModelError
-from .checkpoint import Checkpoint, Tensor, map_file, value_count
-from .filenames import PICKLES
+from .checkpoint import PICKLES, Checkpoint, Tensor, map_file, value_count
 from .quants import BLOCK_TYPES, BlockType
 
 DECODED = ("F32", "F16", "BF16", "F64", "I8", "I16", "I32", "I64")  # their names are those of our block types

@@ -16,7 +16,7 @@ import pytest
 
 from llm_worker_rbee.errors import DownloadError, ModelNotFoundError, UnsupportedModelError, WorkerError
 from llm_worker_rbee.weights import hub
-from llm_worker_rbee.weights.hub.choice import choose, parse
+from llm_worker_rbee.weights.hub.huggingface import choose, parse
 
 ROOT = Path(__file__).parents[2]
 COMMIT = "0123456789abcdef0123456789abcdef01234567"

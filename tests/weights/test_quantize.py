@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 from llm_worker_rbee.errors import ModelFileError, UnsupportedModelError
 from llm_worker_rbee.weights import Tensor, open_checkpoint, quantize
 from llm_worker_rbee.weights.quant_mix import MIXES, Place, matrix_type
-from llm_worker_rbee.weights.quantize import ENCODERS, jobs
-from llm_worker_rbee.weights.quantize.packing import packed
+from llm_worker_rbee.weights.quantize import ENCODERS, parallel
+from llm_worker_rbee.weights.quantize.encode import packed
 from llm_worker_rbee.weights.quants import BLOCK_TYPES, dequantize
-from llm_worker_rbee.weights.quants.bits import planes
+from llm_worker_rbee.weights.quants.basic import planes
 from llm_worker_rbee.weights.quants.nan_check import find_bad_block
 
 Floats = NDArray[np.float32]
@@ -170,17 +170,17 @@ def tensor(kind: str, values: Floats, name: str = "w") -> Tensor:
 
 @pytest.mark.parametrize("threads", [1, 3])
 def test_jobs_come_in_order_whatever_the_threads(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jobs, "PIECE", 1000)  # rows of 256: three to a piece
+    monkeypatch.setattr(parallel, "PIECE", 1000)  # rows of 256: three to a piece
     values = hard_values()
     order = np.random.default_rng(3).permutation(len(values))
     work = [
-        jobs.Job("plain", tensor("F16", values / 10), BLOCK_TYPES["Q5_K"]),
-        jobs.Job("turned", tensor("F32", values), BLOCK_TYPES["Q8_0"], order),
-        jobs.Job("same", tensor("Q8_0", values), BLOCK_TYPES["Q8_0"], order),
-        jobs.Job("vector", tensor("BF16", values[0]), BLOCK_TYPES["F32"], np.arange(256)[::-1].copy(), plus=1.0),
+        parallel.Job("plain", tensor("F16", values / 10), BLOCK_TYPES["Q5_K"]),
+        parallel.Job("turned", tensor("F32", values), BLOCK_TYPES["Q8_0"], order),
+        parallel.Job("same", tensor("Q8_0", values), BLOCK_TYPES["Q8_0"], order),
+        parallel.Job("vector", tensor("BF16", values[0]), BLOCK_TYPES["F32"], np.arange(256)[::-1].copy(), plus=1.0),
     ]
     told: list[tuple[str, int, int | None]] = []
-    made = jobs.tensors(work, threads, lambda *step: told.append(step))
+    made = parallel.tensors(work, threads, lambda *step: told.append(step))
     assert [t.shape for t in made.values()] == [values.shape, values.shape, values.shape, (256,)]
     halves = (values / 10).astype(np.float16).astype(np.float32)
     assert np.array_equal(made["plain"].data, quantize.quantize(BLOCK_TYPES["Q5_K"], halves))
@@ -194,7 +194,7 @@ def test_jobs_come_in_order_whatever_the_threads(threads: int, monkeypatch: pyte
 def test_a_job_names_the_tensor_that_fails() -> None:
     source = tensor("F32", np.full((4, 32), 1e6, np.float32), "blk.0.ffn_up.weight")
     with pytest.raises(ModelFileError, match=r"^tensor 'blk.0.ffn_up.weight': a value of 1e\+06 does not fit into F16"):
-        list(jobs.run([jobs.Job(source.name, source, BLOCK_TYPES["F16"])], 2))
+        list(parallel.run([parallel.Job(source.name, source, BLOCK_TYPES["F16"])], 2))
 
 
 def test_fused_matrices_get_the_type_of_llama_cpp() -> None:

@@ -14,13 +14,12 @@ from typing import NamedTuple, cast
 
 from ...backends.ops import Ops
 from ...weights import Checkpoint
-from ...weights.quantize import jobs, stream_writer
-from ...weights.quantize.jobs import Progress
+from ...weights.quantize import parallel, stream_writer
+from ...weights.quantize.parallel import Progress
 from ..families import describe
 from ..loader import load_model
-from .fp8 import is_fp8, marked
-from .metadata import gguf_metadata, rope_tensors
-from .tensor_plan import TYPES, file_jobs, matrix_jobs, mix_of
+from .gguf_metadata import gguf_metadata, rope_tensors
+from .tensor_plan import TYPES, file_jobs, is_fp8, marked, matrix_jobs, mix_of
 
 __all__ = ["TYPES", "Converted", "convert", "is_fp8", "kinds_in", "quantize_checkpoint"]
 
@@ -58,7 +57,7 @@ def quantize_checkpoint(
     if is_fp8(type_name):
         return marked(checkpoint)
     work = matrix_jobs(checkpoint, describe(checkpoint), mix_of(type_name))
-    made = jobs.tensors([job for job in work if job.kind is not job.source.kind], threads, progress)
+    made = parallel.tensors([job for job in work if job.kind is not job.source.kind], threads, progress)
     return replace(checkpoint, tensors={**checkpoint.tensors, **made})
 
 

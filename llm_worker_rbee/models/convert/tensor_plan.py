@@ -17,7 +17,7 @@ from ...config import ModelConfig
 from ...errors import InvalidRequestError
 from ...weights import Checkpoint, Tensor
 from ...weights.quant_mix import MIXES, Mix, Place, matrix_type
-from ...weights.quantize.jobs import Job
+from ...weights.quantize.parallel import Job
 from ...weights.quants import BLOCK_TYPES
 from ..families import BY_GGUF
 from ..loader import IGNORED_SUFFIXES
@@ -96,3 +96,32 @@ def neighbours(rows: int, head_dim: int, rope_dim: int) -> NDArray[np.intp]:
     half = rope_dim // 2
     pairs = np.stack([heads[:, :half], heads[:, half:rope_dim]], axis=2).reshape(len(heads), rope_dim)
     return np.concatenate([pairs, heads[:, rope_dim:]], axis=1).reshape(-1)
+
+
+FP8 = "fp8"
+NUMBERS = ("F64", "F32", "F16", "BF16")
+EMBEDDING = "token_embd.weight"
+STEP = 16  # what rows and columns must be a multiple of for the product of bytes; others stay as they are
+
+
+def is_fp8(type_name: str | None) -> bool:
+    """Whether this type is asked for, in either case."""
+    return type_name is not None and type_name.lower() == FP8
+
+
+def marked(checkpoint: Checkpoint) -> Checkpoint:
+    """The same model, with its matrices to be kept in e4m3; one that is quantized already is refused."""
+    found = {name: t for name, t in checkpoint.tensors.items() if len(t.shape) == 2 and name != EMBEDDING}
+    for tensor in found.values():
+        _require_numbers(tensor)
+    marks = {name: replace(t, kept_as=FP8) for name, t in found.items() if not any(n % STEP for n in t.shape)}
+    return replace(checkpoint, tensors={**checkpoint.tensors, **marks})
+
+
+def _require_numbers(tensor: Tensor) -> None:
+    if tensor.kind.name not in NUMBERS:
+        raise InvalidRequestError(
+            f"quantize fp8 is for files of {', '.join(NUMBERS[1:])}, and tensor {tensor.name!r} is {tensor.kind.name} "
+            "already: leave quantize out, such a file is computed as it is",
+            "quantize",
+        )

@@ -17,10 +17,9 @@ from tokenizers import Tokenizer as Library
 
 from ...errors import TokenizerError, UnsupportedModelError
 from ...tokenizer import Tokenizer, tokenizer_from_gguf, tokenizer_from_hf
-from ...tokenizer.library import building
+from ...tokenizer.encoders import building
 from ...tokenizer.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
-from ...tokenizer.special_names import end_ids_by_name
-from ...tokenizer.vocabulary import Kind, byte_of, shown
+from ...tokenizer.vocabulary import Kind, byte_of, end_ids_by_name, shown
 from ...weights.gguf_writer import Typed
 from ...weights.safetensors import read_json
 

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...errors import InvalidRequestError, ModelNotFoundError
-from ..filenames import SPLIT_NAME, ggufs_in, split_set
+from ..gguf import SPLIT_NAME, ggufs_in, split_set
 from . import huggingface, pypi_model
 from .cache_dir import Progress, cache_dir, silent
-from .choice import REFERENCE, HubModel, parse
+from .huggingface import REFERENCE, HubModel, parse
 from .pypi_model import BUILTIN
 
 __all__ = [

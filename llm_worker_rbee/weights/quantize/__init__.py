@@ -11,24 +11,24 @@ from numpy.typing import NDArray
 
 from ...errors import ModelFileError, UnsupportedModelError
 from ..quants import BlockType
-from . import basic, k
-from .packing import Bytes, Floats
+from . import encode
+from .fit import Bytes, Floats
 
 Encoder = Callable[[Floats], Bytes]
 
 # (blocks, block_size) float32 -> (blocks, block_bytes) uint8
 ENCODERS: dict[str, Encoder] = {
-    "F32": basic.f32,
-    "F16": basic.f16,
-    "BF16": basic.bf16,
-    "Q4_0": basic.q4_0,
-    "Q4_1": basic.q4_1,
-    "Q5_0": basic.q5_0,
-    "Q5_1": basic.q5_1,
-    "Q8_0": basic.q8_0,
-    "Q4_K": k.q4_k,
-    "Q5_K": k.q5_k,
-    "Q6_K": k.q6_k,
+    "F32": encode.f32,
+    "F16": encode.f16,
+    "BF16": encode.bf16,
+    "Q4_0": encode.q4_0,
+    "Q4_1": encode.q4_1,
+    "Q5_0": encode.q5_0,
+    "Q5_1": encode.q5_1,
+    "Q8_0": encode.q8_0,
+    "Q4_K": encode.q4_k,
+    "Q5_K": encode.q5_k,
+    "Q6_K": encode.q6_k,
 }
 # The largest value that each type is given: what its float16 numbers hold, for those that have them.
 LARGEST = {"F32": 3.4028235e38, "BF16": 3.3895314e38}

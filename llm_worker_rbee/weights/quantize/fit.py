@@ -11,8 +11,12 @@ for each short one.
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from .packing import Floats, reciprocal
+Bytes = NDArray[np.uint8]
+Floats = NDArray[np.float32]
+
+TINY = np.float32(2.0**-126)  # what is smaller has no reciprocal in float32, and is 0 in float16
 
 # Steps that the range of a group is divided into, beyond the number of levels; of equals the first stays, for its
 # scale is the likeliest to be a round number.
@@ -27,6 +31,11 @@ class Sums(NamedTuple):
     q: Floats
     qx: Floats
     qq: Floats
+
+
+def reciprocal(values: Floats) -> Floats:
+    """1 / values, and 0 for a value that has no finite one."""
+    return np.where(np.abs(values) < TINY, np.float32(0), np.float32(1) / values)
 
 
 def sums(q: Floats, x: Floats, spare: Floats) -> Sums:

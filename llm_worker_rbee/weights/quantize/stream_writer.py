@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 from ...errors import WorkerError, human_bytes
 from ..gguf import DEFAULT_ALIGNMENT, MAGIC
 from ..gguf_writer import write_gguf
-from .jobs import Job, Progress, run
+from .parallel import Job, Progress, run
 
 FULL = {errno.ENOSPC, errno.EDQUOT}
 SPARE = 1 << 20  # for the metadata and what else is written meanwhile

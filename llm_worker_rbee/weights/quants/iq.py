@@ -9,7 +9,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from .bits import Bytes, Floats, field, halves, joined, planes, scaled, signed, widen
+from .basic import Bytes, Floats, field, halves, joined, planes, scaled, signed, widen
 from .codebooks import IQ4_VALUES, even_sign_rows, grid, sign_rows, values16
 
 HALF, QUARTER = np.float32(0.5), np.float32(0.25)

@@ -6,7 +6,7 @@ order, with sizes in bytes; `d` and `dmin` are float16 where nothing else is sai
 
 import numpy as np
 
-from .bits import Bytes, Floats, field, halves, joined, planes, scaled, signed
+from .basic import Bytes, Floats, field, halves, joined, planes, scaled, signed
 
 
 def q2_k(blocks: Bytes) -> Floats:

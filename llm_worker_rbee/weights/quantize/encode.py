@@ -12,8 +12,110 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from .fit import Sums, affine_levels, fit_affine, fit_linear, linear_levels, sums
-from .packing import Bytes, Floats, as_half, half_bytes, packed, reciprocal
+from .fit import Bytes, Floats, Sums, affine_levels, fit_affine, fit_linear, linear_levels, reciprocal, sums
+
+SMALLEST_HALF = np.float32(2.0**-24)
+
+
+def as_half(values: Floats) -> Floats:
+    """The float32 that a float16 field will be read back as; the smallest there is rather than nothing."""
+    half = values.astype(np.float16).astype(np.float32)
+    return np.where((half == 0) & (values != 0), np.copysign(SMALLEST_HALF, values), half)
+
+
+def half_bytes(values: Floats) -> Bytes:
+    """float16 fields: (blocks,) or (blocks, n) -> (blocks, 2n)."""
+    return values.astype("<f2").reshape(len(values), -1).view(np.uint8)
+
+
+def packed(levels: Bytes, width: int, bits: int) -> Bytes:
+    """The inverse of `quants.bits.planes`: each run of `width` bytes takes 8/bits runs of `width` levels."""
+    blocks, count = levels.shape
+    steps = 8 // bits
+    runs = levels.reshape(blocks, count // (width * steps), steps, width)
+    out = runs[:, :, 0].copy()
+    for step in range(1, steps):  # multiplied, because NumPy's uint8 << has no SIMD loop
+        out |= runs[:, :, step] * np.uint8(1 << (step * bits))
+    return out.reshape(blocks, count // steps)
+
+
+def f32(blocks: Floats) -> Bytes:
+    """As they are."""
+    return blocks.astype("<f4", copy=False).view(np.uint8)
+
+
+def f16(blocks: Floats) -> Bytes:
+    """The nearest float16, ties to even."""
+    return blocks.astype("<f2").view(np.uint8)
+
+
+def bf16(blocks: Floats) -> Bytes:
+    """The upper half of the float32, rounded to nearest, ties to even."""
+    wide = blocks.view(np.uint32)
+    rounded = wide + (np.uint32(0x7FFF) + ((wide >> np.uint32(16)) & np.uint32(1)))
+    return (rounded >> np.uint32(16)).astype("<u2").view(np.uint8)
+
+
+def _signed_peak(blocks: Floats) -> Floats:
+    """The value of largest size, with its sign; of equals the first: (blocks, 1)."""
+    return np.take_along_axis(blocks, np.abs(blocks).argmax(axis=1, keepdims=True), axis=1)
+
+
+def _levels(scaled: Floats, offset: float, top: int) -> Bytes:
+    """Whole numbers from 0 to `top`, halves upwards."""
+    scaled += np.float32(offset + 0.5)
+    return np.minimum(scaled, np.float32(top)).astype(np.uint8)
+
+
+def _symmetric(blocks: Floats, half_range: int) -> tuple[Floats, Bytes]:
+    """x = d * (q - half_range): the peak becomes the lowest level, of which there is one more than above zero."""
+    d = _signed_peak(blocks) / np.float32(-half_range)
+    return d, _levels(blocks * reciprocal(d), half_range, 2 * half_range - 1)
+
+
+def _from_minimum(blocks: Floats, top: int) -> tuple[Floats, Floats, Bytes]:
+    """x = d * q + m."""
+    m = blocks.min(axis=1, keepdims=True)
+    d = (blocks.max(axis=1, keepdims=True) - m) / np.float32(top)
+    return d, m, _levels((blocks - m) * reciprocal(d), 0, top)
+
+
+def _five_bits(levels: Bytes) -> tuple[Bytes, Bytes]:
+    high = np.packbits(levels >> np.uint8(4), axis=1, bitorder="little")
+    return high, packed(levels & np.uint8(15), 16, 4)
+
+
+def q4_0(blocks: Floats) -> Bytes:
+    """x = d * (q - 8)."""
+    d, levels = _symmetric(blocks, 8)
+    return np.concatenate([half_bytes(d), packed(levels, 16, 4)], axis=1)
+
+
+def q4_1(blocks: Floats) -> Bytes:
+    """x = d * q + m."""
+    d, m, levels = _from_minimum(blocks, 15)
+    return np.concatenate([half_bytes(d), half_bytes(m), packed(levels, 16, 4)], axis=1)
+
+
+def q5_0(blocks: Floats) -> Bytes:
+    """x = d * (q - 16)."""
+    d, levels = _symmetric(blocks, 16)
+    return np.concatenate([half_bytes(d), *_five_bits(levels)], axis=1)
+
+
+def q5_1(blocks: Floats) -> Bytes:
+    """x = d * q + m."""
+    d, m, levels = _from_minimum(blocks, 31)
+    return np.concatenate([half_bytes(d), half_bytes(m), *_five_bits(levels)], axis=1)
+
+
+def q8_0(blocks: Floats) -> Bytes:
+    """x = d * q, halves away from zero."""
+    d = np.abs(blocks).max(axis=1, keepdims=True) / np.float32(127)
+    scaled = blocks * reciprocal(d)
+    scaled += np.copysign(np.float32(0.5), scaled)
+    return np.concatenate([half_bytes(d), scaled.astype(np.int8).view(np.uint8)], axis=1)
+
 
 ROUNDS = 3  # the first one included
 SUPER = 256
