@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from . import statistics
 from .baseline import MACHINE, Comparison
-from .figures import quantity
+from .format import quantity
 from .results import Run
 
 MISSING = "-"

@@ -12,8 +12,17 @@ import pytest
 from llm_worker_rbee.backends import reference
 from llm_worker_rbee.backends.ops import RopeTable
 from llm_worker_rbee.bench import experiments
-from llm_worker_rbee.bench.experiments import claims, dense, masks, one_cache, one_file, ready_made, rewrite, rotation
-from llm_worker_rbee.bench.experiments.lab import (
+from llm_worker_rbee.bench.experiments import (
+    causal_mask,
+    claims,
+    components,
+    dense,
+    fused_block,
+    rope,
+    unified_cache,
+    whole_forward,
+)
+from llm_worker_rbee.bench.experiments.harness import (
     Lab,
     Name,
     Shape,
@@ -140,8 +149,8 @@ def test_progress_never_goes_back(lab: Callable[..., Lab]) -> None:
 
 @pytest.mark.parametrize("length", [1, 7, dense.TILE, dense.TILE + 1, 2 * dense.TILE + 3])
 def test_the_one_function_is_the_block(length: int, rng: np.random.Generator) -> None:
-    block = one_file.make_block(SHAPE)
-    sides = one_file.two_sides(block, rng.standard_normal((length, SHAPE.d_model), dtype=np.float32))
+    block = fused_block.make_block(SHAPE)
+    sides = fused_block.two_sides(block, rng.standard_normal((length, SHAPE.d_model), dtype=np.float32))
     (added, stream), (added_too, stream_too) = sides["modules"](), sides["fused"]()
     assert np.allclose(added, added_too, atol=1e-5)
     assert np.allclose(stream, stream_too, atol=1e-5)
@@ -150,12 +159,12 @@ def test_the_one_function_is_the_block(length: int, rng: np.random.Generator) ->
 @pytest.mark.parametrize(("prompt", "steps"), [(1, 1), (9, 3), (dense.TILE + 6, 2)])
 def test_the_two_forward_passes_give_the_models_logits(tiny: Path, prompt: int, steps: int) -> None:
     checkpoint = open_checkpoint(tiny)
-    sides = rewrite.Sides(load_model(checkpoint, dense.DENSE, describe(checkpoint)), prompt, steps)
+    sides = whole_forward.Sides(load_model(checkpoint, dense.DENSE, describe(checkpoint)), prompt, steps)
     for work in (sides.prefill, sides.decode, sides.decode):  # decode again: it starts at the prompt's end anew
         one, other = work("modules"), work("fused")
         assert one.shape == other.shape
         assert np.allclose(one, other, atol=1e-4)
-    solo = rewrite.Solo(load_model(checkpoint, reference, describe(checkpoint)), prompt + steps)
+    solo = whole_forward.Solo(load_model(checkpoint, reference, describe(checkpoint)), prompt + steps)
     plain = solo.model.forward(solo.batch(sides.ids, 0, all_logits=False), solo.cache)
     assert np.allclose(plain, sides.decode("fused"), atol=1e-4)
 
@@ -166,7 +175,7 @@ def test_grouped_heads_agree(tmp_path: Path) -> None:
     tensors = model_tensors(len(keys["tokenizer.ggml.tokens"]))
     halved = {name: t[: len(t) // 2] if "attn_k." in name or "attn_v." in name else t for name, t in tensors.items()}
     checkpoint = open_checkpoint(write_gguf(tmp_path / "grouped.gguf", keys, halved))
-    sides = rewrite.Sides(load_model(checkpoint, dense.DENSE, describe(checkpoint)), dense.TILE + 5, 1)
+    sides = whole_forward.Sides(load_model(checkpoint, dense.DENSE, describe(checkpoint)), dense.TILE + 5, 1)
     for work in (sides.prefill, sides.decode):
         one, other = work("modules"), work("fused")
         assert np.abs(one - other).max() < 1e-4
@@ -183,10 +192,10 @@ def test_a_model_that_the_one_function_does_not_know_is_refused(tiny: Path) -> N
 
 
 def test_both_caches_give_the_same(rng: np.random.Generator) -> None:
-    q, k, v = one_cache.prompt(SHAPE, 6)
-    one, other = (make(SHAPE, 6).attend(q, k, v) for make in one_cache.SIDES.values())
+    q, k, v = unified_cache.prompt(SHAPE, 6)
+    one, other = (make(SHAPE, 6).attend(q, k, v) for make in unified_cache.SIDES.values())
     assert one.tobytes() == other.tobytes()
-    table = RopeTable(inverse_frequencies(one_cache.ROPE_BASE, SHAPE.head_dim), 1.0)
+    table = RopeTable(inverse_frequencies(unified_cache.ROPE_BASE, SHAPE.head_dim), 1.0)
     turned, positions = reference.rope(q, np.arange(6), table), np.arange(6)
     keys = reference.rope(k, positions, table)
     mask = reference.causal_mask(positions, positions)
@@ -198,14 +207,14 @@ def test_both_caches_give_the_same(rng: np.random.Generator) -> None:
 def test_the_memory_of_a_cache_is_its_arrays_and_little_more() -> None:
     n, heads, dim = 64, SHAPE.n_heads, SHAPE.head_dim
     arrays = 4 * (2 * n * heads * dim + 2 * n * dim // 2 + n * n)
-    for make in one_cache.SIDES.values():
-        held = one_cache.memory(lambda m=make: m(SHAPE, n), one_cache.prompt(SHAPE, n))  # type: ignore[misc]
+    for make in unified_cache.SIDES.values():
+        held = unified_cache.memory(lambda m=make: m(SHAPE, n), unified_cache.prompt(SHAPE, n))  # type: ignore[misc]
         assert arrays < held < arrays + 8192
 
 
 @pytest.mark.parametrize("length", [1, 31, 32, 33, 70])
 def test_a_softmax_without_a_mask_is_the_masked_one(length: int, rng: np.random.Generator) -> None:
-    sides = masks.three_ways(rng.standard_normal((3, length, length), dtype=np.float32))
+    sides = causal_mask.three_ways(rng.standard_normal((3, length, length), dtype=np.float32))
     assert np.allclose(sides["no_mask"](), sides["masked_softmax"](), atol=1e-6)
     assert sides["create"]().tobytes() == sides["cached"]().tobytes() == sides["add"]().tobytes()
     assert sides["creation"]().tobytes() == sides["lookup"]().tobytes()
@@ -213,12 +222,12 @@ def test_a_softmax_without_a_mask_is_the_masked_one(length: int, rng: np.random.
 
 def test_the_rotation_three_times(rng: np.random.Generator) -> None:
     x = rng.standard_normal((130, 4, 16), dtype=np.float32)
-    straight = rotation.interleaved(rotation.formula(x, 0, rotation.BASE))
-    in_place = rotation.interleaved(x)
-    result = rotation.Tables.of(x).turn(in_place)
+    straight = rope.interleaved(rope.formula(x, 0, rope.BASE))
+    in_place = rope.interleaved(x)
+    result = rope.Tables.of(x).turn(in_place)
     assert result is in_place
-    assert np.abs(straight - result).max() < rotation.TOLERANCE
-    assert np.abs(straight - rotation.kernel("reference", rotation.interleaved(x))()).max() < rotation.TOLERANCE  # type: ignore[operator]
+    assert np.abs(straight - result).max() < rope.TOLERANCE
+    assert np.abs(straight - rope.kernel("reference", rope.interleaved(x))()).max() < rope.TOLERANCE  # type: ignore[operator]
 
 
 def test_sides_that_differ_cannot_race() -> None:
@@ -230,22 +239,22 @@ def test_sides_that_differ_cannot_race() -> None:
 
 
 def test_the_parts_of_claim_2_on_the_default_model(default_model: Path, lab: Callable[..., Lab]) -> None:
-    verdict, table = ready_made.run(lab(model=default_model, claim="2"))
+    verdict, table = components.run(lab(model=default_model, claim="2"))
     assert [row[1] for row in table[1:]] == ["yes", "yes", "yes", "yes"], table
     assert verdict.line.startswith("claim 2: confirmed - 4 of 4 parts do their job on a real file (100%)")
     assert "together what the whole reply says" in table[-1][2]
 
 
 def test_a_server_that_does_not_start_is_not_covered(lab: Callable[..., Lab], tmp_path: Path) -> None:
-    verdict, table = ready_made.run(lab(model=tmp_path / "none.gguf", claim="2"))
+    verdict, table = components.run(lab(model=tmp_path / "none.gguf", claim="2"))
     assert verdict.verdict == "refuted"
     assert "the server ended with exit status 1" in table[-1][2]
 
 
 def test_a_tokenizer_that_differs_is_not_covered(default_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(ready_made.REFERENCE_IDS, "Hello, world!", "1 2 3")
-    with pytest.raises(ready_made.NotCoveredError, match="the ids of 'Hello, world!' are not those"):
-        ready_made.PARTS["tokenizer equals the reference"](default_model)
+    monkeypatch.setitem(components.REFERENCE_IDS, "Hello, world!", "1 2 3")
+    with pytest.raises(components.NotCoveredError, match="the ids of 'Hello, world!' are not those"):
+        components.PARTS["tokenizer equals the reference"](default_model)
 
 
 @pytest.mark.parametrize(
@@ -268,9 +277,9 @@ def test_what_most_say() -> None:
     assert most(["confirmed", "confirmed", "refuted", "refuted"]) == "refuted"  # the longest decides
     assert most(["confirmed", "within noise", "refuted"]) == "refuted"
     assert most(["within noise"]) == "within noise"
-    assert rewrite.all_of(["confirmed", "confirmed"]) == "confirmed"
-    assert rewrite.all_of(["confirmed", "within noise"]) == "within noise"
-    assert rewrite.all_of(["confirmed", "refuted"]) == "refuted"
+    assert whole_forward.all_of(["confirmed", "confirmed"]) == "confirmed"
+    assert whole_forward.all_of(["confirmed", "within noise"]) == "within noise"
+    assert whole_forward.all_of(["confirmed", "refuted"]) == "refuted"
 
 
 def test_figures_of_a_line() -> None:

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from llm_worker_rbee.backends import reference
-from llm_worker_rbee.bench import limits, micro
+from llm_worker_rbee.bench import micro, roofline
 from llm_worker_rbee.bench.blocks import random_tensor
-from llm_worker_rbee.bench.limits import Limits, Work
-from llm_worker_rbee.bench.micro import books, files, suite
-from llm_worker_rbee.bench.micro.suite import Case
+from llm_worker_rbee.bench.micro import books, cases, files
+from llm_worker_rbee.bench.micro.cases import Case
 from llm_worker_rbee.bench.results import Recorder
+from llm_worker_rbee.bench.roofline import Limits, Work
 from llm_worker_rbee.bench.timing import Measured, Plan, calibrate, measure
 from llm_worker_rbee.errors import InvalidRequestError
 
@@ -32,7 +32,7 @@ LIMITS = Limits(1, ((1 << 20, 4e9), (1 << 22, 2e9)), 1e9)
 
 
 def by_name() -> dict[str, Case]:
-    return {case.name: case for case in suite.cases()}
+    return {case.name: case for case in cases.cases()}
 
 
 def test_the_old_suite_is_there_by_its_names() -> None:
@@ -45,11 +45,11 @@ def test_every_weight_type_has_a_vector_a_matrix_and_a_dequantize_benchmark() ->
     names = by_name()
     for kind in ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q6_K", "IQ1_S", "IQ4_NL", "TQ1_0", "MXFP4"):
         assert {f"linear/{kind}/1", f"linear/{kind}/128", f"dequantize/{kind}"} <= set(names)
-    assert len(names) == len(list(suite.cases()))
+    assert len(names) == len(list(cases.cases()))
     assert not [name for name in names if re.search(r"/(I8|I16|I32|I64|F64)(/|$)", name)]
 
 
-@pytest.mark.parametrize("case", [c for c in suite.cases() if "linear" not in c.name], ids=lambda c: c.name)
+@pytest.mark.parametrize("case", [c for c in cases.cases() if "linear" not in c.name], ids=lambda c: c.name)
 def test_every_case_runs(case: Case) -> None:
     function = case.make(case.ops_for(reference))
     function()
@@ -59,10 +59,10 @@ def test_every_case_runs(case: Case) -> None:
 
 @pytest.mark.parametrize("family", ["linear/Q4_0", "linear/Q6_K", "linear/BF16", "linear/IQ2_XS", "linear/F32"])
 def test_a_product_is_that_of_the_dequantized_matrix(family: str) -> None:
-    kind = suite.BLOCK_TYPES[family.split("/")[1]]
+    kind = cases.BLOCK_TYPES[family.split("/")[1]]
     product: Any = by_name()[f"{family}/1"].make(reference)()
-    weight = random_tensor(kind, (suite.ROWS, suite.COLUMNS)).dequantize()
-    x = np.random.default_rng(7).standard_normal(suite.DRAWN, np.float32)[None, : suite.COLUMNS]
+    weight = random_tensor(kind, (cases.ROWS, cases.COLUMNS)).dequantize()
+    x = np.random.default_rng(7).standard_normal(cases.DRAWN, np.float32)[None, : cases.COLUMNS]
     assert np.isfinite(product).all()
     np.testing.assert_allclose(product, x @ weight.T, rtol=1e-3, atol=1e-3)
 
@@ -106,7 +106,7 @@ class OnlyTheOpTable:
 
 def test_what_only_the_reference_has_runs_there() -> None:
     fast = OnlyTheOpTable()
-    ran_on = {case.name: micro.name_of(case.ops_for(fast)) for case in [*suite.cases(), *books.cases(), *files.cases()]}
+    ran_on = {case.name: micro.name_of(case.ops_for(fast)) for case in [*cases.cases(), *books.cases(), *files.cases()]}
     homes = {family: {ran_on[n] for n in names} for family, names in groupby(ran_on, lambda n: n.split("/")[0])}
     assert homes["rope_forward"] == homes["causal_mask"] == homes["dequantize"] == homes["gguf_open"] == {"reference"}
     assert homes["scheduler"] == homes["tokenizer"] == {"reference"}
@@ -164,7 +164,7 @@ def test_a_result_says_how_far_it_is_from_the_limit() -> None:
         assert len(result.samples) == len(f["set_aside"]) == micro.ROUNDS
         rounds = np.reshape([*result.samples, *f["set_aside"]], (-1, 2)).mean(axis=1)
         assert rounds[: micro.ROUNDS // 2].max() <= rounds[micro.ROUNDS // 2 :].min()  # the quieter half is kept
-        assert f["limit_s"] == limits.measured(limits.library_threads()).seconds(case.work)
+        assert f["limit_s"] == roofline.measured(roofline.library_threads()).seconds(case.work)
         assert f["percent_of_limit"] == pytest.approx(100 * f["limit_s"] / result.estimate)
         assert sum(f["outliers"].values()) <= micro.ROUNDS
         assert f["bound_by"] in ("memory", "arithmetic")
@@ -215,10 +215,10 @@ def test_limits_take_the_larger_of_the_two_times() -> None:
 
 
 def test_measured_limits_are_rates(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "SIZES", limits.SIZES[:4])  # 16 MiB: memory itself is slow to fill
-    found = limits.measured.__wrapped__(1)
+    monkeypatch.setattr(roofline, "SIZES", roofline.SIZES[:4])  # 16 MiB: memory itself is slow to fill
+    found = roofline.measured.__wrapped__(1)
     sizes = [size for size, _ in found.bandwidth]
     assert sizes == sorted(sizes)
     assert all(rate > 1e6 for _, rate in found.bandwidth)
     assert found.operations > 1e6
-    assert limits.measured.__wrapped__(2).threads == 2
+    assert roofline.measured.__wrapped__(2).threads == 2

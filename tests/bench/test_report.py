@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from llm_worker_rbee.bench.report import drawings, plot_views, plots, write
-from llm_worker_rbee.bench.report.drawings import Line
-from llm_worker_rbee.bench.report.names import Axis, by_category, by_length, family
-from llm_worker_rbee.bench.report.page import html
+from llm_worker_rbee.bench.report import charts, plot_views, plots, write
+from llm_worker_rbee.bench.report.charts import Line
+from llm_worker_rbee.bench.report.html import html
+from llm_worker_rbee.bench.report.result_names import Axis, by_category, by_length, family
+from llm_worker_rbee.bench.report.sections import table_of
 from llm_worker_rbee.bench.report.subjects import Given, moment, subjects
 from llm_worker_rbee.bench.report.summary import key_figures
-from llm_worker_rbee.bench.report.views import table_of
 from llm_worker_rbee.bench.results import Result, Run
 
 from ..browser import Page, chromium
@@ -273,9 +273,7 @@ def test_loading_leads_with_the_peak_of_memory() -> None:
 
 def test_ticks_of_a_narrow_logarithmic_axis_are_few() -> None:
     shown = plots.Plots()
-    drawn = drawings.shares(
-        shown, "first token", [Line("x", [(0.0285 + i / 2000, i / 8, 0, 0) for i in range(8)])], "s"
-    )
+    drawn = charts.shares(shown, "first token", [Line("x", [(0.0285 + i / 2000, i / 8, 0, 0) for i in range(8)])], "s")
     assert 2 <= len(re.findall(r">[\d.]+ ms<", drawn)) <= 6
 
 

@@ -15,7 +15,7 @@ from llm_worker_rbee.backends import reference
 from llm_worker_rbee.bench import synthetic
 from llm_worker_rbee.bench.blocks import SPREAD, random_tensor
 from llm_worker_rbee.bench.drive import Drive
-from llm_worker_rbee.bench.micro.suite import WEIGHT_TYPES
+from llm_worker_rbee.bench.micro.cases import WEIGHT_TYPES
 from llm_worker_rbee.bench.synthetic import SHAPES, Shape, Spec, checkpoint, parse, plans, write
 from llm_worker_rbee.errors import InsufficientMemoryError, InvalidRequestError, WorkerError
 from llm_worker_rbee.models import describe, load_model

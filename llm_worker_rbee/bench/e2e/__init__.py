@@ -20,10 +20,10 @@ from ...errors import ContextLengthError, InsufficientMemoryError, InvalidReques
 from ...models import Transformer, describe, load_model
 from ...models.convert import is_fp8, quantize_checkpoint
 from ...weights import Checkpoint, open_checkpoint
-from .. import environment, limits, memory, synthetic
+from .. import environment, memory, roofline, synthetic
 from ..drive import Drive
-from ..limits import Limits
 from ..results import Recorder, Result
+from ..roofline import Limits
 from . import guessing, sharing, waiting
 from .bench import Bench, Item, Rate
 from .plan import Case as Case
@@ -43,7 +43,7 @@ def run(recorder: Recorder, progress: Progress, source: Source, plan: Plan) -> N
     plan = replace(plan, kv_type=kv_type_for(ops, plan.kv_type))
     _require_room(source, plan, cases)
     progress("measuring the machine's limits", 0, 0)
-    bounds = limits.measured(plan.threads)
+    bounds = roofline.measured(plan.threads)
     recorder.details["limits"] = bounds.as_json()
     recorder.details["peak_memory_is_of"] = "this run" if memory.reset_peak() else "the process"
     bench, checkpoint = _load(recorder, progress, source, plan, ops, bounds)

@@ -10,9 +10,9 @@ from typing import Any, Protocol
 
 from .. import statistics
 from ..drive import Drive, Timed
-from ..limits import Limits
 from ..products import products
 from ..results import Better, Recorder, Result
+from ..roofline import Limits
 from .plan import Case, Cost
 
 WARM_UP_TOKENS = 8  # of a decode run

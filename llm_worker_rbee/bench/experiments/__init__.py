@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 from ...errors import InvalidRequestError
 from .. import environment
-from . import masks, one_cache, one_file, ready_made, rewrite, rotation
-from .lab import Finding, Lab, Verdict
+from . import causal_mask, components, fused_block, rope, unified_cache, whole_forward
+from .harness import Finding, Lab, Verdict
 
 __all__ = ["EXPERIMENTS", "Experiment", "Finding", "Lab", "Verdict", "choose", "run"]
 
@@ -29,14 +29,16 @@ EXPERIMENTS = {
     "1": Experiment(
         "a split pipeline (QKV, RoPE and attention as separate modules) fights the framework: one integrated file is "
         "faster",
-        one_file.RULE,
-        one_file.run,
+        fused_block.RULE,
+        fused_block.run,
     ),
-    "2": Experiment("the ready-made components cover 90% of the infrastructure", ready_made.RULE, ready_made.run),
-    "3": Experiment("one cache object (KV + RoPE tables + masks) beats separate ones", one_cache.RULE, one_cache.run),
-    "3a": Experiment("caching causal masks by length pays", masks.RULE, masks.run),
-    "4": Experiment("the rewrite gives 2 to 3 times the speed", rewrite.RULE, rewrite.run),
-    "5": Experiment("RoPE is 3 to 5 times faster in the optimised kernel", rotation.RULE, rotation.run),
+    "2": Experiment("the ready-made components cover 90% of the infrastructure", components.RULE, components.run),
+    "3": Experiment(
+        "one cache object (KV + RoPE tables + masks) beats separate ones", unified_cache.RULE, unified_cache.run
+    ),
+    "3a": Experiment("caching causal masks by length pays", causal_mask.RULE, causal_mask.run),
+    "4": Experiment("the rewrite gives 2 to 3 times the speed", whole_forward.RULE, whole_forward.run),
+    "5": Experiment("RoPE is 3 to 5 times faster in the optimised kernel", rope.RULE, rope.run),
 }
 
 

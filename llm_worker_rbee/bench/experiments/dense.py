@@ -20,7 +20,7 @@ from ...errors import UnsupportedModelError
 from ...layers.block import Block
 from ...models import Transformer
 from ...weights import Tensor
-from .lab import Floats
+from .harness import Floats
 
 TILE = 64  # queries that share one bound
 FUTURE = np.triu(np.ones((TILE, TILE), np.bool_), 1)

@@ -9,14 +9,14 @@ from typing import Any
 
 from ...backends import pick
 from ...errors import DownloadError, InvalidRequestError
-from .. import limits, statistics
+from .. import roofline, statistics
 from ..baseline import Comparison, change_of
-from ..limits import Limits
 from ..results import Recorder, Result, rounded
+from ..roofline import Limits
 from ..timing import Measured, Plan, measure
 from .books import cases as book_cases
+from .cases import Case, cases
 from .files import cases as file_cases
-from .suite import Case, cases
 
 Steps = Callable[[str, float, float], None]
 ROUNDS = 12  # over the whole suite: what disturbs the machine for some seconds then meets a part of them only
@@ -49,7 +49,7 @@ def run(
     """Measure each case on each backend, in several rounds over all cases; in a round the backends take turns."""
     tables = [pick("auto", name, None if name == "reference" else threads) for name in backends]
     steps("measuring the machine's limits", 0, ROUNDS * len(selected))
-    bounds = limits.measured(max(map(limits.threads_of, tables)))
+    bounds = roofline.measured(max(map(roofline.threads_of, tables)))
     recorder.details["limits"] = bounds.as_json()
     taken: dict[str, list[list[Measured]]] = {case.name: [] for case in selected}  # rounds, then sides
     for number, case in enumerate([*selected] * ROUNDS):

@@ -17,9 +17,9 @@ from ...engine.model_runner import ModelRunner
 from ...engine.request import Request, SamplingParams
 from ...engine.scheduler import Scheduler
 from ...engine.step import SamplerOutput
-from ..limits import Work
+from ..roofline import Work
 from ..timing import Function
-from .suite import Case
+from .cases import Case
 
 SHORTEST, LONGEST = 200, 400  # tokens of a prompt
 ANEW = 4096  # tokens after which all begin anew: far apart, so that beginning counts for nothing

@@ -11,11 +11,11 @@ from ...models import Transformer, describe, load_model
 from ...weights import open_checkpoint
 from ...weights.hub import locate
 from ...weights.quants import BLOCK_TYPES
-from ..limits import Work
 from ..products import products
 from ..prompts import TEXT, read_text
+from ..roofline import Work
 from ..timing import Function
-from .suite import SMALL, VOCABULARY, Case, F
+from .cases import SMALL, VOCABULARY, Case, F
 
 ENCODED_CHARACTERS = 4096
 LAYERS = 30

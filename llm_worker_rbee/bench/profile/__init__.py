@@ -24,8 +24,8 @@ from ...errors import ContextLengthError
 from ...llm import LLM
 from ...models import Transformer
 from .. import environment, timing
-from ..limits import Limits, Work, measured, threads_of
 from ..results import Recorder, Result
+from ..roofline import Limits, Work, measured, threads_of
 from . import flame
 from .ops import CountedOps, Spent, Stopwatch, TimedOps, weights_of
 

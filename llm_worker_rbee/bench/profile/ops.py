@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from ...backends.ops import Batch, Ops
 from ...models import Transformer
 from ...weights import Checkpoint
-from ..limits import Work
+from ..roofline import Work
 
 Call = Callable[..., Any]
 SETUP = {"prepare", "prepare_vector", "empty_kv"}  # not part of a step

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..figures import quantity, spread
+from ..format import quantity, spread
 from ..results import Result, ResultsError, Run
 from . import flame_svg
 from .flame import Flame, speedscope

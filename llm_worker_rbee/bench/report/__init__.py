@@ -11,12 +11,12 @@ from typing import Any
 
 from ..differences import commit_name, model_name
 from ..results import Run
-from .evolution import comparison, history
-from .page import Html, Section, Table, facts, folded, heading, joined, notice, page, soft, table, tiles
+from .history import comparison, history
+from .html import Html, Section, Table, facts, folded, heading, joined, notice, page, soft, table, tiles
 from .plots import Plots
+from .sections import readable, show
 from .subjects import TITLES, Given, Subject, moment, subjects
 from .summary import key_figures
-from .views import readable, show
 
 Steps = Callable[[str, float, float], None]
 LONGEST_VALUE = 400  # characters of a setting

@@ -12,11 +12,11 @@ import numpy as np
 
 from .. import statistics
 from ..results import Result, Run
-from . import drawings, names
-from .drawings import Dot, Line, Sampled
-from .names import family, measurable, number
-from .page import Html, figure, gallery, heading, joined, soft
+from . import charts, result_names
+from .charts import Dot, Line, Sampled
+from .html import Html, figure, gallery, heading, joined, soft
 from .plots import Plots
+from .result_names import family, measurable, number
 
 FEWEST = 5  # samples that make a distribution
 ROWS = 24  # of one plot of distributions
@@ -36,15 +36,15 @@ def drawn(title: str, told: str, figures: Sequence[Callable[[], Html]], *, uneve
 
 def lengths(run: Run, plots: Plots) -> Html:
     """Speed against length."""
-    found = {axis: series for axis, series in names.by_length(run.results).items() if len(series) <= MOST_SERIES}
+    found = {axis: series for axis, series in result_names.by_length(run.results).items() if len(series) <= MOST_SERIES}
     figures = [partial(_lines, plots, axis, series) for axis, series in found.items()]
     return drawn("Speed against length", "Both axes are logarithmic; the shade is the 95% interval.", figures)
 
 
-def _lines(plots: Plots, axis: names.Axis, series: Mapping[str, Sequence[tuple[int, Result]]]) -> Html:
+def _lines(plots: Plots, axis: result_names.Axis, series: Mapping[str, Sequence[tuple[int, Result]]]) -> Html:
     lines = [Line(name, [_point(x, r) for x, r in points], _limit(points)) for name, points in series.items()]
     told = f"{axis.title} against {axis.across}, for {', '.join(series)}"
-    return figure(drawings.lines(plots, axis.title, lines, axis.unit, axis.across), told)
+    return figure(charts.lines(plots, axis.title, lines, axis.unit, axis.across), told)
 
 
 def _point(x: float, result: Result) -> tuple[float, float, float, float]:
@@ -58,11 +58,11 @@ def _limit(points: Sequence[tuple[int, Result]]) -> list[tuple[float, float]]:
 
 def categories(run: Run, plots: Plots) -> Html:
     """Families that differ by kind: block types, ways of sampling."""
-    figures = [partial(_dots, plots, axis, series) for axis, series in names.by_category(run.results).items()]
+    figures = [partial(_dots, plots, axis, series) for axis, series in result_names.by_category(run.results).items()]
     return drawn("By kind", "Shorter times are further left; the axis is logarithmic.", figures, uneven=True)
 
 
-def _dots(plots: Plots, axis: names.Axis, series: Mapping[str, Sequence[tuple[str, Result]]]) -> Html:
+def _dots(plots: Plots, axis: result_names.Axis, series: Mapping[str, Sequence[tuple[str, Result]]]) -> Html:
     rows = list(dict.fromkeys(kind for points in series.values() for kind, _ in points))[:MOST_KINDS]
     place = {kind: i for i, kind in enumerate(rows)}
     lines = [
@@ -70,7 +70,7 @@ def _dots(plots: Plots, axis: names.Axis, series: Mapping[str, Sequence[tuple[st
         for name, points in list(series.items())[:MOST_SERIES]
     ]
     kept = [line for line in lines if line.points]
-    return figure(drawings.dots(plots, axis.title, rows, kept, axis.unit), f"{axis.title} for {', '.join(rows)}")
+    return figure(charts.dots(plots, axis.title, rows, kept, axis.unit), f"{axis.title} for {', '.join(rows)}")
 
 
 def distributions(run: Run, plots: Plots) -> Html:
@@ -79,7 +79,7 @@ def distributions(run: Run, plots: Plots) -> Html:
     for result in run.results:
         if len(result.samples) >= FEWEST and result.estimate > 0 and np.isfinite(result.samples).all():
             groups.setdefault(family(result.name), []).append(result)
-    backends = names.several_backends(run.results)
+    backends = result_names.several_backends(run.results)
     figures = [
         partial(_distribution, plots, title, results[start : start + ROWS], backends)
         for title, results in groups.items()
@@ -93,10 +93,10 @@ def distributions(run: Run, plots: Plots) -> Html:
 
 
 def _distribution(plots: Plots, title: str, results: Sequence[Result], backends: bool) -> Html:
-    labels = [names.label(r, backends=backends).removeprefix(f"{title}/") for r in results]
+    labels = [result_names.label(r, backends=backends).removeprefix(f"{title}/") for r in results]
     rows = [Sampled(name, r.samples, r.estimate, r.low, r.high) for name, r in zip(labels, results, strict=True)]
     told = f"distribution of the samples of {', '.join(r.name for r in results)}"
-    return figure(drawings.distributions(plots, title, rows), told)
+    return figure(charts.distributions(plots, title, rows), told)
 
 
 def roofline(run: Run, plots: Plots) -> Html:
@@ -122,7 +122,7 @@ def roofline(run: Run, plots: Plots) -> Html:
         "second. The lines are what this machine can do at best, as measured. Hover over a dot for its name."
     )
     return joined(
-        [heading("Roofline"), soft(text), figure(drawings.roofline(plots, dots, roof, slopes), told, wide=True)]
+        [heading("Roofline"), soft(text), figure(charts.roofline(plots, dots, roof, slopes), told, wide=True)]
     )
 
 
@@ -143,4 +143,4 @@ def _shares(plots: Plots, title: str, ordered: Sequence[float]) -> Html:
     places = np.unique(np.linspace(0, len(ordered) - 1, STEPS).astype(int))
     points = [(ordered[i], (i + 1) / len(ordered), 0.0, 0.0) for i in places if ordered[i] > 0]
     told = f"share of all measurements of {title} that came within a time"
-    return figure(drawings.shares(plots, title, [Line(title, points)], "s"), told)
+    return figure(charts.shares(plots, title, [Line(title, points)], "s"), told)

@@ -15,7 +15,7 @@ from html import escape
 from typing import TYPE_CHECKING, Any
 
 from ...errors import MissingDependencyError
-from ..figures import scale
+from ..format import scale
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes as Axes

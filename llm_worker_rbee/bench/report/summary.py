@@ -7,11 +7,11 @@ from collections import Counter
 from collections.abc import Sequence
 from statistics import median
 
-from ..figures import digits, percent
+from ..format import digits, percent
 from ..results import Result, Run
-from . import names
-from .page import Tile
-from .views import OURS, interval, readable
+from . import result_names
+from .html import Tile
+from .sections import OURS, interval, readable
 
 MOST = 4
 # Of each kind, the names to look for, in this order; each takes the first that is there.
@@ -38,7 +38,7 @@ def _first(run: Run, pattern: str) -> list[Result]:
 
 
 def _tile(result: Result) -> Tile:
-    share = names.number(result, "percent_of_limit")
+    share = result_names.number(result, "percent_of_limit")
     more = [interval(result), "" if share is None else f"{percent(share)} of the limit"]
     return Tile(result.name, readable(result.estimate, result.unit), " · ".join(filter(None, more)))
 
@@ -48,9 +48,13 @@ def _none(run: Run) -> list[Tile]:
 
 
 def _micro(run: Run) -> list[Tile]:
-    known = [(p, r) for r in run.results if (p := names.number(r, "percent_of_limit")) is not None]
+    known = [(p, r) for r in run.results if (p := result_names.number(r, "percent_of_limit")) is not None]
     made = [
-        Tile("benchmarks", str(len(run.results)), f"in {len({names.family(r.name) for r in run.results})} families")
+        Tile(
+            "benchmarks",
+            str(len(run.results)),
+            f"in {len({result_names.family(r.name) for r in run.results})} families",
+        )
     ]
     if known:
         best, worst = max(known, key=lambda one: one[0]), min(known, key=lambda one: one[0])
@@ -85,7 +89,7 @@ def _peers(run: Run) -> list[Tile]:
     for test, peers in by_test.items():
         ours = peers.get(OURS)
         for peer, r in peers.items():
-            if ours is not None and peer != OURS and names.measurable(r):
+            if ours is not None and peer != OURS and result_names.measurable(r):
                 values = f"{readable(ours.estimate, ours.unit)} against {readable(r.estimate, r.unit)}"
                 made.append(Tile(f"{test}: ours / {peer}", f"{digits(ours.estimate / r.estimate)}×", values))
     return made[: 2 * MOST]
@@ -94,10 +98,10 @@ def _peers(run: Run) -> list[Tile]:
 def _profile(run: Run) -> list[Tile]:
     """The largest part of each phase."""
     made = {}
-    for r in sorted(run.results, key=lambda r: names.number(r, "share") or 0.0):
-        share = names.number(r, "share")
+    for r in sorted(run.results, key=lambda r: result_names.number(r, "share") or 0.0):
+        share = result_names.number(r, "share")
         if share is not None:
-            made[names.family(r.name)] = Tile(
-                f"largest part of {names.family(r.name)}", r.name.split("/")[-1], f"{share:.1%}"
+            made[result_names.family(r.name)] = Tile(
+                f"largest part of {result_names.family(r.name)}", r.name.split("/")[-1], f"{share:.1%}"
             )
     return list(made.values())

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ...bench.figures import quantity as quantity
+from ...bench.format import quantity
 from ...errors import InvalidRequestError
 from ..terminal import cell, columns, draws, note, style
 

@@ -50,7 +50,7 @@ def experiments(
     used = use_threads(threads, "reference")
     from ...bench import experiments as room
     from ...bench.experiments.claims import markdown
-    from ...bench.experiments.lab import QUICK, THOROUGH, Lab
+    from ...bench.experiments.harness import QUICK, THOROUGH, Lab
     from ...weights.hub import locate
     from ..progress import progress_bar
 

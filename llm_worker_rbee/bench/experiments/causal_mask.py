@@ -13,10 +13,10 @@ import numpy as np
 
 from ...backends import reference
 from .. import statistics
-from ..figures import quantity
+from ..format import quantity
 from ..results import Result
-from .lab import Finding, Floats, Lab, Verdict, by_length, figure, most, normal, same, vote_saves
-from .one_cache import additive_mask
+from .harness import Finding, Floats, Lab, Verdict, by_length, figure, most, normal, same, vote_saves
+from .unified_cache import additive_mask
 
 RULE = (
     "confirmed if at most lengths the kept mask saves over 10% of making one and adding it to the scores, refuted if "

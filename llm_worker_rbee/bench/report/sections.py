@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 
 from .. import statistics
-from ..figures import digits, percent, quantity, spread
+from ..format import digits, percent, quantity, spread
 from ..results import Result, Run
-from . import names
-from .names import family, measurable, number
-from .page import Html, Table, badge, bar, folded, heading, html, joined, notice, soft, table
+from . import result_names
+from .html import Html, Table, badge, bar, folded, heading, html, joined, notice, soft, table
 from .plot_views import LATENCIES, categories, distributions, latencies, lengths, roofline
 from .plots import Plots
+from .result_names import family, measurable, number
 
 View = Callable[[Run, Plots], Html]
 OURS = "llm-worker-rbee"
@@ -33,13 +33,13 @@ def results_table(run: Run, _: Plots) -> Html:
 
 def table_of(run: Run, results: Sequence[Result], caption: str) -> Table:
     """The columns that these results need."""
-    backends = names.several_backends(results)
+    backends = result_names.several_backends(results)
     limits = any(number(r, "percent_of_limit") is not None for r in results)
     sampled = any(r.samples for r in results)
     head = ["", "estimate", "interval"] + ["% of limit", "bound by"] * limits + ["samples", "outliers"] * sampled
     rows: list[list[object]] = []
     for r in results:
-        row: list[object] = [names.label(r, backends=backends), readable(r.estimate, r.unit), interval(r)]
+        row: list[object] = [result_names.label(r, backends=backends), readable(r.estimate, r.unit), interval(r)]
         row += [of_limit(r), str(r.fields.get("bound_by") or "")] if limits else []
         row += [str(len(r.samples) or ""), outliers(r)] if sampled else []
         rows.append(row)

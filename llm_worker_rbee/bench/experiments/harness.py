@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from ...errors import InferenceError
 from .. import statistics, timing
-from ..figures import quantity
+from ..format import quantity
 from ..results import Recorder, Result
 
 Floats = NDArray[np.float32]

@@ -25,7 +25,7 @@ from ...layers.swiglu import SwiGLU
 from ...weights import Tensor
 from ...weights.quants import BLOCK_TYPES, BlockType
 from ..blocks import random_tensor
-from ..limits import Work
+from ..roofline import Work
 from ..timing import Function
 
 HIDDEN, HEADS, HEAD_DIM, D_FF, ROPE_BASE = 4096, 32, 128, 11008, 10000.0

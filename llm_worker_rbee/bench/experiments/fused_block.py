@@ -14,9 +14,22 @@ from ...layers.rms_norm import RMSNorm
 from ...layers.rope import inverse_frequencies
 from ...layers.swiglu import SwiGLU
 from .. import statistics
-from ..figures import quantity
+from ..format import quantity
 from . import dense
-from .lab import Finding, Floats, Lab, Shape, Verdict, by_length, figure, in_percent, most, normal, same, vote_faster
+from .harness import (
+    Finding,
+    Floats,
+    Lab,
+    Shape,
+    Verdict,
+    by_length,
+    figure,
+    in_percent,
+    most,
+    normal,
+    same,
+    vote_faster,
+)
 
 RULE = (
     "confirmed if the one function is faster outside the noise at most lengths, refuted if the modules are; both sides "

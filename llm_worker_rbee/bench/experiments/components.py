@@ -21,7 +21,7 @@ from ..results import Result
 from ..serving.event_stream import EventParser
 from ..serving.http_client import Address, Client, RequestFailedError
 from ..serving.spawn import Spawned
-from .lab import Finding, Lab, Verdict
+from .harness import Finding, Lab, Verdict
 
 RULE = "confirmed if at least 90% of the parts do their job on a real file"
 WANTED = 0.9

@@ -10,13 +10,13 @@ from .. import baseline
 from ..baseline import Comparison
 from ..differences import commit_name, differences, only_in
 from ..results import ResultsError, Run
-from . import drawings, names
-from .drawings import Line
-from .page import Html, Table, badge, facts, figure, folded, heading, joined, notice, table
+from . import charts, result_names
+from .charts import Line
+from .html import Html, Table, badge, facts, figure, folded, heading, joined, notice, table
 from .plot_views import MOST_SERIES, drawn
 from .plots import Plots
+from .sections import readable
 from .subjects import Given, Subject
-from .views import readable
 
 SHOWN = 20  # changes that are not folded
 ORDER = {"regressed": 0, "improved": 1, "within noise": 2}
@@ -55,13 +55,13 @@ def comparison(before: Given, after: Given) -> Html:
 
 
 def _changes(changes: Sequence[Comparison], caption: str) -> Table:
-    backends = names.several_backends([one.after for one in changes])
+    backends = result_names.several_backends([one.after for one in changes])
     rows = []
     for one in changes:
         change = one.change
         interval = "" if math.isinf(change.low) else f"{change.low:+.1%} to {change.high:+.1%}"
         values = [readable(r.estimate, r.unit) for r in (one.before, one.after)]
-        name = names.label(one.after, backends=backends)
+        name = result_names.label(one.after, backends=backends)
         rows.append([name, *values, f"{change.change:+.1%}", interval, badge(change.verdict)])
     return Table(caption, ["", "before", "after", "change", "99% interval", "verdict"], rows, (1, 2, 3, 4))
 
@@ -73,11 +73,11 @@ def history(subject: Subject, plots: Plots) -> Html:
         return Html()
     labels = _moments(runs)
     lines: dict[tuple[str, str], dict[str, list[tuple[float, float, float, float]]]] = {}
-    backends = names.several_backends(runs[-1].results)
+    backends = result_names.several_backends(runs[-1].results)
     for place, run in enumerate(runs):
-        for r in filter(names.measurable, run.results):
-            group = lines.setdefault((names.family(r.name), r.better), {})
-            group.setdefault(names.label(r, backends=backends), []).append((place, r.estimate, r.low, r.high))
+        for r in filter(result_names.measurable, run.results):
+            group = lines.setdefault((result_names.family(r.name), r.better), {})
+            group.setdefault(result_names.label(r, backends=backends), []).append((place, r.estimate, r.low, r.high))
     figures = []
     for (family, better), found in lines.items():
         kept = [Line(name.removeprefix(f"{family}/"), points) for name, points in found.items() if len(points) > 1]
@@ -91,7 +91,7 @@ def history(subject: Subject, plots: Plots) -> Html:
 
 def _over_time(plots: Plots, title: str, labels: Sequence[str], lines: Sequence[Line]) -> Html:
     told = f"{title} over {len(labels)} runs: {', '.join(line.label for line in lines)}"
-    return figure(drawings.history(plots, title, labels, lines), told)
+    return figure(charts.history(plots, title, labels, lines), told)
 
 
 def _moments(runs: Sequence[Run]) -> list[str]:

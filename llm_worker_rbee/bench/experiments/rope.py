@@ -11,9 +11,9 @@ from ...backends import BACKENDS, pick
 from ...backends.ops import RopeTable
 from ...layers.rope import inverse_frequencies
 from .. import statistics
-from ..figures import quantity
+from ..format import quantity
 from . import dense
-from .lab import Finding, Floats, Lab, Verdict, by_length, figure, in_times, most, normal, same, times, vote_times
+from .harness import Finding, Floats, Lab, Verdict, by_length, figure, in_times, most, normal, same, times, vote_times
 
 RULE = (
     "confirmed if tables applied in place are at least 3 times as fast as the formula at most lengths, refuted if the "

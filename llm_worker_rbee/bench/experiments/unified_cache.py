@@ -18,10 +18,10 @@ from ...backends import reference
 from ...backends.ops import AttentionParams, RopeTable
 from ...layers.rope import inverse_frequencies
 from .. import statistics
-from ..figures import quantity
+from ..format import quantity
 from ..results import Result
 from . import dense
-from .lab import Finding, Floats, Lab, Shape, Verdict, by_length, figure, most, normal, same, vote_faster
+from .harness import Finding, Floats, Lab, Shape, Verdict, by_length, figure, most, normal, same, vote_faster
 
 RULE = (
     "confirmed if the one object is faster outside the noise at most lengths, refuted if separate ones are; the memory "

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..figures import digits, quantity
+from ..format import digits, quantity
 from .plots import BAD, INK, MUTED, SERIES, Plots
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from ...models import Transformer, describe, load_model
 from ...weights import open_checkpoint
 from .. import statistics
 from . import dense
-from .lab import Finding, Floats, Lab, Name, Verdict, figure, in_times, same, times, vote_times
+from .harness import Finding, Floats, Lab, Name, Verdict, figure, in_times, same, times, vote_times
 
 RULE = (
     "confirmed if the one function is at least 2 times as fast both in prefill and in decode, refuted if the interval "
