@@ -83,10 +83,9 @@ def _measure(recorder: "Recorder", llm: "LLM", settings: "Settings", out: Path |
 
 
 def _write(run: "Run", flames: "dict[str, Flame]", folder: Path) -> None:
-    from ..bench.profile import html as profile_html
     from ..bench.profile import report as profile_report
 
-    profile_report.write(folder, run, flames, profile_html.page(run, flames))
+    profile_report.write(folder, run, flames, profile_report.page(run, flames))
     note(f"report: {folder / 'report.html'}")
 
 

@@ -10,8 +10,16 @@ from pathlib import Path
 import pytest
 
 from llm_worker_rbee.bench import baseline
-from llm_worker_rbee.bench.baseline import OtherMachineError, change_of, compare, require_same_machine
-from llm_worker_rbee.bench.differences import Difference, differences, drifted, only_in
+from llm_worker_rbee.bench.baseline import (
+    Difference,
+    OtherMachineError,
+    change_of,
+    compare,
+    differences,
+    drifted,
+    only_in,
+    require_same_machine,
+)
 from llm_worker_rbee.bench.results import Better, Result, ResultsError, Run
 from llm_worker_rbee.errors import InvalidRequestError
 

@@ -14,9 +14,7 @@ from llm_worker_rbee.backends.ops import RopeTable
 from llm_worker_rbee.bench import experiments
 from llm_worker_rbee.bench.experiments import (
     causal_mask,
-    claims,
     components,
-    dense,
     fused_block,
     rope,
     unified_cache,
@@ -106,8 +104,8 @@ def test_results_are_named_by_claim_side_and_length(whole: Run) -> None:
 
 def test_the_page_is_made_from_the_run_alone(whole: Run, tmp_path: Path) -> None:
     whole.save(tmp_path / "run.json")
-    page = claims.markdown(Run.load(tmp_path / "run.json"))
-    assert page == claims.markdown(whole)
+    page = experiments.markdown(Run.load(tmp_path / "run.json"))
+    assert page == experiments.markdown(whole)
     for one in whole.details["verdicts"]:
         assert f"\n`{one['line']}`\n" in page
         assert f"## Claim {one['claim']}: {experiments.EXPERIMENTS[one['claim']].claim}\n" in page
@@ -115,7 +113,7 @@ def test_the_page_is_made_from_the_run_alone(whole: Run, tmp_path: Path) -> None
     assert "| 5 | " in page
     assert "`llm-worker-rbee bench experiments --claims docs/claims.md`" in page
     thorough = replace(whole, settings={**whole.settings, "all": True})
-    assert "`llm-worker-rbee bench experiments --all --claims docs/claims.md`" in claims.markdown(thorough)
+    assert "`llm-worker-rbee bench experiments --all --claims docs/claims.md`" in experiments.markdown(thorough)
 
 
 def test_a_choice_of_claims(lab: Callable[..., Lab]) -> None:
@@ -147,7 +145,7 @@ def test_progress_never_goes_back(lab: Callable[..., Lab]) -> None:
     assert seen[-1] == 1.0
 
 
-@pytest.mark.parametrize("length", [1, 7, dense.TILE, dense.TILE + 1, 2 * dense.TILE + 3])
+@pytest.mark.parametrize("length", [1, 7, fused_block.TILE, fused_block.TILE + 1, 2 * fused_block.TILE + 3])
 def test_the_one_function_is_the_block(length: int, rng: np.random.Generator) -> None:
     block = fused_block.make_block(SHAPE)
     sides = fused_block.two_sides(block, rng.standard_normal((length, SHAPE.d_model), dtype=np.float32))
@@ -156,10 +154,10 @@ def test_the_one_function_is_the_block(length: int, rng: np.random.Generator) ->
     assert np.allclose(stream, stream_too, atol=1e-5)
 
 
-@pytest.mark.parametrize(("prompt", "steps"), [(1, 1), (9, 3), (dense.TILE + 6, 2)])
+@pytest.mark.parametrize(("prompt", "steps"), [(1, 1), (9, 3), (fused_block.TILE + 6, 2)])
 def test_the_two_forward_passes_give_the_models_logits(tiny: Path, prompt: int, steps: int) -> None:
     checkpoint = open_checkpoint(tiny)
-    sides = whole_forward.Sides(load_model(checkpoint, dense.DENSE, describe(checkpoint)), prompt, steps)
+    sides = whole_forward.Sides(load_model(checkpoint, fused_block.DENSE, describe(checkpoint)), prompt, steps)
     for work in (sides.prefill, sides.decode, sides.decode):  # decode again: it starts at the prompt's end anew
         one, other = work("modules"), work("fused")
         assert one.shape == other.shape
@@ -175,7 +173,9 @@ def test_grouped_heads_agree(tmp_path: Path) -> None:
     tensors = model_tensors(len(keys["tokenizer.ggml.tokens"]))
     halved = {name: t[: len(t) // 2] if "attn_k." in name or "attn_v." in name else t for name, t in tensors.items()}
     checkpoint = open_checkpoint(write_gguf(tmp_path / "grouped.gguf", keys, halved))
-    sides = whole_forward.Sides(load_model(checkpoint, dense.DENSE, describe(checkpoint)), dense.TILE + 5, 1)
+    sides = whole_forward.Sides(
+        load_model(checkpoint, fused_block.DENSE, describe(checkpoint)), fused_block.TILE + 5, 1
+    )
     for work in (sides.prefill, sides.decode):
         one, other = work("modules"), work("fused")
         assert np.abs(one - other).max() < 1e-4
@@ -184,11 +184,11 @@ def test_grouped_heads_agree(tmp_path: Path) -> None:
 
 def test_a_model_that_the_one_function_does_not_know_is_refused(tiny: Path) -> None:
     config = describe(open_checkpoint(tiny))
-    dense.require_plain(config)
+    fused_block.require_plain(config)
     with pytest.raises(UnsupportedModelError, match="needs a plain llama: this model has a window"):
-        dense.require_plain(replace(config, windows=(4,) * config.n_layers))
+        fused_block.require_plain(replace(config, windows=(4,) * config.n_layers))
     with pytest.raises(UnsupportedModelError, match="activation gelu_tanh"):
-        dense.require_plain(replace(config, activation="gelu_tanh"))
+        fused_block.require_plain(replace(config, activation="gelu_tanh"))
 
 
 def test_both_caches_give_the_same(rng: np.random.Generator) -> None:

@@ -15,7 +15,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from llm_worker_rbee.bench.profile import flame, flame_svg
+from llm_worker_rbee.bench.profile import flame
 from llm_worker_rbee.bench.profile.flame import Flame, Frame, PySpy
 from llm_worker_rbee.errors import MissingDependencyError, WorkerError
 
@@ -48,15 +48,15 @@ def test_the_sampler_sees_who_calls_whom() -> None:
 
 
 def test_our_own_code_shows_the_line_that_runs() -> None:
-    seen = flame.record("decode", lambda: json.loads(json.dumps(flame_svg.svg(PLANTED, "x"))), 0.2)
+    seen = flame.record("decode", lambda: json.loads(json.dumps(flame.svg(PLANTED, "x"))), 0.2)
     frames = {frame for stack, _ in seen.samples for frame in stack}
     rooms = {frame.room for frame in frames}
     assert {"ours", "line"} <= rooms
     for frame in frames:
         assert not frame.file.startswith("/"), "a path of this machine"
     lines = [frame for frame in frames if frame.room == "line"]
-    source = Path(flame_svg.__file__).read_text().splitlines()
-    own = [frame for frame in lines if frame.file.endswith("flame_svg.py")]
+    source = Path(flame.__file__).read_text().splitlines()
+    own = [frame for frame in lines if frame.file.endswith("profile/flame.py")]
     assert own
     assert all(frame.name.removesuffix("…") in " ".join(source[frame.line - 1].split()) for frame in own)
 
@@ -83,7 +83,7 @@ def test_speedscope_holds_what_its_schema_asks_for() -> None:
 
 
 def test_the_tree_merges_common_callers() -> None:
-    root = flame_svg.tree(PLANTED)
+    root = flame.tree(PLANTED)
     assert root.seconds == pytest.approx(PLANTED.seconds)
     assert {node.frame.name: node.seconds for node in root.inner.values()} == pytest.approx(
         {"outer": 0.3001, "other": 0.1}
@@ -92,7 +92,7 @@ def test_the_tree_merges_common_callers() -> None:
 
 
 def test_the_picture_is_sound_and_needs_nothing_else() -> None:
-    text = flame_svg.svg(PLANTED, "Decode of <x>")
+    text = flame.svg(PLANTED, "Decode of <x>")
     assert "http" not in text.replace("http://www.w3.org/2000/svg", "")
     root = ElementTree.fromstring(text)
     boxes = {g.get("data-n"): g for g in root.iter(f"{SVG}g")}
@@ -112,7 +112,7 @@ def test_the_picture_is_sound_and_needs_nothing_else() -> None:
 
 
 def test_an_empty_recording_is_still_a_picture() -> None:
-    ElementTree.fromstring(flame_svg.svg(Flame("decode"), "nothing"))
+    ElementTree.fromstring(flame.svg(Flame("decode"), "nothing"))
 
 
 def test_a_click_zooms(tmp_path: Path) -> None:
@@ -121,12 +121,12 @@ def test_a_click_zooms(tmp_path: Path) -> None:
         pytest.skip("no Chromium on this machine: the zoom of the flame graph is not tried")
     click = "document.querySelector('g.frame[data-n=outer]').dispatchEvent(new MouseEvent('click'));"
     page = tmp_path / "page.html"
-    page.write_text(f"<!doctype html><body>{flame_svg.svg(PLANTED, 'x')}<script>{click}</script></body>")
+    page.write_text(f"<!doctype html><body>{flame.svg(PLANTED, 'x')}<script>{click}</script></body>")
     command = [browser, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
     done = subprocess.run([*command, "--dump-dom", page.as_uri()], capture_output=True, text=True, timeout=60)
     dom = unescape(done.stdout)
     outer, other = (dom.partition(f'data-n="{name}"')[2].partition("</g>")[0] for name in ("outer", "other"))
-    assert f'width="{flame_svg.WIDTH - 2 * flame_svg.MARGIN - 0.5}"' in outer
+    assert f'width="{flame.WIDTH - 2 * flame.MARGIN - 0.5}"' in outer
     assert "display: none" in other
     assert 'class="frame below"' in dom.partition('data-n="all"')[0].rpartition("<g")[2]
 

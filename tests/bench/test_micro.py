@@ -13,7 +13,7 @@ import pytest
 from llm_worker_rbee.backends import reference
 from llm_worker_rbee.bench import micro, roofline
 from llm_worker_rbee.bench.blocks import random_tensor
-from llm_worker_rbee.bench.micro import books, cases, files
+from llm_worker_rbee.bench.micro import cases
 from llm_worker_rbee.bench.micro.cases import Case
 from llm_worker_rbee.bench.results import Recorder
 from llm_worker_rbee.bench.roofline import Limits, Work
@@ -32,7 +32,7 @@ LIMITS = Limits(1, ((1 << 20, 4e9), (1 << 22, 2e9)), 1e9)
 
 
 def by_name() -> dict[str, Case]:
-    return {case.name: case for case in cases.cases()}
+    return {case.name: case for case in cases.op_cases()}
 
 
 def test_the_old_suite_is_there_by_its_names() -> None:
@@ -45,11 +45,11 @@ def test_every_weight_type_has_a_vector_a_matrix_and_a_dequantize_benchmark() ->
     names = by_name()
     for kind in ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q6_K", "IQ1_S", "IQ4_NL", "TQ1_0", "MXFP4"):
         assert {f"linear/{kind}/1", f"linear/{kind}/128", f"dequantize/{kind}"} <= set(names)
-    assert len(names) == len(list(cases.cases()))
+    assert len(names) == len(list(cases.op_cases()))
     assert not [name for name in names if re.search(r"/(I8|I16|I32|I64|F64)(/|$)", name)]
 
 
-@pytest.mark.parametrize("case", [c for c in cases.cases() if "linear" not in c.name], ids=lambda c: c.name)
+@pytest.mark.parametrize("case", [c for c in cases.op_cases() if "linear" not in c.name], ids=lambda c: c.name)
 def test_every_case_runs(case: Case) -> None:
     function = case.make(case.ops_for(reference))
     function()
@@ -106,7 +106,10 @@ class OnlyTheOpTable:
 
 def test_what_only_the_reference_has_runs_there() -> None:
     fast = OnlyTheOpTable()
-    ran_on = {case.name: micro.name_of(case.ops_for(fast)) for case in [*cases.cases(), *books.cases(), *files.cases()]}
+    ran_on = {
+        case.name: micro.name_of(case.ops_for(fast))
+        for case in [*cases.op_cases(), *cases.scheduler_cases(), *cases.model_file_cases()]
+    }
     homes = {family: {ran_on[n] for n in names} for family, names in groupby(ran_on, lambda n: n.split("/")[0])}
     assert homes["rope_forward"] == homes["causal_mask"] == homes["dequantize"] == homes["gguf_open"] == {"reference"}
     assert homes["scheduler"] == homes["tokenizer"] == {"reference"}
@@ -116,13 +119,13 @@ def test_what_only_the_reference_has_runs_there() -> None:
 
 @pytest.mark.parametrize("arrays", [False, True])
 def test_in_a_step_of_the_books_everybody_gets_a_token(arrays: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(books, "ANEW", books.LONGEST + 40)
-    made = books.Books(5)
+    monkeypatch.setattr(cases, "ANEW", cases.LONGEST + 40)
+    made = cases.Books(5)
     step = made.step_with_arrays if arrays else made.step
     first = made.scheduler
     prompts = [request.num_prompt_tokens for request in first.running]
     assert len(prompts) == 5
-    assert books.SHORTEST <= min(prompts) < max(prompts) <= books.LONGEST
+    assert cases.SHORTEST <= min(prompts) < max(prompts) <= cases.LONGEST
     for n in range(2, 40):
         step()
         assert [len(request.tokens) for request in made.scheduler.running] == [n] * 5

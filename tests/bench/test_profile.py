@@ -14,11 +14,21 @@ import pytest
 from llm_worker_rbee import LLM
 from llm_worker_rbee.backends import cpu, reference
 from llm_worker_rbee.backends.ops import OPS, AttentionParams, Ops
-from llm_worker_rbee.bench.profile import PHASES, Settings, Workload, class_of, run, stopwatch_cost
-from llm_worker_rbee.bench.profile import html as profile_html
+from llm_worker_rbee.bench.profile import (
+    PHASES,
+    CountedOps,
+    Settings,
+    Stopwatch,
+    TimedOps,
+    Workload,
+    attention_work,
+    class_of,
+    run,
+    stopwatch_cost,
+    weights_of,
+)
 from llm_worker_rbee.bench.profile import report as profile_report
 from llm_worker_rbee.bench.profile.flame import Flame
-from llm_worker_rbee.bench.profile.ops import CountedOps, Stopwatch, TimedOps, attention_work, weights_of
 from llm_worker_rbee.bench.results import Recorder, Result, Run
 from llm_worker_rbee.errors import ContextLengthError
 from tests.cli.conftest import HEADS, LAYERS, WIDTH, write_model
@@ -188,7 +198,7 @@ def test_targets_follow_amdahl() -> None:
 
 def test_the_report_says_the_same_in_both_forms(tmp_path: Path, profiled: tuple[Run, dict[str, Flame]]) -> None:
     run, flames = profiled
-    written = profile_report.write(tmp_path / "out", run, flames, profile_html.page(run, flames))
+    written = profile_report.write(tmp_path / "out", run, flames, profile_report.page(run, flames))
     assert {path.name for path in written} == {
         "report.md", "report.html", "flame-prefill.svg", "flame-decode.svg", "profile.speedscope.json", "run.json",
     }  # fmt: skip

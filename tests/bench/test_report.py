@@ -11,13 +11,12 @@ from typing import Any
 
 import pytest
 
-from llm_worker_rbee.bench.report import charts, plot_views, plots, write
+from llm_worker_rbee.bench.report import charts, key_figures, sections, write
 from llm_worker_rbee.bench.report.charts import Line
+from llm_worker_rbee.bench.report.history import Given, moment, subjects
 from llm_worker_rbee.bench.report.html import html
 from llm_worker_rbee.bench.report.result_names import Axis, by_category, by_length, family
 from llm_worker_rbee.bench.report.sections import table_of
-from llm_worker_rbee.bench.report.subjects import Given, moment, subjects
-from llm_worker_rbee.bench.report.summary import key_figures
 from llm_worker_rbee.bench.results import Result, Run
 
 from ..browser import Page, chromium
@@ -272,7 +271,7 @@ def test_loading_leads_with_the_peak_of_memory() -> None:
 
 
 def test_ticks_of_a_narrow_logarithmic_axis_are_few() -> None:
-    shown = plots.Plots()
+    shown = charts.Plots()
     drawn = charts.shares(shown, "first token", [Line("x", [(0.0285 + i / 2000, i / 8, 0, 0) for i in range(8)])], "s")
     assert 2 <= len(re.findall(r">[\d.]+ ms<", drawn)) <= 6
 
@@ -283,7 +282,7 @@ def test_a_group_of_rows_begins_where_a_family_with_more_than_one_row_begins_or_
 
 
 def test_plots_of_a_large_run_are_bounded_and_the_page_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plot_views, "MOST_PLOTS", 2)
+    monkeypatch.setattr(sections, "MOST_PLOTS", 2)
     text = page_of(run_of("mystery", [timed(f"family{i % 7}/{i}", 1.0 + i) for i in range(700)]))
     assert text.count("<svg") == 4  # two of lengths, two of distributions
     assert "5 more plots are left out" in text  # 7 families by length

@@ -12,7 +12,7 @@ from ...backends.ops import RopeTable
 from ...layers.rope import inverse_frequencies
 from .. import statistics
 from ..format import quantity
-from . import dense
+from . import fused_block
 from .harness import Finding, Floats, Lab, Verdict, by_length, figure, in_times, most, normal, same, times, vote_times
 
 RULE = (
@@ -79,7 +79,7 @@ class Tables:
     def of(x: Floats) -> Tables:
         """For tensors of this shape, from position 0 on."""
         inv_freq = inverse_frequencies(BASE, x.shape[-1])
-        return Tables(*dense.angles(RopeTable(inv_freq, 1.0), 0, len(x)), x.shape[1])
+        return Tables(*fused_block.angles(RopeTable(inv_freq, 1.0), 0, len(x)), x.shape[1])
 
     def turn(self, x: Floats) -> Floats:
         """In place: nothing is allocated."""

@@ -20,7 +20,7 @@ from ...layers.rope import inverse_frequencies
 from .. import statistics
 from ..format import quantity
 from ..results import Result
-from . import dense
+from . import fused_block
 from .harness import Finding, Floats, Lab, Shape, Verdict, by_length, figure, most, normal, same, vote_faster
 
 RULE = (
@@ -84,7 +84,7 @@ def additive_mask(length: int) -> Floats:
 
 
 def _tables(shape: Shape, length: int) -> tuple[Floats, Floats]:
-    return dense.angles(RopeTable(inverse_frequencies(ROPE_BASE, shape.head_dim), 1.0), 0, length)
+    return fused_block.angles(RopeTable(inverse_frequencies(ROPE_BASE, shape.head_dim), 1.0), 0, length)
 
 
 @dataclass(slots=True)
@@ -100,7 +100,7 @@ class Unified:
     @staticmethod
     def of(shape: Shape, capacity: int) -> Unified:
         """Room for so many tokens."""
-        return Unified(*dense.Room.of(capacity, shape.n_heads, shape.head_dim), *_tables(shape, capacity))
+        return Unified(*fused_block.Room.of(capacity, shape.n_heads, shape.head_dim), *_tables(shape, capacity))
 
     def attend(self, q: Floats, k: Floats, v: Floats) -> Floats:
         """One pass over a prompt."""
@@ -165,7 +165,7 @@ class Separate:
     @staticmethod
     def of(shape: Shape, capacity: int) -> Separate:
         """Room for so many tokens."""
-        keys = Keys(*dense.Room.of(capacity, shape.n_heads, shape.head_dim))
+        keys = Keys(*fused_block.Room.of(capacity, shape.n_heads, shape.head_dim))
         return Separate(keys, Rotation(*_tables(shape, capacity)), Masks())
 
     def attend(self, q: Floats, k: Floats, v: Floats) -> Floats:

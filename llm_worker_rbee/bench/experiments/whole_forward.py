@@ -1,7 +1,7 @@
 """Claim 4: a whole forward pass of a real model, modules with a cache that grows against the one function.
 
 The modules are layers/ and the decoder as they are, on ops that concatenate keys and values anew in every step and
-add a mask that they write out. The other side is dense.forward. Both use float32 weights: with quantized ones the
+add a mask that they write out. The other side is fused_block.forward. Both use float32 weights: with quantized ones the
 reference backend would spend its time on decoding them, and the two sides would look more alike than they are.
 """
 
@@ -18,7 +18,7 @@ from ...engine.solo import Solo
 from ...models import Transformer, describe, load_model
 from ...weights import open_checkpoint
 from .. import statistics
-from . import dense
+from . import fused_block
 from .harness import Finding, Floats, Lab, Name, Verdict, figure, in_times, same, times, vote_times
 
 RULE = (
@@ -56,8 +56,8 @@ def _masked_attention(q: Floats, kv: Grown, batch: Batch, params: AttentionParam
     return mixed.reshape(q.shape[1], -1, q.shape[2]).transpose(1, 0, 2).reshape(q.shape[0], -1)
 
 
-GROWING = dense.op_table(
-    **dense.DENSE_OPS, empty_kv=_empty, rope_store=_rope_grow, attention=_masked_attention
+GROWING = fused_block.op_table(
+    **fused_block.DENSE_OPS, empty_kv=_empty, rope_store=_rope_grow, attention=_masked_attention
 )  # a cache without blocks: slots and block table are ignored
 
 
@@ -65,15 +65,15 @@ class Sides:
     """The two of them on one model, each at the end of the same prompt."""
 
     def __init__(self, model: Transformer, prompt: int, steps: int) -> None:
-        dense.require_plain(model.config)
+        fused_block.require_plain(model.config)
         rng = np.random.default_rng(4)
         self.ids = rng.integers(0, model.config.vocab_size, prompt + steps).tolist()
         self.prompt, self.steps = prompt, steps
         self.modules = Solo(replace(model, ops=GROWING), prompt + steps)
         self.model = model
-        self.cos, self.sin = dense.angles(model.blocks[0].attention.rope, 0, prompt + steps)
+        self.cos, self.sin = fused_block.angles(model.blocks[0].attention.rope, 0, prompt + steps)
         c = model.config
-        self.rooms = [dense.Room.of(prompt + steps, c.n_kv_heads, c.head_dim) for _ in model.blocks]
+        self.rooms = [fused_block.Room.of(prompt + steps, c.n_kv_heads, c.head_dim) for _ in model.blocks]
 
     def grown(self, ids: list[int], start: int) -> Floats:
         """A step through the modules; what lies behind `start` is forgotten first."""
@@ -84,7 +84,7 @@ class Sides:
 
     def fused(self, ids: list[int], start: int) -> Floats:
         """A step through the one function."""
-        return dense.forward(self.model, np.array(ids), self.cos, self.sin, self.rooms, start)
+        return fused_block.forward(self.model, np.array(ids), self.cos, self.sin, self.rooms, start)
 
     def prefill(self, side: str) -> Floats:
         """The whole prompt."""
@@ -102,7 +102,7 @@ class Sides:
 def dense_model(lab: Lab) -> Transformer:
     """The model of the lab with float32 weights."""
     checkpoint = open_checkpoint(lab.model)
-    return load_model(checkpoint, dense.DENSE, describe(checkpoint))
+    return load_model(checkpoint, fused_block.DENSE, describe(checkpoint))
 
 
 def run(lab: Lab) -> Finding:

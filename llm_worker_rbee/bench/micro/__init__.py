@@ -14,9 +14,7 @@ from ..baseline import Comparison, change_of
 from ..results import Recorder, Result, rounded
 from ..roofline import Limits
 from ..timing import Measured, Plan, measure
-from .books import cases as book_cases
-from .cases import Case, cases
-from .files import cases as file_cases
+from .cases import Case, model_file_cases, op_cases, scheduler_cases
 
 Steps = Callable[[str, float, float], None]
 ROUNDS = 12  # over the whole suite: what disturbs the machine for some seconds then meets a part of them only
@@ -28,7 +26,7 @@ def select(pattern: str | None) -> list[Case]:
         wanted = re.compile(pattern or "")
     except re.error as error:
         raise InvalidRequestError(f"--filter {pattern!r} is not a regular expression: {error}", "filter") from None
-    everything = [*cases(), *book_cases(), *file_cases()]
+    everything = [*op_cases(), *scheduler_cases(), *model_file_cases()]
     found = [case for case in everything if wanted.search(case.name)]
     if not found:
         families = sorted({case.name.split("/")[0] for case in everything})

@@ -7,24 +7,37 @@ the backend has none. `Work` is the least that an ideal implementation would rea
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from functools import lru_cache
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ...backends import reference
 from ...backends.ops import AttentionParams, Batch, KVLayer, RopeTable, SampleRow
+from ...config import EngineConfig
+from ...engine.model_runner import ModelRunner
+from ...engine.request import Request, SamplingParams
+from ...engine.scheduler import Scheduler
+from ...engine.step import SamplerOutput
 from ...layers.attention import Attention
 from ...layers.block import Block
 from ...layers.linear import Linear
 from ...layers.rms_norm import RMSNorm
 from ...layers.rope import inverse_frequencies
 from ...layers.swiglu import SwiGLU
-from ...weights import Tensor
+from ...llm import open_tokenizer
+from ...models import Transformer, describe, load_model
+from ...weights import Tensor, open_checkpoint
+from ...weights.hub import locate
 from ...weights.quants import BLOCK_TYPES, BlockType
 from ..blocks import random_tensor
+from ..products import products
+from ..prompts import TEXT, read_text
 from ..roofline import Work
 from ..timing import Function
 
@@ -54,7 +67,7 @@ class Case:
         return ops if self.needs is None or hasattr(ops, self.needs) else reference
 
 
-def cases() -> Iterator[Case]:
+def op_cases() -> Iterator[Case]:
     """All benchmarks that need no model file, in the order in which they run."""
     yield from (_rope(s) for s in (1, 8, 32, 128))
     yield from (_qkv(s) for s in (1, 8, 32, 128))
@@ -260,3 +273,111 @@ def _dequantize(kind: BlockType) -> Case:
     values = DEQUANTIZED[0] * DEQUANTIZED[1]
     size = DEQUANTIZED[0] * kind.row_bytes(DEQUANTIZED[1])
     return Case(f"dequantize/{kind.name}", make, Work(size + F * values, values), needs="dequantize")
+
+
+SHORTEST, LONGEST = 200, 400  # tokens of a prompt
+ANEW = 4096  # tokens after which all begin anew: far apart, so that beginning counts for nothing
+BLOCK_SIZE, BUDGET = 16, 512
+
+
+def scheduler_cases() -> Iterator[Case]:
+    """In the order in which they run."""
+    yield from (_case("scheduler", requests, arrays=False) for requests in (1, 16, 64, 256))
+    yield _case("scheduler_batch", 64, arrays=True)
+
+
+def _case(family: str, requests: int, *, arrays: bool) -> Case:
+    def make(_: Any) -> Function:
+        books = Books(requests)
+        return books.step_with_arrays if arrays else books.step
+
+    touched = 64.0 * requests  # a line of the cache for each request, at least
+    return Case(f"{family}/{requests}", make, Work(touched, requests), needs="scheduler")
+
+
+class Books:
+    """A scheduler whose requests have read their prompts."""
+
+    def __init__(self, requests: int) -> None:
+        self.count = requests
+        blocks = requests * (-(-ANEW // BLOCK_SIZE) + 1)
+        self._config = EngineConfig(
+            max_context=ANEW, n_blocks=blocks, block_size=BLOCK_SIZE, max_batch=requests, max_step_tokens=BUDGET
+        )
+        self.begin()
+
+    def begin(self) -> None:
+        """Everybody reads a prompt of their own."""
+        rng, config = random.Random(7), self._config
+        self.scheduler = Scheduler(config)
+        no_model, cache = cast(Any, None), cast(Any, SimpleNamespace(block_size=BLOCK_SIZE))
+        self._runner = ModelRunner(no_model, cache, config.max_batch, config.max_context)
+        for number in range(self.count):
+            prompt = [rng.randrange(49152) for _ in range(rng.randint(SHORTEST, LONGEST))]
+            params = SamplingParams(temperature=0.0, ignore_eos=True)
+            request = Request(prompt, params, ANEW - LONGEST, number, frozenset())
+            request.arrival = number
+            self.scheduler.add(request)
+        self._tokens = [rng.randrange(49152) for _ in range(self.count)]
+        spans = self.scheduler.schedule(self.count * LONGEST)
+        self.scheduler.update(spans, SamplerOutput(self._tokens))
+
+    def step(self) -> None:
+        """One token more for each."""
+        spans = self.scheduler.schedule(BUDGET)
+        if self.scheduler.update(spans, SamplerOutput(self._tokens))[0].finish_reason:
+            self.begin()
+
+    def step_with_arrays(self) -> None:
+        """The same, and the batch that a model would get."""
+        spans = self.scheduler.schedule(BUDGET)
+        self._runner.batch(spans)
+        if self.scheduler.update(spans, SamplerOutput(self._tokens))[0].finish_reason:
+            self.begin()
+
+
+ENCODED_CHARACTERS = 4096
+LAYERS = 30
+
+
+def model_file_cases() -> Iterator[Case]:
+    """In the order in which they run."""
+    size = float(ENCODED_CHARACTERS)
+    yield Case("tokenizer/encode", _encode, Work(size), needs="tokenizer")
+    yield Case("tokenizer/decode", _decode, Work(size), needs="tokenizer")
+    yield Case("gguf_open", _gguf_open, Work(2e6), needs="tokenizer")  # about 2 MB of metadata in the built-in model
+    yield from (_products(rows) for rows in (1, 16))
+
+
+def _encode(_: Any) -> Function:
+    tokenizer, text = open_tokenizer(open_checkpoint(locate(None))), read_text(TEXT)[:ENCODED_CHARACTERS]
+    return lambda: tokenizer.encode(text)
+
+
+def _decode(_: Any) -> Function:
+    tokenizer = open_tokenizer(open_checkpoint(locate(None)))
+    ids = tokenizer.encode(read_text(TEXT)[:ENCODED_CHARACTERS])
+    return lambda: tokenizer.decode(ids)
+
+
+def _gguf_open(_: Any) -> Function:
+    path = locate(None)
+    return lambda: open_checkpoint(path)
+
+
+def _products(rows: int) -> Case:
+    """All matrix products of a step: the layers' matrices are Q4_1, the head Q8_0."""
+    width, heads, kv_heads, head_dim, d_ff = SMALL
+    shapes = (((heads + 2 * kv_heads) * head_dim, width), (width, width), (2 * d_ff, width), (width, d_ff))
+    size = sum(n * BLOCK_TYPES["Q4_1"].row_bytes(columns) for n, columns in shapes)
+    head = VOCABULARY * BLOCK_TYPES["Q8_0"].row_bytes(width)
+    values = LAYERS * sum(n * columns for n, columns in shapes) + VOCABULARY * width
+    moved = LAYERS * sum(map(sum, shapes)) + VOCABULARY + width  # activations in and out, for each row
+    work = Work(LAYERS * size + head + F * rows * moved, 2 * rows * values)
+    return Case(f"products/{rows}", lambda ops: products(_model(ops), rows), work)
+
+
+@lru_cache(maxsize=2)
+def _model(ops: Any) -> Transformer:
+    checkpoint = open_checkpoint(locate(None))
+    return load_model(checkpoint, ops, describe(checkpoint))

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ...bench.format import quantity
+from ...bench.format import quantity as quantity
 from ...errors import InvalidRequestError
 from ..terminal import cell, columns, draws, note, style
 
@@ -135,7 +135,7 @@ def _finish(run: "Run", before: "Run | None", options: ResultOptions, show: Call
 
 def warn_of_drift(before: "Run", after: "Run") -> None:
     """A machine that was itself faster or slower makes verdicts doubtful: say so."""
-    from ...bench.differences import drifted
+    from ...bench.baseline import drifted
 
     found = [f"{one.what.removeprefix('speed: ')} {one.before} then, {one.after} now" for one in drifted(before, after)]
     if found:

@@ -8,8 +8,7 @@ from ..terminal import cell, columns, note, style
 from .common import RESULTS_PANEL, print_object, show_changes
 
 if TYPE_CHECKING:
-    from ...bench.baseline import Comparison
-    from ...bench.differences import Difference
+    from ...bench.baseline import Comparison, Difference
     from ...bench.results import Run
 
 RUN_HELP = "a file that --save wrote, or the name of a baseline."
@@ -44,7 +43,7 @@ def compare(
       llm-worker-rbee bench compare main.json branch.json --threshold 0.05
     """
     from ...bench import baseline
-    from ...bench.differences import differences, only_in
+    from ...bench.baseline import differences, only_in
 
     old, new = baseline.load(before), baseline.load(after)
     baseline.require_same_kind(old, new)

@@ -49,7 +49,6 @@ def experiments(
     """
     used = use_threads(threads, "reference")
     from ...bench import experiments as room
-    from ...bench.experiments.claims import markdown
     from ...bench.experiments.harness import QUICK, THOROUGH, Lab
     from ...weights.hub import locate
     from ..progress import progress_bar
@@ -63,7 +62,7 @@ def experiments(
         with steps() as progress:
             room.run(Lab(recorder, progress, path, all_, THOROUGH if all_ else QUICK), chosen)
         if claims is not None:
-            _write(claims, markdown(recorder.run()))
+            _write(claims, room.markdown(recorder.run()))
 
 
 def _write(path: Path, text: str) -> None:

@@ -34,7 +34,7 @@ def report(
     """
     from ...bench import baseline
     from ...bench import report as room
-    from ...bench.report.subjects import Given
+    from ...bench.report.history import Given
 
     if not output.name or os.path.isdir(output):
         raise InvalidRequestError(f"cannot write {output}: it is a folder, give the name of a file", "output")
