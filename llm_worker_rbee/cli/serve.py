@@ -19,8 +19,8 @@ from .terminal import Status, abandon_output, style, visible
 if TYPE_CHECKING:
     from ..llm import LLM
     from ..llm.loading import OnStage
-    from ..server.keys import Key
-    from ..server.settings import Settings
+    from ..server.auth import Key
+    from ..server.config import Settings
     from ..server.worker import Worker
 
 WIRE_PANEL, LIMITS_PANEL = "On the wire", "Limits"
@@ -164,16 +164,16 @@ def serve(
     is_null = measuring.checked()
     tls = wire.tls()
     computing.set_up()
-    from ..server import logs
-    from ..server.keys import find_key, require_key
-    from ..server.run import Signals, bind, url_of
-    from ..server.run import serve as serve_until_told
+    from ..server import log
+    from ..server.auth import find_key, require_key
+    from ..server.serve import Signals, bind, url_of
+    from ..server.serve import serve as serve_until_told
     from ..server.worker import Worker
 
     key = find_key(wire.api_key_file, os.environ)
     require_key(key, wire.host)
     settings = _settings(wire, limits, model, key)
-    logs.set_up(os.environ)
+    log.set_up(os.environ)
     sock = bind(wire.host, wire.port)
     signals = Signals()
     url = url_of(wire.host, sock.getsockname()[1], "https" if tls else "http")
@@ -194,8 +194,8 @@ def serve(
 
 
 def _settings(wire: WireOptions, limits: LimitOptions, model: ModelOptions, key: "Key | None") -> "Settings":
-    from ..server.lifecycle import checked_url
-    from ..server.settings import Settings
+    from ..server.config import Settings
+    from ..server.orchestrator import checked_url
     from ..weights.hub import DEFAULT_MODEL
 
     more: dict[str, Any] = {} if wire.worker_id is None else {"worker_id": _name(wire.worker_id, "--worker-id")}

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from ..engine.engine import Engine
 from ..engine.request import Request
 from ..errors import InvalidRequestError, QueueFullError
-from .settings import Settings
+from .config import Settings
 
 LONGEST_RETRY_S = 60
 NEWEST = 0.1  # weight of what was seen last

@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import hashlib
+import os
+import platform
 import re
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
+from functools import cache
+from importlib import metadata
+from importlib.resources import files
+from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
@@ -15,6 +23,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from .. import __version__
 from ..errors import (
     DeadlineError,
     InferenceError,
@@ -23,16 +32,18 @@ from ..errors import (
     RequestCancelledError,
     WorkerError,
 )
-from . import extra, fields, jobs, logs, metrics, openai, openai_asked, texts
-from .guard import Guard, told
-from .info import info
-from .jobs import Job, Jobs
-from .small_fields import CANCEL
+from . import log, metrics, schema
+from .config import Settings
+from .dialects import jobs, openai
+from .dialects.jobs import Job, Jobs
+from .middleware import Guard, told
+from .openapi import description
+from .schema import APPLY_TEMPLATE, CANCEL, DETOKENIZE, MANY, TOKENIZE
 from .sse import DONE, EventStream, event, gone
 from .worker import Worker
 
 T = TypeVar("T")
-Begin = Callable[[Worker, bytes, list[str] | None], Coroutine[Any, Any, openai_asked.Asked]]
+Begin = Callable[[Worker, bytes, list[str] | None], Coroutine[Any, Any, openai.Asked]]
 METHODS = ("GET", "POST", "DELETE")
 EXPOSED = ("retry-after", "x-correlation-id", "x-ignored-fields")
 NOT_IN_HEADERS = re.compile(r"[^!-~]")  # whatever a client calls its fields
@@ -113,11 +124,11 @@ class Routes:
 
     async def chat(self, request: Request) -> Response | EventStream:
         """OpenAI: a conversation."""
-        return await self._openai(request, openai_asked.chat)
+        return await self._openai(request, openai.chat)
 
     async def completions(self, request: Request) -> Response | EventStream:
         """OpenAI: prompts."""
-        return await self._openai(request, openai_asked.completion)
+        return await self._openai(request, openai.completion)
 
     async def _openai(self, request: Request, begin: Begin) -> Response | EventStream:
         ignored: list[str] | None = [] if self.worker.settings.ignore_unknown_fields else None
@@ -165,21 +176,21 @@ class Routes:
 
     async def cancel(self, request: Request) -> Response:
         """The same, by name in the body."""
-        values = fields.checked(fields.read_object(await _body(request)), CANCEL)
+        values = schema.checked(schema.read_object(await _body(request)), CANCEL)
         self.jobs.cancel(values["job_id"])
         return json(values, 202)
 
     async def tokenize(self, request: Request) -> Response:
         """Text -> ids."""
-        return await self._made(request, texts.tokenized)
+        return await self._made(request, tokenized)
 
     async def detokenize(self, request: Request) -> Response:
         """Ids -> text."""
-        return await self._made(request, texts.detokenized)
+        return await self._made(request, detokenized)
 
     async def apply_template(self, request: Request) -> Response:
         """Messages -> the prompt that the template makes of them."""
-        return await self._made(request, texts.template_applied)
+        return await self._made(request, template_applied)
 
     async def _made(self, request: Request, make: Callable[[Worker, bytes], bytes]) -> Response:
         body = await _body(request)
@@ -193,7 +204,7 @@ class Routes:
     def table(self) -> list[Route]:
         """Paths and methods."""
         routes = [
-            ("/", extra.page, "GET"), ("/openapi.json", extra.openapi(self.worker.settings), "GET"),
+            ("/", page, "GET"), ("/openapi.json", openapi(self.worker.settings), "GET"),
             ("/health", self.health, "GET"), ("/v1/ready", self.ready, "GET"), ("/info", self.info, "GET"),
             ("/metrics", self.metrics, "GET"),
             ("/v1/loading/progress", self.loading, "GET"), ("/v1/models", self.models, "GET"),
@@ -228,7 +239,7 @@ def application(worker: Worker) -> Guard | CORSMiddleware:
 
 
 def _logged(_: str, error: BaseException) -> None:
-    logs.failed(error)
+    log.failed(error)
 
 
 async def _not_found(request: Request, error: Exception) -> Response:
@@ -284,3 +295,109 @@ async def _until_done_or_gone(
         raise
     finally:
         leaving.cancel()
+
+
+INLINE = re.compile(r"<(script|style)>(.*?)</\1>", re.DOTALL)
+
+
+async def page(_: Request) -> Response:
+    """Chat and gauges for a person."""
+    text, policy = _page()
+    headers = {
+        "content-security-policy": policy, "x-content-type-options": "nosniff", "referrer-policy": "no-referrer",
+        "cache-control": "no-cache",
+    }  # fmt: skip
+    return Response(text, 200, headers, "text/html")
+
+
+def openapi(settings: Settings) -> Callable[[Request], Awaitable[Response]]:
+    """What is served, for programs."""
+    described = msgspec.json.encode(description(settings))
+
+    async def answer(_: Request) -> Response:
+        return Response(described, 200, media_type="application/json")
+
+    return answer
+
+
+@cache
+def _page() -> tuple[bytes, str]:
+    """The file, and a policy under which its own script and style run, and nothing else of anybody's."""
+    text = files(__package__).joinpath("page.html").read_text(encoding="utf-8")
+    hashes: dict[str, str] = {}
+    for kind, inside in INLINE.findall(text):
+        hashes[kind] = "'sha256-" + base64.b64encode(hashlib.sha256(inside.encode()).digest()).decode() + "'"
+    allowed = {
+        "default-src": "'none'", "script-src": hashes["script"], "style-src": hashes["style"], "img-src": "data:",
+        "connect-src": "'self'", "base-uri": "'none'", "form-action": "'none'", "frame-ancestors": "'none'",
+    }  # fmt: skip
+    return text.encode(), "; ".join(f"{name} {value}" for name, value in allowed.items())
+
+
+PACKAGES = ("numpy", "numba")
+OF_A_GPU = ("torch", "triton")
+
+
+def info(worker: Worker) -> dict[str, Any]:
+    """All of it; the model must be here."""
+    llm = worker.llm
+    return {
+        "model": worker.settings.names[0], "architecture": llm.config.family.name, "quant": llm.quant,
+        "parameters": sum(tensor.size for tensor in llm.checkpoint.tensors.values()),
+        "context_length": llm.max_context, "backend": llm.backend, "device": llm.device, "kv_type": llm.kv_type,
+        "memory": {
+            "weights_bytes": llm.checkpoint.nbytes, "kv_cache_bytes": llm.capacity.bytes,
+            "process_bytes": resident_bytes(), "device_bytes": llm.device_bytes, "graph_bytes": llm.graph_bytes,
+        },
+        "worker_id": worker.settings.worker_id, "versions": _versions(llm.backend),
+    }  # fmt: skip
+
+
+def resident_bytes() -> int | None:
+    """Memory of this process that is in use now; not everywhere known."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+@cache
+def _versions(backend: str) -> dict[str, str]:
+    found = {"worker": __version__, "python": platform.python_version()}
+    for name in (*PACKAGES, *(OF_A_GPU if backend == "cuda" else ())):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:  # the reference needs no Numba
+            continue
+    return found
+
+
+def tokenized(worker: Worker, body: bytes) -> bytes:
+    """Text -> ids."""
+    values = schema.checked(schema.read_object(body), TOKENIZE)
+    llm = worker.llm
+    ids = llm.tokenize(values["text"], add_special=values["add_special"], parse_special=values["parse_special"])
+    pieces = {token: llm.tokenizer.piece(token) for token in set(ids)}
+    return b'{"tokens":' + _listed(ids) + b',"pieces":' + _listed([pieces[token] for token in ids]) + b"}"
+
+
+def _listed(values: list[Any]) -> bytes:
+    """A list as JSON, a part at a time, so that other threads can breathe where it is long."""
+    parts = (values[at : at + MANY] for at in range(0, len(values), MANY))
+    return b"[" + b",".join([msgspec.json.encode(part)[1:-1] for part in parts]) + b"]"
+
+
+def detokenized(worker: Worker, body: bytes) -> bytes:
+    """Ids -> text."""
+    ids = schema.checked(schema.read_object(body), DETOKENIZE)["tokens"]
+    llm, size = worker.llm, worker.llm.config.vocab_size
+    if (largest := max(ids, default=0)) >= size:
+        raise InvalidRequestError(f"tokens: {str(largest)[:20]} is not a token id (0..{size - 1})", "tokens")
+    return msgspec.json.encode({"text": llm.detokenize(ids)})
+
+
+def template_applied(worker: Worker, body: bytes) -> bytes:
+    """Messages -> the prompt that the template makes of them."""
+    values = schema.checked(schema.read_object(body), APPLY_TEMPLATE)
+    llm, messages = worker.llm, schema.conversation(values["messages"])
+    return msgspec.json.encode({"prompt": llm.apply_chat_template(messages), "tokens": llm.tokenize_chat(messages)})

@@ -28,10 +28,10 @@ from ..llm.loading import OnStage, Stage
 from ..tokenizer import StreamDecoder
 from .admission import Admission, Hold
 from .answer import Answer
-from .desk import Desk
+from .config import Settings
 from .metrics import Observed
-from .prompts import Prompts
-from .settings import Settings
+from .offload import Desk
+from .prompt_encoder import Prompts
 
 State = Literal["loading", "ready", "stopping", "failed"]
 LOADING_RETRY_S = 2

@@ -29,7 +29,7 @@ from llm_worker_rbee.cli.serve import (
     SHUTDOWN_TIMEOUT,
     STALL_TIMEOUT,
 )
-from llm_worker_rbee.server.settings import Settings
+from llm_worker_rbee.server.config import Settings
 from tests.conftest import with_kernels
 from tests.server.running import write_model
 

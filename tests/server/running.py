@@ -24,8 +24,8 @@ import uvloop
 from llm_worker_rbee import LLM
 from llm_worker_rbee.engine.engine import Engine
 from llm_worker_rbee.server.app import application
-from llm_worker_rbee.server.run import connection_for
-from llm_worker_rbee.server.settings import Settings
+from llm_worker_rbee.server.config import Settings
+from llm_worker_rbee.server.serve import connection_for
 from llm_worker_rbee.server.worker import Worker
 from tests.helpers import tiny_models
 

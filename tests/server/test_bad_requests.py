@@ -30,7 +30,7 @@ import httpx
 import pytest
 
 from llm_worker_rbee.errors import InvalidRequestError
-from llm_worker_rbee.server.settings import Settings
+from llm_worker_rbee.server.config import Settings
 from tests.helpers import tiny_models
 from tests.server.conftest import KEY, Start
 from tests.server.running import CHAT, CONTEXT, Server, ids

@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 
 from llm_worker_rbee import LLM
-from llm_worker_rbee.server import jobs, openai_fields
-from llm_worker_rbee.server.fields import read_object
-from llm_worker_rbee.server.kinds import Only
+from llm_worker_rbee.server.dialects import jobs, openai_schema
+from llm_worker_rbee.server.schema import Only, read_object
 from tests.conftest import DEVICE
 from tests.helpers import tiny_models
 from tests.server.conftest import Start
@@ -40,7 +39,7 @@ LIMITS: dict[str, tuple[Any, list[Any], list[Any]]] = {
 }
 UNHONOURED = [
     (path, name)
-    for path, table in ((CHATS, openai_fields.CHAT), (COMPLETIONS, openai_fields.COMPLETION))
+    for path, table in ((CHATS, openai_schema.CHAT), (COMPLETIONS, openai_schema.COMPLETION))
     for name, field in table.items()
     if isinstance(field.kind, Only)
 ]
@@ -108,7 +107,7 @@ def test_fields_beside_the_main_ones_are_taken(server: Server, path: str) -> Non
 @pytest.mark.parametrize(("path", "name"), UNHONOURED)
 def test_a_known_field_that_is_not_honoured(server: Server, path: str, name: str) -> None:
     """Refused by its name, unless it asks for nothing."""
-    kind = (openai_fields.CHAT if path == CHATS else openai_fields.COMPLETION)[name].kind
+    kind = (openai_schema.CHAT if path == CHATS else openai_schema.COMPLETION)[name].kind
     assert isinstance(kind, Only)
     for value in (*kind.allowed, None):
         assert server.post(path, {**ASKED[path], "max_tokens": 1, name: value}).status_code == 200, value

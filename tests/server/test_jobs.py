@@ -9,7 +9,7 @@ from uuid import UUID
 import httpx
 import pytest
 
-from llm_worker_rbee.server import jobs
+from llm_worker_rbee.server.dialects import jobs
 from tests.server.conftest import Start
 from tests.server.running import SAID, Server, events, until
 

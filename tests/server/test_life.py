@@ -32,7 +32,7 @@ import httpx
 import pytest
 
 from llm_worker_rbee import LLM
-from llm_worker_rbee.server import jobs
+from llm_worker_rbee.server.dialects import jobs
 from llm_worker_rbee.tokenizer import StreamDecoder
 from tests.conftest import DEVICE
 from tests.server.conftest import Start

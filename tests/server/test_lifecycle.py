@@ -18,11 +18,12 @@ import pytest
 from llm_worker_rbee import LLM, __version__
 from llm_worker_rbee.errors import InvalidRequestError
 from llm_worker_rbee.llm.loading import OnStage, Stage
-from llm_worker_rbee.server import app, jobs, lifecycle, logs, run
-from llm_worker_rbee.server.guard import MAX_HEADERS
-from llm_worker_rbee.server.info import resident_bytes
-from llm_worker_rbee.server.keys import find_key, is_loopback
-from llm_worker_rbee.server.run import bind, url_of
+from llm_worker_rbee.server import app, log, orchestrator, serve
+from llm_worker_rbee.server.app import resident_bytes
+from llm_worker_rbee.server.auth import find_key, is_loopback
+from llm_worker_rbee.server.dialects import jobs
+from llm_worker_rbee.server.middleware import MAX_HEADERS
+from llm_worker_rbee.server.serve import bind, url_of
 from llm_worker_rbee.tokenizer import StreamDecoder
 from tests.conftest import DEVICE
 
@@ -31,11 +32,11 @@ from .running import CONTEXT, LIMIT_S, Server, events, step_through, until
 
 
 def test_a_callback_url_that_never_answers_holds_nothing_up(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lifecycle, "POST_LIMIT_S", 0.2)
+    monkeypatch.setattr(orchestrator, "POST_LIMIT_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}/"
         server = start(callback_url=url, heartbeat_url=url)
-        life = server.soon(lifecycle.announce(server.worker, "http://here", 1))
+        life = server.soon(orchestrator.announce(server.worker, "http://here", 1))
         silent.settimeout(LIMIT_S)
         accepted = [silent.accept()[0] for _ in range(2)]  # both go on though the first was not heard
         server.require_alive()
@@ -50,12 +51,12 @@ def test_a_callback_url_that_never_answers_holds_nothing_up(start: Start, monkey
 )
 def test_what_is_no_address_is_refused(url: str) -> None:
     with pytest.raises(InvalidRequestError, match="--callback-url"):
-        lifecycle.checked_url(url, "--callback-url")
+        orchestrator.checked_url(url, "--callback-url")
 
 
 def test_addresses() -> None:
-    assert lifecycle.checked_url(None, "--x") is None
-    assert lifecycle.checked_url("https://[::1]:8/a?b=c", "--x") == "https://[::1]:8/a?b=c"
+    assert orchestrator.checked_url(None, "--x") is None
+    assert orchestrator.checked_url("https://[::1]:8/a?b=c", "--x") == "https://[::1]:8/a?b=c"
     assert url_of("::1", 8) == "http://[::1]:8"
     assert url_of("0.0.0.0", 8, "https") == f"https://{socket.gethostname()}:8"
     assert [is_loopback(host) for host in ("127.0.0.1", "127.9.9.9", "::1", "localhost")] == [True] * 4
@@ -90,19 +91,19 @@ def test_lines_carry_the_correlation_and_no_text_of_unforeseen_errors() -> None:
         raise ValueError("what somebody asked")
     except ValueError as error:
         info = (type(error), error, error.__traceback__)
-    mark = logs.correlation.set("c-1")
+    mark = log.correlation.set("c-1")
     try:
-        told = json.loads(line(logs.JsonLines(), "it\nfailed\x1b", exc_info=info))
-        pretty = line(logs.PrettyLines(), "it\nfailed\x1b", exc_info=info)
+        told = json.loads(line(log.JsonLines(), "it\nfailed\x1b", exc_info=info))
+        pretty = line(log.PrettyLines(), "it\nfailed\x1b", exc_info=info)
     finally:
-        logs.correlation.reset(mark)
+        log.correlation.reset(mark)
     assert (told["message"], told["level"], told["error"]) == ("it failed\ufffd", "error", "ValueError")
     assert told["correlation_id"] == "c-1"
     assert "test_lifecycle.py" in told["where"][-1]
     assert pretty.endswith("[c-1]")
     assert "\n" not in pretty
     assert "somebody" not in json.dumps(told) + pretty
-    assert "correlation_id" not in json.loads(line(logs.JsonLines(), "alone"))
+    assert "correlation_id" not in json.loads(line(log.JsonLines(), "alone"))
 
 
 def test_each_request_is_one_line_with_its_own_correlation(
@@ -112,11 +113,11 @@ def test_each_request_is_one_line_with_its_own_correlation(
 
     class Handler(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            seen.append((logs.correlation.get(), record.figures))  # type: ignore[attr-defined]
+            seen.append((log.correlation.get(), record.figures))  # type: ignore[attr-defined]
 
-    handler, level = Handler(), logs.log.level
-    logs.log.addHandler(handler)
-    logs.log.setLevel(logging.INFO)
+    handler, level = Handler(), log.log.level
+    log.log.addHandler(handler)
+    log.log.setLevel(logging.INFO)
     try:
         ids = [f"0000000{i}-0000-0000-0000-000000000000" for i in range(3)]
         for i, path in zip(ids, ("/v1/models", "/health", "/no%0Athing"), strict=True):
@@ -124,8 +125,8 @@ def test_each_request_is_one_line_with_its_own_correlation(
         with server.http.stream("GET", "/v1/loading/progress", params={"key": "secret"}) as stream:
             stream.read()
     finally:
-        logs.log.removeHandler(handler)
-        logs.log.setLevel(level)
+        log.log.removeHandler(handler)
+        log.log.setLevel(level)
     assert [(i, figures["path"], figures["status"]) for i, figures in seen[:2]] == [
         (ids[0], "/v1/models", 200), (ids[2], "/no\\nthing", 404),
     ]  # fmt: skip
@@ -142,16 +143,16 @@ def test_a_job_that_breaks_is_a_line_with_the_correlation_of_who_brought_it(
 
     lines: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: lines.append(logs.JsonLines().format(record))  # type: ignore[method-assign]
+    handler.emit = lambda record: lines.append(log.JsonLines().format(record))  # type: ignore[method-assign]
     monkeypatch.setattr(StreamDecoder, "push", breaking)
-    logs.log.addHandler(handler)
+    log.log.addHandler(handler)
     try:
         mark = "00000009-0000-0000-0000-000000000000"
         body = {"prompt": "#", "max_tokens": 3}
         job = server.post("/v1/jobs", body, headers={"x-correlation-id": mark}).json()["job_id"]
         assert server.events(job)[-1]["code"] == "INFERENCE_FAILED"
     finally:
-        logs.log.removeHandler(handler)
+        log.log.removeHandler(handler)
     failed = [json.loads(line) for line in lines if "failed" in line]
     assert [(one["correlation_id"], one["error"]) for one in failed] == [(mark, "ValueError")]
     assert "somebody" not in str(lines)
@@ -324,7 +325,7 @@ def test_info_and_what_an_orchestrator_is_told_are_the_models_own(
     monkeypatch.setattr(llm.model.ops, "DEVICE", "cuda:3", raising=False)
     monkeypatch.setattr(llm.model.ops, "device_bytes", lambda: 12_345, raising=False)
     monkeypatch.setattr(type(llm), "graph_bytes", 678)
-    ready, beat = lifecycle.ready(server.worker, "http://here"), lifecycle.heartbeat(server.worker, 1)
+    ready, beat = orchestrator.ready(server.worker, "http://here"), orchestrator.heartbeat(server.worker, 1)
     assert (ready["device"], ready["vram_bytes"], beat["worker"]["device"]) == ("cuda:3", 12_345, "cuda:3")
     monkeypatch.setattr(jobs, "METRICS_S", 0.0)
     metrics = [one for one in server.events(server.job()) if one["type"] == "metrics"]
@@ -340,14 +341,14 @@ def test_a_heartbeat_comes_again_and_tells_what_changed(
     start: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """One that is not heard is a line in the log, and followed by the next all the same."""
-    monkeypatch.setattr(lifecycle, "HEARTBEAT_S", 0.01)
-    with socket.create_server(("127.0.0.1", 0)) as orchestrator:
-        orchestrator.settimeout(LIMIT_S)
-        server = start(heartbeat_url=f"http://127.0.0.1:{orchestrator.getsockname()[1]}/beat", worker_id="w-1")
-        life = server.soon(lifecycle.announce(server.worker, "http://here", 7))
-        heard = [_heard(orchestrator, status) for status in (b"500 No", b"204 Yes")]
+    monkeypatch.setattr(orchestrator, "HEARTBEAT_S", 0.01)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(LIMIT_S)
+        server = start(heartbeat_url=f"http://127.0.0.1:{listener.getsockname()[1]}/beat", worker_id="w-1")
+        life = server.soon(orchestrator.announce(server.worker, "http://here", 7))
+        heard = [_heard(listener, status) for status in (b"500 No", b"204 Yes")]
         server.soon(server.worker.stop()).result(LIMIT_S)
-        while (last := _heard(orchestrator, b"204 Yes"))["worker"]["status"] != "stopping":
+        while (last := _heard(listener, b"204 Yes"))["worker"]["status"] != "stopping":
             heard.append(last)
         life.cancel()
     assert any("the heartbeat was not heard (HTTPError" in record.getMessage() for record in caplog.records)
@@ -357,8 +358,8 @@ def test_a_heartbeat_comes_again_and_tells_what_changed(
     assert len(set(times)) > 1
 
 
-def _heard(orchestrator: socket.socket, status: bytes) -> Any:
-    with orchestrator.accept()[0] as client:
+def _heard(listener: socket.socket, status: bytes) -> Any:
+    with listener.accept()[0] as client:
         data = b""
         while not data.endswith(b"}"):
             data += client.recv(65536)
@@ -417,7 +418,7 @@ def test_a_client_that_does_not_say_what_it_wants_is_not_waited_for(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing, or a head without an end, or a second one; others know nothing of it."""
-    monkeypatch.setattr(run, "HEAD_S", 0.2)
+    monkeypatch.setattr(serve, "HEAD_S", 0.2)
     server = start()
     whole = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
     for begun, answers in ((b"", 0), (b"GET /health HTTP/1.1\r\nhost:", 0), (whole + b"GET /he", 1)):

@@ -6,15 +6,16 @@ from typing import Any
 
 import pytest
 
-from llm_worker_rbee.server import jobs, openai_fields, small_fields
+from llm_worker_rbee.server import schema as small_fields
 from llm_worker_rbee.server.app import Routes
-from llm_worker_rbee.server.fields import Field
+from llm_worker_rbee.server.dialects import jobs, openai_schema
 from llm_worker_rbee.server.openapi import of_field
+from llm_worker_rbee.server.schema import Field
 from tests.server.running import Server, events
 from tests.server.schema import fits
 
 TABLES = {
-    "job": jobs.TABLE, "chat": openai_fields.CHAT, "completion": openai_fields.COMPLETION,
+    "job": jobs.TABLE, "chat": openai_schema.CHAT, "completion": openai_schema.COMPLETION,
     "tokenize": small_fields.TOKENIZE, "detokenize": small_fields.DETOKENIZE, "cancel": small_fields.CANCEL,
 }  # fmt: skip
 FIELDS = [(table, name) for table, fields in TABLES.items() for name in fields]

@@ -14,10 +14,11 @@ import pytest
 
 from llm_worker_rbee.engine.request import Request, SamplingParams
 from llm_worker_rbee.errors import QueueFullError, ShuttingDownError
-from llm_worker_rbee.server import desk, fields, openai
+from llm_worker_rbee.server import offload, schema
 from llm_worker_rbee.server.admission import Admission
-from llm_worker_rbee.server.desk import Line
-from llm_worker_rbee.server.settings import Settings
+from llm_worker_rbee.server.config import Settings
+from llm_worker_rbee.server.dialects import openai
+from llm_worker_rbee.server.offload import Line
 from tests.server.conftest import Start
 from tests.server.running import CONTEXT, Server, ids, step_through, until
 
@@ -92,12 +93,12 @@ def test_who_is_gone_is_not_tokenized_and_holds_nobody_up(start: Start, monkeypa
 
     def slow(text: str, **more: Any) -> list[int]:
         seen.append(len(text))
-        if len(text) > desk.LARGE:
+        if len(text) > offload.LARGE:
             may_go.wait()
         return encode(text, **more)
 
     monkeypatch.setattr(tokenizer, "encode", slow)
-    size = desk.LARGE * 2
+    size = offload.LARGE * 2
     bodies = [(COMPLETIONS, {"prompt": "x" * size}), ("/tokenize", {"text": "x" * size}),
               (JOBS, {"prompt": "x" * size, "max_tokens": 1})]  # fmt: skip
     first = sent(server, *bodies[0])
@@ -136,7 +137,7 @@ def test_lines_are_bounded_by_their_bytes() -> None:
 
     async def tried() -> None:
         line, may_go = Line("tested", 1), threading.Event()
-        first = asyncio.ensure_future(line.run(desk.MOST_QUEUED * 2, may_go.wait))
+        first = asyncio.ensure_future(line.run(offload.MOST_QUEUED * 2, may_go.wait))
         await asyncio.sleep(0)
         with pytest.raises(QueueFullError, match="bytes of other requests") as caught:
             await line.run(1, may_go.wait)
@@ -170,13 +171,13 @@ def test_large_bodies_and_replies_are_not_made_in_the_event_loop(
         monkeypatch.setattr(owner, name, told)
 
     tokenizer = server.worker.loaded.tokenizer
-    for owner, name in ((fields, "read_object"), (fields, "checked"), (tokenizer, "piece"), (tokenizer, "decode"),
+    for owner, name in ((schema, "read_object"), (schema, "checked"), (tokenizer, "piece"), (tokenizer, "decode"),
                         (openai, "_whole")):  # fmt: skip
         watched(owner, name)
-    text = "a" * (desk.LARGE + 1)
+    text = "a" * (offload.LARGE + 1)
     asked: list[tuple[str, Any, set[str]]] = [
         ("/tokenize", {"text": text}, {"piece"}),
-        ("/detokenize", {"tokens": [97] * (desk.LARGE // 2)}, {"decode"}),
+        ("/detokenize", {"tokens": [97] * (offload.LARGE // 2)}, {"decode"}),
         (JOBS, {"prompt": text, "max_tokens": 1, "top_k": -1}, set()),
         (COMPLETIONS, {"prompt": [1] * 34_000, "max_tokens": 1, "echo": True}, {"_whole"}),
     ]

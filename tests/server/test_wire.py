@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from llm_worker_rbee.engine.request import Request
-from llm_worker_rbee.server import jobs, logs
+from llm_worker_rbee.server import log
+from llm_worker_rbee.server.dialects import jobs
 from tests.server.conftest import Start
 from tests.server.running import LIMIT_S, Server, until
 
@@ -114,8 +115,8 @@ def test_a_client_that_leaves_in_the_middle_of_its_body_is_no_error_of_ours(
     handler.emit = lambda record: told.append(  # type: ignore[method-assign]
         (record.levelname, getattr(record, "figures", {}).get("status", 0))
     )
-    monkeypatch.setattr(logs, "log", logging.Logger("of this test"))
-    logs.log.addHandler(handler)
+    monkeypatch.setattr(log, "log", logging.Logger("of this test"))
+    log.log.addHandler(handler)
     server = start()
     with connected(server) as client:
         client.sendall(f"POST /v1/jobs HTTP/1.1\r\nhost: x\r\n{JSON}content-length: 100\r\n\r\n{{".encode())

@@ -20,9 +20,9 @@ from ..errors import (
     QueueFullError,
     WorkerError,
 )
-from . import logs
-from .fields import MISSING, FieldsError, Problem
-from .openai_shapes import error_body
+from . import log
+from .dialects.openai_schema import error_body
+from .schema import MISSING, FieldsError, Problem
 
 PUBLIC = {"/health", "/"}
 OPENAI = re.compile(r"/v1/(chat/completions|completions|models(/.*)?)")
@@ -50,7 +50,7 @@ class Guard:
         headers = {name.lower(): value for name, value in scope["headers"]}
         given = headers.get(b"x-correlation-id", b"").decode("latin-1")
         scope["correlation_id"] = correlation = given if UUID.fullmatch(given) else str(uuid4())
-        logs.correlation.set(correlation)
+        log.correlation.set(correlation)
         has_started = False
         status, began = 499, time.perf_counter()
 
@@ -73,7 +73,7 @@ class Guard:
             if not has_started:
                 await respond(marked, scope["path"], WorkerError("something went wrong inside the worker"))
         finally:
-            logs.done(scope, status, time.perf_counter() - began)
+            log.done(scope, status, time.perf_counter() - began)
 
     def _require_key(self, path: str, headers: Mapping[bytes, bytes]) -> None:
         if self._key is None or path in PUBLIC:

@@ -5,15 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ..engine.request import MAX_LOGPROBS, MAX_STOPS, SamplingParams
-from .fields import Field, Kind, Problem, Schema
-from .kinds import (
+from ...engine.request import MAX_LOGPROBS, MAX_STOPS, SamplingParams
+from ...errors import ModelNotFoundError, WorkerError
+from ..schema import (
     PRIORITY,
     TIMEOUT_MS,
+    Field,
     Flag,
     Ids,
+    Kind,
     Messages,
     Only,
+    Problem,
+    Schema,
     Stops,
     Text,
     Whole,
@@ -155,3 +159,10 @@ def params_of(values: dict[str, Any], max_tokens: int | None, logprobs: int | No
     taken = {name: values[name] for name in (*NUMBERS, *INTEGERS, "stop", "ignore_eos")}
     bias = {int(token): float(amount) for token, amount in values["logit_bias"].items()}
     return SamplingParams(**taken, logit_bias=bias, max_tokens=max_tokens, logprobs=logprobs, **more)
+
+
+def error_body(error: WorkerError) -> dict[str, Any]:
+    """As the official client reads it."""
+    kind = "invalid_request_error" if error.status < 500 else "server_error"
+    code = "model_not_found" if isinstance(error, ModelNotFoundError) else error.code
+    return {"error": {"message": str(error), "type": kind, "param": getattr(error, "field", None), "code": code}}

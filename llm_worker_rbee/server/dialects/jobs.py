@@ -8,20 +8,32 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from datetime import UTC, datetime
 from typing import Any
 from uuid import uuid4
 
-from ..engine.request import SamplingParams
-from ..errors import ConflictError, InferenceError, NotFoundError, RequestCancelledError, WorkerError
-from . import fields, logs, prompts
-from .answer import Answer
-from .fields import Field, FieldsError, Problem
-from .kinds import PRIORITY, TIMEOUT_MS, Flag, Messages, Name, Only, Stops, Text, Whole, sampling
-from .narration import WATCH_S, Narrator
-from .sse import DONE, event
-from .worker import Worker
+from ...engine.request import Request, SamplingParams
+from ...errors import ConflictError, InferenceError, NotFoundError, RequestCancelledError, WorkerError
+from .. import log, prompt_encoder, schema
+from ..answer import Answer
+from ..schema import (
+    PRIORITY,
+    TIMEOUT_MS,
+    Field,
+    FieldsError,
+    Flag,
+    Messages,
+    Name,
+    Only,
+    Problem,
+    Stops,
+    Text,
+    Whole,
+    sampling,
+)
+from ..sse import DONE, event
+from ..worker import Worker
 
 METRICS_S = 1.0
 MOST_ENDED_BYTES = 256 << 20  # of jobs that have ended: past it the oldest are forgotten before their time
@@ -49,10 +61,10 @@ TABLE: dict[str, Field] = {
 
 def checked_job(body: bytes, *, is_stream: bool = False) -> dict[str, Any]:
     """The fields of a job; prompt or messages, one of them. One whose reply is its stream has a name."""
-    found = fields.read_object(body)
+    found = schema.read_object(body)
     problems: list[Problem] = []
     try:
-        values = fields.checked(found, TABLE)
+        values = schema.checked(found, TABLE)
     except FieldsError as error:
         values, problems = {}, error.problems
     if (found.get("prompt") is None) == (found.get("messages") is None):
@@ -120,7 +132,7 @@ class Job:
         except WorkerError as error:
             self._fail(error)
         except Exception as error:
-            logs.failed(error)
+            log.failed(error)
             self._fail(InferenceError(f"the job failed ({type(error).__name__})"))
         finally:
             self.ended_at, self.answer, self.narrator = time.monotonic(), None, None  # its request may go
@@ -235,7 +247,7 @@ class Jobs:
         if job_id in self._jobs:
             raise ConflictError(f"there is a job {job_id} already")
         worker.require_model(values["model"])
-        with worker.held(1, prompts.estimate(values["prompt"] or values["messages"])) as hold:
+        with worker.held(1, prompt_encoder.estimate(values["prompt"] or values["messages"])) as hold:
             ids = await self._ids(values)
             if job_id in self._jobs:  # somebody was quicker
                 raise ConflictError(f"there is a job {job_id} already")
@@ -253,7 +265,7 @@ class Jobs:
     async def _ids(self, values: dict[str, Any]) -> list[int]:
         made = self._worker.prompts
         if values["messages"] is not None:
-            return await made.chat_ids(fields.conversation(values["messages"]))
+            return await made.chat_ids(schema.conversation(values["messages"]))
         (ids,) = await made.ids([values["prompt"]])
         return ids
 
@@ -292,3 +304,45 @@ class Jobs:
             job, size = self._ended.popleft()
             self._ended_bytes -= size
             del self._jobs[job.id]
+
+
+WATCH_S = 0.1  # between two looks
+
+
+class Narrator:
+    """Tells of one job; made where its request is at hand."""
+
+    def __init__(self, actor: str, job_id: str, request: Request, put: Callable[[dict[str, Any]], None]) -> None:
+        self._request, self._put = request, put
+        self._actor, self._job_id, self._correlation = actor, job_id, log.correlation.get()
+        self._has_begun = self._is_away = False
+        self._num_preemptions = 0
+
+    def queued(self, others: int) -> None:
+        """It was taken on, and so many others wait for their first token."""
+        before = "nobody else waits" if not others else f"{others} other{'s' * (others > 1)} waiting too"
+        self._say("queued", f"Taken on with a prompt of {self._request.num_prompt_tokens} tokens; {before}.")
+
+    def look(self) -> None:
+        """Tell what has changed since the last look. The engine's thread goes on meanwhile: the order matters here."""
+        request = self._request
+        if not self._has_begun:
+            if request.num_cached_tokens < 0:
+                return
+            self._has_begun = True
+            found = f"; {request.num_cached_tokens} of them are in the cache" if request.num_cached_tokens else ""
+            self._say("reading", f"Reading the prompt of {request.num_prompt_tokens} tokens{found}.")
+        if request.num_preemptions > self._num_preemptions:
+            self._num_preemptions, self._is_away = request.num_preemptions, True
+            self._say(*PREEMPTED)
+        if self._is_away and request.batch_slot >= 0:
+            self._is_away = False
+            self._say("resumed", "It goes on.")
+
+    def _say(self, action: str, human: str) -> None:
+        told = {"type": "narration", "actor": self._actor, "action": action, "target": self._job_id, "human": human}
+        marks = {"correlation_id": self._correlation} if self._correlation is not None else {}
+        self._put({**told, **marks, "job_id": self._job_id})
+
+
+PREEMPTED = ("preempted", "It gave its memory to others; it waits, and will go on where it was.")

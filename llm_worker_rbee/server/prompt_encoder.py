@@ -9,7 +9,7 @@ from typing import Any
 
 from ..errors import ContextLengthError, InvalidRequestError
 from ..llm import LLM
-from .desk import Desk
+from .offload import Desk
 
 BYTES_PER_TOKEN = 4  # about, where nothing is known yet
 

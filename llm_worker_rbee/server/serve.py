@@ -24,10 +24,10 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from ..errors import HeadersTooLargeError, InvalidRequestError
-from . import logs
+from . import log
 from .app import BODY_S, application
-from .guard import MAX_HEADERS, TOO_LONG, told
-from .lifecycle import announce
+from .middleware import MAX_HEADERS, TOO_LONG, told
+from .orchestrator import announce
 from .worker import Worker
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -36,7 +36,7 @@ LAST_BYTES_S = 5  # for readers to take what is left after the last request has 
 HEAD_S = 30.0  # for a client to say what it wants, once it is connected or has begun to
 OFFER = re.compile(rb"\r\nupgrade[ \t]*:", re.IGNORECASE)
 LINGER_S, LINGER_BYTES = 2.0, 8 << 20  # for a client that is still sending to hear why it is refused
-log = logging.getLogger("llm_worker_rbee.server")
+logger = logging.getLogger("llm_worker_rbee.server")
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -192,7 +192,7 @@ class Connection(HttpToolsProtocol):
         self.transport.write("\r\n".join(lines).encode() + body)
         self.loop.call_later(LINGER_S, self.transport.close)
         figures = {"status": status, "correlation_id": headers["x-correlation-id"]}
-        log.warning("headers of more than %d bytes were refused", MAX_HEADERS, extra={"figures": figures})
+        logger.warning("headers of more than %d bytes were refused", MAX_HEADERS, extra={"figures": figures})
 
     def on_message_begin(self) -> None:
         """A head begins."""
@@ -270,7 +270,7 @@ class Server(uvicorn.Server):
         yield
 
     def _begin_to_end(self) -> None:
-        log.info("stopping: running requests have %g s", self._worker.settings.shutdown_timeout_s)
+        logger.info("stopping: running requests have %g s", self._worker.settings.shutdown_timeout_s)
         self._end = asyncio.ensure_future(self._drained())
 
     async def _drained(self) -> None:
@@ -281,7 +281,7 @@ class Server(uvicorn.Server):
 
 
 def _leave(status: int) -> None:
-    logs.flush()
+    log.flush()
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):  # nobody reads it
             stream.flush()
