@@ -28,7 +28,7 @@ MEASURING_PANEL, ENGINES = "Measuring the server itself", ("model", "null")
 NULL_TEXT = " what a server does besides: it takes a request, hands it on, and sends each token as soon as it exists"
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@+-]{0,127}")
 ORIGIN = re.compile(r"https?://[A-Za-z0-9.\[\]:-]+|\*")
-# Here for --help, which imports nothing heavy; a test holds them against server.settings.
+# Here for --help, which imports nothing heavy; a test holds them against server.config.
 MAX_QUEUE, MAX_QUEUED_TOKENS, MAX_BODY, JOB_TTL, SHUTDOWN_TIMEOUT, STALL_TIMEOUT = 256, 262_144, 4 << 20, 300, 30, 30
 
 
