@@ -1,47 +1,76 @@
-"""The command line: the list of commands, and how each of them ends.
+"""The command line: the table of commands, and the exit status of each.
 
-Exit status: 0 done, 1 any error of ours, 2 wrong usage, 130 Ctrl-C. An error is one plain line on standard error;
-`--debug`, before or after the command, shows the traceback. Nothing heavy is imported here: a command's file imports
-its room when the command is called, so that `--help` and `--version` come at once.
+Exit status: 0 success, 1 any error of the worker, 2 wrong usage, 130 Ctrl-C. An error is one plain line on standard
+error; `--debug`, before or after the command, shows the traceback. The module of a command is imported when that
+command is run, so `--help` and `--version` import nothing heavy, and the modules themselves import at their top.
 """
 
+import importlib
 import os
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import typer
 import typer.core
 
 from .. import __version__
 from ..errors import ChatTemplateError, WorkerError
-from .bench import COMMANDS as BENCH_COMMANDS
-from .chat import chat
-from .convert import convert
-from .doctor import doctor
-from .inspect import inspect
-from .models import models, pull
-from .profile import profile
-from .run import run
-from .serve import serve
-from .terminal import abandon_output, one_line, set_up_logging, set_up_streams, spare_pipes_from_colour
-from .tokenize import tokenize
-from .warmup import warmup
+from .terminal import disable_colour_in_pipes, discard_output, one_line, set_up_logging, set_up_streams
 
 PROGRAM = "llm-worker-rbee"
-COMMANDS = {
-    "Use a model": (run, chat, serve),
-    "Look at a model": (inspect, tokenize),
-    "Models and machine": (pull, convert, models, warmup, doctor),
-    "Measure": (profile,),
-}
 # typer carries a copy of click in some versions and imports it in others; its usage errors have one base in both.
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]
+# The libraries behind NumPy read these once, when NumPy is imported.
+NUMPY_THREAD_VARIABLES = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
 
 
-def _plain_flags(params: list[Any]) -> list[Any]:
-    """A flag takes no value: its help shows no type, where typer would write <bool>."""
+class Command(NamedTuple):
+    """A command before its module is imported: `summary` is the first sentence of its function's docstring."""
+
+    panel: str
+    module: str  # holds a function with the last word of the command
+    summary: str
+
+
+COMMANDS = {
+    "run": Command("Use a model", ".run", "Answer one prompt, or all prompts of a file."),
+    "chat": Command("Use a model", ".chat", "Talk with a model."),
+    "serve": Command("Use a model", ".serve", "Serve a model over HTTP: the OpenAI API, and jobs for an orchestrator."),
+    "inspect": Command("Look at a model", ".inspect",
+        "Show what is in a model file: architecture, shape, quantization types, tokenizer, memory."),
+    "tokenize": Command("Look at a model", ".tokenize", "Show the tokens of a text: ids and pieces."),
+    "pull": Command("Models and machine", ".models", "Fetch a model, and print its path."),
+    "convert": Command("Models and machine", ".convert",
+        "Convert a model to a GGUF of another type, and print its path."),
+    "models": Command("Models and machine", ".models", "List the models in the cache, with their sizes."),
+    "warmup": Command("Models and machine", ".warmup",
+        "Compile the kernels ahead of time, so that no answer waits for it."),
+    "doctor": Command("Models and machine", ".doctor",
+        "Check this machine: processor, memory, GPU, packages, kernels, cache. Say what is missing and how to fix it."),
+    "profile": Command("Measure", ".profile", "Show where the time goes, by component, for prefill and decode."),
+    "bench micro": Command("Measure", ".bench.micro",
+        "Measure the ops and parts one by one, each beside the limit of this machine."),
+    "bench e2e": Command("Measure", ".bench.e2e",
+        "Measure a whole model: prefill, decode, time to first token, memory."),
+    "bench load": Command("Measure", ".bench.load",
+        "Measure a start: import, open, tokenizer, kernels, weights, first token."),
+    "bench serving": Command("Measure", ".bench.serving",
+        "Put load on any OpenAI-compatible server; measure what its users would see."),
+    "bench accuracy": Command("Judge", ".bench.accuracy",
+        "Measure how far a path is from float32 on the dequantized weights: the truth."),
+    "bench peers": Command("Judge", ".bench.peers",
+        "Measure this worker beside llama-bench, llama-cpp-python and transformers."),
+    "bench experiments": Command("Judge", ".bench.experiments", "Settle the claims of old on this machine."),
+    "bench compare": Command("Compare and show", ".bench.compare", "Compare two saved runs."),
+    "bench report": Command("Compare and show", ".bench.report",
+        "Write one HTML page with tables and plots of saved runs."),
+}  # fmt: skip
+
+
+def _hide_flag_types(params: list[Any]) -> list[Any]:
+    """Show no type in the help of a flag, which takes no value: typer would write <bool>."""
     for param in params:
         if getattr(param, "is_flag", False) and param.metavar is None:
             param.metavar = ""
@@ -50,26 +79,40 @@ def _plain_flags(params: list[Any]) -> list[Any]:
 
 class _Command(typer.core.TyperCommand):
     def get_params(self, ctx: Any) -> list[Any]:
-        return _plain_flags(super().get_params(ctx))
+        return _hide_flag_types(super().get_params(ctx))
 
 
-class _Group(typer.core.TyperGroup):
+class _LazyGroup(typer.core.TyperGroup):
+    """Lists commands by their summaries; the module of the one that is run is imported."""
+
     def get_params(self, ctx: Any) -> list[Any]:
-        return _plain_flags(super().get_params(ctx))
+        return _hide_flag_types(super().get_params(ctx))
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        name, command, rest = super().resolve_command(ctx, args)
+        full_name = f"bench {name}" if self.name == "bench" else name
+        return name, load_command(full_name) if full_name in COMMANDS else command, rest
+
+
+def load_command(name: str) -> Any:
+    """Import the module of a command and return the command with its options."""
+    module = importlib.import_module(COMMANDS[name].module, __name__)
+    single = typer.Typer(add_completion=False, context_settings=app.info.context_settings)
+    single.command(cls=_Command)(getattr(module, name.split()[-1]))
+    return typer.main.get_command(single)
 
 
 app = typer.Typer(
-    cls=_Group,
+    cls=_LazyGroup,
     name=PROGRAM,
     add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["--help", "-h"]},
 )
-bench = typer.Typer(cls=_Group, name="bench", context_settings=app.info.context_settings)
-for group, commands in ((app, COMMANDS), (bench, BENCH_COMMANDS)):
-    for panel, functions in commands.items():
-        for function in functions:
-            group.command(cls=_Command, rich_help_panel=panel)(function)
+bench = typer.Typer(cls=_LazyGroup, name="bench", context_settings=app.info.context_settings)
+for _name, _listed in COMMANDS.items():
+    _group = bench if _name.startswith("bench ") else app
+    _group.command(_name.split()[-1], help=_listed.summary, rich_help_panel=_listed.panel)(lambda: None)
 app.add_typer(bench, rich_help_panel="Measure")
 
 
@@ -94,7 +137,7 @@ def _show_version(wanted: bool) -> None:
 @app.callback()
 def root(
     version: Annotated[
-        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and leave.")
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
     ] = False,
     debug: Annotated[
         bool, typer.Option("--debug", help="Show the traceback of an error. Also after the command.")
@@ -113,60 +156,78 @@ def root(
 
 
 def main() -> None:
-    """Run the command that the arguments name, and leave with its exit status."""
+    """Run the command that the arguments name, and exit with its status."""
     # Before NumPy is imported. Slabs of the reference backend are too small for two threads to gain anything, and where
     # a core is busy the threads wait for each other: 17 s to the first token instead of 0.6 (docs/decisions.md).
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    sys.exit(status_of(sys.argv[1:]))
+    sys.exit(run_command_line(sys.argv[1:]))
 
 
-def status_of(args: Sequence[str]) -> int:
-    """Run one command line; its exit status."""
+def run_command_line(args: Sequence[str]) -> int:
+    """Run one command line and return its exit status."""
     set_up_streams()
-    spare_pipes_from_colour()
+    disable_colour_in_pipes()
     set_up_logging()
     rest, debug = _without_debug(args)
+    _set_numpy_threads(rest)
     try:
         status = app(rest or ["--help"], prog_name=PROGRAM, standalone_mode=False)
         sys.stdout.flush()
         return status if isinstance(status, int) else 0
-    except SystemExit as leaving:  # typer's way to end on a closed pipe
-        abandon_output()
-        return leaving.code if isinstance(leaving.code, int) else 1
+    except SystemExit as exiting:  # typer's way to end on a closed pipe
+        discard_output()
+        return exiting.code if isinstance(exiting.code, int) else 1
     except (KeyboardInterrupt, typer.Abort):
         return 130
-    except BrokenPipeError:  # the reader has seen enough, as in `| head -1`
-        abandon_output()
+    except BrokenPipeError:  # the reader closed the pipe, as in `| head -1`
+        discard_output()
         return 1
     except Exception as error:
         if debug:
             traceback.print_exc()
         else:
-            print(f"error: {one_line(_told(error, rest))}", file=sys.stderr)
+            print(f"error: {one_line(_error_message(error, rest))}", file=sys.stderr)
         if isinstance(error, OSError):
-            abandon_output()
+            discard_output()
         return 2 if isinstance(error, UsageError) else 1
 
 
 def _without_debug(args: Sequence[str]) -> tuple[list[str], bool]:
-    """`--debug` counts wherever it stands before a `--`: one adds it to the end of the line that has just failed."""
+    """Take `--debug` out of the arguments, wherever it stands before a `--`."""
     end = args.index("--") if "--" in args else len(args)
     options = [arg for arg in args[:end] if arg != "--debug"]
     return [*options, *args[end:]], len(options) < end
 
 
-def _command_of(args: Sequence[str]) -> list[str]:
-    """The command that these arguments name, with its group."""
-    names = {function.__name__ for functions in COMMANDS.values() for function in functions}
-    inner = {function.__name__ for functions in BENCH_COMMANDS.values() for function in functions}
-    first = [arg for arg in args if arg in names | {"bench"}][:1]
-    return first + ([arg for arg in args if arg in inner][:1] if first == ["bench"] else [])
+def _set_numpy_threads(args: Sequence[str]) -> None:
+    """Apply --threads where the reference computes: its threads are NumPy's, set before a command imports NumPy."""
+    threads = _option_value(args, "--threads")
+    is_reference = _option_value(args, "--backend") == "reference" or args[:2] == ["bench", "experiments"]
+    if is_reference and threads.isdecimal() and "numpy" not in sys.modules:
+        os.environ.update(dict.fromkeys(NUMPY_THREAD_VARIABLES, threads))
 
 
-def _told(error: Exception, args: Sequence[str]) -> str:
-    """What an error says to a person, and what to do about it where that is known."""
+def _option_value(args: Sequence[str], name: str) -> str:
+    """Return the value of an option before the arguments are parsed, or nothing."""
+    for arg, following in zip(args, [*args[1:], ""], strict=False):
+        if arg == name:
+            return following
+        if arg.startswith(f"{name}="):
+            return arg.removeprefix(f"{name}=")
+    return ""
+
+
+def _command_words(args: Sequence[str]) -> list[str]:
+    """Return the command that these arguments name, with its group."""
+    names = {name.split()[0] for name in COMMANDS}
+    first = [arg for arg in args if arg in names][:1]
+    return first + ([arg for arg in args if f"bench {arg}" in COMMANDS][:1] if first == ["bench"] else [])
+
+
+def _error_message(error: Exception, args: Sequence[str]) -> str:
+    """Return what the user reads about an error, with the remedy where one is known."""
     if isinstance(error, UsageError):
-        command = " ".join([PROGRAM, *_command_of(args)])
+        command = " ".join([PROGRAM, *_command_words(args)])
         message = str(getattr(error, "format_message", lambda: error)()).removeprefix("Invalid value: ")
         return f"{message} (see {command} --help)"
     if isinstance(error, ChatTemplateError) and error.field == "chat_template":

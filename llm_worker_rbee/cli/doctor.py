@@ -51,7 +51,7 @@ class Check:
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object: healthy, checks.")] = False,
 ) -> None:
-    """Check this machine: processor, memory, GPU, packages, kernels, cache. Say what is missing and how to mend it.
+    """Check this machine: processor, memory, GPU, packages, kernels, cache. Say what is missing and how to fix it.
 
     \b
     Examples:

@@ -50,7 +50,7 @@ def inspect(
     *,
     capacity: CapacityOptions,
 ) -> None:
-    """Show what is in a model file: architecture, shape, block types, tokenizer, memory.
+    """Show what is in a model file: architecture, shape, quantization types, tokenizer, memory.
 
     And what fits on this machine: how many contexts, how many requests at once.
 

@@ -10,7 +10,6 @@ import functools
 import inspect
 import os
 import re
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
@@ -23,6 +22,7 @@ from ..config.engine import SPECULATIVE, EngineConfig
 from ..engine.kv_cache_budget import bytes_of
 from ..engine.request import SamplingParams
 from ..errors import InsufficientMemoryError, InvalidRequestError, WorkerError
+from . import NUMPY_THREAD_VARIABLES
 from .convert import TYPES
 from .prompt_input import argument_text, read_template
 from .terminal import Status, note
@@ -171,7 +171,6 @@ COMPUTING_PANEL = "Computing"
 KV_TYPES = "auto float32 float16 int8 bfloat16 float8"
 # What messages of the engine name, and a person types as an option.
 SETTING = re.compile(r"(?<![\w-])(?:kv_memory|kv_type|max_context|max_tokens|draft_model|quantize)(?!\w)")
-LIBRARY_VARIABLES = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
 
 
 def _compute_option(*names: str, help: str, **more: Any) -> Any:
@@ -253,12 +252,9 @@ def use_threads(threads: int | None, backend: str = "auto") -> int:
         from ..backends import thread_count
 
         return _check_option(thread_count.choose, threads, "--threads")  # type: ignore[no-any-return]
-    wanted = str(threads or 1)
-    if "numpy" in sys.modules and threads is not None and os.environ.get(LIBRARY_VARIABLES[0]) != wanted:
+    if threads is not None and os.environ.get(NUMPY_THREAD_VARIABLES[0]) != str(threads):
         raise WorkerError("--threads cannot be changed once NumPy is loaded: start a new process")
-    if threads is not None:
-        os.environ.update(dict.fromkeys(LIBRARY_VARIABLES, wanted))
-    return int(os.environ.get(LIBRARY_VARIABLES[0]) or 1)
+    return int(os.environ.get(NUMPY_THREAD_VARIABLES[0]) or 1)
 
 
 def in_options(message: str, **others: str) -> str:

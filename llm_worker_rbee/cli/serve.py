@@ -14,7 +14,7 @@ import typer
 
 from ..errors import InvalidRequestError, WorkerError
 from .options import EngineOptions, LoadOptions, ModelOptions, gather, load
-from .terminal import Status, abandon_output, style, visible
+from .terminal import Status, discard_output, style, visible
 
 if TYPE_CHECKING:
     from ..llm import LLM
@@ -275,4 +275,4 @@ def _say(text: str) -> None:
     try:
         print(text if "\x1b" in text else visible(text), file=sys.stdout, flush=True)
     except BrokenPipeError:  # nobody reads it: that is no reason not to serve
-        abandon_output()
+        discard_output()

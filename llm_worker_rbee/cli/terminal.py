@@ -40,7 +40,7 @@ def set_up_streams() -> None:
             stream.reconfigure(encoding="utf-8", errors="replace")
 
 
-def spare_pipes_from_colour() -> None:
+def disable_colour_in_pipes() -> None:
     """Keep typer from colouring its help in a pipe because of an environment variable of some build service."""
     if not sys.stdout.isatty() and "FORCE_COLOR" not in os.environ:
         os.environ.setdefault("_TYPER_FORCE_DISABLE_TERMINAL", "1")
@@ -59,7 +59,7 @@ class _Lines(logging.Handler):
         print(f"{record.levelname.lower()}: {one_line(record.getMessage())}", file=sys.stderr, flush=True)
 
 
-def abandon_output() -> None:
+def discard_output() -> None:
     """Nobody reads on, or nothing can be written: let what is still buffered go nowhere, without a word."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for stream in (sys.__stdout__, sys.__stderr__) if _is_closed(sys.__stderr__) else (sys.__stdout__,):

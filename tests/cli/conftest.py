@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from llm_worker_rbee.cli import status_of
+from llm_worker_rbee.cli import run_command_line
 from llm_worker_rbee.tokenizer.vocabulary import CHAR_TO_BYTE
 from llm_worker_rbee.weights.gguf_writer import Typed, write_gguf
 from tests.conftest import with_kernels
@@ -64,7 +64,7 @@ def cli(monkeypatch: pytest.MonkeyPatch) -> Run:
         with monkeypatch.context() as patch:
             for name, stream in streams.items():
                 patch.setattr(sys, name, stream)
-            status = status_of([str(arg) for arg in args])
+            status = run_command_line([str(arg) for arg in args])
         written = []
         for name in ("stdout", "stderr"):
             streams[name].flush()

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from llm_worker_rbee import __version__
+from llm_worker_rbee.cli import COMMANDS as COMMAND_TABLE
+from llm_worker_rbee.cli import load_command
 from llm_worker_rbee.cli.terminal import cell, visible
 
 from .conftest import ROOT, Run, Terminal, environment
@@ -20,14 +22,31 @@ COMMANDS = ["run", "chat", "serve", "inspect", "tokenize", "pull", "models", "wa
 def test_version_and_help_import_nothing_heavy() -> None:
     script = """
 import sys
-from llm_worker_rbee.cli import status_of
-assert status_of([sys.argv[1]]) == 0
+from llm_worker_rbee.cli import run_command_line
+assert run_command_line([sys.argv[1]]) == 0
 heavy = {"numpy", "tokenizers", "jinja2", "huggingface_hub", "torch", "numba", "starlette", "uvicorn", "msgspec"}
 print(sorted(heavy & set(sys.modules)))
 """
     for option in ("--version", "--help"):
         done = subprocess.run([sys.executable, "-c", script, option], capture_output=True, text=True, env=environment())
         assert done.stdout.splitlines()[-1] == "[]", done.stderr
+
+
+@pytest.mark.parametrize("name", COMMAND_TABLE)
+def test_command_table_summary_is_first_sentence_of_help(name: str) -> None:
+    first = " ".join(load_command(name).help.partition("\n\n")[0].split())
+    assert first == COMMAND_TABLE[name].summary
+
+
+def test_help_of_a_command_imports_its_module_only() -> None:
+    script = """
+import sys
+from llm_worker_rbee.cli import COMMANDS, run_command_line
+assert run_command_line(["models", "--help"]) == 0
+print(sorted({c.module for c in COMMANDS.values() if "llm_worker_rbee.cli" + c.module in sys.modules}))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment())
+    assert done.stdout.splitlines()[-1] == "['.models']", done.stderr
 
 
 def test_version(spawn: Run) -> None:
@@ -108,7 +127,7 @@ import sys
 from llm_worker_rbee import cli
 def boom(): raise ZeroDivisionError("a\\nb")
 cli.app.command()(boom)
-sys.exit(cli.status_of(["boom"]))
+sys.exit(cli.run_command_line(["boom"]))
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment())
     assert (done.returncode, done.stdout) == (1, "")

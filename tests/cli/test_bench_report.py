@@ -80,7 +80,7 @@ def test_without_matplotlib_the_remedy_is_told(saved: Path, tmp_path: Path) -> N
     """As on the core install: the import fails."""
     script = (
         "import sys; sys.modules['matplotlib'] = None\n"
-        "from llm_worker_rbee.cli import status_of; sys.exit(status_of(sys.argv[1:]))"
+        "from llm_worker_rbee.cli import run_command_line; sys.exit(run_command_line(sys.argv[1:]))"
     )
     command = [sys.executable, "-c", script, "bench", "report", str(saved)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment(), cwd=tmp_path, timeout=60)

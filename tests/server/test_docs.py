@@ -10,10 +10,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import typer
 
 from llm_worker_rbee import LLM
-from llm_worker_rbee.cli import app
+from llm_worker_rbee.cli import load_command
 from llm_worker_rbee.server.openapi import ROUTES
 from tests.server.conftest import KEY
 from tests.server.running import Server
@@ -81,7 +80,7 @@ def test_the_dashboard_asks_for_metrics_that_exist(named: Server) -> None:
 
 
 def test_the_options_that_are_named_exist() -> None:
-    command = typer.main.get_command(app).commands["serve"]  # type: ignore[attr-defined]
+    command = load_command("serve")
     options = {name for one in command.params for name in one.opts}
     told = TEXT + (DOCS / "deploy.md").read_text(encoding="utf-8")
     served = " ".join(
