@@ -16,9 +16,9 @@ import numpy as np
 from ..backends.ops import Ints
 from ..cache import KVCache
 from ..config import EngineConfig
-from ..engine.draft_model import DraftModel
 from ..engine.engine import Engine
-from ..engine.request import StepOutput, Request, SamplingParams
+from ..engine.request import Request, SamplingParams, StepOutput
+from ..engine.speculative import DraftModel
 from ..errors import InferenceError, InvalidRequestError
 from ..models import Transformer
 

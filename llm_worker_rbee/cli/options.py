@@ -29,7 +29,7 @@ from .terminal import Status, note
 
 if TYPE_CHECKING:
     from ..llm import LLM, Stream
-    from ..llm.loading import OnStage
+    from ..load import OnStage
 
 MODEL_HELP = "A GGUF file, a folder with safetensors, hf:owner/repo:quant, or a name. The built-in model if left out."
 DEFAULT_MAX_TOKENS = 512

@@ -18,7 +18,7 @@ from .terminal import Status, discard_output, style, visible
 
 if TYPE_CHECKING:
     from ..llm import LLM
-    from ..llm.loading import OnStage
+    from ..load import OnStage
     from ..server.auth import Key
     from ..server.config import Settings
     from ..server.worker import Worker
@@ -226,7 +226,7 @@ def _settings(wire: WireOptions, limits: LimitOptions, model: ModelOptions, key:
 
 def _warm(llm: "LLM") -> "LLM":
     """Compute a token and fill a template, so that the first request does not wait for what is done once."""
-    from ..engine.step import SchedulerStats
+    from ..engine.request import SchedulerStats
 
     with llm.loading.timed("warm-up"):
         llm.generate([0], max_tokens=1)

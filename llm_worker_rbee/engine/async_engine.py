@@ -84,7 +84,9 @@ class RequestStream:
         self._has_ended = output.finish_reason is not None
         if len(self._unread) > self._max_buffered_outputs and not self._has_ended:
             self._unread.clear()
-            self._finish_with(RequestCancelledError(f"nobody read the answer: {self._max_buffered_outputs} tokens were waiting"))
+            self._finish_with(
+                RequestCancelledError(f"nobody read the answer: {self._max_buffered_outputs} tokens were waiting")
+            )
         self._news.set()
 
     def _finish_with(self, error: WorkerError) -> None:

@@ -14,10 +14,9 @@ from typing import Any, NamedTuple, Protocol
 from ..backends.ops import SampleRow
 from ..models import Transformer
 from .model_runner import ModelRunner, forward
-from .request import Request
+from .request import Request, SamplerOutput, ScheduledTokens
 from .sampler import sample_rows
 from .scheduler import Scheduler
-from .step import SamplerOutput, ScheduledTokens
 
 
 class PendingTokens(Protocol):

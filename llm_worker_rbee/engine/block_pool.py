@@ -13,6 +13,8 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 
+from .request import Request
+
 DIGEST_BYTES = 16
 
 
@@ -137,3 +139,33 @@ class BlockPool:
         known = {block: known_as for block, known_as in enumerate(self._hashes) if known_as is not None}
         assert known == {block: known_as for known_as, block in self._found.items()}, "hashes and blocks disagree"
         assert self.caching or not known
+
+
+class InFlight:
+    """Hash of a block -> who computes it; the first who began, if several do."""
+
+    def __init__(self) -> None:
+        self._by: dict[bytes, Request] = {}
+
+    def begin(self, hashes: Sequence[bytes], request: Request) -> None:
+        """It has been admitted and computes these."""
+        for known_as in hashes:
+            self._by.setdefault(known_as, request)
+
+    def end(self, hashes: Sequence[bytes], request: Request) -> None:
+        """They are computed, or it will not compute them."""
+        for known_as in hashes:
+            if self._by.get(known_as) is request:
+                del self._by[known_as]
+
+    def is_worth_waiting(self, missing: bytes | None, request: Request) -> bool:
+        """Whether somebody as urgent computes what is missing."""
+        by = None if missing is None else self._by.get(missing)
+        return by is not None and by.priority <= request.priority
+
+    def __bool__(self) -> bool:
+        return bool(self._by)
+
+    def check(self, running: Sequence[Request]) -> None:
+        """Nobody waits for what nobody computes."""
+        assert set(self._by.values()) <= set(running), "somebody waits for what nobody computes"

@@ -8,8 +8,7 @@ import time
 from collections.abc import Sequence
 
 from ..errors import InvalidRequestError
-from .request import TokenLogprob
-from .step import SamplerOutput, ScheduledTokens
+from .request import SamplerOutput, ScheduledTokens, TokenLogprob
 
 
 class DummyModel:

@@ -16,11 +16,10 @@ from ..errors import ContextLengthError, InferenceError, InsufficientMemoryError
 from ..models import Transformer
 from .async_scheduling import AsyncScheduler, InFlightStep, landed, spans_of
 from .model_runner import ModelRunner
-from .request import Request, StepOutput
+from .request import Request, SamplerOutput, ScheduledTokens, StepOutput
 from .sampler import sample
 from .scheduler import Scheduler
 from .speculative import Drafter, NgramDrafter
-from .step import SamplerOutput, ScheduledTokens
 from .token_budget import TokenBudget
 
 

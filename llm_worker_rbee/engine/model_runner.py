@@ -10,8 +10,7 @@ import numpy as np
 from ..backends.ops import Array, Batch, Ints
 from ..cache import KVCache
 from ..models import Transformer
-from .request import Request
-from .step import ScheduledTokens
+from .request import Request, ScheduledTokens
 
 
 class ModelRunner:

@@ -14,8 +14,7 @@ import numpy as np
 
 from ..backends.ops import NO_TOKENS, Array, Ints, Ops, SampleRow
 from ..errors import InferenceError, WorkerError
-from .request import Request, TokenLogprob
-from .step import SamplerOutput, ScheduledTokens
+from .request import Request, SamplerOutput, ScheduledTokens, TokenLogprob
 
 SEED_BITS = 53  # survives a JSON reader that keeps numbers as doubles
 

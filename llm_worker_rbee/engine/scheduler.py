@@ -11,18 +11,22 @@ from __future__ import annotations
 import time
 from bisect import insort
 from collections.abc import Iterator, Sequence
+from heapq import heapify, heappop, heappush
 from itertools import islice
 
 from ..config import EngineConfig
 from ..errors import DeadlineError, WorkerError
-from .answering import accept_tokens
-from .block_pool import BlockPool, extend_hashes
-from .check import check_places
-from .deadlines import Deadlines
-from .in_flight import InFlight
-from .reading import next_chunk, split_prefill_budget
-from .request import Request, StepOutput, TokenLogprob, copy_error
-from .step import SamplerOutput, ScheduledTokens, SchedulerStats
+from .block_pool import BlockPool, InFlight, extend_hashes
+from .request import (
+    FinishReason,
+    Request,
+    SamplerOutput,
+    ScheduledTokens,
+    SchedulerStats,
+    StepOutput,
+    TokenLogprob,
+    copy_error,
+)
 
 MIN_PREFILL_TOKENS = 16  # of prompts in a step, however slow it is and whoever else is in it: they must get on
 
@@ -297,3 +301,101 @@ def _schedule_order(request: Request) -> tuple[int, int]:
 
 def _reverse_schedule_order(request: Request) -> tuple[int, int]:
     return -request.priority, -request.arrival
+
+
+MAX_SCORED_TOKENS = 64  # tokens a step of prompts whose log-probabilities are wanted: bounds the memory of the logits
+
+
+def split_prefill_budget(readers: Iterator[Request], budget: int) -> list[tuple[Request, int]]:
+    """Who reads how many tokens: each at most half of what is left, so that a short prompt does not wait for a long one
+    before it; what nobody wants goes to the first."""
+    counts: list[tuple[Request, int]] = []
+    scored = MAX_SCORED_TOKENS
+    while budget > 0 and (request := next(readers, None)) is not None:
+        count = min(len(request.ids) - request.num_computed_tokens, max(budget // 2, 1))
+        if request.num_unscored_tokens:
+            count = min(count, scored)
+            scored -= count
+        if count:
+            counts.append((request, count))
+            budget -= count
+    for i, (request, count) in enumerate(counts):
+        more = min(budget, len(request.ids) - request.num_computed_tokens - count)
+        if request.num_unscored_tokens:
+            more = min(more, scored)
+            scored -= more
+        counts[i] = request, count + more
+        budget -= more
+    return counts
+
+
+def next_chunk(request: Request, count: int) -> ScheduledTokens:
+    """The next tokens of a request; logits where it catches up, and where its prompt is scored."""
+    start, known = request.num_computed_tokens, len(request.ids)
+    stop = start + count
+    wanted = known - 1 if stop >= known else stop
+    if request.num_unscored_tokens:
+        assert request.prompt_logprobs is not None
+        wanted = min(wanted, max(start, len(request.prompt_logprobs) - 1))
+    return ScheduledTokens(request, start, stop, wanted)
+
+
+def accept_tokens(
+    request: Request, tokens: Sequence[int], logprobs: Sequence[TokenLogprob] | None, counts: SchedulerStats
+) -> list[StepOutput]:
+    """Append the tokens up to the first that was guessed wrong: that one is right, those behind it are not."""
+    drafts, ids = request.drafts, request.ids
+    finish: FinishReason | None = None
+    outputs: list[StepOutput] = []
+    for i, token in enumerate(tokens):
+        if token in request.stop_ids:
+            finish = "stop"
+        else:
+            ids.append(token)
+            finish = "length" if len(ids) >= request.max_total_tokens else None
+        outputs.append(StepOutput(request, token, logprobs[i] if logprobs and finish != "stop" else None, finish))
+        if finish or (i < len(drafts) and drafts[i] != token):
+            break
+    counts.num_drafted_tokens += len(drafts)
+    counts.num_accepted_tokens += len(outputs) - 1
+    request.drafts = []
+    request.num_computed_tokens = len(ids) - (finish != "stop")
+    return outputs
+
+
+class Deadlines:
+    """Requests that must end by some time. Those that ended in time are forgotten now and then, not at once."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, int, Request]] = []
+
+    def add(self, request: Request, others: int) -> None:
+        """One more, beside so many other requests; each look through all of them takes as long as there are."""
+        if request.deadline is not None:
+            heappush(self._heap, (request.deadline, request.arrival, request))
+            if len(self._heap) > 2 * others + 64:
+                self._heap = [one for one in self._heap if not one[2].is_finished]
+                heapify(self._heap)
+
+    def over(self, now: float) -> list[Request]:
+        """Those whose time is over, ended or not; they are not told of again."""
+        found = []
+        while self._heap and self._heap[0][0] <= now:
+            found.append(heappop(self._heap)[2])
+        return found
+
+
+def check_places(
+    running: Sequence[Request], waiting: Sequence[Request], free_rows: Sequence[int], config: EngineConfig
+) -> None:
+    """Every request is in one place, with what belongs to it there and nothing else; no row is lost or given twice."""
+    assert not set(running) & set(waiting)
+    assert not any(request.is_finished for request in (*running, *waiting))
+    rows = [request.batch_slot for request in running]
+    assert sorted([*rows, *free_rows]) == list(range(config.max_batch)), "a row is lost or given twice"
+    for request in waiting:
+        assert (request.batch_slot, request.num_computed_tokens, request.blocks, request.drafts) == (-1, 0, [], [])
+    for request in running:
+        assert request.num_computed_tokens < len(request.ids)
+        assert request.num_computed_tokens <= len(request.blocks) * config.block_size
+        assert request.num_blocks_in_table <= len(request.blocks)

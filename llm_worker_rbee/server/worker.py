@@ -24,7 +24,7 @@ from ..errors import (
     WorkerError,
 )
 from ..llm import LLM
-from ..llm.loading import OnStage, Stage
+from ..load import OnStage, Stage
 from ..tokenizer import StreamDecoder
 from .admission import Admission, Hold
 from .answer import Answer

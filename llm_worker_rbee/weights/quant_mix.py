@@ -6,10 +6,12 @@ than 80 layers; they were checked against files that its quantizer wrote. Only t
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from ..errors import InvalidRequestError
+from .checkpoint import Checkpoint
 from .quants import BLOCK_TYPES
 
 OUTPUT, EMBEDDING = "output", "token_embd"
@@ -125,3 +127,17 @@ def _fitting(kind: str, columns: int) -> str:
         return kind
     kind = FALLBACKS.get(kind, kind)
     return kind if columns % BLOCK_TYPES[kind].block_size == 0 else "F16"
+
+
+_BY_NUMBER = {mix.file_type: name for name, mix in MIXES.items()}
+
+
+def quant_name(checkpoint: Checkpoint) -> str:
+    """Return the mix that the file names (Q4_K_M), or the block type that holds most of its bytes."""
+    file_type = checkpoint.metadata.get("general.file_type")
+    if isinstance(file_type, int) and file_type in _BY_NUMBER:
+        return _BY_NUMBER[file_type]
+    size = Counter[str]()
+    for tensor in checkpoint.tensors.values():
+        size[tensor.kind.name] += tensor.nbytes
+    return size.most_common(1)[0][0] if size else "none"

@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from llm_worker_rbee import LLM, SamplingParams
+from llm_worker_rbee import LLM, SamplingParams, llm
 from llm_worker_rbee.cli.run import MOST_CHOICES
-from llm_worker_rbee.llm import options
 from tests.conftest import with_kernels
 from tests.helpers.tiny_models import write_scripted
 
@@ -227,7 +226,7 @@ def test_what_is_said_before(cli: Run, tiny: Path) -> None:
     drawn = cli("run", "hello", "-m", tiny, "-n", "2", "--choices", "2").stderr.decode()
     assert "KV cache" not in drawn
     assert "temperature" not in drawn
-    assert MOST_CHOICES == options.MOST_CHOICES
+    assert MOST_CHOICES == llm.MOST_CHOICES
 
 
 def test_guesses_of_all_are_summed(cli: Run, tiny: Path) -> None:

@@ -9,9 +9,15 @@ from typing import Any, NamedTuple
 from zlib import crc32
 
 from llm_worker_rbee.config import EngineConfig
-from llm_worker_rbee.engine.request import Request, SamplingParams, StepOutput, TokenLogprob
+from llm_worker_rbee.engine.request import (
+    Request,
+    SamplerOutput,
+    SamplingParams,
+    ScheduledTokens,
+    StepOutput,
+    TokenLogprob,
+)
 from llm_worker_rbee.engine.scheduler import Scheduler
-from llm_worker_rbee.engine.step import SamplerOutput, ScheduledTokens
 from llm_worker_rbee.errors import InferenceError
 
 END = 3

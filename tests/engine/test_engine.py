@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from llm_worker_rbee.backends.ops import Batch, Fused
 from llm_worker_rbee.engine import engine as serving
-from llm_worker_rbee.engine.draft_model import DraftModel
 from llm_worker_rbee.engine.request import Request, TokenLogprob
+from llm_worker_rbee.engine.speculative import DraftModel
 from llm_worker_rbee.engine.token_budget import TokenBudget
 from llm_worker_rbee.errors import ContextLengthError, DeadlineError, InferenceError, InsufficientMemoryError
 from llm_worker_rbee.models import Transformer

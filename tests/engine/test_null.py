@@ -14,8 +14,7 @@ from llm_worker_rbee.config import EngineConfig
 from llm_worker_rbee.engine.async_engine import AsyncEngine
 from llm_worker_rbee.engine.dummy_model import DummyModel
 from llm_worker_rbee.engine.engine import Engine
-from llm_worker_rbee.engine.request import Request, SamplingParams
-from llm_worker_rbee.engine.step import SamplerOutput, ScheduledTokens
+from llm_worker_rbee.engine.request import Request, SamplerOutput, SamplingParams, ScheduledTokens
 from llm_worker_rbee.errors import InvalidRequestError, RequestCancelledError
 from llm_worker_rbee.models import Transformer
 from tests.engine import serving

@@ -13,9 +13,9 @@ import pytest
 
 from llm_worker_rbee.backends import kv_type_for, pick
 from llm_worker_rbee.backends.cpu import threads
-from llm_worker_rbee.engine.draft_model import DraftModel
 from llm_worker_rbee.engine.engine import Engine
 from llm_worker_rbee.engine.request import Request
+from llm_worker_rbee.engine.speculative import DraftModel
 from llm_worker_rbee.models import Transformer
 from tests.conftest import DEVICE
 from tests.engine.serving import (

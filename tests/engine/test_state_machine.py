@@ -21,7 +21,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from llm_worker_rbee.engine import reading
+from llm_worker_rbee.engine import scheduler
 from llm_worker_rbee.engine.request import Request
 from tests.engine.books import ALPHABET, END, Desk, answer_of, some_drafts
 
@@ -131,6 +131,6 @@ class Books(RuleBasedStateMachine):
 
 
 def test_whatever_happens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reading, "MAX_SCORED_TOKENS", 4)  # so that short prompts are scored in several steps
+    monkeypatch.setattr(scheduler, "MAX_SCORED_TOKENS", 4)  # so that short prompts are scored in several steps
     steps = settings(max_examples=200, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck))
     run_state_machine_as_test(Books, settings=steps)

@@ -17,7 +17,7 @@ import pytest
 
 from llm_worker_rbee import LLM, __version__
 from llm_worker_rbee.errors import InvalidRequestError
-from llm_worker_rbee.llm.loading import OnStage, Stage
+from llm_worker_rbee.load import OnStage, Stage
 from llm_worker_rbee.server import app, log, orchestrator, serve
 from llm_worker_rbee.server.app import resident_bytes
 from llm_worker_rbee.server.auth import find_key, is_loopback

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from llm_worker_rbee import LLM
-from llm_worker_rbee.llm.loading import OnStage, Stage
+from llm_worker_rbee.load import OnStage, Stage
 from tests.browser import chromium
 from tests.server.conftest import KEY, Start
 from tests.server.running import Server, until

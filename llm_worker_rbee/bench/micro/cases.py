@@ -21,9 +21,8 @@ from ...backends import reference
 from ...backends.ops import AttentionParams, Batch, KVLayer, RopeTable, SampleRow
 from ...config import EngineConfig
 from ...engine.model_runner import ModelRunner
-from ...engine.request import Request, SamplingParams
+from ...engine.request import Request, SamplerOutput, SamplingParams
 from ...engine.scheduler import Scheduler
-from ...engine.step import SamplerOutput
 from ...layers.attention import Attention
 from ...layers.block import Block
 from ...layers.linear import Linear

@@ -8,12 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from llm_worker_rbee import backends
+from llm_worker_rbee import backends, load
 from llm_worker_rbee.backends import cuda, cuda_probe
 from llm_worker_rbee.backends.cuda import device, hardware, matrix
 from llm_worker_rbee.config import DEVICE_SPARE
 from llm_worker_rbee.errors import InsufficientMemoryError, InvalidRequestError, MissingDependencyError
-from llm_worker_rbee.llm import placing
 from llm_worker_rbee.weights.quants import BLOCK_TYPES
 
 from . import tiny
@@ -76,23 +75,23 @@ def test_what_a_type_takes_is_what_is_planned(name: str) -> None:
 def test_auto_gives_way_where_keys_and_values_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     """The weights do; who asked for the GPU by name is told instead."""
     models = [tiny.tiny(tiny.GROUPED, "F16")]
-    free = placing.device_bytes(models, None) + DEVICE_SPARE + 100
+    free = load.device_bytes(models, None) + DEVICE_SPARE + 100
     monkeypatch.setattr(cuda, "free_bytes", lambda: free)
     sizes: dict[str, Any] = {"kv_memory": None, "max_context": None, "max_batch": 4}
     asked: dict[str, Any] = {"asked_kv": "auto", "quantize": None, **sizes}
-    ops, kv_type, capacity, notes = placing.settled(cuda_ops(), models, is_automatic=True, **asked)
+    ops, kv_type, capacity, notes = load.settled(cuda_ops(), models, is_automatic=True, **asked)
     assert ops is backends.pick("cpu")
     assert (kv_type, capacity.n_blocks > 0) == ("float16", True)
     assert [note.startswith("the GPU is not used: ") for note in notes] == [True]
     with pytest.raises(InsufficientMemoryError):
-        placing.settled(cuda_ops(), models, is_automatic=False, **asked)
+        load.settled(cuda_ops(), models, is_automatic=False, **asked)
     free += 1 << 30
-    assert placing.settled(cuda_ops(), models, is_automatic=True, **asked)[0] is cuda
+    assert load.settled(cuda_ops(), models, is_automatic=True, **asked)[0] is cuda
 
 
 def test_weights_are_planned_in_the_type_that_they_are_brought_into() -> None:
     models = [tiny.tiny(tiny.GROUPED, "F16")]
-    as_they_are, quantized = (placing.device_bytes(models, kind) for kind in (None, "Q4_0"))
+    as_they_are, quantized = (load.device_bytes(models, kind) for kind in (None, "Q4_0"))
     assert as_they_are == cuda_probe.packed_bytes(models[0])
     assert 0.25 < quantized / as_they_are < 0.45  # 4.5 bits of 16, and 8.5 for the head
 

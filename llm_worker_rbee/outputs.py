@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..engine.request import FinishReason, TokenLogprob
+from .engine.request import FinishReason, TokenLogprob
 
 
 @dataclass(frozen=True, slots=True)

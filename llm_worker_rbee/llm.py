@@ -11,43 +11,35 @@ A whole reply is a fold over the stream of the same request, so the two cannot d
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import fields, replace
 from functools import cached_property
 from numbers import Integral
 from pathlib import Path
 from typing import Any, overload
 
-from ..backends import cuda_probe, is_automatic, kv_type_for, precompile
-from ..backends.ops import Ops
-from ..config import KV_AUTO, EngineConfig, ModelConfig
-from ..engine.draft_model import DraftModel
-from ..engine.engine import Engine
-from ..engine.request import SamplingParams
-from ..engine.sampler import draw_seed
-from ..errors import ChatTemplateError, InvalidRequestError
-from ..models import Transformer, describe, load_model
-from ..models.convert import quantize_checkpoint
-from ..progress import generating
-from ..tokenizer import ChatTemplate, Tokenizer, tokenizer_from_gguf, tokenizer_from_hf
-from ..tokenizer.chat_template import Message, checked_messages, protected
-from ..weights import Checkpoint, open_checkpoint
-from ..weights.hub import Progress, locate
-from .about import quant_name
-from .answers import Chunk, Completion, Timings
-from .driver import Driver
-from .loading import OnStage, Phases
-from .options import (
-    SETTINGS,
-    are_many,
-    checked_choices,
-    checked_scheduling,
-    merged_params,
-    numbered,
-    require_same_tokens,
-    require_settings,
-)
-from .placing import opened, picked, settled
-from .stream import Stream, together
+from .backends import cuda_probe, is_automatic, kv_type_for, precompile
+from .backends.ops import Ops
+from .config import KV_AUTO, EngineConfig, ModelConfig
+from .engine.engine import Engine
+from .engine.request import FinishReason, Request, SamplingParams, StepOutput, TokenLogprob, token_limit
+from .engine.sampler import draw_seed
+from .engine.speculative import DraftModel
+from .errors import ChatTemplateError, InvalidRequestError, RequestCancelledError, WorkerError
+from .load import OnStage, Phases, opened, picked, settled
+from .models import Transformer, describe, load_model
+from .models.convert import quantize_checkpoint
+from .outputs import Chunk, Completion, Timings
+from .progress import generating
+from .tokenizer import ChatTemplate, StreamDecoder, Tokenizer, tokenizer_from_gguf, tokenizer_from_hf
+from .tokenizer.chat_template import Message, checked_messages, protected
+from .weights import Checkpoint, open_checkpoint
+from .weights.hub import Progress, locate
+from .weights.quant_mix import quant_name
 
 __all__ = ["LLM", "Chunk", "Completion", "SamplingParams", "Stream", "Timings", "open_tokenizer", "together"]
 
@@ -294,3 +286,291 @@ def open_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
     if checkpoint.format == "gguf":
         return tokenizer_from_gguf(checkpoint.metadata)
     return tokenizer_from_hf(checkpoint.path)
+
+
+Box = deque[tuple[float, StepOutput]]  # when, on the clock of time.perf_counter, and what
+
+
+class Driver:
+    """Steps an engine on behalf of those who wait."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._boxes: dict[Request, Box] = {}
+        self._dropped: deque[Request] = deque()
+        self._lock = threading.Lock()
+
+    def add(self, request: Request) -> Box:
+        """Take a request on; what comes of it goes into the box."""
+        with self._lock:
+            self._forget_dropped()
+            self.engine.add(request)
+            self._boxes[request] = box = Box()
+            return box
+
+    def drop(self, request: Request) -> None:
+        """Nobody wants the rest of it."""
+        self._dropped.append(request)
+
+    def wait_for(self, box: Box) -> None:
+        """Step until there is something in the box."""
+        while not box:
+            with self._lock:
+                if not box:
+                    assert self.engine.has_work, "somebody waits for a request that the engine does not have"
+                    self._step()
+
+    def _step(self) -> None:
+        self._forget_dropped()
+        try:
+            outputs, now = self.engine.step(), time.perf_counter()
+            for output in outputs:
+                self._boxes[output.request].append((now, output))
+                if output.finish_reason is not None:
+                    del self._boxes[output.request]
+        except BaseException:  # Ctrl-C: between two steps, or where nothing is written, the others could go on
+            if not self.engine.is_computing:
+                self._start_anew()
+            raise
+
+    def _forget_dropped(self) -> None:
+        while self._dropped:
+            request = self._dropped.popleft()
+            if self._boxes.pop(request, None) is not None:
+                self.engine.abort(request)
+
+    def _start_anew(self) -> None:
+        self.engine.reset()
+        now = time.perf_counter()
+        for request, box in self._boxes.items():
+            error = RequestCancelledError("the answer was interrupted")
+            box.append((now, StepOutput(request, -1, None, "error", error)))
+        self._boxes.clear()
+
+
+class Stream:
+    """Iterate for chunks, or call `completion()` for the whole. It is computed together with all others of its model
+    from the first chunk on; one that is closed, or that nobody holds any more, ends."""
+
+    def __init__(
+        self,
+        llm: LLM,
+        prompt: list[int],
+        params: SamplingParams,
+        *,
+        seed: int,
+        choice: int = 0,
+        priority: int = 0,
+        timeout: float | None = None,
+    ) -> None:
+        limit = token_limit(len(prompt), params.max_tokens, llm.max_context)
+        _require_known(params, llm.config.vocab_size)
+        self.seed = seed
+        self.prompt_tokens = prompt
+        self.params = params
+        self.timeout = timeout
+        self._driver = llm.driver
+        self._request = Request(prompt, params, limit, seed, llm.tokenizer.eos_ids, choice, priority)
+        continuation = llm.tokenizer.continues(prompt)
+        self._decoder = StreamDecoder(llm.tokenizer, tuple(params.stop), continuation=continuation)
+        self._box: Box | None = None
+        self._logprobs: list[TokenLogprob] = []
+        self._finish_reason: FinishReason | None = None
+        self._texts: list[str] = []
+        self._began = self._first_token_s = self._elapsed_s = 0.0
+        self._sampled = 0
+        self._is_closed = False
+        self.error: WorkerError | None = None  # that ended it
+
+    def __iter__(self) -> Stream:
+        return self
+
+    def __next__(self) -> Chunk:
+        if self.has_ended:
+            raise StopIteration
+        self.wait()
+        return self._taken(*self.start().popleft())
+
+    def __del__(self) -> None:
+        if hasattr(self, "_is_closed"):  # it was made to its end
+            self.close()
+
+    def start(self) -> Box:
+        """Begin to be computed, in the steps that anybody makes."""
+        if self._box is None:
+            self._began = time.perf_counter()
+            if self.timeout is not None:
+                self._request.deadline = time.monotonic() + self.timeout
+            self._box = self._driver.add(self._request)
+        return self._box
+
+    def wait(self) -> None:
+        """Step until something has been made for it."""
+        if not self.has_ended:
+            self._driver.wait_for(self.start())
+
+    def take_ready(self) -> int:
+        """Take what has been made for it, without a step; how many tokens that were. An error is kept for later."""
+        count = 0
+        while self._box and not self.has_ended:
+            try:
+                self._taken(*self._box.popleft())
+            except WorkerError:
+                break
+            count += 1
+        return count
+
+    def raise_error(self) -> None:
+        """Raise the error that ended it, if one did."""
+        if self.error is not None:
+            raise self.error
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether nothing more will come."""
+        return self._finish_reason is not None or self._is_closed
+
+    def close(self) -> None:
+        """End it where it is; what it holds of the model is free for others."""
+        if not self._is_closed and self._box is not None and self._finish_reason is None:
+            self._driver.drop(self._request)
+        self._is_closed = True
+
+    def completion(self) -> Completion:
+        """Run to the end and fold the chunks; after an iteration that was broken off, the rest is made now."""
+        for _ in self:
+            pass
+        return self.so_far()
+
+    def so_far(self) -> Completion:
+        """What has been made until now, as a completion."""
+        request = self._request
+        return Completion(
+            prompt_tokens=self.prompt_tokens,
+            tokens=request.tokens[: self._sampled],
+            text="".join(self._texts),
+            finish_reason=self._finish_reason,
+            stop_sequence=self._decoder.stop_matched,
+            seed=self.seed,
+            timings=Timings(self._first_token_s, self._elapsed_s, self._sampled),
+            logprobs=list(self._logprobs) if self.params.logprobs is not None else None,
+            prompt_logprobs=None if request.num_unscored_tokens else request.prompt_logprobs,
+            cached_tokens=max(0, request.num_cached_tokens),
+        )
+
+    def _taken(self, at: float, output: StepOutput) -> Chunk:
+        """What one token shows; an error ends the stream and is the caller's."""
+        self._elapsed_s = at - self._began
+        if output.error is not None:
+            self._finish_reason, self.error = "error", output.error
+            raise output.error
+        self._first_token_s = self._first_token_s or self._elapsed_s
+        self._sampled += 1
+        reason = output.finish_reason
+        ended_by_token = reason == "stop"
+        if output.logprob is not None:
+            self._logprobs.append(output.logprob)
+        text = "" if ended_by_token else self._decoder.push(output.token)
+        if self._decoder.stop_matched is not None:
+            if reason is None:
+                self._driver.drop(self._request)
+            reason = "stop"
+        if reason is not None:
+            text += self._decoder.finish()
+            self._finish_reason = reason
+        self._texts.append(text)
+        return Chunk(text, None if ended_by_token else output.token, output.logprob, reason)
+
+
+def together(streams: Sequence[Stream], on_tokens: Callable[[int], None] = lambda _: None) -> Iterator[Stream]:
+    """Compute streams of one model in the same steps; gives each as it ends, also one that ended with an error."""
+    left = list(streams)
+    try:
+        for stream in streams:
+            stream.start()
+        while left:
+            left[0].wait()
+            on_tokens(sum(stream.take_ready() for stream in left))
+            ended = [stream for stream in left if stream.has_ended]
+            left = [stream for stream in left if not stream.has_ended]
+            yield from ended
+    finally:
+        for stream in streams:
+            stream.close()
+
+
+def _require_known(params: SamplingParams, vocab_size: int) -> None:
+    for token in params.logit_bias:
+        if token >= vocab_size:
+            raise InvalidRequestError(
+                f"logit_bias names token {token}, past the vocabulary of {vocab_size}", "logit_bias"
+            )
+
+
+MOST_CHOICES = 128
+PLANNED = ("max_context", "n_blocks", "block_size")  # of an engine's settings: they follow from the memory there is
+SETTINGS = {field.name: field.default for field in fields(EngineConfig) if field.name not in PLANNED}
+
+
+def merged_params(params: SamplingParams | None, options: Mapping[str, Any]) -> SamplingParams:
+    """Params with some of them replaced."""
+    if params is not None and not isinstance(params, SamplingParams):
+        raise InvalidRequestError(f"params must be SamplingParams, not {type(params).__name__}", "params")
+    unknown = set(options) - set(SamplingParams.__dataclass_fields__)
+    if unknown:
+        raise InvalidRequestError(f"unknown sampling option {min(unknown)!r}", min(unknown))
+    return replace(params or SamplingParams(), **options)
+
+
+def are_many(prompt: Any) -> bool:
+    """A list of texts or of lists of ids; a list of ids is one prompt."""
+    is_list = isinstance(prompt, (list, tuple)) and bool(prompt)
+    return is_list and all(isinstance(one, (str, list, tuple)) or hasattr(one, "tolist") for one in prompt)
+
+
+@contextmanager
+def numbered(i: int) -> Iterator[None]:
+    """An error of one of many prompts says which."""
+    try:
+        yield
+    except InvalidRequestError as error:
+        error.args = (f"prompt {i}: {error}", *error.args[1:])
+        raise
+
+
+def checked_choices(n: Any) -> int:
+    """How many answers to one prompt."""
+    if isinstance(n, bool) or not isinstance(n, int) or not 1 <= n <= MOST_CHOICES:
+        raise InvalidRequestError(f"n is {n!r}: it must be a whole number, 1 to {MOST_CHOICES}", "n")
+    return n
+
+
+def checked_scheduling(priority: Any, timeout: Any) -> tuple[int, float | None]:
+    """When its turn is, and how long it may take."""
+    if isinstance(priority, bool) or not isinstance(priority, int):
+        raise InvalidRequestError(f"priority must be a whole number, not {priority!r}", "priority")
+    is_number = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
+    if timeout is not None and not (is_number and 0 < timeout < float("inf")):
+        raise InvalidRequestError(f"timeout is {timeout!r}: it must be a number of seconds above 0", "timeout")
+    return priority, timeout
+
+
+def require_settings(settings: Mapping[str, Any], draft_model: object) -> None:
+    """What cannot be is said before anything is loaded."""
+    for name in settings:
+        if name not in SETTINGS:
+            raise InvalidRequestError(f"unknown option {name!r}: an engine has {', '.join(SETTINGS)}", name)
+    EngineConfig(max_context=1, n_blocks=1, **settings)
+    if draft_model is not None and settings.get("speculative", "off") != "off":
+        raise InvalidRequestError("speculative and draft_model are two ways to guess: give one of them", "speculative")
+
+
+def require_same_tokens(tokenizer: Tokenizer, draft: Tokenizer) -> None:
+    """Ids mean the same to both models."""
+    sizes = tokenizer.vocab_size, draft.vocab_size
+    if sizes[0] != sizes[1] or any(tokenizer.piece(i) != draft.piece(i) for i in range(sizes[0])):
+        raise InvalidRequestError(
+            f"the draft model's tokenizer ({sizes[1]} tokens) is not that of the model ({sizes[0]} tokens): "
+            "only a model with the same vocabulary can guess for it",
+            "draft_model",
+        )
