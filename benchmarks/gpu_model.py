@@ -29,7 +29,7 @@ from llm_worker_rbee.layers.rms_norm import RMSNorm
 from llm_worker_rbee.layers.rope import rope_table
 from llm_worker_rbee.layers.swiglu import SwiGLU
 from llm_worker_rbee.llm import LLM, Completion
-from llm_worker_rbee.models import Transformer, describe
+from llm_worker_rbee.models import Transformer, read_model_config
 
 OPS: Any = cuda
 PROMPTS = Path(__file__).parent.parent / "llm_worker_rbee" / "bench" / "data" / "prompts.jsonl"
@@ -71,7 +71,7 @@ def model_of(shape: str, mix: str, layers: int) -> Transformer:
 def random_model(spec: Spec, in_fp8: bool = False) -> Transformer:
     """The decoder of a shape and a mix, on the device."""
     torch.manual_seed(1)
-    config, by_name = describe(without_weights(spec)), {plan.name: plan for plan in plans(spec)}
+    config, by_name = read_model_config(without_weights(spec)), {plan.name: plan for plan in plans(spec)}
 
     def matrix(*names: str) -> Matrix:
         return random_matrix([by_name[f"{name}.weight"] for name in names], in_fp8)

@@ -31,14 +31,14 @@ from .engine.sampler import draw_seed
 from .engine.speculative import DraftModel
 from .errors import ChatTemplateError, InvalidRequestError, RequestCancelledError, WorkerError
 from .load import OnStage, Phases, opened, picked, settled
-from .models import Transformer, describe, load_model
+from .models import Transformer, load_model, read_model_config
 from .models.convert import quantize_checkpoint
 from .outputs import Chunk, Completion, Timings
 from .progress import generating
-from .tokenizer import ChatTemplate, StreamDecoder, Tokenizer, tokenizer_from_gguf, tokenizer_from_hf
-from .tokenizer.chat_template import Message, checked_messages, protected
+from .tokenizer import ChatTemplate, Detokenizer, Tokenizer, tokenizer_from_gguf, tokenizer_from_hf
+from .tokenizer.chat_template import Message, protect_messages, validate_messages
 from .weights import Checkpoint, open_checkpoint
-from .weights.hub import Progress, locate
+from .weights.hub import Progress, locate_model
 from .weights.quant_mix import quant_name
 
 __all__ = ["LLM", "Chunk", "Completion", "SamplingParams", "Stream", "Timings", "open_tokenizer", "together"]
@@ -87,11 +87,11 @@ class LLM:
             ops = picked(device, backend, threads, deterministic, quantize)
             kv_type_for(ops, kv_type)
         with timed("locate"):
-            path = locate(str(model) if model is not None else None, progress=progress)
-            guesser = None if draft_model is None else locate(str(draft_model), progress=progress)
+            path = locate_model(str(model) if model is not None else None, progress=progress)
+            guesser = None if draft_model is None else locate_model(str(draft_model), progress=progress)
         with timed("open"):
             self.checkpoint: Checkpoint = opened(path, quantize)
-            self.config: ModelConfig = describe(self.checkpoint)
+            self.config: ModelConfig = read_model_config(self.checkpoint)
             draft = None if guesser is None else open_checkpoint(guesser)
             models = [self.checkpoint] if draft is None else [self.checkpoint, draft]
             many = settings.get("max_batch", SETTINGS["max_batch"])
@@ -122,7 +122,7 @@ class LLM:
         return self.driver.engine
 
     def _loaded(self, checkpoint: Checkpoint, ops: Ops, quantize: str | None) -> Transformer:
-        config, timed, progress = describe(checkpoint), self.loading.timed, self.loading.progress
+        config, timed, progress = read_model_config(checkpoint), self.loading.timed, self.loading.progress
         if quantize is not None:
             with timed("quantize"):
                 checkpoint = quantize_checkpoint(checkpoint, quantize, progress=progress)
@@ -176,11 +176,11 @@ class LLM:
 
     def apply_chat_template(self, messages: Sequence[Message], **fields: Any) -> str:
         """Messages -> the prompt that the model's own template makes of them."""
-        return self._template.render(checked_messages(messages), **fields)
+        return self._template.render(validate_messages(messages), **fields)
 
     def tokenize_chat(self, messages: Sequence[Message], **fields: Any) -> list[int]:
         """Messages -> the ids of that prompt. The template's control tokens are parsed; those in a message are text."""
-        prompt = self._template.render(protected(self.tokenizer, checked_messages(messages)), **fields)
+        prompt = self._template.render(protect_messages(self.tokenizer, validate_messages(messages)), **fields)
         return self.tokenizer.encode(prompt, parse_special=True, protected=True)
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None, **options: Any) -> Stream:
@@ -371,8 +371,8 @@ class Stream:
         self.timeout = timeout
         self._driver = llm.driver
         self._request = Request(prompt, params, limit, seed, llm.tokenizer.eos_ids, choice, priority)
-        continuation = llm.tokenizer.continues(prompt)
-        self._decoder = StreamDecoder(llm.tokenizer, tuple(params.stop), continuation=continuation)
+        continuation = llm.tokenizer.is_continuation(prompt)
+        self._decoder = Detokenizer(llm.tokenizer, tuple(params.stop), continuation=continuation)
         self._box: Box | None = None
         self._logprobs: list[TokenLogprob] = []
         self._finish_reason: FinishReason | None = None

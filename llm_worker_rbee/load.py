@@ -16,8 +16,8 @@ from .backends import cuda_probe, fitting, kv_type_for, pick
 from .backends.ops import Ops
 from .engine.kv_cache_budget import DEFAULT_SHARE, DEVICE_SHARE, Capacity, available_memory, plan
 from .errors import InsufficientMemoryError
-from .models import describe
-from .models.convert import is_fp8, kinds_in, quantize_checkpoint
+from .models import read_model_config
+from .models.convert import is_fp8, planned_types, quantize_checkpoint
 from .weights import Checkpoint, open_checkpoint
 from .weights.hub import Progress
 
@@ -134,7 +134,7 @@ def planned(
     """How large the cache is for a model, and the draft model that may follow it."""
     is_cuda = cuda_probe.is_cuda(ops)
     weights = device_bytes(models, quantize) if is_cuda else sum(one.nbytes for one in models)
-    config, *drafts = map(describe, models)
+    config, *drafts = map(read_model_config, models)
     return plan(
         config,
         kv_type,
@@ -150,5 +150,5 @@ def planned(
 def device_bytes(models: Sequence[Checkpoint], quantize: str | None) -> int:
     """What the weights will take on a GPU; the first model's in the type that they are brought into."""
     first, *others = models
-    kinds = {} if quantize is None or is_fp8(quantize) else kinds_in(first, quantize)
+    kinds = {} if quantize is None or is_fp8(quantize) else planned_types(first, quantize)
     return cuda_probe.packed_bytes(first, kinds) + sum(map(cuda_probe.packed_bytes, others))

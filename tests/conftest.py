@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 from llm_worker_rbee.backends import pick, precompile
-from llm_worker_rbee.models import describe
+from llm_worker_rbee.models import read_model_config
 from llm_worker_rbee.weights import open_checkpoint
-from llm_worker_rbee.weights.hub import locate
+from llm_worker_rbee.weights.hub import locate_model
 
 os.environ.setdefault("LLM_WORKER_KERNEL_CACHE", str(Path(__file__).parents[1] / ".pytest_cache" / "kernels"))
 DEVICE = os.environ.get("LLM_WORKER_TEST_DEVICE", "cpu")  # of a test that does not say which
@@ -37,13 +37,13 @@ def _that_device_only() -> None:
 @pytest.fixture(scope="session")
 def default_model() -> Path:
     """The built-in model, fetched once into the user's cache; its kernels are compiled."""
-    return with_kernels(locate(None))
+    return with_kernels(locate_model(None))
 
 
 def with_kernels(path: Path) -> Path:
     """Compile what a model needs, so that no command under test tells of it."""
     checkpoint = open_checkpoint(path)
-    precompile.get_ready_for(pick(DEVICE), precompile.Needs.of(checkpoint, describe(checkpoint)))
+    precompile.get_ready_for(pick(DEVICE), precompile.Needs.of(checkpoint, read_model_config(checkpoint)))
     return path
 
 

@@ -110,7 +110,7 @@ def packed_bytes(checkpoint: Checkpoint, kinds: Mapping[str, str] | None = None)
     """What the weights of a file take on a GPU; those that have another type in `kinds`, in that."""
     bits = 0.0
     for name, tensor in checkpoint.tensors.items():
-        kind = (kinds or {}).get(name) or tensor.kept_as or tensor.kind.name
+        kind = (kinds or {}).get(name) or tensor.pack_as or tensor.kind.name
         each = BITS.get(kind, 32.0) if len(tensor.shape) > 1 else 32.0
         bits += each * math.prod(tensor.shape)
     return int(bits / 8)

@@ -47,7 +47,7 @@ def convert(
         raise typer.BadParameter(f"--type {to}: use one of {', '.join(TYPES.split())}")
     _require_free(out, force)
     with progress_bar() as progress:
-        located = hub.find(source, progress=progress)
+        located = hub.find_model(source, progress=progress)
         _require_another(located.path, out)
         checkpoint = open_checkpoint(located.path)
         _tell_of_loss(checkpoint)
@@ -73,9 +73,9 @@ def _require_free(out: Path, force: bool) -> None:
 
 
 def _require_another(source: Path, out: Path) -> None:
-    from ..weights.gguf import split_set
+    from ..weights.gguf import split_set_paths
 
-    if out.exists() and any(part.exists() and out.samefile(part) for part in split_set(source)):
+    if out.exists() and any(part.exists() and out.samefile(part) for part in split_set_paths(source)):
         raise InvalidRequestError(f"{out} is what is to be converted: give another name", "out")
 
 

@@ -275,7 +275,7 @@ def _cache() -> Iterator[Check]:
         yield Check("cache", "warn", str(error))
         return
     default = hub.BUILTIN[hub.DEFAULT_MODEL]
-    if default.present:
+    if default.is_present:
         yield Check("default model", "ok", str(default.path))
     elif importlib.util.find_spec("pip") is None:
         remedy = "python -m ensurepip, then llm-worker-rbee pull"

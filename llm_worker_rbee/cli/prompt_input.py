@@ -49,9 +49,9 @@ class Question:
 
     def heading(self) -> str:
         """The beginning of what was asked."""
-        from ..tokenizer.chat_template import checked_messages
+        from ..tokenizer.chat_template import validate_messages
 
-        last = checked_messages(self.messages())[-1].get("content") or ""
+        last = validate_messages(self.messages())[-1].get("content") or ""
         said = cell(" ".join(last.split()))
         return said if len(said) <= LONGEST_HEADING else said[: LONGEST_HEADING - 3] + "..."
 

@@ -49,11 +49,11 @@ def tokenize(
     given = None if jsonl else read_text(text, file, MISSING)
     from ..llm import open_tokenizer
     from ..weights import open_checkpoint
-    from ..weights.hub import locate
+    from ..weights.hub import locate_model
     from .progress import progress_bar
 
     with progress_bar() as progress:
-        path = locate(model, progress=progress)
+        path = locate_model(model, progress=progress)
     tokenizer = open_tokenizer(open_checkpoint(path, weights=False))
     if given is None:
         _each_line(tokenizer, special, no_bos)

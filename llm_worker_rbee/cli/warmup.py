@@ -71,14 +71,14 @@ def _wanted(model: str | None, all_: bool, progress: Any) -> tuple[Sequence["Ker
     from ..backends import precompile
     from ..backends.cpu import catalog
     from ..backends.cpu.jit import folder, place
-    from ..models import describe
+    from ..models import read_model_config
     from ..weights import hub, open_checkpoint
 
     above, kept = place(), folder()
     if above is None or kept is None or kept.parent != above:
         where = "there is no home folder" if above is None else f"{above} cannot be written to"
         raise InvalidRequestError(f"kernels cannot be kept: {where}, set LLM_WORKER_KERNEL_CACHE to another folder")
-    if all_ or (model is None and not hub.BUILTIN[hub.DEFAULT_MODEL].present):
+    if all_ or (model is None and not hub.BUILTIN[hub.DEFAULT_MODEL].is_present):
         return catalog.every(), folder()
-    checkpoint = open_checkpoint(hub.locate(model, progress=progress))
-    return catalog.needed(*precompile.Needs.of(checkpoint, describe(checkpoint))), folder()
+    checkpoint = open_checkpoint(hub.locate_model(model, progress=progress))
+    return catalog.needed(*precompile.Needs.of(checkpoint, read_model_config(checkpoint))), folder()

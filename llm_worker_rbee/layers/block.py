@@ -26,11 +26,11 @@ class Block:
         if residual is None:
             x, residual = self.attention_norm(ops, x), x
         else:
-            x, residual = self.attention_norm.add(ops, x, residual)
+            x, residual = self.attention_norm.add_and_norm(ops, x, residual)
         x = self.attention(ops, x, kv, batch)
         if self.post_attention_norm is not None:
             x = self.post_attention_norm(ops, x)
-        x, residual = self.mlp_norm.add(ops, x, residual)
+        x, residual = self.mlp_norm.add_and_norm(ops, x, residual)
         x = self.mlp(ops, x)
         if self.post_mlp_norm is not None:
             x = self.post_mlp_norm(ops, x)

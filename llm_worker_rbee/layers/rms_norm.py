@@ -18,6 +18,6 @@ class RMSNorm:
         """Normalise the last axis."""
         return ops.rms_norm(x, self.weight, self.eps)
 
-    def add(self, ops: Ops, x: Array, residual: Array) -> tuple[Array, Array]:
+    def add_and_norm(self, ops: Ops, x: Array, residual: Array) -> tuple[Array, Array]:
         """(norm(residual + x), residual + x)."""
         return ops.add_rms_norm(x, residual, self.weight, self.eps)

@@ -28,15 +28,15 @@ class Transformer:
         """One step over a flat batch: writes the cache, gives the logits at `batch.logits_index`: (N, vocabulary)."""
         if self.fused is not None:
             return self.fused(batch, cache.layers)
-        return self.op_by_op(batch, cache)
+        return self.forward_unfused(batch, cache)
 
-    def op_by_op(self, batch: Batch, cache: KVCache) -> Array:
+    def forward_unfused(self, batch: Batch, cache: KVCache) -> Array:
         """What a step means."""
         ops = self.ops
         x, residual = ops.embed(self.embedding, batch.ids, self.embedding_scale), None
         for block, kv in zip(self.blocks, cache.layers, strict=True):
             x, residual = block(ops, x, residual, kv, batch)
-        x, _ = self.norm.add(ops, ops.take(x, batch.logits_index), ops.take(residual, batch.logits_index))
+        x, _ = self.norm.add_and_norm(ops, ops.take(x, batch.logits_index), ops.take(residual, batch.logits_index))
         return ops.logits(x, self.head, self.config.final_cap)
 
     def parts(self) -> ModelParts:

@@ -63,9 +63,9 @@ BY_GGUF = {name: family for family in FAMILIES for name in family.gguf}
 BY_HF = {name: family for family in FAMILIES for name in family.hf}
 
 
-def describe(checkpoint: Checkpoint) -> ModelConfig:
+def read_model_config(checkpoint: Checkpoint) -> ModelConfig:
     """Detect the family of a checkpoint and read its shape."""
-    family = detect(checkpoint)
+    family = detect_family(checkpoint)
     embedding = checkpoint.tensors.get("token_embd.weight")
     rows = embedding.shape[0] if embedding is not None and len(embedding.shape) == 2 else None
     if checkpoint.format == "gguf":
@@ -73,7 +73,7 @@ def describe(checkpoint: Checkpoint) -> ModelConfig:
     return ModelConfig.from_hf(checkpoint.metadata["config"], family, rows)
 
 
-def detect(checkpoint: Checkpoint) -> Family:
+def detect_family(checkpoint: Checkpoint) -> Family:
     """The family, from general.architecture or from model_type (or the class named in `architectures`)."""
     table = BY_GGUF if checkpoint.format == "gguf" else BY_HF
     name = checkpoint.architecture

@@ -23,7 +23,7 @@ from ..layers.rms_norm import RMSNorm
 from ..layers.rope import rope_table
 from ..layers.swiglu import SwiGLU
 from ..weights import Checkpoint, Tensor
-from ..weights.checkpoint import forget_pages
+from ..weights.checkpoint import release_pages
 from .decoder import Transformer
 
 # Old exports carry tables that follow from the metadata.
@@ -35,24 +35,24 @@ def load_model(
     ops: Ops,
     config: ModelConfig,
     max_context: int | None = None,
-    advance: Callable[[int], None] = lambda done: None,
+    advance: Callable[[int], None] = lambda packed_bytes: None,
 ) -> Transformer:
     """Build the decoder that `config` describes on a backend, for contexts of up to `max_context` tokens.
 
     `advance` hears how many bytes of matrices are prepared.
     """
-    return _Loader(checkpoint, config, ops, max_context or config.context_length, advance).model()
+    return _ModelLoader(checkpoint, config, ops, max_context or config.context_length, advance).model()
 
 
 @dataclass(slots=True)
-class _Loader:
+class _ModelLoader:
     checkpoint: Checkpoint
     config: ModelConfig
     ops: Ops
     max_context: int
     advance: Callable[[int], None]
     used: set[str] = field(default_factory=set)
-    done: int = 0  # bytes
+    packed_bytes: int = 0  # bytes
 
     def model(self) -> Transformer:
         c = self.config
@@ -60,7 +60,7 @@ class _Loader:
         embedding = self.matrix("token_embd.weight", c.vocab_size, c.d_model)
         global_rope, local_rope = self.ropes()
         blocks = tuple(self.block(i, local_rope if c.windows[i] else global_rope) for i in range(c.n_layers))
-        table = self.prepared([embedding])
+        table = self.pack([embedding])
         model = Transformer(
             config=c,
             ops=self.ops,
@@ -70,9 +70,9 @@ class _Loader:
             norm=self.norm("output_norm.weight", c.d_model),
             head=self.head(table),
         )
-        self.refuse_leftovers()
+        self.refuse_unused_tensors()
         for tensor in self.checkpoint.tensors.values():  # rows that were moved were read, but not by the backend
-            forget_pages(tensor.data)
+            release_pages(tensor.data)
         return replace(model, fused=self.ops.fuse(model.parts()))
 
     def check_layer_count(self) -> None:
@@ -89,7 +89,7 @@ class _Loader:
                     "that it is not the embedding's"
                 )
             return embedding  # tied
-        return self.prepared([self.matrix("output.weight", self.config.vocab_size, self.config.d_model)])
+        return self.pack([self.matrix("output.weight", self.config.vocab_size, self.config.d_model)])
 
     def tied_by_config(self) -> bool:
         settings = {**self.config.family.hf_defaults, **self.checkpoint.metadata["config"]}
@@ -170,21 +170,23 @@ class _Loader:
 
     def linear(self, names: list[str], rows: list[int], columns: int) -> Linear:
         """Matrices stacked by rows, with their biases if any of them has one."""
-        parts = [self.in_rope_order(self.matrix(n + ".weight", r, columns)) for n, r in zip(names, rows, strict=True)]
+        parts = [
+            self.permute_rope_rows(self.matrix(n + ".weight", r, columns)) for n, r in zip(names, rows, strict=True)
+        ]
         biases = [self.optional_vector(n + ".bias", r) for n, r in zip(names, rows, strict=True)]
         bias = None
         if any(b is not None for b in biases):
             filled = [np.zeros(r, np.float32) if b is None else b for b, r in zip(biases, rows, strict=True)]
             bias = self.ops.prepare_vector(np.concatenate(filled))
-        return Linear(self.prepared(parts), bias)
+        return Linear(self.pack(parts), bias)
 
-    def prepared(self, parts: list[Tensor]) -> Handle:
+    def pack(self, parts: list[Tensor]) -> Handle:
         made = self.ops.prepare(parts)
-        self.done += sum(part.nbytes for part in parts)
-        self.advance(self.done)
+        self.packed_bytes += sum(part.nbytes for part in parts)
+        self.advance(self.packed_bytes)
         return made
 
-    def in_rope_order(self, tensor: Tensor) -> Tensor:
+    def permute_rope_rows(self, tensor: Tensor) -> Tensor:
         """Move whole q and k rows so that the pairs of the rotation are (i, i + half), not neighbours."""
         order = self.rope_order(tensor.name, tensor.shape[0])
         return tensor if order is None else tensor.take_rows(order)
@@ -216,7 +218,7 @@ class _Loader:
         tensor = self.tensor(name)
         if tensor.shape != (rows, columns):
             raise ModelFileError(f"tensor {name!r} has shape {tensor.shape}, the metadata says {(rows, columns)}")
-        bad = tensor.find_bad_scale()
+        bad = tensor.find_nonfinite_scale()
         if bad is not None:
             raise ModelFileError(f"tensor {name!r} holds a NaN or infinite value in block {bad}: the file is damaged")
         return tensor
@@ -234,7 +236,7 @@ class _Loader:
     def optional_vector(self, name: str, width: int) -> NDArray[np.float32] | None:
         return self.vector(name, width) if name in self.checkpoint.tensors else None
 
-    def refuse_leftovers(self) -> None:
+    def refuse_unused_tensors(self) -> None:
         left = [name for name in self.checkpoint.tensors if name not in self.used]
         extra = [name for name in left if not name.endswith(IGNORED_SUFFIXES)]
         if extra:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from ..engine.async_engine import RequestStream
 from ..engine.request import FinishReason, StepOutput, TokenLogprob
-from ..tokenizer import StreamDecoder
+from ..tokenizer import Detokenizer
 
 
 class Piece(NamedTuple):
@@ -30,7 +30,7 @@ class Answer:
     def __init__(
         self,
         ticket: RequestStream,
-        decoder: StreamDecoder,
+        decoder: Detokenizer,
         on_outputs: Callable[[float, int], None],
         on_first: Callable[[], None],
         on_end: Callable[[], None],

@@ -25,7 +25,7 @@ from ..errors import (
 )
 from ..llm import LLM
 from ..load import OnStage, Stage
-from ..tokenizer import StreamDecoder
+from ..tokenizer import Detokenizer
 from .admission import Admission, Hold
 from .answer import Answer
 from .config import Settings
@@ -187,8 +187,8 @@ class Worker:
                 self.admission.ended(request)
                 self.observed.whole.observe(time.perf_counter() - began)
 
-        decoder = StreamDecoder(
-            llm.tokenizer, tuple(request.params.stop), continuation=llm.tokenizer.continues(request.prompt)
+        decoder = Detokenizer(
+            llm.tokenizer, tuple(request.params.stop), continuation=llm.tokenizer.is_continuation(request.prompt)
         )
         return Answer(ticket, decoder, on_outputs, on_first, on_end)
 

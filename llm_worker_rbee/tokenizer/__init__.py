@@ -4,8 +4,8 @@ Nothing here knows of models or arrays. `build` makes a `Tokenizer`, everything 
 """
 
 from .chat_template import ChatTemplate
-from .detokenizer import StreamDecoder
+from .detokenizer import Detokenizer
 from .from_gguf import tokenizer_from_gguf, tokenizer_from_hf
 from .tokenizer import Tokenizer
 
-__all__ = ["ChatTemplate", "StreamDecoder", "Tokenizer", "tokenizer_from_gguf", "tokenizer_from_hf"]
+__all__ = ["ChatTemplate", "Detokenizer", "Tokenizer", "tokenizer_from_gguf", "tokenizer_from_hf"]

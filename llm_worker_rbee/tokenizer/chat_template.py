@@ -25,14 +25,14 @@ from .tokenizer import Tokenizer
 Message = Mapping[str, Any]
 
 
-def checked_messages(messages: Sequence[Message]) -> list[Message]:
+def validate_messages(messages: Sequence[Message]) -> list[Message]:
     """Messages as templates expect them: a role, and text (a list of text parts is joined)."""
     if isinstance(messages, (str, bytes)) or not isinstance(messages, Sequence) or not messages:
         raise InvalidRequestError("messages must be a list of {role, content} that is not empty", "messages")
-    return [_checked_message(i, message) for i, message in enumerate(messages)]
+    return [_validate_message(i, message) for i, message in enumerate(messages)]
 
 
-def protected(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[Message]:
+def protect_messages(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[Message]:
     """The same messages with control tokens that were typed into them marked as text."""
     return [
         {**message, "content": tokenizer.protect(message["content"])} if message.get("content") else message
@@ -40,7 +40,7 @@ def protected(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[Message
     ]
 
 
-def _checked_message(i: int, message: Message) -> Message:
+def _validate_message(i: int, message: Message) -> Message:
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str) or not message["role"]:
         raise InvalidRequestError(f"messages[{i}] must have a role", "messages")
     content = message.get("content")
@@ -51,11 +51,11 @@ def _checked_message(i: int, message: Message) -> Message:
     raise InvalidRequestError(f"messages[{i}].content must be text, or a list of text parts", "messages")
 
 
-MAX_SOURCE = 128 << 10  # characters; the longest published templates have some twenty thousand
-MAX_SECONDS = 1  # of processor time
-MAX_WAIT = 20.0  # seconds of wall time: the machine may be busy
-MAX_REPLY = 256 << 20
-CHILD = Path(__file__).with_name("chat_template_worker.py")
+MAX_SOURCE_CHARS = 128 << 10  # characters; the longest published templates have some twenty thousand
+MAX_CPU_S = 1  # of processor time
+MAX_WAIT_S = 20.0  # seconds of wall time: the machine may be busy
+MAX_REPLY_BYTES = 256 << 20
+WORKER_SCRIPT = Path(__file__).with_name("chat_template_worker.py")
 
 
 class ChatTemplate:
@@ -64,14 +64,14 @@ class ChatTemplate:
     def __init__(self, source: str, *, bos_token: str = "", eos_token: str = "") -> None:
         if not source.strip():
             raise ChatTemplateError("the chat template is empty", "chat_template")
-        if len(source) > MAX_SOURCE:
-            raise ChatTemplateError(f"the chat template has {len(source)} characters, more than {MAX_SOURCE}")
+        if len(source) > MAX_SOURCE_CHARS:
+            raise ChatTemplateError(f"the chat template has {len(source)} characters, more than {MAX_SOURCE_CHARS}")
         self.source = source
         self._tokens = {"bos_token": bos_token, "eos_token": eos_token}
         self._lock = threading.Lock()
-        self._child: subprocess.Popen[bytes] | None = None
+        self._worker: subprocess.Popen[bytes] | None = None
         with self._lock:
-            self._running_child()
+            self._ensure_worker()
 
     def render(
         self, messages: Sequence[Mapping[str, object]], *, add_generation_prompt: bool = True, **fields: object
@@ -90,38 +90,38 @@ class ChatTemplate:
         except (TypeError, ValueError, RecursionError) as error:
             raise ChatTemplateError(f"the messages are not plain JSON: {_one_line(error)}", "messages") from None
         with self._lock:
-            return self._ask(self._running_child(), request)
+            return self._request(self._ensure_worker(), request)
 
-    def _running_child(self) -> "subprocess.Popen[bytes]":
+    def _ensure_worker(self) -> "subprocess.Popen[bytes]":
         """The process that holds the compiled template; after one was stopped, a new one."""
-        if self._child is None or self._child.poll() is not None:
-            self._child = _start_child()
-            weakref.finalize(self, _end, self._child)
-            self._ask(self._child, json.dumps({"source": self.source, "seconds": MAX_SECONDS}))
-        return self._child
+        if self._worker is None or self._worker.poll() is not None:
+            self._worker = _start_worker()
+            weakref.finalize(self, _stop, self._worker)
+            self._request(self._worker, json.dumps({"source": self.source, "seconds": MAX_CPU_S}))
+        return self._worker
 
-    def _ask(self, child: "subprocess.Popen[bytes]", request: str) -> str:
+    def _request(self, child: "subprocess.Popen[bytes]", request: str) -> str:
         assert child.stdin is not None
         try:
             child.stdin.write(request.encode() + b"\n")
             child.stdin.flush()
-            reply = _read_line(child, time.monotonic() + MAX_WAIT)
+            reply = _read_line(child, time.monotonic() + MAX_WAIT_S)
         except BrokenPipeError:
             reply = b""
         except BaseException:  # Ctrl-C: an answer that nobody waits for must not be taken for the next one's
-            _end(child)
+            _stop(child)
             raise
         if not reply.endswith(b"\n"):
-            raise ChatTemplateError(f"the chat template was stopped: {_end(child)}", "messages")
+            raise ChatTemplateError(f"the chat template was stopped: {_stop(child)}", "messages")
         answer: dict[str, Any] = json.loads(reply)
         if "error" in answer:
             raise ChatTemplateError(f"the chat template {_one_line(answer['error'])}", "messages")
         return str(answer["text"])
 
 
-def _start_child() -> "subprocess.Popen[bytes]":
+def _start_worker() -> "subprocess.Popen[bytes]":
     """-P keeps this folder off the child's import path; a session of its own keeps Ctrl-C away from it."""
-    command = [sys.executable, "-P", str(CHILD)]
+    command = [sys.executable, "-P", str(WORKER_SCRIPT)]
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
     try:
         return subprocess.Popen(command, start_new_session=True, **pipes)
@@ -133,7 +133,7 @@ def _read_line(child: "subprocess.Popen[bytes]", deadline: float) -> bytes:
     """The child's next line; without its newline where it died, took too long or says too much."""
     assert child.stdout is not None
     descriptor, parts, total = child.stdout.fileno(), [], 0
-    while total < MAX_REPLY and select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))[0]:
+    while total < MAX_REPLY_BYTES and select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))[0]:
         parts.append(os.read(descriptor, 1 << 20))
         total += len(parts[-1])
         if not parts[-1] or parts[-1].endswith(b"\n"):
@@ -141,7 +141,7 @@ def _read_line(child: "subprocess.Popen[bytes]", deadline: float) -> bytes:
     return b"".join(parts)
 
 
-def _end(child: "subprocess.Popen[bytes]") -> str:
+def _stop(child: "subprocess.Popen[bytes]") -> str:
     """End the process and say what ended it."""
     for pipe in (child.stdin, child.stdout):
         if pipe is not None and not pipe.closed:
@@ -152,9 +152,9 @@ def _end(child: "subprocess.Popen[bytes]") -> str:
     except subprocess.TimeoutExpired:
         child.kill()
         child.wait()
-        return f"it takes more than {MAX_WAIT:g} s"
+        return f"it takes more than {MAX_WAIT_S:g} s"
     if status in (-signal.SIGXCPU, -signal.SIGKILL):
-        return f"it takes more than {MAX_SECONDS} s of processor time"
+        return f"it takes more than {MAX_CPU_S} s of processor time"
     return f"its process ended with status {status}"
 
 

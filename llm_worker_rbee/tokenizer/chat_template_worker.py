@@ -19,11 +19,11 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 MAX_MEMORY = 512 << 20  # address space of this process
-MAX_TEXT = 4 << 20  # characters of the prompt; the input adds to it
+MAX_PROMPT_CHARS = 4 << 20  # characters of the prompt; the input adds to it
 GLOBALS = ("range", "dict", "namespace", "joiner", "cycler")
 
 
-class Generation(Extension):
+class GenerationTag(Extension):
     """`{% generation %}` marks the assistant's text for training; here it is just its body."""
 
     tags = {"generation"}  # noqa: RUF012  (Jinja's own interface)
@@ -38,7 +38,7 @@ class Environment(ImmutableSandboxedEnvironment):
     """As transformers sets it up, but that reaching for internals is an error at once, not an undefined value."""
 
     def __init__(self) -> None:
-        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation])
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, GenerationTag])
         self.globals = {name: self.globals[name] for name in GLOBALS}
         self.globals.update(raise_exception=raise_exception, strftime_now=strftime_now)
         self.filters["tojson"] = tojson
@@ -79,14 +79,14 @@ def limit_memory() -> None:
         resource.setrlimit(kind, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
 
 
-def render(template: Any, values: dict[str, Any], room: int) -> dict[str, str]:
+def render(template: Any, values: dict[str, Any], max_chars: int) -> dict[str, str]:
     """Render once; whatever a template raises is text in the answer."""
     try:
         parts, length = [], 0
         for part in template.generate(values):
             length += len(part)
-            if length > room:
-                return {"error": f"was stopped: it makes a prompt of more than {room} characters"}
+            if length > max_chars:
+                return {"error": f"was stopped: it makes a prompt of more than {max_chars} characters"}
             parts.append(part)
         return {"text": "".join(parts)}
     except MemoryError:
@@ -120,7 +120,7 @@ def main() -> None:
         if "source" in request:
             template, answer = compile_template(request["source"])
         else:
-            answer = render(template, request["values"], MAX_TEXT + 4 * len(line))
+            answer = render(template, request["values"], MAX_PROMPT_CHARS + 4 * len(line))
         try:
             text = json.dumps(answer)
         except MemoryError:

@@ -34,7 +34,7 @@ class StopString:
         return self.matched == len(self.text)
 
 
-class StreamDecoder:
+class Detokenizer:
     """Text deltas of the tokens that follow a prompt.
 
     As soon as a stop string is complete, the one that begins first wins: `stop_matched` is set, and nothing of it or

@@ -16,7 +16,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers
 
 from ..errors import InvalidRequestError, TokenizerError
 from .pre_tokenizers import PreTokenizer
-from .vocabulary import BYTE_TO_CHAR, SPACE, SPECIAL_KINDS, Kind, Vocabulary, shown
+from .vocabulary import BYTE_TO_CHAR, SPACE, SPECIAL_TYPES, TokenType, Vocabulary, preview
 
 
 @contextmanager
@@ -32,13 +32,13 @@ def _guard(failure: Callable[[str], Exception]) -> Iterator[None]:
 
 
 @contextmanager
-def building(source: str) -> Iterator[None]:
+def tokenizer_errors(source: str) -> Iterator[None]:
     """Around the library's calls while a tokenizer is made of `source`, a file or a key."""
     with _guard(lambda reason: TokenizerError(f"{source}: {reason}")):
         yield
 
 
-def encoding() -> AbstractContextManager[None]:
+def encode_errors() -> AbstractContextManager[None]:
     """Around the library's calls while a text is encoded."""
     return _guard(lambda reason: InvalidRequestError(f"the tokenizer failed on this text: {reason}", field="prompt"))
 
@@ -60,14 +60,14 @@ class Encoder(Protocol):
         ...
 
 
-class Partition:
+class SpecialTokenSplitter:
     """Finds the special tokens of a text: (token id, "") or (None, text between them)."""
 
     def __init__(self, tokens: Mapping[str, int], rstrip: frozenset[int] = frozenset()) -> None:
         self.ids = list(tokens.values())
         self.rstrip = rstrip
         # The library's own ids: 0 is a stretch of text, 1 + i the i-th special token.
-        with building("tokenizer.ggml.tokens"):
+        with tokenizer_errors("tokenizer.ggml.tokens"):
             self._finder = Tokenizer(models.WordLevel({"": 0}, unk_token=""))
             self._finder.add_tokens([AddedToken(text, normalized=False) for text in tokens])
 
@@ -77,7 +77,7 @@ class Partition:
             if text:
                 yield None, text
             return
-        with encoding():
+        with encode_errors():
             found = self._finder.encode_batch([text], add_special_tokens=False)[0]  # lets other threads run
         strip = False
         for local, (start, end) in zip(found.ids, found.offsets, strict=True):
@@ -91,24 +91,24 @@ class Partition:
                 yield None, part
 
 
-class _Partitions:
+class _Splitters:
     """The two ways to look at a text: user-defined tokens only, or control tokens too."""
 
     def __init__(self, vocabulary: Vocabulary, rstrip: frozenset[int]) -> None:
         always, special = {}, {}
         for text, index in vocabulary.ids.items():
-            kind = vocabulary.kinds[index]
-            if kind == Kind.USER_DEFINED:
+            kind = vocabulary.token_types[index]
+            if kind == TokenType.USER_DEFINED:
                 always[text] = index
-            elif kind in SPECIAL_KINDS:
+            elif kind in SPECIAL_TYPES:
                 special[text] = index
-        self.plain = Partition(always, rstrip)
-        self.parsed = Partition({**always, **special}, rstrip)
+        self.plain = SpecialTokenSplitter(always, rstrip)
+        self.parsed = SpecialTokenSplitter({**always, **special}, rstrip)
 
 
-def _run(library: Tokenizer, text: str) -> list[int]:
+def _library_ids(library: Tokenizer, text: str) -> list[int]:
     """The library's ids. The fast call leaves out the offsets, half of the time."""
-    with encoding():
+    with encode_errors():
         ids: list[int] = library.encode_batch_fast([text], add_special_tokens=False)[0].ids
     return ids
 
@@ -117,13 +117,13 @@ class BpeEncoder:
     """Byte-level BPE of a GGUF: pre-tokenizer, then merges in their order."""
 
     def __init__(self, vocabulary: Vocabulary, merges: Sequence[tuple[str, str]], pre: PreTokenizer) -> None:
-        self._partitions = _Partitions(vocabulary, frozenset())
+        self._splitters = _Splitters(vocabulary, frozenset())
         missing = [byte for byte, char in BYTE_TO_CHAR.items() if char not in vocabulary.ids]
         # Stand-ins keep the bytes around a missing one from merging across it.
         self._missing = {len(vocabulary) + index: byte for index, byte in enumerate(missing)}
         stand_ins = {BYTE_TO_CHAR[byte]: token_id for token_id, byte in self._missing.items()}
-        kept = _kept_merges(vocabulary, merges)
-        with building("tokenizer.ggml.merges"):
+        kept = _check_merges(vocabulary, merges)
+        with tokenizer_errors("tokenizer.ggml.merges"):
             vocab = {**vocabulary.ids, **stand_ins}
             self._library = Tokenizer(models.BPE(vocab=vocab, merges=kept, ignore_merges=pre.ignore_merges))
             self._library.pre_tokenizer = _pre_tokenizer(pre.patterns)
@@ -131,9 +131,9 @@ class BpeEncoder:
     def encode(self, text: str, parse_special: bool, mark: str = "") -> list[int]:
         """The ids of valid Unicode text."""
         ids: list[int] = []
-        for token_id, part in (self._partitions.parsed if parse_special else self._partitions.plain).split(text):
+        for token_id, part in (self._splitters.parsed if parse_special else self._splitters.plain).split(text):
             if token_id is None:
-                ids += _run(self._library, part.replace(mark, "") if mark else part)
+                ids += _library_ids(self._library, part.replace(mark, "") if mark else part)
             else:
                 ids.append(token_id)
         return self._without_missing(ids) if self._missing else ids
@@ -148,17 +148,17 @@ class BpeEncoder:
         return [token_id for token_id in ids if token_id not in lost]
 
 
-def _kept_merges(vocabulary: Vocabulary, merges: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+def _check_merges(vocabulary: Vocabulary, merges: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
     """The merges, checked. Those that would make a control token out of typed text are left out."""
-    ids, kinds = vocabulary.ids, vocabulary.kinds
+    ids, token_types = vocabulary.ids, vocabulary.token_types
     kept = []
     for left, right in merges:
         made = ids.get(left + right)
         if made is None or left not in ids or right not in ids:
             absent = next(text for text in (left, right, left + right) if text not in ids)
-            merge = f"merge {shown(left)} + {shown(right)}"
-            raise TokenizerError(f"tokenizer.ggml.merges: {merge} needs token {shown(absent)}, not there")
-        if kinds[made] not in SPECIAL_KINDS:
+            merge = f"merge {preview(left)} + {preview(right)}"
+            raise TokenizerError(f"tokenizer.ggml.merges: {merge} needs token {preview(absent)}, not there")
+        if token_types[made] not in SPECIAL_TYPES:
             kept.append((left, right))
     return kept
 
@@ -185,8 +185,8 @@ class SpmEncoder:
         unknown_id: int | None = None,
         rstrip: frozenset[int] = frozenset(),
     ) -> None:
-        self._partitions = _Partitions(vocabulary, rstrip)
-        self._special = frozenset(i for i, kind in enumerate(vocabulary.kinds) if kind in SPECIAL_KINDS)
+        self._splitters = _Splitters(vocabulary, rstrip)
+        self._special = frozenset(i for i, kind in enumerate(vocabulary.token_types) if kind in SPECIAL_TYPES)
         self._prefix = SPACE if add_space_prefix else ""
         self._squeeze_spaces = squeeze_spaces
         self._library, self._characters = _spm_library(vocabulary, scores, unknown_id)
@@ -197,7 +197,7 @@ class SpmEncoder:
             text = _SPACES.sub(" ", text.strip(" "))
         ids: list[int] = []
         starts = True
-        for token_id, part in (self._partitions.parsed if parse_special else self._partitions.plain).split(text):
+        for token_id, part in (self._splitters.parsed if parse_special else self._splitters.plain).split(text):
             if token_id is None:
                 part = part.replace(mark, "") if mark else part
                 ids += self._segment((self._prefix if starts else "") + part.replace(" ", SPACE))
@@ -210,7 +210,7 @@ class SpmEncoder:
         return ids
 
     def _segment(self, text: str) -> list[int]:
-        ids = _run(self._library, text)
+        ids = _library_ids(self._library, text)
         if not self._characters:
             return ids
         out: list[int] = []
@@ -223,11 +223,11 @@ def _spm_library(
     vocabulary: Vocabulary, scores: Sequence[float], unknown_id: int | None
 ) -> tuple[Tokenizer, dict[int, tuple[int, ...]]]:
     """The library's model, and the byte tokens of characters that only occur within longer tokens."""
-    kept = (Kind.NORMAL, Kind.UNUSED, Kind.UNDEFINED)
-    vocab = {text: index for text, index in vocabulary.ids.items() if vocabulary.kinds[index] in kept}
+    kept = (TokenType.NORMAL, TokenType.UNUSED, TokenType.UNDEFINED)
+    vocab = {text: index for text, index in vocabulary.ids.items() if vocabulary.token_types[index] in kept}
     _check_spm_lengths(vocab)
     merges = derive_merges(vocab, scores)
-    byte_ids = {t: i for t, i in vocabulary.ids.items() if vocabulary.kinds[i] == Kind.BYTE}
+    byte_ids = {t: i for t, i in vocabulary.ids.items() if vocabulary.token_types[i] == TokenType.BYTE}
     characters: dict[int, tuple[int, ...]] = {}
     for part in {part for pair in merges for part in pair if len(part) == 1 and part not in vocab}:
         extra = len(vocabulary) + len(characters)
@@ -240,7 +240,7 @@ def _spm_library(
     if unknown is not None and unknown_id is not None:
         vocab[unknown] = unknown_id
     vocab = {**vocab, **byte_ids}
-    with building("tokenizer.ggml.tokens"):
+    with tokenizer_errors("tokenizer.ggml.tokens"):
         model = models.BPE(vocab=vocab, merges=merges, byte_fallback=True, unk_token=unknown, fuse_unk=True)
         return Tokenizer(model), characters
 
@@ -297,11 +297,11 @@ class LibraryEncoder:
             return self._encode_marked(text, mark)
         with self._lock:
             self._library.encode_special_tokens = not parse_special
-            return _run(self._library, text)
+            return _library_ids(self._library, text)
 
     def _encode_marked(self, text: str, mark: str) -> list[int]:
         """The template's own tokens first; the library cuts what is between them as texts of their own."""
         ids: list[int] = []
-        for token_id, part in Partition(self._control).split(text):
+        for token_id, part in SpecialTokenSplitter(self._control).split(text):
             ids += self.encode(part.replace(mark, ""), False) if token_id is None else [token_id]
         return ids

@@ -12,8 +12,8 @@ from ..errors import TokenizerError
 from .encoders import BpeEncoder, SpmEncoder
 from .from_hf import tokenizer_from_hf
 from .pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
-from .tokenizer import Ends, LeadingSpace, Tokenizer
-from .vocabulary import Kind, Vocabulary, byte_of, end_ids_by_name, shown
+from .tokenizer import BosEos, LeadingSpace, Tokenizer
+from .vocabulary import TokenType, Vocabulary, find_end_ids, parse_byte_token, preview
 
 __all__ = ["tokenizer_from_gguf", "tokenizer_from_hf"]
 
@@ -33,14 +33,14 @@ def tokenizer_from_gguf(metadata: Mapping[str, object]) -> Tokenizer:
     if model is None:
         raise TokenizerError("tokenizer.ggml.model is missing: the file holds no tokenizer")
     if not isinstance(model, str) or model not in makers:
-        raise TokenizerError(f"unknown tokenizer {shown(model)} (tokenizer.ggml.model); known: {', '.join(makers)}")
-    return makers[model](metadata, _texts(metadata))
+        raise TokenizerError(f"unknown tokenizer {preview(model)} (tokenizer.ggml.model); known: {', '.join(makers)}")
+    return makers[model](metadata, _read_tokens(metadata))
 
 
 def _bpe_tokenizer(metadata: Mapping[str, object], texts: list[str]) -> Tokenizer:
     name, pre = _pre_tokenizer(metadata)
-    merges = _merges(metadata)
-    vocabulary, ends = _vocabulary_and_ends(metadata, texts, "byte", add_bos=pre.add_bos)
+    merges = _read_merges(metadata)
+    vocabulary, ends = _read_vocabulary(metadata, texts, "byte", add_bos=pre.add_bos)
     return Tokenizer(
         kind=f"gpt2 (BPE, {name})",
         vocabulary=vocabulary,
@@ -51,16 +51,16 @@ def _bpe_tokenizer(metadata: Mapping[str, object], texts: list[str]) -> Tokenize
 
 
 def _spm_tokenizer(metadata: Mapping[str, object], texts: list[str]) -> Tokenizer:
-    scores = _scores(metadata, len(texts))
-    vocabulary, ends = _vocabulary_and_ends(metadata, texts, "spm", add_bos=True)
-    prefix = _flag(metadata, "add_space_prefix", True)
+    scores = _read_scores(metadata, len(texts))
+    vocabulary, ends = _read_vocabulary(metadata, texts, "spm", add_bos=True)
+    prefix = _read_flag(metadata, "add_space_prefix", True)
     encoder = SpmEncoder(
         vocabulary,
         scores,
         add_space_prefix=prefix,
-        squeeze_spaces=_flag(metadata, "remove_extra_whitespaces", False),
-        unknown_id=_token_id(metadata, "unknown_token_id", texts, spm=True),
-        rstrip=_rstrip(metadata, vocabulary),
+        squeeze_spaces=_read_flag(metadata, "remove_extra_whitespaces", False),
+        unknown_id=_read_token_id(metadata, "unknown_token_id", texts, spm=True),
+        rstrip=_find_rstrip_ids(metadata, vocabulary),
     )
     return Tokenizer(
         kind="llama (SPM)",
@@ -79,48 +79,52 @@ def _pre_tokenizer(metadata: Mapping[str, object]) -> tuple[str, PreTokenizer]:
         name = "default"
     if not isinstance(name, str) or name not in PRE_TOKENIZERS:
         raise TokenizerError(
-            f"unknown pre-tokenizer {shown(name)} (tokenizer.ggml.pre); known: {', '.join(sorted(PRE_TOKENIZERS))}"
+            f"unknown pre-tokenizer {preview(name)} (tokenizer.ggml.pre); known: {', '.join(sorted(PRE_TOKENIZERS))}"
         )
     return name, PRE_TOKENIZERS[name]
 
 
-def _vocabulary_and_ends(
+def _read_vocabulary(
     metadata: Mapping[str, object], texts: list[str], style: str, *, add_bos: bool
-) -> tuple[Vocabulary, Ends]:
+) -> tuple[Vocabulary, BosEos]:
     spm = style == "spm"
-    kinds = _kinds(metadata, texts)
-    bos = _token_id(metadata, "bos_token_id", texts, spm=spm)
-    end_ids = _end_ids(metadata, texts, spm=spm)
-    named = end_ids_by_name(texts, kinds)
+    token_types = _read_token_types(metadata, texts)
+    bos = _read_token_id(metadata, "bos_token_id", texts, spm=spm)
+    end_ids = _read_end_ids(metadata, texts, spm=spm)
+    named = find_end_ids(texts, token_types)
     if _PREFIX + "token_type" not in metadata:
-        _mark_special(kinds, texts, [bos, *end_ids, _token_id(metadata, "unknown_token_id", texts, spm=spm)], spm=spm)
+        _infer_token_types(
+            token_types, texts, [bos, *end_ids, _read_token_id(metadata, "unknown_token_id", texts, spm=spm)], spm=spm
+        )
     for token_id in named:
-        kinds[token_id] = Kind.CONTROL
+        token_types[token_id] = TokenType.CONTROL
     eos = end_ids[0] if end_ids else None
-    adds_bos = bos is not None and _flag(metadata, "add_bos_token", add_bos)
-    adds_eos = eos is not None and _flag(metadata, "add_eos_token", False)
-    ends = Ends(
+    adds_bos = bos is not None and _read_flag(metadata, "add_bos_token", add_bos)
+    adds_eos = eos is not None and _read_flag(metadata, "add_eos_token", False)
+    ends = BosEos(
         bos_id=bos,
         eos_id=eos,
         eos_ids=frozenset([*end_ids, *named]),
         prefix=(bos,) if adds_bos and bos is not None else (),
         suffix=(eos,) if adds_eos and eos is not None else (),
     )
-    return Vocabulary(texts, kinds, "spm" if spm else "byte"), ends
+    return Vocabulary(texts, token_types, "spm" if spm else "byte"), ends
 
 
-def _mark_special(kinds: list[int], texts: Sequence[str], special: Sequence[int | None], *, spm: bool) -> None:
+def _infer_token_types(
+    token_types: list[int], texts: Sequence[str], special: Sequence[int | None], *, spm: bool
+) -> None:
     """Without token types: the ids that the file names are control tokens, and `<0xNN>` is a byte (SPM)."""
     for token_id in special:
         if token_id is not None:
-            kinds[token_id] = Kind.CONTROL
+            token_types[token_id] = TokenType.CONTROL
     if spm:
         for index, text in enumerate(texts):
-            if byte_of(text) is not None:
-                kinds[index] = Kind.BYTE
+            if parse_byte_token(text) is not None:
+                token_types[index] = TokenType.BYTE
 
 
-def _texts(metadata: Mapping[str, object]) -> list[str]:
+def _read_tokens(metadata: Mapping[str, object]) -> list[str]:
     tokens = metadata.get(_PREFIX + "tokens")
     if not isinstance(tokens, list) or not tokens or not all(isinstance(text, str) for text in tokens):
         raise TokenizerError("tokenizer.ggml.tokens must be a list of strings that is not empty")
@@ -132,7 +136,7 @@ def _texts(metadata: Mapping[str, object]) -> list[str]:
     return tokens
 
 
-def _numbers(metadata: Mapping[str, object], key: str, length: int) -> list[float]:
+def _read_numbers(metadata: Mapping[str, object], key: str, length: int) -> list[float]:
     values = metadata.get(_PREFIX + key)
     tolist = getattr(values, "tolist", None)
     numbers = tolist() if tolist is not None else values
@@ -143,30 +147,30 @@ def _numbers(metadata: Mapping[str, object], key: str, length: int) -> list[floa
     return numbers[:length]
 
 
-def _scores(metadata: Mapping[str, object], length: int) -> list[float]:
+def _read_scores(metadata: Mapping[str, object], length: int) -> list[float]:
     if _PREFIX + "scores" not in metadata:
         raise TokenizerError("tokenizer.ggml.scores is missing: a 'llama' tokenizer cannot cut text without it")
-    scores = _numbers(metadata, "scores", length)
+    scores = _read_numbers(metadata, "scores", length)
     if any(math.isnan(score) for score in scores):
         raise TokenizerError("tokenizer.ggml.scores holds a value that is not a number")
     return scores
 
 
-def _kinds(metadata: Mapping[str, object], texts: Sequence[str]) -> list[int]:
+def _read_token_types(metadata: Mapping[str, object], texts: Sequence[str]) -> list[int]:
     if _PREFIX + "token_type" not in metadata:
-        return [int(Kind.NORMAL)] * len(texts)
-    numbers = _numbers(metadata, "token_type", len(texts))
+        return [int(TokenType.NORMAL)] * len(texts)
+    numbers = _read_numbers(metadata, "token_type", len(texts))
     for index, number in enumerate(numbers):
         if isinstance(number, float) and not number.is_integer():
             raise TokenizerError(f"tokenizer.ggml.token_type: entry {index} is {number}, not a whole number")
-    kinds = [int(number) for number in numbers]
-    for index, kind in enumerate(kinds):
-        if kind == Kind.BYTE and byte_of(texts[index]) is None:
-            raise TokenizerError(f"token {index} is of type byte, but its text {shown(texts[index])} is not <0xNN>")
-    return kinds
+    token_types = [int(number) for number in numbers]
+    for index, kind in enumerate(token_types):
+        if kind == TokenType.BYTE and parse_byte_token(texts[index]) is None:
+            raise TokenizerError(f"token {index} is of type byte, but its text {preview(texts[index])} is not <0xNN>")
+    return token_types
 
 
-def _merges(metadata: Mapping[str, object]) -> list[tuple[str, str]]:
+def _read_merges(metadata: Mapping[str, object]) -> list[tuple[str, str]]:
     merges = metadata.get(_PREFIX + "merges")
     if merges is None:
         raise TokenizerError("tokenizer.ggml.merges is missing: a 'gpt2' tokenizer cannot cut text without it")
@@ -177,33 +181,35 @@ def _merges(metadata: Mapping[str, object]) -> list[tuple[str, str]]:
         # The first character belongs to the left part even if it is a space.
         cut = merge.find(" ", 1) if isinstance(merge, str) else -1
         if cut < 0 or cut == len(merge) - 1:
-            raise TokenizerError(f"tokenizer.ggml.merges: entry {index} ({shown(merge)}) is not two parts and a space")
+            raise TokenizerError(
+                f"tokenizer.ggml.merges: entry {index} ({preview(merge)}) is not two parts and a space"
+            )
         pairs.append((merge[:cut], merge[cut + 1 :]))
     return pairs
 
 
-def _flag(metadata: Mapping[str, object], key: str, default: bool) -> bool:
+def _read_flag(metadata: Mapping[str, object], key: str, default: bool) -> bool:
     value = metadata.get(_PREFIX + key, default)
     if not isinstance(value, bool):
-        raise TokenizerError(f"{_PREFIX}{key} must be true or false, not {shown(value)}")
+        raise TokenizerError(f"{_PREFIX}{key} must be true or false, not {preview(value)}")
     return value
 
 
-def _token_id(metadata: Mapping[str, object], key: str, texts: Sequence[str], *, spm: bool) -> int | None:
+def _read_token_id(metadata: Mapping[str, object], key: str, texts: Sequence[str], *, spm: bool) -> int | None:
     value = metadata.get(_PREFIX + key)
     if value is None:
         default = _SPM_DEFAULT_IDS.get(key) if spm else None
         return default if default is not None and default < len(texts) else None
-    return _checked_id(value, _PREFIX + key, len(texts))
+    return _validate_id(value, _PREFIX + key, len(texts))
 
 
-def _checked_id(value: object, key: str, length: int) -> int:
+def _validate_id(value: object, key: str, length: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < length:
-        raise TokenizerError(f"{key} = {shown(value)} is not an id of the vocabulary (0 to {length - 1})")
+        raise TokenizerError(f"{key} = {preview(value)} is not an id of the vocabulary (0 to {length - 1})")
     return value
 
 
-def _end_ids(metadata: Mapping[str, object], texts: Sequence[str], *, spm: bool) -> list[int]:
+def _read_end_ids(metadata: Mapping[str, object], texts: Sequence[str], *, spm: bool) -> list[int]:
     """Every id that ends a text, the EOS first. A key may hold one id or an array."""
     found: list[int] = []
     for key in ("eos_token_id", "eos_token_ids", "eot_token_id", "eom_token_id"):
@@ -211,20 +217,22 @@ def _end_ids(metadata: Mapping[str, object], texts: Sequence[str], *, spm: bool)
         tolist = getattr(value, "tolist", None)
         value = tolist() if tolist is not None else value
         if isinstance(value, list):
-            found += [_checked_id(item, _PREFIX + key, len(texts)) for item in value]
+            found += [_validate_id(item, _PREFIX + key, len(texts)) for item in value]
         else:
-            one = _token_id({_PREFIX + key: value}, key, texts, spm=spm)
+            one = _read_token_id({_PREFIX + key: value}, key, texts, spm=spm)
             found += [] if one is None else [one]
     return list(dict.fromkeys(found))
 
 
-def _rstrip(metadata: Mapping[str, object], vocabulary: Vocabulary) -> frozenset[int]:
+def _find_rstrip_ids(metadata: Mapping[str, object], vocabulary: Vocabulary) -> frozenset[int]:
     name = str(metadata.get("general.name", "")).lower()
     if not any(part in name for part in _RSTRIP_MODELS):
         return frozenset()
-    kinds = (Kind.CONTROL, Kind.UNKNOWN, Kind.USER_DEFINED)
+    token_types = (TokenType.CONTROL, TokenType.UNKNOWN, TokenType.USER_DEFINED)
     texts = vocabulary.texts
-    return frozenset(i for i, kind in enumerate(vocabulary.kinds) if kind in kinds and texts[i] not in _RSTRIP_EXCEPT)
+    return frozenset(
+        i for i, kind in enumerate(vocabulary.token_types) if kind in token_types and texts[i] not in _RSTRIP_EXCEPT
+    )
 
 
 def _chat_template(metadata: Mapping[str, object]) -> str | None:

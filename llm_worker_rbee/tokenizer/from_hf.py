@@ -13,9 +13,9 @@ from typing import Any
 from tokenizers import Tokenizer as Library
 
 from ..errors import TokenizerError
-from .encoders import LibraryEncoder, building
-from .tokenizer import Ends, LeadingSpace, Tokenizer
-from .vocabulary import Kind, Style, Vocabulary, byte_of, check_special_lengths, end_ids_by_name, shown
+from .encoders import LibraryEncoder, tokenizer_errors
+from .tokenizer import BosEos, LeadingSpace, Tokenizer
+from .vocabulary import Style, TokenType, Vocabulary, check_special_lengths, find_end_ids, parse_byte_token, preview
 
 _MAX_JSON_BYTES = 256 << 20
 # Decoders whose effect is "join the bytes of the tokens", by the style of vocabulary they belong to.
@@ -27,10 +27,10 @@ def tokenizer_from_hf(folder: Path) -> Tokenizer:
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise TokenizerError(f"{folder}: there is no tokenizer.json (other tokenizer files are not read)")
-    source = _json(path)
+    source = _read_json(path)
     library = _library(path, source)
     names = ("tokenizer_config", "config", "generation_config", "special_tokens_map")
-    files = {name: _json(folder / f"{name}.json") for name in names}
+    files = {name: _read_json(folder / f"{name}.json") for name in names}
     steps = list(_decoder_steps(source.get("decoder")))
     style = _style(steps)
     unknown = "" if style else f"unknown decoder {', '.join(str(step.get('type')) for step in steps) or 'none'}"
@@ -39,10 +39,10 @@ def tokenizer_from_hf(folder: Path) -> Tokenizer:
         kind=f"tokenizer.json ({unknown}: encoding only)" if unknown else "tokenizer.json",
         vocabulary=vocabulary,
         encoder=LibraryEncoder(library, vocabulary.special_names()),
-        ends=_ends(library, vocabulary, files),
+        ends=_read_bos_eos(library, vocabulary, files),
         leading_space=LeadingSpace(at_start=_strips_space(steps)),
         chat_template=_chat_template(folder, files["tokenizer_config"]),
-        why_no_decoding=f"{path}: {unknown}; known: {', '.join(_DECODER_STYLES)}" if unknown else None,
+        decode_error=f"{path}: {unknown}; known: {', '.join(_DECODER_STYLES)}" if unknown else None,
     )
 
 
@@ -52,7 +52,7 @@ def _library(path: Path, source: Mapping[str, Any]) -> Library:
     entries = [entry for entry in added if isinstance(entry, dict)] if isinstance(added, list) else []
     contents = [(entry.get("id"), entry.get("content")) for entry in entries]
     check_special_lengths((token_id, text) for token_id, text in contents if isinstance(text, str))
-    with building(str(path)):
+    with tokenizer_errors(str(path)):
         library = Library.from_file(str(path))
         library.no_truncation()
         library.no_padding()
@@ -61,7 +61,7 @@ def _library(path: Path, source: Mapping[str, Any]) -> Library:
     return library
 
 
-def _json(path: Path) -> dict[str, Any]:
+def _read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     if path.stat().st_size > _MAX_JSON_BYTES:
@@ -105,17 +105,19 @@ def _vocabulary(library: Library, source: Mapping[str, Any], style: Style, id_li
     size = max(ids.values(), default=-1) + 1
     if size > 2 * len(ids) + 1_000_000:
         raise TokenizerError(f"tokenizer.json: token id {size - 1} is far beyond the {len(ids)} tokens")
-    texts, kinds = [""] * size, [int(Kind.UNUSED)] * size
+    texts, token_types = [""] * size, [int(TokenType.UNUSED)] * size
     for text, index in ids.items():
         texts[index] = text
-        kinds[index] = Kind.BYTE if style == "spm" and byte_of(text) is not None else Kind.NORMAL
+        token_types[index] = (
+            TokenType.BYTE if style == "spm" and parse_byte_token(text) is not None else TokenType.NORMAL
+        )
     for token_id, added in library.get_added_tokens_decoder().items():
-        kinds[token_id] = Kind.CONTROL if added.special else Kind.USER_DEFINED
+        token_types[token_id] = TokenType.CONTROL if added.special else TokenType.USER_DEFINED
     named = (source.get("model") or {}).get("unk_token")
     unknown = ids.get(named) if isinstance(named, str) else None
     if unknown is not None:
-        kinds[unknown] = Kind.UNKNOWN
-    return Vocabulary(texts, kinds, style, id_limit=id_limit)
+        token_types[unknown] = TokenType.UNKNOWN
+    return Vocabulary(texts, token_types, style, id_limit=id_limit)
 
 
 def _id_limit(config: Mapping[str, Any]) -> int:
@@ -125,7 +127,7 @@ def _id_limit(config: Mapping[str, Any]) -> int:
     return size if isinstance(size, int) and 0 < size < 1 << 24 else 0
 
 
-def _ends(library: Library, vocabulary: Vocabulary, files: Mapping[str, dict[str, Any]]) -> Ends:
+def _read_bos_eos(library: Library, vocabulary: Vocabulary, files: Mapping[str, dict[str, Any]]) -> BosEos:
     settings = files["tokenizer_config"]
     bos = _named_id("bos_token", vocabulary, files)
     named_eos = _named_id("eos_token", vocabulary, files)
@@ -138,9 +140,9 @@ def _ends(library: Library, vocabulary: Vocabulary, files: Mapping[str, dict[str
         suffix = (eos,) if settings["add_eos_token"] else tuple(i for i in suffix if i != eos)
     if bos is None:
         bos = prefix[0] if prefix else None
-    special = [i for i in end_ids_by_name(vocabulary.texts, vocabulary.kinds) if vocabulary.is_special(i)]
+    special = [i for i in find_end_ids(vocabulary.texts, vocabulary.token_types) if vocabulary.is_special(i)]
     eos_ids = frozenset([*([] if eos is None else [eos]), *listed, *special])
-    return Ends(bos_id=bos, eos_id=eos, eos_ids=eos_ids, prefix=prefix, suffix=suffix)
+    return BosEos(bos_id=bos, eos_id=eos, eos_ids=eos_ids, prefix=prefix, suffix=suffix)
 
 
 def _named_id(key: str, vocabulary: Vocabulary, files: Mapping[str, dict[str, Any]]) -> int | None:
@@ -150,7 +152,7 @@ def _named_id(key: str, vocabulary: Vocabulary, files: Mapping[str, dict[str, An
         if text is None:
             continue
         if not isinstance(text, str) or text not in vocabulary.ids:
-            raise TokenizerError(f"{name}.json: {key} {shown(text)} is not in the vocabulary")
+            raise TokenizerError(f"{name}.json: {key} {preview(text)} is not in the vocabulary")
         return vocabulary.ids[text]
     return None
 
@@ -163,14 +165,14 @@ def _listed_ids(name: str, config: Mapping[str, Any], vocabulary: Vocabulary) ->
     for token_id in ids:
         if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < vocabulary.id_limit:
             raise TokenizerError(
-                f"{name}.json: eos_token_id {shown(token_id)} is not an id below {vocabulary.id_limit}"
+                f"{name}.json: eos_token_id {preview(token_id)} is not an id below {vocabulary.id_limit}"
             )
     return ids
 
 
 def _template_tokens(library: Library) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """What the post-processor puts before and after a text, seen by trying it on a letter."""
-    with building("tokenizer.json"):
+    with tokenizer_errors("tokenizer.json"):
         bare: list[int] = library.encode("a", add_special_tokens=False).ids
         full: list[int] = library.encode("a", add_special_tokens=True).ids
     if len(full) <= len(bare):

@@ -13,13 +13,13 @@ from typing import Any
 
 from ..errors import InvalidRequestError, TokenizerError
 from .encoders import Encoder
-from .vocabulary import Vocabulary, shown
+from .vocabulary import Vocabulary, preview
 
 MARK = "\ufdd0"  # a noncharacter: Unicode keeps it for uses within a program
 
 
 @dataclass(frozen=True)
-class Ends:
+class BosEos:
     """The tokens that begin and end a text."""
 
     bos_id: int | None = None
@@ -51,10 +51,10 @@ class Tokenizer:
         kind: str,
         vocabulary: Vocabulary,
         encoder: Encoder,
-        ends: Ends,
+        ends: BosEos,
         leading_space: LeadingSpace = LeadingSpace(),  # noqa: B008  (frozen)
         chat_template: str | None = None,
-        why_no_decoding: str | None = None,
+        decode_error: str | None = None,
     ) -> None:
         self.kind = kind
         self.vocab_size = len(vocabulary)
@@ -63,7 +63,7 @@ class Tokenizer:
         self.add_eos = ends.eos_id is not None and ends.eos_id in ends.suffix
         self.chat_template = chat_template
         self.leading_space = leading_space
-        self.why_no_decoding = why_no_decoding  # a tokenizer that can only encode says why
+        self.decode_error = decode_error  # a tokenizer that can only encode says why
         self._vocabulary, self._encoder = vocabulary, encoder
         self._prefix, self._suffix = list(ends.prefix), list(ends.suffix)
 
@@ -79,10 +79,10 @@ class Tokenizer:
 
         So what a user types into a message stays text, though the prompt that a template makes of it is parsed.
         """
-        return self._names.sub(lambda name: f"{name[0][0]}{MARK}{name[0][1:]}", text.replace(MARK, "\ufffd"))
+        return self._special_pattern.sub(lambda name: f"{name[0][0]}{MARK}{name[0][1:]}", text.replace(MARK, "\ufffd"))
 
     @cached_property
-    def _names(self) -> re.Pattern[str]:
+    def _special_pattern(self) -> re.Pattern[str]:
         names = [name for name in self._vocabulary.special_names() if len(name) > 1]
         return re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True))) or r"(?!)")
 
@@ -114,9 +114,9 @@ class Tokenizer:
     def decode(self, ids: Sequence[int], *, skip_special: bool = True, continuation: bool = False) -> str:
         """The text of the ids; bytes that are not UTF-8 become U+FFFD."""
         joiner = ByteJoiner(self, skip_special=skip_special, continuation=continuation)
-        return b"".join([joiner.push(token_id) for token_id in _checked_ids(ids)]).decode(errors="replace")
+        return b"".join([joiner.push(token_id) for token_id in _validate_ids(ids)]).decode(errors="replace")
 
-    def continues(self, prompt: Sequence[int]) -> bool:
+    def is_continuation(self, prompt: Sequence[int]) -> bool:
         """True where an answer to this prompt keeps its first space: the prompt does not end where a text begins."""
         return bool(prompt) and not self.is_special(prompt[-1])
 
@@ -137,28 +137,28 @@ class Tokenizer:
         return self._vocabulary.ids.get(text)
 
 
-def _checked_ids(ids: object) -> list[int]:
+def _validate_ids(ids: object) -> list[int]:
     """Ids as plain integers; those of NumPy are welcome, text, bytes and truth values are not."""
     if isinstance(ids, str | bytes | bytearray) or not isinstance(ids, Iterable) or getattr(ids, "ndim", 1) != 1:
         raise InvalidRequestError(f"tokens must be a list of token ids, not {type(ids).__name__}", field="tokens")
-    return [_checked_id(token_id) for token_id in ids]
+    return [_validate_id(token_id) for token_id in ids]
 
 
-def _checked_id(token_id: Any) -> int:
+def _validate_id(token_id: Any) -> int:
     try:
         if not isinstance(token_id, bool):
             return operator.index(token_id)
     except TypeError:
         pass
-    raise InvalidRequestError(f"tokens: {shown(token_id)} is not a token id", field="tokens")
+    raise InvalidRequestError(f"tokens: {preview(token_id)} is not a token id", field="tokens")
 
 
 class ByteJoiner:
     """Tokens to bytes, one by one: the part of decoding that whole and streamed decoding share."""
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special: bool, continuation: bool) -> None:
-        if tokenizer.why_no_decoding is not None:
-            raise TokenizerError(tokenizer.why_no_decoding)
+        if tokenizer.decode_error is not None:
+            raise TokenizerError(tokenizer.decode_error)
         self._tokenizer, self._skip_special = tokenizer, skip_special
         self._drop_space = tokenizer.leading_space.at_start and not continuation
 

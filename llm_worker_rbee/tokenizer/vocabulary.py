@@ -17,7 +17,7 @@ Style = Literal["byte", "spm", "verbatim"]
 SPACE = "\u2581"  # how SentencePiece writes a space
 
 
-class Kind(IntEnum):
+class TokenType(IntEnum):
     """What a token is, numbered as GGUF's `tokenizer.ggml.token_type`."""
 
     UNDEFINED = 0
@@ -29,8 +29,8 @@ class Kind(IntEnum):
     BYTE = 6
 
 
-SPECIAL_KINDS = frozenset({int(Kind.CONTROL), int(Kind.UNKNOWN)})
-_VERBATIM_KINDS = SPECIAL_KINDS | {int(Kind.USER_DEFINED)}
+SPECIAL_TYPES = frozenset({int(TokenType.CONTROL), int(TokenType.UNKNOWN)})
+VERBATIM_TYPES = SPECIAL_TYPES | {int(TokenType.USER_DEFINED)}
 # Limits of the tokens that are looked for in a text: an automaton of them takes some 75 bytes per character.
 MAX_SPECIAL_LENGTH = 4096
 MAX_SPECIAL_TOTAL = 2_000_000
@@ -50,7 +50,7 @@ BYTE_TO_CHAR = _byte_alphabet()
 CHAR_TO_BYTE = {char: byte for byte, char in BYTE_TO_CHAR.items()}
 
 
-def byte_of(text: str) -> int | None:
+def parse_byte_token(text: str) -> int | None:
     """The byte that `<0xNN>` names, or None where the text is no such token."""
     digits = text[3:5]
     if len(text) != 6 or not text.startswith("<0x") or text[5] != ">":
@@ -58,7 +58,7 @@ def byte_of(text: str) -> int | None:
     return int(digits, 16) if all(char in "0123456789abcdefABCDEF" for char in digits) else None
 
 
-def shown(value: object) -> str:
+def preview(value: object) -> str:
     """A value of the file as a message shows it: on one line, and not all of it where it is long."""
     text = repr(value)
     return text if len(text) <= 100 else f"{text[:97]}..."
@@ -71,7 +71,7 @@ def check_special_lengths(tokens: Iterable[tuple[object, str]]) -> None:
         total += len(text)
         if len(text) > MAX_SPECIAL_LENGTH:
             raise TokenizerError(
-                f"token {shown(token_id)} is a special token of {len(text)} characters; at most {MAX_SPECIAL_LENGTH}"
+                f"token {preview(token_id)} is a special token of {len(text)} characters; at most {MAX_SPECIAL_LENGTH}"
             )
     if total > MAX_SPECIAL_TOTAL:
         raise TokenizerError(f"the special tokens have {total} characters together; at most {MAX_SPECIAL_TOTAL}")
@@ -80,23 +80,23 @@ def check_special_lengths(tokens: Iterable[tuple[object, str]]) -> None:
 class Vocabulary:
     """Texts and kinds by id; bytes are worked out when first asked for."""
 
-    def __init__(self, texts: Sequence[str], kinds: Sequence[int], style: Style, *, id_limit: int = 0) -> None:
-        self.texts, self.kinds, self.style = texts, kinds, style
+    def __init__(self, texts: Sequence[str], token_types: Sequence[int], style: Style, *, id_limit: int = 0) -> None:
+        self.texts, self.token_types, self.style = texts, token_types, style
         self.id_limit = max(id_limit, len(texts))  # ids from len(texts) up to here are padding: no text
         self.ids: dict[str, int] = {}
         for index, text in enumerate(texts):
             if text:
                 self.ids.setdefault(text, index)
         self._bytes: dict[int, bytes] = {}
-        check_special_lengths((i, texts[i]) for i, kind in enumerate(kinds) if kind in _VERBATIM_KINDS)
+        check_special_lengths((i, texts[i]) for i, kind in enumerate(token_types) if kind in VERBATIM_TYPES)
 
     def __len__(self) -> int:
         return len(self.texts)
 
     def pad_to(self, rows: int) -> None:
         """Ids up to the rows of the embedding are valid; tokens beyond it are not, and only added ones may be there."""
-        beyond = self.kinds[rows:]
-        if any(kind in (Kind.NORMAL, Kind.BYTE) for kind in beyond):
+        beyond = self.token_types[rows:]
+        if any(kind in (TokenType.NORMAL, TokenType.BYTE) for kind in beyond):
             raise TokenizerError(f"the tokenizer has {len(self)} tokens, the model's embedding {rows} rows")
         if beyond:
             _log.warning("the model's embedding has no row for the %d tokens from id %d on", len(beyond), rows)
@@ -104,7 +104,7 @@ class Vocabulary:
 
     def special_names(self) -> dict[str, int]:
         """The names of the control and unknown tokens, with their ids."""
-        return {text: index for text, index in self.ids.items() if self.kinds[index] in SPECIAL_KINDS}
+        return {text: index for text, index in self.ids.items() if self.token_types[index] in SPECIAL_TYPES}
 
     def kind(self, token_id: int) -> int:
         """The token's kind; padding is UNUSED. An id outside the vocabulary is refused."""
@@ -112,25 +112,25 @@ class Vocabulary:
             raise InvalidRequestError(
                 f"token id {token_id} is outside the vocabulary (0 to {self.id_limit - 1})", field="tokens"
             )
-        return self.kinds[token_id] if token_id < len(self.texts) else Kind.UNUSED
+        return self.token_types[token_id] if token_id < len(self.texts) else TokenType.UNUSED
 
     def is_special(self, token_id: int) -> bool:
         """True for control and unknown tokens, which are no part of the text."""
-        return self.kind(token_id) in SPECIAL_KINDS
+        return self.kind(token_id) in SPECIAL_TYPES
 
     def token_bytes(self, token_id: int) -> bytes:
         """The raw bytes that the token stands for; of a special token, its name."""
         found = self._bytes.get(token_id)
         if found is None:
-            found = self._bytes[token_id] = self._work_out_bytes(token_id)
+            found = self._bytes[token_id] = self._compute_bytes(token_id)
         return found
 
-    def _work_out_bytes(self, token_id: int) -> bytes:
+    def _compute_bytes(self, token_id: int) -> bytes:
         kind = self.kind(token_id)
         text = self.texts[token_id] if token_id < len(self.texts) else ""
-        if kind in _VERBATIM_KINDS or self.style == "verbatim":
+        if kind in VERBATIM_TYPES or self.style == "verbatim":
             return text.encode()
-        if kind == Kind.BYTE:
+        if kind == TokenType.BYTE:
             return bytes([self._byte_value(token_id, text)])
         if self.style == "spm":
             return text.replace(SPACE, " ").encode()
@@ -140,15 +140,15 @@ class Vocabulary:
             return text.encode()  # not in the byte alphabet: a token that was added as plain text
 
     def _byte_value(self, token_id: int, text: str) -> int:
-        value = byte_of(text)
+        value = parse_byte_token(text)
         if value is None:
             raise TokenizerError(
-                f"token {token_id} is of type byte, but its text {shown(text)} is not of the form <0xNN>"
+                f"token {token_id} is of type byte, but its text {preview(text)} is not of the form <0xNN>"
             )
         return value
 
 
-END_NAMES = frozenset({
+END_TOKEN_NAMES = frozenset({
     "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>",  # Llama 3
     "<|im_end|>", "<|endoftext|>",  # ChatML, GPT-2
     "<|end|>", "<|return|>", "<|call|>",  # Phi-3; harmony
@@ -160,10 +160,10 @@ END_NAMES = frozenset({
 _MARKUP = "</s>"
 
 
-def end_ids_by_name(texts: Sequence[str], kinds: Sequence[int]) -> list[int]:
+def find_end_ids(texts: Sequence[str], token_types: Sequence[int]) -> list[int]:
     """The ids of the tokens whose name says that they end a text."""
-    found = {text: index for index, text in enumerate(texts) if text in END_NAMES or text == _MARKUP}
-    if _MARKUP in found and (kinds[found[_MARKUP]] == Kind.NORMAL or "<eos>" in found):
+    found = {text: index for index, text in enumerate(texts) if text in END_TOKEN_NAMES or text == _MARKUP}
+    if _MARKUP in found and (token_types[found[_MARKUP]] == TokenType.NORMAL or "<eos>" in found):
         del found[_MARKUP]
     if "<|return|>" in found and "<|call|>" in found:
         found.pop("<|end|>", None)  # harmony: <|end|> ends a message, and the turn goes on

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from ..errors import ModelFileError, ModelNotFoundError, UnsupportedModelError
-from .checkpoint import PICKLES, Checkpoint, Tensor
-from .gguf import ggufs_in, open_gguf
+from .checkpoint import PICKLE_SUFFIXES, Checkpoint, Tensor
+from .gguf import list_gguf_models, open_gguf
 from .safetensors import open_hf
 
 __all__ = ["Checkpoint", "Tensor", "open_checkpoint"]
@@ -25,7 +25,7 @@ def open_checkpoint(path: Path, *, weights: bool = True) -> Checkpoint:
         return _open_folder(path, weights=weights)
     if not path.is_file():
         raise ModelFileError(f"{path} is neither a file nor a folder")
-    if path.suffix.lower() in PICKLES:
+    if path.suffix.lower() in PICKLE_SUFFIXES:
         raise UnsupportedModelError(
             f"{path.name}: pickled weights can run any code and are refused: convert them to safetensors or GGUF"
         )
@@ -35,7 +35,7 @@ def open_checkpoint(path: Path, *, weights: bool = True) -> Checkpoint:
 
 
 def _open_folder(folder: Path, *, weights: bool) -> Checkpoint:
-    found = [] if (folder / "config.json").exists() else ggufs_in(folder)
+    found = [] if (folder / "config.json").exists() else list_gguf_models(folder)
     if len(found) > 1:
         names = ", ".join(path.name for path in found[:8])
         raise ModelFileError(f"{folder} holds several models, name one of them: {names}")

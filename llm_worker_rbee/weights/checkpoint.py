@@ -18,25 +18,25 @@ from numpy.typing import NDArray
 
 from ..errors import ModelFileError
 from .quants import BlockType, dequantize
-from .quants.nan_check import find_bad_block
+from .quants.nan_check import find_nonfinite_block
 
-PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 MAX_VALUES = 1 << 59  # NumPy counts bytes in 63 bits, also those of an array that is empty because one dimension is 0
 
 
-def value_count(shape: Sequence[int]) -> int | None:
+def count_values(shape: Sequence[int]) -> int | None:
     """Values of a tensor of this shape, or None where the shape cannot be counted."""
     if math.prod(dim for dim in shape if dim) > MAX_VALUES:
         return None
     return math.prod(shape)
 
 
-def map_file(path: Path, least: int) -> mmap.mmap:
+def map_file(path: Path, min_bytes: int) -> mmap.mmap:
     """Map a file for reading; one of fewer than `least` bytes is refused."""
     try:
         with path.open("rb") as file:
             size = file.seek(0, 2)
-            if size < least:
+            if size < min_bytes:
                 problem = f"{size} bytes are too few for a model file" if size else "the file is empty"
                 raise ModelFileError(f"{path.name}: {problem}")
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -44,7 +44,7 @@ def map_file(path: Path, least: int) -> mmap.mmap:
         raise ModelFileError(f"cannot open {path}: {error.strerror}") from error
 
 
-def forget_pages(data: NDArray[np.uint8]) -> None:
+def release_pages(data: NDArray[np.uint8]) -> None:
     """Let the system take back the memory of mapped bytes: they are read from the file again if they are needed again.
 
     Bytes that are not mapped are left alone, and so are pages that they share with others.
@@ -69,7 +69,7 @@ class Tensor:
     kind: BlockType
     shape: tuple[int, ...]
     data: NDArray[np.uint8]  # (nbytes,)
-    kept_as: str = ""  # what a backend makes of it: FP8, or as it is
+    pack_as: str = ""  # what a backend makes of it: FP8, or as it is
 
     @property
     def nbytes(self) -> int:
@@ -91,9 +91,9 @@ class Tensor:
         """All values as float32, in the tensor's shape."""
         return dequantize(self.kind, self.data, self.shape)
 
-    def find_bad_scale(self) -> int | None:
+    def find_nonfinite_scale(self) -> int | None:
         """The first block whose scale is NaN or infinite, or None; only the bytes of scales are read."""
-        return find_bad_block(self.kind, self.data)
+        return find_nonfinite_block(self.kind, self.data)
 
     def take_rows(self, index: NDArray[np.intp] | slice) -> Tensor:
         """Some rows of the matrix, whole and still quantized (an index array copies them, a slice does not)."""

@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..errors import ModelFileError, UnsupportedModelError
-from .checkpoint import Checkpoint, Tensor, map_file, value_count
-from .quants import BY_ID, REMOVED
+from .checkpoint import Checkpoint, Tensor, count_values, map_file
+from .quants import BY_ID, REMOVED_TYPES
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -60,25 +60,25 @@ def open_gguf(path: Path) -> Checkpoint:
     """Open a GGUF file, or all files of a split set by its first one."""
     first = read_file(path)
     tensors = dict(first.tensors)
-    for part in further_splits(first, read_file):
+    for part in read_split_parts(first, read_file):
         for name, tensor in part.tensors.items():
             if name in tensors:
                 raise ModelFileError(f"{part.path.name}: tensor {name!r} is in two files of the split set")
             tensors[name] = tensor
-    check_split_total(first, len(tensors))
+    check_split_tensor_count(first, len(tensors))
     architecture = first.metadata.get("general.architecture")
     if architecture is not None and not isinstance(architecture, str):
         raise ModelFileError(f"{path.name}: metadata key 'general.architecture' is not a string")
     return Checkpoint(path, "gguf", architecture, first.metadata, tensors, first.value_types)
 
 
-def read_file(path: Path) -> GGUFPart:
+def read_file(path: Path) -> GGUFFile:
     """Parse one file: header, metadata, directory, each checked against the file's extent."""
     reader = _Reader(path)
     version, n_tensors, n_metadata = reader.header()
     metadata, value_types = reader.metadata(n_metadata)
     tensors = reader.directory(n_tensors, _alignment(path, metadata, value_types))
-    return GGUFPart(path, version, metadata, value_types, tensors)
+    return GGUFFile(path, version, metadata, value_types, tensors)
 
 
 class _Reader:
@@ -93,7 +93,7 @@ class _Reader:
     def fail(self, message: str) -> ModelFileError:
         return ModelFileError(f"{self.path.name}: {message}")
 
-    def need(self, n: int, what: str) -> int:
+    def consume(self, n: int, what: str) -> int:
         """Move past `n` bytes and return where they begin."""
         start = self.at
         if n > self.size - start:
@@ -102,14 +102,14 @@ class _Reader:
         return start
 
     def u32(self, what: str) -> int:
-        return int(_u32(self.map, self.need(4, what))[0])
+        return int(_u32(self.map, self.consume(4, what))[0])
 
     def u64(self, what: str) -> int:
-        return int(_u64(self.map, self.need(8, what))[0])
+        return int(_u64(self.map, self.consume(8, what))[0])
 
-    def text(self, what: str) -> str:
+    def read_text(self, what: str) -> str:
         length = self.u64(f"the length of {what}")
-        start = self.need(length, what)
+        start = self.consume(length, what)
         try:
             return self.map[start : start + length].decode()
         except UnicodeDecodeError as error:
@@ -138,7 +138,7 @@ class _Reader:
         values: dict[str, Any] = {}
         types: dict[str, str] = {}
         for i in range(count):
-            key = self.text(f"metadata key number {i}")
+            key = self.read_text(f"metadata key number {i}")
             if not key:
                 raise self.fail(f"metadata key number {i} is empty")
             label = repr(key if len(key) <= MAX_SHOWN else key[:MAX_SHOWN] + "...")
@@ -152,9 +152,9 @@ class _Reader:
         what = f"the value of metadata key {label}"
         if kind in _scalars:
             form = _scalars[kind]
-            return form.unpack_from(self.map, self.need(form.size, what))[0], TYPE_NAMES[kind]
+            return form.unpack_from(self.map, self.consume(form.size, what))[0], TYPE_NAMES[kind]
         if kind == STRING:
-            return self.text(what), "string"
+            return self.read_text(what), "string"
         if kind == ARRAY:
             if depth == MAX_ARRAY_DEPTH:
                 raise self.fail(f"metadata key {label}: arrays are nested more than {MAX_ARRAY_DEPTH} deep")
@@ -167,7 +167,7 @@ class _Reader:
         what = f"the array of metadata key {label} ({count} elements)"
         if kind in _scalars:
             name, form = SCALARS[kind]
-            start = self.need(count * _scalars[kind].size, what)
+            start = self.consume(count * _scalars[kind].size, what)
             return np.frombuffer(self.map, form, count, start).copy(), f"array of {name}"
         if kind == STRING:
             return self.strings(count, label, what), "array of string"
@@ -211,7 +211,7 @@ class _Reader:
         return {e.name: self.tensor(e, base) for e in entries.values()}
 
     def entry(self, number: int) -> _Entry:
-        name = self.text(f"the name of tensor number {number}")
+        name = self.read_text(f"the name of tensor number {number}")
         if not name or len(name.encode()) > MAX_NAME_BYTES:
             shown = name[:40] + ("..." if len(name) > 40 else "")
             raise self.fail(
@@ -229,9 +229,9 @@ class _Reader:
     def byte_size(self, name: str, dims: list[int], type_id: int) -> int:
         kind = BY_ID.get(type_id)
         if kind is None:
-            known = f"removed type {REMOVED[type_id]}" if type_id in REMOVED else f"unknown type {type_id}"
+            known = f"removed type {REMOVED_TYPES[type_id]}" if type_id in REMOVED_TYPES else f"unknown type {type_id}"
             raise UnsupportedModelError(f"{self.path.name}: tensor {name!r} has {known}")
-        count = value_count(dims)
+        count = count_values(dims)
         if count is None:
             raise self.fail(f"tensor {name!r}: dimensions {dims} overflow")
         columns = dims[0] if dims else 1
@@ -286,7 +286,7 @@ def _alignment(path: Path, metadata: dict[str, Any], types: dict[str, str]) -> i
     return int(value)
 
 
-class GGUFPart(NamedTuple):
+class GGUFFile(NamedTuple):
     """One file, parsed."""
 
     path: Path
@@ -296,14 +296,14 @@ class GGUFPart(NamedTuple):
     tensors: dict[str, Tensor]
 
 
-def _split_int(part: GGUFPart, key: str) -> int:
+def _split_int(part: GGUFFile, key: str) -> int:
     value = part.metadata.get(key)
     if not isinstance(value, int) or isinstance(value, bool):
         raise ModelFileError(f"{part.path.name}: metadata key {key!r} is missing or not an integer")
     return value
 
 
-def further_splits(first: GGUFPart, read: Callable[[Path], GGUFPart]) -> list[GGUFPart]:
+def read_split_parts(first: GGUFFile, read: Callable[[Path], GGUFFile]) -> list[GGUFFile]:
     """The other files of a set, in order; none where the first one says that it is alone."""
     if "split.count" not in first.metadata or (count := _split_int(first, "split.count")) <= 1:
         return []
@@ -315,7 +315,7 @@ def further_splits(first: GGUFPart, read: Callable[[Path], GGUFPart]) -> list[GG
         )
     if int(name["parts"]) != count:
         raise ModelFileError(f"{path.name}: its name says {int(name['parts'])} files, its metadata {count}")
-    names = split_set(path)
+    names = split_set_paths(path)
     if _split_int(first, "split.no") != 0 or int(name["part"]) != 1:
         raise ModelFileError(f"{path.name} is not the first of its split set: open {names[0].name}")
     parts = []
@@ -329,7 +329,7 @@ def further_splits(first: GGUFPart, read: Callable[[Path], GGUFPart]) -> list[GG
     return parts
 
 
-def check_split_total(first: GGUFPart, found: int) -> None:
+def check_split_tensor_count(first: GGUFFile, found: int) -> None:
     """All tensors that the set was split from are there, and no more."""
     if "split.tensors.count" not in first.metadata:
         return
@@ -340,14 +340,14 @@ def check_split_total(first: GGUFPart, found: int) -> None:
         )
 
 
-def ggufs_in(folder: Path) -> list[Path]:
+def list_gguf_models(folder: Path) -> list[Path]:
     """The GGUF models of a folder: single files, and the first ones of split sets."""
     names = sorted(path for path in folder.iterdir() if path.suffix.lower() == ".gguf")
     splits = {path: SPLIT_NAME.fullmatch(path.name) for path in names}
     return [path for path, split in splits.items() if split is None or int(split["part"]) == 1]
 
 
-def split_set(path: Path) -> list[Path]:
+def split_set_paths(path: Path) -> list[Path]:
     """The names of all files of the set that `path` is named after; itself alone where its name is no such one."""
     name = SPLIT_NAME.fullmatch(path.name)
     if name is None:

@@ -154,7 +154,7 @@ def _type_of(value: Any) -> str:
     return {float: "float32", str: "string"}[type(value)]
 
 
-def _int_type(least: int, most: int) -> str:
-    if least < 0:
-        return "int32" if least >= -(1 << 31) and most < 1 << 31 else "int64"
-    return "uint32" if most < 1 << 32 else "uint64"
+def _int_type(min_value: int, max_value: int) -> str:
+    if min_value < 0:
+        return "int32" if min_value >= -(1 << 31) and max_value < 1 << 31 else "int64"
+    return "uint32" if max_value < 1 << 32 else "uint64"

@@ -16,7 +16,7 @@ from .quants import BLOCK_TYPES
 
 OUTPUT, EMBEDDING = "output", "token_embd"
 FUSED_ROLES = {"attn_qkv": "attn_v"}  # a matrix that holds several gets the type of the most sensitive one
-SHARED = 4  # query heads on one KV head, from which on `attn_v` is small enough to be given more bits
+MIN_GROUPED_HEADS = 4  # query heads on one KV head, from which on `attn_v` is small enough to be given more bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,19 +36,19 @@ def _always(place: Place) -> bool:
     return True
 
 
-def _shared(place: Place) -> bool:
-    return place.heads_per_kv >= SHARED
+def _has_grouped_heads(place: Place) -> bool:
+    return place.heads_per_kv >= MIN_GROUPED_HEADS
 
 
-def _first(layers: int) -> Where:
+def _first_layers(layers: int) -> Where:
     return lambda place: place.layer < layers
 
 
-def _first_part(of: int) -> Where:
+def _first_fraction(of: int) -> Where:
     return lambda place: place.layer < place.n_layers // of
 
 
-def _more_bits(place: Place) -> bool:
+def _use_more_bits(place: Place) -> bool:
     """The first eighth, the last eighth, and every third layer between."""
     eighth = place.n_layers // 8
     outside = place.layer < eighth or place.layer >= 7 * place.n_layers // 8
@@ -64,8 +64,8 @@ class Mix:
     rules: Mapping[str, Rules] = field(default_factory=dict)
 
 
-_IQ4: dict[str, Rules] = {"attn_v": ((_shared, "Q5_K"),), "ffn_down": ((_first_part(8), "Q5_K"),)}
-_MEDIUM: dict[str, Rules] = {"attn_v": ((_more_bits, "Q6_K"),), "ffn_down": ((_more_bits, "Q6_K"),)}
+_IQ4: dict[str, Rules] = {"attn_v": ((_has_grouped_heads, "Q5_K"),), "ffn_down": ((_first_fraction(8), "Q5_K"),)}
+_MEDIUM: dict[str, Rules] = {"attn_v": ((_use_more_bits, "Q6_K"),), "ffn_down": ((_use_more_bits, "Q6_K"),)}
 
 MIXES: dict[str, Mix] = {
     "F32": Mix("F32", 0),
@@ -77,18 +77,18 @@ MIXES: dict[str, Mix] = {
     "Q5_1": Mix("Q5_1", 9),
     "Q8_0": Mix("Q8_0", 7),
     "Q2_K": Mix("Q2_K", 10, {
-        "attn_v": ((_shared, "Q4_K"), (_always, "Q3_K")),
+        "attn_v": ((_has_grouped_heads, "Q4_K"), (_always, "Q3_K")),
         "attn_output": ((_always, "Q3_K"),),
         "ffn_down": ((_always, "Q3_K"),),
     }),
     "Q3_K_S": Mix("Q3_K", 11),
     "Q3_K_M": Mix("Q3_K", 12, {
-        "attn_v": ((_first(2), "Q5_K"), (_always, "Q4_K")),
+        "attn_v": ((_first_layers(2), "Q5_K"), (_always, "Q4_K")),
         "attn_output": ((_always, "Q4_K"),),
-        "ffn_down": ((_first_part(16), "Q5_K"), (_always, "Q4_K")),
+        "ffn_down": ((_first_fraction(16), "Q5_K"), (_always, "Q4_K")),
     }),
     "Q3_K_L": Mix("Q3_K", 13, dict.fromkeys(("attn_v", "attn_output", "ffn_down"), ((_always, "Q5_K"),))),
-    "Q4_K_S": Mix("Q4_K", 14, {"attn_v": ((_first(4), "Q5_K"),), "ffn_down": ((_first_part(8), "Q5_K"),)}),
+    "Q4_K_S": Mix("Q4_K", 14, {"attn_v": ((_first_layers(4), "Q5_K"),), "ffn_down": ((_first_fraction(8), "Q5_K"),)}),
     "Q4_K_M": Mix("Q4_K", 15, _MEDIUM),
     "Q5_K_S": Mix("Q5_K", 16),
     "Q5_K_M": Mix("Q5_K", 17, _MEDIUM),
@@ -100,7 +100,7 @@ MIXES: dict[str, Mix] = {
 FALLBACKS = {"Q2_K": "Q4_0", "Q3_K": "Q4_0", "Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0", "IQ4_XS": "IQ4_NL"}
 
 
-def mix_named(name: str) -> Mix:
+def find_mix(name: str) -> Mix:
     """The mix of this name."""
     if name not in MIXES:
         raise InvalidRequestError(f"unknown type mix {name!r}: use one of {', '.join(MIXES)}", "synthetic")
@@ -115,14 +115,14 @@ def matrix_type(mix: Mix, role: str, columns: int, place: Place, *, tied: bool) 
     wanted = next((kind for where, kind in mix.rules.get(role, ()) if where(place)), mix.base)
     if role == OUTPUT or (role == EMBEDDING and tied):
         wanted = _head_type(mix.base, columns)
-    return _fitting(wanted, columns)
+    return _fit_columns(wanted, columns)
 
 
 def _head_type(base: str, columns: int) -> str:
     return "Q8_0" if base == "Q8_0" or columns % BLOCK_TYPES[base].block_size else "Q6_K"
 
 
-def _fitting(kind: str, columns: int) -> str:
+def _fit_columns(kind: str, columns: int) -> str:
     if columns % BLOCK_TYPES[kind].block_size == 0:
         return kind
     kind = FALLBACKS.get(kind, kind)

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import ModelFileError, UnsupportedModelError
-from .checkpoint import PICKLES, Checkpoint, Tensor, map_file, value_count
+from .checkpoint import PICKLE_SUFFIXES, Checkpoint, Tensor, count_values, map_file
 from .quants import BLOCK_TYPES, BlockType
 
 DECODED = ("F32", "F16", "BF16", "F64", "I8", "I16", "I32", "I64")  # their names are those of our block types
@@ -126,7 +126,7 @@ def _read_shards(folder: Path) -> dict[str, Tensor]:
         return _read_indexed(folder, read_json(index))
     files = sorted(folder.glob("*.safetensors"))
     if not files:
-        pickles = sorted(p.name for p in folder.iterdir() if p.suffix in PICKLES)
+        pickles = sorted(p.name for p in folder.iterdir() if p.suffix in PICKLE_SUFFIXES)
         if pickles:
             raise UnsupportedModelError(
                 f"{folder.name}: {pickles[0]} holds pickled weights, which can run any code "
@@ -211,7 +211,7 @@ def _extent(path: Path, name: str, entry: object, room: int) -> tuple[int, int]:
             f"{path.name}: tensor {name!r} has unsupported type {dtype!r} (supported: {', '.join(DTYPES)})"
         )
     begin, end = entry["data_offsets"] if len(entry["data_offsets"]) == 2 else (1, 0)
-    count = value_count(entry["shape"])
+    count = count_values(entry["shape"])
     if count is None:
         raise ModelFileError(f"{path.name}: tensor {name!r}: shape {entry['shape']} overflows")
     expected = count * DTYPES[dtype].block_bytes

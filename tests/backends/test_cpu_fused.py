@@ -22,7 +22,7 @@ from llm_worker_rbee.backends.cpu.program import Instruction, Program, Step, new
 from llm_worker_rbee.bench.blocks import random_tensor
 from llm_worker_rbee.engine.solo import Solo
 from llm_worker_rbee.errors import InferenceError
-from llm_worker_rbee.models import Transformer, describe, load_model
+from llm_worker_rbee.models import Transformer, load_model, read_model_config
 from llm_worker_rbee.weights import open_checkpoint
 from llm_worker_rbee.weights.quants import BLOCK_TYPES
 from tests.helpers.model_runs import load, logits_of
@@ -36,7 +36,7 @@ def steps(model: Transformer, ids: list[int], sizes: list[int], *, fused: bool) 
     runner, at, found = Solo(model, len(ids)), 0, []
     for size in sizes:
         batch = runner.batch(ids[at : at + size], at, all_logits=True)
-        found.append(model.forward(batch, runner.cache) if fused else model.op_by_op(batch, runner.cache))
+        found.append(model.forward(batch, runner.cache) if fused else model.forward_unfused(batch, runner.cache))
         at += size
     return np.concatenate(found)
 
@@ -47,7 +47,7 @@ def test_it_has_the_bits_of_single_ops_and_the_values_of_the_reference(name: str
     has_gguf = name not in ("qwen2-window", "gemma2-scale")
     path = save_gguf(ZOO[name], made, tmp_path / "model.gguf") if has_gguf else save_hf(made, tmp_path / "model")
     checkpoint = open_checkpoint(path)
-    model = load_model(checkpoint, cpu, describe(checkpoint))  # type: ignore[arg-type]
+    model = load_model(checkpoint, cpu, read_model_config(checkpoint))  # type: ignore[arg-type]
     ids = prompt_ids(ZOO[name])
     whole = steps(model, ids, [len(ids)], fused=True)
     np.testing.assert_array_equal(whole, steps(model, ids, [len(ids)], fused=False))
@@ -110,7 +110,7 @@ def test_every_piece_is_done_once_and_before_the_next_instruction(workers: int) 
 
 def test_two_python_threads_share_one_model(default_model: Path) -> None:
     checkpoint = open_checkpoint(default_model)
-    model = load_model(checkpoint, cpu, describe(checkpoint), 64)  # type: ignore[arg-type]
+    model = load_model(checkpoint, cpu, read_model_config(checkpoint), 64)  # type: ignore[arg-type]
     prompts = [np.random.default_rng(seed).integers(0, 49152, 12).tolist() for seed in range(4)]
     alone = [steps(model, ids, [8, 1, 1, 1, 1], fused=True) for ids in prompts]
     together: dict[int, NDArray[np.float32]] = {}
@@ -129,7 +129,7 @@ def test_two_python_threads_share_one_model(default_model: Path) -> None:
 
 def test_a_step_may_be_empty_and_may_want_a_token_twice(default_model: Path) -> None:
     checkpoint = open_checkpoint(default_model)
-    model = load_model(checkpoint, cpu, describe(checkpoint), 64)  # type: ignore[arg-type]
+    model = load_model(checkpoint, cpu, read_model_config(checkpoint), 64)  # type: ignore[arg-type]
     runner = Solo(model, 32)
     batch = runner.batch(list(range(100, 110)), 0, all_logits=False)
     last = model.forward(batch, runner.cache)
@@ -143,7 +143,7 @@ def test_a_step_may_be_empty_and_may_want_a_token_twice(default_model: Path) -> 
 
 def test_a_cache_that_is_gone_is_not_kept(default_model: Path) -> None:
     checkpoint = open_checkpoint(default_model)
-    model = load_model(checkpoint, cpu, describe(checkpoint), 64)  # type: ignore[arg-type]
+    model = load_model(checkpoint, cpu, read_model_config(checkpoint), 64)  # type: ignore[arg-type]
     runner = Solo(model, 16)
     model.forward(runner.batch([1, 2], 0, all_logits=False), runner.cache)
     keys = weakref.ref(runner.cache.layers[0].k)

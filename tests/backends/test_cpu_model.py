@@ -12,7 +12,7 @@ from llm_worker_rbee import LLM
 from llm_worker_rbee.backends import cpu
 from llm_worker_rbee.engine.request import Request, SamplingParams
 from llm_worker_rbee.engine.solo import Solo
-from llm_worker_rbee.models import describe, load_model
+from llm_worker_rbee.models import load_model, read_model_config
 from llm_worker_rbee.weights import open_checkpoint
 from tests.cli.conftest import write_model
 
@@ -25,7 +25,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def logits(path: Path, ids: list[int], chunk: int) -> np.ndarray:
     """After each prompt token, computed `chunk` tokens at a time."""
     checkpoint = open_checkpoint(path)
-    model = load_model(checkpoint, cpu, describe(checkpoint), 64)  # type: ignore[arg-type]
+    model = load_model(checkpoint, cpu, read_model_config(checkpoint), 64)  # type: ignore[arg-type]
     runner = Solo(model, len(ids))
     request = Request(ids, SamplingParams(), 1, 0, frozenset())
     parts = [runner.step(request, chunk, all_logits=True) for _ in range(-(-len(ids) // chunk))]

@@ -18,7 +18,7 @@ from llm_worker_rbee.bench.e2e.bench import Bench
 from llm_worker_rbee.bench.results import Recorder
 from llm_worker_rbee.bench.synthetic import Shape, Spec, checkpoint
 from llm_worker_rbee.errors import ContextLengthError, InsufficientMemoryError, InvalidRequestError
-from llm_worker_rbee.models import describe, load_model
+from llm_worker_rbee.models import load_model, read_model_config
 from tests.cli.conftest import write_model
 
 SHAPE = Shape(2, 64, 4, 2, 96, 300, 320)
@@ -86,14 +86,14 @@ def test_bytes_and_operations_by_hand() -> None:
     q8 = 34 / 32
     cached = 2 * 2 * kv * 4  # layers, K and V, float32
     untied = checkpoint(SPEC)
-    cost = Cost.of(untied, describe(untied))
+    cost = Cost.of(untied, read_model_config(untied))
     head = width * SHAPE.vocabulary
     assert cost.weights == (values + head) * q8 + norms + width * q8  # and one row of the embedding
     assert cost.bytes_per_token(Case("tg", 8, 100, 1)) == cost.weights + cached * 104
     assert cost.bytes_per_token(Case("tg", 8, 100, 4)) == cost.weights / 4 + cached * 104
     assert cost.operations(Case("pp", 10, 0, 3)) == 2 * 3 * (10 * values + head)
     tied = checkpoint(Spec("tied", SHAPE._replace(tied=True), "Q8_0", 2))
-    assert Cost.of(tied, describe(tied)).weights == (values + head) * q8 + norms
+    assert Cost.of(tied, read_model_config(tied)).weights == (values + head) * q8 + norms
 
 
 def test_what_cannot_be_run_is_refused_first(tiny: Path) -> None:
@@ -222,5 +222,5 @@ def test_the_peak_of_memory_starts_again() -> None:
 
 def test_a_synthetic_model_loads_like_any_other() -> None:
     made = checkpoint(SPEC)
-    model = load_model(made, reference, describe(made))  # type: ignore[arg-type]
+    model = load_model(made, reference, read_model_config(made))  # type: ignore[arg-type]
     assert Drive(model, 16).decode(0, 5, 1).answers == Drive(model, 16).decode(0, 5, 1).answers

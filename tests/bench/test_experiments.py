@@ -37,7 +37,7 @@ from llm_worker_rbee.bench.statistics import Change, compare
 from llm_worker_rbee.bench.timing import Plan
 from llm_worker_rbee.errors import InferenceError, InvalidRequestError, UnsupportedModelError
 from llm_worker_rbee.layers.rope import inverse_frequencies
-from llm_worker_rbee.models import describe, load_model
+from llm_worker_rbee.models import load_model, read_model_config
 from llm_worker_rbee.weights import open_checkpoint
 from llm_worker_rbee.weights.gguf_writer import write_gguf
 from tests.cli.conftest import HEADS, model_keys, model_tensors, vocabulary, write_model
@@ -157,12 +157,12 @@ def test_the_one_function_is_the_block(length: int, rng: np.random.Generator) ->
 @pytest.mark.parametrize(("prompt", "steps"), [(1, 1), (9, 3), (fused_block.TILE + 6, 2)])
 def test_the_two_forward_passes_give_the_models_logits(tiny: Path, prompt: int, steps: int) -> None:
     checkpoint = open_checkpoint(tiny)
-    sides = whole_forward.Sides(load_model(checkpoint, fused_block.DENSE, describe(checkpoint)), prompt, steps)
+    sides = whole_forward.Sides(load_model(checkpoint, fused_block.DENSE, read_model_config(checkpoint)), prompt, steps)
     for work in (sides.prefill, sides.decode, sides.decode):  # decode again: it starts at the prompt's end anew
         one, other = work("modules"), work("fused")
         assert one.shape == other.shape
         assert np.allclose(one, other, atol=1e-4)
-    solo = whole_forward.Solo(load_model(checkpoint, reference, describe(checkpoint)), prompt + steps)
+    solo = whole_forward.Solo(load_model(checkpoint, reference, read_model_config(checkpoint)), prompt + steps)
     plain = solo.model.forward(solo.batch(sides.ids, 0, all_logits=False), solo.cache)
     assert np.allclose(plain, sides.decode("fused"), atol=1e-4)
 
@@ -174,7 +174,7 @@ def test_grouped_heads_agree(tmp_path: Path) -> None:
     halved = {name: t[: len(t) // 2] if "attn_k." in name or "attn_v." in name else t for name, t in tensors.items()}
     checkpoint = open_checkpoint(write_gguf(tmp_path / "grouped.gguf", keys, halved))
     sides = whole_forward.Sides(
-        load_model(checkpoint, fused_block.DENSE, describe(checkpoint)), fused_block.TILE + 5, 1
+        load_model(checkpoint, fused_block.DENSE, read_model_config(checkpoint)), fused_block.TILE + 5, 1
     )
     for work in (sides.prefill, sides.decode):
         one, other = work("modules"), work("fused")
@@ -183,7 +183,7 @@ def test_grouped_heads_agree(tmp_path: Path) -> None:
 
 
 def test_a_model_that_the_one_function_does_not_know_is_refused(tiny: Path) -> None:
-    config = describe(open_checkpoint(tiny))
+    config = read_model_config(open_checkpoint(tiny))
     fused_block.require_plain(config)
     with pytest.raises(UnsupportedModelError, match="needs a plain llama: this model has a window"):
         fused_block.require_plain(replace(config, windows=(4,) * config.n_layers))

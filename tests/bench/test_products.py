@@ -13,14 +13,14 @@ from llm_worker_rbee.backends import cpu, reference
 from llm_worker_rbee.backends.ops import Ops
 from llm_worker_rbee.bench import products as room
 from llm_worker_rbee.bench.synthetic import Shape, Spec, checkpoint
-from llm_worker_rbee.models import Transformer, describe, load_model
+from llm_worker_rbee.models import Transformer, load_model, read_model_config
 
 SHAPE = Shape(2, 64, 4, 2, 96, 300, 320)
 
 
 def model(ops: Any, mix: str = "Q8_0") -> Transformer:
     made = checkpoint(Spec("small", SHAPE, mix, 2))
-    return load_model(made, ops, describe(made))
+    return load_model(made, ops, read_model_config(made))
 
 
 def test_one_by_one_each_matrix_is_used_once() -> None:

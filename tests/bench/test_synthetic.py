@@ -18,7 +18,7 @@ from llm_worker_rbee.bench.drive import Drive
 from llm_worker_rbee.bench.micro.cases import WEIGHT_TYPES
 from llm_worker_rbee.bench.synthetic import SHAPES, Shape, Spec, checkpoint, parse, plans, write
 from llm_worker_rbee.errors import InsufficientMemoryError, InvalidRequestError, WorkerError
-from llm_worker_rbee.models import describe, load_model
+from llm_worker_rbee.models import load_model, read_model_config
 from llm_worker_rbee.weights import open_checkpoint
 from llm_worker_rbee.weights.quant_mix import MIXES
 from llm_worker_rbee.weights.quants import BlockType
@@ -73,7 +73,7 @@ def test_tensors_have_memory_of_their_own_and_differ() -> None:
     made = checkpoint(Spec("small", SMALL, "Q4_K_M", 3), seed=1)
     matrices = [t for t in made.tensors.values() if len(t.shape) == 2]
     for i, one in enumerate(matrices):
-        assert one.find_bad_scale() is None
+        assert one.find_nonfinite_scale() is None
         for other in matrices[i + 1 :]:
             assert not np.shares_memory(one.data, other.data)
             assert one.data[:4096].tobytes() != other.data[:4096].tobytes()
@@ -87,7 +87,7 @@ def test_tensors_have_memory_of_their_own_and_differ() -> None:
 def test_activations_stay_finite(architecture: str) -> None:
     shape = SMALL._replace(layers=12, architecture=architecture)
     made = checkpoint(Spec("deep", shape, "Q4_K_M", 12))
-    model = load_model(made, reference, describe(made))  # type: ignore[arg-type]
+    model = load_model(made, reference, read_model_config(made))  # type: ignore[arg-type]
     ((token,),) = Drive(model, 8).prefill(0, 8, 1).answers  # refuses logits that are not finite
     assert 0 <= token < shape.vocabulary
 
@@ -102,7 +102,7 @@ def test_the_file_is_read_by_others_and_by_us(tmp_path: Path, mix: str) -> None:
     }
     assert all((opened.tensors[name].data == t.data).all() for name, t in made.tensors.items())
     # the file keeps its numbers as float32
-    assert replace(describe(opened), norm_eps=1e-5) == describe(made)
+    assert replace(read_model_config(opened), norm_eps=1e-5) == read_model_config(made)
     read = gguf.GGUFReader(path)
     for tensor in read.tensors:
         values = gguf.dequantize(tensor.data, tensor.tensor_type)

@@ -84,7 +84,7 @@ def test_greedy_tokens_and_text(name: str, reference_llm: LLM, theirs: Any, ids:
     expected = model_zoo.hf_greedy(theirs, ids[name], NEW_TOKENS)
     assert answer.tokens == expected
     assert answer.text == reference_llm.tokenizer.decode(
-        expected, continuation=reference_llm.tokenizer.continues(ids[name])
+        expected, continuation=reference_llm.tokenizer.is_continuation(ids[name])
     )
 
 

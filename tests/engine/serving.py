@@ -14,7 +14,7 @@ from llm_worker_rbee.engine.engine import Engine
 from llm_worker_rbee.engine.request import Request, SamplingParams, StepOutput, TokenLogprob
 from llm_worker_rbee.engine.sampler import sample_rows, token_logprobs
 from llm_worker_rbee.engine.solo import Solo
-from llm_worker_rbee.models import Transformer, describe, load_model
+from llm_worker_rbee.models import Transformer, load_model, read_model_config
 from llm_worker_rbee.weights import open_checkpoint
 from tests.conftest import DEVICE
 from tests.helpers import model_zoo
@@ -25,7 +25,7 @@ SMALL = model_zoo.Variant("llama", {"rope_parameters": model_zoo.PLAIN, "max_pos
 def load(path: Path, *kv_types: str) -> Transformer:
     """On the tests' device, compiled; what a request is answered does not depend on its company."""
     checkpoint, ops = open_checkpoint(path), cuda_probe.deterministic(pick(DEVICE))
-    config = describe(checkpoint)
+    config = read_model_config(checkpoint)
     for kv_type in kv_types or ("float32",):
         precompile.get_ready_for(ops, precompile.Needs.of(checkpoint, config, kv_type))
     return load_model(checkpoint, ops, config)

@@ -16,13 +16,13 @@ from llm_worker_rbee.engine.engine import Engine
 from llm_worker_rbee.engine.request import Request, SamplingParams
 from llm_worker_rbee.engine.solo import Solo
 from llm_worker_rbee.layers.block import Block
-from llm_worker_rbee.models import Transformer, describe, load_model
+from llm_worker_rbee.models import Transformer, load_model, read_model_config
 from llm_worker_rbee.weights import open_checkpoint
 
 
 def load(path: Path, max_context: int | None = None) -> Transformer:
     checkpoint = open_checkpoint(path)
-    return load_model(checkpoint, pick(backend="reference"), describe(checkpoint), max_context)
+    return load_model(checkpoint, pick(backend="reference"), read_model_config(checkpoint), max_context)
 
 
 def logits_of(model: Transformer, ids: list[int], chunk: int = 512, kv_type: str = "float32") -> NDArray[np.float32]:
@@ -81,8 +81,8 @@ WITHOUT_BUILT: dict[str, Callable[[Transformer], Transformer]] = {
 def load_without(path: Path, feature: str, max_context: int | None = None) -> Transformer:
     checkpoint, ops = open_checkpoint(path), pick(backend="reference")
     if feature in WITHOUT_BUILT:
-        return WITHOUT_BUILT[feature](load_model(checkpoint, ops, describe(checkpoint), max_context))
-    config = WITHOUT_CONFIG[feature](describe(checkpoint))
+        return WITHOUT_BUILT[feature](load_model(checkpoint, ops, read_model_config(checkpoint), max_context))
+    config = WITHOUT_CONFIG[feature](read_model_config(checkpoint))
     if feature == "rope scaling":  # in a GGUF some scalings are tensors
         kept = {n: t for n, t in checkpoint.tensors.items() if not n.startswith("rope_f")}
         checkpoint = replace(checkpoint, tensors=kept)

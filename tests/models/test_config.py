@@ -15,7 +15,7 @@ import transformers
 from llm_worker_rbee.config import ModelConfig, RopeScaling
 from llm_worker_rbee.errors import ModelFileError
 from llm_worker_rbee.layers.rope import rope_table
-from llm_worker_rbee.models.families import BY_GGUF, BY_HF, describe
+from llm_worker_rbee.models.families import BY_GGUF, BY_HF, read_model_config
 from llm_worker_rbee.weights import open_checkpoint
 from tests.helpers import model_runs, model_zoo
 
@@ -122,11 +122,11 @@ def test_the_class_name_tells_the_family_where_model_type_is_absent(name: str, t
     variant = model_zoo.ZOO[name]
     folder = model_zoo.save_hf(model_zoo.make_hf(variant), tmp_path)
     config = json.loads((folder / "config.json").read_text())
-    family = describe(open_checkpoint(folder)).family
+    family = read_model_config(open_checkpoint(folder)).family
     assert config.pop("model_type") == variant.family
     assert config["architectures"][0].endswith("ForCausalLM")
     (folder / "config.json").write_text(json.dumps(config))
-    assert describe(open_checkpoint(folder)).family is family
+    assert read_model_config(open_checkpoint(folder)).family is family
 
 
 @pytest.mark.parametrize("said", [{"tie_word_embeddings": False}, {}])

@@ -14,7 +14,7 @@ import pytest
 from llm_worker_rbee.backends import pick
 from llm_worker_rbee.config import ModelConfig
 from llm_worker_rbee.errors import ModelFileError, UnsupportedModelError
-from llm_worker_rbee.models import Transformer, describe, load_model
+from llm_worker_rbee.models import Transformer, load_model, read_model_config
 from llm_worker_rbee.models.families import BY_GGUF, BY_HF
 from llm_worker_rbee.weights import open_checkpoint
 from llm_worker_rbee.weights.gguf_writer import Raw, Typed, write_gguf
@@ -46,7 +46,7 @@ HF_CONFIG: dict[str, Any] = {
 
 def load(path: Path) -> Transformer:
     checkpoint = open_checkpoint(path)
-    return load_model(checkpoint, pick(backend="reference"), describe(checkpoint))
+    return load_model(checkpoint, pick(backend="reference"), read_model_config(checkpoint))
 
 
 def write(path: Path, changes: dict[str, Any] | None = None, family: str = "llama", drop: tuple[str, ...] = ()) -> Path:
@@ -336,5 +336,5 @@ def test_hf_sound_config() -> None:
 
 
 def test_describe_reads_no_tensor(tmp_path: Path) -> None:
-    config = describe(open_checkpoint(write_gguf(tmp_path / "m.gguf", minimal_gguf.metadata("llama"))))
+    config = read_model_config(open_checkpoint(write_gguf(tmp_path / "m.gguf", minimal_gguf.metadata("llama"))))
     assert config.vocab_size == len(minimal_gguf.SPM["tokenizer.ggml.tokens"])

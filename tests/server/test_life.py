@@ -33,7 +33,7 @@ import pytest
 
 from llm_worker_rbee import LLM
 from llm_worker_rbee.server.dialects import jobs
-from llm_worker_rbee.tokenizer import StreamDecoder
+from llm_worker_rbee.tokenizer import Detokenizer
 from tests.conftest import DEVICE
 from tests.server.conftest import Start
 from tests.server.running import CHAT, Server, events, ids, step_through, until
@@ -252,7 +252,7 @@ def test_what_nobody_foresaw_is_told_without_its_inside(server: Server, monkeypa
     def breaking(*_: Any) -> str:
         raise ValueError("/a/path of ours")
 
-    monkeypatch.setattr(StreamDecoder, "push", breaking)
+    monkeypatch.setattr(Detokenizer, "push", breaking)
     asked = {"messages": CHAT, "max_tokens": 5, "n": 2}
     whole, chunks = (server.post(CHATS, {**asked, "stream": stream}, timeout=10) for stream in (False, True))
     job = server.events(server.job())

@@ -24,7 +24,7 @@ from llm_worker_rbee.server.auth import find_key, is_loopback
 from llm_worker_rbee.server.dialects import jobs
 from llm_worker_rbee.server.middleware import MAX_HEADERS
 from llm_worker_rbee.server.serve import bind, url_of
-from llm_worker_rbee.tokenizer import StreamDecoder
+from llm_worker_rbee.tokenizer import Detokenizer
 from tests.conftest import DEVICE
 
 from .conftest import Start
@@ -144,7 +144,7 @@ def test_a_job_that_breaks_is_a_line_with_the_correlation_of_who_brought_it(
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(log.JsonLines().format(record))  # type: ignore[method-assign]
-    monkeypatch.setattr(StreamDecoder, "push", breaking)
+    monkeypatch.setattr(Detokenizer, "push", breaking)
     log.log.addHandler(handler)
     try:
         mark = "00000009-0000-0000-0000-000000000000"

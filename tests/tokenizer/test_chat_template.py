@@ -262,7 +262,7 @@ def test_large_numbers_are_not_taken_for_widths(source: str) -> None:
 
 def test_its_process_ends_with_it() -> None:
     template = ChatTemplate("x")
-    child = template._child
+    child = template._worker
     assert child is not None
     assert child.poll() is None
     del template

@@ -138,10 +138,10 @@ def test_merges_never_make_a_control_token() -> None:
 
 def test_user_defined_tokens_are_always_found() -> None:
     metadata = bpe_metadata()
-    tokens, kinds = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.token_type"]
+    tokens, token_types = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.token_type"]
     assert isinstance(tokens, list)
     metadata["tokenizer.ggml.tokens"] = [*tokens, "<tool>", "<tool><x>"]
-    metadata["tokenizer.ggml.token_type"] = np.append(kinds, [4, 4]).astype(np.int32)
+    metadata["tokenizer.ggml.token_type"] = np.append(token_types, [4, 4]).astype(np.int32)
     tokenizer = tokenizer_from_gguf(metadata)
     tool = tokenizer.token_id("<tool>")
     assert tokenizer.encode("<tool>", add_special=False) == [tool]

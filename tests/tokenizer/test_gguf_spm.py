@@ -41,18 +41,18 @@ def train(**options: object) -> sentencepiece.SentencePieceProcessor:
 def metadata_of(processor: sentencepiece.SentencePieceProcessor, **more: object) -> dict[str, object]:
     """The GGUF form of a SentencePiece model."""
     size = processor.get_piece_size()
-    kinds = np.ones(size, np.int32)
+    token_types = np.ones(size, np.int32)
     for index in range(size):
         piece = processor.id_to_piece(index)
         checks = (processor.is_unknown, processor.is_control, processor.is_byte, processor.is_unused)
         found = [kind for kind, check in zip((2, 3, 6, 5), checks, strict=True) if check(index)]
-        kinds[index] = found[0] if found else (4 if piece.startswith("<user") else 1)
+        token_types[index] = found[0] if found else (4 if piece.startswith("<user") else 1)
     return {
         "general.architecture": "llama",
         "tokenizer.ggml.model": "llama",
         "tokenizer.ggml.tokens": [processor.id_to_piece(index) for index in range(size)],
         "tokenizer.ggml.scores": np.array([processor.get_score(index) for index in range(size)], np.float32),
-        "tokenizer.ggml.token_type": kinds,
+        "tokenizer.ggml.token_type": token_types,
         **{f"tokenizer.ggml.{key}": value for key, value in more.items()},
     }
 
@@ -157,10 +157,10 @@ def test_answers_go_on_where_the_prompt_ends(tokenizer: Tokenizer) -> None:
     whole = tokenizer.encode("Hello world")
     assert whole[: len(prompt)] == prompt
     answer = whole[len(prompt) :]
-    assert tokenizer.continues(prompt)
+    assert tokenizer.is_continuation(prompt)
     assert tokenizer.decode(prompt) + tokenizer.decode(answer, continuation=True) == "Hello world"
-    assert not tokenizer.continues([1])
-    assert not tokenizer.continues([])
+    assert not tokenizer.is_continuation([1])
+    assert not tokenizer.is_continuation([])
 
 
 def test_without_types_and_ids_the_usual_ones_hold() -> None:

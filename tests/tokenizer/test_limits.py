@@ -10,8 +10,8 @@ from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Library
 
 from llm_worker_rbee.errors import InvalidRequestError, TokenizerError
-from llm_worker_rbee.tokenizer import StreamDecoder, Tokenizer, tokenizer_from_gguf, tokenizer_from_hf
-from llm_worker_rbee.tokenizer.encoders import building
+from llm_worker_rbee.tokenizer import Detokenizer, Tokenizer, tokenizer_from_gguf, tokenizer_from_hf
+from llm_worker_rbee.tokenizer.encoders import tokenizer_errors
 from tests.helpers.tokenizer_metadata import SPM_TOKENS, bpe_metadata, data, spm_metadata
 
 MEGABYTE = 1 << 20
@@ -37,12 +37,14 @@ def refusal(metadata: dict[str, object], limit: int = 40 * MEGABYTE) -> str:
 
 def with_last_kind(metadata: dict[str, object], text: str, kind: int) -> dict[str, object]:
     """The metadata with one more token."""
-    tokens, kinds, scores = (metadata.get(f"tokenizer.ggml.{key}", []) for key in ("tokens", "token_type", "scores"))
+    tokens, token_types, scores = (
+        metadata.get(f"tokenizer.ggml.{key}", []) for key in ("tokens", "token_type", "scores")
+    )
     assert isinstance(tokens, list)
     return {
         **metadata,
         "tokenizer.ggml.tokens": [*tokens, text],
-        "tokenizer.ggml.token_type": [*map(int, kinds), kind],  # type: ignore[call-overload]
+        "tokenizer.ggml.token_type": [*map(int, token_types), kind],  # type: ignore[call-overload]
         "tokenizer.ggml.scores": [*scores, 0.0],  # type: ignore[misc]
     }
 
@@ -84,7 +86,7 @@ def test_many_long_special_tokens_are_refused() -> None:
 def write(folder: Path, library: Library, **changes: object) -> Path:
     """A folder with the library's tokenizer.json, keys of which are replaced."""
     source = {**json.loads(library.to_str()), **changes}
-    (folder / "tokenizer.json").write_text(json.dumps(source), encoding="utf-8")
+    (folder / "tokenizer.json").write_text(json.dumps(source), encode_errors="utf-8")
     return folder
 
 
@@ -130,7 +132,7 @@ def test_ids_up_to_the_rows_of_the_embedding_are_padding() -> None:
     assert tokenizer.decode([size, *ids, padding]) == "hello"
     assert (tokenizer.piece(padding), tokenizer.token_bytes(padding)) == ("", b"")
     assert not tokenizer.is_special(padding)
-    assert StreamDecoder(tokenizer).push(padding) == ""
+    assert Detokenizer(tokenizer).push(padding) == ""
     with pytest.raises(InvalidRequestError, match=rf"token id {size + 64} is outside .*0 to {padding}"):
         tokenizer.decode([size + 64])
 
@@ -156,7 +158,7 @@ def test_what_the_library_raises_while_building_is_an_error_of_the_file(tmp_path
     for pattern, reason in ((panics, "retry-limit"), ("(unclosed", "Oniguruma error")):
         source = json.loads(byte_library().to_str())
         source["pre_tokenizer"]["pretokenizers"][0]["pattern"] = {"Regex": pattern}
-        (tmp_path / "tokenizer.json").write_text(json.dumps(source), encoding="utf-8")
+        (tmp_path / "tokenizer.json").write_text(json.dumps(source), encode_errors="utf-8")
         with pytest.raises(TokenizerError, match=rf"tokenizer\.json: .*{reason}") as caught:
             tokenizer_from_hf(tmp_path)
         assert "\n" not in str(caught.value)
@@ -164,24 +166,24 @@ def test_what_the_library_raises_while_building_is_an_error_of_the_file(tmp_path
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit, MemoryError])
 def test_what_is_not_the_library_s_own_passes(kind: type[BaseException]) -> None:
-    with pytest.raises(kind), building("x"):
+    with pytest.raises(kind), tokenizer_errors("x"):
         raise kind
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1.5])
 def test_token_types_that_are_no_whole_numbers_are_refused(bad: float) -> None:
-    kinds = np.array(bpe_metadata()["tokenizer.ggml.token_type"], np.float32)
-    assert tokenizer_from_gguf(bpe_metadata(token_type=kinds)).is_special(0)
-    kinds[5] = bad
+    token_types = np.array(bpe_metadata()["tokenizer.ggml.token_type"], np.float32)
+    assert tokenizer_from_gguf(bpe_metadata(token_type=token_types)).is_special(0)
+    token_types[5] = bad
     with pytest.raises(TokenizerError, match=r"tokenizer\.ggml\.token_type: entry 5"):
-        tokenizer_from_gguf(bpe_metadata(token_type=kinds))
+        tokenizer_from_gguf(bpe_metadata(token_type=token_types))
 
 
 @pytest.mark.parametrize("entry", ["x", {"template": "t"}, {"name": ["default"], "template": "t"}, {"name": 3}, None])
 def test_a_template_without_a_name_is_refused(entry: object, tmp_path: Path) -> None:
     write(tmp_path, byte_library())
     settings = {"chat_template": [{"name": "default", "template": "d"}, entry]}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings), encode_errors="utf-8")
     with pytest.raises(TokenizerError, match=r"tokenizer_config\.json: chat_template"):
         tokenizer_from_hf(tmp_path)
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llm_worker_rbee.errors import InvalidRequestError
-from llm_worker_rbee.tokenizer import StreamDecoder, Tokenizer, tokenizer_from_gguf
+from llm_worker_rbee.tokenizer import Detokenizer, Tokenizer, tokenizer_from_gguf
 from tests.helpers.tokenizer_metadata import bpe_metadata, data, seeded, spm_metadata, unicode_text
 
 BPE = tokenizer_from_gguf(bpe_metadata())
@@ -15,8 +15,8 @@ SPM = tokenizer_from_gguf(spm_metadata(["▁the", "the", "th", "▁t", "▁▁",
 TOKENIZERS = {"bpe": BPE, "spm": SPM}
 
 
-def stream(tokenizer: Tokenizer, ids: list[int], stop: list[str], **options: bool) -> tuple[list[str], StreamDecoder]:
-    decoder = StreamDecoder(tokenizer, stop, **options)
+def stream(tokenizer: Tokenizer, ids: list[int], stop: list[str], **options: bool) -> tuple[list[str], Detokenizer]:
+    decoder = Detokenizer(tokenizer, stop, **options)
     return [*(decoder.push(token_id) for token_id in ids), decoder.finish()], decoder
 
 
@@ -60,7 +60,7 @@ def test_characters_are_never_broken(name: str) -> None:
         assert all("�" not in delta for delta in deltas)
         assert "".join(deltas) == text
     astronaut = tokenizer.encode("🧑🏿‍🚀", add_special=False)
-    decoder = StreamDecoder(tokenizer)
+    decoder = Detokenizer(tokenizer)
     assert "" in [decoder.push(token_id) for token_id in astronaut]
 
 
@@ -98,7 +98,7 @@ def test_a_stop_string_never_leaks(text: str, draw: st.DataObject) -> None:
 
 
 def test_what_is_held_back_comes_when_the_stop_string_fails() -> None:
-    decoder = StreamDecoder(SPM, ["the other", "hello"])
+    decoder = Detokenizer(SPM, ["the other", "hello"])
     shown = "".join(decoder.push(token_id) for token_id in SPM.encode("the oth", add_special=False))
     assert shown == " "
     assert decoder.finish() == "the oth"
@@ -106,7 +106,7 @@ def test_what_is_held_back_comes_when_the_stop_string_fails() -> None:
 
 
 def test_the_longest_beginning_is_held_back() -> None:
-    decoder = StreamDecoder(SPM, ["abab?", "b?"])
+    decoder = Detokenizer(SPM, ["abab?", "b?"])
     ids = [SPM.token_id(char) for char in "aabab"]
     assert "".join(decoder.push(token_id) for token_id in ids if token_id is not None) == "a"
     assert decoder.finish() == "abab"
@@ -114,7 +114,7 @@ def test_the_longest_beginning_is_held_back() -> None:
 
 def test_nothing_follows_a_stop_string() -> None:
     ids = SPM.encode("a the b", add_special=False)
-    decoder = StreamDecoder(SPM, ["th"])
+    decoder = Detokenizer(SPM, ["th"])
     assert "".join(decoder.push(token_id) for token_id in ids) == " a "
     assert decoder.stop_matched == "th"
     assert decoder.push(ids[0]) == ""
@@ -125,7 +125,7 @@ def test_many_tokens_with_a_long_stop_string() -> None:
     """Work per token does not grow: 20,000 tokens against a stop string that nearly matches all the time."""
     letter = SPM.token_id("a")
     assert letter is not None
-    decoder = StreamDecoder(SPM, ["a" * 5000 + "b"])
+    decoder = Detokenizer(SPM, ["a" * 5000 + "b"])
     count = sum(len(decoder.push(letter)) for _ in range(20_000))
     assert count == 15_000
     assert decoder.finish() == "a" * 5000
@@ -134,7 +134,7 @@ def test_many_tokens_with_a_long_stop_string() -> None:
 @pytest.mark.parametrize("stop", [[""], "text", ["a", 3], [None]])
 def test_bad_stop_strings_are_refused(stop: list[str]) -> None:
     with pytest.raises(InvalidRequestError) as caught:
-        StreamDecoder(SPM, stop)
+        Detokenizer(SPM, stop)
     assert caught.value.field == "stop"
 
 

@@ -200,7 +200,7 @@ def test_default_model_is_described_without_a_copy(default_model: Path) -> None:
     for tensor in checkpoint.tensors.values():
         assert_no_copy(tensor)
         assert tensor.nbytes == tensor.size // tensor.kind.block_size * tensor.kind.block_bytes
-        assert tensor.find_bad_scale() is None
+        assert tensor.find_nonfinite_scale() is None
     size = default_model.stat().st_size
     assert 0 <= size - checkpoint.nbytes < size // 50
     assert len(checkpoint.metadata["tokenizer.ggml.tokens"]) == 49152

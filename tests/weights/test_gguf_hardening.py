@@ -14,7 +14,7 @@ import pytest
 from llm_worker_rbee.errors import ModelFileError, ModelNotFoundError, UnsupportedModelError
 from llm_worker_rbee.weights import open_checkpoint
 from llm_worker_rbee.weights.gguf_writer import write_gguf, write_split
-from llm_worker_rbee.weights.quants import REMOVED
+from llm_worker_rbee.weights.quants import REMOVED_TYPES
 
 from ..helpers import minimal_gguf
 
@@ -129,7 +129,7 @@ TENSORS: Cases = {
     "unknown type": (with_tensors(entry("t.x", [4], 1000)), "'t.x' has unknown type 1000"),
     **{
         f"removed type {name}": (with_tensors(entry("t.x", [32], i)), f"'t.x' has removed type {name}")
-        for i, name in REMOVED.items()
+        for i, name in REMOVED_TYPES.items()
     },
     "row not a multiple of its block": (with_tensors(entry("t.x", [33, 32], Q4_0)), "'t.x': rows of 33 values"),
     "scalar of a block type": (with_tensors(entry("t.x", [], Q4_0)), "'t.x': rows of 1 values"),

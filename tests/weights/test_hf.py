@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import save_file
 
 from llm_worker_rbee.errors import ModelFileError, UnsupportedModelError
-from llm_worker_rbee.models import describe
+from llm_worker_rbee.models import read_model_config
 from llm_worker_rbee.weights import Checkpoint, open_checkpoint
 from llm_worker_rbee.weights.gguf_writer import Raw, TensorLike, write_gguf
 from llm_worker_rbee.weights.safetensors import LAYER_NAMES, SANDWICH_NAMES, gguf_name
@@ -211,7 +211,7 @@ def test_config_missing(tmp_path: Path) -> None:
 def test_architecture_unknown(tmp_path: Path, config: str) -> None:
     checkpoint = open_checkpoint(folder_with(tmp_path, safetensors(SMALL), config.encode()))
     with pytest.raises(ModelFileError, match=r"'model_type' is missing|is not supported"):
-        describe(checkpoint)
+        read_model_config(checkpoint)
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "model.pth", "model.ckpt", "model.pkl"])

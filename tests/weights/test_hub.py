@@ -19,15 +19,15 @@ def test_a_path_is_itself(tmp_path: Path, cache: Path, monkeypatch: pytest.Monke
     file = tmp_path / "m.gguf"
     file.write_bytes(b"GGUF")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert hub.locate(str(file)) == file
-    assert hub.locate("~/m.gguf") == file
-    assert hub.locate(str(tmp_path)) == tmp_path
+    assert hub.locate_model(str(file)) == file
+    assert hub.locate_model("~/m.gguf") == file
+    assert hub.locate_model(str(tmp_path)) == tmp_path
 
 
 @pytest.mark.parametrize("reference", ["", "nope", "a\0b", "/a\0b", "x" * 5000, "~nobody-here/x", "./no.gguf", "hf:x"])
 def test_an_unknown_reference_is_our_error(reference: str, cache: Path) -> None:
     with pytest.raises(ModelNotFoundError) as caught:
-        hub.locate(reference)
+        hub.locate_model(reference)
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 500
 
@@ -35,11 +35,11 @@ def test_an_unknown_reference_is_our_error(reference: str, cache: Path) -> None:
 def test_errors_say_what_was_meant(tmp_path: Path, cache: Path) -> None:
     (tmp_path / "model-q4.gguf").write_bytes(b"GGUF")
     with pytest.raises(ModelNotFoundError, match=r"did you mean .*model-q4\.gguf"):
-        hub.locate(str(tmp_path / "model-q5.gguf"))
+        hub.locate_model(str(tmp_path / "model-q5.gguf"))
     with pytest.raises(ModelNotFoundError, match="did you mean smollm2"):
-        hub.locate("smolm2")
+        hub.locate_model("smolm2")
     with pytest.raises(ModelNotFoundError, match="hf:owner/some-repo"):
-        hub.locate("owner/some-repo")
+        hub.locate_model("owner/some-repo")
 
 
 def test_a_model_in_the_cache_answers_to_its_name(cache: Path) -> None:
@@ -48,16 +48,16 @@ def test_a_model_in_the_cache_answers_to_its_name(cache: Path) -> None:
     (cache / "notes.txt").write_text("not a model")
     (cache / "folder").mkdir()
     (cache / "folder" / "config.json").write_text("{}")
-    assert hub.locate("Mine.Q8_0") == hub.locate("Mine.Q8_0.gguf") == cache / "Mine.Q8_0.gguf"
-    assert hub.locate("folder") == cache / "folder"
+    assert hub.locate_model("Mine.Q8_0") == hub.locate_model("Mine.Q8_0.gguf") == cache / "Mine.Q8_0.gguf"
+    assert hub.locate_model("folder") == cache / "folder"
     assert [(model.name, model.bytes) for model in hub.cached_models()] == [("Mine.Q8_0", 8), ("folder", 2)]
     with pytest.raises(InvalidRequestError, match="no checksum"):
-        hub.verify("Mine.Q8_0")
+        hub.verify_model("Mine.Q8_0")
 
 
 def test_without_pull_nothing_is_fetched(cache: Path) -> None:
     with pytest.raises(ModelNotFoundError, match="llm-worker-rbee pull smollm2"):
-        hub.locate(None, pull=False)
+        hub.locate_model(None, pull=False)
     assert not cache.exists()
 
 
@@ -67,10 +67,10 @@ def test_a_folder_named_like_the_default_does_not_hide_it(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "smollm2").mkdir()
     with pytest.raises(ModelNotFoundError, match="llm-worker-rbee pull smollm2"):
-        hub.locate("smollm2", pull=False)
-    assert hub.locate("./smollm2") == Path("smollm2")
+        hub.locate_model("smollm2", pull=False)
+    assert hub.locate_model("./smollm2") == Path("smollm2")
     (tmp_path / "smollm2" / "config.json").write_text("{}")
-    assert hub.locate("smollm2") == Path("smollm2")
+    assert hub.locate_model("smollm2") == Path("smollm2")
 
 
 def test_the_built_in_default_is_the_file_we_know(default_model: Path) -> None:
@@ -94,7 +94,7 @@ def test_a_half_written_default_is_not_listed(cache: Path) -> None:
     (cache / hub.BUILTIN["smollm2"].filename).write_bytes(b"GGUF")
     assert hub.cached_models() == []
     with pytest.raises(ModelNotFoundError):
-        hub.locate("smollm2", pull=False)
+        hub.locate_model("smollm2", pull=False)
 
 
 @pytest.mark.parametrize("suffix", ["gguf", "GGUF"])

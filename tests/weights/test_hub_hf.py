@@ -10,13 +10,13 @@ from collections import Counter
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
+from urllib.parse_reference import unquote, urlsplit
 
 import pytest
 
 from llm_worker_rbee.errors import DownloadError, ModelNotFoundError, UnsupportedModelError, WorkerError
 from llm_worker_rbee.weights import hub
-from llm_worker_rbee.weights.hub.huggingface import choose, parse
+from llm_worker_rbee.weights.hub.huggingface import choose_files, parse_reference
 
 ROOT = Path(__file__).parents[2]
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -127,8 +127,8 @@ def downloads(seen: "Counter[str]") -> list[str]:
     ],
 )
 def test_the_files_of_a_model(reference: str, chosen: list[str]) -> None:
-    model = parse(reference)
-    found = choose(model, list(REPOS[model.repo]))
+    model = parse_reference(reference)
+    found = choose_files(model, list(REPOS[model.repo]))
     assert found[0] == chosen[0]
     assert sorted(found) == sorted(chosen)
 
@@ -145,16 +145,16 @@ def test_the_files_of_a_model(reference: str, chosen: list[str]) -> None:
     ],
 )
 def test_no_choice_is_an_error_that_lists(reference: str, kind: type[WorkerError], told: str) -> None:
-    model = parse(reference)
+    model = parse_reference(reference)
     with pytest.raises(kind, match=told):
-        choose(model, list(REPOS[model.repo]))
+        choose_files(model, list(REPOS[model.repo]))
 
 
 def test_an_incomplete_split_set_and_paths_that_climb_are_refused() -> None:
     with pytest.raises(ModelNotFoundError, match="2 of 3 parts"):
-        choose(parse("hf:me/quants:Q6_K"), sorted(SPLIT)[:2])
+        choose_files(parse_reference("hf:me/quants:Q6_K"), sorted(SPLIT)[:2])
     with pytest.raises(ModelNotFoundError, match="holds no GGUF"):
-        choose(parse("hf:me/evil"), ["../../evil.gguf", "/etc/evil.gguf"])
+        choose_files(parse_reference("hf:me/evil"), ["../../evil.gguf", "/etc/evil.gguf"])
 
 
 MALFORMED = ["hf:", "hf:x", "hf:a/b/c", "hf:a/b:", "hf:../..", "hf:a/b:c:d", "hf:a b/c", "hf:a/b\n"]
@@ -163,7 +163,7 @@ MALFORMED = ["hf:", "hf:x", "hf:a/b/c", "hf:a/b:", "hf:../..", "hf:a/b:c:d", "hf
 @pytest.mark.parametrize("reference", MALFORMED)
 def test_a_malformed_reference_is_named(reference: str) -> None:
     with pytest.raises(ModelNotFoundError, match="hf:owner/repo"):
-        parse(reference)
+        parse_reference(reference)
 
 
 # Pulling --------------------------------------------------------------------------------------------------------------
@@ -171,7 +171,7 @@ def test_a_malformed_reference_is_named(reference: str) -> None:
 
 def test_a_quant_is_pulled_once_and_listed(server: "Counter[str]", tmp_path: Path) -> None:
     seen: list[tuple[str, int, int | None]] = []
-    path = hub.locate("hf:me/quants:Q8_0", progress=lambda *report: seen.append(report))
+    path = hub.locate_model("hf:me/quants:Q8_0", progress=lambda *report: seen.append(report))
     assert path.read_bytes() == QUANTS["X-Q8_0.gguf"]
     assert path.is_relative_to(tmp_path / "hf")
     assert (seen[0], seen[-1]) == (
@@ -179,30 +179,30 @@ def test_a_quant_is_pulled_once_and_listed(server: "Counter[str]", tmp_path: Pat
         ("downloading hf:me/quants:Q8_0", path.stat().st_size, path.stat().st_size),
     )
     seen.clear()
-    assert hub.locate("hf:me/quants:Q8_0", progress=lambda *report: seen.append(report)) == path
+    assert hub.locate_model("hf:me/quants:Q8_0", progress=lambda *report: seen.append(report)) == path
     assert (downloads(server), seen) == (["X-Q8_0.gguf"], [])
     (listed,) = hub.cached_models()
     assert (listed.name, listed.reference, listed.path) == ("me/quants:Q8_0", "hf:me/quants:Q8_0", path)
     assert listed.bytes == len(QUANTS["X-Q8_0.gguf"])
-    assert hub.locate("me/quants:Q8_0") == path
+    assert hub.locate_model("me/quants:Q8_0") == path
 
 
 def test_all_parts_of_a_split_set_come(server: "Counter[str]") -> None:
-    path = hub.locate("hf:me/quants:Q6_K")
+    path = hub.locate_model("hf:me/quants:Q6_K")
     assert path.name == "Y-Q6_K-00001-of-00003.gguf"
     assert downloads(server) == sorted(SPLIT)
     assert hub.cached_models()[0].bytes == sum(map(len, SPLIT.values()))
 
 
 def test_a_folder_comes_without_pickles(server: "Counter[str]") -> None:
-    folder = hub.locate("hf:me/folder")
+    folder = hub.locate_model("hf:me/folder")
     assert sorted(path.name for path in folder.iterdir()) == sorted(list(FOLDER)[:5])
     assert (folder / "model-00002-of-00002.safetensors").read_bytes() == b"b" * 3000
 
 
 def test_the_token_is_sent(server: "Counter[str]", monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
-    hub.locate("hf:me/one")
+    hub.locate_model("hf:me/one")
     assert server["token Bearer hf_secret"] >= 2
 
 
@@ -219,25 +219,25 @@ def test_what_the_hub_refuses_is_one_line(
     server: "Counter[str]", reference: str, kind: type[WorkerError], told: str
 ) -> None:
     with pytest.raises(kind, match=told) as caught:
-        hub.locate(reference)
+        hub.locate_model(reference)
     assert "\n" not in str(caught.value)
     assert hub.cached_models() == []
 
 
 def test_a_hub_out_of_reach(server: "Counter[str]", monkeypatch: pytest.MonkeyPatch) -> None:
-    path = hub.locate("hf:me/one")
+    path = hub.locate_model("hf:me/one")
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:1")
-    assert hub.locate("hf:me/one") == path
+    assert hub.locate_model("hf:me/one") == path
     with pytest.raises(DownloadError, match="cannot fetch hf:me/quants from http://127"):
-        hub.locate("hf:me/quants")
+        hub.locate_model("hf:me/quants")
 
 
 def test_verify_fetches_a_damaged_file_anew(server: "Counter[str]") -> None:
-    path = hub.locate("hf:me/one")
-    assert hub.verify("hf:me/one").path == path
+    path = hub.locate_model("hf:me/one")
+    assert hub.verify_model("hf:me/one").path == path
     assert server["GET /me/one/resolve/main/One.IQ3_XS.gguf"] == 1
     path.resolve().write_bytes(b"bad" * 100)
-    assert hub.verify("hf:me/one").path.read_bytes() == b"one" * 100
+    assert hub.verify_model("hf:me/one").path.read_bytes() == b"one" * 100
     assert server["GET /me/one/resolve/main/One.IQ3_XS.gguf"] == 2
 
 
@@ -249,14 +249,14 @@ def test_a_full_disk_is_named(server: "Counter[str]", tmp_path: Path) -> None:
 
 
 def run_locate(reference: str, first: str = "", **env: str) -> str:
-    """`locate` in a new process, where huggingface_hub reads its environment anew: the path, or our error."""
+    """`locate_model` in a new process, where huggingface_hub reads its environment anew: the path, or our error."""
     script = f"""
 import sys
 from llm_worker_rbee.errors import WorkerError
 from llm_worker_rbee.weights import hub
 {first}
 try:
-    print(hub.locate(sys.argv[1]))
+    print(hub.locate_model(sys.argv[1]))
 except WorkerError as error:
     print(f"{{type(error).__name__}}: {{error}}")
 """
@@ -266,7 +266,7 @@ except WorkerError as error:
 
 
 def test_offline_mode_works_from_the_cache(server: "Counter[str]") -> None:
-    path, folder = hub.locate("hf:me/quants:Q8_0"), hub.locate("hf:me/folder")
+    path, folder = hub.locate_model("hf:me/quants:Q8_0"), hub.locate_model("hf:me/folder")
     before = server.total()
     assert run_locate("hf:me/quants:Q8_0", HF_HUB_OFFLINE="1") == str(path)
     assert run_locate("hf:me/folder", HF_HUB_OFFLINE="true") == str(folder)

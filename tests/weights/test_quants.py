@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from llm_worker_rbee.errors import ModelFileError
 from llm_worker_rbee.weights import open_checkpoint
-from llm_worker_rbee.weights.quants import BLOCK_TYPES, BY_ID, REMOVED, BlockType, dequantize
+from llm_worker_rbee.weights.quants import BLOCK_TYPES, BY_ID, REMOVED_TYPES, BlockType, dequantize
 from llm_worker_rbee.weights.quants import codebooks as codebooks
 
 Bytes = NDArray[np.uint8]
@@ -221,11 +221,11 @@ def test_row_bytes() -> None:
 
 
 def test_ids_are_complete_and_removed_ones_known_by_name() -> None:
-    assert sorted([*BY_ID, *REMOVED]) == list(range(43))
+    assert sorted([*BY_ID, *REMOVED_TYPES]) == list(range(43))
     assert all(BY_ID[kind.id] is kind and name == kind.name for name, kind in BLOCK_TYPES.items())
-    assert REMOVED[4] == "Q4_2"
-    assert REMOVED[33] == "Q4_0_8_8"
-    assert REMOVED[36] == "IQ4_NL_4_4"
+    assert REMOVED_TYPES[4] == "Q4_2"
+    assert REMOVED_TYPES[33] == "Q4_0_8_8"
+    assert REMOVED_TYPES[36] == "IQ4_NL_4_4"
     live = {kind.name: kind.value for kind in gguf.GGMLQuantizationType}
     assert all(live[name] == kind.id for name, kind in BLOCK_TYPES.items() if name in live)
 
@@ -255,8 +255,8 @@ def test_shared_tables_cannot_be_spoilt(table: Callable[[], Floats]) -> None:
 def test_a_real_tensor(default_model: Path) -> None:
     """A whole quantized tensor of the default model, out of the mapped file."""
     tensor = open_checkpoint(default_model).tensors["blk.0.attn_q.weight"]
-    packed = tensor.data.reshape(tensor.shape[0], tensor.kind.row_bytes(tensor.shape[1]))
-    expected = gguf.quants.dequantize(packed, gguf.GGMLQuantizationType[tensor.kind.name])
+    pack_bits = tensor.data.reshape(tensor.shape[0], tensor.kind.row_bytes(tensor.shape[1]))
+    expected = gguf.quants.dequantize(pack_bits, gguf.GGMLQuantizationType[tensor.kind.name])
     ours = dequantize(tensor.kind, tensor.data, tensor.shape)
     np.testing.assert_array_equal(as_bits(ours), as_bits(expected))
     assert 0 < np.abs(ours).max() < 100

@@ -10,7 +10,7 @@ import pytest
 from llm_worker_rbee.weights import open_checkpoint
 from llm_worker_rbee.weights.gguf_writer import Raw, write_gguf
 from llm_worker_rbee.weights.quants import BLOCK_TYPES
-from llm_worker_rbee.weights.quants.nan_check import SCALE_BITS, find_bad_block
+from llm_worker_rbee.weights.quants.nan_check import SCALE_BITS, find_nonfinite_block
 
 # Finite scales of these can be so large that products are not: the byte whose top exponent bit is cleared against it.
 OVERFLOWING = {"Q8_K": 3, "F64": 7, "MXFP4": 0}
@@ -30,7 +30,7 @@ def test_bad_scales_are_found_where_decoding_meets_them(tmp_path: Path, name: st
         path.unlink(missing_ok=True)
         shape = (blocks, kind.block_size)
         tensor = open_checkpoint(write_gguf(path, {}, {"t": Raw(name, shape, data.reshape(-1))})).tensors["t"]
-        return tensor.find_bad_scale(), [bool(np.isfinite(row).all()) for row in tensor.dequantize()]
+        return tensor.find_nonfinite_scale(), [bool(np.isfinite(row).all()) for row in tensor.dequantize()]
 
     assert find() == (None, [True] * blocks)
     for byte, mask in SCALE_BITS[name][number]:
@@ -58,4 +58,4 @@ def test_random_bytes_are_judged_as_decoding_judges_them(rng: np.random.Generato
         if name in OVERFLOWING:
             data[:, OVERFLOWING[name]] &= 0xBF
         finite = np.isfinite(kind.decode(data)).all(axis=1)
-        assert [find_bad_block(kind, row) is None for row in data] == finite.tolist(), name
+        assert [find_nonfinite_block(kind, row) is None for row in data] == finite.tolist(), name

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...weights import Tensor
-from ...weights.checkpoint import forget_pages
+from ...weights.checkpoint import release_pages
 from ..isa import TABLE
 from ..ops import Ints
 from . import elementwise, quantize_activations, threads
@@ -112,7 +112,7 @@ def prepare(tensors: Sequence[Tensor]) -> Weight:
     grouped = [(key, list(same)) for key, same in groupby(tensors, lambda t: (layout_of(t), _is_fine(t)))]
     parts = tuple(pack(same) for _, same in grouped)
     for tensor in tensors:
-        forget_pages(tensor.data)
+        release_pages(tensor.data)
     return Weight(parts, tuple(fine for (_, fine), _ in grouped))
 
 

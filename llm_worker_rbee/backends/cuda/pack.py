@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from ...weights import Tensor
-from ...weights.checkpoint import forget_pages
+from ...weights.checkpoint import release_pages
 from . import device, fp8, pack_iq, pack_rules
 from .pack_rules import Codes
 from .planes import FP8, HIGH, LOW, NUMBERS, PAIRS, Part, empty_planes, high_places
@@ -68,8 +68,8 @@ DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16}  # other types of number
 
 def shape_of(tensor: Tensor) -> str:
     """What neighbouring tensors must share to be one part."""
-    if tensor.kept_as:
-        return tensor.kept_as
+    if tensor.pack_as:
+        return tensor.pack_as
     rule = RULES.get(tensor.kind.name)
     return rule.kind if rule else str(DTYPES.get(tensor.kind.name, torch.float32))
 
@@ -78,7 +78,7 @@ def pack(tensors: Sequence[Tensor], to: torch.device | str | None = None) -> Par
     """Tensors of one kind, stacked by rows."""
     assert len({shape_of(t) for t in tensors}) == 1, "a stack has one kind"
     where = device.current() if to is None else torch.device(to)
-    if tensors[0].kept_as == FP8:
+    if tensors[0].pack_as == FP8:
         return _fp8(tensors, where)
     if tensors[0].kind.name not in RULES:
         return _numbers(tensors, where)
@@ -109,7 +109,7 @@ def _on_device(rows: NDArray[np.uint8], where: torch.device) -> torch.Tensor:
         np.copyto(buffer.numpy()[: piece.size], piece)
         out[start : start + piece.size].copy_(buffer[: piece.size], non_blocking=True)
         sent[turn % 2] = stream.record_event()
-        forget_pages(piece)
+        release_pages(piece)
     stream.synchronize()
     return out
 

@@ -17,7 +17,7 @@ from ...backends import cuda_probe, kv_type_for, pick, precompile
 from ...backends.ops import Ops
 from ...config import ModelConfig
 from ...errors import ContextLengthError, InsufficientMemoryError, InvalidRequestError, human_bytes
-from ...models import Transformer, describe, load_model
+from ...models import Transformer, load_model, read_model_config
 from ...models.convert import is_fp8, quantize_checkpoint
 from ...weights import Checkpoint, open_checkpoint
 from .. import environment, memory, roofline, synthetic
@@ -82,7 +82,7 @@ def _items(
 
 def _draft_model(path: Path, bench: Bench, plan: Plan, progress: Progress) -> Transformer:
     checkpoint = open_checkpoint(path)
-    return _prepared(checkpoint, describe(checkpoint), bench.drive.engine.model.ops, plan, None, progress)
+    return _prepared(checkpoint, read_model_config(checkpoint), bench.drive.engine.model.ops, plan, None, progress)
 
 
 def _prepared(
@@ -111,7 +111,7 @@ def _load(
         )
         made = {"quantized": plan.quantize.upper(), "bytes": checkpoint.nbytes}
         recorder.model = {**(recorder.model or {}), **made}
-    config, cases = describe(checkpoint), list(plan.cases())
+    config, cases = read_model_config(checkpoint), list(plan.cases())
     capacity, batch = max((c.needs for c in cases), default=1), max((c.batch for c in cases), default=1)
     context = max(capacity, sharing.needs(plan.prefix), waiting.needs(config) if plan.targets_ms else 0)
     model = _prepared(checkpoint, config, ops, plan, context, progress)
@@ -135,10 +135,10 @@ def _check(source: Source, plan: Plan, cases: Sequence[Case]) -> None:
 def _require_room(source: Source, plan: Plan, cases: Sequence[Case]) -> None:
     """Refuse what fits neither the context nor the memory, with the figures, before anything long is done."""
     if isinstance(source, Path):
-        config, weights = describe(open_checkpoint(source)), 0  # a file is mapped: its pages need not all stay
+        config, weights = read_model_config(open_checkpoint(source)), 0  # a file is mapped: its pages need not all stay
     else:
         synthetic.require_memory(source)
-        config, weights = describe(synthetic.without_weights(source)), source.nbytes
+        config, weights = read_model_config(synthetic.without_weights(source)), source.nbytes
     asked = {case.name: (case.needs, f"a smaller --{case.kind} or --depth") for case in cases}
     if plan.prefix:
         asked["--prefix"] = sharing.needs(plan.prefix), "a smaller one"

@@ -15,7 +15,7 @@ import numpy as np
 
 from ...errors import WorkerError
 from ...llm import open_tokenizer
-from ...models import describe
+from ...models import read_model_config
 from ...weights import Checkpoint, open_checkpoint
 from ..results import Result
 from ..serving.event_stream import EventParser
@@ -111,7 +111,7 @@ def _vocabulary(checkpoint: Checkpoint) -> tuple[object, int]:
 
 
 def _detects(path: Path) -> str:
-    config = describe(open_checkpoint(path))
+    config = read_model_config(open_checkpoint(path))
     return (
         f"family {config.family.name}, {config.n_layers} layers, width {config.d_model}, "
         f"{config.n_heads} heads on {config.n_kv_heads}"

@@ -15,7 +15,7 @@ import numpy as np
 from ...backends import reference
 from ...backends.ops import AttentionParams, Batch, Ints, RopeTable
 from ...engine.solo import Solo
-from ...models import Transformer, describe, load_model
+from ...models import Transformer, load_model, read_model_config
 from ...weights import open_checkpoint
 from .. import statistics
 from . import fused_block
@@ -102,7 +102,7 @@ class Sides:
 def dense_model(lab: Lab) -> Transformer:
     """The model of the lab with float32 weights."""
     checkpoint = open_checkpoint(lab.model)
-    return load_model(checkpoint, fused_block.DENSE, describe(checkpoint))
+    return load_model(checkpoint, fused_block.DENSE, read_model_config(checkpoint))
 
 
 def run(lab: Lab) -> Finding:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import WorkerError
-from ...weights.hub import files_of
+from ...weights.hub import model_files
 from .. import environment, memory
 from ..results import Recorder
 
@@ -37,7 +37,7 @@ def run(
     A start before the others compiles kernels that are not kept yet: that happens once, and is told apart.
     """
     recorder.model = environment.model_description(model, lambda what, *n: progress(what, n[0], n[1] or 0))
-    files = files_of(model)
+    files = model_files(model)
     given = {"model": str(model), "prompt": PROMPT, "options": options or {}}
     caches = ["cold", "warm"] if memory.can_drop() else ["warm"]
     if "cold" not in caches:

@@ -30,9 +30,9 @@ from ...layers.rms_norm import RMSNorm
 from ...layers.rope import inverse_frequencies
 from ...layers.swiglu import SwiGLU
 from ...llm import open_tokenizer
-from ...models import Transformer, describe, load_model
+from ...models import Transformer, load_model, read_model_config
 from ...weights import Tensor, open_checkpoint
-from ...weights.hub import locate
+from ...weights.hub import locate_model
 from ...weights.quants import BLOCK_TYPES, BlockType
 from ..blocks import random_tensor
 from ..products import products
@@ -349,18 +349,18 @@ def model_file_cases() -> Iterator[Case]:
 
 
 def _encode(_: Any) -> Function:
-    tokenizer, text = open_tokenizer(open_checkpoint(locate(None))), read_text(TEXT)[:ENCODED_CHARACTERS]
+    tokenizer, text = open_tokenizer(open_checkpoint(locate_model(None))), read_text(TEXT)[:ENCODED_CHARACTERS]
     return lambda: tokenizer.encode(text)
 
 
 def _decode(_: Any) -> Function:
-    tokenizer = open_tokenizer(open_checkpoint(locate(None)))
+    tokenizer = open_tokenizer(open_checkpoint(locate_model(None)))
     ids = tokenizer.encode(read_text(TEXT)[:ENCODED_CHARACTERS])
     return lambda: tokenizer.decode(ids)
 
 
 def _gguf_open(_: Any) -> Function:
-    path = locate(None)
+    path = locate_model(None)
     return lambda: open_checkpoint(path)
 
 
@@ -378,5 +378,5 @@ def _products(rows: int) -> Case:
 
 @lru_cache(maxsize=2)
 def _model(ops: Any) -> Transformer:
-    checkpoint = open_checkpoint(locate(None))
-    return load_model(checkpoint, ops, describe(checkpoint))
+    checkpoint = open_checkpoint(locate_model(None))
+    return load_model(checkpoint, ops, read_model_config(checkpoint))

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from ... import machine
 from ...errors import ContextLengthError, InvalidRequestError, human_bytes
-from ...models import describe
+from ...models import read_model_config
 from ...weights import Checkpoint, open_checkpoint
 from .. import environment, statistics
 from ..prompt_ids import prompts_of
@@ -141,7 +141,7 @@ def _tests(checkpoint: Checkpoint, plan: Plan) -> list[Task]:
     unknown = sorted(set(plan.peers) - set(NAMES))
     if unknown:
         raise InvalidRequestError(f"unknown peer {unknown[0]!r}: use some of {', '.join(NAMES)}", "peer")
-    tests, context = plan.tests(checkpoint), describe(checkpoint).context_length
+    tests, context = plan.tests(checkpoint), read_model_config(checkpoint).context_length
     if not tests:
         raise InvalidRequestError("nothing to measure: --pp and --tg are both 0", "pp")
     longest = max(tests, key=_length)

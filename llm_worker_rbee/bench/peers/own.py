@@ -10,7 +10,7 @@ from typing import Any
 
 from ... import __version__
 from ...backends import kv_type_for, pick, precompile
-from ...models import describe, load_model
+from ...models import load_model, read_model_config
 from ...weights import open_checkpoint
 from ..drive import Drive
 from .child import Measure, serve
@@ -22,7 +22,7 @@ def this_worker(given: dict[str, Any]) -> tuple[str, Measure]:
     on_cpu = given["backend"] in ("auto", "cpu") and not given["device"].startswith("cuda")
     threads = given.get("threads") if on_cpu else None
     ops = pick(given["device"], given["backend"], threads)
-    config = describe(checkpoint)
+    config = read_model_config(checkpoint)
     kv_type = kv_type_for(ops)
     precompile.get_ready_for(ops, precompile.Needs.of(checkpoint, config, kv_type))
     model = load_model(checkpoint, ops, config, given["context"])

@@ -18,7 +18,7 @@ from ... import machine
 from ...errors import InsufficientMemoryError, InvalidRequestError, WorkerError, human_bytes
 from ...weights import Checkpoint, Tensor
 from ...weights.gguf_writer import Raw, Typed, write_gguf
-from ...weights.quant_mix import EMBEDDING, OUTPUT, Mix, Place, matrix_type, mix_named
+from ...weights.quant_mix import EMBEDDING, OUTPUT, Mix, Place, find_mix, matrix_type
 from ...weights.quants import BLOCK_TYPES, BlockType
 from ..blocks import random_tensor
 
@@ -72,7 +72,7 @@ class Spec:
     @property
     def mix(self) -> Mix:
         """The rules of its types."""
-        return mix_named(self.mix_name)
+        return find_mix(self.mix_name)
 
     def __str__(self) -> str:
         layers = "" if self.layers == self.shape.layers else f":{self.layers}"
@@ -106,7 +106,7 @@ def parse(text: str) -> Spec:
     if not 1 <= len(rest) <= 2:
         raise InvalidRequestError(f"{text!r} is not of the form SHAPE:TYPES[:LAYERS], such as {EXAMPLE}", "synthetic")
     shape, mix = SHAPES[name], rest[0].upper()
-    mix_named(mix)
+    find_mix(mix)
     layers = rest[1] if len(rest) == 2 else str(shape.layers)
     if not (layers.isascii() and layers.isdigit() and len(layers) < 5 and 1 <= int(layers) <= shape.layers):
         raise InvalidRequestError(f"{text!r}: layers must be 1 to {shape.layers}, not {layers!r}", "synthetic")

@@ -127,11 +127,11 @@ def source_of(model: str | None, synthetic: str | None) -> "Path | Spec":
         from ...bench.synthetic import parse
 
         return parse(synthetic)
-    from ...weights.hub import locate
+    from ...weights.hub import locate_model
     from ..progress import progress_bar
 
     with progress_bar() as progress:
-        return locate(model, progress=progress)
+        return locate_model(model, progress=progress)
 
 
 def _show(run: "Run") -> None:

@@ -50,14 +50,14 @@ def experiments(
     used = use_threads(threads, "reference")
     from ...bench import experiments as room
     from ...bench.experiments.harness import QUICK, THOROUGH, Lab
-    from ...weights.hub import locate
+    from ...weights.hub import locate_model
     from ..progress import progress_bar
 
     chosen = room.choose(only or ())
     if claims is not None:
         require_place(claims)
     with progress_bar() as bar:
-        path = locate(model, progress=bar)
+        path = locate_model(model, progress=bar)
     with recording("experiments", results, _show, claims=chosen, all=all_, threads=used) as recorder:
         with steps() as progress:
             room.run(Lab(recorder, progress, path, all_, THOROUGH if all_ else QUICK), chosen)

@@ -42,11 +42,11 @@ def load(
     """
     used = computing.set_up()
     from ...bench import load as room
-    from ...weights.hub import locate
+    from ...weights.hub import locate_model
     from ..progress import progress_bar
 
     with progress_bar() as bar:
-        path = locate(model, progress=bar)
+        path = locate_model(model, progress=bar)
     settings = {"repetitions": repetitions, "backend": computing.backend, "device": computing.device, "threads": used}
     with recording("load", results, _show, **settings) as recorder, steps() as progress:
         start = {"device": computing.device, "backend": computing.backend, "threads": computing.kernel_threads}

@@ -16,15 +16,15 @@ from ...backends.ops import Ops
 from ...weights import Checkpoint
 from ...weights.quantize import parallel, stream_writer
 from ...weights.quantize.parallel import Progress
-from ..families import describe
+from ..families import read_model_config
 from ..loader import load_model
 from .gguf_metadata import gguf_metadata, rope_tensors
-from .tensor_plan import TYPES, file_jobs, is_fp8, marked, matrix_jobs, mix_of
+from .tensor_plan import TYPES, find_type_mix, is_fp8, mark_fp8, plan_file, plan_matrices
 
-__all__ = ["TYPES", "Converted", "convert", "is_fp8", "kinds_in", "quantize_checkpoint"]
+__all__ = ["TYPES", "ConvertResult", "convert", "is_fp8", "planned_types", "quantize_checkpoint"]
 
 
-class Converted(NamedTuple):
+class ConvertResult(NamedTuple):
     """What was written."""
 
     path: Path
@@ -39,14 +39,14 @@ def convert(
     *,
     threads: int | None = None,
     progress: Progress | None = None,
-) -> Converted:
+) -> ConvertResult:
     """Write the model as one GGUF file of this type or mix; what was there under this name is replaced."""
-    mix, config = mix_of(type_name), describe(checkpoint)
+    mix, config = find_type_mix(type_name), read_model_config(checkpoint)
     metadata = gguf_metadata(checkpoint, config, mix.file_type)
     load_model(checkpoint, cast(Ops, _Nothing()), config)
-    work = file_jobs(checkpoint, config, mix, rope_tensors(checkpoint, config))
-    stream_writer.write_jobs(path, metadata, work, threads=threads, progress=progress)
-    return Converted(path, path.stat().st_size, dict(Counter(job.kind.name for job in work)))
+    work = plan_file(checkpoint, config, mix, rope_tensors(checkpoint, config))
+    stream_writer.write_quantized_gguf(path, metadata, work, threads=threads, progress=progress)
+    return ConvertResult(path, path.stat().st_size, dict(Counter(job.kind.name for job in work)))
 
 
 def quantize_checkpoint(
@@ -55,15 +55,18 @@ def quantize_checkpoint(
     """The same model with its matrices in another type, in memory; everything else stays as it was. FP8 is a mark: a
     GPU rounds while it packs."""
     if is_fp8(type_name):
-        return marked(checkpoint)
-    work = matrix_jobs(checkpoint, describe(checkpoint), mix_of(type_name))
-    made = parallel.tensors([job for job in work if job.kind is not job.source.kind], threads, progress)
+        return mark_fp8(checkpoint)
+    work = plan_matrices(checkpoint, read_model_config(checkpoint), find_type_mix(type_name))
+    made = parallel.quantize_in_memory([job for job in work if job.kind is not job.source.kind], threads, progress)
     return replace(checkpoint, tensors={**checkpoint.tensors, **made})
 
 
-def kinds_in(checkpoint: Checkpoint, type_name: str) -> dict[str, str]:
+def planned_types(checkpoint: Checkpoint, type_name: str) -> dict[str, str]:
     """The type of every matrix after `quantize_checkpoint`, by name."""
-    return {job.name: job.kind.name for job in matrix_jobs(checkpoint, describe(checkpoint), mix_of(type_name))}
+    return {
+        job.name: job.kind.name
+        for job in plan_matrices(checkpoint, read_model_config(checkpoint), find_type_mix(type_name))
+    }
 
 
 class _Nothing:

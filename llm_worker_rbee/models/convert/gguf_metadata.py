@@ -31,7 +31,7 @@ QUANTIZATION_VERSION = 2  # of ggml's block layouts
 # The metadata of one file of a set, and the alignment of its data, are no part of the model.
 DROPPED = ("split.no", "split.count", "split.tensors.count", "general.alignment")
 # Fields of ModelConfig by the name that a person finds in config.json.
-NAMES = {
+CONFIG_NAMES = {
     "windows": "sliding_window in some of the layers",
     "attention_scale": "query_pre_attn_scalar",
     "attention_cap": "attn_logit_softcapping",
@@ -39,7 +39,7 @@ NAMES = {
     "activation": "hidden_act",
     "rope_local_base": "rope_local_base_freq",
 }
-APART = ("family", "rope_scaling")  # compared by their effect
+COMPARED_BY_EFFECT = ("family", "rope_scaling")  # compared by their effect
 
 
 def gguf_metadata(checkpoint: Checkpoint, config: ModelConfig, file_type: int) -> dict[str, Any]:
@@ -56,7 +56,7 @@ def gguf_metadata(checkpoint: Checkpoint, config: ModelConfig, file_type: int) -
     keys = {f"{arch}.{key}": value for key, value in _architecture_keys(config).items()}
     name = _model_name(checkpoint)
     general = {"general.architecture": arch, "general.type": "model", "general.name": name, **own}
-    _require_same(config, {"general.architecture": arch, **keys})
+    _check_round_trip(config, {"general.architecture": arch, **keys})
     if any(config.windows) and not config.family.full_every:
         _log.warning("llama.cpp does not look at the sliding window of a GGUF of %s: there long texts differ", arch)
     return {**general, **keys, **tokenizer_keys(checkpoint.path, config.vocab_size, name)}
@@ -128,14 +128,14 @@ def rope_tensors(checkpoint: Checkpoint, config: ModelConfig) -> dict[str, Tenso
     return {n: Tensor(n, BLOCK_TYPES["F32"], a.shape, a.view(np.uint8)) for n, a in arrays.items()}
 
 
-def _require_same(wanted: ModelConfig, metadata: Mapping[str, Any]) -> None:
+def _check_round_trip(wanted: ModelConfig, metadata: Mapping[str, Any]) -> None:
     """Refuse what the keys do not say, or say otherwise."""
     arch = metadata["general.architecture"]
     read = ModelConfig.from_gguf(metadata, BY_GGUF[arch], wanted.vocab_size)
     for field in fields(ModelConfig):
         ours, theirs = getattr(wanted, field.name), getattr(read, field.name)
-        if field.name not in APART and ours != theirs:
-            raise _inexpressible(NAMES.get(field.name, field.name), arch)
+        if field.name not in COMPARED_BY_EFFECT and ours != theirs:
+            raise _inexpressible(CONFIG_NAMES.get(field.name, field.name), arch)
     contexts = (wanted.context_length, wanted.rope_scaling.original_context or 1)
     for context in contexts:
         for local in (False, True):

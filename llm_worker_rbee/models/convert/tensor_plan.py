@@ -17,7 +17,7 @@ from ...config import ModelConfig
 from ...errors import InvalidRequestError
 from ...weights import Checkpoint, Tensor
 from ...weights.quant_mix import MIXES, Mix, Place, matrix_type
-from ...weights.quantize.parallel import Job
+from ...weights.quantize.parallel import TensorJob
 from ...weights.quants import BLOCK_TYPES
 from ..families import BY_GGUF
 from ..loader import IGNORED_SUFFIXES
@@ -30,10 +30,10 @@ TYPES: dict[str, Mix] = {
     **{name: MIXES[name] for name in ("Q6_K", "Q4_K_S", "Q4_K_M", "Q5_K_S", "Q5_K_M")},
 }
 BLOCK = re.compile(r"^blk\.([0-9]+)\.(\w+)\.weight$")
-FIRST, LAST = ("token_embd.weight",), ("output_norm.weight", "output.weight")
+FIRST_TENSORS, LAST_TENSORS = ("token_embd.weight",), ("output_norm.weight", "output.weight")
 
 
-def mix_of(type_name: str) -> Mix:
+def find_type_mix(type_name: str) -> Mix:
     """The mix of this name, in either case."""
     if type_name.upper() not in TYPES:
         raise InvalidRequestError(f"unknown type {type_name!r}: use one of {', '.join(TYPES)}", "type")
@@ -45,14 +45,14 @@ def gguf_architecture(config: ModelConfig) -> str:
     return config.family.gguf[0] if config.family.gguf else "llama"
 
 
-def matrix_jobs(checkpoint: Checkpoint, config: ModelConfig, mix: Mix) -> list[Job]:
+def plan_matrices(checkpoint: Checkpoint, config: ModelConfig, mix: Mix) -> list[TensorJob]:
     """A job for every matrix of the model."""
     tied = "output.weight" not in checkpoint.tensors
-    matrices = [t for name, t in checkpoint.tensors.items() if len(t.shape) == 2 and not _ignored(name)]
-    return [Job(t.name, t, BLOCK_TYPES[_matrix_type(t, config, mix, tied=tied)]) for t in matrices]
+    matrices = [t for name, t in checkpoint.tensors.items() if len(t.shape) == 2 and not _is_ignored(name)]
+    return [TensorJob(t.name, t, BLOCK_TYPES[_matrix_type(t, config, mix, tied=tied)]) for t in matrices]
 
 
-def _ignored(name: str) -> bool:
+def _is_ignored(name: str) -> bool:
     return name.endswith(IGNORED_SUFFIXES)
 
 
@@ -63,34 +63,40 @@ def _matrix_type(tensor: Tensor, config: ModelConfig, mix: Mix, *, tied: bool) -
     return matrix_type(mix, role, tensor.shape[1], place, tied=tied)
 
 
-def file_jobs(checkpoint: Checkpoint, config: ModelConfig, mix: Mix, more: Mapping[str, Tensor]) -> list[Job]:
+def plan_file(checkpoint: Checkpoint, config: ModelConfig, mix: Mix, more: Mapping[str, Tensor]) -> list[TensorJob]:
     """A job for every tensor of the file: the embedding first, then layer by layer."""
-    matrices = {job.name: job for job in matrix_jobs(checkpoint, config, mix)}
+    matrices = {job.name: job for job in plan_matrices(checkpoint, config, mix)}
     f32 = BLOCK_TYPES["F32"]
-    kept = {name: tensor for name, tensor in {**checkpoint.tensors, **more}.items() if not _ignored(name)}
-    found = [matrices.get(name) or Job(name, tensor, f32) for name, tensor in kept.items()]
+    kept = {name: tensor for name, tensor in {**checkpoint.tensors, **more}.items() if not _is_ignored(name)}
+    found = [matrices.get(name) or TensorJob(name, tensor, f32) for name, tensor in kept.items()]
     if checkpoint.format != "gguf":
-        found = [_for_gguf(job, config) for job in found]
-    return sorted(found, key=_place)
+        found = [_adapt_to_gguf(job, config) for job in found]
+    return sorted(found, key=_file_order)
 
 
-def _place(job: Job) -> tuple[int, int]:
+def _file_order(job: TensorJob) -> tuple[int, int]:
     block = re.match(r"blk\.([0-9]+)\.", job.name)
     if block:
         return 2, int(block[1])
-    return (0, 0) if job.name in FIRST else (3, LAST.index(job.name)) if job.name in LAST else (1, 0)
+    return (
+        (0, 0)
+        if job.name in FIRST_TENSORS
+        else (3, LAST_TENSORS.index(job.name))
+        if job.name in LAST_TENSORS
+        else (1, 0)
+    )
 
 
-def _for_gguf(job: Job, config: ModelConfig) -> Job:
+def _adapt_to_gguf(job: TensorJob, config: ModelConfig) -> TensorJob:
     role = job.name.split(".")[-2]
     if role in ("attn_q", "attn_k") and BY_GGUF[gguf_architecture(config)].rope_interleaved:
-        return job._replace(order=neighbours(job.source.shape[0], config.head_dim, config.rope_dim))
+        return job._replace(order=interleave_rows(job.source.shape[0], config.head_dim, config.rope_dim))
     if role.endswith("norm") and config.family.norm_plus_one:
-        return job._replace(plus=1.0)
+        return job._replace(offset=1.0)
     return job
 
 
-def neighbours(rows: int, head_dim: int, rope_dim: int) -> NDArray[np.intp]:
+def interleave_rows(rows: int, head_dim: int, rope_dim: int) -> NDArray[np.intp]:
     """Where each row of q or k comes from when the pairs (i, i + half) of each head become neighbours."""
     heads = np.arange(rows).reshape(-1, head_dim)
     half = rope_dim // 2
@@ -99,9 +105,9 @@ def neighbours(rows: int, head_dim: int, rope_dim: int) -> NDArray[np.intp]:
 
 
 FP8 = "fp8"
-NUMBERS = ("F64", "F32", "F16", "BF16")
+FLOAT_TYPES = ("F64", "F32", "F16", "BF16")
 EMBEDDING = "token_embd.weight"
-STEP = 16  # what rows and columns must be a multiple of for the product of bytes; others stay as they are
+FP8_ALIGNMENT = 16  # what rows and columns must be a multiple of for the product of bytes; others stay as they are
 
 
 def is_fp8(type_name: str | None) -> bool:
@@ -109,19 +115,19 @@ def is_fp8(type_name: str | None) -> bool:
     return type_name is not None and type_name.lower() == FP8
 
 
-def marked(checkpoint: Checkpoint) -> Checkpoint:
+def mark_fp8(checkpoint: Checkpoint) -> Checkpoint:
     """The same model, with its matrices to be kept in e4m3; one that is quantized already is refused."""
     found = {name: t for name, t in checkpoint.tensors.items() if len(t.shape) == 2 and name != EMBEDDING}
     for tensor in found.values():
-        _require_numbers(tensor)
-    marks = {name: replace(t, kept_as=FP8) for name, t in found.items() if not any(n % STEP for n in t.shape)}
+        _require_float(tensor)
+    marks = {name: replace(t, pack_as=FP8) for name, t in found.items() if not any(n % FP8_ALIGNMENT for n in t.shape)}
     return replace(checkpoint, tensors={**checkpoint.tensors, **marks})
 
 
-def _require_numbers(tensor: Tensor) -> None:
-    if tensor.kind.name not in NUMBERS:
+def _require_float(tensor: Tensor) -> None:
+    if tensor.kind.name not in FLOAT_TYPES:
         raise InvalidRequestError(
-            f"quantize fp8 is for files of {', '.join(NUMBERS[1:])}, and tensor {tensor.name!r} is {tensor.kind.name} "
-            "already: leave quantize out, such a file is computed as it is",
+            f"quantize fp8 is for files of {', '.join(FLOAT_TYPES[1:])}, and tensor {tensor.name!r} is "
+            f"{tensor.kind.name} already: leave quantize out, such a file is computed as it is",
             "quantize",
         )

@@ -17,9 +17,9 @@ from tokenizers import Tokenizer as Library
 
 from ...errors import TokenizerError, UnsupportedModelError
 from ...tokenizer import Tokenizer, tokenizer_from_gguf, tokenizer_from_hf
-from ...tokenizer.encoders import building
+from ...tokenizer.encoders import tokenizer_errors
 from ...tokenizer.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
-from ...tokenizer.vocabulary import Kind, byte_of, end_ids_by_name, shown
+from ...tokenizer.vocabulary import TokenType, find_end_ids, parse_byte_token, preview
 from ...weights.gguf_writer import Typed
 from ...weights.safetensors import read_json
 
@@ -30,13 +30,13 @@ _PREFIX = "tokenizer.ggml."
 # Of pre-tokenizers with the same expressions, the name that most models go by; others follow.
 _PREFERRED = ("llama-bpe", "qwen2", "smollm", "gpt-2", "tekken", "dbrx", "gpt-4o")
 # ASCII first: some pre-tokenizers of GGUF treat cased letters beyond it otherwise than the model's own file.
-PLAIN = (
+ASCII_SAMPLES = (
     "Hello, world! It's 12345.67 o'clock; THEY'LL say we'd gone, I'm sure you've 3 cats.",
     "def f(x):\n    return {'a': [x ** 2, -1e-5]}  # done\n\n\n\tif x != y:\n        pass\r\n",
     "   leading, trailing   \n \n  and\t\ttabs  ",
     "https://example.com/a_b?c=d&e=%20f <b>HTML</b> $5 + 10% = camelCaseWords snake_case ###",
 )
-FURTHER = (
+UNICODE_SAMPLES = (
     "Élan vital: les élèves naïfs, Straße, ÀÉÎÕÜ, œuvre.",
     "日本語のテキスト、한국어 문장, 中文字符。",
     "Привет, мир! Γειά σου. שלום مرحبا हिन्दी ไทย",
@@ -51,13 +51,13 @@ def tokenizer_keys(folder: Path, rows: int, name: str) -> dict[str, Any]:
     model = source.get("model") or {}
     if model.get("type", "BPE") != "BPE" or "merges" not in model:
         raise UnsupportedModelError(
-            f"tokenizer.json: a model of type {shown(model.get('type'))} cannot be put into a GGUF, only BPE can"
+            f"tokenizer.json: a model of type {preview(model.get('type'))} cannot be put into a GGUF, only BPE can"
         )
     library = Library.from_file(str(folder / "tokenizer.json"))
     byte_level = any(step.get("type") == "ByteLevel" for step in _steps(source))
     tokens = _tokens(source, rows, byte_level=byte_level)
-    common = {"general.name": name} | _ends(theirs, *tokens) | _padding(folder, theirs) | _unknown(tokens[1])
-    makers = _byte_level(source, library, *tokens) if byte_level else _characters(source, *tokens)
+    common = {"general.name": name} | _read_bos_eos(theirs, *tokens) | _padding(folder, theirs) | _unknown(tokens[1])
+    makers = _bpe_keys(source, library, *tokens) if byte_level else _spm_keys(source, *tokens)
     different = None
     for candidate, texts in makers:
         keys = {key: value for key, value in {**common, **candidate}.items() if value is not None}
@@ -80,18 +80,18 @@ def _steps(source: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
             waiting += [*(step.get("pretokenizers") or ()), *(step.get("decoders") or ())]
 
 
-def _ends(theirs: Tokenizer, texts: Sequence[str], kinds: Sequence[int]) -> dict[str, Any]:
+def _read_bos_eos(theirs: Tokenizer, texts: Sequence[str], token_types: Sequence[int]) -> dict[str, Any]:
     """What begins and ends a text; ends that every reader knows by their names need no key."""
     begin = [theirs.bos_id] if theirs.add_bos else []
     if theirs.encode("") != begin + ([theirs.eos_id] if theirs.add_eos else []):
         raise UnsupportedModelError(
             "tokenizer.json: its post_processor adds more than one token, which a GGUF cannot say"
         )
-    further = sorted(theirs.eos_ids - {theirs.eos_id} - set(end_ids_by_name(texts, kinds)))
+    further = sorted(theirs.eos_ids - {theirs.eos_id} - set(find_end_ids(texts, token_types)))
     return {
-        _PREFIX + "bos_token_id": _id(theirs.bos_id),
-        _PREFIX + "eos_token_id": _id(theirs.eos_id),
-        _PREFIX + "eot_token_id": _id(further[0] if further else None),
+        _PREFIX + "bos_token_id": _uint32_or_none(theirs.bos_id),
+        _PREFIX + "eos_token_id": _uint32_or_none(theirs.eos_id),
+        _PREFIX + "eot_token_id": _uint32_or_none(further[0] if further else None),
         _PREFIX + "eos_token_ids": Typed("uint32", sorted(theirs.eos_ids)) if len(further) > 1 else None,
         _PREFIX + "add_bos_token": theirs.add_bos,
         _PREFIX + "add_eos_token": theirs.add_eos,
@@ -99,7 +99,7 @@ def _ends(theirs: Tokenizer, texts: Sequence[str], kinds: Sequence[int]) -> dict
     }
 
 
-def _id(token: int | None) -> Typed | None:
+def _uint32_or_none(token: int | None) -> Typed | None:
     return None if token is None else Typed("uint32", token)
 
 
@@ -107,65 +107,69 @@ def _padding(folder: Path, theirs: Tokenizer) -> dict[str, Any]:
     path = folder / "tokenizer_config.json"
     value = read_json(path).get("pad_token") if path.is_file() else None
     text = value.get("content") if isinstance(value, dict) else value
-    return {_PREFIX + "padding_token_id": _id(theirs.token_id(text) if isinstance(text, str) else None)}
+    return {_PREFIX + "padding_token_id": _uint32_or_none(theirs.token_id(text) if isinstance(text, str) else None)}
 
 
 def _tokens(source: Mapping[str, Any], rows: int, *, byte_level: bool) -> tuple[list[str], list[int]]:
     """Texts and kinds of as many tokens as the embedding has rows; those that no text has are filled up."""
     vocab: Mapping[str, int] = source["model"]["vocab"]
-    texts, kinds = [f"[PAD{i}]" for i in range(rows)], [int(Kind.UNUSED)] * rows
+    texts, token_types = [f"[PAD{i}]" for i in range(rows)], [int(TokenType.UNUSED)] * rows
     added = [(entry["content"], entry["id"], entry.get("special")) for entry in source.get("added_tokens") or ()]
     beyond = [text for text, index in vocab.items() if index >= rows]
     if beyond:
-        raise TokenizerError(f"tokenizer.json: the model's embedding of {rows} rows has none for {shown(beyond[0])}")
+        raise TokenizerError(f"tokenizer.json: the model's embedding of {rows} rows has none for {preview(beyond[0])}")
     for text, index in vocab.items():
         texts[index] = text
-        kinds[index] = Kind.BYTE if not byte_level and byte_of(text) is not None else Kind.NORMAL
+        token_types[index] = (
+            TokenType.BYTE if not byte_level and parse_byte_token(text) is not None else TokenType.NORMAL
+        )
     for text, index, special in added:
         if index < rows:
             texts[index] = text
-            kinds[index] = Kind.CONTROL if special else Kind.USER_DEFINED
+            token_types[index] = TokenType.CONTROL if special else TokenType.USER_DEFINED
         else:
-            _log.warning("the model's embedding has no row for token %s, which is left out", shown(text))
+            _log.warning("the model's embedding has no row for token %s, which is left out", preview(text))
     unknown = source["model"].get("unk_token")
     if unknown in vocab:
-        kinds[vocab[unknown]] = Kind.UNKNOWN
-    return texts, kinds
+        token_types[vocab[unknown]] = TokenType.UNKNOWN
+    return texts, token_types
 
 
-def _merges(source: Mapping[str, Any]) -> list[tuple[str, str]]:
+def _read_merges(source: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Pairs, which older files write as one string."""
     merges = source["model"]["merges"]
     pairs = (merge.split(" ", 1) if isinstance(merge, str) else merge for merge in merges)
     return [(left, right) for left, right in pairs]
 
 
-def _unknown(kinds: Sequence[int]) -> dict[str, Any]:
-    found = next((index for index, kind in enumerate(kinds) if kind == Kind.UNKNOWN), None)
-    return {_PREFIX + "unknown_token_id": _id(found)}
+def _unknown(token_types: Sequence[int]) -> dict[str, Any]:
+    found = next((index for index, kind in enumerate(token_types) if kind == TokenType.UNKNOWN), None)
+    return {_PREFIX + "unknown_token_id": _uint32_or_none(found)}
 
 
-def _byte_level(source: Mapping[str, Any], library: Library, texts: list[str], kinds: list[int]) -> Iterator[Candidate]:
-    pre, agreed = _pre_name(library, ignore_merges=bool(source["model"].get("ignore_merges")))
+def _bpe_keys(
+    source: Mapping[str, Any], library: Library, texts: list[str], token_types: list[int]
+) -> Iterator[Candidate]:
+    pre, agreed = _find_pre_tokenizer(library, ignore_merges=bool(source["model"].get("ignore_merges")))
     keys = {
         _PREFIX + "model": "gpt2",
         _PREFIX + "pre": pre,
         _PREFIX + "tokens": texts,
-        _PREFIX + "token_type": Typed("int32", kinds),
-        _PREFIX + "merges": Typed("string", [" ".join(pair) for pair in _merges(source)]),
+        _PREFIX + "token_type": Typed("int32", token_types),
+        _PREFIX + "merges": Typed("string", [" ".join(pair) for pair in _read_merges(source)]),
     }
     yield keys, agreed
 
 
-def _pre_name(library: Library, *, ignore_merges: bool) -> tuple[str, Sequence[str]]:
+def _find_pre_tokenizer(library: Library, *, ignore_merges: bool) -> tuple[str, Sequence[str]]:
     """The pre-tokenizer of GGUF that cuts all texts as this one does, or at least all of ASCII; and these texts."""
     names = [*_PREFERRED, *(name for name in PRE_TOKENIZERS if name not in _PREFERRED)]
     names = [name for name in names if PRE_TOKENIZERS[name].ignore_merges == ignore_merges]
-    for texts in ((*PLAIN, *FURTHER), PLAIN):
-        wanted = [_cut(library.pre_tokenizer, text) for text in texts]
+    for texts in ((*ASCII_SAMPLES, *UNICODE_SAMPLES), ASCII_SAMPLES):
+        wanted = [_pre_tokenize(library.pre_tokenizer, text) for text in texts]
         for name in names:
-            if wanted == [_cut(_splitter(PRE_TOKENIZERS[name]), text) for text in texts]:
-                if texts is PLAIN:
+            if wanted == [_pre_tokenize(_splitter(PRE_TOKENIZERS[name]), text) for text in texts]:
+                if texts is ASCII_SAMPLES:
                     _log.warning("a GGUF's pre-tokenizer %r may cut letters beyond ASCII otherwise", name)
                 return name, texts
     raise UnsupportedModelError("tokenizer.json: its pre_tokenizer cuts text like none that a GGUF has a name for")
@@ -176,36 +180,38 @@ def _splitter(pre: PreTokenizer) -> Any:
     return pre_tokenizers.Sequence([*steps, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
 
 
-def _cut(pre_tokenizer: Any, text: str) -> list[str]:
-    with building("tokenizer.json"):
+def _pre_tokenize(pre_tokenizer: Any, text: str) -> list[str]:
+    with tokenizer_errors("tokenizer.json"):
         return [piece for piece, _ in pre_tokenizer.pre_tokenize_str(text)]
 
 
-def _characters(source: Mapping[str, Any], texts: list[str], kinds: list[int]) -> Iterator[Candidate]:
-    merges = _merges(source)
-    _require_all_merges({text for text, kind in zip(texts, kinds, strict=True) if kind == Kind.NORMAL}, merges)
-    scores = _scores(texts, kinds, merges)
+def _spm_keys(source: Mapping[str, Any], texts: list[str], token_types: list[int]) -> Iterator[Candidate]:
+    merges = _read_merges(source)
+    _check_merges_complete(
+        {text for text, kind in zip(texts, token_types, strict=True) if kind == TokenType.NORMAL}, merges
+    )
+    scores = _read_scores(texts, token_types, merges)
     keys = {
         _PREFIX + "model": "llama",
         _PREFIX + "pre": "default",
         _PREFIX + "tokens": texts,
         _PREFIX + "scores": Typed("float32", scores),
-        _PREFIX + "token_type": Typed("int32", kinds),
+        _PREFIX + "token_type": Typed("int32", token_types),
     }
     for prefix in (True, False):
-        yield {**keys, _PREFIX + "add_space_prefix": prefix}, (*PLAIN, *FURTHER)
+        yield {**keys, _PREFIX + "add_space_prefix": prefix}, (*ASCII_SAMPLES, *UNICODE_SAMPLES)
 
 
-def _scores(texts: Sequence[str], kinds: Sequence[int], merges: Sequence[tuple[str, str]]) -> list[float]:
+def _read_scores(texts: Sequence[str], token_types: Sequence[int], merges: Sequence[tuple[str, str]]) -> list[float]:
     """The earlier a token is merged, the better its score; one that is never merged is worse than all."""
     ranks: dict[str, int] = {}
     for left, right in merges:
         ranks.setdefault(left + right, len(ranks))
-    normal = (Kind.NORMAL, Kind.UNUSED)
-    return [-float(ranks.get(t, len(ranks))) if k in normal else 0.0 for t, k in zip(texts, kinds, strict=True)]
+    normal = (TokenType.NORMAL, TokenType.UNUSED)
+    return [-float(ranks.get(t, len(ranks))) if k in normal else 0.0 for t, k in zip(texts, token_types, strict=True)]
 
 
-def _require_all_merges(normal: set[str], merges: Sequence[tuple[str, str]]) -> None:
+def _check_merges_complete(normal: set[str], merges: Sequence[tuple[str, str]]) -> None:
     """A 'llama' vocabulary joins any two tokens that make a third: a file whose merges do not is another tokenizer."""
     known = set(merges)
     for text in normal:
@@ -213,8 +219,8 @@ def _require_all_merges(normal: set[str], merges: Sequence[tuple[str, str]]) -> 
             pair = (text[:cut], text[cut:])
             if pair not in known and pair[0] in normal and pair[1] in normal:
                 raise UnsupportedModelError(
-                    f"tokenizer.json: its merges lack {shown(pair[0])} + {shown(pair[1])}, which a GGUF of this kind "
-                    "joins: it cannot be expressed there"
+                    f"tokenizer.json: its merges lack {preview(pair[0])} + {preview(pair[1])}, which a GGUF of this "
+                    "kind joins: it cannot be expressed there"
                 )
 
 
@@ -224,5 +230,5 @@ def _first_difference(theirs: Tokenizer, keys: Mapping[str, Any], texts: Sequenc
     ours = tokenizer_from_gguf(plain)
     for text in texts:
         if ours.encode(text, add_special=False) != theirs.encode(text, add_special=False):
-            return shown(text)
+            return preview(text)
     return None

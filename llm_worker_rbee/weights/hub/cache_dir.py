@@ -24,12 +24,12 @@ from ...errors import DownloadError, human_bytes
 Progress = Callable[[str, int, int | None], None]
 
 APP_NAME = "llm-worker-rbee"
-DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-ENDINGS = (signal.SIGTERM, signal.SIGHUP)  # the second: the terminal was closed
-UNWRITABLE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST}
+DISK_FULL_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+EXIT_SIGNALS = (signal.SIGTERM, signal.SIGHUP)  # the second: the terminal was closed
+UNWRITABLE_ERRNOS = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST}
 
 
-def silent(what: str, done: int, total: int | None) -> None:
+def no_progress(what: str, done: int, total: int | None) -> None:
     """Progress that nobody looks at."""
 
 
@@ -49,7 +49,7 @@ def user_cache_dir() -> Path:
         raise DownloadError("there is no home folder to keep models in: set XDG_CACHE_HOME to a writable one") from None
 
 
-def disk_full(folder: Path, needed: int | None) -> DownloadError:
+def disk_full_error(folder: Path, needed: int | None) -> DownloadError:
     """The error for a full disk: the folder, what is free and what is needed."""
     wants = f", {human_bytes(needed)} needed" if needed else ""
     return DownloadError(
@@ -68,18 +68,18 @@ def _free_space(folder: Path) -> str:
 def require_space(folder: Path, needed: int) -> None:
     """Refuse before the first byte what cannot fit."""
     if shutil.disk_usage(folder).free < needed:
-        raise disk_full(folder, needed)
+        raise disk_full_error(folder, needed)
 
 
 @contextmanager
-def named_os_errors(folder: Path, needed: int | None = None) -> Iterator[None]:
+def explain_os_errors(folder: Path, needed: int | None = None) -> Iterator[None]:
     """Turn a failure of the file system below `folder` into one line that says what to do."""
     try:
         yield
     except OSError as error:
-        if error.errno in DISK_FULL:
-            raise disk_full(folder, needed) from error
-        if error.errno in UNWRITABLE:
+        if error.errno in DISK_FULL_ERRNOS:
+            raise disk_full_error(folder, needed) from error
+        if error.errno in UNWRITABLE_ERRNOS:
             raise DownloadError(
                 f"cannot write to {error.filename or folder} ({error.strerror}): make it writable, or set"
                 " XDG_CACHE_HOME to a folder that is"
@@ -94,7 +94,7 @@ def model_lock(name: str, progress: Progress) -> Iterator[Path]:
     flock, because the kernel drops it when the holder dies, however it dies.
     """
     folder = cache_dir()
-    with named_os_errors(folder):
+    with explain_os_errors(folder):
         (folder / ".locks").mkdir(parents=True, exist_ok=True)
         handle = open(folder / ".locks" / f"{name}.lock", "ab")  # noqa: SIM115 - held open over the yield below
     with handle:
@@ -111,8 +111,8 @@ def work_folder(folder: Path, name: str) -> Iterator[Path]:
     """An empty folder beside the model `name`, gone at the end whatever happens. The lock on `name` must be held."""
     for stale in folder.glob(f".pull-{name}-*"):
         shutil.rmtree(stale, ignore_errors=True)
-    with _terminated_means_exit():
-        with named_os_errors(folder):
+    with _exit_on_termination():
+        with explain_os_errors(folder):
             work = Path(tempfile.mkdtemp(prefix=f".pull-{name}-", dir=folder))
         try:
             yield work
@@ -121,10 +121,10 @@ def work_folder(folder: Path, name: str) -> Iterator[Path]:
 
 
 @contextmanager
-def _terminated_means_exit() -> Iterator[None]:
+def _exit_on_termination() -> Iterator[None]:
     """Let SIGTERM and SIGHUP unwind the stack (and so clean up) where nobody has asked for anything else."""
     here = threading.current_thread() is threading.main_thread()
-    ours = [number for number in ENDINGS if here and signal.getsignal(number) == signal.SIG_DFL]
+    ours = [number for number in EXIT_SIGNALS if here and signal.getsignal(number) == signal.SIG_DFL]
     try:
         for number in ours:
             signal.signal(number, _exit_on_signal)
@@ -138,7 +138,7 @@ def _exit_on_signal(number: int, frame: FrameType | None) -> NoReturn:
     raise SystemExit(128 + number)
 
 
-def settle(finished: Path, final: Path) -> None:
+def move_into_place(finished: Path, final: Path) -> None:
     """Move a complete, flushed file to its final name, durably."""
     os.replace(finished, final)
     descriptor = os.open(final.parent, os.O_RDONLY)

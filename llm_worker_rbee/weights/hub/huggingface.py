@@ -17,15 +17,17 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from ...errors import DownloadError, ModelNotFoundError, UnsupportedModelError, WorkerError
-from ..checkpoint import PICKLES
+from ..checkpoint import PICKLE_SUFFIXES
 from ..gguf import SPLIT_NAME
-from .cache_dir import DISK_FULL, Progress, disk_full, named_os_errors, require_space, user_cache_dir
+from .cache_dir import DISK_FULL_ERRNOS, Progress, disk_full_error, explain_os_errors, require_space, user_cache_dir
 
 PREFERRED_QUANTS = ("Q4_K_M", "Q4_0", "Q8_0")
-REFERENCE = re.compile(r"hf:(?P<repo>[\w.-]+/[\w.-]+)(?::(?P<quant>[\w./-]+))?", re.ASCII)
-QUANT_WORD = re.compile(r"(?<![A-Za-z0-9])((?:UD-)?I?Q\d\w*|TQ\d_0|MXFP4\w*|NVFP4|BF16|F16|F32)(?!\w)", re.IGNORECASE)
-NOT_A_MODEL = re.compile(r"mmproj|imatrix", re.IGNORECASE)
-BESIDE_WEIGHTS = (
+REFERENCE_PATTERN = re.compile(r"hf:(?P<repo>[\w.-]+/[\w.-]+)(?::(?P<quant>[\w./-]+))?", re.ASCII)
+QUANT_PATTERN = re.compile(
+    r"(?<![A-Za-z0-9])((?:UD-)?I?Q\d\w*|TQ\d_0|MXFP4\w*|NVFP4|BF16|F16|F32)(?!\w)", re.IGNORECASE
+)
+NOT_A_MODEL_PATTERN = re.compile(r"mmproj|imatrix", re.IGNORECASE)
+COMPANION_FILES = (
     *("config.json", "generation_config.json", "model.safetensors.index.json", "tokenizer.json", "tokenizer.model"),
     *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt"),
     *("chat_template.jinja", "chat_template.json"),
@@ -45,31 +47,31 @@ class HubModel:
         return f"hf:{self.repo}" + (f":{self.quant}" if self.quant else "")
 
 
-def parse(reference: str) -> HubModel:
+def parse_reference(reference: str) -> HubModel:
     """Read `hf:owner/repo[:quant]`."""
-    match = REFERENCE.fullmatch(reference)
+    match = REFERENCE_PATTERN.fullmatch(reference)
     if match is None or ".." in reference:
         raise ModelNotFoundError(f"{reference!r} is not of the form hf:owner/repo or hf:owner/repo:quant")
     return HubModel(match["repo"], match["quant"])
 
 
-def choose(model: HubModel, listing: list[str]) -> list[str]:
+def choose_files(model: HubModel, listing: list[str]) -> list[str]:
     """The files of the one model meant, the entry file first."""
     safe = [name for name in listing if not name.startswith("/") and ".." not in PurePosixPath(name).parts]
     sets = _gguf_sets(safe)
     if model.quant:
         return _by_quant(model, model.quant, sets)
     if "config.json" in safe and (weights := _safetensors(safe)):
-        return [name for name in BESIDE_WEIGHTS if name in safe] + weights
+        return [name for name in COMPANION_FILES if name in safe] + weights
     if not sets:
-        raise _nothing_usable(model, safe)
+        raise _no_model_error(model, safe)
     if len(sets) == 1:
-        return _complete(model, next(iter(sets.values())))
+        return _require_complete(model, next(iter(sets.values())))
     for quant in PREFERRED_QUANTS:
         found = _matching(quant, sets)
         if len(found) == 1:
-            return _complete(model, sets[found[0]])
-    raise ModelNotFoundError(f"{model.reference} holds several models, say which: {_offers(model, sets)}")
+            return _require_complete(model, sets[found[0]])
+    raise ModelNotFoundError(f"{model.reference} holds several models, say which: {_list_choices(model, sets)}")
 
 
 def _safetensors(names: list[str]) -> list[str]:
@@ -82,7 +84,7 @@ def _gguf_sets(names: list[str]) -> dict[str, list[str]]:
     """First file -> all files of that model, in order."""
     sets: dict[tuple[str, str], list[str]] = {}
     for name in sorted(names):
-        if name.lower().endswith(".gguf") and not NOT_A_MODEL.search(name):
+        if name.lower().endswith(".gguf") and not NOT_A_MODEL_PATTERN.search(name):
             match = SPLIT_NAME.fullmatch(name)
             sets.setdefault((match["stem"], match["parts"]) if match else (name, ""), []).append(name)
     return {files[0]: files for files in sets.values()}
@@ -97,17 +99,17 @@ def _matching(quant: str, sets: Mapping[str, list[str]]) -> list[str]:
 def _by_quant(model: HubModel, quant: str, sets: dict[str, list[str]]) -> list[str]:
     found = [name for name in sets if quant in (name, PurePosixPath(name).name)] or _matching(quant, sets)
     if len(found) == 1:
-        return _complete(model, sets[found[0]])
+        return _require_complete(model, sets[found[0]])
     if found:
         raise ModelNotFoundError(
             f"{model.reference} fits several files, give the whole name after the colon: {', '.join(found)}"
         )
     if not sets:
         raise ModelNotFoundError(f"{model.repo} holds no GGUF file, so no {quant}: try hf:{model.repo}")
-    raise ModelNotFoundError(f"{model.repo} holds no {quant}; it holds: {_offers(model, sets)}")
+    raise ModelNotFoundError(f"{model.repo} holds no {quant}; it holds: {_list_choices(model, sets)}")
 
 
-def _complete(model: HubModel, files: list[str]) -> list[str]:
+def _require_complete(model: HubModel, files: list[str]) -> list[str]:
     match = SPLIT_NAME.fullmatch(files[0])
     if match and len(files) != int(match["parts"]):
         held = f"{len(files)} of {int(match['parts'])} parts"
@@ -115,15 +117,15 @@ def _complete(model: HubModel, files: list[str]) -> list[str]:
     return files
 
 
-def _offers(model: HubModel, sets: Mapping[str, list[str]]) -> str:
+def _list_choices(model: HubModel, sets: Mapping[str, list[str]]) -> str:
     """What could be asked for, in the words to ask for it."""
-    words = [(QUANT_WORD.findall(PurePosixPath(name).name) or [""])[-1] for name in sets]
+    words = [(QUANT_PATTERN.findall(PurePosixPath(name).name) or [""])[-1] for name in sets]
     unambiguous = all(words) and len(set(words)) == len(words)
     return ", ".join(words if unambiguous else (PurePosixPath(name).name for name in sets))
 
 
-def _nothing_usable(model: HubModel, names: list[str]) -> WorkerError:
-    if any(name.endswith(PICKLES) for name in names):
+def _no_model_error(model: HubModel, names: list[str]) -> WorkerError:
+    if any(name.endswith(PICKLE_SUFFIXES) for name in names):
         return UnsupportedModelError(
             f"{model.repo} holds pickled weights only, which are refused: use a repository with safetensors or GGUF"
         )
@@ -132,8 +134,8 @@ def _nothing_usable(model: HubModel, names: list[str]) -> WorkerError:
 
 
 DEFAULT_ENDPOINT = "https://huggingface.co"
-POLL_SECONDS = 0.1
-LISTING_SECONDS = 10.0
+POLL_INTERVAL_S = 0.1
+LISTING_TIMEOUT_S = 10.0
 
 
 def hub_cache() -> Path:
@@ -166,7 +168,7 @@ def pull_model(model: HubModel, progress: Progress) -> Path:
             return find_cached(model)
         except WorkerError:
             raise error from error.__cause__
-    names = choose(model, list(sizes))
+    names = choose_files(model, list(sizes))
     snapshot = _fetch(model, commit, {name: sizes[name] for name in names}, progress)
     return _entry(snapshot, names)
 
@@ -178,7 +180,7 @@ def find_cached(model: HubModel) -> Path:
         why = "HF_HUB_OFFLINE is set" if is_offline() else "it has not been pulled"
         raise ModelNotFoundError(f"{model.reference} is not in {hub_cache()} and {why}: pull it with a network first")
     present = [path.relative_to(snapshot).as_posix() for path in snapshot.rglob("*") if path.is_file()]
-    names = choose(model, present)
+    names = choose_files(model, present)
     index = snapshot / "model.safetensors.index.json"
     if index.name in names:
         absent = _shards(index) - set(names)
@@ -208,7 +210,7 @@ def _entry(snapshot: Path, names: list[str]) -> Path:
     return snapshot / names[0] if names[0].lower().endswith(".gguf") else snapshot
 
 
-def _library() -> Any:
+def _import_library() -> Any:
     """huggingface_hub, which takes a while to import, with the parts that it does not bring in by itself."""
     import huggingface_hub
     import huggingface_hub.errors
@@ -219,9 +221,9 @@ def _library() -> Any:
 
 def _listing(model: HubModel) -> tuple[str, dict[str, int | None]]:
     """The commit of the main branch, and the bytes of each file (None where the hub does not say)."""
-    with _quiet(), _explained(model):
-        api = _library().HfApi(endpoint=endpoint())
-        info = api.model_info(model.repo, files_metadata=True, timeout=LISTING_SECONDS)
+    with _silence_library(), _explain_errors(model):
+        api = _import_library().HfApi(endpoint=endpoint())
+        info = api.model_info(model.repo, files_metadata=True, timeout=LISTING_TIMEOUT_S)
         return str(info.sha), {file.rfilename: file.size for file in info.siblings or ()}
 
 
@@ -231,12 +233,12 @@ def _fetch(model: HubModel, commit: str, sizes: Mapping[str, int | None], progre
     snapshot = folder / "snapshots" / commit
     absent = {name: size for name, size in sizes.items() if not (snapshot / name).exists()}
     needed = sum(size or 0 for size in absent.values())
-    with named_os_errors(hub_cache(), needed):
+    with explain_os_errors(hub_cache(), needed):
         hub_cache().mkdir(parents=True, exist_ok=True)
         require_space(hub_cache(), needed)
-    with _quiet(), _watched(folder / "blobs", model, absent, progress), _explained(model, needed):
+    with _silence_library(), _report_growth(folder / "blobs", model, absent, progress), _explain_errors(model, needed):
         for name in sizes:
-            path = _library().hf_hub_download(
+            path = _import_library().hf_hub_download(
                 model.repo, name, revision="main", endpoint=endpoint(), cache_dir=hub_cache()
             )
             if not Path(path).is_relative_to(snapshot):
@@ -245,7 +247,9 @@ def _fetch(model: HubModel, commit: str, sizes: Mapping[str, int | None], progre
 
 
 @contextmanager
-def _watched(blobs: Path, model: HubModel, absent: Mapping[str, int | None], progress: Progress) -> Iterator[None]:
+def _report_growth(
+    blobs: Path, model: HubModel, absent: Mapping[str, int | None], progress: Progress
+) -> Iterator[None]:
     """Report how much the hub's folder of blobs has grown: true whatever way the library downloads."""
     if not absent:
         yield
@@ -259,7 +263,7 @@ def _watched(blobs: Path, model: HubModel, absent: Mapping[str, int | None], pro
         progress(f"downloading {model.reference}", min(count, total) if total else count, total)
 
     def watch() -> None:
-        while not done.wait(POLL_SECONDS):
+        while not done.wait(POLL_INTERVAL_S):
             report()
 
     report()
@@ -290,9 +294,9 @@ def _finished_bytes(blobs: Path) -> int:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def _silence_library() -> Iterator[None]:
     """Keep the library's own bars and warnings off the terminal; progress and errors are ours to show."""
-    utils = _library().utils
+    utils = _import_library().utils
     level, disabled = utils.logging.get_verbosity(), utils.are_progress_bars_disabled()
     utils.logging.set_verbosity_error()
     utils.disable_progress_bars()
@@ -305,20 +309,20 @@ def _quiet() -> Iterator[None]:
 
 
 @contextmanager
-def _explained(model: HubModel, needed: int | None = None) -> Iterator[None]:
+def _explain_errors(model: HubModel, needed: int | None = None) -> Iterator[None]:
     """One line of ours for whatever the library, or the HTTP client below it, raises."""
     try:
         yield
     except WorkerError:
         raise
     except Exception as error:
-        raise _explain(model, error, needed) from error
+        raise _to_worker_error(model, error, needed) from error
 
 
-def _explain(model: HubModel, error: Exception, needed: int | None) -> WorkerError:
-    errors = _library().errors
-    if isinstance(error, OSError) and error.errno in DISK_FULL:
-        return disk_full(hub_cache(), needed)
+def _to_worker_error(model: HubModel, error: Exception, needed: int | None) -> WorkerError:
+    errors = _import_library().errors
+    if isinstance(error, OSError) and error.errno in DISK_FULL_ERRNOS:
+        return disk_full_error(hub_cache(), needed)
     if isinstance(error, errors.GatedRepoError):
         page = f"{endpoint()}/{model.repo}"
         return DownloadError(f"{model.repo} is gated: accept its terms at {page} and set HF_TOKEN to your token")

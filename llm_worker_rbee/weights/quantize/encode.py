@@ -12,27 +12,27 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from .fit import Bytes, Floats, Sums, affine_levels, fit_affine, fit_linear, linear_levels, reciprocal, sums
+from .fit import Bytes, Floats, Sums, affine_codes, fit_affine, fit_linear, linear_codes, reciprocal, sums
 
-SMALLEST_HALF = np.float32(2.0**-24)
+MIN_F16 = np.float32(2.0**-24)
 
 
-def as_half(values: Floats) -> Floats:
+def round_to_f16(values: Floats) -> Floats:
     """The float32 that a float16 field will be read back as; the smallest there is rather than nothing."""
     half = values.astype(np.float16).astype(np.float32)
-    return np.where((half == 0) & (values != 0), np.copysign(SMALLEST_HALF, values), half)
+    return np.where((half == 0) & (values != 0), np.copysign(MIN_F16, values), half)
 
 
-def half_bytes(values: Floats) -> Bytes:
+def f16_bytes(values: Floats) -> Bytes:
     """float16 fields: (blocks,) or (blocks, n) -> (blocks, 2n)."""
     return values.astype("<f2").reshape(len(values), -1).view(np.uint8)
 
 
-def packed(levels: Bytes, width: int, bits: int) -> Bytes:
+def pack_bits(codes: Bytes, width: int, bits: int) -> Bytes:
     """The inverse of `quants.bits.planes`: each run of `width` bytes takes 8/bits runs of `width` levels."""
-    blocks, count = levels.shape
+    blocks, count = codes.shape
     steps = 8 // bits
-    runs = levels.reshape(blocks, count // (width * steps), steps, width)
+    runs = codes.reshape(blocks, count // (width * steps), steps, width)
     out = runs[:, :, 0].copy()
     for step in range(1, steps):  # multiplied, because NumPy's uint8 << has no SIMD loop
         out |= runs[:, :, step] * np.uint8(1 << (step * bits))
@@ -61,7 +61,7 @@ def _signed_peak(blocks: Floats) -> Floats:
     return np.take_along_axis(blocks, np.abs(blocks).argmax(axis=1, keepdims=True), axis=1)
 
 
-def _levels(scaled: Floats, offset: float, top: int) -> Bytes:
+def _round_codes(scaled: Floats, offset: float, top: int) -> Bytes:
     """Whole numbers from 0 to `top`, halves upwards."""
     scaled += np.float32(offset + 0.5)
     return np.minimum(scaled, np.float32(top)).astype(np.uint8)
@@ -70,43 +70,43 @@ def _levels(scaled: Floats, offset: float, top: int) -> Bytes:
 def _symmetric(blocks: Floats, half_range: int) -> tuple[Floats, Bytes]:
     """x = d * (q - half_range): the peak becomes the lowest level, of which there is one more than above zero."""
     d = _signed_peak(blocks) / np.float32(-half_range)
-    return d, _levels(blocks * reciprocal(d), half_range, 2 * half_range - 1)
+    return d, _round_codes(blocks * reciprocal(d), half_range, 2 * half_range - 1)
 
 
 def _from_minimum(blocks: Floats, top: int) -> tuple[Floats, Floats, Bytes]:
     """x = d * q + m."""
     m = blocks.min(axis=1, keepdims=True)
     d = (blocks.max(axis=1, keepdims=True) - m) / np.float32(top)
-    return d, m, _levels((blocks - m) * reciprocal(d), 0, top)
+    return d, m, _round_codes((blocks - m) * reciprocal(d), 0, top)
 
 
-def _five_bits(levels: Bytes) -> tuple[Bytes, Bytes]:
-    high = np.packbits(levels >> np.uint8(4), axis=1, bitorder="little")
-    return high, packed(levels & np.uint8(15), 16, 4)
+def _five_bits(codes: Bytes) -> tuple[Bytes, Bytes]:
+    high = np.packbits(codes >> np.uint8(4), axis=1, bitorder="little")
+    return high, pack_bits(codes & np.uint8(15), 16, 4)
 
 
 def q4_0(blocks: Floats) -> Bytes:
     """x = d * (q - 8)."""
-    d, levels = _symmetric(blocks, 8)
-    return np.concatenate([half_bytes(d), packed(levels, 16, 4)], axis=1)
+    d, codes = _symmetric(blocks, 8)
+    return np.concatenate([f16_bytes(d), pack_bits(codes, 16, 4)], axis=1)
 
 
 def q4_1(blocks: Floats) -> Bytes:
     """x = d * q + m."""
-    d, m, levels = _from_minimum(blocks, 15)
-    return np.concatenate([half_bytes(d), half_bytes(m), packed(levels, 16, 4)], axis=1)
+    d, m, codes = _from_minimum(blocks, 15)
+    return np.concatenate([f16_bytes(d), f16_bytes(m), pack_bits(codes, 16, 4)], axis=1)
 
 
 def q5_0(blocks: Floats) -> Bytes:
     """x = d * (q - 16)."""
-    d, levels = _symmetric(blocks, 16)
-    return np.concatenate([half_bytes(d), *_five_bits(levels)], axis=1)
+    d, codes = _symmetric(blocks, 16)
+    return np.concatenate([f16_bytes(d), *_five_bits(codes)], axis=1)
 
 
 def q5_1(blocks: Floats) -> Bytes:
     """x = d * q + m."""
-    d, m, levels = _from_minimum(blocks, 31)
-    return np.concatenate([half_bytes(d), half_bytes(m), *_five_bits(levels)], axis=1)
+    d, m, codes = _from_minimum(blocks, 31)
+    return np.concatenate([f16_bytes(d), f16_bytes(m), *_five_bits(codes)], axis=1)
 
 
 def q8_0(blocks: Floats) -> Bytes:
@@ -114,13 +114,13 @@ def q8_0(blocks: Floats) -> Bytes:
     d = np.abs(blocks).max(axis=1, keepdims=True) / np.float32(127)
     scaled = blocks * reciprocal(d)
     scaled += np.copysign(np.float32(0.5), scaled)
-    return np.concatenate([half_bytes(d), scaled.astype(np.int8).view(np.uint8)], axis=1)
+    return np.concatenate([f16_bytes(d), scaled.astype(np.int8).view(np.uint8)], axis=1)
 
 
 ROUNDS = 3  # the first one included
-SUPER = 256
-SIX_BITS = 63
-FLAT = np.float32(1e-6)  # of two unknowns: below this share of its diagonal, a determinant is noise
+SUPER_BLOCK = 256
+MAX_6BIT = 63
+MIN_DETERMINANT = np.float32(1e-6)  # of two unknowns: below this share of its diagonal, a determinant is noise
 
 
 class Affine(NamedTuple):
@@ -129,11 +129,11 @@ class Affine(NamedTuple):
     d: Floats  # (blocks,)
     dmin: Floats  # (blocks,)
     scale: Floats  # (blocks, 8) whole numbers
-    minus: Floats  # (blocks, 8) whole numbers
+    minimum: Floats  # (blocks, 8) whole numbers
 
-    def of_groups(self) -> tuple[Floats, Floats]:
+    def group_scales(self) -> tuple[Floats, Floats]:
         """Scale and minimum of every group, flat."""
-        return (self.d[:, None] * self.scale).reshape(-1), (self.dmin[:, None] * self.minus).reshape(-1)
+        return (self.d[:, None] * self.scale).reshape(-1), (self.dmin[:, None] * self.minimum).reshape(-1)
 
 
 class Linear(NamedTuple):
@@ -145,46 +145,46 @@ class Linear(NamedTuple):
 
 def q4_k(blocks: Floats) -> Bytes:
     """d 2 | dmin 2 | scales and minima 12 | 128 bytes of nibbles."""
-    found, levels = _affine(blocks, 15)
-    return np.concatenate([*_affine_head(found), packed(levels, 32, 4)], axis=1)
+    found, codes = _affine(blocks, 15)
+    return np.concatenate([*_affine_head(found), pack_bits(codes, 32, 4)], axis=1)
 
 
 def q5_k(blocks: Floats) -> Bytes:
     """As Q4_K with 32 bytes of fifth bits before the nibbles."""
-    found, levels = _affine(blocks, 31)
-    high = packed(levels >> np.uint8(4), 32, 1)
-    return np.concatenate([*_affine_head(found), high, packed(levels & np.uint8(15), 32, 4)], axis=1)
+    found, codes = _affine(blocks, 31)
+    high = pack_bits(codes >> np.uint8(4), 32, 1)
+    return np.concatenate([*_affine_head(found), high, pack_bits(codes & np.uint8(15), 32, 4)], axis=1)
 
 
 def q6_k(blocks: Floats) -> Bytes:
     """128 bytes of low nibbles | 64 bytes of 2 high bits | 16 int8 scales | d 2."""
-    found, levels = _linear(blocks, 32)
-    low, high = packed(levels & np.uint8(15), 64, 4), packed(levels >> np.uint8(4), 32, 2)
+    found, codes = _linear(blocks, 32)
+    low, high = pack_bits(codes & np.uint8(15), 64, 4), pack_bits(codes >> np.uint8(4), 32, 2)
     scales = found.scale.astype(np.int8).view(np.uint8)
-    return np.concatenate([low, high, scales, half_bytes(found.d)], axis=1)
+    return np.concatenate([low, high, scales, f16_bytes(found.d)], axis=1)
 
 
 def _columns(blocks: Floats, group: int) -> Floats:
     return np.ascontiguousarray(blocks.reshape(-1, group).T)
 
 
-def _rows(levels: Floats, offset: int = 0) -> Bytes:
+def _rows(codes: Floats, offset: int = 0) -> Bytes:
     """Levels of (group size, groups) as unsigned bytes in the order of the values: (blocks, 256)."""
-    whole = (levels + np.float32(offset)).astype(np.uint8)
-    return np.ascontiguousarray(whole.T).reshape(-1, SUPER)
+    whole = (codes + np.float32(offset)).astype(np.uint8)
+    return np.ascontiguousarray(whole.T).reshape(-1, SUPER_BLOCK)
 
 
-def _whole(values: Floats, unit: Floats, least: int, most: int) -> Floats:
+def _round_clip(values: Floats, unit: Floats, least: int, most: int) -> Floats:
     """values / unit as whole numbers within bounds."""
     whole: Floats = np.clip(np.rint(values * reciprocal(unit)[:, None]), least, most)
     return whole
 
 
-def _missed(q: Floats, scale: Floats, minus: Floats | None, x: Floats, blocks: int) -> Floats:
+def _squared_error(q: Floats, scale: Floats, minimum: Floats | None, x: Floats, blocks: int) -> Floats:
     """The sum of squared errors of each super-block; `q` stays."""
     error = q * scale
-    if minus is not None:
-        error -= minus
+    if minimum is not None:
+        error -= minimum
     error -= x
     error *= error
     total: Floats = error.sum(0).reshape(blocks, -1).sum(1)
@@ -199,51 +199,51 @@ def _affine(blocks: Floats, top: int) -> tuple[Affine, Bytes]:
     least = np.full(count, np.inf, np.float32)
     for turn in range(ROUNDS):
         if turn:
-            levels = Sums(*(part.reshape(count, 8) for part in sums(q, x, spare)))
-            tried = _next_affine(tried, levels, total)
-        groups = tried.of_groups()
-        error = _missed(affine_levels(x, *groups, top, q), *groups, x, count)
+            codes = Sums(*(part.reshape(count, 8) for part in sums(q, x, spare)))
+            tried = _next_affine(tried, codes, total)
+        groups = tried.group_scales()
+        error = _squared_error(affine_codes(x, *groups, top, q), *groups, x, count)
         better = error < least
         least = np.where(better, error, least)
-        best = Affine(*(_chosen(better, new, old) for new, old in zip(tried, best, strict=True)))
-    return best, _rows(affine_levels(x, *best.of_groups(), top, q))
+        best = Affine(*(_select(better, new, old) for new, old in zip(tried, best, strict=True)))
+    return best, _rows(affine_codes(x, *best.group_scales(), top, q))
 
 
-def _chosen(better: NDArray[np.bool_], new: Floats, old: Floats) -> Floats:
+def _select(better: NDArray[np.bool_], new: Floats, old: Floats) -> Floats:
     return np.where(better if new.ndim == 1 else better[:, None], new, old)
 
 
-def _first_affine(scale: Floats, minus: Floats) -> Affine:
-    d, dmin = (as_half(part.max(1) / np.float32(SIX_BITS)) for part in (scale, minus))
-    return Affine(d, dmin, _whole(scale, d, 0, SIX_BITS), _whole(minus, dmin, 0, SIX_BITS))
+def _first_affine(scale: Floats, minimum: Floats) -> Affine:
+    d, dmin = (round_to_f16(part.max(1) / np.float32(MAX_6BIT)) for part in (scale, minimum))
+    return Affine(d, dmin, _round_clip(scale, d, 0, MAX_6BIT), _round_clip(minimum, dmin, 0, MAX_6BIT))
 
 
-def _next_affine(now: Affine, levels: Sums, total: Floats) -> Affine:
+def _next_affine(now: Affine, codes: Sums, total: Floats) -> Affine:
     """Each group's integers, one after the other, then d and dmin of the super-block, all for these levels."""
-    wanted = (now.d[:, None] * now.scale * levels.q - total) / np.float32(32)
-    minus = _whole(wanted, now.dmin, 0, SIX_BITS)
-    wanted = (levels.qx + now.dmin[:, None] * minus * levels.q) * reciprocal(levels.qq)
-    scale = _whole(wanted, now.d, 0, SIX_BITS)
+    wanted = (now.d[:, None] * now.scale * codes.q - total) / np.float32(32)
+    minimum = _round_clip(wanted, now.dmin, 0, MAX_6BIT)
+    wanted = (codes.qx + now.dmin[:, None] * minimum * codes.q) * reciprocal(codes.qq)
+    scale = _round_clip(wanted, now.d, 0, MAX_6BIT)
     # x = d * (scale * q) - dmin * minus over all groups: two unknowns
-    a, b, c = (scale * scale * levels.qq).sum(1), (scale * minus * levels.q).sum(1), 32 * (minus * minus).sum(1)
-    u, v = (scale * levels.qx).sum(1), -(minus * total).sum(1)
+    a, b, c = (scale * scale * codes.qq).sum(1), (scale * minimum * codes.q).sum(1), 32 * (minimum * minimum).sum(1)
+    u, v = (scale * codes.qx).sum(1), -(minimum * total).sum(1)
     determinant = a * c - b * b
-    over = reciprocal(np.where(determinant > FLAT * a * c, determinant, np.float32(0)))
+    over = reciprocal(np.where(determinant > MIN_DETERMINANT * a * c, determinant, np.float32(0)))
     d = np.where(over > 0, (c * u + b * v) * over, u * reciprocal(a))
     dmin = np.where(over > 0, (a * v + b * u) * over, now.dmin)
-    return Affine(as_half(np.where(d > 0, d, now.d)), as_half(np.maximum(dmin, 0)), scale, minus)
+    return Affine(round_to_f16(np.where(d > 0, d, now.d)), round_to_f16(np.maximum(dmin, 0)), scale, minimum)
 
 
 def _affine_head(found: Affine) -> tuple[Bytes, Bytes, Bytes]:
     """The two float16 numbers, and eight scales and eight minima of six bits in twelve bytes."""
-    scale, minus = found.scale.astype(np.uint8), found.minus.astype(np.uint8)
-    both = np.concatenate([scale[:, :4], minus[:, :4]], axis=1)
-    later = np.concatenate([scale[:, 4:], minus[:, 4:]], axis=1)
+    scale, minimum = found.scale.astype(np.uint8), found.minimum.astype(np.uint8)
+    both = np.concatenate([scale[:, :4], minimum[:, :4]], axis=1)
+    later = np.concatenate([scale[:, 4:], minimum[:, 4:]], axis=1)
     first = both | (later >> np.uint8(4)) * np.uint8(64)
     return (
-        half_bytes(found.d),
-        half_bytes(found.dmin),
-        np.concatenate([first, packed(later & np.uint8(15), 4, 4)], axis=1),
+        f16_bytes(found.d),
+        f16_bytes(found.dmin),
+        np.concatenate([first, pack_bits(later & np.uint8(15), 4, 4)], axis=1),
     )
 
 
@@ -254,21 +254,21 @@ def _linear(blocks: Floats, half_range: int) -> tuple[Linear, Bytes]:
     least = np.full(count, np.inf, np.float32)
     for turn in range(ROUNDS):
         if turn:
-            levels = Sums(*(part.reshape(count, 16) for part in sums(q, x, spare)))
-            scale = _whole(levels.qx * reciprocal(levels.qq), tried.d, -128, 127)
-            d = (scale * levels.qx).sum(1) * reciprocal((scale * scale * levels.qq).sum(1))
-            tried = Linear(as_half(d), scale)
+            codes = Sums(*(part.reshape(count, 16) for part in sums(q, x, spare)))
+            scale = _round_clip(codes.qx * reciprocal(codes.qq), tried.d, -128, 127)
+            d = (scale * codes.qx).sum(1) * reciprocal((scale * scale * codes.qq).sum(1))
+            tried = Linear(round_to_f16(d), scale)
         groups = (tried.d[:, None] * tried.scale).reshape(-1)
-        error = _missed(linear_levels(x, groups, half_range, q), groups, None, x, count)
+        error = _squared_error(linear_codes(x, groups, half_range, q), groups, None, x, count)
         better = error < least
         least = np.where(better, error, least)
-        best = Linear(*(_chosen(better, new, old) for new, old in zip(tried, best, strict=True)))
-    linear_levels(x, (best.d[:, None] * best.scale).reshape(-1), half_range, q)
+        best = Linear(*(_select(better, new, old) for new, old in zip(tried, best, strict=True)))
+    linear_codes(x, (best.d[:, None] * best.scale).reshape(-1), half_range, q)
     return best, _rows(q, half_range)
 
 
 def _first_linear(scale: Floats) -> Linear:
     """The scale of largest size becomes -128, of which int8 has one more than above zero."""
     peak = np.take_along_axis(scale, np.abs(scale).argmax(axis=1, keepdims=True), axis=1)[:, 0]
-    d = as_half(peak / np.float32(-128))
-    return Linear(d, _whole(scale, d, -128, 127))
+    d = round_to_f16(peak / np.float32(-128))
+    return Linear(d, _round_clip(scale, d, -128, 127))

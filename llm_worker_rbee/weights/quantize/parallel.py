@@ -21,18 +21,18 @@ from ..checkpoint import Tensor
 from ..quants import BlockType
 from . import quantize
 
-PIECE = 1 << 19  # values
+PIECE_VALUES = 1 << 19  # values
 Progress = Callable[[str, int, int | None], None]  # what is being done, bytes written, bytes in all
 
 
-class Job(NamedTuple):
+class TensorJob(NamedTuple):
     """A tensor to be made: from which, of which type, its rows in which order, what is added to its values."""
 
     name: str
     source: Tensor
     kind: BlockType
     order: NDArray[np.intp] | None = None  # row i is row order[i] of the source; of a vector, value
-    plus: float = 0.0
+    offset: float = 0.0
 
     @property
     def nbytes(self) -> int:
@@ -50,35 +50,35 @@ class Job(NamedTuple):
         """Rows."""
         return self.source.size // self.columns if self.columns else 0
 
-    def rows(self, start: int, stop: int) -> NDArray[np.uint8]:
+    def encode_rows(self, start: int, stop: int) -> NDArray[np.uint8]:
         """The bytes of some rows of the result."""
         source = self.source
         raw = source.data.reshape(self.n_rows, source.kind.row_bytes(self.columns))
         raw = raw[start:stop] if self.order is None else raw[self.order[start:stop]]
-        if source.kind is self.kind and not self.plus:
+        if source.kind is self.kind and not self.offset:
             return raw.reshape(-1)
         values = source.kind.decode(np.ascontiguousarray(raw).reshape(-1, source.kind.block_bytes))
-        if self.plus:
-            values = values + np.float32(self.plus)
+        if self.offset:
+            values = values + np.float32(self.offset)
         try:
             return quantize(self.kind, values.reshape(-1, self.columns))
         except ModelFileError as error:
             raise ModelFileError(f"tensor {self.name!r}: {error}") from error
 
 
-def cores() -> int:
+def default_threads() -> int:
     """Threads that are of use: the cores of this process, or what a container's quota leaves of them."""
     quota = machine.cpu_quota()
     return machine.usable_cores() if quota is None else max(1, min(machine.usable_cores(), math.ceil(quota)))
 
 
-def run(jobs: Sequence[Job], threads: int | None = None) -> Iterator[tuple[Job, NDArray[np.uint8]]]:
+def run_jobs(jobs: Sequence[TensorJob], threads: int | None = None) -> Iterator[tuple[TensorJob, NDArray[np.uint8]]]:
     """The pieces of all jobs in their order, some of them computed ahead."""
-    count = threads or cores()
-    pool, ahead = ThreadPoolExecutor(count, "quantize"), deque[tuple[Job, Future[NDArray[np.uint8]]]]()
+    count = threads or default_threads()
+    pool, ahead = ThreadPoolExecutor(count, "quantize"), deque[tuple[TensorJob, Future[NDArray[np.uint8]]]]()
     try:
         for job, start, stop in _pieces(jobs):
-            ahead.append((job, pool.submit(job.rows, start, stop)))
+            ahead.append((job, pool.submit(job.encode_rows, start, stop)))
             if len(ahead) > 2 * count:
                 first, piece = ahead.popleft()
                 yield first, piece.result()
@@ -88,18 +88,20 @@ def run(jobs: Sequence[Job], threads: int | None = None) -> Iterator[tuple[Job, 
         pool.shutdown(cancel_futures=True)
 
 
-def _pieces(jobs: Iterable[Job]) -> Iterator[tuple[Job, int, int]]:
+def _pieces(jobs: Iterable[TensorJob]) -> Iterator[tuple[TensorJob, int, int]]:
     for job in jobs:
-        step = max(1, PIECE // max(job.columns, 1))
+        step = max(1, PIECE_VALUES // max(job.columns, 1))
         for start in range(0, job.n_rows, step):
             yield job, start, min(start + step, job.n_rows)
 
 
-def tensors(jobs: Sequence[Job], threads: int | None = None, progress: Progress | None = None) -> dict[str, Tensor]:
+def quantize_in_memory(
+    jobs: Sequence[TensorJob], threads: int | None = None, progress: Progress | None = None
+) -> dict[str, Tensor]:
     """The results in memory."""
     made = {job.name: np.empty(job.nbytes, np.uint8) for job in jobs}
     filled, done, total = dict.fromkeys(made, 0), 0, sum(job.nbytes for job in jobs)
-    for job, piece in run(jobs, threads):
+    for job, piece in run_jobs(jobs, threads):
         at = filled[job.name]
         made[job.name][at : at + piece.size] = piece
         filled[job.name] = at + piece.size

@@ -17,26 +17,26 @@ from typing import Any, BinaryIO
 from ...errors import WorkerError, human_bytes
 from ..gguf import DEFAULT_ALIGNMENT, MAGIC
 from ..gguf_writer import write_gguf
-from .parallel import Job, Progress, run
+from .parallel import Progress, TensorJob, run_jobs
 
-FULL = {errno.ENOSPC, errno.EDQUOT}
-SPARE = 1 << 20  # for the metadata and what else is written meanwhile
+DISK_FULL_ERRNOS = {errno.ENOSPC, errno.EDQUOT}
+SPARE_BYTES = 1 << 20  # for the metadata and what else is written meanwhile
 
 
-def write_jobs(
+def write_quantized_gguf(
     path: Path,
     metadata: Mapping[str, Any],
-    jobs: Sequence[Job],
+    jobs: Sequence[TensorJob],
     *,
     threads: int | None = None,
     progress: Progress | None = None,
 ) -> Path:
     """Write the file; whatever was there under this name is replaced at the very end."""
     total = sum(_aligned(job.nbytes) for job in jobs)
-    with _named_errors(path, total):
+    with _explain_os_errors(path, total):
         free = shutil.disk_usage(path.parent).free
-        if free < total + SPARE:
-            raise _no_room(path, total, free)
+        if free < total + SPARE_BYTES:
+            raise _no_space_error(path, total, free)
         part = path.with_name(f".{path.name[:200]}.{os.getpid()}.part")
         try:
             write_gguf(part, metadata)
@@ -51,7 +51,7 @@ def write_jobs(
 
 
 def _write_tensors(
-    file: BinaryIO, jobs: Sequence[Job], total: int, threads: int | None, progress: Progress | None
+    file: BinaryIO, jobs: Sequence[TensorJob], total: int, threads: int | None, progress: Progress | None
 ) -> None:
     file.seek(len(MAGIC) + 4)  # the count of tensors, which the metadata alone has written as 0
     file.write(struct.pack("<Q", len(jobs)))
@@ -59,7 +59,7 @@ def _write_tensors(
     file.write(_directory(jobs))
     _pad(file)
     start, before = file.tell(), None
-    for job, piece in run(jobs, threads):
+    for job, piece in run_jobs(jobs, threads):
         if before is not None and job is not before:
             _pad(file)
         file.write(piece.data)
@@ -69,7 +69,7 @@ def _write_tensors(
     _pad(file)
 
 
-def _directory(jobs: Sequence[Job]) -> bytes:
+def _directory(jobs: Sequence[TensorJob]) -> bytes:
     out, offset = bytearray(), 0
     for job in jobs:
         name, dims = job.name.encode(), job.source.shape[::-1]  # the fastest first
@@ -88,18 +88,18 @@ def _pad(file: BinaryIO) -> None:
 
 
 @contextmanager
-def _named_errors(path: Path, total: int) -> Iterator[None]:
+def _explain_os_errors(path: Path, total: int) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno in FULL:
+        if error.errno in DISK_FULL_ERRNOS:
             free = None
             with suppress(OSError):
                 free = shutil.disk_usage(path.parent).free
-            raise _no_room(path, total, free) from error
+            raise _no_space_error(path, total, free) from error
         raise WorkerError(f"cannot write {path}: {error.strerror or error}") from error
 
 
-def _no_room(path: Path, total: int, free: int | None) -> WorkerError:
+def _no_space_error(path: Path, total: int, free: int | None) -> WorkerError:
     left = "" if free is None else f" and {human_bytes(free)} are free"
     return WorkerError(f"no room in {path.parent}: {path.name} takes {human_bytes(total)}{left}: free some space first")

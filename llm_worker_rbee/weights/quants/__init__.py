@@ -46,7 +46,7 @@ def _quiet(decode: Decoder) -> Decoder:
 
 
 _TABLE: tuple[tuple[str, int, int, int, Decoder], ...] = (
-    ("F32", 0, 1, 4, basic.plain("<f4")),
+    ("F32", 0, 1, 4, basic.decode_plain("<f4")),
     ("F16", 1, 1, 2, basic.f16),
     ("Q4_0", 2, 32, 18, basic.q4_0),
     ("Q4_1", 3, 32, 20, basic.q4_1),
@@ -68,11 +68,11 @@ _TABLE: tuple[tuple[str, int, int, int, Decoder], ...] = (
     ("IQ3_S", 21, 256, 110, iq.iq3_s),
     ("IQ2_S", 22, 256, 82, iq.iq2_s),
     ("IQ4_XS", 23, 256, 136, iq.iq4_xs),
-    ("I8", 24, 1, 1, basic.plain("<i1")),
-    ("I16", 25, 1, 2, basic.plain("<i2")),
-    ("I32", 26, 1, 4, basic.plain("<i4")),
-    ("I64", 27, 1, 8, basic.plain("<i8")),
-    ("F64", 28, 1, 8, basic.plain("<f8")),
+    ("I8", 24, 1, 1, basic.decode_plain("<i1")),
+    ("I16", 25, 1, 2, basic.decode_plain("<i2")),
+    ("I32", 26, 1, 4, basic.decode_plain("<i4")),
+    ("I64", 27, 1, 8, basic.decode_plain("<i8")),
+    ("F64", 28, 1, 8, basic.decode_plain("<f8")),
     ("IQ1_M", 29, 256, 56, iq.iq1_m),
     ("BF16", 30, 1, 2, basic.bf16),
     ("TQ1_0", 34, 256, 54, basic.tq1_0),
@@ -87,7 +87,7 @@ BLOCK_TYPES: dict[str, BlockType] = {row[0]: BlockType(*row[:4], _quiet(row[4]))
 BY_ID: dict[int, BlockType] = {kind.id: kind for kind in BLOCK_TYPES.values()}
 
 # Ids that old files may hold and that ggml itself no longer reads.
-REMOVED: dict[int, str] = {
+REMOVED_TYPES: dict[int, str] = {
     4: "Q4_2",
     5: "Q4_3",
     31: "Q4_0_4_4",

@@ -10,7 +10,7 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
-from .codebooks import FP4_VALUES, IQ4_VALUES, e4m3_halves, e8m0_halves, values16
+from .codebooks import FP4_VALUES, IQ4_VALUES, e4m3_halves, e8m0_halves, value_table
 
 Bytes = NDArray[np.uint8]
 Floats = NDArray[np.float32]
@@ -27,17 +27,17 @@ def _half_table() -> Floats:
     return np.arange(1 << 16, dtype=np.uint16).view(np.float16).astype(np.float32)
 
 
-def widen(halves: NDArray[np.uint16]) -> Floats:
+def f16_to_f32(bits: NDArray[np.uint16]) -> Floats:
     """float16 bits -> float32, by table: 0.9 ns a number where `astype` takes 1.2, and 11 if it is subnormal."""
-    return _half_table().take(halves)
+    return _half_table().take(bits)
 
 
-def halves(blocks: Bytes, start: int, count: int = 1) -> Floats:
+def read_f16(blocks: Bytes, start: int, count: int = 1) -> Floats:
     """`count` float16 numbers at `start` of every block: (blocks, count)."""
-    return widen(field(blocks, start, 2 * count).view("<u2"))
+    return f16_to_f32(field(blocks, start, 2 * count).view("<u2"))
 
 
-def planes(packed: Bytes, width: int, bits: int) -> Bytes:
+def unpack_bits(packed: Bytes, width: int, bits: int) -> Bytes:
     """Split bytes into numbers of `bits` bits, where each run of `width` bytes holds 8/bits runs of `width` values.
 
     bits=4, width=16:  byte i = (value i+16) << 4 | value i        -> 0..15 are low nibbles, 16..31 high nibbles
@@ -55,31 +55,31 @@ def planes(packed: Bytes, width: int, bits: int) -> Bytes:
     return out.view(np.uint8).reshape(blocks, size * steps)
 
 
-def joined(high: Bytes, low: Bytes, bits: int) -> Bytes:
+def join_bits(high: Bytes, low: Bytes, bits: int) -> Bytes:
     """high << bits | low, in place. Multiplied, because NumPy's uint8 << has no SIMD loop: nine times slower."""
     high *= np.uint8(1 << bits)
     high |= low
     return high
 
 
-def signed(values: Bytes, offset: int) -> NDArray[np.int8]:
+def to_signed(values: Bytes, offset: int) -> NDArray[np.int8]:
     """values - offset, in place, as int8."""
     values -= np.uint8(offset)
     return values.view(np.int8)
 
 
-def scaled(values: Bytes | NDArray[np.int8] | Floats, scale: Floats, minus: Floats | None = None) -> Floats:
+def apply_scale(values: Bytes | NDArray[np.int8] | Floats, scale: Floats, minimum: Floats | None = None) -> Floats:
     """values * scale [- minus], where each of the (blocks, groups) scales serves an equal run of values."""
     groups = (*scale.shape, values.shape[1] // scale.shape[1])
     out = values.astype(np.float32, order="C", copy=values.dtype != np.float32)
     grouped = out.reshape(groups)
     grouped *= scale[..., None]
-    if minus is not None:
-        grouped -= minus[..., None]
+    if minimum is not None:
+        grouped -= minimum[..., None]
     return out
 
 
-def plain(dtype: str) -> Callable[[Bytes], Floats]:
+def decode_plain(dtype: str) -> Callable[[Bytes], Floats]:
     """A decoder for one number a block; for float32 it gives a view of the bytes, copied only if they are unaligned."""
 
     def decode(blocks: Bytes) -> Floats:
@@ -91,7 +91,7 @@ def plain(dtype: str) -> Callable[[Bytes], Floats]:
 
 def f16(blocks: Bytes) -> Floats:
     """A float16."""
-    return widen(np.ascontiguousarray(blocks).view("<u2"))
+    return f16_to_f32(np.ascontiguousarray(blocks).view("<u2"))
 
 
 def bf16(blocks: Bytes) -> Floats:
@@ -103,13 +103,13 @@ def bf16(blocks: Bytes) -> Floats:
 
 def q4_0(blocks: Bytes) -> Floats:
     """d 2 | 16 bytes of nibbles, value i beside value i+16. x = d * (q - 8)."""
-    return scaled(signed(planes(field(blocks, 2, 16), 16, 4), 8), halves(blocks, 0))
+    return apply_scale(to_signed(unpack_bits(field(blocks, 2, 16), 16, 4), 8), read_f16(blocks, 0))
 
 
 def q4_1(blocks: Bytes) -> Floats:
     """d 2 | m 2 | 16 bytes of nibbles as in Q4_0. x = d * q + m."""
-    dm = halves(blocks, 0, 2)
-    out = scaled(planes(field(blocks, 4, 16), 16, 4), dm[:, :1])
+    dm = read_f16(blocks, 0, 2)
+    out = apply_scale(unpack_bits(field(blocks, 4, 16), 16, 4), dm[:, :1])
     out += dm[:, 1:]
     return out
 
@@ -117,42 +117,42 @@ def q4_1(blocks: Bytes) -> Floats:
 def _five_bits(blocks: Bytes, start: int) -> Bytes:
     """4 bytes of fifth bits (bit i of the little-endian uint32 belongs to value i) | 16 bytes of nibbles as in Q4_0."""
     high = np.unpackbits(field(blocks, start, 4), axis=1, bitorder="little")
-    return joined(high, planes(field(blocks, start + 4, 16), 16, 4), 4)
+    return join_bits(high, unpack_bits(field(blocks, start + 4, 16), 16, 4), 4)
 
 
 def q5_0(blocks: Bytes) -> Floats:
     """d 2 | 5-bit values 20. x = d * (q - 16)."""
-    return scaled(signed(_five_bits(blocks, 2), 16), halves(blocks, 0))
+    return apply_scale(to_signed(_five_bits(blocks, 2), 16), read_f16(blocks, 0))
 
 
 def q5_1(blocks: Bytes) -> Floats:
     """d 2 | m 2 | 5-bit values 20. x = d * q + m."""
-    dm = halves(blocks, 0, 2)
-    out = scaled(_five_bits(blocks, 4), dm[:, :1])
+    dm = read_f16(blocks, 0, 2)
+    out = apply_scale(_five_bits(blocks, 4), dm[:, :1])
     out += dm[:, 1:]
     return out
 
 
 def q8_0(blocks: Bytes) -> Floats:
     """d 2 | 32 int8. x = d * q."""
-    return scaled(blocks[:, 2:].view(np.int8), halves(blocks, 0))
+    return apply_scale(blocks[:, 2:].view(np.int8), read_f16(blocks, 0))
 
 
 def q8_1(blocks: Bytes) -> Floats:
     """d 2 | s 2 (d * sum of q, a help to dot products) | 32 int8. x = d * q."""
-    return scaled(blocks[:, 4:].view(np.int8), halves(blocks, 0))
+    return apply_scale(blocks[:, 4:].view(np.int8), read_f16(blocks, 0))
 
 
 def q1_0(blocks: Bytes) -> Floats:
     """d 2 | 128 bits, value i in bit i%8 of byte i/8. x = d where the bit is set, else -d."""
     bits = np.unpackbits(field(blocks, 2, 16), axis=1, bitorder="little")
     bits *= np.uint8(2)
-    return scaled(signed(bits, 1), halves(blocks, 0))
+    return apply_scale(to_signed(bits, 1), read_f16(blocks, 0))
 
 
 def q2_0(blocks: Bytes) -> Floats:
     """d 2 | 64 values of 2 bits, value i in bits 2*(i%4).. of byte i/4. x = d * (q - 1)."""
-    return scaled(signed(planes(field(blocks, 2, 16), 1, 2), 1), halves(blocks, 0))
+    return apply_scale(to_signed(unpack_bits(field(blocks, 2, 16), 1, 2), 1), read_f16(blocks, 0))
 
 
 def tq1_0(blocks: Bytes) -> Floats:
@@ -170,26 +170,26 @@ def tq1_0(blocks: Bytes) -> Floats:
     thirds = np.concatenate(parts, axis=1).astype(np.uint16)
     thirds *= np.uint16(3)
     thirds >>= np.uint16(8)
-    return scaled(signed(thirds.astype(np.uint8), 1), halves(blocks, 52))
+    return apply_scale(to_signed(thirds.astype(np.uint8), 1), read_f16(blocks, 52))
 
 
 def tq2_0(blocks: Bytes) -> Floats:
     """Twice 32 bytes, each holding 4 runs of 32 values of 2 bits | d 2. x = d * (q - 1)."""
-    return scaled(signed(planes(field(blocks, 0, 64), 32, 2), 1), halves(blocks, 64))
+    return apply_scale(to_signed(unpack_bits(field(blocks, 0, 64), 32, 2), 1), read_f16(blocks, 64))
 
 
 def iq4_nl(blocks: Bytes) -> Floats:
     """d 2 | 16 bytes of nibbles as in Q4_0, each an index into IQ4_VALUES. x = d * value."""
-    return scaled(values16(IQ4_VALUES).take(planes(field(blocks, 2, 16), 16, 4)), halves(blocks, 0))
+    return apply_scale(value_table(IQ4_VALUES).take(unpack_bits(field(blocks, 2, 16), 16, 4)), read_f16(blocks, 0))
 
 
 def mxfp4(blocks: Bytes) -> Floats:
     """E8M0 scale 1 | 16 bytes of nibbles as in Q4_0, each an E2M1 number."""
-    values = values16(FP4_VALUES).take(planes(field(blocks, 1, 16), 16, 4))
-    return scaled(values, e8m0_halves().take(blocks[:, :1]))
+    values = value_table(FP4_VALUES).take(unpack_bits(field(blocks, 1, 16), 16, 4))
+    return apply_scale(values, e8m0_halves().take(blocks[:, :1]))
 
 
 def nvfp4(blocks: Bytes) -> Floats:
     """4 E4M3 scales 4 | for each of the 4 groups of 16: 8 bytes of nibbles, value i beside value i+8, E2M1."""
-    values = values16(FP4_VALUES).take(planes(field(blocks, 4, 32), 8, 4))
-    return scaled(values, e4m3_halves().take(blocks[:, :4]))
+    values = value_table(FP4_VALUES).take(unpack_bits(field(blocks, 4, 32), 8, 4))
+    return apply_scale(values, e4m3_halves().take(blocks[:, :4]))

@@ -99,7 +99,7 @@ GRIDS = {
 }
 
 
-def _frozen(table: NDArray[Number]) -> NDArray[Number]:
+def _freeze(table: NDArray[Number]) -> NDArray[Number]:
     table.flags.writeable = False
     return table
 
@@ -110,14 +110,14 @@ def grid(name: str) -> Floats:
     book = GRIDS[name]
     rows = np.frombuffer(zlib.decompress(b85decode(book.gaps)), "<u2").cumsum(dtype=np.int64)
     digits = rows[:, None] // len(book.levels) ** np.arange(book.width) % len(book.levels)
-    return _frozen(np.asarray(book.levels, np.float32)[digits])
+    return _freeze(np.asarray(book.levels, np.float32)[digits])
 
 
 @cache
 def sign_rows() -> NDArray[np.int8]:
     """(256, 8): row b holds -1 where bit i of b is set, else 1."""
     bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
-    return _frozen(1 - 2 * bits.astype(np.int8))
+    return _freeze(1 - 2 * bits.astype(np.int8))
 
 
 @cache
@@ -125,19 +125,19 @@ def even_sign_rows() -> NDArray[np.int8]:
     """(128, 8): seven signs are stored, the eighth makes the number of minus signs even (ggml's ksigns)."""
     seven = sign_rows()[:128]
     eighth = seven.prod(axis=1, keepdims=True, dtype=np.int8)
-    return _frozen(np.concatenate([seven[:, :7], eighth], axis=1))
+    return _freeze(np.concatenate([seven[:, :7], eighth], axis=1))
 
 
 @cache
-def values16(values: tuple[int, ...]) -> Floats:
+def value_table(values: tuple[int, ...]) -> Floats:
     """One of the 16-value tables above, (16,)."""
-    return _frozen(np.array(values, np.float32))
+    return _freeze(np.array(values, np.float32))
 
 
 @cache
 def e8m0_halves() -> Floats:
     """MXFP4's scale byte e, (256,): 2**(e - 127) / 2, as the FP4 values are doubled. 255 is no NaN here, as in ggml."""
-    return _frozen(np.ldexp(np.ones(256), np.arange(256) - 128).astype(np.float32))
+    return _freeze(np.ldexp(np.ones(256), np.arange(256) - 128).astype(np.float32))
 
 
 @cache
@@ -147,4 +147,4 @@ def e4m3_halves() -> Floats:
     exponent, mantissa = byte >> 3 & 15, byte & 7
     scale = np.ldexp(np.where(exponent == 0, mantissa, 8 + mantissa), np.maximum(exponent, 1) - 11)
     scale[0x7F] = 0
-    return _frozen(scale.astype(np.float32))
+    return _freeze(scale.astype(np.float32))

@@ -9,8 +9,8 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from .basic import Bytes, Floats, field, halves, joined, planes, scaled, signed, widen
-from .codebooks import IQ4_VALUES, even_sign_rows, grid, sign_rows, values16
+from .basic import Bytes, Floats, apply_scale, f16_to_f32, field, join_bits, read_f16, to_signed, unpack_bits
+from .codebooks import IQ4_VALUES, even_sign_rows, grid, sign_rows, value_table
 
 HALF, QUARTER = np.float32(0.5), np.float32(0.25)
 IQ1_DELTA = np.float32(0.125)
@@ -50,30 +50,30 @@ def iq2_xxs(blocks: Bytes) -> Floats:
     scale, signs = _scales_and_signs(words[:, 1::2])
     index = np.ascontiguousarray(words[:, 0::2]).view(np.uint8)
     values = _signed_rows(grid("IQ2_XXS"), index, even_sign_rows(), signs)
-    return scaled(values, halves(blocks, 0) * (HALF + scale) * QUARTER)
+    return apply_scale(values, read_f16(blocks, 0) * (HALF + scale) * QUARTER)
 
 
 def iq2_xs(blocks: Bytes) -> Floats:
     """d 2 | 32 uint16, each 7 bits of signs << 9 | 9 bits of index | 8 bytes of two 4-bit scales, one a group of 16."""
     codes = field(blocks, 2, 64).view("<u2")
     values = _signed_rows(grid("IQ2_XS"), codes & np.uint16(511), even_sign_rows(), codes >> np.uint16(9))
-    scale = planes(field(blocks, 66, 8), 1, 4)
-    return scaled(values, halves(blocks, 0) * (HALF + scale) * QUARTER)
+    scale = unpack_bits(field(blocks, 66, 8), 1, 4)
+    return apply_scale(values, read_f16(blocks, 0) * (HALF + scale) * QUARTER)
 
 
 def iq2_s(blocks: Bytes) -> Floats:
     """d 2 | 32 low bytes of indices | 32 bytes of signs | 8 bytes of 4 x 2 high bits | 8 bytes of two 4-bit scales."""
-    index = _wide_index(planes(field(blocks, 66, 8), 1, 2), field(blocks, 2, 32))
+    index = _wide_index(unpack_bits(field(blocks, 66, 8), 1, 2), field(blocks, 2, 32))
     values = _signed_rows(grid("IQ2_S"), index, sign_rows(), field(blocks, 34, 32))
-    scale = planes(field(blocks, 74, 8), 1, 4)
-    return scaled(values, halves(blocks, 0) * (HALF + scale) * QUARTER)
+    scale = unpack_bits(field(blocks, 74, 8), 1, 4)
+    return apply_scale(values, read_f16(blocks, 0) * (HALF + scale) * QUARTER)
 
 
 def iq3_xxs(blocks: Bytes) -> Floats:
     """d 2 | 64 bytes of indices to rows of 4 | 8 words of scale and signs, one a group of 32."""
     scale, signs = _scales_and_signs(field(blocks, 66, 32).view("<u4"))
     values = _signed_rows(grid("IQ3_XXS"), field(blocks, 2, 64), even_sign_rows(), signs)
-    return scaled(values, halves(blocks, 0) * (HALF + scale) * HALF)
+    return apply_scale(values, read_f16(blocks, 0) * (HALF + scale) * HALF)
 
 
 def iq3_s(blocks: Bytes) -> Floats:
@@ -81,16 +81,16 @@ def iq3_s(blocks: Bytes) -> Floats:
 
     Scale of a group of 32: d * (1 + 2 * s).
     """
-    index = _wide_index(planes(field(blocks, 66, 8), 1, 1), field(blocks, 2, 64))
+    index = _wide_index(unpack_bits(field(blocks, 66, 8), 1, 1), field(blocks, 2, 64))
     values = _signed_rows(grid("IQ3_S"), index, sign_rows(), field(blocks, 74, 32))
-    scale = planes(field(blocks, 106, 4), 1, 4)
-    return scaled(values, halves(blocks, 0) * (np.uint8(1) + np.uint8(2) * scale))
+    scale = unpack_bits(field(blocks, 106, 4), 1, 4)
+    return apply_scale(values, read_f16(blocks, 0) * (np.uint8(1) + np.uint8(2) * scale))
 
 
-def _shifted_rows(index: Codes, minus: NDArray[np.bool_]) -> Floats:
+def _shifted_rows(index: Codes, downward: NDArray[np.bool_]) -> Floats:
     """Rows of IQ1's codebook (-1, 0, 1), each moved by an eighth, up or down: (blocks, 32) -> (blocks, 256)."""
     values = grid("IQ1_S").take(index, axis=0)
-    values += np.where(minus, -IQ1_DELTA, IQ1_DELTA)[..., None]
+    values += np.where(downward, -IQ1_DELTA, IQ1_DELTA)[..., None]
     return values.reshape(len(index), 256)
 
 
@@ -104,7 +104,7 @@ def iq1_s(blocks: Bytes) -> Floats:
     index = _wide_index(high.reshape(len(blocks), 32), field(blocks, 2, 32))
     scale = np.uint16(2) * (words >> np.uint16(12) & np.uint16(7)) + np.uint16(1)
     values = _shifted_rows(index, np.repeat(words > 0x7FFF, 4, axis=1))
-    return scaled(values, halves(blocks, 0) * scale)
+    return apply_scale(values, read_f16(blocks, 0) * scale)
 
 
 def iq1_m(blocks: Bytes) -> Floats:
@@ -115,12 +115,12 @@ def iq1_m(blocks: Bytes) -> Floats:
     """
     words: NDArray[np.uint16] = field(blocks, 48, 8).view("<u2")
     parts = (words >> np.uint16(12)) << np.array([0, 4, 8, 12], np.uint16)
-    d = widen(np.bitwise_or.reduce(parts, axis=1, keepdims=True))
+    d = f16_to_f32(np.bitwise_or.reduce(parts, axis=1, keepdims=True))
     scale = (words[..., None] >> np.array([0, 3, 6, 9], np.uint16)) & np.uint16(7)
-    high = planes(field(blocks, 32, 16), 1, 4)
+    high = unpack_bits(field(blocks, 32, 16), 1, 4)
     index = _wide_index(high & np.uint8(7), field(blocks, 0, 32))
     values = _shifted_rows(index, high > 7)
-    return scaled(values, d * (np.uint16(2) * scale.reshape(len(blocks), 16) + np.uint16(1)))
+    return apply_scale(values, d * (np.uint16(2) * scale.reshape(len(blocks), 16) + np.uint16(1)))
 
 
 def iq4_xs(blocks: Bytes) -> Floats:
@@ -128,6 +128,6 @@ def iq4_xs(blocks: Bytes) -> Floats:
 
     Scale of a group of 32: d * (s - 32).
     """
-    scale = joined(planes(field(blocks, 2, 2), 1, 2), planes(field(blocks, 4, 4), 1, 4), 4)
-    values = values16(IQ4_VALUES).take(planes(field(blocks, 8, 128), 16, 4))
-    return scaled(values, halves(blocks, 0) * signed(scale, 32))
+    scale = join_bits(unpack_bits(field(blocks, 2, 2), 1, 2), unpack_bits(field(blocks, 4, 4), 1, 4), 4)
+    values = value_table(IQ4_VALUES).take(unpack_bits(field(blocks, 8, 128), 16, 4))
+    return apply_scale(values, read_f16(blocks, 0) * to_signed(scale, 32))

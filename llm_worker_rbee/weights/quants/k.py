@@ -6,7 +6,7 @@ order, with sizes in bytes; `d` and `dmin` are float16 where nothing else is sai
 
 import numpy as np
 
-from .basic import Bytes, Floats, field, halves, joined, planes, scaled, signed
+from .basic import Bytes, Floats, apply_scale, field, join_bits, read_f16, to_signed, unpack_bits
 
 
 def q2_k(blocks: Bytes) -> Floats:
@@ -14,11 +14,11 @@ def q2_k(blocks: Bytes) -> Floats:
 
     x = (d * scale) * q - dmin * min.
     """
-    dm = halves(blocks, 80, 2)
+    dm = read_f16(blocks, 80, 2)
     groups = field(blocks, 0, 16)
     scale = dm[:, :1] * (groups & np.uint8(15))
-    minus = dm[:, 1:] * (groups >> np.uint8(4))
-    return scaled(planes(field(blocks, 16, 64), 32, 2), scale, minus)
+    minimum = dm[:, 1:] * (groups >> np.uint8(4))
+    return apply_scale(unpack_bits(field(blocks, 16, 64), 32, 2), scale, minimum)
 
 
 def q3_k(blocks: Bytes) -> Floats:
@@ -28,9 +28,9 @@ def q3_k(blocks: Bytes) -> Floats:
         byte 0..7    ssss'rrrr    low 4 bits of scale i (r) and of scale i+8 (s)
         byte 8..11   uu'tt'ss'rr  high 2 bits of scales i (r), i+4 (s), i+8 (t), i+12 (u)
     """
-    scale = joined(planes(field(blocks, 104, 4), 4, 2), planes(field(blocks, 96, 8), 8, 4), 4)
-    q = joined(planes(field(blocks, 0, 32), 32, 1), planes(field(blocks, 32, 64), 32, 2), 2)
-    return scaled(signed(q, 4), halves(blocks, 108) * signed(scale, 32))
+    scale = join_bits(unpack_bits(field(blocks, 104, 4), 4, 2), unpack_bits(field(blocks, 96, 8), 8, 4), 4)
+    q = join_bits(unpack_bits(field(blocks, 0, 32), 32, 1), unpack_bits(field(blocks, 32, 64), 32, 2), 2)
+    return apply_scale(to_signed(q, 4), read_f16(blocks, 108) * to_signed(scale, 32))
 
 
 def _scales_and_minima(blocks: Bytes) -> tuple[Floats, Floats]:
@@ -43,11 +43,11 @@ def _scales_and_minima(blocks: Bytes) -> tuple[Floats, Floats]:
     first = field(blocks, 4, 8)  # four scales, four minima
     last = first >> np.uint8(2)
     last &= np.uint8(48)
-    last |= planes(field(blocks, 12, 4), 4, 4)
+    last |= unpack_bits(field(blocks, 12, 4), 4, 4)
     four = np.empty((len(blocks), 2, 2), "V4")  # (blocks, scales and minima, first and last four)
     four[..., 0] = (first & np.uint8(63)).view("V4")
     four[..., 1] = last.view("V4")
-    both = scaled(four.view(np.uint8).reshape(len(blocks), 16), halves(blocks, 0, 2))
+    both = apply_scale(four.view(np.uint8).reshape(len(blocks), 16), read_f16(blocks, 0, 2))
     return both[:, :8], both[:, 8:]
 
 
@@ -56,13 +56,13 @@ def q4_k(blocks: Bytes) -> Floats:
 
     x = (d * scale) * q - dmin * min.
     """
-    return scaled(planes(field(blocks, 16, 128), 32, 4), *_scales_and_minima(blocks))
+    return apply_scale(unpack_bits(field(blocks, 16, 128), 32, 4), *_scales_and_minima(blocks))
 
 
 def q5_k(blocks: Bytes) -> Floats:
     """As Q4_K with 32 bytes of fifth bits (bit k of byte i belongs to value 32k + i) before the nibbles."""
-    q = joined(planes(field(blocks, 16, 32), 32, 1), planes(field(blocks, 48, 128), 32, 4), 4)
-    return scaled(q, *_scales_and_minima(blocks))
+    q = join_bits(unpack_bits(field(blocks, 16, 32), 32, 1), unpack_bits(field(blocks, 48, 128), 32, 4), 4)
+    return apply_scale(q, *_scales_and_minima(blocks))
 
 
 def q6_k(blocks: Bytes) -> Floats:
@@ -70,10 +70,10 @@ def q6_k(blocks: Bytes) -> Floats:
 
     x = (d * scale) * (q - 32), one scale a group of 16.
     """
-    q = joined(planes(field(blocks, 128, 64), 32, 2), planes(field(blocks, 0, 128), 64, 4), 4)
-    return scaled(signed(q, 32), halves(blocks, 208) * blocks[:, 192:208].view(np.int8))
+    q = join_bits(unpack_bits(field(blocks, 128, 64), 32, 2), unpack_bits(field(blocks, 0, 128), 64, 4), 4)
+    return apply_scale(to_signed(q, 32), read_f16(blocks, 208) * blocks[:, 192:208].view(np.int8))
 
 
 def q8_k(blocks: Bytes) -> Floats:
     """d 4 (float32) | 256 int8 | 16 int16 sums of 16 values each, a help to dot products. x = d * q."""
-    return scaled(blocks[:, 4:260].view(np.int8), field(blocks, 0, 4).view("<f4"))
+    return apply_scale(blocks[:, 4:260].view(np.int8), field(blocks, 0, 4).view("<f4"))

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from . import BlockType
 
 Bits = tuple[tuple[int, int], ...]
-SLAB = 1 << 20  # blocks looked at together, so that the temporary arrays stay small
+SLAB_BLOCKS = 1 << 20  # blocks looked at together, so that the temporary arrays stay small
 
 
 def _halves(*offsets: int) -> tuple[Bits, ...]:
@@ -33,18 +33,18 @@ SCALE_BITS: dict[str, tuple[Bits, ...]] = {
 }  # fmt: skip
 
 
-def find_bad_block(kind: BlockType, data: NDArray[np.uint8]) -> int | None:
+def find_nonfinite_block(kind: BlockType, data: NDArray[np.uint8]) -> int | None:
     """The number of the first block with a NaN or infinite scale (or value, in a plain type), or None."""
     blocks = data.reshape(-1, kind.block_bytes)
     for bits in SCALE_BITS.get(kind.name, ()):
-        for start in range(0, len(blocks), SLAB):
-            found = _first(blocks[start : start + SLAB], bits)
+        for start in range(0, len(blocks), SLAB_BLOCKS):
+            found = _first_nonfinite(blocks[start : start + SLAB_BLOCKS], bits)
             if found is not None:
                 return start + found
     return None
 
 
-def _first(blocks: NDArray[np.uint8], bits: Bits) -> int | None:
+def _first_nonfinite(blocks: NDArray[np.uint8], bits: Bits) -> int | None:
     bad: NDArray[np.bool_] | None = None
     for byte, mask in bits:
         here = (blocks[:, byte] & np.uint8(mask)) == mask

@@ -12,7 +12,7 @@ import pytest
 from llm_worker_rbee.backends import cuda, reference
 from llm_worker_rbee.backends.ops import Batch
 from llm_worker_rbee.cache import KVCache
-from llm_worker_rbee.models import describe, load_model
+from llm_worker_rbee.models import load_model, read_model_config
 from llm_worker_rbee.weights import open_checkpoint
 
 pytest.importorskip("transformers")
@@ -25,7 +25,7 @@ BLOCK = 8
 def logits(path: Path, ops: Any, ids: list[int], parts: list[int], max_context: int | None) -> np.ndarray:
     """After every token, read in parts of these sizes, over blocks that lie in reverse."""
     checkpoint = open_checkpoint(path)
-    model = load_model(checkpoint, ops, describe(checkpoint), max_context)
+    model = load_model(checkpoint, ops, read_model_config(checkpoint), max_context)
     n_blocks = -(-len(ids) // BLOCK)
     cache = KVCache(ops, model.config, n_blocks, BLOCK, "float32")
     table, found, at = np.arange(n_blocks)[::-1].copy(), [], 0
@@ -40,7 +40,7 @@ def logits(path: Path, ops: Any, ids: list[int], parts: list[int], max_context: 
             block_table=table[None],
             logits_index=np.arange(count),
         )
-        found.append(np.asarray(replace(model, fused=None).op_by_op(batch, cache)))
+        found.append(np.asarray(replace(model, fused=None).forward_unfused(batch, cache)))
         at += count
     return np.concatenate(found)
 

@@ -19,7 +19,7 @@ from llm_worker_rbee.backends.cuda import device, elementwise, fp8, matrix, pack
 from llm_worker_rbee.bench.synthetic import Spec, write
 from llm_worker_rbee.errors import InvalidRequestError
 from llm_worker_rbee.llm import LLM
-from llm_worker_rbee.models import Transformer, describe, load_model
+from llm_worker_rbee.models import Transformer, load_model, read_model_config
 from llm_worker_rbee.models.convert import quantize_checkpoint
 from llm_worker_rbee.weights import Checkpoint, Tensor
 from llm_worker_rbee.weights.quants import BLOCK_TYPES
@@ -32,7 +32,7 @@ ON_GPU = pytest.mark.skipif(device.interpreting(), reason="needs a GPU")
 
 
 def random_part(rows: int, columns: int, rng: np.random.Generator) -> planes.Part:
-    (part,) = matrix.prepare([replace(random_tensor("F32", rows, columns, rng), kept_as="fp8")]).parts
+    (part,) = matrix.prepare([replace(random_tensor("F32", rows, columns, rng), pack_as="fp8")]).parts
     return part
 
 
@@ -44,14 +44,14 @@ def in_float32(checkpoint: Checkpoint) -> Transformer:
         raw = (values.float() * scales[:, None]).numpy().reshape(-1).view(np.uint8)
         return Tensor(t.name, BLOCK_TYPES["F32"], t.shape, raw)
 
-    tensors = {name: rounded(t) if t.kept_as else t for name, t in checkpoint.tensors.items()}
-    return load_model(replace(checkpoint, tensors=tensors), reference, describe(checkpoint))
+    tensors = {name: rounded(t) if t.pack_as else t for name, t in checkpoint.tensors.items()}
+    return load_model(replace(checkpoint, tensors=tensors), reference, read_model_config(checkpoint))
 
 
 def test_numbers_of_several_types_become_one_part(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
     """In several slabs; a value is off by at most a sixteenth of itself, the largest of a row by nothing."""
     monkeypatch.setattr(pack, "SLAB", 96 * 3)
-    tensors = [replace(random_tensor(name, 4, 96, rng), kept_as="fp8") for name in ("F16", "BF16", "F32")]
+    tensors = [replace(random_tensor(name, 4, 96, rng), pack_as="fp8") for name in ("F16", "BF16", "F32")]
     tensors[1].rows[2] = 0
     (part,) = matrix.prepare(tensors).parts
     assert (part.kind, part.rows, part.columns, part.nbytes) == ("fp8", 12, 96, 12 * (96 + 4))
@@ -90,7 +90,7 @@ def test_more_tokens_are_rounded_where_the_shape_allows(rng: np.random.Generator
 def test_steps_agree_with_the_reference_on_rounded_weights() -> None:
     """A first token alone meets no rounded activation; later ones meet keys and values of those that were rounded."""
     marked = quantize_checkpoint(tiny.tiny(tiny.GROUPED._replace(layers=1), "BF16"), "fp8")
-    models = load_model(marked, OPS, describe(marked)), in_float32(marked)
+    models = load_model(marked, OPS, read_model_config(marked)), in_float32(marked)
     assert models[0].fused is not None
     assert [p.kind for p in models[0].head.parts + models[0].embedding.parts] == ["fp8", "numbers"]
     random, pair = np.random.default_rng(1), [tiny.Requests(model, 3, "float32") for model in models]
@@ -120,7 +120,7 @@ def test_the_option(file: Path) -> None:
 
 def test_the_memory_that_is_planned() -> None:
     marked = quantize_checkpoint(tiny.tiny(tiny.GROUPED, "BF16"), "fp8")
-    model = load_model(marked, OPS, describe(marked))
+    model = load_model(marked, OPS, read_model_config(marked))
     matrices = [w for b in model.blocks for w in (b.attention.qkv, b.attention.output, b.mlp.gate_up, b.mlp.down)]
     held = sum(w.weight.nbytes for w in matrices) + model.head.nbytes + model.embedding.nbytes
     norms = sum(4 * t.size for t in marked.tensors.values() if len(t.shape) == 1)

@@ -26,7 +26,7 @@ from llm_worker_rbee.bench.synthetic import Shape  # noqa: E402
 from llm_worker_rbee.config import EngineConfig  # noqa: E402
 from llm_worker_rbee.engine.engine import Engine  # noqa: E402
 from llm_worker_rbee.engine.request import Request, SamplingParams  # noqa: E402
-from llm_worker_rbee.models import describe, load_model  # noqa: E402
+from llm_worker_rbee.models import load_model, read_model_config  # noqa: E402
 from tests.backends.cuda import tiny  # noqa: E402
 from tests.engine.test_ahead import OneByOne  # noqa: E402
 
@@ -145,7 +145,7 @@ def alone_and_in_company(model: Any, steps: Any) -> Any:
 def test_deterministic_logits_do_not_depend_on_tiles_and_graphs(mix: str) -> None:
     """A request alone, in pieces, and with so many others that every size of tile is taken; sizes of batches come
     again, from graphs, with other numbers of requests in them."""
-    model = load_model(made := tiny.tiny(MIDDLE._replace(layers=1), mix), fixed, describe(made))
+    model = load_model(made := tiny.tiny(MIDDLE._replace(layers=1), mix), fixed, read_model_config(made))
     usual = alone_and_in_company(model, [((0,), (40,)), *(((0,), (1,)) for _ in range(12))])
     for others in (9, 13, 30, 61, 120, 250):
         company = list(range(others + 1))
@@ -156,7 +156,7 @@ def test_deterministic_logits_do_not_depend_on_tiles_and_graphs(mix: str) -> Non
 
 def test_steps_ahead_and_one_by_one_in_the_usual_mode() -> None:
     """Requests that begin and end together: the same steps, so the same tokens; also more than graphs are made for."""
-    model = load_model(made := tiny.tiny(MIDDLE, "Q4_K_M"), cast(Any, ops), describe(made))
+    model = load_model(made := tiny.tiny(MIDDLE, "Q4_K_M"), cast(Any, ops), read_model_config(made))
     config = EngineConfig(
         max_context=256, n_blocks=400, max_batch=300, max_step_tokens=4096, target_itl_ms=1e9, prefix_cache=False
     )

@@ -16,7 +16,7 @@ from llm_worker_rbee.cache import KVCache
 from llm_worker_rbee.layers.block import Block
 from llm_worker_rbee.layers.linear import Linear
 from llm_worker_rbee.layers.rms_norm import RMSNorm
-from llm_worker_rbee.models import Transformer, describe, load_model
+from llm_worker_rbee.models import Transformer, load_model, read_model_config
 from llm_worker_rbee.weights import Checkpoint, Tensor
 
 GROUPED = Shape(2, 128, 4, 2, 192, 96, 256, head_dim=32)  # two heads share a KV head
@@ -39,7 +39,7 @@ def tiny(shape: Shape, mix: str) -> Checkpoint:
 
 def both(made: Checkpoint, ops: Any) -> tuple[Transformer, Transformer]:
     """(on this backend, on the reference)."""
-    return tuple(load_model(made, o, describe(made)) for o in (ops, reference))  # type: ignore[return-value]
+    return tuple(load_model(made, o, read_model_config(made)) for o in (ops, reference))  # type: ignore[return-value]
 
 
 def featured(
