@@ -34,7 +34,7 @@ from .load import OnStage, Phases, opened, picked, settled
 from .models import Transformer, load_model, read_model_config
 from .models.convert import quantize_checkpoint
 from .outputs import Chunk, Completion, Timings
-from .progress import generating
+from .progress import request_progress
 from .tokenizer import ChatTemplate, Detokenizer, Tokenizer, tokenizer_from_gguf, tokenizer_from_hf
 from .tokenizer.chat_template import Message, protect_messages, validate_messages
 from .weights import Checkpoint, open_checkpoint
@@ -263,7 +263,7 @@ class LLM:
 
     def _finished(self, streams: Sequence[Stream], progress: bool | None) -> list[Completion]:
         """Compute them together; if one fails, the others end with it."""
-        with generating(len(streams), progress) as advance:
+        with request_progress(len(streams), progress) as advance:
             for stream in together(streams, lambda tokens: advance(tokens=tokens)):
                 advance(requests=1)
                 stream.raise_error()

@@ -1,7 +1,7 @@
-"""Progress of many answers on standard error, and how a bar is drawn there: for the offline API and the command line.
+"""Progress on standard error: a bar on a terminal that can draw one, a few plain lines elsewhere.
 
-A bar on a terminal that can draw one; elsewhere a few plain lines, where they are wanted. Nothing here starts a thread:
-a bar is drawn again when something is reported, a few times a second at most, so the kernels lose no time to it.
+`transfer_progress` counts bytes (or things), `step_progress` parts of a measurement, `request_progress` requests and
+tokens. Text from outside is shown with its control characters replaced, so that it cannot steer the terminal.
 """
 
 from __future__ import annotations
@@ -9,109 +9,210 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
-if TYPE_CHECKING:
-    from rich.progress import Progress, ProgressColumn
+from .errors import human_bytes
 
-DUMB = {"dumb", "unknown"}  # values of TERM that promise no escape codes
-REDRAWN_AFTER_S = 0.2
-PLAIN_STEPS = 4  # without a terminal: one line at each quarter
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+TransferProgress = Callable[[str, int, int | None], None]  # what, how much of it, of how much
+StepProgress = Callable[[str, float, float], None]
+NO_ANSI_TERMS = {"dumb", "unknown"}  # values of TERM that promise no escape codes
+MIN_REDRAW_INTERVAL_S = 0.2
+PLAIN_LINES = 4  # without a terminal: one line at each quarter
+# C0 controls become their Unicode pictures; C1 controls and marks that change the direction of writing, which can make
+# a line read as something else, the replacement character; tab and newline stay.
+DIRECTION_MARKS = (0x61C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A))
+CONTROL_PICTURES = (
+    {i: 0x2400 + i for i in range(32) if chr(i) not in "\t\n"}
+    | {0x7F: 0x2421}
+    | dict.fromkeys((*range(0x80, 0xA0), *DIRECTION_MARKS), 0xFFFD)
+)
+LINE_PICTURES = CONTROL_PICTURES | {ord("\t"): 0x2409, ord("\n"): 0x240A, 0x2028: 0xFFFD, 0x2029: 0xFFFD}
 
 
 class Advance(Protocol):
-    """Reports what has been made since the last call."""
+    """Reports the requests and tokens since the last call."""
 
     def __call__(self, *, requests: int = 0, tokens: int = 0) -> None: ...
 
 
-def draws(stream: TextIO | None) -> bool:
-    """Whether the stream is a terminal that understands escape codes."""
-    return stream is not None and stream.isatty() and os.environ.get("TERM") not in DUMB
+def supports_ansi(stream: TextIO | None) -> bool:
+    """Return whether the stream is a terminal that understands escape codes."""
+    return stream is not None and stream.isatty() and os.environ.get("TERM") not in NO_ANSI_TERMS
+
+
+def visible(text: str) -> str:
+    """Return text of unknown origin with its control characters shown, not obeyed."""
+    return text.translate(CONTROL_PICTURES)
+
+
+def cell(text: str) -> str:
+    """Return the same for one line, where a tab or a newline would break the columns."""
+    return text.translate(LINE_PICTURES)
 
 
 @contextmanager
-def generating(requests: int, show: bool | None = None, *, tells_sum: bool = True) -> Iterator[Advance]:
-    """Show how many of so many requests are answered, and how fast. None: on a terminal only; True: anywhere.
+def transfer_progress(counted: str = "") -> Iterator[TransferProgress]:
+    """Show downloads and the like for the duration of the block; nothing appears before the first report.
 
-    Without `tells_sum` there is no plain line at the end: the caller has one.
+    Amounts are bytes, but for the report named `counted`, whose amounts are numbers of things.
     """
-    if show is False or requests < 1 or (show is None and not draws(sys.stderr)):
-        yield _silent
-    elif not draws(sys.stderr):
-        yield _plain_lines(requests, tells_sum)
-    else:
-        with _drawn(requests) as advance:
-            yield advance
+    if not supports_ansi(sys.stderr):
+        yield _plain_transfer(counted)
+        return
+    bar: _Bar | None = None
+
+    def report(what: str, done: int, total: int | None) -> None:
+        nonlocal bar
+        if bar is None or bar.what != what:
+            if bar is not None:
+                bar.stop()
+            bar = _Bar("count" if what == counted else "bytes")
+        bar.show(what, done, total)
+
+    try:
+        yield report
+    finally:
+        if bar is not None:
+            bar.stop()
 
 
-def bars(*columns: str | ProgressColumn, transient: bool = True, auto_refresh: bool = True) -> Progress:
-    """A set of bars on standard error; nothing is drawn before it is started. Standard output stays what it is."""
+@contextmanager
+def step_progress() -> Iterator[StepProgress]:
+    """Show how far a measurement is for the duration of the block."""
+    if not supports_ansi(sys.stderr):
+        yield _plain_steps()
+        return
+    bar = _Bar("time")
+    try:
+        yield bar.show
+    finally:
+        bar.stop()
+
+
+@contextmanager
+def request_progress(total: int, show: bool | None = None, *, last_line: bool = True) -> Iterator[Advance]:
+    """Show how many of `total` requests are finished, and how fast. None: on a terminal only; True: anywhere.
+
+    Without `last_line` there is no plain line at the end: the caller prints one. No thread is started: the bar is drawn
+    again on a report, a few times a second at most, so the kernels lose no time to it.
+    """
+    if show is False or total < 1 or (show is None and not supports_ansi(sys.stderr)):
+        yield _ignore
+        return
+    counter = _RequestCounter(total, last_line)
+    if not supports_ansi(sys.stderr):
+        yield counter.print_line
+        return
+    counter.bar = _Bar("requests", transient=False, auto_refresh=False)
+    try:
+        yield counter.draw
+    finally:
+        counter.bar.show("answering", counter.requests, total, rate=str(counter))
+        counter.bar.stop()
+
+
+class _Bar:
+    """One bar on standard error, drawn from the first report on; standard output stays what it is."""
+
+    def __init__(self, unit: str, *, transient: bool = True, auto_refresh: bool = True) -> None:
+        self.what = ""
+        self._bars = _new_bars(unit, transient, auto_refresh)
+        self._task: Any = None
+
+    def show(self, what: str, done: float, total: float | None, **fields: Any) -> None:
+        from rich.markup import escape
+
+        self.what, text = what, escape(cell(what))
+        if self._task is None:
+            self._task = self._bars.add_task(text, total=total, **fields)
+            self._bars.start()
+        self._bars.update(self._task, description=text, completed=done, total=total, refresh=bool(fields), **fields)
+
+    def stop(self) -> None:
+        self._bars.stop()
+
+
+def _new_bars(unit: str, transient: bool, auto_refresh: bool) -> Progress:
+    from rich import progress as rich
     from rich.console import Console
-    from rich.progress import Progress
 
-    console = Console(stderr=True)
-    return Progress(*columns, console=console, transient=transient, auto_refresh=auto_refresh, redirect_stdout=False)
+    columns: dict[str, tuple[Any, ...]] = {
+        "bytes": (rich.DownloadColumn(), rich.TransferSpeedColumn(), rich.TimeRemainingColumn()),
+        "count": (rich.MofNCompleteColumn(), rich.TimeElapsedColumn(), rich.TimeRemainingColumn()),
+        "time": (rich.TimeElapsedColumn(), rich.TextColumn("left"), rich.TimeRemainingColumn()),
+        "requests": (rich.MofNCompleteColumn(), rich.TextColumn("{task.fields[rate]}"), rich.TimeElapsedColumn()),
+    }
+    return rich.Progress(
+        rich.TextColumn("{task.description}"), rich.BarColumn(), *columns[unit], console=Console(stderr=True),
+        transient=transient, auto_refresh=auto_refresh, redirect_stdout=False,
+    )  # fmt: skip
 
 
-class _Count:
-    """What has been made, and how fast."""
+def _plain_transfer(counted: str) -> TransferProgress:
+    last: tuple[str, int] = ("", 0)
 
-    def __init__(self, total: int) -> None:
+    def report(what: str, done: int, total: int | None) -> None:
+        nonlocal last
+        lines = 0 if what == counted else PLAIN_LINES  # things: one line that says how many
+        now = (what, done * lines // total if total else 0)
+        if now != last:
+            last = now
+            amount = f": {total} ..." if what == counted else f": {human_bytes(done)} of {human_bytes(total or 0)}"
+            print(cell(what) + (amount if total else ""), file=sys.stderr, flush=True)
+
+    return report
+
+
+def _plain_steps() -> StepProgress:
+    printed = 0.0
+
+    def report(what: str, done: float, total: float) -> None:
+        nonlocal printed
+        part = done / total if total else 0.0
+        printed = min(printed, part)  # smaller: the next step has begun
+        if part >= printed + 1 / PLAIN_LINES:
+            printed = part
+            print(f"{part:.0%}: {cell(what)}", file=sys.stderr, flush=True)
+
+    return report
+
+
+def _ignore(*, requests: int = 0, tokens: int = 0) -> None:
+    pass
+
+
+class _RequestCounter:
+    """Counts requests and tokens, and shows them as plain lines or on a bar."""
+
+    def __init__(self, total: int, last_line: bool) -> None:
         self.total = total
-        self.requests = self.tokens = 0
-        self.start = time.perf_counter()
+        self.last_line = last_line
+        self.requests = self.tokens = self.lines = 0
+        self.start = self.drawn_at = time.perf_counter()
+        self.bar: _Bar | None = None
 
-    def add(self, requests: int, tokens: int) -> None:
+    def print_line(self, *, requests: int = 0, tokens: int = 0) -> None:
         self.requests += requests
         self.tokens += tokens
+        line = self.requests * PLAIN_LINES // self.total
+        if line > self.lines and (self.last_line or self.requests < self.total):
+            self.lines = line
+            print(f"{self.requests:,} of {self.total:,} answers · {self}", file=sys.stderr, flush=True)
+
+    def draw(self, *, requests: int = 0, tokens: int = 0) -> None:
+        self.requests += requests
+        self.tokens += tokens
+        now = time.perf_counter()
+        if self.bar is not None and now - self.drawn_at >= MIN_REDRAW_INTERVAL_S:
+            self.drawn_at = now
+            self.bar.show("answering", self.requests, self.total, rate=str(self))
 
     def __str__(self) -> str:
         seconds = time.perf_counter() - self.start
         rate = self.tokens / seconds if seconds > 0 else 0.0
         return f"{self.tokens:,} tokens · {rate:,.1f} tokens/s"
-
-
-def _silent(*, requests: int = 0, tokens: int = 0) -> None:
-    """Nobody looks."""
-
-
-def _plain_lines(total: int, tells_sum: bool) -> Advance:
-    count, last = _Count(total), 0
-
-    def advance(*, requests: int = 0, tokens: int = 0) -> None:
-        nonlocal last
-        count.add(requests, tokens)
-        step = count.requests * PLAIN_STEPS // total
-        if step > last and (tells_sum or count.requests < total):
-            last = step
-            print(f"{count.requests:,} of {total:,} answers · {count}", file=sys.stderr, flush=True)
-
-    return advance
-
-
-@contextmanager
-def _drawn(total: int) -> Iterator[Advance]:
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
-
-    columns: tuple[Any, ...] = ("{task.description}", BarColumn(), MofNCompleteColumn())
-    bar = bars(*columns, TextColumn("{task.fields[rate]}"), TimeElapsedColumn(), transient=False, auto_refresh=False)
-    count, drawn_at = _Count(total), time.perf_counter()
-    task = bar.add_task("answering", total=total, rate="")
-
-    def advance(*, requests: int = 0, tokens: int = 0) -> None:
-        nonlocal drawn_at
-        count.add(requests, tokens)
-        now = time.perf_counter()
-        if now - drawn_at >= REDRAWN_AFTER_S:
-            drawn_at = now
-            bar.update(task, completed=count.requests, rate=str(count), refresh=True)
-
-    bar.start()
-    try:
-        yield advance
-    finally:
-        bar.update(task, completed=count.requests, rate=str(count))
-        bar.stop()

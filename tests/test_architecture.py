@@ -17,7 +17,7 @@ DATA = FOUNDATION | {"weights", "tokenizer"}
 ROOMS: dict[str, set[str]] = {
     "errors": set(),
     "machine": set(),
-    "progress": set(),
+    "progress": {"errors"},
     "config": {"errors"},
     "weights": FOUNDATION,
     "tokenizer": FOUNDATION,
@@ -28,7 +28,7 @@ ROOMS: dict[str, set[str]] = {
     "engine": DATA | {"backends", "layers", "cache", "models"},
     "llm": DATA | {"backends", "layers", "cache", "models", "engine", "progress"},
     "server": DATA | {"backends", "layers", "cache", "models", "engine", "llm"},
-    "bench": DATA | {"backends", "layers", "cache", "models", "engine", "llm"},
+    "bench": DATA | {"backends", "layers", "cache", "models", "engine", "llm", "progress"},
     "cli": DATA | {"backends", "layers", "cache", "models", "engine", "llm", "server", "bench", "progress"},
     "__init__": {"llm", "engine", "errors"},
     "__main__": {"cli", "errors"},

@@ -9,20 +9,20 @@ import sys
 import pytest
 
 from llm_worker_rbee.errors import human_bytes
-from llm_worker_rbee.progress import draws, generating
+from llm_worker_rbee.progress import request_progress, supports_ansi
 
 
 def test_nothing_unless_a_terminal_looks(capsys: pytest.CaptureFixture[str]) -> None:
     for show in (None, False):
-        with generating(4, show) as advance:
+        with request_progress(4, show) as advance:
             advance(requests=4, tokens=9)
-    with generating(0, True) as advance:
+    with request_progress(0, True) as advance:
         advance(tokens=1)
     assert capsys.readouterr() == ("", "")
 
 
 def test_a_line_at_each_quarter(capsys: pytest.CaptureFixture[str]) -> None:
-    with generating(8, True) as advance:
+    with request_progress(8, True) as advance:
         for _ in range(8):
             advance(tokens=100)
             advance(requests=1, tokens=25)
@@ -35,7 +35,7 @@ def test_a_line_at_each_quarter(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_no_sum_where_the_caller_has_one(capsys: pytest.CaptureFixture[str]) -> None:
-    with generating(2, True, tells_sum=False) as advance:
+    with request_progress(2, True, last_line=False) as advance:
         advance(requests=1, tokens=5)
         advance(requests=1, tokens=5)
     (line,) = capsys.readouterr().err.splitlines()
@@ -53,7 +53,7 @@ def test_sizes(count: int, told: str) -> None:
 
 def test_a_process_without_standard_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", None)
-    assert not draws(sys.stderr)
-    assert not draws(io.StringIO())
-    with generating(2) as advance:
+    assert not supports_ansi(sys.stderr)
+    assert not supports_ansi(io.StringIO())
+    with request_progress(2) as advance:
         advance(requests=1, tokens=3)

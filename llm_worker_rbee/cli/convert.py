@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..errors import InvalidRequestError, human_bytes
+from ..progress import transfer_progress
 from .terminal import note, print_json
 
 if TYPE_CHECKING:
@@ -41,12 +42,11 @@ def convert(
     """
     from ..models.convert import convert as write
     from ..weights import hub, open_checkpoint
-    from .progress import progress_bar
 
     if to.upper() not in TYPES.split():
         raise typer.BadParameter(f"--type {to}: use one of {', '.join(TYPES.split())}")
     _require_free(out, force)
-    with progress_bar() as progress:
+    with transfer_progress() as progress:
         located = hub.find_model(source, progress=progress)
         _require_another(located.path, out)
         checkpoint = open_checkpoint(located.path)

@@ -12,6 +12,7 @@ import typer
 
 from ..config import KV_DEFAULT
 from ..errors import InsufficientMemoryError, WorkerError, human_bytes
+from ..progress import transfer_progress
 from .options import MODEL_HELP, CapacityOptions, gather, naming_options
 from .terminal import cell, columns, one_line, print_json, style
 
@@ -62,9 +63,8 @@ def inspect(
     """
     planned = capacity.arguments()
     from ..weights import hub, open_checkpoint
-    from .progress import progress_bar
 
-    with progress_bar() as progress:
+    with transfer_progress() as progress:
         located = hub.find_model(model, progress=progress)
     checkpoint = open_checkpoint(located.path, weights=False)
     report = describe_file(checkpoint, located.bytes, context, planned)

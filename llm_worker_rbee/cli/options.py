@@ -18,10 +18,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..backends.precompile import COMPILING
 from ..config.engine import SPECULATIVE, EngineConfig
 from ..engine.kv_cache_budget import bytes_of
 from ..engine.request import SamplingParams
 from ..errors import InsufficientMemoryError, InvalidRequestError, WorkerError
+from ..progress import transfer_progress
 from . import NUMPY_THREAD_VARIABLES
 from .convert import TYPES
 from .prompt_input import argument_text, read_template
@@ -387,10 +389,9 @@ def load(
     status.show(f"loading {options.model or 'the built-in model'} ...")
     try:
         from ..llm import LLM
-        from .progress import progress_bar
 
         template = None if options.chat_template is None else read_template(options.chat_template)
-        with progress_bar() as bar, naming_options():
+        with transfer_progress(COMPILING) as bar, naming_options():
 
             def progress(what: str, done: int, total: int | None) -> None:
                 status.clear()

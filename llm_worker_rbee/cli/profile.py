@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .bench.common import MEASURING_PANEL, ResultOptions, recording, require_place, steps
+from ..progress import step_progress
+from .bench.common import MEASURING_PANEL, ResultOptions, recording, require_place
 from .options import MODEL_HELP, LoadOptions, ModelOptions, gather, load
 from .terminal import Status, columns, note, style
 
@@ -74,7 +75,7 @@ def _measure(recorder: "Recorder", llm: "LLM", settings: "Settings", out: Path |
     flames: dict[str, Flame] = {}
     complete = False
     try:
-        with steps() as progress:
+        with step_progress() as progress:
             room.run(recorder, progress, llm, settings, flames)
         complete = True
     finally:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import InvalidRequestError, WorkerError
-from ..progress import draws, generating
+from ..progress import request_progress, supports_ansi
 from .completion_report import guesses, logprob_lines, report
 from .options import (
     DEFAULT_MAX_TOKENS,
@@ -163,12 +163,12 @@ def answer_all(
     streams = [stream for question in questions for stream in _streams(llm, question, ask, output)]
     show = _Show(llm, questions, streams, ask, output, model)
     # a bar and an answer cannot be drawn on one terminal at a time
-    is_later = draws(sys.stderr) and sys.stdout.isatty() and not output.quiet
+    is_later = supports_ansi(sys.stderr) and sys.stdout.isatty() and not output.quiet
     if not output.quiet:
         _remark(llm, questions, ask, output)
     start = time.perf_counter()
     try:
-        with generating(len(streams), not output.quiet, tells_sum=False) as advance:
+        with request_progress(len(streams), not output.quiet, last_line=False) as advance:
             for _ in together(streams, lambda tokens: advance(tokens=tokens)):
                 advance(requests=1)
                 if not is_later:

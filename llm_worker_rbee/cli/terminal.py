@@ -12,22 +12,15 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
-from ..progress import draws as draws
+from ..progress import cell as cell
+from ..progress import supports_ansi as supports_ansi
+from ..progress import visible as visible
 
 if TYPE_CHECKING:
     from ..llm import Completion
 
 STYLES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "cyan": "36"}
 COLOURS = {"red", "green", "yellow", "cyan"}
-# C0 controls become their Unicode pictures; C1 controls and marks that turn the direction of writing, which can make a
-# line read as something else, the replacement character; tab and newline stay.
-TURNING = (0x61C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A))
-PICTURES = (
-    {i: 0x2400 + i for i in range(32) if chr(i) not in "\t\n"}
-    | {0x7F: 0x2421}
-    | dict.fromkeys((*range(0x80, 0xA0), *TURNING), 0xFFFD)
-)
-LINE_PICTURES = PICTURES | {ord("\t"): 0x2409, ord("\n"): 0x240A, 0x2028: 0xFFFD, 0x2029: 0xFFFD}
 
 
 def set_up_streams() -> None:
@@ -81,19 +74,9 @@ def one_line(text: str) -> str:
     return " ".join(visible(text).split())
 
 
-def visible(text: str) -> str:
-    """Text of unknown origin with its control characters shown, not obeyed."""
-    return text.translate(PICTURES)
-
-
-def cell(text: str) -> str:
-    """The same for a cell of a table, where a tab or a newline would break the columns."""
-    return text.translate(LINE_PICTURES)
-
-
 def style(text: str, *names: str, stream: TextIO | None = None) -> str:
     """Text in the given styles where the stream is a terminal that has them."""
-    if not draws(stream or sys.stdout):
+    if not supports_ansi(stream or sys.stdout):
         return text
     codes = [STYLES[name] for name in names if name not in COLOURS or not os.environ.get("NO_COLOR")]
     return f"\x1b[{';'.join(codes)}m{text}\x1b[0m" if codes else text
@@ -112,7 +95,7 @@ class Status:
 
     def show(self, text: str) -> None:
         """Replace the line."""
-        if draws(sys.stderr):
+        if supports_ansi(sys.stderr):
             print(f"\r\x1b[K{style(text, 'dim', stream=sys.stderr)}", end="", file=sys.stderr, flush=True)
             self._shown = True
 

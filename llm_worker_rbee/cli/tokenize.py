@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..errors import InvalidRequestError
+from ..progress import transfer_progress
 from .options import MODEL_HELP
 from .prompt_input import decode, read_text, stdin_lines
 from .terminal import columns, print_json
@@ -50,9 +51,8 @@ def tokenize(
     from ..llm import open_tokenizer
     from ..weights import open_checkpoint
     from ..weights.hub import locate_model
-    from .progress import progress_bar
 
-    with progress_bar() as progress:
+    with transfer_progress() as progress:
         path = locate_model(model, progress=progress)
     tokenizer = open_tokenizer(open_checkpoint(path, weights=False))
     if given is None:

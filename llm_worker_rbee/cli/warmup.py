@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import InvalidRequestError
+from ..progress import transfer_progress
 from .options import ComputeOptions
 from .terminal import counted, note, print_json
 
@@ -48,11 +49,10 @@ def warmup(
         raise typer.BadParameter("both a MODEL and --all are given: choose one")
     ComputeOptions(cpu_isa=cpu_isa).set_up()
     from ..backends import isa, pick, precompile
-    from .progress import progress_bar
 
     pick("cpu", "cpu")
     start = time.perf_counter()
-    with progress_bar() as progress:
+    with transfer_progress(precompile.COMPILING) as progress:
         wanted, folder = _wanted(model, all_, progress)
         compiled = precompile.get_ready(wanted, folder, progress)
     seconds = time.perf_counter() - start

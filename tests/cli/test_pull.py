@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 import typer
-from llm_worker_rbee.cli.pull import pull
+from llm_worker_rbee.cli.models import pull
 from typer.testing import CliRunner
 
 from llm_worker_rbee.cli.models import models
-from llm_worker_rbee.cli.progress import progress_bar
 from llm_worker_rbee.errors import DownloadError, ModelNotFoundError
+from llm_worker_rbee.progress import transfer_progress
 from llm_worker_rbee.weights import hub
 from llm_worker_rbee.weights.hub.pypi_model import PipModel
 
@@ -99,7 +99,7 @@ def test_help_shows_an_example_on_lines_of_its_own(command: str) -> None:
 
 
 def test_plain_progress_is_a_line_for_each_quarter(capsys: pytest.CaptureFixture[str]) -> None:
-    with progress_bar() as progress:
+    with transfer_progress() as progress:
         for done in range(0, 1001):
             progress("fetching", done * 1_000_000, 1_000_000_000)
         progress("waiting", 0, None)
@@ -113,8 +113,8 @@ def test_plain_progress_is_a_line_for_each_quarter(capsys: pytest.CaptureFixture
 
 def shown_on_a_terminal(term: str) -> bytes:
     script = """
-from llm_worker_rbee.cli.progress import progress_bar
-with progress_bar() as progress:
+from llm_worker_rbee.progress import transfer_progress
+with transfer_progress() as progress:
     for done in (0, 50, 100):
         progress("fetching [x]", done * 10**6, 10**8)
 """

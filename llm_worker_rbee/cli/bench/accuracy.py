@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ...progress import StepProgress, step_progress
 from ..options import MODEL_HELP, LoadOptions, gather
 from ..terminal import columns, style
-from .common import MEASURING_PANEL, ResultOptions, Steps, recording, steps
+from .common import MEASURING_PANEL, ResultOptions, recording
 
 if TYPE_CHECKING:
     from ...bench.accuracy import Path as Measured
@@ -90,7 +91,11 @@ def accuracy(
         "own_prompts": prompts is None, "own_text": text is None, "kv_type": computing.kv_type,
         "quantize": computing.quantize,
     }  # fmt: skip
-    with recording("accuracy", results, _show, **settings) as recorder, steps() as progress, ExitStack() as opened:
+    with (
+        recording("accuracy", results, _show, **settings) as recorder,
+        step_progress() as progress,
+        ExitStack() as opened,
+    ):
         progress("loading", 0, 1)
         llm = _load(model, computing, progress)
         material = room.Material.of(llm, asked, body, tokens)
@@ -111,7 +116,7 @@ def accuracy(
         room.run(recorder, progress, truth, paths, material)
 
 
-def _load(model: str | None, computing: LoadOptions, progress: Steps) -> "LLM":
+def _load(model: str | None, computing: LoadOptions, progress: StepProgress) -> "LLM":
     from ...llm import LLM
 
     return LLM(
@@ -120,12 +125,12 @@ def _load(model: str | None, computing: LoadOptions, progress: Steps) -> "LLM":
     )  # fmt: skip
 
 
-def _aside(progress: Steps) -> Callable[[str, int, int | None], None]:
+def _aside(progress: StepProgress) -> Callable[[str, int, int | None], None]:
     """Work before the measuring: told in words, the bar stays at its beginning."""
     return lambda what, done, total: progress(f"{what} {done / total:.0%}" if total else what, 0, 1)
 
 
-def _reference(llm: "LLM", computing: LoadOptions, progress: Steps) -> "Side":
+def _reference(llm: "LLM", computing: LoadOptions, progress: StepProgress) -> "Side":
     """The file's weights on the reference backend; where the path is just that, it computes twice."""
     from ...bench.accuracy import Ours
 

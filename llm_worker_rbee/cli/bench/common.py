@@ -6,7 +6,6 @@ saved and compared.
 
 import json
 import os
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,14 +16,13 @@ import typer
 
 from ...bench.format import quantity as quantity
 from ...errors import InvalidRequestError
-from ..terminal import cell, columns, draws, note, style
+from ..terminal import cell, columns, note, style
 
 if TYPE_CHECKING:
     from ...bench.baseline import Comparison
     from ...bench.results import Recorder, Result, Run
 
 RESULTS_PANEL, MEASURING_PANEL = "Results", "Measuring"
-Steps = Callable[[str, float, float], None]  # what is being done, how much of it, of how much
 COLOURS = {"improved": "green", "regressed": "red", "within noise": "dim"}
 
 
@@ -180,43 +178,6 @@ def interval(result: "Result") -> str:
     if not result.samples or result.low == result.high:
         return ""
     return f"{quantity(result.low, result.unit)} .. {quantity(result.high, result.unit)}"
-
-
-@contextmanager
-def steps() -> Iterator[Steps]:
-    """A progress bar on standard error for as long as the block lasts; without a terminal, a line for each new step."""
-    if not draws(sys.stderr):
-        yield _plain_steps()
-        return
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-
-    bars = Progress(
-        TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(),
-        console=Console(stderr=True), transient=True,
-    )  # fmt: skip
-    task = bars.add_task("", total=None)
-
-    def show(what: str, done: float, total: float) -> None:
-        bars.update(task, description=escape(cell(what)), completed=done, total=total)
-
-    with bars:
-        yield show
-
-
-def _plain_steps() -> Steps:
-    shown = 0.0
-
-    def show(what: str, done: float, total: float) -> None:
-        nonlocal shown
-        part = done / total if total else 0.0
-        shown = min(shown, part)  # another step begins
-        if part >= shown + 0.25:
-            shown = part
-            print(f"{part:.0%}: {cell(what)}", file=sys.stderr, flush=True)
-
-    return show
 
 
 def numbers(text: str, option: str, least: int = 0) -> list[int]:

@@ -5,9 +5,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ...progress import step_progress, transfer_progress
 from ..options import MODEL_HELP, LoadOptions, gather
 from ..terminal import columns, note, style
-from .common import MEASURING_PANEL, ResultOptions, interval, numbers, quantity, recording, steps
+from .common import MEASURING_PANEL, ResultOptions, interval, numbers, quantity, recording
 
 if TYPE_CHECKING:
     from ...bench.results import Result, Run
@@ -115,7 +116,7 @@ def e2e(
     )
     source = source_of(model, synthetic)
     settings = {name: getattr(plan, name) for name in plan.__dataclass_fields__}
-    with recording("e2e", results, _show, **settings) as recorder, steps() as progress:
+    with recording("e2e", results, _show, **settings) as recorder, step_progress() as progress:
         room.run(recorder, progress, source, plan)
 
 
@@ -128,9 +129,8 @@ def source_of(model: str | None, synthetic: str | None) -> "Path | Spec":
 
         return parse(synthetic)
     from ...weights.hub import locate_model
-    from ..progress import progress_bar
 
-    with progress_bar() as progress:
+    with transfer_progress() as progress:
         return locate_model(model, progress=progress)
 
 

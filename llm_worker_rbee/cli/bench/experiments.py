@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ...errors import WorkerError
+from ...progress import step_progress, transfer_progress
 from ..options import MODEL_HELP, gather, use_threads
 from ..terminal import cell, columns, note, style
-from .common import MEASURING_PANEL, ResultOptions, recording, require_place, steps
+from .common import MEASURING_PANEL, ResultOptions, recording, require_place
 
 if TYPE_CHECKING:
     from ...bench.results import Run
@@ -51,15 +52,14 @@ def experiments(
     from ...bench import experiments as room
     from ...bench.experiments.harness import QUICK, THOROUGH, Lab
     from ...weights.hub import locate_model
-    from ..progress import progress_bar
 
     chosen = room.choose(only or ())
     if claims is not None:
         require_place(claims)
-    with progress_bar() as bar:
+    with transfer_progress() as bar:
         path = locate_model(model, progress=bar)
     with recording("experiments", results, _show, claims=chosen, all=all_, threads=used) as recorder:
-        with steps() as progress:
+        with step_progress() as progress:
             room.run(Lab(recorder, progress, path, all_, THOROUGH if all_ else QUICK), chosen)
         if claims is not None:
             _write(claims, room.markdown(recorder.run()))

@@ -4,9 +4,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ...progress import step_progress, transfer_progress
 from ..options import MODEL_HELP, ComputeOptions, gather
 from ..terminal import columns, note, style
-from .common import MEASURING_PANEL, ResultOptions, interval, quantity, recording, steps
+from .common import MEASURING_PANEL, ResultOptions, interval, quantity, recording
 
 if TYPE_CHECKING:
     from ...bench.results import Result, Run
@@ -43,12 +44,11 @@ def load(
     used = computing.set_up()
     from ...bench import load as room
     from ...weights.hub import locate_model
-    from ..progress import progress_bar
 
-    with progress_bar() as bar:
+    with transfer_progress() as bar:
         path = locate_model(model, progress=bar)
     settings = {"repetitions": repetitions, "backend": computing.backend, "device": computing.device, "threads": used}
-    with recording("load", results, _show, **settings) as recorder, steps() as progress:
+    with recording("load", results, _show, **settings) as recorder, step_progress() as progress:
         start = {"device": computing.device, "backend": computing.backend, "threads": computing.kernel_threads}
         room.run(recorder, progress, path, repetitions, start)
 

@@ -4,9 +4,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ...progress import step_progress
 from ..options import ComputeOptions, gather
 from ..terminal import columns, note, style
-from .common import MEASURING_PANEL, ResultOptions, interval, quantity, recording, show_changes, steps
+from .common import MEASURING_PANEL, ResultOptions, interval, quantity, recording, show_changes
 
 if TYPE_CHECKING:
     from ...bench.results import Result, Run
@@ -57,7 +58,7 @@ def micro(
     sides = [computing.backend] if ab is None else _sides(ab)
     settings = {"filter": filter, "backends": sides, "seconds": seconds, "threads": used}
     with recording("micro", results, _show, **settings) as recorder:
-        with steps() as progress:
+        with step_progress() as progress:
             room.run(recorder, progress, selected, sides, room.plan(seconds), computing.kernel_threads)
         if ab is not None:
             recorder.details["ab"] = [c.as_json() for c in room.pairs(recorder.results())]

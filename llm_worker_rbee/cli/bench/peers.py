@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ...progress import step_progress
 from ..options import MODEL_HELP, ComputeOptions, gather
 from ..terminal import cell, columns, note, style
-from .common import MEASURING_PANEL, ResultOptions, interval, numbers, quantity, recording, steps
+from .common import MEASURING_PANEL, ResultOptions, interval, numbers, quantity, recording
 from .e2e import SYNTHETIC_HELP, source_of
 
 if TYPE_CHECKING:
@@ -104,7 +105,7 @@ def peers(
     )
     source = source_of(model, synthetic)
     settings = {name: getattr(plan, name) for name in plan.__dataclass_fields__}
-    with recording("peers", results, _show, **settings) as recorder, steps() as progress:
+    with recording("peers", results, _show, **settings) as recorder, step_progress() as progress:
         if isinstance(source, Path):
             room.run(recorder, progress, source, plan)
             return

@@ -8,8 +8,9 @@ from typing import Annotated
 import typer
 
 from ...errors import InvalidRequestError
+from ...progress import step_progress
 from ..terminal import note
-from .common import quantity, steps
+from .common import quantity
 
 
 def report(
@@ -39,7 +40,7 @@ def report(
     if not output.name or os.path.isdir(output):
         raise InvalidRequestError(f"cannot write {output}: it is a folder, give the name of a file", "output")
     given = [Given(Path(name).name, baseline.load(name)) for name in results]
-    with steps() as progress:
+    with step_progress() as progress:
         text = room.write(given, title, progress)
     _write(output, text.encode(errors="replace"))
     note(f"saved {output} ({quantity(output.stat().st_size, 'B')})")

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from ...errors import InvalidRequestError, WorkerError
+from ...progress import step_progress
 from ..options import gather
 from ..terminal import note
-from .common import ResultOptions, recording, steps
+from .common import ResultOptions, recording
 from .serving_table import show
 
 if TYPE_CHECKING:
@@ -259,7 +260,7 @@ def serving(
     with own.server(url, args, server.api_key, server.timeout) as found:
         target = room.reach(partial(server.target, found.url), None if own.spawn else server.model, server.timeout)
         watch = found.watch() if own.spawn or own.health else None
-        with recording("serving", results, show, url=found.url, **settings) as recorder, steps() as progress:
+        with recording("serving", results, show, url=found.url, **settings) as recorder, step_progress() as progress:
             room.run(recorder, progress, target, workload, limits, watch)
         if found.own is not None:
             found.own.require_alive()
