@@ -22,8 +22,8 @@ from numbers import Integral
 from pathlib import Path
 from typing import Any, overload
 
-from .backends import cuda_probe, is_automatic, kv_type_for, precompile
-from .backends.ops import Ops
+from .backends import is_automatic, resolve_kv_type
+from .backends.ops import Backend
 from .config import KV_AUTO, EngineConfig, ModelConfig
 from .engine.engine import Engine
 from .engine.request import FinishReason, Request, SamplingParams, StepOutput, TokenLogprob, token_limit
@@ -85,7 +85,7 @@ class LLM:
         require_settings(settings, draft_model)
         with timed("backend"):
             ops = picked(device, backend, threads, deterministic, quantize)
-            kv_type_for(ops, kv_type)
+            resolve_kv_type(ops, kv_type)
         with timed("locate"):
             path = locate_model(str(model) if model is not None else None, progress=progress)
             guesser = None if draft_model is None else locate_model(str(draft_model), progress=progress)
@@ -121,37 +121,35 @@ class LLM:
         """What computes; it counts steps, hits and guesses."""
         return self.driver.engine
 
-    def _loaded(self, checkpoint: Checkpoint, ops: Ops, quantize: str | None) -> Transformer:
+    def _loaded(self, checkpoint: Checkpoint, ops: Backend, quantize: str | None) -> Transformer:
         config, timed, progress = read_model_config(checkpoint), self.loading.timed, self.loading.progress
         if quantize is not None:
             with timed("quantize"):
                 checkpoint = quantize_checkpoint(checkpoint, quantize, progress=progress)
         with timed("kernels"):
-            precompile.get_ready_for(ops, precompile.Needs.of(checkpoint, config, self.kv_type), progress)
+            ops.load_kernels(checkpoint, config, self.kv_type, progress)
         with timed("weights", checkpoint.nbytes):
             return load_model(checkpoint, ops, config, self.max_context, self.loading.advance)
 
     @property
     def backend(self) -> str:
         """Which implementation of the ops computes."""
-        name = str(getattr(self.model.ops, "__name__", "")).rpartition(".")[2]
-        return "cuda" if cuda_probe.is_cuda(self.model.ops) else name
+        return self.model.ops.name
 
     @property
     def device(self) -> str:
-        """What it computes on, as its backend says: `DEVICE`, or this machine's processor."""
-        return str(getattr(self.model.ops, "DEVICE", "cpu"))
+        """What it computes on: cpu, cuda:0, ..."""
+        return self.model.ops.device
 
     @property
     def device_bytes(self) -> int:
-        """Memory that is held on a device of its own, as its backend says: `device_bytes()`, or none."""
-        held = getattr(self.model.ops, "device_bytes", None)
-        return 0 if held is None else int(held())
+        """Bytes of tensors in the device's own memory."""
+        return self.model.ops.allocated_memory()
 
     @property
     def graph_bytes(self) -> int:
         """Memory of a device that captured steps take; it grows while new sizes of steps come."""
-        return int(getattr(getattr(self.model.fused, "graphs", None), "nbytes", 0))
+        return 0 if self.model.fused is None else self.model.fused.graph_bytes
 
     @property
     def has_chat_template(self) -> bool:

@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .backends import cuda_probe, fitting, kv_type_for, pick
-from .backends.ops import Ops
+from .backends import cuda_probe, fallback_to_cpu, resolve_kv_type, select_backend
+from .backends.ops import Backend
 from .engine.kv_cache_budget import DEFAULT_SHARE, DEVICE_SHARE, Capacity, available_memory, plan
 from .errors import InsufficientMemoryError
 from .models import read_model_config
@@ -78,12 +78,12 @@ class Phases:
         self._tell(stage)
 
 
-def picked(device: str, backend: str, threads: int | None, deterministic: bool, quantize: str | None) -> Ops:
+def picked(device: str, backend: str, threads: int | None, deterministic: bool, quantize: str | None) -> Backend:
     """The backend, before any file is looked for: what it cannot do is refused."""
-    ops = pick(device, backend, threads)
+    ops = select_backend(device, backend, threads, deterministic=deterministic)
     if is_fp8(quantize):
-        cuda_probe.require_fp8(ops)
-    return cuda_probe.deterministic(ops) if deterministic else ops
+        ops.require_fp8()
+    return ops
 
 
 def opened(path: Path, quantize: str | None) -> Checkpoint:
@@ -92,37 +92,37 @@ def opened(path: Path, quantize: str | None) -> Checkpoint:
     return quantize_checkpoint(found, quantize) if quantize is not None and is_fp8(quantize) else found
 
 
-def placed(ops: Ops, models: Sequence[Checkpoint], quantize: str | None = None) -> tuple[Ops, list[str]]:
+def placed(ops: Backend, models: Sequence[Checkpoint], quantize: str | None = None) -> tuple[Backend, list[str]]:
     """The backend that `auto` picked, or the CPU where the weights do not fit on its GPU; and what to say of it. FP8 is
     only for a GPU: it stays there, and who plans the cache says what is missing."""
     if is_fp8(quantize):
         return ops, []
-    ops, told = fitting(ops, device_bytes(models, quantize))
+    ops, told = fallback_to_cpu(ops, device_bytes(models, quantize))
     return ops, [] if told is None else [told]
 
 
 def settled(
-    ops: Ops, models: Sequence[Checkpoint], asked_kv: str, quantize: str | None, *, is_automatic: bool, **sizes: Any
-) -> tuple[Ops, str, Capacity, list[str]]:
+    ops: Backend, models: Sequence[Checkpoint], asked_kv: str, quantize: str | None, *, is_automatic: bool, **sizes: Any
+) -> tuple[Backend, str, Capacity, list[str]]:
     """The backend, how keys and values are kept, how large the cache is, and what to say of it. What `auto` picked
     gives way to the CPU where the model, or its keys and values, do not fit on the GPU."""
     notes: list[str] = []
     if is_automatic:
         ops, notes = placed(ops, models, quantize)
     try:
-        kv_type = kv_type_for(ops, asked_kv)
+        kv_type = resolve_kv_type(ops, asked_kv)
         return ops, kv_type, planned(ops, models, kv_type, quantize, **sizes), notes
     except InsufficientMemoryError as error:
-        if not is_automatic or is_fp8(quantize) or not cuda_probe.is_cuda(ops):
+        if not is_automatic or is_fp8(quantize) or not ops.has_device_memory:
             raise
         notes = [f"the GPU is not used: {error}"]
-    ops = pick("cpu")
-    kv_type = kv_type_for(ops, asked_kv)
+    ops = select_backend("cpu")
+    kv_type = resolve_kv_type(ops, asked_kv)
     return ops, kv_type, planned(ops, models, kv_type, quantize, **sizes), notes
 
 
 def planned(
-    ops: Ops,
+    ops: Backend,
     models: Sequence[Checkpoint],
     kv_type: str,
     quantize: str | None = None,
@@ -132,8 +132,7 @@ def planned(
     max_batch: int,
 ) -> Capacity:
     """How large the cache is for a model, and the draft model that may follow it."""
-    is_cuda = cuda_probe.is_cuda(ops)
-    weights = device_bytes(models, quantize) if is_cuda else sum(one.nbytes for one in models)
+    weights = device_bytes(models, quantize) if ops.has_device_memory else sum(one.nbytes for one in models)
     config, *drafts = map(read_model_config, models)
     return plan(
         config,
@@ -143,7 +142,7 @@ def planned(
         max_batch=max_batch,
         available=available_memory(weights, ops),
         draft_config=drafts[0] if drafts else None,
-        share=DEVICE_SHARE if is_cuda else DEFAULT_SHARE,
+        share=DEVICE_SHARE if ops.has_device_memory else DEFAULT_SHARE,
     )
 
 

@@ -14,7 +14,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from llm_worker_rbee.backends import pick, precompile
+from llm_worker_rbee.backends import select_backend
+from llm_worker_rbee.config import KV_DEFAULT
 from llm_worker_rbee.models import read_model_config
 from llm_worker_rbee.weights import open_checkpoint
 from llm_worker_rbee.weights.hub import locate_model
@@ -31,7 +32,7 @@ def _that_device_only() -> None:
     if DEVICE == "cpu":
         os.environ[HIDDEN] = ""
     else:
-        pick(DEVICE)  # one line says what is missing
+        select_backend(DEVICE)  # one line says what is missing
 
 
 @pytest.fixture(scope="session")
@@ -43,7 +44,7 @@ def default_model() -> Path:
 def with_kernels(path: Path) -> Path:
     """Compile what a model needs, so that no command under test tells of it."""
     checkpoint = open_checkpoint(path)
-    precompile.get_ready_for(pick(DEVICE), precompile.Needs.of(checkpoint, read_model_config(checkpoint)))
+    select_backend(DEVICE).load_kernels(checkpoint, read_model_config(checkpoint), KV_DEFAULT)
     return path
 
 

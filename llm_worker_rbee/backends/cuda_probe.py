@@ -4,18 +4,15 @@ PyTorch, which takes seconds to import, is imported only where a GPU is seen or 
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from ..config import DEVICE_SPARE
-from ..errors import InvalidRequestError, MissingDependencyError, human_bytes
+from ..errors import InvalidRequestError, human_bytes
 from ..weights import Checkpoint
-from .ops import Ops
 
 SIGNS = ("/dev/nvidia0", "/dev/nvidiactl", "/proc/driver/nvidia/version", "/usr/lib/wsl/lib/libcuda.so.1")
 PACKAGES = ("torch", "triton")
@@ -58,54 +55,6 @@ def missing_packages() -> list[str]:
     return [name for name in PACKAGES if importlib.util.find_spec(name) is None]
 
 
-def take(index: int | None, asked: str = "device 'cuda'") -> Ops:
-    """The CUDA backend on that GPU, by default the one with most free memory; what is missing is said in one line."""
-    missing = missing_packages()
-    if missing:
-        raise MissingDependencyError(f"{asked} needs {' and '.join(missing)}: {INSTALL}")
-    hardware: Any = importlib.import_module(f"{__package__}.cuda.hardware")
-    number = hardware.require(index)
-    module: Any = importlib.import_module(f"{__package__}.cuda")
-    module.use(number)
-    ops: Ops = module
-    return ops
-
-
-def is_cuda(ops: Ops) -> bool:
-    """Whether this is the CUDA backend."""
-    return getattr(ops, "__name__", "") in (f"{__package__}.cuda", f"{__package__}.cuda.fixed")
-
-
-def device_of(ops: Any) -> str:
-    """Its name: cuda:0."""
-    return str(ops.DEVICE)
-
-
-def free_bytes(ops: Any) -> int:
-    """Memory of the device that nobody has."""
-    return int(ops.free_bytes())
-
-
-def deterministic(ops: Ops) -> Ops:
-    """The backend that gives a request the same bits in any company: on a CPU each one does, on a GPU it is a mode."""
-    if not is_cuda(ops):
-        return ops
-    module: Any = importlib.import_module(f"{__package__}.cuda.fixed")
-    made: Ops = module
-    return made
-
-
-def require_fp8(ops: Ops) -> None:
-    """Weights in e4m3 are for GPUs whose tensor cores multiply them."""
-    if not is_cuda(ops):
-        raise InvalidRequestError(
-            "quantize fp8 is for an NVIDIA GPU, and this computes on the CPU: use device cuda, or quantize Q8_0",
-            "quantize",
-        )
-    hardware: Any = importlib.import_module(f"{__package__}.cuda.hardware")
-    hardware.require_fp8()
-
-
 def packed_bytes(checkpoint: Checkpoint, kinds: Mapping[str, str] | None = None) -> int:
     """What the weights of a file take on a GPU; those that have another type in `kinds`, in that."""
     bits = 0.0
@@ -122,9 +71,8 @@ def unused() -> str | None:
     return f"there is an NVIDIA GPU; to compute on it: {INSTALL}" if missing else None
 
 
-def shortage(ops: Ops, needed: int) -> str | None:
-    """What to say where a model that takes `needed` bytes does not fit beside what everything else needs."""
-    free = free_bytes(ops)
+def shortage(free: int, needed: int) -> str | None:
+    """Return a note if weights of `needed` bytes do not fit into `free` bytes beside what everything else takes."""
     if free >= needed + DEVICE_SPARE:
         return None
     return (

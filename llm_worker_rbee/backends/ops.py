@@ -5,18 +5,20 @@ T tokens and R requests make one flat, ragged batch; P is the number of tokens i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..config import KV_ON_CPU, KV_ON_CUDA
-from ..weights import Tensor
+from ..config import KV_DEFAULT, KV_ON_CPU, KV_ON_CUDA, ModelConfig
+from ..errors import InvalidRequestError
+from ..weights import Checkpoint, Tensor
 
 Array = Any  # the backend's own array: NumPy on a CPU, a torch tensor on a GPU
-Handle = Any  # a weight as its backend packed it
+PackedWeight = Any  # a weight as its backend packed it
 Ints = NDArray[np.int64]
 KV_TYPES, CUDA_KV_TYPES = KV_ON_CPU, KV_ON_CUDA  # what keys and values may be kept as
 NO_TOKENS: Ints = np.empty(0, np.int64)
@@ -70,7 +72,7 @@ class BlockParts(NamedTuple):
     """What a decoder block is made of, for a backend that runs whole blocks at once (`fuse`)."""
 
     attention_norm: Array
-    qkv: Handle
+    qkv: PackedWeight
     qkv_bias: Array | None
     q_norm: Array | None
     k_norm: Array | None
@@ -79,14 +81,14 @@ class BlockParts(NamedTuple):
     n_heads: int
     n_kv_heads: int
     head_dim: int
-    output: Handle
+    output: PackedWeight
     output_bias: Array | None
     post_attention_norm: Array | None
     mlp_norm: Array
-    gate_up: Handle
+    gate_up: PackedWeight
     gate_up_bias: Array | None
     activation: str
-    down: Handle
+    down: PackedWeight
     down_bias: Array | None
     post_mlp_norm: Array | None
     eps: float
@@ -95,22 +97,28 @@ class BlockParts(NamedTuple):
 class ModelParts(NamedTuple):
     """A whole decoder, likewise."""
 
-    embedding: Handle
+    embedding: PackedWeight
     embedding_scale: float
     blocks: tuple[BlockParts, ...]
     norm: Array
-    head: Handle
+    head: PackedWeight
     soft_cap: float
 
 
-OnClock = Callable[[str, Callable[..., Any]], Callable[..., Any]]  # (part of the model, a function) -> it, timed
+Profiler = Callable[[str, Callable[..., Any]], Callable[..., Any]]  # (component, function) -> the function, timed
+Progress = Callable[[str, int, int | None], None]  # (what, done, total)
 
 
-class Fused(Protocol):
-    """A backend's own way through the whole decoder: what `Transformer.forward` does op by op, with the same bits."""
+class FusedForward(Protocol):
+    """A backend's fused forward pass of the whole decoder, with the same bits as op by op."""
+
+    @property
+    def graph_bytes(self) -> int:
+        """Device memory of captured graphs."""
 
     def __call__(self, batch: Batch, kv: Sequence[KVLayer]) -> Array: ...
-    def in_parts(self, batch: Batch, kv: Sequence[KVLayer], on_clock: OnClock) -> Array: ...
+    def run_profiled(self, batch: Batch, kv: Sequence[KVLayer], profiler: Profiler) -> Array:
+        """Run the same step with each component wrapped by the profiler."""
 
 
 @dataclass(slots=True, eq=False)
@@ -142,28 +150,97 @@ class Logprobs(NamedTuple):
     top: NDArray[np.float32]  # (N, k)
 
 
-class Ops(Protocol):
-    """The op table: a backend is a module that has all of these. `reference.py` says what each one means."""
+class PendingTokens(Protocol):
+    """Sampled tokens that are on the device already and reach the host later."""
 
-    def prepare(self, tensors: Sequence[Tensor]) -> Handle: ...
+    tokens: Array  # on the device
+
+    def result(self) -> list[int] | None:
+        """Wait for the tokens; None if a row is undecided: the step is then sampled again by `Backend.sample`."""
+
+
+class Backend(ABC):
+    """The op table of one device. `reference.py` defines what each op computes.
+
+    What a backend can do beyond the op table is a field or a method with a default.
+    """
+
+    name: ClassVar[str]
+    kv_types: ClassVar[tuple[str, ...]] = KV_TYPES
+    default_kv_type: ClassVar[str] = KV_DEFAULT
+    has_device_memory: ClassVar[bool] = False  # weights and KV cache live on a device with memory of its own
+    has_async_sampling: ClassVar[bool] = False
+    device: str = "cpu"
+    deterministic: bool = True  # batch-invariant: a token's results do not depend on the other tokens of the step
+    threads: int | None = None  # of the kernels; None: a library decides
+
+    @abstractmethod
+    def prepare(self, tensors: Sequence[Tensor]) -> PackedWeight: ...
+    @abstractmethod
     def prepare_vector(self, values: NDArray[np.float32]) -> Array: ...
+    @abstractmethod
     def empty_kv(
         self, blocks: int, block_size: int, kv_heads: int, head_dim: int, kind: str = "float32"
     ) -> KVLayer: ...
-    def embed(self, table: Handle, ids: Ints, scale: float = 1.0) -> Array: ...
+    @abstractmethod
+    def embed(self, table: PackedWeight, ids: Ints, scale: float = 1.0) -> Array: ...
+    @abstractmethod
     def rms_norm(self, x: Array, weight: Array, eps: float) -> Array: ...
+    @abstractmethod
     def add_rms_norm(self, x: Array, residual: Array, weight: Array, eps: float) -> tuple[Array, Array]: ...
-    def linear(self, x: Array, w: Handle, bias: Array | None = None) -> Array: ...
+    @abstractmethod
+    def linear(self, x: Array, w: PackedWeight, bias: Array | None = None) -> Array: ...
+    @abstractmethod
     def rope_store(
         self, q: Array, k: Array, v: Array, positions: Ints, table: RopeTable, kv: KVLayer, slot_mapping: Ints
     ) -> Array: ...
+    @abstractmethod
     def attention(self, q: Array, kv: KVLayer, batch: Batch, params: AttentionParams) -> Array: ...
+    @abstractmethod
     def gated(self, gate_up: Array, activation: str) -> Array: ...
+    @abstractmethod
     def take(self, x: Array, index: Ints) -> Array: ...
-    def logits(self, x: Array, head: Handle, soft_cap: float = 0.0) -> Array: ...
-    def fuse(self, model: ModelParts) -> Fused | None: ...
+    @abstractmethod
+    def logits(self, x: Array, head: PackedWeight, soft_cap: float = 0.0) -> Array: ...
+    @abstractmethod
+    def fuse(self, model: ModelParts) -> FusedForward | None: ...
+    @abstractmethod
     def sample(self, raw_logits: Array, rows: Sequence[SampleRow]) -> Ints: ...
+    @abstractmethod
     def logprobs(self, raw_logits: Array, chosen: Ints, k: int) -> Logprobs: ...
 
+    def sample_async(self, raw_logits: Array, rows: Sequence[SampleRow]) -> PendingTokens:
+        """Sample without waiting for the tokens; only where `has_async_sampling`."""
+        raise NotImplementedError(f"the {self.name} backend samples synchronously")
 
-OPS = tuple(name for name in vars(Ops) if not name.startswith("_"))
+    def free_memory(self) -> int | None:
+        """Return the free bytes of the device's own memory; None: the host's memory counts."""
+        return None
+
+    def allocated_memory(self) -> int:
+        """Return the bytes that tensors take in the device's own memory."""
+        return 0
+
+    def has_failed(self) -> bool:
+        """Return whether the device cannot compute any more until the process is restarted."""
+        return False
+
+    def weight_bytes(self, checkpoint: Checkpoint, types: Mapping[str, str] | None = None) -> int:
+        """Return the bytes of a checkpoint's weights once prepared; `types` overrides quantization types by name."""
+        return checkpoint.nbytes
+
+    def load_kernels(
+        self, checkpoint: Checkpoint, config: ModelConfig, kv_type: str, progress: Progress | None = None
+    ) -> int:
+        """Load or compile the kernels that a model needs; return how many were compiled."""
+        return 0
+
+    def require_fp8(self) -> None:
+        """Raise unless weights can be kept in FP8 (e4m3)."""
+        raise InvalidRequestError(
+            "quantize fp8 needs an NVIDIA GPU, and this computes on the CPU: use device cuda, or quantize Q8_0",
+            "quantize",
+        )
+
+
+OPS = tuple(sorted(Backend.__abstractmethods__, key=list(vars(Backend)).index))

@@ -11,7 +11,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
@@ -19,14 +19,13 @@ from typing import Any, NamedTuple, Protocol
 
 from ..config import KV_DEFAULT, ModelConfig
 from ..weights import Checkpoint
-from . import cuda_probe, reference, thread_count
-from .ops import Ops
+from . import thread_count
+from .ops import Progress
 
 COMPILING = "compiling kernels, once"
 FEW = 4  # kernels that are compiled sooner than a helper has started
 MOST_HELPERS = 7
 FOLDER_VARIABLE = "LLM_WORKER_KERNEL_CACHE"  # as in cpu/jit.py, which needs Numba
-Progress = Callable[[str, int, int | None], None]
 
 
 class Kernel(Protocol):
@@ -58,15 +57,6 @@ class Needs(NamedTuple):
         """Read from the directory of its tensors."""
         kinds = frozenset(t.kind.name for t in checkpoint.tensors.values() if len(t.shape) == 2)
         return Needs(kinds, max(1, config.n_heads // max(1, config.n_kv_heads)), kv_type)
-
-
-def get_ready_for(ops: Ops, needs: Needs, progress: Progress | None = None) -> int:
-    """Load what a model needs on its backend; how many kernels had to be compiled. The reference has none, Triton keeps
-    its own."""
-    if ops is reference or cuda_probe.is_cuda(ops):
-        return 0
-    catalog, compiling = (importlib.import_module(f"{__package__}.cpu.{name}") for name in ("catalog", "jit"))
-    return get_ready(catalog.needed(*needs), compiling.folder(), progress)
 
 
 def get_ready(wanted: Sequence[Kernel], folder: Path | None, progress: Progress | None = None) -> int:

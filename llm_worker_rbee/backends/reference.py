@@ -1,4 +1,4 @@
-"""Every op in plain NumPy float32: what the ops mean. Fast twins are held against this file.
+"""Every op in plain NumPy float32: the specification. Fast backends are tested against this file.
 
 Weights stay quantized, as views of the mapped file; `linear` dequantizes a slab of rows, uses it and forgets it. It
 reads the mapping for as long as it lives, so a file that is truncated under it is a bus error: the fast backends copy.
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from ..weights import Tensor
 from . import reference_sampling
-from .ops import AttentionParams, Batch, Ints, KVLayer, Logprobs, ModelParts, RopeTable, SampleRow
+from .ops import AttentionParams, Backend, Batch, Ints, KVLayer, Logprobs, ModelParts, RopeTable, SampleRow
 
 Floats = NDArray[np.float32]
 SLAB = 1 << 17  # values dequantized at a time: they stay in the second-level cache
@@ -199,11 +199,6 @@ def logits(x: Floats, head: Matrix, soft_cap: float = 0.0) -> Floats:
     return np.float32(soft_cap) * np.tanh(raw / np.float32(soft_cap)) if soft_cap else raw
 
 
-def fuse(model: ModelParts) -> None:
-    """The reference has no way of its own through a whole model: op by op is what it means."""
-    return None
-
-
 def sample(raw_logits: Floats, rows: Sequence[SampleRow]) -> Ints:
     """One token for each row: (N, vocabulary) -> (N,)."""
     return np.array(
@@ -214,3 +209,36 @@ def sample(raw_logits: Floats, rows: Sequence[SampleRow]) -> Ints:
 def logprobs(raw_logits: Floats, chosen: Ints, k: int) -> Logprobs:
     """Log-probabilities of the chosen tokens and of the k likeliest, from the raw logits."""
     return reference_sampling.logprobs(raw_logits, chosen, k)
+
+
+class ReferenceBackend(Backend):
+    """The functions of this module as an op table. It has no fused forward pass: op by op is the specification."""
+
+    name = "reference"
+    default_kv_type = "float32"
+
+    prepare = staticmethod(prepare)
+    prepare_vector = staticmethod(prepare_vector)
+    empty_kv = staticmethod(empty_kv)
+    embed = staticmethod(embed)
+    rms_norm = staticmethod(rms_norm)
+    add_rms_norm = staticmethod(add_rms_norm)
+    linear = staticmethod(linear)
+    rope_store = staticmethod(rope_store)
+    attention = staticmethod(attention)
+    gated = staticmethod(gated)
+    take = staticmethod(take)
+    logits = staticmethod(logits)
+    sample = staticmethod(sample)
+    logprobs = staticmethod(logprobs)
+
+    # Parts of the ops above, which benchmarks measure one by one.
+    rope = staticmethod(rope)
+    store = staticmethod(store)
+    gather = staticmethod(gather)
+    attention_scores = staticmethod(attention_scores)
+    causal_mask = staticmethod(causal_mask)
+    softmax = staticmethod(softmax)
+
+    def fuse(self, model: ModelParts) -> None:
+        return None

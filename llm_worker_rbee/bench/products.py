@@ -6,6 +6,7 @@ others they are made one after the other. Activations are random; what comes out
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +20,7 @@ SEED = 5
 
 def products(model: Transformer, rows: int) -> Callable[[], object]:
     """A function that multiplies `rows` activations with every matrix of the model once."""
-    return _program(model, rows) if hasattr(model.ops, "linear_op") else _one_by_one(model, rows)
+    return _program(model, rows) if model.ops.name == "cpu" else _one_by_one(model, rows)
 
 
 def _one_by_one(model: Transformer, rows: int) -> Callable[[], object]:
@@ -39,27 +40,30 @@ def _one_by_one(model: Transformer, rows: int) -> Callable[[], object]:
 
 def _program(model: Transformer, rows: int) -> Callable[[], object]:
     """A step's table points at one input and one output, large enough for all."""
-    ops: Any = model.ops
-    at, parts = ops.step.Step, model.parts()
+    linear, program, quantize = (
+        importlib.import_module(f"llm_worker_rbee.backends.cpu.{name}")  # needs Numba
+        for name in ("linear", "program", "quantize_activations")
+    )
+    at, parts = program.Step, model.parts()
     weights = [w for b in parts.blocks for w in (b.qkv, b.output, b.gate_up, b.down)] + [parts.head.finely()]
     widest = max(w.columns for w in weights)
     made: list[Any] = []
     for w in weights:
         width, fine = w.columns, any(w.fine)
-        made += ops.linear_op.to_bytes(at.TOKENS, at.DELTA, 1, width, width, w.wants_bytes, fine=fine)
-        made += ops.linear_op.products(w, at.TOKENS, at.DELTA, at.QKV)
-    program, step = ops.program.Program(made), ops.step.new_step()
+        made += linear.to_bytes(at.TOKENS, at.DELTA, 1, width, width, w.wants_bytes, fine=fine)
+        made += linear.products(w, at.TOKENS, at.DELTA, at.QKV)
+    made_program, step = program.Program(made), program.new_step()
     buffers: dict[int, NDArray[Any]] = {
         at.DELTA: _random(rows, widest),
         at.QKV: np.empty((rows, max(w.rows for w in weights)), np.float32),
-        **dict(enumerate(ops.activations.room(2 * rows, widest), at.ACTIVATIONS)),
+        **dict(enumerate(quantize.room(2 * rows, widest), at.ACTIVATIONS)),
     }
     step[at.TOKENS] = rows
     for entry, buffer in buffers.items():
         step[entry] = buffer.ctypes.data
 
     def multiply() -> object:
-        program.run(step)
+        made_program.run(step)
         return buffers[at.QKV]
 
     return multiply

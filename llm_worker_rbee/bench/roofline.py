@@ -7,7 +7,6 @@ limit` is that over what was measured. Small data lives in a cache, so bandwidth
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .. import machine
+from ..backends import Backend
 
 SIZES = tuple(1 << shift for shift in (18, 20, 22, 24, 26, 28, 30))  # 256 KiB to 1 GiB
 LEAST_S = 0.03  # time given to each size
@@ -70,10 +70,9 @@ class Limits:
         }
 
 
-def threads_of(ops: Any) -> int:
+def threads_of(ops: Backend) -> int:
     """How many threads a backend computes with: its own, or those of the matrix library."""
-    own: Any = sys.modules.get(f"{getattr(ops, '__name__', '')}.threads")
-    return library_threads() if own is None else int(own.count())
+    return ops.threads or library_threads()
 
 
 def library_threads() -> int:

@@ -7,8 +7,7 @@ bfloat16, float16, float32 or float8, and laid out otherwise.
 
 from __future__ import annotations
 
-from ..backends import cuda_probe
-from ..backends.ops import CUDA_KV_TYPES, KV_TYPES, Ints, KVLayer, Ops
+from ..backends.ops import KV_TYPES, Backend, Ints, KVLayer
 from ..config import ModelConfig
 from ..errors import InsufficientMemoryError, InvalidRequestError, human_bytes
 
@@ -20,15 +19,14 @@ class KVCache:
 
     def __init__(
         self,
-        ops: Ops,
+        ops: Backend,
         config: ModelConfig,
         n_blocks: int,
         block_size: int = default_block_size,
         kv_type: str = KV_TYPES[0],
     ) -> None:
-        known = CUDA_KV_TYPES if cuda_probe.is_cuda(ops) else KV_TYPES
-        if kv_type not in known:
-            raise InvalidRequestError(f"unknown KV type {kv_type!r}: use one of {', '.join(known)}", "kv_type")
+        if kv_type not in ops.kv_types:
+            raise InvalidRequestError(f"unknown KV type {kv_type!r}: use one of {', '.join(ops.kv_types)}", "kv_type")
         self.block_size = block_size
         self.n_blocks = n_blocks
         self.kv_type = kv_type

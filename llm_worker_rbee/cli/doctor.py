@@ -157,12 +157,13 @@ def _gpu() -> Check:
 def _gpu_kernels() -> Iterator[Check]:
     """Whether PyTorch reaches the GPU, and what is free there: only where there is one, since asking takes seconds."""
     from ..backends import cuda_probe
+    from ..backends.select import load_cuda_backend
 
     if not cuda_probe.is_seen() or cuda_probe.missing_packages():
         return
     try:
-        ops = cuda_probe.take(None)
-        yield Check("GPU kernels", "ok", f"{cuda_probe.device_of(ops)}, {human_bytes(cuda_probe.free_bytes(ops))} free")
+        ops = load_cuda_backend(None)
+        yield Check("GPU kernels", "ok", f"{ops.device}, {human_bytes(ops.free_memory() or 0)} free")
     except Exception as error:  # a broken installation may fail in any way
         yield Check("GPU kernels", "warn", one_line(str(error)), "--device cpu computes without it")
 

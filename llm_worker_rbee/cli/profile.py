@@ -62,7 +62,7 @@ def profile(
     spy = flame.PySpy(flame.find_py_spy(), native) if py_spy else None
     settings = Settings(pp, tg, repetitions, flame_seconds, spy)
     llm = load(ModelOptions(model=model), computing, Status())
-    named = llm.model.ops.__name__.rpartition(".")[2]  # type: ignore[attr-defined]
+    named = llm.model.ops.name
     shown = {"pp": pp, "tg": tg, "repetitions": repetitions, "threads": used, "backend": named}
     with recording("profile", results, _show, **shown) as recorder:
         _measure(recorder, llm, settings, out)

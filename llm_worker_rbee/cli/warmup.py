@@ -48,9 +48,9 @@ def warmup(
     if all_ and model is not None:
         raise typer.BadParameter("both a MODEL and --all are given: choose one")
     ComputeOptions(cpu_isa=cpu_isa).set_up()
-    from ..backends import isa, pick, precompile
+    from ..backends import isa, precompile, select_backend
 
-    pick("cpu", "cpu")
+    select_backend("cpu", "cpu")
     start = time.perf_counter()
     with transfer_progress(precompile.COMPILING) as progress:
         wanted, folder = _wanted(model, all_, progress)

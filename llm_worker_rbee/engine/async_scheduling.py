@@ -7,25 +7,16 @@ lands: the place that it wrote to was its own, and whoever gets it next writes l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
-from ..backends.ops import SampleRow
+from ..backends.ops import PendingTokens
 from ..models import Transformer
 from .model_runner import ModelRunner, forward
 from .request import Request, SamplerOutput, ScheduledTokens
 from .sampler import sample_rows
 from .scheduler import Scheduler
-
-
-class PendingTokens(Protocol):
-    """Tokens on their way: on the device already, on the host soon."""
-
-    tokens: Any  # the device's
-
-    def result(self) -> list[int] | None:
-        """On the host; None where the device cannot tell: then the step is made again, and the meaning asked."""
 
 
 class InFlightStep(NamedTuple):
@@ -40,24 +31,24 @@ class AsyncScheduler:
 
     def __init__(self, model: Transformer, runner: ModelRunner) -> None:
         self._model, self._runner = model, runner
-        make: Callable[[Any, Sequence[SampleRow]], PendingTokens] | None = getattr(model.ops, "sample_later", None)
-        self._sample_later = make if model.fused is not None else None
+        can_sample = model.ops.has_async_sampling and model.fused is not None
+        self._sample_async = model.ops.sample_async if can_sample else None
 
     def first(self, spans: Sequence[ScheduledTokens], scheduler: Scheduler) -> InFlightStep | None:
         """Begin a step whose tokens are known."""
-        if self._sample_later is None or len(spans) != len(scheduler.running) or not all(map(_is_plain, spans)):
+        if self._sample_async is None or len(spans) != len(scheduler.running) or not all(map(_is_plain, spans)):
             return None
         requests = [span.request for span in spans]
         rows = [sample_rows(request)[0] for request in requests]
         logits = forward(self._model, self._runner.batch(spans), self._runner.cache)
-        return InFlightStep(requests, self._sample_later(logits, rows))
+        return InFlightStep(requests, self._sample_async(logits, rows))
 
     def next(self, begun: InFlightStep, scheduler: Scheduler) -> InFlightStep | None:
         """Begin the one after it, if everybody goes on and has room."""
         if (
             len(scheduler.running) != len(begun.requests)
             or not scheduler.next_batch_is_unchanged
-            or self._sample_later is None
+            or self._sample_async is None
         ):
             return None
         for request in begun.requests:
@@ -66,7 +57,7 @@ class AsyncScheduler:
                 return None
         rows = [replace(sample_rows(request)[0], position=len(request.ids) + 1) for request in begun.requests]
         batch = self._runner.next_batch(begun.requests, begun.later.tokens)
-        return InFlightStep(begun.requests, self._sample_later(forward(self._model, batch, self._runner.cache), rows))
+        return InFlightStep(begun.requests, self._sample_async(forward(self._model, batch, self._runner.cache), rows))
 
 
 def landed(

@@ -116,8 +116,7 @@ class Engine:
     def _failed(self, spans: list[ScheduledTokens], error: Exception) -> list[StepOutput]:
         """A step came to nothing, whatever it was: its requests end, the others go on."""
         self.is_computing = False
-        look: Callable[[], bool] | None = getattr(self.model.ops, "is_lost", None)
-        self.is_lost = self.is_lost or (look is not None and not isinstance(error, WorkerError) and look())
+        self.is_lost = self.is_lost or (not isinstance(error, WorkerError) and self.model.ops.has_failed())
         return self.scheduler.fail(spans, _shown(error))
 
     def _forward(self, spans: list[ScheduledTokens]) -> SamplerOutput:

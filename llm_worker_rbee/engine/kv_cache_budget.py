@@ -8,10 +8,10 @@ what cannot be is refused before anything large is taken. No arrays here.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from .. import machine
+from ..backends import Backend
 from ..config import DEVICE_SPARE, KV_VALUE_BYTES, EngineConfig, ModelConfig
 from ..errors import InsufficientMemoryError, InvalidRequestError, human_bytes
 
@@ -120,12 +120,12 @@ def block_bytes(config: ModelConfig, kv_type: str, block_size: int = BLOCK_SIZE)
     return config.kv_bytes(block_size, kv_type) + 2 * config.n_layers * config.n_kv_heads * padding * block_size
 
 
-def available_memory(reserved: int = 0, ops: object = None) -> int | None:
+def available_memory(reserved: int = 0, ops: Backend | None = None) -> int | None:
     """Bytes that are free on this machine and under its cgroup's limit, less `reserved`; None where nobody tells. Those
     of a backend on a device of its own are the device's, less what it needs beside weights and cache."""
-    free_bytes: Callable[[], int] | None = getattr(ops, "free_bytes", None)
-    if free_bytes is not None:
-        return max(0, free_bytes() - DEVICE_SPARE - reserved)
+    on_device = None if ops is None else ops.free_memory()
+    if on_device is not None:
+        return max(0, on_device - DEVICE_SPARE - reserved)
     total, free = machine.memory()
     limit, used = machine.memory_limit()
     known = [total if free is None else free, None if limit is None else limit - used]

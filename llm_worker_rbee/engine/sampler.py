@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from ..backends.ops import NO_TOKENS, Array, Ints, Ops, SampleRow
+from ..backends.ops import NO_TOKENS, Array, Backend, Ints, SampleRow
 from ..errors import InferenceError, WorkerError
 from .request import Request, SamplerOutput, ScheduledTokens, TokenLogprob
 
@@ -24,7 +24,7 @@ def draw_seed() -> int:
     return secrets.randbits(SEED_BITS)
 
 
-def sample(ops: Ops, spans: Sequence[ScheduledTokens], logits: Array) -> SamplerOutput:
+def sample(ops: Backend, spans: Sequence[ScheduledTokens], logits: Array) -> SamplerOutput:
     """The tokens of a step. Spans of prompts that are scored get their log-probabilities on the way."""
     answering = [span.request for span in spans if span.stop >= len(span.request.ids)]
     failed: dict[Request, WorkerError] = {}
@@ -85,7 +85,7 @@ def _update_penalties(row: SampleRow, request: Request, ids: list[int]) -> None:
 
 
 def _score_prompts(
-    ops: Ops, spans: Sequence[ScheduledTokens], logits: Array, failed: dict[Request, WorkerError]
+    ops: Backend, spans: Sequence[ScheduledTokens], logits: Array, failed: dict[Request, WorkerError]
 ) -> Ints:
     """Fill in `prompt_logprobs`; the rows of the logits that are left, from which tokens are chosen."""
     at = 0
@@ -108,7 +108,7 @@ def _score_prompts(
 
 
 def _sample_isolating_failures(
-    ops: Ops, requests: Sequence[Request], logits: Array, failed: dict[Request, WorkerError]
+    ops: Backend, requests: Sequence[Request], logits: Array, failed: dict[Request, WorkerError]
 ) -> SamplerOutput:
     """Some row has nothing to choose from: find out whose, so that the others go on."""
     sampled, at = SamplerOutput([], failed=failed), 0
@@ -128,7 +128,7 @@ def _sample_isolating_failures(
     return sampled
 
 
-def _add_logprobs(ops: Ops, requests: Sequence[Request], logits: Array, sampled: SamplerOutput) -> None:
+def _add_logprobs(ops: Backend, requests: Sequence[Request], logits: Array, sampled: SamplerOutput) -> None:
     at = 0
     for request in requests:
         count, k = 1 + len(request.drafts), request.params.logprobs
@@ -138,7 +138,7 @@ def _add_logprobs(ops: Ops, requests: Sequence[Request], logits: Array, sampled:
         at += count
 
 
-def token_logprobs(ops: Ops, logits: Array, tokens: Sequence[int], k: int) -> list[TokenLogprob]:
+def token_logprobs(ops: Backend, logits: Array, tokens: Sequence[int], k: int) -> list[TokenLogprob]:
     """Log-probabilities of the given tokens under their rows of raw logits, with the k likeliest beside each."""
     found = ops.logprobs(logits, np.array(tokens, np.int64), k)
     return [

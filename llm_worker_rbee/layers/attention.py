@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..backends.ops import Array, AttentionParams, Batch, KVLayer, Ops, RopeTable
+from ..backends.ops import Array, AttentionParams, Backend, Batch, KVLayer, RopeTable
 from .linear import Linear
 from .rms_norm import RMSNorm
 
@@ -23,7 +23,7 @@ class Attention:
     q_norm: RMSNorm | None = None
     k_norm: RMSNorm | None = None
 
-    def __call__(self, ops: Ops, x: Array, kv: KVLayer, batch: Batch) -> Array:
+    def __call__(self, ops: Backend, x: Array, kv: KVLayer, batch: Batch) -> Array:
         """(T, width) -> (T, width); writes this step's keys and values."""
         q, k, v = self.split(self.qkv(ops, x))
         if self.q_norm is not None and self.k_norm is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..backends.ops import Array, Batch, BlockParts, KVLayer, Ops
+from ..backends.ops import Array, Backend, Batch, BlockParts, KVLayer
 from .attention import Attention
 from .rms_norm import RMSNorm
 from .swiglu import SwiGLU
@@ -21,7 +21,9 @@ class Block:
     post_attention_norm: RMSNorm | None = None
     post_mlp_norm: RMSNorm | None = None
 
-    def __call__(self, ops: Ops, x: Array, residual: Array | None, kv: KVLayer, batch: Batch) -> tuple[Array, Array]:
+    def __call__(
+        self, ops: Backend, x: Array, residual: Array | None, kv: KVLayer, batch: Batch
+    ) -> tuple[Array, Array]:
         """(what the block before added, the stream) -> (what this one adds, the stream before that addition)."""
         if residual is None:
             x, residual = self.attention_norm(ops, x), x

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..backends.ops import Array, Handle, Ops
+from ..backends.ops import Array, Backend, PackedWeight
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Linear:
     """(T, columns) -> (T, rows)."""
 
-    weight: Handle
+    weight: PackedWeight
     bias: Array | None = None  # (rows,)
 
-    def __call__(self, ops: Ops, x: Array) -> Array:
+    def __call__(self, ops: Backend, x: Array) -> Array:
         """x @ weight.T + bias."""
         return ops.linear(x, self.weight, self.bias)

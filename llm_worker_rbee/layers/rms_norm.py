@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..backends.ops import Array, Ops
+from ..backends.ops import Array, Backend
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -14,10 +14,10 @@ class RMSNorm:
     weight: Array  # (width,)
     eps: float
 
-    def __call__(self, ops: Ops, x: Array) -> Array:
+    def __call__(self, ops: Backend, x: Array) -> Array:
         """Normalise the last axis."""
         return ops.rms_norm(x, self.weight, self.eps)
 
-    def add_and_norm(self, ops: Ops, x: Array, residual: Array) -> tuple[Array, Array]:
+    def add_and_norm(self, ops: Backend, x: Array, residual: Array) -> tuple[Array, Array]:
         """(norm(residual + x), residual + x)."""
         return ops.add_rms_norm(x, residual, self.weight, self.eps)

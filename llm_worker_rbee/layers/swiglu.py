@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..backends.ops import Array, Ops
+from ..backends.ops import Array, Backend
 from .linear import Linear
 
 
@@ -16,6 +16,6 @@ class SwiGLU:
     down: Linear
     activation: str = "silu"
 
-    def __call__(self, ops: Ops, x: Array) -> Array:
+    def __call__(self, ops: Backend, x: Array) -> Array:
         """(T, width) -> (T, width)."""
         return self.down(ops, ops.gated(self.gate_up(ops, x), self.activation))

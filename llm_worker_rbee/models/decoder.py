@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..backends.ops import Array, Batch, Fused, Handle, ModelParts, Ops
+from ..backends.ops import Array, Backend, Batch, FusedForward, ModelParts, PackedWeight
 from ..cache import KVCache
 from ..config import ModelConfig
 from ..layers.block import Block
@@ -16,13 +16,13 @@ class Transformer:
     """A model ready to run on one backend."""
 
     config: ModelConfig
-    ops: Ops
-    embedding: Handle
+    ops: Backend
+    embedding: PackedWeight
     embedding_scale: float
     blocks: tuple[Block, ...]
     norm: RMSNorm
-    head: Handle
-    fused: Fused | None = None  # the backend's own way through all of this, if it has one
+    head: PackedWeight
+    fused: FusedForward | None = None  # the backend's own way through all of this, if it has one
 
     def forward(self, batch: Batch, cache: KVCache) -> Array:
         """One step over a flat batch: writes the cache, gives the logits at `batch.logits_index`: (N, vocabulary)."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from ..backends.ops import AttentionParams, Handle, Ops, RopeTable
+from ..backends.ops import AttentionParams, Backend, PackedWeight, RopeTable
 from ..config import ModelConfig, RopeScaling
 from ..errors import ModelFileError, UnsupportedModelError
 from ..layers.attention import Attention
@@ -32,7 +32,7 @@ IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".attn_rot_embd.weight")
 
 def load_model(
     checkpoint: Checkpoint,
-    ops: Ops,
+    ops: Backend,
     config: ModelConfig,
     max_context: int | None = None,
     advance: Callable[[int], None] = lambda packed_bytes: None,
@@ -48,7 +48,7 @@ def load_model(
 class _ModelLoader:
     checkpoint: Checkpoint
     config: ModelConfig
-    ops: Ops
+    ops: Backend
     max_context: int
     advance: Callable[[int], None]
     used: set[str] = field(default_factory=set)
@@ -81,7 +81,7 @@ class _ModelLoader:
         if last not in self.checkpoint.tensors:
             raise ModelFileError(f"tensor {last!r} is missing: the metadata says {self.config.n_layers} layers")
 
-    def head(self, embedding: Handle) -> Handle:
+    def head(self, embedding: PackedWeight) -> PackedWeight:
         if "output.weight" not in self.checkpoint.tensors:
             if self.checkpoint.format == "safetensors" and not self.tied_by_config():
                 raise ModelFileError(
@@ -180,7 +180,7 @@ class _ModelLoader:
             bias = self.ops.prepare_vector(np.concatenate(filled))
         return Linear(self.pack(parts), bias)
 
-    def pack(self, parts: list[Tensor]) -> Handle:
+    def pack(self, parts: list[Tensor]) -> PackedWeight:
         made = self.ops.prepare(parts)
         self.packed_bytes += sum(part.nbytes for part in parts)
         self.advance(self.packed_bytes)

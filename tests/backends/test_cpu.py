@@ -11,12 +11,15 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from llm_worker_rbee.backends import OPS, cpu, isa, pick, reference
+from llm_worker_rbee.backends import OPS, isa, reference, select_backend
+from llm_worker_rbee.backends.cpu import CpuBackend
 from llm_worker_rbee.backends.cpu.layouts import BY_TYPE
 from llm_worker_rbee.backends.ops import AttentionParams, Batch, KVLayer, RopeTable
 from llm_worker_rbee.bench.blocks import random_tensor
 from llm_worker_rbee.errors import InvalidRequestError
 from llm_worker_rbee.weights.quants import BLOCK_TYPES
+
+cpu = CpuBackend()
 
 ROOT = Path(__file__).parents[2]
 PLAIN = ("F32", "F16", "BF16")
@@ -40,7 +43,7 @@ def as_bytes(x: Floats) -> Floats:
 
 
 def test_it_has_every_op_and_is_found_by_name() -> None:
-    assert pick("cpu", "cpu") is cpu
+    assert isinstance(select_backend("cpu", "cpu"), CpuBackend)
     assert all(callable(getattr(cpu, name)) for name in OPS)
 
 
@@ -168,7 +171,8 @@ def test_an_instruction_set_that_is_not_here_is_refused(monkeypatch: pytest.Monk
 
 FORCED = """
 import numpy as np
-from llm_worker_rbee.backends import cpu
+from llm_worker_rbee.backends.cpu import CpuBackend
+cpu = CpuBackend()
 from llm_worker_rbee.backends.cpu.dot_int8 import NAME
 from llm_worker_rbee.bench.blocks import random_tensor
 from llm_worker_rbee.weights.quants import BLOCK_TYPES

@@ -14,8 +14,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from llm_worker_rbee.backends import cpu, isa, reference
+from llm_worker_rbee.backends import isa, reference
+from llm_worker_rbee.backends.cpu import CpuBackend
 from llm_worker_rbee.backends.ops import KV_TYPES, AttentionParams, Batch, KVLayer, RopeTable
+
+cpu = CpuBackend()
 
 ROOT = Path(__file__).parents[2]
 Floats = NDArray[np.float32]
@@ -177,7 +180,8 @@ def test_both_store_the_same_numbers(kind: str) -> None:
 
 FORCED = """
 import numpy as np
-from llm_worker_rbee.backends import cpu
+from llm_worker_rbee.backends.cpu import CpuBackend
+cpu = CpuBackend()
 from llm_worker_rbee.backends.ops import AttentionParams
 from tests.backends.test_cpu_attention import filled, normal, step
 batch, blocks = step([19, 1], [33, 40])

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from llm_worker_rbee.backends import cpu
-from llm_worker_rbee.backends.cpu import threads
+from llm_worker_rbee.backends.cpu import CpuBackend, threads
 from llm_worker_rbee.backends.cpu.embedding import embed_rows, unpack
 from llm_worker_rbee.backends.cpu.jit import Task
 from llm_worker_rbee.backends.cpu.layouts import BY_TYPE
@@ -27,6 +26,8 @@ from llm_worker_rbee.weights import open_checkpoint
 from llm_worker_rbee.weights.quants import BLOCK_TYPES
 from tests.helpers.model_runs import load, logits_of
 from tests.helpers.model_zoo import ZOO, make_hf, prompt_ids, save_gguf, save_hf
+
+cpu = CpuBackend()
 
 S_DELTA, S_NORMED = int(Step.DELTA), int(Step.NORMED)
 

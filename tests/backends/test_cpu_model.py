@@ -9,12 +9,14 @@ import numpy as np
 import pytest
 
 from llm_worker_rbee import LLM
-from llm_worker_rbee.backends import cpu
+from llm_worker_rbee.backends.cpu import CpuBackend
 from llm_worker_rbee.engine.request import Request, SamplingParams
 from llm_worker_rbee.engine.solo import Solo
 from llm_worker_rbee.models import load_model, read_model_config
 from llm_worker_rbee.weights import open_checkpoint
 from tests.cli.conftest import write_model
+
+cpu = CpuBackend()
 
 
 @pytest.fixture(scope="module")

@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from llm_worker_rbee.backends import cpu, reference_sampling
+from llm_worker_rbee.backends import reference_sampling
+from llm_worker_rbee.backends.cpu import CpuBackend, sampling_kernels, threads
 from llm_worker_rbee.backends.cpu import sampling as fast
-from llm_worker_rbee.backends.cpu import sampling_kernels, threads
 from llm_worker_rbee.backends.ops import SampleRow
 from llm_worker_rbee.errors import InferenceError
+
+cpu = CpuBackend()
 
 Floats = NDArray[np.float32]
 SIZES = (1, 2, 15, 63, 64, 65, 200, 1000, 4099)

@@ -10,9 +10,14 @@ from typing import Any
 
 import pytest
 
-from llm_worker_rbee.backends import cpu, cuda_probe, fitting, kv_type_for, pick, reference
+from llm_worker_rbee.backends import cuda_probe, fallback_to_cpu, resolve_kv_type, select_backend
+from llm_worker_rbee.backends.cpu import CpuBackend
+from llm_worker_rbee.backends.reference import ReferenceBackend
+from llm_worker_rbee.config import KV_CUDA, KV_ON_CUDA
 from llm_worker_rbee.errors import InvalidRequestError, MissingDependencyError
 from llm_worker_rbee.weights import open_checkpoint
+
+cpu = CpuBackend()
 
 ROOT = Path(__file__).parents[2]
 
@@ -20,12 +25,12 @@ ROOT = Path(__file__).parents[2]
 class Device:
     """What the choice asks of a backend on a GPU: its name, and what is free there."""
 
-    __name__ = "llm_worker_rbee.backends.cuda"
+    has_device_memory, kv_types, default_kv_type = True, KV_ON_CUDA, KV_CUDA
 
     def __init__(self, free: int) -> None:
         self.free = free
 
-    def free_bytes(self) -> int:
+    def free_memory(self) -> int:
         return self.free
 
 
@@ -43,7 +48,7 @@ def test_without_the_extra_one_line_names_it(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(cuda_probe, "PACKAGES", ("no_such_package", "numpy"))
     for asked in (("cuda", "auto"), ("cuda:1", "cuda"), ("auto", "cuda")):
         with pytest.raises(MissingDependencyError) as caught:
-            pick(*asked)
+            select_backend(*asked)
         assert "needs no_such_package: pip install 'llm-worker-rbee[cuda]'" in str(caught.value)
         assert "\n" not in str(caught.value)
 
@@ -51,7 +56,7 @@ def test_without_the_extra_one_line_names_it(monkeypatch: pytest.MonkeyPatch) ->
 def test_with_pytorch_but_no_gpu_it_says_so() -> None:
     if cuda_probe.missing_packages() or cuda_probe.is_seen():
         pytest.skip("PyTorch and Triton are wanted here, and no GPU")
-    done = told_by("from llm_worker_rbee.backends import pick; pick('cuda')")
+    done = told_by("from llm_worker_rbee.backends import select_backend; select_backend('cuda')")
     line = done.stderr.strip().splitlines()[-1]
     assert "MissingDependencyError: device 'cuda': PyTorch" in line
     assert "build without CUDA" in line or "finds no NVIDIA GPU" in line
@@ -59,9 +64,11 @@ def test_with_pytorch_but_no_gpu_it_says_so() -> None:
 
 
 def test_auto_without_a_gpu_imports_no_pytorch_and_says_nothing() -> None:
-    code = "import sys; from llm_worker_rbee.backends import pick; print(pick().__name__, 'torch' in sys.modules)"
+    code = (
+        "import sys; from llm_worker_rbee.backends import select_backend as s; print(s().name, 'torch' in sys.modules)"
+    )
     done = told_by(code, CUDA_VISIBLE_DEVICES="")
-    assert (done.stdout.split(), done.stderr) == (["llm_worker_rbee.backends.cpu", "False"], "")
+    assert (done.stdout.split(), done.stderr) == (["cpu", "False"], "")
 
 
 def test_what_hides_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -78,20 +85,20 @@ def test_what_hides_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
 
 def test_auto_leaves_a_gpu_that_is_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
     small: Any = Device(2 * 10**9)
-    ops, told = fitting(small, 10**9)
-    assert ops is cpu
+    ops, told = fallback_to_cpu(small, 10**9)
+    assert isinstance(ops, CpuBackend)
     assert told == "the GPU has 2.00 GB of memory free, and the model takes 2.07 GB: computing on the CPU"
-    assert fitting(small, 9 * 10**8) == (small, None)
+    assert fallback_to_cpu(small, 9 * 10**8) == (small, None)
     monkeypatch.setattr(cuda_probe, "SIGNS", ())
-    assert fitting(cpu, 10**15) == (cpu, None)
+    assert fallback_to_cpu(cpu, 10**15) == (cpu, None)
 
 
 def test_a_gpu_without_the_extra_is_mentioned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_probe, "SIGNS", ("/",))
     monkeypatch.setattr(cuda_probe, "PACKAGES", ("no_such_package",))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert pick() is cpu
-    assert fitting(cpu, 1)[1] == "there is an NVIDIA GPU; to compute on it: pip install 'llm-worker-rbee[cuda]'"
+    assert isinstance(select_backend(), CpuBackend)
+    assert fallback_to_cpu(cpu, 1)[1] == "there is an NVIDIA GPU; to compute on it: pip install 'llm-worker-rbee[cuda]'"
 
 
 @pytest.mark.parametrize(
@@ -109,24 +116,24 @@ def test_a_gpu_without_the_extra_is_mentioned(monkeypatch: pytest.MonkeyPatch) -
 )
 def test_devices_and_backends_that_do_not_go_together(device: str, backend: str, told: str) -> None:
     with pytest.raises(InvalidRequestError, match=told):
-        pick(device, backend)
+        select_backend(device, backend)
 
 
 def test_threads_are_the_cpus() -> None:
-    with pytest.raises(InvalidRequestError, match="threads is for the kernels of the CPU"):
-        pick("cuda", threads=2)
+    with pytest.raises(InvalidRequestError, match="threads sets the threads of CPU kernels"):
+        select_backend("cuda", threads=2)
 
 
 def test_each_backend_keeps_keys_and_values_its_own_way() -> None:
     device: Any = Device(0)
-    assert [kv_type_for(ops) for ops in (cpu, reference, device)] == ["float16", "float32", "bfloat16"]
-    assert kv_type_for(device, "float8") == "float8"
+    assert [resolve_kv_type(ops) for ops in (cpu, ReferenceBackend(), device)] == ["float16", "float32", "bfloat16"]
+    assert resolve_kv_type(device, "float8") == "float8"
     with pytest.raises(InvalidRequestError, match="kv_type float8 is not for the CPU: use one of auto, float32"):
-        kv_type_for(cpu, "float8")
+        resolve_kv_type(cpu, "float8")
     with pytest.raises(InvalidRequestError, match="kv_type int8 is not for a GPU: use one of auto, bfloat16"):
-        kv_type_for(device, "int8")
+        resolve_kv_type(device, "int8")
     with pytest.raises(InvalidRequestError, match="unknown kv_type 'int4'"):
-        kv_type_for(device, "int4")
+        resolve_kv_type(device, "int4")
 
 
 def test_the_weights_of_a_file_are_estimated(default_model: Path) -> None:

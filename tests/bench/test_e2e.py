@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from llm_worker_rbee.backends import reference
+from llm_worker_rbee.backends.reference import ReferenceBackend
 from llm_worker_rbee.bench import drive, e2e, memory, roofline
 from llm_worker_rbee.bench.drive import Drive
 from llm_worker_rbee.bench.e2e import Case, Cost, Plan, sharing, waiting
@@ -133,7 +133,7 @@ def test_a_rate_counts_the_tokens_of_all_sequences(monkeypatch: pytest.MonkeyPat
 
 def test_what_stands_beside_is_taken_by_repetition() -> None:
     """A machine that is twice as slow for a while is so for both sides."""
-    one = Bench(Recorder("e2e"), None, None, roofline.measured(1), "none")  # type: ignore[arg-type]
+    one = Bench(Recorder("e2e"), None, None, roofline.measured(1), "none")
     one.samples = {"a": [8.0, 4.0, 8.0, 4.0], "b": [4.0, 2.0, 4.0]}
     assert one.ratio("a", "b") == pytest.approx(2)
     assert one.ratio("a", "c") is None
@@ -222,5 +222,5 @@ def test_the_peak_of_memory_starts_again() -> None:
 
 def test_a_synthetic_model_loads_like_any_other() -> None:
     made = checkpoint(SPEC)
-    model = load_model(made, reference, read_model_config(made))  # type: ignore[arg-type]
+    model = load_model(made, ReferenceBackend(), read_model_config(made))
     assert Drive(model, 16).decode(0, 5, 1).answers == Drive(model, 16).decode(0, 5, 1).answers

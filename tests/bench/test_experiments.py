@@ -11,6 +11,7 @@ import pytest
 
 from llm_worker_rbee.backends import reference
 from llm_worker_rbee.backends.ops import RopeTable
+from llm_worker_rbee.backends.reference import ReferenceBackend
 from llm_worker_rbee.bench import experiments
 from llm_worker_rbee.bench.experiments import (
     causal_mask,
@@ -59,7 +60,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def lab(tiny: Path) -> Callable[..., Lab]:
     def make(**changes: object) -> Lab:
         lab = Lab(Recorder("experiments"), lambda *_: None, tiny, plan=PLAN, shape=SHAPE, only_lengths=(1, 5))
-        return replace(lab, **changes)  # type: ignore[arg-type]
+        return replace(lab, **changes)
 
     return make
 
@@ -162,7 +163,7 @@ def test_the_two_forward_passes_give_the_models_logits(tiny: Path, prompt: int, 
         one, other = work("modules"), work("fused")
         assert one.shape == other.shape
         assert np.allclose(one, other, atol=1e-4)
-    solo = whole_forward.Solo(load_model(checkpoint, reference, read_model_config(checkpoint)), prompt + steps)
+    solo = whole_forward.Solo(load_model(checkpoint, ReferenceBackend(), read_model_config(checkpoint)), prompt + steps)
     plain = solo.model.forward(solo.batch(sides.ids, 0, all_logits=False), solo.cache)
     assert np.allclose(plain, sides.decode("fused"), atol=1e-4)
 

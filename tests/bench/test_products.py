@@ -9,11 +9,15 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from llm_worker_rbee.backends import cpu, reference
-from llm_worker_rbee.backends.ops import Ops
+from llm_worker_rbee.backends import reference
+from llm_worker_rbee.backends.cpu import CpuBackend
+from llm_worker_rbee.backends.ops import Backend
+from llm_worker_rbee.backends.reference import ReferenceBackend
 from llm_worker_rbee.bench import products as room
 from llm_worker_rbee.bench.synthetic import Shape, Spec, checkpoint
 from llm_worker_rbee.models import Transformer, load_model, read_model_config
+
+cpu = CpuBackend()
 
 SHAPE = Shape(2, 64, 4, 2, 96, 300, 320)
 
@@ -24,13 +28,15 @@ def model(ops: Any, mix: str = "Q8_0") -> Transformer:
 
 
 def test_one_by_one_each_matrix_is_used_once() -> None:
-    plain, used = model(reference), list[tuple[tuple[int, ...], Any]]()
+    plain, used = model(ReferenceBackend()), list[tuple[tuple[int, ...], Any]]()
 
     def linear(x: Any, w: Any, bias: Any = None) -> Any:
         used.append((x.shape, w))
         return reference.linear(x, w, bias)
 
-    ops = cast(Ops, SimpleNamespace(prepare_vector=reference.prepare_vector, linear=linear, logits=reference.logits))
+    ops = cast(
+        Backend, SimpleNamespace(prepare_vector=reference.prepare_vector, linear=linear, logits=reference.logits)
+    )
     out: Any = room.products(replace(plain, ops=ops), 3)()
     parts = plain.parts()
     layers = [w for b in parts.blocks for w in (b.qkv, b.output, b.gate_up, b.down)]
@@ -56,7 +62,7 @@ def test_the_program_has_every_product() -> None:
     program = SimpleNamespace(Program=lambda some: run.extend(some) or cpu.program.Program(some))  # type: ignore[attr-defined]
     names = ("linear_op", "step", "activations")
     ops = SimpleNamespace(program=program, **{name: getattr(cpu, name) for name in names})
-    room.products(replace(made, ops=cast(Ops, ops)), 2)()
+    room.products(replace(made, ops=cast(Backend, ops)), 2)()
     parts = made.parts()
     weights = [w for b in parts.blocks for w in (b.qkv, b.output, b.gate_up, b.down)] + [parts.head.finely()]
     step = cpu.step.Step  # type: ignore[attr-defined]

@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 
 from llm_worker_rbee import LLM
-from llm_worker_rbee.backends import cpu, reference
-from llm_worker_rbee.backends.ops import OPS, AttentionParams, Ops
+from llm_worker_rbee.backends import reference
+from llm_worker_rbee.backends.cpu import CpuBackend
+from llm_worker_rbee.backends.ops import OPS, AttentionParams, Backend
+from llm_worker_rbee.backends.reference import ReferenceBackend
 from llm_worker_rbee.bench.profile import (
     PHASES,
     CountedOps,
@@ -58,7 +60,7 @@ def named(run: Run) -> dict[str, Result]:
 
 
 def tokens_of(llm: LLM, ops: Any) -> list[int]:
-    work = Workload(replace(llm.model, ops=cast(Ops, ops)), SETTINGS)
+    work = Workload(replace(llm.model, ops=cast(Backend, ops)), SETTINGS)
     work.prefill()
     for _ in range(SETTINGS.tg):
         work.decode()
@@ -112,7 +114,7 @@ def test_attention_with_a_window_reads_what_is_in_it(rng: np.random.Generator) -
     work = attention_work(q, kv, batch, params, q)
     assert work.operations == 4 * HEADS * 8 * (4 + 4 + 4)
     assert work.bytes == (4 + 2) * 2 * (2 * 8 * 4) + 2 * q.nbytes  # three windows of 4, one further each
-    transposed = cpu.empty_kv(2, 16, 2, 16, "int8")  # 16 bytes of each head, and a scale
+    transposed = CpuBackend().empty_kv(2, 16, 2, 16, "int8")  # 16 bytes of each head, and a scale
     of_bytes = attention_work(q, transposed, batch, params, q).bytes
     assert of_bytes == (4 + 2) * 2 * (2 * 16 + 2 * 4) + 2 * q.nbytes
     everything = attention_work(q, kv, batch, AttentionParams(1.0), q)
@@ -128,14 +130,14 @@ def test_the_proxies_change_no_token(llm: LLM) -> None:
 
 
 def test_a_backend_with_one_op_for_rotation_and_write_has_one_line(llm: LLM) -> None:
-    fused = SimpleNamespace(**{name: getattr(reference, name) for name in OPS})
+    fused = SimpleNamespace(**{name: getattr(ReferenceBackend(), name) for name in OPS})
     watch = Stopwatch()
     weights = weights_of(llm.model, llm.checkpoint)
-    assert tokens_of(llm, TimedOps(cast(Ops, fused), weights, watch)) == tokens_of(llm, reference)
+    assert tokens_of(llm, TimedOps(cast(Backend, fused), weights, watch)) == tokens_of(llm, ReferenceBackend())
     noted = watch.take()
     assert noted["rope_kv_write"].calls == LAYERS * (1 + SETTINGS.tg)
     assert not {"rope", "kv_write"} & set(noted)
-    counted = CountedOps(cast(Ops, fused), weights, 1.0)
+    counted = CountedOps(cast(Backend, fused), weights, 1.0)
     tokens_of(llm, counted)
     assert counted.take_work()["rope_kv_write"].total() == noted["rope_kv_write"].calls
 
@@ -143,12 +145,12 @@ def test_a_backend_with_one_op_for_rotation_and_write_has_one_line(llm: LLM) -> 
 def test_an_op_that_nobody_knows_gets_its_own_line(llm: LLM) -> None:
     strange = SimpleNamespace(whole_block=lambda x, kv: x + 1, version="7")
     watch, x = Stopwatch(), np.zeros(5, np.float32)
-    ops: Any = TimedOps(cast(Ops, strange), {}, watch)
+    ops: Any = TimedOps(cast(Backend, strange), {}, watch)
     assert ops.whole_block(x, None).sum() == 5
     assert ops.version == "7"
     assert {name: spent.calls for name, spent in watch.take().items()} == {"whole_block": 1}
     assert watch.take() == {}
-    counted: Any = CountedOps(cast(Ops, strange), {}, 1.0)
+    counted: Any = CountedOps(cast(Backend, strange), {}, 1.0)
     counted.whole_block(x, kv=reference.empty_kv(2, 2, 2, 2))
     (work,) = counted.take_work()["whole_block"]
     assert work.bytes == 2 * x.nbytes  # its arrays, not a cache that it may touch a corner of

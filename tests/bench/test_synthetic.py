@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from llm_worker_rbee import LLM
-from llm_worker_rbee.backends import reference
+from llm_worker_rbee.backends.reference import ReferenceBackend
 from llm_worker_rbee.bench import synthetic
 from llm_worker_rbee.bench.blocks import SPREAD, random_tensor
 from llm_worker_rbee.bench.drive import Drive
@@ -87,7 +87,7 @@ def test_tensors_have_memory_of_their_own_and_differ() -> None:
 def test_activations_stay_finite(architecture: str) -> None:
     shape = SMALL._replace(layers=12, architecture=architecture)
     made = checkpoint(Spec("deep", shape, "Q4_K_M", 12))
-    model = load_model(made, reference, read_model_config(made))  # type: ignore[arg-type]
+    model = load_model(made, ReferenceBackend(), read_model_config(made))
     ((token,),) = Drive(model, 8).prefill(0, 8, 1).answers  # refuses logits that are not finite
     assert 0 <= token < shape.vocabulary
 

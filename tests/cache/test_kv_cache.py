@@ -7,11 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llm_worker_rbee.backends import reference as ops
 from llm_worker_rbee.backends.ops import KV_TYPES
+from llm_worker_rbee.backends.reference import ReferenceBackend
 from llm_worker_rbee.cache import KVCache
 from llm_worker_rbee.config import Family, ModelConfig
 from llm_worker_rbee.errors import InvalidRequestError
+
+ops = ReferenceBackend()
 
 CONFIG = ModelConfig(
     Family("llama", (), ()),

@@ -11,12 +11,14 @@ import torch
 import transformers
 from transformers.models.llama import modeling_llama as llama
 
-from llm_worker_rbee.backends import reference as ops
 from llm_worker_rbee.backends.ops import AttentionParams, Batch
+from llm_worker_rbee.backends.reference import ReferenceBackend
 from llm_worker_rbee.cache import KVCache
 from llm_worker_rbee.layers.attention import Attention
 from llm_worker_rbee.layers.rope import rope_table
 from tests.helpers.layer_inputs import Floats, Pages, assert_caught, assert_checkpoint, config_of, linear, normal
+
+ops = ReferenceBackend()
 
 DynamicCache: Any = transformers.DynamicCache
 QKV = SCORES = OUTPUT = 1e-4

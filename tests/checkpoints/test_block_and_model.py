@@ -14,7 +14,7 @@ from transformers.models.gemma2 import modeling_gemma2 as gemma2
 from transformers.models.llama import modeling_llama as llama
 
 from llm_worker_rbee import LLM
-from llm_worker_rbee.backends import reference as ops
+from llm_worker_rbee.backends.reference import ReferenceBackend
 from llm_worker_rbee.layers.block import Block
 from llm_worker_rbee.layers.rms_norm import RMSNorm
 from llm_worker_rbee.layers.swiglu import SwiGLU
@@ -22,6 +22,8 @@ from llm_worker_rbee.models import Transformer
 from tests.checkpoints.test_attention import LENGTHS, STEPS, our_attention
 from tests.helpers import model_runs, model_zoo, tiny_models
 from tests.helpers.layer_inputs import Floats, Pages, assert_caught, assert_checkpoint, linear, normal
+
+ops = ReferenceBackend()
 
 SWIGLU = BLOCK = 1e-4
 LOGITS = 1e-3

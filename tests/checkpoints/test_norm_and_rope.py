@@ -10,11 +10,13 @@ import torch
 import transformers
 from transformers.models.llama import modeling_llama as llama
 
-from llm_worker_rbee.backends import reference as ops
 from llm_worker_rbee.backends.ops import Ints, RopeTable
+from llm_worker_rbee.backends.reference import ReferenceBackend
 from llm_worker_rbee.layers.rms_norm import RMSNorm
 from llm_worker_rbee.layers.rope import rope_table
 from tests.helpers.layer_inputs import Floats, Pages, assert_caught, assert_checkpoint, config_of, normal
+
+ops = ReferenceBackend()
 
 NORM, NORM_MEAN, ROPE = 1e-5, 1e-6, 1e-5
 

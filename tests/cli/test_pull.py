@@ -12,10 +12,9 @@ from pathlib import Path
 
 import pytest
 import typer
-from llm_worker_rbee.cli.models import pull
 from typer.testing import CliRunner
 
-from llm_worker_rbee.cli.models import models
+from llm_worker_rbee.cli.models import models, pull
 from llm_worker_rbee.errors import DownloadError, ModelNotFoundError
 from llm_worker_rbee.progress import transfer_progress
 from llm_worker_rbee.weights import hub

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from llm_worker_rbee.backends import cuda_probe, pick, precompile
+from llm_worker_rbee.backends import select_backend
 from llm_worker_rbee.config import EngineConfig
 from llm_worker_rbee.engine.engine import Engine
 from llm_worker_rbee.engine.request import Request, SamplingParams, StepOutput, TokenLogprob
@@ -24,10 +24,10 @@ SMALL = model_zoo.Variant("llama", {"rope_parameters": model_zoo.PLAIN, "max_pos
 
 def load(path: Path, *kv_types: str) -> Transformer:
     """On the tests' device, compiled; what a request is answered does not depend on its company."""
-    checkpoint, ops = open_checkpoint(path), cuda_probe.deterministic(pick(DEVICE))
+    checkpoint, ops = open_checkpoint(path), select_backend(DEVICE, deterministic=True)
     config = read_model_config(checkpoint)
     for kv_type in kv_types or ("float32",):
-        precompile.get_ready_for(ops, precompile.Needs.of(checkpoint, config, kv_type))
+        ops.load_kernels(checkpoint, config, kv_type)
     return load_model(checkpoint, ops, config)
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llm_worker_rbee.backends import pick
+from llm_worker_rbee.backends import select_backend
 from llm_worker_rbee.backends.ops import KV_TYPES
 from llm_worker_rbee.cache import KVCache
 from llm_worker_rbee.config import DEVICE_SPARE, Family, ModelConfig
@@ -49,9 +49,11 @@ BLOCK = block_bytes(SMALL, "float32")
 def test_what_is_planned_is_what_is_taken(kv_type: str, head_dim: int) -> None:
     config = replace(SMALL, head_dim=head_dim)
     capacity = plan(config, kv_type, max_batch=2, available=None)
-    taken = KVCache(pick("cpu", "cpu"), config, capacity.n_blocks, capacity.block_size, kv_type).nbytes
+    taken = KVCache(select_backend("cpu", "cpu"), config, capacity.n_blocks, capacity.block_size, kv_type).nbytes
     assert taken == capacity.bytes
-    assert KVCache(pick("cpu", "reference"), config, capacity.n_blocks, kv_type=kv_type).nbytes <= capacity.bytes
+    assert (
+        KVCache(select_backend("cpu", "reference"), config, capacity.n_blocks, kv_type=kv_type).nbytes <= capacity.bytes
+    )
 
 
 @settings(deadline=None)
@@ -163,8 +165,7 @@ def test_the_memory_of_a_gpu_is_its_own() -> None:
     class Device:
         """What is asked of a backend on a GPU."""
 
-        __name__ = "llm_worker_rbee.backends.cuda"
-        free_bytes = staticmethod(lambda: 10 * 10**9)
+        free_memory = staticmethod(lambda: 10 * 10**9)
 
     device: Any = Device()
     left = available_memory(6 * 10**9, device)

@@ -8,12 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from llm_worker_rbee.backends import reference as ops
 from llm_worker_rbee.backends import reference_sampling
 from llm_worker_rbee.backends.ops import SampleRow
+from llm_worker_rbee.backends.reference import ReferenceBackend
 from llm_worker_rbee.engine.request import Request, SamplingParams
 from llm_worker_rbee.engine.sampler import draw_seed, sample_rows, token_logprobs
 from tests.engine.test_sampling import some_logits
+
+ops = ReferenceBackend()
 
 # ---- requests -> rows
 

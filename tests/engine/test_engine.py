@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from llm_worker_rbee.backends.ops import Batch, Fused
+from llm_worker_rbee.backends.ops import Batch, FusedForward
 from llm_worker_rbee.engine import engine as serving
 from llm_worker_rbee.engine.request import Request, TokenLogprob
 from llm_worker_rbee.engine.speculative import DraftModel
@@ -163,7 +163,7 @@ def with_fault(model: Transformer, fault: Fault) -> Transformer:
     """The same model, whose steps go through `fault` at their end."""
     whole = model.fused
     assert whole is not None
-    return replace(model, fused=cast(Fused, lambda batch, layers: fault(batch, whole(batch, layers))))
+    return replace(model, fused=cast(FusedForward, lambda batch, layers: fault(batch, whole(batch, layers))))
 
 
 @pytest.mark.parametrize("error", [RuntimeError("a kernel broke"), MemoryError(), InferenceError("no")])

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from llm_worker_rbee.backends import kv_type_for, pick
+from llm_worker_rbee.backends import resolve_kv_type, select_backend
 from llm_worker_rbee.backends.cpu import threads
 from llm_worker_rbee.engine.engine import Engine
 from llm_worker_rbee.engine.request import Request
@@ -135,10 +135,10 @@ def test_on_a_small_model(small: dict[str, Asked], seed: int) -> None:
 
 @pytest.fixture(scope="module")
 def real(default_model: Path) -> Asked:
-    model = load(default_model, "float32", kv_type_for(pick(DEVICE)))
+    model = load(default_model, "float32", resolve_kv_type(select_backend(DEVICE)))
     return Asked(model, some_questions(12, model.config.vocab_size, (4, 70)))
 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_on_the_default_model(real: Asked, seed: int) -> None:
-    play(random.Random(seed), real, kv_type_for(pick(DEVICE)) if seed else "float32", most=12, steps=10)
+    play(random.Random(seed), real, resolve_kv_type(select_backend(DEVICE)) if seed else "float32", most=12, steps=10)

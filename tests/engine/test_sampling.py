@@ -10,9 +10,11 @@ import torch
 from numpy.typing import NDArray
 from transformers.generation import logits_process as theirs
 
-from llm_worker_rbee.backends import reference as ops
 from llm_worker_rbee.backends import reference_sampling as sampling
 from llm_worker_rbee.backends.ops import SampleRow
+from llm_worker_rbee.backends.reference import ReferenceBackend
+
+ops = ReferenceBackend()
 
 Floats = NDArray[np.float32]
 VOCAB = 500

@@ -9,13 +9,15 @@ import gguf
 import numpy as np
 from numpy.typing import NDArray
 
-from llm_worker_rbee.backends import reference as ops
-from llm_worker_rbee.backends.ops import Batch, Handle, Ints
+from llm_worker_rbee.backends.ops import Batch, Ints, PackedWeight
+from llm_worker_rbee.backends.reference import ReferenceBackend
 from llm_worker_rbee.config import ModelConfig
 from llm_worker_rbee.layers.linear import Linear
 from llm_worker_rbee.models.families import BY_HF
 from llm_worker_rbee.weights import Tensor
 from llm_worker_rbee.weights.quants import BLOCK_TYPES
+
+ops = ReferenceBackend()
 
 Floats = NDArray[np.float32]
 BLOCK_SIZE = 4
@@ -36,7 +38,7 @@ def quantized(kind: str, values: Floats) -> Tensor:
     return Tensor("w", BLOCK_TYPES[kind], values.shape, np.ascontiguousarray(data).view(np.uint8).reshape(-1))
 
 
-def prepared(*weights: Any) -> Handle:
+def prepared(*weights: Any) -> PackedWeight:
     """Torch linear layers (or arrays), stacked by rows."""
     arrays = [w.weight.detach().numpy() if hasattr(w, "weight") else w for w in weights]
     return ops.prepare([tensor(a) for a in arrays])

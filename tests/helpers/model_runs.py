@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from llm_worker_rbee.backends import pick
+from llm_worker_rbee.backends import select_backend
 from llm_worker_rbee.config import EngineConfig, ModelConfig, RopeScaling
 from llm_worker_rbee.engine.engine import Engine
 from llm_worker_rbee.engine.request import Request, SamplingParams
@@ -22,7 +22,7 @@ from llm_worker_rbee.weights import open_checkpoint
 
 def load(path: Path, max_context: int | None = None) -> Transformer:
     checkpoint = open_checkpoint(path)
-    return load_model(checkpoint, pick(backend="reference"), read_model_config(checkpoint), max_context)
+    return load_model(checkpoint, select_backend(backend="reference"), read_model_config(checkpoint), max_context)
 
 
 def logits_of(model: Transformer, ids: list[int], chunk: int = 512, kv_type: str = "float32") -> NDArray[np.float32]:
@@ -79,7 +79,7 @@ WITHOUT_BUILT: dict[str, Callable[[Transformer], Transformer]] = {
 
 
 def load_without(path: Path, feature: str, max_context: int | None = None) -> Transformer:
-    checkpoint, ops = open_checkpoint(path), pick(backend="reference")
+    checkpoint, ops = open_checkpoint(path), select_backend(backend="reference")
     if feature in WITHOUT_BUILT:
         return WITHOUT_BUILT[feature](load_model(checkpoint, ops, read_model_config(checkpoint), max_context))
     config = WITHOUT_CONFIG[feature](read_model_config(checkpoint))

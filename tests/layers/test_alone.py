@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from llm_worker_rbee.backends import reference as ops
 from llm_worker_rbee.backends.ops import AttentionParams, RopeTable
+from llm_worker_rbee.backends.reference import ReferenceBackend
 from llm_worker_rbee.layers.attention import Attention
 from llm_worker_rbee.layers.block import Block
 from llm_worker_rbee.layers.linear import Linear
@@ -16,6 +16,8 @@ from llm_worker_rbee.layers.rms_norm import RMSNorm
 from llm_worker_rbee.layers.rope import inverse_frequencies
 from llm_worker_rbee.layers.swiglu import SwiGLU
 from tests.helpers.layer_inputs import Pages, linear, normal, prepared, quantized
+
+ops = ReferenceBackend()
 
 WIDTH, HEADS, KV_HEADS, DIM = 30, 3, 1, 8
 

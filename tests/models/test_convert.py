@@ -17,7 +17,7 @@ from hypothesis import given
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Library
 
-from llm_worker_rbee.backends import pick
+from llm_worker_rbee.backends import select_backend
 from llm_worker_rbee.errors import InvalidRequestError, ModelFileError, TokenizerError, UnsupportedModelError
 from llm_worker_rbee.models import load_model, read_model_config
 from llm_worker_rbee.models.convert import TYPES, convert, quantize_checkpoint
@@ -435,7 +435,7 @@ def test_in_memory_as_in_a_file(name: str, made: Callable[[str], Made], tmp_path
                 assert tensor.kind.name == written.tensors[key].kind.name
                 assert sorted(map(bytes, tensor.rows)) == sorted(map(bytes, written.tensors[key].rows))
         ids = model_zoo.prompt_ids(variant)
-        ours = load_model(quantized, pick(backend="reference"), read_model_config(quantized))
+        ours = load_model(quantized, select_backend(backend="reference"), read_model_config(quantized))
         expected = model_runs.logits_of(model_runs.load(tmp_path / "out.gguf"), ids)
         assert np.abs(model_runs.logits_of(ours, ids) - expected).max() < 1e-3
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from llm_worker_rbee.backends import pick
+from llm_worker_rbee.backends import select_backend
 from llm_worker_rbee.config import ModelConfig
 from llm_worker_rbee.errors import ModelFileError, UnsupportedModelError
 from llm_worker_rbee.models import Transformer, load_model, read_model_config
@@ -46,7 +46,7 @@ HF_CONFIG: dict[str, Any] = {
 
 def load(path: Path) -> Transformer:
     checkpoint = open_checkpoint(path)
-    return load_model(checkpoint, pick(backend="reference"), read_model_config(checkpoint))
+    return load_model(checkpoint, select_backend(backend="reference"), read_model_config(checkpoint))
 
 
 def write(path: Path, changes: dict[str, Any] | None = None, family: str = "llama", drop: tuple[str, ...] = ()) -> Path:

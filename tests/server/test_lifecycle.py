@@ -322,8 +322,8 @@ def test_info_and_what_an_orchestrator_is_told_are_the_models_own(
     assert told["versions"]["worker"] == __version__
     more = set() if DEVICE == "cpu" else {"torch", "triton"}
     assert told["versions"].keys() == {"worker", "python", "numpy", "numba"} | more
-    monkeypatch.setattr(llm.model.ops, "DEVICE", "cuda:3", raising=False)
-    monkeypatch.setattr(llm.model.ops, "device_bytes", lambda: 12_345, raising=False)
+    monkeypatch.setattr(llm.model.ops, "device", "cuda:3")
+    monkeypatch.setattr(llm.model.ops, "allocated_memory", lambda: 12_345)
     monkeypatch.setattr(type(llm), "graph_bytes", 678)
     ready, beat = orchestrator.ready(server.worker, "http://here"), orchestrator.heartbeat(server.worker, 1)
     assert (ready["device"], ready["vram_bytes"], beat["worker"]["device"]) == ("cuda:3", 12_345, "cuda:3")

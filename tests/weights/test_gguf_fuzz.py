@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from llm_worker_rbee.backends import pick
+from llm_worker_rbee.backends import select_backend
 from llm_worker_rbee.errors import WorkerError
 from llm_worker_rbee.models import load_model, read_model_config
 from llm_worker_rbee.tokenizer import tokenizer_from_gguf
@@ -123,7 +123,7 @@ def outcome(path: Path) -> str:
         return explained(error)
     results = []
     for step in (
-        lambda: load_model(checkpoint, pick(backend="reference"), read_model_config(checkpoint)),
+        lambda: load_model(checkpoint, select_backend(backend="reference"), read_model_config(checkpoint)),
         lambda: tokenizer_from_gguf(checkpoint.metadata).encode("ab é\n<|x|>", parse_special=True),
     ):
         try:

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import InferenceError
-from ..ops import Array, AttentionParams, Batch, BlockParts, Ints, KVLayer, ModelParts, OnClock, RopeTable
+from ..ops import Array, AttentionParams, Batch, BlockParts, Ints, KVLayer, ModelParts, Profiler, RopeTable
 from . import elementwise, quantize_activations, rope, threads
 from .attention import arguments, attend_instructions, deal_instruction, whole_bytes
 from .embedding import embed_rows
@@ -157,7 +157,9 @@ class Model:
             self._whole[kind] = Program(one for _, some in sections(self._parts, kind) for one in some)
         return self._run(batch, kv, self._whole[kind].run)
 
-    def in_parts(self, batch: Batch, kv: Sequence[KVLayer], on_clock: OnClock) -> Array:
+    graph_bytes = 0
+
+    def run_profiled(self, batch: Batch, kv: Sequence[KVLayer], profiler: Profiler) -> Array:
         """The same, each part of the model as a program of its own, for who wants to know where the time goes."""
         kind = kind_of(kv[0])
         if kind not in self._parted:
@@ -165,7 +167,7 @@ class Model:
 
         def run(step: Table) -> None:
             for part, program in self._parted[kind]:
-                on_clock(part, program.run)(step)
+                profiler(part, program.run)(step)
 
         return self._run(batch, kv, run)
 

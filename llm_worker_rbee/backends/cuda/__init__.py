@@ -7,125 +7,123 @@ that it does not know, and for comparing. Under Triton's interpreter all of it r
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ...weights import Tensor
-from ..ops import AttentionParams, Batch, Fused, Ints, KVLayer, Logprobs, ModelParts, RopeTable, SampleRow
-from . import attention as _attention  # noqa: F401  loaded before the op of that name is defined, which then stays
-from . import decoder, device, matrix, paged, products, sampling, single
-from .device import free_bytes, is_lost, use
-
-__all__ = ["DEVICE", "device_bytes", "free_bytes", "is_lost", "use"]
-
-DEVICE: str  # the one in use: "cuda:0"; "cpu" under the interpreter
-
-
-def __getattr__(name: str) -> Any:
-    if name == "DEVICE":
-        return str(device.current())
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def device_bytes() -> int:
-    """Memory of the device that our tensors take."""
-    return device.allocated_bytes()
+from ...config import KV_CUDA
+from ...weights import Checkpoint, Tensor
+from .. import cuda_probe
+from ..ops import (
+    CUDA_KV_TYPES,
+    AttentionParams,
+    Backend,
+    Batch,
+    FusedForward,
+    Ints,
+    KVLayer,
+    Logprobs,
+    ModelParts,
+    RopeTable,
+    SampleRow,
+)
+from . import decoder, device, hardware, matrix, paged, products, sampling, single
+from .many import FIXED_QUERIES
 
 
-def prepare(tensors: Sequence[Tensor]) -> matrix.Matrix:
-    """Repack a weight for the kernels; several tensors become one matrix, their rows one after the other."""
-    with device.memory_errors():
-        return matrix.prepare(tensors)
+class CudaBackend(Backend):
+    """Triton kernels on one GPU; `deterministic`: products and attention sum in an order that no batch changes."""
 
+    name = "cuda"
+    kv_types = CUDA_KV_TYPES
+    default_kv_type = KV_CUDA
+    has_device_memory = True
+    has_async_sampling = True
 
-def prepare_vector(values: NDArray[np.float32]) -> torch.Tensor:
-    """A small float32 vector on the device."""
-    return torch.tensor(values, dtype=torch.float32, device=device.current())
+    def __init__(self, index: int | None = None, *, deterministic: bool = False) -> None:
+        device.use(hardware.require(index))
+        self.device = str(device.current())
+        self.deterministic = deterministic
 
+    def free_memory(self) -> int:
+        return device.free_bytes()
 
-def empty_kv(blocks: int, block_size: int, kv_heads: int, head_dim: int, kind: str = "bfloat16") -> KVLayer:
-    """Room for the keys and values of one layer: (blocks, kv_heads, P, head_dim)."""
-    return paged.empty_kv(blocks, block_size, kv_heads, head_dim, kind)
+    def allocated_memory(self) -> int:
+        return device.allocated_bytes()
 
+    def has_failed(self) -> bool:
+        return device.is_lost()
 
-def embed(table: matrix.Matrix, ids: Ints, scale: float = 1.0) -> torch.Tensor:
-    """Rows of the embedding table: (T,) -> (T, width)."""
-    device.activate()  # the first op of a step
-    rows = table.rows_at(device.upload(ids, torch.int64))
-    return rows if scale == 1.0 else rows * scale
+    def weight_bytes(self, checkpoint: Checkpoint, types: Mapping[str, str] | None = None) -> int:
+        return cuda_probe.packed_bytes(checkpoint, types)
 
+    def require_fp8(self) -> None:
+        hardware.require_fp8()
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight over the last axis."""
-    return single.norm(x, weight, eps)[0]
+    def prepare(self, tensors: Sequence[Tensor]) -> matrix.Matrix:
+        with device.memory_errors():
+            return matrix.prepare(tensors)
 
+    def prepare_vector(self, values: NDArray[np.float32]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.float32, device=device.current())
 
-def add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The residual stream with `x` added, and its norm."""
-    return single.norm(x, weight, eps, residual)
+    def empty_kv(self, blocks: int, block_size: int, kv_heads: int, head_dim: int, kind: str = "bfloat16") -> KVLayer:
+        return paged.empty_kv(blocks, block_size, kv_heads, head_dim, kind)
 
+    def embed(self, table: matrix.Matrix, ids: Ints, scale: float = 1.0) -> torch.Tensor:
+        device.activate()  # the first op of a step
+        rows = table.rows_at(device.upload(ids, torch.int64))
+        return rows if scale == 1.0 else rows * scale
 
-def linear(x: torch.Tensor, w: matrix.Matrix, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """x @ w.T + bias: (T, columns) -> (T, rows)."""
-    out = products.times(x, w)
-    return out if bias is None else out + bias
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        return single.norm(x, weight, eps)[0]
 
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return single.norm(x, weight, eps, residual)
 
-def rope_store(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    positions: Ints,
-    table: RopeTable,
-    kv: KVLayer,
-    slot_mapping: Ints,
-) -> torch.Tensor:
-    """Rotate q and k, write k and v into the cache, give back q: (T, heads, head_dim)."""
-    return single.rope_store(q, k, v, positions, table, kv, slot_mapping)
+    def linear(self, x: torch.Tensor, w: matrix.Matrix, bias: torch.Tensor | None = None) -> torch.Tensor:
+        out = products.in_fixed_order(x, w) if self.deterministic else products.times(x, w)
+        return out if bias is None else out + bias
 
+    def rope_store(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        positions: Ints,
+        table: RopeTable,
+        kv: KVLayer,
+        slot_mapping: Ints,
+    ) -> torch.Tensor:
+        return single.rope_store(q, k, v, positions, table, kv, slot_mapping)
 
-def attention(q: torch.Tensor, kv: KVLayer, batch: Batch, params: AttentionParams) -> torch.Tensor:
-    """Each query over its own request's cached keys: (T, heads, head_dim) -> (T, heads * head_dim)."""
-    return single.attention(q, kv, batch, params)
+    def attention(self, q: torch.Tensor, kv: KVLayer, batch: Batch, params: AttentionParams) -> torch.Tensor:
+        if self.deterministic:
+            return single.attention(q, kv, batch, params, FIXED_QUERIES)
+        return single.attention(q, kv, batch, params)
 
+    def gated(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
+        return single.gated(gate_up, activation)
 
-def gated(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
-    """act(gate) * up, where the first half of each row is the gate: (T, 2 * d_ff) -> (T, d_ff)."""
-    return single.gated(gate_up, activation)
+    def take(self, x: torch.Tensor, index: Ints) -> torch.Tensor:
+        return x[device.upload(index, torch.int64)]
 
+    def logits(self, x: torch.Tensor, head: matrix.Matrix, soft_cap: float = 0.0) -> torch.Tensor:
+        raw = products.in_fixed_order(x, head) if self.deterministic else products.times(x, head, fine=True)
+        return soft_cap * torch.tanh(raw / soft_cap) if soft_cap else raw
 
-def take(x: torch.Tensor, index: Ints) -> torch.Tensor:
-    """Some rows of x."""
-    return x[device.upload(index, torch.int64)]
+    def fuse(self, model: ModelParts) -> FusedForward | None:
+        return decoder.fuse(model, fixed=self.deterministic)
 
+    def sample_async(self, raw_logits: torch.Tensor, rows: Sequence[SampleRow]) -> sampling.Later:
+        return sampling.sample_later(raw_logits, rows)
 
-def logits(x: torch.Tensor, head: matrix.Matrix, soft_cap: float = 0.0) -> torch.Tensor:
-    """The output head: (N, width) -> (N, vocabulary)."""
-    raw = products.times(x, head, fine=True)
-    return soft_cap * torch.tanh(raw / soft_cap) if soft_cap else raw
+    def sample(self, raw_logits: torch.Tensor, rows: Sequence[SampleRow]) -> Ints:
+        return sampling.sample(raw_logits, rows)
 
-
-def fuse(model: ModelParts) -> Fused | None:
-    """A whole step in few kernels, where the decoder knows all that the family needs."""
-    return decoder.fuse(model)
-
-
-def sample_later(raw_logits: torch.Tensor, rows: Sequence[SampleRow]) -> sampling.Later:
-    """The same, without waiting for it."""
-    return sampling.sample_later(raw_logits, rows)
-
-
-def sample(raw_logits: torch.Tensor, rows: Sequence[SampleRow]) -> Ints:
-    """One token for each row: (N, vocabulary) -> (N,)."""
-    return sampling.sample(raw_logits, rows)
-
-
-def logprobs(raw_logits: torch.Tensor, chosen: Ints, k: int) -> Logprobs:
-    """Log-probabilities of the chosen tokens and of the k likeliest, from the raw logits."""
-    return sampling.logprobs(raw_logits, chosen, k)
+    def logprobs(self, raw_logits: torch.Tensor, chosen: Ints, k: int) -> Logprobs:
+        return sampling.logprobs(raw_logits, chosen, k)

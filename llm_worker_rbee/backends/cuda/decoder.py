@@ -14,7 +14,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from ..ops import Batch, BlockParts, Ints, KVLayer, ModelParts, OnClock, RopeTable
+from ..ops import Batch, BlockParts, Ints, KVLayer, ModelParts, Profiler, RopeTable
 from . import device
 from .few import Few, Rope, is_packed
 from .fp8 import is_fp8
@@ -66,7 +66,11 @@ class Decoder:
                 return self._answer(batch, kv, tokens, size)
         return self._read(batch, kv)
 
-    def in_parts(self, batch: Batch, kv: Sequence[KVLayer], on_clock: OnClock) -> torch.Tensor:
+    @property
+    def graph_bytes(self) -> int:
+        return self.graphs.nbytes
+
+    def run_profiled(self, batch: Batch, kv: Sequence[KVLayer], profiler: Profiler) -> torch.Tensor:
         """The same, timed as one part."""
 
         def step() -> torch.Tensor:
@@ -75,7 +79,7 @@ class Decoder:
                 torch.cuda.synchronize()
             return logits
 
-        out: torch.Tensor = on_clock("decoder", step)()
+        out: torch.Tensor = profiler("decoder", step)()
         return out
 
     def _answer(self, batch: Batch, kv: Sequence[KVLayer], tokens: int, size: int) -> torch.Tensor:

@@ -65,7 +65,7 @@ class Ours:
     @property
     def backend(self) -> str:
         """Its name, as results have it."""
-        return str(self.llm.model.ops.__name__).rpartition(".")[2]  # type: ignore[attr-defined]
+        return self.llm.model.ops.name
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from ... import machine
-from ...backends import cuda_probe, kv_type_for, pick, precompile
-from ...backends.ops import Ops
+from ...backends import resolve_kv_type, select_backend
+from ...backends.ops import Backend
 from ...config import ModelConfig
 from ...errors import ContextLengthError, InsufficientMemoryError, InvalidRequestError, human_bytes
 from ...models import Transformer, load_model, read_model_config
@@ -39,8 +39,8 @@ def run(recorder: Recorder, progress: Progress, source: Source, plan: Plan) -> N
     cases = list(plan.cases())
     _check(source, plan, cases)
     on_cpu = plan.backend in ("auto", "cpu") and not plan.device.startswith("cuda")
-    ops = pick(plan.device, plan.backend, plan.threads if on_cpu else None)
-    plan = replace(plan, kv_type=kv_type_for(ops, plan.kv_type))
+    ops = select_backend(plan.device, plan.backend, plan.threads if on_cpu else None)
+    plan = replace(plan, kv_type=resolve_kv_type(ops, plan.kv_type))
     _require_room(source, plan, cases)
     progress("measuring the machine's limits", 0, 0)
     bounds = roofline.measured(plan.threads)
@@ -86,16 +86,15 @@ def _draft_model(path: Path, bench: Bench, plan: Plan, progress: Progress) -> Tr
 
 
 def _prepared(
-    checkpoint: Checkpoint, config: ModelConfig, ops: Ops, plan: Plan, context: int | None, progress: Progress
+    checkpoint: Checkpoint, config: ModelConfig, ops: Backend, plan: Plan, context: int | None, progress: Progress
 ) -> Transformer:
-    needs = precompile.Needs.of(checkpoint, config, plan.kv_type)
-    precompile.get_ready_for(ops, needs, lambda what, *n: progress(what, n[0], n[1] or 0))
+    ops.load_kernels(checkpoint, config, plan.kv_type, lambda what, *n: progress(what, n[0], n[1] or 0))
     progress("preparing the weights", 0, 0)
     return load_model(checkpoint, ops, config, context)
 
 
 def _load(
-    recorder: Recorder, progress: Progress, source: Source, plan: Plan, ops: Ops, bounds: Limits
+    recorder: Recorder, progress: Progress, source: Source, plan: Plan, ops: Backend, bounds: Limits
 ) -> tuple[Bench, Checkpoint]:
     if isinstance(source, Path):
         checkpoint = open_checkpoint(source)
@@ -104,7 +103,7 @@ def _load(
         checkpoint = synthetic.checkpoint(source, plan.seed, progress)
         recorder.model = {"name": str(source), "bytes": checkpoint.nbytes, "synthetic": True, "seed": plan.seed}
     if is_fp8(plan.quantize):
-        cuda_probe.require_fp8(ops)
+        ops.require_fp8()
     if plan.quantize is not None:
         checkpoint = quantize_checkpoint(
             checkpoint, plan.quantize, progress=lambda what, *n: progress(what, n[0], n[1] or 0)
@@ -116,7 +115,7 @@ def _load(
     context = max(capacity, sharing.needs(plan.prefix), waiting.needs(config) if plan.targets_ms else 0)
     model = _prepared(checkpoint, config, ops, plan, context, progress)
     drive = Drive(model, capacity, batch, plan.seed, plan.kv_type)
-    backend = str(getattr(ops, "__name__", plan.backend)).rpartition(".")[2]
+    backend = ops.name
     return Bench(recorder, drive, Cost.of(checkpoint, config, plan.kv_type), bounds, backend), checkpoint
 
 

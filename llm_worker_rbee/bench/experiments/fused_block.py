@@ -8,8 +8,8 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 
-from ...backends import reference
-from ...backends.ops import OPS, AttentionParams, Batch, Ints, KVLayer, Ops, RopeTable
+from ...backends.ops import OPS, AttentionParams, Backend, Batch, Ints, KVLayer, RopeTable
+from ...backends.reference import ReferenceBackend
 from ...config import ModelConfig
 from ...errors import UnsupportedModelError
 from ...layers.attention import Attention
@@ -149,9 +149,9 @@ def _logits(x: Floats, head: Floats, soft_cap: float = 0.0) -> Floats:
     return np.float32(soft_cap) * np.tanh(raw / np.float32(soft_cap)) if soft_cap else raw
 
 
-def op_table(**changed: Any) -> Ops:
+def op_table(**changed: Any) -> Backend:
     """The reference backend with some ops replaced."""
-    return cast(Ops, SimpleNamespace(**({name: getattr(reference, name) for name in OPS} | changed)))
+    return cast(Backend, SimpleNamespace(**({name: getattr(ReferenceBackend(), name) for name in OPS} | changed)))
 
 
 DENSE_OPS = {"prepare": _prepare, "embed": _embed, "linear": _linear, "logits": _logits}

@@ -7,7 +7,7 @@ from functools import partial
 
 import numpy as np
 
-from ...backends import BACKENDS, pick
+from ...backends import BACKENDS, select_backend
 from ...backends.ops import RopeTable
 from ...layers.rope import inverse_frequencies
 from .. import statistics
@@ -101,7 +101,7 @@ class Tables:
 
 def kernel(backend: str, x: Floats) -> Callable[[], object]:
     """A backend's rotation as it comes; where it is one with the write into the cache, both."""
-    ops = pick(backend=backend)
+    ops = select_backend(backend=backend)
     table, positions = RopeTable(inverse_frequencies(BASE, x.shape[-1]), 1.0), np.arange(len(x))
     if hasattr(ops, "rope"):
         rope = ops.rope

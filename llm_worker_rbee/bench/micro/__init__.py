@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from statistics import fmean, median, pstdev
 from typing import Any
 
-from ...backends import pick
+from ...backends import select_backend
 from ...errors import DownloadError, InvalidRequestError
 from .. import roofline, statistics
 from ..baseline import Comparison, change_of
@@ -45,7 +45,7 @@ def run(
     threads: int | None = None,
 ) -> None:
     """Measure each case on each backend, in several rounds over all cases; in a round the backends take turns."""
-    tables = [pick("auto", name, None if name == "reference" else threads) for name in backends]
+    tables = [select_backend("auto", name, None if name == "reference" else threads) for name in backends]
     steps("measuring the machine's limits", 0, ROUNDS * len(selected))
     bounds = roofline.measured(max(map(roofline.threads_of, tables)))
     recorder.details["limits"] = bounds.as_json()
@@ -80,7 +80,7 @@ def quietest(rounds: Sequence[Sequence[Measured]]) -> list[int]:
 
 def name_of(ops: Any) -> str:
     """What a backend is called."""
-    return str(ops.__name__).rpartition(".")[2]
+    return str(ops.name)
 
 
 def _labels(used: Sequence[Any]) -> list[str]:

@@ -17,8 +17,8 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from ...backends import reference
 from ...backends.ops import AttentionParams, Batch, KVLayer, RopeTable, SampleRow
+from ...backends.reference import ReferenceBackend
 from ...config import EngineConfig
 from ...engine.model_runner import ModelRunner
 from ...engine.request import Request, SamplerOutput, SamplingParams
@@ -63,7 +63,7 @@ class Case:
 
     def ops_for(self, ops: Any) -> Any:
         """The backend that can run this: the one asked for, or the reference."""
-        return ops if self.needs is None or hasattr(ops, self.needs) else reference
+        return ops if self.needs is None or hasattr(ops, self.needs) else ReferenceBackend()
 
 
 def op_cases() -> Iterator[Case]:

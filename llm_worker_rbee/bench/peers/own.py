@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ... import __version__
-from ...backends import kv_type_for, pick, precompile
+from ...backends import resolve_kv_type, select_backend
 from ...models import load_model, read_model_config
 from ...weights import open_checkpoint
 from ..drive import Drive
@@ -21,10 +21,10 @@ def this_worker(given: dict[str, Any]) -> tuple[str, Measure]:
     checkpoint = open_checkpoint(Path(given["model"]))
     on_cpu = given["backend"] in ("auto", "cpu") and not given["device"].startswith("cuda")
     threads = given.get("threads") if on_cpu else None
-    ops = pick(given["device"], given["backend"], threads)
+    ops = select_backend(given["device"], given["backend"], threads)
     config = read_model_config(checkpoint)
-    kv_type = kv_type_for(ops)
-    precompile.get_ready_for(ops, precompile.Needs.of(checkpoint, config, kv_type))
+    kv_type = resolve_kv_type(ops)
+    ops.load_kernels(checkpoint, config, kv_type)
     model = load_model(checkpoint, ops, config, given["context"])
     drive = Drive(model, given["context"], given.get("batch", 1), kv_type=kv_type)
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 
-from ...backends.ops import Array, Batch, Fused, Ops
+from ...backends.ops import Array, Backend, Batch, FusedForward
 from ...engine.request import Request, SamplingParams
 from ...engine.sampler import sample_rows
 from ...engine.solo import Solo
@@ -132,7 +132,7 @@ class _Profile:
         """Warm up, and count what each component must move and compute in a step."""
         model, checkpoint = self.llm.model, self.llm.checkpoint
         ops = CountedOps(model.ops, weights_of(model, checkpoint), checkpoint.nbytes)
-        workload = Workload(replace(model, ops=cast(Ops, ops), fused=None), self.settings)
+        workload = Workload(replace(model, ops=cast(Backend, ops), fused=None), self.settings)
         self.tell("counting the work", 0)
         workload.prefill()
         self.work["prefill"] = ops.take_work()
@@ -146,7 +146,7 @@ class _Profile:
         watch, cost = Stopwatch(), stopwatch_cost()
         self.recorder.details["profiler"] = {"seconds_per_call": cost, "share": {}}
         timed = TimedOps(self.llm.model.ops, weights_of(self.llm.model, self.llm.checkpoint), watch)
-        model = replace(self.llm.model, ops=cast(Ops, timed), fused=_in_parts(self.llm.model.fused, watch))
+        model = replace(self.llm.model, ops=cast(Backend, timed), fused=_in_parts(self.llm.model.fused, watch))
         workload = Workload(model, self.settings, watch)
         tg = self.settings.tg
         for number in range(1, self.settings.repetitions + 1):
@@ -212,9 +212,9 @@ def _wall(function: Callable[[], None]) -> float:
     return time.perf_counter() - start
 
 
-def _in_parts(fused: Fused | None, watch: Stopwatch) -> Fused | None:
+def _in_parts(fused: FusedForward | None, watch: Stopwatch) -> FusedForward | None:
     """A backend's own way through the model, with each of its parts on the clock."""
-    return None if fused is None else cast(Fused, lambda batch, kv: fused.in_parts(batch, kv, watch.timed))
+    return None if fused is None else cast(FusedForward, lambda batch, kv: fused.run_profiled(batch, kv, watch.timed))
 
 
 def stopwatch_cost(rounds: int = 5, calls: int = 5000) -> float:
@@ -281,7 +281,7 @@ def weights_of(model: Transformer, checkpoint: Checkpoint) -> dict[int, Weight]:
     }
 
 
-def is_split(ops: Ops) -> bool:
+def is_split(ops: Backend) -> bool:
     """Whether a backend has the rotation and the write into the cache as functions of their own."""
     return hasattr(ops, "rope") and hasattr(ops, "store")
 
@@ -324,7 +324,7 @@ class Stopwatch:
 class _Passing:
     """Passes ops on; a wrapped op is made once, when it is first asked for."""
 
-    def __init__(self, ops: Ops, weights: Mapping[int, Weight]) -> None:
+    def __init__(self, ops: Backend, weights: Mapping[int, Weight]) -> None:
         self._ops = ops
         self._weights = weights
 
@@ -350,7 +350,7 @@ PARTED = {**COMPONENT_OF, "rope": "rope", "store": "kv_write"}
 class TimedOps(_Passing):
     """An op table on a stopwatch."""
 
-    def __init__(self, ops: Ops, weights: Mapping[int, Weight], watch: Stopwatch) -> None:
+    def __init__(self, ops: Backend, weights: Mapping[int, Weight], watch: Stopwatch) -> None:
         super().__init__(ops, weights)
         self._watch = watch
 
@@ -365,7 +365,7 @@ class TimedOps(_Passing):
 class CountedOps(_Passing):
     """An op table that adds up the work of each component: what the answer needs, not what the backend does for it."""
 
-    def __init__(self, ops: Ops, weights: Mapping[int, Weight], resident: float) -> None:
+    def __init__(self, ops: Backend, weights: Mapping[int, Weight], resident: float) -> None:
         super().__init__(ops, weights)
         self._resident = resident  # bytes of all weights: each is read once a step, so none is in a cache by then
         self._work: dict[str, Counter[Work]] = {}

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple, cast
 
-from ...backends.ops import Ops
+from ...backends.ops import Backend
 from ...weights import Checkpoint
 from ...weights.quantize import parallel, stream_writer
 from ...weights.quantize.parallel import Progress
@@ -43,7 +43,7 @@ def convert(
     """Write the model as one GGUF file of this type or mix; what was there under this name is replaced."""
     mix, config = find_type_mix(type_name), read_model_config(checkpoint)
     metadata = gguf_metadata(checkpoint, config, mix.file_type)
-    load_model(checkpoint, cast(Ops, _Nothing()), config)
+    load_model(checkpoint, cast(Backend, _Nothing()), config)
     work = plan_file(checkpoint, config, mix, rope_tensors(checkpoint, config))
     stream_writer.write_quantized_gguf(path, metadata, work, threads=threads, progress=progress)
     return ConvertResult(path, path.stat().st_size, dict(Counter(job.kind.name for job in work)))

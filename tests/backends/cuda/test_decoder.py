@@ -14,11 +14,16 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-import llm_worker_rbee.backends.cuda as ops  # noqa: E402
-from llm_worker_rbee.backends.cuda import decoder, planes  # noqa: E402
+from llm_worker_rbee.backends.cuda import (  # noqa: E402
+    CudaBackend,
+    decoder,
+    planes,
+)
 from llm_worker_rbee.backends.cuda.few import embed_rows  # noqa: E402
 from llm_worker_rbee.backends.cuda.matrix import Matrix  # noqa: E402
 from tests.backends.cuda import tiny  # noqa: E402
+
+ops = CudaBackend()
 
 AS_BYTES, AS_NUMBERS = 4e-2, 2e-2
 CASES = {

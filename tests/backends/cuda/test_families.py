@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from llm_worker_rbee.backends import cuda, reference
+from llm_worker_rbee.backends.cuda import CudaBackend
 from llm_worker_rbee.backends.ops import Batch
+from llm_worker_rbee.backends.reference import ReferenceBackend
 from llm_worker_rbee.cache import KVCache
 from llm_worker_rbee.models import load_model, read_model_config
 from llm_worker_rbee.weights import open_checkpoint
@@ -18,6 +19,8 @@ from llm_worker_rbee.weights import open_checkpoint
 pytest.importorskip("transformers")
 pytest.importorskip("gguf")
 from tests.helpers import model_zoo
+
+cuda = CudaBackend()
 
 BLOCK = 8
 
@@ -52,7 +55,7 @@ def test_a_family_op_by_op(name: str, tmp_path: Path) -> None:
         model_zoo.make_hf(replace(variant, settings={**variant.settings, "num_hidden_layers": 2})), tmp_path / "m"
     )
     ids = model_zoo.prompt_ids(variant)[:18]
-    wanted = logits(path, reference, ids, [18], variant.max_context)
+    wanted = logits(path, ReferenceBackend(), ids, [18], variant.max_context)
     found = logits(path, cuda, ids, [17, 1], variant.max_context)
     assert np.abs(found - wanted).max() < 1e-5 * np.abs(wanted).max()
 
@@ -63,7 +66,7 @@ def test_a_quantized_family_op_by_op(tmp_path: Path) -> None:
     model = model_zoo.make_hf(replace(variant, settings={**variant.settings, "num_hidden_layers": 1}))
     path = model_zoo.save_quantized(variant, model, tmp_path / "m.gguf", "Q8_0")
     ids = model_zoo.prompt_ids(variant)[:18]
-    wanted, found = (logits(path, ops, ids, [17, 1], None) for ops in (reference, cuda))
+    wanted, found = (logits(path, ops, ids, [17, 1], None) for ops in (ReferenceBackend(), cuda))
     difference = np.abs(found - wanted).max(1) / np.abs(wanted).max()
     assert difference[:17].max() < 1e-2
     assert difference[17] < 5e-2

@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 import torch
 
-from llm_worker_rbee.backends import cuda, cuda_probe, reference
-from llm_worker_rbee.backends.cuda import device, elementwise, fp8, matrix, pack, planes, products
+from llm_worker_rbee.backends import cuda_probe
+from llm_worker_rbee.backends.cuda import CudaBackend, device, elementwise, fp8, matrix, pack, planes, products
+from llm_worker_rbee.backends.reference import ReferenceBackend
 from llm_worker_rbee.bench.synthetic import Spec, write
 from llm_worker_rbee.errors import InvalidRequestError
 from llm_worker_rbee.llm import LLM
@@ -25,6 +26,8 @@ from llm_worker_rbee.weights import Checkpoint, Tensor
 from llm_worker_rbee.weights.quants import BLOCK_TYPES
 from tests.backends.cuda import tiny
 from tests.backends.cuda.making import random_tensor, relative
+
+cuda = CudaBackend()
 
 OPS: Any = cuda
 SPEC = Spec("tiny", tiny.GROUPED._replace(vocabulary=259), "BF16", 2)
@@ -45,7 +48,7 @@ def in_float32(checkpoint: Checkpoint) -> Transformer:
         return Tensor(t.name, BLOCK_TYPES["F32"], t.shape, raw)
 
     tensors = {name: rounded(t) if t.pack_as else t for name, t in checkpoint.tensors.items()}
-    return load_model(replace(checkpoint, tensors=tensors), reference, read_model_config(checkpoint))
+    return load_model(replace(checkpoint, tensors=tensors), ReferenceBackend(), read_model_config(checkpoint))
 
 
 def test_numbers_of_several_types_become_one_part(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,8 +20,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
-import llm_worker_rbee.backends.cuda as ops  # noqa: E402
-from llm_worker_rbee.backends.cuda import fixed  # noqa: E402
+from llm_worker_rbee.backends.cuda import CudaBackend  # noqa: E402
 from llm_worker_rbee.bench.synthetic import Shape  # noqa: E402
 from llm_worker_rbee.config import EngineConfig  # noqa: E402
 from llm_worker_rbee.engine.engine import Engine  # noqa: E402
@@ -29,6 +28,10 @@ from llm_worker_rbee.engine.request import Request, SamplingParams  # noqa: E402
 from llm_worker_rbee.models import load_model, read_model_config  # noqa: E402
 from tests.backends.cuda import tiny  # noqa: E402
 from tests.engine.test_ahead import OneByOne  # noqa: E402
+
+fixed = CudaBackend(deterministic=True)
+
+ops = CudaBackend()
 
 pytestmark = [
     pytest.mark.gpu,

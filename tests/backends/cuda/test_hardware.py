@@ -9,14 +9,16 @@ import pytest
 import torch
 
 from llm_worker_rbee import backends, load
-from llm_worker_rbee.backends import cuda, cuda_probe
-from llm_worker_rbee.backends.cuda import device, hardware, matrix
+from llm_worker_rbee.backends import cuda_probe
+from llm_worker_rbee.backends.cuda import CudaBackend, device, hardware, matrix
 from llm_worker_rbee.config import DEVICE_SPARE
 from llm_worker_rbee.errors import InsufficientMemoryError, InvalidRequestError, MissingDependencyError
 from llm_worker_rbee.weights.quants import BLOCK_TYPES
 
 from . import tiny
 from .making import random_tensor
+
+cuda = CudaBackend()
 
 
 @pytest.fixture
@@ -61,9 +63,9 @@ def test_none_at_all(two_gpus: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.skipif(not device.interpreting(), reason="under the interpreter there is no GPU to look for")
 def test_under_the_interpreter_it_is_the_same_backend() -> None:
-    assert backends.pick("cuda") is cuda
-    assert cuda_probe.is_cuda(backends.pick("auto", "cuda"))
-    assert backends.pick("cpu") is not cuda
+    assert isinstance(backends.select_backend("cuda"), CudaBackend)
+    assert isinstance(backends.select_backend("auto", "cuda"), CudaBackend)
+    assert not isinstance(backends.select_backend("cpu"), CudaBackend)
 
 
 @pytest.mark.parametrize("name", BLOCK_TYPES)
@@ -76,17 +78,17 @@ def test_auto_gives_way_where_keys_and_values_do_not_fit(monkeypatch: pytest.Mon
     """The weights do; who asked for the GPU by name is told instead."""
     models = [tiny.tiny(tiny.GROUPED, "F16")]
     free = load.device_bytes(models, None) + DEVICE_SPARE + 100
-    monkeypatch.setattr(cuda, "free_bytes", lambda: free)
+    monkeypatch.setattr(CudaBackend, "free_memory", lambda self: free)
     sizes: dict[str, Any] = {"kv_memory": None, "max_context": None, "max_batch": 4}
     asked: dict[str, Any] = {"asked_kv": "auto", "quantize": None, **sizes}
-    ops, kv_type, capacity, notes = load.settled(cuda_ops(), models, is_automatic=True, **asked)
-    assert ops is backends.pick("cpu")
+    ops, kv_type, capacity, notes = load.settled(cuda, models, is_automatic=True, **asked)
+    assert ops.name == "cpu"
     assert (kv_type, capacity.n_blocks > 0) == ("float16", True)
     assert [note.startswith("the GPU is not used: ") for note in notes] == [True]
     with pytest.raises(InsufficientMemoryError):
-        load.settled(cuda_ops(), models, is_automatic=False, **asked)
+        load.settled(cuda, models, is_automatic=False, **asked)
     free += 1 << 30
-    assert load.settled(cuda_ops(), models, is_automatic=True, **asked)[0] is cuda
+    assert load.settled(cuda, models, is_automatic=True, **asked)[0] is cuda
 
 
 def test_weights_are_planned_in_the_type_that_they_are_brought_into() -> None:
@@ -94,8 +96,3 @@ def test_weights_are_planned_in_the_type_that_they_are_brought_into() -> None:
     as_they_are, quantized = (load.device_bytes(models, kind) for kind in (None, "Q4_0"))
     assert as_they_are == cuda_probe.packed_bytes(models[0])
     assert 0.25 < quantized / as_they_are < 0.45  # 4.5 bits of 16, and 8.5 for the head
-
-
-def cuda_ops() -> Any:
-    """The module, as an op table."""
-    return cuda

@@ -8,14 +8,17 @@ import numpy as np
 import pytest
 import torch
 
-from llm_worker_rbee.backends import OPS, cuda, reference
-from llm_worker_rbee.backends.cuda import device, matrix, paged, planes, products, tensor_cores
+from llm_worker_rbee.backends import OPS, reference
+from llm_worker_rbee.backends.cuda import CudaBackend, device, matrix, paged, planes, products, tensor_cores
 from llm_worker_rbee.backends.ops import AttentionParams, RopeTable
+from llm_worker_rbee.backends.reference import ReferenceBackend
 from llm_worker_rbee.errors import InvalidRequestError
 from llm_worker_rbee.layers.rope import inverse_frequencies
 from llm_worker_rbee.weights.quants import BLOCK_TYPES
 from tests.backends.cuda.making import random_tensor, relative
 from tests.helpers.layer_inputs import Floats, Pages, normal
+
+cuda = CudaBackend()
 
 KINDS = ["q4", "q4m", "q5", "q5m", "q6", "q8", "q8d", "q4mm"]
 OF_KIND = dict(zip(KINDS, ["Q4_0", "Q4_K", "Q5_0", "Q5_K", "Q6_K", "Q8_0", "IQ2_S", "Q2_K"], strict=True))
@@ -161,7 +164,7 @@ def test_rotation_cache_and_attention(
         batch = pages.batch(spans)
         q, k, v = (normal(rng, len(batch.positions), n, dim) for n in (heads, kv_heads, kv_heads))
         results = []
-        for ops, kv, bring in zip((reference, way), caches, (np.asarray, on_device), strict=True):
+        for ops, kv, bring in zip((ReferenceBackend(), way), caches, (np.asarray, on_device), strict=True):
             turned = ops.rope_store(bring(q), bring(k), bring(v), batch.positions, table, kv, batch.slot_mapping)
             results.append((turned, ops.attention(turned, kv, batch, params), cached(kv.k, batch.slot_mapping)))
         exact = ERRORS["float32"] if device.interpreting() or way is paged else ERRORS[kind]

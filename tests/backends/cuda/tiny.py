@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from llm_worker_rbee.backends import reference
 from llm_worker_rbee.backends.ops import AttentionParams, Batch
+from llm_worker_rbee.backends.reference import ReferenceBackend
 from llm_worker_rbee.bench.synthetic import Shape, Spec, checkpoint
 from llm_worker_rbee.cache import KVCache
 from llm_worker_rbee.layers.block import Block
@@ -39,7 +39,7 @@ def tiny(shape: Shape, mix: str) -> Checkpoint:
 
 def both(made: Checkpoint, ops: Any) -> tuple[Transformer, Transformer]:
     """(on this backend, on the reference)."""
-    return tuple(load_model(made, o, read_model_config(made)) for o in (ops, reference))  # type: ignore[return-value]
+    return tuple(load_model(made, o, read_model_config(made)) for o in (ops, ReferenceBackend()))  # type: ignore[return-value]
 
 
 def featured(
