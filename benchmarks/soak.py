@@ -23,10 +23,9 @@ from typing import Any
 
 from visitors import KINDS, OursError, Refused, Visitor
 
+from llm_worker_rbee.bench.http_client import Address, Client, RequestFailedError
 from llm_worker_rbee.bench.serving import allow_connections
-from llm_worker_rbee.bench.serving.http_client import Address, Client, RequestFailedError
-from llm_worker_rbee.bench.serving.spawn import Spawned, memory_of
-from llm_worker_rbee.bench.serving.watch import Watch, samples
+from llm_worker_rbee.bench.serving.server_process import Spawned, Watch, memory_of, samples
 from llm_worker_rbee.errors import WorkerError
 
 VISIT_LIMIT_S = 180.0

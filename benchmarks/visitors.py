@@ -14,9 +14,8 @@ from typing import Any
 
 from bad_bodies import BAD_BODIES, GARBAGE
 
-from llm_worker_rbee.bench.serving.event_stream import EventParser
-from llm_worker_rbee.bench.serving.http_client import Client
-from llm_worker_rbee.bench.serving.workload import vocabulary
+from llm_worker_rbee.bench.http_client import Client, EventParser
+from llm_worker_rbee.bench.workload import vocabulary
 
 LONGEST_REPLY = 8 << 20
 CHAT, TEXT, JOBS, EXECUTE = "/v1/chat/completions", "/v1/completions", "/v1/jobs", "/execute"

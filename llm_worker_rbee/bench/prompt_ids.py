@@ -6,7 +6,7 @@ from itertools import cycle, islice
 
 from ..llm import open_tokenizer
 from ..weights import Checkpoint
-from .prompts import PROMPTS, read_prompts
+from .workload import PROMPTS, read_prompts
 
 
 def prompts_of(checkpoint: Checkpoint, count: int) -> list[list[int]]:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from llm_worker_rbee.backends.cpu.linear import TOGETHER, prepare
-from llm_worker_rbee.bench.blocks import random_tensor
+from llm_worker_rbee.bench.random_weights import random_tensor
 from llm_worker_rbee.weights.quants import BLOCK_TYPES
 
 COLUMNS = 288

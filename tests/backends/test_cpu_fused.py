@@ -18,7 +18,7 @@ from llm_worker_rbee.backends.cpu.jit import Task
 from llm_worker_rbee.backends.cpu.layouts import BY_TYPE
 from llm_worker_rbee.backends.cpu.pointers import i64
 from llm_worker_rbee.backends.cpu.program import Instruction, Program, Step, new_step, table_of
-from llm_worker_rbee.bench.blocks import random_tensor
+from llm_worker_rbee.bench.random_weights import random_tensor
 from llm_worker_rbee.engine.solo import Solo
 from llm_worker_rbee.errors import InferenceError
 from llm_worker_rbee.models import Transformer, load_model, read_model_config

@@ -13,7 +13,7 @@ from llm_worker_rbee.backends.cpu import threads
 from llm_worker_rbee.backends.cpu.embedding import unpack
 from llm_worker_rbee.backends.cpu.layouts import BY_TYPE, LAYOUTS
 from llm_worker_rbee.backends.cpu.repack import SMALL, Packed, pack
-from llm_worker_rbee.bench.blocks import random_tensor
+from llm_worker_rbee.bench.random_weights import random_tensor
 from llm_worker_rbee.errors import ModelFileError, UnsupportedModelError
 from llm_worker_rbee.weights import Tensor
 from llm_worker_rbee.weights.quants import BLOCK_TYPES

@@ -9,9 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from llm_worker_rbee.bench import accuracy, prompts
-from llm_worker_rbee.bench.accuracy import Logits, Material, Ours, Scores
-from llm_worker_rbee.bench.accuracy.peer_logits import Peer
+from llm_worker_rbee.bench import accuracy, workload
+from llm_worker_rbee.bench.accuracy import Logits, Material, Ours, Peer, Scores
 from llm_worker_rbee.bench.results import Recorder, Result
 from llm_worker_rbee.errors import InferenceError, InvalidRequestError, MissingDependencyError, WorkerError
 from llm_worker_rbee.llm import LLM
@@ -67,7 +66,7 @@ def measured(truth: accuracy.Side, path: accuracy.Side, material: Material, suff
     def steps(what: str, done: float, total: float) -> None:
         reported.append(done / total)
 
-    accuracy.run(recorder, steps, truth, [accuracy.Path(path, suffix)], material)
+    accuracy.run(recorder, steps, truth, [accuracy.MeasuredPath(path, suffix)], material)
     assert reported == sorted(reported)
     assert reported[-1] == 1
     return {result.name: result for result in recorder.results()}
@@ -112,7 +111,7 @@ def test_the_figures_are_those_of_their_definitions() -> None:
 
 
 def test_a_path_that_is_the_truth_differs_by_nothing(tiny_llm: LLM) -> None:
-    material = Material.of(tiny_llm, [prompts.Prompt("he said"), prompts.Prompt("x")], "a text to be read " * 40, 300)
+    material = Material.of(tiny_llm, [workload.Prompt("he said"), workload.Prompt("x")], "a text to be read " * 40, 300)
     found = measured(Ours(tiny_llm), Ours(tiny_llm), material)
     exact = {"ppl_ratio": 1.0, "kl": 0.0, "top1": 1.0, "top1_prompts": 1.0}
     exact |= {"mean_abs_dlogprob": 0.0, "max_abs_dlogprob": 0.0}
@@ -131,7 +130,7 @@ def test_the_last_position_of_a_prompt_is_that_of_all_positions(tiny_llm: LLM) -
 
 def test_windows_start_anew_and_hold_the_whole_text(tiny_llm: LLM) -> None:
     text = "windows " * 100
-    material = Material.of(tiny_llm, [prompts.Prompt("x")], text, 600)
+    material = Material.of(tiny_llm, [workload.Prompt("x")], text, 600)
     assert [len(window) for window in material.windows] == [256, 256, 88]
     assert [i for window in material.windows for i in window] == tiny_llm.tokenize(text, add_special=False)[:600]
     assert (material.longest, material.tokens) == (256, 601)
@@ -139,16 +138,16 @@ def test_windows_start_anew_and_hold_the_whole_text(tiny_llm: LLM) -> None:
 
 def test_every_window_starts_with_bos_where_the_model_wants_it(tmp_path: Path) -> None:
     llm = LLM(write_model(tmp_path / "bos.gguf", {"tokenizer.ggml.add_bos_token": True}))
-    material = Material.of(llm, [prompts.Prompt("x")], "abcdefgh" * 50, 300)
+    material = Material.of(llm, [workload.Prompt("x")], "abcdefgh" * 50, 300)
     assert [window[0] for window in material.windows] == [1, 1]
     assert [len(window) for window in material.windows] == [256, 46]
 
 
 def test_what_cannot_be_used_is_refused(tiny_llm: LLM) -> None:
     with pytest.raises(InvalidRequestError, match="prompt 2 has 300 tokens"):
-        Material.of(tiny_llm, [prompts.Prompt("x"), prompts.Prompt("y" * 300)], "text", 10)
+        Material.of(tiny_llm, [workload.Prompt("x"), workload.Prompt("y" * 300)], "text", 10)
     with pytest.raises(InvalidRequestError, match="at least 2"):
-        Material.of(tiny_llm, [prompts.Prompt("x")], "t", 10)
+        Material.of(tiny_llm, [workload.Prompt("x")], "t", 10)
 
 
 def test_logits_that_are_no_numbers_are_an_error_not_a_figure() -> None:
@@ -167,7 +166,7 @@ def test_what_was_measured_stays_when_it_is_broken_off() -> None:
         if what == "window 2 of 2":
             raise KeyboardInterrupt
 
-    path = accuracy.Path(Planted(20, 0.1), "other", {"path": "other"})
+    path = accuracy.MeasuredPath(Planted(20, 0.1), "other", {"path": "other"})
     with pytest.raises(KeyboardInterrupt):
         accuracy.run(recorder, stop, Planted(20, 0), [path], Material([[1]], [list(range(9)), [1, 2]]))
     found = {result.name: result for result in recorder.results()}
@@ -190,9 +189,9 @@ def test_a_padded_vocabulary_is_compared_where_both_have_one() -> None:
 
 
 def test_our_prompts_and_text_are_there() -> None:
-    asked = prompts.read_prompts(prompts.PROMPTS)
+    asked = workload.read_prompts(workload.PROMPTS)
     assert len(asked) == len({prompt.text for prompt in asked}) == 20
-    assert len(prompts.read_text(prompts.TEXT).split()) > 1000
+    assert len(workload.read_text(workload.TEXT).split()) > 1000
 
 
 # ---- other libraries
@@ -249,7 +248,7 @@ def test_transformers_agrees_on_the_same_file(tmp_path: Path) -> None:
     told = {"rope.freq_base": 10000.0, "rope.dimension_count": 8, "attention.head_count_kv": 4, "vocab_size": 260}
     keys = {f"llama.{key}": value for key, value in told.items()}  # whose absence transformers reads otherwise
     llm = LLM(write_model(tmp_path / "tiny.gguf", keys), kv_type="float32")
-    material = Material.of(llm, [prompts.Prompt("he said")], "a text to be read", 12)
+    material = Material.of(llm, [workload.Prompt("he said")], "a text to be read", 12)
     peer = Peer("transformers", sys.executable, llm.checkpoint.path, material.longest)
     try:
         found = measured(peer, Ours(llm), material)

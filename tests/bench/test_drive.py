@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from llm_worker_rbee import LLM
-from llm_worker_rbee.bench.drive import Drive
+from llm_worker_rbee.bench.engine_harness import Drive
 from llm_worker_rbee.errors import InvalidRequestError
 from tests.cli.conftest import write_model
 

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from llm_worker_rbee.backends.reference import ReferenceBackend
-from llm_worker_rbee.bench import drive, e2e, memory, roofline
-from llm_worker_rbee.bench.drive import Drive
-from llm_worker_rbee.bench.e2e import Case, Cost, Plan, sharing, waiting
-from llm_worker_rbee.bench.e2e.bench import Bench
+from llm_worker_rbee.bench import e2e, engine_harness, process_stats, roofline
+from llm_worker_rbee.bench.e2e import latency
+from llm_worker_rbee.bench.e2e.throughput import Bench, Case, Cost, Plan
+from llm_worker_rbee.bench.engine_harness import Drive
 from llm_worker_rbee.bench.results import Recorder
 from llm_worker_rbee.bench.synthetic import Shape, Spec, checkpoint
 from llm_worker_rbee.errors import ContextLengthError, InsufficientMemoryError, InvalidRequestError
@@ -121,7 +121,8 @@ def test_what_cannot_be_run_is_refused_first(tiny: Path) -> None:
 
 
 def test_a_rate_counts_the_tokens_of_all_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drive, "time", SimpleNamespace(perf_counter=itertools.count().__next__))  # each run takes 1 s
+    clock = SimpleNamespace(perf_counter=itertools.count().__next__)  # each run takes 1 s
+    monkeypatch.setattr(engine_harness, "time", clock)
     recorder, _ = measured(Plan(pp=[4], tg=[3], batches=[2], repetitions=1))
     found = {result.name: result for result in recorder.results()}
     rates = {name: result.estimate for name, result in found.items() if result.unit == "tok/s"}
@@ -148,7 +149,7 @@ def test_a_shared_prefix(tiny: Path) -> None:
         "s",
         "lower",
         3,
-        40 + sharing.TAIL,
+        40 + latency.TAIL,
     )
     ratios = sorted(a / b for a, b in zip(first.samples, shared.samples, strict=True))
     assert ratios[0] <= shared.fields["times_shorter"] <= ratios[-1]
@@ -166,7 +167,7 @@ def test_answers_while_a_prompt_is_read(tiny: Path) -> None:
         assert all(0 < a <= b <= c for a, b, c in zip(low, middle, high, strict=True))
         assert all(whole >= longest for whole, longest in zip(found[f"ttft{length}@{side}"].samples, high, strict=True))
     fields = found["itl_median@none"].fields
-    assert (fields["target_ms"], fields["answering"], fields["prompt"]) == (None, waiting.ANSWERING, length)
+    assert (fields["target_ms"], fields["answering"], fields["prompt"]) == (None, latency.ANSWERING, length)
     assert any("target 1000 ms" in text for text in told)
 
 
@@ -207,17 +208,17 @@ def test_what_was_measured_before_ctrl_c_is_kept() -> None:
 
 
 def test_the_peak_of_memory_starts_again() -> None:
-    if not memory.reset_peak():
+    if not process_stats.reset_peak():
         pytest.skip("this system cannot reset the highest use of memory")
-    before = memory.peak()
+    before = process_stats.peak()
     block = np.ones(64 << 20, np.uint8)
-    assert memory.peak() >= before + block.nbytes / 2
+    assert process_stats.peak() >= before + block.nbytes / 2
     del block
     gc.collect()
-    assert memory.reset_peak()
-    used = memory.used()
+    assert process_stats.reset_peak()
+    used = process_stats.used()
     assert used is not None
-    assert memory.peak() < before + (48 << 20)
+    assert process_stats.peak() < before + (48 << 20)
 
 
 def test_a_synthetic_model_loads_like_any_other() -> None:

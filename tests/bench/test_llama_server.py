@@ -13,9 +13,8 @@ import pytest
 
 from llm_worker_rbee.bench import peers
 from llm_worker_rbee.bench.peers import OURS, Plan
-from llm_worker_rbee.bench.peers.llama_server import LlamaServer
+from llm_worker_rbee.bench.peers.llama_server import LlamaServer, Made, Stream, StreamError, counted, rate
 from llm_worker_rbee.bench.peers.process import PeerError, Task
-from llm_worker_rbee.bench.peers.streams import Made, Stream, StreamError, counted, rate
 from llm_worker_rbee.bench.prompt_ids import prompts_of
 from llm_worker_rbee.bench.results import Recorder
 from llm_worker_rbee.weights import open_checkpoint

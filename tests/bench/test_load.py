@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from llm_worker_rbee.bench import load, memory
+from llm_worker_rbee.bench import load, process_stats
 from llm_worker_rbee.bench.results import Recorder
 from llm_worker_rbee.errors import WorkerError
 from tests.cli.conftest import write_model
@@ -20,7 +20,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_every_phase_cold_and_warm(tiny: Path) -> None:
-    if not memory.can_drop():
+    if not process_stats.can_drop():
         pytest.skip("this system cannot empty the file cache of a file")
     recorder = Recorder("load")
     told: list[str] = []
@@ -57,14 +57,14 @@ def test_what_lies_in_the_file_cache(tmp_path: Path) -> None:
     file.write_bytes(bytes(3_000_001))
     empty.write_bytes(b"")
     load._read([file, empty])
-    part = memory.resident_part([file, empty])
+    part = process_stats.resident_part([file, empty])
     if part is None:
         pytest.skip("this system does not tell what is in its file cache")
     assert part > 0.9
-    assert memory.resident_part([empty]) is None
-    if memory.can_drop():
-        memory.drop([file, empty])
-        after = memory.resident_part([file])
+    assert process_stats.resident_part([empty]) is None
+    if process_stats.can_drop():
+        process_stats.drop([file, empty])
+        after = process_stats.resident_part([file])
         assert after is not None
         assert 0 <= after <= 1  # a file system in memory keeps all of it
 
@@ -72,12 +72,12 @@ def test_what_lies_in_the_file_cache(tmp_path: Path) -> None:
 def test_a_start_is_prepared(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_bytes(bytes(3_000_001))
-    if not memory.can_drop() or memory.resident_part([file]) is None:
+    if not process_stats.can_drop() or process_stats.resident_part([file]) is None:
         pytest.skip("this system has no file cache that can be emptied and looked at")
-    memory.drop([file])
-    emptied = memory.resident_part([file])  # a file system in memory keeps all of it
+    process_stats.drop([file])
+    emptied = process_stats.resident_part([file])  # a file system in memory keeps all of it
     load._prepare([file], "warm", {})
-    assert memory.resident_part([file]) == 1
+    assert process_stats.resident_part([file]) == 1
     details: dict[str, object] = {}
     load._prepare([file], "cold", details)
     assert details["resident_after_drop"] == [emptied]

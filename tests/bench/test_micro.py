@@ -12,9 +12,9 @@ import pytest
 
 from llm_worker_rbee.backends.reference import ReferenceBackend
 from llm_worker_rbee.bench import micro, roofline
-from llm_worker_rbee.bench.blocks import random_tensor
 from llm_worker_rbee.bench.micro import cases
 from llm_worker_rbee.bench.micro.cases import Case
+from llm_worker_rbee.bench.random_weights import random_tensor
 from llm_worker_rbee.bench.results import Recorder
 from llm_worker_rbee.bench.roofline import Limits, Work
 from llm_worker_rbee.bench.timing import Measured, Plan, calibrate, measure

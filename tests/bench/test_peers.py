@@ -12,10 +12,10 @@ import pytest
 
 from llm_worker_rbee import __version__, machine
 from llm_worker_rbee.bench import peers
-from llm_worker_rbee.bench.drive import Drive, Timed
+from llm_worker_rbee.bench.engine_harness import Drive, Timed
 from llm_worker_rbee.bench.peers import OURS, Plan
-from llm_worker_rbee.bench.peers.own import this_worker
 from llm_worker_rbee.bench.peers.process import Child, LlamaBench, PeerError, Task, ending
+from llm_worker_rbee.bench.peers.worker_child import this_worker
 from llm_worker_rbee.bench.results import Recorder, Result
 from llm_worker_rbee.errors import ContextLengthError, InvalidRequestError
 from llm_worker_rbee.llm import LLM

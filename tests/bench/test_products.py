@@ -13,7 +13,7 @@ from llm_worker_rbee.backends import reference
 from llm_worker_rbee.backends.cpu import CpuBackend
 from llm_worker_rbee.backends.ops import Backend
 from llm_worker_rbee.backends.reference import ReferenceBackend
-from llm_worker_rbee.bench import products as room
+from llm_worker_rbee.bench import matmul_ceiling as room
 from llm_worker_rbee.bench.synthetic import Shape, Spec, checkpoint
 from llm_worker_rbee.models import Transformer, load_model, read_model_config
 

@@ -14,21 +14,22 @@ import numpy as np
 import pytest
 
 from llm_worker_rbee.bench import baseline
-from llm_worker_rbee.bench.prompts import Prompt, read_prompts
-from llm_worker_rbee.bench.results import Recorder, Result
-from llm_worker_rbee.bench.serving import Limits, Load, ServingError, allow_connections, latencies, reach, run
-from llm_worker_rbee.bench.serving.event_stream import LONGEST_EVENT, EventParser
-from llm_worker_rbee.bench.serving.http_client import (
+from llm_worker_rbee.bench.http_client import (
+    LONGEST_EVENT,
     Address,
     Chunks,
     Client,
+    EventParser,
     RequestFailedError,
     Response,
     checked_header,
 )
+from llm_worker_rbee.bench.results import Recorder, Result
+from llm_worker_rbee.bench.serving import Limits, Load, allow_connections, latencies, reach, run
 from llm_worker_rbee.bench.serving.latencies import Gaps, Tally
 from llm_worker_rbee.bench.serving.openai_client import Answer, Target, address, take
-from llm_worker_rbee.bench.serving.workload import Job, Lengths, Workload, vocabulary
+from llm_worker_rbee.bench.serving.server_process import ServingError
+from llm_worker_rbee.bench.workload import Job, Lengths, Prompt, Workload, read_prompts, vocabulary
 from llm_worker_rbee.errors import InvalidRequestError
 
 from .openai_server import WORDS, Server, serving

@@ -14,8 +14,14 @@ from typing import Any
 
 import pytest
 
-from llm_worker_rbee.bench.serving.spawn import ServingError, Spawned, memory_of, processor_seconds
-from llm_worker_rbee.bench.serving.watch import Watch, samples
+from llm_worker_rbee.bench.serving.server_process import (
+    ServingError,
+    Spawned,
+    Watch,
+    memory_of,
+    processor_seconds,
+    samples,
+)
 
 from .conftest import Run
 

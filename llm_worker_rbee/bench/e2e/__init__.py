@@ -20,15 +20,12 @@ from ...errors import ContextLengthError, InsufficientMemoryError, InvalidReques
 from ...models import Transformer, load_model, read_model_config
 from ...models.convert import is_fp8, quantize_checkpoint
 from ...weights import Checkpoint, open_checkpoint
-from .. import environment, memory, roofline, synthetic
-from ..drive import Drive
+from .. import environment, process_stats, roofline, synthetic
+from ..engine_harness import Drive
 from ..results import Recorder, Result
 from ..roofline import Limits
-from . import guessing, sharing, waiting
-from .bench import Bench, Item, Rate
-from .plan import Case as Case
-from .plan import Cost as Cost
-from .plan import Plan as Plan
+from . import latency, speculative
+from .throughput import Bench, Case, Cost, Item, Plan, Rate
 
 Progress = Callable[[str, float, float], None]
 Source = Path | synthetic.Spec
@@ -45,7 +42,7 @@ def run(recorder: Recorder, progress: Progress, source: Source, plan: Plan) -> N
     progress("measuring the machine's limits", 0, 0)
     bounds = roofline.measured(plan.threads)
     recorder.details["limits"] = bounds.as_json()
-    recorder.details["peak_memory_is_of"] = "this run" if memory.reset_peak() else "the process"
+    recorder.details["peak_memory_is_of"] = "this run" if process_stats.reset_peak() else "the process"
     bench, checkpoint = _load(recorder, progress, source, plan, ops, bounds)
     _count(bench, cases)
     items = list(_items(bench, plan, cases, checkpoint, progress))
@@ -61,7 +58,7 @@ def run(recorder: Recorder, progress: Progress, source: Source, plan: Plan) -> N
         for item in items:  # what was measured after them stands beside them now
             if isinstance(item, Rate):
                 item.put()
-        recorder.put(Result.exact("peak_memory", "B", memory.peak()))
+        recorder.put(Result.exact("peak_memory", "B", process_stats.peak()))
 
 
 def _items(
@@ -71,13 +68,13 @@ def _items(
     several = len({case.tokens for case in cases if case.kind == "pp"}) > 1
     yield from (Rate.of(bench, case, several) for case in cases)
     if plan.prefix:
-        yield sharing.Sharing.of(bench, plan.prefix, plan.kv_type)
-    yield from (waiting.Waiting.of(bench, target, plan.kv_type) for target in dict.fromkeys(plan.targets_ms))
+        yield latency.Sharing.of(bench, plan.prefix, plan.kv_type)
+    yield from (latency.Waiting.of(bench, target, plan.kv_type) for target in dict.fromkeys(plan.targets_ms))
     if plan.guesses is not None:
         drafts = None if plan.draft_model is None else _draft_model(Path(plan.draft_model), bench, plan, progress)
         for batch in dict.fromkeys(plan.batches):
             for tokens in dict.fromkeys(filter(None, plan.tg)):
-                yield guessing.Guessing.of(bench, plan, tokens, batch, checkpoint, drafts)
+                yield speculative.Guessing.of(bench, plan, tokens, batch, checkpoint, drafts)
 
 
 def _draft_model(path: Path, bench: Bench, plan: Plan, progress: Progress) -> Transformer:
@@ -112,7 +109,11 @@ def _load(
         recorder.model = {**(recorder.model or {}), **made}
     config, cases = read_model_config(checkpoint), list(plan.cases())
     capacity, batch = max((c.needs for c in cases), default=1), max((c.batch for c in cases), default=1)
-    context = max(capacity, sharing.needs(plan.prefix), waiting.needs(config) if plan.targets_ms else 0)
+    context = max(
+        capacity,
+        latency.shared_prompt_length(plan.prefix),
+        latency.itl_context_length(config) if plan.targets_ms else 0,
+    )
     model = _prepared(checkpoint, config, ops, plan, context, progress)
     drive = Drive(model, capacity, batch, plan.seed, plan.kv_type)
     backend = ops.name
@@ -140,16 +141,16 @@ def _require_room(source: Source, plan: Plan, cases: Sequence[Case]) -> None:
         config, weights = read_model_config(synthetic.without_weights(source)), source.nbytes
     asked = {case.name: (case.needs, f"a smaller --{case.kind} or --depth") for case in cases}
     if plan.prefix:
-        asked["--prefix"] = sharing.needs(plan.prefix), "a smaller one"
+        asked["--prefix"] = latency.shared_prompt_length(plan.prefix), "a smaller one"
     if plan.targets_ms:
-        asked["--target-itl-ms"] = waiting.needs(config), "a model with a longer one"
+        asked["--target-itl-ms"] = latency.itl_context_length(config), "a model with a longer one"
     name, (capacity, remedy) = max(asked.items(), key=lambda one: one[1][0])
     if capacity > config.context_length:
         raise ContextLengthError(
             f"{name} needs {capacity} tokens, the model's context has {config.context_length}: use {remedy}",
             name.lstrip("-")[:2],
         )
-    batch = max((*(case.batch for case in cases), waiting.ANSWERING + 1 if plan.targets_ms else 1))
+    batch = max((*(case.batch for case in cases), latency.ANSWERING + 1 if plan.targets_ms else 1))
     needed, (_, free) = config.kv_bytes(capacity * batch, plan.kv_type), machine.memory()
     if free is not None and needed + weights > free:
         raise InsufficientMemoryError(

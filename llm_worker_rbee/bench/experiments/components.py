@@ -17,10 +17,9 @@ from ...errors import WorkerError
 from ...llm import open_tokenizer
 from ...models import read_model_config
 from ...weights import Checkpoint, open_checkpoint
+from ..http_client import Address, Client, EventParser, RequestFailedError
 from ..results import Result
-from ..serving.event_stream import EventParser
-from ..serving.http_client import Address, Client, RequestFailedError
-from ..serving.spawn import Spawned
+from ..serving.server_process import Spawned
 from .harness import Finding, Lab, Verdict
 
 RULE = "confirmed if at least 90% of the parts do their job on a real file"

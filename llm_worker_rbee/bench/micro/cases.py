@@ -34,11 +34,11 @@ from ...models import Transformer, load_model, read_model_config
 from ...weights import Tensor, open_checkpoint
 from ...weights.hub import locate_model
 from ...weights.quants import BLOCK_TYPES, BlockType
-from ..blocks import random_tensor
-from ..products import products
-from ..prompts import TEXT, read_text
+from ..matmul_ceiling import products
+from ..random_weights import random_tensor
 from ..roofline import Work
 from ..timing import Function
+from ..workload import TEXT, read_text
 
 HIDDEN, HEADS, HEAD_DIM, D_FF, ROPE_BASE = 4096, 32, 128, 11008, 10000.0
 ROWS, COLUMNS = 1024, 4096  # of the matrices of `linear`

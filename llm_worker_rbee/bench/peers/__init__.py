@@ -172,7 +172,7 @@ def _ours(model: Path, plan: Plan, tests: Sequence[Task]) -> Peer:
     given, env = _settings(model, plan, tests)
     paths = [str(Path(__file__).parents[3]), env.get("PYTHONPATH", "")]  # this very package, wherever it lies
     env["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-    return Child(OURS, [sys.executable, "-m", f"{__package__}.own", given], env, plan.timeout_s, batches=True)
+    return Child(OURS, [sys.executable, "-m", f"{__package__}.worker_child", given], env, plan.timeout_s, batches=True)
 
 
 def _others(

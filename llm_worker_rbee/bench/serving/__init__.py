@@ -18,14 +18,13 @@ from typing import Any
 
 import uvloop
 
+from ..http_client import RequestFailedError
 from ..results import Recorder, Result
+from ..workload import Job, Workload
 from . import latencies
-from .http_client import RequestFailedError
 from .latencies import Tally
 from .openai_client import Answer, Target, models
-from .spawn import ServingError as ServingError
-from .watch import Watch, told_by
-from .workload import Job, Workload
+from .server_process import ServingError, Watch, told_by
 
 MOST_IN_FLIGHT = 4096
 REFRESH_S = 0.2

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from .. import statistics
 from ..results import Result
+from ..workload import Job
 from .openai_client import Answer
-from .workload import Job
 
 STATISTICS = {"mean": None, "median": 0.5, "p95": 0.95, "p99": 0.99}  # the mean comes first
 MOST_GAPS = 1_000_000

@@ -14,9 +14,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from .event_stream import EventParser
-from .http_client import Address, Client, RequestFailedError
-from .workload import Job
+from ..http_client import Address, Client, EventParser, RequestFailedError
+from ..workload import Job
 
 LONGEST_ERROR = 1 << 14
 LONGEST_LIST = 4 << 20

@@ -14,7 +14,7 @@ from ..terminal import columns, style
 from .common import MEASURING_PANEL, ResultOptions, recording
 
 if TYPE_CHECKING:
-    from ...bench.accuracy import Path as Measured
+    from ...bench.accuracy import MeasuredPath as Measured
     from ...bench.accuracy import Side
     from ...bench.results import Result, Run
     from ...llm import LLM
@@ -81,7 +81,7 @@ def accuracy(
     used = computing.set_up()
     from ...bench import accuracy as room
     from ...bench import environment
-    from ...bench import prompts as files
+    from ...bench import workload as files
 
     if against not in AGAINST:
         raise typer.BadParameter(f"--against is {against!r}: use one of {', '.join(AGAINST)}")
@@ -103,7 +103,7 @@ def accuracy(
         recorder.model = environment.model_description(path, _aside(progress))
 
         def peer(kind: str, python: str) -> Any:
-            from ...bench.accuracy.peer_logits import Peer
+            from ...bench.accuracy import Peer
 
             progress(f"loading in {kind}", 0, 1)
             made = opened.enter_context(closing(Peer(kind, python, path, material.longest, used)))
@@ -139,8 +139,8 @@ def _reference(llm: "LLM", computing: LoadOptions, progress: StepProgress) -> "S
 
 
 def _paths(llm: "LLM", against: str, llama_cpp: str | None, peer: Callable[[str, str], Any]) -> list["Measured"]:
+    from ...bench.accuracy import MeasuredPath as Measured
     from ...bench.accuracy import Ours
-    from ...bench.accuracy import Path as Measured
 
     ours = Ours(llm)
     made = [Measured(ours, "", {"backend": ours.backend, "path": ours.backend, "against": against})]

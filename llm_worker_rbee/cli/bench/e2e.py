@@ -90,6 +90,7 @@ def e2e(
     """
     used = computing.set_up()
     from ...bench import e2e as room
+    from ...bench.e2e.throughput import Plan
     from ...config.engine import SPECULATIVE
 
     if speculative not in SPECULATIVE:
@@ -97,7 +98,7 @@ def e2e(
     if speculative != "off" and draft_model is not None:
         raise typer.BadParameter("both --speculative and --draft-model are given: choose one")
 
-    plan = room.Plan(
+    plan = Plan(
         pp=numbers(pp, "--pp"),
         tg=numbers(tg, "--tg"),
         depths=numbers(depth, "--depth"),

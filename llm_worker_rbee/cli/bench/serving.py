@@ -22,9 +22,8 @@ if TYPE_CHECKING:
     from ...bench.results import Recorder
     from ...bench.serving import Limits
     from ...bench.serving.openai_client import Target
-    from ...bench.serving.spawn import Spawned
-    from ...bench.serving.watch import Watch
-    from ...bench.serving.workload import Workload
+    from ...bench.serving.server_process import Spawned, Watch
+    from ...bench.workload import Workload
 
 SERVER_PANEL, OWN_PANEL, LOAD_PANEL, PROMPTS_PANEL = "Server", "Server of ours", "Load", "Prompts"
 DEFAULT_REQUESTS = 100
@@ -68,8 +67,8 @@ class ServerOptions:
 
     def target(self, url: str, model: str) -> "Target":
         """The server with a client of its own."""
+        from ...bench.http_client import Client, checked_header
         from ...bench.serving import openai_client
-        from ...bench.serving.http_client import Client, checked_header
 
         if self.endpoint not in openai_client.PATHS:
             raise InvalidRequestError(f"--endpoint is {self.endpoint!r}: chat or completions", "endpoint")
@@ -117,7 +116,7 @@ class OwnOptions:
     @contextmanager
     def server(self, url: str | None, args: list[str], api_key: str | None, timeout: float) -> Iterator["Reached"]:
         """Where the server is, for as long as it is needed."""
-        from ...bench.serving.spawn import Spawned
+        from ...bench.serving.server_process import Spawned
 
         if url is not None:
             yield Reached(url)
@@ -135,8 +134,8 @@ class Reached(NamedTuple):
 
     def watch(self) -> "Watch":
         """Someone who looks at it."""
-        from ...bench.serving.http_client import Address
-        from ...bench.serving.watch import Watch
+        from ...bench.http_client import Address
+        from ...bench.serving.server_process import Watch
 
         return Watch(Address.parse(self.url).authority, None if self.own is None else self.own.pid)
 
@@ -187,8 +186,7 @@ class LoadOptions:
 
     def workload(self, endpoint: str) -> "Workload":
         """The requests; what cannot be is wrong usage."""
-        from ...bench.prompts import read_prompts
-        from ...bench.serving.workload import MOST_REQUESTS, Lengths, Workload
+        from ...bench.workload import MOST_REQUESTS, Lengths, Workload, read_prompts
 
         if not self.rate > 0:
             raise InvalidRequestError(f"--rate is {self.rate}: it must be above 0, or inf", "rate")

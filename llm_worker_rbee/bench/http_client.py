@@ -10,13 +10,13 @@ import asyncio
 import os
 import re
 import ssl
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from urllib.parse import urlsplit
 
-from ... import __version__
-from ...errors import InvalidRequestError
-from .address import Address as Address
+from .. import __version__
+from ..errors import InvalidRequestError
 
 READ_AT_ONCE = 1 << 16
 LONGEST_LINE = 1 << 16  # of a response's head
@@ -273,3 +273,95 @@ def _reason(error: OSError) -> str:
     """What went wrong; asyncio hides it behind `Connect call failed`, or several of them where a name has addresses."""
     found = re.search(r"\[Errno (\d+)\] Connect call failed", str(error))
     return os.strerror(int(found[1])) if found else error.strerror or str(error) or type(error).__name__
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where a server is: `http://host:port/base`."""
+
+    scheme: str
+    host: str
+    port: int
+    base: str  # the path before each request's own, without a slash at its end
+
+    @staticmethod
+    def parse(url: str) -> Address:
+        """Take a URL apart; one without a scheme is http."""
+        try:
+            parts = urlsplit(url if "://" in url else f"http://{url}")
+            port = parts.port or (443 if parts.scheme == "https" else 80)
+        except ValueError as error:
+            raise InvalidRequestError(f"{url!r} is not a URL: {error}", "url") from None
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise InvalidRequestError(f"{url!r} is not the URL of a server: give http://host:port", "url")
+        if parts.username is not None or parts.query or parts.fragment:
+            raise InvalidRequestError(
+                "the URL must hold a host, a port and a path only: a key goes into --api-key", "url"
+            )
+        if not url.isascii() or re.search(r"[\s\x00-\x1f\x7f]", url):
+            raise InvalidRequestError(f"{url!r} holds characters that no URL has", "url")
+        return Address(parts.scheme, parts.hostname, port, parts.path.rstrip("/"))
+
+    @property
+    def authority(self) -> str:
+        """Host and port, as the Host header has them."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{host}:{self.port}"
+
+    def __str__(self) -> str:
+        return f"{self.scheme}://{self.authority}{self.base}"
+
+
+LONGEST_EVENT = 4 << 20
+LINE_END = re.compile(rb"\r\n|\n|\r")
+
+
+@dataclass(slots=True)
+class EventParser:
+    """One stream; what is not complete yet waits for its rest.
+
+    Most servers end their lines with LF alone: until a CR is seen, whole events are cut out at once.
+    """
+
+    _rest: bytes = b""
+    _data: list[str] = field(default_factory=list)
+    _has_cr: bool = False
+    _after_cr: bool = False
+    _size: int = 0
+
+    def feed(self, part: bytes) -> Iterator[str]:
+        """The events that are complete with this part."""
+        self._has_cr = self._has_cr or b"\r" in part
+        if self._has_cr:
+            yield from self._feed_lines(part)
+        else:
+            *events, self._rest = (self._rest + part).split(b"\n\n")
+            for event in events:
+                if event.startswith(b"data: ") and b"\n" not in event:
+                    yield event[6:].decode(errors="replace")
+                else:
+                    yield from self._take([*event.split(b"\n"), b""])
+        if self._size + len(self._rest) > LONGEST_EVENT:
+            raise RequestFailedError("protocol", f"an event is longer than {LONGEST_EVENT >> 20} MiB")
+
+    def finish(self) -> Iterator[str]:
+        """What the end of the stream completes: some servers leave out the last blank line."""
+        return self.feed(b"\n\n")
+
+    def _feed_lines(self, part: bytes) -> Iterator[str]:
+        if self._after_cr and part.startswith(b"\n"):  # the other half of a CRLF
+            part = part[1:]
+        self._after_cr = part.endswith(b"\r")
+        *lines, self._rest = LINE_END.split(self._rest + part)
+        yield from self._take(lines)
+
+    def _take(self, lines: list[bytes]) -> Iterator[str]:
+        """Lines of events; an empty one ends an event."""
+        for line in lines:
+            name, _, value = line.partition(b":")
+            if name == b"data":
+                self._data.append(value.removeprefix(b" ").decode(errors="replace"))
+                self._size += len(value)
+            elif not line and self._data:
+                yield "\n".join(self._data)
+                self._data, self._size = [], 0

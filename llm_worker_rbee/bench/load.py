@@ -15,13 +15,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ...errors import WorkerError
-from ...weights.hub import model_files
-from .. import environment, memory
-from ..results import Recorder
+from ..errors import WorkerError
+from ..weights.hub import model_files
+from . import environment, process_stats
+from .results import Recorder
 
 Progress = Callable[[str, float, float], None]
-CHILD = Path(__file__).with_name("child.py")
+CHILD = Path(__file__).with_name("load_child.py")
 PROMPT = "The capital of France is"
 WITHOUT_FILE = ("interpreter", "import")  # what does not read the model: the same cold and warm
 READ_AT_ONCE = 1 << 22
@@ -39,7 +39,7 @@ def run(
     recorder.model = environment.model_description(model, lambda what, *n: progress(what, n[0], n[1] or 0))
     files = model_files(model)
     given = {"model": str(model), "prompt": PROMPT, "options": options or {}}
-    caches = ["cold", "warm"] if memory.can_drop() else ["warm"]
+    caches = ["cold", "warm"] if process_stats.can_drop() else ["warm"]
     if "cold" not in caches:
         recorder.details["left_out"] = {"cold": "this system has no posix_fadvise to empty the file cache of a file"}
     if (options or {}).get("backend") != "reference":
@@ -57,8 +57,8 @@ def _prepare(files: list[Path], cache: str, details: dict[str, Any]) -> None:
     if cache == "warm":
         _read(files)
         return
-    memory.drop(files)
-    left = memory.resident_part(files)
+    process_stats.drop(files)
+    left = process_stats.resident_part(files)
     known = details.setdefault("resident_after_drop", [])
     known.append(left)
     if left is not None and left > STILL_THERE:
@@ -74,7 +74,7 @@ def _read(files: list[Path]) -> None:
 
 def _start(given: dict[str, Any]) -> dict[str, Any]:
     """One fresh process; what it says."""
-    paths = [str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH", "")]  # this very package, wherever it lies
+    paths = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]  # this very package, wherever it lies
     settings = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     try:
         done = subprocess.run(

@@ -13,10 +13,9 @@ from typing import Any
 from ...errors import ContextLengthError, InferenceError
 from ...models import Transformer
 from ...weights import Checkpoint
-from ..drive import Drive
+from ..engine_harness import Drive
 from ..prompt_ids import prompts_of
-from .bench import Bench
-from .plan import Plan
+from .throughput import Bench, Plan
 
 FEWEST_PROMPTS = 8
 WARM_UP_TOKENS = 8

@@ -15,20 +15,20 @@ from llm_worker_rbee.llm import LLM  # noqa: E402
 
 IMPORTED = time.monotonic()
 
-from llm_worker_rbee.bench import memory  # noqa: E402
+from llm_worker_rbee.bench import process_stats  # noqa: E402
 
 
 def main() -> None:
     """Load, make one token, tell."""
     started, given = float(sys.argv[1]), json.loads(sys.argv[2])
-    after_import = memory.used()
+    after_import = process_stats.used()
     llm = LLM(given["model"], **given["options"])
-    loaded, after_load = time.monotonic(), memory.used()
+    loaded, after_load = time.monotonic(), process_stats.used()
     llm.generate(given["prompt"], max_tokens=1, temperature=0.0, ignore_eos=True)
     ended = time.monotonic()
     phases = {"interpreter": ENTERED - started, "import": IMPORTED - ENTERED, **llm.phases}
     phases |= {"first_token": ended - loaded, "total": ended - started}
-    sizes = {"import": after_import, "load": after_load, "peak": memory.peak()}
+    sizes = {"import": after_import, "load": after_load, "peak": process_stats.peak()}
     print(json.dumps({"seconds": phases, "bytes": sizes}))
 
 

@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ... import machine
-from ...errors import InsufficientMemoryError, InvalidRequestError, WorkerError, human_bytes
-from ...weights import Checkpoint, Tensor
-from ...weights.gguf_writer import Raw, Typed, write_gguf
-from ...weights.quant_mix import EMBEDDING, OUTPUT, Mix, Place, find_mix, matrix_type
-from ...weights.quants import BLOCK_TYPES, BlockType
-from ..blocks import random_tensor
+from .. import machine
+from ..errors import InsufficientMemoryError, InvalidRequestError, WorkerError, human_bytes
+from ..weights import Checkpoint, Tensor
+from ..weights.gguf_writer import Raw, Typed, write_gguf
+from ..weights.quant_mix import EMBEDDING, OUTPUT, Mix, Place, find_mix, matrix_type
+from ..weights.quants import BLOCK_TYPES, BlockType
+from .random_weights import random_tensor
 
 Progress = Callable[[str, float, float], None]
 SPARE = 512 << 20  # memory or disk that is left alone

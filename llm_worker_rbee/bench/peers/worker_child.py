@@ -12,7 +12,7 @@ from ... import __version__
 from ...backends import resolve_kv_type, select_backend
 from ...models import load_model, read_model_config
 from ...weights import open_checkpoint
-from ..drive import Drive
+from ..engine_harness import Drive
 from .child import Measure, serve
 
 
