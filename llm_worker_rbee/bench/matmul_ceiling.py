@@ -6,7 +6,6 @@ others they are made one after the other. Activations are random; what comes out
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -40,31 +39,32 @@ def _one_by_one(model: Transformer, rows: int) -> Callable[[], object]:
 
 def _program(model: Transformer, rows: int) -> Callable[[], object]:
     """A step's table points at one input and one output, large enough for all."""
-    linear, program, quantize = (
-        importlib.import_module(f"llm_worker_rbee.backends.cpu.{name}")  # needs Numba
-        for name in ("linear", "program", "quantize_activations")
-    )
-    at, parts = program.Step, model.parts()
+    from ..backends.cpu import quantize_activations
+    from ..backends.cpu.linear import products as product_instructions
+    from ..backends.cpu.linear import to_bytes
+    from ..backends.cpu.program import Program, Step, new_step
+
+    parts = model.parts()
     weights = [w for b in parts.blocks for w in (b.qkv, b.output, b.gate_up, b.down)] + [parts.head.finely()]
     widest = max(w.columns for w in weights)
     made: list[Any] = []
     for w in weights:
         width, fine = w.columns, any(w.fine)
-        made += linear.to_bytes(at.TOKENS, at.DELTA, 1, width, width, w.wants_bytes, fine=fine)
-        made += linear.products(w, at.TOKENS, at.DELTA, at.QKV)
-    made_program, step = program.Program(made), program.new_step()
+        made += to_bytes(Step.TOKENS, Step.DELTA, 1, width, width, w.wants_bytes, fine=fine)
+        made += product_instructions(w, Step.TOKENS, Step.DELTA, Step.QKV)
+    program, step = Program(made), new_step()
     buffers: dict[int, NDArray[Any]] = {
-        at.DELTA: _random(rows, widest),
-        at.QKV: np.empty((rows, max(w.rows for w in weights)), np.float32),
-        **dict(enumerate(quantize.room(2 * rows, widest), at.ACTIVATIONS)),
+        Step.DELTA: _random(rows, widest),
+        Step.QKV: np.empty((rows, max(w.rows for w in weights)), np.float32),
+        **dict(enumerate(quantize_activations.room(2 * rows, widest), Step.ACTIVATIONS)),
     }
-    step[at.TOKENS] = rows
+    step[Step.TOKENS] = rows
     for entry, buffer in buffers.items():
         step[entry] = buffer.ctypes.data
 
     def multiply() -> object:
-        made_program.run(step)
-        return buffers[at.QKV]
+        program.run(step)
+        return buffers[Step.QKV]
 
     return multiply
 

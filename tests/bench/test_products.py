@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
 
-from llm_worker_rbee.backends import reference
-from llm_worker_rbee.backends.cpu import CpuBackend
-from llm_worker_rbee.backends.ops import Backend
+from llm_worker_rbee.backends.cpu import CpuBackend, program
+from llm_worker_rbee.backends.cpu.linear import products
 from llm_worker_rbee.backends.reference import ReferenceBackend
 from llm_worker_rbee.bench import matmul_ceiling as room
 from llm_worker_rbee.bench.synthetic import Shape, Spec, checkpoint
@@ -28,21 +25,20 @@ def model(ops: Any, mix: str = "Q8_0") -> Transformer:
 
 
 def test_one_by_one_each_matrix_is_used_once() -> None:
-    plain, used = model(ReferenceBackend()), list[tuple[tuple[int, ...], Any]]()
+    used = list[tuple[tuple[int, ...], Any]]()
 
-    def linear(x: Any, w: Any, bias: Any = None) -> Any:
-        used.append((x.shape, w))
-        return reference.linear(x, w, bias)
+    class Recording(ReferenceBackend):
+        def linear(self, x: Any, w: Any, bias: Any = None) -> Any:
+            used.append((x.shape, w))
+            return super().linear(x, w, bias)
 
-    ops = cast(
-        Backend, SimpleNamespace(prepare_vector=reference.prepare_vector, linear=linear, logits=reference.logits)
-    )
-    out: Any = room.products(replace(plain, ops=ops), 3)()
+    plain = model(Recording())
+    out: Any = room.products(plain, 3)()
     parts = plain.parts()
     layers = [w for b in parts.blocks for w in (b.qkv, b.output, b.gate_up, b.down)]
     assert [w for _, w in used] == layers
     assert {shape for shape, _ in used} == {(3, 64), (3, 96)}
-    np.testing.assert_array_equal(out, reference.logits(room._random(3, 64), plain.head))
+    np.testing.assert_array_equal(out, ReferenceBackend().logits(room._random(3, 64), plain.head))
 
 
 @pytest.mark.parametrize("mix", ["Q8_0", "Q4_K_M", "F16"])
@@ -56,17 +52,16 @@ def test_as_a_program_it_ends_with_the_heads_product(mix: str, rows: int) -> Non
     np.testing.assert_array_equal(out.reshape(-1)[: wanted.size], wanted.reshape(-1))
 
 
-def test_the_program_has_every_product() -> None:
+def test_the_program_has_every_product(monkeypatch: pytest.MonkeyPatch) -> None:
     """Made of the instructions of the single products, in the order of the layers."""
     made, run = model(cpu), list[Any]()
-    program = SimpleNamespace(Program=lambda some: run.extend(some) or cpu.program.Program(some))  # type: ignore[attr-defined]
-    names = ("linear_op", "step", "activations")
-    ops = SimpleNamespace(program=program, **{name: getattr(cpu, name) for name in names})
-    room.products(replace(made, ops=cast(Backend, ops)), 2)()
+    original = program.Program
+    monkeypatch.setattr(program, "Program", lambda some: run.extend(some) or original(some))
+    room.products(made, 2)()
     parts = made.parts()
     weights = [w for b in parts.blocks for w in (b.qkv, b.output, b.gate_up, b.down)] + [parts.head.finely()]
-    step = cpu.step.Step  # type: ignore[attr-defined]
-    single = [cpu.linear_op.products(w, step.TOKENS, step.DELTA, step.QKV) for w in weights]
+    step = program.Step
+    single = [products(w, step.TOKENS, step.DELTA, step.QKV) for w in weights]
     wanted = [instruction.args.tolist() for some in single for instruction in some]
     found = [instruction.args.tolist() for instruction in run]
     assert [args for args in found if args in wanted] == wanted
