@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from ..errors import InferenceError, RequestCancelledError, WorkerError
-from .engine import Engine, require_fit
+from .engine import Engine
 from .request import Request, StepOutput, copy_error
 
 MAX_BUFFERED_OUTPUTS = 4096  # outputs of one request
@@ -41,7 +41,7 @@ class RequestStream:
         return self
 
     async def __aexit__(self, *_: Any) -> None:
-        self.cancel()
+        self.abort()
 
     def __aiter__(self) -> RequestStream:
         return self
@@ -72,8 +72,8 @@ class RequestStream:
             found.append(self._unread.popleft())
         return found
 
-    def cancel(self) -> None:
-        """Give the request up: it ends within a step, and its reader hears of it."""
+    def abort(self) -> None:
+        """End the request within a step; its reader gets an error."""
         self._finish_with(RequestCancelledError("the request was cancelled"))
 
     def put(self, output: StepOutput) -> None:
@@ -84,9 +84,8 @@ class RequestStream:
         self._has_ended = output.finish_reason is not None
         if len(self._unread) > self._max_buffered_outputs and not self._has_ended:
             self._unread.clear()
-            self._finish_with(
-                RequestCancelledError(f"nobody read the answer: {self._max_buffered_outputs} tokens were waiting")
-            )
+            message = f"the output was not read: {self._max_buffered_outputs} tokens were waiting"
+            self._finish_with(RequestCancelledError(message))
         self._news.set()
 
     def _finish_with(self, error: WorkerError) -> None:
@@ -145,8 +144,8 @@ class AsyncEngine:
         self._end_all(error or RequestCancelledError("the engine was stopped"))
 
     def submit(self, request: Request) -> RequestStream:
-        """Take a request on, in an event loop; one that can never fit is refused at once."""
-        require_fit(request.num_prompt_tokens, request.max_tokens, self.engine.config)
+        """Queue a request from an event loop; `resolve_max_tokens` has checked that it fits."""
+        assert self.engine.has_room_for(request), "the request is longer than the context or the KV cache"
         ticket = RequestStream(self, request, self._max_buffered_outputs)
         with self._stopping:
             if self._is_stopping:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from ..cache import KVCache
 from ..config import EngineConfig
-from ..errors import ContextLengthError, InferenceError, InsufficientMemoryError, InvalidRequestError, WorkerError
+from ..errors import InferenceError, InsufficientMemoryError, InvalidRequestError, WorkerError
 from ..models import Transformer
 from .async_scheduling import AsyncScheduler, InFlightStep, landed, spans_of
 from .model_runner import ModelRunner
@@ -50,13 +50,20 @@ class Engine:
         return self.scheduler.has_work
 
     def add(self, request: Request) -> None:
-        """Take a request on; one that can never fit is refused at once."""
-        require_fit(request.num_prompt_tokens, request.max_tokens, self.config)
+        """Queue a request; `resolve_max_tokens` has checked that it fits."""
+        assert self.has_room_for(request), "the request is longer than the context or the KV cache"
         if request.arrival >= 0:
             raise InvalidRequestError("a request can be added once: make another one of it", "request")
         request.arrival = self._arrivals
         self._arrivals += 1
         self.scheduler.add(request)
+
+    def has_room_for(self, request: Request) -> bool:
+        """Whether an otherwise idle engine can compute the whole request."""
+        cache = self.config.n_blocks * self.config.block_size  # keys and values of the last token are never needed
+        return (
+            request.max_total_tokens <= min(self.config.max_context, cache + 1) and request.num_prompt_tokens <= cache
+        )
 
     def abort(self, request: Request) -> bool:
         """Forget a request, wherever it is: nothing more comes of it, and what it held is free. Was it here?"""
@@ -150,24 +157,6 @@ class Engine:
         self.num_steps += 1
         if is_reading:
             self.token_budget.observe(sum(span.stop - span.start for span in spans), seconds)
-
-
-def require_fit(prompt: int, answer: int, config: EngineConfig) -> None:
-    """Refuse what is longer than the context or than the whole cache, with the figures."""
-    total, cache = prompt + answer, config.n_blocks * config.block_size
-    computed = prompt + max(answer, 1) - 1  # keys and values of the last token are never needed
-    if total > config.max_context:
-        raise ContextLengthError(
-            f"the prompt has {prompt} tokens and max_tokens is {answer}: together {total}, "
-            f"over the context of {config.max_context}",
-            "max_tokens",
-        )
-    if computed > cache:
-        raise ContextLengthError(
-            f"the prompt has {prompt} tokens and max_tokens is {answer}: together {total}, and the KV cache holds "
-            f"{cache}: ask for fewer tokens, or give the cache more memory (kv_memory)",
-            "max_tokens",
-        )
 
 
 def _shown(error: Exception) -> WorkerError:

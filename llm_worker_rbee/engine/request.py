@@ -1,4 +1,7 @@
-"""What a caller asks for, and what comes back: plain records, checked once when they are made."""
+"""What a client asks for, how far a request is, and the records that pass between scheduler, runner and sampler.
+
+Plain records, validated once when they are made. The scheduler imports this module, so it has no arrays.
+"""
 
 from __future__ import annotations
 
@@ -9,41 +12,65 @@ from dataclasses import dataclass, field
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from ..config import EngineConfig
 from ..errors import ContextLengthError, InvalidRequestError, WorkerError
 
-if TYPE_CHECKING:  # the books import no array library
+if TYPE_CHECKING:  # it holds arrays
     from ..backends.ops import SampleRow
-
 
 FinishReason = Literal["stop", "length", "error"]
 MAX_SEED = 1 << 64
-MAX_COUNT = (1 << 63) - 1  # what a kernel can be told
+MAX_COUNT = (1 << 63) - 1  # the largest integer that a kernel takes
 MAX_STOPS = 16
 MAX_STOP_CHARS = 100
 MAX_LOGPROBS = 20
-# field -> (lowest, highest, the lowest itself is excluded)
-NUMBERS: dict[str, tuple[float, float, bool]] = {
-    "temperature": (0.0, 2.0, False),
-    "top_p": (0.0, 1.0, False),
-    "min_p": (0.0, 1.0, False),
-    "typical_p": (0.0, 1.0, False),
-    "repetition_penalty": (0.0, 2.0, True),
-    "presence_penalty": (-2.0, 2.0, False),
-    "frequency_penalty": (-2.0, 2.0, False),
+
+
+class Bounds(NamedTuple):
+    """The values that a numeric parameter accepts; an error message and a JSON schema follow from it."""
+
+    minimum: float
+    maximum: float | None = None
+    excludes_minimum: bool = False
+    is_integer: bool = False
+    is_optional: bool = False  # None is accepted too
+
+    def describe(self) -> str:
+        """Return the range in words, for error messages."""
+        least = f"above {self.minimum:g}" if self.excludes_minimum else f"{_shown(self.minimum)} or more"
+        return least if self.maximum is None else f"{least}, at most {_shown(self.maximum)}"
+
+    def __contains__(self, value: object) -> bool:
+        if not isinstance(value, Real) or value < self.minimum or (self.excludes_minimum and value == self.minimum):
+            return False
+        return self.maximum is None or value <= self.maximum
+
+
+def _shown(bound: float) -> str:
+    return str(bound) if isinstance(bound, int) else f"{bound:g}"
+
+
+# Every numeric field of SamplingParams; the HTTP schema takes its bounds from here.
+SAMPLING_BOUNDS: dict[str, Bounds] = {
+    "max_tokens": Bounds(1, is_integer=True, is_optional=True),
+    "temperature": Bounds(0.0, 2.0),
+    "top_k": Bounds(0, MAX_COUNT, is_integer=True),
+    "top_p": Bounds(0.0, 1.0),
+    "min_p": Bounds(0.0, 1.0),
+    "typical_p": Bounds(0.0, 1.0),
+    "repetition_penalty": Bounds(0.0, 2.0, excludes_minimum=True),
+    "repeat_last_n": Bounds(0, MAX_COUNT, is_integer=True),
+    "presence_penalty": Bounds(-2.0, 2.0),
+    "frequency_penalty": Bounds(-2.0, 2.0),
+    "seed": Bounds(0, MAX_SEED - 1, is_integer=True, is_optional=True),
+    "logprobs": Bounds(0, MAX_LOGPROBS, is_integer=True, is_optional=True),
 }
-# field -> (lowest, highest or None, may be None)
-INTEGERS: dict[str, tuple[int, int | None, bool]] = {
-    "max_tokens": (1, None, True),
-    "top_k": (0, MAX_COUNT, False),
-    "repeat_last_n": (0, MAX_COUNT, False),
-    "seed": (0, MAX_SEED - 1, True),
-    "logprobs": (0, MAX_LOGPROBS, True),
-}
+LOGIT_BIAS_BOUNDS = Bounds(-100.0, 100.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How an answer is drawn. `temperature=0` is greedy; `max_tokens=None` is what is left of the context."""
+    """How tokens are sampled. `temperature=0` is greedy; `max_tokens=None` is what is left of the context."""
 
     max_tokens: int | None = None
     temperature: float = 1.0
@@ -59,25 +86,22 @@ class SamplingParams:
     seed: int | None = None
     stop: Sequence[str] = ()
     ignore_eos: bool = False
-    logprobs: int | None = None  # how many of the likeliest tokens to report beside the chosen one
+    logprobs: int | None = None  # how many of the most probable tokens to report beside the sampled one
     prompt_logprobs: bool = False
 
     def __post_init__(self) -> None:
         stops = (self.stop,) if isinstance(self.stop, str) else self.stop
-        plain: dict[str, Any] = {"stop": _checked_stops(stops), "logit_bias": _checked_bias(self.logit_bias)}
-        for name, (low, high, open_end) in NUMBERS.items():
-            plain[name] = _number(name, getattr(self, name), low, high, open_end)
-        for name, (least, most, optional) in INTEGERS.items():
-            value = getattr(self, name)
-            plain[name] = None if value is None and optional else _integer(name, value, least, most)
+        checked: dict[str, Any] = {"stop": _check_stops(stops), "logit_bias": _check_logit_bias(self.logit_bias)}
+        for name, bounds in SAMPLING_BOUNDS.items():
+            checked[name] = _check_number(name, getattr(self, name), bounds)
         for name in ("ignore_eos", "prompt_logprobs"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidRequestError(f"{name} must be true or false, not {getattr(self, name)!r}", name)
-        for name, value in plain.items():  # NumPy's numbers become Python's, mutable values are copied
+        for name, value in checked.items():  # NumPy numbers become Python's, mutable values are copied
             object.__setattr__(self, name, value)
 
 
-def _checked_stops(stops: Any) -> tuple[str, ...]:
+def _check_stops(stops: Any) -> tuple[str, ...]:
     if not isinstance(stops, (list, tuple)) or not all(isinstance(s, str) for s in stops):
         raise InvalidRequestError("stop must be a string or a list of strings", "stop")
     if len(stops) > MAX_STOPS:
@@ -87,71 +111,67 @@ def _checked_stops(stops: Any) -> tuple[str, ...]:
     return tuple(stops)
 
 
-def _checked_bias(bias: Any) -> dict[int, float]:
+def _check_logit_bias(bias: Any) -> dict[int, float]:
     if not isinstance(bias, Mapping):
         raise InvalidRequestError("logit_bias must map token ids to numbers", "logit_bias")
+    token_bounds = Bounds(0, is_integer=True)
     return {
-        _integer("logit_bias", token, 0, None): _number(
-            "logit_bias", value, -100.0, 100.0, False, shown=f"logit_bias of token {token}"
+        _check_number("logit_bias", token, token_bounds): _check_number(
+            "logit_bias", value, LOGIT_BIAS_BOUNDS, shown=f"logit_bias of token {token}"
         )
         for token, value in bias.items()
     }
 
 
-def _number(name: str, value: Any, low: float, high: float, open_end: bool, shown: str | None = None) -> float:
+def _check_number(name: str, value: Any, bounds: Bounds, shown: str | None = None) -> Any:
+    """Return the value as a Python number, or raise an error that names the parameter and its range."""
     shown = shown or name
-    is_number = isinstance(value, Real) and not isinstance(value, bool)
-    if not is_number or not abs(value) < math.inf:  # NaN is less than nothing
+    if value is None and bounds.is_optional:
+        return None
+    is_number = not isinstance(value, bool) and isinstance(value, Real)
+    if bounds.is_integer and not (is_number and isinstance(value, Integral)):
+        raise InvalidRequestError(f"{shown} must be a whole number, not {value!r}", name)
+    if not (is_number and abs(value) < math.inf):  # NaN compares false, so it is rejected too
         raise InvalidRequestError(f"{shown} must be a finite number, not {value!r}", name)
-    if not low <= value <= high or (open_end and value == low):
-        least = f"above {low:g}" if open_end else f"{low:g} or more"
-        raise InvalidRequestError(f"{shown} is {value}: it must be {least}, at most {high:g}", name)
-    return float(value)
-
-
-def _integer(name: str, value: Any, least: int, most: int | None) -> int:
-    if isinstance(value, bool) or not isinstance(value, Integral):
-        raise InvalidRequestError(f"{name} must be a whole number, not {value!r}", name)
-    if int(value) < least or (most is not None and int(value) > most):
-        limit = "" if most is None else f", at most {most}"
-        raise InvalidRequestError(f"{name} is {value}: it must be {least} or more{limit}", name)
-    return int(value)
+    if value not in bounds:
+        raise InvalidRequestError(f"{shown} is {value}: it must be {bounds.describe()}", name)
+    return int(value) if bounds.is_integer else float(value)
 
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One sequence being computed: what was asked for, and how far it is."""
+    """One sequence being computed: what the client asked for, and how far it is."""
 
     prompt: list[int]
     params: SamplingParams
-    max_tokens: int  # resolved: what was asked for, or what is left of the context; 0 where the prompt is only scored
+    max_tokens: int  # as `resolve_max_tokens` gives it; 0 where the prompt is only scored
     seed: int
     eos_ids: frozenset[int]
-    sample_index: int = 0  # of several answers to one prompt
+    sample_index: int = 0  # of several completions of one prompt
     priority: int = 0  # lower goes first
-    deadline: float | None = None  # on the clock of time.monotonic
+    deadline: float | None = None  # in the time of time.monotonic
 
-    # The engine's books. No phases: each step brings num_computed_tokens nearer to num_tokens.
-    ids: list[int] = field(default_factory=list)  # the prompt, then what was generated
+    # State of the scheduler. There are no phases: each step brings num_computed_tokens nearer to num_tokens.
+    ids: list[int] = field(default_factory=list)  # prompt and output tokens
     num_computed_tokens: int = 0
     num_prompt_tokens: int = 0
     max_total_tokens: int = 0  # prompt and output
-    stop_ids: frozenset[int] = frozenset()  # that end it
-    drafts: list[int] = field(default_factory=list)  # guesses for the tokens after `ids`
+    stop_ids: frozenset[int] = frozenset()  # tokens that finish it
+    drafts: list[int] = field(default_factory=list)  # draft tokens that follow `ids`
     arrival: int = -1  # the engine's count
     is_finished: bool = True  # not in the scheduler
-    blocks: list[int] = field(default_factory=list)  # of the KV cache, in order
+    blocks: list[int] = field(default_factory=list)  # its KV blocks, in order
     hashes: list[bytes] = field(default_factory=list)  # of its full blocks, chained
-    num_hashed_blocks: int = 0  # that others can find
-    num_cached_tokens: int = -1  # of the prompt, found when it was first admitted
-    first_scheduled_time: float = 0.0  # that was when, on the clock of time.perf_counter
-    num_shared_tokens: int = 0  # found when it was last admitted
-    num_preemptions: int = 0  # how often it gave its blocks to others
-    batch_slot: int = -1  # row of the block tables while it is running, -1 otherwise
-    num_blocks_in_table: int = 0  # that its row of the block table has
+    num_hashed_blocks: int = 0  # published in the prefix cache
+    num_cached_tokens: int = -1  # prefix hit when it was first scheduled
+    first_scheduled_time: float = 0.0  # in the time of time.perf_counter
+    num_shared_tokens: int = 0  # prefix hit when it was last scheduled
+    num_preemptions: int = 0
+    batch_slot: int = -1  # its row of the block tables while it is running, -1 otherwise
+    num_blocks_in_table: int = 0  # written to that row
     prompt_logprobs: list[TokenLogprob | None] | None = None
     sample_row: SampleRow | None = None
-    draft_state: Any = None  # what a drafter remembers of it
+    draft_state: Any = None  # the drafter's own
 
     def __post_init__(self) -> None:
         if isinstance(self.priority, bool) or not isinstance(self.priority, int):
@@ -164,67 +184,30 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and generated tokens together."""
         return len(self.ids)
 
     @property
     def tokens(self) -> list[int]:
-        """What was generated so far."""
+        """The output tokens."""
         return self.ids[self.num_prompt_tokens :]
 
     @property
     def num_unscored_tokens(self) -> int:
-        """Tokens of the prompt whose log-probabilities are wanted and not known yet."""
+        """Prompt tokens whose log-probabilities were requested and are not computed yet."""
         return 0 if self.prompt_logprobs is None else self.num_prompt_tokens - len(self.prompt_logprobs)
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """A token's log-probability and the likeliest tokens at its place, best first."""
+    """A token's log-probability and the most probable tokens at its place, best first."""
 
     token: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
 
 
-class StepOutput(NamedTuple):
-    """What a step gives for one request: a token, or the error that ended it."""
-
-    request: Request
-    token: int
-    logprob: TokenLogprob | None = None
-    # "stop": an end-of-text id, which is then not part of the answer; "error": there is no token, `error` says why
-    finish_reason: FinishReason | None = None
-    error: WorkerError | None = None
-
-
-def copy_error(error: WorkerError) -> WorkerError:
-    """The same error for one more request: raised in several places, one object would gather all their tracebacks."""
-    own = copy(error)
-    own.__cause__ = error.__cause__
-    return own
-
-
-def token_limit(prompt: int, asked: int | None, context: int) -> int:
-    """How many tokens an answer may have; an answer that cannot fit is refused with all the figures. One of 0 tokens
-    is a prompt that is only scored: it may fill the context."""
-    if prompt == 0:
-        raise InvalidRequestError("the prompt is empty: it must have at least one token", "prompt")
-    if prompt > context or (prompt == context and asked != 0):
-        raise ContextLengthError(
-            f"the prompt has {prompt} tokens, the context {context}: nothing is left for an answer", "prompt"
-        )
-    if asked is not None and prompt + asked > context:
-        raise ContextLengthError(
-            f"the prompt has {prompt} tokens and max_tokens is {asked}: together {prompt + asked}, "
-            f"over the context of {context}",
-            "max_tokens",
-        )
-    return context - prompt if asked is None else asked
-
-
 class ScheduledTokens(NamedTuple):
-    """Neighbouring tokens of one request, computed in one step; logits are wanted from `logits_from` on."""
+    """Consecutive tokens of one request that a step computes; logits are needed from `logits_from` on."""
 
     request: Request
     start: int
@@ -234,19 +217,77 @@ class ScheduledTokens(NamedTuple):
 
 @dataclass(slots=True)
 class SamplerOutput:
-    """What was chosen in a step: for each span that reaches the end of its request a token, and one for each guess."""
+    """The tokens of a step, flat: one for each request that is computed to its end, one more for each draft."""
 
     tokens: list[int]
-    logprobs: dict[Request, list[TokenLogprob]] = field(default_factory=dict)  # of those who asked, for each token
-    failed: dict[Request, WorkerError] = field(default_factory=dict)  # they have no tokens
+    logprobs: dict[Request, list[TokenLogprob]] = field(default_factory=dict)  # where requested, for each token
+    failed: dict[Request, WorkerError] = field(default_factory=dict)  # these have no tokens
+
+
+class StepOutput(NamedTuple):
+    """What a step gives for one request: a token, or the error that finished it."""
+
+    request: Request
+    token: int
+    logprob: TokenLogprob | None = None
+    # "stop": `token` is an end-of-text id and no part of the output; "error": there is no token
+    finish_reason: FinishReason | None = None
+    error: WorkerError | None = None
 
 
 @dataclass(slots=True)
 class SchedulerStats:
-    """What happened since the engine began."""
+    """Counters since the engine started."""
 
     num_preemptions: int = 0
-    num_queried_tokens: int = 0  # of prompts, looked up in the prefix cache
-    num_hit_tokens: int = 0  # and found
+    num_queried_tokens: int = 0  # prompt tokens looked up in the prefix cache
+    num_hit_tokens: int = 0  # of these, found
     num_drafted_tokens: int = 0
     num_accepted_tokens: int = 0
+
+
+def error_output(request: Request, error: WorkerError) -> StepOutput:
+    """Return the output that finishes a request with an error."""
+    return StepOutput(request, -1, None, "error", error)
+
+
+def copy_error(error: WorkerError) -> WorkerError:
+    """Return the same error for one more request: one object raised in several places would gather all tracebacks."""
+    own = copy(error)
+    own.__cause__ = error.__cause__
+    return own
+
+
+def check_prompt_fits(num_tokens: int, max_context: int, *, is_scored_only: bool = False) -> None:
+    """Raise if the prompt leaves no room for an output token; a prompt that is only scored may fill the context."""
+    if num_tokens > max_context or (num_tokens == max_context and not is_scored_only):
+        raise ContextLengthError(
+            f"the prompt has {num_tokens} tokens, the context {max_context}: nothing is left for an answer", "prompt"
+        )
+
+
+def resolve_max_tokens(num_prompt_tokens: int, max_tokens: int | None, config: EngineConfig) -> int:
+    """Return how many tokens may be generated; raise if they do not fit into the context or the KV cache.
+
+    `max_tokens=None` is what is left of the context, 0 a prompt that is only scored. This is the only length check:
+    the engine asserts it.
+    """
+    if num_prompt_tokens == 0:
+        raise InvalidRequestError("the prompt is empty: it must have at least one token", "prompt")
+    check_prompt_fits(num_prompt_tokens, config.max_context, is_scored_only=max_tokens == 0)
+    resolved = config.max_context - num_prompt_tokens if max_tokens is None else max_tokens
+    total, cache = num_prompt_tokens + resolved, config.n_blocks * config.block_size
+    sizes = f"the prompt has {num_prompt_tokens} tokens and max_tokens is {resolved}: together {total}"
+    if total > config.max_context:
+        raise ContextLengthError(f"{sizes}, over the context of {config.max_context}", "max_tokens")
+    if num_prompt_tokens + max(resolved, 1) - 1 > cache:  # keys and values of the last token are never needed
+        raise ContextLengthError(
+            f"{sizes}, and the KV cache holds {cache}: ask for fewer tokens, or give the cache more memory (kv_memory)",
+            "max_tokens",
+        )
+    return resolved
+
+
+def token_limit(prompt: int, asked: int | None, context: int) -> int:
+    """Call `resolve_max_tokens` for callers that know the context alone."""
+    return resolve_max_tokens(prompt, asked, EngineConfig(max_context=context, n_blocks=context))

@@ -58,7 +58,7 @@ class Answer:
         """Nobody wants more of it; once is enough."""
         self._on_first()
         self._on_end()
-        self.ticket.cancel()
+        self.ticket.abort()
 
     def _piece(self, outputs: list[StepOutput]) -> Piece:
         now = time.perf_counter()

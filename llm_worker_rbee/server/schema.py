@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from ..engine.request import INTEGERS, MAX_STOP_CHARS, NUMBERS
+from ..engine.request import MAX_STOP_CHARS, SAMPLING_BOUNDS
 from ..errors import InvalidRequestError
 
 Schema = dict[str, Any]
@@ -227,10 +227,11 @@ class Number(Kind):
 
 def sampling(name: str) -> Kind:
     """What sampling takes under that name."""
-    if name in NUMBERS:
-        return Number(*NUMBERS[name])
-    least, most, _ = INTEGERS[name]
-    return Whole(least, most)
+    bounds = SAMPLING_BOUNDS[name]
+    if bounds.is_integer:
+        return Whole(int(bounds.minimum), None if bounds.maximum is None else int(bounds.maximum))
+    assert bounds.maximum is not None
+    return Number(bounds.minimum, bounds.maximum, bounds.excludes_minimum)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from llm_worker_rbee.backends.ops import Batch, FusedForward
 from llm_worker_rbee.engine import engine as serving
-from llm_worker_rbee.engine.request import Request, TokenLogprob
+from llm_worker_rbee.engine.request import Request, TokenLogprob, resolve_max_tokens
 from llm_worker_rbee.engine.speculative import DraftModel
 from llm_worker_rbee.engine.token_budget import TokenBudget
 from llm_worker_rbee.errors import ContextLengthError, DeadlineError, InferenceError, InsufficientMemoryError
@@ -102,13 +102,16 @@ def test_log_probabilities_are_those_of_the_logits(model: Transformer, length: i
 # ---- what cannot be, what comes too late, what is not wanted any more
 
 
-def test_what_can_never_fit_is_refused_with_the_figures(model: Transformer) -> None:
+def test_resolve_max_tokens_beyond_context_or_cache_raises_with_the_sizes(model: Transformer) -> None:
     served = engine(model, max_context=100, n_blocks=4)
     with pytest.raises(ContextLengthError, match=r"90 tokens.*max_tokens is 11.*101.*context of 100") as caught:
-        served.add(ask(90, 11).request())
+        resolve_max_tokens(90, 11, served.config)
     assert caught.value.field == "max_tokens"
     with pytest.raises(ContextLengthError, match=r"60 tokens.*max_tokens is 6\b.*66.*KV cache holds 64"):
-        served.add(ask(60, 6).request())
+        resolve_max_tokens(60, 6, served.config)
+    for length, max_tokens in ((90, 11), (60, 6)):
+        with pytest.raises(AssertionError, match="longer than the context or the KV cache"):
+            served.add(ask(length, max_tokens).request())
     assert not served.has_work
     question = ask(60, 5)  # 65: the last token needs no place
     request = question.request()

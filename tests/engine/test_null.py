@@ -101,7 +101,7 @@ def test_what_is_cancelled_in_a_step_is_not_in_the_next_and_its_blocks_are_free(
                 held.may_end.release()
                 await held.next_step()
             in_step = len(held.steps)
-            dropped.cancel()
+            dropped.abort()
             held.may_end.release()
             await held.next_step()
             assert kept.request in held.steps[in_step]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from llm_worker_rbee import SamplingParams
-from llm_worker_rbee.engine.request import NUMBERS
+from llm_worker_rbee.engine.request import SAMPLING_BOUNDS
 from llm_worker_rbee.errors import InvalidRequestError
 
 NAN, INF = float("nan"), float("inf")
@@ -77,13 +77,12 @@ def test_a_value_at_the_edge_is_taken(field: str, value: Any) -> None:
     SamplingParams(**{field: value})
 
 
-@pytest.mark.parametrize("field", NUMBERS)
-def test_both_ends_of_a_range_are_taken(field: str) -> None:
-    ends: Any = NUMBERS[field]
-    low, high, open_end = ends
-    SamplingParams(**{field: high})
-    if not open_end:
-        SamplingParams(**{field: low})
+@pytest.mark.parametrize("field", [name for name, bounds in SAMPLING_BOUNDS.items() if not bounds.is_integer])
+def test_sampling_params_at_both_bounds_are_accepted(field: str) -> None:
+    bounds = SAMPLING_BOUNDS[field]
+    SamplingParams(**{field: bounds.maximum})  # type: ignore[arg-type]
+    if not bounds.excludes_minimum:
+        SamplingParams(**{field: bounds.minimum})  # type: ignore[arg-type]
 
 
 def test_every_field_has_its_bad_values() -> None:

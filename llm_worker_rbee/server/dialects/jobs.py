@@ -208,7 +208,7 @@ class Job:
     def cancel(self) -> None:
         """Nobody wants the rest of it; one that has ended stays as it is."""
         if self.answer is not None:
-            self.answer.ticket.cancel()
+            self.answer.ticket.abort()
 
     def result(self) -> dict[str, Any]:
         """The whole, as one object; the error that ended it is raised."""

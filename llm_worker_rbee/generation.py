@@ -1,0 +1,167 @@
+"""One completion in progress, as text: its request, detokenizer, stop strings, clock and counts.
+
+`LLM` (whose callers step the engine) and the server (whose event loop awaits the engine's thread) both pass the step
+outputs of a request to its `Generation` and get text deltas back. Validation that needs the model is here, once.
+
+    generations = make_generations(tokenizer, engine.config, vocab_size, ids, params, n=2)
+    generation.start(); delta = generation.push(outputs)                          # offline
+    generation.submit(async_engine); async for delta in generation.deltas(): ...  # served
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Sequence
+from typing import NamedTuple
+
+from .config import EngineConfig
+from .engine.async_engine import AsyncEngine, RequestStream
+from .engine.request import FinishReason, Request, SamplingParams, StepOutput, TokenLogprob, resolve_max_tokens
+from .engine.sampler import draw_seed
+from .errors import InvalidRequestError
+from .tokenizer import StreamDecoder, Tokenizer
+
+
+class TextDelta(NamedTuple):
+    """What a generation added since the last delta; `finish_reason` with the last one."""
+
+    text: str  # may be empty while a character or a stop string is incomplete
+    tokens: list[int]  # without an end-of-text id
+    logprobs: list[TokenLogprob]
+    finish_reason: FinishReason | None = None
+    stop_sequence: str | None = None  # the stop string that was found
+
+
+class GenerationListener:
+    """Hooks for metrics and admission; each does nothing by default. `seconds` is the time since the last outputs."""
+
+    def on_first_outputs(self, generation: Generation, seconds: float, count: int) -> None: ...
+    def on_outputs(self, generation: Generation, seconds: float, count: int) -> None: ...
+    def on_close(self, generation: Generation) -> None: ...
+
+
+class Generation:
+    """A request and the text of its output. It neither steps nor waits: `push` takes what a step gave."""
+
+    def __init__(
+        self, request: Request, tokenizer: Tokenizer, timeout_s: float | None = None,
+        listener: GenerationListener | None = None,
+    ) -> None:  # fmt: skip
+        self.request = request
+        self.num_tokens = 0  # sampled, the end-of-text id included
+        self.started_at = self.first_token_at = self.last_token_at = 0.0  # in the time of time.perf_counter
+        self.finish_reason: FinishReason | None = None
+        self._timeout_s = timeout_s
+        self._listener = listener or GenerationListener()
+        self._detokenizer = StreamDecoder(
+            tokenizer, tuple(request.params.stop), continuation=tokenizer.continues(request.prompt)
+        )
+        self._stream: RequestStream | None = None
+        self._is_closed = False
+
+    @property
+    def stop_sequence(self) -> str | None:
+        """The stop string that was found."""
+        return self._detokenizer.stop_matched
+
+    @property
+    def decode_ms(self) -> float:
+        """Milliseconds from the first token to the last."""
+        return 1000 * max(0.0, self.last_token_at - self.first_token_at)
+
+    def start(self) -> None:
+        """Start the clock and the timeout."""
+        self.started_at = time.perf_counter()
+        if self._timeout_s is not None:
+            self.request.deadline = time.monotonic() + self._timeout_s
+
+    def push(self, outputs: Sequence[StepOutput], now: float) -> TextDelta:
+        """Return the text of outputs that arrived at `now`; an error that finished the request is raised."""
+        if outputs[0].error is not None:
+            self.finish_reason, self.last_token_at = "error", now
+            raise outputs[0].error
+        self._observe(len(outputs), now)
+        texts: list[str] = []
+        tokens: list[int] = []
+        logprobs: list[TokenLogprob] = []
+        finish: FinishReason | None = None
+        for output in outputs:
+            self.num_tokens += 1
+            finish = output.finish_reason
+            if finish == "stop":
+                break
+            tokens.append(output.token)
+            texts.append(self._detokenizer.push(output.token))
+            if output.logprob is not None:
+                logprobs.append(output.logprob)
+            if self._detokenizer.stop_matched is not None:
+                finish = "stop"
+                break
+        if finish is not None:
+            texts.append(self._detokenizer.finish())
+            self.finish_reason = finish
+        return TextDelta("".join(texts), tokens, logprobs, finish, self._detokenizer.stop_matched)
+
+    def submit(self, engine: AsyncEngine) -> None:
+        """Start it in an engine's thread; `deltas` then gives its text."""
+        self.start()
+        self._stream = engine.submit(self.request)
+
+    async def deltas(self) -> AsyncIterator[TextDelta]:
+        """Yield deltas until the end; tokens that are ready together come in one. Leaving early aborts the request."""
+        assert self._stream is not None
+        try:
+            while outputs := await self._stream.next_outputs():
+                delta = self.push(outputs, time.perf_counter())
+                yield delta
+                if delta.finish_reason is not None:
+                    return
+        finally:
+            self.close()
+
+    def abort(self) -> None:
+        """End the request within a step; the reader of `deltas` gets an error."""
+        if self._stream is not None:
+            self._stream.abort()
+
+    def close(self) -> None:
+        """Abort what is not finished; more than once does nothing."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._listener.on_close(self)
+        self.abort()
+
+    def _observe(self, count: int, now: float) -> None:
+        seconds = now - (self.last_token_at or self.started_at)
+        self.last_token_at = now
+        if self.first_token_at:
+            self._listener.on_outputs(self, seconds, count)
+        else:
+            self.first_token_at = now
+            self._listener.on_first_outputs(self, seconds, count)
+
+
+def make_generations(
+    tokenizer: Tokenizer,
+    config: EngineConfig,
+    vocab_size: int,
+    prompt: list[int],
+    params: SamplingParams,
+    *,
+    n: int = 1,
+    priority: int = 0,
+    timeout_s: float | None = None,
+    is_scored_only: bool = False,
+    listener: GenerationListener | None = None,
+) -> list[Generation]:
+    """Return `n` generations of one prompt; they share the seed, which is drawn where `params` has none.
+
+    Raise if the prompt and max_tokens do not fit. With `is_scored_only` the prompt's log-probabilities are all that
+    is wanted: the engine still samples one token, which the caller discards.
+    """
+    max_tokens = resolve_max_tokens(len(prompt), 0 if is_scored_only else params.max_tokens, config)
+    if (token := max(params.logit_bias, default=0)) >= vocab_size:
+        raise InvalidRequestError(f"logit_bias names token {token}, past the vocabulary of {vocab_size}", "logit_bias")
+    seed = draw_seed() if params.seed is None else params.seed
+    requests = [Request(prompt, params, max_tokens, seed, tokenizer.eos_ids, i, priority) for i in range(n)]
+    return [Generation(request, tokenizer, timeout_s, listener) for request in requests]
