@@ -16,9 +16,8 @@ import torch
 
 from llm_worker_rbee.backends import cuda
 from llm_worker_rbee.backends.cuda import device, fp8
-from llm_worker_rbee.backends.cuda.matrix import Matrix, Part
-from llm_worker_rbee.backends.cuda.pack import RULES
-from llm_worker_rbee.backends.cuda.planes import FP8, NUMBERS, random_planes, values
+from llm_worker_rbee.backends.cuda.packed_weight import FP8, NUMBERS, random_planes, values
+from llm_worker_rbee.backends.cuda.repack import RULES, Matrix, Part
 from llm_worker_rbee.backends.ops import AttentionParams, Batch
 from llm_worker_rbee.bench.synthetic import Plan, Spec, parse, plans, without_weights
 from llm_worker_rbee.cache import KVCache

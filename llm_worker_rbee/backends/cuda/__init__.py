@@ -29,8 +29,8 @@ from ..ops import (
     RopeTable,
     SampleRow,
 )
-from . import decoder, device, hardware, matrix, paged, products, sampling, single
-from .many import FIXED_QUERIES
+from . import decoder, device, linear, paged, repack, sampling, unfused_ops
+from .forward_batched import FIXED_QUERIES
 
 
 class CudaBackend(Backend):
@@ -43,7 +43,7 @@ class CudaBackend(Backend):
     has_async_sampling = True
 
     def __init__(self, index: int | None = None, *, deterministic: bool = False) -> None:
-        device.use(hardware.require(index))
+        device.use(device.require(index))
         self.device = str(device.current())
         self.deterministic = deterministic
 
@@ -60,11 +60,11 @@ class CudaBackend(Backend):
         return cuda_probe.packed_bytes(checkpoint, types)
 
     def require_fp8(self) -> None:
-        hardware.require_fp8()
+        device.require_fp8()
 
-    def prepare(self, tensors: Sequence[Tensor]) -> matrix.Matrix:
+    def prepare(self, tensors: Sequence[Tensor]) -> repack.Matrix:
         with device.memory_errors():
-            return matrix.prepare(tensors)
+            return repack.prepare(tensors)
 
     def prepare_vector(self, values: NDArray[np.float32]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.float32, device=device.current())
@@ -72,21 +72,21 @@ class CudaBackend(Backend):
     def empty_kv(self, blocks: int, block_size: int, kv_heads: int, head_dim: int, kind: str = "bfloat16") -> KVLayer:
         return paged.empty_kv(blocks, block_size, kv_heads, head_dim, kind)
 
-    def embed(self, table: matrix.Matrix, ids: Ints, scale: float = 1.0) -> torch.Tensor:
+    def embed(self, table: repack.Matrix, ids: Ints, scale: float = 1.0) -> torch.Tensor:
         device.activate()  # the first op of a step
         rows = table.rows_at(device.upload(ids, torch.int64))
         return rows if scale == 1.0 else rows * scale
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        return single.norm(x, weight, eps)[0]
+        return unfused_ops.norm(x, weight, eps)[0]
 
     def add_rms_norm(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return single.norm(x, weight, eps, residual)
+        return unfused_ops.norm(x, weight, eps, residual)
 
-    def linear(self, x: torch.Tensor, w: matrix.Matrix, bias: torch.Tensor | None = None) -> torch.Tensor:
-        out = products.in_fixed_order(x, w) if self.deterministic else products.times(x, w)
+    def linear(self, x: torch.Tensor, w: repack.Matrix, bias: torch.Tensor | None = None) -> torch.Tensor:
+        out = linear.in_fixed_order(x, w) if self.deterministic else linear.times(x, w)
         return out if bias is None else out + bias
 
     def rope_store(
@@ -99,21 +99,21 @@ class CudaBackend(Backend):
         kv: KVLayer,
         slot_mapping: Ints,
     ) -> torch.Tensor:
-        return single.rope_store(q, k, v, positions, table, kv, slot_mapping)
+        return unfused_ops.rope_store(q, k, v, positions, table, kv, slot_mapping)
 
     def attention(self, q: torch.Tensor, kv: KVLayer, batch: Batch, params: AttentionParams) -> torch.Tensor:
         if self.deterministic:
-            return single.attention(q, kv, batch, params, FIXED_QUERIES)
-        return single.attention(q, kv, batch, params)
+            return unfused_ops.attention(q, kv, batch, params, FIXED_QUERIES)
+        return unfused_ops.attention(q, kv, batch, params)
 
     def gated(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
-        return single.gated(gate_up, activation)
+        return unfused_ops.gated(gate_up, activation)
 
     def take(self, x: torch.Tensor, index: Ints) -> torch.Tensor:
         return x[device.upload(index, torch.int64)]
 
-    def logits(self, x: torch.Tensor, head: matrix.Matrix, soft_cap: float = 0.0) -> torch.Tensor:
-        raw = products.in_fixed_order(x, head) if self.deterministic else products.times(x, head, fine=True)
+    def logits(self, x: torch.Tensor, head: repack.Matrix, soft_cap: float = 0.0) -> torch.Tensor:
+        raw = linear.in_fixed_order(x, head) if self.deterministic else linear.times(x, head, fine=True)
         return soft_cap * torch.tanh(raw / soft_cap) if soft_cap else raw
 
     def fuse(self, model: ModelParts) -> FusedForward | None:

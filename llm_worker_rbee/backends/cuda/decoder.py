@@ -8,19 +8,19 @@ requests read at once and they are of a usual length; larger ones run as they co
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from ..ops import Batch, BlockParts, Ints, KVLayer, ModelParts, Profiler, RopeTable
 from . import device
-from .few import Few, Rope, is_packed
+from .cuda_graphs import Graphs
+from .decode_small_batch import Few, Rope, is_packed
+from .forward_batched import FIXED_QUERIES, QUERIES, Many
 from .fp8 import is_fp8
-from .graphs import Graphs
-from .inputs import Inputs
-from .many import FIXED_QUERIES, QUERIES, Many
 
 NO_IDS = np.empty(0, np.int64)
 FEW = 4  # tokens that few.py takes: the tensor cores are faster for more
@@ -235,3 +235,62 @@ def _is_known(block: BlockParts) -> bool:
     dim = block.head_dim
     whole = 2 * len(block.rope.inv_freq) == dim and dim in (32, 64, 128, 256)
     return plain and single and whole and block.gate_up.rows % 64 == 0
+
+
+LENGTH = 1 << 20  # numbers
+STEP = 4  # numbers: 16 bytes
+
+
+def aligned(count: int) -> int:
+    """The place after an array of so many numbers."""
+    return -(-count // STEP) * STEP
+
+
+class Inputs:
+    """Page-locked memory of the host."""
+
+    def __init__(self) -> None:
+        self._make(LENGTH)
+
+    def _make(self, length: int) -> None:
+        self._block = torch.empty(length, dtype=torch.int32, pin_memory=device.current().type == "cuda")
+        self._numbers = self._block.numpy()
+        self._at = 0
+
+    def _piece(self, count: int) -> int:
+        """The first of `count` numbers that nobody copies from."""
+        if self._at + count > len(self._numbers):
+            if device.current().type == "cuda":
+                torch.cuda.current_stream().synchronize()
+            if count > len(self._numbers):
+                self._make(2 * count)
+            self._at = 0
+        start = self._at
+        self._at += count
+        return start
+
+    def put(self, arrays: Mapping[str, tuple[int, NDArray[Any], int]], target: torch.Tensor | None = None) -> Any:
+        """Copy arrays, each given as (room, its numbers, what fills the rest of the room), into `target` if there is
+        one; views of it by name."""
+        total = sum(aligned(room) for room, _, _ in arrays.values())
+        first = at = self._piece(total)
+        numbers = self._numbers
+        for room, array, rest in arrays.values():
+            end = at + array.size
+            numbers[at:end] = array.reshape(-1)
+            if array.size < room:
+                numbers[end : at + room] = rest
+            at += aligned(room)
+        if target is None:
+            target = torch.empty(total, dtype=torch.int32, device=device.current())
+        target[:total].copy_(self._block[first:at], non_blocking=True)
+        return views(arrays, target)
+
+
+def views(arrays: Mapping[str, tuple[int, Any, int]], target: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The same places in a block of the device."""
+    found, at = {}, 0
+    for name, (room, _, _) in arrays.items():
+        found[name] = target[at : at + room]
+        at += aligned(room)
+    return found

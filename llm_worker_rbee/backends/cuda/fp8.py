@@ -13,8 +13,8 @@ import torch
 from triton import cdiv, next_power_of_2
 
 from .device import interpreting
-from .numbers import matvec_numbers, round_rows
-from .planes import FP8, Part
+from .gemv import matvec_numbers, round_rows
+from .packed_weight import FP8, Part
 
 E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0

@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 from .. import reference_sampling as meaning
 from ..ops import Ints, Logprobs, SampleRow
 from . import device
-from .choosing import choose
-from .scoring import NOT_FINITE, greedy, score
+from .sampling_kernels import NOT_FINITE, choose, greedy, score
 
 SCRATCH = 64 << 20  # bytes of chances at a time; rows beyond that wait for their turn
 FEW = 32  # likeliest tokens that are found one after the other; more of them are sorted

@@ -14,20 +14,8 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from llm_worker_rbee.backends.cuda import (
-    choosing,
-    elementwise,
-    ends,
-    fp8,
-    matmul,
-    matvec,
-    numbers,
-    prefill,
-    rowwise,
-    scoring,
-)
-from llm_worker_rbee.backends.cuda.attention import decode_attention
-from llm_worker_rbee.backends.cuda.grouped import decode_grouped
+from llm_worker_rbee.backends.cuda import attention_prefill, elementwise, fp8, gemm, gemv, sampling_kernels
+from llm_worker_rbee.backends.cuda.attention_decode import decode_attention, decode_grouped
 
 F, H, B16, F8, I4, I2, I8, D = "*fp32", "*fp16", "*bf16", "*fp8e4nv", "*i32", "*i16", "*i8", "*fp64"
 OF_TYPE = {
@@ -50,14 +38,14 @@ def products() -> dict[str, Case]:
     for kind in ("q4", "q4m", "q5", "q5m", "q6", "q8", "q8d", "q4mm"):
         scales = {"scales": I4 if kind in pairs else H, "high": I2 if kind in ("q5", "q5m", "q6") else I4}
         one = {"blocks": 128, "B": 1, "KIND": kind, "ROWS": 8, "WARPS": 8, "AHEAD": 1, "EPILOGUE": 0, **base}
-        cases[f"matvec {kind}"] = (matvec.matvec, scales, {"num_warps": 8}, one)
+        cases[f"matvec {kind}"] = (gemv.matvec, scales, {"num_warps": 8}, one)
         many = {"blocks": 128, "KIND": kind, "BN": 128, "BM": 64}
         stages = 2 if kind in ("q5", "q5m") else 3
-        cases[f"matmul {kind}"] = (matmul.matmul, scales, {"num_warps": 8, "num_stages": stages}, many)
+        cases[f"matmul {kind}"] = (gemm.matmul, scales, {"num_warps": 8, "num_stages": stages}, many)
         whole = {"KIND": kind, "ROWS": 8, "KB": 16}
-        cases[f"dequantize {kind}"] = (matmul.dequantize, {"out": B16, **scales}, {}, whole)
+        cases[f"dequantize {kind}"] = (gemm.dequantize, {"out": B16, **scales}, {}, whole)
         cases[f"embed {kind}"] = (
-            ends.embed, {"out": I8, **scales}, {"num_warps": 1},
+            elementwise.embed, {"out": I8, **scales}, {"num_warps": 1},
             {"width": 4096, "KIND": kind, "BYTES": True, "PDL": True},
         )  # fmt: skip
     residual = {"blocks": 128, "B": 1, "KIND": "q4m", "ROWS": 32, "WARPS": 8, "AHEAD": 4, "EPILOGUE": 1, **base}
@@ -65,17 +53,17 @@ def products() -> dict[str, Case]:
     four = {"blocks": 128, "B": 4, "KIND": "q5m", "ROWS": 8, "WARPS": 4, "AHEAD": 2, "EPILOGUE": 0, **base, "PARTS": 0}
     plain = {"columns": 4096, "B": 1, "ROWS": 16, "WARPS": 4, "WIDE": 256, "AHEAD": 4, "EPILOGUE": 0, "PARTS": 128,
              "SIZE": 128, "PDL": True}  # fmt: skip
-    cases["matvec residual"] = (matvec.matvec, {"out": I8, "scales": I4}, {"num_warps": 8}, residual)
-    cases["matvec gates"] = (matvec.matvec, {"out": I8}, {"num_warps": 4, "maxnreg": 168}, gates)
-    cases["matvec of four"] = (matvec.matvec, {"scales": I4}, {"num_warps": 4}, four)
-    cases["matvec of numbers"] = (numbers.matvec_numbers, {"x": B16}, {"num_warps": 4}, plain)
+    cases["matvec residual"] = (gemv.matvec, {"out": I8, "scales": I4}, {"num_warps": 8}, residual)
+    cases["matvec gates"] = (gemv.matvec, {"out": I8}, {"num_warps": 4, "maxnreg": 168}, gates)
+    cases["matvec of four"] = (gemv.matvec, {"scales": I4}, {"num_warps": 4}, four)
+    cases["matvec of numbers"] = (gemv.matvec_numbers, {"x": B16}, {"num_warps": 4}, plain)
     eight = {"x": B16, "w": F8, "scales": F}
     for name, tokens, epilogue in (("qkv", 1, 0), ("gate_up", 1, 2), ("down", 4, 1)):
         tile = dict(zip(("ROWS", "WARPS", "WIDE", "AHEAD"), fp8.TILES[tokens][name], strict=True))
         how = {**plain, **tile, "B": tokens, "EPILOGUE": epilogue}
         types = {**eight, "out": B16 if epilogue else F}
-        cases[f"matvec of e4m3, {name}"] = (numbers.matvec_numbers, types, {"num_warps": tile["WARPS"]}, how)
-    cases["round_rows"] = (numbers.round_rows, {"x": B16, "out": F8, "scales": F}, {}, {"SIZE": 4096})
+        cases[f"matvec of e4m3, {name}"] = (gemv.matvec_numbers, types, {"num_warps": tile["WARPS"]}, how)
+    cases["round_rows"] = (gemv.round_rows, {"x": B16, "out": F8, "scales": F}, {}, {"SIZE": 4096})
     return cases
 
 
@@ -109,41 +97,44 @@ def others() -> dict[str, Case]:
             decode_grouped, {"out": B16, "width": I4, **caches8}, {"num_warps": 1},
             {**grouped, "TILE": 16, "STAGES": 0, "WINDOW": 4096, "CAP": 50.0, "BYTES": False, "PDL": False},
         ),
-        "prefill": (prefill.prefill_attention, {"out": B16, "width": I4}, {"num_warps": 4, "num_stages": 2}, read),
+        "prefill": (
+            attention_prefill.prefill_attention, {"out": B16, "width": I4}, {"num_warps": 4, "num_stages": 2}, read,
+        ),
         "prefill of 96, float8, window, cap": (
-            prefill.prefill_attention, caches8, {"num_warps": 4, "num_stages": 2},
+            attention_prefill.prefill_attention, caches8, {"num_warps": 4, "num_stages": 2},
             {**read, "DIM": 96, "SIZE": 128, "WINDOW": 512, "CAP": 50.0},
         ),
         "prefill of 256": (
-            prefill.prefill_attention, {}, {"num_warps": 4, "num_stages": 2}, {**read, "DIM": 256, "SIZE": 256},
+            attention_prefill.prefill_attention, {}, {"num_warps": 4, "num_stages": 2},
+            {**read, "DIM": 256, "SIZE": 256},
         ),
-        "rope_store": (prefill.rope_store, {}, {"num_warps": 4}, {**heads, "HALF": 64, "EACH": 8}),
+        "rope_store": (attention_prefill.rope_store, {}, {"num_warps": 4}, {**heads, "HALF": 64, "EACH": 8}),
         "rope_store, all": (
-            prefill.rope_store, {"bias": F, "q_norm": F, "k_norm": F}, {"num_warps": 1},
+            attention_prefill.rope_store, {"bias": F, "q_norm": F, "k_norm": F}, {"num_warps": 1},
             {**heads, "HALF": 64, "PARTS": 2},
         ),
         "rotate_store": (
-            rowwise.rotate_store, {"q": F}, {"num_warps": 1},
+            elementwise.rotate_store, {"q": F}, {"num_warps": 1},
             {**heads, "DIM": 96, "SIZE": 128, "HALF": 24, "LARGEST": 0.0},
         ),
         "rotate_store float8": (
-            rowwise.rotate_store, {"q": F, **caches8}, {"num_warps": 1},
+            elementwise.rotate_store, {"q": F, **caches8}, {"num_warps": 1},
             {**heads, "DIM": 128, "SIZE": 128, "HALF": 64, "LARGEST": 448.0},
         ),
-        "norm_rows": (rowwise.norm_rows, {"x": F}, {"num_warps": 8}, {"width": 576, "SIZE": 1024, "ADD": True}),
-        "gate_rows": (rowwise.gate_rows, {"x": F}, {}, {"SIZE": 1024, "GELU": True}),
-        "to_bytes": (rowwise.to_bytes, {"x": F, "out": I8}, {"num_warps": 2}, {"KB": 8, "FINE": True}),
+        "norm_rows": (elementwise.norm_rows, {"x": F}, {"num_warps": 8}, {"width": 576, "SIZE": 1024, "ADD": True}),
+        "gate_rows": (elementwise.gate_rows, {"x": F}, {}, {"SIZE": 1024, "GELU": True}),
+        "to_bytes": (elementwise.to_bytes, {"x": F, "out": I8}, {"num_warps": 2}, {"KB": 8, "FINE": True}),
         "matmul of numbers": (
-            matmul.matmul_numbers, {"x": B16}, {"num_warps": 8, "num_stages": 3},
+            gemm.matmul_numbers, {"x": B16}, {"num_warps": 8, "num_stages": 3},
             {"BN": 128, "BM": 64, "BK": 64, "SCALED": False},
         ),
         "matmul of numbers, e4m3": (
-            matmul.matmul_numbers, {"x": B16, "w": F8, "scales": F}, {"num_warps": 8, "num_stages": 3},
+            gemm.matmul_numbers, {"x": B16, "w": F8, "scales": F}, {"num_warps": 8, "num_stages": 3},
             {"BN": 128, "BM": 64, "BK": 64, "SCALED": True},
         ),
-        "spread": (matmul.spread, {"out": H}, {}, {"KB": 16, "TOKENS": 8}),
+        "spread": (gemm.spread, {"out": H}, {}, {"KB": 16, "TOKENS": 8}),
         "embed numbers": (
-            ends.embed, {"low": B16, "out": B16}, {"num_warps": 1},
+            elementwise.embed, {"low": B16, "out": B16}, {"num_warps": 1},
             {"width": 576, "KIND": "numbers", "BYTES": False, "PDL": True},
         ),
         "add_norm": (
@@ -158,10 +149,10 @@ def others() -> dict[str, Case]:
             elementwise.gated, {"out": H}, {"num_warps": 16},
             {"width": 11008, "SIZE": 512, "SPLIT": 2, "SPREAD": True},
         ),
-        "greedy": (scoring.greedy, {"out": I4}, {"num_warps": 16}, {"BLOCK": 4096}),
-        "score": (scoring.score, {"k": "i32"}, {"num_warps": 16}, {"BLOCK": 4096}),
+        "greedy": (sampling_kernels.greedy, {"out": I4}, {"num_warps": 16}, {"BLOCK": 4096}),
+        "score": (sampling_kernels.score, {"k": "i32"}, {"num_warps": 16}, {"BLOCK": 4096}),
         "choose": (
-            choosing.choose, {"real": D, "biases": D, "scratch": D, "some": D, "out": I4}, {"num_warps": 32},
+            sampling_kernels.choose, {"real": D, "biases": D, "scratch": D, "some": D, "out": I4}, {"num_warps": 32},
             {"BLOCK": 4096, "SOME": 256},
         ),
     }  # fmt: skip
@@ -191,7 +182,7 @@ def compiled(
 
 def shared_on_small() -> dict[str, int]:
     """Shared memory of the tiles that GPUs with less of it take, by kernel: compute capability 8.9."""
-    from llm_worker_rbee.backends.cuda.tensor_cores import SMALL
+    from llm_worker_rbee.backends.cuda.linear import SMALL
 
     found = {}
     for kind in ("q4", "q5m", "q6", "q8d", "q4mm"):

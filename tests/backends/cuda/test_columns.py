@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from llm_worker_rbee.backends.cuda import columns, planes  # noqa: E402
+from llm_worker_rbee.backends.cuda import gemm, packed_weight  # noqa: E402
 
 Words = NDArray[np.uint32]
-KINDS = tuple(columns.SCALES)
+KINDS = tuple(gemm.SCALES)
 
 
 def halves(words: Words) -> NDArray[np.float64]:
@@ -89,14 +89,14 @@ def as_words(plane: Any) -> Words:
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_text_of_a_kind_gives_its_values(kind: str) -> None:
     torch.manual_seed(6)
-    part = planes.random_planes(kind, 32, 32 * 16, "cpu")
-    wanted = planes.values(part).numpy().reshape(32, 16, 32)
+    part = packed_weight.random_planes(kind, 32, 32 * 16, "cpu")
+    wanted = packed_weight.values(part).numpy().reshape(32, 16, 32)
     for i in range(4):
         more = {"q8": lambda i=i: part.low[:, 4 + i], "q8d": lambda i=i: part.low[:, 4 + i],
                 "q6": lambda i=i: part.high[:, i], "q5": lambda i=i: part.high[:, i // 2],
                 "q5m": lambda i=i: part.high[:, i // 2], "q4mm": lambda: part.high[:, 0]}  # fmt: skip
         with_it = more.get(kind, lambda i=i: part.low[:, i])()
-        text = columns.eight_ptx(kind, i % 2 if kind in ("q5", "q5m") else 0)
+        text = gemm.eight_ptx(kind, i % 2 if kind in ("q5", "q5m") else 0)
         given = {"$8": as_words(part.low[:, i]), "$9": as_words(with_it), "$10": as_words(part.scales)}
         found = run(text, given)
         for odd, last, r in np.ndindex(2, 2, 2):

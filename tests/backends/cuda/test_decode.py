@@ -10,11 +10,11 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from llm_worker_rbee.backends.cuda import cuts, device, paged  # noqa: E402
-from llm_worker_rbee.backends.cuda.cuts import Cut  # noqa: E402
+from llm_worker_rbee.backends.cuda import attention_decode, device, paged  # noqa: E402
+from llm_worker_rbee.backends.cuda.attention_decode import Cut  # noqa: E402
+from llm_worker_rbee.backends.cuda.decode_small_batch import addresses, decode  # noqa: E402
 from llm_worker_rbee.backends.cuda.decoder import rope_of  # noqa: E402
-from llm_worker_rbee.backends.cuda.few import addresses, decode  # noqa: E402
-from llm_worker_rbee.backends.cuda.planes import Bytes  # noqa: E402
+from llm_worker_rbee.backends.cuda.packed_weight import Bytes  # noqa: E402
 from llm_worker_rbee.backends.ops import AttentionParams, BlockParts, KVLayer, RopeTable  # noqa: E402
 from llm_worker_rbee.layers.rope import inverse_frequencies  # noqa: E402
 from tests.backends.cuda.making import relative  # noqa: E402
@@ -102,12 +102,12 @@ def test_as_plain_attention(case: str, rng: np.random.Generator) -> None:
 def test_every_cut_fits_its_kernel() -> None:
     for requests in (1, 4, 5, 64, 256, 2000):
         for heads, kv_heads in ((32, 32), (9, 3), (32, 8), (28, 4), (64, 8)):
-            cut = cuts.cut_for(requests, heads, kv_heads)
+            cut = attention_decode.cut_for(requests, heads, kv_heads)
             assert all((n & (n - 1)) == 0 for n in (cut.rows, cut.splits, cut.warps))
             assert 1 <= cut.splits <= 32
     for size in (1, 6, 16, 48, 256):
         for dim, item in ((32, 4), (64, 2), (128, 1), (256, 2)):
             cut = Cut(8, 2, 1, 1, 0, False)
-            rows, runs = cuts.runs_of(cut, dim, item, size)
+            rows, runs = attention_decode.runs_of(cut, dim, item, size)
             assert size % rows == 0
             assert rows * runs == 16 * max(1, 512 // (dim * item))

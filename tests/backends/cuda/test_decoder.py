@@ -14,13 +14,9 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from llm_worker_rbee.backends.cuda import (  # noqa: E402
-    CudaBackend,
-    decoder,
-    planes,
-)
-from llm_worker_rbee.backends.cuda.few import embed_rows  # noqa: E402
-from llm_worker_rbee.backends.cuda.matrix import Matrix  # noqa: E402
+from llm_worker_rbee.backends.cuda import CudaBackend, decoder, packed_weight  # noqa: E402
+from llm_worker_rbee.backends.cuda.decode_small_batch import embed_rows  # noqa: E402
+from llm_worker_rbee.backends.cuda.repack import Matrix  # noqa: E402
 from tests.backends.cuda import tiny  # noqa: E402
 
 ops = CudaBackend()
@@ -71,8 +67,8 @@ def test_more_answers_than_graphs_are_made_for_with_ids_on_the_device(monkeypatc
 def test_a_token_that_was_not_chosen_reads_the_first_row() -> None:
     """The step after it is made again; until then it may not look outside of the table."""
     where = ops.device.current()
-    part = planes.random_planes("q6", 5, 64, where)
+    part = packed_weight.random_planes("q6", 5, 64, where)
     stream = torch.zeros(2, 64, device=where)
     ids = torch.tensor([-1, -2], dtype=torch.int32, device=where)
     embed_rows(Matrix((part,)), 1.0, ids, 2, stream, stream, None, None, False)
-    assert torch.allclose(stream, planes.values(part)[:1].expand(2, 64))
+    assert torch.allclose(stream, packed_weight.values(part)[:1].expand(2, 64))

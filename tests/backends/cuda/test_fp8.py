@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from llm_worker_rbee.backends import cuda_probe
-from llm_worker_rbee.backends.cuda import CudaBackend, device, elementwise, fp8, matrix, pack, planes, products
+from llm_worker_rbee.backends.cuda import CudaBackend, device, elementwise, fp8, linear, packed_weight, repack
 from llm_worker_rbee.backends.reference import ReferenceBackend
 from llm_worker_rbee.bench.synthetic import Spec, write
 from llm_worker_rbee.errors import InvalidRequestError
@@ -34,8 +34,8 @@ SPEC = Spec("tiny", tiny.GROUPED._replace(vocabulary=259), "BF16", 2)
 ON_GPU = pytest.mark.skipif(device.interpreting(), reason="needs a GPU")
 
 
-def random_part(rows: int, columns: int, rng: np.random.Generator) -> planes.Part:
-    (part,) = matrix.prepare([replace(random_tensor("F32", rows, columns, rng), pack_as="fp8")]).parts
+def random_part(rows: int, columns: int, rng: np.random.Generator) -> packed_weight.Part:
+    (part,) = repack.prepare([replace(random_tensor("F32", rows, columns, rng), pack_as="fp8")]).parts
     return part
 
 
@@ -53,18 +53,18 @@ def in_float32(checkpoint: Checkpoint) -> Transformer:
 
 def test_numbers_of_several_types_become_one_part(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
     """In several slabs; a value is off by at most a sixteenth of itself, the largest of a row by nothing."""
-    monkeypatch.setattr(pack, "SLAB", 96 * 3)
+    monkeypatch.setattr(repack, "SLAB", 96 * 3)
     tensors = [replace(random_tensor(name, 4, 96, rng), pack_as="fp8") for name in ("F16", "BF16", "F32")]
     tensors[1].rows[2] = 0
-    (part,) = matrix.prepare(tensors).parts
+    (part,) = repack.prepare(tensors).parts
     assert (part.kind, part.rows, part.columns, part.nbytes) == ("fp8", 12, 96, 12 * (96 + 4))
     wanted = np.concatenate([t.dequantize() for t in tensors])
-    found = planes.values(part).cpu().numpy()
+    found = packed_weight.values(part).cpu().numpy()
     largest = np.abs(wanted).max(1, keepdims=True)
     assert (np.abs(found - wanted) <= np.maximum(np.abs(wanted) / 16, largest * 2.0**-9 / 448 + 1e-30)).all()
     np.testing.assert_allclose(np.abs(found).max(1), largest[:, 0], rtol=1e-6)
     index = torch.tensor([7, 1], device=part.scales.device)
-    np.testing.assert_array_equal(planes.values(part.take(index)).cpu(), found[[7, 1]])
+    np.testing.assert_array_equal(packed_weight.values(part.take(index)).cpu(), found[[7, 1]])
 
 
 @pytest.mark.parametrize("columns", [96, 1100])
@@ -72,8 +72,8 @@ def test_numbers_of_several_types_become_one_part(rng: np.random.Generator, monk
 def test_few_tokens_meet_weights_as_they_are(tokens: int, columns: int, rng: np.random.Generator) -> None:
     part = random_part(40, columns, rng)
     x = torch.tensor(rng.standard_normal((tokens, columns)), dtype=torch.float32, device=device.current())
-    found = products.times(x, matrix.Matrix((part,)))
-    assert relative(found, x.double().cpu() @ planes.values(part).double().cpu().T) < 1e-6
+    found = linear.times(x, repack.Matrix((part,)))
+    assert relative(found, x.double().cpu() @ packed_weight.values(part).double().cpu().T) < 1e-6
 
 
 def test_more_tokens_are_rounded_where_the_shape_allows(rng: np.random.Generator) -> None:
@@ -83,7 +83,7 @@ def test_more_tokens_are_rounded_where_the_shape_allows(rng: np.random.Generator
     x[4] = 0
     for rows, least, most in ((48, 5e-3, 4e-2), (40, 0.0, 4e-3)):  # 40 is no multiple of 16
         part = random_part(rows, 96, rng)
-        found, wanted = products.times(x, matrix.Matrix((part,))).cpu(), (x.cpu() @ planes.values(part).cpu().T)
+        found, wanted = linear.times(x, repack.Matrix((part,))).cpu(), (x.cpu() @ packed_weight.values(part).cpu().T)
         assert not found[4].any()
         errors = [relative(found[i], wanted[i]) for i in range(9) if i != 4]
         assert least <= min(errors), rows
@@ -167,7 +167,7 @@ def test_products_of_real_shapes_from_a_graph(tokens: int, rng: np.random.Genera
     rows, scales = fp8.rounded(x)
     seen = x if tokens <= fp8.FEW else rows.float() * scales[:, None]
     alone = fp8.times(x, part)
-    assert relative(alone, seen.double() @ planes.values(part).double().T) < 4e-3
+    assert relative(alone, seen.double() @ packed_weight.values(part).double().T) < 4e-3
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         found = fp8.times(x, part)

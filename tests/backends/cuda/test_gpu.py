@@ -118,7 +118,7 @@ def test_a_row_does_not_depend_on_its_batch_while_it_is_small(gpu: Any) -> None:
 
 def test_large_results_share_one_buffer_and_memory_is_told() -> None:
     """Graphs of several sizes, in turn: each gives its own numbers, and all of it goes when they are forgotten."""
-    from llm_worker_rbee.backends.cuda.graphs import LARGE, Graphs
+    from llm_worker_rbee.backends.cuda.cuda_graphs import LARGE, Graphs
 
     graphs, where = Graphs(), ops.device.current()
     inputs = {rows: torch.rand(rows, LARGE // 16, device=where) for rows in (1, 5, 6, 7)}

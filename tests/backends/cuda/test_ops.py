@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from llm_worker_rbee.backends import OPS, reference
-from llm_worker_rbee.backends.cuda import CudaBackend, device, matrix, paged, planes, products, tensor_cores
+from llm_worker_rbee.backends.cuda import CudaBackend, device, linear, packed_weight, paged, repack
 from llm_worker_rbee.backends.ops import AttentionParams, RopeTable
 from llm_worker_rbee.backends.reference import ReferenceBackend
 from llm_worker_rbee.errors import InvalidRequestError
@@ -38,43 +38,45 @@ def test_the_table_is_whole() -> None:
 def test_products_of_bytes(kind: str, blocks: int, tokens: int, rng: np.random.Generator) -> None:
     """The kernel is exact on the bytes it is given; `fine` brings back what they lost."""
     torch.manual_seed(1)
-    part = planes.random_planes(kind, 20, 32 * blocks, device.current())
+    part = packed_weight.random_planes(kind, 20, 32 * blocks, device.current())
     x = on_device(normal(rng, tokens, 32 * blocks))
-    wanted = x.double() @ planes.values(part).double().T
-    rounded = planes.Bytes.of(x).values().double() @ planes.values(part).double().T
-    found = products.by_bytes(x, part)
+    wanted = x.double() @ packed_weight.values(part).double().T
+    rounded = packed_weight.Bytes.of(x).values().double() @ packed_weight.values(part).double().T
+    found = linear.by_bytes(x, part)
     assert relative(found, rounded) < (2e-6 if device.interpreting() else 1e-3)  # ties may be rounded the other way
     assert relative(found, wanted) < 2e-2
     if kind in ("q4", "q8d") and tokens == 1:
-        assert relative(products.by_bytes(x, part, fine=True), wanted) < 1e-4
+        assert relative(linear.by_bytes(x, part, fine=True), wanted) < 1e-4
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_products_on_tensor_cores(kind: str, rng: np.random.Generator) -> None:
     """Rows, tokens and blocks that fill no tile; activations that a float16 could not hold."""
     torch.manual_seed(2)
-    part = planes.random_planes(kind, 45, 32 * 18, device.current())
+    part = packed_weight.random_planes(kind, 45, 32 * 18, device.current())
     x = on_device(normal(rng, 18, 32 * 18, scale=1e6))
-    assert relative(products.by_tensor_cores(x, part), x @ planes.values(part).T) < 2e-3
+    assert relative(linear.by_tensor_cores(x, part), x @ packed_weight.values(part).T) < 2e-3
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_products_after_writing_out(kind: str, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
     """The matrix in several pieces."""
-    monkeypatch.setattr(products, "SCRATCH", 4 * 32 * 18 * 20)
+    monkeypatch.setattr(linear, "SCRATCH", 4 * 32 * 18 * 20)
     torch.manual_seed(3)
-    part = planes.random_planes(kind, 45, 32 * 18, device.current())
+    part = packed_weight.random_planes(kind, 45, 32 * 18, device.current())
     x = on_device(normal(rng, 21, 32 * 18))
-    assert relative(products.by_scratch(x, part), x @ planes.values(part).T) < (1e-5 if device.interpreting() else 5e-3)
+    assert relative(linear.by_scratch(x, part), x @ packed_weight.values(part).T) < (
+        1e-5 if device.interpreting() else 5e-3
+    )
 
 
 def test_many_pieces_of_the_columns_are_added(rng: np.random.Generator) -> None:
     shapes = ((4096, 512), (4096, 4096), (12288, 4096), (22016, 4096), (32000, 4096), (4096, 11008))
-    count = [tensor_cores.parts_for(rows, columns, 64, tensor_cores.USUAL) for rows, columns in shapes]
+    count = [linear.parts_for(rows, columns, 64, linear.USUAL) for rows, columns in shapes]
     assert count == [1, 4, 2, 3, 1, 4]
-    part = planes.random_planes("q4", 33, 32 * 64, device.current())
+    part = packed_weight.random_planes("q4", 33, 32 * 64, device.current())
     x = on_device(normal(rng, 9, 32 * 64))
-    assert relative(products.by_tensor_cores(x, part), x @ planes.values(part).T) < 2e-3
+    assert relative(linear.by_tensor_cores(x, part), x @ packed_weight.values(part).T) < 2e-3
 
 
 @pytest.mark.parametrize("name", ["F16", "BF16", "F32"])
@@ -209,13 +211,13 @@ def test_products_of_real_shapes(kind: str, rng: np.random.Generator) -> None:
     """Every way through, at the sizes of models, and at both sides of where the ways meet."""
     torch.manual_seed(4)
     for rows, columns in ((4096, 11008), (49152, 576)):
-        weight = matrix.Matrix((planes.random_planes(kind, rows, columns, device.current()),))
-        values = planes.values(weight.parts[0]).double()
+        weight = repack.Matrix((packed_weight.random_planes(kind, rows, columns, device.current()),))
+        values = packed_weight.values(weight.parts[0]).double()
         for tokens in (1, 4, 8, 9, 40, 100, 256, 257):
             x = on_device(normal(rng, tokens, columns))
             wanted = (x.double() @ values.T).float()
-            assert relative(products.times(x, weight), wanted) < 2e-2
-            assert relative(products.times(x, weight, fine=True), wanted) < (1e-4 if tokens <= 4 else 5e-3)
+            assert relative(linear.times(x, weight), wanted) < 2e-2
+            assert relative(linear.times(x, weight, fine=True), wanted) < (1e-4 if tokens <= 4 else 5e-3)
 
 
 @pytest.mark.gpu

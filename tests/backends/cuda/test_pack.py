@@ -6,23 +6,23 @@ import numpy as np
 import pytest
 import torch
 
-from llm_worker_rbee.backends.cuda import device, matrix, pack, planes
+from llm_worker_rbee.backends.cuda import device, packed_weight, repack
 from llm_worker_rbee.weights import Tensor
 from llm_worker_rbee.weights.quants import BLOCK_TYPES
 from tests.backends.cuda.making import EXACT, random_tensor
 
-QUANTIZED = [name for name in BLOCK_TYPES if name in pack.RULES]
+QUANTIZED = [name for name in BLOCK_TYPES if name in repack.RULES]
 
 
 def values(*tensors: Tensor) -> np.ndarray:
-    found = [planes.values(part) for part in matrix.prepare(tensors).parts]
+    found = [packed_weight.values(part) for part in repack.prepare(tensors).parts]
     return torch.cat(found).cpu().numpy()
 
 
 @pytest.mark.parametrize("name", BLOCK_TYPES)
 def test_every_type_keeps_its_values(name: str, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
     """In several slabs, of which the last is shorter; a product of a scale is off by at most half of 2**-10."""
-    monkeypatch.setattr(pack, "SLAB", 512 * 3)
+    monkeypatch.setattr(repack, "SLAB", 512 * 3)
     tensor = random_tensor(name, 7, 512, rng)
     wanted = tensor.dequantize()
     if name in EXACT:
@@ -67,7 +67,7 @@ def test_zeros(rng: np.random.Generator) -> None:
 def test_neighbours_of_one_kind_are_one_part(rng: np.random.Generator) -> None:
     names = ["Q4_K", "Q4_1", "Q6_K", "F16", "F16", "BF16"]
     tensors = [random_tensor(name, rows, 256, rng) for rows, name in enumerate(names, 2)]
-    made = matrix.prepare(tensors)
+    made = repack.prepare(tensors)
     assert [(part.kind, part.rows) for part in made.parts] == [
         ("q4m", 5), ("q6", 4), ("numbers", 11), ("numbers", 7)
     ]  # fmt: skip
@@ -79,12 +79,12 @@ def test_neighbours_of_one_kind_are_one_part(rng: np.random.Generator) -> None:
 def test_sizes_in_bits(rng: np.random.Generator) -> None:
     wanted = {"Q4_0": 4.5, "Q4_K": 5, "Q5_0": 5.5, "Q5_K": 6, "Q6_K": 7, "Q8_0": 8.5, "Q2_K": 6, "IQ2_S": 9, "F16": 16}
     for name, bits in wanted.items():
-        assert matrix.prepare([random_tensor(name, 2, 256, rng)]).nbytes * 8 / 512 == bits
+        assert repack.prepare([random_tensor(name, 2, 256, rng)]).nbytes * 8 / 512 == bits
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(device.interpreting(), reason="needs a GPU")
 def test_bytes_go_through_the_pinned_buffers(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pack, "CHUNK", 1000)
+    monkeypatch.setattr(repack, "CHUNK", 1000)
     tensor = random_tensor("Q4_0", 64, 512, rng)
     np.testing.assert_array_equal(values(tensor), tensor.dequantize())

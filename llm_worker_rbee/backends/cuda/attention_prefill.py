@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .heads import cap_scores, part_of_head, rotated
+from .attention_decode import cap_scores, part_of_head, rotated
 
 
 @triton.jit

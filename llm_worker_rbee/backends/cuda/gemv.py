@@ -19,7 +19,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .epilogue import finish, inverse_rms, row_of
 from .intrinsics import dp4a, dp4a_us, high_fields, high_half, low_half, start_next, wait_before
 
 LANES = tl.constexpr(128)  # blocks a warp has at a time
@@ -211,3 +210,165 @@ def matvec(
                 y = y * factors[t]
             ys = ys + (y,)
         finish(ys, t, rows, out, stream, norm, out_d, out_s, out_squares, R, ROWS, WARPS, EPILOGUE, BYTES, STRIDE)
+
+
+STORE, RESIDUAL, GATED = 0, 1, 2
+
+
+@triton.jit
+def row_of(r: tl.constexpr, half_rows, EPILOGUE: tl.constexpr, ROWS: tl.constexpr, WARPS: tl.constexpr):
+    """The rows (warps, 1) that a program computes in its turn r; where gated, the second half are up rows."""
+    warp = tl.arange(0, WARPS)
+    if EPILOGUE == 2:
+        HALF: tl.constexpr = ROWS // 2
+        return tl.program_id(0) * HALF + (r * WARPS) % HALF + warp + ((r * WARPS) // HALF) * half_rows
+    return tl.program_id(0) * ROWS + r * WARPS + warp
+
+
+@triton.jit
+def inverse_rms(squares, t, eps, width, PARTS: tl.constexpr, SIZE: tl.constexpr, WARPS: tl.constexpr):
+    """1 / sqrt(mean of squares + eps) from partial sums, (warps,): every warp adds them up for itself."""
+    i = tl.arange(0, SIZE)[None, :] + tl.zeros((WARPS, SIZE), tl.int32)
+    return tl.rsqrt(tl.sum(tl.load(squares + t * PARTS + i, mask=i < PARTS, other=0.0), 1) / width + eps)
+
+
+@triton.jit
+def side_by_side(ys, R: tl.constexpr, WARPS: tl.constexpr):
+    """R tensors of (warps,) -> one of (R * warps,), the first tensor first: one warp can then reduce them."""
+    if R == 1:
+        out = ys[0]
+    elif R == 2:
+        out = tl.reshape(tl.permute(tl.join(ys[0], ys[1]), (1, 0)), (2 * WARPS,))
+    elif R == 4:
+        four = tl.join(tl.join(ys[0], ys[1]), tl.join(ys[2], ys[3]))
+        out = tl.reshape(tl.permute(four, (2, 1, 0)), (4 * WARPS,))
+    else:
+        tl.static_assert(R == 8, "at most eight results a warp")
+        low = tl.join(tl.join(ys[0], ys[1]), tl.join(ys[2], ys[3]))
+        high = tl.join(tl.join(ys[4], ys[5]), tl.join(ys[6], ys[7]))
+        out = tl.reshape(tl.permute(tl.join(low, high), (3, 2, 1, 0)), (8 * WARPS,))
+    return out
+
+
+@triton.jit
+def write_block(y, t, block, out, out_d, out_s, blocks):
+    """32 values as one block of bytes with its scale and sums."""
+    c = tl.arange(0, 32)
+    d = tl.max(tl.abs(y), 0) / 127.0
+    q = tl.floor(y * tl.where(d > 0, 1.0 / d, 0.0) + 0.5)
+    tl.store(out + ((t * 8 + c // 4) * blocks + block) * 4 + c % 4, q.to(tl.int8))
+    tl.store(out_d + t * blocks + block, d)
+    tl.store(out_s + (t * 2) * blocks + block, tl.sum(tl.where(c < 16, q, 0.0), 0) * d)
+    tl.store(out_s + (t * 2 + 1) * blocks + block, tl.sum(tl.where(c < 16, 0.0, q), 0) * d)
+
+
+@triton.jit
+def hand_on(y, t, columns, out, out_d, out_s, BYTES: tl.constexpr):
+    """32 values of a program, to the next product: as bytes or as they are."""
+    if BYTES:
+        write_block(y, t, tl.program_id(0), out, out_d, out_s, columns // 32)
+    else:
+        c = tl.program_id(0) * 32 + tl.arange(0, 32)
+        tl.store(out + t * columns + c, y.to(out.dtype.element_ty))
+
+
+@triton.jit
+def finish(
+    ys, t, rows, out, stream, norm, out_d, out_s, out_squares,
+    R: tl.constexpr, ROWS: tl.constexpr, WARPS: tl.constexpr, EPILOGUE: tl.constexpr, BYTES: tl.constexpr,
+    STRIDE: tl.constexpr = 0,
+):  # fmt: skip
+    """What becomes of the results of a program for token t. Those that are stored go to a row of STRIDE numbers."""
+    if EPILOGUE == 0:
+        for r in tl.static_range(R):
+            n = row_of(r, rows // 2, EPILOGUE, ROWS, WARPS)
+            wide = STRIDE if STRIDE > 0 else rows
+            tl.store(out + t * wide + n, ys[r].to(out.dtype.element_ty), mask=n < rows)
+    elif EPILOGUE == 1:
+        n = tl.program_id(0) * 32 + tl.arange(0, 32)
+        y = side_by_side(ys, R, WARPS) + tl.load(stream + t * rows + n)
+        tl.store(stream + t * rows + n, y)
+        tl.store(out_squares + t * (rows // 32) + tl.program_id(0), tl.sum(y * y, 0))
+        hand_on(y * tl.load(norm + n), t, rows, out, out_d, out_s, BYTES)
+    else:
+        hs = ()
+        for r in tl.static_range(R // 2):
+            hs = hs + (ys[r] / (1.0 + tl.exp(-ys[r])) * ys[R // 2 + r],)
+        hand_on(side_by_side(hs, R // 2, WARPS), t, rows // 2, out, out_d, out_s, BYTES)
+
+
+@triton.jit
+def matvec_numbers(
+    x, squares, eps, w, out, stream, norm, out_squares,
+    rows, columns: tl.constexpr, B: tl.constexpr, ROWS: tl.constexpr, WARPS: tl.constexpr, WIDE: tl.constexpr,
+    AHEAD: tl.constexpr, EPILOGUE: tl.constexpr, PARTS: tl.constexpr, SIZE: tl.constexpr, PDL: tl.constexpr,
+    STRIDE: tl.constexpr = 0, scales=None,
+):  # fmt: skip
+    """Weights (rows, columns), their scales (rows) where they have any, and activations that are numbers."""
+    R: tl.constexpr = ROWS // WARPS
+    SHAPE: tl.constexpr = (WARPS, WIDE)
+    lane = tl.arange(0, WIDE)[None, :] + tl.zeros(SHAPE, tl.int32)
+    start_next(PDL)
+    held = ()
+    for i in tl.static_range(AHEAD):
+        for r in tl.static_range(R):
+            n = tl.minimum(row_of(r, rows // 2, EPILOGUE, ROWS, WARPS), rows - 1)[:, None].to(tl.int64)
+            c = i * WIDE + lane
+            held = held + (tl.load(w + n * columns + c, mask=c < columns, other=0.0, eviction_policy="evict_first"),)
+    factors = ()
+    if scales is not None:
+        for r in tl.static_range(R):
+            factors = factors + (tl.load(scales + tl.minimum(row_of(r, rows // 2, EPILOGUE, ROWS, WARPS), rows - 1)),)
+    wait_before(PDL)
+    sums = ()
+    for _ in tl.static_range(B * R):
+        sums = sums + (tl.zeros(SHAPE, tl.float32),)
+    for start in tl.static_range(0, columns, WIDE):
+        ws = ()
+        for r in tl.static_range(R):
+            ws = ws + (held[r],)
+        rest = ()
+        for i in tl.static_range(R, AHEAD * R):
+            rest = rest + (held[i],)
+        if start + AHEAD * WIDE < columns:
+            for r in tl.static_range(R):
+                n = tl.minimum(row_of(r, rows // 2, EPILOGUE, ROWS, WARPS), rows - 1)[:, None].to(tl.int64)
+                c = start + AHEAD * WIDE + lane
+                more = tl.load(w + n * columns + c, mask=c < columns, other=0.0, eviction_policy="evict_first")
+                rest = rest + (more,)
+        else:
+            for r in tl.static_range(R):
+                rest = rest + (ws[r],)
+        held = rest
+        new = ()
+        c = start + lane
+        for t in tl.static_range(B):
+            xt = tl.load(x + t * columns + c, mask=c < columns, other=0.0).to(tl.float32)
+            for r in tl.static_range(R):
+                new = new + (sums[t * R + r] + ws[r].to(tl.float32) * xt,)
+        sums = new
+    for t in tl.static_range(B):
+        ys = ()
+        for r in tl.static_range(R):
+            y = tl.sum(sums[t * R + r], 1)
+            ys = ys + (y if scales is None else y * factors[r],)
+        if PARTS > 0:
+            factor = inverse_rms(squares, t, eps, columns, PARTS, SIZE, WARPS)
+            scaled = ()
+            for r in tl.static_range(R):
+                scaled = scaled + (ys[r] * factor,)
+            ys = scaled
+        finish(ys, t, rows, out, stream, norm, out, out, out_squares, R, ROWS, WARPS, EPILOGUE, False, STRIDE)
+
+
+@triton.jit
+def round_rows(x, out, scales, columns, SIZE: tl.constexpr, PDL: tl.constexpr = False):
+    """A program a token: its numbers as e4m3, the largest of them 448, and the scale that brings them back."""
+    t = tl.program_id(0).to(tl.int64)
+    c = tl.arange(0, SIZE)
+    start_next(PDL)
+    wait_before(PDL)
+    y = tl.load(x + t * columns + c, mask=c < columns, other=0.0).to(tl.float32)
+    scale = tl.maximum(tl.max(tl.abs(y), 0), 1e-30) / 448.0
+    tl.store(scales + t, scale)
+    tl.store(out + t * columns + c, (y / scale).to(out.dtype.element_ty), mask=c < columns)

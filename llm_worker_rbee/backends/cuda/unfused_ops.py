@@ -14,11 +14,11 @@ from triton import cdiv, next_power_of_2
 
 from ..ops import AttentionParams, Batch, Ints, KVLayer, RopeTable
 from . import paged
-from .cuts import keys_for
+from .attention_decode import keys_for
+from .attention_prefill import prefill_attention
 from .device import current, interpreting, upload
-from .planes import Bytes
-from .prefill import prefill_attention
-from .rowwise import gate_rows, norm_rows, rotate_store, to_bytes
+from .elementwise import gate_rows, norm_rows, rotate_store, to_bytes
+from .packed_weight import Bytes
 
 GELU = {"silu": False, "gelu_tanh": True}
 WIDE = 1024  # values of a gate that a program has

@@ -15,14 +15,10 @@ import triton.language as tl
 
 from ..ops import BlockParts, KVLayer, ModelParts
 from . import device, fp8
-from .attention import decode_attention
-from .cuts import Cut, cut_for, runs_of
-from .ends import embed
-from .epilogue import GATED, RESIDUAL, STORE
-from .grouped import decode_grouped
-from .matvec import matvec
-from .numbers import matvec_numbers
-from .planes import FP8, Bytes
+from .attention_decode import Cut, cut_for, decode_attention, decode_grouped, runs_of
+from .elementwise import embed
+from .gemv import GATED, RESIDUAL, STORE, matvec, matvec_numbers
+from .packed_weight import FP8, Bytes
 
 # (rows of a program, warps, rows ahead, registers of a thread; 0: as the compiler likes)
 ONE = {

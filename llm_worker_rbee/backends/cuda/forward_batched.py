@@ -1,6 +1,6 @@
 """A step of any number of tokens, those that answer first, then those that read prompts: products on tensor cores.
 
-A matrix that is packed is multiplied as it is for some hundred tokens (activations spread, tensor_cores.py); for more
+A matrix that is packed is multiplied as it is for some hundred tokens (activations spread, linear.py); for more
 it is written out as numbers once a step and the vendor's product reads it. Small kernels between join what a product
 was split into, add to the stream, norm, and lay the activations out for the next product.
 """
@@ -15,13 +15,13 @@ import torch
 import triton
 
 from ..ops import BlockParts, KVLayer, ModelParts
-from . import device, fp8, tensor_cores
-from .cuts import cut_for, keys_for
+from . import device, fp8, linear
+from .attention_decode import cut_for, keys_for
+from .attention_prefill import prefill_attention, rope_store
+from .decode_small_batch import Few, Rope, decode, embed_rows, is_packed, numbers_type
 from .elementwise import add_norm, gated
-from .few import Few, Rope, decode, embed_rows, is_packed, numbers_type
-from .matmul import spread
-from .prefill import prefill_attention, rope_store
-from .products import SCRATCH, vendor, written_out
+from .gemm import spread
+from .linear import SCRATCH, vendor, written_out
 
 MOST_COUNTED = 256  # requests that answer
 MOST_ONES = 512  # tokens that are multiplied by nothing
@@ -99,7 +99,7 @@ class Many:
     def is_fused(self, matrix: Any, tokens: int) -> bool:
         """Whether a matrix is multiplied as it is packed."""
         whole = self.fixed or matrix is self.model.head  # whose numbers would take a gigabyte
-        return is_packed(matrix) and (whole or tokens <= tensor_cores.MOST_TOKENS)
+        return is_packed(matrix) and (whole or tokens <= linear.MOST_TOKENS)
 
     def normed(self, delta: Any, stream: torch.Tensor, norm: torch.Tensor, eps: float, then: Any) -> Activations:
         """The stream with what was computed, and its norm as the next product wants it."""
@@ -130,18 +130,18 @@ class Many:
         f: Any = {"device": device.current()}
         as_e4m3 = fp8.is_rounded_before(then) and not self.fixed
         kind = torch.float16 if fused else fp8.E4M3 if as_e4m3 else numbers_type(then)
-        columns = tensor_cores.padded(then.columns) if fused else then.columns
+        columns = linear.padded(then.columns) if fused else then.columns
         return Activations(torch.empty(tokens, columns, dtype=kind, **f), torch.empty(tokens, **f), fused)
 
     def product(self, x: Activations, w: Any, tokens: int, most: int = 8) -> torch.Tensor:
         """(parts, tokens, rows); their sum is the product."""
         if self.fixed and not x.is_spread:
-            return with_factors(tensor_cores.numbers_product(x.values, w.parts[0], most), x)
+            return with_factors(linear.numbers_product(x.values, w.parts[0], most), x)
         if fp8.is_fp8(w):
             return fp8.product(x.values, w.parts[0], x.factors, self.pdl)[None]
         if not x.is_spread:
             return self.by_vendor(x, w)
-        return tensor_cores.product(x.values, x.factors, w, tokens, most, self.fixed, self.pdl)
+        return linear.product(x.values, x.factors, w, tokens, most, self.fixed, self.pdl)
 
     def by_vendor(self, x: Activations, w: Any) -> torch.Tensor:
         """The vendor's product; a packed matrix is written out before it, as many rows as the scratch holds."""
@@ -189,7 +189,7 @@ class Many:
         if not fused:
             return Activations(mixed, ones, False)
         blocks = block.output.columns // 32
-        out = torch.empty(tokens, tensor_cores.padded(block.output.columns), dtype=kind, **f)
+        out = torch.empty(tokens, linear.padded(block.output.columns), dtype=kind, **f)
         spread[(triton.cdiv(tokens, 8), triton.cdiv(blocks, 16))](
             mixed, out, tokens, blocks, 16, 8, self.pdl, num_warps=4, **self.options
         )
