@@ -170,7 +170,7 @@ def run(recorder: Recorder, steps: Steps, truth: Side, paths: Sequence[MeasuredP
     finally:
         for path, own in zip(paths, scores, strict=True):
             for result in results(own, path):
-                recorder.put(result)
+                recorder.add_result(result)
             recorder.details.setdefault("paths", {})[path.suffix or "ours"] = _details(own)
 
 
@@ -196,7 +196,7 @@ def results(scores: Scores, path: MeasuredPath) -> list[Result]:
 
     def put(name: str, values: Floats, better: Better, count: int) -> None:
         value, resampled = float(values[0]), values[1:]
-        low, high = statistics.interval(resampled, count) if count >= statistics.FEWEST else (value, value)
+        low, high = statistics.interval(resampled, count) if count >= statistics.MIN_SAMPLES else (value, value)
         fields = {**path.fields, "count": count}
         full = f"{name}/{path.suffix}" if path.suffix else name
         made.append(Result(full, "", value, min(low, value), max(high, value), better, fields=fields))

@@ -1,6 +1,6 @@
-"""Where a run took place: machine, versions, commit, model. What two runs must share to be comparable.
+"""Where a run took place: machine, versions, commit, model.
 
-The fingerprint is a short hash of the parts of a machine that decide its speed; baselines are kept apart by it.
+The fingerprint is a short hash of the parts of a machine that decide its speed: runs are comparable if it is the same.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from .. import __version__, machine
 
 PACKAGES = ("numpy", "numba", "llvmlite", "tokenizers", "torch", "triton", "transformers", "matplotlib")
 THREAD_VARIABLES = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS")
-HASHED_AT_ONCE = 1 << 22
+HASH_CHUNK_BYTES = 1 << 22
 
 
 @cache
-def machine_description() -> dict[str, Any]:
-    """Processor, memory, GPU and system, and the fingerprint."""
+def describe_machine() -> dict[str, Any]:
+    """Return processor, memory, GPU and system, and the fingerprint."""
     total, _ = machine.memory()
-    lasting: dict[str, Any] = {
+    hardware: dict[str, Any] = {
         "cpu": machine.cpu_name(),
         "features": machine.cpu_features(),
         "cores": machine.usable_cores(),
@@ -36,20 +36,20 @@ def machine_description() -> dict[str, Any]:
         "gpus": machine.gpus(),
         "architecture": platform.machine(),
     }
-    fingerprint = hashlib.sha256(repr(sorted(lasting.items())).encode()).hexdigest()[:12]
+    fingerprint = hashlib.sha256(repr(sorted(hardware.items())).encode()).hexdigest()[:12]
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
-    passing = {"system": platform.platform(terse=True), "load_at_start": load, "threads": thread_settings()}
-    return {**lasting, **passing, "fingerprint": fingerprint}
+    state = {"system": platform.platform(terse=True), "load_at_start": load, "threads": thread_settings()}
+    return {**hardware, **state, "fingerprint": fingerprint}
 
 
 def thread_settings() -> dict[str, str]:
-    """The environment variables that say how many threads libraries use."""
+    """Return the environment variables that set the threads of libraries."""
     return {name: os.environ[name] for name in THREAD_VARIABLES if name in os.environ}
 
 
 @cache
-def versions() -> dict[str, str]:
-    """Of this program, of Python, and of the packages that speed depends on, where they are installed."""
+def package_versions() -> dict[str, str]:
+    """Return the versions of this program, of Python and of the installed packages that speed depends on."""
     found = {"llm-worker-rbee": __version__, "python": platform.python_version()}
     for name in PACKAGES:
         with suppress(importlib.metadata.PackageNotFoundError):
@@ -58,8 +58,8 @@ def versions() -> dict[str, str]:
 
 
 @cache
-def commit() -> dict[str, Any] | None:
-    """The commit that this code is checked out at, and whether files differ from it; None for an installed package."""
+def describe_commit() -> dict[str, Any] | None:
+    """Return the commit of this checkout and whether files differ from it; None for an installed package."""
     root = Path(__file__).parents[2]
     if not (root / ".git").exists():
         return None
@@ -80,24 +80,24 @@ def _git(root: Path, *args: str) -> str | None:
     return None
 
 
-def model_description(path: Path, progress: Callable[[str, int, int | None], None] | None = None) -> dict[str, Any]:
-    """Name, size and SHA-256 of a model file; of a folder, the hash over its weight files and their names."""
-    files = sorted(path.glob("*.safetensors")) if path.is_dir() else _split_set(path)
+def describe_model(path: Path, progress: Callable[[str, int, int | None], None] | None = None) -> dict[str, Any]:
+    """Return name, size and SHA-256 of a model file; of a folder, the hash over its weight files and their names."""
+    files = sorted(path.glob("*.safetensors")) if path.is_dir() else _split_files(path)
     total, done = sum(file.stat().st_size for file in files), 0
-    whole = hashlib.sha256()
+    digest = hashlib.sha256()
     for file in files:
         if path.is_dir() or len(files) > 1:
-            whole.update(file.name.encode())
+            digest.update(file.name.encode())
         with file.open("rb") as source:
-            while part := source.read(HASHED_AT_ONCE):
-                whole.update(part)
+            while part := source.read(HASH_CHUNK_BYTES):
+                digest.update(part)
                 done += len(part)
                 if progress is not None:
                     progress(f"hashing {path.name}", done, total)
-    return {"name": path.name, "bytes": total, "sha256": whole.hexdigest()}
+    return {"name": path.name, "bytes": total, "sha256": digest.hexdigest()}
 
 
-def _split_set(path: Path) -> list[Path]:
+def _split_files(path: Path) -> list[Path]:
     stem, dash, count = path.stem.rpartition("-of-")
     if not dash or not count.isdigit():
         return [path]

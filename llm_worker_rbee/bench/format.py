@@ -1,4 +1,4 @@
-"""Numbers as people read them. Files and `--json` hold plain units; prefixes are added here, for tables and pages."""
+"""Numbers for people. Files and `--json` hold plain units; prefixes are added here, for tables and pages."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (0.0, "ns"))
 
 
 def quantity(value: float, unit: str) -> str:
-    """A figure as people read it: `1.23 ms`, `4.10 tok/s`, `98.4 MB`."""
+    """Format a value with its unit: `1.23 ms`, `4.10 tok/s`, `98.4 MB`."""
     if value != value:
         return "-"
     size, name = scale(value, unit) if value else (1.0, unit)
     if name == unit and size == 1.0 and unit != "s" and value == round(value, 0):
-        return f"{value:,.0f} {unit}".rstrip()  # most likely counted
+        return f"{value:,.0f} {unit}".rstrip()  # probably a count
     return f"{digits(value / size)} {name}".rstrip()
 
 
 def scale(value: float, unit: str) -> tuple[float, str]:
-    """The size and the name of the prefixed unit that suits a value."""
+    """Return the size and the name of the prefixed unit that suits a value."""
     if unit == "s":
         size, name = next(((s, n) for s, n in SECONDS if abs(value) >= s), SECONDS[-1])
         return size or 1e-9, name
@@ -30,7 +30,7 @@ def scale(value: float, unit: str) -> tuple[float, str]:
 
 
 def digits(value: float) -> str:
-    """About three significant digits; all of those before the point."""
+    """Format about three significant digits, and all of those before the point."""
     size = abs(value)
     if size >= 1000 or not value:
         return f"{value:,.0f}"
@@ -38,12 +38,12 @@ def digits(value: float) -> str:
 
 
 def percent(value: float) -> str:
-    """`43.2%`, `0.006%`: of a value in percent."""
+    """Format a value that is in percent: `43.2%`, `0.006%`."""
     return f"{value:.1f}%" if abs(value) >= 1 or not value else f"{value:.2g}%"
 
 
 def spread(values: Sequence[float], unit: str) -> str:
-    """`1.20 to 1.26 ms`: two figures with the unit written once, or each with its own where those differ."""
+    """Format two values as `1.20 to 1.26 ms`; each with its own unit where those differ."""
     low, high = (quantity(value, unit) for value in values)
     number, _, name = low.partition(" ")
     return f"{number} to {high}" if name == high.partition(" ")[2] else f"{low} to {high}"

@@ -36,7 +36,7 @@ def run(
 
     A start before the others compiles kernels that are not kept yet: that happens once, and is told apart.
     """
-    recorder.model = environment.model_description(model, lambda what, *n: progress(what, n[0], n[1] or 0))
+    recorder.model = environment.describe_model(model, lambda what, *n: progress(what, n[0], n[1] or 0))
     files = model_files(model)
     given = {"model": str(model), "prompt": PROMPT, "options": options or {}}
     caches = ["cold", "warm"] if process_stats.can_drop() else ["warm"]
@@ -96,7 +96,7 @@ def _start(given: dict[str, Any]) -> dict[str, Any]:
 
 def _record(recorder: Recorder, cache: str, said: dict[str, Any]) -> None:
     for phase, seconds in said["seconds"].items():
-        recorder.add(phase if phase in WITHOUT_FILE else f"{phase}/{cache}", "s", seconds)
+        recorder.add_sample(phase if phase in WITHOUT_FILE else f"{phase}/{cache}", "s", seconds)
     for when, size in said["bytes"].items():
         if size is not None:
-            recorder.add(f"memory/{when}", "B", size)
+            recorder.add_sample(f"memory/{when}", "B", size)

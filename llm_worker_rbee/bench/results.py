@@ -1,15 +1,17 @@
-"""What a run of a benchmark leaves behind: results with their samples, and all that is needed to judge them later.
+"""The saved form of a benchmark: a `Run` of named `Result`s with their samples, and all that is needed to judge them.
 
-The JSON form is versioned and described in docs/results.md. A `Recorder` collects samples while a benchmark runs; what
-it has can be turned into a run at any time, also after Ctrl-C.
+The JSON form is versioned and described in docs/results.md. A `Recorder` collects samples while a benchmark runs and
+makes a run of them at any time, also after Ctrl-C.
 """
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
 import os
 import time
+import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -22,13 +24,13 @@ from . import environment, statistics
 
 SCHEMA = "llm-worker-rbee/bench"
 SCHEMA_VERSION = 1
-LARGEST_FILE = 256 << 20
+MAX_FILE_BYTES = 256 << 20
 Better = Literal["lower", "higher"]
-DIGITS = 7  # significant ones of a sample, in a file
+SAMPLE_DIGITS = 7  # significant ones, in a file
 
 
 class ResultsError(WorkerError):
-    """A file of results that cannot be used."""
+    """A file of results that cannot be read, written or compared."""
 
     code = "INVALID_RESULTS"
 
@@ -38,7 +40,7 @@ class Result:
     """One measured quantity; `fields` is what only this kind has (backend, iterations, percent_of_limit, ...)."""
 
     name: str
-    unit: str  # s, tok/s, B, ...: always the plain unit, people's prefixes are for display
+    unit: str  # s, tok/s, B, ...: always the plain unit, prefixes are for display
     estimate: float
     low: float
     high: float
@@ -47,32 +49,30 @@ class Result:
     fields: Mapping[str, Any] = field(default_factory=dict)
 
     @staticmethod
-    def of(name: str, unit: str, samples: Sequence[float], better: Better = "lower", **fields: Any) -> Result:
-        """The result that these samples give."""
+    def from_samples(name: str, unit: str, samples: Sequence[float], better: Better = "lower", **fields: Any) -> Result:
         value, low, high = statistics.estimate(samples, fields.get("rounds", ()))
         return Result(name, unit, value, low, high, better, tuple(samples), fields)
 
     @staticmethod
     def exact(name: str, unit: str, value: float, better: Better = "lower", **fields: Any) -> Result:
-        """A figure without spread: counted or computed, not timed."""
+        """Return a result without an interval: counted or computed, not timed."""
         return Result(name, unit, value, value, value, better, (), fields)
 
     @property
     def key(self) -> tuple[str, str | None]:
-        """What tells results of one run apart: the name, and the backend where a benchmark ran on several."""
+        """The name, and the backend where a benchmark ran on several: unique in a run."""
         return self.name, self.fields.get("backend")
 
     def as_json(self) -> dict[str, Any]:
-        """The object of the results list."""
         own = {name: getattr(self, name) for name in ("name", "unit", "estimate", "low", "high", "better")}
-        return {**own, **self.fields, "samples": rounded(self.samples)}
+        return {**own, **self.fields, "samples": round_samples(self.samples)}
 
     @staticmethod
     def from_json(value: Any, where: str) -> Result:
-        """The way back; what is missing or of the wrong type is named."""
-        rest = dict(_object(value, where))
-        texts = [_typed(rest, key, str, where) for key in ("name", "unit")]
-        estimate, low, high = (_number(rest, key, where) for key in ("estimate", "low", "high"))
+        """Raise ResultsError that names what is missing or of the wrong type."""
+        rest = dict(_require_object(value, where))
+        texts = [_pop_text(rest, key, where) for key in ("name", "unit")]
+        estimate, low, high = (_pop_number(rest, key, where) for key in ("estimate", "low", "high"))
         better = rest.pop("better", "lower")
         samples = rest.pop("samples", [])
         if not isinstance(rest.get("backend"), str | None):
@@ -81,13 +81,13 @@ class Result:
             raise ResultsError(f"{where}: better is {better!r}, neither lower nor higher")
         if not isinstance(samples, list):
             raise ResultsError(f"{where}: samples is not a list of numbers")
-        values = tuple(_float(sample, f"{where}: samples is not a list of numbers") for sample in samples)
+        values = tuple(_to_float(sample, f"{where}: samples is not a list of numbers") for sample in samples)
         return Result(texts[0], texts[1], estimate, low, high, better, values, rest)
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """All of one run."""
+    """One saved measurement of a command."""
 
     kind: str  # micro, e2e, load, serving, peers, accuracy, profile, experiments
     results: tuple[Result, ...]
@@ -97,12 +97,12 @@ class Run:
     commit: Mapping[str, Any] | None = None
     model: Mapping[str, Any] | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
-    details: Mapping[str, Any] = field(default_factory=dict)  # what only this kind has: limits, a table, a histogram
-    complete: bool = True  # False: broken off, with what was measured until then
+    details: Mapping[str, Any] = field(default_factory=dict)  # of this kind alone: limits, a table, a histogram
+    complete: bool = True  # False: interrupted, with what was measured until then
     elapsed_s: float = 0.0
 
     def as_json(self) -> dict[str, Any]:
-        """The whole object, as `--json` prints it and files hold it."""
+        """Return the object that `--json` prints and files hold."""
         head = {"schema": SCHEMA, "schema_version": SCHEMA_VERSION}
         names = ("kind", "created", "complete", "elapsed_s", "commit", "machine", "versions", "model", "settings")
         return {
@@ -113,14 +113,14 @@ class Run:
         }
 
     def save(self, path: Path) -> None:
-        """Write the file, whole or not at all."""
+        """Write the file atomically."""
         if not path.name or os.path.isdir(path):
             raise ResultsError(f"cannot write {path}: it is a folder, give the name of a file")
-        text = json.dumps(finite(self.as_json()), indent=1, ensure_ascii=False) + "\n"
+        text = json.dumps(replace_non_finite(self.as_json()), indent=1, ensure_ascii=False) + "\n"
         part = path.with_name(f".{path.name}.{os.getpid()}.part")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            part.write_bytes(text.encode(errors="backslashreplace"))  # what is no text, as in a path: a JSON escape
+            part.write_bytes(text.encode(errors="backslashreplace"))  # undecodable bytes of a path
             part.replace(path)
         except OSError as error:
             with suppress(OSError):
@@ -129,15 +129,15 @@ class Run:
 
     @staticmethod
     def load(path: Path) -> Run:
-        """Read a file; one that is not a run of ours, or of a later version, is refused with the reason."""
+        """Raise ResultsError with the reason if the file is not a run, or of a later version."""
         try:
-            with path.open("rb") as file:
-                data = file.read(LARGEST_FILE + 1)
-            if len(data) > LARGEST_FILE:
-                raise ResultsError(
-                    f"{path} is too large for a file of results: at most {LARGEST_FILE >> 20} MiB are read"
-                )
+            with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+                data = file.read(MAX_FILE_BYTES + 1)
+            if len(data) > MAX_FILE_BYTES:
+                raise ResultsError(f"{path} is too large: at most {MAX_FILE_BYTES >> 20} MiB of results are read")
             value = json.loads(data.decode())
+        except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+            raise ResultsError(f"{path} is not a gzip file: {error}") from None
         except OSError as error:
             raise ResultsError(f"cannot read {path}: {error.strerror}") from None
         except (ValueError, RecursionError) as error:
@@ -146,8 +146,7 @@ class Run:
 
     @staticmethod
     def from_json(value: Any, where: str) -> Run:
-        """The way back from `as_json`."""
-        found = _object(value, where)
+        found = _require_object(value, where)
         if found.get("schema") != SCHEMA:
             raise ResultsError(f"{where} is not a run of `bench`: its schema is {found.get('schema')!r}")
         if found.get("schema_version") != SCHEMA_VERSION:
@@ -157,23 +156,25 @@ class Run:
         results = found.get("results")
         if not isinstance(results, list):
             raise ResultsError(f"{where}: results is not a list")
-        objects = {key: _object(found.get(key) or {}, f"{where}: {key}") for key in ("settings", "details", "versions")}
+        objects = {
+            key: _require_object(found.get(key) or {}, f"{where}: {key}") for key in ("settings", "details", "versions")
+        }
         return Run(
-            kind=_typed(dict(found), "kind", str, where),
-            created=_typed(dict(found), "created", str, where),
+            kind=_pop_text(dict(found), "kind", where),
+            created=_pop_text(dict(found), "created", where),
             results=tuple(Result.from_json(one, f"{where}: results[{i}]") for i, one in enumerate(results)),
-            machine=_object(found.get("machine"), f"{where}: machine"),
-            commit=None if found.get("commit") is None else _object(found["commit"], f"{where}: commit"),
-            model=None if found.get("model") is None else _object(found["model"], f"{where}: model"),
+            machine=_require_object(found.get("machine"), f"{where}: machine"),
+            commit=None if found.get("commit") is None else _require_object(found["commit"], f"{where}: commit"),
+            model=None if found.get("model") is None else _require_object(found["model"], f"{where}: model"),
             complete=found.get("complete", True) is True,
-            elapsed_s=_number({"elapsed_s": 0.0, **found}, "elapsed_s", where),
+            elapsed_s=_pop_number({"elapsed_s": 0.0, **found}, "elapsed_s", where),
             **objects,
         )
 
 
 @dataclass(slots=True)
 class Recorder:
-    """Samples as they come in, by name and fields; `run()` makes results of what is there."""
+    """Collects results and samples; `to_run` makes a run of what there is."""
 
     kind: str
     settings: dict[str, Any] = field(default_factory=dict)
@@ -185,31 +186,33 @@ class Recorder:
         default_factory=dict
     )
 
-    def put(self, result: Result) -> None:
-        """Take a finished result; one of the same name and backend is replaced."""
+    def add_result(self, result: Result) -> None:
+        """Add a finished result, or replace the one of the same name and backend."""
         self._results[result.key] = result
 
-    def add(self, name: str, unit: str, sample: float, better: Better = "lower", **fields: Any) -> None:
-        """Take one sample more; the fields given last count."""
+    def add_sample(self, name: str, unit: str, sample: float, better: Better = "lower", **fields: Any) -> None:
+        """Add a sample to a result; the fields given last count."""
         key = (name, fields.get("backend"))
         _, _, samples, known = self._pending.setdefault(key, (unit, better, [], {}))
         samples.append(sample)
         known.update(fields)
 
     def results(self) -> tuple[Result, ...]:
-        """What is known until now: finished results first, then those of loose samples."""
-        made = {key: Result.of(key[0], unit, s, better, **f) for key, (unit, better, s, f) in self._pending.items()}
+        """Return finished results, then those of single samples."""
+        made = {
+            key: Result.from_samples(key[0], unit, s, better, **f)
+            for key, (unit, better, s, f) in self._pending.items()
+        }
         return tuple((self._results | made).values())
 
-    def run(self, *, complete: bool = True) -> Run:
-        """The run, as it stands."""
+    def to_run(self, *, complete: bool = True) -> Run:
         return Run(
             kind=self.kind,
             results=self.results(),
             created=datetime.now(UTC).isoformat(timespec="seconds"),
-            machine=environment.machine_description(),
-            versions=environment.versions(),
-            commit=environment.commit(),
+            machine=environment.describe_machine(),
+            versions=environment.package_versions(),
+            commit=environment.describe_commit(),
             model=self.model,
             settings=self.settings,
             details=self.details,
@@ -218,41 +221,41 @@ class Recorder:
         )
 
 
-def rounded(samples: Sequence[float]) -> list[float]:
-    """As many digits as a file holds."""
-    return [float(f"{value:.{DIGITS}g}") for value in samples]
+def round_samples(samples: Sequence[float]) -> list[float]:
+    """Round to the digits that a file holds."""
+    return [float(f"{value:.{SAMPLE_DIGITS}g}") for value in samples]
 
 
-def finite(value: Any) -> Any:
-    """The same value with null where JSON has no number."""
+def replace_non_finite(value: Any) -> Any:
+    """Return the value with None where JSON has no number."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {key: finite(inner) for key, inner in value.items()}
+        return {key: replace_non_finite(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
-        return [finite(inner) for inner in value]
+        return [replace_non_finite(inner) for inner in value]
     return value
 
 
-def _object(value: Any, where: str) -> Mapping[str, Any]:
+def _require_object(value: Any, where: str) -> Mapping[str, Any]:
     if not isinstance(value, dict):
         raise ResultsError(f"{where} is not a JSON object")
     return value
 
 
-def _typed(found: dict[str, Any], key: str, kind: type[str], where: str) -> str:
+def _pop_text(found: dict[str, Any], key: str, where: str) -> str:
     value = found.pop(key, None)
-    if not isinstance(value, kind):
+    if not isinstance(value, str):
         raise ResultsError(f"{where}: {key} is missing or not a text")
     return value
 
 
-def _number(found: dict[str, Any], key: str, where: str) -> float:
-    return _float(found.pop(key, ...), f"{where}: {key} is missing or not a number")
+def _pop_number(found: dict[str, Any], key: str, where: str) -> float:
+    return _to_float(found.pop(key, ...), f"{where}: {key} is missing or not a number")
 
 
-def _float(value: Any, message: str) -> float:
-    if value is None:  # how JSON writes what is no number
+def _to_float(value: Any, message: str) -> float:
+    if value is None:  # NaN or infinity in a file
         return math.nan
     if type(value) not in (int, float):
         raise ResultsError(message)

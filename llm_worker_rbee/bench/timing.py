@@ -1,7 +1,7 @@
-"""The stopwatch: warm-up, calibrated iterations, samples; several functions in turn, so that noise falls on all alike.
+"""Timing of functions: warm-up, calibrated iterations, samples; several in turn, so that all meet the same noise.
 
-A sample is the time of one call, taken over as many calls as make it longer than the clock's grain. The collector of
-garbage rests while a sample is taken.
+A sample is the time per call, over as many calls as make it longer than the clock's resolution. Garbage collection is
+off while samples are taken.
 """
 
 from __future__ import annotations
@@ -12,54 +12,53 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 Function = Callable[[], object]
-SAMPLE_S = 0.002  # a shorter sample would measure the loop and the clock
+MIN_SAMPLE_S = 0.002  # a shorter sample would measure the loop and the clock
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How long to measure each function: at least `fewest` samples, at most `most`, about `seconds` in between."""
+    """How long to measure each function: about `seconds`, within the bounds on samples."""
 
     seconds: float = 1.0
-    fewest: int = 10
-    most: int = 100
-    warm_up: float = 0.2
+    min_samples: int = 10
+    max_samples: int = 100
+    warm_up_s: float = 0.2
 
 
 @dataclass(slots=True)
-class Measured:
-    """What was taken of one function, in seconds a call."""
+class Measurement:
+    """The samples of one function, in seconds per call."""
 
     iterations: int
     samples: list[float] = field(default_factory=list)
 
 
-def measure(functions: Sequence[Function], plan: Plan, tick: Callable[[float], None] | None = None) -> list[Measured]:
-    """Samples of each function, taken in turn; the order is reversed every other round.
-
-    `tick` hears which part of the time is over. Ctrl-C ends the measuring as any exception does.
-    """
-    taken = [Measured(calibrate(function, plan)) for function in functions]
+def measure(
+    functions: Sequence[Function], plan: Plan, on_progress: Callable[[float], None] | None = None
+) -> list[Measurement]:
+    """Sample the functions in turn; the order is reversed every other round. `on_progress` gets the fraction done."""
+    taken = [Measurement(calibrate(function, plan)) for function in functions]
     budget, start = plan.seconds * len(functions), time.perf_counter()
-    was_on = gc.isenabled()
+    was_enabled = gc.isenabled()
     gc.disable()
     try:
         while True:
             pairs = list(zip(functions, taken, strict=True))
             count = len(taken[0].samples)
             for function, one in reversed(pairs) if count % 2 else pairs:
-                one.samples.append(sample(function, one.iterations))
+                one.samples.append(seconds_per_call(function, one.iterations))
             spent = time.perf_counter() - start
-            if tick is not None:
-                tick(min(1.0, max(spent / budget if budget else 1.0, count / plan.most)))
-            if count + 1 >= plan.most or (spent >= budget and count + 1 >= plan.fewest):
+            if on_progress is not None:
+                on_progress(min(1.0, max(spent / budget if budget else 1.0, count / plan.max_samples)))
+            if count + 1 >= plan.max_samples or (spent >= budget and count + 1 >= plan.min_samples):
                 return taken
     finally:
-        if was_on:
+        if was_enabled:
             gc.enable()
 
 
-def sample(function: Function, iterations: int) -> float:
-    """Seconds a call, over so many calls."""
+def seconds_per_call(function: Function, iterations: int) -> float:
+    """Return the mean over so many calls."""
     clock = time.perf_counter
     start = clock()
     for _ in range(iterations):
@@ -68,14 +67,12 @@ def sample(function: Function, iterations: int) -> float:
 
 
 def calibrate(function: Function, plan: Plan) -> int:
-    """Warm up, and find how many calls make a sample long enough; all samples together should fill the time."""
+    """Warm up, and return the calls per sample that make it long enough; all samples together should fill the time."""
     iterations, start = 1, time.perf_counter()
     while True:
-        took = sample(function, iterations) * iterations
-        spent = time.perf_counter() - start
-        if spent >= plan.warm_up and took >= SAMPLE_S / 10:
+        took = seconds_per_call(function, iterations) * iterations
+        if time.perf_counter() - start >= plan.warm_up_s and took >= MIN_SAMPLE_S / 10:
             break
-        if took < SAMPLE_S:
+        if took < MIN_SAMPLE_S:
             iterations *= 2
-    wanted = max(SAMPLE_S, plan.seconds / plan.most)
-    return max(1, round(iterations * wanted / took))
+    return max(1, round(iterations * max(MIN_SAMPLE_S, plan.seconds / plan.max_samples) / took))

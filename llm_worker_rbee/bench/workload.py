@@ -21,7 +21,7 @@ from ..errors import InvalidRequestError
 
 DATA = Path(__file__).parent / "data"
 PROMPTS, TEXT, WORDS = DATA / "prompts.jsonl", DATA / "text.txt", DATA / "words.txt"
-LARGEST_FILE = 64 << 20
+MAX_FILE_BYTES = 64 << 20
 MOST_TOKENS = 1_000_000
 KEYS = {"prompt", "messages", "max_tokens"}
 
@@ -44,14 +44,14 @@ class Prompt:
 def read_text(path: Path) -> str:
     """A text file, not too large, in UTF-8."""
     try:
-        if path.stat().st_size > LARGEST_FILE:
-            raise InvalidRequestError(f"{path} is too large: at most {LARGEST_FILE >> 20} MiB are read")
+        if path.stat().st_size > MAX_FILE_BYTES:
+            raise InvalidRequestError(f"{path} is too large: at most {MAX_FILE_BYTES >> 20} MiB are read")
         with path.open("rb") as file:
-            data = file.read(LARGEST_FILE + 1)  # a device tells no size
+            data = file.read(MAX_FILE_BYTES + 1)  # a device tells no size
     except OSError as error:
         raise InvalidRequestError(f"cannot read {path}: {error.strerror}") from None
-    if len(data) > LARGEST_FILE:
-        raise InvalidRequestError(f"{path} is too large: at most {LARGEST_FILE >> 20} MiB are read")
+    if len(data) > MAX_FILE_BYTES:
+        raise InvalidRequestError(f"{path} is too large: at most {MAX_FILE_BYTES >> 20} MiB are read")
     try:
         return data.decode()
     except UnicodeDecodeError as error:

@@ -80,7 +80,7 @@ def _measure(recorder: "Recorder", llm: "LLM", settings: "Settings", out: Path |
         complete = True
     finally:
         if recorder.results():
-            _write(recorder.run(complete=complete), flames, out or _folder(llm.checkpoint.path))
+            _write(recorder.to_run(complete=complete), flames, out or _folder(llm.checkpoint.path))
 
 
 def _write(run: "Run", flames: "dict[str, Flame]", folder: Path) -> None:

@@ -25,11 +25,11 @@ def times(middle: float, count: int, seed: int) -> list[float]:
 
 def micro_result(name: str, tokens: int, seed: int, count: int = 30, factor: float = 1.0) -> Result:
     work = Work(4e5 * tokens + 1e6, 2e5 * tokens**1.5)
-    least = LIMITS.seconds(work)
+    least = LIMITS.min_seconds(work)
     reached = 0.2 + 0.06 * (len(name) % 10)  # of the limit
     samples = times(factor * least / reached, count, seed)
     middle = statistics.estimate(samples).value
-    return Result.of(
+    return Result.from_samples(
         name, "s", samples, backend="reference", iterations=10, bytes=work.bytes, operations=work.operations,
         outliers=statistics.outliers(samples)._asdict(), limit_s=least, bound_by=LIMITS.bound_by(work),
         percent_of_limit=100 * least / middle,
@@ -41,12 +41,12 @@ def micro(seed: int = 1, *, count: int = 30, factor: float = 1.0, commit: str = 
     recorder = Recorder("micro", {"filter": None, "backend": "reference"}, details={"limits": LIMITS.as_json()})
     for i, family in enumerate(FAMILIES):
         for tokens in (1, 8, 128):
-            recorder.put(micro_result(f"{family}/{tokens}", tokens, seed + i, count, factor))
+            recorder.add_result(micro_result(f"{family}/{tokens}", tokens, seed + i, count, factor))
     for i, kind in enumerate(("F16", "Q4_0", "Q4_K", "IQ4_XS")):
         for tokens in (1, 128):
-            recorder.put(micro_result(f"linear/{kind}/{tokens}", tokens, seed + i, count, factor))
-    recorder.put(micro_result("gguf_open", 4, seed, count, factor))
-    return dated(recorder.run(), commit, day)
+            recorder.add_result(micro_result(f"linear/{kind}/{tokens}", tokens, seed + i, count, factor))
+    recorder.add_result(micro_result("gguf_open", 4, seed, count, factor))
+    return dated(recorder.to_run(), commit, day)
 
 
 def dated(run: Run, commit: str = "a" * 40, day: int = 1) -> Run:
@@ -57,8 +57,8 @@ def dated(run: Run, commit: str = "a" * 40, day: int = 1) -> Run:
 def run_of(kind: str, results: list[Result], model: dict[str, Any] | None = None, **details: Any) -> Run:
     recorder = Recorder(kind, {"threads": 1}, model, details)
     for result in results:
-        recorder.put(result)
-    return dated(recorder.run())
+        recorder.add_result(result)
+    return dated(recorder.to_run())
 
 
 def on_another_machine(run: Run, **changes: Any) -> Run:

@@ -13,11 +13,11 @@ from llm_worker_rbee.bench import baseline
 from llm_worker_rbee.bench.baseline import (
     Difference,
     OtherMachineError,
-    change_of,
     compare,
-    differences,
-    drifted,
-    only_in,
+    compare_results,
+    find_differences,
+    find_machine_drift,
+    names_not_compared,
     require_same_machine,
 )
 from llm_worker_rbee.bench.results import Better, Result, ResultsError, Run
@@ -34,14 +34,14 @@ def data_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_baseline_is_found_by_its_name(data_folder: Path) -> None:
-    assert baseline.names() == []
+    assert baseline.list_names() == []
     path = baseline.save(micro(), "first")
     assert path == data_folder / "llm-worker-rbee" / "baselines" / "first.json"
     assert baseline.load("first").created == micro().created
     baseline.save(replace(micro(), kind="e2e"), "first")
     assert baseline.load("first").kind == "e2e"
     baseline.save(micro(), "a.second-one_2")
-    assert baseline.names() == ["a.second-one_2", "first"]
+    assert baseline.list_names() == ["a.second-one_2", "first"]
 
 
 def test_a_file_is_found_by_its_path(tmp_path: Path) -> None:
@@ -76,7 +76,7 @@ def test_without_a_home_the_remedy_is_told(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("XDG_DATA_HOME", "relative/is/ignored")
     monkeypatch.setattr(Path, "home", nowhere)
     with pytest.raises(ResultsError, match="set XDG_DATA_HOME"):
-        baseline.folder()
+        baseline.baseline_dir()
 
 
 def test_another_machine_is_refused_and_what_differs_is_named() -> None:
@@ -111,7 +111,7 @@ def test_runs_with_nothing_in_common_are_refused() -> None:
 
 def timed(name: str, seconds: float, backend: str | None = None, unit: str = "s") -> Result:
     fields = {} if backend is None else {"backend": backend}
-    return Result.of(name, unit, [seconds * (1 + i / 1000) for i in range(10)], **fields)
+    return Result.from_samples(name, unit, [seconds * (1 + i / 1000) for i in range(10)], **fields)
 
 
 def compared(before: Run, after: Run) -> list[tuple[str, str | None, str | None, str]]:
@@ -138,8 +138,8 @@ def test_a_result_of_another_unit_is_not_compared_but_told() -> None:
     after = run_of("micro", [timed("a", 1.0), timed("b", 1.0, unit="tok/s")])
     changes = compare(before, after)
     assert [change.after.name for change in changes] == ["a"]
-    assert only_in(before, after, changes) == ["b (in s)", "gone"]
-    assert only_in(after, before, changes) == ["b (in tok/s)"]
+    assert names_not_compared(before, after, changes) == ["b (in s)", "gone"]
+    assert names_not_compared(after, before, changes) == ["b (in tok/s)"]
 
 
 @pytest.mark.parametrize(
@@ -157,13 +157,13 @@ def test_a_result_of_another_unit_is_not_compared_but_told() -> None:
 def test_figures_without_spread_are_compared_as_they_are(
     before: float, after: float, better: Better, change: float, verdict: str
 ) -> None:
-    found = change_of(Result.exact("x", "B", before, better), Result.exact("x", "B", after, better))
+    found = compare_results(Result.exact("x", "B", before, better), Result.exact("x", "B", after, better))
     assert found.change == pytest.approx(change, nan_ok=True)
     assert found.verdict == verdict
 
 
 def test_a_counted_figure_against_a_measured_one_is_no_verdict() -> None:
-    found = change_of(Result.exact("x", "s", 1.0), timed("x", 2.0))
+    found = compare_results(Result.exact("x", "s", 1.0), timed("x", 2.0))
     assert found.verdict == "within noise"
     assert found.change == pytest.approx(1.0, abs=0.01)
 
@@ -172,13 +172,13 @@ def test_past_the_threshold_counts_only_what_became_worse() -> None:
     before = run_of("micro", [timed("slower", 1.0), timed("faster", 1.0), timed("same", 1.0)])
     after = run_of("micro", [timed("slower", 1.2), timed("faster", 0.5), timed("same", 1.001)])
     changes = compare(before, after)
-    assert [c.past(0.1) for c in changes] == [True, False, False]
-    assert [c.past(0.3) for c in changes] == [False, False, False]
+    assert [c.is_past(0.1) for c in changes] == [True, False, False]
+    assert [c.is_past(0.3) for c in changes] == [False, False, False]
 
 
 def test_what_else_differs_is_listed() -> None:
     run = micro(commit="a" * 40)
-    assert differences(run, run) == []
+    assert find_differences(run, run) == []
     other = replace(
         run,
         commit={"id": "b" * 40, "dirty": True},
@@ -188,7 +188,7 @@ def test_what_else_differs_is_listed() -> None:
         versions={**run.versions, "numpy": "0.1"},
         complete=False,
     )
-    assert differences(run, other) == [
+    assert find_differences(run, other) == [
         Difference("commit", "a" * 12, "b" * 12 + " + changes"),
         Difference("model", "-", "m.gguf (cccccccccccc)"),
         Difference("machine: cores", str(run.machine["cores"]), "99"),
@@ -206,7 +206,7 @@ def latency(value: float, low: float, high: float) -> Result:
 
 def test_figures_with_intervals_and_no_samples_are_judged_by_their_intervals() -> None:
     before = latency(1.0, 0.97, 1.03)
-    clear, vague = (change_of(before, latency(1.2, 1.2 - w, 1.2 + w)) for w in (0.04, 0.3))
+    clear, vague = (compare_results(before, latency(1.2, 1.2 - w, 1.2 + w)) for w in (0.04, 0.3))
     assert (clear.verdict, vague.verdict) == ("regressed", "within noise")
     assert (clear.low, clear.high) == pytest.approx((1.16 / 1.03 - 1, 1.24 / 0.97 - 1))
     assert vague.low < 0 < vague.high
@@ -216,8 +216,10 @@ def test_a_machine_that_was_itself_slower_is_told() -> None:
     before = micro()
     slower = replace(LIMITS, operations=LIMITS.operations * 0.7)
     after = replace(before, details={"limits": slower.as_json()})
-    assert drifted(before, before) == []
-    assert drifted(before, after) == [Difference("speed: arithmetic", "60.00 GFLOP/s", "42.00 GFLOP/s (-30%)")]
-    assert drifted(before, after) == differences(before, after)
+    assert find_machine_drift(before, before) == []
+    assert find_machine_drift(before, after) == [
+        Difference("speed: arithmetic", "60.00 GFLOP/s", "42.00 GFLOP/s (-30%)")
+    ]
+    assert find_machine_drift(before, after) == find_differences(before, after)
     for broken in ({}, {"limits": []}, {"limits": {"bandwidth": [3], "operations_per_second": "fast"}}):
-        assert drifted(before, replace(before, details=broken)) == []
+        assert find_machine_drift(before, replace(before, details=broken)) == []

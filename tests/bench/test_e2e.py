@@ -47,7 +47,7 @@ def test_names_units_and_arithmetic() -> None:
         "peak_memory",
         *(f"products/tg3{suffix}" for suffix in ("@b2", "@d16@b2")),
     }
-    bandwidth = roofline.measured(1).memory_bandwidth
+    bandwidth = roofline.measure_limits(1).memory_bandwidth
     for name, result in found.items():
         unit = "tok/s" if name[:2] in ("pp", "tg", "pr") else "s" if name.startswith("ttft") else "B"
         assert result.unit == unit
@@ -134,7 +134,7 @@ def test_a_rate_counts_the_tokens_of_all_sequences(monkeypatch: pytest.MonkeyPat
 
 def test_what_stands_beside_is_taken_by_repetition() -> None:
     """A machine that is twice as slow for a while is so for both sides."""
-    one = Bench(Recorder("e2e"), None, None, roofline.measured(1), "none")
+    one = Bench(Recorder("e2e"), None, None, roofline.measure_limits(1), "none")
     one.samples = {"a": [8.0, 4.0, 8.0, 4.0], "b": [4.0, 2.0, 4.0]}
     assert one.ratio("a", "b") == pytest.approx(2)
     assert one.ratio("a", "c") is None

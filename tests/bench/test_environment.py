@@ -14,29 +14,29 @@ from llm_worker_rbee.bench import environment
 
 @pytest.fixture(autouse=True)
 def fresh() -> None:
-    for cached in (environment.machine_description, environment.versions, environment.commit):
+    for cached in (environment.describe_machine, environment.package_versions, environment.describe_commit):
         cached.cache_clear()
 
 
 def test_the_machine_is_described_and_keeps_its_fingerprint() -> None:
-    first = environment.machine_description()
-    environment.machine_description.cache_clear()
-    assert environment.machine_description()["fingerprint"] == first["fingerprint"]
+    first = environment.describe_machine()
+    environment.describe_machine.cache_clear()
+    assert environment.describe_machine()["fingerprint"] == first["fingerprint"]
     assert first["cores"] == machine.usable_cores()
     assert first["cpu"]
 
 
 @pytest.mark.parametrize("part", ["cpu_name", "cpu_features", "usable_cores", "cpu_quota", "gpus"])
 def test_another_machine_has_another_fingerprint(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    here = environment.machine_description()["fingerprint"]
-    environment.machine_description.cache_clear()
+    here = environment.describe_machine()["fingerprint"]
+    environment.describe_machine.cache_clear()
     monkeypatch.setattr(machine, part, lambda: ["something", "else"])
-    assert environment.machine_description()["fingerprint"] != here
-    environment.machine_description.cache_clear()
+    assert environment.describe_machine()["fingerprint"] != here
+    environment.describe_machine.cache_clear()
 
 
 def test_versions() -> None:
-    found = environment.versions()
+    found = environment.package_versions()
     assert {"llm-worker-rbee", "python", "numpy", "tokenizers"} <= set(found)
 
 
@@ -46,28 +46,28 @@ def test_the_commit_of_a_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
     monkeypatch.setattr(environment, "__file__", str(tmp_path / "package" / "bench" / "environment.py"))
-    assert environment.commit() is None
+    assert environment.describe_commit() is None
     git("init", "-q")
     (tmp_path / "file").write_text("one")
     git("add", "file")
     git("commit", "-qm", "first")
-    environment.commit.cache_clear()
-    clean = environment.commit()
+    environment.describe_commit.cache_clear()
+    clean = environment.describe_commit()
     assert clean is not None
     assert (clean["id"], clean["dirty"]) == (git("rev-parse", "HEAD"), False)
     (tmp_path / "file").write_text("two")
-    environment.commit.cache_clear()
-    changed = environment.commit()
+    environment.describe_commit.cache_clear()
+    changed = environment.describe_commit()
     assert changed is not None
     assert changed["dirty"]
-    environment.commit.cache_clear()
+    environment.describe_commit.cache_clear()
 
 
 def test_a_model_is_known_by_its_bytes(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     path.write_bytes(b"GGUF" + bytes(5000))
     heard: list[tuple[str, int, int | None]] = []
-    found = environment.model_description(path, lambda *step: heard.append(step))
+    found = environment.describe_model(path, lambda *step: heard.append(step))
     assert found == {"name": "model.gguf", "bytes": 5004, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
     assert heard[-1][1:] == (5004, 5004)
 
@@ -77,9 +77,9 @@ def test_a_split_set_and_a_folder_are_hashed_whole(tmp_path: Path) -> None:
         (tmp_path / f"m-{number:05d}-of-00002.gguf").write_bytes(bytes([number]) * 10)
         (tmp_path / f"model-{number:05d}-of-00002.safetensors").write_bytes(bytes([number]) * 20)
     first = tmp_path / "m-00001-of-00002.gguf"
-    split, folder = environment.model_description(first), environment.model_description(tmp_path)
+    split, folder = environment.describe_model(first), environment.describe_model(tmp_path)
     assert (split["bytes"], folder["bytes"]) == (20, 40)
     (tmp_path / "m-00002-of-00002.gguf").write_bytes(b"x" * 10)
     (tmp_path / "model-00002-of-00002.safetensors").write_bytes(b"x" * 20)
-    assert environment.model_description(first)["sha256"] != split["sha256"]
-    assert environment.model_description(tmp_path)["sha256"] != folder["sha256"]
+    assert environment.describe_model(first)["sha256"] != split["sha256"]
+    assert environment.describe_model(tmp_path)["sha256"] != folder["sha256"]

@@ -22,16 +22,17 @@ from llm_worker_rbee.bench.experiments import (
     whole_forward,
 )
 from llm_worker_rbee.bench.experiments.harness import (
-    Lab,
-    Name,
+    ROPE_BASE,
+    Harness,
     Shape,
-    by_length,
-    in_times,
-    most,
-    same,
+    VerdictName,
+    format_by_length,
+    format_speedup,
+    majority,
+    require_equal,
     vote_faster,
     vote_saves,
-    vote_times,
+    vote_speedup,
 )
 from llm_worker_rbee.bench.results import Recorder, Run
 from llm_worker_rbee.bench.statistics import Change, compare
@@ -44,7 +45,7 @@ from llm_worker_rbee.weights.gguf_writer import write_gguf
 from tests.cli.conftest import HEADS, model_keys, model_tensors, vocabulary, write_model
 
 SHAPE = Shape(d_model=32, n_heads=4, head_dim=8, d_ff=48)
-PLAN = Plan(seconds=0.004, fewest=3, most=3, warm_up=0.0)
+PLAN = Plan(seconds=0.004, min_samples=3, max_samples=3, warm_up_s=0.0)
 PHASES = ("prefill", "decode")
 NOISE = Change(0.01, -0.02, 0.03, "within noise")
 FASTER = Change(-0.5, -0.52, -0.48, "improved")
@@ -57,9 +58,9 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def lab(tiny: Path) -> Callable[..., Lab]:
-    def make(**changes: object) -> Lab:
-        lab = Lab(Recorder("experiments"), lambda *_: None, tiny, plan=PLAN, shape=SHAPE, only_lengths=(1, 5))
+def lab(tiny: Path) -> Callable[..., Harness]:
+    def make(**changes: object) -> Harness:
+        lab = Harness(Recorder("experiments"), lambda *_: None, tiny, plan=PLAN, shape=SHAPE, only_lengths=(1, 5))
         return replace(lab, **changes)
 
     return make
@@ -67,9 +68,9 @@ def lab(tiny: Path) -> Callable[..., Lab]:
 
 @pytest.fixture(scope="module")
 def whole(tiny: Path) -> Run:
-    lab = Lab(Recorder("experiments"), lambda *_: None, tiny, plan=PLAN, shape=SHAPE, only_lengths=(1, 5))
+    lab = Harness(Recorder("experiments"), lambda *_: None, tiny, plan=PLAN, shape=SHAPE, only_lengths=(1, 5))
     experiments.run(lab)
-    return lab.recorder.run()
+    return lab.recorder.to_run()
 
 
 def test_every_claim_ends_in_one_line(whole: Run) -> None:
@@ -97,7 +98,7 @@ def test_results_are_named_by_claim_side_and_length(whole: Run) -> None:
     ]  # fmt: skip
     for name in timed:
         assert results[name].unit == "s"
-        assert len(results[name].samples) == PLAN.fewest
+        assert len(results[name].samples) == PLAN.min_samples
     assert results["claim3a/bytes/5"].estimate == 5 * 5 * 4
     assert results["claim3/unified/5/memory"].unit == "B"
     assert results["claim2/covered"].estimate == 0.75  # this vocabulary has no reference ids
@@ -117,45 +118,47 @@ def test_the_page_is_made_from_the_run_alone(whole: Run, tmp_path: Path) -> None
     assert "`llm-worker-rbee bench experiments --all --claims docs/claims.md`" in experiments.markdown(thorough)
 
 
-def test_a_choice_of_claims(lab: Callable[..., Lab]) -> None:
-    assert experiments.choose(["5", "3A", "claim 1"]) == ["1", "3a", "5"]
-    assert experiments.choose([]) == list(experiments.EXPERIMENTS)
+def test_a_choice_of_claims(lab: Callable[..., Harness]) -> None:
+    assert experiments.select(["5", "3A", "claim 1"]) == ["1", "3a", "5"]
+    assert experiments.select([]) == list(experiments.EXPERIMENTS)
     with pytest.raises(InvalidRequestError, match="there is no claim '7': known are 1, 2, 3, 3a, 4, 5"):
-        experiments.choose(["7"])
+        experiments.select(["7"])
     one = lab()
     experiments.run(one, ["5"])
     assert list(one.recorder.details["tables"]) == ["5"]
 
 
-def test_what_was_measured_before_ctrl_c_is_kept(lab: Callable[..., Lab]) -> None:
+def test_what_was_measured_before_ctrl_c_is_kept(lab: Callable[..., Harness]) -> None:
     def press(what: str, done: float, total: float) -> None:
         if what.startswith("claim 5: 1"):
             raise KeyboardInterrupt
 
-    one = lab(steps=press)
+    one = lab(progress=press)
     with pytest.raises(KeyboardInterrupt):
         experiments.run(one, ["3a", "5"])
     assert [verdict["claim"] for verdict in one.recorder.details["verdicts"]] == ["3a"]
     assert any(result.name == "claim3a/cached/5" for result in one.recorder.results())
 
 
-def test_progress_never_goes_back(lab: Callable[..., Lab]) -> None:
+def test_progress_never_goes_back(lab: Callable[..., Harness]) -> None:
     seen: list[float] = []
-    experiments.run(lab(steps=lambda what, done, total: seen.append(done / total)), ["2", "3a", "5"])
+    experiments.run(lab(progress=lambda what, done, total: seen.append(done / total)), ["2", "3a", "5"])
     assert seen == sorted(seen)
     assert seen[-1] == 1.0
 
 
-@pytest.mark.parametrize("length", [1, 7, fused_block.TILE, fused_block.TILE + 1, 2 * fused_block.TILE + 3])
+@pytest.mark.parametrize(
+    "length", [1, 7, fused_block.QUERY_TILE, fused_block.QUERY_TILE + 1, 2 * fused_block.QUERY_TILE + 3]
+)
 def test_the_one_function_is_the_block(length: int, rng: np.random.Generator) -> None:
     block = fused_block.make_block(SHAPE)
-    sides = fused_block.two_sides(block, rng.standard_normal((length, SHAPE.d_model), dtype=np.float32))
+    sides = fused_block.make_sides(block, rng.standard_normal((length, SHAPE.d_model), dtype=np.float32))
     (added, stream), (added_too, stream_too) = sides["modules"](), sides["fused"]()
     assert np.allclose(added, added_too, atol=1e-5)
     assert np.allclose(stream, stream_too, atol=1e-5)
 
 
-@pytest.mark.parametrize(("prompt", "steps"), [(1, 1), (9, 3), (fused_block.TILE + 6, 2)])
+@pytest.mark.parametrize(("prompt", "steps"), [(1, 1), (9, 3), (fused_block.QUERY_TILE + 6, 2)])
 def test_the_two_forward_passes_give_the_models_logits(tiny: Path, prompt: int, steps: int) -> None:
     checkpoint = open_checkpoint(tiny)
     sides = whole_forward.Sides(load_model(checkpoint, fused_block.DENSE, read_model_config(checkpoint)), prompt, steps)
@@ -175,7 +178,7 @@ def test_grouped_heads_agree(tmp_path: Path) -> None:
     halved = {name: t[: len(t) // 2] if "attn_k." in name or "attn_v." in name else t for name, t in tensors.items()}
     checkpoint = open_checkpoint(write_gguf(tmp_path / "grouped.gguf", keys, halved))
     sides = whole_forward.Sides(
-        load_model(checkpoint, fused_block.DENSE, read_model_config(checkpoint)), fused_block.TILE + 5, 1
+        load_model(checkpoint, fused_block.DENSE, read_model_config(checkpoint)), fused_block.QUERY_TILE + 5, 1
     )
     for work in (sides.prefill, sides.decode):
         one, other = work("modules"), work("fused")
@@ -185,18 +188,18 @@ def test_grouped_heads_agree(tmp_path: Path) -> None:
 
 def test_a_model_that_the_one_function_does_not_know_is_refused(tiny: Path) -> None:
     config = read_model_config(open_checkpoint(tiny))
-    fused_block.require_plain(config)
+    whole_forward.require_plain_llama(config)
     with pytest.raises(UnsupportedModelError, match="needs a plain llama: this model has a window"):
-        fused_block.require_plain(replace(config, windows=(4,) * config.n_layers))
+        whole_forward.require_plain_llama(replace(config, windows=(4,) * config.n_layers))
     with pytest.raises(UnsupportedModelError, match="activation gelu_tanh"):
-        fused_block.require_plain(replace(config, activation="gelu_tanh"))
+        whole_forward.require_plain_llama(replace(config, activation="gelu_tanh"))
 
 
 def test_both_caches_give_the_same(rng: np.random.Generator) -> None:
-    q, k, v = unified_cache.prompt(SHAPE, 6)
+    q, k, v = unified_cache.make_prompt(SHAPE, 6)
     one, other = (make(SHAPE, 6).attend(q, k, v) for make in unified_cache.SIDES.values())
     assert one.tobytes() == other.tobytes()
-    table = RopeTable(inverse_frequencies(unified_cache.ROPE_BASE, SHAPE.head_dim), 1.0)
+    table = RopeTable(inverse_frequencies(ROPE_BASE, SHAPE.head_dim), 1.0)
     turned, positions = reference.rope(q, np.arange(6), table), np.arange(6)
     keys = reference.rope(k, positions, table)
     mask = reference.causal_mask(positions, positions)
@@ -209,13 +212,13 @@ def test_the_memory_of_a_cache_is_its_arrays_and_little_more() -> None:
     n, heads, dim = 64, SHAPE.n_heads, SHAPE.head_dim
     arrays = 4 * (2 * n * heads * dim + 2 * n * dim // 2 + n * n)
     for make in unified_cache.SIDES.values():
-        held = unified_cache.memory(lambda m=make: m(SHAPE, n), unified_cache.prompt(SHAPE, n))  # type: ignore[misc]
+        held = unified_cache.measure_memory(lambda m=make: m(SHAPE, n), unified_cache.make_prompt(SHAPE, n))  # type: ignore[misc]
         assert arrays < held < arrays + 8192
 
 
 @pytest.mark.parametrize("length", [1, 31, 32, 33, 70])
 def test_a_softmax_without_a_mask_is_the_masked_one(length: int, rng: np.random.Generator) -> None:
-    sides = causal_mask.three_ways(rng.standard_normal((3, length, length), dtype=np.float32))
+    sides = causal_mask.make_sides(rng.standard_normal((3, length, length), dtype=np.float32))
     assert np.allclose(sides["no_mask"](), sides["masked_softmax"](), atol=1e-6)
     assert sides["create"]().tobytes() == sides["cached"]().tobytes() == sides["add"]().tobytes()
     assert sides["creation"]().tobytes() == sides["lookup"]().tobytes()
@@ -223,30 +226,30 @@ def test_a_softmax_without_a_mask_is_the_masked_one(length: int, rng: np.random.
 
 def test_the_rotation_three_times(rng: np.random.Generator) -> None:
     x = rng.standard_normal((130, 4, 16), dtype=np.float32)
-    straight = rope.interleaved(rope.formula(x, 0, rope.BASE))
-    in_place = rope.interleaved(x)
-    result = rope.Tables.of(x).turn(in_place)
+    straight = rope.split_pairs(rope.formula(x, 0, ROPE_BASE))
+    in_place = rope.split_pairs(x)
+    result = rope.RopeTables(x).rotate(in_place)
     assert result is in_place
     assert np.abs(straight - result).max() < rope.TOLERANCE
-    assert np.abs(straight - rope.kernel("reference", rope.interleaved(x))()).max() < rope.TOLERANCE  # type: ignore[operator]
+    assert np.abs(straight - rope.backend_rope("reference", rope.split_pairs(x))()).max() < rope.TOLERANCE  # type: ignore[operator]
 
 
 def test_sides_that_differ_cannot_race() -> None:
     one = np.zeros(4, np.float32)
-    same(one, one + np.float32(1e-6), 1e-5, "x")
+    require_equal(one, one + np.float32(1e-6), 1e-5, "x")
     for wrong in (one + np.float32(1e-3), one * np.nan, np.zeros(5, np.float32)):
         with pytest.raises(InferenceError, match="x: the two sides of the experiment differ"):
-            same(one, wrong, 1e-5, "x")
+            require_equal(one, wrong, 1e-5, "x")
 
 
-def test_the_parts_of_claim_2_on_the_default_model(default_model: Path, lab: Callable[..., Lab]) -> None:
+def test_the_parts_of_claim_2_on_the_default_model(default_model: Path, lab: Callable[..., Harness]) -> None:
     verdict, table = components.run(lab(model=default_model, claim="2"))
     assert [row[1] for row in table[1:]] == ["yes", "yes", "yes", "yes"], table
     assert verdict.line.startswith("claim 2: confirmed - 4 of 4 parts do their job on a real file (100%)")
     assert "together what the whole reply says" in table[-1][2]
 
 
-def test_a_server_that_does_not_start_is_not_covered(lab: Callable[..., Lab], tmp_path: Path) -> None:
+def test_a_server_that_does_not_start_is_not_covered(lab: Callable[..., Harness], tmp_path: Path) -> None:
     verdict, table = components.run(lab(model=tmp_path / "none.gguf", claim="2"))
     assert verdict.verdict == "refuted"
     assert "the server ended with exit status 1" in table[-1][2]
@@ -269,15 +272,15 @@ def test_a_tokenizer_that_differs_is_not_covered(default_model: Path, monkeypatc
         (Change(-0.6, -0.65, -0.55, "improved"), "confirmed", "confirmed", "confirmed"),
     ],
 )
-def test_the_rules(change: Change, faster: Name, saves: Name, twice: Name) -> None:
-    assert (vote_faster(change), vote_saves(change), vote_times(change, 2.0)) == (faster, saves, twice)
+def test_the_rules(change: Change, faster: VerdictName, saves: VerdictName, twice: VerdictName) -> None:
+    assert (vote_faster(change), vote_saves(change), vote_speedup(change, 2.0)) == (faster, saves, twice)
 
 
 def test_what_most_say() -> None:
-    assert most(["confirmed", "confirmed", "refuted"]) == "confirmed"
-    assert most(["confirmed", "confirmed", "refuted", "refuted"]) == "refuted"  # the longest decides
-    assert most(["confirmed", "within noise", "refuted"]) == "refuted"
-    assert most(["within noise"]) == "within noise"
+    assert majority(["confirmed", "confirmed", "refuted"]) == "confirmed"
+    assert majority(["confirmed", "confirmed", "refuted", "refuted"]) == "refuted"  # the longest decides
+    assert majority(["confirmed", "within noise", "refuted"]) == "refuted"
+    assert majority(["within noise"]) == "within noise"
     assert whole_forward.all_of(["confirmed", "confirmed"]) == "confirmed"
     assert whole_forward.all_of(["confirmed", "within noise"]) == "within noise"
     assert whole_forward.all_of(["confirmed", "refuted"]) == "refuted"
@@ -285,7 +288,7 @@ def test_what_most_say() -> None:
 
 def test_figures_of_a_line() -> None:
     change = compare([2.0, 2.0, 2.0], [1.0, 1.0, 1.0])
-    assert in_times(change) == "2.00 times (99% interval 2.00 to 2.00)"
-    assert by_length({1: change, 8: change}) == (
+    assert format_speedup(change) == "2.00 times (99% interval 2.00 to 2.00)"
+    assert format_by_length({1: change, 8: change}) == (
         "1 token -50.0% (99% interval -50.0% to -50.0%), 8 tokens -50.0% (99% interval -50.0% to -50.0%)"
     )

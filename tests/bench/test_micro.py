@@ -17,10 +17,10 @@ from llm_worker_rbee.bench.micro.cases import Case
 from llm_worker_rbee.bench.random_weights import random_tensor
 from llm_worker_rbee.bench.results import Recorder
 from llm_worker_rbee.bench.roofline import Limits, Work
-from llm_worker_rbee.bench.timing import Measured, Plan, calibrate, measure
+from llm_worker_rbee.bench.timing import Measurement, Plan, calibrate, measure
 from llm_worker_rbee.errors import InvalidRequestError
 
-QUICK = Plan(seconds=0.0, fewest=2, most=2, warm_up=0.0)
+QUICK = Plan(seconds=0.0, min_samples=2, max_samples=2, warm_up_s=0.0)
 KEPT_NAMES = {
     "rope_forward": (1, 8, 32, 128),
     "qkv_projection": (1, 8, 32, 128),
@@ -51,7 +51,7 @@ def test_every_weight_type_has_a_vector_a_matrix_and_a_dequantize_benchmark() ->
 
 @pytest.mark.parametrize("case", [c for c in cases.op_cases() if "linear" not in c.name], ids=lambda c: c.name)
 def test_every_case_runs(case: Case) -> None:
-    function = case.make(case.ops_for(ReferenceBackend()))
+    function = case.make(case.select_ops(ReferenceBackend()))
     function()
     assert case.work.bytes > 0
     assert math.isfinite(case.work.operations)
@@ -61,8 +61,8 @@ def test_every_case_runs(case: Case) -> None:
 def test_a_product_is_that_of_the_dequantized_matrix(family: str) -> None:
     kind = cases.BLOCK_TYPES[family.split("/")[1]]
     product: Any = by_name()[f"{family}/1"].make(ReferenceBackend())()
-    weight = random_tensor(kind, (cases.ROWS, cases.COLUMNS)).dequantize()
-    x = np.random.default_rng(7).standard_normal(cases.DRAWN, np.float32)[None, : cases.COLUMNS]
+    weight = random_tensor(kind, (cases.LINEAR_ROWS, cases.LINEAR_COLUMNS)).dequantize()
+    x = np.random.default_rng(7).standard_normal(cases.RANDOM_PERIOD, np.float32)[None, : cases.LINEAR_COLUMNS]
     assert np.isfinite(product).all()
     np.testing.assert_allclose(product, x @ weight.T, rtol=1e-3, atol=1e-3)
 
@@ -107,7 +107,7 @@ class OnlyTheOpTable:
 def test_what_only_the_reference_has_runs_there() -> None:
     fast = OnlyTheOpTable()
     ran_on = {
-        case.name: micro.name_of(case.ops_for(fast))
+        case.name: micro.backend_name(case.select_ops(fast))
         for case in [*cases.op_cases(), *cases.scheduler_cases(), *cases.model_file_cases()]
     }
     homes = {family: {ran_on[n] for n in names} for family, names in groupby(ran_on, lambda n: n.split("/")[0])}
@@ -119,13 +119,13 @@ def test_what_only_the_reference_has_runs_there() -> None:
 
 @pytest.mark.parametrize("arrays", [False, True])
 def test_in_a_step_of_the_books_everybody_gets_a_token(arrays: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cases, "ANEW", cases.LONGEST + 40)
-    made = cases.Books(5)
+    monkeypatch.setattr(cases, "RESTART_CONTEXT", cases.MAX_PROMPT + 40)
+    made = cases.DecodingScheduler(5)
     step = made.step_with_arrays if arrays else made.step
     first = made.scheduler
     prompts = [request.num_prompt_tokens for request in first.running]
     assert len(prompts) == 5
-    assert cases.SHORTEST <= min(prompts) < max(prompts) <= cases.LONGEST
+    assert cases.MIN_PROMPT <= min(prompts) < max(prompts) <= cases.MAX_PROMPT
     for n in range(2, 40):
         step()
         assert [len(request.tokens) for request in made.scheduler.running] == [n] * 5
@@ -167,7 +167,7 @@ def test_a_result_says_how_far_it_is_from_the_limit() -> None:
         assert len(result.samples) == len(f["set_aside"]) == micro.ROUNDS
         rounds = np.reshape([*result.samples, *f["set_aside"]], (-1, 2)).mean(axis=1)
         assert rounds[: micro.ROUNDS // 2].max() <= rounds[micro.ROUNDS // 2 :].min()  # the quieter half is kept
-        assert f["limit_s"] == roofline.measured(roofline.library_threads()).seconds(case.work)
+        assert f["limit_s"] == roofline.measure_limits(roofline.library_threads()).min_seconds(case.work)
         assert f["percent_of_limit"] == pytest.approx(100 * f["limit_s"] / result.estimate)
         assert sum(f["outliers"].values()) <= micro.ROUNDS
         assert f["bound_by"] in ("memory", "arithmetic")
@@ -180,20 +180,20 @@ def test_one_backend_against_itself_has_two_sides() -> None:
     recorder = Recorder("micro")
     micro.run(recorder, lambda *_: None, micro.select("^rms_norm/1$"), ["reference", "reference"], QUICK)
     assert [r.key for r in recorder.results()] == [("rms_norm/1", "reference#1"), ("rms_norm/1", "reference#2")]
-    (pair,) = micro.pairs(recorder.results())
+    (pair,) = micro.compare_backends(recorder.results())
     assert pair.before.fields["backend"] == "reference#1"
     assert pair.after.fields["backend"] == "reference#2"
 
 
 def test_the_same_rounds_are_kept_of_both_sides() -> None:
-    rounds = [[Measured(1, [a] * 3), Measured(1, [b] * 3)] for a, b in ((1, 9), (5, 1), (2, 2), (9, 9), (3, 3))]
-    assert micro.quietest(rounds) == [1, 2, 4]
+    rounds = [[Measurement(1, [a] * 3), Measurement(1, [b] * 3)] for a, b in ((1, 9), (5, 1), (2, 2), (9, 9), (3, 3))]
+    assert micro.quietest_rounds(rounds) == [1, 2, 4]
 
 
 def test_sides_are_taken_in_turn() -> None:
     calls: list[str] = []
     functions = [lambda: calls.append("a"), lambda: calls.append("b")]
-    plan = Plan(seconds=0.0, fewest=4, most=4, warm_up=0.0)
+    plan = Plan(seconds=0.0, min_samples=4, max_samples=4, warm_up_s=0.0)
     taken = measure(functions, plan)
     once = [one.iterations for one in taken]
     rounds = "".join(calls)[-4 * sum(once) :]
@@ -203,15 +203,15 @@ def test_sides_are_taken_in_turn() -> None:
 
 
 def test_a_quick_function_is_called_many_times_a_sample() -> None:
-    assert calibrate(lambda: None, Plan(seconds=0.1, warm_up=0.0)) > 100
+    assert calibrate(lambda: None, Plan(seconds=0.1, warm_up_s=0.0)) > 100
 
 
 def test_limits_take_the_larger_of_the_two_times() -> None:
-    assert LIMITS.seconds(Work(bytes=1 << 20)) == pytest.approx((1 << 20) / 4e9)
-    assert LIMITS.seconds(Work(bytes=1 << 21)) == pytest.approx((1 << 21) / 3e9)  # half way between the sizes
-    assert LIMITS.seconds(Work(bytes=1 << 30)) == pytest.approx((1 << 30) / 2e9)
-    assert LIMITS.seconds(Work(bytes=1 << 20, resident=1 << 22)) == pytest.approx((1 << 20) / 2e9)
-    assert LIMITS.seconds(Work(bytes=8, operations=1e9)) == pytest.approx(1.0)
+    assert LIMITS.min_seconds(Work(bytes=1 << 20)) == pytest.approx((1 << 20) / 4e9)
+    assert LIMITS.min_seconds(Work(bytes=1 << 21)) == pytest.approx((1 << 21) / 3e9)  # half way between the sizes
+    assert LIMITS.min_seconds(Work(bytes=1 << 30)) == pytest.approx((1 << 30) / 2e9)
+    assert LIMITS.min_seconds(Work(bytes=1 << 20, resident=1 << 22)) == pytest.approx((1 << 20) / 2e9)
+    assert LIMITS.min_seconds(Work(bytes=8, operations=1e9)) == pytest.approx(1.0)
     assert LIMITS.bound_by(Work(bytes=8, operations=1e9)) == "arithmetic"
     assert LIMITS.bound_by(Work(bytes=1e9, operations=8)) == "memory"
     assert LIMITS.memory_bandwidth == 2e9
@@ -219,9 +219,9 @@ def test_limits_take_the_larger_of_the_two_times() -> None:
 
 def test_measured_limits_are_rates(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(roofline, "SIZES", roofline.SIZES[:4])  # 16 MiB: memory itself is slow to fill
-    found = roofline.measured.__wrapped__(1)
+    found = roofline.measure_limits.__wrapped__(1)
     sizes = [size for size, _ in found.bandwidth]
     assert sizes == sorted(sizes)
     assert all(rate > 1e6 for _, rate in found.bandwidth)
     assert found.operations > 1e6
-    assert roofline.measured.__wrapped__(2).threads == 2
+    assert roofline.measure_limits.__wrapped__(2).threads == 2

@@ -52,7 +52,7 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
 def profiled(llm: LLM) -> tuple[Run, dict[str, Flame]]:
     recorder, flames = Recorder("profile", {"backend": "reference"}), dict[str, Flame]()
     run(recorder, lambda what, done, total: None, llm, SETTINGS, flames)
-    return recorder.run(), flames
+    return recorder.to_run(), flames
 
 
 def named(run: Run) -> dict[str, Result]:
@@ -174,7 +174,7 @@ def test_classes(share: float, kind: str) -> None:
 def planted() -> Run:
     """A decode step of 100 ms: MLP 60 at a limit of 3, head 25 at a limit of 20, Python 11, norm 4."""
     recorder = Recorder("profile")
-    recorder.put(Result.of("decode/step", "s", [0.1] * 3, tokens=1))
+    recorder.add_result(Result.from_samples("decode/step", "s", [0.1] * 3, tokens=1))
     rows = {"mlp": (0.060, 0.003, "memory"), "head": (0.025, 0.020, "arithmetic"), "python": (0.011, None, None),
             "norm": (0.004, 0.001, "memory")}  # fmt: skip
     for name, (seconds, limit, bound) in rows.items():
@@ -182,8 +182,8 @@ def planted() -> Run:
         fields: dict[str, Any] = {"share": share, "class": class_of(share), "calls": 2}
         if limit is not None:
             fields |= {"limit_s": limit, "bound_by": bound, "bytes": 3e7, "operations": 2e9}
-        recorder.put(Result.of(f"decode/{name}", "s", [seconds] * 3, **fields))
-    return recorder.run()
+        recorder.add_result(Result.from_samples(f"decode/{name}", "s", [seconds] * 3, **fields))
+    return recorder.to_run()
 
 
 def test_targets_follow_amdahl() -> None:
@@ -233,7 +233,7 @@ def test_what_was_measured_before_ctrl_c_is_kept(llm: LLM) -> None:
 
     with pytest.raises(KeyboardInterrupt):
         run(recorder, press, llm, SETTINGS, {})
-    results = named(recorder.run(complete=False))
+    results = named(recorder.to_run(complete=False))
     assert len(results["prefill/mlp"].samples) == 2
     assert len(results["decode/mlp"].samples) == 1
 

@@ -30,7 +30,7 @@ MODEL = {"name": "tiny.gguf", "sha256": "ab" * 32, "bytes": 1000}
 
 
 def timed(name: str, value: float, unit: str = "s", **fields: Any) -> Result:
-    return Result.of(name, unit, times(value, 12, len(name)), "lower" if unit == "s" else "higher", **fields)
+    return Result.from_samples(name, unit, times(value, 12, len(name)), "lower" if unit == "s" else "higher", **fields)
 
 
 def every_kind() -> dict[str, Run]:

@@ -15,7 +15,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llm_worker_rbee.bench import results, statistics
-from llm_worker_rbee.bench.results import SCHEMA, SCHEMA_VERSION, Recorder, Result, ResultsError, Run, finite
+from llm_worker_rbee.bench.results import (
+    SCHEMA,
+    SCHEMA_VERSION,
+    Recorder,
+    Result,
+    ResultsError,
+    Run,
+    replace_non_finite,
+)
 
 from .runs import micro
 
@@ -51,7 +59,7 @@ def rounded(run: Run) -> Run:
 @given(RUN)
 @settings(max_examples=60)
 def test_any_run_comes_back_from_json_as_it_was(run: Run) -> None:
-    text = json.dumps(finite(run.as_json()), allow_nan=False)
+    text = json.dumps(replace_non_finite(run.as_json()), allow_nan=False)
     assert Run.from_json(json.loads(text), "here") == rounded(run)
 
 
@@ -66,10 +74,10 @@ def test_a_saved_run_comes_back(tmp_path: Path) -> None:
 
 def test_what_is_no_number_is_null_in_the_file_and_none_again_after_it(tmp_path: Path) -> None:
     recorder = Recorder("micro")
-    recorder.put(
+    recorder.add_result(
         Result("odd", "s", math.nan, -math.inf, math.inf, samples=(1.0, math.nan, 2.0), fields={"x": math.inf})
     )
-    recorder.run().save(tmp_path / "odd.json")
+    recorder.to_run().save(tmp_path / "odd.json")
     assert "NaN" not in (tmp_path / "odd.json").read_text()
     assert "Infinity" not in (tmp_path / "odd.json").read_text()
     (back,) = Run.load(tmp_path / "odd.json").results
@@ -85,8 +93,8 @@ def test_bytes_of_a_path_that_are_no_text_are_kept(tmp_path: Path) -> None:
 
 def plain() -> dict[str, Any]:
     recorder = Recorder("micro")
-    recorder.add("a", "s", 1.0)
-    return dict(finite(recorder.run().as_json()))
+    recorder.add_sample("a", "s", 1.0)
+    return dict(replace_non_finite(recorder.to_run().as_json()))
 
 
 BROKEN: list[tuple[dict[str, Any], str]] = [
@@ -179,7 +187,7 @@ def test_a_number_too_large_for_a_float_does_no_harm() -> None:
 
 
 def test_a_huge_file_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(results, "LARGEST_FILE", 1 << 20)
+    monkeypatch.setattr(results, "MAX_FILE_BYTES", 1 << 20)
     with (tmp_path / "huge.json").open("wb") as file:
         file.truncate((1 << 20) + 1)
     for path in (tmp_path / "huge.json", Path("/dev/zero")):  # a size that is known, and one that is not
@@ -212,11 +220,11 @@ def test_samples_come_together_by_name_and_backend() -> None:
     recorder = Recorder("micro")
     for i in range(4):
         for backend in ("reference", "cpu"):
-            recorder.add("rope", "s", float(i), backend=backend, iterations=i)
-    recorder.add("speed", "tok/s", 5.0, "higher")
-    recorder.put(Result.exact("size", "B", 10.0))
-    recorder.put(Result.exact("size", "B", 12.0))
-    run = recorder.run(complete=False)
+            recorder.add_sample("rope", "s", float(i), backend=backend, iterations=i)
+    recorder.add_sample("speed", "tok/s", 5.0, "higher")
+    recorder.add_result(Result.exact("size", "B", 10.0))
+    recorder.add_result(Result.exact("size", "B", 12.0))
+    run = recorder.to_run(complete=False)
     assert [result.key for result in run.results] == [
         ("size", None), ("rope", "reference"), ("rope", "cpu"), ("speed", None)
     ]  # fmt: skip
@@ -239,7 +247,7 @@ def test_the_document_names_every_field() -> None:
     fields = {*run.as_json(), *run.machine, *(run.commit or {}), *(key for r in run.results for key in r.as_json())}
     assert {field for field in fields if f"`{field}`" not in text} == set()
     assert f"`schema_version` is `{SCHEMA_VERSION}`" in text
-    assert f"over {results.LARGEST_FILE >> 20} MiB" in text
+    assert f"over {results.MAX_FILE_BYTES >> 20} MiB" in text
     assert f"larger than {statistics.NOISE:.0%}" in text
 
 
@@ -263,6 +271,6 @@ def _written(node: ast.AST) -> set[str]:
     called = ast.unparse(node.func)
     if called.endswith("details.setdefault"):
         return {ast.literal_eval(node.args[0])}
-    if called in ("Result.of", "Result.exact") or called.endswith(("recorder.add", "details.update")):
+    if called in ("Result.from_samples", "Result.exact") or called.endswith(("recorder.add_sample", "details.update")):
         return {word.arg for word in node.keywords if word.arg}
     return set()

@@ -497,7 +497,7 @@ def test_a_saved_run_keeps_a_bounded_number_of_latencies() -> None:
 def test_figures_without_samples_are_compared_by_their_intervals() -> None:
     def change(low: float, high: float) -> str:
         before = Result("ttft/p95", "s", 1.0, 0.9, 1.1)
-        return baseline.change_of(before, Result("ttft/p95", "s", (low + high) / 2, low, high)).verdict
+        return baseline.compare_results(before, Result("ttft/p95", "s", (low + high) / 2, low, high)).verdict
 
     assert change(1.0, 1.3) == "within noise"
     assert change(1.2, 1.4) == "regressed"

@@ -126,7 +126,7 @@ def test_what_only_one_run_has_is_told(cli: Run, files: dict[str, Path], tmp_pat
 
 def test_names_from_a_file_cannot_steer_the_terminal(cli: Run, tmp_path: Path) -> None:
     path = tmp_path / "evil.json"
-    evil = Result.of("\x1b[31mred\nline", "\x1b[0m", [1.0, 1.1, 1.2])
+    evil = Result.from_samples("\x1b[31mred\nline", "\x1b[0m", [1.0, 1.1, 1.2])
     run_of("micro", [evil, Result.exact("x", "s", 1.0)], {"name": "\x1b]0;title\x07"}).save(path)
     run_of("micro", [evil, Result.exact("\x1bnew", "s", 1.0)]).save(tmp_path / "other.json")
     done = cli("bench", "compare", path, tmp_path / "other.json")

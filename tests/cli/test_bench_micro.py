@@ -147,7 +147,7 @@ def test_a_run_is_saved_although_nobody_reads_what_is_printed(tmp_path: Path) ->
         pytest.raises(BrokenPipeError),
         recording("micro", ResultOptions(save=tmp_path / "run.json"), show) as recorder,
     ):
-        recorder.add("rms_norm/1", "s", 1e-5)
+        recorder.add_sample("rms_norm/1", "s", 1e-5)
     assert [result.name for result in Run.load(tmp_path / "run.json").results] == ["rms_norm/1"]
 
 

@@ -40,7 +40,7 @@ def run(recorder: Recorder, progress: Progress, source: Source, plan: Plan) -> N
     plan = replace(plan, kv_type=resolve_kv_type(ops, plan.kv_type))
     _require_room(source, plan, cases)
     progress("measuring the machine's limits", 0, 0)
-    bounds = roofline.measured(plan.threads)
+    bounds = roofline.measure_limits(plan.threads)
     recorder.details["limits"] = bounds.as_json()
     recorder.details["peak_memory_is_of"] = "this run" if process_stats.reset_peak() else "the process"
     bench, checkpoint = _load(recorder, progress, source, plan, ops, bounds)
@@ -58,7 +58,7 @@ def run(recorder: Recorder, progress: Progress, source: Source, plan: Plan) -> N
         for item in items:  # what was measured after them stands beside them now
             if isinstance(item, Rate):
                 item.put()
-        recorder.put(Result.exact("peak_memory", "B", process_stats.peak()))
+        recorder.add_result(Result.exact("peak_memory", "B", process_stats.peak()))
 
 
 def _items(
@@ -95,7 +95,7 @@ def _load(
 ) -> tuple[Bench, Checkpoint]:
     if isinstance(source, Path):
         checkpoint = open_checkpoint(source)
-        recorder.model = environment.model_description(source, lambda what, *n: progress(what, n[0], n[1] or 0))
+        recorder.model = environment.describe_model(source, lambda what, *n: progress(what, n[0], n[1] or 0))
     else:
         checkpoint = synthetic.checkpoint(source, plan.seed, progress)
         recorder.model = {"name": str(source), "bytes": checkpoint.nbytes, "synthetic": True, "seed": plan.seed}
@@ -164,4 +164,4 @@ def _count(bench: Bench, cases: Sequence[Case]) -> None:
     for case in sorted((c for c in cases if c.kind == "tg"), key=lambda c: c.tokens):
         read = bench.cost.bytes_per_token(case)
         parts: dict[str, Any] = {"weights": bench.cost.weights, "tokens": case.tokens, "batch": case.batch}
-        bench.recorder.put(Result.exact(f"bytes_per_token{case.suffix}", "B", read, **parts))
+        bench.recorder.add_result(Result.exact(f"bytes_per_token{case.suffix}", "B", read, **parts))

@@ -51,7 +51,9 @@ class Bench:
 
     def put(self, name: str, unit: str, better: Better = "lower", **fields: Any) -> None:
         """The result anew from its samples."""
-        self.recorder.put(Result.of(name, unit, self.samples[name], better, backend=self.backend, **fields))
+        self.recorder.add_result(
+            Result.from_samples(name, unit, self.samples[name], better, backend=self.backend, **fields)
+        )
 
     def middle(self, name: str) -> float | None:
         """The estimate of a result, if there is one yet."""

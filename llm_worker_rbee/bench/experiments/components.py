@@ -20,12 +20,12 @@ from ...weights import Checkpoint, open_checkpoint
 from ..http_client import Address, Client, EventParser, RequestFailedError
 from ..results import Result
 from ..serving.server_process import Spawned
-from .harness import Finding, Lab, Verdict
+from .harness import Finding, Harness
 
 RULE = "confirmed if at least 90% of the parts do their job on a real file"
-WANTED = 0.9
-KV_MEMORY, START_S, TRIES = "64M", 300.0, 5  # of the server that streams
-VOCABULARY = ("smollm", 49152)  # the pre-tokenizer and size that the ids below belong to
+MIN_COVERED = 0.9
+KV_MEMORY, TIMEOUT_S, MAX_TRIES = "64M", 300.0, 5  # of the server that streams
+VOCABULARY = ("smollm", 49152)  # pre-tokenizer and size that the ids below belong to
 # Ids that llama.cpp's tokenizer gives for the vocabulary of the built-in model (tools/llama_cpp_token_table.py).
 REFERENCE_IDS: dict[str, str] = {
     "Hello, world!": "19556 28 905 17",
@@ -54,29 +54,29 @@ class NotCoveredError(Exception):
     """A part that does not do its job, and why."""
 
 
-def run(lab: Lab) -> Finding:
+def run(runner: Harness) -> Finding:
     """Try each part."""
     table = [["part", "does its job", "what was tried", "time"]]
     covered: list[bool] = []
-    for name, try_it in PARTS.items():
-        lab.tell(name, len(covered) / len(PARTS))
+    for name, try_part in PARTS.items():
+        runner.report_progress(name, len(covered) / len(PARTS))
         start = time.perf_counter()
         try:
-            works, told = True, try_it(lab.model)
+            works, outcome = True, try_part(runner.model)
         except (NotCoveredError, WorkerError) as reason:
-            works, told = False, str(reason)
-        took = time.perf_counter() - start
-        lab.recorder.put(Result.of(f"claim2/{name}", "s", [took], works=works))
-        table.append([name, "yes" if works else "no", told, f"{took:.2f} s"])
+            works, outcome = False, str(reason)
+        seconds = time.perf_counter() - start
+        runner.recorder.add_result(Result.from_samples(f"claim2/{name}", "s", [seconds], works=works))
+        table.append([name, "yes" if works else "no", outcome, f"{seconds:.2f} s"])
         covered.append(works)
     share = sum(covered) / len(covered)
-    lab.recorder.put(Result.exact("claim2/covered", "of 1", share, "higher"))
+    runner.recorder.add_result(Result.exact("claim2/covered", "of 1", share, "higher"))
     parts = ", ".join(f"{row[0]}: {row[1] if row[1] == 'yes' else 'no, ' + row[2]}" for row in table[1:])
-    told = f"{sum(covered)} of {len(covered)} parts do their job on a real file ({share:.0%}): {parts}"
-    return Finding(Verdict.of(lab.claim, "confirmed" if share >= WANTED else "refuted", told), table)
+    summary = f"{sum(covered)} of {len(covered)} parts do their job on a real file ({share:.0%}): {parts}"
+    return runner.finding("confirmed" if share >= MIN_COVERED else "refuted", summary, table)
 
 
-def _loads(path: Path) -> str:
+def _load_gguf(path: Path) -> str:
     checkpoint = open_checkpoint(path)
     if checkpoint.format != "gguf":
         raise NotCoveredError(f"{path.name} is no GGUF file: give one")
@@ -89,14 +89,14 @@ def _loads(path: Path) -> str:
     return f"{len(checkpoint.tensors)} tensors mapped, one of each type decoded ({kinds})"
 
 
-def _tokenizes(path: Path) -> str:
+def _compare_token_ids(path: Path) -> str:
     checkpoint = open_checkpoint(path)
     tokenizer = open_tokenizer(checkpoint)
     for text in REFERENCE_IDS:
         back = tokenizer.decode(tokenizer.encode(text, add_special=False), skip_special=False)
         if back != text:
             raise NotCoveredError(f"{text!r} comes back as {back!r}")
-    if _vocabulary(checkpoint) != VOCABULARY:
+    if _vocabulary_key(checkpoint) != VOCABULARY:
         raise NotCoveredError("texts come back unchanged, but no reference ids are kept for this vocabulary")
     for text, ids in REFERENCE_IDS.items():
         if tokenizer.encode(text, add_special=False) != list(map(int, ids.split())):
@@ -104,12 +104,12 @@ def _tokenizes(path: Path) -> str:
     return f"{len(REFERENCE_IDS)} texts give the ids of llama.cpp's tokenizer, and come back unchanged"
 
 
-def _vocabulary(checkpoint: Checkpoint) -> tuple[object, int]:
+def _vocabulary_key(checkpoint: Checkpoint) -> tuple[object, int]:
     keys = checkpoint.metadata
     return keys.get("tokenizer.ggml.pre"), len(keys.get("tokenizer.ggml.tokens", ()))
 
 
-def _detects(path: Path) -> str:
+def _detect_family(path: Path) -> str:
     config = read_model_config(open_checkpoint(path))
     return (
         f"family {config.family.name}, {config.n_layers} layers, width {config.d_model}, "
@@ -117,12 +117,12 @@ def _detects(path: Path) -> str:
     )
 
 
-def _streams(path: Path) -> str:
-    """Our server as a process of its own: a stream comes piece by piece, and says what a whole reply says."""
-    with Spawned(["-m", str(path), "--kv-memory", KV_MEMORY], timeout_s=START_S) as server:
-        for _ in range(TRIES):  # on a busy machine pieces may wait for their reader
+def _stream_from_server(path: Path) -> str:
+    """Serve the file in a process: a stream must come in pieces and equal the whole reply."""
+    with Spawned(["-m", str(path), "--kv-memory", KV_MEMORY], timeout_s=TIMEOUT_S) as server:
+        for _ in range(MAX_TRIES):  # on a busy machine pieces may wait for their reader
             try:
-                pieces, moments, whole = asyncio.run(_both(Client(Address.parse(server.url))))
+                pieces, moments, whole = asyncio.run(_stream_and_whole(Client(Address.parse(server.url))))
             except (RequestFailedError, TimeoutError, ValueError, LookupError) as error:
                 server.require_alive()
                 raise NotCoveredError(f"the server's answer is not what it should be: {error}") from None
@@ -135,12 +135,12 @@ def _streams(path: Path) -> str:
     return f"{len(pieces)} pieces at {moments} moments, together what the whole reply says"
 
 
-async def _both(client: Client) -> tuple[list[str], int, str]:
-    """The texts of a stream's events, at how many moments they came, and the text of the same reply as a whole."""
+async def _stream_and_whole(client: Client) -> tuple[list[str], int, str]:
+    """Return the texts of a stream's events, the number of reads they came in, and the text of the same whole reply."""
     pieces: list[str] = []
     moments, parser = 0, EventParser()
     try:
-        async with asyncio.timeout(START_S):
+        async with asyncio.timeout(TIMEOUT_S):
             async with client.request("POST", "/v1/completions", _body(stream=True)) as response:
                 async for part in response.parts():
                     found = [json.loads(data) for data in parser.feed(part) if data != "[DONE]"]
@@ -157,8 +157,8 @@ def _body(*, stream: bool) -> bytes:
 
 
 PARTS: dict[str, Callable[[Path], str]] = {
-    "GGUF loads": _loads,
-    "tokenizer equals the reference": _tokenizes,
-    "model is detected": _detects,
-    "HTTP streams": _streams,
+    "GGUF loads": _load_gguf,
+    "tokenizer equals the reference": _compare_token_ids,
+    "model is detected": _detect_family,
+    "HTTP streams": _stream_from_server,
 }

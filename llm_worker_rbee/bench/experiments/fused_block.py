@@ -1,134 +1,38 @@
-"""Claim 1: the same decoder block through the modules of layers/, and as one function with everything inlined."""
+"""Claim 1: the same decoder block through the modules of layers/, and as one function with everything inlined.
+
+`DENSE` is the reference backend with float32 weights, so that a matrix product is one library call on both sides.
+`run_block` calls nothing but NumPy: q and k are rotated together, the cache is contiguous and allocated once,
+temporaries are reused, and causality is the bound of a loop over tiles of queries.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import numpy as np
 
-from ...backends.ops import OPS, AttentionParams, Backend, Batch, Ints, KVLayer, RopeTable
+from ...backends.ops import OPS, AttentionParams, Backend, Batch, Ints, KVLayer
 from ...backends.reference import ReferenceBackend
-from ...config import ModelConfig
-from ...errors import UnsupportedModelError
 from ...layers.attention import Attention
 from ...layers.block import Block
 from ...layers.linear import Linear
 from ...layers.rms_norm import RMSNorm
-from ...layers.rope import inverse_frequencies
 from ...layers.swiglu import SwiGLU
-from ...models import Transformer
 from ...weights import Tensor
 from .. import statistics
 from ..format import quantity
-from .harness import (
-    Finding,
-    Floats,
-    Lab,
-    Shape,
-    Verdict,
-    by_length,
-    figure,
-    in_percent,
-    most,
-    normal,
-    same,
-    vote_faster,
-)
+from . import harness
+from .harness import Finding, Floats, Harness, KVBuffers, Shape, random_array
 
 RULE = (
     "confirmed if the one function is faster outside the noise at most lengths, refuted if the modules are; both sides "
     "use the same float32 weights and the same matrix library"
 )
-ROPE_BASE, BLOCK_SIZE, TOLERANCE = 10000.0, 16, 1e-4
-
-
-def run(lab: Lab) -> Finding:
-    """Modules against one function, and what the calls alone cost."""
-    made = make_block(lab.shape)
-    call = _call_cost(lab, made)
-    table = [["tokens", "modules", "one function", "change", "99% interval", "calls alone"]]
-    changes, shares = {}, []
-    for length in lab.lengths((1, 8, 32), (128,)):
-        x = normal(np.random.default_rng(length), length, lab.shape.d_model)
-        sides = two_sides(made, x)
-        (added, stream), (added_too, stream_too) = sides["modules"](), sides["fused"]()
-        same(added + stream, added_too + stream_too, TOLERANCE, f"block of {length} tokens")
-        taken = lab.race(length, sides)
-        change = changes[length] = statistics.compare(taken["modules"], taken["fused"])
-        shares.append(call / statistics.estimate(taken["modules"]).value)
-        low_high = f"{change.low:+.1%} to {change.high:+.1%}"
-        table.append([str(length), figure(taken["modules"]), figure(taken["fused"]), f"{change.change:+.1%}", low_high,
-                      f"{shares[-1]:.2%}"])  # fmt: skip
-    verdict = most([vote_faster(change) for change in changes.values()])
-    told = (
-        f"one function against modules: {by_length(changes, in_percent)}; the calls of a block cost "
-        f"{quantity(call, 's')}, {max(shares):.2%} of it at most"
-    )
-    return Finding(Verdict.of(lab.claim, verdict, told), table)
-
-
-def make_block(shape: Shape) -> Block:
-    """A llama block with random float32 weights, as the dense op table takes them."""
-    rng, width = np.random.default_rng(1), shape.d_model
-    inner = shape.n_heads * shape.head_dim
-
-    def linear(rows: int, columns: int) -> Linear:
-        return Linear(normal(rng, rows, columns, scale=columns**-0.5))
-
-    def norm() -> RMSNorm:
-        return RMSNorm(np.abs(normal(rng, width)) + np.float32(0.5), 1e-5)
-
-    attention = Attention(
-        qkv=linear(3 * inner, width),
-        output=linear(width, inner),
-        n_heads=shape.n_heads,
-        n_kv_heads=shape.n_heads,
-        head_dim=shape.head_dim,
-        rope=RopeTable(inverse_frequencies(ROPE_BASE, shape.head_dim), 1.0),
-        params=AttentionParams(shape.head_dim**-0.5),
-    )
-    return Block(norm(), attention, norm(), SwiGLU(linear(2 * shape.d_ff, width), linear(width, shape.d_ff)))
-
-
-def one_batch(length: int) -> Batch:
-    """One request of `length` new tokens, its blocks in order."""
-    positions = np.arange(length)
-    return Batch(
-        ids=positions,
-        positions=positions,
-        slot_mapping=positions,
-        query_start=np.array([0, length]),
-        context_len=np.array([length]),
-        block_table=np.arange(-(-length // BLOCK_SIZE))[None, :],
-        logits_index=positions[-1:],
-    )
-
-
-def two_sides(made: Block, x: Floats) -> dict[str, Any]:
-    """Both give (what the block adds, the stream): the layers on a paged cache, and the one function on its own."""
-    a, length = made.attention, len(x)
-    kv = DENSE.empty_kv(-(-length // BLOCK_SIZE), BLOCK_SIZE, a.n_kv_heads, a.head_dim)
-    room, batch = Room.of(length, a.n_kv_heads, a.head_dim), one_batch(length)
-    return {
-        "modules": lambda: made(DENSE, x, None, kv, batch),
-        "fused": lambda: block(made, x, *angles(a.rope, 0, length), room, 0),
-    }
-
-
-def _call_cost(lab: Lab, made: Block) -> float:
-    """The time of a block whose ops do nothing: what splitting it into modules can cost at most."""
-    a = made.attention
-    x = np.zeros((1, (a.n_heads + 2 * a.n_kv_heads) * a.head_dim), np.float32)
-    empty: dict[str, Any] = dict.fromkeys(OPS, lambda *_: x) | {"add_rms_norm": lambda *_: (x, x)}
-    ops, batch, kv = op_table(**empty), one_batch(1), KVLayer(x, x)
-    taken = lab.race("calls", {"modules": lambda: made(ops, x, None, kv, batch)})
-    return statistics.estimate(taken["modules"]).value
-
-
-TILE = 64  # queries that share one bound
-FUTURE = np.triu(np.ones((TILE, TILE), np.bool_), 1)
+BLOCK_SIZE, TOLERANCE = 16, 1e-4
+QUERY_TILE = 64  # queries that share one loop bound
+FUTURE = np.triu(np.ones((QUERY_TILE, QUERY_TILE), np.bool_), 1)
 
 
 def _prepare(tensors: Sequence[Tensor]) -> Floats:
@@ -149,56 +53,45 @@ def _logits(x: Floats, head: Floats, soft_cap: float = 0.0) -> Floats:
     return np.float32(soft_cap) * np.tanh(raw / np.float32(soft_cap)) if soft_cap else raw
 
 
-def op_table(**changed: Any) -> Backend:
-    """The reference backend with some ops replaced."""
-    return cast(Backend, SimpleNamespace(**({name: getattr(ReferenceBackend(), name) for name in OPS} | changed)))
+def op_table(**replaced: Any) -> Backend:
+    """Return the reference backend with some ops replaced."""
+    reference = ReferenceBackend()
+    return cast(Backend, SimpleNamespace(**({name: getattr(reference, name) for name in OPS} | replaced)))
 
 
 DENSE_OPS = {"prepare": _prepare, "embed": _embed, "linear": _linear, "logits": _logits}
 DENSE = op_table(**DENSE_OPS)
 
 
-class Room(NamedTuple):
-    """Keys and values of one layer, made beforehand: (capacity, kv_heads, head_dim)."""
-
-    k: Floats
-    v: Floats
-
-    @staticmethod
-    def of(capacity: int, kv_heads: int, head_dim: int) -> Room:
-        """Room for so many tokens."""
-        return Room(*(np.zeros((capacity, kv_heads, head_dim), np.float32) for _ in range(2)))
+def normalize(x: Floats, norm: RMSNorm) -> Floats:
+    """RMS norm with the weight applied in place."""
+    x = x / np.sqrt(np.mean(np.square(x), axis=-1, keepdims=True) + np.float32(norm.eps))
+    x *= norm.weight
+    return x
 
 
-def angles(table: RopeTable, start: int, end: int) -> tuple[Floats, Floats]:
-    """cos and sin at each position: (T, 1, half)."""
-    angle = np.arange(start, end, dtype=np.float32)[:, None, None] * table.inv_freq
-    return np.float32(table.scale) * np.cos(angle), np.float32(table.scale) * np.sin(angle)
-
-
-def block(b: Block, stream: Floats, cos: Floats, sin: Floats, room: Room, start: int) -> tuple[Floats, Floats]:
-    """One decoder block over the tokens from `start` on: (what it adds last, the stream before that addition)."""
+def run_block(b: Block, stream: Floats, cos: Floats, sin: Floats, kv: KVBuffers, start: int) -> tuple[Floats, Floats]:
+    """Run one block over the tokens from `start` on: (what it adds last, the residual stream before that addition)."""
     a, tokens, half = b.attention, stream.shape[0], cos.shape[-1]
-    end, turning, group = start + tokens, a.n_heads + a.n_kv_heads, a.n_heads // a.n_kv_heads
+    end, rotated, group = start + tokens, a.n_heads + a.n_kv_heads, a.n_heads // a.n_kv_heads
 
-    x = stream / np.sqrt(np.mean(np.square(stream), axis=-1, keepdims=True) + np.float32(b.attention_norm.eps))
-    x *= b.attention_norm.weight
-    heads = (x @ a.qkv.weight.T).reshape(tokens, turning + a.n_kv_heads, a.head_dim)
-    low, high = heads[:, :turning, :half], heads[:, :turning, half:]
-    kept = low * sin
+    x = normalize(stream, b.attention_norm)
+    heads = (x @ a.qkv.weight.T).reshape(tokens, rotated + a.n_kv_heads, a.head_dim)
+    low, high = heads[:, :rotated, :half], heads[:, :rotated, half:]
+    low_sin = low * sin
     low *= cos
     low -= high * sin
     high *= cos
-    high += kept
-    room.k[start:end], room.v[start:end] = heads[:, a.n_heads : turning], heads[:, turning:]
+    high += low_sin
+    kv.k[start:end], kv.v[start:end] = heads[:, a.n_heads : rotated], heads[:, rotated:]
 
     q = heads[:, : a.n_heads].transpose(1, 0, 2).reshape(a.n_kv_heads, group, tokens, a.head_dim)
     mixed = np.empty((tokens, a.n_kv_heads, group, a.head_dim), np.float32)
-    for first in range(0, tokens, TILE):
-        n = min(TILE, tokens - first)
+    for first in range(0, tokens, QUERY_TILE):
+        n = min(QUERY_TILE, tokens - first)
         seen = start + first + n  # keys that the last query of the tile sees: later ones are never touched
         tile = q[:, :, first : first + n].reshape(a.n_kv_heads, group * n, a.head_dim)
-        scores = tile @ room.k[:seen].transpose(1, 2, 0)
+        scores = tile @ kv.k[:seen].transpose(1, 2, 0)
         scores *= np.float32(a.params.scale)
         if n > 1:
             corner = scores.reshape(a.n_kv_heads, group, n, seen)[..., seen - n :]
@@ -206,13 +99,11 @@ def block(b: Block, stream: Floats, cos: Floats, sin: Floats, room: Room, start:
         scores -= scores.max(axis=-1, keepdims=True)
         np.exp(scores, out=scores)
         scores /= scores.sum(axis=-1, keepdims=True)
-        got = scores @ room.v[:seen].transpose(1, 0, 2)
-        mixed[first : first + n] = got.reshape(a.n_kv_heads, group, n, a.head_dim).transpose(2, 0, 1, 3)
+        out = scores @ kv.v[:seen].transpose(1, 0, 2)
+        mixed[first : first + n] = out.reshape(a.n_kv_heads, group, n, a.head_dim).transpose(2, 0, 1, 3)
     stream = mixed.reshape(tokens, -1) @ a.output.weight.T + stream
 
-    x = stream / np.sqrt(np.mean(np.square(stream), axis=-1, keepdims=True) + np.float32(b.mlp_norm.eps))
-    x *= b.mlp_norm.weight
-    both = x @ b.mlp.gate_up.weight.T
+    both = normalize(stream, b.mlp_norm) @ b.mlp.gate_up.weight.T
     gate, up = both[:, : both.shape[1] // 2], both[:, both.shape[1] // 2 :]
     up *= gate
     np.negative(gate, out=gate)
@@ -222,31 +113,72 @@ def block(b: Block, stream: Floats, cos: Floats, sin: Floats, room: Room, start:
     return up @ b.mlp.down.weight.T, stream
 
 
-def forward(model: Transformer, ids: Ints, cos: Floats, sin: Floats, rooms: Sequence[Room], start: int) -> Floats:
-    """The logits after the last of these tokens: (1, vocabulary); cos and sin hold every position."""
-    stream = model.embedding[ids]
-    end = start + len(ids)
-    for b, room in zip(model.blocks, rooms, strict=True):
-        added, stream = block(b, stream, cos[start:end], sin[start:end], room, start)
-        stream = stream + added
-    x = stream[-1:]
-    x = x / np.sqrt(np.mean(np.square(x), axis=-1, keepdims=True) + np.float32(model.norm.eps)) * model.norm.weight
-    return np.asarray(x @ model.head.T, np.float32)
+def run(runner: Harness) -> Finding:
+    """Time modules against one function, and the calls of the modules alone."""
+    block = make_block(runner.shape)
+    call_s = _call_cost(runner, block)
+    table = [["tokens", "modules", "one function", "change", "99% interval", "calls alone"]]
+    changes, shares = {}, []
+    for length in runner.lengths((1, 8, 32), (128,)):
+        sides = make_sides(block, random_array(np.random.default_rng(length), length, runner.shape.d_model))
+        (added, stream), (fused_added, fused_stream) = sides["modules"](), sides["fused"]()
+        harness.require_equal(added + stream, fused_added + fused_stream, TOLERANCE, f"block of {length} tokens")
+        taken = runner.time_sides(length, sides)
+        change = changes[length] = statistics.compare(taken["modules"], taken["fused"])
+        shares.append(call_s / statistics.estimate(taken["modules"]).value)
+        times = [harness.format_time(taken[side]) for side in ("modules", "fused")]
+        table.append([str(length), *times, *harness.change_cells(change), f"{shares[-1]:.2%}"])
+    summary = (
+        f"one function against modules: {harness.format_by_length(changes)}; the calls of a block cost "
+        f"{quantity(call_s, 's')}, {max(shares):.2%} of it at most"
+    )
+    return runner.finding(harness.majority([harness.vote_faster(c) for c in changes.values()]), summary, table)
 
 
-def require_plain(config: ModelConfig) -> None:
-    """The one function knows the plain llama only: what it would leave out is refused."""
-    family = config.family
-    extras = {
-        "biases": family.qkv_bias,
-        "q/k norms": family.qk_norm,
-        "post norms": family.post_norms,
-        "a scaled embedding": family.scaled_embedding,
-        "a window": any(config.windows),
-        "soft caps": config.attention_cap or config.final_cap,
-        "a partial rotation": config.rope_dim != config.head_dim,
-        f"activation {config.activation}": config.activation != "silu",
+def make_block(shape: Shape) -> Block:
+    """Return a llama block with random float32 weights, as the dense op table takes them."""
+    rng, width, inner = np.random.default_rng(1), shape.d_model, shape.n_heads * shape.head_dim
+
+    def linear(rows: int, columns: int) -> Linear:
+        return Linear(random_array(rng, rows, columns, scale=columns**-0.5))
+
+    def norm() -> RMSNorm:
+        return RMSNorm(np.abs(random_array(rng, width)) + np.float32(0.5), 1e-5)
+
+    attention = Attention(
+        qkv=linear(3 * inner, width), output=linear(width, inner),
+        n_heads=shape.n_heads, n_kv_heads=shape.n_heads, head_dim=shape.head_dim,
+        rope=harness.plain_rope(shape.head_dim), params=AttentionParams(shape.head_dim**-0.5),
+    )  # fmt: skip
+    return Block(norm(), attention, norm(), SwiGLU(linear(2 * shape.d_ff, width), linear(width, shape.d_ff)))
+
+
+def prefill_batch(length: int) -> Batch:
+    """Return the batch of one request of `length` new tokens, its blocks in order."""
+    positions = np.arange(length)
+    return Batch(
+        ids=positions, positions=positions, slot_mapping=positions, query_start=np.array([0, length]),
+        context_len=np.array([length]), block_table=np.arange(-(-length // BLOCK_SIZE))[None, :],
+        logits_index=positions[-1:],
+    )  # fmt: skip
+
+
+def make_sides(block: Block, x: Floats) -> dict[str, Any]:
+    """Return both sides, each to (what the block adds, the stream): layers on a paged cache, and the one function."""
+    a, length = block.attention, len(x)
+    paged = DENSE.empty_kv(-(-length // BLOCK_SIZE), BLOCK_SIZE, a.n_kv_heads, a.head_dim)
+    buffers, batch = KVBuffers.zeros(length, a.n_kv_heads, a.head_dim), prefill_batch(length)
+    return {
+        "modules": lambda: block(DENSE, x, None, paged, batch),
+        "fused": lambda: run_block(block, x, *harness.rope_tables(a.rope, 0, length), buffers, 0),
     }
-    found = [name for name, there in extras.items() if there]
-    if found:
-        raise UnsupportedModelError(f"the experiment for claim 4 needs a plain llama: this model has {found[0]}")
+
+
+def _call_cost(runner: Harness, block: Block) -> float:
+    """Return the time of a block whose ops do nothing: the most that splitting it into modules can cost."""
+    a = block.attention
+    x = np.zeros((1, (a.n_heads + 2 * a.n_kv_heads) * a.head_dim), np.float32)
+    empty: dict[str, Any] = dict.fromkeys(OPS, lambda *_: x) | {"add_rms_norm": lambda *_: (x, x)}
+    ops, batch, kv = op_table(**empty), prefill_batch(1), KVLayer(x, x)
+    taken = runner.time_sides("calls", {"modules": lambda: block(ops, x, None, kv, batch)})
+    return statistics.estimate(taken["modules"]).value

@@ -1,7 +1,7 @@
-"""What the experiments share: a race between functions, the ways to a verdict, and how figures are written in a line.
+"""What the experiments share: sides timed in turn, the rules for verdicts, number formats, attention in plain NumPy.
 
-A verdict is confirmed, refuted or within noise. Each length votes by the rule of its claim; what most lengths say
-counts, and where none has a majority the longest decides, for there the work is.
+A verdict is confirmed, refuted or within noise. Each length votes by the rule of its claim; the majority decides, and
+without one the longest length does: that is where the work is.
 """
 
 from __future__ import annotations
@@ -15,41 +15,41 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from ...backends import reference
+from ...backends.ops import AttentionParams, Ints, RopeTable
 from ...errors import InferenceError
+from ...layers.rope import inverse_frequencies
 from .. import statistics, timing
 from ..format import quantity
 from ..results import Recorder, Result
+from ..statistics import Change
 
 Floats = NDArray[np.float32]
-Steps = Callable[[str, float, float], None]
-Name = Literal["confirmed", "refuted", "within noise"]
-WORTH = 0.10  # a gain over this is worth a change
-QUICK = timing.Plan(seconds=0.8, fewest=20, most=60, warm_up=0.1)
-THOROUGH = timing.Plan(seconds=2.0, fewest=30, most=100, warm_up=0.3)
+Progress = Callable[[str, float, float], None]
+VerdictName = Literal["confirmed", "refuted", "within noise"]
+MIN_GAIN = 0.10  # a smaller gain is not worth a change
+ROPE_BASE = 10000.0
+QUICK = timing.Plan(seconds=0.8, min_samples=20, max_samples=60, warm_up_s=0.1)
+THOROUGH = timing.Plan(seconds=2.0, min_samples=30, max_samples=100, warm_up_s=0.3)
 
 
 class Verdict(NamedTuple):
-    """What came out, in one line that is never wrapped."""
+    """The outcome of a claim; `line` is one line and never wrapped: `claim 3a: refuted - cached masks ...`."""
 
     claim: str
-    verdict: Name
+    verdict: VerdictName
     line: str
-
-    @staticmethod
-    def of(claim: str, verdict: Name, told: str) -> Verdict:
-        """`claim 3a: refuted - cached masks ...`."""
-        return Verdict(claim, verdict, f"claim {claim}: {verdict} - {told}")
 
 
 class Finding(NamedTuple):
-    """The verdict with the table behind it: the first row is the header."""
+    """The verdict with the table behind it, whose first row is the header."""
 
     verdict: Verdict
     table: list[list[str]]
 
 
 class Shape(NamedTuple):
-    """Of the layers under test: those of the benchmark suite in CLAIMS, and the MLP that goes with them."""
+    """The layers under test: those of the suite in CLAIMS, and the MLP that goes with them."""
 
     d_model: int = 4096
     n_heads: int = 32
@@ -58,103 +58,157 @@ class Shape(NamedTuple):
 
 
 @dataclass(slots=True)
-class Lab:
-    """What an experiment works with."""
+class Harness:
+    """Times the sides of an experiment and records the results."""
 
     recorder: Recorder
-    steps: Steps
+    progress: Progress
     model: Path
     thorough: bool = False
     plan: timing.Plan = QUICK
     shape: Shape = field(default_factory=Shape)
     only_lengths: tuple[int, ...] = ()  # in place of the experiment's own
     claim: str = ""
-    place: tuple[int, int] = (0, 1)  # this experiment's number, of how many
-    races: int = 0  # of this experiment, until now
+    position: tuple[int, int] = (0, 1)  # index of this experiment, number of experiments
+    num_timed: int = 0  # calls of time_sides in this experiment
 
     def lengths(self, quick: Sequence[int], more: Sequence[int] = ()) -> tuple[int, ...]:
-        """The lengths to measure; `more` are those of a thorough run."""
+        """Return the lengths to measure; `more` belongs to a thorough run."""
         return self.only_lengths or tuple(quick) + (tuple(more) if self.thorough else ())
 
-    def tell(self, what: str, part: float) -> None:
-        """Progress: nobody knows how many races an experiment runs, so each takes a quarter of what is left."""
-        number, total = self.place
-        self.steps(f"claim {self.claim}: {what}", number + 1 - 0.75 ** (self.races + part), total)
+    def report_progress(self, what: str, fraction: float) -> None:
+        """The number of measurements is not known in advance, so each takes a quarter of what is left."""
+        index, total = self.position
+        self.progress(f"claim {self.claim}: {what}", index + 1 - 0.75 ** (self.num_timed + fraction), total)
 
-    def race(
-        self, length: int | str, functions: Mapping[str, timing.Function], **fields: Any
+    def time_sides(
+        self, length: int | str, sides: Mapping[str, timing.Function], **fields: Any
     ) -> dict[str, Sequence[float]]:
-        """Measure functions in turn; seconds a call of each. Results are `claim1/modules/32`."""
-        self.tell(f"{length}", 0)
-        taken = timing.measure(list(functions.values()), self.plan, lambda part: self.tell(f"{length}", part))
-        self.races += 1
-        for name, one in zip(functions, taken, strict=True):
+        """Time functions in turn and return seconds per call of each. Results are named `claim1/modules/32`."""
+        self.report_progress(f"{length}", 0)
+        taken = timing.measure(list(sides.values()), self.plan, lambda part: self.report_progress(f"{length}", part))
+        self.num_timed += 1
+        for name, one in zip(sides, taken, strict=True):
             more = {**fields.get(name, {}), "iterations": one.iterations}
-            self.recorder.put(Result.of(f"claim{self.claim}/{name}/{length}", "s", one.samples, **more))
-        return {name: one.samples for name, one in zip(functions, taken, strict=True)}
+            self.recorder.add_result(
+                Result.from_samples(f"claim{self.claim}/{name}/{length}", "s", one.samples, **more)
+            )
+        return {name: one.samples for name, one in zip(sides, taken, strict=True)}
+
+    def finding(self, verdict: VerdictName, summary: str, table: list[list[str]]) -> Finding:
+        return Finding(Verdict(self.claim, verdict, f"claim {self.claim}: {verdict} - {summary}"), table)
 
 
-def same(one: Floats, other: Floats, tolerance: float, what: str) -> None:
-    """Two sides that do not compute the same cannot race."""
+def require_equal(one: Floats, other: Floats, tolerance: float, what: str) -> None:
+    """Raise InferenceError if the two sides of an experiment do not compute the same."""
     gap = float(np.max(np.abs(one - other), initial=0.0)) if one.shape == other.shape else np.inf
     if not gap <= tolerance:
         raise InferenceError(f"{what}: the two sides of the experiment differ by {gap:.3g}, over {tolerance:g}")
 
 
-def vote_faster(change: statistics.Change) -> Name:
-    """For "B is faster than A": outside the noise, one way or the other."""
-    names: dict[str, Name] = {"improved": "confirmed", "regressed": "refuted", "within noise": "within noise"}
+def vote_faster(change: Change) -> VerdictName:
+    """Judge "B is faster than A": outside the noise, one way or the other."""
+    names: dict[str, VerdictName] = {"improved": "confirmed", "regressed": "refuted", "within noise": "within noise"}
     return names[change.verdict]
 
 
-def vote_saves(change: statistics.Change, worth: float = WORTH) -> Name:
-    """For "B pays": it saves more than is worth a change; refuted where the interval says that it does not."""
-    if change.change <= -worth and change.high < 0:
+def vote_saves(change: Change, min_gain: float = MIN_GAIN) -> VerdictName:
+    """Judge "B pays": it saves at least `min_gain`; refuted if the interval excludes that."""
+    if change.change <= -min_gain and change.high < 0:
         return "confirmed"
-    return "refuted" if change.low > -worth else "within noise"
+    return "refuted" if change.low > -min_gain else "within noise"
 
 
-def vote_times(change: statistics.Change, wanted: float) -> Name:
-    """For "B is so many times as fast": the whole interval must be on one side."""
-    low, _, high = times(change)
-    return "confirmed" if low >= wanted else "refuted" if high < wanted else "within noise"
+def vote_speedup(change: Change, min_speedup: float) -> VerdictName:
+    """Judge "B is so many times as fast": the whole interval must be on one side."""
+    low, _, high = speedup(change)
+    return "confirmed" if low >= min_speedup else "refuted" if high < min_speedup else "within noise"
 
 
-def times(change: statistics.Change) -> tuple[float, float, float]:
-    """How many times as fast: (low, middle, high)."""
+def speedup(change: Change) -> tuple[float, float, float]:
+    """Return how many times as fast: (low, middle, high)."""
     low, middle, high = (1 / (1 + x) if x > -1 else np.inf for x in (change.high, change.change, change.low))
     return low, middle, high
 
 
-def most(votes: Sequence[Name]) -> Name:
-    """What most lengths say, or the longest where none has a majority."""
+def majority(votes: Sequence[VerdictName]) -> VerdictName:
+    """Return what most lengths say, or what the longest says if there is no majority."""
     name, count = Counter(votes).most_common(1)[0]
     return name if 2 * count > len(votes) else votes[-1]
 
 
-def in_percent(change: statistics.Change) -> str:
+def format_change(change: Change) -> str:
     """`-2.1% (99% interval -3.0% to -1.2%)`."""
     return f"{change.change:+.1%} (99% interval {change.low:+.1%} to {change.high:+.1%})"
 
 
-def in_times(change: statistics.Change) -> str:
+def change_cells(change: Change) -> list[str]:
+    """Return the cells under `change` and `99% interval`."""
+    return [f"{change.change:+.1%}", f"{change.low:+.1%} to {change.high:+.1%}"]
+
+
+def format_speedup(change: Change) -> str:
     """`2.10 times (99% interval 2.01 to 2.20)`."""
-    low, middle, high = times(change)
+    low, middle, high = speedup(change)
     return f"{middle:.2f} times (99% interval {low:.2f} to {high:.2f})"
 
 
-def by_length(changes: Mapping[int, statistics.Change], write: Callable[[statistics.Change], str] = in_percent) -> str:
+def speedup_cells(change: Change) -> list[str]:
+    """Return the cells under `times as fast` and `99% interval`."""
+    low, middle, high = speedup(change)
+    return [f"{middle:.2f}", f"{low:.2f} to {high:.2f}"]
+
+
+def format_by_length(changes: Mapping[int, Change], write: Callable[[Change], str] = format_change) -> str:
     """`1 token +0.3% (...), 8 tokens ...`."""
     return ", ".join(f"{n} token{'s' * (n != 1)} {write(change)}" for n, change in changes.items())
 
 
-def figure(samples: Sequence[float]) -> str:
-    """The estimate of samples of seconds, for a table."""
+def format_time(samples: Sequence[float]) -> str:
+    """Return the estimate of samples in seconds, for a table."""
     return quantity(statistics.estimate(samples).value, "s")
 
 
-def normal(rng: np.random.Generator, *shape: int, scale: float = 1.0) -> Floats:
-    """Random values; large arrays repeat a smaller draw, whose length shares no factor with usual widths."""
+def random_array(rng: np.random.Generator, *shape: int, scale: float = 1.0) -> Floats:
+    """Return normal values; large arrays repeat a draw whose length shares no factor with usual widths."""
     count = int(np.prod(shape))
     drawn = rng.standard_normal(min(count, 1_000_003), dtype=np.float32) * np.float32(scale)
     return np.resize(drawn, count).reshape(shape)
+
+
+class KVBuffers(NamedTuple):
+    """Contiguous keys and values of one layer, allocated once: (capacity, kv_heads, head_dim)."""
+
+    k: Floats
+    v: Floats
+
+    @staticmethod
+    def zeros(capacity: int, kv_heads: int, head_dim: int) -> KVBuffers:
+        return KVBuffers(*(np.zeros((capacity, kv_heads, head_dim), np.float32) for _ in range(2)))
+
+
+def plain_rope(head_dim: int) -> RopeTable:
+    """Return RoPE without scaling."""
+    return RopeTable(inverse_frequencies(ROPE_BASE, head_dim), 1.0)
+
+
+def rope_tables(table: RopeTable, start: int, end: int) -> tuple[Floats, Floats]:
+    """Return cos and sin at each position: (T, 1, half)."""
+    angle = np.arange(start, end, dtype=np.float32)[:, None, None] * table.inv_freq
+    return np.float32(table.scale) * np.cos(angle), np.float32(table.scale) * np.sin(angle)
+
+
+def additive_mask(length: int, queries: Ints | None = None) -> Floats:
+    """Return 0 where a query may attend and minus infinity elsewhere: (queries, length); queries default to all."""
+    keys = np.arange(length)
+    seen = reference.causal_mask(keys if queries is None else queries, keys)
+    return np.where(seen, np.float32(0), np.float32(-np.inf))
+
+
+def masked_attention(q: Floats, k: Floats, v: Floats, mask: Floats, params: AttentionParams) -> Floats:
+    """Attend with a materialised mask: q (T, heads, dim) over k and v (S, kv_heads, dim)."""
+    length, kv_heads = k.shape[:2]
+    scores = reference.attention_scores(q.transpose(1, 0, 2), k.transpose(1, 0, 2), params)
+    scores += mask
+    mixed = reference.softmax(scores).reshape(kv_heads, -1, length) @ v.transpose(1, 0, 2)
+    return mixed.reshape(q.shape[1], -1, q.shape[2]).transpose(1, 0, 2)

@@ -1,4 +1,4 @@
-"""Claim 5: the rotation as the formula is written, from tables applied in place, and as each backend has it."""
+"""Claim 5: RoPE as the formula is written, from tables applied in place, and as each backend implements it."""
 
 from __future__ import annotations
 
@@ -8,50 +8,50 @@ from functools import partial
 import numpy as np
 
 from ...backends import BACKENDS, select_backend
-from ...backends.ops import RopeTable
 from ...layers.rope import inverse_frequencies
 from .. import statistics
 from ..format import quantity
-from . import fused_block
-from .harness import Finding, Floats, Lab, Verdict, by_length, figure, in_times, most, normal, same, times, vote_times
+from . import harness
+from .harness import ROPE_BASE, Finding, Floats, Harness
 
 RULE = (
     "confirmed if tables applied in place are at least 3 times as fast as the formula at most lengths, refuted if the "
     "interval lies below 3 at most lengths; the backends' kernels stand beside them"
 )
-WANTED, BASE, TOLERANCE = 3.0, 10000.0, 1e-5
+MIN_SPEEDUP, TOLERANCE = 3.0, 1e-5
 # What the old suite measured for `rope_forward` on an unnamed CPU, in seconds.
-THEIRS = {1: 62.6e-6, 8: 206e-6, 32: 468e-6, 128: 9.23e-3}
+OLD_SUITE_S = {1: 62.6e-6, 8: 206e-6, 32: 468e-6, 128: 9.23e-3}
 
 
-def run(lab: Lab) -> Finding:
-    """Each length on its own."""
-    names = [name for name in BACKENDS if name not in ("auto", "cuda")]  # the claim is about a CPU
-    heads = ["tokens", "formula", "tables in place", "times as fast", "99% interval", "rope_forward then"]
-    table = [heads + [f"backend {name}" for name in names]]
-    changes = {}
-    for length in lab.lengths((1, 8, 32, 128), (512,)):
-        x = normal(np.random.default_rng(length), length, lab.shape.n_heads, lab.shape.head_dim)
-        same(interleaved(formula(x, 0, BASE)), Tables.of(x).turned(interleaved(x)), TOLERANCE, f"{length} tokens")
-        tables, turning = Tables.of(x), interleaved(x)
+def run(runner: Harness) -> Finding:
+    """Compare the formula and the tables at each length."""
+    backends = [name for name in BACKENDS if name not in ("auto", "cuda")]  # the claim is about a CPU
+    head = ["tokens", "formula", "tables in place", "times as fast", "99% interval", "rope_forward then"]
+    table, changes = [head + [f"backend {name}" for name in backends]], {}
+    for length in runner.lengths((1, 8, 32, 128), (512,)):
+        x = harness.random_array(np.random.default_rng(length), length, runner.shape.n_heads, runner.shape.head_dim)
+        tables, halves = RopeTables(x), split_pairs(x)
+        harness.require_equal(
+            split_pairs(formula(x, 0, ROPE_BASE)), tables.rotate(halves.copy()), TOLERANCE, f"{length} tokens"
+        )
         sides: dict[str, Callable[[], object]] = {
-            "formula": partial(formula, x, 0, BASE),
-            "tables": partial(tables.turn, turning),
-            **{f"backend/{name}": kernel(name, interleaved(x)) for name in names},
+            "formula": partial(formula, x, 0, ROPE_BASE),
+            "tables": partial(tables.rotate, halves),
+            **{f"backend/{name}": backend_rope(name, split_pairs(x)) for name in backends},
         }
-        taken = lab.race(length, sides, formula={"theirs_s": THEIRS.get(length)})
+        taken = runner.time_sides(length, sides, formula={"theirs_s": OLD_SUITE_S.get(length)})
         change = changes[length] = statistics.compare(taken["formula"], taken["tables"])
-        low, middle, high = times(change)
-        then = quantity(THEIRS[length], "s") if length in THEIRS else "-"
-        table.append([str(length), figure(taken["formula"]), figure(taken["tables"]), f"{middle:.2f}",
-                      f"{low:.2f} to {high:.2f}", then, *(figure(taken[f"backend/{n}"]) for n in names)])  # fmt: skip
-    verdict = most([vote_times(change, WANTED) for change in changes.values()])
-    told = f"tables in place against the formula: {by_length(changes, in_times)}"
-    return Finding(Verdict.of(lab.claim, verdict, told), table)
+        then = quantity(OLD_SUITE_S[length], "s") if length in OLD_SUITE_S else "-"
+        times = {name: harness.format_time(samples) for name, samples in taken.items()}
+        ours = [times.pop("formula"), times.pop("tables")]
+        table.append([str(length), *ours, *harness.speedup_cells(change), then, *times.values()])
+    verdict = harness.majority([harness.vote_speedup(change, MIN_SPEEDUP) for change in changes.values()])
+    speedups = harness.format_by_length(changes, harness.format_speedup)
+    return runner.finding(verdict, f"tables in place against the formula: {speedups}", table)
 
 
 def formula(x: Floats, start: int, base: float) -> Floats:
-    """As the paper writes it: pairs (2i, 2i + 1), angles, cos and sin made anew in each call. x: (T, heads, dim)."""
+    """Rotate as the paper writes it: pairs (2i, 2i + 1), cos and sin made anew in each call. x: (T, heads, dim)."""
     tokens, _, dim = x.shape
     theta = inverse_frequencies(base, dim)
     angle = np.arange(start, start + tokens, dtype=np.float32)[:, None, None] * theta
@@ -63,26 +63,20 @@ def formula(x: Floats, start: int, base: float) -> Floats:
     return out
 
 
-def interleaved(x: Floats) -> Floats:
-    """Values moved so that the pairs (2i, 2i + 1) become (i, i + half), as files are read."""
+def split_pairs(x: Floats) -> Floats:
+    """Move values so that the pairs (2i, 2i + 1) become (i, i + half), as files are loaded."""
     return np.concatenate((x[..., 0::2], x[..., 1::2]), axis=-1)
 
 
-class Tables:
-    """cos and sin for each position, made once, and scratch of the size of a half."""
+class RopeTables:
+    """cos and sin of each position, made once for tensors shaped like `x`, and scratch of the size of a half."""
 
-    def __init__(self, cos: Floats, sin: Floats, heads: int) -> None:
-        self.cos, self.sin = cos, sin
-        self.scratch = np.empty((2, cos.shape[0], heads, cos.shape[-1]), np.float32)
+    def __init__(self, x: Floats) -> None:
+        self.cos, self.sin = harness.rope_tables(harness.plain_rope(x.shape[-1]), 0, len(x))
+        self.scratch = np.empty((2, *x.shape[:2], self.cos.shape[-1]), np.float32)
 
-    @staticmethod
-    def of(x: Floats) -> Tables:
-        """For tensors of this shape, from position 0 on."""
-        inv_freq = inverse_frequencies(BASE, x.shape[-1])
-        return Tables(*fused_block.angles(RopeTable(inv_freq, 1.0), 0, len(x)), x.shape[1])
-
-    def turn(self, x: Floats) -> Floats:
-        """In place: nothing is allocated."""
+    def rotate(self, x: Floats) -> Floats:
+        """Rotate in place, without an allocation."""
         half = self.cos.shape[-1]
         low, high = x[..., :half], x[..., half:]
         a, b = self.scratch
@@ -94,15 +88,11 @@ class Tables:
         high += a
         return x
 
-    def turned(self, x: Floats) -> Floats:
-        """The same on a copy."""
-        return self.turn(x.copy())
 
-
-def kernel(backend: str, x: Floats) -> Callable[[], object]:
-    """A backend's rotation as it comes; where it is one with the write into the cache, both."""
+def backend_rope(backend: str, x: Floats) -> Callable[[], object]:
+    """Return a backend's RoPE; where it is fused with the write into the cache, both."""
     ops = select_backend(backend=backend)
-    table, positions = RopeTable(inverse_frequencies(BASE, x.shape[-1]), 1.0), np.arange(len(x))
+    table, positions = harness.plain_rope(x.shape[-1]), np.arange(len(x))
     if hasattr(ops, "rope"):
         rope = ops.rope
         return lambda: rope(x, positions, table)

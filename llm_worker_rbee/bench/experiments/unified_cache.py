@@ -1,7 +1,7 @@
-"""Claim 3: one object that holds keys and values, rotation tables and masks, against one object for each.
+"""Claim 3: one object that holds keys and values, RoPE tables and masks, against one object for each.
 
-An attention pass without projections, over a prompt of each length. The arithmetic is one function for both sides: what
-differs is who holds the arrays and how many objects are asked for them.
+An attention pass without projections, over a prompt of each length. Both sides share the arithmetic: they differ in
+which objects hold the arrays, and in how many objects are called.
 """
 
 from __future__ import annotations
@@ -14,82 +14,64 @@ from functools import partial
 
 import numpy as np
 
-from ...backends import reference
-from ...backends.ops import AttentionParams, RopeTable
-from ...layers.rope import inverse_frequencies
+from ...backends.ops import AttentionParams
 from .. import statistics
 from ..format import quantity
 from ..results import Result
-from . import fused_block
-from .harness import Finding, Floats, Lab, Shape, Verdict, by_length, figure, most, normal, same, vote_faster
+from . import harness
+from .harness import Finding, Floats, Harness, KVBuffers, Shape, additive_mask
 
 RULE = (
     "confirmed if the one object is faster outside the noise at most lengths, refuted if separate ones are; the memory "
     "held stands beside it"
 )
-ROPE_BASE = 10000.0
 
 
-def run(lab: Lab) -> Finding:
-    """Time and memory, per length."""
+def run(runner: Harness) -> Finding:
+    """Compare time and memory at each length."""
     table = [["tokens", "separate", "unified", "change", "99% interval", "memory, separate", "memory, unified"]]
     changes, held = {}, {}
-    for length in lab.lengths((1, 8, 32, 128), (512,)):
-        inputs = prompt(lab.shape, length)
-        caches = {name: make(lab.shape, length) for name, make in SIDES.items()}
-        same(caches["separate"].attend(*inputs), caches["unified"].attend(*inputs), 0.0, f"caches of {length} tokens")
-        taken = lab.race(length, {name: partial(cache.attend, *inputs) for name, cache in caches.items()})
+    for length in runner.lengths((1, 8, 32, 128), (512,)):
+        inputs = make_prompt(runner.shape, length)
+        caches = {name: make(runner.shape, length) for name, make in SIDES.items()}
+        separate, unified = (cache.attend(*inputs) for cache in caches.values())
+        harness.require_equal(separate, unified, 0.0, f"caches of {length} tokens")
+        taken = runner.time_sides(length, {name: partial(cache.attend, *inputs) for name, cache in caches.items()})
         change = changes[length] = statistics.compare(taken["separate"], taken["unified"])
-        held = {name: memory(partial(make, lab.shape, length), inputs) for name, make in SIDES.items()}
-        for name, count in held.items():
-            lab.recorder.put(Result.exact(f"claim3/{name}/{length}/memory", "B", count))
-        table.append([str(length), figure(taken["separate"]), figure(taken["unified"]), f"{change.change:+.1%}",
-                      f"{change.low:+.1%} to {change.high:+.1%}",
-                      *(f"{held[name]:,} B" for name in ("separate", "unified"))])  # fmt: skip
-    verdict = most([vote_faster(change) for change in changes.values()])
+        held = {name: measure_memory(partial(make, runner.shape, length), inputs) for name, make in SIDES.items()}
+        for name, nbytes in held.items():
+            runner.recorder.add_result(Result.exact(f"claim3/{name}/{length}/memory", "B", nbytes))
+        times = map(harness.format_time, taken.values())
+        table.append([str(length), *times, *harness.change_cells(change), *(f"{n:,} B" for n in held.values())])
     gap = held["unified"] - held["separate"]
-    told = (
-        f"one cache object against separate ones: {by_length(changes)}; at {max(changes)} tokens it holds "
-        f"{quantity(held['unified'], 'B')}, {abs(gap):,} bytes {'more' if gap > 0 else 'less'}"
+    summary = (
+        f"one cache object against separate ones: {harness.format_by_length(changes)}; at {max(changes)} tokens it "
+        f"holds {quantity(held['unified'], 'B')}, {abs(gap):,} bytes {'more' if gap > 0 else 'less'}"
     )
-    return Finding(Verdict.of(lab.claim, verdict, told), table)
+    return runner.finding(harness.majority([harness.vote_faster(c) for c in changes.values()]), summary, table)
 
 
-def prompt(shape: Shape, length: int) -> tuple[Floats, Floats, Floats]:
-    """q, k and v of a prompt: (T, heads, head_dim) each."""
+def make_prompt(shape: Shape, length: int) -> tuple[Floats, Floats, Floats]:
+    """Return q, k and v of a prompt: (T, heads, head_dim) each."""
     rng = np.random.default_rng(length)
-    q, k, v = (normal(rng, length, shape.n_heads, shape.head_dim) for _ in range(3))
+    q, k, v = (harness.random_array(rng, length, shape.n_heads, shape.head_dim) for _ in range(3))
     return q, k, v
 
 
-def rotated(x: Floats, cos: Floats, sin: Floats) -> Floats:
-    """Pairs (i, i + half) turned by their angles."""
+def rotate(x: Floats, cos: Floats, sin: Floats) -> Floats:
+    """Rotate the pairs (i, i + half)."""
     half = cos.shape[-1]
     low, high = x[..., :half], x[..., half:]
     return np.concatenate((low * cos - high * sin, high * cos + low * sin), axis=-1)
 
 
-def mixed(q: Floats, keys: Floats, values: Floats, mask: Floats) -> Floats:
-    """Masked attention: q (T, heads, dim) over (S, heads, dim)."""
-    params = AttentionParams(q.shape[-1] ** -0.5)
-    scores = reference.attention_scores(q.transpose(1, 0, 2), keys.transpose(1, 0, 2), params)
-    scores += mask
-    return (reference.softmax(scores) @ values.transpose(1, 0, 2)).transpose(1, 0, 2)
-
-
-def additive_mask(length: int) -> Floats:
-    """0 where a query may look, minus infinity where it may not: (S, S)."""
-    positions = np.arange(length)
-    return np.where(reference.causal_mask(positions, positions), np.float32(0), np.float32(-np.inf))
-
-
-def _tables(shape: Shape, length: int) -> tuple[Floats, Floats]:
-    return fused_block.angles(RopeTable(inverse_frequencies(ROPE_BASE, shape.head_dim), 1.0), 0, length)
+def _attend(q: Floats, keys: Floats, values: Floats, mask: Floats) -> Floats:
+    return harness.masked_attention(q, keys, values, mask, AttentionParams(q.shape[-1] ** -0.5))
 
 
 @dataclass(slots=True)
-class Unified:
-    """All that attention remembers, in one place."""
+class UnifiedCache:
+    """All that attention keeps, in one object."""
 
     k: Floats
     v: Floats
@@ -97,89 +79,89 @@ class Unified:
     sin: Floats
     masks: dict[int, Floats] = field(default_factory=dict)
 
-    @staticmethod
-    def of(shape: Shape, capacity: int) -> Unified:
-        """Room for so many tokens."""
-        return Unified(*fused_block.Room.of(capacity, shape.n_heads, shape.head_dim), *_tables(shape, capacity))
-
     def attend(self, q: Floats, k: Floats, v: Floats) -> Floats:
-        """One pass over a prompt."""
         n = len(q)
         cos, sin = self.cos[:n], self.sin[:n]
-        self.k[:n], self.v[:n] = rotated(k, cos, sin), v
+        self.k[:n], self.v[:n] = rotate(k, cos, sin), v
         mask = self.masks.get(n)
         if mask is None:
             mask = self.masks[n] = additive_mask(n)
-        return mixed(rotated(q, cos, sin), self.k[:n], self.v[:n], mask)
+        return _attend(rotate(q, cos, sin), self.k[:n], self.v[:n], mask)
 
 
 @dataclass(slots=True)
-class Keys:
+class KVStore:
     """Keys and values alone."""
 
     k: Floats
     v: Floats
 
-    def put(self, k: Floats, v: Floats) -> tuple[Floats, Floats]:
-        """Write a prompt; views of all that is there."""
+    def write(self, k: Floats, v: Floats) -> tuple[Floats, Floats]:
         n = len(k)
         self.k[:n], self.v[:n] = k, v
         return self.k[:n], self.v[:n]
 
 
 @dataclass(slots=True)
-class Rotation:
-    """Tables alone."""
+class RopeStore:
+    """RoPE tables alone."""
 
     cos: Floats
     sin: Floats
 
-    def turn(self, x: Floats) -> Floats:
-        """From position 0 on."""
+    def rotate(self, x: Floats) -> Floats:
         n = len(x)
-        return rotated(x, self.cos[:n], self.sin[:n])
+        return rotate(x, self.cos[:n], self.sin[:n])
 
 
 @dataclass(slots=True)
-class Masks:
+class MaskStore:
     """Masks alone, by length."""
 
-    known: dict[int, Floats] = field(default_factory=dict)
+    masks: dict[int, Floats] = field(default_factory=dict)
 
-    def of(self, length: int) -> Floats:
-        """The kept one, or a new one."""
-        mask = self.known.get(length)
+    def for_length(self, length: int) -> Floats:
+        mask = self.masks.get(length)
         if mask is None:
-            mask = self.known[length] = additive_mask(length)
+            mask = self.masks[length] = additive_mask(length)
         return mask
 
 
 @dataclass(slots=True)
-class Separate:
+class SeparateCaches:
     """The three together, each its own object."""
 
-    keys: Keys
-    rotation: Rotation
-    masks: Masks
-
-    @staticmethod
-    def of(shape: Shape, capacity: int) -> Separate:
-        """Room for so many tokens."""
-        keys = Keys(*fused_block.Room.of(capacity, shape.n_heads, shape.head_dim))
-        return Separate(keys, Rotation(*_tables(shape, capacity)), Masks())
+    kv: KVStore
+    rope: RopeStore
+    masks: MaskStore
 
     def attend(self, q: Floats, k: Floats, v: Floats) -> Floats:
-        """One pass over a prompt."""
-        keys, values = self.keys.put(self.rotation.turn(k), v)
-        return mixed(self.rotation.turn(q), keys, values, self.masks.of(len(q)))
+        keys, values = self.kv.write(self.rope.rotate(k), v)
+        return _attend(self.rope.rotate(q), keys, values, self.masks.for_length(len(q)))
 
 
-SIDES: dict[str, Callable[[Shape, int], Separate | Unified]] = {"separate": Separate.of, "unified": Unified.of}
+def _arrays(shape: Shape, capacity: int) -> tuple[KVBuffers, tuple[Floats, Floats]]:
+    tables = harness.rope_tables(harness.plain_rope(shape.head_dim), 0, capacity)
+    return KVBuffers.zeros(capacity, shape.n_heads, shape.head_dim), tables
 
 
-def memory(make: Callable[[], Separate | Unified], inputs: tuple[Floats, Floats, Floats]) -> int:
-    """Bytes that a cache holds once it has seen its prompt, as Python's allocators count them."""
-    make().attend(*inputs)  # what is made once and kept elsewhere is not the cache's
+def _make_unified(shape: Shape, capacity: int) -> UnifiedCache:
+    buffers, tables = _arrays(shape, capacity)
+    return UnifiedCache(*buffers, *tables)
+
+
+def _make_separate(shape: Shape, capacity: int) -> SeparateCaches:
+    buffers, tables = _arrays(shape, capacity)
+    return SeparateCaches(KVStore(*buffers), RopeStore(*tables), MaskStore())
+
+
+Cache = SeparateCaches | UnifiedCache
+SIDES: dict[str, Callable[[Shape, int], Cache]] = {"separate": _make_separate, "unified": _make_unified}
+
+
+def measure_memory(make: Callable[[], Cache], inputs: tuple[Floats, Floats, Floats]) -> int:
+    """Return the bytes that a cache holds after its prompt, as Python's allocators count them."""
+    make().attend(*inputs)  # what is allocated once and kept elsewhere is not the cache's
     gc.collect()
     tracemalloc.start()
     try:

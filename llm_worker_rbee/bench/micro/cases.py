@@ -1,8 +1,9 @@
-"""The micro-benchmarks, by name: each makes its data on a backend and gives the function to time.
+"""The micro-benchmarks: ops, the scheduler, and the default model's file. Each makes its data on a backend.
 
 The first five families and their sizes are those of the Rust worker's suite (float32, batch 1, hidden 4096, 32 heads of
 128, rope base 10000, positions from 0). A case that needs a function beyond the op table runs on the reference where
-the backend has none. `Work` is the least that an ideal implementation would read, write and compute.
+the backend has none. `Work` is the least that an ideal implementation would read, write and compute. `scheduler` is
+schedule and update of requests that decode, `scheduler_batch` also builds the arrays of the step.
 """
 
 from __future__ import annotations
@@ -41,33 +42,33 @@ from ..timing import Function
 from ..workload import TEXT, read_text
 
 HIDDEN, HEADS, HEAD_DIM, D_FF, ROPE_BASE = 4096, 32, 128, 11008, 10000.0
-ROWS, COLUMNS = 1024, 4096  # of the matrices of `linear`
-DEQUANTIZED = (256, 4096)
+LINEAR_ROWS, LINEAR_COLUMNS = 1024, 4096
+DEQUANTIZED_SHAPE = (256, 4096)
 VOCABULARY = 49152
 F = 4  # bytes of a float32
-DRAWN = 65521  # random numbers are repeated after so many, a prime number: drawing millions takes longer than measuring
+RANDOM_PERIOD = 65521  # a prime: random values repeat after so many, as drawing millions takes longer than measuring
 WEIGHT_TYPES = [kind for kind in BLOCK_TYPES.values() if kind.name[0] != "I" or kind.name.startswith("IQ")]
 WEIGHT_TYPES = [kind for kind in WEIGHT_TYPES if kind.name != "F64"]
-# The block of the default model: (width, heads, kv heads, head size, MLP width), in Q4_1
-SMALL = (576, 9, 3, 64, 1536)
+# The block of the default model: (d_model, n_heads, n_kv_heads, head_dim, d_ff), in Q4_1
+DEFAULT_MODEL_SHAPE = (576, 9, 3, 64, 1536)
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One benchmark: `make(ops)` builds the data and gives the function to time."""
+    """One benchmark: `make(ops)` builds the data and returns the function to time."""
 
     name: str
     make: Callable[[Any], Function]
     work: Work
-    needs: str | None = None  # a function beyond the op table, which the reference has
+    needs: str | None = None  # a function beyond the op table, which the reference backend has
 
-    def ops_for(self, ops: Any) -> Any:
-        """The backend that can run this: the one asked for, or the reference."""
+    def select_ops(self, ops: Any) -> Any:
+        """Return the backend that can run this: the given one, or the reference."""
         return ops if self.needs is None or hasattr(ops, self.needs) else ReferenceBackend()
 
 
 def op_cases() -> Iterator[Case]:
-    """All benchmarks that need no model file, in the order in which they run."""
+    """Yield the benchmarks of ops, in the order in which they run."""
     yield from (_rope(s) for s in (1, 8, 32, 128))
     yield from (_qkv(s) for s in (1, 8, 32, 128))
     yield from (_scores(s) for s in (1, 8, 32, 128))
@@ -79,17 +80,17 @@ def op_cases() -> Iterator[Case]:
     yield from (_kv_write(s) for s in (1, 128))
     yield from (_kv_read(s) for s in (128, 2048))
     yield from (_block(s) for s in (1, 32, 128))
-    yield from (_sampling(how, row) for how, row in SAMPLING.items())
+    yield from (_sampling(method, row) for method, row in SAMPLE_ROWS.items())
     yield from (_linear(kind, s) for kind in WEIGHT_TYPES for s in (1, 128))
     yield from (_dequantize(kind) for kind in WEIGHT_TYPES)
 
 
 def _random(ops: Any, *shape: int) -> Any:
-    drawn = np.random.default_rng(7).standard_normal(DRAWN, np.float32)
+    drawn = np.random.default_rng(7).standard_normal(RANDOM_PERIOD, np.float32)
     return ops.prepare_vector(np.resize(drawn, shape))
 
 
-def _table() -> RopeTable:
+def _rope_table() -> RopeTable:
     return RopeTable(inverse_frequencies(ROPE_BASE, HEAD_DIM), 1.0)
 
 
@@ -97,22 +98,17 @@ def _positions(count: int, start: int = 0) -> NDArray[np.int64]:
     return np.arange(start, start + count, dtype=np.int64)
 
 
-def _step(tokens: int, context: int, block_size: int = 16) -> Batch:
-    """The last `tokens` tokens of one request with `context` tokens, in blocks that lie in order."""
+def _batch(tokens: int, context: int, block_size: int = 16) -> Batch:
+    """Return the last `tokens` tokens of one request with `context` tokens, in consecutive blocks."""
     positions = _positions(tokens, context - tokens)
     blocks = -(-context // block_size)
     return Batch(
-        ids=positions,
-        positions=positions,
-        slot_mapping=positions,
-        query_start=np.array([0, tokens]),
-        context_len=np.array([context]),
-        block_table=_positions(blocks)[None, :],
-        logits_index=np.array([tokens - 1]),
-    )
+        ids=positions, positions=positions, slot_mapping=positions, query_start=np.array([0, tokens]),
+        context_len=np.array([context]), block_table=_positions(blocks)[None, :], logits_index=np.array([tokens - 1]),
+    )  # fmt: skip
 
 
-def _filled(ops: Any, context: int, kv_heads: int, head_dim: int) -> KVLayer:
+def _filled_kv(ops: Any, context: int, kv_heads: int, head_dim: int) -> KVLayer:
     kv: KVLayer = ops.empty_kv(-(-context // 16), 16, kv_heads, head_dim)
     keys, values = _random(ops, 2, context, kv_heads, head_dim)
     table = RopeTable(inverse_frequencies(ROPE_BASE, head_dim), 1.0)
@@ -122,7 +118,7 @@ def _filled(ops: Any, context: int, kv_heads: int, head_dim: int) -> KVLayer:
 
 def _rope(tokens: int) -> Case:
     def make(ops: Any) -> Function:
-        x, positions, table = _random(ops, tokens, HEADS, HEAD_DIM), _positions(tokens), _table()
+        x, positions, table = _random(ops, tokens, HEADS, HEAD_DIM), _positions(tokens), _rope_table()
         return lambda: ops.rope(x, positions, table)
 
     size = tokens * HIDDEN
@@ -161,13 +157,13 @@ def _attention(name: str, tokens: int, context: int) -> Case:
     def make(ops: Any) -> Function:
         q, kv, batch = (
             _random(ops, tokens, HEADS, HEAD_DIM),
-            _filled(ops, context, HEADS, HEAD_DIM),
-            _step(tokens, context),
+            _filled_kv(ops, context, HEADS, HEAD_DIM),
+            _batch(tokens, context),
         )
         params = AttentionParams(HEAD_DIM**-0.5)
         return lambda: ops.attention(q, kv, batch, params)
 
-    pairs = tokens * (2 * context - tokens + 1) // 2  # what a causal loop bound leaves
+    pairs = tokens * (2 * context - tokens + 1) // 2  # a causal loop bound leaves these
     return Case(name, make, Work(F * HIDDEN * 2 * (tokens + context), 4 * pairs * HIDDEN))
 
 
@@ -198,7 +194,7 @@ def _kv_write(tokens: int) -> Case:
 
 def _kv_read(context: int) -> Case:
     def make(ops: Any) -> Function:
-        kv = _filled(ops, context, HEADS, HEAD_DIM)
+        kv = _filled_kv(ops, context, HEADS, HEAD_DIM)
         table = np.random.default_rng(3).permutation(context // 16)
         return lambda: [np.ascontiguousarray(ops.gather(half, table, context)) for half in kv]
 
@@ -206,7 +202,7 @@ def _kv_read(context: int) -> Case:
 
 
 def _block(tokens: int) -> Case:
-    width, heads, kv_heads, head_dim, d_ff = SMALL
+    width, heads, kv_heads, head_dim, d_ff = DEFAULT_MODEL_SHAPE
     kind = BLOCK_TYPES["Q4_1"]
     shapes = {"qkv": ((heads + 2 * kv_heads) * head_dim, width), "output": (width, width),
               "gate_up": (2 * d_ff, width), "down": (width, d_ff)}  # fmt: skip
@@ -221,7 +217,7 @@ def _block(tokens: int) -> Case:
         block = Block(norm, attention, norm, SwiGLU(weights["gate_up"], weights["down"]))
         kv, batch, x = (
             ops.empty_kv(-(-tokens // 16), 16, kv_heads, head_dim),
-            _step(tokens, tokens),
+            _batch(tokens, tokens),
             _random(ops, tokens, width),
         )
         return lambda: block(ops, x, x, kv, batch)
@@ -234,7 +230,7 @@ def _block(tokens: int) -> Case:
     return Case(f"block/{tokens}", make, work)
 
 
-SAMPLING = {
+SAMPLE_ROWS = {
     "greedy": SampleRow(temperature=0.0),
     "temperature": SampleRow(temperature=0.8, seed=1),
     "top_k": SampleRow(temperature=0.8, top_k=40, seed=1),
@@ -243,108 +239,110 @@ SAMPLING = {
 }
 
 
-def _sampling(how: str, row: SampleRow) -> Case:
+def _sampling(method: str, row: SampleRow) -> Case:
     def make(ops: Any) -> Function:
         logits = 3 * _random(ops, 1, VOCABULARY)
         return lambda: ops.sample(logits, [row])
 
-    return Case(f"sampling/{how}", make, Work(F * VOCABULARY, VOCABULARY))
+    return Case(f"sampling/{method}", make, Work(F * VOCABULARY, VOCABULARY))
 
 
 def _linear(kind: BlockType, tokens: int) -> Case:
     def make(ops: Any) -> Function:
-        weight, x = ops.prepare([random_tensor(kind, (ROWS, COLUMNS))]), _random(ops, tokens, COLUMNS)
+        weight, x = (
+            ops.prepare([random_tensor(kind, (LINEAR_ROWS, LINEAR_COLUMNS))]),
+            _random(ops, tokens, LINEAR_COLUMNS),
+        )
         return lambda: ops.linear(x, weight)
 
-    size = ROWS * kind.row_bytes(COLUMNS)
+    size = LINEAR_ROWS * kind.row_bytes(LINEAR_COLUMNS)
     return Case(
         f"linear/{kind.name}/{tokens}",
         make,
-        Work(size + F * tokens * (ROWS + COLUMNS), 2 * tokens * ROWS * COLUMNS),
+        Work(size + F * tokens * (LINEAR_ROWS + LINEAR_COLUMNS), 2 * tokens * LINEAR_ROWS * LINEAR_COLUMNS),
     )
 
 
 def _dequantize(kind: BlockType) -> Case:
     def make(_: Any) -> Function:
-        tensor: Tensor = random_tensor(kind, DEQUANTIZED)
+        tensor: Tensor = random_tensor(kind, DEQUANTIZED_SHAPE)
         return tensor.dequantize if kind.name != "F32" else tensor.dequantize().copy
 
-    values = DEQUANTIZED[0] * DEQUANTIZED[1]
-    size = DEQUANTIZED[0] * kind.row_bytes(DEQUANTIZED[1])
+    values = DEQUANTIZED_SHAPE[0] * DEQUANTIZED_SHAPE[1]
+    size = DEQUANTIZED_SHAPE[0] * kind.row_bytes(DEQUANTIZED_SHAPE[1])
     return Case(f"dequantize/{kind.name}", make, Work(size + F * values, values), needs="dequantize")
 
 
-SHORTEST, LONGEST = 200, 400  # tokens of a prompt
-ANEW = 4096  # tokens after which all begin anew: far apart, so that beginning counts for nothing
-BLOCK_SIZE, BUDGET = 16, 512
+MIN_PROMPT, MAX_PROMPT = 200, 400  # tokens
+RESTART_CONTEXT = 4096  # tokens after which all requests start again: so far apart that it does not count
+BLOCK_SIZE, TOKEN_BUDGET = 16, 512
 
 
 def scheduler_cases() -> Iterator[Case]:
-    """In the order in which they run."""
-    yield from (_case("scheduler", requests, arrays=False) for requests in (1, 16, 64, 256))
-    yield _case("scheduler_batch", 64, arrays=True)
+    """Yield the benchmarks of the scheduler, in the order in which they run."""
+    yield from (_scheduler("scheduler", requests, arrays=False) for requests in (1, 16, 64, 256))
+    yield _scheduler("scheduler_batch", 64, arrays=True)
 
 
-def _case(family: str, requests: int, *, arrays: bool) -> Case:
+def _scheduler(family: str, requests: int, *, arrays: bool) -> Case:
     def make(_: Any) -> Function:
-        books = Books(requests)
-        return books.step_with_arrays if arrays else books.step
+        decoding = DecodingScheduler(requests)
+        return decoding.step_with_arrays if arrays else decoding.step
 
-    touched = 64.0 * requests  # a line of the cache for each request, at least
+    touched = 64.0 * requests  # at least a cache line for each request
     return Case(f"{family}/{requests}", make, Work(touched, requests), needs="scheduler")
 
 
-class Books:
-    """A scheduler whose requests have read their prompts."""
+class DecodingScheduler:
+    """A scheduler whose requests are past prefill; without a model."""
 
     def __init__(self, requests: int) -> None:
         self.count = requests
-        blocks = requests * (-(-ANEW // BLOCK_SIZE) + 1)
+        blocks = requests * (-(-RESTART_CONTEXT // BLOCK_SIZE) + 1)
         self._config = EngineConfig(
-            max_context=ANEW, n_blocks=blocks, block_size=BLOCK_SIZE, max_batch=requests, max_step_tokens=BUDGET
-        )
-        self.begin()
+            max_context=RESTART_CONTEXT, n_blocks=blocks, block_size=BLOCK_SIZE, max_batch=requests,
+            max_step_tokens=TOKEN_BUDGET,
+        )  # fmt: skip
+        self.restart()
 
-    def begin(self) -> None:
-        """Everybody reads a prompt of their own."""
+    def restart(self) -> None:
+        """Give each request a prompt of its own, and prefill it."""
         rng, config = random.Random(7), self._config
         self.scheduler = Scheduler(config)
         no_model, cache = cast(Any, None), cast(Any, SimpleNamespace(block_size=BLOCK_SIZE))
         self._runner = ModelRunner(no_model, cache, config.max_batch, config.max_context)
         for number in range(self.count):
-            prompt = [rng.randrange(49152) for _ in range(rng.randint(SHORTEST, LONGEST))]
+            prompt = [rng.randrange(49152) for _ in range(rng.randint(MIN_PROMPT, MAX_PROMPT))]
             params = SamplingParams(temperature=0.0, ignore_eos=True)
-            request = Request(prompt, params, ANEW - LONGEST, number, frozenset())
+            request = Request(prompt, params, RESTART_CONTEXT - MAX_PROMPT, number, frozenset())
             request.arrival = number
             self.scheduler.add(request)
         self._tokens = [rng.randrange(49152) for _ in range(self.count)]
-        spans = self.scheduler.schedule(self.count * LONGEST)
-        self.scheduler.update(spans, SamplerOutput(self._tokens))
+        scheduled = self.scheduler.schedule(self.count * MAX_PROMPT)
+        self.scheduler.update(scheduled, SamplerOutput(self._tokens))
 
-    def step(self) -> None:
-        """One token more for each."""
-        spans = self.scheduler.schedule(BUDGET)
-        if self.scheduler.update(spans, SamplerOutput(self._tokens))[0].finish_reason:
-            self.begin()
+    def step(self, *, arrays: bool = False) -> None:
+        """Add a token to each request."""
+        scheduled = self.scheduler.schedule(TOKEN_BUDGET)
+        if arrays:
+            self._runner.batch(scheduled)
+        if self.scheduler.update(scheduled, SamplerOutput(self._tokens))[0].finish_reason:
+            self.restart()
 
     def step_with_arrays(self) -> None:
-        """The same, and the batch that a model would get."""
-        spans = self.scheduler.schedule(BUDGET)
-        self._runner.batch(spans)
-        if self.scheduler.update(spans, SamplerOutput(self._tokens))[0].finish_reason:
-            self.begin()
+        self.step(arrays=True)
 
 
 ENCODED_CHARACTERS = 4096
-LAYERS = 30
+DEFAULT_MODEL_LAYERS = 30
 
 
 def model_file_cases() -> Iterator[Case]:
-    """In the order in which they run."""
+    """Yield the benchmarks on the default model, which is downloaded if it is not here."""
     size = float(ENCODED_CHARACTERS)
     yield Case("tokenizer/encode", _encode, Work(size), needs="tokenizer")
     yield Case("tokenizer/decode", _decode, Work(size), needs="tokenizer")
-    yield Case("gguf_open", _gguf_open, Work(2e6), needs="tokenizer")  # about 2 MB of metadata in the built-in model
+    yield Case("gguf_open", _gguf_open, Work(2e6), needs="tokenizer")  # about 2 MB of metadata in the default model
     yield from (_products(rows) for rows in (1, 16))
 
 
@@ -365,14 +363,14 @@ def _gguf_open(_: Any) -> Function:
 
 
 def _products(rows: int) -> Case:
-    """All matrix products of a step: the layers' matrices are Q4_1, the head Q8_0."""
-    width, heads, kv_heads, head_dim, d_ff = SMALL
+    """Time all matrix products of a step: the layers' matrices are Q4_1, the head Q8_0."""
+    width, heads, kv_heads, head_dim, d_ff = DEFAULT_MODEL_SHAPE
     shapes = (((heads + 2 * kv_heads) * head_dim, width), (width, width), (2 * d_ff, width), (width, d_ff))
     size = sum(n * BLOCK_TYPES["Q4_1"].row_bytes(columns) for n, columns in shapes)
     head = VOCABULARY * BLOCK_TYPES["Q8_0"].row_bytes(width)
-    values = LAYERS * sum(n * columns for n, columns in shapes) + VOCABULARY * width
-    moved = LAYERS * sum(map(sum, shapes)) + VOCABULARY + width  # activations in and out, for each row
-    work = Work(LAYERS * size + head + F * rows * moved, 2 * rows * values)
+    values = DEFAULT_MODEL_LAYERS * sum(n * columns for n, columns in shapes) + VOCABULARY * width
+    moved = DEFAULT_MODEL_LAYERS * sum(map(sum, shapes)) + VOCABULARY + width  # activations in and out, for each row
+    work = Work(DEFAULT_MODEL_LAYERS * size + head + F * rows * moved, 2 * rows * values)
     return Case(f"products/{rows}", lambda ops: products(_model(ops), rows), work)
 
 

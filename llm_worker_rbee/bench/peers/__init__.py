@@ -86,14 +86,14 @@ class Rates:
                 estimate = statistics.estimate(samples).value
                 ratio = None if ours is None else statistics.estimate(ours).value / estimate
                 more = {"peer": name, "version": self.versions[name], "ours_over_peer": ratio}
-                self.recorder.put(Result.of(f"{test.name}/{name}", "tok/s", samples, "higher", **more))
+                self.recorder.add_result(Result.from_samples(f"{test.name}/{name}", "tok/s", samples, "higher", **more))
 
 
 def run(recorder: Recorder, progress: Progress, model: Path, plan: Plan) -> None:
     """Start everyone who is here, then measure in turn."""
     checkpoint = open_checkpoint(model)
     tests = _tests(checkpoint, plan)
-    recorder.model = environment.model_description(model, lambda what, *n: progress(what, n[0], n[1] or 0))
+    recorder.model = environment.describe_model(model, lambda what, *n: progress(what, n[0], n[1] or 0))
     left_out: dict[str, str] = recorder.details.setdefault("left_out", {})
     peers: list[Peer] = [_ours(model, plan, tests), *_others(model, checkpoint, plan, tests, left_out)]
     rates, parts = Rates(recorder), plan.repetitions + 1

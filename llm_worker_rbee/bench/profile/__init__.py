@@ -27,7 +27,7 @@ from ...models import Transformer
 from ...weights import Checkpoint
 from .. import environment, timing
 from ..results import Recorder, Result
-from ..roofline import Limits, Work, measured, threads_of
+from ..roofline import Limits, Work, backend_threads, measure_limits
 from . import flame
 
 Steps = Callable[[str, float, float], None]
@@ -99,7 +99,7 @@ def run(recorder: Recorder, steps: Steps, llm: LLM, settings: Settings, flames: 
             f"the model has {llm.max_context}",
             "pp",
         )
-    recorder.model = environment.model_description(llm.checkpoint.path, lambda what, done, all: steps(what, 0, 1))
+    recorder.model = environment.describe_model(llm.checkpoint.path, lambda what, done, all: steps(what, 0, 1))
     _Profile(recorder, steps, llm, replace(settings, kv_type=llm.kv_type)).run(flames)
 
 
@@ -116,7 +116,7 @@ class _Profile:
 
     def run(self, flames: dict[str, flame.Flame]) -> None:
         self.tell("measuring what the machine can do", 0)
-        self.limits = measured(threads_of(self.llm.model.ops))
+        self.limits = measure_limits(backend_threads(self.llm.model.ops))
         self.recorder.details["limits"] = self.limits.as_json()
         self.count()
         self.time()
@@ -172,15 +172,15 @@ class _Profile:
         total = sum(map(sum, spent.values()))
         tokens = self.settings.pp if phase == "prefill" else 1
         common: dict[str, Any] = {"backend": self.recorder.settings.get("backend"), "tokens": tokens}
-        self.recorder.add(f"{phase}/step", "s", whole / n_steps, **common)
+        self.recorder.add_sample(f"{phase}/step", "s", whole / n_steps, **common)
         for name, samples in spent.items():
             share = sum(samples) / total
             n_calls = parts[name].calls / n_steps if name in parts else 0
             fields = {"share": share, "class": class_of(share), "calls": n_calls, **self.needs(phase, name, n_steps)}
-            made = Result.of(f"{phase}/{name}", "s", samples, **common, **fields)
+            made = Result.from_samples(f"{phase}/{name}", "s", samples, **common, **fields)
             if least := fields.get("limit_s"):
                 fields["percent_of_limit"] = 100 * least / made.estimate if made.estimate else math.nan
-            self.recorder.put(replace(made, fields={**common, **fields}))
+            self.recorder.add_result(replace(made, fields={**common, **fields}))
 
     def needs(self, phase: str, name: str, n_steps: int) -> dict[str, Any]:
         """Bytes, operations and least time of a component in one step."""
@@ -191,7 +191,7 @@ class _Profile:
             sum(work.bytes * n for work, n in counted.items()) / n_steps,
             sum(work.operations * n for work, n in counted.items()) / n_steps,
         )
-        least = sum(self.limits.seconds(work) * n for work, n in counted.items()) / n_steps
+        least = sum(self.limits.min_seconds(work) * n for work, n in counted.items()) / n_steps
         by_memory = sum(self.limits.bound_by(work) == "memory" for work in counted.elements())
         bound = "memory" if 2 * by_memory >= counted.total() else "arithmetic"
         return {"bytes": whole.bytes, "operations": whole.operations, "limit_s": least, "bound_by": bound}
@@ -225,7 +225,7 @@ def stopwatch_cost(rounds: int = 5, calls: int = 5000) -> float:
 
     timed = Stopwatch().timed("nothing", nothing)
     with_it, without = (
-        min(timing.sample(lambda f=f: f(1, 2, 3), calls) for _ in range(rounds))  # type: ignore[misc]
+        min(timing.seconds_per_call(lambda f=f: f(1, 2, 3), calls) for _ in range(rounds))  # type: ignore[misc]
         for f in (timed, nothing)
     )
     return max(0.0, with_it - without)

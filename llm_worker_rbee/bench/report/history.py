@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from functools import partial
 
 from .. import baseline
-from ..baseline import Comparison, commit_name, differences, model_name, only_in
+from ..baseline import Comparison, commit_name, find_differences, model_name, names_not_compared
 from ..results import ResultsError, Run
 from . import charts, result_names
 from .charts import Line, Plots
@@ -34,20 +34,20 @@ def comparison(before: Given, after: Given) -> Html:
     )
     parts: list[object] = [heading("What changed"), notice(told) if clear else facts({"result": told})]
     elsewhere = before.run.machine.get("fingerprint") != after.run.machine.get("fingerprint")
-    if elsewhere and after.run.kind not in baseline.TIMELESS:
+    if elsewhere and after.run.kind not in baseline.SPEED_INDEPENDENT_KINDS:
         parts.append(notice("The two runs were taken on different machines: their times cannot be compared as such."))
     parts.append(table(_changes(clear[:SHOWN], "clear changes")) if clear else "")
     if more := clear[SHOWN:]:
         parts.append(folded(f"{len(more)} more clear changes", table(_changes(more, "more clear changes"))))
     parts.append(folded(f"{len(noise)} within noise", table(_changes(noise, "within noise"))) if noise else "")
-    differing = differences(before.run, after.run)
+    differing = find_differences(before.run, after.run)
     if differing:
         rows = [[one.what, one.before, one.after] for one in differing]
         parts.append(
             folded("What else differs", table(Table("settings, versions, machine", ["", "before", "after"], rows)))
         )
     sides = ((before, after), (after, before))
-    left = {f"only in {one.name}": ", ".join(only_in(one.run, other.run, changes)) for one, other in sides}
+    left = {f"only in {one.name}": ", ".join(names_not_compared(one.run, other.run, changes)) for one, other in sides}
     parts.append(facts({key: value for key, value in left.items() if value}))
     return joined([part for part in parts if part])
 

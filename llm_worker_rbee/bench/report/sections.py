@@ -68,7 +68,7 @@ def of_limit(result: Result) -> Html | str:
 
 def outliers(result: Result) -> str:
     """`2 high, 1 low` of the samples."""
-    if len(result.samples) < statistics.FEWEST:
+    if len(result.samples) < statistics.MIN_SAMPLES:
         return ""
     found = statistics.outliers(result.samples)
     low, high = found.low_mild + found.low_severe, found.high_mild + found.high_severe
@@ -321,7 +321,7 @@ def latencies(run: Run, plots: Plots) -> Html:
     figures = []
     for name, values in kept.items() if isinstance(kept, dict) else ():
         numbers = [v for v in values if type(v) in (int, float) and 0 <= v < 1e9] if isinstance(values, list) else []
-        if len(numbers) >= statistics.FEWEST and max(numbers) > 0:
+        if len(numbers) >= statistics.MIN_SAMPLES and max(numbers) > 0:
             figures.append(partial(_shares, plots, LATENCIES.get(name, str(name)), sorted(numbers)))
     told = "The share of requests, or of gaps, that were as quick as this or quicker; the dotted line is 95%."
     return drawn("Latencies", told, figures)

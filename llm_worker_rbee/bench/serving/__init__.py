@@ -209,14 +209,14 @@ def drive(act: Coroutine[Any, Any, None]) -> None:
 def _record(recorder: Recorder, load: Load) -> None:
     seconds = load.last - load.start
     for result in latencies.results(load.tally, seconds):
-        recorder.put(result)
+        recorder.add_result(result)
     if math.isfinite(load.limits.duration) and math.isfinite(load.workload.rate):
         waiting = load.workload.arrived(load.limits.duration) - load.sent
-        recorder.put(Result.exact("unsent", "requests", max(0, waiting)))
+        recorder.add_result(Result.exact("unsent", "requests", max(0, waiting)))
     share = load.processor_s / max(seconds, 1e-9)
-    recorder.put(Result.exact("client_processor", "s", load.processor_s, of_a_core=share))
+    recorder.add_result(Result.exact("client_processor", "s", load.processor_s, of_a_core=share))
     for result in [*(load.watch.results() if load.watch is not None else ()), *load.told]:
-        recorder.put(result)
+        recorder.add_result(result)
     recorder.details.update(latencies.details(load.tally, seconds))
     recorder.details["connections"] = load.target.client.opened
 

@@ -155,7 +155,7 @@ def summarise(values: Floats, owners: NDArray[np.int64]) -> dict[str, statistics
     plain = {k: float(values.mean() if q is None else np.quantile(ordered, q)) for k, q in STATISTICS.items()}
     known, owner = np.unique(owners[np.argsort(values, kind="stable")], return_inverse=True)
     n = known.size
-    if n < statistics.FEWEST:
+    if n < statistics.MIN_SAMPLES:
         return {k: statistics.Estimate(v, float(ordered[0]), float(ordered[-1])) for k, v in plain.items()}
     below = np.searchsorted(ordered, list(plain.values()), side="right")
     made = {}

@@ -100,7 +100,7 @@ def accuracy(
         llm = _load(model, computing, progress)
         material = room.Material.of(llm, asked, body, tokens)
         path = llm.checkpoint.path
-        recorder.model = environment.model_description(path, _aside(progress))
+        recorder.model = environment.describe_model(path, _aside(progress))
 
         def peer(kind: str, python: str) -> Any:
             from ...bench.accuracy import Peer

@@ -68,14 +68,14 @@ def recording(
     before = None if options.baseline is None else baseline.load(options.baseline)
     recorder = Recorder(kind, dict(settings))
     if before is not None:
-        baseline.require_same_kind(before, recorder.run())
-        baseline.require_same_machine(before, recorder.run(), force=options.force)
+        baseline.require_same_kind(before, recorder.to_run())
+        baseline.require_same_machine(before, recorder.to_run(), force=options.force)
     interrupted = False
     try:
         yield recorder
     except KeyboardInterrupt:
         interrupted = True
-    run = recorder.run(complete=not interrupted)
+    run = recorder.to_run(complete=not interrupted)
     failed = (run.results or not interrupted) and _finish(run, before, options, show)
     if interrupted:
         note("stopped: what was measured until then is " + ("kept" if run.results else "nothing"))
@@ -88,7 +88,7 @@ def _places(options: ResultOptions) -> list[Path]:
     """The files that the run goes to."""
     from ...bench import baseline
 
-    kept = None if options.save_baseline is None else baseline.path_of(options.save_baseline)
+    kept = None if options.save_baseline is None else baseline.path_for(options.save_baseline)
     return [path for path in (options.save, kept) if path is not None]
 
 
@@ -113,7 +113,7 @@ def _finish(run: "Run", before: "Run | None", options: ResultOptions, show: Call
         changes = [] if before is None else baseline.compare(before, run)
     except ResultsError as error:
         problem = error
-    worse = [c for c in changes if c.past(options.threshold)]
+    worse = [c for c in changes if c.is_past(options.threshold)]
     for path in _places(options):  # first of all: whoever reads what is printed may have gone
         run.save(path)
         note(f"saved {path}")
@@ -133,18 +133,21 @@ def _finish(run: "Run", before: "Run | None", options: ResultOptions, show: Call
 
 def warn_of_drift(before: "Run", after: "Run") -> None:
     """A machine that was itself faster or slower makes verdicts doubtful: say so."""
-    from ...bench.baseline import drifted
+    from ...bench.baseline import find_machine_drift
 
-    found = [f"{one.what.removeprefix('speed: ')} {one.before} then, {one.after} now" for one in drifted(before, after)]
+    found = [
+        f"{one.what.removeprefix('speed: ')} {one.before} then, {one.after} now"
+        for one in find_machine_drift(before, after)
+    ]
     if found:
         note(f"the machine itself changed ({'; '.join(found)}): measure again when it is quiet, or side by side (--ab)")
 
 
 def print_object(value: Any) -> None:
     """One JSON object on standard output; numbers that JSON does not have become null."""
-    from ...bench.results import finite
+    from ...bench.results import replace_non_finite
 
-    print(json.dumps(finite(value), ensure_ascii=False, allow_nan=False), flush=True)
+    print(json.dumps(replace_non_finite(value), ensure_ascii=False, allow_nan=False), flush=True)
 
 
 def show_changes(
@@ -155,7 +158,7 @@ def show_changes(
     for one in changes:
         change = one.change
         interval = f"{change.low:+.1%} to {change.high:+.1%}" if change.low != float("-inf") else "too few samples"
-        verdict = change.verdict + (f" past {threshold:.0%}" if one.past(threshold) else "")
+        verdict = change.verdict + (f" past {threshold:.0%}" if one.is_past(threshold) else "")
         before, after = (quantity(r.estimate, r.unit) for r in (one.before, one.after))
         rows.append([*map(cell, (label(one.after), before, after)), f"{change.change:+.1%}", interval, verdict])
     print()

@@ -43,19 +43,19 @@ def compare(
       llm-worker-rbee bench compare main.json branch.json --threshold 0.05
     """
     from ...bench import baseline
-    from ...bench.baseline import differences, only_in
+    from ...bench.baseline import find_differences, names_not_compared
 
     old, new = baseline.load(before), baseline.load(after)
     baseline.require_same_kind(old, new)
     baseline.require_same_machine(old, new, force=force)
     changes = baseline.compare(old, new)
-    worse = [one for one in changes if one.past(threshold)]
-    left = only_in(old, new, changes), only_in(new, old, changes)
+    worse = [one for one in changes if one.is_past(threshold)]
+    left = names_not_compared(old, new, changes), names_not_compared(new, old, changes)
     if as_json:
-        print_object(_as_json(old, new, changes, threshold, differences(old, new), left))
+        print_object(_as_json(old, new, changes, threshold, find_differences(old, new), left))
     else:
         show_changes(changes, threshold)
-        _show_differences(differences(old, new))
+        _show_differences(find_differences(old, new))
         for side, names in zip((before, after), left, strict=True):
             _show_left(side, names)
     if worse:
@@ -80,7 +80,7 @@ def _as_json(
         "schema_version": 1,
         "kind": after.kind,
         "threshold": threshold,
-        "regressions": sum(one.past(threshold) for one in changes),
+        "regressions": sum(one.is_past(threshold) for one in changes),
         **sides,
         "differs": [one._asdict() for one in differing],
         "only_before": left[0],

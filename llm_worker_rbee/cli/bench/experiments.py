@@ -50,19 +50,19 @@ def experiments(
     """
     used = use_threads(threads, "reference")
     from ...bench import experiments as room
-    from ...bench.experiments.harness import QUICK, THOROUGH, Lab
+    from ...bench.experiments.harness import QUICK, THOROUGH, Harness
     from ...weights.hub import locate_model
 
-    chosen = room.choose(only or ())
+    chosen = room.select(only or ())
     if claims is not None:
         require_place(claims)
     with transfer_progress() as bar:
         path = locate_model(model, progress=bar)
     with recording("experiments", results, _show, claims=chosen, all=all_, threads=used) as recorder:
         with step_progress() as progress:
-            room.run(Lab(recorder, progress, path, all_, THOROUGH if all_ else QUICK), chosen)
+            room.run(Harness(recorder, progress, path, all_, THOROUGH if all_ else QUICK), chosen)
         if claims is not None:
-            _write(claims, room.markdown(recorder.run()))
+            _write(claims, room.markdown(recorder.to_run()))
 
 
 def _write(path: Path, text: str) -> None:

@@ -59,9 +59,9 @@ def micro(
     settings = {"filter": filter, "backends": sides, "seconds": seconds, "threads": used}
     with recording("micro", results, _show, **settings) as recorder:
         with step_progress() as progress:
-            room.run(recorder, progress, selected, sides, room.plan(seconds), computing.kernel_threads)
+            room.run(recorder, progress, selected, sides, room.round_plan(seconds), computing.kernel_threads)
         if ab is not None:
-            recorder.details["ab"] = [c.as_json() for c in room.pairs(recorder.results())]
+            recorder.details["ab"] = [c.as_json() for c in room.compare_backends(recorder.results())]
 
 
 def _sides(ab: str) -> list[str]:
@@ -83,7 +83,7 @@ def _show(run: "Run") -> None:
     for name, reason in run.details.get("left_out", {}).items():
         note(f"left out {name}: {reason}")
     if len(run.settings["backends"]) == 2:
-        show_changes(room.pairs(run.results), float("inf"), ("A", "B"))
+        show_changes(room.compare_backends(run.results), float("inf"), ("A", "B"))
 
 
 def _row(result: "Result") -> list[str]:
