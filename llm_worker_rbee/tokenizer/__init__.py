@@ -1,6 +1,6 @@
-"""Text to ids and back: tokenizers from GGUF metadata or tokenizer.json, chat templates, streaming decode.
+"""Text to token ids and back: tokenizers from GGUF metadata or tokenizer.json, chat templates, detokenizer.
 
-Nothing here knows of models or arrays. `build` makes a `Tokenizer`, everything else works on it.
+Nothing here knows models or arrays.
 """
 
 from .chat_template import ChatTemplate

@@ -1,8 +1,8 @@
-"""Chat templates: messages to the prompt that the model was taught to expect.
+"""Chat templates: messages to the prompt format that a model was trained on.
 
-A template comes with a model file and is not to be trusted. It is rendered by template_child.py in a small process of
-its own (20 MB, 80 ms to start, then kept), whose time and memory the operating system limits; whatever goes wrong in it
-is a `ChatTemplateError`. Limits counted inside this process were tried first and had holes (docs/decisions.md).
+A template comes with a model file and is not trusted. chat_template_worker.py renders it in a small process (20 MB,
+80 ms to start, then kept) whose time and memory the operating system limits; every failure is a `ChatTemplateError`.
+Limits inside this process were tried first and could be evaded (docs/decisions.md).
 """
 
 import contextlib
@@ -26,14 +26,14 @@ Message = Mapping[str, Any]
 
 
 def validate_messages(messages: Sequence[Message]) -> list[Message]:
-    """Messages as templates expect them: a role, and text (a list of text parts is joined)."""
+    """Return messages as templates expect them: a role and text (a list of text parts is joined)."""
     if isinstance(messages, (str, bytes)) or not isinstance(messages, Sequence) or not messages:
-        raise InvalidRequestError("messages must be a list of {role, content} that is not empty", "messages")
+        raise InvalidRequestError("messages must be a non-empty list of {role, content}", "messages")
     return [_validate_message(i, message) for i, message in enumerate(messages)]
 
 
 def protect_messages(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[Message]:
-    """The same messages with control tokens that were typed into them marked as text."""
+    """Return the messages with the names of control tokens in their text protected from being parsed."""
     return [
         {**message, "content": tokenizer.protect(message["content"])} if message.get("content") else message
         for message in messages
@@ -51,9 +51,9 @@ def _validate_message(i: int, message: Message) -> Message:
     raise InvalidRequestError(f"messages[{i}].content must be text, or a list of text parts", "messages")
 
 
-MAX_SOURCE_CHARS = 128 << 10  # characters; the longest published templates have some twenty thousand
-MAX_CPU_S = 1  # of processor time
-MAX_WAIT_S = 20.0  # seconds of wall time: the machine may be busy
+MAX_SOURCE_CHARS = 128 << 10  # the longest published templates have about 20,000
+MAX_CPU_S = 1  # CPU time
+MAX_WAIT_S = 20.0  # wall time: the machine may be busy
 MAX_REPLY_BYTES = 256 << 20
 WORKER_SCRIPT = Path(__file__).with_name("chat_template_worker.py")
 
@@ -76,7 +76,7 @@ class ChatTemplate:
     def render(
         self, messages: Sequence[Mapping[str, object]], *, add_generation_prompt: bool = True, **fields: object
     ) -> str:
-        """The prompt for these messages; `fields` are further values that the template may read."""
+        """Render the prompt of these messages; `fields` are further variables of the template."""
         values = {
             "tools": None,
             "documents": None,
@@ -93,7 +93,7 @@ class ChatTemplate:
             return self._request(self._ensure_worker(), request)
 
     def _ensure_worker(self) -> "subprocess.Popen[bytes]":
-        """The process that holds the compiled template; after one was stopped, a new one."""
+        """Return the process that holds the compiled template; start a new one if it has ended."""
         if self._worker is None or self._worker.poll() is not None:
             self._worker = _start_worker()
             weakref.finalize(self, _stop, self._worker)
@@ -108,7 +108,7 @@ class ChatTemplate:
             reply = _read_line(child, time.monotonic() + MAX_WAIT_S)
         except BrokenPipeError:
             reply = b""
-        except BaseException:  # Ctrl-C: an answer that nobody waits for must not be taken for the next one's
+        except BaseException:  # Ctrl-C: this reply must not be taken for that of the next request
             _stop(child)
             raise
         if not reply.endswith(b"\n"):
@@ -120,7 +120,7 @@ class ChatTemplate:
 
 
 def _start_worker() -> "subprocess.Popen[bytes]":
-    """-P keeps this folder off the child's import path; a session of its own keeps Ctrl-C away from it."""
+    """Start the renderer: -P keeps this folder off its import path, its own session keeps Ctrl-C away."""
     command = [sys.executable, "-P", str(WORKER_SCRIPT)]
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
     try:
@@ -130,7 +130,7 @@ def _start_worker() -> "subprocess.Popen[bytes]":
 
 
 def _read_line(child: "subprocess.Popen[bytes]", deadline: float) -> bytes:
-    """The child's next line; without its newline where it died, took too long or says too much."""
+    """Return the worker's next line; without newline if it died, timed out or sent too much."""
     assert child.stdout is not None
     descriptor, parts, total = child.stdout.fileno(), [], 0
     while total < MAX_REPLY_BYTES and select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))[0]:
@@ -142,7 +142,7 @@ def _read_line(child: "subprocess.Popen[bytes]", deadline: float) -> bytes:
 
 
 def _stop(child: "subprocess.Popen[bytes]") -> str:
-    """End the process and say what ended it."""
+    """Stop the process and return the reason for its end."""
     for pipe in (child.stdin, child.stdout):
         if pipe is not None and not pipe.closed:
             with contextlib.suppress(OSError):

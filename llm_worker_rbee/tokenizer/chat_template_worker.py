@@ -1,8 +1,8 @@
-"""The program that renders a chat template, run by chat_template.py in a process of its own. It imports none of ours.
+"""Renderer of chat templates: a program that chat_template.py runs as a child. It imports no module of the package.
 
-A template comes with a model file and may do anything that Jinja's immutable sandbox allows, without end or bound; here
-the operating system bounds it. Lines of JSON on standard input and output: {"source", "seconds"} first, then {"values"}
-for each rendering; each is answered by {"text"} or {"error"}. Each rendering has processor time of its own.
+A template may do anything that Jinja's immutable sandbox allows, without bound; the operating system bounds this
+process. JSON lines on standard input and output: {"source", "seconds"} first, then {"values"} for each rendering; each
+is answered by {"text"} or {"error"}. Each rendering has its own CPU time limit.
 """
 
 import json
@@ -24,18 +24,17 @@ GLOBALS = ("range", "dict", "namespace", "joiner", "cycler")
 
 
 class GenerationTag(Extension):
-    """`{% generation %}` marks the assistant's text for training; here it is just its body."""
+    """`{% generation %}` marks the assistant's text for training; it renders as its body."""
 
     tags = {"generation"}  # noqa: RUF012  (Jinja's own interface)
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
-        """The statements between the tags."""
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
 class Environment(ImmutableSandboxedEnvironment):
-    """As transformers sets it up, but that reaching for internals is an error at once, not an undefined value."""
+    """As transformers sets it up, except that access to internals raises instead of giving an undefined value."""
 
     def __init__(self) -> None:
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, GenerationTag])
@@ -44,43 +43,42 @@ class Environment(ImmutableSandboxedEnvironment):
         self.filters["tojson"] = tojson
 
     def unsafe_undefined(self, obj: Any, attribute: str) -> NoReturn:
-        """What the sandbox forbids."""
         raise SecurityError(f"access to attribute {attribute!r} of a {type(obj).__name__} is not allowed")
 
 
 def raise_exception(message: object) -> NoReturn:
-    """How a template refuses messages."""
+    """Let a template reject messages."""
     raise TemplateError(str(message))
 
 
 def strftime_now(pattern: str) -> str:
-    """Today's date, as the template wants it."""
+    """Return the current date, formatted."""
     return datetime.now().strftime(pattern)
 
 
 def tojson(
     value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
-    """JSON without HTML's escapes."""
+    """Return JSON without HTML escapes."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def allow_more_time(seconds: int) -> None:
-    """Grant the next step its own processor time: past it, the system ends this process."""
+    """Grant the next step CPU time of its own; past it the system ends this process."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     used = int(usage.ru_utime + usage.ru_stime)
     resource.setrlimit(resource.RLIMIT_CPU, (used + seconds + 1, resource.getrlimit(resource.RLIMIT_CPU)[1]))
 
 
 def limit_memory() -> None:
-    """Less is left as it is where the system allows less."""
-    for kind, most in ((resource.RLIMIT_AS, MAX_MEMORY), (resource.RLIMIT_CORE, 0), (resource.RLIMIT_FSIZE, 0)):
+    """Limit memory, and forbid core dumps and files; a lower hard limit stays."""
+    for kind, limit in ((resource.RLIMIT_AS, MAX_MEMORY), (resource.RLIMIT_CORE, 0), (resource.RLIMIT_FSIZE, 0)):
         hard = resource.getrlimit(kind)[1]
-        resource.setrlimit(kind, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+        resource.setrlimit(kind, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
 
 
 def render(template: Any, values: dict[str, Any], max_chars: int) -> dict[str, str]:
-    """Render once; whatever a template raises is text in the answer."""
+    """Render once; an exception of the template becomes an error reply."""
     try:
         parts, length = [], 0
         for part in template.generate(values):
@@ -93,22 +91,22 @@ def render(template: Any, values: dict[str, Any], max_chars: int) -> dict[str, s
         return {"error": f"was stopped: it needs more than {MAX_MEMORY >> 20} MiB of memory"}
     except SecurityError as error:
         return {"error": f"was stopped: {error}"}
-    except Exception as error:  # it is program text from elsewhere and may raise anything
+    except Exception as error:  # untrusted code may raise anything
         return {"error": f"refused: {error or type(error).__name__}"}
 
 
 def compile_template(source: str) -> tuple[Any, dict[str, str]]:
-    """The template, and the answer to its source."""
+    """Return the compiled template and the reply to its source."""
     try:
         return Environment().from_string(source), {"text": ""}
     except TemplateSyntaxError as error:
         return None, {"error": f"is wrong in line {error.lineno}: {error.message}"}
-    except Exception as error:  # whatever Jinja or Python's compiler makes of a malicious source
+    except Exception as error:  # untrusted source: Jinja or Python's compiler may raise anything
         return None, {"error": f"cannot be compiled: {error or type(error).__name__}"}
 
 
 def main() -> None:
-    """Answer lines until there are no more."""
+    """Reply to lines until end of file."""
     answers = os.fdopen(os.dup(1), "w", encoding="ascii")
     limit_memory()
     template = None

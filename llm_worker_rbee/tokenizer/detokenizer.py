@@ -1,8 +1,8 @@
-"""Ids to text while they come: never a broken character, stop strings held back and found across tokens.
+"""Incremental detokenizer: ids to text deltas with whole characters, and stop strings across token boundaries.
 
 The deltas of all pushes and of `finish`, joined, are `tokenizer.decode(ids, continuation=...)` up to the first stop
-string. Each push costs time in proportion to its own text: stop strings are followed by one automaton each
-(Knuth-Morris-Pratt), and the text that is held back is the longest beginning of a stop string that the text ends with.
+string. A push takes time linear in its own text: each stop string has a Knuth-Morris-Pratt automaton, and the text held
+back is the longest prefix of a stop string that the text ends with.
 """
 
 import codecs
@@ -13,7 +13,7 @@ from .tokenizer import ByteJoiner, Tokenizer
 
 
 class StopString:
-    """One stop string, and how much of it the text so far ends with."""
+    """One stop string, and the length of its prefix that the text so far ends with."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -27,7 +27,7 @@ class StopString:
             self._failure[index] = length
 
     def feed(self, char: str) -> bool:
-        """Take one more character; True where the stop string is complete."""
+        """Advance by one character; return True when the stop string is complete."""
         while self.matched and char != self.text[self.matched]:
             self.matched = self._failure[self.matched - 1]
         self.matched += char == self.text[self.matched]
@@ -37,15 +37,15 @@ class StopString:
 class Detokenizer:
     """Text deltas of the tokens that follow a prompt.
 
-    As soon as a stop string is complete, the one that begins first wins: `stop_matched` is set, and nothing of it or
-    after it is ever returned. With `continuation=False` the ids are a text of their own.
+    When stop strings are complete, the one that begins first is `stop_matched`; it and the text after it are never
+    returned. With `continuation=False` the ids start a new text.
     """
 
     def __init__(
         self, tokenizer: Tokenizer, stop: Sequence[str] = (), *, skip_special: bool = True, continuation: bool = True
     ) -> None:
         if isinstance(stop, str) or not all(isinstance(text, str) and text for text in stop):
-            raise InvalidRequestError("stop must be a list of strings that are not empty", field="stop")
+            raise InvalidRequestError("stop must be a list of non-empty strings", field="stop")
         self.stop_matched: str | None = None
         self._joiner = ByteJoiner(tokenizer, skip_special=skip_special, continuation=continuation)
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
@@ -53,13 +53,13 @@ class Detokenizer:
         self._held = ""
 
     def push(self, token_id: int) -> str:
-        """Take one more token; the text that may be shown now."""
+        """Add one token; return the text that is final now."""
         if self.stop_matched is not None:
             return ""
         return self._release(self._utf8.decode(self._joiner.push(token_id)))
 
     def finish(self) -> str:
-        """The end of the ids: what was held back, without a stop string and what follows it."""
+        """End the text; return what was held back."""
         if self.stop_matched is not None:
             return ""
         text = self._release(self._utf8.decode(b"", final=True))

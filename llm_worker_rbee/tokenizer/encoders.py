@@ -1,8 +1,8 @@
-"""Text to ids on the `tokenizers` library: byte-level BPE, SentencePiece-style BPE, tokenizer.json as it is.
+"""Text to ids with the `tokenizers` library: byte-level BPE, SentencePiece-style BPE, and tokenizer.json as it is.
 
-Special tokens are taken out of the text first, leftmost and longest, by an automaton of the library; what is left is
-cut by the model. User-defined tokens are always taken out, control tokens only on request (`parse_special`), so that
-`<|im_end|>` typed by a user stays text.
+Special tokens are split off first, leftmost and longest, by an automaton of the library; the model encodes the rest.
+User-defined tokens are always recognised, control tokens only with `parse_special`, so that `<|im_end|>` typed by a
+user stays text.
 """
 
 import logging
@@ -21,64 +21,63 @@ from .vocabulary import BYTE_TO_CHAR, SPACE, SPECIAL_TYPES, TokenType, Vocabular
 
 @contextmanager
 def _guard(failure: Callable[[str], Exception]) -> Iterator[None]:
-    """Turn what the library raises into our own error. A panic of its Rust code is no Exception, only by its name."""
+    """Convert exceptions of the library; a panic of its Rust code is a BaseException known only by name."""
     try:
         yield
     except BaseException as error:
-        foreseen = isinstance(error, Exception) or type(error).__name__ == "PanicException"
-        if not foreseen or isinstance(error, MemoryError):
+        is_library_error = isinstance(error, Exception) or type(error).__name__ == "PanicException"
+        if not is_library_error or isinstance(error, MemoryError):
             raise
         raise failure(" ".join(str(error).split())[:200]) from None
 
 
 @contextmanager
 def tokenizer_errors(source: str) -> Iterator[None]:
-    """Around the library's calls while a tokenizer is made of `source`, a file or a key."""
+    """Raise TokenizerError for failures of the library while it reads `source`, a file or a key."""
     with _guard(lambda reason: TokenizerError(f"{source}: {reason}")):
         yield
 
 
 def encode_errors() -> AbstractContextManager[None]:
-    """Around the library's calls while a text is encoded."""
+    """Raise InvalidRequestError for failures of the library while it encodes a text."""
     return _guard(lambda reason: InvalidRequestError(f"the tokenizer failed on this text: {reason}", field="prompt"))
 
 
 _log = logging.getLogger("llm_worker_rbee")
 _SPACES = re.compile(" {2,}")
 _C_SPACE = " \t\n\v\f\r"
-# Limits of a vocabulary whose merges are derived, which takes time and memory with the square of a token's length.
+# Limits for derived merges, which take time and memory with the square of a token's length.
 _MAX_SPM_LENGTH = 512
-_MAX_SPM_WORK = 256_000_000  # the squares of all lengths; 256,000 tokens of common length make some 15 million
-_MAX_SPM_MERGES = 32_000_000  # the characters of all derived merges; such a vocabulary makes some 5 million
+_MAX_SPM_WORK = 256_000_000  # sum of squared lengths; usual vocabularies of 256,000 tokens have about 15 million
+_MAX_SPM_MERGES = 32_000_000  # characters of all derived merges; such a vocabulary has about 5 million
 
 
 class Encoder(Protocol):
-    """Text to ids, without the tokens that begin and end a text."""
+    """Text to ids, without BOS and EOS."""
 
     def encode(self, text: str, parse_special: bool, mark: str = "") -> list[int]:
-        """The ids of valid Unicode text; `mark` is a character that is left out once special tokens are found."""
+        """Return the ids of valid Unicode text; the character `mark` is removed after special tokens are split off."""
         ...
 
 
 class SpecialTokenSplitter:
-    """Finds the special tokens of a text: (token id, "") or (None, text between them)."""
+    """Splits a text into special tokens (id, "") and the text between them (None, text)."""
 
     def __init__(self, tokens: Mapping[str, int], rstrip: frozenset[int] = frozenset()) -> None:
         self.ids = list(tokens.values())
         self.rstrip = rstrip
-        # The library's own ids: 0 is a stretch of text, 1 + i the i-th special token.
+        # The library's ids: 0 is plain text, 1 + i the i-th special token.
         with tokenizer_errors("tokenizer.ggml.tokens"):
             self._finder = Tokenizer(models.WordLevel({"": 0}, unk_token=""))
             self._finder.add_tokens([AddedToken(text, normalized=False) for text in tokens])
 
     def split(self, text: str) -> Iterator[tuple[int | None, str]]:
-        """The parts of the text, in order."""
         if not self.ids:
             if text:
                 yield None, text
             return
         with encode_errors():
-            found = self._finder.encode_batch([text], add_special_tokens=False)[0]  # lets other threads run
+            found = self._finder.encode_batch([text], add_special_tokens=False)[0]  # the batch call releases the GIL
         strip = False
         for local, (start, end) in zip(found.ids, found.offsets, strict=True):
             if local:
@@ -92,7 +91,7 @@ class SpecialTokenSplitter:
 
 
 class _Splitters:
-    """The two ways to look at a text: user-defined tokens only, or control tokens too."""
+    """Splitters for user-defined tokens only, and for control tokens too."""
 
     def __init__(self, vocabulary: Vocabulary, rstrip: frozenset[int]) -> None:
         always, special = {}, {}
@@ -107,29 +106,28 @@ class _Splitters:
 
 
 def _library_ids(library: Tokenizer, text: str) -> list[int]:
-    """The library's ids. The fast call leaves out the offsets, half of the time."""
+    """Return the library's ids; without offsets, which take half of the time."""
     with encode_errors():
         ids: list[int] = library.encode_batch_fast([text], add_special_tokens=False)[0].ids
     return ids
 
 
 class BpeEncoder:
-    """Byte-level BPE of a GGUF: pre-tokenizer, then merges in their order."""
+    """Byte-level BPE of a GGUF: pre-tokenizer, then merges in order."""
 
     def __init__(self, vocabulary: Vocabulary, merges: Sequence[tuple[str, str]], pre: PreTokenizer) -> None:
         self._splitters = _Splitters(vocabulary, frozenset())
         missing = [byte for byte, char in BYTE_TO_CHAR.items() if char not in vocabulary.ids]
-        # Stand-ins keep the bytes around a missing one from merging across it.
+        # Placeholders keep neighbours from merging across a missing byte.
         self._missing = {len(vocabulary) + index: byte for index, byte in enumerate(missing)}
-        stand_ins = {BYTE_TO_CHAR[byte]: token_id for token_id, byte in self._missing.items()}
+        placeholders = {BYTE_TO_CHAR[byte]: token_id for token_id, byte in self._missing.items()}
         kept = _check_merges(vocabulary, merges)
         with tokenizer_errors("tokenizer.ggml.merges"):
-            vocab = {**vocabulary.ids, **stand_ins}
+            vocab = {**vocabulary.ids, **placeholders}
             self._library = Tokenizer(models.BPE(vocab=vocab, merges=kept, ignore_merges=pre.ignore_merges))
             self._library.pre_tokenizer = _pre_tokenizer(pre.patterns)
 
     def encode(self, text: str, parse_special: bool, mark: str = "") -> list[int]:
-        """The ids of valid Unicode text."""
         ids: list[int] = []
         for token_id, part in (self._splitters.parsed if parse_special else self._splitters.plain).split(text):
             if token_id is None:
@@ -139,17 +137,17 @@ class BpeEncoder:
         return self._without_missing(ids) if self._missing else ids
 
     def _without_missing(self, ids: list[int]) -> list[int]:
-        """Some vocabularies lack bytes of rare characters: the default model has none for planes 4 to 11 and U+0004."""
+        """Drop bytes that the vocabulary lacks: the default model has none for planes 4 to 11 and U+0004."""
         lost = self._missing.keys() & set(ids)
         if not lost:
             return ids
         names = ", ".join(f"0x{self._missing[token_id]:02X}" for token_id in sorted(lost))
-        _log.warning("the vocabulary has no token for byte %s of the text, which is left out", names)
+        _log.warning("the vocabulary has no token for byte %s of the text: dropped", names)
         return [token_id for token_id in ids if token_id not in lost]
 
 
 def _check_merges(vocabulary: Vocabulary, merges: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
-    """The merges, checked. Those that would make a control token out of typed text are left out."""
+    """Check the merges and drop those that would make a control token from plain text."""
     ids, token_types = vocabulary.ids, vocabulary.token_types
     kept = []
     for left, right in merges:
@@ -157,7 +155,7 @@ def _check_merges(vocabulary: Vocabulary, merges: Sequence[tuple[str, str]]) -> 
         if made is None or left not in ids or right not in ids:
             absent = next(text for text in (left, right, left + right) if text not in ids)
             merge = f"merge {preview(left)} + {preview(right)}"
-            raise TokenizerError(f"tokenizer.ggml.merges: {merge} needs token {preview(absent)}, not there")
+            raise TokenizerError(f"tokenizer.ggml.merges: {merge} needs token {preview(absent)}, which is missing")
         if token_types[made] not in SPECIAL_TYPES:
             kept.append((left, right))
     return kept
@@ -169,10 +167,10 @@ def _pre_tokenizer(patterns: Sequence[str]) -> pre_tokenizers.PreTokenizer:
 
 
 class SpmEncoder:
-    """SentencePiece-style BPE of a GGUF: no merges in the file, the token with the best score is made first.
+    """SentencePiece-style BPE of a GGUF: the file has no merges; the token with the best score is merged first.
 
-    The space that is put before a text goes before its first character and after a control token, not after a
-    user-defined one: SentencePiece knows the start of a text only, and a control token starts one.
+    The space prefix goes before the first character and after a control token, not after a user-defined one: in
+    SentencePiece a control token starts a new text.
     """
 
     def __init__(
@@ -192,7 +190,6 @@ class SpmEncoder:
         self._library, self._characters = _spm_library(vocabulary, scores, unknown_id)
 
     def encode(self, text: str, parse_special: bool, mark: str = "") -> list[int]:
-        """The ids of valid Unicode text."""
         if self._squeeze_spaces:
             text = _SPACES.sub(" ", text.strip(" "))
         ids: list[int] = []
@@ -222,7 +219,7 @@ class SpmEncoder:
 def _spm_library(
     vocabulary: Vocabulary, scores: Sequence[float], unknown_id: int | None
 ) -> tuple[Tokenizer, dict[int, tuple[int, ...]]]:
-    """The library's model, and the byte tokens of characters that only occur within longer tokens."""
+    """Return the library's model, and the byte tokens of characters that occur only within longer tokens."""
     kept = (TokenType.NORMAL, TokenType.UNUSED, TokenType.UNDEFINED)
     vocab = {text: index for text, index in vocabulary.ids.items() if vocabulary.token_types[index] in kept}
     _check_spm_lengths(vocab)
@@ -246,7 +243,7 @@ def _spm_library(
 
 
 def _check_spm_lengths(vocab: Mapping[str, int]) -> None:
-    """Refuse what `derive_merges` would take too long over, before it begins."""
+    """Raise if `derive_merges` would take too long."""
     for text, index in vocab.items():
         if len(text) > _MAX_SPM_LENGTH:
             raise TokenizerError(
@@ -263,10 +260,9 @@ def _too_many_merges(figures: str) -> TokenizerError:
 
 
 def derive_merges(vocab: Mapping[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
-    """Every pair of parts that makes a token, best score first.
+    """Return every pair of parts that forms a token, best score first.
 
-    A part is a token or a single character (which need not be a token). Pairs that make the same token come in the
-    order of their cut.
+    A part is a token or a single character. Pairs that form the same token are ordered by their split point.
     """
     ranked: list[tuple[float, int, str, str]] = []
     characters = 0
@@ -284,7 +280,7 @@ def derive_merges(vocab: Mapping[str, int], scores: Sequence[float]) -> list[tup
 
 
 class LibraryEncoder:
-    """A tokenizer.json, used as it is. The library's switch for special tokens is a state, hence the lock."""
+    """A tokenizer.json as it is. Whether special tokens are parsed is state of the library, hence the lock."""
 
     def __init__(self, library: Tokenizer, control: Mapping[str, int]) -> None:
         self._library = library
@@ -292,7 +288,6 @@ class LibraryEncoder:
         self._lock = Lock()
 
     def encode(self, text: str, parse_special: bool, mark: str = "") -> list[int]:
-        """The ids of valid Unicode text."""
         if mark and mark in text:
             return self._encode_marked(text, mark)
         with self._lock:
@@ -300,7 +295,7 @@ class LibraryEncoder:
             return _library_ids(self._library, text)
 
     def _encode_marked(self, text: str, mark: str) -> list[int]:
-        """The template's own tokens first; the library cuts what is between them as texts of their own."""
+        """Split off the template's own tokens; the library encodes each text between them alone."""
         ids: list[int] = []
         for token_id, part in SpecialTokenSplitter(self._control).split(text):
             ids += self.encode(part.replace(mark, ""), False) if token_id is None else [token_id]

@@ -1,7 +1,6 @@
-"""From what a model file says to a `Tokenizer`: GGUF metadata here, a folder with tokenizer.json in `hf`.
+"""`Tokenizer` from the metadata of a GGUF, a plain mapping of keys. Reads no files.
 
-It checks everything that the metadata promises (lengths, ids, byte tokens, names) before the library sees it, and names
-the key that is wrong. It reads no files: the metadata is a plain mapping of GGUF keys.
+Lengths, ids, byte tokens and names are checked before the library sees them; an error names the key.
 """
 
 import logging
@@ -19,19 +18,19 @@ __all__ = ["tokenizer_from_gguf", "tokenizer_from_hf"]
 
 _log = logging.getLogger("llm_worker_rbee")
 _PREFIX = "tokenizer.ggml."
-# Ids that SentencePiece gives when the file is silent.
+# SentencePiece's ids, for files without these keys.
 _SPM_DEFAULT_IDS = {"bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0}
-# Names of models whose special tokens swallow the white space after them; the file itself cannot say so.
+# Models whose special tokens strip the white space after them; GGUF has no key for it.
 _RSTRIP_MODELS = ("phi-3", "phi3")
 _RSTRIP_EXCEPT = frozenset({"<unk>", "<s>", "<|endoftext|>"})
 
 
 def tokenizer_from_gguf(metadata: Mapping[str, object]) -> Tokenizer:
-    """The tokenizer that the `tokenizer.*` keys of a GGUF describe."""
+    """Build the tokenizer that the `tokenizer.*` keys of a GGUF describe."""
     model = metadata.get(_PREFIX + "model")
     makers = {"llama": _spm_tokenizer, "gpt2": _bpe_tokenizer}
     if model is None:
-        raise TokenizerError("tokenizer.ggml.model is missing: the file holds no tokenizer")
+        raise TokenizerError("tokenizer.ggml.model is missing: the file has no tokenizer")
     if not isinstance(model, str) or model not in makers:
         raise TokenizerError(f"unknown tokenizer {preview(model)} (tokenizer.ggml.model); known: {', '.join(makers)}")
     return makers[model](metadata, _read_tokens(metadata))
@@ -75,7 +74,7 @@ def _spm_tokenizer(metadata: Mapping[str, object], texts: list[str]) -> Tokenize
 def _pre_tokenizer(metadata: Mapping[str, object]) -> tuple[str, PreTokenizer]:
     name = metadata.get(_PREFIX + "pre")
     if name is None:
-        _log.warning("tokenizer.ggml.pre is missing: using the pre-tokenizer 'default', which may cut text wrongly")
+        _log.warning("tokenizer.ggml.pre is missing: using the pre-tokenizer 'default', which may split text wrongly")
         name = "default"
     if not isinstance(name, str) or name not in PRE_TOKENIZERS:
         raise TokenizerError(
@@ -114,7 +113,7 @@ def _read_vocabulary(
 def _infer_token_types(
     token_types: list[int], texts: Sequence[str], special: Sequence[int | None], *, spm: bool
 ) -> None:
-    """Without token types: the ids that the file names are control tokens, and `<0xNN>` is a byte (SPM)."""
+    """Infer types for a file without them: ids that it names are control tokens, `<0xNN>` is a byte (SPM)."""
     for token_id in special:
         if token_id is not None:
             token_types[token_id] = TokenType.CONTROL
@@ -127,7 +126,7 @@ def _infer_token_types(
 def _read_tokens(metadata: Mapping[str, object]) -> list[str]:
     tokens = metadata.get(_PREFIX + "tokens")
     if not isinstance(tokens, list) or not tokens or not all(isinstance(text, str) for text in tokens):
-        raise TokenizerError("tokenizer.ggml.tokens must be a list of strings that is not empty")
+        raise TokenizerError("tokenizer.ggml.tokens must be a non-empty list of strings")
     try:
         "".join(tokens).encode()
     except UnicodeEncodeError:
@@ -149,10 +148,10 @@ def _read_numbers(metadata: Mapping[str, object], key: str, length: int) -> list
 
 def _read_scores(metadata: Mapping[str, object], length: int) -> list[float]:
     if _PREFIX + "scores" not in metadata:
-        raise TokenizerError("tokenizer.ggml.scores is missing: a 'llama' tokenizer cannot cut text without it")
+        raise TokenizerError("tokenizer.ggml.scores is missing: a 'llama' tokenizer needs it")
     scores = _read_numbers(metadata, "scores", length)
     if any(math.isnan(score) for score in scores):
-        raise TokenizerError("tokenizer.ggml.scores holds a value that is not a number")
+        raise TokenizerError("tokenizer.ggml.scores holds NaN")
     return scores
 
 
@@ -162,23 +161,23 @@ def _read_token_types(metadata: Mapping[str, object], texts: Sequence[str]) -> l
     numbers = _read_numbers(metadata, "token_type", len(texts))
     for index, number in enumerate(numbers):
         if isinstance(number, float) and not number.is_integer():
-            raise TokenizerError(f"tokenizer.ggml.token_type: entry {index} is {number}, not a whole number")
+            raise TokenizerError(f"tokenizer.ggml.token_type: entry {index} is {number}, not an integer")
     token_types = [int(number) for number in numbers]
     for index, kind in enumerate(token_types):
         if kind == TokenType.BYTE and parse_byte_token(texts[index]) is None:
-            raise TokenizerError(f"token {index} is of type byte, but its text {preview(texts[index])} is not <0xNN>")
+            raise TokenizerError(f"token {index} has type byte, but its text {preview(texts[index])} is not <0xNN>")
     return token_types
 
 
 def _read_merges(metadata: Mapping[str, object]) -> list[tuple[str, str]]:
     merges = metadata.get(_PREFIX + "merges")
     if merges is None:
-        raise TokenizerError("tokenizer.ggml.merges is missing: a 'gpt2' tokenizer cannot cut text without it")
+        raise TokenizerError("tokenizer.ggml.merges is missing: a 'gpt2' tokenizer needs it")
     if not isinstance(merges, list):
         raise TokenizerError("tokenizer.ggml.merges must be a list of strings")
     pairs = []
     for index, merge in enumerate(merges):
-        # The first character belongs to the left part even if it is a space.
+        # A leading space belongs to the left part.
         cut = merge.find(" ", 1) if isinstance(merge, str) else -1
         if cut < 0 or cut == len(merge) - 1:
             raise TokenizerError(
@@ -210,7 +209,7 @@ def _validate_id(value: object, key: str, length: int) -> int:
 
 
 def _read_end_ids(metadata: Mapping[str, object], texts: Sequence[str], *, spm: bool) -> list[int]:
-    """Every id that ends a text, the EOS first. A key may hold one id or an array."""
+    """Return every id that ends a text, the EOS first. A key may hold one id or an array."""
     found: list[int] = []
     for key in ("eos_token_id", "eos_token_ids", "eot_token_id", "eom_token_id"):
         value = metadata.get(_PREFIX + key)

@@ -1,8 +1,7 @@
-"""A tokenizer from a folder in the Hugging Face layout: tokenizer.json and the small JSON files beside it.
+"""`Tokenizer` from a folder in the Hugging Face layout: tokenizer.json and the small JSON files beside it.
 
-The library reads tokenizer.json and encodes; decoding is ours, from the bytes of each token, so that it can stream. The
-other files say which tokens begin and end a text. A file that is there and broken is an error, a missing one is not,
-except tokenizer.json.
+The library reads tokenizer.json and encodes; decoding joins the bytes of tokens here, so that it can stream. The other
+files give BOS and EOS. A broken file is an error; a missing one is not, except tokenizer.json.
 """
 
 import json
@@ -18,15 +17,15 @@ from .tokenizer import BosEos, LeadingSpace, Tokenizer
 from .vocabulary import Style, TokenType, Vocabulary, check_special_lengths, find_end_ids, parse_byte_token, preview
 
 _MAX_JSON_BYTES = 256 << 20
-# Decoders whose effect is "join the bytes of the tokens", by the style of vocabulary they belong to.
+# Decoders that only join the bytes of tokens, with the style of their vocabulary.
 _DECODER_STYLES: dict[str, Style] = {"ByteLevel": "byte", "ByteFallback": "spm", "Metaspace": "spm"}
 
 
 def tokenizer_from_hf(folder: Path) -> Tokenizer:
-    """The tokenizer of a folder with tokenizer.json."""
+    """Build the tokenizer of a folder with tokenizer.json."""
     path = folder / "tokenizer.json"
     if not path.is_file():
-        raise TokenizerError(f"{folder}: there is no tokenizer.json (other tokenizer files are not read)")
+        raise TokenizerError(f"{folder}: no tokenizer.json (other tokenizer files are not supported)")
     source = _read_json(path)
     library = _library(path, source)
     names = ("tokenizer_config", "config", "generation_config", "special_tokens_map")
@@ -47,7 +46,7 @@ def tokenizer_from_hf(folder: Path) -> Tokenizer:
 
 
 def _library(path: Path, source: Mapping[str, Any]) -> Library:
-    """The library's tokenizer, without the settings of training: truncation, padding, merges left out by chance."""
+    """Load the library's tokenizer without training settings: truncation, padding, BPE dropout."""
     added = source.get("added_tokens")
     entries = [entry for entry in added if isinstance(entry, dict)] if isinstance(added, list) else []
     contents = [(entry.get("id"), entry.get("content")) for entry in entries]
@@ -87,7 +86,7 @@ def _decoder_steps(decoder: object) -> Iterator[dict[str, Any]]:
 
 
 def _style(steps: list[dict[str, Any]]) -> Style | None:
-    """How tokens are written, which the decoder gives away; None where it is one that does more than join bytes."""
+    """Return the style of the vocabulary by its decoder; None if that does more than join bytes."""
     return next((_DECODER_STYLES[step["type"]] for step in steps if step.get("type") in _DECODER_STYLES), None)
 
 
@@ -121,7 +120,7 @@ def _vocabulary(library: Library, source: Mapping[str, Any], style: Style, id_li
 
 
 def _id_limit(config: Mapping[str, Any]) -> int:
-    """The rows of the model's embedding: ids beyond the tokenizer's are padding, not errors."""
+    """Return the rows of the model's embedding; ids beyond the tokenizer's are padding."""
     text_config = config.get("text_config")
     size = config.get("vocab_size", text_config.get("vocab_size") if isinstance(text_config, dict) else None)
     return size if isinstance(size, int) and 0 < size < 1 << 24 else 0
@@ -158,7 +157,7 @@ def _named_id(key: str, vocabulary: Vocabulary, files: Mapping[str, dict[str, An
 
 
 def _listed_ids(name: str, config: Mapping[str, Any], vocabulary: Vocabulary) -> list[int]:
-    """`eos_token_id` of a config: one id, a list, or nothing."""
+    """Return `eos_token_id` of a config as a list."""
     nested = config.get("text_config")
     value = config.get("eos_token_id", nested.get("eos_token_id") if isinstance(nested, dict) else None)
     ids = value if isinstance(value, list) else ([] if value is None else [value])
@@ -171,7 +170,7 @@ def _listed_ids(name: str, config: Mapping[str, Any], vocabulary: Vocabulary) ->
 
 
 def _template_tokens(library: Library) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """What the post-processor puts before and after a text, seen by trying it on a letter."""
+    """Return what the post-processor adds before and after a text, by encoding a letter."""
     with tokenizer_errors("tokenizer.json"):
         bare: list[int] = library.encode("a", add_special_tokens=False).ids
         full: list[int] = library.encode("a", add_special_tokens=True).ids
@@ -180,11 +179,11 @@ def _template_tokens(library: Library) -> tuple[tuple[int, ...], tuple[int, ...]
     for start in range(len(full) - len(bare) + 1):
         if full[start : start + len(bare)] == bare:
             return tuple(full[:start]), tuple(full[start + len(bare) :])
-    raise TokenizerError("tokenizer.json: its post_processor rewrites the text's own tokens, which is not supported")
+    raise TokenizerError("tokenizer.json: its post_processor changes the tokens of the text, which is not supported")
 
 
 def _chat_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
-    """chat_template.jinja if there is one, else the setting: a string, or a list of named templates."""
+    """Return chat_template.jinja if it exists, else the setting: a string or a list of named templates."""
     path = folder / "chat_template.jinja"
     if path.is_file():
         try:
@@ -194,9 +193,7 @@ def _chat_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
     template = settings.get("chat_template")
     if isinstance(template, list):
         if not all(isinstance(entry, dict) and isinstance(entry.get("name"), str) for entry in template):
-            raise TokenizerError(
-                "tokenizer_config.json: chat_template is a list, but not all of its entries have a name"
-            )
+            raise TokenizerError("tokenizer_config.json: chat_template is a list with an entry without name")
         template = {entry["name"]: entry.get("template") for entry in template}.get("default")
     if template is not None and not isinstance(template, str):
         raise TokenizerError("tokenizer_config.json: chat_template must be a string or a list of named templates")

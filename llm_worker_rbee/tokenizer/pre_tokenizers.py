@@ -1,11 +1,9 @@
-"""The pre-tokenizers of byte-level BPE vocabularies, by the name that `tokenizer.ggml.pre` gives.
+"""Pre-tokenizers of byte-level BPE vocabularies, by the name in `tokenizer.ggml.pre`.
 
-A pre-tokenizer is a list of regular expressions, applied in turn: each one splits every piece that the ones before it
-left, and both matches and the text between them stay pieces. The expressions are data of the format, taken from the
-models' tokenizer.json files in the form that llama.cpp gives them (see NOTICE); they are written for Oniguruma. Where
-llama.cpp deviates from the model's own file, we deviate with it, for a GGUF is made for it: gpt-4o and tekken count
-every letter beyond ASCII as both upper and lower case and leave combining marks aside; the CJK ranges of deepseek hold
-no white space. What remains different is the version of the Unicode tables.
+A pre-tokenizer is a list of regular expressions (Oniguruma), applied in turn: each splits the pieces of the one before
+into matches and the text between. They come from the models' tokenizer.json files in llama.cpp's form (see NOTICE),
+with its deviations: gpt-4o and tekken treat letters beyond ASCII as both cases and ignore combining marks; the CJK
+ranges of deepseek hold no white space. Only the version of the Unicode tables differs.
 """
 
 from dataclasses import dataclass
@@ -22,7 +20,7 @@ _NOT_LOWER, _NOT_UPPER = r"[\p{L}&&[^a-z]]", r"[\p{L}&&[^A-Z]]"
 
 
 def _cased(suffix: str, digits: str) -> str:
-    """Words split where the case changes, as in gpt-4o; `suffix` may end a word."""
+    """Split words where the case changes, as in gpt-4o; `suffix` may end a word."""
     word = r"[^\r\n\p{L}\p{N}]?"
     lower = f"{word}{_NOT_LOWER}*{_NOT_UPPER}+{suffix}"
     upper = f"{word}{_NOT_LOWER}+{_NOT_UPPER}*{suffix}"
@@ -31,7 +29,7 @@ def _cased(suffix: str, digits: str) -> str:
 
 _GPT4O = _cased(_CONTRACTIONS + "?", r"\p{N}{1,3}")
 _TEKKEN = _cased("", r"\p{N}")
-# First every digit alone, then as gpt-2, in one pass: white space before a digit ends its piece.
+# Single digits, then gpt-2, in one pass: white space before a digit ends its piece.
 _DIGITS_THEN_GPT2 = (r"\p{N}|'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?[^\s\p{L}\p{N}]+|\s+(?=\p{N})|\s+(?!\S)|\s+",)
 _DEFAULT = (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")
 _FALCON = (r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, "[0-9][0-9][0-9]")
@@ -53,7 +51,7 @@ _DEEPSEEK_LLM = (
     r"[\r\n]",
     rf"\s?[{_DEEPSEEK_LETTERS}]+",
     "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3001\u3002]+",
-    r"(?<!\s)\s+\z",  # the look-behind changes no match, and keeps a long run from being tried at each character
+    r"(?<!\s)\s+\z",  # the look-behind only keeps a long run from being tried at each character
     _CJK,
     r"\p{N}+",
 )
@@ -67,11 +65,11 @@ _DEEPSEEK_V3 = (
 
 @dataclass(frozen=True)
 class PreTokenizer:
-    """How text is cut before merging, and what the format lets a file leave unsaid."""
+    """How text is split before merging, and defaults for keys that a file may omit."""
 
     patterns: tuple[str, ...]
-    ignore_merges: bool = False  # a piece that is a token stays one, whatever the merges say
-    add_bos: bool = False  # where the file has no add_bos_token
+    ignore_merges: bool = False  # a piece that is a token is not merged
+    add_bos: bool = False  # if the file has no add_bos_token
 
 
 PRE_TOKENIZERS: dict[str, PreTokenizer] = {

@@ -1,7 +1,7 @@
-"""The tokenizer that the rest of the worker sees: one class for every kind of vocabulary.
+"""The tokenizer of the worker: one class for every kind of vocabulary.
 
-It joins an encoder (text to ids), a vocabulary (ids to bytes) and what the file says about the ends of a text. Decoding
-is joining the bytes of the tokens; what is not valid UTF-8 becomes U+FFFD.
+It combines an encoder (text to ids), a vocabulary (ids to bytes) and the BOS and EOS settings of the file. Decoding
+joins the bytes of the tokens; invalid UTF-8 becomes U+FFFD.
 """
 
 import operator
@@ -15,7 +15,7 @@ from ..errors import InvalidRequestError, TokenizerError
 from .encoders import Encoder
 from .vocabulary import Vocabulary, preview
 
-MARK = "\ufdd0"  # a noncharacter: Unicode keeps it for uses within a program
+MARK = "\ufdd0"  # a Unicode noncharacter, reserved for internal use
 
 
 @dataclass(frozen=True)
@@ -25,13 +25,13 @@ class BosEos:
     bos_id: int | None = None
     eos_id: int | None = None
     eos_ids: frozenset[int] = frozenset()
-    prefix: tuple[int, ...] = ()  # what encode puts before a text: most often the BOS
+    prefix: tuple[int, ...] = ()  # what encode puts before a text, usually the BOS
     suffix: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
 class LeadingSpace:
-    """Where encode adds a space that decode takes away again: at the start, and after a special token that is shown."""
+    """Where encode adds a space that decode removes: at the start, and after a shown special token."""
 
     at_start: bool = False
     after_special: bool = False
@@ -40,9 +40,8 @@ class LeadingSpace:
 class Tokenizer:
     """Text to ids and back.
 
-    `decode` is the inverse of `encode`: it drops the one space that a SentencePiece vocabulary puts before a text. The
-    answer to a prompt is no text of its own but goes on where the prompt ends: decode it with `continuation=True`, and
-    its first space stays. `continues(prompt)` says which one it is.
+    `decode` inverts `encode`: it drops the space that a SentencePiece vocabulary puts before a text. Output tokens
+    continue their prompt: with `continuation=True` the first space stays. See `is_continuation(prompt)`.
     """
 
     def __init__(
@@ -63,21 +62,21 @@ class Tokenizer:
         self.add_eos = ends.eos_id is not None and ends.eos_id in ends.suffix
         self.chat_template = chat_template
         self.leading_space = leading_space
-        self.decode_error = decode_error  # a tokenizer that can only encode says why
+        self.decode_error = decode_error  # set if it can only encode
         self._vocabulary, self._encoder = vocabulary, encoder
         self._prefix, self._suffix = list(ends.prefix), list(ends.suffix)
 
     def pad_to(self, vocab_size: int) -> None:
-        """Take in the rows of the model's embedding: ids beyond the tokens are padding, without text.
+        """Extend the ids to the rows of the model's embedding; those beyond the tokens are padding, without text.
 
-        Fewer rows than tokens is an error, for such a tokenizer gives ids that the model cannot look up.
+        Raises if there are fewer rows than tokens: the model cannot look up such ids.
         """
         self._vocabulary.pad_to(vocab_size)
 
     def protect(self, text: str) -> str:
-        """Break up the names of control tokens in a text with a mark that `encode(..., protected=True)` leaves out.
+        """Break up the names of control tokens in a text with a mark that `encode(..., protected=True)` removes.
 
-        So what a user types into a message stays text, though the prompt that a template makes of it is parsed.
+        So the text of a message stays text when the rendered prompt is parsed for control tokens.
         """
         return self._special_pattern.sub(lambda name: f"{name[0][0]}{MARK}{name[0][1:]}", text.replace(MARK, "\ufffd"))
 
@@ -89,10 +88,10 @@ class Tokenizer:
     def encode(
         self, text: str, *, add_special: bool = True, parse_special: bool = False, protected: bool = False
     ) -> list[int]:
-        """The ids of a text.
+        """Return the ids of a text.
 
-        `add_special` adds BOS and EOS as the file says, never a second one. `parse_special` recognises the names of
-        control tokens in the text; without it they are plain text. `protected`: see `protect`.
+        `add_special` adds BOS and EOS as the file says, never twice. `parse_special` recognises the names of control
+        tokens in the text; otherwise they are plain text. `protected`: see `protect`.
         """
         if not isinstance(text, str):
             raise InvalidRequestError(f"text must be a string, not {type(text).__name__}", field="text")
@@ -112,33 +111,33 @@ class Tokenizer:
         return [*before, *ids, *after]
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True, continuation: bool = False) -> str:
-        """The text of the ids; bytes that are not UTF-8 become U+FFFD."""
+        """Return the text of the ids; invalid UTF-8 becomes U+FFFD."""
         joiner = ByteJoiner(self, skip_special=skip_special, continuation=continuation)
         return b"".join([joiner.push(token_id) for token_id in _validate_ids(ids)]).decode(errors="replace")
 
     def is_continuation(self, prompt: Sequence[int]) -> bool:
-        """True where an answer to this prompt keeps its first space: the prompt does not end where a text begins."""
+        """Return whether output after this prompt keeps its first space: the prompt does not end in a special token."""
         return bool(prompt) and not self.is_special(prompt[-1])
 
     def piece(self, token_id: int) -> str:
-        """The token's own text, as it appears within a text; of a special token, its name."""
+        """Return the token's text; for a special token its name."""
         return self._vocabulary.token_bytes(token_id).decode(errors="replace")
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The raw bytes of a token; of a special token, its name."""
+        """Return the raw bytes of a token; for a special token its name."""
         return self._vocabulary.token_bytes(token_id)
 
     def is_special(self, token_id: int) -> bool:
-        """True for control and unknown tokens, which are no part of the text."""
+        """Return whether this is a control or unknown token, which is not part of the text."""
         return self._vocabulary.is_special(token_id)
 
     def token_id(self, text: str) -> int | None:
-        """The id of the token with exactly this text in the vocabulary."""
+        """Return the id of the token with exactly this text, or None."""
         return self._vocabulary.ids.get(text)
 
 
 def _validate_ids(ids: object) -> list[int]:
-    """Ids as plain integers; those of NumPy are welcome, text, bytes and truth values are not."""
+    """Return ids as plain integers; accepts NumPy's, rejects text, bytes and booleans."""
     if isinstance(ids, str | bytes | bytearray) or not isinstance(ids, Iterable) or getattr(ids, "ndim", 1) != 1:
         raise InvalidRequestError(f"tokens must be a list of token ids, not {type(ids).__name__}", field="tokens")
     return [_validate_id(token_id) for token_id in ids]
@@ -154,7 +153,7 @@ def _validate_id(token_id: Any) -> int:
 
 
 class ByteJoiner:
-    """Tokens to bytes, one by one: the part of decoding that whole and streamed decoding share."""
+    """Tokens to bytes, one by one; shared by `Tokenizer.decode` and `Detokenizer`."""
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special: bool, continuation: bool) -> None:
         if tokenizer.decode_error is not None:
@@ -163,7 +162,7 @@ class ByteJoiner:
         self._drop_space = tokenizer.leading_space.at_start and not continuation
 
     def push(self, token_id: int) -> bytes:
-        """The bytes that this token adds to the text."""
+        """Return the bytes that this token adds to the text."""
         tokenizer = self._tokenizer
         if tokenizer.is_special(token_id):
             if self._skip_special:

@@ -1,8 +1,7 @@
-"""The token list: texts, kinds and raw bytes of every id. It does not cut text; `encoders` does.
+"""The token list: text, type and raw bytes of every id; end-of-text tokens by name. Encoding is in `encoders`.
 
-Kinds are GGUF's token types. A token's bytes depend on the style of the vocabulary: "byte" tokens are written in the
-byte alphabet of GPT-2, "spm" tokens are UTF-8 with U+2581 for a space and `<0xNN>` for a single byte. Special and
-user-defined tokens are their own text in either.
+A token's bytes depend on the style of the vocabulary: "byte" tokens are written in the byte alphabet of GPT-2, "spm"
+tokens are UTF-8 with U+2581 for a space and `<0xNN>` for a single byte. Special and user-defined tokens are verbatim.
 """
 
 import logging
@@ -18,7 +17,7 @@ SPACE = "\u2581"  # how SentencePiece writes a space
 
 
 class TokenType(IntEnum):
-    """What a token is, numbered as GGUF's `tokenizer.ggml.token_type`."""
+    """GGUF's `tokenizer.ggml.token_type`."""
 
     UNDEFINED = 0
     NORMAL = 1
@@ -31,13 +30,13 @@ class TokenType(IntEnum):
 
 SPECIAL_TYPES = frozenset({int(TokenType.CONTROL), int(TokenType.UNKNOWN)})
 VERBATIM_TYPES = SPECIAL_TYPES | {int(TokenType.USER_DEFINED)}
-# Limits of the tokens that are looked for in a text: an automaton of them takes some 75 bytes per character.
+# Limits of special tokens: the automaton that finds them takes about 75 bytes per character.
 MAX_SPECIAL_LENGTH = 4096
 MAX_SPECIAL_TOTAL = 2_000_000
 
 
 def _byte_alphabet() -> dict[int, str]:
-    """The printable stand-ins that byte-level vocabularies use for the 256 bytes."""
+    """Return the printable characters that stand for the 256 bytes in byte-level vocabularies."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     alphabet = {byte: chr(byte) for byte in printable}
     for byte in range(256):
@@ -51,7 +50,7 @@ CHAR_TO_BYTE = {char: byte for byte, char in BYTE_TO_CHAR.items()}
 
 
 def parse_byte_token(text: str) -> int | None:
-    """The byte that `<0xNN>` names, or None where the text is no such token."""
+    """Return the byte of a token `<0xNN>`, or None."""
     digits = text[3:5]
     if len(text) != 6 or not text.startswith("<0x") or text[5] != ">":
         return None
@@ -59,13 +58,13 @@ def parse_byte_token(text: str) -> int | None:
 
 
 def preview(value: object) -> str:
-    """A value of the file as a message shows it: on one line, and not all of it where it is long."""
+    """Return a value of the file for a message: on one line, shortened."""
     text = repr(value)
     return text if len(text) <= 100 else f"{text[:97]}..."
 
 
 def check_special_lengths(tokens: Iterable[tuple[object, str]]) -> None:
-    """Refuse (id, text) of special and user-defined tokens that are too long, one or all together."""
+    """Raise if one of the special and user-defined tokens (id, text), or all together, are too long."""
     total = 0
     for token_id, text in tokens:
         total += len(text)
@@ -78,7 +77,7 @@ def check_special_lengths(tokens: Iterable[tuple[object, str]]) -> None:
 
 
 class Vocabulary:
-    """Texts and kinds by id; bytes are worked out when first asked for."""
+    """Texts and types by id; bytes are computed on first use."""
 
     def __init__(self, texts: Sequence[str], token_types: Sequence[int], style: Style, *, id_limit: int = 0) -> None:
         self.texts, self.token_types, self.style = texts, token_types, style
@@ -94,7 +93,7 @@ class Vocabulary:
         return len(self.texts)
 
     def pad_to(self, rows: int) -> None:
-        """Ids up to the rows of the embedding are valid; tokens beyond it are not, and only added ones may be there."""
+        """Make ids up to the rows of the embedding valid; only added tokens may lie beyond it."""
         beyond = self.token_types[rows:]
         if any(kind in (TokenType.NORMAL, TokenType.BYTE) for kind in beyond):
             raise TokenizerError(f"the tokenizer has {len(self)} tokens, the model's embedding {rows} rows")
@@ -103,11 +102,11 @@ class Vocabulary:
         self.id_limit = rows
 
     def special_names(self) -> dict[str, int]:
-        """The names of the control and unknown tokens, with their ids."""
+        """Return names and ids of control and unknown tokens."""
         return {text: index for text, index in self.ids.items() if self.token_types[index] in SPECIAL_TYPES}
 
     def kind(self, token_id: int) -> int:
-        """The token's kind; padding is UNUSED. An id outside the vocabulary is refused."""
+        """Return the token's type; padding is UNUSED. Raises for an id outside the vocabulary."""
         if not 0 <= token_id < self.id_limit:
             raise InvalidRequestError(
                 f"token id {token_id} is outside the vocabulary (0 to {self.id_limit - 1})", field="tokens"
@@ -115,11 +114,11 @@ class Vocabulary:
         return self.token_types[token_id] if token_id < len(self.texts) else TokenType.UNUSED
 
     def is_special(self, token_id: int) -> bool:
-        """True for control and unknown tokens, which are no part of the text."""
+        """Return whether this is a control or unknown token."""
         return self.kind(token_id) in SPECIAL_TYPES
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The raw bytes that the token stands for; of a special token, its name."""
+        """Return the raw bytes of the token; for a special token its name."""
         found = self._bytes.get(token_id)
         if found is None:
             found = self._bytes[token_id] = self._compute_bytes(token_id)
@@ -137,17 +136,19 @@ class Vocabulary:
         try:
             return bytes([CHAR_TO_BYTE[char] for char in text])
         except KeyError:
-            return text.encode()  # not in the byte alphabet: a token that was added as plain text
+            return text.encode()  # not in the byte alphabet: added as plain text
 
     def _byte_value(self, token_id: int, text: str) -> int:
         value = parse_byte_token(text)
         if value is None:
             raise TokenizerError(
-                f"token {token_id} is of type byte, but its text {preview(text)} is not of the form <0xNN>"
+                f"token {token_id} has type byte, but its text {preview(text)} is not of the form <0xNN>"
             )
         return value
 
 
+# Tokens that end a text or a turn in published chat formats, for files that name only one of them: a model that ends
+# its turn with another one would never stop.
 END_TOKEN_NAMES = frozenset({
     "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>",  # Llama 3
     "<|im_end|>", "<|endoftext|>",  # ChatML, GPT-2
@@ -156,15 +157,15 @@ END_TOKEN_NAMES = frozenset({
     "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<end_of_utterance>",
     "<｜end▁of▁sentence｜>",  # DeepSeek
 })  # fmt: skip
-# A name that is also mark-up: it ends a text only where it is no ordinary token, and no <eos> does it instead.
+# Also HTML mark-up: it ends a text only if it is not a normal token and there is no <eos>.
 _MARKUP = "</s>"
 
 
 def find_end_ids(texts: Sequence[str], token_types: Sequence[int]) -> list[int]:
-    """The ids of the tokens whose name says that they end a text."""
+    """Return the ids of the tokens that end a text by their name."""
     found = {text: index for index, text in enumerate(texts) if text in END_TOKEN_NAMES or text == _MARKUP}
     if _MARKUP in found and (token_types[found[_MARKUP]] == TokenType.NORMAL or "<eos>" in found):
         del found[_MARKUP]
     if "<|return|>" in found and "<|call|>" in found:
-        found.pop("<|end|>", None)  # harmony: <|end|> ends a message, and the turn goes on
+        found.pop("<|end|>", None)  # harmony: <|end|> ends a message, not the turn
     return sorted(found.values())

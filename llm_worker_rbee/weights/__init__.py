@@ -1,4 +1,4 @@
-"""A file -> named tensors. `open_checkpoint` is the front door; nothing here knows what the tensors mean."""
+"""Model files to named tensors. `open_checkpoint` is the entry point; nothing here knows what the tensors mean."""
 
 from pathlib import Path
 
@@ -18,19 +18,19 @@ def open_checkpoint(path: Path, *, weights: bool = True) -> Checkpoint:
     try:
         path.stat()
     except FileNotFoundError as error:
-        raise ModelNotFoundError(f"{path}: there is no such file or folder") from error
-    except (OSError, ValueError) as error:  # a name that is too long, a folder that may not be entered, a null byte
+        raise ModelNotFoundError(f"{path}: no such file or folder") from error
+    except (OSError, ValueError) as error:  # name too long, no permission, NUL byte
         raise ModelNotFoundError(f"{str(path)[:200]!r} cannot be opened: {error}") from error
     if path.is_dir():
         return _open_folder(path, weights=weights)
     if not path.is_file():
-        raise ModelFileError(f"{path} is neither a file nor a folder")
+        raise ModelFileError(f"{path} is neither a regular file nor a folder")
     if path.suffix.lower() in PICKLE_SUFFIXES:
         raise UnsupportedModelError(
-            f"{path.name}: pickled weights can run any code and are refused: convert them to safetensors or GGUF"
+            f"{path.name}: pickled weights can execute code and are refused: convert them to safetensors or GGUF"
         )
     if path.suffix == ".safetensors":
-        raise ModelFileError(f"{path.name}: give the folder that holds it and its config.json, not the file")
+        raise ModelFileError(f"{path.name}: open the folder that holds it and config.json, not the file")
     return open_gguf(path)
 
 
@@ -38,5 +38,5 @@ def _open_folder(folder: Path, *, weights: bool) -> Checkpoint:
     found = [] if (folder / "config.json").exists() else list_gguf_models(folder)
     if len(found) > 1:
         names = ", ".join(path.name for path in found[:8])
-        raise ModelFileError(f"{folder} holds several models, name one of them: {names}")
+        raise ModelFileError(f"{folder} holds several models, open one of them: {names}")
     return open_gguf(found[0]) if found else open_hf(folder, weights=weights)

@@ -1,7 +1,7 @@
-"""What every model file becomes: named tensors over mapped bytes, and the metadata beside them.
+"""An opened model file: named tensors over mapped bytes, and metadata.
 
-No tensor is copied or decoded here. Names are GGUF's (`blk.0.attn_q.weight`) whatever the file was, and shapes are in
-NumPy order: (rows, columns), where a row is contiguous and holds whole blocks.
+Tensors are not copied or decoded. Names are GGUF names (`blk.0.attn_q.weight`) in every format; shapes are in NumPy
+order, (rows, columns), where a row is contiguous and holds whole blocks.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from .quants import BlockType, dequantize
 from .quants.nan_check import find_nonfinite_block
 
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-MAX_VALUES = 1 << 59  # NumPy counts bytes in 63 bits, also those of an array that is empty because one dimension is 0
+MAX_VALUES = 1 << 59  # NumPy's byte counts have 63 bits, even if one dimension is 0
 
 
 def count_values(shape: Sequence[int]) -> int | None:
-    """Values of a tensor of this shape, or None where the shape cannot be counted."""
+    """Return the number of values of a shape, or None on overflow."""
     if math.prod(dim for dim in shape if dim) > MAX_VALUES:
         return None
     return math.prod(shape)
 
 
 def map_file(path: Path, min_bytes: int) -> mmap.mmap:
-    """Map a file for reading; one of fewer than `least` bytes is refused."""
+    """Map a file for reading; raise ModelFileError if it has fewer than `min_bytes` bytes."""
     try:
         with path.open("rb") as file:
             size = file.seek(0, 2)
@@ -45,9 +45,9 @@ def map_file(path: Path, min_bytes: int) -> mmap.mmap:
 
 
 def release_pages(data: NDArray[np.uint8]) -> None:
-    """Let the system take back the memory of mapped bytes: they are read from the file again if they are needed again.
+    """Drop the resident pages of mapped bytes; a later access reads the file again.
 
-    Bytes that are not mapped are left alone, and so are pages that they share with others.
+    Bytes that are not mapped, and pages shared with other tensors, are left alone.
     """
     base: Any = data
     while isinstance(base, np.ndarray):
@@ -63,40 +63,38 @@ def release_pages(data: NDArray[np.uint8]) -> None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tensor:
-    """One tensor of a file: its block type, its shape, and its raw bytes as a read-only view."""
+    """One tensor of a file: block type, shape, and raw bytes as a read-only view."""
 
     name: str
     kind: BlockType
     shape: tuple[int, ...]
     data: NDArray[np.uint8]  # (nbytes,)
-    pack_as: str = ""  # what a backend makes of it: FP8, or as it is
+    pack_as: str = ""  # type a backend packs it into: "fp8", or "" for the file's own
 
     @property
     def nbytes(self) -> int:
-        """Bytes in the file."""
         return int(self.data.nbytes)
 
     @property
     def size(self) -> int:
-        """Number of values."""
         return math.prod(self.shape)
 
     @property
     def rows(self) -> NDArray[np.uint8]:
-        """The raw bytes, one row of the matrix a line: (rows, bytes)."""
+        """Return the raw bytes, one matrix row each: (rows, bytes)."""
         columns = self.shape[-1] if self.shape else 1
         return self.data.reshape(-1, self.kind.row_bytes(columns)) if self.nbytes else self.data.reshape(0, 0)
 
     def dequantize(self) -> NDArray[np.float32]:
-        """All values as float32, in the tensor's shape."""
+        """Return all values as float32, in the tensor's shape."""
         return dequantize(self.kind, self.data, self.shape)
 
     def find_nonfinite_scale(self) -> int | None:
-        """The first block whose scale is NaN or infinite, or None; only the bytes of scales are read."""
+        """Return the first block with a NaN or infinite scale, or None; reads only the bytes of scales."""
         return find_nonfinite_block(self.kind, self.data)
 
     def take_rows(self, index: NDArray[np.intp] | slice) -> Tensor:
-        """Some rows of the matrix, whole and still quantized (an index array copies them, a slice does not)."""
+        """Return some rows, still quantized (an index array copies, a slice does not)."""
         rows = self.rows[index]
         return replace(self, shape=(rows.shape[0], *self.shape[1:]), data=rows.reshape(-1))
 
@@ -107,12 +105,11 @@ class Checkpoint:
 
     path: Path
     format: str  # "gguf" or "safetensors"
-    architecture: str | None  # as the file names it: general.architecture or model_type
+    architecture: str | None  # general.architecture or model_type
     metadata: Mapping[str, Any]  # GGUF keys, or {"config": {...}, "generation_config": {...}}
     tensors: Mapping[str, Tensor]
-    value_types: Mapping[str, str]  # metadata key -> its type in the file, for display
+    value_types: Mapping[str, str]  # metadata key -> its type in the file
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors."""
         return sum(t.nbytes for t in self.tensors.values())

@@ -1,7 +1,6 @@
-"""A bounds-checked GGUF reader over mmap: metadata and tensor directory, no copy of any tensor.
+"""Bounds-checked GGUF reader over mmap: metadata, tensor directory, split sets. It copies and decodes no tensor.
 
-Everything the directory claims is held against the size of the file before it is believed: a count, a length or an
-offset that cannot be true is an error that names its key or tensor. It decodes no tensor and knows no architecture.
+Every count, length and offset is checked against the file size before use; an error names the key or tensor.
 
     magic "GGUF" | version u32 | n_tensors u64 | n_metadata u64
     metadata:  key (u64 length + bytes) | type u32 | value          (array: type u32 | count u64 | values)
@@ -29,8 +28,8 @@ DEFAULT_ALIGNMENT = 32
 MAX_DIMS = 4
 MAX_NAME_BYTES = 63
 MAX_ARRAY_DEPTH = 4
-MAX_ENTRIES = 1 << 17  # tensors, keys, arrays in an array: each costs far more here than in the file
-MAX_SHOWN = 80  # characters of a key in a message: a damaged one may be megabytes long
+MAX_ENTRIES = 1 << 17  # tensors, keys, nested arrays: each takes far more memory here than in the file
+MAX_SHOWN = 80  # characters of a key in a message: a damaged key may be megabytes long
 
 # NAME-00001-of-00003.gguf
 SPLIT_NAME = re.compile(r"(?P<stem>.*)-(?P<part>\d{5})-of-(?P<parts>\d{5})(?P<suffix>\.gguf)", re.IGNORECASE)
@@ -57,7 +56,7 @@ _scalars = {i: struct.Struct(fmt) for i, (_, fmt) in SCALARS.items()}
 
 
 def open_gguf(path: Path) -> Checkpoint:
-    """Open a GGUF file, or all files of a split set by its first one."""
+    """Open a GGUF file, or a whole split set by its first file."""
     first = read_file(path)
     tensors = dict(first.tensors)
     for part in read_split_parts(first, read_file):
@@ -73,7 +72,7 @@ def open_gguf(path: Path) -> Checkpoint:
 
 
 def read_file(path: Path) -> GGUFFile:
-    """Parse one file: header, metadata, directory, each checked against the file's extent."""
+    """Parse header, metadata and directory of one file."""
     reader = _Reader(path)
     version, n_tensors, n_metadata = reader.header()
     metadata, value_types = reader.metadata(n_metadata)
@@ -82,7 +81,7 @@ def read_file(path: Path) -> GGUFFile:
 
 
 class _Reader:
-    """A cursor over the mapped file; every read is checked against its end."""
+    """A cursor over the mapped file; every read is bounds-checked."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -94,7 +93,7 @@ class _Reader:
         return ModelFileError(f"{self.path.name}: {message}")
 
     def consume(self, n: int, what: str) -> int:
-        """Move past `n` bytes and return where they begin."""
+        """Advance by `n` bytes and return their start."""
         start = self.at
         if n > self.size - start:
             raise self.fail(f"{what} needs {n} bytes at offset {start}, the file ends at {self.size}")
@@ -131,7 +130,7 @@ class _Reader:
             if count * least > self.size:
                 raise self.fail(f"{what} count {count} cannot fit in a file of {self.size} bytes")
             if count > MAX_ENTRIES:
-                raise self.fail(f"{what} count {count} is over {MAX_ENTRIES}, which no model needs")
+                raise self.fail(f"{what} count {count} is over the limit of {MAX_ENTRIES}")
         return version, n_tensors, n_metadata
 
     def metadata(self, count: int) -> tuple[dict[str, Any], dict[str, str]]:
@@ -175,12 +174,12 @@ class _Reader:
             if count * 12 > self.size - self.at:
                 raise self.fail(f"{what} is longer than the rest of the file")
             if count > MAX_ENTRIES:
-                raise self.fail(f"{what} holds more than {MAX_ENTRIES} arrays, which no model needs")
+                raise self.fail(f"{what} holds more than {MAX_ENTRIES} arrays")
             return [self.value(ARRAY, label, depth + 1)[0] for _ in range(count)], "array of array"
         raise self.fail(f"metadata key {label} is an array of unknown value type {kind}")
 
     def strings(self, count: int, label: str, what: str) -> list[str]:
-        """The hot loop of opening a file (two arrays of 50,000 strings are usual), so it does not go through text()."""
+        """Read an array of strings: the hot loop of opening a file (often 2 x 50,000), so it bypasses read_text()."""
         if count * 8 > self.size - self.at:
             raise self.fail(f"{what} is longer than the rest of the file")
         view, size, at = self.map, self.size, self.at
@@ -287,7 +286,7 @@ def _alignment(path: Path, metadata: dict[str, Any], types: dict[str, str]) -> i
 
 
 class GGUFFile(NamedTuple):
-    """One file, parsed."""
+    """One parsed file."""
 
     path: Path
     version: int
@@ -304,17 +303,17 @@ def _split_int(part: GGUFFile, key: str) -> int:
 
 
 def read_split_parts(first: GGUFFile, read: Callable[[Path], GGUFFile]) -> list[GGUFFile]:
-    """The other files of a set, in order; none where the first one says that it is alone."""
+    """Read the other files of a split set, in order."""
     if "split.count" not in first.metadata or (count := _split_int(first, "split.count")) <= 1:
         return []
     path = first.path
     name = SPLIT_NAME.fullmatch(path.name)
     if name is None:
         raise ModelFileError(
-            f"{path.name} is one of {count} split files, but is not named like one (NAME-00001-of-{count:05d}.gguf)"
+            f"{path.name} is part of a split set of {count} files, but is not named NAME-00001-of-{count:05d}.gguf"
         )
     if int(name["parts"]) != count:
-        raise ModelFileError(f"{path.name}: its name says {int(name['parts'])} files, its metadata {count}")
+        raise ModelFileError(f"{path.name}: its name says {int(name['parts'])} files, its 'split.count' {count}")
     names = split_set_paths(path)
     if _split_int(first, "split.no") != 0 or int(name["part"]) != 1:
         raise ModelFileError(f"{path.name} is not the first of its split set: open {names[0].name}")
@@ -330,7 +329,7 @@ def read_split_parts(first: GGUFFile, read: Callable[[Path], GGUFFile]) -> list[
 
 
 def check_split_tensor_count(first: GGUFFile, found: int) -> None:
-    """All tensors that the set was split from are there, and no more."""
+    """Raise if the set does not hold the number of tensors that it was split from."""
     if "split.tensors.count" not in first.metadata:
         return
     expected = _split_int(first, "split.tensors.count")
@@ -341,14 +340,14 @@ def check_split_tensor_count(first: GGUFFile, found: int) -> None:
 
 
 def list_gguf_models(folder: Path) -> list[Path]:
-    """The GGUF models of a folder: single files, and the first ones of split sets."""
+    """Return the GGUF models of a folder: single files, and first files of split sets."""
     names = sorted(path for path in folder.iterdir() if path.suffix.lower() == ".gguf")
     splits = {path: SPLIT_NAME.fullmatch(path.name) for path in names}
     return [path for path, split in splits.items() if split is None or int(split["part"]) == 1]
 
 
 def split_set_paths(path: Path) -> list[Path]:
-    """The names of all files of the set that `path` is named after; itself alone where its name is no such one."""
+    """Return the paths of all files of the split set of `path`; `path` alone if it is not named as part of one."""
     name = SPLIT_NAME.fullmatch(path.name)
     if name is None:
         return [path]

@@ -1,7 +1,7 @@
-"""A small GGUF writer: for the tests and for synthetic models. It writes what it is given and quantizes nothing.
+"""GGUF writer for metadata and tensors that are already in their final type; it quantizes nothing.
 
-A metadata value's type follows from the Python value; `Typed("uint32", 7)` says otherwise. A tensor is a NumPy array
-(float32, float16, integers) or a `Raw` of bytes that are already in some block type.
+The type of a metadata value follows from the Python value unless it is a `Typed("uint32", 7)`. A tensor is a NumPy
+array (float32, float16, integers) or a `Raw` of bytes in some block type.
 """
 
 from __future__ import annotations
@@ -27,13 +27,11 @@ NUMPY_TYPES = {
     "int32": "I32",
     "int64": "I64",
 }
-
-
 NO_BYTES = np.zeros(0, np.uint8)
 
 
 class Typed(NamedTuple):
-    """A scalar, or a list of scalars, with its metadata type named."""
+    """A scalar, or a list of scalars, with an explicit metadata type."""
 
     type: str
     value: Any
@@ -58,7 +56,7 @@ def write_gguf(
     version: int = 3,
     alignment: int = DEFAULT_ALIGNMENT,
 ) -> Path:
-    """Write one file; `general.alignment` is added where it is not the default."""
+    """Write one file; adds `general.alignment` if it is not the default."""
     if alignment != DEFAULT_ALIGNMENT:
         metadata = {**metadata, "general.alignment": Typed("uint32", alignment)}
     raws = {name: _raw(tensor) for name, tensor in (tensors or {}).items()}
@@ -76,7 +74,7 @@ def write_gguf(
 
 
 def write_split(path: Path, metadata: Mapping[str, Any], tensors: Mapping[str, TensorLike], files: int) -> list[Path]:
-    """Write a split set next to `path` (its suffix replaced): the metadata is in the first file."""
+    """Write a split set next to `path`; the metadata is in the first file."""
     names = list(tensors)
     paths = []
     for number in range(files):
@@ -139,7 +137,7 @@ def _array(kind: str, items: NDArray[Any] | Sequence[Any]) -> bytes:
 
 
 def _type_of(value: Any) -> str:
-    """The usual GGUF type of a Python value, or of the elements of an array."""
+    """Return the default GGUF type of a Python value, or of the elements of an array."""
     if isinstance(value, (np.ndarray, np.generic)):
         return str(value.dtype.name)
     if isinstance(value, (list, tuple)):

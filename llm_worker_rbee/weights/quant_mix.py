@@ -1,7 +1,7 @@
-"""Which block type each tensor gets in a file that calls itself Q4_K_M, Q3_K_L, ...: a table of rules.
+"""Quantization mixes (Q4_K_M, Q3_K_L, ...): the block type of each tensor, as a table of rules. No quantizing here.
 
-The facts are those of llama.cpp's llama-quant.cpp (2026-08), without an importance matrix, for dense models of fewer
-than 80 layers; they were checked against files that its quantizer wrote. Only the choice is here, no quantizing.
+The rules are those of llama.cpp's llama-quant.cpp (2026-08) without an importance matrix, for dense models of fewer
+than 80 layers; checked against files that its quantizer wrote.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from .checkpoint import Checkpoint
 from .quants import BLOCK_TYPES
 
 OUTPUT, EMBEDDING = "output", "token_embd"
-FUSED_ROLES = {"attn_qkv": "attn_v"}  # a matrix that holds several gets the type of the most sensitive one
-MIN_GROUPED_HEADS = 4  # query heads on one KV head, from which on `attn_v` is small enough to be given more bits
+FUSED_ROLES = {"attn_qkv": "attn_v"}  # a fused matrix gets the type of its most sensitive part
+MIN_GROUPED_HEADS = 4  # query heads per KV head from which on `attn_v` is small enough for more bits
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a matrix stands: its layer of how many, and how many query heads share a KV head."""
+    """What the rules depend on: the layer, the number of layers, query heads per KV head."""
 
     layer: int
     n_layers: int
@@ -29,7 +29,7 @@ class Place:
 
 
 Where = Callable[[Place], bool]
-Rules = tuple[tuple[Where, str], ...]  # the first that holds names the type
+Rules = tuple[tuple[Where, str], ...]  # the first that applies gives the type
 
 
 def _always(place: Place) -> bool:
@@ -49,7 +49,7 @@ def _first_fraction(of: int) -> Where:
 
 
 def _use_more_bits(place: Place) -> bool:
-    """The first eighth, the last eighth, and every third layer between."""
+    """Return True for the first and last eighth of the layers and every third one between."""
     eighth = place.n_layers // 8
     outside = place.layer < eighth or place.layer >= 7 * place.n_layers // 8
     return outside or (place.layer - eighth) % 3 == 2
@@ -57,7 +57,7 @@ def _use_more_bits(place: Place) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Mix:
-    """The type of most matrices, llama.cpp's number for the mix, and the matrices that get another type."""
+    """The base type, llama.cpp's number of the mix, and rules for matrices that get another type."""
 
     base: str
     file_type: int  # general.file_type
@@ -96,19 +96,19 @@ MIXES: dict[str, Mix] = {
     "IQ4_NL": Mix("IQ4_NL", 25, _IQ4),
     "IQ4_XS": Mix("IQ4_XS", 30, _IQ4),
 }  # fmt: skip
-# What takes the place of a type whose block is longer than the rows can hold.
+# Replacement for a type whose block does not divide the row.
 FALLBACKS = {"Q2_K": "Q4_0", "Q3_K": "Q4_0", "Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0", "IQ4_XS": "IQ4_NL"}
 
 
 def find_mix(name: str) -> Mix:
-    """The mix of this name."""
+    """Return the mix of this name."""
     if name not in MIXES:
         raise InvalidRequestError(f"unknown type mix {name!r}: use one of {', '.join(MIXES)}", "synthetic")
     return MIXES[name]
 
 
 def matrix_type(mix: Mix, role: str, columns: int, place: Place, *, tied: bool) -> str:
-    """The block type of a matrix by its role (`attn_v`, `ffn_down`, `output`, `token_embd`, ...)."""
+    """Return the block type of a matrix by its role (`attn_v`, `ffn_down`, `output`, `token_embd`, ...)."""
     if mix.base in ("F32", "F16", "BF16"):
         return mix.base
     role = FUSED_ROLES.get(role, role)

@@ -1,7 +1,7 @@
-"""A folder of config.json and *.safetensors as the same `Checkpoint` that a GGUF file gives.
+"""Reader of a folder with config.json and *.safetensors: gives the same `Checkpoint` as a GGUF file.
 
-The header is parsed here rather than by the safetensors package, whose NumPy interface has no bfloat16 and copies what
-it returns; here a tensor is a view of the mapped file. Pickled weights are refused: loading one can run any code.
+The header is parsed here because the safetensors package has no bfloat16 in its NumPy interface and copies tensors;
+here a tensor is a view of the mapped file. Pickled weights are refused: loading them can execute code.
 
     header length u64 | header JSON {name: {"dtype", "shape", "data_offsets": [begin, end]}} | data
 """
@@ -23,15 +23,15 @@ from ..errors import ModelFileError, UnsupportedModelError
 from .checkpoint import PICKLE_SUFFIXES, Checkpoint, Tensor, count_values, map_file
 from .quants import BLOCK_TYPES, BlockType
 
-DECODED = ("F32", "F16", "BF16", "F64", "I8", "I16", "I32", "I64")  # their names are those of our block types
+DECODED = ("F32", "F16", "BF16", "F64", "I8", "I16", "I32", "I64")  # named as our block types
 LISTED_BYTES = {"BOOL": 1, "U8": 1, "U16": 2, "U32": 4, "U64": 8, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "C64": 8}
 
 
 def _not_decoded(data: NDArray[np.uint8]) -> NoReturn:
-    raise UnsupportedModelError("values of this type cannot be read")
+    raise UnsupportedModelError("this type cannot be dequantized")
 
 
-# Types that a file may hold and `inspect` lists; the negative id keeps them out of a model.
+# `inspect` lists tensors of these types too; the id -1 keeps them out of a model.
 DTYPES = {name: BLOCK_TYPES[name] for name in DECODED} | {
     name: BlockType(name, -1, 1, size, _not_decoded) for name, size in LISTED_BYTES.items()
 }
@@ -58,7 +58,7 @@ LAYER_NAMES = {
     "mlp.gate_up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
-# Families that normalise after each half of a block too use one of the names for another place.
+# Families with post-norms use `post_attention_layernorm` for another norm.
 SANDWICH_NAMES = LAYER_NAMES | {
     "post_attention_layernorm": "post_attention_norm",
     "pre_feedforward_layernorm": "ffn_norm",
@@ -68,9 +68,9 @@ LAYER = re.compile(r"^model\.layers\.([0-9]{1,6})\.(.+)\.(weight|bias)$")
 
 
 def open_hf(folder: Path, *, weights: bool = True) -> Checkpoint:
-    """Open a model folder; its tensors get GGUF's names, unknown ones keep their own.
+    """Open a model folder; tensors get GGUF names, unknown names are kept.
 
-    With `weights=False` a folder that only holds a tokenizer, or a config without weights, is one too.
+    With `weights=False` a folder with only a tokenizer or a config is accepted too.
     """
     config = read_json(folder / "config.json") if weights or (folder / "config.json").exists() else {}
     tensors = _read_shards(folder) if weights or any(folder.glob("*.safetensors")) else {}
@@ -85,13 +85,13 @@ def open_hf(folder: Path, *, weights: bool = True) -> Checkpoint:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file, or an error that names the file."""
+    """Read a JSON object; raise ModelFileError with the file's name if that fails."""
     try:
         if path.stat().st_size > MAX_HEADER:
             raise ModelFileError(f"{path.name} has {path.stat().st_size} bytes: at most {MAX_HEADER} are read")
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise ModelFileError(f"{path} is missing: a model folder needs it") from error
+        raise ModelFileError(f"{path} is missing: a model folder must hold it") from error
     except (ValueError, RecursionError, OSError) as error:
         raise ModelFileError(f"{path.name} is not readable JSON: {error}") from error
     if not isinstance(value, dict):
@@ -105,13 +105,13 @@ def _rename(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     for name, tensor in tensors.items():
         ours = gguf_name(name, layer_names)
         if ours in out:
-            raise ModelFileError(f"tensors {name!r} and {out[ours].name!r} both mean {ours!r}")
+            raise ModelFileError(f"tensors {name!r} and {out[ours].name!r} both map to {ours!r}")
         out[ours] = tensor
     return {name: replace(tensor, name=name) for name, tensor in out.items()}
 
 
 def gguf_name(name: str, layer_names: Mapping[str, str] = LAYER_NAMES) -> str:
-    """The name that GGUF has for a tensor of the transformers library; an unknown name comes back unchanged."""
+    """Return the GGUF name of a transformers tensor; an unknown name is returned unchanged."""
     if name in TOP_NAMES:
         return TOP_NAMES[name]
     match = LAYER.match(name)
@@ -129,7 +129,7 @@ def _read_shards(folder: Path) -> dict[str, Tensor]:
         pickles = sorted(p.name for p in folder.iterdir() if p.suffix in PICKLE_SUFFIXES)
         if pickles:
             raise UnsupportedModelError(
-                f"{folder.name}: {pickles[0]} holds pickled weights, which can run any code "
+                f"{folder.name}: {pickles[0]} holds pickled weights, which can execute code "
                 "and are refused: convert them to safetensors"
             )
         raise ModelFileError(f"{folder}: no *.safetensors file in this folder")
@@ -164,7 +164,7 @@ def _read_indexed(folder: Path, index: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def read_safetensors(path: Path) -> dict[str, Tensor]:
-    """All tensors of one file as views of its mapping; the whole header is checked against the file's size first."""
+    """Return all tensors of one file as views of its mapping; checks the header against the file size first."""
     view = map_file(path, 8)
     size = len(view)
     length = int.from_bytes(view[:8], "little")
@@ -204,7 +204,7 @@ def _natural(values: object) -> bool:
 
 def _extent(path: Path, name: str, entry: object, room: int) -> tuple[int, int]:
     if not isinstance(entry, dict) or not _natural(entry.get("shape")) or not _natural(entry.get("data_offsets")):
-        raise ModelFileError(f"{path.name}: tensor {name!r} lacks a sound shape or data_offsets")
+        raise ModelFileError(f"{path.name}: tensor {name!r} has no valid shape or data_offsets")
     dtype = entry.get("dtype")
     if not isinstance(dtype, str) or dtype not in DTYPES:
         raise UnsupportedModelError(

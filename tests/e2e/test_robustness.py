@@ -92,7 +92,7 @@ def test_a_folder_with_one_gguf_is_that_model(tiny_file: Path, tmp_path: Path) -
     (tmp_path / "one.GGUF").write_bytes(tiny_file.read_bytes())
     assert set(open_checkpoint(tmp_path).tensors) == set(open_checkpoint(tiny_file).tensors)
     (tmp_path / "two.gguf").write_bytes(tiny_file.read_bytes())
-    with pytest.raises(Exception, match=r"several models, name one of them: one\.GGUF, two\.gguf"):
+    with pytest.raises(Exception, match=r"several models, open one of them: one\.GGUF, two\.gguf"):
         open_checkpoint(tmp_path)
 
 

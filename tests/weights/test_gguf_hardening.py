@@ -268,7 +268,7 @@ SPLITS: dict[str, tuple[Callable[[list[Path]], None], str]] = {
     "count missing": (edit_part(2, split_count=None), "m-00003-of-00003.gguf: metadata key 'split.count' is missing"),
     "count of the wrong type": (edit_part(0, split_count="3"), "m-00001-of-00003.gguf: metadata key 'split.count'"),
     "counts that differ": (edit_part(1, split_count=4), "m-00002-of-00003.gguf: its 'split.no' or 'split.count'"),
-    "count unlike the name": (edit_part(0, split_count=5), "its name says 3 files, its metadata 5"),
+    "count unlike the name": (edit_part(0, split_count=5), "its name says 3 files, its 'split.count' 5"),
     "count of 2^63": (edit_part(0, split_count=2**63), "its name says 3 files"),
     "tensor in two files": (tensor_twice, "m-00002-of-00003.gguf: tensor 't.0' is in two files"),
     "total that differs": (edit_part(0, split_tensors_count=7), "6 tensors, 'split.tensors.count' is 7"),
@@ -294,7 +294,7 @@ def test_a_later_split_names_the_first(tmp_path: Path) -> None:
 
 def test_a_renamed_split_says_so(tmp_path: Path) -> None:
     path = write_split(tmp_path / "m.gguf", {}, SPLIT_TENSORS, 3)[0].rename(tmp_path / "model.gguf")
-    with pytest.raises(ModelFileError, match=r"model\.gguf is one of 3 split files"):
+    with pytest.raises(ModelFileError, match=r"model\.gguf is part of a split set of 3 files"):
         open_checkpoint(path)
 
 

@@ -158,7 +158,7 @@ BAD: dict[str, tuple[bytes, str]] = {
     "overlapping extents": (safetensors({**SMALL, "extra": {**SMALL["extra"], "data_offsets": [8, 16]}}), "overlap"),
     "one byte short": (safetensors(SMALL, data=23), "'extra'"),
     "two names for one tensor": (safetensors({**SMALL, "output_norm.weight": {**SMALL["extra"]}, "extra": {
-        "dtype": "F32", "shape": [0], "data_offsets": [0, 0]}}), "both mean 'output_norm.weight'"),
+        "dtype": "F32", "shape": [0], "data_offsets": [0, 0]}}), "both map to 'output_norm.weight'"),
 }  # fmt: skip
 
 
@@ -230,7 +230,7 @@ def test_folder_without_weights(tmp_path: Path) -> None:
 
 def test_a_bare_safetensors_file_names_the_folder(tmp_path: Path) -> None:
     folder_with(tmp_path, safetensors(SMALL))
-    with pytest.raises(ModelFileError, match=r"model\.safetensors: give the folder"):
+    with pytest.raises(ModelFileError, match=r"model\.safetensors: open the folder"):
         open_checkpoint(tmp_path / "model.safetensors")
 
 

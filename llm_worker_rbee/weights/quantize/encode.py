@@ -1,10 +1,10 @@
-"""Encoders of the K types: super-blocks of 256 values whose groups have small integer scales of their own.
+"""Encoders: (blocks, block_size) float32 to (blocks, block_bytes) uint8. Layouts as in `quants.basic` and `quants.k`.
 
-Three steps: the best scale of each group alone (fit.py); these as integers times the super-block's float16 `d` (and
-`dmin`); then integers and d in turn by least squares with the levels they lead to, as the first rounding has cost most
-of what the search gained. The best round of each super-block stays. Layouts as in `quants.k`.
-
-Values are (group size, blocks * groups), numbers of a group (blocks, groups).
+Plain types and Q4_0 .. Q8_0: the largest value sets the scale, no search; codes are made with the float32 scale, before
+it is rounded to float16, as ggml defines these types. K types (super-blocks of 256 values, groups with small integer
+scales) in three steps: the best scale of each group alone (fit.py); these as integers times the float16 `d` (and
+`dmin`); then integers and d in turn by least squares, because the first rounding loses most of what the search gained.
+The best round of each super-block is kept. Values are (group size, blocks * groups), group scales (blocks, groups).
 """
 
 from typing import NamedTuple
@@ -18,57 +18,57 @@ MIN_F16 = np.float32(2.0**-24)
 
 
 def round_to_f16(values: Floats) -> Floats:
-    """The float32 that a float16 field will be read back as; the smallest there is rather than nothing."""
+    """Return the float32 that a float16 field is read back as; the smallest float16 instead of an underflow to 0."""
     half = values.astype(np.float16).astype(np.float32)
     return np.where((half == 0) & (values != 0), np.copysign(MIN_F16, values), half)
 
 
 def f16_bytes(values: Floats) -> Bytes:
-    """float16 fields: (blocks,) or (blocks, n) -> (blocks, 2n)."""
+    """Return float16 fields: (blocks,) or (blocks, n) -> (blocks, 2n)."""
     return values.astype("<f2").reshape(len(values), -1).view(np.uint8)
 
 
 def pack_bits(codes: Bytes, width: int, bits: int) -> Bytes:
-    """The inverse of `quants.bits.planes`: each run of `width` bytes takes 8/bits runs of `width` levels."""
+    """Invert `quants.basic.unpack_bits`: each run of `width` bytes takes 8/bits runs of `width` codes."""
     blocks, count = codes.shape
     steps = 8 // bits
     runs = codes.reshape(blocks, count // (width * steps), steps, width)
     out = runs[:, :, 0].copy()
-    for step in range(1, steps):  # multiplied, because NumPy's uint8 << has no SIMD loop
+    for step in range(1, steps):  # NumPy's uint8 << has no SIMD loop
         out |= runs[:, :, step] * np.uint8(1 << (step * bits))
     return out.reshape(blocks, count // steps)
 
 
 def f32(blocks: Floats) -> Bytes:
-    """As they are."""
+    """Return the float32 bytes."""
     return blocks.astype("<f4", copy=False).view(np.uint8)
 
 
 def f16(blocks: Floats) -> Bytes:
-    """The nearest float16, ties to even."""
+    """Round to the nearest float16, ties to even."""
     return blocks.astype("<f2").view(np.uint8)
 
 
 def bf16(blocks: Floats) -> Bytes:
-    """The upper half of the float32, rounded to nearest, ties to even."""
+    """Round to the upper half of the float32, nearest, ties to even."""
     wide = blocks.view(np.uint32)
     rounded = wide + (np.uint32(0x7FFF) + ((wide >> np.uint32(16)) & np.uint32(1)))
     return (rounded >> np.uint32(16)).astype("<u2").view(np.uint8)
 
 
 def _signed_peak(blocks: Floats) -> Floats:
-    """The value of largest size, with its sign; of equals the first: (blocks, 1)."""
+    """Return the value of largest magnitude, with its sign; the first of equals: (blocks, 1)."""
     return np.take_along_axis(blocks, np.abs(blocks).argmax(axis=1, keepdims=True), axis=1)
 
 
 def _round_codes(scaled: Floats, offset: float, top: int) -> Bytes:
-    """Whole numbers from 0 to `top`, halves upwards."""
+    """Return codes from 0 to `top`; halves round up."""
     scaled += np.float32(offset + 0.5)
     return np.minimum(scaled, np.float32(top)).astype(np.uint8)
 
 
 def _symmetric(blocks: Floats, half_range: int) -> tuple[Floats, Bytes]:
-    """x = d * (q - half_range): the peak becomes the lowest level, of which there is one more than above zero."""
+    """x = d * (q - half_range): the peak gets code 0, as there is one more code below zero than above."""
     d = _signed_peak(blocks) / np.float32(-half_range)
     return d, _round_codes(blocks * reciprocal(d), half_range, 2 * half_range - 1)
 
@@ -110,21 +110,21 @@ def q5_1(blocks: Floats) -> Bytes:
 
 
 def q8_0(blocks: Floats) -> Bytes:
-    """x = d * q, halves away from zero."""
+    """x = d * q; halves round away from zero."""
     d = np.abs(blocks).max(axis=1, keepdims=True) / np.float32(127)
     scaled = blocks * reciprocal(d)
     scaled += np.copysign(np.float32(0.5), scaled)
     return np.concatenate([f16_bytes(d), scaled.astype(np.int8).view(np.uint8)], axis=1)
 
 
-ROUNDS = 3  # the first one included
+ROUNDS = 3  # including the first fit
 SUPER_BLOCK = 256
 MAX_6BIT = 63
-MIN_DETERMINANT = np.float32(1e-6)  # of two unknowns: below this share of its diagonal, a determinant is noise
+MIN_DETERMINANT = np.float32(1e-6)  # as a fraction of a * c; below it the 2x2 system is singular
 
 
 class Affine(NamedTuple):
-    """x = d * scale * level - dmin * minus."""
+    """x = d * scale * code - dmin * minimum."""
 
     d: Floats  # (blocks,)
     dmin: Floats  # (blocks,)
@@ -132,12 +132,12 @@ class Affine(NamedTuple):
     minimum: Floats  # (blocks, 8) whole numbers
 
     def group_scales(self) -> tuple[Floats, Floats]:
-        """Scale and minimum of every group, flat."""
+        """Return scale and minimum of every group, flat."""
         return (self.d[:, None] * self.scale).reshape(-1), (self.dmin[:, None] * self.minimum).reshape(-1)
 
 
 class Linear(NamedTuple):
-    """x = d * scale * level."""
+    """x = d * scale * code."""
 
     d: Floats  # (blocks,)
     scale: Floats  # (blocks, 16) whole numbers
@@ -169,19 +169,19 @@ def _columns(blocks: Floats, group: int) -> Floats:
 
 
 def _rows(codes: Floats, offset: int = 0) -> Bytes:
-    """Levels of (group size, groups) as unsigned bytes in the order of the values: (blocks, 256)."""
+    """Transpose codes of (group size, groups) into bytes in the order of the values: (blocks, 256)."""
     whole = (codes + np.float32(offset)).astype(np.uint8)
     return np.ascontiguousarray(whole.T).reshape(-1, SUPER_BLOCK)
 
 
-def _round_clip(values: Floats, unit: Floats, least: int, most: int) -> Floats:
-    """values / unit as whole numbers within bounds."""
-    whole: Floats = np.clip(np.rint(values * reciprocal(unit)[:, None]), least, most)
+def _round_clip(values: Floats, unit: Floats, low: int, high: int) -> Floats:
+    """Return values / unit, rounded and clipped."""
+    whole: Floats = np.clip(np.rint(values * reciprocal(unit)[:, None]), low, high)
     return whole
 
 
 def _squared_error(q: Floats, scale: Floats, minimum: Floats | None, x: Floats, blocks: int) -> Floats:
-    """The sum of squared errors of each super-block; `q` stays."""
+    """Return the sum of squared errors of each super-block; `q` is not changed."""
     error = q * scale
     if minimum is not None:
         error -= minimum
@@ -196,15 +196,15 @@ def _affine(blocks: Floats, top: int) -> tuple[Affine, Bytes]:
     q, spare = np.empty_like(x), np.empty_like(x)
     total = x.sum(0).reshape(count, 8)
     tried = best = _first_affine(*(part.reshape(count, 8) for part in fit_affine(x, top)))
-    least = np.full(count, np.inf, np.float32)
+    lowest = np.full(count, np.inf, np.float32)
     for turn in range(ROUNDS):
         if turn:
             codes = Sums(*(part.reshape(count, 8) for part in sums(q, x, spare)))
             tried = _next_affine(tried, codes, total)
         groups = tried.group_scales()
         error = _squared_error(affine_codes(x, *groups, top, q), *groups, x, count)
-        better = error < least
-        least = np.where(better, error, least)
+        better = error < lowest
+        lowest = np.where(better, error, lowest)
         best = Affine(*(_select(better, new, old) for new, old in zip(tried, best, strict=True)))
     return best, _rows(affine_codes(x, *best.group_scales(), top, q))
 
@@ -219,7 +219,7 @@ def _first_affine(scale: Floats, minimum: Floats) -> Affine:
 
 
 def _next_affine(now: Affine, codes: Sums, total: Floats) -> Affine:
-    """Each group's integers, one after the other, then d and dmin of the super-block, all for these levels."""
+    """Refit each group's minimum, then its scale, then d and dmin of the super-block, for these codes."""
     wanted = (now.d[:, None] * now.scale * codes.q - total) / np.float32(32)
     minimum = _round_clip(wanted, now.dmin, 0, MAX_6BIT)
     wanted = (codes.qx + now.dmin[:, None] * minimum * codes.q) * reciprocal(codes.qq)
@@ -235,7 +235,7 @@ def _next_affine(now: Affine, codes: Sums, total: Floats) -> Affine:
 
 
 def _affine_head(found: Affine) -> tuple[Bytes, Bytes, Bytes]:
-    """The two float16 numbers, and eight scales and eight minima of six bits in twelve bytes."""
+    """Return d, dmin, and eight 6-bit scales and minima in twelve bytes."""
     scale, minimum = found.scale.astype(np.uint8), found.minimum.astype(np.uint8)
     both = np.concatenate([scale[:, :4], minimum[:, :4]], axis=1)
     later = np.concatenate([scale[:, 4:], minimum[:, 4:]], axis=1)
@@ -251,7 +251,7 @@ def _linear(blocks: Floats, half_range: int) -> tuple[Linear, Bytes]:
     x, count = _columns(blocks, 16), len(blocks)
     q, spare = np.empty_like(x), np.empty_like(x)
     tried = best = _first_linear(fit_linear(x, half_range).reshape(count, 16))
-    least = np.full(count, np.inf, np.float32)
+    lowest = np.full(count, np.inf, np.float32)
     for turn in range(ROUNDS):
         if turn:
             codes = Sums(*(part.reshape(count, 16) for part in sums(q, x, spare)))
@@ -260,15 +260,15 @@ def _linear(blocks: Floats, half_range: int) -> tuple[Linear, Bytes]:
             tried = Linear(round_to_f16(d), scale)
         groups = (tried.d[:, None] * tried.scale).reshape(-1)
         error = _squared_error(linear_codes(x, groups, half_range, q), groups, None, x, count)
-        better = error < least
-        least = np.where(better, error, least)
+        better = error < lowest
+        lowest = np.where(better, error, lowest)
         best = Linear(*(_select(better, new, old) for new, old in zip(tried, best, strict=True)))
     linear_codes(x, (best.d[:, None] * best.scale).reshape(-1), half_range, q)
     return best, _rows(q, half_range)
 
 
 def _first_linear(scale: Floats) -> Linear:
-    """The scale of largest size becomes -128, of which int8 has one more than above zero."""
+    """Map the scale of largest magnitude to -128: int8 has one more code below zero than above."""
     peak = np.take_along_axis(scale, np.abs(scale).argmax(axis=1, keepdims=True), axis=1)[:, 0]
     d = round_to_f16(peak / np.float32(-128))
     return Linear(d, _round_clip(scale, d, -128, 127))

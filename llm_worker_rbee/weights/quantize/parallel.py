@@ -1,7 +1,7 @@
-"""Many tensors into other types, on all cores and in order, without ever holding a whole tensor as float32.
+"""Quantize many tensors on all cores, in order, without holding a whole tensor as float32.
 
-A job is cut into pieces of rows; threads work on the next few pieces (NumPy lets go of the GIL in every step) while
-the caller takes the finished ones in their order.
+A job is split into pieces of rows; threads work on the next few pieces (NumPy releases the GIL) while the caller
+receives finished ones in order.
 """
 
 from __future__ import annotations
@@ -22,36 +22,34 @@ from ..quants import BlockType
 from . import quantize
 
 PIECE_VALUES = 1 << 19  # values
-Progress = Callable[[str, int, int | None], None]  # what is being done, bytes written, bytes in all
+Progress = Callable[[str, int, int | None], None]  # activity, bytes written, total bytes
 
 
 class TensorJob(NamedTuple):
-    """A tensor to be made: from which, of which type, its rows in which order, what is added to its values."""
+    """One tensor to write: its source, type, row order, and an offset added to its values."""
 
     name: str
     source: Tensor
     kind: BlockType
-    order: NDArray[np.intp] | None = None  # row i is row order[i] of the source; of a vector, value
+    order: NDArray[np.intp] | None = None  # row i (of a vector: value i) is row order[i] of the source
     offset: float = 0.0
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the result."""
         return self.n_rows * self.kind.row_bytes(self.columns)
 
     @property
     def columns(self) -> int:
-        """Values of a row: a vector is a column, so that its values can be put in order."""
+        """Values per row; a vector is a column, so that its values can be permuted."""
         shape = self.source.shape
         return shape[-1] if len(shape) > 1 or self.source.kind.block_size > 1 else 1
 
     @property
     def n_rows(self) -> int:
-        """Rows."""
         return self.source.size // self.columns if self.columns else 0
 
     def encode_rows(self, start: int, stop: int) -> NDArray[np.uint8]:
-        """The bytes of some rows of the result."""
+        """Return the bytes of rows start .. stop of the result."""
         source = self.source
         raw = source.data.reshape(self.n_rows, source.kind.row_bytes(self.columns))
         raw = raw[start:stop] if self.order is None else raw[self.order[start:stop]]
@@ -67,13 +65,13 @@ class TensorJob(NamedTuple):
 
 
 def default_threads() -> int:
-    """Threads that are of use: the cores of this process, or what a container's quota leaves of them."""
+    """Return the usable cores of this process, limited by a container's CPU quota."""
     quota = machine.cpu_quota()
     return machine.usable_cores() if quota is None else max(1, min(machine.usable_cores(), math.ceil(quota)))
 
 
 def run_jobs(jobs: Sequence[TensorJob], threads: int | None = None) -> Iterator[tuple[TensorJob, NDArray[np.uint8]]]:
-    """The pieces of all jobs in their order, some of them computed ahead."""
+    """Yield the pieces of all jobs in order; a few are computed ahead."""
     count = threads or default_threads()
     pool, ahead = ThreadPoolExecutor(count, "quantize"), deque[tuple[TensorJob, Future[NDArray[np.uint8]]]]()
     try:
@@ -98,7 +96,7 @@ def _pieces(jobs: Iterable[TensorJob]) -> Iterator[tuple[TensorJob, int, int]]:
 def quantize_in_memory(
     jobs: Sequence[TensorJob], threads: int | None = None, progress: Progress | None = None
 ) -> dict[str, Tensor]:
-    """The results in memory."""
+    """Run all jobs and return the resulting tensors."""
     made = {job.name: np.empty(job.nbytes, np.uint8) for job in jobs}
     filled, done, total = dict.fromkeys(made, 0), 0, sum(job.nbytes for job in jobs)
     for job, piece in run_jobs(jobs, threads):

@@ -1,6 +1,6 @@
-"""Jobs -> a GGUF file, piece by piece: the file appears under its name when it is whole, or not at all.
+"""Write quantized tensors to a GGUF file as they are made; the file gets its name only when it is complete.
 
-The metadata is written by `gguf_writer`; the directory here, because the tensors behind it do not exist yet.
+`gguf_writer` writes the metadata; the directory is written here, before the tensors exist.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..gguf_writer import write_gguf
 from .parallel import Progress, TensorJob, run_jobs
 
 DISK_FULL_ERRNOS = {errno.ENOSPC, errno.EDQUOT}
-SPARE_BYTES = 1 << 20  # for the metadata and what else is written meanwhile
+SPARE_BYTES = 1 << 20  # metadata, and other programs' writes meanwhile
 
 
 def write_quantized_gguf(
@@ -31,7 +31,7 @@ def write_quantized_gguf(
     threads: int | None = None,
     progress: Progress | None = None,
 ) -> Path:
-    """Write the file; whatever was there under this name is replaced at the very end."""
+    """Write the file; an existing file of this name is replaced at the very end."""
     total = sum(_aligned(job.nbytes) for job in jobs)
     with _explain_os_errors(path, total):
         free = shutil.disk_usage(path.parent).free
@@ -53,7 +53,7 @@ def write_quantized_gguf(
 def _write_tensors(
     file: BinaryIO, jobs: Sequence[TensorJob], total: int, threads: int | None, progress: Progress | None
 ) -> None:
-    file.seek(len(MAGIC) + 4)  # the count of tensors, which the metadata alone has written as 0
+    file.seek(len(MAGIC) + 4)  # the tensor count, which write_gguf wrote as 0
     file.write(struct.pack("<Q", len(jobs)))
     file.seek(0, os.SEEK_END)
     file.write(_directory(jobs))
@@ -72,7 +72,7 @@ def _write_tensors(
 def _directory(jobs: Sequence[TensorJob]) -> bytes:
     out, offset = bytearray(), 0
     for job in jobs:
-        name, dims = job.name.encode(), job.source.shape[::-1]  # the fastest first
+        name, dims = job.name.encode(), job.source.shape[::-1]  # fastest first
         out += struct.pack("<Q", len(name)) + name + struct.pack(f"<I{len(dims)}Q", len(dims), *dims)
         out += struct.pack("<IQ", job.kind.id, offset)
         offset += _aligned(job.nbytes)

@@ -1,8 +1,7 @@
-"""Every GGML block type: name, id, size and a decoder to float32 in NumPy. The front door of this folder.
+"""Every GGML block type: name, id (of ggml.h), size, and a NumPy decoder to float32. Encoders are in `quantize`.
 
-A tensor is rows of blocks: each block holds `block_size` neighbours of the last axis in `block_bytes` bytes. Decoding
-only; encoding is not here. The ids are those of ggml.h. A non-finite scale decodes to non-finite values, without
-a warning: whoever prepares weights looks for them.
+A tensor is rows of blocks; a block holds `block_size` neighbours of the last axis in `block_bytes` bytes. A non-finite
+scale decodes to non-finite values without a warning: the loader checks for them.
 """
 
 from collections.abc import Callable
@@ -21,7 +20,7 @@ Decoder = Callable[[NDArray[np.uint8]], NDArray[np.float32]]
 
 @dataclass(frozen=True, slots=True)
 class BlockType:
-    """One block type; `decode` takes (blocks, block_bytes) uint8 and gives (blocks, block_size) float32."""
+    """One block type; `decode` maps (blocks, block_bytes) uint8 to (blocks, block_size) float32."""
 
     name: str
     id: int
@@ -30,7 +29,7 @@ class BlockType:
     decode: Decoder
 
     def row_bytes(self, n: int) -> int:
-        """Bytes of n neighbouring values, n a multiple of block_size."""
+        """Return the bytes of a row of n values."""
         if n % self.block_size:
             raise ModelFileError(f"a row of {n} values is not a multiple of the {self.name} block of {self.block_size}")
         return n // self.block_size * self.block_bytes
@@ -86,7 +85,7 @@ _TABLE: tuple[tuple[str, int, int, int, Decoder], ...] = (
 BLOCK_TYPES: dict[str, BlockType] = {row[0]: BlockType(*row[:4], _quiet(row[4])) for row in _TABLE}
 BY_ID: dict[int, BlockType] = {kind.id: kind for kind in BLOCK_TYPES.values()}
 
-# Ids that old files may hold and that ggml itself no longer reads.
+# Ids of old files that ggml itself no longer reads.
 REMOVED_TYPES: dict[int, str] = {
     4: "Q4_2",
     5: "Q4_3",
@@ -100,9 +99,9 @@ REMOVED_TYPES: dict[int, str] = {
 
 
 def dequantize(kind: BlockType, data: NDArray[np.uint8], shape: tuple[int, ...]) -> NDArray[np.float32]:
-    """The tensor of this shape (NumPy order) that these bytes hold.
+    """Decode bytes into a float32 tensor of this shape (NumPy order).
 
-    `data` may have any shape and may be a read-only view of a mapped file. F32 data comes back as a view of it.
+    `data` may have any shape and may be a read-only view of a mapped file. F32 data is returned as a view.
     """
     rows, row = prod(shape[:-1]), shape[-1] if shape else 1
     expected = rows * kind.row_bytes(row)

@@ -1,8 +1,7 @@
-"""Constants of the quantized formats: grids of the IQ types, their sign patterns, the 16-value tables, FP scales.
+"""Constants of the quantized formats: grids and sign patterns of the IQ types, 16-value tables, FP scales.
 
-Data, not code: they are part of the file formats defined by ggml (llama.cpp, MIT licence, copyright the ggml authors;
-see NOTICE). Nothing is unpacked at import; each table is built on first use, read-only and ready for `take`: float32,
-the signs int8. How a block indexes them is in iq.py.
+They are part of the file formats of ggml (llama.cpp, MIT licence, copyright the ggml authors; see NOTICE). Each table
+is built on first use, read-only, float32 (signs int8). iq.py indexes them.
 """
 
 import zlib

@@ -1,7 +1,7 @@
 """Decoders of the IQ types: super-blocks of 256 values, stored as indices into a codebook of rows of 4 or 8 values.
 
-Each takes (blocks, block_bytes) uint8 and gives (blocks, 256) float32. Layouts are written as the block's fields in
-order, with sizes in bytes; `d` is float16. x = scale of the group * codebook value * sign, unless said otherwise.
+A decoder maps (blocks, block_bytes) uint8 to (blocks, 256) float32. Layouts list the fields of a block with sizes in
+bytes; `d` is float16. x = group scale * codebook value * sign, unless noted.
 """
 
 from typing import TypeVar
@@ -20,7 +20,7 @@ Number = TypeVar("Number", np.float32, np.int8)
 
 
 def _rows(table: NDArray[Number], index: Codes) -> NDArray[Number]:
-    """Rows of a table, side by side: (blocks, n) -> (blocks, n * width)."""
+    """Gather rows of a table, side by side: (blocks, n) -> (blocks, n * width)."""
     return table.take(index, axis=0).reshape(len(index), index.shape[1] * table.shape[1])
 
 
@@ -31,7 +31,7 @@ def _signed_rows(book: Floats, index: Codes, sign_table: NDArray[np.int8], signs
 
 
 def _wide_index(high: Codes, low: Bytes) -> NDArray[np.uint16]:
-    """high << 8 | low."""
+    """Return high << 8 | low."""
     index = high.astype(np.uint16)
     index <<= np.uint16(8)
     index |= low
@@ -88,7 +88,7 @@ def iq3_s(blocks: Bytes) -> Floats:
 
 
 def _shifted_rows(index: Codes, downward: NDArray[np.bool_]) -> Floats:
-    """Rows of IQ1's codebook (-1, 0, 1), each moved by an eighth, up or down: (blocks, 32) -> (blocks, 256)."""
+    """Gather rows of IQ1's codebook (-1, 0, 1), shifted by an eighth up or down: (blocks, 32) -> (blocks, 256)."""
     values = grid("IQ1_S").take(index, axis=0)
     values += np.where(downward, -IQ1_DELTA, IQ1_DELTA)[..., None]
     return values.reshape(len(index), 256)

@@ -1,7 +1,7 @@
 """Decoders of the K types: super-blocks of 256 values, in groups of 16 or 32 with small integer scales of their own.
 
-Each takes (blocks, block_bytes) uint8 and gives (blocks, 256) float32. Layouts are written as the block's fields in
-order, with sizes in bytes; `d` and `dmin` are float16 where nothing else is said.
+A decoder maps (blocks, block_bytes) uint8 to (blocks, 256) float32. Layouts list the fields of a block with sizes in
+bytes; `d` and `dmin` are float16 unless noted.
 """
 
 import numpy as np

@@ -1,7 +1,7 @@
-"""Where a NaN or an infinity can hide in each block type, and a quick look for one that decodes nothing.
+"""Search for NaN and infinite scales without decoding a tensor.
 
-A scale is bad if every bit of its exponent is set, so it is told by one or two bytes of the block: ((byte, mask), ...),
-bad where all masked bits are set. Types without an entry hold no such number (NVFP4 defines its only NaN as 0).
+A number is non-finite if every exponent bit is set, which one or two bytes of the block show: ((byte, mask), ...),
+non-finite where all masked bits are set. Types without an entry cannot hold one (NVFP4 decodes its only NaN as 0).
 """
 
 import numpy as np
@@ -10,11 +10,11 @@ from numpy.typing import NDArray
 from . import BlockType
 
 Bits = tuple[tuple[int, int], ...]
-SLAB_BLOCKS = 1 << 20  # blocks looked at together, so that the temporary arrays stay small
+SLAB_BLOCKS = 1 << 20  # bounds the temporary arrays
 
 
 def _halves(*offsets: int) -> tuple[Bits, ...]:
-    """float16 numbers: the exponent is bits 2 to 6 of the upper byte."""
+    """Return the exponent bits of float16 numbers: bits 2 to 6 of the upper byte."""
     return tuple(((at + 1, 0x7C),) for at in offsets)
 
 
@@ -34,7 +34,7 @@ SCALE_BITS: dict[str, tuple[Bits, ...]] = {
 
 
 def find_nonfinite_block(kind: BlockType, data: NDArray[np.uint8]) -> int | None:
-    """The number of the first block with a NaN or infinite scale (or value, in a plain type), or None."""
+    """Return the first block with a NaN or infinite scale (or value, in a plain type), or None."""
     blocks = data.reshape(-1, kind.block_bytes)
     for bits in SCALE_BITS.get(kind.name, ()):
         for start in range(0, len(blocks), SLAB_BLOCKS):
