@@ -19,7 +19,7 @@ from .engine.async_engine import AsyncEngine, RequestStream
 from .engine.request import FinishReason, Request, SamplingParams, StepOutput, TokenLogprob, resolve_max_tokens
 from .engine.sampler import draw_seed
 from .errors import InvalidRequestError
-from .tokenizer import StreamDecoder, Tokenizer
+from .tokenizer import Detokenizer, Tokenizer
 
 
 class TextDelta(NamedTuple):
@@ -53,8 +53,8 @@ class Generation:
         self.finish_reason: FinishReason | None = None
         self._timeout_s = timeout_s
         self._listener = listener or GenerationListener()
-        self._detokenizer = StreamDecoder(
-            tokenizer, tuple(request.params.stop), continuation=tokenizer.continues(request.prompt)
+        self._detokenizer = Detokenizer(
+            tokenizer, tuple(request.params.stop), continuation=tokenizer.is_continuation(request.prompt)
         )
         self._stream: RequestStream | None = None
         self._is_closed = False
