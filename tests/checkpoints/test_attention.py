@@ -73,7 +73,7 @@ def their_output(module: Any, x: Floats) -> Floats:
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("tokens", [1, 6])
-def test_qkv(shape: str, bias: bool, tokens: int, rng: np.random.Generator) -> None:
+def test_qkv_equals_transformers(shape: str, bias: bool, tokens: int, rng: np.random.Generator) -> None:
     module = their_attention(shape, bias)
     ours, x = our_attention(module), normal(rng, tokens, SHAPES[shape][0])
     for i, projection in enumerate((module.q_proj, module.k_proj, module.v_proj)):
@@ -123,7 +123,7 @@ def test_kv_cache_read_at_a_wrong_position_is_caught(rng: np.random.Generator) -
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "tokens", "length", "dim"), [(9, 3, 5, 5, 64), (8, 8, 1, 33, 128), (6, 1, 3, 7, 10)]
 )
-def test_attention_scores(
+def test_attention_scores_equal_transformers(
     heads: int, kv_heads: int, tokens: int, length: int, dim: int, rng: np.random.Generator
 ) -> None:
     q, k = normal(rng, heads, tokens, dim), normal(rng, kv_heads, length, dim)
@@ -139,7 +139,7 @@ def test_attention_scores(
 
 
 @pytest.mark.parametrize(("shape", "scale"), [((1, 1), 1.0), ((3, 7, 129), 1.0), ((2, 49152), 5.0), ((4, 33), 1e4)])
-def test_softmax(shape: tuple[int, ...], scale: float, rng: np.random.Generator) -> None:
+def test_softmax_equals_torch(shape: tuple[int, ...], scale: float, rng: np.random.Generator) -> None:
     x = normal(rng, *shape, scale=scale)
     expected = torch.softmax(torch.from_numpy(x).double(), -1).numpy()
     assert_checkpoint(lambda: ops.softmax(x), expected, SOFTMAX)
@@ -148,7 +148,7 @@ def test_softmax(shape: tuple[int, ...], scale: float, rng: np.random.Generator)
         assert_caught(ops.softmax(x * np.float32(1.1)), expected, SOFTMAX)
 
 
-def test_softmax_under_a_mask(rng: np.random.Generator) -> None:
+def test_softmax_masked_equals_torch(rng: np.random.Generator) -> None:
     x = normal(rng, 5, 5)
     x[~ops.causal_mask(np.arange(5), np.arange(5))] = -np.inf
     assert_checkpoint(lambda: ops.softmax(x), torch.softmax(torch.from_numpy(x).double(), -1).numpy(), SOFTMAX)
@@ -184,7 +184,7 @@ def run_steps(
 
 @pytest.mark.parametrize("steps", STEPS)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_attention_output(shape: str, steps: str, rng: np.random.Generator) -> None:
+def test_attention_output_equals_transformers(shape: str, steps: str, rng: np.random.Generator) -> None:
     module = their_attention(shape)
     layer, xs = our_attention(module), [normal(rng, n, SHAPES[shape][0]) for n in LENGTHS]
     expected = np.concatenate([their_output(module, x) for x in xs])
@@ -217,7 +217,7 @@ def test_attention_at_a_wrong_cache_position_is_caught(mistake: str, rng: np.ran
     assert_caught(run_steps(layer, xs, steps, WRONG_BATCH[mistake]), expected, OUTPUT)
 
 
-def test_attention_with_wrong_numbers_is_caught(rng: np.random.Generator) -> None:
+def test_attention_with_wrong_parameters_is_caught(rng: np.random.Generator) -> None:
     module = their_attention("SmolLM2")
     layer, xs = our_attention(module), [normal(rng, n, 576) for n in LENGTHS]
     expected = np.concatenate([their_output(module, x) for x in xs])

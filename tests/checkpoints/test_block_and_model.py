@@ -61,7 +61,7 @@ def randomised(module: Any) -> Any:
 
 @pytest.mark.parametrize("kind", GATED)
 @pytest.mark.parametrize("tokens", [1, 7])
-def test_swiglu(kind: str, tokens: int, rng: np.random.Generator) -> None:
+def test_swiglu_equals_transformers(kind: str, tokens: int, rng: np.random.Generator) -> None:
     cls, config, activation = GATED[kind]
     module = randomised(cls(config))
     x = normal(rng, tokens, config.hidden_size, scale=3.0)
@@ -115,7 +115,7 @@ def run_block(block: Block, xs: list[Floats], *, with_residual: bool) -> Floats:
 
 @pytest.mark.parametrize("with_residual", [False, True])
 @pytest.mark.parametrize("settings", [SMOL, ODD], ids=["SmolLM2", "odd"])
-def test_block(settings: dict[str, Any], with_residual: bool, rng: np.random.Generator) -> None:
+def test_block_equals_transformers(settings: dict[str, Any], with_residual: bool, rng: np.random.Generator) -> None:
     layer = their_layer(settings)
     block, xs = (
         our_block(layer, layer.self_attn.config.rms_norm_eps),
@@ -144,7 +144,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Transformer]:
 
 
 @pytest.mark.parametrize("length", [1, 24, 65])
-def test_logits_and_argmax(length: int, small: tuple[Any, Transformer]) -> None:
+def test_logits_and_argmax_equal_transformers(length: int, small: tuple[Any, Transformer]) -> None:
     theirs, ours = small
     ids = np.random.default_rng(length).integers(3, model_zoo.VOCAB, length).tolist()
     expected = model_zoo.hf_logits(theirs, ids)
@@ -174,7 +174,7 @@ def test_logits_of_a_wrong_model_are_caught(small: tuple[Any, Transformer]) -> N
         model_runs.logits_of(more_heads, ids)
 
 
-def test_text_at_temperature_0_is_exact(tmp_path: Path) -> None:
+def test_greedy_text_equals_transformers(tmp_path: Path) -> None:
     """The whole way, tokenizer included, against transformers' greedy tokens on the same weights."""
     model = tiny_models.random_hf()
     llm = LLM(tiny_models.write_random(tmp_path / "tiny.gguf", model))

@@ -29,13 +29,13 @@ def their_norm(x: Floats, weight: Floats, eps: float) -> Floats:
 
 @pytest.mark.parametrize(("tokens", "width"), [(1, 576), (17, 576), (5, 4096), (3, 37), (1, 1)])
 @pytest.mark.parametrize("scale", [0.01, 1.0, 300.0])
-def test_rms_norm(tokens: int, width: int, scale: float, rng: np.random.Generator) -> None:
+def test_rms_norm_equals_transformers(tokens: int, width: int, scale: float, rng: np.random.Generator) -> None:
     x, weight = normal(rng, tokens, width, scale=scale), rng.uniform(0.5, 1.5, width).astype(np.float32)
     norm = RMSNorm(ops.prepare_vector(weight), 1e-5)
     assert_checkpoint(lambda: norm(ops, x), their_norm(x, weight, 1e-5), NORM, NORM_MEAN)
 
 
-def test_rms_norm_joined_with_the_residual(rng: np.random.Generator) -> None:
+def test_add_and_norm_equals_transformers(rng: np.random.Generator) -> None:
     x, residual, weight = normal(rng, 7, 576), normal(rng, 7, 576), rng.uniform(0.5, 1.5, 576).astype(np.float32)
     norm = RMSNorm(weight, 1e-6)
     total = (torch.from_numpy(x) + torch.from_numpy(residual)).numpy()
@@ -86,7 +86,7 @@ POSITIONS = {"one token": [0], "prompt": list(range(128)), "decode": [777], "far
 
 @pytest.mark.parametrize("where", POSITIONS)
 @pytest.mark.parametrize(("head_dim", "base"), [(64, 100000.0), (128, 10000.0), (80, 500000.0)])
-def test_rope(head_dim: int, base: float, where: str, rng: np.random.Generator) -> None:
+def test_rope_equals_transformers(head_dim: int, base: float, where: str, rng: np.random.Generator) -> None:
     positions, config = np.array(POSITIONS[where]), llama_config(head_dim, base)
     q, k = normal(rng, len(positions), 4, head_dim), normal(rng, len(positions), 2, head_dim)
     table = rope_table(config_of(config), local=False, max_context=8192)
@@ -95,7 +95,7 @@ def test_rope(head_dim: int, base: float, where: str, rng: np.random.Generator) 
         assert_checkpoint(lambda i=i: our_rope(q, k, positions, table)[i], expected[i], ROPE)  # type: ignore[misc]
 
 
-def test_rope_done_wrongly_is_caught(rng: np.random.Generator) -> None:
+def test_rope_wrong_variant_is_caught(rng: np.random.Generator) -> None:
     positions, config = np.arange(16), llama_config(64, 100000.0)
     q, k = normal(rng, 16, 4, 64), normal(rng, 16, 2, 64)
     shape = config_of(config)

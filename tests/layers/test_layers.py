@@ -35,26 +35,26 @@ def attention(rng: np.random.Generator) -> Attention:
     )
 
 
-def test_linear_with_and_without_bias(rng: np.random.Generator) -> None:
+def test_linear_with_and_without_bias_equals_torch(rng: np.random.Generator) -> None:
     weight, bias, x = normal(rng, 5, WIDTH), normal(rng, 5), normal(rng, 2, WIDTH)
     plain = Linear(prepared(weight))(ops, x)
     assert np.allclose(plain, x @ weight.T, atol=1e-5)
     assert np.array_equal(Linear(prepared(weight), bias)(ops, x), plain + bias)
 
 
-def test_linear_of_quantized_rows(rng: np.random.Generator) -> None:
+def test_linear_quantized_weight_equals_dequantized(rng: np.random.Generator) -> None:
     weight, x = quantized("Q4_1", normal(rng, 9, 64)), normal(rng, 1, 64)
     assert np.allclose(Linear(ops.prepare([weight]))(ops, x), x @ weight.dequantize().T, atol=1e-5)
 
 
-def test_split_gives_q_then_k_then_v(rng: np.random.Generator) -> None:
+def test_attention_split_returns_q_k_v(rng: np.random.Generator) -> None:
     rows = np.arange((HEADS + 2 * KV_HEADS) * DIM, dtype=np.float32)[None]
     q, k, v = attention(rng).split(rows)
     assert (q.shape, k.shape, v.shape) == ((1, HEADS, DIM), (1, KV_HEADS, DIM), (1, KV_HEADS, DIM))
     assert (q[0, 0, 0], k[0, 0, 0], v[0, 0, 0]) == (0, HEADS * DIM, (HEADS + KV_HEADS) * DIM)
 
 
-def test_q_and_k_norms_are_applied_per_head(rng: np.random.Generator) -> None:
+def test_attention_qk_norm_is_applied_per_head(rng: np.random.Generator) -> None:
     """With norms of weight 1, scaling the q and k projections changes nothing; without them it does."""
     pages, x = Pages([5], rng), normal(rng, 5, WIDTH)
     layer, norm = attention(rng), RMSNorm(np.ones(DIM, np.float32), 1e-12)
@@ -71,7 +71,7 @@ def test_q_and_k_norms_are_applied_per_head(rng: np.random.Generator) -> None:
     assert np.abs(outputs[2] - outputs[3]).max() > 1e-2
 
 
-def test_a_block_with_post_norms(rng: np.random.Generator) -> None:
+def test_block_with_post_norms_equals_definition(rng: np.random.Generator) -> None:
     """Norms after attention and MLP: what the block adds has a root mean square of 1."""
     norm = RMSNorm(np.ones(WIDTH, np.float32), 1e-6)
     mlp = SwiGLU(linear(normal(rng, 2 * 7, WIDTH)), linear(normal(rng, WIDTH, 7)))
@@ -84,7 +84,7 @@ def test_a_block_with_post_norms(rng: np.random.Generator) -> None:
     assert not np.allclose(plain(ops, x, None, kv, batch)[0], added, atol=1e-2)
 
 
-def test_layers_leave_their_input_alone(rng: np.random.Generator) -> None:
+def test_layers_do_not_modify_their_input(rng: np.random.Generator) -> None:
     norm = RMSNorm(np.ones(WIDTH, np.float32), 1e-6)
     block = Block(norm, attention(rng), norm, SwiGLU(linear(normal(rng, 14, WIDTH)), linear(normal(rng, WIDTH, 7))))
     pages, x, residual = Pages([4], rng), normal(rng, 4, WIDTH), normal(rng, 4, WIDTH)

@@ -61,7 +61,7 @@ def llama(rope: dict[str, Any]) -> transformers.LlamaConfig:
 
 @pytest.mark.parametrize("context", [1024, 131072])
 @pytest.mark.parametrize("kind", KINDS)
-def test_tables_equal_transformers(kind: str, context: int) -> None:
+def test_rope_table_equals_transformers(kind: str, context: int) -> None:
     rope = KINDS[kind]
     theirs = llama(rope)
     if rope["rope_type"] == "default":
@@ -75,7 +75,7 @@ def test_tables_equal_transformers(kind: str, context: int) -> None:
 
 
 @pytest.mark.parametrize("kind", [k for k in KINDS if not k.startswith("default")])
-def test_a_scaling_changes_the_table(kind: str) -> None:
+def test_rope_table_scaling_changes_it(kind: str) -> None:
     """So that the comparison above is not vacuous."""
     plain = rope_table(
         config_of(llama({"rope_type": "default", "rope_theta": KINDS[kind]["rope_theta"]})),
@@ -86,7 +86,7 @@ def test_a_scaling_changes_the_table(kind: str) -> None:
     assert np.abs(scaled.inv_freq / plain.inv_freq - 1).max() > 1e-2
 
 
-def test_the_older_spelling_is_read_too() -> None:
+def test_rope_scaling_older_spelling_is_read() -> None:
     old = {
         **llama({"rope_type": "default", "rope_theta": 1.0}).to_dict(),
         "rope_parameters": None,
@@ -97,7 +97,7 @@ def test_the_older_spelling_is_read_too() -> None:
     assert np.array_equal(ours.inv_freq, rope_table(config_of(llama(LLAMA3)), local=False, max_context=4096).inv_freq)
 
 
-def test_longrope_takes_the_short_list_up_to_the_original_context() -> None:
+def test_longrope_up_to_original_context_uses_short_factors() -> None:
     config = config_of(llama(LONG))
     tables = [rope_table(config, local=False, max_context=n).inv_freq for n in (1, 4096, 4097)]
     assert np.array_equal(tables[0], tables[1])
@@ -105,7 +105,7 @@ def test_longrope_takes_the_short_list_up_to_the_original_context() -> None:
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "ntk", "made-up", "proportional"])
-def test_an_unknown_scaling_is_refused_by_name(kind: str) -> None:
+def test_rope_scaling_unknown_raises(kind: str) -> None:
     raw = {
         **llama({"rope_type": "default", "rope_theta": 1e4}).to_dict(),
         "rope_parameters": {"rope_type": kind, "rope_theta": 1e4, "factor": 2.0},
@@ -115,7 +115,7 @@ def test_an_unknown_scaling_is_refused_by_name(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "llama3", "made-up"])
-def test_an_unknown_scaling_in_a_gguf_is_refused_by_name(kind: str) -> None:
+def test_rope_scaling_unknown_in_gguf_raises(kind: str) -> None:
     keys = {
         "block_count": 1,
         "embedding_length": 8,
@@ -131,7 +131,7 @@ def test_an_unknown_scaling_in_a_gguf_is_refused_by_name(kind: str) -> None:
         ModelConfig.from_gguf(metadata, BY_HF["llama"], 10)
 
 
-def test_factors_of_the_file_divide_the_frequencies() -> None:
+def test_rope_table_freq_factors_divide_frequencies() -> None:
     config = config_of(llama(KINDS["default"]))
     factors = np.linspace(1, 8, HALF).astype(np.float32)
     plain = rope_table(config, local=False, max_context=64)
@@ -143,21 +143,21 @@ def test_factors_of_the_file_divide_the_frequencies() -> None:
 @pytest.mark.parametrize(
     "factors", [np.ones(3), np.zeros(HALF), -np.ones(HALF), np.full(HALF, np.nan), np.full(HALF, np.inf)]
 )
-def test_bad_factors_of_the_file_are_refused(factors: Any) -> None:
+def test_rope_table_invalid_freq_factors_raise(factors: Any) -> None:
     with pytest.raises(ModelFileError, match=r"rope_freqs\.weight"):
         rope_table(
             config_of(llama(KINDS["default"])), local=False, max_context=64, freq_factors=factors.astype(np.float32)
         )
 
 
-def test_a_longrope_without_its_factors_is_refused() -> None:
+def test_longrope_without_factors_raises() -> None:
     config = config_of(llama(LONG))
     broken = replace(config, rope_scaling=replace(config.rope_scaling, long_factors=()))
     with pytest.raises(ModelFileError, match="longrope"):
         rope_table(broken, local=False, max_context=131072)
 
 
-def test_layers_with_a_window_may_have_their_own_base() -> None:
+def test_rope_table_local_layer_uses_local_base() -> None:
     config = replace(config_of(llama(KINDS["linear"])), rope_local_base=123.0)
     local, full = (rope_table(config, local=local, max_context=64) for local in (True, False))
     assert local.inv_freq[1] == pytest.approx(123.0 ** (-1 / HALF))

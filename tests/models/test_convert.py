@@ -29,7 +29,7 @@ from llm_worker_rbee.weights.quants import BLOCK_TYPES, dequantize
 from tests.helpers import model_runs, model_zoo
 from tests.helpers.tokenizer_metadata import data, seeded, unicode_text
 from tests.models.test_families import load_gguf_with_transformers
-from tests.tokenizer import test_gguf_spm
+from tests.tokenizer import test_from_gguf_spm
 
 ROWS = 300
 SPECIALS = ["<|end|>", "<|user|>"]
@@ -50,7 +50,7 @@ def byte_library(pre: Any = None, more: Sequence[tuple[str, str]] = (), **model:
 
 def spm_library(**training: Any) -> Library:
     """A SentencePiece model in the form that transformers gives it: every pair that makes a token is a merge."""
-    processor: sentencepiece.SentencePieceProcessor = test_gguf_spm.train(**training)
+    processor: sentencepiece.SentencePieceProcessor = test_from_gguf_spm.train(**training)
     pieces = [processor.id_to_piece(i) for i in range(processor.get_piece_size())]
     vocab = {piece: i for i, piece in enumerate(pieces)}
     pairs = [
@@ -107,7 +107,7 @@ EXPRESSIBLE = [name for name in model_zoo.ZOO if name not in model_zoo.NO_GGUF_K
 
 
 @pytest.mark.parametrize("name", EXPRESSIBLE)
-def test_logits_are_those_of_the_folder(name: str, made: Callable[[str], Made], tmp_path: Path) -> None:
+def test_convert_logits_equal_those_of_folder(name: str, made: Callable[[str], Made], tmp_path: Path) -> None:
     variant, _, folder = made(name)
     ids = model_zoo.prompt_ids(variant)
     expected = model_runs.logits_of(model_runs.load(folder, variant.max_context), ids)
@@ -121,7 +121,7 @@ def test_logits_are_those_of_the_folder(name: str, made: Callable[[str], Made], 
 
 
 @pytest.mark.parametrize("name", EXPRESSIBLE)
-def test_the_file_is_the_one_that_the_zoo_writes(name: str, made: Callable[[str], Made], tmp_path: Path) -> None:
+def test_convert_file_equals_model_zoo_file(name: str, made: Callable[[str], Made], tmp_path: Path) -> None:
     """Keys and tensors as llama.cpp's converter has them."""
     variant, model, folder = made(name)
     ours = open_checkpoint(converted(folder, tmp_path / "ours.gguf", "F32"))
@@ -136,7 +136,7 @@ def test_the_file_is_the_one_that_the_zoo_writes(name: str, made: Callable[[str]
 
 
 @pytest.mark.parametrize("name", ["llama", "llama-bias", "mistral", "qwen2", "qwen3", "phi3", "gemma2", "gemma3"])
-def test_transformers_loads_it(name: str, made: Callable[[str], Made], tmp_path: Path) -> None:
+def test_convert_file_is_loaded_by_transformers(name: str, made: Callable[[str], Made], tmp_path: Path) -> None:
     variant, model, folder = made(name)
     path = converted(folder, tmp_path / "model.gguf", "F32")
     loaded = load_gguf_with_transformers(path, model.config)
@@ -146,7 +146,7 @@ def test_transformers_loads_it(name: str, made: Callable[[str], Made], tmp_path:
 
 @pytest.mark.parametrize(("name", "told"), [("qwen2-window", "sliding_window in some of the layers"),
                                             ("gemma2-scale", "query_pre_attn_scalar")])  # fmt: skip
-def test_what_gguf_cannot_say_is_refused(name: str, told: str, made: Callable[[str], Made], tmp_path: Path) -> None:
+def test_convert_inexpressible_config_raises(name: str, told: str, made: Callable[[str], Made], tmp_path: Path) -> None:
     _, _, folder = made(name)
     arch = name.split("-")[0]
     wanted = f"^config.json: {told} cannot be expressed in a GGUF of architecture '{arch}'$"
@@ -164,7 +164,7 @@ YARN = {**model_zoo.YARN, "beta_fast": 16.0}
     ({**YARN, "truncate": False}, "rope scaling 'yarn' with its settings"),
     ({**model_zoo.LINEAR, "attention_factor": 1.5}, None),
 ])  # fmt: skip
-def test_rope_settings_arrive_or_are_refused(rope: dict[str, Any], told: str | None, tmp_path: Path) -> None:
+def test_convert_rope_settings_are_kept_or_raise(rope: dict[str, Any], told: str | None, tmp_path: Path) -> None:
     variant = model_zoo.Variant("llama", {"rope_parameters": rope, "vocab_size": ROWS})
     folder = add_tokenizer(model_zoo.save_hf(model_zoo.make_hf(variant), tmp_path / "hf"))
     if told is not None:
@@ -176,7 +176,7 @@ def test_rope_settings_arrive_or_are_refused(rope: dict[str, Any], told: str | N
     assert np.abs(model_runs.logits_of(ours, ids) - model_runs.logits_of(model_runs.load(folder), ids)).max() < 1e-3
 
 
-def test_sharded_half_floats_and_a_name(tmp_path: Path) -> None:
+def test_convert_sharded_float16_with_name(tmp_path: Path) -> None:
     variant = model_zoo.Variant("llama", {"rope_parameters": model_zoo.PLAIN, "vocab_size": ROWS})
     model = model_zoo.make_hf(variant).bfloat16()
     folder = add_tokenizer(model_zoo.save_hf(model, tmp_path / "my-model", shard="60KB"))
@@ -244,7 +244,7 @@ def llama(made: Callable[[str], Made], tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("pre", PRES)
-def test_byte_level_tokenizers(pre: str, llama: Path, tmp_path: Path) -> None:
+def test_convert_byte_level_tokenizer_gives_same_ids(pre: str, llama: Path, tmp_path: Path) -> None:
     splitter, settings = PRES[pre]
     add_tokenizer(llama, byte_library(splitter, **settings), bos_token="<|user|>", chat_template="{{ messages }}")
     path = converted(llama, tmp_path / "out.gguf", "F16")
@@ -256,7 +256,7 @@ def test_byte_level_tokenizers(pre: str, llama: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("prefix", [True, False])
-def test_sentencepiece_tokenizers(prefix: bool, tmp_path: Path) -> None:
+def test_convert_sentencepiece_tokenizer_gives_same_ids(prefix: bool, tmp_path: Path) -> None:
     library = spm_library(add_dummy_prefix=prefix)
     variant = model_zoo.Variant("llama", {"rope_parameters": model_zoo.PLAIN, "vocab_size": library.get_vocab_size()})
     folder = model_zoo.save_hf(model_zoo.make_hf(variant), tmp_path / "hf")
@@ -268,7 +268,7 @@ def test_sentencepiece_tokenizers(prefix: bool, tmp_path: Path) -> None:
     ids_agree(folder, path, special=False)
 
 
-def test_more_than_one_end(llama: Path, tmp_path: Path) -> None:
+def test_convert_several_eos_tokens_are_kept(llama: Path, tmp_path: Path) -> None:
     (llama / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, 1, 5]}), encoding="utf-8")
     path = converted(llama, tmp_path / "out.gguf", "F16")
     metadata = open_checkpoint(path).metadata
@@ -276,7 +276,7 @@ def test_more_than_one_end(llama: Path, tmp_path: Path) -> None:
     assert metadata["tokenizer.ggml.eos_token_id"] == 0
 
 
-def test_a_token_named_none_is_no_unknown_token(llama: Path, tmp_path: Path) -> None:
+def test_convert_token_named_none_is_not_unknown(llama: Path, tmp_path: Path) -> None:
     """tokenizer.json has null where there is no unknown token."""
     add_tokenizer(llama, byte_library(more=[("N", "o"), ("No", "n"), ("Non", "e")]))
     metadata = open_checkpoint(converted(llama, tmp_path / "out.gguf", "F16")).metadata
@@ -320,7 +320,7 @@ REFUSED: dict[str, tuple[Callable[[], Library], str]] = {
 
 
 @pytest.mark.parametrize("why", REFUSED)
-def test_tokenizers_that_gguf_cannot_say(why: str, tmp_path: Path) -> None:
+def test_convert_inexpressible_tokenizer_raises(why: str, tmp_path: Path) -> None:
     make, told = REFUSED[why]
     variant = model_zoo.Variant("llama", {"rope_parameters": model_zoo.PLAIN, "vocab_size": 1200})
     folder = model_zoo.save_hf(model_zoo.make_hf(variant), tmp_path / "hf")
@@ -331,7 +331,7 @@ def test_tokenizers_that_gguf_cannot_say(why: str, tmp_path: Path) -> None:
     assert not (tmp_path / "out.gguf").exists()
 
 
-def test_a_folder_must_hold_all_of_a_model(llama: Path, tmp_path: Path) -> None:
+def test_convert_incomplete_folder_raises(llama: Path, tmp_path: Path) -> None:
     source = json.loads((llama / "tokenizer.json").read_text(encoding="utf-8"))
     source["model"]["vocab"]["beyond"] = ROWS
     (llama / "tokenizer.json").write_text(json.dumps(source), encoding="utf-8")
@@ -345,7 +345,7 @@ def test_a_folder_must_hold_all_of_a_model(llama: Path, tmp_path: Path) -> None:
 # From GGUF
 
 
-def test_a_gguf_keeps_its_metadata(made: Callable[[str], Made], tmp_path: Path) -> None:
+def test_convert_gguf_keeps_its_metadata(made: Callable[[str], Made], tmp_path: Path) -> None:
     variant, model, _ = made("llama3")
     metadata = {
         **model_zoo.gguf_metadata(variant, model),
@@ -381,7 +381,7 @@ def test_a_gguf_keeps_its_metadata(made: Callable[[str], Made], tmp_path: Path) 
         assert np.abs(values - wanted).max() <= 0.06 * np.abs(wanted).max()
 
 
-def test_types_that_do_not_change_are_copied(made: Callable[[str], Made], tmp_path: Path) -> None:
+def test_convert_unchanged_types_are_copied(made: Callable[[str], Made], tmp_path: Path) -> None:
     variant, model, _ = made("llama")
     once = convert(
         open_checkpoint(model_zoo.save_gguf(variant, model, tmp_path / "a.gguf")), tmp_path / "b.gguf", "Q4_0"
@@ -390,7 +390,7 @@ def test_types_that_do_not_change_are_copied(made: Callable[[str], Made], tmp_pa
     assert once.path.read_bytes() == again.path.read_bytes()
 
 
-def test_what_our_loader_refuses_is_not_converted(made: Callable[[str], Made], tmp_path: Path) -> None:
+def test_convert_model_refused_by_loader_raises(made: Callable[[str], Made], tmp_path: Path) -> None:
     variant, model, _ = made("llama")
     metadata, tensors = model_zoo.gguf_metadata(variant, model), model_zoo.gguf_tensors(variant, model)
     write_gguf(tmp_path / "a.gguf", metadata, {n: t for n, t in tensors.items() if n != "blk.1.attn_q.weight"})
@@ -411,7 +411,7 @@ def test_what_our_loader_refuses_is_not_converted(made: Callable[[str], Made], t
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.gguf", "b.gguf", "c.gguf", "d.gguf"]
 
 
-def test_every_type_can_be_written_and_no_other_is_taken(made: Callable[[str], Made]) -> None:
+def test_convert_every_type_is_written_and_others_raise(made: Callable[[str], Made]) -> None:
     kinds = {kind for mix in TYPES.values() for kind in (mix.base, *(k for r in mix.rules.values() for _, k in r))}
     assert kinds <= ENCODERS.keys()
     with pytest.raises(InvalidRequestError, match="unknown type 'Q3_K_M': use one of F32, F16, BF16"):
@@ -422,7 +422,7 @@ def test_every_type_can_be_written_and_no_other_is_taken(made: Callable[[str], M
 
 
 @pytest.mark.parametrize("name", ["llama", "phi3", "gemma2"])
-def test_in_memory_as_in_a_file(name: str, made: Callable[[str], Made], tmp_path: Path) -> None:
+def test_quantize_checkpoint_equals_converted_file(name: str, made: Callable[[str], Made], tmp_path: Path) -> None:
     variant, model, folder = made(name)
     for path in (folder, model_zoo.save_gguf(variant, model, tmp_path / "model.gguf")):
         source = open_checkpoint(path)
@@ -440,7 +440,7 @@ def test_in_memory_as_in_a_file(name: str, made: Callable[[str], Made], tmp_path
         assert np.abs(model_runs.logits_of(ours, ids) - expected).max() < 1e-3
 
 
-def test_k_types_fill_a_model_of_their_width(tmp_path: Path) -> None:
+def test_convert_k_types_are_used_for_whole_super_blocks(tmp_path: Path) -> None:
     shape = {"vocab_size": ROWS, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 9}
     variant = model_zoo.Variant("llama", {"rope_parameters": model_zoo.PLAIN, **shape})
     source = open_checkpoint(model_zoo.save_gguf(variant, model_zoo.make_hf(variant), tmp_path / "model.gguf"))

@@ -58,7 +58,7 @@ def load_gguf_with_transformers(gguf: Path, config: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", model_zoo.ZOO)
-def test_safetensors_equals_transformers(name: str, made: Callable[[str], Made]) -> None:
+def test_family_safetensors_equals_transformers(name: str, made: Callable[[str], Made]) -> None:
     variant, theirs, hf, _ = made(name)
     ids = model_zoo.prompt_ids(variant)
     expected = model_zoo.hf_logits(theirs, ids)
@@ -69,7 +69,7 @@ def test_safetensors_equals_transformers(name: str, made: Callable[[str], Made])
 
 
 @pytest.mark.parametrize("name", [n for n in model_zoo.ZOO if n not in model_zoo.NO_GGUF_KEY])
-def test_gguf_equals_transformers_on_the_same_gguf(name: str, made: Callable[[str], Made]) -> None:
+def test_family_gguf_equals_transformers(name: str, made: Callable[[str], Made]) -> None:
     variant, model, _, gguf = made(name)
     theirs = load_gguf_with_transformers(gguf, model.config)
     ids = model_zoo.prompt_ids(variant, seed=8)
@@ -83,7 +83,7 @@ QUANTIZED = [("llama", "Q8_0"), ("llama-tied", "Q4_0"), ("mistral", "Q4_0"), ("q
 
 
 @pytest.mark.parametrize(("name", "kind"), QUANTIZED)
-def test_quantized_gguf_equals_transformers_on_the_same_file(
+def test_family_quantized_gguf_equals_transformers(
     name: str, kind: str, made: Callable[[str], Made], tmp_path: Path
 ) -> None:
     """Quantized rows move as wholes, fused ones stay together: transformers dequantizes the same file."""
@@ -100,7 +100,7 @@ def test_quantized_gguf_equals_transformers_on_the_same_file(
 
 @pytest.mark.parametrize("chunk", [1, 5, 23])
 @pytest.mark.parametrize("name", ["llama", "mistral-window", "gemma2", "gemma3", "phi3-long"])
-def test_chunked_prefill_sees_what_the_whole_one_sees(name: str, chunk: int, made: Callable[[str], Made]) -> None:
+def test_family_chunked_prefill_equals_whole_prefill(name: str, chunk: int, made: Callable[[str], Made]) -> None:
     variant, theirs, hf, _ = made(name)
     ids = model_zoo.prompt_ids(variant)
     ours = model_runs.load(hf, variant.max_context)
@@ -112,7 +112,7 @@ FEATURES = [(name, feature) for name, variant in model_zoo.ZOO.items() for featu
 
 @pytest.mark.parametrize(("name", "feature"), FEATURES)
 @pytest.mark.parametrize("form", ["safetensors", "gguf"])
-def test_leaving_a_feature_out_is_seen(name: str, feature: str, form: str, made: Callable[[str], Made]) -> None:
+def test_family_without_a_feature_differs(name: str, feature: str, form: str, made: Callable[[str], Made]) -> None:
     variant, theirs, hf, gguf = made(name)
     if form == "gguf" and name in model_zoo.NO_GGUF_KEY:
         form = "safetensors"

@@ -66,58 +66,58 @@ def refused(path: Path, expected: str) -> None:
 
 
 @pytest.mark.parametrize("family", minimal_gguf.FAMILIES)
-def test_the_undamaged_model_loads(tmp_path: Path, family: str) -> None:
+def test_load_model_valid_model_loads(tmp_path: Path, family: str) -> None:
     assert load(write(tmp_path / "m.gguf", family=family)).config.family.name == family
 
 
 @pytest.mark.parametrize("key", REQUIRED)
-def test_key_missing(tmp_path: Path, key: str) -> None:
+def test_gguf_key_missing_raises(tmp_path: Path, key: str) -> None:
     refused(write(tmp_path / "m.gguf", {key: None}), f"'llama.{key}' is missing")
 
 
 @pytest.mark.parametrize("value", ["8", True, 8.5, [[8]], ["8"], Typed("uint32", [])], ids=str)
 @pytest.mark.parametrize("key", WHOLE)
-def test_whole_number_of_the_wrong_type(tmp_path: Path, key: str, value: Any) -> None:
+def test_gguf_integer_of_wrong_type_raises(tmp_path: Path, key: str, value: Any) -> None:
     refused(write(tmp_path / "m.gguf", {key: value}), f"'llama.{key}' must be int")
 
 
 @pytest.mark.parametrize("value", [0, -1, 2**63, 2**64 - 1])
 @pytest.mark.parametrize("key", WHOLE)
-def test_whole_number_out_of_range(tmp_path: Path, key: str, value: int) -> None:
+def test_gguf_integer_out_of_range_raises(tmp_path: Path, key: str, value: int) -> None:
     refused(write(tmp_path / "m.gguf", {key: value}), f"'llama.{key}' is {value}, outside 1..")
 
 
 @pytest.mark.parametrize("value", ["1", True, [1.0], [[1.0]]], ids=str)
 @pytest.mark.parametrize("key", POSITIVE)
-def test_number_of_the_wrong_type(tmp_path: Path, key: str, value: Any) -> None:
+def test_gguf_number_of_wrong_type_raises(tmp_path: Path, key: str, value: Any) -> None:
     refused(write(tmp_path / "m.gguf", {key: value}), f"'llama.{key}' must be int or float")
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, np.nan, np.inf, -np.inf, Typed("float64", 1e300), 1e-38], ids=str)
 @pytest.mark.parametrize("key", POSITIVE)
-def test_number_that_nothing_can_be_divided_by(tmp_path: Path, key: str, value: Any) -> None:
+def test_gguf_number_without_reciprocal_raises(tmp_path: Path, key: str, value: Any) -> None:
     refused(write(tmp_path / "m.gguf", {key: value}), f"'llama.{key}' is ")
 
 
 @pytest.mark.parametrize("key", ["attn_logit_softcapping", "final_logit_softcapping"])
 @pytest.mark.parametrize("value", [-1.0, np.nan, np.inf, 1e-20, "30"], ids=str)
-def test_soft_caps(tmp_path: Path, key: str, value: Any) -> None:
+def test_gguf_invalid_soft_cap_raises(tmp_path: Path, key: str, value: Any) -> None:
     refused(write(tmp_path / "m.gguf", {key: value}, "gemma2"), f"'gemma2.{key}'")
 
 
 @pytest.mark.parametrize("value", [[1, 2], [2, 1]], ids=str)
-def test_array_that_differs_from_layer_to_layer(tmp_path: Path, value: list[int]) -> None:
+def test_gguf_array_that_varies_by_layer_raises(tmp_path: Path, value: list[int]) -> None:
     path = write(tmp_path / "m.gguf", {"attention.head_count_kv": value})
     with pytest.raises(UnsupportedModelError, match=r"'llama\.attention\.head_count_kv' differs from layer to layer"):
         load(path)
 
 
-def test_array_of_one_repeated_number_is_that_number(tmp_path: Path) -> None:
+def test_gguf_array_of_equal_numbers_is_that_number(tmp_path: Path) -> None:
     assert load(write(tmp_path / "m.gguf", {"attention.head_count_kv": [1, 1, 1]})).config.n_kv_heads == 1
 
 
 @pytest.mark.parametrize("value", ["sliding", 1.5, True, [True, False], [], ["x"], [[True]], -1], ids=str)
-def test_scalar_for_array(tmp_path: Path, value: Any) -> None:
+def test_gguf_scalar_for_array_is_accepted(tmp_path: Path, value: Any) -> None:
     refused(
         write(tmp_path / "m.gguf", {"attention.sliding_window_pattern": value}, "gemma2"),
         r"'gemma2\.attention\.sliding_window_pattern'",
@@ -135,7 +135,7 @@ def test_scalar_for_array(tmp_path: Path, value: Any) -> None:
         "vocab_size",
     ],
 )
-def test_optional_key_of_the_wrong_type(tmp_path: Path, key: str) -> None:
+def test_gguf_optional_key_of_wrong_type_raises(tmp_path: Path, key: str) -> None:
     drop = ("token_embd.weight",) if key == "vocab_size" else ()
     refused(write(tmp_path / "m.gguf", {key: "many"}, drop=drop), f"'llama.{key}' must be int")
 
@@ -156,13 +156,13 @@ def test_optional_key_of_the_wrong_type(tmp_path: Path, key: str) -> None:
     ({"rope.scaling.yarn_beta_fast": 0.0}, "'llama.rope.scaling.yarn_beta_fast'"),
     ({"expert_count": 8}, "mixture-of-experts"),
 ], ids=str)  # fmt: skip
-def test_numbers_that_do_not_go_together(tmp_path: Path, changes: dict[str, Any], expected: str) -> None:
+def test_gguf_inconsistent_numbers_raise(tmp_path: Path, changes: dict[str, Any], expected: str) -> None:
     refused(write(tmp_path / "m.gguf", changes), expected)
 
 
 @pytest.mark.parametrize("family", minimal_gguf.FAMILIES)
 @pytest.mark.parametrize("layers", [4096, 10**9, 2**32 - 1])
-def test_block_count_of_a_billion(tmp_path: Path, family: str, layers: int) -> None:
+def test_load_model_huge_block_count_raises_at_once(tmp_path: Path, family: str, layers: int) -> None:
     path = write(tmp_path / "m.gguf", {"block_count": layers, "attention.sliding_window_pattern": None}, family)
     load(write(tmp_path / "sound.gguf", family=family))  # imports and tables are in place before memory is counted
     tracemalloc.start()
@@ -175,7 +175,7 @@ def test_block_count_of_a_billion(tmp_path: Path, family: str, layers: int) -> N
 
 
 @pytest.mark.parametrize(("key", "value"), [("context_length", 2**40), ("feed_forward_length", 2**20)])
-def test_large_numbers_allocate_nothing(tmp_path: Path, key: str, value: int) -> None:
+def test_load_model_huge_numbers_allocate_nothing(tmp_path: Path, key: str, value: int) -> None:
     path = write(tmp_path / "m.gguf", {key: value})
     tracemalloc.start()
     try:
@@ -193,7 +193,7 @@ OPTIONAL = {"rope_freqs.weight", "output.weight"}
 
 
 @pytest.mark.parametrize("family", minimal_gguf.FAMILIES)
-def test_missing_tensors(tmp_path: Path, family: str) -> None:
+def test_load_model_missing_tensor_raises(tmp_path: Path, family: str) -> None:
     for name in minimal_gguf.tensors(family):
         path = write(tmp_path / f"{name}.gguf", family=family, drop=(name,))
         if name in OPTIONAL:
@@ -203,7 +203,7 @@ def test_missing_tensors(tmp_path: Path, family: str) -> None:
 
 
 @pytest.mark.parametrize("family", minimal_gguf.FAMILIES)
-def test_wrong_shapes(tmp_path: Path, family: str) -> None:
+def test_load_model_wrong_shape_raises(tmp_path: Path, family: str) -> None:
     for name, tensor in minimal_gguf.tensors(family).items():
         wrong: list[Any]
         if isinstance(tensor, Raw):
@@ -221,26 +221,26 @@ def test_wrong_shapes(tmp_path: Path, family: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["blk.1.attn_norm.weight", "blk.0.attn_q_norm.weight", "blk.0.attn_rot.weight", "x"])
-def test_extra_tensors(tmp_path: Path, name: str) -> None:
+def test_load_model_extra_tensor_raises(tmp_path: Path, name: str) -> None:
     tensors = {**minimal_gguf.tensors("llama"), name: np.ones(8, np.float32)}
     path = write_gguf(tmp_path / "m.gguf", minimal_gguf.metadata("llama"), tensors)
     refused(path, f"tensor '{re.escape(name)}' is not part of a llama model")
 
 
-def test_one_list_of_rope_factors_without_the_other(tmp_path: Path) -> None:
+def test_load_model_single_rope_factors_list_raises(tmp_path: Path) -> None:
     path = write(tmp_path / "m.gguf", family="phi3", drop=("rope_factors_short.weight",))
     refused(path, "'rope_factors_short.weight' is missing")
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, 1e-20])
-def test_rope_factors_that_cannot_be_divided_by(tmp_path: Path, value: float) -> None:
+def test_load_model_invalid_rope_factors_raise(tmp_path: Path, value: float) -> None:
     tensors = {**minimal_gguf.tensors("llama"), "rope_freqs.weight": np.array([1.0, value], np.float32)}
     refused(write_gguf(tmp_path / "m.gguf", minimal_gguf.metadata("llama"), tensors), "rope_freqs.weight")
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("family", minimal_gguf.FAMILIES)
-def test_nan_and_infinity_in_every_tensor(tmp_path: Path, family: str, value: float) -> None:
+def test_load_model_non_finite_value_in_any_tensor_raises(tmp_path: Path, family: str, value: float) -> None:
     for name, tensor in minimal_gguf.tensors(family).items():
         bad: Any
         if isinstance(tensor, Raw):
@@ -254,7 +254,7 @@ def test_nan_and_infinity_in_every_tensor(tmp_path: Path, family: str, value: fl
         refused(path, f"tensor '{re.escape(name)}' holds .*NaN or infinite")
 
 
-def test_unsupported_architecture_is_named_with_the_list(tmp_path: Path) -> None:
+def test_detect_family_unsupported_lists_supported(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "m.gguf", {"general.architecture": "mamba"})
     with pytest.raises(UnsupportedModelError, match="'mamba' is not supported") as caught:
         load(path)
@@ -262,11 +262,11 @@ def test_unsupported_architecture_is_named_with_the_list(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("metadata", [{}, {"general.architecture": ""}, {"config": "x"}], ids=str)
-def test_architecture_missing(tmp_path: Path, metadata: dict[str, Any]) -> None:
+def test_detect_family_missing_architecture_raises(tmp_path: Path, metadata: dict[str, Any]) -> None:
     refused(write_gguf(tmp_path / "m.gguf", metadata), "'general.architecture' is missing")
 
 
-def test_a_metadata_key_called_config_means_nothing_in_gguf(tmp_path: Path) -> None:
+def test_gguf_key_named_config_is_ignored(tmp_path: Path) -> None:
     tensors = {name: t for name, t in minimal_gguf.tensors("llama").items() if name != "output.weight"}
     load(write_gguf(tmp_path / "m.gguf", {**minimal_gguf.metadata("llama"), "config": "x"}, tensors))
 
@@ -277,21 +277,21 @@ def from_hf(**changes: Any) -> ModelConfig:
 
 
 @pytest.mark.parametrize("key", HF_REQUIRED)
-def test_hf_key_missing(key: str) -> None:
+def test_hf_key_missing_raises(key: str) -> None:
     with pytest.raises(ModelFileError, match=rf"config\.json: .*'{key}' is missing"):
         from_hf(**{key: None})
 
 
 @pytest.mark.parametrize("value", ["4", True, 4.0, {"a": 1}, [], ["4"], [[4]]], ids=str)
 @pytest.mark.parametrize("key", HF_REQUIRED)
-def test_hf_key_of_the_wrong_type(key: str, value: Any) -> None:
+def test_hf_key_of_wrong_type_raises(key: str, value: Any) -> None:
     with pytest.raises(ModelFileError, match=rf"config\.json: .*'{key}' must be int"):
         from_hf(**{key: value})
 
 
 @pytest.mark.parametrize("value", [0, -1, 10**400, 2**63])
 @pytest.mark.parametrize("key", HF_REQUIRED)
-def test_hf_whole_number_out_of_range(key: str, value: int) -> None:
+def test_hf_integer_out_of_range_raises(key: str, value: int) -> None:
     with pytest.raises(ModelFileError, match=rf"config\.json: .*'{key}' is .*outside") as caught:
         from_hf(**{key: value})
     assert len(str(caught.value)) < 600
@@ -326,15 +326,15 @@ def test_hf_whole_number_out_of_range(key: str, value: int) -> None:
     ({"head_dim": 3}, "rope over 3"),
     ({"vocab_size": None}, "'vocab_size' is missing"),
 ], ids=str)  # fmt: skip
-def test_hf_numbers_that_mean_nothing(changes: dict[str, Any], expected: str) -> None:
+def test_hf_invalid_numbers_raise(changes: dict[str, Any], expected: str) -> None:
     with pytest.raises(ModelFileError, match=expected):
         from_hf(**changes)
 
 
-def test_hf_sound_config() -> None:
+def test_hf_valid_config_is_read() -> None:
     assert from_hf().head_dim == 4
 
 
-def test_describe_reads_no_tensor(tmp_path: Path) -> None:
+def test_read_model_config_reads_no_tensor(tmp_path: Path) -> None:
     config = read_model_config(open_checkpoint(write_gguf(tmp_path / "m.gguf", minimal_gguf.metadata("llama"))))
     assert config.vocab_size == len(minimal_gguf.SPM["tokenizer.ggml.tokens"])

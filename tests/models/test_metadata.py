@@ -42,7 +42,7 @@ def same(ours: ModelConfig, theirs: ModelConfig) -> bool:
 
 
 @pytest.mark.parametrize("kind", BY_HF)
-def test_what_a_config_leaves_unsaid_is_what_transformers_assumes(kind: str) -> None:
+def test_hf_config_defaults_equal_transformers(kind: str) -> None:
     assert same(from_hf(kind), as_transformers_reads_it(kind))
 
 
@@ -64,11 +64,11 @@ VARIATIONS: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("kind", "settings"), VARIATIONS)
-def test_settings_are_read_as_transformers_reads_them(kind: str, settings: dict[str, Any]) -> None:
+def test_hf_config_settings_equal_transformers(kind: str, settings: dict[str, Any]) -> None:
     assert same(from_hf(kind, **settings), as_transformers_reads_it(kind, **settings))
 
 
-def test_older_gemma3_spellings() -> None:
+def test_hf_config_older_gemma3_spellings_are_read() -> None:
     old = from_hf("gemma3_text", rope_theta=2e6, rope_local_base_freq=3e4, sliding_window=64, sliding_window_pattern=3)
     assert (old.rope_base, old.rope_local_base) == (2e6, 3e4)
     assert old.windows == (64, 64, 0) * 4 + (64, 64)
@@ -82,14 +82,14 @@ def gguf(arch: str, n_layers: int = 4, **keys: Any) -> ModelConfig:
     return ModelConfig.from_gguf({"general.architecture": arch, **values}, BY_GGUF[arch])
 
 
-def test_the_27b_gemmas_scale_queries_by_width_over_heads() -> None:
+def test_gemma_27b_attention_scale_is_width_over_heads() -> None:
     """llama.cpp knows them by their depth, for GGUF has no key."""
     for arch, depth in (("gemma2", 46), ("gemma3", 62)):
         assert gguf(arch, depth, attention__key_length=24).attention_scale == pytest.approx((64 / 4) ** -0.5)
         assert gguf(arch, depth - 1, attention__key_length=24).attention_scale == pytest.approx(24**-0.5)
 
 
-def test_what_a_gguf_leaves_unsaid() -> None:
+def test_gguf_config_defaults() -> None:
     gemma2, gemma3, llama = gguf("gemma2"), gguf("gemma3", 12, attention__sliding_window=7), gguf("llama")
     assert (gemma2.attention_cap, gemma2.final_cap, gemma2.windows) == (50.0, 30.0, (4096, 0, 4096, 0))
     assert (gemma3.rope_local_base, gemma3.windows) == (10000.0, (7, 7, 7, 7, 7, 0) * 2)
@@ -97,7 +97,7 @@ def test_what_a_gguf_leaves_unsaid() -> None:
     assert (llama.n_kv_heads, llama.head_dim, llama.rope_dim, llama.attention_scale) == (4, 16, 16, 0.25)
 
 
-def test_single_keys_of_a_gguf() -> None:
+def test_gguf_config_single_keys_are_read() -> None:
     assert gguf("llama", attention__scale=0.5).attention_scale == 0.5
     assert gguf("gemma2", attention__sliding_window_pattern=3).windows == (4096, 4096, 0, 4096)
     pattern = np.array([False, True, True, False])
@@ -106,7 +106,7 @@ def test_single_keys_of_a_gguf() -> None:
     assert gguf("gemma3", attention__sliding_window=7, rope__freq_base_swa=5e4).rope_local_base == 5e4
 
 
-def test_rope_scaling_of_a_gguf() -> None:
+def test_gguf_config_rope_scaling_is_read() -> None:
     plain = rope_table(gguf("llama"), local=False, max_context=128)
     halved = rope_table(gguf("llama", rope__scale_linear=2.0), local=False, max_context=128)
     np.testing.assert_allclose(halved.inv_freq, plain.inv_freq / 2)
@@ -118,7 +118,7 @@ def test_rope_scaling_of_a_gguf() -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
-def test_the_class_name_tells_the_family_where_model_type_is_absent(name: str, tmp_path: Path) -> None:
+def test_detect_family_without_model_type_uses_class_name(name: str, tmp_path: Path) -> None:
     variant = model_zoo.ZOO[name]
     folder = model_zoo.save_hf(model_zoo.make_hf(variant), tmp_path)
     config = json.loads((folder / "config.json").read_text())
@@ -130,7 +130,7 @@ def test_the_class_name_tells_the_family_where_model_type_is_absent(name: str, t
 
 
 @pytest.mark.parametrize("said", [{"tie_word_embeddings": False}, {}])
-def test_a_head_that_is_neither_there_nor_tied_is_missed(said: dict[str, Any], tmp_path: Path) -> None:
+def test_load_model_missing_untied_head_raises(said: dict[str, Any], tmp_path: Path) -> None:
     """For a llama, silence means a head of its own; of Gemma, that the embedding is the head."""
     for name, missed in (("llama-tied", True), ("gemma2", said != {})):
         folder = model_zoo.save_hf(model_zoo.make_hf(model_zoo.ZOO[name]), tmp_path / name)

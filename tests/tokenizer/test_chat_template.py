@@ -106,7 +106,7 @@ CHATS: dict[str, list[dict[str, object]]] = {
 @pytest.mark.parametrize("chat", CHATS)
 @pytest.mark.parametrize("name", TEMPLATES)
 @pytest.mark.parametrize("generation_prompt", [True, False])
-def test_equals_transformers(name: str, chat: str, generation_prompt: bool) -> None:
+def test_render_equals_transformers(name: str, chat: str, generation_prompt: bool) -> None:
     tools = [{"name": "f", "parameters": {"x": "é"}}]
     fields = {"tools": tools, "enable_thinking": False, "date_string": "26 Jul 2024"}
     tokens = {"bos_token": "<s>", "eos_token": "</s>"}
@@ -116,7 +116,7 @@ def test_equals_transformers(name: str, chat: str, generation_prompt: bool) -> N
 
 
 @pytest.mark.parametrize("chat", CHATS)
-def test_the_default_models_own(chat: str, default_model: Path) -> None:
+def test_render_template_of_default_model(chat: str, default_model: Path) -> None:
     tokenizer = tokenizer_from_gguf(open_gguf(default_model).metadata)
     assert tokenizer.chat_template is not None
     expected, _ = render_jinja_template(
@@ -129,7 +129,7 @@ def test_the_default_models_own(chat: str, default_model: Path) -> None:
     assert tokenizer.decode(ids, skip_special=False) == prompt
 
 
-def test_the_date_is_todays() -> None:
+def test_render_strftime_now_is_today() -> None:
     assert ChatTemplate("{{ strftime_now('%Y') }}").render([]).isdigit()
 
 
@@ -217,7 +217,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("case", [*SLOW, *BOMBS, *INTERNALS, *BROKEN])
-def test_misbehaviour_is_an_error(case: str) -> None:
+def test_render_malicious_template_raises(case: str) -> None:
     source = {**SLOW, **BOMBS, **INTERNALS, **BROKEN}[case]
     with pytest.raises(ChatTemplateError) as caught:
         ChatTemplate(source).render([{"role": "user", "content": "x"}])
@@ -237,7 +237,7 @@ print(peak(resource.RUSAGE_SELF) - before, peak(resource.RUSAGE_CHILDREN))
 """
 
 
-def test_neither_process_grows_with_a_bomb() -> None:
+def test_render_memory_bomb_does_not_grow_processes() -> None:
     """In a process of its own, whose children are the templates' and no others."""
     sources = [BOMBS[name] for name in ("ljust", "join of a generator", "tilde", "tojson filter")]
     command = [sys.executable, "-c", GROWTH]
@@ -256,11 +256,11 @@ HONEST = {
 
 
 @pytest.mark.parametrize("source", HONEST)
-def test_large_numbers_are_not_taken_for_widths(source: str) -> None:
+def test_render_large_format_width_raises(source: str) -> None:
     assert ChatTemplate(source).render([]) == HONEST[source]
 
 
-def test_its_process_ends_with_it() -> None:
+def test_chat_template_deleted_ends_its_process() -> None:
     template = ChatTemplate("x")
     child = template._worker
     assert child is not None
@@ -270,7 +270,7 @@ def test_its_process_ends_with_it() -> None:
     assert child.poll() == 0
 
 
-def test_limits_hold_in_another_thread() -> None:
+def test_render_limits_hold_in_another_thread() -> None:
     caught: list[str] = []
 
     def render() -> None:
@@ -286,14 +286,14 @@ def test_limits_hold_in_another_thread() -> None:
     assert "more than 1 s of processor time" in caught[0]
 
 
-def test_a_template_can_be_used_again_after_an_error() -> None:
+def test_render_after_error_succeeds() -> None:
     template = ChatTemplate("{% set c = messages[0].content %}{% if c == 'bad' %}{{ 'a' * 10**10 }}{% endif %}{{ c }}")
     with pytest.raises(ChatTemplateError):
         template.render([{"role": "user", "content": "bad"}])
     assert template.render([{"role": "user", "content": "good"}]) == "good"
 
 
-def test_a_template_can_be_used_again_after_its_process_was_stopped() -> None:
+def test_render_after_process_was_stopped_succeeds() -> None:
     endless = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     template = ChatTemplate("{% if messages %}" + endless + "{% endif %}fine")
     assert template.render([]) == "fine"
@@ -302,14 +302,14 @@ def test_a_template_can_be_used_again_after_its_process_was_stopped() -> None:
     assert template.render([]) == "fine"
 
 
-def test_threads_get_their_own_answers() -> None:
+def test_render_from_threads_gives_each_its_prompt() -> None:
     template = ChatTemplate("{{ messages[0].content }}")
     with ThreadPoolExecutor(8) as pool:
         texts = list(pool.map(lambda i: template.render([{"role": "user", "content": str(i)}]), range(200)))
     assert texts == [str(i) for i in range(200)]
 
 
-def test_long_messages_fit() -> None:
+def test_render_long_messages_fit() -> None:
     text = "word " * 400_000
     assert ChatTemplate(TEMPLATES["chatml"]).render([{"role": "user", "content": text}]).count("word") == 400_000
 
@@ -319,17 +319,17 @@ ODD = [[], [{}], [123], [{"role": "nobody", "content": "x"}], [{"role": "user", 
 
 @pytest.mark.parametrize("messages", ODD)
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_odd_messages_end_in_text_or_our_error(name: str, messages: list[dict[str, object]]) -> None:
+def test_render_odd_messages_give_text_or_chat_template_error(name: str, messages: list[dict[str, object]]) -> None:
     with contextlib.suppress(ChatTemplateError):
         assert isinstance(ChatTemplate(TEMPLATES[name]).render(messages), str)
 
 
-def test_a_refusal_is_the_callers_fault() -> None:
+def test_render_refusal_of_template_is_invalid_request() -> None:
     with pytest.raises(ChatTemplateError, match="Roles must alternate") as caught:
         ChatTemplate(TEMPLATES["llama2"]).render([{"role": "assistant", "content": "x"}])
     assert (caught.value.status, caught.value.field) == (400, "messages")
 
 
-def test_objects_with_methods_are_refused() -> None:
+def test_render_objects_with_methods_raises() -> None:
     with pytest.raises(ChatTemplateError, match="PosixPath"):
         ChatTemplate("{{ x }}").render([], x=Path("/"))

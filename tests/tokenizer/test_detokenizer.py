@@ -34,7 +34,7 @@ def cut(tokenizer: Tokenizer, ids: list[int], stop: list[str]) -> tuple[str, str
 @pytest.mark.parametrize("name", TOKENIZERS)
 @pytest.mark.parametrize("continuation", [True, False])
 @pytest.mark.parametrize("skip_special", [True, False])
-def test_deltas_joined_are_the_whole_text(name: str, continuation: bool, skip_special: bool) -> None:
+def test_detokenizer_joined_deltas_equal_decode(name: str, continuation: bool, skip_special: bool) -> None:
     tokenizer = TOKENIZERS[name]
     any_ids = st.lists(st.integers(0, tokenizer.vocab_size - 1), max_size=30)  # most are no valid UTF-8
     options = {"skip_special": skip_special, "continuation": continuation}
@@ -49,7 +49,7 @@ def test_deltas_joined_are_the_whole_text(name: str, continuation: bool, skip_sp
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
-def test_characters_are_never_broken(name: str) -> None:
+def test_detokenizer_deltas_hold_whole_characters(name: str) -> None:
     """An old bug: a multi-byte character split over tokens raised an error."""
     tokenizer = TOKENIZERS[name]
     for text in data("texts.json"):
@@ -64,7 +64,7 @@ def test_characters_are_never_broken(name: str) -> None:
     assert "" in [decoder.push(token_id) for token_id in astronaut]
 
 
-def test_an_unfinished_character_comes_at_the_end() -> None:
+def test_detokenizer_finish_returns_unfinished_character() -> None:
     ids = SPM.encode("é", add_special=False)
     deltas, _ = stream(SPM, ids[:-1], [], continuation=False)
     assert deltas == ["", "", "�"]
@@ -75,7 +75,7 @@ stops = st.lists(st.text("ab\n", min_size=1, max_size=5), min_size=1, max_size=4
 
 @seeded
 @given(st.text("ab\n ", max_size=40), stops)
-def test_stop_strings_as_the_rule_says(text: str, stop: list[str]) -> None:
+def test_detokenizer_stop_strings_equal_definition(text: str, stop: list[str]) -> None:
     for tokenizer in TOKENIZERS.values():
         ids = tokenizer.encode(text, add_special=False)
         deltas, decoder = stream(tokenizer, ids, stop)
@@ -86,7 +86,7 @@ def test_stop_strings_as_the_rule_says(text: str, stop: list[str]) -> None:
 
 @seeded
 @given(unicode_text, st.data())
-def test_a_stop_string_never_leaks(text: str, draw: st.DataObject) -> None:
+def test_detokenizer_never_returns_a_stop_string(text: str, draw: st.DataObject) -> None:
     ids = BPE.encode(text, add_special=False)
     start = draw.draw(st.integers(0, len(text)))
     stop = text[start : start + draw.draw(st.integers(1, 8))]
@@ -97,7 +97,7 @@ def test_a_stop_string_never_leaks(text: str, draw: st.DataObject) -> None:
     assert "".join(deltas) == text[: text.index(stop)]
 
 
-def test_what_is_held_back_comes_when_the_stop_string_fails() -> None:
+def test_detokenizer_held_text_is_returned_on_mismatch() -> None:
     decoder = Detokenizer(SPM, ["the other", "hello"])
     shown = "".join(decoder.push(token_id) for token_id in SPM.encode("the oth", add_special=False))
     assert shown == " "
@@ -105,14 +105,14 @@ def test_what_is_held_back_comes_when_the_stop_string_fails() -> None:
     assert decoder.stop_matched is None
 
 
-def test_the_longest_beginning_is_held_back() -> None:
+def test_detokenizer_holds_back_longest_prefix() -> None:
     decoder = Detokenizer(SPM, ["abab?", "b?"])
     ids = [SPM.token_id(char) for char in "aabab"]
     assert "".join(decoder.push(token_id) for token_id in ids if token_id is not None) == "a"
     assert decoder.finish() == "abab"
 
 
-def test_nothing_follows_a_stop_string() -> None:
+def test_detokenizer_after_stop_string_returns_nothing() -> None:
     ids = SPM.encode("a the b", add_special=False)
     decoder = Detokenizer(SPM, ["th"])
     assert "".join(decoder.push(token_id) for token_id in ids) == " a "
@@ -121,7 +121,7 @@ def test_nothing_follows_a_stop_string() -> None:
     assert decoder.finish() == ""
 
 
-def test_many_tokens_with_a_long_stop_string() -> None:
+def test_detokenizer_long_stop_string_takes_linear_time() -> None:
     """Work per token does not grow: 20,000 tokens against a stop string that nearly matches all the time."""
     letter = SPM.token_id("a")
     assert letter is not None
@@ -132,13 +132,13 @@ def test_many_tokens_with_a_long_stop_string() -> None:
 
 
 @pytest.mark.parametrize("stop", [[""], "text", ["a", 3], [None]])
-def test_bad_stop_strings_are_refused(stop: list[str]) -> None:
+def test_detokenizer_invalid_stop_strings_raise(stop: list[str]) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         Detokenizer(SPM, stop)
     assert caught.value.field == "stop"
 
 
-def test_seeded_random_cuts() -> None:
+def test_detokenizer_random_splits_equal_decode() -> None:
     rng = random.Random(5)
     for text in data("texts.json"):
         if len(text) < 3:

@@ -35,13 +35,13 @@ def table_texts() -> list[str]:
     return [*data("texts.json"), *data("unicode_texts.json")]
 
 
-def test_the_table_covers_every_pre_tokenizer() -> None:
+def test_expected_ids_cover_every_pre_tokenizer() -> None:
     assert set(data("llama_cpp_ids.json")["pre"]) == set(PRE_TOKENIZERS)
     assert set(PRE_TOKENIZERS) >= PROMISED
 
 
 @pytest.mark.parametrize("pre", sorted(PRE_TOKENIZERS))
-def test_ids_equal_llama_cpp(pre: str) -> None:
+def test_encode_equals_llama_cpp(pre: str) -> None:
     table = data("llama_cpp_ids.json")
     tokenizer = tokenizer_from_gguf(bpe_metadata(pre))
     for text, row in zip(table_texts(), table["pre"][pre], strict=True):
@@ -50,13 +50,13 @@ def test_ids_equal_llama_cpp(pre: str) -> None:
         assert tokenizer.decode(ids) == text
 
 
-def test_the_table_tells_pre_tokenizers_apart() -> None:
+def test_expected_ids_distinguish_pre_tokenizers() -> None:
     distinct = ["default", "gpt-2", "falcon", "smollm", "llama-bpe", "dbrx", "qwen2", "gpt-4o", "tekken"]
     rows = data("llama_cpp_ids.json")["pre"]
     assert len({tuple(rows[pre]) for pre in [*distinct, "deepseek-llm", "deepseek-coder"]}) == len(distinct) + 2
 
 
-def test_default_model_ids_equal_llama_cpp(default_tokenizer: Tokenizer) -> None:
+def test_encode_default_model_equals_llama_cpp(default_tokenizer: Tokenizer) -> None:
     for text, ids in zip(table_texts(), data("llama_cpp_ids.json")["default_model"], strict=True):
         assert default_tokenizer.encode(text, add_special=False) == ids, text
 
@@ -75,13 +75,13 @@ def test_decode_inverts_encode(pre: str) -> None:
 
 @seeded
 @given(unicode_text)
-def test_decode_inverts_encode_on_the_default_model(default_tokenizer: Tokenizer, text: str) -> None:
+def test_decode_default_model_inverts_encode(default_tokenizer: Tokenizer, text: str) -> None:
     missing = bytes(default_tokenizer._encoder._missing.values())  # type: ignore[attr-defined]
     kept = "".join(char for char in text if not set(char.encode()) & set(missing))
     assert default_tokenizer.decode(default_tokenizer.encode(kept)) == kept
 
 
-def test_default_model_facts(default_tokenizer: Tokenizer) -> None:
+def test_default_model_tokenizer_properties(default_tokenizer: Tokenizer) -> None:
     assert default_tokenizer.kind == "gpt2 (BPE, smollm)"
     assert default_tokenizer.vocab_size == 49152
     assert (default_tokenizer.bos_id, default_tokenizer.eos_id, default_tokenizer.add_bos) == (1, 2, False)
@@ -90,7 +90,7 @@ def test_default_model_facts(default_tokenizer: Tokenizer) -> None:
     assert default_tokenizer.encode("?") != []
 
 
-def test_a_missing_byte_is_left_out_and_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+def test_encode_missing_byte_is_dropped_with_warning(caplog: pytest.LogCaptureFixture) -> None:
     metadata = bpe_metadata()
     tokens = metadata["tokenizer.ggml.tokens"]
     assert isinstance(tokens, list)
@@ -102,7 +102,7 @@ def test_a_missing_byte_is_left_out_and_warned_of(caplog: pytest.LogCaptureFixtu
     assert "0x51" in caplog.text
 
 
-def test_missing_pre_means_default_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_missing_pre_key_uses_default_with_warning(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         tokenizer = tokenizer_from_gguf(bpe_metadata(None))
     assert "tokenizer.ggml.pre is missing" in caplog.text
@@ -111,7 +111,7 @@ def test_missing_pre_means_default_with_a_warning(caplog: pytest.LogCaptureFixtu
     assert tokenizer.encode(text) == tokenizer_from_gguf(bpe_metadata("default")).encode(text)
 
 
-def test_control_tokens_are_text_unless_asked_for(tokenizer: Tokenizer) -> None:
+def test_encode_control_tokens_are_text_unless_parse_special(tokenizer: Tokenizer) -> None:
     text = "<|im_start|>hi<|im_end|>"
     typed = tokenizer.encode(text)
     assert not {0, 1, 2} & set(typed)
@@ -122,7 +122,7 @@ def test_control_tokens_are_text_unless_asked_for(tokenizer: Tokenizer) -> None:
     assert tokenizer.decode(parsed, skip_special=False) == text
 
 
-def test_merges_never_make_a_control_token() -> None:
+def test_encode_merges_never_form_a_control_token() -> None:
     metadata = bpe_metadata()
     tokens, merges = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.merges"]
     assert isinstance(tokens, list)
@@ -136,7 +136,7 @@ def test_merges_never_make_a_control_token() -> None:
     assert tokenizer.encode("<e>", add_special=False, parse_special=True) == [control]
 
 
-def test_user_defined_tokens_are_always_found() -> None:
+def test_encode_user_defined_tokens_are_always_parsed() -> None:
     metadata = bpe_metadata()
     tokens, token_types = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.token_type"]
     assert isinstance(tokens, list)
@@ -149,7 +149,7 @@ def test_user_defined_tokens_are_always_found() -> None:
     assert tokenizer.decode(tokenizer.encode("a <tool> b")) == "a <tool> b"
 
 
-def test_never_two_bos() -> None:
+def test_encode_does_not_add_second_bos() -> None:
     tokenizer = tokenizer_from_gguf(bpe_metadata(add_bos_token=True, add_eos_token=True))
     assert tokenizer.encode("hi")[0] == 1
     assert tokenizer.encode("hi")[-1] == 0
@@ -159,19 +159,19 @@ def test_never_two_bos() -> None:
     assert tokenizer.encode("", add_special=False) == []
 
 
-def test_llama_bpe_adds_bos_where_the_file_is_silent() -> None:
+def test_llama_bpe_without_key_adds_bos() -> None:
     assert tokenizer_from_gguf(bpe_metadata("llama-bpe")).add_bos
     assert not tokenizer_from_gguf(bpe_metadata("llama-bpe", add_bos_token=False)).add_bos
     assert not tokenizer_from_gguf(bpe_metadata("qwen2")).add_bos
 
 
-def test_several_end_ids() -> None:
+def test_eos_ids_hold_several_end_tokens() -> None:
     tokenizer = tokenizer_from_gguf(bpe_metadata(eos_token_id=[300, 301], eot_token_id=302, eom_token_id=303))
     assert tokenizer.eos_id == 300
     assert tokenizer.eos_ids == {300, 301, 302, 303} | {0, 2}  # the last two by name
 
 
-def test_pieces_and_ids(tokenizer: Tokenizer) -> None:
+def test_piece_and_token_id_are_inverse(tokenizer: Tokenizer) -> None:
     for token_id in range(tokenizer.vocab_size):
         assert tokenizer.piece(token_id) == tokenizer.token_bytes(token_id).decode(errors="replace")
     assert tokenizer.token_id("<|im_end|>") == 2
@@ -181,13 +181,13 @@ def test_pieces_and_ids(tokenizer: Tokenizer) -> None:
 
 
 @pytest.mark.parametrize("token_id", [-1, 10**6])
-def test_ids_outside_the_vocabulary_are_refused(tokenizer: Tokenizer, token_id: int) -> None:
+def test_decode_id_outside_vocabulary_raises(tokenizer: Tokenizer, token_id: int) -> None:
     with pytest.raises(InvalidRequestError, match=str(token_id)):
         tokenizer.decode([token_id])
 
 
 @pytest.mark.parametrize("text", ["\ud800", "ok \udfff"])
-def test_lone_surrogates_are_refused(tokenizer: Tokenizer, text: str) -> None:
+def test_encode_lone_surrogate_raises(tokenizer: Tokenizer, text: str) -> None:
     with pytest.raises(InvalidRequestError, match="surrogate"):
         tokenizer.encode(text)
 
@@ -217,19 +217,19 @@ def test_lone_surrogates_are_refused(tokenizer: Tokenizer, text: str) -> None:
         ({"add_bos_token": 3}, "add_bos_token"),
     ],
 )
-def test_a_broken_file_is_named(change: dict[str, object], named: str) -> None:
+def test_tokenizer_malformed_input_is_named(change: dict[str, object], named: str) -> None:
     with pytest.raises(TokenizerError) as caught:
         tokenizer_from_gguf(bpe_metadata(**change))
     assert named in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
-def test_a_chat_template_of_the_wrong_type_is_named() -> None:
+def test_chat_template_of_wrong_type_raises() -> None:
     with pytest.raises(TokenizerError, match="chat_template"):
         tokenizer_from_gguf({**bpe_metadata(), "tokenizer.chat_template": 7})
 
 
-def test_through_a_file(tmp_path: Path) -> None:
+def test_tokenizer_from_written_gguf_file(tmp_path: Path) -> None:
     write_gguf(tmp_path / "vocabulary.gguf", bpe_metadata("qwen2"))
     tokenizer = tokenizer_from_gguf(open_gguf(tmp_path / "vocabulary.gguf").metadata)
     table = data("llama_cpp_ids.json")
@@ -238,5 +238,5 @@ def test_through_a_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", [" " * 300_000, "\n" * 300_000, "abcab" * 60_000, "12345" * 20_000])
-def test_long_runs_end(default_tokenizer: Tokenizer, text: str) -> None:
+def test_encode_long_runs_end_in_time(default_tokenizer: Tokenizer, text: str) -> None:
     assert default_tokenizer.decode(default_tokenizer.encode(text)) == text

@@ -67,7 +67,7 @@ VARIANTS: dict[str, tuple[dict[str, object], dict[str, object]]] = {
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_ids_equal_sentencepiece(variant: str, tmp_path: Path) -> None:
+def test_encode_equals_sentencepiece(variant: str, tmp_path: Path) -> None:
     training, keys = VARIANTS[variant]
     processor = train(**training)
     write_gguf(tmp_path / "spm.gguf", metadata_of(processor, **keys))
@@ -97,7 +97,7 @@ def merge_by_hand(text: str, ids: dict[str, int], scores: list[float]) -> list[s
         parts[index : index + 2] = [parts[index] + parts[index + 1]]
 
 
-def test_derived_merges_follow_the_rule() -> None:
+def test_derive_merges_orders_by_score() -> None:
     rng = random.Random(0)
     for _ in range(150):
         letters = "abc"[: rng.randint(1, 3)]
@@ -121,7 +121,7 @@ def tokenizer() -> Tokenizer:
     return tokenizer_from_gguf(spm_metadata(["▁H", "el", "lo", "Hel", "▁w", "▁▁", *LETTERS]))
 
 
-def test_token_by_token_keeps_spaces(tokenizer: Tokenizer) -> None:
+def test_detokenizer_token_by_token_keeps_spaces(tokenizer: Tokenizer) -> None:
     """An old bug: decoding one token at a time lost spaces, or showed the raw U+2581."""
     ids = tokenizer.encode("Hello world", add_special=False)
     pieces = [tokenizer.piece(token_id) for token_id in ids]
@@ -131,19 +131,19 @@ def test_token_by_token_keeps_spaces(tokenizer: Tokenizer) -> None:
 
 
 @pytest.mark.parametrize("text", ["", " ", "  x", "x  ", "a b", "é\n\t\x00", "?", "\n"])
-def test_the_added_space_goes_and_others_stay(tokenizer: Tokenizer, text: str) -> None:
+def test_decode_removes_only_the_added_space(tokenizer: Tokenizer, text: str) -> None:
     ids = tokenizer.encode(text)
     assert ids[0] == 1
     assert tokenizer.decode(ids) == text
 
 
-def test_bytes_stand_in_for_unknown_characters(tokenizer: Tokenizer) -> None:
+def test_encode_unknown_character_uses_byte_tokens(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("é", add_special=False)
     assert [tokenizer.token_bytes(index) for index in ids[1:]] == [b"\xc3", b"\xa9"]
     assert tokenizer.decode(ids[:-1]) == "�"
 
 
-def test_control_tokens_begin_a_text(tokenizer: Tokenizer) -> None:
+def test_encode_after_control_token_adds_space_prefix(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("<s>Hello</s> Hello", parse_special=True)
     assert ids.count(1) == 1
     assert tokenizer.decode(ids, skip_special=False) == "<s>Hello</s> Hello"
@@ -152,7 +152,7 @@ def test_control_tokens_begin_a_text(tokenizer: Tokenizer) -> None:
     assert tokenizer.decode(typed) == "<s>Hello</s>"
 
 
-def test_answers_go_on_where_the_prompt_ends(tokenizer: Tokenizer) -> None:
+def test_is_continuation_keeps_first_space(tokenizer: Tokenizer) -> None:
     prompt = tokenizer.encode("Hello")
     whole = tokenizer.encode("Hello world")
     assert whole[: len(prompt)] == prompt
@@ -163,14 +163,14 @@ def test_answers_go_on_where_the_prompt_ends(tokenizer: Tokenizer) -> None:
     assert not tokenizer.is_continuation([])
 
 
-def test_without_types_and_ids_the_usual_ones_hold() -> None:
+def test_missing_types_and_ids_use_defaults() -> None:
     tokenizer = tokenizer_from_gguf(spm_metadata(LETTERS, token_type=None))
     assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.eos_ids) == (1, 2, {2})
     assert tokenizer.decode(tokenizer.encode("é x")) == "é x"
     assert tokenizer.is_special(2)
 
 
-def test_phi3_special_tokens_take_the_white_space_after_them() -> None:
+def test_phi3_special_tokens_strip_following_space() -> None:
     metadata = spm_metadata([*LETTERS, "<|end|>"])
     metadata["tokenizer.ggml.token_type"] = [2, 3, 3] + [6] * 256 + [1] * len(LETTERS) + [3]
     plain = tokenizer_from_gguf(metadata)
@@ -192,12 +192,12 @@ def test_phi3_special_tokens_take_the_white_space_after_them() -> None:
         ({"eos_token_id": 99999}, "eos_token_id"),
     ],
 )
-def test_a_broken_file_is_named(change: dict[str, object], named: str) -> None:
+def test_tokenizer_malformed_input_is_named(change: dict[str, object], named: str) -> None:
     with pytest.raises(TokenizerError, match=named):
         tokenizer_from_gguf(spm_metadata(LETTERS, **change))
 
 
-def test_a_byte_token_that_is_none_is_named() -> None:
+def test_invalid_byte_token_is_named() -> None:
     metadata = spm_metadata(LETTERS)
     tokens = metadata["tokenizer.ggml.tokens"]
     assert isinstance(tokens, list)

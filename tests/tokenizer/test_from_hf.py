@@ -65,7 +65,7 @@ def write(folder: Path, library: Library, **files: object) -> Path:
 
 
 @pytest.mark.parametrize("kind", LIBRARIES)
-def test_ids_and_text_equal_the_library(kind: str, tmp_path: Path) -> None:
+def test_encode_and_decode_equal_tokenizers_library(kind: str, tmp_path: Path) -> None:
     library = LIBRARIES[kind]()
     tokenizer = tokenizer_from_hf(write(tmp_path, library))
     assert tokenizer.kind == "tokenizer.json"
@@ -87,14 +87,14 @@ def test_ids_and_text_equal_the_library(kind: str, tmp_path: Path) -> None:
     seeded(given(unicode_text)(check))()
 
 
-def test_control_tokens_are_text_unless_asked_for(tmp_path: Path) -> None:
+def test_encode_control_tokens_are_text_unless_parse_special(tmp_path: Path) -> None:
     tokenizer = tokenizer_from_hf(write(tmp_path, byte_level()))
     assert tokenizer.encode("</s>", parse_special=True)[-1] == tokenizer.token_id("</s>")
     assert tokenizer.token_id("</s>") not in tokenizer.encode("</s>")
     assert tokenizer.encode("<tool>", add_special=False) == [tokenizer.token_id("<tool>")]
 
 
-def test_a_token_named_none_is_a_word(tmp_path: Path) -> None:
+def test_token_named_none_is_a_normal_token(tmp_path: Path) -> None:
     """A model without an unknown token says `null`, which is not the word."""
     source = json.loads(byte_level().to_str())
     model = source["model"]
@@ -109,7 +109,7 @@ def test_a_token_named_none_is_a_word(tmp_path: Path) -> None:
     assert tokenizer.token_id("None") in ids
 
 
-def test_ends_of_a_text(tmp_path: Path) -> None:
+def test_bos_and_eos_are_read_from_json_files(tmp_path: Path) -> None:
     folder = write(
         tmp_path,
         byte_level(),
@@ -126,7 +126,7 @@ def test_ends_of_a_text(tmp_path: Path) -> None:
     assert tokenizer.decode([1999]) == ""  # a padding row of the embedding
 
 
-def test_settings_win_over_the_post_processor(tmp_path: Path) -> None:
+def test_tokenizer_config_overrides_post_processor(tmp_path: Path) -> None:
     settings = {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": False, "add_eos_token": True}
     tokenizer = tokenizer_from_hf(write(tmp_path, byte_level(), tokenizer_config=settings))
     assert not tokenizer.add_bos
@@ -134,12 +134,12 @@ def test_settings_win_over_the_post_processor(tmp_path: Path) -> None:
     assert tokenizer.encode("") == [1]
 
 
-def test_special_tokens_map_is_read(tmp_path: Path) -> None:
+def test_special_tokens_map_gives_bos_and_eos(tmp_path: Path) -> None:
     tokenizer = tokenizer_from_hf(write(tmp_path, byte_level(), special_tokens_map={"eos_token": "</s>"}))
     assert tokenizer.eos_id == 1
 
 
-def test_chat_templates(tmp_path: Path) -> None:
+def test_chat_template_from_jinja_file_or_setting(tmp_path: Path) -> None:
     listed = [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}]
     folder = write(tmp_path, byte_level(), tokenizer_config={"chat_template": listed})
     assert tokenizer_from_hf(folder).chat_template == "d"
@@ -162,13 +162,13 @@ def test_chat_templates(tmp_path: Path) -> None:
         ({"tokenizer": "x"}, "tokenizer.json"),
     ],
 )
-def test_a_broken_file_is_named(files: dict[str, object], named: str, tmp_path: Path) -> None:
+def test_tokenizer_malformed_input_is_named(files: dict[str, object], named: str, tmp_path: Path) -> None:
     with pytest.raises(TokenizerError) as caught:
         tokenizer_from_hf(write(tmp_path, byte_level(), **files))
     assert named in str(caught.value)
 
 
-def test_a_tokenizer_with_an_unknown_decoder_can_encode_and_says_why_no_more(tmp_path: Path) -> None:
+def test_unknown_decoder_encodes_but_decode_raises(tmp_path: Path) -> None:
     library = byte_level()
     expected = library.encode("hello world", add_special_tokens=False).ids
     library.decoder = decoders.WordPiece()
@@ -179,12 +179,12 @@ def test_a_tokenizer_with_an_unknown_decoder_can_encode_and_says_why_no_more(tmp
         tokenizer.decode(expected)
 
 
-def test_no_tokenizer_json(tmp_path: Path) -> None:
+def test_folder_without_tokenizer_json_raises(tmp_path: Path) -> None:
     with pytest.raises(TokenizerError, match=r"no tokenizer\.json"):
         tokenizer_from_hf(tmp_path)
 
 
-def test_names_in_protected_text_are_text(tmp_path: Path) -> None:
+def test_encode_protected_names_are_text(tmp_path: Path) -> None:
     tokenizer = tokenizer_from_hf(write(tmp_path, byte_level(), tokenizer_config={"eos_token": "</s>"}))
     (end,) = tokenizer.encode("</s>", add_special=False, parse_special=True)
     prompt = tokenizer.protect("a</s>b") + "</s>"

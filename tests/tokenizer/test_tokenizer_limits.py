@@ -49,7 +49,7 @@ def with_last_kind(metadata: dict[str, object], text: str, kind: int) -> dict[st
     }
 
 
-def test_tokens_too_long_to_derive_merges_from_are_refused() -> None:
+def test_spm_tokens_too_long_raise() -> None:
     first = len(SPM_TOKENS)
     assert "token 771 has 513 characters" in refusal(spm_metadata(["y" * n for n in range(1, 3000)]))
     assert f"token {first + 1} has 400000 characters; at most 512" in refusal(spm_metadata(["a", "x" * 400_000]))
@@ -59,7 +59,7 @@ def test_tokens_too_long_to_derive_merges_from_are_refused() -> None:
     assert "merges have more than 32000000 characters" in told
 
 
-def test_long_tokens_within_the_limits_are_merged() -> None:
+def test_spm_long_tokens_within_limits_are_merged() -> None:
     tokenizer = tokenizer_from_gguf(spm_metadata(["▁", *("y" * n for n in range(1, 129)), "z" * 512]))
     ids = tokenizer.encode("y" * 128, add_special=False)
     assert "".join(tokenizer.piece(token_id) for token_id in ids) == " " + "y" * 128
@@ -68,7 +68,7 @@ def test_long_tokens_within_the_limits_are_merged() -> None:
 
 @pytest.mark.parametrize("kind", [2, 3, 4])
 @pytest.mark.parametrize("metadata", [bpe_metadata(), spm_metadata(["a"])], ids=["bpe", "spm"])
-def test_long_special_tokens_are_refused(metadata: dict[str, object], kind: int) -> None:
+def test_long_special_token_raises(metadata: dict[str, object], kind: int) -> None:
     tokens = metadata["tokenizer.ggml.tokens"]
     assert isinstance(tokens, list)
     allowed = tokenizer_from_gguf(with_last_kind(metadata, "x" * 4096, kind))
@@ -78,7 +78,7 @@ def test_long_special_tokens_are_refused(metadata: dict[str, object], kind: int)
     assert told == f"token {len(tokens)} is a special token of 400000 characters; at most 4096"
 
 
-def test_many_long_special_tokens_are_refused() -> None:
+def test_many_long_special_tokens_raise() -> None:
     metadata = spm_metadata([f"{n:04000}" for n in range(600)], token_type=[2, 3, 3] + [6] * 256 + [4] * 600)
     assert "together; at most 2000000" in refusal(metadata)
 
@@ -101,14 +101,14 @@ def byte_library(pattern: str = r"\s+|\S+") -> Library:
     return library
 
 
-def test_a_long_added_token_of_a_folder_is_refused(tmp_path: Path) -> None:
+def test_long_added_token_of_folder_raises(tmp_path: Path) -> None:
     library = byte_library()
     library.add_tokens([AddedToken("x" * 5000, normalized=False)])
     with pytest.raises(TokenizerError, match="special token of 5000 characters"):
         tokenizer_from_hf(write(tmp_path, library))
 
 
-def test_truncation_padding_and_dropout_of_a_folder_are_not_obeyed(tmp_path: Path) -> None:
+def test_folder_truncation_padding_and_dropout_are_disabled(tmp_path: Path) -> None:
     library = byte_library()
     (tmp_path / "plain").mkdir()
     plain = tokenizer_from_hf(write(tmp_path / "plain", library))
@@ -121,7 +121,7 @@ def test_truncation_padding_and_dropout_of_a_folder_are_not_obeyed(tmp_path: Pat
         assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-def test_ids_up_to_the_rows_of_the_embedding_are_padding() -> None:
+def test_pad_to_ids_up_to_embedding_rows_are_padding() -> None:
     tokenizer = tokenizer_from_gguf(bpe_metadata())
     size = tokenizer.vocab_size
     with pytest.raises(InvalidRequestError, match=f"token id {size} is outside"):
@@ -137,14 +137,14 @@ def test_ids_up_to_the_rows_of_the_embedding_are_padding() -> None:
         tokenizer.decode([size + 64])
 
 
-def test_an_embedding_with_fewer_rows_than_tokens_is_refused(tokenizer: Tokenizer) -> None:
+def test_pad_to_fewer_rows_than_tokens_raises(tokenizer: Tokenizer) -> None:
     size = tokenizer.vocab_size
     tokenizer.pad_to(size)
     with pytest.raises(TokenizerError, match=f"has {size} tokens, the model's embedding {size - 1} rows"):
         tokenizer.pad_to(size - 1)
 
 
-def test_a_panic_of_the_library_is_an_error_of_the_request(tmp_path: Path) -> None:
+def test_encode_library_panic_is_invalid_request(tmp_path: Path) -> None:
     tokenizer = tokenizer_from_hf(write(tmp_path, byte_library("(x+)+[yz]")))
     with pytest.raises(InvalidRequestError, match=r"the tokenizer failed on this text: .*retry-limit") as caught:
         tokenizer.encode("x" * 40)
@@ -153,7 +153,7 @@ def test_a_panic_of_the_library_is_an_error_of_the_request(tmp_path: Path) -> No
     assert tokenizer.decode(tokenizer.encode("fine")) == "fine"
 
 
-def test_what_the_library_raises_while_building_is_an_error_of_the_file(tmp_path: Path) -> None:
+def test_library_error_while_loading_is_tokenizer_error(tmp_path: Path) -> None:
     panics = "((?=a)|(?=.)|(?!b))" * 40 + "(?!a)"  # on the one letter that is tried
     for pattern, reason in ((panics, "retry-limit"), ("(unclosed", "Oniguruma error")):
         source = json.loads(byte_library().to_str())
@@ -165,13 +165,13 @@ def test_what_the_library_raises_while_building_is_an_error_of_the_file(tmp_path
 
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit, MemoryError])
-def test_what_is_not_the_library_s_own_passes(kind: type[BaseException]) -> None:
+def test_tokenizer_errors_other_exceptions_pass(kind: type[BaseException]) -> None:
     with pytest.raises(kind), tokenizer_errors("x"):
         raise kind
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1.5])
-def test_token_types_that_are_no_whole_numbers_are_refused(bad: float) -> None:
+def test_fractional_token_types_raise(bad: float) -> None:
     token_types = np.array(bpe_metadata()["tokenizer.ggml.token_type"], np.float32)
     assert tokenizer_from_gguf(bpe_metadata(token_type=token_types)).is_special(0)
     token_types[5] = bad
@@ -180,7 +180,7 @@ def test_token_types_that_are_no_whole_numbers_are_refused(bad: float) -> None:
 
 
 @pytest.mark.parametrize("entry", ["x", {"template": "t"}, {"name": ["default"], "template": "t"}, {"name": 3}, None])
-def test_a_template_without_a_name_is_refused(entry: object, tmp_path: Path) -> None:
+def test_chat_template_entry_without_name_raises(entry: object, tmp_path: Path) -> None:
     write(tmp_path, byte_library())
     settings = {"chat_template": [{"name": "default", "template": "d"}, entry]}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings), encode_errors="utf-8")
@@ -189,7 +189,7 @@ def test_a_template_without_a_name_is_refused(entry: object, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("text", [None, b"x", 3, ["x"]])
-def test_text_of_the_wrong_type_is_refused(tokenizer: Tokenizer, text: str) -> None:
+def test_encode_wrong_type_raises(tokenizer: Tokenizer, text: str) -> None:
     with pytest.raises(InvalidRequestError, match="text must be a string") as caught:
         tokenizer.encode(text)
     assert caught.value.field == "text"
@@ -198,19 +198,19 @@ def test_text_of_the_wrong_type_is_refused(tokenizer: Tokenizer, text: str) -> N
 @pytest.mark.parametrize(
     "ids", ["abc", b"abc", None, 5, [1.5], ["5"], [None], [True], [[1]], np.ones(3), np.array(5), np.ones((2, 1), int)]
 )
-def test_ids_of_the_wrong_type_are_refused(tokenizer: Tokenizer, ids: list[int]) -> None:
+def test_decode_wrong_type_raises(tokenizer: Tokenizer, ids: list[int]) -> None:
     with pytest.raises(InvalidRequestError, match="tokens") as caught:
         tokenizer.decode(ids)
     assert caught.value.field == "tokens"
 
 
-def test_ids_of_numpy_are_welcome(tokenizer: Tokenizer) -> None:
+def test_decode_numpy_ids_are_accepted(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("hello world")
     for kind in (np.int32, np.int64, np.uint16):
         assert tokenizer.decode(np.array(ids, kind)) == "hello world"  # type: ignore[arg-type]
         assert tokenizer.decode([kind(token_id) for token_id in ids]) == "hello world"  # type: ignore[misc]
 
 
-def test_a_long_name_is_cut_in_messages() -> None:
+def test_error_of_long_name_is_short() -> None:
     for change in ({"pre": "x" * 10**6}, {"merges": ["a" * 10**6 + " b"]}, {"merges": ["a" * 10**6]}):
         assert "..." in refusal(bpe_metadata(**change))

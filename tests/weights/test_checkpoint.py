@@ -18,7 +18,7 @@ def mapped_memory() -> int:
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith("RssFile"))
 
 
-def test_bytes_that_were_forgotten_are_read_again(tmp_path: Path) -> None:
+def test_release_pages_bytes_are_read_again(tmp_path: Path) -> None:
     content = np.random.default_rng(1).integers(0, 256, SIZE, np.uint8)
     content.tofile(tmp_path / "weights")
     view = np.frombuffer(map_file(tmp_path / "weights", 1), np.uint8)
@@ -29,7 +29,7 @@ def test_bytes_that_were_forgotten_are_read_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="this system does not tell a process's memory")
-def test_their_memory_is_given_back(tmp_path: Path) -> None:
+def test_release_pages_frees_memory(tmp_path: Path) -> None:
     np.ones(SIZE, np.uint8).tofile(tmp_path / "weights")
     view = np.frombuffer(map_file(tmp_path / "weights", 1), np.uint8)
     assert int(view.sum(dtype=np.int64)) == SIZE
@@ -38,7 +38,7 @@ def test_their_memory_is_given_back(tmp_path: Path) -> None:
     assert before - mapped_memory() > SIZE * 0.9
 
 
-def test_what_is_not_mapped_stays(tmp_path: Path) -> None:
+def test_release_pages_unmapped_bytes_stay(tmp_path: Path) -> None:
     own = np.arange(1 << 20, dtype=np.uint8)
     release_pages(own[5:])
     np.testing.assert_array_equal(own, np.arange(1 << 20, dtype=np.uint8))

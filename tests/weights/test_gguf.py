@@ -34,13 +34,13 @@ def same(a: Any, b: Any) -> bool:
     return bool(np.array_equal(np.asarray(a), np.asarray(b)))
 
 
-def test_every_scalar_type_has_edges() -> None:
+def test_scalar_edges_cover_every_type() -> None:
     assert set(EDGES) == {name for name, _ in SCALARS.values()}
 
 
 @pytest.mark.parametrize("version", [2, 3])
 @pytest.mark.parametrize("kind", EDGES)
-def test_metadata_round_trip(tmp_path: Path, kind: str, version: int) -> None:
+def test_metadata_written_and_read_is_equal(tmp_path: Path, kind: str, version: int) -> None:
     values = {f"scalar.{i}": Typed(kind, value) for i, value in enumerate(EDGES[kind])}
     path = write_gguf(tmp_path / "m.gguf", {**values, "array": Typed(kind, EDGES[kind])}, version=version)
     checkpoint = open_checkpoint(path)
@@ -53,7 +53,7 @@ def test_metadata_round_trip(tmp_path: Path, kind: str, version: int) -> None:
     assert read_file(path).version == version
 
 
-def test_strings_and_nested_arrays_round_trip(tmp_path: Path) -> None:
+def test_metadata_strings_and_nested_arrays_round_trip(tmp_path: Path) -> None:
     values: dict[str, Any] = {
         "text": "naïve 🦀\x00\n", "empty": "", "texts": ["", "a", "é" * 300], "no texts": Typed("string", []),
         "none": [],
@@ -74,7 +74,7 @@ def test_strings_and_nested_arrays_round_trip(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", NUMPY_TYPES)
-def test_numpy_tensors_round_trip(tmp_path: Path, name: str, rng: np.random.Generator) -> None:
+def test_tensors_from_numpy_round_trip(tmp_path: Path, name: str, rng: np.random.Generator) -> None:
     values = (rng.normal(size=(3, 4, 5)) * 50).astype(name)
     tensor = open_checkpoint(write_gguf(tmp_path / "m.gguf", {}, {"x": values})).tensors["x"]
     assert (tensor.kind.name, tensor.shape, tensor.size) == (NUMPY_TYPES[name], (3, 4, 5), 60)
@@ -83,7 +83,7 @@ def test_numpy_tensors_round_trip(tmp_path: Path, name: str, rng: np.random.Gene
 
 
 @pytest.mark.parametrize("name", BLOCK_TYPES)
-def test_raw_tensors_round_trip(tmp_path: Path, name: str, rng: np.random.Generator) -> None:
+def test_tensors_from_raw_bytes_round_trip(tmp_path: Path, name: str, rng: np.random.Generator) -> None:
     kind = BLOCK_TYPES[name]
     shape = (3, 2 * kind.block_size)
     data = rng.integers(0, 256, 3 * kind.row_bytes(shape[1]), dtype=np.uint8)
@@ -96,7 +96,7 @@ def test_raw_tensors_round_trip(tmp_path: Path, name: str, rng: np.random.Genera
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (0, 32), (5, 0), (2, 0, 32), (1, 1, 1, 1)])
-def test_zero_and_no_dimensions(tmp_path: Path, shape: tuple[int, ...]) -> None:
+def test_tensor_of_zero_or_no_dimensions_opens(tmp_path: Path, shape: tuple[int, ...]) -> None:
     tensors = {"before": np.ones(3, np.float32), "x": np.ones(shape, np.float32), "after": np.full(2, 7, np.float32)}
     found = open_checkpoint(write_gguf(tmp_path / "m.gguf", {}, tensors)).tensors
     assert found["x"].shape == shape
@@ -106,7 +106,7 @@ def test_zero_and_no_dimensions(tmp_path: Path, shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("alignment", [1, 8, 32, 64, 4096])
-def test_alignment(tmp_path: Path, alignment: int) -> None:
+def test_alignment_other_than_default_is_honoured(tmp_path: Path, alignment: int) -> None:
     tensors = {f"t{i}": np.arange(i + 1, dtype=np.int8) for i in range(4)}
     path = write_gguf(tmp_path / "m.gguf", {"k": 1}, tensors, alignment=alignment)
     found = open_checkpoint(path)
@@ -115,7 +115,7 @@ def test_alignment(tmp_path: Path, alignment: int) -> None:
         assert np.array_equal(found.tensors[name].data, values.view(np.uint8))
 
 
-def test_an_empty_but_valid_file_loads(tmp_path: Path) -> None:
+def test_open_gguf_without_keys_and_tensors_succeeds(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "m.gguf", {})
     assert path.stat().st_size == 24
     checkpoint = open_checkpoint(path)
@@ -124,7 +124,7 @@ def test_an_empty_but_valid_file_loads(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("files", [1, 2, 3, 7])
-def test_split_sets(tmp_path: Path, files: int, rng: np.random.Generator) -> None:
+def test_open_gguf_split_set_gives_all_tensors(tmp_path: Path, files: int, rng: np.random.Generator) -> None:
     tensors = {f"t{i}": rng.normal(size=(i + 1, 4)).astype(np.float32) for i in range(5)}
     paths = write_split(tmp_path / "model.gguf", {"general.architecture": "llama", "k": "v"}, tensors, files)
     assert [p.name for p in paths] == [f"model-{i + 1:05d}-of-{files:05d}.gguf" for i in range(files)]
@@ -134,7 +134,7 @@ def test_split_sets(tmp_path: Path, files: int, rng: np.random.Generator) -> Non
     assert all(np.array_equal(checkpoint.tensors[name].dequantize(), values) for name, values in tensors.items())
 
 
-def test_the_gguf_package_reads_what_we_write(tmp_path: Path, rng: np.random.Generator) -> None:
+def test_written_file_is_read_by_gguf_package(tmp_path: Path, rng: np.random.Generator) -> None:
     values: dict[str, Any] = {f"k.{kind}": Typed(kind, edges[0]) for kind, edges in EDGES.items()}
     values |= {f"a.{kind}": Typed(kind, edges) for kind, edges in EDGES.items()}
     values |= {"general.architecture": "llama", "text": "naïve 🦀", "texts": ["a", "", "é"]}
@@ -152,7 +152,7 @@ def test_the_gguf_package_reads_what_we_write(tmp_path: Path, rng: np.random.Gen
         assert tensor.data.tobytes() == raws[tensor.name].data.tobytes()  # type: ignore[union-attr]
 
 
-def test_we_read_what_the_gguf_package_writes(tmp_path: Path, rng: np.random.Generator) -> None:
+def test_file_of_gguf_package_is_read(tmp_path: Path, rng: np.random.Generator) -> None:
     path = tmp_path / "theirs.gguf"
     writer = gguf.GGUFWriter(path, "llama")
     for kind, (low, high) in EDGES.items():
@@ -192,7 +192,7 @@ def assert_no_copy(tensor: Tensor) -> None:
         assert np.shares_memory(tensor.dequantize(), tensor.data), tensor.name
 
 
-def test_default_model_is_described_without_a_copy(default_model: Path) -> None:
+def test_default_model_tensors_are_views_of_the_file(default_model: Path) -> None:
     checkpoint = open_checkpoint(default_model)
     assert checkpoint.architecture == "llama"
     assert len(checkpoint.tensors) == 272

@@ -150,7 +150,7 @@ def explained(error: WorkerError) -> str:
 
 
 @pytest.mark.parametrize("family", minimal_gguf.FAMILIES)
-def test_damaged_files_load_or_fail_with_our_own_error(
+def test_open_gguf_damaged_file_loads_or_raises_worker_error(
     family: str, request: pytest.FixtureRequest, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.CRITICAL, "llm_worker_rbee")

@@ -153,7 +153,7 @@ ALL = {"header": HEADER, "metadata": METADATA, "tensors": TENSORS}
 
 
 @pytest.mark.parametrize(("group", "case"), [(group, case) for group, cases in ALL.items() for case in cases])
-def test_bad_file(tmp_path: Path, group: str, case: str) -> None:
+def test_open_gguf_malformed_file_raises_naming_the_part(tmp_path: Path, group: str, case: str) -> None:
     data, expected = ALL[group][case]
     path = tmp_path / "bad.gguf"
     path.write_bytes(data)
@@ -172,7 +172,7 @@ def test_bad_file(tmp_path: Path, group: str, case: str) -> None:
 
 
 @pytest.mark.parametrize("case", ["version 1", "byte-swapped"])
-def test_versions_are_unsupported_rather_than_broken(tmp_path: Path, case: str) -> None:
+def test_open_gguf_unknown_version_raises_unsupported(tmp_path: Path, case: str) -> None:
     path = tmp_path / "old.gguf"
     path.write_bytes(HEADER[case][0])
     with pytest.raises(UnsupportedModelError):
@@ -180,13 +180,13 @@ def test_versions_are_unsupported_rather_than_broken(tmp_path: Path, case: str) 
 
 
 @pytest.mark.parametrize("name", ["n", "n" * 63, "é" * 31])
-def test_names_up_to_63_bytes_are_legal(tmp_path: Path, name: str) -> None:
+def test_tensor_name_of_63_bytes_is_accepted(tmp_path: Path, name: str) -> None:
     path = tmp_path / "m.gguf"
     path.write_bytes(with_tensors(entry(name, [4])))
     assert list(open_checkpoint(path).tensors) == [name]
 
 
-def test_zero_dimension_is_legal(tmp_path: Path) -> None:
+def test_tensor_with_zero_dimension_is_accepted(tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
     path.write_bytes(with_tensors(entry("t.x", [0, 5]), entry("t.y", [16])))
     found = open_checkpoint(path).tensors
@@ -195,13 +195,13 @@ def test_zero_dimension_is_legal(tmp_path: Path) -> None:
     assert found["t.y"].size == 16
 
 
-def test_trailing_bytes_are_legal(tmp_path: Path) -> None:
+def test_trailing_bytes_are_accepted(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "m.gguf", {"k": 1}, {"t.x": np.arange(8, dtype=np.float32)})
     path.write_bytes(path.read_bytes() + b"anything at all" * 100)
     assert open_checkpoint(path).tensors["t.x"].dequantize().tolist() == list(range(8))
 
 
-def test_long_keys_do_not_make_long_messages(tmp_path: Path) -> None:
+def test_error_of_long_key_is_short(tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
     path.write_bytes(with_metadata(pair("k" * 100_000, 13, u32(1))))
     with pytest.raises(ModelFileError, match="kkk") as caught:
@@ -210,7 +210,7 @@ def test_long_keys_do_not_make_long_messages(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", minimal_gguf.FAMILIES)
-def test_file_cut_at_every_byte(tmp_path: Path, family: str) -> None:
+def test_file_truncated_at_every_byte_raises(tmp_path: Path, family: str) -> None:
     whole = write_gguf(tmp_path / "m.gguf", minimal_gguf.metadata(family), minimal_gguf.tensors(family)).read_bytes()
     found = open_checkpoint(tmp_path / "m.gguf").tensors.values()
     used = max(whole.rindex(tensor.data.tobytes()) + tensor.nbytes for tensor in found)  # where the last one ends
@@ -277,7 +277,7 @@ SPLITS: dict[str, tuple[Callable[[list[Path]], None], str]] = {
 
 
 @pytest.mark.parametrize("case", SPLITS)
-def test_inconsistent_splits(tmp_path: Path, case: str) -> None:
+def test_split_set_inconsistent_raises(tmp_path: Path, case: str) -> None:
     paths = write_split(tmp_path / "m.gguf", {}, SPLIT_TENSORS, 3)
     assert len(open_checkpoint(paths[0]).tensors) == 6
     damage, expected = SPLITS[case]
@@ -286,20 +286,20 @@ def test_inconsistent_splits(tmp_path: Path, case: str) -> None:
         open_checkpoint(paths[0])
 
 
-def test_a_later_split_names_the_first(tmp_path: Path) -> None:
+def test_split_set_opened_by_later_file_names_the_first(tmp_path: Path) -> None:
     paths = write_split(tmp_path / "m.gguf", {}, SPLIT_TENSORS, 3)
     with pytest.raises(ModelFileError, match=r"open m-00001-of-00003\.gguf"):
         open_checkpoint(paths[1])
 
 
-def test_a_renamed_split_says_so(tmp_path: Path) -> None:
+def test_split_set_file_renamed_raises(tmp_path: Path) -> None:
     path = write_split(tmp_path / "m.gguf", {}, SPLIT_TENSORS, 3)[0].rename(tmp_path / "model.gguf")
     with pytest.raises(ModelFileError, match=r"model\.gguf is part of a split set of 3 files"):
         open_checkpoint(path)
 
 
 @pytest.mark.parametrize("suffix", [".bin", ".pt", ".pth", ".ckpt", ".pkl", ".PT"])
-def test_pickled_weights_are_refused(tmp_path: Path, suffix: str) -> None:
+def test_open_checkpoint_pickled_weights_raises_unsupported(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"weights{suffix}"
     path.write_bytes(b"\x80\x04anything")
     with pytest.raises(UnsupportedModelError, match=f"weights{suffix}: pickled weights .* refused"):
@@ -307,7 +307,7 @@ def test_pickled_weights_are_refused(tmp_path: Path, suffix: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["nothing.gguf", "n" * 300, "a\0b", "file/below"])
-def test_paths_that_lead_nowhere(tmp_path: Path, name: str) -> None:
+def test_open_checkpoint_invalid_path_raises_not_found(tmp_path: Path, name: str) -> None:
     (tmp_path / "file").write_bytes(b"x")
     with pytest.raises(ModelNotFoundError):
         open_checkpoint(tmp_path / name)

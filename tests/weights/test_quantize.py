@@ -57,7 +57,7 @@ def miss(kind: str, values: Floats) -> float:
 
 
 @pytest.mark.parametrize(("name", "kind"), CASES)
-def test_error_is_no_larger_than_llama_cpp_s(name: str, kind: str, samples: dict[str, Floats]) -> None:
+def test_quantize_error_is_at_most_llama_cpp_error(name: str, kind: str, samples: dict[str, Floats]) -> None:
     values = samples[name]
     relative = miss(kind, values) / float(values.std())
     assert relative < 1.10 * LLAMA_CPP[name][kind]
@@ -78,7 +78,7 @@ def hard_values() -> Floats:
 
 
 @pytest.mark.parametrize("kind", SIMPLE)
-def test_simple_types_are_bytes_of_the_gguf_package(kind: str) -> None:
+def test_quantize_simple_types_equal_gguf_package(kind: str) -> None:
     values = hard_values()
     with np.errstate(all="ignore"):
         expected = gguf.quants.quantize(values, gguf.GGMLQuantizationType[kind])
@@ -89,7 +89,7 @@ def test_simple_types_are_bytes_of_the_gguf_package(kind: str) -> None:
 
 @settings(derandomize=True, deadline=None, max_examples=60)
 @given(st.lists(st.floats(-1000, 1000, width=32), min_size=32, max_size=32), st.sampled_from(SIMPLE))
-def test_any_block_of_a_simple_type(block: list[float], kind: str) -> None:
+def test_quantize_simple_types_any_block_equals_gguf_package(block: list[float], kind: str) -> None:
     values = np.array([block], np.float32)
     values[np.abs(values) < 1e-30] = 0  # a scale that has no reciprocal: there the package warns and we do not
     with np.errstate(all="ignore"):
@@ -103,7 +103,7 @@ STEPS = {"Q4_K": (32, 15), "Q5_K": (32, 31), "Q6_K": (16, 31)}
 
 
 @pytest.mark.parametrize("kind", K_TYPES)
-def test_k_types_on_hard_blocks(kind: str) -> None:
+def test_quantize_k_types_hard_blocks_stay_within_error(kind: str) -> None:
     values = hard_values()
     data = quantize.quantize(BLOCK_TYPES[kind], values)
     assert find_nonfinite_block(BLOCK_TYPES[kind], data) is None
@@ -120,14 +120,14 @@ def test_k_types_on_hard_blocks(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", K_TYPES)
-def test_values_of_a_type_stay_nearly_as_they_are(kind: str, samples: dict[str, Floats]) -> None:
+def test_quantize_dequantized_values_changes_little(kind: str, samples: dict[str, Floats]) -> None:
     """What came out of a type goes back into it with a small part of the loss of the first time."""
     once = round_trip(kind, samples["normal"])
     assert miss(kind, once) < 0.35 * miss(kind, samples["normal"])
 
 
 @pytest.mark.parametrize("kind", ENCODERS)
-def test_blocks_do_not_depend_on_their_neighbours(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quantize_block_does_not_depend_on_neighbours(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     values = hard_values()
     whole = quantize.quantize(BLOCK_TYPES[kind], values)
     rows = [quantize.quantize(BLOCK_TYPES[kind], row[None]) for row in values]
@@ -139,21 +139,21 @@ def test_blocks_do_not_depend_on_their_neighbours(kind: str, monkeypatch: pytest
 
 
 @pytest.mark.parametrize(("width", "bits"), [(16, 4), (32, 4), (64, 4), (32, 2), (32, 1), (4, 4)])
-def test_packing_is_the_inverse_of_planes(width: int, bits: int, rng: np.random.Generator) -> None:
+def test_pack_bits_inverts_unpack_bits(width: int, bits: int, rng: np.random.Generator) -> None:
     data = rng.integers(0, 256, (7, 2 * width), np.uint8)
     assert np.array_equal(pack_bits(unpack_bits(data, width, bits), width, bits), data)
 
 
 @pytest.mark.parametrize("kind", ENCODERS)
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_what_is_no_number_is_refused(kind: str, bad: float) -> None:
+def test_quantize_non_finite_value_raises(kind: str, bad: float) -> None:
     values = np.ones((2, 256), np.float32)
     values[1, 3] = bad
     with pytest.raises(ModelFileError, match=rf"^a value of {bad:g} does not fit into {kind}$"):
         quantize.quantize(BLOCK_TYPES[kind], values)
 
 
-def test_what_is_too_large_or_unknown_is_refused() -> None:
+def test_quantize_too_large_value_or_unknown_type_raises() -> None:
     values = np.full((1, 256), -7e4, np.float32)
     assert (round_trip("BF16", values) < -6.9e4).all()
     with pytest.raises(ModelFileError, match="a value of -70000 does not fit into Q6_K"):
@@ -169,7 +169,7 @@ def tensor(kind: str, values: Floats, name: str = "w") -> Tensor:
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-def test_jobs_come_in_order_whatever_the_threads(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_jobs_any_thread_count_keeps_order(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parallel, "PIECE_VALUES", 1000)  # rows of 256: three to a piece
     values = hard_values()
     order = np.random.default_rng(3).permutation(len(values))
@@ -193,13 +193,13 @@ def test_jobs_come_in_order_whatever_the_threads(threads: int, monkeypatch: pyte
     assert [done for _, done, _ in told] == sorted(done for _, done, _ in told)
 
 
-def test_a_job_names_the_tensor_that_fails() -> None:
+def test_run_jobs_error_names_the_tensor() -> None:
     source = tensor("F32", np.full((4, 32), 1e6, np.float32), "blk.0.ffn_up.weight")
     with pytest.raises(ModelFileError, match=r"^tensor 'blk.0.ffn_up.weight': a value of 1e\+06 does not fit into F16"):
         list(parallel.run_jobs([parallel.TensorJob(source.name, source, BLOCK_TYPES["F16"])], 2))
 
 
-def test_fused_matrices_get_the_type_of_llama_cpp() -> None:
+def test_matrix_type_fused_matrix_equals_llama_cpp() -> None:
     """Read from files that llama.cpp's quantizer (2026-08) wrote of a phi3 of 9 layers and width 256."""
     types = {
         mix: [matrix_type(MIXES[mix], "attn_qkv", 256, Place(i, 9, 2), tied=False) for i in range(9)]

@@ -120,12 +120,12 @@ SCALAR = {
 }
 
 
-def test_every_type_has_an_oracle() -> None:
+def test_block_types_all_have_an_oracle() -> None:
     assert set(KNOWN) | set(SCALAR) == set(BLOCK_TYPES)
 
 
 @pytest.mark.parametrize("name", KNOWN)
-def test_bitwise_equal_to_gguf(name: str) -> None:
+def test_dequantize_equals_gguf_package_bitwise(name: str) -> None:
     kind, theirs = BLOCK_TYPES[name], gguf.GGMLQuantizationType[name]
     assert (kind.id, kind.block_size, kind.block_bytes) == (theirs.value, *gguf.GGML_QUANT_SIZES[theirs])
     data = finite(kind, random_blocks(kind, 35 * 3)).reshape(35, 3 * kind.block_bytes)
@@ -137,7 +137,7 @@ def test_bitwise_equal_to_gguf(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", KNOWN)
-def test_non_finite_scales_as_gguf_and_without_a_warning(name: str) -> None:
+def test_dequantize_non_finite_scale_equals_gguf_without_warning(name: str) -> None:
     kind = BLOCK_TYPES[name]
     data = random_blocks(kind, 64)
     for start in SCALES.get(name, []):
@@ -154,7 +154,7 @@ def test_non_finite_scales_as_gguf_and_without_a_warning(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SCALAR)
-def test_equal_to_the_scalar_definition(name: str) -> None:
+def test_dequantize_equals_scalar_definition(name: str) -> None:
     kind = BLOCK_TYPES[name]
     data = finite(kind, random_blocks(kind, 40))
     if name == "NVFP4":
@@ -169,7 +169,7 @@ def test_equal_to_the_scalar_definition(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", BLOCK_TYPES)
-def test_one_block_no_block_and_a_read_only_unaligned_view(name: str) -> None:
+def test_dequantize_one_block_no_block_and_unaligned_view(name: str) -> None:
     kind = BLOCK_TYPES[name]
     data = finite(kind, random_blocks(kind, 2))
     whole = kind.decode(data)
@@ -185,7 +185,7 @@ def test_one_block_no_block_and_a_read_only_unaligned_view(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", BLOCK_TYPES)
-def test_input_is_never_written(name: str) -> None:
+def test_dequantize_does_not_write_its_input(name: str) -> None:
     kind = BLOCK_TYPES[name]
     data = random_blocks(kind, 3)
     before = data.copy()
@@ -193,7 +193,7 @@ def test_input_is_never_written(name: str) -> None:
     np.testing.assert_array_equal(data, before)
 
 
-def test_strided_input_and_a_scalar() -> None:
+def test_dequantize_strided_input_and_scalar_shape() -> None:
     kind = BLOCK_TYPES["Q4_K"]
     data = finite(kind, random_blocks(kind, 8))
     np.testing.assert_array_equal(dequantize(kind, data[::2], (4, 256)), kind.decode(data)[::2])
@@ -201,18 +201,18 @@ def test_strided_input_and_a_scalar() -> None:
     assert dequantize(BLOCK_TYPES["F32"], number, ()) == np.float32(1.5)
 
 
-def test_f32_is_a_view() -> None:
+def test_dequantize_f32_returns_a_view() -> None:
     data = np.zeros(16, np.uint8)
     assert np.shares_memory(dequantize(BLOCK_TYPES["F32"], data, (2, 2)), data)
 
 
 @pytest.mark.parametrize(("bytes_given", "shape"), [(17, (32,)), (19, (32,)), (0, (32,)), (18, (33,)), (36, (2, 16))])
-def test_wrong_sizes_are_refused(bytes_given: int, shape: tuple[int, ...]) -> None:
+def test_dequantize_wrong_size_raises(bytes_given: int, shape: tuple[int, ...]) -> None:
     with pytest.raises(ModelFileError, match="Q4_0"):
         dequantize(BLOCK_TYPES["Q4_0"], np.zeros(bytes_given, np.uint8), shape)
 
 
-def test_row_bytes() -> None:
+def test_row_bytes_of_whole_blocks() -> None:
     assert BLOCK_TYPES["Q4_K"].row_bytes(512) == 288
     assert BLOCK_TYPES["F16"].row_bytes(7) == 14
     assert BLOCK_TYPES["Q6_K"].row_bytes(0) == 0
@@ -220,7 +220,7 @@ def test_row_bytes() -> None:
         BLOCK_TYPES["Q6_K"].row_bytes(300)
 
 
-def test_ids_are_complete_and_removed_ones_known_by_name() -> None:
+def test_block_type_ids_are_complete() -> None:
     assert sorted([*BY_ID, *REMOVED_TYPES]) == list(range(43))
     assert all(BY_ID[kind.id] is kind and name == kind.name for name, kind in BLOCK_TYPES.items())
     assert REMOVED_TYPES[4] == "Q4_2"
@@ -231,13 +231,13 @@ def test_ids_are_complete_and_removed_ones_known_by_name() -> None:
 
 
 @pytest.mark.parametrize("name", codebooks.GRIDS)
-def test_grids_equal_ggufs(name: str) -> None:
+def test_grids_equal_gguf_package(name: str) -> None:
     theirs = getattr(gguf.quants, name)
     theirs.init_grid()
     np.testing.assert_array_equal(codebooks.grid(name), theirs.grid.reshape(theirs.grid_shape))
 
 
-def test_small_tables_equal_ggufs() -> None:
+def test_small_tables_equal_gguf_package() -> None:
     every = np.arange(256, dtype=np.uint8)
     ksigns = np.frombuffer(gguf.quants.IQ2_XXS.ksigns, np.uint8)
     np.testing.assert_array_equal(codebooks.even_sign_rows(), codebooks.sign_rows()[ksigns])
@@ -247,12 +247,12 @@ def test_small_tables_equal_ggufs() -> None:
 
 
 @pytest.mark.parametrize("table", [codebooks.sign_rows, codebooks.even_sign_rows, lambda: codebooks.grid("IQ3_S")])
-def test_shared_tables_cannot_be_spoilt(table: Callable[[], Floats]) -> None:
+def test_shared_tables_are_read_only(table: Callable[[], Floats]) -> None:
     with pytest.raises(ValueError, match="read-only"):
         table()[0, 0] = 5
 
 
-def test_a_real_tensor(default_model: Path) -> None:
+def test_dequantize_tensor_of_default_model(default_model: Path) -> None:
     """A whole quantized tensor of the default model, out of the mapped file."""
     tensor = open_checkpoint(default_model).tensors["blk.0.attn_q.weight"]
     pack_bits = tensor.data.reshape(tensor.shape[0], tensor.kind.row_bytes(tensor.shape[1]))

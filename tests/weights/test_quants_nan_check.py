@@ -18,7 +18,7 @@ BAD_SCALES = [(kind, number) for kind, scales in SCALE_BITS.items() for number i
 
 
 @pytest.mark.parametrize(("name", "number"), BAD_SCALES)
-def test_bad_scales_are_found_where_decoding_meets_them(tmp_path: Path, name: str, number: int) -> None:
+def test_find_nonfinite_block_agrees_with_decoding(tmp_path: Path, name: str, number: int) -> None:
     """Set the bits of one scale in one block: the look finds that block, and decoding gives NaN or Inf in it alone."""
     kind, blocks, victim = BLOCK_TYPES[name], 5, 3
     data = np.zeros((blocks, kind.block_bytes), np.uint8)
@@ -41,7 +41,7 @@ def test_bad_scales_are_found_where_decoding_meets_them(tmp_path: Path, name: st
     assert find()[0] is None
 
 
-def test_every_float_scale_is_looked_at() -> None:
+def test_find_nonfinite_block_checks_every_float_scale() -> None:
     """A type without an entry decodes every block to finite values, whatever its bytes."""
     rng = np.random.default_rng(0)
     for name, kind in BLOCK_TYPES.items():
@@ -51,7 +51,7 @@ def test_every_float_scale_is_looked_at() -> None:
         assert np.isfinite(kind.decode(blocks)).all(), name
 
 
-def test_random_bytes_are_judged_as_decoding_judges_them(rng: np.random.Generator) -> None:
+def test_find_nonfinite_block_random_bytes_agrees_with_decoding(rng: np.random.Generator) -> None:
     for name in SCALE_BITS:
         kind = BLOCK_TYPES[name]
         data = rng.integers(0, 256, (64, kind.block_bytes), dtype=np.uint8)

@@ -56,7 +56,7 @@ def assert_equal_tensors(ours: Checkpoint, other: Checkpoint) -> None:
 
 @pytest.mark.parametrize("kind", DTYPES)
 @pytest.mark.parametrize("variant", ["qwen2", "qwen3", "phi3", "gemma2", "llama-bias"])
-def test_same_tensors_as_a_gguf(tmp_path: Path, variant: str, kind: str) -> None:
+def test_open_hf_tensors_equal_those_of_gguf(tmp_path: Path, variant: str, kind: str) -> None:
     model = make_hf(ZOO[variant]).to(DTYPES[kind])
     folder = open_checkpoint(save_hf(model, tmp_path / "hf"))
     assert (folder.format, folder.architecture) == ("safetensors", model.config.model_type)
@@ -67,7 +67,7 @@ def test_same_tensors_as_a_gguf(tmp_path: Path, variant: str, kind: str) -> None
 
 
 @pytest.mark.parametrize("kind", DTYPES)
-def test_sharded_folder(tmp_path: Path, kind: str) -> None:
+def test_open_hf_sharded_folder_gives_all_tensors(tmp_path: Path, kind: str) -> None:
     model = make_hf(ZOO["qwen3"]).to(DTYPES[kind])
     whole, parts = save_hf(model, tmp_path / "whole"), save_hf(model, tmp_path / "parts", shard="60KB")
     assert len(list(parts.glob("*.safetensors"))) > 2
@@ -75,7 +75,7 @@ def test_sharded_folder(tmp_path: Path, kind: str) -> None:
     assert_equal_tensors(open_checkpoint(parts), open_checkpoint(whole))
 
 
-def test_tensors_are_views_of_the_file(tmp_path: Path) -> None:
+def test_open_hf_tensors_are_views_of_the_file(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(save_hf(make_hf(ZOO["qwen3"]), tmp_path))
     for tensor in checkpoint.tensors.values():
         assert isinstance(base_of(tensor.data), mmap.mmap)
@@ -83,7 +83,7 @@ def test_tensors_are_views_of_the_file(tmp_path: Path) -> None:
     assert set(checkpoint.metadata) == {"config", "generation_config"}
 
 
-def test_every_dtype_of_the_safetensors_package(tmp_path: Path) -> None:
+def test_read_safetensors_every_dtype_of_the_package(tmp_path: Path) -> None:
     whole = {"I8": torch.int8, "I16": torch.int16, "I32": torch.int32, "I64": torch.int64}
     kinds = {"F64": torch.float64, **whole, **DTYPES}
     weights = {name: (torch.arange(24).reshape(2, 3, 4) - 12).to(kind) for name, kind in kinds.items()}
@@ -100,7 +100,7 @@ def test_every_dtype_of_the_safetensors_package(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("kind", DTYPES)
-def test_nan_and_infinity_are_refused_at_load(tmp_path: Path, kind: str, value: float) -> None:
+def test_load_model_non_finite_value_raises(tmp_path: Path, kind: str, value: float) -> None:
     model = make_hf(ZOO["qwen3"]).to(DTYPES[kind])
     with torch.no_grad():
         model.model.layers[1].mlp.up_proj.weight[3, 5] = value
@@ -162,12 +162,12 @@ BAD: dict[str, tuple[bytes, str]] = {
 }  # fmt: skip
 
 
-def test_the_undamaged_file_opens(tmp_path: Path) -> None:
+def test_read_safetensors_valid_file_opens(tmp_path: Path) -> None:
     assert set(open_checkpoint(folder_with(tmp_path, safetensors(SMALL))).tensors) == {"output_norm.weight", "extra"}
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_bad_safetensors(tmp_path: Path, case: str) -> None:
+def test_read_safetensors_malformed_file_raises(tmp_path: Path, case: str) -> None:
     data, expected = BAD[case]
     folder = folder_with(tmp_path, data)
     tracemalloc.start()
@@ -181,7 +181,7 @@ def test_bad_safetensors(tmp_path: Path, case: str) -> None:
     assert peak < 40_000_000 if "100,000" in case else peak < 1_000_000
 
 
-def test_file_cut_at_every_byte(tmp_path: Path) -> None:
+def test_file_truncated_at_every_byte_raises(tmp_path: Path) -> None:
     whole = safetensors(SMALL)
     for length in range(len(whole)):
         (tmp_path / "model.safetensors").unlink(missing_ok=True)
@@ -196,39 +196,39 @@ def test_file_cut_at_every_byte(tmp_path: Path) -> None:
     (b"[" * 100_000, "config.json is not readable JSON"),
     (b'{"model_type": 3}', "'model_type' is not a string"),
 ])  # fmt: skip
-def test_bad_config(tmp_path: Path, config: bytes, expected: str) -> None:
+def test_open_hf_malformed_config_raises(tmp_path: Path, config: bytes, expected: str) -> None:
     with pytest.raises(ModelFileError, match=expected):
         open_checkpoint(folder_with(tmp_path, safetensors(SMALL), config))
 
 
-def test_config_missing(tmp_path: Path) -> None:
+def test_open_hf_without_config_raises(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(safetensors(SMALL))
     with pytest.raises(ModelFileError, match=r"config\.json is missing"):
         open_checkpoint(tmp_path)
 
 
 @pytest.mark.parametrize("config", ["{}", '{"architectures": []}', '{"architectures": "x"}', '{"architectures": [{}]}'])
-def test_architecture_unknown(tmp_path: Path, config: str) -> None:
+def test_read_model_config_unknown_architecture_raises(tmp_path: Path, config: str) -> None:
     checkpoint = open_checkpoint(folder_with(tmp_path, safetensors(SMALL), config.encode()))
     with pytest.raises(ModelFileError, match=r"'model_type' is missing|is not supported"):
         read_model_config(checkpoint)
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "model.pth", "model.ckpt", "model.pkl"])
-def test_pickled_weights_are_refused(tmp_path: Path, name: str) -> None:
+def test_open_checkpoint_pickled_weights_raises_unsupported(tmp_path: Path, name: str) -> None:
     (tmp_path / "config.json").write_text("{}")
     torch.save({"x": torch.zeros(1)}, tmp_path / name)
     with pytest.raises(UnsupportedModelError, match=rf"{name} holds pickled weights.*refused"):
         open_checkpoint(tmp_path)
 
 
-def test_folder_without_weights(tmp_path: Path) -> None:
+def test_open_hf_folder_without_weights_raises(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ModelFileError, match=r"no \*\.safetensors file"):
         open_checkpoint(tmp_path)
 
 
-def test_a_bare_safetensors_file_names_the_folder(tmp_path: Path) -> None:
+def test_open_checkpoint_bare_safetensors_file_names_the_folder(tmp_path: Path) -> None:
     folder_with(tmp_path, safetensors(SMALL))
     with pytest.raises(ModelFileError, match=r"model\.safetensors: open the folder"):
         open_checkpoint(tmp_path / "model.safetensors")
@@ -269,7 +269,7 @@ SHARDS: dict[str, tuple[Callable[[Path], None], str]] = {
 
 
 @pytest.mark.parametrize("case", SHARDS)
-def test_bad_shards(tmp_path: Path, case: str) -> None:
+def test_open_hf_inconsistent_shards_raises(tmp_path: Path, case: str) -> None:
     (tmp_path / "config.json").write_text("{}")
     save_file({"a": torch.ones(2), "a2": torch.ones(3)}, tmp_path / "one.safetensors")
     save_file({"b": torch.zeros(2)}, tmp_path / "two.safetensors")
@@ -282,7 +282,7 @@ def test_bad_shards(tmp_path: Path, case: str) -> None:
         open_checkpoint(tmp_path)
 
 
-def test_a_tensor_in_two_files_without_an_index(tmp_path: Path) -> None:
+def test_open_hf_tensor_in_two_files_without_index_raises(tmp_path: Path) -> None:
     folder_with(tmp_path, safetensors(SMALL))
     (tmp_path / "other.safetensors").write_bytes(safetensors(SMALL))
     with pytest.raises(ModelFileError, match=r"other\.safetensors: tensor '.*' is in two files"):
@@ -290,6 +290,6 @@ def test_a_tensor_in_two_files_without_an_index(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", ["9" * 5000, "x", "-1", ""])
-def test_layer_numbers_that_are_none(number: str) -> None:
+def test_gguf_name_invalid_layer_number_is_unchanged(number: str) -> None:
     name = f"model.layers.{number}.mlp.up_proj.weight"
     assert gguf_name(name) == name

@@ -18,7 +18,7 @@ from llm_worker_rbee.errors import DownloadError, ModelNotFoundError, Unsupporte
 from llm_worker_rbee.weights import hub
 from llm_worker_rbee.weights.hub.huggingface import choose_files, parse_reference
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 QUANTS = {f"X-{quant}.gguf": quant.encode() * 1000 for quant in ("Q4_K_S", "Q4_K_M", "Q8_0", "BF16")}
 SPLIT = {f"big/Y-Q6_K-0000{part}-of-00003.gguf": b"%d" % part * 500 for part in (1, 2, 3)}
@@ -126,7 +126,7 @@ def downloads(seen: "Counter[str]") -> list[str]:
         ("hf:me/folder", sorted(FOLDER, key=list(FOLDER).index)[:5]),
     ],
 )
-def test_the_files_of_a_model(reference: str, chosen: list[str]) -> None:
+def test_choose_files_returns_files_of_one_model(reference: str, chosen: list[str]) -> None:
     model = parse_reference(reference)
     found = choose_files(model, list(REPOS[model.repo]))
     assert found[0] == chosen[0]
@@ -144,13 +144,13 @@ def test_the_files_of_a_model(reference: str, chosen: list[str]) -> None:
         ("hf:me/pickled", UnsupportedModelError, "pickled"),
     ],
 )
-def test_no_choice_is_an_error_that_lists(reference: str, kind: type[WorkerError], told: str) -> None:
+def test_choose_files_ambiguous_or_absent_lists_choices(reference: str, kind: type[WorkerError], told: str) -> None:
     model = parse_reference(reference)
     with pytest.raises(kind, match=told):
         choose_files(model, list(REPOS[model.repo]))
 
 
-def test_an_incomplete_split_set_and_paths_that_climb_are_refused() -> None:
+def test_choose_files_incomplete_split_set_or_parent_path_raises() -> None:
     with pytest.raises(ModelNotFoundError, match="2 of 3 parts"):
         choose_files(parse_reference("hf:me/quants:Q6_K"), sorted(SPLIT)[:2])
     with pytest.raises(ModelNotFoundError, match="holds no GGUF"):
@@ -161,7 +161,7 @@ MALFORMED = ["hf:", "hf:x", "hf:a/b/c", "hf:a/b:", "hf:../..", "hf:a/b:c:d", "hf
 
 
 @pytest.mark.parametrize("reference", MALFORMED)
-def test_a_malformed_reference_is_named(reference: str) -> None:
+def test_parse_reference_malformed_raises(reference: str) -> None:
     with pytest.raises(ModelNotFoundError, match="hf:owner/repo"):
         parse_reference(reference)
 
@@ -169,7 +169,7 @@ def test_a_malformed_reference_is_named(reference: str) -> None:
 # Pulling --------------------------------------------------------------------------------------------------------------
 
 
-def test_a_quant_is_pulled_once_and_listed(server: "Counter[str]", tmp_path: Path) -> None:
+def test_pull_quant_downloads_once_and_lists_it(server: "Counter[str]", tmp_path: Path) -> None:
     seen: list[tuple[str, int, int | None]] = []
     path = hub.locate_model("hf:me/quants:Q8_0", progress=lambda *report: seen.append(report))
     assert path.read_bytes() == QUANTS["X-Q8_0.gguf"]
@@ -187,20 +187,20 @@ def test_a_quant_is_pulled_once_and_listed(server: "Counter[str]", tmp_path: Pat
     assert hub.locate_model("me/quants:Q8_0") == path
 
 
-def test_all_parts_of_a_split_set_come(server: "Counter[str]") -> None:
+def test_pull_split_set_downloads_all_parts(server: "Counter[str]") -> None:
     path = hub.locate_model("hf:me/quants:Q6_K")
     assert path.name == "Y-Q6_K-00001-of-00003.gguf"
     assert downloads(server) == sorted(SPLIT)
     assert hub.cached_models()[0].bytes == sum(map(len, SPLIT.values()))
 
 
-def test_a_folder_comes_without_pickles(server: "Counter[str]") -> None:
+def test_pull_folder_skips_pickles(server: "Counter[str]") -> None:
     folder = hub.locate_model("hf:me/folder")
     assert sorted(path.name for path in folder.iterdir()) == sorted(list(FOLDER)[:5])
     assert (folder / "model-00002-of-00002.safetensors").read_bytes() == b"b" * 3000
 
 
-def test_the_token_is_sent(server: "Counter[str]", monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pull_sends_hf_token(server: "Counter[str]", monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     hub.locate_model("hf:me/one")
     assert server["token Bearer hf_secret"] >= 2
@@ -215,7 +215,7 @@ def test_the_token_is_sent(server: "Counter[str]", monkeypatch: pytest.MonkeyPat
         ("hf:me/quants:Q2_K", ModelNotFoundError, "it holds"),
     ],
 )
-def test_what_the_hub_refuses_is_one_line(
+def test_pull_refused_by_hub_raises_one_line(
     server: "Counter[str]", reference: str, kind: type[WorkerError], told: str
 ) -> None:
     with pytest.raises(kind, match=told) as caught:
@@ -224,7 +224,7 @@ def test_what_the_hub_refuses_is_one_line(
     assert hub.cached_models() == []
 
 
-def test_a_hub_out_of_reach(server: "Counter[str]", monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pull_unreachable_hub_uses_cache_or_raises(server: "Counter[str]", monkeypatch: pytest.MonkeyPatch) -> None:
     path = hub.locate_model("hf:me/one")
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:1")
     assert hub.locate_model("hf:me/one") == path
@@ -232,7 +232,7 @@ def test_a_hub_out_of_reach(server: "Counter[str]", monkeypatch: pytest.MonkeyPa
         hub.locate_model("hf:me/quants")
 
 
-def test_verify_fetches_a_damaged_file_anew(server: "Counter[str]") -> None:
+def test_verify_model_damaged_file_is_fetched_again(server: "Counter[str]") -> None:
     path = hub.locate_model("hf:me/one")
     assert hub.verify_model("hf:me/one").path == path
     assert server["GET /me/one/resolve/main/One.IQ3_XS.gguf"] == 1
@@ -241,7 +241,7 @@ def test_verify_fetches_a_damaged_file_anew(server: "Counter[str]") -> None:
     assert server["GET /me/one/resolve/main/One.IQ3_XS.gguf"] == 2
 
 
-def test_a_full_disk_is_named(server: "Counter[str]", tmp_path: Path) -> None:
+def test_pull_full_disk_names_the_folder(server: "Counter[str]", tmp_path: Path) -> None:
     script = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (1500, 1500))"
     result = run_locate("hf:me/quants:Q8_0", script)
     assert f"DownloadError: no room in {tmp_path / 'hf'}" in result
@@ -265,7 +265,7 @@ except WorkerError as error:
     return subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
 
 
-def test_offline_mode_works_from_the_cache(server: "Counter[str]") -> None:
+def test_pull_offline_uses_cache(server: "Counter[str]") -> None:
     path, folder = hub.locate_model("hf:me/quants:Q8_0"), hub.locate_model("hf:me/folder")
     before = server.total()
     assert run_locate("hf:me/quants:Q8_0", HF_HUB_OFFLINE="1") == str(path)

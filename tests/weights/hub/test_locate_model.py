@@ -15,7 +15,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "xdg" / "llm-worker-rbee"
 
 
-def test_a_path_is_itself(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_locate_model_existing_path_returns_it(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "m.gguf"
     file.write_bytes(b"GGUF")
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -25,14 +25,14 @@ def test_a_path_is_itself(tmp_path: Path, cache: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("reference", ["", "nope", "a\0b", "/a\0b", "x" * 5000, "~nobody-here/x", "./no.gguf", "hf:x"])
-def test_an_unknown_reference_is_our_error(reference: str, cache: Path) -> None:
+def test_locate_model_unknown_reference_raises_not_found(reference: str, cache: Path) -> None:
     with pytest.raises(ModelNotFoundError) as caught:
         hub.locate_model(reference)
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 500
 
 
-def test_errors_say_what_was_meant(tmp_path: Path, cache: Path) -> None:
+def test_locate_model_error_suggests_similar_names(tmp_path: Path, cache: Path) -> None:
     (tmp_path / "model-q4.gguf").write_bytes(b"GGUF")
     with pytest.raises(ModelNotFoundError, match=r"did you mean .*model-q4\.gguf"):
         hub.locate_model(str(tmp_path / "model-q5.gguf"))
@@ -42,7 +42,7 @@ def test_errors_say_what_was_meant(tmp_path: Path, cache: Path) -> None:
         hub.locate_model("owner/some-repo")
 
 
-def test_a_model_in_the_cache_answers_to_its_name(cache: Path) -> None:
+def test_locate_model_by_cached_name(cache: Path) -> None:
     cache.mkdir(parents=True)
     (cache / "Mine.Q8_0.gguf").write_bytes(b"GGUF....")
     (cache / "notes.txt").write_text("not a model")
@@ -55,13 +55,13 @@ def test_a_model_in_the_cache_answers_to_its_name(cache: Path) -> None:
         hub.verify_model("Mine.Q8_0")
 
 
-def test_without_pull_nothing_is_fetched(cache: Path) -> None:
+def test_locate_model_without_pull_fetches_nothing(cache: Path) -> None:
     with pytest.raises(ModelNotFoundError, match="llm-worker-rbee pull smollm2"):
         hub.locate_model(None, pull=False)
     assert not cache.exists()
 
 
-def test_a_folder_named_like_the_default_does_not_hide_it(
+def test_locate_model_folder_named_like_builtin_does_not_hide_it(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -73,14 +73,14 @@ def test_a_folder_named_like_the_default_does_not_hide_it(
     assert hub.locate_model("smollm2") == Path("smollm2")
 
 
-def test_the_built_in_default_is_the_file_we_know(default_model: Path) -> None:
+def test_builtin_default_model_has_expected_checksum(default_model: Path) -> None:
     model = hub.BUILTIN[hub.DEFAULT_MODEL]
     assert default_model.name == model.filename
     assert default_model.stat().st_size == model.bytes
     assert hashlib.sha256(default_model.read_bytes()).hexdigest() == model.sha256
 
 
-def test_the_cache_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_dir_follows_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/somewhere")
     monkeypatch.setenv("XDG_CACHE_HOME", "/elsewhere")
     assert hub.cache_dir() == Path("/elsewhere/llm-worker-rbee")
@@ -89,7 +89,7 @@ def test_the_cache_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatc
         assert hub.cache_dir() == Path("/somewhere/.cache/llm-worker-rbee")
 
 
-def test_a_half_written_default_is_not_listed(cache: Path) -> None:
+def test_cached_models_partial_file_is_not_listed(cache: Path) -> None:
     cache.mkdir(parents=True)
     (cache / hub.BUILTIN["smollm2"].filename).write_bytes(b"GGUF")
     assert hub.cached_models() == []
@@ -98,7 +98,7 @@ def test_a_half_written_default_is_not_listed(cache: Path) -> None:
 
 
 @pytest.mark.parametrize("suffix", ["gguf", "GGUF"])
-def test_a_split_set_in_the_cache_is_one_model_with_all_its_bytes(cache: Path, suffix: str) -> None:
+def test_cached_models_split_set_is_one_model(cache: Path, suffix: str) -> None:
     cache.mkdir(parents=True)
     for part in (1, 2):
         (cache / f"big-0000{part}-of-00002.{suffix}").write_bytes(b"GGUF" * part)

