@@ -1,4 +1,4 @@
-"""Where keys and values live between steps."""
+"""The KV cache."""
 
 from .kv_cache import KVCache
 

@@ -1,8 +1,8 @@
-"""The paged K and V tensors of all layers. Nothing here knows a request: who owns which block is accounted elsewhere.
+"""The paged K and V tensors of all layers. Ownership of blocks is in engine/block_pool.py.
 
 layer.k, layer.v: (blocks, block_size, kv_heads, head_dim);   slot = block * block_size + offset
-They are kept as float32, float16, or int8 with a float32 scale for each position and head (`kv_type`); on a GPU as
-bfloat16, float16, float32 or float8, and laid out otherwise.
+Stored as float32, float16, or int8 with a float32 scale for each position and head (`kv_type`); on a GPU as
+bfloat16, float16, float32 or float8, in another layout.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ class KVCache:
 
     @property
     def nbytes(self) -> int:
-        """Memory that it takes, with what the backend pads."""
+        """Bytes, including padding of the backend."""
         return sum(part.nbytes for layer in self.layers for part in layer)
 
     def slots(self, block_table: Ints, positions: Ints) -> Ints:
-        """Where the tokens at `positions` of a request with this block table are written."""
+        """Return the slots of the tokens at `positions` of a request with this block table."""
         return block_table[positions // self.block_size] * self.block_size + positions % self.block_size

@@ -24,7 +24,7 @@ class Attention:
     k_norm: RMSNorm | None = None
 
     def __call__(self, ops: Backend, x: Array, kv: KVLayer, batch: Batch) -> Array:
-        """(T, width) -> (T, width); writes this step's keys and values."""
+        """Map (T, width) to (T, width); writes the keys and values of this step."""
         q, k, v = self.split(self.qkv(ops, x))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(ops, q), self.k_norm(ops, k)
@@ -32,7 +32,7 @@ class Attention:
         return self.output(ops, ops.attention(q, kv, batch, self.params))
 
     def split(self, qkv: Array) -> tuple[Array, Array, Array]:
-        """(T, (heads + 2 kv_heads) * dim) -> q (T, heads, dim), k and v (T, kv_heads, dim)."""
+        """Split (T, (heads + 2 kv_heads) * dim) into q (T, heads, dim), k and v (T, kv_heads, dim)."""
         heads = qkv.reshape(qkv.shape[0], self.n_heads + 2 * self.n_kv_heads, self.head_dim)
         first_v = self.n_heads + self.n_kv_heads
         return heads[:, : self.n_heads], heads[:, self.n_heads : first_v], heads[:, first_v:]

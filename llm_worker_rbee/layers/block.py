@@ -1,4 +1,5 @@
-"""One decoder block. The residual stream travels beside the activations: each addition joins the norm after it."""
+"""One decoder block. The residual stream is passed beside the activations, so that each addition is fused with the
+norm after it."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from .swiglu import SwiGLU
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Block:
-    """Attention and MLP, each between norms: one before, and in some families one after."""
+    """Attention and MLP, each with a norm before and, in some families, one after."""
 
     attention_norm: RMSNorm
     attention: Attention
@@ -24,7 +25,7 @@ class Block:
     def __call__(
         self, ops: Backend, x: Array, residual: Array | None, kv: KVLayer, batch: Batch
     ) -> tuple[Array, Array]:
-        """(what the block before added, the stream) -> (what this one adds, the stream before that addition)."""
+        """Map (delta of the previous block, residual) to (delta of this block, residual without it)."""
         if residual is None:
             x, residual = self.attention_norm(ops, x), x
         else:
@@ -39,7 +40,7 @@ class Block:
         return x, residual
 
     def parts(self) -> BlockParts:
-        """All weights, for a backend that runs whole blocks at once."""
+        """Return all weights, for a fused forward."""
         a, mlp = self.attention, self.mlp
         q_norm, k_norm, post_attention, post_mlp = (
             None if norm is None else norm.weight

@@ -1,4 +1,4 @@
-"""A matrix product with a packed weight, and its bias where there is one."""
+"""A matrix product with a packed weight and an optional bias."""
 
 from __future__ import annotations
 
@@ -15,5 +15,5 @@ class Linear:
     bias: Array | None = None  # (rows,)
 
     def __call__(self, ops: Backend, x: Array) -> Array:
-        """x @ weight.T + bias."""
+        """Return x @ weight.T + bias."""
         return ops.linear(x, self.weight, self.bias)

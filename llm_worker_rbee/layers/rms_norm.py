@@ -1,4 +1,4 @@
-"""Root-mean-square normalisation, alone or joined with the residual addition before it."""
+"""Root-mean-square normalisation, alone or fused with the residual addition before it."""
 
 from __future__ import annotations
 
@@ -19,5 +19,5 @@ class RMSNorm:
         return ops.rms_norm(x, self.weight, self.eps)
 
     def add_and_norm(self, ops: Backend, x: Array, residual: Array) -> tuple[Array, Array]:
-        """(norm(residual + x), residual + x)."""
+        """Return (norm(residual + x), residual + x)."""
         return ops.add_rms_norm(x, residual, self.weight, self.eps)

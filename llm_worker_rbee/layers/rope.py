@@ -1,7 +1,6 @@
-"""Rotary frequencies from a model's numbers: every scaling kind we know becomes one table of inverse frequencies.
+"""RoPE tables: every supported scaling becomes one table of inverse frequencies. The rotation itself is an op.
 
-Nothing is rotated here (that is an op). The pairs are (i, i + half) throughout; files with neighbouring pairs have
-their rows moved when they are loaded.
+Pairs are (i, i + half); files with neighbouring pairs have their q and k rows permuted at load.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ Floats = NDArray[np.float32]
 
 
 def rope_table(config: ModelConfig, *, local: bool, max_context: int, freq_factors: Floats | None = None) -> RopeTable:
-    """The table of a layer: `local` is a layer with a window, `freq_factors` a tensor of the file."""
+    """Return the table of a layer: `local` is a layer with a window, `freq_factors` a tensor of the file."""
     if local and config.rope_local_base:
         return RopeTable(inverse_frequencies(config.rope_local_base, config.rope_dim), 1.0)
     inv_freq = inverse_frequencies(config.rope_base, config.rope_dim)
@@ -30,13 +29,13 @@ def rope_table(config: ModelConfig, *, local: bool, max_context: int, freq_facto
 
 
 def inverse_frequencies(base: float, rope_dim: int) -> Floats:
-    """base^(-2i / rope_dim) for each pair i: the power in float64, because an error here grows with the position."""
+    """Return base^(-2i / rope_dim) for each pair i; the power in float64, as its error grows with the position."""
     exponent = np.arange(0, rope_dim, 2, dtype=np.float32) / np.float32(rope_dim)
     return np.float32(1) / np.power(np.float64(base), exponent.astype(np.float64)).astype(np.float32)
 
 
 def scaled_table(inv_freq: Floats, base: float, scaling: RopeScaling, max_context: int) -> RopeTable:
-    """Apply a scaling kind to plain frequencies."""
+    """Apply a scaling to unscaled frequencies."""
     if scaling.kind == "linear":
         return RopeTable(inv_freq / np.float32(scaling.factor), 1.0)
     if scaling.kind == "llama3":
@@ -57,7 +56,7 @@ def _divide(inv_freq: Floats, factors: Floats, name: str) -> Floats:
 
 
 def _llama3(inv_freq: Floats, s: RopeScaling) -> Floats:
-    """Long wavelengths are stretched by the factor, short ones are left, those between are blended."""
+    """Stretch long wavelengths by the factor, keep short ones, and blend between."""
     wavelength = 2 * math.pi / inv_freq
     blend = (s.original_context / wavelength - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor)
     blend = np.clip(blend, 0.0, 1.0)
@@ -65,7 +64,7 @@ def _llama3(inv_freq: Floats, s: RopeScaling) -> Floats:
 
 
 def _yarn(inv_freq: Floats, base: float, s: RopeScaling) -> Floats:
-    """Pairs that turn fast keep their frequency, slow ones are stretched, with a ramp between two pair numbers."""
+    """Keep the frequency of fast pairs, stretch slow ones, with a ramp between two pair indices."""
     dim = 2 * inv_freq.shape[0]
 
     def pair_with(rotations: float) -> float:
@@ -91,7 +90,7 @@ def _yarn_attention(s: RopeScaling) -> float:
 
 
 def _longrope(inv_freq: Floats, s: RopeScaling, max_context: int) -> RopeTable:
-    """One list of factors up to the original context, another beyond: chosen once, by the context that is served."""
+    """Use short factors up to the original context, else long ones; chosen once by the maximum context."""
     factors = s.long_factors if max_context > s.original_context else s.short_factors
     attention = s.attention_factor
     if attention is None:

@@ -1,4 +1,4 @@
-"""The gated MLP: SwiGLU, or GeGLU where the activation says so."""
+"""The gated MLP: SwiGLU, or GeGLU with activation gelu_tanh."""
 
 from __future__ import annotations
 
@@ -17,5 +17,5 @@ class SwiGLU:
     activation: str = "silu"
 
     def __call__(self, ops: Backend, x: Array) -> Array:
-        """(T, width) -> (T, width)."""
+        """Map (T, width) to (T, width)."""
         return self.down(ops, ops.gated(self.gate_up(ops, x), self.activation))

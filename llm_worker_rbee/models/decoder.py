@@ -1,4 +1,4 @@
-"""The one decoder. Everything it needs comes in as arguments; it keeps nothing between calls."""
+"""The decoder of all families: embedding, blocks, final norm, logits. It keeps no state between calls."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..layers.rms_norm import RMSNorm
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Transformer:
-    """A model ready to run on one backend."""
+    """A model whose weights are packed for one backend."""
 
     config: ModelConfig
     ops: Backend
@@ -22,16 +22,16 @@ class Transformer:
     blocks: tuple[Block, ...]
     norm: RMSNorm
     head: PackedWeight
-    fused: FusedForward | None = None  # the backend's own way through all of this, if it has one
+    fused: FusedForward | None = None  # the backend's fused forward, if it has one
 
     def forward(self, batch: Batch, cache: KVCache) -> Array:
-        """One step over a flat batch: writes the cache, gives the logits at `batch.logits_index`: (N, vocabulary)."""
+        """Compute one flat batch: write the KV cache, return the logits at `batch.logits_index`: (N, vocabulary)."""
         if self.fused is not None:
             return self.fused(batch, cache.layers)
         return self.forward_unfused(batch, cache)
 
     def forward_unfused(self, batch: Batch, cache: KVCache) -> Array:
-        """What a step means."""
+        """Compute the same op by op."""
         ops = self.ops
         x, residual = ops.embed(self.embedding, batch.ids, self.embedding_scale), None
         for block, kv in zip(self.blocks, cache.layers, strict=True):
@@ -40,7 +40,7 @@ class Transformer:
         return ops.logits(x, self.head, self.config.final_cap)
 
     def parts(self) -> ModelParts:
-        """All weights, for a backend that runs a whole step at once."""
+        """Return all weights, for a fused forward."""
         blocks = tuple(block.parts() for block in self.blocks)
         return ModelParts(
             self.embedding, self.embedding_scale, blocks, self.norm.weight, self.head, self.config.final_cap

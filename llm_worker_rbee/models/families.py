@@ -1,4 +1,4 @@
-"""What differs between families of decoders: a table. A new family is a new row, or it is not supported."""
+"""The supported families as a table: what differs between their decoders is data. A new family is a new row."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ GEMMA_DEFAULTS = {
 
 FAMILIES = (
     Family("llama", gguf=("llama",), hf=("llama",), rope_interleaved=True),
-    # a GGUF of Mistral calls itself llama
+    # GGUF files of Mistral have the architecture llama
     Family("mistral", gguf=(), hf=("mistral",), hf_defaults={"num_key_value_heads": 8, "sliding_window": 4096}),
     Family("qwen2", gguf=("qwen2",), hf=("qwen2",), qkv_bias=True, hf_defaults=QWEN_DEFAULTS),
     Family("qwen3", gguf=("qwen3",), hf=("qwen3",), qk_norm=True, hf_defaults={**QWEN_DEFAULTS, "head_dim": 128}),
@@ -64,7 +64,7 @@ BY_HF = {name: family for family in FAMILIES for name in family.hf}
 
 
 def read_model_config(checkpoint: Checkpoint) -> ModelConfig:
-    """Detect the family of a checkpoint and read its shape."""
+    """Detect the family of a checkpoint and read its configuration."""
     family = detect_family(checkpoint)
     embedding = checkpoint.tensors.get("token_embd.weight")
     rows = embedding.shape[0] if embedding is not None and len(embedding.shape) == 2 else None
@@ -74,7 +74,7 @@ def read_model_config(checkpoint: Checkpoint) -> ModelConfig:
 
 
 def detect_family(checkpoint: Checkpoint) -> Family:
-    """The family, from general.architecture or from model_type (or the class named in `architectures`)."""
+    """Return the family by general.architecture or model_type (or the class in `architectures`)."""
     table = BY_GGUF if checkpoint.format == "gguf" else BY_HF
     name = checkpoint.architecture
     if not name and checkpoint.format != "gguf":
@@ -88,7 +88,7 @@ def detect_family(checkpoint: Checkpoint) -> Family:
 
 
 def _from_class_name(config: Mapping[str, Any]) -> str | None:
-    """`LlamaForCausalLM` -> `llama`, for a config.json without model_type."""
+    """Return `llama` for `LlamaForCausalLM`, for a config.json without model_type."""
     names = config.get("architectures") or [""]
     name = str(names[0]).removesuffix("ForCausalLM").lower() if isinstance(names, list) else ""
     return {"gemma3": "gemma3_text"}.get(name, name) or None

@@ -1,8 +1,7 @@
-"""Tensor names -> the parameters of the decoder, on one backend.
+"""Build the decoder from the tensors of a checkpoint, packed for one backend.
 
-Every tensor of the file must be used and every one needed must be there, with the shape the metadata says: a missing,
-an extra or a misshapen tensor is an error that names it, and so is one with a NaN. Matrices stay quantized; norms and
-biases become float32.
+A missing, unused or misshapen tensor, or one with NaN or infinity, is an error that names it. Matrices stay quantized;
+norms and biases become float32.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from ..weights import Checkpoint, Tensor
 from ..weights.checkpoint import release_pages
 from .decoder import Transformer
 
-# Old exports carry tables that follow from the metadata.
+# Tables in old exports, redundant with the metadata.
 IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".attn_rot_embd.weight")
 
 
@@ -37,9 +36,9 @@ def load_model(
     max_context: int | None = None,
     advance: Callable[[int], None] = lambda packed_bytes: None,
 ) -> Transformer:
-    """Build the decoder that `config` describes on a backend, for contexts of up to `max_context` tokens.
+    """Build the decoder of `config` on a backend, for contexts of up to `max_context` tokens.
 
-    `advance` hears how many bytes of matrices are prepared.
+    `advance` receives the number of bytes of matrices packed so far.
     """
     return _ModelLoader(checkpoint, config, ops, max_context or config.context_length, advance).model()
 
@@ -71,12 +70,12 @@ class _ModelLoader:
             head=self.head(table),
         )
         self.refuse_unused_tensors()
-        for tensor in self.checkpoint.tensors.values():  # rows that were moved were read, but not by the backend
+        for tensor in self.checkpoint.tensors.values():  # permuted rows were read here, not by the backend
             release_pages(tensor.data)
         return replace(model, fused=self.ops.fuse(model.parts()))
 
     def check_layer_count(self) -> None:
-        """Before anything is built for each layer that the metadata claims."""
+        """Raise before anything is built for layers that the metadata claims and the file lacks."""
         last = f"blk.{self.config.n_layers - 1}.attn_norm.weight"
         if last not in self.checkpoint.tensors:
             raise ModelFileError(f"tensor {last!r} is missing: the metadata says {self.config.n_layers} layers")
@@ -85,8 +84,8 @@ class _ModelLoader:
         if "output.weight" not in self.checkpoint.tensors:
             if self.checkpoint.format == "safetensors" and not self.tied_by_config():
                 raise ModelFileError(
-                    "tensor 'output.weight' (lm_head.weight) is missing, and config.json says "
-                    "that it is not the embedding's"
+                    "tensor 'output.weight' (lm_head.weight) is missing, and config.json does not "
+                    "tie it to the embedding"
                 )
             return embedding  # tied
         return self.pack([self.matrix("output.weight", self.config.vocab_size, self.config.d_model)])
@@ -96,7 +95,7 @@ class _ModelLoader:
         return bool(settings.get("tie_word_embeddings", False))
 
     def ropes(self) -> tuple[RopeTable, RopeTable]:
-        """The tables of layers that see everything, and of layers with a window."""
+        """Return the RoPE tables of layers with full attention and of layers with a window."""
         config = replace(self.config, rope_scaling=self.rope_scaling())
         factors = self.optional_vector("rope_freqs.weight", config.rope_dim // 2)
         full, local = (
@@ -106,7 +105,7 @@ class _ModelLoader:
         return full, local
 
     def rope_scaling(self) -> RopeScaling:
-        """The metadata's, or the one that two tensors of factors stand for."""
+        """Return the scaling of the metadata, or longrope if the file has its two factor tensors."""
         scaling = self.config.rope_scaling
         pairs = self.config.rope_dim // 2
         short, long = (self.optional_vector(f"rope_factors_{kind}.weight", pairs) for kind in ("short", "long"))
@@ -114,7 +113,7 @@ class _ModelLoader:
             return scaling
         if short is None or long is None:
             absent = "short" if short is None else "long"
-            raise ModelFileError(f"tensor 'rope_factors_{absent}.weight' is missing beside its sister")
+            raise ModelFileError(f"tensor 'rope_factors_{absent}.weight' is missing: both lists are needed")
         if scaling.original_context < 2:
             raise ModelFileError(
                 "tensor 'rope_factors_long.weight' needs an original context length, which is "
@@ -157,7 +156,7 @@ class _ModelLoader:
         names = [prefix + f"attn_{x}" for x in "qkv"]
         if c.family.qkv_bias:
             for name in names:
-                self.tensor(name + ".bias")  # `linear` takes biases where there are any: here there must be
+                self.tensor(name + ".bias")  # `linear` takes optional biases; here they are required
         return self.linear(names, rows, c.d_model)
 
     def mlp(self, prefix: str) -> SwiGLU:
@@ -169,7 +168,7 @@ class _ModelLoader:
         return SwiGLU(self.linear(names, rows, c.d_model), down, c.activation)
 
     def linear(self, names: list[str], rows: list[int], columns: int) -> Linear:
-        """Matrices stacked by rows, with their biases if any of them has one."""
+        """Stack matrices by rows, with their biases if any has one."""
         parts = [
             self.permute_rope_rows(self.matrix(n + ".weight", r, columns)) for n, r in zip(names, rows, strict=True)
         ]
@@ -187,7 +186,7 @@ class _ModelLoader:
         return made
 
     def permute_rope_rows(self, tensor: Tensor) -> Tensor:
-        """Move whole q and k rows so that the pairs of the rotation are (i, i + half), not neighbours."""
+        """Permute q and k rows so that RoPE pairs are (i, i + half), not neighbours."""
         order = self.rope_order(tensor.name, tensor.shape[0])
         return tensor if order is None else tensor.take_rows(order)
 

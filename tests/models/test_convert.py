@@ -310,11 +310,11 @@ def few_merges() -> Library:
 
 
 REFUSED: dict[str, tuple[Callable[[], Library], str]] = {
-    "unigram": (unigram, "a model of type 'Unigram' cannot be put into a GGUF, only BPE can"),
+    "unigram": (unigram, "a model of type 'Unigram' cannot be stored in a GGUF, only BPE can"),
     "post-processor": (two_at_the_end, "its post_processor adds more than one token"),
-    "pre-tokenizer": (lambda: byte_library(split(r"\p{N}{1,7}| ?\p{L}+|\s+")), "its pre_tokenizer cuts text like none"),
-    "prefix": (lambda: byte_library(pre_tokenizers.ByteLevel(True)), "its pre_tokenizer cuts text like none"),
-    "normalizer": (lower_case, 'read back from a GGUF it would cut "Hello, world!'),
+    "pre-tokenizer": (lambda: byte_library(split(r"\p{N}{1,7}| ?\p{L}+|\s+")), "its pre_tokenizer splits text like none"),
+    "prefix": (lambda: byte_library(pre_tokenizers.ByteLevel(True)), "its pre_tokenizer splits text like none"),
+    "normalizer": (lower_case, 'a GGUF cannot express it: "Hello, world!'),
     "merges": (few_merges, "its merges lack"),
 }
 
@@ -335,7 +335,7 @@ def test_convert_incomplete_folder_raises(llama: Path, tmp_path: Path) -> None:
     source = json.loads((llama / "tokenizer.json").read_text(encoding="utf-8"))
     source["model"]["vocab"]["beyond"] = ROWS
     (llama / "tokenizer.json").write_text(json.dumps(source), encoding="utf-8")
-    with pytest.raises(TokenizerError, match="the model's embedding of 300 rows has none for 'beyond'"):
+    with pytest.raises(TokenizerError, match="the embedding of 300 rows has no row for 'beyond'"):
         converted(llama, tmp_path / "out.gguf", "F16")
     (llama / "tokenizer.json").unlink()
     with pytest.raises(TokenizerError, match=r"no tokenizer\.json"):

@@ -1,8 +1,8 @@
-"""A model into another type: `convert` writes a GGUF file, `quantize_checkpoint` does it in memory.
+"""Convert a model to another type: `convert` writes a GGUF file, `quantize_checkpoint` works in memory.
 
-Matrices get the types of llama.cpp's mixes, norms and biases are float32. The model is checked first as if it were to
-be run: what our loader refuses is not converted. From safetensors the metadata is made anew (metadata.py,
-vocabulary.py), and what a GGUF cannot say is refused by name.
+Matrices get the types of llama.cpp's mixes; norms and biases are float32. A model that the loader refuses is not
+converted. Metadata of safetensors is translated (gguf_metadata.py, tokenizer_export.py); what GGUF cannot express is
+an error that names it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["TYPES", "ConvertResult", "convert", "is_fp8", "planned_types", "quan
 
 
 class ConvertResult(NamedTuple):
-    """What was written."""
+    """The written file."""
 
     path: Path
     bytes: int
@@ -40,10 +40,10 @@ def convert(
     threads: int | None = None,
     progress: Progress | None = None,
 ) -> ConvertResult:
-    """Write the model as one GGUF file of this type or mix; what was there under this name is replaced."""
+    """Write the model as one GGUF file of this type or mix; an existing file is replaced."""
     mix, config = find_type_mix(type_name), read_model_config(checkpoint)
     metadata = gguf_metadata(checkpoint, config, mix.file_type)
-    load_model(checkpoint, cast(Backend, _Nothing()), config)
+    load_model(checkpoint, cast(Backend, _CheckOnlyBackend()), config)
     work = plan_file(checkpoint, config, mix, rope_tensors(checkpoint, config))
     stream_writer.write_quantized_gguf(path, metadata, work, threads=threads, progress=progress)
     return ConvertResult(path, path.stat().st_size, dict(Counter(job.kind.name for job in work)))
@@ -52,8 +52,7 @@ def convert(
 def quantize_checkpoint(
     checkpoint: Checkpoint, type_name: str, *, threads: int | None = None, progress: Progress | None = None
 ) -> Checkpoint:
-    """The same model with its matrices in another type, in memory; everything else stays as it was. FP8 is a mark: a
-    GPU rounds while it packs."""
+    """Return the model with its matrices in another type. FP8 is only marked: the GPU backend rounds while packing."""
     if is_fp8(type_name):
         return mark_fp8(checkpoint)
     work = plan_matrices(checkpoint, read_model_config(checkpoint), find_type_mix(type_name))
@@ -62,15 +61,15 @@ def quantize_checkpoint(
 
 
 def planned_types(checkpoint: Checkpoint, type_name: str) -> dict[str, str]:
-    """The type of every matrix after `quantize_checkpoint`, by name."""
+    """Return the type that `quantize_checkpoint` would give each matrix, by name."""
     return {
         job.name: job.kind.name
         for job in plan_matrices(checkpoint, read_model_config(checkpoint), find_type_mix(type_name))
     }
 
 
-class _Nothing:
-    """A backend that keeps nothing: the loader looks at every tensor all the same."""
+class _CheckOnlyBackend:
+    """A backend that packs nothing, so that the loader only checks every tensor."""
 
     def prepare(self, tensors: object) -> None:
         return None

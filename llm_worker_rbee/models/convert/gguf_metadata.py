@@ -1,7 +1,7 @@
-"""The metadata of a converted file: a GGUF keeps its own, a config.json is put into the keys of llama.cpp's converter.
+"""Metadata of a converted file: a GGUF keeps its own; config.json is translated to the keys of llama.cpp's converter.
 
-No key is invented that other readers would pass over. Instead the keys are read back, and where that gives another
-model than config.json describes, the difference is refused by its name.
+No key is invented that other readers would ignore. The keys are read back, and a difference to config.json is an error
+that names it.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from .tokenizer_export import tokenizer_keys
 
 _log = logging.getLogger("llm_worker_rbee")
 QUANTIZATION_VERSION = 2  # of ggml's block layouts
-# The metadata of one file of a set, and the alignment of its data, are no part of the model.
+# Keys of one file (split set, alignment), not of the model.
 DROPPED = ("split.no", "split.count", "split.tensors.count", "general.alignment")
-# Fields of ModelConfig by the name that a person finds in config.json.
+# Names in config.json of fields of ModelConfig.
 CONFIG_NAMES = {
     "windows": "sliding_window in some of the layers",
     "attention_scale": "query_pre_attn_scalar",
@@ -39,11 +39,11 @@ CONFIG_NAMES = {
     "activation": "hidden_act",
     "rope_local_base": "rope_local_base_freq",
 }
-COMPARED_BY_EFFECT = ("family", "rope_scaling")  # compared by their effect
+COMPARED_BY_EFFECT = ("family", "rope_scaling")  # compared by the tables they give
 
 
 def gguf_metadata(checkpoint: Checkpoint, config: ModelConfig, file_type: int) -> dict[str, Any]:
-    """Every key of the file that is to be written."""
+    """Return every key of the file to write."""
     own = {
         "general.file_type": Typed("uint32", file_type),
         "general.quantization_version": Typed("uint32", QUANTIZATION_VERSION),
@@ -58,7 +58,7 @@ def gguf_metadata(checkpoint: Checkpoint, config: ModelConfig, file_type: int) -
     general = {"general.architecture": arch, "general.type": "model", "general.name": name, **own}
     _check_round_trip(config, {"general.architecture": arch, **keys})
     if any(config.windows) and not config.family.full_every:
-        _log.warning("llama.cpp does not look at the sliding window of a GGUF of %s: there long texts differ", arch)
+        _log.warning("llama.cpp ignores the sliding window of %s files: its results differ for long texts", arch)
     return {**general, **keys, **tokenizer_keys(checkpoint.path, config.vocab_size, name)}
 
 
@@ -96,7 +96,7 @@ def _architecture_keys(c: ModelConfig) -> dict[str, Any]:
 
 
 def _scaling_keys(c: ModelConfig) -> dict[str, Any]:
-    """Of a rope scaling; llama3's is a tensor, and so are the factors of longrope."""
+    """Return the keys of the RoPE scaling; llama3 and the factors of longrope are tensors instead."""
     s = c.rope_scaling
     factor = {"rope.scaling.type": s.kind, "rope.scaling.factor": s.factor}
     original = {"rope.scaling.original_context_length": s.original_context}
@@ -112,7 +112,7 @@ def _scaling_keys(c: ModelConfig) -> dict[str, Any]:
 
 
 def rope_tensors(checkpoint: Checkpoint, config: ModelConfig) -> dict[str, Tensor]:
-    """The scalings that a GGUF holds as tensors; one that is a GGUF already has them."""
+    """Return RoPE scalings that GGUF stores as tensors, for a model that is not a GGUF."""
     s = config.rope_scaling
     if checkpoint.format == "gguf":
         return {}
@@ -129,7 +129,7 @@ def rope_tensors(checkpoint: Checkpoint, config: ModelConfig) -> dict[str, Tenso
 
 
 def _check_round_trip(wanted: ModelConfig, metadata: Mapping[str, Any]) -> None:
-    """Refuse what the keys do not say, or say otherwise."""
+    """Raise if the keys, read back, give another configuration."""
     arch = metadata["general.architecture"]
     read = ModelConfig.from_gguf(metadata, BY_GGUF[arch], wanted.vocab_size)
     for field in fields(ModelConfig):
@@ -148,7 +148,7 @@ def _inexpressible(what: str, arch: str) -> UnsupportedModelError:
 
 
 def _table(config: ModelConfig, source: ModelConfig, local: bool, context: int) -> RopeTable:
-    """The table as the loader makes it, with the tensors that lie beside the keys."""
+    """Return the RoPE table as the loader builds it, with the factor tensors."""
     s, scaling = source.rope_scaling, config.rope_scaling
     if s.kind == "longrope":
         scaling = replace(scaling, kind=s.kind, short_factors=s.short_factors, long_factors=s.long_factors)

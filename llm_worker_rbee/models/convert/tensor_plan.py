@@ -1,7 +1,8 @@
-"""Which tensors a converted model has: their types, and what changes on the way from safetensors to GGUF.
+"""The tensors of a converted model: their types, and changes from safetensors to GGUF.
 
-In a GGUF of `llama` the rows of q and k stand in the order of a rotation over neighbours, and norms hold the weight
-itself where safetensors hold it less one.
+GGUF files of `llama` order q and k rows for RoPE over neighbours; GGUF norms hold the weight where safetensors of some
+families hold weight - 1. For `quantize fp8` matrices are only marked here; a GPU backend rounds them to e4m3 when it
+packs. The embedding (also as a tied head), norms and biases keep the file's type.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from ...weights.quants import BLOCK_TYPES
 from ..families import BY_GGUF
 from ..loader import IGNORED_SUFFIXES
 
-# What can be written. Q4_K and Q5_K are these types alone; the mixes give more bits to some matrices.
+# Types that can be written. Q4_K and Q5_K are pure; the mixes give more bits to some matrices.
 TYPES: dict[str, Mix] = {
     **{name: MIXES[name] for name in ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1")},
     "Q4_K": replace(MIXES["Q4_K_S"], rules={}),
@@ -34,19 +35,19 @@ FIRST_TENSORS, LAST_TENSORS = ("token_embd.weight",), ("output_norm.weight", "ou
 
 
 def find_type_mix(type_name: str) -> Mix:
-    """The mix of this name, in either case."""
+    """Return the mix of this name, upper or lower case."""
     if type_name.upper() not in TYPES:
         raise InvalidRequestError(f"unknown type {type_name!r}: use one of {', '.join(TYPES)}", "type")
     return TYPES[type_name.upper()]
 
 
 def gguf_architecture(config: ModelConfig) -> str:
-    """The name that a GGUF of this family goes by; one of Mistral is a llama."""
+    """Return the GGUF architecture of the family; Mistral is `llama`."""
     return config.family.gguf[0] if config.family.gguf else "llama"
 
 
 def plan_matrices(checkpoint: Checkpoint, config: ModelConfig, mix: Mix) -> list[TensorJob]:
-    """A job for every matrix of the model."""
+    """Return a job for every matrix of the model."""
     tied = "output.weight" not in checkpoint.tensors
     matrices = [t for name, t in checkpoint.tensors.items() if len(t.shape) == 2 and not _is_ignored(name)]
     return [TensorJob(t.name, t, BLOCK_TYPES[_matrix_type(t, config, mix, tied=tied)]) for t in matrices]
@@ -64,7 +65,7 @@ def _matrix_type(tensor: Tensor, config: ModelConfig, mix: Mix, *, tied: bool) -
 
 
 def plan_file(checkpoint: Checkpoint, config: ModelConfig, mix: Mix, more: Mapping[str, Tensor]) -> list[TensorJob]:
-    """A job for every tensor of the file: the embedding first, then layer by layer."""
+    """Return a job for every tensor of the file, in file order: the embedding first, then layer by layer."""
     matrices = {job.name: job for job in plan_matrices(checkpoint, config, mix)}
     f32 = BLOCK_TYPES["F32"]
     kept = {name: tensor for name, tensor in {**checkpoint.tensors, **more}.items() if not _is_ignored(name)}
@@ -97,7 +98,7 @@ def _adapt_to_gguf(job: TensorJob, config: ModelConfig) -> TensorJob:
 
 
 def interleave_rows(rows: int, head_dim: int, rope_dim: int) -> NDArray[np.intp]:
-    """Where each row of q or k comes from when the pairs (i, i + half) of each head become neighbours."""
+    """Return the row order of q or k that turns pairs (i, i + half) of each head into neighbours."""
     heads = np.arange(rows).reshape(-1, head_dim)
     half = rope_dim // 2
     pairs = np.stack([heads[:, :half], heads[:, half:rope_dim]], axis=2).reshape(len(heads), rope_dim)
@@ -107,16 +108,16 @@ def interleave_rows(rows: int, head_dim: int, rope_dim: int) -> NDArray[np.intp]
 FP8 = "fp8"
 FLOAT_TYPES = ("F64", "F32", "F16", "BF16")
 EMBEDDING = "token_embd.weight"
-FP8_ALIGNMENT = 16  # what rows and columns must be a multiple of for the product of bytes; others stay as they are
+FP8_ALIGNMENT = 16  # FP8 products need rows and columns in multiples of this; other matrices keep their type
 
 
 def is_fp8(type_name: str | None) -> bool:
-    """Whether this type is asked for, in either case."""
+    """Return whether this type is FP8, in upper or lower case."""
     return type_name is not None and type_name.lower() == FP8
 
 
 def mark_fp8(checkpoint: Checkpoint) -> Checkpoint:
-    """The same model, with its matrices to be kept in e4m3; one that is quantized already is refused."""
+    """Return the model with its matrices marked for e4m3; raise if one is quantized already."""
     found = {name: t for name, t in checkpoint.tensors.items() if len(t.shape) == 2 and name != EMBEDDING}
     for tensor in found.values():
         _require_float(tensor)

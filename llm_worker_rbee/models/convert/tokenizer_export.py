@@ -1,8 +1,8 @@
-"""tokenizer.json -> the `tokenizer.*` keys of a GGUF, for the two kinds of vocabulary that our GGUF reader knows.
+"""tokenizer.json to the `tokenizer.*` keys of a GGUF, for the two kinds of vocabulary that the GGUF reader knows.
 
-Byte-level BPE becomes "gpt2" with the name of its pre-tokenizer, which is found by comparing how both cut texts; BPE
-over characters with spaces as U+2581 becomes "llama", its scores made of the order of its merges. In the end the new
-keys are read back, and where they give other ids than tokenizer.json on the texts below, the tokenizer is refused.
+Byte-level BPE becomes "gpt2" with the name of its pre-tokenizer, found by comparing how they split sample texts; BPE
+over characters with U+2581 for spaces becomes "llama", with scores from the order of its merges. The keys are read
+back; if they give other ids for the sample texts, the tokenizer is refused.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from ...tokenizer.vocabulary import TokenType, find_end_ids, parse_byte_token, p
 from ...weights.gguf_writer import Typed
 from ...weights.safetensors import read_json
 
-Candidate = tuple[dict[str, Any], Sequence[str]]  # keys, and the texts that must be cut alike
+Candidate = tuple[dict[str, Any], Sequence[str]]  # keys, and the texts that must get the same ids
 
 _log = logging.getLogger("llm_worker_rbee")
 _PREFIX = "tokenizer.ggml."
-# Of pre-tokenizers with the same expressions, the name that most models go by; others follow.
+# Preferred names of pre-tokenizers with the same expressions; others follow.
 _PREFERRED = ("llama-bpe", "qwen2", "smollm", "gpt-2", "tekken", "dbrx", "gpt-4o")
-# ASCII first: some pre-tokenizers of GGUF treat cased letters beyond it otherwise than the model's own file.
+# ASCII first: some GGUF pre-tokenizers treat other cased letters differently from the model's own file.
 ASCII_SAMPLES = (
     "Hello, world! It's 12345.67 o'clock; THEY'LL say we'd gone, I'm sure you've 3 cats.",
     "def f(x):\n    return {'a': [x ** 2, -1e-5]}  # done\n\n\n\tif x != y:\n        pass\r\n",
@@ -45,13 +45,13 @@ UNICODE_SAMPLES = (
 
 
 def tokenizer_keys(folder: Path, rows: int, name: str) -> dict[str, Any]:
-    """The keys of the folder's tokenizer, for a model whose embedding has so many rows."""
+    """Return the keys of the folder's tokenizer, for an embedding with this many rows."""
     theirs = tokenizer_from_hf(folder)
     source = read_json(folder / "tokenizer.json")
     model = source.get("model") or {}
     if model.get("type", "BPE") != "BPE" or "merges" not in model:
         raise UnsupportedModelError(
-            f"tokenizer.json: a model of type {preview(model.get('type'))} cannot be put into a GGUF, only BPE can"
+            f"tokenizer.json: a model of type {preview(model.get('type'))} cannot be stored in a GGUF, only BPE can"
         )
     library = Library.from_file(str(folder / "tokenizer.json"))
     byte_level = any(step.get("type") == "ByteLevel" for step in _steps(source))
@@ -65,13 +65,11 @@ def tokenizer_keys(folder: Path, rows: int, name: str) -> dict[str, Any]:
         if different is None:
             del keys["general.name"]
             return keys
-    raise UnsupportedModelError(
-        f"tokenizer.json: read back from a GGUF it would cut {different} otherwise: it cannot be expressed there"
-    )
+    raise UnsupportedModelError(f"tokenizer.json: a GGUF cannot express it: {different} would get other ids")
 
 
 def _steps(source: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """The parts of its pre-tokenizer and decoder, those of sequences too."""
+    """Yield all steps of pre-tokenizer and decoder, including those of sequences."""
     waiting = [source.get("pre_tokenizer"), source.get("decoder")]
     while waiting:
         step = waiting.pop()
@@ -81,11 +79,11 @@ def _steps(source: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 
 def _read_bos_eos(theirs: Tokenizer, texts: Sequence[str], token_types: Sequence[int]) -> dict[str, Any]:
-    """What begins and ends a text; ends that every reader knows by their names need no key."""
+    """Return the keys of BOS and EOS; end tokens that readers know by name need no key."""
     begin = [theirs.bos_id] if theirs.add_bos else []
     if theirs.encode("") != begin + ([theirs.eos_id] if theirs.add_eos else []):
         raise UnsupportedModelError(
-            "tokenizer.json: its post_processor adds more than one token, which a GGUF cannot say"
+            "tokenizer.json: its post_processor adds more than one token, which a GGUF cannot express"
         )
     further = sorted(theirs.eos_ids - {theirs.eos_id} - set(find_end_ids(texts, token_types)))
     return {
@@ -111,13 +109,15 @@ def _padding(folder: Path, theirs: Tokenizer) -> dict[str, Any]:
 
 
 def _tokens(source: Mapping[str, Any], rows: int, *, byte_level: bool) -> tuple[list[str], list[int]]:
-    """Texts and kinds of as many tokens as the embedding has rows; those that no text has are filled up."""
+    """Return texts and types for every row of the embedding; rows without a token are padded."""
     vocab: Mapping[str, int] = source["model"]["vocab"]
     texts, token_types = [f"[PAD{i}]" for i in range(rows)], [int(TokenType.UNUSED)] * rows
     added = [(entry["content"], entry["id"], entry.get("special")) for entry in source.get("added_tokens") or ()]
     beyond = [text for text, index in vocab.items() if index >= rows]
     if beyond:
-        raise TokenizerError(f"tokenizer.json: the model's embedding of {rows} rows has none for {preview(beyond[0])}")
+        raise TokenizerError(
+            f"tokenizer.json: the embedding of {rows} rows has no row for {preview(beyond[0])}"
+        )
     for text, index in vocab.items():
         texts[index] = text
         token_types[index] = (
@@ -128,7 +128,7 @@ def _tokens(source: Mapping[str, Any], rows: int, *, byte_level: bool) -> tuple[
             texts[index] = text
             token_types[index] = TokenType.CONTROL if special else TokenType.USER_DEFINED
         else:
-            _log.warning("the model's embedding has no row for token %s, which is left out", preview(text))
+            _log.warning("the model's embedding has no row for token %s: dropped", preview(text))
     unknown = source["model"].get("unk_token")
     if unknown in vocab:
         token_types[vocab[unknown]] = TokenType.UNKNOWN
@@ -136,7 +136,7 @@ def _tokens(source: Mapping[str, Any], rows: int, *, byte_level: bool) -> tuple[
 
 
 def _read_merges(source: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Pairs, which older files write as one string."""
+    """Return merges as pairs; older files write them as one string."""
     merges = source["model"]["merges"]
     pairs = (merge.split(" ", 1) if isinstance(merge, str) else merge for merge in merges)
     return [(left, right) for left, right in pairs]
@@ -162,7 +162,7 @@ def _bpe_keys(
 
 
 def _find_pre_tokenizer(library: Library, *, ignore_merges: bool) -> tuple[str, Sequence[str]]:
-    """The pre-tokenizer of GGUF that cuts all texts as this one does, or at least all of ASCII; and these texts."""
+    """Return the GGUF pre-tokenizer that splits all samples (or at least ASCII) like this one, and those samples."""
     names = [*_PREFERRED, *(name for name in PRE_TOKENIZERS if name not in _PREFERRED)]
     names = [name for name in names if PRE_TOKENIZERS[name].ignore_merges == ignore_merges]
     for texts in ((*ASCII_SAMPLES, *UNICODE_SAMPLES), ASCII_SAMPLES):
@@ -170,9 +170,9 @@ def _find_pre_tokenizer(library: Library, *, ignore_merges: bool) -> tuple[str, 
         for name in names:
             if wanted == [_pre_tokenize(_splitter(PRE_TOKENIZERS[name]), text) for text in texts]:
                 if texts is ASCII_SAMPLES:
-                    _log.warning("a GGUF's pre-tokenizer %r may cut letters beyond ASCII otherwise", name)
+                    _log.warning("the GGUF pre-tokenizer %r may split non-ASCII letters differently", name)
                 return name, texts
-    raise UnsupportedModelError("tokenizer.json: its pre_tokenizer cuts text like none that a GGUF has a name for")
+    raise UnsupportedModelError("tokenizer.json: its pre_tokenizer splits text like none that GGUF has a name for")
 
 
 def _splitter(pre: PreTokenizer) -> Any:
@@ -203,7 +203,7 @@ def _spm_keys(source: Mapping[str, Any], texts: list[str], token_types: list[int
 
 
 def _read_scores(texts: Sequence[str], token_types: Sequence[int], merges: Sequence[tuple[str, str]]) -> list[float]:
-    """The earlier a token is merged, the better its score; one that is never merged is worse than all."""
+    """Return scores: the earlier a token is merged, the better; one that is never merged is the worst."""
     ranks: dict[str, int] = {}
     for left, right in merges:
         ranks.setdefault(left + right, len(ranks))
@@ -212,7 +212,7 @@ def _read_scores(texts: Sequence[str], token_types: Sequence[int], merges: Seque
 
 
 def _check_merges_complete(normal: set[str], merges: Sequence[tuple[str, str]]) -> None:
-    """A 'llama' vocabulary joins any two tokens that make a third: a file whose merges do not is another tokenizer."""
+    """Raise if a merge is missing: a 'llama' vocabulary joins any two tokens that form a third."""
     known = set(merges)
     for text in normal:
         for cut in range(1, len(text)):
@@ -225,7 +225,7 @@ def _check_merges_complete(normal: set[str], merges: Sequence[tuple[str, str]]) 
 
 
 def _first_difference(theirs: Tokenizer, keys: Mapping[str, Any], texts: Sequence[str]) -> str | None:
-    """The first text that the keys cut into other ids, or None."""
+    """Return the first text that gets other ids from the keys, or None."""
     plain = {key: value.value if isinstance(value, Typed) else value for key, value in keys.items()}
     ours = tokenizer_from_gguf(plain)
     for text in texts:
