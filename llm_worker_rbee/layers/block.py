@@ -1,5 +1,4 @@
-"""One decoder block. The residual stream is passed beside the activations, so that each addition is fused with the
-norm after it."""
+"""One decoder block. The residual stream is passed separately: each addition is fused with the norm after it."""
 
 from __future__ import annotations
 

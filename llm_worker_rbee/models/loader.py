@@ -242,5 +242,5 @@ class _ModelLoader:
             more = f" and {len(extra) - 1} more" if len(extra) > 1 else ""
             raise ModelFileError(
                 f"tensor {extra[0]!r}{more} is not part of a {self.config.family.name} model: "
-                "the file is not what its metadata says"
+                "the metadata and the tensors do not fit"
             )

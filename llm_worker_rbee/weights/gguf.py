@@ -126,8 +126,8 @@ class _Reader:
             known = " and ".join(map(str, VERSIONS))
             raise UnsupportedModelError(f"{self.path.name}: GGUF version {version} is not supported ({known} are)")
         n_tensors, n_metadata = self.u64("the tensor count"), self.u64("the metadata count")
-        for what, count, least in (("tensor", n_tensors, 24), ("metadata", n_metadata, 14)):
-            if count * least > self.size:
+        for what, count, min_bytes in (("tensor", n_tensors, 24), ("metadata", n_metadata, 14)):
+            if count * min_bytes > self.size:
                 raise self.fail(f"{what} count {count} cannot fit in a file of {self.size} bytes")
             if count > MAX_ENTRIES:
                 raise self.fail(f"{what} count {count} is over the limit of {MAX_ENTRIES}")
@@ -252,7 +252,7 @@ class _Reader:
             if e.offset + e.nbytes > room:
                 raise self.fail(
                     f"tensor {e.name!r} needs bytes {e.offset} to {e.offset + e.nbytes} of the data, "
-                    f"the file has {room}: it is cut off or damaged"
+                    f"the file has {room}: it is truncated or damaged"
                 )
             if e.nbytes and e.offset < end:
                 raise self.fail(f"tensors {before!r} and {e.name!r} overlap")

@@ -133,8 +133,8 @@ def _check_round_trip(wanted: ModelConfig, metadata: Mapping[str, Any]) -> None:
     arch = metadata["general.architecture"]
     read = ModelConfig.from_gguf(metadata, BY_GGUF[arch], wanted.vocab_size)
     for field in fields(ModelConfig):
-        ours, theirs = getattr(wanted, field.name), getattr(read, field.name)
-        if field.name not in COMPARED_BY_EFFECT and ours != theirs:
+        expected, found = getattr(wanted, field.name), getattr(read, field.name)
+        if field.name not in COMPARED_BY_EFFECT and expected != found:
             raise _inexpressible(CONFIG_NAMES.get(field.name, field.name), arch)
     contexts = (wanted.context_length, wanted.rope_scaling.original_context or 1)
     for context in contexts:
