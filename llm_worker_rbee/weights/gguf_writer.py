@@ -18,15 +18,7 @@ from .gguf import ARRAY, DEFAULT_ALIGNMENT, MAGIC, SCALARS, STRING
 from .quants import BLOCK_TYPES
 
 TYPE_IDS = {name: i for i, (name, _) in SCALARS.items()}
-NUMPY_TYPES = {
-    "float32": "F32",
-    "float16": "F16",
-    "float64": "F64",
-    "int8": "I8",
-    "int16": "I16",
-    "int32": "I32",
-    "int64": "I64",
-}
+NUMPY_TYPES = {f"float{n}": f"F{n}" for n in (16, 32, 64)} | {f"int{n}": f"I{n}" for n in (8, 16, 32, 64)}
 NO_BYTES = np.zeros(0, np.uint8)
 
 
@@ -71,22 +63,6 @@ def write_gguf(
         if raws:
             _pad(file, alignment)
     return path
-
-
-def write_split(path: Path, metadata: Mapping[str, Any], tensors: Mapping[str, TensorLike], files: int) -> list[Path]:
-    """Write a split set next to `path`; the metadata is in the first file."""
-    names = list(tensors)
-    paths = []
-    for number in range(files):
-        split = {
-            "split.no": Typed("uint16", number),
-            "split.count": Typed("uint16", files),
-            "split.tensors.count": Typed("int32", len(names)),
-        }
-        part = {name: tensors[name] for name in names[number::files]}
-        target = path.with_name(f"{path.stem}-{number + 1:05d}-of-{files:05d}.gguf")
-        paths.append(write_gguf(target, {**(metadata if number == 0 else {}), **split}, part))
-    return paths
 
 
 def _raw(tensor: TensorLike) -> Raw:

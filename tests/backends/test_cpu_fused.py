@@ -24,7 +24,7 @@ from llm_worker_rbee.errors import InferenceError
 from llm_worker_rbee.models import Transformer, load_model, read_model_config
 from llm_worker_rbee.weights import open_checkpoint
 from llm_worker_rbee.weights.quants import BLOCK_TYPES
-from tests.helpers.model_runs import load, logits_of
+from tests.helpers.model_runs import compute_logits, load
 from tests.helpers.model_zoo import ZOO, make_hf, prompt_ids, save_gguf, save_hf
 
 cpu = CpuBackend()
@@ -54,7 +54,7 @@ def test_it_has_the_bits_of_single_ops_and_the_values_of_the_reference(name: str
     np.testing.assert_array_equal(whole, steps(model, ids, [len(ids)], fused=False))
     cut = [1, 5, 2, *[1] * (len(ids) - 8)]
     np.testing.assert_array_equal(steps(model, ids, cut, fused=True), whole)
-    expected = logits_of(load(path), ids)
+    expected = compute_logits(load(path), ids)
     assert np.abs(whole - expected).max() < 2e-3 * np.abs(expected).max()
 
 

@@ -12,7 +12,7 @@ import torch
 from llm_worker_rbee.backends import reference as ops
 from llm_worker_rbee.backends.ops import AttentionParams, KVLayer, RopeTable
 from llm_worker_rbee.layers.rope import inverse_frequencies
-from tests.helpers.layer_inputs import Floats, Pages, normal, quantized, tensor
+from tests.helpers.layer_inputs import BlockTables, Floats, normal, quantized, tensor
 
 KINDS = ("Q8_0", "Q4_1", "Q5_0", "F16", "F32")
 
@@ -129,9 +129,9 @@ def naive(q: Floats, k: Floats, v: Floats, start: int, p: AttentionParams) -> Fl
     return out.reshape(tokens, -1).astype(np.float32)
 
 
-def filled(rng: np.random.Generator, kv_heads: int, dim: int) -> tuple[Pages, KVLayer, list[Any]]:
+def filled(rng: np.random.Generator, kv_heads: int, dim: int) -> tuple[BlockTables, KVLayer, list[Any]]:
     """A cache that holds three requests, and noise where nobody owns the blocks."""
-    pages = Pages(LENGTHS, rng)
+    pages = BlockTables(LENGTHS, rng)
     kv = KVLayer(*(normal(rng, pages.n_blocks, 4, kv_heads, dim, scale=100.0) for _ in "kv"))
     content = [(normal(rng, n, kv_heads, dim), normal(rng, n, kv_heads, dim)) for n in LENGTHS]
     for r, (k, v) in enumerate(content):
@@ -160,7 +160,7 @@ def test_attention_of_a_ragged_batch(
 def test_paged_equals_contiguous(block_size: int, rng: np.random.Generator) -> None:
     k, v, q = normal(rng, 29, 2, 8), normal(rng, 29, 2, 8), normal(rng, 4, 6, 8)
     outputs: list[Floats] = []
-    for pages in (Pages([29], rng, block_size), Pages([29], rng, block_size)):
+    for pages in (BlockTables([29], rng, block_size), BlockTables([29], rng, block_size)):
         if not outputs:  # contiguous: blocks 0, 1, 2, ...
             pages.table[0] = np.arange(pages.table.shape[1])
         kv = ops.empty_kv(pages.n_blocks, block_size, 2, 8)

@@ -34,7 +34,7 @@ from llm_worker_rbee.bench.profile.flame import Flame
 from llm_worker_rbee.bench.results import Recorder, Result, Run
 from llm_worker_rbee.errors import ContextLengthError
 from tests.cli.conftest import HEADS, LAYERS, WIDTH, write_model
-from tests.helpers.layer_inputs import Pages
+from tests.helpers.layer_inputs import BlockTables
 
 SETTINGS = Settings(pp=8, tg=3, repetitions=3, flame_seconds=0.05)
 CALLS = {
@@ -109,7 +109,7 @@ def test_work_is_counted_from_shapes_and_the_file(profiled: Any, llm: LLM) -> No
 
 def test_attention_with_a_window_reads_what_is_in_it(rng: np.random.Generator) -> None:
     kv, q = reference.empty_kv(8, 4, 2, 8), np.zeros((3, HEADS, 8), np.float32)
-    batch = Pages([10], rng).batch([(0, 7, 10)])
+    batch = BlockTables([10], rng).batch([(0, 7, 10)])
     params = AttentionParams(1.0, window=4)
     work = attention_work(q, kv, batch, params, q)
     assert work.operations == 4 * HEADS * 8 * (4 + 4 + 4)

@@ -16,7 +16,15 @@ from llm_worker_rbee.backends.reference import ReferenceBackend
 from llm_worker_rbee.cache import KVCache
 from llm_worker_rbee.layers.attention import Attention
 from llm_worker_rbee.layers.rope import rope_table
-from tests.helpers.layer_inputs import Floats, Pages, assert_caught, assert_checkpoint, config_of, linear, normal
+from tests.helpers.layer_inputs import (
+    BlockTables,
+    Floats,
+    assert_caught,
+    assert_checkpoint,
+    hf_model_config,
+    linear,
+    normal,
+)
 
 ops = ReferenceBackend()
 
@@ -48,7 +56,7 @@ def their_attention(shape: str, bias: bool = False) -> Any:
 
 
 def our_attention(module: Any) -> Attention:
-    c = config_of(module.config)
+    c = hf_model_config(module.config)
     return Attention(
         linear(module.q_proj, module.k_proj, module.v_proj),
         linear(module.o_proj),
@@ -91,8 +99,8 @@ def test_qkv_with_a_wrong_head_count_is_caught(rng: np.random.Generator) -> None
 
 def test_kv_cache_is_exact(rng: np.random.Generator) -> None:
     """Three requests written in steps: not one bit differs from transformers' cache, and nothing else is written."""
-    lengths, config = [11, 1, 6], config_of(their_attention("SmolLM2").config)
-    pages, theirs = Pages(lengths, rng), [DynamicCache() for _ in lengths]
+    lengths, config = [11, 1, 6], hf_model_config(their_attention("SmolLM2").config)
+    pages, theirs = BlockTables(lengths, rng), [DynamicCache() for _ in lengths]
     cache = KVCache(ops, replace(config, n_layers=2), pages.n_blocks, pages.block_size)
     for spans in ([(0, 0, 5), (1, 0, 1)], [(2, 0, 6), (0, 5, 10)], [(0, 10, 11)]):
         batch = pages.batch(spans)
@@ -111,7 +119,7 @@ def test_kv_cache_is_exact(rng: np.random.Generator) -> None:
 
 
 def test_kv_cache_read_at_a_wrong_position_is_caught(rng: np.random.Generator) -> None:
-    pages = Pages([9], rng)
+    pages = BlockTables([9], rng)
     kv, k = ops.empty_kv(pages.n_blocks, 4, 3, 64), normal(rng, 9, 3, 64)
     ops.store(k, k, kv, pages.slots(0, np.arange(9)))
     rows = kv.k.reshape(-1, 3, 64)
@@ -171,7 +179,7 @@ def run_steps(
     change: Any = lambda batch, pages: batch,
 ) -> Floats:
     """The outputs of all requests, one after the other, computed in these steps over a shuffled paged cache."""
-    pages = Pages(LENGTHS, np.random.default_rng(2))
+    pages = BlockTables(LENGTHS, np.random.default_rng(2))
     kv = ops.empty_kv(pages.n_blocks, pages.block_size, layer.n_kv_heads, layer.head_dim)
     outs = [np.empty_like(x) for x in xs]
     for spans in steps:
@@ -191,7 +199,7 @@ def test_attention_output_equals_transformers(shape: str, steps: str, rng: np.ra
     assert_checkpoint(lambda: run_steps(layer, xs, STEPS[steps]), expected, OUTPUT)
 
 
-def positions_from_zero(batch: Batch, pages: Pages) -> Batch:
+def positions_from_zero(batch: Batch, pages: BlockTables) -> Batch:
     fresh = [np.arange(n) for n in np.diff(batch.query_start)]
     return replace(batch, positions=np.concatenate(fresh))
 

@@ -21,7 +21,7 @@ from llm_worker_rbee.layers.swiglu import SwiGLU
 from llm_worker_rbee.models import Transformer
 from tests.checkpoints.test_attention import LENGTHS, STEPS, our_attention
 from tests.helpers import model_runs, model_zoo, tiny_models
-from tests.helpers.layer_inputs import Floats, Pages, assert_caught, assert_checkpoint, linear, normal
+from tests.helpers.layer_inputs import BlockTables, Floats, assert_caught, assert_checkpoint, linear, normal
 
 ops = ReferenceBackend()
 
@@ -100,7 +100,7 @@ def their_block_output(layer: Any, x: Floats) -> Floats:
 
 def run_block(block: Block, xs: list[Floats], *, with_residual: bool) -> Floats:
     """Each request's output stream; the input comes whole, or as a stream and what the block before adds to it."""
-    pages = Pages(LENGTHS, np.random.default_rng(2))
+    pages = BlockTables(LENGTHS, np.random.default_rng(2))
     kv = ops.empty_kv(pages.n_blocks, pages.block_size, block.attention.n_kv_heads, block.attention.head_dim)
     outs = [np.empty_like(x) for x in xs]
     for spans in STEPS["chunks mixed with decode"]:
@@ -148,8 +148,8 @@ def test_logits_and_argmax_equal_transformers(length: int, small: tuple[Any, Tra
     theirs, ours = small
     ids = np.random.default_rng(length).integers(3, model_zoo.VOCAB, length).tolist()
     expected = model_zoo.hf_logits(theirs, ids)
-    assert_checkpoint(lambda: model_runs.logits_of(ours, ids), expected, LOGITS)
-    assert np.array_equal(model_runs.logits_of(ours, ids).argmax(-1), expected.argmax(-1))
+    assert_checkpoint(lambda: model_runs.compute_logits(ours, ids), expected, LOGITS)
+    assert np.array_equal(model_runs.compute_logits(ours, ids).argmax(-1), expected.argmax(-1))
 
 
 def test_logits_of_a_wrong_model_are_caught(small: tuple[Any, Transformer]) -> None:
@@ -168,10 +168,10 @@ def test_logits_of_a_wrong_model_are_caught(small: tuple[Any, Transformer]) -> N
         "layer order": replace(ours, blocks=ours.blocks[::-1]),
     }
     for model in wrong.values():
-        assert_caught(model_runs.logits_of(model, ids), expected, LOGITS)
+        assert_caught(model_runs.compute_logits(model, ids), expected, LOGITS)
     more_heads = with_blocks(lambda b: replace(b, attention=replace(b.attention, n_heads=2, n_kv_heads=3)))
     with pytest.raises(ValueError, match="shape"):
-        model_runs.logits_of(more_heads, ids)
+        model_runs.compute_logits(more_heads, ids)
 
 
 def test_greedy_text_equals_transformers(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from llm_worker_rbee.backends.ops import Ints, RopeTable
 from llm_worker_rbee.backends.reference import ReferenceBackend
 from llm_worker_rbee.layers.rms_norm import RMSNorm
 from llm_worker_rbee.layers.rope import rope_table
-from tests.helpers.layer_inputs import Floats, Pages, assert_caught, assert_checkpoint, config_of, normal
+from tests.helpers.layer_inputs import BlockTables, Floats, assert_caught, assert_checkpoint, hf_model_config, normal
 
 ops = ReferenceBackend()
 
@@ -74,7 +74,7 @@ def their_rope(q: Floats, k: Floats, positions: Ints, config: transformers.Llama
 
 def our_rope(q: Floats, k: Floats, positions: Ints, table: RopeTable) -> tuple[Floats, Floats]:
     """The op alone: q as it comes back, k as it lies in the cache."""
-    pages = Pages([len(q)], np.random.default_rng(3))
+    pages = BlockTables([len(q)], np.random.default_rng(3))
     kv = ops.empty_kv(pages.n_blocks, pages.block_size, *k.shape[1:])
     slots = pages.slots(0, np.arange(len(q)))
     rotated = ops.rope_store(q, k, np.zeros_like(k), positions, table, kv, slots)
@@ -89,7 +89,7 @@ POSITIONS = {"one token": [0], "prompt": list(range(128)), "decode": [777], "far
 def test_rope_equals_transformers(head_dim: int, base: float, where: str, rng: np.random.Generator) -> None:
     positions, config = np.array(POSITIONS[where]), llama_config(head_dim, base)
     q, k = normal(rng, len(positions), 4, head_dim), normal(rng, len(positions), 2, head_dim)
-    table = rope_table(config_of(config), local=False, max_context=8192)
+    table = rope_table(hf_model_config(config), local=False, max_context=8192)
     expected = their_rope(q, k, positions, config)
     for i in range(2):
         assert_checkpoint(lambda i=i: our_rope(q, k, positions, table)[i], expected[i], ROPE)  # type: ignore[misc]
@@ -98,7 +98,7 @@ def test_rope_equals_transformers(head_dim: int, base: float, where: str, rng: n
 def test_rope_wrong_variant_is_caught(rng: np.random.Generator) -> None:
     positions, config = np.arange(16), llama_config(64, 100000.0)
     q, k = normal(rng, 16, 4, 64), normal(rng, 16, 2, 64)
-    shape = config_of(config)
+    shape = hf_model_config(config)
     table = rope_table(shape, local=False, max_context=8192)
     expected = their_rope(q, k, positions, config)[0]
     assert_caught(our_rope(q, k, positions + 1, table)[0], expected, ROPE)

@@ -19,9 +19,10 @@ from llm_worker_rbee import LLM
 from llm_worker_rbee.cli.convert import TYPES
 from llm_worker_rbee.models import convert as room
 from llm_worker_rbee.weights import open_checkpoint
-from llm_worker_rbee.weights.gguf_writer import write_gguf, write_split
+from llm_worker_rbee.weights.gguf_writer import write_gguf
 from tests.cli.conftest import Run, environment, model_keys, model_tensors, vocabulary, write_model
 from tests.helpers import model_runs
+from tests.helpers.minimal_gguf import write_split
 
 ANSWER = "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\nThe capital of France is"
 
@@ -173,5 +174,5 @@ def test_the_default_model_stays_itself(kind: str, most: float, cli: Run, defaul
     llm, original = LLM(out), LLM(default_model)
     ids = llm.tokenize(ANSWER, parse_special=True)
     assert llm.generate(ids, temperature=0, max_tokens=2).text.startswith(" Paris")
-    ours, theirs = (model_runs.logits_of(one.model, ids) for one in (llm, original))
+    ours, theirs = (model_runs.compute_logits(one.model, ids) for one in (llm, original))
     assert 0 < float(np.sqrt(np.mean(np.square(ours - theirs))) / theirs.std()) < most

@@ -71,7 +71,7 @@ def ids(reference_llm: LLM) -> dict[str, list[int]]:
 @pytest.mark.parametrize("name", PROMPTS)
 def test_logits_at_every_position(name: str, reference_llm: LLM, theirs: Any, ids: dict[str, list[int]]) -> None:
     expected = model_zoo.hf_logits(theirs, ids[name])
-    ours = model_runs.logits_of(reference_llm.model, ids[name])
+    ours = model_runs.compute_logits(reference_llm.model, ids[name])
     assert ours.shape == (len(ids[name]), 49152)
     assert expected.max() - expected.min() > 5
     assert np.abs(ours - expected).max() < TOLERANCE

@@ -120,7 +120,7 @@ def test_logprobs_of_answer_and_prompt(tiny_llm: LLM) -> None:
     answer = tiny_llm.generate(
         ids, **FIXED, temperature=0.3, repetition_penalty=1.5, top_k=5, logprobs=4, prompt_logprobs=True
     )
-    logits = model_runs.logits_of(tiny_llm.model, ids + answer.tokens[:-1], kv_type=tiny_llm.kv_type)
+    logits = model_runs.compute_logits(tiny_llm.model, ids + answer.tokens[:-1], kv_type=tiny_llm.kv_type)
     scores = answer.prompt_logprobs
     assert scores is not None
     assert answer.logprobs is not None

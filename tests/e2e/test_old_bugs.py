@@ -58,7 +58,7 @@ def test_decode_positions_go_on_from_the_prompt(tiny_llm: LLM) -> None:
     """Each step with the cache gives what the whole sequence computed anew gives; from position 0 it would not."""
     answer = tiny_llm.generate("Hello", **GREEDY, max_tokens=10, logprobs=0)
     ids = answer.prompt_tokens + answer.tokens
-    logits = model_runs.logits_of(tiny_llm.model, ids[:-1], kv_type=tiny_llm.kv_type).astype(np.float64)
+    logits = model_runs.compute_logits(tiny_llm.model, ids[:-1], kv_type=tiny_llm.kv_type).astype(np.float64)
     anew = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     assert answer.logprobs is not None
     for i, entry in enumerate(answer.logprobs):
@@ -71,10 +71,10 @@ def test_decode_positions_go_on_from_the_prompt(tiny_llm: LLM) -> None:
 def test_a_chunked_prefill_does_not_see_the_future(chunk: int, tiny_llm: LLM) -> None:
     """Query and key lengths differ in every chunk but the first; the mask must hold there too."""
     ids = np.random.default_rng(0).integers(0, 256, 23).tolist()
-    whole = model_runs.logits_of(tiny_llm.model, ids)
-    assert np.abs(model_runs.logits_of(tiny_llm.model, ids, chunk) - whole).max() < 1e-4
+    whole = model_runs.compute_logits(tiny_llm.model, ids)
+    assert np.abs(model_runs.compute_logits(tiny_llm.model, ids, chunk) - whole).max() < 1e-4
     other_end = [*ids[:15], *(255 - t for t in ids[15:])]
-    changed = model_runs.logits_of(tiny_llm.model, other_end, chunk)
+    changed = model_runs.compute_logits(tiny_llm.model, other_end, chunk)
     assert np.abs(changed[:15] - whole[:15]).max() < 1e-4
     assert np.abs(changed[15:] - whole[15:]).max() > 0.1
 

@@ -19,7 +19,9 @@ from llm_worker_rbee.weights import open_checkpoint
 from tests.conftest import DEVICE
 from tests.helpers import model_zoo
 
-SMALL = model_zoo.Variant("llama", {"rope_parameters": model_zoo.PLAIN, "max_position_embeddings": 512, "head_dim": 32})
+SMALL = model_zoo.Variant(
+    "llama", {"rope_parameters": model_zoo.DEFAULT_ROPE, "max_position_embeddings": 512, "head_dim": 32}
+)
 
 
 def load(path: Path, *kv_types: str) -> Transformer:

@@ -23,7 +23,7 @@ from llm_worker_rbee.errors import ContextLengthError, DeadlineError, InferenceE
 from llm_worker_rbee.models import Transformer
 from tests.engine.serving import Answer, Listener, Question, alone, engine, load, require_idle, run, small_file
 from tests.helpers import tiny_models
-from tests.helpers.model_runs import logits_of, on_host
+from tests.helpers.model_runs import compute_logits, to_numpy
 
 MARK = 150  # a token that only some prompts have
 GREEDY: dict[str, Any] = {"temperature": 0.0}
@@ -85,7 +85,7 @@ def test_log_probabilities_are_those_of_the_logits(model: Transformer, length: i
     question = ask(length, 5, temperature=0.8, seed=3, logprobs=4, prompt_logprobs=True)
     request, mate = question.request(), ask(70, 9).request()
     answer = run(engine(model), mate, request).answer(request)
-    expected = log_softmax(logits_of(model, request.ids))
+    expected = log_softmax(compute_logits(model, request.ids))
     assert answer.prompt_logprobs is not None
     assert answer.prompt_logprobs[0] is None
     scored = [*answer.prompt_logprobs[1:], *answer.logprobs]
@@ -201,7 +201,7 @@ def test_a_step_that_fails_ends_its_requests_and_no_others(model: Transformer, e
 def poisoned(batch: Batch, logits: NDArray[np.float32]) -> NDArray[np.float32]:
     """Nothing can be chosen after the mark."""
     logits = logits + 0
-    logits[np.flatnonzero(on_host(batch.ids)[batch.logits_index] == MARK), 7] = np.nan
+    logits[np.flatnonzero(to_numpy(batch.ids)[batch.logits_index] == MARK), 7] = np.nan
     return logits
 
 

@@ -1,4 +1,4 @@
-"""Parts for tests of single layers: weights from arrays, ragged batches over blocks that lie anywhere in the cache."""
+"""Inputs for tests of single layers: weights from arrays, ragged batches over shuffled KV blocks."""
 
 from __future__ import annotations
 
@@ -33,29 +33,29 @@ def tensor(values: Floats) -> Tensor:
 
 
 def quantized(kind: str, values: Floats) -> Tensor:
-    """The values in a block type, quantized by the `gguf` package."""
+    """Return values in a block type, quantized by the `gguf` package."""
     data = gguf.quants.quantize(values, gguf.GGMLQuantizationType[kind])
     return Tensor("w", BLOCK_TYPES[kind], values.shape, np.ascontiguousarray(data).view(np.uint8).reshape(-1))
 
 
-def prepared(*weights: Any) -> PackedWeight:
-    """Torch linear layers (or arrays), stacked by rows."""
+def pack_weights(*weights: Any) -> PackedWeight:
+    """Pack torch linear layers (or arrays), stacked by rows."""
     arrays = [w.weight.detach().numpy() if hasattr(w, "weight") else w for w in weights]
     return ops.prepare([tensor(a) for a in arrays])
 
 
 def linear(*weights: Any) -> Linear:
-    """The same as a layer, with the biases that the torch layers have."""
+    """Return the same as a layer, with the biases of the torch layers."""
     biases = [w.bias.detach().numpy() for w in weights if getattr(w, "bias", None) is not None]
-    return Linear(prepared(*weights), ops.prepare_vector(np.concatenate(biases)) if biases else None)
+    return Linear(pack_weights(*weights), ops.prepare_vector(np.concatenate(biases)) if biases else None)
 
 
-def config_of(hf: Any) -> ModelConfig:
+def hf_model_config(hf: Any) -> ModelConfig:
     return ModelConfig.from_hf(hf.to_dict(), BY_HF[hf.model_type])
 
 
-class Pages:
-    """Block tables of several requests: shuffled, not contiguous, of a cache that has blocks nobody owns."""
+class BlockTables:
+    """Block tables of several requests in a cache with spare blocks: shuffled, not contiguous."""
 
     def __init__(self, lengths: list[int], rng: np.random.Generator, block_size: int = BLOCK_SIZE) -> None:
         self.block_size = block_size
@@ -71,7 +71,7 @@ class Pages:
         return np.asarray(blocks * self.block_size + positions % self.block_size, np.int64)
 
     def batch(self, spans: list[tuple[int, int, int]]) -> Batch:
-        """One step that computes tokens start..end of each (request, start, end)."""
+        """Return the batch of a step that computes tokens start..end of each (request, start, end)."""
         positions = [np.arange(start, end) for _, start, end in spans]
         return Batch(
             ids=np.zeros(sum(map(len, positions)), np.int64),
@@ -91,7 +91,7 @@ def difference(a: Any, b: Any) -> Floats:
 
 
 def assert_checkpoint(run: Callable[[], Floats], expected: Any, tolerance: float, mean: float | None = None) -> None:
-    """Close to the independent reference, finite, and bit for bit the same when run again."""
+    """Assert that a result is near the independent reference, finite, and bitwise equal when run again."""
     ours = run()
     assert ours.dtype == np.float32
     assert np.isfinite(ours).all()
@@ -103,5 +103,5 @@ def assert_checkpoint(run: Callable[[], Floats], expected: Any, tolerance: float
 
 
 def assert_caught(wrong: Floats, expected: Any, tolerance: float) -> None:
-    """A wrong computation must fail the same check."""
+    """Assert that a wrong computation fails the same check."""
     assert difference(wrong, expected).max() > tolerance

@@ -1,12 +1,14 @@
-"""Whole models of a few kilobytes: metadata, tokenizer and tensors of several types, for tests that damage them."""
+"""GGUF models of a few kilobytes (metadata, tokenizer, tensors of several types) for tests that damage them."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from llm_worker_rbee.weights.gguf_writer import Raw, TensorLike, Typed
+from llm_worker_rbee.weights.gguf_writer import Raw, TensorLike, Typed, write_gguf
 from llm_worker_rbee.weights.quants import BLOCK_TYPES
 
 WIDTH, HEADS, KV_HEADS, D_FF, LAYERS, CONTEXT = 8, 2, 1, 32, 1, 64
@@ -76,7 +78,7 @@ def metadata(family: str) -> Metadata:
 
 
 def quantized(kind: str, rows: int, columns: int, rng: np.random.Generator) -> Raw:
-    """Random blocks whose scales are finite (an exponent bit of every other byte is cleared)."""
+    """Return random blocks with finite scales (an exponent bit of every byte is cleared)."""
     block = BLOCK_TYPES[kind]
     data = rng.integers(0, 256, rows * block.row_bytes(columns), dtype=np.uint8) & np.uint8(0xB7)
     return Raw(kind, (rows, columns), data)
@@ -116,7 +118,7 @@ def tensors(family: str, seed: int = 0) -> Tensors:
 
 
 def typed_variants(value: Any) -> list[Any]:
-    """Values that a damaged file may hold in place of `value`: of every type, at every edge."""
+    """Return values that a damaged file may hold instead of `value`: every type, every edge."""
     edges: list[Any] = [0, 1, 2, 3, -1, 10**9, 2**32 - 1, 2**64 - 1, -(2**63)]
     floats = (0.0, -1.0, np.nan, np.inf, 1e-38, 3e38, 1e-6, 1.0)
     edges += [Typed(kind, x) for kind in ("float32", "float64") for x in floats]
@@ -126,3 +128,19 @@ def typed_variants(value: Any) -> list[Any]:
     if isinstance(value, list | np.ndarray) and len(value):
         edges += [list(value)[:-1], [*value, value[0]], [value[-1]] * len(value), list(value)[::-1], list(value) * 2]
     return edges
+
+
+def write_split(path: Path, metadata: Mapping[str, Any], tensors: Mapping[str, TensorLike], files: int) -> list[Path]:
+    """Write a split set next to `path`; the metadata is in the first file."""
+    names = list(tensors)
+    paths = []
+    for number in range(files):
+        split = {
+            "split.no": Typed("uint16", number),
+            "split.count": Typed("uint16", files),
+            "split.tensors.count": Typed("int32", len(names)),
+        }
+        part = {name: tensors[name] for name in names[number::files]}
+        target = path.with_name(f"{path.stem}-{number + 1:05d}-of-{files:05d}.gguf")
+        paths.append(write_gguf(target, {**(metadata if number == 0 else {}), **split}, part))
+    return paths

@@ -1,4 +1,4 @@
-"""Run our decoder on ids, and build it with one of its features left out."""
+"""Run the decoder on token ids, and build it without one of its features."""
 
 from __future__ import annotations
 
@@ -25,18 +25,20 @@ def load(path: Path, max_context: int | None = None) -> Transformer:
     return load_model(checkpoint, select_backend(backend="reference"), read_model_config(checkpoint), max_context)
 
 
-def logits_of(model: Transformer, ids: list[int], chunk: int = 512, kv_type: str = "float32") -> NDArray[np.float32]:
-    """Logits at every position, computed in chunks of the given size."""
+def compute_logits(
+    model: Transformer, ids: list[int], chunk: int = 512, kv_type: str = "float32"
+) -> NDArray[np.float32]:
+    """Return the logits at every position, prefilled in chunks."""
     request = Request(list(ids), SamplingParams(), 1, 0, frozenset())
     runner = Solo(model, len(ids), kv_type)
     parts = []
     while request.num_computed_tokens < len(ids):
-        parts.append(on_host(runner.step(request, chunk, all_logits=True)))
+        parts.append(to_numpy(runner.step(request, chunk, all_logits=True)))
     return np.concatenate(parts)
 
 
-def on_host(array: Any) -> NDArray[Any]:
-    """A copy: what a backend gives is good until its next step, and may be a device's."""
+def to_numpy(array: Any) -> NDArray[Any]:
+    """Return a copy on the host: a backend may reuse its arrays in the next step."""
     return np.array(array.cpu() if hasattr(array, "cpu") else array)
 
 
@@ -58,7 +60,7 @@ def _no_bias(block: Block) -> Block:
     return replace(block, attention=attention)
 
 
-# A feature is left out either in the numbers the model is built from, or in the built model.
+# A feature is removed either from the configuration or from the built model.
 WITHOUT_CONFIG: dict[str, Callable[[ModelConfig], ModelConfig]] = {
     "window": lambda c: (
         replace(c, windows=(0,) * c.n_layers, rope_local_base=0.0)

@@ -1,7 +1,7 @@
-"""Small random models of every family, made with transformers, and the same weights as GGUF through our writer.
+"""Small random models of every family, made with transformers, and the same weights written as GGUF.
 
-Weights are large enough that logits spread over 5 and more, norms and biases are random, and windows are shorter than
-the sequences, so that nothing a family has can be left out without being seen.
+Logits spread over 5 and more, norms and biases are random, and windows are shorter than the sequences, so that a
+missing feature of a family changes the result.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ LLAMA3 = {
 }
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
-LONG = {
+LONGROPE = {
     "rope_type": "longrope",
     "rope_theta": 10000.0,
     "original_max_position_embeddings": 32,
     "short_factor": [1.0 + 0.1 * i for i in range(6)],
     "long_factor": [2.0 + 0.5 * i for i in range(6)],
 }
-PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
+DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 
 
 @dataclass(frozen=True)
@@ -62,39 +62,45 @@ class Variant:
 
     family: str
     settings: dict[str, Any] = field(default_factory=dict)
-    features: tuple[str, ...] = ()  # what must not be left out (see model_runs.py)
+    features: tuple[str, ...] = ()  # features whose removal must change the result (see model_runs.py)
     max_context: int | None = None
     length: int = 24
 
 
 ZOO = {
-    "llama": Variant("llama", {"rope_parameters": PLAIN}),
-    "llama-tied": Variant("llama", {"rope_parameters": {**PLAIN, "rope_theta": 100000.0}, "tie_word_embeddings": True}),
-    "llama-bias": Variant("llama", {"rope_parameters": PLAIN, "attention_bias": True, "mlp_bias": True}, ("bias",)),
+    "llama": Variant("llama", {"rope_parameters": DEFAULT_ROPE}),
+    "llama-tied": Variant(
+        "llama", {"rope_parameters": {**DEFAULT_ROPE, "rope_theta": 100000.0}, "tie_word_embeddings": True}
+    ),
+    "llama-bias": Variant(
+        "llama", {"rope_parameters": DEFAULT_ROPE, "attention_bias": True, "mlp_bias": True}, ("bias",)
+    ),
     "llama3": Variant("llama", {"rope_parameters": LLAMA3}, ("rope scaling",)),
     "llama-linear": Variant("llama", {"rope_parameters": LINEAR}, ("rope scaling",)),
     "llama-yarn": Variant("llama", {"rope_parameters": YARN}, ("rope scaling",)),
     "mistral": Variant("mistral", {"sliding_window": None, "head_dim": 16}),
     "mistral-window": Variant("mistral", {"sliding_window": 7, "head_dim": 16}, ("window",)),
-    "qwen2": Variant("qwen2", {"rope_parameters": PLAIN}, ("bias",)),
+    "qwen2": Variant("qwen2", {"rope_parameters": DEFAULT_ROPE}, ("bias",)),
     "qwen2-window": Variant(
         "qwen2", {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}, ("bias", "window")
     ),
     "qwen3": Variant("qwen3", {"head_dim": 24}, ("q/k norm",)),
-    "phi3": Variant("phi3", {"rope_parameters": {**PLAIN, "partial_rotary_factor": 1.0}, "sliding_window": None}),
+    "phi3": Variant(
+        "phi3", {"rope_parameters": {**DEFAULT_ROPE, "partial_rotary_factor": 1.0}, "sliding_window": None}
+    ),
     "phi3-window": Variant(
-        "phi3", {"rope_parameters": {**PLAIN, "partial_rotary_factor": 1.0}, "sliding_window": 7}, ("window",)
+        "phi3", {"rope_parameters": {**DEFAULT_ROPE, "partial_rotary_factor": 1.0}, "sliding_window": 7}, ("window",)
     ),
     "phi3-short": Variant(
         "phi3",
-        {"rope_parameters": {**LONG, "partial_rotary_factor": 0.75}, "original_max_position_embeddings": 32},
+        {"rope_parameters": {**LONGROPE, "partial_rotary_factor": 0.75}, "original_max_position_embeddings": 32},
         ("rope scaling",),
         max_context=32,
         length=18,
     ),
     "phi3-long": Variant(
         "phi3",
-        {"rope_parameters": {**LONG, "partial_rotary_factor": 0.75}, "original_max_position_embeddings": 32},
+        {"rope_parameters": {**LONGROPE, "partial_rotary_factor": 0.75}, "original_max_position_embeddings": 32},
         ("rope scaling",),
         max_context=128,
         length=48,
@@ -122,13 +128,13 @@ ZOO = {
             "num_hidden_layers": 7,
             "rope_parameters": {
                 "full_attention": {**LINEAR, "rope_theta": 1e6, "factor": 8.0},
-                "sliding_attention": PLAIN,
+                "sliding_attention": DEFAULT_ROPE,
             },
         },
         ("q/k norm", "window", "rope scaling", "local rope base", "post norms", "embedding scale"),
     ),
 }
-NO_GGUF_KEY = {"qwen2-window", "gemma2-scale"}  # GGUF of these families has no key for it
+NO_GGUF_KEY = {"qwen2-window", "gemma2-scale"}  # features without a GGUF key
 
 
 def family_of(variant: Variant) -> Family:
@@ -136,7 +142,7 @@ def family_of(variant: Variant) -> Family:
 
 
 def make_hf(variant: Variant, seed: int = 0) -> Any:
-    """A float32 transformers model with random weights that matter."""
+    """Return a float32 transformers model with random weights."""
     settings = {**SHAPE, "tie_word_embeddings": False, **variant.settings}
     config = transformers.AutoConfig.for_model(variant.family, **settings)
     torch.manual_seed(seed)
@@ -160,7 +166,7 @@ def save_hf(model: Any, folder: Path, shard: str = "50GB") -> Path:
 
 
 def interleave(weight: NDArray[np.float32], heads: int) -> NDArray[np.float32]:
-    """Rows for rope over (i, i + half) -> rows for rope over neighbours, as GGUF files of llama have them."""
+    """Permute rows from RoPE pairs (i, i + half) to neighbours, as in GGUF files of llama."""
     return weight.reshape(heads, 2, -1, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
 
 
@@ -184,7 +190,7 @@ def gguf_tensors(variant: Variant, model: Any) -> dict[str, TensorLike]:
 
 
 def rope_tensors(c: Any) -> dict[str, TensorLike]:
-    """Scalings that GGUF stores as tensors."""
+    """Return RoPE scalings that GGUF stores as tensors."""
     rope = c.rope_parameters
     if rope.get("rope_type") == "longrope":
         return {
@@ -199,7 +205,7 @@ def rope_tensors(c: Any) -> dict[str, TensorLike]:
 
 
 def gguf_metadata(variant: Variant, model: Any) -> dict[str, Any]:
-    """The keys that llama.cpp's converter writes for such a model."""
+    """Return the keys that llama.cpp's converter writes."""
     c, family = model.config, family_of(variant)
     arch = "llama" if family.name == "mistral" else family.gguf[0]
     head_dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
@@ -246,7 +252,7 @@ def save_gguf(variant: Variant, model: Any, path: Path) -> Path:
 
 
 def save_quantized(variant: Variant, model: Any, path: Path, kind: str) -> Path:
-    """The same, with every matrix whose rows are whole blocks quantized by the gguf package."""
+    """Write a GGUF whose matrices (with rows of whole blocks) are quantized by the gguf package."""
     tensors: dict[str, TensorLike] = {}
     for name, value in gguf_tensors(variant, model).items():
         if isinstance(value, np.ndarray) and value.ndim == 2 and value.shape[1] % 32 == 0:

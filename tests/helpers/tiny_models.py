@@ -1,6 +1,6 @@
-"""Tiny GGUF models with a real small tokenizer: random ones, and ones whose weights make them say a given text.
+"""Tiny GGUF models with a byte vocabulary: random weights, or weights that generate a given text.
 
-The byte vocabulary of GPT-2: id b is the byte b, then a few merged tokens, then the control tokens.
+Ids 0 to 255 are bytes, then a few merged tokens, then control tokens.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ TEMPLATE = (
     "{% for m in messages %}<|user|>{{ m['content'] }}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-HEAD = 32  # what fused decoders know
-LLAMA = model_zoo.Variant("llama", {"rope_parameters": model_zoo.PLAIN, "vocab_size": VOCAB, "head_dim": HEAD})
+HEAD = 32  # supported by fused decoders
+LLAMA = model_zoo.Variant("llama", {"rope_parameters": model_zoo.DEFAULT_ROPE, "vocab_size": VOCAB, "head_dim": HEAD})
 
 
 def byte_chars() -> list[str]:
-    """The printable character that stands for each byte in a byte-level vocabulary."""
+    """Return the printable character of each byte in a byte-level vocabulary."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [b for b in range(256) if b not in printable]
     return [chr(b) if b in printable else chr(256 + others.index(b)) for b in range(256)]
 
 
 def token_bytes(token: int) -> bytes:
-    """What a token adds to the text; nothing for control tokens."""
+    """Return the bytes of a token; empty for control tokens."""
     if token < 256:
         return bytes([token])
     return MERGED[token - 256].replace("Ġ", " ").encode() if token < 256 + len(MERGED) else b""
@@ -61,7 +61,7 @@ def random_hf(seed: int = 0) -> Any:
 
 
 def write_random(path: Path, model: Any = None, **tokenizer: Any) -> Path:
-    """A random llama with this vocabulary: what it says depends on every token before."""
+    """Write a random llama with this vocabulary: its output depends on every token before."""
     model = model or random_hf()
     return write_gguf(
         path,
@@ -77,7 +77,7 @@ def write_scripted(
     vocab: int = VOCAB,
     context: int = 256,
 ) -> Path:
-    """A llama in which `follows[i]` comes after token i (or tokens with these weights: their logits are in that ratio).
+    """Write a llama in which `follows[i]` comes after token i (or tokens, with logits in the ratio of their weights).
 
     Attention and MLP add nothing; the head's row of a token is the sum of the embeddings of those it follows.
     """
@@ -96,13 +96,13 @@ def write_scripted(
 
 
 def chain(*tokens: int) -> dict[int, int]:
-    """Each token is followed by the next; no token may come twice."""
+    """Return a script in which each token is followed by the next; tokens must be unique."""
     assert len(set(tokens)) == len(tokens)
     return dict(pairwise(tokens))
 
 
 def say(text: str | Sequence[int], end: int = END, first: int = ord(">")) -> dict[int, int]:
-    """After the prompt '>', say this text (no byte twice) and end."""
+    """Return a script that answers the prompt '>' with this text (no byte twice) and ends."""
     return chain(first, *(text.encode() if isinstance(text, str) else text), end)
 
 

@@ -1,4 +1,4 @@
-"""A package index on this machine with one small, real wheel in it; it can stop in the middle of sending it."""
+"""A local package index with one small, real wheel; it can pause in the middle of a download."""
 
 import base64
 import hashlib
@@ -32,8 +32,8 @@ def make_wheel(content: bytes = CONTENT, member: str = MEMBER) -> bytes:
     return packed.getvalue()
 
 
-class Index:
-    """A package index with one wheel. `gate` closed: it sends the first half and waits."""
+class PackageIndex:
+    """A package index with one wheel. While `gate` is closed it sends three quarters and waits."""
 
     def __init__(self) -> None:
         self.wheel = make_wheel()

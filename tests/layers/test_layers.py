@@ -15,7 +15,7 @@ from llm_worker_rbee.layers.linear import Linear
 from llm_worker_rbee.layers.rms_norm import RMSNorm
 from llm_worker_rbee.layers.rope import inverse_frequencies
 from llm_worker_rbee.layers.swiglu import SwiGLU
-from tests.helpers.layer_inputs import Pages, linear, normal, prepared, quantized
+from tests.helpers.layer_inputs import BlockTables, linear, normal, pack_weights, quantized
 
 ops = ReferenceBackend()
 
@@ -37,9 +37,9 @@ def attention(rng: np.random.Generator) -> Attention:
 
 def test_linear_with_and_without_bias_equals_torch(rng: np.random.Generator) -> None:
     weight, bias, x = normal(rng, 5, WIDTH), normal(rng, 5), normal(rng, 2, WIDTH)
-    plain = Linear(prepared(weight))(ops, x)
+    plain = Linear(pack_weights(weight))(ops, x)
     assert np.allclose(plain, x @ weight.T, atol=1e-5)
-    assert np.array_equal(Linear(prepared(weight), bias)(ops, x), plain + bias)
+    assert np.array_equal(Linear(pack_weights(weight), bias)(ops, x), plain + bias)
 
 
 def test_linear_quantized_weight_equals_dequantized(rng: np.random.Generator) -> None:
@@ -56,7 +56,7 @@ def test_attention_split_returns_q_k_v(rng: np.random.Generator) -> None:
 
 def test_attention_qk_norm_is_applied_per_head(rng: np.random.Generator) -> None:
     """With norms of weight 1, scaling the q and k projections changes nothing; without them it does."""
-    pages, x = Pages([5], rng), normal(rng, 5, WIDTH)
+    pages, x = BlockTables([5], rng), normal(rng, 5, WIDTH)
     layer, norm = attention(rng), RMSNorm(np.ones(DIM, np.float32), 1e-12)
     normed = replace(layer, q_norm=norm, k_norm=norm)
     weight = layer.qkv.weight.parts[0].dequantize().copy()
@@ -76,7 +76,7 @@ def test_block_with_post_norms_equals_definition(rng: np.random.Generator) -> No
     norm = RMSNorm(np.ones(WIDTH, np.float32), 1e-6)
     mlp = SwiGLU(linear(normal(rng, 2 * 7, WIDTH)), linear(normal(rng, WIDTH, 7)))
     plain = Block(norm, attention(rng), norm, mlp)
-    pages, x = Pages([4], rng), normal(rng, 4, WIDTH)
+    pages, x = BlockTables([4], rng), normal(rng, 4, WIDTH)
     kv, batch = ops.empty_kv(pages.n_blocks, pages.block_size, KV_HEADS, DIM), pages.batch([(0, 0, 4)])
     added, stream = replace(plain, post_attention_norm=norm, post_mlp_norm=norm)(ops, x, None, kv, batch)
     assert np.sqrt((added**2).mean(-1)) == pytest.approx(np.ones(4), abs=1e-3)
@@ -87,7 +87,7 @@ def test_block_with_post_norms_equals_definition(rng: np.random.Generator) -> No
 def test_layers_do_not_modify_their_input(rng: np.random.Generator) -> None:
     norm = RMSNorm(np.ones(WIDTH, np.float32), 1e-6)
     block = Block(norm, attention(rng), norm, SwiGLU(linear(normal(rng, 14, WIDTH)), linear(normal(rng, WIDTH, 7))))
-    pages, x, residual = Pages([4], rng), normal(rng, 4, WIDTH), normal(rng, 4, WIDTH)
+    pages, x, residual = BlockTables([4], rng), normal(rng, 4, WIDTH), normal(rng, 4, WIDTH)
     copies = x.copy(), residual.copy()
     kv = ops.empty_kv(pages.n_blocks, pages.block_size, KV_HEADS, DIM)
     block(ops, x, residual, kv, pages.batch([(0, 0, 4)]))

@@ -15,7 +15,7 @@ from llm_worker_rbee.config import ModelConfig
 from llm_worker_rbee.errors import ModelFileError, UnsupportedModelError
 from llm_worker_rbee.layers.rope import rope_table
 from llm_worker_rbee.models.families import BY_HF
-from tests.helpers.layer_inputs import config_of
+from tests.helpers.layer_inputs import hf_model_config
 
 HALF = 32
 FACTORS = {"short_factor": np.linspace(1, 1.5, HALF).tolist(), "long_factor": np.linspace(1, 40, HALF).tolist()}
@@ -68,7 +68,7 @@ def test_rope_table_equals_transformers(kind: str, context: int) -> None:
         inv_freq, scale = LlamaRotaryEmbedding.compute_default_rope_parameters(theirs)
     else:
         inv_freq, scale = ROPE_INIT_FUNCTIONS[rope["rope_type"]](theirs, seq_len=context)
-    ours = rope_table(config_of(llama(rope)), local=False, max_context=context)
+    ours = rope_table(hf_model_config(llama(rope)), local=False, max_context=context)
     assert ours.inv_freq.dtype == np.float32
     assert np.abs(ours.inv_freq / inv_freq.numpy() - 1).max() < 1e-6
     assert ours.scale == pytest.approx(scale, abs=1e-7)
@@ -78,11 +78,11 @@ def test_rope_table_equals_transformers(kind: str, context: int) -> None:
 def test_rope_table_scaling_changes_it(kind: str) -> None:
     """So that the comparison above is not vacuous."""
     plain = rope_table(
-        config_of(llama({"rope_type": "default", "rope_theta": KINDS[kind]["rope_theta"]})),
+        hf_model_config(llama({"rope_type": "default", "rope_theta": KINDS[kind]["rope_theta"]})),
         local=False,
         max_context=4096,
     )
-    scaled = rope_table(config_of(llama(KINDS[kind])), local=False, max_context=131072)
+    scaled = rope_table(hf_model_config(llama(KINDS[kind])), local=False, max_context=131072)
     assert np.abs(scaled.inv_freq / plain.inv_freq - 1).max() > 1e-2
 
 
@@ -94,11 +94,13 @@ def test_rope_scaling_older_spelling_is_read() -> None:
         "rope_scaling": {k: v for k, v in LLAMA3.items() if k != "rope_theta"},
     }
     ours = rope_table(ModelConfig.from_hf(old, BY_HF["llama"]), local=False, max_context=4096)
-    assert np.array_equal(ours.inv_freq, rope_table(config_of(llama(LLAMA3)), local=False, max_context=4096).inv_freq)
+    assert np.array_equal(
+        ours.inv_freq, rope_table(hf_model_config(llama(LLAMA3)), local=False, max_context=4096).inv_freq
+    )
 
 
 def test_longrope_up_to_original_context_uses_short_factors() -> None:
-    config = config_of(llama(LONG))
+    config = hf_model_config(llama(LONG))
     tables = [rope_table(config, local=False, max_context=n).inv_freq for n in (1, 4096, 4097)]
     assert np.array_equal(tables[0], tables[1])
     assert not np.array_equal(tables[1], tables[2])
@@ -132,7 +134,7 @@ def test_rope_scaling_unknown_in_gguf_raises(kind: str) -> None:
 
 
 def test_rope_table_freq_factors_divide_frequencies() -> None:
-    config = config_of(llama(KINDS["default"]))
+    config = hf_model_config(llama(KINDS["default"]))
     factors = np.linspace(1, 8, HALF).astype(np.float32)
     plain = rope_table(config, local=False, max_context=64)
     assert np.allclose(
@@ -146,19 +148,22 @@ def test_rope_table_freq_factors_divide_frequencies() -> None:
 def test_rope_table_invalid_freq_factors_raise(factors: Any) -> None:
     with pytest.raises(ModelFileError, match=r"rope_freqs\.weight"):
         rope_table(
-            config_of(llama(KINDS["default"])), local=False, max_context=64, freq_factors=factors.astype(np.float32)
+            hf_model_config(llama(KINDS["default"])),
+            local=False,
+            max_context=64,
+            freq_factors=factors.astype(np.float32),
         )
 
 
 def test_longrope_without_factors_raises() -> None:
-    config = config_of(llama(LONG))
+    config = hf_model_config(llama(LONG))
     broken = replace(config, rope_scaling=replace(config.rope_scaling, long_factors=()))
     with pytest.raises(ModelFileError, match="longrope"):
         rope_table(broken, local=False, max_context=131072)
 
 
 def test_rope_table_local_layer_uses_local_base() -> None:
-    config = replace(config_of(llama(KINDS["linear"])), rope_local_base=123.0)
+    config = replace(hf_model_config(llama(KINDS["linear"])), rope_local_base=123.0)
     local, full = (rope_table(config, local=local, max_context=64) for local in (True, False))
     assert local.inv_freq[1] == pytest.approx(123.0 ** (-1 / HALF))
     assert full.inv_freq[0] == pytest.approx(1 / 2.5)

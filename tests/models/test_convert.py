@@ -23,10 +23,11 @@ from llm_worker_rbee.models import load_model, read_model_config
 from llm_worker_rbee.models.convert import TYPES, convert, quantize_checkpoint
 from llm_worker_rbee.tokenizer import tokenizer_from_gguf, tokenizer_from_hf
 from llm_worker_rbee.weights import open_checkpoint
-from llm_worker_rbee.weights.gguf_writer import Typed, write_gguf, write_split
+from llm_worker_rbee.weights.gguf_writer import Typed, write_gguf
 from llm_worker_rbee.weights.quantize import ENCODERS
 from llm_worker_rbee.weights.quants import BLOCK_TYPES, dequantize
 from tests.helpers import model_runs, model_zoo
+from tests.helpers.minimal_gguf import write_split
 from tests.helpers.tokenizer_metadata import data, seeded, unicode_text
 from tests.models.test_families import load_gguf_with_transformers
 from tests.tokenizer import test_from_gguf_spm
@@ -110,11 +111,11 @@ EXPRESSIBLE = [name for name in model_zoo.ZOO if name not in model_zoo.NO_GGUF_K
 def test_convert_logits_equal_those_of_folder(name: str, made: Callable[[str], Made], tmp_path: Path) -> None:
     variant, _, folder = made(name)
     ids = model_zoo.prompt_ids(variant)
-    expected = model_runs.logits_of(model_runs.load(folder, variant.max_context), ids)
+    expected = model_runs.compute_logits(model_runs.load(folder, variant.max_context), ids)
     exact = converted(folder, tmp_path / "f32.gguf", "F32")
-    assert np.abs(model_runs.logits_of(model_runs.load(exact, variant.max_context), ids) - expected).max() < 1e-3
+    assert np.abs(model_runs.compute_logits(model_runs.load(exact, variant.max_context), ids) - expected).max() < 1e-3
     close = converted(folder, tmp_path / "q8_0.gguf", "q8_0")
-    near = model_runs.logits_of(model_runs.load(close, variant.max_context), ids)
+    near = model_runs.compute_logits(model_runs.load(close, variant.max_context), ids)
     assert 0 < np.sqrt(np.mean(np.square(near - expected))) < 0.06 * expected.std()
     assert {t.kind.name for t in open_checkpoint(close).tensors.values() if len(t.shape) == 2} == {"Q8_0"}
     assert {t.kind.name for t in open_checkpoint(close).tensors.values() if len(t.shape) == 1} == {"F32"}
@@ -173,11 +174,14 @@ def test_convert_rope_settings_are_kept_or_raise(rope: dict[str, Any], told: str
         return
     ids = model_zoo.prompt_ids(variant)
     ours = model_runs.load(converted(folder, tmp_path / "out.gguf", "F32"))
-    assert np.abs(model_runs.logits_of(ours, ids) - model_runs.logits_of(model_runs.load(folder), ids)).max() < 1e-3
+    assert (
+        np.abs(model_runs.compute_logits(ours, ids) - model_runs.compute_logits(model_runs.load(folder), ids)).max()
+        < 1e-3
+    )
 
 
 def test_convert_sharded_float16_with_name(tmp_path: Path) -> None:
-    variant = model_zoo.Variant("llama", {"rope_parameters": model_zoo.PLAIN, "vocab_size": ROWS})
+    variant = model_zoo.Variant("llama", {"rope_parameters": model_zoo.DEFAULT_ROPE, "vocab_size": ROWS})
     model = model_zoo.make_hf(variant).bfloat16()
     folder = add_tokenizer(model_zoo.save_hf(model, tmp_path / "my-model", shard="60KB"))
     assert len(list(folder.glob("*.safetensors"))) > 1
@@ -258,7 +262,9 @@ def test_convert_byte_level_tokenizer_gives_same_ids(pre: str, llama: Path, tmp_
 @pytest.mark.parametrize("prefix", [True, False])
 def test_convert_sentencepiece_tokenizer_gives_same_ids(prefix: bool, tmp_path: Path) -> None:
     library = spm_library(add_dummy_prefix=prefix)
-    variant = model_zoo.Variant("llama", {"rope_parameters": model_zoo.PLAIN, "vocab_size": library.get_vocab_size()})
+    variant = model_zoo.Variant(
+        "llama", {"rope_parameters": model_zoo.DEFAULT_ROPE, "vocab_size": library.get_vocab_size()}
+    )
     folder = model_zoo.save_hf(model_zoo.make_hf(variant), tmp_path / "hf")
     add_tokenizer(folder, library, bos_token="<s>", eos_token="</s>")
     path = converted(folder, tmp_path / "out.gguf", "F16")
@@ -312,7 +318,10 @@ def few_merges() -> Library:
 REFUSED: dict[str, tuple[Callable[[], Library], str]] = {
     "unigram": (unigram, "a model of type 'Unigram' cannot be stored in a GGUF, only BPE can"),
     "post-processor": (two_at_the_end, "its post_processor adds more than one token"),
-    "pre-tokenizer": (lambda: byte_library(split(r"\p{N}{1,7}| ?\p{L}+|\s+")), "its pre_tokenizer splits text like none"),
+    "pre-tokenizer": (
+        lambda: byte_library(split(r"\p{N}{1,7}| ?\p{L}+|\s+")),
+        "its pre_tokenizer splits text like none",
+    ),
     "prefix": (lambda: byte_library(pre_tokenizers.ByteLevel(True)), "its pre_tokenizer splits text like none"),
     "normalizer": (lower_case, 'a GGUF cannot express it: "Hello, world!'),
     "merges": (few_merges, "its merges lack"),
@@ -322,7 +331,7 @@ REFUSED: dict[str, tuple[Callable[[], Library], str]] = {
 @pytest.mark.parametrize("why", REFUSED)
 def test_convert_inexpressible_tokenizer_raises(why: str, tmp_path: Path) -> None:
     make, told = REFUSED[why]
-    variant = model_zoo.Variant("llama", {"rope_parameters": model_zoo.PLAIN, "vocab_size": 1200})
+    variant = model_zoo.Variant("llama", {"rope_parameters": model_zoo.DEFAULT_ROPE, "vocab_size": 1200})
     folder = model_zoo.save_hf(model_zoo.make_hf(variant), tmp_path / "hf")
     make().save(str(folder / "tokenizer.json"))
     (folder / "generation_config.json").unlink()
@@ -436,13 +445,13 @@ def test_quantize_checkpoint_equals_converted_file(name: str, made: Callable[[st
                 assert sorted(map(bytes, tensor.rows)) == sorted(map(bytes, written.tensors[key].rows))
         ids = model_zoo.prompt_ids(variant)
         ours = load_model(quantized, select_backend(backend="reference"), read_model_config(quantized))
-        expected = model_runs.logits_of(model_runs.load(tmp_path / "out.gguf"), ids)
-        assert np.abs(model_runs.logits_of(ours, ids) - expected).max() < 1e-3
+        expected = model_runs.compute_logits(model_runs.load(tmp_path / "out.gguf"), ids)
+        assert np.abs(model_runs.compute_logits(ours, ids) - expected).max() < 1e-3
 
 
 def test_convert_k_types_are_used_for_whole_super_blocks(tmp_path: Path) -> None:
     shape = {"vocab_size": ROWS, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 9}
-    variant = model_zoo.Variant("llama", {"rope_parameters": model_zoo.PLAIN, **shape})
+    variant = model_zoo.Variant("llama", {"rope_parameters": model_zoo.DEFAULT_ROPE, **shape})
     source = open_checkpoint(model_zoo.save_gguf(variant, model_zoo.make_hf(variant), tmp_path / "model.gguf"))
     types = {t.name: t.kind.name for t in quantize_checkpoint(source, "Q4_K_M").tensors.values()}
     assert (types["output.weight"], types["token_embd.weight"]) == ("Q6_K", "Q4_K")

@@ -37,7 +37,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Made]:
 
 
 def largest_difference(ours: model_runs.Transformer, theirs: Any, ids: list[int]) -> float:
-    return float(np.abs(model_runs.logits_of(ours, ids) - model_zoo.hf_logits(theirs, ids)).max())
+    return float(np.abs(model_runs.compute_logits(ours, ids) - model_zoo.hf_logits(theirs, ids)).max())
 
 
 def load_gguf_with_transformers(gguf: Path, config: Any) -> Any:
@@ -104,7 +104,7 @@ def test_family_chunked_prefill_equals_whole_prefill(name: str, chunk: int, made
     variant, theirs, hf, _ = made(name)
     ids = model_zoo.prompt_ids(variant)
     ours = model_runs.load(hf, variant.max_context)
-    assert np.abs(model_runs.logits_of(ours, ids, chunk) - model_zoo.hf_logits(theirs, ids)).max() < TOLERANCE
+    assert np.abs(model_runs.compute_logits(ours, ids, chunk) - model_zoo.hf_logits(theirs, ids)).max() < TOLERANCE
 
 
 FEATURES = [(name, feature) for name, variant in model_zoo.ZOO.items() for feature in variant.features]

@@ -12,8 +12,9 @@ import pytest
 
 from llm_worker_rbee.weights import Tensor, open_checkpoint
 from llm_worker_rbee.weights.gguf import SCALARS, read_file
-from llm_worker_rbee.weights.gguf_writer import NUMPY_TYPES, Raw, Typed, write_gguf, write_split
+from llm_worker_rbee.weights.gguf_writer import NUMPY_TYPES, Raw, Typed, write_gguf
 from llm_worker_rbee.weights.quants import BLOCK_TYPES
+from tests.helpers.minimal_gguf import write_split
 
 EDGES: dict[str, list[Any]] = {
     "uint8": [0, 255], "int8": [-128, 127], "uint16": [0, 65535], "int16": [-32768, 32767], "uint32": [0, 2**32 - 1],

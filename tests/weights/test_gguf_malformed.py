@@ -13,8 +13,9 @@ import pytest
 
 from llm_worker_rbee.errors import ModelFileError, ModelNotFoundError, UnsupportedModelError
 from llm_worker_rbee.weights import open_checkpoint
-from llm_worker_rbee.weights.gguf_writer import write_gguf, write_split
+from llm_worker_rbee.weights.gguf_writer import write_gguf
 from llm_worker_rbee.weights.quants import REMOVED_TYPES
+from tests.helpers.minimal_gguf import write_split
 
 from ..helpers import minimal_gguf
 

@@ -18,7 +18,7 @@ from llm_worker_rbee.backends.cuda.packed_weight import Bytes  # noqa: E402
 from llm_worker_rbee.backends.ops import AttentionParams, BlockParts, KVLayer, RopeTable  # noqa: E402
 from llm_worker_rbee.layers.rope import inverse_frequencies  # noqa: E402
 from tests.backends.cuda.making import relative  # noqa: E402
-from tests.helpers.layer_inputs import Pages, normal  # noqa: E402
+from tests.helpers.layer_inputs import BlockTables, normal  # noqa: E402
 
 LENGTHS = [75, 1, 20, 33, 9]  # of contexts, the token itself included
 CASES = {  # cut; (heads, kv heads, dim), block size; cache, window, cap; norms and bias, parts, bytes
@@ -49,7 +49,7 @@ def block_of(shape: tuple[int, int, int], params: AttentionParams, rope: RopeTab
     return BlockParts(**{**others, **ours, "n_heads": heads, "n_kv_heads": kv_heads, "head_dim": dim})
 
 
-def run(block: Any, cut: Cut, qkv: Any, kv: KVLayer, pages: Pages, who: list[int], as_bytes: bool) -> Any:
+def run(block: Any, cut: Cut, qkv: Any, kv: KVLayer, pages: BlockTables, who: list[int], as_bytes: bool) -> Any:
     """The kernel, for some of the requests and for somebody who is nobody."""
     where, tokens = device.current(), len(who) + 1
     rope = rope_of(block.rope, max(LENGTHS))
@@ -76,7 +76,7 @@ def test_as_plain_attention(case: str, rng: np.random.Generator) -> None:
         kind = "bfloat16"
     heads, kv_heads, dim = shape
     params, rope = AttentionParams(dim**-0.5, window, cap), RopeTable(inverse_frequencies(1e4, dim), 1.25)
-    block, pages = block_of(shape, params, rope, extra, rng), Pages(LENGTHS, rng, size)
+    block, pages = block_of(shape, params, rope, extra, rng), BlockTables(LENGTHS, rng, size)
     kv = paged.empty_kv(pages.n_blocks, size, kv_heads, dim, kind)
     for cache in kv:
         cache.copy_(torch.tensor(normal(rng, *cache.shape)).to(cache.dtype))

@@ -16,7 +16,7 @@ from llm_worker_rbee.errors import InvalidRequestError
 from llm_worker_rbee.layers.rope import inverse_frequencies
 from llm_worker_rbee.weights.quants import BLOCK_TYPES
 from tests.backends.cuda.making import random_tensor, relative
-from tests.helpers.layer_inputs import Floats, Pages, normal
+from tests.helpers.layer_inputs import BlockTables, Floats, normal
 
 cuda = CudaBackend()
 
@@ -158,7 +158,7 @@ def test_rotation_cache_and_attention(
 ) -> None:  # fmt: skip
     """Three requests over shuffled blocks: a prompt, its next piece beside another's, then one token each."""
     monkeypatch.setattr(paged, "SCORES", 60)  # a few queries at a time
-    pages, table = Pages([24, 9, 3], rng), RopeTable(inverse_frequencies(1e4, rotary), 1.25)
+    pages, table = BlockTables([24, 9, 3], rng), RopeTable(inverse_frequencies(1e4, rotary), 1.25)
     params = AttentionParams(dim**-0.5, window, cap)
     shape = (pages.n_blocks, pages.block_size, kv_heads, dim)
     caches = (reference.empty_kv(*shape), cuda.empty_kv(*shape, kind=kind))
@@ -231,7 +231,7 @@ def test_attention_of_real_shapes(
     kind: str, heads: int, kv_heads: int, dim: int, window: int, cap: float, rng: np.random.Generator
 ) -> None:
     """The kernel against its plain twin on one cache: a long prompt, its end beside others, one token each."""
-    pages, table = Pages([1500, 700, 40], rng, block_size=16), RopeTable(inverse_frequencies(1e4, dim), 1.0)
+    pages, table = BlockTables([1500, 700, 40], rng, block_size=16), RopeTable(inverse_frequencies(1e4, dim), 1.0)
     params = AttentionParams(dim**-0.5, window, cap)
     kv = cuda.empty_kv(pages.n_blocks, 16, kv_heads, dim, kind=kind)
     for spans in (

