@@ -92,13 +92,13 @@ def test_qkv_equals_transformers(shape: str, bias: bool, tokens: int, rng: np.ra
 def test_qkv_with_a_wrong_head_count_is_caught(rng: np.random.Generator) -> None:
     module = their_attention("SmolLM2")
     x = normal(rng, 4, 576)
-    wrong = replace(our_attention(module), n_heads=7, n_kv_heads=4)  # as many rows in all
+    wrong = replace(our_attention(module), n_heads=7, n_kv_heads=4)  # the same number of rows
     k = wrong.split(wrong.qkv(ops, x))[1][:, :3]
     assert_caught(k, module.k_proj(torch.from_numpy(x)).detach().numpy().reshape(4, 3, 64), QKV)
 
 
 def test_kv_cache_is_exact(rng: np.random.Generator) -> None:
-    """Three requests written in steps: not one bit differs from transformers' cache, and nothing else is written."""
+    """Three requests written in steps equal transformers' cache bitwise, and nothing else is written."""
     lengths, config = [11, 1, 6], hf_model_config(their_attention("SmolLM2").config)
     pages, theirs = BlockTables(lengths, rng), [DynamicCache() for _ in lengths]
     cache = KVCache(ops, replace(config, n_layers=2), pages.n_blocks, pages.block_size)
@@ -152,7 +152,7 @@ def test_softmax_equals_torch(shape: tuple[int, ...], scale: float, rng: np.rand
     expected = torch.softmax(torch.from_numpy(x).double(), -1).numpy()
     assert_checkpoint(lambda: ops.softmax(x), expected, SOFTMAX)
     assert np.allclose(ops.softmax(x).sum(-1), 1, atol=1e-5)
-    if shape[-1] > 1 and scale < 100:  # beyond, all is on one value
+    if shape[-1] > 1 and scale < 100:  # beyond, one probability is 1
         assert_caught(ops.softmax(x * np.float32(1.1)), expected, SOFTMAX)
 
 
@@ -178,7 +178,7 @@ def run_steps(
     steps: list[list[tuple[int, int, int]]],
     change: Any = lambda batch, pages: batch,
 ) -> Floats:
-    """The outputs of all requests, one after the other, computed in these steps over a shuffled paged cache."""
+    """Return the outputs of all requests, computed in these steps over a shuffled paged cache."""
     pages = BlockTables(LENGTHS, np.random.default_rng(2))
     kv = ops.empty_kv(pages.n_blocks, pages.block_size, layer.n_kv_heads, layer.head_dim)
     outs = [np.empty_like(x) for x in xs]

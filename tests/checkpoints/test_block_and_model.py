@@ -99,14 +99,14 @@ def their_block_output(layer: Any, x: Floats) -> Floats:
 
 
 def run_block(block: Block, xs: list[Floats], *, with_residual: bool) -> Floats:
-    """Each request's output stream; the input comes whole, or as a stream and what the block before adds to it."""
+    """Return each request's residual stream; the input is whole, or a residual and the previous block's delta."""
     pages = BlockTables(LENGTHS, np.random.default_rng(2))
     kv = ops.empty_kv(pages.n_blocks, pages.block_size, block.attention.n_kv_heads, block.attention.head_dim)
     outs = [np.empty_like(x) for x in xs]
     for spans in STEPS["chunks mixed with decode"]:
         batch = pages.batch(spans)
         x = np.concatenate([xs[r][start:end] for r, start, end in spans])
-        half = x * np.float32(0.25)  # exact, so that the halves add up again
+        half = x * np.float32(0.25)  # exact, so that the parts add up again
         added, stream = block(ops, half, x - half, kv, batch) if with_residual else block(ops, x, None, kv, batch)
         for (r, start, end), at in zip(spans, batch.query_start, strict=False):
             outs[r][start:end] = (added + stream)[at : at + end - start]
@@ -175,11 +175,11 @@ def test_logits_of_a_wrong_model_are_caught(small: tuple[Any, Transformer]) -> N
 
 
 def test_greedy_text_equals_transformers(tmp_path: Path) -> None:
-    """The whole way, tokenizer included, against transformers' greedy tokens on the same weights."""
+    """End to end with the tokenizer, against transformers' greedy tokens on the same weights."""
     model = tiny_models.random_hf()
     llm = LLM(tiny_models.write_random(tmp_path / "tiny.gguf", model))
     for prompt in ("Hello again", "a", "x = 1\n"):
-        ids = list(prompt.encode())  # one token a byte
+        ids = list(prompt.encode())  # one token per byte
         answer = llm.generate(prompt, temperature=0, max_tokens=24, ignore_eos=True)
         expected = model_zoo.hf_greedy(model, ids, 24)
         assert answer.prompt_tokens == ids

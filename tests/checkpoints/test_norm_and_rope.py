@@ -73,7 +73,7 @@ def their_rope(q: Floats, k: Floats, positions: Ints, config: transformers.Llama
 
 
 def our_rope(q: Floats, k: Floats, positions: Ints, table: RopeTable) -> tuple[Floats, Floats]:
-    """The op alone: q as it comes back, k as it lies in the cache."""
+    """Run the op alone: return q, and k from the cache."""
     pages = BlockTables([len(q)], np.random.default_rng(3))
     kv = ops.empty_kv(pages.n_blocks, pages.block_size, *k.shape[1:])
     slots = pages.slots(0, np.arange(len(q)))
@@ -105,5 +105,5 @@ def test_rope_wrong_variant_is_caught(rng: np.random.Generator) -> None:
     other_base = rope_table(replace(shape, rope_base=10000.0), local=False, max_context=8192)
     assert_caught(our_rope(q, k, positions, other_base)[0], expected, ROPE)
     assert_caught(our_rope(q, k, positions, table._replace(scale=1.001))[0], expected, ROPE)
-    neighbours = q.reshape(16, 4, 32, 2).swapaxes(2, 3).reshape(q.shape)  # the other convention of pairs
+    neighbours = q.reshape(16, 4, 32, 2).swapaxes(2, 3).reshape(q.shape)  # the other pairing convention
     assert_caught(our_rope(neighbours, k, positions, table)[0], expected, ROPE)

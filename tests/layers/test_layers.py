@@ -1,4 +1,4 @@
-"""Each layer used alone, as a user of the library would: shapes, biases, norms, and that no input is changed."""
+"""Each layer alone: shapes, biases, norms; inputs are not modified."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_attention_split_returns_q_k_v(rng: np.random.Generator) -> None:
 
 
 def test_attention_qk_norm_is_applied_per_head(rng: np.random.Generator) -> None:
-    """With norms of weight 1, scaling the q and k projections changes nothing; without them it does."""
+    """With norms of weight 1, scaling the q and k projections changes nothing."""
     pages, x = BlockTables([5], rng), normal(rng, 5, WIDTH)
     layer, norm = attention(rng), RMSNorm(np.ones(DIM, np.float32), 1e-12)
     normed = replace(layer, q_norm=norm, k_norm=norm)
@@ -72,7 +72,7 @@ def test_attention_qk_norm_is_applied_per_head(rng: np.random.Generator) -> None
 
 
 def test_block_with_post_norms_equals_definition(rng: np.random.Generator) -> None:
-    """Norms after attention and MLP: what the block adds has a root mean square of 1."""
+    """With norms after attention and MLP the delta of the block has a root mean square of 1."""
     norm = RMSNorm(np.ones(WIDTH, np.float32), 1e-6)
     mlp = SwiGLU(linear(normal(rng, 2 * 7, WIDTH)), linear(normal(rng, WIDTH, 7)))
     plain = Block(norm, attention(rng), norm, mlp)

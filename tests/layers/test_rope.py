@@ -1,4 +1,4 @@
-"""Rope tables of every scaling kind against transformers' own functions; what is unknown is refused."""
+"""RoPE tables of every scaling against transformers; unknown scalings raise."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_rope_table_equals_transformers(kind: str, context: int) -> None:
 
 @pytest.mark.parametrize("kind", [k for k in KINDS if not k.startswith("default")])
 def test_rope_table_scaling_changes_it(kind: str) -> None:
-    """So that the comparison above is not vacuous."""
+    """Guards the comparison above against being vacuous."""
     plain = rope_table(
         hf_model_config(llama({"rope_type": "default", "rope_theta": KINDS[kind]["rope_theta"]})),
         local=False,

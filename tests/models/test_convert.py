@@ -1,4 +1,4 @@
-"""Conversion to GGUF: the same model from the file as from the folder, readable by others, or refused by name."""
+"""Conversion to GGUF: the file gives the same model as the folder and is readable by others, or an error names why."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Made = tuple[model_zoo.Variant, Any, Path]
 
 
 def byte_library(pre: Any = None, more: Sequence[tuple[str, str]] = (), **model: Any) -> Library:
-    """A byte-level vocabulary: two control tokens, the bytes, a few merges, one token that was added as text."""
+    """Return a byte-level vocabulary: two control tokens, bytes, a few merges, one added text token."""
     merges = [("h", "e"), ("Ġ", "t"), ("Ġt", "he"), ("1", "2"), ("12", "3"), *more]
     texts = [*SPECIALS, *sorted(pre_tokenizers.ByteLevel.alphabet()), *(a + b for a, b in merges)]
     library = Library(models.BPE({text: i for i, text in enumerate(texts)}, merges, **model))
@@ -50,7 +50,7 @@ def byte_library(pre: Any = None, more: Sequence[tuple[str, str]] = (), **model:
 
 
 def spm_library(**training: Any) -> Library:
-    """A SentencePiece model in the form that transformers gives it: every pair that makes a token is a merge."""
+    """Return a SentencePiece model in transformers' form: every pair that forms a token is a merge."""
     processor: sentencepiece.SentencePieceProcessor = test_from_gguf_spm.train(**training)
     pieces = [processor.id_to_piece(i) for i in range(processor.get_piece_size())]
     vocab = {piece: i for i, piece in enumerate(pieces)}
@@ -77,7 +77,7 @@ def add_tokenizer(folder: Path, library: Library | None = None, **settings: Any)
     (library or byte_library()).save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|end|>", **settings}), encoding="utf-8")
     generation = folder / "generation_config.json"
-    generation.unlink(missing_ok=True)  # its eos_token_id is one of the zoo's
+    generation.unlink(missing_ok=True)  # its eos_token_id belongs to the zoo's vocabulary
     config = json.loads((folder / "config.json").read_text())
     config["eos_token_id"] = None
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
@@ -86,7 +86,7 @@ def add_tokenizer(folder: Path, library: Library | None = None, **settings: Any)
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Made]:
-    """A zoo model with a vocabulary for its tokenizer: (variant, transformers model, folder), made once."""
+    """Return a zoo model with a vocabulary for its tokenizer: (variant, transformers model, folder), made once."""
     cache: dict[str, Made] = {}
 
     def make(name: str) -> Made:
@@ -128,7 +128,7 @@ def test_convert_file_equals_model_zoo_file(name: str, made: Callable[[str], Mad
     ours = open_checkpoint(converted(folder, tmp_path / "ours.gguf", "F32"))
     theirs = open_checkpoint(model_zoo.save_gguf(variant, model, tmp_path / "theirs.gguf"))
     missing = {key for key in theirs.metadata if key not in ours.metadata}
-    assert missing <= {f"{theirs.architecture}.rope.scaling.original_context_length"}  # of llama3: nobody reads it
+    assert missing <= {f"{theirs.architecture}.rope.scaling.original_context_length"}  # of llama3, which no reader uses
     for key in theirs.metadata.keys() - missing - {"general.name"}:
         assert ours.metadata[key] == pytest.approx(theirs.metadata[key]), key
     assert ours.tensors.keys() == theirs.tensors.keys()
@@ -239,7 +239,7 @@ PRES: dict[str, tuple[Any, dict[str, Any]]] = {
 
 @pytest.fixture
 def llama(made: Callable[[str], Made], tmp_path: Path) -> Path:
-    """The folder of a llama of its own, whose tokenizer may be changed."""
+    """Return a copy of a llama folder whose tokenizer may be changed."""
     folder = tmp_path / "hf"
     folder.mkdir()
     for path in made("llama")[2].iterdir():
@@ -283,7 +283,7 @@ def test_convert_several_eos_tokens_are_kept(llama: Path, tmp_path: Path) -> Non
 
 
 def test_convert_token_named_none_is_not_unknown(llama: Path, tmp_path: Path) -> None:
-    """tokenizer.json has null where there is no unknown token."""
+    """tokenizer.json has null if there is no unknown token."""
     add_tokenizer(llama, byte_library(more=[("N", "o"), ("No", "n"), ("Non", "e")]))
     metadata = open_checkpoint(converted(llama, tmp_path / "out.gguf", "F16")).metadata
     assert metadata["tokenizer.ggml.token_type"][metadata["tokenizer.ggml.tokens"].index("None")] == 1

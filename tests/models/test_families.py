@@ -1,4 +1,4 @@
-"""Each family against transformers: from safetensors, and from a GGUF of the same weights that it loads too."""
+"""Each family against transformers: from safetensors, and from a GGUF of the same weights."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Made = tuple[model_zoo.Variant, Any, Path, Path]
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Made]:
-    """A zoo model by name: (variant, transformers model, safetensors folder, GGUF file), made once."""
+    """Return a zoo model by name: (variant, transformers model, safetensors folder, GGUF file), made once."""
     cache: dict[str, Made] = {}
 
     def make(name: str) -> Made:
@@ -41,10 +41,10 @@ def largest_difference(ours: model_runs.Transformer, theirs: Any, ids: list[int]
 
 
 def load_gguf_with_transformers(gguf: Path, config: Any) -> Any:
-    """Every weight comes from the GGUF; the shape from `config`, because transformers reads only some of the keys."""
+    """Load weights from the GGUF, the shape from `config`: transformers reads only some keys."""
     as_llama = (
         config.model_type == "mistral"
-    )  # a GGUF of Mistral is a llama one, and transformers has no other map for it
+    )  # GGUF files of Mistral are llama files
     shape = transformers.LlamaConfig(**{**config.to_dict(), "model_type": "llama"}) if as_llama else config
     torch.manual_seed(99)
     loaded = transformers.AutoModelForCausalLM.from_pretrained(
@@ -86,7 +86,7 @@ QUANTIZED = [("llama", "Q8_0"), ("llama-tied", "Q4_0"), ("mistral", "Q4_0"), ("q
 def test_family_quantized_gguf_equals_transformers(
     name: str, kind: str, made: Callable[[str], Made], tmp_path: Path
 ) -> None:
-    """Quantized rows move as wholes, fused ones stay together: transformers dequantizes the same file."""
+    """Quantized rows are permuted whole, fused ones stay together: transformers dequantizes the same file."""
     variant, model, _, _ = made(name)
     path = tmp_path / f"{name}.gguf"
     model_zoo.save_quantized(variant, model, path, kind)

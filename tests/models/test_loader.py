@@ -1,4 +1,4 @@
-"""Sound files that describe an impossible model: keys, shapes and tensors that no decoder can be built from."""
+"""Valid files of an impossible model: keys, shapes and tensors that no decoder can be built from."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def load(path: Path) -> Transformer:
 
 
 def write(path: Path, changes: dict[str, Any] | None = None, family: str = "llama", drop: tuple[str, ...] = ()) -> Path:
-    """A tiny model with keys of its family changed (`block_count` is `<family>.block_count`); None removes one."""
+    """Write a tiny model with changed keys (`block_count` is `<family>.block_count`); None removes one."""
     metadata = minimal_gguf.metadata(family)
     for key, value in (changes or {}).items():
         metadata[f"{family}.{key}"] = value
@@ -164,7 +164,7 @@ def test_gguf_inconsistent_numbers_raise(tmp_path: Path, changes: dict[str, Any]
 @pytest.mark.parametrize("layers", [4096, 10**9, 2**32 - 1])
 def test_load_model_huge_block_count_raises_at_once(tmp_path: Path, family: str, layers: int) -> None:
     path = write(tmp_path / "m.gguf", {"block_count": layers, "attention.sliding_window_pattern": None}, family)
-    load(write(tmp_path / "sound.gguf", family=family))  # imports and tables are in place before memory is counted
+    load(write(tmp_path / "sound.gguf", family=family))  # warm imports and tables before memory is counted
     tracemalloc.start()
     try:
         refused(path, rf"'{family}\.block_count' is {layers}" if layers > 4096 else "the metadata says 4096 layers")

@@ -1,4 +1,4 @@
-"""The two readers of a model's numbers: what a file leaves unsaid, old spellings, and each key on its own."""
+"""Readers of GGUF metadata and config.json: defaults, old spellings, each key alone."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def from_hf(kind: str, **config: Any) -> ModelConfig:
 
 
 def as_transformers_reads_it(kind: str, **config: Any) -> ModelConfig:
-    """The same config, but every default and old spelling resolved by transformers first."""
+    """Return the config after transformers has resolved defaults and old spellings."""
     whole = transformers.AutoConfig.for_model(kind, **SHAPE, **config)
     return ModelConfig.from_hf(whole.to_dict(), BY_HF[kind])
 
 
 def same(ours: ModelConfig, theirs: ModelConfig) -> bool:
-    """Equal, but for the figures of a scaling that is none."""
+    """Assert equality, except for unused numbers of a missing scaling."""
     plain = [replace(c, rope_scaling=RopeScaling()) if c.rope_scaling.kind == "none" else c for c in (ours, theirs)]
     return plain[0] == plain[1]
 
@@ -83,7 +83,7 @@ def gguf(arch: str, n_layers: int = 4, **keys: Any) -> ModelConfig:
 
 
 def test_gemma_27b_attention_scale_is_width_over_heads() -> None:
-    """llama.cpp knows them by their depth, for GGUF has no key."""
+    """llama.cpp recognises them by their depth; GGUF has no key."""
     for arch, depth in (("gemma2", 46), ("gemma3", 62)):
         assert gguf(arch, depth, attention__key_length=24).attention_scale == pytest.approx((64 / 4) ** -0.5)
         assert gguf(arch, depth - 1, attention__key_length=24).attention_scale == pytest.approx(24**-0.5)
@@ -131,7 +131,7 @@ def test_detect_family_without_model_type_uses_class_name(name: str, tmp_path: P
 
 @pytest.mark.parametrize("said", [{"tie_word_embeddings": False}, {}])
 def test_load_model_missing_untied_head_raises(said: dict[str, Any], tmp_path: Path) -> None:
-    """For a llama, silence means a head of its own; of Gemma, that the embedding is the head."""
+    """Without the setting a llama has its own head, a Gemma a tied one."""
     for name, missed in (("llama-tied", True), ("gemma2", said != {})):
         folder = model_zoo.save_hf(model_zoo.make_hf(model_zoo.ZOO[name]), tmp_path / name)
         assert "output.weight" not in open_checkpoint(folder).tensors

@@ -1,4 +1,4 @@
-"""Chat templates: rendered as transformers renders them, and stopped where they misbehave."""
+"""Chat templates: rendered like transformers, and stopped when they exceed limits."""
 
 import contextlib
 import gc
@@ -238,7 +238,7 @@ print(peak(resource.RUSAGE_SELF) - before, peak(resource.RUSAGE_CHILDREN))
 
 
 def test_render_memory_bomb_does_not_grow_processes() -> None:
-    """In a process of its own, whose children are the templates' and no others."""
+    """Runs in a new process, whose only children are the templates' workers."""
     sources = [BOMBS[name] for name in ("ljust", "join of a generator", "tilde", "tojson filter")]
     command = [sys.executable, "-c", GROWTH]
     done = subprocess.run(command, input=json.dumps(sources), capture_output=True, text=True, check=True, timeout=120)

@@ -1,4 +1,4 @@
-"""Streaming decode: deltas joined are the whole text, characters are never broken, stop strings never leak."""
+"""Detokenizer: joined deltas are the whole text, characters stay whole, stop strings are never returned."""
 
 import random
 
@@ -21,7 +21,7 @@ def stream(tokenizer: Tokenizer, ids: list[int], stop: list[str], **options: boo
 
 
 def cut(tokenizer: Tokenizer, ids: list[int], stop: list[str]) -> tuple[str, str | None]:
-    """The rule, by decoding everything anew at each token: stop at the first token that completes a stop string."""
+    """Reference: decode everything at each token; stop at the first token that completes a stop string."""
     texts = [tokenizer.decode(ids[:count], continuation=True).rstrip("�") for count in range(len(ids) + 1)]
     for text in [*texts, tokenizer.decode(ids, continuation=True)]:
         found = [(text.find(s), -len(s), s) for s in stop if s in text]
@@ -36,7 +36,7 @@ def cut(tokenizer: Tokenizer, ids: list[int], stop: list[str]) -> tuple[str, str
 @pytest.mark.parametrize("skip_special", [True, False])
 def test_detokenizer_joined_deltas_equal_decode(name: str, continuation: bool, skip_special: bool) -> None:
     tokenizer = TOKENIZERS[name]
-    any_ids = st.lists(st.integers(0, tokenizer.vocab_size - 1), max_size=30)  # most are no valid UTF-8
+    any_ids = st.lists(st.integers(0, tokenizer.vocab_size - 1), max_size=30)  # mostly invalid UTF-8
     options = {"skip_special": skip_special, "continuation": continuation}
 
     @seeded
@@ -50,7 +50,7 @@ def test_detokenizer_joined_deltas_equal_decode(name: str, continuation: bool, s
 
 @pytest.mark.parametrize("name", TOKENIZERS)
 def test_detokenizer_deltas_hold_whole_characters(name: str) -> None:
-    """An old bug: a multi-byte character split over tokens raised an error."""
+    """Regression: a multi-byte character split over tokens raised an error."""
     tokenizer = TOKENIZERS[name]
     for text in data("texts.json"):
         if "�" in text or "▁" in text:
@@ -122,7 +122,7 @@ def test_detokenizer_after_stop_string_returns_nothing() -> None:
 
 
 def test_detokenizer_long_stop_string_takes_linear_time() -> None:
-    """Work per token does not grow: 20,000 tokens against a stop string that nearly matches all the time."""
+    """Work per token does not grow: 20,000 tokens with a stop string that always nearly matches."""
     letter = SPM.token_id("a")
     assert letter is not None
     decoder = Detokenizer(SPM, ["a" * 5000 + "b"])

@@ -1,4 +1,4 @@
-"""Byte-level BPE from GGUF metadata: ids as llama.cpp gives them, special tokens, and what a broken file is told."""
+"""Byte-level BPE from GGUF metadata: ids equal llama.cpp's, special tokens, errors of malformed metadata."""
 
 import logging
 from pathlib import Path
@@ -31,7 +31,7 @@ def tokenizer() -> Tokenizer:
 
 
 def table_texts() -> list[str]:
-    """What the table of llama.cpp's ids was made of: nasty texts, and mixtures from all of Unicode."""
+    """Return the texts of llama.cpp's id table: hard texts, and mixtures from all of Unicode."""
     return [*data("texts.json"), *data("unicode_texts.json")]
 
 

@@ -1,4 +1,4 @@
-"""SentencePiece-style vocabularies from GGUF metadata: ids as `sentencepiece` gives them, spaces, byte fallback."""
+"""SentencePiece-style vocabularies from GGUF metadata: ids equal `sentencepiece`, spaces, byte fallback."""
 
 import random
 from io import BytesIO
@@ -39,7 +39,7 @@ def train(**options: object) -> sentencepiece.SentencePieceProcessor:
 
 
 def metadata_of(processor: sentencepiece.SentencePieceProcessor, **more: object) -> dict[str, object]:
-    """The GGUF form of a SentencePiece model."""
+    """Return the GGUF metadata of a SentencePiece model."""
     size = processor.get_piece_size()
     token_types = np.ones(size, np.int32)
     for index in range(size):
@@ -75,7 +75,7 @@ def test_encode_equals_sentencepiece(variant: str, tmp_path: Path) -> None:
     extra = ["<user>", "a<user>b", "<user1><user>x <user", " <user> ", "x  y   z "]
 
     def check(text: str) -> None:
-        text = text.replace("\x00", "")  # sentencepiece keeps it to itself
+        text = text.replace("\x00", "")  # sentencepiece reserves it
         ids = tokenizer.encode(text, add_special=False)
         assert ids == processor.encode(text), text
         if variant in ("byte_fallback", "no_space_prefix", "user_defined") and "▁" not in text:
@@ -87,7 +87,7 @@ def test_encode_equals_sentencepiece(variant: str, tmp_path: Path) -> None:
 
 
 def merge_by_hand(text: str, ids: dict[str, int], scores: list[float]) -> list[str]:
-    """The rule itself: again and again, the pair that makes the token with the best score; of equals, the leftmost."""
+    """Reference: repeatedly merge the pair that forms the token with the best score; the leftmost of equals."""
     parts = list(text)
     while True:
         made = [(scores[ids[a + b]], -i) for i, (a, b) in enumerate(pairwise(parts)) if a + b in ids]
@@ -122,7 +122,7 @@ def tokenizer() -> Tokenizer:
 
 
 def test_detokenizer_token_by_token_keeps_spaces(tokenizer: Tokenizer) -> None:
-    """An old bug: decoding one token at a time lost spaces, or showed the raw U+2581."""
+    """Regression: decoding one token at a time lost spaces, or showed the raw U+2581."""
     ids = tokenizer.encode("Hello world", add_special=False)
     pieces = [tokenizer.piece(token_id) for token_id in ids]
     assert "".join(pieces) == " Hello world"

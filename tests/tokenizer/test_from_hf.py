@@ -1,4 +1,4 @@
-"""Tokenizers from a folder with tokenizer.json: ids and text as the `tokenizers` library gives them."""
+"""Tokenizers from a folder with tokenizer.json: ids and text equal the `tokenizers` library."""
 
 import json
 from pathlib import Path
@@ -16,7 +16,7 @@ SPECIAL = ["<unk>", "<s>", "</s>", "<|eot_id|>"]
 
 
 def training_texts() -> list[str]:
-    """Without the names of special tokens, lest merges be learned that make one."""
+    """Drop the names of special tokens, so that no merges form one."""
     return [text for text in data("texts.json") if not any(name in text for name in SPECIAL)]
 
 
@@ -95,7 +95,7 @@ def test_encode_control_tokens_are_text_unless_parse_special(tmp_path: Path) -> 
 
 
 def test_token_named_none_is_a_normal_token(tmp_path: Path) -> None:
-    """A model without an unknown token says `null`, which is not the word."""
+    """A model without an unknown token has `null`, not the word."""
     source = json.loads(byte_level().to_str())
     model = source["model"]
     for left, right in (("N", "o"), ("No", "n"), ("Non", "e")):

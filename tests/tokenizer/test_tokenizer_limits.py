@@ -1,4 +1,4 @@
-"""What a hostile file or text is told: long tokens, padded embeddings, panics of the library, wrong types."""
+"""Hostile files and texts: long tokens, padded embeddings, panics of the library, wrong types."""
 
 import json
 import tracemalloc
@@ -23,7 +23,7 @@ def tokenizer() -> Tokenizer:
 
 
 def refusal(metadata: dict[str, object], limit: int = 40 * MEGABYTE) -> str:
-    """The error's text; the refusal itself must take little memory."""
+    """Return the error message; raising it must take little memory."""
     tracemalloc.start()
     try:
         with pytest.raises(TokenizerError) as caught:
@@ -36,7 +36,7 @@ def refusal(metadata: dict[str, object], limit: int = 40 * MEGABYTE) -> str:
 
 
 def with_last_kind(metadata: dict[str, object], text: str, kind: int) -> dict[str, object]:
-    """The metadata with one more token."""
+    """Return the metadata with one more token."""
     tokens, token_types, scores = (
         metadata.get(f"tokenizer.ggml.{key}", []) for key in ("tokens", "token_type", "scores")
     )
@@ -54,7 +54,7 @@ def test_spm_tokens_too_long_raise() -> None:
     assert "token 771 has 513 characters" in refusal(spm_metadata(["y" * n for n in range(1, 3000)]))
     assert f"token {first + 1} has 400000 characters; at most 512" in refusal(spm_metadata(["a", "x" * 400_000]))
     assert "at most 256000000" in refusal(spm_metadata([f"{n:0512}" for n in range(1000)]))
-    # Merges pile up until the limit is met, hence the greater allowance.
+    # Merges accumulate until the limit, hence the larger allowance.
     told = refusal(spm_metadata(["y" * n for n in range(1, 513)]), limit=150 * MEGABYTE)
     assert "merges have more than 32000000 characters" in told
 
@@ -72,7 +72,7 @@ def test_long_special_token_raises(metadata: dict[str, object], kind: int) -> No
     tokens = metadata["tokenizer.ggml.tokens"]
     assert isinstance(tokens, list)
     allowed = tokenizer_from_gguf(with_last_kind(metadata, "x" * 4096, kind))
-    # Before a user-defined token an SPM vocabulary puts its space.
+    # An SPM vocabulary puts its space before a user-defined token.
     assert allowed.encode("x" * 4096, add_special=False, parse_special=True)[-1:] == [len(tokens)]
     told = refusal(with_last_kind(metadata, "x" * 400_000, kind))
     assert told == f"token {len(tokens)} is a special token of 400000 characters; at most 4096"
@@ -84,7 +84,7 @@ def test_many_long_special_tokens_raise() -> None:
 
 
 def write(folder: Path, library: Library, **changes: object) -> Path:
-    """A folder with the library's tokenizer.json, keys of which are replaced."""
+    """Write a folder with the library's tokenizer.json, with some keys replaced."""
     source = {**json.loads(library.to_str()), **changes}
     (folder / "tokenizer.json").write_text(json.dumps(source), encode_errors="utf-8")
     return folder

@@ -1,4 +1,4 @@
-"""Mapped bytes whose memory was given back: they read the same, and what is not mapped is left alone."""
+"""Released pages of mapped bytes read the same again; unmapped bytes are left alone."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SIZE = 32 << 20
 
 
 def mapped_memory() -> int:
-    """Bytes of files that are in this process's memory."""
+    """Return the bytes of mapped files that are resident in this process."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith("RssFile"))
 

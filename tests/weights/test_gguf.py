@@ -1,4 +1,4 @@
-"""Our GGUF reader and writer against each other and against the gguf package; the real default model."""
+"""GGUF reader and writer against each other and against the gguf package; the default model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ EDGES: dict[str, list[Any]] = {
 
 
 def base_of(array: np.ndarray[Any, Any]) -> object:
-    """What the array's memory belongs to in the end."""
+    """Return the object that owns the array's memory."""
     owner: object = array
     while isinstance(owner, np.ndarray) and owner.base is not None:
         owner = owner.base

@@ -1,4 +1,4 @@
-"""Damaged files: whatever is done to a small valid model, it loads or fails with our own error. Seeded, any number.
+"""Damaged files: a mutated model loads or raises a WorkerError. Seeded, any number of mutations.
 
 `pytest tests/weights/test_gguf_fuzz.py --mutations 200000` runs more. A failure prints the family and the number of the
 mutation, which `mutate` turns into the same bytes again.
@@ -37,7 +37,7 @@ LONGS = (0, 1, 32, 33, 2**16, 2**31, 2**32, 2**40, 2**62, 2**63 - 1, 2**63, 2**6
 
 
 def place(data: bytearray, rng: Rng, size: int = 1) -> int:
-    """Where to damage: mostly in the header, the metadata or the directory, which come first."""
+    """Return an offset to damage: mostly in header, metadata or directory, which come first."""
     end = len(data) - size + 1
     return int(rng.integers(0, min(end, 48)) if rng.random() < 0.2 else rng.integers(0, max(1, end)))
 
@@ -61,7 +61,7 @@ def set_long(data: bytearray, rng: Rng) -> None:
 
 
 def set_length(data: bytearray, rng: Rng) -> None:
-    """Overwrite something that looks like a length: eight bytes of which only the first is not zero."""
+    """Overwrite something like a length: eight bytes, only the first not zero."""
     spots = [match.start() for match in LENGTH.finditer(data)]
     at = spots[int(rng.integers(len(spots)))]
     change = LONGS[int(rng.integers(len(LONGS)))] if rng.random() < 0.5 else data[at] + int(rng.integers(-3, 4))
@@ -92,7 +92,7 @@ DAMAGE = (flip_bits, set_bytes, set_word, set_long, set_length, swap, insert, de
 
 
 def rewrite(family: str, rng: Rng, path: Path) -> bytearray:
-    """A sound file with one or two metadata values replaced by ones from the edge of some type."""
+    """Return a valid file with one or two metadata values replaced by edge values of some type."""
     metadata, tensors = minimal_gguf.metadata(family), sound_tensors(family)
     for _ in range(int(rng.integers(1, 3))):
         key = list(metadata)[int(rng.integers(len(metadata)))]
@@ -102,7 +102,7 @@ def rewrite(family: str, rng: Rng, path: Path) -> bytearray:
 
 
 def mutate(family: str, valid: bytes, number: int, path: Path) -> bytearray:
-    """Mutation `number` of a family, always the same."""
+    """Return mutation `number` of a family; deterministic."""
     rng = np.random.default_rng([minimal_gguf.FAMILIES.index(family), number])
     if number % 4 == 0:
         return rewrite(family, rng, path)
@@ -114,7 +114,7 @@ def mutate(family: str, valid: bytes, number: int, path: Path) -> bytearray:
 
 
 def outcome(path: Path) -> str:
-    """'loaded', or the class of our own error; anything else goes through."""
+    """Return 'loaded' or the class of the WorkerError; other exceptions propagate."""
     try:
         checkpoint = open_checkpoint(path)
         for tensor in checkpoint.tensors.values():

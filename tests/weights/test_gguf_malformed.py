@@ -1,4 +1,4 @@
-"""Bad GGUF files, built byte by byte: each case of the hardening list gets our error, which names the key or tensor."""
+"""Malformed GGUF files, built byte by byte: the error names the key or tensor."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ..helpers import minimal_gguf
 HUGE = 2**64 - 1
 U32, STRING, ARRAY = 4, 8, 9
 F32, Q4_0 = 0, 2
-Cases = dict[str, tuple[bytes, str]]  # name of the case -> the file, and what the message must say
+Cases = dict[str, tuple[bytes, str]]  # case -> file, and part of the message
 
 
 def text(value: str | bytes) -> bytes:
@@ -214,7 +214,7 @@ def test_error_of_long_key_is_short(tmp_path: Path) -> None:
 def test_file_truncated_at_every_byte_raises(tmp_path: Path, family: str) -> None:
     whole = write_gguf(tmp_path / "m.gguf", minimal_gguf.metadata(family), minimal_gguf.tensors(family)).read_bytes()
     found = open_checkpoint(tmp_path / "m.gguf").tensors.values()
-    used = max(whole.rindex(tensor.data.tobytes()) + tensor.nbytes for tensor in found)  # where the last one ends
+    used = max(whole.rindex(tensor.data.tobytes()) + tensor.nbytes for tensor in found)  # end of the last tensor
     cut = tmp_path / "cut.gguf"
     for length in range(len(whole)):
         cut.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Quantizers: the simple types byte for byte as the gguf package, the K types no worse than llama.cpp's."""
+"""Encoders: simple types bytewise equal to the gguf package, K types no worse than llama.cpp's."""
 
 from __future__ import annotations
 
@@ -61,11 +61,11 @@ def test_quantize_error_is_at_most_llama_cpp_error(name: str, kind: str, samples
     values = samples[name]
     relative = miss(kind, values) / float(values.std())
     assert relative < 1.10 * LLAMA_CPP[name][kind]
-    assert relative > 0.5 * LLAMA_CPP[name][kind]  # the figures are of these very data
+    assert relative > 0.5 * LLAMA_CPP[name][kind]  # the figures belong to these data
 
 
 def hard_values() -> Floats:
-    """Blocks that are zero, constant, of one sign, tied in size, spread over many powers of ten."""
+    """Return blocks that are zero, constant, of one sign, tied in magnitude, or of wide range."""
     rng = np.random.default_rng(5)
     normal = rng.standard_normal((40, 256)).astype(np.float32)
     tied = np.where(rng.random((8, 256)) < 0.5, -1, 1).astype(np.float32)
@@ -91,7 +91,7 @@ def test_quantize_simple_types_equal_gguf_package(kind: str) -> None:
 @given(st.lists(st.floats(-1000, 1000, width=32), min_size=32, max_size=32), st.sampled_from(SIMPLE))
 def test_quantize_simple_types_any_block_equals_gguf_package(block: list[float], kind: str) -> None:
     values = np.array([block], np.float32)
-    values[np.abs(values) < 1e-30] = 0  # a scale that has no reciprocal: there the package warns and we do not
+    values[np.abs(values) < 1e-30] = 0  # scales without a reciprocal: the package warns, this code does not
     with np.errstate(all="ignore"):
         expected = gguf.quants.quantize(values, gguf.GGMLQuantizationType[kind])
     ours = quantize.quantize(BLOCK_TYPES[kind], values)
@@ -121,7 +121,7 @@ def test_quantize_k_types_hard_blocks_stay_within_error(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", K_TYPES)
 def test_quantize_dequantized_values_changes_little(kind: str, samples: dict[str, Floats]) -> None:
-    """What came out of a type goes back into it with a small part of the loss of the first time."""
+    """Requantizing dequantized values loses a small part of the first loss."""
     once = round_trip(kind, samples["normal"])
     assert miss(kind, once) < 0.35 * miss(kind, samples["normal"])
 
@@ -132,7 +132,7 @@ def test_quantize_block_does_not_depend_on_neighbours(kind: str, monkeypatch: py
     whole = quantize.quantize(BLOCK_TYPES[kind], values)
     rows = [quantize.quantize(BLOCK_TYPES[kind], row[None]) for row in values]
     assert np.array_equal(whole, np.concatenate(rows))
-    monkeypatch.setattr(quantize, "SLAB_VALUES", 768)  # cut somewhere within the matrix
+    monkeypatch.setattr(quantize, "SLAB_VALUES", 768)  # a boundary within the matrix
     assert np.array_equal(whole, quantize.quantize(BLOCK_TYPES[kind], values))
     assert np.array_equal(whole, quantize.quantize(BLOCK_TYPES[kind], np.asfortranarray(values)))
     assert quantize.quantize(BLOCK_TYPES[kind], values[:0]).shape == (0,)
@@ -200,7 +200,7 @@ def test_run_jobs_error_names_the_tensor() -> None:
 
 
 def test_matrix_type_fused_matrix_equals_llama_cpp() -> None:
-    """Read from files that llama.cpp's quantizer (2026-08) wrote of a phi3 of 9 layers and width 256."""
+    """Expected types are from files that llama.cpp's quantizer (2026-08) wrote of a phi3 (9 layers, width 256)."""
     types = {
         mix: [matrix_type(MIXES[mix], "attn_qkv", 256, Place(i, 9, 2), tied=False) for i in range(9)]
         for mix in ("Q4_0", "Q4_K_S", "Q4_K_M", "Q5_K_M")

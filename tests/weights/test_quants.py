@@ -162,7 +162,7 @@ def test_dequantize_equals_scalar_definition(name: str) -> None:
     if name == "MXFP4":
         data[:4, 0] = [0, 1, 2, 253]
         data[4:, 0] &= 0x7F
-    with np.errstate(over="ignore"):  # a float64 may be out of float32's range
+    with np.errstate(over="ignore"):  # float64 may exceed float32's range
         expected = np.array([list(SCALAR[name](block.tobytes())) for block in data]).astype(np.float32)
     assert expected.shape == (40, kind.block_size)
     np.testing.assert_array_equal(kind.decode(data), expected)
@@ -253,7 +253,7 @@ def test_shared_tables_are_read_only(table: Callable[[], Floats]) -> None:
 
 
 def test_dequantize_tensor_of_default_model(default_model: Path) -> None:
-    """A whole quantized tensor of the default model, out of the mapped file."""
+    """Decode a whole quantized tensor of the default model from the mapped file."""
     tensor = open_checkpoint(default_model).tensors["blk.0.attn_q.weight"]
     pack_bits = tensor.data.reshape(tensor.shape[0], tensor.kind.row_bytes(tensor.shape[1]))
     expected = gguf.quants.dequantize(pack_bits, gguf.GGMLQuantizationType[tensor.kind.name])

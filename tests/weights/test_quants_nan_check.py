@@ -1,4 +1,4 @@
-"""NaN and Inf in the scales of every block type: found without decoding, and exactly where decoding meets them."""
+"""NaN and Inf scales of every block type are found without decoding, exactly where decoding gives non-finite values."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ BAD_SCALES = [(kind, number) for kind, scales in SCALE_BITS.items() for number i
 
 @pytest.mark.parametrize(("name", "number"), BAD_SCALES)
 def test_find_nonfinite_block_agrees_with_decoding(tmp_path: Path, name: str, number: int) -> None:
-    """Set the bits of one scale in one block: the look finds that block, and decoding gives NaN or Inf in it alone."""
+    """Set the bits of one scale: the check finds that block, and only it decodes to NaN or Inf."""
     kind, blocks, victim = BLOCK_TYPES[name], 5, 3
     data = np.zeros((blocks, kind.block_bytes), np.uint8)
     if name == "MXFP4":
-        data[:, 1:] = 0x77  # its largest value: times the scale 2^128 it is infinite
+        data[:, 1:] = 0x77  # largest value: infinite times the scale 2^128
     path = tmp_path / "m.gguf"
 
     def find() -> tuple[int | None, list[bool]]:
@@ -37,12 +37,12 @@ def test_find_nonfinite_block_agrees_with_decoding(tmp_path: Path, name: str, nu
         data[victim, byte] |= mask
     assert find() == (victim, [i != victim for i in range(blocks)])
     byte, mask = SCALE_BITS[name][number][-1]
-    data[victim, byte] ^= 1 << (mask.bit_length() - 1)  # the largest finite exponents are sound
+    data[victim, byte] ^= 1 << (mask.bit_length() - 1)  # the largest finite exponents are valid
     assert find()[0] is None
 
 
 def test_find_nonfinite_block_checks_every_float_scale() -> None:
-    """A type without an entry decodes every block to finite values, whatever its bytes."""
+    """A type without an entry decodes any bytes to finite values."""
     rng = np.random.default_rng(0)
     for name, kind in BLOCK_TYPES.items():
         if name in SCALE_BITS:

@@ -1,4 +1,4 @@
-"""Safetensors folders: as transformers and the safetensors package write them, and damaged ones."""
+"""Safetensors folders, written by transformers and the safetensors package, and damaged ones."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def raw_bytes(weight: torch.Tensor) -> bytes:
 
 
 def as_gguf(model: Any, variant: str, kind: str, path: Path) -> Checkpoint:
-    """The same weights, in the same type and order of rows, under GGUF's names."""
+    """Weights, types and row order are the same, under GGUF names."""
     names = SANDWICH_NAMES if family_of(ZOO[variant]).post_norms else LAYER_NAMES
     tensors: dict[str, TensorLike] = {}
     for name, weight in model.state_dict().items():

@@ -1,4 +1,4 @@
-"""`hf:owner/repo[:quant]` against a local server that speaks as much of the hub's API as a pull needs."""
+"""`hf:owner/repo[:quant]` against a local server with the part of the hub's API that a pull needs."""
 
 import hashlib
 import json
@@ -87,7 +87,7 @@ class Handler(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator["Counter[str]"]:
-    """The requests that the hub has seen; the environment points at it, and at an empty cache."""
+    """Yield the counted requests of the hub; the environment points at it and at an empty cache."""
 
     class Counting(Handler):
         seen = Counter()  # noqa: RUF012 - one for each server
@@ -249,7 +249,7 @@ def test_pull_full_disk_names_the_folder(server: "Counter[str]", tmp_path: Path)
 
 
 def run_locate(reference: str, first: str = "", **env: str) -> str:
-    """`locate_model` in a new process, where huggingface_hub reads its environment anew: the path, or our error."""
+    """Run `locate_model` in a new process (huggingface_hub reads its environment at import); return path or error."""
     script = f"""
 import sys
 from llm_worker_rbee.errors import WorkerError

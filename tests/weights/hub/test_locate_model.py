@@ -1,4 +1,4 @@
-"""References: from what a person writes after --model to a path, without a network."""
+"""References to paths, without a network."""
 
 import hashlib
 from pathlib import Path

