@@ -1,0 +1,48 @@
+"""Documents: the size of the front page, links that resolve, modules that exist."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "llm_worker_rbee"
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
+MODULE = re.compile(r"`((?:[\w]+/)+[\w]+\.(?:py|html))\b[^`]*`")  # `engine/scheduler.py`
+NAMED_MODULES = ("CONTRIBUTING.md", "docs/architecture.md", "docs/engine.md", "docs/gpu.md")
+
+pytestmark = pytest.mark.skipif(not (ROOT / "docs").exists(), reason="this is not a checkout: there is no docs/")
+
+
+def relative(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def test_readme_fits_its_limits() -> None:
+    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= 110
+    assert max(map(len, lines)) <= 110
+
+
+@pytest.mark.parametrize("page", PAGES, ids=relative)
+def test_links_resolve(page: Path) -> None:
+    for target in LINK.findall(page.read_text(encoding="utf-8")):
+        if "://" not in target:
+            assert (page.parent / target).exists(), f"{relative(page)} links to {target}"
+
+
+@pytest.mark.parametrize("name", NAMED_MODULES)
+def test_named_modules_exist(name: str) -> None:
+    for module in MODULE.findall((ROOT / name).read_text(encoding="utf-8")):
+        places = (ROOT, PACKAGE, PACKAGE / "engine", PACKAGE / "backends")
+        assert any((place / module).exists() for place in places), f"{name} names {module}"
+
+
+def test_every_decision_is_in_the_index() -> None:
+    folder = ROOT / "docs" / "decisions"
+    pages = {path.name for path in folder.glob("[0-9]*.md")}
+    assert pages == set(LINK.findall((folder / "README.md").read_text(encoding="utf-8")))
+    assert pages
