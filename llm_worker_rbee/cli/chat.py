@@ -1,7 +1,7 @@
 """`llm-worker-rbee chat`: a conversation in the terminal, or line by line from a pipe.
 
-Answers go to standard output, everything else (figures, remarks, errors) to standard error. Ctrl-C stops an answer,
-what was said of it stays in the conversation; only Ctrl-D, /exit or the end of the input leave.
+Answers go to standard output, everything else (figures, remarks, errors) to standard error. Ctrl-C stops an answer, and
+its text so far stays in the conversation; Ctrl-D, /exit or the end of the input end the command.
 """
 
 import contextlib
@@ -9,35 +9,33 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from ..engine.request import SamplingParams
 from ..errors import ContextLengthError, WorkerError
-from .completion_report import Guesses, guesses
+from ..llm import LLM, Completion, Stream
+from .completion_report import DraftStats, draft_stats, figures_line
 from .options import (
     DEFAULT_MAX_TOKENS,
     EngineOptions,
     LoadOptions,
     ModelOptions,
     SamplingOptions,
-    begin,
     gather,
-    load,
+    load_model,
+    start_stream,
 )
 from .prompt_input import PROMPT_PANEL, argument_text, decode, stdin_lines
-from .terminal import Status, counted, figures, note, one_line, style, visible
-
-if TYPE_CHECKING:
-    from ..llm import LLM, Completion, Stream
+from .terminal import Status, count, note, one_line, style, visible
 
 HELP = """\
 /reset          forget the conversation, keep the system message
 /system TEXT    set the system message; alone, show it
 /save FILE      write the conversation: Markdown to a .md file, JSON to any other
 /help           show this
-/exit           leave (Ctrl-D too)
+/exit           end the conversation (Ctrl-D too)
 Ctrl-C stops an answer. A line that begins with // is sent with one slash."""
 
 
@@ -56,7 +54,7 @@ def chat(
 ) -> None:
     """Talk with a model.
 
-    Ctrl-C stops an answer, Ctrl-D leaves. In a pipe, each line is one turn.
+    Ctrl-C stops an answer, Ctrl-D ends the conversation. In a pipe, each line is one turn.
 
     Commands: /reset, /system TEXT, /save FILE, /help, /exit.
 
@@ -68,22 +66,22 @@ def chat(
     """
     params = sampling.params()
     argument_text(system or "", "--system")
-    llm = load(model, computing, Status(), engine)
+    llm = load_model(model, computing, Status(), engine)
     conversation = Conversation(llm, params, system, quiet=quiet)
-    conversation.prompt()  # a model without a template, or one that takes no system message, is refused here
+    conversation.prompt()  # fails here for a model without a template, or one that takes no system message
     if sys.stdin.isatty():
         if not quiet:
-            if not llm.capacity.is_cut:  # then it has been said
+            if not llm.capacity.is_cut:  # else it was printed
                 note(str(llm.capacity))
-            note(f"{visible(_name(llm))} · context of {llm.max_context:,} tokens · /help shows what you can do")
+            note(f"{visible(_name(llm))} · context of {llm.max_context:,} tokens · /help lists the commands")
         _talk(conversation)
     else:
         for line in _piped_lines():
-            if not conversation.take(line):
+            if not conversation.handle_line(line):
                 break
 
 
-def _name(llm: "LLM") -> str:
+def _name(llm: LLM) -> str:
     return str(llm.checkpoint.metadata.get("general.name") or llm.checkpoint.path.name)
 
 
@@ -95,25 +93,25 @@ def _piped_lines() -> Iterator[str]:
 
 
 def _talk(conversation: "Conversation") -> None:
-    """Read and answer until the person leaves; an error ends a turn, never the conversation."""
+    """Read and answer until the end of the input; an error ends a turn, never the conversation."""
     prompt = _input_prompt()
     while True:
         try:
             line = input(prompt)
-            if line.strip() and not conversation.take(line):
+            if line.strip() and not conversation.handle_line(line):
                 return
         except EOFError:
             print()
             return
         except KeyboardInterrupt:
             print()
-            note("(Ctrl-D or /exit leaves)")
+            note("(Ctrl-D or /exit ends the conversation)")
         except WorkerError as error:
             print(f"error: {one_line(str(error))}", file=sys.stderr)
 
 
 def _input_prompt() -> str:
-    """What `input` shows; with readline, which edits and remembers lines, escape codes are marked as taking no room."""
+    """Return the prompt of `input`; for readline, escape codes are marked as zero-width."""
     if not sys.stdout.isatty():
         return ""
     prompt = style("> ", "bold", "green")
@@ -125,9 +123,9 @@ def _input_prompt() -> str:
 
 
 class Conversation:
-    """The messages so far, and what a line of input does to them."""
+    """The messages so far, and the commands that a line of input may hold."""
 
-    def __init__(self, llm: "LLM", params: SamplingParams, system: str | None, *, quiet: bool) -> None:
+    def __init__(self, llm: LLM, params: SamplingParams, system: str | None, *, quiet: bool) -> None:
         self.llm = llm
         self.params = params
         self.system = system
@@ -135,8 +133,8 @@ class Conversation:
         self.messages: list[dict[str, str]] = []
         self.commands = {"/reset": self.reset, "/system": self.set_system, "/save": self.save, "/help": self.help}
 
-    def take(self, line: str) -> bool:
-        """Obey a command or answer a message; False where the line asks to leave."""
+    def handle_line(self, line: str) -> bool:
+        """Run a command or answer a message; return False where the line ends the conversation."""
         command, _, rest = line.strip().partition(" ")
         if command in ("/exit", "/quit"):
             return False
@@ -149,32 +147,32 @@ class Conversation:
         return True
 
     def all_messages(self) -> list[dict[str, str]]:
-        """The conversation with its system message."""
+        """Return the conversation with its system message."""
         return [{"role": "system", "content": self.system}, *self.messages] if self.system else list(self.messages)
 
     def prompt(self, *more: str) -> list[int]:
-        """The ids of the conversation so far, with one more message of the user (or an example of one)."""
-        said = more or ("Hello",)
-        messages = [*self.all_messages(), *({"role": "user", "content": text} for text in said)]
+        """Return the token ids of the conversation with one more message of the user (or an example of one)."""
+        texts = more or ("Hello",)
+        messages = [*self.all_messages(), *({"role": "user", "content": text} for text in texts)]
         return self.llm.tokenize_chat(messages)
 
     def answer(self, text: str) -> None:
-        """One turn. A message that cannot be answered is not kept; an answer that was stopped is."""
-        before = guesses(self.llm)
+        """Run one turn. A message that cannot be answered is not kept; an answer that was stopped is."""
+        before = draft_stats(self.llm)
         try:
             prompt = self.prompt(text)
-            stream = begin(self.llm, prompt, self.params, self.params.max_tokens or DEFAULT_MAX_TOKENS)
+            stream = start_stream(self.llm, prompt, self.params, self.params.max_tokens or DEFAULT_MAX_TOKENS)
         except ContextLengthError as error:
-            raise ContextLengthError(f"{error} (/reset starts anew)") from None
-        said, stopped = self.say(stream)
-        self.messages += [{"role": "user", "content": text}, {"role": "assistant", "content": said}]
-        self.remark(stream.so_far(), stopped, guesses(self.llm, before))
+            raise ContextLengthError(f"{error} (/reset starts over)") from None
+        answer, stopped = self.print_answer(stream)
+        self.messages += [{"role": "user", "content": text}, {"role": "assistant", "content": answer}]
+        self.print_figures(stream.so_far(), stopped, draft_stats(self.llm, before))
 
-    def say(self, stream: "Stream") -> tuple[str, bool]:
-        """Show an answer as it comes: (what was said, whether Ctrl-C stopped it)."""
-        said: list[str] = []
+    def print_answer(self, stream: Stream) -> tuple[str, bool]:
+        """Print an answer as it comes; return (its text, whether Ctrl-C stopped it)."""
+        texts: list[str] = []
         status = Status()
-        status.show(f"reading {counted(len(stream.prompt_tokens), 'token')} ...")
+        status.show(f"prefill of {count(len(stream.prompt_tokens), 'token')} ...")
         clean = visible if sys.stdout.isatty() else str
         stopped = False
         try:
@@ -182,7 +180,7 @@ class Conversation:
                 if chunk.text:
                     status.clear()
                     print(clean(chunk.text), end="", flush=True)
-                    said.append(chunk.text)
+                    texts.append(chunk.text)
         except KeyboardInterrupt:
             if not sys.stdin.isatty():
                 raise
@@ -190,29 +188,27 @@ class Conversation:
         finally:
             status.clear()
         print(flush=True)
-        return "".join(said), stopped
+        return "".join(texts), stopped
 
-    def remark(self, completion: "Completion", stopped: bool, guessed: Guesses | None) -> None:
-        """The figures of an answer, and why it is not whole if it is not."""
+    def print_figures(self, completion: Completion, stopped: bool, drafts: DraftStats | None) -> None:
+        """Print the figures of an answer, and why it is incomplete if it is."""
         if stopped:
             note("(stopped)")
         elif completion.finish_reason == "length":
             full = len(completion.prompt_tokens) + len(completion.tokens) >= self.llm.max_context
             note(
-                "(the context is full: /reset starts anew)"
+                "(the context is full: /reset starts over)"
                 if full
-                else f"(cut after {counted(len(completion.tokens), 'token')}: --max-tokens allows more)"
+                else f"(cut after {count(len(completion.tokens), 'token')}: --max-tokens allows more)"
             )
         if not self.quiet and not stopped:
-            note(figures(completion, *([] if guessed is None else [guessed.told(completion.timings.tokens)])))
+            note(figures_line(completion, drafts))
 
     def reset(self, rest: str) -> None:
-        """Forget what was said."""
         self.messages.clear()
-        note("(the conversation starts anew)")
+        note("(the conversation starts over)")
 
     def set_system(self, rest: str) -> None:
-        """Set or show the system message."""
         if rest:
             before, self.system = self.system, rest
             try:
@@ -225,7 +221,6 @@ class Conversation:
             note(f"system: {visible(self.system)}" if self.system else "(there is no system message)")
 
     def save(self, rest: str) -> None:
-        """Write the conversation to a file."""
         if not rest:
             note("(/save needs a file name: /save talk.md)")
             return
@@ -237,18 +232,17 @@ class Conversation:
             if not _write(path, text.removesuffix("\n") + "\n"):
                 note("(not saved)")
                 return
-        except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: ~nobody
+        except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: an unknown ~user
             note(f"(cannot write {visible(str(path))}: {getattr(error, 'strerror', None) or error})")
             return
-        note(f"(saved {counted(len(messages), 'message')} to {visible(str(path))})")
+        note(f"(saved {count(len(messages), 'message')} to {visible(str(path))})")
 
     def help(self, rest: str) -> None:
-        """Say what one can do."""
         note(HELP)
 
 
 def _write(path: Path, text: str) -> bool:
-    """Write a file; one that is there only if the person says so."""
+    """Write a file, an existing one after a question; return whether it was written."""
     try:
         file = path.open("x", encoding="utf-8", errors="replace")
     except FileExistsError:
@@ -273,5 +267,5 @@ def _may_replace(path: Path) -> bool:
 
 
 def markdown(messages: list[dict[str, str]]) -> str:
-    """The conversation as a document."""
+    """Return the conversation as a document."""
     return "\n".join(f"**{message['role'].capitalize()}**\n\n{message['content'].strip()}\n" for message in messages)

@@ -1,7 +1,7 @@
-"""`llm-worker-rbee doctor`: is all that the worker needs here, and how is what is not here mended?
+"""`llm-worker-rbee doctor`: checks that everything the worker needs is installed and works.
 
-Each check gives a line: ok, warn or missing, with a remedy where there is one. Only a required thing that is missing
-makes the command fail.
+Each check gives a line: ok, warn or missing, with a remedy where there is one. Only a missing required package makes
+the command fail. Modules with kernels are imported inside the checks, since a broken installation may fail there.
 """
 
 import importlib
@@ -20,7 +20,10 @@ from typing import Annotated
 import typer
 
 from .. import machine
+from ..backends import cuda_probe, isa, thread_count
+from ..backends.select import load_cuda_backend
 from ..errors import DownloadError, InvalidRequestError, human_bytes
+from ..weights import hub
 from .terminal import cell, columns, one_line, print_json, style
 
 REQUIRED = ("numpy", "numba", "tokenizers", "jinja2", "huggingface_hub", "typer", "rich")
@@ -29,8 +32,8 @@ OPTIONAL = {
     "triton": "only for NVIDIA GPUs: pip install 'llm-worker-rbee[cuda]'",
 }
 COLOURS = {"ok": "green", "warn": "yellow", "missing": "red"}
-LITTLE_MEMORY = 1 << 30
-LITTLE_DISK = 500_000_000
+MIN_MEMORY = 1 << 30
+MIN_DISK = 500_000_000
 OPENMP_REMEDY = (
     "install OpenMP: apt-get install libgomp1 (Debian, Ubuntu), dnf install libgomp (Fedora), "
     "brew install libomp (macOS)"
@@ -58,16 +61,16 @@ def doctor(
       llm-worker-rbee doctor
       llm-worker-rbee doctor --json
     """
-    checks = list(examine())
+    checks = list(run_checks())
     broken = [check for check in checks if check.status == "missing" and check.required]
     if as_json:
         print_json({"healthy": not broken, "checks": [asdict(check) for check in checks]})
     else:
         print("\n".join(_lines(checks)))
         print(
-            f"\n{len(broken)} required things are missing or broken: the lines above say how to mend them."
+            f"\n{len(broken)} required packages are missing or broken: the lines above say how to fix them."
             if broken
-            else "\nAll that is required is here."
+            else "\nEverything that is required is here."
         )
     if broken:
         raise typer.Exit(1)
@@ -82,25 +85,25 @@ def _lines(checks: list[Check]) -> list[str]:
     return columns(rows)
 
 
-def examine() -> Iterator[Check]:
-    """All checks, in the order in which they are shown."""
-    yield from _processor()
-    yield from _memory()
-    yield _gpu()
-    yield from _gpu_kernels()
+def run_checks() -> Iterator[Check]:
+    """Yield all checks in the order of the report."""
+    yield from _check_processor()
+    yield from _check_memory()
+    yield _check_gpu()
+    yield from _check_gpu_kernels()
     yield Check("Python", "ok", f"{platform.python_version()} ({sys.executable})")
     for name in REQUIRED:
-        yield _package(name)
-    yield _kernels()
-    yield _threads()
-    yield _layer()
-    yield _kernel_cache()
+        yield _check_package(name)
+    yield _check_cpu_kernels()
+    yield _check_threads()
+    yield _check_threading_layer()
+    yield _check_kernel_cache()
     for name, remedy in OPTIONAL.items():
-        yield _optional(name, remedy)
-    yield from _cache()
+        yield _check_optional(name, remedy)
+    yield from _check_model_cache()
 
 
-def _processor() -> Iterator[Check]:
+def _check_processor() -> Iterator[Check]:
     yield Check("processor", "ok", f"{machine.cpu_name()} ({platform.machine()}, {platform.system()})")
     features = machine.cpu_features()
     needed = "avx2" if machine.is_x86() else "asimd"
@@ -121,8 +124,7 @@ def _processor() -> Iterator[Check]:
     yield Check("cores", "ok", ", ".join(parts))
 
 
-def _memory() -> Iterator[Check]:
-
+def _check_memory() -> Iterator[Check]:
     total, available = machine.memory()
     limit, used = machine.memory_limit()
     if total is None:
@@ -133,32 +135,25 @@ def _memory() -> Iterator[Check]:
     if limit is not None and limit < total:
         free = min(free, max(0, limit - used))
         found += f", limited to {human_bytes(limit)} by the cgroup"
-    short = free < LITTLE_MEMORY
+    short = free < MIN_MEMORY
     yield Check(
         "memory", "warn" if short else "ok", found, "stop other programs, or use a smaller model" if short else None
     )
 
 
-def _gpu() -> Check:
-    from ..backends import cuda_probe
-
+def _check_gpu() -> Check:
     gpus = machine.gpus()
     if gpus:
         missing = cuda_probe.missing_packages()
         remedy = f"{' and '.join(missing)} missing, so the CPU computes: {cuda_probe.INSTALL}" if missing else None
         return Check("GPU", "warn" if missing else "ok", "; ".join(gpus), remedy)
     if Path("/proc/driver/nvidia/version").exists():
-        return Check(
-            "GPU", "warn", "an NVIDIA driver, but nvidia-smi tells of no GPU", "check the driver's installation"
-        )
+        return Check("GPU", "warn", "an NVIDIA driver, but nvidia-smi lists no GPU", "check the driver's installation")
     return Check("GPU", "ok", "none: answers are computed on the CPU")
 
 
-def _gpu_kernels() -> Iterator[Check]:
-    """Whether PyTorch reaches the GPU, and what is free there: only where there is one, since asking takes seconds."""
-    from ..backends import cuda_probe
-    from ..backends.select import load_cuda_backend
-
+def _check_gpu_kernels() -> Iterator[Check]:
+    """Check that PyTorch reaches the GPU, only where there is one, since importing it takes seconds."""
     if not cuda_probe.is_seen() or cuda_probe.missing_packages():
         return
     try:
@@ -168,7 +163,7 @@ def _gpu_kernels() -> Iterator[Check]:
         yield Check("GPU kernels", "warn", one_line(str(error)), "--device cpu computes without it")
 
 
-def _package(name: str) -> Check:
+def _check_package(name: str) -> Check:
     remedy = f"pip install --force-reinstall {name}"
     try:
         importlib.import_module(name)
@@ -179,18 +174,15 @@ def _package(name: str) -> Check:
         return Check(name, "missing", f"cannot be imported: {error}", remedy, required=True)
 
 
-def _kernels() -> Check:
-    """Which instruction set the CPU kernels would use."""
-    from ..backends import isa
-
+def _check_cpu_kernels() -> Check:
     try:
         return Check("CPU kernels", "ok", f"{isa.current()} (of {', '.join(isa.available())})")
     except InvalidRequestError as error:
         return Check("CPU kernels", "warn", str(error), f"unset {isa.VARIABLE}")
 
 
-def _optional(name: str, remedy: str) -> Check:
-    """Optional packages are not imported: torch alone takes seconds."""
+def _check_optional(name: str, remedy: str) -> Check:
+    """Check without an import: torch alone takes seconds."""
     if importlib.util.find_spec(name) is None:
         return Check(name, "missing", "not installed (optional)", remedy)
     try:
@@ -199,10 +191,7 @@ def _optional(name: str, remedy: str) -> Check:
         return Check(name, "ok", "version unknown")
 
 
-def _threads() -> Check:
-    """How many threads the kernels would use, and why."""
-    from ..backends import thread_count
-
+def _check_threads() -> Check:
     try:
         count, why = thread_count.explain()
         return Check("threads", "ok", f"{count} ({why})")
@@ -210,25 +199,21 @@ def _threads() -> Check:
         return Check("threads", "warn", str(error), f"unset {thread_count.VARIABLE}, or give it a number that fits")
 
 
-def _layer() -> Check:
-    """Which library runs the threads: the very one, loaded."""
+def _check_threading_layer() -> Check:
     try:
-        from ..backends.cpu import threads
-
-        layer = threads.layer()
+        layer = importlib.import_module("llm_worker_rbee.backends.cpu.threads").layer()
     except Exception as error:  # a broken installation may fail in any way
         return Check("threading layer", "warn", one_line(f"none: {error}"), OPENMP_REMEDY)
     if layer == "workqueue":
-        told = "workqueue: slow to start threads, and one caller at a time"
-        return Check("threading layer", "warn", told, OPENMP_REMEDY)
+        found = "workqueue: slow to start threads, and one caller at a time"
+        return Check("threading layer", "warn", found, OPENMP_REMEDY)
     return Check("threading layer", "ok", {"omp": "omp (OpenMP)", "tbb": "tbb (oneTBB)"}.get(layer, layer))
 
 
-def _kernel_cache() -> Check:
-    """Where compiled kernels are kept; looking makes no folder."""
+def _check_kernel_cache() -> Check:
+    """Check the folder of compiled kernels without creating it."""
     try:
-        from ..backends.cpu import jit
-
+        jit = importlib.import_module("llm_worker_rbee.backends.cpu.jit")
         above, name = jit.place(), jit.fingerprint()
     except Exception as error:
         return Check("kernel cache", "warn", one_line(f"unknown: {error}"))
@@ -237,17 +222,17 @@ def _kernel_cache() -> Check:
     folder = above / name
     nearest = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
     here = 0
-    with suppress(OSError):  # a folder that may not be looked into holds nothing for us
+    with suppress(OSError):  # an unreadable folder counts as empty
         here = len([file for file in folder.iterdir() if not file.name.startswith(".")])
     if not here and not (os.path.isdir(nearest) and os.access(nearest, os.W_OK | os.X_OK)):
         remedy = f"set {jit.VARIABLE} to a folder that can be written to"
-        return Check("kernel cache", "warn", f"{folder} cannot be made: each start compiles the kernels", remedy)
+        return Check("kernel cache", "warn", f"{folder} cannot be created: each start compiles the kernels", remedy)
     ahead = None if here else "llm-worker-rbee warmup compiles them ahead of time"
     return Check("kernel cache", "ok", f"{folder}: {here} kernels compiled", ahead)
 
 
-def _cache_folder(folder: Path) -> Check:
-    """Both the folder and that of its locks must be there, or be makeable."""
+def _check_cache_folder(folder: Path) -> Check:
+    """Check that the folder and that of its locks exist or can be created."""
     for wanted in (folder, folder / ".locks"):
         nearest = next(path for path in (wanted, *wanted.parents) if os.path.lexists(path))
         if not os.path.isdir(nearest):
@@ -259,19 +244,17 @@ def _cache_folder(folder: Path) -> Check:
     free = shutil.disk_usage(nearest).free
     size = 0
     for parent, _, names in os.walk(folder):
-        with suppress(OSError):  # a pull may be at work
+        with suppress(OSError):  # a pull may be running
             size += sum(os.lstat(os.path.join(parent, name)).st_size for name in names)
     found = f"{folder}: {human_bytes(size)} used, {human_bytes(free)} free"
-    if free < LITTLE_DISK:
+    if free < MIN_DISK:
         return Check("cache", "warn", found, "free some space, or set XDG_CACHE_HOME to a larger disk")
     return Check("cache", "ok", found)
 
 
-def _cache() -> Iterator[Check]:
-    from ..weights import hub
-
+def _check_model_cache() -> Iterator[Check]:
     try:
-        yield _cache_folder(hub.cache_dir())
+        yield _check_cache_folder(hub.cache_dir())
     except DownloadError as error:  # there is no home folder
         yield Check("cache", "warn", str(error))
         return

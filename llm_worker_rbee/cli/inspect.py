@@ -1,26 +1,26 @@
 """`llm-worker-rbee inspect`: what is in a model file, without loading it.
 
-It works on every file that can be opened: an architecture that is not supported, a vocabulary without tensors and a
-tokenizer that is unknown are things to report, not failures.
+It works on every file that can be opened: an unsupported architecture, a vocabulary without tensors or an unknown
+tokenizer is reported, and is no failure. One dictionary of plain values makes the text and the JSON.
 """
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from ..config import KV_DEFAULT
+from ..config import KV_DEFAULT, KV_ON_CPU, ModelConfig
+from ..engine.kv_cache_budget import DEFAULT_SHARE, available_memory, plan
 from ..errors import InsufficientMemoryError, WorkerError, human_bytes
+from ..llm import open_tokenizer
+from ..models import read_model_config
 from ..progress import transfer_progress
-from .options import MODEL_HELP, CapacityOptions, gather, naming_options
+from ..weights import Checkpoint, hub, open_checkpoint
+from .options import MODEL_HELP, CapacityOptions, gather, option_names_in_errors
 from .terminal import cell, columns, one_line, print_json, style
 
-if TYPE_CHECKING:
-    from ..config import ModelConfig
-    from ..weights import Checkpoint
-
-LONGEST_VALUE = 60
+MAX_VALUE_CHARS = 60
 SHAPE_LABELS = {
     "layers": "layers", "width": "width", "feed_forward": "feed-forward", "heads": "heads", "kv_heads": "KV heads",
 }  # fmt: skip
@@ -38,7 +38,7 @@ def inspect(
             metavar="N",
             min=1,
             show_default="the model's",
-            help="The memory needed for N tokens of context.",
+            help="Show the memory for N tokens of context.",
         ),
     ] = None,
     tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor.")] = False,
@@ -53,7 +53,7 @@ def inspect(
 ) -> None:
     """Show what is in a model file: architecture, shape, quantization types, tokenizer, memory.
 
-    And what fits on this machine: how many contexts, how many requests at once.
+    Also what fits on this machine: how many contexts, how many requests at once.
 
     \b
     Examples:
@@ -62,8 +62,6 @@ def inspect(
       llm-worker-rbee inspect model.gguf --tensors --metadata
     """
     planned = capacity.arguments()
-    from ..weights import hub, open_checkpoint
-
     with transfer_progress() as progress:
         located = hub.find_model(model, progress=progress)
     checkpoint = open_checkpoint(located.path, weights=False)
@@ -161,8 +159,6 @@ def _memory_line(memory: dict[str, Any]) -> str:
 
 
 def _fits_line(fits: dict[str, Any]) -> str:
-    from ..engine.kv_cache_budget import DEFAULT_SHARE
-
     free = fits["available_bytes"]
     beside = "memory unknown" if free is None else f"{human_bytes(free)} free beside the weights"
     if fits["kv_memory"] is not None:
@@ -172,7 +168,7 @@ def _fits_line(fits: dict[str, Any]) -> str:
 
 
 def _fits_table(fits: dict[str, Any]) -> list[str]:
-    """A line for each type of keys and values; where nothing fits, why."""
+    """Return a line for each KV type; where nothing fits, the reason."""
     rows = [("KV TYPE", "SIZE", "TOKENS", "WHOLE CONTEXTS", "REQUESTS AT ONCE")]
     refused: dict[str, list[str]] = {}
     for kv_type, cache in fits["kv_types"].items():
@@ -186,19 +182,19 @@ def _fits_table(fits: dict[str, Any]) -> list[str]:
     return table + [f"{', '.join(kv_types)}: {error}" for error, kv_types in refused.items()]
 
 
-def _metadata_lines(checkpoint: "Checkpoint") -> list[str]:
+def _metadata_lines(checkpoint: Checkpoint) -> list[str]:
     rows = []
     for key, entry in metadata_values(checkpoint, whole=False).items():
         shown = repr(entry.get("value", entry.get("first")))
-        if len(shown) > LONGEST_VALUE:
-            shown = shown[: LONGEST_VALUE - 3] + "..."
+        if len(shown) > MAX_VALUE_CHARS:
+            shown = shown[: MAX_VALUE_CHARS - 3] + "..."
         count = f" ({entry['count']:,} in all)" if "count" in entry else ""
         rows.append((cell(key), entry["type"], cell(shown) + count))
     return columns(rows, indent="  ")
 
 
-LONGEST_WHOLE_LIST = 8  # longer ones are cut to so many entries
-# what a GGUF of any architecture may tell: our name -> the key behind `<architecture>.`
+MAX_LIST_ITEMS = 8  # longer lists are cut
+# keys of any architecture in a GGUF: name in the report -> key behind `<architecture>.`
 COMMON_KEYS = {
     "layers": "block_count",
     "width": "embedding_length",
@@ -210,11 +206,9 @@ COMMON_KEYS = {
 
 
 def describe_file(
-    checkpoint: "Checkpoint", file_bytes: int, context: int | None, capacity: Mapping[str, Any]
+    checkpoint: Checkpoint, file_bytes: int, context: int | None, capacity: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Everything but the lists of tensors and of metadata, as plain values; `capacity`: how a cache is planned."""
-    from ..models.families import read_model_config
-
+    """Return everything but the lists of tensors and metadata; `capacity` holds the settings of the KV cache."""
     config: ModelConfig | None = None
     reason = None
     try:
@@ -241,7 +235,7 @@ def describe_file(
     }
 
 
-def _shape_of(c: "ModelConfig") -> dict[str, Any]:
+def _shape_of(c: ModelConfig) -> dict[str, Any]:
     windows = sorted(set(c.windows) - {0})
     return {
         "layers": c.n_layers,
@@ -261,12 +255,12 @@ def _shape_of(c: "ModelConfig") -> dict[str, Any]:
     }
 
 
-def _shape_from_keys(checkpoint: "Checkpoint") -> dict[str, Any]:
+def _shape_from_keys(checkpoint: Checkpoint) -> dict[str, Any]:
     found = {name: checkpoint.metadata.get(f"{checkpoint.architecture}.{key}") for name, key in COMMON_KEYS.items()}
     return {name: value for name, value in found.items() if isinstance(value, int) and not isinstance(value, bool)}
 
 
-def _quantization(checkpoint: "Checkpoint") -> list[dict[str, Any]]:
+def _quantization(checkpoint: Checkpoint) -> list[dict[str, Any]]:
     count, size = Counter[str](), Counter[str]()
     for tensor in checkpoint.tensors.values():
         count[tensor.kind.name] += 1
@@ -275,9 +269,7 @@ def _quantization(checkpoint: "Checkpoint") -> list[dict[str, Any]]:
     return [{"type": kind, "tensors": count[kind], "bytes": n, "share": n / total} for kind, n in size.most_common()]
 
 
-def _tokenizer(checkpoint: "Checkpoint") -> dict[str, Any]:
-    from ..llm import open_tokenizer
-
+def _tokenizer(checkpoint: Checkpoint) -> dict[str, Any]:
     try:
         tokenizer = open_tokenizer(checkpoint)
     except WorkerError as error:
@@ -295,8 +287,8 @@ def _tokenizer(checkpoint: "Checkpoint") -> dict[str, Any]:
     }
 
 
-def _memory(checkpoint: "Checkpoint", config: "ModelConfig | None", context: int | None) -> dict[str, Any]:
-    """Weights about as large as in the file; keys and values as kernels keep them where nothing else is asked for."""
+def _memory(checkpoint: Checkpoint, config: ModelConfig | None, context: int | None) -> dict[str, Any]:
+    """Return the size of the weights, as in the file, and of a KV cache of the default type."""
     weights = checkpoint.nbytes
     kv = config.kv_bytes(context, KV_DEFAULT) if config is not None and context else None
     return {
@@ -309,17 +301,14 @@ def _memory(checkpoint: "Checkpoint", config: "ModelConfig | None", context: int
 
 
 def _fits(
-    checkpoint: "Checkpoint", config: "ModelConfig", context: int | None, capacity: Mapping[str, Any]
+    checkpoint: Checkpoint, config: ModelConfig, context: int | None, capacity: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The cache that an engine would make on this machine now, for each type of keys and values."""
-    from ..config import KV_ON_CPU
-    from ..engine.kv_cache_budget import available_memory, plan
-
+    """Return the KV cache that an engine would allocate on this machine now, for each type."""
     available = available_memory(checkpoint.nbytes)
     caches: dict[str, Any] = {}
     for kv_type in KV_ON_CPU:
         try:
-            with naming_options(max_context="--context"):
+            with option_names_in_errors(max_context="--context"):
                 made = plan(config, kv_type, max_context=context, available=available, **capacity)
         except InsufficientMemoryError as error:
             caches[kv_type] = {"error": str(error)}
@@ -331,16 +320,16 @@ def _fits(
     return {"available_bytes": available, **capacity, "kv_types": caches}
 
 
-def tensor_rows(checkpoint: "Checkpoint") -> list[dict[str, Any]]:
-    """Every tensor: name, type, shape, bytes."""
+def tensor_rows(checkpoint: Checkpoint) -> list[dict[str, Any]]:
+    """Return name, type, shape and bytes of every tensor."""
     return [
         {"name": t.name, "type": t.kind.name, "shape": list(t.shape), "bytes": t.nbytes}
         for t in checkpoint.tensors.values()
     ]
 
 
-def metadata_values(checkpoint: "Checkpoint", *, whole: bool) -> dict[str, Any]:
-    """Each key's type and value; a long list is cut to its beginning beside its length, unless asked for whole."""
+def metadata_values(checkpoint: Checkpoint, *, whole: bool) -> dict[str, Any]:
+    """Return type and value of each key; without `whole`, a long list is cut, with its length beside it."""
     return {
         key: {"type": checkpoint.value_types.get(key, type(value).__name__), **_value(value, whole=whole)}
         for key, value in _keys(checkpoint.metadata)
@@ -348,7 +337,7 @@ def metadata_values(checkpoint: "Checkpoint", *, whole: bool) -> dict[str, Any]:
 
 
 def _keys(metadata: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The keys of a GGUF; of a folder, those of each JSON file with the file's name before them."""
+    """Yield the keys of a GGUF; of a folder, those of each JSON file behind the file's name."""
     for key, value in metadata.items():
         if isinstance(value, dict):
             yield from ((f"{key}.{inner}", deep) for inner, deep in value.items())
@@ -358,13 +347,13 @@ def _keys(metadata: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 def _value(value: Any, *, whole: bool) -> dict[str, Any]:
     plain = _plain(value)
-    if isinstance(plain, list) and len(plain) > LONGEST_WHOLE_LIST and not whole:
-        return {"count": len(plain), "first": plain[:LONGEST_WHOLE_LIST]}
+    if isinstance(plain, list) and len(plain) > MAX_LIST_ITEMS and not whole:
+        return {"count": len(plain), "first": plain[:MAX_LIST_ITEMS]}
     return {"value": plain}
 
 
 def _plain(value: Any) -> Any:
-    """Arrays as lists, those inside of lists too."""
+    """Return arrays as lists, also inside of lists."""
     if isinstance(value, (list, tuple)):
         return [_plain(inner) for inner in value]
     return value.tolist() if hasattr(value, "tolist") else value

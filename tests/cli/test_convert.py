@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 
 from llm_worker_rbee import LLM
-from llm_worker_rbee.cli.convert import TYPES
 from llm_worker_rbee.models import convert as room
 from llm_worker_rbee.weights import open_checkpoint
 from llm_worker_rbee.weights.gguf_writer import write_gguf
@@ -53,16 +52,15 @@ def test_json_holds_the_one_object(cli: Run, tiny: Path, tmp_path: Path) -> None
 
 
 def test_types_of_the_help_are_those_that_there_are(cli: Run) -> None:
-    assert TYPES.split() == list(room.TYPES)
     text = " ".join(cli("convert", "--help").stdout.decode().replace("│", " ").split())
-    assert TYPES in text
+    assert " ".join(room.TYPES) in text
 
 
 def test_a_quantized_source_is_told(cli: Run, tiny: Path, tmp_path: Path) -> None:
     assert cli("convert", tiny, tmp_path / "a.gguf", "--type", "Q4_0").stderr.count(b"quantized already") == 0
     again = cli("convert", tmp_path / "a.gguf", tmp_path / "b.gguf", "--type", "Q8_0")
     assert again.returncode == 0
-    assert b"the source is quantized already (Q4_0, Q8_0): converting from the original loses less\n" in again.stderr
+    assert b"the source is already quantized (Q4_0, Q8_0): converting from the original loses less\n" in again.stderr
 
 
 def test_nothing_is_overwritten_unasked(cli: Run, tiny: Path, tmp_path: Path) -> None:
@@ -70,7 +68,7 @@ def test_nothing_is_overwritten_unasked(cli: Run, tiny: Path, tmp_path: Path) ->
     out.write_bytes(b"precious")
     done = cli("convert", tiny, out, "--type", "F16")
     assert done.returncode == 1
-    assert done.stderr.decode() == f"error: {out} is there already: give another name, or --force to replace it\n"
+    assert done.stderr.decode() == f"error: {out} exists: give another name, or --force to replace it\n"
     assert out.read_bytes() == b"precious"
     assert cli("convert", tiny, out, "--type", "F16", "--force").returncode == 0
     assert open_checkpoint(out).architecture == "llama"
@@ -98,8 +96,8 @@ def test_a_failure_leaves_the_old_file(cli: Run, tmp_path: Path) -> None:
         ("out.gguf", "Q3_K", 2, "--type Q3_K: use one of F32, F16, BF16"),
         ("absent/out.gguf", "F16", 1, "absent does not exist: make it first"),
         (".", "F16", 1, "is a folder: give the name of a file"),
-        ("source.gguf", "F16", 1, "source.gguf is what is to be converted: give another name"),
-        ("alias.gguf", "F16", 1, "alias.gguf is what is to be converted: give another name"),
+        ("source.gguf", "F16", 1, "source.gguf is the source itself: give another name"),
+        ("alias.gguf", "F16", 1, "alias.gguf is the source itself: give another name"),
         (f"{'x' * 260}.gguf", "F16", 1, "File name too long"),
     ],
 )
@@ -120,7 +118,7 @@ def test_a_part_of_a_split_source_is_not_overwritten(cli: Run, tmp_path: Path) -
     keys = {**model_keys(), **vocabulary()}
     parts = write_split(tmp_path / "m.gguf", keys, model_tensors(len(keys["tokenizer.ggml.tokens"])), 2)
     done = cli("convert", parts[0], parts[1], "--type", "F16", "--force")
-    assert b"is what is to be converted" in done.stderr
+    assert b"is the source itself" in done.stderr
     assert cli("convert", parts[0], tmp_path / "whole.gguf", "--type", "F16").returncode == 0
 
 

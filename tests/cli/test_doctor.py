@@ -10,7 +10,7 @@ import pytest
 
 from llm_worker_rbee import machine
 from llm_worker_rbee.backends import isa, thread_count
-from llm_worker_rbee.cli.doctor import _optional, _package
+from llm_worker_rbee.cli.doctor import _check_optional, _check_package
 
 from .conftest import Run
 
@@ -56,10 +56,10 @@ def test_a_broken_package_makes_it_fail(spawn: Run, tmp_path: Path) -> None:
 
 
 def test_absent_packages() -> None:
-    required = _package("no_such_package")
+    required = _check_package("no_such_package")
     assert (required.status, required.required) == ("missing", True)
     assert required.remedy is not None
-    optional = _optional("no_such_package", "pip install it")
+    optional = _check_optional("no_such_package", "pip install it")
     assert (optional.status, optional.required, optional.remedy) == ("missing", False, "pip install it")
 
 

@@ -64,7 +64,7 @@ def test_the_answer_stays_the_same(cli: Run, tiny: Path) -> None:
         (("--speculative", "magic"), 2, "unknown --speculative 'magic': use one of off, ngram"),
         (("--draft-tokens", "99", "--speculative", "ngram"), 2, "--draft-tokens is 99: it must be"),
         (("--draft-tokens", "2"), 2, "--draft-tokens goes with --speculative ngram or --draft-model"),
-        (("--draft-model", "x", "--speculative", "ngram"), 2, "both guess: choose one"),
+        (("--draft-model", "x", "--speculative", "ngram"), 2, "both draft: choose one"),
     ],
 )
 def test_what_cannot_be_is_told(cli: Run, tiny: Path, options: tuple[str, ...], status: int, told: str) -> None:

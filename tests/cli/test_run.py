@@ -185,8 +185,8 @@ def test_guesses_are_counted(cli: Run, tiny: Path) -> None:
     told = json.loads(cli(*ask, "--draft-tokens", "2", "--json").stdout)["speculative"]
     assert told == {"drafted": 6, "accepted": 6}  # the model itself guesses: 1 token, three times 3, 1
     shown = cli(*ask, "--draft-tokens", "2").stderr.decode()
-    assert " · guesses 100% right (6 of 6), 2.20 tokens a step · length\n" in shown
-    assert " · no guesses · length\n" in cli(*ask[:5], "-n", "1", "--speculative", "ngram").stderr.decode()
+    assert " · drafts 100% accepted (6 of 6), 2.20 tokens a step · length\n" in shown
+    assert " · no drafts · length\n" in cli(*ask[:5], "-n", "1", "--speculative", "ngram").stderr.decode()
 
 
 def test_an_answer_that_takes_too_long(cli: Run, endless: Path, llm: LLM) -> None:

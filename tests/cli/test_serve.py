@@ -21,14 +21,7 @@ import httpx
 import pytest
 
 from llm_worker_rbee import __version__
-from llm_worker_rbee.cli.serve import (
-    JOB_TTL,
-    MAX_BODY,
-    MAX_QUEUE,
-    MAX_QUEUED_TOKENS,
-    SHUTDOWN_TIMEOUT,
-    STALL_TIMEOUT,
-)
+from llm_worker_rbee.cli.serve import LimitOptions
 from llm_worker_rbee.server.config import Settings
 from tests.conftest import with_kernels
 from tests.server.running import write_model
@@ -290,10 +283,10 @@ def _has_openssl() -> bool:
 
 
 def test_the_defaults_are_those_of_the_settings() -> None:
-    known = Settings(model_ref="x")
+    known, limits = Settings(model_ref="x"), LimitOptions()
     assert (known.max_queue, known.max_queued_tokens, known.max_body) == (
-        MAX_QUEUE, MAX_QUEUED_TOKENS, MAX_BODY,
+        limits.max_queue, limits.max_queued_tokens, limits.max_body,
     )  # fmt: skip
     assert (known.job_ttl_s, known.shutdown_timeout_s, known.stall_timeout_s) == (
-        JOB_TTL, SHUTDOWN_TIMEOUT, STALL_TIMEOUT,
+        limits.job_ttl, limits.shutdown_timeout, limits.stall_timeout,
     )  # fmt: skip
