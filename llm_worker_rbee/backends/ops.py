@@ -1,4 +1,4 @@
-"""The op table and the arguments of the ops: plain records of arrays, the same for every backend. No arithmetic here.
+"""The op table (`Backend`) and the records that ops take, the same for every backend. No arithmetic here.
 
 T tokens and R requests make one flat, ragged batch; P is the number of tokens in a block of the paged KV cache.
 """
@@ -20,13 +20,13 @@ from ..weights import Checkpoint, Tensor
 Array = Any  # the backend's own array: NumPy on a CPU, a torch tensor on a GPU
 PackedWeight = Any  # a weight as its backend packed it
 Ints = NDArray[np.int64]
-KV_TYPES, CUDA_KV_TYPES = KV_ON_CPU, KV_ON_CUDA  # what keys and values may be kept as
+KV_TYPES, CUDA_KV_TYPES = KV_ON_CPU, KV_ON_CUDA  # types of the KV cache
 NO_TOKENS: Ints = np.empty(0, np.int64)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
-    """One step: which tokens, where they stand, where their keys and values go."""
+    """The tokens of one step, their positions, and where their keys and values are written."""
 
     ids: Ints  # (T,)
     positions: Ints  # (T,) position in its request, from 0
@@ -34,14 +34,14 @@ class Batch:
     query_start: Ints  # (R + 1,) first token of each request in the flat batch
     context_len: Ints  # (R,) tokens of each request in the cache once this step has written
     block_table: Ints  # (R, blocks) the blocks of each request, in order
-    logits_index: Ints  # (N,) the tokens whose logits are wanted
+    logits_index: Ints  # (N,) the tokens whose logits are computed
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KVLayer:
-    """Keys and values of one layer, and their scales where they are int8: an iteration gives the arrays there are.
+    """Keys and values of one layer, with scales if they are int8. Iterating yields the arrays that exist.
 
-    The shapes are the reference's; another backend may lay them out otherwise.
+    The shapes are the reference's; other backends have their own layout.
     """
 
     k: Array  # (blocks, P, kv_heads, head_dim)
@@ -61,15 +61,15 @@ class RopeTable(NamedTuple):
 
 
 class AttentionParams(NamedTuple):
-    """What a layer's attention needs beside its arrays."""
+    """Parameters of a layer's attention."""
 
     scale: float
-    window: int = 0  # a query sees the last `window` positions, itself included; 0 sees everything
+    window: int = 0  # a query sees the last `window` positions, itself included; 0: no limit
     soft_cap: float = 0.0  # scores become cap * tanh(scores / cap); 0: none
 
 
 class BlockParts(NamedTuple):
-    """What a decoder block is made of, for a backend that runs whole blocks at once (`fuse`)."""
+    """The weights and parameters of one decoder block, for `Backend.fuse`."""
 
     attention_norm: Array
     qkv: PackedWeight
@@ -95,7 +95,7 @@ class BlockParts(NamedTuple):
 
 
 class ModelParts(NamedTuple):
-    """A whole decoder, likewise."""
+    """The weights and parameters of the whole decoder, for `Backend.fuse`."""
 
     embedding: PackedWeight
     embedding_scale: float
@@ -123,8 +123,8 @@ class FusedForward(Protocol):
 
 @dataclass(slots=True, eq=False)
 class SampleRow:
-    """How the next token of one request is chosen; see sampling.py for the order. From step to step only the position
-    and the tokens that penalties look at change, so a request keeps its row."""
+    """Sampling parameters of one row of logits; reference_sampling.py defines their order. A request keeps its row: only
+    the position and the tokens that penalties cover change from step to step."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -143,7 +143,7 @@ class SampleRow:
 
 
 class Logprobs(NamedTuple):
-    """Log-softmax of the raw logits at the chosen tokens, and the likeliest tokens, best first."""
+    """Log-softmax of the raw logits at the sampled tokens, and at the k likeliest tokens, best first."""
 
     chosen: NDArray[np.float32]  # (N,)
     top_ids: Ints  # (N, k)

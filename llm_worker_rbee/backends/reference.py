@@ -1,7 +1,7 @@
 """Every op in plain NumPy float32: the specification. Fast backends are tested against this file.
 
-Weights stay quantized, as views of the mapped file; `linear` dequantizes a slab of rows, uses it and forgets it. It
-reads the mapping for as long as it lives, so a file that is truncated under it is a bus error: the fast backends copy.
+Weights stay quantized, as views of the mapped file; `linear` dequantizes one slab of rows at a time. It
+reads the mapping for its lifetime, so truncating the file is a bus error; the fast backends copy.
 """
 
 from __future__ import annotations
@@ -33,43 +33,43 @@ class Matrix:
 
 
 def prepare(tensors: Sequence[Tensor]) -> Matrix:
-    """Pack a weight once; several tensors become one matrix, their rows one after the other."""
+    """Pack a weight; several tensors are stacked by rows into one matrix."""
     return Matrix(tuple(tensors))
 
 
 def prepare_vector(values: Floats) -> Floats:
-    """Bring a small float32 vector (a norm's weight, a bias) to the backend."""
+    """Copy a small float32 vector (a norm's weight, a bias) to the backend."""
     return np.ascontiguousarray(values, np.float32)
 
 
 def empty_kv(blocks: int, block_size: int, kv_heads: int, head_dim: int, kind: str = "float32") -> KVLayer:
-    """Room for the keys and values of one layer: float32, float16, or int8 with a scale for each position and head."""
+    """Allocate the KV cache of one layer: float32, float16, or int8 with a scale per position and head."""
     shape = (blocks, block_size, kv_heads, head_dim)
     k, v = np.zeros(shape, kind), np.zeros(shape, kind)
     return KVLayer(k, v, *(np.zeros(shape[:3], np.float32) for _ in range(2))) if kind == "int8" else KVLayer(k, v)
 
 
 def embed(table: Matrix, ids: Ints, scale: float = 1.0) -> Floats:
-    """Rows of the embedding table: (T,) -> (T, width)."""
+    """Return rows of the embedding table: (T,) -> (T, width)."""
     (part,) = table.parts
     rows = part.take_rows(ids).dequantize()
     return rows if scale == 1.0 else rows * np.float32(scale)
 
 
 def rms_norm(x: Floats, weight: Floats, eps: float) -> Floats:
-    """x / sqrt(mean(x^2) + eps) * weight over the last axis."""
+    """Return x / sqrt(mean(x^2) + eps) * weight over the last axis."""
     mean = np.mean(np.square(x), axis=-1, keepdims=True, dtype=np.float32)
     return np.asarray(x / np.sqrt(mean + np.float32(eps)) * weight, np.float32)
 
 
 def add_rms_norm(x: Floats, residual: Floats, weight: Floats, eps: float) -> tuple[Floats, Floats]:
-    """The residual stream with `x` added, and its norm: (norm(residual + x), residual + x)."""
+    """Add `x` to the residual stream and return (norm(residual + x), residual + x)."""
     total = residual + x
     return rms_norm(total, weight, eps), total
 
 
 def linear(x: Floats, w: Matrix, bias: Floats | None = None) -> Floats:
-    """x @ w.T + bias: (T, columns) -> (T, rows)."""
+    """Return x @ w.T + bias: (T, columns) -> (T, rows)."""
     out = np.empty((x.shape[0], w.rows), np.float32)
     at = 0
     for part in w.parts:
@@ -92,50 +92,50 @@ def rope(x: Floats, positions: Ints, table: RopeTable) -> Floats:
 
 
 def store(k: Floats, v: Floats, kv: KVLayer, slot_mapping: Ints) -> None:
-    """Write keys and values, (T, kv_heads, head_dim), at their slots, rounded to what the cache holds."""
+    """Write keys and values, (T, kv_heads, head_dim), at their slots, rounded to the type of the cache."""
     for cache, scales, values in ((kv.k, kv.k_scales, k), (kv.v, kv.v_scales, v)):
         rows = cache.reshape(-1, *cache.shape[2:])
         if scales is not None:
-            rows[slot_mapping], scales.reshape(-1, scales.shape[2])[slot_mapping] = to_bytes(values)
+            rows[slot_mapping], scales.reshape(-1, scales.shape[2])[slot_mapping] = quantize_int8(values)
             continue
         with np.errstate(over="ignore"):  # too large for float16: infinite, which the logits will show
             rows[slot_mapping] = values
 
 
-def to_bytes(x: Floats) -> tuple[NDArray[np.int8], Floats]:
-    """x = bytes * scale over the last axis, scale = max|x| / 127; what holds no number has a scale that is none."""
+def quantize_int8(x: Floats) -> tuple[NDArray[np.int8], Floats]:
+    """Return int8 codes and scales over the last axis: x = code * scale, scale = max|x| / 127 (NaN in, NaN scale)."""
     scales = np.max(np.abs(x), axis=-1) / np.float32(127)
     with np.errstate(all="ignore"):
         steps = np.rint(x / scales[..., None])
-    steps[~np.isfinite(steps)] = 0  # all zeros, or not a number: 0 * scale says which
+    steps[~np.isfinite(steps)] = 0  # all zeros, or NaN: code * scale preserves which
     return np.clip(steps, -127, 127).astype(np.int8), scales
 
 
 def rope_store(
     q: Floats, k: Floats, v: Floats, positions: Ints, table: RopeTable, kv: KVLayer, slot_mapping: Ints
 ) -> Floats:
-    """Rotate q and k, write k and v into the cache, give back q: (T, heads, head_dim)."""
+    """Rotate q and k, write k and v into the cache, return q: (T, heads, head_dim)."""
     store(rope(k, positions, table), v, kv, slot_mapping)
     return rope(q, positions, table)
 
 
 def causal_mask(queries: Ints, keys: Ints, window: int = 0) -> NDArray[np.bool_]:
-    """Which key positions a query position may see: none after itself, none older than the window."""
+    """Return which keys each query attends to: none after itself, none older than the window."""
     distance = queries[:, None] - keys[None, :]
-    seen = distance >= 0
-    return seen & (distance < window) if window else seen
+    visible = distance >= 0
+    return visible & (distance < window) if window else visible
 
 
 def softmax(x: Floats) -> Floats:
-    """Over the last axis."""
+    """Return the softmax over the last axis."""
     e = np.exp(x - np.max(x, axis=-1, keepdims=True))
     return np.asarray(e / np.sum(e, axis=-1, keepdims=True), np.float32)
 
 
 def attention_scores(q: Floats, k: Floats, params: AttentionParams) -> Floats:
-    """Scaled (and capped) products: q (heads, T, dim), k (kv_heads, S, dim) -> (heads, T, S), before the mask."""
+    """Return scaled (and capped) scores before the mask: q (heads, T, dim), k (kv_heads, S, dim) -> (heads, T, S)."""
     heads, tokens, dim = q.shape
-    grouped = q.reshape(k.shape[0], -1, dim)  # the query heads that share a KV head stand together
+    grouped = q.reshape(k.shape[0], -1, dim)  # query heads that share a KV head are adjacent
     scores = (grouped @ k.transpose(0, 2, 1)).reshape(heads, tokens, -1) * np.float32(params.scale)
     if params.soft_cap:
         scores = np.float32(params.soft_cap) * np.tanh(scores / np.float32(params.soft_cap))
@@ -143,7 +143,7 @@ def attention_scores(q: Floats, k: Floats, params: AttentionParams) -> Floats:
 
 
 def attention(q: Floats, kv: KVLayer, batch: Batch, params: AttentionParams) -> Floats:
-    """Each query over its own request's cached keys: (T, heads, head_dim) -> (T, heads * head_dim)."""
+    """Attend each query to its own request's cached keys: (T, heads, head_dim) -> (T, heads * head_dim)."""
     out = np.empty((q.shape[0], q.shape[1] * q.shape[2]), np.float32)
     for r, length in enumerate(batch.context_len.tolist()):
         span = slice(int(batch.query_start[r]), int(batch.query_start[r + 1]))
@@ -159,7 +159,7 @@ def attention(q: Floats, kv: KVLayer, batch: Batch, params: AttentionParams) -> 
 
 
 def gather(cache: Floats, blocks: Ints, length: int, scales: Floats | None = None) -> Floats:
-    """The first `length` cached vectors of a request, in order, as float32: (kv_heads, length, head_dim)."""
+    """Return the first `length` cached vectors of a request as float32: (kv_heads, length, head_dim)."""
     used = blocks[: -(-length // cache.shape[1])]
     rows = cache[used].reshape(-1, *cache.shape[2:])[:length].astype(np.float32, copy=False)
     if scales is not None:
@@ -168,19 +168,19 @@ def gather(cache: Floats, blocks: Ints, length: int, scales: Floats | None = Non
 
 
 def gated(gate_up: Floats, activation: str) -> Floats:
-    """act(gate) * up, where the first half of each row is the gate: (T, 2 * d_ff) -> (T, d_ff)."""
+    """Return act(gate) * up, the gate being the first half of each row: (T, 2 * d_ff) -> (T, d_ff)."""
     half = gate_up.shape[-1] // 2
     return ACTIVATIONS[activation](gate_up[:, :half]) * gate_up[:, half:]
 
 
 def silu(x: Floats) -> Floats:
-    """x * sigmoid(x)."""
+    """Return x * sigmoid(x)."""
     with np.errstate(over="ignore"):
         return np.asarray(x / (1 + np.exp(-x)), np.float32)
 
 
 def gelu_tanh(x: Floats) -> Floats:
-    """The tanh approximation of GELU."""
+    """Return the tanh approximation of GELU."""
     inner = np.float32(0.7978845608028654) * (x + np.float32(0.044715) * x * x * x)
     return np.asarray(np.float32(0.5) * x * (1 + np.tanh(inner)), np.float32)
 
@@ -189,25 +189,25 @@ ACTIVATIONS = {"silu": silu, "gelu_tanh": gelu_tanh}
 
 
 def take(x: Floats, index: Ints) -> Floats:
-    """Some rows of x."""
+    """Return rows of x."""
     return x[index]
 
 
 def logits(x: Floats, head: Matrix, soft_cap: float = 0.0) -> Floats:
-    """The output head: (N, width) -> (N, vocabulary)."""
+    """Apply the output head: (N, width) -> (N, vocabulary)."""
     raw = linear(x, head)
     return np.float32(soft_cap) * np.tanh(raw / np.float32(soft_cap)) if soft_cap else raw
 
 
 def sample(raw_logits: Floats, rows: Sequence[SampleRow]) -> Ints:
-    """One token for each row: (N, vocabulary) -> (N,)."""
+    """Sample one token per row: (N, vocabulary) -> (N,)."""
     return np.array(
         [reference_sampling.sample_row(line, row) for line, row in zip(raw_logits, rows, strict=True)], np.int64
     )
 
 
 def logprobs(raw_logits: Floats, chosen: Ints, k: int) -> Logprobs:
-    """Log-probabilities of the chosen tokens and of the k likeliest, from the raw logits."""
+    """Return log-probabilities of the sampled tokens and of the k likeliest, from the raw logits."""
     return reference_sampling.logprobs(raw_logits, chosen, k)
 
 

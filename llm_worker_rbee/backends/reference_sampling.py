@@ -1,10 +1,10 @@
-"""How the next token is chosen from one row of logits, in NumPy. The order, which every backend keeps:
+"""The specification of sampling: one row of logits -> the next token, in NumPy. Every backend keeps this order:
 
 1. `logit_bias` is added; 2. repetition penalty (each token among the last `repeat_last_n`, prompt included: a positive
-logit is divided by it, a negative one multiplied), then presence and frequency penalties (over generated tokens only);
+logit is divided by it, a negative one multiplied), then presence and frequency penalties (over output tokens only);
 3. temperature 0 takes the largest logit (the lowest id among equals) and ends here, otherwise logits are divided by the
-temperature; 4. top-k, typical-p, top-p, min-p, each on the softmax of what the one before left; 5. one uniform number
-from Philox4x32-10, keyed by (seed, choice, position), picks from the cumulative sum in id order.
+temperature; 4. top-k, typical-p, top-p, min-p, each on the softmax of the remaining candidates; 5. one uniform
+number from Philox4x32-10, keyed by (seed, sample index, position), selects from the cumulative sum in id order.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from .ops import Ints, Logprobs, SampleRow
 Floats = NDArray[np.float32]
 Doubles = NDArray[np.float64]
 MASK = 0xFFFFFFFF
-MOST = 1e300  # a penalized logit stays a number
+MAX_LOGIT = 1e300  # keeps a penalized logit finite
 
 
 def sample_row(logits: Floats, row: SampleRow) -> int:
-    """The next token of one request."""
+    """Return the next token of one request."""
     require_finite(logits)
     adjusted = penalize(logits.astype(np.float64), row)
     if row.temperature == 0:
@@ -30,13 +30,13 @@ def sample_row(logits: Floats, row: SampleRow) -> int:
     with np.errstate(over="ignore"):  # a tiny temperature: all but the largest become -inf
         scaled = (adjusted - adjusted.max()) / row.temperature
     kept = np.flatnonzero(keep_mask(scaled, row))
-    chances = np.cumsum(_softmax(scaled[kept]))
-    point = uniform(row.seed, row.sample_index, row.position) * chances[-1]
-    return int(kept[min(np.searchsorted(chances, point, side="right"), len(kept) - 1)])
+    cumulative = np.cumsum(_softmax(scaled[kept]))
+    point = uniform(row.seed, row.sample_index, row.position) * cumulative[-1]
+    return int(kept[min(np.searchsorted(cumulative, point, side="right"), len(kept) - 1)])
 
 
 def require_finite(logits: Floats) -> None:
-    """Refuse rows with a NaN or an infinite best: no token can be chosen from them."""
+    """Raise if a row has a NaN or an infinite maximum: no token can be sampled from it."""
     if logits.size and not np.isfinite(logits.max(axis=-1)).all():
         raise InferenceError(
             "the model computed NaN or infinite logits: its weights are damaged, or too large for float32"
@@ -44,7 +44,7 @@ def require_finite(logits: Floats) -> None:
 
 
 def penalize(logits: Doubles, row: SampleRow) -> Doubles:
-    """Bias and penalties, in place."""
+    """Apply bias and penalties in place."""
     for token, bias in row.logit_bias:
         logits[token] += bias
     if row.repetition_penalty != 1.0 and row.penalty_window.size:
@@ -52,7 +52,7 @@ def penalize(logits: Doubles, row: SampleRow) -> Doubles:
         values = logits[seen]
         with np.errstate(over="ignore"):  # a tiny penalty makes a seen token certain
             scaled = np.where(values > 0, values / row.repetition_penalty, values * row.repetition_penalty)
-        logits[seen] = np.clip(scaled, -MOST, MOST)
+        logits[seen] = np.clip(scaled, -MAX_LOGIT, MAX_LOGIT)
     if (row.presence_penalty or row.frequency_penalty) and row.output_ids.size:
         seen, counts = np.unique(row.output_ids, return_counts=True)
         logits[seen] -= row.presence_penalty + row.frequency_penalty * counts
@@ -60,7 +60,7 @@ def penalize(logits: Doubles, row: SampleRow) -> Doubles:
 
 
 def keep_mask(scaled: Doubles, row: SampleRow) -> NDArray[np.bool_]:
-    """Which tokens survive top-k, typical-p, top-p and min-p; at least one always does."""
+    """Return the mask of candidates after top-k, typical-p, top-p and min-p; at least one remains."""
     keep = np.isfinite(scaled)
     if not keep.any():
         keep[int(np.argmax(scaled))] = True
@@ -72,22 +72,22 @@ def keep_mask(scaled: Doubles, row: SampleRow) -> NDArray[np.bool_]:
     if row.top_p < 1.0:
         keep = _keep_until(scaled, keep, row.top_p, by_surprise=False)
     if row.min_p > 0.0:
-        chances = _masked_softmax(scaled, keep)
-        keep &= chances >= row.min_p * chances.max()
+        probs = _masked_softmax(scaled, keep)
+        keep &= probs >= row.min_p * probs.max()
     return keep
 
 
 def _keep_until(scaled: Doubles, keep: NDArray[np.bool_], mass: float, *, by_surprise: bool) -> NDArray[np.bool_]:
-    """The fewest tokens, best first, whose chances add up to `mass`; best is likeliest, or nearest to the entropy."""
-    chances = _masked_softmax(scaled, keep)
+    """Keep the fewest tokens whose probabilities add up to `mass`, likeliest first, or nearest to the entropy first."""
+    probs = _masked_softmax(scaled, keep)
     if by_surprise:
         with np.errstate(divide="ignore", invalid="ignore"):
-            surprise = -np.log(chances)
-            entropy = np.nansum(np.where(chances > 0, chances * surprise, 0.0))
-            order = np.argsort(np.where(chances > 0, np.abs(surprise - entropy), np.inf), kind="stable")
+            surprise = -np.log(probs)
+            entropy = np.nansum(np.where(probs > 0, probs * surprise, 0.0))
+            order = np.argsort(np.where(probs > 0, np.abs(surprise - entropy), np.inf), kind="stable")
     else:
-        order = _descending(chances)
-    total = np.cumsum(chances[order])
+        order = _descending(probs)
+    total = np.cumsum(probs[order])
     count = int(np.searchsorted(total, mass, side="left")) + 1
     return keep & _mask_of(order[:count], scaled.size)
 
@@ -112,7 +112,7 @@ def _softmax(x: Doubles) -> Doubles:
 
 
 def logprobs(logits: Floats, chosen: Ints, k: int) -> Logprobs:
-    """Log-softmax of the raw logits: at the chosen tokens, and the k likeliest of each row (ties: lowest id first)."""
+    """Return the log-softmax of raw logits at `chosen`, and the k likeliest of each row (ties: lowest id first)."""
     k = min(k, logits.shape[-1])
     require_finite(logits)
     wide = logits.astype(np.float64)
@@ -124,7 +124,7 @@ def logprobs(logits: Floats, chosen: Ints, k: int) -> Logprobs:
 
 
 def _top(line: Doubles, k: int) -> Ints:
-    """The k largest, best first; only candidates at least as large as the k-th are sorted."""
+    """Return the k largest, best first; only values not below the k-th are sorted."""
     if k == 0:
         return np.empty(0, np.int64)
     threshold = np.partition(line, -k)[-k]
@@ -132,14 +132,14 @@ def _top(line: Doubles, k: int) -> Ints:
     return candidates[np.argsort(-line[candidates], kind="stable")][:k].astype(np.int64)
 
 
-def uniform(seed: int, choice: int, position: int) -> float:
-    """A number in [0, 1) that depends on nothing but its arguments."""
-    high, low, _, _ = philox4x32((position & MASK, choice & MASK, position >> 32, 0), (seed & MASK, seed >> 32))
+def uniform(seed: int, sample_index: int, position: int) -> float:
+    """Return a number in [0, 1) that depends on its arguments only."""
+    high, low, _, _ = philox4x32((position & MASK, sample_index & MASK, position >> 32, 0), (seed & MASK, seed >> 32))
     return ((high << 21) | (low >> 11)) * 2.0**-53
 
 
 def philox4x32(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, int, int, int]:
-    """Philox4x32 with 10 rounds (Salmon et al., 2011): counter and key in, four 32-bit numbers out."""
+    """Return four 32-bit numbers for a counter and a key: Philox4x32, 10 rounds (Salmon et al., 2011)."""
     (c0, c1, c2, c3), (k0, k1) = counter, key
     for _ in range(10):
         p0, p1 = 0xD2511F53 * c0, 0xCD9E8D57 * c2
