@@ -86,7 +86,7 @@ def _measure(recorder: "Recorder", llm: "LLM", settings: "Settings", out: Path |
 def _write(run: "Run", flames: "dict[str, Flame]", folder: Path) -> None:
     from ..bench.profile import report as profile_report
 
-    profile_report.write(folder, run, flames, profile_report.page(run, flames))
+    profile_report.write(folder, run, flames)
     note(f"report: {folder / 'report.html'}")
 
 
@@ -103,14 +103,17 @@ def _show(run: "Run") -> None:
     from ..bench.profile import report
 
     for phase, title in report.PHASES.items():
-        found = report.parts(run, phase)
+        found = report.components(run, phase)
         if not found:
             continue
         print(f"{style(title, 'bold')}  {report.step_line(run, phase)}\n")
-        rows = [[name.upper() for name in report.COLUMNS], *map(report.row, found)]
+        rows = [[name.upper() for name in report.COLUMNS], *map(report.component_row, found)]
         for line, part in zip(columns(rows, right=range(1, len(rows[0]) - 1)), [None, *found], strict=True):
-            print(style(line, "bold" if part is None else COLOURS[part.kind]))
-        print("\ntop five: " + ", ".join(f"{part.label} {part.share:.1%}" for part in report.top(run, phase)))
+            print(style(line, "bold" if part is None else COLOURS[part.rank]))
+        print(
+            "\ntop five: "
+            + ", ".join(f"{part.label} {part.share:.1%}" for part in report.by_share(run, phase)[: report.NUM_TOP])
+        )
         for kind, names in report.classes(run, phase).items():
             print(f"{kind}: {', '.join(names) or 'none'}")
         print("targets:")

@@ -48,13 +48,13 @@ def test_the_sampler_sees_who_calls_whom() -> None:
 
 
 def test_our_own_code_shows_the_line_that_runs() -> None:
-    seen = flame.record("decode", lambda: json.loads(json.dumps(flame.svg(PLANTED, "x"))), 0.2)
+    seen = flame.record("decode", lambda: json.loads(json.dumps(flame.render_svg(PLANTED, "x"))), 0.2)
     frames = {frame for stack, _ in seen.samples for frame in stack}
-    rooms = {frame.room for frame in frames}
+    rooms = {frame.category for frame in frames}
     assert {"ours", "line"} <= rooms
     for frame in frames:
         assert not frame.file.startswith("/"), "a path of this machine"
-    lines = [frame for frame in frames if frame.room == "line"]
+    lines = [frame for frame in frames if frame.category == "line"]
     source = Path(flame.__file__).read_text().splitlines()
     own = [frame for frame in lines if frame.file.endswith("profile/flame.py")]
     assert own
@@ -62,7 +62,7 @@ def test_our_own_code_shows_the_line_that_runs() -> None:
 
 
 def test_an_instruction_without_a_line_does_not_stop_the_sampler() -> None:
-    bottom = SimpleNamespace(f_code=flame._watched.__code__, f_lineno=1, f_back=None)
+    bottom = SimpleNamespace(f_code=flame._call_marked.__code__, f_lineno=1, f_back=None)
     frame = SimpleNamespace(f_code=flame.record.__code__, f_lineno=None, f_back=bottom)
     assert [one.name for one in flame._stack(frame)] == ["record"]  # type: ignore[arg-type]
 
@@ -83,16 +83,16 @@ def test_speedscope_holds_what_its_schema_asks_for() -> None:
 
 
 def test_the_tree_merges_common_callers() -> None:
-    root = flame.tree(PLANTED)
+    root = flame.build_tree(PLANTED)
     assert root.seconds == pytest.approx(PLANTED.seconds)
-    assert {node.frame.name: node.seconds for node in root.inner.values()} == pytest.approx(
+    assert {node.frame.name: node.seconds for node in root.children.values()} == pytest.approx(
         {"outer": 0.3001, "other": 0.1}
     )
     assert root.depth == 3
 
 
 def test_the_picture_is_sound_and_needs_nothing_else() -> None:
-    text = flame.svg(PLANTED, "Decode of <x>")
+    text = flame.render_svg(PLANTED, "Decode of <x>")
     assert "http" not in text.replace("http://www.w3.org/2000/svg", "")
     root = ElementTree.fromstring(text)
     boxes = {g.get("data-n"): g for g in root.iter(f"{SVG}g")}
@@ -112,7 +112,7 @@ def test_the_picture_is_sound_and_needs_nothing_else() -> None:
 
 
 def test_an_empty_recording_is_still_a_picture() -> None:
-    ElementTree.fromstring(flame.svg(Flame("decode"), "nothing"))
+    ElementTree.fromstring(flame.render_svg(Flame("decode"), "nothing"))
 
 
 def test_a_click_zooms(tmp_path: Path) -> None:
@@ -121,7 +121,7 @@ def test_a_click_zooms(tmp_path: Path) -> None:
         pytest.skip("no Chromium on this machine: the zoom of the flame graph is not tried")
     click = "document.querySelector('g.frame[data-n=outer]').dispatchEvent(new MouseEvent('click'));"
     page = tmp_path / "page.html"
-    page.write_text(f"<!doctype html><body>{flame.svg(PLANTED, 'x')}<script>{click}</script></body>")
+    page.write_text(f"<!doctype html><body>{flame.render_svg(PLANTED, 'x')}<script>{click}</script></body>")
     command = [browser, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
     done = subprocess.run([*command, "--dump-dom", page.as_uri()], capture_output=True, text=True, timeout=60)
     dom = unescape(done.stdout)
@@ -133,16 +133,16 @@ def test_a_click_zooms(tmp_path: Path) -> None:
 
 def test_stacks_of_py_spy_are_read_and_cut_at_the_bottom() -> None:
     lines = [
-        "<module> (x.py:1);_watched (llm_worker_rbee/bench/flame.py:70);step "
+        "<module> (x.py:1);_call_marked (llm_worker_rbee/bench/flame.py:70);step "
         "(llm_worker_rbee/engine/model_runner.py:31);dot (numpy/linalg.py:5);sgemm_kernel (libopenblas.so) 3",
         "look (threading.py:9) 7",
-        "_watched (llm_worker_rbee/bench/flame.py:70) 2",
+        "_call_marked (llm_worker_rbee/bench/flame.py:70) 2",
         "nonsense",
     ]
-    samples = flame._from_raw(lines, 0.5)
+    samples = flame._parse_collapsed(lines, 0.5)
     assert [weight for _, weight in samples] == [0.5] * 3
     stack = samples[0][0]
-    assert [(frame.name, frame.room) for frame in stack] == [
+    assert [(frame.name, frame.category) for frame in stack] == [
         ("step", "ours"), ("dot", "numpy"), ("sgemm_kernel", "numpy"),
     ]  # fmt: skip
     assert (stack[0].file, stack[0].line) == ("llm_worker_rbee/engine/model_runner.py", 31)

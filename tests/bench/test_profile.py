@@ -20,14 +20,14 @@ from llm_worker_rbee.bench.profile import (
     PHASES,
     CountedOps,
     Settings,
-    Stopwatch,
     TimedOps,
+    Timer,
     Workload,
     attention_work,
-    class_of,
+    classify,
+    index_weights,
     run,
-    stopwatch_cost,
-    weights_of,
+    timer_cost,
 )
 from llm_worker_rbee.bench.profile import report as profile_report
 from llm_worker_rbee.bench.profile.flame import Flame
@@ -78,7 +78,7 @@ def test_every_component_has_a_line_and_they_add_up_to_the_step(profiled: Any, p
     whole = np.sum([part.samples for part in parts.values()], axis=0)
     assert whole == pytest.approx(results[f"{phase}/step"].samples)
     for name, part in parts.items():
-        assert part.fields["class"] == class_of(part.fields["share"])
+        assert part.fields["class"] == classify(part.fields["share"])
         assert part.samples[0] >= 0
         assert name == "python" or part.estimate > 0
         if "limit_s" in part.fields:
@@ -123,36 +123,36 @@ def test_attention_with_a_window_reads_what_is_in_it(rng: np.random.Generator) -
 
 
 def test_the_proxies_change_no_token(llm: LLM) -> None:
-    weights, plain = weights_of(llm.model, llm.checkpoint), tokens_of(llm, llm.model.ops)
-    assert tokens_of(llm, TimedOps(llm.model.ops, weights, Stopwatch())) == plain
+    weights, plain = index_weights(llm.model, llm.checkpoint), tokens_of(llm, llm.model.ops)
+    assert tokens_of(llm, TimedOps(llm.model.ops, weights, Timer())) == plain
     assert tokens_of(llm, CountedOps(llm.model.ops, weights, 1.0)) == plain
     assert len(set(plain)) > 1
 
 
 def test_a_backend_with_one_op_for_rotation_and_write_has_one_line(llm: LLM) -> None:
-    fused = SimpleNamespace(**{name: getattr(ReferenceBackend(), name) for name in OPS})
-    watch = Stopwatch()
-    weights = weights_of(llm.model, llm.checkpoint)
-    assert tokens_of(llm, TimedOps(cast(Backend, fused), weights, watch)) == tokens_of(llm, ReferenceBackend())
-    noted = watch.take()
+    fused = SimpleNamespace(**{name: getattr(ReferenceBackend(), name) for name in (*OPS, "kv_types")})
+    timer = Timer()
+    weights = index_weights(llm.model, llm.checkpoint)
+    assert tokens_of(llm, TimedOps(cast(Backend, fused), weights, timer)) == tokens_of(llm, ReferenceBackend())
+    noted = timer.drain()
     assert noted["rope_kv_write"].calls == LAYERS * (1 + SETTINGS.tg)
     assert not {"rope", "kv_write"} & set(noted)
     counted = CountedOps(cast(Backend, fused), weights, 1.0)
     tokens_of(llm, counted)
-    assert counted.take_work()["rope_kv_write"].total() == noted["rope_kv_write"].calls
+    assert counted.drain_work()["rope_kv_write"].total() == noted["rope_kv_write"].calls
 
 
 def test_an_op_that_nobody_knows_gets_its_own_line(llm: LLM) -> None:
     strange = SimpleNamespace(whole_block=lambda x, kv: x + 1, version="7")
-    watch, x = Stopwatch(), np.zeros(5, np.float32)
-    ops: Any = TimedOps(cast(Backend, strange), {}, watch)
+    timer, x = Timer(), np.zeros(5, np.float32)
+    ops: Any = TimedOps(cast(Backend, strange), {}, timer)
     assert ops.whole_block(x, None).sum() == 5
     assert ops.version == "7"
-    assert {name: spent.calls for name, spent in watch.take().items()} == {"whole_block": 1}
-    assert watch.take() == {}
+    assert {name: spent.calls for name, spent in timer.drain().items()} == {"whole_block": 1}
+    assert timer.drain() == {}
     counted: Any = CountedOps(cast(Backend, strange), {}, 1.0)
     counted.whole_block(x, kv=reference.empty_kv(2, 2, 2, 2))
-    (work,) = counted.take_work()["whole_block"]
+    (work,) = counted.drain_work()["whole_block"]
     assert work.bytes == 2 * x.nbytes  # its arrays, not a cache that it may touch a corner of
 
 
@@ -160,7 +160,7 @@ def test_the_stopwatch_knows_its_cost(profiled: Any) -> None:
     told = profiled[0].details["profiler"]
     assert 0 < told["seconds_per_call"] < 1e-3
     assert set(told["share"]) == set(PHASES)
-    assert 0 <= stopwatch_cost(2, 100) < 1e-3
+    assert 0 <= timer_cost(2, 100) < 1e-3
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ def test_the_stopwatch_knows_its_cost(profiled: Any) -> None:
     [(0.5, "critical"), (0.1001, "critical"), (0.1, "moderate"), (0.05, "moderate"), (0.0499, "minor")],
 )
 def test_classes(share: float, kind: str) -> None:
-    assert class_of(share) == kind
+    assert classify(share) == kind
 
 
 def planted() -> Run:
@@ -179,7 +179,7 @@ def planted() -> Run:
             "norm": (0.004, 0.001, "memory")}  # fmt: skip
     for name, (seconds, limit, bound) in rows.items():
         share = seconds / 0.1
-        fields: dict[str, Any] = {"share": share, "class": class_of(share), "calls": 2}
+        fields: dict[str, Any] = {"share": share, "class": classify(share), "calls": 2}
         if limit is not None:
             fields |= {"limit_s": limit, "bound_by": bound, "bytes": 3e7, "operations": 2e9}
         recorder.add_result(Result.from_samples(f"decode/{name}", "s", [seconds] * 3, **fields))
@@ -200,28 +200,28 @@ def test_targets_follow_amdahl() -> None:
 
 def test_the_report_says_the_same_in_both_forms(tmp_path: Path, profiled: tuple[Run, dict[str, Flame]]) -> None:
     run, flames = profiled
-    written = profile_report.write(tmp_path / "out", run, flames, profile_report.page(run, flames))
+    written = profile_report.write(tmp_path / "out", run, flames)
     assert {path.name for path in written} == {
         "report.md", "report.html", "flame-prefill.svg", "flame-decode.svg", "profile.speedscope.json", "run.json",
     }  # fmt: skip
     markdown, page = ((tmp_path / "out" / name).read_text() for name in ("report.md", "report.html"))
     for phase in PHASES:
         assert profile_report.step_line(run, phase) in markdown
-        assert len(profile_report.top(run, phase)) == 5
-        for part in profile_report.parts(run, phase):
-            assert f"| {' | '.join(profile_report.row(part))} |" in markdown
-            assert f"<td>{part.label}</td>" in page
+        assert len(profile_report.by_share(run, phase)) > profile_report.NUM_TOP == 5
+        for part in profile_report.components(run, phase):
+            assert f"| {' | '.join(profile_report.component_row(part))} |" in markdown
+            assert f">{part.label}</th>" in page
     assert page.count("<svg") == 2
     assert "http" not in page.replace("http://www.w3.org/2000/svg", "")
     again = Run.load(tmp_path / "out" / "run.json")
-    assert profile_report.row(profile_report.parts(again, "decode")[0])[0] == "embedding"
+    assert profile_report.component_row(profile_report.components(again, "decode")[0])[0] == "embedding"
     assert len(json.loads((tmp_path / "out" / "profile.speedscope.json").read_text())["profiles"]) == 2
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path, profiled: tuple[Run, dict[str, Flame]]) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(profile_report.ResultsError, match=r"cannot write .*file"):
-        profile_report.write(tmp_path / "file", *profiled, "")
+        profile_report.write(tmp_path / "file", *profiled)
 
 
 def test_what_was_measured_before_ctrl_c_is_kept(llm: LLM) -> None:

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from llm_worker_rbee.bench.report import charts, key_figures, sections, write
+from llm_worker_rbee.bench.report import charts, key_tiles, render, sections
 from llm_worker_rbee.bench.report.charts import Line
-from llm_worker_rbee.bench.report.history import Given, moment, subjects
+from llm_worker_rbee.bench.report.history import RunFile, commit_time, group_runs
 from llm_worker_rbee.bench.report.html import html
 from llm_worker_rbee.bench.report.result_names import Axis, by_category, by_length, family
-from llm_worker_rbee.bench.report.sections import table_of
+from llm_worker_rbee.bench.report.sections import make_table
 from llm_worker_rbee.bench.results import Result, Run
 
 from ..browser import Page, chromium
@@ -79,8 +79,8 @@ def every_kind() -> dict[str, Run]:
 
 
 def page_of(*runs: Run, title: str | None = None) -> str:
-    given = [Given(f"run{i}.json", run) for i, run in enumerate(runs)]
-    return write(given, title, lambda what, done, total: None)
+    given = [RunFile(f"run{i}.json", run) for i, run in enumerate(runs)]
+    return render(given, title, lambda what, done, total: None)
 
 
 @pytest.fixture(scope="module")
@@ -261,28 +261,30 @@ def test_what_could_not_be_measured_is_told() -> None:
 def test_a_peer_is_set_in_proportion_to_ours() -> None:
     rates = {"llm-worker-rbee": 4.0, "llama-bench": 8.0}
     run = run_of("peers", [Result.exact(f"tg128/{p}", "tok/s", r, "higher", peer=p) for p, r in rates.items()])
-    assert [(tile.name, tile.value) for tile in key_figures(run)] == [("tg128: ours / llama-bench", "0.50×")]
+    assert [(tile.name, tile.value) for tile in key_tiles(run)] == [("tg128: ours / llama-bench", "0.50×")]
     assert '<td class="num">0.50×</td>' in page_of(run)
 
 
 def test_loading_leads_with_the_peak_of_memory() -> None:
     run = run_of("load", [Result.exact(f"memory/{when}", "B", size) for when, size in (("import", 4e7), ("peak", 2e8))])
-    assert [(tile.name, tile.value) for tile in key_figures(run)] == [("memory/peak", "200 MB")]
+    assert [(tile.name, tile.value) for tile in key_tiles(run)] == [("memory/peak", "200 MB")]
 
 
 def test_ticks_of_a_narrow_logarithmic_axis_are_few() -> None:
-    shown = charts.Plots()
-    drawn = charts.shares(shown, "first token", [Line("x", [(0.0285 + i / 2000, i / 8, 0, 0) for i in range(8)])], "s")
+    shown = charts.ChartRenderer()
+    drawn = charts.draw_cumulative(
+        shown, "first token", [Line("x", [(0.0285 + i / 2000, i / 8, 0, 0) for i in range(8)])], "s"
+    )
     assert 2 <= len(re.findall(r">[\d.]+ ms<", drawn)) <= 6
 
 
 def test_a_group_of_rows_begins_where_a_family_with_more_than_one_row_begins_or_ends() -> None:
     run = run_of("mystery", [timed(name, 1.0) for name in ("a/1", "b/1", "a/2", "b/2", "b/3", "c/1")])
-    assert table_of(run, run.results, "").first == {3, 5}
+    assert make_table(run, run.results, "").first == {3, 5}
 
 
 def test_plots_of_a_large_run_are_bounded_and_the_page_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sections, "MOST_PLOTS", 2)
+    monkeypatch.setattr(sections, "MAX_CHARTS", 2)
     text = page_of(run_of("mystery", [timed(f"family{i % 7}/{i}", 1.0 + i) for i in range(700)]))
     assert text.count("<svg") == 4  # two of lengths, two of distributions
     assert "5 more plots are left out" in text  # 7 families by length
@@ -301,9 +303,9 @@ def test_two_runs_of_different_machines_or_models_are_compared_with_a_warning() 
 def test_runs_are_grouped_by_kind_model_and_machine_and_ordered_by_commit() -> None:
     e2e = every_kind()["e2e"]
     other = replace(e2e, model={**MODEL, "sha256": "cd" * 32, "name": "other.gguf"})
-    given = [Given(f"{i}", run) for i, run in enumerate((dated(e2e, day=9), micro(), dated(e2e, day=2), other))]
-    found = subjects(given)
-    assert [(s.title, [g.name for g in s.given]) for s in found] == [
+    given = [RunFile(f"{i}", run) for i, run in enumerate((dated(e2e, day=9), micro(), dated(e2e, day=2), other))]
+    found = group_runs(given)
+    assert [(s.title, [g.name for g in s.files]) for s in found] == [
         ("Micro-benchmarks", ["1"]), ("End to end: other.gguf", ["3"]), ("End to end: tiny.gguf", ["2", "0"])
     ]  # fmt: skip
 
@@ -311,7 +313,7 @@ def test_runs_are_grouped_by_kind_model_and_machine_and_ordered_by_commit() -> N
 def test_the_moment_of_a_run_is_that_of_its_commit() -> None:
     early = replace(micro(), commit={"date": "2026-01-01T02:00:00+02:00"}, created="2027-01-01T00:00:00+00:00")
     late = replace(micro(), commit=None, created="2026-01-01T00:00:01+00:00")
-    assert moment(early) < moment(late) < moment(replace(micro(), commit=None, created="no date"))
+    assert commit_time(early) < commit_time(late) < commit_time(replace(micro(), commit=None, created="no date"))
 
 
 def names(found: dict[Axis, dict[str, list[tuple[Any, Result]]]]) -> dict[str, dict[str, list[Any]]]:

@@ -1,8 +1,8 @@
-"""Samples of the call stack: where the interpreter stands every few milliseconds, and for how long.
+"""Flame graphs: samples of the call stack, as speedscope's JSON and as one SVG that needs nothing else.
 
-The built-in sampler is a thread that looks at `sys._current_frames()`. It sees Python only, so the source line that
-runs stands on top of its function: in array code that says which expression it is. py-spy looks from outside and, asked
-to, into native code as well. Stacks go to speedscope's JSON, and to an SVG.
+The built-in sampler is a thread that reads `sys._current_frames()`. It sees Python only, so the running source line
+stands on top of its function: in array code that tells which expression it is. py-spy samples from outside and, with
+`--native`, native code as well. In the SVG callers are below callees; hovering shows a frame in full, a click zooms.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ INTERVAL_S = 0.002
 PACKAGE = __name__.split(".")[0]
 SCHEMA = "https://www.speedscope.app/file-format-schema.json"
 RAW_FRAME = re.compile(r"(?P<name>.*) \((?P<file>.*?)(?::(?P<line>\d+))?\)")
-LONGEST_LINE = 90
+MAX_LINE_CHARACTERS = 90
 
 
 class Frame(NamedTuple):
-    """A place in the program; the room is what the picture's colours tell apart."""
+    """A place in the program; the colours of the SVG tell categories apart."""
 
     name: str
     file: str  # as a module path: `numpy/_core/fromnumeric.py`
     line: int
-    room: str  # ours, line (a source line of ours), numpy, stdlib, native, other
+    category: str  # ours, line (a source line of ours), numpy, stdlib, native, other
 
 
 Stack = tuple[Frame, ...]  # the root first
@@ -50,54 +50,57 @@ Stack = tuple[Frame, ...]  # the root first
 
 @dataclass(slots=True)
 class Flame:
-    """What was seen of one phase, in order, with the seconds that each sight stands for."""
+    """The samples of one phase in order, each with the seconds it stands for."""
 
     name: str
     samples: list[tuple[Stack, float]] = field(default_factory=list)
 
     @property
     def seconds(self) -> float:
-        """Of all samples together."""
         return sum(weight for _, weight in self.samples)
 
 
 class PySpy(NamedTuple):
-    """The command, and whether it looks into native code."""
+    """The command, and whether it samples native code."""
 
     path: str
     native: bool = False
 
 
 def record(name: str, function: Callable[[], None], seconds: float, py_spy: PySpy | None = None) -> Flame:
-    """Call the function again and again for so long, and watch."""
-    return _sampled(name, function, seconds) if py_spy is None else _spied(name, function, seconds, py_spy)
+    """Call the function repeatedly for so long, and sample the stack."""
+    return (
+        _record_in_process(name, function, seconds)
+        if py_spy is None
+        else _record_py_spy(name, function, seconds, py_spy)
+    )
 
 
-def _watched(function: Callable[[], None]) -> None:
-    """The bottom of every stack that counts: what is below it, and stacks without it, belong to the caller."""
+def _call_marked(function: Callable[[], None]) -> None:
+    """Mark the bottom of every stack that counts: frames below it, and stacks without it, belong to the caller."""
     function()
 
 
-def _sampled(name: str, function: Callable[[], None], seconds: float) -> Flame:
-    flame, stop, watched = Flame(name), threading.Event(), threading.get_ident()
+def _record_in_process(name: str, function: Callable[[], None], seconds: float) -> Flame:
+    flame, stop, thread = Flame(name), threading.Event(), threading.get_ident()
 
-    def look() -> None:
+    def sample() -> None:
         last = time.perf_counter()
         while not stop.wait(INTERVAL_S):
-            frame = sys._current_frames().get(watched)
+            frame = sys._current_frames().get(thread)
             now = time.perf_counter()
             if frame is not None and (stack := _stack(frame)):
                 flame.samples.append((stack, now - last))
             del frame
             last = now
 
-    sampler = threading.Thread(target=look, name="flame sampler", daemon=True)
+    sampler = threading.Thread(target=sample, name="flame sampler", daemon=True)
     before, end = sys.getswitchinterval(), time.perf_counter() + seconds
-    sys.setswitchinterval(INTERVAL_S / 4)  # Python code gives the sampler its turn in time
+    sys.setswitchinterval(INTERVAL_S / 4)  # so that Python code yields to the sampler in time
     try:
         sampler.start()
         while time.perf_counter() < end:
-            _watched(function)
+            _call_marked(function)
     finally:
         stop.set()
         sampler.join()
@@ -106,42 +109,42 @@ def _sampled(name: str, function: Callable[[], None], seconds: float) -> Flame:
 
 
 def _stack(frame: FrameType | None) -> Stack:
-    """Frames above `_watched`, the root first; nothing where it is not on the stack."""
-    found = [] if frame is None else [_line(frame.f_code, frame.f_lineno or 0)]  # an instruction may have no line
-    while frame is not None and frame.f_code is not _watched.__code__:
-        found.append(_function(frame.f_code))
+    """Return the frames above `_call_marked`, the root first; empty if it is not on the stack."""
+    found = [] if frame is None else [_line_frame(frame.f_code, frame.f_lineno or 0)]  # an instruction may have no line
+    while frame is not None and frame.f_code is not _call_marked.__code__:
+        found.append(_function_frame(frame.f_code))
         frame = frame.f_back
     return () if frame is None or len(found) < 2 else tuple(one for one in reversed(found) if one is not None)
 
 
 @cache
-def _function(code: CodeType) -> Frame:
-    file, room = _place(code.co_filename)
-    return Frame(code.co_qualname, file, code.co_firstlineno, room)
+def _function_frame(code: CodeType) -> Frame:
+    file, category = _short_path(code.co_filename)
+    return Frame(code.co_qualname, file, code.co_firstlineno, category)
 
 
 @cache
-def _line(code: CodeType, number: int) -> Frame | None:
-    file, room = _place(code.co_filename)
+def _line_frame(code: CodeType, number: int) -> Frame | None:
+    file, category = _short_path(code.co_filename)
     text = " ".join(linecache.getline(code.co_filename, number).split())
-    if room != "ours" or not text:
+    if category != "ours" or not text:
         return None
-    return Frame(text if len(text) <= LONGEST_LINE else text[:LONGEST_LINE] + "…", file, number, "line")
+    return Frame(text if len(text) <= MAX_LINE_CHARACTERS else text[:MAX_LINE_CHARACTERS] + "…", file, number, "line")
 
 
 @cache
-def _place(path: str) -> tuple[str, str]:
-    """(a path that means the same on every machine, the room)."""
+def _short_path(path: str) -> tuple[str, str]:
+    """Return (a path that is the same on every machine, the category)."""
     paths = sysconfig.get_paths()
     roots = (str(Path(__file__).parents[3]), paths["purelib"], paths["platlib"], paths["stdlib"])
     for root in sorted(set(roots), key=len, reverse=True):  # packages may lie inside the standard library's folder
         if path.startswith(root + os.sep):
             short = path[len(root) + 1 :].replace(os.sep, "/")
-            return short, _room(short, is_stdlib=root == paths["stdlib"])
-    return Path(path).name, _room(path, is_stdlib=path.startswith("<frozen"))
+            return short, _category(short, is_stdlib=root == paths["stdlib"])
+    return Path(path).name, _category(path, is_stdlib=path.startswith("<frozen"))
 
 
-def _room(short: str, *, is_stdlib: bool) -> str:
+def _category(short: str, *, is_stdlib: bool) -> str:
     top = short.split("/")[0]
     if top == PACKAGE:
         return "ours"
@@ -151,21 +154,21 @@ def _room(short: str, *, is_stdlib: bool) -> str:
 
 
 def find_py_spy() -> str:
-    """Beside this interpreter, or on the path; that it may look at this process is tried at once."""
+    """Return py-spy beside this interpreter or on the path; raise if it may not sample this process."""
     beside = Path(sys.executable).with_name("py-spy")
     found = str(beside) if beside.exists() else shutil.which("py-spy")
     if found is None:
         raise MissingDependencyError(
             "py-spy is not installed: pip install 'llm-worker-rbee[bench]', or leave out --py-spy"
         )
-    tried = [found, "dump", "--nonblocking", "--pid", str(os.getpid())]
-    done = subprocess.run(tried, capture_output=True, text=True, errors="replace", check=False, timeout=60)
+    command = [found, "dump", "--nonblocking", "--pid", str(os.getpid())]
+    done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False, timeout=60)
     if done.returncode:
-        raise _refused(done.stderr)
+        raise _py_spy_error(done.stderr)
     return found
 
 
-def _spied(name: str, function: Callable[[], None], seconds: float, py_spy: PySpy) -> Flame:
+def _record_py_spy(name: str, function: Callable[[], None], seconds: float, py_spy: PySpy) -> Flame:
     rate = round(1 / INTERVAL_S)
     with tempfile.TemporaryDirectory() as folder:
         raw = Path(folder) / "stacks"
@@ -175,49 +178,49 @@ def _spied(name: str, function: Callable[[], None], seconds: float, py_spy: PySp
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
         try:
             while process.poll() is None:
-                _watched(function)
+                _call_marked(function)
         finally:
             process.kill()
-            told = process.communicate()[1]
+            stderr = process.communicate()[1]
         if process.returncode or not raw.exists():
-            raise _refused(told)
-        return Flame(name, _from_raw(raw.read_text(errors="replace").splitlines(), 1 / rate))
+            raise _py_spy_error(stderr)
+        return Flame(name, _parse_collapsed(raw.read_text(errors="replace").splitlines(), 1 / rate))
 
 
-def _refused(told: str) -> WorkerError:
-    if re.search("permi|ptrace|EPERM|root", told, re.IGNORECASE):
+def _py_spy_error(stderr: str) -> WorkerError:
+    if re.search("permi|ptrace|EPERM|root", stderr, re.IGNORECASE):
         return WorkerError(
-            "py-spy may not look at this process: run as root, allow ptrace (CAP_SYS_PTRACE, or "
+            "py-spy may not sample this process: run as root, allow ptrace (CAP_SYS_PTRACE, or "
             "kernel.yama.ptrace_scope = 0), or leave out --py-spy"
         )
-    lines = [line for line in told.splitlines() if line.strip()]
+    lines = [line for line in stderr.splitlines() if line.strip()]
     return WorkerError(f"py-spy failed: {lines[-1] if lines else 'it wrote nothing'}")
 
 
-def _from_raw(lines: Iterable[str], weight: float) -> list[tuple[Stack, float]]:
-    """py-spy's collapsed stacks: `frame;frame;frame count`, the root first."""
+def _parse_collapsed(lines: Iterable[str], weight: float) -> list[tuple[Stack, float]]:
+    """Parse py-spy's collapsed stacks: `frame;frame;frame count`, the root first."""
     samples: list[tuple[Stack, float]] = []
     for line in lines:
         text, _, count = line.rpartition(" ")
         frames = text.split(";")
-        below = [i for i, one in enumerate(frames) if one.startswith(f"{_watched.__name__} (")]
+        below = [i for i, one in enumerate(frames) if one.startswith(f"{_call_marked.__name__} (")]
         if below and count.isdigit() and frames[below[-1] + 1 :]:
-            samples += [(tuple(map(_raw_frame, frames[below[-1] + 1 :])), weight)] * int(count)
+            samples += [(tuple(map(_parse_frame, frames[below[-1] + 1 :])), weight)] * int(count)
     return samples
 
 
 @cache
-def _raw_frame(text: str) -> Frame:
+def _parse_frame(text: str) -> Frame:
     found = RAW_FRAME.fullmatch(text)
     if found is None:
         return Frame(text, "", 0, "native")
     short = found["file"]
     stdlib = short.endswith(".py")
-    return Frame(found["name"], short, int(found["line"] or 0), _room(short, is_stdlib=stdlib))
+    return Frame(found["name"], short, int(found["line"] or 0), _category(short, is_stdlib=stdlib))
 
 
 def speedscope(flames: Mapping[str, Flame], title: str) -> dict[str, Any]:
-    """The file that https://www.speedscope.app opens: one profile a phase."""
+    """Return the object that https://www.speedscope.app opens, with one profile for each phase."""
     numbers: dict[Frame, int] = {}
     profiles = []
     for flame in flames.values():
@@ -245,10 +248,10 @@ def speedscope(flames: Mapping[str, Flame], title: str) -> dict[str, Any]:
 
 
 WIDTH, MARGIN, ROW, TOP, BOTTOM = 1200, 10, 18, 58, 28
-LETTER = 6.7  # width of one, in pixels
-THINNEST = 0.001  # of the whole: what is thinner is left out
-# room -> (what the legend says, hue, saturation, lightness); shades of it tell neighbours apart
-ROOMS = {
+LETTER_WIDTH = 6.7  # pixels
+MIN_SHARE = 0.001  # of the time: narrower frames are left out
+# category -> (text of the legend, hue, saturation, lightness); shades of it tell neighbours apart
+CATEGORIES = {
     "ours": ("llm_worker_rbee", 28, 85, 66),
     "line": ("its source lines", 46, 90, 74),
     "numpy": ("NumPy", 210, 62, 74),
@@ -303,35 +306,34 @@ SCRIPT = """
 
 @dataclass(slots=True)
 class Node:
-    """A frame with all the time that was spent in it, under one chain of callers."""
+    """A frame with the time spent in it, under one chain of callers."""
 
     frame: Frame
     seconds: float = 0.0
-    inner: dict[tuple[str, str], Node] = field(default_factory=dict)
+    children: dict[tuple[str, str], Node] = field(default_factory=dict)
 
     @property
     def depth(self) -> int:
-        """Rows above and including this one."""
-        return 1 + max((one.depth for one in self.inner.values()), default=0)
+        return 1 + max((one.depth for one in self.children.values()), default=0)
 
 
-def tree(flame: Flame) -> Node:
-    """Stacks with a common beginning merged."""
+def build_tree(flame: Flame) -> Node:
+    """Merge stacks with a common beginning."""
     root = Node(ROOT)
     for stack, weight in flame.samples:
         node = root
         node.seconds += weight
         for frame in stack:
-            node = node.inner.setdefault((frame.name, frame.file), Node(frame))
+            node = node.children.setdefault((frame.name, frame.file), Node(frame))
             node.seconds += weight
     return root
 
 
-def svg(flame: Flame, title: str) -> str:
-    """The picture."""
-    root = tree(flame)
+def render_svg(flame: Flame, title: str) -> str:
+    """Return an SVG that also works inside HTML: no `<` or `&` in its script, and styles begin with `.flame`."""
+    root = build_tree(flame)
     whole = root.seconds or 1.0
-    rows = [one for one in _placed(root, 0.0, 0) if one[0].seconds / whole >= THINNEST or one[2] == 0]
+    rows = [one for one in _layout(root, 0.0, 0) if one[0].seconds / whole >= MIN_SHARE or one[2] == 0]
     depth = 1 + max(level for _, _, level in rows)
     height = TOP + depth * ROW + BOTTOM
     script = SCRIPT.replace("SPAN", str(WIDTH - 2 * MARGIN)).replace("MARGIN", str(MARGIN))
@@ -341,25 +343,25 @@ def svg(flame: Flame, title: str) -> str:
             f'height="{height}" role="img" aria-label="{escape(title)}">',
             f"<style>{STYLE}</style>",
             f'<text class="head" x="{MARGIN}" y="22">{escape(title)}</text>',
-            *_legend({node.frame.room for node, _, level in rows if level}),
-            *(_box(node, left, level, whole, height) for node, left, level in rows),
+            *_legend({node.frame.category for node, _, level in rows if level}),
+            *(_frame_svg(node, left, level, whole, height) for node, left, level in rows),
             f'<text class="note" x="{MARGIN}" y="{height - 8}">{len(flame.samples):,} samples, {whole:.2f} s · '
             "hover for a frame in full, click to zoom, click the lowest bar to zoom out</text>",
-            f"<script>{script.replace('LETTER', str(LETTER))}</script>",
+            f"<script>{script.replace('LETTER', str(LETTER_WIDTH))}</script>",
             "</svg>\n",
         ]
     )
 
 
-def _placed(node: Node, left: float, level: int) -> Iterator[tuple[Node, float, int]]:
-    """(node, seconds to its left, row) of all, callees by name so that the same code looks the same in two graphs."""
+def _layout(node: Node, left: float, level: int) -> Iterator[tuple[Node, float, int]]:
+    """Yield (node, seconds to its left, row), callees by name so that the same code looks the same in two graphs."""
     yield node, left, level
-    for one in sorted(node.inner.values(), key=lambda n: (n.frame.name, n.frame.file)):
-        yield from _placed(one, left, level + 1)
+    for one in sorted(node.children.values(), key=lambda n: (n.frame.name, n.frame.file)):
+        yield from _layout(one, left, level + 1)
         left += one.seconds
 
 
-def _box(node: Node, left: float, level: int, whole: float, height: int) -> str:
+def _frame_svg(node: Node, left: float, level: int, whole: float, height: int) -> str:
     span = WIDTH - 2 * MARGIN
     x, wide = MARGIN + span * left / whole, span * node.seconds / whole
     y = height - BOTTOM - (level + 1) * ROW
@@ -370,24 +372,25 @@ def _box(node: Node, left: float, level: int, whole: float, height: int) -> str:
         f'<g class="frame" data-x="{left / whole:.6f}" data-w="{node.seconds / whole:.6f}" data-d="{level}" '
         f'data-n="{escape(frame.name)}"><title>{escape(title)}</title>'
         f'<rect x="{x:.2f}" y="{y}" width="{max(0.3, wide - 0.5):.2f}" height="{ROW - 1}" rx="2" '
-        f'fill="{_colour(frame)}"/><text x="{x + 4:.2f}" y="{y + 12}">{escape(_fitted(frame.name, wide))}</text></g>'
+        f'fill="{_frame_colour(frame)}"/><text x="{x + 4:.2f}" y="{y + 12}">'
+        f"{escape(_truncate(frame.name, wide))}</text></g>"
     )
 
 
-def _fitted(name: str, wide: float) -> str:
-    letters = int((wide - 8) / LETTER)
+def _truncate(name: str, wide: float) -> str:
+    letters = int((wide - 8) / LETTER_WIDTH)
     return name if len(name) <= letters else name[: letters - 1] + "…" if letters > 2 else ""
 
 
-def _colour(frame: Frame) -> str:
-    _, hue, saturation, lightness = ROOMS.get(frame.room, ROOMS["other"])
+def _frame_colour(frame: Frame) -> str:
+    _, hue, saturation, lightness = CATEGORIES.get(frame.category, CATEGORIES["other"])
     shade = zlib.crc32(frame.name.encode()) % 9 - 4  # the same in every run
     return f"hsl({hue + shade * (saturation > 0)} {saturation}% {lightness + shade}%)"
 
 
-def _legend(rooms: set[str]) -> Iterator[str]:
+def _legend(categories: set[str]) -> Iterator[str]:
     x = float(MARGIN)
-    for words, hue, saturation, lightness in (look for room, look in ROOMS.items() if room in rooms):
+    for words, hue, saturation, lightness in (look for category, look in CATEGORIES.items() if category in categories):
         yield f'<rect x="{x:.0f}" y="34" width="12" height="12" rx="2" fill="hsl({hue} {saturation}% {lightness}%)"/>'
         yield f'<text class="note" x="{x + 17:.0f}" y="44">{words}</text>'
         x += 17 + 6.6 * len(words) + 16

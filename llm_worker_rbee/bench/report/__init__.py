@@ -1,6 +1,6 @@
-"""One HTML page from saved runs: what was measured, where, how it compares, how it went over time.
+"""One HTML page from saved runs: what was measured, where, how it compares, how it changed over time.
 
-Of each subject (history.py) the latest run is shown in full, the earlier ones as its history.
+Of each group of runs the latest is shown in full, the earlier ones as its history.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from ..baseline import commit_name, model_name
 from ..format import digits, percent
 from ..results import Result, Run
 from . import result_names
-from .charts import Plots
-from .history import TITLES, Given, Subject, comparison, history, moment, subjects
+from .charts import ChartRenderer
+from .history import TITLES, RunFile, RunGroup, commit_time, compare_section, group_runs, history_section
 from .html import Html, Section, Table, Tile, facts, folded, heading, joined, notice, page, soft, table, tiles
-from .sections import OURS, interval, readable, show
+from .sections import OWN_NAME, format_interval, format_value, render_run
 
-Steps = Callable[[str, float, float], None]
-LONGEST_VALUE = 400  # characters of a setting
+Progress = Callable[[str, float, float], None]
+MAX_SETTING_CHARACTERS = 400
 
 
-def write(given: Sequence[Given], title: str | None, steps: Steps) -> str:
-    """The page."""
-    steps("preparing to draw", 0, 1)
-    plots, found = Plots(), subjects(given)
-    sections = [_summary(found)]
-    for number, subject in enumerate(found):
-        steps(subject.title, number, len(found))
-        sections.append(Section(subject.title, _body(subject, plots)))
-    sections += _across(found)
-    runs = [one.run for one in sorted(given, key=lambda one: moment(one.run))]
-    kinds = list(dict.fromkeys(TITLES.get(subject.latest.kind, subject.latest.kind) for subject in found))
+def render(files: Sequence[RunFile], title: str | None, progress: Progress) -> str:
+    """Return the page."""
+    progress("preparing to draw", 0, 1)
+    renderer, groups = ChartRenderer(), group_runs(files)
+    sections = [_summary(groups)]
+    for index, group in enumerate(groups):
+        progress(group.title, index, len(groups))
+        sections.append(Section(group.title, _group_body(group, renderer)))
+    sections += _compare_across(groups)
+    runs = [one.run for one in sorted(files, key=lambda one: commit_time(one.run))]
+    kinds = list(dict.fromkeys(TITLES.get(group.latest.kind, group.latest.kind) for group in groups))
     measured = ", ".join(kinds) if len(kinds) < 4 else "benchmarks"
     version = runs[-1].versions.get("llm-worker-rbee", "")
     footer = f"Made by llm-worker-rbee {version} bench report. Intervals of estimates hold 95%, those of changes 99%."
@@ -54,16 +54,16 @@ def _subtitle(runs: Sequence[Run]) -> str:
     return " · ".join(filter(None, parts))
 
 
-def _summary(found: Sequence[Subject]) -> Section:
-    """Key figures of all subjects, the machine, and the list of runs."""
+def _summary(groups: Sequence[RunGroup]) -> Section:
+    """Key cells of all subjects, the machine, and the list of runs."""
     parts: list[object] = []
-    for subject in found:
-        parts += [heading(subject.title)] if len(found) > 1 else []
-        parts.append(tiles(key_figures(subject.latest)))
-    machines = {str(s.latest.machine.get("fingerprint")): s.latest.machine for s in found}
-    parts += [heading("Machine" if len(machines) == 1 else "Machines"), *map(_machine, machines.values())]
+    for group in groups:
+        parts += [heading(group.title)] if len(groups) > 1 else []
+        parts.append(tiles(key_tiles(group.latest)))
+    machines = {str(s.latest.machine.get("fingerprint")): s.latest.machine for s in groups}
+    parts += [heading("Machine" if len(machines) == 1 else "Machines"), *map(_machine_facts, machines.values())]
     head = ["file", "kind", "model", "taken (UTC)", "commit", "results", "took", "complete"]
-    rows = [_row(one) for subject in found for one in subject.given]
+    rows = [_run_row(one) for group in groups for one in group.files]
     if not any(row[2] for row in rows):
         head, rows = head[:2] + head[3:], [row[:2] + row[3:] for row in rows]
     numbers = [head.index(name) for name in ("results", "took")]
@@ -71,64 +71,70 @@ def _summary(found: Sequence[Subject]) -> Section:
     return Section("Summary", joined([*parts, heading("Runs"), runs]))
 
 
-def _row(given: Given) -> list[object]:
-    run = given.run
+def _run_row(file: RunFile) -> list[object]:
+    run = file.run
     taken = run.created.replace("T", " ")[:16]
-    figures = [str(len(run.results)), readable(run.elapsed_s, "s"), "yes" if run.complete else "no: broken off"]
-    return [given.name, run.kind, model_name(run), taken, commit_name(run), *figures]
+    cells = [str(len(run.results)), format_value(run.elapsed_s, "s"), "yes" if run.complete else "no: broken off"]
+    return [file.name, run.kind, model_name(run), taken, commit_name(run), *cells]
 
 
-def _machine(machine: Mapping[str, Any]) -> Html:
+def _machine_facts(machine: Mapping[str, Any]) -> Html:
     known = {
         "processor": machine.get("cpu"), "cores": machine.get("cores"), "cores' worth of time": machine.get("quota"),
         "memory": None if machine.get("memory_gib") is None else f"{machine['memory_gib']} GiB",
-        "instruction sets": _listed(machine.get("features")), "GPU": _listed(machine.get("gpus")),
+        "instruction sets": _join_list(machine.get("features")), "GPU": _join_list(machine.get("gpus")),
         "system": machine.get("system"),
     }  # fmt: skip
     return facts({key: value for key, value in known.items() if value not in (None, "")})
 
 
-def _listed(value: Any) -> str:
+def _join_list(value: Any) -> str:
     return ", ".join(map(str, value)) if isinstance(value, list) else ""
 
 
-def _body(subject: Subject, plots: Plots) -> Html:
-    run = subject.latest
-    told = [model_name(run), commit_name(run), f"{run.created.replace('T', ' ')[:16]} UTC", subject.given[-1].name]
-    parts = [soft(" · ".join(filter(None, told)))]
+def _group_body(group: RunGroup, renderer: ChartRenderer) -> Html:
+    run = group.latest
+    origin = [model_name(run), commit_name(run), f"{run.created.replace('T', ' ')[:16]} UTC", group.files[-1].name]
+    parts = [soft(" · ".join(filter(None, origin)))]
     if not run.complete:
         parts.append(notice("This run was broken off: it holds what was measured until then."))
-    if len(subject.given) > 1:
-        parts.append(comparison(subject.given[0], subject.given[-1]))
-    parts += [show(run, plots), history(subject, plots), folded("Settings and versions", _raw(run))]
+    if len(group.files) > 1:
+        parts.append(compare_section(group.files[0], group.files[-1]))
+    parts += [
+        render_run(run, renderer),
+        history_section(group, renderer),
+        folded("Settings and versions", _raw_settings(run)),
+    ]
     return joined([part for part in parts if part])
 
 
-def _raw(run: Run) -> Html:
+def _raw_settings(run: Run) -> Html:
     groups = {"setting": run.settings, "version": run.versions, "model": run.model or {}, "machine": run.machine}
-    found = {f"{group}: {key}": _plain(value) for group, values in groups.items() for key, value in values.items()}
+    found = {
+        f"{group}: {key}": _setting_text(value) for group, values in groups.items() for key, value in values.items()
+    }
     return facts({"commit": (run.commit or {}).get("id") or "-", **found})
 
 
-def _plain(value: Any) -> str:
+def _setting_text(value: Any) -> str:
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= LONGEST_VALUE else text[:LONGEST_VALUE] + "…"
+    return text if len(text) <= MAX_SETTING_CHARACTERS else text[:MAX_SETTING_CHARACTERS] + "…"
 
 
-def _across(found: Sequence[Subject]) -> list[Section]:
-    """Two runs of one kind that differ in model or machine are compared too: the reader gave both."""
+def _compare_across(groups: Sequence[RunGroup]) -> list[Section]:
+    """Compare two runs of one kind that differ in model or machine."""
     made = []
-    for kind in dict.fromkeys(subject.latest.kind for subject in found):
-        alike = [subject for subject in found if subject.latest.kind == kind]
-        if len(alike) == 2 and all(len(subject.given) == 1 for subject in alike):
-            body = comparison(alike[0].given[0], alike[1].given[0])
+    for kind in dict.fromkeys(group.latest.kind for group in groups):
+        alike = [group for group in groups if group.latest.kind == kind]
+        if len(alike) == 2 and all(len(group.files) == 1 for group in alike):
+            body = compare_section(alike[0].files[0], alike[1].files[0])
             made.append(Section(f"{TITLES.get(kind, kind)} compared", body))
     return made
 
 
-MOST = 4
-# Of each kind, the names to look for, in this order; each takes the first that is there.
-KEYS: dict[str, Sequence[str]] = {
+MAX_PEER_TILES = 8
+# Of each kind, the names to look for, in this order; the first match of each is shown.
+KEY_RESULTS: dict[str, Sequence[str]] = {
     "e2e": (r"pp\d+.*", r"tg\d+.*", r"ttft.*", r"peak_memory.*"),
     "load": (r"total/cold", r"total/warm", r"import", r"memory/peak"),
     "serving": (r"request_throughput", r"output_throughput", r"ttft/median", r"errors"),
@@ -137,30 +143,24 @@ KEYS: dict[str, Sequence[str]] = {
 }
 
 
-def key_figures(run: Run) -> list[Tile]:
-    """At most a handful of tiles."""
-    found = [_tile(r) for pattern in KEYS.get(run.kind, ()) for r in _first(run, pattern)]
-    found += {"micro": _micro, "experiments": _experiments, "peers": _peers, "profile": _profile}.get(run.kind, _none)(
-        run
-    )
+def key_tiles(run: Run) -> list[Tile]:
+    """Return the few numbers of a run that come first."""
+    found = [_result_tile(r) for pattern in KEY_RESULTS.get(run.kind, ()) for r in _first_match(run, pattern)]
+    found += TILES[run.kind](run) if run.kind in TILES else []
     return found or [Tile("results", str(len(run.results)))]
 
 
-def _first(run: Run, pattern: str) -> list[Result]:
+def _first_match(run: Run, pattern: str) -> list[Result]:
     return [r for r in run.results if re.fullmatch(pattern, r.name)][:1]
 
 
-def _tile(result: Result) -> Tile:
+def _result_tile(result: Result) -> Tile:
     share = result_names.number(result, "percent_of_limit")
-    more = [interval(result), "" if share is None else f"{percent(share)} of the limit"]
-    return Tile(result.name, readable(result.estimate, result.unit), " · ".join(filter(None, more)))
+    more = [format_interval(result), "" if share is None else f"{percent(share)} of the limit"]
+    return Tile(result.name, format_value(result.estimate, result.unit), " · ".join(filter(None, more)))
 
 
-def _none(run: Run) -> list[Tile]:
-    return []
-
-
-def _micro(run: Run) -> list[Tile]:
+def _micro_tiles(run: Run) -> list[Tile]:
     known = [(p, r) for r in run.results if (p := result_names.number(r, "percent_of_limit")) is not None]
     made = [
         Tile(
@@ -176,15 +176,15 @@ def _micro(run: Run) -> list[Tile]:
         made.append(Tile("furthest from it", percent(worst[0]), worst[1].name))
     limits = run.details.get("limits")
     if isinstance(limits, dict) and type(limits.get("operations_per_second")) in (int, float):
-        made.append(Tile("arithmetic", readable(limits["operations_per_second"], "FLOP/s"), "measured ceiling"))
+        made.append(Tile("arithmetic", format_value(limits["operations_per_second"], "FLOP/s"), "measured ceiling"))
         ladder = limits.get("bandwidth")
         last = ladder[-1] if isinstance(ladder, list) and ladder else None
         if isinstance(last, dict) and type(last.get("bytes_per_second")) in (int, float):
-            made.append(Tile("memory bandwidth", readable(last["bytes_per_second"], "B/s"), "measured ceiling"))
+            made.append(Tile("memory bandwidth", format_value(last["bytes_per_second"], "B/s"), "measured ceiling"))
     return made
 
 
-def _experiments(run: Run) -> list[Tile]:
+def _experiment_tiles(run: Run) -> list[Tile]:
     found = run.details.get("verdicts")
     verdicts = (
         Counter(str(one.get("verdict")) for one in found if isinstance(one, dict)) if isinstance(found, list) else {}
@@ -192,24 +192,24 @@ def _experiments(run: Run) -> list[Tile]:
     return [Tile("claims", str(count), verdict) for verdict, count in verdicts.items()]
 
 
-def _peers(run: Run) -> list[Tile]:
-    """How ours stands to each peer, test by test."""
+def _peer_tiles(run: Run) -> list[Tile]:
+    """Show the ratio to each peer, test by test."""
     by_test: dict[str, dict[str, Result]] = {}
     for r in run.results:
         test, _, peer = r.name.partition("/")
-        by_test.setdefault(test, {})[peer or OURS] = r
+        by_test.setdefault(test, {})[peer or OWN_NAME] = r
     made = []
     for test, peers in by_test.items():
-        ours = peers.get(OURS)
+        ours = peers.get(OWN_NAME)
         for peer, r in peers.items():
-            if ours is not None and peer != OURS and result_names.measurable(r):
-                values = f"{readable(ours.estimate, ours.unit)} against {readable(r.estimate, r.unit)}"
+            if ours is not None and peer != OWN_NAME and result_names.is_positive(r):
+                values = f"{format_value(ours.estimate, ours.unit)} against {format_value(r.estimate, r.unit)}"
                 made.append(Tile(f"{test}: ours / {peer}", f"{digits(ours.estimate / r.estimate)}×", values))
-    return made[: 2 * MOST]
+    return made[:MAX_PEER_TILES]
 
 
-def _profile(run: Run) -> list[Tile]:
-    """The largest part of each phase."""
+def _profile_tiles(run: Run) -> list[Tile]:
+    """Show the largest component of each phase."""
     made = {}
     for r in sorted(run.results, key=lambda r: result_names.number(r, "share") or 0.0):
         share = result_names.number(r, "share")
@@ -218,3 +218,6 @@ def _profile(run: Run) -> list[Tile]:
                 f"largest part of {result_names.family(r.name)}", r.name.split("/")[-1], f"{share:.1%}"
             )
     return list(made.values())
+
+
+TILES = {"micro": _micro_tiles, "experiments": _experiment_tiles, "peers": _peer_tiles, "profile": _profile_tiles}

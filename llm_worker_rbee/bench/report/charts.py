@@ -1,6 +1,8 @@
-"""The pictures of a report: distributions, values against length or category, roofline, shares, history.
+"""Charts of a report as inline SVG: distributions, values against length or category, roofline, latencies, history.
 
-Each function gives one SVG; small ones are made to stand side by side, and to be read on a phone.
+The only module that imports matplotlib (the extra `bench`). Colours are placeholders that become variables of the
+page's style sheet, so that one chart serves light and dark pages. Text stays text. A group whose id starts with TIP
+gets a `<title>`, shown on hovering.
 """
 
 from __future__ import annotations
@@ -19,13 +21,106 @@ from numpy.typing import NDArray
 from ...errors import MissingDependencyError
 from ..format import digits, quantity, scale
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes as Axes
+    from matplotlib.axis import Axis as Axis
+    from matplotlib.figure import Figure as Figure
+
+INK, MUTED, GRID, BAD, PAPER = "#010101", "#020202", "#030303", "#040404", "#050505"
+SERIES = tuple(f"#0601{i:02x}" for i in range(8))
+VARIABLES = {INK: "ink", MUTED: "muted", GRID: "grid", BAD: "bad", PAPER: "card"} | {
+    colour: f"s{i}" for i, colour in enumerate(SERIES)
+}
+UNIT_SYMBOLS, MAX_UNIT_CHARACTERS = {"us": "µs"}, 10
+MIN_LOG_DECADES = 0.7  # a narrower logarithmic axis has too few round values
+TIP = "tip-"
+STYLE = {
+    "svg.fonttype": "none", "text.parse_math": False, "font.size": 9.5, "axes.titlesize": 10.5,
+    "axes.titleweight": "bold", "axes.titlelocation": "left", "axes.edgecolor": GRID, "axes.labelcolor": MUTED,
+    "axes.titlecolor": INK, "axes.grid": True, "axes.axisbelow": True, "axes.spines.top": False,
+    "axes.spines.right": False, "axes.facecolor": "none", "figure.facecolor": "none", "grid.color": GRID,
+    "grid.linewidth": 0.6,
+    "xtick.color": GRID, "ytick.color": GRID, "xtick.labelcolor": MUTED, "ytick.labelcolor": INK, "text.color": INK,
+    "xtick.minor.visible": False, "legend.frameon": False, "legend.fontsize": 8.5, "legend.labelcolor": INK,
+    "lines.linewidth": 1.4, "path.simplify": True,
+}  # fmt: skip
+
+
+@dataclass(slots=True)
+class ChartRenderer:
+    """Renders the charts of one page; they are numbered, so that their inner ids differ."""
+
+    count: int = 0
+    _tooltips: list[str] = field(default_factory=list)
+    _matplotlib: Any = field(default_factory=lambda: _import_matplotlib())
+
+    def render(self, size: tuple[float, float], paint: Callable[[Figure], None]) -> str:
+        """Return a figure as SVG."""
+        self.count += 1
+        self._tooltips.clear()
+        with self._matplotlib.rc_context({**STYLE, "svg.hashsalt": f"plot {self.count}"}):
+            figure = self._matplotlib.figure.Figure(size, layout="constrained")
+            paint(figure)
+            file = io.StringIO()
+            no_metadata = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+            figure.savefig(file, format="svg", metadata=no_metadata)
+        return self._clean_svg(file.getvalue())
+
+    def tooltip(self, text: str) -> str:
+        """Return the id of a group that shows this text."""
+        self._tooltips.append(text)
+        return f"{TIP}{len(self._tooltips) - 1}"
+
+    def _clean_svg(self, svg: str) -> str:
+        svg = svg[svg.index("<svg") :]
+        svg = re.sub(r"<defs>\s*<style.*?</style>\s*</defs>", "", svg, count=1, flags=re.S)
+        svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.S)
+        svg = re.sub(r'<svg [^>]*?(viewBox="[^"]*")[^>]*>', r'<svg \1 aria-hidden="true">', svg, count=1)
+        svg = re.sub(rf'<g id="{TIP}(\d+)">', lambda m: f"<g><title>{escape(self._tooltips[int(m[1])])}</title>", svg)
+        svg = re.sub(r'<g id="[^"]*"', "<g", svg)
+        svg = re.sub(r"(font: [\d.]+px|font: bold [\d.]+px) [^;\"]*", r"\1 sans-serif", svg)
+        svg = re.sub(r": (#[0-9a-f]{6})", lambda m: f": var(--{VARIABLES[m[1]]})" if m[1] in VARIABLES else m[0], svg)
+        return re.sub(r"\s*\n\s*", " ", svg)
+
+    def log_ticks(self, axis: Axis, ends: tuple[float, float], unit: str) -> None:
+        """Set few ticks on a logarithmic axis, with prefixed units."""
+        ticker = self._matplotlib.ticker
+        decades = math.log10(max(ends[1], 1e-300) / max(ends[0], 1e-300))
+        many = ticker.LogLocator(subs=(1, 2, 5) if decades < 1.4 else (1,), numticks=6)
+        axis.set_major_locator(many if decades > MIN_LOG_DECADES else ticker.MaxNLocator(4, steps=[1, 2, 5, 10]))
+        axis.set_minor_locator(ticker.NullLocator())
+        axis.set_major_formatter(lambda value, _: format_tick(value, unit))
+
+    def even_ticks(self, axis: Axis, max_count: int) -> None:
+        """Set ticks at round values."""
+        axis.set_major_locator(self._matplotlib.ticker.MaxNLocator(max_count, steps=[1, 2, 5, 10]))
+
+
+def format_tick(value: float, unit: str) -> str:
+    """Format a value on an axis, as short as possible."""
+    size, name = scale(value * (1 + 1e-9), unit)
+    return f"{value / size:,.3g} {UNIT_SYMBOLS.get(name, name)[:MAX_UNIT_CHARACTERS]}".rstrip()
+
+
+def _import_matplotlib() -> Any:
+    try:
+        import matplotlib
+        import matplotlib.figure
+        import matplotlib.ticker
+    except ImportError:
+        raise MissingDependencyError(
+            "charts need matplotlib, which is not installed: pip install 'llm-worker-rbee[bench]'"
+        ) from None
+    return matplotlib
+
+
 Floats = NDArray[np.float64]
 MARKERS = "osD^vPX*"
-SMALL, WIDE = 4.7, 9.6  # inches across
+SMALL_WIDTH, LARGE_WIDTH = 4.7, 9.6  # inches
 
 
-class Sampled(NamedTuple):
-    """One row of a plot of distributions."""
+class Distribution(NamedTuple):
+    """One row of a chart of distributions."""
 
     label: str
     samples: Sequence[float]
@@ -35,15 +130,15 @@ class Sampled(NamedTuple):
 
 
 class Line(NamedTuple):
-    """Points joined by a line: (x, value, low, high)."""
+    """A line through points (x, value, low, high)."""
 
     label: str
     points: Sequence[tuple[float, float, float, float]]
-    limit: Sequence[tuple[float, float]] = ()  # the ceiling, drawn dashed
+    limit: Sequence[tuple[float, float]] = ()  # the limit of the machine, drawn dashed
 
 
 class Dot(NamedTuple):
-    """A benchmark on the roofline: operations a byte, operations a second."""
+    """A benchmark on the roofline: operations per byte, operations per second."""
 
     label: str
     group: str
@@ -51,39 +146,48 @@ class Dot(NamedTuple):
     rate: float
 
 
-def distributions(plots: Plots, title: str, rows: Sequence[Sampled]) -> str:
-    """Each row's samples as a curve of density around its estimate; outliers as dots, far ones at the edge."""
-    reach = max((_reach(row) for row in rows), default=0.05)
+def draw_distributions(renderer: ChartRenderer, title: str, rows: Sequence[Distribution]) -> str:
+    """Draw each row's samples as a density around its estimate; outliers as dots, far ones at the edge."""
+    reach = max((_axis_reach(row) for row in rows), default=0.05)
 
     def paint(figure: Figure) -> None:
         axes = figure.add_subplot()
         for place, row in enumerate(rows):
-            _distribution(plots, axes, place, row, reach)
-        axes.set(xlim=(-reach, reach * 1.04), ylim=(len(rows) - 0.4, -0.75), title=_short(title, 44))
-        axes.set_yticks(range(len(rows)), [_short(row.label) for row in rows])
+            _draw_distribution(renderer, axes, place, row, reach)
+        axes.set(xlim=(-reach, reach * 1.04), ylim=(len(rows) - 0.4, -0.75), title=_truncate(title, 44))
+        axes.set_yticks(range(len(rows)), [_truncate(row.label) for row in rows])
         axes.set_xlabel("difference from the estimate")
         axes.xaxis.set_major_formatter(lambda x, _: f"{x:+.{0 if reach > 0.03 else 1}%}" if abs(x) > 1e-9 else "0")
-        plots.even_ticks(axes.xaxis, 5)
+        renderer.even_ticks(axes.xaxis, 5)
         axes.tick_params(length=0)
         axes.grid(axis="y", visible=False)
 
-    return plots.draw((SMALL, 0.75 + 0.29 * len(rows)), paint)
+    return renderer.render((SMALL_WIDTH, 0.75 + 0.29 * len(rows)), paint)
 
 
-def _distribution(plots: Plots, axes: Axes, place: int, row: Sampled, reach: float) -> None:
+def _draw_distribution(renderer: ChartRenderer, axes: Axes, place: int, row: Distribution, reach: float) -> None:
     values = np.asarray(row.samples) / row.estimate - 1
-    wild = _wild(values)
-    calm = values[~wild]
-    tip = f"{row.label}: {len(values)} samples, {int(wild.sum())} outliers"
-    if len(calm) >= 12 and np.ptp(calm) > 0:
-        x, height = _density(calm, reach)
-        axes.fill_between(x, place - 0.6 * height, place, color=SERIES[0], alpha=0.55, linewidth=0, gid=plots.tip(tip))
+    outlier = _is_outlier(values)
+    regular = values[~outlier]
+    tip = f"{row.label}: {len(values)} samples, {int(outlier.sum())} outliers"
+    if len(regular) >= 12 and np.ptp(regular) > 0:
+        x, height = _density(regular, reach)
+        axes.fill_between(
+            x, place - 0.6 * height, place, color=SERIES[0], alpha=0.55, linewidth=0, gid=renderer.tooltip(tip)
+        )
     else:
         axes.plot(
-            calm, np.full(len(calm), place - 0.2), "o", ms=3, alpha=0.7, color=SERIES[0], mew=0, gid=plots.tip(tip)
+            regular,
+            np.full(len(regular), place - 0.2),
+            "o",
+            ms=3,
+            alpha=0.7,
+            color=SERIES[0],
+            mew=0,
+            gid=renderer.tooltip(tip),
         )
-    far = np.clip(values[wild], -reach, reach)
-    for marker, which in (("o", abs(values[wild]) < reach), (">", abs(values[wild]) >= reach)):
+    far = np.clip(values[outlier], -reach, reach)
+    for marker, which in (("o", abs(values[outlier]) < reach), (">", abs(values[outlier]) >= reach)):
         if which.any():
             axes.plot(far[which], np.full(int(which.sum()), place - 0.2), marker, ms=2.8, alpha=0.8, color=BAD, mew=0)
     low, high = (np.clip(value / row.estimate - 1, -reach, reach) for value in (row.low, row.high))
@@ -91,19 +195,19 @@ def _distribution(plots: Plots, axes: Axes, place: int, row: Sampled, reach: flo
     axes.plot([0], [place + 0.12], "|", color=INK, ms=6, mew=1.2)
 
 
-def lines(plots: Plots, title: str, lines: Sequence[Line], unit: str, across: str) -> str:
-    """Values against a length, both on logarithmic axes, with intervals and ceilings."""
+def draw_lines(renderer: ChartRenderer, title: str, lines: Sequence[Line], unit: str, across: str) -> str:
+    """Draw values against a length, both on logarithmic axes, with intervals and limits."""
     places = sorted({point[0] for line in lines for point in line.points})
 
     def paint(figure: Figure) -> None:
         axes = figure.add_subplot()
         for i, line in enumerate(lines):
-            _line(plots, axes, line, i, unit)
+            _draw_line(renderer, axes, line, i, unit)
         axes.set_xscale("symlog", linthresh=1) if places[0] <= 0 else axes.set_xscale("log")
         axes.set_yscale("log")
-        axes.set(title=_short(title, 44), xlabel=across)
-        axes.set_xticks(_thin(places), [f"{x:,g}" for x in _thin(places)])
-        plots.log_ticks(axes.yaxis, axes.get_ylim(), unit)
+        axes.set(title=_truncate(title, 44), xlabel=across)
+        axes.set_xticks(_pick_evenly(places), [f"{x:,g}" for x in _pick_evenly(places)])
+        renderer.log_ticks(axes.yaxis, axes.get_ylim(), unit)
         axes.minorticks_off()
         if len(lines) > 1:
             figure.legend(loc="outside lower center", ncols=3, handlelength=1.6)
@@ -111,22 +215,22 @@ def lines(plots: Plots, title: str, lines: Sequence[Line], unit: str, across: st
             axes.legend(loc="best", handlelength=1.6)
         axes.margins(0.06, 0.12)
 
-    return plots.draw((SMALL, 2.9 + 0.18 * -(-len(lines) // 3) * (len(lines) > 1)), paint)
+    return renderer.render((SMALL_WIDTH, 2.9 + 0.18 * -(-len(lines) // 3) * (len(lines) > 1)), paint)
 
 
-def _line(plots: Plots, axes: Axes, line: Line, i: int, unit: str) -> None:
+def _draw_line(renderer: ChartRenderer, axes: Axes, line: Line, i: int, unit: str) -> None:
     colour = SERIES[i % len(SERIES)]
     x, value, low, high = np.array(sorted(line.points)).T
     tip = f"{line.label}: " + ", ".join(f"{a:g}: {quantity(v, unit)}" for a, v in zip(x, value, strict=True))
     axes.fill_between(x, low, high, color=colour, alpha=0.2, linewidth=0)
-    axes.plot(x, value, label=_short(line.label), gid=plots.tip(tip), **_look(i))
+    axes.plot(x, value, label=_truncate(line.label), gid=renderer.tooltip(tip), **_marker_style(i))
     if line.limit:
         label = "limit of the machine" if i == 0 else None
         axes.plot(*zip(*sorted(line.limit), strict=True), color=MUTED, ls=(0, (4, 3)), lw=1, label=label)
 
 
-def dots(plots: Plots, title: str, rows: Sequence[str], lines: Sequence[Line], unit: str) -> str:
-    """One row a category, a dot with its interval for each series; the x of a line's points is the row."""
+def draw_dots(renderer: ChartRenderer, title: str, rows: Sequence[str], lines: Sequence[Line], unit: str) -> str:
+    """Draw one row a category, a dot with its interval for each series; the x of a line's points is the row."""
 
     def paint(figure: Figure) -> None:
         axes = figure.add_subplot()
@@ -135,61 +239,63 @@ def dots(plots: Plots, title: str, rows: Sequence[str], lines: Sequence[Line], u
             row, value, low, high = np.array(line.points).T
             axes.hlines(row, low, high, color=colour, linewidth=2.4, alpha=0.5)
             for y, x in zip(row, value, strict=True):
-                tip = plots.tip(f"{rows[int(y)]} {line.label}: {quantity(x, unit)}")
-                axes.plot([x], [y], gid=tip, **_look(i))
-            axes.plot([], [], ls="", label=_short(line.label), **_look(i))
+                tip = renderer.tooltip(f"{rows[int(y)]} {line.label}: {quantity(x, unit)}")
+                axes.plot([x], [y], gid=tip, **_marker_style(i))
+            axes.plot([], [], ls="", label=_truncate(line.label), **_marker_style(i))
         axes.set_xscale("log")
-        axes.set(title=_short(title, 44), ylim=(len(rows) - 0.5, -0.5))
-        axes.set_yticks(range(len(rows)), [_short(row) for row in rows])
-        plots.log_ticks(axes.xaxis, axes.get_xlim(), unit)
+        axes.set(title=_truncate(title, 44), ylim=(len(rows) - 0.5, -0.5))
+        axes.set_yticks(range(len(rows)), [_truncate(row) for row in rows])
+        renderer.log_ticks(axes.xaxis, axes.get_xlim(), unit)
         axes.tick_params(length=0)
         if len(lines) > 1:
             figure.legend(loc="outside lower center", ncols=min(4, len(lines)), handletextpad=0.2)
 
-    return plots.draw((SMALL, 0.8 + 0.22 * len(rows) + 0.25 * (len(lines) > 1)), paint)
+    return renderer.render((SMALL_WIDTH, 0.8 + 0.22 * len(rows) + 0.25 * (len(lines) > 1)), paint)
 
 
-def shares(plots: Plots, title: str, lines: Sequence[Line], unit: str) -> str:
-    """How many percent of the values lie below: a step for each line of sorted values."""
+def draw_cumulative(renderer: ChartRenderer, title: str, lines: Sequence[Line], unit: str) -> str:
+    """Draw the cumulative distribution of sorted values."""
 
     def paint(figure: Figure) -> None:
         axes = figure.add_subplot()
         for i, line in enumerate(lines):
             x, part = np.array(line.points)[:, :2].T
-            axes.plot(x, part, drawstyle="steps-post", color=SERIES[i % len(SERIES)], label=_short(line.label))
-        axes.set(title=_short(title, 44), ylim=(0, 1.02))
+            axes.plot(x, part, drawstyle="steps-post", color=SERIES[i % len(SERIES)], label=_truncate(line.label))
+        axes.set(title=_truncate(title, 44), ylim=(0, 1.02))
         axes.set_xscale("log")
-        plots.log_ticks(axes.xaxis, axes.get_xlim(), unit)
+        renderer.log_ticks(axes.xaxis, axes.get_xlim(), unit)
         axes.yaxis.set_major_formatter(lambda y, _: f"{y:.0%}")
         axes.axhline(0.95, color=MUTED, lw=0.8, ls=(0, (2, 3)))
         axes.legend(loc="best", handlelength=1.4) if len(lines) > 1 else None
 
-    return plots.draw((SMALL, 2.7), paint)
+    return renderer.render((SMALL_WIDTH, 2.7), paint)
 
 
-def roofline(plots: Plots, dots: Sequence[Dot], roof: float, slopes: Sequence[tuple[str, float]]) -> str:
-    """Operations a second against operations a byte, under the measured ceilings."""
+def draw_roofline(
+    renderer: ChartRenderer, dots: Sequence[Dot], roof: float, slopes: Sequence[tuple[str, float]]
+) -> str:
+    """Draw operations per second against operations per byte, under the measured limits."""
 
     def paint(figure: Figure) -> None:
         axes = figure.add_subplot(xscale="log", yscale="log", xlabel="operations a byte", ylabel="operations a second")
         places, rates = [dot.intensity for dot in dots], [dot.rate for dot in dots]
         axes.set_xlim(min(*places, 0.25) / 2, max(*places, 4 * roof / slopes[0][1]) * 2)
         axes.set_ylim(min(*rates, roof / 100) / 3, max(*rates, roof) * 3)
-        _ceilings(axes, roof, slopes)
+        _draw_limits(axes, roof, slopes)
         for i, group in enumerate(dict.fromkeys(dot.group for dot in dots)):
             for dot in (dot for dot in dots if dot.group == group):
                 tip = f"{dot.label}: {quantity(dot.rate, 'FLOP/s')} at {digits(dot.intensity)} FLOP/B"
-                axes.plot([dot.intensity], [dot.rate], alpha=0.85, gid=plots.tip(tip), **_look(i))
-            axes.plot([], [], ls="", label=_short(group), **_look(i))
-        plots.log_ticks(axes.yaxis, axes.get_ylim(), "FLOP/s")
+                axes.plot([dot.intensity], [dot.rate], alpha=0.85, gid=renderer.tooltip(tip), **_marker_style(i))
+            axes.plot([], [], ls="", label=_truncate(group), **_marker_style(i))
+        renderer.log_ticks(axes.yaxis, axes.get_ylim(), "FLOP/s")
         axes.xaxis.set_major_formatter(lambda x, _: f"{x:,g}")
         axes.minorticks_off()
         figure.legend(loc="outside right upper", handletextpad=0.2)
 
-    return plots.draw((WIDE, 4.4), paint)
+    return renderer.render((LARGE_WIDTH, 4.4), paint)
 
 
-def _ceilings(axes: Axes, roof: float, slopes: Sequence[tuple[str, float]]) -> None:
+def _draw_limits(axes: Axes, roof: float, slopes: Sequence[tuple[str, float]]) -> None:
     (left, right), (bottom, top) = axes.get_xlim(), axes.get_ylim()
     axes.hlines(roof, roof / max(rate for _, rate in slopes), right, color=INK, lw=1.3)
     axes.text(right, roof * 1.12, f"arithmetic {quantity(roof, 'FLOP/s')} ", ha="right", va="bottom", fontsize=8.5)
@@ -205,8 +311,8 @@ def _ceilings(axes: Axes, roof: float, slopes: Sequence[tuple[str, float]]) -> N
         )  # fmt: skip
 
 
-def history(plots: Plots, title: str, names: Sequence[str], lines: Sequence[Line]) -> str:
-    """Estimates over commits, each line as percent of its first value."""
+def draw_history(renderer: ChartRenderer, title: str, names: Sequence[str], lines: Sequence[Line]) -> str:
+    """Draw estimates over commits, each line as percent of its first value."""
 
     def paint(figure: Figure) -> None:
         axes = figure.add_subplot()
@@ -218,149 +324,56 @@ def history(plots: Plots, title: str, names: Sequence[str], lines: Sequence[Line
                 f"{names[int(a)]} {v / first:.1%}" for a, v in zip(x, value, strict=True)
             )
             axes.fill_between(x, low / first, high / first, color=colour, alpha=0.16, linewidth=0)
-            axes.plot(x, value / first, label=_short(line.label), gid=plots.tip(tip), **_look(i))
+            axes.plot(x, value / first, label=_truncate(line.label), gid=renderer.tooltip(tip), **_marker_style(i))
         axes.axhline(1.0, color=MUTED, lw=0.8)
-        axes.set(title=_short(title, 44), ylabel="of the first run")
-        shown = _thin(range(len(names)), 6)
+        axes.set(title=_truncate(title, 44), ylabel="of the first run")
+        shown = _pick_evenly(range(len(names)), 6)
         axes.set_xticks(shown, [names[i] for i in shown], rotation=20 if len(shown) > 3 else 0)
         axes.yaxis.set_major_formatter(lambda y, _: f"{y:.0%}")
         axes.margins(0.08, 0.15)
         if 1 < len(lines) <= len(SERIES):
             figure.legend(loc="outside lower center", ncols=min(3, len(lines)), handlelength=1.4)
 
-    return plots.draw((SMALL, 2.7 + 0.2 * (len(lines) > 3)), paint)
+    return renderer.render((SMALL_WIDTH, 2.7 + 0.2 * (len(lines) > 3)), paint)
 
 
-def _look(i: int) -> dict[str, Any]:
-    """Of the i-th series: each colour comes with its own marker, and with another one the next time."""
+def _marker_style(i: int) -> dict[str, Any]:
+    """Return the style of the i-th series: a colour comes with its own marker, and with another one the next time."""
     turn = i // len(SERIES)
     return {"color": SERIES[i % len(SERIES)], "marker": MARKERS[(i + turn) % len(MARKERS)], "ms": 4.5, "mew": 0}
 
 
-def _short(text: str, most: int = 24) -> str:
-    """A label that leaves room for the plot; matplotlib hides labels that start with an underscore."""
-    text = text if len(text) <= most else text[: most - 1] + "…"
+def _truncate(text: str, max_count: int = 24) -> str:
+    """Shorten a label; matplotlib hides labels that start with an underscore."""
+    text = text if len(text) <= max_count else text[: max_count - 1] + "…"
     return "\u200b" + text if text.startswith("_") else text
 
 
-def _thin(places: Sequence[Any], most: int = 7) -> list[Any]:
-    """At most so many of them, evenly chosen, the first and the last among them."""
-    if len(places) <= most:
+def _pick_evenly(places: Sequence[Any], max_count: int = 7) -> list[Any]:
+    """Return at most so many values, evenly chosen, with the first and the last."""
+    if len(places) <= max_count:
         return list(places)
-    return [places[round(i * (len(places) - 1) / (most - 1))] for i in range(most)]
+    return [places[round(i * (len(places) - 1) / (max_count - 1))] for i in range(max_count)]
 
 
-def _wild(values: Floats) -> NDArray[np.bool_]:
-    """Beyond Tukey's inner fences, as statistics.outliers counts them."""
+def _is_outlier(values: Floats) -> NDArray[np.bool_]:
+    """Return what is beyond Tukey's inner fences, as statistics.outliers counts."""
     first, third = np.percentile(values, [25, 75])
     step = 1.5 * (third - first)
     return np.asarray((values < first - step) | (values > third + step))
 
 
-def _reach(row: Sampled) -> float:
-    """How far the axis must go for the calm samples of a row."""
+def _axis_reach(row: Distribution) -> float:
+    """Return how far the axis must go for the samples of a row without outliers."""
     values = np.asarray(row.samples) / row.estimate - 1
-    calm = values[~_wild(values)]
-    return float(np.clip(1.25 * np.abs(calm).max(), 0.01, 1.0))
+    regular = values[~_is_outlier(values)]
+    return float(np.clip(1.25 * np.abs(regular).max(), 0.01, 1.0))
 
 
 def _density(values: Floats, reach: float) -> tuple[Floats, Floats]:
-    """(x, height up to 1): a Gaussian kernel with Silverman's width on 64 places."""
+    """Return (x, height up to 1): a Gaussian kernel with Silverman's width at 64 points."""
     spread = min(values.std(), np.subtract(*np.percentile(values, [75, 25])) / 1.34) or values.std()
     width = 0.9 * spread * len(values) ** -0.2
     x = np.linspace(max(values.min() - 3 * width, -reach), min(values.max() + 3 * width, reach), 64)
     height = np.exp(-0.5 * ((x[:, None] - values) / width) ** 2).sum(1)
     return x, height / height.max()
-
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes as Axes
-    from matplotlib.axis import Axis as Axis
-    from matplotlib.figure import Figure as Figure
-
-INK, MUTED, GRID, BAD, PAPER = "#010101", "#020202", "#030303", "#040404", "#050505"
-SERIES = tuple(f"#0601{i:02x}" for i in range(8))
-VARIABLES = {INK: "ink", MUTED: "muted", GRID: "grid", BAD: "bad", PAPER: "card"} | {
-    colour: f"s{i}" for i, colour in enumerate(SERIES)
-}
-MICRO, LONGEST_UNIT = {"us": "µs"}, 10
-NARROW = 0.7  # decades in which a logarithmic axis has too few round places of its own
-TIP = "tip-"
-STYLE = {
-    "svg.fonttype": "none", "text.parse_math": False, "font.size": 9.5, "axes.titlesize": 10.5,
-    "axes.titleweight": "bold", "axes.titlelocation": "left", "axes.edgecolor": GRID, "axes.labelcolor": MUTED,
-    "axes.titlecolor": INK, "axes.grid": True, "axes.axisbelow": True, "axes.spines.top": False,
-    "axes.spines.right": False, "axes.facecolor": "none", "figure.facecolor": "none", "grid.color": GRID,
-    "grid.linewidth": 0.6,
-    "xtick.color": GRID, "ytick.color": GRID, "xtick.labelcolor": MUTED, "ytick.labelcolor": INK, "text.color": INK,
-    "xtick.minor.visible": False, "legend.frameon": False, "legend.fontsize": 8.5, "legend.labelcolor": INK,
-    "lines.linewidth": 1.4, "path.simplify": True,
-}  # fmt: skip
-
-
-@dataclass(slots=True)
-class Plots:
-    """The plots of one page: numbered, so that their inner ids differ."""
-
-    count: int = 0
-    _tips: list[str] = field(default_factory=list)
-    _matplotlib: Any = field(default_factory=lambda: _import())
-
-    def draw(self, size: tuple[float, float], paint: Callable[[Figure], None]) -> str:
-        """A figure as SVG."""
-        self.count += 1
-        self._tips.clear()
-        with self._matplotlib.rc_context({**STYLE, "svg.hashsalt": f"plot {self.count}"}):
-            figure = self._matplotlib.figure.Figure(size, layout="constrained")
-            paint(figure)
-            file = io.StringIO()
-            nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
-            figure.savefig(file, format="svg", metadata=nothing)
-        return self._finished(file.getvalue())
-
-    def tip(self, text: str) -> str:
-        """The id of a group that shows this text."""
-        self._tips.append(text)
-        return f"{TIP}{len(self._tips) - 1}"
-
-    def _finished(self, svg: str) -> str:
-        svg = svg[svg.index("<svg") :]
-        svg = re.sub(r"<defs>\s*<style.*?</style>\s*</defs>", "", svg, count=1, flags=re.S)
-        svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.S)
-        svg = re.sub(r'<svg [^>]*?(viewBox="[^"]*")[^>]*>', r'<svg \1 aria-hidden="true">', svg, count=1)
-        svg = re.sub(rf'<g id="{TIP}(\d+)">', lambda m: f"<g><title>{escape(self._tips[int(m[1])])}</title>", svg)
-        svg = re.sub(r'<g id="[^"]*"', "<g", svg)
-        svg = re.sub(r"(font: [\d.]+px|font: bold [\d.]+px) [^;\"]*", r"\1 sans-serif", svg)
-        svg = re.sub(r": (#[0-9a-f]{6})", lambda m: f": var(--{VARIABLES[m[1]]})" if m[1] in VARIABLES else m[0], svg)
-        return re.sub(r"\s*\n\s*", " ", svg)
-
-    def log_ticks(self, axis: Axis, ends: tuple[float, float], unit: str) -> None:
-        """Few ticks on a logarithmic axis, in units that people read."""
-        ticker = self._matplotlib.ticker
-        decades = math.log10(max(ends[1], 1e-300) / max(ends[0], 1e-300))
-        many = ticker.LogLocator(subs=(1, 2, 5) if decades < 1.4 else (1,), numticks=6)
-        axis.set_major_locator(many if decades > NARROW else ticker.MaxNLocator(4, steps=[1, 2, 5, 10]))
-        axis.set_minor_locator(ticker.NullLocator())
-        axis.set_major_formatter(lambda value, _: tick(value, unit))
-
-    def even_ticks(self, axis: Axis, most: int) -> None:
-        """So many ticks at round values."""
-        axis.set_major_locator(self._matplotlib.ticker.MaxNLocator(most, steps=[1, 2, 5, 10]))
-
-
-def tick(value: float, unit: str) -> str:
-    """A figure on an axis: as short as it can be."""
-    size, name = scale(value * (1 + 1e-9), unit)
-    return f"{value / size:,.3g} {MICRO.get(name, name)[:LONGEST_UNIT]}".rstrip()
-
-
-def _import() -> Any:
-    try:
-        import matplotlib
-        import matplotlib.figure
-        import matplotlib.ticker
-    except ImportError:
-        raise MissingDependencyError(
-            "plots need matplotlib, which is not installed: pip install 'llm-worker-rbee[bench]'"
-        ) from None
-    return matplotlib

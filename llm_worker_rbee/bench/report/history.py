@@ -1,4 +1,4 @@
-"""How a subject went from run to run: what changed between two of them, and every benchmark over all of them."""
+"""Groups of runs of one kind, model and machine: what changed between two runs, and each result over all of them."""
 
 from __future__ import annotations
 
@@ -12,34 +12,34 @@ from .. import baseline
 from ..baseline import Comparison, commit_name, find_differences, model_name, names_not_compared
 from ..results import ResultsError, Run
 from . import charts, result_names
-from .charts import Line, Plots
+from .charts import ChartRenderer, Line
 from .html import Html, Table, badge, facts, figure, folded, heading, joined, notice, table
-from .sections import MOST_SERIES, drawn, readable
+from .sections import MAX_SERIES, chart_gallery, format_value
 
-SHOWN = 20  # changes that are not folded
-ORDER = {"regressed": 0, "improved": 1, "within noise": 2}
+MAX_SHOWN_CHANGES = 20  # more are folded
+VERDICT_ORDER = {"regressed": 0, "improved": 1, "within noise": 2}
 
 
-def comparison(before: Given, after: Given) -> Html:
-    """What changed from one run to another: clear changes at once, the others folded."""
+def compare_section(before: RunFile, after: RunFile) -> Html:
+    """Show what changed from one run to another: clear changes at once, the others folded."""
     try:
         changes = baseline.compare(before.run, after.run)
     except ResultsError as error:
         return notice(f"{before.name} and {after.name} cannot be compared: {error}")
-    changes.sort(key=lambda one: (ORDER[one.change.verdict], -abs(one.change.change)))
+    changes.sort(key=lambda one: (VERDICT_ORDER[one.change.verdict], -abs(one.change.change)))
     clear = [one for one in changes if one.change.verdict != "within noise"]
     noise = changes[len(clear) :]
-    told = f"{before.name} compared with {after.name}: " + ", ".join(
-        f"{sum(one.change.verdict == verdict for one in changes)} {verdict}" for verdict in ORDER
+    summary = f"{before.name} compared with {after.name}: " + ", ".join(
+        f"{sum(one.change.verdict == verdict for one in changes)} {verdict}" for verdict in VERDICT_ORDER
     )
-    parts: list[object] = [heading("What changed"), notice(told) if clear else facts({"result": told})]
-    elsewhere = before.run.machine.get("fingerprint") != after.run.machine.get("fingerprint")
-    if elsewhere and after.run.kind not in baseline.SPEED_INDEPENDENT_KINDS:
+    parts: list[object] = [heading("What changed"), notice(summary) if clear else facts({"result": summary})]
+    other_machine = before.run.machine.get("fingerprint") != after.run.machine.get("fingerprint")
+    if other_machine and after.run.kind not in baseline.SPEED_INDEPENDENT_KINDS:
         parts.append(notice("The two runs were taken on different machines: their times cannot be compared as such."))
-    parts.append(table(_changes(clear[:SHOWN], "clear changes")) if clear else "")
-    if more := clear[SHOWN:]:
-        parts.append(folded(f"{len(more)} more clear changes", table(_changes(more, "more clear changes"))))
-    parts.append(folded(f"{len(noise)} within noise", table(_changes(noise, "within noise"))) if noise else "")
+    parts.append(table(_change_table(clear[:MAX_SHOWN_CHANGES], "clear changes")) if clear else "")
+    if more := clear[MAX_SHOWN_CHANGES:]:
+        parts.append(folded(f"{len(more)} more clear changes", table(_change_table(more, "more clear changes"))))
+    parts.append(folded(f"{len(noise)} within noise", table(_change_table(noise, "within noise"))) if noise else "")
     differing = find_differences(before.run, after.run)
     if differing:
         rows = [[one.what, one.before, one.after] for one in differing]
@@ -52,48 +52,50 @@ def comparison(before: Given, after: Given) -> Html:
     return joined([part for part in parts if part])
 
 
-def _changes(changes: Sequence[Comparison], caption: str) -> Table:
-    backends = result_names.several_backends([one.after for one in changes])
+def _change_table(changes: Sequence[Comparison], caption: str) -> Table:
+    backends = result_names.has_several_backends([one.after for one in changes])
     rows = []
     for one in changes:
         change = one.change
         interval = "" if math.isinf(change.low) else f"{change.low:+.1%} to {change.high:+.1%}"
-        values = [readable(r.estimate, r.unit) for r in (one.before, one.after)]
+        values = [format_value(r.estimate, r.unit) for r in (one.before, one.after)]
         name = result_names.label(one.after, backends=backends)
         rows.append([name, *values, f"{change.change:+.1%}", interval, badge(change.verdict)])
     return Table(caption, ["", "before", "after", "change", "99% interval", "verdict"], rows, (1, 2, 3, 4))
 
 
-def history(subject: Subject, plots: Plots) -> Html:
-    """Every benchmark over the runs, by family."""
-    runs = [one.run for one in subject.given]
+def history_section(group: RunGroup, renderer: ChartRenderer) -> Html:
+    """Draw each result over the runs, by family."""
+    runs = [one.run for one in group.files]
     if len(runs) < 2:
         return Html()
-    labels = _moments(runs)
+    labels = _run_labels(runs)
     lines: dict[tuple[str, str], dict[str, list[tuple[float, float, float, float]]]] = {}
-    backends = result_names.several_backends(runs[-1].results)
+    backends = result_names.has_several_backends(runs[-1].results)
     for place, run in enumerate(runs):
-        for r in filter(result_names.measurable, run.results):
-            group = lines.setdefault((result_names.family(r.name), r.better), {})
-            group.setdefault(result_names.label(r, backends=backends), []).append((place, r.estimate, r.low, r.high))
+        for r in filter(result_names.is_positive, run.results):
+            series = lines.setdefault((result_names.family(r.name), r.better), {})
+            series.setdefault(result_names.label(r, backends=backends), []).append((place, r.estimate, r.low, r.high))
     figures = []
     for (family, better), found in lines.items():
         kept = [Line(name.removeprefix(f"{family}/"), points) for name, points in found.items() if len(points) > 1]
-        for start in range(0, len(kept), MOST_SERIES):
+        for start in range(0, len(kept), MAX_SERIES):
             figures.append(
-                partial(_over_time, plots, f"{family} ({better} is better)", labels, kept[start : start + MOST_SERIES])
+                partial(
+                    _history_chart, renderer, f"{family} ({better} is better)", labels, kept[start : start + MAX_SERIES]
+                )
             )
     text = "Estimates as percent of the first run's, in the order of the commits; the shade is the 95% interval."
-    return drawn("History", text, figures)
+    return chart_gallery("History", text, figures)
 
 
-def _over_time(plots: Plots, title: str, labels: Sequence[str], lines: Sequence[Line]) -> Html:
-    told = f"{title} over {len(labels)} runs: {', '.join(line.label for line in lines)}"
-    return figure(charts.history(plots, title, labels, lines), told)
+def _history_chart(renderer: ChartRenderer, title: str, labels: Sequence[str], lines: Sequence[Line]) -> Html:
+    description = f"{title} over {len(labels)} runs: {', '.join(line.label for line in lines)}"
+    return figure(charts.draw_history(renderer, title, labels, lines), description)
 
 
-def _moments(runs: Sequence[Run]) -> list[str]:
-    """What to call each run on an axis: its commit, numbered where several runs share it, or its day."""
+def _run_labels(runs: Sequence[Run]) -> list[str]:
+    """Return the label of each run on an axis: its commit, numbered where several runs share it, or its day."""
     found = [commit_name(run)[:7] if run.commit else run.created[:10] for run in runs]
     return [f"{name} #{found[: i + 1].count(name)}" if found.count(name) > 1 else name for i, name in enumerate(found)]
 
@@ -105,43 +107,42 @@ TITLES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
-    """A run, and the file it came from."""
+class RunFile:
+    """A run, and the name of its file."""
 
     name: str
     run: Run
 
 
 @dataclass(frozen=True, slots=True)
-class Subject:
-    """What was measured several times, oldest first."""
+class RunGroup:
+    """Runs of one kind, model and machine, oldest first."""
 
     title: str
-    given: tuple[Given, ...]
+    files: tuple[RunFile, ...]
 
     @property
     def latest(self) -> Run:
-        """The one that is shown in full."""
-        return self.given[-1].run
+        return self.files[-1].run
 
 
-def subjects(given: Sequence[Given]) -> list[Subject]:
-    """Runs by kind, model and machine, kinds in the order in which they are documented."""
-    groups: dict[tuple[str, str, str], list[Given]] = {}
-    for one in sorted(given, key=lambda one: moment(one.run)):
+def group_runs(files: Sequence[RunFile]) -> list[RunGroup]:
+    """Group runs by kind, model and machine, kinds in the order of the documentation."""
+    groups: dict[tuple[str, str, str], list[RunFile]] = {}
+    for one in sorted(files, key=lambda one: commit_time(one.run)):
         run = one.run
         model = str((run.model or {}).get("sha256") or model_name(run))
         groups.setdefault((run.kind, model, str(run.machine.get("fingerprint"))), []).append(one)
     kinds = list(TITLES)
     ordered = sorted(groups.items(), key=lambda item: kinds.index(item[0][0]) if item[0][0] in kinds else len(kinds))
     return [
-        Subject(_title(parts[-1].run, [key for key in groups if key[0] == kind]), tuple(parts))
+        RunGroup(_group_title(parts[-1].run, [key for key in groups if key[0] == kind]), tuple(parts))
         for (kind, *_), parts in ordered
     ]
 
 
-def _title(run: Run, alike: Sequence[tuple[str, str, str]]) -> str:
-    """The kind, and what tells it apart from others of its kind."""
+def _group_title(run: Run, alike: Sequence[tuple[str, str, str]]) -> str:
+    """Return the kind, and what tells it apart from others of its kind."""
     title = TITLES.get(run.kind, run.kind)
     several_models, several_machines = (len({key[i] for key in alike}) > 1 for i in (1, 2))
     parts = [
@@ -151,8 +152,8 @@ def _title(run: Run, alike: Sequence[tuple[str, str, str]]) -> str:
     return ": ".join(filter(None, [title, ", ".join(filter(None, parts))]))
 
 
-def moment(run: Run) -> tuple[float, str]:
-    """When the measured code was written: the commit's date, or else when the run took place."""
+def commit_time(run: Run) -> tuple[float, str]:
+    """Return the commit's date, or else when the run took place."""
     for text in ((run.commit or {}).get("date"), run.created):
         try:
             found = datetime.fromisoformat(str(text))

@@ -1,7 +1,7 @@
 """HTML by small functions: tables, bars, tiles, figures, a whole page that needs no other file.
 
-Text is escaped unless it is `Html`, which only these functions make. The page runs no script and loads nothing: its
-own policy forbids both.
+Text is escaped unless it is `Html`. The page loads nothing and, unless it says so, runs no script: its own policy
+forbids both.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from typing import NamedTuple
 
 STYLE = Path(__file__).with_name("report.css")
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
+SCRIPT_POLICY = "; script-src 'unsafe-inline'"
 TONES = {
     "improved": "good", "regressed": "bad", "within noise": "calm", "confirmed": "good", "refuted": "bad",
     "critical": "bad", "moderate": "warn", "minor": "calm",
 }  # fmt: skip
-CONTROL = {i: 0xFFFD for i in range(32) if chr(i) not in "\t\n"}  # what HTML does not allow
+REPLACED_CONTROLS = {i: 0xFFFD for i in range(32) if chr(i) not in "\t\n"}  # not allowed in HTML
 
 
 class Html(str):
@@ -28,17 +29,17 @@ class Html(str):
 
 
 def html(text: object) -> Html:
-    """The HTML that shows a text; HTML stays as it is."""
-    return text if isinstance(text, Html) else Html(escape(str(text).translate(CONTROL)))
+    """Return text as escaped HTML; HTML stays as it is."""
+    return text if isinstance(text, Html) else Html(escape(str(text).translate(REPLACED_CONTROLS)))
 
 
 def joined(parts: Iterable[object], between: str = "\n") -> Html:
-    """Several pieces one after the other."""
+    """Join pieces of text and HTML."""
     return Html(between.join(html(part) for part in parts))
 
 
 class Table(NamedTuple):
-    """What a table holds: the first cell of a row heads it; `numbers` are columns that end under each other."""
+    """The content of a table: the first cell of a row is its header; `numbers` are right-aligned columns."""
 
     caption: str
     head: Sequence[str]
@@ -49,7 +50,7 @@ class Table(NamedTuple):
 
 
 def table(table: Table) -> Html:
-    """In a box of its own, which scrolls where the page is too narrow."""
+    """Return a table in a box that scrolls where the page is too narrow."""
     kinds = ["num" if i in table.numbers else "wrap" if i in table.wide else "" for i in range(len(table.head))]
     classes = [f' class="{kind}"' if kind else "" for kind in kinds]
     head = "".join(f'<th scope="col"{c}>{html(cell)}</th>' for c, cell in zip(classes, table.head, strict=True))
@@ -66,19 +67,19 @@ def table(table: Table) -> Html:
 
 
 def bar(part: float, text: str, tone: str = "") -> Html:
-    """A part of the whole as a bar, with its figure."""
+    """Return a fraction as a bar, with a text."""
     width = min(max(part, 0.0), 1.0)
     mark = f' class="{html(tone)}"' if tone else ""
     return Html(f'<span class="bar" aria-hidden="true"><i{mark} style="width:{width:.1%}"></i></span>{html(text)}')
 
 
 def badge(text: str) -> Html:
-    """A verdict or a class, in its tone."""
+    """Return a verdict or a class in its colour."""
     return Html(f'<span class="badge {TONES.get(text, "calm")}">{html(text)}</span>')
 
 
 class Tile(NamedTuple):
-    """A key figure."""
+    """A key number."""
 
     name: str
     value: str
@@ -86,7 +87,7 @@ class Tile(NamedTuple):
 
 
 def tiles(found: Sequence[Tile]) -> Html:
-    """Key figures side by side."""
+    """Return key numbers side by side."""
     made = [
         f'<div class="tile"><span class="name">{html(t.name)}</span><b>{html(t.value)}</b>'
         + (f'<span class="more">{html(t.more)}</span>' if t.more else "")
@@ -96,56 +97,62 @@ def tiles(found: Sequence[Tile]) -> Html:
     return Html('<div class="cards">' + "".join(made) + "</div>") if made else Html()
 
 
-def figure(svg: str, told: str, *, wide: bool = False) -> Html:
-    """A drawing; `told` is what it shows, for those who do not see it."""
+def figure(svg: str, description: str, *, wide: bool = False) -> Html:
+    """Return a chart; the description is for screen readers."""
     kind = "drawing wide" if wide else "drawing"
-    return Html(f'<figure><div class="{kind}" role="img" aria-label="{html(told)}">{svg}</div></figure>')
+    return Html(f'<figure><div class="{kind}" role="img" aria-label="{html(description)}">{svg}</div></figure>')
 
 
-def gallery(title: str, told: str, figures: Sequence[Html], *, uneven: bool = False) -> Html:
-    """Small drawings side by side under one heading; uneven ones in columns, so that no gaps are left."""
+def gallery(title: str, description: str, figures: Sequence[Html], *, uneven: bool = False) -> Html:
+    """Return small charts side by side under one heading; uneven ones in columns, so that no gaps are left."""
     if not figures:
         return Html()
     drawn = Html(f'<div class="plots{" uneven" * uneven}">{"".join(figures)}</div>')
-    return joined([heading(title), soft(told), drawn])
+    return joined([heading(title), soft(description), drawn])
 
 
 def soft(text: object) -> Html:
-    """A line of explanation."""
+    """Return a line of explanation."""
     return Html(f'<p class="soft">{html(text)}</p>')
 
 
 def notice(text: object) -> Html:
-    """Something the reader must know."""
+    """Return an emphasized line."""
     return Html(f'<p class="notice">{html(text)}</p>')
 
 
 def heading(text: object) -> Html:
-    """Inside a section."""
+    """Return a heading inside a section."""
     return Html(f"<h3>{html(text)}</h3>")
 
 
 def folded(title: str, inner: object) -> Html:
-    """Something to open on demand."""
+    """Return content that opens on demand."""
     return Html(f"<details><summary>{html(title)}</summary>{html(inner)}</details>")
 
 
 def facts(found: Mapping[str, object]) -> Html:
-    """Names and values."""
+    """Return names and values."""
     return Html(
         "<dl>" + "".join(f"<dt>{html(key)}</dt><dd>{html(value)}</dd>" for key, value in found.items()) + "</dl>"
     )
 
 
+def bullets(items: Iterable[object], *, ordered: bool = False) -> Html:
+    """Return a list."""
+    tag = "ol" if ordered else "ul"
+    return Html(f"<{tag}>" + "".join(f"<li>{html(item)}</li>" for item in items) + f"</{tag}>")
+
+
 class Section(NamedTuple):
-    """A part of the page with its anchor."""
+    """A part of the page."""
 
     title: str
     body: Html
 
 
-def page(title: str, subtitle: str, sections: Sequence[Section], footer: str) -> str:
-    """The whole page, with a table of contents where it is long."""
+def page(title: str, subtitle: str, sections: Sequence[Section], footer: str, *, has_script: bool = False) -> str:
+    """Return the whole page, with a table of contents if it is long."""
     anchors = [
         f"{re.sub('[^a-z0-9]+', '-', s.title.lower()).strip('-') or 'part'}-{i + 1}" for i, s in enumerate(sections)
     ]
@@ -158,7 +165,7 @@ def page(title: str, subtitle: str, sections: Sequence[Section], footer: str) ->
     style = re.sub(r"/\*.*?\*/\s*", "", STYLE.read_text(encoding="utf-8"), flags=re.S)
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}{SCRIPT_POLICY * has_script}">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n<link rel="icon" href="data:,">\n'
         f"<title>{html(title)}</title>\n<style>\n{style}</style>\n</head>\n<body>\n<main>\n"
         f"<header><h1>{html(title)}</h1>{soft(subtitle)}</header>\n{contents}\n"

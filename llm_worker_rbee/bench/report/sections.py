@@ -1,6 +1,6 @@
-"""How each kind of run is shown: functions from a run to HTML, and the table that says which of them a kind gets.
+"""The sections of a run on the page: functions from a run to HTML, and the table of those that each kind of run gets.
 
-A view gives nothing where a run has nothing for it: a kind of run that nobody foresaw is shown as far as it can be.
+A section is empty if a run has nothing for it: an unknown kind of run is shown as far as possible.
 """
 
 from __future__ import annotations
@@ -17,57 +17,61 @@ from .. import statistics
 from ..format import digits, percent, quantity, spread
 from ..results import Result, Run
 from . import charts, result_names
-from .charts import Dot, Line, Plots, Sampled
+from .charts import ChartRenderer, Distribution, Dot, Line
 from .html import Html, Table, badge, bar, figure, folded, gallery, heading, html, joined, notice, soft, table
-from .result_names import family, measurable, number
+from .result_names import family, is_positive, number
 
-View = Callable[[Run, Plots], Html]
-OURS = "llm-worker-rbee"
-FIGURE = re.compile(r"[+-]?\d|-$")
-
-
-def results_table(run: Run, _: Plots) -> Html:
-    """Every result with its interval, and how near the machine's limit it is."""
-    return table(table_of(run, run.results, f"{len(run.results)} results; intervals are 95% bootstrap intervals"))
+Section = Callable[[Run, ChartRenderer], Html]
+OWN_NAME = "llm-worker-rbee"
+NUMBER = re.compile(r"[+-]?\d|-$")
 
 
-def table_of(run: Run, results: Sequence[Result], caption: str) -> Table:
-    """The columns that these results need."""
-    backends = result_names.several_backends(results)
+def results_table(run: Run, _: ChartRenderer) -> Html:
+    """Show every result with its interval and its percent of the machine's limit."""
+    return table(make_table(run, run.results, f"{len(run.results)} results; intervals are 95% bootstrap intervals"))
+
+
+def make_table(run: Run, results: Sequence[Result], caption: str) -> Table:
+    """Return a table with the columns that these results need."""
+    backends = result_names.has_several_backends(results)
     limits = any(number(r, "percent_of_limit") is not None for r in results)
     sampled = any(r.samples for r in results)
     head = ["", "estimate", "interval"] + ["% of limit", "bound by"] * limits + ["samples", "outliers"] * sampled
     rows: list[list[object]] = []
     for r in results:
-        row: list[object] = [result_names.label(r, backends=backends), readable(r.estimate, r.unit), interval(r)]
-        row += [of_limit(r), str(r.fields.get("bound_by") or "")] if limits else []
-        row += [str(len(r.samples) or ""), outliers(r)] if sampled else []
+        row: list[object] = [
+            result_names.label(r, backends=backends),
+            format_value(r.estimate, r.unit),
+            format_interval(r),
+        ]
+        row += [limit_bar(r), str(r.fields.get("bound_by") or "")] if limits else []
+        row += [str(len(r.samples) or ""), format_outliers(r)] if sampled else []
         rows.append(row)
     sizes = [len(list(group)) for _, group in groupby(results, lambda r: family(r.name))]
-    starts = [sum(sizes[:i]) for i in range(1, len(sizes)) if max(sizes[i - 1 : i + 1]) > 1]  # of more than one row
+    starts = [sum(sizes[:i]) for i in range(1, len(sizes)) if max(sizes[i - 1 : i + 1]) > 1]  # a group has several
     return Table(caption, head, rows, (1, 2, *((5,) if limits else (3,))) if sampled else (1, 2), frozenset(starts))
 
 
-def readable(value: float, unit: str) -> str:
-    """A figure on a page, where there is a letter for micro."""
+def format_value(value: float, unit: str) -> str:
+    """Format a value for a page, which has a letter for micro."""
     return quantity(value, unit).replace(" us", " µs")
 
 
-def interval(result: Result) -> str:
-    """The two ends; nothing for a figure without spread."""
+def format_interval(result: Result) -> str:
+    """Format the two ends; empty if they are equal."""
     if result.low == result.high or not np.isfinite([result.low, result.high]).all():
         return ""
     return spread((result.low, result.high), result.unit).replace(" us", " µs")
 
 
-def of_limit(result: Result) -> Html | str:
-    """A bar that is full at the limit."""
+def limit_bar(result: Result) -> Html | str:
+    """Return a bar that is full at the limit."""
     share = number(result, "percent_of_limit")
     return "" if share is None else bar(share / 100, percent(share))
 
 
-def outliers(result: Result) -> str:
-    """`2 high, 1 low` of the samples."""
+def format_outliers(result: Result) -> str:
+    """Return `2 high, 1 low`."""
     if len(result.samples) < statistics.MIN_SAMPLES:
         return ""
     found = statistics.outliers(result.samples)
@@ -75,86 +79,88 @@ def outliers(result: Result) -> str:
     return ", ".join(f"{count} {side}" for count, side in ((high, "high"), (low, "low")) if count)
 
 
-def pivot(run: Run, plots: Plots) -> Html:
-    """`row/column` names as tables of rows and columns, one for each unit; what has no column stands before them."""
-    loose = [r for r in run.results if "/" not in r.name]
-    parts = [table(table_of(run, loose, "figures of the whole run"))] if loose else []
+def pivot_tables(run: Run, renderer: ChartRenderer) -> Html:
+    """Show `row/column` names as one table for each unit; results without a column stand before them."""
+    single = [r for r in run.results if "/" not in r.name]
+    parts = [table(make_table(run, single, "figures of the whole run"))] if single else []
     for unit in dict.fromkeys(r.unit for r in run.results if "/" in r.name):
-        pairs = {_split(r.name): r for r in run.results if "/" in r.name and r.unit == unit}
+        pairs = {_split_name(r.name): r for r in run.results if "/" in r.name and r.unit == unit}
         rows, columns = (list(dict.fromkeys(pair[i] for pair in pairs)) for i in (0, 1))
-        cells = [[LATENCIES.get(row, row), *(_cell(pairs.get((row, c))) for c in columns)] for row in rows]
+        cells = [[LATENCY_NAMES.get(row, row), *(_cell(pairs.get((row, c))) for c in columns)] for row in rows]
         parts.append(table(Table("by part", ["", *columns], cells, range(1, len(columns) + 1))))
-    return joined([*parts, others(run, plots)])
+    return joined([*parts, all_results(run, renderer)])
 
 
-def _split(name: str) -> tuple[str, str]:
+def _split_name(name: str) -> tuple[str, str]:
     row, _, column = name.rpartition("/")
     return row, column
 
 
 def _cell(result: Result | None) -> str:
-    return "" if result is None else readable(result.estimate, result.unit)
+    return "" if result is None else format_value(result.estimate, result.unit)
 
 
-def peers(run: Run, _: Plots) -> Html:
-    """Ours beside the others, test by test."""
+def peer_table(run: Run, _: ChartRenderer) -> Html:
+    """Show this worker beside its peers, test by test."""
     tests: dict[str, dict[str, Result]] = {}
     for r in run.results:
         test, slash, peer = r.name.partition("/")
-        tests.setdefault(test, {})[str(r.fields.get("peer") or peer) if slash else OURS] = r
+        tests.setdefault(test, {})[str(r.fields.get("peer") or peer) if slash else OWN_NAME] = r
     rows: list[list[object]] = []
     starts = set()
     for test, by_peer in tests.items():
         starts.add(len(rows))
-        ours = by_peer.get(OURS)
-        best = max((r.estimate for r in by_peer.values() if measurable(r)), default=1.0)
+        ours = by_peer.get(OWN_NAME)
+        best = max((r.estimate for r in by_peer.values() if is_positive(r)), default=1.0)
         for peer, r in by_peer.items():
             ratio = ours.estimate / r.estimate if ours is not None and r.estimate else float("nan")
             speed = (
-                bar(r.estimate / best, readable(r.estimate, r.unit)) if measurable(r) else readable(r.estimate, r.unit)
+                bar(r.estimate / best, format_value(r.estimate, r.unit))
+                if is_positive(r)
+                else format_value(r.estimate, r.unit)
             )
-            told = "" if ours is r or ratio != ratio else f"{digits(ratio)}×"
-            rows.append([f"{test} · {peer}", speed, interval(r), told, str(r.fields.get("version") or "")])
-    head = ["", "result", "interval", f"{OURS} / this", "version"]
+            times = "" if ours is r or ratio != ratio else f"{digits(ratio)}×"
+            rows.append([f"{test} · {peer}", speed, format_interval(r), times, str(r.fields.get("version") or "")])
+    head = ["", "result", "interval", f"{OWN_NAME} / this", "version"]
     return table(Table("the same file, lengths and machine, in one run", head, rows, (2, 3), frozenset(starts - {0})))
 
 
-def verdicts(run: Run, _: Plots) -> Html:
-    """One line for each claim."""
+def verdict_list(run: Run, _: ChartRenderer) -> Html:
+    """Show one line for each claim."""
     found = run.details.get("verdicts")
     lines = []
     for one in found if isinstance(found, list) else ():
         value: dict[str, Any] = one if isinstance(one, dict) else {"line": one}
-        told = html(value.get("line") or value.get("claim") or "")
-        lines.append(f"<li>{badge(str(value.get('verdict') or 'told'))} {told}</li>")
+        line = html(value.get("line") or value.get("claim") or "")
+        lines.append(f"<li>{badge(str(value.get('verdict') or 'told'))} {line}</li>")
     return Html(f'<ul class="verdicts">{"".join(lines)}</ul>') if lines else Html()
 
 
-def claims(run: Run, _: Plots) -> Html:
-    """What was measured for each claim, and the rule that its verdict follows."""
-    tables, told = run.details.get("tables"), run.details.get("claims")
+def claim_tables(run: Run, _: ChartRenderer) -> Html:
+    """Show what was measured for each claim, and the rule of its verdict."""
+    tables, claims = run.details.get("tables"), run.details.get("claims")
     made = []
     for name, rows in tables.items() if isinstance(tables, dict) else ():
         whole = isinstance(rows, list) and len(rows) > 1 and all(isinstance(row, list) for row in rows)
         if not whole or not rows[0] or any(len(row) != len(rows[0]) for row in rows):
             continue
-        known = told.get(name) if isinstance(told, dict) else None
+        known = claims.get(name) if isinstance(claims, dict) else None
         text, rule = (str(known.get(key) or "") for key in ("claim", "rule")) if isinstance(known, dict) else ("", "")
-        numbers = [i for i in range(1, len(rows[0])) if all(FIGURE.match(str(row[i])) for row in rows[1:])]
+        numbers = [i for i in range(1, len(rows[0])) if all(NUMBER.match(str(row[i])) for row in rows[1:])]
         made += [heading(f"Claim {name}: {text}"), soft(rule) if rule else ""]
         made.append(table(Table(f"what was measured for claim {name}", rows[0], rows[1:], numbers)))
     return joined(made)
 
 
-def sides(run: Run, _: Plots) -> Html:
-    """Two backends whose samples were taken in turn."""
+def backend_comparison(run: Run, _: ChartRenderer) -> Html:
+    """Show two backends whose samples were taken in turn."""
     found = run.details.get("ab")
     rows: list[list[object]] = []
     for one in found if isinstance(found, list) else ():
         if isinstance(one, dict) and all(type(one.get(key)) in (int, float) for key in ("before", "after", "change")):
             unit, ends = str(one.get("unit") or ""), [one.get(key) for key in ("low", "high")]
             spread = f"{ends[0]:+.1%} to {ends[1]:+.1%}" if all(type(end) in (int, float) for end in ends) else ""
-            values = [readable(one[key], unit) for key in ("before", "after")]
+            values = [format_value(one[key], unit) for key in ("before", "after")]
             rows.append([one.get("name"), *values, f"{one['change']:+.1%}", spread, badge(str(one.get("verdict")))])
     if not rows:
         return Html()
@@ -165,8 +171,8 @@ def sides(run: Run, _: Plots) -> Html:
     )
 
 
-def shares(run: Run, _: Plots) -> Html:
-    """Where the time of a step goes, the largest part first."""
+def component_shares(run: Run, _: ChartRenderer) -> Html:
+    """Show where the time of a step goes, the largest part first."""
     phases: dict[str, list[Result]] = {}
     for r in run.results:
         if number(r, "share") is not None:
@@ -182,8 +188,8 @@ def shares(run: Run, _: Plots) -> Html:
                     name,
                     bar(share, f"{share:.1%}", rank),
                     badge(rank) if rank else "",
-                    readable(r.estimate, r.unit),
-                    of_limit(r),
+                    format_value(r.estimate, r.unit),
+                    limit_bar(r),
                 ]
             )
         made += [
@@ -193,47 +199,49 @@ def shares(run: Run, _: Plots) -> Html:
     return joined(made)
 
 
-def missing(run: Run) -> Html:
-    """What could not be measured, or not wholly, and why."""
-    told = [str(run.details["warning"])] if run.details.get("warning") else []
+def unmeasured(run: Run) -> Html:
+    """Show what could not be measured, and why."""
+    notices = [str(run.details["warning"])] if run.details.get("warning") else []
     for key, words in {"left_out": "left out", "failed": "failed"}.items():
         found = run.details.get(key)
-        told += [f"{words}: {name}: {why}" for name, why in found.items()] if isinstance(found, dict) else []
-    return joined(map(notice, told))
+        notices += [f"{words}: {name}: {why}" for name, why in found.items()] if isinstance(found, dict) else []
+    return joined(map(notice, notices))
 
 
-def others(run: Run, plots: Plots) -> Html:
-    """All results, folded: what a view above shows differently."""
-    return folded("All results with their intervals", results_table(run, plots))
+def all_results(run: Run, renderer: ChartRenderer) -> Html:
+    """Show all results, folded."""
+    return folded("All results with their intervals", results_table(run, renderer))
 
 
-FEWEST = 5  # samples that make a distribution
-ROWS = 24  # of one plot of distributions
-MOST_PLOTS = 40  # of one kind; more are left out, and the page says so
-MOST_KINDS = 60  # rows of one plot of categories
-STEPS = 200  # of a curve of shares
-MOST_SERIES = 8  # lines in one plot; more are shown by category
-LATENCIES = {"ttft": "first token", "tpot": "each further token", "itl": "between tokens", "e2e": "whole answer"}
+MIN_DISTRIBUTION_SAMPLES = 5
+MAX_DISTRIBUTION_ROWS = 24  # of one chart
+MAX_CHARTS = 40  # of one gallery; more are left out, and the page says so
+MAX_CATEGORIES = 60  # rows of one chart
+MAX_CURVE_POINTS = 200  # of a cumulative distribution
+MAX_SERIES = 8  # lines in one chart; more are shown by category
+LATENCY_NAMES = {"ttft": "first token", "tpot": "each further token", "itl": "between tokens", "e2e": "whole answer"}
 
 
-def drawn(title: str, told: str, figures: Sequence[Callable[[], Html]], *, uneven: bool = False) -> Html:
-    """The first of them, as a gallery, and how many are left out."""
-    left = len(figures) - MOST_PLOTS
+def chart_gallery(title: str, description: str, figures: Sequence[Callable[[], Html]], *, uneven: bool = False) -> Html:
+    """Draw the first charts, and say how many are left out."""
+    left = len(figures) - MAX_CHARTS
     more = f" {left} more plots are left out." if left > 0 else ""
-    return gallery(title, told + more, [draw() for draw in figures[:MOST_PLOTS]], uneven=uneven)
+    return gallery(title, description + more, [draw() for draw in figures[:MAX_CHARTS]], uneven=uneven)
 
 
-def lengths(run: Run, plots: Plots) -> Html:
-    """Speed against length."""
-    found = {axis: series for axis, series in result_names.by_length(run.results).items() if len(series) <= MOST_SERIES}
-    figures = [partial(_lines, plots, axis, series) for axis, series in found.items()]
-    return drawn("Speed against length", "Both axes are logarithmic; the shade is the 95% interval.", figures)
+def charts_by_length(run: Run, renderer: ChartRenderer) -> Html:
+    """Draw speed against length."""
+    found = {axis: series for axis, series in result_names.by_length(run.results).items() if len(series) <= MAX_SERIES}
+    figures = [partial(_lines, renderer, axis, series) for axis, series in found.items()]
+    return chart_gallery("Speed against length", "Both axes are logarithmic; the shade is the 95% interval.", figures)
 
 
-def _lines(plots: Plots, axis: result_names.Axis, series: Mapping[str, Sequence[tuple[int, Result]]]) -> Html:
+def _lines(
+    renderer: ChartRenderer, axis: result_names.Axis, series: Mapping[str, Sequence[tuple[int, Result]]]
+) -> Html:
     lines = [Line(name, [_point(x, r) for x, r in points], _limit(points)) for name, points in series.items()]
-    told = f"{axis.title} against {axis.across}, for {', '.join(series)}"
-    return figure(charts.lines(plots, axis.title, lines, axis.unit, axis.across), told)
+    description = f"{axis.title} against {axis.across}, for {', '.join(series)}"
+    return figure(charts.draw_lines(renderer, axis.title, lines, axis.unit, axis.across), description)
 
 
 def _point(x: float, result: Result) -> tuple[float, float, float, float]:
@@ -245,51 +253,55 @@ def _limit(points: Sequence[tuple[int, Result]]) -> list[tuple[float, float]]:
     return [(x, least) for x, least in found if least is not None and least > 0]
 
 
-def categories(run: Run, plots: Plots) -> Html:
-    """Families that differ by kind: block types, ways of sampling."""
-    figures = [partial(_dots, plots, axis, series) for axis, series in result_names.by_category(run.results).items()]
-    return drawn("By kind", "Shorter times are further left; the axis is logarithmic.", figures, uneven=True)
+def charts_by_category(run: Run, renderer: ChartRenderer) -> Html:
+    """Draw families that differ by category: block types, ways of sampling."""
+    figures = [partial(_dots, renderer, axis, series) for axis, series in result_names.by_category(run.results).items()]
+    return chart_gallery("By kind", "Shorter times are further left; the axis is logarithmic.", figures, uneven=True)
 
 
-def _dots(plots: Plots, axis: result_names.Axis, series: Mapping[str, Sequence[tuple[str, Result]]]) -> Html:
-    rows = list(dict.fromkeys(kind for points in series.values() for kind, _ in points))[:MOST_KINDS]
+def _dots(renderer: ChartRenderer, axis: result_names.Axis, series: Mapping[str, Sequence[tuple[str, Result]]]) -> Html:
+    rows = list(dict.fromkeys(kind for points in series.values() for kind, _ in points))[:MAX_CATEGORIES]
     place = {kind: i for i, kind in enumerate(rows)}
     lines = [
         Line(name, [_point(place[kind], r) for kind, r in points if kind in place])
-        for name, points in list(series.items())[:MOST_SERIES]
+        for name, points in list(series.items())[:MAX_SERIES]
     ]
     kept = [line for line in lines if line.points]
-    return figure(charts.dots(plots, axis.title, rows, kept, axis.unit), f"{axis.title} for {', '.join(rows)}")
+    return figure(charts.draw_dots(renderer, axis.title, rows, kept, axis.unit), f"{axis.title} for {', '.join(rows)}")
 
 
-def distributions(run: Run, plots: Plots) -> Html:
-    """The samples behind each estimate, by family."""
+def distribution_charts(run: Run, renderer: ChartRenderer) -> Html:
+    """Draw the samples behind each estimate, by family."""
     groups: dict[str, list[Result]] = {}
     for result in run.results:
-        if len(result.samples) >= FEWEST and result.estimate > 0 and np.isfinite(result.samples).all():
+        if (
+            len(result.samples) >= MIN_DISTRIBUTION_SAMPLES
+            and result.estimate > 0
+            and np.isfinite(result.samples).all()
+        ):
             groups.setdefault(family(result.name), []).append(result)
-    backends = result_names.several_backends(run.results)
+    backends = result_names.has_several_backends(run.results)
     figures = [
-        partial(_distribution, plots, title, results[start : start + ROWS], backends)
+        partial(_distribution, renderer, title, results[start : start + MAX_DISTRIBUTION_ROWS], backends)
         for title, results in groups.items()
-        for start in range(0, len(results), ROWS)
+        for start in range(0, len(results), MAX_DISTRIBUTION_ROWS)
     ]
     text = (
         "Each curve is the density of one benchmark's samples around its estimate, few samples are dots; the bar below "
         "is the 95% interval. Red are outliers (beyond 1.5 interquartile ranges), triangles lie further out."
     )
-    return drawn("Distributions", text, figures, uneven=True)
+    return chart_gallery("Distributions", text, figures, uneven=True)
 
 
-def _distribution(plots: Plots, title: str, results: Sequence[Result], backends: bool) -> Html:
+def _distribution(renderer: ChartRenderer, title: str, results: Sequence[Result], backends: bool) -> Html:
     labels = [result_names.label(r, backends=backends).removeprefix(f"{title}/") for r in results]
-    rows = [Sampled(name, r.samples, r.estimate, r.low, r.high) for name, r in zip(labels, results, strict=True)]
-    told = f"distribution of the samples of {', '.join(r.name for r in results)}"
-    return figure(charts.distributions(plots, title, rows), told)
+    rows = [Distribution(name, r.samples, r.estimate, r.low, r.high) for name, r in zip(labels, results, strict=True)]
+    description = f"distribution of the samples of {', '.join(r.name for r in results)}"
+    return figure(charts.draw_distributions(renderer, title, rows), description)
 
 
-def roofline(run: Run, plots: Plots) -> Html:
-    """Every benchmark that states its bytes and operations, under the ceilings that were measured."""
+def roofline_chart(run: Run, renderer: ChartRenderer) -> Html:
+    """Draw every benchmark that states its bytes and operations, under the measured limits."""
     limits = run.details.get("limits")
     try:
         roof = float(limits["operations_per_second"])  # type: ignore[index]
@@ -301,54 +313,60 @@ def roofline(run: Run, plots: Plots) -> Html:
     dots = []
     for r in run.results:
         moved, done = number(r, "bytes") or 0.0, number(r, "operations") or 0.0
-        if moved > 0 and done > 0 and r.unit == "s" and measurable(r):
+        if moved > 0 and done > 0 and r.unit == "s" and is_positive(r):
             dots.append(Dot(r.name, family(r.name), done / moved, done / r.estimate))
     if len(dots) < 2 or not all(np.isfinite(x) and x > 0 for x in (roof, *(rate for _, rate in slopes))):
         return Html()
-    told = f"roofline of {len(dots)} benchmarks: operations a second against operations a byte"
+    description = f"roofline of {len(dots)} benchmarks: operations a second against operations a byte"
     text = (
         "Each dot is a benchmark: how many operations it needs for each byte it must move, and how many it does in a "
         "second. The lines are what this machine can do at best, as measured. Hover over a dot for its name."
     )
     return joined(
-        [heading("Roofline"), soft(text), figure(charts.roofline(plots, dots, roof, slopes), told, wide=True)]
+        [
+            heading("Roofline"),
+            soft(text),
+            figure(charts.draw_roofline(renderer, dots, roof, slopes), description, wide=True),
+        ]
     )
 
 
-def latencies(run: Run, plots: Plots) -> Html:
-    """How latencies are spread over requests."""
+def latency_charts(run: Run, renderer: ChartRenderer) -> Html:
+    """Draw how latencies are distributed over requests."""
     kept = run.details.get("latencies")
     figures = []
     for name, values in kept.items() if isinstance(kept, dict) else ():
         numbers = [v for v in values if type(v) in (int, float) and 0 <= v < 1e9] if isinstance(values, list) else []
         if len(numbers) >= statistics.MIN_SAMPLES and max(numbers) > 0:
-            figures.append(partial(_shares, plots, LATENCIES.get(name, str(name)), sorted(numbers)))
-    told = "The share of requests, or of gaps, that were as quick as this or quicker; the dotted line is 95%."
-    return drawn("Latencies", told, figures)
+            figures.append(partial(_cumulative, renderer, LATENCY_NAMES.get(name, str(name)), sorted(numbers)))
+    description = "The share of requests, or of gaps, that were as quick as this or quicker; the dotted line is 95%."
+    return chart_gallery("Latencies", description, figures)
 
 
-def _shares(plots: Plots, title: str, ordered: Sequence[float]) -> Html:
-    """A line of at most STEPS points; a logarithmic axis has no place for zeros, but they count."""
-    places = np.unique(np.linspace(0, len(ordered) - 1, STEPS).astype(int))
+def _cumulative(renderer: ChartRenderer, title: str, ordered: Sequence[float]) -> Html:
+    """Draw at most MAX_CURVE_POINTS points; a logarithmic axis cannot show zeros, but they count."""
+    places = np.unique(np.linspace(0, len(ordered) - 1, MAX_CURVE_POINTS).astype(int))
     points = [(ordered[i], (i + 1) / len(ordered), 0.0, 0.0) for i in places if ordered[i] > 0]
-    told = f"share of all measurements of {title} that came within a time"
-    return figure(charts.shares(plots, title, [Line(title, points)], "s"), told)
+    description = f"share of all measurements of {title} that came within a time"
+    return figure(charts.draw_cumulative(renderer, title, [Line(title, points)], "s"), description)
 
 
-VIEWS: dict[str, Sequence[View]] = {
-    "micro": (sides, results_table, roofline, lengths, categories, distributions),
-    "e2e": (results_table, lengths, distributions),
-    "load": (pivot, distributions),
-    "serving": (pivot, latencies),
-    "peers": (peers, lengths, distributions),
+SECTIONS: dict[str, Sequence[Section]] = {
+    "micro": (
+        backend_comparison, results_table, roofline_chart, charts_by_length, charts_by_category, distribution_charts,
+    ),
+    "e2e": (results_table, charts_by_length, distribution_charts),
+    "load": (pivot_tables, distribution_charts),
+    "serving": (pivot_tables, latency_charts),
+    "peers": (peer_table, charts_by_length, distribution_charts),
     "accuracy": (results_table,),
-    "profile": (shares, others, roofline),
-    "experiments": (verdicts, claims, others, lengths, distributions),
-}
-PLAIN: Sequence[View] = (results_table, lengths, categories, distributions)
+    "profile": (component_shares, all_results, roofline_chart),
+    "experiments": (verdict_list, claim_tables, all_results, charts_by_length, distribution_charts),
+}  # fmt: skip
+DEFAULT_SECTIONS: Sequence[Section] = (results_table, charts_by_length, charts_by_category, distribution_charts)
 
 
-def show(run: Run, plots: Plots) -> Html:
-    """All that there is to see of a run."""
-    shown = [view(run, plots) for view in VIEWS.get(run.kind, PLAIN)]
-    return joined([part for part in (missing(run), *shown) if part])
+def render_run(run: Run, renderer: ChartRenderer) -> Html:
+    """Return all sections of a run."""
+    shown = [section(run, renderer) for section in SECTIONS.get(run.kind, DEFAULT_SECTIONS)]
+    return joined([part for part in (unmeasured(run), *shown) if part])

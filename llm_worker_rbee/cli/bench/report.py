@@ -35,13 +35,13 @@ def report(
     """
     from ...bench import baseline
     from ...bench import report as room
-    from ...bench.report.history import Given
+    from ...bench.report.history import RunFile
 
     if not output.name or os.path.isdir(output):
         raise InvalidRequestError(f"cannot write {output}: it is a folder, give the name of a file", "output")
-    given = [Given(Path(name).name, baseline.load(name)) for name in results]
+    files = [RunFile(Path(name).name, baseline.load(name)) for name in results]
     with step_progress() as progress:
-        text = room.write(given, title, progress)
+        text = room.render(files, title, progress)
     _write(output, text.encode(errors="replace"))
     note(f"saved {output} ({quantity(output.stat().st_size, 'B')})")
 
