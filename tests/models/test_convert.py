@@ -145,12 +145,14 @@ def test_convert_file_is_loaded_by_transformers(name: str, made: Callable[[str],
     assert np.abs(model_zoo.hf_logits(loaded, ids) - model_zoo.hf_logits(model, ids)).max() < 1e-3
 
 
-@pytest.mark.parametrize(("name", "told"), [("qwen2-window", "sliding_window in some of the layers"),
+@pytest.mark.parametrize(("name", "message"), [("qwen2-window", "sliding_window in some of the layers"),
                                             ("gemma2-scale", "query_pre_attn_scalar")])  # fmt: skip
-def test_convert_inexpressible_config_raises(name: str, told: str, made: Callable[[str], Made], tmp_path: Path) -> None:
+def test_convert_inexpressible_config_raises(
+    name: str, message: str, made: Callable[[str], Made], tmp_path: Path
+) -> None:
     _, _, folder = made(name)
     arch = name.split("-")[0]
-    wanted = f"^config.json: {told} cannot be expressed in a GGUF of architecture '{arch}'$"
+    wanted = f"^config.json: {setting} cannot be expressed in a GGUF of architecture '{arch}'$"
     with pytest.raises(UnsupportedModelError, match=wanted):
         converted(folder, tmp_path / "out.gguf", "F16")
     assert list(tmp_path.iterdir()) == []
@@ -159,17 +161,17 @@ def test_convert_inexpressible_config_raises(name: str, told: str, made: Callabl
 YARN = {**model_zoo.YARN, "beta_fast": 16.0}
 
 
-@pytest.mark.parametrize(("rope", "told"), [
+@pytest.mark.parametrize(("rope", "message"), [
     ({**YARN, "attention_factor": 1.7}, None),
     ({**YARN, "factor": 1.0}, None),
     ({**YARN, "truncate": False}, "rope scaling 'yarn' with its settings"),
     ({**model_zoo.LINEAR, "attention_factor": 1.5}, None),
 ])  # fmt: skip
-def test_convert_rope_settings_are_kept_or_raise(rope: dict[str, Any], told: str | None, tmp_path: Path) -> None:
+def test_convert_rope_settings_are_kept_or_raise(rope: dict[str, Any], message: str | None, tmp_path: Path) -> None:
     variant = model_zoo.Variant("llama", {"rope_parameters": rope, "vocab_size": ROWS})
     folder = add_tokenizer(model_zoo.save_hf(model_zoo.make_hf(variant), tmp_path / "hf"))
-    if told is not None:
-        with pytest.raises(UnsupportedModelError, match=told):
+    if message is not None:
+        with pytest.raises(UnsupportedModelError, match=message):
             converted(folder, tmp_path / "out.gguf", "F32")
         return
     ids = model_zoo.prompt_ids(variant)
@@ -330,12 +332,12 @@ REFUSED: dict[str, tuple[Callable[[], Library], str]] = {
 
 @pytest.mark.parametrize("why", REFUSED)
 def test_convert_inexpressible_tokenizer_raises(why: str, tmp_path: Path) -> None:
-    make, told = REFUSED[why]
+    make, message = REFUSED[why]
     variant = model_zoo.Variant("llama", {"rope_parameters": model_zoo.DEFAULT_ROPE, "vocab_size": 1200})
     folder = model_zoo.save_hf(model_zoo.make_hf(variant), tmp_path / "hf")
     make().save(str(folder / "tokenizer.json"))
     (folder / "generation_config.json").unlink()
-    with pytest.raises(UnsupportedModelError, match=re.escape(told)):
+    with pytest.raises(UnsupportedModelError, match=re.escape(message)):
         converted(folder, tmp_path / "out.gguf", "F16")
     assert not (tmp_path / "out.gguf").exists()
 

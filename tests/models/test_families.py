@@ -42,9 +42,7 @@ def largest_difference(ours: model_runs.Transformer, theirs: Any, ids: list[int]
 
 def load_gguf_with_transformers(gguf: Path, config: Any) -> Any:
     """Load weights from the GGUF, the shape from `config`: transformers reads only some keys."""
-    as_llama = (
-        config.model_type == "mistral"
-    )  # GGUF files of Mistral are llama files
+    as_llama = config.model_type == "mistral"  # GGUF files of Mistral are llama files
     shape = transformers.LlamaConfig(**{**config.to_dict(), "model_type": "llama"}) if as_llama else config
     torch.manual_seed(99)
     loaded = transformers.AutoModelForCausalLM.from_pretrained(

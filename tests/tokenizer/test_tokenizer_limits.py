@@ -55,8 +55,8 @@ def test_spm_tokens_too_long_raise() -> None:
     assert f"token {first + 1} has 400000 characters; at most 512" in refusal(spm_metadata(["a", "x" * 400_000]))
     assert "at most 256000000" in refusal(spm_metadata([f"{n:0512}" for n in range(1000)]))
     # Merges accumulate until the limit, hence the larger allowance.
-    told = refusal(spm_metadata(["y" * n for n in range(1, 513)]), limit=150 * MEGABYTE)
-    assert "merges have more than 32000000 characters" in told
+    message = refusal(spm_metadata(["y" * n for n in range(1, 513)]), limit=150 * MEGABYTE)
+    assert "merges have more than 32000000 characters" in message
 
 
 def test_spm_long_tokens_within_limits_are_merged() -> None:
@@ -74,8 +74,8 @@ def test_long_special_token_raises(metadata: dict[str, object], kind: int) -> No
     allowed = tokenizer_from_gguf(with_last_kind(metadata, "x" * 4096, kind))
     # An SPM vocabulary puts its space before a user-defined token.
     assert allowed.encode("x" * 4096, add_special=False, parse_special=True)[-1:] == [len(tokens)]
-    told = refusal(with_last_kind(metadata, "x" * 400_000, kind))
-    assert told == f"token {len(tokens)} is a special token of 400000 characters; at most 4096"
+    message = refusal(with_last_kind(metadata, "x" * 400_000, kind))
+    assert message == f"token {len(tokens)} is a special token of 400000 characters; at most 4096"
 
 
 def test_many_long_special_tokens_raise() -> None:
@@ -86,7 +86,7 @@ def test_many_long_special_tokens_raise() -> None:
 def write(folder: Path, library: Library, **changes: object) -> Path:
     """Write a folder with the library's tokenizer.json, with some keys replaced."""
     source = {**json.loads(library.to_str()), **changes}
-    (folder / "tokenizer.json").write_text(json.dumps(source), encode_errors="utf-8")
+    (folder / "tokenizer.json").write_text(json.dumps(source), encoding="utf-8")
     return folder
 
 
@@ -158,7 +158,7 @@ def test_library_error_while_loading_is_tokenizer_error(tmp_path: Path) -> None:
     for pattern, reason in ((panics, "retry-limit"), ("(unclosed", "Oniguruma error")):
         source = json.loads(byte_library().to_str())
         source["pre_tokenizer"]["pretokenizers"][0]["pattern"] = {"Regex": pattern}
-        (tmp_path / "tokenizer.json").write_text(json.dumps(source), encode_errors="utf-8")
+        (tmp_path / "tokenizer.json").write_text(json.dumps(source), encoding="utf-8")
         with pytest.raises(TokenizerError, match=rf"tokenizer\.json: .*{reason}") as caught:
             tokenizer_from_hf(tmp_path)
         assert "\n" not in str(caught.value)
@@ -183,7 +183,7 @@ def test_fractional_token_types_raise(bad: float) -> None:
 def test_chat_template_entry_without_name_raises(entry: object, tmp_path: Path) -> None:
     write(tmp_path, byte_library())
     settings = {"chat_template": [{"name": "default", "template": "d"}, entry]}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings), encode_errors="utf-8")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
     with pytest.raises(TokenizerError, match=r"tokenizer_config\.json: chat_template"):
         tokenizer_from_hf(tmp_path)
 

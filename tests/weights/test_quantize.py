@@ -181,16 +181,16 @@ def test_run_jobs_any_thread_count_keeps_order(threads: int, monkeypatch: pytest
             "vector", tensor("BF16", values[0]), BLOCK_TYPES["F32"], np.arange(256)[::-1].copy(), offset=1.0
         ),
     ]
-    told: list[tuple[str, int, int | None]] = []
-    made = parallel.quantize_in_memory(work, threads, lambda *step: told.append(step))
+    reports: list[tuple[str, int, int | None]] = []
+    made = parallel.quantize_in_memory(work, threads, lambda *step: reports.append(step))
     assert [t.shape for t in made.values()] == [values.shape, values.shape, values.shape, (256,)]
     halves = (values / 10).astype(np.float16).astype(np.float32)
     assert np.array_equal(made["plain"].data, quantize.quantize(BLOCK_TYPES["Q5_K"], halves))
     assert np.array_equal(made["turned"].data, quantize.quantize(BLOCK_TYPES["Q8_0"], values[order]))
     assert np.array_equal(made["same"].data, made["turned"].data)
     assert np.array_equal(made["vector"].dequantize(), round_trip("BF16", values[0])[::-1] + np.float32(1))
-    assert told[-1] == ("quantizing", sum(job.nbytes for job in work), sum(job.nbytes for job in work))
-    assert [done for _, done, _ in told] == sorted(done for _, done, _ in told)
+    assert reports[-1] == ("quantizing", sum(job.nbytes for job in work), sum(job.nbytes for job in work))
+    assert [done for _, done, _ in reports] == sorted(done for _, done, _ in reports)
 
 
 def test_run_jobs_error_names_the_tensor() -> None:

