@@ -145,10 +145,12 @@ def test_convert_file_is_loaded_by_transformers(name: str, made: Callable[[str],
     assert np.abs(model_zoo.hf_logits(loaded, ids) - model_zoo.hf_logits(model, ids)).max() < 1e-3
 
 
-@pytest.mark.parametrize(("name", "message"), [("qwen2-window", "sliding_window in some of the layers"),
-                                            ("gemma2-scale", "query_pre_attn_scalar")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "setting"),
+    [("qwen2-window", "sliding_window in some of the layers"), ("gemma2-scale", "query_pre_attn_scalar")],
+)
 def test_convert_inexpressible_config_raises(
-    name: str, message: str, made: Callable[[str], Made], tmp_path: Path
+    name: str, setting: str, made: Callable[[str], Made], tmp_path: Path
 ) -> None:
     _, _, folder = made(name)
     arch = name.split("-")[0]
