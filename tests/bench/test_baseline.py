@@ -22,8 +22,7 @@ from llm_worker_rbee.bench.baseline import (
 )
 from llm_worker_rbee.bench.results import Better, Result, ResultsError, Run
 from llm_worker_rbee.errors import InvalidRequestError
-
-from .runs import LIMITS, micro, on_another_machine, run_of
+from tests.helpers.bench_runs import LIMITS, micro, on_another_machine, run_of
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +32,7 @@ def data_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "data"
 
 
-def test_a_baseline_is_found_by_its_name(data_folder: Path) -> None:
+def test_load_by_name_returns_saved_baseline(data_folder: Path) -> None:
     assert baseline.list_names() == []
     path = baseline.save(micro(), "first")
     assert path == data_folder / "llm-worker-rbee" / "baselines" / "first.json"
@@ -44,14 +43,14 @@ def test_a_baseline_is_found_by_its_name(data_folder: Path) -> None:
     assert baseline.list_names() == ["a.second-one_2", "first"]
 
 
-def test_a_file_is_found_by_its_path(tmp_path: Path) -> None:
+def test_load_by_path_returns_the_file(tmp_path: Path) -> None:
     (tmp_path / "sub").mkdir()
     for name in ("run.json", "sub/run", "run"):
         micro().save(tmp_path / name)
         assert baseline.load(name).kind == baseline.load(str(tmp_path / name)).kind == "micro"
 
 
-def test_a_name_that_is_not_there_is_told_with_those_that_are() -> None:
+def test_load_unknown_name_raises_with_known_names() -> None:
     with pytest.raises(ResultsError, match=r"there is no baseline 'main' .*none yet: --save-baseline NAME"):
         baseline.load("main")
     baseline.save(micro(), "one")
@@ -63,13 +62,13 @@ def test_a_name_that_is_not_there_is_told_with_those_that_are() -> None:
 
 
 @pytest.mark.parametrize("name", ["", "../up", "a/b", ".hidden", "-x", "a b", "ä", "x" * 101, "a\0b", "a\n"])
-def test_a_name_that_could_lead_elsewhere_is_refused(name: str, data_folder: Path) -> None:
+def test_save_name_with_path_characters_raises(name: str, data_folder: Path) -> None:
     with pytest.raises(InvalidRequestError, match="cannot name a baseline"):
         baseline.save(micro(), name)
     assert not data_folder.exists()
 
 
-def test_without_a_home_the_remedy_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_load_without_home_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     def nowhere() -> Path:
         raise RuntimeError("Could not determine home directory.")
 
@@ -79,7 +78,7 @@ def test_without_a_home_the_remedy_is_told(monkeypatch: pytest.MonkeyPatch) -> N
         baseline.baseline_dir()
 
 
-def test_another_machine_is_refused_and_what_differs_is_named() -> None:
+def test_require_same_machine_other_machine_names_differences() -> None:
     here = micro()
     there = on_another_machine(here, cpu="Other 9000", memory_gib=3)
     with pytest.raises(OtherMachineError, match="another machine") as error:
@@ -93,17 +92,17 @@ def test_another_machine_is_refused_and_what_differs_is_named() -> None:
     require_same_machine(here, micro(seed=5), force=False)
 
 
-def test_figures_that_no_machine_changes_may_come_from_another_one() -> None:
+def test_require_same_machine_ignores_accuracy() -> None:
     run = run_of("accuracy", [Result.exact("kl", "", 0.1)])
     require_same_machine(on_another_machine(run, cpu="Other"), run, force=False)
 
 
-def test_runs_of_different_kinds_are_refused() -> None:
+def test_compare_different_kinds_raises() -> None:
     with pytest.raises(ResultsError, match="a run of `load` cannot be compared with one of `micro`"):
         compare(run_of("load", []), micro())
 
 
-def test_runs_with_nothing_in_common_are_refused() -> None:
+def test_compare_without_common_results_raises() -> None:
     one, other = (run_of("micro", [Result.exact(name, "s", 1.0)]) for name in ("a", "b"))
     with pytest.raises(ResultsError, match="no benchmark in common"):
         compare(one, other)
@@ -121,19 +120,19 @@ def compared(before: Run, after: Run) -> list[tuple[str, str | None, str | None,
     ]
 
 
-def test_results_are_matched_by_name_and_backend() -> None:
+def test_compare_matches_name_and_backend() -> None:
     before = run_of("micro", [timed("a", 1.0, "reference"), timed("a", 2.0, "cpu"), timed("gone", 1.0)])
     after = run_of("micro", [timed("new", 1.0), timed("a", 1.0, "cpu"), timed("a", 1.5, "reference")])
     assert compared(before, after) == [("a", "cpu", "cpu", "improved"), ("a", "reference", "reference", "regressed")]
 
 
-def test_a_name_that_both_have_once_is_matched_across_backends() -> None:
+def test_compare_unique_name_matches_across_backends() -> None:
     before = run_of("micro", [timed("a", 1.0, "reference"), timed("b", 1.0, "reference"), timed("b", 1.0, "cpu")])
     after = run_of("micro", [timed("a", 0.5, "cpu"), timed("b", 1.0, "cuda")])
     assert compared(before, after) == [("a", "reference", "cpu", "improved")]
 
 
-def test_a_result_of_another_unit_is_not_compared_but_told() -> None:
+def test_compare_other_unit_is_listed_as_not_compared() -> None:
     before = run_of("micro", [timed("a", 1.0), timed("b", 1.0), timed("gone", 1.0)])
     after = run_of("micro", [timed("a", 1.0), timed("b", 1.0, unit="tok/s")])
     changes = compare(before, after)
@@ -154,7 +153,7 @@ def test_a_result_of_another_unit_is_not_compared_but_told() -> None:
         (math.nan, 1.0, "lower", math.nan, "within noise"),
     ],
 )
-def test_figures_without_spread_are_compared_as_they_are(
+def test_compare_results_counts_are_compared_exactly(
     before: float, after: float, better: Better, change: float, verdict: str
 ) -> None:
     found = compare_results(Result.exact("x", "B", before, better), Result.exact("x", "B", after, better))
@@ -162,13 +161,13 @@ def test_figures_without_spread_are_compared_as_they_are(
     assert found.verdict == verdict
 
 
-def test_a_counted_figure_against_a_measured_one_is_no_verdict() -> None:
+def test_compare_results_count_with_samples_is_within_noise() -> None:
     found = compare_results(Result.exact("x", "s", 1.0), timed("x", 2.0))
     assert found.verdict == "within noise"
     assert found.change == pytest.approx(1.0, abs=0.01)
 
 
-def test_past_the_threshold_counts_only_what_became_worse() -> None:
+def test_is_past_only_for_regressions() -> None:
     before = run_of("micro", [timed("slower", 1.0), timed("faster", 1.0), timed("same", 1.0)])
     after = run_of("micro", [timed("slower", 1.2), timed("faster", 0.5), timed("same", 1.001)])
     changes = compare(before, after)
@@ -176,7 +175,7 @@ def test_past_the_threshold_counts_only_what_became_worse() -> None:
     assert [c.is_past(0.3) for c in changes] == [False, False, False]
 
 
-def test_what_else_differs_is_listed() -> None:
+def test_find_differences_lists_other_properties() -> None:
     run = micro(commit="a" * 40)
     assert find_differences(run, run) == []
     other = replace(
@@ -204,7 +203,7 @@ def latency(value: float, low: float, high: float) -> Result:
     return Result("ttft/p99", "s", value, low, high)
 
 
-def test_figures_with_intervals_and_no_samples_are_judged_by_their_intervals() -> None:
+def test_compare_results_without_samples_uses_intervals() -> None:
     before = latency(1.0, 0.97, 1.03)
     clear, vague = (compare_results(before, latency(1.2, 1.2 - w, 1.2 + w)) for w in (0.04, 0.3))
     assert (clear.verdict, vague.verdict) == ("regressed", "within noise")
@@ -212,7 +211,7 @@ def test_figures_with_intervals_and_no_samples_are_judged_by_their_intervals() -
     assert vague.low < 0 < vague.high
 
 
-def test_a_machine_that_was_itself_slower_is_told() -> None:
+def test_find_machine_drift_slower_machine_is_reported() -> None:
     before = micro()
     slower = replace(LIMITS, operations=LIMITS.operations * 0.7)
     after = replace(before, details={"limits": slower.as_json()})

@@ -18,7 +18,7 @@ def fresh() -> None:
         cached.cache_clear()
 
 
-def test_the_machine_is_described_and_keeps_its_fingerprint() -> None:
+def test_describe_machine_fingerprint_is_stable() -> None:
     first = environment.describe_machine()
     environment.describe_machine.cache_clear()
     assert environment.describe_machine()["fingerprint"] == first["fingerprint"]
@@ -27,7 +27,7 @@ def test_the_machine_is_described_and_keeps_its_fingerprint() -> None:
 
 
 @pytest.mark.parametrize("part", ["cpu_name", "cpu_features", "usable_cores", "cpu_quota", "gpus"])
-def test_another_machine_has_another_fingerprint(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_describe_machine_other_hardware_changes_fingerprint(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     here = environment.describe_machine()["fingerprint"]
     environment.describe_machine.cache_clear()
     monkeypatch.setattr(machine, part, lambda: ["something", "else"])
@@ -35,12 +35,12 @@ def test_another_machine_has_another_fingerprint(part: str, monkeypatch: pytest.
     environment.describe_machine.cache_clear()
 
 
-def test_versions() -> None:
+def test_package_versions_include_dependencies() -> None:
     found = environment.package_versions()
     assert {"llm-worker-rbee", "python", "numpy", "tokenizers"} <= set(found)
 
 
-def test_the_commit_of_a_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_describe_commit_of_a_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def git(*args: str) -> str:
         command = ["git", "-C", str(tmp_path), "-c", "user.name=n", "-c", "user.email=e@e", *args]
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
@@ -63,7 +63,7 @@ def test_the_commit_of_a_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     environment.describe_commit.cache_clear()
 
 
-def test_a_model_is_known_by_its_bytes(tmp_path: Path) -> None:
+def test_describe_model_hashes_the_file(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     path.write_bytes(b"GGUF" + bytes(5000))
     heard: list[tuple[str, int, int | None]] = []
@@ -72,7 +72,7 @@ def test_a_model_is_known_by_its_bytes(tmp_path: Path) -> None:
     assert heard[-1][1:] == (5004, 5004)
 
 
-def test_a_split_set_and_a_folder_are_hashed_whole(tmp_path: Path) -> None:
+def test_describe_model_split_file_and_folder_hash_all_parts(tmp_path: Path) -> None:
     for number in (1, 2):
         (tmp_path / f"m-{number:05d}-of-00002.gguf").write_bytes(bytes([number]) * 10)
         (tmp_path / f"model-{number:05d}-of-00002.safetensors").write_bytes(bytes([number]) * 20)

@@ -73,7 +73,7 @@ def whole(tiny: Path) -> Run:
     return lab.recorder.to_run()
 
 
-def test_every_claim_ends_in_one_line(whole: Run) -> None:
+def test_run_every_claim_ends_in_one_line(whole: Run) -> None:
     verdicts = whole.details["verdicts"]
     assert [one["claim"] for one in verdicts] == ["1", "2", "3", "3a", "4", "5"]
     for one in verdicts:
@@ -86,7 +86,7 @@ def test_every_claim_ends_in_one_line(whole: Run) -> None:
         assert {len(row) for row in table} == {len(table[0])}
 
 
-def test_results_are_named_by_claim_side_and_length(whole: Run) -> None:
+def test_run_results_are_named_by_claim_side_and_length(whole: Run) -> None:
     results = {result.name: result for result in whole.results}
     timed = [
         *(f"claim1/{side}/{n}" for side in ("modules", "fused") for n in (1, 5)), "claim1/modules/calls",
@@ -104,7 +104,7 @@ def test_results_are_named_by_claim_side_and_length(whole: Run) -> None:
     assert results["claim2/covered"].estimate == 0.75  # this vocabulary has no reference ids
 
 
-def test_the_page_is_made_from_the_run_alone(whole: Run, tmp_path: Path) -> None:
+def test_markdown_needs_only_the_run(whole: Run, tmp_path: Path) -> None:
     whole.save(tmp_path / "run.json")
     page = experiments.markdown(Run.load(tmp_path / "run.json"))
     assert page == experiments.markdown(whole)
@@ -118,7 +118,7 @@ def test_the_page_is_made_from_the_run_alone(whole: Run, tmp_path: Path) -> None
     assert "`llm-worker-rbee bench experiments --all --claims docs/claims.md`" in experiments.markdown(thorough)
 
 
-def test_a_choice_of_claims(lab: Callable[..., Harness]) -> None:
+def test_select_returns_claims_in_table_order(lab: Callable[..., Harness]) -> None:
     assert experiments.select(["5", "3A", "claim 1"]) == ["1", "3a", "5"]
     assert experiments.select([]) == list(experiments.EXPERIMENTS)
     with pytest.raises(InvalidRequestError, match="there is no claim '7': known are 1, 2, 3, 3a, 4, 5"):
@@ -128,7 +128,7 @@ def test_a_choice_of_claims(lab: Callable[..., Harness]) -> None:
     assert list(one.recorder.details["tables"]) == ["5"]
 
 
-def test_what_was_measured_before_ctrl_c_is_kept(lab: Callable[..., Harness]) -> None:
+def test_run_interrupted_keeps_finished_claims(lab: Callable[..., Harness]) -> None:
     def press(what: str, done: float, total: float) -> None:
         if what.startswith("claim 5: 1"):
             raise KeyboardInterrupt
@@ -140,7 +140,7 @@ def test_what_was_measured_before_ctrl_c_is_kept(lab: Callable[..., Harness]) ->
     assert any(result.name == "claim3a/cached/5" for result in one.recorder.results())
 
 
-def test_progress_never_goes_back(lab: Callable[..., Harness]) -> None:
+def test_run_progress_is_monotonic(lab: Callable[..., Harness]) -> None:
     seen: list[float] = []
     experiments.run(lab(progress=lambda what, done, total: seen.append(done / total)), ["2", "3a", "5"])
     assert seen == sorted(seen)
@@ -150,7 +150,7 @@ def test_progress_never_goes_back(lab: Callable[..., Harness]) -> None:
 @pytest.mark.parametrize(
     "length", [1, 7, fused_block.QUERY_TILE, fused_block.QUERY_TILE + 1, 2 * fused_block.QUERY_TILE + 3]
 )
-def test_the_one_function_is_the_block(length: int, rng: np.random.Generator) -> None:
+def test_run_block_equals_the_layers(length: int, rng: np.random.Generator) -> None:
     block = fused_block.make_block(SHAPE)
     sides = fused_block.make_sides(block, rng.standard_normal((length, SHAPE.d_model), dtype=np.float32))
     (added, stream), (added_too, stream_too) = sides["modules"](), sides["fused"]()
@@ -159,7 +159,7 @@ def test_the_one_function_is_the_block(length: int, rng: np.random.Generator) ->
 
 
 @pytest.mark.parametrize(("prompt", "steps"), [(1, 1), (9, 3), (fused_block.QUERY_TILE + 6, 2)])
-def test_the_two_forward_passes_give_the_models_logits(tiny: Path, prompt: int, steps: int) -> None:
+def test_whole_forward_sides_equal_the_models_logits(tiny: Path, prompt: int, steps: int) -> None:
     checkpoint = open_checkpoint(tiny)
     sides = whole_forward.Sides(load_model(checkpoint, fused_block.DENSE, read_model_config(checkpoint)), prompt, steps)
     for work in (sides.prefill, sides.decode, sides.decode):  # decode again: it starts at the prompt's end anew
@@ -171,7 +171,7 @@ def test_the_two_forward_passes_give_the_models_logits(tiny: Path, prompt: int, 
     assert np.allclose(plain, sides.decode("fused"), atol=1e-4)
 
 
-def test_grouped_heads_agree(tmp_path: Path) -> None:
+def test_whole_forward_grouped_heads_agree(tmp_path: Path) -> None:
     """As the default model has them: several query heads on one KV head."""
     keys = {**model_keys(), **vocabulary(), "llama.attention.head_count_kv": HEADS // 2}
     tensors = model_tensors(len(keys["tokenizer.ggml.tokens"]))
@@ -186,7 +186,7 @@ def test_grouped_heads_agree(tmp_path: Path) -> None:
         assert one.argmax() == other.argmax()
 
 
-def test_a_model_that_the_one_function_does_not_know_is_refused(tiny: Path) -> None:
+def test_require_plain_llama_other_model_raises(tiny: Path) -> None:
     config = read_model_config(open_checkpoint(tiny))
     whole_forward.require_plain_llama(config)
     with pytest.raises(UnsupportedModelError, match="needs a plain llama: this model has a window"):
@@ -195,7 +195,7 @@ def test_a_model_that_the_one_function_does_not_know_is_refused(tiny: Path) -> N
         whole_forward.require_plain_llama(replace(config, activation="gelu_tanh"))
 
 
-def test_both_caches_give_the_same(rng: np.random.Generator) -> None:
+def test_unified_and_separate_caches_are_equal(rng: np.random.Generator) -> None:
     q, k, v = unified_cache.make_prompt(SHAPE, 6)
     one, other = (make(SHAPE, 6).attend(q, k, v) for make in unified_cache.SIDES.values())
     assert one.tobytes() == other.tobytes()
@@ -208,7 +208,7 @@ def test_both_caches_give_the_same(rng: np.random.Generator) -> None:
     assert np.allclose(one, np.einsum("hts,shd->thd", weights, v), atol=1e-5)
 
 
-def test_the_memory_of_a_cache_is_its_arrays_and_little_more() -> None:
+def test_measure_memory_is_little_more_than_the_arrays() -> None:
     n, heads, dim = 64, SHAPE.n_heads, SHAPE.head_dim
     arrays = 4 * (2 * n * heads * dim + 2 * n * dim // 2 + n * n)
     for make in unified_cache.SIDES.values():
@@ -217,14 +217,14 @@ def test_the_memory_of_a_cache_is_its_arrays_and_little_more() -> None:
 
 
 @pytest.mark.parametrize("length", [1, 31, 32, 33, 70])
-def test_a_softmax_without_a_mask_is_the_masked_one(length: int, rng: np.random.Generator) -> None:
+def test_bounded_softmax_equals_masked_softmax(length: int, rng: np.random.Generator) -> None:
     sides = causal_mask.make_sides(rng.standard_normal((3, length, length), dtype=np.float32))
     assert np.allclose(sides["no_mask"](), sides["masked_softmax"](), atol=1e-6)
     assert sides["create"]().tobytes() == sides["cached"]().tobytes() == sides["add"]().tobytes()
     assert sides["creation"]().tobytes() == sides["lookup"]().tobytes()
 
 
-def test_the_rotation_three_times(rng: np.random.Generator) -> None:
+def test_rope_formula_tables_and_backend_agree(rng: np.random.Generator) -> None:
     x = rng.standard_normal((130, 4, 16), dtype=np.float32)
     straight = rope.split_pairs(rope.formula(x, 0, ROPE_BASE))
     in_place = rope.split_pairs(x)
@@ -234,7 +234,7 @@ def test_the_rotation_three_times(rng: np.random.Generator) -> None:
     assert np.abs(straight - rope.backend_rope("reference", rope.split_pairs(x))()).max() < rope.TOLERANCE  # type: ignore[operator]
 
 
-def test_sides_that_differ_cannot_race() -> None:
+def test_require_equal_different_sides_raises() -> None:
     one = np.zeros(4, np.float32)
     require_equal(one, one + np.float32(1e-6), 1e-5, "x")
     for wrong in (one + np.float32(1e-3), one * np.nan, np.zeros(5, np.float32)):
@@ -242,20 +242,20 @@ def test_sides_that_differ_cannot_race() -> None:
             require_equal(one, wrong, 1e-5, "x")
 
 
-def test_the_parts_of_claim_2_on_the_default_model(default_model: Path, lab: Callable[..., Harness]) -> None:
+def test_components_default_model_covers_all_parts(default_model: Path, lab: Callable[..., Harness]) -> None:
     verdict, table = components.run(lab(model=default_model, claim="2"))
     assert [row[1] for row in table[1:]] == ["yes", "yes", "yes", "yes"], table
     assert verdict.line.startswith("claim 2: confirmed - 4 of 4 parts do their job on a real file (100%)")
     assert "together what the whole reply says" in table[-1][2]
 
 
-def test_a_server_that_does_not_start_is_not_covered(lab: Callable[..., Harness], tmp_path: Path) -> None:
+def test_components_server_that_does_not_start_is_not_covered(lab: Callable[..., Harness], tmp_path: Path) -> None:
     verdict, table = components.run(lab(model=tmp_path / "none.gguf", claim="2"))
     assert verdict.verdict == "refuted"
     assert "the server ended with exit status 1" in table[-1][2]
 
 
-def test_a_tokenizer_that_differs_is_not_covered(default_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_components_other_token_ids_are_not_covered(default_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(components.REFERENCE_IDS, "Hello, world!", "1 2 3")
     with pytest.raises(components.NotCoveredError, match="the ids of 'Hello, world!' are not those"):
         components.PARTS["tokenizer equals the reference"](default_model)
@@ -272,11 +272,11 @@ def test_a_tokenizer_that_differs_is_not_covered(default_model: Path, monkeypatc
         (Change(-0.6, -0.65, -0.55, "improved"), "confirmed", "confirmed", "confirmed"),
     ],
 )
-def test_the_rules(change: Change, faster: VerdictName, saves: VerdictName, twice: VerdictName) -> None:
+def test_votes_follow_the_rules(change: Change, faster: VerdictName, saves: VerdictName, twice: VerdictName) -> None:
     assert (vote_faster(change), vote_saves(change), vote_speedup(change, 2.0)) == (faster, saves, twice)
 
 
-def test_what_most_say() -> None:
+def test_majority_or_longest_decides() -> None:
     assert majority(["confirmed", "confirmed", "refuted"]) == "confirmed"
     assert majority(["confirmed", "confirmed", "refuted", "refuted"]) == "refuted"  # the longest decides
     assert majority(["confirmed", "within noise", "refuted"]) == "refuted"
@@ -286,7 +286,7 @@ def test_what_most_say() -> None:
     assert whole_forward.all_of(["confirmed", "refuted"]) == "refuted"
 
 
-def test_figures_of_a_line() -> None:
+def test_format_by_length_and_speedup() -> None:
     change = compare([2.0, 2.0, 2.0], [1.0, 1.0, 1.0])
     assert format_speedup(change) == "2.00 times (99% interval 2.00 to 2.00)"
     assert format_by_length({1: change, 8: change}) == (

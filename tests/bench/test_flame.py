@@ -36,7 +36,7 @@ def work() -> None:
     spin()
 
 
-def test_the_sampler_sees_who_calls_whom() -> None:
+def test_record_in_process_sees_callers() -> None:
     interval = sys.getswitchinterval()
     seen = flame.record("decode", work, 0.2)
     assert sys.getswitchinterval() == interval
@@ -47,7 +47,7 @@ def test_the_sampler_sees_who_calls_whom() -> None:
     assert all(weight > 0 for _, weight in seen.samples)
 
 
-def test_our_own_code_shows_the_line_that_runs() -> None:
+def test_record_in_process_shows_running_source_lines() -> None:
     seen = flame.record("decode", lambda: json.loads(json.dumps(flame.render_svg(PLANTED, "x"))), 0.2)
     frames = {frame for stack, _ in seen.samples for frame in stack}
     rooms = {frame.category for frame in frames}
@@ -61,13 +61,13 @@ def test_our_own_code_shows_the_line_that_runs() -> None:
     assert all(frame.name.removesuffix("…") in " ".join(source[frame.line - 1].split()) for frame in own)
 
 
-def test_an_instruction_without_a_line_does_not_stop_the_sampler() -> None:
+def test_stack_instruction_without_line_is_sampled() -> None:
     bottom = SimpleNamespace(f_code=flame._call_marked.__code__, f_lineno=1, f_back=None)
     frame = SimpleNamespace(f_code=flame.record.__code__, f_lineno=None, f_back=bottom)
     assert [one.name for one in flame._stack(frame)] == ["record"]  # type: ignore[arg-type]
 
 
-def test_speedscope_holds_what_its_schema_asks_for() -> None:
+def test_speedscope_follows_its_schema() -> None:
     value = json.loads(json.dumps(flame.speedscope({"prefill": Flame("prefill"), "decode": PLANTED}, "a model")))
     assert value["$schema"] == "https://www.speedscope.app/file-format-schema.json"
     frames = value["shared"]["frames"]
@@ -82,7 +82,7 @@ def test_speedscope_holds_what_its_schema_asks_for() -> None:
     assert value["profiles"][1]["samples"] == [[0, 1], [0], [2], [0, 1]]
 
 
-def test_the_tree_merges_common_callers() -> None:
+def test_build_tree_merges_common_callers() -> None:
     root = flame.build_tree(PLANTED)
     assert root.seconds == pytest.approx(PLANTED.seconds)
     assert {node.frame.name: node.seconds for node in root.children.values()} == pytest.approx(
@@ -91,7 +91,7 @@ def test_the_tree_merges_common_callers() -> None:
     assert root.depth == 3
 
 
-def test_the_picture_is_sound_and_needs_nothing_else() -> None:
+def test_render_svg_is_valid_and_self_contained() -> None:
     text = flame.render_svg(PLANTED, "Decode of <x>")
     assert "http" not in text.replace("http://www.w3.org/2000/svg", "")
     root = ElementTree.fromstring(text)
@@ -111,11 +111,11 @@ def test_the_picture_is_sound_and_needs_nothing_else() -> None:
     assert heights["all"] > heights["outer"] > heights["<inner> & 'co'"]
 
 
-def test_an_empty_recording_is_still_a_picture() -> None:
+def test_render_svg_without_samples_is_valid() -> None:
     ElementTree.fromstring(flame.render_svg(Flame("decode"), "nothing"))
 
 
-def test_a_click_zooms(tmp_path: Path) -> None:
+def test_render_svg_click_zooms(tmp_path: Path) -> None:
     browser = shutil.which("chromium") or shutil.which("google-chrome")
     if browser is None:
         pytest.skip("no Chromium on this machine: the zoom of the flame graph is not tried")
@@ -131,7 +131,7 @@ def test_a_click_zooms(tmp_path: Path) -> None:
     assert 'class="frame below"' in dom.partition('data-n="all"')[0].rpartition("<g")[2]
 
 
-def test_stacks_of_py_spy_are_read_and_cut_at_the_bottom() -> None:
+def test_record_py_spy_stacks_are_parsed_and_cut() -> None:
     lines = [
         "<module> (x.py:1);_call_marked (llm_worker_rbee/bench/flame.py:70);step "
         "(llm_worker_rbee/engine/model_runner.py:31);dot (numpy/linalg.py:5);sgemm_kernel (libopenblas.so) 3",
@@ -155,13 +155,13 @@ def program(folder: Path, text: str) -> str:
     return str(path)
 
 
-def test_py_spy_missing_or_forbidden_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_find_py_spy_missing_or_forbidden_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
     with pytest.raises(MissingDependencyError, match=r"pip install 'llm-worker-rbee\[bench\]'"):
         flame.find_py_spy()
     program(tmp_path, 'echo "Error: Permission Denied: Try running again with elevated permissions" >&2; exit 1')
-    with pytest.raises(WorkerError, match="may not look at this process: run as root, allow ptrace"):
+    with pytest.raises(WorkerError, match="may not sample this process: run as root, allow ptrace"):
         flame.find_py_spy()
     monkeypatch.setenv("PATH", os.defpath)
     broken = program(tmp_path, 'echo "Error: out of luck" >&2; exit 3')

@@ -16,8 +16,7 @@ from llm_worker_rbee.bench.micro import cases
 from llm_worker_rbee.bench.micro.cases import Case
 from llm_worker_rbee.bench.random_weights import random_tensor
 from llm_worker_rbee.bench.results import Recorder
-from llm_worker_rbee.bench.roofline import Limits, Work
-from llm_worker_rbee.bench.timing import Measurement, Plan, calibrate, measure
+from llm_worker_rbee.bench.timing import Measurement, Plan
 from llm_worker_rbee.errors import InvalidRequestError
 
 QUICK = Plan(seconds=0.0, min_samples=2, max_samples=2, warm_up_s=0.0)
@@ -28,20 +27,19 @@ KEPT_NAMES = {
     "causal_mask": (8, 32, 128, 512),
     "full_attention": (1, 8, 32),
 }
-LIMITS = Limits(1, ((1 << 20, 4e9), (1 << 22, 2e9)), 1e9)
 
 
 def by_name() -> dict[str, Case]:
     return {case.name: case for case in cases.op_cases()}
 
 
-def test_the_old_suite_is_there_by_its_names() -> None:
+def test_op_cases_include_the_old_suite() -> None:
     names = list(by_name())
     wanted = [f"{family}/{size}" for family, sizes in KEPT_NAMES.items() for size in sizes]
     assert names[: len(wanted)] == wanted
 
 
-def test_every_weight_type_has_a_vector_a_matrix_and_a_dequantize_benchmark() -> None:
+def test_op_cases_cover_every_weight_type() -> None:
     names = by_name()
     for kind in ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q6_K", "IQ1_S", "IQ4_NL", "TQ1_0", "MXFP4"):
         assert {f"linear/{kind}/1", f"linear/{kind}/128", f"dequantize/{kind}"} <= set(names)
@@ -50,7 +48,7 @@ def test_every_weight_type_has_a_vector_a_matrix_and_a_dequantize_benchmark() ->
 
 
 @pytest.mark.parametrize("case", [c for c in cases.op_cases() if "linear" not in c.name], ids=lambda c: c.name)
-def test_every_case_runs(case: Case) -> None:
+def test_op_case_runs_on_the_reference(case: Case) -> None:
     function = case.make(case.select_ops(ReferenceBackend()))
     function()
     assert case.work.bytes > 0
@@ -58,7 +56,7 @@ def test_every_case_runs(case: Case) -> None:
 
 
 @pytest.mark.parametrize("family", ["linear/Q4_0", "linear/Q6_K", "linear/BF16", "linear/IQ2_XS", "linear/F32"])
-def test_a_product_is_that_of_the_dequantized_matrix(family: str) -> None:
+def test_linear_case_equals_dequantized_product(family: str) -> None:
     kind = cases.BLOCK_TYPES[family.split("/")[1]]
     product: Any = by_name()[f"{family}/1"].make(ReferenceBackend())()
     weight = random_tensor(kind, (cases.LINEAR_ROWS, cases.LINEAR_COLUMNS)).dequantize()
@@ -67,7 +65,7 @@ def test_a_product_is_that_of_the_dequantized_matrix(family: str) -> None:
     np.testing.assert_allclose(product, x @ weight.T, rtol=1e-3, atol=1e-3)
 
 
-def test_old_shapes() -> None:
+def test_op_cases_have_the_shapes_of_the_old_suite() -> None:
     """float32, hidden 4096, 32 heads of 128; scores of shape (1, 32, S, S)."""
     cases = by_name()
     shapes: dict[str, Any] = {
@@ -104,7 +102,7 @@ class OnlyTheOpTable:
         return getattr(ReferenceBackend(), name)
 
 
-def test_what_only_the_reference_has_runs_there() -> None:
+def test_select_ops_missing_function_falls_back_to_reference() -> None:
     fast = OnlyTheOpTable()
     ran_on = {
         case.name: micro.backend_name(case.select_ops(fast))
@@ -118,7 +116,7 @@ def test_what_only_the_reference_has_runs_there() -> None:
 
 
 @pytest.mark.parametrize("arrays", [False, True])
-def test_in_a_step_of_the_books_everybody_gets_a_token(arrays: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decoding_scheduler_step_adds_a_token_to_each_request(arrays: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cases, "RESTART_CONTEXT", cases.MAX_PROMPT + 40)
     made = cases.DecodingScheduler(5)
     step = made.step_with_arrays if arrays else made.step
@@ -136,7 +134,7 @@ def test_in_a_step_of_the_books_everybody_gets_a_token(arrays: bool, monkeypatch
     assert [len(request.tokens) for request in made.scheduler.running] == [1] * 5
 
 
-def test_a_filter_that_matches_nothing_is_an_error() -> None:
+def test_select_without_match_raises() -> None:
     assert [case.name for case in micro.select("^rope_forward/(1|8)$")] == ["rope_forward/1", "rope_forward/8"]
     assert {case.name for case in micro.select("tokenizer|gguf")} == {
         "tokenizer/encode",
@@ -154,7 +152,7 @@ def test_a_filter_that_matches_nothing_is_an_error() -> None:
         micro.select("[")
 
 
-def test_a_result_says_how_far_it_is_from_the_limit() -> None:
+def test_run_results_hold_limit_and_rounds() -> None:
     recorder = Recorder("micro")
     told: list[tuple[str, float, float]] = []
     selected = micro.select("^(rms_norm/1|sampling/greedy)$")
@@ -176,7 +174,7 @@ def test_a_result_says_how_far_it_is_from_the_limit() -> None:
     assert recorder.details["limits"]["bandwidth"]
 
 
-def test_one_backend_against_itself_has_two_sides() -> None:
+def test_run_same_backend_twice_numbers_the_sides() -> None:
     recorder = Recorder("micro")
     micro.run(recorder, lambda *_: None, micro.select("^rms_norm/1$"), ["reference", "reference"], QUICK)
     assert [r.key for r in recorder.results()] == [("rms_norm/1", "reference#1"), ("rms_norm/1", "reference#2")]
@@ -185,43 +183,6 @@ def test_one_backend_against_itself_has_two_sides() -> None:
     assert pair.after.fields["backend"] == "reference#2"
 
 
-def test_the_same_rounds_are_kept_of_both_sides() -> None:
+def test_quietest_rounds_are_chosen_over_both_sides() -> None:
     rounds = [[Measurement(1, [a] * 3), Measurement(1, [b] * 3)] for a, b in ((1, 9), (5, 1), (2, 2), (9, 9), (3, 3))]
     assert micro.quietest_rounds(rounds) == [1, 2, 4]
-
-
-def test_sides_are_taken_in_turn() -> None:
-    calls: list[str] = []
-    functions = [lambda: calls.append("a"), lambda: calls.append("b")]
-    plan = Plan(seconds=0.0, min_samples=4, max_samples=4, warm_up_s=0.0)
-    taken = measure(functions, plan)
-    once = [one.iterations for one in taken]
-    rounds = "".join(calls)[-4 * sum(once) :]
-    a, b = "a" * once[0], "b" * once[1]
-    assert rounds == (a + b) + (b + a) + (a + b) + (b + a)
-    assert [len(one.samples) for one in taken] == [4, 4]
-
-
-def test_a_quick_function_is_called_many_times_a_sample() -> None:
-    assert calibrate(lambda: None, Plan(seconds=0.1, warm_up_s=0.0)) > 100
-
-
-def test_limits_take_the_larger_of_the_two_times() -> None:
-    assert LIMITS.min_seconds(Work(bytes=1 << 20)) == pytest.approx((1 << 20) / 4e9)
-    assert LIMITS.min_seconds(Work(bytes=1 << 21)) == pytest.approx((1 << 21) / 3e9)  # half way between the sizes
-    assert LIMITS.min_seconds(Work(bytes=1 << 30)) == pytest.approx((1 << 30) / 2e9)
-    assert LIMITS.min_seconds(Work(bytes=1 << 20, resident=1 << 22)) == pytest.approx((1 << 20) / 2e9)
-    assert LIMITS.min_seconds(Work(bytes=8, operations=1e9)) == pytest.approx(1.0)
-    assert LIMITS.bound_by(Work(bytes=8, operations=1e9)) == "arithmetic"
-    assert LIMITS.bound_by(Work(bytes=1e9, operations=8)) == "memory"
-    assert LIMITS.memory_bandwidth == 2e9
-
-
-def test_measured_limits_are_rates(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(roofline, "SIZES", roofline.SIZES[:4])  # 16 MiB: memory itself is slow to fill
-    found = roofline.measure_limits.__wrapped__(1)
-    sizes = [size for size, _ in found.bandwidth]
-    assert sizes == sorted(sizes)
-    assert all(rate > 1e6 for _, rate in found.bandwidth)
-    assert found.operations > 1e6
-    assert roofline.measure_limits.__wrapped__(2).threads == 2

@@ -68,7 +68,7 @@ def tokens_of(llm: LLM, ops: Any) -> list[int]:
 
 
 @pytest.mark.parametrize("phase", PHASES)
-def test_every_component_has_a_line_and_they_add_up_to_the_step(profiled: Any, phase: str) -> None:
+def test_run_components_add_up_to_the_step(profiled: Any, phase: str) -> None:
     results = named(profiled[0])
     parts = {name: results[f"{phase}/{name}"] for name in CALLS}
     assert {name for name in results if name.startswith(phase)} == {f"{phase}/{name}" for name in (*CALLS, "step")}
@@ -85,13 +85,13 @@ def test_every_component_has_a_line_and_they_add_up_to_the_step(profiled: Any, p
             assert part.fields["percent_of_limit"] == pytest.approx(100 * part.fields["limit_s"] / part.estimate)
 
 
-def test_the_step_says_how_many_tokens_it_has(profiled: Any) -> None:
+def test_run_step_result_holds_its_tokens(profiled: Any) -> None:
     results = named(profiled[0])
     assert results["prefill/step"].fields["tokens"] == SETTINGS.pp
     assert results["decode/step"].fields["tokens"] == 1
 
 
-def test_work_is_counted_from_shapes_and_the_file(profiled: Any, llm: LLM) -> None:
+def test_counted_ops_count_shapes_and_file_bytes(profiled: Any, llm: LLM) -> None:
     results, pp = named(profiled[0]), SETTINGS.pp
     weights = 3 * WIDTH * WIDTH * 4  # float32 in this file
     moved = LAYERS * (weights + 4 * (WIDTH + 3 * WIDTH))
@@ -107,7 +107,7 @@ def test_work_is_counted_from_shapes_and_the_file(profiled: Any, llm: LLM) -> No
     assert "limit_s" not in results["decode/python"].fields
 
 
-def test_attention_with_a_window_reads_what_is_in_it(rng: np.random.Generator) -> None:
+def test_attention_work_window_bounds_the_keys(rng: np.random.Generator) -> None:
     kv, q = reference.empty_kv(8, 4, 2, 8), np.zeros((3, HEADS, 8), np.float32)
     batch = BlockTables([10], rng).batch([(0, 7, 10)])
     params = AttentionParams(1.0, window=4)
@@ -122,14 +122,14 @@ def test_attention_with_a_window_reads_what_is_in_it(rng: np.random.Generator) -
     assert everything.bytes == 10 * 2 * (2 * 8 * 4) + 2 * q.nbytes
 
 
-def test_the_proxies_change_no_token(llm: LLM) -> None:
+def test_wrapped_ops_change_no_token(llm: LLM) -> None:
     weights, plain = index_weights(llm.model, llm.checkpoint), tokens_of(llm, llm.model.ops)
     assert tokens_of(llm, TimedOps(llm.model.ops, weights, Timer())) == plain
     assert tokens_of(llm, CountedOps(llm.model.ops, weights, 1.0)) == plain
     assert len(set(plain)) > 1
 
 
-def test_a_backend_with_one_op_for_rotation_and_write_has_one_line(llm: LLM) -> None:
+def test_wrapped_ops_fused_rope_store_has_one_component(llm: LLM) -> None:
     fused = SimpleNamespace(**{name: getattr(ReferenceBackend(), name) for name in (*OPS, "kv_types")})
     timer = Timer()
     weights = index_weights(llm.model, llm.checkpoint)
@@ -142,7 +142,7 @@ def test_a_backend_with_one_op_for_rotation_and_write_has_one_line(llm: LLM) -> 
     assert counted.drain_work()["rope_kv_write"].total() == noted["rope_kv_write"].calls
 
 
-def test_an_op_that_nobody_knows_gets_its_own_line(llm: LLM) -> None:
+def test_wrapped_ops_unknown_op_gets_its_own_component(llm: LLM) -> None:
     strange = SimpleNamespace(whole_block=lambda x, kv: x + 1, version="7")
     timer, x = Timer(), np.zeros(5, np.float32)
     ops: Any = TimedOps(cast(Backend, strange), {}, timer)
@@ -156,7 +156,7 @@ def test_an_op_that_nobody_knows_gets_its_own_line(llm: LLM) -> None:
     assert work.bytes == 2 * x.nbytes  # its arrays, not a cache that it may touch a corner of
 
 
-def test_the_stopwatch_knows_its_cost(profiled: Any) -> None:
+def test_timer_cost_is_recorded(profiled: Any) -> None:
     told = profiled[0].details["profiler"]
     assert 0 < told["seconds_per_call"] < 1e-3
     assert set(told["share"]) == set(PHASES)
@@ -167,7 +167,7 @@ def test_the_stopwatch_knows_its_cost(profiled: Any) -> None:
     ("share", "kind"),
     [(0.5, "critical"), (0.1001, "critical"), (0.1, "moderate"), (0.05, "moderate"), (0.0499, "minor")],
 )
-def test_classes(share: float, kind: str) -> None:
+def test_classify_share_returns_class(share: float, kind: str) -> None:
     assert classify(share) == kind
 
 
@@ -186,7 +186,7 @@ def planted() -> Run:
     return recorder.to_run()
 
 
-def test_targets_follow_amdahl() -> None:
+def test_targets_follow_amdahls_law() -> None:
     mlp, head, python = profile_report.targets(planted(), "decode")
     assert "60.0% of a decode step" in mlp
     assert "at 5.0% of its limit (3.00 ms: 30.00 MB to move, bound by memory)" in mlp
@@ -198,7 +198,7 @@ def test_targets_follow_amdahl() -> None:
     assert profile_report.targets(planted(), "prefill") == []
 
 
-def test_the_report_says_the_same_in_both_forms(tmp_path: Path, profiled: tuple[Run, dict[str, Flame]]) -> None:
+def test_report_markdown_and_html_say_the_same(tmp_path: Path, profiled: tuple[Run, dict[str, Flame]]) -> None:
     run, flames = profiled
     written = profile_report.write(tmp_path / "out", run, flames)
     assert {path.name for path in written} == {
@@ -218,13 +218,13 @@ def test_the_report_says_the_same_in_both_forms(tmp_path: Path, profiled: tuple[
     assert len(json.loads((tmp_path / "out" / "profile.speedscope.json").read_text())["profiles"]) == 2
 
 
-def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path, profiled: tuple[Run, dict[str, Flame]]) -> None:
+def test_report_write_failure_names_the_folder(tmp_path: Path, profiled: tuple[Run, dict[str, Flame]]) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(profile_report.ResultsError, match=r"cannot write .*file"):
         profile_report.write(tmp_path / "file", *profiled)
 
 
-def test_what_was_measured_before_ctrl_c_is_kept(llm: LLM) -> None:
+def test_run_interrupted_keeps_finished_repetitions(llm: LLM) -> None:
     recorder = Recorder("profile")
 
     def press(what: str, done: float, total: float) -> None:
@@ -238,6 +238,6 @@ def test_what_was_measured_before_ctrl_c_is_kept(llm: LLM) -> None:
     assert len(results["decode/mlp"].samples) == 1
 
 
-def test_a_context_that_is_too_short_is_refused(llm: LLM) -> None:
+def test_run_context_too_short_raises(llm: LLM) -> None:
     with pytest.raises(ContextLengthError, match=f"--pp 250 and --tg 6 need a context of 257: the model has {256}"):
         run(Recorder("profile"), lambda *_: None, llm, Settings(pp=250, tg=6), {})

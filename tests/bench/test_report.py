@@ -18,9 +18,9 @@ from llm_worker_rbee.bench.report.html import html
 from llm_worker_rbee.bench.report.result_names import Axis, by_category, by_length, family
 from llm_worker_rbee.bench.report.sections import make_table
 from llm_worker_rbee.bench.results import Result, Run
+from tests.helpers.bench_runs import dated, micro, on_another_machine, run_of, times
 
 from ..browser import Page, chromium
-from .runs import dated, micro, on_another_machine, run_of, times
 
 pytestmark = pytest.mark.xdist_group("browser")
 pytest.importorskip("matplotlib", reason="matplotlib (the extra `bench`) is not installed")
@@ -110,16 +110,14 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize("name", ["every", "history", "evil"])
-def test_the_page_opens_without_a_complaint_and_asks_for_nothing(
-    browser: Any, pages: dict[str, Path], name: str
-) -> None:
+def test_page_opens_without_errors_or_requests(browser: Any, pages: dict[str, Path], name: str) -> None:
     with Page(browser, pages[name]) as shown:
         assert shown.requests == [pages[name].as_uri()]
         assert shown.complaints == []
         assert shown.page.locator("script, iframe, img, link[rel=stylesheet]").count() == 0
 
 
-def test_tables_hold_the_names_of_the_run(browser: Any, pages: dict[str, Path]) -> None:
+def test_page_tables_hold_the_result_names(browser: Any, pages: dict[str, Path]) -> None:
     with Page(browser, pages["every"]) as shown:
         heads = set(shown.page.locator("tbody th").all_text_contents())
         assert {result.name for result in every_kind()["micro"].results} <= heads
@@ -135,7 +133,7 @@ def test_tables_hold_the_names_of_the_run(browser: Any, pages: dict[str, Path]) 
 
 
 @pytest.mark.parametrize("dark", [False, True])
-def test_plots_are_there_and_can_be_seen(browser: Any, pages: dict[str, Path], dark: bool) -> None:
+def test_page_charts_are_visible(browser: Any, pages: dict[str, Path], dark: bool) -> None:
     with Page(browser, pages["every"], dark=dark) as shown:
         boxes = shown.page.evaluate(
             "[...document.querySelectorAll('figure svg')].map(s => { const b = s.getBoundingClientRect();"
@@ -158,7 +156,7 @@ def brightness(colour: str) -> float:
 
 
 @pytest.mark.parametrize("dark", [False, True])
-def test_text_and_plots_follow_light_and_dark(browser: Any, pages: dict[str, Path], dark: bool) -> None:
+def test_page_colours_follow_light_and_dark(browser: Any, pages: dict[str, Path], dark: bool) -> None:
     with Page(browser, pages["every"], dark=dark) as shown:
         ground = shown.page.evaluate("getComputedStyle(document.querySelector('section')).backgroundColor")
         text = shown.page.evaluate("getComputedStyle(document.querySelector('td')).color")
@@ -169,7 +167,7 @@ def test_text_and_plots_follow_light_and_dark(browser: Any, pages: dict[str, Pat
 
 
 @pytest.mark.parametrize(("name", "width"), [("every", 380), ("history", 380), ("evil", 380), ("every", 1200)])
-def test_nothing_overflows_the_page(browser: Any, pages: dict[str, Path], name: str, width: int) -> None:
+def test_page_has_no_overflow(browser: Any, pages: dict[str, Path], name: str, width: int) -> None:
     with Page(browser, pages[name], width=width) as shown:
         for details in shown.page.locator("details").all():
             details.evaluate("element => element.open = true")
@@ -182,7 +180,7 @@ def test_nothing_overflows_the_page(browser: Any, pages: dict[str, Path], name: 
         assert outside == []
 
 
-def test_a_name_that_is_a_script_is_text(browser: Any, pages: dict[str, Path]) -> None:
+def test_page_script_in_a_name_is_text(browser: Any, pages: dict[str, Path]) -> None:
     with Page(browser, pages["evil"]) as shown:
         assert shown.page.title() == EVIL
         assert shown.page.inner_text("h1") == EVIL
@@ -190,7 +188,7 @@ def test_a_name_that_is_a_script_is_text(browser: Any, pages: dict[str, Path]) -
         assert shown.page.locator("main script, main img").count() == 0
 
 
-def test_a_history_shows_each_commit(browser: Any, pages: dict[str, Path]) -> None:
+def test_history_section_shows_each_commit(browser: Any, pages: dict[str, Path]) -> None:
     with Page(browser, pages["history"]) as shown:
         text = shown.page.inner_text("main")
         assert "History" in text
@@ -199,7 +197,7 @@ def test_a_history_shows_each_commit(browser: Any, pages: dict[str, Path]) -> No
         assert {f"{i}" * 7 for i in range(1, 5)} <= {label.strip() for label in labels}
 
 
-def test_a_page_prints_in_light_colours(browser: Any, pages: dict[str, Path]) -> None:
+def test_page_prints_in_light_colours(browser: Any, pages: dict[str, Path]) -> None:
     with Page(browser, pages["every"], dark=True) as shown:
         shown.page.emulate_media(media="print", color_scheme="dark")
         assert (
@@ -209,7 +207,7 @@ def test_a_page_prints_in_light_colours(browser: Any, pages: dict[str, Path]) ->
 
 
 @pytest.mark.parametrize("kind", list(every_kind()))
-def test_every_kind_makes_a_page_of_its_own(kind: str) -> None:
+def test_render_each_kind_makes_a_page(kind: str) -> None:
     text = page_of(every_kind()[kind])
     assert text.startswith("<!doctype html>")
     assert "https://" not in re.sub(r'xmlns(:\w+)?="[^"]*"', "", text)
@@ -217,7 +215,7 @@ def test_every_kind_makes_a_page_of_its_own(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", list(every_kind()))
-def test_a_run_with_nothing_or_with_nonsense_makes_a_page_too(kind: str) -> None:
+def test_render_empty_or_invalid_run_makes_a_page(kind: str) -> None:
     odd = [
         Result(f"{name}/1", "s", value, value, value, samples=(value,) * count, fields=fields)
         for name, value, count, fields in (
@@ -247,7 +245,7 @@ def test_a_run_with_nothing_or_with_nonsense_makes_a_page_too(kind: str) -> None
     assert "broken off" in page_of(broken)
 
 
-def test_what_could_not_be_measured_is_told() -> None:
+def test_unmeasured_section_names_reasons() -> None:
     told = {
         "left_out": {"llama-bench": "no such file"},
         "failed": {"transformers": "it <died>"},
@@ -258,19 +256,19 @@ def test_what_could_not_be_measured_is_told() -> None:
         assert f'<p class="notice">{line}</p>' in text
 
 
-def test_a_peer_is_set_in_proportion_to_ours() -> None:
+def test_peer_table_shows_the_ratio_to_ours() -> None:
     rates = {"llm-worker-rbee": 4.0, "llama-bench": 8.0}
     run = run_of("peers", [Result.exact(f"tg128/{p}", "tok/s", r, "higher", peer=p) for p, r in rates.items()])
     assert [(tile.name, tile.value) for tile in key_tiles(run)] == [("tg128: ours / llama-bench", "0.50×")]
     assert '<td class="num">0.50×</td>' in page_of(run)
 
 
-def test_loading_leads_with_the_peak_of_memory() -> None:
+def test_key_tiles_load_begins_with_peak_memory() -> None:
     run = run_of("load", [Result.exact(f"memory/{when}", "B", size) for when, size in (("import", 4e7), ("peak", 2e8))])
     assert [(tile.name, tile.value) for tile in key_tiles(run)] == [("memory/peak", "200 MB")]
 
 
-def test_ticks_of_a_narrow_logarithmic_axis_are_few() -> None:
+def test_log_ticks_narrow_axis_has_few_ticks() -> None:
     shown = charts.ChartRenderer()
     drawn = charts.draw_cumulative(
         shown, "first token", [Line("x", [(0.0285 + i / 2000, i / 8, 0, 0) for i in range(8)])], "s"
@@ -278,12 +276,12 @@ def test_ticks_of_a_narrow_logarithmic_axis_are_few() -> None:
     assert 2 <= len(re.findall(r">[\d.]+ ms<", drawn)) <= 6
 
 
-def test_a_group_of_rows_begins_where_a_family_with_more_than_one_row_begins_or_ends() -> None:
+def test_make_table_groups_rows_by_family() -> None:
     run = run_of("mystery", [timed(name, 1.0) for name in ("a/1", "b/1", "a/2", "b/2", "b/3", "c/1")])
     assert make_table(run, run.results, "").first == {3, 5}
 
 
-def test_plots_of_a_large_run_are_bounded_and_the_page_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chart_gallery_large_run_is_bounded_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sections, "MAX_CHARTS", 2)
     text = page_of(run_of("mystery", [timed(f"family{i % 7}/{i}", 1.0 + i) for i in range(700)]))
     assert text.count("<svg") == 4  # two of lengths, two of distributions
@@ -292,7 +290,7 @@ def test_plots_of_a_large_run_are_bounded_and_the_page_says_so(monkeypatch: pyte
     assert "family6/699" in text
 
 
-def test_two_runs_of_different_machines_or_models_are_compared_with_a_warning() -> None:
+def test_render_runs_of_two_machines_compares_with_warning() -> None:
     run = micro()
     text = page_of(run, on_another_machine(run, cpu="Other 9000"))
     assert "taken on different machines" in text
@@ -300,7 +298,7 @@ def test_two_runs_of_different_machines_or_models_are_compared_with_a_warning() 
     assert "Other 9000" in text
 
 
-def test_runs_are_grouped_by_kind_model_and_machine_and_ordered_by_commit() -> None:
+def test_group_runs_by_kind_model_machine_ordered_by_commit() -> None:
     e2e = every_kind()["e2e"]
     other = replace(e2e, model={**MODEL, "sha256": "cd" * 32, "name": "other.gguf"})
     given = [RunFile(f"{i}", run) for i, run in enumerate((dated(e2e, day=9), micro(), dated(e2e, day=2), other))]
@@ -310,7 +308,7 @@ def test_runs_are_grouped_by_kind_model_and_machine_and_ordered_by_commit() -> N
     ]  # fmt: skip
 
 
-def test_the_moment_of_a_run_is_that_of_its_commit() -> None:
+def test_commit_time_prefers_the_commit_date() -> None:
     early = replace(micro(), commit={"date": "2026-01-01T02:00:00+02:00"}, created="2027-01-01T00:00:00+00:00")
     late = replace(micro(), commit=None, created="2026-01-01T00:00:01+00:00")
     assert commit_time(early) < commit_time(late) < commit_time(replace(micro(), commit=None, created="no date"))
@@ -322,7 +320,7 @@ def names(found: dict[Axis, dict[str, list[tuple[Any, Result]]]]) -> dict[str, d
     }
 
 
-def test_names_give_families_lengths_and_categories() -> None:
+def test_result_names_give_families_lengths_and_categories() -> None:
     listed = "rope/8 rope/1 single/1 linear/Q4/1 linear/Q4/128 pp512 pp64 tg128@d64 tg128@d9@b2"
     results = [timed(name, 1.0) for name in listed.split()]
     assert names(by_length(results)) == {
@@ -340,6 +338,6 @@ def test_names_give_families_lengths_and_categories() -> None:
     ]  # fmt: skip
 
 
-def test_text_is_escaped_and_control_characters_are_replaced() -> None:
+def test_html_escapes_text_and_replaces_control_characters() -> None:
     assert html("<b>&\"'\x00") == "&lt;b&gt;&amp;&quot;&#x27;\ufffd"
     assert html(html("<b>")) == "&lt;b&gt;"

@@ -24,8 +24,7 @@ from llm_worker_rbee.bench.results import (
     Run,
     replace_non_finite,
 )
-
-from .runs import micro
+from tests.helpers.bench_runs import micro
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "results.md"
 TEXT = st.text(max_size=20)
@@ -58,12 +57,12 @@ def rounded(run: Run) -> Run:
 
 @given(RUN)
 @settings(max_examples=60)
-def test_any_run_comes_back_from_json_as_it_was(run: Run) -> None:
+def test_run_json_round_trip_is_equal(run: Run) -> None:
     text = json.dumps(replace_non_finite(run.as_json()), allow_nan=False)
     assert Run.from_json(json.loads(text), "here") == rounded(run)
 
 
-def test_a_saved_run_comes_back(tmp_path: Path) -> None:
+def test_run_save_then_load_is_equal(tmp_path: Path) -> None:
     run, path = micro(), tmp_path / "made" / "on" / "the way.json"
     run.save(path)
     assert Run.load(path) == rounded(run)
@@ -72,7 +71,7 @@ def test_a_saved_run_comes_back(tmp_path: Path) -> None:
     assert (head["schema"], head["schema_version"]) == (SCHEMA, SCHEMA_VERSION)
 
 
-def test_what_is_no_number_is_null_in_the_file_and_none_again_after_it(tmp_path: Path) -> None:
+def test_run_save_non_finite_numbers_become_null(tmp_path: Path) -> None:
     recorder = Recorder("micro")
     recorder.add_result(
         Result("odd", "s", math.nan, -math.inf, math.inf, samples=(1.0, math.nan, 2.0), fields={"x": math.inf})
@@ -85,7 +84,7 @@ def test_what_is_no_number_is_null_in_the_file_and_none_again_after_it(tmp_path:
     assert (back.samples[0], back.samples[2], back.fields) == (1.0, 2.0, {"x": None})
 
 
-def test_bytes_of_a_path_that_are_no_text_are_kept(tmp_path: Path) -> None:
+def test_run_save_undecodable_path_bytes_are_kept(tmp_path: Path) -> None:
     name = os.fsdecode(b"caf\xe9.gguf")
     replace(micro(), model={"name": name}).save(tmp_path / "run.json")
     assert (Run.load(tmp_path / "run.json").model or {})["name"] == name
@@ -132,9 +131,7 @@ BROKEN_RESULT: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("changes", "message"), BROKEN)
-def test_a_file_that_is_no_run_is_refused_with_the_reason(
-    changes: dict[str, Any], message: str, tmp_path: Path
-) -> None:
+def test_run_load_invalid_field_raises_with_reason(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
     path = tmp_path / "broken.json"
     path.write_text(json.dumps(plain() | changes))
     with pytest.raises(ResultsError, match=message) as error:
@@ -143,7 +140,7 @@ def test_a_file_that_is_no_run_is_refused_with_the_reason(
 
 
 @pytest.mark.parametrize(("changes", "message"), BROKEN_RESULT)
-def test_a_broken_result_is_named_by_its_place(changes: dict[str, Any], message: str) -> None:
+def test_run_from_json_invalid_result_names_its_index(changes: dict[str, Any], message: str) -> None:
     whole = plain()
     whole["results"].append(whole["results"][0] | changes)
     with pytest.raises(ResultsError, match=message) as error:
@@ -152,7 +149,7 @@ def test_a_broken_result_is_named_by_its_place(changes: dict[str, Any], message:
 
 
 @pytest.mark.parametrize("key", ["name", "unit", "estimate", "low", "high"])
-def test_a_result_without_a_key_is_refused(key: str) -> None:
+def test_run_from_json_result_without_key_raises(key: str) -> None:
     whole = plain()
     del whole["results"][0][key]
     with pytest.raises(ResultsError, match=f"{key} is missing"):
@@ -164,7 +161,7 @@ def test_a_result_without_a_key_is_refused(key: str) -> None:
     [b"", b"{", b"no", b'{"a": 1} x', b"\xff\xfe{}", b"[" * 100_000, b'{"schema": ' + b"9" * 5000 + b"}"],
     ids=["empty", "cut", "word", "more", "bytes", "deep", "digits"],
 )
-def test_what_is_not_json_is_refused(data: bytes, tmp_path: Path) -> None:
+def test_run_load_invalid_json_raises(data: bytes, tmp_path: Path) -> None:
     path = tmp_path / "run.json"
     path.write_bytes(data)
     with pytest.raises(ResultsError, match=r"run\.json is not JSON"):
@@ -172,21 +169,21 @@ def test_what_is_not_json_is_refused(data: bytes, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", ["[]", "3", "null", '"text"'])
-def test_json_that_is_no_object_is_refused(value: str, tmp_path: Path) -> None:
+def test_run_load_json_without_object_raises(value: str, tmp_path: Path) -> None:
     path = tmp_path / "run.json"
     path.write_text(value)
     with pytest.raises(ResultsError, match=r"run\.json is not a JSON object"):
         Run.load(path)
 
 
-def test_a_number_too_large_for_a_float_does_no_harm() -> None:
+def test_run_from_json_huge_integer_becomes_infinity() -> None:
     whole = plain()
     whole["results"][0] |= {"estimate": 10**400, "samples": [-(10**400)]}
     (found,) = Run.from_json(whole, "the file").results
     assert (found.estimate, found.samples) == (math.inf, (-math.inf,))
 
 
-def test_a_huge_file_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_load_huge_file_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(results, "MAX_FILE_BYTES", 1 << 20)
     with (tmp_path / "huge.json").open("wb") as file:
         file.truncate((1 << 20) + 1)
@@ -195,14 +192,14 @@ def test_a_huge_file_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             Run.load(path)
 
 
-def test_a_missing_file_and_a_folder_are_named(tmp_path: Path) -> None:
+def test_run_load_missing_file_or_folder_raises(tmp_path: Path) -> None:
     with pytest.raises(ResultsError, match=r"cannot read .*nowhere\.json: No such file"):
         Run.load(tmp_path / "nowhere.json")
     with pytest.raises(ResultsError, match=r"cannot read .*: Is a directory"):
         Run.load(tmp_path)
 
 
-def test_a_file_that_cannot_be_written_leaves_the_old_one_and_nothing_else(tmp_path: Path) -> None:
+def test_run_save_failure_keeps_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
     micro().save(path)
     before = path.read_bytes()
@@ -216,7 +213,7 @@ def test_a_file_that_cannot_be_written_leaves_the_old_one_and_nothing_else(tmp_p
     assert path.read_bytes() == before
 
 
-def test_samples_come_together_by_name_and_backend() -> None:
+def test_recorder_groups_samples_by_name_and_backend() -> None:
     recorder = Recorder("micro")
     for i in range(4):
         for backend in ("reference", "cpu"):
@@ -241,7 +238,7 @@ def test_samples_come_together_by_name_and_backend() -> None:
 
 
 @pytest.mark.skipif(not DOCUMENT.exists(), reason="this is not a checkout: there is no docs/results.md")
-def test_the_document_names_every_field() -> None:
+def test_documentation_names_every_field() -> None:
     text = DOCUMENT.read_text(encoding="utf-8")
     run = micro()
     fields = {*run.as_json(), *run.machine, *(run.commit or {}), *(key for r in run.results for key in r.as_json())}
@@ -252,7 +249,7 @@ def test_the_document_names_every_field() -> None:
 
 
 @pytest.mark.skipif(not DOCUMENT.exists(), reason="this is not a checkout: there is no docs/results.md")
-def test_the_document_names_what_each_kind_adds() -> None:
+def test_documentation_names_fields_of_each_kind() -> None:
     text, room = DOCUMENT.read_text(encoding="utf-8"), Path(results.__file__).parent
     found = set()
     for path in room.rglob("*.py"):

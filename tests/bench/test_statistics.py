@@ -40,22 +40,22 @@ def verdicts(slowdown: float, *, count: int = 100, seed: int, **more: bool) -> l
     return [compare(list(before), list(after), **more).verdict for before, after in pairs]
 
 
-def test_a_planted_slowdown_of_5_percent_is_found() -> None:
+def test_compare_slowdown_of_5_percent_is_regressed() -> None:
     found = verdicts(0.05, seed=1)
     assert found.count("regressed") >= 0.95 * TRIALS
     assert found.count("improved") == 0
 
 
-def test_a_planted_gain_of_5_percent_is_found() -> None:
+def test_compare_gain_of_5_percent_is_improved() -> None:
     assert verdicts(-0.05, seed=2).count("improved") >= 0.95 * TRIALS
 
 
 @pytest.mark.parametrize("count", [5, 20, 100])
-def test_equal_samples_are_not_called_different(count: int) -> None:
+def test_compare_equal_distributions_is_within_noise(count: int) -> None:
     assert verdicts(0.0, count=count, seed=3).count("within noise") >= 0.95 * TRIALS
 
 
-def test_a_throughput_that_grows_is_an_improvement() -> None:
+def test_compare_higher_is_better_growth_is_improved() -> None:
     assert compare([1.0] * 5, [2.0] * 5, lower_is_better=False) == Change(1.0, 1.0, 1.0, "improved")
     assert compare([1.0] * 5, [2.0] * 5).verdict == "regressed"
     assert compare([1.0] * 5, [0.5] * 5, lower_is_better=False).verdict == "regressed"
@@ -63,7 +63,7 @@ def test_a_throughput_that_grows_is_an_improvement() -> None:
 
 @pytest.mark.parametrize("count", [5, 10, 30, 100])
 @pytest.mark.parametrize("name", ["normal", "uniform", "skewed"])
-def test_the_interval_holds_the_truth_about_as_often_as_it_says(name: str, count: int) -> None:
+def test_estimate_interval_coverage_matches_confidence(name: str, count: int) -> None:
     rng = np.random.default_rng(count)
     draw = {
         "normal": lambda n: rng.normal(10.0, 1.0, n),
@@ -76,14 +76,14 @@ def test_the_interval_holds_the_truth_about_as_often_as_it_says(name: str, count
     assert 0.91 <= inside <= 0.995, f"{inside:.1%} of the intervals hold {truth}"
 
 
-def test_the_interval_shrinks_with_more_samples() -> None:
+def test_estimate_more_samples_narrow_the_interval() -> None:
     rng = np.random.default_rng(4)
     values = list(rng.normal(10.0, 1.0, 400))
     widths = [one.high - one.low for one in (estimate(values[:n]) for n in (10, 40, 400))]
     assert widths[0] > 1.5 * widths[1] > 3 * widths[2]
 
 
-def test_wild_samples_hardly_move_the_estimate() -> None:
+def test_estimate_outliers_hardly_move_it() -> None:
     calm = list(np.random.default_rng(5).normal(1.0, 0.01, 100))
     wild = [100.0] * 10 + calm[10:]
     assert estimate(wild).value == pytest.approx(estimate(calm).value, rel=0.01)
@@ -91,39 +91,39 @@ def test_wild_samples_hardly_move_the_estimate() -> None:
 
 
 @given(st.lists(FLOATS, min_size=1, max_size=40))
-def test_the_midmean_is_the_mean_of_the_middle_half(values: list[float]) -> None:
+def test_midmean_is_the_mean_of_the_middle_half(values: list[float]) -> None:
     fine = np.sort(np.repeat(values, 4))  # four parts of each sample: the middle half has whole parts
     middle = fine[len(values) : 3 * len(values)].mean()
     assert float(midmean(np.array(values))) == pytest.approx(middle, rel=1e-9, abs=1e-3)
 
 
 @given(st.lists(FLOATS, min_size=1, max_size=30))
-def test_an_estimate_lies_in_its_interval_and_the_interval_among_the_samples(values: list[float]) -> None:
+def test_estimate_lies_in_its_interval_within_the_samples(values: list[float]) -> None:
     value, low, high = estimate(values)
     slack = 1e-9 * max(map(abs, values)) + 1e-12
     assert min(values) - slack <= low <= value <= high <= max(values) + slack
 
 
-def test_the_same_samples_always_give_the_same_interval() -> None:
+def test_estimate_is_deterministic() -> None:
     values = list(np.random.default_rng(6).normal(1.0, 0.1, 50))
     assert estimate(values) == estimate(values[::-1])
     assert compare(values, values[:30]) == compare(values, values[:30])
 
 
-def test_kept_and_fresh_weights_of_resamples_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resample_cached_and_new_weights_are_equal(monkeypatch: pytest.MonkeyPatch) -> None:
     values = list(np.random.default_rng(7).normal(1.0, 0.1, 80))
     kept = estimate(values)
     monkeypatch.setattr(statistics, "KEPT", 10)  # what very many samples use: parts, and nothing kept
     assert estimate(values) == pytest.approx(kept)
 
 
-def test_a_resample_weighs_as_sorting_it_would() -> None:
+def test_resample_weights_equal_sorting() -> None:
     rng, values = np.random.default_rng(8), np.sort(np.random.default_rng(9).normal(size=13))
     drawn = np.random.default_rng(8).integers(0, 13, (50, 13))
     np.testing.assert_allclose(statistics._weights(rng, 50, 13) @ values, midmean(values[drawn]), rtol=1e-12)
 
 
-def test_planted_outliers_are_counted_on_each_side() -> None:
+def test_outliers_are_counted_on_each_side() -> None:
     middle = list(
         np.linspace(10.0, 20.0, 101)
     )  # with the planted ones, quartiles near 12.5 and 17.5, fences near 5 and 25
@@ -135,7 +135,7 @@ def test_planted_outliers_are_counted_on_each_side() -> None:
 
 
 @pytest.mark.parametrize("values", [[5.0], [5.0, 7.0]])
-def test_few_samples_give_their_range_and_no_verdict(values: list[float]) -> None:
+def test_estimate_few_samples_give_their_range_without_verdict(values: list[float]) -> None:
     assert estimate(values) == (sum(values) / len(values), min(values), max(values))
     change = compare(values, [100.0] * 50)
     assert change.verdict == "within noise"
@@ -152,7 +152,7 @@ def test_few_samples_give_their_range_and_no_verdict(values: list[float]) -> Non
         ([1.0] * 5, [1.019] * 5, 0.019, "within noise"),  # smaller than two runs of one program differ
     ],
 )
-def test_zeros_and_samples_without_spread(
+def test_compare_zeros_and_constant_samples(
     before: Sequence[float], after: Sequence[float], change: float, verdict: str
 ) -> None:
     found = compare(before, after)
@@ -160,13 +160,13 @@ def test_zeros_and_samples_without_spread(
     assert (pytest.approx(found.change), found.verdict) == (change, verdict)
 
 
-def test_zeros_among_the_samples_before_do_no_harm() -> None:
+def test_compare_some_zeros_before_is_finite() -> None:
     found = compare([0.0, 0.0, 0.0, 1.0, 1.0, 1.0], [1.0] * 6)
     assert found.verdict == "within noise"
     assert found.high == math.inf
 
 
-def test_what_is_no_number_does_not_count() -> None:
+def test_estimate_ignores_non_finite_samples() -> None:
     values = [1.0, 2.0, 3.0, 4.0, 5.0]
     spoilt = [math.nan, *values, math.inf, -math.inf]
     assert estimate(spoilt) == estimate(values)
@@ -175,7 +175,7 @@ def test_what_is_no_number_does_not_count() -> None:
 
 
 @pytest.mark.parametrize("values", [[], [math.nan]])
-def test_no_samples_give_no_estimate(values: list[float]) -> None:
+def test_estimate_without_samples_is_nan(values: list[float]) -> None:
     assert all(math.isnan(x) for x in estimate(values))
     assert outliers(values).total == 0
     assert compare(values, [1.0] * 5).verdict == compare([1.0] * 5, values).verdict == "within noise"
@@ -191,7 +191,7 @@ def test_no_samples_give_no_estimate(values: list[float]) -> None:
         (math.nan, 0.5, math.nan, "within noise"),
     ],
 )
-def test_a_verdict_needs_an_interval_without_zero_and_a_change_above_the_noise(
+def test_judge_requires_interval_without_zero_and_change_above_noise(
     low: float, change: float, high: float, verdict: str
 ) -> None:
     assert judge(change, low, high, lower_is_better=True) == verdict
@@ -204,7 +204,7 @@ def in_rounds(rng: np.random.Generator, drift: float, shift: float = 1.0) -> tup
     return np.concatenate(samples).tolist(), [10] * 6
 
 
-def test_a_machine_that_drifts_between_rounds_is_no_change() -> None:
+def test_compare_drift_between_rounds_is_within_noise() -> None:
     """Rounds that differ by 10%, samples within one by 1%: taken as one heap, most pairs would be called different."""
     rng = np.random.default_rng(5)
     as_heap = as_rounds = 0
@@ -216,7 +216,7 @@ def test_a_machine_that_drifts_between_rounds_is_no_change() -> None:
     assert as_rounds <= 15
 
 
-def test_a_change_beyond_the_drift_is_found() -> None:
+def test_compare_change_beyond_drift_is_found() -> None:
     rng = np.random.default_rng(6)
     found = 0
     for _ in range(300):
@@ -225,7 +225,7 @@ def test_a_change_beyond_the_drift_is_found() -> None:
     assert found >= 285
 
 
-def test_rounds_taken_in_turn_share_their_drift() -> None:
+def test_compare_paired_rounds_share_drift() -> None:
     rng = np.random.default_rng(7)
     speeds = np.repeat([1.0, 1.3, 1.1, 1.6], 10)
     a, b = (speeds * rng.normal(1, 0.01, 40) * shift for shift in (1.0, 1.08))
@@ -236,7 +236,7 @@ def test_rounds_taken_in_turn_share_their_drift() -> None:
     assert paired.change == pytest.approx(0.08, abs=0.01)
 
 
-def test_however_wild_the_rounds_no_time_is_negative_and_a_planted_hundredfold_is_found() -> None:
+def test_compare_extreme_rounds_keep_times_positive() -> None:
     rng, speeds = np.random.default_rng(8), np.repeat([1.0, 1.1, 9.0, 1.2], 5)
     a, b = (speeds * rng.normal(1, 0.01, 20) * shift for shift in (1.0, 100.0))
     one = statistics.estimate(a, [5] * 4)
@@ -246,7 +246,7 @@ def test_however_wild_the_rounds_no_time_is_negative_and_a_planted_hundredfold_i
     assert statistics.compare(b, a, rounds=([5] * 4, [5] * 4)).low > -1
 
 
-def test_the_interval_of_an_estimate_widens_with_drift() -> None:
+def test_estimate_interval_widens_with_drift() -> None:
     quiet = [1.0, 1.01, 0.99, 1.0] * 3
     drifting = [1.0, 1.01, 0.99, 1.0, 1.1, 1.11, 1.09, 1.1, 1.2, 1.21, 1.19, 1.2]
     plain, wide = statistics.estimate(drifting), statistics.estimate(drifting, [4, 4, 4])

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from llm_worker_rbee.bench.results import Result
+from tests.helpers.bench_runs import micro, on_another_machine, run_of
 
-from ..bench.runs import micro, on_another_machine, run_of
 from .conftest import Run
 
 
@@ -29,7 +29,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
     return {name: tmp_path / f"{name}.json" for name in runs}
 
 
-def test_a_regression_past_the_threshold_ends_with_1(cli: Run, files: dict[str, Path]) -> None:
+def test_compare_regression_past_threshold_exits_1(cli: Run, files: dict[str, Path]) -> None:
     done = cli("bench", "compare", files["before"], files["slower"])
     assert done.returncode == 1
     out = done.stdout.decode()
@@ -41,21 +41,21 @@ def test_a_regression_past_the_threshold_ends_with_1(cli: Run, files: dict[str, 
     assert "bbbbbbbbbbbb" in out
 
 
-def test_below_the_threshold_and_the_other_way_round_it_ends_with_0(cli: Run, files: dict[str, Path]) -> None:
+def test_compare_below_threshold_or_improved_exits_0(cli: Run, files: dict[str, Path]) -> None:
     assert cli("bench", "compare", files["before"], files["slower"], "--threshold", "0.5").returncode == 0
     done = cli("bench", "compare", files["slower"], files["before"])
     assert done.returncode == 0
     assert "15 improved" in done.stdout.decode()
 
 
-def test_equal_runs_are_within_noise(cli: Run, files: dict[str, Path]) -> None:
+def test_compare_equal_runs_are_within_noise(cli: Run, files: dict[str, Path]) -> None:
     done = cli("bench", "compare", files["before"], files["before"], "--threshold", "0")
     assert done.returncode == 0
     assert "15 within noise" in done.stdout.decode()
     assert "same commit, model, machine, settings and versions" in done.stderr.decode()
 
 
-def test_json_holds_one_object_with_the_changes(cli: Run, files: dict[str, Path]) -> None:
+def test_compare_json_is_one_object_with_changes(cli: Run, files: dict[str, Path]) -> None:
     done = cli("bench", "compare", files["before"], files["slower"], "--json")
     assert done.returncode == 1
     found = json.loads(done.stdout)
@@ -71,7 +71,7 @@ def test_json_holds_one_object_with_the_changes(cli: Run, files: dict[str, Path]
         assert one["low"] <= one["estimate"] <= one["high"]
 
 
-def test_baselines_are_compared_by_name(cli: Run, files: dict[str, Path], tmp_path: Path) -> None:
+def test_compare_accepts_baseline_names(cli: Run, files: dict[str, Path], tmp_path: Path) -> None:
     folder = tmp_path / "data" / "llm-worker-rbee" / "baselines"
     folder.mkdir(parents=True)
     for name in ("before", "slower"):
@@ -82,7 +82,7 @@ def test_baselines_are_compared_by_name(cli: Run, files: dict[str, Path], tmp_pa
     assert done.stderr.decode() == "error: there is no baseline 'missing' (baselines: before, slower)\n"
 
 
-def test_another_machine_is_refused_unless_forced(cli: Run, files: dict[str, Path]) -> None:
+def test_compare_other_machine_needs_force(cli: Run, files: dict[str, Path]) -> None:
     done = cli("bench", "compare", files["elsewhere"], files["before"])
     assert done.returncode == 1
     assert "cpu 'Other 9000' then" in done.stderr.decode()
@@ -95,7 +95,7 @@ def test_another_machine_is_refused_unless_forced(cli: Run, files: dict[str, Pat
 @pytest.mark.parametrize(
     ("text", "message"), [("{", "is not JSON"), ("{}", "its schema is None"), ("[]", "is not a JSON object")]
 )
-def test_a_bad_file_is_one_line_that_names_it(
+def test_compare_bad_file_is_one_error_line(
     cli: Run, files: dict[str, Path], tmp_path: Path, text: str, message: str
 ) -> None:
     bad = tmp_path / "bad.json"
@@ -107,14 +107,14 @@ def test_a_bad_file_is_one_line_that_names_it(
     assert message in done.stderr.decode()
 
 
-def test_different_kinds_and_wrong_usage(cli: Run, files: dict[str, Path]) -> None:
+def test_compare_different_kinds_and_wrong_usage_fail(cli: Run, files: dict[str, Path]) -> None:
     done = cli("bench", "compare", files["before"], files["other kind"])
     assert (done.returncode, done.stderr) == (1, b"error: a run of `micro` cannot be compared with one of `load`\n")
     assert cli("bench", "compare", files["before"]).returncode == 2
     assert cli("bench", "compare", files["before"], files["same"], "--threshold", "-1").returncode == 2
 
 
-def test_what_only_one_run_has_is_told(cli: Run, files: dict[str, Path], tmp_path: Path) -> None:
+def test_compare_lists_results_of_only_one_run(cli: Run, files: dict[str, Path], tmp_path: Path) -> None:
     run = micro(seed=1)
     shorter = tmp_path / "shorter.json"
     replace(run, results=run.results[:6]).save(shorter)
@@ -124,7 +124,7 @@ def test_what_only_one_run_has_is_told(cli: Run, files: dict[str, Path], tmp_pat
     assert f"only in {shorter}" not in done.stderr.decode()
 
 
-def test_names_from_a_file_cannot_steer_the_terminal(cli: Run, tmp_path: Path) -> None:
+def test_compare_escapes_control_characters(cli: Run, tmp_path: Path) -> None:
     path = tmp_path / "evil.json"
     evil = Result.from_samples("\x1b[31mred\nline", "\x1b[0m", [1.0, 1.1, 1.2])
     run_of("micro", [evil, Result.exact("x", "s", 1.0)], {"name": "\x1b]0;title\x07"}).save(path)

@@ -8,7 +8,7 @@ from pathlib import Path
 from .conftest import Run
 
 
-def test_a_verdict_is_one_line_and_the_page_is_written(cli: Run, tiny: Path, tmp_path: Path) -> None:
+def test_experiments_print_one_line_verdict_and_write_page(cli: Run, tiny: Path, tmp_path: Path) -> None:
     page = tmp_path / "docs" / "claims.md"
     done = cli("bench", "experiments", "--only", "2", "-m", tiny, "--claims", page)
     assert done.returncode == 0
@@ -18,7 +18,7 @@ def test_a_verdict_is_one_line_and_the_page_is_written(cli: Run, tiny: Path, tmp
     assert f"wrote {page}" in done.stderr.decode()
 
 
-def test_json_holds_verdicts_and_results(cli: Run, tiny: Path) -> None:
+def test_experiments_json_holds_verdicts_and_results(cli: Run, tiny: Path) -> None:
     done = cli("bench", "experiments", "--only", "2", "-m", tiny, "--json")
     value = json.loads(done.stdout)
     assert (done.returncode, value["kind"]) == (0, "experiments")
@@ -26,7 +26,7 @@ def test_json_holds_verdicts_and_results(cli: Run, tiny: Path) -> None:
     assert "claim2/covered" in {result["name"] for result in value["results"]}
 
 
-def test_what_is_wrong_is_told(cli: Run, tiny: Path, tmp_path: Path) -> None:
+def test_experiments_wrong_usage_is_an_error(cli: Run, tiny: Path, tmp_path: Path) -> None:
     done = cli("bench", "experiments", "--only", "9")
     assert (done.returncode, done.stdout) == (1, b"")
     assert "there is no claim '9': known are 1, 2, 3, 3a, 4, 5" in done.stderr.decode()

@@ -34,7 +34,7 @@ def slowed(path: Path, factor: float) -> None:
     path.write_text(json.dumps(value))
 
 
-def test_table(cli: Callable[..., Any]) -> None:
+def test_micro_prints_table(cli: Callable[..., Any]) -> None:
     done = cli("bench", "micro", "--filter", "rms_norm|causal_mask/8", "--backend", "reference", *FAST)
     assert done.returncode == 0, done.stderr
     head, *rows = done.stdout.decode().splitlines()
@@ -43,7 +43,7 @@ def test_table(cli: Callable[..., Any]) -> None:
     assert all(" reference " in row for row in rows)
 
 
-def test_json_is_one_object(cli: Callable[..., Any]) -> None:
+def test_micro_json_is_one_object(cli: Callable[..., Any]) -> None:
     done = cli("bench", "micro", "--filter", "rms_norm/1$", "--json", *FAST)
     value = json.loads(done.stdout)
     (result,) = value["results"]
@@ -53,7 +53,7 @@ def test_json_is_one_object(cli: Callable[..., Any]) -> None:
     assert Run.from_json(value, "output").results[0].samples == tuple(result["samples"])
 
 
-def test_baselines_by_name_and_exit_status(cli: Callable[..., Any], data_folder: Path) -> None:
+def test_micro_baseline_by_name_sets_exit_status(cli: Callable[..., Any], data_folder: Path) -> None:
     args = ("bench", "micro", "--filter", "sampling/greedy")
     assert cli(*args, "--save-baseline", "current", "--seconds", "0.05").returncode == 0
     saved = data_folder / "current.json"
@@ -72,7 +72,7 @@ def test_baselines_by_name_and_exit_status(cli: Callable[..., Any], data_folder:
     assert value["regressions"] == 0
 
 
-def test_a_baseline_that_is_not_there_fails_before_anything_is_measured(cli: Callable[..., Any]) -> None:
+def test_micro_missing_baseline_fails_before_measuring(cli: Callable[..., Any]) -> None:
     done = cli("bench", "micro", "--baseline", "nowhere")
     assert done.returncode == 1
     assert done.stderr.decode() == (
@@ -80,7 +80,7 @@ def test_a_baseline_that_is_not_there_fails_before_anything_is_measured(cli: Cal
     )
 
 
-def test_a_baseline_of_another_machine_is_refused_unless_forced(cli: Callable[..., Any], data_folder: Path) -> None:
+def test_micro_baseline_of_other_machine_needs_force(cli: Callable[..., Any], data_folder: Path) -> None:
     args = ("bench", "micro", "--filter", "rms_norm/1$", *FAST)
     cli(*args, "--save-baseline", "theirs")
     path = data_folder / "theirs.json"
@@ -95,7 +95,7 @@ def test_a_baseline_of_another_machine_is_refused_unless_forced(cli: Callable[..
     assert cli(*args, "--baseline", "theirs", "--force", "--threshold", "1e9").returncode == 0
 
 
-def test_two_sides_are_compared(cli: Callable[..., Any]) -> None:
+def test_micro_ab_compares_two_backends(cli: Callable[..., Any]) -> None:
     args = ("bench", "micro", "--ab", "backend=reference,reference", "--filter", "rms_norm/1$", *FAST)
     done = cli(*args)
     assert done.returncode == 0
@@ -118,7 +118,7 @@ def test_two_sides_are_compared(cli: Callable[..., Any]) -> None:
         (("--save-baseline", "../../up", "--filter", "rms_norm/1$"), 1, "cannot name a baseline"),
     ],
 )
-def test_wrong_usage(cli: Callable[..., Any], args: tuple[str, ...], status: int, told: str) -> None:
+def test_micro_wrong_usage_is_an_error(cli: Callable[..., Any], args: tuple[str, ...], status: int, told: str) -> None:
     done = cli("bench", "micro", *args, *FAST)
     assert done.returncode == status
     assert told in done.stderr.decode()
@@ -126,9 +126,7 @@ def test_wrong_usage(cli: Callable[..., Any], args: tuple[str, ...], status: int
 
 
 @pytest.mark.parametrize("place", ["", "file/run.json", "locked/new/run.json"])
-def test_a_place_that_cannot_be_written_fails_before_anything_is_measured(
-    cli: Callable[..., Any], tmp_path: Path, place: str
-) -> None:
+def test_micro_unwritable_path_fails_before_measuring(cli: Callable[..., Any], tmp_path: Path, place: str) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "locked").mkdir(mode=0o500)
     done = cli("bench", "micro", "--filter", "rms_norm/1$", "--save", str(tmp_path / place), *FAST)
@@ -139,7 +137,7 @@ def test_a_place_that_cannot_be_written_fails_before_anything_is_measured(
     assert done.stderr.decode().startswith(f"error: cannot write {tmp_path / place}: ")
 
 
-def test_a_run_is_saved_although_nobody_reads_what_is_printed(tmp_path: Path) -> None:
+def test_recording_saves_the_run_if_printing_fails(tmp_path: Path) -> None:
     def show(run: Run) -> None:
         raise BrokenPipeError
 
@@ -151,12 +149,12 @@ def test_a_run_is_saved_although_nobody_reads_what_is_printed(tmp_path: Path) ->
     assert [result.name for result in Run.load(tmp_path / "run.json").results] == ["rms_norm/1"]
 
 
-def test_list(cli: Callable[..., Any]) -> None:
+def test_micro_list_prints_names(cli: Callable[..., Any]) -> None:
     names = cli("bench", "micro", "--list", "--filter", "full_attention").stdout.decode().split()
     assert names == ["full_attention/1", "full_attention/8", "full_attention/32"]
 
 
-def test_ctrl_c_keeps_what_was_measured(terminal: Callable[..., Terminal], tmp_path: Path) -> None:
+def test_micro_ctrl_c_keeps_measured_results(terminal: Callable[..., Terminal], tmp_path: Path) -> None:
     saved = tmp_path / "run.json"
     args = ("--filter", "rms_norm|linear/Q6_K/1", "--seconds", "2", "--save", str(saved))
     running = terminal("bench", "micro", *args, XDG_DATA_HOME=str(tmp_path))

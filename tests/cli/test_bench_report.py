@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from ..bench.runs import micro
+from tests.helpers.bench_runs import micro
+
 from .conftest import Run, environment
 
 needs_matplotlib = pytest.mark.skipif(
@@ -29,7 +30,7 @@ def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @needs_matplotlib
-def test_a_page_is_written_and_its_size_told(cli: Run, saved: Path, tmp_path: Path) -> None:
+def test_report_writes_page_and_prints_size(cli: Run, saved: Path, tmp_path: Path) -> None:
     done = cli("bench", "report", saved, "-o", tmp_path / "new folder" / "page.html", "--title", "Ours & theirs")
     assert (done.returncode, done.stdout) == (0, b"")
     assert "page.html" in done.stderr.decode()
@@ -41,7 +42,7 @@ def test_a_page_is_written_and_its_size_told(cli: Run, saved: Path, tmp_path: Pa
 
 
 @needs_matplotlib
-def test_baselines_and_several_files_may_be_given(cli: Run, saved: Path, tmp_path: Path) -> None:
+def test_report_accepts_baselines_and_several_files(cli: Run, saved: Path, tmp_path: Path) -> None:
     (tmp_path / "data/llm-worker-rbee/baselines").mkdir(parents=True)
     micro(factor=0.5, commit="c" * 40, day=3).save(tmp_path / "data/llm-worker-rbee/baselines/faster.json")
     assert cli("bench", "report", saved, "faster").returncode == 0
@@ -49,9 +50,7 @@ def test_baselines_and_several_files_may_be_given(cli: Run, saved: Path, tmp_pat
 
 
 @pytest.mark.parametrize("text", ["{", "{}", None])
-def test_a_bad_file_among_good_ones_is_named_and_nothing_is_written(
-    cli: Run, saved: Path, tmp_path: Path, text: str | None
-) -> None:
+def test_report_bad_file_is_named_and_nothing_written(cli: Run, saved: Path, tmp_path: Path, text: str | None) -> None:
     bad = tmp_path / "bad.json"
     if text is not None:
         bad.write_text(text)
@@ -62,7 +61,7 @@ def test_a_bad_file_among_good_ones_is_named_and_nothing_is_written(
     assert not (tmp_path / "report.html").exists()
 
 
-def test_wrong_usage(cli: Run, saved: Path, tmp_path: Path) -> None:
+def test_report_wrong_usage_is_an_error(cli: Run, saved: Path, tmp_path: Path) -> None:
     assert cli("bench", "report").returncode == 2
     done = cli("bench", "report", saved, "-o", tmp_path)
     assert done.returncode == 1
@@ -70,13 +69,13 @@ def test_wrong_usage(cli: Run, saved: Path, tmp_path: Path) -> None:
 
 
 @needs_matplotlib
-def test_a_place_that_cannot_be_written_is_named(cli: Run, saved: Path) -> None:
+def test_report_unwritable_path_is_named(cli: Run, saved: Path) -> None:
     done = cli("bench", "report", saved, "-o", saved / "below.html")
     assert done.returncode == 1
     assert f"cannot write {saved}/below.html" in done.stderr.decode()
 
 
-def test_without_matplotlib_the_remedy_is_told(saved: Path, tmp_path: Path) -> None:
+def test_report_without_matplotlib_names_the_remedy(saved: Path, tmp_path: Path) -> None:
     """As on the core install: the import fails."""
     script = (
         "import sys; sys.modules['matplotlib'] = None\n"

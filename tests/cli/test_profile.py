@@ -17,7 +17,7 @@ SMALL = ("--pp", "8", "--tg", "2", "-r", "3", "--flame", "0.05", "--backend", "r
 FILES = {"report.md", "report.html", "flame-prefill.svg", "flame-decode.svg", "profile.speedscope.json", "run.json"}
 
 
-def test_tables_and_files(cli: Run, tiny: Path, tmp_path: Path) -> None:
+def test_profile_prints_tables_and_writes_files(cli: Run, tiny: Path, tmp_path: Path) -> None:
     done = cli("profile", tiny, *SMALL, "--out", tmp_path / "out")
     assert done.returncode == 0
     assert {path.name for path in (tmp_path / "out").iterdir()} == FILES
@@ -36,7 +36,7 @@ def test_tables_and_files(cli: Run, tiny: Path, tmp_path: Path) -> None:
     assert saved.model["name"] == "tiny.gguf"
 
 
-def test_json_is_one_object(cli: Run, tiny: Path, tmp_path: Path) -> None:
+def test_profile_json_is_one_object(cli: Run, tiny: Path, tmp_path: Path) -> None:
     done = cli("profile", tiny, *SMALL, "--out", tmp_path / "out", "--json", "--save", tmp_path / "saved.json")
     assert done.returncode == 0
     value = json.loads(done.stdout)
@@ -48,7 +48,7 @@ def test_json_is_one_object(cli: Run, tiny: Path, tmp_path: Path) -> None:
     assert len(BenchRun.load(tmp_path / "saved.json").results) == len(names)
 
 
-def test_without_out_the_folder_is_named_after_model_and_day(
+def test_profile_default_folder_has_model_and_date(
     cli: Run, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -70,13 +70,13 @@ def test_without_out_the_folder_is_named_after_model_and_day(
         (("--out", __file__), 1, "is not a folder"),
     ],
 )
-def test_what_is_wrong_is_told(cli: Run, tiny: Path, args: tuple[str, ...], status: int, told: str) -> None:
+def test_profile_wrong_usage_is_an_error(cli: Run, tiny: Path, args: tuple[str, ...], status: int, told: str) -> None:
     done = cli("profile", tiny, *args)
     assert (done.returncode, done.stdout) == (status, b"")
     assert told in done.stderr.decode()
 
 
-def test_ctrl_c_leaves_a_report(terminal: Callable[..., Terminal], tiny: Path, tmp_path: Path) -> None:
+def test_profile_ctrl_c_writes_partial_report(terminal: Callable[..., Terminal], tiny: Path, tmp_path: Path) -> None:
     screen = terminal("profile", tiny, "--pp", "4", "--tg", "2", "-r", "1000000", "--out", tmp_path / "out")
     screen.wait_for("repetition ")
     screen.wait_for("decode")
