@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from .. import reference_sampling as meaning
 from ..ops import Ints, Logprobs, SampleRow
-from ..reference_sampling import MOST
+from ..reference_sampling import MAX_LOGIT
 from .jit import Called, Task, kernel, variant
 from .pointers import f32, f64, i64
 from .program import Instruction, Program, Step, new_step, table_of
@@ -180,7 +180,7 @@ def repeated(y, whole, real):
         if not seen[token]:
             seen[token] = 1
             value = y[token] / penalty if y[token] > 0 else y[token] * penalty
-            y[token] = min(max(value, -MOST), MOST)
+            y[token] = min(max(value, -MAX_LOGIT), MAX_LOGIT)
 
 
 @kernel
