@@ -21,8 +21,8 @@ from ..load import OnStage
 from ..server import log
 from ..server.auth import Key, find_key, require_key
 from ..server.config import Settings
-from ..server.orchestrator import checked_url
-from ..server.serve import Signals, bind, url_of
+from ..server.orchestrator import require_url
+from ..server.serve import Signals, base_url, bind
 from ..server.serve import serve as run_server
 from ..server.worker import Worker
 from ..weights.hub import DEFAULT_MODEL
@@ -168,7 +168,7 @@ def serve(
     log.set_up(os.environ)
     sock = bind(wire.host, wire.port)
     signals = Signals()
-    url = url_of(wire.host, sock.getsockname()[1], "https" if tls else "http")
+    url = base_url(wire.host, sock.getsockname()[1], "https" if tls else "http")
     _print_line(f"{style(settings.names[0], 'bold')} at {style(url, 'bold')}, loading")
     if key is None:
         _print_line("no API key: anyone on this machine may use it")
@@ -207,9 +207,9 @@ def _settings(wire: WireOptions, limits: LimitOptions, model: ModelOptions, key:
         stall_timeout_s=limits.stall_timeout,
         ignore_unknown_fields=limits.ignore_unknown_fields,
         cors_origins=tuple(wire.cors_origin or ()),
-        callback_url=checked_url(wire.callback_url, "--callback-url"),
-        heartbeat_url=checked_url(wire.heartbeat_url, "--heartbeat-url"),
-        advertise_url=checked_url(wire.advertise_url, "--advertise-url"),
+        callback_url=require_url(wire.callback_url, "--callback-url"),
+        heartbeat_url=require_url(wire.heartbeat_url, "--heartbeat-url"),
+        advertise_url=require_url(wire.advertise_url, "--advertise-url"),
         **more,
     )
 

@@ -1,1 +1,1 @@
-"""The worker on the wire: two dialects over one engine, watched and bounded."""
+"""The HTTP server: two dialects over one engine, with admission, health, metrics and limits."""

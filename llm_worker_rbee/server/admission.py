@@ -1,9 +1,9 @@
-"""Who may come in: how many requests are on their way, how many tokens of prompts nobody has read yet, and when there
-will be room again.
+"""Admission: whether a request may enter, by the number of requests and of prompt tokens that wait, and the
+`Retry-After` of those that may not.
 
-The engine's own books are looked at, never kept twice: a request runs while it has a row, it waits before that and
-after it was sent back. What is still being tokenized is held a place, with an estimate of its tokens. All of it belongs
-to the event loop; the engine's thread goes on meanwhile, so that a figure may be a step old.
+The engine's own request state is read, never kept twice: a request runs while it has a batch slot, and waits before
+that and after preemption. Prompts that are still being tokenized hold a reservation with an estimate of their tokens.
+All of it belongs to the event loop; the engine's thread runs meanwhile, so a figure may be one step old.
 """
 
 from __future__ import annotations
@@ -18,126 +18,134 @@ from ..engine.request import Request
 from ..errors import InvalidRequestError, QueueFullError
 from .config import Settings
 
-LONGEST_RETRY_S = 60
-NEWEST = 0.1  # weight of what was seen last
+MAX_RETRY_S = 60
+EMA_WEIGHT = 0.1
 
 
 class Load(NamedTuple):
-    """What is on its way."""
+    """Requests inside, and prompt tokens without prefill."""
 
     running: int
     waiting: int
-    unread: int  # tokens of prompts
+    unprefilled_tokens: int
 
 
-class Hold:
-    """Places for requests whose prompts are not ids yet."""
+class Reservation:
+    """Places of requests whose prompts are not tokenized yet."""
 
-    def __init__(self, admission: Admission, requests: int, tokens: int) -> None:
-        self.requests, self.tokens = requests, tokens
+    def __init__(self, admission: Admission, num_requests: int, num_tokens: int) -> None:
+        self.num_requests, self.num_tokens = num_requests, num_tokens
         self._admission = admission
 
-    def correct(self, tokens: int) -> None:
-        """So many it is in truth; where that is too much after all, it is refused now."""
-        self.requests, requests, self.tokens = 0, self.requests, 0
-        self._admission.require(requests, tokens)
-        self.requests, self.tokens = requests, tokens
+    def set_actual(self, num_tokens: int) -> None:
+        """Replace the estimate of tokens; raise if the actual number does not fit."""
+        self.num_requests, num_requests, self.num_tokens = 0, self.num_requests, 0
+        self._admission.require(num_requests, num_tokens)
+        self.num_requests, self.num_tokens = num_requests, num_tokens
 
 
 class Admission:
-    """The queue's door."""
+    """Counts the requests inside and refuses those that would wait too long."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self._engine: Engine  # of the last who asked: there is one
-        self._taken: set[Request] = set()
-        self._holds: set[Hold] = set()
-        self._token_s: float | None = None  # between two tokens of an answer
-        self._made = self._asked = 0.0  # tokens of answers that ended, of late: most end before they must
+        self._engine: Engine  # set by the first reservation; a worker has one
+        self._requests: set[Request] = set()
+        self._reservations: set[Reservation] = set()
+        self._itl_s: float | None = None  # moving average of the inter-token latency
+        self._output_tokens = self._max_tokens = 0.0  # of finished requests, decayed: most end before max_tokens
 
     @property
     def load(self) -> Load:
-        """As it is now."""
-        running = waiting = unread = 0
-        for hold in self._holds:
-            waiting += hold.requests
-            unread += hold.tokens
-        for request in self._taken:
+        running = waiting = unprefilled = 0
+        for reservation in self._reservations:
+            waiting += reservation.num_requests
+            unprefilled += reservation.num_tokens
+        for request in self._requests:
             if request.batch_slot >= 0:
                 running += 1
             elif request.arrival >= 0 and request.is_finished:
-                continue  # its reader has not heard of it yet
+                continue  # its reader has not seen the end yet
             else:
                 waiting += 1
-            unread += max(0, request.num_prompt_tokens - request.num_computed_tokens)
-        return Load(running, waiting, unread)
+            unprefilled += max(0, request.num_prompt_tokens - request.num_computed_tokens)
+        return Load(running, waiting, unprefilled)
 
-    def require_room(self, engine: Engine, requests: int) -> None:
-        """Refuse more at once than could ever wait."""
-        if requests > (room := self._room(engine)):
-            raise InvalidRequestError(f"{requests} answers are asked for at once: at most {room} are taken", "prompt")
+    def require_capacity(self, engine: Engine, num_requests: int) -> None:
+        """Raise if one body asks for more requests than could ever be inside."""
+        if num_requests > (capacity := self._capacity(engine)):
+            message = f"the body asks for {num_requests} answers at once: at most {capacity} are accepted"
+            raise InvalidRequestError(message, "prompt")
 
     @contextmanager
-    def held(self, engine: Engine, requests: int, tokens: int) -> Iterator[Hold]:
-        """Places until the requests are begun, or given up."""
+    def reserve(self, engine: Engine, num_requests: int, num_tokens: int) -> Iterator[Reservation]:
+        """Hold places until the requests are submitted or given up; raise if there are none."""
         self._engine = engine
-        self.require(requests, tokens)
-        hold = Hold(self, requests, tokens)
-        self._holds.add(hold)
+        self.require(num_requests, num_tokens)
+        reservation = Reservation(self, num_requests, num_tokens)
+        self._reservations.add(reservation)
         try:
-            yield hold
+            yield reservation
         finally:
-            self._holds.remove(hold)
+            self._reservations.remove(reservation)
 
-    def require(self, requests: int, tokens: int) -> None:
-        """Refuse what would wait too long, with the time after which it would not. What is larger than all that may
-        wait comes in when there is nothing else to read."""
-        load, room = self.load, self._room(self._engine)
-        too_many = load.running + load.waiting + requests - room
-        too_long = load.unread + tokens - self._settings.max_queued_tokens if load.unread else 0
-        if too_many > 0 or too_long > 0:
-            told = f"{load.running} requests are computed, {load.waiting} wait, {load.unread} prompt tokens are unread"
-            raise QueueFullError(told, self._retry_after(load, too_many, too_long))
+    def require(self, num_requests: int, num_tokens: int) -> None:
+        """Raise `QueueFullError` with the time to retry if these do not fit.
 
-    def _room(self, engine: Engine) -> int:
+        A prompt over `max_queued_tokens` enters when no other prompt waits for prefill.
+        """
+        load, capacity = self.load, self._capacity(self._engine)
+        excess_requests = load.running + load.waiting + num_requests - capacity
+        excess_tokens = 0
+        if load.unprefilled_tokens:
+            excess_tokens = load.unprefilled_tokens + num_tokens - self._settings.max_queued_tokens
+        if excess_requests > 0 or excess_tokens > 0:
+            message = (
+                f"the queue is full: {load.running} requests are running, {load.waiting} are waiting, "
+                f"{load.unprefilled_tokens} prompt tokens wait for prefill"
+            )
+            raise QueueFullError(message, self._retry_after(load, excess_requests, excess_tokens))
+
+    def _capacity(self, engine: Engine) -> int:
         return engine.config.max_batch + self._settings.max_queue
 
-    def _retry_after(self, load: Load, too_many: int, too_long: int) -> int:
-        """When so many have ended; for tokens, when they are read, which begins when somebody's row is free."""
+    def _retry_after(self, load: Load, excess_requests: int, excess_tokens: int) -> int:
+        """Estimate when so many requests have ended; for tokens, when prefill is done, which needs a free slot."""
         seconds = 0.0
-        if too_long > 0:
-            seconds = too_long * (self._engine.token_budget.seconds_per_token or 0.0)
-            too_many = max(too_many, int(load.running >= self._engine.config.max_batch))
-        if too_many > 0:
-            seconds += self._seconds_until_gone(too_many)
-        return max(1, min(LONGEST_RETRY_S, math.ceil(seconds)))
+        if excess_tokens > 0:
+            seconds = excess_tokens * (self._engine.token_budget.seconds_per_token or 0.0)
+            excess_requests = max(excess_requests, int(load.running >= self._engine.config.max_batch))
+        if excess_requests > 0:
+            seconds += self._seconds_until_finished(excess_requests)
+        return max(1, min(MAX_RETRY_S, math.ceil(seconds)))
 
-    def _seconds_until_gone(self, count: int) -> float:
-        """As far as those who run tell it: what they may still say, as much of it as answers have lately said."""
-        part = min(1.0, self._made / self._asked) if self._asked else 1.0
-        prompt_s, token_s = self._engine.token_budget.seconds_per_token or 0.0, (self._token_s or 0.0) * part
+    def _seconds_until_finished(self, count: int) -> float:
+        """Estimate when `count` running requests have ended, from the part of max_tokens that was used of late."""
+        part = min(1.0, self._output_tokens / self._max_tokens) if self._max_tokens else 1.0
+        prompt_s, token_s = self._engine.token_budget.seconds_per_token or 0.0, (self._itl_s or 0.0) * part
         left = sorted(
             max(0, request.max_total_tokens - request.num_tokens) * token_s
             + max(0, request.num_prompt_tokens - request.num_computed_tokens) * prompt_s
-            for request in self._taken
+            for request in self._requests
             if request.batch_slot >= 0
         )
         if not left:
             return 0.0
         return left[count - 1] if count <= len(left) else left[-1] * count / len(left)
 
-    def began(self, request: Request) -> None:
-        """The engine has it."""
-        self._taken.add(request)
+    def add(self, request: Request) -> None:
+        """Count a submitted request."""
+        self._requests.add(request)
 
-    def spoke(self, seconds: float, tokens: int) -> None:
-        """An answer went on, so long after it did before."""
-        new = seconds / tokens
-        self._token_s = new if self._token_s is None else self._token_s + NEWEST * (new - self._token_s)
-
-    def ended(self, request: Request) -> None:
-        """However it did."""
-        self._taken.discard(request)
+    def remove(self, request: Request) -> None:
+        """Forget a request that ended, in whatever way."""
+        self._requests.discard(request)
         if request.num_tokens > request.num_prompt_tokens:
-            self._made = (1 - NEWEST) * self._made + request.num_tokens - request.num_prompt_tokens
-            self._asked = (1 - NEWEST) * self._asked + request.max_tokens
+            num_output_tokens = request.num_tokens - request.num_prompt_tokens
+            self._output_tokens = (1 - EMA_WEIGHT) * self._output_tokens + num_output_tokens
+            self._max_tokens = (1 - EMA_WEIGHT) * self._max_tokens + request.max_tokens
+
+    def observe_itl(self, seconds: float, num_tokens: int) -> None:
+        """Record tokens that came `seconds` after the previous ones of their request."""
+        new = seconds / num_tokens
+        self._itl_s = new if self._itl_s is None else self._itl_s + EMA_WEIGHT * (new - self._itl_s)

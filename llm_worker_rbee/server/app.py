@@ -1,4 +1,5 @@
-"""The routes: which path and method goes where. Each is a few lines; what they do is in the other files here."""
+"""The routes and the ASGI application. OpenAI and job routes are in `dialects/`; what precedes every route, in
+`middleware`. The routes about the worker itself (page, info, tokens) are here."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ import hashlib
 import os
 import platform
 import re
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from functools import cache
 from importlib import metadata
@@ -32,67 +33,81 @@ from ..errors import (
     RequestCancelledError,
     WorkerError,
 )
-from . import log, metrics, schema
-from .config import Settings
+from . import metrics, openapi
 from .dialects import jobs, openai
 from .dialects.jobs import Job, Jobs
-from .middleware import Guard, told
-from .openapi import description
-from .schema import APPLY_TEMPLATE, CANCEL, DETOKENIZE, MANY, TOKENIZE
-from .sse import DONE, EventStream, event, gone
+from .middleware import RequestMiddleware, error_response
+from .schema import (
+    APPLY_TEMPLATE,
+    CANCEL,
+    CHUNK_ITEMS,
+    DETOKENIZE,
+    TOKENIZE,
+    decode_object,
+    normalize_roles,
+    validate_body,
+)
+from .sse import DONE, EventStream, encode_event, wait_for_disconnect
 from .worker import Worker
 
 T = TypeVar("T")
-Begin = Callable[[Worker, bytes, list[str] | None], Coroutine[Any, Any, openai.Asked]]
-METHODS = ("GET", "POST", "DELETE")
-EXPOSED = ("retry-after", "x-correlation-id", "x-ignored-fields")
-NOT_IN_HEADERS = re.compile(r"[^!-~]")  # whatever a client calls its fields
-BODY_S = 60.0  # for all of a body
-JSON_TYPE = "application/json"  # and nothing else: a page from elsewhere can then not ask without being allowed to
+StartReply = Callable[[Worker, bytes, list[str] | None], Coroutine[Any, Any, openai.Reply]]
+JSON_TYPE = "application/json"  # required of bodies: a page of another origin cannot send it without a CORS preflight
+CORS_METHODS = ("GET", "POST", "DELETE")
+CORS_HEADERS = ("retry-after", "x-correlation-id", "x-ignored-fields")
+NOT_IN_HEADERS = re.compile(r"[^!-~]")
+BODY_TIMEOUT_S = 60.0
+INLINE_BLOCK = re.compile(r"<(script|style)>(.*?)</\1>", re.DOTALL)
+PACKAGES, CUDA_PACKAGES = ("numpy", "numba"), ("torch", "triton")  # whose versions /info reports
 
 
-def json(data: Any, status: int = 200, **headers: str) -> Response:
-    """A reply."""
-    return encoded(msgspec.json.encode(data), status, **headers)
-
-
-def encoded(body: bytes, status: int = 200, **headers: str) -> Response:
-    """A reply that is JSON already."""
-    return Response(body, status, headers, "application/json")
+def json_response(data: Any, status: int = 200) -> Response:
+    """Return a reply with the data as JSON."""
+    return Response(msgspec.json.encode(data), status, media_type=JSON_TYPE)
 
 
 class Routes:
-    """What each route does, for one worker."""
+    """The handlers of all routes, for one worker."""
 
     def __init__(self, worker: Worker) -> None:
         self.worker = worker
         self.jobs = Jobs(worker)
+        self._openapi = msgspec.json.encode(openapi.description(worker.settings))
+
+    async def page(self, _: Request) -> Response:
+        text, policy = load_page()
+        headers = {
+            "content-security-policy": policy, "x-content-type-options": "nosniff", "referrer-policy": "no-referrer",
+            "cache-control": "no-cache",
+        }  # fmt: skip
+        return Response(text, 200, headers, "text/html")
+
+    async def openapi(self, _: Request) -> Response:
+        return Response(self._openapi, 200, media_type=JSON_TYPE)
 
     async def health(self, _: Request) -> Response:
-        """Forward progress."""
-        found = self.worker.health()
-        return json(found, 200 if found["status"] == "healthy" else 503)
+        health = self.worker.health()
+        return json_response(health, 200 if health["status"] == "healthy" else 503)
 
     async def ready(self, _: Request) -> Response:
-        """Whether requests are taken."""
         state = {"loading": "loading", "failed": "error", "stopping": "error"}.get(self.worker.state)
-        found: dict[str, Any] = {
+        reply: dict[str, Any] = {
             "ready": self.worker.state == "ready", "state": state or ("busy" if self.worker.is_busy else "idle"),
         }  # fmt: skip
-        return json(found if state != "loading" else {**found, "progress_url": "/v1/loading/progress"})
+        return json_response(reply if state != "loading" else {**reply, "progress_url": "/v1/loading/progress"})
 
-    async def loading(self, _: Request) -> EventStream:
-        """How loading goes on, from its beginning."""
+    async def loading_progress(self, _: Request) -> EventStream:
+        """Stream the stages of loading, from the first."""
 
         async def events() -> AsyncGenerator[bytes, None]:
-            at = 0
+            position = 0
             while True:
-                news, found = self.worker.news, self.worker.loading[at:]
-                at += len(found)
-                if found:
-                    yield b"".join(map(event, found))
+                changed, new = self.worker.loading_changed, self.worker.loading_events[position:]
+                position += len(new)
+                if new:
+                    yield b"".join(map(encode_event, new))
                 elif self.worker.state == "loading":
-                    await news.wait()
+                    await changed.wait()
                 else:
                     yield DONE
                     return
@@ -100,17 +115,18 @@ class Routes:
         return self._events(events())
 
     async def metrics(self, _: Request) -> Response:
-        """For Prometheus."""
-        return Response(metrics.exposition(self.worker), 200, {"content-type": metrics.CONTENT_TYPE})
+        worker = self.worker
+        llm = worker.loaded if worker.is_loaded else None
+        load = worker.admission.load
+        text = metrics.exposition(worker.latencies, load.running, load.waiting, llm)
+        return Response(text, 200, {"content-type": metrics.CONTENT_TYPE})
 
     async def models(self, _: Request) -> Response:
-        """The one that is served."""
-        return json({"object": "list", "data": [self._model()]})
+        return json_response({"object": "list", "data": [self._model()]})
 
     async def model(self, request: Request) -> Response:
-        """The same, by name."""
         self.worker.require_model(request.path_params["name"])
-        return json(self._model())
+        return json_response(self._model())
 
     def _model(self) -> dict[str, Any]:
         return {
@@ -119,95 +135,90 @@ class Routes:
         }  # fmt: skip
 
     async def info(self, _: Request) -> Response:
-        """What is served, on what."""
-        return json(info(self.worker))
+        return json_response(describe_worker(self.worker))
 
     async def chat(self, request: Request) -> Response | EventStream:
-        """OpenAI: a conversation."""
-        return await self._openai(request, openai.chat)
+        return await self._openai(request, openai.start_chat)
 
     async def completions(self, request: Request) -> Response | EventStream:
-        """OpenAI: prompts."""
-        return await self._openai(request, openai.completion)
+        return await self._openai(request, openai.start_completion)
 
-    async def _openai(self, request: Request, begin: Begin) -> Response | EventStream:
+    async def _openai(self, request: Request, start: StartReply) -> Response | EventStream:
         ignored: list[str] | None = [] if self.worker.settings.ignore_unknown_fields else None
-        asked = await _unless_gone(request, begin(self.worker, await _body(request), ignored))
+        reply = await _unless_disconnected(request, start(self.worker, await _read_body(request), ignored))
         headers = {"x-ignored-fields": NOT_IN_HEADERS.sub("?", ",".join(ignored))[:1_000]} if ignored else {}
-        if asked.values["stream"]:
-            return self._events(openai.stream(self.worker, asked), asked.close, **headers)
-        return encoded(await _unless_gone(request, openai.whole(self.worker, asked)), 200, **headers)
+        if reply.streams:
+            return self._events(reply.stream(), reply.close, headers)
+        return Response(await _unless_disconnected(request, reply.complete()), 200, headers, JSON_TYPE)
 
     async def post_job(self, request: Request) -> Response:
-        """A job: where its events are, or the whole result."""
-        values, job = await self._job(request)
+        """Start a job; reply with the URL of its events, or with the whole result."""
+        values, job = await self._start_job(request)
         if values["stream"]:
-            return json({"job_id": job.id, "sse_url": f"/v1/jobs/{job.id}/stream"})
-        finished = asyncio.ensure_future(_drained(job))
-        await _until_done_or_gone(request, finished, job.cancel)
+            return json_response({"job_id": job.id, "sse_url": f"/v1/jobs/{job.id}/stream"})
+        finished = asyncio.ensure_future(_drain(job))
+        await _wait_unless_disconnected(request, finished, job.cancel)
         await finished
-        return json(job.result())
+        return json_response(job.result())
 
     async def execute(self, request: Request) -> EventStream:
-        """A job whose reply is its events; a client that goes away cancels it."""
-        _, job = await self._job(request, is_stream=True)
-        return self._events(job.read(), on_end=job.cancel)
+        """Start a job whose reply is its events; a disconnect cancels it."""
+        _, job = await self._start_job(request, is_stream=True)
+        return self._events(job.read(), job.cancel)
 
-    async def _job(self, request: Request, is_stream: bool = False) -> tuple[dict[str, Any], Job]:
-        body = await _body(request)
+    async def _start_job(self, request: Request, is_stream: bool = False) -> tuple[dict[str, Any], Job]:
+        body = await _read_body(request)
 
-        async def begun() -> tuple[dict[str, Any], Job]:
-            values = await self.worker.desk.read(body, lambda body: jobs.checked_job(body, is_stream=is_stream))
-            return values, await self.jobs.begin(values)
+        async def start() -> tuple[dict[str, Any], Job]:
+            parse = self.worker.offload.parse_body(body, lambda body: jobs.parse_job(body, is_stream=is_stream))
+            values = await parse
+            return values, await self.jobs.start_job(values)
 
-        return await _unless_gone(request, begun())
+        return await _unless_disconnected(request, start())
 
     async def job_stream(self, request: Request) -> EventStream:
-        """The events of a job, from the first."""
-        return self._events(self.jobs.get(request.path_params["job_id"]).read())
+        return self._events(self.jobs.find(request.path_params["job_id"]).read())
 
     async def job(self, request: Request) -> Response:
-        """Where a job stands; DELETE ends it."""
-        job = self.jobs.get(request.path_params["job_id"])
+        """GET: state and counts. DELETE: cancel."""
+        job = self.jobs.find(request.path_params["job_id"])
         if request.method != "DELETE":
-            return json(job.state())
+            return json_response(job.state())
         job.cancel()
-        return json({"job_id": job.id}, 202)
+        return json_response({"job_id": job.id}, 202)
 
     async def cancel(self, request: Request) -> Response:
-        """The same, by name in the body."""
-        values = schema.checked(schema.read_object(await _body(request)), CANCEL)
-        self.jobs.cancel(values["job_id"])
-        return json(values, 202)
+        values = validate_body(decode_object(await _read_body(request)), CANCEL)
+        self.jobs.find(values["job_id"]).cancel()
+        return json_response(values, 202)
 
     async def tokenize(self, request: Request) -> Response:
-        """Text -> ids."""
-        return await self._made(request, tokenized)
+        return await self._offload(request, tokenize)
 
     async def detokenize(self, request: Request) -> Response:
-        """Ids -> text."""
-        return await self._made(request, detokenized)
+        return await self._offload(request, detokenize)
 
     async def apply_template(self, request: Request) -> Response:
-        """Messages -> the prompt that the template makes of them."""
-        return await self._made(request, template_applied)
+        return await self._offload(request, apply_template)
 
-    async def _made(self, request: Request, make: Callable[[Worker, bytes], bytes]) -> Response:
-        body = await _body(request)
-        return encoded(await _unless_gone(request, self.worker.desk.run(len(body), lambda: make(self.worker, body))))
+    async def _offload(self, request: Request, reply: Callable[[Worker, bytes], bytes]) -> Response:
+        body = await _read_body(request)
+        work = self.worker.offload.run(len(body), lambda: reply(self.worker, body))
+        return Response(await _unless_disconnected(request, work), 200, media_type=JSON_TYPE)
 
     def _events(
-        self, source: AsyncGenerator[bytes, None], on_end: Callable[[], None] = lambda: None, **headers: str
-    ) -> EventStream:
-        return EventStream(source, ping_s=self.worker.settings.ping_s, headers=headers, on_end=on_end)
+        self, source: AsyncGenerator[bytes, None], on_end: Callable[[], None] = lambda: None,
+        headers: dict[str, str] | None = None,
+    ) -> EventStream:  # fmt: skip
+        return EventStream(source, ping_s=self.worker.settings.ping_s, headers=headers or {}, on_end=on_end)
 
     def table(self) -> list[Route]:
-        """Paths and methods."""
+        """Return paths, handlers and methods."""
         routes = [
-            ("/", page, "GET"), ("/openapi.json", openapi(self.worker.settings), "GET"),
+            ("/", self.page, "GET"), ("/openapi.json", self.openapi, "GET"),
             ("/health", self.health, "GET"), ("/v1/ready", self.ready, "GET"), ("/info", self.info, "GET"),
             ("/metrics", self.metrics, "GET"),
-            ("/v1/loading/progress", self.loading, "GET"), ("/v1/models", self.models, "GET"),
+            ("/v1/loading/progress", self.loading_progress, "GET"), ("/v1/models", self.models, "GET"),
             ("/v1/models/{name:path}", self.model, "GET"), ("/v1/chat/completions", self.chat, "POST"),
             ("/v1/completions", self.completions, "POST"), ("/v1/jobs", self.post_job, "POST"),
             ("/v1/inference", self.post_job, "POST"), ("/execute", self.execute, "POST"),
@@ -216,11 +227,11 @@ class Routes:
             ("/tokenize", self.tokenize, "POST"), ("/detokenize", self.detokenize, "POST"),
             ("/apply-template", self.apply_template, "POST"),
         ]  # fmt: skip
-        return [Route(path, act, methods=methods.split()) for path, act, methods in routes]
+        return [Route(path, handler, methods=methods.split()) for path, handler, methods in routes]
 
 
-def application(worker: Worker) -> Guard | CORSMiddleware:
-    """The whole server as an ASGI application; it loads the model when it starts."""
+def application(worker: Worker) -> RequestMiddleware | CORSMiddleware:
+    """Return the server as an ASGI application; it loads the model when it starts."""
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> Any:
@@ -231,115 +242,86 @@ def application(worker: Worker) -> Guard | CORSMiddleware:
 
     app = Starlette(
         routes=Routes(worker).table(), lifespan=lifespan,
-        exception_handlers={404: _not_found, 405: _not_found, WorkerError: _told, Exception: _told},
+        exception_handlers={404: _on_no_route, 405: _on_no_route, WorkerError: _on_error, Exception: _on_error},
     )  # fmt: skip
-    guard = Guard(app, worker.settings.api_key, worker.settings.max_body, _logged)
+    wrapped = RequestMiddleware(app, worker.settings.api_key, worker.settings.max_body)
     origins = worker.settings.cors_origins
-    return guard if not origins else CORSMiddleware(guard, origins, METHODS, ("*",), expose_headers=EXPOSED)
+    return (
+        wrapped if not origins else CORSMiddleware(wrapped, origins, CORS_METHODS, ("*",), expose_headers=CORS_HEADERS)
+    )
 
 
-def _logged(_: str, error: BaseException) -> None:
-    log.failed(error)
-
-
-async def _not_found(request: Request, error: Exception) -> Response:
+async def _on_no_route(request: Request, error: Exception) -> Response:
     status = getattr(error, "status_code", 404)
     why = "there is no such route" if status == 404 else f"{request.method} is not a method of this route"
-    _, headers, body = told(request.url.path, NotFoundError(why))
+    _, headers, body = error_response(request.url.path, NotFoundError(why))
     return Response(body, status, {**headers, **(getattr(error, "headers", None) or {})})
 
 
-async def _told(request: Request, error: Exception) -> Response:
-    known = error if isinstance(error, WorkerError) else InferenceError("something went wrong inside the worker")
-    status, headers, body = told(request.url.path, known)
+async def _on_error(request: Request, error: Exception) -> Response:
+    known = error if isinstance(error, WorkerError) else InferenceError("internal error of the worker")
+    status, headers, body = error_response(request.url.path, known)
     return Response(body, status, headers)
 
 
-async def _body(request: Request) -> bytes:
+async def _read_body(request: Request) -> bytes:
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != JSON_TYPE:
         raise InvalidRequestError(f"the content type is {kind[:100]!r}: it must be application/json", "content-type")
     try:
-        async with asyncio.timeout(BODY_S):
+        async with asyncio.timeout(BODY_TIMEOUT_S):
             return await request.body()
     except ClientDisconnect:
-        raise RequestCancelledError("the client went away") from None
+        raise RequestCancelledError("the client disconnected") from None
     except TimeoutError:
-        raise DeadlineError(f"the body did not come within {BODY_S:g} s") from None
+        raise DeadlineError(f"the body did not arrive within {BODY_TIMEOUT_S:g} s") from None
 
 
-async def _drained(job: Job) -> None:
+async def _drain(job: Job) -> None:
     async for _ in job.read():
         pass
 
 
-async def _unless_gone(request: Request, made: Coroutine[Any, Any, T]) -> T:
-    """What comes of it; given up when the client goes away."""
-    task = asyncio.ensure_future(made)
-    await _until_done_or_gone(request, task)
+async def _unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """Return the result of the work; cancel it if the client disconnects."""
+    task = asyncio.ensure_future(work)
+    await _wait_unless_disconnected(request, task)
     return await task
 
 
-async def _until_done_or_gone(
-    request: Request, task: asyncio.Future[Any], on_gone: Callable[[], None] | None = None
+async def _wait_unless_disconnected(
+    request: Request, task: asyncio.Future[Any], on_disconnect: Callable[[], None] | None = None
 ) -> None:
-    """Wait for a reply; a client that goes away does not wait any more."""
-    leaving = asyncio.ensure_future(gone(request.receive))
+    """Wait for a task; if the client disconnects first, call `on_disconnect` (default: cancel the task) and raise."""
+    disconnect = asyncio.ensure_future(wait_for_disconnect(request.receive))
     try:
-        await asyncio.wait({task, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({task, disconnect}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
-            (on_gone or task.cancel)()
-            raise RequestCancelledError("the client went away")
+            (on_disconnect or task.cancel)()
+            raise RequestCancelledError("the client disconnected")
     except asyncio.CancelledError:
         task.cancel()
         raise
     finally:
-        leaving.cancel()
-
-
-INLINE = re.compile(r"<(script|style)>(.*?)</\1>", re.DOTALL)
-
-
-async def page(_: Request) -> Response:
-    """Chat and gauges for a person."""
-    text, policy = _page()
-    headers = {
-        "content-security-policy": policy, "x-content-type-options": "nosniff", "referrer-policy": "no-referrer",
-        "cache-control": "no-cache",
-    }  # fmt: skip
-    return Response(text, 200, headers, "text/html")
-
-
-def openapi(settings: Settings) -> Callable[[Request], Awaitable[Response]]:
-    """What is served, for programs."""
-    described = msgspec.json.encode(description(settings))
-
-    async def answer(_: Request) -> Response:
-        return Response(described, 200, media_type="application/json")
-
-    return answer
+        disconnect.cancel()
 
 
 @cache
-def _page() -> tuple[bytes, str]:
-    """The file, and a policy under which its own script and style run, and nothing else of anybody's."""
+def load_page() -> tuple[bytes, str]:
+    """Return the page, and a content security policy that allows its own script and style only."""
     text = files(__package__).joinpath("page.html").read_text(encoding="utf-8")
     hashes: dict[str, str] = {}
-    for kind, inside in INLINE.findall(text):
-        hashes[kind] = "'sha256-" + base64.b64encode(hashlib.sha256(inside.encode()).digest()).decode() + "'"
-    allowed = {
+    for kind, content in INLINE_BLOCK.findall(text):
+        hashes[kind] = "'sha256-" + base64.b64encode(hashlib.sha256(content.encode()).digest()).decode() + "'"
+    policy = {
         "default-src": "'none'", "script-src": hashes["script"], "style-src": hashes["style"], "img-src": "data:",
         "connect-src": "'self'", "base-uri": "'none'", "form-action": "'none'", "frame-ancestors": "'none'",
     }  # fmt: skip
-    return text.encode(), "; ".join(f"{name} {value}" for name, value in allowed.items())
+    return text.encode(), "; ".join(f"{name} {value}" for name, value in policy.items())
 
 
-PACKAGES = ("numpy", "numba")
-OF_A_GPU = ("torch", "triton")
-
-
-def info(worker: Worker) -> dict[str, Any]:
-    """All of it; the model must be here."""
+def describe_worker(worker: Worker) -> dict[str, Any]:
+    """Return what `/info` replies: model, device, memory, versions."""
     llm = worker.llm
     return {
         "model": worker.settings.names[0], "architecture": llm.config.family.name, "quant": llm.quant,
@@ -354,7 +336,7 @@ def info(worker: Worker) -> dict[str, Any]:
 
 
 def resident_bytes() -> int | None:
-    """Memory of this process that is in use now; not everywhere known."""
+    """Return the resident memory of this process, where the system reports it."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError, IndexError):
@@ -363,41 +345,41 @@ def resident_bytes() -> int | None:
 
 @cache
 def _versions(backend: str) -> dict[str, str]:
-    found = {"worker": __version__, "python": platform.python_version()}
-    for name in (*PACKAGES, *(OF_A_GPU if backend == "cuda" else ())):
+    versions = {"worker": __version__, "python": platform.python_version()}
+    for name in (*PACKAGES, *(CUDA_PACKAGES if backend == "cuda" else ())):
         try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:  # the reference needs no Numba
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:  # the reference backend needs no Numba
             continue
-    return found
+    return versions
 
 
-def tokenized(worker: Worker, body: bytes) -> bytes:
-    """Text -> ids."""
-    values = schema.checked(schema.read_object(body), TOKENIZE)
+def tokenize(worker: Worker, body: bytes) -> bytes:
+    """Return the reply of `/tokenize`."""
+    values = validate_body(decode_object(body), TOKENIZE)
     llm = worker.llm
     ids = llm.tokenize(values["text"], add_special=values["add_special"], parse_special=values["parse_special"])
     pieces = {token: llm.tokenizer.piece(token) for token in set(ids)}
-    return b'{"tokens":' + _listed(ids) + b',"pieces":' + _listed([pieces[token] for token in ids]) + b"}"
+    return b'{"tokens":' + _encode_list(ids) + b',"pieces":' + _encode_list([pieces[token] for token in ids]) + b"}"
 
 
-def _listed(values: list[Any]) -> bytes:
-    """A list as JSON, a part at a time, so that other threads can breathe where it is long."""
-    parts = (values[at : at + MANY] for at in range(0, len(values), MANY))
-    return b"[" + b",".join([msgspec.json.encode(part)[1:-1] for part in parts]) + b"]"
+def _encode_list(values: list[Any]) -> bytes:
+    """Encode a long list a chunk at a time, so that other threads get the interpreter."""
+    chunks = (values[at : at + CHUNK_ITEMS] for at in range(0, len(values), CHUNK_ITEMS))
+    return b"[" + b",".join([msgspec.json.encode(chunk)[1:-1] for chunk in chunks]) + b"]"
 
 
-def detokenized(worker: Worker, body: bytes) -> bytes:
-    """Ids -> text."""
-    ids = schema.checked(schema.read_object(body), DETOKENIZE)["tokens"]
-    llm, size = worker.llm, worker.llm.config.vocab_size
-    if (largest := max(ids, default=0)) >= size:
-        raise InvalidRequestError(f"tokens: {str(largest)[:20]} is not a token id (0..{size - 1})", "tokens")
+def detokenize(worker: Worker, body: bytes) -> bytes:
+    """Return the reply of `/detokenize`."""
+    ids = validate_body(decode_object(body), DETOKENIZE)["tokens"]
+    llm, vocab_size = worker.llm, worker.llm.config.vocab_size
+    if (largest := max(ids, default=0)) >= vocab_size:
+        raise InvalidRequestError(f"tokens: {str(largest)[:20]} is not a token id (0..{vocab_size - 1})", "tokens")
     return msgspec.json.encode({"text": llm.detokenize(ids)})
 
 
-def template_applied(worker: Worker, body: bytes) -> bytes:
-    """Messages -> the prompt that the template makes of them."""
-    values = schema.checked(schema.read_object(body), APPLY_TEMPLATE)
-    llm, messages = worker.llm, schema.conversation(values["messages"])
+def apply_template(worker: Worker, body: bytes) -> bytes:
+    """Return the reply of `/apply-template`."""
+    values = validate_body(decode_object(body), APPLY_TEMPLATE)
+    llm, messages = worker.llm, normalize_roles(values["messages"])
     return msgspec.json.encode({"prompt": llm.apply_chat_template(messages), "tokens": llm.tokenize_chat(messages)})

@@ -1,4 +1,4 @@
-"""What a server is told, with its defaults, which are written nowhere else."""
+"""The settings of a server. Their defaults are written here only."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ MIB = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """One worker on the wire."""
+    """Settings of one worker."""
 
-    model_ref: str  # as it was asked for
-    served_name: str | None = None  # what clients may call it besides
+    model_ref: str  # as given by the user
+    served_name: str | None = None  # another name that clients may use
     worker_id: str = field(default_factory=lambda: f"worker-{uuid4().hex[:12]}")
     api_key: str | None = None
-    max_queue: int = 256  # requests that wait, besides those that can be computed at once
-    max_queued_tokens: int = 262_144  # of prompts that are not read yet
+    max_queue: int = 256  # waiting requests, beside those of a full batch
+    max_queued_tokens: int = 262_144  # prompt tokens that wait for prefill
     max_body: int = 4 * MIB
-    job_ttl_s: float = 300.0  # how long a job is kept after its end
-    ping_s: float = 15.0  # an idle stream says so
+    job_ttl_s: float = 300.0  # how long a finished job is kept
+    ping_s: float = 15.0  # after which an idle stream gets a ping
     shutdown_timeout_s: float = 30.0
-    stall_timeout_s: float = 30.0  # without a step while there is work
+    stall_timeout_s: float = 30.0  # without a step while there is work; of a reader, without reading
     ignore_unknown_fields: bool = False
     cors_origins: tuple[str, ...] = ()
     callback_url: str | None = None
@@ -37,5 +37,5 @@ class Settings:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What a request may call the model; the first is what it is called."""
+        """The names of the model that requests may use; replies use the first."""
         return tuple(name for name in (self.served_name, self.model_ref) if name)

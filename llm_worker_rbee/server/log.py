@@ -1,9 +1,8 @@
-"""Lines that tell what a server does: pretty for people, JSON for machines, on standard error.
+"""Log lines on standard error: pretty for people, JSON for machines.
 
-Every line of a request carries its correlation id, which travels in a context variable, also into the task of a job.
-What a request asked and what it was answered never gets here: messages of unforeseen errors, which may quote it, are
-left out, their types and places are told. A thread of its own writes the lines: where nobody reads them, nothing waits;
-what is too much is dropped and counted.
+Every line of a request carries its correlation id, a context variable that the task of a job inherits. Prompts and
+answers are never logged: messages of unexpected errors, which may quote them, are left out; type and place are logged.
+A thread writes the lines, so that an unread standard error blocks nothing; what does not fit is dropped and counted.
 """
 
 from __future__ import annotations
@@ -25,45 +24,44 @@ import msgspec
 
 from ..errors import InvalidRequestError, WorkerError
 
-VARIABLE = "LLORCH_LOG_FORMAT"
+FORMAT_VARIABLE = "LLORCH_LOG_FORMAT"
 FORMATS = ("pretty", "json")
-QUIET, EXPECTED = {"/health", "/metrics"}, (200, 503)  # asked every few seconds: told only where something is wrong
-MOST_LINES = 10_000  # that wait to be written
-FLUSH_S = 1.0  # for the last ones, at the end
+POLLED_PATHS, EXPECTED_STATUSES = {"/health", "/metrics"}, (200, 503)  # polled often: logged only if unexpected
+MAX_QUEUED_LINES = 10_000
+FLUSH_TIMEOUT_S = 1.0
 LOGGERS = ("llm_worker_rbee", "uvicorn.error")
-correlation: ContextVar[str | None] = ContextVar("correlation", default=None)
-log = logging.getLogger("llm_worker_rbee.server")
+correlation_id: ContextVar[str | None] = ContextVar("correlation_id", default=None)
+logger = logging.getLogger("llm_worker_rbee.server")
 
 
 def set_up(environment: Mapping[str, str]) -> None:
-    """From now on our lines, and the warnings of the HTTP server, are written as the environment says."""
-    kind = environment.get(VARIABLE) or FORMATS[0]
+    """Install the handler for the worker's lines and for the HTTP server's warnings."""
+    kind = environment.get(FORMAT_VARIABLE) or FORMATS[0]
     if kind not in FORMATS:
-        raise InvalidRequestError(f"{VARIABLE} is {kind!r}: use one of {', '.join(FORMATS)}", VARIABLE)
-    handler = Handed(sys.stderr)
-    handler.setFormatter(JsonLines() if kind == "json" else PrettyLines())
+        message = f"{FORMAT_VARIABLE} is {kind!r}: use one of {', '.join(FORMATS)}"
+        raise InvalidRequestError(message, FORMAT_VARIABLE)
+    handler = DroppingQueueHandler(sys.stderr)
+    handler.setFormatter(JsonFormatter() if kind == "json" else PrettyFormatter())
     for name in LOGGERS:
-        logger = logging.getLogger(name)
-        logger.handlers = [handler]
-        logger.propagate = False
+        logging.getLogger(name).handlers = [handler]
+        logging.getLogger(name).propagate = False
     logging.getLogger(LOGGERS[0]).setLevel(logging.INFO)
     logging.getLogger(LOGGERS[1]).setLevel(logging.WARNING)
 
 
-class Handed(logging.Handler):
-    """Lines are made here and now, and written by and by."""
+class DroppingQueueHandler(logging.Handler):
+    """Formats at once, writes in a thread, and drops lines that do not fit into its queue."""
 
     def __init__(self, stream: TextIO) -> None:
         super().__init__()
         self._stream = stream
-        self._lines: queue.Queue[str] = queue.Queue(MOST_LINES)
+        self._lines: queue.Queue[str] = queue.Queue(MAX_QUEUED_LINES)
         self._num_dropped = 0
-        self._writer = threading.Thread(target=self._write, name="log", daemon=True)
+        self._writer = threading.Thread(target=self._write_lines, name="log", daemon=True)
         self._writer.start()
         atexit.register(self.flush)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Into the queue, if there is room."""
         try:
             self._lines.put_nowait(self.format(record))
         except queue.Full:
@@ -72,85 +70,84 @@ class Handed(logging.Handler):
             self.handleError(record)
 
     def flush(self) -> None:
-        """Wait for the last line, but not for ever."""
-        end = time.monotonic() + FLUSH_S
+        """Wait until all lines are written, for a bounded time."""
+        end = time.monotonic() + FLUSH_TIMEOUT_S
         while self._lines.unfinished_tasks and time.monotonic() < end:
             time.sleep(0.001)
 
-    def _write(self) -> None:
+    def _write_lines(self) -> None:
         while True:
             line = self._lines.get()
             if self._num_dropped:
-                dropped, self._num_dropped = self._num_dropped, 0
-                line = f"{line}\n{self.format(_dropped(dropped))}"
-            with suppress(OSError, ValueError):  # nobody is there any more
+                num_dropped, self._num_dropped = self._num_dropped, 0
+                line = f"{line}\n{self.format(_dropped_record(num_dropped))}"
+            with suppress(OSError, ValueError):  # the stream is closed
                 self._stream.write(line + "\n")
                 self._stream.flush()
             self._lines.task_done()
 
 
-def _dropped(lines: int) -> logging.LogRecord:
-    told = "%d lines were dropped: nobody read standard error"
-    return logging.LogRecord(log.name, logging.WARNING, __file__, 0, told, (lines,), None)
+def _dropped_record(num_lines: int) -> logging.LogRecord:
+    message = "%d lines were dropped: standard error was not read"
+    return logging.LogRecord(logger.name, logging.WARNING, __file__, 0, message, (num_lines,), None)
 
 
-class JsonLines(logging.Formatter):
-    """One object a line."""
+class JsonFormatter(logging.Formatter):
+    """One JSON object a line."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line."""
-        told: dict[str, Any] = {
+        line: dict[str, Any] = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(), "message": _one_line(record.getMessage()),
         }  # fmt: skip
-        if (known := correlation.get()) is not None:
-            told["correlation_id"] = known
-        told |= getattr(record, "figures", {})
+        if (known := correlation_id.get()) is not None:
+            line["correlation_id"] = known
+        line |= getattr(record, "figures", {})
         if (error := _error_of(record)) is not None:
-            told |= {"error": type(error).__name__, "where": _where(error)}
-        return msgspec.json.encode(told).decode()
+            line |= {"error": type(error).__name__, "where": _stack_places(error)}
+        return msgspec.json.encode(line).decode()
 
 
-class PrettyLines(logging.Formatter):
-    """A time, a level, a message."""
+class PrettyFormatter(logging.Formatter):
+    """Time, level, message, figures."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line."""
         at = datetime.fromtimestamp(record.created).strftime("%H:%M:%S")
         parts = [at, record.levelname.lower().ljust(7), _one_line(record.getMessage())]
         parts += [f"{name}={value}" for name, value in getattr(record, "figures", {}).items()]
         if (error := _error_of(record)) is not None:
-            parts += [type(error).__name__, "at", " < ".join(reversed(_where(error)))]
-        if (known := correlation.get()) is not None:
+            parts += [type(error).__name__, "at", " < ".join(reversed(_stack_places(error)))]
+        if (known := correlation_id.get()) is not None:
             parts.append(f"[{known}]")
         return " ".join(parts)
 
 
 def flush() -> None:
-    """What was told is written, if anybody reads it."""
+    """Write what is queued."""
     for handler in logging.getLogger(LOGGERS[0]).handlers:
         handler.flush()
 
 
-def done(scope: Mapping[str, Any], status: int, seconds: float) -> None:
-    """A request was answered, or its client went away before (status 499)."""
-    if log.isEnabledFor(logging.INFO) and (scope["path"] not in QUIET or status not in EXPECTED):
+def request_done(scope: Mapping[str, Any], status: int, seconds: float) -> None:
+    """Log a request that was answered, or whose client disconnected before (status 499)."""
+    is_expected = scope["path"] in POLLED_PATHS and status in EXPECTED_STATUSES
+    if logger.isEnabledFor(logging.INFO) and not is_expected:
         figures = {"method": scope["method"], "path": scope["path"][:200].encode("unicode_escape").decode(),
                    "status": status, "ms": round(1000 * seconds, 1)}  # fmt: skip
-        log.info("request", extra={"figures": figures})
+        logger.info("request", extra={"figures": figures})
 
 
-def failed(error: BaseException) -> None:
-    """Something that should not have happened."""
-    log.error("request failed", exc_info=error)
+def request_failed(error: BaseException) -> None:
+    """Log an unexpected error."""
+    logger.error("request failed", exc_info=error)
 
 
 def _error_of(record: logging.LogRecord) -> BaseException | None:
     return record.exc_info[1] if record.exc_info else None
 
 
-def _where(error: BaseException) -> list[str]:
-    """The innermost places last."""
+def _stack_places(error: BaseException) -> list[str]:
+    """Return file, line and function of the last frames, innermost last; of the worker's own errors the message too."""
     frames = traceback.extract_tb(error.__traceback__)[-8:]
     places = [f"{frame.filename.rpartition('/')[2]}:{frame.lineno} {frame.name}" for frame in frames]
     return [*places, str(error)] if isinstance(error, WorkerError) else places

@@ -1,123 +1,116 @@
-"""What a server tells Prometheus: counters read from the engine's books when asked, histograms fed by answers.
+"""The Prometheus metrics: counters read from the engine's state on demand, histograms fed by generations.
 
-No registry of the process is used: one worker, one set. Observing costs a bisection; the text is made on demand.
+No process-wide registry is used: one worker, one set. An observation costs one bisection.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
-if TYPE_CHECKING:
-    from .worker import Worker
+from ..llm import LLM
 
 PREFIX = "llm_worker_"
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-SHORT = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5)
-LONG = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+TOKEN_BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5)
+REQUEST_BOUNDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 
 
 class Histogram:
-    """How often a duration fell under each bound."""
+    """Counts of durations by their upper bounds, in seconds."""
 
-    def __init__(self, name: str, told: str, bounds: tuple[float, ...]) -> None:
-        self._name, self._told, self._bounds = name, told, bounds
+    def __init__(self, name: str, help_text: str, bounds: tuple[float, ...]) -> None:
+        self._name, self._help, self._bounds = name, help_text, bounds
         self._counts = [0] * (len(bounds) + 1)
         self._sum = 0.0
 
     def observe(self, seconds: float, times: int = 1) -> None:
-        """Once, or several times the same."""
+        """Count a duration, once or several times."""
         self._counts[bisect_left(self._bounds, seconds)] += times
         self._sum += seconds * times
 
     def family(self) -> Metric:
-        """As Prometheus has it: counts that include all lower ones."""
+        """Return the histogram as Prometheus has it: each count includes all lower ones."""
         total, buckets = 0, []
         for bound, count in zip((*map(str, self._bounds), "+Inf"), self._counts, strict=True):
             total += count
             buckets.append((bound, total))
-        return HistogramMetricFamily(PREFIX + self._name, self._told, buckets=buckets, sum_value=self._sum)
+        return HistogramMetricFamily(PREFIX + self._name, self._help, buckets=buckets, sum_value=self._sum)
 
 
-class Observed:
-    """What answers tell of themselves, all of it in the event loop."""
+class LatencyHistograms:
+    """Latencies of generations, observed in the event loop."""
 
     def __init__(self) -> None:
-        self.first_token = Histogram("time_to_first_token_seconds", "From the request to its first token.", LONG)
-        self.between = Histogram("inter_token_latency_seconds", "Between two tokens of an answer.", SHORT)
-        self.whole = Histogram("e2e_request_latency_seconds", "From the request to its end.", LONG)
-        self.queue = Histogram("request_queue_time_seconds", "From the request to its first step.", LONG)
+        self.ttft = Histogram("time_to_first_token_seconds", "From the request to its first token.", REQUEST_BOUNDS)
+        self.itl = Histogram("inter_token_latency_seconds", "Between two tokens of a request.", TOKEN_BOUNDS)
+        self.e2e = Histogram("e2e_request_latency_seconds", "From the request to its end.", REQUEST_BOUNDS)
+        self.queue = Histogram("request_queue_time_seconds", "From the request to its first step.", REQUEST_BOUNDS)
         self.num_tokens = 0
 
-    def outputs(self, seconds: float, count: int) -> None:
-        """Tokens that came together, so long after those before."""
-        self.num_tokens += count
-        self.between.observe(seconds / count, count)
+    def observe_first(self, seconds: float, num_tokens: int, queue_s: float) -> None:
+        """Record the first tokens of a request; those that come with the very first have no latency."""
+        self.num_tokens += num_tokens
+        self.ttft.observe(seconds)
+        self.queue.observe(max(0.0, queue_s))
+        if num_tokens > 1:
+            self.itl.observe(0.0, num_tokens - 1)
 
-    def first(self, seconds: float, count: int, queued: float) -> None:
-        """The first ones; what came with the very first came at once."""
-        self.num_tokens += count
-        self.first_token.observe(seconds)
-        self.queue.observe(max(0.0, queued))
-        if count > 1:
-            self.between.observe(0.0, count - 1)
+    def observe_outputs(self, seconds: float, num_tokens: int) -> None:
+        """Record tokens that came together, `seconds` after the previous ones."""
+        self.num_tokens += num_tokens
+        self.itl.observe(seconds / num_tokens, num_tokens)
 
 
-def exposition(worker: Worker) -> bytes:
-    """The text that Prometheus scrapes."""
+def exposition(latencies: LatencyHistograms, num_running: int, num_waiting: int, llm: LLM | None) -> bytes:
+    """Return the text that Prometheus scrapes; `llm` is None until the model is loaded."""
+    families = [
+        _gauge("num_requests_running", "Requests in the running batch.", num_running),
+        _gauge("num_requests_waiting", "Requests that wait, preempted ones included.", num_waiting),
+        _counter("generation_tokens", "Output tokens.", latencies.num_tokens),
+        *(histogram.family() for histogram in (latencies.ttft, latencies.itl, latencies.e2e, latencies.queue)),
+        *(() if llm is None else _engine_metrics(llm)),
+    ]
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Collector(worker))
+    registry.register(_Collector(families))
     return generate_latest(registry)
 
 
 class _Collector:
-    def __init__(self, worker: Worker) -> None:
-        self._worker = worker
+    def __init__(self, families: Iterable[Metric]) -> None:
+        self._families = families
 
     def describe(self) -> list[Metric]:
         return []
 
-    def collect(self) -> Iterator[Metric]:
-        worker, observed = self._worker, self._worker.observed
-        load = worker.admission.load
-        yield _gauge("num_requests_running", "Requests being computed.", load.running)
-        yield _gauge("num_requests_waiting", "Requests that are not computed yet, or not at present.", load.waiting)
-        yield _counter("generation_tokens", "Tokens generated.", observed.num_tokens)
-        for histogram in (observed.first_token, observed.between, observed.whole, observed.queue):
-            yield histogram.family()
-        if worker.is_loaded:
-            yield from _of_engine(worker)
+    def collect(self) -> Iterable[Metric]:
+        return self._families
 
 
-def _of_engine(worker: Worker) -> Iterator[Metric]:
-    scheduler = worker.loaded.engine.scheduler
-    counts, pool = scheduler.stats, scheduler.pool
-    used = 1 - pool.num_free / pool.n_blocks
-    yield _gauge("kv_cache_usage_perc", "The part of the KV cache that requests hold, 0 to 1.", used)
-    told = "Tokens of prompts {} in the prefix cache."
-    queried = counts.num_queried_tokens if pool.caching else 0
-    yield _counter("prefix_cache_queries", told.format("looked up"), queried)
-    yield _counter("prefix_cache_hits", told.format("found"), counts.num_hit_tokens)
-    yield _counter("num_preemptions", "Requests that gave their blocks to others.", counts.num_preemptions)
-    yield _counter("prompt_tokens", "Tokens of prompts taken on.", counts.num_queried_tokens)
-    if worker.loaded.device_bytes:
-        yield _gauge("device_memory_bytes", "Memory of the GPU that tensors take.", worker.loaded.device_bytes)
-        yield _gauge("device_graph_bytes", "Memory of the GPU that CUDA graphs take.", worker.loaded.graph_bytes)
-    phases = GaugeMetricFamily(
-        PREFIX + "startup_phase_seconds", "How long each part of loading took.", labels=["phase"]
-    )
-    for phase, seconds in worker.loaded.phases.items():
+def _engine_metrics(llm: LLM) -> Iterator[Metric]:
+    stats, pool = llm.engine.scheduler.stats, llm.engine.scheduler.pool
+    usage = 1 - pool.num_free / pool.n_blocks
+    yield _gauge("kv_cache_usage_perc", "The part of the KV cache that requests hold, 0 to 1.", usage)
+    num_queried = stats.num_queried_tokens if pool.caching else 0
+    yield _counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", num_queried)
+    yield _counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.", stats.num_hit_tokens)
+    yield _counter("num_preemptions", "Requests whose blocks went to other requests.", stats.num_preemptions)
+    yield _counter("prompt_tokens", "Prompt tokens of admitted requests.", stats.num_queried_tokens)
+    if llm.device_bytes:
+        yield _gauge("device_memory_bytes", "GPU memory that tensors take.", llm.device_bytes)
+        yield _gauge("device_graph_bytes", "GPU memory that CUDA graphs take.", llm.graph_bytes)
+    phases = GaugeMetricFamily(PREFIX + "startup_phase_seconds", "Duration of each phase of loading.", labels=["phase"])
+    for phase, seconds in llm.phases.items():
         phases.add_metric([phase], seconds)
     yield phases
 
 
-def _gauge(name: str, told: str, value: float) -> Metric:
-    return GaugeMetricFamily(PREFIX + name, told, value=value)
+def _gauge(name: str, help_text: str, value: float) -> Metric:
+    return GaugeMetricFamily(PREFIX + name, help_text, value=value)
 
 
-def _counter(name: str, told: str, value: float) -> Metric:
-    return CounterMetricFamily(PREFIX + name, told, value=value)  # _total is added
+def _counter(name: str, help_text: str, value: float) -> Metric:
+    return CounterMetricFamily(PREFIX + name, help_text, value=value)  # the library appends _total

@@ -1,118 +1,104 @@
-"""What stands before every route: the key, the length of a body, the correlation id. Plain ASGI."""
+"""What every request passes before its route: API key, header and body limits, correlation id, log line; and the error
+bodies of both dialects. Plain ASGI."""
 
 from __future__ import annotations
 
-import hmac
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 from uuid import uuid4
 
 import msgspec
 
-from ..errors import (
-    AuthenticationError,
-    HeadersTooLargeError,
-    InvalidRequestError,
-    MissingKeyError,
-    PayloadTooLargeError,
-    QueueFullError,
-    WorkerError,
-)
+from ..errors import HeadersTooLargeError, InvalidRequestError, PayloadTooLargeError, QueueFullError, WorkerError
 from . import log
+from .auth import check_authorization
 from .dialects.openai_schema import error_body
-from .schema import MISSING, FieldsError, Problem
+from .schema import MISSING, ValidationError, ValidationIssue
 
-PUBLIC = {"/health", "/"}
-OPENAI = re.compile(r"/v1/(chat/completions|completions|models(/.*)?)")
-MAX_HEADERS = 64 * 1024  # more is refused: here where they came whole, in `run.Connection` while they come
-TOO_LONG = f"the headers are longer than the {MAX_HEADERS} bytes that are taken"
+PUBLIC_PATHS = {"/health", "/"}
+OPENAI_PATH = re.compile(r"/v1/(chat/completions|completions|models(/.*)?)")
+MAX_HEADER_BYTES = 64 * 1024  # checked here once complete, and in `serve.Connection` while they arrive
+HEADERS_TOO_LONG = f"the headers are longer than the limit of {MAX_HEADER_BYTES} bytes"
 UUID = re.compile(r"[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}")
+CLIENT_CLOSED = 499  # logged where the client disconnected before a status was sent
 
 
-class Guard:
-    """An application that lets in who may come in."""
+class RequestMiddleware:
+    """An ASGI application around the routes."""
 
-    def __init__(
-        self, app: Any, api_key: str | None, max_body: int, on_error: Callable[[str, BaseException], None]
-    ) -> None:
+    def __init__(self, app: Any, api_key: str | None, max_body: int) -> None:
         self._app = app
         self._key = None if api_key is None else api_key.encode()
         self._max_body = max_body
-        self._on_error = on_error
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """One request."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         headers = {name.lower(): value for name, value in scope["headers"]}
         given = headers.get(b"x-correlation-id", b"").decode("latin-1")
-        scope["correlation_id"] = correlation = given if UUID.fullmatch(given) else str(uuid4())
-        log.correlation.set(correlation)
-        has_started = False
-        status, began = 499, time.perf_counter()
-
-        async def marked(message: Any) -> None:
-            nonlocal has_started, status
-            if message["type"] == "http.response.start":
-                has_started, status = True, message["status"]
-                message = {**message, "headers": [*message["headers"], (b"x-correlation-id", correlation.encode())]}
-            await send(message)
-
+        scope["correlation_id"] = correlation_id = given if UUID.fullmatch(given) else str(uuid4())
+        log.correlation_id.set(correlation_id)
+        start, reply = time.perf_counter(), _ReplyWatcher(send, correlation_id)
         try:
-            self._require_key(scope["path"], headers)
-            self._require_length(scope["headers"], headers)
-            await self._app(scope, self._counted(receive), marked)
+            if self._key is not None and scope["path"] not in PUBLIC_PATHS:
+                check_authorization(headers.get(b"authorization", b""), self._key)
+            self._check_lengths(scope["headers"], headers)
+            await self._app(scope, self._limit_body(receive), reply.send)
         except WorkerError as error:
-            if not has_started:
-                await respond(marked, scope["path"], error)
+            if not reply.has_started:
+                await send_error(reply.send, scope["path"], error)
         except Exception as error:
-            self._on_error(correlation, error)
-            if not has_started:
-                await respond(marked, scope["path"], WorkerError("something went wrong inside the worker"))
+            log.request_failed(error)
+            if not reply.has_started:
+                await send_error(reply.send, scope["path"], WorkerError("internal error of the worker"))
         finally:
-            log.done(scope, status, time.perf_counter() - began)
+            log.request_done(scope, reply.status, time.perf_counter() - start)
 
-    def _require_key(self, path: str, headers: Mapping[bytes, bytes]) -> None:
-        if self._key is None or path in PUBLIC:
-            return
-        said = headers.get(b"authorization", b"")
-        if not said:
-            raise MissingKeyError("no API key: send Authorization: Bearer KEY")
-        kind, _, key = said.partition(b" ")
-        if kind.lower() != b"bearer" or not hmac.compare_digest(key.strip(), self._key):
-            raise AuthenticationError("the API key is not the right one")
+    def _check_lengths(self, lines: Iterable[tuple[bytes, bytes]], headers: Mapping[bytes, bytes]) -> None:
+        if sum(len(name) + len(value) for name, value in lines) > MAX_HEADER_BYTES:
+            raise HeadersTooLargeError(HEADERS_TOO_LONG)
+        length = headers.get(b"content-length", b"0")
+        if length.isdigit() and int(length) > self._max_body:
+            raise PayloadTooLargeError(f"the body has {int(length)} bytes: at most {self._max_body} are accepted")
 
-    def _require_length(self, lines: Iterable[tuple[bytes, bytes]], headers: Mapping[bytes, bytes]) -> None:
-        if sum(len(name) + len(value) for name, value in lines) > MAX_HEADERS:
-            raise HeadersTooLargeError(TOO_LONG)
-        said = headers.get(b"content-length", b"0")
-        if said.isdigit() and int(said) > self._max_body:
-            raise PayloadTooLargeError(f"the body has {int(said)} bytes: at most {self._max_body} are taken")
+    def _limit_body(self, receive: Any) -> Any:
+        """Return a `receive` that raises once the body, which may come without a length, is too long."""
+        num_bytes = 0
 
-    def _counted(self, receive: Any) -> Any:
-        """A body that comes in pieces is counted as it comes."""
-        taken = 0
-
-        async def counted() -> Any:
-            nonlocal taken
+        async def limited() -> Any:
+            nonlocal num_bytes
             message = await receive()
-            taken += len(message.get("body", b""))
-            if taken > self._max_body:
-                raise PayloadTooLargeError(f"the body is longer than the {self._max_body} bytes that are taken")
+            num_bytes += len(message.get("body", b""))
+            if num_bytes > self._max_body:
+                raise PayloadTooLargeError(f"the body is longer than the limit of {self._max_body} bytes")
             return message
 
-        return counted
+        return limited
 
 
-def told(path: str, error: WorkerError) -> tuple[int, dict[str, str], bytes]:
-    """An error as the dialect of the route tells it: status, headers, body."""
-    if OPENAI.fullmatch(path):
+class _ReplyWatcher:
+    """Adds the correlation id to a reply and keeps its status."""
+
+    def __init__(self, send: Any, correlation_id: str) -> None:
+        self.has_started, self.status = False, CLIENT_CLOSED
+        self._send, self._header = send, (b"x-correlation-id", correlation_id.encode())
+
+    async def send(self, message: Any) -> None:
+        if message["type"] == "http.response.start":
+            self.has_started, self.status = True, message["status"]
+            message = {**message, "headers": [*message["headers"], self._header]}
+        await self._send(message)
+
+
+def error_response(path: str, error: WorkerError) -> tuple[int, dict[str, str], bytes]:
+    """Return status, headers and body of an error, in the dialect of the path."""
+    if OPENAI_PATH.fullmatch(path):
         body: dict[str, Any] = error_body(error)
-    elif problems := _problems(error):
-        body = {"errors": [_problem(problem) for problem in problems]}
+    elif issues := _issues(error):
+        body = {"errors": [_encode_issue(issue) for issue in issues]}
     else:
         body = {"code": error.code, "message": str(error), "retriable": error.retriable}
     headers = {"content-type": "application/json"}
@@ -123,23 +109,23 @@ def told(path: str, error: WorkerError) -> tuple[int, dict[str, str], bytes]:
     return error.status, headers, msgspec.json.encode(body)
 
 
-async def respond(send: Any, path: str, error: WorkerError) -> None:
-    """Say it."""
-    status, headers, body = told(path, error)
+async def send_error(send: Any, path: str, error: WorkerError) -> None:
+    """Send an error as the whole reply."""
+    status, headers, body = error_response(path, error)
     lines = [(name.encode(), value.encode()) for name, value in {**headers, "content-length": str(len(body))}.items()]
     await send({"type": "http.response.start", "status": status, "headers": lines})
     await send({"type": "http.response.body", "body": body})
 
 
-def _problems(error: WorkerError) -> list[Problem]:
-    """What is wrong with a request; errors with a code of their own are told by it."""
-    if isinstance(error, FieldsError):
-        return error.problems
+def _issues(error: WorkerError) -> list[ValidationIssue]:
+    """Return the issues of an invalid request; none of an error with a code of its own."""
+    if isinstance(error, ValidationError):
+        return error.issues
     if isinstance(error, InvalidRequestError) and error.code == InvalidRequestError.code:
-        return [Problem(error.field or "body", "invalid", str(error))]
+        return [ValidationIssue(error.field or "body", "invalid", str(error))]
     return []
 
 
-def _problem(problem: Problem) -> dict[str, Any]:
-    told = {"field": problem.field, "constraint": problem.constraint, "message": problem.message}
-    return told if problem.value is MISSING else {**told, "value": problem.value}
+def _encode_issue(issue: ValidationIssue) -> dict[str, Any]:
+    encoded = {"field": issue.field, "constraint": issue.constraint, "message": issue.message}
+    return encoded if issue.value is MISSING else {**encoded, "value": issue.value}

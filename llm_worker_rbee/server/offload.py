@@ -1,7 +1,7 @@
-"""Work that would hold the event loop up, in threads of its own: reading large bodies, tokenizing, large replies.
+"""Offload of CPU-heavy request work from the event loop: large JSON bodies, templates, tokenizing, large replies.
 
-Small work has its own threads and never stands behind large work. What waits is bounded by its bytes; what is given up
-before it began (its awaiting task is cancelled) is never done.
+Small and large work have threads of their own, so small work never waits behind large work. Queued work is bounded by
+its bytes; work whose awaiting task is cancelled before it starts is never done.
 """
 
 from __future__ import annotations
@@ -16,73 +16,72 @@ from typing import TypeVar
 from ..errors import QueueFullError, ShuttingDownError
 
 T = TypeVar("T")
-LARGE = 64 << 10  # bytes
-LEAST = 4 << 10  # that a piece of work counts as
-MOST_QUEUED = 32 << 20  # bytes, of large and of small work each; one piece alone may be larger
-NEWEST = 0.3  # weight of the speed that was seen last
-LONGEST_RETRY_S = 60
+LARGE_BYTES = 64 << 10
+MIN_COUNTED_BYTES = 4 << 10  # each piece of work counts as at least this
+MAX_QUEUED_BYTES = 32 << 20  # of large and of small work each; one piece alone may be larger
+EMA_WEIGHT = 0.3
+MAX_RETRY_S = 60
 
 
-class Line:
-    """Threads, and what waits for them."""
+class BoundedExecutor:
+    """A thread pool whose queue is bounded by bytes."""
 
-    def __init__(self, name: str, threads: int) -> None:
-        self._threads = ThreadPoolExecutor(threads, thread_name_prefix=name)
+    def __init__(self, name: str, num_threads: int) -> None:
+        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
         self._num_bytes = 0
-        self._byte_s = 0.0
+        self._seconds_per_byte = 0.0
         self._is_closed = False
 
     async def run(self, size: int, work: Callable[[], T]) -> T:
-        """Its result, in its turn."""
+        """Return the result of work on `size` bytes; raise if the queue is full."""
         if self._is_closed:
             raise ShuttingDownError("the worker is shutting down")
-        size = max(size, LEAST)
-        if self._num_bytes and self._num_bytes + size > MOST_QUEUED:
-            retry = max(1, min(LONGEST_RETRY_S, math.ceil(self._num_bytes * self._byte_s)))
-            raise QueueFullError(f"{self._num_bytes} bytes of other requests are waiting to be read", retry)
+        size = max(size, MIN_COUNTED_BYTES)
+        if self._num_bytes and self._num_bytes + size > MAX_QUEUED_BYTES:
+            retry = max(1, min(MAX_RETRY_S, math.ceil(self._num_bytes * self._seconds_per_byte)))
+            raise QueueFullError(f"{self._num_bytes} bytes of other requests wait to be parsed or tokenized", retry)
         self._num_bytes += size
         try:
             seconds, result = await asyncio.get_running_loop().run_in_executor(self._threads, _timed, work)
         finally:
             self._num_bytes -= size
-        self._byte_s += NEWEST * (seconds / size - self._byte_s)
+        self._seconds_per_byte += EMA_WEIGHT * (seconds / size - self._seconds_per_byte)
         return result
 
     def close(self) -> None:
-        """Nothing new; what waits is given up."""
         self._is_closed = True
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 
-class Desk:
-    """The two lines."""
+class OffloadPool:
+    """Two bounded executors: for small and for large work."""
 
     def __init__(self) -> None:
-        self._small, self._large = Line("small", 2), Line("large", 1)
+        self._small, self._large = BoundedExecutor("small", 2), BoundedExecutor("large", 1)
 
     async def run(self, size: int, work: Callable[[], T]) -> T:
-        """Work on so many bytes."""
-        return await (self._large if size > LARGE else self._small).run(size, work)
+        """Return the result of work on `size` bytes."""
+        return await (self._large if size > LARGE_BYTES else self._small).run(size, work)
 
-    async def read(self, body: bytes, checked: Callable[[bytes], T]) -> T:
-        """A body, checked: here where it is small."""
-        if len(body) <= LARGE:
-            return checked(body)
-        return await self._large.run(len(body), lambda: checked(body))
+    async def parse_body(self, body: bytes, parse: Callable[[bytes], T]) -> T:
+        """Return `parse(body)`; a small body is parsed in the event loop."""
+        if len(body) <= LARGE_BYTES:
+            return parse(body)
+        return await self._large.run(len(body), lambda: parse(body))
 
-    async def made(self, size: int, make: Callable[[], bytes]) -> bytes:
-        """A reply of about so many bytes: here where it is small, and never refused, for its work is done."""
-        if size <= LARGE:
-            return make()
-        return await asyncio.to_thread(make)
+    async def encode_reply(self, size: int, encode: Callable[[], bytes]) -> bytes:
+        """Return a reply of about `size` bytes. It is never refused: its tokens are computed already."""
+        if size <= LARGE_BYTES:
+            return encode()
+        return await asyncio.to_thread(encode)
 
     def close(self) -> None:
-        """Nothing new."""
+        """Take no new work; drop what is queued."""
         self._small.close()
         self._large.close()
 
 
 def _timed(work: Callable[[], T]) -> tuple[float, T]:
-    began = time.perf_counter()
+    start = time.perf_counter()
     result = work()
-    return time.perf_counter() - began, result
+    return time.perf_counter() - start, result

@@ -1,7 +1,7 @@
-"""What a worker tells an orchestrator by itself: that it is ready, again until it is heard, and then that it lives.
+"""Messages to an orchestrator: a callback when the worker is ready, retried until it is accepted, then heartbeats.
 
-Each post runs in a thread of its own with a limit, so that an address that never answers holds nothing up; a failure is
-a line in the log and nothing more.
+Each POST runs in a thread with a time limit, so that an address that never answers blocks nothing; a failure is logged
+and never fatal.
 """
 
 from __future__ import annotations
@@ -23,34 +23,35 @@ from ..errors import InvalidRequestError
 from .worker import Worker
 
 HEARTBEAT_S = 30.0
-POST_LIMIT_S = 5.0
-FIRST_RETRY_S, LONGEST_RETRY_S = 0.5, 30.0
-log = logging.getLogger("llm_worker_rbee.server")
-_direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # orchestrators are neighbours
+POST_TIMEOUT_S = 5.0
+FIRST_RETRY_S, MAX_RETRY_S = 0.5, 30.0
+logger = logging.getLogger("llm_worker_rbee.server")
+_opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # an orchestrator is never behind a proxy
 
 
-def checked_url(url: str | None, option: str) -> str | None:
-    """An address that can be posted to."""
+def require_url(url: str | None, option: str) -> str | None:
+    """Return the URL; raise unless it is None or can be posted to."""
     try:
         parts = urlsplit(url or "http://x")
-        is_sound = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        is_valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError:
-        is_sound = False
-    if not is_sound or (url is not None and not (url.isascii() and url.isprintable() and " " not in url)) or url == "":
-        raise InvalidRequestError(f"{option} {url!r} is not an address such as http://host:port/path", option)
+        is_valid = False
+    if not is_valid or (url is not None and not (url.isascii() and url.isprintable() and " " not in url)) or url == "":
+        raise InvalidRequestError(f"{option} {url!r} is not a URL such as http://host:port/path", option)
     return url
 
 
 async def announce(worker: Worker, url: str, port: int) -> None:
-    """Tell of a worker that is ready, for as long as it lives."""
+    """Send the callback and heartbeats of a ready worker until cancelled."""
     tasks = []
     first_try = asyncio.Event()
     if worker.settings.callback_url is not None:
-        tasks.append(asyncio.ensure_future(call_back(worker.settings.callback_url, ready(worker, url), first_try)))
+        body = ready_message(worker, url)
+        tasks.append(asyncio.ensure_future(send_callback(worker.settings.callback_url, body, first_try)))
     else:
         first_try.set()
     if worker.settings.heartbeat_url is not None:
-        tasks.append(asyncio.ensure_future(_beat(worker, worker.settings.heartbeat_url, port, first_try)))
+        tasks.append(asyncio.ensure_future(_send_heartbeats(worker, worker.settings.heartbeat_url, port, first_try)))
     try:
         await asyncio.gather(*tasks)
     finally:
@@ -58,31 +59,31 @@ async def announce(worker: Worker, url: str, port: int) -> None:
             task.cancel()
 
 
-async def call_back(url: str, body: Mapping[str, Any], first_try: asyncio.Event) -> None:
-    """Until it is heard, less and less often."""
+async def send_callback(url: str, body: Mapping[str, Any], first_try: asyncio.Event) -> None:
+    """Post until accepted, with back-off."""
     pause = FIRST_RETRY_S
     while True:
-        error = await _heard(url, body)
+        error = await _post(url, body)
         first_try.set()
         if error is None:
-            log.info("the callback was heard")
+            logger.info("callback accepted")
             return
-        log.warning("the callback was not heard (%s): again in %g s", error, pause)
+        logger.warning("callback failed (%s): retry in %g s", error, pause)
         await asyncio.sleep(pause)
-        pause = min(2 * pause, LONGEST_RETRY_S)
+        pause = min(2 * pause, MAX_RETRY_S)
 
 
-async def _beat(worker: Worker, url: str, port: int, first_try: asyncio.Event) -> None:
+async def _send_heartbeats(worker: Worker, url: str, port: int, first_try: asyncio.Event) -> None:
     await first_try.wait()
     while True:
-        error = await _heard(url, heartbeat(worker, port))
+        error = await _post(url, heartbeat_message(worker, port))
         if error is not None:
-            log.warning("the heartbeat was not heard (%s)", error)
+            logger.warning("heartbeat failed (%s)", error)
         await asyncio.sleep(HEARTBEAT_S)
 
 
-def ready(worker: Worker, url: str) -> dict[str, Any]:
-    """What the callback says."""
+def ready_message(worker: Worker, url: str) -> dict[str, Any]:
+    """Return the body of the callback."""
     llm = worker.llm
     return {
         "worker_id": worker.settings.worker_id, "url": url, "model_ref": worker.settings.model_ref,
@@ -91,54 +92,53 @@ def ready(worker: Worker, url: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def heartbeat(worker: Worker, port: int) -> dict[str, Any]:
-    """What a heartbeat says."""
+def heartbeat_message(worker: Worker, port: int) -> dict[str, Any]:
+    """Return the body of a heartbeat."""
     return {
         "worker": {
             "id": worker.settings.worker_id, "model_id": worker.settings.names[0], "device": worker.loaded.device,
-            "port": port,
-            "status": worker.health()["status"], "implementation": "python", "version": __version__,
+            "port": port, "status": worker.health()["status"], "implementation": "python", "version": __version__,
         },
         "timestamp": datetime.now(UTC).isoformat(timespec="milliseconds"),
     }  # fmt: skip
 
 
-async def _heard(url: str, body: Mapping[str, Any]) -> str | None:
-    """Post it; what went wrong, if anything."""
+async def _post(url: str, body: Mapping[str, Any]) -> str | None:
+    """Post the body; return what went wrong, or None."""
     data = msgspec.json.encode(body)
 
     def post() -> None:
-        asked = urllib.request.Request(url, data, {"content-type": "application/json"}, method="POST")
-        with _direct.open(asked, timeout=POST_LIMIT_S) as reply:
+        request = urllib.request.Request(url, data, {"content-type": "application/json"}, method="POST")
+        with _opener.open(request, timeout=POST_TIMEOUT_S) as reply:
             reply.read(1)
 
     try:
-        async with asyncio.timeout(POST_LIMIT_S):
-            await _in_daemon(post)
+        async with asyncio.timeout(POST_TIMEOUT_S):
+            await _run_in_daemon_thread(post)
     except TimeoutError:
-        return f"no answer within {POST_LIMIT_S:g} s"
-    except Exception as error:  # whatever it is: the worker goes on
+        return f"no answer within {POST_TIMEOUT_S:g} s"
+    except Exception as error:  # never fatal
         return f"{type(error).__name__}: {error}"
     return None
 
 
-def _in_daemon(act: Callable[[], None]) -> asyncio.Future[None]:
-    """In a thread that the end of the process does not wait for."""
+def _run_in_daemon_thread(work: Callable[[], None]) -> asyncio.Future[None]:
+    """Run work in a thread that the end of the process does not wait for."""
     loop = asyncio.get_running_loop()
-    ended: asyncio.Future[None] = loop.create_future()
+    done: asyncio.Future[None] = loop.create_future()
 
-    def tell(error: Exception | None) -> None:
-        if not ended.done():
-            ended.set_result(None) if error is None else ended.set_exception(error)
+    def finish(error: Exception | None) -> None:
+        if not done.done():
+            done.set_result(None) if error is None else done.set_exception(error)
 
     def run() -> None:
-        found: Exception | None = None
+        failure: Exception | None = None
         try:
-            act()
+            work()
         except Exception as error:
-            found = error
+            failure = error
         if not loop.is_closed():
-            loop.call_soon_threadsafe(tell, found)
+            loop.call_soon_threadsafe(finish, failure)
 
     threading.Thread(target=run, name="post", daemon=True).start()
-    return ended
+    return done

@@ -1,5 +1,5 @@
-"""What a request gives to be answered -> token ids, away from the event loop; what can never fit is refused before it
-is tokenized, for that takes seconds where a text is long."""
+"""Prompts and messages -> token ids, off the event loop. What can never fit the context is refused before tokenizing,
+which takes seconds for a long text."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 
 from ..errors import ContextLengthError, InvalidRequestError
 from ..llm import LLM
-from .offload import Desk
+from .offload import OffloadPool
 
-BYTES_PER_TOKEN = 4  # about, where nothing is known yet
+BYTES_PER_TOKEN = 4  # an estimate
 
 
 def num_bytes(value: Any) -> int:
-    """UTF-8 bytes of all text in a prompt or in messages."""
+    """Return the UTF-8 bytes of all text in a prompt or in messages."""
     if isinstance(value, str):
         return len(value) if value.isascii() else len(value.encode(errors="replace"))
     if isinstance(value, list):
@@ -23,15 +23,15 @@ def num_bytes(value: Any) -> int:
     return sum(map(num_bytes, value.values())) if isinstance(value, dict) else 0
 
 
-def estimate(prompt: Any) -> int:
-    """About how many tokens a prompt, or messages, will have; ids are what they are."""
+def estimate_tokens(prompt: Any) -> int:
+    """Estimate the tokens of a text or of messages; return the number of token ids."""
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], int):
         return len(prompt)
     return num_bytes(prompt) // BYTES_PER_TOKEN + 1
 
 
-def require_short(prompt: Any, context: int) -> None:
-    """Ids that are more than the context, told before each of them is looked at."""
+def require_ids_fit(prompt: Any, context: int) -> None:
+    """Raise if there are more token ids than the context, before each of them is validated."""
     if not isinstance(prompt, list) or not prompt:
         return
     for ids in prompt if isinstance(prompt[0], list) else [prompt]:
@@ -39,47 +39,45 @@ def require_short(prompt: Any, context: int) -> None:
             raise ContextLengthError(f"the prompt has {len(ids)} tokens, the context {context}", "prompt")
 
 
-class Prompts:
-    """For one model."""
+class PromptEncoder:
+    """Encodes prompts for one model."""
 
-    def __init__(self, llm: LLM, desk: Desk) -> None:
-        self._llm, self._desk = llm, desk
+    def __init__(self, llm: LLM, offload: OffloadPool) -> None:
+        self._llm, self._offload = llm, offload
 
-    async def ids(self, prompts: Sequence[str | list[int]]) -> list[list[int]]:
-        """Of texts; ids are checked."""
-        size = sum(num_bytes(one) if isinstance(one, str) else len(one) for one in prompts)
-        return await self._desk.run(size, lambda: [self._text(p) if isinstance(p, str) else self._known(p)
-                                                   for p in prompts])  # fmt: skip
+    async def encode(self, prompts: Sequence[str | list[int]]) -> list[list[int]]:
+        """Return the ids of each prompt; given ids are checked against the vocabulary."""
+        size = sum(num_bytes(prompt) if isinstance(prompt, str) else len(prompt) for prompt in prompts)
+        return await self._offload.run(size, lambda: [self._encode_one(prompt) for prompt in prompts])
 
-    async def chat_ids(self, messages: list[Any]) -> list[int]:
-        """Of a conversation."""
-        return await self._desk.run(num_bytes(messages), lambda: self._chat(messages))
+    async def encode_chat(self, messages: list[Any]) -> list[int]:
+        """Return the ids of a conversation, by the model's chat template."""
+        return await self._offload.run(num_bytes(messages), lambda: self._encode_chat(messages))
 
-    def _text(self, text: str) -> list[int]:
-        self._require(num_bytes(text), "prompt")
-        return self._llm.tokenize(text)
+    def _encode_one(self, prompt: str | list[int]) -> list[int]:
+        if isinstance(prompt, str):
+            self._require_text_fits(num_bytes(prompt), "prompt")
+            return self._llm.tokenize(prompt)
+        vocab_size = self._llm.config.vocab_size
+        if (largest := max(prompt)) >= vocab_size:
+            raise InvalidRequestError(f"prompt: {largest} is not a token id (0..{vocab_size - 1})", "prompt")
+        return list(prompt)
 
-    def _chat(self, messages: list[Any]) -> list[int]:
-        if num_bytes(messages) > self._llm.max_context:  # a template may leave some out: what it makes is what counts
-            self._require(num_bytes(self._llm.apply_chat_template(messages)), "messages")
+    def _encode_chat(self, messages: list[Any]) -> list[int]:
+        if num_bytes(messages) > self._llm.max_context:  # a template may drop messages: its output is what counts
+            self._require_text_fits(num_bytes(self._llm.apply_chat_template(messages)), "messages")
         return self._llm.tokenize_chat(messages)
 
-    def _known(self, ids: list[int]) -> list[int]:
-        size = self._llm.config.vocab_size
-        if (largest := max(ids)) >= size:
-            raise InvalidRequestError(f"prompt: {largest} is not a token id (0..{size - 1})", "prompt")
-        return list(ids)
-
-    def _require(self, size: int, field: str) -> None:
+    def _require_text_fits(self, size: int, field: str) -> None:
         context = self._llm.max_context
-        if size > context and size > context * self._longest:
+        if size > context and size > context * (longest := self._max_token_bytes):
             raise ContextLengthError(
-                f"the prompt has {size} bytes, over the context: its {context} tokens have {self._longest} bytes each "
-                f"at most, together {context * self._longest}",
+                f"the prompt has {size} bytes, over the context: its {context} tokens have {longest} bytes each "
+                f"at most, together {context * longest}",
                 field,
             )
 
     @cached_property
-    def _longest(self) -> int:
+    def _max_token_bytes(self) -> int:
         tokenizer = self._llm.tokenizer
         return max(1, *(len(tokenizer.token_bytes(i)) for i in range(tokenizer.vocab_size)))

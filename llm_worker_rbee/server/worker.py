@@ -1,7 +1,7 @@
-"""The worker behind the routes: loading, ready, stopping; who may come in; health as forward progress.
+"""The worker behind the routes: loads the model, starts generations, reports health, drains.
 
-The port is bound before the model is here. The model loads in a thread of its own, each phase of it is told; then an
-`AsyncEngine` serves it. Everything here runs in the event loop but the loading itself.
+The port is bound before the model is loaded, in a thread; then an `AsyncEngine` serves it. Everything else here runs in
+the event loop. Which requests may enter is decided in `admission`; what replies look like, in `dialects`.
 """
 
 from __future__ import annotations
@@ -13,90 +13,85 @@ from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 from ..engine.async_engine import AsyncEngine
-from ..engine.request import Request, SamplingParams, token_limit
-from ..engine.sampler import draw_seed
-from ..errors import (
-    InferenceError,
-    InvalidRequestError,
-    ModelLoadingError,
-    ModelNotFoundError,
-    ShuttingDownError,
-    WorkerError,
-)
+from ..engine.request import SamplingParams
+from ..errors import InferenceError, ModelLoadingError, ModelNotFoundError, ShuttingDownError, WorkerError
+from ..generation import Generation, GenerationListener, make_generations
 from ..llm import LLM
 from ..load import OnStage, Stage
-from ..tokenizer import Detokenizer
-from .admission import Admission, Hold
-from .answer import Answer
+from .admission import Admission, Reservation
 from .config import Settings
-from .metrics import Observed
-from .offload import Desk
-from .prompt_encoder import Prompts
+from .metrics import LatencyHistograms
+from .offload import OffloadPool
+from .prompt_encoder import PromptEncoder
 
 State = Literal["loading", "ready", "stopping", "failed"]
 LOADING_RETRY_S = 2
 
 
-class Worker:
+class Worker(GenerationListener):
     """One model on the wire."""
 
     def __init__(self, settings: Settings, load: Callable[[OnStage], LLM]) -> None:
         self.settings = settings
         self.state: State = "loading"
-        self.started_at, self._began = time.time(), time.monotonic()  # a date; a clock that is never set back
-        self.loading: list[dict[str, Any]] = []  # the events of /v1/loading/progress
-        self.news = asyncio.Event()  # something was added to them
+        self.started_at = time.time()  # a date; uptime comes from the monotonic clock
+        self._start_clock = time.monotonic()
+        self.loading_events: list[dict[str, Any]] = []  # of /v1/loading/progress
+        self.loading_changed = asyncio.Event()  # replaced with each event
         self.failure: WorkerError | None = None
-        self.num_open = self.num_unstarted = 0  # answers that are not read to their end; those without a token
-        self.admission, self.desk = Admission(settings), Desk()
-        self.observed = Observed()
+        self._open: set[Generation] = set()  # not read to their end
+        self._unstarted: set[Generation] = set()  # of these, without a token
+        self.admission, self.offload = Admission(settings), OffloadPool()
+        self.latencies = LatencyHistograms()
         self._load = load
         self._llm: LLM | None = None
-        self._prompts: Prompts | None = None
+        self._encoder: PromptEncoder | None = None
         self._engine: AsyncEngine | None = None
 
     async def start(self) -> None:
-        """Load the model, then serve it; a failure is kept for who asks."""
+        """Load the model, then serve it; a failure is kept and raised."""
         loop = asyncio.get_running_loop()
 
         def on_stage(stage: Stage) -> None:
-            told = {"stage": stage.stage, "done": stage.done, "total": stage.total, "seconds": round(stage.seconds, 6)}
-            loop.call_soon_threadsafe(self._tell, told | ({} if stage.detail is None else {"detail": stage.detail}))
+            event = {"stage": stage.stage, "done": stage.done, "total": stage.total, "seconds": round(stage.seconds, 6)}
+            event |= {} if stage.detail is None else {"detail": stage.detail}
+            loop.call_soon_threadsafe(self._publish, event)
 
         try:
             self._llm = await asyncio.to_thread(self._load, on_stage)
         except Exception as error:
-            self.failure = error if isinstance(error, WorkerError) else InferenceError(_unforeseen(error))
+            message = f"the model could not be loaded: {type(error).__name__}: {error}"
+            self.failure = error if isinstance(error, WorkerError) else InferenceError(message)
             self.state = "failed"
-            self._tell({"stage": "failed", "message": "the model could not be loaded"})
+            self._publish({"stage": "failed", "message": "the model could not be loaded"})
             raise self.failure from error
-        if self.state != "loading":  # told to stop meanwhile
+        if self.state != "loading":  # stopped meanwhile
             return
         self._engine = AsyncEngine(self._llm.engine)
         self._engine.start()
         self.state = "ready"
-        self._tell({"stage": "ready"})
+        self._publish({"stage": "ready"})
 
     async def stop(self) -> None:
-        """No new requests; running ones may finish within the time there is, then they end with an error."""
+        """Take no new requests, let running ones finish within the shutdown timeout, end the others with an error."""
         was_loading, self.state = self.state == "loading", "stopping"
-        if was_loading:  # who waits for the model need not wait any more
-            self._tell({"stage": "stopping"})
+        if was_loading:
+            self._publish({"stage": "stopping"})
         end = time.monotonic() + self.settings.shutdown_timeout_s
         while self.num_open and time.monotonic() < end:
             await asyncio.sleep(0.02)
         if self._engine is not None:
             await self._engine.stop(ShuttingDownError("the worker is shutting down"))
-        self.desk.close()
+        self.offload.close()
 
-    def _tell(self, event: dict[str, Any]) -> None:
-        self.loading.append(event)
-        news, self.news = self.news, asyncio.Event()
-        news.set()
+    def _publish(self, event: dict[str, Any]) -> None:
+        self.loading_events.append(event)
+        changed, self.loading_changed = self.loading_changed, asyncio.Event()
+        changed.set()
 
     @property
     def llm(self) -> LLM:
-        """The model, once it is here; before and after, an error that says when to come again."""
+        """The model; raises while it loads, after it failed and while the worker stops."""
         if self.state == "stopping":
             raise ShuttingDownError("the worker is shutting down")
         if self.failure is not None:
@@ -106,95 +101,80 @@ class Worker:
         return self._llm
 
     @property
-    def is_busy(self) -> bool:
-        """Whether anything is on its way."""
-        return self.num_open > 0 or self.admission.load.waiting > 0
-
-    @property
     def is_loaded(self) -> bool:
-        """Whether there is a model."""
         return self._llm is not None
 
     @property
     def loaded(self) -> LLM:
-        """The same for those who are in already, also while the worker is stopping."""
+        """The model for requests that were admitted, also while the worker stops."""
         assert self._llm is not None
         return self._llm
 
-    def require_model(self, name: str | None) -> None:
-        """It is the one that is served, or none is named."""
-        if name is not None and name not in self.settings.names:
-            told = f"the model {name[:100]!r} is not served here: leave model out, or see the list of models"
-            raise ModelNotFoundError(told)
+    @property
+    def num_open(self) -> int:
+        return len(self._open)
 
     @property
-    def prompts(self) -> Prompts:
-        """What makes ids of what is asked."""
-        if self._prompts is None:
-            self._prompts = Prompts(self.llm, self.desk)
-        return self._prompts
+    def num_unstarted(self) -> int:
+        return len(self._unstarted)
 
-    def held(self, requests: int, tokens: int) -> AbstractContextManager[Hold]:
-        """Places for requests that are being tokenized to about so many tokens; refused where there are none."""
-        return self.admission.held(self.llm.engine, requests, tokens)
+    @property
+    def is_busy(self) -> bool:
+        return self.num_open > 0 or self.admission.load.waiting > 0
 
-    def answers(
+    @property
+    def encoder(self) -> PromptEncoder:
+        if self._encoder is None:
+            self._encoder = PromptEncoder(self.llm, self.offload)
+        return self._encoder
+
+    def require_model(self, name: str | None) -> None:
+        """Raise unless this is the served model's name, or none."""
+        if name is not None and name not in self.settings.names:
+            raise ModelNotFoundError(
+                f"the model {name[:100]!r} is not served here: leave model out, or see the list of models"
+            )
+
+    def reserve(self, num_requests: int, num_tokens: int) -> AbstractContextManager[Reservation]:
+        """Reserve places for requests that are being tokenized, with an estimate of their tokens; raise if full."""
+        return self.admission.reserve(self.llm.engine, num_requests, num_tokens)
+
+    def start_generations(
         self, ids: list[int], params: SamplingParams, *, n: int = 1, priority: int = 0, timeout_s: float | None = None,
         is_scored_only: bool = False,
-    ) -> tuple[int, list[Answer]]:  # fmt: skip
-        """Take on `n` answers to one prompt, for which places are held; the seed that they share, and they themselves.
-        Where the prompt is only scored, the one token that comes of it is nobody's."""
-        llm = self.llm
-        limit = token_limit(len(ids), 0 if is_scored_only else params.max_tokens, llm.max_context)
-        if (token := max(params.logit_bias, default=0)) >= llm.config.vocab_size:
-            told = f"logit_bias names token {token}, past the vocabulary of {llm.config.vocab_size}"
-            raise InvalidRequestError(told, "logit_bias")
-        seed = draw_seed() if params.seed is None else params.seed
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        return seed, [
-            self._begin(Request(ids, params, limit, seed, llm.tokenizer.eos_ids, choice, priority, deadline))
-            for choice in range(n)
-        ]
-
-    def _begin(self, request: Request) -> Answer:
+    ) -> list[Generation]:  # fmt: skip
+        """Start `n` generations of one prompt, within a reservation; they share one seed."""
         llm = self.llm
         assert self._engine is not None
-        ticket = self._engine.submit(request)
-        self.admission.began(request)
-        self.num_unstarted += 1
-        self.num_open += 1
-        has_started = has_ended = False
-        began = time.perf_counter()
+        generations = make_generations(
+            llm.tokenizer, llm.engine.config, llm.config.vocab_size, ids, params, n=n, priority=priority,
+            timeout_s=timeout_s, is_scored_only=is_scored_only, listener=self,
+        )  # fmt: skip
+        for generation in generations:
+            generation.submit(self._engine)
+            self.admission.add(generation.request)
+            self._open.add(generation)
+            self._unstarted.add(generation)
+        return generations
 
-        def on_outputs(seconds: float, count: int) -> None:
-            if has_started:
-                self.observed.outputs(seconds, count)
-                self.admission.spoke(seconds, count)
-            else:
-                self.observed.first(seconds, count, request.first_scheduled_time - began)
+    def on_first_outputs(self, generation: Generation, seconds: float, count: int) -> None:
+        self._unstarted.discard(generation)
+        queue_s = generation.request.first_scheduled_time - generation.started_at
+        self.latencies.observe_first(seconds, count, queue_s)
 
-        def on_first() -> None:
-            nonlocal has_started
-            if not has_started:
-                has_started = True
-                self.num_unstarted -= 1
+    def on_outputs(self, generation: Generation, seconds: float, count: int) -> None:
+        self.latencies.observe_outputs(seconds, count)
+        self.admission.observe_itl(seconds, count)
 
-        def on_end() -> None:
-            nonlocal has_ended
-            if not has_ended:
-                has_ended = True
-                self.num_open -= 1
-                self.admission.ended(request)
-                self.observed.whole.observe(time.perf_counter() - began)
-
-        decoder = Detokenizer(
-            llm.tokenizer, tuple(request.params.stop), continuation=llm.tokenizer.is_continuation(request.prompt)
-        )
-        return Answer(ticket, decoder, on_outputs, on_first, on_end)
+    def on_close(self, generation: Generation) -> None:
+        self._unstarted.discard(generation)
+        self._open.discard(generation)
+        self.admission.remove(generation.request)
+        self.latencies.e2e.observe(time.perf_counter() - generation.started_at)
 
     def health(self) -> dict[str, Any]:
-        """Truthful, from what is known: about forward progress, not about a process being there."""
-        status, age = {"loading": "loading", "stopping": "stopping", "failed": "failed"}.get(self.state, "healthy"), 0.0
+        """Return the health from cached state: forward progress, not that the process exists."""
+        status, age = {"ready": "healthy"}.get(self.state, self.state), 0.0
         if self._engine is not None:
             age = time.monotonic() - self._engine.last_step_at if self._engine.engine.has_work else 0.0
             if status == "healthy" and self._engine.engine.is_lost:
@@ -203,14 +183,7 @@ class Worker:
                 status = "stalled"
         load = self.admission.load
         return {
-            "status": status,
-            "model": self.settings.names[0],
-            "uptime_s": round(time.monotonic() - self._began, 3),
-            "last_step_age_s": round(age, 3),
-            "running": load.running,
-            "waiting": load.waiting,
-        }
-
-
-def _unforeseen(error: Exception) -> str:
-    return f"the model could not be loaded: {type(error).__name__}: {error}"
+            "status": status, "model": self.settings.names[0],
+            "uptime_s": round(time.monotonic() - self._start_clock, 3), "last_step_age_s": round(age, 3),
+            "running": load.running, "waiting": load.waiting,
+        }  # fmt: skip

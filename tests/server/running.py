@@ -22,10 +22,11 @@ import uvicorn
 import uvloop
 
 from llm_worker_rbee import LLM
+from llm_worker_rbee.engine.async_scheduling import AsyncScheduler
 from llm_worker_rbee.engine.engine import Engine
 from llm_worker_rbee.server.app import application
 from llm_worker_rbee.server.config import Settings
-from llm_worker_rbee.server.serve import connection_for
+from llm_worker_rbee.server.serve import connection_class
 from llm_worker_rbee.server.worker import Worker
 from tests.helpers import tiny_models
 
@@ -62,7 +63,7 @@ class Server:
         self.socket.bind(("127.0.0.1", 0))
         self.port = self.socket.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        config = uvicorn.Config(application(self.worker), log_level="error", http=connection_for(self.worker))
+        config = uvicorn.Config(application(self.worker), log_level="error", http=connection_class(self.worker))
         self._server = uvicorn.Server(config)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._serve, daemon=True)
@@ -130,7 +131,8 @@ class Server:
 
 def step_through(run: Callable[[Any], Any], engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every step goes through `run`, which is given its spans: none is begun ahead, as a GPU's would be."""
-    monkeypatch.setattr(engine._ahead, "_sample_later", None)
+    (async_scheduler,) = (part for part in vars(engine).values() if isinstance(part, AsyncScheduler))
+    monkeypatch.setattr(async_scheduler, "_sample_async", None)
     monkeypatch.setattr(engine.runner, "run", run)
 
 

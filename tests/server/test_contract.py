@@ -12,7 +12,7 @@ import pytest
 
 from llm_worker_rbee import LLM
 from llm_worker_rbee.server.dialects import jobs, openai_schema
-from llm_worker_rbee.server.schema import Only, read_object
+from llm_worker_rbee.server.schema import Enum, decode_object
 from tests.conftest import DEVICE
 from tests.helpers import tiny_models
 from tests.server.conftest import Start
@@ -41,7 +41,7 @@ UNHONOURED = [
     (path, name)
     for path, table in ((CHATS, openai_schema.CHAT), (COMPLETIONS, openai_schema.COMPLETION))
     for name, field in table.items()
-    if isinstance(field.kind, Only)
+    if isinstance(field.type, Enum)
 ]
 ASKED: dict[str, dict[str, Any]] = {CHATS: {"messages": CHAT}, COMPLETIONS: {"prompt": "#"}}
 
@@ -49,15 +49,15 @@ ASKED: dict[str, dict[str, Any]] = {CHATS: {"messages": CHAT}, COMPLETIONS: {"pr
 @pytest.mark.parametrize("name", LIMITS)
 def test_defaults_and_limits_of_a_job(name: str) -> None:
     default, taken, refused = LIMITS[name]
-    field = jobs.TABLE[name]
+    field = jobs.JOB[name]
     assert field.default == default
-    assert [field.kind.problem(name, value) for value in taken] == [None] * len(taken)
-    assert all(field.kind.problem(name, value) for value in refused)
+    assert [field.type.validate(name, value) for value in taken] == [None] * len(taken)
+    assert all(field.type.validate(name, value) for value in refused)
 
 
 def test_whole_numbers_may_be_written_with_a_point(server: Server) -> None:
     body = b'{"prompt": ">", "max_tokens": 3.0, "seed": 7.0, "top_k": 1e0, "stream": false}'
-    assert isinstance(read_object(body)["seed"], float)
+    assert isinstance(decode_object(body)["seed"], float)
     result = server.http.post(JOBS, content=body, headers={"content-type": "application/json"}).json()
     assert (result["text"], result["tokens_out"], result["seed"]) == (SAID[:3], 3, 7)
     assert server.post(COMPLETIONS, {"prompt": [35.0], "temperature": 0}).json()["choices"][0]["text"] == "ab" * 8
@@ -107,8 +107,8 @@ def test_fields_beside_the_main_ones_are_taken(server: Server, path: str) -> Non
 @pytest.mark.parametrize(("path", "name"), UNHONOURED)
 def test_a_known_field_that_is_not_honoured(server: Server, path: str, name: str) -> None:
     """Refused by its name, unless it asks for nothing."""
-    kind = (openai_schema.CHAT if path == CHATS else openai_schema.COMPLETION)[name].kind
-    assert isinstance(kind, Only)
+    kind = (openai_schema.CHAT if path == CHATS else openai_schema.COMPLETION)[name].type
+    assert isinstance(kind, Enum)
     for value in (*kind.allowed, None):
         assert server.post(path, {**ASKED[path], "max_tokens": 1, name: value}).status_code == 200, value
     error = server.post(path, {**ASKED[path], name: {"something": "else"}}).json()["error"]

@@ -22,8 +22,8 @@ from llm_worker_rbee.server import app, log, orchestrator, serve
 from llm_worker_rbee.server.app import resident_bytes
 from llm_worker_rbee.server.auth import find_key, is_loopback
 from llm_worker_rbee.server.dialects import jobs
-from llm_worker_rbee.server.middleware import MAX_HEADERS
-from llm_worker_rbee.server.serve import bind, url_of
+from llm_worker_rbee.server.middleware import MAX_HEADER_BYTES
+from llm_worker_rbee.server.serve import base_url, bind
 from llm_worker_rbee.tokenizer import Detokenizer
 from tests.conftest import DEVICE
 
@@ -32,7 +32,7 @@ from .running import CONTEXT, LIMIT_S, Server, events, step_through, until
 
 
 def test_a_callback_url_that_never_answers_holds_nothing_up(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(orchestrator, "POST_LIMIT_S", 0.2)
+    monkeypatch.setattr(orchestrator, "POST_TIMEOUT_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}/"
         server = start(callback_url=url, heartbeat_url=url)
@@ -51,14 +51,14 @@ def test_a_callback_url_that_never_answers_holds_nothing_up(start: Start, monkey
 )
 def test_what_is_no_address_is_refused(url: str) -> None:
     with pytest.raises(InvalidRequestError, match="--callback-url"):
-        orchestrator.checked_url(url, "--callback-url")
+        orchestrator.require_url(url, "--callback-url")
 
 
 def test_addresses() -> None:
-    assert orchestrator.checked_url(None, "--x") is None
-    assert orchestrator.checked_url("https://[::1]:8/a?b=c", "--x") == "https://[::1]:8/a?b=c"
-    assert url_of("::1", 8) == "http://[::1]:8"
-    assert url_of("0.0.0.0", 8, "https") == f"https://{socket.gethostname()}:8"
+    assert orchestrator.require_url(None, "--x") is None
+    assert orchestrator.require_url("https://[::1]:8/a?b=c", "--x") == "https://[::1]:8/a?b=c"
+    assert base_url("::1", 8) == "http://[::1]:8"
+    assert base_url("0.0.0.0", 8, "https") == f"https://{socket.gethostname()}:8"
     assert [is_loopback(host) for host in ("127.0.0.1", "127.9.9.9", "::1", "localhost")] == [True] * 4
     assert [is_loopback(host) for host in ("0.0.0.0", "::", "localhost.evil.com", "10.0.0.1")] == [False] * 4
     with bind("127.0.0.1", 0) as sock, pytest.raises(InvalidRequestError, match="cannot listen"):
@@ -91,19 +91,19 @@ def test_lines_carry_the_correlation_and_no_text_of_unforeseen_errors() -> None:
         raise ValueError("what somebody asked")
     except ValueError as error:
         info = (type(error), error, error.__traceback__)
-    mark = log.correlation.set("c-1")
+    mark = log.correlation_id.set("c-1")
     try:
-        told = json.loads(line(log.JsonLines(), "it\nfailed\x1b", exc_info=info))
-        pretty = line(log.PrettyLines(), "it\nfailed\x1b", exc_info=info)
+        told = json.loads(line(log.JsonFormatter(), "it\nfailed\x1b", exc_info=info))
+        pretty = line(log.PrettyFormatter(), "it\nfailed\x1b", exc_info=info)
     finally:
-        log.correlation.reset(mark)
+        log.correlation_id.reset(mark)
     assert (told["message"], told["level"], told["error"]) == ("it failed\ufffd", "error", "ValueError")
     assert told["correlation_id"] == "c-1"
     assert "test_lifecycle.py" in told["where"][-1]
     assert pretty.endswith("[c-1]")
     assert "\n" not in pretty
     assert "somebody" not in json.dumps(told) + pretty
-    assert "correlation_id" not in json.loads(line(log.JsonLines(), "alone"))
+    assert "correlation_id" not in json.loads(line(log.JsonFormatter(), "alone"))
 
 
 def test_each_request_is_one_line_with_its_own_correlation(
@@ -113,11 +113,11 @@ def test_each_request_is_one_line_with_its_own_correlation(
 
     class Handler(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            seen.append((log.correlation.get(), record.figures))  # type: ignore[attr-defined]
+            seen.append((log.correlation_id.get(), record.figures))  # type: ignore[attr-defined]
 
-    handler, level = Handler(), log.log.level
-    log.log.addHandler(handler)
-    log.log.setLevel(logging.INFO)
+    handler, level = Handler(), log.logger.level
+    log.logger.addHandler(handler)
+    log.logger.setLevel(logging.INFO)
     try:
         ids = [f"0000000{i}-0000-0000-0000-000000000000" for i in range(3)]
         for i, path in zip(ids, ("/v1/models", "/health", "/no%0Athing"), strict=True):
@@ -125,8 +125,8 @@ def test_each_request_is_one_line_with_its_own_correlation(
         with server.http.stream("GET", "/v1/loading/progress", params={"key": "secret"}) as stream:
             stream.read()
     finally:
-        log.log.removeHandler(handler)
-        log.log.setLevel(level)
+        log.logger.removeHandler(handler)
+        log.logger.setLevel(level)
     assert [(i, figures["path"], figures["status"]) for i, figures in seen[:2]] == [
         (ids[0], "/v1/models", 200), (ids[2], "/no\\nthing", 404),
     ]  # fmt: skip
@@ -143,16 +143,16 @@ def test_a_job_that_breaks_is_a_line_with_the_correlation_of_who_brought_it(
 
     lines: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: lines.append(log.JsonLines().format(record))  # type: ignore[method-assign]
+    handler.emit = lambda record: lines.append(log.JsonFormatter().format(record))  # type: ignore[method-assign]
     monkeypatch.setattr(Detokenizer, "push", breaking)
-    log.log.addHandler(handler)
+    log.logger.addHandler(handler)
     try:
         mark = "00000009-0000-0000-0000-000000000000"
         body = {"prompt": "#", "max_tokens": 3}
         job = server.post("/v1/jobs", body, headers={"x-correlation-id": mark}).json()["job_id"]
         assert server.events(job)[-1]["code"] == "INFERENCE_FAILED"
     finally:
-        log.log.removeHandler(handler)
+        log.logger.removeHandler(handler)
     failed = [json.loads(line) for line in lines if "failed" in line]
     assert [(one["correlation_id"], one["error"]) for one in failed] == [(mark, "ValueError")]
     assert "somebody" not in str(lines)
@@ -169,12 +169,12 @@ def test_headers_have_one_limit_however_they_come(start: Start) -> None:
             return client.recv(12)[-3:], _read_body(client)
 
     begin, end = b"GET /info HTTP/1.1\r\nhost: x\r\nconnection: close\r\nx-long: ", b"\r\n\r\n"
-    assert answered(begin, b"a" * (MAX_HEADERS - 100), end)[0] == b"200"
-    for parts in ((b"a" * MAX_HEADERS, end), (b"a" * (4 << 20),)):  # whole, and one that goes on
+    assert answered(begin, b"a" * (MAX_HEADER_BYTES - 100), end)[0] == b"200"
+    for parts in ((b"a" * MAX_HEADER_BYTES, end), (b"a" * (4 << 20),)):  # whole, and one that goes on
         status, body = answered(begin, *parts)
         assert status == b"431"
         assert json.loads(body) == {
-            "code": "PAYLOAD_TOO_LARGE", "message": "the headers are longer than the 65536 bytes that are taken",
+            "code": "PAYLOAD_TOO_LARGE", "message": "the headers are longer than the limit of 65536 bytes",
             "retriable": False,
         }  # fmt: skip
     before = resident_bytes()
@@ -325,7 +325,10 @@ def test_info_and_what_an_orchestrator_is_told_are_the_models_own(
     monkeypatch.setattr(llm.model.ops, "device", "cuda:3")
     monkeypatch.setattr(llm.model.ops, "allocated_memory", lambda: 12_345)
     monkeypatch.setattr(type(llm), "graph_bytes", 678)
-    ready, beat = orchestrator.ready(server.worker, "http://here"), orchestrator.heartbeat(server.worker, 1)
+    ready, beat = (
+        orchestrator.ready_message(server.worker, "http://here"),
+        orchestrator.heartbeat_message(server.worker, 1),
+    )
     assert (ready["device"], ready["vram_bytes"], beat["worker"]["device"]) == ("cuda:3", 12_345, "cuda:3")
     monkeypatch.setattr(jobs, "METRICS_S", 0.0)
     metrics = [one for one in server.events(server.job()) if one["type"] == "metrics"]
@@ -351,7 +354,7 @@ def test_a_heartbeat_comes_again_and_tells_what_changed(
         while (last := _heard(listener, b"204 Yes"))["worker"]["status"] != "stopping":
             heard.append(last)
         life.cancel()
-    assert any("the heartbeat was not heard (HTTPError" in record.getMessage() for record in caplog.records)
+    assert any("heartbeat failed (HTTPError" in record.getMessage() for record in caplog.records)
     assert all(one["worker"]["status"] == "healthy" for one in heard)
     times = [datetime.fromisoformat(one["timestamp"]) for one in [*heard, last]]
     assert times == sorted(times)
@@ -405,7 +408,7 @@ def test_a_worker_whose_device_is_lost_says_so(start: Start, monkeypatch: pytest
         raise RuntimeError("an illegal memory access was encountered")
 
     step_through(broken, engine, monkeypatch)
-    monkeypatch.setattr(engine.model.ops, "is_lost", lambda: bool(lost), raising=False)
+    monkeypatch.setattr(engine.model.ops, "has_failed", lambda: bool(lost))
     assert server.events(server.job(max_tokens=2))[-1]["type"] == "error"
     assert server.http.get("/health").json()["status"] == "healthy"
     lost.append(True)
@@ -418,7 +421,7 @@ def test_a_client_that_does_not_say_what_it_wants_is_not_waited_for(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing, or a head without an end, or a second one; others know nothing of it."""
-    monkeypatch.setattr(serve, "HEAD_S", 0.2)
+    monkeypatch.setattr(serve, "HEAD_TIMEOUT_S", 0.2)
     server = start()
     whole = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
     for begun, answers in ((b"", 0), (b"GET /health HTTP/1.1\r\nhost:", 0), (whole + b"GET /he", 1)):
@@ -432,7 +435,7 @@ def test_a_client_that_does_not_say_what_it_wants_is_not_waited_for(
 
 
 def test_a_body_that_does_not_come_is_not_waited_for(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app, "BODY_S", 0.2)
+    monkeypatch.setattr(app, "BODY_TIMEOUT_S", 0.2)
     server = start()
     with socket.create_connection(("127.0.0.1", server.port), LIMIT_S) as client:
         head = b"POST /v1/jobs HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 100\r\n\r\n"

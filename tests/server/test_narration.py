@@ -32,7 +32,7 @@ def test_a_job_tells_that_it_waits_and_that_its_prompt_is_read(start: Start) -> 
         assert [one["action"] for one in found[1:3]] == ["queued", "reading"]
         assert found[1] == {
             "type": "narration", "actor": "w-7", "action": "queued", "target": job, "correlation_id": CORRELATION,
-            "job_id": job, "human": "Taken on with a prompt of 100 tokens; nobody else waits.",
+            "job_id": job, "human": "Accepted with a prompt of 100 tokens; no other requests are waiting.",
         }  # fmt: skip
         assert found[2].keys() == found[1].keys()
         assert (f"{cached} of them are in the cache" in found[2]["human"]) == bool(cached)
@@ -46,12 +46,12 @@ def test_nothing_is_told_before_a_job_has_started(start: Start, monkeypatch: pyt
     """Who looks around may come to a job that the engine reads already, and whose own task has not run yet."""
     run = jobs.Job.run
 
-    async def late(self: jobs.Job, worker: Any) -> None:
-        assert self.answer is not None
-        while self.answer.ticket.request.num_cached_tokens < 0:
+    async def late(self: jobs.Job) -> None:
+        assert self.generation is not None
+        while self.generation.request.num_cached_tokens < 0:
             await asyncio.sleep(0)
-        self.look(worker)
-        await run(self, worker)
+        self.poll()
+        await run(self)
 
     monkeypatch.setattr(jobs.Job, "run", late)
     server = start()
@@ -78,15 +78,15 @@ def test_a_job_that_is_sent_back_to_wait_says_so_and_that_it_goes_on(start: Star
     actions = [action for action, _ in narrated(server.events(first))]
     assert actions == ["queued", "reading", "preempted", "resumed"]
     assert narrated(server.events(waiting))[0] == (
-        "queued", "Taken on with a prompt of 1 tokens; nobody else waits.",
+        "queued", "Accepted with a prompt of 1 tokens; no other requests are waiting.",
     )  # fmt: skip
-    assert "1 other waiting too" in narrated(server.events(urgent))[0][1]
+    assert "1 other request is waiting" in narrated(server.events(urgent))[0][1]
     server.require_idle()
 
 
 def test_ended_jobs_take_bounded_memory(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     """The oldest are forgotten before their time; the last one is kept however large it is."""
-    monkeypatch.setattr(jobs, "MOST_ENDED_BYTES", 20_000)
+    monkeypatch.setattr(jobs, "MAX_FINISHED_BYTES", 20_000)
     server = start()
     ended = [
         server.post("/v1/jobs", {"prompt": "#", "max_tokens": 2, "stream": False}).json()["job_id"] for _ in "12345678"
@@ -102,7 +102,7 @@ def test_ended_jobs_take_bounded_memory(start: Start, monkeypatch: pytest.Monkey
 
 
 def test_a_running_job_is_never_forgotten(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jobs, "MOST_ENDED_BYTES", 0)
+    monkeypatch.setattr(jobs, "MAX_FINISHED_BYTES", 0)
     server: Server = start(job_ttl_s=0.0)
     job = server.job(max_tokens=LONG)
     for _ in range(3):
@@ -131,4 +131,4 @@ async def _job_of(server: Server, job_id: str) -> jobs.Job:
 
 
 async def _told(job: jobs.Job) -> None:
-    job._tell({"type": "narration"})
+    job._emit({"type": "narration"})

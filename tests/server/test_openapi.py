@@ -6,17 +6,17 @@ from typing import Any
 
 import pytest
 
-from llm_worker_rbee.server import schema as small_fields
+from llm_worker_rbee.server import schema
 from llm_worker_rbee.server.app import Routes
 from llm_worker_rbee.server.dialects import jobs, openai_schema
-from llm_worker_rbee.server.openapi import of_field
+from llm_worker_rbee.server.openapi import field_schema
 from llm_worker_rbee.server.schema import Field
 from tests.server.running import Server, events
 from tests.server.schema import fits
 
 TABLES = {
-    "job": jobs.TABLE, "chat": openai_schema.CHAT, "completion": openai_schema.COMPLETION,
-    "tokenize": small_fields.TOKENIZE, "detokenize": small_fields.DETOKENIZE, "cancel": small_fields.CANCEL,
+    "job": jobs.JOB, "chat": openai_schema.CHAT, "completion": openai_schema.COMPLETION,
+    "tokenize": schema.TOKENIZE, "detokenize": schema.DETOKENIZE, "cancel": schema.CANCEL,
 }  # fmt: skip
 FIELDS = [(table, name) for table, fields in TABLES.items() for name in fields]
 # one of every kind, and the edges of everything that has edges
@@ -53,9 +53,9 @@ def test_the_routes_are_those_that_are_served(server: Server, described: dict[st
 @pytest.mark.parametrize(("table", "name"), FIELDS)
 def test_a_field_is_described_as_it_is_checked(table: str, name: str) -> None:
     field: Field = TABLES[table][name]
-    schema = of_field(field)
+    schema = field_schema(field)
     for value in SOME:
-        assert fits(schema, value, {}) == (field.kind.problem(name, value) is None), f"{name}: {value!r}"
+        assert fits(schema, value, {}) == (field.type.validate(name, value) is None), f"{name}: {value!r}"
     assert fits(schema, None, {}) == (not field.required)
     assert field.default is None or schema["default"] == (
         list(field.default) if isinstance(field.default, tuple) else field.default

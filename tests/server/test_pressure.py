@@ -14,11 +14,11 @@ import pytest
 
 from llm_worker_rbee.engine.request import Request, SamplingParams
 from llm_worker_rbee.errors import QueueFullError, ShuttingDownError
-from llm_worker_rbee.server import offload, schema
+from llm_worker_rbee.server import app, offload
 from llm_worker_rbee.server.admission import Admission
 from llm_worker_rbee.server.config import Settings
-from llm_worker_rbee.server.dialects import openai
-from llm_worker_rbee.server.offload import Line
+from llm_worker_rbee.server.dialects import jobs, openai
+from llm_worker_rbee.server.offload import BoundedExecutor
 from tests.server.conftest import Start
 from tests.server.running import CONTEXT, Server, ids, step_through, until
 
@@ -93,24 +93,24 @@ def test_who_is_gone_is_not_tokenized_and_holds_nobody_up(start: Start, monkeypa
 
     def slow(text: str, **more: Any) -> list[int]:
         seen.append(len(text))
-        if len(text) > offload.LARGE:
+        if len(text) > offload.LARGE_BYTES:
             may_go.wait()
         return encode(text, **more)
 
     monkeypatch.setattr(tokenizer, "encode", slow)
-    size = offload.LARGE * 2
+    size = offload.LARGE_BYTES * 2
     bodies = [(COMPLETIONS, {"prompt": "x" * size}), ("/tokenize", {"text": "x" * size}),
               (JOBS, {"prompt": "x" * size, "max_tokens": 1})]  # fmt: skip
     first = sent(server, *bodies[0])
     until(lambda: seen == [size])
     others = [sent(server, *body) for body in bodies * 3]
-    until(lambda: server.worker.desk._large._num_bytes > len(others) * size)
+    until(lambda: server.worker.offload._large._num_bytes > len(others) * size)
     assert server.http.get("/health").json()["waiting"] >= 1
     assert server.http.get("/v1/ready").json()["state"] == "busy"
     server.require_alive()  # small work has its own threads
     for client in (first, *others):
         client.close()
-    until(lambda: server.worker.desk._large._num_bytes == 0)
+    until(lambda: server.worker.offload._large._num_bytes == 0)
     may_go.set()
     server.require_idle()
     assert seen.count(size) == 1
@@ -136,8 +136,8 @@ def test_lines_are_bounded_by_their_bytes() -> None:
     """One alone may be as large as it likes; behind it there is no room for more than a little."""
 
     async def tried() -> None:
-        line, may_go = Line("tested", 1), threading.Event()
-        first = asyncio.ensure_future(line.run(offload.MOST_QUEUED * 2, may_go.wait))
+        line, may_go = BoundedExecutor("tested", 1), threading.Event()
+        first = asyncio.ensure_future(line.run(offload.MAX_QUEUED_BYTES * 2, may_go.wait))
         await asyncio.sleep(0)
         with pytest.raises(QueueFullError, match="bytes of other requests") as caught:
             await line.run(1, may_go.wait)
@@ -171,20 +171,22 @@ def test_large_bodies_and_replies_are_not_made_in_the_event_loop(
         monkeypatch.setattr(owner, name, told)
 
     tokenizer = server.worker.loaded.tokenizer
-    for owner, name in ((schema, "read_object"), (schema, "checked"), (tokenizer, "piece"), (tokenizer, "decode"),
-                        (openai, "_whole")):  # fmt: skip
+    for owner in (app, jobs, openai):
+        watched(owner, "decode_object")
+        watched(owner, "validate_body")
+    for owner, name in ((tokenizer, "piece"), (tokenizer, "decode"), (openai.Reply, "_object")):
         watched(owner, name)
-    text = "a" * (offload.LARGE + 1)
+    text = "a" * (offload.LARGE_BYTES + 1)
     asked: list[tuple[str, Any, set[str]]] = [
         ("/tokenize", {"text": text}, {"piece"}),
-        ("/detokenize", {"tokens": [97] * (offload.LARGE // 2)}, {"decode"}),
+        ("/detokenize", {"tokens": [97] * (offload.LARGE_BYTES // 2)}, {"decode"}),
         (JOBS, {"prompt": text, "max_tokens": 1, "top_k": -1}, set()),
-        (COMPLETIONS, {"prompt": [1] * 34_000, "max_tokens": 1, "echo": True}, {"_whole"}),
+        (COMPLETIONS, {"prompt": [1] * 34_000, "max_tokens": 1, "echo": True}, {"_object"}),
     ]
     for path, body, more in asked:
         where.clear()
         server.post(path, body)
-        assert where.keys() >= {"read_object", "checked"} | more
+        assert where.keys() >= {"decode_object", "validate_body"} | more
         assert loop_thread not in where.values(), (path, where)
 
 
@@ -247,40 +249,40 @@ def test_retry_after_is_when_somebody_will_have_ended(server: Server) -> None:
         made = Request([1] * 10, SamplingParams(), max_tokens, 0, frozenset())
         made.ids += [1] * said
         made.arrival, made.is_finished, made.batch_slot, made.num_computed_tokens = 0, False, 0, 10
-        admission.began(made)
+        admission.add(made)
         return made
 
     def told(requests: int) -> int:
-        with pytest.raises(QueueFullError) as caught, admission.held(engine, requests, 1):
+        with pytest.raises(QueueFullError) as caught, admission.reserve(engine, requests, 1):
             pass
         return caught.value.retry_after
 
     slots = engine.config.max_batch
     requests = [running(1_000, 100 + 10 * i) for i in range(slots)]  # the last one has the least to say
     for _ in range(3):
-        admission.spoke(0.02 * 5, 5)
+        admission.observe_itl(0.02 * 5, 5)
     least = (900 - 10 * (slots - 1)) * 0.02
     assert told(1) == pytest.approx(least, abs=1)
     assert told(3) == pytest.approx(least + 2 * 10 * 0.02, abs=1)
     assert told(slots) == pytest.approx(900 * 0.02, abs=1)
     for _ in range(100):  # answers that end after a tenth of what they might say
         short = running(1_000, 100)
-        admission.ended(short)
+        admission.remove(short)
     assert told(slots) == pytest.approx(90 * 0.02, abs=1)
     requests[0].max_tokens, requests[0].max_total_tokens = 10**9, 10**9
     assert told(slots) == 60
-    admission.ended(requests[1])
-    with admission.held(engine, 1, 1):
+    admission.remove(requests[1])
+    with admission.reserve(engine, 1, 1):
         assert admission.load.waiting == 1
 
 
 def test_retry_after_of_a_full_worker_is_not_one_for_ever(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     """Long answers in all places: who comes then hears of their length."""
     server = start({"max_batch": 2}, max_queue=1)
-    spoke = server.worker.admission.spoke
-    monkeypatch.setattr(server.worker.admission, "spoke", lambda seconds, tokens: spoke(0.01 * tokens, tokens))
+    spoke = server.worker.admission.observe_itl
+    monkeypatch.setattr(server.worker.admission, "observe_itl", lambda seconds, tokens: spoke(0.01 * tokens, tokens))
     jobs = [server.job(max_tokens=LONG) for _ in range(3)]
-    until(lambda: server.worker.admission._token_s)
+    until(lambda: server.worker.admission._itl_s)
     refused = server.post(COMPLETIONS, {"prompt": "#", "max_tokens": 1})
     assert (refused.status_code, refused.headers["retry-after"]) == (429, "60")
     for job in jobs:

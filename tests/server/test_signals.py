@@ -41,7 +41,7 @@ def spawn() -> Iterator[Spawn]:
         process.communicate()
 
 
-def url_of(process: subprocess.Popen[str]) -> str:
+def base_url(process: subprocess.Popen[str]) -> str:
     assert process.stdout is not None
     found = re.search(r"http://[^ ,]+", process.stdout.readline())
     assert found is not None
@@ -66,7 +66,7 @@ def test_a_signal_while_the_model_loads_ends_it_with_0(
 ) -> None:
     """Also one that comes before the server listens to them; who waits for the model hears of the end."""
     process = spawn("-m", model_file, "--chat-template", stuck)
-    url = url_of(process)
+    url = base_url(process)
     with httpx.stream("GET", f"{url}/v1/loading/progress", timeout=LIMIT_S) as waiting:
         assert httpx.get(f"{url}/health").json()["status"] == "loading"
         refused = httpx.post(f"{url}/v1/jobs", json={"prompt": "x", "max_tokens": 1})
@@ -81,7 +81,7 @@ def test_a_signal_while_the_model_loads_ends_it_with_0(
 
 def test_a_signal_before_it_serves_is_not_lost(spawn: Spawn, model_file: Path, stuck: Path) -> None:
     process = spawn("-m", model_file, "--chat-template", stuck)
-    url_of(process)
+    base_url(process)
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=LIMIT_S)
     assert process.returncode == 0
@@ -100,7 +100,7 @@ def test_signals_after_the_end_change_nothing(spawn: Spawn, model_file: Path) ->
 
 def test_a_worker_whose_output_nobody_reads_serves_all_the_same(spawn: Spawn, model_file: Path, stuck: Path) -> None:
     process = spawn("-m", model_file, "--chat-template", stuck)
-    url = url_of(process)
+    url = base_url(process)
     assert process.stdout is not None
     assert "no key" in process.stdout.readline()
     process.stdout.close()  # before it is ready
@@ -119,7 +119,7 @@ def test_a_worker_whose_output_nobody_reads_serves_all_the_same(spawn: Spawn, mo
 def test_a_worker_whose_lines_nobody_reads_goes_on(spawn: Spawn, model_file: Path) -> None:
     """A pipe holds 64 KiB; past that a line that is written would wait for its reader."""
     process = spawn("-m", model_file)
-    url = url_of(process)
+    url = base_url(process)
     with httpx.Client(base_url=url, timeout=LIMIT_S) as client:
         for _ in range(600):
             assert client.get(f"/{'x' * 190}").status_code == 404

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from llm_worker_rbee.server.sse import DONE, EventStream, event
+from llm_worker_rbee.server.sse import DONE, EventStream, encode_event
 
 
 async def events() -> AsyncGenerator[bytes, None]:
-    yield event({"a": "\u2028\n"})
+    yield encode_event({"a": "\u2028\n"})
     yield DONE
 
 

@@ -115,8 +115,8 @@ def test_a_client_that_leaves_in_the_middle_of_its_body_is_no_error_of_ours(
     handler.emit = lambda record: told.append(  # type: ignore[method-assign]
         (record.levelname, getattr(record, "figures", {}).get("status", 0))
     )
-    monkeypatch.setattr(log, "log", logging.Logger("of this test"))
-    log.log.addHandler(handler)
+    monkeypatch.setattr(log, "logger", logging.Logger("of this test"))
+    log.logger.addHandler(handler)
     server = start()
     with connected(server) as client:
         client.sendall(f"POST /v1/jobs HTTP/1.1\r\nhost: x\r\n{JSON}content-length: 100\r\n\r\n{{".encode())

@@ -1,4 +1,6 @@
-"""The OpenAI dialect: completions and chat, whole and streamed. A whole reply is a fold over the stream's pieces."""
+"""The OpenAI dialect: `parse_*` validates a body, `start` admits it and starts its generations, and the `Reply` makes
+chunks or one object of their deltas. A whole reply is a fold over the same deltas that a stream sends.
+"""
 
 from __future__ import annotations
 
@@ -13,279 +15,59 @@ import msgspec
 
 from ...engine.request import SamplingParams, TokenLogprob
 from ...errors import ContextLengthError, InferenceError, WorkerError
+from ...generation import Generation, TextDelta
 from ...tokenizer import Tokenizer
-from .. import log, schema
-from ..answer import Answer, Piece
-from ..prompt_encoder import estimate, require_short
-from ..schema import FieldsError, Problem
-from ..sse import DONE, event
+from .. import log
+from ..prompt_encoder import estimate_tokens, require_ids_fit
+from ..schema import ValidationError, ValidationIssue, decode_object, normalize_roles, validate_body
+from ..sse import DONE, encode_event
 from ..worker import Worker
-from .openai_schema import CHAT, COMPLETION, error_body, params_of
+from .openai_schema import CHAT, COMPLETION, error_body, sampling_params
 
-TOKEN_BYTES = 16  # of a reply, about
-
-
-async def whole(worker: Worker, asked: Asked) -> bytes:
-    """One object with all answers, as JSON; a long one is made in a thread."""
-    try:
-        folded = await asyncio.gather(*(_folded(answer) for answer in asked.answers))
-    finally:
-        asked.close()  # one that fails ends the others
-    size = TOKEN_BYTES * sum(len(p.tokens) for p in folded)
-    if asked.values.get("echo"):
-        size += TOKEN_BYTES * asked.values["n"] * sum(map(len, asked.prompts))
-    size *= 1 + (asked.values.get("top_logprobs") or int(asked.values["logprobs"] or 0))
-    return await worker.desk.made(size, lambda: msgspec.json.encode(_whole(worker, asked, folded)))
+TOKEN_BYTES = 16  # of a reply, an estimate
 
 
-def _whole(worker: Worker, asked: Asked, folded: Sequence[Piece]) -> dict[str, Any]:
-    choices = [_choice(worker.loaded.tokenizer, asked, i, piece) for i, piece in enumerate(folded)]
-    kind = "chat.completion" if asked.is_chat else "text_completion"
-    return {**_head(worker, asked, kind), "choices": choices, "usage": usage(asked), "seed": asked.seed}
+class CompletionRequest(NamedTuple):
+    """A validated body of either route."""
 
-
-async def stream(worker: Worker, asked: Asked) -> AsyncGenerator[bytes, None]:
-    """The same as events."""
-    tokenizer = worker.loaded.tokenizer
-    head = _head(worker, asked, "chat.completion.chunk" if asked.is_chat else "text_completion")
-    wants_usage = asked.values["stream_options"].get("include_usage", False)
-    more: dict[str, Any] = {"usage": None} if wants_usage else {}
-    told = _Told(tokenizer, asked)
-    try:
-        if asked.is_chat:
-            for i in range(len(asked.answers)):
-                first = {
-                    "index": i,
-                    "delta": {"role": "assistant", "content": ""},
-                    "logprobs": None,
-                    "finish_reason": None,
-                }
-                yield event({**head, "choices": [first], **more})
-        async for i, piece in merged(asked.answers):
-            for choice in told.choices(i, piece):
-                yield event({**head, "choices": [choice], **more})
-        if wants_usage:
-            yield event({**head, "choices": [], "usage": usage(asked)})
-    except WorkerError as error:
-        yield event(error_body(error))
-    except Exception as error:
-        log.failed(error)
-        yield event(error_body(InferenceError("something went wrong inside the worker")))
-    finally:
-        asked.close()
-    yield DONE
-
-
-class _Told:
-    """Pieces -> the choices of chunks."""
-
-    def __init__(self, tokenizer: Tokenizer, asked: Asked) -> None:
-        self._tokenizer, self._asked = tokenizer, asked
-        self._echoed = [not asked.values.get("echo") for _ in asked.answers]
-        self._logprobs = [TextLogprobs(tokenizer) for _ in asked.answers]
-
-    def choices(self, i: int, piece: Piece) -> list[dict[str, Any]]:
-        asked, made = self._asked, []
-        if asked.is_chat:
-            if piece.text or piece.logprobs:
-                scores = chat_logprobs(self._tokenizer, piece.logprobs) if asked.values["logprobs"] else None
-                made.append({"index": i, "delta": {"content": piece.text}, "logprobs": scores, "finish_reason": None})
-            if piece.finish is not None:
-                made.append({"index": i, "delta": {}, "logprobs": None, "finish_reason": piece.finish})
-            return made
-        if not self._echoed[i]:
-            self._echoed[i] = True
-            piece = _with_prompt(self._tokenizer, asked, i, piece)
-        elif asked.values["max_tokens"] == 0:
-            return []
-        scores = None
-        if asked.values["logprobs"] is not None:
-            scores = self._logprobs[i].told(piece.logprobs)
-        return [{"index": i, "text": piece.text, "logprobs": scores, "finish_reason": piece.finish}]
-
-
-async def merged(answers: Sequence[Answer]) -> AsyncGenerator[tuple[int, Piece], None]:
-    """The pieces of all answers as they come; the first error ends all."""
-    if len(answers) == 1:
-        async for piece in answers[0].pieces():
-            yield 0, piece
-        return
-    queue: asyncio.Queue[tuple[int, Piece | Exception | None]] = asyncio.Queue()
-
-    async def pour(i: int, answer: Answer) -> None:
-        try:
-            async for piece in answer.pieces():
-                queue.put_nowait((i, piece))
-            queue.put_nowait((i, None))
-        except Exception as error:  # whatever it is, somebody waits for the end
-            queue.put_nowait((i, error))
-
-    tasks = [asyncio.ensure_future(pour(i, answer)) for i, answer in enumerate(answers)]
-    try:
-        left = len(answers)
-        while left:
-            i, news = await queue.get()
-            if isinstance(news, Exception):
-                raise news
-            if news is None:
-                left -= 1
-            else:
-                yield i, news
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def _folded(answer: Answer) -> Piece:
-    texts: list[str] = []
-    tokens: list[int] = []
-    logprobs: list[TokenLogprob] = []
-    last = Piece("", [], [])
-    async for last in answer.pieces():
-        texts.append(last.text)
-        tokens += last.tokens
-        logprobs += last.logprobs
-    return Piece("".join(texts), tokens, logprobs, last.finish, last.stop)
-
-
-def _choice(tokenizer: Tokenizer, asked: Asked, i: int, piece: Piece) -> dict[str, Any]:
-    if asked.is_chat:
-        scores = chat_logprobs(tokenizer, piece.logprobs) if asked.values["logprobs"] else None
-        message = {"role": "assistant", "content": piece.text, "refusal": None}
-        return {"index": i, "message": message, "logprobs": scores, "finish_reason": piece.finish}
-    if asked.values["echo"]:
-        piece = _with_prompt(tokenizer, asked, i, piece)
-    scores = TextLogprobs(tokenizer).told(piece.logprobs) if asked.values["logprobs"] is not None else None
-    return {"index": i, "text": piece.text, "logprobs": scores, "finish_reason": piece.finish}
-
-
-def _with_prompt(tokenizer: Tokenizer, asked: Asked, i: int, piece: Piece) -> Piece:
-    """The prompt before the answer; alone, where nothing else was asked for."""
-    ids = asked.prompts[i // asked.values["n"]]
-    scores = asked.answers[i].ticket.request.prompt_logprobs or []
-    before = [TokenLogprob(ids[0], float("nan")) if one is None else one for one in scores]
-    if asked.values["max_tokens"] == 0:
-        return Piece(tokenizer.decode(ids), ids, before, "length")
-    return Piece(
-        tokenizer.decode(ids) + piece.text, ids + piece.tokens, before + piece.logprobs, piece.finish, piece.stop
-    )
-
-
-def usage(asked: Asked) -> dict[str, Any]:
-    """Tokens read and made."""
-    made = 0 if asked.values.get("max_tokens") == 0 else sum(answer.num_tokens for answer in asked.answers)
-    read = sum(map(len, asked.prompts))
-    cached = sum(max(0, a.ticket.request.num_cached_tokens) for a in asked.answers[:: asked.values["n"]])
-    return {
-        "prompt_tokens": read, "completion_tokens": made, "total_tokens": read + made,
-        "prompt_tokens_details": {"cached_tokens": cached},
-    }  # fmt: skip
-
-
-def _head(worker: Worker, asked: Asked, kind: str) -> dict[str, Any]:
-    prefix = "chatcmpl" if asked.is_chat else "cmpl"
-    return {
-        "id": f"{prefix}-{uuid4().hex}", "object": kind, "created": int(time.time()), "model": worker.settings.names[0],
-        "system_fingerprint": None,
-    }  # fmt: skip
-
-
-class Asked(NamedTuple):
-    """Answers on their way, and how they are told."""
-
-    answers: list[Answer]
-    prompts: list[list[int]]
-    seed: int
-    values: dict[str, Any]
     is_chat: bool
-
-    def close(self) -> None:
-        """Nobody wants more of them."""
-        for answer in self.answers:
-            answer.close()
-
-
-class Read(NamedTuple):
-    """A body that is sound."""
-
-    values: dict[str, Any]
+    prompts: list[Any]  # texts or token ids; of a chat, its messages as the one prompt
     params: SamplingParams
+    values: dict[str, Any]
 
 
-async def chat(worker: Worker, body: bytes, ignored: list[str] | None) -> Asked:
-    """Take a conversation on."""
-    values, params = await worker.desk.read(body, lambda body: _read_chat(body, ignored))
-    worker.require_model(values["model"])
-    messages, n = schema.conversation(values["messages"]), values["n"]
-    with worker.held(n, n * estimate(messages)) as hold:
-        ids = await worker.prompts.chat_ids(messages)
-        hold.correct(n * len(ids))
-        try:
-            seed, answers = worker.answers(ids, params, n=n, priority=values["priority"], timeout_s=_seconds(values))
-        except ContextLengthError as error:
-            error.field = "messages" if error.field == "prompt" else error.field
-            raise
-    return Asked(answers, [ids], seed, values, True)
-
-
-def _read_chat(body: bytes, ignored: list[str] | None) -> Read:
-    values = schema.checked(schema.read_object(body), CHAT, ignored=ignored)
-    longest = values["max_completion_tokens"] or values["max_tokens"]
-    _require(values["max_tokens"] in (None, longest), "max_tokens", "conflict",
+def parse_chat(body: bytes, ignored: list[str] | None) -> CompletionRequest:
+    """Validate the body of `/v1/chat/completions`; unknown fields are appended to `ignored` where it is given."""
+    values = validate_body(decode_object(body), CHAT, ignored=ignored)
+    max_tokens = values["max_completion_tokens"] or values["max_tokens"]
+    _require(values["max_tokens"] in (None, max_tokens), "max_tokens", "conflict",
              "max_tokens and max_completion_tokens differ: give one of them")  # fmt: skip
     _require(values["top_logprobs"] is None or values["logprobs"], "top_logprobs", "conflict",
              "top_logprobs needs logprobs: true")  # fmt: skip
     _require_stream(values)
-    scored = (values["top_logprobs"] or 0) if values["logprobs"] else None
-    return Read(values, params_of(values, longest, scored))
+    logprobs = (values["top_logprobs"] or 0) if values["logprobs"] else None
+    messages = normalize_roles(values["messages"])
+    return CompletionRequest(True, [messages], sampling_params(values, max_tokens, logprobs), values)
 
 
-async def completion(worker: Worker, body: bytes, ignored: list[str] | None) -> Asked:
-    """Take prompts on, one or several: all of them or none."""
-    context = worker.loaded.max_context if worker.is_loaded else None
-    values, params = await worker.desk.read(body, lambda body: _read_completion(body, ignored, context))
-    worker.require_model(values["model"])
-    several, n = _several(values["prompt"]), values["n"]
-    worker.admission.require_room(worker.llm.engine, len(several) * n)
-    with worker.held(len(several) * n, n * sum(map(estimate, several))) as hold:
-        prompts = await worker.prompts.ids(several)
-        hold.correct(n * sum(map(len, prompts)))
-        seed, answers = _begun(worker, prompts, values, params)
-    return Asked(answers, prompts, seed, values, False)
-
-
-def _read_completion(body: bytes, ignored: list[str] | None, context: int | None) -> Read:
-    found = schema.read_object(body)
+def parse_completion(body: bytes, ignored: list[str] | None, context: int | None) -> CompletionRequest:
+    """Validate the body of `/v1/completions`; `context` is None while the model is loading."""
+    fields = decode_object(body)
     if context is not None:
-        require_short(found.get("prompt"), context)
-    values = schema.checked(found, COMPLETION, ignored=ignored)
+        require_ids_fit(fields.get("prompt"), context)
+    values = validate_body(fields, COMPLETION, ignored=ignored)
     _require(values["best_of"] in (None, values["n"]), "best_of", "unsupported",
              "best_of other than n is not supported by this worker")  # fmt: skip
     _require(values["max_tokens"] > 0 or values["echo"], "max_tokens", "range",
              "max_tokens is 0: only with echo, to score the prompt")  # fmt: skip
     _require_stream(values)
-    scores = values["echo"] and values["logprobs"] is not None
-    return Read(values, params_of(values, max(1, values["max_tokens"]), values["logprobs"], prompt_logprobs=scores))
-
-
-def _begun(
-    worker: Worker, prompts: list[list[int]], values: dict[str, Any], params: SamplingParams
-) -> tuple[int, list[Answer]]:
-    answers: list[Answer] = []
-    seed = values["seed"]
-    try:
-        for ids in prompts:
-            seed, some = worker.answers(
-                ids, params, n=values["n"], priority=values["priority"], timeout_s=_seconds(values),
-                is_scored_only=values["max_tokens"] == 0,
-            )  # fmt: skip
-            answers += some
-    except WorkerError:
-        for answer in answers:
-            answer.close()
-        raise
-    return seed, answers
+    prompt = values["prompt"]
+    prompts = prompt if isinstance(prompt, list) and isinstance(prompt[0], (str, list)) else [prompt]
+    scores_prompt = values["echo"] and values["logprobs"] is not None
+    params = sampling_params(
+        values, max(1, values["max_tokens"]), values["logprobs"], prompt_logprobs=scores_prompt
+    )  # fmt: skip
+    return CompletionRequest(False, prompts, params, values)
 
 
 def _require_stream(values: dict[str, Any]) -> None:
@@ -295,54 +77,254 @@ def _require_stream(values: dict[str, Any]) -> None:
 
 def _require(holds: bool, field: str, constraint: str, message: str) -> None:
     if not holds:
-        raise FieldsError([Problem(field, constraint, message)])
+        raise ValidationError([ValidationIssue(field, constraint, message)])
 
 
-def _several(prompt: Any) -> list[Any]:
-    if isinstance(prompt, list) and prompt and isinstance(prompt[0], (str, list)):
-        return prompt
-    return [prompt]
+async def start_chat(worker: Worker, body: bytes, ignored: list[str] | None) -> Reply:
+    """Start the reply to a conversation."""
+    return await _start(worker, await worker.offload.parse_body(body, lambda body: parse_chat(body, ignored)))
 
 
-def _seconds(values: dict[str, Any]) -> float | None:
-    return None if values["timeout_ms"] is None else values["timeout_ms"] / 1000
+async def start_completion(worker: Worker, body: bytes, ignored: list[str] | None) -> Reply:
+    """Start the reply to one prompt or several: all of them or none."""
+    context = worker.loaded.max_context if worker.is_loaded else None
+    request = await worker.offload.parse_body(body, lambda body: parse_completion(body, ignored, context))
+    return await _start(worker, request)
+
+
+async def _start(worker: Worker, request: CompletionRequest) -> Reply:
+    values, n = request.values, request.values["n"]
+    worker.require_model(values["model"])
+    if not request.is_chat:
+        worker.admission.require_capacity(worker.llm.engine, len(request.prompts) * n)
+    with worker.reserve(len(request.prompts) * n, n * sum(map(estimate_tokens, request.prompts))) as reservation:
+        if request.is_chat:
+            prompts = [await worker.encoder.encode_chat(request.prompts[0])]
+        else:
+            prompts = await worker.encoder.encode(request.prompts)
+        reservation.set_actual(n * sum(map(len, prompts)))
+        generations: list[Generation] = []
+        timeout_s = None if values["timeout_ms"] is None else values["timeout_ms"] / 1000
+        try:
+            for ids in prompts:
+                generations += worker.start_generations(
+                    ids, request.params, n=n, priority=values["priority"], timeout_s=timeout_s,
+                    is_scored_only=values["max_tokens"] == 0,
+                )  # fmt: skip
+        except WorkerError as error:
+            for generation in generations:
+                generation.close()
+            if request.is_chat and isinstance(error, ContextLengthError) and error.field == "prompt":
+                error.field = "messages"
+            raise
+    return Reply(worker, request, prompts, generations)
+
+
+class Reply:
+    """The generations of one request, and the chunks or the object made of them."""
+
+    def __init__(
+        self, worker: Worker, request: CompletionRequest, prompts: list[list[int]], generations: list[Generation]
+    ) -> None:
+        self.generations = generations
+        self.streams: bool = request.values["stream"]
+        self._worker, self._values, self._is_chat = worker, request.values, request.is_chat
+        self._prompts = prompts
+        self._tokenizer = worker.loaded.tokenizer
+        self._is_scored_only = request.values["max_tokens"] == 0
+        self._has_echoed = [not request.values.get("echo") for _ in generations]
+        self._text_logprobs = [TextLogprobs(self._tokenizer) for _ in generations]
+
+    def close(self) -> None:
+        """Release all generations."""
+        for generation in self.generations:
+            generation.close()
+
+    async def stream(self) -> AsyncGenerator[bytes, None]:
+        """Yield the chunks as server-sent events; an error is the last event before [DONE]."""
+        head = self._head("chat.completion.chunk" if self._is_chat else "text_completion")
+        includes_usage = self._values["stream_options"].get("include_usage", False)
+        tail: dict[str, Any] = {"usage": None} if includes_usage else {}
+        try:
+            if self._is_chat:
+                for i in range(len(self.generations)):
+                    first = {"role": "assistant", "content": ""}
+                    choice = {"index": i, "delta": first, "logprobs": None, "finish_reason": None}
+                    yield encode_event({**head, "choices": [choice], **tail})
+            async for i, delta in merge_streams(self.generations):
+                for choice in self._chunk_choices(i, delta):
+                    yield encode_event({**head, "choices": [choice], **tail})
+            if includes_usage:
+                yield encode_event({**head, "choices": [], "usage": self._usage()})
+        except WorkerError as error:
+            yield encode_event(error_body(error))
+        except Exception as error:
+            log.request_failed(error)
+            yield encode_event(error_body(InferenceError("internal error of the worker")))
+        finally:
+            self.close()
+        yield DONE
+
+    def _chunk_choices(self, i: int, delta: TextDelta) -> list[dict[str, Any]]:
+        if self._is_chat:
+            choices: list[dict[str, Any]] = []
+            if delta.text or delta.logprobs:
+                logprobs = self._chat_logprobs(delta)
+                choices.append(
+                    {"index": i, "delta": {"content": delta.text}, "logprobs": logprobs, "finish_reason": None}
+                )
+            if delta.finish_reason is not None:
+                choices.append({"index": i, "delta": {}, "logprobs": None, "finish_reason": delta.finish_reason})
+            return choices
+        if not self._has_echoed[i]:
+            self._has_echoed[i] = True
+            delta = self._with_prompt(i, delta)
+        elif self._is_scored_only:
+            return []
+        return [self._text_choice(i, delta)]
+
+    async def complete(self) -> bytes:
+        """Return one object with all choices, as JSON; a large one is encoded in a thread."""
+        try:
+            deltas = await asyncio.gather(*map(_fold, self.generations))
+        finally:
+            self.close()  # one that fails ends the others
+        size = TOKEN_BYTES * sum(len(delta.tokens) for delta in deltas)
+        if self._values.get("echo"):
+            size += TOKEN_BYTES * self._values["n"] * sum(map(len, self._prompts))
+        size *= 1 + (self._values.get("top_logprobs") or int(self._values["logprobs"] or 0))
+        return await self._worker.offload.encode_reply(size, lambda: msgspec.json.encode(self._object(deltas)))
+
+    def _object(self, deltas: Sequence[TextDelta]) -> dict[str, Any]:
+        choices = [self._choice(i, delta) for i, delta in enumerate(deltas)]
+        head = self._head("chat.completion" if self._is_chat else "text_completion")
+        return {**head, "choices": choices, "usage": self._usage(), "seed": self.generations[-1].request.seed}
+
+    def _choice(self, i: int, delta: TextDelta) -> dict[str, Any]:
+        if self._is_chat:
+            message = {"role": "assistant", "content": delta.text, "refusal": None}
+            logprobs = self._chat_logprobs(delta)
+            return {"index": i, "message": message, "logprobs": logprobs, "finish_reason": delta.finish_reason}
+        return self._text_choice(i, self._with_prompt(i, delta) if self._values["echo"] else delta)
+
+    def _text_choice(self, i: int, delta: TextDelta) -> dict[str, Any]:
+        logprobs = None
+        if self._values["logprobs"] is not None:
+            logprobs = self._text_logprobs[i].encode(delta.logprobs)
+        return {"index": i, "text": delta.text, "logprobs": logprobs, "finish_reason": delta.finish_reason}
+
+    def _chat_logprobs(self, delta: TextDelta) -> dict[str, Any] | None:
+        return chat_logprobs(self._tokenizer, delta.logprobs) if self._values["logprobs"] else None
+
+    def _with_prompt(self, i: int, delta: TextDelta) -> TextDelta:
+        """Return the delta with the prompt before it; the prompt alone where it is only scored."""
+        ids = self._prompts[i // self._values["n"]]
+        scores = self.generations[i].request.prompt_logprobs or []
+        logprobs = [TokenLogprob(ids[0], float("nan")) if score is None else score for score in scores]
+        text = self._tokenizer.decode(ids)
+        if self._is_scored_only:
+            return TextDelta(text, ids, logprobs, "length")
+        return delta._replace(text=text + delta.text, tokens=ids + delta.tokens, logprobs=logprobs + delta.logprobs)
+
+    def _usage(self) -> dict[str, Any]:
+        output = 0 if self._is_scored_only else sum(generation.num_tokens for generation in self.generations)
+        prompt = sum(map(len, self._prompts))
+        first_choices = self.generations[:: self._values["n"]]
+        cached = sum(max(0, generation.request.num_cached_tokens) for generation in first_choices)
+        return {
+            "prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output,
+            "prompt_tokens_details": {"cached_tokens": cached},
+        }  # fmt: skip
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        prefix = "chatcmpl" if self._is_chat else "cmpl"
+        return {
+            "id": f"{prefix}-{uuid4().hex}", "object": kind, "created": int(time.time()),
+            "model": self._worker.settings.names[0], "system_fingerprint": None,
+        }  # fmt: skip
+
+
+async def merge_streams(generations: Sequence[Generation]) -> AsyncGenerator[tuple[int, TextDelta], None]:
+    """Yield (index, delta) of all generations as they come; the first error ends all."""
+    if len(generations) == 1:
+        async for delta in generations[0].deltas():
+            yield 0, delta
+        return
+    queue: asyncio.Queue[tuple[int, TextDelta | Exception | None]] = asyncio.Queue()
+
+    async def forward(i: int, generation: Generation) -> None:
+        try:
+            async for delta in generation.deltas():
+                queue.put_nowait((i, delta))
+            queue.put_nowait((i, None))
+        except Exception as error:  # the reader waits for an end of every generation
+            queue.put_nowait((i, error))
+
+    tasks = [asyncio.ensure_future(forward(i, generation)) for i, generation in enumerate(generations)]
+    try:
+        num_open = len(generations)
+        while num_open:
+            i, item = await queue.get()
+            if isinstance(item, Exception):
+                raise item
+            if item is None:
+                num_open -= 1
+            else:
+                yield i, item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _fold(generation: Generation) -> TextDelta:
+    """Return all deltas of a generation as one."""
+    texts: list[str] = []
+    tokens: list[int] = []
+    logprobs: list[TokenLogprob] = []
+    last = TextDelta("", [], [])
+    async for last in generation.deltas():
+        texts.append(last.text)
+        tokens += last.tokens
+        logprobs += last.logprobs
+    return TextDelta("".join(texts), tokens, logprobs, last.finish_reason, last.stop_sequence)
 
 
 def chat_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
-    """As chat tells them."""
+    """Return log-probabilities in the shape of chat completions."""
 
-    def one(token: int, value: float) -> dict[str, Any]:
+    def encode(token: int, logprob: float) -> dict[str, Any]:
         raw = tokenizer.token_bytes(token)
-        return {"token": raw.decode(errors="replace"), "logprob": value, "bytes": list(raw)}
+        return {"token": raw.decode(errors="replace"), "logprob": logprob, "bytes": list(raw)}
 
     return {"content": [
-        {**one(entry.token, entry.logprob), "top_logprobs": [one(*top) for top in entry.top]} for entry in entries
+        {**encode(entry.token, entry.logprob), "top_logprobs": [encode(*top) for top in entry.top]} for entry in entries
     ], "refusal": None}  # fmt: skip
 
 
 class TextLogprobs:
-    """As completions tell them, piece by piece: each token with its place in the text so far.
+    """Log-probabilities in the shape of text completions, delta by delta: each token with its offset in the text.
 
-    A token that is a part of a character has no text of its own: its name is `bytes:` and its bytes in hexadecimal, and
-    the text grows with the one that completes the character.
+    A token that is a part of a character has no text: its name is `bytes:` and its bytes in hexadecimal, and the offset
+    advances with the token that completes the character.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self._at = 0
+        self._offset = 0
 
-    def told(self, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
-        """The next ones; the first token of a prompt has no probability."""
+    def encode(self, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
+        """Return the next entries; the first token of a prompt has no log-probability."""
         names, offsets, values, tops = [], [], [], []
         for entry in entries:
             value = None if entry.logprob != entry.logprob else entry.logprob
             names.append(self._name(entry.token))
-            offsets.append(self._at)
+            offsets.append(self._offset)
             values.append(value)
-            tops.append(None if value is None else {self._name(token): chance for token, chance in entry.top})
+            tops.append(None if value is None else {self._name(token): logprob for token, logprob in entry.top})
             if not self._tokenizer.is_special(entry.token):
-                self._at += len(self._utf8.decode(self._tokenizer.token_bytes(entry.token)))
+                self._offset += len(self._utf8.decode(self._tokenizer.token_bytes(entry.token)))
         return {"tokens": names, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
 
     def _name(self, token: int) -> str:
