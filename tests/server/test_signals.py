@@ -102,7 +102,7 @@ def test_a_worker_whose_output_nobody_reads_serves_all_the_same(spawn: Spawn, mo
     process = spawn("-m", model_file, "--chat-template", stuck)
     url = base_url(process)
     assert process.stdout is not None
-    assert "no key" in process.stdout.readline()
+    assert "no API key" in process.stdout.readline()
     process.stdout.close()  # before it is ready
     with httpx.Client(base_url=url, timeout=LIMIT_S) as client:
         stuck.write_text("{{ messages[0].content }}")
