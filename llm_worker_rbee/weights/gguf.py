@@ -29,7 +29,7 @@ MAX_DIMS = 4
 MAX_NAME_BYTES = 63
 MAX_ARRAY_DEPTH = 4
 MAX_ENTRIES = 1 << 17  # tensors, keys, nested arrays: each takes far more memory here than in the file
-MAX_SHOWN = 80  # characters of a key in a message: a damaged key may be megabytes long
+MAX_SHOWN_CHARS = 80  # characters of a key in a message: a damaged key may be megabytes long
 
 # NAME-00001-of-00003.gguf
 SPLIT_NAME = re.compile(r"(?P<stem>.*)-(?P<part>\d{5})-of-(?P<parts>\d{5})(?P<suffix>\.gguf)", re.IGNORECASE)
@@ -57,9 +57,9 @@ _scalars = {i: struct.Struct(fmt) for i, (_, fmt) in SCALARS.items()}
 
 def open_gguf(path: Path) -> Checkpoint:
     """Open a GGUF file, or a whole split set by its first file."""
-    first = read_file(path)
+    first = read_gguf_file(path)
     tensors = dict(first.tensors)
-    for part in read_split_parts(first, read_file):
+    for part in read_split_parts(first, read_gguf_file):
         for name, tensor in part.tensors.items():
             if name in tensors:
                 raise ModelFileError(f"{part.path.name}: tensor {name!r} is in two files of the split set")
@@ -71,12 +71,12 @@ def open_gguf(path: Path) -> Checkpoint:
     return Checkpoint(path, "gguf", architecture, first.metadata, tensors, first.value_types)
 
 
-def read_file(path: Path) -> GGUFFile:
+def read_gguf_file(path: Path) -> GGUFFile:
     """Parse header, metadata and directory of one file."""
     reader = _Reader(path)
-    version, n_tensors, n_metadata = reader.header()
-    metadata, value_types = reader.metadata(n_metadata)
-    tensors = reader.directory(n_tensors, _alignment(path, metadata, value_types))
+    version, n_tensors, n_metadata = reader.read_header()
+    metadata, value_types = reader.read_metadata(n_metadata)
+    tensors = reader.read_directory(n_tensors, _alignment(path, metadata, value_types))
     return GGUFFile(path, version, metadata, value_types, tensors)
 
 
@@ -89,65 +89,65 @@ class _Reader:
         self.size = len(self.map)
         self.at = 0
 
-    def fail(self, message: str) -> ModelFileError:
+    def error(self, message: str) -> ModelFileError:
         return ModelFileError(f"{self.path.name}: {message}")
 
     def consume(self, n: int, what: str) -> int:
         """Advance by `n` bytes and return their start."""
         start = self.at
         if n > self.size - start:
-            raise self.fail(f"{what} needs {n} bytes at offset {start}, the file ends at {self.size}")
+            raise self.error(f"{what} needs {n} bytes at offset {start}, the file ends at {self.size}")
         self.at = start + n
         return start
 
-    def u32(self, what: str) -> int:
+    def read_u32(self, what: str) -> int:
         return int(_u32(self.map, self.consume(4, what))[0])
 
-    def u64(self, what: str) -> int:
+    def read_u64(self, what: str) -> int:
         return int(_u64(self.map, self.consume(8, what))[0])
 
     def read_text(self, what: str) -> str:
-        length = self.u64(f"the length of {what}")
+        length = self.read_u64(f"the length of {what}")
         start = self.consume(length, what)
         try:
             return self.map[start : start + length].decode()
         except UnicodeDecodeError as error:
-            raise self.fail(f"{what} is not valid UTF-8") from error
+            raise self.error(f"{what} is not valid UTF-8") from error
 
-    def header(self) -> tuple[int, int, int]:
+    def read_header(self) -> tuple[int, int, int]:
         magic = bytes(self.map[:4])
         if magic != MAGIC:
-            raise self.fail(f"not a GGUF file: it begins with {magic!r}, not {MAGIC!r}")
+            raise self.error(f"not a GGUF file: it begins with {magic!r}, not {MAGIC!r}")
         self.at = 4
-        version = self.u32("the version")
+        version = self.read_u32("the version")
         if version not in VERSIONS:
             if version and version & 0xFFFF == 0:
                 raise UnsupportedModelError(f"{self.path.name}: big-endian GGUF files are not supported")
             known = " and ".join(map(str, VERSIONS))
             raise UnsupportedModelError(f"{self.path.name}: GGUF version {version} is not supported ({known} are)")
-        n_tensors, n_metadata = self.u64("the tensor count"), self.u64("the metadata count")
+        n_tensors, n_metadata = self.read_u64("the tensor count"), self.read_u64("the metadata count")
         for what, count, min_bytes in (("tensor", n_tensors, 24), ("metadata", n_metadata, 14)):
             if count * min_bytes > self.size:
-                raise self.fail(f"{what} count {count} cannot fit in a file of {self.size} bytes")
+                raise self.error(f"{what} count {count} cannot fit in a file of {self.size} bytes")
             if count > MAX_ENTRIES:
-                raise self.fail(f"{what} count {count} is over the limit of {MAX_ENTRIES}")
+                raise self.error(f"{what} count {count} is over the limit of {MAX_ENTRIES}")
         return version, n_tensors, n_metadata
 
-    def metadata(self, count: int) -> tuple[dict[str, Any], dict[str, str]]:
+    def read_metadata(self, count: int) -> tuple[dict[str, Any], dict[str, str]]:
         values: dict[str, Any] = {}
         types: dict[str, str] = {}
         for i in range(count):
             key = self.read_text(f"metadata key number {i}")
             if not key:
-                raise self.fail(f"metadata key number {i} is empty")
-            label = repr(key if len(key) <= MAX_SHOWN else key[:MAX_SHOWN] + "...")
+                raise self.error(f"metadata key number {i} is empty")
+            label = repr(key if len(key) <= MAX_SHOWN_CHARS else key[:MAX_SHOWN_CHARS] + "...")
             if key in values:
-                raise self.fail(f"metadata key {label} appears twice")
-            kind = self.u32(f"the type of metadata key {label}")
-            values[key], types[key] = self.value(kind, label, 0)
+                raise self.error(f"metadata key {label} appears twice")
+            kind = self.read_u32(f"the type of metadata key {label}")
+            values[key], types[key] = self.read_value(kind, label, 0)
         return values, types
 
-    def value(self, kind: int, label: str, depth: int) -> tuple[Any, str]:
+    def read_value(self, kind: int, label: str, depth: int) -> tuple[Any, str]:
         what = f"the value of metadata key {label}"
         if kind in _scalars:
             form = _scalars[kind]
@@ -156,73 +156,73 @@ class _Reader:
             return self.read_text(what), "string"
         if kind == ARRAY:
             if depth == MAX_ARRAY_DEPTH:
-                raise self.fail(f"metadata key {label}: arrays are nested more than {MAX_ARRAY_DEPTH} deep")
-            element = self.u32(f"the element type of metadata key {label}")
-            return self.array(element, label, depth)
-        raise self.fail(f"metadata key {label} has unknown value type {kind}")
+                raise self.error(f"metadata key {label}: arrays are nested more than {MAX_ARRAY_DEPTH} deep")
+            element = self.read_u32(f"the element type of metadata key {label}")
+            return self.read_array(element, label, depth)
+        raise self.error(f"metadata key {label} has unknown value type {kind}")
 
-    def array(self, kind: int, label: str, depth: int) -> tuple[Any, str]:
-        count = self.u64(f"the length of metadata key {label}")
+    def read_array(self, kind: int, label: str, depth: int) -> tuple[Any, str]:
+        count = self.read_u64(f"the length of metadata key {label}")
         what = f"the array of metadata key {label} ({count} elements)"
         if kind in _scalars:
             name, form = SCALARS[kind]
             start = self.consume(count * _scalars[kind].size, what)
             return np.frombuffer(self.map, form, count, start).copy(), f"array of {name}"
         if kind == STRING:
-            return self.strings(count, label, what), "array of string"
+            return self.read_strings(count, label, what), "array of string"
         if kind == ARRAY:
             if count * 12 > self.size - self.at:
-                raise self.fail(f"{what} is longer than the rest of the file")
+                raise self.error(f"{what} is longer than the rest of the file")
             if count > MAX_ENTRIES:
-                raise self.fail(f"{what} holds more than {MAX_ENTRIES} arrays")
-            return [self.value(ARRAY, label, depth + 1)[0] for _ in range(count)], "array of array"
-        raise self.fail(f"metadata key {label} is an array of unknown value type {kind}")
+                raise self.error(f"{what} holds more than {MAX_ENTRIES} arrays")
+            return [self.read_value(ARRAY, label, depth + 1)[0] for _ in range(count)], "array of array"
+        raise self.error(f"metadata key {label} is an array of unknown value type {kind}")
 
-    def strings(self, count: int, label: str, what: str) -> list[str]:
+    def read_strings(self, count: int, label: str, what: str) -> list[str]:
         """Read an array of strings: the hot loop of opening a file (often 2 x 50,000), so it bypasses read_text()."""
         if count * 8 > self.size - self.at:
-            raise self.fail(f"{what} is longer than the rest of the file")
+            raise self.error(f"{what} is longer than the rest of the file")
         view, size, at = self.map, self.size, self.at
         out: list[str] = []
         try:
             for _ in range(count):
                 end = at + 8 + _u64(view, at)[0]
                 if end > size:
-                    raise self.fail(f"string {len(out)} of metadata key {label} runs past the end of the file")
+                    raise self.error(f"string {len(out)} of metadata key {label} runs past the end of the file")
                 out.append(view[at + 8 : end].decode())
                 at = end
         except UnicodeDecodeError as error:
-            raise self.fail(f"string {len(out)} of metadata key {label} is not valid UTF-8") from error
+            raise self.error(f"string {len(out)} of metadata key {label} is not valid UTF-8") from error
         except struct.error as error:
-            raise self.fail(f"string {len(out)} of metadata key {label} runs past the end of the file") from error
+            raise self.error(f"string {len(out)} of metadata key {label} runs past the end of the file") from error
         self.at = at
         return out
 
-    def directory(self, count: int, alignment: int) -> dict[str, Tensor]:
+    def read_directory(self, count: int, alignment: int) -> dict[str, Tensor]:
         entries: dict[str, _Entry] = {}
         for i in range(count):
-            entry = self.entry(i)
+            entry = self.read_entry(i)
             if entry.name in entries:
-                raise self.fail(f"tensor {entry.name!r} appears twice")
+                raise self.error(f"tensor {entry.name!r} appears twice")
             entries[entry.name] = entry
         base = -(-self.at // alignment) * alignment
         self.check_extents(list(entries.values()), base, alignment)
-        return {e.name: self.tensor(e, base) for e in entries.values()}
+        return {e.name: self.make_tensor(e, base) for e in entries.values()}
 
-    def entry(self, number: int) -> _Entry:
+    def read_entry(self, number: int) -> _Entry:
         name = self.read_text(f"the name of tensor number {number}")
         if not name or len(name.encode()) > MAX_NAME_BYTES:
             shown = name[:40] + ("..." if len(name) > 40 else "")
-            raise self.fail(
+            raise self.error(
                 f"tensor number {number} has a name of {len(name.encode())} bytes ({shown!r}): "
                 f"1 to {MAX_NAME_BYTES} are allowed"
             )
-        n_dims = self.u32(f"the dimension count of tensor {name!r}")
+        n_dims = self.read_u32(f"the dimension count of tensor {name!r}")
         if n_dims > MAX_DIMS:
-            raise self.fail(f"tensor {name!r} has {n_dims} dimensions: at most {MAX_DIMS} are allowed")
-        dims = [self.u64(f"a dimension of tensor {name!r}") for _ in range(n_dims)]
-        type_id = self.u32(f"the type of tensor {name!r}")
-        offset = self.u64(f"the offset of tensor {name!r}")
+            raise self.error(f"tensor {name!r} has {n_dims} dimensions: at most {MAX_DIMS} are allowed")
+        dims = [self.read_u64(f"a dimension of tensor {name!r}") for _ in range(n_dims)]
+        type_id = self.read_u32(f"the type of tensor {name!r}")
+        offset = self.read_u64(f"the offset of tensor {name!r}")
         return _Entry(name, tuple(reversed(dims)), type_id, offset, self.byte_size(name, dims, type_id))
 
     def byte_size(self, name: str, dims: list[int], type_id: int) -> int:
@@ -232,10 +232,10 @@ class _Reader:
             raise UnsupportedModelError(f"{self.path.name}: tensor {name!r} has {known}")
         count = count_values(dims)
         if count is None:
-            raise self.fail(f"tensor {name!r}: dimensions {dims} overflow")
+            raise self.error(f"tensor {name!r}: dimensions {dims} overflow")
         columns = dims[0] if dims else 1
         if columns % kind.block_size:
-            raise self.fail(
+            raise self.error(
                 f"tensor {name!r}: rows of {columns} values are not whole blocks of {kind.name} "
                 f"({kind.block_size} values)"
             )
@@ -246,20 +246,20 @@ class _Reader:
         end, before = 0, ""
         for e in sorted(entries, key=lambda e: (e.offset, e.nbytes)):
             if e.offset % alignment:
-                raise self.fail(f"tensor {e.name!r}: offset {e.offset} is not a multiple of {alignment}")
+                raise self.error(f"tensor {e.name!r}: offset {e.offset} is not a multiple of {alignment}")
             if e.offset > room and e.nbytes == 0:
-                raise self.fail(f"tensor {e.name!r}: offset {e.offset} is past the end of the file")
+                raise self.error(f"tensor {e.name!r}: offset {e.offset} is past the end of the file")
             if e.offset + e.nbytes > room:
-                raise self.fail(
+                raise self.error(
                     f"tensor {e.name!r} needs bytes {e.offset} to {e.offset + e.nbytes} of the data, "
                     f"the file has {room}: it is truncated or damaged"
                 )
             if e.nbytes and e.offset < end:
-                raise self.fail(f"tensors {before!r} and {e.name!r} overlap")
+                raise self.error(f"tensors {before!r} and {e.name!r} overlap")
             if e.nbytes:
                 end, before = e.offset + e.nbytes, e.name
 
-    def tensor(self, e: _Entry, base: int) -> Tensor:
+    def make_tensor(self, e: _Entry, base: int) -> Tensor:
         start = base + e.offset if e.nbytes else 0
         data = np.frombuffer(self.map, np.uint8, e.nbytes, start)
         return Tensor(e.name, BY_ID[e.type_id], e.shape, data)

@@ -28,8 +28,8 @@ class Place:
     heads_per_kv: int
 
 
-Where = Callable[[Place], bool]
-Rules = tuple[tuple[Where, str], ...]  # the first that applies gives the type
+Condition = Callable[[Place], bool]
+Rules = tuple[tuple[Condition, str], ...]  # the first that applies gives the type
 
 
 def _always(place: Place) -> bool:
@@ -40,11 +40,11 @@ def _has_grouped_heads(place: Place) -> bool:
     return place.heads_per_kv >= MIN_GROUPED_HEADS
 
 
-def _first_layers(layers: int) -> Where:
+def _first_layers(layers: int) -> Condition:
     return lambda place: place.layer < layers
 
 
-def _first_fraction(of: int) -> Where:
+def _first_fraction(of: int) -> Condition:
     return lambda place: place.layer < place.n_layers // of
 
 
@@ -112,10 +112,10 @@ def matrix_type(mix: Mix, role: str, columns: int, place: Place, *, tied: bool) 
     if mix.base in ("F32", "F16", "BF16"):
         return mix.base
     role = FUSED_ROLES.get(role, role)
-    wanted = next((kind for where, kind in mix.rules.get(role, ()) if where(place)), mix.base)
+    chosen = next((kind for where, kind in mix.rules.get(role, ()) if where(place)), mix.base)
     if role == OUTPUT or (role == EMBEDDING and tied):
-        wanted = _head_type(mix.base, columns)
-    return _fit_columns(wanted, columns)
+        chosen = _head_type(mix.base, columns)
+    return _fit_columns(chosen, columns)
 
 
 def _head_type(base: str, columns: int) -> str:

@@ -23,19 +23,29 @@ from ..errors import ModelFileError, UnsupportedModelError
 from .checkpoint import PICKLE_SUFFIXES, Checkpoint, Tensor, count_values, map_file
 from .quants import BLOCK_TYPES, BlockType
 
-DECODED = ("F32", "F16", "BF16", "F64", "I8", "I16", "I32", "I64")  # named as our block types
-LISTED_BYTES = {"BOOL": 1, "U8": 1, "U16": 2, "U32": 4, "U64": 8, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "C64": 8}
+DECODABLE_TYPES = ("F32", "F16", "BF16", "F64", "I8", "I16", "I32", "I64")  # named as our block types
+LISTED_TYPES = {
+    "BOOL": 1,
+    "U8": 1,
+    "U16": 2,
+    "U32": 4,
+    "U64": 8,
+    "F8_E4M3": 1,
+    "F8_E5M2": 1,
+    "F8_E8M0": 1,
+    "C64": 8,
+}
 
 
-def _not_decoded(data: NDArray[np.uint8]) -> NoReturn:
+def _cannot_decode(data: NDArray[np.uint8]) -> NoReturn:
     raise UnsupportedModelError("this type cannot be dequantized")
 
 
 # `inspect` lists tensors of these types too; the id -1 keeps them out of a model.
-DTYPES = {name: BLOCK_TYPES[name] for name in DECODED} | {
-    name: BlockType(name, -1, 1, size, _not_decoded) for name, size in LISTED_BYTES.items()
+DTYPES = {name: BLOCK_TYPES[name] for name in DECODABLE_TYPES} | {
+    name: BlockType(name, -1, 1, size, _cannot_decode) for name, size in LISTED_TYPES.items()
 }
-MAX_HEADER = 100_000_000
+MAX_HEADER_BYTES = 100_000_000
 MAX_DIMS = 8
 
 TOP_NAMES = {
@@ -64,7 +74,7 @@ SANDWICH_NAMES = LAYER_NAMES | {
     "pre_feedforward_layernorm": "ffn_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
 }
-LAYER = re.compile(r"^model\.layers\.([0-9]{1,6})\.(.+)\.(weight|bias)$")
+LAYER_PATTERN = re.compile(r"^model\.layers\.([0-9]{1,6})\.(.+)\.(weight|bias)$")
 
 
 def open_hf(folder: Path, *, weights: bool = True) -> Checkpoint:
@@ -87,8 +97,8 @@ def open_hf(folder: Path, *, weights: bool = True) -> Checkpoint:
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object; raise ModelFileError with the file's name if that fails."""
     try:
-        if path.stat().st_size > MAX_HEADER:
-            raise ModelFileError(f"{path.name} has {path.stat().st_size} bytes: at most {MAX_HEADER} are read")
+        if path.stat().st_size > MAX_HEADER_BYTES:
+            raise ModelFileError(f"{path.name} has {path.stat().st_size} bytes: at most {MAX_HEADER_BYTES} are read")
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise ModelFileError(f"{path} is missing: a model folder must hold it") from error
@@ -103,10 +113,10 @@ def _rename(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     layer_names = SANDWICH_NAMES if any("pre_feedforward_layernorm" in name for name in tensors) else LAYER_NAMES
     out: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
-        ours = gguf_name(name, layer_names)
-        if ours in out:
-            raise ModelFileError(f"tensors {name!r} and {out[ours].name!r} both map to {ours!r}")
-        out[ours] = tensor
+        new_name = gguf_name(name, layer_names)
+        if new_name in out:
+            raise ModelFileError(f"tensors {name!r} and {out[new_name].name!r} both map to {new_name!r}")
+        out[new_name] = tensor
     return {name: replace(tensor, name=name) for name, tensor in out.items()}
 
 
@@ -114,7 +124,7 @@ def gguf_name(name: str, layer_names: Mapping[str, str] = LAYER_NAMES) -> str:
     """Return the GGUF name of a transformers tensor; an unknown name is returned unchanged."""
     if name in TOP_NAMES:
         return TOP_NAMES[name]
-    match = LAYER.match(name)
+    match = LAYER_PATTERN.match(name)
     if match is None or match[2] not in layer_names:
         return name
     return f"blk.{int(match[1])}.{layer_names[match[2]]}.{match[3]}"
@@ -168,7 +178,7 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
     view = map_file(path, 8)
     size = len(view)
     length = int.from_bytes(view[:8], "little")
-    if length > min(size - 8, MAX_HEADER):
+    if length > min(size - 8, MAX_HEADER_BYTES):
         raise ModelFileError(f"{path.name}: a header of {length} bytes does not fit (the file has {size})")
     header = _parse_header(path, view[8 : 8 + length])
     base = 8 + length
@@ -178,7 +188,7 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
 
 
 def _parse_header(path: Path, text: bytes) -> dict[str, dict[str, Any]]:
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    def reject_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         out: dict[str, Any] = {}
         for name, value in pairs:
             if name in out:
@@ -187,7 +197,7 @@ def _parse_header(path: Path, text: bytes) -> dict[str, dict[str, Any]]:
         return out
 
     try:
-        header = json.loads(text, object_pairs_hook=unique)
+        header = json.loads(text, object_pairs_hook=reject_duplicates)
     except (ValueError, RecursionError) as error:
         raise ModelFileError(f"{path.name}: its header is not readable JSON: {error}") from error
     if not isinstance(header, dict):
@@ -196,14 +206,14 @@ def _parse_header(path: Path, text: bytes) -> dict[str, dict[str, Any]]:
     return header
 
 
-def _natural(values: object) -> bool:
+def _all_natural(values: object) -> bool:
     if not isinstance(values, list) or len(values) > MAX_DIMS:
         return False
     return all(type(v) is int and 0 <= v < 1 << 63 for v in values)
 
 
 def _extent(path: Path, name: str, entry: object, room: int) -> tuple[int, int]:
-    if not isinstance(entry, dict) or not _natural(entry.get("shape")) or not _natural(entry.get("data_offsets")):
+    if not isinstance(entry, dict) or not all(_all_natural(entry.get(key)) for key in ("shape", "data_offsets")):
         raise ModelFileError(f"{path.name}: tensor {name!r} has no valid shape or data_offsets")
     dtype = entry.get("dtype")
     if not isinstance(dtype, str) or dtype not in DTYPES:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from llm_worker_rbee.weights import Tensor, open_checkpoint
-from llm_worker_rbee.weights.gguf import SCALARS, read_file
+from llm_worker_rbee.weights.gguf import SCALARS, read_gguf_file
 from llm_worker_rbee.weights.gguf_writer import NUMPY_TYPES, Raw, Typed, write_gguf
 from llm_worker_rbee.weights.quants import BLOCK_TYPES
 from tests.helpers.minimal_gguf import write_split
@@ -51,7 +51,7 @@ def test_metadata_written_and_read_is_equal(tmp_path: Path, kind: str, version: 
     array = checkpoint.metadata["array"]
     assert (array.dtype.name, checkpoint.value_types["array"]) == (kind, f"array of {kind}")
     assert same(array, np.array(EDGES[kind], kind))
-    assert read_file(path).version == version
+    assert read_gguf_file(path).version == version
 
 
 def test_metadata_strings_and_nested_arrays_round_trip(tmp_path: Path) -> None:

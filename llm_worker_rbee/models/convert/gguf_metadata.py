@@ -29,7 +29,7 @@ from .tokenizer_export import tokenizer_keys
 _log = logging.getLogger("llm_worker_rbee")
 QUANTIZATION_VERSION = 2  # of ggml's block layouts
 # Keys of one file (split set, alignment), not of the model.
-DROPPED = ("split.no", "split.count", "split.tensors.count", "general.alignment")
+DROPPED_KEYS = ("split.no", "split.count", "split.tensors.count", "general.alignment")
 # Names in config.json of fields of ModelConfig.
 CONFIG_NAMES = {
     "windows": "sliding_window in some of the layers",
@@ -49,9 +49,9 @@ def gguf_metadata(checkpoint: Checkpoint, config: ModelConfig, file_type: int) -
         "general.quantization_version": Typed("uint32", QUANTIZATION_VERSION),
     }
     if checkpoint.format == "gguf":
-        kinds = checkpoint.value_types
-        kept = {key: _typed(value, kinds.get(key)) for key, value in checkpoint.metadata.items() if key not in DROPPED}
-        return {**kept, **own}
+        kept = {key: value for key, value in checkpoint.metadata.items() if key not in DROPPED_KEYS}
+        types = checkpoint.value_types
+        return {**{key: _typed(value, types.get(key)) for key, value in kept.items()}, **own}
     arch = gguf_architecture(config)
     keys = {f"{arch}.{key}": value for key, value in _architecture_keys(config).items()}
     name = _model_name(checkpoint)

@@ -115,9 +115,7 @@ def _tokens(source: Mapping[str, Any], rows: int, *, byte_level: bool) -> tuple[
     added = [(entry["content"], entry["id"], entry.get("special")) for entry in source.get("added_tokens") or ()]
     beyond = [text for text, index in vocab.items() if index >= rows]
     if beyond:
-        raise TokenizerError(
-            f"tokenizer.json: the embedding of {rows} rows has no row for {preview(beyond[0])}"
-        )
+        raise TokenizerError(f"tokenizer.json: the embedding of {rows} rows has no row for {preview(beyond[0])}")
     for text, index in vocab.items():
         texts[index] = text
         token_types[index] = (

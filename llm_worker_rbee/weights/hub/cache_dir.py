@@ -123,14 +123,14 @@ def work_folder(folder: Path, name: str) -> Iterator[Path]:
 @contextmanager
 def _exit_on_termination() -> Iterator[None]:
     """Let SIGTERM and SIGHUP unwind the stack (and so clean up) unless the program handles them."""
-    here = threading.current_thread() is threading.main_thread()
-    ours = [number for number in EXIT_SIGNALS if here and signal.getsignal(number) == signal.SIG_DFL]
+    is_main_thread = threading.current_thread() is threading.main_thread()
+    handled = [number for number in EXIT_SIGNALS if is_main_thread and signal.getsignal(number) == signal.SIG_DFL]
     try:
-        for number in ours:
+        for number in handled:
             signal.signal(number, _exit_on_signal)
         yield
     finally:
-        for number in ours:
+        for number in handled:
             signal.signal(number, signal.SIG_DFL)
 
 
