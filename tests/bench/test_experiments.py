@@ -30,6 +30,7 @@ from llm_worker_rbee.bench.experiments.harness import (
     format_speedup,
     majority,
     require_equal,
+    unanimous,
     vote_faster,
     vote_saves,
     vote_speedup,
@@ -281,9 +282,9 @@ def test_majority_or_longest_decides() -> None:
     assert majority(["confirmed", "confirmed", "refuted", "refuted"]) == "refuted"  # the longest decides
     assert majority(["confirmed", "within noise", "refuted"]) == "refuted"
     assert majority(["within noise"]) == "within noise"
-    assert whole_forward.all_of(["confirmed", "confirmed"]) == "confirmed"
-    assert whole_forward.all_of(["confirmed", "within noise"]) == "within noise"
-    assert whole_forward.all_of(["confirmed", "refuted"]) == "refuted"
+    assert unanimous(["confirmed", "confirmed"]) == "confirmed"
+    assert unanimous(["confirmed", "within noise"]) == "within noise"
+    assert unanimous(["confirmed", "refuted"]) == "refuted"
 
 
 def test_format_by_length_and_speedup() -> None:

@@ -137,6 +137,11 @@ def majority(votes: Sequence[VerdictName]) -> VerdictName:
     return name if 2 * count > len(votes) else votes[-1]
 
 
+def unanimous(votes: Sequence[VerdictName]) -> VerdictName:
+    """Return confirmed if all votes are; one that refutes decides."""
+    return "refuted" if "refuted" in votes else "within noise" if "within noise" in votes else "confirmed"
+
+
 def format_change(change: Change) -> str:
     """`-2.1% (99% interval -3.0% to -1.2%)`."""
     return f"{change.change:+.1%} (99% interval {change.low:+.1%} to {change.high:+.1%})"
