@@ -1,153 +1,268 @@
-"""The phases of loading a model: how long each took, and a hook that hears of each while it lasts.
+"""Loading a model: locate and open its files, place it on a device, size the KV cache, load tokenizer and weights.
 
-What is told of a phase: its beginning (done 0), how far it is in bytes or things (about ten times, more often only
-where it takes long), its end with its seconds. `detail` says what is being done where that is more than the phase.
+Everything that can be refused is refused before anything large is allocated. Each phase is timed and reported: its
+start (done 0), its progress in bytes or items (about ten times, more often only if it is slow), its end.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .backends import cuda_probe, fallback_to_cpu, resolve_kv_type, select_backend
+from .backends import cuda_probe, fallback_to_cpu, is_automatic, resolve_kv_type, select_backend
 from .backends.ops import Backend
-from .engine.kv_cache_budget import DEFAULT_SHARE, DEVICE_SHARE, Capacity, available_memory, plan
-from .errors import InsufficientMemoryError
-from .models import read_model_config
+from .config import EngineConfig, ModelConfig
+from .engine.kv_cache_budget import (
+    DEVICE_MEMORY_FRACTION,
+    HOST_MEMORY_FRACTION,
+    KVCacheBudget,
+    available_memory,
+    plan_kv_cache,
+)
+from .errors import InsufficientMemoryError, InvalidRequestError
+from .models import Transformer, load_model, read_model_config
 from .models.convert import is_fp8, planned_types, quantize_checkpoint
+from .tokenizer import Tokenizer, tokenizer_from_gguf, tokenizer_from_hf
 from .weights import Checkpoint, open_checkpoint
-from .weights.hub import Progress
+from .weights.hub import Progress, locate_model
+from .weights.quant_mix import quant_name
 
-PARTS = 10  # of a phase, each of which is told
-TOLD_AFTER_S = 2.0  # or after so long
+REPORTS_PER_PHASE = 10
+MAX_REPORT_INTERVAL_S = 2.0
+PLANNED_SETTINGS = ("max_context", "n_blocks", "block_size")  # of EngineConfig: these follow from the memory
+ENGINE_SETTINGS = {field.name: field.default for field in fields(EngineConfig) if field.name not in PLANNED_SETTINGS}
 
 
 class Stage(NamedTuple):
-    """Where loading stands."""
+    """The progress of one phase."""
 
     stage: str
     done: int
     total: int | None
-    seconds: float  # since this phase began
-    detail: str | None = None
+    seconds: float  # since the phase began
+    detail: str | None = None  # what is being done, where that is more than the phase's name
 
 
 OnStage = Callable[[Stage], None]
 
 
-class Phases:
-    """One load."""
+class LoadPhases:
+    """The phases of one load: their seconds, and reports to `on_stage` and `progress`."""
 
     def __init__(self, on_stage: OnStage | None = None, progress: Progress | None = None) -> None:
-        self.seconds: dict[str, float] = {}  # of each phase that has ended
-        self._tell = on_stage or (lambda stage: None)
+        self.seconds: dict[str, float] = {}  # of each finished phase
+        self._on_stage = on_stage or (lambda stage: None)
         self._progress = progress
-        self._stage = Stage("", 0, None, 0.0)  # what was told last
-        self._began = self._told_at = 0.0
+        self._last = Stage("", 0, None, 0.0)
+        self._started_at = self._reported_at = 0.0
 
     @contextmanager
     def timed(self, name: str, total: int | None = None) -> Iterator[None]:
-        """A phase, of so many bytes or things if that is known."""
-        self._began = time.perf_counter()
-        self._say(Stage(name, 0, total, 0.0))
+        """Time a phase of `total` bytes or items, if that is known."""
+        self._started_at = time.perf_counter()
+        self._report(Stage(name, 0, total, 0.0))
         yield
-        seconds = time.perf_counter() - self._began
+        seconds = time.perf_counter() - self._started_at
         self.seconds[name] = self.seconds.get(name, 0.0) + seconds
-        whole = total or 1
-        self._say(Stage(name, whole, whole, seconds))
+        end = total or 1
+        self._report(Stage(name, end, end, seconds))
 
     def advance(self, done: int, detail: str | None = None, total: int | None = None) -> None:
-        """The present phase has come so far; of a part of it with a name of its own, `total` is that part's."""
-        last, now = self._stage, time.perf_counter()
+        """Report progress of the present phase; `total` is that of the part that `detail` names."""
+        last, now = self._last, time.perf_counter()
         total = last.total if total is None else total
-        is_part = total is not None and (done - last.done) * PARTS >= total
-        if detail != last.detail or is_part or now - self._told_at >= TOLD_AFTER_S:
-            self._say(Stage(last.stage, done, total, now - self._began, detail))
+        is_due = total is not None and (done - last.done) * REPORTS_PER_PHASE >= total
+        if detail != last.detail or is_due or now - self._reported_at >= MAX_REPORT_INTERVAL_S:
+            self._report(Stage(last.stage, done, total, now - self._started_at, detail))
 
     def progress(self, what: str, done: int, total: int | None) -> None:
-        """What takes long within a phase, for who draws bars and for who hears of phases."""
+        """Report a slow part of a phase (a download, compiling) to both listeners."""
         if self._progress is not None:
             self._progress(what, done, total)
         self.advance(done, what, total)
 
-    def _say(self, stage: Stage) -> None:
-        self._stage, self._told_at = stage, time.perf_counter()
-        self._tell(stage)
+    def _report(self, stage: Stage) -> None:
+        self._last, self._reported_at = stage, time.perf_counter()
+        self._on_stage(stage)
 
 
-def picked(device: str, backend: str, threads: int | None, deterministic: bool, quantize: str | None) -> Backend:
-    """The backend, before any file is looked for: what it cannot do is refused."""
-    ops = select_backend(device, backend, threads, deterministic=deterministic)
-    if is_fp8(quantize):
-        ops.require_fp8()
-    return ops
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadOptions:
+    """Which model, where, and how much memory; `LLM.__init__` documents each option."""
+
+    model: str | Path | None
+    device: str
+    backend: str
+    threads: int | None
+    kv_type: str
+    kv_memory: int | None
+    quantize: str | None
+    max_context: int | None
+    draft_model: str | Path | None
+    deterministic: bool
+    settings: Mapping[str, Any]  # of EngineConfig
 
 
-def opened(path: Path, quantize: str | None) -> Checkpoint:
-    """A model's file. Matrices that a GPU will keep in FP8 are marked at once: what is planned counts them so."""
-    found = open_checkpoint(path)
-    return quantize_checkpoint(found, quantize) if quantize is not None and is_fp8(quantize) else found
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedModel:
+    """A model that is ready to compute."""
+
+    checkpoint: Checkpoint
+    config: ModelConfig
+    model: Transformer
+    tokenizer: Tokenizer
+    quant: str  # the name of its mix of quantization types
+    kv_type: str
+    capacity: KVCacheBudget
+    notes: list[str]  # on the choice of device, for people
+    draft_model: Transformer | None
 
 
-def placed(ops: Backend, models: Sequence[Checkpoint], quantize: str | None = None) -> tuple[Backend, list[str]]:
-    """The backend that `auto` picked, or the CPU where the weights do not fit on its GPU; and what to say of it. FP8 is
-    only for a GPU: it stays there, and who plans the cache says what is missing."""
-    if is_fp8(quantize):
-        return ops, []
-    ops, told = fallback_to_cpu(ops, device_bytes(models, quantize))
-    return ops, [] if told is None else [told]
-
-
-def settled(
-    ops: Backend, models: Sequence[Checkpoint], asked_kv: str, quantize: str | None, *, is_automatic: bool, **sizes: Any
-) -> tuple[Backend, str, Capacity, list[str]]:
-    """The backend, how keys and values are kept, how large the cache is, and what to say of it. What `auto` picked
-    gives way to the CPU where the model, or its keys and values, do not fit on the GPU."""
-    notes: list[str] = []
-    if is_automatic:
-        ops, notes = placed(ops, models, quantize)
-    try:
-        kv_type = resolve_kv_type(ops, asked_kv)
-        return ops, kv_type, planned(ops, models, kv_type, quantize, **sizes), notes
-    except InsufficientMemoryError as error:
-        if not is_automatic or is_fp8(quantize) or not ops.has_device_memory:
-            raise
-        notes = [f"the GPU is not used: {error}"]
-    ops = select_backend("cpu")
-    kv_type = resolve_kv_type(ops, asked_kv)
-    return ops, kv_type, planned(ops, models, kv_type, quantize, **sizes), notes
-
-
-def planned(
-    ops: Backend,
-    models: Sequence[Checkpoint],
-    kv_type: str,
-    quantize: str | None = None,
-    *,
-    kv_memory: int | None,
-    max_context: int | None,
-    max_batch: int,
-) -> Capacity:
-    """How large the cache is for a model, and the draft model that may follow it."""
-    weights = device_bytes(models, quantize) if ops.has_device_memory else sum(one.nbytes for one in models)
-    config, *drafts = map(read_model_config, models)
-    return plan(
-        config,
-        kv_type,
-        kv_memory=kv_memory,
-        max_context=max_context,
-        max_batch=max_batch,
-        available=available_memory(weights, ops),
-        draft_config=drafts[0] if drafts else None,
-        share=DEVICE_SHARE if ops.has_device_memory else DEFAULT_SHARE,
+def load(options: LoadOptions, phases: LoadPhases) -> LoadedModel:
+    """Load a model and its draft model, with the phases of `LLM.phases`."""
+    check_settings(options.settings, options.draft_model)
+    with phases.timed("backend"):
+        backend = _select_backend(options)
+    with phases.timed("locate"):
+        path = _locate(options.model, phases)
+        draft_path = None if options.draft_model is None else _locate(options.draft_model, phases)
+    with phases.timed("open"):
+        checkpoint = _open_checkpoint(path, options.quantize)
+        draft = None if draft_path is None else open_checkpoint(draft_path)
+        placed = place_model(backend, [checkpoint] if draft is None else [checkpoint, draft], options)
+    with phases.timed("tokenizer"):
+        tokenizer = open_tokenizer(checkpoint)
+        if draft is not None:
+            _check_same_vocabulary(tokenizer, open_tokenizer(draft))
+    model = _load_weights(checkpoint, placed, options.quantize, phases)
+    tokenizer.pad_to(model.config.vocab_size)
+    return LoadedModel(
+        checkpoint=checkpoint,
+        config=model.config,
+        model=model,
+        tokenizer=tokenizer,
+        quant=quant_name(checkpoint) if options.quantize is None else options.quantize.upper(),
+        kv_type=placed.kv_type,
+        capacity=placed.capacity,
+        notes=placed.notes,
+        draft_model=None if draft is None else _load_weights(draft, placed, None, phases),
     )
 
 
-def device_bytes(models: Sequence[Checkpoint], quantize: str | None) -> int:
-    """What the weights will take on a GPU; the first model's in the type that they are brought into."""
+def open_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
+    """Return the tokenizer that a checkpoint carries, whatever its architecture."""
+    if checkpoint.format == "gguf":
+        return tokenizer_from_gguf(checkpoint.metadata)
+    return tokenizer_from_hf(checkpoint.path)
+
+
+def check_settings(settings: Mapping[str, Any], draft_model: object) -> None:
+    """Raise on engine settings that are unknown, out of range or contradictory, before anything is loaded."""
+    for name in settings:
+        if name not in ENGINE_SETTINGS:
+            raise InvalidRequestError(f"unknown option {name!r}: an engine has {', '.join(ENGINE_SETTINGS)}", name)
+    EngineConfig(max_context=1, n_blocks=1, **settings)
+    if draft_model is not None and settings.get("speculative", "off") != "off":
+        raise InvalidRequestError("speculative and draft_model are two ways to draft: give one of them", "speculative")
+
+
+def _select_backend(options: LoadOptions) -> Backend:
+    """Return the backend; what it cannot do is refused before any file is looked for."""
+    backend = select_backend(options.device, options.backend, options.threads, deterministic=options.deterministic)
+    if is_fp8(options.quantize):
+        backend.require_fp8()
+    resolve_kv_type(backend, options.kv_type)
+    return backend
+
+
+def _locate(model: str | Path | None, phases: LoadPhases) -> Path:
+    return locate_model(None if model is None else str(model), progress=phases.progress)
+
+
+def _open_checkpoint(path: Path, quantize: str | None) -> Checkpoint:
+    """Open a model file. Matrices that a GPU will keep in FP8 are marked now, so that planning counts them so."""
+    checkpoint = open_checkpoint(path)
+    return quantize_checkpoint(checkpoint, quantize) if quantize is not None and is_fp8(quantize) else checkpoint
+
+
+class Placement(NamedTuple):
+    """Where a model goes and how large its KV cache is."""
+
+    backend: Backend
+    kv_type: str
+    capacity: KVCacheBudget
+    notes: list[str]
+
+
+def place_model(backend: Backend, models: Sequence[Checkpoint], options: LoadOptions) -> Placement:
+    """Return the backend and the KV cache for a model and the draft model that may follow it.
+
+    A GPU that `auto` chose gives way to the CPU if the weights, or keys and values, do not fit on it. FP8 weights need
+    a GPU, so they stay there and planning the KV cache raises.
+    """
+    is_fallback_allowed = is_automatic(options.device, options.backend, options.threads) and not is_fp8(
+        options.quantize
+    )
+    notes: list[str] = []
+    if is_fallback_allowed:
+        backend, note = fallback_to_cpu(backend, device_weight_bytes(models, options.quantize))
+        notes = [] if note is None else [note]
+    try:
+        return _plan_placement(backend, models, options, notes)
+    except InsufficientMemoryError as error:
+        if not is_fallback_allowed or not backend.has_device_memory:
+            raise
+        notes = [f"the GPU is not used: {error}"]
+    return _plan_placement(select_backend("cpu"), models, options, notes)
+
+
+def _plan_placement(
+    backend: Backend, models: Sequence[Checkpoint], options: LoadOptions, notes: list[str]
+) -> Placement:
+    kv_type = resolve_kv_type(backend, options.kv_type)
+    on_device = backend.has_device_memory
+    weights = device_weight_bytes(models, options.quantize) if on_device else sum(one.nbytes for one in models)
+    config, *drafts = map(read_model_config, models)
+    capacity = plan_kv_cache(
+        config,
+        kv_type,
+        kv_memory=options.kv_memory,
+        max_context=options.max_context,
+        max_batch=options.settings.get("max_batch", ENGINE_SETTINGS["max_batch"]),
+        available=available_memory(weights, backend),
+        draft_config=drafts[0] if drafts else None,
+        memory_fraction=DEVICE_MEMORY_FRACTION if on_device else HOST_MEMORY_FRACTION,
+    )
+    return Placement(backend, kv_type, capacity, notes)
+
+
+def device_weight_bytes(models: Sequence[Checkpoint], quantize: str | None) -> int:
+    """Return the bytes of the weights on a GPU; the first model's in the type that it is quantized to."""
     first, *others = models
-    kinds = {} if quantize is None or is_fp8(quantize) else planned_types(first, quantize)
-    return cuda_probe.packed_bytes(first, kinds) + sum(map(cuda_probe.packed_bytes, others))
+    types = {} if quantize is None or is_fp8(quantize) else planned_types(first, quantize)
+    return cuda_probe.packed_bytes(first, types) + sum(map(cuda_probe.packed_bytes, others))
+
+
+def _load_weights(checkpoint: Checkpoint, placed: Placement, quantize: str | None, phases: LoadPhases) -> Transformer:
+    config = read_model_config(checkpoint)
+    if quantize is not None:
+        with phases.timed("quantize"):
+            checkpoint = quantize_checkpoint(checkpoint, quantize, progress=phases.progress)
+    with phases.timed("kernels"):
+        placed.backend.load_kernels(checkpoint, config, placed.kv_type, phases.progress)
+    with phases.timed("weights", checkpoint.nbytes):
+        return load_model(checkpoint, placed.backend, config, placed.capacity.max_context, phases.advance)
+
+
+def _check_same_vocabulary(tokenizer: Tokenizer, draft: Tokenizer) -> None:
+    sizes = tokenizer.vocab_size, draft.vocab_size
+    if sizes[0] != sizes[1] or any(tokenizer.piece(i) != draft.piece(i) for i in range(sizes[0])):
+        raise InvalidRequestError(
+            f"the draft model's tokenizer ({sizes[1]} tokens) is not that of the model ({sizes[0]} tokens): "
+            "a draft model needs the same vocabulary",
+            "draft_model",
+        )

@@ -1,4 +1,4 @@
-"""What comes back: pieces of an answer as they are made, and whole answers. Plain records."""
+"""What the offline API returns: chunks of a completion as they are generated, and whole completions. Plain records."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .engine.request import FinishReason, TokenLogprob
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Where the time of one answer went, in seconds; what it waited for others is in it."""
+    """Where the time of one completion went, in seconds from its start, waiting included."""
 
     time_to_first_token: float
     total: float
@@ -24,7 +24,7 @@ class Timings:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """What became visible with one token; `text` may be empty while a character or a stop string is incomplete."""
+    """What one token added; `text` may be empty while a character or a stop string is incomplete."""
 
     text: str
     token: int | None = None
@@ -34,16 +34,16 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A whole answer."""
+    """The whole output of one request."""
 
     prompt_tokens: list[int]
     tokens: list[int]  # without the end-of-text id
     text: str
-    # "stop": an end-of-text id or a stop string; "length": max_tokens or the context; None: not ended yet
+    # "stop": an end-of-text id or a stop string; "length": max_tokens or the context; None: not finished
     finish_reason: FinishReason | None
-    stop_sequence: str | None  # the stop string that was met
+    stop_sequence: str | None  # the stop string that was found
     seed: int
     timings: Timings
     logprobs: list[TokenLogprob] | None = None
     prompt_logprobs: list[TokenLogprob | None] | None = None  # as long as prompt_tokens, the first None
-    cached_tokens: int = 0  # of the prompt, computed for an earlier request
+    cached_tokens: int = 0  # prompt tokens found in the prefix cache

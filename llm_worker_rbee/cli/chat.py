@@ -71,7 +71,7 @@ def chat(
     conversation.prompt()  # fails here for a model without a template, or one that takes no system message
     if sys.stdin.isatty():
         if not quiet:
-            if not llm.capacity.is_cut:  # else it was printed
+            if not llm.capacity.is_context_reduced:  # else it was printed
                 note(str(llm.capacity))
             note(f"{visible(_name(llm))} · context of {llm.max_context:,} tokens · /help lists the commands")
         _talk(conversation)

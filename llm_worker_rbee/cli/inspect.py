@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from ..config import KV_DEFAULT, KV_ON_CPU, ModelConfig
-from ..engine.kv_cache_budget import DEFAULT_SHARE, available_memory, plan
+from ..engine.kv_cache_budget import HOST_MEMORY_FRACTION, available_memory, plan_kv_cache
 from ..errors import InsufficientMemoryError, WorkerError, human_bytes
 from ..llm import open_tokenizer
 from ..models import read_model_config
@@ -163,7 +163,7 @@ def _fits_line(fits: dict[str, Any]) -> str:
     beside = "memory unknown" if free is None else f"{human_bytes(free)} free beside the weights"
     if fits["kv_memory"] is not None:
         return f"{beside}; --kv-memory is {human_bytes(fits['kv_memory'])}"
-    share = "one context" if free is None else f"at most {DEFAULT_SHARE:.0%}"
+    share = "one context" if free is None else f"at most {HOST_MEMORY_FRACTION:.0%}"
     return f"{beside}; {share} of it for keys and values (--kv-memory sets another size)"
 
 
@@ -309,7 +309,7 @@ def _fits(
     for kv_type in KV_ON_CPU:
         try:
             with option_names_in_errors(max_context="--context"):
-                made = plan(config, kv_type, max_context=context, available=available, **capacity)
+                made = plan_kv_cache(config, kv_type, max_context=context, available=available, **capacity)
         except InsufficientMemoryError as error:
             caches[kv_type] = {"error": str(error)}
             continue

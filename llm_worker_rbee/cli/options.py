@@ -21,7 +21,7 @@ from ..backends import isa, thread_count
 from ..backends.precompile import COMPILING
 from ..config import KV_AUTO, KV_VALUE_BYTES
 from ..config.engine import SPECULATIVE, EngineConfig
-from ..engine.kv_cache_budget import bytes_of
+from ..engine.kv_cache_budget import parse_size
 from ..engine.request import SamplingParams
 from ..errors import InsufficientMemoryError, InvalidRequestError, WorkerError
 from ..llm import LLM, Stream
@@ -259,7 +259,7 @@ class CapacityOptions:
 
     def arguments(self) -> dict[str, Any]:
         """Return the validated arguments of `LLM`."""
-        kv_memory = None if self.kv_memory is None else _check(bytes_of, self.kv_memory)
+        kv_memory = None if self.kv_memory is None else _check(parse_size, self.kv_memory)
         return {"kv_memory": kv_memory, **self._check_engine(max_batch=self.max_batch)}
 
     @staticmethod
@@ -343,7 +343,7 @@ def load_model(
         status.clear()
     for text in llm.notes:
         note(text)
-    if engine is not None and llm.capacity.is_cut:
+    if engine is not None and llm.capacity.is_context_reduced:
         note(f"{llm.capacity}; --kv-memory or a smaller --kv-type gives longer contexts")
     return llm
 

@@ -15,8 +15,7 @@ from typing import Annotated
 import typer
 
 from ..errors import InvalidRequestError, WorkerError
-from ..llm import LLM, Completion, Stream, together
-from ..llm import MOST_CHOICES as MAX_CHOICES
+from ..llm import LLM, MAX_COMPLETIONS, Completion, Stream, together
 from ..progress import request_progress, supports_ansi
 from .completion_report import completion_json, draft_stats, figures_line, logprob_lines
 from .options import (
@@ -46,7 +45,7 @@ class OutputOptions:
     ] = None
     choices: Annotated[
         int,
-        _option("--choices", metavar="N", min=1, max=MAX_CHOICES,
+        _option("--choices", metavar="N", min=1, max=MAX_COMPLETIONS,
                 help="Number of answers to each prompt (-n limits their length)."),
     ] = 1  # fmt: skip
     timeout: Annotated[
@@ -177,7 +176,7 @@ def run_batch(
 
 
 def _note_before_batch(llm: LLM, requests: Sequence[PromptRequest], ask: PromptOptions, output: OutputOptions) -> None:
-    if ask.prompts is not None and not llm.capacity.is_cut:  # else it was printed
+    if ask.prompts is not None and not llm.capacity.is_context_reduced:  # else it was printed
         note(str(llm.capacity))
     if output.choices > 1 and any(request.params.temperature == 0 for request in requests):
         note("at temperature 0 all answers to a prompt are the same: --choices 1 gives each once")

@@ -228,7 +228,7 @@ def _warm_up(llm: LLM) -> LLM:
 def _remove_model(llm: LLM, step_ms: float) -> None:
     """Replace the model in the engine: what remains is the server's own cost."""
     words = [token for token in llm.tokenize(NULL_TEXT, add_special=False) if llm.detokenize([token])]
-    llm.engine.compute = DummyModel(words, step_ms / 1000)
+    llm.engine.replace_model(DummyModel(words, step_ms / 1000))
 
 
 def _validate_name(name: str, option: str) -> str:

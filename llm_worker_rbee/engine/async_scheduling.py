@@ -1,8 +1,8 @@
-"""Steps that begin before the tokens of the step before are known: the device goes on while the host writes its books.
+"""Async scheduling: the next step is launched before the tokens of the last one have reached the host.
 
-It is done where nothing can come between: everybody answers, nobody can come in, and a backend can feed what it has
-chosen to its own next step (`sample_later`). What was begun for a request that has ended meanwhile is forgotten when it
-lands: the place that it wrote to was its own, and whoever gets it next writes later.
+Only where nothing can change the batch in between (every request decodes, none can be admitted) and the backend can
+feed sampled tokens to its own next step. What was launched for a request that has finished meanwhile is discarded: it
+wrote to a block of its own, and the block's next owner writes later.
 """
 
 from __future__ import annotations
@@ -20,68 +20,63 @@ from .scheduler import Scheduler
 
 
 class InFlightStep(NamedTuple):
-    """A step under way."""
+    """A step that was launched and not collected."""
 
     requests: list[Request]
-    later: PendingTokens
+    pending: PendingTokens
+
+    def scheduled(self) -> list[ScheduledTokens]:
+        """Return the step as the scheduler would have made it, without requests that have finished."""
+        running = [request for request in self.requests if not request.is_finished]
+        return [ScheduledTokens(r, r.num_computed_tokens, len(r.ids), r.num_computed_tokens) for r in running]
+
+    def collect(self, tokens: Sequence[int], scheduled: Sequence[ScheduledTokens]) -> SamplerOutput:
+        """Return the tokens of the requests that are still running."""
+        running = {one.request for one in scheduled}
+        return SamplerOutput([t for request, t in zip(self.requests, tokens, strict=True) if request in running])
 
 
 class AsyncScheduler:
-    """Begins steps of a model, if its backend can."""
+    """Launches steps of a model whose backend samples asynchronously."""
 
     def __init__(self, model: Transformer, runner: ModelRunner) -> None:
         self._model, self._runner = model, runner
-        can_sample = model.ops.has_async_sampling and model.fused is not None
-        self._sample_async = model.ops.sample_async if can_sample else None
+        self._sample_async = model.ops.sample_async
 
-    def first(self, spans: Sequence[ScheduledTokens], scheduler: Scheduler) -> InFlightStep | None:
-        """Begin a step whose tokens are known."""
-        if self._sample_async is None or len(spans) != len(scheduler.running) or not all(map(_is_plain, spans)):
+    @staticmethod
+    def is_supported(model: Transformer) -> bool:
+        return model.ops.has_async_sampling and model.fused is not None
+
+    def launch(self, scheduled: Sequence[ScheduledTokens], scheduler: Scheduler) -> InFlightStep | None:
+        """Launch a step whose input tokens are known; None unless the next one could follow it."""
+        if len(scheduled) != len(scheduler.running) or not all(map(_is_plain_decode, scheduled)):
             return None
-        requests = [span.request for span in spans]
+        requests = [one.request for one in scheduled]
         rows = [sample_rows(request)[0] for request in requests]
-        logits = forward(self._model, self._runner.batch(spans), self._runner.cache)
+        logits = forward(self._model, self._runner.batch(scheduled), self._runner.cache)
         return InFlightStep(requests, self._sample_async(logits, rows))
 
-    def next(self, begun: InFlightStep, scheduler: Scheduler) -> InFlightStep | None:
-        """Begin the one after it, if everybody goes on and has room."""
-        if (
-            len(scheduler.running) != len(begun.requests)
-            or not scheduler.next_batch_is_unchanged
-            or self._sample_async is None
-        ):
+    def launch_next(self, step: InFlightStep, scheduler: Scheduler) -> InFlightStep | None:
+        """Launch the step after one in flight; None unless every request goes on and has a block for its token."""
+        if len(scheduler.running) != len(step.requests) or not scheduler.next_batch_is_unchanged:
             return None
-        for request in begun.requests:
-            known = len(request.ids) + 1  # with the token that is on its way
+        for request in step.requests:
+            known = len(request.ids) + 1  # with the token in flight
             if request.is_finished or known >= request.max_total_tokens or scheduler.reserve(request, known) < known:
                 return None
-        rows = [replace(sample_rows(request)[0], position=len(request.ids) + 1) for request in begun.requests]
-        batch = self._runner.next_batch(begun.requests, begun.later.tokens)
-        return InFlightStep(begun.requests, self._sample_async(forward(self._model, batch, self._runner.cache), rows))
+        rows = [replace(sample_rows(request)[0], position=len(request.ids) + 1) for request in step.requests]
+        batch = self._runner.next_batch(step.requests, step.pending.tokens)
+        logits = forward(self._model, batch, self._runner.cache)
+        return InFlightStep(step.requests, self._sample_async(logits, rows))
 
 
-def landed(
-    begun: InFlightStep, spans: list[ScheduledTokens], tokens: Sequence[int]
-) -> tuple[list[ScheduledTokens], SamplerOutput]:
-    """What comes of a step for those who are still there."""
-    there = {span.request for span in spans}
-    kept = [token for request, token in zip(begun.requests, tokens, strict=True) if request in there]
-    return spans, SamplerOutput(kept)
-
-
-def spans_of(begun: InFlightStep) -> list[ScheduledTokens]:
-    """A step that was begun, as the scheduler would have it; without those who have ended."""
-    alive = [request for request in begun.requests if not request.is_finished]
-    return [ScheduledTokens(r, r.num_computed_tokens, len(r.ids), r.num_computed_tokens) for r in alive]
-
-
-def _is_plain(span: ScheduledTokens) -> bool:
-    """One token that ends what is known, and a choice that looks at nothing but its logits."""
-    request, p = span.request, span.request.params
-    looks_back = (p.repetition_penalty != 1.0 and p.repeat_last_n) or p.presence_penalty or p.frequency_penalty
+def _is_plain_decode(scheduled: ScheduledTokens) -> bool:
+    """Return whether one token is computed and the next is sampled from its logits alone."""
+    request, p = scheduled.request, scheduled.request.params
+    has_penalties = (p.repetition_penalty != 1.0 and p.repeat_last_n) or p.presence_penalty or p.frequency_penalty
     return (
-        span.stop - span.start == 1
-        and span.stop == len(request.ids)
-        and not (looks_back or request.drafts or request.num_unscored_tokens)
+        scheduled.stop - scheduled.start == 1
+        and scheduled.stop == len(request.ids)
+        and not (has_penalties or request.drafts or request.num_unscored_tokens)
         and p.logprobs is None
     )

@@ -177,7 +177,7 @@ class Worker(GenerationListener):
         status, age = {"ready": "healthy"}.get(self.state, self.state), 0.0
         if self._engine is not None:
             age = time.monotonic() - self._engine.last_step_at if self._engine.engine.has_work else 0.0
-            if status == "healthy" and self._engine.engine.is_lost:
+            if status == "healthy" and self._engine.engine.device_failed:
                 status = "failed"
             if status == "healthy" and (age > self.settings.stall_timeout_s or not self._engine.is_alive):
                 status = "stalled"

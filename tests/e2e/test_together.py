@@ -151,7 +151,7 @@ def test_an_interrupt_in_the_middle_of_a_step_leaves_a_model_that_answers(
     next(stream), next(other)
     part = llm.engine.runner if where == "run" else llm.engine.scheduler
     with monkeypatch.context() as patched:
-        patched.setattr(llm.engine._ahead, "_sample_later", None)  # on a GPU a step that is begun calls none of them
+        patched.setattr(llm.engine, "_async_scheduler", None)  # an in-flight step calls neither of them
         actual = getattr(part, where)
 
         def interrupted(*args: Any) -> Any:
@@ -212,7 +212,7 @@ def test_a_draft_model_must_have_the_same_tokens(tiny_file: Path, tmp_path: Path
     with pytest.raises(InvalidRequestError, match="tokenizer") as caught:
         LLM(tiny_file, draft_model=other)
     assert caught.value.field == "draft_model"
-    with pytest.raises(InvalidRequestError, match="two ways to guess"):
+    with pytest.raises(InvalidRequestError, match="two ways to draft"):
         LLM(tiny_file, draft_model=tiny_file, speculative="ngram")
 
 

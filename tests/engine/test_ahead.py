@@ -35,36 +35,38 @@ class PendingTokens:
         return told
 
 
-class OneByOne:
-    """The ops of a backend, without the one."""
+class SyncBackend:
+    """A backend without asynchronous sampling."""
+
+    has_async_sampling = False
 
     def __init__(self, ops: Any) -> None:
         self._ops = ops
 
     def __getattr__(self, name: str) -> Any:
-        if name == "sample_later":
-            raise AttributeError(name)
         return getattr(self._ops, name)
 
 
-class Device:
-    """The ops of a backend, and the one more."""
+class AsyncBackend:
+    """A backend with asynchronous sampling; a share of its steps is undecided."""
 
-    def __init__(self, ops: Any, unsure: float = 0.0) -> None:
-        self._ops, self._unsure = ops, unsure
+    has_async_sampling = True
+
+    def __init__(self, ops: Any, undecided: float = 0.0) -> None:
+        self._ops, self._undecided = ops, undecided
         self._random = random.Random(5)
-        self.num_begun = 0
+        self.num_launched = 0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._ops, name)
 
-    def sample_later(self, logits: Any, rows: Sequence[SampleRow]) -> PendingTokens:
-        self.num_begun += 1
-        is_sure = self._random.random() >= self._unsure
-        if not hasattr(self._ops, "sample_later"):
-            return PendingTokens(self._ops.sample(logits, rows), is_sure)
-        own = self._ops.sample_later(logits, rows)
-        return PendingTokens(own.tokens, is_sure, own)
+    def sample_async(self, logits: Any, rows: Sequence[SampleRow]) -> PendingTokens:
+        self.num_launched += 1
+        is_decided = self._random.random() >= self._undecided
+        if not self._ops.has_async_sampling:
+            return PendingTokens(self._ops.sample(logits, rows), is_decided)
+        own = self._ops.sample_async(logits, rows)
+        return PendingTokens(own.tokens, is_decided, own)
 
 
 @pytest.fixture(scope="module")
@@ -112,17 +114,20 @@ def run(engine: Engine, seed: int) -> list[tuple[list[int], Any]]:
 @pytest.mark.parametrize("settings", [{}, {"max_batch": 3}, {"n_blocks": 9}, {"prefix_cache": False}])
 def test_the_same_tokens_as_one_by_one(model: Transformer, settings: dict[str, Any], unsure: float) -> None:
     config = EngineConfig(**{"max_context": 112, "n_blocks": 64, "debug": True, "max_step_tokens": 32, **settings})
-    device = Device(model.ops, unsure)
-    ahead, plain = Engine(replace(model, ops=device), config), Engine(replace(model, ops=OneByOne(model.ops)), config)
+    device = AsyncBackend(model.ops, unsure)
+    ahead, plain = (
+        Engine(replace(model, ops=device), config),
+        Engine(replace(model, ops=SyncBackend(model.ops)), config),
+    )
     for seed in range(40 if DEVICE == "cpu" else 8):
         assert run(ahead, seed) == run(plain, seed), seed
         for engine in (ahead, plain):
             assert engine.scheduler.pool.num_free == config.n_blocks
-    assert device.num_begun > (100 if DEVICE == "cpu" else 20)
+    assert device.num_launched > (100 if DEVICE == "cpu" else 20)
 
 
 def test_a_device_that_fails_ends_its_requests_only(model: Transformer, monkeypatch: pytest.MonkeyPatch) -> None:
-    device = Device(model.ops)
+    device = AsyncBackend(model.ops)
     engine = Engine(replace(model, ops=device), EngineConfig(max_context=112, n_blocks=64, debug=True))
     first = Request([1, 2], SamplingParams(temperature=0), 30, 0, frozenset())
     engine.add(first)
@@ -147,11 +152,11 @@ def test_a_device_that_fails_ends_its_requests_only(model: Transformer, monkeypa
 def test_the_next_step_is_begun_before_the_last_one_is_seen(
     model: Transformer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    device, told = Device(model.ops), []
+    device, told = AsyncBackend(model.ops), []
     engine = Engine(replace(model, ops=device), EngineConfig(max_context=112, n_blocks=64))
     engine.add(Request([1, 2], SamplingParams(temperature=0), 6, 0, frozenset()))
     result = PendingTokens.result
-    monkeypatch.setattr(PendingTokens, "result", lambda later: told.append(device.num_begun) or result(later))
+    monkeypatch.setattr(PendingTokens, "result", lambda later: told.append(device.num_launched) or result(later))
     while engine.has_work:
         engine.step()
     assert told == [2, 3, 4, 5, 5]  # a prompt of two tokens is no such step; nothing is begun past the end
@@ -162,7 +167,9 @@ def test_an_interrupt_while_tokens_are_waited_for_loses_none(
     model: Transformer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = EngineConfig(max_context=112, n_blocks=64, debug=True)
-    ahead, plain = (Engine(replace(model, ops=ops), config) for ops in (Device(model.ops), OneByOne(model.ops)))
+    ahead, plain = (
+        Engine(replace(model, ops=ops), config) for ops in (AsyncBackend(model.ops), SyncBackend(model.ops))
+    )
     asked = [Request([1, 2], SamplingParams(temperature=0), 12, 0, frozenset()) for _ in range(2)]
     for engine, request in zip((ahead, plain), asked, strict=True):
         engine.add(request)
@@ -185,7 +192,7 @@ def test_an_interrupt_while_tokens_are_waited_for_loses_none(
 
 def test_a_queue_does_not_stop_it(model: Transformer) -> None:
     """All rows are taken, so nobody comes in before somebody ends: steps go on being begun."""
-    device = Device(model.ops)
+    device = AsyncBackend(model.ops)
     engine = Engine(replace(model, ops=device), EngineConfig(max_context=112, n_blocks=64, max_batch=2, debug=True))
     asked = [Request([i + 1, 2], SamplingParams(temperature=0), 20, 0, frozenset()) for i in range(6)]
     for request in asked:
@@ -193,4 +200,4 @@ def test_a_queue_does_not_stop_it(model: Transformer) -> None:
     while engine.has_work:
         engine.step()
     assert all(len(request.tokens) == 20 for request in asked)
-    assert device.num_begun > 3 * 15
+    assert device.num_launched > 3 * 15

@@ -140,7 +140,7 @@ def test_books_that_break_end_everybody_and_the_engine_serves_on(
 ) -> None:
     async def main() -> None:
         engine = engine_of(model)
-        monkeypatch.setattr(engine._ahead, "_sample_later", None)  # on a GPU a step that is begun asks no scheduler
+        monkeypatch.setattr(engine, "_async_scheduler", None)  # on a GPU a step that is begun asks no scheduler
         async with AsyncEngine(engine) as serving:
             ticket = serving.submit(request([1, 2], 400))
             await anext(ticket)
@@ -181,7 +181,7 @@ def test_a_request_that_the_engine_does_not_take_ends_alone(model: Transformer) 
             once = request(PROMPTS[0])
             assert await all_of(serving.submit(once)) == plain(model)[0]
             other = serving.submit(request(PROMPTS[1]))
-            with pytest.raises(InvalidRequestError, match="added once"):
+            with pytest.raises(InvalidRequestError, match="added only once"):
                 await all_of(serving.submit(once))
             assert await all_of(other) == plain(model)[1]
 

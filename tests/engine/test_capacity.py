@@ -14,13 +14,13 @@ from llm_worker_rbee.backends.ops import KV_TYPES
 from llm_worker_rbee.cache import KVCache
 from llm_worker_rbee.config import DEVICE_SPARE, Family, ModelConfig
 from llm_worker_rbee.engine.kv_cache_budget import (
-    DEFAULT_SHARE,
-    DEVICE_SHARE,
-    SMALLEST_CONTEXT,
+    DEVICE_MEMORY_FRACTION,
+    HOST_MEMORY_FRACTION,
+    MIN_CONTEXT,
     available_memory,
     block_bytes,
-    bytes_of,
-    plan,
+    parse_size,
+    plan_kv_cache,
 )
 from llm_worker_rbee.errors import InsufficientMemoryError, InvalidRequestError
 
@@ -48,7 +48,7 @@ BLOCK = block_bytes(SMALL, "float32")
 @pytest.mark.parametrize("head_dim", [5, 16, 80])
 def test_what_is_planned_is_what_is_taken(kv_type: str, head_dim: int) -> None:
     config = replace(SMALL, head_dim=head_dim)
-    capacity = plan(config, kv_type, max_batch=2, available=None)
+    capacity = plan_kv_cache(config, kv_type, max_batch=2, available=None)
     taken = KVCache(select_backend("cpu", "cpu"), config, capacity.n_blocks, capacity.block_size, kv_type).nbytes
     assert taken == capacity.bytes
     assert (
@@ -70,16 +70,16 @@ def test_the_figures_hold(
     draft = replace(SMALL, n_layers=1) if drafting else None
     options: dict[str, Any] = {"kv_memory": kv_memory, "max_context": max_context, "draft_config": draft}
     try:
-        made = plan(SMALL, max_batch=max_batch, available=available, **options)
+        made = plan_kv_cache(SMALL, max_batch=max_batch, available=available, **options)
     except InsufficientMemoryError:
         block = BLOCK + (0 if draft is None else block_bytes(draft, "float32"))
-        least = max_context or SMALLEST_CONTEXT
-        allowed = int(available * DEFAULT_SHARE) if kv_memory is None else kv_memory
+        least = max_context or MIN_CONTEXT
+        allowed = int(available * HOST_MEMORY_FRACTION) if kv_memory is None else kv_memory
         assert allowed // block * 16 < least or (kv_memory or 0) > available
         return
-    assert made.bytes <= (available * DEFAULT_SHARE if kv_memory is None else min(kv_memory, available))
+    assert made.bytes <= (available * HOST_MEMORY_FRACTION if kv_memory is None else min(kv_memory, available))
     assert made.max_context == max_context or made.max_context == min(1000, made.tokens)
-    assert made.is_cut == (max_context is None and made.max_context < 1000)
+    assert made.is_context_reduced == (max_context is None and made.max_context < 1000)
     whole = -(-made.max_context // made.block_size)
     assert made.contexts * whole <= made.n_blocks < (made.contexts + 1) * whole
     if kv_memory is None:
@@ -92,20 +92,20 @@ def test_the_figures_hold(
 
 def test_a_sentence_for_people() -> None:
     whole = 8192 // 16 * block_bytes(SMOL, "float32")
-    assert str(plan(SMOL, kv_memory=12 * whole + 5, max_batch=64, available=None)) == (
+    assert str(plan_kv_cache(SMOL, kv_memory=12 * whole + 5, max_batch=64, available=None)) == (
         "KV cache 4.53 GB (float32): 98,304 tokens = 12 contexts of 8,192, or 64 requests of 1,536 each"
     )
-    assert str(plan(SMOL, "int8", max_context=2048, max_batch=2, available=10**10)) == (
+    assert str(plan_kv_cache(SMOL, "int8", max_context=2048, max_batch=2, available=10**10)) == (
         "KV cache 50.1 MB (int8): 4,096 tokens = 2 contexts of 2,048, a whole one for each request"
     )
-    assert str(plan(SMOL, kv_memory=10**8, max_batch=64, available=10**10)) == (
+    assert str(plan_kv_cache(SMOL, kv_memory=10**8, max_batch=64, available=10**10)) == (
         "KV cache 99.5 MB (float32): 2,160 tokens = 1 context of 2,160 (not 8,192), or 64 requests of 32 each"
     )
 
 
 def test_where_nobody_tells_it_is_one_context() -> None:
-    made = plan(SMOL, max_batch=64, available=None)
-    assert (made.contexts, made.is_cut) == (1, False)
+    made = plan_kv_cache(SMOL, max_batch=64, available=None)
+    assert (made.contexts, made.is_context_reduced) == (1, False)
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def test_where_nobody_tells_it_is_one_context() -> None:
 )
 def test_what_cannot_be_is_refused_with_both_figures(options: dict[str, Any], told: tuple[str, ...]) -> None:
     with pytest.raises(InsufficientMemoryError) as caught:
-        plan(SMOL, max_batch=64, **{"available": 10**10, **options})
+        plan_kv_cache(SMOL, max_batch=64, **{"available": 10**10, **options})
     for part in told:
         assert part in str(caught.value)
 
@@ -134,7 +134,7 @@ def test_what_cannot_be_is_refused_with_both_figures(options: dict[str, Any], to
 def test_values_that_make_no_sense(field: str, value: Any) -> None:
     options: dict[str, Any] = {"max_batch": 4, "available": 10**10, field: value}
     with pytest.raises(InvalidRequestError) as caught:
-        plan(SMOL, **options)
+        plan_kv_cache(SMOL, **options)
     assert caught.value.field == field
     assert repr(value) in str(caught.value)
 
@@ -144,7 +144,7 @@ def test_sizes() -> None:
         "512M": 512 * 10**6, "512m": 512 * 10**6, "2G": 2 * 10**9, "2GB": 2 * 10**9, "2GiB": 2 << 30, "2gi": 2 << 30,
         "1.5 GB": 1_500_000_000, "0.5KiB": 512, " 1T ": 10**12, "4096": 4096, "4096B": 4096,
     }  # fmt: skip
-    assert {text: bytes_of(text) for text in sizes} == sizes
+    assert {text: parse_size(text) for text in sizes} == sizes
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ def test_sizes() -> None:
 )
 def test_sizes_that_are_none(text: str) -> None:
     with pytest.raises(InvalidRequestError, match="kv_memory"):
-        bytes_of(text)
+        parse_size(text)
 
 
 def test_the_memory_of_this_machine() -> None:
@@ -171,7 +171,13 @@ def test_the_memory_of_a_gpu_is_its_own() -> None:
     left = available_memory(6 * 10**9, device)
     assert left == 4 * 10**9 - DEVICE_SPARE
     assert available_memory(9 * 10**9, device) == 0
-    made = plan(replace(SMOL, context_length=1 << 20), "bfloat16", max_batch=64, available=left, share=DEVICE_SHARE)
-    assert 0.9 * left < made.bytes <= DEVICE_SHARE * left
+    made = plan_kv_cache(
+        replace(SMOL, context_length=1 << 20),
+        "bfloat16",
+        max_batch=64,
+        available=left,
+        memory_fraction=DEVICE_MEMORY_FRACTION,
+    )
+    assert 0.9 * left < made.bytes <= DEVICE_MEMORY_FRACTION * left
     with pytest.raises(InsufficientMemoryError, match="the KV cache takes 95%"):
-        plan(SMOL, "float8", max_batch=64, available=0, share=DEVICE_SHARE)
+        plan_kv_cache(SMOL, "float8", max_batch=64, available=0, memory_fraction=DEVICE_MEMORY_FRACTION)

@@ -29,7 +29,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Transformer:
 
 def engine_of(model: Transformer, **settings: Any) -> Engine:
     engine = Engine(model, EngineConfig(**{"max_context": 256, "n_blocks": 64, "debug": True, **settings}))
-    engine.compute = DummyModel(WORDS)
+    engine.replace_model(DummyModel(WORDS))
     return engine
 
 
@@ -91,7 +91,8 @@ class Held:
 
 def test_what_is_cancelled_in_a_step_is_not_in_the_next_and_its_blocks_are_free(model: Transformer) -> None:
     engine = engine_of(model)
-    engine.compute = held = Held()
+    held = Held()
+    engine.replace_model(held)
 
     async def cancel() -> None:
         async with AsyncEngine(engine) as serving:

@@ -22,7 +22,6 @@ import uvicorn
 import uvloop
 
 from llm_worker_rbee import LLM
-from llm_worker_rbee.engine.async_scheduling import AsyncScheduler
 from llm_worker_rbee.engine.engine import Engine
 from llm_worker_rbee.server.app import application
 from llm_worker_rbee.server.config import Settings
@@ -131,8 +130,7 @@ class Server:
 
 def step_through(run: Callable[[Any], Any], engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every step goes through `run`, which is given its spans: none is begun ahead, as a GPU's would be."""
-    (async_scheduler,) = (part for part in vars(engine).values() if isinstance(part, AsyncScheduler))
-    monkeypatch.setattr(async_scheduler, "_sample_async", None)
+    monkeypatch.setattr(engine, "_async_scheduler", None)
     monkeypatch.setattr(engine.runner, "run", run)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -77,22 +77,24 @@ def test_what_a_type_takes_is_what_is_planned(name: str) -> None:
 def test_auto_gives_way_where_keys_and_values_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     """The weights do; who asked for the GPU by name is told instead."""
     models = [tiny.tiny(tiny.GROUPED, "F16")]
-    free = load.device_bytes(models, None) + DEVICE_SPARE + 100
+    free = load.device_weight_bytes(models, None) + DEVICE_SPARE + 100
     monkeypatch.setattr(CudaBackend, "free_memory", lambda self: free)
-    sizes: dict[str, Any] = {"kv_memory": None, "max_context": None, "max_batch": 4}
-    asked: dict[str, Any] = {"asked_kv": "auto", "quantize": None, **sizes}
-    ops, kv_type, capacity, notes = load.settled(cuda, models, is_automatic=True, **asked)
+    automatic = load.LoadOptions(
+        model=None, device="auto", backend="auto", threads=None, kv_type="auto", kv_memory=None, quantize=None,
+        max_context=None, draft_model=None, deterministic=False, settings={"max_batch": 4},
+    )  # fmt: skip
+    ops, kv_type, capacity, notes = load.place_model(cuda, models, automatic)
     assert ops.name == "cpu"
     assert (kv_type, capacity.n_blocks > 0) == ("float16", True)
     assert [note.startswith("the GPU is not used: ") for note in notes] == [True]
     with pytest.raises(InsufficientMemoryError):
-        load.settled(cuda, models, is_automatic=False, **asked)
+        load.place_model(cuda, models, replace(automatic, device="cuda"))
     free += 1 << 30
-    assert load.settled(cuda, models, is_automatic=True, **asked)[0] is cuda
+    assert load.place_model(cuda, models, automatic)[0] is cuda
 
 
 def test_weights_are_planned_in_the_type_that_they_are_brought_into() -> None:
     models = [tiny.tiny(tiny.GROUPED, "F16")]
-    as_they_are, quantized = (load.device_bytes(models, kind) for kind in (None, "Q4_0"))
+    as_they_are, quantized = (load.device_weight_bytes(models, kind) for kind in (None, "Q4_0"))
     assert as_they_are == cuda_probe.packed_bytes(models[0])
     assert 0.25 < quantized / as_they_are < 0.45  # 4.5 bits of 16, and 8.5 for the head
