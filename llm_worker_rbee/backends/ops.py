@@ -123,8 +123,10 @@ class FusedForward(Protocol):
 
 @dataclass(slots=True, eq=False)
 class SampleRow:
-    """Sampling parameters of one row of logits; reference_sampling.py defines their order. A request keeps its row: only
-    the position and the tokens that penalties cover change from step to step."""
+    """Sampling parameters of one row of logits; reference_sampling.py defines their order.
+
+    A request keeps its row: only the position and the tokens that penalties cover change from step to step.
+    """
 
     temperature: float = 1.0
     top_k: int = 0
