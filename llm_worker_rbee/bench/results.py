@@ -113,19 +113,8 @@ class Run:
         }
 
     def save(self, path: Path) -> None:
-        """Write the file atomically."""
-        if not path.name or os.path.isdir(path):
-            raise ResultsError(f"cannot write {path}: it is a folder, give the name of a file")
         text = json.dumps(replace_non_finite(self.as_json()), indent=1, ensure_ascii=False) + "\n"
-        part = path.with_name(f".{path.name}.{os.getpid()}.part")
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            part.write_bytes(text.encode(errors="backslashreplace"))  # undecodable bytes of a path
-            part.replace(path)
-        except OSError as error:
-            with suppress(OSError):
-                part.unlink(missing_ok=True)
-            raise ResultsError(f"cannot write {path}: {error.strerror}") from None
+        write_atomically(path, text.encode(errors="backslashreplace"))  # undecodable bytes of a path
 
     @staticmethod
     def load(path: Path) -> Run:
@@ -219,6 +208,21 @@ class Recorder:
             complete=complete,
             elapsed_s=round(time.monotonic() - self._started, 3),
         )
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Write a file and its folders, whole or not at all; raise ResultsError if that fails."""
+    if not path.name or os.path.isdir(path):
+        raise ResultsError(f"cannot write {path}: it is a folder, give the name of a file")
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part.write_bytes(data)
+        part.replace(path)
+    except OSError as error:
+        with suppress(OSError):
+            part.unlink(missing_ok=True)
+        raise ResultsError(f"cannot write {path}: {error.strerror}") from None
 
 
 def round_samples(samples: Sequence[float]) -> list[float]:

@@ -3,26 +3,21 @@
 import re
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
+from ..bench import profile as benchmark
+from ..bench.profile import Settings, flame, report
+from ..bench.results import Recorder, Run
+from ..llm import LLM
 from ..progress import step_progress
 from .bench.common import MEASURING_PANEL, ResultOptions, recording, require_place
-from .options import MODEL_HELP, LoadOptions, ModelOptions, gather, load_model
+from .options import MODEL_HELP, LoadOptions, ModelOptions, gather, load_model, options_in
 from .terminal import Status, columns, note, style
 
-if TYPE_CHECKING:
-    from ..bench.profile import Settings
-    from ..bench.profile.flame import Flame
-    from ..bench.results import Recorder, Run
-    from ..llm import LLM
-
 COLOURS = {"critical": "red", "moderate": "yellow", "minor": "dim"}
-
-
-def _option(*names: str, help: str, **more: Any) -> Any:
-    return typer.Option(*names, help=help, rich_help_panel=MEASURING_PANEL, **more)
+_option = options_in(MEASURING_PANEL)
 
 
 @gather(results=ResultOptions, computing=LoadOptions)
@@ -57,51 +52,38 @@ def profile(
     if native and not py_spy:
         raise typer.BadParameter("--native goes with --py-spy: the built-in sampler sees Python only")
     require_place(out or Path("profile"), folder=out is not None)
-    from ..bench.profile import Settings, flame
-
     spy = flame.PySpy(flame.find_py_spy(), native) if py_spy else None
     settings = Settings(pp, tg, repetitions, flame_seconds, spy)
     llm = load_model(ModelOptions(model=model), computing, Status())
-    named = llm.model.ops.name
-    shown = {"pp": pp, "tg": tg, "repetitions": repetitions, "threads": used, "backend": named}
-    with recording("profile", results, _show, **shown) as recorder:
+    recorded = {"pp": pp, "tg": tg, "repetitions": repetitions, "threads": used, "backend": llm.model.ops.name}
+    with recording("profile", results, _print_run, **recorded) as recorder:
         _measure(recorder, llm, settings, out)
 
 
-def _measure(recorder: "Recorder", llm: "LLM", settings: "Settings", out: Path | None) -> None:
-    """Profile, and write the report; Ctrl-C leaves one of what was measured until then."""
-    from ..bench import profile as room
-
-    flames: dict[str, Flame] = {}
+def _measure(recorder: Recorder, llm: LLM, settings: Settings, out: Path | None) -> None:
+    """Profile, and write the report; after Ctrl-C, of what was measured until then."""
+    flames: dict[str, flame.Flame] = {}
     complete = False
     try:
         with step_progress() as progress:
-            room.run(recorder, progress, llm, settings, flames)
+            benchmark.run(recorder, progress, llm, settings, flames)
         complete = True
     finally:
         if recorder.results():
-            _write(recorder.to_run(complete=complete), flames, out or _folder(llm.checkpoint.path))
+            folder = out or _default_folder(llm.checkpoint.path)
+            report.write(folder, recorder.to_run(complete=complete), flames)
+            note(f"report: {folder / 'report.html'}")
 
 
-def _write(run: "Run", flames: "dict[str, Flame]", folder: Path) -> None:
-    from ..bench.profile import report as profile_report
-
-    profile_report.write(folder, run, flames)
-    note(f"report: {folder / 'report.html'}")
-
-
-def _folder(model: Path) -> Path:
-    """`profile-<model>-<date>` here; a second one on the same day gets a number."""
+def _default_folder(model: Path) -> Path:
+    """Return `profile-<model>-<date>` here; a second one on the same day gets a number."""
     stem = re.sub(r"[^A-Za-z0-9._-]+", "-", model.name.removesuffix(".gguf"))
     base = f"profile-{stem}-{datetime.now().date().isoformat()}"
     names = (Path(base if i == 1 else f"{base}-{i}") for i in range(1, 10_000))
     return next(name for name in names if not name.exists())
 
 
-def _show(run: "Run") -> None:
-    """The tables for people."""
-    from ..bench.profile import report
-
+def _print_run(run: Run) -> None:
     for phase, title in report.PHASES.items():
         found = report.components(run, phase)
         if not found:
@@ -110,10 +92,8 @@ def _show(run: "Run") -> None:
         rows = [[name.upper() for name in report.COLUMNS], *map(report.component_row, found)]
         for line, part in zip(columns(rows, right=range(1, len(rows[0]) - 1)), [None, *found], strict=True):
             print(style(line, "bold" if part is None else COLOURS[part.rank]))
-        print(
-            "\ntop five: "
-            + ", ".join(f"{part.label} {part.share:.1%}" for part in report.by_share(run, phase)[: report.NUM_TOP])
-        )
+        top = report.by_share(run, phase)[: report.NUM_TOP]
+        print("\ntop five: " + ", ".join(f"{part.label} {part.share:.1%}" for part in top))
         for kind, names in report.classes(run, phase).items():
             print(f"{kind}: {', '.join(names) or 'none'}")
         print("targets:")

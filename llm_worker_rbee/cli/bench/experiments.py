@@ -1,24 +1,19 @@
 """`llm-worker-rbee bench experiments`: the claims, settled on this machine."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
-import typer
-
-from ...errors import WorkerError
+from ...bench import experiments as benchmark
+from ...bench.experiments.harness import QUICK, THOROUGH, Harness
+from ...bench.results import Run, write_atomically
 from ...progress import step_progress, transfer_progress
-from ..options import MODEL_HELP, gather, use_threads
+from ...weights.hub import locate_model
+from ..options import MODEL_HELP, gather, options_in, use_threads
 from ..terminal import cell, columns, note, style
 from .common import MEASURING_PANEL, ResultOptions, recording, require_place
 
-if TYPE_CHECKING:
-    from ...bench.results import Run
-
 COLOURS = {"confirmed": "green", "refuted": "red", "within noise": "yellow"}
-
-
-def _option(*names: str, help: str, **more: Any) -> Any:
-    return typer.Option(*names, help=help, rich_help_panel=MEASURING_PANEL, **more)
+_option = options_in(MEASURING_PANEL)
 
 
 @gather(results=ResultOptions)
@@ -49,42 +44,28 @@ def experiments(
       llm-worker-rbee bench experiments --all --claims docs/claims.md
     """
     used = use_threads(threads, "reference")
-    from ...bench import experiments as room
-    from ...bench.experiments.harness import QUICK, THOROUGH, Harness
-    from ...weights.hub import locate_model
-
-    chosen = room.select(only or ())
+    selected = benchmark.select(only or ())
     if claims is not None:
         require_place(claims)
     with transfer_progress() as bar:
         path = locate_model(model, progress=bar)
-    with recording("experiments", results, _show, claims=chosen, all=all_, threads=used) as recorder:
+    with recording("experiments", results, _print_run, claims=selected, all=all_, threads=used) as recorder:
         with step_progress() as progress:
-            room.run(Harness(recorder, progress, path, all_, THOROUGH if all_ else QUICK), chosen)
+            benchmark.run(Harness(recorder, progress, path, all_, THOROUGH if all_ else QUICK), selected)
         if claims is not None:
-            _write(claims, room.markdown(recorder.to_run()))
+            write_atomically(claims, benchmark.markdown(recorder.to_run()).encode())
+            note(f"wrote {claims}")
 
 
-def _write(path: Path, text: str) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise WorkerError(f"cannot write {path}: {error.strerror}") from None
-    note(f"wrote {path}")
-
-
-def _show(run: "Run") -> None:
-    """Each claim with its table and its verdict; then all verdicts, each on one line."""
+def _print_run(run: Run) -> None:
+    """Print each claim with its table and its verdict; then all verdicts, each on one line."""
     verdicts = run.details.get("verdicts") or []
     for one in verdicts:
         known = run.details["claims"][one["claim"]]
         print(style(f"Claim {one['claim']}: {known['claim']}", "bold"))
         print(style(f"{known['rule']}", "dim") + "\n")
-        head, *rows = run.details["tables"][one["claim"]]
-        right = [] if one["claim"] == "2" else range(len(head))
-        for number, line in enumerate(columns([[cell(c) for c in row] for row in [head, *rows]], right, indent="  ")):
-            print(line if number else style(line, "bold"))
-        print()
+        rows = [[cell(c) for c in row] for row in run.details["tables"][one["claim"]]]
+        head, *lines = columns(rows, [] if one["claim"] == "2" else range(len(rows[0])), indent="  ")
+        print("\n".join([style(head, "bold"), *lines]) + "\n")
     for one in verdicts:
         print(style(cell(one["line"]), COLOURS[one["verdict"]]))

@@ -1,20 +1,17 @@
 """`llm-worker-rbee bench micro`: the ops and parts, one by one, against the limit of the machine."""
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
+from ...bench import micro as benchmark
+from ...bench.results import Result, Run
 from ...progress import step_progress
-from ..options import ComputeOptions, gather
+from ..options import ComputeOptions, gather, options_in
 from ..terminal import columns, note, style
 from .common import MEASURING_PANEL, ResultOptions, interval, quantity, recording, show_changes
 
-if TYPE_CHECKING:
-    from ...bench.results import Result, Run
-
-
-def _option(*names: str, help: str, **more: Any) -> Any:
-    return typer.Option(*names, help=help, rich_help_panel=MEASURING_PANEL, **more)
+_option = options_in(MEASURING_PANEL)
 
 
 @gather(results=ResultOptions, computing=ComputeOptions)
@@ -47,55 +44,46 @@ def micro(
       llm-worker-rbee bench micro --ab backend=reference,reference --filter linear/Q4
     """
     used = computing.set_up()
-    from ...bench import micro as room
-
-    selected = room.select(filter)
+    selected = benchmark.select(filter)
     if names:
         print("\n".join(case.name for case in selected))
         return
     if ab is not None and computing.backend != "auto":
         raise typer.BadParameter("--ab names both backends: leave --backend out")
-    sides = [computing.backend] if ab is None else _sides(ab)
-    settings = {"filter": filter, "backends": sides, "seconds": seconds, "threads": used}
-    with recording("micro", results, _show, **settings) as recorder:
+    backends = [computing.backend] if ab is None else _parse_ab(ab)
+    settings = {"filter": filter, "backends": backends, "seconds": seconds, "threads": used}
+    with recording("micro", results, _print_run, **settings) as recorder:
         with step_progress() as progress:
-            room.run(recorder, progress, selected, sides, room.round_plan(seconds), computing.kernel_threads)
+            plan = benchmark.round_plan(seconds)
+            benchmark.run(recorder, progress, selected, backends, plan, computing.kernel_threads)
         if ab is not None:
-            recorder.details["ab"] = [c.as_json() for c in room.compare_backends(recorder.results())]
+            recorder.details["ab"] = [c.as_json() for c in benchmark.compare_backends(recorder.results())]
 
 
-def _sides(ab: str) -> list[str]:
+def _parse_ab(ab: str) -> list[str]:
     key, equals, values = ab.partition("=")
-    sides = values.split(",")
-    if key != "backend" or not equals or len(sides) != 2 or not all(sides):
+    backends = values.split(",")
+    if key != "backend" or not equals or len(backends) != 2 or not all(backends):
         raise typer.BadParameter(f"--ab {ab!r} is not of the form backend=A,B, such as backend=reference,cpu")
-    return sides
+    return backends
 
 
-def _show(run: "Run") -> None:
-    from ...bench import micro as room
-
+def _print_run(run: Run) -> None:
     rows = [["", "BACKEND", "TIME", "95% INTERVAL", "OF LIMIT", "BOUND BY", "SAMPLES", "OUTLIERS"]]
     rows += [_row(result) for result in run.results]
-    lines = columns(rows, right=[2, 4, 6])
-    print(style(lines[0], "bold"))
-    print("\n".join(lines[1:]))
+    head, *lines = columns(rows, right=[2, 4, 6])
+    print("\n".join([style(head, "bold"), *lines]))
     for name, reason in run.details.get("left_out", {}).items():
         note(f"left out {name}: {reason}")
     if len(run.settings["backends"]) == 2:
-        show_changes(room.compare_backends(run.results), float("inf"), ("A", "B"))
+        show_changes(benchmark.compare_backends(run.results), float("inf"), ("A", "B"))
 
 
-def _row(result: "Result") -> list[str]:
+def _row(result: Result) -> list[str]:
     fields = result.fields
-    found = {name.replace("_", " "): count for name, count in fields["outliers"].items() if count}
+    outliers = [f"{count} {name.replace('_', ' ')}" for name, count in fields["outliers"].items() if count]
     return [
-        result.name,
-        str(fields["backend"]),
-        quantity(result.estimate, result.unit),
-        interval(result),
-        f"{fields['percent_of_limit']:.1f}%",
-        str(fields["bound_by"]),
-        f"{len(result.samples)} x {fields['iterations']}",
-        ", ".join(f"{count} {name}" for name, count in found.items()),
-    ]
+        result.name, str(fields["backend"]), quantity(result.estimate, result.unit), interval(result),
+        f"{fields['percent_of_limit']:.1f}%", str(fields["bound_by"]),
+        f"{len(result.samples)} x {fields['iterations']}", ", ".join(outliers),
+    ]  # fmt: skip

@@ -1,12 +1,15 @@
 """`llm-worker-rbee bench report`: saved runs as one HTML page."""
 
 import os
-from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from ...bench import baseline
+from ...bench.report import render
+from ...bench.report.history import RunFile
+from ...bench.results import write_atomically
 from ...errors import InvalidRequestError
 from ...progress import step_progress
 from ..terminal import note
@@ -33,27 +36,10 @@ def report(
       llm-worker-rbee bench report micro.json e2e.json -o report.html
       llm-worker-rbee bench report before after --title "Faster attention"
     """
-    from ...bench import baseline
-    from ...bench import report as room
-    from ...bench.report.history import RunFile
-
     if not output.name or os.path.isdir(output):
         raise InvalidRequestError(f"cannot write {output}: it is a folder, give the name of a file", "output")
     files = [RunFile(Path(name).name, baseline.load(name)) for name in results]
     with step_progress() as progress:
-        text = room.render(files, title, progress)
-    _write(output, text.encode(errors="replace"))
+        page = render(files, title, progress)
+    write_atomically(output, page.encode(errors="replace"))
     note(f"saved {output} ({quantity(output.stat().st_size, 'B')})")
-
-
-def _write(path: Path, data: bytes) -> None:
-    """The file, whole or not at all."""
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part.write_bytes(data)
-        part.replace(path)
-    except OSError as error:
-        with suppress(OSError):
-            part.unlink(missing_ok=True)
-        raise InvalidRequestError(f"cannot write {path}: {error.strerror}", "output") from None
