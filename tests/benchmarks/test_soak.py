@@ -15,7 +15,7 @@ import pytest
 from tests.bench.openai_server import serving
 from tests.cli.conftest import ROOT, environment
 from tests.conftest import with_kernels
-from tests.server.running import write_model
+from tests.helpers.server import write_model
 
 SCRIPTS = ROOT / "benchmarks"
 LIMIT_S = 240

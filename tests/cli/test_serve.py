@@ -24,7 +24,7 @@ from llm_worker_rbee import __version__
 from llm_worker_rbee.cli.serve import LimitOptions
 from llm_worker_rbee.server.config import Settings
 from tests.conftest import with_kernels
-from tests.server.running import write_model
+from tests.helpers.server import write_model
 
 from .conftest import Run, environment
 

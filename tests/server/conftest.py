@@ -10,7 +10,7 @@ import pytest
 
 from llm_worker_rbee import LLM
 from tests.conftest import DEVICE, with_kernels
-from tests.server.running import Server, write_model
+from tests.helpers.server import Server, write_model
 
 KEY = "a-key-for-tests"
 Start = Callable[..., Server]

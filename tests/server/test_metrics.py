@@ -1,4 +1,4 @@
-"""What Prometheus is told: the names of the contract, in a form that it reads, with figures that are true."""
+"""Prometheus metrics of real requests."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from llm_worker_rbee.server.metrics import Histogram
-
-from .conftest import Start
-from .running import Server
+from tests.helpers.server import Server
+from tests.server.conftest import Start
 
 HISTOGRAMS = (
     "time_to_first_token_seconds", "inter_token_latency_seconds", "e2e_request_latency_seconds",
@@ -34,7 +33,7 @@ def scraped(server: Server) -> dict[str, float]:
     return found
 
 
-def test_figures_are_those_of_what_was_served(start: Start) -> None:
+def test_metrics_count_served_requests(start: Start) -> None:
     server = start()
     before = scraped(server)
     assert all(before[name] == 0 for name in (*GAUGES, *COUNTERS))
@@ -55,7 +54,7 @@ def test_figures_are_those_of_what_was_served(start: Start) -> None:
     assert 0 < after["request_queue_time_seconds_sum"] <= after["time_to_first_token_seconds_sum"]
 
 
-def test_what_runs_is_seen_and_what_is_cancelled_is_gone(start: Start) -> None:
+def test_metrics_running_gauge_follows_cancel(start: Start) -> None:
     server = start()
     job = server.job(max_tokens=60_000)
     with server.http.stream("GET", f"/v1/jobs/{job}/stream") as stream:
@@ -72,13 +71,13 @@ def test_what_runs_is_seen_and_what_is_cancelled_is_gone(start: Start) -> None:
     assert found["e2e_request_latency_seconds_count"] == 1
 
 
-def test_two_workers_share_nothing(start: Start) -> None:
+def test_metrics_of_two_workers_are_separate(start: Start) -> None:
     one, other = start(), start()
     one.events(one.job())
     assert (scraped(one)["generation_tokens_total"], scraped(other)["generation_tokens_total"]) == (5, 0)
 
 
-def test_buckets_hold_all_that_is_not_above_them() -> None:
+def test_histogram_buckets_are_cumulative() -> None:
     made = Histogram("x_seconds", "X.", (0.1, 1.0))
     for seconds, times in ((0.1, 1), (0.5, 3), (7.0, 1)):
         made.observe(seconds, times)

@@ -1,4 +1,4 @@
-"""`/openapi.json` says what is served: the same routes, the bounds of the checks, the shapes of replies."""
+"""The description of the routes agrees with what is served."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from llm_worker_rbee.server.app import Routes
 from llm_worker_rbee.server.dialects import jobs, openai_schema
 from llm_worker_rbee.server.openapi import field_schema
 from llm_worker_rbee.server.schema import Field
-from tests.server.running import Server, events
-from tests.server.schema import fits
+from tests.helpers.json_schema import fits
+from tests.helpers.server import Server, events
 
 TABLES = {
     "job": jobs.JOB, "chat": openai_schema.CHAT, "completion": openai_schema.COMPLETION,
@@ -40,7 +40,7 @@ def described(server: Server) -> dict[str, Any]:
     return dict(reply.json())
 
 
-def test_the_routes_are_those_that_are_served(server: Server, described: dict[str, Any]) -> None:
+def test_description_lists_served_routes(server: Server, described: dict[str, Any]) -> None:
     served = {
         (route.path.replace(":path", ""), method.lower())
         for route in Routes(server.worker).table()
@@ -51,7 +51,7 @@ def test_the_routes_are_those_that_are_served(server: Server, described: dict[st
 
 
 @pytest.mark.parametrize(("table", "name"), FIELDS)
-def test_a_field_is_described_as_it_is_checked(table: str, name: str) -> None:
+def test_field_schema_accepts_what_validate_accepts(table: str, name: str) -> None:
     field: Field = TABLES[table][name]
     schema = field_schema(field)
     for value in SOME:
@@ -62,7 +62,7 @@ def test_a_field_is_described_as_it_is_checked(table: str, name: str) -> None:
     )
 
 
-def test_replies_and_events_are_described(server: Server, described: dict[str, Any]) -> None:
+def test_replies_and_events_match_description(server: Server, described: dict[str, Any]) -> None:
     def require(name: str, value: Any) -> None:
         assert fits(described["components"]["schemas"][name], value, described), (name, value)
 
@@ -83,8 +83,6 @@ def test_replies_and_events_are_described(server: Server, described: dict[str, A
 
 
 @pytest.mark.parametrize("body", [{"max_tokens": 1}, {"max_tokens": 1, "prompt": "a", "messages": []}, {"prompt": "a"}])
-def test_what_the_description_of_a_job_refuses_is_refused(
-    server: Server, described: dict[str, Any], body: dict[str, Any]
-) -> None:
+def test_job_refused_by_description_is_refused(server: Server, described: dict[str, Any], body: dict[str, Any]) -> None:
     assert not fits(described["components"]["schemas"]["JobRequest"], body, described)
     assert server.post("/v1/jobs", body).status_code == 400

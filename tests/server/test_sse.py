@@ -1,4 +1,4 @@
-"""A stream as a response: whatever happens on the way out, its source is closed and its end is told."""
+"""An event stream as a response: its source is closed and its end is sent once."""
 
 from __future__ import annotations
 
@@ -9,9 +9,35 @@ from typing import Any
 import pytest
 
 from llm_worker_rbee.server.sse import DONE, EventStream, encode_event
+from tests.helpers.server import Server, events, until
+from tests.server.conftest import Start
+
+LONG = 60_000  # tokens that nobody waits for
 
 
-async def events() -> AsyncGenerator[bytes, None]:
+def is_decoding(server: Server) -> bool:
+    return any(
+        request.num_tokens > request.num_prompt_tokens for request in server.worker.loaded.engine.scheduler.running
+    )
+
+
+def test_event_stream_idle_gets_pings(start: Start) -> None:
+    """Comments, so that the events stay as they are."""
+    server = start({"max_batch": 1}, ping_s=0.05)
+    running = server.job(max_tokens=LONG)
+    until(lambda: is_decoding(server))
+    waiting = server.job(max_tokens=3)
+    with server.http.stream("GET", f"/v1/jobs/{waiting}/stream") as reply:
+        text = ""
+        for part in reply.iter_text():
+            text += part
+            if ": ping\n\n" in text:
+                server.http.delete(f"/v1/jobs/{running}")
+    assert ": ping" in text
+    assert events(text) == server.events(waiting)
+
+
+async def two_events() -> AsyncGenerator[bytes, None]:
     yield encode_event({"a": "\u2028\n"})
     yield DONE
 
@@ -21,7 +47,7 @@ async def never() -> Any:
 
 
 @pytest.mark.parametrize("fails_at", ["http.response.start", "http.response.body", None])
-def test_the_end_is_told_once(fails_at: str | None) -> None:
+def test_event_stream_calls_on_end_once(fails_at: str | None) -> None:
     """Also where not even the first line could be sent, so that the source never began."""
     ends: list[int] = []
     sent: list[Any] = []
@@ -32,7 +58,7 @@ def test_the_end_is_told_once(fails_at: str | None) -> None:
         sent.append(message)
 
     async def run() -> None:
-        await EventStream(events(), ping_s=9, on_end=lambda: ends.append(1))({}, never, send)
+        await EventStream(two_events(), ping_s=9, on_end=lambda: ends.append(1))({}, never, send)
 
     if fails_at is None:
         asyncio.run(run())

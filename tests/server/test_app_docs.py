@@ -1,4 +1,4 @@
-"""The examples of docs/http.md, pasted into a shell; and the files of docs/deploy.md, which must at least be sound."""
+"""Examples, routes, metrics and options that the documentation names."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import pytest
 from llm_worker_rbee import LLM
 from llm_worker_rbee.cli import load_command
 from llm_worker_rbee.server.openapi import ROUTES
+from tests.helpers.server import Server
 from tests.server.conftest import KEY
-from tests.server.running import Server
 
 DOCS = Path(__file__).parents[2] / "docs"
 TEXT = (DOCS / "http.md").read_text(encoding="utf-8")
@@ -41,7 +41,7 @@ def pasted(example: str, server: Server) -> tuple[str, int]:
     return body, int(status)
 
 
-def test_every_example_does_what_it_says(named: Server, locked: Server) -> None:
+def test_http_examples_give_documented_replies(named: Server, locked: Server) -> None:
     for example in EXAMPLES:  # in their order: a job is begun, read, ended
         said = re.match(r"# (with a key)?(?:, )?(?:status (\d+))?$", example.partition("\n")[0])
         body, status = pasted(example, locked if said and said[1] else named)
@@ -66,7 +66,7 @@ def test_every_route_has_an_example() -> None:
         assert any(method == verb and re.fullmatch(pattern, given) for verb, given in asked), (method, path)
 
 
-def test_the_dashboard_asks_for_metrics_that_exist(named: Server) -> None:
+def test_dashboard_metrics_exist(named: Server) -> None:
     served = set(re.findall(r"^(llm_worker_\w+)", named.http.get("/metrics").text, re.MULTILINE))
     panels = json.loads((DOCS / "grafana.json").read_text(encoding="utf-8"))["panels"]
     asked = {
@@ -79,7 +79,7 @@ def test_the_dashboard_asks_for_metrics_that_exist(named: Server) -> None:
     assert asked <= served
 
 
-def test_the_options_that_are_named_exist() -> None:
+def test_named_options_exist() -> None:
     command = load_command("serve")
     options = {name for one in command.params for name in one.opts}
     told = TEXT + (DOCS / "deploy.md").read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""A worker in a process of its own and the signals that end it: while it loads, before it serves, when all is done."""
+"""A worker process and the signals that end it: while it loads, before it serves, after its end."""
 
 from __future__ import annotations
 
@@ -61,9 +61,7 @@ def stuck(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_while_the_model_loads_ends_it_with_0(
-    spawn: Spawn, model_file: Path, stuck: Path, number: signal.Signals
-) -> None:
+def test_signal_while_loading_exits_with_0(spawn: Spawn, model_file: Path, stuck: Path, number: signal.Signals) -> None:
     """Also one that comes before the server listens to them; who waits for the model hears of the end."""
     process = spawn("-m", model_file, "--chat-template", stuck)
     url = base_url(process)
@@ -79,7 +77,7 @@ def test_a_signal_while_the_model_loads_ends_it_with_0(
     assert all(json.loads(line)["level"] in ("info", "warning") for line in said.splitlines())
 
 
-def test_a_signal_before_it_serves_is_not_lost(spawn: Spawn, model_file: Path, stuck: Path) -> None:
+def test_signal_before_serving_exits_with_0(spawn: Spawn, model_file: Path, stuck: Path) -> None:
     process = spawn("-m", model_file, "--chat-template", stuck)
     base_url(process)
     process.send_signal(signal.SIGTERM)
@@ -87,7 +85,7 @@ def test_a_signal_before_it_serves_is_not_lost(spawn: Spawn, model_file: Path, s
     assert process.returncode == 0
 
 
-def test_signals_after_the_end_change_nothing(spawn: Spawn, model_file: Path) -> None:
+def test_signals_after_shutdown_are_ignored(spawn: Spawn, model_file: Path) -> None:
     """All is done, the process is not gone yet: neither Python's own handlers nor ours may have a say."""
     both = "lambda: [os.kill(os.getpid(), n) for n in (signal.SIGTERM, signal.SIGINT, signal.SIGTERM)]"
     process = spawn("-m", model_file, at_exit=both)
@@ -98,7 +96,7 @@ def test_signals_after_the_end_change_nothing(spawn: Spawn, model_file: Path) ->
     assert "Traceback" not in said
 
 
-def test_a_worker_whose_output_nobody_reads_serves_all_the_same(spawn: Spawn, model_file: Path, stuck: Path) -> None:
+def test_closed_stdout_does_not_stop_worker(spawn: Spawn, model_file: Path, stuck: Path) -> None:
     process = spawn("-m", model_file, "--chat-template", stuck)
     url = base_url(process)
     assert process.stdout is not None
@@ -116,7 +114,7 @@ def test_a_worker_whose_output_nobody_reads_serves_all_the_same(spawn: Spawn, mo
     assert process.wait(LIMIT_S) == 0
 
 
-def test_a_worker_whose_lines_nobody_reads_goes_on(spawn: Spawn, model_file: Path) -> None:
+def test_unread_stderr_does_not_block_worker(spawn: Spawn, model_file: Path) -> None:
     """A pipe holds 64 KiB; past that a line that is written would wait for its reader."""
     process = spawn("-m", model_file)
     url = base_url(process)

@@ -1,20 +1,76 @@
-"""The job dialect: events in order and fixed once they are made, cancelling, conflicts, all problems told at once."""
+"""The job dialect: bodies, events, results, cancellation, expiry."""
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from typing import Any
 from uuid import UUID
 
 import httpx
 import pytest
 
+from llm_worker_rbee.engine.request import Request
 from llm_worker_rbee.server.dialects import jobs
+from tests.helpers.server import CHAT, SAID, Server, events, until
 from tests.server.conftest import Start
-from tests.server.running import SAID, Server, events, until
+
+JOBS, CHATS, COMPLETIONS = "/v1/jobs", "/v1/chat/completions", "/v1/completions"
+# what a job's field is when it is not given, and the values at its ends: the last that is taken, the first that is not
+LIMITS: dict[str, tuple[Any, list[Any], list[Any]]] = {
+    "max_tokens": (None, [1], [0]),
+    "temperature": (1.0, [0, 2], [-0.001, 2.001]),
+    "top_p": (1.0, [0, 1], [-0.001, 1.001]),
+    "min_p": (0.0, [0, 1], [-0.001, 1.001]),
+    "typical_p": (1.0, [0, 1], [-0.001, 1.001]),
+    "repetition_penalty": (1.0, [0.001, 2], [0, 2.001]),
+    "top_k": (0, [0], [-1]),
+    "repeat_last_n": (128, [0], [-1]),
+    "seed": (None, [0, 2**64 - 1], [-1, 2**64]),
+    "stop": ((), [["x"] * 4, ["x" * 100], []], [["x"] * 5, ["x" * 101], [""]]),
+    "priority": (0, [-5, 5], [0.5]),
+    "timeout_ms": (None, [1], [0]),
+    "stream": (True, [False], [0]),
+    "operation": ("infer", ["infer"], ["train"]),
+    "job_id": (None, ["aZ09_-", "a" * 64], ["", "a" * 65, "a.b"]),
+}
 
 
-def test_the_events_of_a_job(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", LIMITS)
+def test_parse_job_defaults_and_bounds_match_contract(name: str) -> None:
+    default, taken, refused = LIMITS[name]
+    field = jobs.JOB[name]
+    assert field.default == default
+    assert [field.type.validate(name, value) for value in taken] == [None] * len(taken)
+    assert all(field.type.validate(name, value) for value in refused)
+
+
+def test_post_job_replies_with_stream_url(server: Server) -> None:
+    reply = server.post("/v1/inference", {"prompt": "#", "max_tokens": 1, "job_id": "where-1"}).json()
+    assert reply == {"job_id": "where-1", "sse_url": "/v1/jobs/where-1/stream"}
+    assert server.http.get(reply["sse_url"]).headers["content-type"].startswith("text/event-stream")
+
+
+def test_job_id_of_expired_job_can_be_reused(start: Start) -> None:
+    server = start(job_ttl_s=0.0)
+    server.job(job_id="again", max_tokens=1)
+    until(lambda: server.http.get("/v1/jobs/again").status_code == 404)
+    assert server.job(job_id="again", max_tokens=1) == "again"
+
+
+def test_execute_with_stream_false_is_refused(server: Server) -> None:
+    body = {"job_id": "whole-1", "prompt": "#", "max_tokens": 1, "stream": False}
+    reply = server.post("/execute", body)
+    assert (reply.status_code, reply.json()["errors"][0]["field"]) == (400, "stream")
+    for path, asked in (("/v1/chat/completions", {"messages": CHAT}), (COMPLETIONS, {"prompt": "#"})):
+        reply = server.post(path, {**asked, "stream_options": {"include_usage": True}})
+        assert (reply.status_code, reply.json()["error"]["param"]) == (400, "stream_options")
+    reply = server.post("/v1/chat/completions", {"messages": CHAT, "max_tokens": 1, "max_completion_tokens": 2})
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "max_tokens")
+
+
+def test_job_events_have_contract_order_and_fields(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """started, then all others, then one end, then [DONE]; the tokens are the answer, counted from 0."""
     monkeypatch.setattr(jobs, "METRICS_S", 0.0)
     job = server.job(prompt=">", max_tokens=50)
@@ -47,7 +103,7 @@ def test_the_events_of_a_job(server: Server, monkeypatch: pytest.MonkeyPatch) ->
     ],
 )
 @pytest.mark.parametrize("path", ["/v1/jobs", "/v1/inference"])
-def test_a_whole_result(
+def test_post_job_without_stream_returns_whole_result(
     server: Server, path: str, asked: dict[str, Any], text: str, reason: str, stop: str | None
 ) -> None:
     result = server.post(path, {"temperature": 0, "seed": 11, "stream": False, "operation": "infer", **asked}).json()
@@ -58,7 +114,7 @@ def test_a_whole_result(
     }  # fmt: skip
 
 
-def test_readers_late_again_and_together_get_the_same_bytes(server: Server) -> None:
+def test_job_stream_readers_late_repeated_parallel_get_same_bytes(server: Server) -> None:
     job = server.job(prompt="?", max_tokens=300, temperature=1)
     found: list[bytes] = []
 
@@ -76,20 +132,20 @@ def test_readers_late_again_and_together_get_the_same_bytes(server: Server) -> N
     assert events(found[0].decode())[-1]["tokens_out"] == 300
 
 
-def test_the_seed_that_was_drawn_repeats_the_answer(server: Server) -> None:
+def test_job_reported_seed_repeats_answer(server: Server) -> None:
     first = server.post("/v1/jobs", {"prompt": "?", "max_tokens": 40, "stream": False}).json()
     again = server.post("/v1/jobs", {"prompt": "?", "max_tokens": 40, "stream": False, "seed": first["seed"]}).json()
     assert again["text"] == first["text"]
 
 
-def test_a_name_that_is_taken_is_a_conflict(server: Server) -> None:
+def test_job_id_in_use_is_409(server: Server) -> None:
     assert server.job(job_id="mine-1") == "mine-1"
     reply = server.post("/v1/jobs", {"prompt": "#", "max_tokens": 1, "job_id": "mine-1"})
     assert (reply.status_code, reply.json()["code"]) == (409, "CONFLICT")
 
 
 @pytest.mark.parametrize("way", ["DELETE", "POST"])
-def test_cancelling(server: Server, way: str) -> None:
+def test_job_cancel_ends_stream_with_cancelled(server: Server, way: str) -> None:
     """202 while it runs and after its end; the stream ends with CANCELLED, the blocks are free."""
     job = server.job(max_tokens=60_000)
 
@@ -115,14 +171,14 @@ def test_cancelling(server: Server, way: str) -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/jobs/nobody", "/v1/jobs/nobody/stream", "/nothing", "/v1/models/other"])
-def test_what_is_not_there(server: Server, path: str) -> None:
+def test_unknown_job_is_404(server: Server, path: str) -> None:
     reply = server.http.get(path)
     assert reply.status_code == 404
     body = reply.json()
     assert (body["error"] if "models" in path else body).keys() >= {"code", "message"}
 
 
-def test_execute_streams_and_a_client_that_leaves_cancels(server: Server) -> None:
+def test_execute_disconnect_cancels_job(server: Server) -> None:
     asked = {"job_id": "run-1", "prompt": ">", "max_tokens": 20, "temperature": 0}
     found = events(server.post("/execute", asked).text)
     assert "".join(one.get("t", "") for one in found) == SAID
@@ -134,7 +190,7 @@ def test_execute_streams_and_a_client_that_leaves_cancels(server: Server) -> Non
     server.require_idle()
 
 
-def test_a_job_that_is_out_of_time(server: Server) -> None:
+def test_job_timeout_ends_with_timeout_error(server: Server) -> None:
     last = server.events(server.job(max_tokens=60_000, timeout_ms=50))[-1]
     assert (last["type"], last["code"], last["retriable"]) == ("error", "TIMEOUT", True)
     asked = {"prompt": "#", "max_tokens": 60_000, "timeout_ms": 50, "stream": False}
@@ -143,14 +199,14 @@ def test_a_job_that_is_out_of_time(server: Server) -> None:
     server.require_idle()
 
 
-def test_a_job_is_forgotten_some_time_after_its_end(start: Start) -> None:
+def test_job_finished_expires_after_ttl(start: Start) -> None:
     server = start(job_ttl_s=0.0)
     job = server.job(max_tokens=2)
     until(lambda: server.http.get(f"/v1/jobs/{job}").status_code == 404)
     assert server.http.get(f"/v1/jobs/{job}/stream").json()["code"] == "NOT_FOUND"
 
 
-def test_all_problems_at_once(server: Server) -> None:
+def test_job_invalid_reports_all_issues_at_once(server: Server) -> None:
     """Each with its field; what was said is repeated, but never prompts, messages or stops."""
     secret = "a-secret"
     body = {
@@ -172,3 +228,71 @@ def test_all_problems_at_once(server: Server) -> None:
     assert (errors["temperature"]["constraint"], errors["zap"]["constraint"]) == ("type", "unknown")
     missing = {one["field"] for one in server.post("/execute", {}).json()["errors"]}
     assert missing == {"max_tokens", "prompt", "job_id"}
+
+
+LONG = 60_000
+
+
+def test_finished_jobs_take_bounded_memory(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The oldest are forgotten before their time; the last one is kept however large it is."""
+    monkeypatch.setattr(jobs, "MAX_FINISHED_BYTES", 20_000)
+    server = start()
+    ended = [
+        server.post("/v1/jobs", {"prompt": "#", "max_tokens": 2, "stream": False}).json()["job_id"] for _ in "12345678"
+    ]
+    known = [server.http.get(f"/v1/jobs/{job}").status_code for job in ended]
+    assert known == sorted(known, reverse=True)
+    assert (known[0], known[-1]) == (404, 200)
+    large = server.job(max_tokens=2_000)
+    assert server.events(large)[-1]["tokens_out"] == 2_000
+    assert server.events(large)[-1]["tokens_out"] == 2_000
+    assert [server.http.get(f"/v1/jobs/{job}").status_code for job in ended] == [404] * 8
+    server.require_alive()
+
+
+def test_running_job_is_never_dropped(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jobs, "MAX_FINISHED_BYTES", 0)
+    server: Server = start(job_ttl_s=0.0)
+    job = server.job(max_tokens=LONG)
+    for _ in range(3):
+        server.require_alive()
+    assert server.http.get(f"/v1/jobs/{job}").json()["state"] in ("queued", "running")
+    server.http.delete(f"/v1/jobs/{job}")
+    server.require_idle()
+
+
+def test_finished_job_keeps_nothing_of_its_request(start: Start) -> None:
+    server = start()
+    known = server.job(prompt="#" * 1_000, max_tokens=50)
+    assert server.events(known)[-1]["type"] == "end"
+    alive = [weakref.ref(one) for one in gc.get_objects() if type(one) is Request and one.num_prompt_tokens == 1_000]
+    server.require_idle()
+
+    def is_gone() -> bool:
+        gc.collect()
+        return not any(one() for one in alive)
+
+    until(is_gone)
+    assert server.events(known)[-1]["tokens_out"] == 50
+
+
+@pytest.mark.parametrize("stop", [[], ["abababababX"], ["babX", "aX"]])
+def test_token_events_count_held_back_tokens(server: Server, stop: list[str]) -> None:
+    found = server.events(server.job(max_tokens=40, stop=stop))
+    told = [one for one in found if one["type"] == "token"]
+    at = 0
+    for one in told:
+        assert one["i"] == at
+        at += one.get("n", 1)
+    assert at == found[-1]["tokens_out"] == len("".join(one["t"] for one in told)) == 40  # a letter a token
+    assert stop or not any("n" in one and one["n"] != len(one["t"]) for one in told)
+
+
+def test_job_in_prefill_emits_metrics(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jobs, "METRICS_S", 0.05)
+    server = start({"max_step_tokens": 16})
+    found = server.events(server.job(prompt="#" * 20_000, max_tokens=2))
+    told = [one["type"] for one in found]
+    first = told.index("token")
+    assert "metrics" in told[:first]
+    assert next(one for one in found if one["type"] == "metrics")["ttft_ms"] is None

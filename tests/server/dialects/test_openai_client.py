@@ -1,4 +1,4 @@
-"""The official client, unchanged: what it asks for comes, streams equal whole replies, errors are its exceptions."""
+"""The official OpenAI client against a real server."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import openai
 import pytest
 
 from llm_worker_rbee import LLM
+from tests.helpers.server import CHAT, CONTEXT, SAID, Server, ids
 from tests.server.conftest import KEY, Start
-from tests.server.running import CHAT, CONTEXT, SAID, Server, ids
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,7 @@ def folded_chat(stream: Any) -> tuple[dict[int, list[Any]], Any]:
     ],
     ids=["greedy", "several-with-logprobs", "stop", "bias"],
 )
-def test_a_streamed_chat_is_the_whole_one(client: openai.OpenAI, options: dict[str, Any]) -> None:
+def test_chat_streamed_equals_whole(client: openai.OpenAI, options: dict[str, Any]) -> None:
     asked = {"model": "tiny", "max_tokens": 40, **options}
     messages = [{"role": "developer", "content": [{"type": "text", "text": "be"}]}, {"role": "user", "content": "x"}]
     asked["messages"] = messages
@@ -75,7 +75,7 @@ def test_a_streamed_chat_is_the_whole_one(client: openai.OpenAI, options: dict[s
     ],
     ids=["end", "several-with-echo", "ids", "score"],
 )
-def test_a_streamed_completion_is_the_whole_one(client: openai.OpenAI, options: dict[str, Any]) -> None:
+def test_completion_streamed_equals_whole(client: openai.OpenAI, options: dict[str, Any]) -> None:
     whole = client.completions.create(model="tiny", **options)
     stream = client.completions.create(model="tiny", **options, stream=True, stream_options={"include_usage": True})
     found: dict[int, list[Any]] = {}
@@ -96,7 +96,7 @@ def test_a_streamed_completion_is_the_whole_one(client: openai.OpenAI, options: 
     assert all(0 <= one < usage.prompt_tokens for one in cached)
 
 
-def test_what_the_model_says_is_what_comes(client: openai.OpenAI) -> None:
+def test_completion_text_is_the_models(client: openai.OpenAI) -> None:
     ends = client.completions.create(model="tiny", prompt=">", temperature=0, max_tokens=50)
     assert (ends.choices[0].text, ends.choices[0].finish_reason) == (SAID, "stop")
     by_default = client.completions.create(model="tiny", prompt="#", temperature=0)
@@ -107,7 +107,7 @@ def test_what_the_model_says_is_what_comes(client: openai.OpenAI) -> None:
     assert echoed.choices[0].text == "ab#aba"
 
 
-def test_a_prompt_is_scored(client: openai.OpenAI) -> None:
+def test_completion_echo_with_zero_tokens_scores_prompt(client: openai.OpenAI) -> None:
     """As evaluation harnesses do it: nothing is generated, the first token has no score, `b` after `a` is certain."""
     (choice,) = client.completions.create(
         model="tiny", prompt=ids("#aba1"), max_tokens=0, echo=True, logprobs=2, temperature=0
@@ -121,7 +121,7 @@ def test_a_prompt_is_scored(client: openai.OpenAI) -> None:
     assert choice.logprobs.text_offset == [0, 1, 2, 3, 4]
 
 
-def test_a_seed_repeats_an_answer_and_choices_differ(client: openai.OpenAI) -> None:
+def test_seed_repeats_answer_and_choices_differ(client: openai.OpenAI) -> None:
     def asked(seed: int | None) -> list[str]:
         made = client.completions.create(model="tiny", prompt="?", max_tokens=30, n=2, seed=seed)
         return [choice.text for choice in made.choices]
@@ -132,7 +132,7 @@ def test_a_seed_repeats_an_answer_and_choices_differ(client: openai.OpenAI) -> N
     assert asked(None) != asked(None)
 
 
-def test_the_beginning_that_is_cached_is_told(client: openai.OpenAI) -> None:
+def test_usage_reports_cached_prefix(client: openai.OpenAI) -> None:
     prompt = ids("0123456789" * 20 + "cached #")
     first, again = (client.completions.create(model="tiny", prompt=prompt, max_tokens=1) for _ in range(2))
     assert first.usage.prompt_tokens == again.usage.prompt_tokens == len(prompt)
@@ -140,7 +140,7 @@ def test_the_beginning_that_is_cached_is_told(client: openai.OpenAI) -> None:
     assert 100 < again.usage.prompt_tokens_details.cached_tokens < len(prompt)
 
 
-def test_the_model_is_listed_and_found(client: openai.OpenAI) -> None:
+def test_models_are_listed_and_found(client: openai.OpenAI) -> None:
     (model,) = client.models.list().data
     assert (model.id, model.context_length) == ("tiny", CONTEXT)
     assert client.models.retrieve("tiny") == model
@@ -159,7 +159,7 @@ def test_the_model_is_listed_and_found(client: openai.OpenAI) -> None:
     ids=lambda one: "-".join(one) if isinstance(one, dict) else "",
 )
 @pytest.mark.parametrize("stream", [False, True])
-def test_errors_are_the_clients_exceptions(
+def test_errors_raise_exceptions_of_client(
     client: openai.OpenAI,
     options: dict[str, Any],
     kind: type[openai.APIStatusError],
@@ -174,14 +174,14 @@ def test_errors_are_the_clients_exceptions(
     assert said in caught.value.message
 
 
-def test_a_key_that_is_not_right(locked: Server) -> None:
+def test_wrong_key_raises_authentication_error(locked: Server) -> None:
     with pytest.raises(openai.AuthenticationError) as caught:
         locked.openai(api_key="wrong").models.list()
     assert caught.value.code == "INVALID_API_KEY"
     assert locked.openai(api_key=KEY).models.list().data
 
 
-def test_while_the_model_loads(load: Callable[..., LLM]) -> None:
+def test_requests_while_loading_are_503(load: Callable[..., LLM]) -> None:
     """The port answers, inference does not yet and says when to come again; then it does."""
     may_load = threading.Event()
 
@@ -202,7 +202,7 @@ def test_while_the_model_loads(load: Callable[..., LLM]) -> None:
         server.ready().require_alive()
 
 
-def test_a_full_queue_is_the_clients_rate_limit(start: Start) -> None:
+def test_full_queue_raises_rate_limit_error(start: Start) -> None:
     """One runs, what may wait waits; the next is told when to come again, and the others are not touched."""
     server = start({"max_batch": 1}, max_queue=1)
     running = server.job(max_tokens=60_000)

@@ -1,5 +1,4 @@
-"""`/openapi.json` against a worker in a process of its own: what fits the description is taken, what does not is
-refused, and every reply is as described. Schemathesis makes the requests, the same ones each time."""
+"""Requests generated from the description of the routes."""
 
 from __future__ import annotations
 
@@ -13,19 +12,17 @@ from typing import Any
 import httpx
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi import checks
 
 from llm_worker_rbee.server.openapi import ROUTES
 from tests.cli.conftest import environment
 from tests.conftest import DEVICE
 from tests.helpers import tiny_models
+from tests.helpers.server import until
 from tests.server.conftest import KEY
-from tests.server.running import until
 
 schemathesis = pytest.importorskip("schemathesis", reason="schemathesis is not installed")
-from schemathesis.checks import load_all_checks, not_a_server_error  # noqa: E402
-from schemathesis.specs.openapi import checks  # noqa: E402
-
-load_all_checks()
 POSITIVE, NEGATIVE = schemathesis.GenerationMode
 CHECKS = (
     not_a_server_error,
@@ -108,7 +105,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("method", "path", "mode"), CASES)
-def test_what_is_described_is_served(described: Any, method: str, path: str, mode: Any) -> None:
+def test_described_operation_conforms(described: Any, method: str, path: str, mode: Any) -> None:
     operation = described[path][method.upper()]
 
     @settings(

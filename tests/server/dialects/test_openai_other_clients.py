@@ -1,4 +1,4 @@
-"""Clients that others wrote on top of the OpenAI dialect, unchanged: a chat, whole and streamed, and an error."""
+"""Other OpenAI-compatible clients against a real server."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.server.running import Server
+from tests.helpers.server import Server
 
 ASKED = [{"role": "user", "content": "?"}]
 OPTIONS: dict[str, Any] = {"temperature": 0, "max_tokens": 6}
@@ -21,7 +21,7 @@ def answer(server: Server) -> str:
     return said
 
 
-def test_langchain(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_langchain_chat_works(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     langchain = pytest.importorskip("langchain_openai", reason="langchain-openai is not installed")
     monkeypatch.setenv("LANGSMITH_TRACING", "false")
     given = {"base_url": f"{server.url}/v1", "api_key": "none", "max_retries": 0}
@@ -35,7 +35,7 @@ def test_langchain(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
         langchain.ChatOpenAI(model="other", **given).invoke("?")
 
 
-def test_litellm(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_litellm_chat_works(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # otherwise it fetches prices when it is imported
     # not among our tools: it takes 350 MB and holds the official client back at an older version
     litellm = pytest.importorskip("litellm", reason="litellm is not installed")

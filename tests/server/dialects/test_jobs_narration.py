@@ -1,4 +1,4 @@
-"""What a job's stream tells a person, with the correlation of the request; and which jobs are forgotten, when."""
+"""Narration events of jobs."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from llm_worker_rbee.server.dialects import jobs
+from tests.helpers.server import Server, until
 from tests.server.conftest import Start
-from tests.server.running import Server, until
 
 CORRELATION = "12345678-1234-1234-1234-123456789abc"
 LONG = 60_000
@@ -20,7 +20,7 @@ def narrated(found: list[Any]) -> list[tuple[str, str]]:
     return [(one["action"], one["human"]) for one in found if one["type"] == "narration"]
 
 
-def test_a_job_tells_that_it_waits_and_that_its_prompt_is_read(start: Start) -> None:
+def test_narration_reports_queued_and_prefill(start: Start) -> None:
     """Between started and the first token, each with actor, target and the correlation of who brought the job."""
     server = start(worker_id="w-7")
     prompt = "#" * 100
@@ -42,7 +42,7 @@ def test_a_job_tells_that_it_waits_and_that_its_prompt_is_read(start: Start) -> 
     assert told != {CORRELATION}  # its own, though it gave none
 
 
-def test_nothing_is_told_before_a_job_has_started(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_narration_never_precedes_started_event(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who looks around may come to a job that the engine reads already, and whose own task has not run yet."""
     run = jobs.Job.run
 
@@ -59,7 +59,7 @@ def test_nothing_is_told_before_a_job_has_started(start: Start, monkeypatch: pyt
     assert [one["type"] for one in found[:3]] == ["started", "narration", "narration"]
 
 
-def test_a_job_that_is_sent_back_to_wait_says_so_and_that_it_goes_on(start: Start) -> None:
+def test_narration_reports_preemption_and_resumption(start: Start) -> None:
     server = start({"max_batch": 1})
     first = server.job(max_tokens=LONG)
     until(lambda: server.http.get(f"/v1/jobs/{first}").json()["state"] == "running")
@@ -84,35 +84,7 @@ def test_a_job_that_is_sent_back_to_wait_says_so_and_that_it_goes_on(start: Star
     server.require_idle()
 
 
-def test_ended_jobs_take_bounded_memory(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The oldest are forgotten before their time; the last one is kept however large it is."""
-    monkeypatch.setattr(jobs, "MAX_FINISHED_BYTES", 20_000)
-    server = start()
-    ended = [
-        server.post("/v1/jobs", {"prompt": "#", "max_tokens": 2, "stream": False}).json()["job_id"] for _ in "12345678"
-    ]
-    known = [server.http.get(f"/v1/jobs/{job}").status_code for job in ended]
-    assert known == sorted(known, reverse=True)
-    assert (known[0], known[-1]) == (404, 200)
-    large = server.job(max_tokens=2_000)
-    assert server.events(large)[-1]["tokens_out"] == 2_000
-    assert server.events(large)[-1]["tokens_out"] == 2_000
-    assert [server.http.get(f"/v1/jobs/{job}").status_code for job in ended] == [404] * 8
-    server.require_alive()
-
-
-def test_a_running_job_is_never_forgotten(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jobs, "MAX_FINISHED_BYTES", 0)
-    server: Server = start(job_ttl_s=0.0)
-    job = server.job(max_tokens=LONG)
-    for _ in range(3):
-        server.require_alive()
-    assert server.http.get(f"/v1/jobs/{job}").json()["state"] in ("queued", "running")
-    server.http.delete(f"/v1/jobs/{job}")
-    server.require_idle()
-
-
-def test_nothing_is_told_after_the_end(start: Start) -> None:
+def test_narration_after_the_last_event_is_dropped(start: Start) -> None:
     """A job that is cancelled while it waits, and whose turn comes in the same moment: its stream ends all the same."""
     server = start()
     job_id = server.job(max_tokens=LONG)

@@ -1,4 +1,4 @@
-"""The page in a real browser against a real server: type, stream, stop, reload, key, phone, keyboard."""
+"""The page in a real browser."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import pytest
 from llm_worker_rbee import LLM
 from llm_worker_rbee.load import OnStage, Stage
 from tests.browser import chromium
+from tests.helpers.server import Server, until
 from tests.server.conftest import KEY, Start
-from tests.server.running import Server, until
 
 DESK, PHONE = (1280, 800), (390, 844)
 LIMIT_MS = 15_000
@@ -62,7 +62,7 @@ def finished(page: Any) -> str:
     return str(page.inner_text("article.assistant:last-child .said"))
 
 
-def test_a_chat_streams_counts_and_survives_a_reload(browser: Any, server: Server) -> None:
+def test_page_chat_streams_counts_and_survives_reload(browser: Any, server: Server) -> None:
     with opened(browser, server) as page:
         assert page.evaluate("document.activeElement.id") == "text"
         ask(page, "<img src=x onerror=alert(1)>", max_tokens=40, temperature=0, system="Be brief")
@@ -87,7 +87,7 @@ def test_a_chat_streams_counts_and_survives_a_reload(browser: Any, server: Serve
 
 
 @pytest.mark.parametrize("how", ["button", "Escape"])
-def test_stop_ends_the_answer_here_and_in_the_worker(browser: Any, server: Server, how: str) -> None:
+def test_page_stop_ends_answer_in_worker(browser: Any, server: Server, how: str) -> None:
     with opened(browser, server) as page:
         ask(page, "go on for ever")
         page.wait_for_selector("article.assistant[aria-busy=true] .said:not(:empty)")
@@ -100,7 +100,7 @@ def test_stop_ends_the_answer_here_and_in_the_worker(browser: Any, server: Serve
         assert len(finished(page)) == 3
 
 
-def test_an_error_is_shown_and_the_next_question_is_answered(browser: Any, server: Server) -> None:
+def test_page_error_is_shown_and_next_message_works(browser: Any, server: Server) -> None:
     with opened(browser, server) as page:
         ask(page, "too long", max_tokens=10**6)
         page.wait_for_selector(".foot .failed")
@@ -112,7 +112,7 @@ def test_an_error_is_shown_and_the_next_question_is_answered(browser: Any, serve
         assert page.locator("article.user").count() == 2
 
 
-def test_the_key_is_asked_for(browser: Any, locked: Server) -> None:
+def test_page_prompts_for_key(browser: Any, locked: Server) -> None:
     with opened(browser, locked) as page:
         page.fill("#key", "wrong")
         page.press("#key", "Enter")
@@ -127,7 +127,7 @@ def test_the_key_is_asked_for(browser: Any, locked: Server) -> None:
         assert not page.evaluate("document.getElementById('lock').open")
 
 
-def test_a_phone_has_all_of_it_without_scrolling_sideways(browser: Any, server: Server) -> None:
+def test_page_on_phone_does_not_scroll_sideways(browser: Any, server: Server) -> None:
     with opened(browser, server, PHONE, has_touch=True, is_mobile=True, color_scheme="dark") as page:
         page.fill("#text", "a" * 300)
         page.tap("#options")
@@ -142,9 +142,7 @@ def test_a_phone_has_all_of_it_without_scrolling_sideways(browser: Any, server: 
         assert page.evaluate("document.getElementById('send').getBoundingClientRect().bottom") <= PHONE[1]
 
 
-def test_while_the_model_loads_the_page_shows_how_far_it_is_and_then_comes_alive(
-    browser: Any, load: Callable[..., LLM]
-) -> None:
+def test_page_shows_loading_progress_then_becomes_usable(browser: Any, load: Callable[..., LLM]) -> None:
     go_on = threading.Event()
 
     def slowly(on_stage: OnStage) -> LLM:
@@ -170,7 +168,7 @@ def test_while_the_model_loads_the_page_shows_how_far_it_is_and_then_comes_alive
         assert len(finished(page)) == 3
 
 
-def test_a_worker_that_is_gone_is_said_to_be_and_welcomed_back(browser: Any, load: Callable[..., LLM]) -> None:
+def test_page_reports_lost_worker_and_reconnects(browser: Any, load: Callable[..., LLM]) -> None:
     """Also in the middle of an answer, which keeps what was said of it."""
     first, second = Server(load, shutdown_timeout_s=0.0), Server(load)
     second.socket.close()
@@ -205,7 +203,7 @@ def opened_at(browser: Any, server: Server) -> Iterator[Any]:
         yield page
 
 
-def test_tokens_are_counted_not_events(browser: Any, start: Start) -> None:
+def test_page_counts_tokens_rather_than_events(browser: Any, start: Start) -> None:
     """An event carries several tokens where the worker's guesses were right; a token is a character here."""
     server = start({"speculative": "ngram", "draft_tokens": 8})
     with opened(browser, server) as page:
@@ -217,7 +215,7 @@ def test_tokens_are_counted_not_events(browser: Any, start: Start) -> None:
         assert server.worker.loaded.engine.scheduler.stats.num_accepted_tokens > 100
 
 
-def test_everything_has_a_name_and_answers_are_never_html(browser: Any, server: Server) -> None:
+def test_page_controls_have_labels_and_answers_are_text(browser: Any, server: Server) -> None:
     with opened(browser, server) as page:
         unnamed = page.evaluate(
             "[...document.querySelectorAll('input,textarea')].filter(e => !e.labels[0]?.textContent.trim()).length"
@@ -233,7 +231,7 @@ def test_everything_has_a_name_and_answers_are_never_html(browser: Any, server: 
         )
 
 
-def test_the_page_needs_no_key_and_lets_nothing_foreign_in(locked: Server) -> None:
+def test_page_is_public_with_strict_policy(locked: Server) -> None:
     reply = locked.http.get("/", headers={"authorization": ""})
     assert reply.status_code == 200
     assert "default-src 'none'" in reply.headers["content-security-policy"]

@@ -1,0 +1,166 @@
+"""Admission: what is too much is refused early, with an honest Retry-After."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from llm_worker_rbee.engine.request import Request, SamplingParams
+from llm_worker_rbee.errors import QueueFullError
+from llm_worker_rbee.server.admission import Admission
+from llm_worker_rbee.server.config import Settings
+from tests.helpers.server import CHAT, Server, ids, step_through, until
+from tests.server.conftest import Start
+
+JOBS, CHATS, COMPLETIONS = "/v1/jobs", "/v1/chat/completions", "/v1/completions"
+
+
+def test_request_over_kv_cache_is_refused_with_figures(start: Start) -> None:
+    server = start({"kv_memory": 1 << 18})
+    context = server.http.get("/v1/models").json()["data"][0]["context_length"]
+    assert context < 65_536
+    reply = server.post(JOBS, {"prompt": "#", "max_tokens": context})
+    assert (reply.status_code, reply.json()["code"]) == (400, "CONTEXT_LENGTH_EXCEEDED")
+    assert all(str(figure) in reply.json()["message"] for figure in (1, context, context + 1))
+    whole = server.post(CHATS, {"messages": CHAT, "temperature": 0}).json()  # no limit given: what is left
+    assert whole["usage"]["total_tokens"] == context
+    assert whole["choices"][0]["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize("limit", [{"max_queue": 1}, {"max_queued_tokens": 100}], ids=["requests", "prompt tokens"])
+def test_admission_full_is_429_with_retry_after(start: Start, limit: dict[str, int]) -> None:
+    """By the requests and by the prompt tokens that wait; a job hears of it in its own dialect."""
+    server = start({"max_batch": 1}, **limit)
+    running = server.job(max_tokens=60_000)
+    until(lambda: server.worker.num_unstarted == 0)
+    waiting = server.job(prompt="#" * 60, max_tokens=1)
+    reply = server.post(JOBS, {"prompt": "#" * 60, "max_tokens": 1})
+    assert (reply.status_code, reply.json()["code"], reply.json()["retriable"]) == (429, "QUEUE_FULL", True)
+    assert 1 <= int(reply.headers["retry-after"]) <= 60
+    server.http.delete(f"/v1/jobs/{running}")
+    assert server.events(waiting)[-1]["type"] == "end"
+
+
+LONG = 60_000
+Gate = Callable[[Server], threading.Event]
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    """No step of a server's engine begins until the event is set."""
+    gates: list[threading.Event] = []
+
+    def close(server: Server) -> threading.Event:
+        gates.append(opened := threading.Event())
+        engine = server.worker.loaded.engine
+        run = engine.runner.run
+        step_through(lambda spans: opened.wait() and run(spans), engine, monkeypatch)
+        return opened
+
+    yield close
+    for opened in gates:
+        opened.set()
+
+
+def test_reservation_counts_while_prompt_is_tokenized(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its bytes at first, by its tokens then; a place that was held is free again whatever happened."""
+    server = start(max_queued_tokens=50)
+    tokenizer, may_go = server.worker.loaded.tokenizer, threading.Event()
+    encode = tokenizer.encode
+    monkeypatch.setattr(tokenizer, "encode", lambda text, **more: may_go.wait() and encode(text, **more))
+    with ThreadPoolExecutor(1) as pool:
+        held = pool.submit(server.post, COMPLETIONS, {"prompt": "#" * 196, "max_tokens": 1})
+        until(lambda: server.worker.admission.load == (0, 1, 50))
+        refused = server.post(COMPLETIONS, {"prompt": "####", "max_tokens": 1})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "QUEUE_FULL")
+        may_go.set()
+        assert held.result().json()["usage"]["prompt_tokens"] == 196
+    server.require_idle()
+
+
+def test_batch_over_queue_enters_only_idle_worker(start: Start, gate: Gate) -> None:
+    """All of it or nothing: an idle worker takes it, one with something to read does not."""
+    server = start({"max_batch": 2}, max_queued_tokens=100)
+    batch = {"prompt": [ids("#" * 60)] * 5, "max_tokens": 1}
+    assert len(server.post(COMPLETIONS, batch).json()["choices"]) == 5
+    server.require_idle()
+    opened = gate(server)
+    job = server.job(prompt="?" * 60, max_tokens=1)
+    refused = server.post(COMPLETIONS, batch)
+    assert (refused.status_code, server.worker.num_open) == (429, 1)
+    opened.set()
+    assert server.events(job)[-1]["type"] == "end"
+    assert server.post(COMPLETIONS, batch).status_code == 200
+    many = server.post(COMPLETIONS, {"prompt": ["#"] * 300, "max_tokens": 1})
+    assert (many.status_code, "at most 258" in many.json()["error"]["message"]) == (400, True)
+
+
+def test_request_counts_as_running_from_first_step(start: Start, gate: Gate) -> None:
+    """While its prompt is read too; and without a queue nobody waits. Health, metrics and readiness agree."""
+    server = start({"max_batch": 1}, max_queue=0)
+    opened = gate(server)
+    job = server.job(max_tokens=3)
+    until(lambda: server.worker.admission.load.running == 1)
+    health, metrics = server.http.get("/health").json(), server.http.get("/metrics").text
+    assert (health["running"], health["waiting"]) == (1, 0)
+    assert "llm_worker_num_requests_running 1.0" in metrics
+    assert "llm_worker_num_requests_waiting 0.0" in metrics
+    assert server.http.get("/v1/ready").json()["state"] == "busy"
+    refused = server.post(JOBS, {"prompt": "#", "max_tokens": 1})
+    assert (refused.status_code, refused.json()["code"]) == (429, "QUEUE_FULL")
+    opened.set()
+    assert server.events(job)[-1]["tokens_out"] == 3
+    server.require_idle()
+    server.require_alive()
+
+
+def test_retry_after_follows_running_requests(server: Server) -> None:
+    """From what those who run may still say, the speed of answers, and how much of it answers have lately said."""
+    engine, admission = server.worker.loaded.engine, Admission(Settings(model_ref="x", max_queue=0))
+
+    def running(max_tokens: int, said: int) -> Request:
+        made = Request([1] * 10, SamplingParams(), max_tokens, 0, frozenset())
+        made.ids += [1] * said
+        made.arrival, made.is_finished, made.batch_slot, made.num_computed_tokens = 0, False, 0, 10
+        admission.add(made)
+        return made
+
+    def told(requests: int) -> int:
+        with pytest.raises(QueueFullError) as caught, admission.reserve(engine, requests, 1):
+            pass
+        return caught.value.retry_after
+
+    slots = engine.config.max_batch
+    requests = [running(1_000, 100 + 10 * i) for i in range(slots)]  # the last one has the least to say
+    for _ in range(3):
+        admission.observe_itl(0.02 * 5, 5)
+    least = (900 - 10 * (slots - 1)) * 0.02
+    assert told(1) == pytest.approx(least, abs=1)
+    assert told(3) == pytest.approx(least + 2 * 10 * 0.02, abs=1)
+    assert told(slots) == pytest.approx(900 * 0.02, abs=1)
+    for _ in range(100):  # answers that end after a tenth of what they might say
+        short = running(1_000, 100)
+        admission.remove(short)
+    assert told(slots) == pytest.approx(90 * 0.02, abs=1)
+    requests[0].max_tokens, requests[0].max_total_tokens = 10**9, 10**9
+    assert told(slots) == 60
+    admission.remove(requests[1])
+    with admission.reserve(engine, 1, 1):
+        assert admission.load.waiting == 1
+
+
+def test_retry_after_of_long_requests_is_long(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long answers in all places: who comes then hears of their length."""
+    server = start({"max_batch": 2}, max_queue=1)
+    spoke = server.worker.admission.observe_itl
+    monkeypatch.setattr(server.worker.admission, "observe_itl", lambda seconds, tokens: spoke(0.01 * tokens, tokens))
+    jobs = [server.job(max_tokens=LONG) for _ in range(3)]
+    until(lambda: server.worker.admission._itl_s)
+    refused = server.post(COMPLETIONS, {"prompt": "#", "max_tokens": 1})
+    assert (refused.status_code, refused.headers["retry-after"]) == (429, "60")
+    for job in jobs:
+        server.http.delete(f"/v1/jobs/{job}")
+    server.require_idle()

@@ -1,0 +1,174 @@
+"""Routes: content type, methods, CORS, model names, token routes, disconnects."""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from llm_worker_rbee.server import app, log
+from tests.helpers import tiny_models
+from tests.helpers.server import CHAT, LIMIT_S, Server, ids, until
+from tests.server.conftest import KEY, Start
+
+JOB, EXECUTE, COMPLETIONS, CHATS = "/v1/jobs", "/execute", "/v1/completions", "/v1/chat/completions"
+SOUND: dict[str, dict[str, Any]] = {
+    JOB: {"prompt": "#", "max_tokens": 2},
+    EXECUTE: {"prompt": "#", "max_tokens": 2, "job_id": "bad-1"},
+    COMPLETIONS: {"prompt": "#", "max_tokens": 2},
+    CHATS: {"messages": CHAT, "max_tokens": 2},
+}
+ALL, OPENAI = tuple(SOUND), (COMPLETIONS, CHATS)
+
+
+@pytest.fixture(autouse=True)
+def goes_on(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Whatever was asked, the next request is answered and nothing is left behind."""
+    yield
+    if "server" in request.fixturenames:
+        server: Server = request.getfixturevalue("server")
+        server.require_idle()
+        server.require_alive()
+
+
+def changed(path: str, **fields: Any) -> bytes:
+    return json.dumps({**SOUND[path], **fields}).encode()
+
+
+@pytest.mark.parametrize("path", ALL)
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x"])
+def test_content_type_wrong_is_refused(server: Server, path: str, kind: str) -> None:
+    reply = server.http.post(path, content=changed(path), headers={"content-type": kind})
+    assert reply.status_code == 400
+    assert kind.partition(";")[0] in reply.text
+
+
+def test_wrong_method_error_has_shape_of_dialect(server: Server) -> None:
+    for path in (CHATS, JOB):
+        reply = server.http.get(path)
+        assert reply.status_code == 405
+        assert "POST" in reply.headers["allow"]
+        assert (reply.json().keys() == {"error"}) == (path == CHATS)
+
+
+def test_cors_similar_origins_are_refused(start: Start) -> None:
+    """Off unless configured; then those that were named, and nobody who resembles them."""
+    server = start(cors_origins=("http://localhost:3000",), api_key=KEY)
+    allowed = "access-control-allow-origin"
+    for origin in ("http://localhost:3000.evil.com", "http://localhost.evil.com", "http://localhost:30001", "null",
+                   "https://localhost:3000"):  # fmt: skip
+        assert allowed not in server.http.get("/health", headers={"origin": origin}).headers
+    assert server.http.get("/health", headers={"origin": "http://localhost:3000"}).headers[allowed]
+    asks = {"origin": "http://localhost:3000", "access-control-request-method": "POST",
+            "access-control-request-headers": "authorization, content-type"}  # fmt: skip
+    request = server.http.build_request("OPTIONS", CHATS, headers=asks)
+    del request.headers["authorization"]
+    assert server.http.send(request).status_code == 200
+
+
+def test_cors_default_allows_no_origin(locked: Server) -> None:
+    reply = locked.http.get("/health", headers={"origin": "http://localhost"})
+    assert "access-control-allow-origin" not in reply.headers
+
+
+def test_tokenize_and_detokenize_round_trip(server: Server) -> None:
+    tokens = server.post("/tokenize", {"text": " the <|end|>"}).json()
+    assert (tokens["tokens"][0], tiny_models.END in tokens["tokens"]) == (258, False)
+    assert tiny_models.END in server.post("/tokenize", {"text": "<|end|>", "parse_special": True}).json()["tokens"]
+    assert server.post("/detokenize", {"tokens": tokens["tokens"]}).json() == {"text": " the <|end|>"}
+    made = server.post("/apply-template", {"messages": CHAT}).json()
+    assert made == {
+        "prompt": "<|user|>#<|assistant|>",
+        "tokens": [tiny_models.USER, *ids("#"), tiny_models.ASSISTANT],
+    }
+
+
+JOBS, CHATS, COMPLETIONS = "/v1/jobs", "/v1/chat/completions", "/v1/completions"
+
+
+def test_model_names_served_and_reference_are_accepted(start: Start) -> None:
+    """The reference as it was given, the name that it is served under, none; no path of ours for another one."""
+    server = start(served_name="nice")
+    assert server.http.get("/v1/models").json()["data"][0]["id"] == "nice"
+    for name in ("nice", "tiny", None):
+        assert server.post(CHATS, {"messages": CHAT, "max_tokens": 1, "model": name}).json()["model"] == "nice"
+        assert server.http.get(f"/v1/models/{name or 'tiny'}").status_code == 200
+    error = server.post(CHATS, {"messages": CHAT, "model": "other"}).json()["error"]
+    assert (error["code"], "tiny" in error["message"]) == ("model_not_found", False)
+    reply = server.post(JOBS, {"prompt": "#", "max_tokens": 1, "model": "other"})
+    assert (reply.status_code, reply.json()["code"]) == (404, "NOT_FOUND")
+
+
+def _read_body(client: socket.socket) -> bytes:
+    data = b""
+    while b"\r\n\r\n" not in data:
+        data += client.recv(65536)
+    head, _, rest = data.partition(b"\r\n\r\n")
+    length = int(head.lower().partition(b"content-length: ")[2].split(b"\r\n")[0])
+    while len(rest) < length:
+        rest += client.recv(1 << 20)
+    return rest
+
+
+def test_body_missing_is_504_after_timeout(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app, "BODY_TIMEOUT_S", 0.2)
+    server = start()
+    with socket.create_connection(("127.0.0.1", server.port), LIMIT_S) as client:
+        head = b"POST /v1/jobs HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 100\r\n\r\n"
+        client.sendall(head + b'{"prompt":')
+        assert client.recv(12) == b"HTTP/1.1 504"
+        assert json.loads(_read_body(client))["code"] == "TIMEOUT"
+    server.require_alive()
+
+
+JSON = "content-type: application/json\r\n"
+
+
+def connected(server: Server, received: int | None = None) -> socket.socket:
+    client = socket.socket()
+    if received is not None:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, received)
+    client.settimeout(LIMIT_S)
+    client.connect(("127.0.0.1", server.port))
+    return client
+
+
+def test_content_type_missing_is_refused(server: Server) -> None:
+    """A page from elsewhere can send one without asking first."""
+    body = json.dumps({"prompt": "#", "max_tokens": 1}).encode()
+    reply = server.http.post("/v1/jobs", content=body, headers={"origin": "https://evil.example"})
+    assert (reply.status_code, reply.json()["errors"][0]["field"]) == (400, "content-type")
+
+
+def test_cors_allowed_origin_may_send_own_headers(start: Start) -> None:
+    server = start(cors_origins=("https://mine.example",))
+    asked = "authorization,content-type,x-stainless-lang,x-stainless-retry-count"
+    headers = {"origin": "https://mine.example", "access-control-request-method": "POST",
+               "access-control-request-headers": asked}  # fmt: skip
+    reply = server.http.options("/v1/chat/completions", headers=headers)
+    assert (reply.status_code, reply.headers["access-control-allow-headers"]) == (200, asked)
+
+
+def test_disconnect_within_body_is_logged_as_499(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[tuple[str, int]] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(  # type: ignore[method-assign]
+        (record.levelname, getattr(record, "figures", {}).get("status", 0))
+    )
+    monkeypatch.setattr(log, "logger", logging.Logger("of this test"))
+    log.logger.addHandler(handler)
+    server = start()
+    with connected(server) as client:
+        client.sendall(f"POST /v1/jobs HTTP/1.1\r\nhost: x\r\n{JSON}content-length: 100\r\n\r\n{{".encode())
+        until(lambda: server.num_connections == 1)
+    until(lambda: told and server.num_connections == 0)
+    assert told == [("INFO", 499)]
+
+
+def test_job_route_405_lists_allowed_methods(server: Server) -> None:
+    reply = server.http.put(f"/v1/jobs/{server.job()}")
+    assert (reply.status_code, set(reply.headers["allow"].split(", "))) == (405, {"GET", "HEAD", "DELETE"})

@@ -1,0 +1,112 @@
+"""CPU-heavy request work runs off the event loop, within bounds."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import threading
+from typing import Any
+
+import pytest
+
+from llm_worker_rbee.errors import QueueFullError, ShuttingDownError
+from llm_worker_rbee.server import app, offload
+from llm_worker_rbee.server.dialects import jobs, openai
+from llm_worker_rbee.server.offload import BoundedExecutor
+from tests.helpers.server import Server, until
+from tests.server.conftest import Start
+
+COMPLETIONS, CHATS, JOBS = "/v1/completions", "/v1/chat/completions", "/v1/jobs"
+
+
+def sent(server: Server, path: str, body: Any) -> socket.socket:
+    """A client that may leave before it is answered."""
+    client, raw = socket.create_connection(("127.0.0.1", server.port)), json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(raw)}\r\n\r\n"
+    client.sendall(head.encode() + raw)
+    return client
+
+
+def test_disconnected_request_is_not_tokenized(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Large texts: one is at it, the others wait and are counted; they leave, and are never begun."""
+    server = start(max_queued_tokens=10_000_000)
+    tokenizer, seen, may_go = server.worker.loaded.tokenizer, list[int](), threading.Event()
+    encode = tokenizer.encode
+
+    def slow(text: str, **more: Any) -> list[int]:
+        seen.append(len(text))
+        if len(text) > offload.LARGE_BYTES:
+            may_go.wait()
+        return encode(text, **more)
+
+    monkeypatch.setattr(tokenizer, "encode", slow)
+    size = offload.LARGE_BYTES * 2
+    bodies = [(COMPLETIONS, {"prompt": "x" * size}), ("/tokenize", {"text": "x" * size}),
+              (JOBS, {"prompt": "x" * size, "max_tokens": 1})]  # fmt: skip
+    first = sent(server, *bodies[0])
+    until(lambda: seen == [size])
+    others = [sent(server, *body) for body in bodies * 3]
+    until(lambda: server.worker.offload._large._num_bytes > len(others) * size)
+    assert server.http.get("/health").json()["waiting"] >= 1
+    assert server.http.get("/v1/ready").json()["state"] == "busy"
+    server.require_alive()  # small work has its own threads
+    for client in (first, *others):
+        client.close()
+    until(lambda: server.worker.offload._large._num_bytes == 0)
+    may_go.set()
+    server.require_idle()
+    assert seen.count(size) == 1
+
+
+def test_bounded_executor_over_queue_limit_raises() -> None:
+    """One alone may be as large as it likes; behind it there is no room for more than a little."""
+
+    async def tried() -> None:
+        line, may_go = BoundedExecutor("tested", 1), threading.Event()
+        first = asyncio.ensure_future(line.run(offload.MAX_QUEUED_BYTES * 2, may_go.wait))
+        await asyncio.sleep(0)
+        with pytest.raises(QueueFullError, match="bytes of other requests") as caught:
+            await line.run(1, may_go.wait)
+        assert 1 <= caught.value.retry_after <= 60
+        may_go.set()
+        assert await first
+        assert await line.run(1, may_go.wait)
+        line.close()
+        with pytest.raises(ShuttingDownError):
+            await line.run(1, may_go.wait)
+
+    asyncio.run(tried())
+
+
+def test_large_bodies_and_replies_run_off_the_event_loop(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading, checking, tokenizing, pieces and text: in whose thread?"""
+    loop_thread, where = server._thread, dict[str, threading.Thread]()
+
+    def watched(owner: Any, name: str) -> None:
+        real = getattr(owner, name)
+
+        def told(*given: Any, **more: Any) -> Any:
+            where[name] = threading.current_thread()
+            return real(*given, **more)
+
+        monkeypatch.setattr(owner, name, told)
+
+    tokenizer = server.worker.loaded.tokenizer
+    for owner in (app, jobs, openai):
+        watched(owner, "decode_object")
+        watched(owner, "validate_body")
+    for owner, name in ((tokenizer, "piece"), (tokenizer, "decode"), (openai.Reply, "_object")):
+        watched(owner, name)
+    text = "a" * (offload.LARGE_BYTES + 1)
+    asked: list[tuple[str, Any, set[str]]] = [
+        ("/tokenize", {"text": text}, {"piece"}),
+        ("/detokenize", {"tokens": [97] * (offload.LARGE_BYTES // 2)}, {"decode"}),
+        (JOBS, {"prompt": text, "max_tokens": 1, "top_k": -1}, set()),
+        (COMPLETIONS, {"prompt": [1] * 34_000, "max_tokens": 1, "echo": True}, {"_object"}),
+    ]
+    for path, body, more in asked:
+        where.clear()
+        server.post(path, body)
+        assert where.keys() >= {"decode_object", "validate_body"} | more
+        assert loop_thread not in where.values(), (path, where)

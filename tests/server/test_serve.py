@@ -1,0 +1,197 @@
+"""The HTTP connection: addresses, timeouts, header limits, upgrades, clients that do not read."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from contextlib import suppress
+
+import pytest
+
+from llm_worker_rbee.errors import InvalidRequestError
+from llm_worker_rbee.server import orchestrator, serve
+from llm_worker_rbee.server.app import resident_bytes
+from llm_worker_rbee.server.auth import is_loopback
+from llm_worker_rbee.server.middleware import MAX_HEADER_BYTES
+from llm_worker_rbee.server.serve import base_url, bind
+from tests.helpers.server import LIMIT_S, Server, until
+from tests.server.conftest import Start
+
+
+@pytest.fixture(autouse=True)
+def goes_on(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Whatever was asked, the next request is answered and nothing is left behind."""
+    yield
+    if "server" in request.fixturenames:
+        server: Server = request.getfixturevalue("server")
+        server.require_idle()
+        server.require_alive()
+
+
+def test_connection_malformed_http_does_not_stop_server(locked: Server) -> None:
+    for said in (b"\x00\x01\x02\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n",
+                 b"POST /v1/jobs HTTP/1.1\r\ncontent-length: -5\r\n\r\n",
+                 b"POST /v1/jobs HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n"):  # fmt: skip
+        with socket.create_connection(("127.0.0.1", locked.port), timeout=10) as sent:
+            sent.sendall(said)
+            sent.shutdown(socket.SHUT_WR)
+            found = sent.recv(1000)
+        assert not found or found.split()[1][:1] == b"4", said
+    locked.require_alive()
+
+
+def test_urls_and_loopback_addresses() -> None:
+    assert orchestrator.require_url(None, "--x") is None
+    assert orchestrator.require_url("https://[::1]:8/a?b=c", "--x") == "https://[::1]:8/a?b=c"
+    assert base_url("::1", 8) == "http://[::1]:8"
+    assert base_url("0.0.0.0", 8, "https") == f"https://{socket.gethostname()}:8"
+    assert [is_loopback(host) for host in ("127.0.0.1", "127.9.9.9", "::1", "localhost")] == [True] * 4
+    assert [is_loopback(host) for host in ("0.0.0.0", "::", "localhost.evil.com", "10.0.0.1")] == [False] * 4
+    with bind("127.0.0.1", 0) as sock, pytest.raises(InvalidRequestError, match="cannot listen"):
+        bind("127.0.0.1", sock.getsockname()[1])
+
+
+def test_connection_headers_over_limit_are_431(start: Start) -> None:
+    """64 KiB: past it 431 with a code, also while they are still coming; without an end they are cut. Memory stays."""
+    server = start()
+
+    def answered(*parts: bytes) -> tuple[bytes, bytes]:
+        with socket.create_connection(("127.0.0.1", server.port), LIMIT_S) as client:
+            for part in parts:
+                client.sendall(part)
+            return client.recv(12)[-3:], _read_body(client)
+
+    begin, end = b"GET /info HTTP/1.1\r\nhost: x\r\nconnection: close\r\nx-long: ", b"\r\n\r\n"
+    assert answered(begin, b"a" * (MAX_HEADER_BYTES - 100), end)[0] == b"200"
+    for parts in ((b"a" * MAX_HEADER_BYTES, end), (b"a" * (4 << 20),)):  # whole, and one that goes on
+        status, body = answered(begin, *parts)
+        assert status == b"431"
+        assert json.loads(body) == {
+            "code": "PAYLOAD_TOO_LARGE", "message": "the headers are longer than the limit of 65536 bytes",
+            "retriable": False,
+        }  # fmt: skip
+    before = resident_bytes()
+    with socket.create_connection(("127.0.0.1", server.port), LIMIT_S) as client:
+        client.sendall(begin)
+        sent = 0
+        try:
+            while sent < 256 << 20:
+                client.sendall(b"a" * 65536)
+                sent += 65536
+        except (ConnectionResetError, BrokenPipeError):
+            pass
+        assert sent < 256 << 20
+    if before is not None:
+        assert (resident_bytes() or 0) - before < 8 << 20
+    server.require_alive()
+
+
+def test_connection_header_limit_applies_to_each_request(start: Start) -> None:
+    server = start()
+    with socket.create_connection(("127.0.0.1", server.port), LIMIT_S) as client:
+        for _ in range(3):
+            body = json.dumps({"text": "x" * 200_000}).encode()
+            head = "POST /tokenize HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+            head += f"content-length: {len(body)}\r\n\r\n"
+            client.sendall(head.encode() + body)
+            assert client.recv(12) == b"HTTP/1.1 200"
+            _read_body(client)
+
+
+def _read_body(client: socket.socket) -> bytes:
+    data = b""
+    while b"\r\n\r\n" not in data:
+        data += client.recv(65536)
+    head, _, rest = data.partition(b"\r\n\r\n")
+    length = int(head.lower().partition(b"content-length: ")[2].split(b"\r\n")[0])
+    while len(rest) < length:
+        rest += client.recv(1 << 20)
+    return rest
+
+
+def test_connection_without_headers_is_closed_after_timeout(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing, or a head without an end, or a second one; others know nothing of it."""
+    monkeypatch.setattr(serve, "HEAD_TIMEOUT_S", 0.2)
+    server = start()
+    whole = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
+    for begun, answers in ((b"", 0), (b"GET /health HTTP/1.1\r\nhost:", 0), (whole + b"GET /he", 1)):
+        with socket.create_connection(("127.0.0.1", server.port), LIMIT_S) as client:
+            client.sendall(begun)
+            said = b""
+            while more := client.recv(65536):
+                said += more
+            assert said.count(b"HTTP/1.1 200") == answers
+    server.require_alive()
+
+
+JSON = "content-type: application/json\r\n"
+OFFER = "Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAARAAAAAAAIAAAAA\r\n"
+
+
+def connected(server: Server, received: int | None = None) -> socket.socket:
+    client = socket.socket()
+    if received is not None:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, received)
+    client.settimeout(LIMIT_S)
+    client.connect(("127.0.0.1", server.port))
+    return client
+
+
+def replies(client: socket.socket) -> bytes:
+    """Everything, to the end of the connection."""
+    found = b""
+    while more := client.recv(65536):
+        found += more
+    return found
+
+
+def test_connection_unread_finished_job_is_cut_off(start: Start) -> None:
+    server, often = start(stall_timeout_s=0.3), 100  # what systems keep for a connection is some megabytes
+    job = server.job(max_tokens=4_000)
+    whole = server.http.get(f"/v1/jobs/{job}/stream").content
+    before = server.num_connections
+    readers = [connected(server, 2048) for _ in range(3)]
+    for reader in readers:
+        reader.sendall(often * f"GET /v1/jobs/{job}/stream HTTP/1.1\r\nhost: x\r\n\r\n".encode())
+    until(lambda: server.num_connections == before + 3)
+    until(lambda: server.num_connections == before)
+    for reader in readers:
+        with suppress(ConnectionResetError):
+            assert len(replies(reader)) < often * len(whole)
+        reader.close()
+    assert server.http.get(f"/v1/jobs/{job}/stream").content == whole
+
+
+def test_connection_unread_whole_reply_is_cut_off(start: Start) -> None:
+    server = start(stall_timeout_s=0.3)
+    lazy = connected(server, 2048)
+    body = json.dumps({"text": "x" * 1_000_000})
+    lazy.sendall(f"POST /tokenize HTTP/1.1\r\nhost: x\r\n{JSON}content-length: {len(body)}\r\n\r\n{body}".encode())
+    until(lambda: server.num_connections == 1)
+    until(lambda: server.num_connections == 0)
+    lazy.close()
+    server.require_alive()
+
+
+@pytest.mark.parametrize("cut", [None, 30, 75])
+def test_connection_upgrade_offer_is_ignored(server: Server, cut: int | None) -> None:
+    """As curl --http2 and Java send it. Cut within the header's name it is refused: what follows is never a request."""
+    body = json.dumps({"prompt": ">", "max_tokens": 20, "temperature": 0, "stream": False})
+    head = f"POST /v1/jobs HTTP/1.1\r\n{OFFER}host: x\r\n{JSON}content-length: {len(body)}\r\n\r\n"
+    at = len(head) if cut is None else cut
+    with connected(server) as client:
+        client.sendall(head[:at].encode())
+        if cut is not None:
+            client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        client.sendall((head[at:] + body).encode())
+        said = client.recv(65536)
+        assert said.startswith((b"HTTP/1.1 200", b"HTTP/1.1 400"))
+        if cut is None:
+            assert b"Helo wrd" in said
+    smuggled = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
+    with connected(server) as client:
+        client.sendall(f"POST /cancel HTTP/1.1\r\n{OFFER}host: x\r\n{JSON}content-length: {len(smuggled)}\r\n".encode())
+        client.sendall(b"connection: close\r\n\r\n" + smuggled)
+        assert replies(client).count(b"HTTP/1.1 ") == 1
+    server.require_alive()
