@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
 from dataclasses import replace
@@ -23,6 +24,8 @@ from llm_worker_rbee.bench.baseline import (
 from llm_worker_rbee.bench.results import Better, Result, ResultsError, Run
 from llm_worker_rbee.errors import InvalidRequestError
 from tests.helpers.bench_runs import LIMITS, micro, on_another_machine, run_of
+
+DOCUMENTED = Path(__file__).parents[2] / "docs" / "baselines"
 
 
 @pytest.fixture(autouse=True)
@@ -48,6 +51,24 @@ def test_load_by_path_returns_the_file(tmp_path: Path) -> None:
     for name in ("run.json", "sub/run", "run"):
         micro().save(tmp_path / name)
         assert baseline.load(name).kind == baseline.load(str(tmp_path / name)).kind == "micro"
+
+
+def test_load_gzip_path_returns_the_run(tmp_path: Path) -> None:
+    micro().save(tmp_path / "run.json")
+    packed = tmp_path / "run.json.gz"
+    packed.write_bytes(gzip.compress((tmp_path / "run.json").read_bytes()))
+    assert baseline.load(str(packed)) == baseline.load(str(tmp_path / "run.json"))
+    packed.write_bytes(b"{}")
+    with pytest.raises(ResultsError, match=r"run\.json\.gz is not a gzip file"):
+        baseline.load(str(packed))
+
+
+@pytest.mark.skipif(not DOCUMENTED.exists(), reason="this is not a checkout: there is no docs/baselines")
+@pytest.mark.parametrize("name", ["reference", "cpu"])
+def test_load_documented_baseline_has_results_with_samples(name: str) -> None:
+    run = baseline.load(str(DOCUMENTED / f"{name}.json.gz"))
+    assert run.kind == "micro"
+    assert all(result.samples for result in run.results)
 
 
 def test_load_unknown_name_raises_with_known_names() -> None:

@@ -28,7 +28,7 @@ def test_profile_prints_tables_and_writes_files(cli: Run, tiny: Path, tmp_path: 
         assert len(re.findall(rf"^{re.escape(label)} +\d+\.\d%", text, re.MULTILINE)) == 2
     assert len(re.findall(r"^top five: (?:[^,]+, ){4}[^,]+$", text, re.MULTILINE)) == 2
     assert text.count("targets:") == 2
-    assert "The stopwatch costs" in text
+    assert "The timer costs" in text
     assert f"report: {tmp_path / 'out' / 'report.html'}" in done.stderr.decode()
     saved = BenchRun.load(tmp_path / "out" / "run.json")
     assert (saved.kind, saved.complete, saved.settings["pp"]) == ("profile", True, 8)
