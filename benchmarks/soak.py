@@ -24,8 +24,9 @@ from typing import Any
 from visitors import KINDS, OursError, Refused, Visitor
 
 from llm_worker_rbee.bench.http_client import Address, Client, RequestFailedError
+from llm_worker_rbee.bench.process_stats import memory_of
 from llm_worker_rbee.bench.serving import allow_connections
-from llm_worker_rbee.bench.serving.server_process import Spawned, Watch, memory_of, samples
+from llm_worker_rbee.bench.serving.server_process import ServerMonitor, ServerProcess, parse_metrics
 from llm_worker_rbee.errors import WorkerError
 
 VISIT_LIMIT_S = 180.0
@@ -115,7 +116,7 @@ class Soak:
         while time.monotonic() < end:
             try:
                 async with client.request("GET", "/metrics") as response:
-                    found = samples(await response.text(1 << 22))
+                    found = parse_metrics(await response.text(1 << 22))
             except RequestFailedError as error:
                 return self._fail("looks around", f"GET /metrics afterwards: {error}")
             self.left = {name: found[name] for name in NOTHING_LEFT if name in found}
@@ -182,7 +183,7 @@ def soaked(url: str, pid: int | None, options: argparse.Namespace) -> bool:
     """The whole of it against a server that is there."""
     allow_connections(4 * options.concurrency)
     soak = Soak(Address.parse(url), pid, options)
-    watch = Watch(soak.address.authority, pid)
+    watch = ServerMonitor(soak.address.authority, pid)
     watch.open()
     try:
         watch.begin()
@@ -212,7 +213,7 @@ def main() -> int:
         if options.url is not None:
             return 0 if soaked(options.url, None, options) else 1
         args = ["--kv-memory", options.kv_memory, "--job-ttl", options.job_ttl]
-        with Spawned([*args, *(("-m", options.model) if options.model else ())]) as server:
+        with ServerProcess([*args, *(("-m", options.model) if options.model else ())]) as server:
             good = soaked(server.url, server.pid, options)
             server.require_alive()
     except WorkerError as error:

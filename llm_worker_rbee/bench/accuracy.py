@@ -1,18 +1,15 @@
-"""How far a path is from the truth: float32 on the dequantized weights, by our reference or by transformers.
+"""How far a path is from the truth: float32 on the dequantized weights, by the reference backend or by transformers.
 
-Two measures. At the last position of each prompt, the log-probabilities of the truth's five likeliest tokens. At every
-position of a text, cut into windows that each start anew: perplexity, KL(truth || path), whether the likeliest token is
-the same. Every side reads the same ids; one window's logits of two sides are in memory at a time.
+At the last position of each prompt, the log-probabilities of the truth's five likeliest tokens. At every position of a
+text, cut into windows without context: perplexity, KL(truth || path), whether the likeliest token is the same. Greedy
+answers to the prompts, where asked. For synthetic models, the error of the logits for prompts and batch sizes. All
+sides get the same ids; the logits of one window of two sides are in memory at a time.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
 import tempfile
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,34 +18,45 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from ..backends.ops import Array, Backend, Batch, Ints
+from ..backends.reference import ReferenceBackend
+from ..cache import KVCache
 from ..engine.request import Request, SamplingParams
 from ..engine.solo import Solo
 from ..errors import InferenceError, InvalidRequestError, MissingDependencyError, WorkerError
-from ..llm import LLM
-from . import statistics
+from ..llm import LLM, Completion
+from ..models import Transformer, load_model, read_model_config
+from ..models.convert import is_fp8, quantize_checkpoint
+from . import library_child, statistics
+from .child_process import ChildFailedError, ChildProcess, library_environment
 from .results import Better, Recorder, Result
+from .synthetic import Spec, checkpoint
 from .workload import Prompt
 
 WINDOW = 256
-LIKELIEST = 5
-ROWS = 16  # positions worked on at a time, in float64
-MOST_KEPT = 4096  # positions whose figures a saved run has
+TOP_TOKENS = 5
+POSITIONS_AT_ONCE = 16  # in float64
+MAX_SAVED_POSITIONS = 4096
 
-Steps = Callable[[str, float, float], None]
+PROMPT_LENGTHS = (100, 320)  # of the logit errors of a synthetic model; a token behind the longest is decoded
+BLOCK_SIZE = 16
+GREEDY_LOGPROBS = 20  # so that the tokens of the other side are among them
+
+Progress = Callable[[str, float, float], None]
 Floats = NDArray[np.float64]
 Logits = NDArray[np.float32]
 
 
 class Side(Protocol):
-    """Something that gives logits: (positions, vocabulary), or (1, vocabulary) of the last position."""
+    """A source of logits."""
 
     def logits(self, ids: list[int], *, last: bool = False) -> Logits:
-        """All positions from an empty context, or the last one."""
+        """Return (positions, vocabulary) from an empty context, or (1, vocabulary) of the last position."""
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredPath:
-    """A side with the name that its results carry; ours have none behind theirs."""
+    """A side with the suffix of its result names; this worker has none."""
 
     side: Side
     suffix: str = ""
@@ -56,40 +64,42 @@ class MeasuredPath:
 
 
 @dataclass(frozen=True, slots=True)
-class Ours:
-    """This worker, on the backend that its model was loaded for."""
+class WorkerSide:
+    """This worker, on the backend of its model."""
 
     llm: LLM
 
     def logits(self, ids: list[int], *, last: bool = False) -> Logits:
-        """As a prompt goes that is alone."""
         request = Request(ids, SamplingParams(), 1, 0, frozenset())
         chunks = Solo(self.llm.model, len(ids), self.llm.kv_type).catch_up(request, all_logits=not last)
-        # a GPU's array is fetched first
-        parts = [np.asarray(getattr(part, "cpu", lambda p=part: p)(), np.float32) for _, part in chunks]
+        parts = [to_numpy(part) for _, part in chunks]
         return parts[-1][-1:] if last else np.concatenate(parts)
 
     @property
     def backend(self) -> str:
-        """Its name, as results have it."""
         return self.llm.model.ops.name
 
 
+def to_numpy(array: Array) -> Logits:
+    """Return a backend's array as float32 on the host."""
+    return np.asarray(array.cpu() if hasattr(array, "cpu") else array, np.float32)
+
+
 @dataclass(frozen=True, slots=True)
-class Material:
-    """What all sides read, as ids."""
+class EvaluationSet:
+    """The ids that all sides get."""
 
     prompts: list[list[int]]
     windows: list[list[int]]
 
     @staticmethod
-    def of(llm: LLM, prompts: Sequence[Prompt], text: str, tokens: int) -> Material:
-        """Encode prompts and the first `tokens` tokens of the text; what cannot be used is refused."""
-        encoded = [_encoded(llm, prompt) for prompt in prompts]
+    def encode(llm: LLM, prompts: Sequence[Prompt], text: str, tokens: int) -> EvaluationSet:
+        """Encode prompts and the first `tokens` tokens of the text; raise if one does not fit the context."""
+        encoded = [_encode_prompt(llm, prompt) for prompt in prompts]
         for number, ids in enumerate(encoded, 1):
             if not 1 <= len(ids) <= llm.max_context:
                 raise InvalidRequestError(
-                    f"prompt {number} has {len(ids)} tokens: 1 to {llm.max_context}, the model's context, can be used"
+                    f"prompt {number} has {len(ids)} tokens: it must have 1 to {llm.max_context}, the model's context"
                 )
         first = [llm.tokenizer.bos_id] if llm.tokenizer.add_bos and llm.tokenizer.bos_id is not None else []
         ids = llm.tokenize(text, add_special=False)[:tokens]
@@ -98,20 +108,18 @@ class Material:
         windows = [window for window in windows if len(window) > 1]
         if not windows:
             raise InvalidRequestError(f"the text has {len(ids)} tokens: at least 2 are needed")
-        return Material(encoded, windows)
+        return EvaluationSet(encoded, windows)
 
     @property
-    def longest(self) -> int:
-        """The most tokens that a side reads at once."""
+    def max_length(self) -> int:
         return max(map(len, self.prompts + self.windows))
 
     @property
     def tokens(self) -> int:
-        """How many one side reads."""
         return sum(map(len, self.prompts + self.windows))
 
 
-def _encoded(llm: LLM, prompt: Prompt) -> list[int]:
+def _encode_prompt(llm: LLM, prompt: Prompt) -> list[int]:
     if prompt.messages is not None:
         return llm.tokenize_chat(prompt.messages)
     return llm.tokenize(prompt.text or "")
@@ -119,24 +127,24 @@ def _encoded(llm: LLM, prompt: Prompt) -> list[int]:
 
 @dataclass(slots=True)
 class Scores:
-    """What one path has given so far."""
+    """The scores of one path so far."""
 
     positions: list[tuple[float, float, float, float]] = field(default_factory=list)  # nll, nll of truth, kl, agrees
     prompts: list[tuple[float, float]] = field(default_factory=list)  # mean |difference|, agrees
     largest: float = 0.0
 
     def add_prompt(self, truth: Logits, path: Logits) -> None:
-        """Take the last position of a prompt: (1, vocabulary) of both sides."""
+        """Add the last position of a prompt: (1, vocabulary) of both sides."""
         (known,), (given,) = log_softmax(truth), log_softmax(path)
-        top = np.argsort(-known, kind="stable")[:LIKELIEST]
+        top = np.argsort(-known, kind="stable")[:TOP_TOKENS]
         differences = np.abs(known[top] - given[top])
         self.prompts.append((float(differences.mean()), float(given.argmax() == top[0])))
         self.largest = max(self.largest, float(differences.max()))
 
     def add_window(self, truth: Logits, path: Logits, ids: list[int]) -> None:
-        """Take all positions of a window whose next token is in it."""
-        for start in range(0, len(ids) - 1, ROWS):
-            following = np.array(ids[start + 1 : start + 1 + ROWS])
+        """Add all positions of a window whose next token is in it."""
+        for start in range(0, len(ids) - 1, POSITIONS_AT_ONCE):
+            following = np.array(ids[start + 1 : start + 1 + POSITIONS_AT_ONCE])
             rows = slice(start, start + len(following))
             known, given = log_softmax(truth[rows]), log_softmax(path[rows])
             place = np.arange(len(following)), following
@@ -147,22 +155,24 @@ class Scores:
 
 
 def log_softmax(logits: Logits) -> Floats:
-    """In float64 along the last axis."""
+    """Return the log-probabilities in float64, along the last axis."""
     shifted = logits.astype(np.float64)
     shifted -= shifted.max(axis=-1, keepdims=True)
     return np.asarray(shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True)))
 
 
-def run(recorder: Recorder, steps: Steps, truth: Side, paths: Sequence[MeasuredPath], material: Material) -> None:
-    """Measure every path against the truth; what was measured is recorded however it ends."""
+def run(
+    recorder: Recorder, progress: Progress, truth: Side, paths: Sequence[MeasuredPath], evaluation: EvaluationSet
+) -> None:
+    """Measure every path against the truth; record what was measured however it ends."""
     scores = [Scores() for _ in paths]
     try:
-        for what, ids in _sequences(material, steps, 1 + len(paths)):
+        for what, ids in _sequences(evaluation, progress, 1 + len(paths)):
             last = what == "prompt"
-            known = _checked(truth.logits(ids, last=last), "the truth")
+            known = _require_finite(truth.logits(ids, last=last), "the truth")
             for path, own in zip(paths, scores, strict=True):
-                given = _checked(path.side.logits(ids, last=last), path.suffix or "the path")
-                width = min(known.shape[1], given.shape[1])  # some pad the vocabulary
+                given = _require_finite(path.side.logits(ids, last=last), path.suffix or "the path")
+                width = min(known.shape[1], given.shape[1])  # some libraries pad the vocabulary
                 if last:
                     own.add_prompt(known[:, :width], given[:, :width])
                 else:
@@ -174,24 +184,24 @@ def run(recorder: Recorder, steps: Steps, truth: Side, paths: Sequence[MeasuredP
             recorder.details.setdefault("paths", {})[path.suffix or "ours"] = _details(own)
 
 
-def _sequences(material: Material, steps: Steps, sides: int) -> Iterator[tuple[str, list[int]]]:
+def _sequences(evaluation: EvaluationSet, progress: Progress, sides: int) -> Iterator[tuple[str, list[int]]]:
     done = 0
-    for what, all_ids in (("prompt", material.prompts), ("window", material.windows)):
+    for what, all_ids in (("prompt", evaluation.prompts), ("window", evaluation.windows)):
         for number, ids in enumerate(all_ids, 1):
-            steps(f"{what} {number} of {len(all_ids)}", done * sides, material.tokens * sides)
+            progress(f"{what} {number} of {len(all_ids)}", done * sides, evaluation.tokens * sides)
             yield what, ids
             done += len(ids)
-    steps("done", done * sides, material.tokens * sides)
+    progress("done", done * sides, evaluation.tokens * sides)
 
 
-def _checked(logits: Logits, whose: str) -> Logits:
+def _require_finite(logits: Logits, side: str) -> Logits:
     if not np.isfinite(logits).all():
-        raise InferenceError(f"{whose} gives logits that are no finite numbers")
+        raise InferenceError(f"the logits of {side} are not finite")
     return logits
 
 
 def results(scores: Scores, path: MeasuredPath) -> list[Result]:
-    """The figures of one path, with bootstrap intervals over positions and over prompts."""
+    """Return the results of one path, with bootstrap intervals over positions and over prompts."""
     made: list[Result] = []
 
     def put(name: str, values: Floats, better: Better, count: int) -> None:
@@ -219,7 +229,7 @@ def results(scores: Scores, path: MeasuredPath) -> list[Result]:
 
 
 def _means(rows: Floats) -> Floats:
-    """(1 + resamples, columns): the means of all rows, then those of resampled rows."""
+    """Return (1 + resamples, columns): the means of all rows, then those of resampled rows."""
     rng = np.random.default_rng(20261115)
     n = len(rows)
     drawn = (np.bincount(rng.integers(0, n, n), minlength=n) @ rows / n for _ in range(statistics.RESAMPLES))
@@ -228,101 +238,143 @@ def _means(rows: Floats) -> Floats:
 
 def _details(scores: Scores) -> dict[str, Any]:
     names = ("nll", "nll_truth", "kl", "top1")
-    columns = zip(*scores.positions[:MOST_KEPT], strict=True) if scores.positions else ()
+    columns = zip(*scores.positions[:MAX_SAVED_POSITIONS], strict=True) if scores.positions else ()
     positions = {n: [float(f"{v:.6g}") for v in column] for n, column in zip(names, columns, strict=False)}
     prompts = [{"mean_abs_dlogprob": float(f"{d:.6g}"), "top1": bool(agrees)} for d, agrees in scores.prompts]
     return {"positions": positions, "prompts": prompts}
 
 
-CHILD = Path(__file__).with_name("library_child.py")
-GGUF_ONLY = {"llama-cpp-python"}
-TOLD = 2000  # last characters of what a failed child wrote
-HIDDEN = ("PYTHONPATH", "PYTHONHOME")  # ours, not the other interpreter's
-COUNTS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+class LibrarySide:
+    """Another library in a child process, under the interpreter that has it; logits come back through a file."""
 
+    timeout_s = 600.0  # of loading the model, and of each reply
 
-class Peer:
-    """A library under way; `close` ends its process."""
-
-    limit_s = 600.0  # for loading the model, and for each answer
-
-    def __init__(self, kind: str, python: str, model: Path, context: int, threads: int = 1) -> None:
-        """Start the process and wait until it has loaded the model for sequences of up to `context` tokens."""
-        if kind in GGUF_ONLY and model.is_dir():
-            raise InvalidRequestError(f"{kind} reads GGUF files only, and {model.name} is a folder")
-        self.kind = kind
+    def __init__(self, library: str, python: str, model: Path, context: int, threads: int = 1) -> None:
+        """Start the process and load the model for sequences of up to `context` tokens."""
+        if library == "llama-cpp-python" and model.is_dir():
+            raise InvalidRequestError(f"{library} reads GGUF files only, and {model.name} is a folder")
+        self._library, self._python = library, python
         self._folder = tempfile.TemporaryDirectory(prefix="llm-worker-rbee-")
-        self._told = tempfile.TemporaryFile()  # noqa: SIM115  (closed with the process)
+        settings = {"model": str(model.resolve()), "context": context, "threads": threads, "logits": True}
+        source = Path(library_child.__file__).read_text(encoding="utf-8")
+        command = [_absolute_path(python), "-c", source, library, json.dumps(settings)]
+        # in an empty folder: our modules must not shadow the library's
+        self._child = ChildProcess(library, command, library_environment(threads), self.timeout_s, self._folder.name)
         try:
-            self._process = subprocess.Popen(
-                [_absolute(python), "-c", CHILD.read_text(), kind, str(model.resolve()), str(context), str(threads)],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._told, encoding="utf-8",
-                env={**{k: v for k, v in os.environ.items() if k not in HIDDEN}, **dict.fromkeys(COUNTS, str(threads))},
-                cwd=self._folder.name,  # an empty one: our modules must not stand before its own
-                start_new_session=True,  # Ctrl-C is for us; we end it
-            )  # fmt: skip
-        except OSError as error:
-            self._folder.cleanup()
-            raise MissingDependencyError(f"cannot run {python!r}: {error.strerror}") from None
-        try:
-            self.version = str(self._reply()["version"])
+            self.version = f"{library} {self._explain(lambda: self._child.start()['version'])}"
         except BaseException:
             self.close()
             raise
 
-    def logits(self, ids: list[int], *, last: bool = False) -> NDArray[np.float32]:
-        """(positions, vocabulary), or (1, vocabulary) of the last one."""
+    def logits(self, ids: list[int], *, last: bool = False) -> Logits:
         file = Path(self._folder.name) / "logits.npy"
-        try:
-            assert self._process.stdin is not None
-            print(json.dumps({"ids": ids, "last": last, "file": str(file)}), file=self._process.stdin, flush=True)
-        except BrokenPipeError:
-            pass  # the reply, or its absence, says why
-        self._reply()
+        message = {"ids": ids, "last": last, "file": str(file)}
+        self._explain(lambda: self._child.request(message, "rows"))
         return np.asarray(np.load(file, allow_pickle=False), np.float32)
 
     def close(self) -> None:
-        """End the process."""
-        self._process.kill()
-        self._process.communicate()
-        self._told.close()
+        self._child.close()
         self._folder.cleanup()
 
-    def _reply(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        late = threading.Timer(self.limit_s, self._process.kill)
-        late.start()
+    def _explain(self, act: Callable[[], Any]) -> Any:
+        """Run `act`; name the remedy for a missing interpreter or package."""
         try:
-            line = self._process.stdout.readline()
-        finally:
-            late.cancel()
-        told = _parsed(line) if line else {"error": self._last_words()}
-        if "error" in told:
-            missing = "No module named" in told["error"]
-            hint = ": name an interpreter that has it with --peer-python or --llama-cpp-python" if missing else ""
-            raise (MissingDependencyError if missing else WorkerError)(f"{self.kind}: {told['error']}{hint}")
-        return told
-
-    def _last_words(self) -> str:
-        self._process.wait()
-        self._told.seek(0)
-        text = self._told.read()[-TOLD:].decode(errors="replace").strip()
-        status = self._process.returncode
-        if status == -signal.SIGKILL:
-            return f"it did not answer within {self.limit_s:g} s, or the system ended it for want of memory"
-        if status == -signal.SIGILL:
-            return "it uses instructions that this processor refuses: build it anew here, with fewer of them"
-        return text.rpartition("\n")[2] or f"its process ended with status {status}"
+            return act()
+        except ChildFailedError as error:
+            if isinstance(error.__cause__, OSError):
+                raise MissingDependencyError(f"cannot run {self._python!r}: {error.__cause__.strerror}") from None
+            if "No module named" in str(error):
+                remedy = "name an interpreter that has it with --peer-python or --llama-cpp-python"
+                raise MissingDependencyError(f"{error}: {remedy}") from None
+            raise WorkerError(str(error)) from None
 
 
-def _parsed(line: str) -> dict[str, Any]:
-    try:
-        told = json.loads(line)
-    except (ValueError, RecursionError):
-        told = None
-    return told if isinstance(told, dict) else {"error": f"it answered {line[:100]!r}: is that a Python?"}
-
-
-def _absolute(python: str) -> str:
-    """A path that holds in any folder, its links unresolved (they make an environment); a bare name is looked up."""
+def _absolute_path(python: str) -> str:
+    """Return a path that holds in any folder, links unresolved (they make an environment); look up a bare name."""
     return str(Path(python).absolute()) if "/" in python else python
+
+
+def compare_greedy(path: LLM, truth: LLM, prompts: Sequence[list[int]], tokens: int) -> list[Result]:
+    """Compare greedy answers: how many are the same, and how sure the truth is of its token where they diverge."""
+    options: dict[str, Any] = {"max_tokens": tokens, "temperature": 0.0, "logprobs": GREEDY_LOGPROBS}
+    pairs = [(path.generate(ids, **options), truth.generate(ids, **options)) for ids in prompts]
+    gaps = [gap for pair in pairs if (gap := _divergence_gap(*pair)) is not None]
+    same = sum(ours.tokens == theirs.tokens for ours, theirs in pairs) / len(pairs)
+    first = sum(ours.tokens[:1] == theirs.tokens[:1] for ours, theirs in pairs) / len(pairs)
+    fields: dict[str, Any] = {"backend": path.model.ops.name, "count": len(pairs), "tokens": tokens}
+    return [
+        Result.exact("greedy_same", "", same, "higher", **fields),
+        Result.exact("greedy_same_first_token", "", first, "higher", **fields),
+        Result.exact("greedy_max_gap", "", max(gaps, default=0.0), **fields, gaps=[round(gap, 4) for gap in gaps]),
+    ]
+
+
+def _divergence_gap(ours: Completion, theirs: Completion) -> float | None:
+    """Return by how much log-probability the truth prefers its own token where the answers diverge; None: nowhere."""
+    for place, (own, other) in enumerate(zip(theirs.tokens, ours.tokens, strict=False)):
+        if own != other:
+            assert theirs.logprobs is not None
+            top = dict(theirs.logprobs[place].top)
+            return float(top[own] - top.get(other, -np.inf))
+    return None
+
+
+def load_synthetic_pair(
+    spec: Spec, backend: Backend, quantize: str | None, kv_type: str, progress: Progress
+) -> tuple[Transformer, Transformer]:
+    """Load a synthetic model on a backend, quantized if asked, and as it is on the reference backend."""
+    weights = checkpoint(spec, progress=progress)
+    quantize = quantize or spec.quantize
+    if is_fp8(quantize):
+        backend.require_fp8()
+    packed = weights if quantize is None else quantize_checkpoint(weights, quantize)
+    config, context = read_model_config(weights), PROMPT_LENGTHS[-1] + 1
+    backend.load_kernels(packed, config, kv_type)
+    return load_model(packed, backend, config, context), load_model(weights, ReferenceBackend(), config, context)
+
+
+def measure_logit_errors(
+    recorder: Recorder, progress: Progress, model: Transformer, truth: Transformer, kv_type: str, batches: Sequence[int]
+) -> None:
+    """Record the error of the logits, as a part of their standard deviation: of prompts, and of decode at batch sizes.
+
+    Both models have the same random weights; every sequence of a batch has keys and values of its own.
+    """
+    rng, longest = np.random.default_rng(5), PROMPT_LENGTHS[-1]
+    ids = rng.integers(0, model.config.vocab_size, longest + 1)
+    blocks = -(-(longest + 1) // BLOCK_SIZE)
+    progress("the truth", 0, 0)
+    known = _forward(truth, KVCache(truth.ops, truth.config, blocks, BLOCK_SIZE, "float32"), ids, 0, np.arange(blocks))
+    tables = rng.permutation(max(batches) * blocks).reshape(-1, blocks)
+    cache = KVCache(model.ops, model.config, tables.size, BLOCK_SIZE, kv_type)
+
+    def put(name: str, logits: Logits, wanted: Logits) -> None:
+        error = float(np.sqrt(np.square(logits - wanted, dtype=np.float64).mean()) / wanted.std())
+        recorder.add_result(Result.exact(f"logit_error/{name}", "", error, backend=model.ops.name))
+
+    for length in PROMPT_LENGTHS:
+        put(f"prompt{length}", _forward(model, cache, ids[:length], 0, tables[0]), known[:length])
+    for number, batch in enumerate(batches):
+        progress(f"batch {batch}", number, len(batches))
+        for table in tables[:batch]:
+            _forward(model, cache, ids[:longest], 0, table, all_logits=False)
+        logits = _forward(model, cache, ids[longest:], longest, tables[:batch])
+        put(f"b{batch}", logits, np.broadcast_to(known[longest:], logits.shape))
+
+
+def _forward(
+    model: Transformer, cache: KVCache, ids: Ints, start: int, tables: Ints, *, all_logits: bool = True
+) -> Logits:
+    """Run the same ids for every block table, at positions from `start`."""
+    tables = np.atleast_2d(tables)
+    copies, n = len(tables), len(ids)
+    positions = np.tile(np.arange(start, start + n), copies)
+    tables = tables[:, : -(-(start + n) // BLOCK_SIZE)]
+    owners, query_start = np.repeat(np.arange(copies), n), np.arange(copies + 1) * n
+    slots = tables[owners, positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
+    batch = Batch(
+        ids=np.tile(ids, copies), positions=positions, slot_mapping=slots, query_start=query_start,
+        context_len=np.full(copies, start + n), block_table=tables,
+        logits_index=np.arange(n * copies) if all_logits else query_start[1:] - 1,
+    )  # fmt: skip
+    return to_numpy(model.forward(batch, cache))

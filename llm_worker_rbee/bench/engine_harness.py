@@ -1,14 +1,15 @@
-"""A model at work as its users have it: sequences through the engine, scheduler and sampler included, sampled greedily.
+"""A model run as users run it: sequences through engine, scheduler and greedy sampler.
 
-Each sequence has ids of its own, the same for every run. What is cached of them before a run is there through the
-prefix cache, in whole blocks: the depth of a prefill is rounded down to them. What a prefill computes behind it is
-drawn anew each time, so that nothing else is found. llama-bench leaves sampling out; here it is part of every run.
+Each sequence has random ids of its own, the same in every run. The depth of a run comes from the prefix cache, in whole
+blocks: that of a prefill is rounded down to them. What a prefill computes behind its depth is drawn anew each time, so
+that nothing else is cached. Unlike llama-bench, every run samples.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from itertools import cycle, islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,21 +21,24 @@ from ..engine.engine import Engine
 from ..engine.request import Request, SamplingParams, StepOutput
 from ..engine.speculative import DraftModel
 from ..errors import InferenceError, InvalidRequestError
+from ..llm import open_tokenizer
 from ..models import Transformer
+from ..weights import Checkpoint
+from .workload import PROMPTS, read_prompts
 
 
-class Timed(NamedTuple):
-    """What a run made, and how long that took."""
+class TimedRun(NamedTuple):
+    """What a run generated, and how long it took."""
 
     seconds: float
-    tokens: int  # made or read in that time, by all sequences together
+    tokens: int  # generated, or prefilled, by all sequences together
     steps: int
     answers: list[list[int]]
-    between_s: float = 0.0  # of what was done between the steps; not in `seconds`
+    between_s: float = 0.0  # spent in `between`; not part of `seconds`
 
 
-class Drive:
-    """An engine with room for `batch` sequences of `capacity` tokens."""
+class EngineHarness:
+    """Drive an engine with room for `batch` sequences of `capacity` tokens."""
 
     def __init__(
         self,
@@ -46,47 +50,54 @@ class Drive:
         draft_model: Transformer | None = None,
         **options: Any,
     ) -> None:
-        """`options` are further ones of the engine's."""
+        """`options` are those of `EngineConfig`."""
         self._rng = np.random.default_rng(seed)
         self.ids: Ints = self._rng.integers(0, model.config.vocab_size, (batch, capacity))
-        self._ahead = 2 + batch  # tokens that some have made when the last begins, and those at the ends
-        room, size = 1 + capacity + self._ahead, KVCache.default_block_size
-        blocks = batch * (1 + -(-room // size))
-        config = EngineConfig(max_context=room, n_blocks=blocks, block_size=size, max_batch=batch, **options)
+        self._spare_tokens = 2 + batch  # tokens of the first sequence when the last begins, and those at both ends
+        sequence_room, size = 1 + capacity + self._spare_tokens, KVCache.default_block_size
+        blocks = batch * (1 + -(-sequence_room // size))
+        config = EngineConfig(max_context=sequence_room, n_blocks=blocks, block_size=size, max_batch=batch, **options)
         vocabulary = model.config.vocab_size
         drafter = None if draft_model is None else DraftModel(draft_model, config, vocabulary, kv_type)
         self.engine = Engine(model, config, kv_type, drafter)
 
-    def prefill(self, depth: int, tokens: int, batch: int) -> Timed:
-        """Read `tokens` of each sequence behind `depth` cached ones, up to the token that follows."""
+    def prefill(self, depth: int, tokens: int, batch: int) -> TimedRun:
+        """Prefill `tokens` of each sequence behind `depth` cached ones, up to the first output token."""
         cached = depth - depth % self.engine.config.block_size
-        self._fill(cached, batch)
+        self._fill_cache(cached, batch)
         fresh = self._rng.integers(0, self.engine.model.config.vocab_size, (batch, tokens))
         prompts = np.concatenate([self.ids[:batch, :cached], fresh], axis=1).tolist()
-        return self.first_tokens(prompts)
+        return self.time_first_tokens(prompts)
 
-    def first_tokens(self, prompts: Sequence[list[int]]) -> Timed:
-        """The time until each of these prompts has its first token."""
+    def time_first_tokens(self, prompts: Sequence[list[int]]) -> TimedRun:
+        """Time until each of these prompts has its first token."""
         requests = [_request(prompt, 1) for prompt in prompts]
         start, before = time.perf_counter(), self.engine.num_steps
-        self._begin(requests)
+        self._start(requests)
         seconds = time.perf_counter() - start
         read = sum(request.num_prompt_tokens - request.num_cached_tokens for request in requests)
-        return Timed(seconds, read, self.engine.num_steps - before, [request.tokens for request in requests])
+        return TimedRun(seconds, read, self.engine.num_steps - before, [request.tokens for request in requests])
 
-    def decode(self, depth: int, tokens: int, batch: int, between: Callable[[], object] | None = None) -> Timed:
-        """So many steps of one token for each sequence, behind `depth` tokens (one stands for the BOS token at 0).
+    def decode(
+        self,
+        depth: int,
+        tokens: int,
+        batch: int,
+        between: Callable[[], object] | None = None,
+        at_end: Callable[[], object] | None = None,
+    ) -> TimedRun:
+        """Run `tokens` decode steps of each sequence behind `depth` tokens (at 0 one stands for the BOS token).
 
-        `between` is called after each step and timed by itself: what is to be compared with a step then meets the
-        machine in the same moment.
+        `between` is called after each step and timed apart, so that it and the step meet the machine in the same state.
+        `at_end` is called after the last step, while the requests are still running.
         """
-        self._fill(depth - depth % self.engine.config.block_size, batch)
-        requests = [_request(ids[: max(1, depth)].tolist(), tokens + self._ahead) for ids in self.ids[:batch]]
-        self._begin(requests)
-        known = [request.num_tokens for request in requests]
+        self._fill_cache(depth - depth % self.engine.config.block_size, batch)
+        requests = [_request(ids[: max(1, depth)].tolist(), tokens + self._spare_tokens) for ids in self.ids[:batch]]
+        self._start(requests)
+        before = [request.num_tokens for request in requests]
         seconds = between_s = 0.0
         start = time.perf_counter()
-        for _ in range(tokens):
+        while requests[0].num_tokens < before[0] + tokens:
             self._step()
             if between is not None:
                 stepped = time.perf_counter()
@@ -94,51 +105,72 @@ class Drive:
                 seconds, start = seconds + stepped - start, time.perf_counter()
                 between_s += start - stepped
         seconds += 0.0 if between is not None else time.perf_counter() - start
-        made = [request.ids[n:] for request, n in zip(requests, known, strict=True)]
+        if at_end is not None:
+            at_end()
+        outputs = [request.ids[n:] for request, n in zip(requests, before, strict=True)]
         self._abort(requests)
-        assert all(len(answer) == tokens for answer in made), "a sequence was left out of a step"
-        return Timed(seconds, tokens * batch, tokens, made, between_s)
+        assert all(len(output) == tokens for output in outputs), "a sequence was left out of a step"
+        return TimedRun(seconds, tokens * batch, tokens, outputs, between_s)
 
-    def together(self, prompts: Sequence[list[int]], tokens: int) -> Timed:
-        """Answers of `tokens` to all prompts at once: what is made from when all have begun to when the first ends."""
+    def decode_prompts(self, prompts: Sequence[list[int]], tokens: int) -> TimedRun:
+        """Answer all prompts at once; count from the first token of the last to the end of the first."""
         requests = [_request(prompt, tokens) for prompt in prompts]
-        self._begin(requests)
+        self._start(requests)
         if any(len(request.tokens) >= tokens for request in requests):
-            told = f"the first of {len(prompts)} answers of {tokens} tokens ended before the last began"
-            raise InvalidRequestError(f"{told}: ask for longer ones (--tg)", "tg")
-        known, before = sum(request.num_tokens for request in requests), self.engine.num_steps
+            raise InvalidRequestError(
+                f"the first of {len(prompts)} answers of {tokens} tokens ended before the last began: "
+                "use a longer --tg",
+                "tg",
+            )
+        before, steps_before = sum(request.num_tokens for request in requests), self.engine.num_steps
         start = time.perf_counter()
         while self.engine.has_work and not any(output.finish_reason for output in self._step()):
             pass
-        seconds, made = time.perf_counter() - start, sum(request.num_tokens for request in requests) - known
-        steps = self.engine.num_steps - before
+        seconds, generated = time.perf_counter() - start, sum(request.num_tokens for request in requests) - before
+        steps = self.engine.num_steps - steps_before
         while self.engine.has_work:
             self._step()
-        return Timed(seconds, made, steps, [request.tokens for request in requests])
+        return TimedRun(seconds, generated, steps, [request.tokens for request in requests])
 
-    def while_reading(self, prompt: list[int], beside: Sequence[list[int]], tokens: int) -> list[float]:
-        """Seconds of each step that reads a prompt while others, of `tokens` at most, are being answered."""
-        answering, reading = [_request(ids, tokens) for ids in beside], _request(prompt, 1)
-        self._begin(answering)
-        self.engine.add(reading)
-        took = []
-        while reading.num_tokens == reading.num_prompt_tokens:
+    def complete(self, prompt_tokens: int, tokens: int, batch: int) -> TimedRun:
+        """Submit `batch` requests with fresh prompts at once; time until the last has all its output tokens."""
+        prompts = self._rng.integers(0, self.engine.model.config.vocab_size, (batch, prompt_tokens))
+        requests = [_request(prompt, tokens) for prompt in prompts.tolist()]
+        start, before = time.perf_counter(), self.engine.num_steps
+        for request in requests:
+            self.engine.add(request)
+        while self.engine.has_work:
+            self._step()
+        seconds = time.perf_counter() - start
+        outputs = [request.tokens for request in requests]
+        return TimedRun(seconds, sum(map(len, outputs)), self.engine.num_steps - before, outputs)
+
+    def time_prefill_steps(self, prompt: list[int], beside: Sequence[list[int]], tokens: int) -> list[float]:
+        """Return the seconds of each step that prefills a prompt while others, of at most `tokens`, decode."""
+        decoding, prefilling = [_request(ids, tokens) for ids in beside], _request(prompt, 1)
+        self._start(decoding)
+        self.engine.add(prefilling)
+        seconds = []
+        while prefilling.num_tokens == prefilling.num_prompt_tokens:
             start = time.perf_counter()
             self._step()
-            took.append(time.perf_counter() - start)
-        self._abort(answering)
-        if any(len(request.tokens) >= tokens for request in answering):
-            told = f"answers of {tokens} tokens ended before a prompt of {len(prompt)} was read"
-            raise InvalidRequestError(f"{told}: use a longer target (--target-itl-ms)", "target_itl_ms")
-        return took
+            seconds.append(time.perf_counter() - start)
+        self._abort(decoding)
+        if any(len(request.tokens) >= tokens for request in decoding):
+            raise InvalidRequestError(
+                f"answers of {tokens} tokens ended before a prompt of {len(prompt)} was prefilled: "
+                "use a larger --target-itl-ms",
+                "target_itl_ms",
+            )
+        return seconds
 
-    def _fill(self, depth: int, batch: int) -> None:
-        """Bring whole blocks of the first `batch` sequences into the prefix cache; those there are made the newest."""
+    def _fill_cache(self, depth: int, batch: int) -> None:
+        """Put whole blocks of the first `batch` sequences into the prefix cache, as the most recently used ones."""
         if depth:
-            self._begin([_request(ids[: depth + 1].tolist(), 1) for ids in self.ids[:batch]])
+            self._start([_request(ids[: depth + 1].tolist(), 1) for ids in self.ids[:batch]])
 
-    def _begin(self, requests: Sequence[Request]) -> None:
-        """Take all on, and go on until each has its first token."""
+    def _start(self, requests: Sequence[Request]) -> None:
+        """Submit all requests and step until each has its first token."""
         for request in requests:
             self.engine.add(request)
         while any(request.num_tokens == request.num_prompt_tokens for request in requests):
@@ -150,7 +182,7 @@ class Drive:
             if output.error is not None:
                 raise output.error
         if not outputs and not self.engine.has_work:
-            raise InferenceError("the engine has nothing left to do, and some answers are missing")
+            raise InferenceError("the engine is idle before all requests have finished")
         return outputs
 
     def _abort(self, requests: Sequence[Request]) -> None:
@@ -161,3 +193,9 @@ class Drive:
 def _request(prompt: list[int], tokens: int) -> Request:
     params = SamplingParams(temperature=0.0, ignore_eos=True)
     return Request(prompt, params, max_tokens=tokens, seed=0, eos_ids=frozenset())
+
+
+def encode_bundled_prompts(checkpoint: Checkpoint, count: int) -> list[list[int]]:
+    """Return the ids of `count` bundled prompts, repeated if necessary: real text shows what random ids cannot."""
+    tokenizer = open_tokenizer(checkpoint)
+    return [tokenizer.encode(prompt.text or "") for prompt in islice(cycle(read_prompts(PROMPTS)), count)]

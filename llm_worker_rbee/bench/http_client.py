@@ -1,12 +1,14 @@
-"""A small HTTP/1.1 client on asyncio streams, for load: keep-alive, chunked and sized bodies, TLS.
+"""The HTTP client of all benchmarks: HTTP/1.1 on asyncio streams, server-sent events, and a blocking GET.
 
-It does not follow redirects, use proxies or unpack compressed bodies. Bytes are handed on as the socket gives them, so
-that whoever reads can note when each part came. What fails says which kind of failure it is.
+`Client` keeps connections alive, reads chunked and sized bodies and speaks TLS. It follows no redirects, uses no
+proxies and decompresses nothing. Bytes are passed on as the socket gives them, so that the caller can time each part. A
+failure has a kind, for counting.
 """
 
 from __future__ import annotations
 
 import asyncio
+import http.client
 import os
 import re
 import ssl
@@ -18,79 +20,81 @@ from urllib.parse import urlsplit
 from .. import __version__
 from ..errors import InvalidRequestError
 
-READ_AT_ONCE = 1 << 16
-LONGEST_LINE = 1 << 16  # of a response's head
-CHUNK_HEAD = re.compile(rb"[ \t]*([0-9a-fA-F]{1,15})[ \t]*(?:;[^\n]*)?\r?\n")
-MOST_HEADERS = 200
-TOKEN = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")  # what a header may be named
-OURS = {"host", "content-length", "transfer-encoding", "connection", "content-type", "accept"}
+READ_SIZE = 1 << 16
+MAX_LINE_BYTES = 1 << 16  # of a response's head
+MAX_EVENT_BYTES = 4 << 20
+LINE_END = re.compile(rb"\r\n|\n|\r")
+CHUNK_SIZE_LINE = re.compile(rb"[ \t]*([0-9a-fA-F]{1,15})[ \t]*(?:;[^\n]*)?\r?\n")
+MAX_HEADERS = 200
+HEADER_NAME = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")  # what a header may be named
+RESERVED_HEADERS = {"host", "content-length", "transfer-encoding", "connection", "content-type", "accept"}
 
 
 class RequestFailedError(Exception):
-    """A request without a whole answer: the kind of failure, for counting, and what happened."""
+    """A request without a complete response; `kind` is what failures are counted by."""
 
     def __init__(self, kind: str, detail: str) -> None:
         super().__init__(detail)
         self.kind = kind
 
 
-def checked_header(text: str) -> tuple[str, str]:
-    """`Name: value`; what would break the request is refused."""
+def parse_header(text: str) -> tuple[str, str]:
+    """Split `Name: value`; raise if it would break the request."""
     name, colon, value = text.partition(":")
-    if not colon or not TOKEN.fullmatch(name) or not value.isprintable() or not value.isascii():
-        raise InvalidRequestError(f"{name!r} is not a header: write it as 'Name: value', in plain letters", "header")
-    if name.lower() in OURS:
+    if not colon or not HEADER_NAME.fullmatch(name) or not value.isprintable() or not value.isascii():
+        raise InvalidRequestError(f"{name!r} is not a header: write it as 'Name: value', in ASCII", "header")
+    if name.lower() in RESERVED_HEADERS:
         raise InvalidRequestError(f"the header {name!r} is set by the client itself", "header")
     return name, value.strip()
 
 
 @dataclass(slots=True)
 class Response:
-    """The head of an answer; `parts` reads its body."""
+    """Status and headers; `parts` reads the body."""
 
     status: int
     headers: Mapping[str, str]  # names in lower case
     reader: asyncio.StreamReader
-    whole: bool = False  # the body has been read to its end
+    is_complete: bool = False  # the body has been read to its end
 
     async def parts(self) -> AsyncIterator[bytes]:
-        """The body, piece by piece as it comes."""
+        """Yield the body as it arrives."""
         if self.status in (204, 304):
             pass
         elif "chunked" in self.headers.get("transfer-encoding", "").lower():
-            chunks = Chunks()
-            while not chunks.are_over:
-                part = await self.reader.read(READ_AT_ONCE)
+            chunks = ChunkedDecoder()
+            while not chunks.is_done:
+                part = await self.reader.read(READ_SIZE)
                 if not part:
                     raise RequestFailedError("truncated", "the server closed the connection inside the body")
                 if data := chunks.feed(part):
                     yield data
         elif "content-length" in self.headers:
-            async for part in self._exactly(_number(self.headers["content-length"], "content-length")):
+            async for part in self._exactly(_parse_int(self.headers["content-length"], "content-length")):
                 yield part
         else:
-            while part := await self.reader.read(READ_AT_ONCE):
+            while part := await self.reader.read(READ_SIZE):
                 yield part
-        self.whole = True
+        self.is_complete = True
 
-    async def text(self, most: int) -> str:
-        """The body's first bytes as text."""
-        held = bytearray()
+    async def text(self, max_bytes: int) -> str:
+        """Return the first `max_bytes` bytes of the body as text."""
+        parts = bytearray()
         async for part in self.parts():
-            held += part
-            if len(held) > most:
+            parts += part
+            if len(parts) > max_bytes:
                 break
-        return held[:most].decode(errors="replace")
+        return parts[:max_bytes].decode(errors="replace")
 
     @property
-    def keeps_alive(self) -> bool:
+    def is_reusable(self) -> bool:
         """Whether the connection can carry another request."""
         bounded = "content-length" in self.headers or "transfer-encoding" in self.headers
-        return self.whole and bounded and "close" not in self.headers.get("connection", "").lower()
+        return self.is_complete and bounded and "close" not in self.headers.get("connection", "").lower()
 
     async def _exactly(self, size: int) -> AsyncIterator[bytes]:
         while size:
-            part = await self.reader.read(min(size, READ_AT_ONCE))
+            part = await self.reader.read(min(size, READ_SIZE))
             if not part:
                 raise RequestFailedError("truncated", "the server closed the connection inside the body")
             size -= len(part)
@@ -98,49 +102,49 @@ class Response:
 
 
 @dataclass(slots=True)
-class Chunks:
-    """A chunked body: bytes as they come -> what they hold, of all chunks that came together in one piece."""
+class ChunkedDecoder:
+    """Decode a chunked body: bytes as they arrive -> the data of all chunks in them, joined."""
 
-    are_over: bool = False
-    _rest: bytes = b""  # a line that is not complete
-    _left: int = 0  # bytes of the present chunk that are to come
-    _is_after: bool = False  # a chunk, whose line must end here
+    is_done: bool = False
+    _buffer: bytes = b""  # an incomplete line
+    _chunk_remaining: int = 0  # bytes of the current chunk still to come
+    _is_after_chunk: bool = False  # the line end behind a chunk comes next
     _is_in_trailers: bool = False
 
     def feed(self, part: bytes) -> bytes:
-        """The data that came with this part."""
-        raw, at, held = self._rest + part if self._rest else part, 0, []
-        while at < len(raw) and not self.are_over:
-            if self._left:
-                data = raw[at : at + self._left]
-                held.append(data)
+        """Return the data in this part."""
+        raw, at, parts = self._buffer + part if self._buffer else part, 0, []
+        while at < len(raw) and not self.is_done:
+            if self._chunk_remaining:
+                data = raw[at : at + self._chunk_remaining]
+                parts.append(data)
                 at += len(data)
-                self._left -= len(data)
-                self._is_after = not self._left
+                self._chunk_remaining -= len(data)
+                self._is_after_chunk = not self._chunk_remaining
                 continue
             end = raw.find(b"\n", at)
             if end < 0:
                 break
             self._line(raw, at, end)
             at = end + 1
-        self._rest = raw[at:]
-        if len(self._rest) > LONGEST_LINE or (self.are_over and self._rest):
-            raise RequestFailedError("protocol", "the body goes on where it should end")
-        return b"".join(held)
+        self._buffer = raw[at:]
+        if len(self._buffer) > MAX_LINE_BYTES or (self.is_done and self._buffer):
+            raise RequestFailedError("protocol", "the body continues after its last chunk")
+        return b"".join(parts)
 
     def _line(self, raw: bytes, at: int, end: int) -> None:
-        """What stands between chunks: the end of one, the size of the next, trailers behind the last."""
-        if self._is_after or self._is_in_trailers:
+        """Parse a line between chunks: the end of one, the size of the next, a trailer."""
+        if self._is_after_chunk or self._is_in_trailers:
             is_blank = raw[at:end] in (b"", b"\r")
-            if self._is_after and not is_blank:
-                raise RequestFailedError("protocol", "a chunk of the body is longer than it said")
-            self._is_after, self.are_over = False, is_blank and self._is_in_trailers
+            if self._is_after_chunk and not is_blank:
+                raise RequestFailedError("protocol", "a chunk of the body is longer than its size")
+            self._is_after_chunk, self.is_done = False, is_blank and self._is_in_trailers
             return
-        found = CHUNK_HEAD.match(raw, at)
+        found = CHUNK_SIZE_LINE.match(raw, at)
         if found is None:
-            raise RequestFailedError("protocol", f"the answer's chunk size is {raw[at : min(end, at + 40)]!r}")
-        self._left = int(found[1], 16)
-        self._is_in_trailers = not self._left
+            raise RequestFailedError("protocol", f"the chunk size of the response is {raw[at : min(end, at + 40)]!r}")
+        self._chunk_remaining = int(found[1], 16)
+        self._is_in_trailers = not self._chunk_remaining
 
 
 Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
@@ -148,7 +152,7 @@ Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 @dataclass(slots=True)
 class Client:
-    """Requests to one server; connections are kept and used again."""
+    """Send requests to one server over kept connections."""
 
     address: Address
     headers: Mapping[str, str] = field(default_factory=dict)
@@ -162,25 +166,25 @@ class Client:
 
     @asynccontextmanager
     async def request(self, method: str, path: str, body: bytes | None = None) -> AsyncIterator[Response]:
-        """Send, and give the head of the answer; afterwards the connection is kept, or closed if it cannot be."""
-        connection, response = await self._begin(self._message(method, path, body))
+        """Send a request and give its response; keep the connection afterwards if it can be reused."""
+        connection, response = await self._send(self._message(method, path, body))
         try:
             yield response
         except OSError as error:
             raise RequestFailedError("truncated", f"the connection broke: {_reason(error)}") from None
         finally:
-            if response.keeps_alive:
+            if response.is_reusable:
                 self._idle.append(connection)
             else:
                 connection[1].close()
 
     def close(self) -> None:
-        """Close what is kept."""
+        """Close the idle connections."""
         while self._idle:
             self._idle.pop()[1].close()
 
-    async def _begin(self, message: bytes) -> tuple[Connection, Response]:
-        """Over a kept connection if there is one; that the server has closed such a one meanwhile is no failure."""
+    async def _send(self, message: bytes) -> tuple[Connection, Response]:
+        """Use an idle connection if there is one: that the server closed it meanwhile is no failure."""
         while self._idle:
             connection = self._idle.pop()
             try:
@@ -196,9 +200,9 @@ class Client:
     async def _open(self) -> Connection:
         try:
             made = await asyncio.open_connection(
-                self.address.host, self.address.port, ssl=self._tls, limit=LONGEST_LINE
+                self.address.host, self.address.port, ssl=self._tls, limit=MAX_LINE_BYTES
             )
-        except OSError as error:  # refused, unknown name, bad certificate
+        except OSError as error:  # refused, unknown host, bad certificate
             raise RequestFailedError(
                 "connect", f"cannot connect to {self.address.authority}: {_reason(error)}"
             ) from None
@@ -210,10 +214,10 @@ class Client:
         try:
             writer.write(message)
             await writer.drain()
-            return await _head(reader)
+            return await _read_head(reader)
         except OSError as error:
             writer.close()
-            raise RequestFailedError("connect", f"the connection broke before an answer: {_reason(error)}") from None
+            raise RequestFailedError("connect", f"the connection broke before a response: {_reason(error)}") from None
         except BaseException:
             writer.close()
             raise
@@ -232,22 +236,22 @@ class Client:
         return "\r\n".join(lines).encode("ascii") + (body or b"")
 
 
-async def _head(reader: asyncio.StreamReader) -> Response:
-    """Status and headers; interim answers (100 Continue) are passed over."""
+async def _read_head(reader: asyncio.StreamReader) -> Response:
+    """Read status and headers, skipping interim responses (100 Continue)."""
     status = 100
     while status < 200:
         first = (await _line(reader, at_start=True)).split(" ", 2)
         if not first[0].startswith("HTTP/1.") or len(first) < 2:
-            raise RequestFailedError("protocol", "the answer is not HTTP/1.1")
-        status = _number(first[1], "status")
+            raise RequestFailedError("protocol", "the response is not HTTP/1.1")
+        status = _parse_int(first[1], "status")
         headers: dict[str, str] = {} if first[0] != "HTTP/1.0" else {"connection": "close"}
-        for _ in range(MOST_HEADERS):
+        for _ in range(MAX_HEADERS):
             if not (line := await _line(reader)):
                 break
             name, _, value = line.partition(":")
             headers[name.strip().lower()] = value.strip()
         else:
-            raise RequestFailedError("protocol", f"the answer has more than {MOST_HEADERS} headers")
+            raise RequestFailedError("protocol", f"the response has more than {MAX_HEADERS} headers")
     return Response(status, headers, reader)
 
 
@@ -255,22 +259,22 @@ async def _line(reader: asyncio.StreamReader, *, at_start: bool = False) -> str:
     try:
         return (await reader.readuntil(b"\n")).rstrip(b"\r\n").decode("latin-1")
     except asyncio.LimitOverrunError:
-        raise RequestFailedError("protocol", "a line of the answer's head is too long") from None
+        raise RequestFailedError("protocol", "a header line of the response is too long") from None
     except asyncio.IncompleteReadError as error:
         if at_start and not error.partial:
-            raise RequestFailedError("connect", "the server closed the connection without an answer") from None
-        raise RequestFailedError("truncated", "the server closed the connection inside the answer") from None
+            raise RequestFailedError("connect", "the server closed the connection without a response") from None
+        raise RequestFailedError("truncated", "the server closed the connection inside the response") from None
 
 
-def _number(text: str, what: str) -> int:
+def _parse_int(text: str, what: str) -> int:
     digits = text.strip()
     if not re.fullmatch(r"[0-9]{1,15}", digits):
-        raise RequestFailedError("protocol", f"the answer's {what} is {digits[:40]!r}")
+        raise RequestFailedError("protocol", f"the {what} of the response is {digits[:40]!r}")
     return int(digits)
 
 
 def _reason(error: OSError) -> str:
-    """What went wrong; asyncio hides it behind `Connect call failed`, or several of them where a name has addresses."""
+    """Return the reason; asyncio hides it behind `Connect call failed`, one for each address of a host."""
     found = re.search(r"\[Errno (\d+)\] Connect call failed", str(error))
     return os.strerror(int(found[1])) if found else error.strerror or str(error) or type(error).__name__
 
@@ -282,29 +286,28 @@ class Address:
     scheme: str
     host: str
     port: int
-    base: str  # the path before each request's own, without a slash at its end
+    base: str  # prefix of every path, without a slash at its end
 
     @staticmethod
     def parse(url: str) -> Address:
-        """Take a URL apart; one without a scheme is http."""
+        """Parse a URL; without a scheme it is http."""
         try:
             parts = urlsplit(url if "://" in url else f"http://{url}")
             port = parts.port or (443 if parts.scheme == "https" else 80)
         except ValueError as error:
             raise InvalidRequestError(f"{url!r} is not a URL: {error}", "url") from None
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise InvalidRequestError(f"{url!r} is not the URL of a server: give http://host:port", "url")
+            raise InvalidRequestError(f"{url!r} is not the URL of a server: use http://host:port", "url")
         if parts.username is not None or parts.query or parts.fragment:
             raise InvalidRequestError(
-                "the URL must hold a host, a port and a path only: a key goes into --api-key", "url"
+                "the URL may have a host, a port and a path only: give a key with --api-key", "url"
             )
         if not url.isascii() or re.search(r"[\s\x00-\x1f\x7f]", url):
-            raise InvalidRequestError(f"{url!r} holds characters that no URL has", "url")
+            raise InvalidRequestError(f"{url!r} has characters that are not allowed in a URL", "url")
         return Address(parts.scheme, parts.hostname, port, parts.path.rstrip("/"))
 
     @property
     def authority(self) -> str:
-        """Host and port, as the Host header has them."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{host}:{self.port}"
 
@@ -312,51 +315,48 @@ class Address:
         return f"{self.scheme}://{self.authority}{self.base}"
 
 
-LONGEST_EVENT = 4 << 20
-LINE_END = re.compile(rb"\r\n|\n|\r")
-
-
 @dataclass(slots=True)
 class EventParser:
-    """One stream; what is not complete yet waits for its rest.
+    """Parse server-sent events: bytes in any cut -> the data of each event.
 
-    Most servers end their lines with LF alone: until a CR is seen, whole events are cut out at once.
+    Lines end with CR, LF or both; data lines of an event are joined by newlines; comments and other fields are skipped.
+    Until a CR is seen (most servers send none), whole events are split off at once.
     """
 
-    _rest: bytes = b""
+    _buffer: bytes = b""
     _data: list[str] = field(default_factory=list)
     _has_cr: bool = False
     _after_cr: bool = False
     _size: int = 0
 
     def feed(self, part: bytes) -> Iterator[str]:
-        """The events that are complete with this part."""
+        """Yield the events that this part completes."""
         self._has_cr = self._has_cr or b"\r" in part
         if self._has_cr:
             yield from self._feed_lines(part)
         else:
-            *events, self._rest = (self._rest + part).split(b"\n\n")
+            *events, self._buffer = (self._buffer + part).split(b"\n\n")
             for event in events:
                 if event.startswith(b"data: ") and b"\n" not in event:
                     yield event[6:].decode(errors="replace")
                 else:
-                    yield from self._take([*event.split(b"\n"), b""])
-        if self._size + len(self._rest) > LONGEST_EVENT:
-            raise RequestFailedError("protocol", f"an event is longer than {LONGEST_EVENT >> 20} MiB")
+                    yield from self._parse_lines([*event.split(b"\n"), b""])
+        if self._size + len(self._buffer) > MAX_EVENT_BYTES:
+            raise RequestFailedError("protocol", f"an event is longer than {MAX_EVENT_BYTES >> 20} MiB")
 
     def finish(self) -> Iterator[str]:
-        """What the end of the stream completes: some servers leave out the last blank line."""
+        """Yield what the end of the stream completes: some servers omit the last blank line."""
         return self.feed(b"\n\n")
 
     def _feed_lines(self, part: bytes) -> Iterator[str]:
         if self._after_cr and part.startswith(b"\n"):  # the other half of a CRLF
             part = part[1:]
         self._after_cr = part.endswith(b"\r")
-        *lines, self._rest = LINE_END.split(self._rest + part)
-        yield from self._take(lines)
+        *lines, self._buffer = LINE_END.split(self._buffer + part)
+        yield from self._parse_lines(lines)
 
-    def _take(self, lines: list[bytes]) -> Iterator[str]:
-        """Lines of events; an empty one ends an event."""
+    def _parse_lines(self, lines: list[bytes]) -> Iterator[str]:
+        """Yield events; an empty line ends one."""
         for line in lines:
             name, _, value = line.partition(b":")
             if name == b"data":
@@ -365,3 +365,28 @@ class EventParser:
             elif not line and self._data:
                 yield "\n".join(self._data)
                 self._data, self._size = [], 0
+
+
+class BlockingClient:
+    """GET over one kept connection, blocking: for health checks and small JSON replies."""
+
+    def __init__(self, authority: str, timeout_s: float = 10.0) -> None:
+        self._connection = http.client.HTTPConnection(authority, timeout=timeout_s)
+
+    def get(self, path: str) -> tuple[int, bytes] | None:
+        """Return status and body; None if there is no response."""
+        try:
+            self._connection.request("GET", path)
+            response = self._connection.getresponse()
+            return response.status, response.read()
+        except (OSError, http.client.HTTPException):
+            self.close()
+            return None
+
+    def is_healthy(self) -> bool:
+        """Return whether `/health` answers 200."""
+        response = self.get("/health")
+        return response is not None and response[0] == 200
+
+    def close(self) -> None:
+        self._connection.close()

@@ -1,81 +1,112 @@
-"""The program that computes logits with somebody else's library, run by peer_logits.py. It imports none of ours.
+"""Program that runs another library as a peer, perhaps under another interpreter: it imports nothing of this package.
 
-It runs under any interpreter that has NumPy and the library. Arguments: which library, the model, the longest sequence,
-the number of threads. Standard input has lines of {"ids", "last", "file"}: the logits (float32) of all positions, or of
-the last, go to that .npy file. The answers are lines too: {"version"} first, {"rows"} for each request, {"error"} for a
-failure.
+Arguments: the library and a JSON object (model, threads, context, logits). It loads the model once, prints {"version"},
+then answers each line of standard input:
+  {"kind": "pp" | "tg", "tokens": n}  ->  {"seconds"} of one prefill or decode, greedy
+  {"ids", "last", "file"}             ->  {"rows"}: float32 logits of all positions, or the last, are in that .npy file
+A failure is {"error"}. Libraries are imported by name: they belong to the peer's environment.
 """
 
 import importlib
 import json
 import os
+import random
 import sys
+import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-Compute = Callable[[list[int]], Any]  # ids -> (positions, vocabulary)
-
-
-def open_transformers(model: Path, context: int, threads: int) -> tuple[str, Compute]:
-    """Float32 on the CPU; a GGUF file is dequantized by transformers itself."""
-    os.environ["HF_HUB_OFFLINE"] = "1"
-    torch, transformers = (importlib.import_module(name) for name in ("torch", "transformers"))
-    torch.set_num_threads(threads)
-    folder, where = (model.parent, {"gguf_file": model.name}) if model.is_file() else (model, {})
-    key = "dtype" if int(transformers.__version__.split(".")[0]) >= 5 else "torch_dtype"
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(folder, **where, **{key: torch.float32}).eval()
-
-    def compute(ids: list[int]) -> Any:
-        with torch.inference_mode():
-            return loaded(torch.tensor([ids])).logits[0].float().numpy()
-
-    return f"transformers {transformers.__version__}", compute
+Reply = dict[str, Any]
+Handler = Callable[..., Reply | None]  # the fields of a request -> the reply; None: its seconds
+Loader = Callable[[dict[str, Any]], tuple[str, Handler]]  # settings -> version and handler
 
 
-def open_llama_cpp(model: Path, context: int, threads: int) -> tuple[str, Compute]:
-    """llama.cpp as it comes, on the CPU, with the logits of each position kept."""
-    library = importlib.import_module("llama_cpp")
-    loaded = library.Llama(
-        str(model), n_ctx=context, n_batch=context, n_gpu_layers=0, logits_all=True, verbose=False, seed=0,
-        n_threads=threads, n_threads_batch=threads,
-    )  # fmt: skip
-
-    def compute(ids: list[int]) -> Any:
-        loaded.reset()
-        loaded.eval(ids)
-        return loaded.scores[: len(ids)]
-
-    return f"llama-cpp-python {library.__version__}", compute
-
-
-OPENERS = {"transformers": open_transformers, "llama-cpp-python": open_llama_cpp}
-
-
-def main() -> None:
-    """Load, then answer each line until there is none."""
+def serve(load: Loader, settings: dict[str, Any]) -> None:
+    """Load, then answer until standard input ends; whatever libraries print goes to standard error."""
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # what libraries print must not get between the replies
+    os.dup2(2, 1)
 
     def reply(**fields: Any) -> None:
         print(json.dumps(fields), file=replies, flush=True)
 
     try:
-        kind, model, context, threads = sys.argv[1:]
-        version, compute = OPENERS[kind](Path(model), int(context), int(threads))
+        version, handle = load(settings)
         reply(version=version)
         for line in sys.stdin:
-            asked = json.loads(line)
-            logits = compute(asked["ids"])
-            kept = np.ascontiguousarray(logits[-1:] if asked["last"] else logits, np.float32)
-            np.save(asked["file"], kept)
-            reply(rows=len(kept))
+            fields = json.loads(line)
+            start = time.perf_counter()
+            reply(**(handle(**fields) or {"seconds": time.perf_counter() - start}))
     except Exception as error:
         reply(error=f"{type(error).__name__}: {error}")
         raise
 
 
+def save_logits(logits: Any, last: bool, file: str) -> Reply:
+    """Write float32 logits: (positions, vocabulary), or (1, vocabulary) of the last position."""
+    numpy = importlib.import_module("numpy")
+    kept = numpy.ascontiguousarray(logits[-1:] if last else logits, numpy.float32)
+    numpy.save(file, kept)
+    return {"rows": len(kept)}
+
+
+def load_llama_cpp(settings: dict[str, Any]) -> tuple[str, Handler]:
+    """Use `Llama.generate`, greedy: the first token ends a prefill, the following ones are the decode."""
+    module = importlib.import_module("llama_cpp")
+    threads, context = settings["threads"], settings["context"]
+    logits_options = {"n_batch": context, "logits_all": True, "seed": 0} if settings.get("logits") else {}
+    llm = module.Llama(
+        settings["model"], n_ctx=context, n_threads=threads, n_threads_batch=threads, n_gpu_layers=0, verbose=False,
+        **logits_options,
+    )  # fmt: skip
+    rng = random.Random(0)
+
+    def measure(kind: str, tokens: int) -> None:
+        llm.reset()
+        ids = [rng.randrange(llm.n_vocab()) for _ in range(tokens if kind == "pp" else 1)]
+        generated = llm.generate(ids, temp=0.0)
+        for _ in range(1 if kind == "pp" else tokens):
+            next(generated)
+        generated.close()
+
+    def compute_logits(ids: list[int], last: bool, file: str) -> Reply:
+        llm.reset()
+        llm.eval(ids)
+        return save_logits(llm.scores[: len(ids)], last, file)
+
+    return str(module.__version__), compute_logits if settings.get("logits") else measure
+
+
+def load_transformers(settings: dict[str, Any]) -> tuple[str, Handler]:
+    """Compute in float32 on the CPU from the same file; decode is a plain greedy loop over the KV cache."""
+    os.environ["HF_HUB_OFFLINE"] = "1"  # the file is here
+    torch, library = importlib.import_module("torch"), importlib.import_module("transformers")
+    torch.set_num_threads(settings["threads"])
+    path = settings["model"]
+    folder, name = (path, None) if os.path.isdir(path) else os.path.split(path)
+    key = "dtype" if int(library.__version__.split(".")[0]) >= 5 else "torch_dtype"
+    options = {key: torch.float32, **({"gguf_file": name} if name else {})}
+    model = library.AutoModelForCausalLM.from_pretrained(folder or ".", **options).eval()
+    generator = torch.Generator().manual_seed(0)
+
+    def measure(kind: str, tokens: int) -> None:
+        prompt, steps = (tokens, 1) if kind == "pp" else (1, tokens)
+        ids = torch.randint(0, model.config.vocab_size, (1, prompt), generator=generator)
+        cache = None
+        with torch.inference_mode():
+            for _ in range(steps):
+                out = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+                cache, ids = out.past_key_values, out.logits[:, -1:].argmax(-1)
+
+    def compute_logits(ids: list[int], last: bool, file: str) -> Reply:
+        with torch.inference_mode():
+            return save_logits(model(torch.tensor([ids])).logits[0].float().numpy(), last, file)
+
+    if settings.get("logits"):
+        return str(library.__version__), compute_logits
+    return f"{library.__version__} (torch {torch.__version__})", measure
+
+
+LOADERS: dict[str, Loader] = {"llama-cpp-python": load_llama_cpp, "transformers": load_transformers}
+
 if __name__ == "__main__":
-    main()
+    serve(LOADERS[sys.argv[1]], json.loads(sys.argv[2]))

@@ -1,15 +1,15 @@
-"""How long the worker takes to start: import, open, tokenizer, weights, first token; how much memory it takes.
+"""How long the worker takes to start: import, open, tokenizer, weights, first token; and its memory.
 
-Each repetition is a fresh process (child.py), so that imports are real. Cold: the model's pages are put out of the
-file cache before; warm: they were read just before. Where the system cannot forget pages, cold is left out.
+Each repetition is a fresh process (load_child.py), so that imports are real. Cold: the model's pages were dropped from
+the page cache before; warm: they were read just before. Where the system cannot drop pages, cold is left out. With
+`compile_kernels` one more start has an empty kernel cache.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,85 +18,89 @@ from typing import Any
 from ..errors import WorkerError
 from ..weights.hub import model_files
 from . import environment, process_stats
+from .child_process import ChildFailedError, ChildProcess, package_environment
 from .results import Recorder
 
 Progress = Callable[[str, float, float], None]
-CHILD = Path(__file__).with_name("load_child.py")
 PROMPT = "The capital of France is"
-WITHOUT_FILE = ("interpreter", "import")  # what does not read the model: the same cold and warm
-READ_AT_ONCE = 1 << 22
+WITHOUT_FILE = ("interpreter", "import")  # phases that do not read the model: the same cold and warm
+CHILD = str(Path(__file__).with_name("load_child.py"))
+READ_SIZE = 1 << 22
 TIMEOUT_S = 1800
-STILL_THERE = 0.05  # a part of the file that may stay in the cache without a word
+MAX_CACHED_WHEN_COLD = 0.05  # a larger part of the file in the page cache is worth a warning
+KERNEL_CACHE_VARIABLES = ("TRITON_CACHE_DIR", "LLM_WORKER_KERNEL_CACHE")  # of the GPU, of the CPU
 
 
 def run(
-    recorder: Recorder, progress: Progress, model: Path, repetitions: int, options: dict[str, Any] | None = None
+    recorder: Recorder,
+    progress: Progress,
+    model: Path,
+    repetitions: int,
+    options: dict[str, Any] | None = None,
+    *,
+    compile_kernels: bool = False,
 ) -> None:
-    """Start the worker again and again, cold and warm in turn; `options` are those of LLM.
+    """Start the worker repeatedly, cold and warm in turn; `options` are those of LLM.
 
-    A start before the others compiles kernels that are not kept yet: that happens once, and is told apart.
+    A first start, kept apart, compiles kernels that are not cached yet.
     """
     recorder.model = environment.describe_model(model, lambda what, *n: progress(what, n[0], n[1] or 0))
     files = model_files(model)
-    given = {"model": str(model), "prompt": PROMPT, "options": options or {}}
-    caches = ["cold", "warm"] if process_stats.can_drop() else ["warm"]
+    settings = {"model": str(model), "prompt": PROMPT, "options": options or {}}
+    caches = ["cold", "warm"] if process_stats.can_drop_pages() else ["warm"]
     if "cold" not in caches:
-        recorder.details["left_out"] = {"cold": "this system has no posix_fadvise to empty the file cache of a file"}
+        recorder.details["left_out"] = {"cold": "this system has no posix_fadvise to drop a file from the page cache"}
+    if compile_kernels:
+        progress("a start that compiles all kernels", 0, 0)
+        with tempfile.TemporaryDirectory(prefix="llm-worker-rbee-") as folder:
+            _record(recorder, "compiling", _start(settings, dict.fromkeys(KERNEL_CACHE_VARIABLES, folder)))
     if (options or {}).get("backend") != "reference":
         progress("a start before the others", 0, 0)
-        recorder.details["start_before"] = _start(given)["seconds"]
+        recorder.details["start_before"] = _start(settings)["seconds"]
     total = repetitions * len(caches)
     for number in range(total):
         cache = caches[number % len(caches)]
         progress(f"{cache} start {number // len(caches) + 1} of {repetitions}", number, total)
-        _prepare(files, cache, recorder.details)
-        _record(recorder, cache, _start(given))
+        _prepare_page_cache(files, cache, recorder.details)
+        _record(recorder, cache, _start(settings))
 
 
-def _prepare(files: list[Path], cache: str, details: dict[str, Any]) -> None:
+def _prepare_page_cache(files: list[Path], cache: str, details: dict[str, Any]) -> None:
     if cache == "warm":
-        _read(files)
+        _read_files(files)
         return
-    process_stats.drop(files)
-    left = process_stats.resident_part(files)
+    process_stats.drop_pages(files)
+    cached = process_stats.cached_fraction(files)
     known = details.setdefault("resident_after_drop", [])
-    known.append(left)
-    if left is not None and left > STILL_THERE:
-        details["warning"] = f"{max(filter(None, known)):.0%} of the file stayed in the cache: cold is not wholly cold"
+    known.append(cached)
+    if cached is not None and cached > MAX_CACHED_WHEN_COLD:
+        largest = max(filter(None, known))
+        details["warning"] = f"{largest:.0%} of the file stayed in the page cache: cold is not wholly cold"
 
 
-def _read(files: list[Path]) -> None:
+def _read_files(files: list[Path]) -> None:
     for file in files:
         with file.open("rb") as source:
-            while source.read(READ_AT_ONCE):
+            while source.read(READ_SIZE):
                 pass
 
 
-def _start(given: dict[str, Any]) -> dict[str, Any]:
-    """One fresh process; what it says."""
-    paths = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]  # this very package, wherever it lies
-    settings = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+def _start(settings: dict[str, Any], variables: dict[str, str] | None = None) -> dict[str, Any]:
+    """Start a fresh process and return what it printed."""
+    command = [sys.executable, CHILD, repr(time.monotonic()), json.dumps(settings)]
+    child = ChildProcess("the worker", command, package_environment() | (variables or {}), TIMEOUT_S)
     try:
-        done = subprocess.run(
-            [sys.executable, str(CHILD), repr(time.monotonic()), json.dumps(given)],
-            capture_output=True,
-            text=True,
-            timeout=TIMEOUT_S,
-            env=settings,
-        )
-    except subprocess.TimeoutExpired:
-        raise WorkerError(f"the worker did not start within {TIMEOUT_S} s") from None
-    if done.returncode != 0:
-        reason = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
-        raise WorkerError(f"the worker does not start: {reason.partition('Error: ')[2] or reason}")
-    said = json.loads(done.stdout.splitlines()[-1])
-    assert isinstance(said, dict)
-    return said
+        return child.start("seconds")
+    except ChildFailedError as error:
+        reason = str(error).partition(": ")[2] or str(error)
+        raise WorkerError(f"the worker does not start: {reason.partition('Error: ')[2] or reason}") from None
+    finally:
+        child.close()
 
 
-def _record(recorder: Recorder, cache: str, said: dict[str, Any]) -> None:
-    for phase, seconds in said["seconds"].items():
+def _record(recorder: Recorder, cache: str, output: dict[str, Any]) -> None:
+    for phase, seconds in output["seconds"].items():
         recorder.add_sample(phase if phase in WITHOUT_FILE else f"{phase}/{cache}", "s", seconds)
-    for when, size in said["bytes"].items():
-        if size is not None:
+    for when, size in output["bytes"].items():
+        if size is not None and cache != "compiling":
             recorder.add_sample(f"memory/{when}", "B", size)

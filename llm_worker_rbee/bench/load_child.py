@@ -1,8 +1,8 @@
-"""One start of the worker, timed from the inside: run as a program by `bench load`, in a fresh process each time.
+"""Program that starts the worker once, timed from the inside, in a fresh process: run by `bench load`.
 
-Arguments: the monotonic clock at which the process was started, and a JSON object (model, options, prompt). It prints
-one JSON object: seconds of each phase, bytes of memory. It is run by its path, not as a part of the package: that would
-import the rooms around it, and NumPy, before the clock of the import starts.
+Arguments: the monotonic time at which the process was started, and a JSON object (model, options, prompt). It prints
+one JSON object: the seconds of each phase, bytes of memory. It is run by its path, because as a module of the package
+it would import NumPy before the clock of the import starts.
 """
 
 import json
@@ -17,19 +17,52 @@ IMPORTED = time.monotonic()
 
 from llm_worker_rbee.bench import process_stats  # noqa: E402
 
+BATCH_SIZES = (1, 3, 7, 16, 30, 64)  # as many CUDA graphs as a server would capture
+PROMPT_LENGTHS = (5, 40, 130, 300)
+
 
 def main() -> None:
-    """Load, make one token, tell."""
+    """Load, generate one token, print."""
     started, given = float(sys.argv[1]), json.loads(sys.argv[2])
-    after_import = process_stats.used()
+    after_import = process_stats.resident_memory()
     llm = LLM(given["model"], **given["options"])
-    loaded, after_load = time.monotonic(), process_stats.used()
+    loaded, after_load = time.monotonic(), process_stats.resident_memory()
     llm.generate(given["prompt"], max_tokens=1, temperature=0.0, ignore_eos=True)
     ended = time.monotonic()
     phases = {"interpreter": ENTERED - started, "import": IMPORTED - ENTERED, **llm.phases}
     phases |= {"first_token": ended - loaded, "total": ended - started}
-    sizes = {"import": after_import, "load": after_load, "peak": process_stats.peak()}
+    sizes = {"import": after_import, "load": after_load, "peak": process_stats.peak_memory()}
+    if llm.model.ops.has_device_memory:
+        sizes |= device_memory(llm)
+        decode_many_sizes(llm)
+        sizes |= {f"{name}_after_batches": size for name, size in device_memory(llm).items()}
     print(json.dumps({"seconds": phases, "bytes": sizes}))
+
+
+def device_memory(llm: LLM) -> dict[str, int]:
+    """Return bytes on the GPU; `device_spare` is what the process took beside weights and KV cache, by the driver."""
+    import torch
+
+    free, total = torch.cuda.mem_get_info()
+    planned = llm.model.ops.weight_bytes(llm.checkpoint) + llm.capacity.bytes
+    taken = total - free - torch.cuda.memory_reserved() + torch.cuda.max_memory_reserved()
+    sizes = {"device_weights": planned - llm.capacity.bytes, "device_kv_cache": llm.capacity.bytes}
+    sizes |= {"device_tensors_peak": torch.cuda.max_memory_allocated(), "device_taken": taken}
+    return {**sizes, "device_spare": taken - planned, "device_graphs": llm.graph_bytes}
+
+
+def decode_many_sizes(llm: LLM) -> None:
+    """Run each batch size twice, so that its graph is captured; prompts are prefilled beside running requests."""
+    for batch in BATCH_SIZES:
+        for _ in range(2):
+            lengths = [PROMPT_LENGTHS[i % len(PROMPT_LENGTHS)] for i in range(batch)]
+            prompts = [[3 + (i + j) % 1000 for j in range(length)] for i, length in enumerate(lengths)]
+            streams = [
+                llm.stream(prompt, max_tokens=4 + i % 13, temperature=0.0, ignore_eos=True)
+                for i, prompt in enumerate(prompts)
+            ]
+            for stream in streams:
+                stream.completion()
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""All matrix products of a model, and nothing else: what they alone would allow at so many rows.
+"""All matrix products of a model and nothing else: the rate that they alone would allow for a number of rows.
 
-On a backend whose steps are programs they are one program too, with what turns activations into bytes for them; on
-others they are made one after the other. Activations are random; what comes out is thrown away.
+On the CPU they are one program, with the activation quantization they need, as in a step; elsewhere they run one after
+the other. Activations are random, results are discarded.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ SEED = 5
 
 
 def products(model: Transformer, rows: int) -> Callable[[], object]:
-    """A function that multiplies `rows` activations with every matrix of the model once."""
+    """Return a function that multiplies `rows` activations with every matrix of the model once."""
     return _program(model, rows) if model.ops.name == "cpu" else _one_by_one(model, rows)
 
 
@@ -38,7 +38,7 @@ def _one_by_one(model: Transformer, rows: int) -> Callable[[], object]:
 
 
 def _program(model: Transformer, rows: int) -> Callable[[], object]:
-    """A step's table points at one input and one output, large enough for all."""
+    """Make a program whose step table points at one input and one output, large enough for all."""
     from ..backends.cpu import quantize_activations
     from ..backends.cpu.linear import products as product_instructions
     from ..backends.cpu.linear import to_bytes

@@ -1,6 +1,6 @@
-"""How much memory this process uses and used at most, and what a file takes of the system's file cache.
+"""Memory and CPU time of processes, and the part of a file in the page cache.
 
-Linux tells all of it through /proc; elsewhere only the highest use is known. What cannot be known is None.
+Linux tells all of it through /proc; elsewhere only the peak memory of this process is known. Unknown values are None.
 """
 
 from __future__ import annotations
@@ -11,63 +11,75 @@ import mmap
 import os
 import resource
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 
 
-def used() -> int | None:
-    """Bytes of this process that are in memory now."""
-    return _status("VmRSS")
+def memory_of(pid: int | str) -> Mapping[str, int]:
+    """Return bytes in memory now (`VmRSS`) and at most (`VmHWM`); empty where the system does not tell."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return {}
+    pairs = (line.split() for line in lines if line.startswith(("VmRSS:", "VmHWM:")))
+    return {name.rstrip(":"): int(count) * 1024 for name, count, *_ in pairs}
 
 
-def peak() -> int:
-    """The most that it ever was, or since `reset_peak`."""
-    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return _status("VmHWM") or (most if sys.platform == "darwin" else most * 1024)
+def cpu_seconds(pid: int) -> float | None:
+    """Return the CPU time of all threads of a process."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError):
+        return None
 
 
-def reset_peak() -> bool:
-    """Let the highest use start again from the present one; False where the system cannot."""
+def resident_memory() -> int | None:
+    """Return the bytes of this process in memory now."""
+    return memory_of("self").get("VmRSS")
+
+
+def peak_memory() -> int:
+    """Return the largest memory use of this process, ever or since `reset_peak_memory`."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return memory_of("self").get("VmHWM") or (peak if sys.platform == "darwin" else peak * 1024)
+
+
+def reset_peak_memory() -> bool:
+    """Restart the peak from the present use; return False where the system cannot."""
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
         return True
     return False
 
 
-def _status(key: str) -> int | None:
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith(f"{key}:"):
-                return int(line.split()[1]) * 1024
-    return None
-
-
-def can_drop() -> bool:
-    """Whether files can be put out of the file cache here."""
+def can_drop_pages() -> bool:
+    """Return whether files can be dropped from the page cache here."""
     return hasattr(os, "posix_fadvise")
 
 
-def drop(files: list[Path]) -> None:
-    """Ask the system to forget the cached pages of these files; no rights are needed."""
+def drop_pages(files: list[Path]) -> None:
+    """Ask the system to drop the cached pages of these files; needs no privileges."""
     for file in files:
         handle = os.open(file, os.O_RDONLY)
         try:
             with contextlib.suppress(OSError):
-                os.fsync(handle)  # pages that are not written yet cannot be forgotten
+                os.fsync(handle)  # dirty pages cannot be dropped
             os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
         finally:
             os.close(handle)
 
 
-def resident_part(files: list[Path]) -> float | None:
-    """Which part of these files is in the file cache, 0 to 1."""
+def cached_fraction(files: list[Path]) -> float | None:
+    """Return which part of these files is in the page cache, 0 to 1."""
     total = sum(file.stat().st_size for file in files)
-    found = [_resident(file) for file in files]
+    found = [_cached_bytes(file) for file in files]
     return None if not total or None in found else sum(filter(None, found)) / total
 
 
-def _resident(file: Path) -> int | None:
+def _cached_bytes(file: Path) -> int | None:
     size = file.stat().st_size
     if not size:
         return 0

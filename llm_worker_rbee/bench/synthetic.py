@@ -1,7 +1,7 @@
-"""Models with a real shape, a real mix of block types and random weights: for speed only, they say nothing sensible.
+"""Models of a real shape and a real mix of quantization types with random weights: for speed only.
 
 `parse("llama2-7b:Q4_K_M:4")` names one; `checkpoint` makes it in memory, `write` as a GGUF that llama.cpp reads too.
-Values are of the size 1 / sqrt(columns), so that activations stay finite through all layers.
+Values have the size 1 / sqrt(columns), so that activations stay finite through all layers.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from ..weights.quants import BLOCK_TYPES, BlockType
 from .random_weights import random_tensor
 
 Progress = Callable[[str, float, float], None]
-SPARE = 512 << 20  # memory or disk that is left alone
+RESERVE_BYTES = 512 << 20  # memory or disk that stays free
 EXAMPLE = "llama2-7b:Q4_K_M or llama2-7b:Q4_K_M:4"
 
 
 class Shape(NamedTuple):
-    """The numbers of a model."""
+    """The dimensions of a model."""
 
     layers: int
     width: int
@@ -62,30 +62,29 @@ SHAPES: dict[str, Shape] = {
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """A shape, a mix and a number of layers."""
+    """A shape, a quantization mix and a number of layers."""
 
     name: str
     shape: Shape
     mix_name: str
     layers: int
+    quantize: str | None = None  # while loading: "fp8" for the mix FP8, which is BF16 in the file
 
     @property
     def mix(self) -> Mix:
-        """The rules of its types."""
         return find_mix(self.mix_name)
 
     def __str__(self) -> str:
         layers = "" if self.layers == self.shape.layers else f":{self.layers}"
-        return f"{self.name}:{self.mix_name}{layers}"
+        return f"{self.name}:{(self.quantize or self.mix_name).upper()}{layers}"
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors."""
         return sum(plan.nbytes for plan in plans(self))
 
 
 class Plan(NamedTuple):
-    """One tensor that is to be made."""
+    """One tensor to make."""
 
     name: str
     kind: BlockType
@@ -93,28 +92,28 @@ class Plan(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes it takes."""
         rows = self.shape[0] if len(self.shape) > 1 else 1
         return rows * self.kind.row_bytes(self.shape[-1])
 
 
 def parse(text: str) -> Spec:
-    """`shape:mix` or `shape:mix:layers`; what is wrong is named, with what there is instead."""
+    """Parse `shape:mix` or `shape:mix:layers`."""
     name, *rest = text.split(":")
     if name not in SHAPES:
         raise InvalidRequestError(f"unknown synthetic model {name!r}: use one of {', '.join(SHAPES)}", "synthetic")
     if not 1 <= len(rest) <= 2:
         raise InvalidRequestError(f"{text!r} is not of the form SHAPE:TYPES[:LAYERS], such as {EXAMPLE}", "synthetic")
     shape, mix = SHAPES[name], rest[0].upper()
+    mix, quantize = ("BF16", "fp8") if mix == "FP8" else (mix, None)
     find_mix(mix)
     layers = rest[1] if len(rest) == 2 else str(shape.layers)
     if not (layers.isascii() and layers.isdigit() and len(layers) < 5 and 1 <= int(layers) <= shape.layers):
         raise InvalidRequestError(f"{text!r}: layers must be 1 to {shape.layers}, not {layers!r}", "synthetic")
-    return Spec(name, shape, mix, int(layers))
+    return Spec(name, shape, mix, int(layers), quantize)
 
 
 def plans(spec: Spec) -> Iterator[Plan]:
-    """Every tensor of the model, in the order of the file."""
+    """Yield every tensor of the model, in the order of the file."""
     s, tied, nowhere = spec.shape, spec.shape.tied, Place(0, spec.layers, 1)
 
     def matrix(name: str, role: str, rows: int, columns: int, place: Place = nowhere) -> Plan:
@@ -152,7 +151,7 @@ def _layer_matrices(s: Shape) -> tuple[tuple[str, int, int], ...]:
 
 
 def checkpoint(spec: Spec, seed: int = 0, progress: Progress | None = None) -> Checkpoint:
-    """The model in memory, each tensor in memory of its own."""
+    """Make the model in memory, each tensor with memory of its own."""
     require_memory(spec)
     tensors: dict[str, Tensor] = {}
     done, total = 0, spec.nbytes
@@ -169,14 +168,14 @@ def checkpoint(spec: Spec, seed: int = 0, progress: Progress | None = None) -> C
 
 
 def without_weights(spec: Spec) -> Checkpoint:
-    """The metadata alone: enough to know the shape."""
+    """Return the metadata alone: enough to know the shape."""
     return Checkpoint(Path(str(spec)), "gguf", spec.shape.architecture, metadata(spec), {}, {})
 
 
 def write(spec: Spec, path: Path, seed: int = 0, progress: Progress | None = None) -> Path:
-    """The model as a GGUF file."""
+    """Write the model as a GGUF file."""
     needed, free = spec.nbytes, shutil.disk_usage(path.parent).free
-    if needed + SPARE > free:
+    if needed + RESERVE_BYTES > free:
         raise WorkerError(
             f"{spec} takes {human_bytes(needed)} on disk and {path.parent} has {human_bytes(free)} left: "
             "use fewer layers, or another folder (TMPDIR)"
@@ -187,7 +186,7 @@ def write(spec: Spec, path: Path, seed: int = 0, progress: Progress | None = Non
 
 
 def metadata(spec: Spec) -> dict[str, Any]:
-    """The keys that describe the shape."""
+    """Return the GGUF metadata of the shape."""
     s = spec.shape
     head = s.head_dim or s.width // s.heads
     keys = {
@@ -212,12 +211,12 @@ def metadata(spec: Spec) -> dict[str, Any]:
 
 
 def _vector(plan: Plan) -> np.ndarray[Any, np.dtype[np.float32]]:
-    """Norms multiply by one, biases add nothing."""
+    """Return the ones of a norm, or the zeros of a bias."""
     return np.full(plan.shape, 0.0 if plan.name.endswith(".bias") else 1.0, np.float32)
 
 
 def _vocabulary(size: int) -> dict[str, Any]:
-    """A SentencePiece vocabulary of the right size: control tokens, bytes, then names without meaning."""
+    """Return a SentencePiece vocabulary of the right size: control tokens, bytes, then invented pieces."""
     head = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     tokens = [*head, *(f"t{number}" for number in range(size - len(head)))][:size]
     kinds = ([2, 3, 3] + [6] * 256 + [1] * size)[:size]
@@ -233,11 +232,11 @@ def _vocabulary(size: int) -> dict[str, Any]:
 
 
 def require_memory(spec: Spec) -> None:
-    """Refuse a model that does not fit, with the figures."""
+    """Raise if the model does not fit into memory."""
     needed, (_, free) = spec.nbytes, machine.memory()
     limit, used = machine.memory_limit()
     left = [x for x in (free, None if limit is None else limit - used) if x is not None]
-    if left and needed + SPARE > min(left):
+    if left and needed + RESERVE_BYTES > min(left):
         raise InsufficientMemoryError(
             f"{spec} takes {human_bytes(needed)} of memory and {human_bytes(max(0, min(left)))} are free: "
             f"use fewer layers ({spec.name}:{spec.mix_name}:N)"

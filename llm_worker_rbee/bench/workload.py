@@ -1,6 +1,8 @@
-"""Prompts from a file: JSON lines of {"prompt": ...} or {"messages": [...]}, with "max_tokens" where one wants it.
+"""Prompts from files, and the requests of a load: lengths and arrivals of a seeded process.
 
-Any other file is taken as plain text, one prompt a line. The repository's own prompts and words lie in data/.
+A prompt file has JSON lines of {"prompt": ...} or {"messages": [...]}, with an optional "max_tokens"; any other file is
+plain text, one prompt a line. Request i of a workload depends on (seed, i) alone, and is made when it is due. Lengths
+are counted in plain English words, about a token each. The bundled prompts and words are in data/.
 """
 
 from __future__ import annotations
@@ -22,13 +24,13 @@ from ..errors import InvalidRequestError
 DATA = Path(__file__).parent / "data"
 PROMPTS, TEXT, WORDS = DATA / "prompts.jsonl", DATA / "text.txt", DATA / "words.txt"
 MAX_FILE_BYTES = 64 << 20
-MOST_TOKENS = 1_000_000
-KEYS = {"prompt", "messages", "max_tokens"}
+MAX_TOKENS = 1_000_000
+PROMPT_FIELDS = {"prompt", "messages", "max_tokens"}
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A text or a conversation: one of the two is there."""
+    """A text or a conversation: one of the two is set."""
 
     text: str | None = None
     messages: list[dict[str, Any]] | None = None
@@ -36,18 +38,18 @@ class Prompt:
 
     @property
     def words(self) -> int:
-        """How long it is, roughly: words stand for tokens where nobody counts these."""
+        """The length in words, which stand for tokens where the server does not count them."""
         contents = [self.text] if self.messages is None else [m.get("content") for m in self.messages]
         return sum(len(text.split()) for text in contents if isinstance(text, str))
 
 
 def read_text(path: Path) -> str:
-    """A text file, not too large, in UTF-8."""
+    """Read a UTF-8 text file of bounded size."""
     try:
         if path.stat().st_size > MAX_FILE_BYTES:
             raise InvalidRequestError(f"{path} is too large: at most {MAX_FILE_BYTES >> 20} MiB are read")
         with path.open("rb") as file:
-            data = file.read(MAX_FILE_BYTES + 1)  # a device tells no size
+            data = file.read(MAX_FILE_BYTES + 1)  # a device reports no size
     except OSError as error:
         raise InvalidRequestError(f"cannot read {path}: {error.strerror}") from None
     if len(data) > MAX_FILE_BYTES:
@@ -55,36 +57,36 @@ def read_text(path: Path) -> str:
     try:
         return data.decode()
     except UnicodeDecodeError as error:
-        raise InvalidRequestError(f"{path} is not UTF-8 text: byte {error.start} is wrong") from None
+        raise InvalidRequestError(f"{path} is not UTF-8 text: byte {error.start} is invalid") from None
 
 
 def read_prompts(path: Path) -> list[Prompt]:
-    """All prompts of a file; a wrong line is named."""
+    """Read all prompts of a file; raise naming a wrong line."""
     lines = [(number, line) for number, line in enumerate(read_text(path).split("\n"), 1) if line.strip()]
     if not lines:
-        raise InvalidRequestError(f"{path} holds no prompt")
+        raise InvalidRequestError(f"{path} has no prompts")
     if path.suffix != ".jsonl":
         return [Prompt(line.rstrip("\r")) for _, line in lines]
-    return [_parsed(line, f"{path}, line {number}") for number, line in lines]
+    return [_parse_prompt(line, f"{path}, line {number}") for number, line in lines]
 
 
-def _parsed(line: str, where: str) -> Prompt:
+def _parse_prompt(line: str, where: str) -> Prompt:
     try:
         value = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise InvalidRequestError(f"{where} is not JSON: {error}") from None
     if not isinstance(value, dict) or ("prompt" in value) == ("messages" in value):
         raise InvalidRequestError(f'{where}: give an object with either "prompt" or "messages"')
-    if unknown := sorted(set(value) - KEYS):
-        raise InvalidRequestError(f"{where}: unknown field {unknown[0]!r} (known: {', '.join(sorted(KEYS))})")
-    text, messages, most = value.get("prompt"), value.get("messages"), value.get("max_tokens")
+    if unknown := sorted(set(value) - PROMPT_FIELDS):
+        raise InvalidRequestError(f"{where}: unknown field {unknown[0]!r} (known: {', '.join(sorted(PROMPT_FIELDS))})")
+    text, messages, max_tokens = value.get("prompt"), value.get("messages"), value.get("max_tokens")
     if "prompt" in value and (not isinstance(text, str) or not text):
-        raise InvalidRequestError(f'{where}: "prompt" must be a text that is not empty')
+        raise InvalidRequestError(f'{where}: "prompt" must be a non-empty string')
     if "messages" in value and not _are_messages(messages):
         raise InvalidRequestError(f'{where}: "messages" must be a list of objects, each with a "role"')
-    if most is not None and (type(most) is not int or not 1 <= most <= MOST_TOKENS):
-        raise InvalidRequestError(f'{where}: "max_tokens" must be a whole number from 1 to {MOST_TOKENS}')
-    return Prompt(text, messages, most)
+    if max_tokens is not None and (type(max_tokens) is not int or not 1 <= max_tokens <= MAX_TOKENS):
+        raise InvalidRequestError(f'{where}: "max_tokens" must be a whole number from 1 to {MAX_TOKENS}')
+    return Prompt(text, messages, max_tokens)
 
 
 def _are_messages(value: Any) -> bool:
@@ -95,14 +97,14 @@ def _are_messages(value: Any) -> bool:
     )
 
 
-MOST_REQUESTS = 1_000_000
+MAX_REQUESTS = 1_000_000
 LENGTHS = re.compile(r"(\d{1,7})|(\d{1,7})-(\d{1,7})|normal:(\d{1,7}(?:\.\d{1,6})?),(\d{1,7}(?:\.\d{1,6})?)", re.ASCII)
 ARRIVALS, CONTENT, PREFIX = 0, 1, 2  # streams of one seed
 
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """`128`, `64-256` (each as likely as the other) or `normal:128,32` (mean and standard deviation; at least 1)."""
+    """`128`, `64-256` (uniform) or `normal:128,32` (mean and standard deviation; at least 1)."""
 
     text: str
     low: float
@@ -111,7 +113,6 @@ class Lengths:
 
     @staticmethod
     def parse(text: str, option: str) -> Lengths:
-        """One of the three forms."""
         found = LENGTHS.fullmatch(text)
         if found is None:
             raise InvalidRequestError(f"{option} is {text!r}: write N, LOW-HIGH or normal:MEAN,SD", option)
@@ -119,30 +120,31 @@ class Lengths:
             made = Lengths(text, float(found[4]), float(found[5]), normal=True)
         else:
             made = Lengths(text, float(found[1] or found[2]), float(found[1] or found[3]))
-        if not 1 <= made.low <= MOST_TOKENS or made.high > MOST_TOKENS or (made.high < made.low and not made.normal):
-            raise InvalidRequestError(f"{option} is {text!r}: lengths go from 1 to {MOST_TOKENS}, upwards", option)
+        if not 1 <= made.low <= MAX_TOKENS or made.high > MAX_TOKENS or (made.high < made.low and not made.normal):
+            raise InvalidRequestError(
+                f"{option} is {text!r}: use lengths from 1 to {MAX_TOKENS}, the smaller first", option
+            )
         return made
 
     def draw(self, rng: np.random.Generator) -> int:
-        """One length."""
         if self.normal:
-            return int(min(max(1, round(rng.normal(self.low, self.high))), MOST_TOKENS))
+            return int(min(max(1, round(rng.normal(self.low, self.high))), MAX_TOKENS))
         return int(rng.integers(int(self.low), int(self.high) + 1))
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One request to be."""
+    """One request to send."""
 
     index: int
-    arrival: float | None  # seconds after the start; None: as soon as there is room
+    arrival: float | None  # seconds after the start; None: as soon as the concurrency allows
     prompt: Prompt
     max_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """All requests of a run, made one at a time."""
+    """All requests of a run."""
 
     requests: int
     input_len: Lengths
@@ -155,37 +157,37 @@ class Workload:
     prompts: Sequence[Prompt] = ()
 
     def jobs(self) -> Iterator[Job]:
-        """Each request in turn, with the time that it arrives."""
+        """Yield each request with its arrival time."""
         arrivals = self._arrivals()
         for index in range(self.requests):
             yield self.job(index, next(arrivals))
 
     def job(self, index: int, arrival: float | None = None) -> Job:
-        """The request of this number."""
+        """Return request number `index`."""
         rng = np.random.default_rng((self.seed, CONTENT, index))
-        words, most = self.input_len.draw(rng), self.output_len.draw(rng)
+        words, max_tokens = self.input_len.draw(rng), self.output_len.draw(rng)
         if self.prompts:
             prompt = self.prompts[index % len(self.prompts)]
-            return Job(index, arrival, prompt, prompt.max_tokens or most)
-        return Job(index, arrival, Prompt(" ".join([*self._prefix(index), *_words(rng, words)])), most)
+            return Job(index, arrival, prompt, prompt.max_tokens or max_tokens)
+        return Job(index, arrival, Prompt(" ".join([*self._prefix(index), *_draw_words(rng, words)])), max_tokens)
 
-    def arrived(self, seconds: float) -> int:
-        """How many arrive within the first so many seconds, at a rate that is not infinite."""
+    def count_arrivals(self, seconds: float) -> int:
+        """Return how many arrive within the first `seconds`, at a finite rate."""
         due = takewhile(lambda arrival: arrival is not None and arrival < seconds, self._arrivals())
         return sum(1 for _ in islice(due, self.requests))
 
     def warm_up(self, count: int) -> list[Job]:
-        """Requests like those of the run but none of them, so that no prefix of theirs is known afterwards."""
-        return [self.job(MOST_REQUESTS + i) for i in range(count)]
+        """Return requests like those of the run but different, so that none of their prefixes is cached."""
+        return [self.job(MAX_REQUESTS + i) for i in range(count)]
 
     def _prefix(self, index: int) -> list[str]:
         if not self.shared_prefix:
             return []
-        group = MOST_REQUESTS if index >= MOST_REQUESTS else index % self.prefix_groups
-        return _words(np.random.default_rng((self.seed, PREFIX, group)), self.shared_prefix)
+        group = MAX_REQUESTS if index >= MAX_REQUESTS else index % self.prefix_groups
+        return _draw_words(np.random.default_rng((self.seed, PREFIX, group)), self.shared_prefix)
 
     def _arrivals(self) -> Iterator[float | None]:
-        """Gaps from a gamma distribution of mean 1/rate: shape 1 is Poisson, below bursts, above a steady beat."""
+        """Yield arrivals with gamma gaps of mean 1/rate: shape 1 is Poisson, below it bursts, above it regular."""
         if math.isinf(self.rate):
             while True:
                 yield None
@@ -197,10 +199,10 @@ class Workload:
 
 @cache
 def vocabulary() -> tuple[str, ...]:
-    """The words that prompts are made of."""
+    """Return the words that prompts are made of."""
     return tuple(read_text(WORDS).split())
 
 
-def _words(rng: np.random.Generator, count: int) -> list[str]:
+def _draw_words(rng: np.random.Generator, count: int) -> list[str]:
     known = vocabulary()
     return [known[i] for i in rng.integers(0, len(known), count)]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from llm_worker_rbee.bench import accuracy, workload
-from llm_worker_rbee.bench.accuracy import Logits, Material, Ours, Peer, Scores
+from llm_worker_rbee.bench.accuracy import EvaluationSet, LibrarySide, Logits, Scores, WorkerSide
 from llm_worker_rbee.bench.results import Recorder, Result
 from llm_worker_rbee.errors import InferenceError, InvalidRequestError, MissingDependencyError, WorkerError
 from llm_worker_rbee.llm import LLM
@@ -59,14 +59,14 @@ class Planted:
         return made[-1:].astype(np.float32) if last else made.astype(np.float32)
 
 
-def measured(truth: accuracy.Side, path: accuracy.Side, material: Material, suffix: str = "") -> dict[str, Result]:
+def measured(truth: accuracy.Side, path: accuracy.Side, material: EvaluationSet, suffix: str = "") -> dict[str, Result]:
     recorder = Recorder("accuracy")
     reported: list[float] = []
 
-    def steps(what: str, done: float, total: float) -> None:
+    def progress(what: str, done: float, total: float) -> None:
         reported.append(done / total)
 
-    accuracy.run(recorder, steps, truth, [accuracy.MeasuredPath(path, suffix)], material)
+    accuracy.run(recorder, progress, truth, [accuracy.MeasuredPath(path, suffix)], material)
     assert reported == sorted(reported)
     assert reported[-1] == 1
     return {result.name: result for result in recorder.results()}
@@ -78,7 +78,7 @@ def probabilities(logits: Logits) -> np.ndarray:
 
 
 def test_the_figures_are_those_of_their_definitions() -> None:
-    material = Material([[1, 2], [3], [4, 5, 6]], [list(range(40)), [7, 8, 9]])
+    material = EvaluationSet([[1, 2], [3], [4, 5, 6]], [list(range(40)), [7, 8, 9]])
     truth, path = Planted(50, 0.0), Planted(50, 0.3)
     found = measured(truth, path, material)
     assert set(found) == NAMES
@@ -111,8 +111,10 @@ def test_the_figures_are_those_of_their_definitions() -> None:
 
 
 def test_a_path_that_is_the_truth_differs_by_nothing(tiny_llm: LLM) -> None:
-    material = Material.of(tiny_llm, [workload.Prompt("he said"), workload.Prompt("x")], "a text to be read " * 40, 300)
-    found = measured(Ours(tiny_llm), Ours(tiny_llm), material)
+    material = EvaluationSet.encode(
+        tiny_llm, [workload.Prompt("he said"), workload.Prompt("x")], "a text to be read " * 40, 300
+    )
+    found = measured(WorkerSide(tiny_llm), WorkerSide(tiny_llm), material)
     exact = {"ppl_ratio": 1.0, "kl": 0.0, "top1": 1.0, "top1_prompts": 1.0}
     exact |= {"mean_abs_dlogprob": 0.0, "max_abs_dlogprob": 0.0}
     assert {name: (r.low, r.estimate, r.high) for name, r in found.items() if name in exact} == {
@@ -123,31 +125,31 @@ def test_a_path_that_is_the_truth_differs_by_nothing(tiny_llm: LLM) -> None:
 
 def test_the_last_position_of_a_prompt_is_that_of_all_positions(tiny_llm: LLM) -> None:
     ids = tiny_llm.tokenize("some words of a prompt, longer than one chunk of logits " * 3)
-    whole, last = Ours(tiny_llm).logits(ids), Ours(tiny_llm).logits(ids, last=True)
+    whole, last = WorkerSide(tiny_llm).logits(ids), WorkerSide(tiny_llm).logits(ids, last=True)
     assert whole.shape == (len(ids), tiny_llm.config.vocab_size)
     np.testing.assert_allclose(whole[-1:], last, atol=1e-4)
 
 
 def test_windows_start_anew_and_hold_the_whole_text(tiny_llm: LLM) -> None:
     text = "windows " * 100
-    material = Material.of(tiny_llm, [workload.Prompt("x")], text, 600)
+    material = EvaluationSet.encode(tiny_llm, [workload.Prompt("x")], text, 600)
     assert [len(window) for window in material.windows] == [256, 256, 88]
     assert [i for window in material.windows for i in window] == tiny_llm.tokenize(text, add_special=False)[:600]
-    assert (material.longest, material.tokens) == (256, 601)
+    assert (material.max_length, material.tokens) == (256, 601)
 
 
 def test_every_window_starts_with_bos_where_the_model_wants_it(tmp_path: Path) -> None:
     llm = LLM(write_model(tmp_path / "bos.gguf", {"tokenizer.ggml.add_bos_token": True}))
-    material = Material.of(llm, [workload.Prompt("x")], "abcdefgh" * 50, 300)
+    material = EvaluationSet.encode(llm, [workload.Prompt("x")], "abcdefgh" * 50, 300)
     assert [window[0] for window in material.windows] == [1, 1]
     assert [len(window) for window in material.windows] == [256, 46]
 
 
 def test_what_cannot_be_used_is_refused(tiny_llm: LLM) -> None:
     with pytest.raises(InvalidRequestError, match="prompt 2 has 300 tokens"):
-        Material.of(tiny_llm, [workload.Prompt("x"), workload.Prompt("y" * 300)], "text", 10)
+        EvaluationSet.encode(tiny_llm, [workload.Prompt("x"), workload.Prompt("y" * 300)], "text", 10)
     with pytest.raises(InvalidRequestError, match="at least 2"):
-        Material.of(tiny_llm, [workload.Prompt("x")], "t", 10)
+        EvaluationSet.encode(tiny_llm, [workload.Prompt("x")], "t", 10)
 
 
 def test_logits_that_are_no_numbers_are_an_error_not_a_figure() -> None:
@@ -156,7 +158,7 @@ def test_logits_that_are_no_numbers_are_an_error_not_a_figure() -> None:
             return super().logits(ids, last=last) * np.float32(np.nan)
 
     with pytest.raises(InferenceError, match=r"llama\.cpp"):
-        measured(Planted(9, 0), Broken(9, 0), Material([[1]], [[1, 2]]), "llama.cpp")
+        measured(Planted(9, 0), Broken(9, 0), EvaluationSet([[1]], [[1, 2]]), "llama.cpp")
 
 
 def test_what_was_measured_stays_when_it_is_broken_off() -> None:
@@ -168,7 +170,7 @@ def test_what_was_measured_stays_when_it_is_broken_off() -> None:
 
     path = accuracy.MeasuredPath(Planted(20, 0.1), "other", {"path": "other"})
     with pytest.raises(KeyboardInterrupt):
-        accuracy.run(recorder, stop, Planted(20, 0), [path], Material([[1]], [list(range(9)), [1, 2]]))
+        accuracy.run(recorder, stop, Planted(20, 0), [path], EvaluationSet([[1]], [list(range(9)), [1, 2]]))
     found = {result.name: result for result in recorder.results()}
     assert set(found) == {f"{name}/other" for name in NAMES}
     assert found["kl/other"].fields == {"path": "other", "count": 8}
@@ -184,7 +186,7 @@ def test_a_padded_vocabulary_is_compared_where_both_have_one() -> None:
         def logits(self, ids: list[int], *, last: bool = False) -> Logits:
             return np.pad(super().logits(ids, last=last), ((0, 0), (0, 3)))
 
-    found = measured(Planted(9, 0), Padded(9, 0), Material([[1]], [[1, 2]]))
+    found = measured(Planted(9, 0), Padded(9, 0), EvaluationSet([[1]], [[1, 2]]))
     assert found["kl"].estimate == 0
 
 
@@ -209,7 +211,7 @@ def python_with_llama_cpp(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def test_a_peer_answers_for_our_ids(python_with_llama_cpp: str, tmp_path: Path) -> None:
-    peer = Peer("llama-cpp-python", python_with_llama_cpp, tmp_path / "model.gguf", 8)
+    peer = LibrarySide("llama-cpp-python", python_with_llama_cpp, tmp_path / "model.gguf", 8)
     try:
         assert peer.version == "llama-cpp-python 0.0.test"
         whole = peer.logits([5, 6, 7])
@@ -223,7 +225,7 @@ def test_a_peer_answers_for_our_ids(python_with_llama_cpp: str, tmp_path: Path) 
 
 
 def test_a_peer_that_dies_leaves_its_last_words(python_with_llama_cpp: str, tmp_path: Path) -> None:
-    peer = Peer("llama-cpp-python", python_with_llama_cpp, tmp_path / "model.gguf", 8)
+    peer = LibrarySide("llama-cpp-python", python_with_llama_cpp, tmp_path / "model.gguf", 8)
     try:
         for _ in range(2):
             with pytest.raises(WorkerError, match="last words"):
@@ -234,24 +236,24 @@ def test_a_peer_that_dies_leaves_its_last_words(python_with_llama_cpp: str, tmp_
 
 def test_a_peer_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(MissingDependencyError, match="nowhere/python"):
-        Peer("transformers", "nowhere/python", tmp_path / "m.gguf", 8)
+        LibrarySide("transformers", "nowhere/python", tmp_path / "m.gguf", 8)
     with pytest.raises(InvalidRequestError, match="GGUF files only"):
-        Peer("llama-cpp-python", sys.executable, tmp_path, 8)
-    with pytest.raises(WorkerError, match=r"^transformers: it answered '-c .*is that a Python\?"):
-        Peer("transformers", "echo", tmp_path / "m.gguf", 8)
+        LibrarySide("llama-cpp-python", sys.executable, tmp_path, 8)
+    with pytest.raises(WorkerError, match=r"^transformers answered b'-c "):
+        LibrarySide("transformers", "echo", tmp_path / "m.gguf", 8)
     if importlib.util.find_spec("llama_cpp") is None:
         with pytest.raises(MissingDependencyError, match=r"No module named 'llama_cpp'.*--llama-cpp-python"):
-            Peer("llama-cpp-python", sys.executable, tmp_path / "m.gguf", 8)
+            LibrarySide("llama-cpp-python", sys.executable, tmp_path / "m.gguf", 8)
 
 
 def test_transformers_agrees_on_the_same_file(tmp_path: Path) -> None:
     told = {"rope.freq_base": 10000.0, "rope.dimension_count": 8, "attention.head_count_kv": 4, "vocab_size": 260}
     keys = {f"llama.{key}": value for key, value in told.items()}  # whose absence transformers reads otherwise
     llm = LLM(write_model(tmp_path / "tiny.gguf", keys), kv_type="float32")
-    material = Material.of(llm, [workload.Prompt("he said")], "a text to be read", 12)
-    peer = Peer("transformers", sys.executable, llm.checkpoint.path, material.longest)
+    material = EvaluationSet.encode(llm, [workload.Prompt("he said")], "a text to be read", 12)
+    peer = LibrarySide("transformers", sys.executable, llm.checkpoint.path, material.max_length)
     try:
-        found = measured(peer, Ours(llm), material)
+        found = measured(peer, WorkerSide(llm), material)
     finally:
         peer.close()
     assert found["max_abs_dlogprob"].estimate < 1e-4
@@ -264,6 +266,6 @@ def test_a_peer_that_never_answers_is_ended(tmp_path: Path, monkeypatch: pytest.
     asleep = tmp_path / "python"
     asleep.write_text("#!/bin/sh\nexec sleep 1000\n")
     asleep.chmod(0o755)
-    monkeypatch.setattr(Peer, "limit_s", 0.3)
-    with pytest.raises(WorkerError, match=r"transformers: it did not answer within 0\.3 s"):
-        Peer("transformers", str(asleep), tmp_path / "model.gguf", 8)
+    monkeypatch.setattr(LibrarySide, "timeout_s", 0.3)
+    with pytest.raises(WorkerError, match=r"transformers did not answer within 0\.3 s"):
+        LibrarySide("transformers", str(asleep), tmp_path / "model.gguf", 8)

@@ -13,8 +13,8 @@ import pytest
 from llm_worker_rbee.backends.reference import ReferenceBackend
 from llm_worker_rbee.bench import e2e, engine_harness, process_stats, roofline
 from llm_worker_rbee.bench.e2e import latency
-from llm_worker_rbee.bench.e2e.throughput import Bench, Case, Cost, Plan
-from llm_worker_rbee.bench.engine_harness import Drive
+from llm_worker_rbee.bench.e2e.throughput import Case, Cost, ModelBench, Plan
+from llm_worker_rbee.bench.engine_harness import EngineHarness
 from llm_worker_rbee.bench.results import Recorder
 from llm_worker_rbee.bench.synthetic import Shape, Spec, checkpoint
 from llm_worker_rbee.errors import ContextLengthError, InsufficientMemoryError, InvalidRequestError
@@ -86,14 +86,14 @@ def test_bytes_and_operations_by_hand() -> None:
     q8 = 34 / 32
     cached = 2 * 2 * kv * 4  # layers, K and V, float32
     untied = checkpoint(SPEC)
-    cost = Cost.of(untied, read_model_config(untied))
+    cost = Cost.from_checkpoint(untied, read_model_config(untied))
     head = width * SHAPE.vocabulary
     assert cost.weights == (values + head) * q8 + norms + width * q8  # and one row of the embedding
     assert cost.bytes_per_token(Case("tg", 8, 100, 1)) == cost.weights + cached * 104
     assert cost.bytes_per_token(Case("tg", 8, 100, 4)) == cost.weights / 4 + cached * 104
     assert cost.operations(Case("pp", 10, 0, 3)) == 2 * 3 * (10 * values + head)
     tied = checkpoint(Spec("tied", SHAPE._replace(tied=True), "Q8_0", 2))
-    assert Cost.of(tied, read_model_config(tied)).weights == (values + head) * q8 + norms
+    assert Cost.from_checkpoint(tied, read_model_config(tied)).weights == (values + head) * q8 + norms
 
 
 def test_what_cannot_be_run_is_refused_first(tiny: Path) -> None:
@@ -105,9 +105,9 @@ def test_what_cannot_be_run_is_refused_first(tiny: Path) -> None:
         measured(Plan(pp=[0], tg=[0]))
     with pytest.raises(ContextLengthError, match=r"^--prefix needs 304 tokens, the model's context has 256"):
         measured(Plan(pp=[4], tg=[8], prefix=300), tiny)
-    with pytest.raises(InvalidRequestError, match="real text: a synthetic model knows none"):
+    with pytest.raises(InvalidRequestError, match="real text: a synthetic model generates none"):
         measured(Plan(pp=[4], tg=[8], speculative="ngram"))
-    with pytest.raises(InvalidRequestError, match="2 tokens or more"):
+    with pytest.raises(InvalidRequestError, match="2 output tokens or more"):
         measured(Plan(pp=[4], tg=[1], speculative="ngram"), tiny)
     with pytest.raises(
         ContextLengthError, match=r"^the prompts and tg250 need \d+ tokens, the model's context has 256"
@@ -134,7 +134,7 @@ def test_a_rate_counts_the_tokens_of_all_sequences(monkeypatch: pytest.MonkeyPat
 
 def test_what_stands_beside_is_taken_by_repetition() -> None:
     """A machine that is twice as slow for a while is so for both sides."""
-    one = Bench(Recorder("e2e"), None, None, roofline.measure_limits(1), "none")
+    one = ModelBench(Recorder("e2e"), None, None, roofline.measure_limits(1), "none")
     one.samples = {"a": [8.0, 4.0, 8.0, 4.0], "b": [4.0, 2.0, 4.0]}
     assert one.ratio("a", "b") == pytest.approx(2)
     assert one.ratio("a", "c") is None
@@ -149,7 +149,7 @@ def test_a_shared_prefix(tiny: Path) -> None:
         "s",
         "lower",
         3,
-        40 + latency.TAIL,
+        40 + latency.TAIL_TOKENS,
     )
     ratios = sorted(a / b for a, b in zip(first.samples, shared.samples, strict=True))
     assert ratios[0] <= shared.fields["times_shorter"] <= ratios[-1]
@@ -167,7 +167,7 @@ def test_answers_while_a_prompt_is_read(tiny: Path) -> None:
         assert all(0 < a <= b <= c for a, b, c in zip(low, middle, high, strict=True))
         assert all(whole >= longest for whole, longest in zip(found[f"ttft{length}@{side}"].samples, high, strict=True))
     fields = found["itl_median@none"].fields
-    assert (fields["target_ms"], fields["answering"], fields["prompt"]) == (None, latency.ANSWERING, length)
+    assert (fields["target_ms"], fields["answering"], fields["prompt"]) == (None, latency.DECODING_REQUESTS, length)
     assert any("target 1000 ms" in text for text in told)
 
 
@@ -208,20 +208,20 @@ def test_what_was_measured_before_ctrl_c_is_kept() -> None:
 
 
 def test_the_peak_of_memory_starts_again() -> None:
-    if not process_stats.reset_peak():
+    if not process_stats.reset_peak_memory():
         pytest.skip("this system cannot reset the highest use of memory")
-    before = process_stats.peak()
+    before = process_stats.peak_memory()
     block = np.ones(64 << 20, np.uint8)
-    assert process_stats.peak() >= before + block.nbytes / 2
+    assert process_stats.peak_memory() >= before + block.nbytes / 2
     del block
     gc.collect()
-    assert process_stats.reset_peak()
-    used = process_stats.used()
+    assert process_stats.reset_peak_memory()
+    used = process_stats.resident_memory()
     assert used is not None
-    assert process_stats.peak() < before + (48 << 20)
+    assert process_stats.peak_memory() < before + (48 << 20)
 
 
 def test_a_synthetic_model_loads_like_any_other() -> None:
     made = checkpoint(SPEC)
     model = load_model(made, ReferenceBackend(), read_model_config(made))
-    assert Drive(model, 16).decode(0, 5, 1).answers == Drive(model, 16).decode(0, 5, 1).answers
+    assert EngineHarness(model, 16).decode(0, 5, 1).answers == EngineHarness(model, 16).decode(0, 5, 1).answers

@@ -20,7 +20,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_every_phase_cold_and_warm(tiny: Path) -> None:
-    if not process_stats.can_drop():
+    if not process_stats.can_drop_pages():
         pytest.skip("this system cannot empty the file cache of a file")
     recorder = Recorder("load")
     told: list[str] = []
@@ -56,15 +56,15 @@ def test_what_lies_in_the_file_cache(tmp_path: Path) -> None:
     file, empty = tmp_path / "file", tmp_path / "empty"
     file.write_bytes(bytes(3_000_001))
     empty.write_bytes(b"")
-    load._read([file, empty])
-    part = process_stats.resident_part([file, empty])
+    load._read_files([file, empty])
+    part = process_stats.cached_fraction([file, empty])
     if part is None:
         pytest.skip("this system does not tell what is in its file cache")
     assert part > 0.9
-    assert process_stats.resident_part([empty]) is None
-    if process_stats.can_drop():
-        process_stats.drop([file, empty])
-        after = process_stats.resident_part([file])
+    assert process_stats.cached_fraction([empty]) is None
+    if process_stats.can_drop_pages():
+        process_stats.drop_pages([file, empty])
+        after = process_stats.cached_fraction([file])
         assert after is not None
         assert 0 <= after <= 1  # a file system in memory keeps all of it
 
@@ -72,19 +72,19 @@ def test_what_lies_in_the_file_cache(tmp_path: Path) -> None:
 def test_a_start_is_prepared(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_bytes(bytes(3_000_001))
-    if not process_stats.can_drop() or process_stats.resident_part([file]) is None:
+    if not process_stats.can_drop_pages() or process_stats.cached_fraction([file]) is None:
         pytest.skip("this system has no file cache that can be emptied and looked at")
-    process_stats.drop([file])
-    emptied = process_stats.resident_part([file])  # a file system in memory keeps all of it
-    load._prepare([file], "warm", {})
-    assert process_stats.resident_part([file]) == 1
+    process_stats.drop_pages([file])
+    emptied = process_stats.cached_fraction([file])  # a file system in memory keeps all of it
+    load._prepare_page_cache([file], "warm", {})
+    assert process_stats.cached_fraction([file]) == 1
     details: dict[str, object] = {}
-    load._prepare([file], "cold", details)
+    load._prepare_page_cache([file], "cold", details)
     assert details["resident_after_drop"] == [emptied]
 
 
 def test_a_cache_that_stays_full_is_said(tmp_path: Path) -> None:
     details: dict[str, object] = {}
-    load._prepare([], "cold", details)
+    load._prepare_page_cache([], "cold", details)
     assert "warning" not in details
     assert details["resident_after_drop"] == [None]

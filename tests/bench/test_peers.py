@@ -12,10 +12,11 @@ import pytest
 
 from llm_worker_rbee import __version__, machine
 from llm_worker_rbee.bench import peers
-from llm_worker_rbee.bench.engine_harness import Drive, Timed
+from llm_worker_rbee.bench.child_process import describe_exit
+from llm_worker_rbee.bench.engine_harness import EngineHarness, TimedRun
 from llm_worker_rbee.bench.peers import OURS, Plan
-from llm_worker_rbee.bench.peers.process import Child, LlamaBench, PeerError, Task, ending
-from llm_worker_rbee.bench.peers.worker_child import this_worker
+from llm_worker_rbee.bench.peers.programs import LibraryPeer, LlamaBench, PeerError, Task
+from llm_worker_rbee.bench.peers.worker_child import load_worker
 from llm_worker_rbee.bench.results import Recorder, Result
 from llm_worker_rbee.errors import ContextLengthError, InvalidRequestError
 from llm_worker_rbee.llm import LLM
@@ -105,8 +106,8 @@ def test_llama_bench_is_called_and_read(fake: str) -> None:
     bench = LlamaBench(fake, "model.gguf", 2, 30)
     bench.start()
     assert bench.version == "build 7031 (0c1e570)"
-    assert bench.rate(Task("pp", 64)) == 1064.5
-    assert bench.rate(Task("tg", 16)) == 1000.516
+    assert bench.measure_rate(Task("pp", 64)) == 1064.5
+    assert bench.measure_rate(Task("tg", 16)) == 1000.516
 
 
 @pytest.mark.parametrize(
@@ -114,15 +115,15 @@ def test_llama_bench_is_called_and_read(fake: str) -> None:
     [
         ("echo 'cannot load' >&2; exit 3", "llama-bench ended with exit status 3: cannot load"),
         ("kill -ILL $$", "llama-bench was ended by SIGILL"),
-        ("echo hello", "llama-bench did not print the JSON that it is known to print: b'hello"),
-        ("echo '[]'", "llama-bench did not print the JSON"),
+        ("echo hello", "llama-bench printed no JSON of the known form: b'hello"),
+        ("echo '[]'", "llama-bench printed no JSON"),
         ("exec tail -f /dev/null", "llama-bench did not end within 0.2 s"),
     ],
 )
 def test_a_llama_bench_that_fails(tmp_path: Path, text: str, told: str) -> None:
     path = program(tmp_path / "llama-bench", f"#!/bin/sh\n{text}\n")
     with pytest.raises(PeerError) as caught:
-        LlamaBench(str(path), "model.gguf", 1, 0.2 if "tail" in text else 30).rate(Task("pp", 8))
+        LlamaBench(str(path), "model.gguf", 1, 0.2 if "tail" in text else 30).measure_rate(Task("pp", 8))
     assert str(caught.value).startswith(told)
 
 
@@ -137,7 +138,7 @@ def test_a_llama_bench_that_fails(tmp_path: Path, text: str, told: str) -> None:
     ],
 )
 def test_a_child_that_fails(program: str, told: str) -> None:
-    child = Child("someone", [sys.executable, "-c", program], os.environ, 0.2 if program == "input()" else 30)
+    child = LibraryPeer("someone", [sys.executable, "-c", program], os.environ, 0.2 if program == "input()" else 30)
     with pytest.raises(PeerError) as caught:
         child.start()
     child.close()
@@ -148,20 +149,22 @@ def test_a_child_that_dies_between_questions() -> None:
     text = (
         "import json; print(json.dumps({'version': '1'}), flush=True); input(); print('{\"seconds\": 0.5}', flush=True)"
     )
-    child = Child("someone", [sys.executable, "-c", text], os.environ, 30)
+    child = LibraryPeer("someone", [sys.executable, "-c", text], os.environ, 30)
     child.start()
     assert child.version == "1"
-    assert child.rate(Task("pp", 8)) == 16.0
+    assert child.measure_rate(Task("pp", 8)) == 16.0
     with pytest.raises(PeerError, match="someone ended with exit status 0"):
-        child.rate(Task("pp", 8))
+        child.measure_rate(Task("pp", 8))
     child.close()
     child.close()
 
 
 def test_how_an_ending_is_told() -> None:
-    assert ending("x", -9, b"") == "x was ended by SIGKILL"
-    assert ending("x", -200, b"") == "x was ended by signal 200"
-    assert ending("x", 1, b"first\nlast \xff\n\n") == "x ended with exit status 1: last \N{REPLACEMENT CHARACTER}"
+    assert describe_exit("x", -9, b"") == "x was ended by SIGKILL"
+    assert describe_exit("x", -200, b"") == "x was ended by signal 200"
+    assert (
+        describe_exit("x", 1, b"first\nlast \xff\n\n") == "x ended with exit status 1: last \N{REPLACEMENT CHARACTER}"
+    )
 
 
 def test_in_turn_with_ratios(tiny: Path, fake: str) -> None:
@@ -217,18 +220,18 @@ def test_transformers_runs_for_real(tmp_path: Path) -> None:
 def test_ours_is_asked_for_the_same(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[Any, ...]] = []
 
-    def note(name: str, *given: Any) -> Timed:
+    def note(name: str, *given: Any) -> TimedRun:
         asked.append((name, *given))
-        return Timed(0.5, 7, 1, [])
+        return TimedRun(0.5, 7, 1, [])
 
-    for name in ("prefill", "decode", "together"):
-        monkeypatch.setattr(Drive, name, lambda self, *given, name=name: note(name, *given))
+    for name in ("prefill", "decode", "decode_prompts"):
+        monkeypatch.setattr(EngineHarness, name, lambda self, *given, name=name: note(name, *given))
     given = {"model": str(tiny), "context": 16, "batch": 2, "device": "auto", "backend": "auto"}
-    version, measure = this_worker(given)
+    version, measure = load_worker(given)
     assert measure("pp", 16) == measure("tg", 5) == {"seconds": 0.5, "tokens": 7}
     assert measure("tg", 5, [[1], [2, 3]]) == {"seconds": 0.5, "tokens": 7}
     assert version == __version__
-    assert asked == [("prefill", 0, 16, 1), ("decode", 0, 5, 1), ("together", [[1], [2, 3]], 5)]
+    assert asked == [("prefill", 0, 16, 1), ("decode", 0, 5, 1), ("decode_prompts", [[1], [2, 3]], 5)]
 
 
 def test_a_peer_that_fails_is_ended(tiny: Path, tmp_path: Path) -> None:
@@ -255,7 +258,7 @@ def test_who_is_not_here_is_left_out_and_who_fails_is_named(tiny: Path, tmp_path
     assert reason.startswith(f"llama_cpp not installed for {bare}, ")
     missing = str(tmp_path / "nowhere")
     recorder = run(tiny, Plan(pp=[4], tg=[0], repetitions=1, peers=["llama-bench"], llama_bench=missing))
-    assert recorder.details["left_out"]["llama-bench"] == f"{missing} is no program: --llama-bench PATH names one"
+    assert recorder.details["left_out"]["llama-bench"] == f"{missing} is not a program: --llama-bench PATH names one"
 
 
 def test_wrong_plans_are_refused(tiny: Path, tmp_path: Path) -> None:
@@ -270,5 +273,5 @@ def test_wrong_plans_are_refused(tiny: Path, tmp_path: Path) -> None:
 
 
 def test_this_worker_must_run(tiny: Path) -> None:
-    with pytest.raises(PeerError, match=r"^llm-worker-rbee ended with exit status 1: .*unknown backend 'none'"):
+    with pytest.raises(PeerError, match=r"^llm-worker-rbee: InvalidRequestError: unknown backend 'none'"):
         run(tiny, Plan(pp=[4], tg=[0], peers=[], backend="none"))

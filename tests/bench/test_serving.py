@@ -15,24 +15,23 @@ import pytest
 
 from llm_worker_rbee.bench import baseline
 from llm_worker_rbee.bench.http_client import (
-    LONGEST_EVENT,
+    MAX_EVENT_BYTES,
     Address,
-    Chunks,
+    ChunkedDecoder,
     Client,
     EventParser,
     RequestFailedError,
     Response,
-    checked_header,
+    parse_header,
 )
 from llm_worker_rbee.bench.results import Recorder, Result
-from llm_worker_rbee.bench.serving import Limits, Load, allow_connections, latencies, reach, run
-from llm_worker_rbee.bench.serving.latencies import Gaps, Tally
-from llm_worker_rbee.bench.serving.openai_client import Answer, Target, address, take
+from llm_worker_rbee.bench.serving import Limits, Load, connect, latencies, raise_file_limit, run
+from llm_worker_rbee.bench.serving.latencies import InterTokenLatencies, LoadStatistics
+from llm_worker_rbee.bench.serving.openai_client import Answer, Target, add_event, api_address
 from llm_worker_rbee.bench.serving.server_process import ServingError
 from llm_worker_rbee.bench.workload import Job, Lengths, Prompt, Workload, read_prompts, vocabulary
 from llm_worker_rbee.errors import InvalidRequestError
-
-from .openai_server import WORDS, Server, serving
+from tests.helpers.openai_server import WORDS, Server, serving
 
 CERTIFICATE = Path(__file__).parent / "data" / "loopback.pem"  # with its key, for these tests only
 CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -47,7 +46,7 @@ def workload(requests: int = 4, **changes: Any) -> Workload:
 
 
 def target(server: Server, **changes: Any) -> Target:
-    return Target(Client(address(server.url)), "small", **changes)
+    return Target(Client(api_address(server.url)), "small", **changes)
 
 
 def measured(server: Server, work: Workload, limits: Limits | None = None, **changes: Any) -> dict[str, Result]:
@@ -78,7 +77,7 @@ def test_events_are_the_same_however_the_bytes_are_cut(end: str, size: int) -> N
 def test_an_event_without_end_is_refused() -> None:
     parser = EventParser()
     with pytest.raises(RequestFailedError, match="longer than"):
-        list(parser.feed(b"data: " + b"x" * LONGEST_EVENT))
+        list(parser.feed(b"data: " + b"x" * MAX_EVENT_BYTES))
 
 
 @pytest.mark.parametrize(
@@ -91,7 +90,7 @@ def test_an_event_without_end_is_refused() -> None:
     ],
 )
 def test_urls(url: str, shown: str) -> None:
-    assert str(address(url)) == shown
+    assert str(api_address(url)) == shown
 
 
 @pytest.mark.parametrize(
@@ -105,7 +104,7 @@ def test_what_is_no_url_is_refused(url: str) -> None:
 @pytest.mark.parametrize("text", ["X", "X Y: z", "X: a\r\nY: b", "Host: x", "content-length: 3", ": x"])
 def test_headers_that_would_break_a_request_are_refused(text: str) -> None:
     with pytest.raises(InvalidRequestError):
-        checked_header(text)
+        parse_header(text)
 
 
 async def answers_to(raw: bytes) -> bytes:
@@ -141,11 +140,11 @@ def test_bodies(raw: bytes, body: bytes) -> None:
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 1000])
 def test_chunks_are_the_same_however_the_bytes_are_cut(size: int) -> None:
     raw = b"5\r\na\r\nbc\r\n 1a;x=y\r\n" + b"d" * 26 + b"\r\n1\ne\n0\r\nTrailer: 5\r\n\r\n"
-    chunks, found = Chunks(), b""
+    chunks, found = ChunkedDecoder(), b""
     for i in range(0, len(raw), size):
-        assert not chunks.are_over
+        assert not chunks.is_done
         found += chunks.feed(raw[i : i + size])
-    assert chunks.are_over
+    assert chunks.is_done
     assert found == b"a\r\nbc" + b"d" * 26 + b"e"
 
 
@@ -154,7 +153,7 @@ def test_chunks_are_the_same_however_the_bytes_are_cut(size: int) -> None:
 )
 def test_chunks_that_are_none_are_refused(raw: bytes) -> None:
     with pytest.raises(RequestFailedError):
-        Chunks().feed(raw)
+        ChunkedDecoder().feed(raw)
 
 
 @pytest.mark.parametrize(
@@ -243,7 +242,7 @@ def test_arrivals_have_the_rate_and_the_burstiness(burstiness: float) -> None:
     assert arrivals[0] == 0
     assert abs(gaps.mean() * 50 - 1) < 0.12
     assert abs((gaps.std() / gaps.mean()) ** 2 * burstiness - 1) < 0.3  # a gamma's variance is mean^2 / shape
-    assert workload(3000, rate=50.0, burstiness=burstiness).arrived(float(arrivals[100] or 0)) == 100
+    assert workload(3000, rate=50.0, burstiness=burstiness).count_arrivals(float(arrivals[100] or 0)) == 100
 
 
 def test_prefixes_are_shared_within_a_group() -> None:
@@ -340,7 +339,7 @@ def test_a_request_that_takes_too_long_is_a_timeout() -> None:
 
 def test_a_connection_is_kept_where_the_server_says_so() -> None:
     def kept(headers: dict[str, str], *, whole: bool = True) -> bool:
-        return Response(200, headers, None, whole).keeps_alive  # type: ignore[arg-type]
+        return Response(200, headers, None, whole).is_reusable  # type: ignore[arg-type]
 
     assert kept({"content-length": "0"})
     assert kept({"transfer-encoding": "chunked"})
@@ -375,7 +374,7 @@ def test_a_duration_ends_the_sending_and_tells_what_found_no_room() -> None:
     with serving("hang") as server:
         found = measured(server, work, Limits(concurrency=1, timeout=0.5, duration=0.3, warm_up=0))
         assert len(server.asked) == 1
-    assert found["unsent"].estimate == work.arrived(0.3) - 1 > 20
+    assert found["unsent"].estimate == work.count_arrivals(0.3) - 1 > 20
     with serving() as server:
         found = measured(server, workload(1_000_000), Limits(concurrency=1, duration=0.2, warm_up=0))
     assert 0 < found["completed"].estimate == len(server.asked) < 1_000_000
@@ -400,7 +399,7 @@ def test_the_progress_says_how_it_goes() -> None:
     said: list[str] = []
     with serving("ok", "busy", "ok") as server:
         load = Load(target(server), workload(4), Limits(concurrency=1), lambda what, *_: said.append(what))
-        asyncio.run(load.go())
+        asyncio.run(load.execute())
     assert said[0] == "warming up"
     assert said[-1].startswith("4/4 done · 0 in flight · ")
     assert said[-1].endswith("tok/s · 1 errors")
@@ -408,28 +407,28 @@ def test_the_progress_says_how_it_goes() -> None:
 
 def test_reaching_a_server() -> None:
     def of(url: str, key: str = "k") -> Any:
-        return lambda name: Target(Client(address(url), {"Authorization": f"Bearer {key}"}), name)
+        return lambda name: Target(Client(api_address(url), {"Authorization": f"Bearer {key}"}), name)
 
     with serving(key="k") as server:
-        assert reach(of(server.url), None, 5).model == "small"
-        assert reach(of(server.url), "other", 5).model == "other"
+        assert connect(of(server.url), None, 5).model == "small"
+        assert connect(of(server.url), "other", 5).model == "other"
         with pytest.raises(ServingError, match=r"401: wrong key.*--api-key"):
-            reach(of(server.url, "wrong"), "other", 5)
+            connect(of(server.url, "wrong"), "other", 5)
         url = server.url
     with pytest.raises(ServingError, match=r"cannot connect to 127\.0\.0\.1:\d+: Connection refused"):
-        reach(of(url), "other", 5)
+        connect(of(url), "other", 5)
 
 
 def test_a_failing_first_request_is_said_before_the_load() -> None:
     with serving("busy") as server:
-        with pytest.raises(ServingError, match=r"first request failed \(http 503\): try later"):
+        with pytest.raises(ServingError, match=r"warm-up request failed \(http 503\): try later"):
             measured(server, workload(50), Limits(warm_up=1))
         assert len(server.asked) == 1
 
 
 def test_more_connections_than_files_are_refused() -> None:
     with pytest.raises(ServingError, match="--concurrency"):
-        allow_connections(1 << 40)
+        raise_file_limit(1 << 40)
 
 
 # ---- figures
@@ -437,21 +436,21 @@ def test_more_connections_than_files_are_refused() -> None:
 
 def test_latencies_are_counted_from_sending_and_from_arrival() -> None:
     answer = Answer(arrivals=[12.0, 12.5, 14.0], ended=14.5, finished=True, output_tokens=6)
-    tally = Tally()
-    tally.complete(Job(0, 1.0, Prompt("a b"), 9), answer, start=10.0, sent=11.5)
+    tally = LoadStatistics()
+    tally.add_answer(Job(0, 1.0, Prompt("a b"), 9), answer, start=10.0, sent=11.5)
     assert {name: list(values) for name, values in tally.latencies.items()} == {
         "ttft": [0.5], "e2e": [3.0], "tpot": [0.5], "queue_delay": [0.5],
         "ttft_from_arrival": [1.0], "e2e_from_arrival": [3.5],
     }  # fmt: skip
-    assert list(tally.gaps.values) == [0.5, 1.5]
+    assert list(tally.itls.values) == [0.5, 1.5]
     assert (tally.prompt_tokens, tally.output_tokens, tally.completed) == (2, 6, 1)
 
 
 def test_an_empty_answer_has_a_first_token_time_but_no_time_per_token() -> None:
     answer = Answer()
-    take(answer, json.dumps({"choices": [{"delta": {}, "finish_reason": "stop"}]}), 3.0)
-    tally = Tally()
-    tally.complete(Job(0, None, Prompt("a"), 9), answer, start=1.0, sent=2.0)
+    add_event(answer, json.dumps({"choices": [{"delta": {}, "finish_reason": "stop"}]}), 3.0)
+    tally = LoadStatistics()
+    tally.add_answer(Job(0, None, Prompt("a"), 9), answer, start=1.0, sent=2.0)
     assert list(tally.latencies["ttft"]) == [1.0]
     assert "tpot" not in tally.latencies
 
@@ -461,7 +460,7 @@ def test_summaries_know_their_percentiles_and_their_doubt() -> None:
     covered = 0
     for _ in range(40):
         values = rng.exponential(1.0, 60)
-        found = latencies.summarise(values, np.arange(60))
+        found = latencies.summarize(values, np.arange(60))
         assert found["mean"].value == pytest.approx(values.mean())
         assert found["p95"].value == pytest.approx(np.quantile(values, 0.95))
         covered += found["p95"].low <= -math.log(0.05) <= found["p95"].high
@@ -473,14 +472,14 @@ def test_gaps_of_one_answer_count_together() -> None:
     rng = np.random.default_rng(6)
     paces = rng.uniform(1, 3, 10)
     values, owners = np.repeat(paces, 100), np.repeat(np.arange(10), 100)
-    together = latencies.summarise(values, owners)["mean"]
-    apart = latencies.summarise(values, np.arange(1000))["mean"]
-    assert together.high - together.low > 5 * (apart.high - apart.low)
+    decode_prompts = latencies.summarize(values, owners)["mean"]
+    apart = latencies.summarize(values, np.arange(1000))["mean"]
+    assert decode_prompts.high - decode_prompts.low > 5 * (apart.high - apart.low)
 
 
 def test_very_many_gaps_are_thinned_out_evenly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(latencies, "MOST_GAPS", 500)
-    gaps = Gaps()
+    monkeypatch.setattr(latencies, "MAX_ITLS", 500)
+    gaps = InterTokenLatencies()
     for i in range(5000):
         gaps.add(float(i), i)
     assert len(gaps.values) == 500
@@ -489,9 +488,9 @@ def test_very_many_gaps_are_thinned_out_evenly(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_saved_run_keeps_a_bounded_number_of_latencies() -> None:
-    assert latencies._chosen(array("d")) == []
-    chosen = latencies._chosen(array("d", range(100_000)))
-    assert (len(chosen), chosen[0], chosen[-1]) == (latencies.MOST_SHOWN, 0.0, 99_999.0)
+    assert latencies._evenly_chosen(array("d")) == []
+    chosen = latencies._evenly_chosen(array("d", range(100_000)))
+    assert (len(chosen), chosen[0], chosen[-1]) == (latencies.MAX_SAVED_VALUES, 0.0, 99_999.0)
 
 
 def test_figures_without_samples_are_compared_by_their_intervals() -> None:

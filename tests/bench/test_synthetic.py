@@ -13,7 +13,7 @@ import pytest
 from llm_worker_rbee import LLM
 from llm_worker_rbee.backends.reference import ReferenceBackend
 from llm_worker_rbee.bench import synthetic
-from llm_worker_rbee.bench.engine_harness import Drive
+from llm_worker_rbee.bench.engine_harness import EngineHarness
 from llm_worker_rbee.bench.micro.cases import WEIGHT_TYPES
 from llm_worker_rbee.bench.random_weights import SPREAD, random_tensor
 from llm_worker_rbee.bench.synthetic import SHAPES, Shape, Spec, checkpoint, parse, plans, write
@@ -22,8 +22,7 @@ from llm_worker_rbee.models import load_model, read_model_config
 from llm_worker_rbee.weights import open_checkpoint
 from llm_worker_rbee.weights.quant_mix import MIXES
 from llm_worker_rbee.weights.quants import BlockType
-
-from . import llama_cpp_types
+from tests.helpers import llama_cpp_types
 
 ROLES = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
 SMALL = Shape(3, 256, 8, 2, 512, 320, 64)
@@ -88,7 +87,7 @@ def test_activations_stay_finite(architecture: str) -> None:
     shape = SMALL._replace(layers=12, architecture=architecture)
     made = checkpoint(Spec("deep", shape, "Q4_K_M", 12))
     model = load_model(made, ReferenceBackend(), read_model_config(made))
-    ((token,),) = Drive(model, 8).prefill(0, 8, 1).answers  # refuses logits that are not finite
+    ((token,),) = EngineHarness(model, 8).prefill(0, 8, 1).answers  # refuses logits that are not finite
     assert 0 <= token < shape.vocabulary
 
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from tests.bench.openai_server import serving
 from tests.cli.conftest import ROOT, environment
 from tests.conftest import with_kernels
+from tests.helpers.openai_server import serving
 from tests.helpers.server import write_model
 
 SCRIPTS = ROOT / "benchmarks"

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.bench.test_llama_server import server
 from tests.bench.test_peers import FAKE, program
+from tests.bench.test_peers_llama_server import server
 
 from .conftest import Run
 
@@ -29,7 +29,7 @@ def test_the_table(cli: Run, tiny: Path, fake: Path) -> None:
     assert rows == [(t, p) for t in ("pp8", "tg2") for p in ("llm-worker-rbee", "llama-bench")]
     assert done.stdout.decode().splitlines()[4].endswith("build 7031 (0c1e570)")
     notes = done.stderr.decode()
-    assert "llama-bench leaves sampling out" in notes
+    assert "llama-bench does not sample" in notes
     assert "left out: llama-cpp-python: llama_cpp not installed" in notes
 
 
@@ -65,4 +65,4 @@ def test_several_at_once(cli: Run, tiny: Path, tmp_path: Path) -> None:
     rows = [line.split()[:2] for line in done.stdout.decode().splitlines()[3:]]
     assert rows == [["tg40@b2", "llm-worker-rbee"], ["tg40@b2", "llama-server"]]
     done = cli("bench", "peers", tiny, *options[:-1], tmp_path / "nowhere")
-    assert f"left out: llama-server: {tmp_path / 'nowhere'} is no program" in done.stderr.decode()
+    assert f"left out: llama-server: {tmp_path / 'nowhere'} is not a program" in done.stderr.decode()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.bench.openai_server import serving
+from tests.helpers.openai_server import serving
 
 from .conftest import Run, Terminal
 
@@ -52,7 +52,7 @@ def test_the_table_and_a_saved_run(cli: Run, tmp_path: Path) -> None:
     text = done.stdout.decode()
     assert "time to first token" in text
     assert "failed     1 http 503: try later" in text
-    assert "pieces of text were counted" in done.stderr.decode()
+    assert "deltas were counted" in done.stderr.decode()
     assert "4/4 done" in done.stderr.decode()
     run = json.loads(saved.read_text())
     assert run["settings"]["url"] == server.url

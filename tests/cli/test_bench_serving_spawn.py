@@ -14,13 +14,12 @@ from typing import Any
 
 import pytest
 
+from llm_worker_rbee.bench.process_stats import cpu_seconds, memory_of
 from llm_worker_rbee.bench.serving.server_process import (
+    ServerMonitor,
+    ServerProcess,
     ServingError,
-    Spawned,
-    Watch,
-    memory_of,
-    processor_seconds,
-    samples,
+    parse_metrics,
 )
 
 from .conftest import Run
@@ -72,7 +71,7 @@ def test_the_null_engine_and_the_table(cli: Run, tiny: Path) -> None:
         (["--spawn", "-m", "/no/such.gguf"], 1, "exit status 1: error: no such file or folder: '/no/such.gguf'"),
         (["--spawn", "--serve-args", "--unheard-of"], 1, "No such option: --unheard-of"),
         (["--spawn", "http://localhost:1"], 2, "not both"),
-        (["--spawn", "--serve-args", "'"], 2, "--serve-args cannot be taken apart"),
+        (["--spawn", "--serve-args", "'"], 2, "--serve-args cannot be parsed"),
         (["http://localhost:1", "--engine", "null"], 2, "go with --spawn"),
         ([], 2, "give the URL of a server, or --spawn"),
     ],
@@ -84,14 +83,14 @@ def test_what_cannot_be_started_is_said(cli: Run, args: list[str], status: int, 
 
 
 def test_a_server_ends_with_its_block_whatever_happens(tiny: Path) -> None:
-    with suppress(ZeroDivisionError), Spawned(["-m", str(tiny)]) as server:
+    with suppress(ZeroDivisionError), ServerProcess(["-m", str(tiny)]) as server:
         pid = server.pid
         assert is_there(pid)
         assert memory_of(pid) == {} or 0 < memory_of(pid)["VmRSS"] <= memory_of(pid)["VmHWM"]
-        assert processor_seconds(pid) is None or processor_seconds(pid)
+        assert cpu_seconds(pid) is None or cpu_seconds(pid)
         raise ZeroDivisionError
     assert not is_there(pid)
-    with Spawned(["-m", str(tiny)]) as server:
+    with ServerProcess(["-m", str(tiny)]) as server:
         os.kill(server.pid, signal.SIGKILL)
         os.waitid(os.P_PID, server.pid, os.WEXITED | os.WNOWAIT)
         with pytest.raises(ServingError, match="was ended by signal 9"):
@@ -133,7 +132,7 @@ def watched() -> Iterator[Watched]:
 
 
 def test_health_is_asked_for_beside_the_load(watched: Watched) -> None:
-    watch = Watch(f"127.0.0.1:{watched.server.server_port}", os.getpid())
+    watch = ServerMonitor(f"127.0.0.1:{watched.server.server_port}", os.getpid())
     watch.begin()
     watch.open()
     try:
@@ -149,4 +148,4 @@ def test_health_is_asked_for_beside_the_load(watched: Watched) -> None:
 
 def test_figures_of_prometheus() -> None:
     text = '# HELP x\nllm_worker_num_preemptions_total 3.0\nother{a="b"} 4\nplain 1e+06\n\nllm_worker_up NaN\n'
-    assert samples(text) == {"num_preemptions_total": 3.0, "plain": 1e6}
+    assert parse_metrics(text) == {"num_preemptions_total": 3.0, "plain": 1e6}

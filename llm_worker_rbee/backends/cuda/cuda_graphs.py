@@ -69,6 +69,20 @@ class Graphs:
         graph.replay()
         return result
 
+    def time_replay(self, batch: int, count: int = 20) -> float | None:
+        """Return the seconds of a replay of the decode graph for a batch; None if it is not captured."""
+        size = min((size for size in self._made if isinstance(size, int) and size >= batch), default=None)
+        if size is None:
+            return None
+        graph, _ = self._made[size]
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        begin.record()
+        for _ in range(count):
+            graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        return float(begin.elapsed_time(end)) / count / 1e3
+
     def _first_replay(self, size: Hashable, step: Callable[[], torch.Tensor]) -> torch.Tensor:
         """Capture and run; the driver takes its part of the memory with the first run."""
         with _one_at_a_time:

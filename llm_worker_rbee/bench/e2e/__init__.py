@@ -1,8 +1,7 @@
 """Whole models: prefill and decode as llama-bench defines them, time to first token, memory, bytes read for a token.
 
 ppN: N prompt tokens to the first sampled token; tgN: N steps of one token each from `depth` cached ones. Both in tokens
-a second over all sequences of the batch. Unlike llama-bench, which leaves sampling out, every run samples greedily, and
-goes through the engine.
+per second over all sequences of the batch. Unlike llama-bench, every run samples greedily and goes through the engine.
 """
 
 from __future__ import annotations
@@ -21,137 +20,158 @@ from ...models import Transformer, load_model, read_model_config
 from ...models.convert import is_fp8, quantize_checkpoint
 from ...weights import Checkpoint, open_checkpoint
 from .. import environment, process_stats, roofline, synthetic
-from ..engine_harness import Drive
+from ..engine_harness import EngineHarness
 from ..results import Recorder, Result
-from ..roofline import Limits
-from . import latency, speculative
-from .throughput import Bench, Case, Cost, Item, Plan, Rate
+from . import latency
+from .latency import ItlUnderPrefill, PrefixHit
+from .speculative import SpeculativeDecoding
+from .throughput import Case, Cost, ModelBench, Plan, Scenario, Throughput, WholeRequests
 
 Progress = Callable[[str, float, float], None]
 Source = Path | synthetic.Spec
+PG_STEP_TOKENS = 4096  # token budget of a step where whole requests are measured on a GPU
 
 
 def run(recorder: Recorder, progress: Progress, source: Source, plan: Plan) -> None:
-    """Load the model and measure everything, in turn by repetition."""
+    """Load the model and measure all scenarios, in turn by repetition."""
     cases = list(plan.cases())
-    _check(source, plan, cases)
+    _require_measurable(source, plan, cases)
     on_cpu = plan.backend in ("auto", "cpu") and not plan.device.startswith("cuda")
-    ops = select_backend(plan.device, plan.backend, plan.threads if on_cpu else None)
-    plan = replace(plan, kv_type=resolve_kv_type(ops, plan.kv_type))
-    _require_room(source, plan, cases)
+    threads = plan.threads if on_cpu else None
+    backend = select_backend(plan.device, plan.backend, threads, deterministic=plan.deterministic)
+    plan = replace(plan, kv_type=resolve_kv_type(backend, plan.kv_type))
+    _require_room(source, plan, cases, backend)
     progress("measuring the machine's limits", 0, 0)
-    bounds = roofline.measure_limits(plan.threads)
-    recorder.details["limits"] = bounds.as_json()
-    recorder.details["peak_memory_is_of"] = "this run" if process_stats.reset_peak() else "the process"
-    bench, checkpoint = _load(recorder, progress, source, plan, ops, bounds)
-    _count(bench, cases)
-    items = list(_items(bench, plan, cases, checkpoint, progress))
-    total = len(items) * (plan.repetitions + 1)
-    for number, item in enumerate(items):
-        progress(f"{item.name}: warming up", number, total)
-        item.warm_up()
+    limits = roofline.measure_cuda_limits() if backend.has_device_memory else roofline.measure_limits(plan.threads)
+    recorder.details["limits"] = limits.as_json()
+    recorder.details["peak_memory_is_of"] = "this run" if process_stats.reset_peak_memory() else "the process"
+    checkpoint = _open(recorder, progress, source, plan, backend)
+    bench = _load(recorder, progress, checkpoint, plan, backend, limits)
+    _record_costs(bench, cases)
+    scenarios = list(_scenarios(bench, plan, cases, checkpoint, progress))
+    total = len(scenarios) * (plan.repetitions + 1)
+    for number, scenario in enumerate(scenarios):
+        progress(f"{scenario.name}: warming up", number, total)
+        scenario.warm_up()
     for repetition in range(plan.repetitions):
-        done = len(items) * (repetition + 1)
-        for number, item in enumerate(items if repetition % 2 == 0 else reversed(items)):
-            progress(f"{item.name}: {repetition + 1} of {plan.repetitions}", done + number, total)
-            item.take()
-        for item in items:  # what was measured after them stands beside them now
-            if isinstance(item, Rate):
-                item.put()
-        recorder.add_result(Result.exact("peak_memory", "B", process_stats.peak()))
+        done = len(scenarios) * (repetition + 1)
+        for number, scenario in enumerate(scenarios if repetition % 2 == 0 else reversed(scenarios)):
+            progress(f"{scenario.name}: {repetition + 1} of {plan.repetitions}", done + number, total)
+            scenario.add_sample()
+        for scenario in scenarios:  # now with the ratios to what was measured after them
+            if isinstance(scenario, Throughput):
+                scenario.put()
+        recorder.add_result(Result.exact("peak_memory", "B", process_stats.peak_memory()))
+        if backend.has_device_memory:
+            recorder.add_result(Result.exact("device_memory", "B", backend.allocated_memory()))
 
 
-def _items(
-    bench: Bench, plan: Plan, cases: Sequence[Case], checkpoint: Checkpoint, progress: Progress
-) -> Iterator[Item]:
-    """In the order of the table."""
-    several = len({case.tokens for case in cases if case.kind == "pp"}) > 1
-    yield from (Rate.of(bench, case, several) for case in cases)
+def _scenarios(
+    bench: ModelBench, plan: Plan, cases: Sequence[Case], checkpoint: Checkpoint, progress: Progress
+) -> Iterator[Scenario]:
+    """Yield the scenarios in the order of the table."""
+    several_prompts = len({case.tokens for case in cases if case.kind == "pp"}) > 1
+    yield from (Throughput.create(bench, case, several_prompts) for case in cases)
+    if plan.pg:
+        yield from (WholeRequests(bench, plan.pg[0], plan.pg[1], batch) for batch in dict.fromkeys(plan.batches))
     if plan.prefix:
-        yield latency.Sharing.of(bench, plan.prefix, plan.kv_type)
-    yield from (latency.Waiting.of(bench, target, plan.kv_type) for target in dict.fromkeys(plan.targets_ms))
-    if plan.guesses is not None:
-        drafts = None if plan.draft_model is None else _draft_model(Path(plan.draft_model), bench, plan, progress)
+        yield PrefixHit.create(bench, plan.prefix, plan.kv_type)
+    yield from (ItlUnderPrefill.create(bench, target, plan.kv_type) for target in dict.fromkeys(plan.targets_ms))
+    if plan.drafter is not None:
+        draft_model = None if plan.draft_model is None else _load_draft_model(bench, plan, progress)
         for batch in dict.fromkeys(plan.batches):
             for tokens in dict.fromkeys(filter(None, plan.tg)):
-                yield speculative.Guessing.of(bench, plan, tokens, batch, checkpoint, drafts)
+                yield SpeculativeDecoding.create(bench, plan, tokens, batch, checkpoint, draft_model)
 
 
-def _draft_model(path: Path, bench: Bench, plan: Plan, progress: Progress) -> Transformer:
-    checkpoint = open_checkpoint(path)
-    return _prepared(checkpoint, read_model_config(checkpoint), bench.drive.engine.model.ops, plan, None, progress)
+def _load_draft_model(bench: ModelBench, plan: Plan, progress: Progress) -> Transformer:
+    assert plan.draft_model is not None
+    checkpoint = open_checkpoint(Path(plan.draft_model))
+    backend = bench.harness.engine.model.ops
+    return _load_model(checkpoint, read_model_config(checkpoint), backend, plan, None, progress)
 
 
-def _prepared(
-    checkpoint: Checkpoint, config: ModelConfig, ops: Backend, plan: Plan, context: int | None, progress: Progress
+def _load_model(
+    checkpoint: Checkpoint, config: ModelConfig, backend: Backend, plan: Plan, context: int | None, progress: Progress
 ) -> Transformer:
-    ops.load_kernels(checkpoint, config, plan.kv_type, lambda what, *n: progress(what, n[0], n[1] or 0))
+    backend.load_kernels(checkpoint, config, plan.kv_type, lambda what, *n: progress(what, n[0], n[1] or 0))
     progress("preparing the weights", 0, 0)
-    return load_model(checkpoint, ops, config, context)
+    return load_model(checkpoint, backend, config, context)
 
 
-def _load(
-    recorder: Recorder, progress: Progress, source: Source, plan: Plan, ops: Backend, bounds: Limits
-) -> tuple[Bench, Checkpoint]:
+def _open(recorder: Recorder, progress: Progress, source: Source, plan: Plan, backend: Backend) -> Checkpoint:
+    quantize = plan.quantize
     if isinstance(source, Path):
         checkpoint = open_checkpoint(source)
         recorder.model = environment.describe_model(source, lambda what, *n: progress(what, n[0], n[1] or 0))
     else:
         checkpoint = synthetic.checkpoint(source, plan.seed, progress)
         recorder.model = {"name": str(source), "bytes": checkpoint.nbytes, "synthetic": True, "seed": plan.seed}
-    if is_fp8(plan.quantize):
-        ops.require_fp8()
-    if plan.quantize is not None:
+        quantize = quantize or source.quantize
+    if is_fp8(quantize):
+        backend.require_fp8()
+    if quantize is not None:
         checkpoint = quantize_checkpoint(
-            checkpoint, plan.quantize, progress=lambda what, *n: progress(what, n[0], n[1] or 0)
+            checkpoint, quantize, progress=lambda what, *n: progress(what, n[0], n[1] or 0)
         )
-        made = {"quantized": plan.quantize.upper(), "bytes": checkpoint.nbytes}
-        recorder.model = {**(recorder.model or {}), **made}
+        recorder.model |= {"quantized": quantize.upper(), "bytes": checkpoint.nbytes}
+    return checkpoint
+
+
+def _load(
+    recorder: Recorder, progress: Progress, checkpoint: Checkpoint, plan: Plan, backend: Backend,
+    limits: roofline.Limits,
+) -> ModelBench:  # fmt: skip
     config, cases = read_model_config(checkpoint), list(plan.cases())
-    capacity, batch = max((c.needs for c in cases), default=1), max((c.batch for c in cases), default=1)
-    context = max(
-        capacity,
-        latency.shared_prompt_length(plan.prefix),
-        latency.itl_context_length(config) if plan.targets_ms else 0,
-    )
-    model = _prepared(checkpoint, config, ops, plan, context, progress)
-    drive = Drive(model, capacity, batch, plan.seed, plan.kv_type)
-    backend = ops.name
-    return Bench(recorder, drive, Cost.of(checkpoint, config, plan.kv_type), bounds, backend), checkpoint
+    capacity = max(sum(plan.pg), *(case.context for case in cases), 1)
+    batch = max((case.batch for case in cases), default=max(plan.batches) if plan.pg else 1)
+    needed = capacity, latency.shared_prompt_length(plan.prefix)
+    context = max(*needed, latency.itl_context_length(config) if plan.targets_ms else 0)
+    model = _load_model(checkpoint, config, backend, plan, context, progress)
+    options: dict[str, Any] = {"max_step_tokens": PG_STEP_TOKENS} if plan.pg and backend.has_device_memory else {}
+    harness = EngineHarness(model, capacity, batch, plan.seed, plan.kv_type, **options)
+    cost = Cost.from_checkpoint(checkpoint, config, plan.kv_type)
+    return ModelBench(recorder, harness, cost, limits, backend.name)
 
 
-def _check(source: Source, plan: Plan, cases: Sequence[Case]) -> None:
-    """Refuse what cannot be measured."""
-    if not cases and not plan.prefix and not plan.targets_ms:
+def _require_measurable(source: Source, plan: Plan, cases: Sequence[Case]) -> None:
+    """Raise if there is nothing to measure, or speculative decoding has no text."""
+    if not cases and not plan.prefix and not plan.targets_ms and not plan.pg:
         raise InvalidRequestError("nothing to measure: --pp and --tg are both 0", "pp")
-    if plan.guesses is None:
+    if plan.drafter is None:
         return
     if not isinstance(source, Path):
-        raise InvalidRequestError("guesses are measured on real text: a synthetic model knows none", "speculative")
+        raise InvalidRequestError(
+            "speculative decoding is measured on real text: a synthetic model generates none", "speculative"
+        )
     if not all(tokens == 0 or tokens > 1 for tokens in plan.tg) or not any(plan.tg):
-        raise InvalidRequestError("guesses are measured on answers of 2 tokens or more: use a longer --tg", "tg")
+        raise InvalidRequestError("speculative decoding needs 2 output tokens or more: use a longer --tg", "tg")
 
 
-def _require_room(source: Source, plan: Plan, cases: Sequence[Case]) -> None:
-    """Refuse what fits neither the context nor the memory, with the figures, before anything long is done."""
+def _require_room(source: Source, plan: Plan, cases: Sequence[Case], backend: Backend) -> None:
+    """Raise, before anything long is done, if a scenario fits neither the context nor the memory."""
     if isinstance(source, Path):
-        config, weights = read_model_config(open_checkpoint(source)), 0  # a file is mapped: its pages need not all stay
+        config, weights = read_model_config(open_checkpoint(source)), 0  # a mapped file's pages need not all stay
     else:
         synthetic.require_memory(source)
         config, weights = read_model_config(synthetic.without_weights(source)), source.nbytes
-    asked = {case.name: (case.needs, f"a smaller --{case.kind} or --depth") for case in cases}
+    needs = {case.name: (case.context, f"a smaller --{case.kind} or --depth") for case in cases}
+    if plan.pg:
+        needs["--pg"] = sum(plan.pg), "smaller ones"
     if plan.prefix:
-        asked["--prefix"] = latency.shared_prompt_length(plan.prefix), "a smaller one"
+        needs["--prefix"] = latency.shared_prompt_length(plan.prefix), "a smaller one"
     if plan.targets_ms:
-        asked["--target-itl-ms"] = latency.itl_context_length(config), "a model with a longer one"
-    name, (capacity, remedy) = max(asked.items(), key=lambda one: one[1][0])
+        needs["--target-itl-ms"] = latency.itl_context_length(config), "a model with a longer one"
+    name, (capacity, remedy) = max(needs.items(), key=lambda one: one[1][0])
     if capacity > config.context_length:
         raise ContextLengthError(
             f"{name} needs {capacity} tokens, the model's context has {config.context_length}: use {remedy}",
             name.lstrip("-")[:2],
         )
-    batch = max((*(case.batch for case in cases), latency.ANSWERING + 1 if plan.targets_ms else 1))
-    needed, (_, free) = config.kv_bytes(capacity * batch, plan.kv_type), machine.memory()
+    batch = max((*(case.batch for case in cases), latency.DECODING_REQUESTS + 1 if plan.targets_ms else 1))
+    batch = max(batch, *plan.batches) if plan.pg else batch
+    needed = config.kv_bytes(capacity * batch, plan.kv_type)
+    free = backend.free_memory() if backend.has_device_memory else machine.memory()[1]
     if free is not None and needed + weights > free:
         raise InsufficientMemoryError(
             f"the keys and values of {batch} x {capacity} tokens take {human_bytes(needed)}, and "
@@ -159,8 +179,8 @@ def _require_room(source: Source, plan: Plan, cases: Sequence[Case]) -> None:
         )
 
 
-def _count(bench: Bench, cases: Sequence[Case]) -> None:
-    """The exact figures: bytes that a token needs at each depth and batch, for the longest answer there."""
+def _record_costs(bench: ModelBench, cases: Sequence[Case]) -> None:
+    """Record the bytes that a token needs at each depth and batch size, for the longest answer there."""
     for case in sorted((c for c in cases if c.kind == "tg"), key=lambda c: c.tokens):
         read = bench.cost.bytes_per_token(case)
         parts: dict[str, Any] = {"weights": bench.cost.weights, "tokens": case.tokens, "batch": case.batch}

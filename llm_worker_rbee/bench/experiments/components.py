@@ -19,7 +19,7 @@ from ...models import read_model_config
 from ...weights import Checkpoint, open_checkpoint
 from ..http_client import Address, Client, EventParser, RequestFailedError
 from ..results import Result
-from ..serving.server_process import Spawned
+from ..serving.server_process import ServerProcess
 from .harness import Finding, Harness
 
 RULE = "confirmed if at least 90% of the parts do their job on a real file"
@@ -119,7 +119,7 @@ def _detect_family(path: Path) -> str:
 
 def _stream_from_server(path: Path) -> str:
     """Serve the file in a process: a stream must come in pieces and equal the whole reply."""
-    with Spawned(["-m", str(path), "--kv-memory", KV_MEMORY], timeout_s=TIMEOUT_S) as server:
+    with ServerProcess(["-m", str(path), "--kv-memory", KV_MEMORY], timeout_s=TIMEOUT_S) as server:
         for _ in range(MAX_TRIES):  # on a busy machine pieces may wait for their reader
             try:
                 pieces, moments, whole = asyncio.run(_stream_and_whole(Client(Address.parse(server.url))))

@@ -1,4 +1,4 @@
-"""This worker as one of the peers: the same questions and answers as child.py, in a process of its own."""
+"""Program that runs this worker as a peer: the protocol of library_child.py, without HTTP."""
 
 from __future__ import annotations
 
@@ -12,31 +12,30 @@ from ... import __version__
 from ...backends import resolve_kv_type, select_backend
 from ...models import load_model, read_model_config
 from ...weights import open_checkpoint
-from ..engine_harness import Drive
-from .child import Measure, serve
+from ..engine_harness import EngineHarness
+from ..library_child import Handler, serve
 
 
-def this_worker(given: dict[str, Any]) -> tuple[str, Measure]:
-    """Prefill and decode as `bench e2e` runs them, and several answers at once."""
-    checkpoint = open_checkpoint(Path(given["model"]))
-    on_cpu = given["backend"] in ("auto", "cpu") and not given["device"].startswith("cuda")
-    threads = given.get("threads") if on_cpu else None
-    ops = select_backend(given["device"], given["backend"], threads)
+def load_worker(settings: dict[str, Any]) -> tuple[str, Handler]:
+    """Prefill and decode as `bench e2e` runs them; with prompts, answer all of them at once."""
+    checkpoint = open_checkpoint(Path(settings["model"]))
+    on_cpu = settings["backend"] in ("auto", "cpu") and not settings["device"].startswith("cuda")
+    backend = select_backend(settings["device"], settings["backend"], settings.get("threads") if on_cpu else None)
     config = read_model_config(checkpoint)
-    kv_type = resolve_kv_type(ops)
-    ops.load_kernels(checkpoint, config, kv_type)
-    model = load_model(checkpoint, ops, config, given["context"])
-    drive = Drive(model, given["context"], given.get("batch", 1), kv_type=kv_type)
+    kv_type = resolve_kv_type(backend)
+    backend.load_kernels(checkpoint, config, kv_type)
+    model = load_model(checkpoint, backend, config, settings["context"])
+    harness = EngineHarness(model, settings["context"], settings.get("batch", 1), kv_type=kv_type)
 
     def measure(kind: str, tokens: int, prompts: Sequence[list[int]] = ()) -> dict[str, float]:
         if prompts:
-            timed = drive.together(prompts, tokens)
+            timed = harness.decode_prompts(prompts, tokens)
         else:
-            timed = (drive.prefill if kind == "pp" else drive.decode)(0, tokens, 1)
+            timed = (harness.prefill if kind == "pp" else harness.decode)(0, tokens, 1)
         return {"seconds": timed.seconds, "tokens": timed.tokens}
 
     return __version__, measure
 
 
 if __name__ == "__main__":
-    serve(this_worker, json.loads(sys.argv[1]))
+    serve(load_worker, json.loads(sys.argv[1]))

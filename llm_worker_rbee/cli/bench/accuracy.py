@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ...progress import StepProgress, step_progress
-from ..options import MODEL_HELP, LoadOptions, gather
+from ..options import LoadOptions, gather
 from ..terminal import columns, style
-from .common import MEASURING_PANEL, ResultOptions, recording
+from .common import ModelArgument, ResultOptions, SyntheticOption, measuring_option, parse_counts, recording
 
 if TYPE_CHECKING:
-    from ...bench.accuracy import MeasuredPath as Measured
-    from ...bench.accuracy import Side
-    from ...bench.results import Result, Run
+    from ...bench.accuracy import MeasuredPath, Side
+    from ...bench.results import Recorder, Result, Run
     from ...llm import LLM
 
 LLAMA_CPP = "llama.cpp"
@@ -30,42 +29,53 @@ TITLES = {
     "mean_abs_dlogprob": "|log-probability - truth's|, mean",
     "max_abs_dlogprob": "|log-probability - truth's|, largest",
     "top1_prompts": "same likeliest token, after prompts",
+    "greedy_same": "same greedy answers",
+    "greedy_same_first_token": "same first token of greedy answers",
+    "greedy_max_gap": "log-probability between both tokens where greedy answers diverge, largest",
 }
-
-
-def _option(*names: str, help: str, **more: Any) -> Any:
-    return typer.Option(*names, help=help, rich_help_panel=MEASURING_PANEL, **more)
 
 
 @gather(results=ResultOptions, computing=LoadOptions)
 def accuracy(
     results: ResultOptions,
     computing: LoadOptions,
-    model: Annotated[str | None, typer.Argument(metavar="MODEL", help=MODEL_HELP)] = None,
+    model: ModelArgument = None,
+    synthetic: SyntheticOption = None,
+    batch: Annotated[
+        str, measuring_option("--batch", metavar="N,...", help="Batch sizes of the logit errors of a synthetic model.")
+    ] = "1,2,4,8,16,24,64,128",
+    greedy: Annotated[
+        int, measuring_option("--greedy", metavar="N", min=0, help="Compare greedy answers of N tokens too; 0: not.")
+    ] = 0,
     against: Annotated[
-        str, _option("--against", metavar="reference|transformers", help="Who computes the truth, in float32.")
+        str,
+        measuring_option("--against", metavar="reference|transformers", help="What computes the truth, in float32."),
     ] = "reference",
     peer_python: Annotated[
-        str, _option("--peer-python", metavar="PYTHON", show_default="this one", help="Where transformers is.")
+        str, measuring_option("--peer-python", metavar="PYTHON", show_default="this one", help="Where transformers is.")
     ] = sys.executable,
     llama_cpp_python: Annotated[
         str | None,
-        _option("--llama-cpp-python", metavar="PYTHON", help="Judge llama.cpp beside it: where its package is."),
+        measuring_option("--llama-cpp-python", metavar="PYTHON", help="Measure llama.cpp too: the Python that has it."),
     ] = None,
     prompts: Annotated[
         Path | None,
-        _option("--prompts", metavar="FILE", show_default="20 of ours", help="One prompt a line, or .jsonl."),
+        measuring_option("--prompts", metavar="FILE", show_default="20 of ours", help="One prompt a line, or .jsonl."),
     ] = None,
-    text: Annotated[Path | None, _option("--text", metavar="FILE", show_default="ours", help="A text.")] = None,
+    text: Annotated[
+        Path | None, measuring_option("--text", metavar="FILE", show_default="ours", help="A text.")
+    ] = None,
     tokens: Annotated[
-        int, _option("--tokens", metavar="N", min=2, max=1_000_000, help="How many tokens of the text are used.")
+        int,
+        measuring_option("--tokens", metavar="N", min=2, max=1_000_000, help="How many tokens of the text are used."),
     ] = 512,
 ) -> None:
     """Measure how far a path is from float32 on the dequantized weights: the truth.
 
     Log-probabilities are those of the truth's five likeliest tokens at the end
     of each prompt; perplexity, divergence and agreement come from a text, in
-    windows of 256 tokens.
+    windows of 256 tokens. Of a synthetic model, the error of the logits as a
+    part of their standard deviation, for prompts and for decode in batches.
 
     The reference against itself must differ by nothing: a check. What
     --kv-type and --quantize lose counts too: the truth is without them.
@@ -77,6 +87,8 @@ def accuracy(
       llm-worker-rbee bench accuracy --kv-type int8
       llm-worker-rbee bench accuracy --against transformers
       llm-worker-rbee bench accuracy --llama-cpp-python ~/lcp/bin/python
+      llm-worker-rbee bench accuracy --device cuda --greedy 24
+      llm-worker-rbee bench accuracy --device cuda --synthetic llama2-7b:Q4_K_M:2
     """
     used = computing.set_up()
     from ...bench import accuracy as room
@@ -85,35 +97,67 @@ def accuracy(
 
     if against not in AGAINST:
         raise typer.BadParameter(f"--against is {against!r}: use one of {', '.join(AGAINST)}")
+    if synthetic is not None:
+        _check_synthetic(synthetic, model, parse_counts(batch, "--batch", 1), results, computing)
+        return
     asked, body = files.read_prompts(prompts or files.PROMPTS), files.read_text(text or files.TEXT)
     settings = {
         "against": against, "tokens": tokens, "window": room.WINDOW, "prompts": len(asked), "threads": used,
         "own_prompts": prompts is None, "own_text": text is None, "kv_type": computing.kv_type,
         "quantize": computing.quantize,
     }  # fmt: skip
-    with (
-        recording("accuracy", results, _show, **settings) as recorder,
-        step_progress() as progress,
-        ExitStack() as opened,
-    ):
+    with recording("accuracy", results, _show, **settings) as recorder, step_progress() as progress:
         progress("loading", 0, 1)
         llm = _load(model, computing, progress)
-        material = room.Material.of(llm, asked, body, tokens)
-        path = llm.checkpoint.path
-        recorder.model = environment.describe_model(path, _aside(progress))
+        evaluation = room.EvaluationSet.encode(llm, asked, body, tokens)
+        recorder.model = environment.describe_model(llm.checkpoint.path, _as_transfer(progress))
+        with ExitStack() as opened:
 
-        def peer(kind: str, python: str) -> Any:
-            from ...bench.accuracy import Peer
+            def open_library(library: str, python: str) -> "Side":
+                progress(f"loading in {library}", 0, 1)
+                side = room.LibrarySide(library, python, llm.checkpoint.path, evaluation.max_length, used)
+                opened.enter_context(closing(side))
+                recorder.details.setdefault("peers", {})[library] = side.version
+                return side
 
-            progress(f"loading in {kind}", 0, 1)
-            made = opened.enter_context(closing(Peer(kind, python, path, material.longest, used)))
-            recorder.details.setdefault("peers", {})[kind] = made.version
-            return made
+            is_library = against == "transformers"
+            reference = llm if is_library and not greedy else _reference(llm, computing, progress)
+            truth = open_library(against, peer_python) if is_library else room.WorkerSide(reference)
+            paths = _paths(llm, against, llama_cpp_python, open_library)
+            recorder.settings["backend"] = paths[0].fields["backend"]
+            room.run(recorder, progress, truth, paths, evaluation)
+            _compare_greedy(recorder, progress, llm, reference, evaluation.prompts, greedy)
 
-        truth = peer(against, peer_python) if against == "transformers" else _reference(llm, computing, progress)
-        paths = _paths(llm, against, llama_cpp_python, peer)
-        recorder.settings["backend"] = paths[0].fields["backend"]
-        room.run(recorder, progress, truth, paths, material)
+
+def _compare_greedy(
+    recorder: "Recorder", progress: StepProgress, llm: "LLM", reference: "LLM", prompts: Any, tokens: int
+) -> None:
+    from ...bench.accuracy import compare_greedy
+
+    if tokens:
+        progress("greedy answers", 0, 1)
+        for result in compare_greedy(llm, reference, prompts, tokens):
+            recorder.add_result(result)
+
+
+def _check_synthetic(
+    name: str, model: str | None, batches: list[int], results: ResultOptions, computing: LoadOptions
+) -> None:
+    """Record the errors of the logits of a synthetic model."""
+    from ...backends import resolve_kv_type, select_backend
+    from ...bench import synthetic
+    from ...bench.accuracy import load_synthetic_pair, measure_logit_errors
+
+    if model is not None:
+        raise typer.BadParameter("both a MODEL and --synthetic are given: choose one")
+    spec = synthetic.parse(name)
+    settings = {"synthetic": name, "batches": batches, "kv_type": computing.kv_type, "quantize": computing.quantize}
+    with recording("accuracy", results, _show_errors, **settings) as recorder, step_progress() as progress:
+        backend = select_backend(computing.device, computing.backend, computing.kernel_threads)
+        kv_type = resolve_kv_type(backend, computing.kv_type)
+        recorder.model = {"name": str(spec), "bytes": spec.nbytes, "synthetic": True, "seed": 0}
+        ours, truth = load_synthetic_pair(spec, backend, computing.quantize, kv_type, progress)
+        measure_logit_errors(recorder, progress, ours, truth, kv_type, batches)
 
 
 def _load(model: str | None, computing: LoadOptions, progress: StepProgress) -> "LLM":
@@ -121,33 +165,40 @@ def _load(model: str | None, computing: LoadOptions, progress: StepProgress) -> 
 
     return LLM(
         model, device=computing.device, backend=computing.backend, threads=computing.kernel_threads,
-        kv_type=computing.kv_type, quantize=computing.quantize, progress=_aside(progress),
+        kv_type=computing.kv_type, quantize=computing.quantize, progress=_as_transfer(progress),
     )  # fmt: skip
 
 
-def _aside(progress: StepProgress) -> Callable[[str, int, int | None], None]:
-    """Work before the measuring: told in words, the bar stays at its beginning."""
+def _as_transfer(progress: StepProgress) -> Callable[[str, int, int | None], None]:
+    """Show work before the measuring in words; the bar stays at its beginning."""
     return lambda what, done, total: progress(f"{what} {done / total:.0%}" if total else what, 0, 1)
 
 
-def _reference(llm: "LLM", computing: LoadOptions, progress: StepProgress) -> "Side":
-    """The file's weights on the reference backend; where the path is just that, it computes twice."""
-    from ...bench.accuracy import Ours
-
-    same = Ours(llm).backend == "reference" and llm.kv_type == "float32" and computing.quantize is None
-    return Ours(llm if same else _load(str(llm.checkpoint.path), LoadOptions(backend="reference"), progress))
+def _reference(llm: "LLM", computing: LoadOptions, progress: StepProgress) -> "LLM":
+    """Return the file's weights on the reference backend; the path itself if it is just that."""
+    same = llm.model.ops.name == "reference" and llm.kv_type == "float32" and computing.quantize is None
+    return llm if same else _load(str(llm.checkpoint.path), LoadOptions(backend="reference"), progress)
 
 
-def _paths(llm: "LLM", against: str, llama_cpp: str | None, peer: Callable[[str, str], Any]) -> list["Measured"]:
-    from ...bench.accuracy import MeasuredPath as Measured
-    from ...bench.accuracy import Ours
+def _paths(
+    llm: "LLM", against: str, llama_cpp: str | None, open_library: Callable[[str, str], "Side"]
+) -> list["MeasuredPath"]:
+    from ...bench.accuracy import MeasuredPath, WorkerSide
 
-    ours = Ours(llm)
-    made = [Measured(ours, "", {"backend": ours.backend, "path": ours.backend, "against": against})]
+    backend = llm.model.ops.name
+    paths = [MeasuredPath(WorkerSide(llm), "", {"backend": backend, "path": backend, "against": against})]
     if llama_cpp is not None:
-        theirs = peer("llama-cpp-python", llama_cpp)
-        made.append(Measured(theirs, LLAMA_CPP, {"path": LLAMA_CPP, "against": against}))
-    return made
+        side = open_library("llama-cpp-python", llama_cpp)
+        paths.append(MeasuredPath(side, LLAMA_CPP, {"path": LLAMA_CPP, "against": against}))
+    return paths
+
+
+def _show_errors(run: "Run") -> None:
+    rows = [["", "BACKEND", "ERROR OF THE LOGITS"]]
+    rows += [[r.name.partition("/")[2], str(r.fields["backend"]), f"{r.estimate:.1e}"] for r in run.results]
+    lines = columns(rows, right=[2])
+    print(style(lines[0], "bold"))
+    print("\n".join(lines[1:]))
 
 
 def _show(run: "Run") -> None:
@@ -169,6 +220,6 @@ def _show(run: "Run") -> None:
 def _cells(result: "Result | None") -> tuple[str, str]:
     if result is None:
         return "", ""
-    shares = result.name.startswith("top1")
+    shares = result.name.startswith(("top1", "greedy_same"))
     value, low, high = (f"{v:.1%}" if shares else f"{v:.5g}" for v in (result.estimate, result.low, result.high))
     return value, f"{low} .. {high}" if low != high else ""

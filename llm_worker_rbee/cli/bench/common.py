@@ -1,11 +1,12 @@
-"""What the measuring commands share: their options, a progress bar, how a run ends.
+"""What the bench commands share: their options, and how a run ends.
 
-A command fills a `Recorder` inside `recording(...)`; however that ends (also by Ctrl-C) what was measured is shown,
+A command fills a `Recorder` inside `recording(...)`; however that ends (also by Ctrl-C), what was measured is shown,
 saved and compared.
 """
 
 import json
 import os
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,14 +17,30 @@ import typer
 
 from ...bench.format import quantity as quantity
 from ...errors import InvalidRequestError
+from ...progress import transfer_progress
+from ..options import MODEL_HELP
 from ..terminal import cell, columns, note, style
 
 if TYPE_CHECKING:
     from ...bench.baseline import Comparison
     from ...bench.results import Recorder, Result, Run
+    from ...bench.synthetic import Spec
 
 RESULTS_PANEL, MEASURING_PANEL = "Results", "Measuring"
+SYNTHETIC_HELP = "Random weights of a known shape in place of a model: llama2-7b:Q4_K_M, or :4 after it for 4 layers."
 COLOURS = {"improved": "green", "regressed": "red", "within noise": "dim"}
+
+
+def measuring_option(*names: str, help: str, panel: str = MEASURING_PANEL, **more: Any) -> Any:
+    """Declare an option of a benchmark."""
+    return typer.Option(*names, help=help, rich_help_panel=panel, **more)
+
+
+ModelArgument = Annotated[str | None, typer.Argument(metavar="MODEL", help=MODEL_HELP)]
+SyntheticOption = Annotated[str | None, measuring_option("--synthetic", metavar="SHAPE:TYPES", help=SYNTHETIC_HELP)]
+PromptLengths = Annotated[str, measuring_option("--pp", metavar="N,...", help="Tokens of the prompt; 0: no prefill.")]
+OutputLengths = Annotated[str, measuring_option("--tg", metavar="N,...", help="Tokens to generate; 0: no decode.")]
+Repetitions = Annotated[int, measuring_option("--repetitions", "-r", metavar="N", min=1, help="How often.")]
 
 
 def _results_option(*names: str, help: str, **more: Any) -> Any:
@@ -32,7 +49,7 @@ def _results_option(*names: str, help: str, **more: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class ResultOptions:
-    """What becomes of a run."""
+    """What happens to a run."""
 
     as_json: Annotated[bool, _results_option("--json", help="Print one JSON object and nothing else.")] = False
     save: Annotated[
@@ -56,9 +73,9 @@ class ResultOptions:
 def recording(
     kind: str, options: ResultOptions, show: Callable[["Run"], None], **settings: Any
 ) -> Iterator["Recorder"]:
-    """A recorder for the block; afterwards the run is shown, saved and compared, and Ctrl-C still ends with 130.
+    """Give the block a recorder; afterwards show, save and compare the run. Ctrl-C still ends with 130.
 
-    `show` prints the run for people. With `--json` it is not called, and the object is printed instead.
+    `show` prints the run as tables. With `--json` the object is printed instead.
     """
     from ...bench import baseline
     from ...bench.results import Recorder
@@ -85,7 +102,7 @@ def recording(
 
 
 def _places(options: ResultOptions) -> list[Path]:
-    """The files that the run goes to."""
+    """Return the files that the run is saved to."""
     from ...bench import baseline
 
     kept = None if options.save_baseline is None else baseline.path_for(options.save_baseline)
@@ -93,9 +110,9 @@ def _places(options: ResultOptions) -> list[Path]:
 
 
 def require_place(path: Path, *, folder: bool = False) -> None:
-    """A file (or a folder) that cannot be written fails at once, not after the measuring."""
+    """Raise if a file (or a folder) cannot be written: before the run, not after it."""
     if not folder and (not path.name or os.path.isdir(path)):
-        raise InvalidRequestError(f"cannot write {path}: it is a folder, give the name of a file", "save")
+        raise InvalidRequestError(f"cannot write {path}: it is a folder, use the name of a file", "save")
     above = next((one for one in ([path] if folder else []) + [*path.parents] if os.path.lexists(one)), path)
     if not os.path.isdir(above):
         raise InvalidRequestError(f"cannot write {path}: {above} is not a folder", "save")
@@ -104,7 +121,7 @@ def require_place(path: Path, *, folder: bool = False) -> None:
 
 
 def _finish(run: "Run", before: "Run | None", options: ResultOptions, show: Callable[["Run"], None]) -> bool:
-    """Save, show, compare; whether something became worse. What cannot be compared is saved and shown all the same."""
+    """Save, show and compare; return whether something regressed. A run that cannot be compared is saved and shown."""
     from ...bench import baseline
     from ...bench.results import ResultsError
 
@@ -114,7 +131,7 @@ def _finish(run: "Run", before: "Run | None", options: ResultOptions, show: Call
     except ResultsError as error:
         problem = error
     worse = [c for c in changes if c.is_past(options.threshold)]
-    for path in _places(options):  # first of all: whoever reads what is printed may have gone
+    for path in _places(options):  # first: the reader of standard output may be gone
         run.save(path)
         note(f"saved {path}")
     if options.as_json:
@@ -132,7 +149,7 @@ def _finish(run: "Run", before: "Run | None", options: ResultOptions, show: Call
 
 
 def warn_of_drift(before: "Run", after: "Run") -> None:
-    """A machine that was itself faster or slower makes verdicts doubtful: say so."""
+    """Note it if the machine itself was faster or slower, which makes verdicts doubtful."""
     from ...bench.baseline import find_machine_drift
 
     found = [
@@ -144,7 +161,7 @@ def warn_of_drift(before: "Run", after: "Run") -> None:
 
 
 def print_object(value: Any) -> None:
-    """One JSON object on standard output; numbers that JSON does not have become null."""
+    """Print one JSON object; numbers that JSON lacks become null."""
     from ...bench.results import replace_non_finite
 
     print(json.dumps(replace_non_finite(value), ensure_ascii=False, allow_nan=False), flush=True)
@@ -153,7 +170,7 @@ def print_object(value: Any) -> None:
 def show_changes(
     changes: Sequence["Comparison"], threshold: float, sides: tuple[str, str] = ("BEFORE", "AFTER")
 ) -> None:
-    """The table of changes, and one line that sums it up."""
+    """Print the table of changes and a summary line."""
     rows = [["", *sides, "CHANGE", "99% INTERVAL", "VERDICT"]]
     for one in changes:
         change = one.change
@@ -171,24 +188,50 @@ def show_changes(
 
 
 def label(result: "Result") -> str:
-    """A result's name, with its backend where there is one."""
+    """Return a result's name, with its backend if it has one."""
     name, backend = result.key
     return f"{name} [{backend}]" if backend else name
 
 
 def interval(result: "Result") -> str:
-    """`1.20 ms .. 1.26 ms`, or nothing for a figure without spread."""
+    """Return `1.20 ms .. 1.26 ms`, or nothing for a result without spread."""
     if not result.samples or result.low == result.high:
         return ""
     return f"{quantity(result.low, result.unit)} .. {quantity(result.high, result.unit)}"
 
 
-def numbers(text: str, option: str, least: int = 0) -> list[int]:
-    """`128,512` as a list; anything else is named."""
+def parse_counts(text: str, option: str, minimum: int = 0) -> list[int]:
+    """Parse `128,512`."""
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isascii() and part.isdigit() and len(part) < 10 for part in parts):
-        raise typer.BadParameter(f"{option} is {text!r}: give whole numbers, with commas between them")
+        raise typer.BadParameter(f"{option} is {text!r}: use whole numbers, separated by commas")
     found = [int(part) for part in parts]
-    if min(found) < least:
-        raise typer.BadParameter(f"{option} is {text!r}: each must be {least} or more")
+    if min(found) < minimum:
+        raise typer.BadParameter(f"{option} is {text!r}: each must be {minimum} or more")
     return found
+
+
+def find_source(model: str | None, synthetic: str | None) -> "Path | Spec":
+    """Return the model's path, fetching it if necessary, or the synthetic model."""
+    if synthetic is not None and model is not None:
+        raise typer.BadParameter("both a MODEL and --synthetic are given: choose one")
+    if synthetic is not None:
+        from ...bench.synthetic import parse
+
+        return parse(synthetic)
+    from ...weights.hub import locate_model
+
+    with transfer_progress() as progress:
+        return locate_model(model, progress=progress)
+
+
+@contextmanager
+def model_file(source: "Path | Spec", progress: Callable[[str, float, float], None]) -> Iterator[Path]:
+    """Give the path of a model; a synthetic one is written to a temporary folder."""
+    if isinstance(source, Path):
+        yield source
+        return
+    from ...bench.synthetic import write
+
+    with tempfile.TemporaryDirectory(prefix="llm-worker-rbee-") as folder:
+        yield write(source, Path(folder) / f"{str(source).replace(':', '-')}.gguf", progress=progress)

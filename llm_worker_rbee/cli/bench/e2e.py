@@ -1,81 +1,100 @@
 """`llm-worker-rbee bench e2e`: a whole model, prefill and decode."""
 
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from dataclasses import fields
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ...progress import step_progress, transfer_progress
-from ..options import MODEL_HELP, LoadOptions, gather
+from ...progress import step_progress
+from ..options import LoadOptions, gather
 from ..terminal import columns, note, style
-from .common import MEASURING_PANEL, ResultOptions, interval, numbers, quantity, recording
+from .common import (
+    SYNTHETIC_HELP,
+    ModelArgument,
+    OutputLengths,
+    PromptLengths,
+    Repetitions,
+    ResultOptions,
+    find_source,
+    interval,
+    measuring_option,
+    parse_counts,
+    quantity,
+    recording,
+)
 
 if TYPE_CHECKING:
     from ...bench.results import Result, Run
-    from ...bench.synthetic import Spec
 
-SYNTHETIC_HELP = "Random weights of a known shape in place of a model: llama2-7b:Q4_K_M, or :4 after it for 4 layers."
-
-BESIDE = {
+COMPARISONS = {
     "percent_of_products": "{:.0f}% of the products alone",
     "times_one": "{:.2f} x one sequence",
     "times_shorter": "{:.1f} x shorter",
-    "times_plain": "{:.2f} x without guesses",
-    "acceptance": "{:.0%} of guesses right",
+    "times_plain": "{:.2f} x plain decoding",
+    "acceptance": "{:.0%} of drafts accepted",
     "tokens_per_step": "{:.2f} tokens a step",
 }
-
-
-def _option(*names: str, help: str, **more: Any) -> Any:
-    return typer.Option(*names, help=help, rich_help_panel=MEASURING_PANEL, **more)
-
-
-def _lengths(name: str, help: str) -> Any:
-    return _option(name, metavar="N,...", help=help)
 
 
 @gather(results=ResultOptions, computing=LoadOptions)
 def e2e(
     results: ResultOptions,
     computing: LoadOptions,
-    model: Annotated[str | None, typer.Argument(metavar="MODEL", help=MODEL_HELP)] = None,
-    synthetic: Annotated[str | None, _option("--synthetic", metavar="SHAPE:TYPES", help=SYNTHETIC_HELP)] = None,
-    pp: Annotated[str, _lengths("--pp", "Tokens of the prompt; 0: no prefill.")] = "512",
-    tg: Annotated[str, _lengths("--tg", "Tokens to generate; 0: no decode.")] = "128",
-    depth: Annotated[str, _lengths("--depth", "Tokens that are in the cache before.")] = "0",
-    batch: Annotated[str, _lengths("--batch", "Sequences side by side.")] = "1",
+    model: ModelArgument = None,
+    synthetic: Annotated[
+        list[str] | None,
+        measuring_option("--synthetic", metavar="SHAPE:TYPES", help=f"{SYNTHETIC_HELP} FP8 on a GPU. Repeatable."),
+    ] = None,
+    pp: PromptLengths = "512",
+    tg: OutputLengths = "128",
+    depth: Annotated[str, measuring_option("--depth", metavar="N,...", help="Tokens in the KV cache before.")] = "0",
+    batch: Annotated[str, measuring_option("--batch", metavar="N,...", help="Sequences side by side.")] = "1",
+    pg: Annotated[
+        str | None,
+        measuring_option(
+            "--pg", metavar="P,T", help="Time BATCH requests of P prompt and T output tokens, all at once."
+        ),
+    ] = None,
     prefix: Annotated[
-        int, _option("--prefix", metavar="N", min=0, help="Time two prompts that share N tokens; 0: not.")
+        int, measuring_option("--prefix", metavar="N", min=0, help="Time two prompts that share N tokens; 0: not.")
     ] = 0,
     target_itl_ms: Annotated[
         str | None,
-        _option("--target-itl-ms", metavar="T,...", help="Time answers while a prompt of 2,000 is read; 0: no target."),
+        measuring_option(
+            "--target-itl-ms", metavar="T,...", help="Time decode during a prefill of 2,000 tokens; 0: no target."
+        ),
     ] = None,
     speculative: Annotated[
-        str, _option("--speculative", metavar="HOW", help="Decode real text with guesses too: ngram.")
+        str, measuring_option("--speculative", metavar="HOW", help="Decode real text with a drafter too: ngram.")
     ] = "off",
     draft_tokens: Annotated[
-        int | None, _option("--draft-tokens", metavar="K", min=1, max=16, help="The most guesses in a step.")
+        int | None,
+        measuring_option("--draft-tokens", metavar="K", min=1, max=16, help="Draft tokens in a step, at most."),
     ] = None,
     draft_model: Annotated[
-        str | None, _option("--draft-model", metavar="MODEL", help="Likewise, with guesses of this model.")
+        str | None, measuring_option("--draft-model", metavar="MODEL", help="Likewise, with this model as drafter.")
     ] = None,
-    repetitions: Annotated[int, _option("--repetitions", "-r", metavar="N", min=1, help="How often.")] = 5,
+    deterministic: Annotated[
+        bool, measuring_option("--deterministic", help="Batch-invariant kernels, as `serve --deterministic` uses them.")
+    ] = False,
+    repetitions: Repetitions = 5,
 ) -> None:
     """Measure a whole model: prefill, decode, time to first token, memory.
 
     ppN and tgN are what llama-bench measures: N prompt tokens at once, and N
-    tokens one after the other from DEPTH cached ones. Ours goes through the
-    engine and samples greedily; llama-bench leaves sampling out. With a batch,
+    tokens one after the other from DEPTH cached ones. This worker goes through
+    the engine and samples greedily; llama-bench does not sample. With a batch,
     the tokens of all sequences count, and decode stands beside what the matrix
     products alone allow at so many rows, and beside one sequence.
 
     OF LIMIT: for decode, the bytes that a token needs times the rate, over the
     memory bandwidth measured just before; for prefill, the operations over the
-    measured rate of float32 matrix products.
+    measured rate of matrix products (float32, on a GPU float16).
 
     A synthetic model has random weights and llama.cpp's real mix of types: it
-    is for speed only.
+    is for speed only. Several of them run in a process each, after the kernels
+    of all have been compiled. On a GPU the time of a decode step is split into
+    device_step and host_step, which the device does not hide.
 
     \b
     Examples:
@@ -86,53 +105,49 @@ def e2e(
       llm-worker-rbee bench e2e --pp 0 --tg 64 --batch 16
       llm-worker-rbee bench e2e --pp 0 --tg 128 --speculative ngram
       llm-worker-rbee bench e2e --pp 0 --tg 0 --target-itl-ms 50,100,0
+      llm-worker-rbee bench e2e --device cuda --synthetic llama2-7b:Q4_K_M --batch 1,64
       llm-worker-rbee bench e2e --save-baseline before
     """
     used = computing.set_up()
     from ...bench import e2e as room
+    from ...bench.e2e.isolated import run_isolated
     from ...bench.e2e.throughput import Plan
+    from ...bench.synthetic import parse
     from ...config.engine import SPECULATIVE
 
     if speculative not in SPECULATIVE:
         raise typer.BadParameter(f"--speculative is {speculative!r}: use one of {', '.join(SPECULATIVE)}")
     if speculative != "off" and draft_model is not None:
         raise typer.BadParameter("both --speculative and --draft-model are given: choose one")
-
+    request_lengths = [] if pg is None else parse_counts(pg, "--pg", 1)
+    if len(request_lengths) not in (0, 2):
+        raise typer.BadParameter(f"--pg is {pg!r}: use two numbers, such as 128,128")
     plan = Plan(
-        pp=numbers(pp, "--pp"),
-        tg=numbers(tg, "--tg"),
-        depths=numbers(depth, "--depth"),
-        batches=numbers(batch, "--batch", least=1),
+        pp=parse_counts(pp, "--pp"),
+        tg=parse_counts(tg, "--tg"),
+        depths=parse_counts(depth, "--depth"),
+        batches=parse_counts(batch, "--batch", 1),
         prefix=prefix,
-        targets_ms=[] if target_itl_ms is None else numbers(target_itl_ms, "--target-itl-ms"),
+        targets_ms=[] if target_itl_ms is None else parse_counts(target_itl_ms, "--target-itl-ms"),
         speculative=speculative,
         draft_tokens=draft_tokens,
-        draft_model=None if draft_model is None else str(source_of(draft_model, None)),
+        draft_model=None if draft_model is None else str(find_source(draft_model, None)),
         repetitions=repetitions,
         threads=used,
         device=computing.device,
         backend=computing.backend,
         kv_type=computing.kv_type,
         quantize=computing.quantize,
+        pg=request_lengths,
+        deterministic=deterministic,
     )
-    source = source_of(model, synthetic)
-    settings = {name: getattr(plan, name) for name in plan.__dataclass_fields__}
+    source = find_source(model, synthetic[0] if synthetic else None)
+    settings = {field.name: getattr(plan, field.name) for field in fields(plan)}
     with recording("e2e", results, _show, **settings) as recorder, step_progress() as progress:
-        room.run(recorder, progress, source, plan)
-
-
-def source_of(model: str | None, synthetic: str | None) -> "Path | Spec":
-    """The file or the synthetic model that is meant."""
-    if synthetic is not None and model is not None:
-        raise typer.BadParameter("both a MODEL and --synthetic are given: choose one")
-    if synthetic is not None:
-        from ...bench.synthetic import parse
-
-        return parse(synthetic)
-    from ...weights.hub import locate_model
-
-    with transfer_progress() as progress:
-        return locate_model(model, progress=progress)
+        if synthetic is not None and len(synthetic) > 1:
+            run_isolated(recorder, progress, [parse(name) for name in synthetic], plan)
+        else:
+            room.run(recorder, progress, source, plan)
 
 
 def _show(run: "Run") -> None:
@@ -148,8 +163,10 @@ def _show(run: "Run") -> None:
         print()
         told = [[result.name.replace("_", " "), quantity(result.estimate, result.unit)] for result in counted]
         print("\n".join(columns(told, right=[1])))
+    for name, reason in run.details.get("failed", {}).items():
+        note(f"failed: {name}: {reason}")
     if any(result.unit == "tok/s" for result in timed):
-        note("greedy sampling included; llama-bench leaves it out")
+        note("greedy sampling included; llama-bench does not sample")
 
 
 def _threads(run: "Run") -> str:
@@ -166,10 +183,10 @@ def _row(result: "Result") -> list[str]:
         "" if part is None else f"{part:.1f}%",
         str(result.fields.get("bound_by", "")),
         str(len(result.samples)),
-        _beside(result),
+        _comparisons(result),
     ]
 
 
-def _beside(result: "Result") -> str:
-    """What a figure is compared with."""
-    return ", ".join(text.format(result.fields[key]) for key, text in BESIDE.items() if key in result.fields)
+def _comparisons(result: "Result") -> str:
+    """Return what a result is compared with."""
+    return ", ".join(text.format(result.fields[key]) for key, text in COMPARISONS.items() if key in result.fields)

@@ -1,44 +1,48 @@
 """`llm-worker-rbee bench peers`: this worker beside llama.cpp and transformers."""
 
-import tempfile
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from dataclasses import fields
+from functools import partial
+from typing import TYPE_CHECKING, Annotated
 
 from ...progress import step_progress
-from ..options import MODEL_HELP, ComputeOptions, gather
+from ..options import ComputeOptions, gather
 from ..terminal import cell, columns, note, style
-from .common import MEASURING_PANEL, ResultOptions, interval, numbers, quantity, recording
-from .e2e import SYNTHETIC_HELP, source_of
+from .common import (
+    ModelArgument,
+    OutputLengths,
+    PromptLengths,
+    Repetitions,
+    ResultOptions,
+    SyntheticOption,
+    find_source,
+    interval,
+    measuring_option,
+    model_file,
+    parse_counts,
+    quantity,
+    recording,
+)
 
 if TYPE_CHECKING:
     from ...bench.results import Result, Run
 
-PEERS_PANEL = "Peers"
 OURS = "llm-worker-rbee"
-
-
-def _option(*names: str, help: str, **more: Any) -> Any:
-    return typer.Option(*names, help=help, **{"rich_help_panel": MEASURING_PANEL} | more)
-
-
-def _peer_option(*names: str, help: str, **more: Any) -> Any:
-    return _option(*names, help=help, rich_help_panel=PEERS_PANEL, **more)
+_peer_option = partial(measuring_option, panel="Peers")
 
 
 @gather(results=ResultOptions, computing=ComputeOptions)
 def peers(
     results: ResultOptions,
     computing: ComputeOptions,
-    model: Annotated[str | None, typer.Argument(metavar="MODEL", help=MODEL_HELP)] = None,
-    synthetic: Annotated[str | None, _option("--synthetic", metavar="SHAPE:TYPES", help=SYNTHETIC_HELP)] = None,
-    pp: Annotated[str, _option("--pp", metavar="N,...", help="Tokens of the prompt; 0: no prefill.")] = "512",
-    tg: Annotated[str, _option("--tg", metavar="N,...", help="Tokens to generate; 0: no decode.")] = "128",
+    model: ModelArgument = None,
+    synthetic: SyntheticOption = None,
+    pp: PromptLengths = "512",
+    tg: OutputLengths = "128",
     batch: Annotated[
-        str, _option("--batch", metavar="N,...", help="Answers at once; above 1 beside llama-server, decode only.")
+        str,
+        measuring_option("--batch", metavar="N,...", help="Answers at once; above 1 beside llama-server, decode only."),
     ] = "1",
-    repetitions: Annotated[int, _option("--repetitions", "-r", metavar="N", min=1, help="How often.")] = 3,
+    repetitions: Repetitions = 3,
     peer: Annotated[
         list[str] | None,
         _peer_option("--peer", metavar="NAME", show_default="all", help="Only this one. Repeatable."),
@@ -69,7 +73,7 @@ def peers(
     The same file, the same lengths, the same number of threads, in turn;
     device, backend and instruction set are ours alone. Each
     peer but llama-bench keeps the model loaded; loading is not counted.
-    transformers computes in float32. llama-bench leaves sampling out, the
+    transformers computes in float32. llama-bench does not sample, the
     others sample greedily.
 
     With --batch 16 this worker and llama-server with 16 slots answer 16 real
@@ -87,12 +91,11 @@ def peers(
     """
     used = computing.set_up()
     from ...bench import peers as room
-    from ...bench.synthetic import write
 
     plan = room.Plan(
-        pp=numbers(pp, "--pp"),
-        tg=numbers(tg, "--tg"),
-        batches=numbers(batch, "--batch", least=1),
+        pp=parse_counts(pp, "--pp"),
+        tg=parse_counts(tg, "--tg"),
+        batches=parse_counts(batch, "--batch", 1),
         repetitions=repetitions,
         threads=used,
         peers=peer or room.NAMES,
@@ -103,15 +106,14 @@ def peers(
         device=computing.device,
         backend=computing.backend,
     )
-    source = source_of(model, synthetic)
-    settings = {name: getattr(plan, name) for name in plan.__dataclass_fields__}
-    with recording("peers", results, _show, **settings) as recorder, step_progress() as progress:
-        if isinstance(source, Path):
-            room.run(recorder, progress, source, plan)
-            return
-        with tempfile.TemporaryDirectory(prefix="llm-worker-rbee-") as folder:
-            file = Path(folder) / f"{str(source).replace(':', '-')}.gguf"
-            room.run(recorder, progress, write(source, file, progress=progress), plan)
+    source = find_source(model, synthetic)
+    settings = {field.name: getattr(plan, field.name) for field in fields(plan)}
+    with (
+        recording("peers", results, _show, **settings) as recorder,
+        step_progress() as progress,
+        model_file(source, progress) as path,
+    ):
+        room.run(recorder, progress, path, plan)
 
 
 def _show(run: "Run") -> None:
@@ -129,7 +131,7 @@ def _show(run: "Run") -> None:
         for name, reason in run.details.get(what, {}).items():
             note(cell(f"{what.replace('_', ' ')}: {name}: {reason}"))
     if any(result.name.endswith("/llama-bench") for result in run.results):
-        note("llama-bench leaves sampling out; the others sample greedily")
+        note("llama-bench does not sample; the others sample greedily")
 
 
 def _row(result: "Result") -> list[str]:

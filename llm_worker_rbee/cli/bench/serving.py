@@ -1,4 +1,4 @@
-"""`llm-worker-rbee bench serving`: HTTP load against any OpenAI-compatible server."""
+"""`llm-worker-rbee bench serving`: HTTP load on any OpenAI-compatible server."""
 
 import math
 import shlex
@@ -7,45 +7,64 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import typer
 
+from ...bench import serving as bench_serving
+from ...bench.http_client import Address, Client, parse_header
+from ...bench.results import Recorder, Result, Run
+from ...bench.serving import MAX_IN_FLIGHT, Limits, openai_client
+from ...bench.serving.openai_client import Target
+from ...bench.serving.server_process import ServerMonitor, ServerProcess
+from ...bench.workload import MAX_REQUESTS, Lengths, Workload, read_prompts
 from ...errors import InvalidRequestError, WorkerError
 from ...progress import step_progress
 from ..options import gather
-from ..terminal import note
-from .common import ResultOptions, recording
-from .serving_table import show
+from ..terminal import cell, columns, note, style
+from .common import ResultOptions, measuring_option, quantity, recording
 
-if TYPE_CHECKING:
-    from ...bench.results import Recorder
-    from ...bench.serving import Limits
-    from ...bench.serving.openai_client import Target
-    from ...bench.serving.server_process import Spawned, Watch
-    from ...bench.workload import Workload
-
-SERVER_PANEL, OWN_PANEL, LOAD_PANEL, PROMPTS_PANEL = "Server", "Server of ours", "Load", "Prompts"
 DEFAULT_REQUESTS = 100
 
 
-def _option(panel: str) -> Any:
-    def option(*names: str, help: str, **more: Any) -> Any:
-        return typer.Option(*names, help=help, rich_help_panel=panel, **more)
+ENOUGH_FOR_P99 = 300  # so many hold a value above the true one, in 19 cases of 20
+TITLES = {
+    "ttft": "time to first token",
+    "tpot": "time per output token",
+    "itl": "gap between pieces",
+    "e2e": "whole answer",
+    "queue_delay": "wait before sending",
+    "ttft_from_arrival": "first token, from arrival",
+    "e2e_from_arrival": "whole answer, from arrival",
+}
+OBSERVATIONS = {
+    "event_throughput": "events",
+    "server_processor": "server's processor time",
+    "client_processor": "client's processor time",
+    "server_peak_memory": "server's memory, at most",
+    "health/median": "/health, median",
+    "health/p99": "/health, P99",
+    "health/max": "/health, slowest",
+    "health/failed": "/health, not healthy",
+    "server/requests": "requests, as it counts",
+    "server/preemptions": "preempted",
+    "server/running": "still running",
+    "server/kv_cache_in_use": "KV cache still in use",
+}
 
-    return option
-
-
-_server, _own, _load, _prompts = map(_option, (SERVER_PANEL, OWN_PANEL, LOAD_PANEL, PROMPTS_PANEL))
+_server, _own, _load, _prompts = (
+    partial(measuring_option, panel=panel) for panel in ("Server", "Server of ours", "Load", "Prompts")
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerOptions:
-    """Which server, and how it is asked."""
+    """The server and the fields of its requests."""
 
     endpoint: Annotated[str, _server("--endpoint", metavar="chat|completions", help="Which of the two.")] = "chat"
     model: Annotated[
-        str | None, _server("--model", "-m", metavar="NAME", show_default="the first it lists", help="Whom to ask.")
+        str | None,
+        _server("--model", "-m", metavar="NAME", show_default="the first it lists", help="The model to use."),
     ] = None
     api_key: Annotated[
         str | None,
@@ -65,18 +84,16 @@ class ServerOptions:
         bool, _server("--no-usage", help="Do not ask the server for token counts: count pieces of text.")
     ] = False
 
-    def target(self, url: str, model: str) -> "Target":
-        """The server with a client of its own."""
-        from ...bench.http_client import Client, checked_header
-        from ...bench.serving import openai_client
+    def target(self, url: str, model: str) -> Target:
+        """Return the server with a client of its own."""
 
         if self.endpoint not in openai_client.PATHS:
             raise InvalidRequestError(f"--endpoint is {self.endpoint!r}: chat or completions", "endpoint")
-        headers = dict(map(checked_header, self.header or ()))
+        headers = dict(map(parse_header, self.header or ()))
         if self.api_key:
-            headers["Authorization"] = checked_header(f"Authorization: Bearer {self.api_key}")[1]
+            headers["Authorization"] = parse_header(f"Authorization: Bearer {self.api_key}")[1]
         return openai_client.Target(
-            Client(openai_client.address(url), headers),
+            Client(openai_client.api_address(url), headers),
             model,
             self.endpoint,  # type: ignore[arg-type]
             self.temperature,
@@ -87,7 +104,7 @@ class ServerOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class OwnOptions:
-    """A server of ours for the time of the load."""
+    """A server started for the length of the load."""
 
     spawn: Annotated[
         bool, _own("--spawn", help="Start a server of ours, measure it, end it; -m is its model. No URL then.")
@@ -101,7 +118,7 @@ class OwnOptions:
     health: Annotated[bool, _own("--health", help="Ask for /health meanwhile. With --spawn, always.")] = False
 
     def arguments(self, url: str | None, model: str | None) -> list[str]:
-        """Those of `serve`; what does not go together is wrong usage."""
+        """Return the arguments of `serve`; raise on options that exclude each other."""
         if self.spawn == (url is not None):
             raise typer.BadParameter("give the URL of a server, or --spawn to start one" + " (not both)" * self.spawn)
         if not self.spawn and (self.engine is not None or self.serve_args is not None):
@@ -109,40 +126,37 @@ class OwnOptions:
         try:
             more = shlex.split(self.serve_args or "")
         except ValueError as error:
-            raise typer.BadParameter(f"--serve-args cannot be taken apart: {error}") from None
+            raise typer.BadParameter(f"--serve-args cannot be parsed: {error}") from None
         named = {"--model": model, "--engine": self.engine}
         return [part for name, value in named.items() if value is not None for part in (name, value)] + more
 
     @contextmanager
     def server(self, url: str | None, args: list[str], api_key: str | None, timeout: float) -> Iterator["Reached"]:
-        """Where the server is, for as long as it is needed."""
-        from ...bench.serving.server_process import Spawned
+        """Give the server for the length of the block."""
 
         if url is not None:
             yield Reached(url)
             return
         note("starting the server ...")
-        with Spawned(args, api_key, timeout) as spawned:
+        with ServerProcess(args, api_key, timeout) as spawned:
             yield Reached(spawned.url, spawned)
 
 
 class Reached(NamedTuple):
-    """A server; `own` where it is ours."""
+    """A server; `own` if we started it."""
 
     url: str
-    own: "Spawned | None" = None
+    own: ServerProcess | None = None
 
-    def watch(self) -> "Watch":
-        """Someone who looks at it."""
-        from ...bench.http_client import Address
-        from ...bench.serving.server_process import Watch
+    def monitor(self) -> ServerMonitor:
+        """Return a monitor of the server."""
 
-        return Watch(Address.parse(self.url).authority, None if self.own is None else self.own.pid)
+        return ServerMonitor(Address.parse(self.url).authority, None if self.own is None else self.own.pid)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoadOptions:
-    """How many requests, when, and what is asked."""
+    """How many requests, when, and with which prompts."""
 
     requests: Annotated[
         int | None,
@@ -184,9 +198,8 @@ class LoadOptions:
     ] = 1
     seed: Annotated[int, _prompts("--seed", metavar="N", min=0, help="The same seed asks the same.")] = 0
 
-    def workload(self, endpoint: str) -> "Workload":
-        """The requests; what cannot be is wrong usage."""
-        from ...bench.workload import MOST_REQUESTS, Lengths, Workload, read_prompts
+    def workload(self, endpoint: str) -> Workload:
+        """Return the workload; raise on invalid options."""
 
         if not self.rate > 0:
             raise InvalidRequestError(f"--rate is {self.rate}: it must be above 0, or inf", "rate")
@@ -195,9 +208,9 @@ class LoadOptions:
         prompts = [] if self.prompts is None else read_prompts(self.prompts)
         if endpoint == "completions" and any(prompt.text is None for prompt in prompts):
             raise InvalidRequestError(f'{self.prompts} holds "messages": use --endpoint chat', "endpoint")
-        fallback = MOST_REQUESTS if self.duration is not None else len(prompts) or DEFAULT_REQUESTS
+        fallback = MAX_REQUESTS if self.duration is not None else len(prompts) or DEFAULT_REQUESTS
         return Workload(
-            self.requests or min(fallback, MOST_REQUESTS),
+            self.requests or min(fallback, MAX_REQUESTS),
             Lengths.parse(self.input_len, "--input-len"),
             Lengths.parse(self.output_len, "--output-len"),
             self.rate,
@@ -208,12 +221,11 @@ class LoadOptions:
             prompts,
         )
 
-    def limits(self, timeout: float) -> "Limits":
-        """How much at once, and for how long."""
-        from ...bench.serving import MOST_IN_FLIGHT, Limits
+    def limits(self, timeout: float) -> Limits:
+        """Return concurrency, timeout and duration."""
 
         duration = math.inf if self.duration is None else self.duration
-        return Limits(self.concurrency or MOST_IN_FLIGHT, timeout, duration, self.warm_up)
+        return Limits(self.concurrency or MAX_IN_FLIGHT, timeout, duration, self.warm_up)
 
 
 @gather(server=ServerOptions, own=OwnOptions, load=LoadOptions, results=ResultOptions)
@@ -244,38 +256,103 @@ def serving(
       llm-worker-rbee bench serving --spawn -c 16
       llm-worker-rbee bench serving --spawn --engine null -c 64 --output-len 256
     """
-    from ...bench import serving as room
 
     args = own.arguments(url, server.model)
     try:
         workload, limits = load.workload(server.endpoint), load.limits(server.timeout)
-        server.target(url or "localhost", "")  # what is wrong with it is said before anything is sent
+        server.target(url or "localhost", "")  # raise before anything is sent
     except InvalidRequestError as error:
         if error.field is None:
             raise
         raise typer.BadParameter(str(error)) from None
     settings = _settings(server, own, load)
     with own.server(url, args, server.api_key, server.timeout) as found:
-        target = room.reach(partial(server.target, found.url), None if own.spawn else server.model, server.timeout)
-        watch = found.watch() if own.spawn or own.health else None
-        with recording("serving", results, show, url=found.url, **settings) as recorder, step_progress() as progress:
-            room.run(recorder, progress, target, workload, limits, watch)
+        target = bench_serving.connect(
+            partial(server.target, found.url), None if own.spawn else server.model, server.timeout
+        )
+        monitor = found.monitor() if own.spawn or own.health else None
+        with recording("serving", results, _show, url=found.url, **settings) as recorder, step_progress() as progress:
+            bench_serving.run(recorder, progress, target, workload, limits, monitor)
         if found.own is not None:
             found.own.require_alive()
     _require_answers(recorder)
 
 
-def _require_answers(recorder: "Recorder") -> None:
+def _require_answers(recorder: Recorder) -> None:
     found = {result.name: result.estimate for result in recorder.results()}
     if not found.get("completed"):
-        first = next((told for told in recorder.details.get("errors", {}).values()), ["no request was sent"])[0]
+        first = next((examples for examples in recorder.details.get("errors", {}).values()), ["no request was sent"])[0]
         raise WorkerError(f"no request was answered: {first}")
 
 
 def _settings(server: ServerOptions, own: OwnOptions, load: LoadOptions) -> dict[str, Any]:
-    """What a saved run tells; keys and the values of headers stay out."""
+    """Return the settings of a saved run, without keys and values of headers."""
     known = asdict(server) | asdict(own) | asdict(load)
     known.pop("api_key")
     known["header"] = [text.partition(":")[0] for text in server.header or ()]
     known["prompts"] = None if load.prompts is None else load.prompts.name
     return {name: str(value) if value == math.inf else value for name, value in known.items()}
+
+
+def _show(run: Run) -> None:
+    """Print counts, latencies, and observations of the server."""
+    found = {result.name: result for result in run.results}
+    _show_counts(run, found)
+    head = ["", "MEAN", "MEDIAN", "P95", "P99", "95% INTERVAL OF P95"]
+    rows = [[title, *_latency(found, name)] for name, title in TITLES.items() if f"{name}/mean" in found]
+    if rows:
+        lines = columns([head, *rows], right=[1, 2, 3, 4])
+        print("\n" + style(lines[0], "bold"))
+        print("\n".join(lines[1:]))
+    if rows and found["completed"].estimate < ENOUGH_FOR_P99:
+        note(f"P99 of fewer than {ENOUGH_FOR_P99} requests says little more than their largest does")
+    _show_observations(found)
+    if run.details.get("counted_by") in ("chunks", "both"):
+        note("the server did not count all tokens: deltas were counted, and words of the prompt")
+
+
+def _show_counts(run: Run, found: dict[str, Result]) -> None:
+    print(style(f"{cell(str(run.settings['url']))}: {cell(str((run.model or {}).get('name')))}\n", "dim"))
+    rows = []
+    for name, title in (
+        ("request_throughput", "requests"),
+        ("output_throughput", "output tokens"),
+        ("total_token_throughput", "tokens in and out"),
+    ):
+        if name in found:
+            rows.append([title, quantity(found[name].estimate, found[name].unit), _interval(found[name])])
+    if "completed" in found:
+        rows.append(["completed", f"{found['completed'].estimate:,.0f}", f"in {run.details['duration_s']:.2f} s"])
+    print("\n".join(columns(rows, right=[1])))
+    if "unsent" in found and found["unsent"].estimate:
+        text = f"unsent     {found['unsent'].estimate:,.0f} had arrived, but --concurrency did not allow them"
+        print(style(text, "yellow"))
+    for kind, count in (found["errors"].fields["by_kind"] if "errors" in found else {}).items():
+        examples = "; ".join(run.details["errors"].get(kind, ()))
+        print(style(f"failed     {count:,} {cell(kind)}: {cell(examples)}", "red"))
+
+
+def _latency(found: dict[str, Result], name: str) -> list[str]:
+    shown = [quantity(found[f"{name}/{which}"].estimate, "s") for which in ("mean", "median", "p95", "p99")]
+    return [*shown, _interval(found[f"{name}/p95"])]
+
+
+def _interval(result: Result) -> str:
+    return f"{quantity(result.low, result.unit)} .. {quantity(result.high, result.unit)}"
+
+
+def _show_observations(found: dict[str, Result]) -> None:
+    """Print what was observed of the server, if it was monitored."""
+    if any(name.startswith(("health/", "server")) for name in found):
+        print("\n" + "\n".join(columns(list(_observations(found)), right=[1])))
+
+
+def _observations(found: dict[str, Result]) -> Iterator[list[str]]:
+    over = found["itl/p99"].fields.get("over_median") if "itl/p99" in found else None
+    if over is not None:
+        yield ["gap, P99 over median", f"{over:.2f} x", ""]
+    for name, title in OBSERVATIONS.items():
+        if name in found:
+            share = found[name].fields.get("of_a_core")
+            more = "" if share is None else f"{share:.0%} of a core"
+            yield [title, quantity(found[name].estimate, found[name].unit), more]

@@ -5,21 +5,28 @@ from __future__ import annotations
 import json
 import os
 import sys
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from llm_worker_rbee.bench import peers
+from llm_worker_rbee.bench.engine_harness import encode_bundled_prompts
 from llm_worker_rbee.bench.peers import OURS, Plan
-from llm_worker_rbee.bench.peers.llama_server import LlamaServer, Made, Stream, StreamError, counted, rate
-from llm_worker_rbee.bench.peers.process import PeerError, Task
-from llm_worker_rbee.bench.prompt_ids import prompts_of
+from llm_worker_rbee.bench.peers.programs import (
+    LlamaServer,
+    PeerError,
+    Stream,
+    StreamError,
+    Task,
+    TokenCount,
+    count_tokens,
+    shared_rate,
+)
 from llm_worker_rbee.bench.results import Recorder
 from llm_worker_rbee.weights import open_checkpoint
-from tests.bench import llama_server as fake
 from tests.cli.conftest import write_model
+from tests.helpers import fake_llama_server as fake
 
 from .test_peers import program
 
@@ -37,12 +44,12 @@ def notes(folder: Path) -> list[dict[str, Any]]:
 
 def test_it_is_started_asked_and_ended(tmp_path: Path) -> None:
     peer = LlamaServer(str(server(tmp_path)), "model.gguf", 2, slots=2, context=257, timeout_s=30)
-    assert peer.takes(TEST)
-    assert not peer.takes(Task("tg", 5))
+    assert peer.can_run(TEST)
+    assert not peer.can_run(Task("tg", 5))
     try:
         peer.start()
         assert peer.version == "b7031-0c1e570"
-        assert peer.rate(TEST) > 0
+        assert peer.measure_rate(TEST) > 0
         assert peer._process is not None
         pid = peer._process.pid
     finally:
@@ -65,11 +72,11 @@ def test_it_is_started_asked_and_ended(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("mode", "told"),
     [
-        ("short", "llama-server: it made 4 tokens where 5 were asked for"),
-        ("refuse", 'llama-server: it answered \'HTTP/1.1 400 Bad Request\': {"error": {"message": "no slot"}}'),
-        ("words", "llama-server: an event of its answer is not JSON: 'hello'"),
-        ("half", "llama-server: its answer broke off"),
-        ("quiet", "llama-server: it did not answer within 1 s"),
+        ("short", "llama-server: generated 4 tokens instead of 5"),
+        ("refuse", 'llama-server: HTTP status 400: {"error": {"message": "no slot"}}'),
+        ("words", "llama-server: an event is not a JSON object: 'hello'"),
+        ("half", "llama-server: the server closed the connection inside the body"),
+        ("quiet", "llama-server: no answer within 1 s"),
     ],
 )
 def test_one_that_answers_badly(tmp_path: Path, mode: str, told: str) -> None:
@@ -78,7 +85,7 @@ def test_one_that_answers_badly(tmp_path: Path, mode: str, told: str) -> None:
         peer.start()
         peer._timeout_s = 1 if mode == "quiet" else 30
         with pytest.raises(PeerError) as caught:
-            peer.rate(TEST)
+            peer.measure_rate(TEST)
     finally:
         peer.close()
     assert str(caught.value) == told
@@ -98,26 +105,29 @@ def test_one_that_does_not_start(tmp_path: Path) -> None:
 
 
 def test_the_rate_is_taken_while_all_are_answered() -> None:
-    slow = [Made(2.0, 1), Made(4.0, 2), Made(6.0, 3), Made(8.0, 4), Made(8.0, 4)]
-    fast = [Made(1.0, 1), Made(2.0, 3), Made(3.5, 4), Made(5.0, 6), Made(5.5, 6)]
+    slow = [TokenCount(2.0, 1), TokenCount(4.0, 2), TokenCount(6.0, 3), TokenCount(8.0, 4), TokenCount(8.0, 4)]
+    fast = [TokenCount(1.0, 1), TokenCount(2.0, 3), TokenCount(3.5, 4), TokenCount(5.0, 6), TokenCount(5.5, 6)]
     # from 2.0, when the slow one has begun, to 5.0, when the fast one is complete: 1 and 3 tokens
-    assert rate([slow, fast]) == pytest.approx(4 / 3)
+    assert shared_rate([slow, fast]) == pytest.approx(4 / 3)
     with pytest.raises(StreamError, match="ended before the last began"):
-        rate([slow, [Made(0.5, 1), Made(1.0, 2)]])
+        shared_rate([slow, [TokenCount(0.5, 1), TokenCount(1.0, 2)]])
 
 
-def test_each_event_has_the_moment_when_it_was_complete() -> None:
-    head = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
-    parts = [b'data: {"n": 1}\n\nda', b'ta: {"n": 2}\n\n', b'data: {"n": 0}\n\n']
-    whole = head + b"".join(b"%x\r\n%s\r\n" % (len(part), part) for part in parts) + b"0\r\n\r\n"
-    cuts = [0, len(head) + 5, whole.index(b'"n": 2') + 3, whole.index(b'"n": 2') + 5, len(whole)]
-    stream = Stream([1.0, 2.0, 3.0, 4.0], [whole[a:b] for a, b in pairwise(cuts)])
-    assert counted(stream, "n") == [Made(2.0, 1), Made(4.0, 2)]
-    plain = Stream([1.0], [b'HTTP/1.1 200 OK\r\n\r\ndata: {"n": 3}\n\n'])
-    assert counted(plain, "n") == [Made(1.0, 3)]
-    for body, told in ((b"zz\r\n", "not what it is known to be"), (b"", "broke off"), (b"0\r\n\r\n", "tells n")):
-        with pytest.raises(StreamError, match=told):
-            counted(Stream([1.0], [head + body]), "n")
+def test_count_tokens_takes_the_time_of_the_part_that_completes_an_event() -> None:
+    stream: Stream = [
+        (1.0, b""),
+        (2.0, b'data: {"n": 1}\n\nda'),
+        (3.0, b'ta: {"n"'),
+        (4.0, b': 2}\n\ndata: {"n": 0}\n\n'),
+    ]
+    assert count_tokens(stream, "n") == [TokenCount(2.0, 1), TokenCount(4.0, 2)]
+    for body, message in (
+        (b"data: zz\n\n", "not a JSON object"),
+        (b"data: 3\n\n", "not a JSON object"),
+        (b"", "has n"),
+    ):
+        with pytest.raises(StreamError, match=message):
+            count_tokens([(1.0, body)], "n")
 
 
 def test_beside_ours_on_the_same_prompts(tmp_path: Path) -> None:
@@ -132,7 +142,7 @@ def test_beside_ours_on_the_same_prompts(tmp_path: Path) -> None:
     assert recorder.details == {"left_out": {}}
     options, *asked = notes(tmp_path)
     assert options["options"]["-np"] == "3"
-    assert sorted(one["prompt"] for one in asked) == sorted(3 * prompts_of(open_checkpoint(model), 3))
+    assert sorted(one["prompt"] for one in asked) == sorted(3 * encode_bundled_prompts(open_checkpoint(model), 3))
     assert [one["n_predict"] for one in asked] == [32] * 3 + [40] * 6  # warming up, then two runs
 
 

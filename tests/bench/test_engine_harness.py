@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from llm_worker_rbee import LLM
-from llm_worker_rbee.bench.engine_harness import Drive
+from llm_worker_rbee.bench.engine_harness import EngineHarness
 from llm_worker_rbee.errors import InvalidRequestError
 from tests.cli.conftest import write_model
 
@@ -20,22 +20,22 @@ def answer(llm: LLM, prompt: list[int], tokens: int) -> list[int]:
 
 
 def test_it_makes_what_the_model_answers(llm: LLM) -> None:
-    drive = Drive(llm.model, 64, batch=3, seed=7)
+    drive = EngineHarness(llm.model, 64, batch=3, seed=7)
     prompts = [row.tolist() for row in drive.ids]
     assert len({tuple(p) for p in prompts}) == 3
-    assert drive.first_tokens([p[:40] for p in prompts]).answers == [answer(llm, p[:40], 1) for p in prompts]
+    assert drive.time_first_tokens([p[:40] for p in prompts]).answers == [answer(llm, p[:40], 1) for p in prompts]
     for depth in (20, 32, 0, 20):
         made = drive.decode(depth, 9, 3)
         assert made.answers == [answer(llm, p[: max(1, depth)], 10)[1:] for p in prompts]
         assert (made.tokens, made.steps) == (27, 9)
-    together = drive.together([p[:n] for p, n in zip(prompts, (5, 1, 17), strict=True)], 12)
-    assert together.answers == [answer(llm, p[:n], 12) for p, n in zip(prompts, (5, 1, 17), strict=True)]
-    assert (together.tokens, together.steps) == (33, 11)  # all began in one step, and ended in one
+    decode_prompts = drive.decode_prompts([p[:n] for p, n in zip(prompts, (5, 1, 17), strict=True)], 12)
+    assert decode_prompts.answers == [answer(llm, p[:n], 12) for p, n in zip(prompts, (5, 1, 17), strict=True)]
+    assert (decode_prompts.tokens, decode_prompts.steps) == (33, 11)  # all began in one step, and ended in one
 
 
 def test_a_prefill_reads_so_many_tokens_and_no_more(llm: LLM) -> None:
     """Whatever ran before: depths that grow and shrink, other batches, answers over the cached blocks."""
-    drive = Drive(llm.model, 130, batch=3)
+    drive = EngineHarness(llm.model, 130, batch=3)
     for depth, tokens, batch in (
         (0, 40, 1),
         (96, 30, 3),
@@ -49,38 +49,38 @@ def test_a_prefill_reads_so_many_tokens_and_no_more(llm: LLM) -> None:
         assert (read.tokens, len(read.answers)) == (tokens * batch, batch)
         drive.decode(depth // 2, 3, batch)
         assert drive.prefill(depth, tokens, batch).tokens == tokens * batch
-    first = Drive(llm.model, 64, seed=1).prefill(16, 20, 1)
-    assert Drive(llm.model, 64, seed=1).prefill(16, 20, 1).answers == first.answers  # the same seed asks the same
+    first = EngineHarness(llm.model, 64, seed=1).prefill(16, 20, 1)
+    assert EngineHarness(llm.model, 64, seed=1).prefill(16, 20, 1).answers == first.answers
 
 
 def test_steps_are_bounded_and_may_hold_several_sequences(llm: LLM) -> None:
-    assert Drive(llm.model, 210, batch=3).prefill(0, 210, 3).steps == 2  # of at most 512 tokens
+    assert EngineHarness(llm.model, 210, batch=3).prefill(0, 210, 3).steps == 2  # of at most 512 tokens
 
 
 def test_an_answer_that_ends_too_soon_is_an_error(llm: LLM) -> None:
-    drive = Drive(llm.model, 32, batch=2)
+    drive = EngineHarness(llm.model, 32, batch=2)
     with pytest.raises(InvalidRequestError, match=r"2 answers of 1 tokens ended before the last began.*--tg"):
-        drive.together([[1, 2], [3, 4]], 1)
+        drive.decode_prompts([[1, 2], [3, 4]], 1)
 
 
 def test_steps_while_a_prompt_is_read(llm: LLM) -> None:
-    drive = Drive(llm.model, 64, batch=3, max_step_tokens=12)
+    drive = EngineHarness(llm.model, 64, batch=3, max_step_tokens=12)
     beside = [row[:5].tolist() for row in drive.ids[:2]]
-    took = drive.while_reading(drive.ids[2, :60].tolist(), beside, 50)
+    took = drive.time_prefill_steps(drive.ids[2, :60].tolist(), beside, 50)
     assert len(took) >= 5  # of at most 12 tokens
     assert min(took) > 0
     with pytest.raises(
-        InvalidRequestError, match=r"answers of 3 tokens ended before a prompt of 50 was read.*--target"
+        InvalidRequestError, match=r"answers of 3 tokens ended before a prompt of 50 was prefilled.*--target"
     ):
-        drive.while_reading(drive.ids[2, 10:60].tolist(), beside, 3)
+        drive.time_prefill_steps(drive.ids[2, 10:60].tolist(), beside, 3)
 
 
 def test_guesses_change_no_answer_and_save_steps(llm: LLM) -> None:
-    prompts = [row[:9].tolist() for row in Drive(llm.model, 9, batch=2).ids]
-    plain = Drive(llm.model, 60, batch=2).together(prompts, 40)
+    prompts = [row[:9].tolist() for row in EngineHarness(llm.model, 9, batch=2).ids]
+    plain = EngineHarness(llm.model, 60, batch=2).decode_prompts(prompts, 40)
     for more in ({"speculative": "ngram"}, {"draft_model": llm.model, "draft_tokens": 3}):
-        drive = Drive(llm.model, 60, 2, **more)  # type: ignore[arg-type]
-        guessed = drive.together(prompts, 40)
+        drive = EngineHarness(llm.model, 60, 2, **more)  # type: ignore[arg-type]
+        guessed = drive.decode_prompts(prompts, 40)
         assert guessed.answers == plain.answers
         assert guessed.steps <= plain.steps
     assert drive.engine.scheduler.stats.num_accepted_tokens == drive.engine.scheduler.stats.num_drafted_tokens > 0

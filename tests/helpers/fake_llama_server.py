@@ -27,7 +27,7 @@ def note(what: Any) -> None:
 
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
-    together: threading.Barrier
+    decode_prompts: threading.Barrier
     looks = 0
 
     def log_message(self, *args: Any) -> None:
@@ -62,7 +62,7 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         tokens = asked["n_predict"] - (MODE == "short")
         for n in range(1, tokens + 1):
-            self.together.wait()
+            self.decode_prompts.wait()
             time.sleep(STEP_S)
             self.event({"content": "x", "tokens": [7], "stop": False, "tokens_predicted": n})
         if MODE == "half":
@@ -83,5 +83,5 @@ if __name__ == "__main__":
     note({"options": {key: value for key, value in given.items() if key != "--port"}})
     if MODE == "crash":
         sys.exit("cannot load the model")
-    Handler.together = threading.Barrier(int(given["-np"]))
+    Handler.decode_prompts = threading.Barrier(int(given["-np"]))
     ThreadingHTTPServer((given["--host"], int(given["--port"])), Handler).serve_forever()
