@@ -49,7 +49,7 @@ def accuracy(
     ] = 0,
     against: Annotated[
         str,
-        measuring_option("--against", metavar="reference|transformers", help="What computes the truth, in float32."),
+        measuring_option("--against", metavar="reference|transformers", help="What computes the truth."),
     ] = "reference",
     peer_python: Annotated[
         str, measuring_option("--peer-python", metavar="PYTHON", show_default="this one", help="Where transformers is.")
@@ -62,12 +62,10 @@ def accuracy(
         Path | None,
         measuring_option("--prompts", metavar="FILE", show_default="20 of ours", help="One prompt a line, or .jsonl."),
     ] = None,
-    text: Annotated[
-        Path | None, measuring_option("--text", metavar="FILE", show_default="ours", help="A text.")
-    ] = None,
+    text: Annotated[Path | None, measuring_option("--text", metavar="FILE", show_default="ours", help="Text.")] = None,
     tokens: Annotated[
         int,
-        measuring_option("--tokens", metavar="N", min=2, max=1_000_000, help="How many tokens of the text are used."),
+        measuring_option("--tokens", metavar="N", min=2, max=1_000_000, help="How many tokens of the text."),
     ] = 512,
 ) -> None:
     """Measure how far a path is from float32 on the dequantized weights: the truth.

@@ -51,9 +51,7 @@ def e2e(
     batch: Annotated[str, measuring_option("--batch", metavar="N,...", help="Sequences side by side.")] = "1",
     pg: Annotated[
         str | None,
-        measuring_option(
-            "--pg", metavar="P,T", help="Time BATCH requests of P prompt and T output tokens, all at once."
-        ),
+        measuring_option("--pg", metavar="P,T", help="Time BATCH requests of P prompt and T output tokens."),
     ] = None,
     prefix: Annotated[
         int, measuring_option("--prefix", metavar="N", min=0, help="Time two prompts that share N tokens; 0: not.")
@@ -69,7 +67,7 @@ def e2e(
     ] = "off",
     draft_tokens: Annotated[
         int | None,
-        measuring_option("--draft-tokens", metavar="K", min=1, max=16, help="Draft tokens in a step, at most."),
+        measuring_option("--draft-tokens", metavar="K", min=1, max=16, help="Draft tokens a step."),
     ] = None,
     draft_model: Annotated[
         str | None, measuring_option("--draft-model", metavar="MODEL", help="Likewise, with this model as drafter.")

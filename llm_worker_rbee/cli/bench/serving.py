@@ -64,7 +64,7 @@ class ServerOptions:
     endpoint: Annotated[str, _server("--endpoint", metavar="chat|completions", help="Which of the two.")] = "chat"
     model: Annotated[
         str | None,
-        _server("--model", "-m", metavar="NAME", show_default="the first it lists", help="The model to use."),
+        _server("--model", "-m", metavar="NAME", show_default="the first it lists", help="The model."),
     ] = None
     api_key: Annotated[
         str | None,
@@ -267,9 +267,8 @@ def serving(
         raise typer.BadParameter(str(error)) from None
     settings = _settings(server, own, load)
     with own.server(url, args, server.api_key, server.timeout) as found:
-        target = bench_serving.connect(
-            partial(server.target, found.url), None if own.spawn else server.model, server.timeout
-        )
+        name = None if own.spawn else server.model
+        target = bench_serving.connect(partial(server.target, found.url), name, server.timeout)
         monitor = found.monitor() if own.spawn or own.health else None
         with recording("serving", results, _show, url=found.url, **settings) as recorder, step_progress() as progress:
             bench_serving.run(recorder, progress, target, workload, limits, monitor)
