@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 from ..backends.ops import Array, Backend, Batch, Ints
 from ..backends.reference import ReferenceBackend
 from ..cache import KVCache
+from ..engine.model_runner import SingleSequence
 from ..engine.request import Request, SamplingParams
-from ..engine.solo import Solo
 from ..errors import InferenceError, InvalidRequestError, MissingDependencyError, WorkerError
 from ..llm import LLM, Completion
 from ..models import Transformer, load_model, read_model_config
@@ -71,7 +71,7 @@ class WorkerSide:
 
     def logits(self, ids: list[int], *, last: bool = False) -> Logits:
         request = Request(ids, SamplingParams(), 1, 0, frozenset())
-        chunks = Solo(self.llm.model, len(ids), self.llm.kv_type).catch_up(request, all_logits=not last)
+        chunks = SingleSequence(self.llm.model, len(ids), self.llm.kv_type).catch_up(request, all_logits=not last)
         parts = [to_numpy(part) for _, part in chunks]
         return parts[-1][-1:] if last else np.concatenate(parts)
 

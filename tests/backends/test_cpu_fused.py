@@ -19,7 +19,7 @@ from llm_worker_rbee.backends.cpu.layouts import BY_TYPE
 from llm_worker_rbee.backends.cpu.pointers import i64
 from llm_worker_rbee.backends.cpu.program import Instruction, Program, Step, new_step, table_of
 from llm_worker_rbee.bench.random_weights import random_tensor
-from llm_worker_rbee.engine.solo import Solo
+from llm_worker_rbee.engine.model_runner import SingleSequence
 from llm_worker_rbee.errors import InferenceError
 from llm_worker_rbee.models import Transformer, load_model, read_model_config
 from llm_worker_rbee.weights import open_checkpoint
@@ -34,7 +34,7 @@ S_DELTA, S_NORMED = int(Step.DELTA), int(Step.NORMED)
 
 def steps(model: Transformer, ids: list[int], sizes: list[int], *, fused: bool) -> NDArray[np.float32]:
     """Logits at every position, so many tokens a step."""
-    runner, at, found = Solo(model, len(ids)), 0, []
+    runner, at, found = SingleSequence(model, len(ids)), 0, []
     for size in sizes:
         batch = runner.batch(ids[at : at + size], at, all_logits=True)
         found.append(model.forward(batch, runner.cache) if fused else model.forward_unfused(batch, runner.cache))
@@ -131,7 +131,7 @@ def test_two_python_threads_share_one_model(default_model: Path) -> None:
 def test_a_step_may_be_empty_and_may_want_a_token_twice(default_model: Path) -> None:
     checkpoint = open_checkpoint(default_model)
     model = load_model(checkpoint, cpu, read_model_config(checkpoint), 64)  # type: ignore[arg-type]
-    runner = Solo(model, 32)
+    runner = SingleSequence(model, 32)
     batch = runner.batch(list(range(100, 110)), 0, all_logits=False)
     last = model.forward(batch, runner.cache)
     twice = model.forward(replace(batch, logits_index=np.array([9, 3, 9, 9], np.int64)), runner.cache)
@@ -145,7 +145,7 @@ def test_a_step_may_be_empty_and_may_want_a_token_twice(default_model: Path) -> 
 def test_a_cache_that_is_gone_is_not_kept(default_model: Path) -> None:
     checkpoint = open_checkpoint(default_model)
     model = load_model(checkpoint, cpu, read_model_config(checkpoint), 64)  # type: ignore[arg-type]
-    runner = Solo(model, 16)
+    runner = SingleSequence(model, 16)
     model.forward(runner.batch([1, 2], 0, all_logits=False), runner.cache)
     keys = weakref.ref(runner.cache.layers[0].k)
     del runner

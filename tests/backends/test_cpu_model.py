@@ -10,8 +10,8 @@ import pytest
 
 from llm_worker_rbee import LLM
 from llm_worker_rbee.backends.cpu import CpuBackend
+from llm_worker_rbee.engine.model_runner import SingleSequence
 from llm_worker_rbee.engine.request import Request, SamplingParams
-from llm_worker_rbee.engine.solo import Solo
 from llm_worker_rbee.models import load_model, read_model_config
 from llm_worker_rbee.weights import open_checkpoint
 from tests.cli.conftest import write_model
@@ -28,7 +28,7 @@ def logits(path: Path, ids: list[int], chunk: int) -> np.ndarray:
     """After each prompt token, computed `chunk` tokens at a time."""
     checkpoint = open_checkpoint(path)
     model = load_model(checkpoint, cpu, read_model_config(checkpoint), 64)  # type: ignore[arg-type]
-    runner = Solo(model, len(ids))
+    runner = SingleSequence(model, len(ids))
     request = Request(ids, SamplingParams(), 1, 0, frozenset())
     parts = [runner.step(request, chunk, all_logits=True) for _ in range(-(-len(ids) // chunk))]
     return np.concatenate(parts)

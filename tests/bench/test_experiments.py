@@ -167,7 +167,7 @@ def test_whole_forward_sides_equal_the_models_logits(tiny: Path, prompt: int, st
         one, other = work("modules"), work("fused")
         assert one.shape == other.shape
         assert np.allclose(one, other, atol=1e-4)
-    solo = whole_forward.Solo(load_model(checkpoint, ReferenceBackend(), read_model_config(checkpoint)), prompt + steps)
+    solo = whole_forward.SingleSequence(load_model(checkpoint, ReferenceBackend(), read_model_config(checkpoint)), prompt + steps)
     plain = solo.model.forward(solo.batch(sides.ids, 0, all_logits=False), solo.cache)
     assert np.allclose(plain, sides.decode("fused"), atol=1e-4)
 

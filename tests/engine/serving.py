@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 from llm_worker_rbee.backends import select_backend
 from llm_worker_rbee.config import EngineConfig
 from llm_worker_rbee.engine.engine import Engine
+from llm_worker_rbee.engine.model_runner import SingleSequence
 from llm_worker_rbee.engine.request import Request, SamplingParams, StepOutput, TokenLogprob
 from llm_worker_rbee.engine.sampler import sample_rows, token_logprobs
-from llm_worker_rbee.engine.solo import Solo
 from llm_worker_rbee.models import Transformer, load_model, read_model_config
 from llm_worker_rbee.weights import open_checkpoint
 from tests.conftest import DEVICE
@@ -70,9 +70,9 @@ class Answer(NamedTuple):
 def alone(model: Transformer, question: Question, kv_type: str = "float32") -> Answer:
     """The meaning of a question: one token after the other."""
     request, k = question.request(), question.options.get("logprobs")
-    solo = Solo(model, len(request.prompt) + request.max_tokens, kv_type)
+    solo = SingleSequence(model, len(request.prompt) + request.max_tokens, kv_type)
     if request.prompt_logprobs is not None:
-        for start, logits in Solo(model, len(request.prompt), kv_type).catch_up(question.request(), all_logits=True):
+        for start, logits in SingleSequence(model, len(request.prompt), kv_type).catch_up(question.request(), all_logits=True):
             following = request.prompt[start + 1 : start + 1 + len(logits)]
             request.prompt_logprobs += token_logprobs(model.ops, logits[: len(following)], following, k or 0)
     logprobs: list[TokenLogprob] = []

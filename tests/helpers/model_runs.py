@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from llm_worker_rbee.backends import select_backend
 from llm_worker_rbee.config import EngineConfig, ModelConfig, RopeScaling
 from llm_worker_rbee.engine.engine import Engine
+from llm_worker_rbee.engine.model_runner import SingleSequence
 from llm_worker_rbee.engine.request import Request, SamplingParams
-from llm_worker_rbee.engine.solo import Solo
 from llm_worker_rbee.layers.block import Block
 from llm_worker_rbee.models import Transformer, load_model, read_model_config
 from llm_worker_rbee.weights import open_checkpoint
@@ -30,7 +30,7 @@ def compute_logits(
 ) -> NDArray[np.float32]:
     """Return the logits at every position, prefilled in chunks."""
     request = Request(list(ids), SamplingParams(), 1, 0, frozenset())
-    runner = Solo(model, len(ids), kv_type)
+    runner = SingleSequence(model, len(ids), kv_type)
     parts = []
     while request.num_computed_tokens < len(ids):
         parts.append(to_numpy(runner.step(request, chunk, all_logits=True)))

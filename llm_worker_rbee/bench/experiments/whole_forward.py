@@ -16,7 +16,7 @@ import numpy as np
 from ...backends import reference
 from ...backends.ops import AttentionParams, Batch, Ints, RopeTable
 from ...config import ModelConfig
-from ...engine.solo import Solo
+from ...engine.model_runner import SingleSequence
 from ...errors import UnsupportedModelError
 from ...models import Transformer, load_model, read_model_config
 from ...weights import open_checkpoint
@@ -98,7 +98,7 @@ class Sides:
         c, capacity = model.config, prompt_tokens + steps
         self.ids = np.random.default_rng(4).integers(0, c.vocab_size, capacity).tolist()
         self.prompt_tokens, self.steps = prompt_tokens, steps
-        self.modules = Solo(replace(model, ops=GROWING), capacity)
+        self.modules = SingleSequence(replace(model, ops=GROWING), capacity)
         self.model = model
         self.cos, self.sin = harness.rope_tables(model.blocks[0].attention.rope, 0, capacity)
         self.buffers = [KVBuffers.zeros(capacity, c.n_kv_heads, c.head_dim) for _ in model.blocks]

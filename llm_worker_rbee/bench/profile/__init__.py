@@ -19,9 +19,9 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 
 from ...backends.ops import Array, Backend, Batch, FusedForward
+from ...engine.model_runner import SingleSequence
 from ...engine.request import Request, SamplingParams
 from ...engine.sampler import sample_rows
-from ...engine.solo import Solo
 from ...errors import ContextLengthError
 from ...llm import LLM
 from ...models import Transformer
@@ -247,7 +247,7 @@ class Workload:
         prompt = np.random.default_rng(SEED).integers(0, model.config.vocab_size, settings.pp).tolist()
         self.tg = settings.tg
         self.ops = model.ops
-        self.solo = Solo(model, settings.pp + settings.tg + 1, settings.kv_type)
+        self.solo = SingleSequence(model, settings.pp + settings.tg + 1, settings.kv_type)
         if timer is not None:
             self.solo.batch = timer.wrap("scheduling", self.solo.batch)  # type: ignore[method-assign]
         self.request = Request(prompt, SamplingParams(temperature=0.0), settings.tg + 1, SEED, frozenset())
