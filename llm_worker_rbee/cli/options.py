@@ -19,8 +19,7 @@ import typer
 
 from ..backends import isa, thread_count
 from ..backends.precompile import COMPILING
-from ..config import KV_AUTO, KV_VALUE_BYTES
-from ..config.engine import SPECULATIVE, EngineConfig
+from ..config import KV_AUTO, KV_VALUE_BYTES, SPECULATIVE, EngineConfig
 from ..engine.kv_cache_budget import parse_size
 from ..engine.request import SamplingParams
 from ..errors import InsufficientMemoryError, InvalidRequestError, WorkerError

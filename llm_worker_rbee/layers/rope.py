@@ -11,8 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..backends.ops import RopeTable
-from ..config import ModelConfig, RopeScaling
-from ..config.keys import LEAST_FACTOR
+from ..config import LEAST_FACTOR, ModelConfig, RopeScaling
 from ..errors import ModelFileError
 
 Floats = NDArray[np.float32]

@@ -8,6 +8,7 @@ from typing import Any
 from ..config import Family, ModelConfig
 from ..errors import ModelFileError, UnsupportedModelError
 from ..weights import Checkpoint
+from .metadata import model_config_from_gguf, model_config_from_hf
 
 QWEN_DEFAULTS = {
     "num_key_value_heads": 32,
@@ -69,8 +70,8 @@ def read_model_config(checkpoint: Checkpoint) -> ModelConfig:
     embedding = checkpoint.tensors.get("token_embd.weight")
     rows = embedding.shape[0] if embedding is not None and len(embedding.shape) == 2 else None
     if checkpoint.format == "gguf":
-        return ModelConfig.from_gguf(checkpoint.metadata, family, rows)
-    return ModelConfig.from_hf(checkpoint.metadata["config"], family, rows)
+        return model_config_from_gguf(checkpoint.metadata, family, rows)
+    return model_config_from_hf(checkpoint.metadata["config"], family, rows)
 
 
 def detect_family(checkpoint: Checkpoint) -> Family:

@@ -14,6 +14,7 @@ from llm_worker_rbee.backends.reference import ReferenceBackend
 from llm_worker_rbee.config import ModelConfig
 from llm_worker_rbee.layers.linear import Linear
 from llm_worker_rbee.models.families import BY_HF
+from llm_worker_rbee.models.metadata import model_config_from_hf
 from llm_worker_rbee.weights import Tensor
 from llm_worker_rbee.weights.quants import BLOCK_TYPES
 
@@ -51,7 +52,7 @@ def linear(*weights: Any) -> Linear:
 
 
 def hf_model_config(hf: Any) -> ModelConfig:
-    return ModelConfig.from_hf(hf.to_dict(), BY_HF[hf.model_type])
+    return model_config_from_hf(hf.to_dict(), BY_HF[hf.model_type])
 
 
 class BlockTables:

@@ -16,9 +16,10 @@ import torch
 import transformers
 from numpy.typing import NDArray
 
-from llm_worker_rbee.config import Family, ModelConfig
+from llm_worker_rbee.config import Family
 from llm_worker_rbee.layers.rope import inverse_frequencies, scaled_table
 from llm_worker_rbee.models.families import BY_HF
+from llm_worker_rbee.models.metadata import model_config_from_hf
 from llm_worker_rbee.weights.gguf_writer import Raw, TensorLike, Typed, write_gguf
 from llm_worker_rbee.weights.safetensors import LAYER_NAMES, SANDWICH_NAMES, gguf_name
 
@@ -198,7 +199,7 @@ def rope_tensors(c: Any) -> dict[str, TensorLike]:
         }
     if rope.get("rope_type") != "llama3":
         return {}
-    ours = ModelConfig.from_hf(c.to_dict(), BY_HF[c.model_type])
+    ours = model_config_from_hf(c.to_dict(), BY_HF[c.model_type])
     plain = inverse_frequencies(ours.rope_base, ours.rope_dim)
     scaled = scaled_table(plain, ours.rope_base, ours.rope_scaling, 128).inv_freq
     return {"rope_freqs.weight": np.asarray(plain / scaled, np.float32)}

@@ -11,10 +11,10 @@ import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from llm_worker_rbee.config import ModelConfig
 from llm_worker_rbee.errors import ModelFileError, UnsupportedModelError
 from llm_worker_rbee.layers.rope import rope_table
 from llm_worker_rbee.models.families import BY_HF
+from llm_worker_rbee.models.metadata import model_config_from_gguf, model_config_from_hf
 from tests.helpers.layer_inputs import hf_model_config
 
 HALF = 32
@@ -93,7 +93,7 @@ def test_rope_scaling_older_spelling_is_read() -> None:
         "rope_theta": 500000.0,
         "rope_scaling": {k: v for k, v in LLAMA3.items() if k != "rope_theta"},
     }
-    ours = rope_table(ModelConfig.from_hf(old, BY_HF["llama"]), local=False, max_context=4096)
+    ours = rope_table(model_config_from_hf(old, BY_HF["llama"]), local=False, max_context=4096)
     assert np.array_equal(
         ours.inv_freq, rope_table(hf_model_config(llama(LLAMA3)), local=False, max_context=4096).inv_freq
     )
@@ -113,7 +113,7 @@ def test_rope_scaling_unknown_raises(kind: str) -> None:
         "rope_parameters": {"rope_type": kind, "rope_theta": 1e4, "factor": 2.0},
     }
     with pytest.raises(UnsupportedModelError, match=f"'{kind}'.*supported: "):
-        ModelConfig.from_hf(raw, BY_HF["llama"])
+        model_config_from_hf(raw, BY_HF["llama"])
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "llama3", "made-up"])
@@ -130,7 +130,7 @@ def test_rope_scaling_unknown_in_gguf_raises(kind: str) -> None:
     }
     metadata = {"general.architecture": "llama", **{f"llama.{k}": v for k, v in keys.items()}}
     with pytest.raises(UnsupportedModelError, match=f"'{kind}'"):
-        ModelConfig.from_gguf(metadata, BY_HF["llama"], 10)
+        model_config_from_gguf(metadata, BY_HF["llama"], 10)
 
 
 def test_rope_table_freq_factors_divide_frequencies() -> None:

@@ -16,6 +16,7 @@ from llm_worker_rbee.config import ModelConfig
 from llm_worker_rbee.errors import ModelFileError, UnsupportedModelError
 from llm_worker_rbee.models import Transformer, load_model, read_model_config
 from llm_worker_rbee.models.families import BY_GGUF, BY_HF
+from llm_worker_rbee.models.metadata import model_config_from_hf
 from llm_worker_rbee.weights import open_checkpoint
 from llm_worker_rbee.weights.gguf_writer import Raw, Typed, write_gguf
 
@@ -273,7 +274,7 @@ def test_gguf_key_named_config_is_ignored(tmp_path: Path) -> None:
 
 def from_hf(**changes: Any) -> ModelConfig:
     config = {key: value for key, value in {**HF_CONFIG, **changes}.items() if value is not None}
-    return ModelConfig.from_hf(json.loads(json.dumps(config)), BY_HF["llama"])
+    return model_config_from_hf(json.loads(json.dumps(config)), BY_HF["llama"])
 
 
 @pytest.mark.parametrize("key", HF_REQUIRED)

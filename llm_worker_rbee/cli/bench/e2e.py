@@ -111,7 +111,7 @@ def e2e(
     from ...bench.e2e.isolated import run_isolated
     from ...bench.e2e.throughput import Plan
     from ...bench.synthetic import parse
-    from ...config.engine import SPECULATIVE
+    from ...config import SPECULATIVE
 
     if speculative not in SPECULATIVE:
         raise typer.BadParameter(f"--speculative is {speculative!r}: use one of {', '.join(SPECULATIVE)}")

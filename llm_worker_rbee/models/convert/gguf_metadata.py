@@ -23,6 +23,7 @@ from ...weights import Checkpoint, Tensor
 from ...weights.gguf_writer import Typed
 from ...weights.quants import BLOCK_TYPES
 from ..families import BY_GGUF
+from ..metadata import model_config_from_gguf
 from .tensor_plan import gguf_architecture
 from .tokenizer_export import tokenizer_keys
 
@@ -131,7 +132,7 @@ def rope_tensors(checkpoint: Checkpoint, config: ModelConfig) -> dict[str, Tenso
 def _check_round_trip(wanted: ModelConfig, metadata: Mapping[str, Any]) -> None:
     """Raise if the keys, read back, give another configuration."""
     arch = metadata["general.architecture"]
-    read = ModelConfig.from_gguf(metadata, BY_GGUF[arch], wanted.vocab_size)
+    read = model_config_from_gguf(metadata, BY_GGUF[arch], wanted.vocab_size)
     for field in fields(ModelConfig):
         expected, found = getattr(wanted, field.name), getattr(read, field.name)
         if field.name not in COMPARED_BY_EFFECT and expected != found:

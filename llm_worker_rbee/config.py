@@ -1,0 +1,167 @@
+"""The numbers of a model and of an engine, as frozen records; and the types that keys and values may have.
+
+`Family` is what models of one architecture have in common (models/families.py has the table); `ModelConfig` is one
+model, read from a checkpoint's metadata by models/metadata.py; `EngineConfig` is how requests share it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from .errors import InvalidRequestError, ModelFileError
+
+KV_VALUE_BYTES = {
+    "float32": 4,
+    "float16": 2,
+    "int8": 1,
+    "bfloat16": 2,
+    "float8": 1,
+}  # by `--kv-type`; int8 has a float32 scale per position and head
+KV_ON_CPU, KV_ON_CUDA = ("float32", "float16", "int8"), ("bfloat16", "float16", "float32", "float8")
+KV_AUTO = "auto"
+KV_CUDA = "bfloat16"  # what `auto` is on a GPU
+KV_DEFAULT = "float16"  # what `auto` is for kernels: half the memory and half the reading; the reference rounds nothing
+MAX_LAYERS = 4096
+MAX_WIDTH = 1 << 20
+MAX_VOCABULARY = 1 << 24
+MAX_CONTEXT = 1 << 40
+LEAST_FACTOR = 1e-6  # of rope scaling
+LIMITS = {
+    "n_layers": MAX_LAYERS,
+    "d_model": MAX_WIDTH,
+    "n_heads": MAX_WIDTH,
+    "n_kv_heads": MAX_WIDTH,
+    "head_dim": MAX_WIDTH,
+    "d_ff": MAX_WIDTH,
+    "vocab_size": MAX_VOCABULARY,
+    "context_length": MAX_CONTEXT,
+}
+SPECULATIVE = ("off", "ngram")
+MAX_BATCH, MAX_DRAFT_TOKENS = 4096, 16
+DEVICE_SPARE = 1 << 30  # bytes of a GPU beside weights and KV cache: kernels, graphs, the arrays of a step
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """What differs between families of decoders, as data."""
+
+    name: str
+    gguf: tuple[str, ...]  # values of general.architecture
+    hf: tuple[str, ...]  # values of model_type
+    activation: str = "silu"
+    rope_interleaved: bool = False  # GGUF stores q/k rows for rope over neighbouring pairs
+    qkv_bias: bool = False  # bias tensors are expected beside q, k and v
+    qk_norm: bool = False
+    fused: bool = False  # q, k, v in one tensor, gate and up in one tensor
+    post_norms: bool = False  # a norm after attention and after the MLP, before the residual
+    scaled_embedding: bool = False  # embeddings times sqrt(width)
+    norm_plus_one: bool = False  # safetensors hold weight - 1 (GGUF holds the weight)
+    full_every: int = 0  # with a window: every n-th layer looks at everything (0: none does)
+    # what a GGUF leaves unsaid
+    default_window: int = 0
+    default_local_base: float = 0.0  # rope base of the layers with a window, where it differs
+    default_attention_cap: float = 0.0
+    default_final_cap: float = 0.0
+    # what a config.json leaves unsaid: keys that are absent, not those that are null
+    hf_defaults: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class RopeScaling:
+    """How rotary frequencies are stretched beyond the context a model was first trained on."""
+
+    kind: str = "none"  # none, linear, llama3, yarn, longrope
+    factor: float = 1.0
+    original_context: int = 0
+    attention_factor: float | None = None  # None: the kind's own formula
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float = 0.0
+    mscale_all_dim: float = 0.0
+    truncate: bool = True
+    short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """The shape of one model and every number its forward pass needs."""
+
+    family: Family
+    n_layers: int
+    d_model: int
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    d_ff: int
+    vocab_size: int
+    context_length: int
+    norm_eps: float
+    rope_dim: int
+    rope_base: float
+    attention_scale: float
+    windows: tuple[int, ...]  # per layer; 0 sees everything
+    rope_scaling: RopeScaling = field(default_factory=RopeScaling)
+    rope_local_base: float = 0.0  # 0: layers with a window use rope_base and rope_scaling like the others
+    attention_cap: float = 0.0  # soft cap of the scores; 0: none
+    final_cap: float = 0.0  # soft cap of the logits; 0: none
+    activation: str = "silu"
+
+    def __post_init__(self) -> None:
+        for name, top in LIMITS.items():
+            if not 1 <= getattr(self, name) <= top:
+                raise ModelFileError(f"model shape: {name} is {getattr(self, name)}, outside 1..{top}")
+        if self.n_heads % self.n_kv_heads:
+            raise ModelFileError(f"model shape: {self.n_heads} heads cannot share {self.n_kv_heads} KV heads evenly")
+        if self.rope_dim % 2 or not 0 < self.rope_dim <= self.head_dim:
+            raise ModelFileError(f"model shape: rope over {self.rope_dim} of {self.head_dim} values a head")
+        for name in ("norm_eps", "rope_base", "attention_scale"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value > 0):
+                raise ModelFileError(f"model shape: {name} is {value}, not a positive number")
+
+    def kv_bytes(self, tokens: int, kv_type: str = "float32") -> int:
+        """Memory that the keys and values of so many tokens take."""
+        scale = 4 if kv_type == "int8" else 0  # a float32 for each position and head
+        head = self.head_dim * KV_VALUE_BYTES[kv_type] + scale
+        return 2 * self.n_layers * self.n_kv_heads * head * tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """What an engine is told: how much it holds, and how it divides its steps."""
+
+    max_context: int  # tokens of one request, prompt and answer together
+    n_blocks: int  # of the KV cache, for all requests together
+    block_size: int = 16  # tokens in a block
+    max_batch: int = 64  # requests that are computed in one step
+    max_step_tokens: int = 512  # tokens of a step that reads prompts, and those who answer beside them
+    target_itl_ms: float = 100.0  # while prompts are read, running requests get a token within this time
+    prefix_cache: bool = True  # what is computed is kept for requests that begin alike
+    speculative: str = "off"  # "ngram": guess from what was said before
+    draft_tokens: int = 4  # at most so many guesses are verified in a step
+    debug: bool = False  # check the books after every step
+
+    def __post_init__(self) -> None:
+        whole = {
+            "max_context": None, "n_blocks": None, "block_size": None, "max_batch": MAX_BATCH, "max_step_tokens": None,
+            "draft_tokens": MAX_DRAFT_TOKENS,
+        }  # fmt: skip
+        for name, most in whole.items():
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1 or (most and value > most):
+                limit = f", at most {most}" if most else ""
+                raise InvalidRequestError(f"{name} is {value!r}: it must be a whole number, 1 or more{limit}", name)
+        if not (isinstance(self.target_itl_ms, (int, float)) and 0 < self.target_itl_ms < math.inf):
+            raise InvalidRequestError(
+                f"target_itl_ms is {self.target_itl_ms!r}: it must be a number of milliseconds above 0", "target_itl_ms"
+            )
+        if self.speculative not in SPECULATIVE:
+            raise InvalidRequestError(
+                f"unknown speculative {self.speculative!r}: use one of {', '.join(SPECULATIVE)}", "speculative"
+            )
