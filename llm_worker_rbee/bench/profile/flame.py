@@ -260,48 +260,9 @@ CATEGORIES = {
     "other": ("other", 0, 0, 78),
 }
 ROOT = Frame("all", "", 0, "other")
-STYLE = """
-.flame { font: 11px ui-monospace, "DejaVu Sans Mono", Menlo, Consolas, monospace; max-width: 100%; height: auto;
-  background: #fff; }
-.flame text { fill: #1b1b1b; pointer-events: none; }
-.flame .head, .flame .note { font-family: system-ui, "DejaVu Sans", sans-serif; fill: #222; }
-.flame .head { font-size: 16px; font-weight: 600; }
-.flame .note { font-size: 12px; fill: #555; }
-.flame g.frame { cursor: pointer; }
-.flame g.frame:hover rect { stroke: #000; stroke-width: 1; }
-.flame g.below { opacity: 0.55; }
-@media (prefers-color-scheme: dark) {
-  .flame { background: #16181d; }
-  .flame .head { fill: #eee; }
-  .flame .note { fill: #aaa; }
-  .flame g.frame:hover rect { stroke: #fff; }
-}
-@media print { .flame { background: #fff; } .flame .head { fill: #000; } .flame .note { fill: #333; } }
-"""
+STYLE = Path(__file__).with_name("flame.css").read_text(encoding="utf-8")
 # Each frame carries its place as fractions of the whole (data-x, data-w), its depth and its name.
-SCRIPT = """
-(function () {
-  var svg = document.currentScript.closest("svg"), frames = Array.from(svg.querySelectorAll("g.frame"));
-  function number(g, key) { return parseFloat(g.getAttribute("data-" + key)); }
-  function show(chosen) {
-    var x0 = number(chosen, "x"), w0 = number(chosen, "w"), d0 = number(chosen, "d"), tiny = 1e-9;
-    frames.forEach(function (g) {
-      var x = number(g, "x"), w = number(g, "w"), below = d0 > number(g, "d");
-      var left = Math.max(0, (x - x0) / w0), right = Math.min(1, (x + w - x0) / w0);
-      var out = tiny >= right - left;
-      g.style.display = out ? "none" : "";
-      g.classList.toggle("below", below);
-      var rect = g.querySelector("rect"), text = g.querySelector("text"), wide = (right - left) * SPAN;
-      rect.setAttribute("x", MARGIN + left * SPAN);
-      rect.setAttribute("width", Math.max(0.3, wide - 0.5));
-      text.setAttribute("x", MARGIN + left * SPAN + 4);
-      var room = Math.floor((wide - 8) / LETTER), name = g.getAttribute("data-n");
-      text.textContent = name.length > room ? (room > 2 ? name.slice(0, room - 1) + "\\u2026" : "") : name;
-    });
-  }
-  frames.forEach(function (g) { g.addEventListener("click", function () { show(g); }); });
-})();
-"""
+SCRIPT = Path(__file__).with_name("flame.js").read_text(encoding="utf-8")
 
 
 @dataclass(slots=True)
@@ -341,13 +302,13 @@ def render_svg(flame: Flame, title: str) -> str:
         [
             f'<svg class="flame" xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" '
             f'height="{height}" role="img" aria-label="{escape(title)}">',
-            f"<style>{STYLE}</style>",
+            f"<style>\n{STYLE}</style>",
             f'<text class="head" x="{MARGIN}" y="22">{escape(title)}</text>',
             *_legend({node.frame.category for node, _, level in rows if level}),
             *(_frame_svg(node, left, level, whole, height) for node, left, level in rows),
             f'<text class="note" x="{MARGIN}" y="{height - 8}">{len(flame.samples):,} samples, {whole:.2f} s · '
             "hover for a frame in full, click to zoom, click the lowest bar to zoom out</text>",
-            f"<script>{script.replace('LETTER', str(LETTER_WIDTH))}</script>",
+            f"<script>\n{script.replace('LETTER', str(LETTER_WIDTH))}</script>",
             "</svg>\n",
         ]
     )
