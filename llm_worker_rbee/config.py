@@ -28,8 +28,8 @@ MAX_LAYERS = 4096
 MAX_WIDTH = 1 << 20
 MAX_VOCABULARY = 1 << 24
 MAX_CONTEXT = 1 << 40
-LEAST_FACTOR = 1e-6  # of rope scaling
-LIMITS = {
+MIN_ROPE_FACTOR = 1e-6  # of rope scaling
+MAX_SHAPE = {
     "n_layers": MAX_LAYERS,
     "d_model": MAX_WIDTH,
     "n_heads": MAX_WIDTH,
@@ -41,7 +41,7 @@ LIMITS = {
 }
 SPECULATIVE = ("off", "ngram")
 MAX_BATCH, MAX_DRAFT_TOKENS = 4096, 16
-DEVICE_SPARE = 1 << 30  # bytes of a GPU beside weights and KV cache: kernels, graphs, the arrays of a step
+DEVICE_SPARE_BYTES = 1 << 30  # bytes of a GPU beside weights and KV cache: kernels, graphs, the arrays of a step
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,7 @@ class ModelConfig:
     activation: str = "silu"
 
     def __post_init__(self) -> None:
-        for name, top in LIMITS.items():
+        for name, top in MAX_SHAPE.items():
             if not 1 <= getattr(self, name) <= top:
                 raise ModelFileError(f"model shape: {name} is {getattr(self, name)}, outside 1..{top}")
         if self.n_heads % self.n_kv_heads:

@@ -10,7 +10,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from ..config import DEVICE_SPARE
+from ..config import DEVICE_SPARE_BYTES
 from ..errors import InvalidRequestError, human_bytes
 from ..weights import Checkpoint
 
@@ -73,7 +73,7 @@ def unused() -> str | None:
 
 def shortage(free: int, needed: int) -> str | None:
     """Return a note if weights of `needed` bytes do not fit into `free` bytes beside what everything else takes."""
-    if free >= needed + DEVICE_SPARE:
+    if free >= needed + DEVICE_SPARE_BYTES:
         return None
     return (
         f"the GPU has {human_bytes(free)} of memory free, and the model takes {human_bytes(needed + DEVICE_SPARE)}: "

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from .. import machine
 from ..backends import Backend
-from ..config import DEVICE_SPARE, KV_VALUE_BYTES, EngineConfig, ModelConfig
+from ..config import DEVICE_SPARE_BYTES, KV_VALUE_BYTES, EngineConfig, ModelConfig
 from ..errors import InsufficientMemoryError, InvalidRequestError, human_bytes
 
 # Of the host memory that is free beside the weights. The prefix cache fills the KV cache in time; the rest is for the
@@ -126,7 +126,7 @@ def available_memory(reserved: int = 0, ops: Backend | None = None) -> int | Non
     """
     on_device = None if ops is None else ops.free_memory()
     if on_device is not None:
-        return max(0, on_device - DEVICE_SPARE - reserved)
+        return max(0, on_device - DEVICE_SPARE_BYTES - reserved)
     total, free = machine.memory()
     limit, used = machine.memory_limit()
     known = [total if free is None else free, None if limit is None else limit - used]

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..backends.ops import RopeTable
-from ..config import LEAST_FACTOR, ModelConfig, RopeScaling
+from ..config import MIN_ROPE_FACTOR, ModelConfig, RopeScaling
 from ..errors import ModelFileError
 
 Floats = NDArray[np.float32]
@@ -49,7 +49,7 @@ def scaled_table(inv_freq: Floats, base: float, scaling: RopeScaling, max_contex
 def _divide(inv_freq: Floats, factors: Floats, name: str) -> Floats:
     if factors.shape != inv_freq.shape:
         raise ModelFileError(f"{name} has {factors.size} values, the rotary embedding {inv_freq.size} pairs")
-    if not np.isfinite(factors).all() or (factors < LEAST_FACTOR).any():
+    if not np.isfinite(factors).all() or (factors < MIN_ROPE_FACTOR).any():
         raise ModelFileError(f"{name} holds a value that is not a number of at least {LEAST_FACTOR}")
     return np.asarray(inv_freq / factors.astype(np.float32), np.float32)
 

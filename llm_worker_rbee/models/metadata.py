@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..config import (
-    LEAST_FACTOR,
+    MIN_ROPE_FACTOR,
     MAX_CONTEXT,
     MAX_LAYERS,
     MAX_VOCABULARY,
@@ -209,7 +209,7 @@ def _gguf_scaling(keys: Keys) -> RopeScaling:
     attention = keys.number("rope.scaling.attn_factor", 0.0) or keys.number("rope.scaling.yarn_attn_factor", 0.0)
     if keys.number("rope.scaling.yarn_log_multiplier", 0.0, -math.inf, math.inf):
         raise UnsupportedModelError("rope scaling with yarn_log_multiplier is not supported")
-    factor = keys.positive("rope.scaling.factor", linear, LEAST_FACTOR)
+    factor = keys.positive("rope.scaling.factor", linear, MIN_ROPE_FACTOR)
     if kind == "yarn" and attention:
         attention *= 1.0 + 0.1 * math.log(factor)  # the file's figure multiplies the formula's
     context = keys.integer("context_length", least=1, most=MAX_CONTEXT)
@@ -312,7 +312,7 @@ def _hf_scaling(rope: Keys, keys: Keys) -> RopeScaling:
         raise rope.fail("high_freq_factor", f"is {high}, not above low_freq_factor ({low})")
     return RopeScaling(
         kind={"default": "none", "su": "longrope"}.get(kind, kind),
-        factor=rope.positive("factor", context / original, LEAST_FACTOR),
+        factor=rope.positive("factor", context / original, MIN_ROPE_FACTOR),
         original_context=original,
         attention_factor=rope.positive("attention_factor") if rope.has("attention_factor") else None,
         low_freq_factor=low,

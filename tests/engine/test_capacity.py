@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from llm_worker_rbee.backends import select_backend
 from llm_worker_rbee.backends.ops import KV_TYPES
 from llm_worker_rbee.cache import KVCache
-from llm_worker_rbee.config import DEVICE_SPARE, Family, ModelConfig
+from llm_worker_rbee.config import DEVICE_SPARE_BYTES, Family, ModelConfig
 from llm_worker_rbee.engine.kv_cache_budget import (
     DEVICE_MEMORY_FRACTION,
     HOST_MEMORY_FRACTION,
@@ -169,7 +169,7 @@ def test_the_memory_of_a_gpu_is_its_own() -> None:
 
     device: Any = Device()
     left = available_memory(6 * 10**9, device)
-    assert left == 4 * 10**9 - DEVICE_SPARE
+    assert left == 4 * 10**9 - DEVICE_SPARE_BYTES
     assert available_memory(9 * 10**9, device) == 0
     made = plan_kv_cache(
         replace(SMOL, context_length=1 << 20),

@@ -16,6 +16,7 @@ from llm_worker_rbee.config import ModelConfig, RopeScaling
 from llm_worker_rbee.errors import ModelFileError
 from llm_worker_rbee.layers.rope import rope_table
 from llm_worker_rbee.models.families import BY_GGUF, BY_HF, read_model_config
+from llm_worker_rbee.models.metadata import model_config_from_gguf, model_config_from_hf
 from llm_worker_rbee.weights import open_checkpoint
 from tests.helpers import model_runs, model_zoo
 
@@ -26,13 +27,13 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
 
 
 def from_hf(kind: str, **config: Any) -> ModelConfig:
-    return ModelConfig.from_hf({"model_type": kind, **SHAPE, **config}, BY_HF[kind])
+    return model_config_from_hf({"model_type": kind, **SHAPE, **config}, BY_HF[kind])
 
 
 def as_transformers_reads_it(kind: str, **config: Any) -> ModelConfig:
     """Return the config after transformers has resolved defaults and old spellings."""
     whole = transformers.AutoConfig.for_model(kind, **SHAPE, **config)
-    return ModelConfig.from_hf(whole.to_dict(), BY_HF[kind])
+    return model_config_from_hf(whole.to_dict(), BY_HF[kind])
 
 
 def same(ours: ModelConfig, theirs: ModelConfig) -> bool:
@@ -79,7 +80,7 @@ def gguf(arch: str, n_layers: int = 4, **keys: Any) -> ModelConfig:
              "context_length": 128, "attention.layer_norm_rms_epsilon": 1e-5, "vocab_size": 99}  # fmt: skip
     named = {key.replace("__", "."): value for key, value in keys.items()}
     values = {f"{arch}.{key}": value for key, value in {**shape, **named}.items()}
-    return ModelConfig.from_gguf({"general.architecture": arch, **values}, BY_GGUF[arch])
+    return model_config_from_gguf({"general.architecture": arch, **values}, BY_GGUF[arch])
 
 
 def test_gemma_27b_attention_scale_is_width_over_heads() -> None:

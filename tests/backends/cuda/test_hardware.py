@@ -11,7 +11,7 @@ import torch
 from llm_worker_rbee import backends, load
 from llm_worker_rbee.backends import cuda_probe
 from llm_worker_rbee.backends.cuda import CudaBackend, device, repack
-from llm_worker_rbee.config import DEVICE_SPARE
+from llm_worker_rbee.config import DEVICE_SPARE_BYTES
 from llm_worker_rbee.errors import InsufficientMemoryError, InvalidRequestError, MissingDependencyError
 from llm_worker_rbee.weights.quants import BLOCK_TYPES
 
@@ -77,7 +77,7 @@ def test_what_a_type_takes_is_what_is_planned(name: str) -> None:
 def test_auto_gives_way_where_keys_and_values_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     """The weights do; who asked for the GPU by name is told instead."""
     models = [tiny.tiny(tiny.GROUPED, "F16")]
-    free = load.device_weight_bytes(models, None) + DEVICE_SPARE + 100
+    free = load.device_weight_bytes(models, None) + DEVICE_SPARE_BYTES + 100
     monkeypatch.setattr(CudaBackend, "free_memory", lambda self: free)
     automatic = load.LoadOptions(
         model=None, device="auto", backend="auto", threads=None, kv_type="auto", kv_memory=None, quantize=None,
