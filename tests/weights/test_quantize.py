@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 
 from llm_worker_rbee.errors import ModelFileError, UnsupportedModelError
 from llm_worker_rbee.weights import Tensor, open_checkpoint, quantize
-from llm_worker_rbee.weights.quant_mix import MIXES, Place, matrix_type
 from llm_worker_rbee.weights.quantize import ENCODERS, parallel
 from llm_worker_rbee.weights.quantize.encode import pack_bits
 from llm_worker_rbee.weights.quants import BLOCK_TYPES, dequantize
@@ -197,18 +196,3 @@ def test_run_jobs_error_names_the_tensor() -> None:
     source = tensor("F32", np.full((4, 32), 1e6, np.float32), "blk.0.ffn_up.weight")
     with pytest.raises(ModelFileError, match=r"^tensor 'blk.0.ffn_up.weight': a value of 1e\+06 does not fit into F16"):
         list(parallel.run_jobs([parallel.TensorJob(source.name, source, BLOCK_TYPES["F16"])], 2))
-
-
-def test_matrix_type_fused_matrix_equals_llama_cpp() -> None:
-    """Expected types are from files that llama.cpp's quantizer (2026-08) wrote of a phi3 (9 layers, width 256)."""
-    types = {
-        mix: [matrix_type(MIXES[mix], "attn_qkv", 256, Place(i, 9, 2), tied=False) for i in range(9)]
-        for mix in ("Q4_0", "Q4_K_S", "Q4_K_M", "Q5_K_M")
-    }
-    more = [True, False, False, True, False, False, True, True, True]
-    assert types == {
-        "Q4_0": ["Q4_0"] * 9,
-        "Q4_K_S": ["Q5_K"] * 4 + ["Q4_K"] * 5,
-        "Q4_K_M": ["Q6_K" if bits else "Q4_K" for bits in more],
-        "Q5_K_M": ["Q6_K" if bits else "Q5_K" for bits in more],
-    }
