@@ -9,9 +9,9 @@ schedule and update of requests that decode, `scheduler_batch` also builds the a
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -69,20 +69,39 @@ class Case:
 
 def op_cases() -> Iterator[Case]:
     """Yield the benchmarks of ops, in the order in which they run."""
-    yield from (_rope(s) for s in (1, 8, 32, 128))
-    yield from (_qkv(s) for s in (1, 8, 32, 128))
-    yield from (_scores(s) for s in (1, 8, 32, 128))
-    yield from (_mask(s) for s in (8, 32, 128, 512))
-    yield from (_attention(f"full_attention/{s}", s, s) for s in (1, 8, 32))
-    yield from (_attention(f"attention_decode/{s}", 1, s) for s in (128, 2048))
-    yield from (_rms_norm(s) for s in (1, 128))
-    yield from (_swiglu(s) for s in (1, 128))
-    yield from (_kv_write(s) for s in (1, 128))
-    yield from (_kv_read(s) for s in (128, 2048))
-    yield from (_block(s) for s in (1, 32, 128))
-    yield from (_sampling(method, row) for method, row in SAMPLE_ROWS.items())
-    yield from (_linear(kind, s) for kind in WEIGHT_TYPES for s in (1, 128))
-    yield from (_dequantize(kind) for kind in WEIGHT_TYPES)
+    qkv, attention = 3 * HIDDEN * HIDDEN, F * HIDDEN * 2
+    short, ends = (1, 8, 32, 128), (1, 128)
+    yield from _family("rope_forward", short, _rope, lambda n: Work(2 * F * n * HIDDEN, 3 * n * HIDDEN), "rope")
+    yield from _family("qkv_projection", short, _qkv, lambda n: Work(F * (qkv + 4 * n * HIDDEN), 2 * n * qkv))
+    yield from _family("attention_scores", short, _scores, _scores_work, "attention_scores")
+    yield from _family("causal_mask", (8, 32, 128, 512), _mask, lambda n: Work(2 * F * HEADS * n * n), "causal_mask")
+    yield from _family(
+        "full_attention", (1, 8, 32), _prefill_attention, lambda n: Work(attention * 2 * n, 2 * n * (n + 1) * HIDDEN)
+    )  # half of the query-key pairs are left by causality
+    yield from _family(
+        "attention_decode", (128, 2048), _decode_attention, lambda n: Work(attention * (1 + n), 4 * n * HIDDEN)
+    )
+    yield from _family("rms_norm", ends, _rms_norm, lambda n: Work(F * HIDDEN * (2 * n + 1), 4 * n * HIDDEN))
+    yield from _family("swiglu", ends, _swiglu, lambda n: Work(F * 3 * n * D_FF, 5 * n * D_FF))
+    yield from _family("kv_cache_write", ends, _kv_write, lambda n: Work(4 * F * n * HIDDEN), "store")
+    yield from _family("kv_cache_read", (128, 2048), _kv_read, lambda n: Work(4 * F * n * HIDDEN), "gather")
+    yield from _family("block", (1, 32, 128), _block, _block_work)
+    for method, row in SAMPLE_ROWS.items():
+        yield Case(f"sampling/{method}", partial(_sampling, row), Work(F * VOCABULARY, VOCABULARY))
+    for kind in WEIGHT_TYPES:
+        yield from _family(f"linear/{kind.name}", ends, partial(_linear, kind), partial(_linear_work, kind))
+    for kind in WEIGHT_TYPES:
+        yield _dequantize(kind)
+
+
+def _family(
+    name: str,
+    lengths: Sequence[int],
+    make: Callable[[int, Any], Function],
+    work: Callable[[int], Work],
+    needs: str | None = None,
+) -> Iterator[Case]:
+    return (Case(f"{name}/{n}", partial(make, n), work(n), needs) for n in lengths)
 
 
 def _random(ops: Any, *shape: int) -> Any:
@@ -90,8 +109,8 @@ def _random(ops: Any, *shape: int) -> Any:
     return ops.prepare_vector(np.resize(drawn, shape))
 
 
-def _rope_table() -> RopeTable:
-    return RopeTable(inverse_frequencies(ROPE_BASE, HEAD_DIM), 1.0)
+def _rope_table(head_dim: int = HEAD_DIM) -> RopeTable:
+    return RopeTable(inverse_frequencies(ROPE_BASE, head_dim), 1.0)
 
 
 def _positions(count: int, start: int = 0) -> NDArray[np.int64]:
@@ -111,123 +130,87 @@ def _batch(tokens: int, context: int, block_size: int = 16) -> Batch:
 def _filled_kv(ops: Any, context: int, kv_heads: int, head_dim: int) -> KVLayer:
     kv: KVLayer = ops.empty_kv(-(-context // 16), 16, kv_heads, head_dim)
     keys, values = _random(ops, 2, context, kv_heads, head_dim)
-    table = RopeTable(inverse_frequencies(ROPE_BASE, head_dim), 1.0)
-    ops.rope_store(keys, keys, values, _positions(context), table, kv, _positions(context))
+    ops.rope_store(keys, keys, values, _positions(context), _rope_table(head_dim), kv, _positions(context))
     return kv
 
 
-def _rope(tokens: int) -> Case:
-    def make(ops: Any) -> Function:
-        x, positions, table = _random(ops, tokens, HEADS, HEAD_DIM), _positions(tokens), _rope_table()
-        return lambda: ops.rope(x, positions, table)
-
-    size = tokens * HIDDEN
-    return Case(f"rope_forward/{tokens}", make, Work(2 * F * size, 3 * size), needs="rope")
+def _rope(tokens: int, ops: Any) -> Function:
+    return partial(ops.rope, _random(ops, tokens, HEADS, HEAD_DIM), _positions(tokens), _rope_table())
 
 
-def _qkv(tokens: int) -> Case:
-    def make(ops: Any) -> Function:
-        parts = [random_tensor(BLOCK_TYPES["F32"], (HIDDEN, HIDDEN), seed) for seed in range(3)]
-        weight, x = ops.prepare(parts), _random(ops, tokens, HIDDEN)
-        return lambda: ops.linear(x, weight)
-
-    matrix = 3 * HIDDEN * HIDDEN
-    return Case(f"qkv_projection/{tokens}", make, Work(F * (matrix + 4 * tokens * HIDDEN), 2 * tokens * matrix))
+def _qkv(tokens: int, ops: Any) -> Function:
+    parts = [random_tensor(BLOCK_TYPES["F32"], (HIDDEN, HIDDEN), seed) for seed in range(3)]
+    return partial(ops.linear, _random(ops, tokens, HIDDEN), ops.prepare(parts))
 
 
-def _scores(tokens: int) -> Case:
-    def make(ops: Any) -> Function:
-        (q, k), params = _random(ops, 2, HEADS, tokens, HEAD_DIM), AttentionParams(HEAD_DIM**-0.5)
-        return lambda: ops.attention_scores(q, k, params)
+def _scores(tokens: int, ops: Any) -> Function:
+    return partial(ops.attention_scores, *_random(ops, 2, HEADS, tokens, HEAD_DIM), AttentionParams(HEAD_DIM**-0.5))
 
+
+def _scores_work(tokens: int) -> Work:
     square = HEADS * tokens * tokens
-    work = Work(F * (2 * tokens * HIDDEN + square), 2 * square * HEAD_DIM)
-    return Case(f"attention_scores/{tokens}", make, work, needs="attention_scores")
+    return Work(F * (2 * tokens * HIDDEN + square), 2 * square * HEAD_DIM)
 
 
-def _mask(tokens: int) -> Case:
-    def make(ops: Any) -> Function:
-        scores, positions = _random(ops, 1, HEADS, tokens, tokens), _positions(tokens)
-        return lambda: np.where(ops.causal_mask(positions, positions), scores, np.float32(-np.inf))
-
-    return Case(f"causal_mask/{tokens}", make, Work(2 * F * HEADS * tokens * tokens), needs="causal_mask")
+def _mask(tokens: int, ops: Any) -> Function:
+    scores, positions = _random(ops, 1, HEADS, tokens, tokens), _positions(tokens)
+    return lambda: np.where(ops.causal_mask(positions, positions), scores, np.float32(-np.inf))
 
 
-def _attention(name: str, tokens: int, context: int) -> Case:
-    def make(ops: Any) -> Function:
-        q, kv, batch = (
-            _random(ops, tokens, HEADS, HEAD_DIM),
-            _filled_kv(ops, context, HEADS, HEAD_DIM),
-            _batch(tokens, context),
-        )
-        params = AttentionParams(HEAD_DIM**-0.5)
-        return lambda: ops.attention(q, kv, batch, params)
-
-    pairs = tokens * (2 * context - tokens + 1) // 2  # a causal loop bound leaves these
-    return Case(name, make, Work(F * HIDDEN * 2 * (tokens + context), 4 * pairs * HIDDEN))
+def _attention(tokens: int, context: int, ops: Any) -> Function:
+    q, kv = _random(ops, tokens, HEADS, HEAD_DIM), _filled_kv(ops, context, HEADS, HEAD_DIM)
+    return partial(ops.attention, q, kv, _batch(tokens, context), AttentionParams(HEAD_DIM**-0.5))
 
 
-def _rms_norm(tokens: int) -> Case:
-    def make(ops: Any) -> Function:
-        x, weight = _random(ops, tokens, HIDDEN), _random(ops, HIDDEN)
-        return lambda: ops.rms_norm(x, weight, 1e-5)
-
-    return Case(f"rms_norm/{tokens}", make, Work(F * HIDDEN * (2 * tokens + 1), 4 * tokens * HIDDEN))
+def _prefill_attention(tokens: int, ops: Any) -> Function:
+    return _attention(tokens, tokens, ops)
 
 
-def _swiglu(tokens: int) -> Case:
-    def make(ops: Any) -> Function:
-        x = _random(ops, tokens, 2 * D_FF)
-        return lambda: ops.gated(x, "silu")
-
-    return Case(f"swiglu/{tokens}", make, Work(F * 3 * tokens * D_FF, 5 * tokens * D_FF))
+def _decode_attention(context: int, ops: Any) -> Function:
+    return _attention(1, context, ops)
 
 
-def _kv_write(tokens: int) -> Case:
-    def make(ops: Any) -> Function:
-        kv, (k, v) = ops.empty_kv(128, 16, HEADS, HEAD_DIM), _random(ops, 2, tokens, HEADS, HEAD_DIM)
-        slots = np.random.default_rng(3).permutation(128 * 16)[:tokens]
-        return lambda: ops.store(k, v, kv, slots)
-
-    return Case(f"kv_cache_write/{tokens}", make, Work(4 * F * tokens * HIDDEN), needs="store")
+def _rms_norm(tokens: int, ops: Any) -> Function:
+    return partial(ops.rms_norm, _random(ops, tokens, HIDDEN), _random(ops, HIDDEN), 1e-5)
 
 
-def _kv_read(context: int) -> Case:
-    def make(ops: Any) -> Function:
-        kv = _filled_kv(ops, context, HEADS, HEAD_DIM)
-        table = np.random.default_rng(3).permutation(context // 16)
-        return lambda: [np.ascontiguousarray(ops.gather(half, table, context)) for half in kv]
-
-    return Case(f"kv_cache_read/{context}", make, Work(4 * F * context * HIDDEN), needs="gather")
+def _swiglu(tokens: int, ops: Any) -> Function:
+    return partial(ops.gated, _random(ops, tokens, 2 * D_FF), "silu")
 
 
-def _block(tokens: int) -> Case:
+def _kv_write(tokens: int, ops: Any) -> Function:
+    kv, (k, v) = ops.empty_kv(128, 16, HEADS, HEAD_DIM), _random(ops, 2, tokens, HEADS, HEAD_DIM)
+    return partial(ops.store, k, v, kv, np.random.default_rng(3).permutation(128 * 16)[:tokens])
+
+
+def _kv_read(context: int, ops: Any) -> Function:
+    kv = _filled_kv(ops, context, HEADS, HEAD_DIM)
+    table = np.random.default_rng(3).permutation(context // 16)
+    return lambda: [np.ascontiguousarray(ops.gather(half, table, context)) for half in kv]
+
+
+def _block_shapes() -> dict[str, tuple[int, int]]:
     width, heads, kv_heads, head_dim, d_ff = DEFAULT_MODEL_SHAPE
-    kind = BLOCK_TYPES["Q4_1"]
-    shapes = {"qkv": ((heads + 2 * kv_heads) * head_dim, width), "output": (width, width),
-              "gate_up": (2 * d_ff, width), "down": (width, d_ff)}  # fmt: skip
+    qkv_rows = (heads + 2 * kv_heads) * head_dim
+    return {"qkv": (qkv_rows, width), "output": (width, width), "gate_up": (2 * d_ff, width), "down": (width, d_ff)}
 
-    def make(ops: Any) -> Function:
-        weights = {name: Linear(ops.prepare([random_tensor(kind, shape)])) for name, shape in shapes.items()}
-        norm = RMSNorm(ops.prepare_vector(np.ones(width, np.float32)), 1e-5)
-        rope = RopeTable(inverse_frequencies(ROPE_BASE, head_dim), 1.0)
-        attention = Attention(
-            weights["qkv"], weights["output"], heads, kv_heads, head_dim, rope, AttentionParams(head_dim**-0.5)
-        )
-        block = Block(norm, attention, norm, SwiGLU(weights["gate_up"], weights["down"]))
-        kv, batch, x = (
-            ops.empty_kv(-(-tokens // 16), 16, kv_heads, head_dim),
-            _batch(tokens, tokens),
-            _random(ops, tokens, width),
-        )
-        return lambda: block(ops, x, x, kv, batch)
 
-    values = sum(rows * columns for rows, columns in shapes.values())
-    work = Work(
-        sum(kind.row_bytes(columns) * rows for rows, columns in shapes.values()) + 4 * F * tokens * width,
-        2 * tokens * values,
-    )
-    return Case(f"block/{tokens}", make, work)
+def _block(tokens: int, ops: Any) -> Function:
+    width, heads, kv_heads, head_dim, _ = DEFAULT_MODEL_SHAPE
+    kind, params = BLOCK_TYPES["Q4_1"], AttentionParams(head_dim**-0.5)
+    qkv, output, gate_up, down = (Linear(ops.prepare([random_tensor(kind, s)])) for s in _block_shapes().values())
+    norm = RMSNorm(ops.prepare_vector(np.ones(width, np.float32)), 1e-5)
+    attention = Attention(qkv, output, heads, kv_heads, head_dim, _rope_table(head_dim), params)
+    block = Block(norm, attention, norm, SwiGLU(gate_up, down))
+    kv, x = ops.empty_kv(-(-tokens // 16), 16, kv_heads, head_dim), _random(ops, tokens, width)
+    return partial(block, ops, x, x, kv, _batch(tokens, tokens))
+
+
+def _block_work(tokens: int) -> Work:
+    shapes, kind = _block_shapes().values(), BLOCK_TYPES["Q4_1"]
+    size = sum(kind.row_bytes(columns) * rows for rows, columns in shapes)
+    operations = 2 * tokens * sum(rows * columns for rows, columns in shapes)
+    return Work(size + 4 * F * tokens * DEFAULT_MODEL_SHAPE[0], operations)
 
 
 SAMPLE_ROWS = {
@@ -239,28 +222,18 @@ SAMPLE_ROWS = {
 }
 
 
-def _sampling(method: str, row: SampleRow) -> Case:
-    def make(ops: Any) -> Function:
-        logits = 3 * _random(ops, 1, VOCABULARY)
-        return lambda: ops.sample(logits, [row])
-
-    return Case(f"sampling/{method}", make, Work(F * VOCABULARY, VOCABULARY))
+def _sampling(row: SampleRow, ops: Any) -> Function:
+    return partial(ops.sample, 3 * _random(ops, 1, VOCABULARY), [row])
 
 
-def _linear(kind: BlockType, tokens: int) -> Case:
-    def make(ops: Any) -> Function:
-        weight, x = (
-            ops.prepare([random_tensor(kind, (LINEAR_ROWS, LINEAR_COLUMNS))]),
-            _random(ops, tokens, LINEAR_COLUMNS),
-        )
-        return lambda: ops.linear(x, weight)
+def _linear(kind: BlockType, tokens: int, ops: Any) -> Function:
+    weight = ops.prepare([random_tensor(kind, (LINEAR_ROWS, LINEAR_COLUMNS))])
+    return partial(ops.linear, _random(ops, tokens, LINEAR_COLUMNS), weight)
 
-    size = LINEAR_ROWS * kind.row_bytes(LINEAR_COLUMNS)
-    return Case(
-        f"linear/{kind.name}/{tokens}",
-        make,
-        Work(size + F * tokens * (LINEAR_ROWS + LINEAR_COLUMNS), 2 * tokens * LINEAR_ROWS * LINEAR_COLUMNS),
-    )
+
+def _linear_work(kind: BlockType, tokens: int) -> Work:
+    moved = LINEAR_ROWS * kind.row_bytes(LINEAR_COLUMNS) + F * tokens * (LINEAR_ROWS + LINEAR_COLUMNS)
+    return Work(moved, 2 * tokens * LINEAR_ROWS * LINEAR_COLUMNS)
 
 
 def _dequantize(kind: BlockType) -> Case:
@@ -268,9 +241,9 @@ def _dequantize(kind: BlockType) -> Case:
         tensor: Tensor = random_tensor(kind, DEQUANTIZED_SHAPE)
         return tensor.dequantize if kind.name != "F32" else tensor.dequantize().copy
 
-    values = DEQUANTIZED_SHAPE[0] * DEQUANTIZED_SHAPE[1]
-    size = DEQUANTIZED_SHAPE[0] * kind.row_bytes(DEQUANTIZED_SHAPE[1])
-    return Case(f"dequantize/{kind.name}", make, Work(size + F * values, values), needs="dequantize")
+    rows, columns = DEQUANTIZED_SHAPE
+    work = Work(rows * kind.row_bytes(columns) + F * rows * columns, rows * columns)
+    return Case(f"dequantize/{kind.name}", make, work, needs="dequantize")
 
 
 MIN_PROMPT, MAX_PROMPT = 200, 400  # tokens
