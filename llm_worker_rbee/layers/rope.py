@@ -50,7 +50,7 @@ def _divide(inv_freq: Floats, factors: Floats, name: str) -> Floats:
     if factors.shape != inv_freq.shape:
         raise ModelFileError(f"{name} has {factors.size} values, the rotary embedding {inv_freq.size} pairs")
     if not np.isfinite(factors).all() or (factors < MIN_ROPE_FACTOR).any():
-        raise ModelFileError(f"{name} holds a value that is not a number of at least {LEAST_FACTOR}")
+        raise ModelFileError(f"{name} holds a value that is not a number of at least {MIN_ROPE_FACTOR}")
     return np.asarray(inv_freq / factors.astype(np.float32), np.float32)
 
 

@@ -12,11 +12,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..config import (
-    MIN_ROPE_FACTOR,
     MAX_CONTEXT,
     MAX_LAYERS,
     MAX_VOCABULARY,
     MAX_WIDTH,
+    MIN_ROPE_FACTOR,
     Family,
     ModelConfig,
     RopeScaling,
