@@ -1,4 +1,4 @@
-"""A real server on a free port of this machine, in a thread; and a small model whose words are known.
+"""A real server on a free port, in a thread, and a tiny model whose answers are known.
 
 The model: `>` is followed by "Helo wrd" and the end; `#` by abababab without end; `?` and the assistant's turn by
 digits, drawn at random, without end; everything else by itself.
@@ -31,12 +31,12 @@ from tests.helpers import tiny_models
 
 CONTEXT = 65_536
 SAID = "Helo wrd"
-LIMIT_S = 20  # for what should take a moment
+LIMIT_S = 20
 CHAT = [{"role": "user", "content": "#"}]
 
 
 def write_model(path: Path) -> Path:
-    """The model of this folder."""
+    """Write the model of the server tests."""
     digits = {ord(d): 0.6 + 0.01 * i for i, d in enumerate("0123456789")}
     follows: dict[int, Any] = {i: i for i in range(256) if chr(i) not in "ab0123456789>#?" + SAID}
     follows |= {ord("#"): ord("a"), ord("a"): ord("b"), ord("b"): ord("a"), tiny_models.ASSISTANT: digits}
@@ -45,18 +45,18 @@ def write_model(path: Path) -> Path:
 
 
 def ids(text: str) -> list[int]:
-    """A prompt as ids."""
+    """Return a prompt as token ids."""
     return list(text.encode())
 
 
 class Server:
-    """A worker that serves; `worker` may be looked into."""
+    """A server in a thread; tests may read its `worker`."""
 
     def __init__(
-        self, load: Callable[..., LLM], *, http: str = "httptools", hears_stages: bool = False, **settings: Any
+        self, load: Callable[..., LLM], *, http: str = "httptools", takes_on_stage: bool = False, **settings: Any
     ) -> None:
-        """`load` makes the model, and is given the hook for the stages of loading if it wants it."""
-        made = load if hears_stages else lambda on_stage: load()
+        """`load` makes the model; with `takes_on_stage` it gets the callback for loading stages."""
+        made = load if takes_on_stage else lambda on_stage: load()
         self.worker = Worker(Settings(model_ref="tiny", **settings), made)
         self.socket = socket.socket()
         self.socket.bind(("127.0.0.1", 0))
@@ -78,7 +78,7 @@ class Server:
         self._server.should_exit = True
         self.http.close()
         self._thread.join(LIMIT_S)
-        assert not self._thread.is_alive(), "the server does not end"
+        assert not self._thread.is_alive(), "the server did not stop"
 
     def _serve(self) -> None:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -94,7 +94,7 @@ class Server:
         return len(self._server.server_state.connections)
 
     def soon(self, made: Coroutine[Any, Any, Any]) -> Any:
-        """Run something in the server's loop; a future."""
+        """Run a coroutine in the server's loop; return its future."""
         assert self._loop is not None
         return asyncio.run_coroutine_threadsafe(made, self._loop)
 
@@ -105,22 +105,22 @@ class Server:
         return self.http.post(path, json=body, **options)
 
     def job(self, **fields: Any) -> str:
-        """Begin one; its id."""
+        """Start a job; return its id."""
         reply = self.post("/v1/jobs", {"prompt": "#", "max_tokens": 5, "temperature": 0, **fields})
         assert reply.status_code == 200, reply.text
         return str(reply.json()["job_id"])
 
     def events(self, job: str) -> list[Any]:
-        """All of a job's, to the end."""
+        """Return all events of a job."""
         return events(self.http.get(f"/v1/jobs/{job}/stream").text)
 
     def require_alive(self) -> None:
-        """An ordinary request is answered, and nothing is left of any other."""
+        """Require that an ordinary request is answered."""
         reply = self.post("/v1/jobs", {"prompt": ">", "max_tokens": 20, "temperature": 0, "stream": False})
         assert (reply.status_code, reply.json()["text"], reply.json()["stop_reason"]) == (200, SAID, "EOS")
 
     def require_idle(self) -> None:
-        """All is free again, and the books agree."""
+        """Require that no request or block is left and the scheduler is consistent."""
         scheduler = self.worker.loaded.engine.scheduler
         until(lambda: self.worker.num_open == 0 and not scheduler.has_work)
         until(lambda: scheduler.pool.num_free == scheduler.pool.n_blocks)
@@ -129,21 +129,37 @@ class Server:
 
 
 def step_through(run: Callable[[Any], Any], engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every step goes through `run`, which is given its spans: none is begun ahead, as a GPU's would be."""
+    """Pass every step through `run`; async scheduling is turned off."""
     monkeypatch.setattr(engine, "_async_scheduler", None)
     monkeypatch.setattr(engine.runner, "run", run)
 
 
-def until(happened: Callable[[], object]) -> None:
-    """Wait for something that should take a moment."""
+def until(holds: Callable[[], object]) -> None:
+    """Wait until the condition holds; fail after LIMIT_S."""
     end = time.monotonic() + LIMIT_S
-    while not happened():
-        assert time.monotonic() < end, "it did not happen"
+    while not holds():
+        assert time.monotonic() < end, "the condition did not become true"
         threading.Event().wait(0.002)
 
 
 def events(text: str) -> list[Any]:
-    """The objects of a stream; it ends with [DONE]."""
+    """Return the events of a stream that ends with [DONE]."""
     lines = [line[6:] for line in text.split("\n\n") if line and not line.startswith(":")]
     assert lines[-1] == "[DONE]"
     return [json.loads(line) for line in lines[:-1]]
+
+
+def is_decoding(server: Server) -> bool:
+    """Return whether any request has an output token."""
+    running = server.worker.loaded.engine.scheduler.running
+    return any(request.num_tokens > request.num_prompt_tokens for request in running)
+
+
+def connected(server: Server, receive_buffer: int | None = None) -> socket.socket:
+    """Return a connected socket, with a receive buffer of that size where one is given."""
+    client = socket.socket()
+    if receive_buffer is not None:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+    client.settimeout(LIMIT_S)
+    client.connect(("127.0.0.1", server.port))
+    return client

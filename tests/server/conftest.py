@@ -1,4 +1,4 @@
-"""Servers that several files of this folder share."""
+"""Fixtures: a tiny model and servers of it."""
 
 from __future__ import annotations
 
@@ -23,33 +23,43 @@ def model_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def load(model_file: Path) -> Callable[..., LLM]:
-    """A model for a server of one's own."""
+    """Load the model, for a server of the test's own."""
     return lambda **options: LLM(model_file, **{"device": DEVICE, "kv_memory": 16 << 20, **options})
 
 
 @pytest.fixture(scope="session")
 def server(load: Callable[..., LLM]) -> Iterator[Server]:
-    """Without a key."""
+    """A shared server without a key."""
     with Server(load) as running:
         yield running.ready()
 
 
 @pytest.fixture(scope="session")
 def locked(load: Callable[..., LLM]) -> Iterator[Server]:
-    """With a key."""
+    """A shared server with a key."""
     with Server(load, api_key=KEY, max_body=100_000) as running:
         yield running.ready()
 
 
 @pytest.fixture
 def start(load: Callable[..., LLM]) -> Iterator[Start]:
-    """Servers with settings of their own, which end with the test; `model` is for the model."""
-    began: list[Server] = []
+    """Start servers that end with the test; `model` are options of the model."""
+    running: list[Server] = []
 
     def begin(model: dict[str, Any] | None = None, **settings: Any) -> Server:
-        began.append(Server(lambda: load(**(model or {})), **settings).__enter__())
-        return began[-1].ready()
+        running.append(Server(lambda: load(**(model or {})), **settings).__enter__())
+        return running[-1].ready()
 
     yield begin
-    for running in reversed(began):
-        running.__exit__()
+    for server in reversed(running):
+        server.__exit__()
+
+
+@pytest.fixture
+def leaves_server_healthy(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Require after the test that the shared server is idle and answers."""
+    yield
+    if "server" in request.fixturenames:
+        server: Server = request.getfixturevalue("server")
+        server.require_idle()
+        server.require_alive()

@@ -32,7 +32,7 @@ def test_request_over_kv_cache_is_refused_with_figures(start: Start) -> None:
 
 @pytest.mark.parametrize("limit", [{"max_queue": 1}, {"max_queued_tokens": 100}], ids=["requests", "prompt tokens"])
 def test_admission_full_is_429_with_retry_after(start: Start, limit: dict[str, int]) -> None:
-    """By the requests and by the prompt tokens that wait; a job hears of it in its own dialect."""
+    """Bounded by requests and by waiting prompt tokens; a job gets the error of its own dialect."""
     server = start({"max_batch": 1}, **limit)
     running = server.job(max_tokens=60_000)
     until(lambda: server.worker.num_unstarted == 0)
@@ -50,7 +50,7 @@ Gate = Callable[[Server], threading.Event]
 
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
-    """No step of a server's engine begins until the event is set."""
+    """Hold back every step of a server's engine until the event is set."""
     gates: list[threading.Event] = []
 
     def close(server: Server) -> threading.Event:
@@ -66,7 +66,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
 
 
 def test_reservation_counts_while_prompt_is_tokenized(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By its bytes at first, by its tokens then; a place that was held is free again whatever happened."""
+    """First by an estimate from its bytes, then by its tokens; the reservation is released in any case."""
     server = start(max_queued_tokens=50)
     tokenizer, may_go = server.worker.loaded.tokenizer, threading.Event()
     encode = tokenizer.encode
@@ -82,7 +82,7 @@ def test_reservation_counts_while_prompt_is_tokenized(start: Start, monkeypatch:
 
 
 def test_batch_over_queue_enters_only_idle_worker(start: Start, gate: Gate) -> None:
-    """All of it or nothing: an idle worker takes it, one with something to read does not."""
+    """All or nothing: accepted by an idle worker, refused while prompt tokens wait for prefill."""
     server = start({"max_batch": 2}, max_queued_tokens=100)
     batch = {"prompt": [ids("#" * 60)] * 5, "max_tokens": 1}
     assert len(server.post(COMPLETIONS, batch).json()["choices"]) == 5
@@ -99,7 +99,7 @@ def test_batch_over_queue_enters_only_idle_worker(start: Start, gate: Gate) -> N
 
 
 def test_request_counts_as_running_from_first_step(start: Start, gate: Gate) -> None:
-    """While its prompt is read too; and without a queue nobody waits. Health, metrics and readiness agree."""
+    """During prefill too; with max_queue=0 nothing waits. Health, metrics and readiness agree."""
     server = start({"max_batch": 1}, max_queue=0)
     opened = gate(server)
     job = server.job(max_tokens=3)
@@ -118,7 +118,7 @@ def test_request_counts_as_running_from_first_step(start: Start, gate: Gate) -> 
 
 
 def test_retry_after_follows_running_requests(server: Server) -> None:
-    """From what those who run may still say, the speed of answers, and how much of it answers have lately said."""
+    """From the tokens left to running requests, the inter-token latency, and the part of max_tokens used of late."""
     engine, admission = server.worker.loaded.engine, Admission(Settings(model_ref="x", max_queue=0))
 
     def running(max_tokens: int, said: int) -> Request:
@@ -128,7 +128,7 @@ def test_retry_after_follows_running_requests(server: Server) -> None:
         admission.add(made)
         return made
 
-    def told(requests: int) -> int:
+    def retry_after(requests: int) -> int:
         with pytest.raises(QueueFullError) as caught, admission.reserve(engine, requests, 1):
             pass
         return caught.value.retry_after
@@ -138,22 +138,22 @@ def test_retry_after_follows_running_requests(server: Server) -> None:
     for _ in range(3):
         admission.observe_itl(0.02 * 5, 5)
     least = (900 - 10 * (slots - 1)) * 0.02
-    assert told(1) == pytest.approx(least, abs=1)
-    assert told(3) == pytest.approx(least + 2 * 10 * 0.02, abs=1)
-    assert told(slots) == pytest.approx(900 * 0.02, abs=1)
+    assert retry_after(1) == pytest.approx(least, abs=1)
+    assert retry_after(3) == pytest.approx(least + 2 * 10 * 0.02, abs=1)
+    assert retry_after(slots) == pytest.approx(900 * 0.02, abs=1)
     for _ in range(100):  # answers that end after a tenth of what they might say
         short = running(1_000, 100)
         admission.remove(short)
-    assert told(slots) == pytest.approx(90 * 0.02, abs=1)
+    assert retry_after(slots) == pytest.approx(90 * 0.02, abs=1)
     requests[0].max_tokens, requests[0].max_total_tokens = 10**9, 10**9
-    assert told(slots) == 60
+    assert retry_after(slots) == 60
     admission.remove(requests[1])
     with admission.reserve(engine, 1, 1):
         assert admission.load.waiting == 1
 
 
 def test_retry_after_of_long_requests_is_long(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Long answers in all places: who comes then hears of their length."""
+    """With long requests in all slots the next client gets a long Retry-After."""
     server = start({"max_batch": 2}, max_queue=1)
     spoke = server.worker.admission.observe_itl
     monkeypatch.setattr(server.worker.admission, "observe_itl", lambda seconds, tokens: spoke(0.01 * tokens, tokens))

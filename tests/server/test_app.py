@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 import logging
 import socket
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from llm_worker_rbee.server import app, log
 from tests.helpers import tiny_models
-from tests.helpers.server import CHAT, LIMIT_S, Server, ids, until
+from tests.helpers.server import CHAT, LIMIT_S, Server, connected, ids, until
 from tests.server.conftest import KEY, Start
+
+pytestmark = pytest.mark.usefixtures("leaves_server_healthy")
 
 JOB, EXECUTE, COMPLETIONS, CHATS = "/v1/jobs", "/execute", "/v1/completions", "/v1/chat/completions"
 SOUND: dict[str, dict[str, Any]] = {
@@ -23,16 +24,6 @@ SOUND: dict[str, dict[str, Any]] = {
     CHATS: {"messages": CHAT, "max_tokens": 2},
 }
 ALL, OPENAI = tuple(SOUND), (COMPLETIONS, CHATS)
-
-
-@pytest.fixture(autouse=True)
-def goes_on(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Whatever was asked, the next request is answered and nothing is left behind."""
-    yield
-    if "server" in request.fixturenames:
-        server: Server = request.getfixturevalue("server")
-        server.require_idle()
-        server.require_alive()
 
 
 def changed(path: str, **fields: Any) -> bytes:
@@ -56,7 +47,7 @@ def test_wrong_method_error_has_shape_of_dialect(server: Server) -> None:
 
 
 def test_cors_similar_origins_are_refused(start: Start) -> None:
-    """Off unless configured; then those that were named, and nobody who resembles them."""
+    """Off by default; then exactly the configured origins."""
     server = start(cors_origins=("http://localhost:3000",), api_key=KEY)
     allowed = "access-control-allow-origin"
     for origin in ("http://localhost:3000.evil.com", "http://localhost.evil.com", "http://localhost:30001", "null",
@@ -91,7 +82,7 @@ JOBS, CHATS, COMPLETIONS = "/v1/jobs", "/v1/chat/completions", "/v1/completions"
 
 
 def test_model_names_served_and_reference_are_accepted(start: Start) -> None:
-    """The reference as it was given, the name that it is served under, none; no path of ours for another one."""
+    """The reference as given, the served name, or none; an unknown name reveals no path."""
     server = start(served_name="nice")
     assert server.http.get("/v1/models").json()["data"][0]["id"] == "nice"
     for name in ("nice", "tiny", None):
@@ -128,17 +119,8 @@ def test_body_missing_is_504_after_timeout(start: Start, monkeypatch: pytest.Mon
 JSON = "content-type: application/json\r\n"
 
 
-def connected(server: Server, received: int | None = None) -> socket.socket:
-    client = socket.socket()
-    if received is not None:
-        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, received)
-    client.settimeout(LIMIT_S)
-    client.connect(("127.0.0.1", server.port))
-    return client
-
-
 def test_content_type_missing_is_refused(server: Server) -> None:
-    """A page from elsewhere can send one without asking first."""
+    """A page of another origin can send such a body without a preflight."""
     body = json.dumps({"prompt": "#", "max_tokens": 1}).encode()
     reply = server.http.post("/v1/jobs", content=body, headers={"origin": "https://evil.example"})
     assert (reply.status_code, reply.json()["errors"][0]["field"]) == (400, "content-type")
@@ -146,17 +128,17 @@ def test_content_type_missing_is_refused(server: Server) -> None:
 
 def test_cors_allowed_origin_may_send_own_headers(start: Start) -> None:
     server = start(cors_origins=("https://mine.example",))
-    asked = "authorization,content-type,x-stainless-lang,x-stainless-retry-count"
+    headers_to_send = "authorization,content-type,x-stainless-lang,x-stainless-retry-count"
     headers = {"origin": "https://mine.example", "access-control-request-method": "POST",
-               "access-control-request-headers": asked}  # fmt: skip
+               "access-control-request-headers": headers_to_send}  # fmt: skip
     reply = server.http.options("/v1/chat/completions", headers=headers)
-    assert (reply.status_code, reply.headers["access-control-allow-headers"]) == (200, asked)
+    assert (reply.status_code, reply.headers["access-control-allow-headers"]) == (200, headers_to_send)
 
 
 def test_disconnect_within_body_is_logged_as_499(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[tuple[str, int]] = []
+    lines: list[tuple[str, int]] = []
     handler = logging.Handler()
-    handler.emit = lambda record: told.append(  # type: ignore[method-assign]
+    handler.emit = lambda record: lines.append(  # type: ignore[method-assign]
         (record.levelname, getattr(record, "figures", {}).get("status", 0))
     )
     monkeypatch.setattr(log, "logger", logging.Logger("of this test"))
@@ -165,8 +147,8 @@ def test_disconnect_within_body_is_logged_as_499(start: Start, monkeypatch: pyte
     with connected(server) as client:
         client.sendall(f"POST /v1/jobs HTTP/1.1\r\nhost: x\r\n{JSON}content-length: 100\r\n\r\n{{".encode())
         until(lambda: server.num_connections == 1)
-    until(lambda: told and server.num_connections == 0)
-    assert told == [("INFO", 499)]
+    until(lambda: lines and server.num_connections == 0)
+    assert lines == [("INFO", 499)]
 
 
 def test_job_route_405_lists_allowed_methods(server: Server) -> None:

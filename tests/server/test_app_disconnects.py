@@ -12,13 +12,13 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.helpers.server import CHAT, Server, ids, step_through, until
+from tests.helpers.server import CHAT, Server, ids, is_decoding, step_through, until
 from tests.server.conftest import Start
 
 
 @pytest.fixture
 def gated(start: Start, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Server, threading.Semaphore, list[int]]]:
-    """A server whose steps wait until they may; how many requests each one had."""
+    """A server whose steps wait for a permit, and the number of requests in each step."""
     server = start()
     may_step, steps = threading.Semaphore(0), list[int]()
     engine = server.worker.loaded.engine
@@ -39,7 +39,7 @@ Gated = tuple[Server, threading.Semaphore, list[int]]
 
 
 def leaves(server: Server) -> Callable[[], None]:
-    """A client in mid-stream; calling it is leaving."""
+    """Return a function that disconnects a client in mid-stream."""
     stream = server.http.stream("POST", "/execute", json={"prompt": "#", "max_tokens": 99, "job_id": "left"})
     stream.__enter__()
     return lambda: stream.__exit__(None, None, None)
@@ -54,7 +54,7 @@ def cancels(server: Server) -> Callable[[], None]:
 def test_disconnect_or_cancel_frees_blocks_within_one_step(
     gated: Gated, begin: Callable[[Server], Callable[[], None]]
 ) -> None:
-    """Given up while a step runs: that step ends, there is no other with it, and its blocks are free."""
+    """Ended while a step runs: that step finishes, no other has the request, its blocks are free."""
     server, may_step, steps = gated
     end = begin(server)
     until(lambda: len(steps) == 1)
@@ -71,18 +71,18 @@ def test_disconnect_or_cancel_frees_blocks_within_one_step(
 
 
 def _is_given_up(server: Server, request: Any) -> bool:
-    """The engine's thread will hear of it before its next step."""
+    """The engine's thread sees it before its next step."""
     serving = server.worker._engine
     assert serving is not None
     return any(one is request and reader is None for one, reader in list(serving._inbox))
 
 
-LONG = 60_000  # tokens that nobody waits for
+LONG = 60_000  # max_tokens of a request that does not end during a test
 CHATS, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 
 class Client:
-    """One that asks, and reads nothing unless it is told to."""
+    """A client that sends a request and does not read by itself."""
 
     def __init__(self, server: Server, path: str, body: Any) -> None:
         self.socket = socket.socket()
@@ -100,12 +100,6 @@ class Client:
 
     def leave(self) -> None:
         self.socket.close()
-
-
-def is_decoding(server: Server) -> bool:
-    return any(
-        request.num_tokens > request.num_prompt_tokens for request in server.worker.loaded.engine.scheduler.running
-    )
 
 
 @pytest.mark.parametrize(
@@ -129,7 +123,7 @@ def test_disconnect_in_decode_frees_request(server: Server, path: str, more: dic
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_disconnect_in_prefill_frees_request(start: Start, stream: bool) -> None:
-    """Before its first token: the step at hand ends, the rest of the prompt is not read."""
+    """The current step finishes; the rest of the prompt is not prefilled."""
     server = start({"max_step_tokens": 64})
     client = Client(server, COMPLETIONS, {"prompt": ids("x" * LONG), "max_tokens": 5, "stream": stream, "n": 2})
     scheduler = server.worker.loaded.engine.scheduler
@@ -143,7 +137,7 @@ def test_disconnect_in_prefill_frees_request(start: Start, stream: bool) -> None
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_disconnect_while_queued_frees_request(start: Start, stream: bool) -> None:
-    """It leaves the queue; who runs is not touched."""
+    """It leaves the queue; running requests are not affected."""
     server = start({"max_batch": 1})
     running = server.job(max_tokens=LONG)
     until(lambda: is_decoding(server))
@@ -157,7 +151,7 @@ def test_disconnect_while_queued_frees_request(start: Start, stream: bool) -> No
 
 
 def test_stream_unread_is_cut_off(start: Start) -> None:
-    """Others are answered meanwhile; after a while it is ended and what it held is free."""
+    """Others are answered meanwhile; after the stall timeout it is ended and its blocks are free."""
     server = start(stall_timeout_s=0.5)
     body = {"messages": CHAT, "max_tokens": LONG, "stream": True, "logprobs": True, "top_logprobs": 20}
     client = Client(server, CHATS, body)
@@ -170,7 +164,7 @@ def test_stream_unread_is_cut_off(start: Start) -> None:
 
 
 def test_job_with_unread_stream_finishes(start: Start) -> None:
-    """Its events are kept; only the reader is cut."""
+    """Its events are kept; only the reader is cut off."""
     server = start(stall_timeout_s=0.3)
     job = server.job(max_tokens=5_000)
     lazy = socket.create_connection(("127.0.0.1", server.port))
@@ -181,7 +175,7 @@ def test_job_with_unread_stream_finishes(start: Start) -> None:
 
 
 def test_disconnects_of_200_clients_leave_server_idle(start: Start) -> None:
-    """Each asks for 4,000 tokens and leaves after half a second; then a normal request is answered."""
+    """Each requests 4,000 tokens and disconnects after half a second; then a normal request is answered."""
     server = start(max_queue=400)
 
     asking = httpx.Client(base_url=server.url, timeout=0.5, limits=httpx.Limits(max_connections=None))

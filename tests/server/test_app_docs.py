@@ -26,13 +26,13 @@ ADDRESS = "http://127.0.0.1:8080"
 
 @pytest.fixture(scope="module")
 def named(load: Callable[..., LLM]) -> Iterator[Server]:
-    """A server whose model has the name that the examples use."""
+    """A server whose model has the name in the examples."""
     with Server(load, served_name="smollm2") as running:
         yield running.ready()
 
 
 def pasted(example: str, server: Server) -> tuple[str, int]:
-    """What comes of it: the body and the status."""
+    """Return body and status of an example."""
     script = SHELL + example.replace(ADDRESS, server.url)
     settings = {**os.environ, "LLM_WORKER_API_KEY": KEY}
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=30, env=settings)
@@ -56,36 +56,36 @@ def test_http_examples_give_documented_replies(named: Server, locked: Server) ->
 
 
 def test_every_route_has_an_example() -> None:
-    asked = {
+    names = {
         ("delete" if "-X DELETE" in example else "post" if " -d " in example else "get", path)
         for example in EXAMPLES
         for path in re.findall(rf"{ADDRESS}(\S+)", example)
     }
     for method, path, *_ in ROUTES:
         pattern = re.sub(r"\{\w+\}", "[^/]+", path)
-        assert any(method == verb and re.fullmatch(pattern, given) for verb, given in asked), (method, path)
+        assert any(method == verb and re.fullmatch(pattern, given) for verb, given in names), (method, path)
 
 
 def test_dashboard_metrics_exist(named: Server) -> None:
     served = set(re.findall(r"^(llm_worker_\w+)", named.http.get("/metrics").text, re.MULTILINE))
     panels = json.loads((DOCS / "grafana.json").read_text(encoding="utf-8"))["panels"]
-    asked = {
+    names = {
         name
         for panel in panels
         for target in panel["targets"]
         for name in re.findall(r"llm_worker_\w+", target["expr"])
     }
-    assert asked
-    assert asked <= served
+    assert names
+    assert names <= served
 
 
 def test_named_options_exist() -> None:
     command = load_command("serve")
     options = {name for one in command.params for name in one.opts}
-    told = TEXT + (DOCS / "deploy.md").read_text(encoding="utf-8")
+    text = TEXT + (DOCS / "deploy.md").read_text(encoding="utf-8")
     served = " ".join(
-        line.partition("serve")[2] for line in told.splitlines() if "ExecStart" in line or "ENTRYPOINT" in line
+        line.partition("serve")[2] for line in text.splitlines() if "ExecStart" in line or "ENTRYPOINT" in line
     )
-    named = set(re.findall(r"`(--[a-z-]+)", told)) | set(re.findall(r"--[a-z-]+", served))
+    named = set(re.findall(r"`(--[a-z-]+)", text)) | set(re.findall(r"--[a-z-]+", served))
     assert len(named) > 5
     assert named <= options

@@ -32,20 +32,20 @@ def browser() -> Iterator[Any]:
 def opened(
     browser: Any, server: Server, size: tuple[int, int] = DESK, status: str = "healthy", **options: Any
 ) -> Iterator[Any]:
-    """The page; it asks nobody but the server, and complains of nothing but refusals and a server that is gone."""
+    """Open the page; require that it contacts only the server and logs only refusals and lost connections."""
     context = browser.new_context(viewport={"width": size[0], "height": size[1]}, **options)
     page = context.new_page()
     page.set_default_timeout(LIMIT_MS)
-    asked: list[str] = []
+    urls: list[str] = []
     complaints: list[str] = []
-    page.on("request", lambda request: asked.append(request.url))
+    page.on("request", lambda request: urls.append(request.url))
     page.on("pageerror", lambda error: complaints.append(str(error)))
     page.on("console", lambda message: complaints.append(message.text))
     page.goto(server.url)
     page.wait_for_selector(f"[data-status={status}]")
     yield page
     context.close()
-    assert all(url.startswith((server.url, "data:")) for url in asked), asked
+    assert all(url.startswith((server.url, "data:")) for url in urls), urls
     assert not [said for said in complaints if not EXPECTED.search(said)]
 
 
@@ -57,7 +57,7 @@ def ask(page: Any, text: str, **options: Any) -> None:
 
 
 def finished(page: Any) -> str:
-    """The last answer, whole; the model of this folder says one character a token."""
+    """Return the last answer once complete; the model gives one character a token."""
     page.wait_for_selector("article.assistant[aria-busy=false]:last-child .foot button")
     return str(page.inner_text("article.assistant:last-child .said"))
 
@@ -153,7 +153,7 @@ def test_page_shows_loading_progress_then_becomes_usable(browser: Any, load: Cal
 
         return load(on_stage=hold)
 
-    with Server(slowly, hears_stages=True) as server, opened(browser, server, status="loading") as page:
+    with Server(slowly, takes_on_stage=True) as server, opened(browser, server, status="loading") as page:
         page.wait_for_selector("text=preparing the weights")
         assert 0 < page.evaluate("document.getElementById('stage-bar').value") < 1
         assert page.is_hidden("#greeting")
@@ -169,7 +169,7 @@ def test_page_shows_loading_progress_then_becomes_usable(browser: Any, load: Cal
 
 
 def test_page_reports_lost_worker_and_reconnects(browser: Any, load: Callable[..., LLM]) -> None:
-    """Also in the middle of an answer, which keeps what was said of it."""
+    """Also in the middle of an answer, which keeps its text so far."""
     first, second = Server(load, shutdown_timeout_s=0.0), Server(load)
     second.socket.close()
     second.socket = socket.socket()
@@ -197,14 +197,14 @@ def test_page_reports_lost_worker_and_reconnects(browser: Any, load: Callable[..
 
 @contextmanager
 def opened_at(browser: Any, server: Server) -> Iterator[Any]:
-    """The page of a server that begins here, and ends before the page is closed."""
+    """The page of a server that ends before the page is closed."""
     server.__enter__().ready()
     with opened(browser, server) as page:
         yield page
 
 
 def test_page_counts_tokens_rather_than_events(browser: Any, start: Start) -> None:
-    """An event carries several tokens where the worker's guesses were right; a token is a character here."""
+    """With accepted draft tokens an event carries several tokens; a token is one character here."""
     server = start({"speculative": "ngram", "draft_tokens": 8})
     with opened(browser, server) as page:
         ask(page, "go on", temperature=0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,17 +9,8 @@ import pytest
 from llm_worker_rbee.errors import InvalidRequestError
 from llm_worker_rbee.server.auth import find_key
 from llm_worker_rbee.server.config import Settings
-from tests.helpers.server import Server
 
-
-@pytest.fixture(autouse=True)
-def goes_on(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Whatever was asked, the next request is answered and nothing is left behind."""
-    yield
-    if "server" in request.fixturenames:
-        server: Server = request.getfixturevalue("server")
-        server.require_idle()
-        server.require_alive()
+pytestmark = pytest.mark.usefixtures("leaves_server_healthy")
 
 
 @pytest.mark.parametrize("key", ["", "  "])

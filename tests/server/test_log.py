@@ -19,21 +19,21 @@ def line(formatter: logging.Formatter, message: str, **more: Any) -> str:
 
 def test_formatters_have_correlation_id_and_no_error_text() -> None:
     try:
-        raise ValueError("what somebody asked")
+        raise ValueError("text of a prompt")
     except ValueError as error:
         info = (type(error), error, error.__traceback__)
     mark = log.correlation_id.set("c-1")
     try:
-        told = json.loads(line(log.JsonFormatter(), "it\nfailed\x1b", exc_info=info))
+        entry = json.loads(line(log.JsonFormatter(), "it\nfailed\x1b", exc_info=info))
         pretty = line(log.PrettyFormatter(), "it\nfailed\x1b", exc_info=info)
     finally:
         log.correlation_id.reset(mark)
-    assert (told["message"], told["level"], told["error"]) == ("it failed\ufffd", "error", "ValueError")
-    assert told["correlation_id"] == "c-1"
-    assert "test_log.py" in told["where"][-1]
+    assert (entry["message"], entry["level"], entry["error"]) == ("it failed\ufffd", "error", "ValueError")
+    assert entry["correlation_id"] == "c-1"
+    assert "test_log.py" in entry["where"][-1]
     assert pretty.endswith("[c-1]")
     assert "\n" not in pretty
-    assert "somebody" not in json.dumps(told) + pretty
+    assert "text of a" not in json.dumps(entry) + pretty
     assert "correlation_id" not in json.loads(line(log.JsonFormatter(), "alone"))
 
 
@@ -65,10 +65,10 @@ def test_request_is_one_line_with_its_correlation_id(
 
 
 def test_job_failure_line_has_correlation_id_of_its_request(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Though it is computed in a task of its own, after that request was answered."""
+    """The job runs in its own task, after that request was answered."""
 
     def breaking(*_: Any) -> str:
-        raise ValueError("what somebody asked")
+        raise ValueError("text of a prompt")
 
     lines: list[str] = []
     handler = logging.Handler()
@@ -84,4 +84,4 @@ def test_job_failure_line_has_correlation_id_of_its_request(server: Server, monk
         log.logger.removeHandler(handler)
     failed = [json.loads(line) for line in lines if "failed" in line]
     assert [(one["correlation_id"], one["error"]) for one in failed] == [(mark, "ValueError")]
-    assert "somebody" not in str(lines)
+    assert "text of a" not in str(lines)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Iterator
 from http.client import HTTPConnection
 from typing import Any
 from uuid import UUID
@@ -15,6 +14,8 @@ import pytest
 from tests.helpers.server import CHAT, Server
 from tests.server.conftest import KEY
 
+pytestmark = pytest.mark.usefixtures("leaves_server_healthy")
+
 JOB, EXECUTE, COMPLETIONS, CHATS = "/v1/jobs", "/execute", "/v1/completions", "/v1/chat/completions"
 SOUND: dict[str, dict[str, Any]] = {
     JOB: {"prompt": "#", "max_tokens": 2},
@@ -23,16 +24,6 @@ SOUND: dict[str, dict[str, Any]] = {
     CHATS: {"messages": CHAT, "max_tokens": 2},
 }
 ALL, OPENAI = tuple(SOUND), (COMPLETIONS, CHATS)
-
-
-@pytest.fixture(autouse=True)
-def goes_on(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Whatever was asked, the next request is answered and nothing is left behind."""
-    yield
-    if "server" in request.fixturenames:
-        server: Server = request.getfixturevalue("server")
-        server.require_idle()
-        server.require_alive()
 
 
 def changed(path: str, **fields: Any) -> bytes:
@@ -45,13 +36,13 @@ def test_body_over_limit_is_413(locked: Server, path: str, is_counted: bool) -> 
     body = changed(COMPLETIONS, prompt="x" * 200_000)
     pieces = body if is_counted else iter([body[:90_000], body[90_000:]])
     reply = locked.http.post(path, content=pieces, headers={"content-type": "application/json"})
-    told = reply.json()
-    assert (reply.status_code, told.get("error", told)["code"]) == (413, "PAYLOAD_TOO_LARGE")
+    error = reply.json()
+    assert (reply.status_code, error.get("error", error)["code"]) == (413, "PAYLOAD_TOO_LARGE")
     locked.require_alive()
 
 
 def test_header_of_megabytes_is_431(locked: Server) -> None:
-    """Refused, or the connection is closed on it; the worker goes on."""
+    """Refused, or the connection is closed; the worker goes on."""
     with socket.create_connection(("127.0.0.1", locked.port), timeout=10) as sent:
         try:
             sent.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\nx-long: " + b"x" * (8 << 20) + b"\r\n\r\n")
@@ -77,14 +68,14 @@ def test_header_of_megabytes_is_431(locked: Server) -> None:
 )
 @pytest.mark.parametrize("path", [CHATS, JOB, "/v1/models", "/metrics", "/info", "/nothing", "/v1/jobs/x/stream"])
 def test_api_key_missing_or_wrong_is_401(locked: Server, path: str, headers: dict[str, str], code: str) -> None:
-    """Also for routes that are not there, and also when the right one is in the query."""
+    """Also on unknown routes, and with the right key in the query."""
     asking = HTTPConnection("127.0.0.1", locked.port, timeout=10)
     asking.request("POST" if path in ALL else "GET", f"{path}?api_key={KEY}&key={KEY}", headers=headers)
     reply = asking.getresponse()
     said = reply.read()
     asking.close()
-    told = json.loads(said)
-    assert (reply.status, told.get("error", told)["code"]) == (401, code)
+    error = json.loads(said)
+    assert (reply.status, error.get("error", error)["code"]) == (401, code)
     assert reply.headers["www-authenticate"] == "Bearer"
     assert KEY.encode() not in said
 
@@ -95,7 +86,7 @@ def test_public_paths_need_no_api_key(locked: Server) -> None:
 
 
 def test_every_reply_has_correlation_id(locked: Server) -> None:
-    """The caller's where it is a UUID, otherwise a new one; on errors too."""
+    """The client's if it is a UUID, otherwise a new one; on errors too."""
     given = "123e4567-e89b-42d3-a456-426614174000"
     for path in ("/health", "/nothing", "/v1/jobs/x/stream"):
         assert locked.http.get(path, headers={"x-correlation-id": given}).headers["x-correlation-id"] == given

@@ -21,7 +21,7 @@ COMPLETIONS, CHATS, JOBS = "/v1/completions", "/v1/chat/completions", "/v1/jobs"
 
 
 def sent(server: Server, path: str, body: Any) -> socket.socket:
-    """A client that may leave before it is answered."""
+    """Return the socket of a client that sent a request."""
     client, raw = socket.create_connection(("127.0.0.1", server.port)), json.dumps(body).encode()
     head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(raw)}\r\n\r\n"
     client.sendall(head.encode() + raw)
@@ -29,7 +29,7 @@ def sent(server: Server, path: str, body: Any) -> socket.socket:
 
 
 def test_disconnected_request_is_not_tokenized(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Large texts: one is at it, the others wait and are counted; they leave, and are never begun."""
+    """Large prompts: one is tokenized, the others are queued and counted; they disconnect and are never started."""
     server = start(max_queued_tokens=10_000_000)
     tokenizer, seen, may_go = server.worker.loaded.tokenizer, list[int](), threading.Event()
     encode = tokenizer.encode
@@ -60,7 +60,7 @@ def test_disconnected_request_is_not_tokenized(start: Start, monkeypatch: pytest
 
 
 def test_bounded_executor_over_queue_limit_raises() -> None:
-    """One alone may be as large as it likes; behind it there is no room for more than a little."""
+    """One piece alone may have any size; behind it the queue is full."""
 
     async def tried() -> None:
         line, may_go = BoundedExecutor("tested", 1), threading.Event()
@@ -80,17 +80,17 @@ def test_bounded_executor_over_queue_limit_raises() -> None:
 
 
 def test_large_bodies_and_replies_run_off_the_event_loop(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reading, checking, tokenizing, pieces and text: in whose thread?"""
+    """Record the threads of decoding, validation, tokenizing and encoding."""
     loop_thread, where = server._thread, dict[str, threading.Thread]()
 
     def watched(owner: Any, name: str) -> None:
         real = getattr(owner, name)
 
-        def told(*given: Any, **more: Any) -> Any:
+        def watcher(*given: Any, **more: Any) -> Any:
             where[name] = threading.current_thread()
             return real(*given, **more)
 
-        monkeypatch.setattr(owner, name, told)
+        monkeypatch.setattr(owner, name, watcher)
 
     tokenizer = server.worker.loaded.tokenizer
     for owner in (app, jobs, openai):
@@ -99,13 +99,13 @@ def test_large_bodies_and_replies_run_off_the_event_loop(server: Server, monkeyp
     for owner, name in ((tokenizer, "piece"), (tokenizer, "decode"), (openai.Reply, "_object")):
         watched(owner, name)
     text = "a" * (offload.LARGE_BYTES + 1)
-    asked: list[tuple[str, Any, set[str]]] = [
+    cases: list[tuple[str, Any, set[str]]] = [
         ("/tokenize", {"text": text}, {"piece"}),
         ("/detokenize", {"tokens": [97] * (offload.LARGE_BYTES // 2)}, {"decode"}),
         (JOBS, {"prompt": text, "max_tokens": 1, "top_k": -1}, set()),
         (COMPLETIONS, {"prompt": [1] * 34_000, "max_tokens": 1, "echo": True}, {"_object"}),
     ]
-    for path, body, more in asked:
+    for path, body, more in cases:
         where.clear()
         server.post(path, body)
         assert where.keys() >= {"decode_object", "validate_body"} | more

@@ -42,20 +42,20 @@ def test_require_url_invalid_raises(url: str) -> None:
 
 
 def test_info_and_messages_match_the_model(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also the device and its memory, where the backend names them."""
+    """Device and memory too, where the backend reports them."""
     llm = server.worker.loaded
-    told = server.http.get("/info").json()
-    assert (told["model"], told["architecture"], told["backend"]) == ("tiny", "llama", DEVICE.partition(":")[0])
-    assert told["device"].startswith(DEVICE)
-    assert (told["quant"], told["context_length"]) == ("F32", CONTEXT)
-    assert told["parameters"] * 4 == told["memory"]["weights_bytes"] == llm.checkpoint.nbytes
-    assert told["memory"]["kv_cache_bytes"] == llm.capacity.bytes
-    assert (told["memory"]["device_bytes"] > 0) == (DEVICE != "cpu")
-    assert (told["memory"]["graph_bytes"] > 0) <= (DEVICE != "cpu")
-    assert (told["memory"]["process_bytes"] or 1 << 30) > 1 << 24
-    assert told["versions"]["worker"] == __version__
+    info = server.http.get("/info").json()
+    assert (info["model"], info["architecture"], info["backend"]) == ("tiny", "llama", DEVICE.partition(":")[0])
+    assert info["device"].startswith(DEVICE)
+    assert (info["quant"], info["context_length"]) == ("F32", CONTEXT)
+    assert info["parameters"] * 4 == info["memory"]["weights_bytes"] == llm.checkpoint.nbytes
+    assert info["memory"]["kv_cache_bytes"] == llm.capacity.bytes
+    assert (info["memory"]["device_bytes"] > 0) == (DEVICE != "cpu")
+    assert (info["memory"]["graph_bytes"] > 0) <= (DEVICE != "cpu")
+    assert (info["memory"]["process_bytes"] or 1 << 30) > 1 << 24
+    assert info["versions"]["worker"] == __version__
     more = set() if DEVICE == "cpu" else {"torch", "triton"}
-    assert told["versions"].keys() == {"worker", "python", "numpy", "numba"} | more
+    assert info["versions"].keys() == {"worker", "python", "numpy", "numba"} | more
     monkeypatch.setattr(llm.model.ops, "device", "cuda:3")
     monkeypatch.setattr(llm.model.ops, "allocated_memory", lambda: 12_345)
     monkeypatch.setattr(type(llm), "graph_bytes", 678)
@@ -67,9 +67,9 @@ def test_info_and_messages_match_the_model(server: Server, monkeypatch: pytest.M
     monkeypatch.setattr(jobs, "METRICS_S", 0.0)
     metrics = [one for one in server.events(server.job()) if one["type"] == "metrics"]
     assert metrics[0]["vram_bytes"] == 12_345
-    told = server.http.get("/info").json()
-    assert (told["device"], told["memory"]["device_bytes"]) == ("cuda:3", 12_345)
-    assert told["memory"]["graph_bytes"] == 678
+    info = server.http.get("/info").json()
+    assert (info["device"], info["memory"]["device_bytes"]) == ("cuda:3", 12_345)
+    assert info["memory"]["graph_bytes"] == 678
     scraped = server.http.get("/metrics").text.splitlines()
     assert {"llm_worker_device_memory_bytes 12345.0", "llm_worker_device_graph_bytes 678.0"} <= set(scraped)
 
@@ -77,7 +77,7 @@ def test_info_and_messages_match_the_model(server: Server, monkeypatch: pytest.M
 def test_heartbeat_repeats_after_failure_with_current_status(
     start: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One that is not heard is a line in the log, and followed by the next all the same."""
+    """A failed heartbeat is logged and followed by the next."""
     monkeypatch.setattr(orchestrator, "HEARTBEAT_S", 0.01)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.settimeout(LIMIT_S)

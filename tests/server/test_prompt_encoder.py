@@ -12,7 +12,7 @@ COMPLETIONS, CHATS, JOBS = "/v1/completions", "/v1/chat/completions", "/v1/jobs"
 
 
 @pytest.mark.parametrize(
-    ("path", "asked", "field"),
+    ("path", "body", "field"),
     [
         (COMPLETIONS, {"prompt": "x" * 2_000_000}, "prompt"),
         (COMPLETIONS, {"prompt": ["#", "x" * 2_000_000]}, "prompt"),
@@ -23,9 +23,9 @@ COMPLETIONS, CHATS, JOBS = "/v1/completions", "/v1/chat/completions", "/v1/jobs"
     ],
 )
 def test_prompt_over_context_is_not_tokenized(
-    server: Server, monkeypatch: pytest.MonkeyPatch, path: str, asked: dict[str, Any], field: str | None
+    server: Server, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any], field: str | None
 ) -> None:
-    """The bytes tell it already, or the number of ids; with the figures."""
+    """Decided by its bytes or its number of ids; the message has the figures."""
 
     def encode(text: str, *_: Any, **__: Any) -> list[int]:
         raise AssertionError(f"{len(text)} characters were tokenized")
@@ -33,7 +33,7 @@ def test_prompt_over_context_is_not_tokenized(
     tokenizer = server.worker.loaded.tokenizer
     whole = tokenizer.encode
     monkeypatch.setattr(tokenizer, "encode", lambda text, **more: whole(text, **more) if text == "#" else encode(text))
-    reply = server.post(path, asked)
+    reply = server.post(path, body)
     error = reply.json() if field is None else reply.json()["error"]
     assert (reply.status_code, error["code"]) == (400, "CONTEXT_LENGTH_EXCEEDED")
     assert field is None or error["param"] == field

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -13,6 +12,8 @@ from llm_worker_rbee.server.schema import decode_object
 from tests.helpers import tiny_models
 from tests.helpers.server import CHAT, CONTEXT, SAID, Server
 from tests.server.conftest import Start
+
+pytestmark = pytest.mark.usefixtures("leaves_server_healthy")
 
 JOB, EXECUTE, COMPLETIONS, CHATS = "/v1/jobs", "/execute", "/v1/completions", "/v1/chat/completions"
 SOUND: dict[str, dict[str, Any]] = {
@@ -92,18 +93,8 @@ PROMPTS: dict[str, tuple[tuple[str, ...], Any]] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def goes_on(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Whatever was asked, the next request is answered and nothing is left behind."""
-    yield
-    if "server" in request.fixturenames:
-        server: Server = request.getfixturevalue("server")
-        server.require_idle()
-        server.require_alive()
-
-
 def require_refused(server: Server, path: str, content: bytes, field: str | None = None) -> str:
-    """A 400 in the shape of the route's dialect that names the field; its message."""
+    """Require a 400 in the shape of the dialect that names the field; return its message."""
     reply = server.http.post(path, content=content, headers={"content-type": "application/json"})
     assert reply.status_code == 400, (reply.status_code, reply.text[:300])
     assert len(reply.content) < 2_000
@@ -172,7 +163,7 @@ def test_fields_invalid_on_one_route_are_refused_there(server: Server) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", ALL)
 def test_prompt_over_context_is_refused_with_figures(server: Server, path: str, stream: bool) -> None:
-    """A typed 400 that names both lengths, before the first byte of a stream."""
+    """A 400 with both lengths, before the first byte of a stream."""
     long = "#" * (CONTEXT + 1)
     longer = {"messages": [{"role": "user", "content": long}]} if path == CHATS else {"prompt": long}
     for fields, figures in (
@@ -223,14 +214,14 @@ def test_integer_written_as_float_is_accepted(server: Server) -> None:
 
 
 def test_invalid_requests_do_not_affect_running_stream(server: Server) -> None:
-    asked = {"prompt": "?", "max_tokens": 400, "seed": 5, "stream": False}
-    alone = server.post(JOBS, asked).json()["text"]
+    job = {"prompt": "?", "max_tokens": 400, "seed": 5, "stream": False}
+    alone = server.post(JOBS, job).json()["text"]
     bad: list[tuple[str, Any]] = [
         (JOBS, {}), (CHATS, {"messages": "x"}), (COMPLETIONS, {"prompt": [tiny_models.VOCAB]}), (COMPLETIONS, [1]),
         (JOBS, {"prompt": "#" * 70_000, "max_tokens": 1}), (CHATS, {"messages": CHAT, "logit_bias": {"999999": 1}}),
     ]  # fmt: skip
     with ThreadPoolExecutor(4) as pool:
-        good = [pool.submit(server.post, JOBS, asked) for _ in range(3)]
+        good = [pool.submit(server.post, JOBS, job) for _ in range(3)]
         replies = [server.post(path, body).status_code for path, body in bad * 3]
         assert [one.result().json()["text"] for one in good] == [alone] * 3
     assert set(replies) == {400}
@@ -238,9 +229,9 @@ def test_invalid_requests_do_not_affect_running_stream(server: Server) -> None:
 
 def test_many_unknown_fields_are_reported_briefly(server: Server, start: Start) -> None:
     unknown = {f"x{i}": 0 for i in range(5_000)}
-    told = server.post(JOBS, {"prompt": "#", "max_tokens": 1, **unknown})
-    errors = told.json()["errors"]
-    assert (told.status_code, len(errors), len(told.content) < 10_000) == (400, 33, True)
+    reply = server.post(JOBS, {"prompt": "#", "max_tokens": 1, **unknown})
+    errors = reply.json()["errors"]
+    assert (reply.status_code, len(errors), len(reply.content) < 10_000) == (400, 33, True)
     assert (errors[0]["field"], errors[-1]["message"]) == ("x0", "and 4968 more unknown fields")
     assert "and 4968 more" in server.post(COMPLETIONS, {"prompt": "#", **unknown}).json()["error"]["message"]
     lenient = start(ignore_unknown_fields=True).post(COMPLETIONS, {"prompt": "#", "max_tokens": 1, **unknown})

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Iterator
 from contextlib import suppress
 
 import pytest
@@ -15,18 +14,10 @@ from llm_worker_rbee.server.app import resident_bytes
 from llm_worker_rbee.server.auth import is_loopback
 from llm_worker_rbee.server.middleware import MAX_HEADER_BYTES
 from llm_worker_rbee.server.serve import base_url, bind
-from tests.helpers.server import LIMIT_S, Server, until
+from tests.helpers.server import LIMIT_S, Server, connected, until
 from tests.server.conftest import Start
 
-
-@pytest.fixture(autouse=True)
-def goes_on(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Whatever was asked, the next request is answered and nothing is left behind."""
-    yield
-    if "server" in request.fixturenames:
-        server: Server = request.getfixturevalue("server")
-        server.require_idle()
-        server.require_alive()
+pytestmark = pytest.mark.usefixtures("leaves_server_healthy")
 
 
 def test_connection_malformed_http_does_not_stop_server(locked: Server) -> None:
@@ -53,7 +44,7 @@ def test_urls_and_loopback_addresses() -> None:
 
 
 def test_connection_headers_over_limit_are_431(start: Start) -> None:
-    """64 KiB: past it 431 with a code, also while they are still coming; without an end they are cut. Memory stays."""
+    """Past 64 KiB 431 with a code, also while they arrive; endless ones are cut off. Memory does not grow."""
     server = start()
 
     def answered(*parts: bytes) -> tuple[bytes, bytes]:
@@ -111,7 +102,7 @@ def _read_body(client: socket.socket) -> bytes:
 
 
 def test_connection_without_headers_is_closed_after_timeout(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing, or a head without an end, or a second one; others know nothing of it."""
+    """No bytes, incomplete headers, or an incomplete second request; others are not affected."""
     monkeypatch.setattr(serve, "HEAD_TIMEOUT_S", 0.2)
     server = start()
     whole = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
@@ -129,17 +120,8 @@ JSON = "content-type: application/json\r\n"
 OFFER = "Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAARAAAAAAAIAAAAA\r\n"
 
 
-def connected(server: Server, received: int | None = None) -> socket.socket:
-    client = socket.socket()
-    if received is not None:
-        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, received)
-    client.settimeout(LIMIT_S)
-    client.connect(("127.0.0.1", server.port))
-    return client
-
-
 def replies(client: socket.socket) -> bytes:
-    """Everything, to the end of the connection."""
+    """Return everything up to the end of the connection."""
     found = b""
     while more := client.recv(65536):
         found += more
@@ -176,7 +158,7 @@ def test_connection_unread_whole_reply_is_cut_off(start: Start) -> None:
 
 @pytest.mark.parametrize("cut", [None, 30, 75])
 def test_connection_upgrade_offer_is_ignored(server: Server, cut: int | None) -> None:
-    """As curl --http2 and Java send it. Cut within the header's name it is refused: what follows is never a request."""
+    """As curl --http2 and Java send it. Split within its name it is refused: what follows is never a request."""
     body = json.dumps({"prompt": ">", "max_tokens": 20, "temperature": 0, "stream": False})
     head = f"POST /v1/jobs HTTP/1.1\r\n{OFFER}host: x\r\n{JSON}content-length: {len(body)}\r\n\r\n"
     at = len(head) if cut is None else cut

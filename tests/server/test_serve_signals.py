@@ -55,14 +55,14 @@ def until_ready(process: subprocess.Popen[str]) -> None:
 
 @pytest.fixture
 def stuck(tmp_path: Path) -> Path:
-    """A file that nobody can read to its end, so that loading takes for ever."""
+    """A FIFO as chat template, so that loading never ends."""
     os.mkfifo(tmp_path / "template")
     return tmp_path / "template"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signal_while_loading_exits_with_0(spawn: Spawn, model_file: Path, stuck: Path, number: signal.Signals) -> None:
-    """Also one that comes before the server listens to them; who waits for the model hears of the end."""
+    """Clients that wait for the model get the stopping event."""
     process = spawn("-m", model_file, "--chat-template", stuck)
     url = base_url(process)
     with httpx.stream("GET", f"{url}/v1/loading/progress", timeout=LIMIT_S) as waiting:
@@ -86,7 +86,7 @@ def test_signal_before_serving_exits_with_0(spawn: Spawn, model_file: Path, stuc
 
 
 def test_signals_after_shutdown_are_ignored(spawn: Spawn, model_file: Path) -> None:
-    """All is done, the process is not gone yet: neither Python's own handlers nor ours may have a say."""
+    """At exit neither Python's handlers nor the worker's may run."""
     both = "lambda: [os.kill(os.getpid(), n) for n in (signal.SIGTERM, signal.SIGINT, signal.SIGTERM)]"
     process = spawn("-m", model_file, at_exit=both)
     until_ready(process)
@@ -104,9 +104,9 @@ def test_closed_stdout_does_not_stop_worker(spawn: Spawn, model_file: Path, stuc
     process.stdout.close()  # before it is ready
     with httpx.Client(base_url=url, timeout=LIMIT_S) as client:
         stuck.write_text("{{ messages[0].content }}")
-        told = client.get("/v1/loading/progress").text
-        assert told.index('"warm-up","done":0') > told.index('"weights"')
-        assert told.endswith('data: {"stage":"ready"}\n\ndata: [DONE]\n\n')
+        progress = client.get("/v1/loading/progress").text
+        assert progress.index('"warm-up","done":0') > progress.index('"weights"')
+        assert progress.endswith('data: {"stage":"ready"}\n\ndata: [DONE]\n\n')
         assert client.get("/health").json()["status"] == "healthy"
         reply = client.post("/v1/jobs", json={"prompt": "#", "max_tokens": 2, "stream": False})
         assert reply.json()["tokens_out"] == 2
@@ -115,7 +115,7 @@ def test_closed_stdout_does_not_stop_worker(spawn: Spawn, model_file: Path, stuc
 
 
 def test_unread_stderr_does_not_block_worker(spawn: Spawn, model_file: Path) -> None:
-    """A pipe holds 64 KiB; past that a line that is written would wait for its reader."""
+    """A pipe holds 64 KiB; past that a write would block."""
     process = spawn("-m", model_file)
     url = base_url(process)
     with httpx.Client(base_url=url, timeout=LIMIT_S) as client:

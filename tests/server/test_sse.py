@@ -9,20 +9,14 @@ from typing import Any
 import pytest
 
 from llm_worker_rbee.server.sse import DONE, EventStream, encode_event
-from tests.helpers.server import Server, events, until
+from tests.helpers.server import events, is_decoding, until
 from tests.server.conftest import Start
 
-LONG = 60_000  # tokens that nobody waits for
-
-
-def is_decoding(server: Server) -> bool:
-    return any(
-        request.num_tokens > request.num_prompt_tokens for request in server.worker.loaded.engine.scheduler.running
-    )
+LONG = 60_000  # max_tokens of a request that does not end during a test
 
 
 def test_event_stream_idle_gets_pings(start: Start) -> None:
-    """Comments, so that the events stay as they are."""
+    """Pings are comments, so the events stay the same."""
     server = start({"max_batch": 1}, ping_s=0.05)
     running = server.job(max_tokens=LONG)
     until(lambda: is_decoding(server))
@@ -48,7 +42,7 @@ async def never() -> Any:
 
 @pytest.mark.parametrize("fails_at", ["http.response.start", "http.response.body", None])
 def test_event_stream_calls_on_end_once(fails_at: str | None) -> None:
-    """Also where not even the first line could be sent, so that the source never began."""
+    """Also where the headers could not be sent, so that the source never started."""
     ends: list[int] = []
     sent: list[Any] = []
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import threading
 import time
 from collections.abc import Callable
@@ -19,21 +18,15 @@ from llm_worker_rbee.load import OnStage, Stage
 from llm_worker_rbee.server.dialects import jobs
 from llm_worker_rbee.tokenizer import Detokenizer
 from tests.conftest import DEVICE
-from tests.helpers.server import CHAT, LIMIT_S, Server, events, step_through, until
+from tests.helpers.server import CHAT, LIMIT_S, Server, events, is_decoding, step_through, until
 from tests.server.conftest import Start
 
-LONG = 60_000  # tokens that nobody waits for
+LONG = 60_000  # max_tokens of a request that does not end during a test
 CHATS, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 
-def is_decoding(server: Server) -> bool:
-    return any(
-        request.num_tokens > request.num_prompt_tokens for request in server.worker.loaded.engine.scheduler.running
-    )
-
-
 def test_step_failure_ends_its_batch_only(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Everybody in it hears INFERENCE_FAILED as the dialect has it, and nothing of the inside; the next is answered."""
+    """Its requests end with INFERENCE_FAILED in their dialect, without internals; the next request is answered."""
     engine = server.worker.loaded.engine
     run, is_armed, has_broken = engine.runner.run, threading.Event(), threading.Event()
 
@@ -46,14 +39,14 @@ def test_step_failure_ends_its_batch_only(server: Server, monkeypatch: pytest.Mo
 
     step_through(breaking, engine, monkeypatch)
     is_armed.set()
-    asked: list[Callable[[], httpx.Response]] = [
+    bodies: list[Callable[[], httpx.Response]] = [
         lambda: server.post("/v1/jobs", {"prompt": "#", "max_tokens": LONG, "stream": False}),
         lambda: server.post("/execute", {"prompt": "#", "max_tokens": LONG, "job_id": "breaks"}),
         lambda: server.post(CHATS, {"messages": CHAT, "max_tokens": LONG}),
         lambda: server.post(CHATS, {"messages": CHAT, "max_tokens": LONG, "stream": True}),
     ]
     with ThreadPoolExecutor(4) as pool:
-        job, stream, chat, chunks = (task.result() for task in [pool.submit(one) for one in asked])
+        job, stream, chat, chunks = (task.result() for task in [pool.submit(one) for one in bodies])
     assert has_broken.is_set()
     assert (job.status_code, job.json()["code"]) == (500, "INFERENCE_FAILED")
     assert events(stream.text)[-1]["code"] == "INFERENCE_FAILED"
@@ -65,16 +58,16 @@ def test_step_failure_ends_its_batch_only(server: Server, monkeypatch: pytest.Mo
 
 
 def test_kv_cache_exhausted_preempts_and_finishes(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ten answers where there is room for four: some are preempted, all are finished, with the tokens of one alone."""
+    """Ten requests in blocks for four: some are preempted, all finish with the tokens that each gives alone."""
     server = start({"kv_memory": 1 << 15, "max_batch": 10})
     longest = server.worker.loaded.max_context // 4
-    asked = [{"prompt": f"{i}?", "max_tokens": longest, "seed": i, "stream": False} for i in range(10)]
-    alone = [server.post("/v1/jobs", one).json()["text"] for one in asked]
+    bodies = [{"prompt": f"{i}?", "max_tokens": longest, "seed": i, "stream": False} for i in range(10)]
+    alone = [server.post("/v1/jobs", one).json()["text"] for one in bodies]
     engine, all_are_in = server.worker.loaded.engine, threading.Event()
     run = engine.runner.run
     step_through(lambda spans: all_are_in.wait() and run(spans), engine, monkeypatch)
     with ThreadPoolExecutor(10) as pool:
-        together = [pool.submit(server.post, "/v1/jobs", one) for one in asked]
+        together = [pool.submit(server.post, "/v1/jobs", one) for one in bodies]
         until(lambda: server.worker.num_open == 10)
         all_are_in.set()
         assert [one.result().json()["text"] for one in together] == alone
@@ -83,7 +76,7 @@ def test_kv_cache_exhausted_preempts_and_finishes(start: Start, monkeypatch: pyt
 
 
 def test_model_file_deleted_after_loading_serves_on(model_file: Path, tmp_path: Path) -> None:
-    """Truncated, then removed: nothing is read from it any more."""
+    """Truncated, then removed: it is not read after loading."""
     copy = tmp_path / "copy.gguf"
     copy.write_bytes(model_file.read_bytes())
     with Server(lambda: LLM(copy, device=DEVICE, kv_memory=1 << 20)) as server:
@@ -98,7 +91,7 @@ def test_model_file_deleted_after_loading_serves_on(model_file: Path, tmp_path: 
 
 
 def test_system_clock_set_back_does_not_affect_timeouts(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a day, while somebody is answered: deadlines, how long jobs are kept, health and uptime do not notice."""
+    """By a day, while a request runs: deadlines, job expiry, health and uptime are not affected."""
     server, forgetful = start(stall_timeout_s=30.0), start(job_ttl_s=0.0)
     running = server.job(max_tokens=LONG, timeout_ms=60_000)
     until(lambda: is_decoding(server))
@@ -118,14 +111,14 @@ def test_system_clock_set_back_does_not_affect_timeouts(start: Start, monkeypatc
 
 
 def test_unexpected_error_reply_shows_no_internals(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A bug of ours while an answer is made into text: an error in the words of the dialect, and no hang."""
+    """A bug while detokenizing: an error in the shape of the dialect, and no hang."""
 
     def breaking(*_: Any) -> str:
         raise ValueError("/a/path of ours")
 
     monkeypatch.setattr(Detokenizer, "push", breaking)
-    asked = {"messages": CHAT, "max_tokens": 5, "n": 2}
-    whole, chunks = (server.post(CHATS, {**asked, "stream": stream}, timeout=10) for stream in (False, True))
+    bodies = {"messages": CHAT, "max_tokens": 5, "n": 2}
+    whole, chunks = (server.post(CHATS, {**bodies, "stream": stream}, timeout=10) for stream in (False, True))
     job = server.events(server.job())
     assert (whole.status_code, whole.json()["error"]["code"]) == (500, "INFERENCE_FAILED")
     assert "INFERENCE_FAILED" in chunks.text
@@ -137,7 +130,7 @@ def test_unexpected_error_reply_shows_no_internals(server: Server, monkeypatch: 
 
 
 def test_stop_lets_running_requests_finish(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Told to stop: nobody new comes in, health says so, and those who run are answered to the last token."""
+    """While draining new requests are refused, health is stopping, and running requests finish."""
     monkeypatch.setattr(jobs, "METRICS_S", 0.0)
     server = start(shutdown_timeout_s=20)
     job = server.job(max_tokens=1_500)
@@ -172,10 +165,6 @@ def test_stop_after_timeout_ends_requests_with_error(start: Start) -> None:
         assert (whole.result().status_code, whole.result().json()["error"]["code"]) == (503, "SHUTTING_DOWN")
 
 
-def line(formatter: logging.Formatter, message: str, **more: Any) -> str:
-    return formatter.format(logging.LogRecord("x", logging.ERROR, "f", 1, message, (), more.pop("exc_info", None)))
-
-
 def test_stop_while_loading_never_becomes_ready(load: Callable[..., LLM]) -> None:
     go_on = threading.Event()
 
@@ -208,7 +197,7 @@ PHASES = ["backend", "locate", "open", "tokenizer", "kernels", "weights"]
 
 
 def test_loading_progress_is_streamed_to_early_and_late_clients(load: Callable[..., LLM]) -> None:
-    """Each begins at 0 and ends with its seconds, in order; weights are counted in bytes; then ready, then [DONE]."""
+    """Each stage starts at 0 and ends with its seconds, in order; weights in bytes; then ready, then [DONE]."""
     is_half, go_on = threading.Event(), threading.Event()
 
     def slowly(on_stage: OnStage) -> LLM:
@@ -220,10 +209,10 @@ def test_loading_progress_is_streamed_to_early_and_late_clients(load: Callable[.
 
         return load(on_stage=hold)
 
-    with Server(slowly, hears_stages=True) as server, ThreadPoolExecutor(1) as pool:
+    with Server(slowly, takes_on_stage=True) as server, ThreadPoolExecutor(1) as pool:
         early = pool.submit(httpx.get, f"{server.url}/v1/loading/progress", timeout=LIMIT_S)
         assert is_half.wait(LIMIT_S)
-        with server.http.stream("GET", "/v1/loading/progress") as late:  # nothing is ready, and all so far is told
+        with server.http.stream("GET", "/v1/loading/progress") as late:  # nothing is ready; all events so far are sent
             lines = late.iter_lines()
             half = next(line for line in lines if '"weights"' in line and '"done":0,' not in line)
             assert server.http.get("/v1/ready").json()["state"] == "loading"
@@ -266,7 +255,7 @@ def test_loading_progress_ends_with_stopping(load: Callable[..., LLM]) -> None:
 
 
 def test_health_without_steps_is_stalled(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Healthy while steps end, stalled while one does not though there is work, healthy again afterwards."""
+    """Healthy while steps finish, stalled while one does not and there is work, healthy again afterwards."""
     server = start(stall_timeout_s=0.2)
     engine = server.worker.loaded.engine
     run, go_on = engine.runner.run, threading.Event()
@@ -293,8 +282,7 @@ def test_health_without_steps_is_stalled(start: Start, monkeypatch: pytest.Monke
 
 
 def test_health_after_device_failure_is_failed(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step that fails is one request's; a device that computes no more is everybody's, until the worker is started
-    again."""
+    """A failed step ends its requests only; a failed device makes the worker unhealthy until it is restarted."""
     server = start()
     engine = server.worker.loaded.engine
     lost: list[bool] = []

@@ -63,15 +63,15 @@ def test_execute_with_stream_false_is_refused(server: Server) -> None:
     body = {"job_id": "whole-1", "prompt": "#", "max_tokens": 1, "stream": False}
     reply = server.post("/execute", body)
     assert (reply.status_code, reply.json()["errors"][0]["field"]) == (400, "stream")
-    for path, asked in (("/v1/chat/completions", {"messages": CHAT}), (COMPLETIONS, {"prompt": "#"})):
-        reply = server.post(path, {**asked, "stream_options": {"include_usage": True}})
+    for path, fields in (("/v1/chat/completions", {"messages": CHAT}), (COMPLETIONS, {"prompt": "#"})):
+        reply = server.post(path, {**fields, "stream_options": {"include_usage": True}})
         assert (reply.status_code, reply.json()["error"]["param"]) == (400, "stream_options")
     reply = server.post("/v1/chat/completions", {"messages": CHAT, "max_tokens": 1, "max_completion_tokens": 2})
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, "max_tokens")
 
 
 def test_job_events_have_contract_order_and_fields(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    """started, then all others, then one end, then [DONE]; the tokens are the answer, counted from 0."""
+    """started, the others, one end, [DONE]; tokens are counted from 0 and join to the answer."""
     monkeypatch.setattr(jobs, "METRICS_S", 0.0)
     job = server.job(prompt=">", max_tokens=50)
     assert UUID(job.removeprefix("job-")).version == 4
@@ -95,7 +95,7 @@ def test_job_events_have_contract_order_and_fields(server: Server, monkeypatch: 
 
 
 @pytest.mark.parametrize(
-    ("asked", "text", "reason", "stop"),
+    ("fields", "text", "reason", "stop"),
     [
         ({"prompt": ">", "max_tokens": 50}, SAID, "EOS", None),
         ({"prompt": ">", "max_tokens": 3}, SAID[:3], "MAX_TOKENS", None),
@@ -104,9 +104,9 @@ def test_job_events_have_contract_order_and_fields(server: Server, monkeypatch: 
 )
 @pytest.mark.parametrize("path", ["/v1/jobs", "/v1/inference"])
 def test_post_job_without_stream_returns_whole_result(
-    server: Server, path: str, asked: dict[str, Any], text: str, reason: str, stop: str | None
+    server: Server, path: str, fields: dict[str, Any], text: str, reason: str, stop: str | None
 ) -> None:
-    result = server.post(path, {"temperature": 0, "seed": 11, "stream": False, "operation": "infer", **asked}).json()
+    result = server.post(path, {"temperature": 0, "seed": 11, "stream": False, "operation": "infer", **fields}).json()
     assert (result["text"], result["stop_reason"], result["seed"]) == (text, reason, 11)
     assert result.get("stop_sequence_matched") == stop
     assert result.keys() - {"stop_sequence_matched"} == {
@@ -146,7 +146,7 @@ def test_job_id_in_use_is_409(server: Server) -> None:
 
 @pytest.mark.parametrize("way", ["DELETE", "POST"])
 def test_job_cancel_ends_stream_with_cancelled(server: Server, way: str) -> None:
-    """202 while it runs and after its end; the stream ends with CANCELLED, the blocks are free."""
+    """202 while it runs and after its end; the stream ends with CANCELLED and the blocks are free."""
     job = server.job(max_tokens=60_000)
 
     def cancel(name: str) -> httpx.Response:
@@ -179,12 +179,12 @@ def test_unknown_job_is_404(server: Server, path: str) -> None:
 
 
 def test_execute_disconnect_cancels_job(server: Server) -> None:
-    asked = {"job_id": "run-1", "prompt": ">", "max_tokens": 20, "temperature": 0}
-    found = events(server.post("/execute", asked).text)
+    fields = {"job_id": "run-1", "prompt": ">", "max_tokens": 20, "temperature": 0}
+    found = events(server.post("/execute", fields).text)
     assert "".join(one.get("t", "") for one in found) == SAID
     assert found[-1]["type"] == "end"
-    asked = {"job_id": "run-2", "prompt": "#", "max_tokens": 60_000}
-    with server.http.stream("POST", "/execute", json=asked) as reply:
+    fields = {"job_id": "run-2", "prompt": "#", "max_tokens": 60_000}
+    with server.http.stream("POST", "/execute", json=fields) as reply:
         next(reply.iter_bytes())
     assert server.events("run-2")[-1]["code"] == "CANCELLED"
     server.require_idle()
@@ -193,8 +193,8 @@ def test_execute_disconnect_cancels_job(server: Server) -> None:
 def test_job_timeout_ends_with_timeout_error(server: Server) -> None:
     last = server.events(server.job(max_tokens=60_000, timeout_ms=50))[-1]
     assert (last["type"], last["code"], last["retriable"]) == ("error", "TIMEOUT", True)
-    asked = {"prompt": "#", "max_tokens": 60_000, "timeout_ms": 50, "stream": False}
-    reply = server.post("/v1/jobs", asked)
+    fields = {"prompt": "#", "max_tokens": 60_000, "timeout_ms": 50, "stream": False}
+    reply = server.post("/v1/jobs", fields)
     assert (reply.status_code, reply.json()["code"]) == (504, "TIMEOUT")
     server.require_idle()
 
@@ -207,7 +207,7 @@ def test_job_finished_expires_after_ttl(start: Start) -> None:
 
 
 def test_job_invalid_reports_all_issues_at_once(server: Server) -> None:
-    """Each with its field; what was said is repeated, but never prompts, messages or stops."""
+    """Each with its field; values are echoed, except prompts, messages and stop strings."""
     secret = "a-secret"
     body = {
         "prompt": 5, "messages": [secret], "stop": [secret, ""], "max_tokens": 0, "temperature": "warm", "top_p": 1.5,
@@ -234,7 +234,7 @@ LONG = 60_000
 
 
 def test_finished_jobs_take_bounded_memory(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The oldest are forgotten before their time; the last one is kept however large it is."""
+    """The oldest are dropped before their time; the last one is kept, however large."""
     monkeypatch.setattr(jobs, "MAX_FINISHED_BYTES", 20_000)
     server = start()
     ended = [
@@ -279,20 +279,20 @@ def test_finished_job_keeps_nothing_of_its_request(start: Start) -> None:
 @pytest.mark.parametrize("stop", [[], ["abababababX"], ["babX", "aX"]])
 def test_token_events_count_held_back_tokens(server: Server, stop: list[str]) -> None:
     found = server.events(server.job(max_tokens=40, stop=stop))
-    told = [one for one in found if one["type"] == "token"]
+    token_events = [one for one in found if one["type"] == "token"]
     at = 0
-    for one in told:
+    for one in token_events:
         assert one["i"] == at
         at += one.get("n", 1)
-    assert at == found[-1]["tokens_out"] == len("".join(one["t"] for one in told)) == 40  # a letter a token
-    assert stop or not any("n" in one and one["n"] != len(one["t"]) for one in told)
+    assert at == found[-1]["tokens_out"] == len("".join(one["t"] for one in token_events)) == 40  # a letter a token
+    assert stop or not any("n" in one and one["n"] != len(one["t"]) for one in token_events)
 
 
 def test_job_in_prefill_emits_metrics(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jobs, "METRICS_S", 0.05)
     server = start({"max_step_tokens": 16})
     found = server.events(server.job(prompt="#" * 20_000, max_tokens=2))
-    told = [one["type"] for one in found]
-    first = told.index("token")
-    assert "metrics" in told[:first]
+    token_events = [one["type"] for one in found]
+    first = token_events.index("token")
+    assert "metrics" in token_events[:first]
     assert next(one for one in found if one["type"] == "metrics")["ttft_ms"] is None

@@ -21,12 +21,12 @@ def narrated(found: list[Any]) -> list[tuple[str, str]]:
 
 
 def test_narration_reports_queued_and_prefill(start: Start) -> None:
-    """Between started and the first token, each with actor, target and the correlation of who brought the job."""
+    """Between started and the first token, each with actor, target and correlation id."""
     server = start(worker_id="w-7")
     prompt = "#" * 100
-    asked = {"prompt": prompt, "max_tokens": 3, "temperature": 0}
+    fields = {"prompt": prompt, "max_tokens": 3, "temperature": 0}
     for cached in (0, 96):
-        job = server.post("/v1/jobs", asked, headers={"x-correlation-id": CORRELATION}).json()["job_id"]
+        job = server.post("/v1/jobs", fields, headers={"x-correlation-id": CORRELATION}).json()["job_id"]
         found = server.events(job)
         assert [one["type"] for one in found[:4]] == ["started", "narration", "narration", "token"]
         assert [one["action"] for one in found[1:3]] == ["queued", "reading"]
@@ -37,13 +37,13 @@ def test_narration_reports_queued_and_prefill(start: Start) -> None:
         assert found[2].keys() == found[1].keys()
         assert (f"{cached} of them are in the cache" in found[2]["human"]) == bool(cached)
     other = server.events(server.job())
-    told = {one["correlation_id"] for one in other if one["type"] == "narration"}
-    assert len(told) == 1
-    assert told != {CORRELATION}  # its own, though it gave none
+    correlation_ids = {one["correlation_id"] for one in other if one["type"] == "narration"}
+    assert len(correlation_ids) == 1
+    assert correlation_ids != {CORRELATION}  # its own, though it gave none
 
 
 def test_narration_never_precedes_started_event(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who looks around may come to a job that the engine reads already, and whose own task has not run yet."""
+    """The poll may see a job in prefill whose task has not run yet."""
     run = jobs.Job.run
 
     async def late(self: jobs.Job) -> None:
@@ -85,7 +85,7 @@ def test_narration_reports_preemption_and_resumption(start: Start) -> None:
 
 
 def test_narration_after_the_last_event_is_dropped(start: Start) -> None:
-    """A job that is cancelled while it waits, and whose turn comes in the same moment: its stream ends all the same."""
+    """A narration that comes after cancellation does not follow [DONE]."""
     server = start()
     job_id = server.job(max_tokens=LONG)
     job = server.soon(_job_of(server, job_id)).result(20)
@@ -98,7 +98,7 @@ def test_narration_after_the_last_event_is_dropped(start: Start) -> None:
 
 
 async def _job_of(server: Server, job_id: str) -> jobs.Job:
-    """The books of a job, where they are kept."""
+    """Return the job object of an id."""
     return next(one for one in gc.get_objects() if isinstance(one, jobs.Job) and one.id == job_id)
 
 

@@ -42,7 +42,7 @@ def test_completion_optional_fields_are_accepted(server: Server, path: str) -> N
 
 @pytest.mark.parametrize(("path", "name"), UNHONOURED)
 def test_unsupported_field_is_refused_unless_default(server: Server, path: str, name: str) -> None:
-    """Refused by its name, unless it asks for nothing."""
+    """Refused by name, unless its value changes nothing."""
     kind = (openai_schema.CHAT if path == CHATS else openai_schema.COMPLETION)[name].type
     assert isinstance(kind, Enum)
     for value in (*kind.allowed, None):
@@ -68,18 +68,18 @@ def test_chat_without_template_is_refused(tmp_path_factory: pytest.TempPathFacto
 
 
 def test_timeout_is_504_in_openai_shape(server: Server) -> None:
-    asked = {"messages": CHAT, "max_tokens": 60_000, "timeout_ms": 50}
-    reply = server.post(CHATS, asked)
+    fields = {"messages": CHAT, "max_tokens": 60_000, "timeout_ms": 50}
+    reply = server.post(CHATS, fields)
     assert (reply.status_code, reply.json()["error"]["code"]) == (504, "TIMEOUT")
-    assert events(server.post(CHATS, {**asked, "stream": True}).text)[-1]["error"]["code"] == "TIMEOUT"
+    assert events(server.post(CHATS, {**fields, "stream": True}).text)[-1]["error"]["code"] == "TIMEOUT"
 
 
 @pytest.mark.parametrize("scores", [{"logprobs": 0}, {}])
 def test_completion_prompt_filling_context_is_scored(start: Start, scores: dict[str, int]) -> None:
-    """Nothing is left for an answer, and none is asked for; one more does not fit."""
+    """No output token is requested; one more prompt token does not fit."""
     server = start({"max_context": 256})
-    asked = {"max_tokens": 0, "echo": True, **scores}
-    reply = server.post(COMPLETIONS, {"prompt": ids("#") * 256, **asked})
+    fields = {"max_tokens": 0, "echo": True, **scores}
+    reply = server.post(COMPLETIONS, {"prompt": ids("#") * 256, **fields})
     assert reply.status_code == 200, reply.text
     choice, usage = reply.json()["choices"][0], reply.json()["usage"]
     assert (choice["text"], choice["finish_reason"]) == ("#" * 256, "length")
@@ -89,7 +89,7 @@ def test_completion_prompt_filling_context_is_scored(start: Start, scores: dict[
         assert (len(found), found[0]) == (256, None)
         assert all(value <= 0 for value in found[1:])
     for more, max_tokens in ((1, 0), (0, 1)):
-        refused = server.post(COMPLETIONS, {"prompt": ids("#") * (256 + more), **asked, "max_tokens": max_tokens})
+        refused = server.post(COMPLETIONS, {"prompt": ids("#") * (256 + more), **fields, "max_tokens": max_tokens})
         assert (refused.status_code, refused.json()["error"]["code"]) == (400, "CONTEXT_LENGTH_EXCEEDED")
     server.require_idle()
 

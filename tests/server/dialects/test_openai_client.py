@@ -20,7 +20,7 @@ def client(server: Server) -> openai.OpenAI:
 
 
 def folded_chat(stream: Any) -> tuple[dict[int, list[Any]], Any]:
-    """Of each choice: role, text, finish, log-probabilities; and the usage."""
+    """Return role, text, finish and logprobs of each choice, and the usage."""
     choices: dict[int, list[Any]] = {}
     usage = None
     for chunk in stream:
@@ -46,11 +46,11 @@ def folded_chat(stream: Any) -> tuple[dict[int, list[Any]], Any]:
     ids=["greedy", "several-with-logprobs", "stop", "bias"],
 )
 def test_chat_streamed_equals_whole(client: openai.OpenAI, options: dict[str, Any]) -> None:
-    asked = {"model": "tiny", "max_tokens": 40, **options}
+    options_sent = {"model": "tiny", "max_tokens": 40, **options}
     messages = [{"role": "developer", "content": [{"type": "text", "text": "be"}]}, {"role": "user", "content": "x"}]
-    asked["messages"] = messages
-    whole = client.chat.completions.create(**asked)
-    stream = client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True})
+    options_sent["messages"] = messages
+    whole = client.chat.completions.create(**options_sent)
+    stream = client.chat.completions.create(**options_sent, stream=True, stream_options={"include_usage": True})
     choices, usage = folded_chat(stream)
     assert len(whole.choices) == len(choices) == options.get("n", 1)
     for choice in whole.choices:
@@ -108,7 +108,7 @@ def test_completion_text_is_the_models(client: openai.OpenAI) -> None:
 
 
 def test_completion_echo_with_zero_tokens_scores_prompt(client: openai.OpenAI) -> None:
-    """As evaluation harnesses do it: nothing is generated, the first token has no score, `b` after `a` is certain."""
+    """As evaluation harnesses do: no output, no score of the first token, `b` after `a` is certain."""
     (choice,) = client.completions.create(
         model="tiny", prompt=ids("#aba1"), max_tokens=0, echo=True, logprobs=2, temperature=0
     ).choices
@@ -122,14 +122,14 @@ def test_completion_echo_with_zero_tokens_scores_prompt(client: openai.OpenAI) -
 
 
 def test_seed_repeats_answer_and_choices_differ(client: openai.OpenAI) -> None:
-    def asked(seed: int | None) -> list[str]:
+    def options_sent(seed: int | None) -> list[str]:
         made = client.completions.create(model="tiny", prompt="?", max_tokens=30, n=2, seed=seed)
         return [choice.text for choice in made.choices]
 
-    first, other = asked(3), asked(4)
-    assert first == asked(3)
+    first, other = options_sent(3), options_sent(4)
+    assert first == options_sent(3)
     assert len({*first, *other}) == 4
-    assert asked(None) != asked(None)
+    assert options_sent(None) != options_sent(None)
 
 
 def test_usage_reports_cached_prefix(client: openai.OpenAI) -> None:
@@ -182,7 +182,7 @@ def test_wrong_key_raises_authentication_error(locked: Server) -> None:
 
 
 def test_requests_while_loading_are_503(load: Callable[..., LLM]) -> None:
-    """The port answers, inference does not yet and says when to come again; then it does."""
+    """The port answers; inference is 503 with Retry-After until the model is loaded."""
     may_load = threading.Event()
 
     def slowly() -> LLM:
@@ -203,7 +203,7 @@ def test_requests_while_loading_are_503(load: Callable[..., LLM]) -> None:
 
 
 def test_full_queue_raises_rate_limit_error(start: Start) -> None:
-    """One runs, what may wait waits; the next is told when to come again, and the others are not touched."""
+    """One runs, one waits, the next gets 429 with Retry-After; the others are not affected."""
     server = start({"max_batch": 1}, max_queue=1)
     running = server.job(max_tokens=60_000)
     while server.http.get(f"/v1/jobs/{running}").json()["state"] == "queued":

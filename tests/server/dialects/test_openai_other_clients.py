@@ -14,7 +14,7 @@ OPTIONS: dict[str, Any] = {"temperature": 0, "max_tokens": 6}
 
 
 def answer(server: Server) -> str:
-    """What the worker says to it, without a client."""
+    """Return the worker's reply without a client."""
     reply = server.post("/v1/chat/completions", {"messages": ASKED, **OPTIONS})
     said = str(reply.json()["choices"][0]["message"]["content"])
     assert len(said) == 6
