@@ -35,8 +35,8 @@ from gpu_model import file_figures, model_errors, model_of
 from gpu_report import driver_version, tables
 from gpu_start import start_figures
 
-from llm_worker_rbee.backends.cuda import device, fixed
-from llm_worker_rbee.backends.cuda.decoder import SIZES
+from llm_worker_rbee.backends.cuda import CudaBackend
+from llm_worker_rbee.backends.cuda.decoder import DECODE_SIZES
 from llm_worker_rbee.config import EngineConfig
 from llm_worker_rbee.engine.engine import Engine
 from llm_worker_rbee.engine.request import Request, SamplingParams
@@ -95,7 +95,7 @@ def decode_time(model: Transformer, batch: int, prompt: int, answer: int) -> tup
     engine = engine_of(model, batch * (prompt + answer + 16), batch)
     for request in requests(batch, prompt, answer, model.config.vocab_size):
         engine.add(request)
-    size = next(size for size in SIZES if size >= batch)
+    size = next(size for size in DECODE_SIZES if size >= batch)
     found, alone = [], 0.0
     for made, seconds in steps(engine):
         if made == batch:
@@ -198,7 +198,7 @@ def measure(mix: str, shape: str, layers: int, quick: bool) -> None:
 
 def measure_deterministic(mix: str, model: Transformer) -> None:
     """What the mode costs that gives the same bits in any company: the same weights."""
-    ops: Any = fixed
+    ops: Any = CudaBackend(0, deterministic=True)
     model = replace(model, ops=ops, fused=ops.fuse(model.parts()))
     note(f"{mix} deterministic: tg128 tok/s", round(1 / decode_time(model, 1, 8, 64)[0]))
     note(f"{mix} deterministic: batch 64 tok/s", round(64 / decode_time(model, 64, 32, 32)[0]))
@@ -244,7 +244,6 @@ def here(options: argparse.Namespace) -> None:
     """Check and measure in this process."""
     if options.only == START_ONLY:  # before this process takes anything of the GPU
         return guarded(START_ONLY, lambda: check_start(options.shape, options.layers))
-    device.use(0)
     torch.backends.cuda.matmul.allow_tf32 = False
     note("versions", {"gpu": torch.cuda.get_device_name(), "driver": driver_version(), "cuda": torch.version.cuda,
                       "torch": torch.__version__, "triton": triton.__version__,

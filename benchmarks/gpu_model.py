@@ -14,10 +14,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from llm_worker_rbee.backends import cuda
-from llm_worker_rbee.backends.cuda import device, fp8
-from llm_worker_rbee.backends.cuda.packed_weight import FP8, NUMBERS, random_planes, values
-from llm_worker_rbee.backends.cuda.repack import RULES, Matrix, Part
+from llm_worker_rbee.backends.cuda import CudaBackend
+from llm_worker_rbee.backends.cuda.fp8 import quantize_e4m3
+from llm_worker_rbee.backends.cuda.packed_weight import DENSE, FP8, PackedWeight, WeightPart, dequantize
+from llm_worker_rbee.backends.cuda.packed_weight import random_part as random_planes
+from llm_worker_rbee.backends.cuda.repack import REPACK_RULES
 from llm_worker_rbee.backends.ops import AttentionParams, Batch
 from llm_worker_rbee.bench.synthetic import Plan, Spec, parse, plans, without_weights
 from llm_worker_rbee.cache import KVCache
@@ -30,35 +31,35 @@ from llm_worker_rbee.layers.swiglu import SwiGLU
 from llm_worker_rbee.llm import LLM, Completion
 from llm_worker_rbee.models import Transformer, read_model_config
 
-OPS: Any = cuda
+OPS = CudaBackend(0)
 PROMPTS = Path(__file__).parent.parent / "llm_worker_rbee" / "bench" / "data" / "prompts.jsonl"
 ANSWER, TOP, ASKED = 24, 5, 20  # tokens; likeliest that are compared; of ours, so that those are among them
 
 
-def random_part(kind: str, rows: int, columns: int) -> Part:
+def random_part(kind: str, rows: int, columns: int) -> WeightPart:
     """Rows of a kind, of the size 1 / sqrt(columns)."""
-    where, std = device.current(), columns**-0.5
-    if kind not in (NUMBERS, FP8):
+    where, std = OPS.torch_device, columns**-0.5
+    if kind not in (DENSE, FP8):
         return random_planes(kind, rows, columns, where, std)
-    none = torch.empty(1, dtype=torch.int32, device=where)
     numbers = torch.empty(rows, columns, dtype=torch.bfloat16, device=where).normal_(0, std)
     if kind == FP8:
-        eight, scales = fp8.rounded(numbers)
-        return Part(FP8, rows, 0, none, none, scales, 1.0, eight)
-    return Part("numbers", rows, 0, none, none, none, 1.0, numbers)
+        return WeightPart.from_values(FP8, *quantize_e4m3(numbers))
+    return WeightPart.from_values(DENSE, numbers)
 
 
-def random_matrix(tensors: list[Plan], in_fp8: bool = False) -> Matrix:
+def random_matrix(tensors: list[Plan], in_fp8: bool = False) -> PackedWeight:
     """Tensors stacked by rows, as a file's would be; `--quantize fp8` leaves the embedding as it is."""
 
     def kind_of(plan: Plan) -> str:
         if in_fp8 and plan.name != "token_embd.weight":
             return FP8
-        rule = RULES.get(plan.kind.name)
-        return "numbers" if rule is None else rule.kind
+        rule = REPACK_RULES.get(plan.kind.name)
+        return DENSE if rule is None else rule.kind
 
     groups = [(kind, list(group)) for kind, group in groupby(tensors, kind_of)]
-    return Matrix(tuple(random_part(kind, sum(p.shape[0] for p in group), group[0].shape[1]) for kind, group in groups))
+    return PackedWeight(
+        tuple(random_part(kind, sum(p.shape[0] for p in group), group[0].shape[1]) for kind, group in groups)
+    )
 
 
 def model_of(shape: str, mix: str, layers: int) -> Transformer:
@@ -72,11 +73,11 @@ def random_model(spec: Spec, in_fp8: bool = False) -> Transformer:
     torch.manual_seed(1)
     config, by_name = read_model_config(without_weights(spec)), {plan.name: plan for plan in plans(spec)}
 
-    def matrix(*names: str) -> Matrix:
+    def matrix(*names: str) -> PackedWeight:
         return random_matrix([by_name[f"{name}.weight"] for name in names], in_fp8)
 
     def norm() -> RMSNorm:
-        return RMSNorm(torch.rand(config.d_model, device=device.current()) + 0.5, config.norm_eps)
+        return RMSNorm(torch.rand(config.d_model, device=OPS.torch_device) + 0.5, config.norm_eps)
 
     rope = rope_table(config, local=False, max_context=config.context_length)
 
@@ -102,8 +103,8 @@ def random_model(spec: Spec, in_fp8: bool = False) -> Transformer:
 def exact_logits(model: Transformer, ids: torch.Tensor) -> torch.Tensor:
     """The logits of all tokens of one request in float32 torch, from the weights' values."""
 
-    def times(x: torch.Tensor, w: Matrix) -> torch.Tensor:
-        return torch.cat([x @ values(part).T for part in w.parts], -1)
+    def times(x: torch.Tensor, w: PackedWeight) -> torch.Tensor:
+        return torch.cat([x @ dequantize(part).T for part in w.parts], -1)
 
     def normed(x: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
         found: torch.Tensor = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + norm.eps) * norm.weight
@@ -156,7 +157,7 @@ def model_errors(mix: str, shape: str, sizes: tuple[int, ...], kv_type: str = "b
     model = model_of(shape, mix, 2)
     rng = np.random.default_rng(5)
     ids = rng.integers(0, model.config.vocab_size, 321)
-    want = exact_logits(model, torch.tensor(ids, device=device.current()))
+    want = exact_logits(model, torch.tensor(ids, device=OPS.torch_device))
     errors: dict[str, float] = {}
     most = max(sizes)
     cache = KVCache(OPS, model.config, most * 21, 16, kv_type)

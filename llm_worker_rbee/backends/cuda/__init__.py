@@ -1,8 +1,8 @@
-"""The op table on an NVIDIA GPU: Triton kernels on PyTorch tensors. `reference.py` says what each op means.
+"""The CUDA backend: Triton kernels on PyTorch tensors. `reference.py` defines what each op computes.
 
-Weights are copied and repacked when they are prepared (planes.py), activations are float32 on the device, and keys and
-values bfloat16, float16, float32 or float8 (paged.py). Whole steps go through decoder.py; op by op is for the families
-that it does not know, and for comparing. Under Triton's interpreter all of it runs on CPU tensors.
+Weights are repacked when they are prepared (repack.py), activations are float32 on the device, keys and values
+bfloat16, float16, float32 or float8. Whole steps go through decoder.py; unfused ops serve comparison, and the families
+that it does not take. Under Triton's interpreter all of it runs on CPU tensors.
 """
 
 from __future__ import annotations
@@ -29,12 +29,23 @@ from ..ops import (
     RopeTable,
     SampleRow,
 )
-from . import decoder, device, linear, paged, repack, sampling, unfused_ops
-from .forward_batched import FIXED_QUERIES
+from . import decoder, linear, sampling, unfused_ops
+from .device import (
+    activate,
+    allocated_bytes,
+    as_memory_error,
+    free_bytes,
+    has_failed,
+    open_device,
+    require_fp8,
+    upload,
+)
+from .packed_weight import PackedWeight
+from .repack import pack_weight
 
 
 class CudaBackend(Backend):
-    """Triton kernels on one GPU; `deterministic`: products and attention sum in an order that no batch changes."""
+    """Ops on one GPU; `deterministic` makes products and attention batch-invariant, which costs speed (docs/gpu.md)."""
 
     name = "cuda"
     kv_types = CUDA_KV_TYPES
@@ -43,84 +54,81 @@ class CudaBackend(Backend):
     has_async_sampling = True
 
     def __init__(self, index: int | None = None, *, deterministic: bool = False) -> None:
-        device.use(device.require(index))
-        self.device = str(device.current())
+        """Take GPU `index`, by default the one with most free memory."""
+        self.torch_device = open_device(index)
+        self.device = str(self.torch_device)
         self.deterministic = deterministic
+        self._unfused = unfused_ops.UnfusedOps(self.torch_device)
 
     def free_memory(self) -> int:
-        return device.free_bytes()
+        return free_bytes(self.torch_device)
 
     def allocated_memory(self) -> int:
-        return device.allocated_bytes()
+        return allocated_bytes(self.torch_device)
 
     def has_failed(self) -> bool:
-        return device.is_lost()
+        return has_failed(self.torch_device)
 
     def weight_bytes(self, checkpoint: Checkpoint, types: Mapping[str, str] | None = None) -> int:
         return cuda_probe.packed_bytes(checkpoint, types)
 
     def require_fp8(self) -> None:
-        device.require_fp8()
+        require_fp8(self.torch_device)
 
-    def prepare(self, tensors: Sequence[Tensor]) -> repack.Matrix:
-        with device.memory_errors():
-            return repack.prepare(tensors)
+    def prepare(self, tensors: Sequence[Tensor]) -> PackedWeight:
+        with as_memory_error():
+            return pack_weight(tensors, self.torch_device)
 
     def prepare_vector(self, values: NDArray[np.float32]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.float32, device=device.current())
+        return torch.tensor(values, dtype=torch.float32, device=self.torch_device)
 
     def empty_kv(self, blocks: int, block_size: int, kv_heads: int, head_dim: int, kind: str = "bfloat16") -> KVLayer:
-        return paged.empty_kv(blocks, block_size, kv_heads, head_dim, kind)
+        return unfused_ops.empty_kv(blocks, block_size, kv_heads, head_dim, kind, self.torch_device)
 
-    def embed(self, table: repack.Matrix, ids: Ints, scale: float = 1.0) -> torch.Tensor:
-        device.activate()  # the first op of a step
-        rows = table.rows_at(device.upload(ids, torch.int64))
+    def embed(self, table: PackedWeight, ids: Ints, scale: float = 1.0) -> torch.Tensor:
+        activate(self.torch_device)  # the first op of a step
+        rows = table.dequantize_rows(upload(ids, self.torch_device, torch.int64))
         return rows if scale == 1.0 else rows * scale
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        return unfused_ops.norm(x, weight, eps)[0]
+        return unfused_ops.rms_norm(x, weight, eps)[0]
 
     def add_rms_norm(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return unfused_ops.norm(x, weight, eps, residual)
+        return unfused_ops.rms_norm(x, weight, eps, residual)
 
-    def linear(self, x: torch.Tensor, w: repack.Matrix, bias: torch.Tensor | None = None) -> torch.Tensor:
-        out = linear.in_fixed_order(x, w) if self.deterministic else linear.times(x, w)
+    def linear(self, x: torch.Tensor, w: PackedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
+        out = self._linear(x, w)
         return out if bias is None else out + bias
 
+    def _linear(self, x: torch.Tensor, w: PackedWeight, *, two_term: bool = False) -> torch.Tensor:
+        return linear.linear_batch_invariant(x, w) if self.deterministic else linear.linear(x, w, two_term=two_term)
+
     def rope_store(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        positions: Ints,
-        table: RopeTable,
-        kv: KVLayer,
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: Ints, table: RopeTable, kv: KVLayer,
         slot_mapping: Ints,
-    ) -> torch.Tensor:
-        return unfused_ops.rope_store(q, k, v, positions, table, kv, slot_mapping)
+    ) -> torch.Tensor:  # fmt: skip
+        return self._unfused.rope_store(q, k, v, positions, table, kv, slot_mapping)
 
     def attention(self, q: torch.Tensor, kv: KVLayer, batch: Batch, params: AttentionParams) -> torch.Tensor:
-        if self.deterministic:
-            return unfused_ops.attention(q, kv, batch, params, FIXED_QUERIES)
-        return unfused_ops.attention(q, kv, batch, params)
+        return self._unfused.attention(q, kv, batch, params, batch_invariant=self.deterministic)
 
     def gated(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
         return unfused_ops.gated(gate_up, activation)
 
     def take(self, x: torch.Tensor, index: Ints) -> torch.Tensor:
-        return x[device.upload(index, torch.int64)]
+        return x[upload(index, self.torch_device, torch.int64)]
 
-    def logits(self, x: torch.Tensor, head: repack.Matrix, soft_cap: float = 0.0) -> torch.Tensor:
-        raw = linear.in_fixed_order(x, head) if self.deterministic else linear.times(x, head, fine=True)
+    def logits(self, x: torch.Tensor, head: PackedWeight, soft_cap: float = 0.0) -> torch.Tensor:
+        raw = self._linear(x, head, two_term=True)
         return soft_cap * torch.tanh(raw / soft_cap) if soft_cap else raw
 
     def fuse(self, model: ModelParts) -> FusedForward | None:
-        return decoder.fuse(model, fixed=self.deterministic)
+        return decoder.fuse(model, self.torch_device, batch_invariant=self.deterministic)
 
-    def sample_async(self, raw_logits: torch.Tensor, rows: Sequence[SampleRow]) -> sampling.Later:
-        return sampling.sample_later(raw_logits, rows)
+    def sample_async(self, raw_logits: torch.Tensor, rows: Sequence[SampleRow]) -> sampling.PendingSample:
+        return sampling.sample_async(raw_logits, rows)
 
     def sample(self, raw_logits: torch.Tensor, rows: Sequence[SampleRow]) -> Ints:
         return sampling.sample(raw_logits, rows)

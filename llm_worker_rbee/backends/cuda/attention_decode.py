@@ -1,345 +1,109 @@
-"""Attention of tokens that answer, one each: rotation, cache write, scores, values and the bytes of the result at once.
+"""Decode attention with split-KV (flash-decoding): rotation, KV-cache write, scores, values and the quantized result.
 
-The cache is (blocks, kv_heads, P, dim): what a head reads of a block is contiguous. The context of a request is cut
-into at most SPLITS chunks of whole tiles; each program (chunk, kv head, request) leaves a partial result, and the one
-that comes last joins them in order, so the bits do not depend on who was last. The keys and values of earlier steps are
-on their way before the kernel before has finished. Needs rotary over the whole head.
-Here each head of a group is computed by itself; grouped.py has the same with all of a group on the tensor cores.
+The cache is (blocks, kv_heads, P, dim): what a head reads of a block is contiguous. The context of a request is divided
+into at most SPLITS splits of whole tiles. Each program (split, kv head, request) stores a partial result, and the one
+that finishes last combines them in order, so the bits do not depend on timing. Partial results are (B, heads, SPLITS,
+dim) with (maximum, sum) of each, in base 2. Keys and values of earlier steps are loaded before the previous kernel
+ends.
+`decode_attention` computes each head of a group by itself, `decode_attention_gqa` all of them on tensor cores.
 """
 
 from __future__ import annotations
 
 from math import gcd
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 
-from . import device
-from .intrinsics import high_half, low_half, start_next, wait_before
+from ..ops import BlockParts, KVLayer
+from .device import is_interpreted
+from .intrinsics import high_half, launch_next, low_half, wait_for_previous
+from .packed_weight import Int8Activations, kernel_outputs
+
+SMALL_BATCH, LARGE_BATCH = 4, 128  # requests: up to SMALL_BATCH latency counts, not bandwidth
+TARGET_PROGRAMS = 2048
+MAX_SPLITS = 16
+MIN_DOT_GROUP = 4  # query heads per KV head from which tensor cores are used
 
 
-@triton.jit
-def blocks_of(table, start, end, ROWS: tl.constexpr, STREAMS: tl.constexpr, P: tl.constexpr):
-    """Where the keys from `start` on lie: a block for each stream, whose ROWS neighbouring keys never leave it."""
-    keys = start + tl.arange(0, STREAMS) * ROWS
-    return tl.load(table + keys // P, mask=keys < end, other=0)
+class SplitKVConfig(NamedTuple):
+    """How decode attention is divided into programs; it determines the order of sums, so the last bits."""
+
+    tile_keys: int  # with tensor cores; else for each 16 bytes that a lane reads at a time
+    num_warps: int
+    max_splits: int  # of a request; 0: by TARGET_PROGRAMS
+    min_tiles: int  # of a split
+    num_stages: int  # tiles in flight through shared memory; 0: one in registers
+    tensor_cores: bool
 
 
-@triton.jit
-def words_at(
-    blocks, start, end, kv_head,
-    KV_HEADS: tl.constexpr, DIM: tl.constexpr, P: tl.constexpr, ROWS: tl.constexpr, STREAMS: tl.constexpr,
-    PER: tl.constexpr,
-):  # fmt: skip
-    """Where the words of a tile lie, (STREAMS, ROWS, DIM // PER), and which of them are before `end`."""
-    keys = start + tl.arange(0, STREAMS) * ROWS
-    row = tl.arange(0, ROWS)
-    at = ((blocks.to(tl.int64) * KV_HEADS + kv_head) * P + keys % P) * (DIM // PER)
-    within = (row * (DIM // PER))[None, :, None] + tl.arange(0, DIM // PER)[None, None, :]
-    return at[:, None, None] + within, (row[None, :] < (end - keys)[:, None])[:, :, None]
+class CosSin(NamedTuple):
+    """Cosines and sines of RoPE, (positions, half)."""
+
+    cos: torch.Tensor
+    sin: torch.Tensor
 
 
-@triton.jit
-def unpacked(words, KIND: tl.constexpr, DIM: tl.constexpr):
-    """(STREAMS, ROWS, words) -> (STREAMS, ROWS, DIM) float32; KIND is what the cache holds."""
-    if KIND.primitive_bitwidth == 32:
-        return words
-    if KIND.primitive_bitwidth == 8:
-        pairs = tl.join(
-            tl.join(quarter(words, 0, KIND), quarter(words, 2, KIND)),
-            tl.join(quarter(words, 1, KIND), quarter(words, 3, KIND)),
-        )
-    elif KIND == tl.bfloat16:
-        pairs = tl.join((words << 16).to(tl.float32, bitcast=True), (words & -65536).to(tl.float32, bitcast=True))
+# By batch size: "small" up to SMALL_BATCH requests, "large" from LARGE_BATCH on.
+MHA_CONFIGS = {
+    "small": SplitKVConfig(8, 2, 16, 1, 0, False),
+    "medium": SplitKVConfig(4, 1, 0, 4, 0, False),
+    "large": SplitKVConfig(2, 1, 0, 8, 0, False),
+}
+SMALL_GROUP_CONFIGS = {"small": SplitKVConfig(4, 1, 32, 1, 0, False), "medium": SplitKVConfig(4, 1, 0, 4, 0, False)}
+GQA_CONFIGS = {"small": SplitKVConfig(16, 1, 32, 1, 0, True), "medium": SplitKVConfig(32, 1, 0, 2, 3, True)}
+LARGE_GROUP_CONFIGS = {"small": SplitKVConfig(16, 1, 16, 1, 0, True), "medium": GQA_CONFIGS["medium"]}
+INTERPRETER_CONFIGS = {"small": SplitKVConfig(2, 1, 4, 1, 0, False), "medium": SplitKVConfig(8, 1, 2, 1, 2, True)}
+
+
+def split_kv_config(requests: int, heads: int, kv_heads: int) -> SplitKVConfig:
+    """Return the configuration for a number of decoding requests."""
+    group, size = heads // kv_heads, "small" if requests <= SMALL_BATCH else "medium"
+    if is_interpreted():
+        return INTERPRETER_CONFIGS["small" if group < MIN_DOT_GROUP else size]
+    if group == 1:
+        table = MHA_CONFIGS
+    elif group < MIN_DOT_GROUP:
+        table = SMALL_GROUP_CONFIGS
     else:
-        pairs = tl.join(low_half(words), high_half(words))
-    return tl.reshape(pairs, (words.shape[0], words.shape[1], DIM))
+        table = GQA_CONFIGS if group == MIN_DOT_GROUP else LARGE_GROUP_CONFIGS
+    config = table.get("large", table["medium"]) if requests >= LARGE_BATCH else table[size]
+    if config.max_splits:
+        return config
+    splits = -(-TARGET_PROGRAMS // (requests * kv_heads * (2 if config.tensor_cores else 1)))
+    return config._replace(max_splits=min(MAX_SPLITS, 1 << (splits - 1).bit_length()))
 
 
-@triton.jit
-def quarter(words, i: tl.constexpr, KIND: tl.constexpr):
-    """Byte i of each word, as float32."""
-    return (words >> (8 * i)).to(tl.int8).to(KIND, bitcast=True).to(tl.float32)
-
-
-@triton.jit
-def seen_of(start, end, position, ROWS: tl.constexpr, STREAMS: tl.constexpr, WINDOW: tl.constexpr):
-    """Which keys of a tile count, (STREAMS, ROWS)."""
-    keys = start + (tl.arange(0, STREAMS) * ROWS)[:, None] + tl.arange(0, ROWS)[None, :]
-    seen = keys < end
-    if WINDOW > 0:
-        seen = seen & (keys > position - WINDOW)
-    return seen
-
-
-@triton.jit
-def weigh(k, seen, q, tops, totals, CAP: tl.constexpr, GROUP: tl.constexpr):
-    """Weights (STREAMS, ROWS) of a tile for every head, with the new tops and totals, and what the sums shrink by. Only
-    the sum over DIM crosses lanes."""
-    n_tops, n_totals, weights, shrinks = (), (), (), ()
-    for g in tl.static_range(GROUP):
-        scores = tl.where(seen, powers(tl.sum(k * q[g][None, None, :], 2), CAP), -1e30)
-        top = tl.maximum(tops[g], tl.max(scores, 1))
-        shrink = tl.exp2(tops[g] - top)
-        weight = tl.where(seen, tl.exp2(scores - top[:, None]), 0.0)
-        n_tops = n_tops + (top,)
-        n_totals = n_totals + (totals[g] * shrink + tl.sum(weight, 1),)
-        weights = weights + (weight,)
-        shrinks = shrinks + (shrink,)
-    return n_tops, n_totals, weights, shrinks
-
-
-@triton.jit
-def mix(v, weights, shrinks, mixed, GROUP: tl.constexpr):
-    """The values of a tile into the sums of every head, (STREAMS, DIM)."""
-    n_mixed = ()
-    for g in tl.static_range(GROUP):
-        new = tl.sum(v * weights[g][:, :, None], 1)
-        n_mixed = n_mixed + (mixed[g] * shrinks[g][:, None] + new,)
-    return n_mixed
-
-
-@triton.jit
-def decode_attention(
-    qkv, cos, sin, k_cache, v_cache, tables, width, positions, partial, extremes, counters,
-    out, out_d, out_s, scale, bias, q_norm, k_norm, eps, apart,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, P: tl.constexpr, ROWS: tl.constexpr,
-    STREAMS: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
-    BYTES: tl.constexpr, PDL: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """qkv (PARTS, B, (HEADS + 2 KV_HEADS) * dim); partial (B, HEADS, SPLITS, dim), extremes (B, HEADS, SPLITS, 2)
-    float32; cos, sin (positions, HALF); tables (B, width[0]). A tile is STREAMS runs of ROWS keys, each run summed by
-    lanes of its own until the end; a chunk has LEAST tiles or more. Who stands at -1 is nobody. Scores are powers of
-    two. STAGES > 0: so many tiles on their way through shared memory, else one in registers."""
-    DIM: tl.constexpr = 2 * HALF
-    GROUP: tl.constexpr = HEADS // KV_HEADS
-    TILE: tl.constexpr = ROWS * STREAMS
-    KIND: tl.constexpr = k_cache.dtype.element_ty
-    PER: tl.constexpr = 32 // KIND.primitive_bitwidth
-    k_words = as_words(k_cache)
-    v_words = as_words(v_cache)
-    split = tl.program_id(0)
-    kv_head = tl.program_id(1)
-    t = tl.program_id(2)
-    start_next(PDL)
-    position = tl.load(positions + t)
-    table = tables + t * tl.load(width)
-    first, end, chunks = chunk_of(position, split, TILE, SPLITS, LEAST, WINDOW)
-    if split >= chunks:
-        return
-    i = tl.arange(0, DIM)
-    if STAGES == 0:
-        blocks = blocks_of(table, first, end, ROWS, STREAMS, P)
-        at, there = words_at(blocks, first, end, kv_head, KV_HEADS, DIM, P, ROWS, STREAMS, PER)
-        k = tl.load(k_words + at, mask=there, other=0)
-        v = tl.load(v_words + at, mask=there, other=0)
-        blocks = blocks_of(table, first + TILE, end, ROWS, STREAMS, P)
-    cosines = tl.load(cos + position * HALF + i % HALF)
-    sines = tl.load(sin + position * HALF + i % HALF) * tl.where(i < HALF, -1.0, 1.0)
-    wait_before(PDL)
-    row = qkv + t * ((HEADS + 2 * KV_HEADS) * DIM)
-    new_k = rotated(row, HEADS + kv_head, cosines, sines, bias, k_norm, eps, apart, HALF, PARTS)
-    new_k = new_k.to(k_cache.dtype.element_ty)
-    new_v = part_of_head(row, HEADS + KV_HEADS + kv_head, i, bias, apart, DIM, PARTS).to(v_cache.dtype.element_ty)
-    if split == chunks - 1:
-        store_own(k_cache, v_cache, table, position, kv_head, new_k, new_v, KV_HEADS, DIM, P)
-    own = (tl.arange(0, STREAMS) == 0) & (split == chunks - 1)  # who begins with the token itself
-    q, tops, totals, mixed = (), (), (), ()
-    for g in tl.static_range(GROUP):
-        one = rotated(row, kv_head * GROUP + g, cosines, sines, bias, q_norm, eps, apart, HALF, PARTS)
-        one *= scale * (1.0 if CAP > 0 else LOG2E)
-        q = q + (one,)
-        tops = tops + (tl.where(own, powers(tl.sum(one * new_k.to(tl.float32), 0), CAP), -1e30),)
-        totals = totals + (tl.where(own, 1.0, 0.0),)
-        mixed = mixed + (tl.where(own[:, None], new_v.to(tl.float32)[None, :], 0.0),)
-    if STAGES == 0:
-        for start in range(first, end, TILE):
-            seen = seen_of(start, end, position, ROWS, STREAMS, WINDOW)
-            tops, totals, weights, shrinks = weigh(unpacked(k, KIND, DIM), seen, q, tops, totals, CAP, GROUP)
-            at, there = words_at(blocks, start + TILE, end, kv_head, KV_HEADS, DIM, P, ROWS, STREAMS, PER)
-            k = tl.load(k_words + at, mask=there, other=0)  # into the registers of those that are done with
-            blocks = blocks_of(table, start + 2 * TILE, end, ROWS, STREAMS, P)
-            mixed = mix(unpacked(v, KIND, DIM), weights, shrinks, mixed, GROUP)
-            v = tl.load(v_words + at, mask=there, other=0)
-    else:
-        for start in tl.range(first, end, TILE, num_stages=STAGES):
-            blocks = blocks_of(table, start, end, ROWS, STREAMS, P)
-            at, there = words_at(blocks, start, end, kv_head, KV_HEADS, DIM, P, ROWS, STREAMS, PER)
-            k = tl.load(k_words + at, mask=there, other=0)
-            v = tl.load(v_words + at, mask=there, other=0)
-            seen = seen_of(start, end, position, ROWS, STREAMS, WINDOW)
-            tops, totals, weights, shrinks = weigh(unpacked(k, KIND, DIM), seen, q, tops, totals, CAP, GROUP)
-            mixed = mix(unpacked(v, KIND, DIM), weights, shrinks, mixed, GROUP)
-    y = ()
-    for g in tl.static_range(GROUP):
-        top = tl.max(tops[g], 0)
-        factors = tl.exp2(tops[g] - top)
-        total = tl.sum(totals[g] * factors, 0)
-        one = tl.sum(mixed[g] * factors[:, None], 0)
-        if chunks == 1:
-            one = one / total
-        else:
-            place = (t * HEADS + kv_head * GROUP + g) * SPLITS + split
-            tl.store(partial + place * DIM + i, one)
-            tl.store(extremes + place * 2, top)
-            tl.store(extremes + place * 2 + 1, total)
-        y = y + (one,)
-    if chunks == 1:
-        for g in tl.static_range(GROUP):
-            write_head(y[g], t, kv_head * GROUP + g, out, out_d, out_s, HEADS * DIM, DIM, BYTES)
-    else:
-        join(partial, extremes, counters, t, kv_head, chunks, out, out_d, out_s, HEADS, KV_HEADS, DIM, SPLITS, BYTES)
-
-
-@triton.jit
-def tile_at(
-    table, start, end, kv_head, KV_HEADS: tl.constexpr, P: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr
-):
-    """Where a tile of keys lies, (TILE, WIDTH), and which of them are before `end`."""
-    row = tl.arange(0, TILE)
-    there = row < end - start
-    if P % TILE == 0:  # in one block
-        block = tl.load(table + start // P, mask=start < end, other=0).to(tl.int64)
-        at = ((block * KV_HEADS + kv_head) * P + start % P) * WIDTH + row * WIDTH
-    else:
-        blocks = tl.load(table + (start + row) // P, mask=there, other=0).to(tl.int64)
-        at = ((blocks * KV_HEADS + kv_head) * P + (start + row) % P) * WIDTH
-    return at[:, None] + tl.arange(0, WIDTH)[None, :], there[:, None]
-
-
-@triton.jit
-def as_tile(words, KIND: tl.constexpr, T: tl.constexpr, TILE: tl.constexpr, DIM: tl.constexpr):
-    """Words of the cache, (TILE, words), as a factor of a product, (TILE, DIM)."""
-    if KIND.primitive_bitwidth == 32:
-        tile = words
-    elif KIND.primitive_bitwidth == 16:
-        tile = tl.join(words.to(tl.int16), (words >> 16).to(tl.int16)).to(KIND, bitcast=True)
-    else:
-        even = tl.join(words.to(tl.int8), (words >> 16).to(tl.int8))
-        odd = tl.join((words >> 8).to(tl.int8), (words >> 24).to(tl.int8))
-        tile = tl.join(even, odd).to(KIND, bitcast=True)
-    return tl.reshape(tile, (TILE, DIM)).to(T)
-
-
-@triton.jit
-def take_tile(
-    k, v, q, start, end, position, top, total, mixed, T: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr,
-    CAP: tl.constexpr,
-):  # fmt: skip
-    """A tile (TILE, DIM) into the sums of all heads."""
-    keys = start + tl.arange(0, TILE)
-    seen = keys < end
-    if WINDOW > 0:
-        seen = seen & (keys > position - WINDOW)
-    scores = tl.where(seen[None, :], powers(tl.dot(q, tl.trans(k)), CAP), -1e30)
-    n_top = tl.maximum(top, tl.max(scores, 1))
-    shrink = tl.exp2(top - n_top)
-    weights = tl.where(seen[None, :], tl.exp2(scores - n_top[:, None]), 0.0)
-    mixed = tl.dot(weights.to(T), v, mixed * shrink[:, None])
-    return n_top, total * shrink + tl.sum(weights, 1), mixed
-
-
-@triton.jit
-def decode_grouped(
-    qkv, cos, sin, k_cache, v_cache, tables, width, positions, partial, extremes, counters,
-    out, out_d, out_s, scale, bias, q_norm, k_norm, eps, apart,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, P: tl.constexpr, TILE: tl.constexpr,
-    SPLITS: tl.constexpr, LEAST: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
-    BYTES: tl.constexpr, PDL: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr, SOME: tl.constexpr,
-    T: tl.constexpr,
-):  # fmt: skip
-    """The arguments of decode_attention. T: what is multiplied."""
-    DIM: tl.constexpr = 2 * HALF
-    GROUP: tl.constexpr = HEADS // KV_HEADS
-    PAD: tl.constexpr = 16 if SOME < 16 else SOME
-    KIND: tl.constexpr = k_cache.dtype.element_ty
-    WIDTH: tl.constexpr = DIM * KIND.primitive_bitwidth // 32
-    split = tl.program_id(0)
-    kv_head = tl.program_id(1)
-    t = tl.program_id(2)
-    start_next(PDL)
-    k_words = as_words(k_cache)
-    v_words = as_words(v_cache)
-    position = tl.load(positions + t)
-    table = tables + t * tl.load(width)
-    first, end, chunks = chunk_of(position, split, TILE, SPLITS, LEAST, WINDOW)
-    if split >= chunks:
-        return
-    i = tl.arange(0, DIM)
-    if STAGES == 0:
-        at, there = tile_at(table, first, end, kv_head, KV_HEADS, P, TILE, WIDTH)
-        k = tl.load(k_words + at, mask=there, other=0)
-        v = tl.load(v_words + at, mask=there, other=0)
-    cosines = tl.load(cos + position * HALF + i % HALF)
-    sines = tl.load(sin + position * HALF + i % HALF) * tl.where(i < HALF, -1.0, 1.0)
-    wait_before(PDL)
-    row = qkv + t * ((HEADS + 2 * KV_HEADS) * DIM)
-    new_k = rotated(row, HEADS + kv_head, cosines, sines, bias, k_norm, eps, apart, HALF, PARTS).to(KIND)
-    new_v = part_of_head(row, HEADS + KV_HEADS + kv_head, i, bias, apart, DIM, PARTS).to(KIND)
-    last = split == chunks - 1
-    if last:
-        store_own(k_cache, v_cache, table, position, kv_head, new_k, new_v, KV_HEADS, DIM, P)
-    head = kv_head * GROUP + tl.minimum(tl.arange(0, SOME), GROUP - 1)
-    q = rotated(row, head[:, None], cosines, sines, bias, q_norm, eps, apart, HALF, PARTS)
-    q *= scale * (1.0 if CAP > 0 else LOG2E)
-    own = powers(tl.sum(q * new_k.to(tl.float32)[None, :], 1), CAP)
-    own = tl.reshape(tl.broadcast_to(own[None, :], (PAD // SOME, SOME)), (PAD,))
-    top = tl.where(last, own, -1e30)
-    total = tl.where(last, own * 0.0 + 1.0, 0.0)
-    mixed = tl.zeros((PAD, DIM), tl.float32) + tl.where(last, new_v.to(tl.float32), 0.0)[None, :]
-    q = tl.reshape(tl.broadcast_to(q.to(T)[None, :, :], (PAD // SOME, SOME, DIM)), (PAD, DIM))
-    if STAGES == 0:
-        for start in range(first, end, TILE):
-            k_now = as_tile(k, KIND, T, TILE, DIM)
-            v_now = as_tile(v, KIND, T, TILE, DIM)
-            at, there = tile_at(table, start + TILE, end, kv_head, KV_HEADS, P, TILE, WIDTH)
-            k = tl.load(k_words + at, mask=there, other=0)
-            v = tl.load(v_words + at, mask=there, other=0)
-            top, total, mixed = take_tile(
-                k_now, v_now, q, start, end, position, top, total, mixed, T, TILE, WINDOW, CAP
-            )
-    else:
-        for start in tl.range(first, end, TILE, num_stages=STAGES):
-            at, there = tile_at(table, start, end, kv_head, KV_HEADS, P, TILE, DIM)
-            k = tl.load(k_cache + at, mask=there, other=0.0).to(T)
-            v = tl.load(v_cache + at, mask=there, other=0.0).to(T)
-            top, total, mixed = take_tile(k, v, q, start, end, position, top, total, mixed, T, TILE, WINDOW, CAP)
-    r = tl.arange(0, PAD)
-    if chunks == 1:
-        write_heads(
-            mixed / total[:, None], t, kv_head * GROUP + r, r < GROUP, out, out_d, out_s, HEADS * DIM, DIM, BYTES
-        )
-    else:
-        place = (t * HEADS + kv_head * GROUP + r) * SPLITS + split
-        tl.store(partial + place[:, None] * DIM + i[None, :], mixed, mask=(r < GROUP)[:, None])
-        tl.store(extremes + place * 2, top, mask=r < GROUP)
-        tl.store(extremes + place * 2 + 1, total, mask=r < GROUP)
-        join(partial, extremes, counters, t, kv_head, chunks, out, out_d, out_s, HEADS, KV_HEADS, DIM, SPLITS, BYTES)
+def tile_runs(config: SplitKVConfig, dim: int, item: int, block_size: int) -> tuple[int, int]:
+    """Return (keys of a run, runs of a tile): a run lies in one block of keys of `dim` values of `item` bytes."""
+    tile = config.tile_keys * config.num_warps * max(1, 512 // (dim * item))
+    keys = gcd(block_size, config.tile_keys)
+    return keys, tile // keys
 
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def part_of_head(row, head, i, bias, apart, DIM: tl.constexpr, PARTS: tl.constexpr):
-    """Values i of a head of a token's row, as float32: a product's PARTS, `apart` from each other, and its bias."""
+def load_head(row, head, i, bias, part_stride, DIM: tl.constexpr, PARTS: tl.constexpr):
+    """Load values i of a head as float32: the sum of PARTS partial products, `part_stride` apart, and the bias."""
     x = tl.load(row + head * DIM + i).to(tl.float32)
     for s in tl.static_range(1, PARTS):
-        x += tl.load(row + s * apart + head * DIM + i).to(tl.float32)
+        x += tl.load(row + s * part_stride + head * DIM + i).to(tl.float32)
     if bias is not None:
         x += tl.load(bias + head * DIM + i)
     return x
 
 
 @triton.jit
-def rotated(row, head, cosines, sines, bias, norm, eps, apart, HALF: tl.constexpr, PARTS: tl.constexpr):
-    """A head's vector (or those of a column of heads), normed if there are weights for that, rotated: value i pairs
-    with value i + HALF."""
+def load_rotated(row, head, cosines, sines, bias, norm, eps, part_stride, HALF: tl.constexpr, PARTS: tl.constexpr):
+    """Load a head (or a column of heads), apply its norm if there is one, and rotate: value i pairs with i + HALF."""
     i = tl.arange(0, 2 * HALF)
     j = (i + HALF) % (2 * HALF)
-    x = part_of_head(row, head, i, bias, apart, 2 * HALF, PARTS)
-    y = part_of_head(row, head, j, bias, apart, 2 * HALF, PARTS)
+    x = load_head(row, head, i, bias, part_stride, 2 * HALF, PARTS)
+    y = load_head(row, head, j, bias, part_stride, 2 * HALF, PARTS)
     if norm is not None:
         factor = tl.rsqrt(tl.sum(x * x, len(x.shape) - 1, keep_dims=True) / (2 * HALF) + eps)
         x = x * factor * tl.load(norm + i)
@@ -349,7 +113,7 @@ def rotated(row, head, cosines, sines, bias, norm, eps, apart, HALF: tl.constexp
 
 @triton.jit
 def cap_scores(scores, CAP: tl.constexpr):
-    """CAP * tanh(scores / CAP), where there is a cap."""
+    """Return CAP * tanh(scores / CAP) if CAP > 0."""
     if CAP > 0:
         e = tl.exp(-2.0 * tl.abs(scores) / CAP)
         size = CAP * (1.0 - e) / (1.0 + e)
@@ -358,71 +122,72 @@ def cap_scores(scores, CAP: tl.constexpr):
 
 
 @triton.jit
-def powers(scores, CAP: tl.constexpr):
-    """Scores as powers of two. Where there is no cap the queries had that factor already."""
+def scale_scores_log2(scores, CAP: tl.constexpr):
+    """Return scores in base 2. Without a cap the queries carry the factor already."""
     if CAP > 0:
         scores = cap_scores(scores, CAP) * LOG2E
     return scores
 
 
 @triton.jit
-def write_heads(y, t, heads, there, out, out_d, out_s, width, DIM: tl.constexpr, BYTES: tl.constexpr):
-    """The results (rows, DIM) of some heads, those that are `there`, to the next product: as blocks of 32 bytes or as
-    they are."""
-    if BYTES:
+def store_heads(y, t, heads, mask, out, out_scales, out_sums, width, DIM: tl.constexpr, INT8: tl.constexpr):
+    """Store the results (rows, DIM) of the heads in `mask` as activations: int8 blocks, or the dtype of `out`."""
+    if INT8:
         GROUPS: tl.constexpr = DIM // 32
         ROWS: tl.constexpr = y.shape[0] * GROUPS
         blocks = width // 32
         y = tl.reshape(y, (ROWS, 32))
         block = tl.reshape(heads[:, None] * GROUPS + tl.arange(0, GROUPS)[None, :], (ROWS,))
-        there = tl.reshape(tl.broadcast_to(there[:, None], (heads.shape[0], GROUPS)), (ROWS,))
+        mask = tl.reshape(tl.broadcast_to(mask[:, None], (heads.shape[0], GROUPS)), (ROWS,))
         c = tl.arange(0, 32)[None, :]
         d = tl.max(tl.abs(y), 1) / 127.0
         q = tl.floor(y * tl.where(d > 0, 1.0 / d, 0.0)[:, None] + 0.5)
         at = ((t * 8 + c // 4) * blocks + block[:, None]) * 4 + c % 4
-        tl.store(out + at, q.to(tl.int8), mask=there[:, None])
-        tl.store(out_d + t * blocks + block, d, mask=there)
-        tl.store(out_s + (t * 2) * blocks + block, tl.sum(tl.where(c < 16, q, 0.0), 1) * d, mask=there)
-        tl.store(out_s + (t * 2 + 1) * blocks + block, tl.sum(tl.where(c < 16, 0.0, q), 1) * d, mask=there)
+        tl.store(out + at, q.to(tl.int8), mask=mask[:, None])
+        tl.store(out_scales + t * blocks + block, d, mask=mask)
+        tl.store(out_sums + (t * 2) * blocks + block, tl.sum(tl.where(c < 16, q, 0.0), 1) * d, mask=mask)
+        tl.store(out_sums + (t * 2 + 1) * blocks + block, tl.sum(tl.where(c < 16, 0.0, q), 1) * d, mask=mask)
     else:
         at = t * width + heads[:, None] * DIM + tl.arange(0, DIM)[None, :]
-        tl.store(out + at, y.to(out.dtype.element_ty), mask=there[:, None])
+        tl.store(out + at, y.to(out.dtype.element_ty), mask=mask[:, None])
 
 
 @triton.jit
-def write_head(y, t, head, out, out_d, out_s, width, DIM: tl.constexpr, BYTES: tl.constexpr):
-    """The result of one head, (DIM,)."""
+def store_head(y, t, head, out, out_scales, out_sums, width, DIM: tl.constexpr, INT8: tl.constexpr):
+    """Store the result of one head, (DIM,)."""
     one = tl.zeros((1,), tl.int32)
-    write_heads(y[None, :], t, one + head, one == 0, out, out_d, out_s, width, DIM, BYTES)
+    store_heads(y[None, :], t, one + head, one == 0, out, out_scales, out_sums, width, DIM, INT8)
 
 
 @triton.jit
-def chunk_of(position, split, TILE: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr, WINDOW: tl.constexpr):
-    """(first key, end, chunks) of a chunk of the keys before `position`; by that alone, so that the bits are too."""
+def split_range(
+    position, split, TILE: tl.constexpr, SPLITS: tl.constexpr, MIN_TILES: tl.constexpr, WINDOW: tl.constexpr
+):
+    """Return (first key, end, number of splits) of a split of the keys before `position`: a function of that alone."""
     begin = 0
     if WINDOW > 0:
         begin = tl.maximum(position + 1 - WINDOW, 0) // TILE * TILE
     tiles = tl.maximum((position - begin + TILE - 1) // TILE, 1)
-    each = tl.maximum((tiles + SPLITS - 1) // SPLITS, LEAST)
-    first = begin + split * each * TILE
-    chunks = tl.where(position < 0, 0, (tiles + each - 1) // each)
-    return first, tl.minimum(first + each * TILE, position), chunks
+    tiles_per_split = tl.maximum((tiles + SPLITS - 1) // SPLITS, MIN_TILES)
+    first = begin + split * tiles_per_split * TILE
+    splits = tl.where(position < 0, 0, (tiles + tiles_per_split - 1) // tiles_per_split)
+    return first, tl.minimum(first + tiles_per_split * TILE, position), splits
 
 
 @triton.jit
-def as_words(cache):
-    """A cache of small numbers, as words of 32 bits: numbers by themselves would take a register each."""
+def words_pointer(cache):
+    """View a 16- or 8-bit cache as 32-bit words: single values would take a register each."""
     if cache.dtype.element_ty.primitive_bitwidth == 32:
         return cache
     return cache.to(tl.pointer_type(tl.int32), bitcast=True)
 
 
 @triton.jit
-def store_own(
+def store_new_kv(
     k_cache, v_cache, table, position, kv_head, new_k, new_v,
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """The token's own key and value to their place."""
+    """Store the new key and value of the token in the cache."""
     block = tl.load(table + position // P).to(tl.int64)
     at = ((block * KV_HEADS + kv_head) * P + position % P) * DIM + tl.arange(0, DIM)
     tl.store(k_cache + at, new_k)
@@ -430,93 +195,384 @@ def store_own(
 
 
 @triton.jit
-def join(
-    partial, extremes, counters, t, kv_head, chunks, out, out_d, out_s,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, SPLITS: tl.constexpr, BYTES: tl.constexpr,
+def combine_splits(
+    partial, stats, counters, t, kv_head, splits, out, out_scales, out_sums,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, SPLITS: tl.constexpr, INT8: tl.constexpr,
 ):  # fmt: skip
-    """The results of all chunks, by the program that comes last, which leaves the counter at zero."""
+    """Combine the results of all splits in the program that finishes last, which resets the counter to zero."""
     GROUP: tl.constexpr = HEADS // KV_HEADS
     tl.debug_barrier()
     before = tl.atomic_add(counters + t * KV_HEADS + kv_head, 1, sem="acq_rel")
-    if before == chunks - 1:
+    if before == splits - 1:
         tl.store(counters + t * KV_HEADS + kv_head, 0)
-        y = ()  # all first: a load does not pass a store
+        y = ()  # all loads first: a load does not pass a store
         for g in tl.static_range(GROUP):
-            y = y + (joined(partial, extremes, (t * HEADS + kv_head * GROUP + g) * SPLITS, chunks, DIM, SPLITS),)
+            y = y + (combine_head(partial, stats, (t * HEADS + kv_head * GROUP + g) * SPLITS, splits, DIM, SPLITS),)
         for g in tl.static_range(GROUP):
-            write_head(y[g], t, kv_head * GROUP + g, out, out_d, out_s, HEADS * DIM, DIM, BYTES)
+            store_head(y[g], t, kv_head * GROUP + g, out, out_scales, out_sums, HEADS * DIM, DIM, INT8)
 
 
 @triton.jit
-def joined(partial, extremes, first, chunks, DIM: tl.constexpr, SPLITS: tl.constexpr):
-    """All partial results of a head, in order. All loads are independent of each other: one wait, not one a piece."""
-    FEW: tl.constexpr = 8 if SPLITS > 8 else SPLITS
+def combine_head(partial, stats, first, splits, DIM: tl.constexpr, SPLITS: tl.constexpr):
+    """Return the combined partial results of a head, in order. Loads are independent: one wait per CHUNK splits."""
+    CHUNK: tl.constexpr = 8 if SPLITS > 8 else SPLITS
     s = tl.arange(0, SPLITS)
-    top = tl.max(tl.load(extremes + (first + s) * 2, mask=s < chunks, other=-1e30, cache_modifier=".cg"), 0)
-    total = 0.0
-    mixed = tl.zeros((DIM,), tl.float32)
-    for start in tl.static_range(0, SPLITS, FEW):
-        few = start + tl.arange(0, FEW)
-        there = few < chunks
-        at = first + few
-        weight = tl.exp2(tl.load(extremes + at * 2, mask=there, other=-1e30, cache_modifier=".cg") - top)
-        weight = tl.where(there, weight, 0.0)
-        total += tl.sum(weight * tl.load(extremes + at * 2 + 1, mask=there, other=0.0, cache_modifier=".cg"), 0)
+    maximum = tl.max(tl.load(stats + (first + s) * 2, mask=s < splits, other=-1e30, cache_modifier=".cg"), 0)
+    sum_exp = 0.0
+    acc = tl.zeros((DIM,), tl.float32)
+    for start in tl.static_range(0, SPLITS, CHUNK):
+        split = start + tl.arange(0, CHUNK)
+        mask = split < splits
+        at = first + split
+        weight = tl.exp2(tl.load(stats + at * 2, mask=mask, other=-1e30, cache_modifier=".cg") - maximum)
+        weight = tl.where(mask, weight, 0.0)
+        sum_exp += tl.sum(weight * tl.load(stats + at * 2 + 1, mask=mask, other=0.0, cache_modifier=".cg"), 0)
         rows = partial + at[:, None] * DIM + tl.arange(0, DIM)[None, :]
-        rows = tl.load(rows, mask=there[:, None], other=0.0, cache_modifier=".cg")
-        mixed += tl.sum(rows * weight[:, None], 0)
-    return mixed / total
+        rows = tl.load(rows, mask=mask[:, None], other=0.0, cache_modifier=".cg")
+        acc += tl.sum(rows * weight[:, None], 0)
+    return acc / sum_exp
 
 
-FEW, CROWD = 4, 128  # requests up to which latency counts, not the rate of reading
-PROGRAMS = 2048  # that many requests should be cut into
-MANY_SPLITS = 16
-DOT = 4  # heads that share keys from which the tensor cores take them
+@triton.jit
+def load_block_ids(table, start, end, RUN_KEYS: tl.constexpr, RUNS: tl.constexpr, P: tl.constexpr):
+    """Load the block of each run of RUN_KEYS keys from `start` on; a run never leaves its block."""
+    keys = start + tl.arange(0, RUNS) * RUN_KEYS
+    return tl.load(table + keys // P, mask=keys < end, other=0)
 
 
-class Cut(NamedTuple):
-    """A tile is `rows` keys for each 16 bytes a lane reads at a time, or with `dot` so many keys; a chunk has `least`
-    tiles or more, a request at most `splits` chunks; `stages` of tiles on their way in shared memory, 0: one in
-    registers."""
-
-    rows: int
-    warps: int
-    splits: int
-    least: int
-    stages: int
-    dot: bool
-
-
-ONE_HEAD = {"few": Cut(8, 2, 16, 1, 0, False), "many": Cut(4, 1, 0, 4, 0, False), "crowd": Cut(2, 1, 0, 8, 0, False)}
-PAIRED = {"few": Cut(4, 1, 32, 1, 0, False), "many": Cut(4, 1, 0, 4, 0, False)}  # two or three heads that share keys
-GROUPED = {"few": Cut(16, 1, 32, 1, 0, True), "many": Cut(32, 1, 0, 2, 3, True)}
-LARGE = {"few": Cut(16, 1, 16, 1, 0, True), "many": GROUPED["many"]}  # groups of more than DOT
-PLAIN = {"few": Cut(2, 1, 4, 1, 0, False), "many": Cut(8, 1, 2, 1, 2, True)}  # the interpreter: short tiles, both ways
+@triton.jit
+def word_offsets(
+    blocks, start, end, kv_head,
+    KV_HEADS: tl.constexpr, DIM: tl.constexpr, P: tl.constexpr, RUN_KEYS: tl.constexpr, RUNS: tl.constexpr,
+    PER_WORD: tl.constexpr,
+):  # fmt: skip
+    """Return the offsets of the words of a tile, (RUNS, RUN_KEYS, words), and a mask of those before `end`."""
+    keys = start + tl.arange(0, RUNS) * RUN_KEYS
+    row = tl.arange(0, RUN_KEYS)
+    at = ((blocks.to(tl.int64) * KV_HEADS + kv_head) * P + keys % P) * (DIM // PER_WORD)
+    within = (row * (DIM // PER_WORD))[None, :, None] + tl.arange(0, DIM // PER_WORD)[None, None, :]
+    return at[:, None, None] + within, (row[None, :] < (end - keys)[:, None])[:, :, None]
 
 
-def cut_for(requests: int, heads: int, kv_heads: int) -> Cut:
-    """The cut for so many requests."""
-    group, size = heads // kv_heads, "few" if requests <= FEW else "many"
-    if device.interpreting():
-        return PLAIN["few"] if group < DOT or requests <= FEW else PLAIN["many"]
-    table = ONE_HEAD if group == 1 else PAIRED if group < DOT else GROUPED if group == DOT else LARGE
-    cut = table.get("crowd", table["many"]) if requests >= CROWD else table[size]
-    if cut.splits:
-        return cut
-    wanted = -(-PROGRAMS // (requests * kv_heads * (2 if cut.dot else 1)))  # who uses the tensor cores needs fewer
-    return cut._replace(splits=min(MANY_SPLITS, 1 << (wanted - 1).bit_length()))
+@triton.jit
+def unpack_words(words, CACHE_TYPE: tl.constexpr, DIM: tl.constexpr):
+    """Unpack (RUNS, RUN_KEYS, words) of the cache to (RUNS, RUN_KEYS, DIM) float32."""
+    if CACHE_TYPE.primitive_bitwidth == 32:
+        return words
+    if CACHE_TYPE.primitive_bitwidth == 8:
+        pairs = tl.join(
+            tl.join(unpack_byte(words, 0, CACHE_TYPE), unpack_byte(words, 2, CACHE_TYPE)),
+            tl.join(unpack_byte(words, 1, CACHE_TYPE), unpack_byte(words, 3, CACHE_TYPE)),
+        )
+    elif CACHE_TYPE == tl.bfloat16:
+        pairs = tl.join((words << 16).to(tl.float32, bitcast=True), (words & -65536).to(tl.float32, bitcast=True))
+    else:
+        pairs = tl.join(low_half(words), high_half(words))
+    return tl.reshape(pairs, (words.shape[0], words.shape[1], DIM))
 
 
-def keys_for(dim: int, item: int) -> tuple[int, int]:
-    """(keys of a tile, stages) for tokens that read, of heads of `dim` numbers of `item` bytes; fewer where shared
-    memory is less than a Hopper's and a key is long."""
-    if device.shared_memory() >= 200 << 10 or dim * item <= 256:
-        return 64, 2
-    return (32, 1) if dim * item <= 512 else (16, 1)
+@triton.jit
+def unpack_byte(words, i: tl.constexpr, CACHE_TYPE: tl.constexpr):
+    """Return byte i of each word as float32."""
+    return (words >> (8 * i)).to(tl.int8).to(CACHE_TYPE, bitcast=True).to(tl.float32)
 
 
-def runs_of(cut: Cut, dim: int, item: int, size: int) -> tuple[int, int]:
-    """(keys of a run, runs) of a tile: a run lies in one block of `size` keys of `dim` numbers of `item` bytes."""
-    tile = cut.rows * cut.warps * max(1, 512 // (dim * item))
-    rows = gcd(size, cut.rows)
-    return rows, tile // rows
+@triton.jit
+def visible_keys(start, end, position, RUN_KEYS: tl.constexpr, RUNS: tl.constexpr, WINDOW: tl.constexpr):
+    """Return the mask of the keys of a tile that the query attends to, (RUNS, RUN_KEYS)."""
+    keys = start + (tl.arange(0, RUNS) * RUN_KEYS)[:, None] + tl.arange(0, RUN_KEYS)[None, :]
+    visible = keys < end
+    if WINDOW > 0:
+        visible = visible & (keys > position - WINDOW)
+    return visible
+
+
+@triton.jit
+def softmax_tile(k, visible, q, maxima, sums, CAP: tl.constexpr, GROUP: tl.constexpr):
+    """Return (new maxima, new sums, weights (RUNS, RUN_KEYS), rescale factors) of every head for a tile. Only the sum
+    over DIM crosses lanes."""
+    new_maxima, new_sums, weights, rescales = (), (), (), ()
+    for g in tl.static_range(GROUP):
+        scores = tl.where(visible, scale_scores_log2(tl.sum(k * q[g][None, None, :], 2), CAP), -1e30)
+        maximum = tl.maximum(maxima[g], tl.max(scores, 1))
+        rescale = tl.exp2(maxima[g] - maximum)
+        weight = tl.where(visible, tl.exp2(scores - maximum[:, None]), 0.0)
+        new_maxima = new_maxima + (maximum,)
+        new_sums = new_sums + (sums[g] * rescale + tl.sum(weight, 1),)
+        weights = weights + (weight,)
+        rescales = rescales + (rescale,)
+    return new_maxima, new_sums, weights, rescales
+
+
+@triton.jit
+def accumulate_values(v, weights, rescales, acc, GROUP: tl.constexpr):
+    """Add the weighted values of a tile to the accumulators of every head, (RUNS, DIM)."""
+    new_acc = ()
+    for g in tl.static_range(GROUP):
+        new = tl.sum(v * weights[g][:, :, None], 1)
+        new_acc = new_acc + (acc[g] * rescales[g][:, None] + new,)
+    return new_acc
+
+
+@triton.jit
+def decode_attention(
+    qkv, cos, sin, k_cache, v_cache, block_tables, table_width, positions, partial, stats, counters,
+    out, out_scales, out_sums, scale, bias, q_norm, k_norm, eps, part_stride,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, P: tl.constexpr, RUN_KEYS: tl.constexpr,
+    RUNS: tl.constexpr, SPLITS: tl.constexpr, MIN_TILES: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
+    INT8: tl.constexpr, PDL: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Attend with one token per request. Needs RoPE over the whole head.
+
+    qkv (PARTS, B, (HEADS + 2 KV_HEADS) * dim); partial (B, HEADS, SPLITS, dim), stats (B, HEADS, SPLITS, 2) float32;
+    cos, sin (positions, HALF); block_tables (B, table_width[0]). A tile is RUNS runs of RUN_KEYS keys, each summed by
+    its own lanes until the end; a split has MIN_TILES tiles or more. Position -1 is padding. STAGES > 0: that many
+    tiles in flight through shared memory, else one in registers."""
+    DIM: tl.constexpr = 2 * HALF
+    GROUP: tl.constexpr = HEADS // KV_HEADS
+    TILE: tl.constexpr = RUN_KEYS * RUNS
+    CACHE_TYPE: tl.constexpr = k_cache.dtype.element_ty
+    PER_WORD: tl.constexpr = 32 // CACHE_TYPE.primitive_bitwidth
+    k_words = words_pointer(k_cache)
+    v_words = words_pointer(v_cache)
+    split = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    t = tl.program_id(2)
+    launch_next(PDL)
+    position = tl.load(positions + t)
+    table = block_tables + t * tl.load(table_width)
+    first, end, splits = split_range(position, split, TILE, SPLITS, MIN_TILES, WINDOW)
+    if split >= splits:
+        return
+    i = tl.arange(0, DIM)
+    if STAGES == 0:
+        blocks = load_block_ids(table, first, end, RUN_KEYS, RUNS, P)
+        at, mask = word_offsets(blocks, first, end, kv_head, KV_HEADS, DIM, P, RUN_KEYS, RUNS, PER_WORD)
+        k = tl.load(k_words + at, mask=mask, other=0)
+        v = tl.load(v_words + at, mask=mask, other=0)
+        blocks = load_block_ids(table, first + TILE, end, RUN_KEYS, RUNS, P)
+    cosines = tl.load(cos + position * HALF + i % HALF)
+    sines = tl.load(sin + position * HALF + i % HALF) * tl.where(i < HALF, -1.0, 1.0)
+    wait_for_previous(PDL)
+    row = qkv + t * ((HEADS + 2 * KV_HEADS) * DIM)
+    new_k = load_rotated(row, HEADS + kv_head, cosines, sines, bias, k_norm, eps, part_stride, HALF, PARTS)
+    new_k = new_k.to(k_cache.dtype.element_ty)
+    new_v = load_head(row, HEADS + KV_HEADS + kv_head, i, bias, part_stride, DIM, PARTS).to(v_cache.dtype.element_ty)
+    if split == splits - 1:
+        store_new_kv(k_cache, v_cache, table, position, kv_head, new_k, new_v, KV_HEADS, DIM, P)
+    is_own = (tl.arange(0, RUNS) == 0) & (split == splits - 1)  # this run starts with the new token
+    q, maxima, sums, acc = (), (), (), ()
+    for g in tl.static_range(GROUP):
+        one = load_rotated(row, kv_head * GROUP + g, cosines, sines, bias, q_norm, eps, part_stride, HALF, PARTS)
+        one *= scale * (1.0 if CAP > 0 else LOG2E)
+        q = q + (one,)
+        maxima = maxima + (tl.where(is_own, scale_scores_log2(tl.sum(one * new_k.to(tl.float32), 0), CAP), -1e30),)
+        sums = sums + (tl.where(is_own, 1.0, 0.0),)
+        acc = acc + (tl.where(is_own[:, None], new_v.to(tl.float32)[None, :], 0.0),)
+    if STAGES == 0:
+        for start in range(first, end, TILE):
+            visible = visible_keys(start, end, position, RUN_KEYS, RUNS, WINDOW)
+            maxima, sums, weights, rescales = softmax_tile(
+                unpack_words(k, CACHE_TYPE, DIM), visible, q, maxima, sums, CAP, GROUP
+            )
+            at, mask = word_offsets(blocks, start + TILE, end, kv_head, KV_HEADS, DIM, P, RUN_KEYS, RUNS, PER_WORD)
+            k = tl.load(k_words + at, mask=mask, other=0)  # into the registers of the keys just used
+            blocks = load_block_ids(table, start + 2 * TILE, end, RUN_KEYS, RUNS, P)
+            acc = accumulate_values(unpack_words(v, CACHE_TYPE, DIM), weights, rescales, acc, GROUP)
+            v = tl.load(v_words + at, mask=mask, other=0)
+    else:
+        for start in tl.range(first, end, TILE, num_stages=STAGES):
+            blocks = load_block_ids(table, start, end, RUN_KEYS, RUNS, P)
+            at, mask = word_offsets(blocks, start, end, kv_head, KV_HEADS, DIM, P, RUN_KEYS, RUNS, PER_WORD)
+            k = tl.load(k_words + at, mask=mask, other=0)
+            v = tl.load(v_words + at, mask=mask, other=0)
+            visible = visible_keys(start, end, position, RUN_KEYS, RUNS, WINDOW)
+            maxima, sums, weights, rescales = softmax_tile(
+                unpack_words(k, CACHE_TYPE, DIM), visible, q, maxima, sums, CAP, GROUP
+            )
+            acc = accumulate_values(unpack_words(v, CACHE_TYPE, DIM), weights, rescales, acc, GROUP)
+    y = ()
+    for g in tl.static_range(GROUP):
+        maximum = tl.max(maxima[g], 0)
+        factors = tl.exp2(maxima[g] - maximum)
+        sum_exp = tl.sum(sums[g] * factors, 0)
+        one = tl.sum(acc[g] * factors[:, None], 0)
+        if splits == 1:
+            one = one / sum_exp
+        else:
+            index = (t * HEADS + kv_head * GROUP + g) * SPLITS + split
+            tl.store(partial + index * DIM + i, one)
+            tl.store(stats + index * 2, maximum)
+            tl.store(stats + index * 2 + 1, sum_exp)
+        y = y + (one,)
+    if splits == 1:
+        for g in tl.static_range(GROUP):
+            store_head(y[g], t, kv_head * GROUP + g, out, out_scales, out_sums, HEADS * DIM, DIM, INT8)
+    else:
+        combine_splits(
+            partial, stats, counters, t, kv_head, splits, out, out_scales, out_sums, HEADS, KV_HEADS, DIM, SPLITS, INT8
+        )
+
+
+@triton.jit
+def tile_offsets(
+    table, start, end, kv_head, KV_HEADS: tl.constexpr, P: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr
+):
+    """Return the offsets of a tile of keys, (TILE, WIDTH), and a mask of those before `end`."""
+    row = tl.arange(0, TILE)
+    mask = row < end - start
+    if P % TILE == 0:  # in one block
+        block = tl.load(table + start // P, mask=start < end, other=0).to(tl.int64)
+        at = ((block * KV_HEADS + kv_head) * P + start % P) * WIDTH + row * WIDTH
+    else:
+        blocks = tl.load(table + (start + row) // P, mask=mask, other=0).to(tl.int64)
+        at = ((blocks * KV_HEADS + kv_head) * P + (start + row) % P) * WIDTH
+    return at[:, None] + tl.arange(0, WIDTH)[None, :], mask[:, None]
+
+
+@triton.jit
+def words_to_tile(words, CACHE_TYPE: tl.constexpr, DOT_TYPE: tl.constexpr, TILE: tl.constexpr, DIM: tl.constexpr):
+    """Convert words of the cache, (TILE, words), to an operand of tl.dot, (TILE, DIM)."""
+    if CACHE_TYPE.primitive_bitwidth == 32:
+        tile = words
+    elif CACHE_TYPE.primitive_bitwidth == 16:
+        tile = tl.join(words.to(tl.int16), (words >> 16).to(tl.int16)).to(CACHE_TYPE, bitcast=True)
+    else:
+        even = tl.join(words.to(tl.int8), (words >> 16).to(tl.int8))
+        odd = tl.join((words >> 8).to(tl.int8), (words >> 24).to(tl.int8))
+        tile = tl.join(even, odd).to(CACHE_TYPE, bitcast=True)
+    return tl.reshape(tile, (TILE, DIM)).to(DOT_TYPE)
+
+
+@triton.jit
+def accumulate_tile(
+    k, v, q, start, end, position, maximum, sum_exp, acc, DOT_TYPE: tl.constexpr, TILE: tl.constexpr,
+    WINDOW: tl.constexpr, CAP: tl.constexpr,
+):  # fmt: skip
+    """Add a tile (TILE, DIM) to the accumulators of all heads: one step of online softmax."""
+    keys = start + tl.arange(0, TILE)
+    visible = keys < end
+    if WINDOW > 0:
+        visible = visible & (keys > position - WINDOW)
+    scores = tl.where(visible[None, :], scale_scores_log2(tl.dot(q, tl.trans(k)), CAP), -1e30)
+    new_maximum = tl.maximum(maximum, tl.max(scores, 1))
+    rescale = tl.exp2(maximum - new_maximum)
+    weights = tl.where(visible[None, :], tl.exp2(scores - new_maximum[:, None]), 0.0)
+    acc = tl.dot(weights.to(DOT_TYPE), v, acc * rescale[:, None])
+    return new_maximum, sum_exp * rescale + tl.sum(weights, 1), acc
+
+
+@triton.jit
+def decode_attention_gqa(
+    qkv, cos, sin, k_cache, v_cache, block_tables, table_width, positions, partial, stats, counters,
+    out, out_scales, out_sums, scale, bias, q_norm, k_norm, eps, part_stride,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, P: tl.constexpr, TILE: tl.constexpr,
+    SPLITS: tl.constexpr, MIN_TILES: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
+    INT8: tl.constexpr, PDL: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr, GROUP_PAD: tl.constexpr,
+    DOT_TYPE: tl.constexpr,
+):  # fmt: skip
+    """Do what decode_attention does, with the heads of a group as rows of one product on tensor cores.
+
+    The group is padded to GROUP_PAD with copies of its last head and repeated up to DOT_ROWS. Queries and weights are
+    rounded to DOT_TYPE; scores and sums are float32."""
+    DIM: tl.constexpr = 2 * HALF
+    GROUP: tl.constexpr = HEADS // KV_HEADS
+    DOT_ROWS: tl.constexpr = 16 if GROUP_PAD < 16 else GROUP_PAD
+    CACHE_TYPE: tl.constexpr = k_cache.dtype.element_ty
+    WIDTH: tl.constexpr = DIM * CACHE_TYPE.primitive_bitwidth // 32
+    split = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    t = tl.program_id(2)
+    launch_next(PDL)
+    k_words = words_pointer(k_cache)
+    v_words = words_pointer(v_cache)
+    position = tl.load(positions + t)
+    table = block_tables + t * tl.load(table_width)
+    first, end, splits = split_range(position, split, TILE, SPLITS, MIN_TILES, WINDOW)
+    if split >= splits:
+        return
+    i = tl.arange(0, DIM)
+    if STAGES == 0:
+        at, mask = tile_offsets(table, first, end, kv_head, KV_HEADS, P, TILE, WIDTH)
+        k = tl.load(k_words + at, mask=mask, other=0)
+        v = tl.load(v_words + at, mask=mask, other=0)
+    cosines = tl.load(cos + position * HALF + i % HALF)
+    sines = tl.load(sin + position * HALF + i % HALF) * tl.where(i < HALF, -1.0, 1.0)
+    wait_for_previous(PDL)
+    row = qkv + t * ((HEADS + 2 * KV_HEADS) * DIM)
+    new_k = load_rotated(row, HEADS + kv_head, cosines, sines, bias, k_norm, eps, part_stride, HALF, PARTS).to(
+        CACHE_TYPE
+    )
+    new_v = load_head(row, HEADS + KV_HEADS + kv_head, i, bias, part_stride, DIM, PARTS).to(CACHE_TYPE)
+    last = split == splits - 1
+    if last:
+        store_new_kv(k_cache, v_cache, table, position, kv_head, new_k, new_v, KV_HEADS, DIM, P)
+    head = kv_head * GROUP + tl.minimum(tl.arange(0, GROUP_PAD), GROUP - 1)
+    q = load_rotated(row, head[:, None], cosines, sines, bias, q_norm, eps, part_stride, HALF, PARTS)
+    q *= scale * (1.0 if CAP > 0 else LOG2E)
+    own_score = scale_scores_log2(tl.sum(q * new_k.to(tl.float32)[None, :], 1), CAP)
+    own_score = tl.reshape(tl.broadcast_to(own_score[None, :], (DOT_ROWS // GROUP_PAD, GROUP_PAD)), (DOT_ROWS,))
+    maximum = tl.where(last, own_score, -1e30)
+    sum_exp = tl.where(last, own_score * 0.0 + 1.0, 0.0)
+    acc = tl.zeros((DOT_ROWS, DIM), tl.float32) + tl.where(last, new_v.to(tl.float32), 0.0)[None, :]
+    q = tl.reshape(
+        tl.broadcast_to(q.to(DOT_TYPE)[None, :, :], (DOT_ROWS // GROUP_PAD, GROUP_PAD, DIM)), (DOT_ROWS, DIM)
+    )
+    if STAGES == 0:
+        for start in range(first, end, TILE):
+            k_now = words_to_tile(k, CACHE_TYPE, DOT_TYPE, TILE, DIM)
+            v_now = words_to_tile(v, CACHE_TYPE, DOT_TYPE, TILE, DIM)
+            at, mask = tile_offsets(table, start + TILE, end, kv_head, KV_HEADS, P, TILE, WIDTH)
+            k = tl.load(k_words + at, mask=mask, other=0)
+            v = tl.load(v_words + at, mask=mask, other=0)
+            maximum, sum_exp, acc = accumulate_tile(
+                k_now, v_now, q, start, end, position, maximum, sum_exp, acc, DOT_TYPE, TILE, WINDOW, CAP
+            )
+    else:
+        for start in tl.range(first, end, TILE, num_stages=STAGES):
+            at, mask = tile_offsets(table, start, end, kv_head, KV_HEADS, P, TILE, DIM)
+            k = tl.load(k_cache + at, mask=mask, other=0.0).to(DOT_TYPE)
+            v = tl.load(v_cache + at, mask=mask, other=0.0).to(DOT_TYPE)
+            maximum, sum_exp, acc = accumulate_tile(
+                k, v, q, start, end, position, maximum, sum_exp, acc, DOT_TYPE, TILE, WINDOW, CAP
+            )
+    r = tl.arange(0, DOT_ROWS)
+    if splits == 1:
+        store_heads(
+            acc / sum_exp[:, None], t, kv_head * GROUP + r, r < GROUP, out, out_scales, out_sums, HEADS * DIM, DIM, INT8
+        )
+    else:
+        index = (t * HEADS + kv_head * GROUP + r) * SPLITS + split
+        tl.store(partial + index[:, None] * DIM + i[None, :], acc, mask=(r < GROUP)[:, None])
+        tl.store(stats + index * 2, maximum, mask=r < GROUP)
+        tl.store(stats + index * 2 + 1, sum_exp, mask=r < GROUP)
+        combine_splits(
+            partial, stats, counters, t, kv_head, splits, out, out_scales, out_sums, HEADS, KV_HEADS, DIM, SPLITS, INT8
+        )
+
+
+def launch_decode_attention(
+    qkv: Any, block: BlockParts, kv: KVLayer, rope: CosSin, positions: Any, block_tables: Any, table_width: Any,
+    tokens: int, config: SplitKVConfig, scratch: tuple[Any, Any, Any], out: Any, pdl: bool,
+) -> None:  # fmt: skip
+    """Attend with decoding tokens; qkv (parts, tokens, rows), scratch (partial, stats, counters)."""
+    scale, window, cap = block.attention
+    block_size, item = kv.k.shape[2], kv.k.element_size()
+    common = (
+        qkv, rope.cos, rope.sin, kv.k, kv.v, block_tables, table_width, positions, *scratch, *kernel_outputs(out),
+        scale, block.qkv_bias, block.q_norm, block.k_norm, block.eps, qkv.stride(0), block.n_heads, block.n_kv_heads,
+        block.head_dim // 2, block_size,
+    )  # fmt: skip
+    if config.tensor_cores and kv.k.dtype == torch.float32 and not is_interpreted():
+        # the tensor cores would round a float32 cache
+        config = config._replace(tile_keys=4, num_warps=1, num_stages=0, tensor_cores=False)
+    is_int8 = isinstance(out, Int8Activations)
+    rest = (config.max_splits, config.min_tiles, window, cap, is_int8, pdl, qkv.shape[0], config.num_stages)
+    options: Any = {"num_warps": config.num_warps, **({"launch_pdl": True} if pdl else {})}
+    grid = (config.max_splits, block.n_kv_heads, tokens)
+    if config.tensor_cores:
+        group = triton.next_power_of_2(block.n_heads // block.n_kv_heads)
+        dtype = tl.float32 if is_interpreted() else tl.float16 if kv.k.dtype == torch.float16 else tl.bfloat16
+        decode_attention_gqa[grid](*common, config.tile_keys, *rest, group, dtype, **options)
+    else:
+        decode_attention[grid](*common, *tile_runs(config, block.head_dim, item, block_size), *rest, **options)

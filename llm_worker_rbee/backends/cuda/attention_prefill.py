@@ -1,7 +1,7 @@
-"""Attention of tokens that read, many of a request at once: a tile of queries of one head, over its paged keys.
+"""Prefill attention: a tile of queries of one request and head over its paged keys, and the RoPE + cache write before.
 
-Causality is the bound of the loop; only tiles that a query of this program may not see whole are masked. Queries and
-the cache are float16 or bfloat16 (float32 under the interpreter); scores and sums float32.
+The loop ends at the last key that the tile may see. Queries and the cache are float16 or bfloat16 (float32 under the
+interpreter); scores and sums are float32.
 """
 
 from __future__ import annotations
@@ -9,23 +9,34 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .attention_decode import cap_scores, part_of_head, rotated
+from .attention_decode import cap_scores, load_head, load_rotated
+from .device import HOPPER_SHARED_BYTES
+
+
+def prefill_tile(shared_bytes: int, dim: int, item: int) -> tuple[int, int]:
+    """Return (keys of a tile, stages) for heads of `dim` values of `item` bytes; fewer keys where they are long and a
+    program has less shared memory than on Hopper."""
+    if shared_bytes >= HOPPER_SHARED_BYTES or dim * item <= 256:
+        return 64, 2
+    return (32, 1) if dim * item <= 512 else (16, 1)
 
 
 @triton.jit
-def rope_store(
-    qkv, cos, sin, positions, slots, q_out, k_cache, v_cache,
+def rope_store_qkv(
+    qkv, cos, sin, positions, slot_mapping, q_out, k_cache, v_cache,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, P: tl.constexpr,
-    bias=None, q_norm=None, k_norm=None, eps=0.0, apart=0, PARTS: tl.constexpr = 1, EACH: tl.constexpr = 1,
+    bias=None, q_norm=None, k_norm=None, eps=0.0, part_stride=0, PARTS: tl.constexpr = 1,
+    HEADS_PER_PROGRAM: tl.constexpr = 1,
 ):  # fmt: skip
-    """Program (EACH heads, token): queries are rotated into q_out (T, HEADS, dim), keys into their slot, values copied
-    there. EACH divides both numbers of heads. A token whose slot is negative is nobody's."""
+    """Rotate queries into q_out (T, HEADS, dim) and keys into their slot, and copy values there.
+
+    Program (heads, token); HEADS_PER_PROGRAM divides both numbers of heads. A negative slot is padding."""
     DIM: tl.constexpr = 2 * HALF
-    first = tl.program_id(0) * EACH
-    head = first + tl.arange(0, EACH)[:, None]
+    first = tl.program_id(0) * HEADS_PER_PROGRAM
+    head = first + tl.arange(0, HEADS_PER_PROGRAM)[:, None]
     t = tl.program_id(1)
     i = tl.arange(0, DIM)
-    slot = tl.load(slots + t).to(tl.int64)
+    slot = tl.load(slot_mapping + t).to(tl.int64)
     if slot < 0:
         return
     row = qkv + t.to(tl.int64) * ((HEADS + 2 * KV_HEADS) * DIM)
@@ -33,30 +44,31 @@ def rope_store(
     cosines = tl.load(cos + angle)
     sines = tl.load(sin + angle) * tl.where(i < HALF, -1.0, 1.0)
     if first < HEADS:
-        x = rotated(row, head, cosines, sines, bias, q_norm, eps, apart, HALF, PARTS)
+        x = load_rotated(row, head, cosines, sines, bias, q_norm, eps, part_stride, HALF, PARTS)
         tl.store(q_out + (t.to(tl.int64) * HEADS + head) * DIM + i, x.to(q_out.dtype.element_ty))
     else:
         kv_head = (head - HEADS) % KV_HEADS
-        to = ((slot // P * KV_HEADS + kv_head) * P + slot % P) * DIM + i
+        target = ((slot // P * KV_HEADS + kv_head) * P + slot % P) * DIM + i
         if first < HEADS + KV_HEADS:
-            x = rotated(row, head, cosines, sines, bias, k_norm, eps, apart, HALF, PARTS)
-            tl.store(k_cache + to, x.to(k_cache.dtype.element_ty))
+            x = load_rotated(row, head, cosines, sines, bias, k_norm, eps, part_stride, HALF, PARTS)
+            tl.store(k_cache + target, x.to(k_cache.dtype.element_ty))
         else:
-            x = part_of_head(row, head, i, bias, apart, DIM, PARTS)
-            tl.store(v_cache + to, x.to(v_cache.dtype.element_ty))
+            x = load_head(row, head, i, bias, part_stride, DIM, PARTS)
+            tl.store(v_cache + target, x.to(v_cache.dtype.element_ty))
 
 
 @triton.jit
 def prefill_attention(
-    q, k_cache, v_cache, tables, table_width, query_start, context_len, tile_request, tile_first, out, scale,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, P: tl.constexpr, QUERIES: tl.constexpr,
-    KEYS: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, SIZE: tl.constexpr = 0,
+    q, k_cache, v_cache, block_tables, table_width, query_start, context_len, tile_request, tile_first, out, scale,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, P: tl.constexpr, TILE_QUERIES: tl.constexpr,
+    TILE_KEYS: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, DIM_PADDED: tl.constexpr = 0,
     width=None,
 ):  # fmt: skip
-    """Program (tile, head): QUERIES queries of request tile_request[tile], from its tile_first[tile]-th in this step.
-    SIZE is a power of two, for heads that are none. A negative request is nobody. The width of the tables may be on the
-    device: width[0]."""
-    WIDE: tl.constexpr = SIZE if SIZE > 0 else DIM
+    """Attend with TILE_QUERIES queries of request tile_request[tile], from its tile_first[tile]-th of this step on.
+
+    Program (tile, head). DIM_PADDED is a power of two, for heads that are none. A negative request is padding. The
+    width of the block tables may be on the device: width[0]."""
+    SIZE: tl.constexpr = DIM_PADDED if DIM_PADDED > 0 else DIM
     tile = tl.program_id(0)
     head = tl.program_id(1)
     request = tl.load(tile_request + tile)
@@ -67,44 +79,44 @@ def prefill_attention(
     first = tl.load(tile_first + tile)
     start = tl.load(query_start + request)
     count = tl.load(query_start + request + 1) - start
-    before = tl.load(context_len + request) - count  # keys of earlier steps
-    m = first + tl.arange(0, QUERIES)
-    i = tl.arange(0, WIDE)
+    past = tl.load(context_len + request) - count  # keys of earlier steps
+    m = first + tl.arange(0, TILE_QUERIES)
+    i = tl.arange(0, SIZE)
     rows = (start + m).to(tl.int64)[:, None] * (HEADS * DIM) + head * DIM + i[None, :]
-    wanted = (m < count)[:, None]
-    if WIDE != DIM:
-        wanted = wanted & (i < DIM)[None, :]
-    queries = tl.load(q + rows, mask=wanted, other=0.0)
-    table = tables + request * table_width
+    query_mask = (m < count)[:, None]
+    if SIZE != DIM:
+        query_mask = query_mask & (i < DIM)[None, :]
+    queries = tl.load(q + rows, mask=query_mask, other=0.0)
+    table = block_tables + request * table_width
     kv_head = head // (HEADS // KV_HEADS)
-    place = before + m  # positions of the queries
-    end = before + tl.minimum(first + QUERIES, count)
+    query_positions = past + m
+    end = past + tl.minimum(first + TILE_QUERIES, count)
     begin = 0
     if WINDOW > 0:
-        begin = tl.maximum(before + first + 1 - WINDOW, 0) // KEYS * KEYS
-    top = tl.full((QUERIES,), -1e30, tl.float32)
-    total = tl.zeros((QUERIES,), tl.float32)
-    mixed = tl.zeros((QUERIES, WIDE), tl.float32)
-    for at in range(begin, end, KEYS):
-        keys = at + tl.arange(0, KEYS)
-        there = keys < end
-        held = there[:, None]
-        if WIDE != DIM:
-            held = held & (i < DIM)[None, :]
-        block = tl.load(table + keys // P, mask=there, other=0).to(tl.int64)
-        where = ((block * KV_HEADS + kv_head) * P + keys % P) * DIM
-        k = tl.load(k_cache + where[None, :] + i[:, None], mask=tl.trans(held), other=0.0)  # (DIM, KEYS)
+        begin = tl.maximum(past + first + 1 - WINDOW, 0) // TILE_KEYS * TILE_KEYS
+    maximum = tl.full((TILE_QUERIES,), -1e30, tl.float32)
+    sum_exp = tl.zeros((TILE_QUERIES,), tl.float32)
+    acc = tl.zeros((TILE_QUERIES, SIZE), tl.float32)
+    for at in range(begin, end, TILE_KEYS):
+        keys = at + tl.arange(0, TILE_KEYS)
+        is_key = keys < end
+        key_mask = is_key[:, None]
+        if SIZE != DIM:
+            key_mask = key_mask & (i < DIM)[None, :]
+        block = tl.load(table + keys // P, mask=is_key, other=0).to(tl.int64)
+        offset = ((block * KV_HEADS + kv_head) * P + keys % P) * DIM
+        k = tl.load(k_cache + offset[None, :] + i[:, None], mask=tl.trans(key_mask), other=0.0)  # (DIM, TILE_KEYS)
         k = k.to(queries.dtype)
-        v = tl.load(v_cache + where[:, None] + i[None, :], mask=held, other=0.0).to(queries.dtype)
+        v = tl.load(v_cache + offset[:, None] + i[None, :], mask=key_mask, other=0.0).to(queries.dtype)
         scores = cap_scores(tl.dot(queries, k, input_precision="ieee") * scale, CAP)
-        seen = keys[None, :] <= place[:, None]
+        visible = keys[None, :] <= query_positions[:, None]
         if WINDOW > 0:
-            seen = seen & (keys[None, :] > place[:, None] - WINDOW)
-        scores = tl.where(seen, scores, -1e30)
-        new = tl.maximum(top, tl.max(scores, 1))
-        weights = tl.where(seen, tl.exp(scores - new[:, None]), 0.0)
-        shrink = tl.exp(top - new)
-        total = total * shrink + tl.sum(weights, 1)
-        mixed = tl.dot(weights.to(v.dtype), v, mixed * shrink[:, None], input_precision="ieee")
-        top = new
-    tl.store(out + rows, (mixed / total[:, None]).to(out.dtype.element_ty), mask=wanted)
+            visible = visible & (keys[None, :] > query_positions[:, None] - WINDOW)
+        scores = tl.where(visible, scores, -1e30)
+        new_maximum = tl.maximum(maximum, tl.max(scores, 1))
+        weights = tl.where(visible, tl.exp(scores - new_maximum[:, None]), 0.0)
+        rescale = tl.exp(maximum - new_maximum)
+        sum_exp = sum_exp * rescale + tl.sum(weights, 1)
+        acc = tl.dot(weights.to(v.dtype), v, acc * rescale[:, None], input_precision="ieee")
+        maximum = new_maximum
+    tl.store(out + rows, (acc / sum_exp[:, None]).to(out.dtype.element_ty), mask=query_mask)

@@ -1,7 +1,7 @@
-"""CUDA graphs of a decoder, one for each size of batch, captured when that size comes again.
+"""CUDA graphs of a decoder, one per batch size, captured when that size occurs a second time.
 
-A graph remembers addresses: whoever moves a buffer that it reads says `forget`. All share one pool of memory, and
-large results one buffer, since a result is good until the next step only. Without a GPU the same calls run as they are.
+A graph holds addresses: call `clear` after moving a buffer that it reads. All share one memory pool, and large results
+one buffer, since a result is valid until the next step only. Without a GPU steps run uncaptured.
 """
 
 from __future__ import annotations
@@ -14,17 +14,15 @@ from typing import Any
 
 import torch
 
-from . import device
-
-MOST = 96  # graphs that are kept, but for those of plain sizes; what is rarer runs as it is
-ROWS = 256  # of the largest result
-LARGE = 1 << 20  # bytes of a result that is worth a copy: many graphs would each hold their own
-_one_at_a_time = threading.Lock()  # PyTorch's rule for captures in a process, which may have several engines
+MAX_GRAPHS = 96  # beside those of plain batch sizes; rarer sizes run uncaptured
+MAX_RESULT_ROWS = 256
+MIN_SHARED_RESULT = 1 << 20  # bytes of a result that is worth a copy: many graphs would each hold their own
+_capture_lock = threading.Lock()  # PyTorch allows one capture at a time in a process, which may have several engines
 
 
 @contextmanager
-def _nothing_dies() -> Iterator[None]:
-    """Without the garbage collector: an old graph that it finds may not be destroyed while another is captured."""
+def _without_gc() -> Iterator[None]:
+    """Stop the garbage collector: it may not destroy an old graph while another is captured."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -34,47 +32,49 @@ def _nothing_dies() -> Iterator[None]:
             gc.enable()
 
 
-class Graphs:
-    """What was captured, by size; `nbytes` is what it takes on the device."""
+class CudaGraphs:
+    """Captured graphs by size; `nbytes` is what they take on the device."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
         self.nbytes = 0  # by the driver's count: the pool, shared results, and the graphs themselves
-        self._made: dict[Hashable, tuple[Any, torch.Tensor]] = {}
-        self._seen: dict[Hashable, torch.Size] = {}  # sizes that have run, and the shape of what came out
+        self._graphs: dict[Hashable, tuple[Any, torch.Tensor]] = {}
+        self._result_shapes: dict[Hashable, torch.Size] = {}  # of sizes that have run
         self._pool: Any = None
-        self._results: torch.Tensor | None = None  # room for ROWS
+        self._results: torch.Tensor | None = None  # room for MAX_RESULT_ROWS
 
     def __len__(self) -> int:
-        return len(self._made)
+        return len(self._graphs)
 
-    def forget(self) -> None:
-        """Addresses have changed."""
-        with _one_at_a_time:  # none is destroyed while another is captured
-            self._made.clear()
+    def clear(self) -> None:
+        """Drop all graphs: addresses have changed."""
+        with _capture_lock:  # none is destroyed while another is captured
+            self._graphs.clear()
         self.nbytes = 0
-        self._seen.clear()
+        self._result_shapes.clear()
         self._results = None
-        self._pool = None  # the old one may be given back with the last graph
+        self._pool = None  # freed with its last graph
 
     def run(self, size: Hashable, step: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """What `step` gives. The first time it runs as it is, which compiles it; the second time it is captured."""
-        is_known = size in self._made or (size in self._seen and (isinstance(size, int) or len(self._made) < MOST))
-        if device.current().type == "cpu" or not is_known:
+        """Return the result of `step`: run as it is the first time, which compiles it, captured the second time."""
+        has_room = isinstance(size, int) or len(self._graphs) < MAX_GRAPHS
+        is_known = size in self._graphs or (size in self._result_shapes and has_room)
+        if self.device.type == "cpu" or not is_known:
             result = step()
-            self._seen[size] = result.shape
+            self._result_shapes[size] = result.shape
             return result
-        if size not in self._made:
-            return self._first_replay(size, step)
-        graph, result = self._made[size]
+        if size not in self._graphs:
+            return self._capture_and_replay(size, step)
+        graph, result = self._graphs[size]
         graph.replay()
         return result
 
     def time_replay(self, batch: int, count: int = 20) -> float | None:
         """Return the seconds of a replay of the decode graph for a batch; None if it is not captured."""
-        size = min((size for size in self._made if isinstance(size, int) and size >= batch), default=None)
+        size = min((size for size in self._graphs if isinstance(size, int) and size >= batch), default=None)
         if size is None:
             return None
-        graph, _ = self._made[size]
+        graph, _ = self._graphs[size]
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         begin.record()
         for _ in range(count):
@@ -83,30 +83,31 @@ class Graphs:
         torch.cuda.synchronize()
         return float(begin.elapsed_time(end)) / count / 1e3
 
-    def _first_replay(self, size: Hashable, step: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Capture and run; the driver takes its part of the memory with the first run."""
-        with _one_at_a_time:
+    def _capture_and_replay(self, size: Hashable, step: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Capture and run once; the driver allocates its part of the memory with the first run."""
+        with _capture_lock:
             torch.cuda.empty_cache()  # as a capture does, but before memory is counted
-            before, _ = torch.cuda.mem_get_info(device.current())
-            graph, result = self._made[size] = self._captured(step, self._shared(self._seen[size]))
+            before, _ = torch.cuda.mem_get_info(self.device)
+            graph, result = self._graphs[size] = self._capture(step, self._shared_result(self._result_shapes[size]))
             graph.replay()
-            after, _ = torch.cuda.mem_get_info(device.current())
+            after, _ = torch.cuda.mem_get_info(self.device)
             self.nbytes += max(0, before - after)
         return result
 
-    def _captured(self, step: Callable[[], torch.Tensor], out: torch.Tensor | None) -> tuple[Any, torch.Tensor]:
+    def _capture(self, step: Callable[[], torch.Tensor], out: torch.Tensor | None) -> tuple[Any, torch.Tensor]:
         graph = torch.cuda.CUDAGraph()
         self._pool = self._pool or torch.cuda.graph_pool_handle()
-        with _nothing_dies(), torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        with _without_gc(), torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             result = step()
             if out is not None:
                 result = out.copy_(result)
         return graph, result
 
-    def _shared(self, shape: torch.Size) -> torch.Tensor | None:
-        """Where a large result goes: float32 logits of any graph, the last one's only."""
-        if 4 * shape.numel() <= LARGE or shape[0] > ROWS:
+    def _shared_result(self, shape: torch.Size) -> torch.Tensor | None:
+        """Return the buffer of a large result (float32 logits of any graph, the last one's only), if it is large."""
+        if 4 * shape.numel() <= MIN_SHARED_RESULT or shape[0] > MAX_RESULT_ROWS:
             return None
         if self._results is None:
-            self._results = torch.empty(ROWS * shape[1:].numel(), dtype=torch.float32, device=device.current())
+            size = MAX_RESULT_ROWS * shape[1:].numel()
+            self._results = torch.empty(size, dtype=torch.float32, device=self.device)
         return self._results[: shape.numel()].view(shape)

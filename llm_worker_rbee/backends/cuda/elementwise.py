@@ -1,198 +1,209 @@
-"""Between the products of larger batches: the residual stream with its norm, and the gate, for the tensor cores."""
+"""Kernels between the products: norms, gates, embedding rows, int8 quantization, RoPE + cache write.
+
+The first group serves larger fused batches (activations for tensor cores), the second the unfused ops (float32, any
+width: SIZE is the next power of two), the last is the first kernel of a fused step.
+"""
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 import triton
 import triton.language as tl
 
-from .gemm import GROUP, spread_place
-from .gemv import write_block
-from .intrinsics import high_half, high_place, low_half, start_next, wait_before
+from .gemm import GROUP_BLOCKS, interleaved_offset
+from .gemv import store_int8_block
+from .intrinsics import high_bit_shift, high_half, launch_next, low_half, wait_for_previous
+from .packed_weight import DENSE, Int8Activations, kernel_outputs
 
 
 @triton.jit
-def add_norm(
-    parts, stream, norm, out, factors, tokens, eps,
-    width: tl.constexpr, SIZE: tl.constexpr, SPLIT: tl.constexpr, SPREAD: tl.constexpr, PDL: tl.constexpr = False,
+def add_rms_norm_rows(
+    parts, residual, norm_weight, out, factors, tokens, eps,
+    width: tl.constexpr, SIZE: tl.constexpr, SPLITS: tl.constexpr, INTERLEAVED: tl.constexpr, PDL: tl.constexpr = False,
 ):  # fmt: skip
-    """A program a token: parts (SPLIT, tokens, width) join the stream, and its norm goes to the next product, spread
-    (matmul.py) or as it is. SIZE is the number of blocks of 32, as a power of two, 16 or more."""
+    """Add parts (SPLITS, tokens, width) to the residual stream and store its norm as activations of the next product.
+
+    A token per program. SIZE is the number of blocks of 32, rounded up to a power of two, 16 or more."""
     t = tl.program_id(0).to(tl.int64)
     b = tl.arange(0, SIZE)[:, None]
     c = tl.arange(0, 32)[None, :]
     n = b * 32 + c
-    ok = n < width
-    start_next(PDL)
-    wait_before(PDL)
-    y = tl.load(stream + t * width + n, mask=ok, other=0.0)
-    for s in tl.static_range(SPLIT):
-        y += tl.load(parts + (s * tokens + t) * width + n, mask=ok, other=0.0).to(tl.float32)
-    tl.store(stream + t * width + n, y, mask=ok)
+    mask = n < width
+    launch_next(PDL)
+    wait_for_previous(PDL)
+    y = tl.load(residual + t * width + n, mask=mask, other=0.0)
+    for s in tl.static_range(SPLITS):
+        y += tl.load(parts + (s * tokens + t) * width + n, mask=mask, other=0.0).to(tl.float32)
+    tl.store(residual + t * width + n, y, mask=mask)
     mean = tl.sum(tl.sum(y * y, 1), 0) / width
-    z = y * tl.rsqrt(mean + eps) * tl.load(norm + n, mask=ok, other=0.0)
-    write_row(z, t, b, c, ok, tokens, out, factors, width, SPREAD)
+    z = y * tl.rsqrt(mean + eps) * tl.load(norm_weight + n, mask=mask, other=0.0)
+    store_row(z, t, b, c, mask, tokens, out, factors, width, INTERLEAVED)
 
 
 @triton.jit
-def gated(
+def swiglu_rows(
     parts, out, factors, tokens,
-    width: tl.constexpr, SIZE: tl.constexpr, SPLIT: tl.constexpr, SPREAD: tl.constexpr,
+    width: tl.constexpr, SIZE: tl.constexpr, SPLITS: tl.constexpr, INTERLEAVED: tl.constexpr,
     PDL: tl.constexpr = False,
 ):  # fmt: skip
-    """silu(gate) * up from parts (SPLIT, tokens, 2 * width), a program a token."""
+    """Store silu(gate) * up of parts (SPLITS, tokens, 2 * width) as activations, a token per program."""
     t = tl.program_id(0).to(tl.int64)
     b = tl.arange(0, SIZE)[:, None]
     c = tl.arange(0, 32)[None, :]
     n = b * 32 + c
-    ok = n < width
-    start_next(PDL)
-    wait_before(PDL)
+    mask = n < width
+    launch_next(PDL)
+    wait_for_previous(PDL)
     gate = tl.zeros((SIZE, 32), tl.float32)
     up = tl.zeros((SIZE, 32), tl.float32)
-    for s in tl.static_range(SPLIT):
+    for s in tl.static_range(SPLITS):
         at = parts + (s * tokens + t) * (2 * width) + n
-        gate += tl.load(at, mask=ok, other=0.0).to(tl.float32)
-        up += tl.load(at + width, mask=ok, other=0.0).to(tl.float32)
-    write_row(gate / (1.0 + tl.exp(-gate)) * up, t, b, c, ok, tokens, out, factors, width, SPREAD)
+        gate += tl.load(at, mask=mask, other=0.0).to(tl.float32)
+        up += tl.load(at + width, mask=mask, other=0.0).to(tl.float32)
+    store_row(gate / (1.0 + tl.exp(-gate)) * up, t, b, c, mask, tokens, out, factors, width, INTERLEAVED)
 
 
 @triton.jit
-def half_factor(z):
-    """The power of two that a row is divided by to fit a float16."""
-    most = tl.max(tl.max(tl.abs(z), 1), 0)
-    return tl.exp2(tl.ceil(tl.log2(tl.maximum(most, 1e-30))) - 10.0)
+def float16_factor(z):
+    """Return the power of two that brings a row to at most 2**10, so that it fits float16."""
+    largest = tl.max(tl.max(tl.abs(z), 1), 0)
+    return tl.exp2(tl.ceil(tl.log2(tl.maximum(largest, 1e-30))) - 10.0)
 
 
 @triton.jit
-def write_row(z, t, b, c, ok, tokens, out, factors, width: tl.constexpr, SPREAD: tl.constexpr):
-    """A token's activations. What is float16 is divided by a power of two, so that it is at most 2**10."""
-    if SPREAD:
-        factor = half_factor(z)
+def store_row(z, t, b, c, mask, tokens, out, factors, width: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """Store the activations of a token, interleaved (gemm.py) or row-major; float16 and e4m3 divided by a factor."""
+    if INTERLEAVED:
+        factor = float16_factor(z)
         tl.store(factors + t, factor)
-        groups = (width // 32 + GROUP - 1) // GROUP
-        at = out + spread_place(t, b, c, tokens, groups)
-        tl.store(at, (z / factor).to(out.dtype.element_ty), mask=b < groups * GROUP)
+        groups = (width // 32 + GROUP_BLOCKS - 1) // GROUP_BLOCKS
+        at = out + interleaved_offset(t, b, c, tokens, groups)
+        tl.store(at, (z / factor).to(out.dtype.element_ty), mask=b < groups * GROUP_BLOCKS)
     elif out.dtype.element_ty == tl.float8e4nv:
-        factor = tl.maximum(tl.max(tl.max(tl.abs(z), 1), 0), 1e-30) / 448.0  # the largest there is
+        factor = tl.maximum(tl.max(tl.max(tl.abs(z), 1), 0), 1e-30) / 448.0  # the largest e4m3
         tl.store(factors + t, factor)
-        tl.store(out + t * width + b * 32 + c, (z / factor).to(out.dtype.element_ty), mask=ok)
+        tl.store(out + t * width + b * 32 + c, (z / factor).to(out.dtype.element_ty), mask=mask)
     elif out.dtype.element_ty == tl.float16:
-        factor = half_factor(z)
+        factor = float16_factor(z)
         tl.store(factors + t, factor)
-        tl.store(out + t * width + b * 32 + c, (z / factor).to(out.dtype.element_ty), mask=ok)
+        tl.store(out + t * width + b * 32 + c, (z / factor).to(out.dtype.element_ty), mask=mask)
     else:
-        tl.store(out + t * width + b * 32 + c, z.to(out.dtype.element_ty), mask=ok)
+        tl.store(out + t * width + b * 32 + c, z.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def norm_rows(
-    x, residual, weight, out, total, eps, heads, apart, between,
+def rms_norm_rows(
+    x, residual, weight, out, total, eps, heads, token_stride, row_stride,
     width: tl.constexpr, SIZE: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
-    """Program a row: x (tokens, heads, width) may be a view, rows of a token `between` values apart, tokens `apart`."""
+    """Norm a row per program. x (tokens, heads, width) may be a strided view."""
     r = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, SIZE)
-    ok = i < width
-    y = tl.load(x + r // heads * apart + r % heads * between + i, mask=ok, other=0.0)
+    mask = i < width
+    y = tl.load(x + r // heads * token_stride + r % heads * row_stride + i, mask=mask, other=0.0)
     if ADD:
-        y += tl.load(residual + r * width + i, mask=ok, other=0.0)
-        tl.store(total + r * width + i, y, mask=ok)
-    z = y * tl.rsqrt(tl.sum(y * y, 0) / width + eps) * tl.load(weight + i, mask=ok, other=0.0)
-    tl.store(out + r * width + i, z, mask=ok)
+        y += tl.load(residual + r * width + i, mask=mask, other=0.0)
+        tl.store(total + r * width + i, y, mask=mask)
+    z = y * tl.rsqrt(tl.sum(y * y, 0) / width + eps) * tl.load(weight + i, mask=mask, other=0.0)
+    tl.store(out + r * width + i, z, mask=mask)
 
 
 @triton.jit
-def gate_rows(x, out, width, SIZE: tl.constexpr, GELU: tl.constexpr):
-    """Program (piece, token): act(gate) * up from rows of 2 * width."""
+def gated_rows(x, out, width, SIZE: tl.constexpr, GELU: tl.constexpr):
+    """Store act(gate) * up of rows of 2 * width. Program (SIZE columns, token)."""
     t = tl.program_id(1).to(tl.int64)
     i = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
-    ok = i < width
-    gate = tl.load(x + t * (2 * width) + i, mask=ok, other=0.0)
-    up = tl.load(x + t * (2 * width) + width + i, mask=ok, other=0.0)
+    mask = i < width
+    gate = tl.load(x + t * (2 * width) + i, mask=mask, other=0.0)
+    up = tl.load(x + t * (2 * width) + width + i, mask=mask, other=0.0)
     inner = gate
     if GELU:  # 0.5 x (1 + tanh(u)) = x / (1 + exp(-2u))
         inner = 2.0 * 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
-    tl.store(out + t * width + i, gate / (1.0 + tl.exp(-inner)) * up, mask=ok)
+    tl.store(out + t * width + i, gate / (1.0 + tl.exp(-inner)) * up, mask=mask)
 
 
 @triton.jit
-def to_bytes(x, out, out_d, out_s, tokens, blocks, KB: tl.constexpr, FINE: tl.constexpr):
-    """Program (KB blocks, token): bytes as matvec.py wants them. FINE: what they lost too, `tokens` rows further on."""
+def quantize_int8(x, out, out_scales, out_sums, tokens, blocks, TILE_BLOCKS: tl.constexpr, TWO_TERM: tl.constexpr):
+    """Quantize activations for gemv.py. Program (TILE_BLOCKS blocks, token). TWO_TERM: the rounding errors too, as rows
+    `tokens` further on."""
     t = tl.program_id(1)
-    b = tl.program_id(0) * KB + tl.arange(0, KB)
-    there = b < blocks
+    b = tl.program_id(0) * TILE_BLOCKS + tl.arange(0, TILE_BLOCKS)
+    mask = b < blocks
     c = tl.arange(0, 32)[None, :]
-    y = tl.load(x + (t * blocks + b[:, None]) * 32 + c, mask=there[:, None], other=0.0)
-    for turn in tl.static_range(2 if FINE else 1):
-        row = t + turn * tokens
+    y = tl.load(x + (t * blocks + b[:, None]) * 32 + c, mask=mask[:, None], other=0.0)
+    for i in tl.static_range(2 if TWO_TERM else 1):
+        row = t + i * tokens
         d = tl.max(tl.abs(y), 1) / 127.0
         q = tl.floor(y * (1.0 / tl.where(d > 0, d, 1.0))[:, None] + 0.5)
         at = ((row * 8 + c // 4) * blocks + b[:, None]) * 4 + c % 4
-        tl.store(out + at, q.to(tl.int8), mask=there[:, None])
-        tl.store(out_d + row * blocks + b, d, mask=there)
-        tl.store(out_s + (row * 2) * blocks + b, tl.sum(tl.where(c < 16, q, 0.0), 1) * d, mask=there)
-        tl.store(out_s + (row * 2 + 1) * blocks + b, tl.sum(tl.where(c < 16, 0.0, q), 1) * d, mask=there)
+        tl.store(out + at, q.to(tl.int8), mask=mask[:, None])
+        tl.store(out_scales + row * blocks + b, d, mask=mask)
+        tl.store(out_sums + (row * 2) * blocks + b, tl.sum(tl.where(c < 16, q, 0.0), 1) * d, mask=mask)
+        tl.store(out_sums + (row * 2 + 1) * blocks + b, tl.sum(tl.where(c < 16, 0.0, q), 1) * d, mask=mask)
         y = y - q * d[:, None]
 
 
 @triton.jit
-def rotate_store(
-    q, k, v, cos, sin, slots, q_out, k_cache, v_cache, q_apart, q_between, k_apart, k_between, v_apart, v_between,
+def rope_store_rows(
+    q, k, v, cos, sin, slot_mapping, q_out, k_cache, v_cache,
+    q_token_stride, q_head_stride, k_token_stride, k_head_stride, v_token_stride, v_head_stride,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr, HALF: tl.constexpr,
-    P: tl.constexpr, LARGEST: tl.constexpr,
+    P: tl.constexpr, MAX_VALUE: tl.constexpr,
 ):  # fmt: skip
-    """Program (head, token): the first 2 * HALF values are rotated by cos, sin (tokens, HALF); a query goes to q_out, a
-    key and a value into their slot, cut at what the cache can hold (LARGEST, where it has no infinity)."""
+    """Rotate the first 2 * HALF values by cos, sin (tokens, HALF); store queries in q_out, keys and values in their
+    slot, clamped to MAX_VALUE where the cache has no infinity. Program (head, token)."""
     head = tl.program_id(0)
     t = tl.program_id(1).to(tl.int64)
     i = tl.arange(0, SIZE)
-    ok = i < DIM
+    mask = i < DIM
     if head < HEADS:
-        at = q + t * q_apart + head * q_between
+        at = q + t * q_token_stride + head * q_head_stride
     elif head < HEADS + KV_HEADS:
-        at = k + t * k_apart + (head - HEADS) * k_between
+        at = k + t * k_token_stride + (head - HEADS) * k_head_stride
     else:
-        at = v + t * v_apart + (head - HEADS - KV_HEADS) * v_between
-    x = tl.load(at + i, mask=ok, other=0.0)
+        at = v + t * v_token_stride + (head - HEADS - KV_HEADS) * v_head_stride
+    x = tl.load(at + i, mask=mask, other=0.0)
     if head < HEADS + KV_HEADS:
-        turned = i < 2 * HALF
+        is_rotated = i < 2 * HALF
         partner = tl.where(i < HALF, i + HALF, i - HALF)
-        other = tl.load(at + partner, mask=turned, other=0.0) * tl.where(i < HALF, -1.0, 1.0)
-        cosines = tl.load(cos + t * HALF + i % HALF, mask=turned, other=1.0)
-        x = x * cosines + other * tl.load(sin + t * HALF + i % HALF, mask=turned, other=0.0)
+        other = tl.load(at + partner, mask=is_rotated, other=0.0) * tl.where(i < HALF, -1.0, 1.0)
+        cosines = tl.load(cos + t * HALF + i % HALF, mask=is_rotated, other=1.0)
+        x = x * cosines + other * tl.load(sin + t * HALF + i % HALF, mask=is_rotated, other=0.0)
     if head < HEADS:
-        tl.store(q_out + (t * HEADS + head) * DIM + i, x.to(q_out.dtype.element_ty), mask=ok)
+        tl.store(q_out + (t * HEADS + head) * DIM + i, x.to(q_out.dtype.element_ty), mask=mask)
     else:
-        slot = tl.load(slots + t).to(tl.int64)
+        slot = tl.load(slot_mapping + t).to(tl.int64)
         to = ((slot // P * KV_HEADS + (head - HEADS) % KV_HEADS) * P + slot % P) * DIM + i
-        if LARGEST > 0:
-            x = tl.minimum(tl.maximum(x, -LARGEST), LARGEST)
+        if MAX_VALUE > 0:
+            x = tl.minimum(tl.maximum(x, -MAX_VALUE), MAX_VALUE)
         if head < HEADS + KV_HEADS:
-            tl.store(k_cache + to, x.to(k_cache.dtype.element_ty), mask=ok)
+            tl.store(k_cache + to, x.to(k_cache.dtype.element_ty), mask=mask)
         else:
-            tl.store(v_cache + to, x.to(v_cache.dtype.element_ty), mask=ok)
+            tl.store(v_cache + to, x.to(v_cache.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def packed_block(low, high, scales, n, block, blocks: tl.constexpr, KIND: tl.constexpr):
-    """The 32 values of a block of row n, before the unit: matvec.py draws the planes."""
-    PLANES: tl.constexpr = 8 if KIND == "q8" or KIND == "q8d" else 4
+def dequantize_block(low, high, scales, n, block, blocks: tl.constexpr, KIND: tl.constexpr):
+    """Return the 32 values of a block of row n, before the unit. gemv.py draws the planes."""
+    WORDS_PER_BLOCK: tl.constexpr = 8 if KIND == "q8" or KIND == "q8d" else 4
     OFFSET: tl.constexpr = 8 if KIND == "q4" else (16 if KIND == "q5" else (32 if KIND == "q6" else 0))
     c = tl.arange(0, 32)
     s = tl.load(scales + n * blocks + block)
     if KIND == "q8" or KIND == "q8d":
-        word = tl.load(low + (n * PLANES + c // 4) * blocks + block)
+        word = tl.load(low + (n * WORDS_PER_BLOCK + c // 4) * blocks + block)
         y = ((word << (24 - 8 * (c % 4))) >> 24).to(tl.float32)
         y = y * (tl.where(c < 16, low_half(s), high_half(s)) if KIND == "q8d" else s.to(tl.float32))
     else:
-        word = tl.load(low + (n * PLANES + (c % 16) // 4) * blocks + block)
+        word = tl.load(low + (n * WORDS_PER_BLOCK + (c % 16) // 4) * blocks + block)
         code = (word >> (8 * (c % 4) + 4 * (c // 16))) & 15
         if KIND == "q6":
             h = tl.load(high + (n * 4 + c % 16 // 4) * blocks + block)
-            code = code | (((h >> high_place(c)) & 3) << 4)
+            code = code | (((h >> high_bit_shift(c)) & 3) << 4)
         elif KIND == "q5" or KIND == "q5m":
             h = tl.load(high + (n * 2 + c % 16 // 8) * blocks + block)
-            code = code | (((h >> (high_place(c) + c // 4 % 2)) & 1) << 4)
+            code = code | (((h >> (high_bit_shift(c) + c // 4 % 2)) & 1) << 4)
         y = (code - OFFSET).to(tl.float32)
         if KIND == "q6" or KIND == "q4mm":
             y = y * tl.where(c < 16, low_half(s), high_half(s))
@@ -207,27 +218,49 @@ def packed_block(low, high, scales, n, block, blocks: tl.constexpr, KIND: tl.con
 
 
 @triton.jit
-def embed(
-    ids, low, high, scales, unit, norm, stream, out, out_d, out_s, out_squares,
-    width: tl.constexpr, KIND: tl.constexpr, BYTES: tl.constexpr, PDL: tl.constexpr,
+def embed_rows(
+    ids, low, high, scales, unit, norm_weight, residual, out, out_scales, out_sums, out_squares,
+    width: tl.constexpr, KIND: tl.constexpr, INT8: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (block, token): 32 values of the stream, times the first norm's weight for the first product. KIND
-    "numbers" reads `low`. `unit` includes the model's own scale of embeddings."""
+    """Store rows of a table as the residual stream, and times the first norm's weight as activations.
+
+    Program (block, token). KIND "dense" reads `low`. `unit` includes the model's embedding scale. With the stream as
+    the table it selects the tokens whose logits are computed. INT8 None: the stream alone."""
     block = tl.program_id(0)
     t = tl.program_id(1).to(tl.int64)
-    start_next(PDL)
-    wait_before(PDL)
+    launch_next(PDL)
+    wait_for_previous(PDL)
     c = block * 32 + tl.arange(0, 32)
-    n = tl.maximum(tl.load(ids + t), 0).to(tl.int64)  # who was not chosen on the device is made again
-    if KIND == "numbers":
+    n = tl.maximum(tl.load(ids + t), 0).to(
+        tl.int64
+    )  # id -1: sampling was undecided on the device; this row is recomputed
+    if KIND == "dense":
         y = tl.load(low + n * width + c).to(tl.float32) * unit
     else:
-        y = packed_block(low, high, scales, n, block, width // 32, KIND) * unit
-    tl.store(stream + t * width + c, y)
-    if BYTES is not None:
+        y = dequantize_block(low, high, scales, n, block, width // 32, KIND) * unit
+    tl.store(residual + t * width + c, y)
+    if INT8 is not None:
         tl.store(out_squares + t * (width // 32) + block, tl.sum(y * y, 0))
-        z = y * tl.load(norm + c)
-        if BYTES:
-            write_block(z, t, block, out, out_d, out_s, width // 32)
+        z = y * tl.load(norm_weight + c)
+        if INT8:
+            store_int8_block(z, t, block, out, out_scales, out_sums, width // 32)
         else:
             tl.store(out + t * width + c, z.to(out.dtype.element_ty))
+
+
+def launch_embedding(
+    table: Any, scale: float, ids: Any, tokens: int, residual: Any, norm: Any, out: Any, squares: Any, pdl: bool
+) -> None:
+    """Select rows of a PackedWeight or of a plain tensor; with `out` None store the residual stream alone."""
+    is_tensor = isinstance(table, torch.Tensor)
+    part: Any = table if is_tensor else table.parts[0]
+    kind = DENSE if is_tensor else part.kind
+    low = table if is_tensor else (part.values if kind == DENSE else part.low)
+    high, scales, unit = (low, low, 1.0) if kind == DENSE else (part.high, part.scales, part.unit)
+    to = (residual, residual, residual) if out is None else kernel_outputs(out)
+    width = residual.shape[1]
+    embed_rows[(width // 32, tokens)](
+        ids, low, high, scales, unit * scale, norm, residual, *to, residual if squares is None else squares, width,
+        kind, None if out is None else isinstance(out, Int8Activations), pdl,
+        num_warps=1, **({"launch_pdl": True} if pdl else {}),
+    )  # fmt: skip

@@ -1,8 +1,8 @@
-"""Weights and activations in e4m3 (`--quantize fp8`): a float32 scale for each row of a matrix, and for each token.
+"""Products with e4m3 weights (`--quantize fp8`): a float32 scale per row of the matrix, and per token.
 
-Up to FEW tokens stay the numbers they are, and weights are converted in registers (numbers.py). More are rounded too:
-then the tensor cores multiply bytes by bytes, twice as many a second as bfloat16. Where the vendor's product does not
-take a shape, the weights become bfloat16, which holds them exactly, for the time of one product.
+Up to MAX_GEMV_TOKENS tokens keep their precision, and weights are converted in registers (gemv.py). More are quantized
+too: then the tensor cores multiply e4m3 by e4m3, twice as fast as bfloat16. Where `torch._scaled_mm` does not take a
+shape, the weights become bfloat16, which holds them exactly, for one product.
 """
 
 from __future__ import annotations
@@ -12,120 +12,110 @@ from typing import Any, NamedTuple
 import torch
 from triton import cdiv, next_power_of_2
 
-from .device import interpreting
-from .gemv import matvec_numbers, round_rows
-from .packed_weight import FP8, Part
+from .device import is_interpreted
+from .gemv import gemv_dense, quantize_rows_e4m3
+from .packed_weight import PackedWeight, WeightPart
 
 E4M3 = torch.float8_e4m3fn
-LARGEST = 448.0
-FEW = 4  # tokens that are not rounded
-STEP = 16  # what rows and columns must be a multiple of for the vendor's product
+E4M3_MAX = 448.0
+MAX_GEMV_TOKENS = 4
+SCALED_MM_ALIGNMENT = 16  # of rows and columns
 
 
-class Tile(NamedTuple):
-    """How numbers.py cuts a product: rows of a program, its warps, columns that a warp has at a time, turns ahead."""
+class DenseGemvTile(NamedTuple):
+    """Rows and warps of a program of `gemv_dense`, columns of a warp's iteration, iterations loaded ahead."""
 
     rows: int
     warps: int
-    wide: int
-    ahead: int
+    tile_k: int
+    prefetch: int
 
 
-# By tokens: of one measured on an H200, of two and four what fits the registers (by what the compiler says for sm_90).
-TILES: dict[int, dict[str, Tile]] = {
-    1: {
-        "qkv": Tile(8, 4, 512, 4), "o": Tile(32, 16, 256, 8), "gate_up": Tile(64, 16, 256, 8),
-        "down": Tile(32, 16, 256, 8), "head": Tile(8, 8, 512, 8),
-    },
-    2: {
-        "qkv": Tile(8, 4, 256, 4), "o": Tile(32, 16, 128, 8), "gate_up": Tile(64, 16, 128, 4),
-        "down": Tile(32, 16, 128, 8), "head": Tile(8, 4, 256, 4),
-    },
-    4: {
-        "qkv": Tile(8, 8, 256, 8), "o": Tile(32, 16, 128, 4), "gate_up": Tile(64, 16, 128, 2),
-        "down": Tile(32, 16, 128, 4), "head": Tile(8, 8, 256, 8),
-    },
+# By tokens: for one measured on an H200, for two and four what fits the registers (by the compiler's report for sm_90).
+GEMV_TILES: dict[int, dict[str, DenseGemvTile]] = {
+    tokens: {name: DenseGemvTile(*tile) for name, tile in tiles.items()}
+    for tokens, tiles in {
+        1: {"qkv": (8, 4, 512, 4), "o": (32, 16, 256, 8), "gate_up": (64, 16, 256, 8), "down": (32, 16, 256, 8),
+            "head": (8, 8, 512, 8)},
+        2: {"qkv": (8, 4, 256, 4), "o": (32, 16, 128, 8), "gate_up": (64, 16, 128, 4), "down": (32, 16, 128, 8),
+            "head": (8, 4, 256, 4)},
+        4: {"qkv": (8, 8, 256, 8), "o": (32, 16, 128, 4), "gate_up": (64, 16, 128, 2), "down": (32, 16, 128, 4),
+            "head": (8, 8, 256, 8)},
+    }.items()
 }  # fmt: skip
 
 
-def is_fp8(matrix: Any) -> bool:
-    """Whether a matrix is of this kind."""
-    return all(part.kind == FP8 for part in matrix.parts)
+def quantize_e4m3(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (n, columns) as e4m3 and the scales (n) to multiply by; in plain torch."""
+    values = x.float()
+    scales = values.abs().amax(1).clamp_min(1e-30) / E4M3_MAX
+    return (values / scales[:, None]).to(E4M3), scales
 
 
-def rounded(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(n, columns) -> e4m3 and the scales (n) that they are multiplied by; in plain torch."""
-    numbers = x.float()
-    scales = numbers.abs().amax(1).clamp_min(1e-30) / LARGEST
-    return (numbers / scales[:, None]).to(E4M3), scales
-
-
-def rounded_rows(x: torch.Tensor, pdl: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same for activations, by one kernel. The interpreter rounds e4m3 wrongly (1.99 -> 1)."""
-    if interpreting():
-        return rounded(x)
+def quantize_activations_e4m3(x: torch.Tensor, pdl: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the same by one kernel. The interpreter rounds e4m3 wrongly (1.99 -> 1)."""
+    if is_interpreted():
+        return quantize_e4m3(x)
     tokens, columns = x.shape
     out = torch.empty(tokens, columns, dtype=E4M3, device=x.device)
     scales = torch.empty(tokens, device=x.device)
     size = next_power_of_2(columns)
     options: Any = {"launch_pdl": True} if pdl else {}
-    round_rows[(tokens,)](x, out, scales, columns, size, pdl, num_warps=max(1, min(16, size // 512)), **options)
+    quantize_rows_e4m3[(tokens,)](x, out, scales, columns, size, pdl, num_warps=max(1, min(16, size // 512)), **options)
     return out, scales
 
 
-def fits(part: Part) -> bool:
-    """Whether the vendor's product takes these weights."""
-    return part.rows % STEP == 0 and part.columns % STEP == 0
+def _fits_scaled_mm(part: WeightPart) -> bool:
+    return part.rows % SCALED_MM_ALIGNMENT == 0 and part.columns % SCALED_MM_ALIGNMENT == 0
 
 
-def is_rounded_before(matrix: Any) -> bool:
-    """Whether who writes activations for a matrix rounds them itself."""
-    return is_fp8(matrix) and fits(matrix.parts[0]) and not interpreting()
+def takes_e4m3_activations(w: PackedWeight) -> bool:
+    """Return whether the producer of activations for this matrix quantizes them itself."""
+    return w.is_fp8 and _fits_scaled_mm(w.parts[0]) and not is_interpreted()
 
 
-def product(x: torch.Tensor, part: Part, factors: torch.Tensor | None = None, pdl: bool = False) -> torch.Tensor:
-    """x (tokens, columns) of any floats, or e4m3 with their factors (tokens) @ weights.T -> (tokens, rows), bfloat16 as
-    of other numbers."""
+def matmul_fp8(
+    x: torch.Tensor, part: WeightPart, factors: torch.Tensor | None = None, pdl: bool = False
+) -> torch.Tensor:
+    """Multiply x (tokens, columns), of any float type or e4m3 with factors (tokens), by weights.T: (tokens, rows)."""
     assert part.values is not None
-    if not fits(part):
-        return unrounded(x, part)
+    if not _fits_scaled_mm(part):
+        return _matmul_bfloat16(x, part)
     if x.dtype == E4M3 and factors is not None:
         rows, scales = x, factors
     else:
-        rows, scales = rounded_rows(x.contiguous(), pdl)
-    if interpreting():
+        rows, scales = quantize_activations_e4m3(x.contiguous(), pdl)
+    if is_interpreted():
         return (rows.float() * scales[:, None]) @ (part.values.float() * part.scales[:, None]).T
     return torch._scaled_mm(
         rows, part.values.T, scales[:, None], part.scales[None], out_dtype=torch.bfloat16, use_fast_accum=True
     )
 
 
-def unrounded(x: torch.Tensor, part: Part) -> torch.Tensor:
-    """The product in bfloat16, float32 out: for shapes that the vendor's e4m3 product does not take."""
+def _matmul_bfloat16(x: torch.Tensor, part: WeightPart) -> torch.Tensor:
     assert part.values is not None
-    if interpreting():
+    if is_interpreted():
         return x.float() @ part.values.float().T * part.scales
     sums = torch.mm(x.bfloat16(), part.values.bfloat16().T, out_dtype=torch.float32)
     return sums * part.scales
 
 
-def times(x: torch.Tensor, part: Part) -> torch.Tensor:
-    """x (tokens, columns) float32 -> (tokens, rows) float32, for any number of tokens."""
-    return by_numbers(x, part) if len(x) <= FEW else product(x, part).float()
+def linear_fp8(x: torch.Tensor, part: WeightPart) -> torch.Tensor:
+    """Multiply x (tokens, columns) float32 by weights.T for any number of tokens: (tokens, rows) float32."""
+    return _gemv(x, part) if len(x) <= MAX_GEMV_TOKENS else matmul_fp8(x, part).float()
 
 
-def by_numbers(x: torch.Tensor, part: Part) -> torch.Tensor:
-    """Up to FEW tokens as they are: no norm before the product, nothing after it."""
+def _gemv(x: torch.Tensor, part: WeightPart) -> torch.Tensor:
     tokens, out = len(x), x.new_empty(len(x), part.rows)
-    size = next_power_of_2(tokens)  # few kernels are compiled
+    size = next_power_of_2(tokens)  # fewer kernels to compile
     padded = torch.nn.functional.pad(x, (0, 0, 0, size - tokens)) if size > tokens else x
     sums = out if size == tokens else x.new_empty(size, part.rows)
-    rows, warps, wide, ahead = TILES[size]["qkv"]
-    if interpreting():  # few programs
+    rows, warps, tile_k, prefetch = GEMV_TILES[size]["qkv"]
+    if is_interpreted():  # few programs
         rows = warps = min(256, next_power_of_2(part.rows))
-    matvec_numbers[(cdiv(part.rows, rows),)](
-        padded, x, 0.0, part.values, sums, x, x, x, part.rows, part.columns, B=size, ROWS=rows, WARPS=warps, WIDE=wide,
-        AHEAD=ahead, EPILOGUE=0, PARTS=0, SIZE=1, PDL=False, scales=part.scales,
-        num_warps=8 if interpreting() else warps,
+    gemv_dense[(cdiv(part.rows, rows),)](
+        padded, x, 0.0, part.values, sums, x, x, x, part.rows, part.columns, B=size, ROWS=rows, WARPS=warps,
+        TILE_K=tile_k, PREFETCH=prefetch, EPILOGUE=0, NORM_PARTS=0, NORM_SIZE=1, PDL=False, scales=part.scales,
+        num_warps=8 if is_interpreted() else warps,
     )  # fmt: skip
     return sums[:tokens]

@@ -1,6 +1,6 @@
-"""What Triton has no word for: the dot product of bytes, waiting for the kernel before (PDL).
+"""Instructions that Triton lacks: int8 dot products (dp4a) and programmatic dependent launch (PDL); bit unpacking.
 
-The interpreter knows no inline assembly: there `PLAIN` is true and each helper is its plain twin.
+The interpreter has no inline assembly: there INTERPRETED is true and each helper takes its plain twin.
 """
 
 from __future__ import annotations
@@ -9,21 +9,21 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-PLAIN = tl.constexpr(bool(triton.knobs.runtime.interpret))
+INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 
 @triton.jit
-def byte(word, i: tl.constexpr):
-    """Signed byte i of each word."""
+def signed_byte(word, i: tl.constexpr):
+    """Return signed byte i of each word."""
     return (word << (24 - 8 * i)) >> 24
 
 
 @triton.jit
 def dp4a(a, b, c):
-    """c + the sum of four products of signed bytes."""
-    if PLAIN:
+    """Return c + the sum of four products of signed bytes."""
+    if INTERPRETED:
         for i in tl.static_range(4):
-            c += byte(a, i) * byte(b, i)
+            c += signed_byte(a, i) * signed_byte(b, i)
         return c
     return tl.inline_asm_elementwise(
         "dp4a.s32.s32 $0, $1, $2, $3;", "=r,r,r,r", [a, b, c], dtype=tl.int32, is_pure=True, pack=1
@@ -32,10 +32,10 @@ def dp4a(a, b, c):
 
 @triton.jit
 def dp4a_us(a, b, c):
-    """The same where the bytes of `a` have no sign."""
-    if PLAIN:
+    """Return the same for unsigned bytes of `a`."""
+    if INTERPRETED:
         for i in tl.static_range(4):
-            c += ((a >> (8 * i)) & 255) * byte(b, i)
+            c += ((a >> (8 * i)) & 255) * signed_byte(b, i)
         return c
     return tl.inline_asm_elementwise(
         "dp4a.u32.s32 $0, $1, $2, $3;", "=r,r,r,r", [a, b, c], dtype=tl.int32, is_pure=True, pack=1
@@ -43,40 +43,40 @@ def dp4a_us(a, b, c):
 
 
 @triton.jit
-def wait_before(PDL: tl.constexpr):
-    """What the kernel before wrote may be read from here on. Weights may be read earlier."""
+def wait_for_previous(PDL: tl.constexpr):
+    """Wait until the writes of the previous kernel are visible. Weights may be read earlier."""
     if PDL:
         gdc_wait()
 
 
 @triton.jit
-def start_next(PDL: tl.constexpr):
-    """The next kernel may be started: it waits by itself before it reads."""
+def launch_next(PDL: tl.constexpr):
+    """Let the next kernel start; it waits before it reads."""
     if PDL:
         gdc_launch_dependents()
 
 
 @triton.jit
 def low_half(pair):
-    """The float16 in the low half of each 32-bit word, as float32."""
+    """Return the float16 in the low half of each 32-bit word, as float32."""
     return (pair & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
 
 
 @triton.jit
 def high_half(pair):
-    """That in the high half."""
+    """Return the float16 in the high half, as float32."""
     return (pair >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
 
 
 @triton.jit
-def high_place(c):
-    """Where the high bits of column c of a block lie in their half word: two bits of q6, of q5 the bit of its word."""
+def high_bit_shift(c):
+    """Return the shift of the high bits of column c in their half word: two bits of q6, of q5 the even word's bit."""
     return (c % 2) * 8 + (1 - c // 16) * 4 + c % 4 // 2 * 2
 
 
 @triton.jit
-def high_fields(half):
-    """The half word's fields at every fourth bit: those of the last sixteen columns at 0, 8, .., of the first at 4, 12,
-    .., in the order of the bytes of a word."""
+def spread_high_bits(half):
+    """Spread the fields of a half word to every fourth bit in byte order: the last sixteen columns at 0, 8, .., the
+    first at 4, 12, .."""
     u = half.to(tl.int32) & 0xFFFF
     return u | (u << 14)

@@ -1,8 +1,9 @@
-"""x @ w.T on the device, for any number of tokens: which kernel, with which tiles, is a table.
+"""x @ w.T for any number of tokens: which kernel, with which tile and how many splits, is a table.
 
-Few tokens meet packed weights as bytes (matvec.py), some on the tensor cores (matmul.py), many after the matrix was
-written out as bfloat16; numbers are the vendor's, e4m3 are fp8.py's. Rows of x are float32 and so are results. Bytes
-lose about 5e-3 of a result's deviation; `fine` adds what they lost as further rows, which leaves less than 1e-4.
+Few tokens are quantized to int8 (gemv.py), some go through the tensor cores with packed weights (gemm.py), many after
+the matrix was dequantized to bfloat16; dense weights are cuBLAS's, e4m3 fp8.py's. x and results are float32. Int8 costs
+about 5e-3 of a result's deviation; `two_term` adds the rounding errors as further rows, which leaves less than 1e-4.
+Batch-invariant products have a fixed number of splits: then the order of a token's sums depends on no other token.
 """
 
 from __future__ import annotations
@@ -12,146 +13,27 @@ from typing import Any, NamedTuple
 import torch
 from triton import cdiv, next_power_of_2
 
-from . import device, fp8
-from .device import interpreting
-from .gemm import dequantize, matmul, matmul_numbers
-from .gemv import matvec
-from .packed_weight import FP8, Bytes, Part
-from .repack import Matrix
-from .unfused_ops import as_bytes
+from .device import HOPPER_SHARED_BYTES, is_interpreted, shared_memory_bytes
+from .elementwise import quantize_int8
+from .fp8 import linear_fp8
+from .gemm import dequantize, gemm_dense, gemm_packed
+from .gemv import gemv_packed
+from .packed_weight import FP8, Int8Activations, PackedWeight, WeightPart
 
-AS_BYTES = 8  # the most rows that go as bytes
-SCRATCH = 1 << 28  # bytes of a matrix that are written out at a time
-
-
-def times(x: torch.Tensor, w: Matrix, *, fine: bool = False) -> torch.Tensor:
-    """(T, columns) -> (T, rows) float32."""
-    x = x.float().contiguous()
-    if len(w.parts) == 1:
-        return _times(x, w.parts[0], fine)
-    return torch.cat([_times(x, part, fine) for part in w.parts], 1)
-
-
-def _times(x: torch.Tensor, part: Part, fine: bool) -> torch.Tensor:
-    if not len(x):
-        return x.new_empty(0, part.rows)
-    if part.kind == FP8:
-        return fp8.times(x, part)
-    if part.values is not None:
-        return by_numbers(x, part.values)
-    if len(x) * (1 + fine) <= AS_BYTES:
-        return by_bytes(x, part, fine)
-    return by_tensor_cores(x, part) if len(x) <= MOST_TOKENS else by_scratch(x, part)
-
-
-def by_bytes(x: torch.Tensor, part: Part, fine: bool = False) -> torch.Tensor:
-    """Up to 8 rows, half of that if `fine`; they are filled up to a power of two, so that few kernels are compiled."""
-    tokens = len(x)
-    rows = as_bytes(x, next_power_of_2(tokens * (1 + fine)), fine)
-    out = x.new_empty(len(rows.d), part.rows)
-    step = min(len(out), 2) if interpreting() else len(out)  # the interpreter takes long over what is unrolled
-    for first in range(0, len(out), step):
-        some = slice(first, first + step)
-        _matvec(Bytes(rows.q[some], rows.d[some], rows.s[some]), part, out[some])
-    return out[:tokens] + out[tokens : 2 * tokens] if fine else out[:tokens]
-
-
-def _matvec(x: Bytes, part: Part, out: torch.Tensor) -> None:
-    """The product alone: no norm before it, nothing after it. The bits do not depend on the tile."""
-    batch = len(x.d)
-    rows, warps = (8, 8) if batch == 1 else (8, 4)
-    if interpreting():  # few programs
-        rows = warps = min(256, next_power_of_2(part.rows))
-    none = x.d
-    matvec[(cdiv(part.rows, rows),)](
-        x.q, x.d, x.s, none, 0.0, part.unit, part.low, part.high, part.scales, out, none, none, none, none, none,
-        part.rows, part.blocks, B=batch, KIND=part.kind, ROWS=rows, WARPS=warps, AHEAD=rows // warps, EPILOGUE=0,
-        PARTS=0, SIZE=1, BYTES=True, PDL=False, num_warps=8 if interpreting() else warps,
-    )  # fmt: skip
-
-
-def by_tensor_cores(x: torch.Tensor, part: Part) -> torch.Tensor:
-    """Weights are unpacked in registers; the sums of several pieces of the columns are added afterwards."""
-    out = product(*spread_halves(x), Matrix((part,)), len(x))
-    return out[0] if len(out) == 1 else out.sum(0)
-
-
-def in_fixed_order(x: torch.Tensor, w: Matrix) -> torch.Tensor:
-    """The same for any number of tokens, each as if it were alone."""
-    x = x.float().contiguous()
-    if not len(x):
-        return x.new_empty(0, w.rows)
-    return torch.cat([_in_fixed_order(x, part) for part in w.parts], 1)
-
-
-def _in_fixed_order(x: torch.Tensor, part: Part) -> torch.Tensor:
-    factors = None
-    if part.values is None:
-        found = product(*spread_halves(x), Matrix((part,)), len(x), fixed=True)
-    elif part.values.dtype == torch.float16:
-        halves, factors = as_halves(x)
-        found = numbers_product(halves, part)
-    else:
-        kind = torch.float32 if part.values.dtype == torch.float32 else torch.bfloat16
-        found = numbers_product(x.to(kind), part)
-    out = found[0]
-    for more in found[1:]:
-        out = out + more
-    return out if factors is None else out * factors[:, None]
-
-
-def by_scratch(x: torch.Tensor, part: Part) -> torch.Tensor:
-    """Rows of the matrix as bfloat16, as many as the scratch holds, then the vendor's product."""
-    out = x.new_empty(len(x), part.rows)
-    dtype = torch.float32 if interpreting() else torch.bfloat16
-    x = x.to(dtype)
-    step = max(1, SCRATCH // (part.columns * dtype.itemsize))
-    scratch = torch.empty(min(step, part.rows), part.columns, dtype=dtype, device=x.device)
-    for start in range(0, part.rows, step):
-        count = min(step, part.rows - start)
-        written_out(part, start, scratch[:count])
-        out[:, start : start + count] = vendor(x, scratch[:count])
-    return out
-
-
-def written_out(part: Part, start: int, out: torch.Tensor) -> None:
-    """Rows from `start` on, as many as `out` has, as numbers of its type."""
-    count = len(out)
-    high = part.high[start:] if part.high.dim() > 1 else part.high
-    rows, kb = (256, 32) if interpreting() else (8, 16)
-    dequantize[(cdiv(count, rows), cdiv(part.blocks, kb))](
-        part.unit, part.low[start:], high, part.scales[start:], out, count, part.blocks,
-        KIND=part.kind, ROWS=rows, KB=kb,
-    )  # fmt: skip
-
-
-def by_numbers(x: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """x as numbers of the weights' type; float16 with a power of two for each row, so that nothing overflows."""
-    if values.dtype == torch.float16:
-        halves, factors = as_halves(x)
-        return vendor(halves, values) * factors[:, None]
-    return vendor(x.to(values.dtype), values)
-
-
-def vendor(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    """x @ w.T, sums and results in float32."""
-    if x.dtype == torch.float32 or x.device.type == "cpu":
-        return x.float() @ w.float().T
-    return torch.mm(x, w.T, out_dtype=torch.float32)
-
-
-FIXED = 64  # tokens that parts are chosen for, whatever there are
-HOPPER_SHARED = 200 << 10  # bytes, about
-PROGRAMS = 264  # that run at a time: two for each multiprocessor
-COUNTS = (1, 2, 3, 4, 6, 8)  # of parts
-MOST_PARTS = 8
-PART_COSTS = 0.05  # to write and to read again, in runs of all columns
-GROUP = 16  # blocks that lie together: matmul.py
+MAX_INT8_ROWS = 8
+MAX_GEMM_TOKENS = 256  # up to which packed weights are faster than cuBLAS on a dequantized matrix
+SCRATCH_BYTES = 1 << 28  # of a matrix that is dequantized at a time
+INVARIANT_TOKENS = 64  # that splits are chosen for in batch-invariant mode
+CONCURRENT_PROGRAMS = 264  # two for each multiprocessor
+SPLIT_COUNTS = (1, 2, 3, 4, 6, 8)
+MAX_SPLITS = 8
+SPLIT_COST = 0.05  # of writing and reading partial sums, relative to a pass over all columns
+GROUP_COLUMNS = 512  # 16 blocks are interleaved: gemm.py
 FACTOR_BITS = 10  # float16 activations are at most 2**10
 
 
-class Tile(NamedTuple):
-    """How a product is cut: rows and tokens of a program, warps, stages."""
+class GemmTile(NamedTuple):
+    """Rows and tokens of a program, warps, stages."""
 
     rows: int
     tokens: int
@@ -159,90 +41,217 @@ class Tile(NamedTuple):
     stages: int
 
 
-USUAL = Tile(128, 64, 8, 3)
-TILES = {16: Tile(64, 16, 4, 4), 32: Tile(64, 32, 4, 4), 64: USUAL}  # by the most tokens
-MANY = Tile(128, 128, 8, 3)
-SMALL = Tile(64, 64, 4, 2)  # of 33 and more where shared memory is less than a Hopper's
-LARGE = {"q4": Tile(128, 256, 8, 3), "q4m": Tile(128, 256, 8, 3)}  # of more than 128; others lack the shared memory
-MOST_TOKENS = 256  # for which this is faster than the vendor's product of a matrix written out
+# Measured on an H200 (docs/decisions.md).
+DEFAULT_TILE = GemmTile(128, 64, 8, 3)
+TILES_BY_TOKENS = {16: GemmTile(64, 16, 4, 4), 32: GemmTile(64, 32, 4, 4), 64: DEFAULT_TILE}
+LARGE_TILE = GemmTile(128, 128, 8, 3)
+LARGEST_TILES = {"q4": GemmTile(128, 256, 8, 3), "q4m": GemmTile(128, 256, 8, 3)}  # others lack the shared memory
+SMALL_SHARED_TILE = GemmTile(64, 64, 4, 2)  # from 33 tokens where shared memory is less than on Hopper
 
 
-def tile_for(tokens: int, kind: str) -> Tile:
-    """Fifth bits are taken two words at a time, which needs more shared memory a stage."""
-    if device.interpreting():
-        return Tile(256, min(64, max(16, next_power_of_2(tokens))), 4, 2)  # few and large programs
-    if tokens > SMALL.tokens // 2 and device.shared_memory() < HOPPER_SHARED:
-        return SMALL
-    large = LARGE.get(kind, MANY) if tokens > MANY.tokens else MANY
-    tile = next((tile for most, tile in TILES.items() if tokens <= most), large)
+def linear(x: torch.Tensor, w: PackedWeight, *, two_term: bool = False) -> torch.Tensor:
+    """Return (T, columns) -> (T, rows) float32."""
+    x = x.float().contiguous()
+    if len(w.parts) == 1:
+        return _linear_part(x, w.parts[0], two_term)
+    return torch.cat([_linear_part(x, part, two_term) for part in w.parts], 1)
+
+
+def _linear_part(x: torch.Tensor, part: WeightPart, two_term: bool) -> torch.Tensor:
+    if not len(x):
+        return x.new_empty(0, part.rows)
+    if part.kind == FP8:
+        return linear_fp8(x, part)
+    if part.values is not None:
+        return matmul_dense(x, part.values)
+    if len(x) * (1 + two_term) <= MAX_INT8_ROWS:
+        return gemv_int8(x, part, two_term)
+    return gemm_tensor_cores(x, part) if len(x) <= MAX_GEMM_TOKENS else dequant_then_matmul(x, part)
+
+
+def linear_batch_invariant(x: torch.Tensor, w: PackedWeight) -> torch.Tensor:
+    """Return the same for any number of tokens, each as if it were alone."""
+    x = x.float().contiguous()
+    if not len(x):
+        return x.new_empty(0, w.rows)
+    return torch.cat([_linear_part_batch_invariant(x, part) for part in w.parts], 1)
+
+
+def _linear_part_batch_invariant(x: torch.Tensor, part: WeightPart) -> torch.Tensor:
+    factors = None
+    if part.values is None:
+        splits = gemm(*interleave_float16(x), PackedWeight((part,)), len(x), batch_invariant=True)
+    elif part.values.dtype == torch.float16:
+        halves, factors = to_float16(x)
+        splits = gemm_dense_batch_invariant(halves, part)
+    else:
+        dtype = torch.float32 if part.values.dtype == torch.float32 else torch.bfloat16
+        splits = gemm_dense_batch_invariant(x.to(dtype), part)
+    out = splits[0]
+    for split in splits[1:]:
+        out = out + split
+    return out if factors is None else out * factors[:, None]
+
+
+def gemv_int8(x: torch.Tensor, part: WeightPart, two_term: bool = False) -> torch.Tensor:
+    """Multiply up to 8 rows, half of that with `two_term`; padded to a power of two, so that few kernels compile."""
+    tokens = len(x)
+    rows = quantize_activations(x, next_power_of_2(tokens * (1 + two_term)), two_term)
+    out = x.new_empty(len(rows.scales), part.rows)
+    step = min(len(out), 2) if is_interpreted() else len(out)  # unrolled loops are slow under the interpreter
+    for first in range(0, len(out), step):
+        some = slice(first, first + step)
+        _launch_gemv(Int8Activations(rows.codes[some], rows.scales[some], rows.sums[some]), part, out[some])
+    return out[:tokens] + out[tokens : 2 * tokens] if two_term else out[:tokens]
+
+
+def quantize_activations(x: torch.Tensor, rows: int, two_term: bool) -> Int8Activations:
+    """Quantize x (T, columns) to int8, with the rounding errors as T further rows if `two_term`; pad with zeros."""
+    blocks = x.shape[1] // 32
+    make = torch.empty if rows == len(x) * (1 + two_term) else torch.zeros
+    shapes = ((rows, 8, blocks), torch.int32), ((rows, blocks), torch.float32), ((rows, 2, blocks), torch.float32)
+    out = Int8Activations(*(make(shape, dtype=dtype, device=x.device) for shape, dtype in shapes))
+    tile = 64 if is_interpreted() else 8
+    quantize_int8[(cdiv(blocks, tile), len(x))](
+        x, out.codes.view(torch.int8), out.scales, out.sums, len(x), blocks, TILE_BLOCKS=tile, TWO_TERM=two_term,
+        num_warps=2,
+    )  # fmt: skip
+    return out
+
+
+def _launch_gemv(x: Int8Activations, part: WeightPart, out: torch.Tensor) -> None:
+    """Launch the product without norm and epilogue. The bits do not depend on the tile."""
+    batch = len(x.scales)
+    rows, warps = (8, 8) if batch == 1 else (8, 4)
+    if is_interpreted():  # few programs
+        rows = warps = min(256, next_power_of_2(part.rows))
+    none = x.scales
+    gemv_packed[(cdiv(part.rows, rows),)](
+        x.codes, x.scales, x.sums, none, 0.0, part.unit, part.low, part.high, part.scales, out, none, none, none, none,
+        none, part.rows, part.blocks, B=batch, KIND=part.kind, ROWS=rows, WARPS=warps, PREFETCH=rows // warps,
+        EPILOGUE=0, NORM_PARTS=0, NORM_SIZE=1, INT8=True, PDL=False, num_warps=8 if is_interpreted() else warps,
+    )  # fmt: skip
+
+
+def gemm_tensor_cores(x: torch.Tensor, part: WeightPart) -> torch.Tensor:
+    """Multiply by packed weights, dequantized in registers."""
+    out = gemm(*interleave_float16(x), PackedWeight((part,)), len(x))
+    return out[0] if len(out) == 1 else out.sum(0)
+
+
+def dequant_then_matmul(x: torch.Tensor, part: WeightPart) -> torch.Tensor:
+    """Dequantize as many rows as the scratch holds to bfloat16 and multiply by cuBLAS."""
+    out = x.new_empty(len(x), part.rows)
+    dtype = torch.float32 if is_interpreted() else torch.bfloat16
+    x = x.to(dtype)
+    step = max(1, SCRATCH_BYTES // (part.columns * dtype.itemsize))
+    scratch = torch.empty(min(step, part.rows), part.columns, dtype=dtype, device=x.device)
+    for start in range(0, part.rows, step):
+        count = min(step, part.rows - start)
+        dequantize_rows(part, start, scratch[:count])
+        out[:, start : start + count] = cublas(x, scratch[:count])
+    return out
+
+
+def dequantize_rows(part: WeightPart, start: int, out: torch.Tensor) -> None:
+    """Write the rows from `start` on, as many as `out` has, in its dtype."""
+    count = len(out)
+    high = part.high[start:] if part.high.dim() > 1 else part.high
+    rows, tile = (256, 32) if is_interpreted() else (8, 16)
+    dequantize[(cdiv(count, rows), cdiv(part.blocks, tile))](
+        part.unit, part.low[start:], high, part.scales[start:], out, count, part.blocks,
+        KIND=part.kind, ROWS=rows, TILE_BLOCKS=tile,
+    )  # fmt: skip
+
+
+def matmul_dense(x: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Multiply in the weights' dtype; float16 with a power of two per row, so that nothing overflows."""
+    if values.dtype == torch.float16:
+        halves, factors = to_float16(x)
+        return cublas(halves, values) * factors[:, None]
+    return cublas(x.to(values.dtype), values)
+
+
+def cublas(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """Return x @ w.T, sums and results in float32."""
+    if x.dtype == torch.float32 or x.device.type == "cpu":
+        return x.float() @ w.float().T
+    return torch.mm(x, w.T, out_dtype=torch.float32)
+
+
+def gemm_tile(tokens: int, kind: str, device: torch.device) -> GemmTile:
+    """Return the tile of a product; 5-bit kinds load two words at a time, which needs more shared memory per stage."""
+    if is_interpreted():
+        return GemmTile(256, min(64, max(16, next_power_of_2(tokens))), 4, 2)  # few and large programs
+    if tokens > SMALL_SHARED_TILE.tokens // 2 and shared_memory_bytes(device) < HOPPER_SHARED_BYTES:
+        return SMALL_SHARED_TILE
+    large = LARGEST_TILES.get(kind, LARGE_TILE) if tokens > LARGE_TILE.tokens else LARGE_TILE
+    tile = next((tile for limit, tile in TILES_BY_TOKENS.items() if tokens <= limit), large)
     return tile._replace(stages=tile.stages - 1) if kind in ("q5", "q5m") else tile
 
 
-def parts_for(rows: int, columns: int, tokens: int, tile: Tile, most: int = MOST_PARTS) -> int:
-    """Into how many parts the columns are cut: programs run PROGRAMS at a time, and nobody likes the last few."""
+def num_splits(rows: int, columns: int, tokens: int, tile: GemmTile, max_splits: int = MAX_SPLITS) -> int:
+    """Return into how many splits the columns are divided, so that the last wave of programs is nearly full."""
     programs = cdiv(rows, tile.rows) * cdiv(tokens, tile.tokens)
-    most = min(most, max(1, columns // (32 * GROUP)))
-    counts = [n for n in COUNTS if n <= most]
-    best: int = min(counts, key=lambda n: cdiv(programs * n, PROGRAMS) / n + PART_COSTS * n)
+    max_splits = min(max_splits, max(1, columns // GROUP_COLUMNS))
+    counts = [n for n in SPLIT_COUNTS if n <= max_splits]
+    best: int = min(counts, key=lambda n: cdiv(programs * n, CONCURRENT_PROGRAMS) / n + SPLIT_COST * n)
     return best
 
 
-def padded(columns: int) -> int:
-    """Numbers of a token, spread."""
-    return int(cdiv(columns, 32 * GROUP)) * 32 * GROUP
+def padded_columns(columns: int) -> int:
+    """Return the values of a token in the interleaved layout."""
+    return int(cdiv(columns, GROUP_COLUMNS)) * GROUP_COLUMNS
 
 
-def product(x: torch.Tensor, factors: torch.Tensor, w: Any, tokens: int, most: int = MOST_PARTS, fixed: bool = False,
-            pdl: bool = False) -> torch.Tensor:  # fmt: skip
-    """(parts, tokens, rows) float32, whose sum is the product of spread activations with all parts of a matrix."""
+def gemm(x: torch.Tensor, factors: torch.Tensor, w: PackedWeight, tokens: int, max_splits: int = MAX_SPLITS,
+         batch_invariant: bool = False, pdl: bool = False) -> torch.Tensor:  # fmt: skip
+    """Multiply interleaved activations by all parts of a weight: (splits, tokens, rows) float32, to be summed."""
     largest = max(w.parts, key=lambda part: part.rows)
-    usual = FIXED if fixed else tokens
-    count = parts_for(largest.rows, w.columns, usual, tile_for(usual, largest.kind), most)
-    out = torch.empty(count, tokens, w.rows, device=x.device)
+    count = INVARIANT_TOKENS if batch_invariant else tokens
+    splits = num_splits(largest.rows, w.columns, count, gemm_tile(count, largest.kind, x.device), max_splits)
+    out = torch.empty(splits, tokens, w.rows, device=x.device)
+    options: Any = {"launch_pdl": True} if pdl else {}
     first = 0
     for part in w.parts:
-        _launch(x, factors, part, out.view(-1)[first:], tokens, count, w.rows, pdl)
+        tile = gemm_tile(tokens, part.kind, x.device)
+        gemm_packed[(cdiv(part.rows, tile.rows), cdiv(tokens, tile.tokens), splits)](
+            x, factors, part.unit, part.low, part.high, part.scales, out.view(-1)[first:], tokens, part.rows,
+            part.blocks, part.kind, tile.rows, tile.tokens, w.rows, pdl,
+            num_warps=tile.warps, num_stages=tile.stages, **options,
+        )  # fmt: skip
         first += part.rows
     return out
 
 
-def _launch(x: torch.Tensor, factors: torch.Tensor, part: Part, out: torch.Tensor, tokens: int, count: int,
-            stride: int, pdl: bool) -> None:  # fmt: skip
-    tile = tile_for(tokens, part.kind)
-    matmul[(cdiv(part.rows, tile.rows), cdiv(tokens, tile.tokens), count)](
-        x, factors, part.unit, part.low, part.high, part.scales, out, tokens, part.rows, part.blocks,
-        part.kind, tile.rows, tile.tokens, stride, pdl,
-        num_warps=tile.warps, num_stages=tile.stages, **({"launch_pdl": True} if pdl else {}),
-    )  # fmt: skip
-
-
-def numbers_product(x: torch.Tensor, part: Part, most: int = MOST_PARTS) -> torch.Tensor:
-    """(parts, tokens, rows) of numbers of any kind, in a fixed order: slower than the vendor's for many tokens."""
+def gemm_dense_batch_invariant(x: torch.Tensor, part: WeightPart, max_splits: int = MAX_SPLITS) -> torch.Tensor:
+    """Multiply by dense or e4m3 weights in a fixed order: (splits, tokens, rows). Slower than cuBLAS."""
     assert part.values is not None
     tokens, columns = x.shape
-    tile = tile_for(tokens, part.kind)._replace(stages=3)
-    count = parts_for(part.rows, columns, FIXED, tile_for(FIXED, part.kind), most)
-    out = torch.empty(count, tokens, part.rows, device=x.device)
+    tile = gemm_tile(tokens, part.kind, x.device)._replace(stages=3)
+    reference_tile = gemm_tile(INVARIANT_TOKENS, part.kind, x.device)
+    splits = num_splits(part.rows, columns, INVARIANT_TOKENS, reference_tile, max_splits)
+    out = torch.empty(splits, tokens, part.rows, device=x.device)
     values = part.values
-    if device.interpreting():  # which multiplies bfloat16 wrongly
+    if is_interpreted():  # which multiplies bfloat16 wrongly
         x, values = x.float(), values.float()
-    matmul_numbers[(cdiv(part.rows, tile.rows), cdiv(tokens, tile.tokens), count)](
+    gemm_dense[(cdiv(part.rows, tile.rows), cdiv(tokens, tile.tokens), splits)](
         x, values, part.scales, out, tokens, part.rows, columns, tile.rows, tile.tokens,
         32 if x.dtype == torch.float32 else 64, part.kind == FP8, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return out
 
 
-def spread_halves(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows of numbers, spread, and the power of two that each was divided by: the slow way."""
-    halves, factors = as_halves(x)
-    rows = torch.nn.functional.pad(halves, (0, padded(x.shape[1]) - x.shape[1]))
+def interleave_float16(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return rows in the interleaved layout, and the power of two that each was divided by: the slow way."""
+    halves, factors = to_float16(x)
+    rows = torch.nn.functional.pad(halves, (0, padded_columns(x.shape[1]) - x.shape[1]))
     shape = (len(x), -1, 4, 4, 2, 4, 2, 2)  # group, lane, n, last, word, r, p
     return rows.view(shape).permute(5, 0, 1, 3, 7, 4, 2, 6).contiguous(), factors
 
 
-def as_halves(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """float16 rows and the power of two that each was divided by."""
-    most = x.abs().amax(1).clamp_min(1e-30)
-    factors = torch.exp2(torch.ceil(torch.log2(most)) - FACTOR_BITS)
+def to_float16(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return float16 rows and the power of two that each was divided by."""
+    largest = x.abs().amax(1).clamp_min(1e-30)
+    factors = torch.exp2(torch.ceil(torch.log2(largest)) - FACTOR_BITS)
     return (x / factors[:, None]).half(), factors

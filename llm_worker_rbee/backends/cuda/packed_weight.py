@@ -1,6 +1,6 @@
-"""Packed matrices as torch tensors, and their values as floats: the slow twin of the kernels.
+"""Packed weights and int8 activations as torch tensors, and their dequantization: the slow twin of the kernels.
 
-matvec.py draws the planes. What a kind holds, and how many columns share a scale:
+gemv.py draws the planes. What a kind holds, and how many columns share a scale:
 
     q4, q5      codes less 8, 16; a float16                                32
     q4m, q5m    codes; a float16 scale and a float16 minimum               32
@@ -8,8 +8,8 @@ matvec.py draws the planes. What a kind holds, and how many columns share a scal
     q6          codes less 32; two float16                                 16
     q8d         signed bytes; two float16                                  16
     q4mm        codes; two float16, and two minima in place of high bits   16
-    numbers     float16, bfloat16 or float32 as they are
-    fp8         e4m3 numbers (`--quantize fp8`); a float32                 a row
+    dense       float16, bfloat16 or float32
+    fp8         e4m3 (`--quantize fp8`); a float32                         a row
 """
 
 from __future__ import annotations
@@ -18,59 +18,106 @@ from dataclasses import dataclass
 
 import torch
 
-PAIRS = ("q4m", "q5m", "q6", "q8d", "q4mm")  # kinds with two float16 a block in `scales`
-LOW = {"q8": 8, "q8d": 8}  # words of the first plane a block; 4 for all others
-HIGH = {"q6": 4, "q5": 2, "q5m": 2, "q4mm": 1}  # half words of the second plane a block, of q4mm a word
-WITH_HIGH_BITS = ("q5", "q5m", "q6")
-OFFSET = {"q4": 8, "q5": 16, "q6": 32}
-NUMBERS, FP8 = "numbers", "fp8"
+from .device import is_interpreted
+
+PAIRED_SCALES = ("q4m", "q5m", "q6", "q8d", "q4mm")  # two float16 per block in `scales`
+LOW_WORDS = {"q8": 8, "q8d": 8}  # words of the first plane per block; 4 for all others
+HIGH_WORDS = {"q6": 4, "q5": 2, "q5m": 2, "q4mm": 1}  # half words of the second plane per block; of q4mm a word
+HIGH_BIT_KINDS = ("q5", "q5m", "q6")
+CODE_OFFSETS = {"q4": 8, "q5": 16, "q6": 32}
+DENSE, FP8 = "dense", "fp8"
 
 
 @dataclass(slots=True, eq=False)
-class Part:
-    """Rows of one kind: planes, or numbers as they are or in e4m3."""
+class WeightPart:
+    """Rows of one kind: planes, or dense values."""
 
     kind: str
     rows: int
-    blocks: int  # of 32 columns; where there are `values` 0
+    blocks: int  # of 32 columns; 0 where there are `values`
     low: torch.Tensor
     high: torch.Tensor
     scales: torch.Tensor
-    unit: float = 1.0  # what every product is multiplied by
-    values: torch.Tensor | None = None  # (rows, columns): kinds "numbers" and "fp8"
+    unit: float = 1.0  # factor of every product
+    values: torch.Tensor | None = None  # (rows, columns): kinds DENSE and FP8
+
+    @staticmethod
+    def from_values(kind: str, values: torch.Tensor, scales: torch.Tensor | None = None) -> WeightPart:
+        """Make a part of dense values, of kind FP8 with a scale per row."""
+        none = torch.empty(1, dtype=torch.int32, device=values.device)
+        return WeightPart(kind, len(values), 0, none, none, none if scales is None else scales, 1.0, values)
 
     @property
     def columns(self) -> int:
-        """Values of a row."""
         return self.blocks * 32 if self.values is None else int(self.values.shape[1])
 
     @property
     def nbytes(self) -> int:
-        """Memory on the device."""
         if self.values is not None:
             return int(self.values.nbytes + (self.scales.nbytes if self.kind == FP8 else 0))
-        return int(self.low.nbytes + (self.high.nbytes if self.kind in HIGH else 0) + self.scales.nbytes)
+        return int(self.low.nbytes + (self.high.nbytes if self.kind in HIGH_WORDS else 0) + self.scales.nbytes)
 
-    def take(self, index: torch.Tensor) -> Part:
-        """Some rows, still packed."""
-        high = self.high[index] if self.kind in HIGH else self.high
+    def select_rows(self, index: torch.Tensor) -> WeightPart:
+        """Return some rows, still packed."""
+        high = self.high[index] if self.kind in HIGH_WORDS else self.high
         low = self.low[index] if self.values is None else self.low
-        scales = self.scales if self.kind == NUMBERS else self.scales[index]
-        numbers = None if self.values is None else self.values[index]
-        return Part(self.kind, len(index), self.blocks, low, high, scales, self.unit, numbers)
+        scales = self.scales if self.kind == DENSE else self.scales[index]
+        values = None if self.values is None else self.values[index]
+        return WeightPart(self.kind, len(index), self.blocks, low, high, scales, self.unit, values)
 
 
-def empty_planes(kind: str, rows: int, blocks: int, device: torch.device | str) -> Part:
-    """Room for packed rows."""
-    low = torch.empty(rows, LOW.get(kind, 4), blocks, dtype=torch.int32, device=device)
-    narrow = torch.int16 if kind in WITH_HIGH_BITS else torch.int32
-    high = torch.empty((rows, HIGH[kind], blocks) if kind in HIGH else (1,), dtype=narrow, device=device)
-    scales = torch.empty(rows, blocks, dtype=torch.int32 if kind in PAIRS else torch.float16, device=device)
-    return Part(kind, rows, blocks, low, high, scales)
+@dataclass(slots=True, eq=False)
+class PackedWeight:
+    """A matrix as parts of one kind each, stacked by rows; all have the same columns."""
+
+    parts: tuple[WeightPart, ...]
+
+    @property
+    def rows(self) -> int:
+        return sum(part.rows for part in self.parts)
+
+    @property
+    def columns(self) -> int:
+        return self.parts[0].columns
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.parts)
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether all parts are planes of codes."""
+        return all(part.values is None for part in self.parts)
+
+    @property
+    def is_fp8(self) -> bool:
+        return all(part.kind == FP8 for part in self.parts)
+
+    @property
+    def dense_dtype(self) -> torch.dtype:
+        """The dtype of activations for a dense product, with dequantized rows where the matrix is packed."""
+        if self.is_packed or self.is_fp8:
+            return torch.float32 if is_interpreted() else torch.bfloat16
+        assert self.parts[0].values is not None
+        return self.parts[0].values.dtype
+
+    def dequantize_rows(self, index: torch.Tensor) -> torch.Tensor:
+        """Return some rows as float32, (n, columns)."""
+        (part,) = self.parts
+        return dequantize(part.select_rows(index))
 
 
-def random_planes(kind: str, rows: int, columns: int, device: torch.device | str = "cuda", std: float = 0.02) -> Part:
-    """Random codes; scales such that values have about this deviation."""
+def empty_planes(kind: str, rows: int, blocks: int, device: torch.device | str) -> WeightPart:
+    """Allocate the planes of packed rows."""
+    low = torch.empty(rows, LOW_WORDS.get(kind, 4), blocks, dtype=torch.int32, device=device)
+    narrow = torch.int16 if kind in HIGH_BIT_KINDS else torch.int32
+    high = torch.empty((rows, HIGH_WORDS[kind], blocks) if kind in HIGH_WORDS else (1,), dtype=narrow, device=device)
+    scales = torch.empty(rows, blocks, dtype=torch.int32 if kind in PAIRED_SCALES else torch.float16, device=device)
+    return WeightPart(kind, rows, blocks, low, high, scales)
+
+
+def random_part(kind: str, rows: int, columns: int, device: torch.device | str, std: float = 0.02) -> WeightPart:
+    """Make random codes, with scales that give values about this deviation: for tests and benchmarks."""
     part = empty_planes(kind, rows, columns // 32, device)
     part.low.random_(-(2**31), 2**31 - 1)
     part.high.random_(torch.iinfo(part.high.dtype).min, torch.iinfo(part.high.dtype).max)
@@ -80,89 +127,92 @@ def random_planes(kind: str, rows: int, columns: int, device: torch.device | str
         s[..., 1] *= -7.5
     if kind == "q4mm":
         part.high[:] = (-7.5 * s).half().view(torch.int32).transpose(1, 2)
-    part.scales = s.half().view(torch.int32)[..., 0] if kind in PAIRS else s[..., 0].half()
+    part.scales = s.half().view(torch.int32)[..., 0] if kind in PAIRED_SCALES else s[..., 0].half()
     return part
 
 
-def _own(x: torch.Tensor) -> torch.Tensor:
-    """Memory of its own, in order: `contiguous` leaves odd strides of axes of one alone, `view` does not like them."""
+def _contiguous_copy(x: torch.Tensor) -> torch.Tensor:
+    # `contiguous` keeps odd strides of axes of length one, which `view` refuses.
     return x.clone(memory_format=torch.contiguous_format)
 
 
-def codes(w: Part) -> torch.Tensor:
-    """(rows, blocks, 32) codes, less the kind's offset: int8."""
-    packed = _own(w.low.transpose(1, 2)).view(torch.uint8)  # (rows, blocks, 16 or 32)
-    if w.kind in LOW:
+def unpack_codes(w: WeightPart) -> torch.Tensor:
+    """Return (rows, blocks, 32) codes, less the kind's offset: int8."""
+    packed = _contiguous_copy(w.low.transpose(1, 2)).view(torch.uint8)  # (rows, blocks, 16 or 32)
+    if w.kind in LOW_WORDS:
         return packed.view(torch.int8)
     code = torch.cat((packed & 15, packed >> 4), -1)
-    if w.kind in WITH_HIGH_BITS:
-        place, half, width = high_places(w.kind, packed.device)
-        bits = (w.high.transpose(1, 2)[..., half] >> place) & ((1 << width) - 1)
+    if w.kind in HIGH_BIT_KINDS:
+        shift, half, width = high_bit_layout(w.kind, packed.device)
+        bits = (w.high.transpose(1, 2)[..., half] >> shift) & ((1 << width) - 1)
         code = code | (bits << 4).to(torch.uint8)
-    return code.view(torch.int8) - OFFSET.get(w.kind, 0)
+    return code.view(torch.int8) - CODE_OFFSETS.get(w.kind, 0)
 
 
-def high_places(kind: str, where: torch.device) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Of the 32 columns: the place of their high bits in the half word, and which one that is; how many bits."""
-    c = torch.arange(32, device=where)
-    place, word = (c % 2) * 8 + (1 - c // 16) * 4 + c % 4 // 2 * 2, c % 16 // 4
-    return (place, word, 2) if kind == "q6" else (place + word % 2, word // 2, 1)
+def high_bit_layout(kind: str, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Return, of the 32 columns, the shift of their high bits in a half word and its index; and how many bits."""
+    c = torch.arange(32, device=device)
+    shift, word = (c % 2) * 8 + (1 - c // 16) * 4 + c % 4 // 2 * 2, c % 16 // 4
+    return (shift, word, 2) if kind == "q6" else (shift + word % 2, word // 2, 1)
 
 
-def pairs(words: torch.Tensor) -> torch.Tensor:
-    """(rows, blocks) words -> the two float16 of each, (rows, blocks, 2) float32."""
-    return _own(words).view(torch.float16).view(*words.shape, 2).float()
+def split_pairs(words: torch.Tensor) -> torch.Tensor:
+    """Return the two float16 of each word, (rows, blocks) -> (rows, blocks, 2) float32."""
+    return _contiguous_copy(words).view(torch.float16).view(*words.shape, 2).float()
 
 
-def values(w: Part) -> torch.Tensor:
-    """(rows, columns) float32."""
+def dequantize(w: WeightPart) -> torch.Tensor:
+    """Return (rows, columns) float32."""
     if w.kind == FP8:
         assert w.values is not None
         return w.values.float() * w.scales[:, None]
     if w.values is not None:
         return w.values.float()
-    out = codes(w).float()
+    out = unpack_codes(w).float()
     if w.kind in ("q4m", "q5m"):
-        pair = pairs(w.scales)
+        pair = split_pairs(w.scales)
         out = out * pair[..., :1] + pair[..., 1:]
-    elif w.kind in PAIRS:
-        out *= pairs(w.scales).repeat_interleave(16, -1)
+    elif w.kind in PAIRED_SCALES:
+        out *= split_pairs(w.scales).repeat_interleave(16, -1)
         if w.kind == "q4mm":
-            out += pairs(w.high[:, 0]).repeat_interleave(16, -1)
+            out += split_pairs(w.high[:, 0]).repeat_interleave(16, -1)
     else:
         out *= w.scales.float()[..., None]
     return out.view(w.rows, w.blocks * 32) * w.unit
 
 
 @dataclass(slots=True, eq=False)
-class Bytes:
-    """Activations as bytes: words (B, 8, blocks), scales (B, blocks), sums (B, 2, blocks)."""
+class Int8Activations:
+    """Quantized activations: code words (B, 8, blocks), scales (B, blocks), sums times scale (B, 2, blocks)."""
 
-    q: torch.Tensor
-    d: torch.Tensor
-    s: torch.Tensor
+    codes: torch.Tensor
+    scales: torch.Tensor
+    sums: torch.Tensor
 
     @staticmethod
-    def empty(batch: int, columns: int, device: torch.device | str = "cuda") -> Bytes:
-        """Room for them."""
+    def empty(batch: int, columns: int, device: torch.device) -> Int8Activations:
         blocks = columns // 32
-        return Bytes(
+        return Int8Activations(
             torch.zeros(batch, 8, blocks, dtype=torch.int32, device=device),
             torch.zeros(batch, blocks, device=device),
             torch.zeros(batch, 2, blocks, device=device),
         )
 
     @staticmethod
-    def of(x: torch.Tensor) -> Bytes:
-        """x (B, columns), each block of 32 rounded to steps of its largest value / 127."""
+    def quantize(x: torch.Tensor) -> Int8Activations:
+        """Round each block of 32 of x (B, columns) to steps of its largest value / 127."""
         b = x.reshape(x.shape[0], -1, 32)
         d = b.abs().amax(-1) / 127
         q = torch.floor(b * torch.where(d > 0, 1 / d, 0)[..., None] + 0.5)
         words = q.to(torch.int8).view(torch.int32)  # (B, blocks, 8)
         sums = q.view(*q.shape[:2], 2, 16).sum(-1) * d[..., None]
-        return Bytes(words.transpose(1, 2).contiguous(), d, sums.transpose(1, 2).contiguous())
+        return Int8Activations(words.transpose(1, 2).contiguous(), d, sums.transpose(1, 2).contiguous())
 
-    def values(self) -> torch.Tensor:
-        """What is left of x."""
-        q = _own(self.q.transpose(1, 2)).view(torch.int8).float()
-        return (q.view(*self.d.shape, 32) * self.d[..., None]).view(self.d.shape[0], -1)
+    def dequantize(self) -> torch.Tensor:
+        q = _contiguous_copy(self.codes.transpose(1, 2)).view(torch.int8).float()
+        return (q.view(*self.scales.shape, 32) * self.scales[..., None]).view(self.scales.shape[0], -1)
+
+
+def kernel_outputs(x: Int8Activations | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return (values, scales, sums) as kernels store them."""
+    return (x.codes.view(torch.int8), x.scales, x.sums) if isinstance(x, Int8Activations) else (x, x, x)

@@ -1,7 +1,7 @@
-"""How the next token is chosen on the device: the same tokens as `../sampling.py`, which says what is meant.
+"""Sampling on the device: the same tokens as `../reference_sampling.py`.
 
-Logits stay where they are: only ids (and the k likeliest, where they are asked for) come to the host. A row whose
-decision is too close for sums in another order (filters.py) is brought to the host, and the meaning is asked.
+Logits stay on the device: only ids (and the k likeliest, where requested) come to the host. An undecided row
+(sampling_kernels.py) is copied to the host and sampled by the reference.
 """
 
 from __future__ import annotations
@@ -14,147 +14,140 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from .. import reference_sampling as meaning
+from .. import reference_sampling
 from ..ops import Ints, Logprobs, SampleRow
-from . import device
-from .sampling_kernels import NOT_FINITE, choose, greedy, score
+from .device import upload
+from .sampling_kernels import NOT_FINITE, argmax_rows, logprob_rows, sample_rows
 
-SCRATCH = 64 << 20  # bytes of chances at a time; rows beyond that wait for their turn
-FEW = 32  # likeliest tokens that are found one after the other; more of them are sorted
-SOME = 256  # listed tokens that a program takes at once
-_wholes = attrgetter("top_k", "seed", "choice", "position")
-_reals = attrgetter(
+SCRATCH_BYTES = 64 << 20  # of float64 rows at a time
+MAX_SCANNED = 32  # likeliest tokens that are found one by one; more of them are sorted
+LIST_TILE = 256  # tokens of a bias or penalty list per iteration
+_int_fields = attrgetter("top_k", "seed", "choice", "position")
+_float_fields = attrgetter(
     "temperature", "top_p", "min_p", "typical_p", "repetition_penalty", "presence_penalty", "frequency_penalty"
 )
-WHOLE = 13  # integers of a row, as choosing.py reads them
+NUM_INTS = 13  # of a row, as sampling_kernels.py reads them
 
 
 def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> Ints:
-    """One token for each row: (N, vocabulary) on the device -> (N,) on the host."""
-    assert len(logits) == len(rows), "each row of logits has its settings"
+    """Return one token per row: (N, vocabulary) on the device -> (N,) on the host."""
+    assert len(logits) == len(rows), "one SampleRow per row of logits"
     if not rows:
         return np.empty(0, np.int64)
-    logits = _in_rows(logits)
+    logits = _row_major(logits)
     is_changed = [_is_changed(row) for row in rows]
     if any(is_changed) or any(row.temperature for row in rows):
-        tokens = np.concatenate([_chosen(logits, rows, is_changed, part) for part in _parts(logits)])
+        tokens = to_host(torch.cat([_sample_slice(logits, rows, is_changed, part) for part in _slices(logits)]))
     else:
-        tokens = _greedy(logits)
+        tokens = to_host(_argmax(logits))
+    tokens = tokens.astype(np.int64)
     if tokens.min() < 0:
-        _ask(logits, rows, tokens)
+        _resolve_with_reference(logits, rows, tokens)
     return tokens
 
 
-class Later:
-    """Tokens that are on the device, on their way to the host."""
+class PendingSample:
+    """Sampled tokens on the device, being copied to the host."""
 
     def __init__(self, tokens: torch.Tensor) -> None:
         self.tokens = tokens
-        self._is_here = tokens.device.type == "cpu"
-        if not self._is_here:
+        self._is_on_host = tokens.device.type == "cpu"
+        if not self._is_on_host:
             self._pinned = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
             self._pinned.copy_(tokens, non_blocking=True)
             self._arrival = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._arrival.record()
 
     def result(self) -> list[int] | None:
-        """On the host; None where some choice is too close, or there is none: `sample` knows more."""
-        if not self._is_here:
+        """Wait for the tokens; None if a row is undecided or not finite: `sample` resolves it."""
+        if not self._is_on_host:
             self._arrival.synchronize()
-        found: list[int] = (self.tokens if self._is_here else self._pinned).tolist()
+        found: list[int] = (self.tokens if self._is_on_host else self._pinned).tolist()
         return None if min(found) < 0 else found
 
 
-def sample_later(logits: torch.Tensor, rows: Sequence[SampleRow]) -> Later:
-    """The same without waiting; the tokens can be fed to the next step before anybody has seen them."""
-    logits = _in_rows(logits)
+def sample_async(logits: torch.Tensor, rows: Sequence[SampleRow]) -> PendingSample:
+    """Sample without waiting; the tokens can be fed to the next step before they reach the host."""
+    logits = _row_major(logits)
     is_changed = [_is_changed(row) for row in rows]
     if any(is_changed) or any(row.temperature for row in rows):
-        return Later(torch.cat([_choice(logits, rows, is_changed, part) for part in _parts(logits)]))
-    return Later(_likeliest(logits))
+        return PendingSample(torch.cat([_sample_slice(logits, rows, is_changed, part) for part in _slices(logits)]))
+    return PendingSample(_argmax(logits))
 
 
-def _ask(logits: torch.Tensor, rows: Sequence[SampleRow], tokens: Ints) -> None:
-    """What the kernels left open."""
+def _resolve_with_reference(logits: torch.Tensor, rows: Sequence[SampleRow], tokens: Ints) -> None:
+    """Sample the rows that the kernels left undecided, in place."""
     for i in np.flatnonzero(tokens < 0).tolist():
         line = logits[i].cpu().numpy()
         if tokens[i] == NOT_FINITE:
-            meaning.require_finite(line)
-        tokens[i] = meaning.sample_row(line, rows[i])
+            reference_sampling.require_finite(line)
+        tokens[i] = reference_sampling.sample_row(line, rows[i])
 
 
-def _greedy(logits: torch.Tensor) -> Ints:
-    return to_host(_likeliest(logits)).astype(np.int64)
-
-
-def _likeliest(logits: torch.Tensor) -> torch.Tensor:
+def _argmax(logits: torch.Tensor) -> torch.Tensor:
     out = torch.empty(len(logits), dtype=torch.int32, device=logits.device)
-    greedy[(len(logits),)](logits, logits.stride(0), out, logits.shape[1], BLOCK=_block(logits), num_warps=16)
+    argmax_rows[(len(logits),)](logits, logits.stride(0), out, logits.shape[1], BLOCK=_block_size(logits), num_warps=16)
     return out
 
 
-def _parts(logits: torch.Tensor) -> list[slice]:
-    """Rows whose chances fit into SCRATCH together."""
-    most = max(1, SCRATCH // (16 * logits.shape[1]))
-    return [slice(at, at + most) for at in range(0, len(logits), most)]
+def _slices(logits: torch.Tensor) -> list[slice]:
+    """Return slices of rows whose scratch fits into SCRATCH_BYTES."""
+    step = max(1, SCRATCH_BYTES // (16 * logits.shape[1]))
+    return [slice(first, first + step) for first in range(0, len(logits), step)]
 
 
-def _chosen(logits: torch.Tensor, rows: Sequence[SampleRow], is_changed: list[bool], part: slice) -> Ints:
-    return to_host(_choice(logits, rows, is_changed, part)).astype(np.int64)
-
-
-def _choice(logits: torch.Tensor, rows: Sequence[SampleRow], is_changed: list[bool], part: slice) -> torch.Tensor:
-    """The kernels' choice, or what they say of a row."""
+def _sample_slice(logits: torch.Tensor, rows: Sequence[SampleRow], is_changed: list[bool], part: slice) -> torch.Tensor:
+    """Return the tokens of some rows, negative where there is none."""
     logits, rows = logits[part], rows[part]
     count, vocabulary = logits.shape
-    words = np.array([_wholes(row) for row in rows], np.uint64)
+    words = np.array([_int_fields(row) for row in rows], np.uint64)
     np.minimum(words[:, 0], vocabulary, out=words[:, 0])
-    whole = np.zeros((count, WHOLE), np.int32)
-    whole[:, :8] = words.view(np.int32)
-    real = np.array([_reals(row) for row in rows], np.float64)
-    ids, biases = _listed(rows, is_changed[part], whole)
-    sent = _sent(real, biases, whole, ids)
-    block = _block(logits)
+    ints = np.zeros((count, NUM_INTS), np.int32)
+    ints[:, :8] = words.view(np.int32)
+    floats = np.array([_float_fields(row) for row in rows], np.float64)
+    ids, biases = _token_lists(rows, is_changed[part], ints)
+    sent = _upload_together([floats, biases, ints, ids], logits.device)
+    block = _block_size(logits)
     scratch = torch.empty((count, 2, vocabulary), dtype=torch.float64, device=logits.device)
-    few = torch.empty((count, 2, block), dtype=torch.float64, device=logits.device)
+    candidates = torch.empty((count, 2, block), dtype=torch.float64, device=logits.device)
     out = torch.empty(count, dtype=torch.int32, device=logits.device)
-    choose[(count,)](
-        logits, logits.stride(0), sent[2], sent[0], sent[3], sent[1], scratch, few, out, vocabulary,
-        BLOCK=block, SOME=SOME, num_warps=32, enable_fp_fusion=False,
+    sample_rows[(count,)](
+        logits, logits.stride(0), sent[2], sent[0], sent[3], sent[1], scratch, candidates, out, vocabulary,
+        BLOCK=block, LIST_TILE=LIST_TILE, num_warps=32, enable_fp_fusion=False,
     )  # fmt: skip
     return out
 
 
-def _listed(
-    rows: Sequence[SampleRow], is_changed: list[bool], whole: NDArray[np.int32]
+def _token_lists(
+    rows: Sequence[SampleRow], is_changed: list[bool], ints: NDArray[np.int32]
 ) -> tuple[NDArray[np.int32], NDArray[np.float64]]:
-    """The tokens that bias and penalties are about, those of all rows; where each row's are goes into `whole`."""
+    """Return the tokens of all bias and penalty lists, and the biases; write the offsets of each row into `ints`."""
     lists: list[NDArray[Any]] = [np.zeros(1, np.int64)]
-    biases, at = [0.0], 1
+    biases, first = [0.0], 1
     for i in np.flatnonzero(is_changed).tolist():
         row = rows[i]
         bias: dict[int, float] = {}
         for token, value in row.logit_bias:
             bias[token] = bias.get(token, 0.0) + value
-        recent = row.penalty_window if row.repetition_penalty != 1.0 else row.penalty_window[:0]
-        made = row.output_ids if row.presence_penalty or row.frequency_penalty else row.output_ids[:0]
-        second, third = at + len(bias), at + len(bias) + len(recent)
-        whole[i, 8:] = at, second, third, third + len(made), len(biases)
-        lists += [np.fromiter(bias, np.int64, len(bias)), recent, made]
+        window = row.penalty_window if row.repetition_penalty != 1.0 else row.penalty_window[:0]
+        output = row.output_ids if row.presence_penalty or row.frequency_penalty else row.output_ids[:0]
+        second, third = first + len(bias), first + len(bias) + len(window)
+        ints[i, 8:] = first, second, third, third + len(output), len(biases)
+        lists += [np.fromiter(bias, np.int64, len(bias)), window, output]
         biases += bias.values()
-        at = third + len(made)
+        first = third + len(output)
     return np.concatenate(lists).astype(np.int32), np.array(biases)
 
 
-def _sent(*arrays: NDArray[Any]) -> list[torch.Tensor]:
-    """Several arrays in one upload. Each begins at 16 bytes: a kernel is compiled anew for another alignment."""
+def _upload_together(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[torch.Tensor]:
+    """Upload several arrays in one copy. Each begins at 16 bytes: another alignment would compile another kernel."""
     flat = [np.ascontiguousarray(array).reshape(-1).view(np.int32) for array in arrays]
     starts = np.cumsum([0, *(-(-words.size // 4) * 4 for words in flat)]).tolist()
     block = np.zeros(starts[-1], np.int32)
     for start, words in zip(starts, flat, strict=False):
         block[start : start + words.size] = words
-    there = device.upload(block)
-    pieces = [there[start : start + words.size] for start, words in zip(starts, flat, strict=False)]
+    uploaded = upload(block, device)
+    pieces = [uploaded[start : start + words.size] for start, words in zip(starts, flat, strict=False)]
     return [
         piece.view(torch.float64) if array.dtype == np.float64 else piece
         for piece, array in zip(pieces, arrays, strict=True)
@@ -162,33 +155,33 @@ def _sent(*arrays: NDArray[Any]) -> list[torch.Tensor]:
 
 
 def _is_changed(row: SampleRow) -> bool:
-    """Whether bias or penalties change a logit."""
+    """Return whether bias or penalties change a logit."""
     counted = (row.presence_penalty or row.frequency_penalty) and row.output_ids.size
     return bool(row.logit_bias or counted or (row.repetition_penalty != 1.0 and row.penalty_window.size))
 
 
 def logprobs(logits: torch.Tensor, chosen: Ints, k: int) -> Logprobs:
-    """Log-softmax of the raw logits: at the chosen tokens, and the k likeliest of each row (ties: lowest id first)."""
+    """Return log-softmax of the raw logits: at the chosen tokens, and the k likeliest of each row, lowest id first."""
     rows, k = len(logits), min(k, logits.shape[-1])
     if not rows:
         return Logprobs(np.empty(0, np.float32), np.empty((0, k), np.int64), np.empty((0, k), np.float32))
-    logits, few = _in_rows(logits), k if k <= FEW else 0
-    out = torch.empty((rows, 1 + few), dtype=torch.float32, device=logits.device)
-    top_ids = torch.empty((rows, few), dtype=torch.int32, device=logits.device)
-    score[(rows,)](
-        logits, logits.stride(0), device.upload(chosen), out, top_ids, logits.shape[1], few,
-        BLOCK=_block(logits), num_warps=16,
+    logits, scanned = _row_major(logits), k if k <= MAX_SCANNED else 0
+    out = torch.empty((rows, 1 + scanned), dtype=torch.float32, device=logits.device)
+    top_ids = torch.empty((rows, scanned), dtype=torch.int32, device=logits.device)
+    logprob_rows[(rows,)](
+        logits, logits.stride(0), upload(chosen, logits.device), out, top_ids, logits.shape[1], scanned,
+        BLOCK=_block_size(logits), num_warps=16,
     )  # fmt: skip
     found = to_host(out)
     if np.isnan(found[:, 0]).any():
-        meaning.require_finite(np.full((1, 1), np.nan, np.float32))
-    if few == k:
+        reference_sampling.require_finite(np.full((1, 1), np.nan, np.float32))
+    if scanned == k:
         return Logprobs(found[:, 0].copy(), to_host(top_ids).astype(np.int64), found[:, 1:].copy())
-    return Logprobs(found[:, 0].copy(), *_sorted(logits, k))
+    return Logprobs(found[:, 0].copy(), *_sorted_logprobs(logits, k))
 
 
-def _sorted(logits: torch.Tensor, k: int) -> tuple[Ints, NDArray[np.float32]]:
-    """Many of the likeliest, a row at a time: float64 of a whole prompt's logits would not fit."""
+def _sorted_logprobs(logits: torch.Tensor, k: int) -> tuple[Ints, NDArray[np.float32]]:
+    """Return the k likeliest, a row at a time: float64 logits of a whole prompt would not fit."""
     ids, values = [], []
     for line in logits:
         wide = torch.log_softmax(line.double(), dim=-1)
@@ -199,7 +192,7 @@ def _sorted(logits: torch.Tensor, k: int) -> tuple[Ints, NDArray[np.float32]]:
 
 
 def to_host(x: torch.Tensor) -> NDArray[Any]:
-    """A small tensor as a NumPy array: through pinned memory, which takes one wait."""
+    """Copy a small tensor to the host through pinned memory, with one wait."""
     if x.device.type == "cpu":
         return np.asarray(x.numpy())
     pinned = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
@@ -208,9 +201,9 @@ def to_host(x: torch.Tensor) -> NDArray[Any]:
     return np.asarray(pinned.numpy())
 
 
-def _in_rows(logits: torch.Tensor) -> torch.Tensor:
+def _row_major(logits: torch.Tensor) -> torch.Tensor:
     return logits if logits.stride(-1) == 1 else logits.contiguous()
 
 
-def _block(logits: torch.Tensor) -> int:
+def _block_size(logits: torch.Tensor) -> int:
     return 4096 if logits.shape[1] >= 4096 else 1024

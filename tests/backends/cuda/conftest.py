@@ -1,5 +1,5 @@
-"""Without a GPU the kernels run under Triton's interpreter, which must be said before they are imported: while tests
-are collected, and then while those of this folder run. Nobody else's tests are told of it.
+"""Without a GPU the kernels run under Triton's interpreter. The variable must be set before they are imported: while
+tests are collected, and while those of this folder run, but not for others.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import pytest
 
 INTERPRET = "TRITON_INTERPRET"
 HIDDEN = "CUDA_VISIBLE_DEVICES"
-SEEN = os.environ.get(HIDDEN)  # before other tests hide the GPU
+VISIBLE = os.environ.get(HIDDEN)  # before other tests hide the GPU
 GPU = Path("/dev/nvidia0").exists()
 TRITON = importlib.util.find_spec("triton") is not None and importlib.util.find_spec("torch") is not None
 
@@ -22,23 +22,23 @@ if not GPU:
     os.environ[INTERPRET] = "1"
 
 
-def _interpret_no_more() -> None:
+def _stop_interpreting() -> None:
     if not GPU:
         os.environ.pop(INTERPRET, None)
 
 
 def pytest_collection_finish() -> None:
-    _interpret_no_more()
+    _stop_interpreting()
 
 
 @pytest.fixture(autouse=True, scope="module")
 def interpreted() -> Iterator[None]:
     hidden = os.environ.pop(HIDDEN, None)
-    if SEEN is not None:
-        os.environ[HIDDEN] = SEEN
+    if VISIBLE is not None:
+        os.environ[HIDDEN] = VISIBLE
     if not GPU:
         os.environ[INTERPRET] = "1"
     yield
-    _interpret_no_more()
+    _stop_interpreting()
     if hidden is not None:
         os.environ[HIDDEN] = hidden

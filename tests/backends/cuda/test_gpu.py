@@ -1,9 +1,9 @@
-"""On a real GPU: the decoder at real shapes against float32 torch, and all that families have against the reference;
-from graphs and from single launches, bit for bit.
+"""On a real GPU: the decoder at real shapes against float32 torch, and features of families against the reference; with
+graphs and without, bit for bit.
 
-What is tolerated, as a part of the logits' deviation: 3e-2 for a model of two layers, 4e-2 where one that is small and
-full of features meets few tokens, whose activations are bytes; 1e-1 where keys and values are float8 besides, which
-turns the last bit of an activation into a sixteenth of a key.
+Errors are relative to the logits' deviation: 3e-2 for a model of two layers, 4e-2 for a small one with many features
+and int8 activations; 1e-1 where keys and values are float8 besides, which turns the last bit of an activation into a
+sixteenth of a key.
 """
 
 from __future__ import annotations
@@ -26,18 +26,16 @@ from llm_worker_rbee.config import EngineConfig  # noqa: E402
 from llm_worker_rbee.engine.engine import Engine  # noqa: E402
 from llm_worker_rbee.engine.request import Request, SamplingParams  # noqa: E402
 from llm_worker_rbee.models import load_model, read_model_config  # noqa: E402
-from tests.backends.cuda import tiny  # noqa: E402
 from tests.engine.test_ahead import OneByOne  # noqa: E402
+from tests.helpers import cuda_models  # noqa: E402
 
-fixed = CudaBackend(deterministic=True)
-
-ops = CudaBackend()
+ops, deterministic_ops = CudaBackend(), CudaBackend(deterministic=True)
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no NVIDIA GPU"),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
 ]
-# shape, mix, type of keys and values, sizes of batches: each takes kernels of its own, and so seconds to compile
+# shape, mix, kv_type, batch sizes: each compiles its own kernels, which takes seconds
 REAL = [
     ("llama2-7b", "Q4_0", "bfloat16", (1, 4, 24, 64)),
     ("llama2-7b", "Q4_K_M", "bfloat16", (1, 24)),
@@ -48,7 +46,7 @@ REAL = [
 ]
 MIDDLE = Shape(2, 1024, 8, 2, 1536, 2000, 4096, head_dim=128)
 FEATURES: dict[str, tuple[Shape, str, str, dict[str, Any]]] = {
-    "norms of heads": (MIDDLE, "Q4_0", "bfloat16", {"norms": True}),
+    "head norms": (MIDDLE, "Q4_0", "bfloat16", {"norms": True}),
     "window and cap": (
         MIDDLE._replace(heads=16, kv_heads=16, head_dim=64),
         "Q8_0",
@@ -56,9 +54,9 @@ FEATURES: dict[str, tuple[Shape, str, str, dict[str, Any]]] = {
         {"window": 50, "cap": 3.0},
     ),
     "bias, float8": (MIDDLE, "Q4_K_M", "float8", {"bias": True}),
-    "numbers, all of it, float8": (MIDDLE, "BF16", "float8", {"norms": True, "window": 50, "cap": 3.0, "bias": True}),
+    "dense, all features, float8": (MIDDLE, "BF16", "float8", {"norms": True, "window": 50, "cap": 3.0, "bias": True}),
 }
-# (who, tokens of each, logits of all): prompts, one answer, two, a prompt beside answers, prompts, many answers
+# (requests, tokens of each, logits of all): prefill, decode of one, of two, mixed, many prefills, many decodes
 STEPS = (
     ((0, 1), (300, 70), False), ((0,), (1,), False), ((0, 1), (1, 1), False), ((0, 1, 2), (1, 1, 100), True),
     (range(3, 23), (5,) * 20, False), (range(23), (1,) * 23, False),
@@ -74,20 +72,23 @@ def gpu() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("shape", "mix", "kv_type", "sizes"), REAL, ids=lambda x: str(x))
-def test_logits_of_two_layers(gpu: Any, shape: str, mix: str, kv_type: str, sizes: tuple[int, ...]) -> None:
+def test_two_layer_logits_match_torch(gpu: Any, shape: str, mix: str, kv_type: str, sizes: tuple[int, ...]) -> None:
     errors = gpu.model_errors(mix, shape, sizes, kv_type)
     assert max(errors.values()) < 3e-2, errors
 
 
 @pytest.mark.parametrize("case", FEATURES)
-def test_what_families_have_from_graphs_and_without(case: str) -> None:
-    """Steps against the reference; those on float8 against this backend op by op, which rounds the same. Each step runs
-    as it is, is captured, and runs from its graph."""
+def test_features_match_reference_with_and_without_graphs(case: str) -> None:
+    """Steps against the reference; with float8 against unfused ops, which round the same. Each step runs uncaptured, is
+    captured, and is replayed."""
     shape, mix, kv_type, more = FEATURES[case]
-    ours, reference = (tiny.featured(model, **more) for model in tiny.both(tiny.tiny(shape, mix), ops))
+    ours, reference = (
+        cuda_models.with_features(model, **more)
+        for model in cuda_models.load_both(cuda_models.random_checkpoint(shape, mix), ops)
+    )
     assert ours.fused is not None
     twin, its_type = (replace(ours, fused=None), kv_type) if kv_type == "float8" else (reference, "float32")
-    pair = [tiny.Requests(m, 23, kind, 32, 16) for m, kind in ((ours, kv_type), (twin, its_type))]
+    pair = [cuda_models.Requests(m, 23, kind, 32, 16) for m, kind in ((ours, kv_type), (twin, its_type))]
     random = np.random.default_rng(1)
     for who, counts, every in STEPS:
         ids = random.integers(0, shape.vocabulary, sum(counts))
@@ -97,12 +98,12 @@ def test_what_families_have_from_graphs_and_without(case: str) -> None:
         assert torch.equal(found[0], found[2]), counts
         wanted = twin.forward(pair[1].step(who, counts, ids, every), pair[1].cache)
         wanted = wanted.cpu().numpy() if isinstance(wanted, torch.Tensor) else wanted
-        assert tiny.relative(found[0].cpu(), wanted) < (1e-1 if kv_type == "float8" else 4e-2), counts
+        assert cuda_models.relative_error(found[0].cpu(), wanted) < (1e-1 if kv_type == "float8" else 4e-2), counts
     assert len(ours.fused.graphs) >= 3  # type: ignore[attr-defined]
     assert ours.fused.graphs.nbytes > 0  # type: ignore[attr-defined]
 
 
-def test_a_row_does_not_depend_on_its_batch_while_it_is_small(gpu: Any) -> None:
+def test_small_batch_row_does_not_depend_on_batch(gpu: Any) -> None:
     model = gpu.random_model(gpu.parse("llama2-7b:Q4_0:2"))
     cache = gpu.KVCache(gpu.OPS, model.config, 64, 16, "bfloat16")
     tables, ids = np.arange(64).reshape(4, 16), np.array([11, 12, 13, 14])
@@ -116,25 +117,26 @@ def test_a_row_does_not_depend_on_its_batch_while_it_is_small(gpu: Any) -> None:
             assert torch.equal(one[0], rows[1][0][0])
 
 
-def test_large_results_share_one_buffer_and_memory_is_told() -> None:
-    """Graphs of several sizes, in turn: each gives its own numbers, and all of it goes when they are forgotten."""
-    from llm_worker_rbee.backends.cuda.cuda_graphs import LARGE, Graphs
+def test_graphs_share_large_result_buffer_and_count_memory() -> None:
+    """Graphs of several sizes in turn give their own results, and `clear` frees all of them."""
+    from llm_worker_rbee.backends.cuda.cuda_graphs import MIN_SHARED_RESULT, CudaGraphs
 
-    graphs, where = Graphs(), ops.device.current()
-    inputs = {rows: torch.rand(rows, LARGE // 16, device=where) for rows in (1, 5, 6, 7)}
+    where = ops.torch_device
+    graphs = CudaGraphs(where)
+    inputs = {rows: torch.rand(rows, MIN_SHARED_RESULT // 16, device=where) for rows in (1, 5, 6, 7)}
     for _ in range(3):
         for rows, x in inputs.items():
             assert torch.equal(graphs.run(rows, lambda x=x: x * 2), x * 2)  # type: ignore[misc]
     held = {graphs.run(rows, lambda: inputs[1]).data_ptr() for rows in (5, 6, 7)}
     assert (len(graphs), len(held)) == (4, 1)
     assert graphs.nbytes > 0
-    graphs.forget()
+    graphs.clear()
     assert (len(graphs), graphs.nbytes) == (0, 0)
 
 
-def alone_and_in_company(model: Any, steps: Any) -> Any:
-    """The logits of request 0, whose tokens are always the same, from steps of (who, tokens of each)."""
-    requests, found = tiny.Requests(model, 300, "bfloat16", 8, 16), []
+def logits_of_first_request(model: Any, steps: Any) -> Any:
+    """Return the logits of request 0, whose tokens are always the same, from steps of (requests, tokens of each)."""
+    requests, found = cuda_models.Requests(model, 300, "bfloat16", 8, 16), []
     ids = np.random.default_rng(5).integers(0, MIDDLE.vocabulary, (300, 128))
     for who, counts in steps:
         given = np.concatenate([ids[w, requests.done[w] :][:n] for w, n in zip(who, counts, strict=True)])
@@ -145,21 +147,27 @@ def alone_and_in_company(model: Any, steps: Any) -> Any:
 
 
 @pytest.mark.parametrize("mix", ["Q4_0", "Q4_K_M", "BF16"])
-def test_deterministic_logits_do_not_depend_on_tiles_and_graphs(mix: str) -> None:
-    """A request alone, in pieces, and with so many others that every size of tile is taken; sizes of batches come
-    again, from graphs, with other numbers of requests in them."""
-    model = load_model(made := tiny.tiny(MIDDLE._replace(layers=1), mix), fixed, read_model_config(made))
-    usual = alone_and_in_company(model, [((0,), (40,)), *(((0,), (1,)) for _ in range(12))])
+def test_deterministic_logits_do_not_depend_on_tiles(mix: str) -> None:
+    """A request alone, in chunks, and with so many others that every tile size is used; batch sizes repeat, from
+    graphs, with other numbers of requests in them."""
+    model = load_model(
+        made := cuda_models.random_checkpoint(MIDDLE._replace(layers=1), mix),
+        deterministic_ops,
+        read_model_config(made),
+    )
+    expected = logits_of_first_request(model, [((0,), (40,)), *(((0,), (1,)) for _ in range(12))])
     for others in (9, 13, 30, 61, 120, 250):
-        company = list(range(others + 1))
-        steps = [([*company[1:], 0], [1] * others + [25]), ((0,), (15,))]
-        steps += [(company[: len(company) - i % 4], [1] * (len(company) - i % 4)) for i in range(12)]
-        assert torch.equal(alone_and_in_company(model, steps), usual), others
+        batch_requests = list(range(others + 1))
+        steps = [([*batch_requests[1:], 0], [1] * others + [25]), ((0,), (15,))]
+        steps += [
+            (batch_requests[: len(batch_requests) - i % 4], [1] * (len(batch_requests) - i % 4)) for i in range(12)
+        ]
+        assert torch.equal(logits_of_first_request(model, steps), expected), others
 
 
-def test_steps_ahead_and_one_by_one_in_the_usual_mode() -> None:
-    """Requests that begin and end together: the same steps, so the same tokens; also more than graphs are made for."""
-    model = load_model(made := tiny.tiny(MIDDLE, "Q4_K_M"), cast(Any, ops), read_model_config(made))
+def test_async_and_sync_steps_give_same_tokens() -> None:
+    """Requests that begin and end together take the same steps, so the same tokens; also beyond graph sizes."""
+    model = load_model(made := cuda_models.random_checkpoint(MIDDLE, "Q4_K_M"), cast(Any, ops), read_model_config(made))
     config = EngineConfig(
         max_context=256, n_blocks=400, max_batch=300, max_step_tokens=4096, target_itl_ms=1e9, prefix_cache=False
     )

@@ -1,4 +1,4 @@
-"""Sampling on the device against its meaning: the same token for every mix of settings, on any kind of logits."""
+"""Sampling on the device against the reference sampler: the same token for every mix of settings and any logits."""
 
 from __future__ import annotations
 
@@ -9,48 +9,49 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from llm_worker_rbee.backends import reference_sampling as meaning
+from llm_worker_rbee.backends import reference_sampling
 from llm_worker_rbee.backends.cuda import device
 from llm_worker_rbee.backends.cuda import sampling as fast
 from llm_worker_rbee.backends.ops import SampleRow
 from llm_worker_rbee.errors import InferenceError
 from tests.backends.test_cpu_sampling import nasty, ordinary, penalties, settings
 
+DEVICE = device.open_device(0)
 Floats = NDArray[np.float32]
 GREEDY = SampleRow(temperature=0.0)
 
 
 def on_device(x: Floats) -> torch.Tensor:
-    return torch.from_numpy(x.copy()).to(device.current())
+    return torch.from_numpy(x.copy()).to(DEVICE)
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many rows of each call the kernels left to the meaning."""
+def undecided(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many rows of each call the kernels left undecided."""
     found: list[int] = []
-    ask = fast._ask
+    resolve = fast._resolve_with_reference
 
     def counted(logits: Any, rows: Any, tokens: Any) -> None:
         found.append(int((tokens < 0).sum()))
-        ask(logits, rows, tokens)
+        resolve(logits, rows, tokens)
 
-    monkeypatch.setattr(fast, "_ask", counted)
+    monkeypatch.setattr(fast, "_resolve_with_reference", counted)
     return found
 
 
 @pytest.mark.parametrize("make", [ordinary, nasty])
 @pytest.mark.parametrize("how", [settings, penalties])
-def test_every_mix_of_settings_gives_the_same_token(make: Any, how: Any) -> None:
+def test_sample_matches_reference(make: Any, how: Any) -> None:
     rng = np.random.default_rng(3)
     for size in (1, 15, 200, 1025):
         rows = [how(rng, size) for _ in range(5)]
         x = np.stack([make(rng, size) for _ in rows])
-        expected = [meaning.sample_row(line, row) for line, row in zip(x, rows, strict=True)]
+        expected = [reference_sampling.sample_row(line, row) for line, row in zip(x, rows, strict=True)]
         assert fast.sample(on_device(x), rows).tolist() == expected, size
 
 
-def test_the_kernels_seldom_ask(asked: list[int]) -> None:
-    """On ordinary logits the draws are the kernels' own: a test of the fall-back alone would prove nothing."""
+def test_sample_ordinary_logits_never_undecided(undecided: list[int]) -> None:
+    """On ordinary logits the kernels decide alone: a test of the fallback would prove nothing."""
     rng = np.random.default_rng(5)
     some: list[dict[str, Any]] = [
         {}, {"top_k": 40}, {"top_p": 0.9}, {"min_p": 0.05}, {"typical_p": 0.7}, {"top_k": 1}, {"top_p": 0.0},
@@ -60,21 +61,21 @@ def test_the_kernels_seldom_ask(asked: list[int]) -> None:
     rows = [SampleRow(**row, temperature=0.8, seed=i, position=2**33 + i) for i, row in enumerate(some)]
     rows[-1].output_ids = np.array([3, 3, 3, 7])
     x = np.stack([ordinary(rng, 5000) for _ in rows])
-    expected = [meaning.sample_row(line, row) for line, row in zip(x, rows, strict=True)]
+    expected = [reference_sampling.sample_row(line, row) for line, row in zip(x, rows, strict=True)]
     assert fast.sample(on_device(x), rows).tolist() == expected
-    assert sum(asked) == 0
+    assert sum(undecided) == 0
 
 
-def test_many_rows_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sample_in_slices_matches_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.default_rng(6)
     rows = [SampleRow(temperature=float(i % 2), seed=i, logit_bias=((i, 9.0),)) for i in range(7)]
     x = np.stack([ordinary(rng, 300) for _ in rows])
-    monkeypatch.setattr(fast, "SCRATCH", 2 * 16 * 300)
-    expected = [meaning.sample_row(line, row) for line, row in zip(x, rows, strict=True)]
+    monkeypatch.setattr(fast, "SCRATCH_BYTES", 2 * 16 * 300)
+    expected = [reference_sampling.sample_row(line, row) for line, row in zip(x, rows, strict=True)]
     assert fast.sample(on_device(x), rows).tolist() == expected
 
 
-def test_the_largest_with_the_lowest_id() -> None:
+def test_argmax_lowest_id_among_equals() -> None:
     x = np.random.default_rng(7).integers(0, 4, (5, 3000)).astype(np.float32)
     x[3, 1:] = -np.inf
     wide = on_device(np.concatenate([x, x], axis=1))
@@ -86,7 +87,7 @@ def test_the_largest_with_the_lowest_id() -> None:
 
 @pytest.mark.parametrize("row", [GREEDY, SampleRow(top_p=0.9), SampleRow(logit_bias=((1, 2.0),))])
 @pytest.mark.parametrize("wrong", [np.nan, np.inf])
-def test_a_row_without_numbers_is_refused_among_others(row: SampleRow, wrong: float) -> None:
+def test_sample_not_finite_row_raises(row: SampleRow, wrong: float) -> None:
     x = np.stack([ordinary(np.random.default_rng(9), 100) for _ in range(3)])
     x[1, 30] = wrong
     with pytest.raises(InferenceError, match="NaN or infinite"):
@@ -97,13 +98,13 @@ def test_a_row_without_numbers_is_refused_among_others(row: SampleRow, wrong: fl
 
 @pytest.mark.parametrize("k", [0, 1, 5, 40])
 @pytest.mark.parametrize("size", [3, 64, 4099])
-def test_log_probabilities(k: int, size: int) -> None:
+def test_logprobs_match_reference(k: int, size: int) -> None:
     rng = np.random.default_rng(11)
     x = np.stack([ordinary(rng, size), np.rint(ordinary(rng, size)), ordinary(rng, size)])
     x[2, 1:] = -np.inf
     chosen = rng.integers(0, size, 3)
     chosen[2] = 0
-    found, expected = fast.logprobs(on_device(x), chosen, k), meaning.logprobs(x, chosen, k)
+    found, expected = fast.logprobs(on_device(x), chosen, k), reference_sampling.logprobs(x, chosen, k)
     assert np.array_equal(found.top_ids, expected.top_ids)
     assert found.top.shape == expected.top.shape
     for ours, theirs in ((found.chosen, expected.chosen), (found.top, expected.top)):
@@ -113,12 +114,12 @@ def test_log_probabilities(k: int, size: int) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(device.interpreting(), reason="needs a GPU")
+@pytest.mark.skipif(device.is_interpreted(), reason="needs a GPU")
 @pytest.mark.parametrize("size", [32_000, 128_256])
-def test_real_vocabularies(size: int, asked: list[int]) -> None:
+def test_sample_real_vocabularies(size: int, undecided: list[int]) -> None:
     rng = np.random.default_rng(12)
     rows = [settings(rng, size) for _ in range(30)] + [penalties(rng, size) for _ in range(10)]
     x = np.stack([ordinary(rng, size) for _ in rows])
-    expected = [meaning.sample_row(line, row) for line, row in zip(x, rows, strict=True)]
+    expected = [reference_sampling.sample_row(line, row) for line, row in zip(x, rows, strict=True)]
     assert fast.sample(on_device(x), rows).tolist() == expected
-    assert sum(asked) < 15  # temperature 1e6 and top-p close to 1 are close calls
+    assert sum(undecided) < 15  # temperature 1e6 and top-p close to 1 are close calls

@@ -1,5 +1,7 @@
-"""The PTX that unpacks a word, run on the host by a small emulator: every kind gives the values of its planes. The
-interpreter takes the plain twin, and a machine without a GPU runs no PTX, so this is where its text is held."""
+"""The PTX that dequantizes a word, run by a small emulator: every kind gives the values of its planes.
+
+The interpreter takes the plain twin, and a machine without a GPU runs no PTX, so its text is checked here.
+"""
 
 from __future__ import annotations
 
@@ -17,16 +19,16 @@ pytest.importorskip("triton")
 from llm_worker_rbee.backends.cuda import gemm, packed_weight  # noqa: E402
 
 Words = NDArray[np.uint32]
-KINDS = tuple(gemm.SCALES)
+KINDS = tuple(gemm.SCALE_LAYOUT)
 
 
 def halves(words: Words) -> NDArray[np.float64]:
-    """The two float16 of each word."""
+    """Return the two float16 of each word."""
     return np.ascontiguousarray(words).view(np.float16).reshape(*words.shape, 2).astype(np.float64)
 
 
-def rounded(pairs: NDArray[np.float64]) -> Words:
-    """Two numbers, each rounded once, in a word."""
+def quantize_e4m3(pairs: NDArray[np.float64]) -> Words:
+    """Round two numbers, each once, and put them in a word."""
     return np.ascontiguousarray(pairs.astype(np.float16)).view(np.uint32)[..., 0]
 
 
@@ -49,14 +51,14 @@ def lop3(a: Words, b: Words, c: Words, table: Words) -> Words:
 OPS: dict[str, Callable[..., Words]] = {
     "shl.b32": lambda a, n: a << n, "shr.u32": lambda a, n: a >> n, "or.b32": lambda a, b: a | b,
     "prmt.b32": prmt, "lop3.b32": lop3, "mov.b32": lambda a: a, "mov.b16": lambda a: a,
-    "add.rn.f16x2": lambda a, b: rounded(halves(a) + halves(b)),
-    "mul.rn.f16x2": lambda a, b: rounded(halves(a) * halves(b)),
-    "fma.rn.f16x2": lambda a, b, c: rounded(halves(a) * halves(b) + halves(c)),
+    "add.rn.f16x2": lambda a, b: quantize_e4m3(halves(a) + halves(b)),
+    "mul.rn.f16x2": lambda a, b: quantize_e4m3(halves(a) * halves(b)),
+    "fma.rn.f16x2": lambda a, b, c: quantize_e4m3(halves(a) * halves(b) + halves(c)),
 }  # fmt: skip
 
 
 def run(text: str, given: dict[str, Words]) -> dict[str, Words]:
-    """All registers after the text; those of half words have their upper half empty."""
+    """Run PTX and return all registers; those of half words have an empty upper half."""
     registers = dict(given)
     shape = next(iter(given.values())).shape
 
@@ -81,22 +83,22 @@ def run(text: str, given: dict[str, Words]) -> dict[str, Words]:
 
 
 def as_words(plane: Any) -> Words:
-    """int32, int16 or float16 of a plane, as they come into a register."""
+    """Return int32, int16 or float16 of a plane as register contents."""
     array = np.ascontiguousarray(plane.numpy())
     return array.view(np.uint32 if array.itemsize == 4 else np.uint16).astype(np.uint32)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_text_of_a_kind_gives_its_values(kind: str) -> None:
+def test_word_ptx_matches_dequantized_values(kind: str) -> None:
     torch.manual_seed(6)
-    part = packed_weight.random_planes(kind, 32, 32 * 16, "cpu")
-    wanted = packed_weight.values(part).numpy().reshape(32, 16, 32)
+    part = packed_weight.random_part(kind, 32, 32 * 16, "cpu")
+    wanted = packed_weight.dequantize(part).numpy().reshape(32, 16, 32)
     for i in range(4):
         more = {"q8": lambda i=i: part.low[:, 4 + i], "q8d": lambda i=i: part.low[:, 4 + i],
                 "q6": lambda i=i: part.high[:, i], "q5": lambda i=i: part.high[:, i // 2],
                 "q5m": lambda i=i: part.high[:, i // 2], "q4mm": lambda: part.high[:, 0]}  # fmt: skip
         with_it = more.get(kind, lambda i=i: part.low[:, i])()
-        text = gemm.eight_ptx(kind, i % 2 if kind in ("q5", "q5m") else 0)
+        text = gemm.word_ptx(kind, i % 2 if kind in ("q5", "q5m") else 0)
         given = {"$8": as_words(part.low[:, i]), "$9": as_words(with_it), "$10": as_words(part.scales)}
         found = run(text, given)
         for odd, last, r in np.ndindex(2, 2, 2):

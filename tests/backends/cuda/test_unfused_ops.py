@@ -1,4 +1,4 @@
-"""Whole models op by op: the families that have what the fused decoder may not know, against the reference."""
+"""Whole models with unfused ops: families that the fused decoder does not take, against the reference."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BLOCK = 8
 
 
 def logits(path: Path, ops: Any, ids: list[int], parts: list[int], max_context: int | None) -> np.ndarray:
-    """After every token, read in parts of these sizes, over blocks that lie in reverse."""
+    """Return the logits of every token, prefilled in chunks of these sizes, over blocks in reverse order."""
     checkpoint = open_checkpoint(path)
     model = load_model(checkpoint, ops, read_model_config(checkpoint), max_context)
     n_blocks = -(-len(ids) // BLOCK)
@@ -49,7 +49,7 @@ def logits(path: Path, ops: Any, ids: list[int], parts: list[int], max_context: 
 
 
 @pytest.mark.parametrize("name", ["phi3-short", "gemma2"])
-def test_a_family_op_by_op(name: str, tmp_path: Path) -> None:
+def test_family_unfused_matches_reference(name: str, tmp_path: Path) -> None:
     variant = model_zoo.ZOO[name]
     path = model_zoo.save_hf(
         model_zoo.make_hf(replace(variant, settings={**variant.settings, "num_hidden_layers": 2})), tmp_path / "m"
@@ -60,8 +60,8 @@ def test_a_family_op_by_op(name: str, tmp_path: Path) -> None:
     assert np.abs(found - wanted).max() < 1e-5 * np.abs(wanted).max()
 
 
-def test_a_quantized_family_op_by_op(tmp_path: Path) -> None:
-    """A tied, packed table; 17 tokens on the tensor cores, then one as bytes."""
+def test_quantized_family_unfused_matches_reference(tmp_path: Path) -> None:
+    """A tied, packed table; 17 tokens on the tensor cores, then one as int8."""
     variant = model_zoo.ZOO["gemma2"]
     model = model_zoo.make_hf(replace(variant, settings={**variant.settings, "num_hidden_layers": 1}))
     path = model_zoo.save_quantized(variant, model, tmp_path / "m.gguf", "Q8_0")

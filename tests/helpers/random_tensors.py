@@ -1,4 +1,4 @@
-"""Random tensors of every type of a file, with scales of a sensible size, and the error of a result."""
+"""Random tensors of every quantization type, with scales of a sensible size; the relative error of a result."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ HALVES = {
     "TQ1_0": (52, 1), "TQ2_0": (64, 1),
 }  # fmt: skip
 NUMBERS: dict[str, Any] = {"F16": np.float16, "F32": np.float32, "F64": np.float64, "BF16": np.float32}
-EXACT = (  # types that are packed without a rounding
+EXACT = (  # types that are packed without rounding
     "F16", "BF16", "F32", "F64", "I8", "I16", "I32", "I64", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q8_1", "Q1_0",
     "Q2_0", "TQ1_0", "TQ2_0", "MXFP4", "NVFP4", "IQ4_NL",
 )  # fmt: skip
 
 
 def random_tensor(name: str, rows: int, columns: int, rng: np.random.Generator, size: float = 1.0) -> Tensor:
-    """Random codes; scales of 0.1 to 1 times `size`."""
+    """Make random codes with scales of 0.1 to 1 times `size`."""
     kind = BLOCK_TYPES[name]
     if name in NUMBERS:
         numbers = (rng.standard_normal((rows * columns, 1)) * size).astype(NUMBERS[name]).view(np.uint8)
@@ -53,7 +53,7 @@ def _flat(raw: NDArray[np.uint8]) -> NDArray[np.uint8]:
     return np.ascontiguousarray(raw).reshape(-1)
 
 
-def relative(found: Any, wanted: Any) -> float:
-    """The norm of the difference, of the norm."""
+def relative_error(found: Any, wanted: Any) -> float:
+    """Return the norm of the difference relative to the norm."""
     found, wanted = (np.asarray(x.cpu() if hasattr(x, "cpu") else x, np.float64) for x in (found, wanted))
     return float(np.linalg.norm(found - wanted) / np.linalg.norm(wanted))

@@ -1,4 +1,4 @@
-"""Tiny models for the decoder: the same random weights on this backend and on the reference, and steps for both."""
+"""Tiny models for the fused decoder: the same random weights on a backend and on the reference, and batches."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ QWEN = Shape(2, 96, 3, 1, 96, 96, 256, head_dim=32, tied=True, architecture="qwe
 P = 4
 
 
-def tiny(shape: Shape, mix: str) -> Checkpoint:
-    """Random weights; norms and biases are random too."""
+def random_checkpoint(shape: Shape, mix: str) -> Checkpoint:
+    """Make random weights; norms and biases are random too."""
     made = checkpoint(Spec("tiny", shape, mix, shape.layers), seed=7)
     random = np.random.default_rng(7)
     tensors = dict(made.tensors)
@@ -37,15 +37,15 @@ def tiny(shape: Shape, mix: str) -> Checkpoint:
     return replace(made, tensors=tensors)
 
 
-def both(made: Checkpoint, ops: Any) -> tuple[Transformer, Transformer]:
-    """(on this backend, on the reference)."""
+def load_both(made: Checkpoint, ops: Any) -> tuple[Transformer, Transformer]:
+    """Load a model on a backend and on the reference."""
     return tuple(load_model(made, o, read_model_config(made)) for o in (ops, ReferenceBackend()))  # type: ignore[return-value]
 
 
-def featured(
+def with_features(
     model: Transformer, window: int = 0, cap: float = 0.0, norms: bool = False, bias: bool = False
 ) -> Transformer:
-    """The same with what some families have: windows, capped scores, norms of q and k, biases; fused if it was."""
+    """Return the model with features of some families: windows, capped scores, head norms, biases; fused if it was."""
     random, c, ops = np.random.default_rng(9), model.config, model.ops
 
     def vector(size: int, low: float) -> Any:
@@ -63,7 +63,7 @@ def featured(
 
 
 class Requests:
-    """Requests with block tables of their own, in a shuffled cache; `step` makes the arrays of a step."""
+    """Requests with their block tables in a shuffled cache; `step` makes the batch of a step."""
 
     def __init__(self, model: Transformer, n: int, kv_type: str, blocks_each: int = 8, size: int = P) -> None:
         self.size = size
@@ -73,17 +73,17 @@ class Requests:
         self.done = np.zeros(n, np.int64)
 
     def step(
-        self, who: Sequence[int], counts: Sequence[int], ids: NDArray[np.int64], logits_of_all: bool = False
+        self, requests: Sequence[int], counts: Sequence[int], ids: NDArray[np.int64], logits_of_all: bool = False
     ) -> Batch:
-        """The next counts[i] tokens of request who[i]."""
-        starts, chosen = self.done[list(who)], np.array(counts)
+        """Schedule the next counts[i] tokens of requests[i]."""
+        starts, chosen = self.done[list(requests)], np.array(counts)
         stops = starts + chosen
         query_start = np.concatenate(([0], np.cumsum(chosen)))
-        owners = np.repeat(np.arange(len(who)), chosen)
+        owners = np.repeat(np.arange(len(requests)), chosen)
         positions = np.concatenate([np.arange(a, b) for a, b in zip(starts, stops, strict=True)])
         size = self.size
-        tables = self.tables[list(who)][:, : -(-int(stops.max()) // size)]
-        self.done[list(who)] = stops
+        tables = self.tables[list(requests)][:, : -(-int(stops.max()) // size)]
+        self.done[list(requests)] = stops
         return Batch(
             ids=ids, positions=positions, slot_mapping=tables[owners, positions // size] * size + positions % size,
             query_start=query_start, context_len=stops, block_table=tables,
@@ -91,6 +91,6 @@ class Requests:
         )  # fmt: skip
 
 
-def relative(got: Any, want: NDArray[np.float32]) -> float:
-    """Error of the logits as a part of their deviation."""
+def relative_error(got: Any, want: NDArray[np.float32]) -> float:
+    """Return the RMS error of logits relative to their deviation."""
     return float(np.sqrt(np.mean((np.asarray(got, np.float32) - want) ** 2)) / want.std())

@@ -1,4 +1,4 @@
-"""Every type of a file becomes planes, or numbers, that hold the same values: exactly, or with scales rounded once."""
+"""Every type becomes planes or dense values that hold the same values: exactly, or with scales rounded once."""
 
 from __future__ import annotations
 
@@ -9,20 +9,21 @@ import torch
 from llm_worker_rbee.backends.cuda import device, packed_weight, repack
 from llm_worker_rbee.weights import Tensor
 from llm_worker_rbee.weights.quants import BLOCK_TYPES
-from tests.backends.cuda.making import EXACT, random_tensor
+from tests.helpers.random_tensors import EXACT, random_tensor
 
-QUANTIZED = [name for name in BLOCK_TYPES if name in repack.RULES]
+DEVICE = device.open_device(0)
+QUANTIZED = [name for name in BLOCK_TYPES if name in repack.REPACK_RULES]
 
 
 def values(*tensors: Tensor) -> np.ndarray:
-    found = [packed_weight.values(part) for part in repack.prepare(tensors).parts]
+    found = [packed_weight.dequantize(part) for part in repack.pack_weight(tensors, DEVICE).parts]
     return torch.cat(found).cpu().numpy()
 
 
 @pytest.mark.parametrize("name", BLOCK_TYPES)
-def test_every_type_keeps_its_values(name: str, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In several slabs, of which the last is shorter; a product of a scale is off by at most half of 2**-10."""
-    monkeypatch.setattr(repack, "SLAB", 512 * 3)
+def test_pack_weight_keeps_values(name: str, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In several slabs, the last of them shorter; the product of a scale is off by at most 2**-11."""
+    monkeypatch.setattr(repack, "SLAB_CODES", 512 * 3)
     tensor = random_tensor(name, 7, 512, rng)
     wanted = tensor.dequantize()
     if name in EXACT:
@@ -36,20 +37,20 @@ def test_every_type_keeps_its_values(name: str, rng: np.random.Generator, monkey
 
 @pytest.mark.parametrize("name", ["Q4_0", "Q4_K", "Q6_K", "Q2_K", "IQ2_XS"])
 @pytest.mark.parametrize("size", [2.0**-14, 3000.0])
-def test_small_and_large_scales(name: str, size: float, rng: np.random.Generator) -> None:
+def test_pack_weight_extreme_scales(name: str, size: float, rng: np.random.Generator) -> None:
     tensor = random_tensor(name, 3, 256, rng, size)
     wanted = tensor.dequantize()
     assert np.abs(values(tensor) - wanted).max() <= 2**-10 * np.abs(wanted).max()
 
 
 @pytest.mark.parametrize("name", QUANTIZED)
-def test_one_block(name: str, rng: np.random.Generator) -> None:
-    """Axes of one have odd strides."""
+def test_pack_weight_single_block(name: str, rng: np.random.Generator) -> None:
+    """Axes of length one have odd strides."""
     tensor = random_tensor(name, 1, max(32, BLOCK_TYPES[name].block_size), rng)
     np.testing.assert_allclose(values(tensor), tensor.dequantize(), rtol=2**-10, atol=2**-10 * 64)
 
 
-def test_equal_weights_are_all_minimum() -> None:
+def test_pack_weight_constant_is_all_minimum() -> None:
     """Q4_1 of a constant: a scale of zero beside a minimum that must not overflow."""
     block = np.zeros(20, np.uint8)
     block[2:4] = np.array([3000.0], np.float16).view(np.uint8)
@@ -57,34 +58,34 @@ def test_equal_weights_are_all_minimum() -> None:
     np.testing.assert_array_equal(values(tensor), np.full((1, 32), 3000.0))
 
 
-def test_zeros(rng: np.random.Generator) -> None:
+def test_pack_weight_zeros(rng: np.random.Generator) -> None:
     tensor = random_tensor("Q6_K", 2, 256, rng)
     raw = tensor.rows.copy()
     raw[:, 208:] = 0
     np.testing.assert_array_equal(values(Tensor("w", tensor.kind, tensor.shape, raw.reshape(-1))), 0)
 
 
-def test_neighbours_of_one_kind_are_one_part(rng: np.random.Generator) -> None:
+def test_pack_weight_joins_neighbours_of_one_kind(rng: np.random.Generator) -> None:
     names = ["Q4_K", "Q4_1", "Q6_K", "F16", "F16", "BF16"]
     tensors = [random_tensor(name, rows, 256, rng) for rows, name in enumerate(names, 2)]
-    made = repack.prepare(tensors)
+    made = repack.pack_weight(tensors, DEVICE)
     assert [(part.kind, part.rows) for part in made.parts] == [
-        ("q4m", 5), ("q6", 4), ("numbers", 11), ("numbers", 7)
+        ("q4m", 5), ("q6", 4), ("dense", 11), ("dense", 7)
     ]  # fmt: skip
     assert (made.rows, made.columns) == (27, 256)
     wanted = np.concatenate([t.dequantize() for t in tensors])
     np.testing.assert_allclose(values(*tensors), wanted, atol=2**-11 * np.abs(wanted).max())
 
 
-def test_sizes_in_bits(rng: np.random.Generator) -> None:
+def test_pack_weight_bits_per_weight(rng: np.random.Generator) -> None:
     wanted = {"Q4_0": 4.5, "Q4_K": 5, "Q5_0": 5.5, "Q5_K": 6, "Q6_K": 7, "Q8_0": 8.5, "Q2_K": 6, "IQ2_S": 9, "F16": 16}
     for name, bits in wanted.items():
-        assert repack.prepare([random_tensor(name, 2, 256, rng)]).nbytes * 8 / 512 == bits
+        assert repack.pack_weight([random_tensor(name, 2, 256, rng)], DEVICE).nbytes * 8 / 512 == bits
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(device.interpreting(), reason="needs a GPU")
-def test_bytes_go_through_the_pinned_buffers(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(repack, "CHUNK", 1000)
+@pytest.mark.skipif(device.is_interpreted(), reason="needs a GPU")
+def test_upload_through_pinned_buffers(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(repack, "UPLOAD_CHUNK_BYTES", 1000)
     tensor = random_tensor("Q4_0", 64, 512, rng)
     np.testing.assert_array_equal(values(tensor), tensor.dequantize())

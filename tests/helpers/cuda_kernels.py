@@ -1,0 +1,243 @@
+"""Compile kernels for a Hopper GPU without one: `python -m tests.helpers.cuda_kernels NAME...` prints facts as JSON.
+
+It runs in a child process, because the tests' process runs kernels under the interpreter.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from llm_worker_rbee.backends.cuda import attention_prefill, elementwise, fp8, gemm, gemv, sampling_kernels
+from llm_worker_rbee.backends.cuda.attention_decode import decode_attention, decode_attention_gqa
+
+F, H, B16, F8, I4, I2, I8, D = "*fp32", "*fp16", "*bf16", "*fp8e4nv", "*i32", "*i16", "*i8", "*fp64"
+PARAMETERS_BY_TYPE = {
+    F: "x_scales x_sums squares out residual norm_weight out_scales out_sums out_squares factors qkv cos sin partial "
+    "stats logits parts k v weight total q_norm k_norm bias",
+    I4: "x_codes low high block_tables positions counters ids slot_mapping query_start context_len tile_request "
+    "tile_first ints chosen top_ids",
+    H: "scales x",
+    B16: "w k_cache v_cache q_out q",
+    "fp32": "eps unit scale",
+}
+TYPES = {name: kind for kind, names in PARAMETERS_BY_TYPE.items() for name in names.split()}
+Case = tuple[Any, dict[str, str], dict[str, Any], dict[str, Any]]  # kernel, types that differ, options, constants
+
+
+def product_cases() -> dict[str, Case]:
+    base = {"NORM_PARTS": 128, "NORM_SIZE": 128, "PDL": True, "INT8": True}
+    cases: dict[str, Case] = {}
+    pairs = ("q4m", "q5m", "q6", "q8d", "q4mm")
+    for kind in ("q4", "q4m", "q5", "q5m", "q6", "q8", "q8d", "q4mm"):
+        scales = {"scales": I4 if kind in pairs else H, "high": I2 if kind in ("q5", "q5m", "q6") else I4}
+        one = {"blocks": 128, "B": 1, "KIND": kind, "ROWS": 8, "WARPS": 8, "PREFETCH": 1, "EPILOGUE": 0, **base}
+        cases[f"gemv {kind}"] = (gemv.gemv_packed, scales, {"num_warps": 8}, one)
+        many = {"blocks": 128, "KIND": kind, "BN": 128, "BM": 64}
+        stages = 2 if kind in ("q5", "q5m") else 3
+        cases[f"gemm {kind}"] = (gemm.gemm_packed, scales, {"num_warps": 8, "num_stages": stages}, many)
+        whole = {"KIND": kind, "ROWS": 8, "TILE_BLOCKS": 16}
+        cases[f"dequantize {kind}"] = (gemm.dequantize, {"out": B16, **scales}, {}, whole)
+        cases[f"embed {kind}"] = (
+            elementwise.embed_rows, {"out": I8, **scales}, {"num_warps": 1},
+            {"width": 4096, "KIND": kind, "INT8": True, "PDL": True},
+        )  # fmt: skip
+    residual = {"blocks": 128, "B": 1, "KIND": "q4m", "ROWS": 32, "WARPS": 8, "PREFETCH": 4, "EPILOGUE": 1, **base}
+    gates = {"blocks": 18, "B": 1, "KIND": "q8", "ROWS": 64, "WARPS": 4, "PREFETCH": 2, "EPILOGUE": 2, **base}
+    four = {
+        "blocks": 128,
+        "B": 4,
+        "KIND": "q5m",
+        "ROWS": 8,
+        "WARPS": 4,
+        "PREFETCH": 2,
+        "EPILOGUE": 0,
+        **base,
+        "NORM_PARTS": 0,
+    }
+    plain = {"columns": 4096, "B": 1, "ROWS": 16, "WARPS": 4, "TILE_K": 256, "PREFETCH": 4, "EPILOGUE": 0,
+             "NORM_PARTS": 128, "NORM_SIZE": 128, "PDL": True}  # fmt: skip
+    cases["gemv residual"] = (gemv.gemv_packed, {"out": I8, "scales": I4}, {"num_warps": 8}, residual)
+    cases["gemv gated"] = (gemv.gemv_packed, {"out": I8}, {"num_warps": 4, "maxnreg": 168}, gates)
+    cases["gemv 4 tokens"] = (gemv.gemv_packed, {"scales": I4}, {"num_warps": 4}, four)
+    cases["gemv dense"] = (gemv.gemv_dense, {"x": B16}, {"num_warps": 4}, plain)
+    eight = {"x": B16, "w": F8, "scales": F}
+    for name, tokens, epilogue in (("qkv", 1, 0), ("gate_up", 1, 2), ("down", 4, 1)):
+        tile = dict(zip(("ROWS", "WARPS", "TILE_K", "PREFETCH"), fp8.GEMV_TILES[tokens][name], strict=True))
+        how = {**plain, **tile, "B": tokens, "EPILOGUE": epilogue}
+        types = {**eight, "out": B16 if epilogue else F}
+        cases[f"gemv e4m3 {name}"] = (gemv.gemv_dense, types, {"num_warps": tile["WARPS"]}, how)
+    cases["quantize_rows_e4m3"] = (gemv.quantize_rows_e4m3, {"x": B16, "out": F8, "scales": F}, {}, {"SIZE": 4096})
+    return cases
+
+
+def other_cases() -> dict[str, Case]:
+    heads = {"HEADS": 32, "KV_HEADS": 8, "P": 16}
+    shape = {"P": 16, "HALF": 64, "SPLITS": 16, "MIN_TILES": 1, "PARTS": 1}
+    plain = {"WINDOW": 0, "CAP": 0.0, "INT8": True, "PDL": True}
+    decode = {**shape, "HEADS": 32, "KV_HEADS": 32, "RUN_KEYS": 8, "RUNS": 2, "STAGES": 0}
+    grouped = {**shape, **heads, "GROUP_PAD": 4, "DOT_TYPE": tl.bfloat16}
+    read = {**heads, "DIM": 128, "TILE_QUERIES": 64, "TILE_KEYS": 64, "WINDOW": 0, "CAP": 0.0}
+    caches8 = {"k_cache": F8, "v_cache": F8}
+    none = {"bias": None, "q_norm": None, "k_norm": None}
+    return {
+        "decode": (
+            decode_attention, {"out": I8, "table_width": I4}, {"num_warps": 1},
+            {**decode, **none, **plain},
+        ),
+        "decode staged": (
+            decode_attention, {"out": B16, "table_width": I4}, {"num_warps": 1},
+            {**decode, **none, **plain, "INT8": False, "STAGES": 3},
+        ),
+        "decode float8 all": (
+            decode_attention, {"out": B16, "table_width": I4, **caches8}, {"num_warps": 1},
+            {**decode, "RUNS": 4, "RUN_KEYS": 4, "WINDOW": 4096, "CAP": 50.0, "INT8": False, "PDL": False},
+        ),
+        "decode gqa": (
+            decode_attention_gqa, {"out": I8, "table_width": I4}, {"num_warps": 4},
+            {**grouped, **none, **plain, "TILE": 64, "STAGES": 3},
+        ),
+        "decode gqa float8 all": (
+            decode_attention_gqa, {"out": B16, "table_width": I4, **caches8}, {"num_warps": 1},
+            {**grouped, "TILE": 16, "STAGES": 0, "WINDOW": 4096, "CAP": 50.0, "INT8": False, "PDL": False},
+        ),
+        "prefill": (
+            attention_prefill.prefill_attention, {"out": B16, "width": I4}, {"num_warps": 4, "num_stages": 2}, read,
+        ),
+        "prefill dim 96 float8 window cap": (
+            attention_prefill.prefill_attention, caches8, {"num_warps": 4, "num_stages": 2},
+            {**read, "DIM": 96, "DIM_PADDED": 128, "WINDOW": 512, "CAP": 50.0},
+        ),
+        "prefill dim 256": (
+            attention_prefill.prefill_attention, {}, {"num_warps": 4, "num_stages": 2},
+            {**read, "DIM": 256, "DIM_PADDED": 256},
+        ),
+        "rope_store_qkv": (
+            attention_prefill.rope_store_qkv, {}, {"num_warps": 4}, {**heads, "HALF": 64, "HEADS_PER_PROGRAM": 8},
+        ),
+        "rope_store_qkv all": (
+            attention_prefill.rope_store_qkv, {"bias": F, "q_norm": F, "k_norm": F}, {"num_warps": 1},
+            {**heads, "HALF": 64, "PARTS": 2},
+        ),
+        "rope_store_rows": (
+            elementwise.rope_store_rows, {"q": F}, {"num_warps": 1},
+            {**heads, "DIM": 96, "SIZE": 128, "HALF": 24, "MAX_VALUE": 0.0},
+        ),
+        "rope_store_rows float8": (
+            elementwise.rope_store_rows, {"q": F, **caches8}, {"num_warps": 1},
+            {**heads, "DIM": 128, "SIZE": 128, "HALF": 64, "MAX_VALUE": 448.0},
+        ),
+        "rms_norm_rows": (
+            elementwise.rms_norm_rows, {"x": F}, {"num_warps": 8}, {"width": 576, "SIZE": 1024, "ADD": True},
+        ),
+        "gated_rows": (elementwise.gated_rows, {"x": F}, {}, {"SIZE": 1024, "GELU": True}),
+        "quantize_int8": (
+            elementwise.quantize_int8, {"x": F, "out": I8}, {"num_warps": 2}, {"TILE_BLOCKS": 8, "TWO_TERM": True},
+        ),
+        "gemm dense": (
+            gemm.gemm_dense, {"x": B16}, {"num_warps": 8, "num_stages": 3},
+            {"BN": 128, "BM": 64, "BK": 64, "SCALED": False},
+        ),
+        "gemm dense e4m3": (
+            gemm.gemm_dense, {"x": B16, "w": F8, "scales": F}, {"num_warps": 8, "num_stages": 3},
+            {"BN": 128, "BM": 64, "BK": 64, "SCALED": True},
+        ),
+        "interleave_activations": (gemm.interleave_activations, {"out": H}, {}, {"TILE_BLOCKS": 16, "TOKENS": 8}),
+        "embed dense": (
+            elementwise.embed_rows, {"low": B16, "out": B16}, {"num_warps": 1},
+            {"width": 576, "KIND": "dense", "INT8": False, "PDL": True},
+        ),
+        "add_rms_norm_rows": (
+            elementwise.add_rms_norm_rows, {"out": H}, {"num_warps": 8},
+            {"width": 4096, "SIZE": 128, "SPLITS": 4, "INTERLEAVED": True},
+        ),
+        "add_rms_norm_rows e4m3": (
+            elementwise.add_rms_norm_rows, {"out": F8, "parts": B16}, {"num_warps": 8},
+            {"width": 4096, "SIZE": 128, "SPLITS": 1, "INTERLEAVED": False},
+        ),
+        "swiglu_rows": (
+            elementwise.swiglu_rows, {"out": H}, {"num_warps": 16},
+            {"width": 11008, "SIZE": 512, "SPLITS": 2, "INTERLEAVED": True},
+        ),
+        "argmax_rows": (sampling_kernels.argmax_rows, {"out": I4}, {"num_warps": 16}, {"BLOCK": 4096}),
+        "logprob_rows": (sampling_kernels.logprob_rows, {"k": "i32"}, {"num_warps": 16}, {"BLOCK": 4096}),
+        "sample_rows": (
+            sampling_kernels.sample_rows, {"floats": D, "biases": D, "scratch": D, "candidate_scratch": D, "out": I4},
+            {"num_warps": 32},
+            {"BLOCK": 4096, "LIST_TILE": 256},
+        ),
+    }  # fmt: skip
+
+
+CASES = {**product_cases(), **other_cases()}
+
+
+def compile_case(
+    kernel: Any, types: dict[str, Any], options: dict[str, Any], constants: dict[str, Any], capability: int = 90
+) -> Any:
+    """Compile a kernel with every pointer and integer a multiple of 16, as those of a model are."""
+    signature, values, attributes = {}, {}, {}
+    constants = {**constants, **{name: None for name, kind in types.items() if kind is None}}
+    for i, parameter in enumerate(kernel.params):
+        name = parameter.name
+        if name in constants or parameter.is_constexpr or (parameter.default is None and name not in types):
+            signature[name] = "constexpr"
+            values[(i,)] = constants.get(name, parameter.default)
+            continue
+        signature[name] = types.get(name) or TYPES.get(name, "i32")
+        if not signature[name].startswith("fp"):
+            attributes[(i,)] = [["tt.divisibility", 16]]
+    source = ASTSource(kernel, signature, values, attributes)
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+def shared_memory_of_small_tiles() -> dict[str, int]:
+    """Return the shared memory of the tiles for GPUs with less of it, by kernel, for compute capability 8.9."""
+    from llm_worker_rbee.backends.cuda.linear import SMALL_SHARED_TILE
+
+    found = {}
+    for kind in ("q4", "q5m", "q6", "q8d", "q4mm"):
+        kernel, types, _, constants = CASES[f"gemm {kind}"]
+        constants = {**constants, "BN": SMALL_SHARED_TILE.rows, "BM": SMALL_SHARED_TILE.tokens}
+        options = {"num_warps": SMALL_SHARED_TILE.warps, "num_stages": SMALL_SHARED_TILE.stages}
+        found[f"gemm {kind}"] = compile_case(kernel, types, options, constants, 89).metadata.shared
+    kernel, types, _, constants = CASES["prefill"]
+    for dim, keys, kind in ((128, 64, B16), (256, 32, B16), (128, 32, F), (256, 16, F)):
+        given = {**types, **dict.fromkeys(("q", "k_cache", "v_cache"), kind)}
+        sizes = {**constants, "DIM": dim, "DIM_PADDED": dim, "TILE_KEYS": keys}
+        options = {"num_warps": 4, "num_stages": 2 if keys == 64 else 1}
+        found[f"prefill {dim} {kind}"] = compile_case(kernel, given, options, sizes, 89).metadata.shared
+    return found
+
+
+def main(names: list[str]) -> None:
+    """Print which instructions the PTX of each kernel has, or the shared memory of small tiles."""
+    if names == ["small tiles"]:
+        print(json.dumps(shared_memory_of_small_tiles()))
+        return
+    words = (
+        "dp4a",
+        ".v4.b32",
+        "wgmma.mma_async",
+        "mma.sync",
+        "st.shared",
+        "cp.async.cg",
+        "griddepcontrol.wait",
+        "f16x2.e4m3x2",
+        "e4m3x2.f32",
+    )
+    found = {}
+    for name in names:
+        ptx = compile_case(*CASES[name]).asm["ptx"]
+        found[name] = [word for word in words if word in ptx] + [f"{ptx.count('st.shared')} st.shared"]
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:] or list(CASES))

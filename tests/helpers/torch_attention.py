@@ -1,0 +1,66 @@
+"""RoPE with the cache write, and paged attention, in plain torch: the twin of the CUDA kernels.
+
+The cache is (blocks, kv_heads, P, dim). Scores are float32; the queries of a long prompt are taken some at a time.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from llm_worker_rbee.backends.cuda.device import upload
+from llm_worker_rbee.backends.cuda.unfused_ops import rope_store_torch
+from llm_worker_rbee.backends.ops import AttentionParams, Batch, Ints, KVLayer, RopeTable
+
+MAX_SCORES = 1 << 26  # held at a time
+
+
+def rope_store(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: Ints, table: RopeTable, kv: KVLayer, slots: Ints
+) -> torch.Tensor:
+    """Rotate q and k, write k and v into the cache, and return q."""
+    inv_freq = torch.tensor(table.inv_freq, device=q.device)
+    angle = upload(positions, q.device, torch.float32)[:, None] * inv_freq
+    cos, sin = (table.scale * f(angle) for f in (torch.cos, torch.sin))
+    return rope_store_torch(q, k, v, cos, sin, kv, slots)
+
+
+def gather(cache: torch.Tensor, blocks: torch.Tensor, length: int) -> torch.Tensor:
+    """Return the first `length` cached vectors of a request, (kv_heads, length, dim) float32."""
+    used = blocks[: -(-length // cache.shape[2])]
+    narrow = cache.dtype == torch.float8_e4m3fn
+    found = cache.view(torch.uint8)[used].view(cache.dtype) if narrow else cache[used]
+    return found.transpose(0, 1).flatten(1, 2)[:, :length].float()
+
+
+def attention(q: torch.Tensor, kv: KVLayer, batch: Batch, params: AttentionParams) -> torch.Tensor:
+    """Attend each query to its own request's keys: (T, heads, dim) -> (T, heads * dim)."""
+    tokens, heads, dim = q.shape
+    out = q.new_empty(tokens, heads * dim, dtype=torch.float32)
+    tables = upload(batch.block_table, q.device, torch.int64)
+    positions = upload(batch.positions, q.device, torch.int64)
+    for r, length in enumerate(batch.context_len.tolist()):
+        keys, values = (gather(cache, tables[r], length) for cache in (kv.k, kv.v))
+        start, end = int(batch.query_start[r]), int(batch.query_start[r + 1])
+        step = max(1, MAX_SCORES // (heads * length))
+        for first in range(start, end, step):
+            some = slice(first, min(first + step, end))
+            out[some] = _attend(q[some].float(), keys, values, positions[some], params)
+    return out
+
+
+def _attend(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, positions: torch.Tensor, params: AttentionParams
+) -> torch.Tensor:
+    """Attend some queries of one request: (T, heads, dim) -> (T, heads * dim)."""
+    tokens, heads, dim = q.shape
+    grouped = q.transpose(0, 1).reshape(len(keys), -1, dim)  # query heads of a KV head stand together
+    scores = (grouped @ keys.transpose(1, 2)).view(heads, tokens, -1) * params.scale
+    if params.soft_cap:
+        scores = params.soft_cap * torch.tanh(scores / params.soft_cap)
+    distance = positions[:, None] - torch.arange(keys.shape[1], device=q.device)
+    hidden = distance < 0
+    if params.window:
+        hidden |= distance >= params.window
+    weights = torch.softmax(scores.masked_fill(hidden, -torch.inf), -1)
+    mixed = weights.view(len(keys), -1, keys.shape[1]) @ values
+    return mixed.view(heads, tokens, dim).transpose(0, 1).reshape(tokens, -1)
