@@ -1,5 +1,6 @@
-"""Whether there is an NVIDIA GPU to compute on, and what a model takes on it. The driver's files are looked at first:
-PyTorch, which takes seconds to import, is imported only where a GPU is seen or asked for (`cuda/`).
+"""What can be known of a GPU without PyTorch: driver files, missing packages, the size of packed weights.
+
+PyTorch takes seconds to import, so cuda/ is imported only where a driver is found or a GPU is requested.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ from ..config import DEVICE_SPARE_BYTES
 from ..errors import InvalidRequestError, human_bytes
 from ..weights import Checkpoint
 
-SIGNS = ("/dev/nvidia0", "/dev/nvidiactl", "/proc/driver/nvidia/version", "/usr/lib/wsl/lib/libcuda.so.1")
-PACKAGES = ("torch", "triton")
-INSTALL = "pip install 'llm-worker-rbee[cuda]'"
-# Bits of a weight as cuda/matrix.py keeps it, with its scales; every other type becomes float32.
-BITS = {
+DRIVER_FILES = ("/dev/nvidia0", "/dev/nvidiactl", "/proc/driver/nvidia/version", "/usr/lib/wsl/lib/libcuda.so.1")
+REQUIRED_PACKAGES = ("torch", "triton")
+INSTALL_COMMAND = "pip install 'llm-worker-rbee[cuda]'"
+# Bits per weight as cuda/repack.py packs it, with scales; every other type becomes float32.
+PACKED_BITS = {
     name: bits
     for bits, names in {
         4.5: "Q4_0 Q1_0 Q2_0 TQ1_0 TQ2_0",
@@ -35,15 +36,15 @@ BITS = {
 }
 
 
-def is_seen() -> bool:
-    """Whether a driver's files are here, and the environment does not hide its GPUs."""
+def has_driver() -> bool:
+    """Return whether files of the NVIDIA driver exist and the environment does not hide its GPUs."""
     if os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1"):
         return False
-    return any(Path(sign).exists() for sign in SIGNS)
+    return any(Path(name).exists() for name in DRIVER_FILES)
 
 
-def index_of(device: str) -> int | None:
-    """`cuda` -> none in particular, `cuda:1` -> 1."""
+def parse_gpu_index(device: str) -> int | None:
+    """Return the number of `cuda:N`; None for `cuda`."""
     _, colon, number = device.partition(":")
     if colon and not (number.isascii() and number.isdigit() and len(number) <= 4):
         raise InvalidRequestError(f"unknown device {device!r}: a GPU is cuda, or cuda:N with its number", "device")
@@ -51,27 +52,27 @@ def index_of(device: str) -> int | None:
 
 
 def missing_packages() -> list[str]:
-    """Those of PyTorch and Triton that are not installed."""
-    return [name for name in PACKAGES if importlib.util.find_spec(name) is None]
+    """Return those of PyTorch and Triton that are not installed."""
+    return [name for name in REQUIRED_PACKAGES if importlib.util.find_spec(name) is None]
 
 
 def packed_bytes(checkpoint: Checkpoint, kinds: Mapping[str, str] | None = None) -> int:
-    """What the weights of a file take on a GPU; those that have another type in `kinds`, in that."""
+    """Return the bytes of a checkpoint's weights on a GPU; `kinds` overrides quantization types by name."""
     bits = 0.0
     for name, tensor in checkpoint.tensors.items():
         kind = (kinds or {}).get(name) or tensor.pack_as or tensor.kind.name
-        each = BITS.get(kind, 32.0) if len(tensor.shape) > 1 else 32.0
+        each = PACKED_BITS.get(kind, 32.0) if len(tensor.shape) > 1 else 32.0
         bits += each * math.prod(tensor.shape)
     return int(bits / 8)
 
 
-def unused() -> str | None:
-    """What to say where there is a GPU, and nothing to compute on it with."""
+def missing_packages_note() -> str | None:
+    """Return a note if the packages to use a GPU are missing."""
     missing = missing_packages()
-    return f"there is an NVIDIA GPU; to compute on it: {INSTALL}" if missing else None
+    return f"there is an NVIDIA GPU; to compute on it: {INSTALL_COMMAND}" if missing else None
 
 
-def shortage(free: int, needed: int) -> str | None:
+def shortage_note(free: int, needed: int) -> str | None:
     """Return a note if weights of `needed` bytes do not fit into `free` bytes beside what everything else takes."""
     if free >= needed + DEVICE_SPARE_BYTES:
         return None

@@ -37,8 +37,8 @@ def select_backend(
         if threads is not None:
             raise InvalidRequestError("threads sets the threads of CPU kernels: a GPU has its own", "threads")
         wanted = f"device {device!r}" if is_cuda else "backend 'cuda'"
-        return load_cuda_backend(cuda_probe.index_of(device), wanted, deterministic=deterministic)
-    if is_automatic(device, backend, threads) and cuda_probe.is_seen() and not cuda_probe.missing_packages():
+        return load_cuda_backend(cuda_probe.parse_gpu_index(device), wanted, deterministic=deterministic)
+    if is_automatic(device, backend, threads) and cuda_probe.has_driver() and not cuda_probe.missing_packages():
         try:
             return load_cuda_backend(None, deterministic=deterministic)
         except MissingDependencyError:  # no usable GPU: `doctor` reports why
@@ -54,8 +54,8 @@ def is_automatic(device: str, backend: str, threads: int | None = None) -> bool:
 def fallback_to_cpu(backend: Backend, needed: int) -> tuple[Backend, str | None]:
     """Return the backend that `auto` chose, or the CPU's if `needed` bytes do not fit on the GPU; and a note on it."""
     if not backend.has_device_memory:
-        return backend, cuda_probe.unused() if cuda_probe.is_seen() else None
-    shortage = cuda_probe.shortage(backend.free_memory() or 0, needed)
+        return backend, cuda_probe.missing_packages_note() if cuda_probe.has_driver() else None
+    shortage = cuda_probe.shortage_note(backend.free_memory() or 0, needed)
     return (backend, None) if shortage is None else (_cpu_backend("auto", None), shortage)
 
 
@@ -63,7 +63,7 @@ def load_cuda_backend(index: int | None, wanted: str = "device 'cuda'", *, deter
     """Return the CUDA backend on GPU `index`, by default the one with most free memory."""
     missing = cuda_probe.missing_packages()
     if missing:
-        raise MissingDependencyError(f"{wanted} needs {' and '.join(missing)}: {cuda_probe.INSTALL}")
+        raise MissingDependencyError(f"{wanted} needs {' and '.join(missing)}: {cuda_probe.INSTALL_COMMAND}")
     module: Any = importlib.import_module(f"{__package__}.cuda")
     backend: Backend = module.CudaBackend(index, deterministic=deterministic)
     return backend

@@ -145,7 +145,8 @@ def _check_gpu() -> Check:
     gpus = machine.gpus()
     if gpus:
         missing = cuda_probe.missing_packages()
-        remedy = f"{' and '.join(missing)} missing, so the CPU computes: {cuda_probe.INSTALL}" if missing else None
+        command = cuda_probe.INSTALL_COMMAND
+        remedy = f"{' and '.join(missing)} missing, so the CPU computes: {command}" if missing else None
         return Check("GPU", "warn" if missing else "ok", "; ".join(gpus), remedy)
     if Path("/proc/driver/nvidia/version").exists():
         return Check("GPU", "warn", "an NVIDIA driver, but nvidia-smi lists no GPU", "check the driver's installation")
@@ -154,7 +155,7 @@ def _check_gpu() -> Check:
 
 def _check_gpu_kernels() -> Iterator[Check]:
     """Check that PyTorch reaches the GPU, only where there is one, since importing it takes seconds."""
-    if not cuda_probe.is_seen() or cuda_probe.missing_packages():
+    if not cuda_probe.has_driver() or cuda_probe.missing_packages():
         return
     try:
         ops = load_cuda_backend(None)

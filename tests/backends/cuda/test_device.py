@@ -71,7 +71,7 @@ def test_select_backend_under_interpreter_is_cuda() -> None:
 @pytest.mark.parametrize("name", BLOCK_TYPES)
 def test_bits_table_matches_packed_size(name: str) -> None:
     packed = repack.pack_weight([random_tensor(name, 8, 512, np.random.default_rng(0))], DEVICE)
-    assert packed.nbytes * 8 == pytest.approx(cuda_probe.BITS.get(name, 32.0) * 8 * 512, rel=1e-3)
+    assert packed.nbytes * 8 == pytest.approx(cuda_probe.PACKED_BITS.get(name, 32.0) * 8 * 512, rel=1e-3)
 
 
 def test_auto_falls_back_to_cpu_if_kv_cache_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
