@@ -77,6 +77,6 @@ def shortage_note(free: int, needed: int) -> str | None:
     if free >= needed + DEVICE_SPARE_BYTES:
         return None
     return (
-        f"the GPU has {human_bytes(free)} of memory free, and the model takes {human_bytes(needed + DEVICE_SPARE)}: "
+        f"the GPU has {human_bytes(free)} of memory free, and the model takes {human_bytes(needed + DEVICE_SPARE_BYTES)}: "
         "computing on the CPU"
     )
