@@ -19,8 +19,7 @@ from llm_worker_rbee.bench.report.result_names import Axis, by_category, by_leng
 from llm_worker_rbee.bench.report.sections import make_table
 from llm_worker_rbee.bench.results import Result, Run
 from tests.helpers.bench_runs import dated, micro, on_another_machine, run_of, times
-
-from ..browser import Page, chromium
+from tests.helpers.browser import Page, chromium
 
 pytestmark = pytest.mark.xdist_group("browser")
 pytest.importorskip("matplotlib", reason="matplotlib (the extra `bench`) is not installed")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
 import os
 import pty
@@ -9,6 +10,7 @@ import select
 import signal
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,6 +23,7 @@ from llm_worker_rbee.cli import run_command_line
 from llm_worker_rbee.tokenizer.vocabulary import CHAR_TO_BYTE
 from llm_worker_rbee.weights.gguf_writer import Typed, write_gguf
 from tests.conftest import with_kernels
+from tests.helpers.process import restore_signals
 
 ROOT = Path(__file__).parents[2]
 SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -200,9 +203,7 @@ class Terminal:
 
 def _take_terminal() -> None:
     """Make standard input the controlling terminal, so that Ctrl-C typed into it is a signal."""
-    import fcntl
-    import termios
-
+    restore_signals()
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
 

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.process import spawn as spawn_process
+
 from .conftest import Run, environment
 
 SHORT = ("--pp", "8", "--tg", "3", "-r", "2")
@@ -114,7 +116,7 @@ def test_a_baseline_of_its_own(cli: Run, tiny: Path, tmp_path: Path) -> None:
 def test_ctrl_c_keeps_what_was_measured(tiny: Path, tmp_path: Path) -> None:
     saved = tmp_path / "run.json"
     command = [sys.executable, "-m", "llm_worker_rbee", "bench", "e2e", str(tiny), "--pp", "4", "--tg", "3"]
-    process = subprocess.Popen(
+    process = spawn_process(
         [*command, "-r", "600", "--save", str(saved)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

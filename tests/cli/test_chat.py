@@ -22,7 +22,7 @@ def llm(tiny: Path) -> LLM:
     return LLM(tiny)
 
 
-def test_a_pipe_is_a_turn_a_line(cli: Run, tiny: Path, llm: LLM) -> None:
+def test_chat_in_pipe_answers_each_line(cli: Run, tiny: Path, llm: LLM) -> None:
     done = cli("chat", "-m", tiny, "-t", "0", "-n", "4", "-q", stdin=b"one\n\ntwo\n")
     assert done.returncode == 0
     first = llm.chat([{"role": "user", "content": "one"}], PARAMS).text
@@ -31,7 +31,7 @@ def test_a_pipe_is_a_turn_a_line(cli: Run, tiny: Path, llm: LLM) -> None:
     assert done.stdout.decode() == f"{first}\n{second}\n"
 
 
-def test_commands(cli: Run, tiny: Path, tmp_path: Path, llm: LLM) -> None:
+def test_chat_commands(cli: Run, tiny: Path, tmp_path: Path, llm: LLM) -> None:
     saved, page = tmp_path / "talk.json", tmp_path / "talk.md"
     lines = [
         "forgotten",
@@ -65,14 +65,14 @@ def test_commands(cli: Run, tiny: Path, tmp_path: Path, llm: LLM) -> None:
     assert "(cut after 4 tokens: --max-tokens allows more)" in told
 
 
-def test_a_model_without_a_template_is_refused_at_the_start(cli: Run, tmp_path: Path) -> None:
+def test_model_without_chat_template_is_rejected(cli: Run, tmp_path: Path) -> None:
     bare = write_model(tmp_path / "bare.gguf", {"tokenizer.chat_template": None})
     done = cli("chat", "-m", bare, stdin=b"hello\n")
     assert (done.returncode, done.stdout) == (1, b"")
     assert b"no chat template" in done.stderr
 
 
-def test_a_full_context_says_what_to_do(cli: Run, tiny: Path, llm: LLM) -> None:
+def test_full_context_names_reset(cli: Run, tiny: Path, llm: LLM) -> None:
     done = cli("chat", "-m", tiny, "-n", "4", stdin=b"x" * 300)
     assert (done.returncode, done.stdout) == (1, b"")
     (line,) = done.stderr.decode().splitlines()
@@ -85,13 +85,13 @@ def test_a_full_context_says_what_to_do(cli: Run, tiny: Path, llm: LLM) -> None:
     assert "(the context is full: /reset starts over)" in cut.stderr.decode()
 
 
-def test_drafts_of_each_answer_are_told(cli: Run, tiny: Path) -> None:
+def test_chat_prints_draft_stats_of_each_answer(cli: Run, tiny: Path) -> None:
     ask = ("chat", "-m", tiny, "-t", "0", "-n", "4", "--ignore-eos", "--draft-model", tiny, "--draft-tokens", "2")
     told = re.findall(r" · drafts (.*) · length", cli(*ask, stdin=b"one\ntwo\n").stderr.decode())
     assert told == ["100% accepted (2 of 2), 2.00 tokens a step"] * 2
 
 
-def test_a_message_that_cannot_be_answered_is_not_kept(llm: LLM) -> None:
+def test_failed_message_is_not_kept(llm: LLM) -> None:
     conversation = Conversation(llm, PARAMS, None, quiet=True)
     assert conversation.handle_line("hi")
     before = list(conversation.messages)
@@ -101,9 +101,7 @@ def test_a_message_that_cannot_be_answered_is_not_kept(llm: LLM) -> None:
     assert not conversation.handle_line("/exit")
 
 
-def test_a_conversation_on_a_terminal(
-    terminal: Callable[..., Terminal], endless: Path, llm: LLM, tmp_path: Path
-) -> None:
+def test_chat_on_terminal(terminal: Callable[..., Terminal], endless: Path, llm: LLM, tmp_path: Path) -> None:
     letter = llm.tokenizer.token_id("Q")
     saved = tmp_path / "talk.json"
     screen = terminal("chat", "-m", endless, "-t", "0", "-n", "60000", "--logit-bias", f"{letter}=100")
@@ -130,7 +128,7 @@ def test_a_conversation_on_a_terminal(
     assert set(messages[1]["content"]) == {"Q"}
 
 
-def test_an_error_on_a_terminal_ends_the_turn_only(terminal: Callable[..., Terminal], tiny: Path) -> None:
+def test_error_on_terminal_ends_only_the_turn(terminal: Callable[..., Terminal], tiny: Path) -> None:
     screen = terminal("chat", "-m", tiny, "-n", "2", NO_COLOR="1")
     screen.wait_for("> ")
     screen.send("x" * 300 + "\n")
@@ -140,7 +138,7 @@ def test_an_error_on_a_terminal_ends_the_turn_only(terminal: Callable[..., Termi
     assert screen.finish()[0] == 0
 
 
-def test_save_keeps_a_file_that_is_there(cli: Run, tiny: Path, tmp_path: Path) -> None:
+def test_save_keeps_existing_file(cli: Run, tiny: Path, tmp_path: Path) -> None:
     saved = tmp_path / "talk.json"
     saved.write_text("precious")
     done = cli("chat", "-m", tiny, "-n", "2", "-q", stdin=f"hi\n/save {saved}\ny\n".encode())
@@ -151,7 +149,7 @@ def test_save_keeps_a_file_that_is_there(cli: Run, tiny: Path, tmp_path: Path) -
     assert len(done.stdout.splitlines()) >= 2  # the y was a message like any other
 
 
-def test_save_asks_on_a_terminal(terminal: Callable[..., Terminal], tiny: Path, tmp_path: Path) -> None:
+def test_save_on_terminal_asks_before_replacing(terminal: Callable[..., Terminal], tiny: Path, tmp_path: Path) -> None:
     saved = tmp_path / "talk.json"
     saved.write_text("precious")
     screen = terminal("chat", "-m", tiny, "-n", "2", "-q", "--system", "Be kind.", NO_COLOR="1")

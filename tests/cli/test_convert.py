@@ -22,11 +22,12 @@ from llm_worker_rbee.weights.gguf_writer import write_gguf
 from tests.cli.conftest import Run, environment, model_keys, model_tensors, vocabulary, write_model
 from tests.helpers import model_runs
 from tests.helpers.minimal_gguf import write_split
+from tests.helpers.process import spawn as spawn_process
 
 ANSWER = "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\nThe capital of France is"
 
 
-def test_it_prints_the_path_alone(cli: Run, tiny: Path, tmp_path: Path) -> None:
+def test_convert_prints_path_only(cli: Run, tiny: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.gguf"
     done = cli("convert", tiny, out, "--type", "q8_0")
     assert (done.returncode, done.stdout.decode()) == (0, f"{out}\n")
@@ -42,7 +43,7 @@ def test_it_prints_the_path_alone(cli: Run, tiny: Path, tmp_path: Path) -> None:
     assert answer.returncode == 0
 
 
-def test_json_holds_the_one_object(cli: Run, tiny: Path, tmp_path: Path) -> None:
+def test_convert_json_prints_one_object(cli: Run, tiny: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.gguf"
     done = cli("convert", tiny, out, "--type", "F16", "--json", "--threads", "1")
     assert json.loads(done.stdout) == {
@@ -51,19 +52,19 @@ def test_json_holds_the_one_object(cli: Run, tiny: Path, tmp_path: Path) -> None
     }  # fmt: skip
 
 
-def test_types_of_the_help_are_those_that_there_are(cli: Run) -> None:
+def test_convert_help_lists_all_types(cli: Run) -> None:
     text = " ".join(cli("convert", "--help").stdout.decode().replace("│", " ").split())
     assert " ".join(room.TYPES) in text
 
 
-def test_a_quantized_source_is_told(cli: Run, tiny: Path, tmp_path: Path) -> None:
+def test_quantized_source_is_noted(cli: Run, tiny: Path, tmp_path: Path) -> None:
     assert cli("convert", tiny, tmp_path / "a.gguf", "--type", "Q4_0").stderr.count(b"quantized already") == 0
     again = cli("convert", tmp_path / "a.gguf", tmp_path / "b.gguf", "--type", "Q8_0")
     assert again.returncode == 0
     assert b"the source is already quantized (Q4_0, Q8_0): converting from the original loses less\n" in again.stderr
 
 
-def test_nothing_is_overwritten_unasked(cli: Run, tiny: Path, tmp_path: Path) -> None:
+def test_existing_file_needs_force(cli: Run, tiny: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.gguf"
     out.write_bytes(b"precious")
     done = cli("convert", tiny, out, "--type", "F16")
@@ -74,7 +75,7 @@ def test_nothing_is_overwritten_unasked(cli: Run, tiny: Path, tmp_path: Path) ->
     assert open_checkpoint(out).architecture == "llama"
 
 
-def test_a_failure_leaves_the_old_file(cli: Run, tmp_path: Path) -> None:
+def test_failed_convert_keeps_old_file(cli: Run, tmp_path: Path) -> None:
     """A value of the last tensor does not fit: what was there under the name stays."""
     keys = {**model_keys(), **vocabulary()}
     tensors = model_tensors(len(keys["tokenizer.ggml.tokens"]))
@@ -101,7 +102,7 @@ def test_a_failure_leaves_the_old_file(cli: Run, tmp_path: Path) -> None:
         (f"{'x' * 260}.gguf", "F16", 1, "File name too long"),
     ],
 )
-def test_wrong_usage_is_told(cli: Run, tmp_path: Path, out: str, kind: str, status: int, told: str) -> None:
+def test_convert_usage_error_is_named(cli: Run, tmp_path: Path, out: str, kind: str, status: int, told: str) -> None:
     source = write_model(tmp_path / "source.gguf")
     (tmp_path / "alias.gguf").symlink_to(source)
     before = source.read_bytes()
@@ -114,7 +115,7 @@ def test_wrong_usage_is_told(cli: Run, tmp_path: Path, out: str, kind: str, stat
     assert sorted(path.name for path in tmp_path.iterdir()) == ["alias.gguf", "source.gguf"]
 
 
-def test_a_part_of_a_split_source_is_not_overwritten(cli: Run, tmp_path: Path) -> None:
+def test_part_of_split_source_is_not_overwritten(cli: Run, tmp_path: Path) -> None:
     keys = {**model_keys(), **vocabulary()}
     parts = write_split(tmp_path / "m.gguf", keys, model_tensors(len(keys["tokenizer.ggml.tokens"])), 2)
     done = cli("convert", parts[0], parts[1], "--type", "F16", "--force")
@@ -122,16 +123,14 @@ def test_a_part_of_a_split_source_is_not_overwritten(cli: Run, tmp_path: Path) -
     assert cli("convert", parts[0], tmp_path / "whole.gguf", "--type", "F16").returncode == 0
 
 
-def test_a_source_that_is_not_there(cli: Run, tmp_path: Path) -> None:
+def test_missing_source_is_an_error(cli: Run, tmp_path: Path) -> None:
     done = cli("convert", tmp_path / "absent.gguf", tmp_path / "out.gguf", "--type", "F16")
     assert done.returncode == 1
     assert b"absent.gguf" in done.stderr
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_disk_that_is_too_small_is_told_at_once(
-    cli: Run, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_small_disk_fails_at_once(cli: Run, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     little = shutil.disk_usage(tmp_path)._replace(free=5000)
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: little)
     done = cli("convert", tiny, tmp_path / "out.gguf", "--type", "F16")
@@ -141,7 +140,7 @@ def test_a_disk_that_is_too_small_is_told_at_once(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_write_that_fails_leaves_nothing(tiny: Path, tmp_path: Path) -> None:
+def test_failed_write_leaves_no_file(tiny: Path, tmp_path: Path) -> None:
     def limit() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
 
@@ -152,9 +151,9 @@ def test_a_write_that_fails_leaves_nothing(tiny: Path, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_ctrl_c_leaves_nothing(default_model: Path, tmp_path: Path) -> None:
+def test_ctrl_c_leaves_no_file(default_model: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "llm_worker_rbee", "convert", default_model, tmp_path / "out.gguf", "-t", "Q6_K"]
-    child = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, env=environment())
+    child = spawn_process(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, env=environment())
     assert child.stderr is not None
     while not child.stderr.readline().startswith(b"converting"):
         assert child.poll() is None
@@ -166,7 +165,9 @@ def test_ctrl_c_leaves_nothing(default_model: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("kind", "most"), [("Q8_0", 0.05), ("Q4_K_M", 0.2), ("Q4_0", 0.6)])
-def test_the_default_model_stays_itself(kind: str, most: float, cli: Run, default_model: Path, tmp_path: Path) -> None:
+def test_convert_default_model_keeps_its_answers(
+    kind: str, most: float, cli: Run, default_model: Path, tmp_path: Path
+) -> None:
     out = tmp_path / "out.gguf"
     assert cli("convert", default_model, out, "--type", kind).returncode == 0
     llm, original = LLM(out), LLM(default_model)

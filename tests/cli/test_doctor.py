@@ -8,14 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from llm_worker_rbee import machine
 from llm_worker_rbee.backends import isa, thread_count
 from llm_worker_rbee.cli.doctor import _check_optional, _check_package
 
 from .conftest import Run
 
 
-def test_the_report(spawn: Run, tmp_path: Path) -> None:
+def test_doctor_json_lists_all_checks(spawn: Run, tmp_path: Path) -> None:
     done = spawn("doctor", "--json", env={"XDG_CACHE_HOME": str(tmp_path)})
     assert (done.returncode, done.stderr) == (0, b"")
     told = json.loads(done.stdout)
@@ -34,7 +33,7 @@ def test_the_report(spawn: Run, tmp_path: Path) -> None:
     assert not (tmp_path / "llm-worker-rbee").exists()  # looking changes nothing
 
 
-def test_without_openmp_it_says_how_to_get_it(spawn: Run) -> None:
+def test_missing_openmp_names_remedy(spawn: Run) -> None:
     done = spawn("doctor", "--json", env={"NUMBA_THREADING_LAYER": "workqueue", "LLM_WORKER_THREADS": "x"})
     assert done.returncode == 0
     checks = {check["name"]: check for check in json.loads(done.stdout)["checks"]}
@@ -44,7 +43,7 @@ def test_without_openmp_it_says_how_to_get_it(spawn: Run) -> None:
     assert "LLM_WORKER_THREADS is 'x'" in checks["threads"]["found"]
 
 
-def test_a_broken_package_makes_it_fail(spawn: Run, tmp_path: Path) -> None:
+def test_broken_required_package_fails(spawn: Run, tmp_path: Path) -> None:
     (tmp_path / "jinja2").mkdir()
     (tmp_path / "jinja2" / "__init__.py").write_text("raise ImportError('half of it is gone')")
     root = str(Path(__file__).parents[2])
@@ -55,38 +54,12 @@ def test_a_broken_package_makes_it_fail(spawn: Run, tmp_path: Path) -> None:
     assert "half of it is gone -> pip install" in line
 
 
-def test_absent_packages() -> None:
+def test_missing_packages_have_remedies() -> None:
     required = _check_package("no_such_package")
     assert (required.status, required.required) == ("missing", True)
     assert required.remedy is not None
     optional = _check_optional("no_such_package", "pip install it")
     assert (optional.status, optional.required, optional.remedy) == ("missing", False, "pip install it")
-
-
-def test_the_machine_is_read_within_reason() -> None:
-    assert machine.usable_cores() >= 1
-    assert machine.cpu_name()
-    quota = machine.cpu_quota()
-    assert quota is None or quota > 0
-    total, available = machine.memory()
-    assert total is None or available is None or 0 < available <= total
-
-
-def test_a_machine_that_tells_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "_read", lambda path: "")
-    monkeypatch.setattr(machine.shutil, "which", lambda name: None)
-    assert machine.cpu_features() == []
-    assert machine.physical_cores() is None
-    assert machine.cpu_quota() is None
-    assert machine.memory_limit() == (None, 0)
-    assert machine.gpus() == []
-
-
-@pytest.mark.parametrize(("text", "quota"), [("150000 100000\n", 1.5), ("max 100000\n", None), ("", None)])
-def test_the_quota_of_a_cgroup(monkeypatch: pytest.MonkeyPatch, text: str, quota: float | None) -> None:
-    files = {"/proc/self/cgroup": "0::/box/inner\n", "/sys/fs/cgroup/box/cpu.max": text}
-    monkeypatch.setattr(machine, "_read", lambda path: files.get(str(path), ""))
-    assert machine.cpu_quota() == quota
 
 
 def cache_line(spawn: Run, **env: str) -> dict[str, str]:
@@ -99,7 +72,7 @@ def cache_line(spawn: Run, **env: str) -> dict[str, str]:
 
 @pytest.mark.parametrize("place", ["xdg", "xdg/llm-worker-rbee", "xdg/llm-worker-rbee/.locks"])
 @pytest.mark.parametrize("kind", ["file", "dangling link"])
-def test_a_cache_that_cannot_be_a_folder(spawn: Run, tmp_path: Path, place: str, kind: str) -> None:
+def test_cache_path_that_is_no_folder_warns(spawn: Run, tmp_path: Path, place: str, kind: str) -> None:
     wrong = tmp_path / place
     wrong.parent.mkdir(parents=True, exist_ok=True)
     if kind == "file":
@@ -112,7 +85,7 @@ def test_a_cache_that_cannot_be_a_folder(spawn: Run, tmp_path: Path, place: str,
     assert "XDG_CACHE_HOME" in check["remedy"]
 
 
-def test_a_cache_below_a_folder_that_cannot_be_written_to(spawn: Run, tmp_path: Path) -> None:
+def test_cache_below_read_only_folder_warns(spawn: Run, tmp_path: Path) -> None:
     # /proc refuses everybody, root too; elsewhere a folder without the right to write refuses all but root
     closed = Path("/proc/self") if Path("/proc/self").exists() else tmp_path
     if closed == tmp_path:

@@ -25,7 +25,7 @@ def inspected(cli: Run, *args: str | Path) -> dict[str, Any]:
     return answer
 
 
-def test_the_default_model(cli: Run, default_model: Path) -> None:
+def test_inspect_default_model(cli: Run, default_model: Path) -> None:
     told = inspected(cli, default_model, "--context", "2048")
     assert (told["architecture"], told["supported"], told["parameters"]) == ("llama", True, 134_515_008)
     assert told["file_bytes"] == default_model.stat().st_size
@@ -48,7 +48,7 @@ def test_the_default_model(cli: Run, default_model: Path) -> None:
     assert told["metadata"]["tokenizer.ggml.tokens"]["count"] == 49152
 
 
-def test_for_people(cli: Run, tiny: Path) -> None:
+def test_inspect_as_text(cli: Run, tiny: Path) -> None:
     done = cli("inspect", tiny, "--tensors", "--metadata")
     assert (done.returncode, done.stderr) == (0, b"")
     text = done.stdout.decode()
@@ -62,7 +62,7 @@ def test_for_people(cli: Run, tiny: Path) -> None:
     assert "llama.block_count" in text
 
 
-def test_what_fits_on_this_machine(cli: Run, default_model: Path) -> None:
+def test_inspect_lists_kv_cache_that_fits(cli: Run, default_model: Path) -> None:
     options = ("--kv-memory", "100M", "--max-batch", "8")
     fits = inspected(cli, default_model, *options)["fits"]
     assert (fits["kv_memory"], fits["max_batch"]) == (10**8, 8)
@@ -76,7 +76,7 @@ def test_what_fits_on_this_machine(cli: Run, default_model: Path) -> None:
     assert list(inspected(cli, default_model)["fits"]["kv_types"]) == ["float32", "float16", "int8"]
 
 
-def test_what_does_not_fit_is_a_line_of_the_report(cli: Run, tiny: Path) -> None:
+def test_kv_cache_that_does_not_fit_is_reported(cli: Run, tiny: Path) -> None:
     fits = inspected(cli, tiny, "--kv-memory", "900T")["fits"]
     assert all("--kv-memory is 900,000.00 GB" in cache["error"] for cache in fits["kv_types"].values())
     shown = cli("inspect", tiny, "--context", "200", "--kv-memory", "120K").stdout.decode()
@@ -87,14 +87,14 @@ def test_what_does_not_fit_is_a_line_of_the_report(cli: Run, tiny: Path) -> None
     assert re.search(r"^float16 .* 1 of 200 tokens ", shown, re.MULTILINE)
 
 
-def test_what_cannot_be_is_told(cli: Run, tiny: Path) -> None:
+def test_inspect_usage_errors(cli: Run, tiny: Path) -> None:
     done = cli("inspect", tiny, "--context", "999")
     assert (done.returncode, done.stdout) == (1, b"")
     assert done.stderr == b"error: --context is 999: it must be 1 to 256, the model's context\n"
     assert cli("inspect", tiny, "--kv-memory", "much").returncode == 2
 
 
-def test_an_unknown_architecture_with_a_vocabulary_only(cli: Run, tmp_path: Path) -> None:
+def test_unknown_architecture_without_tensors_is_reported(cli: Run, tmp_path: Path) -> None:
     keys = {"general.architecture": "made-up", "made-up.context_length": 77, **vocabulary()}
     path = write_gguf(tmp_path / "vocab.gguf", keys)
     told = inspected(cli, path)
@@ -124,9 +124,7 @@ def test_an_unknown_architecture_with_a_vocabulary_only(cli: Run, tmp_path: Path
         ({"tokenizer.ggml.tokens": ["only one"]}, ""),
     ],
 )
-def test_a_broken_tokenizer_is_a_line_of_the_report(
-    cli: Run, tmp_path: Path, changes: dict[str, Any], reason: str
-) -> None:
+def test_broken_tokenizer_is_reported(cli: Run, tmp_path: Path, changes: dict[str, Any], reason: str) -> None:
     path = write_model(tmp_path / "broken.gguf", changes)
     shown = cli("inspect", path)
     assert (shown.returncode, shown.stderr) == (0, b"")
@@ -135,7 +133,7 @@ def test_a_broken_tokenizer_is_a_line_of_the_report(
     assert reason in row
 
 
-def test_an_empty_file_with_a_header_and_a_broken_one(cli: Run, tmp_path: Path) -> None:
+def test_empty_and_broken_files(cli: Run, tmp_path: Path) -> None:
     assert inspected(cli, write_gguf(tmp_path / "empty.gguf", {}))["architecture"] is None
     (tmp_path / "bad.gguf").write_bytes(b"not a model")
     bad = cli("inspect", tmp_path / "bad.gguf")
@@ -143,7 +141,7 @@ def test_an_empty_file_with_a_header_and_a_broken_one(cli: Run, tmp_path: Path) 
     assert bad.stderr.startswith(b"error: bad.gguf: not a GGUF file")
 
 
-def test_odd_values_do_no_harm(cli: Run, tmp_path: Path) -> None:
+def test_odd_metadata_values_are_shown(cli: Run, tmp_path: Path) -> None:
     keys = {**model_keys(), "general.name": "evil\x1b[31m\nname", "x.nan": float("nan"), "x.list": [float("inf")] * 3}
     path = write_gguf(tmp_path / "odd.gguf", keys, {"t\x1b": np.zeros(4, np.float32)})
     done = cli("inspect", path, "--metadata", "--tensors")
@@ -156,7 +154,7 @@ def test_odd_values_do_no_harm(cli: Run, tmp_path: Path) -> None:
     )
 
 
-def test_keys_and_values_cannot_break_the_table(cli: Run, tmp_path: Path) -> None:
+def test_metadata_cannot_break_the_table(cli: Run, tmp_path: Path) -> None:
     keys = {**model_keys(), "x.a\nfake": "one\ntwo\u2028", "x.\u202eb\t": "\u2066three", "x.c": ["four\n", "\x1b"]}
     path = write_gguf(tmp_path / "odd.gguf", keys, {"t\nfake": np.zeros(4, np.float32)})
     done = cli("inspect", path, "--metadata", "--tensors")
@@ -171,7 +169,7 @@ def test_keys_and_values_cannot_break_the_table(cli: Run, tmp_path: Path) -> Non
     assert "t␊fake" in tensors
 
 
-def test_lists_of_lists(cli: Run, tmp_path: Path) -> None:
+def test_nested_lists_are_shown(cli: Run, tmp_path: Path) -> None:
     value = [[1, 2, 3], [4, 5], []]
     deep = [[[1.5], [float("nan")]], [[2.5]]]
     keys = {**model_keys(), "x.lists": [np.array(inner, np.int32) for inner in value], "x.deep": deep}
@@ -185,7 +183,7 @@ def test_lists_of_lists(cli: Run, tmp_path: Path) -> None:
     assert row.endswith("[[1, 2, 3], [4, 5], []]")
 
 
-def test_a_vocabulary_of_a_known_architecture_is_no_model(cli: Run, tmp_path: Path) -> None:
+def test_known_architecture_without_tensors_cannot_run(cli: Run, tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "vocab.gguf", {**model_keys(), **vocabulary()})
     told = json.loads(cli("inspect", path, "--json").stdout)
     assert (told["supported"], told["reason"]) == (False, "it holds no tensors")
@@ -193,7 +191,7 @@ def test_a_vocabulary_of_a_known_architecture_is_no_model(cli: Run, tmp_path: Pa
     assert cli("tokenize", path, "--text", "hello").returncode == 0
 
 
-def test_values_that_no_op_reads_are_listed(cli: Run, tmp_path: Path) -> None:
+def test_unused_metadata_is_listed(cli: Run, tmp_path: Path) -> None:
     """A folder with FP8 weights can be looked at; only loading it is refused."""
     save_file({"w": torch.zeros(4, 8, dtype=torch.float8_e4m3fn)}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')

@@ -32,7 +32,7 @@ def asked(cli: Run, *args: str | Path, stdin: bytes = b"") -> dict[str, object]:
     return answer
 
 
-def test_the_default_model_answers(spawn: Run, default_model: Path) -> None:
+def test_run_default_model_answers(spawn: Run, default_model: Path) -> None:
     done = spawn("run", "--raw", "The capital of France is", "-t", "0", "-n", "2", "-m", default_model)
     assert done.returncode == 0
     assert done.stdout == b" Paris.\n"
@@ -41,7 +41,7 @@ def test_the_default_model_answers(spawn: Run, default_model: Path) -> None:
     assert line.endswith("length")
 
 
-def test_the_answer_is_what_the_api_gives(cli: Run, tiny: Path, llm: LLM) -> None:
+def test_run_gives_answer_of_python_api(cli: Run, tiny: Path, llm: LLM) -> None:
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "héllo"}]
     expected = llm.chat(messages, SamplingParams(max_tokens=12, seed=3))
     done = cli("run", "héllo", "--system", "Be brief.", "-m", tiny, "-n", "12", "--seed", "3")
@@ -55,7 +55,7 @@ def test_the_answer_is_what_the_api_gives(cli: Run, tiny: Path, llm: LLM) -> Non
     assert answer["seed"] == 3
 
 
-def test_json_has_the_promised_fields(cli: Run, tiny: Path, llm: LLM) -> None:
+def test_run_json_has_documented_fields(cli: Run, tiny: Path, llm: LLM) -> None:
     answer = asked(cli, "--raw", "hello", "-m", tiny, "-n", "5", "--logprobs", "3", "--echo", "-t", "0", "--ignore-eos")
     expected = llm.generate("hello", max_tokens=5, temperature=0.0, logprobs=3, prompt_logprobs=True, ignore_eos=True)
     assert set(answer) == {
@@ -81,7 +81,7 @@ def test_json_has_the_promised_fields(cli: Run, tiny: Path, llm: LLM) -> None:
     assert all(value >= 0 for value in answer["timings"].values())
 
 
-def test_json_without_what_was_not_asked_for(cli: Run, tiny: Path) -> None:
+def test_run_json_omits_what_was_not_requested(cli: Run, tiny: Path) -> None:
     answer = asked(cli, "hello", "-m", tiny, "-n", "2")
     assert answer["logprobs"] is None
     assert "prompt_logprobs" not in answer
@@ -90,7 +90,7 @@ def test_json_without_what_was_not_asked_for(cli: Run, tiny: Path) -> None:
     assert again["tokens"] == answer["tokens"]
 
 
-def test_where_the_prompt_comes_from(cli: Run, tiny: Path, tmp_path: Path, llm: LLM) -> None:
+def test_prompt_from_argument_file_and_stdin(cli: Run, tiny: Path, tmp_path: Path, llm: LLM) -> None:
     file = tmp_path / "prompt.txt"
     file.write_bytes(b" he\r\n\n")
     options = ("-m", tiny, "-n", "1")
@@ -108,7 +108,7 @@ def test_where_the_prompt_comes_from(cli: Run, tiny: Path, tmp_path: Path, llm: 
     assert asked(cli, *options, stdin=b" he\r\n\n")["prompt_tokens"] == message
 
 
-def test_a_prompt_that_is_not_text_is_refused(cli: Run, tiny: Path, tmp_path: Path) -> None:
+def test_prompt_that_is_not_utf8_is_rejected(cli: Run, tiny: Path, tmp_path: Path) -> None:
     (tmp_path / "latin1.txt").write_bytes(b"caf\xe9")
     for args, stdin, origin in (
         (["--file", str(tmp_path / "latin1.txt")], b"", "latin1.txt"),
@@ -119,7 +119,7 @@ def test_a_prompt_that_is_not_text_is_refused(cli: Run, tiny: Path, tmp_path: Pa
         assert f"{origin} is not UTF-8 text: byte 3 is 0xE9" in done.stderr.decode()
 
 
-def test_special_tokens_in_a_raw_prompt(cli: Run, tiny: Path) -> None:
+def test_raw_prompt_special_tokens(cli: Run, tiny: Path) -> None:
     options = ("--raw", "<|im_end|>", "-m", tiny, "-n", "1")
     plain = asked(cli, *options)["prompt_tokens"]
     assert isinstance(plain, list)
@@ -127,7 +127,7 @@ def test_special_tokens_in_a_raw_prompt(cli: Run, tiny: Path) -> None:
     assert asked(cli, *options, "--special")["prompt_tokens"] == [2]
 
 
-def test_stop_strings_and_bias(cli: Run, tiny: Path, llm: LLM) -> None:
+def test_stop_strings_and_logit_bias(cli: Run, tiny: Path, llm: LLM) -> None:
     letter = llm.tokenizer.token_id("Q")
     assert letter is not None
     forced = ("--raw", "x", "-m", tiny, "-n", "4", "--logit-bias", f"{letter}=100", "-t", "0")
@@ -138,12 +138,12 @@ def test_stop_strings_and_bias(cli: Run, tiny: Path, llm: LLM) -> None:
     assert (past.returncode, past.stdout) == (1, b"")
 
 
-def test_the_end_of_text_is_no_token_of_the_answer(cli: Run, tiny: Path) -> None:
+def test_eos_is_no_token_of_the_answer(cli: Run, tiny: Path) -> None:
     answer = asked(cli, "--raw", "x", "-m", tiny, "--logit-bias", "2=100", "-t", "0")
     assert (answer["tokens"], answer["text"], answer["finish_reason"]) == ([], "", "stop")
 
 
-def test_the_length_fits_the_context_unless_it_is_named(cli: Run, tiny: Path) -> None:
+def test_default_max_tokens_fits_context(cli: Run, tiny: Path) -> None:
     options = ("--raw", "x", "-m", tiny, "--max-context", "8", "--ignore-eos")
     answer = asked(cli, *options)
     assert isinstance(answer["tokens"], list)
@@ -156,7 +156,7 @@ def test_the_length_fits_the_context_unless_it_is_named(cli: Run, tiny: Path) ->
     assert b"the prompt has 8 tokens, the context 8" in long.stderr
 
 
-def test_echo_and_logprobs_for_people(cli: Run, tiny: Path) -> None:
+def test_echo_and_logprobs_as_text(cli: Run, tiny: Path) -> None:
     done = cli(
         "run", "--raw", "hello", "--echo", "-m", tiny, "-n", "3", "--logprobs", "2", "-t", "0", "--ignore-eos", "-q"
     )
@@ -168,7 +168,7 @@ def test_echo_and_logprobs_for_people(cli: Run, tiny: Path) -> None:
     assert chat.stdout.startswith(b"<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n")
 
 
-def test_a_template_from_a_file_and_none_at_all(cli: Run, tiny: Path, tmp_path: Path, llm: LLM) -> None:
+def test_chat_template_from_file_and_missing(cli: Run, tiny: Path, tmp_path: Path, llm: LLM) -> None:
     bare = write_model(tmp_path / "bare.gguf", {"tokenizer.chat_template": None})
     done = cli("run", "hi", "-m", bare)
     assert (done.returncode, done.stdout) == (1, b"")
@@ -180,7 +180,7 @@ def test_a_template_from_a_file_and_none_at_all(cli: Run, tiny: Path, tmp_path: 
     assert answer["prompt_tokens"] == llm.tokenize("<<hi>>")
 
 
-def test_guesses_are_counted(cli: Run, tiny: Path) -> None:
+def test_run_prints_draft_stats(cli: Run, tiny: Path) -> None:
     ask = ("run", "--raw", "abc", "-m", tiny, "-n", "11", "-t", "0", "--ignore-eos", "--draft-model", tiny)
     told = json.loads(cli(*ask, "--draft-tokens", "2", "--json").stdout)["speculative"]
     assert told == {"drafted": 6, "accepted": 6}  # the model itself guesses: 1 token, three times 3, 1
@@ -189,7 +189,7 @@ def test_guesses_are_counted(cli: Run, tiny: Path) -> None:
     assert " · no drafts · length\n" in cli(*ask[:5], "-n", "1", "--speculative", "ngram").stderr.decode()
 
 
-def test_an_answer_that_takes_too_long(cli: Run, endless: Path, llm: LLM) -> None:
+def test_run_timeout_fails(cli: Run, endless: Path, llm: LLM) -> None:
     letter = llm.tokenizer.token_id("Q")
     ask = ("run", "--raw", "x", "-m", endless, "-n", "60000", "-t", "0", "--logit-bias", f"{letter}=100")
     done = cli(*ask, "--timeout", "0.2")
@@ -204,15 +204,13 @@ def test_an_answer_that_takes_too_long(cli: Run, endless: Path, llm: LLM) -> Non
         assert f"--timeout is {wrong}: it must be a number of seconds above 0" in refused.stderr.decode()
 
 
-def test_without_a_prompt_on_a_terminal_it_says_how(terminal: Callable[..., Terminal]) -> None:
+def test_run_without_prompt_on_terminal_is_usage_error(terminal: Callable[..., Terminal]) -> None:
     status, shown = terminal("run").finish()
     assert status == 2
     assert b"give one as an argument, with --file FILE, or on standard input" in shown
 
 
-def test_a_terminal_sees_the_answer_but_no_control_character(
-    terminal: Callable[..., Terminal], tiny: Path, llm: LLM
-) -> None:
+def test_answer_on_terminal_has_no_control_characters(terminal: Callable[..., Terminal], tiny: Path, llm: LLM) -> None:
     escape = llm.tokenize("\x1b")[0]
     screen = terminal("run", "--raw", "x", "-m", tiny, "-n", "2", "-t", "0", "--logit-bias", f"{escape}=100")
     status, shown = screen.finish()
@@ -222,7 +220,7 @@ def test_a_terminal_sees_the_answer_but_no_control_character(
     assert " · ".encode() in shown
 
 
-def test_ctrl_c_ends_an_answer_with_130(terminal: Callable[..., Terminal], endless: Path, llm: LLM) -> None:
+def test_ctrl_c_exits_with_130(terminal: Callable[..., Terminal], endless: Path, llm: LLM) -> None:
     letter = llm.tokenizer.token_id("Q")
     screen = terminal("run", "--raw", "x", "-m", endless, "-n", "60000", "-t", "0", "--logit-bias", f"{letter}=100")
     screen.wait_for("QQQ")
@@ -234,7 +232,7 @@ def test_ctrl_c_ends_an_answer_with_130(terminal: Callable[..., Terminal], endle
 
 
 @pytest.mark.parametrize("text", ["", " \n"])
-def test_an_empty_template_is_refused(cli: Run, tiny: Path, tmp_path: Path, text: str) -> None:
+def test_empty_chat_template_is_rejected(cli: Run, tiny: Path, tmp_path: Path, text: str) -> None:
     template = tmp_path / "template.jinja"
     template.write_text(text)
     for command in (["run", "hi"], ["chat"]):

@@ -24,6 +24,7 @@ from llm_worker_rbee import __version__
 from llm_worker_rbee.cli.serve import LimitOptions
 from llm_worker_rbee.server.config import Settings
 from tests.conftest import with_kernels
+from tests.helpers.process import spawn as spawn_process
 from tests.helpers.server import write_model
 
 from .conftest import Run, environment
@@ -37,7 +38,7 @@ class Worker:
     def __init__(self, *args: str | Path, **env: str) -> None:
         line = [sys.executable, "-m", "llm_worker_rbee", "serve", "--port", "0", *map(str, args)]
         kept = {k: v for k, v in environment().items() if k not in ("LLM_WORKER_API_KEY", "LLORCH_API_TOKEN")}
-        self.process = subprocess.Popen(
+        self.process = spawn_process(
             line,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -117,7 +118,7 @@ def orchestrator() -> Iterator[Orchestrator]:
     made.server.server_close()
 
 
-def test_an_orchestrator_starts_uses_watches_and_stops_a_worker(
+def test_serve_lifecycle_with_orchestrator(
     worker: Callable[..., Worker], orchestrator: Orchestrator, tiny: Path
 ) -> None:
     urls = ("--callback-url", f"{orchestrator.url}/ready", "--heartbeat-url", f"{orchestrator.url}/beat")
@@ -161,9 +162,7 @@ def test_an_orchestrator_starts_uses_watches_and_stops_a_worker(
         httpx.get(f"{spawned.url}/health")
 
 
-def test_the_first_signal_drains_and_late_requests_end_with_an_error(
-    worker: Callable[..., Worker], babbling: Path
-) -> None:
+def test_first_signal_drains_and_rejects_new_requests(worker: Callable[..., Worker], babbling: Path) -> None:
     spawned = worker("-m", babbling, "--shutdown-timeout", "1")
     spawned.curl_line()
     body = {"job_id": "j", "prompt": "#", "max_tokens": 60_000, "temperature": 0}
@@ -187,7 +186,7 @@ def test_the_first_signal_drains_and_late_requests_end_with_an_error(
     assert spawned.end()[0] == 0
 
 
-def test_a_second_signal_ends_at_once(worker: Callable[..., Worker], babbling: Path) -> None:
+def test_second_signal_exits_at_once(worker: Callable[..., Worker], babbling: Path) -> None:
     spawned = worker("-m", babbling, "--shutdown-timeout", "600")
     spawned.curl_line()
     body = {"job_id": "j", "prompt": "#", "max_tokens": 60_000, "temperature": 0}
@@ -200,9 +199,7 @@ def test_a_second_signal_ends_at_once(worker: Callable[..., Worker], babbling: P
         assert spawned.end(signal.SIGTERM)[0] == 128 + signal.SIGTERM
 
 
-def test_the_banner_says_a_line_that_works_when_pasted(
-    worker: Callable[..., Worker], tiny: Path, tmp_path: Path
-) -> None:
+def test_banner_curl_line_works(worker: Callable[..., Worker], tiny: Path, tmp_path: Path) -> None:
     key = tmp_path / "the key's file"
     key.write_text("k-1\n")
     spawned = worker("-m", tiny, "--api-key-file", key)
@@ -213,7 +210,7 @@ def test_the_banner_says_a_line_that_works_when_pasted(
     assert spawned.end(signal.SIGINT)[0] == 0
 
 
-def test_a_model_that_cannot_be_loaded_ends_it_with_one_line(spawn: Run, tmp_path: Path) -> None:
+def test_failed_load_exits_with_one_line(spawn: Run, tmp_path: Path) -> None:
     (tmp_path / "bad.gguf").write_bytes(b"GGUF no more")
     done = spawn("serve", "--port", "0", "-m", tmp_path / "bad.gguf")
     assert done.returncode == 1
@@ -221,7 +218,7 @@ def test_a_model_that_cannot_be_loaded_ends_it_with_one_line(spawn: Run, tmp_pat
     assert b"Traceback" not in done.stderr
 
 
-def test_a_port_that_is_taken_is_named(spawn: Run) -> None:
+def test_port_in_use_is_named(spawn: Run) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         done = spawn("serve", "--port", str(taken.getsockname()[1]))
     assert (done.returncode, done.stdout) == (1, b"")
@@ -250,7 +247,7 @@ def test_a_port_that_is_taken_is_named(spawn: Run) -> None:
         ([], {"LLORCH_LOG_FORMAT": "xml"}, 1, "LLORCH_LOG_FORMAT is 'xml'"),
     ],
 )
-def test_what_cannot_be_is_refused_before_anything_begins(
+def test_invalid_serve_options_fail_before_loading(
     cli: Run, monkeypatch: pytest.MonkeyPatch, args: list[str], env: dict[str, str], status: int, told: str
 ) -> None:
     for name in ("LLM_WORKER_API_KEY", "LLORCH_API_TOKEN", "LLORCH_LOG_FORMAT"):
@@ -263,7 +260,7 @@ def test_what_cannot_be_is_refused_before_anything_begins(
     assert done.stderr.count(b"\n") == 1
 
 
-def test_https(worker: Callable[..., Worker], tiny: Path, tmp_path: Path) -> None:
+def test_serve_https(worker: Callable[..., Worker], tiny: Path, tmp_path: Path) -> None:
     made = subprocess.run(
         ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2",
          "-keyout", "key.pem", "-out", "cert.pem", "-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"],
@@ -282,7 +279,7 @@ def _has_openssl() -> bool:
     return any(os.access(Path(folder, "openssl"), os.X_OK) for folder in os.environ["PATH"].split(os.pathsep))
 
 
-def test_the_defaults_are_those_of_the_settings() -> None:
+def test_limit_defaults_are_those_of_settings() -> None:
     known, limits = Settings(model_ref="x"), LimitOptions()
     assert (known.max_queue, known.max_queued_tokens, known.max_body) == (
         limits.max_queue, limits.max_queued_tokens, limits.max_body,

@@ -22,7 +22,7 @@ def tokenizer(tiny: Path) -> Tokenizer:
     return open_tokenizer(open_checkpoint(tiny))
 
 
-def test_a_token_a_line_with_its_white_space_shown(cli: Run, tiny: Path, tokenizer: Tokenizer) -> None:
+def test_tokenize_prints_ids_and_visible_pieces(cli: Run, tiny: Path, tokenizer: Tokenizer) -> None:
     done = cli("tokenize", tiny, "--text", "he \né")
     assert (done.returncode, done.stderr) == (0, b"")
     rows = [line.split(maxsplit=1) for line in done.stdout.decode().splitlines()]
@@ -30,7 +30,7 @@ def test_a_token_a_line_with_its_white_space_shown(cli: Run, tiny: Path, tokeniz
     assert [piece for _, piece in rows] == ["'he'", "' '", "'\\n'", "b'\\xc3'", "b'\\xa9'"]
 
 
-def test_text_file_and_standard_input(cli: Run, tiny: Path, tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_text_from_option_file_and_stdin(cli: Run, tiny: Path, tmp_path: Path, tokenizer: Tokenizer) -> None:
     file = tmp_path / "text.txt"
     file.write_bytes(b"he\r\n\n")
     for args, stdin, text in (
@@ -47,7 +47,7 @@ def test_text_file_and_standard_input(cli: Run, tiny: Path, tmp_path: Path, toke
     assert cli("tokenize", tiny, "--text", "a", "--file", file).returncode == 2
 
 
-def test_special_tokens_bos_and_nothing_at_all(cli: Run, tiny: Path, tmp_path: Path) -> None:
+def test_special_tokens_bos_and_empty_text(cli: Run, tiny: Path, tmp_path: Path) -> None:
     with_bos = write_model(tmp_path / "bos.gguf", {"tokenizer.ggml.add_bos_token": True})
 
     def tokens(*args: str | Path) -> list[int]:
@@ -60,7 +60,7 @@ def test_special_tokens_bos_and_nothing_at_all(cli: Run, tiny: Path, tmp_path: P
     assert len(tokens(tiny, "--text", "<|im_end|>")) == len("<|im_end|>")
 
 
-def test_lines_of_json(cli: Run, tiny: Path, tokenizer: Tokenizer) -> None:
+def test_jsonl_prints_ids_of_each_line(cli: Run, tiny: Path, tokenizer: Tokenizer) -> None:
     texts = ["he", "", "a\nb", "é 🙂", "\u2028"]
     stdin = "".join(json.dumps(text) + "\n" for text in texts).encode() + json.dumps("日", ensure_ascii=False).encode()
     done = cli("tokenize", tiny, "--jsonl", stdin=stdin)
@@ -82,7 +82,7 @@ def test_lines_of_json(cli: Run, tiny: Path, tokenizer: Tokenizer) -> None:
         (b"[" * 100_000, "line 2: not a JSON string"),
     ],
 )
-def test_a_bad_line_is_named(cli: Run, tiny: Path, line: bytes, told: str) -> None:
+def test_jsonl_invalid_line_is_named(cli: Run, tiny: Path, line: bytes, told: str) -> None:
     done = cli("tokenize", tiny, "--jsonl", stdin=b'"a"\n' + line + b"\n")
     assert done.returncode == 1
     assert len(done.stdout.splitlines()) == 1  # what was good before it
@@ -90,7 +90,7 @@ def test_a_bad_line_is_named(cli: Run, tiny: Path, line: bytes, told: str) -> No
     assert message.startswith(f"error: {told}")
 
 
-def test_each_line_is_answered_at_once(tiny: Path, tokenizer: Tokenizer) -> None:
+def test_jsonl_answers_each_line_at_once(tiny: Path, tokenizer: Tokenizer) -> None:
     command = [sys.executable, "-m", "llm_worker_rbee", "tokenize", str(tiny), "--jsonl"]
     child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment())
     assert child.stdin is not None
@@ -103,7 +103,7 @@ def test_each_line_is_answered_at_once(tiny: Path, tokenizer: Tokenizer) -> None
     assert child.returncode == 0
 
 
-def test_a_folder_needs_no_weights(cli: Run, tmp_path: Path) -> None:
+def test_tokenize_folder_without_weights(cli: Run, tmp_path: Path) -> None:
     """A tokenizer alone, and beside a config of an architecture that nobody knows."""
     library = tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0, "b": 1, "ab": 2}, [("a", "b")]))
     library.decoder = tokenizers.decoders.ByteLevel()

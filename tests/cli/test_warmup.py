@@ -16,7 +16,7 @@ def kernels_in(folder: Path) -> dict[str, int]:
     return {file.name: file.stat().st_mtime_ns for file in folder.iterdir() if not file.name.startswith(".")}
 
 
-def test_kernels_are_compiled_once_and_by_whoever_comes_first(spawn: Run, tiny: Path, tmp_path: Path) -> None:
+def test_warmup_compiles_kernels_once(spawn: Run, tiny: Path, tmp_path: Path) -> None:
     there = json.loads(spawn("warmup", tiny, "--json").stdout)
     assert there["compiled"] == 0
     folder = tmp_path / "kernels" / Path(there["folder"]).name
@@ -40,7 +40,7 @@ def test_kernels_are_compiled_once_and_by_whoever_comes_first(spawn: Run, tiny: 
     assert kernels_in(folder) == kept  # all that an answer needs was there
 
 
-def test_what_is_wrong_is_told(cli: Run, tiny: Path) -> None:
+def test_warmup_usage_errors(cli: Run, tiny: Path) -> None:
     both = cli("warmup", tiny, "--all")
     assert (both.returncode, both.stdout) == (2, b"")
     assert b"both a MODEL and --all are given" in both.stderr
@@ -49,7 +49,7 @@ def test_what_is_wrong_is_told(cli: Run, tiny: Path) -> None:
     assert b"instruction set 'z80' is unknown: use one of " in unknown.stderr
 
 
-def test_a_folder_that_cannot_be_is_an_error(spawn: Run, tiny: Path, tmp_path: Path) -> None:
+def test_warmup_unusable_cache_folder_is_an_error(spawn: Run, tiny: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     asked = spawn("warmup", tiny, env={"LLM_WORKER_KERNEL_CACHE": str(tmp_path / "file" / "kernels")})
     assert asked.returncode == 1

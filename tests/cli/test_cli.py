@@ -33,7 +33,7 @@ print(sorted(heavy & set(sys.modules)))
 
 
 @pytest.mark.parametrize("name", COMMAND_TABLE)
-def test_command_table_summary_is_first_sentence_of_help(name: str) -> None:
+def test_command_summary_is_first_sentence_of_its_help(name: str) -> None:
     first = " ".join(load_command(name).help.partition("\n\n")[0].split())
     assert first == COMMAND_TABLE[name].summary
 
@@ -49,12 +49,12 @@ print(sorted({c.module for c in COMMANDS.values() if "llm_worker_rbee.cli" + c.m
     assert done.stdout.splitlines()[-1] == "['.models']", done.stderr
 
 
-def test_version(spawn: Run) -> None:
+def test_version_prints_program_and_version(spawn: Run) -> None:
     done = spawn("--version")
     assert (done.returncode, done.stdout.decode()) == (0, f"llm-worker-rbee {__version__}\n")
 
 
-def test_no_command_shows_the_help(spawn: Run) -> None:
+def test_program_without_command_prints_help(spawn: Run) -> None:
     done = spawn()
     assert done.returncode == 0
     assert done.stdout == spawn("--help").stdout
@@ -63,7 +63,7 @@ def test_no_command_shows_the_help(spawn: Run) -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_each_help_shows_an_example_and_no_escape_code(spawn: Run, command: str) -> None:
+def test_command_help_has_example_and_no_escape_codes(spawn: Run, command: str) -> None:
     done = spawn(command, "--help", env={"GITHUB_ACTIONS": "1"})
     assert done.returncode == 0
     examples = done.stdout.decode().partition("Examples:")[2]
@@ -102,7 +102,7 @@ def test_each_help_shows_an_example_and_no_escape_code(spawn: Run, command: str)
         (["tokenize", "--jsonl", "--json"], 2, "error: --jsonl reads standard input"),
     ],
 )
-def test_an_error_is_one_plain_line(cli: Run, args: list[str], status: int, told: str) -> None:
+def test_error_prints_one_plain_line(cli: Run, args: list[str], status: int, told: str) -> None:
     done = cli(*args)
     assert (done.returncode, done.stdout) == (status, b"")
     lines = done.stderr.decode().splitlines()
@@ -112,7 +112,7 @@ def test_an_error_is_one_plain_line(cli: Run, args: list[str], status: int, told
     assert "\x1b" not in lines[0]
 
 
-def test_debug_shows_the_traceback_wherever_it_stands(cli: Run) -> None:
+def test_debug_anywhere_prints_traceback(cli: Run) -> None:
     for args in (["--debug", "inspect", "/no/such.gguf"], ["inspect", "/no/such.gguf", "--debug"]):
         done = cli(*args)
         assert done.returncode == 1
@@ -121,7 +121,7 @@ def test_debug_shows_the_traceback_wherever_it_stands(cli: Run) -> None:
     assert b"Traceback" not in cli("inspect", "/no/such.gguf", "--", "--debug").stderr
 
 
-def test_an_unexpected_error_is_one_line_too() -> None:
+def test_unexpected_error_prints_one_line() -> None:
     script = """
 import sys
 from llm_worker_rbee import cli
@@ -134,7 +134,7 @@ sys.exit(cli.run_command_line(["boom"]))
     assert done.stderr == "error: unexpected ZeroDivisionError: a b (run again with --debug)\n"
 
 
-def test_a_closed_pipe_ends_it_quietly(tiny: Path) -> None:
+def test_closed_pipe_exits_without_message(tiny: Path) -> None:
     command = [sys.executable, "-m", "llm_worker_rbee", "inspect", str(tiny), "--metadata", "--tensors"]
     child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment(), cwd=ROOT)
     assert child.stdout is not None
@@ -146,7 +146,7 @@ def test_a_closed_pipe_ends_it_quietly(tiny: Path) -> None:
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="this system has no /dev/full")
-def test_a_full_disk_is_an_error(tiny: Path) -> None:
+def test_full_disk_exits_with_error(tiny: Path) -> None:
     command = [sys.executable, "-m", "llm_worker_rbee", "inspect", str(tiny), "--json"]
     with open("/dev/full", "wb") as full:
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, env=environment(), cwd=ROOT, timeout=60)
@@ -167,7 +167,7 @@ def test_any_locale_writes_utf8(spawn: Run, tiny: Path, settings: dict[str, str]
     assert " · ".encode() in echoed.stderr
 
 
-def test_colour_on_a_terminal_only_and_not_with_no_color(terminal: type[Terminal]) -> None:
+def test_colour_only_on_terminal_without_no_color(terminal: type[Terminal]) -> None:
     status, coloured = terminal("models", "--help").finish()
     assert status == 0
     assert b"\x1b[3" in coloured or b"\x1b[1;3" in coloured
@@ -188,14 +188,14 @@ def test_colour_on_a_terminal_only_and_not_with_no_color(terminal: type[Terminal
         (["chat", "-m", "TINY"], "line 1 is too long: at most 64 MiB are read"),
     ],
 )
-def test_endless_input_is_refused(tiny: Path, args: list[str], told: str) -> None:
+def test_endless_input_is_rejected(tiny: Path, args: list[str], told: str) -> None:
     command = [sys.executable, "-m", "llm_worker_rbee", *(str(tiny) if arg == "TINY" else arg for arg in args)]
     with open("/dev/zero", "rb") as zeros:
         done = subprocess.run(command, stdin=zeros, capture_output=True, text=True, env=environment(), timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (1, "", f"error: {told}\n")
 
 
-def test_a_dumb_terminal_gets_no_escape_code(terminal: type[Terminal], tiny: Path) -> None:
+def test_dumb_terminal_gets_no_escape_codes(terminal: type[Terminal], tiny: Path) -> None:
     status, shown = terminal("run", "hi", "-m", tiny, "-n", "2", "-q", "--logit-bias", "52=100", TERM="dumb").finish()
     assert (status, shown) == (0, b"RR\r\n")
     screen = terminal("chat", "-m", tiny, "-n", "2", "-q", "--logit-bias", "52=100", TERM="dumb")
@@ -210,7 +210,7 @@ def test_a_dumb_terminal_gets_no_escape_code(terminal: type[Terminal], tiny: Pat
 
 
 @pytest.mark.parametrize("mark", ["\u061c", "\u200e", "\u200f", "\u202a", "\u202e", "\u2066", "\u2069", "\x9b"])
-def test_what_steers_a_terminal_is_replaced(mark: str) -> None:
+def test_visible_control_characters_are_replaced(mark: str) -> None:
     assert visible(f"a{mark}b\tc\n") == "a\ufffdb\tc\n"
     assert cell(f"a{mark}b\tc\n\u2028") == "a\ufffdb␉c␊\ufffd"
     assert visible("שלום é 🙂") == cell("שלום é 🙂") == "שלום é 🙂"
