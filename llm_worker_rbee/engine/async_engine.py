@@ -1,12 +1,12 @@
 """The engine in a thread of its own: the one place where threads meet.
 
-An event loop submits requests and awaits what comes of them; the thread takes in what was submitted and given up,
-steps, and hands the outputs of a whole step over at once. While there is nothing to do it sleeps. A reader that does
-not read never holds a step up: past a bounded number of outputs its request is ended.
+An event loop submits requests and awaits their outputs; the thread takes in what was submitted and aborted, steps, and
+posts the outputs of a step to each loop in one call. Without work it sleeps. A reader that does not read never holds a
+step up: past a bounded number of outputs its request is aborted.
 
-    async with AsyncEngine(engine) as serving:
-        ticket = serving.submit(request)
-        async for output in ticket: ...
+    async with AsyncEngine(engine) as async_engine:
+        stream = async_engine.submit(request)
+        async for output in stream: ...
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from typing import Any, NamedTuple
 
 from ..errors import InferenceError, RequestCancelledError, WorkerError
 from .engine import Engine
-from .request import Request, StepOutput, copy_error
+from .request import Request, StepOutput, copy_error, error_output
 
-MAX_BUFFERED_OUTPUTS = 4096  # outputs of one request
+MAX_BUFFERED_OUTPUTS = 4096  # of one request
 
 
 class RequestStream:
-    """What comes of one request, for one reader in the event loop that submitted it. `async with` cancels what
-    has not ended by itself."""
+    """The outputs of one request, for one reader in the event loop that submitted it. `async with` aborts a request
+    that is not finished."""
 
-    def __init__(self, serving: AsyncEngine, request: Request, max_buffered_outputs: int) -> None:
+    def __init__(self, engine: AsyncEngine, request: Request, max_buffered_outputs: int) -> None:
         self.request = request
-        self._serving = serving
+        self._engine = engine
         self._max_buffered_outputs = max_buffered_outputs
-        self._unread: deque[StepOutput] = deque()
-        self._news = asyncio.Event()
-        self._has_ended = False
+        self._outputs: deque[StepOutput] = deque()
+        self._changed = asyncio.Event()
+        self._is_finished = False
 
     async def __aenter__(self) -> RequestStream:
         return self
@@ -47,59 +47,62 @@ class RequestStream:
         return self
 
     async def __anext__(self) -> StepOutput:
-        """The next token; an error that ended the request is raised once all before it is read."""
-        while not self._unread:
-            if self._has_ended:
-                raise StopAsyncIteration
-            self._news.clear()
-            await self._news.wait()
-        output = self._unread.popleft()
+        """Return the next output; an error is raised once all outputs before it are read."""
+        if not await self._wait():
+            raise StopAsyncIteration
+        output = self._outputs.popleft()
         if output.error is not None:
             raise output.error
         return output
 
     async def next_outputs(self) -> list[StepOutput]:
-        """All that is there, at least one; nothing once it has ended. An error is raised when all before it is read."""
-        while not self._unread:
-            if self._has_ended:
-                return []
-            self._news.clear()
-            await self._news.wait()
-        if self._unread[0].error is not None:
-            raise self._unread.popleft().error  # type: ignore[misc]
+        """Return all outputs that are there, at least one; none after the end. An error is raised as by `__anext__`."""
+        if not await self._wait():
+            return []
+        if self._outputs[0].error is not None:
+            raise self._outputs.popleft().error  # type: ignore[misc]
         found: list[StepOutput] = []
-        while self._unread and self._unread[0].error is None:
-            found.append(self._unread.popleft())
+        while self._outputs and self._outputs[0].error is None:
+            found.append(self._outputs.popleft())
         return found
+
+    async def _wait(self) -> bool:
+        """Wait for an output; return False at the end."""
+        while not self._outputs:
+            if self._is_finished:
+                return False
+            self._changed.clear()
+            await self._changed.wait()
+        return True
 
     def abort(self) -> None:
         """End the request within a step; its reader gets an error."""
         self._finish_with(RequestCancelledError("the request was cancelled"))
 
     def put(self, output: StepOutput) -> None:
-        """In the event loop: something came of it."""
-        if self._has_ended:
+        """Add an output, in the event loop."""
+        if self._is_finished:
             return
-        self._unread.append(output)
-        self._has_ended = output.finish_reason is not None
-        if len(self._unread) > self._max_buffered_outputs and not self._has_ended:
-            self._unread.clear()
+        self._outputs.append(output)
+        self._is_finished = output.finish_reason is not None
+        if len(self._outputs) > self._max_buffered_outputs and not self._is_finished:
+            self._outputs.clear()
             message = f"the output was not read: {self._max_buffered_outputs} tokens were waiting"
             self._finish_with(RequestCancelledError(message))
-        self._news.set()
+        self._changed.set()
 
     def _finish_with(self, error: WorkerError) -> None:
-        if not self._has_ended:
-            self._has_ended = True
-            self._unread.append(StepOutput(self.request, -1, None, "error", error))
-            self._news.set()
-            self._serving.abort(self.request)
+        if not self._is_finished:
+            self._is_finished = True
+            self._outputs.append(error_output(self.request, error))
+            self._changed.set()
+            self._engine.abort(self.request)
 
 
 class Reader(NamedTuple):
-    """Who waits for a request, and where."""
+    """Where the outputs of a request go."""
 
-    ticket: RequestStream
+    stream: RequestStream
     loop: asyncio.AbstractEventLoop
 
 
@@ -108,13 +111,13 @@ class AsyncEngine:
 
     def __init__(self, engine: Engine, max_buffered_outputs: int = MAX_BUFFERED_OUTPUTS) -> None:
         self.engine = engine
-        self.last_step_at = time.monotonic()  # when a step last ended, or there was nothing to do
+        self.last_step_at = time.monotonic()  # when a step last ended, or there was no work
         self._max_buffered_outputs = max_buffered_outputs
-        self._inbox: deque[tuple[Request, Reader | None]] = deque()  # submitted with a reader, given up without
+        self._inbox: deque[tuple[Request, Reader | None]] = deque()  # submitted with a reader, aborted without
         self._readers: dict[Request, Reader] = {}  # the thread's own
         self._wake = threading.Event()
         self._is_stopping = False
-        self._stopping = threading.Lock()  # nothing is submitted behind the last look into the inbox
+        self._stop_lock = threading.Lock()  # nothing is submitted after the inbox was drained for the last time
         self._thread = threading.Thread(target=self._serve, name="engine", daemon=True)
 
     async def __aenter__(self) -> AsyncEngine:
@@ -126,113 +129,107 @@ class AsyncEngine:
 
     @property
     def is_alive(self) -> bool:
-        """Whether anybody steps."""
         return self._thread.is_alive()
 
     def start(self) -> None:
-        """Begin to serve."""
         self._thread.start()
 
     async def stop(self, error: WorkerError | None = None) -> None:
-        """End the thread after its present step; requests that are not answered end with an error, or with this one."""
-        with self._stopping:
+        """End the thread after its present step; unfinished requests end with `error`."""
+        with self._stop_lock:
             self._is_stopping = True
         self._wake.set()
         if self._thread.is_alive():
             await asyncio.to_thread(self._thread.join)
         self._drain_inbox()
-        self._end_all(error or RequestCancelledError("the engine was stopped"))
+        self._finish_all(error or RequestCancelledError("the engine was stopped"))
 
     def submit(self, request: Request) -> RequestStream:
         """Queue a request from an event loop; `resolve_max_tokens` has checked that it fits."""
         assert self.engine.has_room_for(request), "the request is longer than the context or the KV cache"
-        ticket = RequestStream(self, request, self._max_buffered_outputs)
-        with self._stopping:
+        stream = RequestStream(self, request, self._max_buffered_outputs)
+        with self._stop_lock:
             if self._is_stopping:
                 raise RequestCancelledError("the engine was stopped")
-            self._inbox.append((request, Reader(ticket, asyncio.get_running_loop())))
+            self._inbox.append((request, Reader(stream, asyncio.get_running_loop())))
         self._wake.set()
-        return ticket
+        return stream
 
     def abort(self, request: Request) -> None:
-        """From any thread: nobody wants the rest of it."""
+        """Drop a request, from any thread."""
         self._inbox.append((request, None))
         self._wake.set()
 
     def _serve(self) -> None:
-        """What should never happen ends everybody's request, and the engine begins anew with clean books."""
+        """Step while there is work. An unexpected error finishes every request, and the engine starts anew."""
         while not self._is_stopping:
             try:
                 self._drain_inbox()
                 if self.engine.has_work:
                     self._dispatch_outputs(self.engine.step())
                 else:
-                    self._rest()
+                    self._sleep()
             except Exception as error:
                 failure = InferenceError(f"the engine failed ({type(error).__name__})")
                 failure.__cause__ = error
                 try:
                     self.engine.reset()
-                finally:  # if even that fails there is no engine any more: `is_alive` says so
-                    self._end_all(failure)
+                finally:  # if even that fails the thread ends, and `is_alive` is False
+                    self._finish_all(failure)
             self.last_step_at = time.monotonic()
 
-    def _rest(self) -> None:
-        """Until something comes; in debug runs the books of an idle engine are looked at first."""
+    def _sleep(self) -> None:
+        """Wait for the inbox; in debug runs the idle scheduler is checked first."""
         if self.engine.config.debug:
             self.engine.scheduler.check()
         self._wake.wait()
         self._wake.clear()
 
     def _drain_inbox(self) -> None:
-        """What was submitted and given up since the last step, in that order."""
+        """Add and abort requests in the order in which that was asked for."""
         while self._inbox:
             request, reader = self._inbox.popleft()
             if reader is not None:
-                self._begin(request, reader)
+                self._add(request, reader)
             elif self._readers.pop(request, None) is not None:
                 self.engine.abort(request)
 
-    def _begin(self, request: Request, reader: Reader) -> None:
-        """One that the engine does not take ends at once; the others know nothing of it."""
-        self._readers[request] = reader  # who waits is known, whatever happens
+    def _add(self, request: Request, reader: Reader) -> None:
+        """Add a request to the engine; one that the engine refuses ends at once, without harm to the others."""
+        self._readers[request] = reader  # first, so that any error reaches it
         try:
             self.engine.add(request)
         except WorkerError as error:
-            self._dispatch_outputs([_ended(request, error)])
+            self._dispatch_outputs([error_output(request, error)])
 
-    def _end_all(self, error: WorkerError) -> None:
+    def _finish_all(self, error: WorkerError) -> None:
         for request in self._readers:
             self.engine.abort(request)
-        self._dispatch_outputs([_ended(request, copy_error(error)) for request in self._readers])
+        self._dispatch_outputs([error_output(request, copy_error(error)) for request in self._readers])
 
     def _dispatch_outputs(self, outputs: Sequence[StepOutput]) -> None:
-        """One call for each event loop and step."""
+        """Post outputs with one call for each event loop."""
         by_loop: dict[asyncio.AbstractEventLoop, list[tuple[RequestStream, StepOutput]]] = {}
         for output in outputs:
-            ticket, loop = self._readers[output.request]
-            by_loop.setdefault(loop, []).append((ticket, output))
+            stream, loop = self._readers[output.request]
+            by_loop.setdefault(loop, []).append((stream, output))
             if output.finish_reason is not None:
                 del self._readers[output.request]
-        for loop, news in by_loop.items():
-            if not _post(loop, news):  # that loop is closed: nobody reads any more
-                for ticket, _ in news:
-                    self.abort(ticket.request)
+        for loop, pairs in by_loop.items():
+            if not _post(loop, pairs):  # the loop is closed
+                for stream, _ in pairs:
+                    self.abort(stream.request)
 
 
-def _post(loop: asyncio.AbstractEventLoop, news: list[tuple[RequestStream, StepOutput]]) -> bool:
-    """Whether the loop is still there."""
+def _post(loop: asyncio.AbstractEventLoop, pairs: list[tuple[RequestStream, StepOutput]]) -> bool:
+    """Put outputs into their streams; return False if the loop is closed."""
     try:
-        loop.call_soon_threadsafe(_put_all, news)
+        loop.call_soon_threadsafe(_put_all, pairs)
     except RuntimeError:
         return False
     return True
 
 
-def _put_all(news: list[tuple[RequestStream, StepOutput]]) -> None:
-    for ticket, output in news:
-        ticket.put(output)
-
-
-def _ended(request: Request, error: WorkerError) -> StepOutput:
-    return StepOutput(request, -1, None, "error", error)
+def _put_all(pairs: list[tuple[RequestStream, StepOutput]]) -> None:
+    for stream, output in pairs:
+        stream.put(output)

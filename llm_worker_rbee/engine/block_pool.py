@@ -1,9 +1,8 @@
-"""Who owns which block of the KV cache: reference counts, and full blocks that are found again by what they hold.
+"""The KV blocks: reference counts, and the prefix cache that finds full blocks by their contents.
 
-A block is a number. A full block whose keys and values are computed is known by the hash of its tokens chained to the
-hash of the block before, so a hash stands for the whole beginning of a request. Blocks that nobody uses keep their
-contents until they are needed: the least recently used goes first, those that nobody could find again before all
-others. No arrays here.
+A block is a number. A full, computed block is known by the hash of its tokens chained to the hash of the block before,
+so a hash stands for a whole prefix. Free blocks keep their contents until they are needed: those that the prefix
+cache cannot find go first, then the least recently used. No arrays here.
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ DIGEST_BYTES = 16
 
 
 def chained_hash(before: bytes, ids: Sequence[int]) -> bytes:
-    """The hash of a full block that follows `before`; the first block follows b""."""
+    """Return the hash of a full block that follows `before`; the first block follows b""."""
     return blake2b(before + array("q", ids).tobytes(), digest_size=DIGEST_BYTES).digest()
 
 
 def extend_hashes(hashes: list[bytes], ids: Sequence[int], blocks: int, block_size: int) -> None:
-    """Make the chain as long as the first `blocks` blocks of `ids`."""
+    """Extend the chain to the first `blocks` blocks of `ids`."""
     for i in range(len(hashes), blocks):
         before = hashes[i - 1] if i else b""
         hashes.append(chained_hash(before, ids[i * block_size : (i + 1) * block_size]))
@@ -40,52 +39,51 @@ class BlockPool:
         self.num_evictions = 0
         self._references = [0] * n_blocks
         self._hashes: list[bytes | None] = [None] * n_blocks
-        self._found: dict[bytes, int] = {}
-        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(n_blocks))  # next to be taken first
+        self._cached: dict[bytes, int] = {}
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(n_blocks))  # the first is allocated next
 
     @property
     def num_free(self) -> int:
-        """Blocks that nobody uses, whether or not they can be found again."""
+        """Blocks that no request holds, cached or not."""
         return len(self._free)
 
     def blocks_for(self, tokens: int) -> int:
-        """How many blocks hold so many tokens."""
+        """Return how many blocks hold `tokens` tokens."""
         return -(-tokens // self.block_size)
 
     def match(self, hashes: Sequence[bytes]) -> list[int]:
-        """The blocks of the longest beginning that is here."""
+        """Return the blocks of the longest cached prefix."""
         found: list[int] = []
-        for known in hashes:
-            block = self._found.get(known)
+        for block_hash in hashes:
+            block = self._cached.get(block_hash)
             if block is None:
                 break
             found.append(block)
         return found
 
-    def has(self, known_as: bytes) -> bool:
-        """Whether a block is here."""
-        return known_as in self._found
+    def is_cached(self, block_hash: bytes) -> bool:
+        return block_hash in self._cached
 
     def can_acquire(self, shared: Sequence[int], fresh: int) -> bool:
-        """Whether there are so many free blocks beside those shared ones that nobody uses now."""
+        """Return whether `fresh` blocks are free beside those shared ones that no request holds now."""
         return fresh <= len(self._free) - sum(self._references[block] == 0 for block in shared)
 
     def acquire(self, shared: Sequence[int], fresh: int) -> list[int] | None:
-        """One reference more to each shared block, and fresh ones behind them; None if there are not enough."""
+        """Reference the shared blocks and allocate fresh ones behind them; None if there are not enough."""
         if not self.can_acquire(shared, fresh):
             return None
         for block in shared:
             if self._references[block] == 0:
                 del self._free[block]
             self._references[block] += 1
-        return [*shared, *(self._take() for _ in range(fresh))]
+        return [*shared, *(self._allocate() for _ in range(fresh))]
 
-    def one_more(self) -> int | None:
-        """A fresh block, if there is one."""
-        return self._take() if self._free else None
+    def allocate_one(self) -> int | None:
+        """Return a fresh block, None if there is none."""
+        return self._allocate() if self._free else None
 
     def release(self, blocks: Sequence[int]) -> None:
-        """One reference less to each. Of blocks that become free at once the last is forgotten first."""
+        """Drop one reference to each. Of blocks that become free together the last is evicted first."""
         for block in reversed(blocks):
             self._references[block] -= 1
             if self._references[block] == 0:
@@ -93,26 +91,26 @@ class BlockPool:
                 if self._hashes[block] is None:
                     self._free.move_to_end(block, last=False)
 
-    def publish(self, block: int, known_as: bytes) -> None:
-        """A block is full and computed: others may find it, unless they find the same contents elsewhere."""
-        if self.caching and known_as not in self._found:
-            self._found[known_as] = block
-            self._hashes[block] = known_as
+    def publish(self, block: int, block_hash: bytes) -> None:
+        """Enter a full, computed block into the prefix cache, unless another block has the same contents."""
+        if self.caching and block_hash not in self._cached:
+            self._cached[block_hash] = block
+            self._hashes[block] = block_hash
 
     def unpublish(self, blocks: Sequence[int]) -> None:
-        """Something went wrong with a request that holds these: nobody else shall find them."""
+        """Remove blocks of a failed request from the prefix cache."""
         for block in blocks:
             if self._hashes[block] is not None:
                 self._evict(block)
 
-    def forget(self) -> int:
-        """Let go of all that is kept for later; how many blocks that were."""
-        kept = [block for block in self._free if self._hashes[block] is not None]
-        for block in kept:
+    def clear_cache(self) -> int:
+        """Evict all cached blocks that no request holds; return how many."""
+        cached = [block for block in self._free if self._hashes[block] is not None]
+        for block in cached:
             self._evict(block)
-        return len(kept)
+        return len(cached)
 
-    def _take(self) -> int:
+    def _allocate(self) -> int:
         block, _ = self._free.popitem(last=False)
         if self._hashes[block] is not None:
             self._evict(block)
@@ -120,46 +118,45 @@ class BlockPool:
         return block
 
     def _evict(self, block: int) -> None:
-        known_as = self._hashes[block]
-        assert known_as is not None
-        del self._found[known_as]
+        block_hash = self._hashes[block]
+        assert block_hash is not None
+        del self._cached[block_hash]
         self._hashes[block] = None
         self.num_evictions += 1
 
-    def check(self, owners: Iterable[Sequence[int]]) -> None:
-        """The books are right for these owners: no block lost, none owned that is free, every count true."""
+    def check(self, block_tables: Iterable[Sequence[int]]) -> None:
+        """Assert that reference counts, free blocks and the prefix cache agree with the requests' block tables."""
         counted = [0] * self.n_blocks
-        for blocks in owners:
+        for blocks in block_tables:
             assert len(set(blocks)) == len(blocks), "a request has a block twice"
             for block in blocks:
                 counted[block] += 1
         assert counted == self._references, "reference counts differ from what requests hold"
         free = set(self._free)
         assert free == {block for block, count in enumerate(counted) if count == 0}, "free blocks are not those unused"
-        known = {block: known_as for block, known_as in enumerate(self._hashes) if known_as is not None}
-        assert known == {block: known_as for known_as, block in self._found.items()}, "hashes and blocks disagree"
-        assert self.caching or not known
+        hashed = {block: block_hash for block, block_hash in enumerate(self._hashes) if block_hash is not None}
+        assert hashed == {block: block_hash for block_hash, block in self._cached.items()}, "hashes and blocks disagree"
+        assert self.caching or not hashed
 
 
-class InFlight:
-    """Hash of a block -> who computes it; the first who began, if several do."""
+class InFlightBlocks:
+    """Prompt blocks that running requests are computing: a request that needs one had better wait for it."""
 
     def __init__(self) -> None:
-        self._by: dict[bytes, Request] = {}
+        self._by: dict[bytes, Request] = {}  # block hash -> the first request that computes it
 
     def begin(self, hashes: Sequence[bytes], request: Request) -> None:
-        """It has been admitted and computes these."""
-        for known_as in hashes:
-            self._by.setdefault(known_as, request)
+        for block_hash in hashes:
+            self._by.setdefault(block_hash, request)
 
     def end(self, hashes: Sequence[bytes], request: Request) -> None:
-        """They are computed, or it will not compute them."""
-        for known_as in hashes:
-            if self._by.get(known_as) is request:
-                del self._by[known_as]
+        """Remove blocks that are computed, or that the request will not compute."""
+        for block_hash in hashes:
+            if self._by.get(block_hash) is request:
+                del self._by[block_hash]
 
     def is_worth_waiting(self, missing: bytes | None, request: Request) -> bool:
-        """Whether somebody as urgent computes what is missing."""
+        """Return whether a request as urgent computes the missing block."""
         by = None if missing is None else self._by.get(missing)
         return by is not None and by.priority <= request.priority
 
@@ -167,5 +164,4 @@ class InFlight:
         return bool(self._by)
 
     def check(self, running: Sequence[Request]) -> None:
-        """Nobody waits for what nobody computes."""
-        assert set(self._by.values()) <= set(running), "somebody waits for what nobody computes"
+        assert set(self._by.values()) <= set(running), "a request waits for a block that no request computes"

@@ -1,5 +1,6 @@
-"""Stands where the model would compute: tokens of a given text, one a step, at a given pace. Requests, blocks, steps
-and deadlines are the real ones, so that what a server costs beside the model can be measured; answers mean nothing.
+"""A stand-in for the model: the tokens of a given text, one a step, at a given rate.
+
+Requests, blocks, steps and deadlines are the real ones, so that the cost of a server beside its model can be measured.
 """
 
 from __future__ import annotations
@@ -12,29 +13,28 @@ from .request import SamplerOutput, ScheduledTokens, TokenLogprob
 
 
 class DummyModel:
-    """An engine's `compute`: a step takes `step_s` from the beginning of the one before, or is late by itself."""
+    """For `Engine.replace_model`. A step takes `step_s` seconds from the start of the one before."""
 
     def __init__(self, tokens: Sequence[int], step_s: float = 0.0) -> None:
         if not tokens:
-            raise InvalidRequestError("there is no text to answer with", "tokens")
+            raise InvalidRequestError("the text of the dummy model is empty", "tokens")
         self._tokens = list(tokens)
         self._step_s = step_s
         self._due = 0.0
 
-    def __call__(self, spans: Sequence[ScheduledTokens]) -> SamplerOutput:
-        """The next token of everybody who has read his prompt."""
+    def __call__(self, scheduled: Sequence[ScheduledTokens]) -> SamplerOutput:
         self._wait()
         sampled = SamplerOutput([])
-        for request, _, stop, wanted_from in spans:
+        for request, _, stop, logits_from in scheduled:
             if request.num_unscored_tokens:
                 assert request.prompt_logprobs is not None
-                request.prompt_logprobs += map(_certain, request.prompt[wanted_from + 1 : stop + 1])
+                request.prompt_logprobs += map(_certain, request.prompt[logits_from + 1 : stop + 1])
             if stop >= len(request.ids):
-                made = len(request.ids) - request.num_prompt_tokens
-                chosen = [self._tokens[(made + i) % len(self._tokens)] for i in range(1 + len(request.drafts))]
-                sampled.tokens += chosen
+                count = len(request.ids) - request.num_prompt_tokens
+                tokens = [self._tokens[(count + i) % len(self._tokens)] for i in range(1 + len(request.drafts))]
+                sampled.tokens += tokens
                 if request.params.logprobs is not None:
-                    sampled.logprobs[request] = list(map(_certain, chosen))
+                    sampled.logprobs[request] = list(map(_certain, tokens))
         return sampled
 
     def _wait(self) -> None:

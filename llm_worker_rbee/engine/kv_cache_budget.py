@@ -18,7 +18,7 @@ from ..errors import InsufficientMemoryError, InvalidRequestError, human_bytes
 # Of the host memory that is free beside the weights. The prefix cache fills the KV cache in time; the rest is for the
 # arrays of a step, the page cache and other programs: two workers that start together on one machine still fit.
 HOST_MEMORY_FRACTION = 0.4
-DEVICE_MEMORY_FRACTION = 0.95  # of a GPU's, beside the weights and DEVICE_SPARE: no other program computes there
+DEVICE_MEMORY_FRACTION = 0.95  # of a GPU's, beside the weights and DEVICE_SPARE_BYTES: no other program computes there
 MIN_CONTEXT = 128  # tokens: a short question and its answer
 HEAD_STEP = 16  # the CPU backend pads each head to a multiple of this
 UNITS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
@@ -122,7 +122,7 @@ def block_bytes(config: ModelConfig, kv_type: str, block_size: int = BLOCK_SIZE)
 def available_memory(reserved: int = 0, ops: Backend | None = None) -> int | None:
     """Return the bytes that are free on this machine and under its cgroup's limit, less `reserved`; None if unknown.
 
-    For a backend with device memory it is the device's, less DEVICE_SPARE.
+    For a backend with device memory it is the device's, less DEVICE_SPARE_BYTES.
     """
     on_device = None if ops is None else ops.free_memory()
     if on_device is not None:

@@ -1,5 +1,8 @@
-"""Spans -> batch -> logits: the arrays of one step. It keeps the block tables of those who run, one row each, and
-writes only what is new in them."""
+"""Scheduled tokens -> batch -> logits: the arrays of a step.
+
+`ModelRunner` keeps the block tables of the running requests, one row for each batch slot, and writes only new entries.
+`SingleSequence` runs one sequence without a scheduler, for callers that look at logits.
+"""
 
 from __future__ import annotations
 
@@ -12,88 +15,89 @@ from ..cache import KVCache
 from ..models import Transformer
 from .request import Request, ScheduledTokens
 
+CHUNK_TOKENS = 512  # of a SingleSequence step: bounds the memory of attention scores
+CHUNK_TOKENS_WITH_LOGITS = 64  # likewise, where each token's logits are needed
+
 
 class ModelRunner:
-    """A model, its cache, and room for the block tables of `max_batch` requests."""
+    """A model, its KV cache, and the block tables of `max_batch` requests."""
 
     def __init__(self, model: Transformer, cache: KVCache, max_batch: int, max_context: int) -> None:
         self.model = model
         self.cache = cache
         self._tables: Ints = np.zeros((max_batch, -(-max_context // cache.block_size)), np.int64)
-        self._numbers: Ints = np.arange(max_batch + 1)
+        self._arange: Ints = np.arange(max_batch + 1)
 
-    def run(self, spans: Sequence[ScheduledTokens]) -> Array:
-        """One step; the logits that the spans want, one row each."""
-        return forward(self.model, self.batch(spans), self.cache)
+    def run(self, scheduled: Sequence[ScheduledTokens]) -> Array:
+        """Compute a step; return the logits that it needs, one row each."""
+        return forward(self.model, self.batch(scheduled), self.cache)
 
-    def batch(self, spans: Sequence[ScheduledTokens]) -> Batch:
-        """The arrays of a step."""
+    def batch(self, scheduled: Sequence[ScheduledTokens]) -> Batch:
+        """Return the arrays of a step."""
         ids: list[int] = []
-        requests, starts, stops, wanted = zip(*spans, strict=True)
+        requests, starts, stops, logits_from = zip(*scheduled, strict=True)
         for request, start, stop in zip(requests, starts, stops, strict=True):
             known = len(request.ids)
             if request.num_blocks_in_table < len(request.blocks):
-                self._list_blocks(request)
+                self._write_table(request)
             if start + 1 == stop == known:
                 ids.append(request.ids[start])
             else:
                 ids += request.ids[start:stop]
                 ids += request.drafts[max(0, start - known) : max(0, stop - known)]
-        rows = [request.batch_slot for request in requests]
-        if len(ids) == len(rows) and wanted == starts:
-            return self._one_each(_array(ids), rows, _array(starts))
-        return self._arrays(ids, rows, *map(_array, (starts, stops, wanted)))
+        slots = [request.batch_slot for request in requests]
+        if len(ids) == len(slots) and logits_from == starts:
+            return self._decode_batch(_array(ids), slots, _array(starts))
+        return self._mixed_batch(ids, slots, *map(_array, (starts, stops, logits_from)))
 
     def next_batch(self, requests: Sequence[Request], ids: Array) -> Batch:
-        """The arrays of the step after the one that is under way, whose tokens (`ids`) only the device knows."""
+        """Return the arrays of the step after one in flight, whose tokens (`ids`) are on the device only."""
         for request in requests:
             if request.num_blocks_in_table < len(request.blocks):
-                self._list_blocks(request)
+                self._write_table(request)
         positions = _array([len(request.ids) for request in requests])
-        return self._one_each(ids, [request.batch_slot for request in requests], positions)
+        return self._decode_batch(ids, [request.batch_slot for request in requests], positions)
 
-    def _one_each(self, ids: Ints, rows: list[int], positions: Ints) -> Batch:
-        """What `_arrays` gives where everybody answers: one token each, and its logits."""
-        count, size = len(rows), self.cache.block_size
-        tables = self._tables[rows, : int(positions.max()) // size + 1]
+    def _decode_batch(self, ids: Ints, slots: list[int], positions: Ints) -> Batch:
+        """What `_mixed_batch` gives where each request computes one token and its logits, faster."""
+        count, size = len(slots), self.cache.block_size
+        tables = self._tables[slots, : int(positions.max()) // size + 1]
         blocks, offsets = np.divmod(positions, size)
         return Batch(
             ids=ids,
             positions=positions,
-            slot_mapping=tables[self._numbers[:count], blocks] * size + offsets,
-            query_start=self._numbers[: count + 1],
+            slot_mapping=tables[self._arange[:count], blocks] * size + offsets,
+            query_start=self._arange[: count + 1],
             context_len=positions + 1,
             block_table=tables,
-            logits_index=self._numbers[:count],
+            logits_index=self._arange[:count],
         )
 
-    def _arrays(self, ids: list[int], rows: list[int], starts: Ints, stops: Ints, wanted_from: Ints) -> Batch:
-        query_start: Ints = np.zeros(len(rows) + 1, np.int64)
+    def _mixed_batch(self, ids: list[int], slots: list[int], starts: Ints, stops: Ints, logits_from: Ints) -> Batch:
+        query_start: Ints = np.zeros(len(slots) + 1, np.int64)
         np.cumsum(stops - starts, out=query_start[1:])
-        tables = self._tables[rows, : self._width(int(stops.max()))]
-        owners, positions = _places(starts, stops, query_start)
-        blocks, offsets = np.divmod(positions, self.cache.block_size)
+        size = self.cache.block_size
+        tables = self._tables[slots, : -(-int(stops.max()) // size)]
+        owners, positions = _token_positions(starts, stops, query_start)
+        blocks, offsets = np.divmod(positions, size)
         return Batch(
             ids=_array(ids),
             positions=positions,
-            slot_mapping=tables[owners, blocks] * self.cache.block_size + offsets,
+            slot_mapping=tables[owners, blocks] * size + offsets,
             query_start=query_start,
             context_len=stops,
             block_table=tables,
-            logits_index=_tails(query_start[1:], stops - wanted_from),
+            logits_index=_last_indices(query_start[1:], stops - logits_from),
         )
 
-    def _width(self, tokens: int) -> int:
-        return -(-tokens // self.cache.block_size)
-
-    def _list_blocks(self, request: Request) -> None:
+    def _write_table(self, request: Request) -> None:
         first, last = request.num_blocks_in_table, len(request.blocks)
         self._tables[request.batch_slot, first:last] = request.blocks[first:]
         request.num_blocks_in_table = last
 
 
 def forward(model: Transformer, batch: Batch, cache: KVCache) -> Array:
-    """The model's step; what overflows shows in the logits, where it is an error."""
+    """Run the model; an overflow is no warning here, it becomes an error where logits are sampled."""
     with np.errstate(all="ignore"):
         return model.forward(batch, cache)
 
@@ -102,8 +106,8 @@ def _array(numbers: Sequence[int]) -> Ints:
     return np.array(numbers, np.int64)
 
 
-def _places(starts: Ints, stops: Ints, query_start: Ints) -> tuple[Ints, Ints]:
-    """For each token its request's number in the batch, and its position in that request."""
+def _token_positions(starts: Ints, stops: Ints, query_start: Ints) -> tuple[Ints, Ints]:
+    """Return for each token the index of its request in the batch, and its position in that request."""
     count, total = len(starts), int(query_start[-1])
     if total == count:  # one token each
         return np.arange(count), starts
@@ -111,18 +115,14 @@ def _places(starts: Ints, stops: Ints, query_start: Ints) -> tuple[Ints, Ints]:
     return owners, np.arange(total) + (starts - query_start[:-1])[owners]
 
 
-def _tails(ends: Ints, counts: Ints) -> Ints:
-    """The last counts[i] numbers before ends[i], for each i."""
+def _last_indices(ends: Ints, counts: Ints) -> Ints:
+    """Return the last counts[i] integers before ends[i], for each i, joined."""
     before = np.cumsum(counts)
     return np.arange(int(before[-1])) + np.repeat(ends - before, counts)
 
 
-CHUNK_TOKENS = 512  # tokens a step: bounds the memory of the scores
-CHUNK_TOKENS_WITH_LOGITS = 64  # likewise, where each token's logits are wanted too
-
-
 class SingleSequence:
-    """A model and room for one sequence of at most `capacity` tokens."""
+    """A model and a KV cache for one sequence of at most `capacity` tokens."""
 
     def __init__(self, model: Transformer, capacity: int, kv_type: str = "float32") -> None:
         self.model = model
@@ -131,17 +131,15 @@ class SingleSequence:
         self.block_table: Ints = np.arange(n_blocks, dtype=np.int64)
 
     def step(self, request: Request, limit: int, *, all_logits: bool = False) -> Array:
-        """Compute up to `limit` tokens that are not computed yet; logits of the last of them, or of all."""
+        """Compute up to `limit` tokens that are not computed yet; return the logits of the last of them, or of all."""
         start = request.num_computed_tokens
         ids = request.ids[start : start + limit]
-        batch = self.batch(ids, start, all_logits=all_logits)
-        with np.errstate(all="ignore"):  # overflow shows in the logits, where it is an error
-            logits = self.model.forward(batch, self.cache)
+        logits = forward(self.model, self.batch(ids, start, all_logits=all_logits), self.cache)
         request.num_computed_tokens += len(ids)
         return logits
 
     def batch(self, ids: list[int], start: int, *, all_logits: bool) -> Batch:
-        """The arrays of one step of one request."""
+        """Return the arrays of one step."""
         n = len(ids)
         positions = np.arange(start, start + n, dtype=np.int64)
         return Batch(
@@ -155,7 +153,7 @@ class SingleSequence:
         )
 
     def catch_up(self, request: Request, *, all_logits: bool = False) -> Iterator[tuple[int, Array]]:
-        """Compute all that is not computed yet; of each chunk its first position and logits, as `step` gives them."""
+        """Compute all that is not computed yet; yield the first position and the logits of each chunk, as `step`."""
         limit = CHUNK_TOKENS_WITH_LOGITS if all_logits else CHUNK_TOKENS
         while request.num_computed_tokens < request.num_tokens:
             start = request.num_computed_tokens

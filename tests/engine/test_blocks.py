@@ -62,11 +62,11 @@ def test_the_least_recently_used_goes_first_and_of_one_request_its_end() -> None
     left = [names("a", "b"), names("x", "y")]
     gone = []
     for _ in range(4):
-        assert pool.one_more() is not None
+        assert pool.allocate_one() is not None
         now = [len(pool.match(chain)) for chain in left]
         gone.append(now)
     assert gone == [[1, 2], [0, 2], [0, 1], [0, 0]]
-    assert pool.one_more() is None
+    assert pool.allocate_one() is None
     assert pool.num_evictions == 4
 
 
@@ -113,7 +113,7 @@ def test_the_same_contents_twice_are_known_once() -> None:
     pool.release(first)
     pool.check([])
     assert pool.num_free == 4
-    assert pool.forget() == 1
+    assert pool.clear_cache() == 1
     assert pool.match(names("a")) == []
     assert pool.num_free == 4
 
@@ -122,7 +122,7 @@ def test_what_is_in_use_is_not_forgotten() -> None:
     pool = BlockPool(4, 1)
     used, unused = filled(pool, "a"), filled(pool, "b")
     pool.release(unused)
-    assert pool.forget() == 1
+    assert pool.clear_cache() == 1
     assert pool.match(names("a")) == used
     pool.check([used])
 

@@ -134,7 +134,7 @@ def test_deadlines(model: Transformer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serving, "time", SimpleNamespace(monotonic=lambda: now + 3601, perf_counter=time.perf_counter))
     (ended,) = served.step()
     assert (ended.request, ended.finish_reason) == (slow, "error")
-    assert "5 tokens" in str(ended.error)
+    assert "5 output tokens" in str(ended.error)
     require_idle(served)
 
 

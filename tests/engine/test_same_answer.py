@@ -86,7 +86,7 @@ def disturb(rng: random.Random, engine: Engine, mates: list[Request]) -> None:
     if engine.scheduler.running and rng.random() < 0.05:
         engine.scheduler._preempt(rng.choice(engine.scheduler.running))
     if rng.random() < 0.05:
-        engine.scheduler.pool.forget()
+        engine.scheduler.pool.clear_cache()
     if rng.random() < 0.2:
         threads.use(rng.randint(1, 2))
 

@@ -416,7 +416,7 @@ def test_a_scored_prompt_is_read_whole_and_helps_others() -> None:
     chunks = [desk.step()[0] for _ in range(3)]
     assert [(s.start, s.stop, s.logits_from) for s in chunks] == [(0, 64, 0), (64, 128, 64), (128, 150, 128)]
     desk.run()
-    desk.scheduler.pool.forget()
+    desk.scheduler.pool.clear_cache()
     again = [desk.request(spread(150), 2, scored=True), desk.request(spread(150), 2)]
     desk.run()
     assert again[0].num_cached_tokens == 0
@@ -483,7 +483,7 @@ def test_deadlines_end_those_who_wait_and_those_who_run() -> None:
     ended = desk.scheduler.expire(2.0)
     assert [(o.request, o.token, o.finish_reason) for o in ended] == [(waiting, -1, "error"), (running, -1, "error")]
     assert all(isinstance(o.error, DeadlineError) for o in ended)
-    assert "1 tokens" in str(ended[1].error)
+    assert "1 output tokens" in str(ended[1].error)
     desk.run()
     desk.require_answers(patient)
     assert desk.scheduler.expire(10.0) == []

@@ -103,7 +103,7 @@ class Books(RuleBasedStateMachine):
 
     @rule()
     def evict(self) -> None:
-        self.desk.scheduler.pool.forget()
+        self.desk.scheduler.pool.clear_cache()
 
     @invariant()
     def the_books_are_right(self) -> None:
