@@ -180,7 +180,7 @@ def find_differences(before: Run, after: Run) -> list[Difference]:
 
 def find_machine_drift(before: Run, after: Run) -> list[Difference]:
     """Return the machine's own speeds, measured in both runs, where they differ by more than the noise."""
-    old, new = _machine_speeds(before), _machine_speeds(after)
+    old, new = machine_speeds(before), machine_speeds(after)
     found = []
     for what, unit in SPEED_UNITS.items():
         then, now = old.get(what, math.nan), new.get(what, math.nan)
@@ -190,7 +190,8 @@ def find_machine_drift(before: Run, after: Run) -> list[Difference]:
     return found
 
 
-def _machine_speeds(run: Run) -> dict[str, float]:
+def machine_speeds(run: Run) -> dict[str, float]:
+    """Return the rates that the run measured of its machine, by the names of SPEED_UNITS."""
     limits = run.details.get("limits")
     if not isinstance(limits, dict):
         return {}

@@ -12,14 +12,14 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from ..baseline import commit_name, model_name
+from ..baseline import SPEED_UNITS, commit_name, machine_speeds, model_name
 from ..format import digits, percent
 from ..results import Result, Run
 from . import result_names
 from .charts import ChartRenderer
 from .history import TITLES, RunFile, RunGroup, commit_time, compare_section, group_runs, history_section
 from .html import Html, Section, Table, Tile, facts, folded, heading, joined, notice, page, soft, table, tiles
-from .sections import OWN_NAME, format_interval, format_value, render_run
+from .sections import OWN_NAME, format_interval, format_value, group_by_test, render_run
 
 Progress = Callable[[str, float, float], None]
 MAX_SETTING_CHARACTERS = 400
@@ -162,44 +162,31 @@ def _result_tile(result: Result) -> Tile:
 
 def _micro_tiles(run: Run) -> list[Tile]:
     known = [(p, r) for r in run.results if (p := result_names.number(r, "percent_of_limit")) is not None]
-    made = [
-        Tile(
-            "benchmarks",
-            str(len(run.results)),
-            f"in {len({result_names.family(r.name) for r in run.results})} families",
-        )
-    ]
+    families = {result_names.family(r.name) for r in run.results}
+    made = [Tile("benchmarks", str(len(run.results)), f"in {len(families)} families")]
     if known:
         best, worst = max(known, key=lambda one: one[0]), min(known, key=lambda one: one[0])
         made.append(Tile("median of the limit", percent(median(p for p, _ in known)), "of what the machine can do"))
         made.append(Tile("nearest to the limit", percent(best[0]), best[1].name))
         made.append(Tile("furthest from it", percent(worst[0]), worst[1].name))
-    limits = run.details.get("limits")
-    if isinstance(limits, dict) and type(limits.get("operations_per_second")) in (int, float):
-        made.append(Tile("arithmetic", format_value(limits["operations_per_second"], "FLOP/s"), "measured ceiling"))
-        ladder = limits.get("bandwidth")
-        last = ladder[-1] if isinstance(ladder, list) and ladder else None
-        if isinstance(last, dict) and type(last.get("bytes_per_second")) in (int, float):
-            made.append(Tile("memory bandwidth", format_value(last["bytes_per_second"], "B/s"), "measured ceiling"))
+    speeds = machine_speeds(run)
+    for what, name in (("arithmetic", "arithmetic"), ("memory", "memory bandwidth")):
+        if what in speeds:
+            made.append(Tile(name, format_value(speeds[what], SPEED_UNITS[what]), "measured ceiling"))
     return made
 
 
 def _experiment_tiles(run: Run) -> list[Tile]:
     found = run.details.get("verdicts")
-    verdicts = (
-        Counter(str(one.get("verdict")) for one in found if isinstance(one, dict)) if isinstance(found, list) else {}
-    )
+    known = [one for one in found if isinstance(one, dict)] if isinstance(found, list) else []
+    verdicts = Counter(str(one.get("verdict")) for one in known)
     return [Tile("claims", str(count), verdict) for verdict, count in verdicts.items()]
 
 
 def _peer_tiles(run: Run) -> list[Tile]:
     """Show the ratio to each peer, test by test."""
-    by_test: dict[str, dict[str, Result]] = {}
-    for r in run.results:
-        test, _, peer = r.name.partition("/")
-        by_test.setdefault(test, {})[peer or OWN_NAME] = r
     made = []
-    for test, peers in by_test.items():
+    for test, peers in group_by_test(run).items():
         ours = peers.get(OWN_NAME)
         for peer, r in peers.items():
             if ours is not None and peer != OWN_NAME and result_names.is_positive(r):
@@ -212,11 +199,9 @@ def _profile_tiles(run: Run) -> list[Tile]:
     """Show the largest component of each phase."""
     made = {}
     for r in sorted(run.results, key=lambda r: result_names.number(r, "share") or 0.0):
-        share = result_names.number(r, "share")
+        phase, share = result_names.family(r.name), result_names.number(r, "share")
         if share is not None:
-            made[result_names.family(r.name)] = Tile(
-                f"largest part of {result_names.family(r.name)}", r.name.split("/")[-1], f"{share:.1%}"
-            )
+            made[phase] = Tile(f"largest part of {phase}", r.name.split("/")[-1], f"{share:.1%}")
     return list(made.values())
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from ...errors import MissingDependencyError
 from ..format import digits, quantity, scale
+from ..results import Result
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes as Axes
@@ -119,16 +120,6 @@ MARKERS = "osD^vPX*"
 SMALL_WIDTH, LARGE_WIDTH = 4.7, 9.6  # inches
 
 
-class Distribution(NamedTuple):
-    """One row of a chart of distributions."""
-
-    label: str
-    samples: Sequence[float]
-    estimate: float
-    low: float
-    high: float
-
-
 class Line(NamedTuple):
     """A line through points (x, value, low, high)."""
 
@@ -146,16 +137,16 @@ class Dot(NamedTuple):
     rate: float
 
 
-def draw_distributions(renderer: ChartRenderer, title: str, rows: Sequence[Distribution]) -> str:
+def draw_distributions(renderer: ChartRenderer, title: str, rows: Mapping[str, Result]) -> str:
     """Draw each row's samples as a density around its estimate; outliers as dots, far ones at the edge."""
-    reach = max((_axis_reach(row) for row in rows), default=0.05)
+    reach = max((_axis_reach(row) for row in rows.values()), default=0.05)
 
     def paint(figure: Figure) -> None:
         axes = figure.add_subplot()
-        for place, row in enumerate(rows):
-            _draw_distribution(renderer, axes, place, row, reach)
+        for place, (label, row) in enumerate(rows.items()):
+            _draw_distribution(renderer, axes, place, label, row, reach)
         axes.set(xlim=(-reach, reach * 1.04), ylim=(len(rows) - 0.4, -0.75), title=_truncate(title, 44))
-        axes.set_yticks(range(len(rows)), [_truncate(row.label) for row in rows])
+        axes.set_yticks(range(len(rows)), [_truncate(label) for label in rows])
         axes.set_xlabel("difference from the estimate")
         axes.xaxis.set_major_formatter(lambda x, _: f"{x:+.{0 if reach > 0.03 else 1}%}" if abs(x) > 1e-9 else "0")
         renderer.even_ticks(axes.xaxis, 5)
@@ -165,27 +156,17 @@ def draw_distributions(renderer: ChartRenderer, title: str, rows: Sequence[Distr
     return renderer.render((SMALL_WIDTH, 0.75 + 0.29 * len(rows)), paint)
 
 
-def _draw_distribution(renderer: ChartRenderer, axes: Axes, place: int, row: Distribution, reach: float) -> None:
+def _draw_distribution(renderer: ChartRenderer, axes: Axes, place: int, label: str, row: Result, reach: float) -> None:
     values = np.asarray(row.samples) / row.estimate - 1
     outlier = _is_outlier(values)
     regular = values[~outlier]
-    tip = f"{row.label}: {len(values)} samples, {int(outlier.sum())} outliers"
+    tip = renderer.tooltip(f"{label}: {len(values)} samples, {int(outlier.sum())} outliers")
     if len(regular) >= 12 and np.ptp(regular) > 0:
         x, height = _density(regular, reach)
-        axes.fill_between(
-            x, place - 0.6 * height, place, color=SERIES[0], alpha=0.55, linewidth=0, gid=renderer.tooltip(tip)
-        )
+        axes.fill_between(x, place - 0.6 * height, place, color=SERIES[0], alpha=0.55, linewidth=0, gid=tip)
     else:
-        axes.plot(
-            regular,
-            np.full(len(regular), place - 0.2),
-            "o",
-            ms=3,
-            alpha=0.7,
-            color=SERIES[0],
-            mew=0,
-            gid=renderer.tooltip(tip),
-        )
+        heights = np.full(len(regular), place - 0.2)
+        axes.plot(regular, heights, "o", ms=3, alpha=0.7, color=SERIES[0], mew=0, gid=tip)
     far = np.clip(values[outlier], -reach, reach)
     for marker, which in (("o", abs(values[outlier]) < reach), (">", abs(values[outlier]) >= reach)):
         if which.any():
@@ -320,9 +301,8 @@ def draw_history(renderer: ChartRenderer, title: str, names: Sequence[str], line
             colour = SERIES[i % len(SERIES)]
             x, value, low, high = np.array(line.points).T
             first = value[0]
-            tip = f"{line.label}: " + ", ".join(
-                f"{names[int(a)]} {v / first:.1%}" for a, v in zip(x, value, strict=True)
-            )
+            shares = [f"{names[int(a)]} {v / first:.1%}" for a, v in zip(x, value, strict=True)]
+            tip = f"{line.label}: {', '.join(shares)}"
             axes.fill_between(x, low / first, high / first, color=colour, alpha=0.16, linewidth=0)
             axes.plot(x, value / first, label=_truncate(line.label), gid=renderer.tooltip(tip), **_marker_style(i))
         axes.axhline(1.0, color=MUTED, lw=0.8)
@@ -363,7 +343,7 @@ def _is_outlier(values: Floats) -> NDArray[np.bool_]:
     return np.asarray((values < first - step) | (values > third + step))
 
 
-def _axis_reach(row: Distribution) -> float:
+def _axis_reach(row: Result) -> float:
     """Return how far the axis must go for the samples of a row without outliers."""
     values = np.asarray(row.samples) / row.estimate - 1
     regular = values[~_is_outlier(values)]

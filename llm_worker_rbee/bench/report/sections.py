@@ -17,9 +17,9 @@ from .. import statistics
 from ..format import digits, percent, quantity, spread
 from ..results import Result, Run
 from . import charts, result_names
-from .charts import ChartRenderer, Distribution, Dot, Line
+from .charts import ChartRenderer, Dot, Line
 from .html import Html, Table, badge, bar, figure, folded, gallery, heading, html, joined, notice, soft, table
-from .result_names import family, is_positive, number
+from .result_names import Axis, family, is_positive, number
 
 Section = Callable[[Run, ChartRenderer], Html]
 OWN_NAME = "llm-worker-rbee"
@@ -39,11 +39,8 @@ def make_table(run: Run, results: Sequence[Result], caption: str) -> Table:
     head = ["", "estimate", "interval"] + ["% of limit", "bound by"] * limits + ["samples", "outliers"] * sampled
     rows: list[list[object]] = []
     for r in results:
-        row: list[object] = [
-            result_names.label(r, backends=backends),
-            format_value(r.estimate, r.unit),
-            format_interval(r),
-        ]
+        label = result_names.label(r, backends=backends)
+        row: list[object] = [label, format_value(r.estimate, r.unit), format_interval(r)]
         row += [limit_bar(r), str(r.fields.get("bound_by") or "")] if limits else []
         row += [str(len(r.samples) or ""), format_outliers(r)] if sampled else []
         rows.append(row)
@@ -84,41 +81,35 @@ def pivot_tables(run: Run, renderer: ChartRenderer) -> Html:
     single = [r for r in run.results if "/" not in r.name]
     parts = [table(make_table(run, single, "figures of the whole run"))] if single else []
     for unit in dict.fromkeys(r.unit for r in run.results if "/" in r.name):
-        pairs = {_split_name(r.name): r for r in run.results if "/" in r.name and r.unit == unit}
-        rows, columns = (list(dict.fromkeys(pair[i] for pair in pairs)) for i in (0, 1))
-        cells = [[LATENCY_NAMES.get(row, row), *(_cell(pairs.get((row, c))) for c in columns)] for row in rows]
+        found = [r for r in run.results if "/" in r.name and r.unit == unit]
+        values = {tuple(r.name.rsplit("/", 1)): format_value(r.estimate, unit) for r in found}
+        rows, columns = (list(dict.fromkeys(pair[i] for pair in values)) for i in (0, 1))
+        cells = [[LATENCY_NAMES.get(row, row), *(values.get((row, c), "") for c in columns)] for row in rows]
         parts.append(table(Table("by part", ["", *columns], cells, range(1, len(columns) + 1))))
     return joined([*parts, all_results(run, renderer)])
 
 
-def _split_name(name: str) -> tuple[str, str]:
-    row, _, column = name.rpartition("/")
-    return row, column
-
-
-def _cell(result: Result | None) -> str:
-    return "" if result is None else format_value(result.estimate, result.unit)
-
-
-def peer_table(run: Run, _: ChartRenderer) -> Html:
-    """Show this worker beside its peers, test by test."""
+def group_by_test(run: Run) -> dict[str, dict[str, Result]]:
+    """Return the results of a comparison with peers: test -> peer -> result."""
     tests: dict[str, dict[str, Result]] = {}
     for r in run.results:
         test, slash, peer = r.name.partition("/")
         tests.setdefault(test, {})[str(r.fields.get("peer") or peer) if slash else OWN_NAME] = r
+    return tests
+
+
+def peer_table(run: Run, _: ChartRenderer) -> Html:
+    """Show this worker beside its peers, test by test."""
     rows: list[list[object]] = []
     starts = set()
-    for test, by_peer in tests.items():
+    for test, by_peer in group_by_test(run).items():
         starts.add(len(rows))
         ours = by_peer.get(OWN_NAME)
         best = max((r.estimate for r in by_peer.values() if is_positive(r)), default=1.0)
         for peer, r in by_peer.items():
             ratio = ours.estimate / r.estimate if ours is not None and r.estimate else float("nan")
-            speed = (
-                bar(r.estimate / best, format_value(r.estimate, r.unit))
-                if is_positive(r)
-                else format_value(r.estimate, r.unit)
-            )
+            value = format_value(r.estimate, r.unit)
+            speed = bar(r.estimate / best, value) if is_positive(r) else value
             times = "" if ours is r or ratio != ratio else f"{digits(ratio)}×"
             rows.append([f"{test} · {peer}", speed, format_interval(r), times, str(r.fields.get("version") or "")])
     head = ["", "result", "interval", f"{OWN_NAME} / this", "version"]
@@ -132,7 +123,7 @@ def verdict_list(run: Run, _: ChartRenderer) -> Html:
     for one in found if isinstance(found, list) else ():
         value: dict[str, Any] = one if isinstance(one, dict) else {"line": one}
         line = html(value.get("line") or value.get("claim") or "")
-        lines.append(f"<li>{badge(str(value.get('verdict') or 'told'))} {line}</li>")
+        lines.append(f"<li>{badge(str(value.get('verdict') or 'no verdict'))} {line}</li>")
     return Html(f'<ul class="verdicts">{"".join(lines)}</ul>') if lines else Html()
 
 
@@ -166,9 +157,8 @@ def backend_comparison(run: Run, _: ChartRenderer) -> Html:
         return Html()
     backends = " and ".join(map(str, listed)) if isinstance(listed := run.settings.get("backends"), list) else "A and B"
     head = ["", "first", "second", "change", "99% interval", "verdict"]
-    return joined(
-        [heading(f"{backends}, in turn"), table(Table("the second against the first", head, rows, (1, 2, 3, 4)))]
-    )
+    compared = table(Table("the second against the first", head, rows, (1, 2, 3, 4)))
+    return joined([heading(f"{backends}, in turn"), compared])
 
 
 def component_shares(run: Run, _: ChartRenderer) -> Html:
@@ -182,20 +172,10 @@ def component_shares(run: Run, _: ChartRenderer) -> Html:
         rows: list[list[object]] = []
         for r in sorted(results, key=lambda r: -(number(r, "share") or 0)):
             share, rank = number(r, "share") or 0.0, str(r.fields.get("class") or "")
-            name = r.name.removeprefix(f"{phase}/")
-            rows.append(
-                [
-                    name,
-                    bar(share, f"{share:.1%}", rank),
-                    badge(rank) if rank else "",
-                    format_value(r.estimate, r.unit),
-                    limit_bar(r),
-                ]
-            )
-        made += [
-            heading(phase),
-            table(Table(f"{phase}: time of a step", ["", "share", "class", "time", "% of limit"], rows, (3,))),
-        ]
+            first = [r.name.removeprefix(f"{phase}/"), bar(share, f"{share:.1%}", rank), badge(rank) if rank else ""]
+            rows.append([*first, format_value(r.estimate, r.unit), limit_bar(r)])
+        head = ["", "share", "class", "time", "% of limit"]
+        made += [heading(phase), table(Table(f"{phase}: time of a step", head, rows, (3,)))]
     return joined(made)
 
 
@@ -236,9 +216,7 @@ def charts_by_length(run: Run, renderer: ChartRenderer) -> Html:
     return chart_gallery("Speed against length", "Both axes are logarithmic; the shade is the 95% interval.", figures)
 
 
-def _lines(
-    renderer: ChartRenderer, axis: result_names.Axis, series: Mapping[str, Sequence[tuple[int, Result]]]
-) -> Html:
+def _lines(renderer: ChartRenderer, axis: Axis, series: Mapping[str, Sequence[tuple[int, Result]]]) -> Html:
     lines = [Line(name, [_point(x, r) for x, r in points], _limit(points)) for name, points in series.items()]
     description = f"{axis.title} against {axis.across}, for {', '.join(series)}"
     return figure(charts.draw_lines(renderer, axis.title, lines, axis.unit, axis.across), description)
@@ -250,7 +228,7 @@ def _point(x: float, result: Result) -> tuple[float, float, float, float]:
 
 def _limit(points: Sequence[tuple[int, Result]]) -> list[tuple[float, float]]:
     found = [(float(x), number(r, "limit_s")) for x, r in points if r.unit == "s"]
-    return [(x, least) for x, least in found if least is not None and least > 0]
+    return [(x, limit_s) for x, limit_s in found if limit_s is not None and limit_s > 0]
 
 
 def charts_by_category(run: Run, renderer: ChartRenderer) -> Html:
@@ -259,13 +237,11 @@ def charts_by_category(run: Run, renderer: ChartRenderer) -> Html:
     return chart_gallery("By kind", "Shorter times are further left; the axis is logarithmic.", figures, uneven=True)
 
 
-def _dots(renderer: ChartRenderer, axis: result_names.Axis, series: Mapping[str, Sequence[tuple[str, Result]]]) -> Html:
+def _dots(renderer: ChartRenderer, axis: Axis, series: Mapping[str, Sequence[tuple[str, Result]]]) -> Html:
     rows = list(dict.fromkeys(kind for points in series.values() for kind, _ in points))[:MAX_CATEGORIES]
     place = {kind: i for i, kind in enumerate(rows)}
-    lines = [
-        Line(name, [_point(place[kind], r) for kind, r in points if kind in place])
-        for name, points in list(series.items())[:MAX_SERIES]
-    ]
+    shown = list(series.items())[:MAX_SERIES]
+    lines = [Line(name, [_point(place[kind], r) for kind, r in points if kind in place]) for name, points in shown]
     kept = [line for line in lines if line.points]
     return figure(charts.draw_dots(renderer, axis.title, rows, kept, axis.unit), f"{axis.title} for {', '.join(rows)}")
 
@@ -274,11 +250,8 @@ def distribution_charts(run: Run, renderer: ChartRenderer) -> Html:
     """Draw the samples behind each estimate, by family."""
     groups: dict[str, list[Result]] = {}
     for result in run.results:
-        if (
-            len(result.samples) >= MIN_DISTRIBUTION_SAMPLES
-            and result.estimate > 0
-            and np.isfinite(result.samples).all()
-        ):
+        is_finite = result.estimate > 0 and np.isfinite(result.samples).all()
+        if is_finite and len(result.samples) >= MIN_DISTRIBUTION_SAMPLES:
             groups.setdefault(family(result.name), []).append(result)
     backends = result_names.has_several_backends(run.results)
     figures = [
@@ -295,9 +268,8 @@ def distribution_charts(run: Run, renderer: ChartRenderer) -> Html:
 
 def _distribution(renderer: ChartRenderer, title: str, results: Sequence[Result], backends: bool) -> Html:
     labels = [result_names.label(r, backends=backends).removeprefix(f"{title}/") for r in results]
-    rows = [Distribution(name, r.samples, r.estimate, r.low, r.high) for name, r in zip(labels, results, strict=True)]
     description = f"distribution of the samples of {', '.join(r.name for r in results)}"
-    return figure(charts.draw_distributions(renderer, title, rows), description)
+    return figure(charts.draw_distributions(renderer, title, dict(zip(labels, results, strict=True))), description)
 
 
 def roofline_chart(run: Run, renderer: ChartRenderer) -> Html:
@@ -322,13 +294,8 @@ def roofline_chart(run: Run, renderer: ChartRenderer) -> Html:
         "Each dot is a benchmark: how many operations it needs for each byte it must move, and how many it does in a "
         "second. The lines are what this machine can do at best, as measured. Hover over a dot for its name."
     )
-    return joined(
-        [
-            heading("Roofline"),
-            soft(text),
-            figure(charts.draw_roofline(renderer, dots, roof, slopes), description, wide=True),
-        ]
-    )
+    chart = figure(charts.draw_roofline(renderer, dots, roof, slopes), description, wide=True)
+    return joined([heading("Roofline"), soft(text), chart])
 
 
 def latency_charts(run: Run, renderer: ChartRenderer) -> Html:
