@@ -54,7 +54,7 @@ LAZY_TABLES = {"cli/__init__.py", "__init__.py", "__main__.py"}  # these import 
 LINES = {
     ".": 2_000,
     "backends": 1_050,
-    "backends/cpu": 5_400,
+    "backends/cpu": 5_480,
     "backends/cuda": 4_700,
     "bench": 8_300,
     "cache": 60,
@@ -78,7 +78,9 @@ MAX_FUNCTION_LINES = 60
 # Kernels, and commands whose signature is the list of their options.
 LONG_FUNCTIONS: set[str] = set()
 MIN_MODULE_LINES = 80  # a shorter module with a single client is part of that client, unless there is a reason
-SMALL_MODULES: dict[str, str] = {}
+SMALL_MODULES: dict[str, str] = {
+    "backends/cpu/f16c_fallback.py": "LLVM IR that x86 without F16C needs; not part of SIMD vectors",
+}
 
 
 def relative(path: Path) -> str:

@@ -107,6 +107,7 @@ class ModelParts(NamedTuple):
 
 Profiler = Callable[[str, Callable[..., Any]], Callable[..., Any]]  # (component, function) -> the function, timed
 Progress = Callable[[str, int, int | None], None]  # (what, done, total)
+COMPILING = "compiling kernels, once"  # what `load_kernels` reports
 
 
 class FusedForward(Protocol):

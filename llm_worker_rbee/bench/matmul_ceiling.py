@@ -40,30 +40,29 @@ def _one_by_one(model: Transformer, rows: int) -> Callable[[], object]:
 def _program(model: Transformer, rows: int) -> Callable[[], object]:
     """Make a program whose step table points at one input and one output, large enough for all."""
     from ..backends.cpu import quantize_activations
-    from ..backends.cpu.linear import products as product_instructions
-    from ..backends.cpu.linear import to_bytes
+    from ..backends.cpu.linear import linear_tasks, quantize_tasks
     from ..backends.cpu.program import Program, Step, new_step
 
-    parts = model.parts()
-    weights = [w for b in parts.blocks for w in (b.qkv, b.output, b.gate_up, b.down)] + [parts.head.finely()]
+    parts, threads = model.parts(), model.ops.threads or 1
+    weights = [w for b in parts.blocks for w in (b.qkv, b.output, b.gate_up, b.down)] + [parts.head.two_term()]
     widest = max(w.columns for w in weights)
     made: list[Any] = []
     for w in weights:
-        width, fine = w.columns, any(w.fine)
-        made += to_bytes(Step.TOKENS, Step.DELTA, 1, width, width, w.wants_bytes, fine=fine)
-        made += product_instructions(w, Step.TOKENS, Step.DELTA, Step.QKV)
+        width, two_term = w.columns, any(w.residual_activations)
+        made += quantize_tasks(Step.TOKENS, Step.RESIDUAL_DELTA, 1, width, width, w.needs_int8, two_term=two_term)
+        made += linear_tasks(w, Step.TOKENS, Step.RESIDUAL_DELTA, Step.QKV, threads)
     program, step = Program(made), new_step()
     buffers: dict[int, NDArray[Any]] = {
-        Step.DELTA: _random(rows, widest),
+        Step.RESIDUAL_DELTA: _random(rows, widest),
         Step.QKV: np.empty((rows, max(w.rows for w in weights)), np.float32),
-        **dict(enumerate(quantize_activations.room(2 * rows, widest), Step.ACTIVATIONS)),
+        **dict(enumerate(quantize_activations.allocate(2 * rows, widest), Step.ACTIVATIONS)),
     }
     step[Step.TOKENS] = rows
     for entry, buffer in buffers.items():
         step[entry] = buffer.ctypes.data
 
     def multiply() -> object:
-        program.run(step)
+        program.run(step, threads)
         return buffers[Step.QKV]
 
     return multiply

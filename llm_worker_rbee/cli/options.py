@@ -18,7 +18,7 @@ from typing import Annotated, Any
 import typer
 
 from ..backends import isa, thread_count
-from ..backends.precompile import COMPILING
+from ..backends.ops import COMPILING
 from ..config import KV_AUTO, KV_VALUE_BYTES, SPECULATIVE, EngineConfig
 from ..engine.kv_cache_budget import parse_size
 from ..engine.request import SamplingParams

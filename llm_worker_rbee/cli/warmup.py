@@ -4,11 +4,12 @@ import importlib
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from ..backends import isa, precompile, select_backend
+from ..backends import isa, select_backend
+from ..backends.ops import COMPILING
 from ..errors import InvalidRequestError
 from ..models import read_model_config
 from ..progress import TransferProgress, transfer_progress
@@ -51,9 +52,9 @@ def warmup(
     ComputeOptions(cpu_isa=cpu_isa).set_up()
     select_backend("cpu", "cpu")
     start = time.perf_counter()
-    with transfer_progress(precompile.COMPILING) as progress:
+    with transfer_progress(COMPILING) as progress:
         kernels, folder = _select_kernels(model, all_, progress)
-        compiled = precompile.get_ready(kernels, folder, progress)
+        compiled = _precompile().load_kernels(kernels, progress)
     seconds = time.perf_counter() - start
     if as_json:
         print_json({"kernels": len(kernels), "compiled": compiled, "seconds": seconds,
@@ -66,16 +67,18 @@ def warmup(
     print(folder)
 
 
-def _select_kernels(
-    model: str | None, all_: bool, progress: TransferProgress
-) -> tuple[Sequence[precompile.Kernel], Path | None]:
+def _select_kernels(model: str | None, all_: bool, progress: TransferProgress) -> tuple[Sequence[Any], Path | None]:
     """Return the kernels to compile, and the folder of the JIT cache."""
-    catalog, jit = (importlib.import_module(f"llm_worker_rbee.backends.cpu.{name}") for name in ("catalog", "jit"))
-    above, folder = jit.place(), jit.folder()
+    jit = importlib.import_module("llm_worker_rbee.backends.cpu.jit")
+    above, folder = jit.cache_root(), jit.cache_dir()
     if above is None or folder is None or folder.parent != above:
         where = "there is no home folder" if above is None else f"{above} cannot be written to"
         raise InvalidRequestError(f"kernels cannot be kept: {where}, set LLM_WORKER_KERNEL_CACHE to another folder")
     if all_ or (model is None and not hub.BUILTIN[hub.DEFAULT_MODEL].is_present):
-        return catalog.every(), folder
+        return _precompile().all_kernels(), folder
     checkpoint = open_checkpoint(hub.locate_model(model, progress=progress))
-    return catalog.needed(*precompile.Needs.of(checkpoint, read_model_config(checkpoint))), folder
+    return _precompile().model_kernels(checkpoint, read_model_config(checkpoint)), folder
+
+
+def _precompile() -> Any:
+    return importlib.import_module("llm_worker_rbee.backends.cpu.precompile")

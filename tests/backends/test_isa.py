@@ -18,24 +18,25 @@ ROOT = Path(__file__).parents[2]
 DOT = """
 import numba, numpy as np
 from llm_worker_rbee.backends import isa
-from llm_worker_rbee.backends.cpu.dot_int8 import BIAS, NAME, dot_half
-from llm_worker_rbee.backends.cpu.layouts import BY_TYPE, LAYOUTS
-from llm_worker_rbee.backends.cpu.simd import load_halves, no_floats, scaled, start, store_rows
+from llm_worker_rbee.backends.cpu.dot_int8 import ISA, WEIGHT_BIAS, dot_block
+from llm_worker_rbee.backends.cpu.layouts import LAYOUT_BY_TYPE, LAYOUTS
+from llm_worker_rbee.backends.cpu.simd import add_scaled_dot, init_dot, load_f16x16, store_tile, zero_floats
 
-Q8_0 = LAYOUTS.index(BY_TYPE["Q8_0"])
+Q8_0 = LAYOUTS.index(LAYOUT_BY_TYPE["Q8_0"])
 
 @numba.njit
 def rows(weights, x, sums, one, scales, out):
-    acc = dot_half(start(1, sums, 0, 0, BIAS), Q8_0, 2, weights, 0, x, 0, 0)
-    store_rows(out, 0, 0, scaled(no_floats(1), acc, one, 0, 0, load_halves(scales, 0)), np.float32(1))
+    acc = dot_block(init_dot(1, sums, 0, 0, WEIGHT_BIAS), Q8_0, 2, weights, 0, x, 0, 0)
+    total = add_scaled_dot(zero_floats(1), acc, one, 0, 0, load_f16x16(scales, 0))
+    store_tile(out, 0, 0, total, np.float32(1))
 
 rng, out = np.random.default_rng(1), np.empty(16, np.float32)
 w, x = rng.integers(-127, 128, (8, 16, 4)), rng.integers(-127, 128, (8, 4))
 ones = np.ones(16, np.float16).view(np.uint16)
-stored = (w + BIAS).astype(np.uint8).reshape(-1)
+stored = (w + WEIGHT_BIAS).astype(np.uint8).reshape(-1)
 rows(stored, x.astype(np.int8).reshape(-1), np.array([x.sum()], np.int32), np.ones(1, np.float32), ones, out)
 assert (out == (w * x[:, None]).sum((0, 2))).all(), out
-print(NAME, *isa.available())
+print(ISA, *isa.available())
 """
 
 
@@ -56,13 +57,13 @@ def run(code: str, **env: str) -> list[str]:
         ({"NUMBA_CPU_FEATURES": "+avx2,+fma,-neon", "NUMBA_CPU_NAME": "generic"}, ["avx2", "portable"], ["portable"]),
     ],
 )
-def test_where_llvm_is_told_less_a_lesser_set_is_taken(env: dict[str, str], x86: list[str], arm: list[str]) -> None:
+def test_available_follows_llvm_variables(env: dict[str, str], x86: list[str], arm: list[str]) -> None:
     usable = [name for name in (x86 if machine.is_x86() else arm) if name in isa.available()]
     assert run(DOT, **env) == [usable[0], *usable]
 
 
 @pytest.mark.parametrize("name", isa.available())
-def test_every_set_that_is_offered_compiles_and_is_right(name: str) -> None:
+def test_available_sets_compile_and_compute_dot_products(name: str) -> None:
     assert run(DOT, **{isa.VARIABLE: name}) == [name, *isa.available()]
 
 
@@ -75,18 +76,18 @@ def test_every_set_that_is_offered_compiles_and_is_right(name: str) -> None:
         ("cortex-a72", "+neon", False),
     ],
 )
-def test_dot_products_are_known_by_name_or_by_being_told(cpu: str, features: str, believed: bool) -> None:
+def test_llvm_believes_in_dot_products_by_name_or_feature(cpu: str, features: str, believed: bool) -> None:
     binding.initialize_all_targets()
     binding.initialize_all_asmprinters()
     arm = binding.Target.from_triple("aarch64-unknown-linux-gnu")
     compiler = SimpleNamespace(
         magic_tuple=lambda: ("", cpu, features), _tm=arm.create_target_machine(cpu=cpu, features=features)
     )
-    assert isa._believed("asimddp", compiler) is believed
-    assert isa._believed("asimd", compiler)
+    assert isa._llvm_believes("asimddp", compiler) is believed
+    assert isa._llvm_believes("asimd", compiler)
 
 
-def test_llvm_is_told_of_dot_products_before_anything_is_compiled() -> None:
+def test_llvm_features_are_set_before_the_compiler_is_made() -> None:
     """The machine's name may not tell it; whatever part of the kernels comes first, this comes before."""
     code = """
 from llm_worker_rbee import machine
@@ -98,7 +99,7 @@ print(cpu_target.target_context.codegen().magic_tuple()[2])
     assert "+dotprod" in run(code)[0].split(",")
 
 
-def test_without_numba_the_machine_itself_is_asked() -> None:
+def test_available_without_numba_follows_the_machine() -> None:
     code = """
 import sys
 sys.modules["numba"] = None

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from llm_worker_rbee.backends.cpu import CpuBackend, program
-from llm_worker_rbee.backends.cpu.linear import products
+from llm_worker_rbee.backends.cpu.linear import linear_tasks
 from llm_worker_rbee.backends.reference import ReferenceBackend
 from llm_worker_rbee.bench import matmul_ceiling as room
 from llm_worker_rbee.bench.synthetic import Shape, Spec, checkpoint
@@ -45,23 +45,23 @@ def test_one_by_one_each_matrix_is_used_once() -> None:
 @pytest.mark.parametrize("rows", [1, 16])
 def test_as_a_program_it_ends_with_the_heads_product(mix: str, rows: int) -> None:
     made = model(cpu, mix)
-    head, widest = made.head.finely(), max(96, 64)
+    head, widest = made.head.two_term(), max(96, 64)
     out: Any = room.products(made, rows)()
     x = room._random(rows, widest).reshape(-1)[: rows * 64].reshape(rows, 64)
-    wanted = head.times(x)
+    wanted = head.matmul(x, cpu.threads)
     np.testing.assert_array_equal(out.reshape(-1)[: wanted.size], wanted.reshape(-1))
 
 
 def test_the_program_has_every_product(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Made of the instructions of the single products, in the order of the layers."""
+    """Made of the tasks of the single products, in the order of the layers."""
     made, run = model(cpu), list[Any]()
     original = program.Program
     monkeypatch.setattr(program, "Program", lambda some: run.extend(some) or original(some))
     room.products(made, 2)()
     parts = made.parts()
-    weights = [w for b in parts.blocks for w in (b.qkv, b.output, b.gate_up, b.down)] + [parts.head.finely()]
+    weights = [w for b in parts.blocks for w in (b.qkv, b.output, b.gate_up, b.down)] + [parts.head.two_term()]
     step = program.Step
-    single = [products(w, step.TOKENS, step.DELTA, step.QKV) for w in weights]
-    wanted = [instruction.args.tolist() for some in single for instruction in some]
-    found = [instruction.args.tolist() for instruction in run]
+    single = [linear_tasks(w, step.TOKENS, step.RESIDUAL_DELTA, step.QKV, cpu.threads) for w in weights]
+    wanted = [task.args.tolist() for some in single for task in some]
+    found = [task.args.tolist() for task in run]
     assert [args for args in found if args in wanted] == wanted

@@ -5,14 +5,12 @@ this is the mode that `--deterministic` asks for."""
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from llm_worker_rbee.backends import resolve_kv_type, select_backend
-from llm_worker_rbee.backends.cpu import threads
 from llm_worker_rbee.engine.engine import Engine
 from llm_worker_rbee.engine.request import Request
 from llm_worker_rbee.engine.speculative import DraftModel
@@ -49,13 +47,6 @@ class Asked:
         return self._answers[which, kv_type]
 
 
-@pytest.fixture(autouse=True)
-def _same_threads() -> Iterator[None]:
-    known = threads.count()
-    yield
-    threads.use(known)
-
-
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Asked]:
     folder = tmp_path_factory.mktemp("same")
@@ -79,6 +70,10 @@ def some_settings(rng: random.Random, largest: int) -> dict[str, Any]:
     }
 
 
+def set_threads(model: Any, threads: int) -> None:
+    model.ops.threads = model.fused.threads = threads
+
+
 def disturb(rng: random.Random, engine: Engine, mates: list[Request]) -> None:
     """What may happen between two steps."""
     if mates and rng.random() < 0.1:
@@ -88,7 +83,7 @@ def disturb(rng: random.Random, engine: Engine, mates: list[Request]) -> None:
     if rng.random() < 0.05:
         engine.scheduler.pool.clear_cache()
     if rng.random() < 0.2:
-        threads.use(rng.randint(1, 2))
+        set_threads(engine.model, rng.randint(1, 2))
 
 
 def play(

@@ -1,4 +1,4 @@
-"""The op table in Numba: every op of the reference, fast, on packed weights. `reference.py` says what each one means.
+"""The CPU backend: every op of the reference in Numba kernels on packed weights. `reference.py` defines the ops.
 
 Weights are copied and repacked when they are prepared; nothing of the model file is read afterwards. Keys and values
 are float32, float16 or int8, each head padded to a multiple of 16 values.
@@ -14,11 +14,10 @@ from numpy.typing import NDArray
 from ...config import ModelConfig
 from ...weights import Checkpoint, Tensor
 from ..ops import AttentionParams, Backend, Batch, Ints, KVLayer, Logprobs, ModelParts, Progress, RopeTable, SampleRow
-from ..precompile import Needs, get_ready
-from . import catalog, elementwise, forward, jit, sampling, threads
-from . import kv_layout as kv_places
-from . import linear as linear_op
-from .program import Step, run_one
+from . import elementwise, forward, kv_layout, precompile, sampling
+from .linear import PackedWeight, pack_weight
+from .program import Step, run_task
+from .threads import choose_threads
 
 Floats = NDArray[np.float32]
 
@@ -27,89 +26,81 @@ class CpuBackend(Backend):
     """Numba kernels on the CPU with a number of threads of its own."""
 
     name = "cpu"
+    threads: int
 
-    def __init__(self, count: int | None = None) -> None:
-        self.threads = threads.use(count)
+    def __init__(self, threads: int | None = None) -> None:
+        self.threads = choose_threads(threads)
 
     def load_kernels(
         self, checkpoint: Checkpoint, config: ModelConfig, kv_type: str, progress: Progress | None = None
     ) -> int:
-        return get_ready(catalog.needed(*Needs.of(checkpoint, config, kv_type)), jit.folder(), progress)
+        return precompile.load_kernels(precompile.model_kernels(checkpoint, config, kv_type), progress)
 
-    def prepare(self, tensors: Sequence[Tensor]) -> linear_op.Weight:
-        return linear_op.prepare(tensors)
+    def prepare(self, tensors: Sequence[Tensor]) -> PackedWeight:
+        return pack_weight(tensors, self.threads)
 
     def prepare_vector(self, values: Floats) -> Floats:
         return np.array(values, np.float32)
 
     def empty_kv(self, blocks: int, block_size: int, kv_heads: int, head_dim: int, kind: str = "float32") -> KVLayer:
-        return kv_places.empty(blocks, block_size, kv_heads, head_dim, kind)
+        return kv_layout.empty_layer(blocks, block_size, kv_heads, head_dim, kind)
 
-    def embed(self, table: linear_op.Weight, ids: Ints, scale: float = 1.0) -> Floats:
-        rows = table.rows_at(ids)
+    def embed(self, table: PackedWeight, ids: Ints, scale: float = 1.0) -> Floats:
+        rows = table.dequantize_rows(ids)
         return rows if scale == 1.0 else rows * np.float32(scale)
 
     def rms_norm(self, x: Floats, weight: Floats, eps: float) -> Floats:
-        stream = np.ascontiguousarray(x, np.float32)
-        return self._norm(stream, stream, weight, eps, False).reshape(x.shape)
+        rows = np.ascontiguousarray(x, np.float32)
+        return self._norm(rows, rows, weight, eps, False).reshape(x.shape)
 
     def add_rms_norm(self, x: Floats, residual: Floats, weight: Floats, eps: float) -> tuple[Floats, Floats]:
-        stream = np.array(residual, np.float32)
-        return self._norm(np.ascontiguousarray(x, np.float32), stream, weight, eps, True), stream
+        total = np.array(residual, np.float32)
+        return self._norm(np.ascontiguousarray(x, np.float32), total, weight, eps, True), total
 
-    def _norm(self, x: Floats, stream: Floats, weight: Floats, eps: float, joined: bool) -> Floats:
-        out = np.empty_like(stream)
-        few, bits = elementwise.FEW, int(np.float64(eps).view(np.int64))
-        args = (
-            Step.TOKENS,
-            Step.DELTA,
-            Step.STREAM,
-            Step.NORMED,
-            0,
-            0,
-            len(weight),
-            weight.ctypes.data,
-            0,
-            joined,
-            bits,
-            0,
-        )
-        entries: dict[int, Floats] = {Step.DELTA: x, Step.STREAM: stream, Step.NORMED: out}
-        run_one(elementwise.NORM, args, 1, few, stream.size // len(weight), entries)
+    def _norm(self, x: Floats, residual: Floats, weight: Floats, eps: float, add_delta: bool) -> Floats:
+        out = np.empty_like(residual)
+        eps_bits = int(np.float64(eps).view(np.int64))
+        entries = {Step.RESIDUAL_DELTA: x, Step.RESIDUAL: residual, Step.NORMED: out}
+        args = (Step.TOKENS, *entries, 0, 0, len(weight), weight.ctypes.data, 0, add_delta, eps_bits, 0)
+        tokens, per_piece = residual.size // len(weight), elementwise.TOKENS_PER_PIECE
+        run_task(elementwise.NORM, args, entries, tokens, self.threads, units_per_piece=per_piece)
         return out
 
-    def linear(self, x: Floats, w: linear_op.Weight, bias: Floats | None = None) -> Floats:
-        out = w.times(x)
+    def linear(self, x: Floats, w: PackedWeight, bias: Floats | None = None) -> Floats:
+        out = w.matmul(x, self.threads)
         return out if bias is None else out + bias
 
     def rope_store(
         self, q: Floats, k: Floats, v: Floats, positions: Ints, table: RopeTable, kv: KVLayer, slot_mapping: Ints
     ) -> Floats:
-        return forward.unfused_rope_store(q, k, v, positions, table, kv, slot_mapping)
+        return forward.unfused_rope_store(q, k, v, positions, table, kv, slot_mapping, self.threads)
 
     def attention(self, q: Floats, kv: KVLayer, batch: Batch, params: AttentionParams) -> Floats:
-        return forward.unfused_attention(q, kv, batch, params)
+        return forward.unfused_attention(q, kv, batch, params, self.threads)
 
     def gated(self, gate_up: Floats, activation: str) -> Floats:
-        rows, half = gate_up.shape[0], gate_up.shape[-1] // 2
-        gate_up, out = np.ascontiguousarray(gate_up, np.float32), np.empty((rows, half), np.float32)
-        args = (Step.TOKENS, Step.GATE_UP, 0, Step.HIDDEN, 0, 0, half, forward.ACTIVATIONS.index(activation))
-        entries: dict[int, Floats] = {Step.GATE_UP: gate_up, Step.HIDDEN: out}
-        run_one(elementwise.GATED, args, -(-half // elementwise.WIDE), elementwise.FEW, rows, entries)
+        tokens, half = gate_up.shape[0], gate_up.shape[-1] // 2
+        gate_up, out = np.ascontiguousarray(gate_up, np.float32), np.empty((tokens, half), np.float32)
+        entries = {Step.GATE_UP: gate_up, Step.HIDDEN: out}
+        args = (Step.TOKENS, *entries, 0, half, elementwise.ACTIVATIONS.index(activation))
+        pieces, per_piece = -(-half // elementwise.GATE_COLUMNS), elementwise.TOKENS_PER_PIECE
+        run_task(
+            elementwise.GATED, args, entries, tokens, self.threads, pieces_per_unit=pieces, units_per_piece=per_piece
+        )
         return out
 
     def take(self, x: Floats, index: Ints) -> Floats:
         return x[index]
 
-    def logits(self, x: Floats, head: linear_op.Weight, soft_cap: float = 0.0) -> Floats:
-        raw = self.linear(x, head.finely())
+    def logits(self, x: Floats, head: PackedWeight, soft_cap: float = 0.0) -> Floats:
+        raw = self.linear(x, head.two_term())
         return np.float32(soft_cap) * np.tanh(raw / np.float32(soft_cap)) if soft_cap else raw
 
-    def fuse(self, model: ModelParts) -> forward.Model:
-        return forward.Model(model)
+    def fuse(self, model: ModelParts) -> forward.CpuForward:
+        return forward.CpuForward(model, self.threads)
 
     def sample(self, raw_logits: Floats, rows: Sequence[SampleRow]) -> Ints:
-        return sampling.sample(raw_logits, rows)
+        return sampling.sample(raw_logits, rows, self.threads)
 
     def logprobs(self, raw_logits: Floats, chosen: Ints, k: int) -> Logprobs:
         return sampling.logprobs(raw_logits, chosen, k)

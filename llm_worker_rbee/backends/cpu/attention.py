@@ -1,421 +1,389 @@
-"""Attention over the paged cache: each query over its own request's keys, causal by the bound of a loop.
+"""Attention over the paged KV cache: each query over its own request's keys, causal by the bound of a loop.
 
-kv.py has the places of keys and values. A piece of work is a tile of rows that look at the same keys: neighbouring
-tokens of one head, or, for a token alone, heads that share a KV head. Three steps: scores, softmax (not yet divided by
-its sum), mixture. A score or a mixture is one chain of additions, by value or by position, whatever the tile: a query
-has the same bits alone, in a batch and in any chunk. Nothing past a row's own positions is ever added, not even
-times 0.
-
-Which rows of a step attention works on together: a tile of neighbouring tokens, or some heads of a token alone.
-
-Rotary embedding with the cache write, and attention, as tasks of a program: which piece is what, and where it lies.
-
-The arithmetic of one piece is in rotary.py and py. What the cache holds (float32, float16, int8 with scales)
-is known when a task is compiled.
+kv_layout.py has the places of keys and values. A piece of work is a tile of rows that read the same keys: adjacent
+tokens of one head (prefill), or heads of one token that share a KV head (decode). Three steps: scores, softmax (not yet
+divided by its sum), weighted sum of values. A score or a sum is one chain of additions, by value or by position,
+whatever the tile: a query has the same bits alone, in a batch and in any chunk. Nothing past a row's own positions is
+ever added, not even times 0.
 """
 
 from __future__ import annotations
 
+from enum import IntEnum
 from functools import cache
 
 import numba as nb
 import numpy as np
 
-from ..isa import TABLE, current
+from ..isa import INSTRUCTION_SETS
 from ..ops import AttentionParams
+from . import kv_layout
 from . import simd_f32 as f
-from .jit import Task, kernel, variant
-from .kv_layout import (
-    ask_lines,
-    ask_neighbours,
-    at_lines,
-    factors,
-    four_lines,
-    get_rows,
-    is_bytes,
-    neighbours,
-    no_rows,
-    one_line,
-    outer,
-    put_products,
-    put_rows,
-    two_lines,
-    value_row,
-)
-from .pointers import f32, f64, i64, ints_at, scratch
-from .program import Instruction, Step, Table, doubles, table_of
-from .quantize_activations import quantize
-from .rope import (
-    BYTES,
-    CAP,
-    HEADS,
-    HELD,
-    KV_HEADS,
-    LAYER,
-    PADDED,
-    PLACES,
-    S_KV,
-    S_MIXED,
-    S_POSITIONS,
-    S_QUERIES,
-    S_QUERY_START,
-    S_REQUESTS,
-    S_SINGLES,
-    S_SIZE,
-    S_TABLE,
-    S_TILES,
-    S_WIDTH,
-    S_WORK,
-    SCALE,
-    WINDOW,
-    padded,
-)
+from .dot_int8 import ISA
+from .jit import TaskKernel, kernel, variant
+from .pointers import f32, f64, i64, int64_pointer, scratch
+from .program import Step, Task, pack_args, pack_floats
+from .quantize_activations import quantize_blocks
+from .simd import LANES
 
-LANES = 16
-ROOM = 24 if TABLE[current()].tokens >= 8 else 4  # accumulators of 16 floats that registers hold, beside the operands
-TILE = 6 if ROOM == 24 else 2  # neighbouring tokens of a piece
-FAR = 32  # positions between values that are asked for and those that are mixed
-NOTHING = np.float32(-np.inf)
-ROWS = ALONG = WIDE = LINES = FEW = FEW_LINES = AHEAD = SCORE = SOFTEN = BLEND = MIX = MIX_ONE = (
-    None  # set for each variant
-)
+MAX_ACCUMULATORS = 24 if INSTRUCTION_SETS[ISA].tile_tokens >= 8 else 4  # of 16 floats, that fit in registers
+TOKENS_TILE = 6 if MAX_ACCUMULATORS == 24 else 2  # adjacent tokens of a piece
+PREFETCH_POSITIONS = 32  # how far values are prefetched
+MAX_HEADS_TILE = 4  # each size is compiled for itself
+NEGATIVE_INFINITY = np.float32(-np.inf)
+# set for each variant
+ROWS = BY_TOKEN = VECTORS = CHUNKS = MIN_VECTORS = MIN_CHUNKS = PREFETCH = CACHED = HEADS_TILE = None
+SCORE = SOFTMAX = ATTEND_VALUES = ACCUMULATE_PV = ACCUMULATE_PV_ONE = ATTENTION_TILE = None
+
+
+# Arguments of `attend` and `split_work`; ACTIVATIONS is optional: quantize the results.
+AttentionArg = IntEnum("AttentionArg", "LAYER HEADS KV_HEADS PADDED WINDOW SCALE SOFT_CAP ACTIVATIONS", start=0)
 
 
 def score(
-    q, at, apart, keys, values, k_scales, blocks, size, kv_head, kv_heads, dim, scale, start, last, scores, width
+    q, at, stride, keys, values, k_scales, blocks, size, kv_head, kv_heads, dim, scale, start, last, scores, width
 ):
-    """Scores of ROWS rows with positions start .. last - 1, and up to the end of the last chunks.
+    """Write scores of ROWS rows with positions start .. last - 1, and up to the end of the last chunks.
 
-    `start` is a multiple of 16; position p of row r goes to scores[r * width + p - start]. Of fewer than WIDE chunks
-    the last one is taken again: a narrow tile waits for its own sums, and is not made faster by being narrow.
+    `start` is a multiple of 16; position p of row r goes to scores[r * width + p - start]. If fewer than VECTORS chunks
+    are left, the last one is computed again: a narrow tile waits for its own sums and would not be faster.
     """
     chunks, first, end = size // LANES, start // LANES, -(-last // LANES)
     chunk = first
-    while chunk + FEW < end:
-        lines = LINES(blocks, chunk, end, chunks, kv_head, kv_heads)
-        more = chunk + WIDE < end
-        coming, then = (keys, chunk + WIDE) if more else (values, first)
-        later = LINES(blocks, then, end, chunks, kv_head, kv_heads)
-        total = no_rows(ROWS, lines)
+    while chunk + MIN_VECTORS < end:
+        lines = CHUNKS(blocks, chunk, end, chunks, kv_head, kv_heads)
+        more = chunk + VECTORS < end
+        next_array, next_chunk = (keys, chunk + VECTORS) if more else (values, first)
+        next_lines = CHUNKS(blocks, next_chunk, end, chunks, kv_head, kv_heads)
+        total = kv_layout.zero_tile(ROWS, lines)
         for d in range(dim):
-            if AHEAD:
-                ask_lines(coming, later, dim * LANES, d * LANES)
-            total = outer(total, at_lines(keys, lines, dim * LANES, d * LANES), q, at + d, apart)
-        put_products(scores, chunk * LANES - start, width, total, factors(keys, k_scales, lines, scale))
-        chunk += WIDE
-    if chunk < end:  # the same for the rest
-        few = FEW_LINES(blocks, chunk, end, chunks, kv_head, kv_heads)
-        rest = no_rows(ROWS, few)
+            if PREFETCH:
+                kv_layout.prefetch_keys(next_array, next_lines, dim * LANES, d * LANES)
+            total = kv_layout.fma_outer(
+                total, kv_layout.load_keys(keys, lines, dim * LANES, d * LANES), q, at + d, stride
+            )
+        kv_layout.store_products(
+            scores, chunk * LANES - start, width, total, kv_layout.key_factors(keys, k_scales, lines, scale)
+        )
+        chunk += VECTORS
+    if chunk < end:  # the rest
+        last_lines = MIN_CHUNKS(blocks, chunk, end, chunks, kv_head, kv_heads)
+        rest = kv_layout.zero_tile(ROWS, last_lines)
         for d in range(dim):
-            rest = outer(rest, at_lines(keys, few, dim * LANES, d * LANES), q, at + d, apart)
-        put_products(scores, chunk * LANES - start, width, rest, factors(keys, k_scales, few, scale))
+            rest = kv_layout.fma_outer(
+                rest, kv_layout.load_keys(keys, last_lines, dim * LANES, d * LANES), q, at + d, stride
+            )
+        kv_layout.store_products(
+            scores, chunk * LANES - start, width, rest, kv_layout.key_factors(keys, k_scales, last_lines, scale)
+        )
 
 
 @kernel
 def cap_scores(scores, first, last, cap):
-    """cap * tanh(s / cap), by tanh(y) = 1 - 2 / (1 + e^2y)."""
+    """Apply cap * tanh(s / cap), by tanh(y) = 1 - 2 / (1 + e^2y)."""
     one, two, high = f.splat(np.float32(1)), f.splat(np.float32(2) / cap), f.splat(cap)
     for i in range(first, last, LANES):
-        e = f.exp(f.mul(f.get(scores, i), two))
-        f.put(scores, i, f.mul(high, f.add(one, f.div(f.splat(np.float32(-2)), f.add(one, e)))))
+        e = f.exp(f.mul(f.load(scores, i), two))
+        f.store(scores, i, f.mul(high, f.add(one, f.div(f.splat(np.float32(-2)), f.add(one, e)))))
 
 
 @kernel
-def largest(scores, first, last):
-    """The largest of first .. last - 1, whole vectors; four chains, for each step of one waits for that before."""
-    a = b = c = d = f.splat(NOTHING)
+def max_score(scores, first, last):
+    """Return the largest of first .. last - 1, whole vectors; four independent chains hide the latency."""
+    a = b = c = d = f.splat(NEGATIVE_INFINITY)
     i = first
     while i + 4 * LANES <= last:
-        a, b = f.above(f.get(scores, i), a), f.above(f.get(scores, i + LANES), b)
-        c, d = f.above(f.get(scores, i + 2 * LANES), c), f.above(f.get(scores, i + 3 * LANES), d)
+        a, b = f.max_nan_second(f.load(scores, i), a), f.max_nan_second(f.load(scores, i + LANES), b)
+        c, d = f.max_nan_second(f.load(scores, i + 2 * LANES), c), f.max_nan_second(f.load(scores, i + 3 * LANES), d)
         i += 4 * LANES
     while i < last:
-        a = f.above(f.get(scores, i), a)
+        a = f.max_nan_second(f.load(scores, i), a)
         i += LANES
-    return f.highest(f.above(f.above(a, b), f.above(c, d)))
+    return f.hmax(f.max_nan_second(f.max_nan_second(a, b), f.max_nan_second(c, d)))
 
 
 @kernel
-def soften(scores, at, first, last, cap):
-    """Scores first .. last - 1 of the row at `at` become e^(score - largest); gives 1 / their sum."""
+def softmax_row(scores, at, first, last, cap):
+    """Replace scores first .. last - 1 of the row at `at` by e^(score - max); return 1 / their sum."""
     low, high = at + first // LANES * LANES, at + -(-last // LANES) * LANES
     if cap:
         cap_scores(scores, low, high, cap)
-    f.put(scores, low, f.within(f.get(scores, low), at + first - low, at + last - low, NOTHING))
-    f.put(
+    f.store(scores, low, f.select_lanes(f.load(scores, low), at + first - low, at + last - low, NEGATIVE_INFINITY))
+    f.store(
         scores,
         high - LANES,
-        f.within(f.get(scores, high - LANES), at + first - high + LANES, at + last - high + LANES, NOTHING),
+        f.select_lanes(
+            f.load(scores, high - LANES), at + first - high + LANES, at + last - high + LANES, NEGATIVE_INFINITY
+        ),
     )
-    less = f.splat(-largest(scores, low, high))
+    less = f.splat(-max_score(scores, low, high))
     sums = f.splat(np.float32(0))
     for i in range(low, high, LANES):
-        e = f.exp(f.add(f.get(scores, i), less))
-        f.put(scores, i, e)
+        e = f.exp(f.add(f.load(scores, i), less))
+        f.store(scores, i, e)
         sums = f.add(sums, e)
-    return np.float32(1) / f.total(sums)
+    return np.float32(1) / f.hsum(sums)
 
 
 @kernel
-def weigh(scores, at, v_scales, blocks, size, kv_head, kv_heads, start, first, last):
-    """Weights of positions first .. last - 1 times the scales of their values."""
+def apply_v_scales(scores, at, v_scales, blocks, size, kv_head, kv_heads, start, first, last):
+    """Multiply the weights of positions first .. last - 1 by the scales of their values."""
     for p in range(first // LANES * LANES, last, LANES):
-        scale = value_row(blocks, p, size, kv_head, kv_heads)
-        f.put(scores, at + p - start, f.mul(f.get(scores, at + p - start), f.get(v_scales, scale)))
+        scale = kv_layout.value_index(blocks, p, size, kv_head, kv_heads)
+        f.store(scores, at + p - start, f.mul(f.load(scores, at + p - start), f.load(v_scales, scale)))
 
 
-def mix(values, blocks, size, kv_head, kv_heads, dim, start, first, last, scores, at, width, out, to, apart, d, end):
-    """Values d .. end - 1 (multiples of 16) of ROWS rows of `out` += weight * value, over positions first .. last - 1.
+def accumulate_pv(
+    values, blocks, size, kv_head, kv_heads, dim, start, first, last, scores, at, width, out, to, stride, d, end
+):
+    """Add weight * value to values d .. end - 1 (multiples of 16) of ROWS rows of `out`, over first .. last - 1.
 
     In the order of the positions; the weights are at scores[at:], as `score` left them.
     """
-    while d + LANES * WIDE <= end:
-        total = get_rows(out, to + d, apart, ROWS, WIDE)
+    while d + LANES * VECTORS <= end:
+        total = kv_layout.load_tile(out, to + d, stride, ROWS, VECTORS)
         p, block, stop = first, first // size, (first // size + 1) * size
         while p < last:
             row = ((blocks[block] * kv_heads + kv_head) * size + p + size - stop) * dim + d
-            far = value_row(blocks, min(stop + FAR, last - 1), size, kv_head, kv_heads) * dim + d
+            far = (
+                kv_layout.value_index(blocks, min(stop + PREFETCH_POSITIONS, last - 1), size, kv_head, kv_heads) * dim
+                + d
+            )
             for i in range(min(stop, last) - p):
-                if AHEAD:
-                    ask_neighbours(values, far + i * dim, WIDE)
-                total = outer(total, neighbours(values, row + i * dim, WIDE), scores, at + p - start + i, width)
+                if PREFETCH:
+                    kv_layout.prefetch_contiguous(values, far + i * dim, VECTORS)
+                total = kv_layout.fma_outer(
+                    total, kv_layout.load_contiguous(values, row + i * dim, VECTORS), scores, at + p - start + i, width
+                )
             p, block, stop = stop, block + 1, stop + size
-        put_rows(out, to + d, apart, total, WIDE)
-        d += LANES * WIDE
-    while d < end:  # the same for the rest, vector by vector
-        rest = get_rows(out, to + d, apart, ROWS, 1)
+        kv_layout.store_tile(out, to + d, stride, total, VECTORS)
+        d += LANES * VECTORS
+    while d < end:  # the rest, vector by vector
+        rest = kv_layout.load_tile(out, to + d, stride, ROWS, 1)
         p, block, stop = first, first // size, (first // size + 1) * size
         while p < last:
             row = ((blocks[block] * kv_heads + kv_head) * size + p + size - stop) * dim + d
             for i in range(min(stop, last) - p):
-                rest = outer(rest, neighbours(values, row + i * dim, 1), scores, at + p - start + i, width)
+                rest = kv_layout.fma_outer(
+                    rest, kv_layout.load_contiguous(values, row + i * dim, 1), scores, at + p - start + i, width
+                )
             p, block, stop = stop, block + 1, stop + size
-        put_rows(out, to + d, apart, rest, 1)
+        kv_layout.store_tile(out, to + d, stride, rest, 1)
         d += LANES
 
 
 @kernel
-def span(position, last_position, window):
-    """(first position, its scores' width) of a tile whose rows are at these positions: multiples of 16 and 64."""
+def score_span(position, last_position, window):
+    """Return (first position, width of the scores) of a tile at these positions: multiples of 16 and 64."""
     start = max(0, position + 1 - window) // LANES * LANES if window else 0
     return start, -(-(last_position + 1 - start) // (4 * LANES)) * 4 * LANES
 
 
-def soften_rows(scores, width, start, positions, token, window, cap, values, v_scales, blocks, size, kv_head, kv_heads):
-    """The softmax of ROWS rows; behind their scores, at ROWS * width, each one's 1 / sum."""
+def softmax_tile(
+    scores, width, start, positions, token, window, cap, values, v_scales, blocks, size, kv_head, kv_heads
+):
+    """Compute the softmax of ROWS rows; 1 / sum of each goes behind their scores, at ROWS * width."""
     for r in range(ROWS):
-        end = positions[token + r * ALONG] + 1
+        end = positions[token + r * BY_TOKEN] + 1
         begin = max(0, end - window) if window else 0
-        scores[ROWS * width + r] = soften(scores, r * width, begin - start, end - start, cap)
-        if is_bytes(values):
-            weigh(scores, r * width, v_scales, blocks, size, kv_head, kv_heads, start, begin, end)
+        scores[ROWS * width + r] = softmax_row(scores, r * width, begin - start, end - start, cap)
+        if kv_layout.is_int8(values):
+            apply_v_scales(scores, r * width, v_scales, blocks, size, kv_head, kv_heads, start, begin, end)
 
 
-def blend(
-    scores, width, start, positions, token, window, values, blocks, size, kv_head, kv_heads, dim, out, at, apart, d,
+def attend_values(
+    scores, width, start, positions, token, window, values, blocks, size, kv_head, kv_heads, dim, out, at, stride, d,
     d_end,
 ):  # fmt: skip
-    """Values d .. d_end - 1 (multiples of 16) of ROWS rows: the positions that all see together, the others apart."""
-    head, tail = positions[token] + 1, positions[token + (ROWS - 1) * ALONG] + 1  # where the first and last row end
-    common = max(0, tail - window) if window else 0  # the first position that all rows see; the last is head - 1
+    """Sum values d .. d_end - 1 (multiples of 16) of ROWS rows: shared positions together, the others row by row."""
+    head, tail = positions[token] + 1, positions[token + (ROWS - 1) * BY_TOKEN] + 1  # ends of the first and last row
+    common = max(0, tail - window) if window else 0  # first position that all rows see; the last is head - 1
     for r in range(ROWS):
-        for i in range(at + r * apart + d, at + r * apart + d_end, LANES):
-            f.put(out, i, f.splat(np.float32(0)))
-    if ALONG:
+        for i in range(at + r * stride + d, at + r * stride + d_end, LANES):
+            f.store(out, i, f.splat(np.float32(0)))
+    if BY_TOKEN:
         for r in range(ROWS if window else 0):
             end = positions[token + r] + 1
-            MIX_ONE(
+            ACCUMULATE_PV_ONE(
                 values, blocks, size, kv_head, kv_heads, dim, start, max(0, end - window), min(end, common),
-                scores, r * width, width, out, at + r * apart, apart, d, d_end,
+                scores, r * width, width, out, at + r * stride, stride, d, d_end,
             )  # fmt: skip
-    MIX(values, blocks, size, kv_head, kv_heads, dim, start, common, head, scores, 0, width, out, at, apart, d, d_end)
-    if ALONG:
+    ACCUMULATE_PV(
+        values, blocks, size, kv_head, kv_heads, dim, start, common, head, scores, 0, width, out, at, stride, d, d_end
+    )
+    if BY_TOKEN:
         for r in range(1, ROWS):
-            MIX_ONE(
+            ACCUMULATE_PV_ONE(
                 values, blocks, size, kv_head, kv_heads, dim, start, max(head, common), positions[token + r] + 1,
-                scores, r * width, width, out, at + r * apart, apart, d, d_end,
+                scores, r * width, width, out, at + r * stride, stride, d, d_end,
             )  # fmt: skip
     for r in range(ROWS):
         share = f.splat(scores[ROWS * width + r])
-        for i in range(at + r * apart + d, at + r * apart + d_end, LANES):
-            f.put(out, i, f.mul(f.get(out, i), share))
+        for i in range(at + r * stride + d, at + r * stride + d_end, LANES):
+            f.store(out, i, f.mul(f.load(out, i), share))
 
 
-def rows(
-    q, at, apart, keys, values, k_scales, v_scales, positions, token, blocks, size, kv_head, kv_heads, dim, scale, cap,
+def attention_tile(
+    q, at, stride, keys, values, k_scales, v_scales, positions, token, blocks, size, kv_head, kv_heads, dim, scale, cap,
     window, scores, out,
 ):  # fmt: skip
-    """ROWS rows of q from `at` on, `apart` from each other, to the same places of `out`: scores, softmax, mixture.
+    """Compute ROWS rows of q from `at` on, `stride` apart, to the same places of `out`.
 
-    Row r is at positions[token + r * ALONG]: neighbouring tokens, or heads of one. `scores` is scratch, of
-    `score_room()` floats, best from an address that 64 divides. `dim` is that of the padded heads.
+    Row r is at positions[token + r * BY_TOKEN]: adjacent tokens, or heads of one token. `scores` is scratch of
+    `scratch_floats()`, best aligned to 64 bytes. `dim` is that of the padded heads.
     """
-    last = positions[token + (ROWS - 1) * ALONG]
-    start, width = span(positions[token], last, window)
+    last = positions[token + (ROWS - 1) * BY_TOKEN]
+    start, width = score_span(positions[token], last, window)
     SCORE(
-        q, at, apart, keys, values, k_scales, blocks, size, kv_head, kv_heads, dim, scale, start, last + 1, scores,
+        q, at, stride, keys, values, k_scales, blocks, size, kv_head, kv_heads, dim, scale, start, last + 1, scores,
         width,
     )  # fmt: skip
-    SOFTEN(scores, width, start, positions, token, window, cap, values, v_scales, blocks, size, kv_head, kv_heads)
-    BLEND(
-        scores, width, start, positions, token, window, values, blocks, size, kv_head, kv_heads, dim, out, at, apart,
+    SOFTMAX(scores, width, start, positions, token, window, cap, values, v_scales, blocks, size, kv_head, kv_heads)
+    ATTEND_VALUES(
+        scores, width, start, positions, token, window, values, blocks, size, kv_head, kv_heads, dim, out, at, stride,
         0, dim,
     )  # fmt: skip
 
 
-LINES_OF = {1: one_line, 2: two_lines, 4: four_lines}
+CHUNK_INDICES = {1: kv_layout.key_chunk, 2: kv_layout.two_key_chunks, 4: kv_layout.four_key_chunks}
+
+
+def vectors_per_row(rows: int) -> int:
+    """Return how many vectors of each row a tile holds."""
+    return 4 if 4 * rows <= MAX_ACCUMULATORS else 2 if 2 * rows <= MAX_ACCUMULATORS else 1
 
 
 @cache
-def wide(count):
-    """Vectors beside each other for so many rows."""
-    return 4 if 4 * count <= ROOM else 2 if 2 * count <= ROOM else 1
+def accumulate_pv_kernel(rows: int, prefetch: bool):
+    """Return the weighted sum over positions that all rows see; `prefetch` where memory is the bound."""
+    name = f"r{rows}a{prefetch}"
+    return kernel(variant(accumulate_pv, name, ROWS=rows, VECTORS=vectors_per_row(rows), PREFETCH=prefetch))
 
 
 @cache
-def mixer(count, ahead):
-    """The mixture of so many rows over the same positions; `ahead`: memory is what it waits for."""
-    return kernel(variant(mix, f"r{count}a{ahead}", ROWS=count, WIDE=wide(count), AHEAD=ahead))
+def attention_tile_kernel(rows: int, by_token: int):
+    """Return attention of a tile: `rows` adjacent tokens (by_token 1) or heads of one token (0)."""
+    name, vectors = f"r{rows}a{by_token}", vectors_per_row(rows)
+    chunks = {"CHUNKS": CHUNK_INDICES[vectors], "MIN_CHUNKS": CHUNK_INDICES[min(2, vectors)]}
+    sizes = {"ROWS": rows, "VECTORS": vectors, "MIN_VECTORS": min(2, vectors), "PREFETCH": not by_token}
+    pv = {
+        "ACCUMULATE_PV": accumulate_pv_kernel(rows, not by_token),
+        "ACCUMULATE_PV_ONE": accumulate_pv_kernel(1, False),
+    }
+    parts = {
+        "SCORE": kernel(variant(score, f"r{rows}a{not by_token}", **sizes, **chunks)),
+        "SOFTMAX": kernel(variant(softmax_tile, name, ROWS=rows, BY_TOKEN=by_token)),
+        "ATTEND_VALUES": kernel(variant(attend_values, name, ROWS=rows, BY_TOKEN=by_token, **pv)),
+    }
+    return kernel(variant(attention_tile, name, ROWS=rows, BY_TOKEN=by_token, **parts))
 
 
-@cache
-def scorer(count, ahead):
-    """The scores of so many rows; `ahead`: memory is what they wait for."""
-    many, few = wide(count), min(2, wide(count))
-    lines = {"LINES": LINES_OF[many], "FEW_LINES": LINES_OF[few]}
-    return kernel(variant(score, f"r{count}a{ahead}", ROWS=count, WIDE=many, FEW=few, AHEAD=ahead, **lines))
-
-
-@cache
-def softener(count, along):
-    """The softmax of so many rows."""
-    return kernel(variant(soften_rows, f"r{count}a{along}", ROWS=count, ALONG=along))
-
-
-@cache
-def blender(count, along):
-    """The mixture of so many rows, each over its own positions, divided by the sums."""
-    parts = {"MIX": mixer(count, not along), "MIX_ONE": mixer(1, False)}
-    return kernel(variant(blend, f"r{count}a{along}", ROWS=count, ALONG=along, **parts))
-
-
-@cache
-def rows_for(count, along):
-    """All three on so many rows: neighbouring tokens (along 1) or heads of one token (0)."""
-    parts = {"SCORE": scorer(count, not along), "SOFTEN": softener(count, along), "BLEND": blender(count, along)}
-    return kernel(variant(rows, f"r{count}a{along}", ROWS=count, ALONG=along, **parts))
-
-
-def part_of(group: int) -> int:
-    """How many of the heads that share a KV head are worked on together: a divisor of their number."""
-    most = 4  # each size is compiled for itself
-    return max(n for n in range(1, min(group, most) + 1) if group % n == 0)
+def heads_per_tile(group: int) -> int:
+    """Return how many of the heads that share a KV head make a tile: a divisor of their number."""
+    return max(n for n in range(1, min(group, MAX_HEADS_TILE) + 1) if group % n == 0)
 
 
 @kernel
-def score_room(count, longest):
-    """Floats of scratch for `count` rows over `longest` positions."""
-    return count * (longest + 4 * LANES) + count
+def scratch_floats(rows, positions):
+    """Return the floats of scratch for `rows` rows over `positions` positions."""
+    return rows * (positions + 4 * LANES) + rows
 
 
 @kernel
-def deal_rows(query_start, heads, part, work):
-    """(first token, tokens, request, head) of each piece to work[4 * i ...], at most tokens * heads; (tiles, others).
+def split_into_tiles(query_start, heads, heads_tile, work):
+    """Write (first token, tokens, request, head) of each piece to work[4 * i ...]; return (prefill, decode) tiles.
 
-    Full tiles of each request, the longest first, then the last tokens of each, `part` heads together. Pieces that read
-    the same keys follow each other.
+    Full tiles of each request, the longest contexts first, then the last tokens of each, `heads_tile` heads together.
+    Pieces that read the same keys follow each other. There are at most tokens * heads.
     """
     n = 0
     for r in range(query_start.shape[0] - 1):
         first, last = query_start[r], query_start[r + 1]
         for head in range(heads):
-            for token in range(last - (last - first) % TILE - TILE, first - 1, -TILE):
-                work[4 * n], work[4 * n + 1], work[4 * n + 2], work[4 * n + 3] = token, TILE, r, head
+            for token in range(last - (last - first) % TOKENS_TILE - TOKENS_TILE, first - 1, -TOKENS_TILE):
+                work[4 * n], work[4 * n + 1], work[4 * n + 2], work[4 * n + 3] = token, TOKENS_TILE, r, head
                 n += 1
     tiles = n
     for r in range(query_start.shape[0] - 1):
         first, last = query_start[r], query_start[r + 1]
-        for head in range(0, heads, part):
-            for token in range(last - (last - first) % TILE, last):
+        for head in range(0, heads, heads_tile):
+            for token in range(last - (last - first) % TOKENS_TILE, last):
                 work[4 * n], work[4 * n + 1], work[4 * n + 2], work[4 * n + 3] = token, 1, r, head
                 n += 1
     return tiles, n - tiles
 
 
-PART = ROWS = ALONG = ATTEND = CACHED = None  # set for each variant
-
-
-def deal(args, step, piece):
-    """Cut attention into pieces and count them."""
+def split_work(args, step, piece):
+    """Split the attention of a step into pieces and count them."""
     a, s = i64(args), i64(step)
-    starts = nb.carray(ints_at(s[S_QUERY_START]), (s[S_REQUESTS] + 1,))
-    s[S_TILES], s[S_SINGLES] = deal_rows(starts, a[HEADS], PART, i64(s[S_WORK]))
+    starts = nb.carray(int64_pointer(s[Step.QUERY_START]), (s[Step.REQUESTS] + 1,))
+    s[Step.PREFILL_TILES], s[Step.DECODE_TILES] = split_into_tiles(
+        starts, a[AttentionArg.HEADS], HEADS_TILE, i64(s[Step.ATTENTION_WORK])
+    )
 
 
 def attend(args, step, piece):
-    """One piece: a tile of tokens (ALONG), or a token alone with ROWS heads."""
+    """Compute one piece: a tile of tokens (BY_TOKEN), or ROWS heads of one token."""
     a, s = i64(args), i64(step)
-    work, kv, at = i64(s[S_WORK]), i64(s[S_KV]), PLACES * a[LAYER]
-    i = 4 * (piece if ALONG else s[S_TILES] + piece)
+    work, kv, at = i64(s[Step.ATTENTION_WORK]), i64(s[Step.KV]), kv_layout.ADDRESSES_PER_LAYER * a[AttentionArg.LAYER]
+    i = 4 * (piece if BY_TOKEN else s[Step.PREFILL_TILES] + piece)
     token, request, head = work[i], work[i + 2], work[i + 3]
     keys, values, k_scales, v_scales = CACHED(kv[at]), CACHED(kv[at + 1]), f32(kv[at + 2]), f32(kv[at + 3])
-    q, out, positions = f32(s[S_QUERIES]), f32(s[S_MIXED]), i64(s[S_POSITIONS])
-    blocks = i64(s[S_TABLE] + request * s[S_WIDTH] * 8)
-    heads, kv_heads, dim, size, window = a[HEADS], a[KV_HEADS], a[PADDED], s[S_SIZE], a[WINDOW]
-    scale, cap = np.float32(f64(args)[SCALE]), np.float32(f64(args)[CAP])
-    scores = scratch(score_room(ROWS, positions[token + (ROWS - 1) * ALONG] + 1))
-    ATTEND(
-        q, (token * heads + head) * dim, heads * dim if ALONG else dim, keys, values, k_scales, v_scales, positions,
-        token, blocks, size, head // (heads // kv_heads), kv_heads, dim, scale, cap, window, scores, out,
+    q, out, positions = f32(s[Step.QUERIES]), f32(s[Step.ATTN_OUT]), i64(s[Step.POSITIONS])
+    blocks, size = i64(s[Step.BLOCK_TABLE] + request * s[Step.TABLE_WIDTH] * 8), s[Step.BLOCK_SIZE]
+    heads, kv_heads, dim = a[AttentionArg.HEADS], a[AttentionArg.KV_HEADS], a[AttentionArg.PADDED]
+    scale, cap = np.float32(f64(args)[AttentionArg.SCALE]), np.float32(f64(args)[AttentionArg.SOFT_CAP])
+    scores = scratch(scratch_floats(ROWS, positions[token + (ROWS - 1) * BY_TOKEN] + 1))
+    ATTENTION_TILE(
+        q, (token * heads + head) * dim, heads * dim if BY_TOKEN else dim, keys, values, k_scales, v_scales, positions,
+        token, blocks, size, head // (heads // kv_heads), kv_heads, dim, scale, cap, a[AttentionArg.WINDOW], scores,
+        out,
     )  # fmt: skip
-    if a[BYTES]:  # heads that are whole pairs of blocks: their bytes are made while they are near
-        for r in range(ROWS if ALONG else 1):
+    if a[AttentionArg.ACTIVATIONS]:  # whole pairs of blocks are quantized while they are in the cache
+        for r in range(ROWS if BY_TOKEN else 1):
             at = ((token + r) * heads + head) * dim
-            quantize(out, at, s, a[BYTES], at // 32, (at + (dim if ALONG else ROWS * dim)) // 32)
+            last = (at + (dim if BY_TOKEN else ROWS * dim)) // 32
+            quantize_blocks(out, at, s, a[AttentionArg.ACTIVATIONS], at // 32, last)
 
 
 @cache
-def deal_for(group: int) -> Task:
-    """How attention is cut, where so many heads share a KV head."""
-    part = part_of(group)
-    return Task(deal, str(part), PART=part)
+def split_work_kernel(group: int) -> TaskKernel:
+    """Return the kernel for `group` heads per KV head."""
+    heads = heads_per_tile(group)
+    return TaskKernel(split_work, str(heads), HEADS_TILE=heads)
 
 
 @cache
-def tiles_for(kind: str) -> Task:
-    """Attention of tiles of tokens."""
-    rows = rows_for(TILE, 1)
-    return Task(attend, f"tiles,{kind}", ROWS=TILE, ALONG=1, CACHED=HELD[kind], ATTEND=rows)
+def prefill_kernel(kv_type: str) -> TaskKernel:
+    """Return attention of tiles of tokens."""
+    tile, cached = attention_tile_kernel(TOKENS_TILE, 1), kv_layout.ARRAY_OF_TYPE[kv_type]
+    return TaskKernel(attend, f"tiles,{kv_type}", ROWS=TOKENS_TILE, BY_TOKEN=1, CACHED=cached, ATTENTION_TILE=tile)
 
 
 @cache
-def singles_for(group: int, kind: str) -> Task:
-    """Attention of tokens alone, where so many heads share a KV head."""
-    part = part_of(group)
-    rows = rows_for(part, 0)
-    return Task(attend, f"{part},{kind}", ROWS=part, ALONG=0, CACHED=HELD[kind], ATTEND=rows)
+def decode_kernel(group: int, kv_type: str) -> TaskKernel:
+    """Return attention of single tokens, for `group` heads per KV head."""
+    heads = heads_per_tile(group)
+    tile, cached = attention_tile_kernel(heads, 0), kv_layout.ARRAY_OF_TYPE[kv_type]
+    return TaskKernel(attend, f"{heads},{kv_type}", ROWS=heads, BY_TOKEN=0, CACHED=cached, ATTENTION_TILE=tile)
 
 
-def whole_bytes(dim: int) -> bool:
-    """Whether attention can make the bytes of its heads: they share no pair of blocks, and none is padded."""
+def can_quantize_output(dim: int) -> bool:
+    """Return whether attention can quantize its heads: they share no pair of blocks, and none is padded."""
     return dim % 64 == 0
 
 
-def arguments(
-    layer: int, rope: int, pairs: int, heads: int, kv_heads: int, dim: int, params: AttentionParams, bytes_at: int = 0
-) -> Table:
-    """What the tasks of one layer are told: the number of its rotary table, the entry of the bytes that they make."""
-    angles = Step.ANGLES + 2 * rope
-    args = table_of(layer, angles, pairs, heads, kv_heads, dim, padded(dim), params.window, 0, 0, bytes_at)
-    return doubles(args, SCALE, [params.scale, params.soft_cap])
+def split_work_task(heads: int, kv_heads: int) -> Task:
+    """Return the task that runs once in a step, before attention."""
+    args = pack_args(0, heads, kv_heads)
+    return Task(split_work_kernel(heads // kv_heads), args, 1, Step.TOKENS, 1 << 40)
 
 
-def deal_instruction(args: Table) -> Instruction:
-    """To come once in a step, before attention."""
-    return Instruction(deal_for(int(args[HEADS] // args[KV_HEADS])), args, 1, Step.TOKENS, 1 << 40)
-
-
-def attend_instructions(args: Table, kind: str) -> list[Instruction]:
-    """Attention of all tokens."""
-    singles = singles_for(int(args[HEADS] // args[KV_HEADS]), kind)
-    return [Instruction(tiles_for(kind), args, 1, Step.TILES, 1), Instruction(singles, args, 1, Step.SINGLES, 1)]
+def attention_tasks(
+    layer: int, heads: int, kv_heads: int, dim: int, params: AttentionParams, kv_type: str, activations: int = 0
+) -> list[Task]:
+    """Return the attention of all tokens of a layer; `activations` is the entry of the quantized results, or 0."""
+    args = pack_args(layer, heads, kv_heads, kv_layout.padded_dim(dim), params.window, 0, 0, activations)
+    pack_floats(args, AttentionArg.SCALE, [params.scale, params.soft_cap])
+    decode = decode_kernel(heads // kv_heads, kv_type)
+    return [Task(prefill_kernel(kv_type), args, 1, Step.PREFILL_TILES), Task(decode, args, 1, Step.DECODE_TILES)]

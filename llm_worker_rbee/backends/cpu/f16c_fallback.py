@@ -1,6 +1,6 @@
-"""Conversions of float16 for x86 processors without F16C: there LLVM calls two functions that nobody provides.
+"""float16 conversions for x86 processors without F16C: LLVM calls two library functions there that Numba does not have.
 
-They are given to Numba's engine, where every kernel finds them. Slow (a call for each number), but right to the bit.
+They are added to Numba's execution engine, where every kernel finds them. Slow (one call per number), exact to the bit.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from numba.core.registry import cpu_target
 from ... import machine
 from .. import isa
 
-# The bits of a float16 in the place of a float32's are 2**112 too small, subnormal or not; infinity and NaN apart.
-# The way back: bits are dropped with a carry that rounds to even; below 2**-14 adding 0.5 leaves the rounded fraction.
-CODE = """
+# Extend: the bits of a float16, shifted into a float32, are 2**112 too small, subnormal or not; infinity and NaN apart.
+# Truncate: drop bits with a carry that rounds to even; below 2**-14 adding 0.5 leaves the rounded fraction.
+LLVM_IR = """
 define float @__extendhfsf2(half %x) {
   %short = bitcast half %x to i16
   %bits = zext i16 %short to i32
@@ -62,11 +62,11 @@ define half @__truncsfhf2(float %x) {
 """
 
 
-def provide() -> None:
-    """Add the functions where they are needed."""
-    if machine.is_x86() and "f16c" not in isa.features():
+def install() -> None:
+    """Add the functions if this processor needs them."""
+    if machine.is_x86() and "f16c" not in isa.llvm_features():
         compiler: Any = cpu_target.target_context.codegen()
-        module = binding.parse_assembly(CODE)
+        module = binding.parse_assembly(LLVM_IR)
         module.triple, module.data_layout = compiler._llvm_module.triple, compiler._llvm_module.data_layout
         compiler._engine.add_module(module)
         compiler._engine.finalize_object()

@@ -1,13 +1,18 @@
-"""What a step of a model does, as instructions, part by part: norm, qkv, rotation, attention, output, norm, MLP, head.
+"""The forward pass: a model as tasks, one program per step (fused), and the ops of attention op by op (unfused).
 
-The parts follow each other as in layers/block.py; the tasks are those of the single ops, so the bits are the same.
+Every thread walks through all layers inside one parallel region. Kernels are called by address; this is where they are:
 
-A whole step of the model as one program: every thread walks through all layers inside one parallel region.
+    component      task                    kernel
+    scheduling     rope.angles_task        rope.rope_angles, then attention.split_work
+    embedding      embedding.embed_task    embedding.embed
+    norm           _norm                   elementwise.norm (residual add, RMSNorm, quantization)
+    qkv, output    linear.linear_tasks     linear.linear_int8 or linear_float; elementwise.add_bias
+    rope_kv_write  rope.rope_store_task    elementwise.head_norms, rope.rope_store
+    attention      attention_tasks         attention.attend (prefill tiles, decode tiles)
+    mlp            _mlp                    linear.*, elementwise.gated, linear.*
+    head           linear.linear_tasks     linear.* with two-term activations
 
-plan.py says what a step does. Buffers are kept from step to step and grow with the largest batch; one step at a time
-runs (a lock), its logits are the caller's own.
-
-The ops of the heads one by one: programs of a few instructions, with a step of their own.
+The tasks follow each other as in layers/block.py and are those of the single ops, so the bits are the same.
 """
 
 from __future__ import annotations
@@ -22,252 +27,228 @@ from numpy.typing import NDArray
 
 from ...errors import InferenceError
 from ..ops import Array, AttentionParams, Batch, BlockParts, Ints, KVLayer, ModelParts, Profiler, RopeTable
-from . import elementwise, quantize_activations, rope, threads
-from .attention import arguments, attend_instructions, deal_instruction, whole_bytes
-from .embedding import embed_rows
-from .kv_layout import kind_of, places
-from .linear import Weight, products, to_bytes
-from .program import Instruction, Program, Step, Table, doubles, new_step, table_of
+from . import elementwise, quantize_activations
+from .attention import attention_tasks, can_quantize_output, split_work_task
+from .elementwise import ACTIVATIONS, TOKENS_PER_PIECE, HeadNormArg, NormArg
+from .embedding import embed_task
+from .kv_layout import kv_type_of, layer_addresses, padded_dim
+from .linear import PackedWeight, linear_tasks, quantize_tasks
+from .program import Program, Step, Table, Task, new_step, pack_args, pack_floats, run_step
+from .rope import angles_task, rope_store_task
+from .threads import require_not_forked
 
 Floats = NDArray[np.float32]
-ACTIVATIONS = ("silu", "gelu_tanh")
-Sections = list[tuple[str, list[Instruction]]]  # which part of the model, and what it does
+Components = list[tuple[str, list[Task]]]  # name of a part of the model, and its tasks
 
 
-def sections(model: ModelParts, kind: str) -> Sections:
-    """A whole step, for a cache that holds this kind."""
-    ropes = _ropes(model)
-    made: Sections = [("scheduling", _first(model, ropes)), ("embedding", _embedding(model))]
-    before = None  # the norm of what the layer before adds, in families that have one
+def lower_model(model: ModelParts, kv_type: str, threads: int) -> Components:
+    """Return a whole step as tasks, for a cache of this KV type."""
+    ropes = _distinct_ropes(model)
+    first = model.blocks[0]
+    scheduling = [angles_task(rope, i) for i, rope in enumerate(ropes)]
+    scheduling.append(split_work_task(first.n_heads, first.n_kv_heads))
+    (table,) = model.embedding.parts
+    parts: Components = [("scheduling", scheduling), ("embedding", [embed_task(table, model.embedding_scale)])]
+    post = None  # the norm of what the block before adds, in families that have one
     for layer, block in enumerate(model.blocks):
-        number = next(i for i, one in enumerate(ropes) if one is block.rope)
-        made.append(("norm", _norm(block.attention_norm, block.qkv, block.eps, before, joined=layer > 0)))
-        made += _attention(block, layer, number, kind)
-        made.append(("norm", _norm(block.mlp_norm, block.gate_up, block.eps, block.post_attention_norm)))
-        made.append(("mlp", _mlp(block)))
-        before = block.post_mlp_norm
-    head = model.head.finely()
-    made.append(("norm", _norm(model.norm, head, model.blocks[-1].eps, before, wanted=True)))
-    return [*made, ("head", products(head, Step.WANTED, Step.NORMED, Step.LOGITS))]
+        number = next(i for i, rope in enumerate(ropes) if rope is block.rope)
+        parts.append(("norm", _norm(block.attention_norm, block.qkv, block.eps, post, add_delta=layer > 0)))
+        parts += _attention(block, layer, number, kv_type, threads)
+        parts.append(("norm", _norm(block.mlp_norm, block.gate_up, block.eps, block.post_attention_norm)))
+        parts.append(("mlp", _mlp(block, threads)))
+        post = block.post_mlp_norm
+    head = model.head.two_term()
+    parts.append(("norm", _norm(model.norm, head, model.blocks[-1].eps, post, for_logits=True)))
+    return [*parts, ("head", linear_tasks(head, Step.NUM_LOGITS, Step.NORMED, Step.LOGITS, threads))]
 
 
-def _ropes(model: ModelParts) -> list[RopeTable]:
-    """The rotary tables there are: one, or one more for layers with a window."""
+def _distinct_ropes(model: ModelParts) -> list[RopeTable]:
+    """Return the rope tables of a model: one, or one more for layers with a window."""
     found: list[RopeTable] = []
     for block in model.blocks:
-        if not any(block.rope is one for one in found):
+        if not any(block.rope is rope for rope in found):
             found.append(block.rope)
-    assert len(found) <= 2, "a step has room for the angles of two rotary tables"
+    assert len(found) <= 2, "a step has room for the angles of two rope tables"
     return found
 
 
-def _first(model: ModelParts, ropes: list[RopeTable]) -> list[Instruction]:
-    """What all layers share: the angles of each rotary table, and how attention is cut."""
-    angles = [rope.angle_instruction(one, i) for i, one in enumerate(ropes)]
-    return [*angles, deal_instruction(_heads(model.blocks[0], 0, 0))]
-
-
-def _embedding(model: ModelParts) -> list[Instruction]:
-    (table,) = model.embedding.parts
-    return [embed_rows(table, model.embedding_scale)]
-
-
-def _heads(b: BlockParts, layer: int, rope: int, bytes_at: int = 0) -> NDArray[np.int64]:
-    pairs, shape = len(b.rope.inv_freq), (b.n_heads, b.n_kv_heads, b.head_dim)
-    return arguments(layer, rope, pairs, *shape, b.attention, bytes_at)
-
-
 def _norm(
-    weight: Floats, then: Weight, eps: float, post: Floats | None, *, joined: bool = True, wanted: bool = False
-) -> list[Instruction]:
-    """Addition, norm, and the bytes for the product that follows."""
-    count = Step.WANTED if wanted else Step.TOKENS
-    bytes_at, index = Step.ACTIVATIONS if then.wants_bytes else 0, Step.INDEX if wanted else 0
-    floats_at, own = Step.NORMED if then.wants_floats else 0, 0 if post is None else post
-    args = table_of(
-        count, Step.DELTA, Step.STREAM, floats_at, bytes_at, index, len(weight), weight, own, joined, 0, any(then.fine)
-    )
-    return [Instruction(elementwise.NORM, doubles(args, elementwise.EPS, [eps]), 1, count, elementwise.FEW)]
+    weight: Floats,
+    consumer: PackedWeight,
+    eps: float,
+    post: Floats | None,
+    *,
+    add_delta: bool = True,
+    for_logits: bool = False,
+) -> list[Task]:
+    """Return the residual add, the norm, and the quantization for the product that follows."""
+    count = Step.NUM_LOGITS if for_logits else Step.TOKENS
+    floats, activations = Step.NORMED if consumer.needs_floats else 0, Step.ACTIVATIONS if consumer.needs_int8 else 0
+    outputs = floats, activations, Step.LOGITS_INDEX if for_logits else 0
+    weights, two_term = (weight, 0 if post is None else post), any(consumer.residual_activations)
+    args = pack_args(count, Step.RESIDUAL_DELTA, Step.RESIDUAL, *outputs, len(weight), *weights, add_delta, 0, two_term)
+    return [Task(elementwise.NORM, pack_floats(args, NormArg.EPS, [eps]), 1, count, TOKENS_PER_PIECE)]
 
 
-def _attention(b: BlockParts, layer: int, number: int, kind: str) -> Sections:
-    whole, padded = b.output.wants_bytes and whole_bytes(b.head_dim), rope.padded(b.head_dim)
-    args = _heads(b, layer, number, Step.ACTIVATIONS if whole else 0)
-    apart = to_bytes(Step.TOKENS, Step.MIXED, b.n_heads, b.head_dim, padded, b.output.wants_bytes)
-    bytes_of = [] if whole else apart
-    source = Step.MIXED if padded == b.head_dim else Step.COMPACT
-    output = _products(b.output, source, Step.DELTA) + _bias(b.output_bias, Step.DELTA)
+def _attention(b: BlockParts, layer: int, rope_number: int, kv_type: str, threads: int) -> Components:
+    heads, padded = (b.n_heads, b.n_kv_heads, b.head_dim), padded_dim(b.head_dim)
+    in_place = b.output.needs_int8 and can_quantize_output(b.head_dim)
+    activations = Step.ACTIVATIONS if in_place else 0
+    quantize = quantize_tasks(Step.TOKENS, Step.ATTN_OUT, b.n_heads, b.head_dim, padded, b.output.needs_int8)
+    source = Step.ATTN_OUT if padded == b.head_dim else Step.ATTN_OUT_PACKED
+    output = _linear(b.output, b.output_bias, source, Step.RESIDUAL_DELTA, threads)
+    rope = rope_store_task(layer, rope_number, len(b.rope.inv_freq), *heads, kv_type)
     return [
-        ("qkv", _products(b.qkv, Step.NORMED, Step.QKV) + _bias(b.qkv_bias, Step.QKV)),
-        ("rope_kv_write", [*_head_norms(b), rope.store_instruction(args, kind)]),
-        ("attention", attend_instructions(args, kind)),
-        ("output", bytes_of + output),
+        ("qkv", _linear(b.qkv, b.qkv_bias, Step.NORMED, Step.QKV, threads)),
+        ("rope_kv_write", [*_head_norms(b), rope]),
+        ("attention", attention_tasks(layer, *heads, b.attention, kv_type, activations)),
+        ("output", output if in_place else quantize + output),
     ]
 
 
-def _head_norms(b: BlockParts) -> list[Instruction]:
+def _head_norms(b: BlockParts) -> list[Task]:
     if b.q_norm is None or b.k_norm is None:
         return []
-    args = table_of(Step.TOKENS, Step.QKV, 0, 0, 0, b.n_heads, b.head_dim, b.q_norm, b.k_norm, b.n_kv_heads, 0)
-    doubles(args, elementwise.EPS, [b.eps])
-    return [Instruction(elementwise.HEAD_NORMS, args, 1, Step.TOKENS, elementwise.FEW)]
+    args = pack_args(Step.TOKENS, Step.QKV, b.n_heads, b.n_kv_heads, b.head_dim, b.q_norm, b.k_norm, 0)
+    pack_floats(args, HeadNormArg.EPS, [b.eps])
+    return [Task(elementwise.HEAD_NORMS, args, 1, Step.TOKENS, TOKENS_PER_PIECE)]
 
 
-def _mlp(b: BlockParts) -> list[Instruction]:
-    half, kind = b.down.columns, ACTIVATIONS.index(b.activation)
-    bytes_at, floats_at = Step.ACTIVATIONS if b.down.wants_bytes else 0, Step.HIDDEN if b.down.wants_floats else 0
-    args = table_of(Step.TOKENS, Step.GATE_UP, 0, floats_at, bytes_at, 0, half, kind)
+def _mlp(b: BlockParts, threads: int) -> list[Task]:
+    half, activation = b.down.columns, ACTIVATIONS.index(b.activation)
+    activations, floats = Step.ACTIVATIONS if b.down.needs_int8 else 0, Step.HIDDEN if b.down.needs_floats else 0
+    args = pack_args(Step.TOKENS, Step.GATE_UP, floats, activations, half, activation)
+    pieces = -(-half // elementwise.GATE_COLUMNS)
     return [
-        *_products(b.gate_up, Step.NORMED, Step.GATE_UP),
-        *_bias(b.gate_up_bias, Step.GATE_UP),
-        Instruction(elementwise.GATED, args, -(-half // elementwise.WIDE), Step.TOKENS, elementwise.FEW),
-        *_products(b.down, Step.HIDDEN, Step.DELTA),
-        *_bias(b.down_bias, Step.DELTA),
+        *_linear(b.gate_up, b.gate_up_bias, Step.NORMED, Step.GATE_UP, threads),
+        Task(elementwise.GATED, args, pieces, Step.TOKENS, TOKENS_PER_PIECE),
+        *_linear(b.down, b.down_bias, Step.HIDDEN, Step.RESIDUAL_DELTA, threads),
     ]
 
 
-def _products(w: Weight, source: int, output: int) -> list[Instruction]:
-    return products(w, Step.TOKENS, source, output)
+def _linear(w: PackedWeight, bias: Floats | None, source: int, output: int, threads: int) -> list[Task]:
+    tasks = linear_tasks(w, Step.TOKENS, source, output, threads)
+    if bias is not None:
+        args = pack_args(Step.TOKENS, output, len(bias), bias)
+        tasks.append(Task(elementwise.ADD_BIAS, args, 1, Step.TOKENS, TOKENS_PER_PIECE))
+    return tasks
 
 
-def _bias(bias: Floats | None, entry: int) -> list[Instruction]:
-    if bias is None:
-        return []
-    args = table_of(Step.TOKENS, entry, 0, 0, 0, 0, len(bias), bias)
-    return [Instruction(elementwise.ADD_BIAS, args, 1, Step.TOKENS, elementwise.FEW)]
+class CpuForward:
+    """The fused forward pass of a model.
 
+    Buffers are kept from step to step and grow with the largest batch; one step runs at a time (a lock), and its logits
+    are the caller's own.
+    """
 
-class Model:
-    """A decoder whose steps are one call."""
+    graph_bytes = 0
 
-    def __init__(self, parts: ModelParts) -> None:
-        self._parts = parts
-        self._whole: dict[str, Program] = {}  # by what the cache holds
-        self._parted: dict[str, list[tuple[str, Program]]] = {}
+    def __init__(self, model: ModelParts, threads: int) -> None:
+        self._model, self.threads = model, threads
+        self._programs: dict[str, Program] = {}  # by KV type
+        self._components: dict[str, list[tuple[str, Program]]] = {}
         self._step = new_step()
         self._buffers: dict[int, NDArray[Any]] = {}
-        self._room = 0
+        self._max_tokens = 0  # that the buffers hold
         self._kv: tuple[weakref.ref[Any], Table] | None = None  # the first layer's keys stand for the whole cache
         self._lock = threading.Lock()
 
     def __call__(self, batch: Batch, kv: Sequence[KVLayer]) -> Array:
-        """One step: writes the cache, gives the logits at `batch.logits_index`: (N, vocabulary)."""
-        kind = kind_of(kv[0])
-        if kind not in self._whole:
-            self._whole[kind] = Program(one for _, some in sections(self._parts, kind) for one in some)
-        return self._run(batch, kv, self._whole[kind].run)
-
-    graph_bytes = 0
+        """Run one step: write the cache, return the logits at `batch.logits_index`: (N, vocabulary)."""
+        kv_type = kv_type_of(kv[0])
+        if kv_type not in self._programs:
+            components = lower_model(self._model, kv_type, self.threads)
+            self._programs[kv_type] = Program(task for _, tasks in components for task in tasks)
+        return self._run(batch, kv, lambda step: self._programs[kv_type].run(step, self.threads))
 
     def run_profiled(self, batch: Batch, kv: Sequence[KVLayer], profiler: Profiler) -> Array:
-        """The same, each part of the model as a program of its own, for who wants to know where the time goes."""
-        kind = kind_of(kv[0])
-        if kind not in self._parted:
-            self._parted[kind] = [(part, Program(some)) for part, some in sections(self._parts, kind)]
+        """Run one step with each component as a program of its own."""
+        kv_type = kv_type_of(kv[0])
+        if kv_type not in self._components:
+            components = lower_model(self._model, kv_type, self.threads)
+            self._components[kv_type] = [(name, Program(tasks)) for name, tasks in components]
 
         def run(step: Table) -> None:
-            for part, program in self._parted[kind]:
-                profiler(part, program.run)(step)
+            for name, program in self._components[kv_type]:
+                profiler(name, program.run)(step, self.threads)
 
         return self._run(batch, kv, run)
 
     def _run(self, batch: Batch, kv: Sequence[KVLayer], run: Callable[[Table], None]) -> Array:
-        p, step, b = self._parts, self._step, batch
-        tokens, wanted = len(b.ids), len(b.logits_index)
-        if tokens and not 0 <= b.ids.min() <= b.ids.max() < p.embedding.rows:
-            raise InferenceError(f"a token id is outside the vocabulary of {p.embedding.rows}")
-        logits = np.empty((wanted, p.head.rows), np.float32)
-        given = b.ids, b.positions, b.slot_mapping, b.query_start, b.block_table, b.logits_index
-        held = [np.ascontiguousarray(array, np.int64) for array in given]
-        threads.launching()  # in a forked child this is an error, where the lock might never open
+        model, step, b = self._model, self._step, batch
+        tokens, n_logits = len(b.ids), len(b.logits_index)
+        if tokens and not 0 <= b.ids.min() <= b.ids.max() < model.embedding.rows:
+            raise InferenceError(f"a token id is outside the vocabulary of {model.embedding.rows}")
+        logits = np.empty((n_logits, model.head.rows), np.float32)
+        arrays = b.ids, b.positions, b.slot_mapping, b.query_start, b.block_table, b.logits_index
+        held = [np.ascontiguousarray(array, np.int64) for array in arrays]
+        require_not_forked()  # before the lock, which a forked child might find locked for ever
         with self._lock:
-            self._make_room(max(tokens, wanted))
-            step[Step.TOKENS], step[Step.WANTED] = tokens, wanted
-            step[Step.TILES] = step[Step.SINGLES] = 0  # nobody counts them where there are no tokens
+            self._grow_buffers(max(tokens, n_logits))
+            step[Step.TOKENS], step[Step.NUM_LOGITS] = tokens, n_logits
+            step[Step.PREFILL_TILES] = step[Step.DECODE_TILES] = 0  # not counted in a step without tokens
             step[Step.BLOCK_SIZE], step[Step.TABLE_WIDTH] = kv[0].v.shape[2], b.block_table.shape[1]
             step[Step.REQUESTS] = len(b.context_len)
-            step[Step.IDS : Step.INDEX + 1] = [array.ctypes.data for array in held]
-            step[Step.KV] = self._places(kv).ctypes.data
+            step[Step.TOKEN_IDS : Step.LOGITS_INDEX + 1] = [array.ctypes.data for array in held]
+            step[Step.KV] = self._kv_addresses(kv).ctypes.data
             step[Step.LOGITS] = logits.ctypes.data
             run(step)
-        return np.float32(p.soft_cap) * np.tanh(logits / np.float32(p.soft_cap)) if p.soft_cap else logits
+        return np.float32(model.soft_cap) * np.tanh(logits / np.float32(model.soft_cap)) if model.soft_cap else logits
 
-    def _places(self, kv: Sequence[KVLayer]) -> Table:
-        """Where the keys and values of each layer lie; asked again for the same cache in each step."""
+    def _kv_addresses(self, kv: Sequence[KVLayer]) -> Table:
         if self._kv is None or self._kv[0]() is not kv[0].k:
-            self._kv = weakref.ref(kv[0].k), places(kv)
+            self._kv = weakref.ref(kv[0].k), layer_addresses(kv)
         return self._kv[1]
 
-    def _make_room(self, tokens: int) -> None:
-        """Buffers for so many tokens."""
-        if tokens <= self._room:
+    def _grow_buffers(self, tokens: int) -> None:
+        if tokens <= self._max_tokens:
             return
-        p, b = self._parts, self._parts.blocks[0]
-        width, queries = p.head.columns, b.n_heads * rope.padded(b.head_dim)
-        widest = max(w.columns for w in (b.qkv, b.output, b.gate_up, b.down, p.head))
+        model, b = self._model, self._model.blocks[0]
+        width, queries = model.head.columns, b.n_heads * padded_dim(b.head_dim)
+        max_columns = max(w.columns for w in (b.qkv, b.output, b.gate_up, b.down, model.head))
         sizes: dict[int, int] = {
-            Step.STREAM: width, Step.DELTA: width, Step.NORMED: width, Step.QKV: b.qkv.rows, Step.QUERIES: queries,
-            Step.MIXED: queries, Step.COMPACT: b.n_heads * b.head_dim, Step.GATE_UP: b.gate_up.rows,
-            Step.HIDDEN: b.down.columns,
-            **dict.fromkeys(range(Step.ANGLES, Step.SECOND_SIN + 1), b.head_dim),
+            Step.RESIDUAL: width, Step.RESIDUAL_DELTA: width, Step.NORMED: width, Step.QKV: b.qkv.rows,
+            Step.QUERIES: queries, Step.ATTN_OUT: queries, Step.ATTN_OUT_PACKED: b.n_heads * b.head_dim,
+            Step.GATE_UP: b.gate_up.rows, Step.HIDDEN: b.down.columns,
+            **dict.fromkeys(range(Step.ROPE_COS, Step.ROPE2_SIN + 1), b.head_dim),
         }  # fmt: skip
         made: dict[int, NDArray[Any]] = {entry: np.zeros(tokens * n, np.float32) for entry, n in sizes.items()}
-        made[Step.WORK] = np.empty(tokens * b.n_heads * 4, np.int64)
-        room: tuple[NDArray[Any], ...] = quantize_activations.room(2 * tokens, widest)
-        made |= dict(enumerate(room, Step.ACTIVATIONS))
+        made[Step.ATTENTION_WORK] = np.empty(tokens * b.n_heads * 4, np.int64)
+        made |= dict(enumerate(quantize_activations.allocate(2 * tokens, max_columns), Step.ACTIVATIONS))
         for entry, buffer in made.items():
             self._step[entry] = buffer.ctypes.data
-        self._buffers, self._room = made, tokens  # only now that there was memory for all of it
-
-
-NO_PARAMS = AttentionParams(1.0)
+        self._buffers, self._max_tokens = made, tokens  # only now that there was memory for all of it
 
 
 def unfused_rope_store(
-    q: Floats, k: Floats, v: Floats, positions: Ints, table: RopeTable, kv: KVLayer, slot_mapping: Ints
+    q: Floats, k: Floats, v: Floats, positions: Ints, table: RopeTable, kv: KVLayer, slot_mapping: Ints, threads: int
 ) -> Floats:
-    """Rotate q and k, write k and v into the cache, give back q: (T, heads, head_dim), a view of padded heads."""
-    tokens, n_heads, dim = q.shape
-    half, n_kv = len(table.inv_freq), k.shape[1]
-    out = np.empty((tokens, n_heads, rope.padded(dim)), np.float32)
-    args = arguments(0, 0, half, n_heads, n_kv, dim, NO_PARAMS)
-    program = Program([rope.angle_instruction(table, 0), rope.store_instruction(args, kind_of(kv))])
-    cos, sin = (np.empty(tokens * half, np.float32) for _ in range(2))
-    entries = {
-        Step.POSITIONS: positions.astype(np.int64), Step.SLOTS: slot_mapping.astype(np.int64), Step.KV: places([kv]),
-        Step.ANGLES: cos, Step.SIN: sin,
-        Step.QKV: np.concatenate((q, k, v), axis=1, dtype=np.float32), Step.QUERIES: out,
-    }  # fmt: skip
-    _run(program, entries, {Step.TOKENS: tokens, Step.BLOCK_SIZE: kv.v.shape[2]})
+    """Rotate q and k, write k and v into the cache, return q: (T, heads, head_dim), a view of padded heads."""
+    tokens, heads, dim = q.shape
+    pairs, kv_heads = len(table.inv_freq), k.shape[1]
+    out = np.empty((tokens, heads, padded_dim(dim)), np.float32)
+    store = rope_store_task(0, 0, pairs, heads, kv_heads, dim, kv_type_of(kv))
+    cos, sin = (np.empty(tokens * pairs, np.float32) for _ in range(2))
+    qkv = np.concatenate((q, k, v), axis=1, dtype=np.float32)
+    inputs = {Step.POSITIONS: positions.astype(np.int64), Step.SLOT_MAPPING: slot_mapping.astype(np.int64)}
+    buffers = {Step.ROPE_COS: cos, Step.ROPE_SIN: sin, Step.QKV: qkv, Step.QUERIES: out, Step.KV: layer_addresses([kv])}
+    counts = {Step.TOKENS: tokens, Step.BLOCK_SIZE: kv.v.shape[2]}
+    run_step(Program([angles_task(table, 0), store]), inputs | buffers, counts, threads)
     return out[:, :, :dim]
 
 
-def unfused_attention(q: Floats, kv: KVLayer, batch: Batch, params: AttentionParams) -> Floats:
-    """Each query over its own request's cached keys: (T, heads, head_dim) -> (T, heads * head_dim)."""
-    tokens, n_heads, dim = q.shape
-    n_kv, size, padded = kv.v.shape[1:]
-    wide = np.zeros((tokens, n_heads, padded), np.float32)
-    wide[:, :, :dim] = q
-    out = np.empty_like(wide)
-    args = arguments(0, 0, 0, n_heads, n_kv, dim, params)
-    program = Program([deal_instruction(args), *attend_instructions(args, kind_of(kv))])
-    entries = {
-        Step.POSITIONS: batch.positions, Step.QUERY_START: batch.query_start, Step.BLOCK_TABLE: batch.block_table,
-        Step.KV: places([kv]), Step.WORK: np.empty(tokens * n_heads * 4, np.int64), Step.QUERIES: wide, Step.MIXED: out,
-    }  # fmt: skip
-    counts = {
-        Step.TOKENS: tokens, Step.BLOCK_SIZE: size, Step.TABLE_WIDTH: batch.block_table.shape[1],
-        Step.REQUESTS: len(batch.context_len),
-    }  # fmt: skip
-    _run(program, entries, counts)
-    return out[:, :, :dim].reshape(tokens, n_heads * dim)
-
-
-def _run(program: Program, entries: dict[Step, NDArray[Any]], counts: dict[Step, int]) -> None:
-    held = {entry: np.ascontiguousarray(array) for entry, array in entries.items()}  # of int64 or float32
-    step = new_step()
-    for entry, array in held.items():
-        step[entry] = array.ctypes.data
-    for entry, count in counts.items():
-        step[entry] = count
-    program.run(step)
+def unfused_attention(q: Floats, kv: KVLayer, batch: Batch, params: AttentionParams, threads: int) -> Floats:
+    """Attend with each query over its own request's keys: (T, heads, head_dim) -> (T, heads * head_dim)."""
+    tokens, heads, dim = q.shape
+    kv_heads, size, padded = kv.v.shape[1:]
+    queries = np.zeros((tokens, heads, padded), np.float32)
+    queries[:, :, :dim] = q
+    out = np.empty_like(queries)
+    tasks = [split_work_task(heads, kv_heads), *attention_tasks(0, heads, kv_heads, dim, params, kv_type_of(kv))]
+    work, addresses = np.empty(tokens * heads * 4, np.int64), layer_addresses([kv])
+    inputs = {Step.POSITIONS: batch.positions, Step.QUERY_START: batch.query_start, Step.BLOCK_TABLE: batch.block_table}
+    buffers = {Step.KV: addresses, Step.ATTENTION_WORK: work, Step.QUERIES: queries, Step.ATTN_OUT: out}
+    counts = {Step.TOKENS: tokens, Step.BLOCK_SIZE: size, Step.TABLE_WIDTH: batch.block_table.shape[1]}
+    counts[Step.REQUESTS] = len(batch.context_len)
+    run_step(Program(tasks), inputs | buffers, counts, threads)
+    return out[:, :, :dim].reshape(tokens, heads * dim)

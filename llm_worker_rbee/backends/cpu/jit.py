@@ -1,15 +1,12 @@
-"""How kernels are compiled: once, kept on disk, and never run stale.
+"""How kernels are compiled: once, cached on disk, and never run stale.
 
-Numba's disk cache sees neither an edit in another file nor a changed global. So its folder is keyed by everything that
+Numba's disk cache sees neither an edit in another file nor a changed global. So the folder is keyed by everything that
 the machine code depends on: all files of this folder, the instruction set, the processor, and the versions of Numba,
 LLVM and Python. A kernel is a template: the names in capitals that it uses are set for each variant (`variant`).
 
-Machine code on disk: one file for each kernel, in a folder that is keyed by all that the code depends on.
-
-A file is a SHA-256 and the pickled code; it is written beside its name and moved there, so processes that compile at
-once never see half a file, and one that is damaged is compiled anew. Numba's own cache has an index for several
-signatures, which two processes can spoil for each other, and believes what it reads. A folder that cannot be written,
-or a full disk, costs time, not the answer.
+One file per kernel: a SHA-256 and the pickled code, written beside its name and moved there, so processes that compile
+at once never see half a file, and a damaged one is compiled anew. (Numba's own cache has an index that two processes
+can spoil for each other, and trusts what it reads.) A folder that cannot be written, or a full disk, costs time only.
 """
 
 from __future__ import annotations
@@ -43,134 +40,35 @@ from numba.core.runtime import nrt
 from ...weights.quants import codebooks
 from .. import isa
 
-isa.features()  # LLVM is told what the machine has before Numba makes its compiler
-FOLDER = Path(__file__).parent
-
-
-def fingerprint() -> str:
-    """A hash of what the machine code depends on."""
-    found = hashlib.sha256()
-    others = (Path(str(module.__file__)) for module in (isa, codebooks))  # what kernels are made of, elsewhere
-    for path in [*others, *sorted(FOLDER.glob("*.py"))]:
-        found.update(path.name.encode() + path.read_bytes())
-    versions = nb.__version__, llvmlite.__version__, sys.version_info[:2]  # what is kept is pickled
-    about = (isa.current(), *versions, binding.get_host_cpu_name())
-    found.update(repr(about).encode())
-    return found.hexdigest()[:16]
-
-
-@cache
-def folder() -> Path | None:
-    """Where the machine code of this very version is kept (py); None: nowhere."""
-    return open_folder(fingerprint())
-
-
-def _kept(dispatcher: Any) -> Any:
-    dispatcher._cache = Kept(dispatcher.py_func, folder)
-    return dispatcher
-
-
+isa.llvm_features()  # tells LLVM what the machine has before Numba makes its compiler
+SOURCES = Path(__file__).parent
+CACHE_VARIABLE = "LLM_WORKER_KERNEL_CACHE"
+MIN_DIRS_KEPT = 4  # the newest stay however old they are
+MAX_UNUSED_DAYS = 30
+DIGEST_BYTES = 32  # before the code
+TASK_SIGNATURE = nb.void(nb.int64, nb.int64, nb.int64)  # (arguments, step, piece)
 _OPTIONS: Any = {"nogil": True, "error_model": "numpy"}
-
-
-def kernel(function: Callable[..., Any]) -> Any:
-    """A function that kernels and Python call; compiled for the arguments that it meets."""
-    return _kept(nb.njit(**_OPTIONS)(function))
-
-
-def parallel(function: Callable[..., Any]) -> Any:
-    """The same, with loops over `prange` that several threads share."""
-    return _kept(nb.njit(parallel=True, **_OPTIONS)(function))
-
-
-TASK = nb.void(nb.int64, nb.int64, nb.int64)
-
-
-def variant(template: Any, name: str, **values: Any) -> FunctionType:
-    """The function with its capitals set; `name` tells its machine code from that of other variants."""
-    made = FunctionType(template.__code__, {**template.__globals__, **values}, template.__name__)
-    made.__qualname__ = f"{template.__name__}[{name}]"
-    made.__module__ = template.__module__
-    return made
-
-
-class Task:
-    """A kernel that a program calls by its address (program.py): (arguments, step, piece), all of them integers."""
-
-    def __init__(self, template: Any, name: str = "", **values: Any) -> None:
-        self.name = f"{template.__module__.rsplit('.', 1)[-1]}.{template.__name__}" + (f"[{name}]" if name else "")
-        self._function = variant(template, name, **values)
-        self._made: Any = None
-
-    @property
-    def loaded(self) -> bool:
-        """Whether its machine code is in memory."""
-        return self._made is not None
-
-    def load(self) -> None:
-        """Take the machine code from the disk, or compile it and keep it there."""
-        if self._made is None:
-            self._made = self._prepared()
-
-    @property
-    def kept(self) -> bool:
-        """Whether it need not be compiled: its machine code is on the disk, or in memory."""
-        if self.loaded:
-            return True
-        file = Kept(self._function, folder).file(TASK, cpu_target.target_context.codegen())
-        return file is not None and file.exists()
-
-    def _prepared(self) -> Any:
-        made: Any = CFunc(self._function, (TASK.args, TASK.return_type), locals={}, options={"error_model": "numpy"})
-        made._cache = Kept(self._function, folder)
-        made.compile()
-        return made
-
-    @property
-    def address(self) -> int:
-        """Where the machine code is."""
-        self.load()
-        return int(self._made.address)
-
-
-class Called:
-    """A kernel that Python calls with arguments of these types: what `Task` is for programs."""
-
-    def __init__(self, dispatcher: Any, *types: Any) -> None:
-        function = dispatcher.py_func
-        self.name = f"{function.__module__.rsplit('.', 1)[-1]}.{function.__qualname__}{types}"
-        self._dispatcher, self._types = dispatcher, types
-
-    @property
-    def loaded(self) -> bool:
-        """Whether its machine code is in memory."""
-        return self._types in self._dispatcher.overloads
-
-    @property
-    def kept(self) -> bool:
-        """Whether it need not be compiled: its machine code is on the disk, or in memory."""
-        file = self._dispatcher._cache.file(self._types, cpu_target.target_context.codegen())
-        return self.loaded or (file is not None and file.exists())
-
-    def load(self) -> None:
-        """Take the machine code from the disk, or compile it and keep it there."""
-        self._dispatcher.compile(self._types)
-
-
-VARIABLE = "LLM_WORKER_KERNEL_CACHE"
-FOLDERS_KEPT = 4  # the newest stay however old they are
-UNUSED_DAYS = 30
-DIGEST = 32  # bytes before the code
 _rebuild: Any = compiler.CompileResult._rebuild
 _dumps: Any = serialize.dumps
 logger = logging.getLogger(__name__)
 
 
-def place() -> Path | None:
-    """The folder of all kernels: what the variable names, or a part of the user's cache; None without a home."""
-    given, home = os.environ.get(VARIABLE), os.environ.get("XDG_CACHE_HOME")
-    if given:
-        return Path(given).absolute()
+def fingerprint() -> str:
+    """Return a hash of everything that the machine code depends on."""
+    digest = hashlib.sha256()
+    others = (Path(str(module.__file__)) for module in (isa, codebooks))  # sources of kernels outside this folder
+    for path in [*others, *sorted(SOURCES.glob("*.py"))]:
+        digest.update(path.name.encode() + path.read_bytes())
+    versions = nb.__version__, llvmlite.__version__, sys.version_info[:2]  # the code is pickled
+    digest.update(repr((isa.current(), *versions, binding.get_host_cpu_name())).encode())
+    return digest.hexdigest()[:16]
+
+
+def cache_root() -> Path | None:
+    """Return the folder of all versions: the variable's, or one in the user's cache; None without a home."""
+    variable, home = os.environ.get(CACHE_VARIABLE), os.environ.get("XDG_CACHE_HOME")
+    if variable:
+        return Path(variable).absolute()
     try:
         base = Path(home) if home and Path(home).is_absolute() else Path.home() / ".cache"
     except RuntimeError:
@@ -178,37 +76,43 @@ def place() -> Path | None:
     return base / "llm-worker-rbee" / "kernels"
 
 
-def open_folder(fingerprint: str) -> Path | None:
-    """Where the code of this fingerprint is kept; for this process alone, or nowhere, where that cannot be written.
+@cache
+def cache_dir() -> Path | None:
+    """Return the folder of this version's machine code; None: nothing can be cached."""
+    return open_cache_dir(fingerprint())
 
-    A folder that was filled beforehand, for an image say, is good enough if it can be read.
+
+def open_cache_dir(name: str) -> Path | None:
+    """Return the folder of a fingerprint, a temporary one if it cannot be written, or None.
+
+    A folder that was filled beforehand, as in a container image, only has to be readable.
     """
-    above = place()
+    root = cache_root()
     try:
-        if above is None:
+        if root is None:
             raise OSError("there is no home folder")
-        folder = above / fingerprint
+        folder = root / name
         if folder.is_dir() and not os.access(folder, os.W_OK) and any(folder.iterdir()):
             return folder
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
-        os.utime(folder)  # when it was last used
-        _remove_old(above)
+        os.utime(folder)  # the time of last use
+        _remove_unused(root)
         return folder
     except OSError as error:
         logger.warning(
             "compiled kernels cannot be kept in %s (%s), so each start compiles them: set %s to a folder that can be "
-            "written to", above, error.strerror or error, VARIABLE,
+            "written to", root, error.strerror or error, CACHE_VARIABLE,
         )  # fmt: skip
-        return _passing_folder(fingerprint)
+        return _temporary_dir(name)
 
 
-def _passing_folder(fingerprint: str) -> Path | None:
-    """A folder that ends with this process."""
+def _temporary_dir(name: str) -> Path | None:
+    """Return a folder that is removed when this process ends."""
     try:
-        above = Path(tempfile.mkdtemp(prefix="llm-worker-rbee-kernels-"))
-        folder = above / fingerprint
+        root = Path(tempfile.mkdtemp(prefix="llm-worker-rbee-kernels-"))
+        folder = root / name
         folder.mkdir()
     except OSError:
         return None
@@ -216,46 +120,46 @@ def _passing_folder(fingerprint: str) -> Path | None:
 
     def remove() -> None:
         if os.getpid() == owner:  # not at the end of a forked child
-            shutil.rmtree(above, ignore_errors=True)
+            shutil.rmtree(root, ignore_errors=True)
 
     atexit.register(remove)
     return folder
 
 
-def _remove_old(above: Path) -> None:
-    """Code of earlier versions: what nobody has used for long, but for the newest few."""
+def _remove_unused(root: Path) -> None:
+    """Remove code of versions that were not used for long, except the newest few."""
     with suppress(OSError):
-        ours = [folder for folder in above.iterdir() if re.fullmatch("[0-9a-f]{16}", folder.name)]
-        used = {folder: folder.stat().st_mtime for folder in ours}
-        for folder in sorted(used, key=lambda one: used[one])[:-FOLDERS_KEPT]:
-            if used[folder] < time.time() - UNUSED_DAYS * 86400:
+        versions = [folder for folder in root.iterdir() if re.fullmatch("[0-9a-f]{16}", folder.name)]
+        last_used = {folder: folder.stat().st_mtime for folder in versions}
+        for folder in sorted(last_used, key=lambda one: last_used[one])[:-MIN_DIRS_KEPT]:
+            if last_used[folder] < time.time() - MAX_UNUSED_DAYS * 86400:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
 @cache
-def _tell_once(folder: Path, reason: str) -> None:
+def _warn_once(folder: Path, reason: str) -> None:
     logger.warning(
         "compiled kernels cannot be kept in %s (%s), so the next start compiles them again: free some space, or set "
-        "%s to another folder", folder, reason, VARIABLE,
+        "%s to another folder", folder, reason, CACHE_VARIABLE,
     )  # fmt: skip
 
 
-class Kept:
-    """The machine code of one function, as Numba asks for it and gives it: a cache of its dispatcher."""
+class KernelCache:
+    """The cached machine code of one function: Numba's interface of a dispatcher's cache.
 
-    def __init__(self, function: Any, folder: Callable[[], Path | None]) -> None:
-        """`folder` is asked for when it is needed: importing kernels changes nothing on the disk."""
+    The folder is opened when it is needed: importing kernels changes nothing on disk.
+    """
+
+    def __init__(self, function: Any) -> None:
         self.function = function
-        self.folder = folder
 
     @property
     def cache_path(self) -> str:
-        """Numba's interface: the folder."""
-        return str(self.folder())
+        return str(cache_dir())
 
-    def file(self, signature: Any, codegen: Any) -> Path | None:
-        """Where the code for this signature is kept."""
-        folder = self.folder()
+    def entry(self, signature: Any, codegen: Any) -> Path | None:
+        """Return the file of this signature's code."""
+        folder = cache_dir()
         if folder is None:
             return None
         name = f"{self.function.__module__.rpartition('.')[2]}.{self.function.__qualname__}"
@@ -264,40 +168,35 @@ class Kept:
         return folder / f"{re.sub('[^A-Za-z0-9._-]+', '-', name)[:80]}-{digest}"
 
     def load_overload(self, signature: Any, context: Any) -> Any:
-        """The code, ready to run, or None where it must be compiled.
+        """Return the code, ready to run, or None if it must be compiled.
 
-        Numba would load all that it can compile first (a quarter of a second, more where SciPy is installed); code that
-        is there needs its memory manager alone.
+        Numba would first load everything it can compile (a quarter of a second, more with SciPy installed); cached code
+        needs its memory manager only.
         """
         nrt.rtsys.initialize(context)
-        file = self.file(signature, context.codegen())
+        file = self.entry(signature, context.codegen())
         try:
             data = b"" if file is None else file.read_bytes()
         except OSError:
             return None
-        if len(data) <= DIGEST or hashlib.sha256(data[DIGEST:]).digest() != data[:DIGEST]:
+        if len(data) <= DIGEST_BYTES or hashlib.sha256(data[DIGEST_BYTES:]).digest() != data[:DIGEST_BYTES]:
             return None
-        return _rebuild(context, *pickle.loads(data[DIGEST:]))
+        return _rebuild(context, *pickle.loads(data[DIGEST_BYTES:]))
 
     def save_overload(self, signature: Any, compiled: Any) -> None:
-        """Keep what was compiled; a disk that is full is no reason to fail."""
-        file = self.file(signature, compiled.codegen)
+        """Write compiled code; a full disk only warns."""
+        file = self.entry(signature, compiled.codegen)
         if file is None or compiled.lifted or compiled.library.has_dynamic_globals:
             return
         code = _dumps(compiled._reduce())
         try:
             _write(file, hashlib.sha256(code).digest() + code)
         except OSError as error:
-            _tell_once(file.parent, error.strerror or str(error))
+            _warn_once(file.parent, error.strerror or str(error))
 
-    def enable(self) -> None:
-        """Numba's interface: nothing to do."""
-
-    def disable(self) -> None:
-        """Numba's interface: nothing to do."""
-
-    def flush(self) -> None:
-        """Numba's interface: nothing to do."""
+    def enable(self) -> None: ...
+    def disable(self) -> None: ...
+    def flush(self) -> None: ...
 
 
 def _write(file: Path, data: bytes) -> None:
@@ -309,3 +208,82 @@ def _write(file: Path, data: bytes) -> None:
     except BaseException:
         part.unlink(missing_ok=True)
         raise
+
+
+def _with_cache(dispatcher: Any) -> Any:
+    dispatcher._cache = KernelCache(dispatcher.py_func)
+    return dispatcher
+
+
+def kernel(function: Callable[..., Any]) -> Any:
+    """Return a function that kernels and Python call, compiled for the argument types that it meets."""
+    return _with_cache(nb.njit(**_OPTIONS)(function))
+
+
+def parallel(function: Callable[..., Any]) -> Any:
+    """Return a kernel whose loops over `prange` run on several threads."""
+    return _with_cache(nb.njit(parallel=True, **_OPTIONS)(function))
+
+
+def variant(template: Any, name: str, **values: Any) -> FunctionType:
+    """Return the function with its capitals set; `name` tells its machine code from that of other variants."""
+    made = FunctionType(template.__code__, {**template.__globals__, **values}, template.__name__)
+    made.__qualname__ = f"{template.__name__}[{name}]"
+    made.__module__ = template.__module__
+    return made
+
+
+class TaskKernel:
+    """A kernel that a program calls by its address (program.py), with TASK_SIGNATURE."""
+
+    def __init__(self, template: Any, name: str = "", **values: Any) -> None:
+        self.name = f"{template.__module__.rsplit('.', 1)[-1]}.{template.__name__}" + (f"[{name}]" if name else "")
+        self._function = variant(template, name, **values)
+        self._compiled: Any = None
+
+    @property
+    def is_loaded(self) -> bool:
+        return self._compiled is not None
+
+    @property
+    def is_cached(self) -> bool:
+        """Tell whether it need not be compiled: its machine code is on disk or in memory."""
+        if self.is_loaded:
+            return True
+        file = KernelCache(self._function).entry(TASK_SIGNATURE, cpu_target.target_context.codegen())
+        return file is not None and file.exists()
+
+    def load(self) -> None:
+        """Load the machine code from disk, or compile and cache it."""
+        if self._compiled is None:
+            signature = TASK_SIGNATURE.args, TASK_SIGNATURE.return_type
+            compiled: Any = CFunc(self._function, signature, locals={}, options={"error_model": "numpy"})
+            compiled._cache = KernelCache(self._function)
+            compiled.compile()
+            self._compiled = compiled
+
+    @property
+    def address(self) -> int:
+        self.load()
+        return int(self._compiled.address)
+
+
+class PythonKernel:
+    """A kernel that Python calls with arguments of these types: what `TaskKernel` is for programs."""
+
+    def __init__(self, dispatcher: Any, *types: Any) -> None:
+        function = dispatcher.py_func
+        self.name = f"{function.__module__.rsplit('.', 1)[-1]}.{function.__qualname__}{types}"
+        self._dispatcher, self._types = dispatcher, types
+
+    @property
+    def is_loaded(self) -> bool:
+        return self._types in self._dispatcher.overloads
+
+    @property
+    def is_cached(self) -> bool:
+        file = self._dispatcher._cache.entry(self._types, cpu_target.target_context.codegen())
+        return self.is_loaded or (file is not None and file.exists())
+
+    def load(self) -> None:
+        self._dispatcher.compile(self._types)

@@ -1,9 +1,9 @@
-"""How the CPU kernels see a weight of each block type: data, one row a type. How it gets there is in pack.py.
+"""The packed layout of each block type, as data: one row per type. repack.py makes it, linear.py multiplies it.
 
-A matrix is rows in groups of 16 and columns in blocks of 32; w = scale * (value - offset) + minimum, where the value is
-the code itself or what the table holds at it. A block is its planes, one after the other. A plane of p bits is p lines
-of 64 bytes; line v holds at byte 4 * row + column % 4, in bits p*j .. p*j + p-1, the code of quad v + p*j (a quad is
-four columns), for every j below 8 / p. The second plane holds the bits above those of the first.
+Rows come in groups of 16, columns in blocks of 32; w = scale * (value - offset) + minimum, where the value is the code
+itself or its entry in the table. A block is its bit planes, one after the other. A plane of p bits is p lines of 64
+bytes; line v holds at byte 4 * row + column % 4, in bits p*j .. p*j + p-1, the code of quad v + p*j (a quad is four
+columns), for every j below 8 / p. The second plane holds the bits above those of the first.
 """
 
 from __future__ import annotations
@@ -14,56 +14,54 @@ from ...errors import UnsupportedModelError
 from ...weights import Tensor
 from ...weights.quants.codebooks import FP4_VALUES, GRIDS, IQ4_VALUES
 
-ROWS, COLUMNS, LINE = 16, 32, 64  # rows in a group, columns in a block, bytes in a line
+GROUP_ROWS, BLOCK_COLUMNS, LINE_BYTES = 16, 32, 64  # rows in a group, columns in a block, bytes in a line
 
 
 class Layout(NamedTuple):
-    """One way of packing; block types that share it share the kernels, and can be stacked."""
+    """A packed layout; block types that share one share the kernels and can be stacked."""
 
-    planes: tuple[int, ...]  # bits of each plane; 16 and 32: plain numbers, 16 rows side by side, column after column
-    columns: int = 32  # columns that share a scale; 0 in plain numbers
-    table: tuple[int, ...] | None = None  # a value for each code, as signed bytes; without one the code is the value
-    minimum: bool = False  # a minimum beside each scale
-    offset: int = 0  # eight-bit codes are signed instead, stored plus Packed.bias
-    small: bool = False  # for each 16 columns a byte: scale times its low, minimum times its high nibble
-    numbers: str = ""  # plain numbers: their type
+    planes: tuple[int, ...]  # bits of each plane; 16 and 32: floats, 16 rows side by side, column after column
+    columns_per_scale: int = 32  # 0 for floats
+    table: tuple[int, ...] | None = None  # the value of each code, as int8; without a table the code is the value
+    has_minimum: bool = False  # a minimum beside each scale
+    offset: int = 0  # eight-bit codes are signed instead, stored plus PackedMatrix.bias
+    nibble_scales: bool = False  # one byte per 16 columns: scale times its low, minimum times its high nibble
+    float_type: str = ""  # of floats: F32, F16, BF16
 
     @property
     def name(self) -> str:
-        """The first block type that is packed so."""
-        return next(kind for kind, layout in BY_TYPE.items() if layout == self)
+        return next(kind for kind, layout in LAYOUT_BY_TYPE.items() if layout == self)
 
     @property
-    def lines(self) -> int:
-        """Lines of 64 bytes in a block."""
+    def lines_per_block(self) -> int:
         return sum(self.planes)
 
 
 def _signs_on_top(levels: tuple[int, ...]) -> tuple[int, ...]:
-    """Codes level | sign << 3."""
+    """Return the table of codes level | sign << 3."""
     padded = levels + (0,) * (8 - len(levels))
     return padded + tuple(-level for level in padded)
 
 
 _IQ2, _IQ3_XXS, _IQ3_S = (_signs_on_top(GRIDS[name].levels) for name in ("IQ2_XXS", "IQ3_XXS", "IQ3_S"))
-# Codes trit | downward << 2: eight times a trit of -1, 0, 1, one up or one down. The eighth is in the scale.
+# Codes trit | sign << 2: eight times a trit of -1, 0, 1, plus or minus one; the scale has the factor 1/8.
 _IQ1_M = (-7, 1, 9, 0, -9, -1, 7, 0)
 
-BY_TYPE: dict[str, Layout] = {
-    "F32": Layout((32,), 0, numbers="F32"),
-    "F16": Layout((16,), 0, numbers="F16"),
-    "BF16": Layout((16,), 0, numbers="BF16"),
+LAYOUT_BY_TYPE: dict[str, Layout] = {
+    "F32": Layout((32,), 0, float_type="F32"),
+    "F16": Layout((16,), 0, float_type="F16"),
+    "BF16": Layout((16,), 0, float_type="BF16"),
     "Q4_0": Layout((4,), offset=8),
-    "Q4_1": Layout((4,), minimum=True),
+    "Q4_1": Layout((4,), has_minimum=True),
     "Q5_0": Layout((4, 1), offset=16),
-    "Q5_1": Layout((4, 1), minimum=True),
+    "Q5_1": Layout((4, 1), has_minimum=True),
     "Q8_0": Layout((8,)),
     "Q8_1": Layout((8,)),
     "Q8_K": Layout((8,), 256),
-    "Q2_K": Layout((2,), 256, minimum=True, small=True),
+    "Q2_K": Layout((2,), 256, has_minimum=True, nibble_scales=True),
     "Q3_K": Layout((2, 1), 16, offset=4),
-    "Q4_K": Layout((4,), minimum=True),
-    "Q5_K": Layout((4, 1), minimum=True),
+    "Q4_K": Layout((4,), has_minimum=True),
+    "Q5_K": Layout((4, 1), has_minimum=True),
     "Q6_K": Layout((4, 2), 16, offset=32),
     "IQ4_NL": Layout((4,), table=IQ4_VALUES),
     "IQ4_XS": Layout((4,), table=IQ4_VALUES),
@@ -74,20 +72,22 @@ BY_TYPE: dict[str, Layout] = {
     "IQ2_S": Layout((4,), 16, _IQ2),
     "IQ3_XXS": Layout((4,), table=_IQ3_XXS),
     "IQ3_S": Layout((4,), table=_IQ3_S),
-    "IQ1_S": Layout((2,), minimum=True, offset=1),
+    "IQ1_S": Layout((2,), has_minimum=True, offset=1),
     "IQ1_M": Layout((2, 1), 16, _IQ1_M),
     "TQ1_0": Layout((2,), 256, offset=1),
     "TQ2_0": Layout((2,), 256, offset=1),
-    "Q1_0": Layout((1,), 128, minimum=True),
+    "Q1_0": Layout((1,), 128, has_minimum=True),
     "Q2_0": Layout((2,), 64, offset=1),
 }
 
-LAYOUTS: tuple[Layout, ...] = tuple(dict.fromkeys(BY_TYPE.values()))  # each one once, for kernels to be told by number
+LAYOUTS: tuple[Layout, ...] = tuple(
+    dict.fromkeys(LAYOUT_BY_TYPE.values())
+)  # each once; a kernel knows its layout by number
 
 
-def layout_of(tensor: Tensor) -> Layout:
-    """The layout of a tensor's block type."""
+def layout_of_tensor(tensor: Tensor) -> Layout:
+    """Return the layout of a tensor, or raise if its type has none."""
     name = tensor.kind.name
-    if name not in BY_TYPE:
+    if name not in LAYOUT_BY_TYPE:
         raise UnsupportedModelError(f"tensor {tensor.name!r}: {name} weights cannot be multiplied, convert them to F16")
-    return BY_TYPE[name]
+    return LAYOUT_BY_TYPE[name]

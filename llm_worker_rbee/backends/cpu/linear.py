@@ -1,21 +1,20 @@
-"""A weight as the CPU backend holds it, and its product with activations.
+"""Linear layers: a packed weight, and its products straight from packed codes, 16 rows side by side.
 
 Tensors that share a layout are packed into one matrix; a stack of several layouts (a Q4_K_M file has q and k in Q4_K, v
-in Q6_K) is as many matrices, each of which writes its own columns of the result.
-
-Matrix products straight from packed weights: 16 rows side by side, one or several tokens at once.
+in Q6_K) is several matrices, each of which writes its own columns of the result.
 
 A block is 16 rows x 32 columns. Columns come in eight quads of four; a line of 64 bytes holds one quad of all 16 rows
-(each 32-bit lane is a row), and narrower weights share a line between quads (layouts.py). For each group of columns the
+(each 32-bit lane is a row), and narrower codes share a line between quads (layouts.py). For each group of columns the
 dot product is exact in integers; then one float32 step adds it, scaled, to the sum. That order does not depend on the
-tile: a row has the same bits alone, in a batch, and however the pieces are dealt out.
+tile: a row has the same bits alone, in a batch, and however the pieces are split.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cache, cached_property
+from dataclasses import dataclass, field
+from enum import IntEnum
+from functools import cache
 from itertools import groupby
 from math import ceil
 from typing import Any
@@ -25,331 +24,340 @@ from numpy.typing import NDArray
 
 from ...weights import Tensor
 from ...weights.checkpoint import release_pages
-from ..isa import TABLE
+from ..isa import INSTRUCTION_SETS
 from ..ops import Ints
-from . import elementwise, quantize_activations, threads
+from . import elementwise, quantize_activations, simd
 from . import simd_f32 as f
-from .dot_int8 import BIAS, NAME, dot_half
-from .embedding import unpack
-from .jit import Task, kernel, variant
-from .layouts import COLUMNS, LAYOUTS, LINE, Layout, layout_of
-from .layouts import ROWS as GROUP_ROWS
+from .dot_int8 import ISA, WEIGHT_BIAS, dot_block
+from .embedding import dequantize_rows
+from .jit import TaskKernel, kernel, variant
+from .layouts import BLOCK_COLUMNS, GROUP_ROWS, LAYOUTS, LINE_BYTES, Layout, layout_of_tensor
 from .pointers import f32, f64, i8, i32, i64, prefetch, scratch, u8, u16
-from .program import Instruction, Program, Step, doubles, new_step, table_of
-from .repack import Packed, pack
-from .simd import added, load_halves, nibble_times, no_floats, scaled, shifted, start, store_rows, times, wide
+from .program import Program, Step, Task, new_step, pack_args, pack_floats
+from .repack import PackedMatrix, repack
 
 Floats = NDArray[np.float32]
-PIECES = 8  # of a matrix, for each thread
+PIECES_PER_THREAD = 8  # of a matrix
+# The values of attention are the most sensitive: half of the error of a model's log-probabilities came from there, with
+# 3% of the arithmetic (docs/decisions.md). The output head uses two-term activations too, whatever its name.
+HIGH_PRECISION_TENSORS = ("attn_v.weight",)
 
-
-# What is lost where attention's values are made costs most: of the error of a whole model's log-probabilities half came
-# from there, with 3% of the arithmetic (docs/decisions.md). The head's product is made finely too, whatever its name.
-FINE_TENSORS = ("attn_v.weight",)
-
-
-@dataclass(frozen=True, eq=False)
-class Weight:
-    """One or several packed matrices, stacked by rows."""
-
-    parts: tuple[Packed, ...]
-    fine: tuple[bool, ...]  # which of them want each token as two rows of bytes
-
-    @property
-    def rows(self) -> int:
-        """Rows of the whole stack."""
-        return sum(part.rows for part in self.parts)
-
-    @property
-    def columns(self) -> int:
-        """Columns, the same in every part."""
-        return self.parts[0].columns
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes in memory."""
-        return sum(part.nbytes for part in self.parts)
-
-    @property
-    def wants_bytes(self) -> bool:
-        """Whether some part multiplies activations as bytes."""
-        return not all(part.layout.numbers for part in self.parts)
-
-    @property
-    def wants_floats(self) -> bool:
-        """Whether some part multiplies them as they are."""
-        return any(part.layout.numbers for part in self.parts)
-
-    def finely(self) -> Weight:
-        """The same, all of it made finely."""
-        return Weight(self.parts, tuple(not part.layout.numbers for part in self.parts))
-
-    def rows_at(self, ids: Ints) -> Floats:
-        """Some rows, as floats."""
-        (part,) = self.parts
-        return unpack(part, ids)
-
-    @cached_property
-    def _program(self) -> Program:
-        width, fine = self.columns, any(self.fine)
-        made = to_bytes(Step.TOKENS, Step.DELTA, 1, width, width, self.wants_bytes, fine=fine)
-        return Program(made + products(self, Step.TOKENS, Step.DELTA, Step.QKV))
-
-    def times(self, x: Floats) -> Floats:
-        """x @ self.T: (T, columns) -> (T, rows)."""
-        x, tokens = np.ascontiguousarray(x, np.float32), x.shape[0]
-        out, step = np.empty((tokens, self.rows), np.float32), new_step()
-        step[Step.TOKENS], step[Step.DELTA], step[Step.QKV] = tokens, x.ctypes.data, out.ctypes.data
-        room: tuple[NDArray[Any], ...] = quantize_activations.room(2 * tokens, self.columns)
-        for entry, array in enumerate(room, Step.ACTIVATIONS):
-            step[entry] = array.ctypes.data
-        self._program.run(step)
-        return out
-
-
-def prepare(tensors: Sequence[Tensor]) -> Weight:
-    """Pack tensors, those that stand beside each other and share a layout as one."""
-    grouped = [(key, list(same)) for key, same in groupby(tensors, lambda t: (layout_of(t), _is_fine(t)))]
-    parts = tuple(pack(same) for _, same in grouped)
-    for tensor in tensors:
-        release_pages(tensor.data)
-    return Weight(parts, tuple(fine for (_, fine), _ in grouped))
-
-
-def _is_fine(tensor: Tensor) -> bool:
-    return tensor.name.endswith(FINE_TENSORS) and not layout_of(tensor).numbers
-
-
-def products(w: Weight, count: int, source: int, output: int) -> list[Instruction]:
-    """The instructions of a product; `source` holds floats, whose bytes (if wanted) are in the activations already."""
-    made, first = [], 0
-    for part, fine in zip(w.parts, w.fine, strict=True):
-        made.append(_product(part, count, source, output, w.rows, first, fine))
-        first += part.rows
-    return made
-
-
-def _product(part: Packed, count: int, source: int, output: int, stride: int, first: int, fine: bool) -> Instruction:
-    groups = -(-part.rows // GROUP_ROWS)
-    chunk = max(1, groups // (PIECES * threads.count()))
-    entry, small = source if part.layout.numbers else Step.ACTIVATIONS, 0 if part.small is None else part.small
-    args = table_of(
-        count, entry, output, stride, first, part.rows, part.columns, chunk, part.packed, part.scales, part.minima,
-        small, 0, fine,
-    )  # fmt: skip
-    doubles(args, UNIT, [part.unit])
-    return Instruction(task_for(part.layout), args, ceil(groups / chunk), count, TOGETHER)
-
-
-def to_bytes(
-    count: int, source: int, heads: int, dim: int, padded: int, quantized: bool, *, fine: bool = False
-) -> list[Instruction]:
-    """The instruction that turns rows of heads into bytes, or moves padded heads together, or both."""
-    if padded == dim and not quantized:
-        return []
-    bytes_at = Step.ACTIVATIONS if quantized else 0
-    args = table_of(count, source, 0, Step.COMPACT, bytes_at, 0, heads, dim, padded, fine)
-    return [Instruction(elementwise.TO_BYTES, args, 1, count, elementwise.FEW)]
-
-
-MOST = TABLE[NAME].tokens  # of a tile
-FEWER = 12  # where a block has more than registers hold beside so many tokens
-MIDDLE = 4 if MOST > 4 else MOST // 2  # for what is left, and for a few requests at once
-TOGETHER = 144 if MOST > 4 else 12 * MOST  # tokens of a piece: their activations stay in the second-level cache
-# Two shorter chains of dot products wait less for each other, where there are registers for both.
-SPLIT = MOST > 4
-NEAR = 4  # groups of rows that each tile of tokens meets in turn: they stay in the first-level cache
-AHEAD = 4096  # bytes that are asked for before they are needed, where few tokens wait for memory
-# Arguments of a product. `input` and `output` are entries of the step: the activations (activations.py), the results.
-COUNT, INPUT, OUTPUT, STRIDE, FIRST, ROWS, COLS, CHUNK, PACKED, SCALES, MINIMA, SMALL, UNIT, FINE = range(14)
+MAX_TILE_TOKENS = INSTRUCTION_SETS[ISA].tile_tokens
+WIDE_BLOCK_TILE_TOKENS = 12  # for layouts whose blocks leave fewer registers
+MID_TILE_TOKENS = 4 if MAX_TILE_TOKENS > 4 else MAX_TILE_TOKENS // 2  # for the rest, and for a few requests at once
+# tokens of a piece: their activations stay in the second-level cache
+TOKENS_PER_PIECE = 144 if MAX_TILE_TOKENS > 4 else 12 * MAX_TILE_TOKENS
+TWO_CHAINS = MAX_TILE_TOKENS > 4  # two shorter chains of dot products hide latency, if registers hold both
+GROUPS_IN_L1 = 4  # row groups that each tile of tokens meets in turn: they stay in the first-level cache
+PREFETCH_BYTES = 4096
 # set for each variant
-TILE = TOKENS = LAYOUT = SIZE = HALVES = MINIMUM = SHIFT = OFFSET = BFLOAT = NARROW = HALVED = ROWS_TILE = None
-ROWS_MIDDLE = ROWS_ONE = None
+TILE = TOKENS = LAYOUT = BLOCK_BYTES = SCALES_PER_BLOCK = HAS_MINIMUM = SCALE_SHIFT = OFFSET = None
+BFLOAT = NARROW = SUMS_OF_16 = ROWS_TILE = ROWS_MID = ROWS_ONE = None
 
 
-def rows(packed, scales, minima, xq, xd, xs, xi, out, place, group, token, columns, stride, small, unit):
-    """16 rows of the product for TOKENS tokens; xs and xi are sums of the activations, scaled and as integers."""
+# Arguments of a product: COUNT, INPUT and OUTPUT are entries of the step, FIRST is the first column in the output.
+LinearArg = IntEnum(
+    "LinearArg",
+    "COUNT INPUT OUTPUT STRIDE FIRST ROWS COLUMNS GROUPS_PER_PIECE PACKED SCALES MINIMA NIBBLE_SCALES UNIT TWO_TERM",
+    start=0,
+)
+
+
+def dot_rows(packed, scales, minima, xq, xd, xs, xi, out, place, group, token, columns, stride, nibbles, unit):
+    """Compute 16 rows for TOKENS tokens; xs and xi are sums of the activations, scaled and as integers."""
     n = columns // 32
-    n_scales = (n * HALVES) >> SHIFT
-    total = no_floats(TOKENS)
+    n_scales = (n * SCALES_PER_BLOCK) >> SCALE_SHIFT
+    total = simd.zero_floats(TOKENS)
     for block in range(n):
-        line = (group * n + block) * SIZE
+        line = (group * n + block) * BLOCK_BYTES
         at = token * columns + block * 32
-        if token < TOKENS:  # the tiles that follow find the weights near
-            prefetch(packed, line + AHEAD, SIZE)
-        if HALVES == 1:
-            b, s = token * n + block, (group * n_scales + (block >> SHIFT)) * 16
-            acc = start(TOKENS, xi, b, n, OFFSET)
-            if SPLIT:
-                acc = dot_half(acc, LAYOUT, 0, packed, line, xq, at, columns)
-                two = start(TOKENS, xi, b, n, 0)
-                acc = added(acc, dot_half(two, LAYOUT, 1, packed, line, xq, at, columns))
+        if token < TOKENS:  # the tiles that follow find the weights in the cache
+            prefetch(packed, line + PREFETCH_BYTES, BLOCK_BYTES)
+        if SCALES_PER_BLOCK == 1:
+            b, s = token * n + block, (group * n_scales + (block >> SCALE_SHIFT)) * 16
+            acc = simd.init_dot(TOKENS, xi, b, n, OFFSET)
+            if TWO_CHAINS:
+                acc = dot_block(acc, LAYOUT, 0, packed, line, xq, at, columns)
+                two = simd.init_dot(TOKENS, xi, b, n, 0)
+                acc = simd.add_tiles(acc, dot_block(two, LAYOUT, 1, packed, line, xq, at, columns))
             else:
-                acc = dot_half(acc, LAYOUT, 2, packed, line, xq, at, columns)
-            total = scaled(total, acc, xd, b, n, load_halves(scales, s))
-            if MINIMUM:
-                total = shifted(total, xs, b, n, load_halves(minima, s))
+                acc = dot_block(acc, LAYOUT, 2, packed, line, xq, at, columns)
+            total = simd.add_scaled_dot(total, acc, xd, b, n, simd.load_f16x16(scales, s))
+            if HAS_MINIMUM:
+                total = simd.fma_broadcast(total, simd.load_f16x16(minima, s), xs, b, n)
         else:
             b, s = token * n + block, (group * n_scales + block * 2) * 16
-            acc = start(TOKENS, xi, 2 * b, 2 * n, OFFSET)
-            acc = dot_half(acc, LAYOUT, 0, packed, line, xq, at, columns)
-            total = scaled(total, acc, xd, b, n, load_halves(scales, s))
-            acc = start(TOKENS, xi, 2 * b + 1, 2 * n, OFFSET)
-            acc = dot_half(acc, LAYOUT, 1, packed, line, xq, at, columns)
-            total = scaled(total, acc, xd, b, n, load_halves(scales, s + 16))
-    store_rows(out, place, stride, total, unit)
+            acc = simd.init_dot(TOKENS, xi, 2 * b, 2 * n, OFFSET)
+            acc = dot_block(acc, LAYOUT, 0, packed, line, xq, at, columns)
+            total = simd.add_scaled_dot(total, acc, xd, b, n, simd.load_f16x16(scales, s))
+            acc = simd.init_dot(TOKENS, xi, 2 * b + 1, 2 * n, OFFSET)
+            acc = dot_block(acc, LAYOUT, 1, packed, line, xq, at, columns)
+            total = simd.add_scaled_dot(total, acc, xd, b, n, simd.load_f16x16(scales, s + 16))
+    simd.store_tile(out, place, stride, total, unit)
 
 
-def small_rows(packed, scales, minima, xq, xd, xs, xi, out, place, group, token, columns, stride, small, unit):
-    """The same where 16 columns share a byte of scale and minimum, and 256 columns what these are multiplied by."""
+def dot_rows_nibble_scales(
+    packed, scales, minima, xq, xd, xs, xi, out, place, group, token, columns, stride, nibbles, unit
+):
+    """Do the same where 16 columns share a byte of scale and minimum, and 256 columns the factors of these."""
     n = columns // 32
-    coarse = columns // 256
-    total = no_floats(TOKENS)
+    n_scales = columns // 256
+    total = simd.zero_floats(TOKENS)
     for block in range(n):
-        line = (group * n + block) * SIZE
+        line = (group * n + block) * BLOCK_BYTES
         at, b = token * columns + block * 32, token * n + block
-        s = (group * coarse + (block >> 3)) * 16
-        d, m = load_halves(scales, s), load_halves(minima, s)
-        bytes_at = (group * n + block) * 32
-        acc = start(TOKENS, xi, 0, 0, 0)
-        acc = dot_half(acc, LAYOUT, 0, packed, line, xq, at, columns)
-        total = scaled(total, acc, xd, b, n, nibble_times(small, bytes_at, 0, d))
-        total = shifted(total, xs, 2 * b, 2 * n, nibble_times(small, bytes_at, 1, m))
-        acc = start(TOKENS, xi, 0, 0, 0)
-        acc = dot_half(acc, LAYOUT, 1, packed, line, xq, at, columns)
-        total = scaled(total, acc, xd, b, n, nibble_times(small, bytes_at + 16, 0, d))
-        total = shifted(total, xs, 2 * b + 1, 2 * n, nibble_times(small, bytes_at + 16, 1, m))
-    store_rows(out, place, stride, total, unit)
+        s = (group * n_scales + (block >> 3)) * 16
+        d, m = simd.load_f16x16(scales, s), simd.load_f16x16(minima, s)
+        byte = (group * n + block) * 32
+        acc = simd.init_dot(TOKENS, xi, 0, 0, 0)
+        acc = dot_block(acc, LAYOUT, 0, packed, line, xq, at, columns)
+        total = simd.add_scaled_dot(total, acc, xd, b, n, simd.nibbles_times(nibbles, byte, 0, d))
+        total = simd.fma_broadcast(total, simd.nibbles_times(nibbles, byte, 1, m), xs, 2 * b, 2 * n)
+        acc = simd.init_dot(TOKENS, xi, 0, 0, 0)
+        acc = dot_block(acc, LAYOUT, 1, packed, line, xq, at, columns)
+        total = simd.add_scaled_dot(total, acc, xd, b, n, simd.nibbles_times(nibbles, byte + 16, 0, d))
+        total = simd.fma_broadcast(total, simd.nibbles_times(nibbles, byte + 16, 1, m), xs, 2 * b + 1, 2 * n)
+    simd.store_tile(out, place, stride, total, unit)
 
 
 def float_rows(weights, x, out, place, group, token, columns, stride):
-    """16 rows of float weights: one column after the other, so that a sum has one order."""
-    total = no_floats(TOKENS)
+    """Compute 16 rows of float weights for TOKENS tokens: column by column, so that a sum has one order."""
+    total = simd.zero_floats(TOKENS)
     for column in range(columns):
-        w = wide(weights, (group * columns + column) * 16, BFLOAT)
-        total = times(total, w, x, token * columns + column, columns)
-    store_rows(out, place, stride, total, np.float32(1))
+        w = simd.load_as_f32(weights, (group * columns + column) * 16, BFLOAT)
+        total = simd.fma_broadcast(total, w, x, token * columns + column, columns)
+    simd.store_tile(out, place, stride, total, np.float32(1))
 
 
 @kernel
-def share(a, tokens, piece):
-    """(first group, last, first token, last) of a piece: so many groups of rows, so many tokens."""
-    parts = (tokens + TOGETHER - 1) // TOGETHER
-    group, token = piece // parts * a[CHUNK], piece % parts * TOGETHER
-    return group, min((a[ROWS] + 15) // 16, group + a[CHUNK]), token, min(tokens, token + TOGETHER)
+def piece_bounds(a, tokens, piece):
+    """Return (first group, last, first token, last) of a piece."""
+    parts = (tokens + TOKENS_PER_PIECE - 1) // TOKENS_PER_PIECE
+    group, token = piece // parts * a[LinearArg.GROUPS_PER_PIECE], piece % parts * TOKENS_PER_PIECE
+    last_group = min((a[LinearArg.ROWS] + 15) // 16, group + a[LinearArg.GROUPS_PER_PIECE])
+    return group, last_group, token, min(tokens, token + TOKENS_PER_PIECE)
 
 
 @kernel
-def tile(left, most):
-    """How many tokens the next tile has."""
-    return most if left >= most else MIDDLE if left >= MIDDLE else 1
+def next_tile_tokens(left, largest):
+    """Return how many tokens the next tile has."""
+    return largest if left >= largest else MID_TILE_TOKENS if left >= MID_TILE_TOKENS else 1
 
 
 @kernel
-def keep(some, out, place, stride, count, tokens):
-    """Of 16 results of each token the first `count`: the last group of a matrix may be short."""
+def copy_partial_group(some, out, place, stride, count, tokens):
+    """Copy the first `count` of 16 results of each token: the last group of a matrix may be short."""
     for t in range(tokens):
         for i in range(count):
             out[place + t * stride + i] = some[t * 16 + i]
 
 
 @kernel
-def sum_up(some, tokens, out, place, stride, count):
-    """Tokens that are two rows each: 16 results of all first rows lie in `some`, then those of all second ones."""
+def add_two_terms(some, tokens, out, place, stride, count):
+    """Add the two rows of each token: 16 results of all first rows lie in `some`, then those of all second ones."""
     for t in range(tokens):
         one, two, to = 16 * t, 16 * (tokens + t), place + t * stride
         if count >= 16:
-            f.put(out, to, f.add(f.get(some, one), f.get(some, two)))
+            f.store(out, to, f.add(f.load(some, one), f.load(some, two)))
         else:
             for i in range(count):
                 out[to + i] = some[one + i] + some[two + i]
 
 
-def product(args, step, piece):
-    """Some rows for some tokens; where it is made finely, a token's second row of activations lies behind all first."""
+def linear_int8(args, step, piece):
+    """Compute some rows for some tokens; second rows of two-term activations lie behind all first ones."""
     a, s = i64(args), i64(step)
-    x, columns, unit, fine, tokens = a[INPUT], a[COLS], np.float32(f64(args)[UNIT]), a[FINE], s[a[COUNT]]
-    packed, scales, minima, small = u8(a[PACKED]), u16(a[SCALES]), u16(a[MINIMA]), u8(a[SMALL])
-    xq, xd, out = i8(s[x]), f32(s[x + 1]), f32(s[a[OUTPUT]])
-    xi, xs = i32(s[x + 2 + HALVED]), f32(s[x + 4 + HALVED])
-    begin, end, first, stop = share(a, tokens, piece)
+    x, columns, unit = a[LinearArg.INPUT], a[LinearArg.COLUMNS], np.float32(f64(args)[LinearArg.UNIT])
+    two_term, tokens, rows, stride = (
+        a[LinearArg.TWO_TERM],
+        s[a[LinearArg.COUNT]],
+        a[LinearArg.ROWS],
+        a[LinearArg.STRIDE],
+    )
+    packed, scales, minima = u8(a[LinearArg.PACKED]), u16(a[LinearArg.SCALES]), u16(a[LinearArg.MINIMA])
+    nibbles, out = u8(a[LinearArg.NIBBLE_SCALES]), f32(s[a[LinearArg.OUTPUT]])
+    xq, xd, xi, xs = i8(s[x]), f32(s[x + 1]), i32(s[x + 2 + SUMS_OF_16]), f32(s[x + 4 + SUMS_OF_16])
+    begin, end, first, stop = piece_bounds(a, tokens, piece)
     length = stop - first
-    n, near = (2 * length, 1) if fine else (length, NEAR)
-    row, some = 0, scratch(16 * max(TILE, n if fine else 0))
+    n, near = (2 * length, 1) if two_term else (length, GROUPS_IN_L1)
+    row, some = 0, scratch(16 * max(TILE, n if two_term else 0))
     while begin < end:
         again = row >= length
         token = row - length + tokens + first if again else row + first
-        count, last = tile((n if again or length == tokens else length) - row, TILE), min(end, begin + near)
+        count = next_tile_tokens((n if again or length == tokens else length) - row, TILE)
+        last = min(end, begin + near)
         for group in range(begin, last):
-            left = a[ROWS] - group * 16
-            place = a[FIRST] + group * 16 + token * a[STRIDE]
-            direct = left >= 16 and not fine
-            to, at, apart = (out, place, a[STRIDE]) if direct else (some, 16 * row if fine else 0, 16)
+            left = rows - group * 16
+            place = a[LinearArg.FIRST] + group * 16 + token * stride
+            direct = left >= 16 and not two_term
+            to, at, apart = (out, place, stride) if direct else (some, 16 * row if two_term else 0, 16)
             if count == TILE:
-                ROWS_TILE(packed, scales, minima, xq, xd, xs, xi, to, at, group, token, columns, apart, small, unit)
-            elif count == MIDDLE:
-                ROWS_MIDDLE(packed, scales, minima, xq, xd, xs, xi, to, at, group, token, columns, apart, small, unit)
+                ROWS_TILE(packed, scales, minima, xq, xd, xs, xi, to, at, group, token, columns, apart, nibbles, unit)
+            elif count == MID_TILE_TOKENS:
+                ROWS_MID(packed, scales, minima, xq, xd, xs, xi, to, at, group, token, columns, apart, nibbles, unit)
             else:
-                ROWS_ONE(packed, scales, minima, xq, xd, xs, xi, to, at, group, token, columns, apart, small, unit)
-            if left < 16 and not fine:
-                keep(some, out, place, a[STRIDE], left, count)
+                ROWS_ONE(packed, scales, minima, xq, xd, xs, xi, to, at, group, token, columns, apart, nibbles, unit)
+            if left < 16 and not two_term:
+                copy_partial_group(some, out, place, stride, left, count)
         row += count
         if row == n:
-            if fine:
-                place = a[FIRST] + begin * 16 + first * a[STRIDE]
-                sum_up(some, length, out, place, a[STRIDE], a[ROWS] - begin * 16)
+            if two_term:
+                place = a[LinearArg.FIRST] + begin * 16 + first * stride
+                add_two_terms(some, length, out, place, stride, rows - begin * 16)
             begin, row = last, 0
 
 
-def float_product(args, step, piece):
-    """The same for float weights."""
+def linear_float(args, step, piece):
+    """Do the same for float weights."""
     a, s = i64(args), i64(step)
-    columns, weights = a[COLS], u16(a[PACKED]) if NARROW else f32(a[PACKED])
-    x, out = f32(s[a[INPUT]]), f32(s[a[OUTPUT]])
-    begin, end, token, stop = share(a, s[a[COUNT]], piece)
-    first, some = token, np.empty(16 * TILE, np.float32) if a[ROWS] % 16 else out
+    columns, rows, stride = a[LinearArg.COLUMNS], a[LinearArg.ROWS], a[LinearArg.STRIDE]
+    weights = u16(a[LinearArg.PACKED]) if NARROW else f32(a[LinearArg.PACKED])
+    x, out = f32(s[a[LinearArg.INPUT]]), f32(s[a[LinearArg.OUTPUT]])
+    begin, end, token, stop = piece_bounds(a, s[a[LinearArg.COUNT]], piece)
+    first, some = token, np.empty(16 * TILE, np.float32) if rows % 16 else out
     while begin < end:
-        count, last = tile(stop - token, TILE), min(end, begin + NEAR)
+        count, last = next_tile_tokens(stop - token, TILE), min(end, begin + GROUPS_IN_L1)
         for group in range(begin, last):
-            left = a[ROWS] - group * 16
-            place = a[FIRST] + group * 16 + token * a[STRIDE]
-            to, at, apart = (out, place, a[STRIDE]) if left >= 16 else (some, 0, 16)
+            left = rows - group * 16
+            place = a[LinearArg.FIRST] + group * 16 + token * stride
+            to, at, apart = (out, place, stride) if left >= 16 else (some, 0, 16)
             if count == TILE:
                 ROWS_TILE(weights, x, to, at, group, token, columns, apart)
-            elif count == MIDDLE:
-                ROWS_MIDDLE(weights, x, to, at, group, token, columns, apart)
+            elif count == MID_TILE_TOKENS:
+                ROWS_MID(weights, x, to, at, group, token, columns, apart)
             else:
                 ROWS_ONE(weights, x, to, at, group, token, columns, apart)
             if left < 16:
-                keep(some, out, place, a[STRIDE], left, count)
+                copy_partial_group(some, out, place, stride, left, count)
         token += count
         if token == stop:
             begin, token = last, first
 
 
 @cache
-def task_for(layout: Layout) -> Task:
-    """The product of a layout."""
+def linear_kernel(layout: Layout) -> TaskKernel:
+    """Return the product of a layout."""
     number = LAYOUTS.index(layout)
-    if layout.numbers:
-        ones = _tiles(float_rows, number, FEWER, BFLOAT=layout.numbers == "BF16")
-        return Task(float_product, layout.numbers, NARROW=layout.numbers != "F32", **ones)
-    wide_groups = max(layout.columns // COLUMNS, 1)
+    if layout.float_type:
+        tiles = _tile_kernels(float_rows, number, WIDE_BLOCK_TILE_TOKENS, BFLOAT=layout.float_type == "BF16")
+        return TaskKernel(linear_float, layout.float_type, NARROW=layout.float_type != "F32", **tiles)
+    blocks_per_scale = max(layout.columns_per_scale // BLOCK_COLUMNS, 1)
     values = {
         "LAYOUT": number,
-        "SIZE": layout.lines * LINE,
-        "HALVES": 2 if layout.columns == 16 else 1,
-        "SHIFT": wide_groups.bit_length() - 1,
-        "MINIMUM": layout.minimum,
-        "OFFSET": BIAS if layout.table or layout.planes == (8,) else layout.offset,
+        "BLOCK_BYTES": layout.lines_per_block * LINE_BYTES,
+        "SCALES_PER_BLOCK": 2 if layout.columns_per_scale == 16 else 1,
+        "SCALE_SHIFT": blocks_per_scale.bit_length() - 1,
+        "HAS_MINIMUM": layout.has_minimum,
+        "OFFSET": WEIGHT_BIAS if layout.table or layout.planes == (8,) else layout.offset,
     }
-    roomy = layout.columns > 16 and not layout.small and layout.planes != (8,)
-    ones = _tiles(small_rows if layout.small else rows, number, MOST if roomy else FEWER, **values)
-    return Task(product, layout.name, HALVED=int(layout.columns == 16 or layout.small), **ones)
+    is_narrow = layout.columns_per_scale > 16 and not layout.nibble_scales and layout.planes != (8,)
+    template = dot_rows_nibble_scales if layout.nibble_scales else dot_rows
+    tiles = _tile_kernels(template, number, MAX_TILE_TOKENS if is_narrow else WIDE_BLOCK_TILE_TOKENS, **values)
+    sums_of_16 = int(layout.columns_per_scale == 16 or layout.nibble_scales)
+    return TaskKernel(linear_int8, layout.name, SUMS_OF_16=sums_of_16, **tiles)
 
 
-def _tiles(template: Any, number: int, most: int, **values: Any) -> dict[str, Any]:
-    """The rows of a product for each size of tile, the largest of so many tokens."""
-    most = min(most, MOST)
-    made = {t: kernel(variant(template, f"{number}x{t}", TOKENS=t, **values)) for t in sorted({most, MIDDLE, 1})}
-    return {"TILE": most, "ROWS_TILE": made[most], "ROWS_MIDDLE": made[MIDDLE], "ROWS_ONE": made[1]}
+def _tile_kernels(template: Any, number: int, max_tokens: int, **values: Any) -> dict[str, Any]:
+    """Return the rows of a product for each size of tile, the largest of `max_tokens` tokens."""
+    largest = min(max_tokens, MAX_TILE_TOKENS)
+    sizes = sorted({largest, MID_TILE_TOKENS, 1})
+    made = {t: kernel(variant(template, f"{number}x{t}", TOKENS=t, **values)) for t in sizes}
+    return {"TILE": largest, "ROWS_TILE": made[largest], "ROWS_MID": made[MID_TILE_TOKENS], "ROWS_ONE": made[1]}
+
+
+@dataclass(frozen=True, eq=False)
+class PackedWeight:
+    """One or several packed matrices, stacked by rows."""
+
+    parts: tuple[PackedMatrix, ...]
+    residual_activations: tuple[bool, ...]  # which of them use two-term activations
+    _programs: dict[int, Program] = field(default_factory=dict, init=False, repr=False)  # by number of threads
+
+    @property
+    def rows(self) -> int:
+        return sum(part.rows for part in self.parts)
+
+    @property
+    def columns(self) -> int:
+        return self.parts[0].columns
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.parts)
+
+    @property
+    def needs_int8(self) -> bool:
+        """Tell whether a part multiplies quantized activations."""
+        return not all(part.layout.float_type for part in self.parts)
+
+    @property
+    def needs_floats(self) -> bool:
+        """Tell whether a part multiplies float activations."""
+        return any(part.layout.float_type for part in self.parts)
+
+    def two_term(self) -> PackedWeight:
+        """Return the same weight with two-term activations in all parts."""
+        return PackedWeight(self.parts, tuple(not part.layout.float_type for part in self.parts))
+
+    def dequantize_rows(self, ids: Ints) -> Floats:
+        """Return some rows as floats."""
+        (part,) = self.parts
+        return dequantize_rows(part, ids)
+
+    def matmul(self, x: Floats, threads: int) -> Floats:
+        """Return x @ self.T: (T, columns) -> (T, rows)."""
+        if threads not in self._programs:
+            self._programs[threads] = self._matmul_program(threads)
+        x, tokens = np.ascontiguousarray(x, np.float32), x.shape[0]
+        out, step = np.empty((tokens, self.rows), np.float32), new_step()
+        step[Step.TOKENS], step[Step.RESIDUAL_DELTA], step[Step.QKV] = tokens, x.ctypes.data, out.ctypes.data
+        buffers = quantize_activations.allocate(2 * tokens, self.columns)
+        for entry, array in enumerate(buffers, Step.ACTIVATIONS):
+            step[entry] = array.ctypes.data
+        self._programs[threads].run(step, threads)
+        return out
+
+    def _matmul_program(self, threads: int) -> Program:
+        width, two_term = self.columns, any(self.residual_activations)
+        tasks = quantize_tasks(Step.TOKENS, Step.RESIDUAL_DELTA, 1, width, width, self.needs_int8, two_term=two_term)
+        return Program(tasks + linear_tasks(self, Step.TOKENS, Step.RESIDUAL_DELTA, Step.QKV, threads))
+
+
+def pack_weight(tensors: Sequence[Tensor], threads: int) -> PackedWeight:
+    """Pack tensors; adjacent ones that share a layout become one matrix."""
+    grouped = [(key, list(same)) for key, same in groupby(tensors, lambda t: (layout_of_tensor(t), _is_sensitive(t)))]
+    parts = tuple(repack(same, threads) for _, same in grouped)
+    for tensor in tensors:
+        release_pages(tensor.data)
+    return PackedWeight(parts, tuple(is_sensitive for (_, is_sensitive), _ in grouped))
+
+
+def _is_sensitive(tensor: Tensor) -> bool:
+    return tensor.name.endswith(HIGH_PRECISION_TENSORS) and not layout_of_tensor(tensor).float_type
+
+
+def linear_tasks(w: PackedWeight, count: int, source: int, output: int, threads: int) -> list[Task]:
+    """Return the tasks of a product; `source` holds floats, whose quantized form (if needed) is in the activations."""
+    tasks, first = [], 0
+    for part, two_term in zip(w.parts, w.residual_activations, strict=True):
+        groups = -(-part.rows // GROUP_ROWS)
+        groups_per_piece = max(1, groups // (PIECES_PER_THREAD * threads))
+        entry, nibbles = source if part.layout.float_type else Step.ACTIVATIONS, part.nibble_scales
+        arrays = part.packed, part.scales, part.minima, 0 if nibbles is None else nibbles
+        shape = w.rows, first, part.rows, part.columns, groups_per_piece
+        args = pack_args(count, entry, output, *shape, *arrays, 0, two_term)
+        pack_floats(args, LinearArg.UNIT, [part.unit])
+        tasks.append(Task(linear_kernel(part.layout), args, ceil(groups / groups_per_piece), count, TOKENS_PER_PIECE))
+        first += part.rows
+    return tasks
+
+
+def quantize_tasks(
+    count: int, source: int, heads: int, dim: int, padded: int, quantized: bool, *, two_term: bool = False
+) -> list[Task]:
+    """Return the task that quantizes rows of heads, or moves padded heads together, or both."""
+    if padded == dim and not quantized:
+        return []
+    activations = Step.ACTIVATIONS if quantized else 0
+    args = pack_args(count, source, Step.ATTN_OUT_PACKED, activations, heads, dim, padded, two_term)
+    return [Task(elementwise.QUANTIZE_ROWS, args, 1, count, elementwise.TOKENS_PER_PIECE)]

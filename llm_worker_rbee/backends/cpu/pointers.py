@@ -1,11 +1,8 @@
-"""Memory by address, inside kernels: arrays without an owner, counters that several threads change, calls by address.
+"""Memory by address, inside kernels: arrays without an owner, scalars of any alignment, atomics, calls, prefetch.
 
-A task (program.py) is told addresses in a table of integers; here they become arrays. Nothing here checks a bound.
-
-Memory by address, for the kernels that repack weights: bytes, words, float16 and float32, aligned or not.
-
-Addresses and not arrays, because Numba counts references to arrays even in an inner loop: that took half of the time.
-Whoever calls a kernel keeps the arrays alive. Integers are int64, a word one below 2**32.
+A task of a program (program.py) gets addresses in a table of integers, and the repacking kernels get addresses because
+Numba counts references to arrays even in an inner loop, which took half of the time. The caller keeps the memory alive;
+nothing here checks a bound. Integers are int64.
 """
 
 from __future__ import annotations
@@ -21,235 +18,189 @@ from numba.extending import intrinsic
 
 from ... import machine
 from .. import isa
-from .simd import F16, F32, I8, I16, I32
+from .simd import F16, F32, I8, I16, I32, literal_int
 
-isa.features()  # LLVM is told what the machine has before Numba makes its compiler
+isa.llvm_features()  # tells LLVM what the machine has before Numba makes its compiler
 I64 = ir.IntType(64)
-BOUND = 1 << 40  # the length that such an array claims
+ARRAY_LENGTH = 1 << 40  # the length that an array without an owner claims
+MAX_STACK_FLOATS = 8192  # scratch that a task takes from the stack
 sched_yield = types.ExternalFunction("sched_yield", types.int32())
+# Part of a kernel, never called from Python. What is constant at the call is constant inside, and loops are unrolled.
+_OPTIONS: Any = {"forceinline": True, "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+inline: Callable[[Callable[..., Any]], Any] = nb.njit(nogil=True, error_model="numpy", **_OPTIONS)
 
 
 def _pointer_to(kind: Any) -> Any:
-    """The function that makes an address a pointer to this kind."""
-
     @intrinsic
-    def at(_: Any, address: Any) -> Any:
+    def pointer(_: Any, address: Any) -> Any:
         def gen(context: Any, b: Any, sig: Any, args: Any) -> Any:
             return b.inttoptr(args[0], context.get_value_type(sig.return_type))
 
         return types.CPointer(kind)(types.int64), gen
 
-    return at
+    return pointer
 
 
 def _array_of(kind: Any) -> Any:
-    at = _pointer_to(kind)
+    pointer = _pointer_to(kind)
 
     @nb.njit(inline="always")
     def array(address):
-        return nb.carray(at(address), (BOUND,))
+        return nb.carray(pointer(address), (ARRAY_LENGTH,))
 
     return array
 
 
+# address -> array
 i8, u8, u16, i32, i64 = map(_array_of, (types.int8, types.uint8, types.uint16, types.int32, types.int64))
 f32, f64 = map(_array_of, (types.float32, types.float64))
-
-
-ints_at = _pointer_to(types.int64)
-STACKED = 8192  # floats of scratch that a task takes from the stack
+int64_pointer = _pointer_to(types.int64)
 
 
 @intrinsic
-def stacked(_: Any, count: Any) -> Any:
-    """The address of `count` floats on the stack, which 64 divides; they are gone when the task returns.
+def stack_floats(_: Any, count: Any) -> Any:
+    """Return the address of `count` floats on the stack, aligned to 64 bytes, until the task returns.
 
-    Memory of the heap costs 0.1 us, which is much for a piece of two.
+    An allocation on the heap takes 0.1 us, which is much for a piece of 2 us.
     """
-    if not isinstance(count, types.IntegerLiteral):
+    size = literal_int(count)
+    if size is None:
         return None
-    kind = ir.ArrayType(ir.FloatType(), int(count.literal_value))
 
     def gen(context: Any, b: Any, sig: Any, args: Any) -> Any:
         with b.goto_entry_block():
-            room = b.alloca(kind)
-        room.align = 64
-        return b.ptrtoint(room, I64)
+            memory = b.alloca(ir.ArrayType(ir.FloatType(), size))
+        memory.align = 64
+        return b.ptrtoint(memory, I64)
 
     return types.int64(count), gen
 
 
 @nb.njit(inline="always")
 def scratch(count):
-    """At least so many floats, from an address that 64 divides, for as long as the function runs that asks."""
-    if count <= STACKED:
-        return f32(stacked(STACKED))
-    room = np.empty(count + 16, np.float32)
-    return room[-(room.ctypes.data // 4) % 16 :]
-
-
-def _place(b: Any, address: Any) -> Any:
-    return b.inttoptr(address, I64.as_pointer())
+    """Return at least `count` floats, aligned to 64 bytes, until the calling function returns."""
+    if count <= MAX_STACK_FLOATS:
+        return f32(stack_floats(MAX_STACK_FLOATS))
+    memory = np.empty(count + 16, np.float32)
+    return memory[-(memory.ctypes.data // 4) % 16 :]
 
 
 @intrinsic
-def fetch_add(_: Any, address: Any, by: Any) -> Any:
-    """Add to a shared counter; what it was before."""
+def atomic_add(_: Any, address: Any, by: Any) -> Any:
+    """Add to a shared counter and return its value before."""
 
     def gen(context: Any, b: Any, sig: Any, args: Any) -> Any:
-        return b.atomic_rmw("add", _place(b, args[0]), args[1], "acq_rel")
+        return b.atomic_rmw("add", b.inttoptr(args[0], I64.as_pointer()), args[1], "acq_rel")
 
     return types.int64(types.int64, types.int64), gen
 
 
 @intrinsic
-def fetch(_: Any, address: Any) -> Any:
-    """What a shared counter holds now; what was written before it was raised is seen afterwards."""
+def atomic_load(_: Any, address: Any) -> Any:
+    """Return a shared counter; what was written before it was raised is seen afterwards."""
 
     def gen(context: Any, b: Any, sig: Any, args: Any) -> Any:
-        return b.load_atomic(_place(b, args[0]), "acquire", 8)
+        return b.load_atomic(b.inttoptr(args[0], I64.as_pointer()), "acquire", 8)
 
     return types.int64(types.int64), gen
 
 
 @intrinsic
-def pause(_: Any) -> Any:
-    """Tell the processor that this is a loop that waits."""
+def cpu_pause(_: Any) -> Any:
+    """Tell the processor that this is a spin loop."""
 
     def gen(context: Any, b: Any, sig: Any, args: Any) -> Any:
         if machine.is_x86():
             b.call(b.module.declare_intrinsic("llvm.x86.sse2.pause", (), ir.FunctionType(ir.VoidType(), [])), [])
         elif machine.is_arm():
-            kind = ir.FunctionType(ir.VoidType(), [ir.IntType(32)])
-            hint = b.module.declare_intrinsic("llvm.aarch64.hint", (), kind)
-            b.call(hint, [ir.Constant(ir.IntType(32), 1)])
+            hint = b.module.declare_intrinsic("llvm.aarch64.hint", (), ir.FunctionType(ir.VoidType(), [I32]))
+            b.call(hint, [ir.Constant(I32, 1)])
         return context.get_dummy_value()
 
     return types.void(), gen
 
 
 @intrinsic
-def call(_: Any, function: Any, args: Any, step: Any, piece: Any) -> Any:
-    """Call a task by its address."""
-    whole = types.int64
+def call_task(_: Any, function: Any, args: Any, step: Any, piece: Any) -> Any:
+    """Call a task kernel by its address."""
 
     def gen(context: Any, b: Any, sig: Any, values: Any) -> Any:
         kind = ir.FunctionType(ir.VoidType(), [I64, I64, I64])
         b.call(b.inttoptr(values[0], kind.as_pointer()), values[1:])
         return context.get_dummy_value()
 
-    return types.void(whole, whole, whole, whole), gen
+    return types.void(types.int64, types.int64, types.int64, types.int64), gen
+
+
+def emit_prefetch(b: Any, place: Any) -> None:
+    """Emit a prefetch of the cache line at a pointer."""
+    kind = ir.FunctionType(ir.VoidType(), [place.type, I32, I32, I32])
+    function = b.module.declare_intrinsic("llvm.prefetch", (place.type,), kind)
+    b.call(function, [place, *(ir.Constant(I32, value) for value in (0, 3, 1))])  # to read, to keep, data
 
 
 @intrinsic
 def prefetch(_: Any, array: Any, index: Any, size: Any) -> Any:
-    """Ask for `size` bytes of an array of bytes or halves, from element `index` on, before they are needed."""
-    if not isinstance(size, types.IntegerLiteral):
+    """Prefetch `size` bytes of an array of bytes or halves, from element `index` on."""
+    count = literal_int(size)
+    if count is None:
         return None
-    lines = max(1, int(size.literal_value) // 64)
 
     def gen(context: Any, b: Any, sig: Any, args: Any) -> Any:
-        i8, i32 = ir.IntType(8), ir.IntType(32)
-        data = b.bitcast(context.make_array(sig.args[0])(context, b, args[0]).data, i8.as_pointer())
+        data = b.bitcast(context.make_array(sig.args[0])(context, b, args[0]).data, I8.as_pointer())
         place = b.gep(data, [b.mul(args[1], ir.Constant(args[1].type, sig.args[0].dtype.bitwidth // 8))])
-        kind = ir.FunctionType(ir.VoidType(), [place.type, i32, i32, i32])
-        ask = b.module.declare_intrinsic("llvm.prefetch", (place.type,), kind)
-        for line in range(lines):
-            where = b.gep(place, [ir.Constant(args[1].type, 64 * line)])
-            b.call(ask, [where, *(ir.Constant(i32, value) for value in (0, 3, 1))])  # to read, to keep, data
+        for line in range(max(1, count // 64)):
+            emit_prefetch(b, b.gep(place, [ir.Constant(args[1].type, 64 * line)]))
         return context.get_dummy_value()
 
     return types.void(array, types.intp, size), gen
 
 
-# Part of a kernel, never called from Python. What is constant at the call is constant inside, and loops are unrolled.
-_OPTIONS: Any = {"forceinline": True, "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
-inlined: Callable[[Callable[..., Any]], Any] = nb.njit(nogil=True, error_model="numpy", **_OPTIONS)
+def _loader(kind: ir.Type, result: Any, convert: Any) -> Any:
+    """Return the intrinsic that loads a scalar at an address, of any alignment, and converts it."""
+
+    @intrinsic
+    def load(_: Any, address: Any) -> Any:
+        def gen(context: Any, b: Any, sig: Any, args: Any) -> Any:
+            value = b.load(b.inttoptr(args[0], kind.as_pointer()))
+            value.align = 1
+            return convert(b, value)
+
+        return result(types.int64), gen
+
+    return load
 
 
-def _get(b: Any, address: Any, kind: ir.Type) -> Any:
-    value = b.load(b.inttoptr(address, kind.as_pointer()))
-    value.align = 1
-    return value
+def _storer(source: Any, convert: Any) -> Any:
+    """Return the intrinsic that converts a scalar and stores it at an address, of any alignment."""
+
+    @intrinsic
+    def store(_: Any, address: Any, value: Any) -> Any:
+        def gen(context: Any, b: Any, sig: Any, args: Any) -> None:
+            stored = convert(b, args[1])
+            b.store(stored, b.inttoptr(args[0], stored.type.as_pointer())).align = 1
+
+        return types.void(types.int64, source), gen
+
+    return store
 
 
-def _put(b: Any, address: Any, value: Any) -> None:
-    b.store(value, b.inttoptr(address, value.type.as_pointer())).align = 1
-
-
-@intrinsic
-def byte(_: Any, address: Any) -> Any:
-    """The byte there."""
-    return types.int64(types.int64), lambda context, b, sig, args: b.zext(_get(b, args[0], I8), I64)
-
-
-@intrinsic
-def short(_: Any, address: Any) -> Any:
-    """Two bytes, the first one lower."""
-    return types.int64(types.int64), lambda context, b, sig, args: b.zext(_get(b, args[0], I16), I64)
-
-
-@intrinsic
-def word(_: Any, address: Any) -> Any:
-    """Four bytes, the first one lowest."""
-    return types.int64(types.int64), lambda context, b, sig, args: b.zext(_get(b, args[0], I32), I64)
-
-
-@intrinsic
-def number(_: Any, address: Any) -> Any:
-    """An int64."""
-    return types.int64(types.int64), lambda context, b, sig, args: _get(b, args[0], I64)
-
-
-@intrinsic
-def half(_: Any, address: Any) -> Any:
-    """A float16."""
-    return types.float32(types.int64), lambda context, b, sig, args: b.fpext(_get(b, args[0], F16), F32)
+load_u8, load_u16, load_u32 = (_loader(kind, types.int64, lambda b, x: b.zext(x, I64)) for kind in (I8, I16, I32))
+load_i64 = _loader(I64, types.int64, lambda b, x: x)
+load_f16 = _loader(F16, types.float32, lambda b, x: b.fpext(x, F32))
+load_f32 = _loader(F32, types.float32, lambda b, x: x)
+store_u8 = _storer(types.int64, lambda b, x: b.trunc(x, I8))
+store_u16 = _storer(types.int64, lambda b, x: b.trunc(x, I16))
+store_u32 = _storer(types.int64, lambda b, x: b.trunc(x, I32))
+store_f16 = _storer(types.float32, lambda b, x: b.fptrunc(x, F16))
+store_f32 = _storer(types.float32, lambda b, x: x)
 
 
 @intrinsic
-def half_of(_: Any, bits: Any) -> Any:
-    """The float16 that these 16 bits are."""
+def f16_from_bits(_: Any, bits: Any) -> Any:
+    """Return the float16 with these 16 bits, as a float."""
 
     def gen(context: Any, b: Any, sig: Any, args: Any) -> Any:
         return b.fpext(b.bitcast(b.trunc(args[0], I16), F16), F32)
 
     return types.float32(types.int64), gen
-
-
-@intrinsic
-def single(_: Any, address: Any) -> Any:
-    """A float32."""
-    return types.float32(types.int64), lambda context, b, sig, args: _get(b, args[0], F32)
-
-
-@intrinsic
-def put_byte(_: Any, address: Any, value: Any) -> Any:
-    """Write a byte."""
-    return types.void(types.int64, types.int64), lambda context, b, sig, args: _put(b, args[0], b.trunc(args[1], I8))
-
-
-@intrinsic
-def put_short(_: Any, address: Any, value: Any) -> Any:
-    """Write two bytes."""
-    return types.void(types.int64, types.int64), lambda context, b, sig, args: _put(b, args[0], b.trunc(args[1], I16))
-
-
-@intrinsic
-def put_word(_: Any, address: Any, value: Any) -> Any:
-    """Write four bytes."""
-    return types.void(types.int64, types.int64), lambda context, b, sig, args: _put(b, args[0], b.trunc(args[1], I32))
-
-
-@intrinsic
-def put_half(_: Any, address: Any, value: Any) -> Any:
-    """Write a float32, rounded to float16."""
-    return types.void(types.int64, types.float32), lambda context, b, sig, args: _put(
-        b, args[0], b.fptrunc(args[1], F16)
-    )
-
-
-@intrinsic
-def put_single(_: Any, address: Any, value: Any) -> Any:
-    """Write a float32."""
-    return types.void(types.int64, types.float32), lambda context, b, sig, args: _put(b, args[0], args[1])

@@ -1,17 +1,13 @@
-"""A step of the model as a program: a list of instructions that all threads work through inside one parallel region.
+"""A step of the model as a program: a list of tasks that all threads work through inside one parallel region.
 
-An instruction is one task (a compiled function) over so many pieces. Each thread has a range of neighbouring pieces: it
-reads memory in order, and what it writes lies far from what others write. It takes the next piece of its range that
-nobody has, then what is left of the other ranges; when all are taken it waits until all are done, then goes on to the
-next instruction. Whoever comes late finds the work done: no thread is waited for that does not hold a piece, so it does
-not matter how many threads really came.
+A task is one kernel over some pieces. Each thread has a range of adjacent pieces: it reads memory in order, and writes
+far from the other threads. It takes the next free piece of its range, then those left in the other ranges; when all
+are taken it waits until all are done, and goes on to the next task. A thread that comes late finds the work done:
+only threads that hold a piece are waited for, so any number of threads may really run.
 
-    instruction: address of the task, address of its arguments, n, count, per   -> n * ceil(step[count] / per) pieces
-    step:        a table of integers that all tasks see: counts of the step, and the addresses of its buffers
-
-The entries of a step: a table of integers that all tasks of a program see (program.py).
-
-Counts come first, then addresses: of what the batch holds, and of the buffers that tasks hand on to each other.
+    task:  address of the kernel, address of its arguments, pieces_per_unit, unit_slot, units_per_piece
+           -> pieces_per_unit * ceil(step[unit_slot] / units_per_piece) pieces
+    step:  a table of integers that all tasks see (`Step`): counts first, then addresses of the batch and of buffers
 """
 
 from __future__ import annotations
@@ -25,147 +21,46 @@ import numba as nb
 import numpy as np
 from numpy.typing import NDArray
 
-from . import threads
-from .jit import Task, kernel, parallel
-from .pointers import call, fetch, fetch_add, i64, pause, sched_yield
-
-FIELDS = 5
-COUNTERS = 8  # integers an instruction has for itself: a line of the cache
-RANGES = 7  # at most: each has a line of the cache to count in, in every instruction; more threads share them
-PATIENCE = 2000  # looks at a counter before the core is offered to others
-
-
-class Instruction(NamedTuple):
-    """A task with its arguments, and how it is cut into pieces."""
-
-    task: Task
-    args: Table
-    n: int = 1
-    count: int = 0  # type: ignore[assignment]  # which entry of the step is shared out
-    per: int = 1  # so many of it make one piece
-
-
-@kernel
-def work(program, length, step, counters, me, ranges):
-    """What each thread does: the pieces of its own range, then what is left of the others'."""
-    table, steps = i64(program), i64(step)
-    for i in range(length):
-        task, args = table[i * FIELDS], table[i * FIELDS + 1]
-        per = table[i * FIELDS + 4]
-        pieces = table[i * FIELDS + 2] * ((steps[table[i * FIELDS + 3]] + per - 1) // per)
-        if pieces == 0:
-            continue
-        done = counters + i * COUNTERS * 8 * (ranges + 1)
-        mine = 0
-        for turn in range(ranges):
-            whose = (me + turn) % ranges
-            taken, first = done + (whose + 1) * COUNTERS * 8, whose * pieces // ranges
-            many = (whose + 1) * pieces // ranges - first
-            if fetch(taken) >= many:
-                continue
-            piece = fetch_add(taken, 1)
-            while piece < many:
-                call(task, args, step, first + piece)
-                mine += 1
-                piece = fetch_add(taken, 1)
-        if mine:
-            fetch_add(done, mine)
-        looks = 0
-        while fetch(done) < pieces:
-            looks += 1
-            pause()
-            if looks > PATIENCE:
-                sched_yield()
-
-
-@parallel
-def run_together(program, length, step, counters, workers):
-    """All threads of the region on one program."""
-    ranges = min(workers, RANGES)
-    for i in nb.prange(workers):
-        work(program, length, step, counters, i * ranges // workers, ranges)
-
-
-class Program:
-    """Instructions, ready to run again and again."""
-
-    def __init__(self, instructions: Iterable[Instruction]) -> None:
-        self.instructions = tuple(instructions)
-        rows = [(i.task.address, i.args.ctypes.data, i.n, i.count, i.per) for i in self.instructions]
-        self._table: Table = np.array(rows, np.int64).reshape(-1, FIELDS)
-
-    def run(self, step: Table) -> None:
-        """One step. Several Python threads may run the same program, each with a step of its own."""
-        workers = threads.count()
-        ranges = min(workers, RANGES)
-        counters = np.zeros(len(self._table) * COUNTERS * (ranges + 1), np.int64)
-        where = self._table.ctypes.data, len(self._table), step.ctypes.data, counters.ctypes.data
-        with threads.launching():
-            if workers == 1:
-                work(*where, 0, 1)
-            else:
-                run_together(*where, workers)
-
-
-def table_of(*values: Any) -> Table:
-    """Arguments of a task: integers, and the addresses of arrays. Who makes it keeps the arrays alive."""
-    return np.array([v.ctypes.data if isinstance(v, np.ndarray) else int(v) for v in values], np.int64)
-
-
-def doubles(table: Table, at: int, values: Sequence[float]) -> Table:
-    """Put floats into a table of arguments."""
-    table[at : at + len(values)] = np.array(values, np.float64).view(np.int64)
-    return table
-
-
-@lru_cache(maxsize=1024)
-def _single(task: Task, args: tuple[int, ...], n: int, per: int) -> Program:
-    return Program([Instruction(task, np.array(args, np.int64), n, Step.TOKENS, per)])
-
-
-def run_one(
-    task: Task, args: tuple[int, ...], n: int, per: int, tokens: int, entries: Mapping[int, NDArray[Any]]
-) -> None:
-    """One task on so many tokens, as a program of its own; `entries` are the arrays that the step points at."""
-    step = new_step()
-    step[Step.TOKENS] = tokens
-    for entry, array in entries.items():
-        step[entry] = array.ctypes.data
-    _single(task, args, n, per).run(step)
-
+from .jit import TaskKernel, kernel, parallel
+from .pointers import atomic_add, atomic_load, call_task, cpu_pause, i64, sched_yield
+from .threads import launch
 
 Table = NDArray[np.int64]
+TASK_FIELDS = 5
+CACHE_LINE_BYTES = 64  # every counter has a cache line for itself
+MAX_RANGES = 7  # more threads share ranges
+SPINS_BEFORE_YIELD = 2000
 
 
 class Step(IntEnum):
-    """Which entry is what."""
+    """Entries of a step."""
 
     TOKENS = 0
-    WANTED = auto()  # tokens whose logits are wanted
-    TILES = auto()  # pieces of attention: tiles of tokens
-    SINGLES = auto()  # and tokens one by one
+    NUM_LOGITS = auto()
+    PREFILL_TILES = auto()  # pieces of attention: tiles of adjacent tokens
+    DECODE_TILES = auto()  # pieces of attention: heads of one token
     BLOCK_SIZE = auto()
     TABLE_WIDTH = auto()  # blocks in a row of the block table
     REQUESTS = auto()
-    VOCABULARY = auto()  # logits of a row, for sampling
+    VOCABULARY = auto()  # logits per row, for sampling
     # addresses: the batch
-    IDS = auto()
+    TOKEN_IDS = auto()
     POSITIONS = auto()
-    SLOTS = auto()
+    SLOT_MAPPING = auto()
     QUERY_START = auto()
     BLOCK_TABLE = auto()
-    INDEX = auto()  # which tokens' logits are wanted
+    LOGITS_INDEX = auto()
     KV = auto()  # for each layer: keys, values, their scales
     # addresses: buffers
-    WORK = auto()  # which piece of attention is what
-    ANGLES = auto()  # (T, pairs) cos of the first rotary table, then its sin, then those of a second table
-    SIN = auto()
-    SECOND_COS = auto()
-    SECOND_SIN = auto()
-    STREAM = auto()  # (T, width) the residual stream
-    DELTA = auto()  # (T, width) what is to be added to it
+    ATTENTION_WORK = auto()  # (first token, tokens, request, head) of each piece of attention
+    ROPE_COS = auto()  # (T, pairs) of the first rope table
+    ROPE_SIN = auto()
+    ROPE2_COS = auto()  # of a second rope table
+    ROPE2_SIN = auto()
+    RESIDUAL = auto()  # (T, width)
+    RESIDUAL_DELTA = auto()  # (T, width) to be added to it
     NORMED = auto()  # (T, width)
-    ACTIVATIONS = auto()  # (T, columns) as bytes, and what goes with them: activations.py
+    ACTIVATIONS = auto()  # (T, columns) int8, and five more: quantize_activations.py
     SCALE = auto()
     SUMS = auto()
     SUMS16 = auto()
@@ -173,17 +68,134 @@ class Step(IntEnum):
     SCALED16 = auto()
     QKV = auto()  # (T, (heads + 2 kv_heads) * dim)
     QUERIES = auto()  # (T, heads, padded dim)
-    MIXED = auto()  # (T, heads, padded dim)
-    COMPACT = auto()  # (T, heads * dim), where heads are padded
+    ATTN_OUT = auto()  # (T, heads, padded dim)
+    ATTN_OUT_PACKED = auto()  # (T, heads * dim), if heads are padded
     GATE_UP = auto()  # (T, 2 * d_ff)
     HIDDEN = auto()  # (T, d_ff)
     LOGITS = auto()  # (N, vocabulary)
-    # addresses: how the token of each row is chosen (draws.py)
-    CHOICES = auto()  # integers
-    CHANCES = auto()  # floats
+    # addresses: sampling settings of each row (sampling.py)
+    SAMPLE_INTS = auto()
+    SAMPLE_FLOATS = auto()
     END = auto()
 
 
 def new_step() -> Table:
-    """A table of zeros."""
+    """Return a step of zeros."""
     return np.zeros(Step.END, np.int64)
+
+
+class Task(NamedTuple):
+    """A kernel with its arguments, and how its work is split into pieces."""
+
+    kernel: TaskKernel
+    args: Table
+    pieces_per_unit: int = 1
+    unit_slot: int = 0  # entry of the step that holds the number of units
+    units_per_piece: int = 1
+
+
+@kernel
+def worker_loop(program, length, step, counters, thread, ranges):
+    """Do the pieces of the thread's own range, then what is left of the others', for every task."""
+    table, steps = i64(program), i64(step)
+    for i in range(length):
+        task, args = table[i * TASK_FIELDS], table[i * TASK_FIELDS + 1]
+        units_per_piece = table[i * TASK_FIELDS + 4]
+        units = steps[table[i * TASK_FIELDS + 3]]
+        pieces = table[i * TASK_FIELDS + 2] * ((units + units_per_piece - 1) // units_per_piece)
+        if pieces == 0:
+            continue
+        done = counters + i * CACHE_LINE_BYTES * (ranges + 1)
+        own_done = 0
+        for turn in range(ranges):
+            number = (thread + turn) % ranges
+            taken, first = done + (number + 1) * CACHE_LINE_BYTES, number * pieces // ranges
+            count = (number + 1) * pieces // ranges - first
+            if atomic_load(taken) >= count:
+                continue
+            piece = atomic_add(taken, 1)
+            while piece < count:
+                call_task(task, args, step, first + piece)
+                own_done += 1
+                piece = atomic_add(taken, 1)
+        if own_done:
+            atomic_add(done, own_done)
+        spins = 0
+        while atomic_load(done) < pieces:
+            spins += 1
+            cpu_pause()
+            if spins > SPINS_BEFORE_YIELD:
+                sched_yield()
+
+
+@parallel
+def run_parallel(program, length, step, counters, threads):
+    """Run one program on all threads of a parallel region."""
+    ranges = min(threads, MAX_RANGES)
+    for i in nb.prange(threads):
+        worker_loop(program, length, step, counters, i * ranges // threads, ranges)
+
+
+class Program:
+    """Tasks, ready to run again and again."""
+
+    def __init__(self, tasks: Iterable[Task]) -> None:
+        self.tasks = tuple(tasks)
+        rows = [
+            (t.kernel.address, t.args.ctypes.data, t.pieces_per_unit, t.unit_slot, t.units_per_piece)
+            for t in self.tasks
+        ]
+        self._table: Table = np.array(rows, np.int64).reshape(-1, TASK_FIELDS)
+
+    def run(self, step: Table, threads: int) -> None:
+        """Run one step. Several Python threads may run the same program, each with a step of its own."""
+        ranges = min(threads, MAX_RANGES)
+        counters = np.zeros(len(self._table) * CACHE_LINE_BYTES // 8 * (ranges + 1), np.int64)
+        program = self._table.ctypes.data, len(self._table), step.ctypes.data, counters.ctypes.data
+        with launch(threads):
+            if threads == 1:
+                worker_loop(*program, 0, 1)
+            else:
+                run_parallel(*program, threads)
+
+
+def pack_args(*values: Any) -> Table:
+    """Return the arguments of a task: integers, and addresses of arrays that the caller keeps alive."""
+    return np.array([v.ctypes.data if isinstance(v, np.ndarray) else int(v) for v in values], np.int64)
+
+
+def pack_floats(table: Table, at: int, values: Sequence[float]) -> Table:
+    """Put float64 values into a table of arguments."""
+    table[at : at + len(values)] = np.array(values, np.float64).view(np.int64)
+    return table
+
+
+@lru_cache(maxsize=1024)
+def _single_task(task_kernel: TaskKernel, args: tuple[int, ...], pieces_per_unit: int, units_per_piece: int) -> Program:
+    return Program([Task(task_kernel, np.array(args, np.int64), pieces_per_unit, Step.TOKENS, units_per_piece)])
+
+
+def run_step(program: Program, entries: Mapping[Step, NDArray[Any]], counts: Mapping[Step, int], threads: int) -> None:
+    """Run a program on a new step with these arrays (of int64 or float32) and counts."""
+    held = {entry: np.ascontiguousarray(array) for entry, array in entries.items()}
+    step = new_step()
+    for entry, array in held.items():
+        step[entry] = array.ctypes.data
+    for entry, count in counts.items():
+        step[entry] = count
+    program.run(step, threads)
+
+
+def run_task(
+    task_kernel: TaskKernel,
+    args: tuple[int, ...],
+    entries: Mapping[Step, NDArray[Any]],
+    tokens: int,
+    threads: int,
+    *,
+    pieces_per_unit: int = 1,
+    units_per_piece: int = 1,
+) -> None:
+    """Run one task on `tokens` tokens as a program of its own; `entries` are the arrays of the step."""
+    program = _single_task(task_kernel, args, pieces_per_unit, units_per_piece)
+    run_step(program, entries, {Step.TOKENS: tokens}, threads)

@@ -1,21 +1,16 @@
-"""Activations as signed bytes: blocks of 32 columns, each with its scale and its sums.
+"""Activations as int8: blocks of 32 columns, each with its scale and its sums.
 
-x = q * scale, scale = largest |x| / 127 (0 for a block of zeros). Kernels need the sums of q over 32 and over 16
-columns, for weights that are stored with an offset or a minimum. Six neighbouring entries of a step hold their
-addresses: q, scale, sums, sums16, scaled, scaled16.
+x = q * scale, scale = max|x| / 127 (0 for a block of zeros). Kernels need the sums of q over 32 and over 16 columns for
+weights with an offset or a minimum. Six adjacent entries of a step hold their addresses: q, scale, sums, sums16,
+scaled (sums * scale), scaled16.
 
-Where more is wanted (`finely`), a token is two rows: its bytes, and the bytes of what these leave over. Their products
-are added; what is then lost is a 254th of what was.
-
-Two neighbouring blocks of activations as bytes at once: one intrinsic, the heart of activations.py.
-
-What must be folded over lanes (the largest, the sums) is folded for both blocks together; the sums come from one dot
-product with ones. Sizes are compared as integers: a NaN is larger than everything then, and never vanishes.
+Two-term quantization stores a token as two rows: its int8 values and those of the remainder. The two products are
+added, and the error is a 254th of that of one term.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from llvmlite import ir
@@ -24,41 +19,24 @@ from numba.extending import intrinsic
 from numpy.typing import NDArray
 
 from . import simd_f32 as f
-from .dot_int8 import DOTS, NAME, joined
+from .dot_int8 import DOT_PRODUCTS, ISA, concat_vectors
 from .jit import kernel
 from .pointers import f32, i8, i32, scratch
-from .simd import F32, I8, I32, LANES, address, bytes64, floats, load, words64
+from .simd import F32, I8, I32, I32X16, LANES, element_pointer, emit_load, f32x16, u8x64
 
-Floats = NDArray[np.float32]
-
-
-class Quantized(NamedTuple):
-    """Room for so many tokens."""
-
-    q: NDArray[np.int8]
-    scale: Floats
-    sums: NDArray[np.int32]
-    sums16: NDArray[np.int32]
-    scaled: Floats
-    scaled16: Floats
+# (elements per block, type) of q, scale, sums, sums16, scaled, scaled16
+BUFFERS: Any = (32, np.int8), (1, np.float32), (1, np.int32), (2, np.int32), (1, np.float32), (2, np.float32)
 
 
-def room(tokens: int, columns: int) -> Quantized:
-    """Room for `tokens` rows of up to so many columns."""
+def allocate(tokens: int, columns: int) -> tuple[NDArray[Any], ...]:
+    """Return the buffers for `tokens` rows of up to `columns` columns."""
     blocks = tokens * -(-columns // 32)
-    return Quantized(
-        np.empty(32 * blocks, np.int8),
-        np.empty(blocks, np.float32),
-        np.empty(blocks, np.int32),
-        np.empty(2 * blocks, np.int32),
-        np.empty(blocks, np.float32),
-        np.empty(2 * blocks, np.float32),
-    )
+    return tuple(np.empty(count * blocks, dtype) for count, dtype in BUFFERS)
 
 
 @kernel
-def quantize(x, at, s, entry, first, last):
-    """Blocks first .. last - 1 of the activations; the values of block `first` begin at x[at]. Two at a time."""
+def quantize_blocks(x, at, s, entry, first, last):
+    """Quantize blocks first .. last - 1, two at a time; the values of block `first` begin at x[at]."""
     q, scale, sums, sums16 = i8(s[entry]), f32(s[entry + 1]), i32(s[entry + 2]), i32(s[entry + 3])
     scaled, scaled16 = f32(s[entry + 4]), f32(s[entry + 5])
     b = first
@@ -66,12 +44,12 @@ def quantize(x, at, s, entry, first, last):
         quantize_pair(x, at + (b - first) * 32, q, scale, sums, sums16, scaled, scaled16, b)
         b += 2
     if b < last:
-        quantize_last(x, at + (b - first) * 32, q, scale, sums, sums16, scaled, scaled16, b)
+        quantize_single_block(x, at + (b - first) * 32, q, scale, sums, sums16, scaled, scaled16, b)
 
 
 @kernel
-def quantize_last(x, at, q, scale, sums, sums16, scaled, scaled16, block):
-    """A block that has no neighbour: with one of zeros, of which nothing is kept."""
+def quantize_single_block(x, at, q, scale, sums, sums16, scaled, scaled16, block):
+    """Quantize a block without a neighbour: beside one of zeros, whose results are dropped."""
     pair, bytes2 = np.zeros(64, np.float32), np.empty(64, np.int8)
     two, four = np.empty(2, np.float32), np.empty(4, np.float32)
     scale2, sums2, sums4 = np.empty(2, np.float32), np.empty(2, np.int32), np.empty(4, np.int32)
@@ -86,93 +64,96 @@ def quantize_last(x, at, q, scale, sums, sums16, scaled, scaled16, block):
 
 
 @kernel
-def quantize_finely(x, at, s, entry, token, columns, count):
-    """A token as two rows: its bytes in row `token`, those of the rest in row count + token."""
+def quantize_two_term(x, at, s, entry, token, columns, count):
+    """Quantize a token as two rows: its values in row `token`, the remainder in row count + token."""
     n, rest = columns // 32, scratch(columns)
-    quantize(x, at, s, entry, token * n, (token + 1) * n)
+    quantize_blocks(x, at, s, entry, token * n, (token + 1) * n)
     q, scale = i8(s[entry]), f32(s[entry + 1])
     for b in range(n):
         less = f.splat(-scale[token * n + b])
         for i in range(b * 32, b * 32 + 32, 16):
-            f.put(rest, i, f.add(f.get(x, at + i), f.mul(less, f.get(q, token * columns + i))))
-    quantize(rest, 0, s, entry, (count + token) * n, (count + token + 1) * n)
+            f.store(rest, i, f.add(f.load(x, at + i), f.mul(less, f.load(q, token * columns + i))))
+    quantize_blocks(rest, 0, s, entry, (count + token) * n, (count + token + 1) * n)
 
 
-def _shuffled(b: Any, x: Any, y: Any, lanes: list[int]) -> Any:
+def _shuffle(b: Any, x: Any, y: Any, lanes: list[int]) -> Any:
     return b.shuffle_vector(x, y, ir.Constant(ir.VectorType(I32, len(lanes)), lanes))
 
 
-def _moved(b: Any, x: Any, by: int) -> Any:
-    """Lane i holds what lane i ^ by held."""
-    return _shuffled(b, x, x, [i ^ by for i in range(LANES)])
+def _xor_lanes(b: Any, x: Any, by: int) -> Any:
+    """Emit the vector whose lane i holds lane i ^ by."""
+    return _shuffle(b, x, x, [i ^ by for i in range(LANES)])
 
 
 def _function(b: Any, name: str, kind: ir.Type, count: int) -> Any:
     return b.module.declare_intrinsic(name, (), ir.FunctionType(kind, [kind] * count))
 
 
-def _tops(b: Any, x: list[Any]) -> Any:
-    """The largest |value| of the first two vectors in lanes 0..7, of the last two in lanes 8..15."""
-    most = _function(b, f"llvm.smax.v{LANES}i32", words64, 2)
-    mask = ir.Constant(words64, [0x7FFFFFFF] * LANES)
-    sizes = [b.and_(b.bitcast(v, words64), mask) for v in x]
-    one, two = b.call(most, sizes[:2]), b.call(most, sizes[2:])
-    top = b.call(most, [_shuffled(b, one, two, [*range(8), *range(16, 24)]),
-                        _shuffled(b, one, two, [*range(8, 16), *range(24, 32)])])  # fmt: skip
+def _block_maxima(b: Any, x: list[Any]) -> Any:
+    """Emit max|x| of the first two vectors in lanes 0..7, of the last two in lanes 8..15.
+
+    Magnitudes are compared as integers: NaN is then larger than everything, and never vanishes.
+    """
+    smax = _function(b, f"llvm.smax.v{LANES}i32", I32X16, 2)
+    mask = ir.Constant(I32X16, [0x7FFFFFFF] * LANES)
+    sizes = [b.and_(b.bitcast(v, I32X16), mask) for v in x]
+    one, two = b.call(smax, sizes[:2]), b.call(smax, sizes[2:])
+    top = b.call(smax, [_shuffle(b, one, two, [*range(8), *range(16, 24)]),
+                        _shuffle(b, one, two, [*range(8, 16), *range(24, 32)])])  # fmt: skip
     for by in (4, 2, 1):
-        top = b.call(most, [top, _moved(b, top, by)])
-    return b.bitcast(top, floats.ir)
+        top = b.call(smax, [top, _xor_lanes(b, top, by)])
+    return b.bitcast(top, f32x16.ir)
 
 
-def _bytes(b: Any, x: list[Any], top: Any) -> Any:
-    """All 64 values in steps of a 127th of their block's largest, which are the first two of `top`."""
+def _to_int8(b: Any, x: list[Any], top: Any) -> Any:
+    """Emit all 64 values in steps of a 127th of their block's maximum, the first two lanes of `top`."""
     zero, steps = (ir.Constant(top.type, [value] * top.type.count) for value in (0.0, 127.0))
     inverse = b.select(b.fcmp_ordered(">", top, zero), b.fdiv(steps, top), zero)
-    rint = _function(b, f"llvm.rint.v{LANES}f32", floats.ir, 1)
+    rint = _function(b, f"llvm.rint.v{LANES}f32", f32x16.ir, 1)
     made = []
     for i, v in enumerate(x):
-        factor = _shuffled(b, inverse, inverse, [i // 2] * LANES)
-        whole = b.fptosi(b.call(rint, [b.fmul(v, factor)]), words64)
+        factor = _shuffle(b, inverse, inverse, [i // 2] * LANES)
+        whole = b.fptosi(b.call(rint, [b.fmul(v, factor)]), I32X16)
         made.append(b.trunc(whole, ir.VectorType(I8, LANES)))
-    return joined(b, made)
+    return concat_vectors(b, made)
 
 
 @intrinsic
 def quantize_pair(
     _: Any, x: Any, at: Any, q: Any, scale: Any, sums: Any, sums16: Any, scaled: Any, scaled16: Any, block: Any
 ) -> Any:
-    """Blocks `block` and the next, from x[at] on; activations.py says what is written where."""
+    """Quantize blocks `block` and the next, from x[at] on: reductions are made for both at once."""
 
     def gen(context: Any, b: Any, sig: Any, args: Any) -> Any:
         index = args[8]
 
         def put(which: int, times: int, value: Any) -> None:
             place = b.mul(index, ir.Constant(index.type, times))
-            b.store(value, address(context, b, sig.args[which], args[which], place, value.type)).align = 1
+            b.store(value, element_pointer(context, b, sig.args[which], args[which], place, value.type)).align = 1
 
         values = [
-            load(context, b, sig.args[0], args[0], b.add(args[1], ir.Constant(args[1].type, 16 * i)), floats.ir)
+            emit_load(context, b, sig.args[0], args[0], b.add(args[1], ir.Constant(args[1].type, 16 * i)), f32x16.ir)
             for i in range(4)
         ]
-        tops = _tops(b, values)
-        top = _shuffled(b, tops, tops, [0, 8, 0, 8])  # a division of four takes less than one of sixteen
-        made = _bytes(b, values, top)
+        tops = _block_maxima(b, values)
+        top = _shuffle(b, tops, tops, [0, 8, 0, 8])  # a division of four takes less than one of sixteen
+        made = _to_int8(b, values, top)
         put(2, 32, made)
         nothing = b.fmul(top, ir.Constant(top.type, [0.0] * 4))  # NaN for what is infinite
         d = b.fadd(b.fdiv(top, ir.Constant(top.type, [127.0] * 4)), nothing)
-        ones, none = ir.Constant(bytes64.ir, [1] * 64), ir.Constant(words64, [0] * LANES)
-        total = DOTS[NAME][0](b, none, ones, made)
+        ones, none = ir.Constant(u8x64.ir, [1] * 64), ir.Constant(I32X16, [0] * LANES)
+        total = DOT_PRODUCTS[ISA][0](b, none, ones, made)
         for by in (1, 2):
-            total = b.add(total, _moved(b, total, by))
+            total = b.add(total, _xor_lanes(b, total, by))
         by16, by32 = [0, 4, 8, 12], [0, 8]
-        whole = b.add(total, _moved(b, total, 4))
+        whole = b.add(total, _xor_lanes(b, total, 4))
         for integers, lanes, at_sums, at_scaled in ((whole, by32, 4, 6), (total, by16, 5, 7)):
             times = len(lanes) // 2
-            few = _shuffled(b, integers, integers, lanes)
+            few = _shuffle(b, integers, integers, lanes)
             put(at_sums, times, few)
-            factor = _shuffled(b, d, d, [lane // 8 for lane in lanes])
+            factor = _shuffle(b, d, d, [lane // 8 for lane in lanes])
             put(at_scaled, times, b.fmul(factor, b.sitofp(few, ir.VectorType(F32, len(lanes)))))
-        put(3, 1, _shuffled(b, d, d, [0, 1]))
+        put(3, 1, _shuffle(b, d, d, [0, 1]))
         return context.get_dummy_value()
 
     return types.void(x, types.intp, q, scale, sums, sums16, scaled, scaled16, types.intp), gen

@@ -1,16 +1,13 @@
-"""Tensors of a file -> weights as the CPU kernels want them. The copy is complete: the file is not needed afterwards.
+"""Tensors of a file -> packed weights in the layouts of layouts.py. The copy is complete: the file can be closed.
 
-Scales and minima are float16 times one power of two for the whole matrix, the unit: the largest is 2**14 to 2**15 of it
-(in a K type it would be, if its small integer were as large as it can be). A scale that is a float16 in the file stays
-exact; a product (a K type's float16 times its small integer) is rounded once, by at most 2**-11 of itself. What is
-under 2**-14 units loses more, as it becomes a multiple of 2**-24 units: where scales have a wild range (MXFP4, Q8_K),
-the negligible become 0.
+Scales and minima are float16 times one power of two per matrix, the unit: the largest is 2**14 to 2**15 units (for a K
+type, as if its small integer were the largest possible). A scale that is a float16 in the file stays exact; a product
+(a K type's float16 times its small integer) is rounded once, by at most 2**-11 of itself. Below 2**-14 units a scale
+becomes a multiple of 2**-24 units: where scales span a wide range (MXFP4, Q8_K), negligible ones become 0.
 
-The kernels that repack weights: 16 rows at a time, 256 columns of a row at a time. layouts.py has the picture.
-
-What comes from a file is unpacked to words of codes, scales and minima; the codes are placed into the planes of the
-layout, scales and minima rounded to float16. Two variants, for types of plain bits and for types with a codebook. They
-work on a range of groups and are serial: threads share out the groups, and a prange would double the compile time.
+The kernels work on 16 rows and 256 columns of a row at a time: gguf_blocks.py reads a block into codes, scales and
+minima and writes the codes into bit planes. They are serial over a range of row groups, and Python threads share out
+the groups: a prange would double the compile time.
 """
 
 from __future__ import annotations
@@ -29,152 +26,140 @@ from ...errors import ModelFileError
 from ...weights import Tensor
 from ...weights.quants import BLOCK_TYPES
 from ...weights.quants.codebooks import GRIDS, grid
-from . import threads
-from .dot_int8 import BIAS
-from .gguf_blocks import (
-    BOOK_RULES,
-    BOUNDS,
-    BYTES,
-    FIELDS,
-    HALVES,
-    HALVES_RULE,
-    ONES,
-    RULES,
-    basic_planes,
-    basic_scales,
-    book_planes,
-    book_scales,
-)
+from . import gguf_blocks as gguf
+from .dot_int8 import WEIGHT_BIAS
 from .jit import kernel, variant
-from .layouts import COLUMNS, LINE, ROWS, Layout, layout_of
-from .pointers import byte, inlined, put_byte, put_half, put_short, put_word, short, single, word
+from .layouts import BLOCK_COLUMNS, GROUP_ROWS, LINE_BYTES, Layout, layout_of_tensor
+from .pointers import inline, load_f32, load_u8, load_u16, load_u32, store_f16, store_u8, store_u16, store_u32
 
-NUMBERS: dict[str, Any] = {"F32": np.float32, "F16": np.uint16, "BF16": np.uint16}
-LEAST_UNIT = -126  # its inverse is still a float32
-SMALL = 1 << 20  # bytes that a thread of its own is worth
+FLOAT_DTYPES: dict[str, Any] = {"F32": np.float32, "F16": np.uint16, "BF16": np.uint16}
+MIN_UNIT_EXPONENT = -126  # the unit's inverse is still a float32
+MIN_BYTES_PER_THREAD = 1 << 20  # of a tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Packed:
-    """A matrix for the kernels. Arrays have one dimension; scales and minima hold the bits of float16.
+class PackedMatrix:
+    """A packed matrix. Arrays are flat; scales and minima hold the bits of float16.
 
-    Scale i of a row, one for each `layout.columns` columns, is at (group * scales a row + i) * 16 + row % 16.
+    Scale i of a row, one per `layout.columns_per_scale` columns, is at (group * scales_per_row + i) * 16 + row % 16.
     """
 
-    packed: NDArray[Any]  # uint8 lines, behind them what `small` shows; plain numbers: uint16 or float32
+    packed: NDArray[Any]  # uint8 lines, then `nibble_scales`; of floats: uint16 or float32
     scales: NDArray[np.uint16]
-    minima: NDArray[np.uint16]  # empty where the layout has none
-    small: NDArray[np.uint8] | None  # a view: byte i of a row, one for each 16 columns, is placed as scales are
+    minima: NDArray[np.uint16]  # empty if the layout has none
+    nibble_scales: NDArray[np.uint8] | None  # a view of `packed`: one byte per 16 columns, placed as scales are
     rows: int
     columns: int
     layout: Layout
-    unit: float  # what every scale and minimum is multiplied by
-    bias: int  # what is added to signed bytes
+    unit: float  # factor of every scale and minimum
+    bias: int  # added to int8 codes
 
     @property
     def nbytes(self) -> int:
-        """Bytes in memory."""
         return self.packed.nbytes + self.scales.nbytes + self.minima.nbytes
 
 
 class Source(NamedTuple):
-    """What the kernels are told about a block type and a tensor's rows; tables by their address."""
+    """A block type and the rows of a tensor, for the kernels; tables by address."""
 
     rule: int
-    quads: int  # of columns, in a block of the file
+    quads: int  # groups of four columns in a block of the file
     size: int  # bytes of that block
-    fields: int
+    fields: int  # rows of gguf.BIT_FIELDS, with their number of runs
     n_fields: int
     d_at: int
     d_factor: np.float32
     m_at: int
     m_factor: np.float32
-    table: int
+    table: int  # scale of each byte, or the codebook
     row_bytes: int = 0
-    blocks: int = 0  # of 32 columns, in a row
+    blocks: int = 0  # blocks of 32 columns in a row
 
 
 class Target(NamedTuple):
-    """Where the kernels write, by address; 0 for what there is not, or while the largest scale is looked for."""
+    """Where the kernels write, by address. Without addresses they only look for the largest scale."""
 
-    columns: int  # that share a scale
+    columns_per_scale: int
     first: int  # bits of the first plane
-    second: int
-    minimum: int
-    flip: int = 0  # bits of a word of signed bytes to turn
-    inverse: np.float32 = np.float32(1)  # of the unit
+    second: int  # bits of the second plane, or 0
+    has_minimum: int
+    flip: int = 0  # XOR of four signed codes that adds the bias
+    inverse: np.float32 = np.float32(1)  # 1 / unit
     packed: int = 0
     scales: int = 0
     minima: int = 0
-    small: int = 0
+    nibble_scales: int = 0
 
 
-def pack(tensors: Sequence[Tensor], bias: int = BIAS) -> Packed:
-    """Tensors of one layout, stacked by rows; rows are padded to a multiple of 16 with scales of zero."""
-    layout, columns = layout_of(tensors[0]), tensors[0].shape[-1]
-    assert all(layout_of(t) == layout and t.shape[-1] == columns for t in tensors), "a stack has one layout and width"
-    if layout.numbers:
-        return _pack_numbers(tensors, layout)
-    unit = _unit(max(_run(t, first, _nowhere(layout)) for t, first in _placed(tensors)))
-    out = _room(layout, sum(t.size // columns for t in tensors), columns, unit, bias)
-    target = _target(out)
-    for tensor, first in _placed(tensors):
-        _run(tensor, first, target)
+def repack(tensors: Sequence[Tensor], threads: int, bias: int = WEIGHT_BIAS) -> PackedMatrix:
+    """Pack tensors of one layout, stacked by rows; rows are padded to a multiple of 16 with scales of zero."""
+    layout, columns = layout_of_tensor(tensors[0]), tensors[0].shape[-1]
+    same = all(layout_of_tensor(t) == layout and t.shape[-1] == columns for t in tensors)
+    assert same, "a stack has one layout and width"
+    if layout.float_type:
+        return _repack_floats(tensors, layout, threads)
+    scan = scan_target(layout)
+    unit = _choose_unit(max(_run_kernel(t, first, scan, threads) for t, first in _with_first_rows(tensors)))
+    out = _allocate(layout, sum(t.size // columns for t in tensors), columns, unit, bias)
+    target = _write_target(out)
+    for tensor, first in _with_first_rows(tensors):
+        _run_kernel(tensor, first, target, threads)
     return out
 
 
-def _unit(largest: float) -> float:
-    """The power of two that brings the largest scale to 2**14 .. 2**15."""
-    return ldexp(1.0, max(frexp(largest)[1] - 15, LEAST_UNIT)) if largest else 1.0
+def _choose_unit(largest: float) -> float:
+    """Return the power of two that brings the largest scale to 2**14 .. 2**15."""
+    return ldexp(1.0, max(frexp(largest)[1] - 15, MIN_UNIT_EXPONENT)) if largest else 1.0
 
 
-def _placed(tensors: Sequence[Tensor]) -> list[tuple[Tensor, int]]:
-    """Each tensor with the row of the matrix at which it begins."""
+def _with_first_rows(tensors: Sequence[Tensor]) -> list[tuple[Tensor, int]]:
+    """Return each tensor with its first row in the stack."""
     counts = [t.size // t.shape[-1] for t in tensors]
     return [(t, sum(counts[:i])) for i, t in enumerate(tensors)]
 
 
-def _room(layout: Layout, rows: int, columns: int, unit: float = 1.0, bias: int = 0) -> Packed:
-    """A matrix to be filled; what no row will be written to is zero."""
-    groups = -(-rows // ROWS)
-    lines = groups * (columns // COLUMNS) * layout.lines * LINE
-    tail = groups * columns if layout.small else 0  # a byte for 16 columns of each of 16 rows
-    packed = _aligned(lines + tail, np.uint8)
-    scales = _aligned(groups * (columns // layout.columns) * ROWS, np.uint16)
-    minima = _aligned(scales.size if layout.minimum else 0, np.uint16)
-    small = packed[lines:] if layout.small else None
+def _allocate(layout: Layout, rows: int, columns: int, unit: float = 1.0, bias: int = 0) -> PackedMatrix:
+    """Return a matrix to be filled; rows of padding are zero."""
+    groups = -(-rows // GROUP_ROWS)
+    lines = groups * (columns // BLOCK_COLUMNS) * layout.lines_per_block * LINE_BYTES
+    tail = groups * columns if layout.nibble_scales else 0  # one byte for 16 columns of each of 16 rows
+    packed = _aligned_empty(lines + tail, np.uint8)
+    scales = _aligned_empty(groups * (columns // layout.columns_per_scale) * GROUP_ROWS, np.uint16)
+    minima = _aligned_empty(scales.size if layout.has_minimum else 0, np.uint16)
+    nibbles = packed[lines:] if layout.nibble_scales else None
     for array in (packed[:lines], packed[lines:], scales, minima):
         _clear_padding(array, rows)
-    return Packed(packed, scales, minima, small, rows, columns, layout, unit, bias)
+    return PackedMatrix(packed, scales, minima, nibbles, rows, columns, layout, unit, bias)
 
 
 def _clear_padding(array: NDArray[Any], rows: int) -> None:
-    """Where the last group is not full, it begins as zeros."""
-    if rows % ROWS:
-        array[array.size // (rows // ROWS + 1) * (rows // ROWS) :] = 0
+    """Zero the last group if its rows do not fill it."""
+    if rows % GROUP_ROWS:
+        array[array.size // (rows // GROUP_ROWS + 1) * (rows // GROUP_ROWS) :] = 0
 
 
-def _aligned(count: int, dtype: Any) -> NDArray[Any]:
-    """An array that begins on a line of 64 bytes: a vector that straddles two costs twice."""
+def _aligned_empty(count: int, dtype: Any) -> NDArray[Any]:
+    """Return an array aligned to 64 bytes: a vector that straddles two cache lines costs twice."""
     size = count * np.dtype(dtype).itemsize
-    raw = np.empty(size + LINE, np.uint8)
-    start = -raw.ctypes.data % LINE
+    raw = np.empty(size + LINE_BYTES, np.uint8)
+    start = -raw.ctypes.data % LINE_BYTES
     return raw[start : start + size].view(dtype)
 
 
-def _nowhere(layout: Layout) -> Target:
+def scan_target(layout: Layout) -> Target:
+    """Return a target without addresses."""
     first, second = (*layout.planes, 0)[:2]
-    return Target(layout.columns, first, second, int(layout.minimum))
+    return Target(layout.columns_per_scale, first, second, int(layout.has_minimum))
 
 
-def _target(out: Packed) -> Target:
-    return _nowhere(out.layout)._replace(
-        flip=out.bias * ONES if out.layout.planes == (8,) else 0,
+def _write_target(out: PackedMatrix) -> Target:
+    return scan_target(out.layout)._replace(
+        flip=out.bias * gguf.ONES if out.layout.planes == (8,) else 0,
         inverse=np.float32(1 / out.unit),
         packed=_address(out.packed),
         scales=_address(out.scales),
         minima=_address(out.minima),
-        small=0 if out.small is None else _address(out.small),
+        nibble_scales=0 if out.nibble_scales is None else _address(out.nibble_scales),
     )
 
 
@@ -183,29 +168,29 @@ def _address(array: NDArray[Any]) -> int:
     return int(array.ctypes.data)
 
 
-def _run(tensor: Tensor, first: int, target: Target) -> float:
-    """Pack a tensor, or look for its largest scale."""
+def _run_kernel(tensor: Tensor, first: int, target: Target, threads: int) -> float:
+    """Pack a tensor (if the target has addresses) and return a bound of its largest scale."""
     name, data = tensor.kind.name, np.ascontiguousarray(tensor.data)
     rows, row_bytes = tensor.rows.shape
-    source = (_source(name) if target.packed else _scanned(name))._replace(
-        row_bytes=row_bytes, blocks=tensor.shape[-1] // COLUMNS
+    source = (describe_source(name) if target.packed else _describe_scales(name))._replace(
+        row_bytes=row_bytes, blocks=tensor.shape[-1] // BLOCK_COLUMNS
     )
-    work = pack_book if name in BOOK_RULES else pack_basic
+    kernel_for = repack_codebook if name in gguf.CODEBOOK_RULES else repack_basic
 
     def run(start: int, stop: int) -> int:
         scratch = np.zeros(SCRATCH, np.uint8)
-        return int(work(source, _address(data), first, rows, start, stop, target, _address(scratch)))
+        return int(kernel_for(source, _address(data), first, rows, start, stop, target, _address(scratch)))
 
-    top = float(np.uint32(max(_share_out(run, first, rows, tensor.nbytes))).view(np.float32))
+    top = float(np.uint32(max(_run_in_threads(run, first, rows, tensor.nbytes, threads))).view(np.float32))
     if not isfinite(top):
         raise ModelFileError(f"tensor {tensor.name!r}: a scale is NaN or infinite, the file is damaged")
     return top
 
 
-def _share_out(run: Callable[[int, int], int], first: int, rows: int, size: int) -> list[int]:
-    """Run on all groups that hold these rows: neighbours on one thread, and few threads for a small tensor."""
-    start, stop = first // ROWS, -(-(first + rows) // ROWS)
-    parts = min(threads.count(), stop - start, 1 + size // SMALL)
+def _run_in_threads(run: Callable[[int, int], int], first: int, rows: int, size: int, threads: int) -> list[int]:
+    """Run on all groups that hold these rows: adjacent groups on one thread, fewer threads for a small tensor."""
+    start, stop = first // GROUP_ROWS, -(-(first + rows) // GROUP_ROWS)
+    parts = min(threads, stop - start, 1 + size // MIN_BYTES_PER_THREAD)
     if parts <= 1:
         return [run(start, stop)]
     edges = [start + (stop - start) * i // parts for i in range(parts + 1)]
@@ -215,24 +200,25 @@ def _share_out(run: Callable[[int, int], int], first: int, rows: int, size: int)
 
 @cache
 def _tables(name: str) -> tuple[NDArray[np.int64], NDArray[Any]]:
-    """Where the fields of bits lie, each with its number of runs; and what bytes or indices stand for."""
+    """Return the bit fields, each with its number of runs, and the scale or codebook table."""
     values = BLOCK_TYPES[name].block_size
-    fields = [(*field, values // 4 * field[2] // (8 * field[1] or 1)) for field in FIELDS.get(name, ())]
-    table = BYTES[name][1]() if name in BYTES else _book("IQ1_S" if name == "IQ1_M" else name)
+    fields = [(*field, values // 4 * field[2] // (8 * field[1] or 1)) for field in gguf.BIT_FIELDS.get(name, ())]
+    table = gguf.BYTE_SCALES[name][1]() if name in gguf.BYTE_SCALES else _codebook("IQ1_S" if name == "IQ1_M" else name)
     return np.array(fields, np.int64), table
 
 
 @cache
-def _source(name: str) -> Source:
+def describe_source(name: str) -> Source:
+    """Describe a block type to the kernels."""
     kind, (fields, table) = BLOCK_TYPES[name], _tables(name)
-    d_at, d_factor, m_at, m_factor = HALVES.get(name, (0, 0, 0, 0))
+    d_at, d_factor, m_at, m_factor = gguf.F16_SCALES.get(name, (0, 1, 0, 0))
     return Source(
-        rule=BOOK_RULES[name] if name in BOOK_RULES else RULES.get(name, HALVES_RULE),
+        rule=gguf.CODEBOOK_RULES[name] if name in gguf.CODEBOOK_RULES else gguf.SCALE_RULES.get(name, gguf.RULE_F16),
         quads=kind.block_size // 4,
         size=kind.block_bytes,
         fields=_address(fields),
         n_fields=len(fields),
-        d_at=BYTES[name][0] if name in BYTES else d_at,
+        d_at=gguf.BYTE_SCALES[name][0] if name in gguf.BYTE_SCALES else d_at,
         d_factor=np.float32(d_factor),
         m_at=m_at,
         m_factor=np.float32(m_factor),
@@ -241,94 +227,96 @@ def _source(name: str) -> Source:
 
 
 @cache
-def _scanned(name: str) -> Source:
-    """For a look at the scales alone."""
-    if name not in BOUNDS:
-        return _source(name)
-    d_at, d_most, m_at, m_most = BOUNDS[name]
-    source = _source(name)._replace(rule=HALVES_RULE, d_at=d_at, m_at=m_at)
-    return source._replace(d_factor=np.float32(d_most), m_factor=np.float32(m_most))
+def _describe_scales(name: str) -> Source:
+    """Describe the source for a scan that reads float16 factors only and bounds the small integers."""
+    if name not in gguf.SCALE_BOUNDS:
+        return describe_source(name)
+    d_at, max_d, m_at, max_m = gguf.SCALE_BOUNDS[name]
+    source = describe_source(name)._replace(rule=gguf.RULE_F16, d_at=d_at, m_at=m_at)
+    return source._replace(d_factor=np.float32(max_d), m_factor=np.float32(max_m))
 
 
-def _book(name: str) -> NDArray[np.uint8]:
-    """A codebook with each value as the number of its level."""
+def _codebook(name: str) -> NDArray[np.uint8]:
+    """Return a codebook with each value as the index of its level."""
     if name not in GRIDS:
         return np.zeros(0, np.uint8)
     return np.searchsorted(np.array(GRIDS[name].levels), grid(name)).astype(np.uint8)
 
 
-def _pack_numbers(tensors: Sequence[Tensor], layout: Layout) -> Packed:
+def _repack_floats(tensors: Sequence[Tensor], layout: Layout, threads: int) -> PackedMatrix:
     columns, rows = tensors[0].shape[-1], sum(t.size for t in tensors) // tensors[0].shape[-1]
-    out = _aligned(-(-rows // ROWS) * ROWS * columns, NUMBERS[layout.numbers])
+    out = _aligned_empty(-(-rows // GROUP_ROWS) * GROUP_ROWS * columns, FLOAT_DTYPES[layout.float_type])
     _clear_padding(out, rows)
-    for tensor, first in _placed(tensors):
+    for tensor, first in _with_first_rows(tensors):
         data, count = np.ascontiguousarray(tensor.data), tensor.size // columns
-        run = partial(_interleave, out, (_address(data), out.itemsize, first, count, columns))
-        _share_out(run, first, count, data.nbytes)
+        run = partial(_interleave_floats, out, (_address(data), out.itemsize, first, count, columns))
+        _run_in_threads(run, first, count, data.nbytes, threads)
     none = np.zeros(0, np.uint16)
-    return Packed(out, none, none, None, rows, columns, layout, 1.0, 0)
+    return PackedMatrix(out, none, none, None, rows, columns, layout, 1.0, 0)
 
 
-def _interleave(out: NDArray[Any], about: tuple[int, ...], start: int, stop: int) -> int:
-    interleave(*about, start, stop, _address(out))
+def _interleave_floats(out: NDArray[Any], about: tuple[int, ...], start: int, stop: int) -> int:
+    interleave_floats(*about, start, stop, _address(out))
     return 0
 
 
-CODES_AT, D_AT, M_AT, SCRATCH = 0, 256, 320, 384  # bytes: the room that a kernel needs for itself
+CODES_AT, D_AT, M_AT, SCRATCH = 0, 256, 320, 384  # byte offsets in a kernel's scratch memory, and its size
 PLANES = SCALES = None  # set for each variant
 
 
-@inlined
-def _largest(values, count, top):
-    """The largest magnitude, as its bits: those of positive floats are in order, with infinity and NaN on top."""
+@inline
+def _max_magnitude(values, count, top):
+    """Return the bits of the largest magnitude: bits of positive floats are in order, infinity and NaN on top."""
     for i in range(count):
-        top = max(top, word(values + 4 * i) & 0x7FFFFFFF)
+        top = max(top, load_u32(values + 4 * i) & 0x7FFFFFFF)
     return top
 
 
-@inlined
-def _round(values, count, inverse, out):
-    """Scales or minima of one row."""
+@inline
+def _store_rounded(values, count, inverse, out):
+    """Write scales or minima of one row as float16."""
     for i in range(count):
-        put_half(out + 32 * i, single(values + 4 * i) * inverse)
+        store_f16(out + 32 * i, load_f32(values + 4 * i) * inverse)
 
 
-def pack_groups(source, data, first, rows, start, stop, target, scratch):
-    """The rows of one tensor that lie in some groups; where there is no target, only their largest scale is found."""
+def repack_groups(source, data, first, rows, start, stop, target, scratch):
+    """Pack the rows of a tensor that lie in groups start .. stop - 1, or find their largest scale."""
     codes, d, m = scratch + CODES_AT, scratch + D_AT, scratch + M_AT
-    top, n, columns, lines = 0, source.blocks, target.columns, target.first + target.second
+    top, n, columns, lines = 0, source.blocks, target.columns_per_scale, target.first + target.second
     for group in range(start, stop):
         low, high = max(first, 16 * group), min(first + rows, 16 * group + 16)
         for chunk in range(0, n, 8):
             blocks = min(8, n - chunk)
-            count, held, begin = blocks * 32 // columns, blocks * 8 // source.quads, chunk * 8 // source.quads
+            count, n_blocks, begin = blocks * 32 // columns, blocks * 8 // source.quads, chunk * 8 // source.quads
             scale = (group * (n * 32 // columns) + chunk * 32 // columns) * 32
             line = 64 * lines * (group * n + chunk)
             for row in range(low, high):
                 at, lane = data + (row - first) * source.row_bytes + begin * source.size, row & 15
-                SCALES(source, at, held, d, m)
+                SCALES(source, at, n_blocks, d, m)
                 if target.packed == 0:
-                    top = _largest(d, count, top)
-                    if target.minimum:
-                        top = _largest(m, count, top)
+                    top = _max_magnitude(d, count, top)
+                    if target.has_minimum:
+                        top = _max_magnitude(m, count, top)
                     continue
-                PLANES(source, target.flip, at, held, codes, target.packed + line + 4 * lane, 64 * lines)
-                _round(d, count, target.inverse, target.scales + scale + 2 * lane)
-                if target.minimum:
-                    _round(m, count, target.inverse, target.minima + scale + 2 * lane)
-                if target.small:
+                PLANES(source, target.flip, at, n_blocks, codes, target.packed + line + 4 * lane, 64 * lines)
+                _store_rounded(d, count, target.inverse, target.scales + scale + 2 * lane)
+                if target.has_minimum:
+                    _store_rounded(m, count, target.inverse, target.minima + scale + 2 * lane)
+                if target.nibble_scales:
                     for i in range(16):
-                        put_byte(target.small + ((group * n + chunk) * 2 + i) * 16 + lane, byte(at + i))
+                        store_u8(target.nibble_scales + ((group * n + chunk) * 2 + i) * 16 + lane, load_u8(at + i))
     return top
 
 
-pack_basic = kernel(variant(pack_groups, "basic", PLANES=basic_planes, SCALES=basic_scales))
-pack_book = kernel(variant(pack_groups, "book", PLANES=book_planes, SCALES=book_scales))
+repack_basic = kernel(variant(repack_groups, "basic", PLANES=gguf.write_planes, SCALES=gguf.read_scales))
+repack_codebook = kernel(
+    variant(repack_groups, "book", PLANES=gguf.write_codebook_planes, SCALES=gguf.read_codebook_scales)
+)
 
 
 @kernel
-def interleave(data, size, first, rows, columns, start, stop, out):
-    """Plain numbers of 2 or 4 bytes: 16 rows side by side, one column after the other."""
+def interleave_floats(data, size, first, rows, columns, start, stop, out):
+    """Write floats of 2 or 4 bytes: 16 rows side by side, column after column."""
     for group in range(start, stop):
         low, high = max(first, 16 * group), min(first + rows, 16 * group + 16)
         for chunk in range(0, columns, 64):
@@ -336,7 +324,7 @@ def interleave(data, size, first, rows, columns, start, stop, out):
                 at, to = data + (row - first) * columns * size, out + (group * columns * 16 + (row & 15)) * size
                 if size == 4:
                     for column in range(chunk, min(chunk + 64, columns)):
-                        put_word(to + 64 * column, word(at + 4 * column))
+                        store_u32(to + 64 * column, load_u32(at + 4 * column))
                 else:
                     for column in range(chunk, min(chunk + 64, columns)):
-                        put_short(to + 32 * column, short(at + 2 * column))
+                        store_u16(to + 32 * column, load_u16(at + 2 * column))

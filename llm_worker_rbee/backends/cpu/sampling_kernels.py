@@ -1,12 +1,9 @@
-"""Typical-p, top-p, min-p and the draw over the candidates of one row: kernels on a few float64, by ascending ids.
+"""Sampling kernels for one row: candidates by top-k, top-p, min-p and typical-p, the draw, and log-softmax.
 
-A filter keeps the fewest candidates, best first, whose chances add up to some mass: the last of them is found by
-partitioning, as the k-th largest of a list is. `../sampling.py` says what is meant; UNSURE says that it must be asked.
-
-Which tokens of one row come into question: kernels that look through all logits as few times as they can.
-
-The largest of each block of 64 logits tells which blocks to look at; nothing is sorted. What is found, ids (ascending)
-and scaled logits, goes to filters.py. `../sampling.py` says what is meant; UNSURE says that it must be asked.
+Finding candidates reads all logits as few times as possible: the maximum of each block of 64 logits tells which blocks
+to look at; nothing is sorted. Filters then keep the fewest candidates, best first, whose probabilities add up to some
+mass: the last of them is found by partitioning, as the k-th largest of a list is. `../reference_sampling.py` defines
+the result; UNDECIDED leaves a near tie to it.
 """
 
 from __future__ import annotations
@@ -18,16 +15,19 @@ import numpy as np
 from . import simd_f32 as f
 from . import simd_f64 as w
 from .jit import kernel, variant
+from .simd import LANES
+from .simd_f64 import MIN_EXPONENT
 
-LANES = 16
-MANY, BUCKETS, FINENESS = 256, 512, 16  # keys that are worth buckets, how many those are, how many for a distance of 1
-CLOSE = 1e-10  # how near to each other two sums or keys may be before their order is left to the meaning
-UNSURE = -1
+BLOCK = 64
+MIN_BUCKETED_KEYS, BUCKETS, BUCKETS_PER_UNIT = 256, 512, 16  # more keys are worth buckets; a unit of distance
+TIE_TOLERANCE = 1e-10  # two sums or keys nearer than this are left to the reference
+UNDECIDED, NOT_FINITE = -1, -2
+BLOCK_MAX = None  # set for each variant
 
 
 @kernel
 def kth_largest(values, k):
-    """The k-th largest; the values change places."""
+    """Return the k-th largest; the values change places."""
     low, high, k = 0, values.shape[0] - 1, k - 1
     while low < high:
         pivot = values[(low + high) // 2]
@@ -51,8 +51,8 @@ def kth_largest(values, k):
 
 
 @kernel
-def copy_of(values, count):
-    """The first `count` of them."""
+def copy_first(values, count):
+    """Return a copy of the first `count` values."""
     made = np.empty(count, values.dtype)
     for i in range(count):
         made[i] = values[i]
@@ -60,19 +60,19 @@ def copy_of(values, count):
 
 
 @kernel
-def chances_of(s, count):
-    """e to each of the first `count`."""
+def exp_all(s, count):
+    """Return exp of each of the first `count` values."""
     made, whole = np.empty(count, np.float64), count - count % LANES
     for i in range(0, whole, LANES):
-        w.put(made, i, w.exp(w.get(s, i)))
+        w.store(made, i, w.exp(w.load(s, i)))
     for i in range(whole, count):
-        made[i] = math.exp(s[i]) if s[i] >= w.LOWEST else 0.0
+        made[i] = math.exp(s[i]) if s[i] >= MIN_EXPONENT else 0.0
     return made
 
 
 @kernel
-def distances(s, count, center, likely):
-    """How far each is from the center, on either side, or below the likeliest."""
+def sort_keys(s, count, center, likely):
+    """Return the distance of each from the center, on either side, or (likely) from the likeliest."""
     made = np.empty(count, np.float64)
     for i in range(count):
         made[i] = -s[i] if likely else abs(s[i] - center)
@@ -80,8 +80,8 @@ def distances(s, count, center, likely):
 
 
 @kernel
-def boundary(keys, e, mass):
-    """The key at which the sum of e, by ascending keys, reaches `mass`, and the sum of those before it."""
+def find_boundary(keys, e, mass):
+    """Return the key at which the sum of e, by ascending keys, reaches `mass`, and the sum before it."""
     low, high, before = 0, keys.shape[0] - 1, 0.0
     while low <= high:
         pivot, less, same = keys[(low + high) // 2], 0.0, 0.0
@@ -110,15 +110,15 @@ def boundary(keys, e, mass):
 
 @kernel
 def bucket_of(key):
-    """Keys are 0 or more; the last bucket has no end."""
-    return int(key * FINENESS) if key * FINENESS < BUCKETS - 1 else BUCKETS - 1
+    """Return the bucket of a key of 0 or more; the last bucket has no end."""
+    return int(key * BUCKETS_PER_UNIT) if key * BUCKETS_PER_UNIT < BUCKETS - 1 else BUCKETS - 1
 
 
 @kernel
-def boundary_among(keys, e, count, mass):
-    """The same of the first `count`, which stay as they are; of many keys only those of one bucket are looked at."""
-    if count < MANY:
-        return boundary(copy_of(keys, count), copy_of(e, count), mass)
+def find_boundary_bucketed(keys, e, count, mass):
+    """Do the same for the first `count` without moving them; of many keys only one bucket is partitioned."""
+    if count < MIN_BUCKETED_KEYS:
+        return find_boundary(copy_first(keys, count), copy_first(e, count), mass)
     sums = np.zeros(BUCKETS, np.float64)
     for i in range(count):
         sums[bucket_of(keys[i])] += e[i]
@@ -130,25 +130,25 @@ def boundary_among(keys, e, count, mass):
     for i in range(count):
         some[found], their[found] = keys[i], e[i]
         found += bucket_of(keys[i]) == chosen
-    last, inside = boundary(some[:found], their[:found], mass - before)
+    last, inside = find_boundary(some[:found], their[:found], mass - before)
     return last, before + inside
 
 
 @kernel
-def keep_until(keys, ids, s, e, count, mass, reach, close):
-    """The candidates with the smallest keys whose e add up to `mass`, moved to the front; their number, or UNSURE."""
+def keep_mass(keys, ids, s, e, count, mass, radius, close):
+    """Move the candidates with the smallest keys whose e add up to `mass` to the front; return their number."""
     mass = max(mass, 1e-300)  # at least one is kept
-    last, sum_before = boundary_among(keys, e, count, mass)
-    near = CLOSE * (1 + abs(last))
-    if not last < reach - 2 * near:
-        return UNSURE
+    last, sum_before = find_boundary_bucketed(keys, e, count, mass)
+    near = TIE_TOLERANCE * (1 + abs(last))
+    if not last < radius - 2 * near:
+        return UNDECIDED
     kept, taken, before, tie = 0, sum_before, 0.0, np.nan
     for i in range(count):
         if abs(keys[i] - last) < near and keys[i] != last:
-            return UNSURE
+            return UNDECIDED
         if keys[i] == last:
             if tie == tie and tie != s[i]:
-                return UNSURE
+                return UNDECIDED
             tie = s[i]
             if taken >= mass:
                 continue
@@ -158,19 +158,19 @@ def keep_until(keys, ids, s, e, count, mass, reach, close):
             continue
         ids[kept], s[kept], e[kept] = ids[i], s[i], e[i]
         kept += 1
-    return kept if (kept == 1 or before < mass - close) and taken > mass + close else UNSURE
+    return kept if (kept == 1 or before < mass - close) and taken > mass + close else UNDECIDED
 
 
 @kernel
-def keep_likely(ids, s, e, count, min_p):
-    """Those at least `min_p` times as likely as the likeliest, moved to the front; their number, or UNSURE."""
-    best, kept, least = s[0], 0, math.log(min_p)
+def keep_min_p(ids, s, e, count, min_p):
+    """Move those at min_log `min_p` times as likely as the likeliest to the front; return their number or UNDECIDED."""
+    best, kept, min_log = s[0], 0, math.log(min_p)
     for i in range(1, count):
         best = max(best, s[i])
     for i in range(count):
-        over = s[i] - best - least
-        if abs(over) < CLOSE and s[i] != best:
-            return UNSURE
+        over = s[i] - best - min_log
+        if abs(over) < TIE_TOLERANCE and s[i] != best:
+            return UNDECIDED
         if over > 0 or s[i] == best:
             ids[kept], s[kept], e[kept] = ids[i], s[i], e[i]
             kept += 1
@@ -178,8 +178,8 @@ def keep_likely(ids, s, e, count, min_p):
 
 
 @kernel
-def draw(ids, e, count, point):
-    """The token at `point` of the whole of the cumulative sum, or UNSURE."""
+def draw_candidate(ids, e, count, point):
+    """Return the token at `point` (0 to 1) of the cumulative sum, or UNDECIDED."""
     if count == 1:
         return ids[0]
     total, after = 0.0, 0.0
@@ -189,20 +189,20 @@ def draw(ids, e, count, point):
     for i in range(count):
         before, after = after, after + e[i]
         if after > point:
-            clear = after - point > CLOSE * total and (i == 0 or point - before > CLOSE * total)
-            return ids[i] if clear else UNSURE
-    return UNSURE
+            clear = after - point > TIE_TOLERANCE * total and (i == 0 or point - before > TIE_TOLERANCE * total)
+            return ids[i] if clear else UNDECIDED
+    return UNDECIDED
 
 
 @kernel
-def finish(ids, s, total, center, reach, top_p, min_p, typical_p, point):
-    """The token that is drawn from the candidates: ids, ascending, and their scaled logits.
+def filter_and_draw(ids, s, total, center, radius, top_p, min_p, typical_p, point):
+    """Return the token drawn from the candidates: ids, ascending, and their scaled logits.
 
-    `total` is the sum of all chances, 0 where the candidates are all there are. Typical-p looks at the distance from
-    `center`, the mean of the scaled logits; candidates further away than `reach` are not among them.
+    `total` is the sum over all tokens, 0 if the candidates are all there are. Typical-p sorts by the distance from
+    `center`, the mean of the scaled logits; tokens further away than `radius` are not among the candidates.
     """
     count = ids.shape[0]
-    e = chances_of(s, count)
+    e = exp_all(s, count)
     if typical_p < 1:
         if total == 0:
             moment = 0.0
@@ -210,22 +210,22 @@ def finish(ids, s, total, center, reach, top_p, min_p, typical_p, point):
                 total += e[i]
                 moment += e[i] * max(s[i], -1e9)
             center = moment / total
-        keys = distances(s, count, center, False)
-        count = keep_until(keys, ids, s, e, count, typical_p * total, reach, CLOSE * total)
-        total, reach = 0.0, np.inf
+        keys = sort_keys(s, count, center, False)
+        count = keep_mass(keys, ids, s, e, count, typical_p * total, radius, TIE_TOLERANCE * total)
+        total, radius = 0.0, np.inf
     if top_p < 1 and count > 0:
         for i in range(count if total == 0 else 0):
             total += e[i]
-        keys = distances(s, count, 0.0, True)
-        count = keep_until(keys, ids, s, e, count, top_p * total, reach, CLOSE * total)
+        keys = sort_keys(s, count, 0.0, True)
+        count = keep_mass(keys, ids, s, e, count, top_p * total, radius, TIE_TOLERANCE * total)
     if min_p > 0 and count > 0:
-        count = keep_likely(ids, s, e, count, min_p)
-    return draw(ids, e, count, point) if count > 0 else UNSURE
+        count = keep_min_p(ids, s, e, count, min_p)
+    return draw_candidate(ids, e, count, point) if count > 0 else UNDECIDED
 
 
 @kernel
 def uniform(seed, choice, position):
-    """A number in [0, 1): Philox4x32-10, as in `../sampling.py`."""
+    """Return a number in [0, 1) by Philox4x32-10, as the reference does."""
     mask, low = np.uint64(0xFFFFFFFF), np.uint64(32)
     c0, c1 = np.uint64(position) & mask, np.uint64(choice) & mask
     c2, c3 = np.uint64(position) >> low, np.uint64(0)
@@ -237,61 +237,58 @@ def uniform(seed, choice, position):
     return np.float64((c0 << np.uint64(21)) | (c1 >> np.uint64(11))) * 2.0**-53
 
 
-BLOCK, LANES = 64, 16
-NOT_FINITE = -2
-LOWEST = w.LOWEST
-TOPS = None  # set for each variant
-
-
 @kernel
-def top_of(tops):
-    """The largest."""
-    best = tops[0]
-    for b in range(1, tops.shape[0]):
-        best = max(best, tops[b])
+def max_of(maxima):
+    """Return the largest value."""
+    best = maxima[0]
+    for b in range(1, maxima.shape[0]):
+        best = max(best, maxima[b])
     return best
 
 
 @kernel
-def tops_of(x, tops):
-    """The largest of each block of float32; gives the largest of all, NaN where there is one."""
+def block_max(x, maxima):
+    """Write the maximum of each block of float32; return the largest of all, NaN if there is one."""
     whole = x.shape[0] // BLOCK
     marks = f.splat(np.float32(0))
     for b in range(whole):
         i = b * BLOCK
-        p, q, r, s = f.get(x, i), f.get(x, i + 16), f.get(x, i + 32), f.get(x, i + 48)
-        marks = f.marked(f.marked(marks, p, q), r, s)
-        tops[b] = f.highest(f.above(f.above(p, q), f.above(r, s)))
-    best = f.total(marks)
-    if whole < tops.shape[0]:
-        tops[whole] = x[whole * BLOCK]
+        p, q, r, s = f.load(x, i), f.load(x, i + 16), f.load(x, i + 32), f.load(x, i + 48)
+        marks = f.nan_mask(f.nan_mask(marks, p, q), r, s)
+        maxima[b] = f.hmax(f.max_nan_second(f.max_nan_second(p, q), f.max_nan_second(r, s)))
+    best = f.hsum(marks)
+    if whole < maxima.shape[0]:
+        maxima[whole] = x[whole * BLOCK]
         for i in range(whole * BLOCK, x.shape[0]):
-            tops[whole] = max(tops[whole], x[i])
+            maxima[whole] = max(maxima[whole], x[i])
             best = best if x[i] == x[i] else x[i]
-    return best if best != best else top_of(tops)
+    return best if best != best else max_of(maxima)
 
 
 @kernel
-def wide_tops_of(x, tops):
-    """The same of float64 that are numbers."""
+def block_max_f64(x, maxima):
+    """Do the same for float64 without NaN."""
     whole = x.shape[0] // BLOCK
     for b in range(whole):
         i = b * BLOCK
-        tops[b] = w.highest(
-            w.above(w.above(w.get(x, i), w.get(x, i + 16)), w.above(w.get(x, i + 32), w.get(x, i + 48)))
+        maxima[b] = w.hmax(
+            w.max_nan_second(
+                w.max_nan_second(w.load(x, i), w.load(x, i + 16)),
+                w.max_nan_second(w.load(x, i + 32), w.load(x, i + 48)),
+            )
         )
-    if whole < tops.shape[0]:
-        tops[whole] = x[whole * BLOCK]
+    if whole < maxima.shape[0]:
+        maxima[whole] = x[whole * BLOCK]
         for i in range(whole * BLOCK, x.shape[0]):
-            tops[whole] = max(tops[whole], x[i])
-    return top_of(tops)
+            maxima[whole] = max(maxima[whole], x[i])
+    return max_of(maxima)
 
 
 @kernel
-def first_of(x, tops, best):
-    """The lowest id of the largest."""
+def first_index(x, maxima, best):
+    """Return the lowest id of the largest logit."""
     b = 0
-    while tops[b] != best:
+    while maxima[b] != best:
         b += 1
     i = b * BLOCK
     while x[i] != best:
@@ -300,11 +297,11 @@ def first_of(x, tops, best):
 
 
 @kernel
-def gather(x, tops, low, high, ids):
-    """The ids of logits in low .. high, ascending; gives their number."""
+def gather_above(x, maxima, low, high, ids):
+    """Write the ids of logits in low .. high, ascending; return their number."""
     count = 0
-    for b in range(tops.shape[0]):
-        if tops[b] >= low:
+    for b in range(maxima.shape[0]):
+        if maxima[b] >= low:
             for i in range(b * BLOCK, min(x.shape[0], b * BLOCK + BLOCK)):
                 ids[count] = i  # where it is not one of them, the next one is written over it
                 count += low <= x[i] <= high
@@ -312,31 +309,31 @@ def gather(x, tops, low, high, ids):
 
 
 @kernel
-def scale_down(x, best, temperature, ids, count, s):
-    """s = (x - best) / temperature of the first `count` ids."""
+def scale_logits(x, best, temperature, ids, count, s):
+    """Write s = (x - best) / temperature of the first `count` ids."""
     for i in range(count):
         s[i] = (np.float64(x[ids[i]]) - best) / temperature
 
 
 @kernel
-def chances(x, best, temperature, sums):
-    """e^s with s = (x - best) / temperature: the sum of each block; gives that of all, and that of all s * e^s."""
+def exp_sums(x, best, temperature, sums):
+    """Write the sum of e^s, s = (x - best) / temperature, of each block; return the sums of e^s and of s * e^s."""
     rate, less = w.splat(1 / temperature), w.splat(-best)
     whole, total, moment = x.shape[0] // BLOCK, 0.0, w.splat(0.0)
     for b in range(whole):
         some = w.splat(0.0)
         for i in range(b * BLOCK, b * BLOCK + BLOCK, LANES):
-            s = w.above(w.mul(w.add(w.get(x, i), less), rate), w.splat(2 * LOWEST))
+            s = w.max_nan_second(w.mul(w.add(w.load(x, i), less), rate), w.splat(2 * MIN_EXPONENT))
             e = w.exp(s)
             some, moment = w.add(some, e), w.fma(e, s, moment)
-        sums[b] = w.total(some)
+        sums[b] = w.hsum(some)
         total += sums[b]
-    rest = w.total(moment)
+    rest = w.hsum(moment)
     if whole < sums.shape[0]:
         sums[whole] = 0
         for i in range(whole * BLOCK, x.shape[0]):
             s = (x[i] - best) / temperature
-            if s > LOWEST:
+            if s > MIN_EXPONENT:
                 sums[whole] += math.exp(s)
                 rest += math.exp(s) * s
         total += sums[whole]
@@ -344,109 +341,109 @@ def chances(x, best, temperature, sums):
 
 
 @kernel
-def pick_block(x, best, temperature, sums, total, point):
-    """The token at `point` of the cumulative sum of all chances."""
-    close, before, b = CLOSE * total, 0.0, 0
+def draw_from_blocks(x, best, temperature, sums, total, point):
+    """Return the token at `point` of the cumulative sum over all tokens, or UNDECIDED."""
+    close, before, b = TIE_TOLERANCE * total, 0.0, 0
     while b < sums.shape[0] - 1 and before + sums[b] <= point:
         before += sums[b]
         b += 1
     for i in range(b * BLOCK, min(x.shape[0], b * BLOCK + BLOCK)):
         after = before + math.exp((x[i] - best) / temperature)
         if after > point:
-            return i if point - before > close and after - point > close else UNSURE
+            return i if point - before > close and after - point > close else UNDECIDED
         before = after
-    return UNSURE
+    return UNDECIDED
 
 
 @kernel
-def best_k(x, tops, best, temperature, k, ids):
-    """The k largest, the lowest ids among equals; ids ascending; gives their number, or UNSURE."""
-    blockwise = 2 * k <= tops.shape[0]
-    low = kth_largest(copy_of(tops, tops.shape[0]) if blockwise else copy_of(x, x.shape[0]), k)
-    found = gather(x, tops, low, np.inf, ids)
+def select_top_k(x, maxima, best, temperature, k, ids):
+    """Write the ids of the k largest, ascending, lowest ids among equals; return their number or UNDECIDED."""
+    blockwise = 2 * k <= maxima.shape[0]
+    low = kth_largest(copy_first(maxima, maxima.shape[0]) if blockwise else copy_first(x, x.shape[0]), k)
+    found = gather_above(x, maxima, low, np.inf, ids)
     s = np.empty(found, np.float64)
-    scale_down(x, best, temperature, ids, found, s)
-    least = kth_largest(copy_of(s, found), k)
+    scale_logits(x, best, temperature, ids, found, s)
+    kth = kth_largest(copy_first(s, found), k)
     below = np.nextafter(low, x.dtype.type(-np.inf))
-    if least > -np.inf and (np.float64(below) - best) / temperature >= least:
-        return UNSURE  # a smaller logit may be its equal after the division
+    if kth > -np.inf and (np.float64(below) - best) / temperature >= kth:
+        return UNDECIDED  # a smaller logit may be its equal after the division
     ties, count = k, 0
     for i in range(found):
-        ties -= s[i] > least
+        ties -= s[i] > kth
     for i in range(found):
-        if s[i] > least or (s[i] == least > -np.inf and ties > 0):
-            ties -= s[i] == least
+        if s[i] > kth or (s[i] == kth > -np.inf and ties > 0):
+            ties -= s[i] == kth
             ids[count] = ids[i]
             count += 1
     return count
 
 
 @kernel
-def nearest(x, tops, best, temperature, center, mass, ids, s):
-    """Candidates around `center` (0: the likeliest) whose chances add up to `mass`; (number, how far they reach)."""
-    reach = 2.0
-    while reach < -2 * LOWEST:
-        low, high = best + temperature * (center - reach), best + temperature * (center + reach)
-        found, total = gather(x, tops, low, high, ids), 0.0
-        scale_down(x, best, temperature, ids, found, s)
-        for e in chances_of(s, found):
+def widen_until_mass(x, maxima, best, temperature, center, mass, ids, s):
+    """Gather candidates around `center` (0: the likeliest) that add up to `mass`; return (number, radius)."""
+    radius = 2.0
+    while radius < -2 * MIN_EXPONENT:
+        low, high = best + temperature * (center - radius), best + temperature * (center + radius)
+        found, total = gather_above(x, maxima, low, high, ids), 0.0
+        scale_logits(x, best, temperature, ids, found, s)
+        for e in exp_all(s, found):
             total += e
         if total > mass:
-            return found, reach
-        reach *= 2
-    return UNSURE, reach
+            return found, radius
+        radius *= 2
+    return UNDECIDED, radius
 
 
 @kernel
 def greedy(x):
-    """The lowest id of the largest."""
-    tops = np.empty((x.shape[0] + BLOCK - 1) // BLOCK, x.dtype)
-    best = tops_of(x, tops)
-    return first_of(x, tops, best) if math.isfinite(best) else NOT_FINITE
+    """Return the lowest id of the largest logit, or NOT_FINITE."""
+    maxima = np.empty((x.shape[0] + BLOCK - 1) // BLOCK, x.dtype)
+    best = block_max(x, maxima)
+    return first_index(x, maxima, best) if math.isfinite(best) else NOT_FINITE
 
 
-def candidates(x, temperature, top_k, top_p, min_p, typical_p, point, ids, s):
-    """(token, 0, ...) where it is clear, or (UNSURE, number of candidates, the sum of all chances, center, reach)."""
-    tops = np.empty((x.shape[0] + BLOCK - 1) // BLOCK, x.dtype)
-    best, count, total, center, reach = np.float64(TOPS(x, tops)), 0, 0.0, 0.0, np.inf
+def find_candidates(x, temperature, top_k, top_p, min_p, typical_p, point, ids, s):
+    """Return (token, 0, ...) if it is clear, or (UNDECIDED, number of candidates, sum over all, center, radius)."""
+    maxima = np.empty((x.shape[0] + BLOCK - 1) // BLOCK, x.dtype)
+    best, count, total, center, radius = np.float64(BLOCK_MAX(x, maxima)), 0, 0.0, 0.0, np.inf
     if not math.isfinite(best):
-        return NOT_FINITE, 0, total, center, reach
-    if temperature < CLOSE * max(1.0, abs(best)):
-        return UNSURE, 0, total, center, reach
+        return NOT_FINITE, 0, total, center, radius
+    if temperature < TIE_TOLERANCE * max(1.0, abs(best)):
+        return UNDECIDED, 0, total, center, radius
     if 0 < top_k < x.shape[0]:
-        count = best_k(x, tops, best, temperature, top_k, ids)
+        count = select_top_k(x, maxima, best, temperature, top_k, ids)
     elif typical_p < 1 or top_p < 1 or min_p == 0:
-        sums = np.empty(tops.shape[0], np.float64)
-        total, moment = chances(x, best, temperature, sums)
+        sums = np.empty(maxima.shape[0], np.float64)
+        total, moment = exp_sums(x, best, temperature, sums)
         if typical_p < 1 or top_p < 1:
             center = moment / total if typical_p < 1 else 0.0
-            mass = (typical_p if typical_p < 1 else top_p) + 2 * CLOSE
-            count, reach = nearest(x, tops, best, temperature, center, mass * total, ids, s)
+            mass = (typical_p if typical_p < 1 else top_p) + 2 * TIE_TOLERANCE
+            count, radius = widen_until_mass(x, maxima, best, temperature, center, mass * total, ids, s)
         else:
-            return pick_block(x, best, temperature, sums, total, point * total), 0, total, center, reach
+            return draw_from_blocks(x, best, temperature, sums, total, point * total), 0, total, center, radius
     else:
-        count = gather(x, tops, best + temperature * (math.log(min_p) - 1e-6), np.inf, ids)
-    scale_down(x, best, temperature, ids, count, s)
-    return UNSURE, count, total, center, reach
+        count = gather_above(x, maxima, best + temperature * (math.log(min_p) - 1e-6), np.inf, ids)
+    scale_logits(x, best, temperature, ids, count, s)
+    return UNDECIDED, count, total, center, radius
 
 
-NARROW = kernel(variant(candidates, "f32", TOPS=tops_of))
-WIDE = kernel(variant(candidates, "f64", TOPS=wide_tops_of))
+FIND_CANDIDATES_F32 = kernel(variant(find_candidates, "f32", BLOCK_MAX=block_max))
+FIND_CANDIDATES_F64 = kernel(variant(find_candidates, "f64", BLOCK_MAX=block_max_f64))
 
 
 @kernel
-def log_chances(x, chosen, k, top_ids, top):
-    """Log-softmax at `chosen`, and of the k likeliest, best first; NaN where the logits are not finite."""
-    tops = np.empty((x.shape[0] + BLOCK - 1) // BLOCK, x.dtype)
-    best = np.float64(tops_of(x, tops))
+def log_softmax(x, chosen, k, top_ids, top):
+    """Return the log-softmax at `chosen` and write the k likeliest, best first; NaN if logits are not finite."""
+    maxima = np.empty((x.shape[0] + BLOCK - 1) // BLOCK, x.dtype)
+    best = np.float64(block_max(x, maxima))
     if not math.isfinite(best):
         return np.float32(np.nan)
-    total, _ = chances(x, best, 1.0, np.empty(tops.shape[0], np.float64))
+    total, _ = exp_sums(x, best, 1.0, np.empty(maxima.shape[0], np.float64))
     less = math.log(total)
     ids = np.empty(x.shape[0], np.int64)
-    blockwise = 2 * k <= tops.shape[0]
-    low = kth_largest(copy_of(tops, tops.shape[0]) if blockwise else copy_of(x, x.shape[0]), max(k, 1))
-    found = gather(x, tops, low, np.inf, ids) if k else 0
+    blockwise = 2 * k <= maxima.shape[0]
+    low = kth_largest(copy_first(maxima, maxima.shape[0]) if blockwise else copy_first(x, x.shape[0]), max(k, 1))
+    found = gather_above(x, maxima, low, np.inf, ids) if k else 0
     for rank in range(k):
         first = 0
         for i in range(1, found):

@@ -1,8 +1,11 @@
-"""How many threads the kernels use, which library runs them, and who may start them when.
+"""Which threading layer runs the kernels, and how many of its threads a launch uses.
 
-Of Numba's threading layers `omp` starts a region in 2 us where `workqueue` takes 34, so it comes first; `workqueue`,
-which needs nothing, ends the process when two Python threads start kernels at once, so they go through a lock. GNU's
-OpenMP does not survive a fork: in such a child a launch is an error of ours, where Numba would end the process.
+How many threads a backend uses is its own field; a launch masks Numba's pool to that number. Process-wide by nature are
+Numba's pool and layer, its mask per Python thread, the launch lock of `workqueue` and the state after a fork.
+
+Of Numba's layers `omp` starts a region in 2 us where `workqueue` takes 34, so it comes first; `workqueue`, which needs
+nothing, ends the process when two Python threads start kernels at once, so launches go through a lock. GNU's OpenMP
+does not survive a fork: in such a child a launch raises, where Numba would end the process.
 """
 
 from __future__ import annotations
@@ -32,58 +35,55 @@ os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 if "NUMBA_THREADING_LAYER_PRIORITY" not in os.environ:
     _numba.config.THREADING_LAYER_PRIORITY = LAYERS
 
-_count = 0  # of this process; 0: not chosen yet
-_of_thread = threading.local()  # what Numba was told in each Python thread: it remembers that by thread
-_lock = threading.Lock()
-_gate: AbstractContextManager[object] | None = None  # None: the layer is not known yet
+_mask = threading.local()  # `threads`: what Numba's mask of this Python thread is
+_launch_lock = threading.Lock()
+_guard: AbstractContextManager[object] | None = None  # what a launch holds; None: the layer is not known yet
 _forked = False
 
 
-def use(asked: int | None = None) -> int:
-    """Let the kernels of this process use so many threads; None leaves what was chosen, or takes the default."""
-    global _count
-    if asked is not None or not _count:
-        _count = min(thread_count.choose(asked), int(_numba.config.NUMBA_NUM_THREADS))
-    return _count
+def choose_threads(requested: int | None = None) -> int:
+    """Return how many threads a backend uses: `requested`, or the default, at most Numba's pool; raise if too many."""
+    return min(thread_count.choose(requested), int(_numba.config.NUMBA_NUM_THREADS))
 
 
-def count() -> int:
-    """Threads of the kernels of this process."""
-    return _count or use()
-
-
-def layer() -> str:
-    """The threading layer in use; it is loaded now if it was not."""
+def threading_layer() -> str:
+    """Return the threading layer in use, loading it if needed."""
     try:
         _parallel._launch_threads()
     except (ValueError, ImportError, OSError) as error:
-        told = " ".join(str(error).split())
-        raise MissingDependencyError(f"Numba finds no threading layer ({told}): unset NUMBA_THREADING_LAYER") from None
+        reason = " ".join(str(error).split())
+        raise MissingDependencyError(
+            f"Numba finds no threading layer ({reason}): unset NUMBA_THREADING_LAYER"
+        ) from None
     return str(_numba.threading_layer())
 
 
-def launching() -> AbstractContextManager[object]:
-    """To be held while a kernel that starts threads runs: `with launching(): kernel(...)`."""
+def require_not_forked() -> None:
+    """Raise in a child that was forked after kernels had been used."""
     if _forked:
         raise InferenceError(FORKED)
-    wanted = _count or use()
-    if getattr(_of_thread, "count", 0) != wanted:
-        layer()
-        _numba.set_num_threads(wanted)
-        _of_thread.count = wanted
-    return _gate or _choose_gate()
 
 
-def _choose_gate() -> AbstractContextManager[object]:
-    global _gate
-    _gate = _lock if layer() == "workqueue" else nullcontext()
-    return _gate
+def launch(threads: int) -> AbstractContextManager[object]:
+    """Mask Numba's pool to `threads` and return what to hold while a kernel runs: `with launch(n): kernel(...)`."""
+    require_not_forked()
+    if getattr(_mask, "threads", 0) != threads:
+        threading_layer()
+        _numba.set_num_threads(threads)
+        _mask.threads = threads
+    return _guard or _choose_guard()
+
+
+def _choose_guard() -> AbstractContextManager[object]:
+    global _guard
+    _guard = _launch_lock if threading_layer() == "workqueue" else nullcontext()
+    return _guard
 
 
 def _after_fork() -> None:
-    """In the child: a lock that some thread of the parent held would never open."""
-    global _lock, _gate, _forked
-    _lock, _gate = threading.Lock(), None
+    """In the child, replace the lock: a thread of the parent may have held it."""
+    global _launch_lock, _guard, _forked
+    _launch_lock, _guard = threading.Lock(), None
     _forked = _forked or (_parallel._is_initialized and _numba.threading_layer() == "omp")
 
 

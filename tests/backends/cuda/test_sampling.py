@@ -14,7 +14,7 @@ from llm_worker_rbee.backends.cuda import device
 from llm_worker_rbee.backends.cuda import sampling as fast
 from llm_worker_rbee.backends.ops import SampleRow
 from llm_worker_rbee.errors import InferenceError
-from tests.backends.test_cpu_sampling import nasty, ordinary, penalties, settings
+from tests.backends.cpu.test_sampling import nasty, ordinary, penalties, settings
 
 DEVICE = device.open_device(0)
 Floats = NDArray[np.float32]

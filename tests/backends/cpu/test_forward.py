@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from llm_worker_rbee.backends.cpu import CpuBackend, threads
-from llm_worker_rbee.backends.cpu.embedding import embed_rows, unpack
-from llm_worker_rbee.backends.cpu.jit import Task
-from llm_worker_rbee.backends.cpu.layouts import BY_TYPE
+from llm_worker_rbee.backends.cpu import CpuBackend
+from llm_worker_rbee.backends.cpu.embedding import dequantize_rows, embed_task
+from llm_worker_rbee.backends.cpu.jit import TaskKernel
+from llm_worker_rbee.backends.cpu.layouts import LAYOUT_BY_TYPE
 from llm_worker_rbee.backends.cpu.pointers import i64
-from llm_worker_rbee.backends.cpu.program import Instruction, Program, Step, new_step, table_of
+from llm_worker_rbee.backends.cpu.program import Program, Step, Task, new_step, pack_args
 from llm_worker_rbee.bench.random_weights import random_tensor
 from llm_worker_rbee.engine.model_runner import SingleSequence
 from llm_worker_rbee.errors import InferenceError
@@ -28,8 +28,6 @@ from tests.helpers.model_runs import compute_logits, load
 from tests.helpers.model_zoo import ZOO, make_hf, prompt_ids, save_gguf, save_hf
 
 cpu = CpuBackend()
-
-S_DELTA, S_NORMED = int(Step.DELTA), int(Step.NORMED)
 
 
 def steps(model: Transformer, ids: list[int], sizes: list[int], *, fused: bool) -> NDArray[np.float32]:
@@ -43,7 +41,7 @@ def steps(model: Transformer, ids: list[int], sizes: list[int], *, fused: bool) 
 
 
 @pytest.mark.parametrize("name", ZOO)
-def test_it_has_the_bits_of_single_ops_and_the_values_of_the_reference(name: str, tmp_path: Path) -> None:
+def test_fused_forward_has_the_bits_of_single_ops_and_the_values_of_the_reference(name: str, tmp_path: Path) -> None:
     made = make_hf(ZOO[name])
     has_gguf = name not in ("qwen2-window", "gemma2-scale")
     path = save_gguf(ZOO[name], made, tmp_path / "model.gguf") if has_gguf else save_hf(made, tmp_path / "model")
@@ -58,21 +56,21 @@ def test_it_has_the_bits_of_single_ops_and_the_values_of_the_reference(name: str
     assert np.abs(whole - expected).max() < 2e-3 * np.abs(expected).max()
 
 
-@pytest.mark.parametrize("name", BY_TYPE)
-def test_embedding_rows_of_every_type(name: str) -> None:
+@pytest.mark.parametrize("name", LAYOUT_BY_TYPE)
+def test_embed_task_of_every_type_equals_dequantized_rows(name: str) -> None:
     columns, factor = 512, 3.0
     weight = cpu.prepare([random_tensor(BLOCK_TYPES[name], (70, columns), seed=5)])
     ids = np.array([69, 0, 17, 17, 32], np.int64)
     out = np.full((len(ids), columns), np.nan, np.float32)
     step = new_step()
-    step[Step.TOKENS], step[Step.IDS], step[Step.STREAM] = len(ids), ids.ctypes.data, out.ctypes.data
-    Program([embed_rows(weight.parts[0], factor)]).run(step)
-    np.testing.assert_array_equal(out, unpack(weight.parts[0], ids) * np.float32(factor))
+    step[Step.TOKENS], step[Step.TOKEN_IDS], step[Step.RESIDUAL] = len(ids), ids.ctypes.data, out.ctypes.data
+    Program([embed_task(weight.parts[0], factor)]).run(step, 2)
+    np.testing.assert_array_equal(out, dequantize_rows(weight.parts[0], ids) * np.float32(factor))
 
 
 def mark(args, step, piece):  # type: ignore[no-untyped-def]
     """Count that this piece was done."""
-    i64(i64(step)[S_DELTA])[piece] += 1
+    i64(i64(step)[Step.RESIDUAL_DELTA])[piece] += 1
 
 
 def gather(args, step, piece):  # type: ignore[no-untyped-def]
@@ -80,36 +78,31 @@ def gather(args, step, piece):  # type: ignore[no-untyped-def]
     s, a = i64(step), i64(args)
     total = 0
     for i in range(a[0]):
-        total += i64(s[S_DELTA])[i]
-    i64(s[S_NORMED])[piece] += total - a[1]
+        total += i64(s[Step.RESIDUAL_DELTA])[i]
+    i64(s[Step.NORMED])[piece] += total - a[1]
 
 
-MARK, GATHER = Task(mark), Task(gather)
+MARK, GATHER = TaskKernel(mark), TaskKernel(gather)
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3])
-def test_every_piece_is_done_once_and_before_the_next_instruction(workers: int) -> None:
+def test_program_runs_every_piece_once_before_the_next_task(workers: int) -> None:
     pieces, rounds = 37, 40
-    instructions = []
+    tasks = []
     for i in range(rounds):
-        instructions.append(Instruction(MARK, table_of(0), 1, Step.TOKENS, 1))
-        instructions.append(Instruction(GATHER, table_of(pieces, pieces * (i + 1)), 5, Step.TOKENS, pieces))
+        tasks.append(Task(MARK, pack_args(0), 1, Step.TOKENS, 1))
+        tasks.append(Task(GATHER, pack_args(pieces, pieces * (i + 1)), 5, Step.TOKENS, pieces))
     done, missed, step = np.zeros(pieces, np.int64), np.zeros(5, np.int64), new_step()
-    step[Step.TOKENS], step[Step.DELTA], step[Step.NORMED] = pieces, done.ctypes.data, missed.ctypes.data
-    before = threads.count()
-    program = Program(instructions)
-    try:
-        threads.use(min(workers, 2))
-        for _ in range(20):
-            done[:] = 0
-            program.run(step)
-            np.testing.assert_array_equal(done, rounds)
-            np.testing.assert_array_equal(missed, 0)
-    finally:
-        threads.use(before)
+    step[Step.TOKENS], step[Step.RESIDUAL_DELTA], step[Step.NORMED] = pieces, done.ctypes.data, missed.ctypes.data
+    program = Program(tasks)
+    for _ in range(20):
+        done[:] = 0
+        program.run(step, min(workers, 2))
+        np.testing.assert_array_equal(done, rounds)
+        np.testing.assert_array_equal(missed, 0)
 
 
-def test_two_python_threads_share_one_model(default_model: Path) -> None:
+def test_fused_forward_from_two_python_threads_has_the_same_bits(default_model: Path) -> None:
     checkpoint = open_checkpoint(default_model)
     model = load_model(checkpoint, cpu, read_model_config(checkpoint), 64)  # type: ignore[arg-type]
     prompts = [np.random.default_rng(seed).integers(0, 49152, 12).tolist() for seed in range(4)]
@@ -128,7 +121,7 @@ def test_two_python_threads_share_one_model(default_model: Path) -> None:
         np.testing.assert_array_equal(together[i], expected)
 
 
-def test_a_step_may_be_empty_and_may_want_a_token_twice(default_model: Path) -> None:
+def test_fused_forward_of_empty_step_and_repeated_logits_index(default_model: Path) -> None:
     checkpoint = open_checkpoint(default_model)
     model = load_model(checkpoint, cpu, read_model_config(checkpoint), 64)  # type: ignore[arg-type]
     runner = SingleSequence(model, 32)
@@ -142,7 +135,7 @@ def test_a_step_may_be_empty_and_may_want_a_token_twice(default_model: Path) -> 
         model.forward(runner.batch([49152], 10, all_logits=False), runner.cache)
 
 
-def test_a_cache_that_is_gone_is_not_kept(default_model: Path) -> None:
+def test_fused_forward_keeps_no_reference_to_the_kv_cache(default_model: Path) -> None:
     checkpoint = open_checkpoint(default_model)
     model = load_model(checkpoint, cpu, read_model_config(checkpoint), 64)  # type: ignore[arg-type]
     runner = SingleSequence(model, 16)

@@ -34,7 +34,7 @@ def logits(path: Path, ids: list[int], chunk: int) -> np.ndarray:
     return np.concatenate(parts)
 
 
-def test_the_same_answer_as_the_reference_on_float_weights(tiny: Path) -> None:
+def test_cpu_backend_on_float_weights_answers_as_the_reference(tiny: Path) -> None:
     options = {"max_tokens": 24, "temperature": 0.0, "ignore_eos": True, "logprobs": 3}
     slow, fast = (
         LLM(tiny, backend=name, kv_type="float32").generate("hello there", **options) for name in ("reference", "cpu")
@@ -46,19 +46,19 @@ def test_the_same_answer_as_the_reference_on_float_weights(tiny: Path) -> None:
         assert a.logprob == pytest.approx(b.logprob, abs=1e-4)
 
 
-def test_the_same_bits_however_a_prompt_is_cut(default_model: Path) -> None:
+def test_logits_bits_do_not_depend_on_prefill_chunks(default_model: Path) -> None:
     ids = np.random.default_rng(3).integers(0, 49152, 37).tolist()
     whole = logits(default_model, ids, 37)
     for chunk in (1, 8, 16):
         np.testing.assert_array_equal(logits(default_model, ids, chunk), whole)
 
 
-def test_the_default_model_knows_paris(default_model: Path) -> None:
+def test_default_model_completes_capital_of_france(default_model: Path) -> None:
     text = LLM(default_model, backend="cpu").generate("The capital of France is", max_tokens=4, temperature=0.0).text
     assert "Paris" in text
 
 
-def test_nothing_is_read_from_the_file_after_loading(tiny: Path, tmp_path: Path) -> None:
+def test_cpu_backend_does_not_read_the_file_after_loading(tiny: Path, tmp_path: Path) -> None:
     copy = tmp_path / "copy.gguf"
     copy.write_bytes(tiny.read_bytes())
     llm = LLM(copy, backend="cpu")

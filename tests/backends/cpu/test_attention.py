@@ -20,7 +20,7 @@ from llm_worker_rbee.backends.ops import KV_TYPES, AttentionParams, Batch, KVLay
 
 cpu = CpuBackend()
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 Floats = NDArray[np.float32]
 STILL = RopeTable(np.empty(0, np.float32), 1.0)  # turns nothing: both sides store the same numbers
 PLAIN = AttentionParams(0.2)
@@ -77,7 +77,7 @@ def filled(
 
 @pytest.mark.parametrize("kind", KV_TYPES)
 @pytest.mark.parametrize(("heads", "kv_heads", "dim", "params"), SHAPES)
-def test_each_kind_agrees_with_the_reference(
+def test_attention_of_each_kv_type_agrees_with_reference(
     kind: str, heads: int, kv_heads: int, dim: int, params: AttentionParams
 ) -> None:
     batch, blocks = step([37, 70, 1, 6], [37, 70, 1, 6])
@@ -90,7 +90,7 @@ def test_each_kind_agrees_with_the_reference(
 
 @pytest.mark.parametrize("kind", KV_TYPES)
 @pytest.mark.parametrize(("heads", "kv_heads", "dim", "params"), SHAPES)
-def test_the_same_bits_alone_in_a_batch_and_in_any_chunk(
+def test_attention_has_the_same_bits_alone_batched_and_chunked(
     kind: str, heads: int, kv_heads: int, dim: int, params: AttentionParams
 ) -> None:
     table = RopeTable((1 / 100 ** (np.arange(0, dim, 4, dtype=np.float32) / dim)).astype(np.float32), 1.2)
@@ -116,7 +116,7 @@ def test_the_same_bits_alone_in_a_batch_and_in_any_chunk(
 
 
 @pytest.mark.parametrize("block", [32, 48])
-def test_the_size_of_a_block_changes_no_bit(block: int) -> None:
+def test_attention_bits_do_not_depend_on_block_size(block: int) -> None:
     found = []
     for size in (16, block):
         batch, blocks = step([37, 70, 1], [37, 70, 1], size)
@@ -127,7 +127,7 @@ def test_the_size_of_a_block_changes_no_bit(block: int) -> None:
 
 @pytest.mark.parametrize("kind", KV_TYPES)
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_what_is_no_number_neither_vanishes_nor_spreads(kind: str, bad: float) -> None:
+def test_attention_nan_reaches_exactly_the_queries_that_see_it(kind: str, bad: float) -> None:
     """A query sees it from its own position on, and none before, whichever tile they share."""
     batch, blocks = step([30], [30])
     for which in range(2):
@@ -141,7 +141,7 @@ def test_what_is_no_number_neither_vanishes_nor_spreads(kind: str, bad: float) -
         assert not np.isfinite(found[20:, 1, :, 39]).any()
 
 
-def test_the_kinds_keep_what_they_promise() -> None:
+def test_kv_types_round_within_their_bounds() -> None:
     """Half a step of rounding each, zeros exact, tiny and huge heads included; the reference says the same."""
     batch, blocks = step([40], [40])
     x = normal(40, 2, 24) * np.float32(10.0) ** np.arange(-20, 20, dtype=np.float32)[:, None, None]
@@ -162,7 +162,7 @@ def test_the_kinds_keep_what_they_promise() -> None:
 
 
 @pytest.mark.parametrize("kind", KV_TYPES)
-def test_both_store_the_same_numbers(kind: str) -> None:
+def test_rope_store_writes_the_values_of_the_reference(kind: str) -> None:
     batch, blocks = step([20], [20])
     x = normal(20, 3, 20)
     x[3, 1] = 0
@@ -183,7 +183,7 @@ import numpy as np
 from llm_worker_rbee.backends.cpu import CpuBackend
 cpu = CpuBackend()
 from llm_worker_rbee.backends.ops import AttentionParams
-from tests.backends.test_cpu_attention import filled, normal, step
+from tests.backends.cpu.test_attention import filled, normal, step
 batch, blocks = step([19, 1], [33, 40])
 whole, _ = step([33, 40], [33, 40])
 kv = filled(cpu, whole, blocks, "int8", 2, 40)
@@ -191,7 +191,7 @@ print(cpu.attention(normal(20, 6, 40), kv, batch, AttentionParams(0.2, window=9)
 """
 
 
-def test_every_instruction_set_of_this_machine_gives_the_same_bits() -> None:
+def test_attention_has_the_same_bits_on_every_instruction_set() -> None:
     found = set()
     for name in {isa.available()[0], "avx2"} & set(isa.available()):  # two sizes of tiles
         env = {**os.environ, isa.VARIABLE: name, "PYTHONPATH": str(ROOT)}

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from llm_worker_rbee import machine
-
-from .test_isa import run
+from tests.backends.test_isa import run
 
 CODE = """
 import numba, numpy as np
@@ -16,7 +15,7 @@ from llm_worker_rbee.backends.cpu import simd_f32 as f
 @numba.njit
 def copy(x, y):
     for i in range(0, x.size, 16):
-        f.put(y, i, f.get(x, i))
+        f.store(y, i, f.load(x, i))
 
 def same(found, wanted):
     numbers = ~np.isnan(wanted)
@@ -36,10 +35,10 @@ narrow = np.empty(x.size, np.uint16)
 copy(x, narrow)
 with np.errstate(all="ignore"):
     same(narrow.view(np.float16), x.astype(np.float16))
-print("f16c" in isa.features())
+print("f16c" in isa.llvm_features())
 """
 
 
 @pytest.mark.skipif(not machine.is_x86(), reason="elsewhere LLVM has instructions for it")
-def test_float16_without_f16c() -> None:
+def test_float16_conversions_without_f16c_are_exact() -> None:
     assert run(CODE, NUMBA_CPU_NAME="generic") == ["False"]

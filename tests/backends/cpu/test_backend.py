@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from llm_worker_rbee.backends import OPS, isa, reference, select_backend
 from llm_worker_rbee.backends.cpu import CpuBackend
-from llm_worker_rbee.backends.cpu.layouts import BY_TYPE
+from llm_worker_rbee.backends.cpu.layouts import LAYOUT_BY_TYPE
 from llm_worker_rbee.backends.ops import AttentionParams, Batch, KVLayer, RopeTable
 from llm_worker_rbee.bench.random_weights import random_tensor
 from llm_worker_rbee.errors import InvalidRequestError
@@ -21,8 +21,8 @@ from llm_worker_rbee.weights.quants import BLOCK_TYPES
 
 cpu = CpuBackend()
 
-ROOT = Path(__file__).parents[2]
-PLAIN = ("F32", "F16", "BF16")
+ROOT = Path(__file__).parents[3]
+FLOAT_TYPES = ("F32", "F16", "BF16")
 Floats = NDArray[np.float32]
 
 
@@ -35,26 +35,26 @@ def difference(found: Floats, wanted: Floats) -> float:
     return float(np.abs(found - wanted).max() / np.abs(wanted).max())
 
 
-def as_bytes(x: Floats) -> Floats:
+def quantize_dequantize(x: Floats) -> Floats:
     """What the kernels make of activations: 127 steps a block of 32 columns."""
     blocks = x.reshape(*x.shape[:-1], -1, 32)
     scale = np.abs(blocks).max(-1, keepdims=True) / np.float32(127)
     return (np.rint(blocks / scale) * scale).reshape(x.shape)
 
 
-def test_it_has_every_op_and_is_found_by_name() -> None:
+def test_cpu_backend_has_every_op_and_is_selected_by_name() -> None:
     assert isinstance(select_backend("cpu", "cpu"), CpuBackend)
     assert all(callable(getattr(cpu, name)) for name in OPS)
 
 
-@pytest.mark.parametrize("name", BY_TYPE)
-def test_products_of_every_type(name: str) -> None:
+@pytest.mark.parametrize("name", LAYOUT_BY_TYPE)
+def test_linear_of_every_type_agrees_with_reference(name: str) -> None:
     """33 rows fill no group of 16; 11 tokens are a full tile and a rest."""
     tensor = random_tensor(BLOCK_TYPES[name], (33, 512))
     weight, x = cpu.prepare([tensor]), normal(11, 512)
     found = cpu.linear(x, weight)
-    truth = (x if name in PLAIN else as_bytes(x)) @ tensor.dequantize().T
-    assert difference(found, truth) < (1e-5 if name in PLAIN else 1e-3)
+    truth = (x if name in FLOAT_TYPES else quantize_dequantize(x)) @ tensor.dequantize().T
+    assert difference(found, truth) < (1e-5 if name in FLOAT_TYPES else 1e-3)
     assert difference(found, reference.linear(x, reference.prepare([tensor]))) < 2e-2
     alone = np.concatenate([cpu.linear(x[i : i + 1], weight) for i in range(11)])
     pairs = np.concatenate([cpu.linear(x[i : i + 3], weight) for i in range(0, 11, 3)])
@@ -62,7 +62,7 @@ def test_products_of_every_type(name: str) -> None:
     np.testing.assert_array_equal(pairs, found)
 
 
-def test_a_stack_of_types_and_a_bias() -> None:
+def test_linear_of_stacked_types_with_bias_equals_single_products() -> None:
     kinds = {"Q4_K": 48, "Q6_K": 32, "F16": 16}
     tensors = [random_tensor(BLOCK_TYPES[kind], (rows, 256), seed) for seed, (kind, rows) in enumerate(kinds.items())]
     x, bias = normal(5, 256), normal(96)
@@ -72,13 +72,13 @@ def test_a_stack_of_types_and_a_bias() -> None:
 
 
 @pytest.mark.parametrize("name", ["Q8_0", "Q4_1", "Q6_K", "F16"])
-def test_embedding_rows(name: str) -> None:
+def test_embed_returns_scaled_rows(name: str) -> None:
     tensor, ids = random_tensor(BLOCK_TYPES[name], (40, 256)), np.array([0, 39, 7, 7])
     found = cpu.embed(cpu.prepare([tensor]), ids, 2.0)
     np.testing.assert_allclose(found, 2 * tensor.dequantize()[ids], rtol=1e-3, atol=1e-7)
 
 
-def test_a_weight_is_a_copy() -> None:
+def test_prepare_copies_the_tensor() -> None:
     tensor, x = random_tensor(BLOCK_TYPES["Q4_0"], (16, 64)), normal(1, 64)
     weight = cpu.prepare([tensor])
     before = cpu.linear(x, weight)
@@ -86,7 +86,7 @@ def test_a_weight_is_a_copy() -> None:
     np.testing.assert_array_equal(cpu.linear(x, weight), before)
 
 
-def test_what_is_no_number_stays_none() -> None:
+def test_linear_of_nan_or_infinity_is_not_finite() -> None:
     weight = cpu.prepare([random_tensor(BLOCK_TYPES["Q4_0"], (16, 64))])
     for bad in (np.nan, np.inf):
         x = normal(1, 64)
@@ -95,7 +95,7 @@ def test_what_is_no_number_stays_none() -> None:
 
 
 @pytest.mark.parametrize(("rows", "width"), [(1, 64), (3, 100), (9, 576), (2, 7)])
-def test_norms(rows: int, width: int) -> None:
+def test_norms_agree_with_reference(rows: int, width: int) -> None:
     x, residual, weight = normal(rows, width), normal(rows, width, seed=2), normal(width, seed=3)
     np.testing.assert_allclose(cpu.rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5), rtol=2e-6, atol=1e-6)
     for found, wanted in zip(
@@ -106,7 +106,7 @@ def test_norms(rows: int, width: int) -> None:
 
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 @pytest.mark.parametrize(("rows", "half"), [(1, 48), (7, 50)])
-def test_gated(activation: str, rows: int, half: int) -> None:
+def test_gated_agrees_with_reference(activation: str, rows: int, half: int) -> None:
     x = 4 * normal(rows, 2 * half)
     x[0, :3] = (-200, 200, 0)
     found, wanted = cpu.gated(x, activation), reference.gated(x, activation)
@@ -143,7 +143,9 @@ def step(lengths: list[int], contexts: list[int], block: int = 16) -> tuple[Batc
         (2, 2, 80, AttentionParams(0.2)),
     ],
 )
-def test_rope_and_attention_over_a_paged_cache(heads: int, kv_heads: int, dim: int, params: AttentionParams) -> None:
+def test_rope_store_and_attention_agree_with_reference(
+    heads: int, kv_heads: int, dim: int, params: AttentionParams
+) -> None:
     table = RopeTable((1 / 10000 ** (np.arange(0, dim, 4, dtype=np.float32) / dim)).astype(np.float32), 1.2)
     whole, blocks = step([21, 40, 1], [21, 40, 1])
     last, _ = step([5, 1, 1], [21, 40, 1])
@@ -161,7 +163,7 @@ def test_rope_and_attention_over_a_paged_cache(heads: int, kv_heads: int, dim: i
         np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=2e-5)
 
 
-def test_an_instruction_set_that_is_not_here_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_isa_current_with_unknown_name_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(isa.VARIABLE, "abacus")
     with pytest.raises(InvalidRequestError, match="'abacus' is unknown: use one of"):
         isa.current()
@@ -173,16 +175,16 @@ FORCED = """
 import numpy as np
 from llm_worker_rbee.backends.cpu import CpuBackend
 cpu = CpuBackend()
-from llm_worker_rbee.backends.cpu.dot_int8 import NAME
+from llm_worker_rbee.backends.cpu.dot_int8 import ISA
 from llm_worker_rbee.bench.random_weights import random_tensor
 from llm_worker_rbee.weights.quants import BLOCK_TYPES
 x = np.random.default_rng(1).standard_normal((3, 256), np.float32)
 sums = [cpu.linear(x, cpu.prepare([random_tensor(BLOCK_TYPES[k], (16, 256))])) for k in ("Q4_0", "IQ4_NL")]
-print(NAME, np.stack(sums).astype(np.float64).tobytes().hex())
+print(ISA, np.stack(sums).astype(np.float64).tobytes().hex())
 """
 
 
-def test_every_instruction_set_of_this_machine_gives_the_same_bits() -> None:
+def test_linear_has_the_same_bits_on_every_instruction_set() -> None:
     """Integer products are exact and the order of the sums is the same, so no bit may differ."""
     found = {}
     for name in isa.available():

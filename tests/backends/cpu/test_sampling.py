@@ -9,7 +9,7 @@ import pytest
 from numpy.typing import NDArray
 
 from llm_worker_rbee.backends import reference_sampling
-from llm_worker_rbee.backends.cpu import CpuBackend, sampling_kernels, threads
+from llm_worker_rbee.backends.cpu import CpuBackend, sampling_kernels
 from llm_worker_rbee.backends.cpu import sampling as fast
 from llm_worker_rbee.backends.ops import SampleRow
 from llm_worker_rbee.errors import InferenceError
@@ -85,7 +85,7 @@ def nasty(rng: np.random.Generator, size: int) -> Floats:
 
 
 @pytest.mark.parametrize("kind", [ordinary, nasty])
-def test_every_mix_of_settings_gives_the_same_token(kind: object) -> None:
+def test_sample_of_every_mix_of_settings_equals_reference(kind: object) -> None:
     rng = np.random.default_rng(3)
     make = ordinary if kind is ordinary else nasty
     for i in range(2500):
@@ -94,7 +94,7 @@ def test_every_mix_of_settings_gives_the_same_token(kind: object) -> None:
         assert cpu.sample(x[None], [row])[0] == reference_sampling.sample_row(x, row), (i, size, row)
 
 
-def test_bias_and_penalties_give_the_same_token() -> None:
+def test_sample_with_bias_and_penalties_equals_reference() -> None:
     rng = np.random.default_rng(4)
     for i in range(600):
         size = SIZES[1 + i % (len(SIZES) - 1)]
@@ -105,26 +105,22 @@ def test_bias_and_penalties_give_the_same_token() -> None:
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_rows_of_a_batch_are_each_chosen_as_alone(count: int) -> None:
+def test_sample_of_a_batch_equals_reference_with_any_threads(count: int) -> None:
     """Any mix of rows, with any number of threads: the kernels' own draws, and those that they leave to the meaning."""
-    rng, before = np.random.default_rng(8), threads.count()
-    threads.use(count)
-    try:
-        for i in range(60):
-            size, rows = SIZES[i % len(SIZES)], int(rng.integers(0, 20))
-            x = np.empty((rows, size), np.float32)
-            wanted = []
-            for line in x:
-                line[:] = (ordinary, nasty)[rng.integers(2)](rng, size)
-                wanted.append((settings, penalties)[rng.integers(2)](rng, size))
-            expected = [reference_sampling.sample_row(line, row) for line, row in zip(x, wanted, strict=True)]
-            assert cpu.sample(x, wanted).tolist() == expected, (i, size, wanted)
-            assert cpu.sample(np.asfortranarray(x), wanted).tolist() == expected
-    finally:
-        threads.use(before)
+    rng, backend = np.random.default_rng(8), CpuBackend(count)
+    for i in range(60):
+        size, rows = SIZES[i % len(SIZES)], int(rng.integers(0, 20))
+        x = np.empty((rows, size), np.float32)
+        wanted = []
+        for line in x:
+            line[:] = (ordinary, nasty)[rng.integers(2)](rng, size)
+            wanted.append((settings, penalties)[rng.integers(2)](rng, size))
+        expected = [reference_sampling.sample_row(line, row) for line, row in zip(x, wanted, strict=True)]
+        assert backend.sample(x, wanted).tolist() == expected, (i, size, wanted)
+        assert backend.sample(np.asfortranarray(x), wanted).tolist() == expected
 
 
-def test_a_row_without_numbers_is_refused_among_others() -> None:
+def test_sample_of_a_batch_with_nan_row_raises() -> None:
     x = np.stack([ordinary(np.random.default_rng(9), 100) for _ in range(6)])
     x[4, 30] = np.nan
     for row in (SampleRow(temperature=0), SampleRow(top_p=0.9), SampleRow(logit_bias=((1, 2.0),))):
@@ -133,36 +129,36 @@ def test_a_row_without_numbers_is_refused_among_others() -> None:
 
 
 @pytest.mark.parametrize("row", [{"top_p": 0.95}, {"typical_p": 0.9}, {"typical_p": 0.9, "top_p": 0.5, "min_p": 0.1}])
-def test_flat_logits_have_many_candidates(row: dict[str, float]) -> None:
+def test_draw_of_flat_logits_with_many_candidates_equals_reference(row: dict[str, float]) -> None:
     """So many that they are put into buckets first; the kernels still do not ask."""
     rng = np.random.default_rng(10)
     for i in range(10):
         x = (rng.standard_normal(20_000) * rng.choice([0.1, 1.0])).astype(np.float32)
         one = SampleRow(**row, seed=i)  # type: ignore[arg-type]
-        assert fast._drawn(sampling_kernels.NARROW, x, one) == reference_sampling.sample_row(x, one)
+        assert fast.draw(x, one) == reference_sampling.sample_row(x, one)
 
 
-def test_the_kernels_seldom_ask() -> None:
+def test_draw_of_ordinary_logits_is_seldom_undecided() -> None:
     """On ordinary logits nearly every draw is the kernels' own: a test of the fall-back alone would prove nothing."""
     rng, asked, drawn = np.random.default_rng(5), 0, 0
     for _ in range(400):
         x, row = ordinary(rng, 3000), settings(rng, 3000)
         if 0.1 < row.temperature < 10 and row.top_p < 0.9999:
-            token, drawn = fast._drawn(sampling_kernels.NARROW, x, row), drawn + 1
+            token, drawn = fast.draw(x, row), drawn + 1
             asked += token < 0
             assert token < 0 or token == reference_sampling.sample_row(x, row)
     assert drawn > 100
     assert asked <= 0.02 * drawn
 
 
-def test_rows_are_drawn_by_their_chances() -> None:
+def test_sample_frequencies_follow_probabilities() -> None:
     x = np.log(np.array([[0.5, 0.25, 0.125, 0.125]], np.float32))
     tokens = [int(cpu.sample(x, [SampleRow(seed=9, position=i)])[0]) for i in range(4000)]
     found = np.bincount(tokens, minlength=4) / 4000
     assert np.abs(found - [0.5, 0.25, 0.125, 0.125]).max() < 0.03
 
 
-def test_uniform_numbers_are_the_same() -> None:
+def test_uniform_equals_reference() -> None:
     rng = np.random.default_rng(6)
     for _ in range(200):
         seed = int(rng.integers(0, 2**64, dtype=np.uint64))
@@ -174,7 +170,7 @@ def test_uniform_numbers_are_the_same() -> None:
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, "all -inf"])
 @pytest.mark.parametrize("at", [0, 70, 99])
-def test_logits_that_are_no_numbers_are_refused(bad: float | str, at: int) -> None:
+def test_sample_of_non_finite_logits_raises(bad: float | str, at: int) -> None:
     x = ordinary(np.random.default_rng(7), 100)[None]
     x[0, at if isinstance(bad, float) else slice(None)] = bad if isinstance(bad, float) else -np.inf
     for row in (SampleRow(temperature=0), SampleRow(), SampleRow(top_k=5), SampleRow(logit_bias=((1, 2.0),))):
@@ -185,7 +181,7 @@ def test_logits_that_are_no_numbers_are_refused(bad: float | str, at: int) -> No
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_log_probabilities(size: int) -> None:
+def test_logprobs_agree_with_reference(size: int) -> None:
     rng = np.random.default_rng(size)
     x = np.stack([ordinary(rng, size), np.rint(ordinary(rng, size)), nasty(rng, size)])
     chosen = rng.integers(0, size, 3)

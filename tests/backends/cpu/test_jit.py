@@ -15,22 +15,22 @@ import pytest
 from llm_worker_rbee.backends import isa
 from llm_worker_rbee.backends.cpu import jit
 
-PACKAGE = Path(__file__).parents[2] / "llm_worker_rbee"
+PACKAGE = Path(__file__).parents[3] / "llm_worker_rbee"
 RUN = """
 import ctypes, os, resource
 import numpy as np
 from llm_worker_rbee.backends.cpu import simd_f32 as f
-from llm_worker_rbee.backends.cpu.jit import Task
+from llm_worker_rbee.backends.cpu.jit import TaskKernel
 from llm_worker_rbee.backends.cpu.pointers import f32
 
 def ratio(args, step, piece):
     x = f32(args)
-    f.put(x, 0, f.div(f.get(x, 0), f.get(x, 16)))
+    f.store(x, 0, f.div(f.load(x, 0), f.load(x, 16)))
 
 if "LARGEST" in os.environ:
     resource.setrlimit(resource.RLIMIT_FSIZE, (int(os.environ["LARGEST"]),) * 2)
-x, tasks = np.repeat(np.float32([48, 2]), 16), [Task(ratio, name) for name in "abc"]
-kept = [task.kept for task in tasks]
+x, tasks = np.repeat(np.float32([48, 2]), 16), [TaskKernel(ratio, name) for name in "abc"]
+kept = [task.is_cached for task in tasks]
 for task in tasks:
     ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 3)(task.address)(x.ctypes.data, 0, 0)
 print(x[0], all(kept) if any(kept) in (False, all(kept)) else "some")
@@ -40,38 +40,36 @@ RIGHT, WRONG = 6.0, 54.0
 
 def start(cache: Path | str, root: Path = PACKAGE.parent, **env: str) -> subprocess.Popen[str]:
     """Three small kernels in a process of its own."""
-    given = {"PYTHONPATH": str(root), jit.VARIABLE: str(cache), "LLM_WORKER_THREADS": "1", **env}
+    given = {"PYTHONPATH": str(root), jit.CACHE_VARIABLE: str(cache), "LLM_WORKER_THREADS": "1", **env}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     return subprocess.Popen([sys.executable, "-c", RUN], env={**os.environ, **given}, cwd=root, text=True, **pipes)  # type: ignore[call-overload, no-any-return]
 
 
-def end(process: subprocess.Popen[str], told: str = "") -> tuple[float, bool]:
+def end(process: subprocess.Popen[str], warning: str = "") -> tuple[float, bool]:
     """(its result, whether the kernels were found on the disk); standard error has one line, or none."""
     out, errors = process.communicate(timeout=200)
     assert process.returncode == 0, errors
-    assert [told in line for line in errors.splitlines()] == [True] * bool(told), errors
+    assert [warning in line for line in errors.splitlines()] == [True] * bool(warning), errors
     value, kept = out.split()
     return float(value), kept == "True"
 
 
-def test_kernels_are_found_again_and_never_stale(tmp_path: Path) -> None:
+def test_jit_cache_is_reused_and_never_stale(tmp_path: Path) -> None:
     root, cache = tmp_path / "code", tmp_path / "cache"
     shutil.copytree(PACKAGE, root / "llm_worker_rbee", ignore=shutil.ignore_patterns("__pycache__"))
     assert end(start(cache, root)) == (RIGHT, False)
     assert end(start(cache, root)) == (RIGHT, True)
     edited = root / "llm_worker_rbee" / "backends" / "cpu" / "simd_f32.py"  # not the kernel's own file
     text = edited.read_text()
-    assert "lambda context, b, sig, args: b.fdiv(*args)" in text
-    edited.write_text(
-        text.replace("lambda context, b, sig, args: b.fdiv(*args)", "lambda context, b, sig, args: b.fadd(*args)")
-    )
+    assert "lambda b, x, y: b.fdiv(x, y)" in text
+    edited.write_text(text.replace("lambda b, x, y: b.fdiv(x, y)", "lambda b, x, y: b.fadd(x, y)"))
     assert end(start(cache, root)) == (WRONG, False)
     edited.write_text(text)
     assert end(start(cache, root)) == (RIGHT, True)
     assert end(start(cache, root, **{isa.VARIABLE: "portable"})) == (RIGHT, False)
 
 
-def test_two_processes_compile_at_once_and_damage_is_mended(tmp_path: Path) -> None:
+def test_jit_cache_survives_concurrent_writers_and_damage(tmp_path: Path) -> None:
     both = [start(tmp_path) for _ in range(2)]
     assert [end(process)[0] for process in both] == [RIGHT] * 2
     (folder,) = tmp_path.iterdir()
@@ -84,29 +82,29 @@ def test_two_processes_compile_at_once_and_damage_is_mended(tmp_path: Path) -> N
     assert end(start(tmp_path)) == (RIGHT, True)
     for file in files:
         data = file.read_bytes()
-        assert hashlib.sha256(data[jit.DIGEST :]).digest() == data[: jit.DIGEST]
+        assert hashlib.sha256(data[jit.DIGEST_BYTES :]).digest() == data[: jit.DIGEST_BYTES]
 
 
-def test_a_folder_that_cannot_be_written_and_a_full_disk_are_no_hindrance(tmp_path: Path) -> None:
+def test_jit_cache_unwritable_or_full_only_warns(tmp_path: Path) -> None:
     blocked, passing, small = tmp_path / "file", tmp_path / "tmp", tmp_path / "small"
     blocked.write_text("not a folder")
     passing.mkdir()
     one = start(blocked, TMPDIR=str(passing))
     two = start(small, LARGEST="1000", TMPDIR=str(passing))
     for process, place in ((one, blocked), (two, small)):
-        value, kept = end(process, told=f"kernels cannot be kept in {place}")
+        value, kept = end(process, warning=f"kernels cannot be kept in {place}")
         assert (value, kept) == (RIGHT, False)
     assert not list(passing.iterdir())
     assert not [file for folder in small.iterdir() for file in folder.iterdir()]
 
 
-def test_code_of_old_versions_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(jit.VARIABLE, str(tmp_path))
+def test_open_cache_dir_removes_unused_versions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(jit.CACHE_VARIABLE, str(tmp_path))
     days = {f"{number:016x}": age for number, age in enumerate([90, 50, 40, 35, 20, 10])}
     for name, age in [*days.items(), ("not-ours", 90)]:
         (tmp_path / name).mkdir()
         (tmp_path / name / "kernel").write_text("code")
         os.utime(tmp_path / name, (time.time() - age * 86400,) * 2)
-    assert jit.open_folder("f" * 16) == tmp_path / ("f" * 16)
+    assert jit.open_cache_dir("f" * 16) == tmp_path / ("f" * 16)
     left = {path.name for path in tmp_path.iterdir()}
     assert left == {name for name, age in days.items() if age <= 35} | {"not-ours", "f" * 16}

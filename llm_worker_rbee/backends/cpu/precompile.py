@@ -1,0 +1,171 @@
+"""All kernels, those of one model, and loading them before use: from disk, or compiled by several processes.
+
+Numba compiles one kernel at a time in a process, so helper processes share the work: each starts with its part of the
+list, then walks backwards through the parts of the others, and skips what is cached by then.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numba as nb
+
+from ...config import KV_DEFAULT, ModelConfig
+from ...weights import Checkpoint
+from .. import thread_count
+from ..ops import COMPILING, KV_TYPES, Progress
+from . import program, repack
+from .attention import decode_kernel, prefill_kernel, split_work_kernel
+from .gguf_blocks import CODEBOOK_RULES
+from .jit import CACHE_VARIABLE, PythonKernel, TaskKernel, cache_dir
+from .layouts import LAYOUT_BY_TYPE, LAYOUTS, Layout
+from .linear import linear_kernel
+from .rope import rope_store_kernel
+
+# Modules whose kernels every model needs: kept under names of their own, in a tuple or in a table.
+COMMON_MODULES = "elementwise embedding rope sampling"
+HEADS_PER_KV_HEAD = (1, 2, 3, 4, 5, 6, 7, 8)  # of known models
+KERNELS_PER_HELPER = 4  # fewer are compiled before a helper has started
+MAX_HELPERS = 7
+Kernel = TaskKernel | PythonKernel
+
+
+def all_kernels() -> list[Kernel]:
+    """Return every kernel of any known model."""
+    heads = [kernel for kv_type in KV_TYPES for group in HEADS_PER_KV_HEAD for kernel in _head_kernels(group, kv_type)]
+    return _unique([*_common_kernels(), *_repack_kernels(LAYOUTS), *map(linear_kernel, LAYOUTS), *heads])
+
+
+def model_kernels(checkpoint: Checkpoint, config: ModelConfig, kv_type: str = KV_DEFAULT) -> list[Kernel]:
+    """Return the kernels that a model needs."""
+    types = {t.kind.name for t in checkpoint.tensors.values() if len(t.shape) == 2}
+    return needed_kernels(types, max(1, config.n_heads // max(1, config.n_kv_heads)), kv_type)
+
+
+def needed_kernels(types: Collection[str], group: int, kv_type: str = KV_TYPES[0]) -> list[Kernel]:
+    """Return the kernels for matrices of these quantization types and `group` heads per KV head."""
+    layouts = list(dict.fromkeys(LAYOUT_BY_TYPE[name] for name in sorted(types) if name in LAYOUT_BY_TYPE))
+    heads = _head_kernels(group, kv_type)
+    return _unique([*_common_kernels(), *_repack_kernels(layouts, types), *map(linear_kernel, layouts), *heads])
+
+
+def _head_kernels(group: int, kv_type: str) -> list[Kernel]:
+    return [
+        split_work_kernel(group), rope_store_kernel(kv_type), prefill_kernel(kv_type), decode_kernel(group, kv_type),
+    ]  # fmt: skip
+
+
+def _common_kernels() -> list[Kernel]:
+    modules = [importlib.import_module(f"{__package__}.{name}") for name in COMMON_MODULES.split()]
+    return [
+        PythonKernel(program.worker_loop, *[nb.int64] * 6),
+        PythonKernel(program.run_parallel, *[nb.int64] * 5),
+        *(kernel for module in modules for value in list(vars(module).values()) for kernel in _kernels_in(value)),
+    ]
+
+
+def _kernels_in(value: Any) -> Iterable[Kernel]:
+    if isinstance(value, Kernel):
+        return [value]
+    inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, tuple) else ()
+    return [one for one in inner if isinstance(one, Kernel)]
+
+
+def _repack_kernels(layouts: Iterable[Layout], types: Collection[str] = tuple(LAYOUT_BY_TYPE)) -> list[Kernel]:
+    typeof: Any = nb.typeof
+    source, target = repack.describe_source("Q4_0"), repack.scan_target(LAYOUT_BY_TYPE["Q4_0"])
+    signature = (typeof(source), *[nb.int64] * 5, typeof(target), nb.int64)
+    quantized = [name for name in types if name in LAYOUT_BY_TYPE and not LAYOUT_BY_TYPE[name].float_type]
+    kernels: list[Kernel] = []
+    if any(layout.float_type for layout in layouts):
+        kernels.append(PythonKernel(repack.interleave_floats, *[nb.int64] * 8))
+    if any(name not in CODEBOOK_RULES for name in quantized):
+        kernels.append(PythonKernel(repack.repack_basic, *signature))
+    if any(name in CODEBOOK_RULES for name in quantized):
+        kernels.append(PythonKernel(repack.repack_codebook, *signature))
+    return kernels
+
+
+def _unique(kernels: Iterable[Kernel]) -> list[Kernel]:
+    return list({kernel.name: kernel for kernel in kernels}.values())
+
+
+def load_kernels(kernels: Sequence[Kernel], progress: Progress | None = None) -> int:
+    """Load all of these, compiling what is not cached; return how many were compiled."""
+    missing = [kernel for kernel in kernels if not kernel.is_cached]
+    report = progress or (lambda what, done, total: None)
+    helpers = min(thread_count.choose() - 1, MAX_HELPERS, len(missing) // KERNELS_PER_HELPER)
+    own, *others = _work_orders(missing, 1 + helpers)
+    with _helper_processes(others, cache_dir()):
+        for kernel in own:
+            report(COMPILING, sum(one.is_cached for one in missing), len(missing))
+            if not kernel.is_cached:
+                kernel.load()
+    if missing:
+        report(COMPILING, len(missing), len(missing))
+    for kernel in kernels:
+        kernel.load()
+    return len(missing)
+
+
+def _work_orders(missing: Sequence[Kernel], processes: int) -> list[list[Kernel]]:
+    """Return the order in which each process goes through the kernels, so that two seldom meet at one."""
+    edges = [len(missing) * i // processes for i in range(processes + 1)]
+    parts = [list(missing[start:stop]) for start, stop in pairwise(edges)]
+    return [
+        parts[i] + [kernel for j in range(1, processes) for kernel in reversed(parts[(i + j) % processes])]
+        for i in range(processes)
+    ]
+
+
+@contextmanager
+def _helper_processes(orders: Sequence[Sequence[Kernel]], folder: Path | None) -> Iterator[None]:
+    """Run helper processes for as long as the block lasts."""
+    started: list[subprocess.Popen[bytes]] = []
+    try:
+        if folder is not None and sys.executable:
+            with suppress(OSError):  # no more processes may be started: it only takes longer
+                for order in orders:
+                    started.append(_start_helper([kernel.name for kernel in order], folder))
+        yield
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+
+
+def _start_helper(names: list[str], folder: Path) -> subprocess.Popen[bytes]:
+    root = Path(__file__).parents[3]
+    paths = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH", "")]))
+    process = subprocess.Popen(
+        [sys.executable, "-c", f"from {__name__} import run_helper; run_helper()"],
+        stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        env={**os.environ, "PYTHONPATH": paths, CACHE_VARIABLE: str(folder.parent)}, start_new_session=True,
+    )  # fmt: skip
+    assert process.stdin is not None
+    try:
+        with process.stdin as pipe:
+            pipe.write(json.dumps(names).encode())
+    except OSError:
+        pass  # it could not even start
+    return process
+
+
+def run_helper() -> None:
+    """Compile the kernels that standard input names, except those cached by then; end with the parent process."""
+    known = {kernel.name: kernel for kernel in all_kernels()}
+    parent = os.getppid()
+    for name in json.load(sys.stdin):
+        if os.getppid() != parent:
+            return
+        if name in known and not known[name].is_cached:
+            known[name].load()
