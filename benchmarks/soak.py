@@ -21,7 +21,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from visitors import KINDS, OursError, Refused, Visitor
+from soak_clients import KINDS, OursError, Refused, Visitor
 
 from llm_worker_rbee.bench.http_client import Address, Client, RequestFailedError
 from llm_worker_rbee.bench.process_stats import memory_of

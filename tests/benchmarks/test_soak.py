@@ -60,7 +60,7 @@ def test_a_server_with_errors_fails() -> None:
         status, found, said = soak("--minutes", "0.01", "--url", server.url, "--concurrency", "2")
     assert status == 1
     assert not found["checks"]["no error of the server's"]
-    assert "OursError: POST" in said
+    assert "ServerFaultError: POST" in said
 
 
 @pytest.fixture
@@ -68,9 +68,9 @@ def scripts(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
     """The two modules; they are scripts, not a package."""
     monkeypatch.syspath_prepend(str(SCRIPTS))
     import soak
-    import visitors
+    import soak_clients
 
-    return soak, visitors
+    return soak, soak_clients
 
 
 STARTED, TOKEN, END, DONE = '{"type":"started"}', '{"type":"token","t":"x","i":0}', '{"type":"end"}', "[DONE]"
@@ -91,12 +91,12 @@ CANCELLED = '{"type":"error","code":"CANCELLED"}'
     ],
 )
 def test_streams_that_end_as_they_should(scripts: tuple[Any, Any], events: list[str], is_sound: bool) -> None:
-    _, visitors = scripts
+    _, soak_clients = scripts
     if is_sound:
-        visitors.ended(events, ["CANCELLED"])
+        soak_clients.check_stream(events, ["CANCELLED"])
     else:
-        with pytest.raises(visitors.OursError):
-            visitors.ended(events, ["CANCELLED"])
+        with pytest.raises(soak_clients.ServerFaultError):
+            soak_clients.check_stream(events, ["CANCELLED"])
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bad_bodies import BAD_BODIES, GARBAGE
+from invalid_requests import BAD_BODIES, GARBAGE
 
 from llm_worker_rbee.bench.http_client import Client, EventParser
 from llm_worker_rbee.bench.workload import vocabulary
