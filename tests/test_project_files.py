@@ -1,0 +1,49 @@
+"""Files that are not run here: they parse, say so, and name what exists."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[1]
+YAML_FILES = [ROOT / ".pre-commit-config.yaml", ROOT / "compose.yaml", *sorted((ROOT / ".github").rglob("*.yml"))]
+NOT_RUN = [
+    *sorted((ROOT / ".github" / "workflows").glob("*.yml")),
+    *(ROOT / n for n in ("Dockerfile", "Dockerfile.cuda", "compose.yaml")),
+]
+
+
+def load_yaml(path: Path) -> Any:
+    return yaml.safe_load(path.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("path", YAML_FILES, ids=lambda path: path.name)
+def test_yaml_file_parses_to_mapping(path: Path) -> None:
+    assert isinstance(load_yaml(path), dict)
+
+
+@pytest.mark.parametrize("path", NOT_RUN, ids=lambda path: path.name)
+def test_file_that_was_not_run_says_so(path: Path) -> None:
+    assert "Not run:" in path.read_text(encoding="utf-8")
+
+
+def test_workflow_matrix_covers_supported_pythons_and_processors() -> None:
+    matrix = load_yaml(ROOT / ".github/workflows/test.yml")["jobs"]["test"]["strategy"]["matrix"]
+    assert matrix["python"] == ["3.11", "3.12", "3.13", "3.14"]
+    assert any(name.endswith("-arm") for name in matrix["os"])
+
+
+@pytest.mark.parametrize("name", ["Dockerfile", "Dockerfile.cuda"])
+def test_dockerfile_copies_existing_files(name: str) -> None:
+    text = (ROOT / name).read_text(encoding="utf-8")
+    for line in re.findall(r"^COPY (.*)$", text, flags=re.M):
+        assert all((ROOT / source).exists() for source in line.split()[:-1])
+
+
+def test_issue_templates_ask_for_machine_report() -> None:
+    for name, command in (("bug", "doctor --json"), ("performance", "bench peers --json"), ("model", "inspect MODEL")):
+        assert command in (ROOT / f".github/ISSUE_TEMPLATE/{name}.yml").read_text(encoding="utf-8")
