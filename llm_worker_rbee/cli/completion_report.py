@@ -3,7 +3,8 @@
 from typing import Any, NamedTuple
 
 from ..engine.request import TokenLogprob
-from ..llm import LLM, Completion
+from ..llm import LLM
+from ..outputs import Completion
 from ..tokenizer import Tokenizer
 from ..weights.hub import DEFAULT_MODEL
 from .terminal import columns, count

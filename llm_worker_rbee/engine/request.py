@@ -286,8 +286,3 @@ def resolve_max_tokens(num_prompt_tokens: int, max_tokens: int | None, config: E
             "max_tokens",
         )
     return resolved
-
-
-def token_limit(prompt: int, asked: int | None, context: int) -> int:
-    """Call `resolve_max_tokens` for callers that know the context alone."""
-    return resolve_max_tokens(prompt, asked, EngineConfig(max_context=context, n_blocks=context))
