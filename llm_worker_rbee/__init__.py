@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    """Bring the API in on first use, so that `--version` and `--help` need not wait for NumPy."""
+    """Import the API on first use, so that `--version` and `--help` do not import NumPy."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from . import errors, llm
@@ -29,5 +29,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """What a notebook offers for completion."""
+    """Return the names that an editor completes."""
     return sorted(__all__)

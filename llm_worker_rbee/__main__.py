@@ -1,10 +1,10 @@
-"""`python -m llm_worker_rbee`, and the `llm-worker-rbee` command: both end up in cli."""
+"""Entry point of `python -m llm_worker_rbee` and of the `llm-worker-rbee` command."""
 
 import sys
 
 try:
     from .cli import main
-except KeyboardInterrupt:  # pressed while Python was still importing
+except KeyboardInterrupt:  # Ctrl-C during the imports
     sys.exit(130)
 
 __all__ = ["main"]

@@ -1,151 +1,110 @@
-"""Every error that the worker raises on purpose: a small tree, each with its code and HTTP status.
+"""All errors of the worker, each with its code, HTTP status and whether a retry may help.
 
-A message names the thing that is wrong (a key, a tensor, a field, a file) and, where there is one, the remedy. Nothing
-here is caught and ignored: the command line prints one line, the server answers with the code.
+A message names the thing that is wrong (a key, a tensor, a field, a file) and the remedy where there is one. The
+command line prints it as one line, the server sends it with the code.
 """
+
+from typing import Any
 
 
 class WorkerError(Exception):
-    """The root: anything that is our own, foreseen failure."""
+    """Base class of all expected failures; a subclass gives what differs: `class X(WorkerError, code="X")`."""
 
     code = "INFERENCE_FAILED"
     status = 500
     retriable = False
 
-
-class ModelFileError(WorkerError):
-    """The bytes of a model file, or of a file beside it, are not what they must be."""
-
-    code = "INVALID_MODEL"
-
-
-class UnsupportedModelError(ModelFileError):
-    """A sound file that holds something this worker does not implement."""
-
-    code = "UNSUPPORTED_MODEL"
+    def __init_subclass__(
+        cls, code: str | None = None, status: int | None = None, retriable: bool | None = None, **more: Any
+    ) -> None:
+        super().__init_subclass__(**more)
+        for name, value in (("code", code), ("status", status), ("retriable", retriable)):
+            if value is not None:
+                setattr(cls, name, value)
 
 
-class TokenizerError(ModelFileError):
-    """The tokenizer described by a model file is broken or unknown."""
-
-    code = "INVALID_TOKENIZER"
+class ModelFileError(WorkerError, code="INVALID_MODEL"):
+    """A model file, or a file beside it, is invalid."""
 
 
-class NotFoundError(WorkerError):
-    """A name that leads nowhere."""
+class UnsupportedModelError(ModelFileError, code="UNSUPPORTED_MODEL"):
+    """A valid file needs something that is not implemented."""
 
-    code = "NOT_FOUND"
-    status = 404
+
+class TokenizerError(ModelFileError, code="INVALID_TOKENIZER"):
+    """The tokenizer of a model file is invalid or unknown."""
+
+
+class NotFoundError(WorkerError, code="NOT_FOUND", status=404):
+    """No such job, route or the like."""
 
 
 class ModelNotFoundError(NotFoundError):
-    """A model reference that leads nowhere."""
+    """No such model, file or folder."""
 
 
-class DownloadError(WorkerError):
-    """A model could not be brought here: network, disk, checksum or a missing tool."""
-
-    code = "DOWNLOAD_FAILED"
-    retriable = True
+class DownloadError(WorkerError, code="DOWNLOAD_FAILED", retriable=True):
+    """A model could not be fetched: network, disk, checksum or a missing tool."""
 
 
-class MissingDependencyError(WorkerError):
-    """An optional package or device is needed for what was asked."""
-
-    code = "MISSING_DEPENDENCY"
+class MissingDependencyError(WorkerError, code="MISSING_DEPENDENCY"):
+    """An optional package or device is missing."""
 
 
 class InferenceError(WorkerError):
-    """The forward pass gave something that no token can be chosen from."""
+    """The forward pass gave logits from which no token can be sampled."""
 
 
-class RequestCancelledError(WorkerError):
-    """Somebody ended a request before its answer was complete."""
-
-    code = "CANCELLED"
-    status = 499
+class RequestCancelledError(WorkerError, code="CANCELLED", status=499):
+    """A request was aborted before it was finished."""
 
 
-class DeadlineError(WorkerError):
-    """A request was not answered in the time that it was given."""
-
-    code = "TIMEOUT"
-    status = 504
-    retriable = True
+class DeadlineError(WorkerError, code="TIMEOUT", status=504, retriable=True):
+    """A request was not finished before its deadline."""
 
 
-class QueueFullError(WorkerError):
-    """More waits already than may wait; `retry_after` is when there should be room, in seconds."""
-
-    code = "QUEUE_FULL"
-    status = 429
-    retriable = True
+class QueueFullError(WorkerError, code="QUEUE_FULL", status=429, retriable=True):
+    """The queue is full; `retry_after` estimates, in seconds, when it will have room."""
 
     def __init__(self, message: str, retry_after: int = 1) -> None:
         super().__init__(message)
         self.retry_after = retry_after
 
 
-class ModelLoadingError(QueueFullError):
-    """The worker is here, its model is not yet."""
-
-    code = "MODEL_LOADING"
-    status = 503
+class ModelLoadingError(QueueFullError, code="MODEL_LOADING", status=503):
+    """The model is still loading."""
 
 
-class ShuttingDownError(WorkerError):
-    """The worker is about to end."""
-
-    code = "SHUTTING_DOWN"
-    status = 503
-    retriable = True
+class ShuttingDownError(WorkerError, code="SHUTTING_DOWN", status=503, retriable=True):
+    """The worker is draining and takes no new requests."""
 
 
-class ConflictError(WorkerError):
-    """Something of that name is here already."""
-
-    code = "CONFLICT"
-    status = 409
+class ConflictError(WorkerError, code="CONFLICT", status=409):
+    """The name is in use."""
 
 
-class PayloadTooLargeError(WorkerError):
-    """A body that is longer than bodies may be."""
-
-    code = "PAYLOAD_TOO_LARGE"
-    status = 413
+class PayloadTooLargeError(WorkerError, code="PAYLOAD_TOO_LARGE", status=413):
+    """The body of a request is too long."""
 
 
-class HeadersTooLargeError(PayloadTooLargeError):
-    """Headers that are longer than headers may be."""
-
-    status = 431
+class HeadersTooLargeError(PayloadTooLargeError, status=431):
+    """The headers of a request are too long."""
 
 
-class AuthenticationError(WorkerError):
-    """No key, or not the right one."""
-
-    code = "INVALID_API_KEY"
-    status = 401
+class AuthenticationError(WorkerError, code="INVALID_API_KEY", status=401):
+    """The API key is missing or wrong."""
 
 
-class MissingKeyError(AuthenticationError):
-    """No key at all."""
-
-    code = "MISSING_API_KEY"
+class MissingKeyError(AuthenticationError, code="MISSING_API_KEY"):
+    """The request has no API key."""
 
 
-class InsufficientMemoryError(WorkerError):
-    """There is not enough memory for what was asked."""
-
-    code = "INSUFFICIENT_MEMORY"
-    status = 503
+class InsufficientMemoryError(WorkerError, code="INSUFFICIENT_MEMORY", status=503):
+    """There is not enough memory."""
 
 
-class InvalidRequestError(WorkerError):
-    """A request, option or argument that cannot be honoured; `field` is its name."""
-
-    code = "INVALID_REQUEST"
-    status = 400
+class InvalidRequestError(WorkerError, code="INVALID_REQUEST", status=400):
+    """A request, option or argument is invalid; `field` is its name."""
 
     def __init__(self, message: str, field: str | None = None) -> None:
         super().__init__(message)
@@ -153,18 +112,16 @@ class InvalidRequestError(WorkerError):
 
 
 class ChatTemplateError(InvalidRequestError):
-    """A chat template is missing, refuses these messages, or misbehaves."""
+    """A chat template is missing, rejects the messages, or fails."""
 
 
-class ContextLengthError(InvalidRequestError):
-    """Prompt and answer do not fit into the context; the message holds all the figures."""
-
-    code = "CONTEXT_LENGTH_EXCEEDED"
+class ContextLengthError(InvalidRequestError, code="CONTEXT_LENGTH_EXCEEDED"):
+    """Prompt and output do not fit into the context; the message holds the lengths."""
 
 
 def human_bytes(count: int) -> str:
-    """A number of bytes as messages show it."""
+    """Return a number of bytes for messages, such as 1.2 kB."""
     for size, unit in ((1e3, "kB"), (1e6, "MB")):
-        if count < 999.95 * size:  # no 1,000.0 of a unit
+        if count < 999.95 * size:  # never 1,000.0 of a unit
             return f"{count / size:,.1f} {unit}"
     return f"{count / 1e9:,.2f} GB"

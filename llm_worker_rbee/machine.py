@@ -1,6 +1,6 @@
-"""What this machine is, read from /proc, /sys and small commands. Nothing here raises: what cannot be read is None.
+"""Processor, memory and GPUs of this machine, from /proc, /sys and small commands. Values that cannot be read are None.
 
-Linux tells all of it; elsewhere the names and counts that Python itself knows remain.
+On Linux everything is known; elsewhere mainly what Python itself knows.
 """
 
 import os
@@ -34,7 +34,7 @@ def _output(*command: str) -> str:
 
 
 def cpu_name() -> str:
-    """The processor, as it calls itself."""
+    """Return the processor's own name."""
     lines = dict(reversed([line.split(":", 1) for line in _read("/proc/cpuinfo").splitlines() if ":" in line]))
     fields = {key.strip(): value.strip() for key, value in lines.items()}
     if platform.system() == "Darwin":
@@ -43,7 +43,7 @@ def cpu_name() -> str:
 
 
 def cpu_features() -> list[str]:
-    """Those of the instruction sets that matter here."""
+    """Return the instruction sets that matter to the kernels."""
     words: set[str] = set()
     for line in _read("/proc/cpuinfo").splitlines():
         if line.startswith(("flags", "Features")):
@@ -58,17 +58,17 @@ def cpu_features() -> list[str]:
 
 
 def is_x86() -> bool:
-    """Whether this is an x86 processor of 64 bits."""
+    """Return whether this is a 64-bit x86 processor."""
     return platform.machine().lower() in ("x86_64", "amd64")
 
 
 def is_arm() -> bool:
-    """Whether this is an Arm processor of 64 bits."""
+    """Return whether this is a 64-bit Arm processor."""
     return platform.machine().lower() in ("aarch64", "arm64")
 
 
 def physical_cores() -> int | None:
-    """Cores that share no arithmetic unit: the distinct groups of sibling threads."""
+    """Return the number of groups of sibling threads; cores of one group share arithmetic units."""
     paths = Path("/sys/devices/system/cpu").glob("cpu[0-9]*/topology/thread_siblings_list")
     groups = {text for text in map(_read, paths) if text}
     if platform.system() == "Darwin":
@@ -77,7 +77,7 @@ def physical_cores() -> int | None:
 
 
 def usable_physical_cores() -> int | None:
-    """The same, of those cores that this process may run on."""
+    """Return the same for the cores that this process may run on."""
     if not hasattr(os, "sched_getaffinity"):
         return physical_cores()
     topology = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
@@ -86,14 +86,14 @@ def usable_physical_cores() -> int | None:
 
 
 def usable_cores() -> int:
-    """Logical cores that this process may run on."""
+    """Return the number of logical cores that this process may run on."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def cpu_quota() -> float | None:
-    """How many cores' worth of time the cgroup allows, or None for no limit."""
+    """Return the CPU time limit of the cgroup in cores, or None."""
     quotas = []
     for folder in _cgroups():
         words = _read(folder / "cpu.max").split()
@@ -106,7 +106,7 @@ def cpu_quota() -> float | None:
 
 
 def memory() -> tuple[int | None, int | None]:
-    """(total, available) bytes of the machine."""
+    """Return (total, available) bytes of memory."""
     sizes: dict[str, int] = {}
     for line in _read("/proc/meminfo").splitlines():
         key, _, rest = line.partition(":")
@@ -119,7 +119,7 @@ def memory() -> tuple[int | None, int | None]:
 
 
 def memory_limit() -> tuple[int | None, int]:
-    """(the cgroup's limit or None, bytes used under it); of the group with the least room."""
+    """Return (limit or None, bytes used) of the cgroup with the least free memory."""
     found: list[tuple[int, int]] = []
     for folder, limit, used in [(f, "memory.max", "memory.current") for f in _cgroups()] + [
         (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.usage_in_bytes")
@@ -131,15 +131,15 @@ def memory_limit() -> tuple[int | None, int]:
 
 
 def _page_cache(cgroup: Path) -> int:
-    """Bytes of files that the system keeps at hand: they count as used, and make way for whoever needs the memory."""
+    """Return the bytes of cached files, which count as used and are freed on demand."""
     words = dict(line.split() for line in _read(cgroup / "memory.stat").splitlines() if len(line.split()) == 2)
     names = ("inactive_file", "active_file")
-    prefix = "total_" if "total_inactive_file" in words else ""  # version 1 counts the groups below it so
+    prefix = "total_" if "total_inactive_file" in words else ""  # version 1, with the groups below
     return sum(int(words[prefix + name]) for name in names if words.get(prefix + name, "").isdigit())
 
 
 def _cgroups() -> list[Path]:
-    """Our cgroup and those above it (version 2): each may set a limit."""
+    """Return the cgroup of this process and those above it (version 2): each may set a limit."""
     root = Path("/sys/fs/cgroup")
     for line in _read("/proc/self/cgroup").splitlines():
         if line.startswith("0::"):
@@ -149,9 +149,9 @@ def _cgroups() -> list[Path]:
 
 
 def gpus() -> list[str]:
-    """One line for each NVIDIA GPU: name, memory, driver."""
+    """Return one line for each NVIDIA GPU: name, memory, driver."""
     if shutil.which("nvidia-smi") is None:
         return []
-    told = _output("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")
-    rows = [[cell.strip() for cell in line.split(",")] for line in told.splitlines()]
+    output = _output("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")
+    rows = [[cell.strip() for cell in line.split(",")] for line in output.splitlines()]
     return [f"{row[0]}, {row[1]}, driver {row[2]}" for row in rows if len(row) == 3]

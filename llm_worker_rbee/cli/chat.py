@@ -197,11 +197,8 @@ class Conversation:
             note("(stopped)")
         elif completion.finish_reason == "length":
             full = len(completion.prompt_tokens) + len(completion.tokens) >= self.llm.max_context
-            note(
-                "(the context is full: /reset starts over)"
-                if full
-                else f"(cut after {count(len(completion.tokens), 'token')}: --max-tokens allows more)"
-            )
+            cut = f"(cut after {count(len(completion.tokens), 'token')}: --max-tokens allows more)"
+            note("(the context is full: /reset starts over)" if full else cut)
         if not self.quiet and not stopped:
             note(figures_line(completion, drafts))
 

