@@ -104,11 +104,11 @@ def test_require_same_machine_other_machine_names_differences() -> None:
     there = on_another_machine(here, cpu="Other 9000", memory_gib=3)
     with pytest.raises(OtherMachineError, match="another machine") as error:
         require_same_machine(there, here, force=False)
-    told = str(error.value)
-    assert "cpu 'Other 9000' then" in told
-    assert "memory_gib 3 then" in told
-    assert "cores" not in told
-    assert "--force" in told
+    message = str(error.value)
+    assert "cpu 'Other 9000' then" in message
+    assert "memory_gib 3 then" in message
+    assert "cores" not in message
+    assert "--force" in message
     require_same_machine(there, here, force=True)
     require_same_machine(here, micro(seed=5), force=False)
 

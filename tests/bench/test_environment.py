@@ -1,4 +1,4 @@
-"""Where a run took place: what is written down, and that it tells machines, commits and models apart."""
+"""The description of machine, commit and model, and that the fingerprint tells machines apart."""
 
 from __future__ import annotations
 
@@ -66,10 +66,10 @@ def test_describe_commit_of_a_checkout(tmp_path: Path, monkeypatch: pytest.Monke
 def test_describe_model_hashes_the_file(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     path.write_bytes(b"GGUF" + bytes(5000))
-    heard: list[tuple[str, int, int | None]] = []
-    found = environment.describe_model(path, lambda *step: heard.append(step))
+    reported: list[tuple[str, int, int | None]] = []
+    found = environment.describe_model(path, lambda *step: reported.append(step))
     assert found == {"name": "model.gguf", "bytes": 5004, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
-    assert heard[-1][1:] == (5004, 5004)
+    assert reported[-1][1:] == (5004, 5004)
 
 
 def test_describe_model_split_file_and_folder_hash_all_parts(tmp_path: Path) -> None:

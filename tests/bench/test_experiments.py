@@ -1,4 +1,4 @@
-"""The experiments: both sides compute the same, the rules say what they say, and a run leaves verdicts and tables."""
+"""The experiments: both sides compute the same, the rules of verdicts, and the results of a run."""
 
 from __future__ import annotations
 
@@ -59,19 +59,21 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def lab(tiny: Path) -> Callable[..., Harness]:
+def make_harness(tiny: Path) -> Callable[..., Harness]:
     def make(**changes: object) -> Harness:
-        lab = Harness(Recorder("experiments"), lambda *_: None, tiny, plan=PLAN, shape=SHAPE, only_lengths=(1, 5))
-        return replace(lab, **changes)
+        make_harness = Harness(
+            Recorder("experiments"), lambda *_: None, tiny, plan=PLAN, shape=SHAPE, only_lengths=(1, 5)
+        )
+        return replace(make_harness, **changes)
 
     return make
 
 
 @pytest.fixture(scope="module")
 def whole(tiny: Path) -> Run:
-    lab = Harness(Recorder("experiments"), lambda *_: None, tiny, plan=PLAN, shape=SHAPE, only_lengths=(1, 5))
-    experiments.run(lab)
-    return lab.recorder.to_run()
+    make_harness = Harness(Recorder("experiments"), lambda *_: None, tiny, plan=PLAN, shape=SHAPE, only_lengths=(1, 5))
+    experiments.run(make_harness)
+    return make_harness.recorder.to_run()
 
 
 def test_run_every_claim_ends_in_one_line(whole: Run) -> None:
@@ -119,31 +121,31 @@ def test_markdown_needs_only_the_run(whole: Run, tmp_path: Path) -> None:
     assert "`llm-worker-rbee bench experiments --all --claims docs/claims.md`" in experiments.markdown(thorough)
 
 
-def test_select_returns_claims_in_table_order(lab: Callable[..., Harness]) -> None:
+def test_select_returns_claims_in_table_order(make_harness: Callable[..., Harness]) -> None:
     assert experiments.select(["5", "3A", "claim 1"]) == ["1", "3a", "5"]
     assert experiments.select([]) == list(experiments.EXPERIMENTS)
     with pytest.raises(InvalidRequestError, match="there is no claim '7': known are 1, 2, 3, 3a, 4, 5"):
         experiments.select(["7"])
-    one = lab()
+    one = make_harness()
     experiments.run(one, ["5"])
     assert list(one.recorder.details["tables"]) == ["5"]
 
 
-def test_run_interrupted_keeps_finished_claims(lab: Callable[..., Harness]) -> None:
+def test_run_interrupted_keeps_finished_claims(make_harness: Callable[..., Harness]) -> None:
     def press(what: str, done: float, total: float) -> None:
         if what.startswith("claim 5: 1"):
             raise KeyboardInterrupt
 
-    one = lab(progress=press)
+    one = make_harness(progress=press)
     with pytest.raises(KeyboardInterrupt):
         experiments.run(one, ["3a", "5"])
     assert [verdict["claim"] for verdict in one.recorder.details["verdicts"]] == ["3a"]
     assert any(result.name == "claim3a/cached/5" for result in one.recorder.results())
 
 
-def test_run_progress_is_monotonic(lab: Callable[..., Harness]) -> None:
+def test_run_progress_is_monotonic(make_harness: Callable[..., Harness]) -> None:
     seen: list[float] = []
-    experiments.run(lab(progress=lambda what, done, total: seen.append(done / total)), ["2", "3a", "5"])
+    experiments.run(make_harness(progress=lambda what, done, total: seen.append(done / total)), ["2", "3a", "5"])
     assert seen == sorted(seen)
     assert seen[-1] == 1.0
 
@@ -167,8 +169,10 @@ def test_whole_forward_sides_equal_the_models_logits(tiny: Path, prompt: int, st
         one, other = work("modules"), work("fused")
         assert one.shape == other.shape
         assert np.allclose(one, other, atol=1e-4)
-    solo = whole_forward.SingleSequence(load_model(checkpoint, ReferenceBackend(), read_model_config(checkpoint)), prompt + steps)
-    plain = solo.model.forward(solo.batch(sides.ids, 0, all_logits=False), solo.cache)
+    sequence = whole_forward.SingleSequence(
+        load_model(checkpoint, ReferenceBackend(), read_model_config(checkpoint)), prompt + steps
+    )
+    plain = sequence.model.forward(sequence.batch(sides.ids, 0, all_logits=False), sequence.cache)
     assert np.allclose(plain, sides.decode("fused"), atol=1e-4)
 
 
@@ -243,15 +247,17 @@ def test_require_equal_different_sides_raises() -> None:
             require_equal(one, wrong, 1e-5, "x")
 
 
-def test_components_default_model_covers_all_parts(default_model: Path, lab: Callable[..., Harness]) -> None:
-    verdict, table = components.run(lab(model=default_model, claim="2"))
+def test_components_default_model_covers_all_parts(default_model: Path, make_harness: Callable[..., Harness]) -> None:
+    verdict, table = components.run(make_harness(model=default_model, claim="2"))
     assert [row[1] for row in table[1:]] == ["yes", "yes", "yes", "yes"], table
     assert verdict.line.startswith("claim 2: confirmed - 4 of 4 parts do their job on a real file (100%)")
     assert "together what the whole reply says" in table[-1][2]
 
 
-def test_components_server_that_does_not_start_is_not_covered(lab: Callable[..., Harness], tmp_path: Path) -> None:
-    verdict, table = components.run(lab(model=tmp_path / "none.gguf", claim="2"))
+def test_components_server_that_does_not_start_is_not_covered(
+    make_harness: Callable[..., Harness], tmp_path: Path
+) -> None:
+    verdict, table = components.run(make_harness(model=tmp_path / "none.gguf", claim="2"))
     assert verdict.verdict == "refuted"
     assert "the server ended with exit status 1" in table[-1][2]
 

@@ -1,4 +1,4 @@
-"""Stack samples, speedscope's JSON and the picture; the zoom in a real browser where there is one."""
+"""Stack samples, speedscope's JSON and the SVG; the zoom in a real browser where there is one."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def test_record_in_process_sees_callers() -> None:
 def test_record_in_process_shows_running_source_lines() -> None:
     seen = flame.record("decode", lambda: json.loads(json.dumps(flame.render_svg(PLANTED, "x"))), 0.2)
     frames = {frame for stack, _ in seen.samples for frame in stack}
-    rooms = {frame.category for frame in frames}
-    assert {"ours", "line"} <= rooms
+    categories = {frame.category for frame in frames}
+    assert {"ours", "line"} <= categories
     for frame in frames:
         assert not frame.file.startswith("/"), "a path of this machine"
     lines = [frame for frame in frames if frame.category == "line"]

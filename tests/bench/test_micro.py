@@ -1,4 +1,4 @@
-"""The micro-benchmarks: the names that were promised, honest work, every case runs, sides taken in turn."""
+"""The micro-benchmarks: their names, shapes and work, that every case runs, and two backends in turn."""
 
 from __future__ import annotations
 
@@ -154,9 +154,9 @@ def test_select_without_match_raises() -> None:
 
 def test_run_results_hold_limit_and_rounds() -> None:
     recorder = Recorder("micro")
-    told: list[tuple[str, float, float]] = []
+    reported: list[tuple[str, float, float]] = []
     selected = micro.select("^(rms_norm/1|sampling/greedy)$")
-    micro.run(recorder, lambda *step: told.append(step), selected, ["reference"], QUICK)
+    micro.run(recorder, lambda *step: reported.append(step), selected, ["reference"], QUICK)
     results = recorder.results()
     assert [r.name for r in results] == ["rms_norm/1", "sampling/greedy"]
     for result, case in zip(results, selected, strict=True):
@@ -169,8 +169,8 @@ def test_run_results_hold_limit_and_rounds() -> None:
         assert f["percent_of_limit"] == pytest.approx(100 * f["limit_s"] / result.estimate)
         assert sum(f["outliers"].values()) <= micro.ROUNDS
         assert f["bound_by"] in ("memory", "arithmetic")
-    assert told[0][1:] == (0, 2 * micro.ROUNDS)
-    assert all(0 <= done <= total for _, done, total in told)
+    assert reported[0][1:] == (0, 2 * micro.ROUNDS)
+    assert all(0 <= done <= total for _, done, total in reported)
     assert recorder.details["limits"]["bandwidth"]
 
 

@@ -1,4 +1,4 @@
-"""The profile: what the proxies note and leave alone, shares that add up, classes, targets, and a broken-off run."""
+"""The profile: wrapped ops, shares that add up, classes, targets, and an interrupted run."""
 
 from __future__ import annotations
 
@@ -157,9 +157,9 @@ def test_wrapped_ops_unknown_op_gets_its_own_component(llm: LLM) -> None:
 
 
 def test_timer_cost_is_recorded(profiled: Any) -> None:
-    told = profiled[0].details["profiler"]
-    assert 0 < told["seconds_per_call"] < 1e-3
-    assert set(told["share"]) == set(PHASES)
+    cost = profiled[0].details["profiler"]
+    assert 0 < cost["seconds_per_call"] < 1e-3
+    assert set(cost["share"]) == set(PHASES)
     assert 0 <= timer_cost(2, 100) < 1e-3
 
 

@@ -1,4 +1,4 @@
-"""The page of `bench report`: what is on it, that it runs no script and asks for nothing, how it looks when narrow."""
+"""The page of `bench report`: its content, no script and no request, light, dark and narrow."""
 
 from __future__ import annotations
 
@@ -245,12 +245,12 @@ def test_render_empty_or_invalid_run_makes_a_page(kind: str) -> None:
 
 
 def test_unmeasured_section_names_reasons() -> None:
-    told = {
+    details = {
         "left_out": {"llama-bench": "no such file"},
         "failed": {"transformers": "it <died>"},
         "warning": "half cold",
     }
-    text = page_of(run_of("peers", [timed("tg128/llm-worker-rbee", 8.0, "tok/s")], **told))
+    text = page_of(run_of("peers", [timed("tg128/llm-worker-rbee", 8.0, "tok/s")], **details))
     for line in ("left out: llama-bench: no such file", "failed: transformers: it &lt;died&gt;", "half cold"):
         assert f'<p class="notice">{line}</p>' in text
 

@@ -1,4 +1,4 @@
-"""Runs as JSON: the round trip, what files are refused, and that a file is there whole or not at all."""
+"""Runs as JSON: the round trip, files that are refused, and atomic writes."""
 
 from __future__ import annotations
 
@@ -250,9 +250,9 @@ def test_documentation_names_every_field() -> None:
 
 @pytest.mark.skipif(not DOCUMENT.exists(), reason="this is not a checkout: there is no docs/results.md")
 def test_documentation_names_fields_of_each_kind() -> None:
-    text, room = DOCUMENT.read_text(encoding="utf-8"), Path(results.__file__).parent
+    text, folder = DOCUMENT.read_text(encoding="utf-8"), Path(results.__file__).parent
     found = set()
-    for path in room.rglob("*.py"):
+    for path in folder.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             found |= _written(node)
     assert {"rounds", "set_aside", "left_out", "resident_after_drop", "verdicts", "works"} <= found

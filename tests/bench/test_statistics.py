@@ -29,8 +29,8 @@ def no_warning_of_numpy() -> Iterator[None]:
 def noisy(rng: np.random.Generator, mean: float, count: int = 100) -> NDArray[np.float64]:
     """Times with a standard deviation of 5%, and 3% of them 1.5 to 3 times as long."""
     times = mean * rng.normal(1.0, 0.05, count)
-    wild = rng.random(count) < 0.03
-    times[wild] *= rng.uniform(1.5, 3.0, int(wild.sum()))
+    outlying = rng.random(count) < 0.03
+    times[outlying] *= rng.uniform(1.5, 3.0, int(outlying.sum()))
     return times
 
 
@@ -84,10 +84,10 @@ def test_estimate_more_samples_narrow_the_interval() -> None:
 
 
 def test_estimate_outliers_hardly_move_it() -> None:
-    calm = list(np.random.default_rng(5).normal(1.0, 0.01, 100))
-    wild = [100.0] * 10 + calm[10:]
-    assert estimate(wild).value == pytest.approx(estimate(calm).value, rel=0.01)
-    assert estimate(wild).high < 1.05
+    regular = list(np.random.default_rng(5).normal(1.0, 0.01, 100))
+    outlying = [100.0] * 10 + regular[10:]
+    assert estimate(outlying).value == pytest.approx(estimate(regular).value, rel=0.01)
+    assert estimate(outlying).high < 1.05
 
 
 @given(st.lists(FLOATS, min_size=1, max_size=40))

@@ -1,4 +1,4 @@
-"""`bench compare`: table, exit status, JSON, and what it says about runs that are not alike."""
+"""The command `bench compare`: table, exit status, JSON, and runs that are not alike."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`bench experiments` as a person calls it. The experiments themselves are tested in tests/bench."""
+"""The command `bench experiments`; the experiments themselves are tested in tests/bench."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`bench micro` as a user types it: the table, JSON, baselines and their exit status, Ctrl-C."""
+"""The command `bench micro`: the table, JSON, baselines and their exit status, Ctrl-C."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_micro_ab_compares_two_backends(cli: Callable[..., Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("args", "status", "told"),
+    ("args", "status", "message"),
     [
         (("--filter", "nothing-like-it"), 1, "matches no benchmark"),
         (("--filter", "*"), 1, "not a regular expression"),
@@ -118,10 +118,12 @@ def test_micro_ab_compares_two_backends(cli: Callable[..., Any]) -> None:
         (("--save-baseline", "../../up", "--filter", "rms_norm/1$"), 1, "cannot name a baseline"),
     ],
 )
-def test_micro_wrong_usage_is_an_error(cli: Callable[..., Any], args: tuple[str, ...], status: int, told: str) -> None:
+def test_micro_wrong_usage_is_an_error(
+    cli: Callable[..., Any], args: tuple[str, ...], status: int, message: str
+) -> None:
     done = cli("bench", "micro", *args, *FAST)
     assert done.returncode == status
-    assert told in done.stderr.decode()
+    assert message in done.stderr.decode()
     assert len(done.stderr.decode().strip().splitlines()[-1:]) == 1
 
 

@@ -1,4 +1,4 @@
-"""`bench report`: the file it writes, what it says, what it refuses."""
+"""The command `bench report`: the file it writes, and its errors."""
 
 from __future__ import annotations
 

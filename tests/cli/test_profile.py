@@ -1,4 +1,4 @@
-"""`profile` as a person or a program calls it."""
+"""The command `profile`."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_profile_default_folder_has_model_and_date(
 
 
 @pytest.mark.parametrize(
-    ("args", "status", "told"),
+    ("args", "status", "message"),
     [
         (("--native",), 2, "--native goes with --py-spy"),
         (("--pp", "300"), 1, "--pp 300 and --tg 16 need a context of 317: the model has 256"),
@@ -70,10 +70,12 @@ def test_profile_default_folder_has_model_and_date(
         (("--out", __file__), 1, "is not a folder"),
     ],
 )
-def test_profile_wrong_usage_is_an_error(cli: Run, tiny: Path, args: tuple[str, ...], status: int, told: str) -> None:
+def test_profile_wrong_usage_is_an_error(
+    cli: Run, tiny: Path, args: tuple[str, ...], status: int, message: str
+) -> None:
     done = cli("profile", tiny, *args)
     assert (done.returncode, done.stdout) == (status, b"")
-    assert told in done.stderr.decode()
+    assert message in done.stderr.decode()
 
 
 def test_profile_ctrl_c_writes_partial_report(terminal: Callable[..., Terminal], tiny: Path, tmp_path: Path) -> None:

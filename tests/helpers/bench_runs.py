@@ -16,7 +16,7 @@ FAMILIES = ("rope_forward", "qkv_projection")
 
 
 def times(middle: float, count: int, seed: int) -> list[float]:
-    """Noise of 3%, and every twentieth sample wild."""
+    """Noise of 3%, and every twentieth sample an outlier."""
     rng = np.random.default_rng(seed)
     samples = middle * rng.normal(1.0, 0.03, count)
     samples[::20] *= rng.uniform(1.3, 2.0, len(samples[::20]))

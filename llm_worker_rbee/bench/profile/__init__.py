@@ -247,16 +247,16 @@ class Workload:
         prompt = np.random.default_rng(SEED).integers(0, model.config.vocab_size, settings.pp).tolist()
         self.tg = settings.tg
         self.ops = model.ops
-        self.solo = SingleSequence(model, settings.pp + settings.tg + 1, settings.kv_type)
+        self.sequence = SingleSequence(model, settings.pp + settings.tg + 1, settings.kv_type)
         if timer is not None:
-            self.solo.batch = timer.wrap("scheduling", self.solo.batch)  # type: ignore[method-assign]
+            self.sequence.batch = timer.wrap("scheduling", self.sequence.batch)  # type: ignore[method-assign]
         self.request = Request(prompt, SamplingParams(temperature=0.0), settings.tg + 1, SEED, frozenset())
 
     def prefill(self) -> None:
         """Compute the prompt, up to the first token."""
         self._truncate_output(0)
         self.request.num_computed_tokens = 0
-        for _, logits in self.solo.catch_up(self.request):
+        for _, logits in self.sequence.catch_up(self.request):
             last = logits
         self._sample(last[-1:])
 
@@ -266,7 +266,7 @@ class Workload:
         if request.num_tokens - request.num_prompt_tokens > self.tg:
             self._truncate_output(1)
             request.num_computed_tokens = request.num_prompt_tokens
-        self._sample(self.solo.step(request, 1))
+        self._sample(self.sequence.step(request, 1))
 
     def _sample(self, logits: Array) -> None:
         self.request.ids += self.ops.sample(logits, sample_rows(self.request)).tolist()
