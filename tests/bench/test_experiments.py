@@ -61,19 +61,17 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def make_harness(tiny: Path) -> Callable[..., Harness]:
     def make(**changes: object) -> Harness:
-        make_harness = Harness(
-            Recorder("experiments"), lambda *_: None, tiny, plan=PLAN, shape=SHAPE, only_lengths=(1, 5)
-        )
-        return replace(make_harness, **changes)
+        harness = Harness(Recorder("experiments"), lambda *_: None, tiny, plan=PLAN, shape=SHAPE, only_lengths=(1, 5))
+        return replace(harness, **changes)
 
     return make
 
 
 @pytest.fixture(scope="module")
 def whole(tiny: Path) -> Run:
-    make_harness = Harness(Recorder("experiments"), lambda *_: None, tiny, plan=PLAN, shape=SHAPE, only_lengths=(1, 5))
-    experiments.run(make_harness)
-    return make_harness.recorder.to_run()
+    harness = Harness(Recorder("experiments"), lambda *_: None, tiny, plan=PLAN, shape=SHAPE, only_lengths=(1, 5))
+    experiments.run(harness)
+    return harness.recorder.to_run()
 
 
 def test_run_every_claim_ends_in_one_line(whole: Run) -> None:
