@@ -74,9 +74,8 @@ def missing_packages_note() -> str | None:
 
 def shortage_note(free: int, needed: int) -> str | None:
     """Return a note if weights of `needed` bytes do not fit into `free` bytes beside what everything else takes."""
-    if free >= needed + DEVICE_SPARE_BYTES:
+    total = needed + DEVICE_SPARE_BYTES
+    if free >= total:
         return None
-    return (
-        f"the GPU has {human_bytes(free)} of memory free, and the model takes {human_bytes(needed + DEVICE_SPARE_BYTES)}: "
-        "computing on the CPU"
-    )
+    sizes = f"the GPU has {human_bytes(free)} of memory free, and the model takes {human_bytes(total)}"
+    return f"{sizes}: computing on the CPU"

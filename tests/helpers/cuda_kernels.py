@@ -19,7 +19,7 @@ from llm_worker_rbee.backends.cuda.attention_decode import decode_attention, dec
 
 F, H, B16, F8, I4, I2, I8, D = "*fp32", "*fp16", "*bf16", "*fp8e4nv", "*i32", "*i16", "*i8", "*fp64"
 PARAMETERS_BY_TYPE = {
-    F: "x_scales x_sums squares out residual norm_weight out_scales out_sums out_squares factors qkv cos sin partial "
+    F: "x_scales x_sums squares out residual norm out_scales out_sums out_squares factors qkv cos sin partial "
     "stats logits parts k v weight total q_norm k_norm bias",
     I4: "x_codes low high block_tables positions counters ids slot_mapping query_start context_len tile_request "
     "tile_first ints chosen top_ids",

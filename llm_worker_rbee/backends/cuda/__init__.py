@@ -15,79 +15,58 @@ from numpy.typing import NDArray
 
 from ...config import KV_CUDA
 from ...weights import Checkpoint, Tensor
-from .. import cuda_probe
-from ..ops import (
-    CUDA_KV_TYPES,
-    AttentionParams,
-    Backend,
-    Batch,
-    FusedForward,
-    Ints,
-    KVLayer,
-    Logprobs,
-    ModelParts,
-    RopeTable,
-    SampleRow,
-)
-from . import decoder, linear, sampling, unfused_ops
-from .device import (
-    activate,
-    allocated_bytes,
-    as_memory_error,
-    free_bytes,
-    has_failed,
-    open_device,
-    require_fp8,
-    upload,
-)
+from .. import cuda_probe, ops
+from . import decoder, device, linear, sampling, unfused_ops
 from .packed_weight import PackedWeight
 from .repack import pack_weight
 
 
-class CudaBackend(Backend):
+class CudaBackend(ops.Backend):
     """Ops on one GPU; `deterministic` makes products and attention batch-invariant, which costs speed (docs/gpu.md)."""
 
     name = "cuda"
-    kv_types = CUDA_KV_TYPES
+    kv_types = ops.CUDA_KV_TYPES
     default_kv_type = KV_CUDA
     has_device_memory = True
     has_async_sampling = True
 
     def __init__(self, index: int | None = None, *, deterministic: bool = False) -> None:
         """Take GPU `index`, by default the one with most free memory."""
-        self.torch_device = open_device(index)
+        self.torch_device = device.open_device(index)
         self.device = str(self.torch_device)
         self.deterministic = deterministic
         self._unfused = unfused_ops.UnfusedOps(self.torch_device)
 
     def free_memory(self) -> int:
-        return free_bytes(self.torch_device)
+        return device.free_bytes(self.torch_device)
 
     def allocated_memory(self) -> int:
-        return allocated_bytes(self.torch_device)
+        return device.allocated_bytes(self.torch_device)
 
     def has_failed(self) -> bool:
-        return has_failed(self.torch_device)
+        return device.has_failed(self.torch_device)
 
     def weight_bytes(self, checkpoint: Checkpoint, types: Mapping[str, str] | None = None) -> int:
         return cuda_probe.packed_bytes(checkpoint, types)
 
     def require_fp8(self) -> None:
-        require_fp8(self.torch_device)
+        device.require_fp8(self.torch_device)
 
     def prepare(self, tensors: Sequence[Tensor]) -> PackedWeight:
-        with as_memory_error():
+        with device.as_memory_error():
             return pack_weight(tensors, self.torch_device)
 
     def prepare_vector(self, values: NDArray[np.float32]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.float32, device=self.torch_device)
 
-    def empty_kv(self, blocks: int, block_size: int, kv_heads: int, head_dim: int, kind: str = "bfloat16") -> KVLayer:
+    def empty_kv(
+        self, blocks: int, block_size: int, kv_heads: int, head_dim: int, kind: str = "bfloat16"
+    ) -> ops.KVLayer:
         return unfused_ops.empty_kv(blocks, block_size, kv_heads, head_dim, kind, self.torch_device)
 
-    def embed(self, table: PackedWeight, ids: Ints, scale: float = 1.0) -> torch.Tensor:
-        activate(self.torch_device)  # the first op of a step
-        rows = table.dequantize_rows(upload(ids, self.torch_device, torch.int64))
+    def embed(self, table: PackedWeight, ids: ops.Ints, scale: float = 1.0) -> torch.Tensor:
+        device.activate(self.torch_device)  # the first op of a step
+        rows = table.dequantize_rows(device.upload(ids, self.torch_device, torch.int64))
         return rows if scale == 1.0 else rows * scale
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -106,32 +85,34 @@ class CudaBackend(Backend):
         return linear.linear_batch_invariant(x, w) if self.deterministic else linear.linear(x, w, two_term=two_term)
 
     def rope_store(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: Ints, table: RopeTable, kv: KVLayer,
-        slot_mapping: Ints,
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: ops.Ints, table: ops.RopeTable,
+        kv: ops.KVLayer, slot_mapping: ops.Ints,
     ) -> torch.Tensor:  # fmt: skip
         return self._unfused.rope_store(q, k, v, positions, table, kv, slot_mapping)
 
-    def attention(self, q: torch.Tensor, kv: KVLayer, batch: Batch, params: AttentionParams) -> torch.Tensor:
+    def attention(
+        self, q: torch.Tensor, kv: ops.KVLayer, batch: ops.Batch, params: ops.AttentionParams
+    ) -> torch.Tensor:
         return self._unfused.attention(q, kv, batch, params, batch_invariant=self.deterministic)
 
     def gated(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
         return unfused_ops.gated(gate_up, activation)
 
-    def take(self, x: torch.Tensor, index: Ints) -> torch.Tensor:
-        return x[upload(index, self.torch_device, torch.int64)]
+    def take(self, x: torch.Tensor, index: ops.Ints) -> torch.Tensor:
+        return x[device.upload(index, self.torch_device, torch.int64)]
 
     def logits(self, x: torch.Tensor, head: PackedWeight, soft_cap: float = 0.0) -> torch.Tensor:
         raw = self._linear(x, head, two_term=True)
         return soft_cap * torch.tanh(raw / soft_cap) if soft_cap else raw
 
-    def fuse(self, model: ModelParts) -> FusedForward | None:
+    def fuse(self, model: ops.ModelParts) -> ops.FusedForward | None:
         return decoder.fuse(model, self.torch_device, batch_invariant=self.deterministic)
 
-    def sample_async(self, raw_logits: torch.Tensor, rows: Sequence[SampleRow]) -> sampling.PendingSample:
+    def sample_async(self, raw_logits: torch.Tensor, rows: Sequence[ops.SampleRow]) -> sampling.PendingSample:
         return sampling.sample_async(raw_logits, rows)
 
-    def sample(self, raw_logits: torch.Tensor, rows: Sequence[SampleRow]) -> Ints:
+    def sample(self, raw_logits: torch.Tensor, rows: Sequence[ops.SampleRow]) -> ops.Ints:
         return sampling.sample(raw_logits, rows)
 
-    def logprobs(self, raw_logits: torch.Tensor, chosen: Ints, k: int) -> Logprobs:
+    def logprobs(self, raw_logits: torch.Tensor, chosen: ops.Ints, k: int) -> ops.Logprobs:
         return sampling.logprobs(raw_logits, chosen, k)

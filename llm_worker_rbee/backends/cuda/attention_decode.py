@@ -63,11 +63,8 @@ def split_kv_config(requests: int, heads: int, kv_heads: int) -> SplitKVConfig:
     group, size = heads // kv_heads, "small" if requests <= SMALL_BATCH else "medium"
     if is_interpreted():
         return INTERPRETER_CONFIGS["small" if group < MIN_DOT_GROUP else size]
-    if group == 1:
-        table = MHA_CONFIGS
-    elif group < MIN_DOT_GROUP:
-        table = SMALL_GROUP_CONFIGS
-    else:
+    table = MHA_CONFIGS if group == 1 else SMALL_GROUP_CONFIGS
+    if group >= MIN_DOT_GROUP:
         table = GQA_CONFIGS if group == MIN_DOT_GROUP else LARGE_GROUP_CONFIGS
     config = table.get("large", table["medium"]) if requests >= LARGE_BATCH else table[size]
     if config.max_splits:
@@ -217,20 +214,20 @@ def combine_head(partial, stats, first, splits, DIM: tl.constexpr, SPLITS: tl.co
     """Return the combined partial results of a head, in order. Loads are independent: one wait per CHUNK splits."""
     CHUNK: tl.constexpr = 8 if SPLITS > 8 else SPLITS
     s = tl.arange(0, SPLITS)
-    maximum = tl.max(tl.load(stats + (first + s) * 2, mask=s < splits, other=-1e30, cache_modifier=".cg"), 0)
-    sum_exp = 0.0
+    m_i = tl.max(tl.load(stats + (first + s) * 2, mask=s < splits, other=-1e30, cache_modifier=".cg"), 0)
+    l_i = 0.0
     acc = tl.zeros((DIM,), tl.float32)
     for start in tl.static_range(0, SPLITS, CHUNK):
         split = start + tl.arange(0, CHUNK)
         mask = split < splits
         at = first + split
-        weight = tl.exp2(tl.load(stats + at * 2, mask=mask, other=-1e30, cache_modifier=".cg") - maximum)
+        weight = tl.exp2(tl.load(stats + at * 2, mask=mask, other=-1e30, cache_modifier=".cg") - m_i)
         weight = tl.where(mask, weight, 0.0)
-        sum_exp += tl.sum(weight * tl.load(stats + at * 2 + 1, mask=mask, other=0.0, cache_modifier=".cg"), 0)
+        l_i += tl.sum(weight * tl.load(stats + at * 2 + 1, mask=mask, other=0.0, cache_modifier=".cg"), 0)
         rows = partial + at[:, None] * DIM + tl.arange(0, DIM)[None, :]
         rows = tl.load(rows, mask=mask[:, None], other=0.0, cache_modifier=".cg")
         acc += tl.sum(rows * weight[:, None], 0)
-    return acc / sum_exp
+    return acc / l_i
 
 
 @triton.jit
@@ -255,16 +252,16 @@ def word_offsets(
 
 
 @triton.jit
-def unpack_words(words, CACHE_TYPE: tl.constexpr, DIM: tl.constexpr):
+def unpack(words, KV_TYPE: tl.constexpr, DIM: tl.constexpr):
     """Unpack (RUNS, RUN_KEYS, words) of the cache to (RUNS, RUN_KEYS, DIM) float32."""
-    if CACHE_TYPE.primitive_bitwidth == 32:
+    if KV_TYPE.primitive_bitwidth == 32:
         return words
-    if CACHE_TYPE.primitive_bitwidth == 8:
+    if KV_TYPE.primitive_bitwidth == 8:
         pairs = tl.join(
-            tl.join(unpack_byte(words, 0, CACHE_TYPE), unpack_byte(words, 2, CACHE_TYPE)),
-            tl.join(unpack_byte(words, 1, CACHE_TYPE), unpack_byte(words, 3, CACHE_TYPE)),
+            tl.join(unpack_byte(words, 0, KV_TYPE), unpack_byte(words, 2, KV_TYPE)),
+            tl.join(unpack_byte(words, 1, KV_TYPE), unpack_byte(words, 3, KV_TYPE)),
         )
-    elif CACHE_TYPE == tl.bfloat16:
+    elif KV_TYPE == tl.bfloat16:
         pairs = tl.join((words << 16).to(tl.float32, bitcast=True), (words & -65536).to(tl.float32, bitcast=True))
     else:
         pairs = tl.join(low_half(words), high_half(words))
@@ -272,9 +269,9 @@ def unpack_words(words, CACHE_TYPE: tl.constexpr, DIM: tl.constexpr):
 
 
 @triton.jit
-def unpack_byte(words, i: tl.constexpr, CACHE_TYPE: tl.constexpr):
+def unpack_byte(words, i: tl.constexpr, KV_TYPE: tl.constexpr):
     """Return byte i of each word as float32."""
-    return (words >> (8 * i)).to(tl.int8).to(CACHE_TYPE, bitcast=True).to(tl.float32)
+    return (words >> (8 * i)).to(tl.int8).to(KV_TYPE, bitcast=True).to(tl.float32)
 
 
 @triton.jit
@@ -288,29 +285,29 @@ def visible_keys(start, end, position, RUN_KEYS: tl.constexpr, RUNS: tl.constexp
 
 
 @triton.jit
-def softmax_tile(k, visible, q, maxima, sums, CAP: tl.constexpr, GROUP: tl.constexpr):
-    """Return (new maxima, new sums, weights (RUNS, RUN_KEYS), rescale factors) of every head for a tile. Only the sum
+def softmax_tile(k, visible, q, m_is, l_is, CAP: tl.constexpr, GROUP: tl.constexpr):
+    """Return (new maxima m_i, new sums l_i, weights (RUNS, RUN_KEYS), alphas) of every head for a tile. Only the sum
     over DIM crosses lanes."""
-    new_maxima, new_sums, weights, rescales = (), (), (), ()
+    new_ms, new_ls, weights, alphas = (), (), (), ()
     for g in tl.static_range(GROUP):
         scores = tl.where(visible, scale_scores_log2(tl.sum(k * q[g][None, None, :], 2), CAP), -1e30)
-        maximum = tl.maximum(maxima[g], tl.max(scores, 1))
-        rescale = tl.exp2(maxima[g] - maximum)
-        weight = tl.where(visible, tl.exp2(scores - maximum[:, None]), 0.0)
-        new_maxima = new_maxima + (maximum,)
-        new_sums = new_sums + (sums[g] * rescale + tl.sum(weight, 1),)
+        m_i = tl.maximum(m_is[g], tl.max(scores, 1))
+        alpha = tl.exp2(m_is[g] - m_i)
+        weight = tl.where(visible, tl.exp2(scores - m_i[:, None]), 0.0)
+        new_ms = new_ms + (m_i,)
+        new_ls = new_ls + (l_is[g] * alpha + tl.sum(weight, 1),)
         weights = weights + (weight,)
-        rescales = rescales + (rescale,)
-    return new_maxima, new_sums, weights, rescales
+        alphas = alphas + (alpha,)
+    return new_ms, new_ls, weights, alphas
 
 
 @triton.jit
-def accumulate_values(v, weights, rescales, acc, GROUP: tl.constexpr):
+def accumulate_values(v, weights, alphas, acc, GROUP: tl.constexpr):
     """Add the weighted values of a tile to the accumulators of every head, (RUNS, DIM)."""
     new_acc = ()
     for g in tl.static_range(GROUP):
         new = tl.sum(v * weights[g][:, :, None], 1)
-        new_acc = new_acc + (acc[g] * rescales[g][:, None] + new,)
+        new_acc = new_acc + (acc[g] * alphas[g][:, None] + new,)
     return new_acc
 
 
@@ -331,8 +328,8 @@ def decode_attention(
     DIM: tl.constexpr = 2 * HALF
     GROUP: tl.constexpr = HEADS // KV_HEADS
     TILE: tl.constexpr = RUN_KEYS * RUNS
-    CACHE_TYPE: tl.constexpr = k_cache.dtype.element_ty
-    PER_WORD: tl.constexpr = 32 // CACHE_TYPE.primitive_bitwidth
+    KV_TYPE: tl.constexpr = k_cache.dtype.element_ty
+    PER_WORD: tl.constexpr = 32 // KV_TYPE.primitive_bitwidth
     k_words = words_pointer(k_cache)
     v_words = words_pointer(v_cache)
     split = tl.program_id(0)
@@ -361,24 +358,22 @@ def decode_attention(
     if split == splits - 1:
         store_new_kv(k_cache, v_cache, table, position, kv_head, new_k, new_v, KV_HEADS, DIM, P)
     is_own = (tl.arange(0, RUNS) == 0) & (split == splits - 1)  # this run starts with the new token
-    q, maxima, sums, acc = (), (), (), ()
+    q, m_is, l_is, acc = (), (), (), ()
     for g in tl.static_range(GROUP):
         one = load_rotated(row, kv_head * GROUP + g, cosines, sines, bias, q_norm, eps, part_stride, HALF, PARTS)
         one *= scale * (1.0 if CAP > 0 else LOG2E)
         q = q + (one,)
-        maxima = maxima + (tl.where(is_own, scale_scores_log2(tl.sum(one * new_k.to(tl.float32), 0), CAP), -1e30),)
-        sums = sums + (tl.where(is_own, 1.0, 0.0),)
+        m_is = m_is + (tl.where(is_own, scale_scores_log2(tl.sum(one * new_k.to(tl.float32), 0), CAP), -1e30),)
+        l_is = l_is + (tl.where(is_own, 1.0, 0.0),)
         acc = acc + (tl.where(is_own[:, None], new_v.to(tl.float32)[None, :], 0.0),)
     if STAGES == 0:
         for start in range(first, end, TILE):
             visible = visible_keys(start, end, position, RUN_KEYS, RUNS, WINDOW)
-            maxima, sums, weights, rescales = softmax_tile(
-                unpack_words(k, CACHE_TYPE, DIM), visible, q, maxima, sums, CAP, GROUP
-            )
+            m_is, l_is, weights, alphas = softmax_tile(unpack(k, KV_TYPE, DIM), visible, q, m_is, l_is, CAP, GROUP)
             at, mask = word_offsets(blocks, start + TILE, end, kv_head, KV_HEADS, DIM, P, RUN_KEYS, RUNS, PER_WORD)
             k = tl.load(k_words + at, mask=mask, other=0)  # into the registers of the keys just used
             blocks = load_block_ids(table, start + 2 * TILE, end, RUN_KEYS, RUNS, P)
-            acc = accumulate_values(unpack_words(v, CACHE_TYPE, DIM), weights, rescales, acc, GROUP)
+            acc = accumulate_values(unpack(v, KV_TYPE, DIM), weights, alphas, acc, GROUP)
             v = tl.load(v_words + at, mask=mask, other=0)
     else:
         for start in tl.range(first, end, TILE, num_stages=STAGES):
@@ -387,23 +382,21 @@ def decode_attention(
             k = tl.load(k_words + at, mask=mask, other=0)
             v = tl.load(v_words + at, mask=mask, other=0)
             visible = visible_keys(start, end, position, RUN_KEYS, RUNS, WINDOW)
-            maxima, sums, weights, rescales = softmax_tile(
-                unpack_words(k, CACHE_TYPE, DIM), visible, q, maxima, sums, CAP, GROUP
-            )
-            acc = accumulate_values(unpack_words(v, CACHE_TYPE, DIM), weights, rescales, acc, GROUP)
+            m_is, l_is, weights, alphas = softmax_tile(unpack(k, KV_TYPE, DIM), visible, q, m_is, l_is, CAP, GROUP)
+            acc = accumulate_values(unpack(v, KV_TYPE, DIM), weights, alphas, acc, GROUP)
     y = ()
     for g in tl.static_range(GROUP):
-        maximum = tl.max(maxima[g], 0)
-        factors = tl.exp2(maxima[g] - maximum)
-        sum_exp = tl.sum(sums[g] * factors, 0)
+        m_i = tl.max(m_is[g], 0)
+        factors = tl.exp2(m_is[g] - m_i)
+        l_i = tl.sum(l_is[g] * factors, 0)
         one = tl.sum(acc[g] * factors[:, None], 0)
         if splits == 1:
-            one = one / sum_exp
+            one = one / l_i
         else:
             index = (t * HEADS + kv_head * GROUP + g) * SPLITS + split
             tl.store(partial + index * DIM + i, one)
-            tl.store(stats + index * 2, maximum)
-            tl.store(stats + index * 2 + 1, sum_exp)
+            tl.store(stats + index * 2, m_i)
+            tl.store(stats + index * 2 + 1, l_i)
         y = y + (one,)
     if splits == 1:
         for g in tl.static_range(GROUP):
@@ -431,22 +424,22 @@ def tile_offsets(
 
 
 @triton.jit
-def words_to_tile(words, CACHE_TYPE: tl.constexpr, DOT_TYPE: tl.constexpr, TILE: tl.constexpr, DIM: tl.constexpr):
+def words_to_tile(words, KV_TYPE: tl.constexpr, DOT_TYPE: tl.constexpr, TILE: tl.constexpr, DIM: tl.constexpr):
     """Convert words of the cache, (TILE, words), to an operand of tl.dot, (TILE, DIM)."""
-    if CACHE_TYPE.primitive_bitwidth == 32:
+    if KV_TYPE.primitive_bitwidth == 32:
         tile = words
-    elif CACHE_TYPE.primitive_bitwidth == 16:
-        tile = tl.join(words.to(tl.int16), (words >> 16).to(tl.int16)).to(CACHE_TYPE, bitcast=True)
+    elif KV_TYPE.primitive_bitwidth == 16:
+        tile = tl.join(words.to(tl.int16), (words >> 16).to(tl.int16)).to(KV_TYPE, bitcast=True)
     else:
         even = tl.join(words.to(tl.int8), (words >> 16).to(tl.int8))
         odd = tl.join((words >> 8).to(tl.int8), (words >> 24).to(tl.int8))
-        tile = tl.join(even, odd).to(CACHE_TYPE, bitcast=True)
+        tile = tl.join(even, odd).to(KV_TYPE, bitcast=True)
     return tl.reshape(tile, (TILE, DIM)).to(DOT_TYPE)
 
 
 @triton.jit
 def accumulate_tile(
-    k, v, q, start, end, position, maximum, sum_exp, acc, DOT_TYPE: tl.constexpr, TILE: tl.constexpr,
+    k, v, q, start, end, position, m_i, l_i, acc, DOT_TYPE: tl.constexpr, TILE: tl.constexpr,
     WINDOW: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
     """Add a tile (TILE, DIM) to the accumulators of all heads: one step of online softmax."""
@@ -455,11 +448,11 @@ def accumulate_tile(
     if WINDOW > 0:
         visible = visible & (keys > position - WINDOW)
     scores = tl.where(visible[None, :], scale_scores_log2(tl.dot(q, tl.trans(k)), CAP), -1e30)
-    new_maximum = tl.maximum(maximum, tl.max(scores, 1))
-    rescale = tl.exp2(maximum - new_maximum)
-    weights = tl.where(visible[None, :], tl.exp2(scores - new_maximum[:, None]), 0.0)
-    acc = tl.dot(weights.to(DOT_TYPE), v, acc * rescale[:, None])
-    return new_maximum, sum_exp * rescale + tl.sum(weights, 1), acc
+    m_new = tl.maximum(m_i, tl.max(scores, 1))
+    alpha = tl.exp2(m_i - m_new)
+    weights = tl.where(visible[None, :], tl.exp2(scores - m_new[:, None]), 0.0)
+    acc = tl.dot(weights.to(DOT_TYPE), v, acc * alpha[:, None])
+    return m_new, l_i * alpha + tl.sum(weights, 1), acc
 
 
 @triton.jit
@@ -478,8 +471,8 @@ def decode_attention_gqa(
     DIM: tl.constexpr = 2 * HALF
     GROUP: tl.constexpr = HEADS // KV_HEADS
     DOT_ROWS: tl.constexpr = 16 if GROUP_PAD < 16 else GROUP_PAD
-    CACHE_TYPE: tl.constexpr = k_cache.dtype.element_ty
-    WIDTH: tl.constexpr = DIM * CACHE_TYPE.primitive_bitwidth // 32
+    KV_TYPE: tl.constexpr = k_cache.dtype.element_ty
+    WIDTH: tl.constexpr = DIM * KV_TYPE.primitive_bitwidth // 32
     split = tl.program_id(0)
     kv_head = tl.program_id(1)
     t = tl.program_id(2)
@@ -500,10 +493,8 @@ def decode_attention_gqa(
     sines = tl.load(sin + position * HALF + i % HALF) * tl.where(i < HALF, -1.0, 1.0)
     wait_for_previous(PDL)
     row = qkv + t * ((HEADS + 2 * KV_HEADS) * DIM)
-    new_k = load_rotated(row, HEADS + kv_head, cosines, sines, bias, k_norm, eps, part_stride, HALF, PARTS).to(
-        CACHE_TYPE
-    )
-    new_v = load_head(row, HEADS + KV_HEADS + kv_head, i, bias, part_stride, DIM, PARTS).to(CACHE_TYPE)
+    new_k = load_rotated(row, HEADS + kv_head, cosines, sines, bias, k_norm, eps, part_stride, HALF, PARTS).to(KV_TYPE)
+    new_v = load_head(row, HEADS + KV_HEADS + kv_head, i, bias, part_stride, DIM, PARTS).to(KV_TYPE)
     last = split == splits - 1
     if last:
         store_new_kv(k_cache, v_cache, table, position, kv_head, new_k, new_v, KV_HEADS, DIM, P)
@@ -512,40 +503,38 @@ def decode_attention_gqa(
     q *= scale * (1.0 if CAP > 0 else LOG2E)
     own_score = scale_scores_log2(tl.sum(q * new_k.to(tl.float32)[None, :], 1), CAP)
     own_score = tl.reshape(tl.broadcast_to(own_score[None, :], (DOT_ROWS // GROUP_PAD, GROUP_PAD)), (DOT_ROWS,))
-    maximum = tl.where(last, own_score, -1e30)
-    sum_exp = tl.where(last, own_score * 0.0 + 1.0, 0.0)
+    m_i = tl.where(last, own_score, -1e30)
+    l_i = tl.where(last, own_score * 0.0 + 1.0, 0.0)
     acc = tl.zeros((DOT_ROWS, DIM), tl.float32) + tl.where(last, new_v.to(tl.float32), 0.0)[None, :]
     q = tl.reshape(
         tl.broadcast_to(q.to(DOT_TYPE)[None, :, :], (DOT_ROWS // GROUP_PAD, GROUP_PAD, DIM)), (DOT_ROWS, DIM)
     )
     if STAGES == 0:
         for start in range(first, end, TILE):
-            k_now = words_to_tile(k, CACHE_TYPE, DOT_TYPE, TILE, DIM)
-            v_now = words_to_tile(v, CACHE_TYPE, DOT_TYPE, TILE, DIM)
+            k_now = words_to_tile(k, KV_TYPE, DOT_TYPE, TILE, DIM)
+            v_now = words_to_tile(v, KV_TYPE, DOT_TYPE, TILE, DIM)
             at, mask = tile_offsets(table, start + TILE, end, kv_head, KV_HEADS, P, TILE, WIDTH)
             k = tl.load(k_words + at, mask=mask, other=0)
             v = tl.load(v_words + at, mask=mask, other=0)
-            maximum, sum_exp, acc = accumulate_tile(
-                k_now, v_now, q, start, end, position, maximum, sum_exp, acc, DOT_TYPE, TILE, WINDOW, CAP
+            m_i, l_i, acc = accumulate_tile(
+                k_now, v_now, q, start, end, position, m_i, l_i, acc, DOT_TYPE, TILE, WINDOW, CAP
             )
     else:
         for start in tl.range(first, end, TILE, num_stages=STAGES):
             at, mask = tile_offsets(table, start, end, kv_head, KV_HEADS, P, TILE, DIM)
             k = tl.load(k_cache + at, mask=mask, other=0.0).to(DOT_TYPE)
             v = tl.load(v_cache + at, mask=mask, other=0.0).to(DOT_TYPE)
-            maximum, sum_exp, acc = accumulate_tile(
-                k, v, q, start, end, position, maximum, sum_exp, acc, DOT_TYPE, TILE, WINDOW, CAP
-            )
+            m_i, l_i, acc = accumulate_tile(k, v, q, start, end, position, m_i, l_i, acc, DOT_TYPE, TILE, WINDOW, CAP)
     r = tl.arange(0, DOT_ROWS)
     if splits == 1:
         store_heads(
-            acc / sum_exp[:, None], t, kv_head * GROUP + r, r < GROUP, out, out_scales, out_sums, HEADS * DIM, DIM, INT8
+            acc / l_i[:, None], t, kv_head * GROUP + r, r < GROUP, out, out_scales, out_sums, HEADS * DIM, DIM, INT8
         )
     else:
         index = (t * HEADS + kv_head * GROUP + r) * SPLITS + split
         tl.store(partial + index[:, None] * DIM + i[None, :], acc, mask=(r < GROUP)[:, None])
-        tl.store(stats + index * 2, maximum, mask=r < GROUP)
-        tl.store(stats + index * 2 + 1, sum_exp, mask=r < GROUP)
+        tl.store(stats + index * 2, m_i, mask=r < GROUP)
+        tl.store(stats + index * 2 + 1, l_i, mask=r < GROUP)
         combine_splits(
             partial, stats, counters, t, kv_head, splits, out, out_scales, out_sums, HEADS, KV_HEADS, DIM, SPLITS, INT8
         )

@@ -94,8 +94,8 @@ def prefill_attention(
     begin = 0
     if WINDOW > 0:
         begin = tl.maximum(past + first + 1 - WINDOW, 0) // TILE_KEYS * TILE_KEYS
-    maximum = tl.full((TILE_QUERIES,), -1e30, tl.float32)
-    sum_exp = tl.zeros((TILE_QUERIES,), tl.float32)
+    m_i = tl.full((TILE_QUERIES,), -1e30, tl.float32)
+    l_i = tl.zeros((TILE_QUERIES,), tl.float32)
     acc = tl.zeros((TILE_QUERIES, SIZE), tl.float32)
     for at in range(begin, end, TILE_KEYS):
         keys = at + tl.arange(0, TILE_KEYS)
@@ -113,10 +113,10 @@ def prefill_attention(
         if WINDOW > 0:
             visible = visible & (keys[None, :] > query_positions[:, None] - WINDOW)
         scores = tl.where(visible, scores, -1e30)
-        new_maximum = tl.maximum(maximum, tl.max(scores, 1))
-        weights = tl.where(visible, tl.exp(scores - new_maximum[:, None]), 0.0)
-        rescale = tl.exp(maximum - new_maximum)
-        sum_exp = sum_exp * rescale + tl.sum(weights, 1)
-        acc = tl.dot(weights.to(v.dtype), v, acc * rescale[:, None], input_precision="ieee")
-        maximum = new_maximum
-    tl.store(out + rows, (acc / sum_exp[:, None]).to(out.dtype.element_ty), mask=query_mask)
+        m_new = tl.maximum(m_i, tl.max(scores, 1))
+        weights = tl.where(visible, tl.exp(scores - m_new[:, None]), 0.0)
+        alpha = tl.exp(m_i - m_new)
+        l_i = l_i * alpha + tl.sum(weights, 1)
+        acc = tl.dot(weights.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
+        m_i = m_new
+    tl.store(out + rows, (acc / l_i[:, None]).to(out.dtype.element_ty), mask=query_mask)

@@ -22,12 +22,8 @@ from .packed_weight import FP8, Int8Activations, PackedWeight, WeightPart, kerne
 
 # Packed, one token: (rows of a program, warps, rows loaded ahead, registers of a thread; 0: the compiler's choice)
 ONE_TOKEN_TILES = {
-    "qkv": (8, 8, 1, 0),
-    "o": (32, 8, 4, 0),
-    "gate_up": (64, 4, 2, 168),
-    "down": (32, 8, 6, 0),
-    "head": (16, 8, 2, 0),
-}
+    "qkv": (8, 8, 1, 0), "o": (32, 8, 4, 0), "gate_up": (64, 4, 2, 168), "down": (32, 8, 6, 0), "head": (16, 8, 2, 0),
+}  # fmt: skip
 ONE_TOKEN_TILES_BY_KIND = {
     ("down", "q6"): (32, 8, 3, 0), ("down", "q8"): (32, 8, 2, 0), ("down", "q8d"): (32, 8, 2, 0),
     ("gate_up", "q8"): (64, 4, 2, 0), ("gate_up", "q8d"): (64, 4, 2, 0),

@@ -20,7 +20,7 @@ from .packed_weight import DENSE, Int8Activations, kernel_outputs
 
 @triton.jit
 def add_rms_norm_rows(
-    parts, residual, norm_weight, out, factors, tokens, eps,
+    parts, residual, norm, out, factors, tokens, eps,
     width: tl.constexpr, SIZE: tl.constexpr, SPLITS: tl.constexpr, INTERLEAVED: tl.constexpr, PDL: tl.constexpr = False,
 ):  # fmt: skip
     """Add parts (SPLITS, tokens, width) to the residual stream and store its norm as activations of the next product.
@@ -38,7 +38,7 @@ def add_rms_norm_rows(
         y += tl.load(parts + (s * tokens + t) * width + n, mask=mask, other=0.0).to(tl.float32)
     tl.store(residual + t * width + n, y, mask=mask)
     mean = tl.sum(tl.sum(y * y, 1), 0) / width
-    z = y * tl.rsqrt(mean + eps) * tl.load(norm_weight + n, mask=mask, other=0.0)
+    z = y * tl.rsqrt(mean + eps) * tl.load(norm + n, mask=mask, other=0.0)
     store_row(z, t, b, c, mask, tokens, out, factors, width, INTERLEAVED)
 
 
@@ -219,7 +219,7 @@ def dequantize_block(low, high, scales, n, block, blocks: tl.constexpr, KIND: tl
 
 @triton.jit
 def embed_rows(
-    ids, low, high, scales, unit, norm_weight, residual, out, out_scales, out_sums, out_squares,
+    ids, low, high, scales, unit, norm, residual, out, out_scales, out_sums, out_squares,
     width: tl.constexpr, KIND: tl.constexpr, INT8: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Store rows of a table as the residual stream, and times the first norm's weight as activations.
@@ -241,7 +241,7 @@ def embed_rows(
     tl.store(residual + t * width + c, y)
     if INT8 is not None:
         tl.store(out_squares + t * (width // 32) + block, tl.sum(y * y, 0))
-        z = y * tl.load(norm_weight + c)
+        z = y * tl.load(norm + c)
         if INT8:
             store_int8_block(z, t, block, out, out_scales, out_sums, width // 32)
         else:

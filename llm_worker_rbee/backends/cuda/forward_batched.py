@@ -22,16 +22,8 @@ from .device import is_interpreted, shared_memory_bytes
 from .elementwise import add_rms_norm_rows, launch_embedding, swiglu_rows
 from .fp8 import E4M3, matmul_fp8, takes_e4m3_activations
 from .gemm import interleave_activations
-from .linear import (
-    MAX_GEMM_TOKENS,
-    MAX_SPLITS,
-    SCRATCH_BYTES,
-    cublas,
-    dequantize_rows,
-    gemm,
-    gemm_dense_batch_invariant,
-    padded_columns,
-)
+from .linear import MAX_GEMM_TOKENS, MAX_SPLITS, SCRATCH_BYTES, cublas, dequantize_rows, gemm, padded_columns
+from .linear import gemm_dense_batch_invariant as gemm_dense
 from .packed_weight import PackedWeight
 from .unfused_ops import QUERY_TILE, SMALL_QUERY_TILE
 
@@ -155,7 +147,7 @@ class BatchedForward:
     def product(self, x: Activations, w: PackedWeight, tokens: int, max_splits: int = MAX_SPLITS) -> torch.Tensor:
         """Return (splits, tokens, rows), whose sum is the product."""
         if self.batch_invariant and not x.is_interleaved:
-            return apply_factors(gemm_dense_batch_invariant(x.values, w.parts[0], max_splits), x)
+            return apply_factors(gemm_dense(x.values, w.parts[0], max_splits), x)
         if w.is_fp8:
             return matmul_fp8(x.values, w.parts[0], x.factors, self.pdl)[None]
         if not x.is_interleaved:

@@ -134,7 +134,7 @@ def load_row(
 
 @triton.jit
 def gemv_packed(
-    x_codes, x_scales, x_sums, squares, eps, unit, low, high, scales, out, residual, norm_weight, out_scales, out_sums,
+    x_codes, x_scales, x_sums, squares, eps, unit, low, high, scales, out, residual, norm, out_scales, out_sums,
     out_squares, rows, blocks: tl.constexpr, B: tl.constexpr, KIND: tl.constexpr, ROWS: tl.constexpr,
     WARPS: tl.constexpr, PREFETCH: tl.constexpr, EPILOGUE: tl.constexpr, NORM_PARTS: tl.constexpr,
     NORM_SIZE: tl.constexpr, INT8: tl.constexpr, PDL: tl.constexpr, STRIDE: tl.constexpr = 0,
@@ -146,10 +146,10 @@ def gemv_packed(
     STEPS: tl.constexpr = R * ((blocks + WARP_BLOCKS - 1) // WARP_BLOCKS)
     lane = tl.arange(0, WARP_BLOCKS)[None, :] + tl.zeros(SHAPE, tl.int32)
     launch_next(PDL)
-    queue = ()  # weights are loaded before the activations are ready
+    held = ()  # weights are loaded before the activations are ready
     for step in tl.static_range(PREFETCH):
         if step < STEPS:
-            queue = queue + (load_row(low, high, scales, step, lane, rows, blocks, R, ROWS, WARPS, EPILOGUE, KIND),)
+            held = held + (load_row(low, high, scales, step, lane, rows, blocks, R, ROWS, WARPS, EPILOGUE, KIND),)
     wait_for_previous(PDL)
     factors = ()
     if NORM_PARTS > 0:
@@ -164,15 +164,15 @@ def gemv_packed(
             b = (step // R) * WARP_BLOCKS + lane
             if step % R == 0:
                 x = load_activations(x_codes, x_scales, x_sums, 0, b, b < blocks, blocks, KIND)
-            current = queue[0]
+            current = held[0]
             rest = ()
             for k in tl.static_range(1, PREFETCH):
                 if step + k < STEPS:
-                    rest = rest + (queue[k],)
+                    rest = rest + (held[k],)
             if step + PREFETCH < STEPS:
                 more = load_row(low, high, scales, step + PREFETCH, lane, rows, blocks, R, ROWS, WARPS, EPILOGUE, KIND)
                 rest = rest + (more,)
-            queue = rest
+            held = rest
             value = block_products(current[0], current[1], current[2], x[0], x[1], x[2], x[3], SHAPE, KIND)
             new = ()
             for k in tl.static_range(R):
@@ -186,18 +186,16 @@ def gemv_packed(
         for step in tl.static_range(0, STEPS, PREFETCH):
             b = (step // R) * WARP_BLOCKS + lane
             if step > 0:
-                queue = ()
+                held = ()
                 for k in tl.static_range(PREFETCH):
-                    queue = queue + (
+                    held = held + (
                         load_row(low, high, scales, step + k, lane, rows, blocks, R, ROWS, WARPS, EPILOGUE, KIND),
                     )
             for t in range(B):  # not unrolled: all tokens would be loaded at once
                 xt = load_activations(x_codes, x_scales, x_sums, t, b, b < blocks, blocks, KIND)
                 added = ()
                 for k in tl.static_range(PREFETCH):
-                    value = block_products(
-                        queue[k][0], queue[k][1], queue[k][2], xt[0], xt[1], xt[2], xt[3], SHAPE, KIND
-                    )
+                    value = block_products(held[k][0], held[k][1], held[k][2], xt[0], xt[1], xt[2], xt[3], SHAPE, KIND)
                     added = added + (tl.sum(tl.reshape(value, (WARPS, 32, 4)), 2),)
                 new = ()
                 for u in tl.static_range(B):
@@ -220,7 +218,7 @@ def gemv_packed(
             rows,
             out,
             residual,
-            norm_weight,
+            norm,
             out_scales,
             out_sums,
             out_squares,
@@ -295,7 +293,7 @@ def store_activations(y, t, columns, out, out_scales, out_sums, INT8: tl.constex
 
 @triton.jit
 def apply_epilogue(
-    ys, t, rows, out, residual, norm_weight, out_scales, out_sums, out_squares,
+    ys, t, rows, out, residual, norm, out_scales, out_sums, out_squares,
     R: tl.constexpr, ROWS: tl.constexpr, WARPS: tl.constexpr, EPILOGUE: tl.constexpr, INT8: tl.constexpr,
     STRIDE: tl.constexpr = 0,
 ):  # fmt: skip
@@ -310,7 +308,7 @@ def apply_epilogue(
         y = concat_warps(ys, R, WARPS) + tl.load(residual + t * rows + n)
         tl.store(residual + t * rows + n, y)
         tl.store(out_squares + t * (rows // 32) + tl.program_id(0), tl.sum(y * y, 0))
-        store_activations(y * tl.load(norm_weight + n), t, rows, out, out_scales, out_sums, INT8)
+        store_activations(y * tl.load(norm + n), t, rows, out, out_scales, out_sums, INT8)
     else:
         gated = ()
         for r in tl.static_range(R // 2):
@@ -320,7 +318,7 @@ def apply_epilogue(
 
 @triton.jit
 def gemv_dense(
-    x, squares, eps, w, out, residual, norm_weight, out_squares,
+    x, squares, eps, w, out, residual, norm, out_squares,
     rows, columns: tl.constexpr, B: tl.constexpr, ROWS: tl.constexpr, WARPS: tl.constexpr, TILE_K: tl.constexpr,
     PREFETCH: tl.constexpr, EPILOGUE: tl.constexpr, NORM_PARTS: tl.constexpr, NORM_SIZE: tl.constexpr,
     PDL: tl.constexpr, STRIDE: tl.constexpr = 0, scales=None,
@@ -330,12 +328,12 @@ def gemv_dense(
     SHAPE: tl.constexpr = (WARPS, TILE_K)
     lane = tl.arange(0, TILE_K)[None, :] + tl.zeros(SHAPE, tl.int32)
     launch_next(PDL)
-    queue = ()
+    held = ()
     for i in tl.static_range(PREFETCH):
         for r in tl.static_range(R):
             n = tl.minimum(program_rows(r, rows // 2, EPILOGUE, ROWS, WARPS), rows - 1)[:, None].to(tl.int64)
             c = i * TILE_K + lane
-            queue = queue + (tl.load(w + n * columns + c, mask=c < columns, other=0.0, eviction_policy="evict_first"),)
+            held = held + (tl.load(w + n * columns + c, mask=c < columns, other=0.0, eviction_policy="evict_first"),)
     factors = ()
     if scales is not None:
         for r in tl.static_range(R):
@@ -349,10 +347,10 @@ def gemv_dense(
     for start in tl.static_range(0, columns, TILE_K):
         weights = ()
         for r in tl.static_range(R):
-            weights = weights + (queue[r],)
+            weights = weights + (held[r],)
         rest = ()
         for i in tl.static_range(R, PREFETCH * R):
-            rest = rest + (queue[i],)
+            rest = rest + (held[i],)
         if start + PREFETCH * TILE_K < columns:
             for r in tl.static_range(R):
                 n = tl.minimum(program_rows(r, rows // 2, EPILOGUE, ROWS, WARPS), rows - 1)[:, None].to(tl.int64)
@@ -362,7 +360,7 @@ def gemv_dense(
         else:
             for r in tl.static_range(R):
                 rest = rest + (weights[r],)
-        queue = rest
+        held = rest
         new = ()
         c = start + lane
         for t in tl.static_range(B):
@@ -381,9 +379,7 @@ def gemv_dense(
             for r in tl.static_range(R):
                 scaled = scaled + (ys[r] * factor,)
             ys = scaled
-        apply_epilogue(
-            ys, t, rows, out, residual, norm_weight, out, out, out_squares, R, ROWS, WARPS, EPILOGUE, False, STRIDE
-        )
+        apply_epilogue(ys, t, rows, out, residual, norm, out, out, out_squares, R, ROWS, WARPS, EPILOGUE, False, STRIDE)
 
 
 @triton.jit

@@ -198,20 +198,6 @@ class Int8Activations:
             torch.zeros(batch, 2, blocks, device=device),
         )
 
-    @staticmethod
-    def quantize(x: torch.Tensor) -> Int8Activations:
-        """Round each block of 32 of x (B, columns) to steps of its largest value / 127."""
-        b = x.reshape(x.shape[0], -1, 32)
-        d = b.abs().amax(-1) / 127
-        q = torch.floor(b * torch.where(d > 0, 1 / d, 0)[..., None] + 0.5)
-        words = q.to(torch.int8).view(torch.int32)  # (B, blocks, 8)
-        sums = q.view(*q.shape[:2], 2, 16).sum(-1) * d[..., None]
-        return Int8Activations(words.transpose(1, 2).contiguous(), d, sums.transpose(1, 2).contiguous())
-
-    def dequantize(self) -> torch.Tensor:
-        q = _contiguous_copy(self.codes.transpose(1, 2)).view(torch.int8).float()
-        return (q.view(*self.scales.shape, 32) * self.scales[..., None]).view(self.scales.shape[0], -1)
-
 
 def kernel_outputs(x: Int8Activations | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return (values, scales, sums) as kernels store them."""

@@ -19,27 +19,10 @@ from numpy.typing import NDArray
 
 from ...weights import Tensor
 from ...weights.checkpoint import release_pages
-from ...weights.quants.codebooks import (
-    FP4_VALUES,
-    IQ4_VALUES,
-    e4m3_halves,
-    e8m0_halves,
-    even_sign_rows,
-    grid,
-    sign_rows,
-)
+from ...weights.quants import codebooks
+from . import packed_weight
 from .fp8 import E4M3, quantize_e4m3
-from .packed_weight import (
-    DENSE,
-    FP8,
-    HIGH_WORDS,
-    LOW_WORDS,
-    PAIRED_SCALES,
-    PackedWeight,
-    WeightPart,
-    empty_planes,
-    high_bit_layout,
-)
+from .packed_weight import DENSE, FP8, HIGH_WORDS, LOW_WORDS, PAIRED_SCALES, PackedWeight, WeightPart
 
 
 class UnpackedBlocks(NamedTuple):
@@ -55,7 +38,7 @@ def slice_bytes(raw: torch.Tensor, first: int, size: int) -> torch.Tensor:
     return raw[..., first : first + size].clone(memory_format=torch.contiguous_format)
 
 
-def read_halves(raw: torch.Tensor, first: int, count: int = 1) -> torch.Tensor:
+def read_f16(raw: torch.Tensor, first: int, count: int = 1) -> torch.Tensor:
     """Return the float16 values at a byte of every block, as float32."""
     return slice_bytes(raw, first, 2 * count).view(torch.float16).float()
 
@@ -91,12 +74,12 @@ def to_blocks32(codes: torch.Tensor, scales: torch.Tensor, minima: torch.Tensor 
 
 def q4_0(raw: torch.Tensor) -> UnpackedBlocks:
     """x = d * (q - 8)."""
-    return UnpackedBlocks(unpack_nibbles(raw, 2, 16, 16), read_halves(raw, 0))
+    return UnpackedBlocks(unpack_nibbles(raw, 2, 16, 16), read_f16(raw, 0))
 
 
 def q4_1(raw: torch.Tensor) -> UnpackedBlocks:
     """x = d * q + m."""
-    return UnpackedBlocks(unpack_nibbles(raw, 4, 16, 16), read_halves(raw, 0), read_halves(raw, 2))
+    return UnpackedBlocks(unpack_nibbles(raw, 4, 16, 16), read_f16(raw, 0), read_f16(raw, 2))
 
 
 def _fifth_bits(raw: torch.Tensor, first: int) -> torch.Tensor:
@@ -106,34 +89,32 @@ def _fifth_bits(raw: torch.Tensor, first: int) -> torch.Tensor:
 
 def q5_0(raw: torch.Tensor) -> UnpackedBlocks:
     """x = d * (q - 16)."""
-    return UnpackedBlocks(unpack_nibbles(raw, 6, 16, 16) | _fifth_bits(raw, 2), read_halves(raw, 0))
+    return UnpackedBlocks(unpack_nibbles(raw, 6, 16, 16) | _fifth_bits(raw, 2), read_f16(raw, 0))
 
 
 def q5_1(raw: torch.Tensor) -> UnpackedBlocks:
     """x = d * q + m."""
-    return UnpackedBlocks(
-        unpack_nibbles(raw, 8, 16, 16) | _fifth_bits(raw, 4), read_halves(raw, 0), read_halves(raw, 2)
-    )
+    return UnpackedBlocks(unpack_nibbles(raw, 8, 16, 16) | _fifth_bits(raw, 4), read_f16(raw, 0), read_f16(raw, 2))
 
 
 def q8_0(raw: torch.Tensor) -> UnpackedBlocks:
     """x = d * q."""
-    return UnpackedBlocks(raw[..., 2:], read_halves(raw, 0))
+    return UnpackedBlocks(raw[..., 2:], read_f16(raw, 0))
 
 
 def q8_1(raw: torch.Tensor) -> UnpackedBlocks:
     """x = d * q; the stored sum is not needed."""
-    return UnpackedBlocks(raw[..., 4:], read_halves(raw, 0))
+    return UnpackedBlocks(raw[..., 4:], read_f16(raw, 0))
 
 
 def q1_0(raw: torch.Tensor) -> UnpackedBlocks:
     """x = d or -d: codes 9 and 7."""
-    return to_blocks32(unpack_bits(raw, 2, 16, 1, 1) * 2 + 7, read_halves(raw, 0))
+    return to_blocks32(unpack_bits(raw, 2, 16, 1, 1) * 2 + 7, read_f16(raw, 0))
 
 
 def q2_0(raw: torch.Tensor) -> UnpackedBlocks:
     """x = d * (q - 1): codes q + 7."""
-    return to_blocks32(unpack_bits(raw, 2, 16, 2, 1) + 7, read_halves(raw, 0))
+    return to_blocks32(unpack_bits(raw, 2, 16, 2, 1) + 7, read_f16(raw, 0))
 
 
 def tq1_0(raw: torch.Tensor) -> UnpackedBlocks:
@@ -142,17 +123,17 @@ def tq1_0(raw: torch.Tensor) -> UnpackedBlocks:
     fields = ((0, 32, 5), (32, 16, 5), (48, 4, 4))
     fractions = [(raw[..., a : a + n].unsqueeze(-2) * powers[:trits]).flatten(-2) for a, n, trits in fields]
     trits = (torch.cat(fractions, -1).short() * 3 >> 8).to(torch.uint8)
-    return to_blocks32(trits + 7, read_halves(raw, 52))
+    return to_blocks32(trits + 7, read_f16(raw, 52))
 
 
 def tq2_0(raw: torch.Tensor) -> UnpackedBlocks:
     """x = d * (q - 1): codes q + 7."""
-    return to_blocks32(unpack_bits(raw, 0, 64, 2, 32) + 7, read_halves(raw, 64))
+    return to_blocks32(unpack_bits(raw, 0, 64, 2, 32) + 7, read_f16(raw, 64))
 
 
 def _fp4(raw: torch.Tensor, first: int, size: int, run: int, offset: int) -> torch.Tensor:
     """Return E2M1 values, doubled, plus the kind's offset."""
-    table = table_on(raw, (np.array(FP4_VALUES) + offset).astype(np.uint8))
+    table = table_on(raw, (np.array(codebooks.FP4_VALUES) + offset).astype(np.uint8))
     return table[unpack_nibbles(raw, first, size, run).int()]
 
 
@@ -163,18 +144,18 @@ def _byte_scales(raw: torch.Tensor, count: int, table: Callable[[], NDArray[np.f
 
 def mxfp4(raw: torch.Tensor) -> UnpackedBlocks:
     """x = 2**(e - 128) * (code - 16); scales far below the largest become zero."""
-    return UnpackedBlocks(_fp4(raw, 1, 16, 16, 16), _byte_scales(raw, 1, e8m0_halves))
+    return UnpackedBlocks(_fp4(raw, 1, 16, 16, 16), _byte_scales(raw, 1, codebooks.e8m0_halves))
 
 
 def nvfp4(raw: torch.Tensor) -> UnpackedBlocks:
     """x = scale of 16 * (code - 32)."""
-    return to_blocks32(_fp4(raw, 4, 32, 8, 32), _byte_scales(raw, 4, e4m3_halves))
+    return to_blocks32(_fp4(raw, 4, 32, 8, 32), _byte_scales(raw, 4, codebooks.e4m3_halves))
 
 
 def q2_k(raw: torch.Tensor) -> UnpackedBlocks:
     """x = (d * scale) * q - dmin * min, of 16 values each."""
     groups = raw[..., :16]
-    scales, minima = (groups & 15).float() * read_halves(raw, 80), (groups >> 4).float() * -read_halves(raw, 82)
+    scales, minima = (groups & 15).float() * read_f16(raw, 80), (groups >> 4).float() * -read_f16(raw, 82)
     return to_blocks32(unpack_bits(raw, 16, 64, 2, 32), scales, minima)
 
 
@@ -182,7 +163,7 @@ def q3_k(raw: torch.Tensor) -> UnpackedBlocks:
     """x = d * scale * (q - 4), of 16 values: codes q + 28."""
     small = unpack_bits(raw, 104, 4, 2) << 4 | unpack_nibbles(raw, 96, 8, 8)
     q = unpack_bits(raw, 0, 32, 1) << 2 | unpack_bits(raw, 32, 64, 2, 32)
-    return to_blocks32(q + 28, (small.float() - 32) * read_halves(raw, 108))
+    return to_blocks32(q + 28, (small.float() - 32) * read_f16(raw, 108))
 
 
 def _k_scales(raw: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -190,8 +171,8 @@ def _k_scales(raw: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     first, rest = raw[..., 4:12], raw[..., 12:16]
     low = first & 63
     top = (first >> 2) & 48
-    scale = torch.cat((low[..., :4], top[..., :4] | (rest & 15)), -1).float() * read_halves(raw, 0)
-    return scale, torch.cat((low[..., 4:], top[..., 4:] | (rest >> 4)), -1).float() * -read_halves(raw, 2)
+    scale = torch.cat((low[..., :4], top[..., :4] | (rest & 15)), -1).float() * read_f16(raw, 0)
+    return scale, torch.cat((low[..., 4:], top[..., 4:] | (rest >> 4)), -1).float() * -read_f16(raw, 2)
 
 
 def q4_k(raw: torch.Tensor) -> UnpackedBlocks:
@@ -206,7 +187,7 @@ def q5_k(raw: torch.Tensor) -> UnpackedBlocks:
 
 def q6_k(raw: torch.Tensor) -> UnpackedBlocks:
     """x = (d * scale) * (q - 32), of 16 values each."""
-    scale = slice_bytes(raw, 192, 16).view(torch.int8).float() * read_halves(raw, 208)
+    scale = slice_bytes(raw, 192, 16).view(torch.int8).float() * read_f16(raw, 208)
     return to_blocks32(unpack_nibbles(raw, 0, 128, 64) | unpack_bits(raw, 128, 64, 2, 32) << 4, scale)
 
 
@@ -230,9 +211,10 @@ def _bit_fields(words: torch.Tensor, *shifts: int, mask: int) -> torch.Tensor:
 
 def _signed_rows(name: str, index: torch.Tensor, signs: torch.Tensor, *, even: bool) -> torch.Tensor:
     """Return codebook rows with their signs: (rows, blocks, 256) int8."""
-    table = table_on(index, grid(name).astype(np.int8))
+    table = table_on(index, codebooks.grid(name).astype(np.int8))
     rows = table[index.int()].flatten(-2)
-    return rows * table_on(index, even_sign_rows() if even else sign_rows())[signs.int()].flatten(-2)
+    sign_table = codebooks.even_sign_rows() if even else codebooks.sign_rows()
+    return rows * table_on(index, sign_table)[signs.int()].flatten(-2)
 
 
 def _as_bytes(codes: torch.Tensor, scales: torch.Tensor) -> UnpackedBlocks:
@@ -245,7 +227,7 @@ def iq2_xxs(raw: torch.Tensor) -> UnpackedBlocks:
     index = torch.unflatten(raw[..., 2:66], -1, (8, 8))[..., :4].flatten(-2)
     scale = ((words >> 28) & 15).float()
     signs = _bit_fields(words, 0, 7, 14, 21, mask=127)
-    return _as_bytes(_signed_rows("IQ2_XXS", index, signs, even=True), read_halves(raw, 0) * (0.5 + scale) * 0.25)
+    return _as_bytes(_signed_rows("IQ2_XXS", index, signs, even=True), read_f16(raw, 0) * (0.5 + scale) * 0.25)
 
 
 def iq2_xs(raw: torch.Tensor) -> UnpackedBlocks:
@@ -253,7 +235,7 @@ def iq2_xs(raw: torch.Tensor) -> UnpackedBlocks:
     codes = _uint16s(raw, 2, 32)
     scale = unpack_nibbles(raw, 66, 8, 1).float()
     return _as_bytes(
-        _signed_rows("IQ2_XS", codes & 511, codes >> 9, even=True), read_halves(raw, 0) * (0.5 + scale) * 0.25
+        _signed_rows("IQ2_XS", codes & 511, codes >> 9, even=True), read_f16(raw, 0) * (0.5 + scale) * 0.25
     )
 
 
@@ -261,9 +243,7 @@ def iq2_s(raw: torch.Tensor) -> UnpackedBlocks:
     """10-bit index, 8 sign bits; a scale per 16 values."""
     index = unpack_bits(raw, 66, 8, 2, 1).int() << 8 | raw[..., 2:34].int()
     scale = unpack_nibbles(raw, 74, 8, 1).float()
-    return _as_bytes(
-        _signed_rows("IQ2_S", index, raw[..., 34:66], even=False), read_halves(raw, 0) * (0.5 + scale) * 0.25
-    )
+    return _as_bytes(_signed_rows("IQ2_S", index, raw[..., 34:66], even=False), read_f16(raw, 0) * (0.5 + scale) * 0.25)
 
 
 def iq3_xxs(raw: torch.Tensor) -> UnpackedBlocks:
@@ -271,21 +251,19 @@ def iq3_xxs(raw: torch.Tensor) -> UnpackedBlocks:
     words = _int32s(raw, 66, 8)
     scale = ((words >> 28) & 15).float()
     signs = _bit_fields(words, 0, 7, 14, 21, mask=127)
-    return _as_bytes(
-        _signed_rows("IQ3_XXS", raw[..., 2:66], signs, even=True), read_halves(raw, 0) * (0.5 + scale) * 0.5
-    )
+    return _as_bytes(_signed_rows("IQ3_XXS", raw[..., 2:66], signs, even=True), read_f16(raw, 0) * (0.5 + scale) * 0.5)
 
 
 def iq3_s(raw: torch.Tensor) -> UnpackedBlocks:
     """9-bit index of codebook rows of four; levels are odd and at most 15: codes level + 16."""
     index = unpack_bits(raw, 66, 8, 1, 1).int() << 8 | raw[..., 2:66].int()
     codes = _signed_rows("IQ3_S", index, raw[..., 74:106], even=False) + 16
-    return _as_bytes(codes, read_halves(raw, 0) * (1 + 2 * unpack_nibbles(raw, 106, 4, 1).float()))
+    return _as_bytes(codes, read_f16(raw, 0) * (1 + 2 * unpack_nibbles(raw, 106, 4, 1).float()))
 
 
 def _iq1_codes(index: torch.Tensor, minus: torch.Tensor, offset: int) -> torch.Tensor:
     """Return rows of -1, 0, 1, each shifted by an eighth up or down, in eighths: one and an eighth is 9."""
-    rows = table_on(index, grid("IQ1_S").astype(np.int8))[index.int()] * 8
+    rows = table_on(index, codebooks.grid("IQ1_S").astype(np.int8))[index.int()] * 8
     return (rows + torch.where(minus, offset - 1, offset + 1).to(torch.int8)[..., None]).flatten(-2)
 
 
@@ -295,7 +273,7 @@ def iq1_s(raw: torch.Tensor) -> UnpackedBlocks:
     index = _bit_fields(words, 0, 3, 6, 9, mask=7) << 8 | raw[..., 2:34].int()
     scale = 2 * (words >> 12 & 7).float() + 1
     codes = _iq1_codes(index, (words > 0x7FFF).repeat_interleave(4, -1), 16)
-    return _as_bytes(codes, read_halves(raw, 0) * scale / 8)
+    return _as_bytes(codes, read_f16(raw, 0) * scale / 8)
 
 
 def iq1_m(raw: torch.Tensor) -> UnpackedBlocks:
@@ -311,19 +289,19 @@ def iq1_m(raw: torch.Tensor) -> UnpackedBlocks:
 
 
 def _iq4(raw: torch.Tensor, first: int, size: int) -> torch.Tensor:
-    table = table_on(raw, np.array(IQ4_VALUES, np.int8))
+    table = table_on(raw, np.array(codebooks.IQ4_VALUES, np.int8))
     return table[unpack_nibbles(raw, first, size, 16).int()]
 
 
 def iq4_nl(raw: torch.Tensor) -> UnpackedBlocks:
     """x = d * value."""
-    return _as_bytes(_iq4(raw, 2, 16), read_halves(raw, 0))
+    return _as_bytes(_iq4(raw, 2, 16), read_f16(raw, 0))
 
 
 def iq4_xs(raw: torch.Tensor) -> UnpackedBlocks:
     """x = d * (scale - 32) * value."""
     small = unpack_bits(raw, 2, 2, 2, 1) << 4 | unpack_nibbles(raw, 4, 4, 1)
-    return _as_bytes(_iq4(raw, 8, 128), read_halves(raw, 0) * (small.float() - 32))
+    return _as_bytes(_iq4(raw, 8, 128), read_f16(raw, 0) * (small.float() - 32))
 
 
 SLAB_CODES = 1 << 24  # unpacked at a time
@@ -373,7 +351,7 @@ def _pack_part(tensors: Sequence[Tensor], device: torch.device) -> WeightPart:
         return _pack_dense(tensors, device)
     raws = [_upload_bytes(t.rows, device).view(t.shape[0], -1, t.kind.block_bytes) for t in tensors]
     kind = REPACK_RULES[tensors[0].kind.name].kind
-    part = empty_planes(kind, sum(t.shape[0] for t in tensors), tensors[0].shape[1] // 32, device)
+    part = packed_weight.empty_planes(kind, sum(t.shape[0] for t in tensors), tensors[0].shape[1] // 32, device)
     part.unit = scale_unit(_largest_scale(tensors, raws))
     first = 0
     for unpacked in _unpack_slabs(tensors, raws):
@@ -497,7 +475,7 @@ def _low_plane(kind: str, codes: torch.Tensor) -> torch.Tensor:
 
 def _high_plane(kind: str, codes: torch.Tensor) -> torch.Tensor:
     """Pack the bits above the fourth as gemv.py draws them."""
-    shift, half, _ = high_bit_layout(kind, codes.device)
+    shift, half, _ = packed_weight.high_bit_layout(kind, codes.device)
     shifted = (codes >> 4).int() << shift.int()  # (rows, blocks, 32)
     plane = torch.zeros(*codes.shape[:2], HIGH_WORDS[kind], dtype=torch.int32, device=codes.device)
     return plane.index_add_(-1, half, shifted).to(torch.int16).transpose(1, 2)

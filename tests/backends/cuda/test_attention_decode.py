@@ -16,7 +16,7 @@ from llm_worker_rbee.backends.cuda.decoder import rope_tables  # noqa: E402
 from llm_worker_rbee.backends.cuda.packed_weight import Int8Activations, kernel_outputs  # noqa: E402
 from llm_worker_rbee.backends.ops import AttentionParams, BlockParts, KVLayer, RopeTable  # noqa: E402
 from llm_worker_rbee.layers.rope import inverse_frequencies  # noqa: E402
-from tests.helpers import torch_attention  # noqa: E402
+from tests.helpers import int8_activations, torch_attention  # noqa: E402
 from tests.helpers.layer_inputs import BlockTables, normal  # noqa: E402
 from tests.helpers.random_tensors import relative_error  # noqa: E402
 
@@ -68,7 +68,7 @@ def run(
     launch_decode_attention(qkv, block, kv, rope, positions, tables, width, tokens, config, scratch, out, pdl=False)
     assert not scratch[2].any()
     assert not any(part[-1].any() for part in kernel_outputs(out))
-    return out.dequantize()[:-1] if as_int8 else out[:-1]
+    return int8_activations.dequantize(out)[:-1] if as_int8 else out[:-1]
 
 
 @pytest.mark.parametrize("case", CASES)

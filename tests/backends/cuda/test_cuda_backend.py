@@ -15,7 +15,7 @@ from llm_worker_rbee.backends.reference import ReferenceBackend
 from llm_worker_rbee.errors import InvalidRequestError
 from llm_worker_rbee.layers.rope import inverse_frequencies
 from llm_worker_rbee.weights.quants import BLOCK_TYPES
-from tests.helpers import torch_attention
+from tests.helpers import int8_activations, torch_attention
 from tests.helpers.layer_inputs import BlockTables, Floats, normal
 from tests.helpers.random_tensors import random_tensor, relative_error
 
@@ -42,7 +42,7 @@ def test_gemv_int8_matches_quantized_product(kind: str, blocks: int, tokens: int
     x = on_device(normal(rng, tokens, 32 * blocks))
     wanted = x.double() @ packed_weight.dequantize(part).double().T
     quantized = (
-        packed_weight.Int8Activations.quantize(x).dequantize().double() @ packed_weight.dequantize(part).double().T
+        int8_activations.dequantize(int8_activations.quantize(x)).double() @ packed_weight.dequantize(part).double().T
     )
     found = linear.gemv_int8(x, part)
     assert relative_error(found, quantized) < (
