@@ -14,14 +14,14 @@ from llm_worker_rbee.engine.engine import Engine
 from llm_worker_rbee.engine.request import Request, SamplingParams
 from llm_worker_rbee.errors import InferenceError, InvalidRequestError, RequestCancelledError
 from llm_worker_rbee.models import Transformer
-from tests.engine import serving
+from tests.helpers import engine_runs
 
 PROMPTS = [[1, 2, 3], [4] * 40, [5, 6], [1, 2, 3, 4, 5, 6, 7] * 5]
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Transformer:
-    return serving.load(serving.small_file(tmp_path_factory.mktemp("async") / "small.gguf", "F32"))
+    return engine_runs.load(engine_runs.small_file(tmp_path_factory.mktemp("async") / "small.gguf", "F32"))
 
 
 def engine_of(model: Transformer, **settings: Any) -> Engine:
@@ -60,30 +60,30 @@ async def settled(engine: Engine) -> None:
 
 def test_many_readers_get_their_own_answers(model: Transformer) -> None:
     async def main() -> None:
-        async with AsyncEngine(engine_of(model)) as serving:
+        async with AsyncEngine(engine_of(model)) as async_engine:
             for _ in range(2):  # it sleeps in between
-                tickets = [serving.submit(request(prompt)) for prompt in PROMPTS]
+                tickets = [async_engine.submit(request(prompt)) for prompt in PROMPTS]
                 assert await asyncio.gather(*map(all_of, tickets)) == plain(model)
-            await settled(serving.engine)
+            await settled(async_engine.engine)
 
     run(main())
 
 
 def test_a_request_that_can_never_fit_is_refused_at_once(model: Transformer) -> None:
     async def main() -> None:
-        async with AsyncEngine(engine_of(model, n_blocks=4)) as serving:
+        async with AsyncEngine(engine_of(model, n_blocks=4)) as async_engine:
             for length, max_tokens in ((500, 100), (60, 20)):
                 with pytest.raises(AssertionError, match="longer than the context or the KV cache"):
-                    serving.submit(request([1] * length, max_tokens))
-            assert len(await all_of(serving.submit(request([1] * 60, 5)))) == 5
+                    async_engine.submit(request([1] * length, max_tokens))
+            assert len(await all_of(async_engine.submit(request([1] * 60, 5)))) == 5
 
     run(main())
 
 
 def test_cancelling_frees_everything_and_tells_the_reader(model: Transformer) -> None:
     async def main() -> None:
-        async with AsyncEngine(engine_of(model, max_batch=1)) as serving:
-            running, waiting = (serving.submit(request(prompt, 400)) for prompt in ([1, 2], [3, 4]))
+        async with AsyncEngine(engine_of(model, max_batch=1)) as async_engine:
+            running, waiting = (async_engine.submit(request(prompt, 400)) for prompt in ([1, 2], [3, 4]))
             first = await anext(running)
             assert first.finish_reason is None
             waiting.abort()
@@ -92,43 +92,43 @@ def test_cancelling_frees_everything_and_tells_the_reader(model: Transformer) ->
             for ticket in (running, waiting):
                 with pytest.raises(RequestCancelledError, match="cancelled"):
                     await all_of(ticket)
-            await settled(serving.engine)
-            assert len(await all_of(serving.submit(request([1, 2], 5)))) == 5
+            await settled(async_engine.engine)
+            assert len(await all_of(async_engine.submit(request([1, 2], 5)))) == 5
 
     run(main())
 
 
 def test_a_reader_that_does_not_read_is_ended_and_holds_nobody_up(model: Transformer) -> None:
     async def main() -> None:
-        async with AsyncEngine(engine_of(model), max_buffered_outputs=64) as serving:
-            lazy = serving.submit(request([1, 2], 500))
+        async with AsyncEngine(engine_of(model), max_buffered_outputs=64) as async_engine:
+            lazy = async_engine.submit(request([1, 2], 500))
             for prompt in range(3, 9):
-                assert len(await all_of(serving.submit(request([prompt], 60)))) == 60
+                assert len(await all_of(async_engine.submit(request([prompt], 60)))) == 60
             with pytest.raises(RequestCancelledError, match="the output was not read: 64 tokens"):
                 await all_of(lazy)
-            await settled(serving.engine)
+            await settled(async_engine.engine)
 
     run(main())
 
 
 def test_stopping_ends_what_is_not_answered(model: Transformer) -> None:
     async def main() -> None:
-        async with AsyncEngine(engine_of(model)) as serving:
-            ticket = serving.submit(request([1, 2], 400))
+        async with AsyncEngine(engine_of(model)) as async_engine:
+            ticket = async_engine.submit(request([1, 2], 400))
             await anext(ticket)
         with pytest.raises(RequestCancelledError, match="stopped"):
             await all_of(ticket)
         with pytest.raises(RequestCancelledError, match="stopped"):
-            serving.submit(request([1, 2]))
+            async_engine.submit(request([1, 2]))
 
     run(main())
 
 
 def test_stopping_before_anything_was_taken_in(model: Transformer) -> None:
     async def main() -> None:
-        serving = AsyncEngine(engine_of(model))
-        ticket = serving.submit(request([1, 2]))
-        await serving.stop()  # its thread never began
+        async_engine = AsyncEngine(engine_of(model))
+        ticket = async_engine.submit(request([1, 2]))
+        await async_engine.stop()  # its thread never began
         with pytest.raises(RequestCancelledError, match="stopped"):
             await all_of(ticket)
 
@@ -141,48 +141,48 @@ def test_books_that_break_end_everybody_and_the_engine_serves_on(
     async def main() -> None:
         engine = engine_of(model)
         monkeypatch.setattr(engine, "_async_scheduler", None)  # on a GPU a step that is begun asks no scheduler
-        async with AsyncEngine(engine) as serving:
-            ticket = serving.submit(request([1, 2], 400))
+        async with AsyncEngine(engine) as async_engine:
+            ticket = async_engine.submit(request([1, 2], 400))
             await anext(ticket)
 
             def broken(*_: Any) -> None:
                 monkeypatch.undo()
                 raise ZeroDivisionError("by accident")
 
-            monkeypatch.setattr(serving.engine.scheduler, "schedule", broken)
+            monkeypatch.setattr(async_engine.engine.scheduler, "schedule", broken)
             with pytest.raises(InferenceError, match="ZeroDivisionError"):
                 await all_of(ticket)
-            assert await all_of(serving.submit(request(PROMPTS[0]))) == plain(model)[0]
-            await settled(serving.engine)
+            assert await all_of(async_engine.submit(request(PROMPTS[0]))) == plain(model)[0]
+            await settled(async_engine.engine)
 
     run(main())
 
 
 def test_a_closed_event_loop_leaves_nothing_behind(model: Transformer) -> None:
-    serving = AsyncEngine(engine_of(model))
+    async_engine = AsyncEngine(engine_of(model))
 
     async def leave() -> None:
-        serving.submit(request([1, 2], 400))
+        async_engine.submit(request([1, 2], 400))
 
-    serving.start()
+    async_engine.start()
     asyncio.run(leave())
 
     async def main() -> None:
-        assert len(await all_of(serving.submit(request([3, 4], 5)))) == 5
-        await settled(serving.engine)
-        await serving.stop()
+        assert len(await all_of(async_engine.submit(request([3, 4], 5)))) == 5
+        await settled(async_engine.engine)
+        await async_engine.stop()
 
     run(main())
 
 
 def test_a_request_that_the_engine_does_not_take_ends_alone(model: Transformer) -> None:
     async def main() -> None:
-        async with AsyncEngine(engine_of(model)) as serving:
+        async with AsyncEngine(engine_of(model)) as async_engine:
             once = request(PROMPTS[0])
-            assert await all_of(serving.submit(once)) == plain(model)[0]
-            other = serving.submit(request(PROMPTS[1]))
+            assert await all_of(async_engine.submit(once)) == plain(model)[0]
+            other = async_engine.submit(request(PROMPTS[1]))
             with pytest.raises(InvalidRequestError, match="added only once"):
-                await all_of(serving.submit(once))
+                await all_of(async_engine.submit(once))
             assert await all_of(other) == plain(model)[1]
 
     run(main())
@@ -203,12 +203,12 @@ def test_what_is_stopped_is_not_left_in_the_engine(model: Transformer) -> None:
 
 def test_leaving_a_ticket_cancels_it(model: Transformer) -> None:
     async def main() -> None:
-        async with AsyncEngine(engine_of(model)) as serving:
-            async with serving.submit(request([1, 2], 400)) as ticket:
+        async with AsyncEngine(engine_of(model)) as async_engine:
+            async with async_engine.submit(request([1, 2], 400)) as ticket:
                 async for _ in ticket:
                     break
-            await settled(serving.engine)
-            async with serving.submit(request(PROMPTS[0])) as ticket:
+            await settled(async_engine.engine)
+            async with async_engine.submit(request(PROMPTS[0])) as ticket:
                 assert await all_of(ticket) == plain(model)[0]
 
     run(main())
@@ -216,15 +216,15 @@ def test_leaving_a_ticket_cancels_it(model: Transformer) -> None:
 
 def test_submitted_and_cancelled_before_the_thread_looks(model: Transformer) -> None:
     async def main() -> None:
-        serving = AsyncEngine(engine_of(model))
-        ticket = serving.submit(request([1, 2], 400))
+        async_engine = AsyncEngine(engine_of(model))
+        ticket = async_engine.submit(request([1, 2], 400))
         ticket.abort()
-        serving.start()
+        async_engine.start()
         with pytest.raises(RequestCancelledError, match="cancelled"):
             await all_of(ticket)
-        assert await all_of(serving.submit(request(PROMPTS[0]))) == plain(model)[0]
-        await settled(serving.engine)
-        await serving.stop()
+        assert await all_of(async_engine.submit(request(PROMPTS[0]))) == plain(model)[0]
+        await settled(async_engine.engine)
+        await async_engine.stop()
 
     run(main())
 
@@ -244,10 +244,10 @@ def test_a_request_that_breaks_the_books_ends_like_the_others(
     monkeypatch.setattr(engine, "add", breaking)
 
     async def serve() -> None:
-        async with AsyncEngine(engine) as serving:
+        async with AsyncEngine(engine) as async_engine:
             with pytest.raises(InferenceError, match="MemoryError"):
-                await all_of(serving.submit(request([1] * 5)))
-            assert len(await all_of(serving.submit(request([1] * 4)))) == 20
-            assert serving.is_alive
+                await all_of(async_engine.submit(request([1] * 5)))
+            assert len(await all_of(async_engine.submit(request([1] * 4)))) == 20
+            assert async_engine.is_alive
 
     run(serve())

@@ -21,8 +21,8 @@ from llm_worker_rbee.engine.speculative import DraftModel
 from llm_worker_rbee.engine.token_budget import TokenBudget
 from llm_worker_rbee.errors import ContextLengthError, DeadlineError, InferenceError, InsufficientMemoryError
 from llm_worker_rbee.models import Transformer
-from tests.engine.serving import Answer, Listener, Question, alone, engine, load, require_idle, run, small_file
 from tests.helpers import tiny_models
+from tests.helpers.engine_runs import Answer, Listener, Question, alone, engine, load, require_idle, run, small_file
 from tests.helpers.model_runs import compute_logits, to_numpy
 
 MARK = 150  # a token that only some prompts have

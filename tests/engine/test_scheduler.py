@@ -10,7 +10,7 @@ import pytest
 from llm_worker_rbee.engine import scheduler as scheduling
 from llm_worker_rbee.engine.request import Request
 from llm_worker_rbee.errors import DeadlineError
-from tests.engine.books import Desk, answer_of, next_token
+from tests.helpers.paper_scheduler import PaperScheduler, answer_of, next_token
 
 
 def spread(n: int, start: int = 0) -> list[int]:
@@ -22,7 +22,7 @@ def spread(n: int, start: int = 0) -> list[int]:
 
 
 def test_a_beginning_is_computed_once() -> None:
-    desk = Desk()
+    desk = PaperScheduler()
     first = desk.request(spread(22))
     desk.run()
     before = desk.computed
@@ -36,7 +36,7 @@ def test_a_beginning_is_computed_once() -> None:
 
 
 def test_the_last_token_is_computed_even_if_all_of_it_is_here() -> None:
-    desk = Desk()
+    desk = PaperScheduler()
     desk.request(spread(16))
     desk.run()
     again = desk.request(spread(16))
@@ -47,7 +47,7 @@ def test_the_last_token_is_computed_even_if_all_of_it_is_here() -> None:
 
 
 def test_an_answer_is_a_beginning_too() -> None:
-    desk = Desk()
+    desk = PaperScheduler()
     first = desk.request(spread(6), 10)
     desk.run()
     longer = desk.request([*first.ids, 5])
@@ -58,7 +58,7 @@ def test_an_answer_is_a_beginning_too() -> None:
 
 
 def test_who_begins_like_one_that_is_being_read_waits_for_it() -> None:
-    desk = Desk()
+    desk = PaperScheduler()
     first = desk.request(spread(21))
     second = desk.request([*spread(16), 99, 98, 97])
     other = desk.request(spread(5, 100))
@@ -75,7 +75,7 @@ def test_who_begins_like_one_that_is_being_read_waits_for_it() -> None:
 
 @pytest.mark.parametrize("length", [9, 11, 12])  # blocks of 4
 def test_who_waits_for_a_beginning_starts_in_the_next_step(length: int) -> None:
-    desk = Desk()
+    desk = PaperScheduler()
     first, second = (desk.request(spread(length), 20) for _ in range(2))
     assert list(desk.tokens_of(desk.step())) == [first]
     assert desk.tokens_of(desk.step()) == {first: 1, second: length - (length - 1) // 4 * 4}
@@ -85,7 +85,7 @@ def test_who_waits_for_a_beginning_starts_in_the_next_step(length: int) -> None:
 
 @pytest.mark.parametrize("end", ["abort", "fail", "broken", "deadline"])
 def test_nobody_waits_for_one_that_has_left(end: str) -> None:
-    desk = Desk()
+    desk = PaperScheduler()
     first = desk.request(spread(21), deadline=5.0)
     second = desk.request(spread(21))
     assert list(desk.tokens_of(desk.step(8))) == [first]
@@ -103,7 +103,7 @@ def test_nobody_waits_for_one_that_has_left(end: str) -> None:
 
 
 def test_a_failed_step_leaves_nothing_that_can_be_found() -> None:
-    desk = Desk()
+    desk = PaperScheduler()
     first = desk.request(spread(21))
     desk.step(8, failing=True)
     assert desk.finished == {first: "error"}
@@ -115,7 +115,7 @@ def test_a_failed_step_leaves_nothing_that_can_be_found() -> None:
 
 
 def test_nothing_is_shared_without_a_prefix_cache() -> None:
-    desk = Desk(prefix_cache=False)
+    desk = PaperScheduler(prefix_cache=False)
     both = [desk.request(spread(20)) for _ in range(2)]
     assert len(desk.step()) == 2
     desk.run()
@@ -127,7 +127,7 @@ def test_nothing_is_shared_without_a_prefix_cache() -> None:
 
 
 def test_a_long_prompt_does_not_stall_who_answers() -> None:
-    desk = Desk(n_blocks=200)
+    desk = PaperScheduler(n_blocks=200)
     talker = desk.request([1], 30)
     desk.step()
     reader = desk.request(spread(300), 2)
@@ -140,7 +140,7 @@ def test_a_long_prompt_does_not_stall_who_answers() -> None:
 
 
 def test_a_long_prompt_does_not_stall_a_short_one_behind_it() -> None:
-    desk = Desk(n_blocks=200)
+    desk = PaperScheduler(n_blocks=200)
     long = desk.request(spread(300), 2)
     desk.step(16)
     short, other = desk.request(spread(6, 400), 2), desk.request(spread(40, 500), 2)
@@ -153,7 +153,7 @@ def test_a_long_prompt_does_not_stall_a_short_one_behind_it() -> None:
 
 @pytest.mark.parametrize(("asked", "most"), [(512, scheduling.MIN_PREFILL_TOKENS), (5, 5)])
 def test_prompts_get_on_however_small_the_budget(asked: int, most: int) -> None:
-    desk = Desk(max_step_tokens=asked)
+    desk = PaperScheduler(max_step_tokens=asked)
     for _ in range(6):
         desk.request([1], 40)
     desk.step()
@@ -164,7 +164,7 @@ def test_prompts_get_on_however_small_the_budget(asked: int, most: int) -> None:
 
 
 def test_first_come_first_served() -> None:
-    desk = Desk(max_batch=2, prefix_cache=False)
+    desk = PaperScheduler(max_batch=2, prefix_cache=False)
     everybody = [desk.request(spread(6, 10 * i), 3) for i in range(5)]
     seen: list[Request] = []
     while desk.scheduler.has_work:
@@ -175,7 +175,7 @@ def test_first_come_first_served() -> None:
 
 
 def test_who_lacks_blocks_is_not_overtaken() -> None:
-    desk = Desk(n_blocks=8)
+    desk = PaperScheduler(n_blocks=8)
     desk.request(spread(12), 12)
     large, small = desk.request(spread(24, 50), 2), desk.request(spread(3, 90), 2)
     desk.run_until(lambda: small.batch_slot >= 0)
@@ -185,7 +185,7 @@ def test_who_lacks_blocks_is_not_overtaken() -> None:
 
 
 def test_who_is_more_urgent_reads_first() -> None:
-    desk = Desk(n_blocks=400)
+    desk = PaperScheduler(n_blocks=400)
     long = desk.request(spread(300), 2, priority=10)
     desk.step(16)
     urgent = desk.request(spread(30, 500), 2)
@@ -199,7 +199,7 @@ def test_who_is_more_urgent_reads_first() -> None:
 
 
 def test_nobody_waits_for_one_who_is_less_urgent() -> None:
-    desk = Desk(n_blocks=400)
+    desk = PaperScheduler(n_blocks=400)
     slow = desk.request(spread(100), 2, priority=5)
     desk.step(8)
     urgent = desk.request(spread(100), 2)
@@ -209,7 +209,7 @@ def test_nobody_waits_for_one_who_is_less_urgent() -> None:
 
 
 def test_nobody_is_sent_away_where_it_would_not_help() -> None:
-    desk = Desk(n_blocks=12, prefix_cache=False)
+    desk = PaperScheduler(n_blocks=12, prefix_cache=False)
     desk.request(spread(16), 12)
     others = [desk.request(spread(3, 50 + i), 12, priority=5) for i in range(2)]
     desk.step()
@@ -225,7 +225,7 @@ def test_nobody_is_sent_away_where_it_would_not_help() -> None:
 
 
 def test_who_grows_takes_from_the_last_and_nothing_changes() -> None:
-    desk = Desk(n_blocks=8, prefix_cache=False)
+    desk = PaperScheduler(n_blocks=8, prefix_cache=False)
     everybody = [desk.request(spread(7, 20 * i), 18) for i in range(3)]
     desk.step()
     assert desk.scheduler.running == everybody
@@ -241,7 +241,7 @@ def test_who_grows_takes_from_the_last_and_nothing_changes() -> None:
 
 def test_what_was_preempted_finds_its_own_blocks_again() -> None:
     """Its blocks are free, and only those are lost that somebody took."""
-    desk = Desk(n_blocks=6)
+    desk = PaperScheduler(n_blocks=6)
     desk.request(spread(7), 8)
     second = desk.request(spread(7, 50), 8)
     desk.run_until(lambda: desk.scheduler.stats.num_preemptions)
@@ -253,7 +253,7 @@ def test_what_was_preempted_finds_its_own_blocks_again() -> None:
 
 
 def test_nobody_is_let_in_who_would_be_sent_away_in_the_next_step() -> None:
-    desk = Desk(n_blocks=4, prefix_cache=False)
+    desk = PaperScheduler(n_blocks=4, prefix_cache=False)
     first = desk.request(spread(8), 3)
     desk.request(spread(8, 50), 3)
     assert list(desk.tokens_of(desk.step())) == [first]
@@ -263,7 +263,7 @@ def test_nobody_is_let_in_who_would_be_sent_away_in_the_next_step() -> None:
 
 
 def test_blocks_of_guesses_are_taken_back_before_anybody_is_sent_away() -> None:
-    desk = Desk(n_blocks=4, prefix_cache=False)
+    desk = PaperScheduler(n_blocks=4, prefix_cache=False)
     first, second = desk.request(spread(6), 9), desk.request(spread(4, 50), 4)
     desk.step()
     assert [len(r.blocks) for r in (first, second)] == [2, 1]
@@ -276,7 +276,7 @@ def test_blocks_of_guesses_are_taken_back_before_anybody_is_sent_away() -> None:
 
 
 def test_one_that_fills_the_whole_cache_runs_to_its_end() -> None:
-    desk = Desk(n_blocks=4)
+    desk = PaperScheduler(n_blocks=4)
     full = desk.request(spread(10), 7)  # 17 tokens, of which the last is never computed
     desk.request(spread(10, 40), 7)
     desk.run()
@@ -285,7 +285,7 @@ def test_one_that_fills_the_whole_cache_runs_to_its_end() -> None:
 
 
 def test_a_more_urgent_one_takes_a_place_a_less_urgent_one_has() -> None:
-    desk = Desk(max_batch=2)
+    desk = PaperScheduler(max_batch=2)
     plain, late = desk.request(spread(5), 8), desk.request(spread(5, 30), 8)
     desk.step()
     urgent = desk.request(spread(5, 60), 2, priority=-1)
@@ -298,7 +298,7 @@ def test_a_more_urgent_one_takes_a_place_a_less_urgent_one_has() -> None:
 
 
 def test_a_more_urgent_one_takes_blocks() -> None:
-    desk = Desk(n_blocks=8)
+    desk = PaperScheduler(n_blocks=8)
     desk.request(spread(22), 8, priority=5)
     desk.step()
     urgent = desk.request(spread(20, 99), 4)
@@ -310,7 +310,7 @@ def test_a_more_urgent_one_takes_blocks() -> None:
 
 @pytest.mark.parametrize("priority", [0, 1])
 def test_nobody_gives_way_to_one_as_urgent_or_less(priority: int) -> None:
-    desk = Desk(max_batch=1)
+    desk = PaperScheduler(max_batch=1)
     first = desk.request(spread(5), 6)
     desk.step()
     desk.request(spread(5, 30), 6, priority=priority)
@@ -321,7 +321,7 @@ def test_nobody_gives_way_to_one_as_urgent_or_less(priority: int) -> None:
 
 
 def test_nobody_gives_way_where_there_is_room() -> None:
-    desk = Desk()
+    desk = PaperScheduler()
     desk.request(spread(5), 6, priority=3)
     desk.step()
     desk.request(spread(5, 30), 6, priority=-3)
@@ -338,7 +338,7 @@ def right(request: Request, n: int) -> list[int]:
 
 
 def test_right_guesses_save_steps_and_a_wrong_one_is_replaced() -> None:
-    desk = Desk()
+    desk = PaperScheduler()
     request = desk.request(spread(5), 9)
     desk.step()
     guesses = right(request, 3)
@@ -358,7 +358,7 @@ def test_right_guesses_save_steps_and_a_wrong_one_is_replaced() -> None:
 
 def test_an_answer_ends_within_guesses() -> None:
     prompt = next(p for p in (spread(5, i) for i in range(99)) if _end_after(p) == 3)
-    desk = Desk()
+    desk = PaperScheduler()
     request = desk.request(prompt, 20, end=True)
     desk.step()
     said = list(request.ids)
@@ -373,13 +373,13 @@ def test_an_answer_ends_within_guesses() -> None:
 
 
 def _end_after(prompt: list[int]) -> int:
-    desk = Desk()
+    desk = PaperScheduler()
     return len(answer_of(desk.request(prompt, 20, end=True)).tokens)
 
 
 def test_a_block_of_wrong_guesses_is_not_found() -> None:
     """The guesses fill a block; only what was right of it may be shared."""
-    desk = Desk()
+    desk = PaperScheduler()
     first = desk.request(spread(4), 12)
     desk.step()
     first.drafts = [7, 7, 7, 7, 7, 7, 7]
@@ -392,7 +392,7 @@ def test_a_block_of_wrong_guesses_is_not_found() -> None:
 
 
 def test_nobody_is_sent_away_for_a_guess() -> None:
-    desk = Desk(n_blocks=4, prefix_cache=False)
+    desk = PaperScheduler(n_blocks=4, prefix_cache=False)
     first, second = desk.request(spread(4), 8), desk.request(spread(4, 50), 3)
     desk.step()
     desk.step()
@@ -409,7 +409,7 @@ def test_nobody_is_sent_away_for_a_guess() -> None:
 
 
 def test_a_scored_prompt_is_read_whole_and_helps_others() -> None:
-    desk = Desk(n_blocks=100)
+    desk = PaperScheduler(n_blocks=100)
     desk.request(spread(150), 2)
     desk.run()
     scored = desk.request(spread(150), 2, scored=True)
@@ -426,7 +426,7 @@ def test_a_scored_prompt_is_read_whole_and_helps_others() -> None:
 
 
 def test_a_scored_prompt_that_was_preempted_is_scored_once() -> None:
-    desk = Desk(n_blocks=8)
+    desk = PaperScheduler(n_blocks=8)
     scored = desk.request(spread(25), 3, scored=True, priority=1)
     for _ in range(3):
         desk.step(5)
@@ -439,7 +439,7 @@ def test_a_scored_prompt_that_was_preempted_is_scored_once() -> None:
 
 
 def test_a_scored_prompt_of_one_token() -> None:
-    desk = Desk()
+    desk = PaperScheduler()
     desk.request([1], 3, scored=True)
     desk.run()
     desk.require_answers()
@@ -450,7 +450,7 @@ def test_a_scored_prompt_of_one_token() -> None:
 
 @pytest.mark.parametrize("when", ["waiting", "reading", "answering", "preempted"])
 def test_abort_frees_everything_at_once(when: str) -> None:
-    desk = Desk(max_batch=2, n_blocks=16)
+    desk = PaperScheduler(max_batch=2, n_blocks=16)
     mate = desk.request(spread(6), 20)
     desk.step()
     request = desk.request(spread(20, 60), 5, deadline=10.0)
@@ -476,7 +476,7 @@ def test_abort_frees_everything_at_once(when: str) -> None:
 
 
 def test_deadlines_end_those_who_wait_and_those_who_run() -> None:
-    desk = Desk(max_batch=1)
+    desk = PaperScheduler(max_batch=1)
     running, waiting, patient = (desk.request(spread(5, 9 * i), 9, deadline=d) for i, d in enumerate((2.0, 1.0, 9.0)))
     desk.step()
     assert desk.scheduler.expire(0.5) == []
@@ -490,7 +490,7 @@ def test_deadlines_end_those_who_wait_and_those_who_run() -> None:
 
 
 def test_one_without_a_token_does_not_shift_those_of_others() -> None:
-    desk = Desk()
+    desk = PaperScheduler()
     first, broken, last = (desk.request(spread(5, 30 * i), 6) for i in range(3))
     desk.step()
     first.drafts, broken.drafts = right(first, 2), right(broken, 2)

@@ -26,7 +26,7 @@ from llm_worker_rbee.config import EngineConfig  # noqa: E402
 from llm_worker_rbee.engine.engine import Engine  # noqa: E402
 from llm_worker_rbee.engine.request import Request, SamplingParams  # noqa: E402
 from llm_worker_rbee.models import load_model, read_model_config  # noqa: E402
-from tests.engine.test_ahead import OneByOne  # noqa: E402
+from tests.engine.test_async_scheduling import SyncBackend  # noqa: E402
 from tests.helpers import cuda_models  # noqa: E402
 
 ops, deterministic_ops = CudaBackend(), CudaBackend(deterministic=True)
@@ -174,7 +174,7 @@ def test_async_and_sync_steps_give_same_tokens() -> None:
     for count in (1, 3, 10, 280):
         answers = []
         for one_by_one in (False, True):
-            engine = Engine(replace(model, ops=OneByOne(ops)) if one_by_one else model, config, "bfloat16")
+            engine = Engine(replace(model, ops=SyncBackend(ops)) if one_by_one else model, config, "bfloat16")
             greedy = SamplingParams(temperature=0)
             asked = [Request([i % 90 + 1, 2, 3], greedy, 12, 0, frozenset()) for i in range(count)]
             for request in asked:

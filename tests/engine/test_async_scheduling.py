@@ -18,7 +18,7 @@ from llm_worker_rbee.engine.request import Request, SamplingParams, StepOutput
 from llm_worker_rbee.errors import InferenceError
 from llm_worker_rbee.models import Transformer
 from tests.conftest import DEVICE
-from tests.engine import serving
+from tests.helpers import engine_runs
 
 
 class PendingTokens:
@@ -71,7 +71,7 @@ class AsyncBackend:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Transformer:
-    return serving.load(serving.small_file(tmp_path_factory.mktemp("ahead") / "small.gguf", "F32"))
+    return engine_runs.load(engine_runs.small_file(tmp_path_factory.mktemp("ahead") / "small.gguf", "F32"))
 
 
 def asked(seed: int) -> list[Request]:

@@ -13,7 +13,7 @@ from llm_worker_rbee.backends.ops import SampleRow
 from llm_worker_rbee.backends.reference import ReferenceBackend
 from llm_worker_rbee.engine.request import Request, SamplingParams
 from llm_worker_rbee.engine.sampler import draw_seed, sample_rows, token_logprobs
-from tests.engine.test_sampling import some_logits
+from tests.backends.test_reference_sampling import some_logits
 
 ops = ReferenceBackend()
 

@@ -47,7 +47,7 @@ def answer_of(request: Request) -> Answer:
     return Answer(ids[len(request.prompt) :], "length")
 
 
-class Desk:
+class PaperScheduler:
     """A scheduler with its paper cache, and what came out for whom."""
 
     def __init__(self, **options: Any) -> None:

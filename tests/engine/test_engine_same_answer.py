@@ -16,7 +16,7 @@ from llm_worker_rbee.engine.request import Request
 from llm_worker_rbee.engine.speculative import DraftModel
 from llm_worker_rbee.models import Transformer
 from tests.conftest import DEVICE
-from tests.engine.serving import (
+from tests.helpers.engine_runs import (
     Answer,
     Listener,
     Question,

@@ -72,7 +72,9 @@ def alone(model: Transformer, question: Question, kv_type: str = "float32") -> A
     request, k = question.request(), question.options.get("logprobs")
     solo = SingleSequence(model, len(request.prompt) + request.max_tokens, kv_type)
     if request.prompt_logprobs is not None:
-        for start, logits in SingleSequence(model, len(request.prompt), kv_type).catch_up(question.request(), all_logits=True):
+        for start, logits in SingleSequence(model, len(request.prompt), kv_type).catch_up(
+            question.request(), all_logits=True
+        ):
             following = request.prompt[start + 1 : start + 1 + len(logits)]
             request.prompt_logprobs += token_logprobs(model.ops, logits[: len(following)], following, k or 0)
     logprobs: list[TokenLogprob] = []

@@ -17,14 +17,14 @@ from llm_worker_rbee.engine.engine import Engine
 from llm_worker_rbee.engine.request import Request, SamplerOutput, SamplingParams, ScheduledTokens
 from llm_worker_rbee.errors import InvalidRequestError, RequestCancelledError
 from llm_worker_rbee.models import Transformer
-from tests.engine import serving
+from tests.helpers import engine_runs
 
 WORDS = [7, 8, 9]
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Transformer:
-    return serving.load(serving.small_file(tmp_path_factory.mktemp("null") / "small.gguf", "F32"))
+    return engine_runs.load(engine_runs.small_file(tmp_path_factory.mktemp("null") / "small.gguf", "F32"))
 
 
 def engine_of(model: Transformer, **settings: Any) -> Engine:
@@ -66,7 +66,7 @@ def test_log_probabilities_say_that_nothing_was_computed(model: Transformer) -> 
 
 
 def test_no_text_is_refused() -> None:
-    with pytest.raises(InvalidRequestError, match="no text"):
+    with pytest.raises(InvalidRequestError, match="is empty"):
         DummyModel([])
 
 
@@ -95,8 +95,8 @@ def test_what_is_cancelled_in_a_step_is_not_in_the_next_and_its_blocks_are_free(
     engine.replace_model(held)
 
     async def cancel() -> None:
-        async with AsyncEngine(engine) as serving:
-            kept, dropped = serving.submit(request([1] * 50, 20)), serving.submit(request([2] * 50, 200))
+        async with AsyncEngine(engine) as async_engine:
+            kept, dropped = async_engine.submit(request([1] * 50, 20)), async_engine.submit(request([2] * 50, 200))
             await held.next_step()
             while len(held.steps) < 3 or dropped.request not in held.steps[-1]:
                 held.may_end.release()

@@ -23,7 +23,7 @@ from hypothesis.stateful import (
 
 from llm_worker_rbee.engine import scheduler
 from llm_worker_rbee.engine.request import Request
-from tests.engine.books import ALPHABET, END, Desk, answer_of, some_drafts
+from tests.helpers.paper_scheduler import ALPHABET, END, PaperScheduler, answer_of, some_drafts
 
 BLOCKS, SIZE = 6, 3
 LONGEST = BLOCKS * SIZE + 1  # what fits: keys and values of the last token are never needed
@@ -35,7 +35,7 @@ class Books(RuleBasedStateMachine):
 
     @initialize(batch=st.integers(1, 4), caching=st.booleans())
     def start(self, batch: int, caching: bool) -> None:
-        self.desk = Desk(n_blocks=BLOCKS, block_size=SIZE, max_batch=batch, prefix_cache=caching)
+        self.desk = PaperScheduler(n_blocks=BLOCKS, block_size=SIZE, max_batch=batch, prefix_cache=caching)
         self.ended: set[Request] = set()  # from outside
         self.last_prompt = [0]
 
