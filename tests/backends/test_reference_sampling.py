@@ -40,7 +40,7 @@ def test_philox_known_answers(counter: str, key: str, expected: str) -> None:
     assert sampling.philox4x32(c, k) == e  # type: ignore[arg-type]
 
 
-def test_uniform_numbers_are_uniform_and_depend_on_every_argument() -> None:
+def test_uniform_depends_on_every_argument() -> None:
     draws = np.array(
         [
             sampling.uniform(seed, choice, position)
@@ -85,7 +85,7 @@ def kept_by_theirs(logits: Floats, *warpers: Any) -> NDArray[np.bool_]:
 
 @pytest.mark.parametrize(("name", "case"), CASES)
 @pytest.mark.parametrize("seed", range(3))
-def test_a_filter_keeps_what_transformers_keeps(name: str, case: int, seed: int) -> None:
+def test_filter_keeps_what_transformers_keeps(name: str, case: int, seed: int) -> None:
     options, warper = FILTERS[name][case]
     logits = some_logits(seed)
     ours = sampling.keep_mask(logits[0].astype(np.float64), SampleRow(**options))
@@ -94,7 +94,7 @@ def test_a_filter_keeps_what_transformers_keeps(name: str, case: int, seed: int)
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_all_filters_in_our_order(seed: int) -> None:
+def test_filters_apply_in_documented_order(seed: int) -> None:
     """Temperature, top-k, typical-p, top-p, min-p: each on what the one before left."""
     logits = some_logits(seed)
     row = SampleRow(temperature=1.7, top_k=60, typical_p=0.9, top_p=0.8, min_p=0.1)
@@ -119,14 +119,14 @@ def as_dict(row: SampleRow) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "options", [{"top_p": 0.0}, {"typical_p": 0.0}, {"min_p": 1.0}, {"top_k": 1}, {"top_k": 1, "top_p": 0.0}]
 )
-def test_at_least_one_token_survives(options: dict[str, Any]) -> None:
+def test_filters_keep_at_least_one_token(options: dict[str, Any]) -> None:
     logits = some_logits(3)[0]
     assert sampling.keep_mask(logits.astype(np.float64), SampleRow(**options)).sum() == 1
     assert 0 <= sampling.sample_row(logits, SampleRow(**options)) < VOCAB
 
 
 @pytest.mark.parametrize("temperature", [1e-3, 1e-30, 1e-310])
-def test_a_tiny_temperature_takes_the_largest(temperature: float) -> None:
+def test_tiny_temperature_takes_largest(temperature: float) -> None:
     for seed in range(5):
         logits = some_logits(seed)[0]
         assert sampling.sample_row(logits, SampleRow(temperature=temperature, seed=seed)) == logits.argmax()
@@ -139,7 +139,7 @@ def test_top_k_beyond_the_vocabulary_changes_nothing() -> None:
 # ---- greedy, penalties, bias
 
 
-def test_greedy_takes_the_lowest_id_among_equals() -> None:
+def test_greedy_takes_lowest_id_of_ties() -> None:
     logits = np.array([[0, 5, 1, 5, 5], [2, 2, 2, 2, 2]], np.float32)
     assert ops.sample(logits, [SampleRow(temperature=0)] * 2).tolist() == [1, 0]
 
@@ -154,19 +154,19 @@ def test_repetition_penalty_equals_transformers(penalty: float) -> None:
     assert np.allclose(sampling.penalize(logits[0].astype(np.float64), row), expected[0].numpy(), atol=1e-12)
 
 
-def test_presence_and_frequency_count_generated_tokens() -> None:
+def test_presence_and_frequency_count_output_ids() -> None:
     row = SampleRow(
         presence_penalty=0.5, frequency_penalty=0.25, output_ids=np.array([2, 4, 4, 4]), penalty_window=np.array([0, 1])
     )
     assert sampling.penalize(np.zeros(6), row).tolist() == [0, 0, -0.75, 0, -1.25, 0]
 
 
-def test_bias_comes_before_the_repetition_penalty() -> None:
+def test_logit_bias_precedes_repetition_penalty() -> None:
     row = SampleRow(logit_bias=((1, 3.0),), repetition_penalty=2.0, penalty_window=np.array([1]))
     assert sampling.penalize(np.array([0.0, -1.0]), row).tolist() == [0, 1.0]  # (-1 + 3) / 2
 
 
-def test_temperature_0_with_penalties() -> None:
+def test_greedy_with_penalties() -> None:
     logits = np.array([1.0, 5.0, 4.5, 0.0], np.float32)
     row: dict[str, Any] = {"temperature": 0.0}
     assert sampling.sample_row(logits, SampleRow(**row)) == 1
@@ -177,7 +177,7 @@ def test_temperature_0_with_penalties() -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0, 2.0])
-def test_a_bias_of_100_forces_and_forbids(temperature: float) -> None:
+def test_logit_bias_of_100_forces_and_forbids(temperature: float) -> None:
     logits = some_logits(4)[0]
     best = int(logits.argmax())
     for seed in range(20):
@@ -190,7 +190,7 @@ def test_a_bias_of_100_forces_and_forbids(temperature: float) -> None:
         )
 
 
-def test_the_callers_logits_are_not_changed() -> None:
+def test_sample_does_not_change_logits() -> None:
     logits = some_logits(2, rows=2)
     before = logits.copy()
     ops.sample(logits, [SampleRow(logit_bias=((1, 50.0),), repetition_penalty=1.5, penalty_window=np.array([2]))] * 2)

@@ -33,7 +33,7 @@ CONFIG = ModelConfig(
 )
 
 
-def test_shape_and_cost() -> None:
+def test_kv_cache_shape_and_bytes() -> None:
     cache = KVCache(ops, CONFIG, n_blocks=7, block_size=4)
     assert len(cache.layers) == 3
     assert all(part.shape == (7, 4, 2, 5) for layer in cache.layers for part in layer)
@@ -41,19 +41,19 @@ def test_shape_and_cost() -> None:
 
 
 @pytest.mark.parametrize("kv_type", KV_TYPES)
-def test_the_cost_of_each_kind_is_exact(kv_type: str) -> None:
+def test_kv_bytes_of_each_type_are_exact(kv_type: str) -> None:
     cache = KVCache(ops, CONFIG, n_blocks=3, block_size=16, kv_type=kv_type)
     assert cache.nbytes == CONFIG.kv_bytes(3 * 16, kv_type)
     assert cache.nbytes == 3 * 3 * 16 * 2 * 2 * {"float32": 20, "float16": 10, "int8": 5 + 4}[kv_type]
     assert {part.dtype.name for layer in cache.layers for part in (layer.k, layer.v)} == {kv_type}
 
 
-def test_an_unknown_kind_is_refused_by_name() -> None:
+def test_unknown_kv_type_raises_with_name() -> None:
     with pytest.raises(InvalidRequestError, match="unknown KV type 'int4': use one of float32, float16, int8"):
         KVCache(ops, CONFIG, 2, kv_type="int4")
 
 
-def test_layers_share_no_memory() -> None:
+def test_kv_layers_share_no_memory() -> None:
     cache = KVCache(ops, CONFIG, 2)
     parts = [part for layer in cache.layers for part in layer]
     assert not any(np.shares_memory(a, b) for i, a in enumerate(parts) for b in parts[:i])
@@ -64,14 +64,14 @@ def test_slots_follow_the_block_table() -> None:
     assert cache.slots(np.array([7, 0, 3]), np.array([0, 3, 4, 9])).tolist() == [28, 31, 0, 13]
 
 
-def test_a_position_past_the_table_is_an_error() -> None:
+def test_position_past_block_table_raises() -> None:
     with pytest.raises(IndexError):
         KVCache(ops, CONFIG, 10, block_size=4).slots(np.array([7]), np.array([4]))
 
 
 @settings(max_examples=50, derandomize=True, deadline=None)
 @given(st.integers(1, 9), st.lists(st.integers(1, 30), min_size=1, max_size=4))
-def test_slots_of_requests_never_meet(block_size: int, lengths: list[int]) -> None:
+def test_slots_of_requests_are_disjoint(block_size: int, lengths: list[int]) -> None:
     """Tables that share no block give slots that are all different and all inside the cache."""
     need = [-(-n // block_size) for n in lengths]
     blocks = np.random.default_rng(sum(lengths)).permutation(sum(need))

@@ -69,7 +69,9 @@ def ids(reference_llm: LLM) -> dict[str, list[int]]:
 
 
 @pytest.mark.parametrize("name", PROMPTS)
-def test_logits_at_every_position(name: str, reference_llm: LLM, theirs: Any, ids: dict[str, list[int]]) -> None:
+def test_default_model_logits_match_reference_at_every_position(
+    name: str, reference_llm: LLM, theirs: Any, ids: dict[str, list[int]]
+) -> None:
     expected = model_zoo.hf_logits(theirs, ids[name])
     ours = model_runs.compute_logits(reference_llm.model, ids[name])
     assert ours.shape == (len(ids[name]), 49152)
@@ -79,7 +81,9 @@ def test_logits_at_every_position(name: str, reference_llm: LLM, theirs: Any, id
 
 
 @pytest.mark.parametrize("name", ["plain", "chat"])
-def test_greedy_tokens_and_text(name: str, reference_llm: LLM, theirs: Any, ids: dict[str, list[int]]) -> None:
+def test_default_model_greedy_tokens_and_text(
+    name: str, reference_llm: LLM, theirs: Any, ids: dict[str, list[int]]
+) -> None:
     answer = reference_llm.generate(ids[name], temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
     expected = model_zoo.hf_greedy(theirs, ids[name], NEW_TOKENS)
     assert answer.tokens == expected
@@ -105,7 +109,7 @@ print(json.dumps({"bare": bare, "peak": peak_kb(), "phases": llm.phases, "tokens
     not Path("/proc/self/status").exists(), reason="peak memory is read from /proc, which this system has not"
 )
 @pytest.mark.parametrize("backend", MEMORY_LIMIT_MB)
-def test_memory_above_a_bare_interpreter(default_model: Path, backend: str, default_llm: LLM) -> None:
+def test_default_model_memory_is_bounded(default_model: Path, backend: str, default_llm: LLM) -> None:
     """Load, a prompt of some hundred tokens, an answer: so much more than Python alone. No kernel is compiled then."""
     root = Path(__file__).parents[2]
     done = subprocess.run(

@@ -21,7 +21,7 @@ def same(a: Completion, b: Completion) -> bool:
     return replace(a, timings=b.timings) == b
 
 
-def test_text_ids_and_a_list(tiny_llm: LLM) -> None:
+def test_generate_accepts_text_ids_and_list(tiny_llm: LLM) -> None:
     text = tiny_llm.generate("Hello again", **FIXED)
     assert isinstance(text, Completion)
     assert text.prompt_tokens == tiny_llm.tokenize("Hello again")
@@ -34,7 +34,7 @@ def test_text_ids_and_a_list(tiny_llm: LLM) -> None:
     assert several[1].tokens != text.tokens
 
 
-def test_a_joined_stream_is_the_whole_answer(tiny_llm: LLM) -> None:
+def test_stream_chunks_join_to_completion(tiny_llm: LLM) -> None:
     for seed in range(5):
         options = {**FIXED, "seed": seed, "max_tokens": 20, "logprobs": 2}
         chunks = list(tiny_llm.stream("Hello", **options))
@@ -46,7 +46,7 @@ def test_a_joined_stream_is_the_whole_answer(tiny_llm: LLM) -> None:
         assert whole.text == tiny_llm.tokenizer.decode(whole.tokens, continuation=True)
 
 
-def test_a_stream_broken_off_half_way_goes_on(tiny_llm: LLM) -> None:
+def test_stream_resumes_after_break(tiny_llm: LLM) -> None:
     expected = tiny_llm.generate("Hello", **FIXED)
     stream = tiny_llm.stream("Hello", **FIXED)
     assert stream.so_far().tokens == [], "asked before the first token"
@@ -61,7 +61,7 @@ def test_a_stream_broken_off_half_way_goes_on(tiny_llm: LLM) -> None:
     assert list(stream) == []
 
 
-def test_options_as_keywords_and_as_params(tiny_llm: LLM) -> None:
+def test_options_as_keywords_equal_params(tiny_llm: LLM) -> None:
     params = SamplingParams(max_tokens=8, seed=5, ignore_eos=True)
     by_params = tiny_llm.generate("Hello", params)
     assert same(tiny_llm.generate("Hello", **FIXED), by_params)
@@ -69,21 +69,21 @@ def test_options_as_keywords_and_as_params(tiny_llm: LLM) -> None:
     assert tiny_llm.generate("Hello", params, seed=6).tokens != by_params.tokens
 
 
-def test_greedy_ignores_the_seed(tiny_llm: LLM) -> None:
+def test_greedy_output_ignores_seed(tiny_llm: LLM) -> None:
     answers = {
         tuple(tiny_llm.generate("Hello", temperature=0, max_tokens=5, seed=s, ignore_eos=True).tokens) for s in range(3)
     }
     assert len(answers) == 1
 
 
-def test_a_seed_is_drawn_reported_and_gives_the_answer_again(tiny_llm: LLM) -> None:
+def test_drawn_seed_reproduces_output(tiny_llm: LLM) -> None:
     first, second = (tiny_llm.generate("Hello", max_tokens=12, ignore_eos=True) for _ in range(2))
     assert first.seed != second.seed
     assert first.tokens != second.tokens
     assert same(tiny_llm.generate("Hello", max_tokens=12, ignore_eos=True, seed=first.seed), first)
 
 
-def test_tokenize_and_detokenize(tiny_llm: LLM) -> None:
+def test_tokenize_detokenize_round_trip(tiny_llm: LLM) -> None:
     assert tiny_llm.tokenize("ab the") == [97, 98, 258]
     assert tiny_llm.detokenize([97, 98, 258]) == "ab the"
     assert tiny_llm.tokenize("<|end|>") != [tiny_models.END], "a control token typed by a user is text"
@@ -93,7 +93,7 @@ def test_tokenize_and_detokenize(tiny_llm: LLM) -> None:
     assert tiny_llm.tokenize("") == []
 
 
-def test_chat_goes_through_the_template(tmp_path: Path) -> None:
+def test_chat_applies_template(tmp_path: Path) -> None:
     llm = LLM(tiny_models.write_scripted(tmp_path / "m.gguf", tiny_models.say("Hi you!", first=tiny_models.ASSISTANT)))
     messages = [{"role": "user", "content": "Hello"}]
     assert llm.apply_chat_template(messages) == "<|user|>Hello<|assistant|>"
@@ -103,7 +103,7 @@ def test_chat_goes_through_the_template(tmp_path: Path) -> None:
     assert "".join(c.text for c in llm.stream_chat(messages, temperature=0, max_tokens=20)) == "Hi you!"
 
 
-def test_chat_with_ones_own_template_or_none(tmp_path: Path) -> None:
+def test_chat_with_custom_or_missing_template(tmp_path: Path) -> None:
     metadata = tiny_models.tokenizer_metadata()
     del metadata["tokenizer.chat_template"]
     path = tiny_models.write_scripted(tmp_path / "m.gguf", tiny_models.say("ok"), metadata)
@@ -113,7 +113,7 @@ def test_chat_with_ones_own_template_or_none(tmp_path: Path) -> None:
     assert own.chat([{"role": "user", "content": "x"}], temperature=0, max_tokens=5).text == "ok"
 
 
-def test_logprobs_of_answer_and_prompt(tiny_llm: LLM) -> None:
+def test_logprobs_of_output_and_prompt(tiny_llm: LLM) -> None:
     """Raw log-softmax whatever the sampling does, the prompt's too, and the same in chunks."""
     ids = tiny_llm.tokenize("The quick brown fox jumps over a lazy dog, and so on and on and on until it is long")
     assert len(ids) > 64
@@ -136,13 +136,13 @@ def test_logprobs_of_answer_and_prompt(tiny_llm: LLM) -> None:
         assert entry.top[0][0] == row.argmax()
 
 
-def test_no_logprobs_unless_asked_for(tiny_llm: LLM) -> None:
+def test_logprobs_are_none_by_default(tiny_llm: LLM) -> None:
     answer = tiny_llm.generate("a", **FIXED)
     assert answer.logprobs is None
     assert answer.prompt_logprobs is None
 
 
-def test_timings_add_up(tiny_llm: LLM) -> None:
+def test_timings_are_consistent(tiny_llm: LLM) -> None:
     timings = tiny_llm.generate("a", **FIXED).timings
     assert timings.tokens == 8
     assert 0 < timings.time_to_first_token < timings.total
@@ -150,7 +150,7 @@ def test_timings_add_up(tiny_llm: LLM) -> None:
     assert tiny_llm.generate("a", max_tokens=1, seed=1, ignore_eos=True).timings.tokens_per_second == 0
 
 
-def test_loading_names_its_phases(tiny_file: Path) -> None:
+def test_load_reports_phases(tiny_file: Path) -> None:
     phases = LLM(str(tiny_file)).phases
     assert list(phases) == ["backend", "locate", "open", "tokenizer", "kernels", "weights"]
     assert all(seconds > 0 for seconds in phases.values())
@@ -176,27 +176,27 @@ def bad_prompts(vocab: int) -> list[Any]:
 
 
 @pytest.mark.parametrize("prompt", bad_prompts(tiny_models.VOCAB), ids=repr)
-def test_a_bad_prompt_is_refused(prompt: Any, tiny_llm: LLM) -> None:
+def test_bad_prompt_raises(prompt: Any, tiny_llm: LLM) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         tiny_llm.generate(prompt, **FIXED)
     assert caught.value.field == "prompt"
     assert "prompt" in str(caught.value)
 
 
-def test_ids_out_of_range_are_named_with_the_range(tiny_llm: LLM) -> None:
+def test_ids_out_of_range_raise_with_range(tiny_llm: LLM) -> None:
     with pytest.raises(InvalidRequestError, match=rf"9999 is not a token id \(0\.\.{tiny_models.VOCAB - 1}\)"):
         tiny_llm.generate([1, 9999])
 
 
 @pytest.mark.parametrize("extra", [0, 1, 500])
-def test_a_prompt_that_does_not_fit_names_both_figures(extra: int, tiny_llm: LLM) -> None:
+def test_prompt_too_long_raises_with_both_sizes(extra: int, tiny_llm: LLM) -> None:
     length = tiny_llm.max_context + extra
     with pytest.raises(ContextLengthError, match=rf"\b{length} tokens, the context {tiny_llm.max_context}\b"):
         tiny_llm.stream([1] * length)
 
 
 @pytest.mark.parametrize("asked", [119, 10**12])
-def test_an_answer_that_does_not_fit_names_all_figures(asked: int, tiny_llm: LLM) -> None:
+def test_max_tokens_too_large_raises_with_all_sizes(asked: int, tiny_llm: LLM) -> None:
     with pytest.raises(
         ContextLengthError, match=rf"10 tokens.*max_tokens is {asked}.*{tiny_llm.max_context}"
     ) as caught:
@@ -204,48 +204,48 @@ def test_an_answer_that_does_not_fit_names_all_figures(asked: int, tiny_llm: LLM
     assert caught.value.field == "max_tokens"
 
 
-def test_the_context_can_be_filled_to_the_last_token(tiny_llm: LLM) -> None:
+def test_context_can_be_filled(tiny_llm: LLM) -> None:
     answer = tiny_llm.generate([1] * 10, max_tokens=tiny_llm.max_context - 10, ignore_eos=True, seed=1)
     assert len(answer.tokens) == tiny_llm.max_context - 10
     assert len(tiny_llm.generate([1] * (tiny_llm.max_context - 1), ignore_eos=True, seed=1).tokens) == 1
 
 
 @pytest.mark.parametrize("options", [{"temprature": 1}, {"max_new_tokens": 5}])
-def test_an_unknown_option_is_refused_by_name(options: dict[str, Any], tiny_llm: LLM) -> None:
+def test_unknown_option_raises_with_name(options: dict[str, Any], tiny_llm: LLM) -> None:
     (name,) = options
     with pytest.raises(InvalidRequestError, match=f"'{name}'") as caught:
         tiny_llm.generate("a", **options)
     assert caught.value.field == name
 
 
-def test_a_bias_past_the_vocabulary_is_refused(tiny_llm: LLM) -> None:
+def test_logit_bias_past_vocabulary_raises(tiny_llm: LLM) -> None:
     with pytest.raises(InvalidRequestError, match=f"logit_bias names token {tiny_models.VOCAB}"):
         tiny_llm.generate("a", logit_bias={tiny_models.VOCAB: 1.0})
 
 
-def test_errors_come_before_the_first_token(tiny_llm: LLM) -> None:
+def test_errors_raise_before_first_token(tiny_llm: LLM) -> None:
     """Making the stream is enough: nothing has to be drawn from it first."""
     with pytest.raises(InvalidRequestError):
         tiny_llm.stream("", max_tokens=1)
 
 
 @pytest.mark.parametrize("context", [0, -1, 129])
-def test_a_bad_max_context_is_refused(context: int, tiny_file: Path) -> None:
+def test_bad_max_context_raises(context: int, tiny_file: Path) -> None:
     with pytest.raises(InvalidRequestError, match="max_context"):
         LLM(tiny_file, max_context=context)
 
 
-def test_a_smaller_max_context_is_kept(tiny_file: Path) -> None:
+def test_smaller_max_context_is_used(tiny_file: Path) -> None:
     llm = LLM(tiny_file, max_context=12)
     assert len(llm.generate("ab", ignore_eos=True, seed=1).tokens) == 10
 
 
-def test_a_model_that_is_not_there(tmp_path: Path) -> None:
+def test_missing_model_raises(tmp_path: Path) -> None:
     with pytest.raises(ModelNotFoundError, match=r"nowhere\.gguf"):
         LLM(tmp_path / "nowhere.gguf")
 
 
-def test_like_in_a_notebook(tiny_file: Path) -> None:
+def test_notebook_example_works(tiny_file: Path) -> None:
     """Load, ask, stream with a plain for loop, change an option, compare, look at an object."""
     llm = LLM(tiny_file)
     params = SamplingParams(temperature=0.8, top_p=0.95, max_tokens=6, seed=42)
@@ -262,12 +262,12 @@ def test_like_in_a_notebook(tiny_file: Path) -> None:
 
 
 @pytest.mark.parametrize("asked", [0, -1, 10**9, "64", 2.5, True])
-def test_a_context_that_the_model_does_not_have_is_refused(tiny_file: Path, asked: Any) -> None:
+def test_max_context_beyond_model_raises(tiny_file: Path, asked: Any) -> None:
     with pytest.raises(InvalidRequestError, match="max_context is") as caught:
         LLM(str(tiny_file), max_context=asked)
     assert caught.value.field == "max_context"
 
 
-def test_a_notebook_can_complete_the_names() -> None:
+def test_package_dir_lists_public_names() -> None:
     assert set(llm_worker_rbee.__all__) == set(dir(llm_worker_rbee))
     assert all(getattr(llm_worker_rbee, name) is not None for name in llm_worker_rbee.__all__)

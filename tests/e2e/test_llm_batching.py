@@ -35,7 +35,7 @@ def is_free(llm: LLM) -> bool:
     return not llm.engine.has_work and scheduler.pool.num_free == scheduler.pool.n_blocks
 
 
-def test_a_list_is_answered_together_as_one_by_one(llm: LLM) -> None:
+def test_batch_gives_outputs_of_single_requests(llm: LLM) -> None:
     alone = [llm.generate(prompt, **FIXED) for prompt in PROMPTS]
     before = llm.engine.num_steps
     together = llm.generate(PROMPTS, **FIXED)
@@ -46,7 +46,7 @@ def test_a_list_is_answered_together_as_one_by_one(llm: LLM) -> None:
     assert is_free(llm)
 
 
-def test_each_prompt_may_have_params_of_its_own(llm: LLM) -> None:
+def test_batch_with_params_for_each_prompt(llm: LLM) -> None:
     params = [SamplingParams(max_tokens=n, seed=n, ignore_eos=True) for n in (3, 9)]
     found = llm.generate(["one", [1, 2, 3]], params)
     assert [len(c.tokens) for c in found] == [3, 9]
@@ -56,7 +56,7 @@ def test_each_prompt_may_have_params_of_its_own(llm: LLM) -> None:
         llm.generate(["one", "two"], params[:1])
 
 
-def test_several_answers_to_one_prompt_share_it_and_differ(llm: LLM) -> None:
+def test_n_completions_share_prompt_and_differ(llm: LLM) -> None:
     prompt = PROMPTS[2]
     answers = llm.generate(prompt, n=4, **FIXED)
     assert len({tuple(c.tokens) for c in answers}) == 4
@@ -70,12 +70,12 @@ def test_several_answers_to_one_prompt_share_it_and_differ(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize("n", [0, -1, True, 1.5, 10**9])
-def test_a_bad_number_of_answers_is_refused(n: Any, llm: LLM) -> None:
+def test_bad_n_raises(n: Any, llm: LLM) -> None:
     with pytest.raises(InvalidRequestError, match="n is"):
         llm.generate("a", n=n)
 
 
-def test_streams_that_are_read_in_turn_are_computed_together(llm: LLM) -> None:
+def test_interleaved_streams_share_steps(llm: LLM) -> None:
     whole = [llm.generate(prompt, **FIXED) for prompt in PROMPTS[:3]]
     streams = [llm.stream(prompt, **FIXED) for prompt in PROMPTS[:3]]
     before = llm.engine.num_steps
@@ -87,7 +87,7 @@ def test_streams_that_are_read_in_turn_are_computed_together(llm: LLM) -> None:
     assert llm.engine.num_steps - before < 2 * FIXED["max_tokens"]
 
 
-def test_a_stop_string_ends_one_of_many(tmp_path: Path) -> None:
+def test_stop_string_finishes_one_of_batch(tmp_path: Path) -> None:
     llm = LLM(tiny_models.write_scripted(tmp_path / "scripted.gguf", tiny_models.say("abcdefgh")))
     found = llm.generate([">", ">", ">"], [SamplingParams(temperature=0, stop=stop) for stop in ("cd", (), "g")])
     assert [c.text for c in found] == ["ab", "abcdefgh", "abcdef"]
@@ -96,7 +96,7 @@ def test_a_stop_string_ends_one_of_many(tmp_path: Path) -> None:
     assert is_free(llm)
 
 
-def test_a_stream_that_is_dropped_or_closed_leaves_nothing(llm: LLM) -> None:
+def test_dropped_or_closed_stream_frees_blocks(llm: LLM) -> None:
     for chunk in llm.stream("dropped", **FIXED):
         assert chunk.token is not None
         break
@@ -111,7 +111,7 @@ def test_a_stream_that_is_dropped_or_closed_leaves_nothing(llm: LLM) -> None:
     assert is_free(llm)
 
 
-def test_one_that_fails_takes_no_other_stream_with_it(llm: LLM) -> None:
+def test_failed_stream_leaves_others_running(llm: LLM) -> None:
     kept = llm.stream("kept", **FIXED)
     next(kept)
     with pytest.raises(DeadlineError, match="timed out after 0 output tokens"):
@@ -121,12 +121,12 @@ def test_one_that_fails_takes_no_other_stream_with_it(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize("timeout", [0, -1, float("nan"), float("inf"), "1", True])
-def test_a_bad_timeout_is_refused(timeout: Any, llm: LLM) -> None:
+def test_bad_timeout_raises(timeout: Any, llm: LLM) -> None:
     with pytest.raises(InvalidRequestError, match="timeout is"):
         llm.generate("a", timeout=timeout)
 
 
-def test_threads_that_generate_at_once_get_their_own_answers(llm: LLM) -> None:
+def test_concurrent_threads_get_their_own_outputs(llm: LLM) -> None:
     alone = [llm.generate(prompt, **FIXED).tokens for prompt in PROMPTS]
     found: dict[int, list[int]] = {}
 
@@ -143,9 +143,7 @@ def test_threads_that_generate_at_once_get_their_own_answers(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize("where", ["schedule", "update", "run"])
-def test_an_interrupt_in_the_middle_of_a_step_leaves_a_model_that_answers(
-    where: str, llm: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interrupt_during_step_leaves_usable_model(where: str, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = llm.generate("Hello", **FIXED).tokens
     stream, other = llm.stream("Hello", **FIXED), llm.stream("other", **FIXED)
     next(stream), next(other)
@@ -172,7 +170,7 @@ def test_an_interrupt_in_the_middle_of_a_step_leaves_a_model_that_answers(
     assert is_free(llm)
 
 
-def test_two_interrupts(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_interrupts_leave_usable_model(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first where nothing is written, the second in the middle of the books."""
     whole = llm.generate("Hello", **FIXED).tokens
     stream = llm.stream("Hello", **FIXED)
@@ -192,7 +190,7 @@ def test_two_interrupts(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     assert is_free(llm)
 
 
-def test_guesses_change_nothing(tiny_file: Path, llm: LLM) -> None:
+def test_speculative_decoding_does_not_change_outputs(tiny_file: Path, llm: LLM) -> None:
     repeated = [5, 6, 7, 8] * 6
     plain = llm.generate([*PROMPTS, repeated], **FIXED)
     guessing = LLM(tiny_file, deterministic=True, speculative="ngram", draft_tokens=3, debug=True)
@@ -204,7 +202,7 @@ def test_guesses_change_nothing(tiny_file: Path, llm: LLM) -> None:
     assert books.stats.num_drafted_tokens == books.stats.num_accepted_tokens > 0  # it guesses for itself
 
 
-def test_a_draft_model_must_have_the_same_tokens(tiny_file: Path, tmp_path: Path) -> None:
+def test_draft_model_with_other_vocabulary_raises(tiny_file: Path, tmp_path: Path) -> None:
     pieces = tiny_models.tokenizer_metadata()["tokenizer.ggml.tokens"]
     other = tiny_models.write_random(
         tmp_path / "other.gguf", tokens=[*pieces[:-5], "odd", *pieces[-4:]], merges=["Ġ t", "h e"]
@@ -216,7 +214,7 @@ def test_a_draft_model_must_have_the_same_tokens(tiny_file: Path, tmp_path: Path
         LLM(tiny_file, draft_model=tiny_file, speculative="ngram")
 
 
-def test_a_small_cache_answers_all_and_refuses_what_can_never_fit(tiny_file: Path, llm: LLM) -> None:
+def test_small_kv_cache_serves_all_and_refuses_too_long(tiny_file: Path, llm: LLM) -> None:
     prompts = [[i + 1] * 40 for i in range(8)]
     plain = [c.tokens for c in llm.generate(prompts, **FIXED)]
     token = llm.capacity.bytes // llm.capacity.tokens
@@ -244,7 +242,7 @@ def test_a_small_cache_answers_all_and_refuses_what_can_never_fit(tiny_file: Pat
         ({"kv_memory": -5}, "kv_memory is -5"),
     ],
 )
-def test_bad_settings_are_refused_by_name(settings: dict[str, Any], told: str, tiny_file: Path) -> None:
+def test_bad_engine_settings_raise_with_name(settings: dict[str, Any], told: str, tiny_file: Path) -> None:
     with pytest.raises(InvalidRequestError, match=told) as caught:
         LLM(tiny_file, **settings)
     assert caught.value.field == next(iter(settings))

@@ -43,7 +43,7 @@ def test_kv_cache_is_reset_between_requests(tiny_file: Path, tiny_llm: LLM) -> N
     assert tiny_llm.generate("Twice upon", **options).logprobs != fresh.logprobs, "the answer must depend on the prompt"
 
 
-def test_two_streams_at_once_keep_apart(tiny_llm: LLM) -> None:
+def test_concurrent_streams_stay_separate(tiny_llm: LLM) -> None:
     options = {**GREEDY, "max_tokens": 6}
     expected = [tiny_llm.generate(p, **options).tokens for p in ("first", "second one")]
     pair = [iter(tiny_llm.stream(p, **options)) for p in ("first", "second one")]
@@ -54,7 +54,7 @@ def test_two_streams_at_once_keep_apart(tiny_llm: LLM) -> None:
     assert found == expected
 
 
-def test_decode_positions_go_on_from_the_prompt(tiny_llm: LLM) -> None:
+def test_decode_positions_continue_from_prompt(tiny_llm: LLM) -> None:
     """Each step with the cache gives what the whole sequence computed anew gives; from position 0 it would not."""
     answer = tiny_llm.generate("Hello", **GREEDY, max_tokens=10, logprobs=0)
     ids = answer.prompt_tokens + answer.tokens
@@ -68,7 +68,7 @@ def test_decode_positions_go_on_from_the_prompt(tiny_llm: LLM) -> None:
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 7, 16])
-def test_a_chunked_prefill_does_not_see_the_future(chunk: int, tiny_llm: LLM) -> None:
+def test_chunked_prefill_is_causal(chunk: int, tiny_llm: LLM) -> None:
     """Query and key lengths differ in every chunk but the first; the mask must hold there too."""
     ids = np.random.default_rng(0).integers(0, 256, 23).tolist()
     whole = model_runs.compute_logits(tiny_llm.model, ids)
@@ -104,9 +104,7 @@ def spm_metadata() -> dict[str, Any]:
         (["▁", "▁▁", "!"], "   !"),
     ],
 )
-def test_token_by_token_decoding_keeps_spaces_and_shows_no_raw_mark(
-    tmp_path: Path, pieces: list[str], text: str
-) -> None:
+def test_incremental_detokenizing_keeps_spaces(tmp_path: Path, pieces: list[str], text: str) -> None:
     ids = {piece: 259 + i for i, piece in enumerate(SPM_PIECES)}
     follows = tiny_models.chain(ids[":"], *(ids[p] for p in pieces), 2)
     llm = LLM(tiny_models.write_scripted(tmp_path / "spm.gguf", follows, spm_metadata(), vocab=259 + len(SPM_PIECES)))
@@ -117,13 +115,13 @@ def test_token_by_token_decoding_keeps_spaces_and_shows_no_raw_mark(
     assert [c.text for c in chunks[:-1]] == [p.replace("▁", " ") for p in pieces], "each token shows at once"
 
 
-def test_spaces_of_a_byte_level_vocabulary(tmp_path: Path) -> None:
+def test_byte_level_vocabulary_spaces(tmp_path: Path) -> None:
     llm = scripted(tmp_path, tiny_models.say([*b"In", 256 + 2, *b" wo", 256 + 1], first=ord(">")))
     assert llm.generate(">", temperature=0, max_tokens=20).text == "In the wohe"
     assert "Ġ" not in llm.generate(">", temperature=0, max_tokens=20).text
 
 
-def test_a_multi_byte_character_split_over_tokens(tmp_path: Path) -> None:
+def test_multi_byte_character_split_over_tokens(tmp_path: Path) -> None:
     llm = scripted(tmp_path, tiny_models.say("a🐝é!"))
     shown = [c.text for c in llm.stream(">", temperature=0, max_tokens=20)]
     assert shown == ["a", "", "", "", "🐝", "", "é", "!", ""]
@@ -131,7 +129,7 @@ def test_a_multi_byte_character_split_over_tokens(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("n", [2, 3, 4])
-def test_an_answer_cut_inside_a_character_raises_nothing(tmp_path: Path, n: int) -> None:
+def test_output_cut_inside_character_raises_nothing(tmp_path: Path, n: int) -> None:
     answer = scripted(tmp_path, tiny_models.say("a🐝!")).generate(">", temperature=0, max_tokens=n)
     assert answer.text == "a\ufffd"
     assert answer.finish_reason == "length"
@@ -170,7 +168,7 @@ def test_stop_strings_are_applied_across_tokens_and_never_leak(tmp_path: Path) -
     assert (held_to_the_end.text, held_to_the_end.finish_reason) == ("abcd", "length")
 
 
-def test_the_stop_reason_is_true(tmp_path: Path) -> None:
+def test_finish_reason_is_correct(tmp_path: Path) -> None:
     llm = scripted(tmp_path, tiny_models.say("abcdefgh"))
 
     def why(**options: Any) -> tuple[str, str | None, str]:
@@ -201,13 +199,13 @@ def test_the_stop_reason_is_true(tmp_path: Path) -> None:
     ],
 )
 @pytest.mark.parametrize("end", [tiny_models.END, tiny_models.EOT])
-def test_several_end_of_text_ids_are_honoured(tmp_path: Path, keys: dict[str, Any], end: int) -> None:
+def test_several_eos_ids_are_honoured(tmp_path: Path, keys: dict[str, Any], end: int) -> None:
     llm = scripted(tmp_path, {**tiny_models.say("abc", end), end: ord("z")}, **keys)
     answer = llm.generate(">", temperature=0, max_tokens=20)
     assert (answer.text, answer.tokens, answer.finish_reason) == ("abc", [*b"abc"], "stop")
 
 
-def test_several_end_of_text_ids_in_generation_config(tmp_path: Path) -> None:
+def test_several_eos_ids_in_generation_config(tmp_path: Path) -> None:
     folder = model_zoo.save_hf(model_zoo.make_hf(model_zoo.ZOO["llama"]), tmp_path / "hf")
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())[: model_zoo.VOCAB]
     made = tokenizers.Tokenizer(tokenizers.models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
@@ -222,7 +220,7 @@ def test_several_end_of_text_ids_in_generation_config(tmp_path: Path) -> None:
     assert llm.generate([5, 6, 7], temperature=0, max_tokens=4, logit_bias={92: 100.0}).tokens == [92] * 4
 
 
-def test_a_file_without_its_vocabulary_size_loads(tmp_path: Path) -> None:
+def test_gguf_without_vocab_size_loads(tmp_path: Path) -> None:
     llm = scripted(tmp_path, tiny_models.say("abc"))
     assert "llama.vocab_size" not in llm.checkpoint.metadata
     assert llm.config.vocab_size == tiny_models.VOCAB
@@ -231,13 +229,13 @@ def test_a_file_without_its_vocabulary_size_loads(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("prompt", ["?", "Why?", "What is this? And that??", "¿Qué?", "a?b"])
-def test_prompts_with_a_question_mark_give_tokens(prompt: str, tiny_llm: LLM) -> None:
+def test_prompt_with_question_mark_gives_tokens(prompt: str, tiny_llm: LLM) -> None:
     answer = tiny_llm.generate(prompt, **GREEDY, max_tokens=3)
     assert len(answer.tokens) == 3
     assert tiny_llm.detokenize(answer.prompt_tokens) == prompt
 
 
-def test_a_question_to_the_real_model_gives_text(default_llm: LLM) -> None:
+def test_default_model_answers_question(default_llm: LLM) -> None:
     answer = default_llm.chat([{"role": "user", "content": "What is 2 + 2?"}], temperature=0, max_tokens=8)
     assert answer.text.startswith("The answer ")
     if DEVICE == "cpu":  # a GPU rounds otherwise, and what follows is close

@@ -28,7 +28,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_the_wheel_holds_the_package_and_its_licences(wheel: Path) -> None:
+def test_wheel_holds_package_and_licences(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     assert "llm_worker_rbee/py.typed" in names
     assert any(name.endswith("licenses/LICENSE") for name in names)
@@ -38,7 +38,7 @@ def test_the_wheel_holds_the_package_and_its_licences(wheel: Path) -> None:
     assert not missing
 
 
-def test_the_installed_wheel_answers_without_torch(wheel: Path, default_model: Path, tmp_path: Path) -> None:
+def test_installed_wheel_generates_without_torch(wheel: Path, default_model: Path, tmp_path: Path) -> None:
     venv.create(tmp_path / "env", with_pip=True)
     python = tmp_path / "env" / "bin" / "python"
     installed = run([python, "-m", "pip", "--disable-pip-version-check", "install", "-q", wheel])

@@ -58,7 +58,7 @@ async def settled(engine: Engine) -> None:
     assert engine.scheduler.pool.num_free == engine.config.n_blocks
 
 
-def test_many_readers_get_their_own_answers(model: Transformer) -> None:
+def test_async_engine_many_streams_get_their_own_outputs(model: Transformer) -> None:
     async def main() -> None:
         async with AsyncEngine(engine_of(model)) as async_engine:
             for _ in range(2):  # it sleeps in between
@@ -69,7 +69,7 @@ def test_many_readers_get_their_own_answers(model: Transformer) -> None:
     run(main())
 
 
-def test_a_request_that_can_never_fit_is_refused_at_once(model: Transformer) -> None:
+def test_submit_request_that_cannot_fit_asserts(model: Transformer) -> None:
     async def main() -> None:
         async with AsyncEngine(engine_of(model, n_blocks=4)) as async_engine:
             for length, max_tokens in ((500, 100), (60, 20)):
@@ -80,7 +80,7 @@ def test_a_request_that_can_never_fit_is_refused_at_once(model: Transformer) -> 
     run(main())
 
 
-def test_cancelling_frees_everything_and_tells_the_reader(model: Transformer) -> None:
+def test_abort_frees_blocks_and_raises_in_reader(model: Transformer) -> None:
     async def main() -> None:
         async with AsyncEngine(engine_of(model, max_batch=1)) as async_engine:
             running, waiting = (async_engine.submit(request(prompt, 400)) for prompt in ([1, 2], [3, 4]))
@@ -98,7 +98,7 @@ def test_cancelling_frees_everything_and_tells_the_reader(model: Transformer) ->
     run(main())
 
 
-def test_a_reader_that_does_not_read_is_ended_and_holds_nobody_up(model: Transformer) -> None:
+def test_unread_stream_is_aborted_without_blocking_others(model: Transformer) -> None:
     async def main() -> None:
         async with AsyncEngine(engine_of(model), max_buffered_outputs=64) as async_engine:
             lazy = async_engine.submit(request([1, 2], 500))
@@ -111,7 +111,7 @@ def test_a_reader_that_does_not_read_is_ended_and_holds_nobody_up(model: Transfo
     run(main())
 
 
-def test_stopping_ends_what_is_not_answered(model: Transformer) -> None:
+def test_stop_finishes_running_requests_with_error(model: Transformer) -> None:
     async def main() -> None:
         async with AsyncEngine(engine_of(model)) as async_engine:
             ticket = async_engine.submit(request([1, 2], 400))
@@ -124,7 +124,7 @@ def test_stopping_ends_what_is_not_answered(model: Transformer) -> None:
     run(main())
 
 
-def test_stopping_before_anything_was_taken_in(model: Transformer) -> None:
+def test_stop_before_start_finishes_submitted_requests(model: Transformer) -> None:
     async def main() -> None:
         async_engine = AsyncEngine(engine_of(model))
         ticket = async_engine.submit(request([1, 2]))
@@ -135,7 +135,7 @@ def test_stopping_before_anything_was_taken_in(model: Transformer) -> None:
     run(main())
 
 
-def test_books_that_break_end_everybody_and_the_engine_serves_on(
+def test_scheduler_failure_finishes_all_requests_and_engine_recovers(
     model: Transformer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def main() -> None:
@@ -158,7 +158,7 @@ def test_books_that_break_end_everybody_and_the_engine_serves_on(
     run(main())
 
 
-def test_a_closed_event_loop_leaves_nothing_behind(model: Transformer) -> None:
+def test_closed_event_loop_frees_its_requests(model: Transformer) -> None:
     async_engine = AsyncEngine(engine_of(model))
 
     async def leave() -> None:
@@ -175,7 +175,7 @@ def test_a_closed_event_loop_leaves_nothing_behind(model: Transformer) -> None:
     run(main())
 
 
-def test_a_request_that_the_engine_does_not_take_ends_alone(model: Transformer) -> None:
+def test_refused_request_finishes_alone(model: Transformer) -> None:
     async def main() -> None:
         async with AsyncEngine(engine_of(model)) as async_engine:
             once = request(PROMPTS[0])
@@ -188,7 +188,7 @@ def test_a_request_that_the_engine_does_not_take_ends_alone(model: Transformer) 
     run(main())
 
 
-def test_what_is_stopped_is_not_left_in_the_engine(model: Transformer) -> None:
+def test_stop_leaves_no_request_in_engine(model: Transformer) -> None:
     async def main() -> None:
         engine = engine_of(model)
         async with AsyncEngine(engine) as first:
@@ -201,7 +201,7 @@ def test_what_is_stopped_is_not_left_in_the_engine(model: Transformer) -> None:
     run(main())
 
 
-def test_leaving_a_ticket_cancels_it(model: Transformer) -> None:
+def test_request_stream_exit_aborts_request(model: Transformer) -> None:
     async def main() -> None:
         async with AsyncEngine(engine_of(model)) as async_engine:
             async with async_engine.submit(request([1, 2], 400)) as ticket:
@@ -214,7 +214,7 @@ def test_leaving_a_ticket_cancels_it(model: Transformer) -> None:
     run(main())
 
 
-def test_submitted_and_cancelled_before_the_thread_looks(model: Transformer) -> None:
+def test_abort_before_thread_drains_inbox(model: Transformer) -> None:
     async def main() -> None:
         async_engine = AsyncEngine(engine_of(model))
         ticket = async_engine.submit(request([1, 2], 400))
@@ -229,9 +229,7 @@ def test_submitted_and_cancelled_before_the_thread_looks(model: Transformer) -> 
     run(main())
 
 
-def test_a_request_that_breaks_the_books_ends_like_the_others(
-    model: Transformer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_request_that_breaks_scheduler_finishes_with_error(model: Transformer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever happens while it is taken on, its reader hears of it, and the next one is answered."""
     engine = engine_of(model)
     add = engine.add

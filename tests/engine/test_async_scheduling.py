@@ -112,7 +112,9 @@ def run(engine: Engine, seed: int) -> list[tuple[list[int], Any]]:
 
 @pytest.mark.parametrize("unsure", [0.0, 0.2])
 @pytest.mark.parametrize("settings", [{}, {"max_batch": 3}, {"n_blocks": 9}, {"prefix_cache": False}])
-def test_the_same_tokens_as_one_by_one(model: Transformer, settings: dict[str, Any], unsure: float) -> None:
+def test_async_scheduling_gives_the_tokens_of_sync_steps(
+    model: Transformer, settings: dict[str, Any], unsure: float
+) -> None:
     config = EngineConfig(**{"max_context": 112, "n_blocks": 64, "debug": True, "max_step_tokens": 32, **settings})
     device = AsyncBackend(model.ops, unsure)
     ahead, plain = (
@@ -126,7 +128,7 @@ def test_the_same_tokens_as_one_by_one(model: Transformer, settings: dict[str, A
     assert device.num_launched > (100 if DEVICE == "cpu" else 20)
 
 
-def test_a_device_that_fails_ends_its_requests_only(model: Transformer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_device_step_finishes_only_its_requests(model: Transformer, monkeypatch: pytest.MonkeyPatch) -> None:
     device = AsyncBackend(model.ops)
     engine = Engine(replace(model, ops=device), EngineConfig(max_context=112, n_blocks=64, debug=True))
     first = Request([1, 2], SamplingParams(temperature=0), 30, 0, frozenset())
@@ -149,9 +151,7 @@ def test_a_device_that_fails_ends_its_requests_only(model: Transformer, monkeypa
     assert engine.scheduler.pool.num_free == 64
 
 
-def test_the_next_step_is_begun_before_the_last_one_is_seen(
-    model: Transformer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_next_step_is_launched_before_tokens_are_collected(model: Transformer, monkeypatch: pytest.MonkeyPatch) -> None:
     device, told = AsyncBackend(model.ops), []
     engine = Engine(replace(model, ops=device), EngineConfig(max_context=112, n_blocks=64))
     engine.add(Request([1, 2], SamplingParams(temperature=0), 6, 0, frozenset()))
@@ -163,9 +163,7 @@ def test_the_next_step_is_begun_before_the_last_one_is_seen(
     assert np.all(np.diff(told) >= 0)
 
 
-def test_an_interrupt_while_tokens_are_waited_for_loses_none(
-    model: Transformer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interrupt_while_collecting_loses_no_token(model: Transformer, monkeypatch: pytest.MonkeyPatch) -> None:
     config = EngineConfig(max_context=112, n_blocks=64, debug=True)
     ahead, plain = (
         Engine(replace(model, ops=ops), config) for ops in (AsyncBackend(model.ops), SyncBackend(model.ops))
@@ -190,7 +188,7 @@ def test_an_interrupt_while_tokens_are_waited_for_loses_none(
     assert ahead.scheduler.pool.num_free == 64
 
 
-def test_a_queue_does_not_stop_it(model: Transformer) -> None:
+def test_async_scheduling_continues_with_waiting_requests(model: Transformer) -> None:
     """All rows are taken, so nobody comes in before somebody ends: steps go on being begun."""
     device = AsyncBackend(model.ops)
     engine = Engine(replace(model, ops=device), EngineConfig(max_context=112, n_blocks=64, max_batch=2, debug=True))

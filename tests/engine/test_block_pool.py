@@ -24,7 +24,7 @@ def filled(pool: BlockPool, *blocks: str) -> list[int]:
     return owned
 
 
-def test_a_hash_stands_for_the_whole_beginning() -> None:
+def test_chained_hash_depends_on_whole_prefix() -> None:
     assert names("a", "b")[1] != names("x", "b")[1]
     assert chained_hash(b"", [1, 2]) != chained_hash(b"", [2, 1])
     assert chained_hash(b"", [1, 0]) != chained_hash(b"", [1]) != chained_hash(b"", [0, 1])
@@ -36,7 +36,7 @@ def test_a_hash_stands_for_the_whole_beginning() -> None:
     assert hashes[:2] == known, "what is known is not computed again"
 
 
-def test_the_longest_beginning_is_found_and_shared() -> None:
+def test_match_returns_longest_cached_prefix() -> None:
     pool = BlockPool(8, 1)
     first = filled(pool, "a", "b", "c")
     assert pool.match(names("a", "b", "x", "c")) == first[:2]
@@ -52,7 +52,7 @@ def test_the_longest_beginning_is_found_and_shared() -> None:
     assert pool.match(names("a", "b", "c")) == first, "a block that nobody uses keeps its contents"
 
 
-def test_the_least_recently_used_goes_first_and_of_one_request_its_end() -> None:
+def test_eviction_takes_least_recent_and_last_block_first() -> None:
     pool = BlockPool(6, 1)
     old, new = filled(pool, "a", "b"), filled(pool, "x", "y")
     pool.release(old)
@@ -70,7 +70,7 @@ def test_the_least_recently_used_goes_first_and_of_one_request_its_end() -> None
     assert pool.num_evictions == 4
 
 
-def test_use_makes_a_block_recent() -> None:
+def test_acquire_makes_block_recent() -> None:
     pool = BlockPool(4, 1)
     old, new = filled(pool, "a", "b"), filled(pool, "x", "y")
     pool.release(old)
@@ -83,7 +83,7 @@ def test_use_makes_a_block_recent() -> None:
     assert pool.match(names("x", "y")) == []
 
 
-def test_blocks_that_nobody_could_find_go_before_all_others() -> None:
+def test_uncached_blocks_are_allocated_first() -> None:
     pool = BlockPool(3, 1)
     kept, lost = filled(pool, "a"), pool.acquire([], 2)
     assert lost is not None
@@ -93,7 +93,7 @@ def test_blocks_that_nobody_could_find_go_before_all_others() -> None:
     assert pool.match(names("a")) == kept
 
 
-def test_shared_blocks_that_are_free_are_not_counted_as_fresh() -> None:
+def test_can_acquire_does_not_count_free_shared_blocks() -> None:
     """Two free blocks, both of them wanted as shared: nothing is left for a fresh one, and nothing changes."""
     pool = BlockPool(2, 1)
     owned = filled(pool, "a", "b")
@@ -105,7 +105,7 @@ def test_shared_blocks_that_are_free_are_not_counted_as_fresh() -> None:
     assert pool.match(names("a", "b")) == owned[:1]
 
 
-def test_the_same_contents_twice_are_known_once() -> None:
+def test_publish_same_contents_twice_keeps_one_block() -> None:
     pool = BlockPool(4, 1)
     first, second = filled(pool, "a"), filled(pool, "a")
     assert pool.match(names("a")) == first
@@ -118,7 +118,7 @@ def test_the_same_contents_twice_are_known_once() -> None:
     assert pool.num_free == 4
 
 
-def test_what_is_in_use_is_not_forgotten() -> None:
+def test_clear_cache_keeps_blocks_in_use() -> None:
     pool = BlockPool(4, 1)
     used, unused = filled(pool, "a"), filled(pool, "b")
     pool.release(unused)
@@ -127,7 +127,7 @@ def test_what_is_in_use_is_not_forgotten() -> None:
     pool.check([used])
 
 
-def test_without_a_prefix_cache_nothing_is_found() -> None:
+def test_match_without_prefix_cache_finds_nothing() -> None:
     pool = BlockPool(2, 1, caching=False)
     pool.release(filled(pool, "a"))
     assert pool.match(names("a")) == []
@@ -135,11 +135,11 @@ def test_without_a_prefix_cache_nothing_is_found() -> None:
 
 
 @pytest.mark.parametrize(("tokens", "blocks"), [(0, 0), (1, 1), (16, 1), (17, 2)])
-def test_blocks_for(tokens: int, blocks: int) -> None:
+def test_blocks_for_rounds_up(tokens: int, blocks: int) -> None:
     assert BlockPool(4, 16).blocks_for(tokens) == blocks
 
 
-def test_the_check_sees_what_is_wrong() -> None:
+def test_check_detects_inconsistent_state() -> None:
     """The state machine relies on it."""
     pool = BlockPool(4, 1)
     owned = filled(pool, "a", "b")

@@ -43,7 +43,7 @@ def run(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("settings", [{}, {"max_step_tokens": 16}, {"speculative": "ngram"}, {"prefix_cache": False}])
-def test_everybody_gets_the_given_words(model: Transformer, settings: dict[str, Any]) -> None:
+def test_dummy_model_gives_its_text_to_every_request(model: Transformer, settings: dict[str, Any]) -> None:
     engine = engine_of(model, **settings)
     requests = [request([1, 2, 3] * n, 1 + n) for n in range(1, 20)]
     for one in requests:
@@ -53,7 +53,7 @@ def test_everybody_gets_the_given_words(model: Transformer, settings: dict[str, 
     assert engine.scheduler.pool.num_free == 64
 
 
-def test_log_probabilities_say_that_nothing_was_computed(model: Transformer) -> None:
+def test_dummy_model_logprobs_are_zero(model: Transformer) -> None:
     engine = engine_of(model, max_step_tokens=16)
     one = request(list(range(40)), 4, logprobs=2, prompt_logprobs=True)
     engine.add(one)
@@ -65,7 +65,7 @@ def test_log_probabilities_say_that_nothing_was_computed(model: Transformer) -> 
     assert [output.logprob and output.logprob.top for output in outputs] == [((t, 0.0),) for t in [7, 8, 9, 7]]
 
 
-def test_no_text_is_refused() -> None:
+def test_dummy_model_without_text_raises() -> None:
     with pytest.raises(InvalidRequestError, match="is empty"):
         DummyModel([])
 
@@ -89,7 +89,7 @@ class Held:
         return self.null(spans)
 
 
-def test_what_is_cancelled_in_a_step_is_not_in_the_next_and_its_blocks_are_free(model: Transformer) -> None:
+def test_abort_during_step_drops_request_before_next_step(model: Transformer) -> None:
     engine = engine_of(model)
     held = Held()
     engine.replace_model(held)

@@ -47,7 +47,7 @@ def answers(listener: Listener, requests: list[Request]) -> list[Answer]:
 # ---- choices and log-probabilities
 
 
-def test_choices_share_the_prompt_and_draw_their_own(model: Transformer) -> None:
+def test_samples_of_one_prompt_differ_by_sample_index(model: Transformer) -> None:
     questions = [replace(ask(45, 12, temperature=1.5, seed=7, logprobs=0), sample_index=i) for i in range(4)]
     requests = [question.request() for question in questions]
     served = engine(model)
@@ -58,7 +58,7 @@ def test_choices_share_the_prompt_and_draw_their_own(model: Transformer) -> None
     assert [request.num_cached_tokens for request in requests] == [0, 32, 32, 32]
 
 
-def test_choices_own_the_prompts_blocks_together(model: Transformer) -> None:
+def test_samples_of_one_prompt_share_its_blocks(model: Transformer) -> None:
     requests = [replace(ask(33, 10, temperature=1.5, seed=7), sample_index=i).request() for i in range(3)]
     served = engine(model)
     for request in requests:
@@ -81,7 +81,7 @@ def log_softmax(logits: NDArray[np.float32]) -> NDArray[np.float64]:
 
 
 @pytest.mark.parametrize("length", [1, 2, 64, 65, 150])  # scored 64 at a time
-def test_log_probabilities_are_those_of_the_logits(model: Transformer, length: int) -> None:
+def test_logprobs_match_logits(model: Transformer, length: int) -> None:
     question = ask(length, 5, temperature=0.8, seed=3, logprobs=4, prompt_logprobs=True)
     request, mate = question.request(), ask(70, 9).request()
     answer = run(engine(model), mate, request).answer(request)
@@ -118,7 +118,7 @@ def test_resolve_max_tokens_beyond_context_or_cache_raises_with_the_sizes(model:
     assert run(served, request).answer(request) == alone(model, question)
 
 
-def test_deadlines(model: Transformer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_after_deadline_finishes_request_with_error(model: Transformer, monkeypatch: pytest.MonkeyPatch) -> None:
     served, now = engine(model, max_batch=2), time.monotonic()
     late = ask(20, which=1).request(deadline=now - 1.0)
     patient = ask(20, which=2).request(deadline=now + 3600)
@@ -139,7 +139,7 @@ def test_deadlines(model: Transformer, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("steps", [0, 1, 2, 5])  # waiting, reading, reading, answering
-def test_abort_leaves_nothing_behind(model: Transformer, steps: int) -> None:
+def test_abort_frees_all_blocks(model: Transformer, steps: int) -> None:
     served, mate = engine(model, max_step_tokens=33), ask(10, 20, 1).request()
     unwanted = ask(90, 20, 2).request()
     served.add(mate)
@@ -170,7 +170,7 @@ def with_fault(model: Transformer, fault: Fault) -> Transformer:
 
 
 @pytest.mark.parametrize("error", [RuntimeError("a kernel broke"), MemoryError(), InferenceError("no")])
-def test_a_step_that_fails_ends_its_requests_and_no_others(model: Transformer, error: Exception) -> None:
+def test_failed_step_finishes_only_its_requests(model: Transformer, error: Exception) -> None:
     failures = [error]
 
     def once(batch: Batch, logits: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -207,7 +207,7 @@ def poisoned(batch: Batch, logits: NDArray[np.float32]) -> NDArray[np.float32]:
 
 @pytest.mark.parametrize("options", [GREEDY, DRAWN, {**GREEDY, "prompt_logprobs": True}])
 @pytest.mark.parametrize("at", [5, -1])  # inside the prompt, where only a scored one looks; at its end
-def test_logits_that_are_no_numbers_end_one_request(model: Transformer, options: dict[str, Any], at: int) -> None:
+def test_nan_logits_finish_only_their_request(model: Transformer, options: dict[str, Any], at: int) -> None:
     served = engine(with_fault(model, poisoned))
     unsaid = {"logit_bias": {MARK: -100.0}}
     questions = [ask(12, 6, i, **(DRAWN if i % 2 else GREEDY), **unsaid) for i in range(4)]
@@ -225,7 +225,7 @@ def test_logits_that_are_no_numbers_end_one_request(model: Transformer, options:
         assert listener.answer(requests[i]) == alone(model, questions[i])
 
 
-def test_a_drafter_that_fails_is_not_asked_again(model: Transformer) -> None:
+def test_failing_drafter_is_disabled(model: Transformer) -> None:
     class Broken:
         calls = 0
 
@@ -245,7 +245,7 @@ def test_a_drafter_that_fails_is_not_asked_again(model: Transformer) -> None:
     assert drafter.calls == 3
 
 
-def test_reset_forgets_everything_and_serves_again(model: Transformer) -> None:
+def test_reset_drops_requests_and_engine_serves_on(model: Transformer) -> None:
     """As after an interruption: who was here is not known any more, and can still be aborted by who does not know."""
     served = engine(model)
     before = [ask(40, 9, i).request() for i in range(3)]
@@ -263,7 +263,7 @@ def test_reset_forgets_everything_and_serves_again(model: Transformer) -> None:
 # ---- too little memory
 
 
-def test_a_cache_of_a_tenth_of_what_is_wanted(model: Transformer) -> None:
+def test_small_kv_cache_preempts_and_gives_same_outputs(model: Transformer) -> None:
     questions = [ask(30 + 2 * i, 20 + i, i, **(DRAWN if i % 2 else GREEDY)) for i in range(20)]
     requests = [question.request() for question in questions]
     wanted = sum(-(-(len(q.prompt) + q.max_tokens) // 16) for q in questions)
@@ -273,7 +273,7 @@ def test_a_cache_of_a_tenth_of_what_is_wanted(model: Transformer) -> None:
     assert served.scheduler.stats.num_preemptions > 0
 
 
-def test_a_prefix_is_computed_once(model: Transformer) -> None:
+def test_shared_prefix_is_computed_once(model: Transformer) -> None:
     computed: list[int] = []
 
     def count(batch: Batch, logits: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -294,7 +294,7 @@ def test_a_prefix_is_computed_once(model: Transformer) -> None:
 # ---- the token budget
 
 
-def test_prompts_are_cut_to_the_pace_while_somebody_answers(model: Transformer) -> None:
+def test_prefill_is_chunked_to_token_budget_beside_decodes(model: Transformer) -> None:
     served = engine(model)
     talker, reader = ask(5, 30).request(), ask(200, 2, 1).request()
     served.add(talker)
@@ -310,7 +310,7 @@ def test_prompts_are_cut_to_the_pace_while_somebody_answers(model: Transformer) 
     assert len(reader.tokens) == 1, "nobody waits: all the rest at once"
 
 
-def test_only_prompts_tell_the_pace(model: Transformer) -> None:
+def test_token_budget_observes_only_prefill_steps(model: Transformer) -> None:
     served = engine(model, speculative="ngram")
     request = Question((5, 6, 7, 8) * 5, 30, {**GREEDY, "logit_bias": {9: 100.0}}).request()
     served.add(request)
@@ -333,7 +333,7 @@ def parrot(tmp_path_factory: pytest.TempPathFactory) -> Transformer:
     return load(tiny_models.write_scripted(tmp_path_factory.mktemp("parrot") / "parrot.gguf", follows))
 
 
-def test_a_text_that_repeats_itself_is_guessed(parrot: Transformer) -> None:
+def test_ngram_drafter_saves_steps_on_repetition(parrot: Transformer) -> None:
     question = Question((*b"abcdefgab",), 100, GREEDY)
     plain, guessing = engine(parrot), engine(parrot, speculative="ngram", draft_tokens=8)
     first, second = question.request(), question.request()
@@ -345,7 +345,7 @@ def test_a_text_that_repeats_itself_is_guessed(parrot: Transformer) -> None:
     assert books.stats.num_accepted_tokens + guessing.num_steps == 100, "each token was a right guess or came of a step"
 
 
-def test_no_guess_reaches_past_the_end_of_an_answer(parrot: Transformer) -> None:
+def test_drafts_stop_at_max_total_tokens(parrot: Transformer) -> None:
     """One that fills its context to the last token: there is no place for more."""
     served = engine(parrot, speculative="ngram", draft_tokens=16, max_context=32, n_blocks=10)
     question = Question((*b"abcdefgab",), 23, GREEDY)
@@ -363,7 +363,7 @@ def mumbler(tmp_path_factory: pytest.TempPathFactory) -> Transformer:
 
 
 @pytest.mark.parametrize("draft_tokens", [1, 4, 16])
-def test_guesses_change_nothing(mumbler: Transformer, draft_tokens: int) -> None:
+def test_ngram_drafts_do_not_change_outputs(mumbler: Transformer, draft_tokens: int) -> None:
     """Right or wrong: where answers are drawn, and where tokens that were said are penalized."""
     options = [GREEDY, DRAWN, {**DRAWN, "temperature": 0.4, "repetition_penalty": 1.01, "frequency_penalty": 0.1}]
     questions = [replace(Question((*b"abcdefgabc",), 60, options[i % 3]), sample_index=i) for i in range(9)]
@@ -376,7 +376,7 @@ def test_guesses_change_nothing(mumbler: Transformer, draft_tokens: int) -> None
     assert sum(len(request.tokens) for request in requests) > 9 * 60
 
 
-def test_a_model_that_guesses_knows_what_it_did_not_compute(model: Transformer) -> None:
+def test_draft_model_tracks_its_computed_blocks(model: Transformer) -> None:
     """Of a request that ends with its first token the guesser computes nothing; who shares it is guessed for."""
     served = engine(model)
     served.drafter = DraftModel(model, served.config, model.config.vocab_size)
@@ -389,7 +389,7 @@ def test_a_model_that_guesses_knows_what_it_did_not_compute(model: Transformer) 
     assert counts.num_accepted_tokens > 0.9 * counts.num_drafted_tokens > 10
 
 
-def test_scored_prompts_share_the_memory_of_a_step(model: Transformer) -> None:
+def test_scored_prompts_share_max_scored_tokens(model: Transformer) -> None:
     rows: list[int] = []
 
     def count(batch: Batch, logits: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -405,7 +405,7 @@ def test_scored_prompts_share_the_memory_of_a_step(model: Transformer) -> None:
 
 @pytest.mark.parametrize("n_blocks", [128, 9])  # roomy, and with preemptions
 @pytest.mark.parametrize("twin", [True, False])
-def test_a_model_that_guesses_changes_nothing(model: Transformer, tmp_path: Path, twin: bool, n_blocks: int) -> None:
+def test_draft_model_does_not_change_outputs(model: Transformer, tmp_path: Path, twin: bool, n_blocks: int) -> None:
     """The model itself guesses right nearly always, whatever is drawn; another random one hardly ever."""
     guesser = model if twin else load(small_file(tmp_path / "other.gguf", "Q4_1", seed=5))
     questions = [ask(20 + 5 * (i % 3), 30, i % 3, **(DRAWN if i % 2 else GREEDY)) for i in range(6)]

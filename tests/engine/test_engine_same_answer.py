@@ -115,7 +115,7 @@ def play(
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_on_a_small_model(small: dict[str, Asked], seed: int) -> None:
+def test_same_output_under_random_schedules_small_model(small: dict[str, Asked], seed: int) -> None:
     rng = random.Random(seed)
     seen = dict.fromkeys(("preempted", "hit", "accepted", "rejected"), 0)
     for _ in range(PER_SEED):
@@ -135,5 +135,5 @@ def real(default_model: Path) -> Asked:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_on_the_default_model(real: Asked, seed: int) -> None:
+def test_same_output_under_random_schedules_default_model(real: Asked, seed: int) -> None:
     play(random.Random(seed), real, resolve_kv_type(select_backend(DEVICE)) if seed else "float32", most=12, steps=10)

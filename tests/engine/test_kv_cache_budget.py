@@ -46,7 +46,7 @@ BLOCK = block_bytes(SMALL, "float32")
 
 @pytest.mark.parametrize("kv_type", KV_TYPES)
 @pytest.mark.parametrize("head_dim", [5, 16, 80])
-def test_what_is_planned_is_what_is_taken(kv_type: str, head_dim: int) -> None:
+def test_planned_bytes_equal_allocated_bytes(kv_type: str, head_dim: int) -> None:
     config = replace(SMALL, head_dim=head_dim)
     capacity = plan_kv_cache(config, kv_type, max_batch=2, available=None)
     taken = KVCache(select_backend("cpu", "cpu"), config, capacity.n_blocks, capacity.block_size, kv_type).nbytes
@@ -64,7 +64,7 @@ def test_what_is_planned_is_what_is_taken(kv_type: str, head_dim: int) -> None:
     max_batch=st.integers(1, 100),
     drafting=st.booleans(),
 )
-def test_the_figures_hold(
+def test_plan_kv_cache_invariants_hold(
     available: int, kv_memory: int | None, max_context: int | None, max_batch: int, drafting: bool
 ) -> None:
     draft = replace(SMALL, n_layers=1) if drafting else None
@@ -90,7 +90,7 @@ def test_the_figures_hold(
         assert f"{figure:,}" in str(made)
 
 
-def test_a_sentence_for_people() -> None:
+def test_budget_str_names_contexts_and_requests() -> None:
     whole = 8192 // 16 * block_bytes(SMOL, "float32")
     assert str(plan_kv_cache(SMOL, kv_memory=12 * whole + 5, max_batch=64, available=None)) == (
         "KV cache 4.53 GB (float32): 98,304 tokens = 12 contexts of 8,192, or 64 requests of 1,536 each"
@@ -103,7 +103,7 @@ def test_a_sentence_for_people() -> None:
     )
 
 
-def test_where_nobody_tells_it_is_one_context() -> None:
+def test_plan_kv_cache_unknown_memory_gives_one_context() -> None:
     made = plan_kv_cache(SMOL, max_batch=64, available=None)
     assert (made.contexts, made.is_context_reduced) == (1, False)
 
@@ -119,7 +119,7 @@ def test_where_nobody_tells_it_is_one_context() -> None:
         ({"available": 0}, ("128 tokens take 5.9 MB", "0.0 kB of memory are free")),
     ],
 )
-def test_what_cannot_be_is_refused_with_both_figures(options: dict[str, Any], told: tuple[str, ...]) -> None:
+def test_plan_kv_cache_too_large_raises_with_both_sizes(options: dict[str, Any], told: tuple[str, ...]) -> None:
     with pytest.raises(InsufficientMemoryError) as caught:
         plan_kv_cache(SMOL, max_batch=64, **{"available": 10**10, **options})
     for part in told:
@@ -131,7 +131,7 @@ def test_what_cannot_be_is_refused_with_both_figures(options: dict[str, Any], to
     [("max_context", 0), ("max_context", 8193), ("max_context", True), ("max_batch", 0), ("max_batch", 10**9),
      ("kv_memory", 0), ("kv_memory", -1), ("kv_memory", 1.5), ("kv_memory", True)],
 )  # fmt: skip
-def test_values_that_make_no_sense(field: str, value: Any) -> None:
+def test_plan_kv_cache_invalid_values_raise(field: str, value: Any) -> None:
     options: dict[str, Any] = {"max_batch": 4, "available": 10**10, field: value}
     with pytest.raises(InvalidRequestError) as caught:
         plan_kv_cache(SMOL, **options)
@@ -139,7 +139,7 @@ def test_values_that_make_no_sense(field: str, value: Any) -> None:
     assert repr(value) in str(caught.value)
 
 
-def test_sizes() -> None:
+def test_parse_size_units() -> None:
     sizes = {
         "512M": 512 * 10**6, "512m": 512 * 10**6, "2G": 2 * 10**9, "2GB": 2 * 10**9, "2GiB": 2 << 30, "2gi": 2 << 30,
         "1.5 GB": 1_500_000_000, "0.5KiB": 512, " 1T ": 10**12, "4096": 4096, "4096B": 4096,
@@ -150,18 +150,18 @@ def test_sizes() -> None:
 @pytest.mark.parametrize(
     "text", ["", "G", "-1G", "1e9", "2GG", "2 G B", "inf", "nan", "1_000", "٣G", "1i", "1iB", "0", "0.1", "9" * 30]
 )
-def test_sizes_that_are_none(text: str) -> None:
+def test_parse_size_invalid_text_raises(text: str) -> None:
     with pytest.raises(InvalidRequestError, match="kv_memory"):
         parse_size(text)
 
 
-def test_the_memory_of_this_machine() -> None:
+def test_available_memory_respects_cgroup_limit() -> None:
     free = available_memory()
     assert free is None or free > 0
     assert available_memory(reserved=1 << 60) in (0, None)
 
 
-def test_the_memory_of_a_gpu_is_its_own() -> None:
+def test_available_memory_of_device_backend_is_device_memory() -> None:
     class Device:
         """What is asked of a backend on a GPU."""
 

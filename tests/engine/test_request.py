@@ -52,7 +52,7 @@ BAD: dict[str, list[Any]] = {
     [(field, value) for field, values in BAD.items() for value in values],
     ids=lambda v: repr(v)[:24],
 )
-def test_a_bad_value_is_refused_by_name(field: str, value: Any) -> None:
+def test_sampling_params_bad_value_raises_with_field(field: str, value: Any) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         SamplingParams(**{field: value})
     assert caught.value.field == field
@@ -73,7 +73,7 @@ GOOD: dict[str, list[Any]] = {
 
 
 @pytest.mark.parametrize(("field", "value"), [(field, value) for field, values in GOOD.items() for value in values])
-def test_a_value_at_the_edge_is_taken(field: str, value: Any) -> None:
+def test_sampling_params_value_at_edge_is_accepted(field: str, value: Any) -> None:
     SamplingParams(**{field: value})
 
 
@@ -85,15 +85,15 @@ def test_sampling_params_at_both_bounds_are_accepted(field: str) -> None:
         SamplingParams(**{field: bounds.minimum})  # type: ignore[arg-type]
 
 
-def test_every_field_has_its_bad_values() -> None:
+def test_bad_values_cover_every_field() -> None:
     assert set(BAD) == set(SamplingParams.__dataclass_fields__)
 
 
-def test_a_single_stop_string_is_a_list_of_one() -> None:
+def test_sampling_params_single_stop_becomes_tuple() -> None:
     assert SamplingParams(stop="END").stop == ("END",)
 
 
-def test_unknown_and_positional_options_are_refused() -> None:
+def test_sampling_params_unknown_or_positional_raises() -> None:
     with pytest.raises(TypeError):
         SamplingParams(top_q=1)  # type: ignore[call-arg]
     with pytest.raises(TypeError):

@@ -38,12 +38,12 @@ def sample(logits: np.ndarray, of: Request) -> int:
 @pytest.mark.parametrize(
     ("last_n", "expected"), [(0, []), (1, [9]), (3, [3, 8, 9]), (5, [1, 2, 3, 8, 9]), (64, [1, 2, 3, 8, 9])]
 )
-def test_repeat_last_n_is_a_window_over_prompt_and_answer(last_n: int, expected: list[int]) -> None:
+def test_penalty_window_covers_prompt_and_output(last_n: int, expected: list[int]) -> None:
     row = sample_row(request([1, 2, 3], [8, 9], repetition_penalty=1.3, repeat_last_n=last_n))
     assert row.penalty_window.tolist() == expected
 
 
-def test_repeat_last_n_of_0_switches_the_penalty_off() -> None:
+def test_repeat_last_n_zero_disables_penalty() -> None:
     logits = np.array([[1.0, 5.0, 4.9]], np.float32)
     options: dict[str, Any] = {"temperature": 0, "repetition_penalty": 2.0}
     assert sample(logits, request([1], **options)) == 2
@@ -51,12 +51,12 @@ def test_repeat_last_n_of_0_switches_the_penalty_off() -> None:
     assert sample(logits, request([1, 0], **options, repeat_last_n=1)) == 1
 
 
-def test_presence_and_frequency_leave_the_prompt_alone() -> None:
+def test_presence_and_frequency_count_output_only() -> None:
     row = sample_row(request([1, 2, 3], [8, 9, 8], presence_penalty=1.0))
     assert row.output_ids.tolist() == [8, 9, 8]
 
 
-def test_every_option_reaches_the_row() -> None:
+def test_sample_rows_copy_every_parameter() -> None:
     options = {
         "temperature": 0.5,
         "top_k": 3,
@@ -72,7 +72,7 @@ def test_every_option_reaches_the_row() -> None:
     assert (row.seed, row.sample_index, row.position, row.logit_bias) == (5, 0, 2, ((4, 1.5),))
 
 
-def test_a_guess_gets_the_row_that_it_would_get_if_it_were_said() -> None:
+def test_draft_row_equals_row_after_accepting() -> None:
     options: dict[str, Any] = {"repetition_penalty": 1.3, "repeat_last_n": 3, "frequency_penalty": 0.5, "seed": 8}
     guessing = request([1, 2], [7], **options)
     guessing.drafts = [9, 7]
@@ -91,7 +91,7 @@ def as_dict(row: SampleRow) -> dict[str, Any]:
 # ---- draws
 
 
-def test_draws_follow_the_probabilities() -> None:
+def test_sample_frequencies_follow_probabilities() -> None:
     """20,000 seeded draws under filters and temperature: chi-square against the softmax of what is kept."""
     logits = some_logits(6, vocab=40)
     row: dict[str, Any] = {"temperature": 1.3, "top_k": 30, "top_p": 0.95}
@@ -108,7 +108,7 @@ def test_draws_follow_the_probabilities() -> None:
     assert ((counts - flat) ** 2 / flat).sum() > 10_000, "the test would see a wrong distribution"
 
 
-def test_a_draw_does_not_depend_on_the_rest_of_the_batch() -> None:
+def test_sample_is_independent_of_batch() -> None:
     logits = some_logits(8, rows=12)
     rows = [SampleRow(temperature=1.0, seed=i % 3, sample_index=i % 2, position=i, top_p=0.9) for i in range(12)]
     together = ops.sample(logits, rows)
@@ -117,7 +117,7 @@ def test_a_draw_does_not_depend_on_the_rest_of_the_batch() -> None:
     assert np.array_equal(ops.sample(logits[order], [rows[i] for i in order]), together[order])
 
 
-def test_seed_choice_and_position_change_the_draw() -> None:
+def test_seed_sample_index_and_position_key_the_draw() -> None:
     flat = np.zeros((1, 100_000), np.float32)
 
     def draw(**key: int) -> list[int]:
@@ -129,13 +129,13 @@ def test_seed_choice_and_position_change_the_draw() -> None:
     assert len(set(draw())) == 3
 
 
-def test_the_position_of_a_draw_counts_prompt_and_answer() -> None:
+def test_draw_position_counts_prompt_and_output() -> None:
     """A request that continues its own answer as a longer prompt draws the same tokens."""
     flat = np.zeros((1, 100_000), np.float32)
     assert sample(flat, request([1, 2], [3], seed=4)) == sample(flat, request([1, 2, 3], seed=4))
 
 
-def test_a_drawn_seed_is_a_seed() -> None:
+def test_draw_seed_is_valid_seed() -> None:
     seeds = [draw_seed() for _ in range(50)]
     assert len(set(seeds)) == 50
     for seed in seeds:
@@ -146,7 +146,7 @@ def test_a_drawn_seed_is_a_seed() -> None:
 # ---- log-probabilities
 
 
-def test_logprobs_are_the_log_softmax_of_the_raw_logits() -> None:
+def test_token_logprobs_are_log_softmax_of_raw_logits() -> None:
     logits, chosen = some_logits(9, rows=4), [0, 17, 499, 17]
     expected = torch.log_softmax(torch.from_numpy(logits).double(), -1)
     found = token_logprobs(ops, logits, chosen, 7)
@@ -159,7 +159,7 @@ def test_logprobs_are_the_log_softmax_of_the_raw_logits() -> None:
         assert [v for _, v in entry.top] == sorted((v for _, v in entry.top), reverse=True)
 
 
-def test_top_logprobs_with_ties_and_small_vocabularies() -> None:
+def test_token_logprobs_with_ties_and_small_vocabularies() -> None:
     logits = np.array([[1.0, 3.0, 3.0, 3.0, 0.0]], np.float32)
     assert [t for t, _ in token_logprobs(ops, logits, [0], 2)[0].top] == [1, 2]
     assert [t for t, _ in token_logprobs(ops, logits, [0], 20)[0].top] == [1, 2, 3, 0, 4]
@@ -167,7 +167,7 @@ def test_top_logprobs_with_ties_and_small_vocabularies() -> None:
     assert token_logprobs(ops, logits[:0], [], 3) == []
 
 
-def test_logprobs_of_far_apart_logits_are_finite() -> None:
+def test_token_logprobs_of_distant_logits_are_finite() -> None:
     logits = np.array([[1e4, -1e4, 0.0]], np.float32)
     entry = token_logprobs(ops, logits, [1], 1)[0]
     assert entry.logprob == pytest.approx(-2e4)

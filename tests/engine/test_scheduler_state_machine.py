@@ -35,7 +35,7 @@ class Books(RuleBasedStateMachine):
 
     @initialize(batch=st.integers(1, 4), caching=st.booleans())
     def start(self, batch: int, caching: bool) -> None:
-        self.desk = PaperScheduler(n_blocks=BLOCKS, block_size=SIZE, max_batch=batch, prefix_cache=caching)
+        self.paper = PaperScheduler(n_blocks=BLOCKS, block_size=SIZE, max_batch=batch, prefix_cache=caching)
         self.ended: set[Request] = set()  # from outside
         self.last_prompt = [0]
 
@@ -51,44 +51,44 @@ class Books(RuleBasedStateMachine):
     def add(self, prompt: list[int], answer: int, like_the_last: int, **options: Any) -> None:
         prompt = (self.last_prompt[:like_the_last] + prompt)[: LONGEST - 1]
         self.last_prompt = prompt
-        self.desk.request(prompt, min(answer, LONGEST - len(prompt)), **options)
+        self.paper.request(prompt, min(answer, LONGEST - len(prompt)), **options)
 
-    @precondition(lambda self: self.desk.answers)
+    @precondition(lambda self: self.paper.answers)
     @rule(which=st.integers(0, 30), more=Prompts)
     def go_on(self, which: int, more: list[int]) -> None:
         """Ask with all that was said until now, as a conversation does."""
-        before = list(self.desk.answers)[which % len(self.desk.answers)]
+        before = list(self.paper.answers)[which % len(self.paper.answers)]
         prompt = (before.ids + more)[: LONGEST - 1]
-        self.desk.request(prompt, LONGEST - len(prompt))
+        self.paper.request(prompt, LONGEST - len(prompt))
 
     @rule(budget=st.integers(0, 12), luck=st.randoms(use_true_random=False))
     def step(self, budget: int, luck: random.Random) -> None:
-        had_work = self.desk.scheduler.has_work
-        assert bool(self.desk.step(budget)) == had_work
-        for request in self.desk.scheduler.running:
+        had_work = self.paper.scheduler.has_work
+        assert bool(self.paper.step(budget)) == had_work
+        for request in self.paper.scheduler.running:
             if luck.random() < 0.2:  # as a model that guesses does
-                room = self.desk.scheduler.reserve(request, request.num_tokens + 3)
+                room = self.paper.scheduler.reserve(request, request.num_tokens + 3)
                 assert room <= len(request.blocks) * SIZE
             request.drafts = some_drafts(luck, request, 5)
 
-    @precondition(lambda self: self.desk.scheduler.has_work)
+    @precondition(lambda self: self.paper.scheduler.has_work)
     @rule(budget=st.integers(0, 12))
     def failing_step(self, budget: int) -> None:
-        self.ended |= {span.request for span in self.desk.step(budget, failing=True)}
+        self.ended |= {span.request for span in self.paper.step(budget, failing=True)}
 
-    @precondition(lambda self: self.desk.scheduler.running)
+    @precondition(lambda self: self.paper.scheduler.running)
     @rule(which=st.integers(0, 9), budget=st.integers(0, 12))
     def step_that_breaks_one(self, which: int, budget: int) -> None:
-        running = self.desk.scheduler.running
+        running = self.paper.scheduler.running
         broken = running[which % len(running)]
-        self.desk.step(budget, broken=[broken])
-        if self.desk.finished.get(broken) == "error":
+        self.paper.step(budget, broken=[broken])
+        if self.paper.finished.get(broken) == "error":
             self.ended.add(broken)
 
-    @precondition(lambda self: self.desk.scheduler.has_work)
+    @precondition(lambda self: self.paper.scheduler.has_work)
     @rule(which=st.integers(0, 30))
     def abort(self, which: int) -> None:
-        scheduler = self.desk.scheduler
+        scheduler = self.paper.scheduler
         everybody = scheduler.running + scheduler.waiting
         request = everybody[which % len(everybody)]
         assert scheduler.remove(request)
@@ -97,40 +97,40 @@ class Books(RuleBasedStateMachine):
 
     @rule(now=st.sampled_from((0.5, 1.0, 2.0)))
     def time_passes(self, now: float) -> None:
-        outputs = self.desk.scheduler.expire(now)
-        self.desk.take(outputs)
+        outputs = self.paper.scheduler.expire(now)
+        self.paper.take(outputs)
         self.ended |= {output.request for output in outputs}
 
     @rule()
     def evict(self) -> None:
-        self.desk.scheduler.pool.clear_cache()
+        self.paper.scheduler.pool.clear_cache()
 
     @invariant()
     def the_books_are_right(self) -> None:
-        if not hasattr(self, "desk"):
+        if not hasattr(self, "paper"):
             return
-        scheduler = self.desk.scheduler
+        scheduler = self.paper.scheduler
         scheduler.check()
-        assert len(scheduler.running) <= self.desk.config.max_batch
+        assert len(scheduler.running) <= self.paper.config.max_batch
         present = [*scheduler.running, *scheduler.waiting]
-        gone = self.ended | set(self.desk.finished)
-        assert set(present) == set(self.desk.answers) - gone, "a request is lost, or is here although it has ended"
-        for request, said in self.desk.answers.items():
+        gone = self.ended | set(self.paper.finished)
+        assert set(present) == set(self.paper.answers) - gone, "a request is lost, or is here although it has ended"
+        for request, said in self.paper.answers.items():
             expected = answer_of(request).tokens
             assert said == request.tokens == expected[: len(said)]
             assert END not in said or not request.eos_ids
 
     def teardown(self) -> None:
-        if not hasattr(self, "desk"):
+        if not hasattr(self, "paper"):
             return
         # Each step brings the first in the order at least one token further, and nobody comes before it any more.
-        most = sum(len(r.prompt) + r.max_tokens for r in self.desk.answers if r not in self.desk.finished)
-        self.desk.run(1, most=most + 1)
-        for request in set(self.desk.answers) - self.ended:
-            self.desk.require_answers(request)
+        most = sum(len(r.prompt) + r.max_tokens for r in self.paper.answers if r not in self.paper.finished)
+        self.paper.run(1, most=most + 1)
+        for request in set(self.paper.answers) - self.ended:
+            self.paper.require_answers(request)
 
 
-def test_whatever_happens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scheduler_state_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scheduler, "MAX_SCORED_TOKENS", 4)  # so that short prompts are scored in several steps
     steps = settings(max_examples=200, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck))
     run_state_machine_as_test(Books, settings=steps)

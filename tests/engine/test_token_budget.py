@@ -21,28 +21,28 @@ def near(target: float) -> object:
 
 
 @pytest.mark.parametrize("speed", [1e-4, 1e-3, 2.5e-3, 2e-2])
-def test_the_budget_finds_the_target(speed: float) -> None:
+def test_token_budget_converges_to_target(speed: float) -> None:
     assert settle(TokenBudget(0.1, 2_000), speed) * speed == near(0.1)
 
 
 @pytest.mark.parametrize(("speed", "budget"), [(1e-6, 512), (5.0, 1)])
-def test_the_budget_has_its_ends(speed: float, budget: int) -> None:
+def test_token_budget_stays_within_bounds(speed: float, budget: int) -> None:
     assert settle(TokenBudget(0.1, 512), speed) == budget
 
 
-def test_it_follows_a_machine_that_changes() -> None:
+def test_token_budget_follows_changing_speed() -> None:
     pace = TokenBudget(0.1, 512)
     for speed in (1e-3, 4e-3, 1e-3):
         assert settle(pace, speed) * speed == near(0.1)
 
 
-def test_a_step_of_the_size_it_finds_takes_about_the_target() -> None:
+def test_token_budget_step_takes_about_target() -> None:
     """Also where a part of a step does not depend on its size."""
     tokens = settle(TokenBudget(0.1, 512), 1e-3, fixed=0.03, steps=60)
     assert 0.03 + tokens * 1e-3 == near(0.1)
 
 
-def test_one_hiccup_is_not_the_speed_of_a_machine() -> None:
+def test_token_budget_limits_effect_of_one_slow_step() -> None:
     pace = TokenBudget(0.1, 512)
     known = settle(pace, 1e-3)
     pace.observe(known, 60.0)
@@ -51,7 +51,7 @@ def test_one_hiccup_is_not_the_speed_of_a_machine() -> None:
     assert 1 <= pace.next_budget(has_decodes=True) <= 512
 
 
-def test_where_nobody_waits_a_step_is_as_large_as_it_may_be() -> None:
+def test_token_budget_without_decodes_is_maximum() -> None:
     pace = TokenBudget(0.1, 300)
     assert pace.next_budget(has_decodes=False) == 300
     assert 1 <= pace.next_budget(has_decodes=True) < 100, "a first guess that is large is felt"
