@@ -22,7 +22,7 @@ from .sampling_kernels import NOT_FINITE, argmax_rows, logprob_rows, sample_rows
 SCRATCH_BYTES = 64 << 20  # of float64 rows at a time
 MAX_SCANNED = 32  # likeliest tokens that are found one by one; more of them are sorted
 LIST_TILE = 256  # tokens of a bias or penalty list per iteration
-_int_fields = attrgetter("top_k", "seed", "choice", "position")
+_int_fields = attrgetter("top_k", "seed", "sample_index", "position")
 _float_fields = attrgetter(
     "temperature", "top_p", "min_p", "typical_p", "repetition_penalty", "presence_penalty", "frequency_penalty"
 )
