@@ -9,10 +9,7 @@ sixteenth of a key.
 from __future__ import annotations
 
 import importlib
-import sys
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -64,11 +61,8 @@ STEPS = (
 
 
 @pytest.fixture(scope="module")
-def gpu() -> Iterator[Any]:
-    folder = str(Path(__file__).parents[3] / "benchmarks")
-    sys.path.insert(0, folder)
-    yield importlib.import_module("gpu_model")
-    sys.path.remove(folder)
+def gpu() -> Any:
+    return importlib.import_module("tests.helpers.cuda_model")  # it takes the GPU
 
 
 @pytest.mark.parametrize(("shape", "mix", "kv_type", "sizes"), REAL, ids=lambda x: str(x))

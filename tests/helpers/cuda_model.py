@@ -1,15 +1,12 @@
-"""Models of random weights of a real shape on a GPU, and what they and real files should compute: for gpu.py, and for
-tests/backends/cuda. Weights are made on the device in the layouts that a file would be packed into.
+"""Models of random weights of a real shape on a GPU, made on the device in packed layouts, and their exact logits.
+
+For tests on a GPU: importing it takes the first GPU.
 """
 
 from __future__ import annotations
 
-import json
-import time
 from dataclasses import replace
 from itertools import groupby
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -28,12 +25,9 @@ from llm_worker_rbee.layers.linear import Linear
 from llm_worker_rbee.layers.rms_norm import RMSNorm
 from llm_worker_rbee.layers.rope import rope_table
 from llm_worker_rbee.layers.swiglu import SwiGLU
-from llm_worker_rbee.llm import LLM, Completion
 from llm_worker_rbee.models import Transformer, read_model_config
 
 OPS = CudaBackend(0)
-PROMPTS = Path(__file__).parent.parent / "llm_worker_rbee" / "bench" / "data" / "prompts.jsonl"
-ANSWER, TOP, ASKED = 24, 5, 20  # tokens; likeliest that are compared; of ours, so that those are among them
 
 
 def random_part(kind: str, rows: int, columns: int) -> WeightPart:
@@ -95,9 +89,6 @@ def random_model(spec: Spec, in_fp8: bool = False) -> Transformer:
     head = matrix("output") if "output.weight" in by_name else table
     model = Transformer(config, OPS, table, 1.0, blocks, norm(), head)
     return replace(model, fused=OPS.fuse(model.parts()))
-
-
-# Checks
 
 
 def exact_logits(model: Transformer, ids: torch.Tensor) -> torch.Tensor:
@@ -172,63 +163,3 @@ def model_errors(mix: str, shape: str, sizes: tuple[int, ...], kv_type: str = "b
         got = model.forward(one_request(ids[320:], 320, blocks[: size * 21], False, size), cache)
         errors[f"batch {size}"] = error_of(got, want[320:].expand(size, -1))
     return {name: float(f"{error:.1e}") for name, error in errors.items()}
-
-
-# Real files
-
-
-def file_figures(path: str) -> dict[str, Any]:
-    """Greedy answers of a real model against the reference's."""
-    prompts = [json.loads(line)["prompt"] for line in PROMPTS.read_text().splitlines()]
-    start = time.perf_counter()
-    ours = LLM(path, device="cuda")
-    ours.generate("Hello", max_tokens=2, temperature=0)
-    ready = time.perf_counter() - start
-    got = [ours.generate(p, max_tokens=ANSWER, temperature=0, logprobs=ASKED) for p in prompts]
-    start = time.perf_counter()
-    made = ours.generate(prompts[0], max_tokens=256, temperature=0, ignore_eos=True)
-    speed = len(made.tokens) / (time.perf_counter() - start)
-    reference = LLM(path, device="cpu", backend="reference")
-    want = reference.generate(prompts, max_tokens=ANSWER, temperature=0, logprobs=ASKED)  # together: it is slow
-    return {"file: start to second token, s": round(ready, 2), "file: tokens/s, batch 1": round(speed),
-            **compared(got, want)}  # fmt: skip
-
-
-def compared(got: list[Completion], want: list[Completion]) -> dict[str, Any]:
-    """How many answers are the same; how far log-probabilities are from the reference's at the first token, and where
-    answers part; by how much the reference prefers its own token there."""
-    same = [_shared(g.tokens, w.tokens) for g, w in zip(got, want, strict=True)]
-    parted = [i for i, n in enumerate(same) if n < max(len(got[i].tokens), len(want[i].tokens))]
-    pairs = [(got[i], want[i], n) for i, n in enumerate(same)]
-    there = [pairs[i] for i in parted if same[i] < min(len(got[i].tokens), len(want[i].tokens))]
-    gaps = [_top(w, n)[w.tokens[n]] - _top(w, n).get(g.tokens[n], -np.inf) for g, w, n in there]
-    return {
-        f"file: same greedy answers of up to {ANSWER} tokens": f"{len(same) - len(parted)} of {len(same)}",
-        "file: tokens that are the same, where answers part": [same[i] for i in parted],
-        "file: same first token": f"{sum(g.tokens[:1] == w.tokens[:1] for g, w, _ in pairs)} of {len(pairs)}",
-        f"file: mean |difference of log-probability|, top {TOP} of the first token": _mean_gap(
-            [(g, w, 0) for g, w, _ in pairs]
-        ),
-        f"file: the same where answers part, top {TOP} there": _mean_gap(there),
-        "file: log-probability by which the reference prefers its own there": [round(float(gap), 4) for gap in gaps],
-    }
-
-
-def _shared(a: list[int], b: list[int]) -> int:
-    """Tokens before the first that differs."""
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-
-
-def _top(answer: Completion, place: int) -> dict[int, float]:
-    assert answer.logprobs is not None
-    return dict(answer.logprobs[place].top)
-
-
-def _mean_gap(places: list[tuple[Completion, Completion, int]]) -> float | None:
-    """Over the reference's likeliest; one that is not among ours counts as our least likely."""
-    found: list[float] = []
-    for got, want, place in places:
-        ours = _top(got, place)
-        best = list(_top(want, place).items())[:TOP]
-        found += [abs(ours.get(token, min(ours.values())) - value) for token, value in best]
-    return round(float(np.mean(found)), 5) if found else None
