@@ -224,6 +224,14 @@ class Backend(ABC):
         """Return the bytes that tensors take in the device's own memory."""
         return 0
 
+    def peak_memory(self) -> dict[str, int]:
+        """Return the largest bytes so far of tensors (`tensors`) and of the process (`process`) on the device."""
+        return {}
+
+    def measure_limits(self) -> tuple[int, float, float] | None:
+        """Measure the device: bytes read, their rate per second, float16 operations per second; None: the host."""
+        return None
+
     def has_failed(self) -> bool:
         """Return whether the device cannot compute any more until the process is restarted."""
         return False

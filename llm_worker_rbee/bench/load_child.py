@@ -41,14 +41,15 @@ def main() -> None:
 
 def device_memory(llm: LLM) -> dict[str, int]:
     """Return bytes on the GPU; `device_spare` is what the process took beside weights and KV cache, by the driver."""
-    import torch
-
-    free, total = torch.cuda.mem_get_info()
-    planned = llm.model.ops.weight_bytes(llm.checkpoint) + llm.capacity.bytes
-    taken = total - free - torch.cuda.memory_reserved() + torch.cuda.max_memory_reserved()
-    sizes = {"device_weights": planned - llm.capacity.bytes, "device_kv_cache": llm.capacity.bytes}
-    sizes |= {"device_tensors_peak": torch.cuda.max_memory_allocated(), "device_taken": taken}
-    return {**sizes, "device_spare": taken - planned, "device_graphs": llm.graph_bytes}
+    weights, kv_cache, peak = (
+        llm.model.ops.weight_bytes(llm.checkpoint),
+        llm.capacity.bytes,
+        llm.model.ops.peak_memory(),
+    )
+    sizes = {"weights": weights, "kv_cache": kv_cache, "graphs": llm.graph_bytes, **peak}
+    return {f"device_{name}": size for name, size in sizes.items()} | {
+        "device_spare": peak["process"] - weights - kv_cache
+    }
 
 
 def decode_many_sizes(llm: LLM) -> None:

@@ -7,6 +7,7 @@ the other. Activations are random, results are discarded.
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -39,19 +40,19 @@ def _one_by_one(model: Transformer, rows: int) -> Callable[[], object]:
 
 def _program(model: Transformer, rows: int) -> Callable[[], object]:
     """Make a program whose step table points at one input and one output, large enough for all."""
-    from ..backends.cpu import quantize_activations
-    from ..backends.cpu.linear import linear_tasks, quantize_tasks
-    from ..backends.cpu.program import Program, Step, new_step
-
-    parts, threads = model.parts(), model.ops.threads or 1
+    names = ("linear", "program", "quantize_activations")  # they need Numba
+    linear, programs, quantize_activations = (import_module(f"llm_worker_rbee.backends.cpu.{name}") for name in names)
+    Step, parts, threads = programs.Step, model.parts(), model.ops.threads or 1  # noqa: N806
     weights = [w for b in parts.blocks for w in (b.qkv, b.output, b.gate_up, b.down)] + [parts.head.two_term()]
     widest = max(w.columns for w in weights)
     made: list[Any] = []
     for w in weights:
         width, two_term = w.columns, any(w.residual_activations)
-        made += quantize_tasks(Step.TOKENS, Step.RESIDUAL_DELTA, 1, width, width, w.needs_int8, two_term=two_term)
-        made += linear_tasks(w, Step.TOKENS, Step.RESIDUAL_DELTA, Step.QKV, threads)
-    program, step = Program(made), new_step()
+        made += linear.quantize_tasks(
+            Step.TOKENS, Step.RESIDUAL_DELTA, 1, width, width, w.needs_int8, two_term=two_term
+        )
+        made += linear.linear_tasks(w, Step.TOKENS, Step.RESIDUAL_DELTA, Step.QKV, threads)
+    program, step = programs.Program(made), programs.new_step()
     buffers: dict[int, NDArray[Any]] = {
         Step.RESIDUAL_DELTA: _random(rows, widest),
         Step.QKV: np.empty((rows, max(w.rows for w in weights)), np.float32),

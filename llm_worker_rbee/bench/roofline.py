@@ -22,7 +22,6 @@ from ..backends import Backend
 SIZES = tuple(1 << shift for shift in (18, 20, 22, 24, 26, 28, 30))  # 256 KiB to 1 GiB
 SECONDS_PER_SIZE = 0.03
 MATRIX_SIZE = 768
-CUDA_MATRIX_SIZE = 8192
 MAX_MEMORY_FRACTION = 8  # the largest buffer takes at most one part in so many of the free memory
 
 
@@ -41,6 +40,11 @@ class Limits:
     threads: int
     bandwidth: tuple[tuple[int, float], ...]  # (size of the data, bytes per second)
     operations: float  # per second
+
+    @staticmethod
+    def of_device(size: int, bandwidth: float, operations: float) -> Limits:
+        """Make the limits of a device without CPU threads."""
+        return Limits(0, ((size, bandwidth),), operations)
 
     def bandwidth_at(self, size: float) -> float:
         """Return bytes per second for data of this size, interpolated over the logarithm of sizes."""
@@ -94,25 +98,6 @@ def measure_limits(threads: int) -> Limits:
         sizes = [size for size in SIZES if size <= buffer.nbytes]
         bandwidth = tuple((size, _read_rate(pool, buffer[: size // 4], threads)) for size in sizes)
         return Limits(threads, bandwidth, _operation_rate(pool, threads))
-
-
-@cache
-def measure_cuda_limits() -> Limits:
-    """Return the limits of the current GPU: reads of 1 GiB, float16 matrix products."""
-    import torch
-
-    data = torch.ones(1 << 28, device="cuda")
-    a = torch.ones(CUDA_MATRIX_SIZE, CUDA_MATRIX_SIZE, dtype=torch.float16, device="cuda")
-
-    def timed(work: Callable[[], object]) -> float:
-        def run() -> None:
-            work()
-            torch.cuda.synchronize()
-
-        return _min_seconds(run)
-
-    bandwidth = data.nbytes / timed(data.sum)
-    return Limits(0, ((data.nbytes, bandwidth),), 2 * CUDA_MATRIX_SIZE**3 / timed(lambda: a @ a))
 
 
 def _read_rate(pool: ThreadPoolExecutor, data: Any, threads: int) -> float:

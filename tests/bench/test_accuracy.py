@@ -9,9 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from llm_worker_rbee.backends.cpu import CpuBackend
+from llm_worker_rbee.backends.ops import Backend
+from llm_worker_rbee.backends.reference import ReferenceBackend
 from llm_worker_rbee.bench import accuracy, workload
 from llm_worker_rbee.bench.accuracy import EvaluationSet, LibrarySide, Logits, Scores, WorkerSide
 from llm_worker_rbee.bench.results import Recorder, Result
+from llm_worker_rbee.bench.synthetic import Shape, Spec
 from llm_worker_rbee.errors import InferenceError, InvalidRequestError, MissingDependencyError, WorkerError
 from llm_worker_rbee.llm import LLM
 from tests.cli.conftest import write_model
@@ -77,7 +81,7 @@ def probabilities(logits: Logits) -> np.ndarray:
     return np.asarray(powers / powers.sum(axis=-1, keepdims=True), np.float64)
 
 
-def test_the_figures_are_those_of_their_definitions() -> None:
+def test_run_results_follow_their_definitions() -> None:
     material = EvaluationSet([[1, 2], [3], [4, 5, 6]], [list(range(40)), [7, 8, 9]])
     truth, path = Planted(50, 0.0), Planted(50, 0.3)
     found = measured(truth, path, material)
@@ -110,7 +114,7 @@ def test_the_figures_are_those_of_their_definitions() -> None:
     assert 0.3 < found["top1"].estimate < 1
 
 
-def test_a_path_that_is_the_truth_differs_by_nothing(tiny_llm: LLM) -> None:
+def test_run_truth_against_itself_is_exact(tiny_llm: LLM) -> None:
     material = EvaluationSet.encode(
         tiny_llm, [workload.Prompt("he said"), workload.Prompt("x")], "a text to be read " * 40, 300
     )
@@ -123,14 +127,14 @@ def test_a_path_that_is_the_truth_differs_by_nothing(tiny_llm: LLM) -> None:
     assert found["ppl"].estimate == found["ppl_truth"].estimate
 
 
-def test_the_last_position_of_a_prompt_is_that_of_all_positions(tiny_llm: LLM) -> None:
+def test_worker_side_last_position_equals_all_positions(tiny_llm: LLM) -> None:
     ids = tiny_llm.tokenize("some words of a prompt, longer than one chunk of logits " * 3)
     whole, last = WorkerSide(tiny_llm).logits(ids), WorkerSide(tiny_llm).logits(ids, last=True)
     assert whole.shape == (len(ids), tiny_llm.config.vocab_size)
     np.testing.assert_allclose(whole[-1:], last, atol=1e-4)
 
 
-def test_windows_start_anew_and_hold_the_whole_text(tiny_llm: LLM) -> None:
+def test_evaluation_set_windows_hold_the_whole_text(tiny_llm: LLM) -> None:
     text = "windows " * 100
     material = EvaluationSet.encode(tiny_llm, [workload.Prompt("x")], text, 600)
     assert [len(window) for window in material.windows] == [256, 256, 88]
@@ -138,21 +142,21 @@ def test_windows_start_anew_and_hold_the_whole_text(tiny_llm: LLM) -> None:
     assert (material.max_length, material.tokens) == (256, 601)
 
 
-def test_every_window_starts_with_bos_where_the_model_wants_it(tmp_path: Path) -> None:
+def test_evaluation_set_windows_start_with_bos(tmp_path: Path) -> None:
     llm = LLM(write_model(tmp_path / "bos.gguf", {"tokenizer.ggml.add_bos_token": True}))
     material = EvaluationSet.encode(llm, [workload.Prompt("x")], "abcdefgh" * 50, 300)
     assert [window[0] for window in material.windows] == [1, 1]
     assert [len(window) for window in material.windows] == [256, 46]
 
 
-def test_what_cannot_be_used_is_refused(tiny_llm: LLM) -> None:
+def test_evaluation_set_invalid_texts_raise(tiny_llm: LLM) -> None:
     with pytest.raises(InvalidRequestError, match="prompt 2 has 300 tokens"):
         EvaluationSet.encode(tiny_llm, [workload.Prompt("x"), workload.Prompt("y" * 300)], "text", 10)
     with pytest.raises(InvalidRequestError, match="at least 2"):
         EvaluationSet.encode(tiny_llm, [workload.Prompt("x")], "t", 10)
 
 
-def test_logits_that_are_no_numbers_are_an_error_not_a_figure() -> None:
+def test_run_non_finite_logits_raise() -> None:
     class Broken(Planted):
         def logits(self, ids: list[int], *, last: bool = False) -> Logits:
             return super().logits(ids, last=last) * np.float32(np.nan)
@@ -161,7 +165,7 @@ def test_logits_that_are_no_numbers_are_an_error_not_a_figure() -> None:
         measured(Planted(9, 0), Broken(9, 0), EvaluationSet([[1]], [[1, 2]]), "llama.cpp")
 
 
-def test_what_was_measured_stays_when_it_is_broken_off() -> None:
+def test_run_interrupted_keeps_results() -> None:
     recorder = Recorder("accuracy")
 
     def stop(what: str, done: float, total: float) -> None:
@@ -177,7 +181,7 @@ def test_what_was_measured_stays_when_it_is_broken_off() -> None:
     assert len(recorder.details["paths"]["other"]["positions"]["kl"]) == 8
 
 
-def test_a_padded_vocabulary_is_compared_where_both_have_one() -> None:
+def test_run_padded_vocabulary_is_cut() -> None:
     scores = Scores()
     scores.add_prompt(np.zeros((1, 4), np.float32), np.zeros((1, 4), np.float32))
     assert scores.prompts == [(0.0, 1.0)]
@@ -190,7 +194,7 @@ def test_a_padded_vocabulary_is_compared_where_both_have_one() -> None:
     assert found["kl"].estimate == 0
 
 
-def test_our_prompts_and_text_are_there() -> None:
+def test_bundled_prompts_and_text_exist() -> None:
     asked = workload.read_prompts(workload.PROMPTS)
     assert len(asked) == len({prompt.text for prompt in asked}) == 20
     assert len(workload.read_text(workload.TEXT).split()) > 1000
@@ -210,7 +214,7 @@ def python_with_llama_cpp(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(python)
 
 
-def test_a_peer_answers_for_our_ids(python_with_llama_cpp: str, tmp_path: Path) -> None:
+def test_library_side_returns_logits_of_ids(python_with_llama_cpp: str, tmp_path: Path) -> None:
     peer = LibrarySide("llama-cpp-python", python_with_llama_cpp, tmp_path / "model.gguf", 8)
     try:
         assert peer.version == "llama-cpp-python 0.0.test"
@@ -224,7 +228,7 @@ def test_a_peer_answers_for_our_ids(python_with_llama_cpp: str, tmp_path: Path) 
         peer.close()
 
 
-def test_a_peer_that_dies_leaves_its_last_words(python_with_llama_cpp: str, tmp_path: Path) -> None:
+def test_library_side_crash_shows_last_line(python_with_llama_cpp: str, tmp_path: Path) -> None:
     peer = LibrarySide("llama-cpp-python", python_with_llama_cpp, tmp_path / "model.gguf", 8)
     try:
         for _ in range(2):
@@ -234,7 +238,7 @@ def test_a_peer_that_dies_leaves_its_last_words(python_with_llama_cpp: str, tmp_
         peer.close()
 
 
-def test_a_peer_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_library_side_missing_is_named(tmp_path: Path) -> None:
     with pytest.raises(MissingDependencyError, match="nowhere/python"):
         LibrarySide("transformers", "nowhere/python", tmp_path / "m.gguf", 8)
     with pytest.raises(InvalidRequestError, match="GGUF files only"):
@@ -246,7 +250,7 @@ def test_a_peer_that_is_not_there_is_named(tmp_path: Path) -> None:
             LibrarySide("llama-cpp-python", sys.executable, tmp_path / "m.gguf", 8)
 
 
-def test_transformers_agrees_on_the_same_file(tmp_path: Path) -> None:
+def test_run_transformers_agrees_on_the_same_file(tmp_path: Path) -> None:
     told = {"rope.freq_base": 10000.0, "rope.dimension_count": 8, "attention.head_count_kv": 4, "vocab_size": 260}
     keys = {f"llama.{key}": value for key, value in told.items()}  # whose absence transformers reads otherwise
     llm = LLM(write_model(tmp_path / "tiny.gguf", keys), kv_type="float32")
@@ -262,10 +266,29 @@ def test_transformers_agrees_on_the_same_file(tmp_path: Path) -> None:
     assert found["ppl_ratio"].estimate == pytest.approx(1, abs=1e-5)
 
 
-def test_a_peer_that_never_answers_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_library_side_without_reply_times_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asleep = tmp_path / "python"
     asleep.write_text("#!/bin/sh\nexec sleep 1000\n")
     asleep.chmod(0o755)
     monkeypatch.setattr(LibrarySide, "timeout_s", 0.3)
     with pytest.raises(WorkerError, match=r"transformers did not answer within 0\.3 s"):
         LibrarySide("transformers", str(asleep), tmp_path / "model.gguf", 8)
+
+
+def test_compare_greedy_of_equal_models_finds_no_difference(tiny_llm: LLM) -> None:
+    found = {result.name: result for result in accuracy.compare_greedy(tiny_llm, tiny_llm, [[5, 6], [7]], 4)}
+    assert {name: result.estimate for name, result in found.items()} == {
+        "greedy_same": 1.0, "greedy_same_first_token": 1.0, "greedy_max_gap": 0.0,
+    }  # fmt: skip
+    assert found["greedy_same"].fields["count"] == 2
+
+
+@pytest.mark.parametrize("backend", [ReferenceBackend(), CpuBackend()], ids=lambda backend: backend.name)
+def test_measure_logit_errors_of_prompts_and_batches(backend: Backend) -> None:
+    spec = Spec("small", Shape(2, 64, 4, 2, 96, 300, 512), "Q8_0", 2)
+    pair = accuracy.load_synthetic_pair(spec, backend, None, "float32", lambda *_: None)
+    recorder = Recorder("accuracy")
+    accuracy.measure_logit_errors(recorder, lambda *_: None, *pair, "float32", [1, 3])
+    found = {result.name: result.estimate for result in recorder.results()}
+    assert set(found) == {f"logit_error/{name}" for name in ("prompt100", "prompt320", "b1", "b3")}
+    assert max(found.values()) < (1e-5 if backend.name == "reference" else 5e-2)

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 
 from llm_worker_rbee.backends.reference import ReferenceBackend
-from llm_worker_rbee.bench import e2e, engine_harness, process_stats, roofline
-from llm_worker_rbee.bench.e2e import latency
+from llm_worker_rbee.bench import e2e, engine_harness, roofline
+from llm_worker_rbee.bench.e2e import isolated, latency
 from llm_worker_rbee.bench.e2e.throughput import Case, Cost, ModelBench, Plan
 from llm_worker_rbee.bench.engine_harness import EngineHarness
 from llm_worker_rbee.bench.results import Recorder
-from llm_worker_rbee.bench.synthetic import Shape, Spec, checkpoint
+from llm_worker_rbee.bench.synthetic import Shape, Spec, checkpoint, parse
 from llm_worker_rbee.errors import ContextLengthError, InsufficientMemoryError, InvalidRequestError
 from llm_worker_rbee.models import load_model, read_model_config
 from tests.cli.conftest import write_model
@@ -36,7 +34,7 @@ def measured(plan: Plan, source: Path | Spec = SPEC) -> tuple[Recorder, list[str
     return recorder, told
 
 
-def test_names_units_and_arithmetic() -> None:
+def test_run_names_units_and_arithmetic() -> None:
     plan = Plan(pp=[6, 0, 4], tg=[3], depths=[0, 16], batches=[1, 2], repetitions=3)
     recorder, told = measured(plan)
     found = {result.name: result for result in recorder.results()}
@@ -67,7 +65,7 @@ def test_names_units_and_arithmetic() -> None:
     assert recorder.model == {"name": "small:Q8_0", "bytes": SPEC.nbytes, "synthetic": True, "seed": 0}
 
 
-def test_one_prompt_length_gives_plain_names(tiny: Path) -> None:
+def test_run_one_prompt_length_gives_plain_names(tiny: Path) -> None:
     recorder, _ = measured(Plan(pp=[8], tg=[2], repetitions=1), tiny)
     assert {result.name for result in recorder.results()} == {"pp8", "tg2", "ttft", "bytes_per_token", "peak_memory"}
     assert recorder.model is not None
@@ -79,7 +77,7 @@ def test_one_prompt_length_gives_plain_names(tiny: Path) -> None:
     }
 
 
-def test_bytes_and_operations_by_hand() -> None:
+def test_cost_bytes_and_operations() -> None:
     width, d_ff, kv = SHAPE.width, SHAPE.d_ff, 2 * 16
     values = 2 * (2 * width * width + 2 * kv * width + 3 * d_ff * width)
     norms = 4 * width * (2 * 2 + 1)
@@ -96,7 +94,7 @@ def test_bytes_and_operations_by_hand() -> None:
     assert Cost.from_checkpoint(tied, read_model_config(tied)).weights == (values + head) * q8 + norms
 
 
-def test_what_cannot_be_run_is_refused_first(tiny: Path) -> None:
+def test_run_impossible_plans_raise_first(tiny: Path) -> None:
     with pytest.raises(ContextLengthError, match=r"^tg8@d250 needs 258 tokens, the model's context has 256"):
         measured(Plan(pp=[4], tg=[8], depths=[0, 250]), tiny)
     with pytest.raises(ContextLengthError, match=r"^pp321 needs 321 tokens, the model's context has 320"):
@@ -120,7 +118,7 @@ def test_what_cannot_be_run_is_refused_first(tiny: Path) -> None:
         e2e.run(Recorder("e2e"), lambda *_: None, huge, Plan(pp=[4]))
 
 
-def test_a_rate_counts_the_tokens_of_all_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_throughput_counts_tokens_of_all_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = SimpleNamespace(perf_counter=itertools.count().__next__)  # each run takes 1 s
     monkeypatch.setattr(engine_harness, "time", clock)
     recorder, _ = measured(Plan(pp=[4], tg=[3], batches=[2], repetitions=1))
@@ -132,7 +130,7 @@ def test_a_rate_counts_the_tokens_of_all_sequences(monkeypatch: pytest.MonkeyPat
     assert (fields["times_one"], fields["percent_of_products"]) == (pytest.approx(2 / 3), 100)
 
 
-def test_what_stands_beside_is_taken_by_repetition() -> None:
+def test_model_bench_ratio_is_taken_by_repetition() -> None:
     """A machine that is twice as slow for a while is so for both sides."""
     one = ModelBench(Recorder("e2e"), None, None, roofline.measure_limits(1), "none")
     one.samples = {"a": [8.0, 4.0, 8.0, 4.0], "b": [4.0, 2.0, 4.0]}
@@ -140,7 +138,7 @@ def test_what_stands_beside_is_taken_by_repetition() -> None:
     assert one.ratio("a", "c") is None
 
 
-def test_a_shared_prefix(tiny: Path) -> None:
+def test_prefix_hit_results(tiny: Path) -> None:
     recorder, _ = measured(Plan(pp=[0], tg=[0], prefix=40, repetitions=3), tiny)
     found = {result.name: result for result in recorder.results()}
     assert set(found) == {"ttft_first@p40", "ttft_shared@p40", "peak_memory"}
@@ -155,7 +153,7 @@ def test_a_shared_prefix(tiny: Path) -> None:
     assert ratios[0] <= shared.fields["times_shorter"] <= ratios[-1]
 
 
-def test_answers_while_a_prompt_is_read(tiny: Path) -> None:
+def test_itl_under_prefill_results(tiny: Path) -> None:
     recorder, told = measured(Plan(pp=[0], tg=[0], targets_ms=[1000, 0, 1000], repetitions=2), tiny)
     found = {result.name: result for result in recorder.results()}
     length = 256 * 3 // 4  # the context has no room for 2,000
@@ -171,7 +169,7 @@ def test_answers_while_a_prompt_is_read(tiny: Path) -> None:
     assert any("target 1000 ms" in text for text in told)
 
 
-def test_guesses_on_real_text(tiny: Path) -> None:
+def test_speculative_decoding_results(tiny: Path) -> None:
     """The model as its own draft is always right."""
     plan = Plan(pp=[0], tg=[8], batches=[3], repetitions=2, draft_model=str(tiny), draft_tokens=3)
     found = {result.name: result for result in measured(plan, tiny)[0].results()}
@@ -189,12 +187,12 @@ def test_guesses_on_real_text(tiny: Path) -> None:
     assert fields["times_plain"] == pytest.approx(found["tg24@ngram"].estimate / found["tg24@text"].estimate)
 
 
-def test_what_is_named_twice_is_measured_once() -> None:
+def test_plan_repeated_lengths_make_one_case() -> None:
     plan = Plan(pp=[4, 4], tg=[2, 0, 2], depths=[0, 0], batches=[1, 1])
     assert [case.name for case in plan.cases()] == ["pp4", "tg2"]
 
 
-def test_what_was_measured_before_ctrl_c_is_kept() -> None:
+def test_run_interrupted_keeps_samples() -> None:
     recorder = Recorder("e2e")
 
     def progress(what: str, done: float, total: float) -> None:
@@ -207,21 +205,33 @@ def test_what_was_measured_before_ctrl_c_is_kept() -> None:
     assert kept == {"pp4": 1, "ttft": 1, "tg2": 1, "bytes_per_token": 0, "peak_memory": 0}
 
 
-def test_the_peak_of_memory_starts_again() -> None:
-    if not process_stats.reset_peak_memory():
-        pytest.skip("this system cannot reset the highest use of memory")
-    before = process_stats.peak_memory()
-    block = np.ones(64 << 20, np.uint8)
-    assert process_stats.peak_memory() >= before + block.nbytes / 2
-    del block
-    gc.collect()
-    assert process_stats.reset_peak_memory()
-    used = process_stats.resident_memory()
-    assert used is not None
-    assert process_stats.peak_memory() < before + (48 << 20)
-
-
-def test_a_synthetic_model_loads_like_any_other() -> None:
+def test_engine_harness_runs_a_synthetic_model() -> None:
     made = checkpoint(SPEC)
     model = load_model(made, ReferenceBackend(), read_model_config(made))
     assert EngineHarness(model, 16).decode(0, 5, 1).answers == EngineHarness(model, 16).decode(0, 5, 1).answers
+
+
+def test_run_with_pg_counts_output_tokens_of_whole_requests() -> None:
+    recorder, _ = measured(Plan(pp=[0], tg=[0], batches=[1, 3], pg=[5, 4], repetitions=2, deterministic=True))
+    found = {result.name: result for result in recorder.results()}
+    assert set(found) == {"pp5+tg4", "pp5+tg4@b3", "peak_memory"}
+    result = found["pp5+tg4@b3"]
+    assert (result.unit, result.better, len(result.samples)) == ("tok/s", "higher", 2)
+    assert result.samples[-1] == pytest.approx(3 * 4 / result.fields["seconds"])
+
+
+def test_run_isolated_names_results_by_model_and_failures(monkeypatch: pytest.MonkeyPatch) -> None:
+    small, huge = parse("smollm2-135m:Q8_0:1"), parse("smollm2-135m:Q4_0:2")
+    plans: list[tuple[str, Plan]] = []
+
+    def measure(model: Spec, plan: Plan) -> dict[str, object]:
+        plans.append((str(model), plan))
+        result = {"name": "tg2", "unit": "tok/s", "estimate": 1.0, "low": 1.0, "high": 1.0, "samples": [1.0]}
+        return {"error": "crashed"} if model == huge else {"results": [result], "model": {}, "details": {}}
+
+    monkeypatch.setattr(isolated, "_measure", measure)
+    recorder, plan = Recorder("e2e"), Plan(device="cuda", repetitions=3)
+    isolated.run_isolated(recorder, lambda *_: None, [small, huge], plan)
+    assert [result.name for result in recorder.results()] == ["smollm2-135m:Q8_0:1/tg2"]
+    assert recorder.details["failed"] == {"smollm2-135m:Q4_0:2": "crashed"}
+    assert sorted(repetitions.repetitions for _, repetitions in plans) == [1, 1, 3, 3]  # compiled first, then measured

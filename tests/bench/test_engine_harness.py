@@ -19,7 +19,7 @@ def answer(llm: LLM, prompt: list[int], tokens: int) -> list[int]:
     return llm.generate(prompt, max_tokens=tokens, temperature=0.0, ignore_eos=True).tokens
 
 
-def test_it_makes_what_the_model_answers(llm: LLM) -> None:
+def test_engine_harness_outputs_equal_llm_outputs(llm: LLM) -> None:
     drive = EngineHarness(llm.model, 64, batch=3, seed=7)
     prompts = [row.tolist() for row in drive.ids]
     assert len({tuple(p) for p in prompts}) == 3
@@ -33,7 +33,7 @@ def test_it_makes_what_the_model_answers(llm: LLM) -> None:
     assert (decode_prompts.tokens, decode_prompts.steps) == (33, 11)  # all began in one step, and ended in one
 
 
-def test_a_prefill_reads_so_many_tokens_and_no_more(llm: LLM) -> None:
+def test_prefill_computes_exactly_its_tokens(llm: LLM) -> None:
     """Whatever ran before: depths that grow and shrink, other batches, answers over the cached blocks."""
     drive = EngineHarness(llm.model, 130, batch=3)
     for depth, tokens, batch in (
@@ -53,17 +53,17 @@ def test_a_prefill_reads_so_many_tokens_and_no_more(llm: LLM) -> None:
     assert EngineHarness(llm.model, 64, seed=1).prefill(16, 20, 1).answers == first.answers
 
 
-def test_steps_are_bounded_and_may_hold_several_sequences(llm: LLM) -> None:
+def test_prefill_steps_hold_several_sequences(llm: LLM) -> None:
     assert EngineHarness(llm.model, 210, batch=3).prefill(0, 210, 3).steps == 2  # of at most 512 tokens
 
 
-def test_an_answer_that_ends_too_soon_is_an_error(llm: LLM) -> None:
+def test_decode_prompts_too_short_raises(llm: LLM) -> None:
     drive = EngineHarness(llm.model, 32, batch=2)
     with pytest.raises(InvalidRequestError, match=r"2 answers of 1 tokens ended before the last began.*--tg"):
         drive.decode_prompts([[1, 2], [3, 4]], 1)
 
 
-def test_steps_while_a_prompt_is_read(llm: LLM) -> None:
+def test_time_prefill_steps_of_bounded_steps(llm: LLM) -> None:
     drive = EngineHarness(llm.model, 64, batch=3, max_step_tokens=12)
     beside = [row[:5].tolist() for row in drive.ids[:2]]
     took = drive.time_prefill_steps(drive.ids[2, :60].tolist(), beside, 50)
@@ -75,7 +75,7 @@ def test_steps_while_a_prompt_is_read(llm: LLM) -> None:
         drive.time_prefill_steps(drive.ids[2, 10:60].tolist(), beside, 3)
 
 
-def test_guesses_change_no_answer_and_save_steps(llm: LLM) -> None:
+def test_speculative_outputs_are_equal_in_fewer_steps(llm: LLM) -> None:
     prompts = [row[:9].tolist() for row in EngineHarness(llm.model, 9, batch=2).ids]
     plain = EngineHarness(llm.model, 60, batch=2).decode_prompts(prompts, 40)
     for more in ({"speculative": "ngram"}, {"draft_model": llm.model, "draft_tokens": 3}):

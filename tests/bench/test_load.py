@@ -19,7 +19,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("load") / "tiny.gguf")
 
 
-def test_every_phase_cold_and_warm(tiny: Path) -> None:
+def test_run_records_every_phase_cold_and_warm(tiny: Path) -> None:
     if not process_stats.can_drop_pages():
         pytest.skip("this system cannot empty the file cache of a file")
     recorder = Recorder("load")
@@ -45,31 +45,14 @@ def test_every_phase_cold_and_warm(tiny: Path) -> None:
     assert recorder.model["name"] == "tiny.gguf"
 
 
-def test_a_start_that_fails_is_told_in_one_line(tiny: Path, tmp_path: Path) -> None:
+def test_run_failing_start_is_one_line(tiny: Path, tmp_path: Path) -> None:
     broken = tmp_path / "broken.gguf"
     broken.write_bytes(tiny.read_bytes()[:5000])
     with pytest.raises(WorkerError, match=r"^the worker does not start: broken\.gguf"):
         load.run(Recorder("load"), lambda *_: None, broken, 1)
 
 
-def test_what_lies_in_the_file_cache(tmp_path: Path) -> None:
-    file, empty = tmp_path / "file", tmp_path / "empty"
-    file.write_bytes(bytes(3_000_001))
-    empty.write_bytes(b"")
-    load._read_files([file, empty])
-    part = process_stats.cached_fraction([file, empty])
-    if part is None:
-        pytest.skip("this system does not tell what is in its file cache")
-    assert part > 0.9
-    assert process_stats.cached_fraction([empty]) is None
-    if process_stats.can_drop_pages():
-        process_stats.drop_pages([file, empty])
-        after = process_stats.cached_fraction([file])
-        assert after is not None
-        assert 0 <= after <= 1  # a file system in memory keeps all of it
-
-
-def test_a_start_is_prepared(tmp_path: Path) -> None:
+def test_prepare_page_cache_warm_and_cold(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_bytes(bytes(3_000_001))
     if not process_stats.can_drop_pages() or process_stats.cached_fraction([file]) is None:
@@ -83,8 +66,26 @@ def test_a_start_is_prepared(tmp_path: Path) -> None:
     assert details["resident_after_drop"] == [emptied]
 
 
-def test_a_cache_that_stays_full_is_said(tmp_path: Path) -> None:
+def test_prepare_page_cache_without_files_warns_not(tmp_path: Path) -> None:
     details: dict[str, object] = {}
     load._prepare_page_cache([], "cold", details)
     assert "warning" not in details
     assert details["resident_after_drop"] == [None]
+
+
+def test_run_with_compile_kernels_adds_a_start_with_an_empty_cache(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The processes themselves are slow to compile: what they print is made up, the folder they get is real."""
+    caches: list[str | None] = []
+
+    def start(settings: dict[str, object], variables: dict[str, str] | None = None) -> dict[str, object]:
+        caches.append((variables or {}).get("LLM_WORKER_KERNEL_CACHE"))
+        assert caches[-1] is None or Path(caches[-1]).is_dir()
+        return {"seconds": {"import": 1.0, "total": 2.0}, "bytes": {"load": 3}}
+
+    monkeypatch.setattr(load, "_start", start)
+    recorder = Recorder("load")
+    load.run(recorder, lambda *_: None, tiny, 1, compile_kernels=True)
+    found = {result.name: result for result in recorder.results()}
+    assert {"total/compiling", "total/warm", "memory/load"} <= set(found)
+    assert len(found["memory/load"].samples) == len(caches) - 2  # neither the compiling start nor the one before
+    assert [cache is not None for cache in caches] == [True] + [False] * (len(caches) - 1)

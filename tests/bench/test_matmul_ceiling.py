@@ -24,7 +24,7 @@ def model(ops: Any, mix: str = "Q8_0") -> Transformer:
     return load_model(made, ops, read_model_config(made))
 
 
-def test_one_by_one_each_matrix_is_used_once() -> None:
+def test_products_one_by_one_use_each_matrix_once() -> None:
     used = list[tuple[tuple[int, ...], Any]]()
 
     class Recording(ReferenceBackend):
@@ -43,7 +43,7 @@ def test_one_by_one_each_matrix_is_used_once() -> None:
 
 @pytest.mark.parametrize("mix", ["Q8_0", "Q4_K_M", "F16"])
 @pytest.mark.parametrize("rows", [1, 16])
-def test_as_a_program_it_ends_with_the_heads_product(mix: str, rows: int) -> None:
+def test_products_program_ends_with_the_head(mix: str, rows: int) -> None:
     made = model(cpu, mix)
     head, widest = made.head.two_term(), max(96, 64)
     out: Any = room.products(made, rows)()
@@ -52,7 +52,7 @@ def test_as_a_program_it_ends_with_the_heads_product(mix: str, rows: int) -> Non
     np.testing.assert_array_equal(out.reshape(-1)[: wanted.size], wanted.reshape(-1))
 
 
-def test_the_program_has_every_product(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_products_program_has_every_product(monkeypatch: pytest.MonkeyPatch) -> None:
     """Made of the tasks of the single products, in the order of the layers."""
     made, run = model(cpu), list[Any]()
     original = program.Program

@@ -12,7 +12,6 @@ import pytest
 
 from llm_worker_rbee import __version__, machine
 from llm_worker_rbee.bench import peers
-from llm_worker_rbee.bench.child_process import describe_exit
 from llm_worker_rbee.bench.engine_harness import EngineHarness, TimedRun
 from llm_worker_rbee.bench.peers import OURS, Plan
 from llm_worker_rbee.bench.peers.programs import LibraryPeer, LlamaBench, PeerError, Task
@@ -86,7 +85,7 @@ class Llama:
 """
 
 
-def test_llama_cpp_python_is_asked_for_the_same(tiny: Path, tmp_path: Path) -> None:
+def test_run_llama_cpp_python_gets_the_same_tasks(tiny: Path, tmp_path: Path) -> None:
     log = tmp_path / "log"
     (tmp_path / "llama_cpp.py").write_text(LLAMA_CPP.format(log=str(log)))
     python = program(tmp_path / "python", f'#!/bin/sh\nPYTHONPATH={tmp_path} exec {sys.executable} "$@"\n')
@@ -102,7 +101,7 @@ def test_llama_cpp_python_is_asked_for_the_same(tiny: Path, tmp_path: Path) -> N
     ]
 
 
-def test_llama_bench_is_called_and_read(fake: str) -> None:
+def test_llama_bench_output_is_parsed(fake: str) -> None:
     bench = LlamaBench(fake, "model.gguf", 2, 30)
     bench.start()
     assert bench.version == "build 7031 (0c1e570)"
@@ -120,7 +119,7 @@ def test_llama_bench_is_called_and_read(fake: str) -> None:
         ("exec tail -f /dev/null", "llama-bench did not end within 0.2 s"),
     ],
 )
-def test_a_llama_bench_that_fails(tmp_path: Path, text: str, told: str) -> None:
+def test_llama_bench_failure_is_one_line(tmp_path: Path, text: str, told: str) -> None:
     path = program(tmp_path / "llama-bench", f"#!/bin/sh\n{text}\n")
     with pytest.raises(PeerError) as caught:
         LlamaBench(str(path), "model.gguf", 1, 0.2 if "tail" in text else 30).measure_rate(Task("pp", 8))
@@ -137,7 +136,7 @@ def test_a_llama_bench_that_fails(tmp_path: Path, text: str, told: str) -> None:
         ("input()", "someone did not answer within 0.2 s"),
     ],
 )
-def test_a_child_that_fails(program: str, told: str) -> None:
+def test_library_peer_start_failure_is_one_line(program: str, told: str) -> None:
     child = LibraryPeer("someone", [sys.executable, "-c", program], os.environ, 0.2 if program == "input()" else 30)
     with pytest.raises(PeerError) as caught:
         child.start()
@@ -145,7 +144,7 @@ def test_a_child_that_fails(program: str, told: str) -> None:
     assert str(caught.value).startswith(told)
 
 
-def test_a_child_that_dies_between_questions() -> None:
+def test_library_peer_end_between_requests_raises() -> None:
     text = (
         "import json; print(json.dumps({'version': '1'}), flush=True); input(); print('{\"seconds\": 0.5}', flush=True)"
     )
@@ -159,15 +158,7 @@ def test_a_child_that_dies_between_questions() -> None:
     child.close()
 
 
-def test_how_an_ending_is_told() -> None:
-    assert describe_exit("x", -9, b"") == "x was ended by SIGKILL"
-    assert describe_exit("x", -200, b"") == "x was ended by signal 200"
-    assert (
-        describe_exit("x", 1, b"first\nlast \xff\n\n") == "x ended with exit status 1: last \N{REPLACEMENT CHARACTER}"
-    )
-
-
-def test_in_turn_with_ratios(tiny: Path, fake: str) -> None:
+def test_run_alternates_peers_and_reports_ratios(tiny: Path, fake: str) -> None:
     plan = Plan(pp=[12, 12], tg=[3, 0], repetitions=2, peers=["llama-bench"], llama_bench=fake)
     told: list[str] = []
     recorder = Recorder("peers")
@@ -199,7 +190,7 @@ if "transformers" in sys.orig_argv:
 """
 
 
-def test_transformers_runs_for_real(tmp_path: Path) -> None:
+def test_run_transformers_generates_the_same_tokens(tmp_path: Path) -> None:
     told = {"rope.freq_base": 10000.0, "rope.dimension_count": 8, "attention.head_count_kv": 4, "vocab_size": 260}
     model = write_model(tmp_path / "tiny.gguf", {f"llama.{key}": value for key, value in told.items()})
     log = tmp_path / "log"
@@ -217,7 +208,7 @@ def test_transformers_runs_for_real(tmp_path: Path) -> None:
     assert llm.generate([first], max_tokens=3, temperature=0.0, ignore_eos=True).tokens == following
 
 
-def test_ours_is_asked_for_the_same(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_load_worker_runs_prefill_decode_and_prompts(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[Any, ...]] = []
 
     def note(name: str, *given: Any) -> TimedRun:
@@ -234,7 +225,7 @@ def test_ours_is_asked_for_the_same(tiny: Path, monkeypatch: pytest.MonkeyPatch)
     assert asked == [("prefill", 0, 16, 1), ("decode", 0, 5, 1), ("decode_prompts", [[1], [2, 3]], 5)]
 
 
-def test_a_peer_that_fails_is_ended(tiny: Path, tmp_path: Path) -> None:
+def test_run_failed_peer_is_killed(tiny: Path, tmp_path: Path) -> None:
     pid = tmp_path / "pid"
     text = f'#!/bin/sh\ncase "$2" in *find_spec*) exit 0;; esac\necho $$ > {pid}\necho hello\nexec tail -f /dev/null\n'
     plan = Plan(
@@ -246,7 +237,7 @@ def test_a_peer_that_fails_is_ended(tiny: Path, tmp_path: Path) -> None:
         os.kill(int(pid.read_text()), 0)
 
 
-def test_who_is_not_here_is_left_out_and_who_fails_is_named(tiny: Path, tmp_path: Path) -> None:
+def test_run_missing_peer_is_left_out_and_failed_one_named(tiny: Path, tmp_path: Path) -> None:
     bad = program(tmp_path / "llama-bench", "#!/bin/sh\necho 'no luck' >&2\nexit 4\n")
     bare = program(tmp_path / "python", "#!/bin/sh\nexit 1\n")  # an interpreter without any package
     names = ["llama-bench", "llama-cpp-python"]
@@ -261,7 +252,7 @@ def test_who_is_not_here_is_left_out_and_who_fails_is_named(tiny: Path, tmp_path
     assert recorder.details["left_out"]["llama-bench"] == f"{missing} is not a program: --llama-bench PATH names one"
 
 
-def test_wrong_plans_are_refused(tiny: Path, tmp_path: Path) -> None:
+def test_run_invalid_plans_raise(tiny: Path, tmp_path: Path) -> None:
     with pytest.raises(ContextLengthError, match=r"^pp257 needs 257 tokens, the model's context has 256"):
         run(tiny, Plan(pp=[257]))
     with pytest.raises(InvalidRequestError, match="--pp and --tg are both 0"):
@@ -272,6 +263,6 @@ def test_wrong_plans_are_refused(tiny: Path, tmp_path: Path) -> None:
         run(tiny, Plan(pp=[4], peers=["llama-cpp-python"], pythons=[str(tmp_path / "nowhere")]))
 
 
-def test_this_worker_must_run(tiny: Path) -> None:
+def test_run_failing_worker_raises(tiny: Path) -> None:
     with pytest.raises(PeerError, match=r"^llm-worker-rbee: InvalidRequestError: unknown backend 'none'"):
         run(tiny, Plan(pp=[4], tg=[0], peers=[], backend="none"))

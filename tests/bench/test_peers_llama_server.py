@@ -42,7 +42,7 @@ def notes(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "log").read_text().splitlines()]
 
 
-def test_it_is_started_asked_and_ended(tmp_path: Path) -> None:
+def test_llama_server_is_started_measured_and_ended(tmp_path: Path) -> None:
     peer = LlamaServer(str(server(tmp_path)), "model.gguf", 2, slots=2, context=257, timeout_s=30)
     assert peer.can_run(TEST)
     assert not peer.can_run(Task("tg", 5))
@@ -79,7 +79,7 @@ def test_it_is_started_asked_and_ended(tmp_path: Path) -> None:
         ("quiet", "llama-server: no answer within 1 s"),
     ],
 )
-def test_one_that_answers_badly(tmp_path: Path, mode: str, told: str) -> None:
+def test_llama_server_bad_answers_are_one_line(tmp_path: Path, mode: str, told: str) -> None:
     peer = LlamaServer(str(server(tmp_path, mode)), "model.gguf", 1, 2, 16, 30)
     try:
         peer.start()
@@ -91,7 +91,7 @@ def test_one_that_answers_badly(tmp_path: Path, mode: str, told: str) -> None:
     assert str(caught.value) == told
 
 
-def test_one_that_does_not_start(tmp_path: Path) -> None:
+def test_llama_server_start_failures_are_one_line(tmp_path: Path) -> None:
     crashing = LlamaServer(str(server(tmp_path, "crash")), "model.gguf", 1, 1, 16, 30)
     with pytest.raises(PeerError, match=r"^llama-server ended with exit status 1: cannot load the model$"):
         crashing.start()
@@ -104,7 +104,7 @@ def test_one_that_does_not_start(tmp_path: Path) -> None:
         LlamaServer(str(tmp_path / "nowhere"), "m", 1, 1, 16, 1).start()
 
 
-def test_the_rate_is_taken_while_all_are_answered() -> None:
+def test_shared_rate_counts_while_all_are_answered() -> None:
     slow = [TokenCount(2.0, 1), TokenCount(4.0, 2), TokenCount(6.0, 3), TokenCount(8.0, 4), TokenCount(8.0, 4)]
     fast = [TokenCount(1.0, 1), TokenCount(2.0, 3), TokenCount(3.5, 4), TokenCount(5.0, 6), TokenCount(5.5, 6)]
     # from 2.0, when the slow one has begun, to 5.0, when the fast one is complete: 1 and 3 tokens
@@ -130,7 +130,7 @@ def test_count_tokens_takes_the_time_of_the_part_that_completes_an_event() -> No
             count_tokens([(1.0, body)], "n")
 
 
-def test_beside_ours_on_the_same_prompts(tmp_path: Path) -> None:
+def test_run_llama_server_gets_the_same_prompts(tmp_path: Path) -> None:
     model = write_model(tmp_path / "tiny.gguf")
     plan = Plan(pp=[8], tg=[40], batches=[3], repetitions=2, llama_server=str(server(tmp_path)))
     recorder = Recorder("peers")
@@ -146,7 +146,7 @@ def test_beside_ours_on_the_same_prompts(tmp_path: Path) -> None:
     assert [one["n_predict"] for one in asked] == [32] * 3 + [40] * 6  # warming up, then two runs
 
 
-def test_without_the_program_it_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_without_llama_server_leaves_it_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = write_model(tmp_path / "tiny.gguf")
     monkeypatch.setenv("PATH", str(tmp_path))
     recorder = Recorder("peers")

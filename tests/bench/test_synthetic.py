@@ -41,7 +41,7 @@ def spread_out(line: str, layers: int) -> dict[str, list[str]]:
 
 @pytest.mark.parametrize("mix", MIXES)
 @pytest.mark.parametrize("name", llama_cpp_types.SHAPES)
-def test_types_are_those_of_llama_cpp(name: str, mix: str) -> None:
+def test_plans_types_equal_llama_cpp(name: str, mix: str) -> None:
     shape = llama_cpp_types.SHAPES[name]
     found: dict[str, list[str]] = {role: [] for role in ("token_embd", "output", *ROLES)}
     for plan in plans(Spec(name, shape, mix, shape.layers)):
@@ -52,14 +52,14 @@ def test_types_are_those_of_llama_cpp(name: str, mix: str) -> None:
     assert found == spread_out(llama_cpp_types.TYPES[name][mix], shape.layers)
 
 
-def test_the_size_of_a_well_known_file() -> None:
+def test_spec_nbytes_of_a_known_file() -> None:
     # llama-2-7b.Q4_K_M.gguf has 4,081,004,224 bytes; 741,056 of them are metadata and padding.
     assert parse("llama2-7b:Q4_K_M").nbytes == 4_080_263_168
     assert parse("llama2-7b:Q4_K_M:4").nbytes < 4_080_263_168 / 4
 
 
 @pytest.mark.parametrize("kind", WEIGHT_TYPES, ids=lambda kind: kind.name)
-def test_blocks_are_finite_and_of_the_wanted_size(kind: BlockType) -> None:
+def test_random_tensor_is_finite_and_of_its_size(kind: BlockType) -> None:
     tensor = random_tensor(kind, (64, 4096), size=0.02)
     values = tensor.dequantize()
     assert np.isfinite(values).all()
@@ -83,7 +83,7 @@ def test_tensors_have_memory_of_their_own_and_differ() -> None:
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2"])
-def test_activations_stay_finite(architecture: str) -> None:
+def test_checkpoint_activations_stay_finite(architecture: str) -> None:
     shape = SMALL._replace(layers=12, architecture=architecture)
     made = checkpoint(Spec("deep", shape, "Q4_K_M", 12))
     model = load_model(made, ReferenceBackend(), read_model_config(made))
@@ -92,7 +92,7 @@ def test_activations_stay_finite(architecture: str) -> None:
 
 
 @pytest.mark.parametrize("mix", ["Q4_K_M", "Q5_1", "BF16"])
-def test_the_file_is_read_by_others_and_by_us(tmp_path: Path, mix: str) -> None:
+def test_write_is_read_by_gguf_and_by_us(tmp_path: Path, mix: str) -> None:
     spec = Spec("small", SMALL, mix, 2)
     path = write(spec, tmp_path / "small.gguf", seed=4)
     made, opened = checkpoint(spec, seed=4), open_checkpoint(path)
@@ -122,12 +122,12 @@ def test_the_file_is_read_by_others_and_by_us(tmp_path: Path, mix: str) -> None:
         ("llama2-7b:Q4_0:x", "layers must be 1 to 32, not 'x'"),
     ],
 )
-def test_a_wrong_name_is_told(text: str, told: str) -> None:
+def test_parse_invalid_name_raises(text: str, told: str) -> None:
     with pytest.raises(InvalidRequestError, match=told):
         parse(text)
 
 
-def test_names() -> None:
+def test_spec_names() -> None:
     assert str(parse("llama2-7b:q4_k_m:4")) == "llama2-7b:Q4_K_M:4"
     assert str(parse("llama2-7b:Q4_K_M:32")) == "llama2-7b:Q4_K_M"
     for name, shape in SHAPES.items():
@@ -135,7 +135,12 @@ def test_names() -> None:
         assert shape.heads % shape.kv_heads == 0, name
 
 
-def test_shapes_have_as_many_parameters_as_their_models() -> None:
+def test_parse_fp8_is_bf16_quantized_while_loading() -> None:
+    spec = parse("llama2-7b:fp8:2")
+    assert (str(spec), spec.mix_name, spec.quantize) == ("llama2-7b:FP8:2", "BF16", "fp8")
+
+
+def test_shapes_have_the_published_parameter_counts() -> None:
     published = {
         "llama2-7b": 6_738_415_616, "llama2-13b": 13_015_864_320, "llama3-8b": 8_030_261_248,
         "llama3.2-1b": 1_235_814_400, "llama3.2-3b": 3_212_749_824, "mistral-7b": 7_241_732_096,
@@ -145,7 +150,7 @@ def test_shapes_have_as_many_parameters_as_their_models() -> None:
     assert {name: parse(f"{name}:F32").nbytes // 4 for name in SHAPES} == published
 
 
-def test_what_does_not_fit_is_refused_with_the_figures(tmp_path: Path) -> None:
+def test_checkpoint_too_large_raises(tmp_path: Path) -> None:
     huge = Spec("huge", Shape(50, 1 << 18, 64, 64, 1 << 20, 1 << 17, 64), "F16", 50)
     with pytest.raises(InsufficientMemoryError, match=r"^huge:F16 takes [\d,.]+ GB of memory and [\d,.]+ GB are free"):
         checkpoint(huge)
@@ -154,7 +159,7 @@ def test_what_does_not_fit_is_refused_with_the_figures(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_progress_ends_at_the_whole() -> None:
+def test_checkpoint_progress_ends_at_the_total() -> None:
     told: list[tuple[str, float, float]] = []
     spec = Spec("small", SMALL, "Q8_0", 1)
     synthetic.checkpoint(spec, progress=lambda *step: told.append(step))

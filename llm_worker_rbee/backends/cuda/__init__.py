@@ -43,6 +43,12 @@ class CudaBackend(ops.Backend):
     def allocated_memory(self) -> int:
         return device.allocated_bytes(self.torch_device)
 
+    def peak_memory(self) -> dict[str, int]:
+        return device.peak_bytes(self.torch_device)
+
+    def measure_limits(self) -> tuple[int, float, float]:
+        return device.measure_limits(self.torch_device)
+
     def has_failed(self) -> bool:
         return device.has_failed(self.torch_device)
 

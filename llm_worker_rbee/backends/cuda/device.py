@@ -5,7 +5,7 @@ Under Triton's interpreter (TRITON_INTERPRET=1) the device is the CPU, so that t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -132,3 +132,29 @@ def free_bytes(device: torch.device) -> int:
         return machine.memory()[1] or 0
     free, _ = torch.cuda.mem_get_info(device)
     return int(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
+
+
+def peak_bytes(device: torch.device) -> dict[str, int]:
+    """Return the largest bytes of tensors, and of the process by the driver's count."""
+    free, total = torch.cuda.mem_get_info(device)
+    taken = total - free - torch.cuda.memory_reserved(device) + torch.cuda.max_memory_reserved(device)
+    return {"tensors": torch.cuda.max_memory_allocated(device), "process": taken}
+
+
+def measure_limits(device: torch.device, size: int = 1 << 30, width: int = 8192) -> tuple[int, float, float]:
+    """Return the bytes of a read, its bytes per second, and the float16 operations per second of a matrix product."""
+    data = torch.ones(size // 4, device=device)
+    a = torch.ones(width, width, dtype=torch.float16, device=device)
+    return size, size / _min_seconds(data.sum), 2 * width**3 / _min_seconds(lambda: a @ a)
+
+
+def _min_seconds(work: Callable[[], object], count: int = 20) -> float:
+    seconds = []
+    for _ in range(count + 1):  # the first one warms up
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        begin.record()
+        work()
+        end.record()
+        torch.cuda.synchronize()
+        seconds.append(float(begin.elapsed_time(end)) / 1e3)
+    return min(seconds[1:])

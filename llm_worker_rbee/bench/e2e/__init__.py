@@ -42,7 +42,8 @@ def run(recorder: Recorder, progress: Progress, source: Source, plan: Plan) -> N
     plan = replace(plan, kv_type=resolve_kv_type(backend, plan.kv_type))
     _require_room(source, plan, cases, backend)
     progress("measuring the machine's limits", 0, 0)
-    limits = roofline.measure_cuda_limits() if backend.has_device_memory else roofline.measure_limits(plan.threads)
+    measured = backend.measure_limits()
+    limits = roofline.measure_limits(plan.threads) if measured is None else roofline.Limits.of_device(*measured)
     recorder.details["limits"] = limits.as_json()
     recorder.details["peak_memory_is_of"] = "this run" if process_stats.reset_peak_memory() else "the process"
     checkpoint = _open(recorder, progress, source, plan, backend)
@@ -62,8 +63,8 @@ def run(recorder: Recorder, progress: Progress, source: Source, plan: Plan) -> N
             if isinstance(scenario, Throughput):
                 scenario.put()
         recorder.add_result(Result.exact("peak_memory", "B", process_stats.peak_memory()))
-        if backend.has_device_memory:
-            recorder.add_result(Result.exact("device_memory", "B", backend.allocated_memory()))
+        for name, size in backend.peak_memory().items():
+            recorder.add_result(Result.exact(f"device_memory/{name}", "B", size))
 
 
 def _scenarios(

@@ -219,10 +219,7 @@ def _has_packages(python: str, packages: Sequence[str]) -> bool:
     program = f"import importlib.util as u, sys; sys.exit(not all(map(u.find_spec, {list(packages)!r})))"
     try:
         done = subprocess.run(
-            [python, "-c", program],
-            capture_output=True,
-            timeout=PACKAGE_PROBE_S,
-            env=library_environment(1),
+            [python, "-c", program], capture_output=True, timeout=PACKAGE_PROBE_S, env=library_environment(1)
         )
     except subprocess.TimeoutExpired:
         return False

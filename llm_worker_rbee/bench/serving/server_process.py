@@ -153,11 +153,7 @@ class ServerMonitor:
         """Start the health checks; they count from `begin` on."""
         command = [sys.executable, "-m", f"{__package__}.health_child", self.authority]
         self._health_child = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=package_environment(),
-            start_new_session=True,
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=package_environment(), start_new_session=True
         )
         assert self._health_child.stdout is not None
         self._health_child.stdout.readline()  # it is ready

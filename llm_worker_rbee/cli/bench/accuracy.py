@@ -4,19 +4,22 @@ import sys
 from collections.abc import Callable
 from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
+from ...backends import resolve_kv_type, select_backend
+from ...bench import accuracy as benchmark
+from ...bench import environment
+from ...bench.accuracy import LibrarySide, MeasuredPath, Side, WorkerSide
+from ...bench.results import Recorder, Result, Run
+from ...bench.synthetic import parse as parse_synthetic
+from ...bench.workload import PROMPTS, TEXT, read_prompts, read_text
+from ...llm import LLM
 from ...progress import StepProgress, step_progress
 from ..options import LoadOptions, gather
 from ..terminal import columns, style
-from .common import ModelArgument, ResultOptions, SyntheticOption, measuring_option, parse_counts, recording
-
-if TYPE_CHECKING:
-    from ...bench.accuracy import MeasuredPath, Side
-    from ...bench.results import Recorder, Result, Run
-    from ...llm import LLM
+from .common import ModelArgument, ResultOptions, SyntheticOption, measuring, parse_counts, recording
 
 LLAMA_CPP = "llama.cpp"
 AGAINST = ("reference", "transformers")
@@ -42,30 +45,28 @@ def accuracy(
     model: ModelArgument = None,
     synthetic: SyntheticOption = None,
     batch: Annotated[
-        str, measuring_option("--batch", metavar="N,...", help="Batch sizes of the logit errors of a synthetic model.")
+        str, measuring("--batch", metavar="N,...", help="Batch sizes of the logit errors of a synthetic model.")
     ] = "1,2,4,8,16,24,64,128",
     greedy: Annotated[
-        int, measuring_option("--greedy", metavar="N", min=0, help="Compare greedy answers of N tokens too; 0: not.")
+        int, measuring("--greedy", metavar="N", min=0, help="Compare greedy answers of N tokens too; 0: not.")
     ] = 0,
     against: Annotated[
-        str,
-        measuring_option("--against", metavar="reference|transformers", help="What computes the truth."),
+        str, measuring("--against", metavar="reference|transformers", help="What computes the truth.")
     ] = "reference",
     peer_python: Annotated[
-        str, measuring_option("--peer-python", metavar="PYTHON", show_default="this one", help="Where transformers is.")
+        str, measuring("--peer-python", metavar="PYTHON", show_default="this one", help="Where transformers is.")
     ] = sys.executable,
     llama_cpp_python: Annotated[
         str | None,
-        measuring_option("--llama-cpp-python", metavar="PYTHON", help="Measure llama.cpp too: the Python that has it."),
+        measuring("--llama-cpp-python", metavar="PYTHON", help="Measure llama.cpp too: the Python that has it."),
     ] = None,
     prompts: Annotated[
         Path | None,
-        measuring_option("--prompts", metavar="FILE", show_default="20 of ours", help="One prompt a line, or .jsonl."),
+        measuring("--prompts", metavar="FILE", show_default="20 of ours", help="One prompt a line, or .jsonl."),
     ] = None,
-    text: Annotated[Path | None, measuring_option("--text", metavar="FILE", show_default="ours", help="Text.")] = None,
+    text: Annotated[Path | None, measuring("--text", metavar="FILE", show_default="ours", help="Text.")] = None,
     tokens: Annotated[
-        int,
-        measuring_option("--tokens", metavar="N", min=2, max=1_000_000, help="How many tokens of the text."),
+        int, measuring("--tokens", metavar="N", min=2, max=1_000_000, help="How many tokens of the text.")
     ] = 512,
 ) -> None:
     """Measure how far a path is from float32 on the dequantized weights: the truth.
@@ -89,52 +90,46 @@ def accuracy(
       llm-worker-rbee bench accuracy --device cuda --synthetic llama2-7b:Q4_K_M:2
     """
     used = computing.set_up()
-    from ...bench import accuracy as room
-    from ...bench import environment
-    from ...bench import workload as files
-
     if against not in AGAINST:
         raise typer.BadParameter(f"--against is {against!r}: use one of {', '.join(AGAINST)}")
     if synthetic is not None:
         _check_synthetic(synthetic, model, parse_counts(batch, "--batch", 1), results, computing)
         return
-    asked, body = files.read_prompts(prompts or files.PROMPTS), files.read_text(text or files.TEXT)
+    questions, body = read_prompts(prompts or PROMPTS), read_text(text or TEXT)
     settings = {
-        "against": against, "tokens": tokens, "window": room.WINDOW, "prompts": len(asked), "threads": used,
+        "against": against, "tokens": tokens, "window": benchmark.WINDOW, "prompts": len(questions), "threads": used,
         "own_prompts": prompts is None, "own_text": text is None, "kv_type": computing.kv_type,
         "quantize": computing.quantize,
     }  # fmt: skip
     with recording("accuracy", results, _show, **settings) as recorder, step_progress() as progress:
         progress("loading", 0, 1)
         llm = _load(model, computing, progress)
-        evaluation = room.EvaluationSet.encode(llm, asked, body, tokens)
+        evaluation = benchmark.EvaluationSet.encode(llm, questions, body, tokens)
         recorder.model = environment.describe_model(llm.checkpoint.path, _as_transfer(progress))
         with ExitStack() as opened:
 
-            def open_library(library: str, python: str) -> "Side":
+            def open_library(library: str, python: str) -> Side:
                 progress(f"loading in {library}", 0, 1)
-                side = room.LibrarySide(library, python, llm.checkpoint.path, evaluation.max_length, used)
+                side = LibrarySide(library, python, llm.checkpoint.path, evaluation.max_length, used)
                 opened.enter_context(closing(side))
                 recorder.details.setdefault("peers", {})[library] = side.version
                 return side
 
             is_library = against == "transformers"
             reference = llm if is_library and not greedy else _reference(llm, computing, progress)
-            truth = open_library(against, peer_python) if is_library else room.WorkerSide(reference)
+            truth = open_library(against, peer_python) if is_library else WorkerSide(reference)
             paths = _paths(llm, against, llama_cpp_python, open_library)
             recorder.settings["backend"] = paths[0].fields["backend"]
-            room.run(recorder, progress, truth, paths, evaluation)
+            benchmark.run(recorder, progress, truth, paths, evaluation)
             _compare_greedy(recorder, progress, llm, reference, evaluation.prompts, greedy)
 
 
 def _compare_greedy(
-    recorder: "Recorder", progress: StepProgress, llm: "LLM", reference: "LLM", prompts: Any, tokens: int
+    recorder: Recorder, progress: StepProgress, llm: LLM, reference: LLM, prompts: Any, tokens: int
 ) -> None:
-    from ...bench.accuracy import compare_greedy
-
     if tokens:
         progress("greedy answers", 0, 1)
-        for result in compare_greedy(llm, reference, prompts, tokens):
+        for result in benchmark.compare_greedy(llm, reference, prompts, tokens):
             recorder.add_result(result)
 
 
@@ -142,25 +137,19 @@ def _check_synthetic(
     name: str, model: str | None, batches: list[int], results: ResultOptions, computing: LoadOptions
 ) -> None:
     """Record the errors of the logits of a synthetic model."""
-    from ...backends import resolve_kv_type, select_backend
-    from ...bench import synthetic
-    from ...bench.accuracy import load_synthetic_pair, measure_logit_errors
-
     if model is not None:
         raise typer.BadParameter("both a MODEL and --synthetic are given: choose one")
-    spec = synthetic.parse(name)
+    spec = parse_synthetic(name)
     settings = {"synthetic": name, "batches": batches, "kv_type": computing.kv_type, "quantize": computing.quantize}
     with recording("accuracy", results, _show_errors, **settings) as recorder, step_progress() as progress:
         backend = select_backend(computing.device, computing.backend, computing.kernel_threads)
         kv_type = resolve_kv_type(backend, computing.kv_type)
         recorder.model = {"name": str(spec), "bytes": spec.nbytes, "synthetic": True, "seed": 0}
-        ours, truth = load_synthetic_pair(spec, backend, computing.quantize, kv_type, progress)
-        measure_logit_errors(recorder, progress, ours, truth, kv_type, batches)
+        ours, truth = benchmark.load_synthetic_pair(spec, backend, computing.quantize, kv_type, progress)
+        benchmark.measure_logit_errors(recorder, progress, ours, truth, kv_type, batches)
 
 
-def _load(model: str | None, computing: LoadOptions, progress: StepProgress) -> "LLM":
-    from ...llm import LLM
-
+def _load(model: str | None, computing: LoadOptions, progress: StepProgress) -> LLM:
     return LLM(
         model, device=computing.device, backend=computing.backend, threads=computing.kernel_threads,
         kv_type=computing.kv_type, quantize=computing.quantize, progress=_as_transfer(progress),
@@ -172,17 +161,15 @@ def _as_transfer(progress: StepProgress) -> Callable[[str, int, int | None], Non
     return lambda what, done, total: progress(f"{what} {done / total:.0%}" if total else what, 0, 1)
 
 
-def _reference(llm: "LLM", computing: LoadOptions, progress: StepProgress) -> "LLM":
+def _reference(llm: LLM, computing: LoadOptions, progress: StepProgress) -> LLM:
     """Return the file's weights on the reference backend; the path itself if it is just that."""
     same = llm.model.ops.name == "reference" and llm.kv_type == "float32" and computing.quantize is None
     return llm if same else _load(str(llm.checkpoint.path), LoadOptions(backend="reference"), progress)
 
 
 def _paths(
-    llm: "LLM", against: str, llama_cpp: str | None, open_library: Callable[[str, str], "Side"]
-) -> list["MeasuredPath"]:
-    from ...bench.accuracy import MeasuredPath, WorkerSide
-
+    llm: LLM, against: str, llama_cpp: str | None, open_library: Callable[[str, str], Side]
+) -> list[MeasuredPath]:
     backend = llm.model.ops.name
     paths = [MeasuredPath(WorkerSide(llm), "", {"backend": backend, "path": backend, "against": against})]
     if llama_cpp is not None:
@@ -191,7 +178,7 @@ def _paths(
     return paths
 
 
-def _show_errors(run: "Run") -> None:
+def _show_errors(run: Run) -> None:
     rows = [["", "BACKEND", "ERROR OF THE LOGITS"]]
     rows += [[r.name.partition("/")[2], str(r.fields["backend"]), f"{r.estimate:.1e}"] for r in run.results]
     lines = columns(rows, right=[2])
@@ -199,7 +186,7 @@ def _show_errors(run: "Run") -> None:
     print("\n".join(lines[1:]))
 
 
-def _show(run: "Run") -> None:
+def _show(run: Run) -> None:
     found = {result.name: result for result in run.results}
     suffixes = [suffix for suffix in ("", f"/{LLAMA_CPP}") if any(n + suffix in found for n in TITLES)]
     heads = [str(run.settings.get("backend")) if not suffix else LLAMA_CPP for suffix in suffixes]
@@ -215,7 +202,7 @@ def _show(run: "Run") -> None:
     print("\n".join(lines[1:]))
 
 
-def _cells(result: "Result | None") -> tuple[str, str]:
+def _cells(result: Result | None) -> tuple[str, str]:
     if result is None:
         return "", ""
     shares = result.name.startswith(("top1", "greedy_same"))

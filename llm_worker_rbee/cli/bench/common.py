@@ -11,75 +11,60 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
+from ...bench import baseline
+from ...bench.baseline import Comparison, find_machine_drift
 from ...bench.format import quantity as quantity
+from ...bench.results import Recorder, Result, ResultsError, Run, replace_non_finite
+from ...bench.synthetic import Spec, parse, write
 from ...errors import InvalidRequestError
 from ...progress import transfer_progress
-from ..options import MODEL_HELP
+from ...weights.hub import locate_model
+from ..options import MODEL_HELP, options_in
 from ..terminal import cell, columns, note, style
-
-if TYPE_CHECKING:
-    from ...bench.baseline import Comparison
-    from ...bench.results import Recorder, Result, Run
-    from ...bench.synthetic import Spec
 
 RESULTS_PANEL, MEASURING_PANEL = "Results", "Measuring"
 SYNTHETIC_HELP = "Random weights of a known shape in place of a model: llama2-7b:Q4_K_M, or :4 after it for 4 layers."
 COLOURS = {"improved": "green", "regressed": "red", "within noise": "dim"}
 
 
-def measuring_option(*names: str, help: str, panel: str = MEASURING_PANEL, **more: Any) -> Any:
-    """Declare an option of a benchmark."""
-    return typer.Option(*names, help=help, rich_help_panel=panel, **more)
-
-
+_results, measuring = options_in(RESULTS_PANEL), options_in(MEASURING_PANEL)
 ModelArgument = Annotated[str | None, typer.Argument(metavar="MODEL", help=MODEL_HELP)]
-SyntheticOption = Annotated[str | None, measuring_option("--synthetic", metavar="SHAPE:TYPES", help=SYNTHETIC_HELP)]
-PromptLengths = Annotated[str, measuring_option("--pp", metavar="N,...", help="Tokens of the prompt; 0: no prefill.")]
-OutputLengths = Annotated[str, measuring_option("--tg", metavar="N,...", help="Tokens to generate; 0: no decode.")]
-Repetitions = Annotated[int, measuring_option("--repetitions", "-r", metavar="N", min=1, help="How often.")]
-
-
-def _results_option(*names: str, help: str, **more: Any) -> Any:
-    return typer.Option(*names, help=help, rich_help_panel=RESULTS_PANEL, **more)
+SyntheticOption = Annotated[str | None, measuring("--synthetic", metavar="SHAPE:TYPES", help=SYNTHETIC_HELP)]
+PromptLengths = Annotated[str, measuring("--pp", metavar="N,...", help="Tokens of the prompt; 0: no prefill.")]
+OutputLengths = Annotated[str, measuring("--tg", metavar="N,...", help="Tokens to generate; 0: no decode.")]
+Repetitions = Annotated[int, measuring("--repetitions", "-r", metavar="N", min=1, help="How often.")]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ResultOptions:
     """What happens to a run."""
 
-    as_json: Annotated[bool, _results_option("--json", help="Print one JSON object and nothing else.")] = False
+    as_json: Annotated[bool, _results("--json", help="Print one JSON object and nothing else.")] = False
     save: Annotated[
-        Path | None, _results_option("--save", metavar="FILE", help="Write the run, with its samples, to a JSON file.")
+        Path | None, _results("--save", metavar="FILE", help="Write the run, with its samples, to a JSON file.")
     ] = None
     save_baseline: Annotated[
-        str | None, _results_option("--save-baseline", metavar="NAME", help="Keep the run as a baseline of this name.")
+        str | None, _results("--save-baseline", metavar="NAME", help="Keep the run as a baseline of this name.")
     ] = None
     baseline: Annotated[
-        str | None,
-        _results_option("--baseline", metavar="NAME|FILE", help="Compare with a baseline; exit 1 on a regression."),
+        str | None, _results("--baseline", metavar="NAME|FILE", help="Compare with a baseline; exit 1 on a regression.")
     ] = None
     threshold: Annotated[
-        float,
-        _results_option("--threshold", metavar="X", min=0.0, help="How much worse fails: a fraction, 0.10 is 10%."),
+        float, _results("--threshold", metavar="X", min=0.0, help="How much worse fails: a fraction, 0.10 is 10%.")
     ] = 0.10
-    force: Annotated[bool, _results_option("--force", help="Compare also with a run of another machine.")] = False
+    force: Annotated[bool, _results("--force", help="Compare also with a run of another machine.")] = False
 
 
 @contextmanager
-def recording(
-    kind: str, options: ResultOptions, show: Callable[["Run"], None], **settings: Any
-) -> Iterator["Recorder"]:
+def recording(kind: str, options: ResultOptions, show: Callable[[Run], None], **settings: Any) -> Iterator[Recorder]:
     """Give the block a recorder; afterwards show, save and compare the run. Ctrl-C still ends with 130.
 
     `show` prints the run as tables. With `--json` the object is printed instead.
     """
-    from ...bench import baseline
-    from ...bench.results import Recorder
-
     for path in _places(options):
         require_place(path)
     before = None if options.baseline is None else baseline.load(options.baseline)
@@ -103,8 +88,6 @@ def recording(
 
 def _places(options: ResultOptions) -> list[Path]:
     """Return the files that the run is saved to."""
-    from ...bench import baseline
-
     kept = None if options.save_baseline is None else baseline.path_for(options.save_baseline)
     return [path for path in (options.save, kept) if path is not None]
 
@@ -120,11 +103,8 @@ def require_place(path: Path, *, folder: bool = False) -> None:
         raise InvalidRequestError(f"cannot write {path}: {above} may not be written to", "save")
 
 
-def _finish(run: "Run", before: "Run | None", options: ResultOptions, show: Callable[["Run"], None]) -> bool:
+def _finish(run: Run, before: Run | None, options: ResultOptions, show: Callable[[Run], None]) -> bool:
     """Save, show and compare; return whether something regressed. A run that cannot be compared is saved and shown."""
-    from ...bench import baseline
-    from ...bench.results import ResultsError
-
     changes, problem = [], None
     try:
         changes = [] if before is None else baseline.compare(before, run)
@@ -148,10 +128,8 @@ def _finish(run: "Run", before: "Run | None", options: ResultOptions, show: Call
     return bool(worse)
 
 
-def warn_of_drift(before: "Run", after: "Run") -> None:
+def warn_of_drift(before: Run, after: Run) -> None:
     """Note it if the machine itself was faster or slower, which makes verdicts doubtful."""
-    from ...bench.baseline import find_machine_drift
-
     found = [
         f"{one.what.removeprefix('speed: ')} {one.before} then, {one.after} now"
         for one in find_machine_drift(before, after)
@@ -162,14 +140,10 @@ def warn_of_drift(before: "Run", after: "Run") -> None:
 
 def print_object(value: Any) -> None:
     """Print one JSON object; numbers that JSON lacks become null."""
-    from ...bench.results import replace_non_finite
-
     print(json.dumps(replace_non_finite(value), ensure_ascii=False, allow_nan=False), flush=True)
 
 
-def show_changes(
-    changes: Sequence["Comparison"], threshold: float, sides: tuple[str, str] = ("BEFORE", "AFTER")
-) -> None:
+def show_changes(changes: Sequence[Comparison], threshold: float, sides: tuple[str, str] = ("BEFORE", "AFTER")) -> None:
     """Print the table of changes and a summary line."""
     rows = [["", *sides, "CHANGE", "99% INTERVAL", "VERDICT"]]
     for one in changes:
@@ -187,13 +161,13 @@ def show_changes(
     print("\n" + ", ".join(f"{verdicts.count(name)} {name}" for name in COLOURS))
 
 
-def label(result: "Result") -> str:
+def label(result: Result) -> str:
     """Return a result's name, with its backend if it has one."""
     name, backend = result.key
     return f"{name} [{backend}]" if backend else name
 
 
-def interval(result: "Result") -> str:
+def interval(result: Result) -> str:
     """Return `1.20 ms .. 1.26 ms`, or nothing for a result without spread."""
     if not result.samples or result.low == result.high:
         return ""
@@ -211,27 +185,21 @@ def parse_counts(text: str, option: str, minimum: int = 0) -> list[int]:
     return found
 
 
-def find_source(model: str | None, synthetic: str | None) -> "Path | Spec":
+def find_source(model: str | None, synthetic: str | None) -> Path | Spec:
     """Return the model's path, fetching it if necessary, or the synthetic model."""
     if synthetic is not None and model is not None:
         raise typer.BadParameter("both a MODEL and --synthetic are given: choose one")
     if synthetic is not None:
-        from ...bench.synthetic import parse
-
         return parse(synthetic)
-    from ...weights.hub import locate_model
-
     with transfer_progress() as progress:
         return locate_model(model, progress=progress)
 
 
 @contextmanager
-def model_file(source: "Path | Spec", progress: Callable[[str, float, float], None]) -> Iterator[Path]:
+def model_file(source: Path | Spec, progress: Callable[[str, float, float], None]) -> Iterator[Path]:
     """Give the path of a model; a synthetic one is written to a temporary folder."""
     if isinstance(source, Path):
         yield source
         return
-    from ...bench.synthetic import write
-
     with tempfile.TemporaryDirectory(prefix="llm-worker-rbee-") as folder:
         yield write(source, Path(folder) / f"{str(source).replace(':', '-')}.gguf", progress=progress)

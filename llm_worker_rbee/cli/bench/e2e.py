@@ -1,10 +1,16 @@
 """`llm-worker-rbee bench e2e`: a whole model, prefill and decode."""
 
 from dataclasses import fields
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
+from ...bench import e2e as benchmark
+from ...bench.e2e.isolated import run_isolated
+from ...bench.e2e.throughput import Plan
+from ...bench.results import Result, Run
+from ...bench.synthetic import parse
+from ...config import SPECULATIVE
 from ...progress import step_progress
 from ..options import LoadOptions, gather
 from ..terminal import columns, note, style
@@ -17,14 +23,11 @@ from .common import (
     ResultOptions,
     find_source,
     interval,
-    measuring_option,
+    measuring,
     parse_counts,
     quantity,
     recording,
 )
-
-if TYPE_CHECKING:
-    from ...bench.results import Result, Run
 
 COMPARISONS = {
     "percent_of_products": "{:.0f}% of the products alone",
@@ -43,37 +46,35 @@ def e2e(
     model: ModelArgument = None,
     synthetic: Annotated[
         list[str] | None,
-        measuring_option("--synthetic", metavar="SHAPE:TYPES", help=f"{SYNTHETIC_HELP} FP8 on a GPU. Repeatable."),
+        measuring("--synthetic", metavar="SHAPE:TYPES", help=f"{SYNTHETIC_HELP} FP8 on a GPU. Repeatable."),
     ] = None,
     pp: PromptLengths = "512",
     tg: OutputLengths = "128",
-    depth: Annotated[str, measuring_option("--depth", metavar="N,...", help="Tokens in the KV cache before.")] = "0",
-    batch: Annotated[str, measuring_option("--batch", metavar="N,...", help="Sequences side by side.")] = "1",
+    depth: Annotated[str, measuring("--depth", metavar="N,...", help="Tokens in the KV cache before.")] = "0",
+    batch: Annotated[str, measuring("--batch", metavar="N,...", help="Sequences side by side.")] = "1",
     pg: Annotated[
-        str | None,
-        measuring_option("--pg", metavar="P,T", help="Time BATCH requests of P prompt and T output tokens."),
+        str | None, measuring("--pg", metavar="P,T", help="Time BATCH requests of P prompt and T output tokens.")
     ] = None,
     prefix: Annotated[
-        int, measuring_option("--prefix", metavar="N", min=0, help="Time two prompts that share N tokens; 0: not.")
+        int, measuring("--prefix", metavar="N", min=0, help="Time two prompts that share N tokens; 0: not.")
     ] = 0,
     target_itl_ms: Annotated[
         str | None,
-        measuring_option(
+        measuring(
             "--target-itl-ms", metavar="T,...", help="Time decode during a prefill of 2,000 tokens; 0: no target."
         ),
     ] = None,
     speculative: Annotated[
-        str, measuring_option("--speculative", metavar="HOW", help="Decode real text with a drafter too: ngram.")
+        str, measuring("--speculative", metavar="HOW", help="Decode real text with a drafter too: ngram.")
     ] = "off",
     draft_tokens: Annotated[
-        int | None,
-        measuring_option("--draft-tokens", metavar="K", min=1, max=16, help="Draft tokens a step."),
+        int | None, measuring("--draft-tokens", metavar="K", min=1, max=16, help="Draft tokens a step.")
     ] = None,
     draft_model: Annotated[
-        str | None, measuring_option("--draft-model", metavar="MODEL", help="Likewise, with this model as drafter.")
+        str | None, measuring("--draft-model", metavar="MODEL", help="Likewise, with this model as drafter.")
     ] = None,
     deterministic: Annotated[
-        bool, measuring_option("--deterministic", help="Batch-invariant kernels, as `serve --deterministic` uses them.")
+        bool, measuring("--deterministic", help="Batch-invariant kernels, as `serve --deterministic` uses them.")
     ] = False,
     repetitions: Repetitions = 5,
 ) -> None:
@@ -107,12 +108,6 @@ def e2e(
       llm-worker-rbee bench e2e --save-baseline before
     """
     used = computing.set_up()
-    from ...bench import e2e as room
-    from ...bench.e2e.isolated import run_isolated
-    from ...bench.e2e.throughput import Plan
-    from ...bench.synthetic import parse
-    from ...config import SPECULATIVE
-
     if speculative not in SPECULATIVE:
         raise typer.BadParameter(f"--speculative is {speculative!r}: use one of {', '.join(SPECULATIVE)}")
     if speculative != "off" and draft_model is not None:
@@ -145,10 +140,10 @@ def e2e(
         if synthetic is not None and len(synthetic) > 1:
             run_isolated(recorder, progress, [parse(name) for name in synthetic], plan)
         else:
-            room.run(recorder, progress, source, plan)
+            benchmark.run(recorder, progress, source, plan)
 
 
-def _show(run: "Run") -> None:
+def _show(run: Run) -> None:
     timed = [result for result in run.results if result.samples]
     counted = [result for result in run.results if not result.samples]
     rows = [["", "RESULT", "95% INTERVAL", "OF LIMIT", "BOUND BY", "RUNS", "BESIDE"], *map(_row, timed)]
@@ -159,20 +154,20 @@ def _show(run: "Run") -> None:
     print("\n".join(lines[1:]))
     if counted:
         print()
-        told = [[result.name.replace("_", " "), quantity(result.estimate, result.unit)] for result in counted]
-        print("\n".join(columns(told, right=[1])))
+        lines = [[result.name.replace("_", " "), quantity(result.estimate, result.unit)] for result in counted]
+        print("\n".join(columns(lines, right=[1])))
     for name, reason in run.details.get("failed", {}).items():
         note(f"failed: {name}: {reason}")
     if any(result.unit == "tok/s" for result in timed):
         note("greedy sampling included; llama-bench does not sample")
 
 
-def _threads(run: "Run") -> str:
+def _threads(run: Run) -> str:
     count = run.settings["threads"]
     return f"{count} thread{'s' * (count != 1)}"
 
 
-def _row(result: "Result") -> list[str]:
+def _row(result: Result) -> list[str]:
     part = result.fields.get("percent_of_limit")
     return [
         result.name,
@@ -185,6 +180,6 @@ def _row(result: "Result") -> list[str]:
     ]
 
 
-def _comparisons(result: "Result") -> str:
+def _comparisons(result: Result) -> str:
     """Return what a result is compared with."""
     return ", ".join(text.format(result.fields[key]) for key, text in COMPARISONS.items() if key in result.fields)

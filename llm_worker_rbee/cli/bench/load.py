@@ -1,7 +1,9 @@
 """`llm-worker-rbee bench load`: how long a start takes, and of what."""
 
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
+from ...bench import load as benchmark
+from ...bench.results import Result, Run
 from ...progress import step_progress
 from ..options import ComputeOptions, gather
 from ..terminal import columns, note, style
@@ -11,14 +13,11 @@ from .common import (
     SyntheticOption,
     find_source,
     interval,
-    measuring_option,
+    measuring,
     model_file,
     quantity,
     recording,
 )
-
-if TYPE_CHECKING:
-    from ...bench.results import Result, Run
 
 
 @gather(results=ResultOptions, computing=ComputeOptions)
@@ -28,10 +27,10 @@ def load(
     model: ModelArgument = None,
     synthetic: SyntheticOption = None,
     compile_kernels: Annotated[
-        bool, measuring_option("--compile", help="One start more with an empty kernel cache: it compiles all kernels.")
+        bool, measuring("--compile", help="One start more with an empty kernel cache: it compiles all kernels.")
     ] = False,
     repetitions: Annotated[
-        int, measuring_option("--repetitions", "-r", metavar="N", min=1, help="How often, cold and warm each.")
+        int, measuring("--repetitions", "-r", metavar="N", min=1, help="How often, cold and warm each.")
     ] = 3,
 ) -> None:
     """Measure a start: import, open, tokenizer, kernels, weights, first token.
@@ -52,17 +51,15 @@ def load(
       llm-worker-rbee bench load --json
     """
     used = computing.set_up()
-    from ...bench import load as room
-
     source = find_source(model, synthetic)
     settings = {"repetitions": repetitions, "backend": computing.backend, "device": computing.device, "threads": used}
     with recording("load", results, _show, **settings) as recorder, step_progress() as progress:
         options = {"device": computing.device, "backend": computing.backend, "threads": computing.kernel_threads}
         with model_file(source, progress) as path:
-            room.run(recorder, progress, path, repetitions, options, compile_kernels=compile_kernels)
+            benchmark.run(recorder, progress, path, repetitions, options, compile_kernels=compile_kernels)
 
 
-def _show(run: "Run") -> None:
+def _show(run: Run) -> None:
     found = {result.name: result for result in run.results}
     times = [name for name, result in found.items() if result.unit == "s"]
     phases = list(dict.fromkeys(name.partition("/")[0] for name in times))
@@ -83,5 +80,5 @@ def _show(run: "Run") -> None:
         note(run.details["warning"])
 
 
-def _cells(result: "Result | None") -> list[str]:
+def _cells(result: Result | None) -> list[str]:
     return ["", ""] if result is None else [quantity(result.estimate, result.unit), interval(result)]

@@ -1,11 +1,12 @@
 """`llm-worker-rbee bench peers`: this worker beside llama.cpp and transformers."""
 
 from dataclasses import fields
-from functools import partial
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
+from ...bench import peers as benchmark
+from ...bench.results import Result, Run
 from ...progress import step_progress
-from ..options import ComputeOptions, gather
+from ..options import ComputeOptions, gather, options_in
 from ..terminal import cell, columns, note, style
 from .common import (
     ModelArgument,
@@ -16,18 +17,15 @@ from .common import (
     SyntheticOption,
     find_source,
     interval,
-    measuring_option,
+    measuring,
     model_file,
     parse_counts,
     quantity,
     recording,
 )
 
-if TYPE_CHECKING:
-    from ...bench.results import Result, Run
-
 OURS = "llm-worker-rbee"
-_peer_option = partial(measuring_option, panel="Peers")
+_peer_option = options_in("Peers")
 
 
 @gather(results=ResultOptions, computing=ComputeOptions)
@@ -39,13 +37,11 @@ def peers(
     pp: PromptLengths = "512",
     tg: OutputLengths = "128",
     batch: Annotated[
-        str,
-        measuring_option("--batch", metavar="N,...", help="Answers at once; above 1 beside llama-server, decode only."),
+        str, measuring("--batch", metavar="N,...", help="Answers at once; above 1 beside llama-server, decode only.")
     ] = "1",
     repetitions: Repetitions = 3,
     peer: Annotated[
-        list[str] | None,
-        _peer_option("--peer", metavar="NAME", show_default="all", help="Only this one. Repeatable."),
+        list[str] | None, _peer_option("--peer", metavar="NAME", show_default="all", help="Only this one. Repeatable.")
     ] = None,
     llama_bench: Annotated[
         str | None,
@@ -90,15 +86,13 @@ def peers(
       llm-worker-rbee bench peers --synthetic llama2-7b:Q4_0:4 --peer llama-bench
     """
     used = computing.set_up()
-    from ...bench import peers as room
-
-    plan = room.Plan(
+    plan = benchmark.Plan(
         pp=parse_counts(pp, "--pp"),
         tg=parse_counts(tg, "--tg"),
         batches=parse_counts(batch, "--batch", 1),
         repetitions=repetitions,
         threads=used,
-        peers=peer or room.NAMES,
+        peers=peer or benchmark.NAMES,
         llama_bench=llama_bench,
         llama_server=llama_server,
         pythons=peer_python or (),
@@ -113,10 +107,10 @@ def peers(
         step_progress() as progress,
         model_file(source, progress) as path,
     ):
-        room.run(recorder, progress, path, plan)
+        benchmark.run(recorder, progress, path, plan)
 
 
-def _show(run: "Run") -> None:
+def _show(run: Run) -> None:
     if run.model:
         count = run.settings["threads"]
         size = quantity(run.model["bytes"], "B")
@@ -134,7 +128,7 @@ def _show(run: "Run") -> None:
         note("llama-bench does not sample; the others sample greedily")
 
 
-def _row(result: "Result") -> list[str]:
+def _row(result: Result) -> list[str]:
     ratio = result.fields["ours_over_peer"]
     test, _, name = result.name.partition("/")
     shown = "" if ratio is None or name == OURS else f"{ratio:.3g}"

@@ -20,9 +20,9 @@ from ...bench.serving.server_process import ServerMonitor, ServerProcess
 from ...bench.workload import MAX_REQUESTS, Lengths, Workload, read_prompts
 from ...errors import InvalidRequestError, WorkerError
 from ...progress import step_progress
-from ..options import gather
+from ..options import gather, options_in
 from ..terminal import cell, columns, note, style
-from .common import ResultOptions, measuring_option, quantity, recording
+from .common import ResultOptions, quantity, recording
 
 DEFAULT_REQUESTS = 100
 
@@ -52,9 +52,7 @@ OBSERVATIONS = {
     "server/kv_cache_in_use": "KV cache still in use",
 }
 
-_server, _own, _load, _prompts = (
-    partial(measuring_option, panel=panel) for panel in ("Server", "Server of ours", "Load", "Prompts")
-)
+_server, _own, _load, _prompts = (options_in(panel) for panel in ("Server", "Server of ours", "Load", "Prompts"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,8 +61,7 @@ class ServerOptions:
 
     endpoint: Annotated[str, _server("--endpoint", metavar="chat|completions", help="Which of the two.")] = "chat"
     model: Annotated[
-        str | None,
-        _server("--model", "-m", metavar="NAME", show_default="the first it lists", help="The model."),
+        str | None, _server("--model", "-m", metavar="NAME", show_default="the first it lists", help="The model.")
     ] = None
     api_key: Annotated[
         str | None,
