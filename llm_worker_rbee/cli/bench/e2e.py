@@ -154,8 +154,8 @@ def _show(run: Run) -> None:
     print("\n".join(lines[1:]))
     if counted:
         print()
-        lines = [[result.name.replace("_", " "), quantity(result.estimate, result.unit)] for result in counted]
-        print("\n".join(columns(lines, right=[1])))
+        counts = [[result.name.replace("_", " "), quantity(result.estimate, result.unit)] for result in counted]
+        print("\n".join(columns(counts, right=[1])))
     for name, reason in run.details.get("failed", {}).items():
         note(f"failed: {name}: {reason}")
     if any(result.unit == "tok/s" for result in timed):
