@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
+from ..engine.request import check_prompt_fits
 from ..errors import ContextLengthError, InvalidRequestError
 from ..llm import LLM
 from .offload import OffloadPool
@@ -35,8 +36,8 @@ def require_ids_fit(prompt: Any, context: int) -> None:
     if not isinstance(prompt, list) or not prompt:
         return
     for ids in prompt if isinstance(prompt[0], list) else [prompt]:
-        if isinstance(ids, list) and len(ids) > context and not isinstance(ids[0], (str, list)):
-            raise ContextLengthError(f"the prompt has {len(ids)} tokens, the context {context}", "prompt")
+        if isinstance(ids, list) and ids and not isinstance(ids[0], (str, list)):
+            check_prompt_fits(len(ids), context, is_scored_only=True)
 
 
 class PromptEncoder:
