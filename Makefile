@@ -10,10 +10,10 @@ PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; 
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-# The environment is tied to its Python and its place: it notes them once it works, and is made anew for others.
+# The environment is tied to its Python and its place: it records them once it works, and is recreated for others.
 ORIGIN := import os, sys; print(sys.version, sys.base_prefix, os.getcwd(), sep="\n")
 STALE := $(shell test "$$("$(PYTHON)" -c '$(ORIGIN)' 2>/dev/null)" = "$$(cat $(VENV)/.made 2>/dev/null)" || echo FORCE)
-# pip writes RECORD last, yet counts a package without one, left by an install that was cut off, as installed.
+# pip writes RECORD last, but takes a package without one, left by an interrupted install, for installed.
 FORGET_HALVES := for info in $(VENV)/lib/python*/site-packages/*.dist-info; do \
 	test -e "$$info/RECORD" || rm -rf "$$info"; done
 WORKERS ?= auto

@@ -1,9 +1,8 @@
-"""What several folders share: the device, the real default model, seeded numbers, and one folder for compiled kernels.
+"""Shared by all tests: the device, the default model, seeded numbers, one folder for compiled kernels.
 
-LLM_WORKER_TEST_DEVICE=cuda runs the tests of engine, server and LLM on a GPU; without it there is none for anybody but
-tests/backends/cuda, whatever the machine has.
-That folder is this checkout's own, for all test processes and those that they start, and stays from run to run: a test
-with a home of its own would compile everything anew.
+LLM_WORKER_TEST_DEVICE=cuda runs the tests of engine, server and LLM on a GPU; without it tests/backends/cuda alone
+sees one. The kernel folder belongs to this checkout and stays from run to run: a test with its own home would compile
+everything.
 """
 
 from __future__ import annotations
@@ -21,28 +20,28 @@ from llm_worker_rbee.weights import open_checkpoint
 from llm_worker_rbee.weights.hub import locate_model
 
 os.environ.setdefault("LLM_WORKER_KERNEL_CACHE", str(Path(__file__).parents[1] / ".pytest_cache" / "kernels"))
-DEVICE = os.environ.get("LLM_WORKER_TEST_DEVICE", "cpu")  # of a test that does not say which
+DEVICE = os.environ.get("LLM_WORKER_TEST_DEVICE", "cpu")  # of tests that name none
 HIDDEN = "CUDA_VISIBLE_DEVICES"
-ON_CPU = pytest.mark.skipif(DEVICE != "cpu", reason="it is about the CPU's backend")
+ON_CPU = pytest.mark.skipif(DEVICE != "cpu", reason="tests the CPU backend")
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _that_device_only() -> None:
-    """Also for processes that tests start."""
+def _use_one_device() -> None:
+    """Hide other devices, also from processes that tests start."""
     if DEVICE == "cpu":
         os.environ[HIDDEN] = ""
     else:
-        select_backend(DEVICE)  # one line says what is missing
+        select_backend(DEVICE)  # fails with one line if something is missing
 
 
 @pytest.fixture(scope="session")
 def default_model() -> Path:
-    """The built-in model, fetched once into the user's cache; its kernels are compiled."""
+    """Return the built-in model, fetched once into the user's cache, with its kernels compiled."""
     return with_kernels(locate_model(None))
 
 
 def with_kernels(path: Path) -> Path:
-    """Compile what a model needs, so that no command under test tells of it."""
+    """Compile the kernels of a model, so that no command under test prints progress."""
     checkpoint = open_checkpoint(path)
     select_backend(DEVICE).load_kernels(checkpoint, read_model_config(checkpoint), KV_DEFAULT)
     return path

@@ -128,8 +128,8 @@ def bench_root() -> None:
     """
 
 
-def _show_version(wanted: bool) -> None:
-    if wanted:
+def _show_version(is_set: bool) -> None:
+    if is_set:
         print(f"{PROGRAM} {__version__}")
         raise typer.Exit
 

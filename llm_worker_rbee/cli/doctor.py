@@ -227,8 +227,8 @@ def _check_kernel_cache() -> Check:
 
 def _check_cache_folder(folder: Path) -> Check:
     """Check that the folder and that of its locks exist or can be created."""
-    for wanted in (folder, folder / ".locks"):
-        nearest = next(path for path in (wanted, *wanted.parents) if os.path.lexists(path))
+    for needed in (folder, folder / ".locks"):
+        nearest = next(path for path in (needed, *needed.parents) if os.path.lexists(path))
         if not os.path.isdir(nearest):
             remedy = "move it away, or set XDG_CACHE_HOME to a folder that can be written to"
             return Check("cache", "warn", f"{folder} cannot be used: {nearest} is not a folder", remedy)

@@ -65,11 +65,11 @@ class OutputOptions:
 
 
 @gather(
-    ask=PromptOptions, model=ModelOptions, computing=LoadOptions, engine=EngineOptions, sampling=SamplingOptions,
-    output=OutputOptions,
+    prompt_options=PromptOptions, model=ModelOptions, computing=LoadOptions, engine=EngineOptions,
+    sampling=SamplingOptions, output=OutputOptions,
 )  # fmt: skip
 def run(
-    ask: PromptOptions,
+    prompt_options: PromptOptions,
     model: ModelOptions,
     computing: LoadOptions,
     engine: EngineOptions,
@@ -94,20 +94,20 @@ def run(
     """
     params = sampling.params(logprobs=output.logprobs, prompt_logprobs=output.echo and output.as_json)
     output.validate()
-    requests = ask.read_requests(params)
+    requests = prompt_options.read_requests(params)
     status = Status()
     llm = load_model(model, computing, status, engine)
-    if ask.prompts is not None or output.choices > 1:
-        run_batch(llm, requests, ask, output, model.model)
+    if prompt_options.prompts is not None or output.choices > 1:
+        run_batch(llm, requests, prompt_options, output, model.model)
         return
     (request,) = requests
-    ids = ask.encode(llm, request)
+    ids = prompt_options.encode(llm, request)
     max_tokens = DEFAULT_MAX_TOKENS if params.max_tokens is None else None
     stream = start_stream(llm, ids, params, max_tokens, output.timeout)
     status.show(f"prefill of {count(len(ids), 'token')} ...")
     try:
         if not output.as_json:
-            _print_stream(stream, status, ask.echo_text(llm, request) if output.echo else "")
+            _print_stream(stream, status, prompt_options.echo_text(llm, request) if output.echo else "")
         completion = stream.completion()
     finally:
         status.clear()
@@ -151,15 +151,15 @@ def _print_stream(stream: Stream, status: Status, prefix: str) -> None:
 
 
 def run_batch(
-    llm: LLM, requests: Sequence[PromptRequest], ask: PromptOptions, output: OutputOptions, model: str | None
+    llm: LLM, requests: Sequence[PromptRequest], prompt_options: PromptOptions, output: OutputOptions, model: str | None
 ) -> None:
     """Compute all answers in one batch and print them in order."""
-    streams = [stream for request in requests for stream in _start_streams(llm, request, ask, output)]
-    printer = _BatchPrinter(llm, requests, streams, ask, output, model)
+    streams = [stream for request in requests for stream in _start_streams(llm, request, prompt_options, output)]
+    printer = _BatchPrinter(llm, requests, streams, prompt_options, output, model)
     # a bar and an answer cannot be drawn on one terminal at a time
     is_deferred = supports_ansi(sys.stderr) and sys.stdout.isatty() and not output.quiet
     if not output.quiet:
-        _note_before_batch(llm, requests, ask, output)
+        _note_before_batch(llm, requests, prompt_options, output)
     start = time.perf_counter()
     try:
         with request_progress(len(streams), not output.quiet, last_line=False) as advance:
@@ -176,17 +176,21 @@ def run_batch(
         raise WorkerError(f"{printer.failed} of {count(len(streams), 'answer')} failed")
 
 
-def _note_before_batch(llm: LLM, requests: Sequence[PromptRequest], ask: PromptOptions, output: OutputOptions) -> None:
-    if ask.prompts is not None and not llm.capacity.is_context_reduced:  # else it was printed
+def _note_before_batch(
+    llm: LLM, requests: Sequence[PromptRequest], prompt_options: PromptOptions, output: OutputOptions
+) -> None:
+    if prompt_options.prompts is not None and not llm.capacity.is_context_reduced:  # else it was printed
         note(str(llm.capacity))
     if output.choices > 1 and any(request.params.temperature == 0 for request in requests):
         note("at temperature 0 all answers to a prompt are the same: --choices 1 gives each once")
 
 
-def _start_streams(llm: LLM, request: PromptRequest, ask: PromptOptions, output: OutputOptions) -> list[Stream]:
+def _start_streams(
+    llm: LLM, request: PromptRequest, prompt_options: PromptOptions, output: OutputOptions
+) -> list[Stream]:
     """Return the streams of one prompt; a prompt that cannot be answered fails before anything is computed."""
     try:
-        ids, params = ask.encode(llm, request), request.params
+        ids, params = prompt_options.encode(llm, request), request.params
         if params.max_tokens is None:
             params = replace(params, max_tokens=max(1, min(DEFAULT_MAX_TOKENS, llm.max_context - len(ids))))
         return llm.streams(ids, params, output.choices, **{"timeout": output.timeout, **request.scheduling})
@@ -203,7 +207,7 @@ class _BatchPrinter:
     llm: LLM
     requests: Sequence[PromptRequest]
     streams: Sequence[Stream]  # those of the first prompt, those of the second, ...
-    ask: PromptOptions
+    prompt_options: PromptOptions
     output: OutputOptions
     model: str | None
     next: int = 0  # all before it are printed
@@ -244,7 +248,7 @@ class _BatchPrinter:
         request = self.requests[index]
         number = f"{index + 1}" if self.output.choices == 1 else f"{index + 1}.{choice + 1}"
         heading = f"==> {number}: {request.heading()} <=="
-        prefix = self.ask.echo_text(self.llm, request) if self.output.echo else ""
+        prefix = self.prompt_options.echo_text(self.llm, request) if self.output.echo else ""
         text = (visible if sys.stdout.isatty() else str)(prefix + completion.text)
         print("\n" * (self.printed > 1) + style(heading, "bold"))
         print(text, end="" if text.endswith("\n") else "\n", flush=True)

@@ -112,7 +112,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def test_page_opens_without_errors_or_requests(browser: Any, pages: dict[str, Path], name: str) -> None:
     with Page(browser, pages[name]) as shown:
         assert shown.requests == [pages[name].as_uri()]
-        assert shown.complaints == []
+        assert shown.console_messages == []
         assert shown.page.locator("script, iframe, img, link[rel=stylesheet]").count() == 0
 
 

@@ -1,4 +1,4 @@
-"""The real command line, in a process of its own or in this one, and small models for it to work on."""
+"""The real command line, in a child process or in this one, and small models for it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Run = Callable[..., Done]
 
 
 def environment(**changes: str) -> dict[str, str]:
-    """What the command runs in: no colour forced or forbidden, one thread, this checkout."""
+    """Return the environment of a command: no colour variables, one thread, this checkout."""
     dropped = ("NO_COLOR", "FORCE_COLOR", "GITHUB_ACTIONS", "PY_COLORS", "COLUMNS", "_TYPER_FORCE_DISABLE_TERMINAL")
     kept = {key: value for key, value in os.environ.items() if key not in dropped}
     return kept | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"} | changes
@@ -46,7 +46,7 @@ def environment(**changes: str) -> dict[str, str]:
 
 @pytest.fixture(scope="session")
 def spawn() -> Run:
-    """Run `python -m llm_worker_rbee ...` in a process of its own with its streams piped, and wait for it."""
+    """Run `python -m llm_worker_rbee ...` in a child process with piped streams, and wait for it."""
 
     def run(*args: str | Path, stdin: bytes = b"", env: dict[str, str] | None = None) -> Done:
         command = [sys.executable, "-m", "llm_worker_rbee", *map(str, args)]
@@ -57,7 +57,7 @@ def spawn() -> Run:
 
 @pytest.fixture
 def cli(monkeypatch: pytest.MonkeyPatch) -> Run:
-    """The same in this process, which is quicker: the whole command line, on pipes of ours."""
+    """Run the same in this process, which is quicker, with its streams replaced."""
 
     def run(*args: str | Path, stdin: bytes = b"") -> Done:
         streams = {
@@ -78,7 +78,7 @@ def cli(monkeypatch: pytest.MonkeyPatch) -> Run:
 
 
 def vocabulary() -> dict[str, Any]:
-    """The keys of a byte-level vocabulary: three control tokens, the 256 bytes, one merge."""
+    """Return the metadata of a byte-level vocabulary: three control tokens, the 256 bytes, one merge."""
     tokens = [*SPECIALS, *CHAR_TO_BYTE, "he"]
     return {
         "tokenizer.ggml.model": "gpt2",
@@ -130,18 +130,18 @@ def write_model(path: Path, changes: dict[str, Any] | None = None, context: int 
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random llama with a byte-level vocabulary and a chat template; its kernels are compiled."""
+    """Return a random llama with a byte-level vocabulary and a chat template; its kernels are compiled."""
     return with_kernels(write_model(tmp_path_factory.mktemp("tiny") / "tiny.gguf"))
 
 
 @pytest.fixture(scope="session")
 def endless(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same with room for an answer that takes longer than any test waits."""
+    """Return the same with a context for an answer that takes longer than any test waits."""
     return with_kernels(write_model(tmp_path_factory.mktemp("endless") / "endless.gguf", context=1 << 16))
 
 
 class Terminal:
-    """The command on a terminal of its own; every wait is bounded."""
+    """The command on a pseudo-terminal; every wait is bounded."""
 
     def __init__(self, *args: str | Path, **env: str) -> None:
         self.master, slave = pty.openpty()
@@ -158,7 +158,7 @@ class Terminal:
         os.write(self.master, text.encode())
 
     def wait_for(self, text: str, seconds: float = 30) -> bytes:
-        """Read until the text appears; give and forget everything up to its end."""
+        """Read until the text appears; return and drop everything up to its end."""
         wanted, end = text.encode(), time.monotonic() + seconds
         while wanted not in self.seen:
             if not self._read(end - time.monotonic()):
@@ -167,7 +167,7 @@ class Terminal:
         return before + wanted
 
     def press_until(self, key: str, text: str) -> None:
-        """Press a key, again if need be: a signal just before Python waits for input is seen with the next one."""
+        """Press a key, repeatedly: a signal just before Python waits for input is seen with the next one."""
         for _ in range(5):
             self.send(key)
             try:
@@ -178,7 +178,7 @@ class Terminal:
         raise AssertionError(f"{text!r} did not appear in {self.seen[-2000:]!r}")
 
     def finish(self, seconds: float = 30) -> tuple[int, bytes]:
-        """Read until the command ends: (exit status, what it wrote since)."""
+        """Read until the command ends; return (exit status, output since the last wait)."""
         end = time.monotonic() + seconds
         while self._read(end - time.monotonic()):
             pass
@@ -189,7 +189,7 @@ class Terminal:
             return False
         try:
             part = os.read(self.master, 65536)
-        except OSError:  # how Linux says that the other end is closed
+        except OSError:  # Linux: the other end is closed
             return False
         self.seen += part
         return bool(part)

@@ -57,12 +57,12 @@ def test_chat_commands(cli: Run, tiny: Path, tmp_path: Path, llm: LLM) -> None:
     assert page.read_text().startswith("**System**\n\nBe kind.\n\n**User**\n\nhé\n\n**Assistant**\n")
     later = json.loads(Path(f"{saved}2").read_text())
     assert [m["content"] for m in later if m["role"] == "user"] == ["hé", "/slash"]
-    told = done.stderr.decode()
-    assert "system: Be kind." in told
-    assert "unknown command /nonsense" in told
-    assert "cannot write /no/such/folder/x: No such file or directory" in told
-    assert "forget the conversation" in told
-    assert "(cut after 4 tokens: --max-tokens allows more)" in told
+    report = done.stderr.decode()
+    assert "system: Be kind." in report
+    assert "unknown command /nonsense" in report
+    assert "cannot write /no/such/folder/x: No such file or directory" in report
+    assert "forget the conversation" in report
+    assert "(cut after 4 tokens: --max-tokens allows more)" in report
 
 
 def test_model_without_chat_template_is_rejected(cli: Run, tmp_path: Path) -> None:
@@ -87,8 +87,8 @@ def test_full_context_names_reset(cli: Run, tiny: Path, llm: LLM) -> None:
 
 def test_chat_prints_draft_stats_of_each_answer(cli: Run, tiny: Path) -> None:
     ask = ("chat", "-m", tiny, "-t", "0", "-n", "4", "--ignore-eos", "--draft-model", tiny, "--draft-tokens", "2")
-    told = re.findall(r" · drafts (.*) · length", cli(*ask, stdin=b"one\ntwo\n").stderr.decode())
-    assert told == ["100% accepted (2 of 2), 2.00 tokens a step"] * 2
+    report = re.findall(r" · drafts (.*) · length", cli(*ask, stdin=b"one\ntwo\n").stderr.decode())
+    assert report == ["100% accepted (2 of 2), 2.00 tokens a step"] * 2
 
 
 def test_failed_message_is_not_kept(llm: LLM) -> None:
@@ -144,8 +144,8 @@ def test_save_keeps_existing_file(cli: Run, tiny: Path, tmp_path: Path) -> None:
     done = cli("chat", "-m", tiny, "-n", "2", "-q", stdin=f"hi\n/save {saved}\ny\n".encode())
     assert done.returncode == 0
     assert saved.read_text() == "precious"
-    told = done.stderr.decode()
-    assert f"({saved} exists: give another name)\n(not saved)" in told
+    report = done.stderr.decode()
+    assert f"({saved} exists: give another name)\n(not saved)" in report
     assert len(done.stdout.splitlines()) >= 2  # the y was a message like any other
 
 

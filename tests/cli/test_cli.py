@@ -72,7 +72,7 @@ def test_command_help_has_example_and_no_escape_codes(spawn: Run, command: str) 
 
 
 @pytest.mark.parametrize(
-    ("args", "status", "told"),
+    ("args", "status", "expected"),
     [
         (["nonsense"], 2, "error: No such command 'nonsense'"),
         (["run", "--nonsense"], 2, "(see llm-worker-rbee run --help)"),
@@ -102,13 +102,13 @@ def test_command_help_has_example_and_no_escape_codes(spawn: Run, command: str) 
         (["tokenize", "--jsonl", "--json"], 2, "error: --jsonl reads standard input"),
     ],
 )
-def test_error_prints_one_plain_line(cli: Run, args: list[str], status: int, told: str) -> None:
+def test_error_prints_one_plain_line(cli: Run, args: list[str], status: int, expected: str) -> None:
     done = cli(*args)
     assert (done.returncode, done.stdout) == (status, b"")
     lines = done.stderr.decode().splitlines()
     assert len(lines) == 1
     assert lines[0].startswith("error: ")
-    assert told in lines[0]
+    assert expected in lines[0]
     assert "\x1b" not in lines[0]
 
 
@@ -179,7 +179,7 @@ def test_colour_only_on_terminal_without_no_color(terminal: type[Terminal]) -> N
 
 @pytest.mark.skipif(not os.path.exists("/dev/zero"), reason="this system has no /dev/zero")
 @pytest.mark.parametrize(
-    ("args", "told"),
+    ("args", "expected"),
     [
         (["run", "--file", "/dev/zero"], "/dev/zero is too long: at most 64 MiB are read"),
         (["run", "hi", "--chat-template", "/dev/zero"], "/dev/zero is too long: at most 1 MiB are read"),
@@ -188,11 +188,11 @@ def test_colour_only_on_terminal_without_no_color(terminal: type[Terminal]) -> N
         (["chat", "-m", "TINY"], "line 1 is too long: at most 64 MiB are read"),
     ],
 )
-def test_endless_input_is_rejected(tiny: Path, args: list[str], told: str) -> None:
+def test_endless_input_is_rejected(tiny: Path, args: list[str], expected: str) -> None:
     command = [sys.executable, "-m", "llm_worker_rbee", *(str(tiny) if arg == "TINY" else arg for arg in args)]
     with open("/dev/zero", "rb") as zeros:
         done = subprocess.run(command, stdin=zeros, capture_output=True, text=True, env=environment(), timeout=60)
-    assert (done.returncode, done.stdout, done.stderr) == (1, "", f"error: {told}\n")
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", f"error: {expected}\n")
 
 
 def test_dumb_terminal_gets_no_escape_codes(terminal: type[Terminal], tiny: Path) -> None:

@@ -31,9 +31,9 @@ def test_convert_prints_path_only(cli: Run, tiny: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.gguf"
     done = cli("convert", tiny, out, "--type", "q8_0")
     assert (done.returncode, done.stdout.decode()) == (0, f"{out}\n")
-    told = done.stderr.decode().splitlines()
-    assert re.match(r"converting: [\d.]+ kB of [\d.]+ kB$", told[0])
-    assert told[-1] == f"{tiny.stat().st_size / 1e3:.1f} kB -> {out.stat().st_size / 1e3:.1f} kB"
+    message = done.stderr.decode().splitlines()
+    assert re.match(r"converting: [\d.]+ kB of [\d.]+ kB$", message[0])
+    assert message[-1] == f"{tiny.stat().st_size / 1e3:.1f} kB -> {out.stat().st_size / 1e3:.1f} kB"
     made = open_checkpoint(out)
     assert made.tensors["blk.0.attn_q.weight"].kind.name == "Q8_0"
     assert made.metadata["general.file_type"] == 7
@@ -92,7 +92,7 @@ def test_failed_convert_keeps_old_file(cli: Run, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("out", "kind", "status", "told"),
+    ("out", "kind", "status", "message"),
     [
         ("out.gguf", "Q3_K", 2, "--type Q3_K: use one of F32, F16, BF16"),
         ("absent/out.gguf", "F16", 1, "absent does not exist: make it first"),
@@ -102,14 +102,14 @@ def test_failed_convert_keeps_old_file(cli: Run, tmp_path: Path) -> None:
         (f"{'x' * 260}.gguf", "F16", 1, "File name too long"),
     ],
 )
-def test_convert_usage_error_is_named(cli: Run, tmp_path: Path, out: str, kind: str, status: int, told: str) -> None:
+def test_convert_usage_error_is_named(cli: Run, tmp_path: Path, out: str, kind: str, status: int, message: str) -> None:
     source = write_model(tmp_path / "source.gguf")
     (tmp_path / "alias.gguf").symlink_to(source)
     before = source.read_bytes()
     done = cli("convert", source, tmp_path / out, "--type", kind, "--force")
     assert done.returncode == status
     assert done.stderr.decode().startswith("error: ")
-    assert told in done.stderr.decode()
+    assert message in done.stderr.decode()
     assert done.stderr.count(b"\n") == 1
     assert source.read_bytes() == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["alias.gguf", "source.gguf"]

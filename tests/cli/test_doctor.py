@@ -17,9 +17,9 @@ from .conftest import Run
 def test_doctor_json_lists_all_checks(spawn: Run, tmp_path: Path) -> None:
     done = spawn("doctor", "--json", env={"XDG_CACHE_HOME": str(tmp_path)})
     assert (done.returncode, done.stderr) == (0, b"")
-    told = json.loads(done.stdout)
-    checks = {check["name"]: check for check in told["checks"]}
-    assert told["healthy"] is True
+    output = json.loads(done.stdout)
+    checks = {check["name"]: check for check in output["checks"]}
+    assert output["healthy"] is True
     for name in ("processor", "cores", "memory", "GPU", "Python", "numpy", "tokenizers", "torch", "cache"):
         assert checks[name]["status"] in ("ok", "warn", "missing")
         assert checks[name]["found"]

@@ -26,10 +26,10 @@ def inspected(cli: Run, *args: str | Path) -> dict[str, Any]:
 
 
 def test_inspect_default_model(cli: Run, default_model: Path) -> None:
-    told = inspected(cli, default_model, "--context", "2048")
-    assert (told["architecture"], told["supported"], told["parameters"]) == ("llama", True, 134_515_008)
-    assert told["file_bytes"] == default_model.stat().st_size
-    shape = told["shape"]
+    report = inspected(cli, default_model, "--context", "2048")
+    assert (report["architecture"], report["supported"], report["parameters"]) == ("llama", True, 134_515_008)
+    assert report["file_bytes"] == default_model.stat().st_size
+    shape = report["shape"]
     assert (shape["layers"], shape["width"], shape["heads"], shape["kv_heads"], shape["context"]) == (
         30,
         576,
@@ -37,15 +37,15 @@ def test_inspect_default_model(cli: Run, default_model: Path) -> None:
         3,
         8192,
     )
-    assert {q["type"]: q["tensors"] for q in told["quantization"]} == {"Q4_1": 210, "Q8_0": 1, "F32": 61}
-    assert sum(q["share"] for q in told["quantization"]) == pytest.approx(1)
-    assert told["memory"]["kv_type"] == "float16"
-    assert told["memory"]["kv_bytes"] == 2 * 30 * 3 * 64 * 2 * 2048
-    assert told["memory"]["total_bytes"] == told["memory"]["weights_bytes"] + told["memory"]["kv_bytes"]
-    assert told["tokenizer"]["vocabulary"] == 49152
-    assert {end["text"] for end in told["tokenizer"]["eos"]} == {"<|endoftext|>", "<|im_end|>"}
-    assert len(told["tensors"]) == 272
-    assert told["metadata"]["tokenizer.ggml.tokens"]["count"] == 49152
+    assert {q["type"]: q["tensors"] for q in report["quantization"]} == {"Q4_1": 210, "Q8_0": 1, "F32": 61}
+    assert sum(q["share"] for q in report["quantization"]) == pytest.approx(1)
+    assert report["memory"]["kv_type"] == "float16"
+    assert report["memory"]["kv_bytes"] == 2 * 30 * 3 * 64 * 2 * 2048
+    assert report["memory"]["total_bytes"] == report["memory"]["weights_bytes"] + report["memory"]["kv_bytes"]
+    assert report["tokenizer"]["vocabulary"] == 49152
+    assert {end["text"] for end in report["tokenizer"]["eos"]} == {"<|endoftext|>", "<|im_end|>"}
+    assert len(report["tensors"]) == 272
+    assert report["metadata"]["tokenizer.ggml.tokens"]["count"] == 49152
 
 
 def test_inspect_as_text(cli: Run, tiny: Path) -> None:
@@ -97,15 +97,20 @@ def test_inspect_usage_errors(cli: Run, tiny: Path) -> None:
 def test_unknown_architecture_without_tensors_is_reported(cli: Run, tmp_path: Path) -> None:
     keys = {"general.architecture": "made-up", "made-up.context_length": 77, **vocabulary()}
     path = write_gguf(tmp_path / "vocab.gguf", keys)
-    told = inspected(cli, path)
-    assert (told["architecture"], told["supported"], told["parameters"], told["tensors"]) == ("made-up", False, 0, [])
-    assert "made-up" in told["reason"]
-    assert told["shape"] == {"context": 77}
-    assert told["memory"] == {
+    report = inspected(cli, path)
+    assert (report["architecture"], report["supported"], report["parameters"], report["tensors"]) == (
+        "made-up",
+        False,
+        0,
+        [],
+    )
+    assert "made-up" in report["reason"]
+    assert report["shape"] == {"context": 77}
+    assert report["memory"] == {
         "context": 77, "weights_bytes": 0, "kv_type": None, "kv_bytes": None, "total_bytes": None,
     }  # fmt: skip
-    assert told["fits"] is None
-    assert told["tokenizer"]["vocabulary"] == 260
+    assert report["fits"] is None
+    assert report["tokenizer"]["vocabulary"] == 260
     shown = cli("inspect", path)
     assert shown.returncode == 0
     assert b"the file holds no tensors" in shown.stdout
@@ -174,9 +179,9 @@ def test_nested_lists_are_shown(cli: Run, tmp_path: Path) -> None:
     deep = [[[1.5], [float("nan")]], [[2.5]]]
     keys = {**model_keys(), "x.lists": [np.array(inner, np.int32) for inner in value], "x.deep": deep}
     path = write_gguf(tmp_path / "lists.gguf", keys)
-    told = inspected(cli, path)["metadata"]
-    assert told["x.lists"]["value"] == value
-    assert told["x.deep"]["value"] == [[[1.5], [None]], [[2.5]]]
+    report = inspected(cli, path)["metadata"]
+    assert report["x.lists"]["value"] == value
+    assert report["x.deep"]["value"] == [[[1.5], [None]], [[2.5]]]
     shown = cli("inspect", path, "--metadata")
     assert shown.returncode == 0
     (row,) = [line for line in shown.stdout.decode().splitlines() if "x.lists" in line]
@@ -185,9 +190,9 @@ def test_nested_lists_are_shown(cli: Run, tmp_path: Path) -> None:
 
 def test_known_architecture_without_tensors_cannot_run(cli: Run, tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "vocab.gguf", {**model_keys(), **vocabulary()})
-    told = json.loads(cli("inspect", path, "--json").stdout)
-    assert (told["supported"], told["reason"]) == (False, "it holds no tensors")
-    assert told["memory"]["total_bytes"] is None
+    report = json.loads(cli("inspect", path, "--json").stdout)
+    assert (report["supported"], report["reason"]) == (False, "it holds no tensors")
+    assert report["memory"]["total_bytes"] is None
     assert cli("tokenize", path, "--text", "hello").returncode == 0
 
 
@@ -195,5 +200,5 @@ def test_unused_metadata_is_listed(cli: Run, tmp_path: Path) -> None:
     """A folder with FP8 weights can be looked at; only loading it is refused."""
     save_file({"w": torch.zeros(4, 8, dtype=torch.float8_e4m3fn)}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    told = json.loads(cli("inspect", tmp_path, "--json").stdout)
-    assert [(t["type"], t["shape"], t["bytes"]) for t in told["tensors"]] == [("F8_E4M3", [4, 8], 32)]
+    report = json.loads(cli("inspect", tmp_path, "--json").stdout)
+    assert [(t["type"], t["shape"], t["bytes"]) for t in report["tensors"]] == [("F8_E4M3", [4, 8], 32)]

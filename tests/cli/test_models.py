@@ -76,10 +76,10 @@ def test_models_lists_cached_models(cache: Path, wheel: Path) -> None:
         ["Another", "2.0", "MB", str(cache / "Another.gguf")],
         ["smollm2", "(default)", "400.0", "kB", str(cache / "Tiny.Q4_0.gguf")],
     ]
-    told = json.loads(CliRunner().invoke(app, ["models", "--json"]).stdout)
-    assert told["cache"] == str(cache)
-    assert told["default"] == {"name": "smollm2", "present": True, "path": str(cache / "Tiny.Q4_0.gguf")}
-    assert [(model["name"], model["bytes"], model["default"]) for model in told["models"]] == [
+    report = json.loads(CliRunner().invoke(app, ["models", "--json"]).stdout)
+    assert report["cache"] == str(cache)
+    assert report["default"] == {"name": "smollm2", "present": True, "path": str(cache / "Tiny.Q4_0.gguf")}
+    assert [(model["name"], model["bytes"], model["default"]) for model in report["models"]] == [
         ("Another", 2_000_000, False),
         ("smollm2", len(CONTENT), True),
     ]

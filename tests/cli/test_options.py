@@ -47,7 +47,7 @@ def test_quantize_and_kv_type_give_an_answer(cli: Run, tiny: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "status", "told"),
+    ("options", "status", "message"),
     [
         (("--threads", "1000"), 2, "error: --threads is 1000: it must be 1 to "),
         (("--threads", "0"), 2, "--threads"),
@@ -62,11 +62,13 @@ def test_quantize_and_kv_type_give_an_answer(cli: Run, tiny: Path) -> None:
         (("--quantize", "fp8", "--device", "cpu"), 1, "--quantize fp8 needs an NVIDIA GPU"),
     ],
 )
-def test_invalid_device_option_is_named(cli: Run, tiny: Path, options: tuple[str, ...], status: int, told: str) -> None:
+def test_invalid_device_option_is_named(
+    cli: Run, tiny: Path, options: tuple[str, ...], status: int, message: str
+) -> None:
     done = cli("run", "hello", "-m", tiny, *options)
     assert (done.returncode, done.stdout) == (status, b"")
     (line,) = done.stderr.decode().splitlines()
-    assert told in line
+    assert message in line
 
 
 def test_invalid_thread_count_in_environment_is_an_error(cli: Run, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,9 +80,9 @@ def test_invalid_thread_count_in_environment_is_an_error(cli: Run, tiny: Path, m
 
 def test_engine_option_defaults_are_those_of_engine_config() -> None:
     defaults = {field.name: field.default for field in fields(EngineConfig)}
-    told = EngineOptions().arguments()
-    assert [told.pop(name) for name in ("kv_memory", "draft_model", "deterministic")] == [None, None, False]
-    assert told == {name: defaults[name] for name in told}
+    message = EngineOptions().arguments()
+    assert [message.pop(name) for name in ("kv_memory", "draft_model", "deterministic")] == [None, None, False]
+    assert message == {name: defaults[name] for name in message}
     changed = EngineOptions(
         kv_memory="2GiB", max_batch=3, target_itl_ms=7.5, no_prefix_cache=True, speculative="ngram", draft_tokens=2
     )
@@ -106,7 +108,7 @@ def test_engine_options_give_same_answer(cli: Run, tiny: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "status", "told"),
+    ("options", "status", "message"),
     [
         (("--kv-memory", "1x"), 2, "--kv-memory is '1x': give a size such as 512M"),
         (("--kv-memory", "0"), 2, "--kv-memory is '0': it must be 1 byte or more"),
@@ -127,12 +129,14 @@ def test_engine_options_give_same_answer(cli: Run, tiny: Path) -> None:
         (("--draft-model", "x", "--speculative", "ngram"), 2, "both draft: choose one"),
     ],
 )
-def test_invalid_engine_option_is_named(cli: Run, tiny: Path, options: tuple[str, ...], status: int, told: str) -> None:
+def test_invalid_engine_option_is_named(
+    cli: Run, tiny: Path, options: tuple[str, ...], status: int, message: str
+) -> None:
     for command in (("run", "hello"), ("chat",)):
         done = cli(*command, "-m", tiny, *options, stdin=b"hello\n")
         assert (done.returncode, done.stdout) == (status, b"")
         (line,) = done.stderr.decode().splitlines()
-        assert told in line
+        assert message in line
 
 
 def test_reduced_context_is_noted(cli: Run, tiny: Path) -> None:

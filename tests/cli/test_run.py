@@ -182,8 +182,8 @@ def test_chat_template_from_file_and_missing(cli: Run, tiny: Path, tmp_path: Pat
 
 def test_run_prints_draft_stats(cli: Run, tiny: Path) -> None:
     ask = ("run", "--raw", "abc", "-m", tiny, "-n", "11", "-t", "0", "--ignore-eos", "--draft-model", tiny)
-    told = json.loads(cli(*ask, "--draft-tokens", "2", "--json").stdout)["speculative"]
-    assert told == {"drafted": 6, "accepted": 6}  # the model itself guesses: 1 token, three times 3, 1
+    report = json.loads(cli(*ask, "--draft-tokens", "2", "--json").stdout)["speculative"]
+    assert report == {"drafted": 6, "accepted": 6}  # the model itself guesses: 1 token, three times 3, 1
     shown = cli(*ask, "--draft-tokens", "2").stderr.decode()
     assert " · drafts 100% accepted (6 of 6), 2.20 tokens a step · length\n" in shown
     assert " · no drafts · length\n" in cli(*ask[:5], "-n", "1", "--speculative", "ngram").stderr.decode()

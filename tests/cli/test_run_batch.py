@@ -109,7 +109,7 @@ def test_batch_on_terminal_draws_bar(terminal: Callable[..., Terminal], tiny: Pa
 
 
 @pytest.mark.parametrize(
-    ("line", "told"),
+    ("line", "report"),
     [
         ('{"prompt": "a", "foo": 1}', "line 2: unknown field 'foo'"),
         ('{"prompt": "a", "seed": -1}', "line 2: seed is -1"),
@@ -130,17 +130,17 @@ def test_batch_on_terminal_draws_bar(terminal: Callable[..., Terminal], tiny: Pa
         ('{"prompt": "a", "timeout": 0}', "line 2: timeout is 0: it must be a number of seconds above 0"),
     ],
 )
-def test_invalid_line_is_named(cli: Run, tiny: Path, line: str, told: str) -> None:
+def test_invalid_line_is_named(cli: Run, tiny: Path, line: str, report: str) -> None:
     done = cli("run", "--prompts", "-", "-m", tiny, stdin=f'{{"prompt": "fine"}}\n{line}\n'.encode())
     assert (done.returncode, done.stdout) == (1, b"")
     (error,) = done.stderr.decode().splitlines()
-    assert error.startswith(f"error: {told}")
+    assert error.startswith(f"error: {report}")
 
 
 def test_conflicting_options_are_rejected(cli: Run, tiny: Path, prompts: Path, tmp_path: Path) -> None:
     (tmp_path / "empty.txt").write_text("\n \n")
     messages = b'{"messages": [{"role": "user", "content": "a"}]}'
-    for args, stdin, status, told in (
+    for args, stdin, status, report in (
         ((prompts, "hello"), b"", 2, "--prompts brings all prompts"),
         ((prompts, "--file", prompts), b"", 2, "--prompts brings all prompts"),
         ((tmp_path / "empty.txt",), b"", 2, "there is no prompt in"),
@@ -153,7 +153,7 @@ def test_conflicting_options_are_rejected(cli: Run, tiny: Path, prompts: Path, t
     ):
         done = cli("run", "-m", tiny, "--prompts", *args, stdin=stdin)
         assert (done.returncode, done.stdout) == (status, b""), done.stderr
-        assert told in done.stderr.decode()
+        assert report in done.stderr.decode()
 
 
 def _said(text: str) -> list[dict[str, str]]:
@@ -229,5 +229,5 @@ def test_notes_before_batch(cli: Run, tiny: Path) -> None:
 
 def test_batch_sums_draft_stats(cli: Run, tiny: Path) -> None:
     done = cli("run", "--prompts", "-", "-m", tiny, "-n", "6", "--ignore-eos", "--draft-model", tiny, stdin=b"a\nb\n")
-    told = r" tokens/s · drafts \d+% accepted \(\d+ of \d+\), \d\.\d\d tokens a step\n$"
-    assert re.search(told, done.stderr.decode())
+    report = r" tokens/s · drafts \d+% accepted \(\d+ of \d+\), \d\.\d\d tokens a step\n$"
+    assert re.search(report, done.stderr.decode())

@@ -226,7 +226,7 @@ def test_port_in_use_is_named(spawn: Run) -> None:
 
 
 @pytest.mark.parametrize(
-    ("args", "env", "status", "told"),
+    ("args", "env", "status", "report"),
     [
         (["--host", "0.0.0.0"], {}, 1, "there is no key"),
         (["--host", "::"], {}, 1, "there is no key"),
@@ -248,7 +248,7 @@ def test_port_in_use_is_named(spawn: Run) -> None:
     ],
 )
 def test_invalid_serve_options_fail_before_loading(
-    cli: Run, monkeypatch: pytest.MonkeyPatch, args: list[str], env: dict[str, str], status: int, told: str
+    cli: Run, monkeypatch: pytest.MonkeyPatch, args: list[str], env: dict[str, str], status: int, report: str
 ) -> None:
     for name in ("LLM_WORKER_API_KEY", "LLORCH_API_TOKEN", "LLORCH_LOG_FORMAT"):
         monkeypatch.delenv(name, raising=False)
@@ -256,7 +256,7 @@ def test_invalid_serve_options_fail_before_loading(
         monkeypatch.setenv(name, value)
     done = cli("serve", *args)
     assert (done.returncode, done.stdout) == (status, b"")
-    assert told in done.stderr.decode()
+    assert report in done.stderr.decode()
     assert done.stderr.count(b"\n") == 1
 
 

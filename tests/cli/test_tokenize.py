@@ -71,7 +71,7 @@ def test_jsonl_prints_ids_of_each_line(cli: Run, tiny: Path, tokenizer: Tokenize
 
 
 @pytest.mark.parametrize(
-    ("line", "told"),
+    ("line", "expected"),
     [
         (b"he", "line 2: not a JSON string"),
         (b"", "line 2: not a JSON string"),
@@ -82,12 +82,12 @@ def test_jsonl_prints_ids_of_each_line(cli: Run, tiny: Path, tokenizer: Tokenize
         (b"[" * 100_000, "line 2: not a JSON string"),
     ],
 )
-def test_jsonl_invalid_line_is_named(cli: Run, tiny: Path, line: bytes, told: str) -> None:
+def test_jsonl_invalid_line_is_named(cli: Run, tiny: Path, line: bytes, expected: str) -> None:
     done = cli("tokenize", tiny, "--jsonl", stdin=b'"a"\n' + line + b"\n")
     assert done.returncode == 1
     assert len(done.stdout.splitlines()) == 1  # what was good before it
     (message,) = done.stderr.decode().splitlines()
-    assert message.startswith(f"error: {told}")
+    assert message.startswith(f"error: {expected}")
 
 
 def test_jsonl_answers_each_line_at_once(tiny: Path, tokenizer: Tokenizer) -> None:

@@ -27,14 +27,14 @@ def test_warmup_compiles_kernels_once(spawn: Run, tiny: Path, tmp_path: Path) ->
     env = {"LLM_WORKER_KERNEL_CACHE": str(folder.parent)}
     first = spawn("warmup", tiny, "--json", env=env)
     assert first.returncode == 0, first.stderr
-    told = json.loads(first.stdout)
-    assert (told["kernels"], told["folder"]) == (there["kernels"], str(folder))
-    assert 6 <= told["compiled"] <= len(missing)  # a few belong to other models
-    assert first.stderr.decode() == f"compiling kernels, once: {told['compiled']} ...\n"
+    message = json.loads(first.stdout)
+    assert (message["kernels"], message["folder"]) == (there["kernels"], str(folder))
+    assert 6 <= message["compiled"] <= len(missing)  # a few belong to other models
+    assert first.stderr.decode() == f"compiling kernels, once: {message['compiled']} ...\n"
     kept = kernels_in(folder)
     second = spawn("warmup", tiny, env=env)
     assert (second.returncode, second.stdout.decode()) == (0, f"{folder}\n")
-    assert second.stderr.decode().startswith(f"nothing to compile: {told['kernels']} kernels for ")
+    assert second.stderr.decode().startswith(f"nothing to compile: {message['kernels']} kernels for ")
     answer = spawn("run", "hello", "-m", tiny, "-n", "4", "--quiet", env=env)
     assert (answer.returncode, answer.stderr) == (0, b"")
     assert kernels_in(folder) == kept  # all that an answer needs was there

@@ -1,4 +1,4 @@
-"""A headless Chromium for tests of pages. Without one they are skipped, and the reason is printed.
+"""A headless Chromium for tests of pages; without one they are skipped with a reason.
 
 Playwright's own browsers are never fetched: the one of the system is used.
 """
@@ -23,7 +23,7 @@ def executable() -> str | None:
 
 @contextmanager
 def chromium() -> Iterator[Any]:
-    """A running browser; a test that needs it is skipped where there is none."""
+    """Yield a running browser, or skip the test."""
     path = executable()
     if path is None:
         how = "CI=true make test installs it as root on Debian" if os.environ.get("CI") != "true" else "apt-get failed?"
@@ -36,17 +36,17 @@ def chromium() -> Iterator[Any]:
 
 
 class Page:
-    """One page in a browser, with all that it asked for and complained about."""
+    """One page in a browser, with its requests and its console messages."""
 
     def __init__(self, browser: Any, path: Path, *, width: int = 1200, dark: bool = False) -> None:
         scheme = "dark" if dark else "light"
         self.context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
         self.page = self.context.new_page()
         self.requests: list[str] = []
-        self.complaints: list[str] = []
+        self.console_messages: list[str] = []
         self.page.on("request", lambda request: self.requests.append(request.url))
-        self.page.on("console", lambda message: self.complaints.append(message.text))
-        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        self.page.on("console", lambda message: self.console_messages.append(message.text))
+        self.page.on("pageerror", lambda error: self.console_messages.append(str(error)))
         self.page.goto(path.as_uri())
 
     def __enter__(self) -> Page:
