@@ -23,7 +23,7 @@ KV_VALUE_BYTES = {
 KV_ON_CPU, KV_ON_CUDA = ("float32", "float16", "int8"), ("bfloat16", "float16", "float32", "float8")
 KV_AUTO = "auto"
 KV_CUDA = "bfloat16"  # what `auto` is on a GPU
-KV_DEFAULT = "float16"  # what `auto` is for kernels: half the memory and half the reading; the reference rounds nothing
+KV_DEFAULT = "float16"  # what `auto` is for kernels: half the memory traffic; the reference rounds nothing
 MAX_LAYERS = 4096
 MAX_WIDTH = 1 << 20
 MAX_VOCABULARY = 1 << 24
@@ -59,13 +59,13 @@ class Family:
     post_norms: bool = False  # a norm after attention and after the MLP, before the residual
     scaled_embedding: bool = False  # embeddings times sqrt(width)
     norm_plus_one: bool = False  # safetensors hold weight - 1 (GGUF holds the weight)
-    full_every: int = 0  # with a window: every n-th layer looks at everything (0: none does)
-    # what a GGUF leaves unsaid
+    full_every: int = 0  # with a window: every n-th layer has none (0: all have it)
+    # defaults of keys that a GGUF lacks
     default_window: int = 0
     default_local_base: float = 0.0  # rope base of the layers with a window, where it differs
     default_attention_cap: float = 0.0
     default_final_cap: float = 0.0
-    # what a config.json leaves unsaid: keys that are absent, not those that are null
+    # defaults of keys that are absent in a config.json, not of those that are null
     hf_defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -113,9 +113,9 @@ class ModelConfig:
     activation: str = "silu"
 
     def __post_init__(self) -> None:
-        for name, top in MAX_SHAPE.items():
-            if not 1 <= getattr(self, name) <= top:
-                raise ModelFileError(f"model shape: {name} is {getattr(self, name)}, outside 1..{top}")
+        for name, maximum in MAX_SHAPE.items():
+            if not 1 <= getattr(self, name) <= maximum:
+                raise ModelFileError(f"model shape: {name} is {getattr(self, name)}, outside 1..{maximum}")
         if self.n_heads % self.n_kv_heads:
             raise ModelFileError(f"model shape: {self.n_heads} heads cannot share {self.n_kv_heads} KV heads evenly")
         if self.rope_dim % 2 or not 0 < self.rope_dim <= self.head_dim:
@@ -126,7 +126,7 @@ class ModelConfig:
                 raise ModelFileError(f"model shape: {name} is {value}, not a positive number")
 
     def kv_bytes(self, tokens: int, kv_type: str = "float32") -> int:
-        """Memory that the keys and values of so many tokens take."""
+        """Return the bytes of the keys and values of `tokens` tokens."""
         scale = 4 if kv_type == "int8" else 0  # a float32 for each position and head
         head = self.head_dim * KV_VALUE_BYTES[kv_type] + scale
         return 2 * self.n_layers * self.n_kv_heads * head * tokens
@@ -134,28 +134,28 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """What an engine is told: how much it holds, and how it divides its steps."""
+    """How much an engine holds and how it divides its steps. These are the only defaults."""
 
-    max_context: int  # tokens of one request, prompt and answer together
+    max_context: int  # tokens of one request, prompt and output together
     n_blocks: int  # of the KV cache, for all requests together
     block_size: int = 16  # tokens in a block
     max_batch: int = 64  # requests that are computed in one step
-    max_step_tokens: int = 512  # tokens of a step that reads prompts, and those who answer beside them
-    target_itl_ms: float = 100.0  # while prompts are read, running requests get a token within this time
-    prefix_cache: bool = True  # what is computed is kept for requests that begin alike
-    speculative: str = "off"  # "ngram": guess from what was said before
-    draft_tokens: int = 4  # at most so many guesses are verified in a step
-    debug: bool = False  # check the books after every step
+    max_step_tokens: int = 512  # token budget of a step with prefills, decodes included
+    target_itl_ms: float = 100.0  # decodes beside a prefill get a token within this time
+    prefix_cache: bool = True  # computed blocks are kept for requests with the same prefix
+    speculative: str = "off"  # "ngram": draft from earlier tokens of the same sequence
+    draft_tokens: int = 4  # drafts of one request that a step verifies, at most
+    debug: bool = False  # check the scheduler's invariants after every step
 
     def __post_init__(self) -> None:
-        whole = {
+        maxima = {
             "max_context": None, "n_blocks": None, "block_size": None, "max_batch": MAX_BATCH, "max_step_tokens": None,
             "draft_tokens": MAX_DRAFT_TOKENS,
         }  # fmt: skip
-        for name, most in whole.items():
+        for name, maximum in maxima.items():
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1 or (most and value > most):
-                limit = f", at most {most}" if most else ""
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1 or (maximum and value > maximum):
+                limit = f", at most {maximum}" if maximum else ""
                 raise InvalidRequestError(f"{name} is {value!r}: it must be a whole number, 1 or more{limit}", name)
         if not (isinstance(self.target_itl_ms, (int, float)) and 0 < self.target_itl_ms < math.inf):
             raise InvalidRequestError(

@@ -23,29 +23,29 @@ from ..config import (
 )
 from ..errors import ModelFileError, UnsupportedModelError
 
-SMALLEST, LARGEST = 1e-30, 1e30  # of a positive number
-SMALLEST_CAP = 1e-3
+MIN_POSITIVE, MAX_NUMBER = 1e-30, 1e30  # of a positive number
+MIN_SOFT_CAP = 1e-3
 GGUF_SCALINGS = ("none", "linear", "yarn", "longrope")
-DEPTH_OF_27B = {"gemma2": 46, "gemma3": 62}
+LAYERS_OF_27B = {"gemma2": 46, "gemma3": 62}
 HF_SCALINGS = ("default", "linear", "llama3", "yarn", "longrope", "su")
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
-LAYER_KINDS = ("full_attention", "sliding_attention")
-LEAST_BASE = 1.0 + 1e-6
+LAYER_TYPES = ("full_attention", "sliding_attention")
+MIN_ROPE_BASE = 1.0 + 1e-6
 
 
 def model_config_from_gguf(metadata: Mapping[str, Any], family: Family, vocab_size: int | None = None) -> ModelConfig:
     """Read the `<architecture>.*` keys; `vocab_size` (the rows of the embedding) wins over the metadata."""
-    keys = Keys(metadata, f"{metadata['general.architecture']}.")
+    keys = MetadataReader(metadata, f"{metadata['general.architecture']}.")
     return ModelConfig(family=family, **gguf_shape(keys, family, vocab_size))
 
 
 def model_config_from_hf(config: Mapping[str, Any], family: Family, vocab_size: int | None = None) -> ModelConfig:
     """Read a config.json of the transformers library; `vocab_size` as above."""
-    keys = Keys({**family.hf_defaults, **config}, source="config.json: ")
+    keys = MetadataReader({**family.hf_defaults, **config}, source="config.json: ")
     return ModelConfig(family=family, **hf_shape(keys, family, vocab_size))
 
 
-class Keys:
+class MetadataReader:
     """One metadata mapping; `prefix` goes before every key, `source` before every message."""
 
     def __init__(self, values: Mapping[str, Any], prefix: str = "", source: str = "") -> None:
@@ -53,110 +53,110 @@ class Keys:
         self.prefix = prefix
         self.source = source
 
-    def fail(self, key: str, problem: str) -> ModelFileError:
-        """An error that names the key."""
-        return ModelFileError(f"{self.named(key)} {problem}")
+    def error(self, key: str, problem: str) -> ModelFileError:
+        """Return an error that names the key."""
+        return ModelFileError(f"{self.describe_key(key)} {problem}")
 
-    def named(self, key: str) -> str:
-        """The key as messages show it."""
+    def describe_key(self, key: str) -> str:
         return f"{self.source}metadata key {self.prefix + key!r}"
 
     def has(self, key: str) -> bool:
-        """Whether the key is there and not null."""
         return self.values.get(self.prefix + key) is not None
 
     def get(self, key: str, kind: type | tuple[type, ...], default: Any = None) -> Any:
-        """The value, of the given type; a missing one without a default is an error."""
+        """Return the value; raise if it is not of the given type, or missing without a default."""
         value = self.values.get(self.prefix + key)
         if value is None:
             if default is None:
-                raise self.fail(key, "is missing")
+                raise self.error(key, "is missing")
             return default
         if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
             wanted = " or ".join(k.__name__ for k in (kind if isinstance(kind, tuple) else (kind,)))
-            raise self.fail(key, f"must be {wanted}, not {type(value).__name__}")
+            raise self.error(key, f"must be {wanted}, not {type(value).__name__}")
         return value
 
-    def integer(self, key: str, default: int | None = None, least: int = 0, most: int = (1 << 63) - 1) -> int:
-        """A whole number within bounds; an array of one repeated number counts as that number."""
+    def integer(self, key: str, default: int | None = None, minimum: int = 0, maximum: int = (1 << 63) - 1) -> int:
+        """Return an integer within bounds; an array of one repeated number counts as that number."""
         values = self.array(key)
         if values is None:
             value = int(self.get(key, int, default))
         elif not values or not all(type(v) is int for v in values):
-            raise self.fail(key, "must be int, or an array of the same int for each layer")
+            raise self.error(key, "must be int, or an array of the same int for each layer")
         elif any(v != values[0] for v in values):
-            raise UnsupportedModelError(f"{self.named(key)} differs from layer to layer: not supported")
+            raise UnsupportedModelError(f"{self.describe_key(key)} differs from layer to layer: not supported")
         else:
             value = values[0]
-        if not least <= value <= most:
-            raise self.fail(key, f"is {value}, outside {least}..{most}")
+        if not minimum <= value <= maximum:
+            raise self.error(key, f"is {value}, outside {minimum}..{maximum}")
         return value
 
-    def number(self, key: str, default: float | None = None, least: float = 0.0, most: float = LARGEST) -> float:
-        """A finite number within bounds, whole or not."""
+    def number(
+        self, key: str, default: float | None = None, minimum: float = 0.0, maximum: float = MAX_NUMBER
+    ) -> float:
+        """Return a finite number within bounds."""
         value = self.get(key, (int, float), default)
-        if not least <= value <= most:  # so is NaN, and an int too large for a float
-            raise self.fail(key, f"is {repr(value)[:40]}, outside {least:g}..{most:g}")
+        if not minimum <= value <= maximum:  # NaN, and an int too large for a float, are rejected too
+            raise self.error(key, f"is {repr(value)[:40]}, outside {minimum:g}..{maximum:g}")
         return float(value)
 
-    def positive(self, key: str, default: float | None = None, least: float = SMALLEST) -> float:
-        """A number that float32 can divide by."""
-        return self.number(key, default, least)
+    def positive(self, key: str, default: float | None = None, minimum: float = MIN_POSITIVE) -> float:
+        """Return a number that float32 can divide by."""
+        return self.number(key, default, minimum)
 
     def cap(self, key: str, default: float) -> float:
-        """A soft cap: 0 is none, and anything between it and a real one is no number to divide by."""
+        """Return a soft cap: 0 is none; what lies between 0 and a usable cap cannot be divided by."""
         value = self.number(key, default)
-        if 0 < value < SMALLEST_CAP:
-            raise self.fail(key, f"is {value}: a cap is 0 or at least {SMALLEST_CAP}")
+        if 0 < value < MIN_SOFT_CAP:
+            raise self.error(key, f"is {value}: a cap is 0 or at least {MIN_SOFT_CAP}")
         return value
 
     def numbers(self, key: str) -> tuple[float, ...]:
-        """A list of positive numbers, empty where the key is missing."""
+        """Return a list of positive numbers, empty if the key is missing."""
         values = self.get(key, list, [])
-        if not all(isinstance(v, int | float) and SMALLEST <= v <= LARGEST for v in values):
-            raise self.fail(key, "must be a list of positive numbers")
+        if not all(isinstance(v, int | float) and MIN_POSITIVE <= v <= MAX_NUMBER for v in values):
+            raise self.error(key, "must be a list of positive numbers")
         return tuple(float(v) for v in values)
 
     def array(self, key: str) -> list[Any] | None:
-        """The value as a list where it is an array, else None."""
+        """Return the value as a list if it is an array, else None."""
         value = self.values.get(self.prefix + key)
         value = value.tolist() if value is not None and hasattr(value, "tolist") else value
         return value if isinstance(value, list) else None
 
 
 def layer_windows(window: int, full_every: int, n_layers: int) -> tuple[int, ...]:
-    """The window of each layer: every `full_every`-th one sees everything."""
+    """Return the window of each layer; every `full_every`-th has none."""
     return tuple(0 if full_every and (i + 1) % full_every == 0 else window for i in range(n_layers))
 
 
-def gguf_shape(keys: Keys, family: Family, vocab_size: int | None) -> dict[str, Any]:
-    """Every field of ModelConfig but `family`; `vocab_size` (the rows of the embedding) wins over the metadata."""
+def gguf_shape(keys: MetadataReader, family: Family, vocab_size: int | None) -> dict[str, Any]:
+    """Return every field of ModelConfig but `family`."""
     if keys.integer("expert_count", 0) > 0:
         raise UnsupportedModelError(f"{family.name}: mixture-of-experts models are not supported")
-    n_layers = keys.integer("block_count", least=1, most=MAX_LAYERS)
-    d_model = keys.integer("embedding_length", least=1, most=MAX_WIDTH)
-    n_heads = keys.integer("attention.head_count", least=1, most=MAX_WIDTH)
+    n_layers = keys.integer("block_count", minimum=1, maximum=MAX_LAYERS)
+    d_model = keys.integer("embedding_length", minimum=1, maximum=MAX_WIDTH)
+    n_heads = keys.integer("attention.head_count", minimum=1, maximum=MAX_WIDTH)
     head_dim = keys.integer("attention.key_length", max(d_model // n_heads, 1), 1, MAX_WIDTH)
     if keys.integer("attention.value_length", head_dim) != head_dim:
         raise UnsupportedModelError(
-            f"{keys.named('attention.value_length')} differs from the length of keys: not supported"
+            f"{keys.describe_key('attention.value_length')} differs from the length of keys: not supported"
         )
     rope_dim = keys.integer("rope.dimension_count", head_dim, 1, head_dim)
     if rope_dim % 2:
-        raise keys.fail("rope.dimension_count", f"is {rope_dim}, an odd number")
+        raise keys.error("rope.dimension_count", f"is {rope_dim}, an odd number")
     return {
         "n_layers": n_layers,
         "d_model": d_model,
         "n_heads": n_heads,
         "n_kv_heads": _kv_heads(keys, n_heads),
         "head_dim": head_dim,
-        "d_ff": keys.integer("feed_forward_length", least=1, most=MAX_WIDTH),
+        "d_ff": keys.integer("feed_forward_length", minimum=1, maximum=MAX_WIDTH),
         "vocab_size": vocab_size or _vocab_size(keys),
-        "context_length": keys.integer("context_length", least=1, most=MAX_CONTEXT),
+        "context_length": keys.integer("context_length", minimum=1, maximum=MAX_CONTEXT),
         "norm_eps": keys.positive("attention.layer_norm_rms_epsilon"),
         "rope_dim": rope_dim,
-        "rope_base": keys.positive("rope.freq_base", 10000.0, 1.0 + 1e-6),
-        "rope_scaling": _gguf_scaling(keys),
+        "rope_base": keys.positive("rope.freq_base", 10000.0, MIN_ROPE_BASE),
+        "rope_scaling": _gguf_rope_scaling(keys),
         "rope_local_base": _gguf_local_base(keys, family),
         "windows": _gguf_windows(keys, family, n_layers),
         "attention_scale": _attention_scale(keys, family, n_layers, d_model / n_heads, head_dim),
@@ -166,42 +166,45 @@ def gguf_shape(keys: Keys, family: Family, vocab_size: int | None) -> dict[str, 
     }
 
 
-def _kv_heads(keys: Keys, n_heads: int) -> int:
+def _kv_heads(keys: MetadataReader, n_heads: int) -> int:
     kv_heads = keys.integer("attention.head_count_kv", n_heads, 1, n_heads)
     if n_heads % kv_heads:
-        raise keys.fail("attention.head_count_kv", f"is {kv_heads}: {n_heads} heads cannot share them evenly")
+        raise keys.error("attention.head_count_kv", f"is {kv_heads}: {n_heads} heads cannot share them evenly")
     return kv_heads
 
 
-def _vocab_size(keys: Keys) -> int:
+def _vocab_size(keys: MetadataReader) -> int:
     tokens = keys.values.get("tokenizer.ggml.tokens")
     return keys.integer("vocab_size", len(tokens) if isinstance(tokens, list) else None, 1, MAX_VOCABULARY)
 
 
-def _gguf_local_base(keys: Keys, family: Family) -> float:
+def _gguf_local_base(keys: MetadataReader, family: Family) -> float:
     if not keys.has("rope.freq_base_swa"):
         return family.default_local_base
-    return keys.positive("rope.freq_base_swa", least=1.0 + 1e-6)
+    return keys.positive("rope.freq_base_swa", minimum=MIN_ROPE_BASE)
 
 
-def _attention_scale(keys: Keys, family: Family, n_layers: int, width_per_head: float, head_dim: int) -> float:
-    """GGUF has no key for it: the 27B Gemmas scale by width over heads, which only their depth gives away."""
-    usual = width_per_head if n_layers == DEPTH_OF_27B.get(family.name) else head_dim
+def _attention_scale(
+    keys: MetadataReader, family: Family, n_layers: int, width_per_head: float, head_dim: int
+) -> float:
+    """Return the scale of scores. GGUF has no key for it: the 27B Gemmas scale by width over heads, and only their
+    number of layers tells them apart."""
+    usual = width_per_head if n_layers == LAYERS_OF_27B.get(family.name) else head_dim
     return keys.positive("attention.scale", usual**-0.5)
 
 
-def _gguf_windows(keys: Keys, family: Family, n_layers: int) -> tuple[int, ...]:
+def _gguf_windows(keys: MetadataReader, family: Family, n_layers: int) -> tuple[int, ...]:
     key = "attention.sliding_window_pattern"
-    window = keys.integer("attention.sliding_window", family.default_window, most=MAX_CONTEXT)
+    window = keys.integer("attention.sliding_window", family.default_window, maximum=MAX_CONTEXT)
     pattern = keys.array(key)
     if pattern is None:
         return layer_windows(window, keys.integer(key, family.full_every), n_layers)
     if len(pattern) != n_layers or not all(isinstance(sliding, int) for sliding in pattern):
-        raise keys.fail(key, f"must have a bool for each of {n_layers} layers, not {len(pattern)} values")
+        raise keys.error(key, f"must have a bool for each of {n_layers} layers, not {len(pattern)} values")
     return tuple(window if sliding else 0 for sliding in pattern)
 
 
-def _gguf_scaling(keys: Keys) -> RopeScaling:
+def _gguf_rope_scaling(keys: MetadataReader) -> RopeScaling:
     linear = keys.positive("rope.scale_linear", 1.0)
     kind = keys.get("rope.scaling.type", str, "linear" if linear != 1.0 or keys.has("rope.scaling.factor") else "none")
     if kind not in GGUF_SCALINGS:
@@ -211,39 +214,41 @@ def _gguf_scaling(keys: Keys) -> RopeScaling:
         raise UnsupportedModelError("rope scaling with yarn_log_multiplier is not supported")
     factor = keys.positive("rope.scaling.factor", linear, MIN_ROPE_FACTOR)
     if kind == "yarn" and attention:
-        attention *= 1.0 + 0.1 * math.log(factor)  # the file's figure multiplies the formula's
-    context = keys.integer("context_length", least=1, most=MAX_CONTEXT)
-    least = 2 if kind in ("yarn", "longrope") else 0  # these take its logarithm
+        attention *= 1.0 + 0.1 * math.log(factor)  # the file's factor multiplies the formula's
+    context = keys.integer("context_length", minimum=1, maximum=MAX_CONTEXT)
+    minimum = 2 if kind in ("yarn", "longrope") else 0  # these take its logarithm
     return RopeScaling(
         kind=kind,
         factor=factor,
-        original_context=keys.integer("rope.scaling.original_context_length", context, least, MAX_CONTEXT),
+        original_context=keys.integer("rope.scaling.original_context_length", context, minimum, MAX_CONTEXT),
         attention_factor=attention or None,
         beta_fast=keys.positive("rope.scaling.yarn_beta_fast", 32.0),
         beta_slow=keys.positive("rope.scaling.yarn_beta_slow", 1.0),
     )
 
 
-def hf_shape(keys: Keys, family: Family, vocab_size: int | None) -> dict[str, Any]:
-    """Every field of ModelConfig but `family`; `vocab_size` (the rows of the embedding) wins over the metadata."""
-    n_layers = keys.integer("num_hidden_layers", least=1, most=MAX_LAYERS)
-    d_model, n_heads = (keys.integer(key, least=1, most=MAX_WIDTH) for key in ("hidden_size", "num_attention_heads"))
+def hf_shape(keys: MetadataReader, family: Family, vocab_size: int | None) -> dict[str, Any]:
+    """Return every field of ModelConfig but `family`."""
+    n_layers = keys.integer("num_hidden_layers", minimum=1, maximum=MAX_LAYERS)
+    d_model, n_heads = (
+        keys.integer(key, minimum=1, maximum=MAX_WIDTH) for key in ("hidden_size", "num_attention_heads")
+    )
     head_dim = keys.integer("head_dim", max(d_model // n_heads, 1), 1, MAX_WIDTH)
-    rope = _rope(keys, "full_attention")
-    turned = rope.number("partial_rotary_factor", keys.number("partial_rotary_factor", 1.0), most=1.0)
+    rope = _hf_rope(keys, "full_attention")
+    rotary_fraction = rope.number("partial_rotary_factor", keys.number("partial_rotary_factor", 1.0), maximum=1.0)
     return {
         "n_layers": n_layers,
         "d_model": d_model,
         "n_heads": n_heads,
         "n_kv_heads": keys.integer("num_key_value_heads", n_heads, 1, n_heads),
         "head_dim": head_dim,
-        "d_ff": keys.integer("intermediate_size", least=1, most=MAX_WIDTH),
-        "vocab_size": vocab_size or keys.integer("vocab_size", least=1, most=MAX_VOCABULARY),
-        "context_length": keys.integer("max_position_embeddings", least=1, most=MAX_CONTEXT),
+        "d_ff": keys.integer("intermediate_size", minimum=1, maximum=MAX_WIDTH),
+        "vocab_size": vocab_size or keys.integer("vocab_size", minimum=1, maximum=MAX_VOCABULARY),
+        "context_length": keys.integer("max_position_embeddings", minimum=1, maximum=MAX_CONTEXT),
         "norm_eps": keys.positive("rms_norm_eps", 1e-6),
-        "rope_dim": int(head_dim * turned),
-        "rope_base": rope.positive("rope_theta", 10000.0, LEAST_BASE),
-        "rope_scaling": _hf_scaling(rope, keys),
+        "rope_dim": int(head_dim * rotary_fraction),
+        "rope_base": rope.positive("rope_theta", 10000.0, MIN_ROPE_BASE),
+        "rope_scaling": _hf_rope_scaling(rope, keys),
         "rope_local_base": _hf_local_base(keys),
         "windows": _hf_windows(keys, family, n_layers),
         "attention_scale": keys.positive("query_pre_attn_scalar", float(head_dim)) ** -0.5,
@@ -253,22 +258,22 @@ def hf_shape(keys: Keys, family: Family, vocab_size: int | None) -> dict[str, An
     }
 
 
-def _activation(keys: Keys, family: Family) -> str:
+def _activation(keys: MetadataReader, family: Family) -> str:
     name = keys.get("hidden_activation", str, keys.get("hidden_act", str, "silu"))
     if name not in ACTIVATIONS and not (family.activation == "gelu_tanh" and name == "gelu"):
         raise UnsupportedModelError(f"config.json: activation {name!r} is not supported")
     return ACTIVATIONS.get(name, family.activation)
 
 
-def _hf_windows(keys: Keys, family: Family, n_layers: int) -> tuple[int, ...]:
-    window = keys.integer("sliding_window", 0, most=MAX_CONTEXT)
+def _hf_windows(keys: MetadataReader, family: Family, n_layers: int) -> tuple[int, ...]:
+    window = keys.integer("sliding_window", 0, maximum=MAX_CONTEXT)
     if not keys.get("use_sliding_window", bool, True):
         window = 0
     kinds = keys.values.get("layer_types")
     if kinds is not None:
-        if not isinstance(kinds, list) or len(kinds) != n_layers or any(kind not in LAYER_KINDS for kind in kinds):
+        if not isinstance(kinds, list) or len(kinds) != n_layers or any(kind not in LAYER_TYPES for kind in kinds):
             raise UnsupportedModelError(
-                f"{keys.named('layer_types')} must name full_attention or sliding_attention "
+                f"{keys.describe_key('layer_types')} must name full_attention or sliding_attention "
                 f"for each of {n_layers} layers"
             )
         return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
@@ -278,38 +283,40 @@ def _hf_windows(keys: Keys, family: Family, n_layers: int) -> tuple[int, ...]:
     return layer_windows(window, keys.integer("sliding_window_pattern", family.full_every), n_layers)
 
 
-def _rope(keys: Keys, layer_kind: str) -> Keys:
-    """The rope settings of one kind of layer: `rope_parameters`, or the older `rope_theta` and `rope_scaling`."""
+def _hf_rope(keys: MetadataReader, layer_kind: str) -> MetadataReader:
+    """Return the rope settings of one layer type: `rope_parameters`, or the older `rope_theta` and `rope_scaling`."""
     new = keys.get("rope_parameters", dict, {})
     if layer_kind in new:
-        inner = Keys(new, source=f"{keys.source}rope_parameters: ")
-        return Keys(inner.get(layer_kind, dict), source=inner.source)
+        inner = MetadataReader(new, source=f"{keys.source}rope_parameters: ")
+        return MetadataReader(inner.get(layer_kind, dict), source=inner.source)
     if new:
-        return Keys(new, source=f"{keys.source}rope_parameters: ")
+        return MetadataReader(new, source=f"{keys.source}rope_parameters: ")
     old = keys.get("rope_scaling", dict, {})
-    return Keys({"rope_theta": keys.number("rope_theta", 10000.0), **old}, source=f"{keys.source}rope_scaling: ")
+    return MetadataReader(
+        {"rope_theta": keys.number("rope_theta", 10000.0), **old}, source=f"{keys.source}rope_scaling: "
+    )
 
 
-def _hf_local_base(keys: Keys) -> float:
+def _hf_local_base(keys: MetadataReader) -> float:
     if "sliding_attention" in keys.get("rope_parameters", dict, {}):
-        local = _rope(keys, "sliding_attention")
+        local = _hf_rope(keys, "sliding_attention")
         if local.get("rope_type", str, "default") != "default":
             raise UnsupportedModelError("rope scaling of the layers with a sliding window is not supported")
-        return local.positive("rope_theta", 10000.0, LEAST_BASE)
-    return keys.positive("rope_local_base_freq", least=LEAST_BASE) if keys.has("rope_local_base_freq") else 0.0
+        return local.positive("rope_theta", 10000.0, MIN_ROPE_BASE)
+    return keys.positive("rope_local_base_freq", minimum=MIN_ROPE_BASE) if keys.has("rope_local_base_freq") else 0.0
 
 
-def _hf_scaling(rope: Keys, keys: Keys) -> RopeScaling:
+def _hf_rope_scaling(rope: MetadataReader, keys: MetadataReader) -> RopeScaling:
     kind = rope.get("rope_type", str, rope.get("type", str, "default"))
     if kind not in HF_SCALINGS:
         raise UnsupportedModelError(f"rope scaling {kind!r} is not supported (supported: {', '.join(HF_SCALINGS)})")
     key = "original_max_position_embeddings"
-    context = keys.integer("max_position_embeddings", least=1, most=MAX_CONTEXT)
-    least = 2 if kind in ("yarn", "longrope", "su") else 1  # these take its logarithm
-    original = rope.integer(key, keys.integer(key, context, 1, MAX_CONTEXT), least, MAX_CONTEXT)
+    context = keys.integer("max_position_embeddings", minimum=1, maximum=MAX_CONTEXT)
+    minimum = 2 if kind in ("yarn", "longrope", "su") else 1  # these take its logarithm
+    original = rope.integer(key, keys.integer(key, context, 1, MAX_CONTEXT), minimum, MAX_CONTEXT)
     low, high = rope.number("low_freq_factor", 1.0), rope.number("high_freq_factor", 4.0)
     if high <= low:
-        raise rope.fail("high_freq_factor", f"is {high}, not above low_freq_factor ({low})")
+        raise rope.error("high_freq_factor", f"is {high}, not above low_freq_factor ({low})")
     return RopeScaling(
         kind={"default": "none", "su": "longrope"}.get(kind, kind),
         factor=rope.positive("factor", context / original, MIN_ROPE_FACTOR),
