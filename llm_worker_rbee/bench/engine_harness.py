@@ -107,7 +107,7 @@ class EngineHarness:
         seconds += 0.0 if between is not None else time.perf_counter() - start
         if at_end is not None:
             at_end()
-        outputs = [request.ids[n:] for request, n in zip(requests, before, strict=True)]
+        outputs = [request.ids[n : n + tokens] for request, n in zip(requests, before, strict=True)]
         self._abort(requests)
         assert all(len(output) == tokens for output in outputs), "a sequence was left out of a step"
         return TimedRun(seconds, tokens * batch, tokens, outputs, between_s)

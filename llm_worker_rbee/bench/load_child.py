@@ -6,6 +6,7 @@ it would import NumPy before the clock of the import starts.
 """
 
 import json
+import os
 import sys
 import time
 
@@ -22,7 +23,9 @@ PROMPT_LENGTHS = (5, 40, 130, 300)
 
 
 def main() -> None:
-    """Load, generate one token, print."""
+    """Load, generate one token, print; whatever libraries print goes to standard error."""
+    reply = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
     started, given = float(sys.argv[1]), json.loads(sys.argv[2])
     after_import = process_stats.resident_memory()
     llm = LLM(given["model"], **given["options"])
@@ -36,7 +39,7 @@ def main() -> None:
         sizes |= device_memory(llm)
         decode_many_sizes(llm)
         sizes |= {f"{name}_after_batches": size for name, size in device_memory(llm).items()}
-    print(json.dumps({"seconds": phases, "bytes": sizes}))
+    print(json.dumps({"seconds": phases, "bytes": sizes}), file=reply, flush=True)
 
 
 def device_memory(llm: LLM) -> dict[str, int]:

@@ -10,7 +10,7 @@ import pytest
 from .conftest import Run
 
 
-def test_the_reference_against_itself_is_exact(cli: Run, tiny: Path) -> None:
+def test_accuracy_reference_against_itself_is_exact(cli: Run, tiny: Path) -> None:
     done = cli("bench", "accuracy", tiny, "--tokens", "100", "--json", "--backend", "reference")
     assert done.returncode == 0, done.stderr
     (line,) = done.stdout.decode().splitlines()
@@ -26,7 +26,7 @@ def test_the_reference_against_itself_is_exact(cli: Run, tiny: Path) -> None:
     assert (run["model"]["name"], len(run["model"]["sha256"])) == ("tiny.gguf", 64)
 
 
-def test_the_table_of_own_prompts_and_text(cli: Run, tiny: Path, tmp_path: Path) -> None:
+def test_accuracy_prints_a_table_of_own_prompts_and_text(cli: Run, tiny: Path, tmp_path: Path) -> None:
     (tmp_path / "p.txt").write_text("he said\nshe said\n")
     (tmp_path / "t.txt").write_text("some text of one's own\n")
     done = cli("bench", "accuracy", tiny, "--prompts", tmp_path / "p.txt", "--text", tmp_path / "t.txt")
@@ -36,7 +36,7 @@ def test_the_table_of_own_prompts_and_text(cli: Run, tiny: Path, tmp_path: Path)
     assert "truth: the reference backend" in done.stdout.decode()
 
 
-def test_a_run_compares_with_its_baseline_on_any_machine(cli: Run, tiny: Path, tmp_path: Path) -> None:
+def test_accuracy_compares_with_a_baseline_of_any_machine(cli: Run, tiny: Path, tmp_path: Path) -> None:
     saved = tmp_path / "run.json"
     assert cli("bench", "accuracy", tiny, "--tokens", "50", "--save", saved).returncode == 0
     run = json.loads(saved.read_text())
@@ -63,7 +63,9 @@ def test_a_run_compares_with_its_baseline_on_any_machine(cli: Run, tiny: Path, t
         (["--against", "transformers", "--peer-python", "/nonexistent/python"], 1, "cannot run"),
     ],
 )
-def test_what_is_wrong_is_one_line(cli: Run, tiny: Path, args: list[str], status: int, told: str) -> None:
+def test_accuracy_invalid_options_fail_in_one_line(
+    cli: Run, tiny: Path, args: list[str], status: int, told: str
+) -> None:
     done = cli("bench", "accuracy", tiny, *args)
     assert (done.returncode, done.stdout) == (status, b"")
     assert told in done.stderr.decode()

@@ -28,7 +28,7 @@ def asked(cli: Run, *args: str | Path) -> dict[str, Any]:
     return value
 
 
-def test_json_has_the_promised_names(cli: Run, tiny: Path) -> None:
+def test_e2e_json_has_the_documented_names(cli: Run, tiny: Path) -> None:
     run = asked(cli, tiny, *SHORT)
     found = {one["name"]: one for one in run["results"]}
     assert set(found) == {"pp8", "tg3", "ttft", "bytes_per_token", "peak_memory"}
@@ -43,7 +43,7 @@ def test_json_has_the_promised_names(cli: Run, tiny: Path) -> None:
     assert run["details"]["limits"]["threads"] == run["settings"]["threads"]
 
 
-def test_the_table(cli: Run, tiny: Path) -> None:
+def test_e2e_prints_a_table(cli: Run, tiny: Path) -> None:
     done = cli("bench", "e2e", tiny, "--pp", "4,8", "--tg", "2", "--depth", "0,16", "--batch", "1,2", "-r", "1")
     assert done.returncode == 0, done.stderr
     lines = done.stdout.decode().splitlines()
@@ -59,7 +59,7 @@ def test_the_table(cli: Run, tiny: Path) -> None:
     assert b"llama-bench does not sample" in done.stderr
 
 
-def test_guesses_and_a_shared_prefix(cli: Run, tiny: Path) -> None:
+def test_e2e_speculative_and_prefix_rows(cli: Run, tiny: Path) -> None:
     options = ("--pp", "0", "--tg", "24", "-r", "1", "--prefix", "32", "--speculative", "ngram", "--draft-tokens", "2")
     done = cli("bench", "e2e", tiny, *options)
     assert done.returncode == 0, done.stderr
@@ -71,7 +71,7 @@ def test_guesses_and_a_shared_prefix(cli: Run, tiny: Path) -> None:
     assert run["settings"]["draft_model"] == str(tiny)
 
 
-def test_a_synthetic_model(spawn: Run) -> None:
+def test_e2e_synthetic_model(spawn: Run) -> None:
     done = spawn(
         "bench", "e2e", "--synthetic", "smollm2-135m:Q4_0:1", "--pp", "2", "--tg", "1", "-r", "1", "--threads", "1",
         "--json",
@@ -97,14 +97,14 @@ def test_a_synthetic_model(spawn: Run) -> None:
         (("--speculative", "ngram", "--draft-model", "x.gguf"), 2, b"error: both --speculative and --draft-model"),
     ],
 )
-def test_what_is_wrong_is_said(cli: Run, tiny: Path, args: tuple[str, ...], status: int, told: bytes) -> None:
+def test_e2e_invalid_options_fail(cli: Run, tiny: Path, args: tuple[str, ...], status: int, told: bytes) -> None:
     done = cli("bench", "e2e", tiny, *args)
     assert done.returncode == status
     assert done.stderr.splitlines()[-1].startswith(told)
     assert done.stdout == b""
 
 
-def test_a_baseline_of_its_own(cli: Run, tiny: Path, tmp_path: Path) -> None:
+def test_e2e_compares_with_a_baseline(cli: Run, tiny: Path, tmp_path: Path) -> None:
     saved = tmp_path / "run.json"
     assert cli("bench", "e2e", tiny, *SHORT, "--save", saved).returncode == 0
     done = cli("bench", "e2e", tiny, *SHORT, "--baseline", saved, "--threshold", "1000", "--json")
@@ -113,7 +113,7 @@ def test_a_baseline_of_its_own(cli: Run, tiny: Path, tmp_path: Path) -> None:
     assert names == {"pp8", "tg3", "ttft", "bytes_per_token", "peak_memory"}
 
 
-def test_ctrl_c_keeps_what_was_measured(tiny: Path, tmp_path: Path) -> None:
+def test_e2e_ctrl_c_keeps_results(tiny: Path, tmp_path: Path) -> None:
     saved = tmp_path / "run.json"
     command = [sys.executable, "-m", "llm_worker_rbee", "bench", "e2e", str(tiny), "--pp", "4", "--tg", "3"]
     process = spawn_process(

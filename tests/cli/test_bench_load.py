@@ -8,7 +8,7 @@ from pathlib import Path
 from .conftest import Run
 
 
-def test_the_table_and_the_object(cli: Run, tiny: Path, tmp_path: Path) -> None:
+def test_load_prints_a_table_and_saves_the_run(cli: Run, tiny: Path, tmp_path: Path) -> None:
     saved = tmp_path / "run.json"
     done = cli("bench", "load", tiny, "-r", "1", "--save", saved)
     assert done.returncode == 0, done.stderr
@@ -25,7 +25,7 @@ def test_the_table_and_the_object(cli: Run, tiny: Path, tmp_path: Path) -> None:
     }
 
 
-def test_a_model_that_is_none(cli: Run, tmp_path: Path) -> None:
+def test_load_invalid_model_fails_in_one_line(cli: Run, tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     path.write_bytes(b"no model at all, but long enough to be looked at")
     done = cli("bench", "load", path, "-r", "1")

@@ -19,7 +19,7 @@ def fake(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return program(tmp_path_factory.mktemp("bin") / "llama-bench", FAKE.format(python=sys.executable))
 
 
-def test_the_table(cli: Run, tiny: Path, fake: Path) -> None:
+def test_peers_prints_a_table(cli: Run, tiny: Path, fake: Path) -> None:
     options = ("--pp", "8", "--tg", "2", "-r", "2", "--llama-bench", fake, "--peer", "llama-bench")
     done = cli("bench", "peers", tiny, *options, "--peer", "llama-cpp-python")
     assert done.returncode == 0, done.stderr
@@ -33,7 +33,7 @@ def test_the_table(cli: Run, tiny: Path, fake: Path) -> None:
     assert "left out: llama-cpp-python: llama_cpp not installed" in notes
 
 
-def test_the_object_of_a_synthetic_model(cli: Run, fake: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peers_json_of_a_synthetic_model(cli: Run, fake: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     options = ("--pp", "2", "--tg", "0", "-r", "1", "--llama-bench", fake, "--peer", "llama-bench", "--json")
     done = cli("bench", "peers", "--synthetic", "smollm2-135m:Q4_0:1", *options)
@@ -46,7 +46,7 @@ def test_the_object_of_a_synthetic_model(cli: Run, fake: Path, tmp_path: Path, m
     assert run["model"]["name"] == "smollm2-135m-Q4_0-1.gguf"
 
 
-def test_wrong_usage(cli: Run, tiny: Path) -> None:
+def test_peers_invalid_options_fail(cli: Run, tiny: Path) -> None:
     done = cli("bench", "peers", tiny, "--peer", "vllm")
     assert (done.returncode, done.stdout) == (1, b"")
     assert done.stderr.startswith(
@@ -58,7 +58,7 @@ def test_wrong_usage(cli: Run, tiny: Path) -> None:
     assert (done.returncode, done.stdout) == (2, b"")
 
 
-def test_several_at_once(cli: Run, tiny: Path, tmp_path: Path) -> None:
+def test_peers_batch_beside_llama_server(cli: Run, tiny: Path, tmp_path: Path) -> None:
     options = ("--tg", "40", "--batch", "2", "-r", "1", "--llama-server", server(tmp_path))
     done = cli("bench", "peers", tiny, *options)
     assert done.returncode == 0, done.stderr

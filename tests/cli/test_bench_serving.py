@@ -20,7 +20,7 @@ def found(stdout: bytes) -> dict[str, Any]:
     return run | {"by_name": {result["name"]: result for result in run["results"]}}
 
 
-def test_json_has_every_figure_and_no_secret(cli: Run) -> None:
+def test_serving_json_has_every_result_and_no_secret(cli: Run) -> None:
     with serving(key="s3cret") as server:
         done = cli(
             "bench", "serving", server.url, "-n", "5", "-c", "2", "--rate", "500", "--json", "--api-key", "s3cret",
@@ -44,7 +44,7 @@ def test_json_has_every_figure_and_no_secret(cli: Run) -> None:
     assert run["settings"]["rate"] == 500.0
 
 
-def test_the_table_and_a_saved_run(cli: Run, tmp_path: Path) -> None:
+def test_serving_prints_a_table_and_saves_the_run(cli: Run, tmp_path: Path) -> None:
     saved = tmp_path / "run.json"
     with serving("ok", "ok", "busy", "silent") as server:
         done = cli("bench", "serving", server.url, "-n", "4", "-c", "1", "-m", "mine", "--save", saved)
@@ -64,7 +64,7 @@ def test_the_table_and_a_saved_run(cli: Run, tmp_path: Path) -> None:
     assert {"request_throughput", "ttft/p99", "errors"} <= names
 
 
-def test_prompts_of_a_file_are_all_asked(cli: Run, tmp_path: Path) -> None:
+def test_serving_sends_all_prompts_of_a_file(cli: Run, tmp_path: Path) -> None:
     path = tmp_path / "p.jsonl"
     path.write_text('{"prompt": "one"}\n{"messages": [{"role": "user", "content": "two"}], "max_tokens": 3}\n')
     with serving() as server:
@@ -93,14 +93,14 @@ def test_prompts_of_a_file_are_all_asked(cli: Run, tmp_path: Path) -> None:
         ([], "URL"),
     ],
 )
-def test_wrong_usage_is_said_before_anything_is_sent(cli: Run, args: list[str], told: str) -> None:
+def test_serving_invalid_options_fail_before_sending(cli: Run, args: list[str], told: str) -> None:
     done = cli("bench", "serving", *args)
     assert done.returncode == 2
     assert told in done.stderr.decode()
     assert done.stdout == b""
 
 
-def test_a_server_that_is_not_there_is_one_line(cli: Run) -> None:
+def test_serving_unreachable_server_fails_in_one_line(cli: Run) -> None:
     with serving() as server:
         url = server.url
     done = cli("bench", "serving", url, "--json")
@@ -109,7 +109,7 @@ def test_a_server_that_is_not_there_is_one_line(cli: Run) -> None:
     assert "Connection refused" in done.stderr.decode()
 
 
-def test_when_nothing_was_answered_the_status_says_so(cli: Run) -> None:
+def test_serving_without_answers_exits_1(cli: Run) -> None:
     with serving("busy") as server:
         done = cli("bench", "serving", server.url, "-n", "3", "--warm-up", "0", "--json")
     assert done.returncode == 1
@@ -117,7 +117,7 @@ def test_when_nothing_was_answered_the_status_says_so(cli: Run) -> None:
     assert b"no request was answered: try later" in done.stderr
 
 
-def test_ctrl_c_keeps_what_was_measured(terminal: Any, tmp_path: Path) -> None:
+def test_serving_ctrl_c_keeps_results(terminal: Any, tmp_path: Path) -> None:
     saved = tmp_path / "run.json"
     with serving(*["ok"] * 4, "hang") as server:
         pressed: Terminal = terminal("bench", "serving", server.url, "-n", "9", "-c", "1", "--save", saved)

@@ -40,7 +40,7 @@ def is_there(pid: int) -> bool:
     return True
 
 
-def test_a_server_is_started_measured_and_ended(cli: Run, tiny: Path) -> None:
+def test_spawn_server_is_started_measured_and_ended(cli: Run, tiny: Path) -> None:
     served = ("-m", tiny, "--serve-args", "--served-model-name 'mine' --kv-memory 8M", "--api-key", "secret")
     done = cli("bench", "serving", "--spawn", *served, *SMALL)
     assert done.returncode == 0, done.stderr
@@ -58,7 +58,7 @@ def test_a_server_is_started_measured_and_ended(cli: Run, tiny: Path) -> None:
     assert b"secret" not in done.stdout + done.stderr
 
 
-def test_the_null_engine_and_the_table(cli: Run, tiny: Path) -> None:
+def test_spawn_null_engine_prints_a_table(cli: Run, tiny: Path) -> None:
     done = cli("bench", "serving", "--spawn", "--engine", "null", "-m", tiny, *SMALL[:-1])
     assert done.returncode == 0, done.stderr
     for told in ("output tokens", "client's processor time", "requests, as it counts", "KV cache still in use"):
@@ -76,13 +76,13 @@ def test_the_null_engine_and_the_table(cli: Run, tiny: Path) -> None:
         ([], 2, "give the URL of a server, or --spawn"),
     ],
 )
-def test_what_cannot_be_started_is_said(cli: Run, args: list[str], status: int, told: str) -> None:
+def test_spawn_invalid_options_fail(cli: Run, args: list[str], status: int, told: str) -> None:
     done = cli("bench", "serving", *args)
     assert (done.returncode, done.stdout) == (status, b"")
     assert told in " ".join(done.stderr.decode().split())
 
 
-def test_a_server_ends_with_its_block_whatever_happens(tiny: Path) -> None:
+def test_server_process_ends_with_its_block(tiny: Path) -> None:
     with suppress(ZeroDivisionError), ServerProcess(["-m", str(tiny)]) as server:
         pid = server.pid
         assert is_there(pid)
@@ -131,7 +131,7 @@ def watched() -> Iterator[Watched]:
     made.server.server_close()
 
 
-def test_health_is_asked_for_beside_the_load(watched: Watched) -> None:
+def test_server_monitor_counts_health_checks(watched: Watched) -> None:
     watch = ServerMonitor(f"127.0.0.1:{watched.server.server_port}", os.getpid())
     watch.begin()
     watch.open()
@@ -146,6 +146,6 @@ def test_health_is_asked_for_beside_the_load(watched: Watched) -> None:
     assert 0 < found["health/median"].estimate <= found["health/p99"].estimate <= found["health/max"].estimate
 
 
-def test_figures_of_prometheus() -> None:
+def test_parse_metrics_without_labels() -> None:
     text = '# HELP x\nllm_worker_num_preemptions_total 3.0\nother{a="b"} 4\nplain 1e+06\n\nllm_worker_up NaN\n'
     assert parse_metrics(text) == {"num_preemptions_total": 3.0, "plain": 1e6}

@@ -7,6 +7,7 @@ Results are named MODEL/NAME. As a program it is such a process: MODEL and the p
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -55,12 +56,14 @@ def _measure(model: synthetic.Spec, plan: Plan) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure one model and print the results."""
+    """Measure one model and print the results; whatever libraries print goes to standard error."""
+    reply = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
     recorder, plan = Recorder("e2e"), Plan(**json.loads(sys.argv[2]))
     run(recorder, lambda *_: None, synthetic.parse(sys.argv[1]), plan)
     results = [result.as_json() for result in recorder.results()]
     output = {"results": results, "model": recorder.model, "details": recorder.details}
-    print(json.dumps(replace_non_finite(output)), flush=True)
+    print(json.dumps(replace_non_finite(output)), file=reply, flush=True)
 
 
 if __name__ == "__main__":
