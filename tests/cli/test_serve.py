@@ -236,7 +236,7 @@ def test_port_in_use_is_named(spawn: Run) -> None:
         ([], {"LLM_WORKER_API_KEY": "a", "LLORCH_API_TOKEN": "b"}, 1, "hold different keys"),
         ([], {"LLM_WORKER_API_KEY": "two words"}, 1, "cannot be a key"),
         (["--api-key-file", "/nowhere/key"], {}, 1, "cannot read /nowhere/key"),
-        (["--callback-url", "ftp://x"], {}, 1, "--callback-url 'ftp://x' is not an address"),
+        (["--callback-url", "ftp://x"], {}, 1, "--callback-url 'ftp://x' is not a URL"),
         (["--heartbeat-url", "http://[x"], {}, 1, "--heartbeat-url"),
         (["--cors-origin", "evil.com"], {}, 2, "--cors-origin 'evil.com'"),
         (["--worker-id", "a\nb"], {}, 2, "--worker-id"),
