@@ -135,7 +135,7 @@ def test_packed_bytes_of_fp8_matches_memory() -> None:
 
 
 def test_quantize_fp8_refused_on_cpu_and_quantized_files() -> None:
-    with pytest.raises(InvalidRequestError, match=r"quantize fp8 is for an NVIDIA GPU.*use device cuda, or quantize"):
+    with pytest.raises(InvalidRequestError, match=r"quantize fp8 needs an NVIDIA GPU.*use device cuda, or quantize"):
         LLM("/no/such/file.gguf", device="cpu", quantize="fp8")
     with pytest.raises(InvalidRequestError, match=r"F32, F16, BF16, and tensor '\S+' is Q\d_0 already: leave quantize"):
         quantize_checkpoint(cuda_models.random_checkpoint(cuda_models.GROUPED, "Q4_0"), "fp8")
