@@ -48,38 +48,61 @@ IMPORTS: dict[str, set[str]] = {
 HEAVY = {"torch", "triton", "numba", "matplotlib", "scipy", "psutil", "huggingface_hub", "readline"}
 LAZY = HEAVY | {"rich", "llvmlite"}
 NOT_IN_CORE = {"torch", "triton", "transformers", "gguf", "sentencepiece", "safetensors", "pytest"}
-LAZY_TABLES = {"cli/__init__.py", "__init__.py", "__main__.py"}  # these import a command or the API on demand
+LAZY_MODULES = {
+    "cli/__init__.py": "the command table imports a command's module when it is called",
+    "__init__.py": "the API is imported on first use",
+    "__main__.py": "errors of importing the commands are reported in one line",
+    "bench/matmul_ceiling.py": "kernels of the CPU backend, which need Numba",
+}
+SECOND_PLACES = {  # beside the one place of a heavy package
+    "torch": {"bench/load_child.py": "the driver's count of device memory", "bench/roofline.py": "a GPU's limits"},
+}
 
 # Line budgets. "." are the modules at the top of the package.
 LINES = {
-    ".": 2_000,
+    ".": 1_720,
     "backends": 1_050,
     "backends/cpu": 5_480,
-    "backends/cuda": 4_700,
-    "bench": 8_300,
+    "backends/cuda": 4_740,
+    "bench": 9_420,
     "cache": 60,
-    "cli": 2_900,
-    "cli/bench": 1_600,
+    "cli": 2_920,
+    "cli/bench": 1_500,
     "engine": 2_150,
     "layers": 270,
-    "models": 1_450,
-    "server": 3_450,
-    "tokenizer": 1_620,
-    "weights": 3_450,
+    "models": 1_350,
+    "server": 3_400,
+    "tokenizer": 1_600,
+    "weights": 3_420,
 }
-MAX_TOTAL_LINES = 37_000
-MAX_BENCH_LINES = 9_500  # bench with its commands
-MAX_MODULES = 190
+MAX_TOTAL_LINES = 38_900
+MAX_BENCH_LINES = 10_900  # bench with its commands
+MAX_MODULES = 221
 MAX_FOLDER_FILES = 25
 MAX_FILE_LINES = 800
 LISTED_FILE_LINES = 600  # longer files are named here
 LONG_FILES: set[str] = set()
 MAX_FUNCTION_LINES = 60
 # Kernels, and commands whose signature is the list of their options.
-LONG_FUNCTIONS: set[str] = set()
+LONG_FUNCTIONS = {
+    "backends/cuda/attention_decode.py:decode_attention",
+    "backends/cuda/attention_decode.py:decode_attention_gqa",
+    "backends/cuda/attention_prefill.py:prefill_attention",
+    "backends/cuda/gemv.py:gemv_dense",
+    "backends/cuda/gemv.py:gemv_packed",
+    "cli/bench/accuracy.py:accuracy",
+    "cli/bench/e2e.py:e2e",
+    "cli/bench/peers.py:peers",
+}
 MIN_MODULE_LINES = 80  # a shorter module with a single client is part of that client, unless there is a reason
-SMALL_MODULES: dict[str, str] = {
+SMALL_MODULES = {
     "backends/cpu/f16c_fallback.py": "LLVM IR that x86 without F16C needs; not part of SIMD vectors",
+    "bench/e2e/isolated.py": "the child process of one measurement",
+    "cache/kv_cache.py": "a layer of its own, tested alone",
+    "engine/dummy_model.py": "replaces the model for `serve --engine null`",
+    "engine/token_budget.py": "a controller without arrays, tested alone",
+    "weights/quants/k.py": "one file for each group of quantization types",
+    "weights/quants/nan_check.py": "a check of files, not a decoder",
 }
 
 
@@ -195,13 +218,14 @@ def test_imports_stand_at_the_top_except_optional_packages(path: Path) -> None:
         is_extra = path.parent == PACKAGE / "backends" / "cuda" and top in ("torch", "triton")
         assert is_inner or is_extra or top not in NOT_IN_CORE, f"{relative(path)}:{line}: the core has no {top}"
         if is_inner:
-            is_lazy = top in LAZY or relative(path) in LAZY_TABLES
+            is_lazy = top in LAZY or relative(path) in LAZY_MODULES
             assert is_lazy, f"{relative(path)}:{line}: {name} is imported inside a function"
 
 
 @pytest.mark.parametrize("package", sorted(HEAVY))
 def test_heavy_package_is_imported_in_one_place(package: str) -> None:
     found = {path for path in FILES for name, _, _ in imports(path) if name.split(".")[0] == package}
+    found = {path for path in found if relative(path) not in SECOND_PLACES.get(package, {})}
     places = {path.parent if path.parent.name in ("cpu", "cuda") else path for path in found}
     assert len(places) <= 1, f"{package} is imported in {sorted(map(str, places))}"
 
