@@ -12,7 +12,7 @@ from llm_worker_rbee.backends import reference_sampling
 from llm_worker_rbee.backends.ops import SampleRow
 from llm_worker_rbee.backends.reference import ReferenceBackend
 from llm_worker_rbee.engine.request import Request, SamplingParams
-from llm_worker_rbee.engine.sampler import draw_seed, sample_rows, token_logprobs
+from llm_worker_rbee.engine.sampler import COPIED_PARAMS, draw_seed, sample_rows, token_logprobs
 from tests.backends.test_reference_sampling import some_logits
 
 ops = ReferenceBackend()
@@ -172,3 +172,8 @@ def test_token_logprobs_of_distant_logits_are_finite() -> None:
     entry = token_logprobs(ops, logits, [1], 1)[0]
     assert entry.logprob == pytest.approx(-2e4)
     assert entry.top == ((0, 0.0),)
+
+
+def test_sample_row_defaults_equal_sampling_params() -> None:
+    params, row = SamplingParams(), SampleRow()
+    assert {name: getattr(row, name) for name in COPIED_PARAMS} == {n: getattr(params, n) for n in COPIED_PARAMS}
