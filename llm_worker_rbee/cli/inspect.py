@@ -24,23 +24,16 @@ MAX_VALUE_CHARS = 60
 SHAPE_LABELS = {
     "layers": "layers", "width": "width", "feed_forward": "feed-forward", "heads": "heads", "kv_heads": "KV heads",
 }  # fmt: skip
+CONTEXT_OPTION = typer.Option(
+    "--context", "--max-context", "-c", metavar="N", min=1, show_default="the model's",
+    help="Show the memory for N tokens of context.",
+)  # fmt: skip
 
 
 @gather(capacity=CapacityOptions)
 def inspect(
     model: Annotated[str | None, typer.Argument(metavar="MODEL", help=MODEL_HELP)] = None,
-    context: Annotated[
-        int | None,
-        typer.Option(
-            "--context",
-            "--max-context",
-            "-c",
-            metavar="N",
-            min=1,
-            show_default="the model's",
-            help="Show the memory for N tokens of context.",
-        ),
-    ] = None,
+    context: Annotated[int | None, CONTEXT_OPTION] = None,
     tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor.")] = False,
     metadata: Annotated[
         bool, typer.Option("--metadata", help="List every metadata key; with --json, long lists in full.")
