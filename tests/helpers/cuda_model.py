@@ -14,7 +14,6 @@ import torch
 from llm_worker_rbee.backends.cuda import CudaBackend
 from llm_worker_rbee.backends.cuda.fp8 import quantize_e4m3
 from llm_worker_rbee.backends.cuda.packed_weight import DENSE, FP8, PackedWeight, WeightPart, dequantize
-from llm_worker_rbee.backends.cuda.packed_weight import random_part as random_planes
 from llm_worker_rbee.backends.cuda.repack import REPACK_RULES
 from llm_worker_rbee.backends.ops import AttentionParams, Batch
 from llm_worker_rbee.bench.synthetic import Plan, Spec, parse, plans, without_weights
@@ -26,6 +25,7 @@ from llm_worker_rbee.layers.rms_norm import RMSNorm
 from llm_worker_rbee.layers.rope import rope_table
 from llm_worker_rbee.layers.swiglu import SwiGLU
 from llm_worker_rbee.models import Transformer, read_model_config
+from tests.helpers.random_planes import random_planes
 
 OPS = CudaBackend(0)
 

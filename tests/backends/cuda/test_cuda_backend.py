@@ -17,6 +17,7 @@ from llm_worker_rbee.layers.rope import inverse_frequencies
 from llm_worker_rbee.weights.quants import BLOCK_TYPES
 from tests.helpers import int8_activations, torch_attention
 from tests.helpers.layer_inputs import BlockTables, Floats, normal
+from tests.helpers.random_planes import random_planes
 from tests.helpers.random_tensors import random_tensor, relative_error
 
 cuda = CudaBackend()
@@ -38,7 +39,7 @@ def test_backend_has_every_op() -> None:
 def test_gemv_int8_matches_quantized_product(kind: str, blocks: int, tokens: int, rng: np.random.Generator) -> None:
     """The kernel is exact on its int8 input; `two_term` restores what the rounding lost."""
     torch.manual_seed(1)
-    part = packed_weight.random_part(kind, 20, 32 * blocks, DEVICE)
+    part = random_planes(kind, 20, 32 * blocks, DEVICE)
     x = on_device(normal(rng, tokens, 32 * blocks))
     wanted = x.double() @ packed_weight.dequantize(part).double().T
     quantized = (
@@ -57,7 +58,7 @@ def test_gemv_int8_matches_quantized_product(kind: str, blocks: int, tokens: int
 def test_gemm_tensor_cores_odd_shapes(kind: str, rng: np.random.Generator) -> None:
     """Rows, tokens and blocks that fill no tile; activations beyond the range of float16."""
     torch.manual_seed(2)
-    part = packed_weight.random_part(kind, 45, 32 * 18, DEVICE)
+    part = random_planes(kind, 45, 32 * 18, DEVICE)
     x = on_device(normal(rng, 18, 32 * 18, scale=1e6))
     assert relative_error(linear.gemm_tensor_cores(x, part), x @ packed_weight.dequantize(part).T) < 2e-3
 
@@ -67,7 +68,7 @@ def test_dequant_then_matmul_in_slices(kind: str, rng: np.random.Generator, monk
     """The matrix is dequantized in several slices."""
     monkeypatch.setattr(linear, "SCRATCH_BYTES", 4 * 32 * 18 * 20)
     torch.manual_seed(3)
-    part = packed_weight.random_part(kind, 45, 32 * 18, DEVICE)
+    part = random_planes(kind, 45, 32 * 18, DEVICE)
     x = on_device(normal(rng, 21, 32 * 18))
     assert relative_error(linear.dequant_then_matmul(x, part), x @ packed_weight.dequantize(part).T) < (
         1e-5 if device.is_interpreted() else 5e-3
@@ -78,7 +79,7 @@ def test_gemm_split_columns_are_summed(rng: np.random.Generator) -> None:
     shapes = ((4096, 512), (4096, 4096), (12288, 4096), (22016, 4096), (32000, 4096), (4096, 11008))
     count = [linear.num_splits(rows, columns, 64, linear.DEFAULT_TILE) for rows, columns in shapes]
     assert count == [1, 4, 2, 3, 1, 4]
-    part = packed_weight.random_part("q4", 33, 32 * 64, DEVICE)
+    part = random_planes("q4", 33, 32 * 64, DEVICE)
     x = on_device(normal(rng, 9, 32 * 64))
     assert relative_error(linear.gemm_tensor_cores(x, part), x @ packed_weight.dequantize(part).T) < 2e-3
 
@@ -215,7 +216,7 @@ def test_linear_real_shapes(kind: str, rng: np.random.Generator) -> None:
     """Every kernel at the sizes of models, on both sides of the switching points."""
     torch.manual_seed(4)
     for rows, columns in ((4096, 11008), (49152, 576)):
-        weight = packed_weight.PackedWeight((packed_weight.random_part(kind, rows, columns, DEVICE),))
+        weight = packed_weight.PackedWeight((random_planes(kind, rows, columns, DEVICE),))
         values = packed_weight.dequantize(weight.parts[0]).double()
         for tokens in (1, 4, 8, 9, 40, 100, 256, 257):
             x = on_device(normal(rng, tokens, columns))

@@ -18,6 +18,7 @@ from llm_worker_rbee.backends.cuda import CudaBackend, decoder, packed_weight  #
 from llm_worker_rbee.backends.cuda.elementwise import launch_embedding  # noqa: E402
 from llm_worker_rbee.backends.cuda.packed_weight import PackedWeight  # noqa: E402
 from tests.helpers import cuda_models  # noqa: E402
+from tests.helpers.random_planes import random_planes  # noqa: E402
 
 ops = CudaBackend()
 
@@ -74,7 +75,7 @@ def test_decode_beyond_graph_sizes_takes_device_ids(monkeypatch: pytest.MonkeyPa
 def test_undecided_id_reads_first_embedding_row() -> None:
     """An undecided row is recomputed later; until then its id must not read outside the table."""
     where = ops.torch_device
-    part = packed_weight.random_part("q6", 5, 64, where)
+    part = random_planes("q6", 5, 64, where)
     residual = torch.zeros(2, 64, device=where)
     ids = torch.tensor([-1, -2], dtype=torch.int32, device=where)
     launch_embedding(PackedWeight((part,)), 1.0, ids, 2, residual, residual, None, None, False)

@@ -17,6 +17,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 from llm_worker_rbee.backends.cuda import gemm, packed_weight  # noqa: E402
+from tests.helpers.random_planes import random_planes  # noqa: E402
 
 Words = NDArray[np.uint32]
 KINDS = tuple(gemm.SCALE_LAYOUT)
@@ -91,7 +92,7 @@ def as_words(plane: Any) -> Words:
 @pytest.mark.parametrize("kind", KINDS)
 def test_word_ptx_matches_dequantized_values(kind: str) -> None:
     torch.manual_seed(6)
-    part = packed_weight.random_part(kind, 32, 32 * 16, "cpu")
+    part = random_planes(kind, 32, 32 * 16, "cpu")
     wanted = packed_weight.dequantize(part).numpy().reshape(32, 16, 32)
     for i in range(4):
         more = {"q8": lambda i=i: part.low[:, 4 + i], "q8d": lambda i=i: part.low[:, 4 + i],
