@@ -62,7 +62,7 @@ STEPS = (
 
 @pytest.fixture(scope="module")
 def gpu() -> Any:
-    return importlib.import_module("tests.helpers.cuda_model")  # it takes the GPU
+    return importlib.import_module("tests.helpers.cuda_real_shapes")  # it takes the GPU
 
 
 @pytest.mark.parametrize(("shape", "mix", "kv_type", "sizes"), REAL, ids=lambda x: str(x))
