@@ -78,7 +78,7 @@ def disturb(rng: random.Random, engine: Engine, mates: list[Request]) -> None:
     """What may happen between two steps."""
     if mates and rng.random() < 0.1:
         engine.abort(mates.pop())
-    if engine.scheduler.running and rng.random() < 0.05:
+    if engine.scheduler.running and rng.random() < 0.05 and engine._in_flight is None:  # only `schedule` preempts
         engine.scheduler._preempt(rng.choice(engine.scheduler.running))
     if rng.random() < 0.05:
         engine.scheduler.pool.clear_cache()

@@ -110,7 +110,7 @@ def exact_logits(model: Transformer, ids: torch.Tensor) -> torch.Tensor:
         low, high = x.chunk(2, -1)
         return torch.cat((low * cos - high * sin, high * cos + low * sin), -1)
 
-    x = model.embedding.rows_at(ids)
+    x = model.embedding.dequantize_rows(ids)
     for block in model.blocks:
         a = block.attention
         q, k, v = a.split(times(normed(x, block.attention_norm), a.qkv.weight))
