@@ -87,7 +87,7 @@ def _read_files(files: list[Path]) -> None:
 
 def _start(settings: dict[str, Any], variables: dict[str, str] | None = None) -> dict[str, Any]:
     """Start a fresh process and return what it printed."""
-    command = [sys.executable, CHILD, repr(time.monotonic()), json.dumps(settings)]
+    command = [sys.executable, "-P", CHILD, repr(time.monotonic()), json.dumps(settings)]
     child = ChildProcess("the worker", command, package_environment() | (variables or {}), TIMEOUT_S)
     try:
         return child.start("seconds")
