@@ -113,7 +113,7 @@ def test_estimate_is_deterministic() -> None:
 def test_resample_cached_and_new_weights_are_equal(monkeypatch: pytest.MonkeyPatch) -> None:
     values = list(np.random.default_rng(7).normal(1.0, 0.1, 80))
     kept = estimate(values)
-    monkeypatch.setattr(statistics, "KEPT", 10)  # what very many samples use: parts, and nothing kept
+    monkeypatch.setattr(statistics, "MAX_CACHED_SAMPLES", 10)  # what very many samples use: parts, and nothing kept
     assert estimate(values) == pytest.approx(kept)
 
 

