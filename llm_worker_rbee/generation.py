@@ -12,14 +12,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from .config import EngineConfig
-from .engine.async_engine import AsyncEngine, RequestStream
 from .engine.request import FinishReason, Request, SamplingParams, StepOutput, TokenLogprob, resolve_max_tokens
 from .engine.sampler import draw_seed
 from .errors import InvalidRequestError
 from .tokenizer import Detokenizer, Tokenizer
+
+if TYPE_CHECKING:  # asyncio takes 25 ms to import, and only a server needs it
+    from .engine.async_engine import AsyncEngine, RequestStream
 
 
 class TextDelta(NamedTuple):

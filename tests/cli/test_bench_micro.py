@@ -158,7 +158,7 @@ def test_micro_list_prints_names(cli: Callable[..., Any]) -> None:
 
 def test_micro_ctrl_c_keeps_measured_results(terminal: Callable[..., Terminal], tmp_path: Path) -> None:
     saved = tmp_path / "run.json"
-    args = ("--filter", "rms_norm|linear/Q6_K/1", "--seconds", "2", "--save", str(saved))
+    args = ("--filter", "rms_norm|linear/Q6_K/1", "--seconds", "8", "--save", str(saved))
     running = terminal("bench", "micro", *args, XDG_DATA_HOME=str(tmp_path))
     running.wait_for("linear/Q6_K/1")
     running.send("\x03")
