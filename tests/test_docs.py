@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -46,3 +49,20 @@ def test_every_decision_is_in_the_index() -> None:
     pages = {path.name for path in folder.glob("[0-9]*.md")}
     assert pages == set(LINK.findall((folder / "README.md").read_text(encoding="utf-8")))
     assert pages
+
+
+def _readme_commands() -> list[str]:
+    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    return [line.partition("#")[0].strip() for line in lines if line.startswith("llm-worker-rbee ")]
+
+
+@pytest.mark.parametrize("command", _readme_commands())
+def test_readme_command_has_the_options_it_shows(command: str) -> None:
+    words = shlex.split(command)[1:]
+    name = words[: 2 if words[0] == "bench" else 1]
+    done = subprocess.run(
+        [sys.executable, "-m", "llm_worker_rbee", *name, "--help"], capture_output=True, text=True, timeout=60, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stderr
+    for option in (word for word in words if word.startswith("-")):
+        assert re.search(rf"(?<![\w-]){re.escape(option)}(?![\w-])", done.stdout), f"{command}: no option {option}"

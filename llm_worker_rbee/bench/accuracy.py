@@ -2,7 +2,7 @@
 
 At the last position of each prompt, the log-probabilities of the truth's five likeliest tokens. At every position of a
 text, cut into windows without context: perplexity, KL(truth || path), whether the likeliest token is the same. Greedy
-answers to the prompts, where asked. For synthetic models, the error of the logits for prompts and batch sizes. All
+answers to the prompts with `--greedy`. For synthetic models, the error of the logits for prompts and batch sizes. All
 sides get the same ids; the logits of one window of two sides are in memory at a time.
 """
 
@@ -323,7 +323,7 @@ def _divergence_gap(ours: Completion, theirs: Completion) -> float | None:
 def load_synthetic_pair(
     spec: Spec, backend: Backend, quantize: str | None, kv_type: str, progress: Progress
 ) -> tuple[Transformer, Transformer]:
-    """Load a synthetic model on a backend, quantized if asked, and as it is on the reference backend."""
+    """Load a synthetic model on a backend, quantized if requested, and as it is on the reference backend."""
     weights = checkpoint(spec, progress=progress)
     quantize = quantize or spec.quantize
     if is_fp8(quantize):

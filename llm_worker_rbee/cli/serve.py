@@ -173,7 +173,7 @@ def serve(
     if key is None:
         _print_line("no API key: anyone on this machine may use it")
     if is_null:
-        _print_line("the null engine: answers have no meaning")
+        _print_line("the null engine: replies are a fixed text")
 
     def load(on_stage: OnStage) -> LLM:
         llm = _warm_up(load_model(model, computing, Status(), sharing, on_stage))

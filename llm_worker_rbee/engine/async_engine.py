@@ -186,7 +186,7 @@ class AsyncEngine:
         self._wake.clear()
 
     def _drain_inbox(self) -> None:
-        """Add and abort requests in the order in which that was asked for."""
+        """Add and abort requests in the order of submission."""
         while self._inbox:
             request, reader = self._inbox.popleft()
             if reader is not None:

@@ -140,7 +140,7 @@ def _check_number(name: str, value: Any, bounds: Bounds, shown: str | None = Non
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One sequence being computed: what the client asked for, and how far it is."""
+    """One sequence being computed: the client's parameters, and how far it is."""
 
     prompt: list[int]
     params: SamplingParams

@@ -1,4 +1,4 @@
-"""The server under load, seen from outside: started by us where asked, its health, CPU time and memory.
+"""The server under load, seen from outside: started by us with `--spawn`, its health, CPU time and memory.
 
 `ServerProcess` starts `serve` on a free port, which its first line names, waits until it is healthy and always ends it
 with SIGTERM. `ServerMonitor` observes a server, started by us or not; what the system does not tell of a process is
