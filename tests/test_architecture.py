@@ -101,8 +101,6 @@ SMALL_MODULES = {
     "cache/kv_cache.py": "a layer of its own, tested alone",
     "engine/dummy_model.py": "replaces the model for `serve --engine null`",
     "engine/token_budget.py": "a controller without arrays, tested alone",
-    "weights/quants/k.py": "one file for each group of quantization types",
-    "weights/quants/nan_check.py": "a check of files, not a decoder",
 }
 
 

@@ -17,8 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import ModelFileError
-from .quants import BlockType, dequantize
-from .quants.nan_check import find_nonfinite_block
+from .quants import BlockType, dequantize, find_nonfinite_block
 
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 MAX_VALUES = 1 << 59  # NumPy's byte counts have 63 bits, even if one dimension is 0

@@ -15,9 +15,8 @@ from llm_worker_rbee.errors import ModelFileError, UnsupportedModelError
 from llm_worker_rbee.weights import Tensor, open_checkpoint, quantize
 from llm_worker_rbee.weights.quantize import ENCODERS, parallel
 from llm_worker_rbee.weights.quantize.encode import pack_bits
-from llm_worker_rbee.weights.quants import BLOCK_TYPES, dequantize
-from llm_worker_rbee.weights.quants.basic import unpack_bits
-from llm_worker_rbee.weights.quants.nan_check import find_nonfinite_block
+from llm_worker_rbee.weights.quants import BLOCK_TYPES, dequantize, find_nonfinite_block
+from llm_worker_rbee.weights.quants.decoders import unpack_bits
 
 Floats = NDArray[np.float32]
 SIMPLE = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")

@@ -9,8 +9,7 @@ import pytest
 
 from llm_worker_rbee.weights import open_checkpoint
 from llm_worker_rbee.weights.gguf_writer import Raw, write_gguf
-from llm_worker_rbee.weights.quants import BLOCK_TYPES
-from llm_worker_rbee.weights.quants.nan_check import SCALE_BITS, find_nonfinite_block
+from llm_worker_rbee.weights.quants import BLOCK_TYPES, SCALE_BITS, find_nonfinite_block
 
 # Finite scales of these can be so large that products are not: the byte whose top exponent bit is cleared against it.
 OVERFLOWING = {"Q8_K": 3, "F64": 7, "MXFP4": 0}

@@ -167,7 +167,7 @@ def q3_k(raw: torch.Tensor) -> UnpackedBlocks:
 
 
 def _k_scales(raw: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Q4_K, Q5_K: d * scale and -dmin * min of 8 groups, from 6-bit numbers (weights/quants/k.py draws them)."""
+    """Q4_K, Q5_K: d * scale and -dmin * min of 8 groups, from 6-bit numbers (weights/quants/decoders.py draws them)."""
     first, rest = raw[..., 4:12], raw[..., 12:16]
     low = first & 63
     top = (first >> 2) & 48
