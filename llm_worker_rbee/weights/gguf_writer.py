@@ -1,22 +1,31 @@
-"""GGUF writer for metadata and tensors that are already in their final type; it quantizes nothing.
+"""GGUF writer: `write_gguf` for tensors in their final type, `write_quantized_gguf` for tensors quantized on the way.
 
-The type of a metadata value follows from the Python value unless it is a `Typed("uint32", 7)`. A tensor is a NumPy
-array (float32, float16, integers) or a `Raw` of bytes in some block type.
+The type of a metadata value follows from the Python value unless it is a `Typed("uint32", 7)`. A tensor of `write_gguf`
+is a NumPy array (float32, float16, integers) or a `Raw` of bytes in some block type. `write_quantized_gguf` writes
+pieces of tensors as they are made; the file gets its name only when it is complete.
 """
 
 from __future__ import annotations
 
+import errno
+import os
+import shutil
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ..errors import WorkerError, human_bytes
 from .gguf import ARRAY, DEFAULT_ALIGNMENT, MAGIC, SCALARS, STRING
+from .quantize import Progress, TensorJob, run_jobs
 from .quants import BLOCK_TYPES
 
+DISK_FULL_ERRNOS = {errno.ENOSPC, errno.EDQUOT}
+SPARE_BYTES = 1 << 20  # metadata, and other programs' writes meanwhile
 TYPE_IDS = {name: i for i, (name, _) in SCALARS.items()}
 NUMPY_TYPES = {f"float{n}": f"F{n}" for n in (16, 32, 64)} | {f"int{n}": f"I{n}" for n in (8, 16, 32, 64)}
 NO_BYTES = np.zeros(0, np.uint8)
@@ -52,17 +61,74 @@ def write_gguf(
     if alignment != DEFAULT_ALIGNMENT:
         metadata = {**metadata, "general.alignment": Typed("uint32", alignment)}
     raws = {name: _raw(tensor) for name, tensor in (tensors or {}).items()}
+    entries = [_Entry(name, raw.shape, BLOCK_TYPES[raw.kind].id, len(raw.data)) for name, raw in raws.items()]
     with path.open("wb") as file:
-        file.write(MAGIC + struct.pack("<IQQ", version, len(raws), len(metadata)))
-        for key, value in metadata.items():
-            file.write(_string(key) + _value(value))
-        file.write(_directory(raws, alignment))
+        _write_header(file, metadata, entries, version, alignment)
         for raw in raws.values():
             _pad(file, alignment)
             file.write(np.asarray(raw.data).data)
         if raws:
             _pad(file, alignment)
     return path
+
+
+def write_quantized_gguf(
+    path: Path,
+    metadata: Mapping[str, Any],
+    jobs: Sequence[TensorJob],
+    *,
+    threads: int | None = None,
+    progress: Progress | None = None,
+) -> Path:
+    """Quantize and write tensors; an existing file of this name is replaced at the very end."""
+    total = sum(_align(job.nbytes) for job in jobs)
+    with _explain_os_errors(path, total):
+        if shutil.disk_usage(path.parent).free < total + SPARE_BYTES:
+            raise _no_space_error(path, total)
+        part = path.with_name(f".{path.name[:200]}.{os.getpid()}.part")
+        try:
+            with part.open("wb") as file:
+                entries = [_Entry(job.name, job.source.shape, job.kind.id, job.nbytes) for job in jobs]
+                _write_header(file, metadata, entries)
+                _write_jobs(file, jobs, total, threads, progress)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(part, path)
+        finally:
+            part.unlink(missing_ok=True)
+    return path
+
+
+def _write_jobs(
+    file: BinaryIO, jobs: Sequence[TensorJob], total: int, threads: int | None, progress: Progress | None
+) -> None:
+    _pad(file)
+    start, before = file.tell(), None
+    for job, piece in run_jobs(jobs, threads):
+        if before is not None and job is not before:
+            _pad(file)
+        file.write(piece.data)
+        before = job
+        if progress is not None:
+            progress("converting", file.tell() - start, total)
+    _pad(file)
+
+
+@contextmanager
+def _explain_os_errors(path: Path, total: int) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno in DISK_FULL_ERRNOS:
+            raise _no_space_error(path, total) from error
+        raise WorkerError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def _no_space_error(path: Path, total: int) -> WorkerError:
+    left = ""
+    with suppress(OSError):
+        left = f" and {human_bytes(shutil.disk_usage(path.parent).free)} are free"
+    return WorkerError(f"no room in {path.parent}: {path.name} takes {human_bytes(total)}{left}: free some space first")
 
 
 def _raw(tensor: TensorLike) -> Raw:
@@ -72,17 +138,36 @@ def _raw(tensor: TensorLike) -> Raw:
     return Raw(NUMPY_TYPES[array.dtype.name], array.shape, array.reshape(-1).view(np.uint8))
 
 
-def _directory(raws: Mapping[str, Raw], alignment: int) -> bytes:
-    out, offset = bytearray(), 0
-    for name, raw in raws.items():
-        out += _string(name) + struct.pack("<I", len(raw.shape))
-        out += b"".join(struct.pack("<Q", dim) for dim in reversed(raw.shape))
-        out += struct.pack("<IQ", BLOCK_TYPES[raw.kind].id, offset)
-        offset += -(-len(raw.data) // alignment) * alignment
-    return bytes(out)
+class _Entry(NamedTuple):
+    name: str
+    shape: tuple[int, ...]
+    type_id: int
+    nbytes: int
 
 
-def _pad(file: BinaryIO, alignment: int) -> None:
+def _write_header(
+    file: BinaryIO,
+    metadata: Mapping[str, Any],
+    entries: Sequence[_Entry],
+    version: int = 3,
+    alignment: int = DEFAULT_ALIGNMENT,
+) -> None:
+    """Write all that precedes the tensors; their offsets follow from their sizes."""
+    file.write(MAGIC + struct.pack("<IQQ", version, len(entries), len(metadata)))
+    for key, value in metadata.items():
+        file.write(_string(key) + _value(value))
+    offset = 0
+    for name, shape, type_id, nbytes in entries:
+        dims = struct.pack(f"<I{len(shape)}Q", len(shape), *reversed(shape))  # fastest first
+        file.write(_string(name) + dims + struct.pack("<IQ", type_id, offset))
+        offset += _align(nbytes, alignment)
+
+
+def _align(nbytes: int, alignment: int = DEFAULT_ALIGNMENT) -> int:
+    return -(-nbytes // alignment) * alignment
+
+
+def _pad(file: BinaryIO, alignment: int = DEFAULT_ALIGNMENT) -> None:
     file.write(bytes(-file.tell() % alignment))
 
 

@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 
 from llm_worker_rbee.errors import ModelFileError, UnsupportedModelError
 from llm_worker_rbee.weights import Tensor, open_checkpoint, quantize
-from llm_worker_rbee.weights.quantize import ENCODERS, parallel
-from llm_worker_rbee.weights.quantize.encode import pack_bits
+from llm_worker_rbee.weights.quantize import ENCODERS, TensorJob, pack_bits, quantize_in_memory, run_jobs
 from llm_worker_rbee.weights.quants import BLOCK_TYPES, dequantize, find_nonfinite_block
 from llm_worker_rbee.weights.quants.decoders import unpack_bits
 
@@ -168,19 +167,17 @@ def tensor(kind: str, values: Floats, name: str = "w") -> Tensor:
 
 @pytest.mark.parametrize("threads", [1, 3])
 def test_run_jobs_any_thread_count_keeps_order(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parallel, "PIECE_VALUES", 1000)  # rows of 256: three to a piece
+    monkeypatch.setattr(quantize, "PIECE_VALUES", 1000)  # rows of 256: three to a piece
     values = hard_values()
     order = np.random.default_rng(3).permutation(len(values))
     work = [
-        parallel.TensorJob("plain", tensor("F16", values / 10), BLOCK_TYPES["Q5_K"]),
-        parallel.TensorJob("turned", tensor("F32", values), BLOCK_TYPES["Q8_0"], order),
-        parallel.TensorJob("same", tensor("Q8_0", values), BLOCK_TYPES["Q8_0"], order),
-        parallel.TensorJob(
-            "vector", tensor("BF16", values[0]), BLOCK_TYPES["F32"], np.arange(256)[::-1].copy(), offset=1.0
-        ),
+        TensorJob("plain", tensor("F16", values / 10), BLOCK_TYPES["Q5_K"]),
+        TensorJob("turned", tensor("F32", values), BLOCK_TYPES["Q8_0"], order),
+        TensorJob("same", tensor("Q8_0", values), BLOCK_TYPES["Q8_0"], order),
+        TensorJob("vector", tensor("BF16", values[0]), BLOCK_TYPES["F32"], np.arange(256)[::-1].copy(), offset=1.0),
     ]
     reports: list[tuple[str, int, int | None]] = []
-    made = parallel.quantize_in_memory(work, threads, lambda *step: reports.append(step))
+    made = quantize_in_memory(work, threads, lambda *step: reports.append(step))
     assert [t.shape for t in made.values()] == [values.shape, values.shape, values.shape, (256,)]
     halves = (values / 10).astype(np.float16).astype(np.float32)
     assert np.array_equal(made["plain"].data, quantize.quantize(BLOCK_TYPES["Q5_K"], halves))
@@ -194,4 +191,4 @@ def test_run_jobs_any_thread_count_keeps_order(threads: int, monkeypatch: pytest
 def test_run_jobs_error_names_the_tensor() -> None:
     source = tensor("F32", np.full((4, 32), 1e6, np.float32), "blk.0.ffn_up.weight")
     with pytest.raises(ModelFileError, match=r"^tensor 'blk.0.ffn_up.weight': a value of 1e\+06 does not fit into F16"):
-        list(parallel.run_jobs([parallel.TensorJob(source.name, source, BLOCK_TYPES["F16"])], 2))
+        list(run_jobs([TensorJob(source.name, source, BLOCK_TYPES["F16"])], 2))

@@ -14,8 +14,8 @@ from typing import NamedTuple, cast
 
 from ...backends.ops import Backend
 from ...weights import Checkpoint
-from ...weights.quantize import parallel, stream_writer
-from ...weights.quantize.parallel import Progress
+from ...weights.gguf_writer import write_quantized_gguf
+from ...weights.quantize import Progress, quantize_in_memory
 from ..families import read_model_config
 from ..loader import load_model
 from .gguf_metadata import gguf_metadata, rope_tensors
@@ -45,7 +45,7 @@ def convert(
     metadata = gguf_metadata(checkpoint, config, mix.file_type)
     load_model(checkpoint, cast(Backend, _CheckOnlyBackend()), config)
     work = plan_file(checkpoint, config, mix, rope_tensors(checkpoint, config))
-    stream_writer.write_quantized_gguf(path, metadata, work, threads=threads, progress=progress)
+    write_quantized_gguf(path, metadata, work, threads=threads, progress=progress)
     return ConvertResult(path, path.stat().st_size, dict(Counter(job.kind.name for job in work)))
 
 
@@ -56,7 +56,7 @@ def quantize_checkpoint(
     if is_fp8(type_name):
         return mark_fp8(checkpoint)
     work = plan_matrices(checkpoint, read_model_config(checkpoint), find_type_mix(type_name))
-    made = parallel.quantize_in_memory([job for job in work if job.kind is not job.source.kind], threads, progress)
+    made = quantize_in_memory([job for job in work if job.kind is not job.source.kind], threads, progress)
     return replace(checkpoint, tensors={**checkpoint.tensors, **made})
 
 

@@ -18,7 +18,7 @@ from ...config import ModelConfig
 from ...errors import InvalidRequestError
 from ...weights import Checkpoint, Tensor
 from ...weights.quant_mix import MIXES, Mix, Place, matrix_type
-from ...weights.quantize.parallel import TensorJob
+from ...weights.quantize import TensorJob
 from ...weights.quants import BLOCK_TYPES
 from ..families import BY_GGUF
 from ..loader import IGNORED_SUFFIXES
