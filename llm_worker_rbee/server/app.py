@@ -1,5 +1,5 @@
-"""The routes and the ASGI application. OpenAI and job routes are in `dialects/`; what precedes every route, in
-`middleware`. The routes about the worker itself (page, info, tokens) are here."""
+"""The routes and the ASGI application; replies of the dialects are made in `openai` and `jobs`, those about the worker
+itself (page, info, tokens) here. What precedes every route is in `middleware`."""
 
 from __future__ import annotations
 
@@ -33,9 +33,8 @@ from ..errors import (
     RequestCancelledError,
     WorkerError,
 )
-from . import metrics, openapi
-from .dialects import jobs, openai
-from .dialects.jobs import Job, Jobs
+from . import jobs, metrics, openai, openapi
+from .jobs import Job, Jobs
 from .middleware import RequestMiddleware, error_response
 from .schema import (
     APPLY_TEMPLATE,

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from .. import __version__
+from . import jobs, openai_schema
 from .config import Settings
-from .dialects import jobs, openai_schema
 from .schema import (
     APPLY_TEMPLATE,
     CANCEL,

@@ -343,7 +343,7 @@ SAMPLING = {
 PRIORITY = Field(integer(-(1 << 31), (1 << 31) - 1), 0)
 TIMEOUT_MS = Field(integer(1, MAX_TIMEOUT_MS))
 
-# Tables of the small routes; those of the dialects are in `dialects/`.
+# Tables of the small routes; those of the dialects are in `openai` and `jobs`.
 TOKENIZE = {
     "text": Field(Text(), required=True, is_secret=True),
     "add_special": Field(Boolean(), True),

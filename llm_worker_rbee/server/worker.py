@@ -1,7 +1,7 @@
 """The worker behind the routes: loads the model, starts generations, reports health, drains.
 
 The port is bound before the model is loaded, in a thread; then an `AsyncEngine` serves it. Everything else here runs in
-the event loop. Which requests may enter is decided in `admission`; what replies look like, in `dialects`.
+the event loop. Which requests may enter is decided in `admission`; what replies look like, in `openai` and `jobs`.
 """
 
 from __future__ import annotations

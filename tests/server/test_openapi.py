@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from llm_worker_rbee.server import schema
+from llm_worker_rbee.server import jobs, openai_schema, schema
 from llm_worker_rbee.server.app import Routes
-from llm_worker_rbee.server.dialects import jobs, openai_schema
 from llm_worker_rbee.server.openapi import field_schema
 from llm_worker_rbee.server.schema import Field
 from tests.helpers.json_schema import fits

@@ -13,16 +13,16 @@ from uuid import uuid4
 
 import msgspec
 
-from ...engine.request import SamplingParams, TokenLogprob
-from ...errors import ContextLengthError, InferenceError, WorkerError
-from ...generation import Generation, TextDelta
-from ...tokenizer import Tokenizer
-from .. import log
-from ..prompt_encoder import estimate_tokens, require_ids_fit
-from ..schema import ValidationError, ValidationIssue, decode_object, normalize_roles, validate_body
-from ..sse import DONE, encode_event
-from ..worker import Worker
+from ..engine.request import SamplingParams, TokenLogprob
+from ..errors import ContextLengthError, InferenceError, WorkerError
+from ..generation import Generation, TextDelta
+from ..tokenizer import Tokenizer
+from . import log
 from .openai_schema import CHAT, COMPLETION, error_body, sampling_params
+from .prompt_encoder import estimate_tokens, require_ids_fit
+from .schema import ValidationError, ValidationIssue, decode_object, normalize_roles, validate_body
+from .sse import DONE, encode_event
+from .worker import Worker
 
 TOKEN_BYTES = 16  # of a reply, an estimate
 

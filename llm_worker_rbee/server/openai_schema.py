@@ -6,9 +6,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ...engine.request import MAX_LOGPROBS, MAX_STOPS, SamplingParams
-from ...errors import ModelNotFoundError, WorkerError
-from ..schema import (
+from ..engine.request import MAX_LOGPROBS, MAX_STOPS, SamplingParams
+from ..errors import ModelNotFoundError, WorkerError
+from .schema import (
     PRIORITY,
     SAMPLING,
     TIMEOUT_MS,

@@ -1,1 +1,0 @@
-"""Wire formats over one engine: the OpenAI routes and the job routes."""
