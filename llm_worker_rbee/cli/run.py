@@ -50,8 +50,7 @@ class OutputOptions:
                 help="Number of answers to each prompt (-n limits their length)."),
     ] = 1  # fmt: skip
     timeout: Annotated[
-        float | None,
-        _option("--timeout", metavar="S", show_default="none", help="An answer fails after S seconds."),
+        float | None, _option("--timeout", metavar="S", show_default="none", help="An answer fails after S seconds.")
     ] = None
     as_json: Annotated[
         bool, _option("--json", help="Print one JSON object at the end; of many answers one a line.")

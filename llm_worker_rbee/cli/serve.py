@@ -54,8 +54,7 @@ class WireOptions:
         _wire("--api-key-file", metavar="FILE", help="File with the key that clients send. Or LLM_WORKER_API_KEY."),
     ] = None
     worker_id: Annotated[
-        str | None,
-        _wire("--worker-id", metavar="ID", show_default="random", help="Its name for the orchestrator."),
+        str | None, _wire("--worker-id", metavar="ID", show_default="random", help="Its name for the orchestrator.")
     ] = None
     callback_url: Annotated[
         str | None, _wire("--callback-url", metavar="URL", help="POST to it once the model is ready.")
@@ -106,8 +105,7 @@ class LimitOptions:
         float, _limit("--job-ttl", metavar="S", min=0, help="Keep the events of a job S seconds after its end.")
     ] = DEFAULTS["job_ttl_s"]
     shutdown_timeout: Annotated[
-        float,
-        _limit("--shutdown-timeout", metavar="S", min=0, help="At the end, wait S seconds for running requests."),
+        float, _limit("--shutdown-timeout", metavar="S", min=0, help="At the end, wait S seconds for running requests.")
     ] = DEFAULTS["shutdown_timeout_s"]
     stall_timeout: Annotated[
         float, _limit("--stall-timeout", metavar="S", min=0.1, help="Health is stalled after S seconds without a step.")

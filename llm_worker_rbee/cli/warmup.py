@@ -25,8 +25,7 @@ def warmup(
     ] = None,
     all_: Annotated[bool, typer.Option("--all", help="Every kernel, for any model.")] = False,
     cpu_isa: Annotated[
-        str | None,
-        typer.Option("--cpu-isa", metavar="NAME", show_default="the best", help="One that doctor lists."),
+        str | None, typer.Option("--cpu-isa", metavar="NAME", show_default="the best", help="One that doctor lists.")
     ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object: kernels, compiled, seconds, folder, instruction_set.")

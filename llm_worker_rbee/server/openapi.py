@@ -10,18 +10,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from .. import __version__
-from . import jobs, openai_schema
+from . import jobs, openai
 from .config import Settings
-from .schema import (
-    APPLY_TEMPLATE,
-    CANCEL,
-    DETOKENIZE,
-    TOKENIZE,
-    Field,
-    Schema,
-    array_schema,
-    object_schema,
-)
+from .schema import APPLY_TEMPLATE, CANCEL, DETOKENIZE, TOKENIZE, Field, Schema, array_schema, object_schema
 
 
 def field_schema(field: Field) -> Schema:
@@ -57,12 +48,12 @@ def _request_schemas(settings: Settings) -> dict[str, Schema]:
     streams = {"anyOf": [_if(stream_options={"enum": [None, {}]}), _with("stream", const=True)]}
     schemas = {
         "ChatRequest": {
-            **table_schema(openai_schema.CHAT, is_open=is_open),
+            **table_schema(openai.CHAT, is_open=is_open),
             "anyOf": [_if(top_logprobs={"type": "null"}), _with("logprobs", const=True)],
             "allOf": [streams],
         },
         "CompletionRequest": {
-            **table_schema(openai_schema.COMPLETION, is_open=is_open),
+            **table_schema(openai.COMPLETION, is_open=is_open),
             "anyOf": [_if(max_tokens={"not": {"const": 0}}), _with("echo", const=True)],
             "allOf": [streams],
         },

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from llm_worker_rbee.server import jobs, openai_schema, schema
+from llm_worker_rbee.server import jobs, openai, schema
 from llm_worker_rbee.server.app import Routes
 from llm_worker_rbee.server.openapi import field_schema
 from llm_worker_rbee.server.schema import Field
@@ -14,7 +14,7 @@ from tests.helpers.json_schema import fits
 from tests.helpers.server import Server, events
 
 TABLES = {
-    "job": jobs.JOB, "chat": openai_schema.CHAT, "completion": openai_schema.COMPLETION,
+    "job": jobs.JOB, "chat": openai.CHAT, "completion": openai.COMPLETION,
     "tokenize": schema.TOKENIZE, "detokenize": schema.DETOKENIZE, "cancel": schema.CANCEL,
 }  # fmt: skip
 FIELDS = [(table, name) for table, fields in TABLES.items() for name in fields]
