@@ -15,8 +15,8 @@ __all__ = ["LLM", "Chunk", "Completion", "SamplingParams", "Stream", "Timings", 
 if TYPE_CHECKING:
     from .engine.request import SamplingParams
     from .errors import WorkerError
+    from .generation import Chunk, Completion, Timings
     from .llm import LLM, Stream
-    from .outputs import Chunk, Completion, Timings
 
 
 def __getattr__(name: str) -> Any:

@@ -1,7 +1,7 @@
-"""The numbers of a model and of an engine, as frozen records; and the types that keys and values may have.
+"""The numbers of a model, of an engine and of a server, as frozen records; and the types of keys and values.
 
 `Family` is what models of one architecture have in common (models/families.py has the table); `ModelConfig` is one
-model, read from a checkpoint's metadata by models/metadata.py; `EngineConfig` is how requests share it.
+model, read from a checkpoint's metadata; `EngineConfig` is how requests share it, `ServerSettings` how clients do.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
+from uuid import uuid4
 
 from .errors import InvalidRequestError, ModelFileError
 
@@ -165,3 +166,34 @@ class EngineConfig:
             raise InvalidRequestError(
                 f"unknown speculative {self.speculative!r}: use one of {', '.join(SPECULATIVE)}", "speculative"
             )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerSettings:
+    """Settings of one server. These are the only defaults."""
+
+    model_ref: str  # as given by the user
+    served_name: str | None = None  # another name that clients may use
+    worker_id: str = field(default_factory=lambda: f"worker-{uuid4().hex[:12]}")
+    api_key: str | None = None
+    max_queue: int = 256  # waiting requests, beside those of a full batch
+    max_queued_tokens: int = 262_144  # prompt tokens that wait for prefill
+    max_body: int = 4 << 20
+    job_ttl_s: float = 300.0  # how long a finished job is kept
+    ping_s: float = 15.0  # after which an idle stream gets a ping
+    shutdown_timeout_s: float = 30.0
+    stall_timeout_s: float = 30.0  # without a step while there is work; of a reader, without reading
+    ignore_unknown_fields: bool = False
+    cors_origins: tuple[str, ...] = ()
+    callback_url: str | None = None
+    heartbeat_url: str | None = None
+    advertise_url: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.api_key is not None and not self.api_key.strip():
+            raise InvalidRequestError("the API key is empty: give one, or none at all", "api_key")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the model that requests may use; replies use the first."""
+        return tuple(name for name in (self.served_name, self.model_ref) if name)

@@ -1,4 +1,5 @@
-"""One completion in progress, as text: its request, detokenizer, stop strings, clock and counts.
+"""One completion in progress, as text: its request, detokenizer, stop strings, clock and counts; and the records of the
+offline API: `Chunk`, `Completion`, `Timings`.
 
 `LLM` (whose callers step the engine) and the server (whose event loop awaits the engine's thread) both pass the step
 outputs of a request to its `Generation` and get text deltas back. Validation that needs the model is here, once.
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from .config import EngineConfig
@@ -32,6 +34,48 @@ class TextDelta(NamedTuple):
     logprobs: list[TokenLogprob]
     finish_reason: FinishReason | None = None
     stop_sequence: str | None = None  # the stop string that was found
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Where the time of one completion went, in seconds from its start, waiting included."""
+
+    time_to_first_token: float
+    total: float
+    tokens: int  # sampled, the end-of-text id included
+
+    @property
+    def tokens_per_second(self) -> float:
+        """The rate after the first token; 0 where there was no second one."""
+        rest = self.total - self.time_to_first_token
+        return (self.tokens - 1) / rest if self.tokens > 1 and rest > 0 else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """What one token added; `text` may be empty while a character or a stop string is incomplete."""
+
+    text: str
+    token: int | None = None
+    logprob: TokenLogprob | None = None
+    finish_reason: FinishReason | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """The whole output of one request."""
+
+    prompt_tokens: list[int]
+    tokens: list[int]  # without the end-of-text id
+    text: str
+    # "stop": an end-of-text id or a stop string; "length": max_tokens or the context; None: not finished
+    finish_reason: FinishReason | None
+    stop_sequence: str | None  # the stop string that was found
+    seed: int
+    timings: Timings
+    logprobs: list[TokenLogprob] | None = None
+    prompt_logprobs: list[TokenLogprob | None] | None = None  # as long as prompt_tokens, the first None
+    cached_tokens: int = 0  # prompt tokens found in the prefix cache
 
 
 class GenerationListener:

@@ -27,9 +27,8 @@ from .engine.engine import Engine
 from .engine.request import FinishReason, Request, SamplingParams, StepOutput, TokenLogprob, error_output
 from .engine.speculative import DraftModel
 from .errors import ChatTemplateError, InvalidRequestError, RequestCancelledError, WorkerError
-from .generation import Generation, GenerationListener, make_generations
+from .generation import Chunk, Completion, Generation, GenerationListener, Timings, make_generations
 from .load import LoadOptions, LoadPhases, OnStage, load, open_tokenizer
-from .outputs import Chunk, Completion, Timings
 from .progress import request_progress
 from .tokenizer import ChatTemplate
 from .tokenizer.chat_template import Message, protect_messages, validate_messages

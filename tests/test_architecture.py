@@ -20,7 +20,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 BASE = {"config", "errors", "machine"}
 DATA = BASE | {"weights", "tokenizer"}
 MODEL = DATA | {"backends", "layers", "cache", "models"}
-OFFLINE = MODEL | {"engine", "generation", "outputs", "load", "llm", "progress"}
+OFFLINE = MODEL | {"engine", "generation", "load", "llm", "progress"}
 IMPORTS: dict[str, set[str]] = {
     "errors": set(),
     "machine": set(),
@@ -34,13 +34,12 @@ IMPORTS: dict[str, set[str]] = {
     "models": DATA | {"backends", "layers", "cache"},
     "engine": MODEL,
     "generation": MODEL | {"engine"},
-    "outputs": MODEL | {"engine", "generation"},
-    "load": MODEL | {"engine", "outputs"},
-    "llm": MODEL | {"engine", "generation", "outputs", "load", "progress"},
+    "load": MODEL | {"engine"},
+    "llm": MODEL | {"engine", "generation", "load", "progress"},
     "server": OFFLINE - {"progress"},
     "bench": OFFLINE,
     "cli": OFFLINE | {"server", "bench"},
-    "__init__": {"llm", "outputs", "engine", "errors"},
+    "__init__": {"llm", "generation", "engine", "errors"},
     "__main__": {"cli", "errors"},
 }
 

@@ -24,10 +24,10 @@ from ..cache import KVCache
 from ..engine.model_runner import SingleSequence
 from ..engine.request import Request, SamplingParams
 from ..errors import InferenceError, InvalidRequestError, MissingDependencyError, WorkerError
+from ..generation import Completion
 from ..llm import LLM
 from ..models import Transformer, load_model, read_model_config
 from ..models.convert import is_fp8, quantize_checkpoint
-from ..outputs import Completion
 from . import library_child, statistics
 from .child_process import ChildFailedError, ChildProcess, library_environment
 from .results import Better, Recorder, Result

@@ -15,8 +15,8 @@ import typer
 
 from ..engine.request import SamplingParams
 from ..errors import ContextLengthError, WorkerError
+from ..generation import Completion
 from ..llm import LLM, Stream
-from ..outputs import Completion
 from .completion_report import DraftStats, draft_stats, figures_line
 from .options import (
     DEFAULT_MAX_TOKENS,

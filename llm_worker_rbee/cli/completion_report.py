@@ -3,8 +3,8 @@
 from typing import Any, NamedTuple
 
 from ..engine.request import TokenLogprob
+from ..generation import Completion
 from ..llm import LLM
-from ..outputs import Completion
 from ..tokenizer import Tokenizer
 from ..weights.hub import DEFAULT_MODEL
 from .terminal import columns, count

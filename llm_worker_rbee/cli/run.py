@@ -15,8 +15,8 @@ from typing import Annotated
 import typer
 
 from ..errors import InvalidRequestError, WorkerError
+from ..generation import Completion
 from ..llm import LLM, MAX_COMPLETIONS, Stream, together
-from ..outputs import Completion
 from ..progress import request_progress, supports_ansi
 from .completion_report import completion_json, draft_stats, figures_line, logprob_lines
 from .options import (

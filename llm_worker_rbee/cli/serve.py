@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ..config import ServerSettings
 from ..engine.dummy_model import DummyModel
 from ..engine.request import SchedulerStats
 from ..errors import InvalidRequestError, WorkerError
@@ -20,7 +21,6 @@ from ..llm import LLM
 from ..load import OnStage
 from ..server import log
 from ..server.auth import Key, find_key, require_key
-from ..server.config import Settings
 from ..server.orchestrator import require_url
 from ..server.serve import Signals, base_url, bind
 from ..server.serve import serve as run_server
@@ -33,7 +33,7 @@ ENGINES = ("model", "null")
 NULL_TEXT = " what a server does besides: it takes a request, hands it on, and sends each token as soon as it exists"
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@+-]{0,127}")
 ORIGIN = re.compile(r"https?://[A-Za-z0-9.\[\]:-]+|\*")
-DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(Settings)}
+DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(ServerSettings)}
 
 _wire, _limit, _measuring = map(options_in, ("On the wire", "Limits", "Measuring the server itself"))
 
@@ -183,7 +183,7 @@ def serve(
     run_server(worker, sock, settings.advertise_url or url, _banner(worker, url, key), signals, **tls)
 
 
-def _settings(wire: WireOptions, limits: LimitOptions, model: ModelOptions, key: Key | None) -> Settings:
+def _settings(wire: WireOptions, limits: LimitOptions, model: ModelOptions, key: Key | None) -> ServerSettings:
     more: dict[str, Any] = (
         {} if wire.worker_id is None else {"worker_id": _validate_name(wire.worker_id, "--worker-id")}
     )
@@ -193,7 +193,7 @@ def _settings(wire: WireOptions, limits: LimitOptions, model: ModelOptions, key:
                 f"--cors-origin {origin!r} is not an origin such as https://host or http://host:port"
             )
     served = wire.served_model_name
-    return Settings(
+    return ServerSettings(
         model_ref=model.model or DEFAULT_MODEL,
         served_name=None if served is None else _validate_name(served, "--served-model-name"),
         api_key=None if key is None else key.value,

@@ -13,10 +13,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
+from ..config import ServerSettings
 from ..engine.engine import Engine
 from ..engine.request import Request
 from ..errors import InvalidRequestError, QueueFullError
-from .config import Settings
 
 MAX_RETRY_S = 60
 EMA_WEIGHT = 0.1
@@ -47,7 +47,7 @@ class Reservation:
 class Admission:
     """Counts the requests inside and refuses those that would wait too long."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: ServerSettings) -> None:
         self._settings = settings
         self._engine: Engine  # set by the first reservation; a worker has one
         self._requests: set[Request] = set()

@@ -17,7 +17,7 @@ from ..engine.request import Request, SamplingParams
 from ..errors import ConflictError, InferenceError, NotFoundError, RequestCancelledError, WorkerError
 from ..generation import Generation
 from . import log
-from .prompt_encoder import estimate_tokens
+from .offload import estimate_tokens
 from .schema import (
     PRIORITY,
     SAMPLING,

@@ -8,7 +8,6 @@ import asyncio
 import codecs
 import time
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 from uuid import uuid4
 
@@ -19,7 +18,7 @@ from ..errors import ContextLengthError, InferenceError, ModelNotFoundError, Wor
 from ..generation import Generation, TextDelta
 from ..tokenizer import Tokenizer
 from . import log
-from .prompt_encoder import estimate_tokens, require_ids_fit
+from .offload import estimate_tokens, require_ids_fit
 from .schema import (
     PRIORITY,
     SAMPLING,
@@ -27,20 +26,17 @@ from .schema import (
     Boolean,
     Enum,
     Field,
-    FieldType,
+    LogitBias,
     Messages,
-    Schema,
+    Prompts,
     StopStrings,
+    StreamOptions,
     Text,
-    TokenIds,
     ValidationError,
     ValidationIssue,
-    are_token_ids,
-    array_schema,
     decode_object,
     integer,
     normalize_roles,
-    object_schema,
     validate_body,
 )
 from .sse import DONE, encode_event
@@ -48,65 +44,6 @@ from .worker import Worker
 
 MAX_CHOICES = 16
 TOKEN_BYTES = 16  # of a reply, an estimate
-
-
-@dataclass(frozen=True, slots=True)
-class LogitBias(FieldType):
-    """Token ids, as strings, and what is added to their logits."""
-
-    def validate(self, name: str, value: Any) -> ValidationIssue | None:
-        if not isinstance(value, dict):
-            return ValidationIssue(name, "type", f"{name} must map token ids to numbers")
-        for token, bias in value.items():
-            if not (token.isascii() and token.isdigit() and len(token) < 10):
-                return ValidationIssue(name, "format", f"{name}: {token[:20]!r} is not a token id")
-            if isinstance(bias, bool) or not isinstance(bias, (int, float)) or not -100 <= bias <= 100:
-                return ValidationIssue(name, "range", f"{name} of token {token} must be a number, -100 to 100")
-        return None
-
-    def json_schema(self) -> Schema:
-        bias: Schema = {"type": "number", "minimum": -100, "maximum": 100}
-        return {"type": "object", "propertyNames": {"pattern": "^[0-9]{1,9}$"}, "additionalProperties": bias}
-
-
-@dataclass(frozen=True, slots=True)
-class StreamOptions(FieldType):
-    """`include_usage`: whether the last chunk of a stream has the token counts."""
-
-    def validate(self, name: str, value: Any) -> ValidationIssue | None:
-        if isinstance(value, dict) and all(k == "include_usage" and isinstance(v, bool) for k, v in value.items()):
-            return None
-        return ValidationIssue(name, "type", f"{name} may hold include_usage, true or false, and nothing else")
-
-    def json_schema(self) -> Schema:
-        return object_schema({"include_usage": {"type": "boolean"}})
-
-
-@dataclass(frozen=True, slots=True)
-class Prompts(FieldType):
-    """A string, strings, token ids, or lists of token ids."""
-
-    def validate(self, name: str, value: Any) -> ValidationIssue | None:
-        if isinstance(value, str):
-            return Text(1).validate(name, value)
-        if isinstance(value, list) and value:
-            if all(isinstance(prompt, str) for prompt in value):
-                return next((issue for prompt in value if (issue := Text(1).validate(name, prompt))), None)
-            lists = value if all(isinstance(prompt, list) for prompt in value) else [value]
-            if all(ids and are_token_ids(ids) for ids in lists):
-                return None
-        message = f"{name} must be a string, strings, token ids, or lists of token ids, not empty and not mixed"
-        return ValidationIssue(name, "type", message)
-
-    def json_schema(self) -> Schema:
-        ids: Schema = {**TokenIds().json_schema(), "minItems": 1}
-        text = Text(1).json_schema()
-        return {"anyOf": [text, array_schema(text, 1), ids, array_schema(ids, 1)]}
-
-    def coerce(self, value: Any) -> Any:
-        if isinstance(value, str) or isinstance(value[0], str):
-            return value
-        return [self.coerce(ids) for ids in value] if isinstance(value[0], list) else [int(token) for token in value]
 
 
 def _unsupported(*allowed: Any) -> Field:

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from .. import __version__
+from ..config import ServerSettings
 from . import jobs, openai
-from .config import Settings
 from .schema import APPLY_TEMPLATE, CANCEL, DETOKENIZE, TOKENIZE, Field, Schema, array_schema, object_schema
 
 
@@ -39,7 +39,7 @@ def table_schema(table: Mapping[str, Field], *, is_open: bool = False) -> Schema
     return object_schema(properties, *(name for name, field in table.items() if field.required), is_open=is_open)
 
 
-def _request_schemas(settings: Settings) -> dict[str, Schema]:
+def _request_schemas(settings: ServerSettings) -> dict[str, Schema]:
     is_open = settings.ignore_unknown_fields
     job = {**table_schema(jobs.JOB), "oneOf": [_with("prompt"), _with("messages")]}
     named = {**job, "required": [*job["required"], "job_id"]}
@@ -109,7 +109,7 @@ STATUSES = {
 }  # fmt: skip
 
 
-def description(settings: Settings) -> dict[str, Any]:
+def description(settings: ServerSettings) -> dict[str, Any]:
     """Return the whole description."""
     paths: dict[str, Any] = {}
     for method, path, summary, request, reply, event in ROUTES:

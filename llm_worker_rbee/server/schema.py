@@ -199,7 +199,6 @@ def integer(minimum: int, maximum: int | None = None) -> Number:
     return Number(Bounds(minimum, maximum, is_integer=True))
 
 
-@dataclass(frozen=True, slots=True)
 class Boolean(FieldType):
     """True or false."""
 
@@ -226,7 +225,6 @@ class Text(FieldType):
         return {"type": "string", **({"minLength": self.min_length} if self.min_length else {})}
 
 
-@dataclass(frozen=True, slots=True)
 class JobId(FieldType):
     """A job's id, chosen by the client."""
 
@@ -279,7 +277,6 @@ class StopStrings(FieldType):
         return {"anyOf": [stop, {**array_schema(stop), "maxItems": self.max_items}]}
 
 
-@dataclass(frozen=True, slots=True)
 class TokenIds(FieldType):
     """A list of token ids; the vocabulary's size is checked once the model is loaded."""
 
@@ -295,7 +292,6 @@ class TokenIds(FieldType):
         return [int(token) for token in value]
 
 
-@dataclass(frozen=True, slots=True)
 class Messages(FieldType):
     """A conversation: known roles, each with text, text parts or tool calls. Other keys are left to the template."""
 
@@ -331,6 +327,62 @@ def _are_text_parts(content: Any) -> bool:
         isinstance(part, dict) and part.get("type", "text") == "text" and isinstance(part.get("text"), str)
         for part in content
     )
+
+
+class LogitBias(FieldType):
+    """Token ids, as strings, and what is added to their logits."""
+
+    def validate(self, name: str, value: Any) -> ValidationIssue | None:
+        if not isinstance(value, dict):
+            return ValidationIssue(name, "type", f"{name} must map token ids to numbers")
+        for token, bias in value.items():
+            if not (token.isascii() and token.isdigit() and len(token) < 10):
+                return ValidationIssue(name, "format", f"{name}: {token[:20]!r} is not a token id")
+            if isinstance(bias, bool) or not isinstance(bias, (int, float)) or not -100 <= bias <= 100:
+                return ValidationIssue(name, "range", f"{name} of token {token} must be a number, -100 to 100")
+        return None
+
+    def json_schema(self) -> Schema:
+        bias: Schema = {"type": "number", "minimum": -100, "maximum": 100}
+        return {"type": "object", "propertyNames": {"pattern": "^[0-9]{1,9}$"}, "additionalProperties": bias}
+
+
+class StreamOptions(FieldType):
+    """`include_usage`: whether the last chunk of a stream has the token counts."""
+
+    def validate(self, name: str, value: Any) -> ValidationIssue | None:
+        if isinstance(value, dict) and all(k == "include_usage" and isinstance(v, bool) for k, v in value.items()):
+            return None
+        return ValidationIssue(name, "type", f"{name} may hold include_usage, true or false, and nothing else")
+
+    def json_schema(self) -> Schema:
+        return object_schema({"include_usage": {"type": "boolean"}})
+
+
+class Prompts(FieldType):
+    """A string, strings, token ids, or lists of token ids."""
+
+    def validate(self, name: str, value: Any) -> ValidationIssue | None:
+        if isinstance(value, str):
+            return Text(1).validate(name, value)
+        if isinstance(value, list) and value:
+            if all(isinstance(prompt, str) for prompt in value):
+                return next((issue for prompt in value if (issue := Text(1).validate(name, prompt))), None)
+            lists = value if all(isinstance(prompt, list) for prompt in value) else [value]
+            if all(ids and are_token_ids(ids) for ids in lists):
+                return None
+        message = f"{name} must be a string, strings, token ids, or lists of token ids, not empty and not mixed"
+        return ValidationIssue(name, "type", message)
+
+    def json_schema(self) -> Schema:
+        ids: Schema = {**TokenIds().json_schema(), "minItems": 1}
+        text = Text(1).json_schema()
+        return {"anyOf": [text, array_schema(text, 1), ids, array_schema(ids, 1)]}
+
+    def coerce(self, value: Any) -> Any:
+        if isinstance(value, str) or isinstance(value[0], str):
+            return value
+        return [self.coerce(ids) for ids in value] if isinstance(value[0], list) else [int(token) for token in value]
 
 
 DEFAULTS = SamplingParams()

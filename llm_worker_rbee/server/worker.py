@@ -12,6 +12,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Literal
 
+from ..config import ServerSettings
 from ..engine.async_engine import AsyncEngine
 from ..engine.request import SamplingParams
 from ..errors import InferenceError, ModelLoadingError, ModelNotFoundError, ShuttingDownError, WorkerError
@@ -19,10 +20,8 @@ from ..generation import Generation, GenerationListener, make_generations
 from ..llm import LLM
 from ..load import OnStage, Stage
 from .admission import Admission, Reservation
-from .config import Settings
 from .metrics import LatencyHistograms
-from .offload import OffloadPool
-from .prompt_encoder import PromptEncoder
+from .offload import OffloadPool, PromptEncoder
 
 State = Literal["loading", "ready", "stopping", "failed"]
 LOADING_RETRY_S = 2
@@ -31,7 +30,7 @@ LOADING_RETRY_S = 2
 class Worker(GenerationListener):
     """One model on the wire."""
 
-    def __init__(self, settings: Settings, load: Callable[[OnStage], LLM]) -> None:
+    def __init__(self, settings: ServerSettings, load: Callable[[OnStage], LLM]) -> None:
         self.settings = settings
         self.state: State = "loading"
         self.started_at = time.time()  # a date; uptime comes from the monotonic clock

@@ -22,7 +22,7 @@ import pytest
 
 from llm_worker_rbee import __version__
 from llm_worker_rbee.cli.serve import LimitOptions
-from llm_worker_rbee.server.config import Settings
+from llm_worker_rbee.config import ServerSettings
 from tests.conftest import with_kernels
 from tests.helpers.process import spawn as spawn_process
 from tests.helpers.server import write_model
@@ -280,7 +280,7 @@ def _has_openssl() -> bool:
 
 
 def test_limit_defaults_are_those_of_settings() -> None:
-    known, limits = Settings(model_ref="x"), LimitOptions()
+    known, limits = ServerSettings(model_ref="x"), LimitOptions()
     assert (known.max_queue, known.max_queued_tokens, known.max_body) == (
         limits.max_queue, limits.max_queued_tokens, limits.max_body,
     )  # fmt: skip

@@ -22,9 +22,9 @@ import uvicorn
 import uvloop
 
 from llm_worker_rbee import LLM
+from llm_worker_rbee.config import ServerSettings
 from llm_worker_rbee.engine.engine import Engine
 from llm_worker_rbee.server.app import application
-from llm_worker_rbee.server.config import Settings
 from llm_worker_rbee.server.serve import connection_class
 from llm_worker_rbee.server.worker import Worker
 from tests.helpers import tiny_models
@@ -57,7 +57,7 @@ class Server:
     ) -> None:
         """`load` makes the model; with `takes_on_stage` it gets the callback for loading stages."""
         made = load if takes_on_stage else lambda on_stage: load()
-        self.worker = Worker(Settings(model_ref="tiny", **settings), made)
+        self.worker = Worker(ServerSettings(model_ref="tiny", **settings), made)
         self.socket = socket.socket()
         self.socket.bind(("127.0.0.1", 0))
         self.port = self.socket.getsockname()[1]

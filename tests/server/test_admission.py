@@ -8,10 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from llm_worker_rbee.config import ServerSettings
 from llm_worker_rbee.engine.request import Request, SamplingParams
 from llm_worker_rbee.errors import QueueFullError
 from llm_worker_rbee.server.admission import Admission
-from llm_worker_rbee.server.config import Settings
 from tests.helpers.server import CHAT, Server, ids, step_through, until
 from tests.server.conftest import Start
 
@@ -119,7 +119,7 @@ def test_request_counts_as_running_from_first_step(start: Start, gate: Gate) -> 
 
 def test_retry_after_follows_running_requests(server: Server) -> None:
     """From the tokens left to running requests, the inter-token latency, and the part of max_tokens used of late."""
-    engine, admission = server.worker.loaded.engine, Admission(Settings(model_ref="x", max_queue=0))
+    engine, admission = server.worker.loaded.engine, Admission(ServerSettings(model_ref="x", max_queue=0))
 
     def running(max_tokens: int, said: int) -> Request:
         made = Request([1] * 10, SamplingParams(), max_tokens, 0, frozenset())

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from llm_worker_rbee.config import ServerSettings
 from llm_worker_rbee.errors import InvalidRequestError
 from llm_worker_rbee.server.auth import find_key
-from llm_worker_rbee.server.config import Settings
 
 pytestmark = pytest.mark.usefixtures("leaves_server_healthy")
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("leaves_server_healthy")
 @pytest.mark.parametrize("key", ["", "  "])
 def test_settings_empty_api_key_raises(key: str) -> None:
     with pytest.raises(InvalidRequestError, match="empty"):
-        Settings(model_ref="x", api_key=key)
+        ServerSettings(model_ref="x", api_key=key)
 
 
 def test_find_key_returns_first_source(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""CPU-heavy request work runs off the event loop, within bounds."""
+"""CPU-heavy request work runs off the event loop, within bounds; prompts that cannot fit are not tokenized."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from llm_worker_rbee.errors import QueueFullError, ShuttingDownError
 from llm_worker_rbee.server import app, jobs, offload, openai
 from llm_worker_rbee.server.offload import BoundedExecutor
-from tests.helpers.server import Server, until
+from tests.helpers.server import CONTEXT, Server, until
 from tests.server.conftest import Start
 
 COMPLETIONS, CHATS, JOBS = "/v1/completions", "/v1/chat/completions", "/v1/jobs"
@@ -109,3 +109,33 @@ def test_large_bodies_and_replies_run_off_the_event_loop(server: Server, monkeyp
         server.post(path, body)
         assert where.keys() >= {"decode_object", "validate_body"} | more
         assert loop_thread not in where.values(), (path, where)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        (COMPLETIONS, {"prompt": "x" * 2_000_000}, "prompt"),
+        (COMPLETIONS, {"prompt": ["#", "x" * 2_000_000]}, "prompt"),
+        (CHATS, {"messages": [{"role": "user", "content": "x" * 2_000_000}]}, "messages"),
+        (COMPLETIONS, {"prompt": [1] * (CONTEXT + 1)}, "prompt"),
+        (COMPLETIONS, {"prompt": [[1], [1] * (CONTEXT + 1)]}, "prompt"),
+        (JOBS, {"prompt": "x" * 2_000_000, "max_tokens": 1}, None),
+    ],
+)
+def test_prompt_over_context_is_not_tokenized(
+    server: Server, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any], field: str | None
+) -> None:
+    """Decided by its bytes or its number of ids; the message has the figures."""
+
+    def encode(text: str, *_: Any, **__: Any) -> list[int]:
+        raise AssertionError(f"{len(text)} characters were tokenized")
+
+    tokenizer = server.worker.loaded.tokenizer
+    whole = tokenizer.encode
+    monkeypatch.setattr(tokenizer, "encode", lambda text, **more: whole(text, **more) if text == "#" else encode(text))
+    reply = server.post(path, body)
+    error = reply.json() if field is None else reply.json()["error"]
+    assert (reply.status_code, error["code"]) == (400, "CONTEXT_LENGTH_EXCEEDED")
+    assert field is None or error["param"] == field
+    assert str(CONTEXT) in error["message"]
+    server.require_idle()
