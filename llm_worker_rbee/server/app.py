@@ -33,8 +33,9 @@ from ..errors import (
     RequestCancelledError,
     WorkerError,
 )
-from . import jobs, metrics, openai, openapi
-from .jobs import Job, Jobs
+from . import metrics, openapi
+from .dialects import jobs, openai
+from .dialects.jobs import Job, Jobs
 from .middleware import RequestMiddleware, error_response
 from .schema import (
     APPLY_TEMPLATE,

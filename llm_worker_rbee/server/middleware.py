@@ -14,7 +14,7 @@ import msgspec
 from ..errors import HeadersTooLargeError, InvalidRequestError, PayloadTooLargeError, QueueFullError, WorkerError
 from . import log
 from .auth import check_authorization
-from .openai import error_body
+from .dialects.openai import error_body
 from .schema import MISSING, ValidationError, ValidationIssue
 
 PUBLIC_PATHS = {"/health", "/"}

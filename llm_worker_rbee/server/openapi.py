@@ -11,7 +11,7 @@ from typing import Any
 
 from .. import __version__
 from ..config import ServerSettings
-from . import jobs, openai
+from .dialects import jobs, openai
 from .schema import APPLY_TEMPLATE, CANCEL, DETOKENIZE, TOKENIZE, Field, Schema, array_schema, object_schema
 
 

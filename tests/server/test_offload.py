@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from llm_worker_rbee.errors import QueueFullError, ShuttingDownError
-from llm_worker_rbee.server import app, jobs, offload, openai
+from llm_worker_rbee.server import app, offload
+from llm_worker_rbee.server.dialects import jobs, openai
 from llm_worker_rbee.server.offload import BoundedExecutor
 from tests.helpers.server import CONTEXT, Server, until
 from tests.server.conftest import Start

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from llm_worker_rbee.server import jobs, openai, schema
+from llm_worker_rbee.server import schema
 from llm_worker_rbee.server.app import Routes
+from llm_worker_rbee.server.dialects import jobs, openai
 from llm_worker_rbee.server.openapi import field_schema
 from llm_worker_rbee.server.schema import Field
 from tests.helpers.json_schema import fits

@@ -11,7 +11,8 @@ import pytest
 
 from llm_worker_rbee import __version__
 from llm_worker_rbee.errors import InvalidRequestError
-from llm_worker_rbee.server import jobs, orchestrator
+from llm_worker_rbee.server import orchestrator
+from llm_worker_rbee.server.dialects import jobs
 from tests.conftest import DEVICE
 from tests.helpers.server import CONTEXT, LIMIT_S, Server
 from tests.server.conftest import Start

@@ -15,7 +15,7 @@ import pytest
 
 from llm_worker_rbee import LLM
 from llm_worker_rbee.load import OnStage, Stage
-from llm_worker_rbee.server import jobs
+from llm_worker_rbee.server.dialects import jobs
 from llm_worker_rbee.tokenizer import Detokenizer
 from tests.conftest import DEVICE
 from tests.helpers.server import CHAT, LIMIT_S, Server, events, is_decoding, step_through, until

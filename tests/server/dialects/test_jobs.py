@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from llm_worker_rbee.engine.request import Request
-from llm_worker_rbee.server import jobs
+from llm_worker_rbee.server.dialects import jobs
 from tests.helpers.server import CHAT, SAID, Server, events, until
 from tests.server.conftest import Start
 

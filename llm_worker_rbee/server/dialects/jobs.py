@@ -13,12 +13,12 @@ from datetime import UTC, datetime
 from typing import Any
 from uuid import uuid4
 
-from ..engine.request import Request, SamplingParams
-from ..errors import ConflictError, InferenceError, NotFoundError, RequestCancelledError, WorkerError
-from ..generation import Generation
-from . import log
-from .offload import estimate_tokens
-from .schema import (
+from ...engine.request import Request, SamplingParams
+from ...errors import ConflictError, InferenceError, NotFoundError, RequestCancelledError, WorkerError
+from ...generation import Generation
+from .. import log
+from ..offload import estimate_tokens
+from ..schema import (
     PRIORITY,
     SAMPLING,
     TIMEOUT_MS,
@@ -36,8 +36,8 @@ from .schema import (
     normalize_roles,
     validate_body,
 )
-from .sse import DONE, encode_event
-from .worker import Worker
+from ..sse import DONE, encode_event
+from ..worker import Worker
 
 METRICS_S = 1.0  # between two metrics events
 POLL_S = 0.1  # between two looks at running jobs

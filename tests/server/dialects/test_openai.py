@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from llm_worker_rbee import LLM
-from llm_worker_rbee.server import openai
+from llm_worker_rbee.server.dialects import openai
 from llm_worker_rbee.server.schema import Enum
 from tests.conftest import DEVICE
 from tests.helpers import tiny_models

@@ -13,13 +13,13 @@ from uuid import uuid4
 
 import msgspec
 
-from ..engine.request import MAX_LOGPROBS, MAX_STOPS, SamplingParams, TokenLogprob
-from ..errors import ContextLengthError, InferenceError, ModelNotFoundError, WorkerError
-from ..generation import Generation, TextDelta
-from ..tokenizer import Tokenizer
-from . import log
-from .offload import estimate_tokens, require_ids_fit
-from .schema import (
+from ...engine.request import MAX_LOGPROBS, MAX_STOPS, SamplingParams, TokenLogprob
+from ...errors import ContextLengthError, InferenceError, ModelNotFoundError, WorkerError
+from ...generation import Generation, TextDelta
+from ...tokenizer import Tokenizer
+from .. import log
+from ..offload import estimate_tokens, require_ids_fit
+from ..schema import (
     PRIORITY,
     SAMPLING,
     TIMEOUT_MS,
@@ -39,8 +39,8 @@ from .schema import (
     normalize_roles,
     validate_body,
 )
-from .sse import DONE, encode_event
-from .worker import Worker
+from ..sse import DONE, encode_event
+from ..worker import Worker
 
 MAX_CHOICES = 16
 TOKEN_BYTES = 16  # of a reply, an estimate

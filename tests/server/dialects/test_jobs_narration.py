@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from llm_worker_rbee.server import jobs
+from llm_worker_rbee.server.dialects import jobs
 from tests.helpers.server import Server, until
 from tests.server.conftest import Start
 

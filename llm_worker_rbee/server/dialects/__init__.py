@@ -1,0 +1,1 @@
+"""Wire formats over one engine: the OpenAI routes and the job routes."""
