@@ -51,7 +51,7 @@ LAZY_MODULES = {
     "cli/__init__.py": "the command table imports a command's module when it is called",
     "__init__.py": "the API is imported on first use",
     "__main__.py": "errors of importing the commands are reported in one line",
-    "bench/matmul_ceiling.py": "kernels of the CPU backend, which need Numba",
+    "bench/roofline.py": "kernels of the CPU backend, which need Numba",
 }
 SECOND_PLACES = {  # beside the one place of a heavy package
     "torch": {"bench/load_child.py": "the driver's count of device memory", "bench/roofline.py": "a GPU's limits"},

@@ -2,6 +2,7 @@
 
 A benchmark states the bytes and operations that its answer needs; the larger of the two times is its limit, and `% of
 limit` is that over the measured time. Small data is in a cache, so bandwidth is taken at the size at hand.
+`matmul_ceiling` is a limit by measurement: all matrix products of a model for a number of rows, and nothing else.
 """
 
 from __future__ import annotations
@@ -15,13 +16,16 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from .. import machine
 from ..backends import Backend
+from ..models import Transformer
 
 SIZES = tuple(1 << shift for shift in (18, 20, 22, 24, 26, 28, 30))  # 256 KiB to 1 GiB
 SECONDS_PER_SIZE = 0.03
 MATRIX_SIZE = 768
+ACTIVATION_SEED = 5
 MAX_MEMORY_FRACTION = 8  # the largest buffer takes at most one part in so many of the free memory
 
 
@@ -125,3 +129,59 @@ def _min_seconds(function: Callable[[], object]) -> float:
         if time.perf_counter() > end and count >= 2:
             break
     return best
+
+
+def matmul_ceiling(model: Transformer, rows: int) -> Callable[[], object]:
+    """Return a function that multiplies `rows` random activations with every matrix of the model once.
+
+    On the CPU the products are one program, with the activation quantization they need, as in a step.
+    """
+    return _program(model, rows) if model.ops.name == "cpu" else _one_by_one(model, rows)
+
+
+def _one_by_one(model: Transformer, rows: int) -> Callable[[], object]:
+    ops, c, blocks = model.ops, model.config, model.parts().blocks
+    widths = (c.d_model, c.n_heads * c.head_dim, c.d_ff)
+    wide, heads, deep = (ops.prepare_vector(_random(rows, width)) for width in widths)
+    pairs = [pair for b in blocks for pair in ((wide, b.qkv), (heads, b.output), (wide, b.gate_up), (deep, b.down))]
+
+    def multiply() -> object:
+        for x, weight in pairs:
+            ops.linear(x, weight)
+        return ops.logits(wide, model.head)
+
+    return multiply
+
+
+def _program(model: Transformer, rows: int) -> Callable[[], object]:
+    """Make a program whose step table points at one input and one output, large enough for all."""
+    from ..backends.cpu import linear, quantize_activations  # they need Numba
+    from ..backends.cpu.program import Program, Step, new_step
+
+    parts, threads = model.parts(), model.ops.threads or 1
+    weights = [w for b in parts.blocks for w in (b.qkv, b.output, b.gate_up, b.down)] + [parts.head.two_term()]
+    widest = max(w.columns for w in weights)
+    made: list[Any] = []
+    for w in weights:
+        place, two_term = (Step.TOKENS, Step.RESIDUAL_DELTA, 1, w.columns, w.columns), any(w.residual_activations)
+        made += linear.quantize_tasks(*place, w.needs_int8, two_term=two_term)
+        made += linear.linear_tasks(w, Step.TOKENS, Step.RESIDUAL_DELTA, Step.QKV, threads)
+    program, step = Program(made), new_step()
+    buffers: dict[int, NDArray[Any]] = {
+        Step.RESIDUAL_DELTA: _random(rows, widest),
+        Step.QKV: np.empty((rows, max(w.rows for w in weights)), np.float32),
+        **dict(enumerate(quantize_activations.allocate(2 * rows, widest), Step.ACTIVATIONS)),
+    }
+    step[Step.TOKENS] = rows
+    for entry, buffer in buffers.items():
+        step[entry] = buffer.ctypes.data
+
+    def multiply() -> object:
+        program.run(step, threads)
+        return buffers[Step.QKV]
+
+    return multiply
+
+
+def _random(rows: int, width: int) -> NDArray[np.float32]:
+    return np.random.default_rng(ACTIVATION_SEED).standard_normal((rows, width), np.float32)

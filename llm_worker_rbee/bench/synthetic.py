@@ -1,7 +1,9 @@
 """Models of a real shape and a real mix of quantization types with random weights: for speed only.
 
 `parse("llama2-7b:Q4_K_M:4")` names one; `checkpoint` makes it in memory, `write` as a GGUF that llama.cpp reads too.
-Values have the size 1 / sqrt(columns), so that activations stay finite through all layers.
+Values have the size 1 / sqrt(columns), so that activations stay finite through all layers. `random_tensor` needs no
+encoder: it draws bytes and keeps blocks whose values are finite and of about that size; a few thousand of them,
+repeated, make a tensor of any size.
 """
 
 from __future__ import annotations
@@ -9,10 +11,13 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from .. import machine
 from ..errors import InsufficientMemoryError, InvalidRequestError, WorkerError, human_bytes
@@ -20,10 +25,14 @@ from ..weights import Checkpoint, Tensor
 from ..weights.gguf_writer import Raw, Typed, write_gguf
 from ..weights.quant_mix import EMBEDDING, OUTPUT, Mix, Place, find_mix, matrix_type
 from ..weights.quants import BLOCK_TYPES, BlockType
-from .random_weights import random_tensor
 
+Seed = int | tuple[int, ...]
 Progress = Callable[[str, float, float], None]
 RESERVE_BYTES = 512 << 20  # memory or disk that stays free
+DRAWN_BLOCKS = 1 << 13  # a round
+POOL_BLOCKS = 1021  # a prime number, so that the rows of a matrix differ
+MAX_ROUNDS = 64
+SPREAD = 4.0  # factor by which the size of a block's values may differ from the wanted one
 EXAMPLE = "llama2-7b:Q4_K_M or llama2-7b:Q4_K_M:4"
 
 
@@ -156,8 +165,8 @@ def checkpoint(spec: Spec, seed: int = 0, progress: Progress | None = None) -> C
     tensors: dict[str, Tensor] = {}
     done, total = 0, spec.nbytes
     for number, plan in enumerate(plans(spec)):
-        if len(plan.shape) == 1:
-            data = _vector(plan).view(np.uint8)
+        if len(plan.shape) == 1:  # the zeros of a bias, or the ones of a norm
+            data = np.full(plan.shape, 0.0 if plan.name.endswith(".bias") else 1.0, np.float32).view(np.uint8)
         else:
             data = random_tensor(plan.kind, plan.shape, (seed, number)).data
         tensors[plan.name] = Tensor(plan.name, plan.kind, plan.shape, data)
@@ -190,17 +199,11 @@ def metadata(spec: Spec) -> dict[str, Any]:
     s = spec.shape
     head = s.head_dim or s.width // s.heads
     keys = {
-        "context_length": s.context,
-        "embedding_length": s.width,
-        "block_count": spec.layers,
-        "feed_forward_length": s.d_ff,
-        "attention.head_count": s.heads,
-        "attention.head_count_kv": s.kv_heads,
-        "attention.layer_norm_rms_epsilon": s.eps,
-        "rope.dimension_count": head,
-        "rope.freq_base": s.rope_base,
+        "context_length": s.context, "embedding_length": s.width, "block_count": spec.layers,
+        "feed_forward_length": s.d_ff, "attention.head_count": s.heads, "attention.head_count_kv": s.kv_heads,
+        "attention.layer_norm_rms_epsilon": s.eps, "rope.dimension_count": head, "rope.freq_base": s.rope_base,
         "vocab_size": s.vocabulary,
-    }
+    }  # fmt: skip
     general = {
         "general.architecture": s.architecture,
         "general.name": f"synthetic {spec}",
@@ -208,11 +211,6 @@ def metadata(spec: Spec) -> dict[str, Any]:
         "general.quantization_version": 2,
     }
     return general | {f"{s.architecture}.{key}": value for key, value in keys.items()}
-
-
-def _vector(plan: Plan) -> np.ndarray[Any, np.dtype[np.float32]]:
-    """Return the ones of a norm, or the zeros of a bias."""
-    return np.full(plan.shape, 0.0 if plan.name.endswith(".bias") else 1.0, np.float32)
 
 
 def _vocabulary(size: int) -> dict[str, Any]:
@@ -241,3 +239,40 @@ def require_memory(spec: Spec) -> None:
             f"{spec} takes {human_bytes(needed)} of memory and {human_bytes(max(0, min(left)))} are free: "
             f"use fewer layers ({spec.name}:{spec.mix_name}:N)"
         )
+
+
+def random_tensor(kind: BlockType, shape: tuple[int, ...], seed: Seed = 7, size: float | None = None) -> Tensor:
+    """Make a tensor; `size` is the root mean square of its values, by default 1 / sqrt(columns)."""
+    wanted = shape[-1] ** -0.5 if size is None else size
+    rng = np.random.default_rng(seed)
+    count = prod(shape[:-1]) * (kind.row_bytes(shape[-1]) // kind.block_bytes)
+    pool = block_pool(kind, float(np.float16(wanted)))
+    rotated = np.roll(pool, int(rng.integers(len(pool))), axis=0)
+    return Tensor("random", kind, shape, np.resize(rotated, count * kind.block_bytes))
+
+
+@lru_cache(maxsize=64)
+def block_pool(kind: BlockType, size: float) -> NDArray[np.uint8]:
+    """Return usable blocks of a type: (blocks, block_bytes)."""
+    rng = np.random.default_rng(kind.id)
+    if kind.block_size == 1:
+        return _unquantized_values(kind, size, rng)
+    kept: list[NDArray[np.uint8]] = []
+    for _ in range(MAX_ROUNDS):
+        blocks = rng.integers(0, 256, (DRAWN_BLOCKS, kind.block_bytes), np.uint8)
+        with np.errstate(all="ignore"):
+            rms = np.sqrt(np.mean(np.square(kind.decode(blocks), dtype=np.float64), axis=1))
+            kept.append(blocks[(rms > size / SPREAD) & (rms < size * SPREAD)])  # NaN and infinity fail both
+        if sum(map(len, kept)) >= POOL_BLOCKS:
+            break
+    found = np.concatenate(kept)[:POOL_BLOCKS]
+    assert len(found), f"no usable block of {kind.name} was drawn"
+    return found
+
+
+def _unquantized_values(kind: BlockType, size: float, rng: np.random.Generator) -> NDArray[np.uint8]:
+    values = (size * rng.standard_normal(65521)).astype(np.float32)
+    if kind.name == "BF16":
+        return np.ascontiguousarray(values.view(np.uint16)[1::2]).view(np.uint8).reshape(-1, kind.block_bytes)
+    narrow = values.astype({"F32": np.float32, "F16": np.float16}[kind.name])
+    return narrow.view(np.uint8).reshape(-1, kind.block_bytes)

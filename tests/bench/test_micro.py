@@ -14,8 +14,8 @@ from llm_worker_rbee.backends.reference import ReferenceBackend
 from llm_worker_rbee.bench import micro, roofline
 from llm_worker_rbee.bench.micro import cases
 from llm_worker_rbee.bench.micro.cases import Case
-from llm_worker_rbee.bench.random_weights import random_tensor
 from llm_worker_rbee.bench.results import Recorder
+from llm_worker_rbee.bench.synthetic import random_tensor
 from llm_worker_rbee.bench.timing import Measurement, Plan
 from llm_worker_rbee.errors import InvalidRequestError
 

@@ -14,9 +14,8 @@ from ...config import KV_AUTO, ModelConfig
 from ...weights import Checkpoint
 from .. import statistics
 from ..engine_harness import EngineHarness, TimedRun
-from ..matmul_ceiling import products
 from ..results import Better, Recorder, Result
-from ..roofline import Limits
+from ..roofline import Limits, matmul_ceiling
 
 Kind = Literal["pp", "tg"]
 WARM_UP_TOKENS = 8  # of a decode run
@@ -178,7 +177,7 @@ class Throughput:
         """Put decode steps of a batch beside their matrix products; a GPU's would not run alone between its steps."""
         model = bench.harness.engine.model
         is_batch = case.kind == "tg" and case.batch > 1 and not model.ops.has_device_memory
-        return Throughput(bench, case, several_prompts, products(model, case.batch) if is_batch else None)
+        return Throughput(bench, case, several_prompts, matmul_ceiling(model, case.batch) if is_batch else None)
 
     @property
     def name(self) -> str:

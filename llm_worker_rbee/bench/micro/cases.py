@@ -35,9 +35,8 @@ from ...models import Transformer, load_model, read_model_config
 from ...weights import Tensor, open_checkpoint
 from ...weights.hub import locate_model
 from ...weights.quants import BLOCK_TYPES, BlockType
-from ..matmul_ceiling import products
-from ..random_weights import random_tensor
-from ..roofline import Work
+from ..roofline import Work, matmul_ceiling
+from ..synthetic import random_tensor
 from ..timing import Function
 from ..workload import TEXT, read_text
 
@@ -344,7 +343,7 @@ def _products(rows: int) -> Case:
     values = DEFAULT_MODEL_LAYERS * sum(n * columns for n, columns in shapes) + VOCABULARY * width
     moved = DEFAULT_MODEL_LAYERS * sum(map(sum, shapes)) + VOCABULARY + width  # activations in and out, for each row
     work = Work(DEFAULT_MODEL_LAYERS * size + head + F * rows * moved, 2 * rows * values)
-    return Case(f"products/{rows}", lambda ops: products(_model(ops), rows), work)
+    return Case(f"products/{rows}", lambda ops: matmul_ceiling(_model(ops), rows), work)
 
 
 @lru_cache(maxsize=2)

@@ -15,7 +15,7 @@ from llm_worker_rbee.backends import OPS, isa, reference, select_backend
 from llm_worker_rbee.backends.cpu import CpuBackend
 from llm_worker_rbee.backends.cpu.layouts import LAYOUT_BY_TYPE
 from llm_worker_rbee.backends.ops import AttentionParams, Batch, KVLayer, RopeTable
-from llm_worker_rbee.bench.random_weights import random_tensor
+from llm_worker_rbee.bench.synthetic import random_tensor
 from llm_worker_rbee.errors import InvalidRequestError
 from llm_worker_rbee.weights.quants import BLOCK_TYPES
 
@@ -176,7 +176,7 @@ import numpy as np
 from llm_worker_rbee.backends.cpu import CpuBackend
 cpu = CpuBackend()
 from llm_worker_rbee.backends.cpu.dot_int8 import ISA
-from llm_worker_rbee.bench.random_weights import random_tensor
+from llm_worker_rbee.bench.synthetic import random_tensor
 from llm_worker_rbee.weights.quants import BLOCK_TYPES
 x = np.random.default_rng(1).standard_normal((3, 256), np.float32)
 sums = [cpu.linear(x, cpu.prepare([random_tensor(BLOCK_TYPES[k], (16, 256))])) for k in ("Q4_0", "IQ4_NL")]

@@ -18,7 +18,7 @@ from llm_worker_rbee.backends.cpu.jit import TaskKernel
 from llm_worker_rbee.backends.cpu.layouts import LAYOUT_BY_TYPE
 from llm_worker_rbee.backends.cpu.pointers import i64
 from llm_worker_rbee.backends.cpu.program import Program, Step, Task, new_step, pack_args
-from llm_worker_rbee.bench.random_weights import random_tensor
+from llm_worker_rbee.bench.synthetic import random_tensor
 from llm_worker_rbee.engine.model_runner import SingleSequence
 from llm_worker_rbee.errors import InferenceError
 from llm_worker_rbee.models import Transformer, load_model, read_model_config

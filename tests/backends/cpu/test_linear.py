@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from llm_worker_rbee.backends.cpu.linear import TOKENS_PER_PIECE, pack_weight
-from llm_worker_rbee.bench.random_weights import random_tensor
+from llm_worker_rbee.bench.synthetic import random_tensor
 from llm_worker_rbee.weights.quants import BLOCK_TYPES
 
 COLUMNS = 288

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from llm_worker_rbee.backends.cpu.embedding import dequantize_rows
 from llm_worker_rbee.backends.cpu.layouts import LAYOUT_BY_TYPE, LAYOUTS
 from llm_worker_rbee.backends.cpu.repack import MIN_BYTES_PER_THREAD, PackedMatrix, repack
-from llm_worker_rbee.bench.random_weights import random_tensor
+from llm_worker_rbee.bench.synthetic import random_tensor
 from llm_worker_rbee.errors import ModelFileError, UnsupportedModelError
 from llm_worker_rbee.weights import Tensor
 from llm_worker_rbee.weights.quants import BLOCK_TYPES
