@@ -2,7 +2,7 @@
 
 A child prints one JSON object a line: first a greeting (its version), then one reply for each line that it is sent.
 `{"error": ...}` reports a failure. Standard error goes to a file, whose last line explains an early end. The programs
-on the other side are library_child.py, peers/worker_child.py, load_child.py and e2e/isolated.py.
+on the other side are library_child.py, peers/worker_child.py, load_child.py and e2e.py.
 """
 
 from __future__ import annotations

@@ -10,8 +10,7 @@ import pytest
 
 from llm_worker_rbee.backends.reference import ReferenceBackend
 from llm_worker_rbee.bench import e2e, engine_harness, roofline
-from llm_worker_rbee.bench.e2e import isolated, latency
-from llm_worker_rbee.bench.e2e.throughput import Case, Cost, ModelBench, Plan
+from llm_worker_rbee.bench.e2e import Case, Cost, ModelBench, Plan
 from llm_worker_rbee.bench.engine_harness import EngineHarness
 from llm_worker_rbee.bench.results import Recorder
 from llm_worker_rbee.bench.synthetic import Shape, Spec, checkpoint, parse
@@ -29,14 +28,14 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def measured(plan: Plan, source: Path | Spec = SPEC) -> tuple[Recorder, list[str]]:
-    recorder, told = Recorder("e2e"), []
-    e2e.run(recorder, lambda what, *_: told.append(what), source, plan)
-    return recorder, told
+    recorder, messages = Recorder("e2e"), []
+    e2e.run(recorder, lambda what, *_: messages.append(what), source, plan)
+    return recorder, messages
 
 
 def test_run_names_units_and_arithmetic() -> None:
     plan = Plan(pp=[6, 0, 4], tg=[3], depths=[0, 16], batches=[1, 2], repetitions=3)
-    recorder, told = measured(plan)
+    recorder, messages = measured(plan)
     found = {result.name: result for result in recorder.results()}
     suffixes = ("", "@b2", "@d16", "@d16@b2")
     assert set(found) == {
@@ -60,7 +59,7 @@ def test_run_names_units_and_arithmetic() -> None:
     assert found["pp6"].samples == pytest.approx([6 / s for s in found["ttft6"].samples])
     assert found["peak_memory"].estimate > 10e6
     order = [case.name for case in plan.cases()]
-    rounds = [what.partition(":")[0] for what in told if " of 3" in what]
+    rounds = [what.partition(":")[0] for what in messages if " of 3" in what]
     assert rounds == order + order[::-1] + order
     assert recorder.model == {"name": "small:Q8_0", "bytes": SPEC.nbytes, "synthetic": True, "seed": 0}
 
@@ -147,14 +146,14 @@ def test_prefix_hit_results(tiny: Path) -> None:
         "s",
         "lower",
         3,
-        40 + latency.TAIL_TOKENS,
+        40 + e2e.TAIL_TOKENS,
     )
     ratios = sorted(a / b for a, b in zip(first.samples, shared.samples, strict=True))
     assert ratios[0] <= shared.fields["times_shorter"] <= ratios[-1]
 
 
 def test_itl_under_prefill_results(tiny: Path) -> None:
-    recorder, told = measured(Plan(pp=[0], tg=[0], targets_ms=[1000, 0, 1000], repetitions=2), tiny)
+    recorder, messages = measured(Plan(pp=[0], tg=[0], targets_ms=[1000, 0, 1000], repetitions=2), tiny)
     found = {result.name: result for result in recorder.results()}
     length = 256 * 3 // 4  # the context has no room for 2,000
     sides = ("t1000", "none")
@@ -165,8 +164,8 @@ def test_itl_under_prefill_results(tiny: Path) -> None:
         assert all(0 < a <= b <= c for a, b, c in zip(low, middle, high, strict=True))
         assert all(whole >= longest for whole, longest in zip(found[f"ttft{length}@{side}"].samples, high, strict=True))
     fields = found["itl_median@none"].fields
-    assert (fields["target_ms"], fields["answering"], fields["prompt"]) == (None, latency.DECODING_REQUESTS, length)
-    assert any("target 1000 ms" in text for text in told)
+    assert (fields["target_ms"], fields["answering"], fields["prompt"]) == (None, e2e.DECODING_REQUESTS, length)
+    assert any("target 1000 ms" in text for text in messages)
 
 
 def test_speculative_decoding_results(tiny: Path) -> None:
@@ -229,9 +228,9 @@ def test_run_isolated_names_results_by_model_and_failures(monkeypatch: pytest.Mo
         result = {"name": "tg2", "unit": "tok/s", "estimate": 1.0, "low": 1.0, "high": 1.0, "samples": [1.0]}
         return {"error": "crashed"} if model == huge else {"results": [result], "model": {}, "details": {}}
 
-    monkeypatch.setattr(isolated, "_measure", measure)
+    monkeypatch.setattr(e2e, "_measure_in_child", measure)
     recorder, plan = Recorder("e2e"), Plan(device="cuda", repetitions=3)
-    isolated.run_isolated(recorder, lambda *_: None, [small, huge], plan)
+    e2e.run_isolated(recorder, lambda *_: None, [small, huge], plan)
     assert [result.name for result in recorder.results()] == ["smollm2-135m:Q8_0:1/tg2"]
     assert recorder.details["failed"] == {"smollm2-135m:Q4_0:2": "crashed"}
     assert sorted(repetitions.repetitions for _, repetitions in plans) == [1, 1, 3, 3]  # compiled first, then measured

@@ -6,8 +6,7 @@ from typing import Annotated
 import typer
 
 from ...bench import e2e as benchmark
-from ...bench.e2e.isolated import run_isolated
-from ...bench.e2e.throughput import Plan
+from ...bench.e2e import Plan
 from ...bench.results import Result, Run
 from ...bench.synthetic import parse
 from ...config import SPECULATIVE
@@ -138,7 +137,7 @@ def e2e(
     settings = {field.name: getattr(plan, field.name) for field in fields(plan)}
     with recording("e2e", results, _show, **settings) as recorder, step_progress() as progress:
         if synthetic is not None and len(synthetic) > 1:
-            run_isolated(recorder, progress, [parse(name) for name in synthetic], plan)
+            benchmark.run_isolated(recorder, progress, [parse(name) for name in synthetic], plan)
         else:
             benchmark.run(recorder, progress, source, plan)
 
