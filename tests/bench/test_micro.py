@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -12,8 +13,7 @@ import pytest
 
 from llm_worker_rbee.backends.reference import ReferenceBackend
 from llm_worker_rbee.bench import micro, roofline
-from llm_worker_rbee.bench.micro import cases
-from llm_worker_rbee.bench.micro.cases import Case
+from llm_worker_rbee.bench.micro import Case
 from llm_worker_rbee.bench.results import Recorder
 from llm_worker_rbee.bench.synthetic import random_tensor
 from llm_worker_rbee.bench.timing import Measurement, Plan
@@ -30,7 +30,7 @@ KEPT_NAMES = {
 
 
 def by_name() -> dict[str, Case]:
-    return {case.name: case for case in cases.op_cases()}
+    return {case.name: case for case in micro.op_cases()}
 
 
 def test_op_cases_include_the_old_suite() -> None:
@@ -43,11 +43,11 @@ def test_op_cases_cover_every_weight_type() -> None:
     names = by_name()
     for kind in ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q6_K", "IQ1_S", "IQ4_NL", "TQ1_0", "MXFP4"):
         assert {f"linear/{kind}/1", f"linear/{kind}/128", f"dequantize/{kind}"} <= set(names)
-    assert len(names) == len(list(cases.op_cases()))
+    assert len(names) == len(list(micro.op_cases()))
     assert not [name for name in names if re.search(r"/(I8|I16|I32|I64|F64)(/|$)", name)]
 
 
-@pytest.mark.parametrize("case", [c for c in cases.op_cases() if "linear" not in c.name], ids=lambda c: c.name)
+@pytest.mark.parametrize("case", [c for c in micro.op_cases() if "linear" not in c.name], ids=lambda c: c.name)
 def test_op_case_runs_on_the_reference(case: Case) -> None:
     function = case.make(case.select_ops(ReferenceBackend()))
     function()
@@ -57,10 +57,10 @@ def test_op_case_runs_on_the_reference(case: Case) -> None:
 
 @pytest.mark.parametrize("family", ["linear/Q4_0", "linear/Q6_K", "linear/BF16", "linear/IQ2_XS", "linear/F32"])
 def test_linear_case_equals_dequantized_product(family: str) -> None:
-    kind = cases.BLOCK_TYPES[family.split("/")[1]]
+    kind = micro.BLOCK_TYPES[family.split("/")[1]]
     product: Any = by_name()[f"{family}/1"].make(ReferenceBackend())()
-    weight = random_tensor(kind, (cases.LINEAR_ROWS, cases.LINEAR_COLUMNS)).dequantize()
-    x = np.random.default_rng(7).standard_normal(cases.RANDOM_PERIOD, np.float32)[None, : cases.LINEAR_COLUMNS]
+    weight = random_tensor(kind, (micro.LINEAR_ROWS, micro.LINEAR_COLUMNS)).dequantize()
+    x = np.random.default_rng(7).standard_normal(micro.RANDOM_PERIOD, np.float32)[None, : micro.LINEAR_COLUMNS]
     assert np.isfinite(product).all()
     np.testing.assert_allclose(product, x @ weight.T, rtol=1e-3, atol=1e-3)
 
@@ -105,8 +105,8 @@ class OnlyTheOpTable:
 def test_select_ops_missing_function_falls_back_to_reference() -> None:
     fast = OnlyTheOpTable()
     ran_on = {
-        case.name: micro.backend_name(case.select_ops(fast))
-        for case in [*cases.op_cases(), *cases.scheduler_cases(), *cases.model_file_cases()]
+        case.name: case.select_ops(fast).name
+        for case in [*micro.op_cases(), *micro.scheduler_cases(), *micro.model_file_cases()]
     }
     homes = {family: {ran_on[n] for n in names} for family, names in groupby(ran_on, lambda n: n.split("/")[0])}
     assert homes["rope_forward"] == homes["causal_mask"] == homes["dequantize"] == homes["gguf_open"] == {"reference"}
@@ -117,13 +117,13 @@ def test_select_ops_missing_function_falls_back_to_reference() -> None:
 
 @pytest.mark.parametrize("arrays", [False, True])
 def test_decoding_scheduler_step_adds_a_token_to_each_request(arrays: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cases, "RESTART_CONTEXT", cases.MAX_PROMPT + 40)
-    made = cases.DecodingScheduler(5)
-    step = made.step_with_arrays if arrays else made.step
+    monkeypatch.setattr(micro, "RESTART_CONTEXT", micro.MAX_PROMPT + 40)
+    made = micro.DecodingScheduler(5)
+    step = partial(made.step, arrays=arrays)
     first = made.scheduler
     prompts = [request.num_prompt_tokens for request in first.running]
     assert len(prompts) == 5
-    assert cases.MIN_PROMPT <= min(prompts) < max(prompts) <= cases.MAX_PROMPT
+    assert micro.MIN_PROMPT <= min(prompts) < max(prompts) <= micro.MAX_PROMPT
     for n in range(2, 40):
         step()
         assert [len(request.tokens) for request in made.scheduler.running] == [n] * 5

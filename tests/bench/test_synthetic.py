@@ -14,7 +14,7 @@ from llm_worker_rbee import LLM
 from llm_worker_rbee.backends.reference import ReferenceBackend
 from llm_worker_rbee.bench import synthetic
 from llm_worker_rbee.bench.engine_harness import EngineHarness
-from llm_worker_rbee.bench.micro.cases import WEIGHT_TYPES
+from llm_worker_rbee.bench.micro import WEIGHT_TYPES
 from llm_worker_rbee.bench.synthetic import SHAPES, SPREAD, Shape, Spec, checkpoint, parse, plans, random_tensor, write
 from llm_worker_rbee.errors import InsufficientMemoryError, InvalidRequestError, WorkerError
 from llm_worker_rbee.models import load_model, read_model_config

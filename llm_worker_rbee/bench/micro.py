@@ -1,4 +1,4 @@
-"""The micro-benchmarks: ops, the scheduler, and the default model's file. Each makes its data on a backend.
+"""Micro-benchmarks: ops, the scheduler, the default model's file; on one backend, or on two in turn, beside the limit.
 
 The first five families and their sizes are those of the Rust worker's suite (float32, batch 1, hidden 4096, 32 heads of
 128, rope base 10000, positions from 0). A case that needs a function beyond the op table runs on the reference where
@@ -9,36 +9,46 @@ schedule and update of requests that decode, `scheduler_batch` also builds the a
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from statistics import fmean, median, pstdev
 from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ...backends.ops import AttentionParams, Batch, KVLayer, RopeTable, SampleRow
-from ...backends.reference import ReferenceBackend
-from ...config import EngineConfig
-from ...engine.model_runner import ModelRunner
-from ...engine.request import Request, SamplerOutput, SamplingParams
-from ...engine.scheduler import Scheduler
-from ...layers.attention import Attention
-from ...layers.block import Block
-from ...layers.linear import Linear
-from ...layers.rms_norm import RMSNorm
-from ...layers.rope import inverse_frequencies
-from ...layers.swiglu import SwiGLU
-from ...llm import open_tokenizer
-from ...models import Transformer, load_model, read_model_config
-from ...weights import Tensor, open_checkpoint
-from ...weights.hub import locate_model
-from ...weights.quants import BLOCK_TYPES, BlockType
-from ..roofline import Work, matmul_ceiling
-from ..synthetic import random_tensor
-from ..timing import Function
-from ..workload import TEXT, read_text
+from ..backends import select_backend
+from ..backends.ops import AttentionParams, Batch, KVLayer, RopeTable, SampleRow
+from ..backends.reference import ReferenceBackend
+from ..config import EngineConfig
+from ..engine.model_runner import ModelRunner
+from ..engine.request import Request, SamplerOutput, SamplingParams
+from ..engine.scheduler import Scheduler
+from ..errors import DownloadError, InvalidRequestError
+from ..layers.attention import Attention
+from ..layers.block import Block
+from ..layers.linear import Linear
+from ..layers.rms_norm import RMSNorm
+from ..layers.rope import inverse_frequencies
+from ..layers.swiglu import SwiGLU
+from ..llm import open_tokenizer
+from ..models import Transformer, load_model, read_model_config
+from ..weights import Tensor, open_checkpoint
+from ..weights.hub import locate_model
+from ..weights.quants import BLOCK_TYPES, BlockType
+from . import statistics
+from .baseline import Comparison, compare_results
+from .results import Recorder, Result, round_samples
+from .roofline import Limits, Work, backend_threads, matmul_ceiling, measure_limits
+from .synthetic import random_tensor
+from .timing import Function, Measurement, Plan, measure
+from .workload import TEXT, read_text
+
+Progress = Callable[[str, float, float], None]
+ROUNDS = 12  # over all cases: a disturbance of some seconds then meets only a part of each case's samples
 
 HIDDEN, HEADS, HEAD_DIM, D_FF, ROPE_BASE = 4096, 32, 128, 11008, 10000.0
 LINEAR_ROWS, LINEAR_COLUMNS = 1024, 4096
@@ -46,10 +56,17 @@ DEQUANTIZED_SHAPE = (256, 4096)
 VOCABULARY = 49152
 F = 4  # bytes of a float32
 RANDOM_PERIOD = 65521  # a prime: random values repeat after so many, as drawing millions takes longer than measuring
-WEIGHT_TYPES = [kind for kind in BLOCK_TYPES.values() if kind.name[0] != "I" or kind.name.startswith("IQ")]
-WEIGHT_TYPES = [kind for kind in WEIGHT_TYPES if kind.name != "F64"]
-# The block of the default model: (d_model, n_heads, n_kv_heads, head_dim, d_ff), in Q4_1
-DEFAULT_MODEL_SHAPE = (576, 9, 3, 64, 1536)
+WEIGHT_TYPES = [kind for kind in BLOCK_TYPES.values() if kind.name not in ("F64", "I8", "I16", "I32", "I64")]
+# The block of the default model: (d_model, n_heads, n_kv_heads, head_dim), and (rows, columns) of its Q4_1 matrices
+DEFAULT_MODEL_SHAPE = (576, 9, 3, 64)
+BLOCK_SHAPES = ((960, 576), (576, 576), (2 * 1536, 576), (576, 1536))  # qkv, output, gate and up, down
+BLOCK_BYTES = sum(rows * BLOCK_TYPES["Q4_1"].row_bytes(columns) for rows, columns in BLOCK_SHAPES)
+DEFAULT_MODEL_LAYERS = 30
+ENCODED_CHARACTERS = 4096
+
+MIN_PROMPT, MAX_PROMPT = 200, 400  # tokens of a request of the scheduler's benchmarks
+RESTART_CONTEXT = 4096  # tokens after which all requests start again: so far apart that it does not count
+BLOCK_SIZE, TOKEN_BUDGET = 16, 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,18 +85,20 @@ class Case:
 
 def op_cases() -> Iterator[Case]:
     """Yield the benchmarks of ops, in the order in which they run."""
-    qkv, attention = 3 * HIDDEN * HIDDEN, F * HIDDEN * 2
-    short, ends = (1, 8, 32, 128), (1, 128)
+    short, ends, qkv = (1, 8, 32, 128), (1, 128), 3 * HIDDEN * HIDDEN
+
+    def full_attention(n: int) -> Work:
+        return Work(F * HIDDEN * 4 * n, 2 * n * (n + 1) * HIDDEN)  # causality leaves half of the query-key pairs
+
+    def attention_decode(n: int) -> Work:
+        return Work(F * HIDDEN * 2 * (1 + n), 4 * n * HIDDEN)
+
     yield from _family("rope_forward", short, _rope, lambda n: Work(2 * F * n * HIDDEN, 3 * n * HIDDEN), "rope")
     yield from _family("qkv_projection", short, _qkv, lambda n: Work(F * (qkv + 4 * n * HIDDEN), 2 * n * qkv))
     yield from _family("attention_scores", short, _scores, _scores_work, "attention_scores")
     yield from _family("causal_mask", (8, 32, 128, 512), _mask, lambda n: Work(2 * F * HEADS * n * n), "causal_mask")
-    yield from _family(
-        "full_attention", (1, 8, 32), _prefill_attention, lambda n: Work(attention * 2 * n, 2 * n * (n + 1) * HIDDEN)
-    )  # half of the query-key pairs are left by causality
-    yield from _family(
-        "attention_decode", (128, 2048), _decode_attention, lambda n: Work(attention * (1 + n), 4 * n * HIDDEN)
-    )
+    yield from _family("full_attention", (1, 8, 32), lambda n, ops: _attention(n, n, ops), full_attention)
+    yield from _family("attention_decode", (128, 2048), partial(_attention, 1), attention_decode)
     yield from _family("rms_norm", ends, _rms_norm, lambda n: Work(F * HIDDEN * (2 * n + 1), 4 * n * HIDDEN))
     yield from _family("swiglu", ends, _swiglu, lambda n: Work(F * 3 * n * D_FF, 5 * n * D_FF))
     yield from _family("kv_cache_write", ends, _kv_write, lambda n: Work(4 * F * n * HIDDEN), "store")
@@ -94,12 +113,9 @@ def op_cases() -> Iterator[Case]:
 
 
 def _family(
-    name: str,
-    lengths: Sequence[int],
-    make: Callable[[int, Any], Function],
-    work: Callable[[int], Work],
+    name: str, lengths: Sequence[int], make: Callable[[int, Any], Function], work: Callable[[int], Work],
     needs: str | None = None,
-) -> Iterator[Case]:
+) -> Iterator[Case]:  # fmt: skip
     return (Case(f"{name}/{n}", partial(make, n), work(n), needs) for n in lengths)
 
 
@@ -161,14 +177,6 @@ def _attention(tokens: int, context: int, ops: Any) -> Function:
     return partial(ops.attention, q, kv, _batch(tokens, context), AttentionParams(HEAD_DIM**-0.5))
 
 
-def _prefill_attention(tokens: int, ops: Any) -> Function:
-    return _attention(tokens, tokens, ops)
-
-
-def _decode_attention(context: int, ops: Any) -> Function:
-    return _attention(1, context, ops)
-
-
 def _rms_norm(tokens: int, ops: Any) -> Function:
     return partial(ops.rms_norm, _random(ops, tokens, HIDDEN), _random(ops, HIDDEN), 1e-5)
 
@@ -188,16 +196,10 @@ def _kv_read(context: int, ops: Any) -> Function:
     return lambda: [np.ascontiguousarray(ops.gather(half, table, context)) for half in kv]
 
 
-def _block_shapes() -> dict[str, tuple[int, int]]:
-    width, heads, kv_heads, head_dim, d_ff = DEFAULT_MODEL_SHAPE
-    qkv_rows = (heads + 2 * kv_heads) * head_dim
-    return {"qkv": (qkv_rows, width), "output": (width, width), "gate_up": (2 * d_ff, width), "down": (width, d_ff)}
-
-
 def _block(tokens: int, ops: Any) -> Function:
-    width, heads, kv_heads, head_dim, _ = DEFAULT_MODEL_SHAPE
+    width, heads, kv_heads, head_dim = DEFAULT_MODEL_SHAPE
     kind, params = BLOCK_TYPES["Q4_1"], AttentionParams(head_dim**-0.5)
-    qkv, output, gate_up, down = (Linear(ops.prepare([random_tensor(kind, s)])) for s in _block_shapes().values())
+    qkv, output, gate_up, down = (Linear(ops.prepare([random_tensor(kind, s)])) for s in BLOCK_SHAPES)
     norm = RMSNorm(ops.prepare_vector(np.ones(width, np.float32)), 1e-5)
     attention = Attention(qkv, output, heads, kv_heads, head_dim, _rope_table(head_dim), params)
     block = Block(norm, attention, norm, SwiGLU(gate_up, down))
@@ -206,10 +208,8 @@ def _block(tokens: int, ops: Any) -> Function:
 
 
 def _block_work(tokens: int) -> Work:
-    shapes, kind = _block_shapes().values(), BLOCK_TYPES["Q4_1"]
-    size = sum(kind.row_bytes(columns) * rows for rows, columns in shapes)
-    operations = 2 * tokens * sum(rows * columns for rows, columns in shapes)
-    return Work(size + 4 * F * tokens * DEFAULT_MODEL_SHAPE[0], operations)
+    operations = 2 * tokens * sum(rows * columns for rows, columns in BLOCK_SHAPES)
+    return Work(BLOCK_BYTES + 4 * F * tokens * DEFAULT_MODEL_SHAPE[0], operations)
 
 
 SAMPLE_ROWS = {
@@ -245,24 +245,15 @@ def _dequantize(kind: BlockType) -> Case:
     return Case(f"dequantize/{kind.name}", make, work, needs="dequantize")
 
 
-MIN_PROMPT, MAX_PROMPT = 200, 400  # tokens
-RESTART_CONTEXT = 4096  # tokens after which all requests start again: so far apart that it does not count
-BLOCK_SIZE, TOKEN_BUDGET = 16, 512
-
-
 def scheduler_cases() -> Iterator[Case]:
     """Yield the benchmarks of the scheduler, in the order in which they run."""
-    yield from (_scheduler("scheduler", requests, arrays=False) for requests in (1, 16, 64, 256))
-    yield _scheduler("scheduler_batch", 64, arrays=True)
+    for family, n in (*(("scheduler", n) for n in (1, 16, 64, 256)), ("scheduler_batch", 64)):
+        make = partial(_decode_step, n, family == "scheduler_batch")
+        yield Case(f"{family}/{n}", make, Work(64.0 * n, n), needs="scheduler")  # a cache line for each request
 
 
-def _scheduler(family: str, requests: int, *, arrays: bool) -> Case:
-    def make(_: Any) -> Function:
-        decoding = DecodingScheduler(requests)
-        return decoding.step_with_arrays if arrays else decoding.step
-
-    touched = 64.0 * requests  # at least a cache line for each request
-    return Case(f"{family}/{requests}", make, Work(touched, requests), needs="scheduler")
+def _decode_step(requests: int, arrays: bool, _: Any) -> Function:
+    return partial(DecodingScheduler(requests).step, arrays=arrays)
 
 
 class DecodingScheduler:
@@ -284,16 +275,16 @@ class DecodingScheduler:
         no_model, cache = cast(Any, None), cast(Any, SimpleNamespace(block_size=BLOCK_SIZE))
         self._runner = ModelRunner(no_model, cache, config.max_batch, config.max_context)
         for number in range(self.count):
-            prompt = [rng.randrange(49152) for _ in range(rng.randint(MIN_PROMPT, MAX_PROMPT))]
+            prompt = [rng.randrange(VOCABULARY) for _ in range(rng.randint(MIN_PROMPT, MAX_PROMPT))]
             params = SamplingParams(temperature=0.0, ignore_eos=True)
             request = Request(prompt, params, RESTART_CONTEXT - MAX_PROMPT, number, frozenset())
             request.arrival = number
             self.scheduler.add(request)
-        self._tokens = [rng.randrange(49152) for _ in range(self.count)]
+        self._tokens = [rng.randrange(VOCABULARY) for _ in range(self.count)]
         scheduled = self.scheduler.schedule(self.count * MAX_PROMPT)
         self.scheduler.update(scheduled, SamplerOutput(self._tokens))
 
-    def step(self, *, arrays: bool = False) -> None:
+    def step(self, *, arrays: bool) -> None:
         """Add a token to each request."""
         scheduled = self.scheduler.schedule(TOKEN_BUDGET)
         if arrays:
@@ -301,48 +292,29 @@ class DecodingScheduler:
         if self.scheduler.update(scheduled, SamplerOutput(self._tokens))[0].finish_reason:
             self.restart()
 
-    def step_with_arrays(self) -> None:
-        self.step(arrays=True)
-
-
-ENCODED_CHARACTERS = 4096
-DEFAULT_MODEL_LAYERS = 30
-
 
 def model_file_cases() -> Iterator[Case]:
     """Yield the benchmarks on the default model, which is downloaded if it is not here."""
-    size = float(ENCODED_CHARACTERS)
-    yield Case("tokenizer/encode", _encode, Work(size), needs="tokenizer")
-    yield Case("tokenizer/decode", _decode, Work(size), needs="tokenizer")
-    yield Case("gguf_open", _gguf_open, Work(2e6), needs="tokenizer")  # about 2 MB of metadata in the default model
-    yield from (_products(rows) for rows in (1, 16))
+    for name in ("encode", "decode"):
+        yield Case(f"tokenizer/{name}", partial(_tokenize, name), Work(float(ENCODED_CHARACTERS)), needs="tokenizer")
+    metadata = Work(2e6)  # bytes, about
+    yield Case("gguf_open", lambda _: partial(open_checkpoint, locate_model(None)), metadata, needs="tokenizer")
+    yield from map(_products, (1, 16))
 
 
-def _encode(_: Any) -> Function:
+def _tokenize(direction: str, _: Any) -> Function:
     tokenizer, text = open_tokenizer(open_checkpoint(locate_model(None))), read_text(TEXT)[:ENCODED_CHARACTERS]
-    return lambda: tokenizer.encode(text)
-
-
-def _decode(_: Any) -> Function:
-    tokenizer = open_tokenizer(open_checkpoint(locate_model(None)))
-    ids = tokenizer.encode(read_text(TEXT)[:ENCODED_CHARACTERS])
-    return lambda: tokenizer.decode(ids)
-
-
-def _gguf_open(_: Any) -> Function:
-    path = locate_model(None)
-    return lambda: open_checkpoint(path)
+    encode = partial(tokenizer.encode, text)
+    return encode if direction == "encode" else partial(tokenizer.decode, encode())
 
 
 def _products(rows: int) -> Case:
     """Time all matrix products of a step: the layers' matrices are Q4_1, the head Q8_0."""
-    width, heads, kv_heads, head_dim, d_ff = DEFAULT_MODEL_SHAPE
-    shapes = (((heads + 2 * kv_heads) * head_dim, width), (width, width), (2 * d_ff, width), (width, d_ff))
-    size = sum(n * BLOCK_TYPES["Q4_1"].row_bytes(columns) for n, columns in shapes)
-    head = VOCABULARY * BLOCK_TYPES["Q8_0"].row_bytes(width)
-    values = DEFAULT_MODEL_LAYERS * sum(n * columns for n, columns in shapes) + VOCABULARY * width
-    moved = DEFAULT_MODEL_LAYERS * sum(map(sum, shapes)) + VOCABULARY + width  # activations in and out, for each row
-    work = Work(DEFAULT_MODEL_LAYERS * size + head + F * rows * moved, 2 * rows * values)
+    layers, width = DEFAULT_MODEL_LAYERS, DEFAULT_MODEL_SHAPE[0]
+    size = layers * BLOCK_BYTES + VOCABULARY * BLOCK_TYPES["Q8_0"].row_bytes(width)
+    values = layers * sum(n * columns for n, columns in BLOCK_SHAPES) + VOCABULARY * width
+    moved = layers * sum(map(sum, BLOCK_SHAPES)) + VOCABULARY + width  # activations in and out, for each row
+    work = Work(size + F * rows * moved, 2 * rows * values)
     return Case(f"products/{rows}", lambda ops: matmul_ceiling(_model(ops), rows), work)
 
 
@@ -350,3 +322,86 @@ def _products(rows: int) -> Case:
 def _model(ops: Any) -> Transformer:
     checkpoint = open_checkpoint(locate_model(None))
     return load_model(checkpoint, ops, read_model_config(checkpoint))
+
+
+def select(pattern: str | None) -> list[Case]:
+    """Return the cases whose name matches the regular expression; raise if there is none."""
+    try:
+        expression = re.compile(pattern or "")
+    except re.error as error:
+        raise InvalidRequestError(f"--filter {pattern!r} is not a regular expression: {error}", "filter") from None
+    all_cases = [*op_cases(), *scheduler_cases(), *model_file_cases()]
+    found = [case for case in all_cases if expression.search(case.name)]
+    if not found:
+        families = ", ".join(sorted({case.name.split("/")[0] for case in all_cases}))
+        raise InvalidRequestError(f"--filter {pattern!r} matches no benchmark (there are {families})", "filter")
+    return found
+
+
+def run(
+    recorder: Recorder, progress: Progress, selected: Sequence[Case], backends: Sequence[str], plan: Plan,
+    threads: int | None = None,
+) -> None:  # fmt: skip
+    """Measure each case on each backend, in several rounds over all cases; in a round the backends take turns."""
+    tables = [select_backend("auto", name, None if name == "reference" else threads) for name in backends]
+    progress("measuring the machine's limits", 0, ROUNDS * len(selected))
+    limits = measure_limits(max(map(backend_threads, tables)))
+    recorder.details["limits"] = limits.as_json()
+    taken: dict[str, list[list[Measurement]]] = {case.name: [] for case in selected}  # rounds, then backends
+    for index, case in enumerate([*selected] * ROUNDS):
+
+        def on_progress(part: float, index: int = index, name: str = case.name) -> None:
+            progress(name, index + part, ROUNDS * len(selected))
+
+        on_progress(0.0)
+        used = [case.select_ops(ops) for ops in tables]
+        try:
+            functions = [case.make(ops) for ops in used]
+        except DownloadError as error:
+            recorder.details.setdefault("left_out", {})[case.name] = str(error)
+            continue
+        taken[case.name].append(measure(functions, plan, on_progress))
+        kept = quietest_rounds(taken[case.name])
+        for name, rounds in zip(_backend_labels(used), zip(*taken[case.name], strict=True), strict=True):
+            recorder.add_result(make_result(case, name, rounds, kept, limits))
+
+
+def round_plan(seconds: float) -> Plan:
+    """Return the plan of one round, so that all rounds of a case together take so long."""
+    return Plan(seconds=seconds / ROUNDS, min_samples=2, max_samples=25, warm_up_s=min(0.02, seconds / 5))
+
+
+def quietest_rounds(rounds: Sequence[Sequence[Measurement]]) -> list[int]:
+    """Return the half of the rounds in which all backends together took least: the least disturbed."""
+    spent = [sum(statistics.estimate(side.samples).value for side in sides) for sides in rounds]
+    return sorted(sorted(range(len(rounds)), key=spent.__getitem__)[: -(-len(rounds) // 2)])
+
+
+def _backend_labels(used: Sequence[Any]) -> list[str]:
+    """Return the names of backends; one that is measured against itself, as a test of the noise, is numbered."""
+    names = [str(ops.name) for ops in used]
+    return names if len(set(names)) == len(names) else [f"{name}#{i + 1}" for i, name in enumerate(names)]
+
+
+def make_result(case: Case, backend: str, rounds: Sequence[Measurement], kept: Sequence[int], limits: Limits) -> Result:
+    """Return the samples of the rounds that are kept, with their statistics and the limit."""
+    samples, work = [sample for i in kept for sample in rounds[i].samples], case.work
+    limit_s = limits.min_seconds(work)
+    set_aside = [sample for i, one in enumerate(rounds) if i not in kept for sample in one.samples]
+    return Result.from_samples(
+        case.name, "s", samples, backend=backend, iterations=rounds[0].iterations,
+        rounds=[len(rounds[i].samples) for i in kept], set_aside=round_samples(set_aside),
+        mean=fmean(samples), median=median(samples), sd=pstdev(samples),
+        outliers=statistics.outliers(samples)._asdict(), bytes=work.bytes, operations=work.operations,
+        limit_s=limit_s, bound_by=limits.bound_by(work),
+        percent_of_limit=100 * limit_s / statistics.estimate(samples).value,
+    )  # fmt: skip
+
+
+def compare_backends(results: Sequence[Result]) -> list[Comparison]:
+    """Compare the second backend with the first where a benchmark ran on two."""
+    by_name: dict[str, list[Result]] = {}
+    for result in results:
+        by_name.setdefault(result.name, []).append(result)
+    pairs = [both for both in by_name.values() if len(both) == 2]
+    return [Comparison(first, second, compare_results(first, second, paired=True)) for first, second in pairs]
