@@ -74,6 +74,11 @@ def read_model_config(checkpoint: Checkpoint) -> ModelConfig:
     return model_config_from_hf(checkpoint.metadata["config"], family, rows)
 
 
+def gguf_architecture(config: ModelConfig) -> str:
+    """Return the GGUF architecture of the family; Mistral is `llama`."""
+    return config.family.gguf[0] if config.family.gguf else "llama"
+
+
 def detect_family(checkpoint: Checkpoint) -> Family:
     """Return the family by general.architecture or model_type (or the class in `architectures`)."""
     table = BY_GGUF if checkpoint.format == "gguf" else BY_HF

@@ -2,26 +2,49 @@
 
 Matrices get the types of llama.cpp's mixes; norms and biases are float32. A model that the loader refuses is not
 converted. Metadata of safetensors is translated (gguf_metadata.py, tokenizer_export.py); what GGUF cannot express is
-an error that names it.
+an error that names it. Tensors change, too: GGUF files of `llama` order q and k rows for RoPE over neighbours, and GGUF
+norms hold the weight where safetensors of some families hold weight - 1.
 """
 
 from __future__ import annotations
 
+import re
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple, cast
 
-from ...backends.ops import Backend
-from ...weights import Checkpoint
-from ...weights.gguf_writer import write_quantized_gguf
-from ...weights.quantize import Progress, quantize_in_memory
-from ..families import read_model_config
-from ..loader import load_model
-from .gguf_metadata import gguf_metadata, rope_tensors
-from .tensor_plan import TYPES, find_type_mix, is_fp8, mark_fp8, plan_file, plan_matrices
+import numpy as np
+from numpy.typing import NDArray
 
-__all__ = ["TYPES", "ConvertResult", "convert", "is_fp8", "planned_types", "quantize_checkpoint"]
+from ...backends.ops import Backend
+from ...config import ModelConfig
+from ...errors import InvalidRequestError
+from ...weights import Checkpoint, Tensor
+from ...weights.gguf_writer import write_quantized_gguf
+from ...weights.quant_mix import MIXES, Mix, Place, matrix_type
+from ...weights.quantize import Progress, TensorJob, quantize_in_memory
+from ...weights.quants import BLOCK_TYPES
+from ..families import BY_GGUF, gguf_architecture, read_model_config
+from ..loader import IGNORED_SUFFIXES, load_model
+from .gguf_metadata import gguf_metadata, rope_tensors
+
+# Types that can be written. Q4_K and Q5_K are pure; the mixes give more bits to some matrices.
+TYPES: dict[str, Mix] = {
+    **{name: MIXES[name] for name in ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1")},
+    "Q4_K": replace(MIXES["Q4_K_S"], rules={}),
+    "Q5_K": MIXES["Q5_K_S"],
+    **{name: MIXES[name] for name in ("Q6_K", "Q4_K_S", "Q4_K_M", "Q5_K_S", "Q5_K_M")},
+}
+BLOCK = re.compile(r"^blk\.([0-9]+)\.(\w+)\.weight$")
+EMBEDDING, LAST_TENSORS = "token_embd.weight", ("output_norm.weight", "output.weight")
+FP8 = "fp8"
+FLOAT_TYPES = ("F64", "F32", "F16", "BF16")
+FP8_ALIGNMENT = 16  # FP8 products need rows and columns in multiples of this; other matrices keep their type
+# Packs nothing, so that the loader only checks every tensor.
+CHECK_ONLY_BACKEND = SimpleNamespace(**dict.fromkeys(("prepare", "prepare_vector", "fuse"), lambda _: None))
 
 
 class ConvertResult(NamedTuple):
@@ -43,7 +66,7 @@ def convert(
     """Write the model as one GGUF file of this type or mix; an existing file is replaced."""
     mix, config = find_type_mix(type_name), read_model_config(checkpoint)
     metadata = gguf_metadata(checkpoint, config, mix.file_type)
-    load_model(checkpoint, cast(Backend, _CheckOnlyBackend()), config)
+    load_model(checkpoint, cast(Backend, CHECK_ONLY_BACKEND), config)
     work = plan_file(checkpoint, config, mix, rope_tensors(checkpoint, config))
     write_quantized_gguf(path, metadata, work, threads=threads, progress=progress)
     return ConvertResult(path, path.stat().st_size, dict(Counter(job.kind.name for job in work)))
@@ -62,20 +85,90 @@ def quantize_checkpoint(
 
 def planned_types(checkpoint: Checkpoint, type_name: str) -> dict[str, str]:
     """Return the type that `quantize_checkpoint` would give each matrix, by name."""
-    return {
-        job.name: job.kind.name
-        for job in plan_matrices(checkpoint, read_model_config(checkpoint), find_type_mix(type_name))
-    }
+    work = plan_matrices(checkpoint, read_model_config(checkpoint), find_type_mix(type_name))
+    return {job.name: job.kind.name for job in work}
 
 
-class _CheckOnlyBackend:
-    """A backend that packs nothing, so that the loader only checks every tensor."""
+def find_type_mix(type_name: str) -> Mix:
+    """Return the mix of this name, upper or lower case."""
+    if type_name.upper() not in TYPES:
+        raise InvalidRequestError(f"unknown type {type_name!r}: use one of {', '.join(TYPES)}", "type")
+    return TYPES[type_name.upper()]
 
-    def prepare(self, tensors: object) -> None:
-        return None
 
-    def prepare_vector(self, values: object) -> None:
-        return None
+def plan_matrices(checkpoint: Checkpoint, config: ModelConfig, mix: Mix) -> list[TensorJob]:
+    """Return a job for every matrix of the model."""
+    tied = "output.weight" not in checkpoint.tensors
+    matrices = [t for name, t in checkpoint.tensors.items() if len(t.shape) == 2 and not _is_ignored(name)]
+    return [TensorJob(t.name, t, BLOCK_TYPES[_matrix_type(t, config, mix, tied=tied)]) for t in matrices]
 
-    def fuse(self, model: object) -> None:
-        return None
+
+def _is_ignored(name: str) -> bool:
+    return name.endswith(IGNORED_SUFFIXES)
+
+
+def _matrix_type(tensor: Tensor, config: ModelConfig, mix: Mix, *, tied: bool) -> str:
+    block = BLOCK.match(tensor.name)
+    layer, role = (int(block[1]), block[2]) if block else (0, tensor.name.removesuffix(".weight"))
+    place = Place(layer, config.n_layers, config.n_heads // config.n_kv_heads)
+    return matrix_type(mix, role, tensor.shape[1], place, tied=tied)
+
+
+def plan_file(checkpoint: Checkpoint, config: ModelConfig, mix: Mix, more: Mapping[str, Tensor]) -> list[TensorJob]:
+    """Return a job for every tensor of the file, in file order: the embedding first, then layer by layer."""
+    matrices = {job.name: job for job in plan_matrices(checkpoint, config, mix)}
+    f32 = BLOCK_TYPES["F32"]
+    kept = {name: tensor for name, tensor in {**checkpoint.tensors, **more}.items() if not _is_ignored(name)}
+    found = [matrices.get(name) or TensorJob(name, tensor, f32) for name, tensor in kept.items()]
+    if checkpoint.format != "gguf":
+        found = [_adapt_to_gguf(job, config) for job in found]
+    return sorted(found, key=_file_order)
+
+
+def _file_order(job: TensorJob) -> tuple[int, int]:
+    block = re.match(r"blk\.([0-9]+)\.", job.name)
+    if block:
+        return 2, int(block[1])
+    if job.name in LAST_TENSORS:
+        return 3, LAST_TENSORS.index(job.name)
+    return (0, 0) if job.name == EMBEDDING else (1, 0)
+
+
+def _adapt_to_gguf(job: TensorJob, config: ModelConfig) -> TensorJob:
+    role = job.name.split(".")[-2]
+    if role in ("attn_q", "attn_k") and BY_GGUF[gguf_architecture(config)].rope_interleaved:
+        return job._replace(order=interleave_rows(job.source.shape[0], config.head_dim, config.rope_dim))
+    if role.endswith("norm") and config.family.norm_plus_one:
+        return job._replace(offset=1.0)
+    return job
+
+
+def interleave_rows(rows: int, head_dim: int, rope_dim: int) -> NDArray[np.intp]:
+    """Return the row order of q or k that turns pairs (i, i + half) of each head into neighbours."""
+    heads = np.arange(rows).reshape(-1, head_dim)
+    half = rope_dim // 2
+    pairs = np.stack([heads[:, :half], heads[:, half:rope_dim]], axis=2).reshape(len(heads), rope_dim)
+    return np.concatenate([pairs, heads[:, rope_dim:]], axis=1).reshape(-1)
+
+
+def is_fp8(type_name: str | None) -> bool:
+    """Return whether this type is FP8, in upper or lower case."""
+    return type_name is not None and type_name.lower() == FP8
+
+
+def mark_fp8(checkpoint: Checkpoint) -> Checkpoint:
+    """Return the model with its matrices, but the embedding, marked for e4m3; raise if one is quantized already."""
+    found = {name: t for name, t in checkpoint.tensors.items() if len(t.shape) == 2 and name != EMBEDDING}
+    for tensor in found.values():
+        _require_float(tensor)
+    marks = {name: replace(t, pack_as=FP8) for name, t in found.items() if not any(n % FP8_ALIGNMENT for n in t.shape)}
+    return replace(checkpoint, tensors={**checkpoint.tensors, **marks})
+
+
+def _require_float(tensor: Tensor) -> None:
+    if tensor.kind.name not in FLOAT_TYPES:
+        raise InvalidRequestError(
+            f"quantize fp8 is for files of {', '.join(FLOAT_TYPES[1:])}, and tensor {tensor.name!r} is "
+            f"{tensor.kind.name} already: leave quantize out, such a file is computed as it is",
+            "quantize",
+        )

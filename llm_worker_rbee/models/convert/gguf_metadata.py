@@ -22,9 +22,8 @@ from ...layers.rope import inverse_frequencies, rope_table, scaled_table
 from ...weights import Checkpoint, Tensor
 from ...weights.gguf_writer import Typed
 from ...weights.quants import BLOCK_TYPES
-from ..families import BY_GGUF
+from ..families import BY_GGUF, gguf_architecture
 from ..metadata import model_config_from_gguf
-from .tensor_plan import gguf_architecture
 from .tokenizer_export import tokenizer_keys
 
 _log = logging.getLogger("llm_worker_rbee")
