@@ -10,13 +10,12 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from threading import Lock
-from typing import Protocol
 
 from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers
 
 from ..errors import InvalidRequestError, TokenizerError
 from .pre_tokenizers import PreTokenizer
-from .vocabulary import BYTE_TO_CHAR, SPACE, SPECIAL_TYPES, TokenType, Vocabulary, preview
+from .tokenizer import BYTE_TO_CHAR, SPACE, SPECIAL_TYPES, TokenType, Vocabulary, preview
 
 
 @contextmanager
@@ -50,14 +49,6 @@ _C_SPACE = " \t\n\v\f\r"
 _MAX_SPM_LENGTH = 512
 _MAX_SPM_WORK = 256_000_000  # sum of squared lengths; usual vocabularies of 256,000 tokens have about 15 million
 _MAX_SPM_MERGES = 32_000_000  # characters of all derived merges; such a vocabulary has about 5 million
-
-
-class Encoder(Protocol):
-    """Text to ids, without BOS and EOS."""
-
-    def encode(self, text: str, parse_special: bool, mark: str = "") -> list[int]:
-        """Return the ids of valid Unicode text; the character `mark` is removed after special tokens are split off."""
-        ...
 
 
 class SpecialTokenSplitter:

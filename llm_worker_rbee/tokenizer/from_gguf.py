@@ -9,12 +9,17 @@ from collections.abc import Mapping, Sequence
 
 from ..errors import TokenizerError
 from .encoders import BpeEncoder, SpmEncoder
-from .from_hf import tokenizer_from_hf
 from .pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
-from .tokenizer import BosEos, LeadingSpace, Tokenizer
-from .vocabulary import TokenType, Vocabulary, find_end_ids, parse_byte_token, preview
-
-__all__ = ["tokenizer_from_gguf", "tokenizer_from_hf"]
+from .tokenizer import (
+    BosEos,
+    LeadingSpace,
+    Tokenizer,
+    TokenType,
+    Vocabulary,
+    find_end_ids,
+    parse_byte_token,
+    preview,
+)
 
 _log = logging.getLogger("llm_worker_rbee")
 _PREFIX = "tokenizer.ggml."

@@ -13,8 +13,18 @@ from tokenizers import Tokenizer as Library
 
 from ..errors import TokenizerError
 from .encoders import LibraryEncoder, tokenizer_errors
-from .tokenizer import BosEos, LeadingSpace, Tokenizer
-from .vocabulary import Style, TokenType, Vocabulary, check_special_lengths, find_end_ids, parse_byte_token, preview
+from .tokenizer import (
+    BosEos,
+    LeadingSpace,
+    Style,
+    Tokenizer,
+    TokenType,
+    Vocabulary,
+    check_special_lengths,
+    find_end_ids,
+    parse_byte_token,
+    preview,
+)
 
 _MAX_JSON_BYTES = 256 << 20
 # Decoders that only join the bytes of tokens, with the style of their vocabulary.

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 from llm_worker_rbee.cli import run_command_line
-from llm_worker_rbee.tokenizer.vocabulary import CHAR_TO_BYTE
+from llm_worker_rbee.tokenizer.tokenizer import CHAR_TO_BYTE
 from llm_worker_rbee.weights.gguf_writer import Typed, write_gguf
 from tests.conftest import with_kernels
 from tests.helpers.process import restore_signals

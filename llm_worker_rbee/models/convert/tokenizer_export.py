@@ -19,7 +19,7 @@ from ...errors import TokenizerError, UnsupportedModelError
 from ...tokenizer import Tokenizer, tokenizer_from_gguf, tokenizer_from_hf
 from ...tokenizer.encoders import tokenizer_errors
 from ...tokenizer.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
-from ...tokenizer.vocabulary import TokenType, find_end_ids, parse_byte_token, preview
+from ...tokenizer.tokenizer import TokenType, find_end_ids, parse_byte_token, preview
 from ...weights.gguf_writer import Typed
 from ...weights.safetensors import read_json
 
