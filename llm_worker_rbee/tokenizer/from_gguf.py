@@ -10,16 +10,7 @@ from collections.abc import Mapping, Sequence
 from ..errors import TokenizerError
 from .encoders import BpeEncoder, SpmEncoder
 from .pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
-from .tokenizer import (
-    BosEos,
-    LeadingSpace,
-    Tokenizer,
-    TokenType,
-    Vocabulary,
-    find_end_ids,
-    parse_byte_token,
-    preview,
-)
+from .tokenizer import BosEos, LeadingSpace, Tokenizer, TokenType, Vocabulary, find_end_ids, parse_byte_token, preview
 
 _log = logging.getLogger("llm_worker_rbee")
 _PREFIX = "tokenizer.ggml."

@@ -24,17 +24,7 @@ from .checkpoint import PICKLE_SUFFIXES, Checkpoint, Tensor, count_values, map_f
 from .quants import BLOCK_TYPES, BlockType
 
 DECODABLE_TYPES = ("F32", "F16", "BF16", "F64", "I8", "I16", "I32", "I64")  # named as our block types
-LISTED_TYPES = {
-    "BOOL": 1,
-    "U8": 1,
-    "U16": 2,
-    "U32": 4,
-    "U64": 8,
-    "F8_E4M3": 1,
-    "F8_E5M2": 1,
-    "F8_E8M0": 1,
-    "C64": 8,
-}
+LISTED_TYPES = {"BOOL": 1, "U8": 1, "U16": 2, "U32": 4, "U64": 8, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "C64": 8}
 
 
 def _cannot_decode(data: NDArray[np.uint8]) -> NoReturn:

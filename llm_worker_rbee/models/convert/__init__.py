@@ -56,12 +56,7 @@ class ConvertResult(NamedTuple):
 
 
 def convert(
-    checkpoint: Checkpoint,
-    path: Path,
-    type_name: str,
-    *,
-    threads: int | None = None,
-    progress: Progress | None = None,
+    checkpoint: Checkpoint, path: Path, type_name: str, *, threads: int | None = None, progress: Progress | None = None
 ) -> ConvertResult:
     """Write the model as one GGUF file of this type or mix; an existing file is replaced."""
     mix, config = find_type_mix(type_name), read_model_config(checkpoint)
