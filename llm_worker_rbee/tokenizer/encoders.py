@@ -30,11 +30,9 @@ def _guard(failure: Callable[[str], Exception]) -> Iterator[None]:
         raise failure(" ".join(str(error).split())[:200]) from None
 
 
-@contextmanager
-def tokenizer_errors(source: str) -> Iterator[None]:
+def tokenizer_errors(source: str) -> AbstractContextManager[None]:
     """Raise TokenizerError for failures of the library while it reads `source`, a file or a key."""
-    with _guard(lambda reason: TokenizerError(f"{source}: {reason}")):
-        yield
+    return _guard(lambda reason: TokenizerError(f"{source}: {reason}"))
 
 
 def encode_errors() -> AbstractContextManager[None]:
@@ -81,19 +79,12 @@ class SpecialTokenSplitter:
                 yield None, part
 
 
-class _Splitters:
-    """Splitters for user-defined tokens only, and for control tokens too."""
-
-    def __init__(self, vocabulary: Vocabulary, rstrip: frozenset[int]) -> None:
-        always, special = {}, {}
-        for text, index in vocabulary.ids.items():
-            kind = vocabulary.token_types[index]
-            if kind == TokenType.USER_DEFINED:
-                always[text] = index
-            elif kind in SPECIAL_TYPES:
-                special[text] = index
-        self.plain = SpecialTokenSplitter(always, rstrip)
-        self.parsed = SpecialTokenSplitter({**always, **special}, rstrip)
+def _splitters(vocabulary: Vocabulary, rstrip: frozenset[int] = frozenset()) -> dict[bool, SpecialTokenSplitter]:
+    """Return splitters for user-defined tokens, by `parse_special`: with control and unknown tokens, or without."""
+    types = vocabulary.token_types
+    always = {text: index for text, index in vocabulary.ids.items() if types[index] == TokenType.USER_DEFINED}
+    parsed = {**always, **vocabulary.special_names()}
+    return {False: SpecialTokenSplitter(always, rstrip), True: SpecialTokenSplitter(parsed, rstrip)}
 
 
 def _library_ids(library: Tokenizer, text: str) -> list[int]:
@@ -107,7 +98,7 @@ class BpeEncoder:
     """Byte-level BPE of a GGUF: pre-tokenizer, then merges in order."""
 
     def __init__(self, vocabulary: Vocabulary, merges: Sequence[tuple[str, str]], pre: PreTokenizer) -> None:
-        self._splitters = _Splitters(vocabulary, frozenset())
+        self._splitters = _splitters(vocabulary)
         missing = [byte for byte, char in BYTE_TO_CHAR.items() if char not in vocabulary.ids]
         # Placeholders keep neighbours from merging across a missing byte.
         self._missing = {len(vocabulary) + index: byte for index, byte in enumerate(missing)}
@@ -116,11 +107,11 @@ class BpeEncoder:
         with tokenizer_errors("tokenizer.ggml.merges"):
             vocab = {**vocabulary.ids, **placeholders}
             self._library = Tokenizer(models.BPE(vocab=vocab, merges=kept, ignore_merges=pre.ignore_merges))
-            self._library.pre_tokenizer = _pre_tokenizer(pre.patterns)
+            self._library.pre_tokenizer = byte_level_splitter(pre)
 
     def encode(self, text: str, parse_special: bool, mark: str = "") -> list[int]:
         ids: list[int] = []
-        for token_id, part in (self._splitters.parsed if parse_special else self._splitters.plain).split(text):
+        for token_id, part in self._splitters[parse_special].split(text):
             if token_id is None:
                 ids += _library_ids(self._library, part.replace(mark, "") if mark else part)
             else:
@@ -152,8 +143,9 @@ def _check_merges(vocabulary: Vocabulary, merges: Sequence[tuple[str, str]]) -> 
     return kept
 
 
-def _pre_tokenizer(patterns: Sequence[str]) -> pre_tokenizers.PreTokenizer:
-    steps: list[pre_tokenizers.PreTokenizer] = [pre_tokenizers.Split(Regex(p), behavior="isolated") for p in patterns]
+def byte_level_splitter(pre: PreTokenizer) -> pre_tokenizers.PreTokenizer:
+    """Return the library's form of a pre-tokenizer: its patterns in turn, then the byte alphabet."""
+    steps = [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in pre.patterns]
     return pre_tokenizers.Sequence([*steps, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
 
 
@@ -174,7 +166,7 @@ class SpmEncoder:
         unknown_id: int | None = None,
         rstrip: frozenset[int] = frozenset(),
     ) -> None:
-        self._splitters = _Splitters(vocabulary, rstrip)
+        self._splitters = _splitters(vocabulary, rstrip)
         self._special = frozenset(i for i, kind in enumerate(vocabulary.token_types) if kind in SPECIAL_TYPES)
         self._prefix = SPACE if add_space_prefix else ""
         self._squeeze_spaces = squeeze_spaces
@@ -185,7 +177,7 @@ class SpmEncoder:
             text = _SPACES.sub(" ", text.strip(" "))
         ids: list[int] = []
         starts = True
-        for token_id, part in (self._splitters.parsed if parse_special else self._splitters.plain).split(text):
+        for token_id, part in self._splitters[parse_special].split(text):
             if token_id is None:
                 part = part.replace(mark, "") if mark else part
                 ids += self._segment((self._prefix if starts else "") + part.replace(" ", SPACE))

@@ -137,21 +137,16 @@ class Vocabulary:
         if kind in VERBATIM_TYPES or self.style == "verbatim":
             return text.encode()
         if kind == TokenType.BYTE:
-            return bytes([self._byte_value(token_id, text)])
+            value = parse_byte_token(text)
+            if value is None:
+                raise TokenizerError(f"token {token_id} has type byte, but its text {preview(text)} is not <0xNN>")
+            return bytes([value])
         if self.style == "spm":
             return text.replace(SPACE, " ").encode()
         try:
             return bytes([CHAR_TO_BYTE[char] for char in text])
         except KeyError:
             return text.encode()  # not in the byte alphabet: added as plain text
-
-    def _byte_value(self, token_id: int, text: str) -> int:
-        value = parse_byte_token(text)
-        if value is None:
-            raise TokenizerError(
-                f"token {token_id} has type byte, but its text {preview(text)} is not of the form <0xNN>"
-            )
-        return value
 
 
 # Tokens that end a text or a turn in published chat formats, for files that name only one of them: a model that ends

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,18 +35,10 @@ SPLIT_NAME = re.compile(r"(?P<stem>.*)-(?P<part>\d{5})-of-(?P<parts>\d{5})(?P<su
 
 STRING, ARRAY = 8, 9
 SCALARS = {  # type id -> (name, struct format); NumPy understands the same formats
-    0: ("uint8", "<B"),
-    1: ("int8", "<b"),
-    2: ("uint16", "<H"),
-    3: ("int16", "<h"),
-    4: ("uint32", "<I"),
-    5: ("int32", "<i"),
-    6: ("float32", "<f"),
-    7: ("bool", "<?"),
-    10: ("uint64", "<Q"),
-    11: ("int64", "<q"),
-    12: ("float64", "<d"),
-}
+    0: ("uint8", "<B"), 1: ("int8", "<b"), 2: ("uint16", "<H"), 3: ("int16", "<h"), 4: ("uint32", "<I"),
+    5: ("int32", "<i"), 6: ("float32", "<f"), 7: ("bool", "<?"),
+    10: ("uint64", "<Q"), 11: ("int64", "<q"), 12: ("float64", "<d"),
+}  # fmt: skip
 TYPE_NAMES = {i: name for i, (name, _) in SCALARS.items()} | {STRING: "string", ARRAY: "array"}
 
 _u32 = struct.Struct("<I").unpack_from
@@ -59,12 +50,15 @@ def open_gguf(path: Path) -> Checkpoint:
     """Open a GGUF file, or a whole split set by its first file."""
     first = read_gguf_file(path)
     tensors = dict(first.tensors)
-    for part in read_split_parts(first, read_gguf_file):
+    for part in read_split_parts(first):
         for name, tensor in part.tensors.items():
             if name in tensors:
                 raise ModelFileError(f"{part.path.name}: tensor {name!r} is in two files of the split set")
             tensors[name] = tensor
-    check_split_tensor_count(first, len(tensors))
+    if "split.tensors.count" in first.metadata and (count := _split_int(first, "split.tensors.count")) != len(tensors):
+        raise ModelFileError(
+            f"{path.name}: the split set holds {len(tensors)} tensors, 'split.tensors.count' is {count}"
+        )
     architecture = first.metadata.get("general.architecture")
     if architecture is not None and not isinstance(architecture, str):
         raise ModelFileError(f"{path.name}: metadata key 'general.architecture' is not a string")
@@ -260,8 +254,7 @@ class _Reader:
                 end, before = e.offset + e.nbytes, e.name
 
     def make_tensor(self, e: _Entry, base: int) -> Tensor:
-        start = base + e.offset if e.nbytes else 0
-        data = np.frombuffer(self.map, np.uint8, e.nbytes, start)
+        data = np.frombuffer(self.map, np.uint8, e.nbytes, base + e.offset if e.nbytes else 0)
         return Tensor(e.name, BY_ID[e.type_id], e.shape, data)
 
 
@@ -302,7 +295,7 @@ def _split_int(part: GGUFFile, key: str) -> int:
     return value
 
 
-def read_split_parts(first: GGUFFile, read: Callable[[Path], GGUFFile]) -> list[GGUFFile]:
+def read_split_parts(first: GGUFFile) -> list[GGUFFile]:
     """Read the other files of a split set, in order."""
     if "split.count" not in first.metadata or (count := _split_int(first, "split.count")) <= 1:
         return []
@@ -321,22 +314,11 @@ def read_split_parts(first: GGUFFile, read: Callable[[Path], GGUFFile]) -> list[
     for number, other in enumerate(names[1:], start=1):
         if not other.exists():
             raise ModelFileError(f"{other.name} is missing: the split set of {path.name} has {count} files")
-        part = read(other)
+        part = read_gguf_file(other)
         if _split_int(part, "split.no") != number or _split_int(part, "split.count") != count:
             raise ModelFileError(f"{other.name}: its 'split.no' or 'split.count' does not fit its place in the set")
         parts.append(part)
     return parts
-
-
-def check_split_tensor_count(first: GGUFFile, found: int) -> None:
-    """Raise if the set does not hold the number of tensors that it was split from."""
-    if "split.tensors.count" not in first.metadata:
-        return
-    expected = _split_int(first, "split.tensors.count")
-    if expected != found:
-        raise ModelFileError(
-            f"{first.path.name}: the split set holds {found} tensors, 'split.tensors.count' is {expected}"
-        )
 
 
 def list_gguf_models(folder: Path) -> list[Path]:

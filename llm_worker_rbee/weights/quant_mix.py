@@ -114,29 +114,17 @@ def matrix_type(mix: Mix, role: str, columns: int, place: Place, *, tied: bool) 
     role = FUSED_ROLES.get(role, role)
     chosen = next((kind for where, kind in mix.rules.get(role, ()) if where(place)), mix.base)
     if role == OUTPUT or (role == EMBEDDING and tied):
-        chosen = _head_type(mix.base, columns)
-    return _fit_columns(chosen, columns)
-
-
-def _head_type(base: str, columns: int) -> str:
-    return "Q8_0" if base == "Q8_0" or columns % BLOCK_TYPES[base].block_size else "Q6_K"
-
-
-def _fit_columns(kind: str, columns: int) -> str:
-    if columns % BLOCK_TYPES[kind].block_size == 0:
-        return kind
-    kind = FALLBACKS.get(kind, kind)
-    return kind if columns % BLOCK_TYPES[kind].block_size == 0 else "F16"
-
-
-_BY_NUMBER = {mix.file_type: name for name, mix in MIXES.items()}
+        chosen = "Q8_0" if mix.base == "Q8_0" or columns % BLOCK_TYPES[mix.base].block_size else "Q6_K"
+    candidates = (chosen, FALLBACKS.get(chosen, chosen), "F16")
+    return next(kind for kind in candidates if columns % BLOCK_TYPES[kind].block_size == 0)
 
 
 def quant_name(checkpoint: Checkpoint) -> str:
     """Return the mix that the file names (Q4_K_M), or the block type that holds most of its bytes."""
     file_type = checkpoint.metadata.get("general.file_type")
-    if isinstance(file_type, int) and file_type in _BY_NUMBER:
-        return _BY_NUMBER[file_type]
+    named = {mix.file_type: name for name, mix in MIXES.items()}
+    if isinstance(file_type, int) and file_type in named:
+        return named[file_type]
     size = Counter[str]()
     for tensor in checkpoint.tensors.values():
         size[tensor.kind.name] += tensor.nbytes

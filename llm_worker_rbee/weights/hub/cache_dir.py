@@ -13,7 +13,7 @@ import signal
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
@@ -51,18 +51,12 @@ def user_cache_dir() -> Path:
 
 def disk_full_error(folder: Path, needed: int | None) -> DownloadError:
     """Return the error for a full disk, with free and needed space."""
-    needs = f", {human_bytes(needed)} needed" if needed else ""
+    space = f", {human_bytes(needed)} needed" if needed else ""
+    with suppress(OSError):
+        space += f", {human_bytes(shutil.disk_usage(folder).free)} free"
     return DownloadError(
-        f"no room in {folder}{needs}{_free_space(folder)}: free some space, or set XDG_CACHE_HOME (HF_HOME for hf:) to"
-        " a larger disk"
+        f"no room in {folder}{space}: free some space, or set XDG_CACHE_HOME (HF_HOME for hf:) to a larger disk"
     )
-
-
-def _free_space(folder: Path) -> str:
-    try:
-        return f", {human_bytes(shutil.disk_usage(folder).free)} free"
-    except OSError:
-        return ""
 
 
 def require_space(folder: Path, needed: int) -> None:

@@ -11,7 +11,7 @@ import os
 import re
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -181,10 +181,8 @@ def find_cached(model: HubModel) -> Path:
     present = [path.relative_to(snapshot).as_posix() for path in snapshot.rglob("*") if path.is_file()]
     names = choose_files(model, present)
     index = snapshot / "model.safetensors.index.json"
-    if index.name in names:
-        absent = _shards(index) - set(names)
-        if absent:
-            raise ModelNotFoundError(f"{model.reference} is only partly cached ({min(absent)} is missing): pull again")
+    if index.name in names and (absent := _shards(index) - set(names)):
+        raise ModelNotFoundError(f"{model.reference} is only partly cached ({min(absent)} is missing): pull again")
     return _entry(snapshot, names)
 
 
@@ -254,11 +252,11 @@ def _report_growth(
         yield
         return
     total = sum(size or 0 for size in absent.values()) if all(absent.values()) else None
-    before = _finished_bytes(blobs)
+    before = _blob_bytes(blobs, finished=True)
     done = threading.Event()
 
     def report() -> None:
-        count = max(0, _all_bytes(blobs) - before)
+        count = max(0, _blob_bytes(blobs, finished=False) - before)
         progress(f"downloading {model.reference}", min(count, total) if total else count, total)
 
     def watch() -> None:
@@ -276,20 +274,13 @@ def _report_growth(
     report()
 
 
-def _sizes(blobs: Path) -> Iterator[tuple[str, int]]:
-    try:
+def _blob_bytes(blobs: Path, *, finished: bool) -> int:
+    """Return the size of all blobs, or of the finished ones."""
+    total = 0
+    with suppress(OSError):  # not created yet, or just renamed
         for entry in os.scandir(blobs):
-            yield entry.name, entry.stat().st_size
-    except OSError:  # not created yet, or just renamed
-        return
-
-
-def _all_bytes(blobs: Path) -> int:
-    return sum(size for _, size in _sizes(blobs))
-
-
-def _finished_bytes(blobs: Path) -> int:
-    return sum(size for name, size in _sizes(blobs) if not name.endswith(".incomplete"))
+            total += 0 if finished and entry.name.endswith(".incomplete") else entry.stat().st_size
+    return total
 
 
 @contextmanager

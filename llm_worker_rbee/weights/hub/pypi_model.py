@@ -14,7 +14,7 @@ import tempfile
 import zipfile
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import IO
@@ -263,10 +263,8 @@ def _largest_file(folder: Path) -> int:
     largest = 0
     for root, _, names in os.walk(folder):
         for name in names:
-            try:
+            with suppress(OSError):  # just moved by pip
                 largest = max(largest, os.stat(os.path.join(root, name)).st_size)
-            except OSError:  # just moved by pip
-                continue
     return largest
 
 

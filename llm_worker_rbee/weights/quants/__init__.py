@@ -87,9 +87,9 @@ BY_ID: dict[int, BlockType] = {kind.id: kind for kind in BLOCK_TYPES.values()}
 
 # Ids of old files that ggml itself no longer reads.
 REMOVED_TYPES = {
-    **{4: "Q4_2", 5: "Q4_3", 31: "Q4_0_4_4", 32: "Q4_0_4_8", 33: "Q4_0_8_8"},
-    **{36: "IQ4_NL_4_4", 37: "IQ4_NL_4_8", 38: "IQ4_NL_8_8"},
-}
+    4: "Q4_2", 5: "Q4_3", 31: "Q4_0_4_4", 32: "Q4_0_4_8", 33: "Q4_0_8_8",
+    36: "IQ4_NL_4_4", 37: "IQ4_NL_4_8", 38: "IQ4_NL_8_8",
+}  # fmt: skip
 
 
 def dequantize(kind: BlockType, data: NDArray[np.uint8], shape: tuple[int, ...]) -> NDArray[np.float32]:
