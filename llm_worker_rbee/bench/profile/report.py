@@ -253,7 +253,7 @@ def _phase_section(run: Run, phase: str) -> html.Html:
     return html.joined(
         [
             html.soft(step_line(run, phase)),
-            html.table(html.Table(caption, COLUMNS, rows, range(2, len(COLUMNS) - 1))),
+            html.table(caption, COLUMNS, rows, range(2, len(COLUMNS) - 1)),
             html.heading("Top five"),
             html.bullets(map(component_line, by_share(run, phase)[:NUM_TOP]), ordered=True),
             html.heading("Classes"),

@@ -1,45 +1,107 @@
 """One HTML page from saved runs: what was measured, where, how it compares, how it changed over time.
 
-Of each group of runs the latest is shown in full, the earlier ones as its history.
+Runs are grouped by kind, model and machine. Of each group the latest is shown in full, the earlier ones as its history.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import partial
 from statistics import median
 from typing import Any
 
-from ..baseline import SPEED_UNITS, commit_name, machine_speeds, model_name
+from .. import baseline
+from ..baseline import SPEED_UNITS, Comparison, commit_name, machine_speeds, model_name
 from ..format import digits, percent
-from ..results import Result, Run
-from . import result_names
-from .charts import ChartRenderer
-from .history import TITLES, RunFile, RunGroup, commit_time, compare_section, group_runs, history_section
-from .html import Html, Section, Table, Tile, facts, folded, heading, joined, notice, page, soft, table, tiles
-from .sections import OWN_NAME, format_interval, format_value, group_by_test, render_run
+from ..results import Result, ResultsError, Run
+from . import charts, sections
+from .charts import ChartRenderer, Line
+from .html import Html, Section, Tile, badge, facts, figure, folded, heading, joined, notice, page, soft, table, tiles
+from .sections import family, format_value, number
 
 Progress = Callable[[str, float, float], None]
 MAX_SETTING_CHARACTERS = 400
+MAX_SHOWN_CHANGES = 20  # more are folded
+VERDICT_ORDER = {"regressed": 0, "improved": 1, "within noise": 2}
+TITLES = {
+    "micro": "Micro-benchmarks", "e2e": "End to end", "load": "Loading a model", "serving": "Serving",
+    "peers": "Beside its peers", "accuracy": "Accuracy", "profile": "Where the time goes", "experiments": "Experiments",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class RunFile:
+    """A run, and the name of its file."""
+
+    name: str
+    run: Run
+
+
+@dataclass(frozen=True, slots=True)
+class RunGroup:
+    """Runs of one kind, model and machine, oldest first."""
+
+    title: str
+    files: tuple[RunFile, ...]
+
+    @property
+    def latest(self) -> Run:
+        return self.files[-1].run
+
+
+def group_runs(files: Sequence[RunFile]) -> list[RunGroup]:
+    """Group runs by kind, model and machine, kinds in the order of the documentation."""
+    groups: dict[tuple[str, str, str], list[RunFile]] = {}
+    for one in sorted(files, key=lambda one: commit_time(one.run)):
+        run = one.run
+        model = str((run.model or {}).get("sha256") or model_name(run))
+        groups.setdefault((run.kind, model, str(run.machine.get("fingerprint"))), []).append(one)
+    kinds = list(TITLES)
+    ordered = sorted(groups.items(), key=lambda item: kinds.index(item[0][0]) if item[0][0] in kinds else len(kinds))
+    alike = {kind: [key for key in groups if key[0] == kind] for kind, *_ in groups}
+    return [RunGroup(_group_title(parts[-1].run, alike[kind]), tuple(parts)) for (kind, *_), parts in ordered]
+
+
+def _group_title(run: Run, alike: Sequence[tuple[str, str, str]]) -> str:
+    """Return the kind, and what tells it apart from others of its kind."""
+    title = TITLES.get(run.kind, run.kind)
+    several_models, several_machines = (len({key[i] for key in alike}) > 1 for i in (1, 2))
+    parts = [model_name(run) if several_models else "", str(run.machine.get("cpu") or "") if several_machines else ""]
+    return ": ".join(filter(None, [title, ", ".join(filter(None, parts))]))
+
+
+def commit_time(run: Run) -> tuple[float, str]:
+    """Return the commit's date, or else when the run took place."""
+    for text in ((run.commit or {}).get("date"), run.created):
+        try:
+            found = datetime.fromisoformat(str(text))
+            return (found if found.tzinfo else found.replace(tzinfo=UTC)).timestamp(), run.created
+        except ValueError:
+            continue
+    return math.inf, run.created
 
 
 def render(files: Sequence[RunFile], title: str | None, progress: Progress) -> str:
     """Return the page."""
     progress("preparing to draw", 0, 1)
     renderer, groups = ChartRenderer(), group_runs(files)
-    sections = [_summary(groups)]
+    parts = [_summary(groups)]
     for index, group in enumerate(groups):
         progress(group.title, index, len(groups))
-        sections.append(Section(group.title, _group_body(group, renderer)))
-    sections += _compare_across(groups)
+        parts.append(Section(group.title, _group_body(group, renderer)))
+    parts += _compare_across(groups)
     runs = [one.run for one in sorted(files, key=lambda one: commit_time(one.run))]
     kinds = list(dict.fromkeys(TITLES.get(group.latest.kind, group.latest.kind) for group in groups))
     measured = ", ".join(kinds) if len(kinds) < 4 else "benchmarks"
     version = runs[-1].versions.get("llm-worker-rbee", "")
     footer = f"Made by llm-worker-rbee {version} bench report. Intervals of estimates hold 95%, those of changes 99%."
-    return page(title or f"llm-worker-rbee: {measured}", _subtitle(runs), sections, footer)
+    return page(title or f"llm-worker-rbee: {measured}", _subtitle(runs), parts, footer)
 
 
 def _subtitle(runs: Sequence[Run]) -> str:
@@ -67,8 +129,7 @@ def _summary(groups: Sequence[RunGroup]) -> Section:
     if not any(row[2] for row in rows):
         head, rows = head[:2] + head[3:], [row[:2] + row[3:] for row in rows]
     numbers = [head.index(name) for name in ("results", "took")]
-    runs = table(Table("the runs on this page", head, rows, numbers))
-    return Section("Summary", joined([*parts, heading("Runs"), runs]))
+    return Section("Summary", joined([*parts, heading("Runs"), table("the runs on this page", head, rows, numbers)]))
 
 
 def _run_row(file: RunFile) -> list[object]:
@@ -100,25 +161,19 @@ def _group_body(group: RunGroup, renderer: ChartRenderer) -> Html:
         parts.append(notice("This run was broken off: it holds what was measured until then."))
     if len(group.files) > 1:
         parts.append(compare_section(group.files[0], group.files[-1]))
-    parts += [
-        render_run(run, renderer),
-        history_section(group, renderer),
-        folded("Settings and versions", _raw_settings(run)),
-    ]
-    return joined([part for part in parts if part])
+    settings = folded("Settings and versions", _raw_settings(run))
+    return joined([*parts, sections.render_run(run, renderer), history_section(group, renderer), settings])
 
 
 def _raw_settings(run: Run) -> Html:
     groups = {"setting": run.settings, "version": run.versions, "model": run.model or {}, "machine": run.machine}
-    found = {
-        f"{group}: {key}": _setting_text(value) for group, values in groups.items() for key, value in values.items()
-    }
-    return facts({"commit": (run.commit or {}).get("id") or "-", **found})
-
-
-def _setting_text(value: Any) -> str:
-    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= MAX_SETTING_CHARACTERS else text[:MAX_SETTING_CHARACTERS] + "…"
+    found = {"commit": (run.commit or {}).get("id") or "-"}
+    for group, values in groups.items():
+        for key, value in values.items():
+            text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+            shown = text if len(text) <= MAX_SETTING_CHARACTERS else text[:MAX_SETTING_CHARACTERS] + "…"
+            found[f"{group}: {key}"] = shown
+    return facts(found)
 
 
 def _compare_across(groups: Sequence[RunGroup]) -> list[Section]:
@@ -130,6 +185,81 @@ def _compare_across(groups: Sequence[RunGroup]) -> list[Section]:
             body = compare_section(alike[0].files[0], alike[1].files[0])
             made.append(Section(f"{TITLES.get(kind, kind)} compared", body))
     return made
+
+
+def compare_section(before: RunFile, after: RunFile) -> Html:
+    """Show what changed from one run to another: clear changes at once, the others folded."""
+    try:
+        changes = baseline.compare(before.run, after.run)
+    except ResultsError as error:
+        return notice(f"{before.name} and {after.name} cannot be compared: {error}")
+    changes.sort(key=lambda one: (VERDICT_ORDER[one.change.verdict], -abs(one.change.change)))
+    clear = [one for one in changes if one.change.verdict != "within noise"]
+    noise = changes[len(clear) :]
+    summary = f"{before.name} compared with {after.name}: " + ", ".join(
+        f"{sum(one.change.verdict == verdict for one in changes)} {verdict}" for verdict in VERDICT_ORDER
+    )
+    parts: list[object] = [heading("What changed"), notice(summary) if clear else facts({"result": summary})]
+    other_machine = before.run.machine.get("fingerprint") != after.run.machine.get("fingerprint")
+    if other_machine and after.run.kind not in baseline.SPEED_INDEPENDENT_KINDS:
+        parts.append(notice("The two runs were taken on different machines: their times cannot be compared as such."))
+    parts.append(_change_table(clear[:MAX_SHOWN_CHANGES], "clear changes") if clear else "")
+    if more := clear[MAX_SHOWN_CHANGES:]:
+        parts.append(folded(f"{len(more)} more clear changes", _change_table(more, "more clear changes")))
+    parts.append(folded(f"{len(noise)} within noise", _change_table(noise, "within noise")) if noise else "")
+    if differing := baseline.find_differences(before.run, after.run):
+        other = table("settings, versions, machine", ["", "before", "after"], differing)
+        parts.append(folded("What else differs", other))
+    left = {
+        f"only in {one.name}": ", ".join(baseline.names_not_compared(one.run, other.run, changes))
+        for one, other in ((before, after), (after, before))
+    }
+    return joined([*parts, facts({key: value for key, value in left.items() if value})])
+
+
+def _change_table(changes: Sequence[Comparison], caption: str) -> Html:
+    backends = sections.has_several_backends([one.after for one in changes])
+    rows = []
+    for one in changes:
+        change = one.change
+        interval = "" if math.isinf(change.low) else f"{change.low:+.1%} to {change.high:+.1%}"
+        values = [format_value(r.estimate, r.unit) for r in (one.before, one.after)]
+        name = sections.result_label(one.after, backends)
+        rows.append([name, *values, f"{change.change:+.1%}", interval, badge(change.verdict)])
+    return table(caption, ["", "before", "after", "change", "99% interval", "verdict"], rows, (1, 2, 3, 4))
+
+
+def history_section(group: RunGroup, renderer: ChartRenderer) -> Html:
+    """Draw each result over the runs, by family."""
+    runs = [one.run for one in group.files]
+    if len(runs) < 2:
+        return Html()
+    labels = _run_labels(runs)
+    lines: dict[tuple[str, str], dict[str, list[tuple[float, float, float, float]]]] = {}
+    backends = sections.has_several_backends(runs[-1].results)
+    for place, run in enumerate(runs):
+        for r in filter(sections.is_positive, run.results):
+            series = lines.setdefault((family(r.name), r.better), {})
+            series.setdefault(sections.result_label(r, backends), []).append((place, r.estimate, r.low, r.high))
+    figures = []
+    for (group_name, better), found in lines.items():
+        title = f"{group_name} ({better} is better)"
+        kept = [Line(name.removeprefix(f"{group_name}/"), points) for name, points in found.items() if len(points) > 1]
+        for start in range(0, len(kept), sections.MAX_SERIES):
+            figures.append(partial(_history_chart, renderer, title, labels, kept[start : start + sections.MAX_SERIES]))
+    text = "Estimates as percent of the first run's, in the order of the commits; the shade is the 95% interval."
+    return sections.chart_gallery("History", text, figures)
+
+
+def _history_chart(renderer: ChartRenderer, title: str, labels: Sequence[str], lines: Sequence[Line]) -> Html:
+    description = f"{title} over {len(labels)} runs: {', '.join(line.label for line in lines)}"
+    return figure(charts.draw_history(renderer, title, labels, lines), description)
+
+
+def _run_labels(runs: Sequence[Run]) -> list[str]:
+    """Return the label of each run on an axis: its commit, numbered where several runs share it, or its day."""
+    found = [commit_name(run)[:7] if run.commit else run.created[:10] for run in runs]
+    return [f"{name} #{found[: i + 1].count(name)}" if found.count(name) > 1 else name for i, name in enumerate(found)]
 
 
 MAX_PEER_TILES = 8
@@ -145,24 +275,22 @@ KEY_RESULTS: dict[str, Sequence[str]] = {
 
 def key_tiles(run: Run) -> list[Tile]:
     """Return the few numbers of a run that come first."""
-    found = [_result_tile(r) for pattern in KEY_RESULTS.get(run.kind, ()) for r in _first_match(run, pattern)]
+    patterns = KEY_RESULTS.get(run.kind, ())
+    matches = (next((r for r in run.results if re.fullmatch(pattern, r.name)), None) for pattern in patterns)
+    found = [_result_tile(result) for result in matches if result is not None]
     found += TILES[run.kind](run) if run.kind in TILES else []
     return found or [Tile("results", str(len(run.results)))]
 
 
-def _first_match(run: Run, pattern: str) -> list[Result]:
-    return [r for r in run.results if re.fullmatch(pattern, r.name)][:1]
-
-
 def _result_tile(result: Result) -> Tile:
-    share = result_names.number(result, "percent_of_limit")
-    more = [format_interval(result), "" if share is None else f"{percent(share)} of the limit"]
+    share = number(result, "percent_of_limit")
+    more = [sections.format_interval(result), "" if share is None else f"{percent(share)} of the limit"]
     return Tile(result.name, format_value(result.estimate, result.unit), " · ".join(filter(None, more)))
 
 
 def _micro_tiles(run: Run) -> list[Tile]:
-    known = [(p, r) for r in run.results if (p := result_names.number(r, "percent_of_limit")) is not None]
-    families = {result_names.family(r.name) for r in run.results}
+    known = [(p, r) for r in run.results if (p := number(r, "percent_of_limit")) is not None]
+    families = {family(r.name) for r in run.results}
     made = [Tile("benchmarks", str(len(run.results)), f"in {len(families)} families")]
     if known:
         best, worst = max(known, key=lambda one: one[0]), min(known, key=lambda one: one[0])
@@ -177,19 +305,18 @@ def _micro_tiles(run: Run) -> list[Tile]:
 
 
 def _experiment_tiles(run: Run) -> list[Tile]:
-    found = run.details.get("verdicts")
-    known = [one for one in found if isinstance(one, dict)] if isinstance(found, list) else []
-    verdicts = Counter(str(one.get("verdict")) for one in known)
+    found = sections.detail(run, "verdicts", list)
+    verdicts = Counter(str(one.get("verdict")) for one in found if isinstance(one, dict))
     return [Tile("claims", str(count), verdict) for verdict, count in verdicts.items()]
 
 
 def _peer_tiles(run: Run) -> list[Tile]:
     """Show the ratio to each peer, test by test."""
     made = []
-    for test, peers in group_by_test(run).items():
-        ours = peers.get(OWN_NAME)
+    for test, peers in sections.group_by_test(run).items():
+        ours = peers.get(sections.OWN_NAME)
         for peer, r in peers.items():
-            if ours is not None and peer != OWN_NAME and result_names.is_positive(r):
+            if ours is not None and peer != sections.OWN_NAME and sections.is_positive(r):
                 values = f"{format_value(ours.estimate, ours.unit)} against {format_value(r.estimate, r.unit)}"
                 made.append(Tile(f"{test}: ours / {peer}", f"{digits(ours.estimate / r.estimate)}×", values))
     return made[:MAX_PEER_TILES]
@@ -198,8 +325,8 @@ def _peer_tiles(run: Run) -> list[Tile]:
 def _profile_tiles(run: Run) -> list[Tile]:
     """Show the largest component of each phase."""
     made = {}
-    for r in sorted(run.results, key=lambda r: result_names.number(r, "share") or 0.0):
-        phase, share = result_names.family(r.name), result_names.number(r, "share")
+    for r in sorted(run.results, key=lambda r: number(r, "share") or 0.0):
+        phase, share = family(r.name), number(r, "share")
         if share is not None:
             made[phase] = Tile(f"largest part of {phase}", r.name.split("/")[-1], f"{share:.1%}")
     return list(made.values())

@@ -10,7 +10,8 @@ from __future__ import annotations
 import io
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from html import escape
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -25,7 +26,6 @@ from ..results import Result
 if TYPE_CHECKING:
     from matplotlib.axes import Axes as Axes
     from matplotlib.axis import Axis as Axis
-    from matplotlib.figure import Figure as Figure
 
 INK, MUTED, GRID, BAD, PAPER = "#010101", "#020202", "#030303", "#040404", "#050505"
 SERIES = tuple(f"#0601{i:02x}" for i in range(8))
@@ -52,20 +52,21 @@ class ChartRenderer:
     """Renders the charts of one page; they are numbered, so that their inner ids differ."""
 
     count: int = 0
+    svg: str = ""  # of the last chart
     _tooltips: list[str] = field(default_factory=list)
     _matplotlib: Any = field(default_factory=lambda: _import_matplotlib())
 
-    def render(self, size: tuple[float, float], paint: Callable[[Figure], None]) -> str:
-        """Return a figure as SVG."""
+    @contextmanager
+    def chart(self, width: float, height: float) -> Iterator[Axes]:
+        """Give the axes of a chart of this size in inches; afterwards `svg` holds it."""
         self.count += 1
         self._tooltips.clear()
         with self._matplotlib.rc_context({**STYLE, "svg.hashsalt": f"plot {self.count}"}):
-            figure = self._matplotlib.figure.Figure(size, layout="constrained")
-            paint(figure)
+            figure = self._matplotlib.figure.Figure((width, height), layout="constrained")
+            yield figure.add_subplot()
             file = io.StringIO()
-            no_metadata = dict.fromkeys(("Date", "Creator", "Format", "Type"))
-            figure.savefig(file, format="svg", metadata=no_metadata)
-        return self._clean_svg(file.getvalue())
+            figure.savefig(file, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
+        self.svg = self._clean_svg(file.getvalue())
 
     def tooltip(self, text: str) -> str:
         """Return the id of a group that shows this text."""
@@ -109,9 +110,8 @@ def _import_matplotlib() -> Any:
         import matplotlib.figure
         import matplotlib.ticker
     except ImportError:
-        raise MissingDependencyError(
-            "charts need matplotlib, which is not installed: pip install 'llm-worker-rbee[bench]'"
-        ) from None
+        message = "charts need matplotlib, which is not installed: pip install 'llm-worker-rbee[bench]'"
+        raise MissingDependencyError(message) from None
     return matplotlib
 
 
@@ -140,9 +140,7 @@ class Dot(NamedTuple):
 def draw_distributions(renderer: ChartRenderer, title: str, rows: Mapping[str, Result]) -> str:
     """Draw each row's samples as a density around its estimate; outliers as dots, far ones at the edge."""
     reach = max((_axis_reach(row) for row in rows.values()), default=0.05)
-
-    def paint(figure: Figure) -> None:
-        axes = figure.add_subplot()
+    with renderer.chart(SMALL_WIDTH, 0.75 + 0.29 * len(rows)) as axes:
         for place, (label, row) in enumerate(rows.items()):
             _draw_distribution(renderer, axes, place, label, row, reach)
         axes.set(xlim=(-reach, reach * 1.04), ylim=(len(rows) - 0.4, -0.75), title=_truncate(title, 44))
@@ -152,8 +150,7 @@ def draw_distributions(renderer: ChartRenderer, title: str, rows: Mapping[str, R
         renderer.even_ticks(axes.xaxis, 5)
         axes.tick_params(length=0)
         axes.grid(axis="y", visible=False)
-
-    return renderer.render((SMALL_WIDTH, 0.75 + 0.29 * len(rows)), paint)
+    return renderer.svg
 
 
 def _draw_distribution(renderer: ChartRenderer, axes: Axes, place: int, label: str, row: Result, reach: float) -> None:
@@ -179,9 +176,7 @@ def _draw_distribution(renderer: ChartRenderer, axes: Axes, place: int, label: s
 def draw_lines(renderer: ChartRenderer, title: str, lines: Sequence[Line], unit: str, across: str) -> str:
     """Draw values against a length, both on logarithmic axes, with intervals and limits."""
     places = sorted({point[0] for line in lines for point in line.points})
-
-    def paint(figure: Figure) -> None:
-        axes = figure.add_subplot()
+    with renderer.chart(SMALL_WIDTH, 2.9 + 0.18 * -(-len(lines) // 3) * (len(lines) > 1)) as axes:
         for i, line in enumerate(lines):
             _draw_line(renderer, axes, line, i, unit)
         axes.set_xscale("symlog", linthresh=1) if places[0] <= 0 else axes.set_xscale("log")
@@ -191,12 +186,11 @@ def draw_lines(renderer: ChartRenderer, title: str, lines: Sequence[Line], unit:
         renderer.log_ticks(axes.yaxis, axes.get_ylim(), unit)
         axes.minorticks_off()
         if len(lines) > 1:
-            figure.legend(loc="outside lower center", ncols=3, handlelength=1.6)
+            axes.figure.legend(loc="outside lower center", ncols=3, handlelength=1.6)
         elif lines[0].limit:
             axes.legend(loc="best", handlelength=1.6)
         axes.margins(0.06, 0.12)
-
-    return renderer.render((SMALL_WIDTH, 2.9 + 0.18 * -(-len(lines) // 3) * (len(lines) > 1)), paint)
+    return renderer.svg
 
 
 def _draw_line(renderer: ChartRenderer, axes: Axes, line: Line, i: int, unit: str) -> None:
@@ -212,9 +206,7 @@ def _draw_line(renderer: ChartRenderer, axes: Axes, line: Line, i: int, unit: st
 
 def draw_dots(renderer: ChartRenderer, title: str, rows: Sequence[str], lines: Sequence[Line], unit: str) -> str:
     """Draw one row a category, a dot with its interval for each series; the x of a line's points is the row."""
-
-    def paint(figure: Figure) -> None:
-        axes = figure.add_subplot()
+    with renderer.chart(SMALL_WIDTH, 0.8 + 0.22 * len(rows) + 0.25 * (len(lines) > 1)) as axes:
         for i, line in enumerate(lines):
             colour = SERIES[i % len(SERIES)]
             row, value, low, high = np.array(line.points).T
@@ -229,36 +221,28 @@ def draw_dots(renderer: ChartRenderer, title: str, rows: Sequence[str], lines: S
         renderer.log_ticks(axes.xaxis, axes.get_xlim(), unit)
         axes.tick_params(length=0)
         if len(lines) > 1:
-            figure.legend(loc="outside lower center", ncols=min(4, len(lines)), handletextpad=0.2)
+            axes.figure.legend(loc="outside lower center", ncols=min(4, len(lines)), handletextpad=0.2)
+    return renderer.svg
 
-    return renderer.render((SMALL_WIDTH, 0.8 + 0.22 * len(rows) + 0.25 * (len(lines) > 1)), paint)
 
-
-def draw_cumulative(renderer: ChartRenderer, title: str, lines: Sequence[Line], unit: str) -> str:
+def draw_cumulative(renderer: ChartRenderer, title: str, points: Sequence[tuple[float, float]], unit: str) -> str:
     """Draw the cumulative distribution of sorted values."""
-
-    def paint(figure: Figure) -> None:
-        axes = figure.add_subplot()
-        for i, line in enumerate(lines):
-            x, part = np.array(line.points)[:, :2].T
-            axes.plot(x, part, drawstyle="steps-post", color=SERIES[i % len(SERIES)], label=_truncate(line.label))
+    with renderer.chart(SMALL_WIDTH, 2.7) as axes:
+        axes.plot(*np.array(points).T, drawstyle="steps-post", color=SERIES[0], label=_truncate(title))
         axes.set(title=_truncate(title, 44), ylim=(0, 1.02))
         axes.set_xscale("log")
         renderer.log_ticks(axes.xaxis, axes.get_xlim(), unit)
         axes.yaxis.set_major_formatter(lambda y, _: f"{y:.0%}")
         axes.axhline(0.95, color=MUTED, lw=0.8, ls=(0, (2, 3)))
-        axes.legend(loc="best", handlelength=1.4) if len(lines) > 1 else None
-
-    return renderer.render((SMALL_WIDTH, 2.7), paint)
+    return renderer.svg
 
 
 def draw_roofline(
     renderer: ChartRenderer, dots: Sequence[Dot], roof: float, slopes: Sequence[tuple[str, float]]
 ) -> str:
     """Draw operations per second against operations per byte, under the measured limits."""
-
-    def paint(figure: Figure) -> None:
-        axes = figure.add_subplot(xscale="log", yscale="log", xlabel="operations a byte", ylabel="operations a second")
+    with renderer.chart(LARGE_WIDTH, 4.4) as axes:
+        axes.set(xscale="log", yscale="log", xlabel="operations a byte", ylabel="operations a second")
         places, rates = [dot.intensity for dot in dots], [dot.rate for dot in dots]
         axes.set_xlim(min(*places, 0.25) / 2, max(*places, 4 * roof / slopes[0][1]) * 2)
         axes.set_ylim(min(*rates, roof / 100) / 3, max(*rates, roof) * 3)
@@ -271,9 +255,8 @@ def draw_roofline(
         renderer.log_ticks(axes.yaxis, axes.get_ylim(), "FLOP/s")
         axes.xaxis.set_major_formatter(lambda x, _: f"{x:,g}")
         axes.minorticks_off()
-        figure.legend(loc="outside right upper", handletextpad=0.2)
-
-    return renderer.render((LARGE_WIDTH, 4.4), paint)
+        axes.figure.legend(loc="outside right upper", handletextpad=0.2)
+    return renderer.svg
 
 
 def _draw_limits(axes: Axes, roof: float, slopes: Sequence[tuple[str, float]]) -> None:
@@ -294,9 +277,7 @@ def _draw_limits(axes: Axes, roof: float, slopes: Sequence[tuple[str, float]]) -
 
 def draw_history(renderer: ChartRenderer, title: str, names: Sequence[str], lines: Sequence[Line]) -> str:
     """Draw estimates over commits, each line as percent of its first value."""
-
-    def paint(figure: Figure) -> None:
-        axes = figure.add_subplot()
+    with renderer.chart(SMALL_WIDTH, 2.7 + 0.2 * (len(lines) > 3)) as axes:
         for i, line in enumerate(lines):
             colour = SERIES[i % len(SERIES)]
             x, value, low, high = np.array(line.points).T
@@ -312,9 +293,8 @@ def draw_history(renderer: ChartRenderer, title: str, names: Sequence[str], line
         axes.yaxis.set_major_formatter(lambda y, _: f"{y:.0%}")
         axes.margins(0.08, 0.15)
         if 1 < len(lines) <= len(SERIES):
-            figure.legend(loc="outside lower center", ncols=min(3, len(lines)), handlelength=1.4)
-
-    return renderer.render((SMALL_WIDTH, 2.7 + 0.2 * (len(lines) > 3)), paint)
+            axes.figure.legend(loc="outside lower center", ncols=min(3, len(lines)), handlelength=1.4)
+    return renderer.svg
 
 
 def _marker_style(i: int) -> dict[str, Any]:

@@ -1,7 +1,6 @@
 """HTML by small functions: tables, bars, tiles, figures, a whole page that needs no other file.
 
-Text is escaped unless it is `Html`. The page loads nothing and, unless it says so, runs no script: its own policy
-forbids both.
+Text is escaped unless it is `Html`. The page's own policy forbids requests and, unless it says otherwise, scripts.
 """
 
 from __future__ import annotations
@@ -33,36 +32,30 @@ def html(text: object) -> Html:
     return text if isinstance(text, Html) else Html(escape(str(text).translate(REPLACED_CONTROLS)))
 
 
-def joined(parts: Iterable[object], between: str = "\n") -> Html:
-    """Join pieces of text and HTML."""
-    return Html(between.join(html(part) for part in parts))
+def joined(parts: Iterable[object]) -> Html:
+    """Join pieces of text and HTML, without empty ones."""
+    return Html("\n".join(html(part) for part in parts if part))
 
 
-class Table(NamedTuple):
-    """The content of a table: the first cell of a row is its header; `numbers` are right-aligned columns."""
-
-    caption: str
-    head: Sequence[str]
-    rows: Sequence[Sequence[object]]
-    numbers: Sequence[int] = ()
-    first: frozenset[int] = frozenset()  # rows that begin a group
-    wide: frozenset[int] = frozenset()  # columns of long text, which may wrap
-
-
-def table(table: Table) -> Html:
-    """Return a table in a box that scrolls where the page is too narrow."""
-    kinds = ["num" if i in table.numbers else "wrap" if i in table.wide else "" for i in range(len(table.head))]
-    classes = [f' class="{kind}"' if kind else "" for kind in kinds]
-    head = "".join(f'<th scope="col"{c}>{html(cell)}</th>' for c, cell in zip(classes, table.head, strict=True))
+def table(
+    caption: str,
+    head: Sequence[str],
+    rows: Sequence[Sequence[object]],
+    numbers: Sequence[int] = (),
+    group_starts: Sequence[int] = (),
+) -> Html:
+    """Return a table in a box that scrolls; a row's first cell is its header, `numbers` are right-aligned columns."""
+    classes = [' class="num"' if i in numbers else "" for i in range(len(head))]
+    heads = "".join(f'<th scope="col"{c}>{html(cell)}</th>' for c, cell in zip(classes, head, strict=True))
     body = []
-    for number, row in enumerate(table.rows):
+    for number, row in enumerate(rows):
         cells = "".join(f"<td{c}>{html(cell)}</td>" for c, cell in zip(classes[1:], row[1:], strict=True))
-        start = ' class="first"' if number in table.first else ""
+        start = ' class="first"' if number in group_starts else ""
         body.append(f'<tr{start}><th scope="row" title="{html(row[0])}">{html(row[0])}</th>{cells}</tr>')
-    label = html(table.caption)
+    label = html(caption)
     return Html(
         f'<div class="scroll" tabindex="0" role="region" aria-label="{label}"><table><caption>{label}</caption>'
-        f"<thead><tr>{head}</tr></thead>\n<tbody>\n" + "\n".join(body) + "\n</tbody></table></div>"
+        f"<thead><tr>{heads}</tr></thead>\n<tbody>\n" + "\n".join(body) + "\n</tbody></table></div>"
     )
 
 
@@ -88,13 +81,13 @@ class Tile(NamedTuple):
 
 def tiles(found: Sequence[Tile]) -> Html:
     """Return key numbers side by side."""
-    made = [
-        f'<div class="tile"><span class="name">{html(t.name)}</span><b>{html(t.value)}</b>'
-        + (f'<span class="more">{html(t.more)}</span>' if t.more else "")
-        + "</div>"
-        for t in found
-    ]
-    return Html('<div class="cards">' + "".join(made) + "</div>") if made else Html()
+    made = []
+    for tile in found:
+        more = f'<span class="more">{html(tile.more)}</span>' if tile.more else ""
+        made.append(
+            f'<div class="tile"><span class="name">{html(tile.name)}</span><b>{html(tile.value)}</b>{more}</div>'
+        )
+    return Html(f'<div class="cards">{"".join(made)}</div>') if made else Html()
 
 
 def figure(svg: str, description: str, *, wide: bool = False) -> Html:
@@ -133,9 +126,8 @@ def folded(title: str, inner: object) -> Html:
 
 def facts(found: Mapping[str, object]) -> Html:
     """Return names and values."""
-    return Html(
-        "<dl>" + "".join(f"<dt>{html(key)}</dt><dd>{html(value)}</dd>" for key, value in found.items()) + "</dl>"
-    )
+    rows = (f"<dt>{html(key)}</dt><dd>{html(value)}</dd>" for key, value in found.items())
+    return Html(f"<dl>{''.join(rows)}</dl>")
 
 
 def bullets(items: Iterable[object], *, ordered: bool = False) -> Html:

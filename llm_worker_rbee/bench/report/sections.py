@@ -1,52 +1,140 @@
 """The sections of a run on the page: functions from a run to HTML, and the table of those that each kind of run gets.
 
-A section is empty if a run has nothing for it: an unknown kind of run is shown as far as possible.
+Result names are parsed here into families, lengths and categories: `family/kind/length` or `pp512@d2048@b8`. A section
+is empty if a run has nothing for it: an unknown kind of run is shown as far as possible.
 """
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from .. import statistics
 from ..format import digits, percent, quantity, spread
 from ..results import Result, Run
-from . import charts, result_names
+from . import charts
 from .charts import ChartRenderer, Dot, Line
-from .html import Html, Table, badge, bar, figure, folded, gallery, heading, html, joined, notice, soft, table
-from .result_names import Axis, family, is_positive, number
+from .html import Html, badge, bar, figure, folded, gallery, heading, html, joined, notice, soft, table
 
 Section = Callable[[Run, ChartRenderer], Html]
 OWN_NAME = "llm-worker-rbee"
 NUMBER = re.compile(r"[+-]?\d|-$")
+END_TO_END = re.compile(r"(pp|tg|ttft)([0-9]{1,9})(?:@d([0-9]{1,9}))?(?:@b([0-9]{1,9}))?")
+PHASE_NAMES = {"pp": "prefill", "tg": "decode", "ttft": "time to first token"}
+MIN_CATEGORIES = 4  # for a chart by category
+
+
+class Axis(NamedTuple):
+    """A chart: what is measured, against what."""
+
+    title: str
+    across: str
+    unit: str
+
+
+def family(name: str) -> str:
+    """Return the first part of a name; of end-to-end names the phase."""
+    found = END_TO_END.fullmatch(name.split("/")[0])
+    return PHASE_NAMES[found[1]] if found else name.split("/")[0]
+
+
+def number(result: Result, key: str) -> float | None:
+    """Return a field if it is a finite number."""
+    value: Any = result.fields.get(key)
+    return float(value) if type(value) in (int, float) and abs(value) < 1e300 else None
+
+
+def result_label(result: Result, backends: bool) -> str:
+    """Return the name, with its backend where a run has several."""
+    backend = result.fields.get("backend")
+    return f"{result.name} [{backend}]" if backends and backend else result.name
+
+
+def has_several_backends(results: Iterable[Result]) -> bool:
+    """Return whether labels must name the backend."""
+    return len({result.fields.get("backend") for result in results} - {None}) > 1
+
+
+def detail(run: Run, key: str, kind: type[Any]) -> Any:
+    """Return a detail of a run if it is a list or an object, as `kind` says; else an empty one."""
+    return found if isinstance(found := run.details.get(key), kind) else kind()
+
+
+def is_positive(result: Result) -> bool:
+    """Return whether a result fits on a logarithmic axis."""
+    return all(math.isfinite(x) and x > 0 for x in (result.estimate, result.low, result.high))
+
+
+def by_length(results: Sequence[Result]) -> dict[Axis, dict[str, list[tuple[int, Result]]]]:
+    """Group results by chart and series against a length; series with a single length are left out."""
+    found: dict[Axis, dict[str, dict[int, Result]]] = {}
+    backends = has_several_backends(results)
+    for result in filter(is_positive, results):
+        for axis, series, x in _chart_positions(result):
+            name = " ".join(filter(None, (series, str(result.fields.get("backend") or "") if backends else "")))
+            found.setdefault(axis, {}).setdefault(name or "measured", {})[x] = result
+    kept = {axis: {s: sorted(p.items()) for s, p in lines.items() if len(p) > 1} for axis, lines in found.items()}
+    return {axis: lines for axis, lines in kept.items() if lines}
+
+
+def _chart_positions(result: Result) -> Iterable[tuple[Axis, str, int]]:
+    parts = result.name.split("/")
+    if found := END_TO_END.fullmatch(parts[0]):
+        yield from _end_to_end_positions(result, parts[1:], found)
+    elif len(parts) > 1 and parts[-1].isascii() and parts[-1].isdigit() and len(parts[-1]) < 10:
+        yield Axis(parts[0], "length", result.unit), "/".join(parts[1:-1]), int(parts[-1])
+
+
+def _end_to_end_positions(result: Result, rest: list[str], found: re.Match[str]) -> Iterable[tuple[Axis, str, int]]:
+    what, tokens, depth, batch = PHASE_NAMES[found[1]], int(found[2]), int(found[3] or 0), int(found[4] or 1)
+    sizes: dict[str, Any] = {"tokens": tokens, "depth": depth, "batch": batch}
+    usual = {"depth": 0, "batch": 1}
+    for across, x in sizes.items():
+        others = [f"{key} {value}" for key, value in sizes.items() if key != across and value != usual.get(key)]
+        yield Axis(f"{what} over {across}", across, result.unit), ", ".join([*rest, *others]), x
+
+
+def by_category(results: Sequence[Result]) -> dict[Axis, dict[str, list[tuple[str, Result]]]]:
+    """Group families whose second part is a category (a block type, a method): series -> (category, result)."""
+    found: dict[Axis, dict[str, list[tuple[str, Result]]]] = {}
+    backends = has_several_backends(results)
+    for result in filter(is_positive, results):
+        parts = result.name.split("/")
+        if len(parts) < 2 or parts[1].isdigit():
+            continue
+        series = [f"length {parts[2]}" if parts[2].isdigit() else parts[2]] if len(parts) > 2 else []
+        series += [str(result.fields.get("backend") or "")] if backends else []
+        lines = found.setdefault(Axis(parts[0], "", result.unit), {})
+        lines.setdefault(" ".join(series), []).append((parts[1], result))
+    return {axis: lines for axis, lines in found.items() if max(map(len, lines.values())) >= MIN_CATEGORIES}
 
 
 def results_table(run: Run, _: ChartRenderer) -> Html:
     """Show every result with its interval and its percent of the machine's limit."""
-    return table(make_table(run, run.results, f"{len(run.results)} results; intervals are 95% bootstrap intervals"))
+    return make_table(run.results, f"{len(run.results)} results; intervals are 95% bootstrap intervals")
 
 
-def make_table(run: Run, results: Sequence[Result], caption: str) -> Table:
+def make_table(results: Sequence[Result], caption: str) -> Html:
     """Return a table with the columns that these results need."""
-    backends = result_names.has_several_backends(results)
+    backends = has_several_backends(results)
     limits = any(number(r, "percent_of_limit") is not None for r in results)
     sampled = any(r.samples for r in results)
     head = ["", "estimate", "interval"] + ["% of limit", "bound by"] * limits + ["samples", "outliers"] * sampled
     rows: list[list[object]] = []
     for r in results:
-        label = result_names.label(r, backends=backends)
-        row: list[object] = [label, format_value(r.estimate, r.unit), format_interval(r)]
+        row: list[object] = [result_label(r, backends), format_value(r.estimate, r.unit), format_interval(r)]
         row += [limit_bar(r), str(r.fields.get("bound_by") or "")] if limits else []
         row += [str(len(r.samples) or ""), format_outliers(r)] if sampled else []
         rows.append(row)
     sizes = [len(list(group)) for _, group in groupby(results, lambda r: family(r.name))]
     starts = [sum(sizes[:i]) for i in range(1, len(sizes)) if max(sizes[i - 1 : i + 1]) > 1]  # a group has several
-    return Table(caption, head, rows, (1, 2, *((5,) if limits else (3,))) if sampled else (1, 2), frozenset(starts))
+    return table(caption, head, rows, (1, 2, *((5,) if limits else (3,))) if sampled else (1, 2), starts)
 
 
 def format_value(value: float, unit: str) -> str:
@@ -79,13 +167,13 @@ def format_outliers(result: Result) -> str:
 def pivot_tables(run: Run, renderer: ChartRenderer) -> Html:
     """Show `row/column` names as one table for each unit; results without a column stand before them."""
     single = [r for r in run.results if "/" not in r.name]
-    parts = [table(make_table(run, single, "figures of the whole run"))] if single else []
+    parts = [make_table(single, "figures of the whole run")] if single else []
     for unit in dict.fromkeys(r.unit for r in run.results if "/" in r.name):
         found = [r for r in run.results if "/" in r.name and r.unit == unit]
         values = {tuple(r.name.rsplit("/", 1)): format_value(r.estimate, unit) for r in found}
         rows, columns = (list(dict.fromkeys(pair[i] for pair in values)) for i in (0, 1))
         cells = [[LATENCY_NAMES.get(row, row), *(values.get((row, c), "") for c in columns)] for row in rows]
-        parts.append(table(Table("by part", ["", *columns], cells, range(1, len(columns) + 1))))
+        parts.append(table("by part", ["", *columns], cells, range(1, len(columns) + 1)))
     return joined([*parts, all_results(run, renderer)])
 
 
@@ -101,9 +189,9 @@ def group_by_test(run: Run) -> dict[str, dict[str, Result]]:
 def peer_table(run: Run, _: ChartRenderer) -> Html:
     """Show this worker beside its peers, test by test."""
     rows: list[list[object]] = []
-    starts = set()
+    starts = []
     for test, by_peer in group_by_test(run).items():
-        starts.add(len(rows))
+        starts.append(len(rows))
         ours = by_peer.get(OWN_NAME)
         best = max((r.estimate for r in by_peer.values() if is_positive(r)), default=1.0)
         for peer, r in by_peer.items():
@@ -113,14 +201,13 @@ def peer_table(run: Run, _: ChartRenderer) -> Html:
             times = "" if ours is r or ratio != ratio else f"{digits(ratio)}×"
             rows.append([f"{test} · {peer}", speed, format_interval(r), times, str(r.fields.get("version") or "")])
     head = ["", "result", "interval", f"{OWN_NAME} / this", "version"]
-    return table(Table("the same file, lengths and machine, in one run", head, rows, (2, 3), frozenset(starts - {0})))
+    return table("the same file, lengths and machine, in one run", head, rows, (2, 3), starts[1:])
 
 
 def verdict_list(run: Run, _: ChartRenderer) -> Html:
     """Show one line for each claim."""
-    found = run.details.get("verdicts")
     lines = []
-    for one in found if isinstance(found, list) else ():
+    for one in detail(run, "verdicts", list):
         value: dict[str, Any] = one if isinstance(one, dict) else {"line": one}
         line = html(value.get("line") or value.get("claim") or "")
         lines.append(f"<li>{badge(str(value.get('verdict') or 'no verdict'))} {line}</li>")
@@ -129,25 +216,23 @@ def verdict_list(run: Run, _: ChartRenderer) -> Html:
 
 def claim_tables(run: Run, _: ChartRenderer) -> Html:
     """Show what was measured for each claim, and the rule of its verdict."""
-    tables, claims = run.details.get("tables"), run.details.get("claims")
     made = []
-    for name, rows in tables.items() if isinstance(tables, dict) else ():
+    for name, rows in detail(run, "tables", dict).items():
         whole = isinstance(rows, list) and len(rows) > 1 and all(isinstance(row, list) for row in rows)
         if not whole or not rows[0] or any(len(row) != len(rows[0]) for row in rows):
             continue
-        known = claims.get(name) if isinstance(claims, dict) else None
+        known = detail(run, "claims", dict).get(name)
         text, rule = (str(known.get(key) or "") for key in ("claim", "rule")) if isinstance(known, dict) else ("", "")
         numbers = [i for i in range(1, len(rows[0])) if all(NUMBER.match(str(row[i])) for row in rows[1:])]
         made += [heading(f"Claim {name}: {text}"), soft(rule) if rule else ""]
-        made.append(table(Table(f"what was measured for claim {name}", rows[0], rows[1:], numbers)))
+        made.append(table(f"what was measured for claim {name}", rows[0], rows[1:], numbers))
     return joined(made)
 
 
 def backend_comparison(run: Run, _: ChartRenderer) -> Html:
     """Show two backends whose samples were taken in turn."""
-    found = run.details.get("ab")
     rows: list[list[object]] = []
-    for one in found if isinstance(found, list) else ():
+    for one in detail(run, "ab", list):
         if isinstance(one, dict) and all(type(one.get(key)) in (int, float) for key in ("before", "after", "change")):
             unit, ends = str(one.get("unit") or ""), [one.get(key) for key in ("low", "high")]
             spread = f"{ends[0]:+.1%} to {ends[1]:+.1%}" if all(type(end) in (int, float) for end in ends) else ""
@@ -157,8 +242,7 @@ def backend_comparison(run: Run, _: ChartRenderer) -> Html:
         return Html()
     backends = " and ".join(map(str, listed)) if isinstance(listed := run.settings.get("backends"), list) else "A and B"
     head = ["", "first", "second", "change", "99% interval", "verdict"]
-    compared = table(Table("the second against the first", head, rows, (1, 2, 3, 4)))
-    return joined([heading(f"{backends}, in turn"), compared])
+    return joined([heading(f"{backends}, in turn"), table("the second against the first", head, rows, (1, 2, 3, 4))])
 
 
 def component_shares(run: Run, _: ChartRenderer) -> Html:
@@ -175,7 +259,7 @@ def component_shares(run: Run, _: ChartRenderer) -> Html:
             first = [r.name.removeprefix(f"{phase}/"), bar(share, f"{share:.1%}", rank), badge(rank) if rank else ""]
             rows.append([*first, format_value(r.estimate, r.unit), limit_bar(r)])
         head = ["", "share", "class", "time", "% of limit"]
-        made += [heading(phase), table(Table(f"{phase}: time of a step", head, rows, (3,)))]
+        made += [heading(phase), table(f"{phase}: time of a step", head, rows, (3,))]
     return joined(made)
 
 
@@ -183,8 +267,7 @@ def unmeasured(run: Run) -> Html:
     """Show what could not be measured, and why."""
     notices = [str(run.details["warning"])] if run.details.get("warning") else []
     for key, words in {"left_out": "left out", "failed": "failed"}.items():
-        found = run.details.get(key)
-        notices += [f"{words}: {name}: {why}" for name, why in found.items()] if isinstance(found, dict) else []
+        notices += [f"{words}: {name}: {why}" for name, why in detail(run, key, dict).items()]
     return joined(map(notice, notices))
 
 
@@ -211,7 +294,7 @@ def chart_gallery(title: str, description: str, figures: Sequence[Callable[[], H
 
 def charts_by_length(run: Run, renderer: ChartRenderer) -> Html:
     """Draw speed against length."""
-    found = {axis: series for axis, series in result_names.by_length(run.results).items() if len(series) <= MAX_SERIES}
+    found = {axis: series for axis, series in by_length(run.results).items() if len(series) <= MAX_SERIES}
     figures = [partial(_lines, renderer, axis, series) for axis, series in found.items()]
     return chart_gallery("Speed against length", "Both axes are logarithmic; the shade is the 95% interval.", figures)
 
@@ -233,7 +316,7 @@ def _limit(points: Sequence[tuple[int, Result]]) -> list[tuple[float, float]]:
 
 def charts_by_category(run: Run, renderer: ChartRenderer) -> Html:
     """Draw families that differ by category: block types, ways of sampling."""
-    figures = [partial(_dots, renderer, axis, series) for axis, series in result_names.by_category(run.results).items()]
+    figures = [partial(_dots, renderer, axis, series) for axis, series in by_category(run.results).items()]
     return chart_gallery("By kind", "Shorter times are further left; the axis is logarithmic.", figures, uneven=True)
 
 
@@ -253,7 +336,7 @@ def distribution_charts(run: Run, renderer: ChartRenderer) -> Html:
         is_finite = result.estimate > 0 and np.isfinite(result.samples).all()
         if is_finite and len(result.samples) >= MIN_DISTRIBUTION_SAMPLES:
             groups.setdefault(family(result.name), []).append(result)
-    backends = result_names.has_several_backends(run.results)
+    backends = has_several_backends(run.results)
     figures = [
         partial(_distribution, renderer, title, results[start : start + MAX_DISTRIBUTION_ROWS], backends)
         for title, results in groups.items()
@@ -267,17 +350,17 @@ def distribution_charts(run: Run, renderer: ChartRenderer) -> Html:
 
 
 def _distribution(renderer: ChartRenderer, title: str, results: Sequence[Result], backends: bool) -> Html:
-    labels = [result_names.label(r, backends=backends).removeprefix(f"{title}/") for r in results]
+    labels = [result_label(r, backends).removeprefix(f"{title}/") for r in results]
     description = f"distribution of the samples of {', '.join(r.name for r in results)}"
     return figure(charts.draw_distributions(renderer, title, dict(zip(labels, results, strict=True))), description)
 
 
 def roofline_chart(run: Run, renderer: ChartRenderer) -> Html:
     """Draw every benchmark that states its bytes and operations, under the measured limits."""
-    limits = run.details.get("limits")
+    limits = detail(run, "limits", dict)
     try:
-        roof = float(limits["operations_per_second"])  # type: ignore[index]
-        ladder = sorted((float(b["bytes"]), float(b["bytes_per_second"])) for b in limits["bandwidth"])  # type: ignore[index]
+        roof = float(limits["operations_per_second"])
+        ladder = sorted((float(b["bytes"]), float(b["bytes_per_second"])) for b in limits["bandwidth"])
         found = [("memory", ladder[-1][1]), ("cache", max(rate for _, rate in ladder))]
         slopes = [found[0]] + [found[1]] * (found[1][1] > 1.15 * found[0][1])
     except (TypeError, KeyError, ValueError, IndexError):
@@ -300,9 +383,8 @@ def roofline_chart(run: Run, renderer: ChartRenderer) -> Html:
 
 def latency_charts(run: Run, renderer: ChartRenderer) -> Html:
     """Draw how latencies are distributed over requests."""
-    kept = run.details.get("latencies")
     figures = []
-    for name, values in kept.items() if isinstance(kept, dict) else ():
+    for name, values in detail(run, "latencies", dict).items():
         numbers = [v for v in values if type(v) in (int, float) and 0 <= v < 1e9] if isinstance(values, list) else []
         if len(numbers) >= statistics.MIN_SAMPLES and max(numbers) > 0:
             figures.append(partial(_cumulative, renderer, LATENCY_NAMES.get(name, str(name)), sorted(numbers)))
@@ -313,9 +395,9 @@ def latency_charts(run: Run, renderer: ChartRenderer) -> Html:
 def _cumulative(renderer: ChartRenderer, title: str, ordered: Sequence[float]) -> Html:
     """Draw at most MAX_CURVE_POINTS points; a logarithmic axis cannot show zeros, but they count."""
     places = np.unique(np.linspace(0, len(ordered) - 1, MAX_CURVE_POINTS).astype(int))
-    points = [(ordered[i], (i + 1) / len(ordered), 0.0, 0.0) for i in places if ordered[i] > 0]
+    points = [(ordered[i], (i + 1) / len(ordered)) for i in places if ordered[i] > 0]
     description = f"share of all measurements of {title} that came within a time"
-    return figure(charts.draw_cumulative(renderer, title, [Line(title, points)], "s"), description)
+    return figure(charts.draw_cumulative(renderer, title, points, "s"), description)
 
 
 SECTIONS: dict[str, Sequence[Section]] = {
@@ -336,4 +418,4 @@ DEFAULT_SECTIONS: Sequence[Section] = (results_table, charts_by_length, charts_b
 def render_run(run: Run, renderer: ChartRenderer) -> Html:
     """Return all sections of a run."""
     shown = [section(run, renderer) for section in SECTIONS.get(run.kind, DEFAULT_SECTIONS)]
-    return joined([part for part in (unmeasured(run), *shown) if part])
+    return joined([unmeasured(run), *shown])

@@ -7,8 +7,7 @@ from typing import Annotated
 import typer
 
 from ...bench import baseline
-from ...bench.report import render
-from ...bench.report.history import RunFile
+from ...bench.report import RunFile, render
 from ...bench.results import write_atomically
 from ...errors import InvalidRequestError
 from ...progress import step_progress
