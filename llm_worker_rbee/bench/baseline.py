@@ -18,8 +18,7 @@ from typing import Any, NamedTuple
 
 from ..errors import InvalidRequestError
 from . import statistics
-from .format import quantity
-from .results import Result, ResultsError, Run
+from .results import Result, ResultsError, Run, quantity
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 MACHINE_FIELDS = ("cpu", "architecture", "features", "cores", "quota", "memory_gib", "gpus")  # they decide its speed

@@ -28,10 +28,10 @@ from ..errors import ContextLengthError, InferenceError, InsufficientMemoryError
 from ..models import Transformer, load_model, read_model_config
 from ..models.convert import is_fp8, quantize_checkpoint
 from ..weights import Checkpoint, open_checkpoint
-from . import environment, process_stats, statistics, synthetic
+from . import process_stats, statistics, synthetic
 from .child_process import ChildFailedError, ChildProcess, package_environment
 from .engine_harness import EngineHarness, TimedRun, encode_bundled_prompts
-from .results import Better, Recorder, Result, replace_non_finite
+from .results import Better, Recorder, Result, describe_model, replace_non_finite
 from .roofline import Limits, matmul_ceiling, measure_limits
 
 Progress = Callable[[str, float, float], None]
@@ -485,7 +485,7 @@ def _open(recorder: Recorder, progress: Progress, source: Source, plan: Plan, ba
     quantize = plan.quantize
     if isinstance(source, Path):
         checkpoint = open_checkpoint(source)
-        recorder.model = environment.describe_model(source, _as_transfer(progress))
+        recorder.model = describe_model(source, progress)
     else:
         checkpoint = synthetic.checkpoint(source, plan.seed, progress)
         recorder.model = {"name": str(source), "bytes": checkpoint.nbytes, "synthetic": True, "seed": plan.seed}

@@ -17,9 +17,9 @@ from typing import Any
 
 from ..errors import WorkerError
 from ..weights.hub import model_files
-from . import environment, process_stats
+from . import process_stats
 from .child_process import ChildFailedError, ChildProcess, package_environment
-from .results import Recorder
+from .results import Recorder, describe_model
 
 Progress = Callable[[str, float, float], None]
 PROMPT = "The capital of France is"
@@ -44,7 +44,7 @@ def run(
 
     A first start, kept apart, compiles kernels that are not cached yet.
     """
-    recorder.model = environment.describe_model(model, lambda what, *n: progress(what, n[0], n[1] or 0))
+    recorder.model = describe_model(model, progress)
     files = model_files(model)
     settings = {"model": str(model), "prompt": PROMPT, "options": options or {}}
     caches = ["cold", "warm"] if process_stats.can_drop_pages() else ["warm"]

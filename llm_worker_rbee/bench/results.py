@@ -1,32 +1,43 @@
-"""The saved form of a benchmark: a `Run` of named `Result`s with their samples, and all that is needed to judge them.
+"""The saved form of a benchmark: a `Run` of named `Result`s with their samples, on a machine, a commit and a model.
 
-The JSON form is versioned and described in docs/results.md. A `Recorder` collects samples while a benchmark runs and
-makes a run of them at any time, also after Ctrl-C.
+The JSON form is versioned and described in docs/results.md; it holds plain units, and prefixes are added for display. A
+`Recorder` collects samples while a benchmark runs and makes a run of them at any time, also after Ctrl-C.
 """
 
 from __future__ import annotations
 
 import gzip
+import hashlib
+import importlib.metadata
 import json
 import math
 import os
+import platform
+import subprocess
 import time
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
+from .. import __version__, machine
 from ..errors import WorkerError
-from . import environment, statistics
+from . import statistics
 
 SCHEMA = "llm-worker-rbee/bench"
 SCHEMA_VERSION = 1
 MAX_FILE_BYTES = 256 << 20
 Better = Literal["lower", "higher"]
 SAMPLE_DIGITS = 7  # significant ones, in a file
+PACKAGES = ("numpy", "numba", "llvmlite", "tokenizers", "torch", "triton", "transformers", "matplotlib")
+THREAD_VARIABLES = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS")
+HASH_CHUNK_BYTES = 1 << 22
+PREFIXES = ((1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""))
+SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (0.0, "ns"))
 
 
 class ResultsError(WorkerError):
@@ -199,9 +210,9 @@ class Recorder:
             kind=self.kind,
             results=self.results(),
             created=datetime.now(UTC).isoformat(timespec="seconds"),
-            machine=environment.describe_machine(),
-            versions=environment.package_versions(),
-            commit=environment.describe_commit(),
+            machine=describe_machine(),
+            versions=package_versions(),
+            commit=describe_commit(),
             model=self.model,
             settings=self.settings,
             details=self.details,
@@ -267,3 +278,125 @@ def _to_float(value: Any, message: str) -> float:
         return float(value)
     except OverflowError:
         return math.inf if value > 0 else -math.inf
+
+
+@cache
+def describe_machine() -> dict[str, Any]:
+    """Return processor, memory, GPU and system, and the fingerprint."""
+    total, _ = machine.memory()
+    hardware: dict[str, Any] = {
+        "cpu": machine.cpu_name(),
+        "features": machine.cpu_features(),
+        "cores": machine.usable_cores(),
+        "quota": machine.cpu_quota(),
+        "memory_gib": None if total is None else round(total / (1 << 30)),
+        "gpus": machine.gpus(),
+        "architecture": platform.machine(),
+    }
+    fingerprint = hashlib.sha256(repr(sorted(hardware.items())).encode()).hexdigest()[:12]
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
+    state = {"system": platform.platform(terse=True), "load_at_start": load, "threads": thread_settings()}
+    return {**hardware, **state, "fingerprint": fingerprint}
+
+
+def thread_settings() -> dict[str, str]:
+    """Return the environment variables that set the threads of libraries."""
+    return {name: os.environ[name] for name in THREAD_VARIABLES if name in os.environ}
+
+
+@cache
+def package_versions() -> dict[str, str]:
+    """Return the versions of this program, of Python and of the installed packages that speed depends on."""
+    found = {"llm-worker-rbee": __version__, "python": platform.python_version()}
+    for name in PACKAGES:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
+
+
+@cache
+def describe_commit() -> dict[str, Any] | None:
+    """Return the commit of this checkout and whether files differ from it; None for an installed package."""
+    root = Path(__file__).parents[2]
+    if not (root / ".git").exists():
+        return None
+    known = _git(root, "log", "-1", "--format=%H %cI")
+    if known is None:
+        return None
+    identity, date = known.split()
+    changed = _git(root, "status", "--porcelain", "--untracked-files=no")
+    return {"id": identity, "date": date, "dirty": bool(changed)}
+
+
+def _git(root: Path, *args: str) -> str | None:
+    with suppress(OSError, subprocess.SubprocessError):
+        done = subprocess.run(
+            ["git", "-C", str(root), *args], capture_output=True, text=True, timeout=10, check=False, errors="replace"
+        )
+        return done.stdout.strip() if done.returncode == 0 else None
+    return None
+
+
+def describe_model(path: Path, progress: Callable[[str, float, float], None] | None = None) -> dict[str, Any]:
+    """Return name, size and SHA-256 of a model file; of a folder, the hash over its weight files and their names."""
+    files = sorted(path.glob("*.safetensors")) if path.is_dir() else _split_files(path)
+    total, done = sum(file.stat().st_size for file in files), 0
+    digest = hashlib.sha256()
+    for file in files:
+        if path.is_dir() or len(files) > 1:
+            digest.update(file.name.encode())
+        with file.open("rb") as source:
+            while part := source.read(HASH_CHUNK_BYTES):
+                digest.update(part)
+                done += len(part)
+                if progress is not None:
+                    progress(f"hashing {path.name}", done, total)
+    return {"name": path.name, "bytes": total, "sha256": digest.hexdigest()}
+
+
+def _split_files(path: Path) -> list[Path]:
+    stem, dash, count = path.stem.rpartition("-of-")
+    if not dash or not count.isdigit():
+        return [path]
+    return sorted(path.parent.glob(f"{stem.rpartition('-')[0]}-*-of-{count}.gguf"))
+
+
+def quantity(value: float, unit: str) -> str:
+    """Format a value with its unit: `1.23 ms`, `4.10 tok/s`, `98.4 MB`."""
+    if value != value:
+        return "-"
+    size, name = scale(value, unit) if value else (1.0, unit)
+    if name == unit and size == 1.0 and unit != "s" and value == round(value, 0):
+        return f"{value:,.0f} {unit}".rstrip()  # probably a count
+    return f"{digits(value / size)} {name}".rstrip()
+
+
+def scale(value: float, unit: str) -> tuple[float, str]:
+    """Return the size and the name of the prefixed unit that suits a value."""
+    if unit == "s":
+        size, name = next(((s, n) for s, n in SECONDS if abs(value) >= s), SECONDS[-1])
+        return size or 1e-9, name
+    if unit in ("B", "B/s", "FLOP/s"):
+        size, name = next(((s, n) for s, n in PREFIXES if abs(value) >= s), PREFIXES[-1])
+        return size, name + unit
+    return 1.0, unit
+
+
+def digits(value: float) -> str:
+    """Format about three significant digits, and all of those before the point."""
+    size = abs(value)
+    if size >= 1000 or not value:
+        return f"{value:,.0f}"
+    return f"{value:.2f}" if 0.1 <= size < 100 else f"{value:.3g}"
+
+
+def percent(value: float) -> str:
+    """Format a value that is in percent: `43.2%`, `0.006%`."""
+    return f"{value:.1f}%" if abs(value) >= 1 or not value else f"{value:.2g}%"
+
+
+def spread(values: Sequence[float], unit: str) -> str:
+    """Format two values as `1.20 to 1.26 ms`; each with its own unit where those differ."""
+    low, high = (quantity(value, unit) for value in values)
+    number, _, name = low.partition(" ")
+    return f"{number} to {high}" if name == high.partition(" ")[2] else f"{low} to {high}"

@@ -10,8 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from ...errors import InvalidRequestError
-from .. import environment
-from ..results import Run
+from ..results import Run, describe_model
 from . import causal_mask, components, fused_block, rope, unified_cache, whole_forward
 from .harness import Finding, Harness, Verdict
 
@@ -57,7 +56,7 @@ def run(runner: Harness, only: Sequence[str] = ()) -> None:
     """Run experiments; verdicts and tables are added to the recorder's details one by one."""
     claims, details = select(only), runner.recorder.details
     details.update(verdicts=[], tables={}, claims={})
-    runner.recorder.model = environment.describe_model(runner.model)
+    runner.recorder.model = describe_model(runner.model)
     for index, claim in enumerate(claims):
         experiment = EXPERIMENTS[claim]
         runner.claim, runner.position, runner.num_timed = claim, (index, len(claims)), 0

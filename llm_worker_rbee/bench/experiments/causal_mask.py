@@ -13,8 +13,7 @@ import numpy as np
 
 from ...backends import reference
 from .. import statistics
-from ..format import quantity
-from ..results import Result
+from ..results import Result, quantity
 from . import harness
 from .harness import Finding, Floats, Harness, additive_mask
 

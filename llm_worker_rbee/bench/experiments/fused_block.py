@@ -21,7 +21,7 @@ from ...layers.rms_norm import RMSNorm
 from ...layers.swiglu import SwiGLU
 from ...weights import Tensor
 from .. import statistics
-from ..format import quantity
+from ..results import quantity
 from . import harness
 from .harness import Finding, Floats, Harness, KVBuffers, Shape, random_array
 

@@ -20,8 +20,7 @@ from ...backends.ops import AttentionParams, Ints, RopeTable
 from ...errors import InferenceError
 from ...layers.rope import inverse_frequencies
 from .. import statistics, timing
-from ..format import quantity
-from ..results import Recorder, Result
+from ..results import Recorder, Result, quantity
 from ..statistics import Change
 
 Floats = NDArray[np.float32]

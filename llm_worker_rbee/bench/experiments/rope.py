@@ -10,7 +10,7 @@ import numpy as np
 from ...backends import BACKENDS, select_backend
 from ...layers.rope import inverse_frequencies
 from .. import statistics
-from ..format import quantity
+from ..results import quantity
 from . import harness
 from .harness import ROPE_BASE, Finding, Floats, Harness
 

@@ -16,8 +16,7 @@ import numpy as np
 
 from ...backends.ops import AttentionParams
 from .. import statistics
-from ..format import quantity
-from ..results import Result
+from ..results import Result, quantity
 from . import harness
 from .harness import Finding, Floats, Harness, KVBuffers, Shape, additive_mask
 

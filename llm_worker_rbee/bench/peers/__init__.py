@@ -19,10 +19,10 @@ from ... import machine
 from ...errors import ContextLengthError, InvalidRequestError, human_bytes
 from ...models import read_model_config
 from ...weights import Checkpoint, open_checkpoint
-from .. import environment, library_child, statistics
+from .. import library_child, statistics
 from ..child_process import library_environment, package_environment
 from ..engine_harness import encode_bundled_prompts
-from ..results import Recorder, Result
+from ..results import Recorder, Result, describe_model
 from .programs import LibraryPeer, LlamaBench, LlamaServer, Peer, PeerError, Task
 
 Progress = Callable[[str, float, float], None]
@@ -92,7 +92,7 @@ def run(recorder: Recorder, progress: Progress, model: Path, plan: Plan) -> None
     """Start all peers that are installed, then measure them in turn."""
     checkpoint = open_checkpoint(model)
     tasks = _validated_tasks(checkpoint, plan)
-    recorder.model = environment.describe_model(model, lambda what, *n: progress(what, n[0], n[1] or 0))
+    recorder.model = describe_model(model, progress)
     left_out: dict[str, str] = recorder.details.setdefault("left_out", {})
     peers: list[Peer] = [_own_peer(model, plan, tasks), *_find_peers(model, checkpoint, plan, tasks, left_out)]
     rates, rounds = Rates(recorder), plan.repetitions + 1

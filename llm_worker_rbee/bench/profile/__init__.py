@@ -26,8 +26,8 @@ from ...errors import ContextLengthError
 from ...llm import LLM
 from ...models import Transformer
 from ...weights import Checkpoint
-from .. import environment, timing
-from ..results import Recorder, Result
+from .. import timing
+from ..results import Recorder, Result, describe_model
 from ..roofline import Limits, Work, backend_threads, measure_limits
 from . import flame
 
@@ -283,7 +283,7 @@ def run(recorder: Recorder, progress: Progress, llm: LLM, settings: Settings, fl
             f"--pp {settings.pp} and --tg {settings.tg} need a context of {capacity}: the model has {llm.max_context}",
             "pp",
         )
-    recorder.model = environment.describe_model(llm.checkpoint.path, lambda what, done, all: progress(what, 0, 1))
+    recorder.model = describe_model(llm.checkpoint.path, lambda what, done, all: progress(what, 0, 1))
     _Profiler(recorder, progress, llm, replace(settings, kv_type=llm.kv_type)).run(flames)
 
 

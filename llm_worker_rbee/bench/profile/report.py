@@ -11,9 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..format import quantity, spread
 from ..report import html
-from ..results import Result, ResultsError, Run
+from ..results import Result, ResultsError, Run, quantity, spread
 from .flame import Flame, render_svg, speedscope
 
 PHASES = {"prefill": "Prefill", "decode": "Decode"}

@@ -18,8 +18,7 @@ from typing import Any
 
 from .. import baseline
 from ..baseline import SPEED_UNITS, Comparison, commit_name, machine_speeds, model_name
-from ..format import digits, percent
-from ..results import Result, ResultsError, Run
+from ..results import Result, ResultsError, Run, digits, percent
 from . import charts, sections
 from .charts import ChartRenderer, Line
 from .html import Html, Section, Tile, badge, facts, figure, folded, heading, joined, notice, page, soft, table, tiles

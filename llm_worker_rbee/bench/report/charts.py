@@ -20,8 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import MissingDependencyError
-from ..format import digits, quantity, scale
-from ..results import Result
+from ..results import Result, digits, quantity, scale
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes as Axes

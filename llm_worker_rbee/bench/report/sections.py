@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .. import statistics
-from ..format import digits, percent, quantity, spread
-from ..results import Result, Run
+from ..results import Result, Run, digits, percent, quantity, spread
 from . import charts
 from .charts import ChartRenderer, Dot, Line
 from .html import Html, badge, bar, figure, folded, gallery, heading, html, joined, notice, soft, table

@@ -10,9 +10,8 @@ import typer
 
 from ...backends import resolve_kv_type, select_backend
 from ...bench import accuracy as benchmark
-from ...bench import environment
 from ...bench.accuracy import LibrarySide, MeasuredPath, Side, WorkerSide
-from ...bench.results import Recorder, Result, Run
+from ...bench.results import Recorder, Result, Run, describe_model
 from ...bench.synthetic import parse as parse_synthetic
 from ...bench.workload import PROMPTS, TEXT, read_prompts, read_text
 from ...llm import LLM
@@ -105,7 +104,7 @@ def accuracy(
         progress("loading", 0, 1)
         llm = _load(model, computing, progress)
         evaluation = benchmark.EvaluationSet.encode(llm, questions, body, tokens)
-        recorder.model = environment.describe_model(llm.checkpoint.path, _as_transfer(progress))
+        recorder.model = describe_model(llm.checkpoint.path, progress)
         with ExitStack() as opened:
 
             def open_library(library: str, python: str) -> Side:

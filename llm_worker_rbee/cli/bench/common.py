@@ -17,8 +17,8 @@ import typer
 
 from ...bench import baseline
 from ...bench.baseline import Comparison, find_machine_drift
-from ...bench.format import quantity as quantity
 from ...bench.results import Recorder, Result, ResultsError, Run, replace_non_finite
+from ...bench.results import quantity as quantity
 from ...bench.synthetic import Spec, parse, write
 from ...errors import InvalidRequestError
 from ...progress import transfer_progress
