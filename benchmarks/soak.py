@@ -24,7 +24,7 @@ from typing import Any
 from soak_clients import BEHAVIOURS, ServerFaultError, ServerFullError, SimulatedClient
 
 from llm_worker_rbee.bench.http_client import Address, Client, RequestFailedError
-from llm_worker_rbee.bench.process_stats import memory_of
+from llm_worker_rbee.bench.processes import memory_of
 from llm_worker_rbee.bench.serving import raise_file_limit
 from llm_worker_rbee.bench.serving.server_process import ServerMonitor, ServerProcess, parse_metrics
 from llm_worker_rbee.errors import WorkerError

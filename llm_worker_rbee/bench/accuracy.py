@@ -29,7 +29,7 @@ from ..llm import LLM
 from ..models import Transformer, load_model, read_model_config
 from ..models.convert import is_fp8, quantize_checkpoint
 from . import library_child, statistics
-from .child_process import ChildFailedError, ChildProcess, library_environment
+from .processes import ChildFailedError, ChildProcess, library_environment
 from .results import Better, Recorder, Result
 from .synthetic import Spec, checkpoint
 from .workload import Prompt

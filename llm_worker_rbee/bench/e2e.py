@@ -28,9 +28,9 @@ from ..errors import ContextLengthError, InferenceError, InsufficientMemoryError
 from ..models import Transformer, load_model, read_model_config
 from ..models.convert import is_fp8, quantize_checkpoint
 from ..weights import Checkpoint, open_checkpoint
-from . import process_stats, statistics, synthetic
-from .child_process import ChildFailedError, ChildProcess, package_environment
+from . import processes, statistics, synthetic
 from .engine_harness import EngineHarness, TimedRun, encode_bundled_prompts
+from .processes import ChildFailedError, ChildProcess, package_environment
 from .results import Better, Recorder, Result, describe_model, replace_non_finite
 from .roofline import Limits, matmul_ceiling, measure_limits
 
@@ -410,7 +410,7 @@ def run(recorder: Recorder, progress: Progress, source: Source, plan: Plan) -> N
     measured = backend.measure_limits()
     limits = measure_limits(plan.threads) if measured is None else Limits.of_device(*measured)
     recorder.details["limits"] = limits.as_json()
-    recorder.details["peak_memory_is_of"] = "this run" if process_stats.reset_peak_memory() else "the process"
+    recorder.details["peak_memory_is_of"] = "this run" if processes.reset_peak_memory() else "the process"
     checkpoint = _open(recorder, progress, source, plan, backend)
     bench = _load(recorder, progress, checkpoint, plan, backend, limits)
     for case in sorted((c for c in cases if c.kind == "tg"), key=lambda c: c.tokens):  # the longest answer counts
@@ -430,7 +430,7 @@ def run(recorder: Recorder, progress: Progress, source: Source, plan: Plan) -> N
         for scenario in scenarios:  # now with the ratios to what was measured after them
             if isinstance(scenario, Throughput):
                 scenario.put()
-        recorder.add_result(Result.exact("peak_memory", "B", process_stats.peak_memory()))
+        recorder.add_result(Result.exact("peak_memory", "B", processes.peak_memory()))
         for name, size in backend.peak_memory().items():
             recorder.add_result(Result.exact(f"device_memory/{name}", "B", size))
 

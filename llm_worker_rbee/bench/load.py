@@ -17,8 +17,8 @@ from typing import Any
 
 from ..errors import WorkerError
 from ..weights.hub import model_files
-from . import process_stats
-from .child_process import ChildFailedError, ChildProcess, package_environment
+from . import processes
+from .processes import ChildFailedError, ChildProcess, package_environment
 from .results import Recorder, describe_model
 
 Progress = Callable[[str, float, float], None]
@@ -47,7 +47,7 @@ def run(
     recorder.model = describe_model(model, progress)
     files = model_files(model)
     settings = {"model": str(model), "prompt": PROMPT, "options": options or {}}
-    caches = ["cold", "warm"] if process_stats.can_drop_pages() else ["warm"]
+    caches = ["cold", "warm"] if processes.can_drop_pages() else ["warm"]
     if "cold" not in caches:
         recorder.details["left_out"] = {"cold": "this system has no posix_fadvise to drop a file from the page cache"}
     if compile_kernels:
@@ -69,8 +69,8 @@ def _prepare_page_cache(files: list[Path], cache: str, details: dict[str, Any]) 
     if cache == "warm":
         _read_files(files)
         return
-    process_stats.drop_pages(files)
-    cached = process_stats.cached_fraction(files)
+    processes.drop_pages(files)
+    cached = processes.cached_fraction(files)
     known = details.setdefault("resident_after_drop", [])
     known.append(cached)
     if cached is not None and cached > MAX_CACHED_WHEN_COLD:

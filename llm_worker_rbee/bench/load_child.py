@@ -16,7 +16,7 @@ from llm_worker_rbee.llm import LLM  # noqa: E402
 
 IMPORTED = time.monotonic()
 
-from llm_worker_rbee.bench import process_stats  # noqa: E402
+from llm_worker_rbee.bench import processes  # noqa: E402
 
 BATCH_SIZES = (1, 3, 7, 16, 30, 64)  # as many CUDA graphs as a server would capture
 PROMPT_LENGTHS = (5, 40, 130, 300)
@@ -27,14 +27,14 @@ def main() -> None:
     reply = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     started, given = float(sys.argv[1]), json.loads(sys.argv[2])
-    after_import = process_stats.resident_memory()
+    after_import = processes.resident_memory()
     llm = LLM(given["model"], **given["options"])
-    loaded, after_load = time.monotonic(), process_stats.resident_memory()
+    loaded, after_load = time.monotonic(), processes.resident_memory()
     llm.generate(given["prompt"], max_tokens=1, temperature=0.0, ignore_eos=True)
     ended = time.monotonic()
     phases = {"interpreter": ENTERED - started, "import": IMPORTED - ENTERED, **llm.phases}
     phases |= {"first_token": ended - loaded, "total": ended - started}
-    sizes = {"import": after_import, "load": after_load, "peak": process_stats.peak_memory()}
+    sizes = {"import": after_import, "load": after_load, "peak": processes.peak_memory()}
     if llm.model.ops.has_device_memory:
         sizes |= device_memory(llm)
         decode_many_sizes(llm)

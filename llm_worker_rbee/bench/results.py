@@ -27,6 +27,7 @@ from typing import Any, Literal
 from .. import __version__, machine
 from ..errors import WorkerError
 from . import statistics
+from .processes import THREAD_VARIABLES
 
 SCHEMA = "llm-worker-rbee/bench"
 SCHEMA_VERSION = 1
@@ -34,7 +35,6 @@ MAX_FILE_BYTES = 256 << 20
 Better = Literal["lower", "higher"]
 SAMPLE_DIGITS = 7  # significant ones, in a file
 PACKAGES = ("numpy", "numba", "llvmlite", "tokenizers", "torch", "triton", "transformers", "matplotlib")
-THREAD_VARIABLES = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS")
 HASH_CHUNK_BYTES = 1 << 22
 PREFIXES = ((1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""))
 SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (0.0, "ns"))

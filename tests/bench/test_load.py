@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from llm_worker_rbee.bench import load, process_stats
+from llm_worker_rbee.bench import load, processes
 from llm_worker_rbee.bench.results import Recorder
 from llm_worker_rbee.errors import WorkerError
 from tests.cli.conftest import write_model
@@ -20,7 +20,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_run_records_every_phase_cold_and_warm(tiny: Path) -> None:
-    if not process_stats.can_drop_pages():
+    if not processes.can_drop_pages():
         pytest.skip("this system cannot empty the file cache of a file")
     recorder = Recorder("load")
     told: list[str] = []
@@ -55,12 +55,12 @@ def test_run_failing_start_is_one_line(tiny: Path, tmp_path: Path) -> None:
 def test_prepare_page_cache_warm_and_cold(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_bytes(bytes(3_000_001))
-    if not process_stats.can_drop_pages() or process_stats.cached_fraction([file]) is None:
+    if not processes.can_drop_pages() or processes.cached_fraction([file]) is None:
         pytest.skip("this system has no file cache that can be emptied and looked at")
-    process_stats.drop_pages([file])
-    emptied = process_stats.cached_fraction([file])  # a file system in memory keeps all of it
+    processes.drop_pages([file])
+    emptied = processes.cached_fraction([file])  # a file system in memory keeps all of it
     load._prepare_page_cache([file], "warm", {})
-    assert process_stats.cached_fraction([file]) == 1
+    assert processes.cached_fraction([file]) == 1
     details: dict[str, object] = {}
     load._prepare_page_cache([file], "cold", details)
     assert details["resident_after_drop"] == [emptied]

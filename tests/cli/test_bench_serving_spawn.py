@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from llm_worker_rbee.bench.process_stats import cpu_seconds, memory_of
+from llm_worker_rbee.bench.processes import cpu_seconds, memory_of
 from llm_worker_rbee.bench.serving.server_process import (
     ServerMonitor,
     ServerProcess,

@@ -20,8 +20,8 @@ from ...errors import ContextLengthError, InvalidRequestError, human_bytes
 from ...models import read_model_config
 from ...weights import Checkpoint, open_checkpoint
 from .. import library_child, statistics
-from ..child_process import library_environment, package_environment
 from ..engine_harness import encode_bundled_prompts
+from ..processes import library_environment, package_environment
 from ..results import Recorder, Result, describe_model
 from .programs import LibraryPeer, LlamaBench, LlamaServer, Peer, PeerError, Task
 

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple, Protocol
 
 import uvloop
 
-from ..child_process import ChildFailedError, ChildProcess, describe_exit
 from ..http_client import Address, BlockingClient, Client, EventParser, RequestFailedError
+from ..processes import ChildFailedError, ChildProcess, describe_exit
 
 PeerError = ChildFailedError
 HEALTH_POLL_S = 0.05

@@ -23,9 +23,9 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from ...errors import WorkerError
-from .. import process_stats
-from ..child_process import package_environment
+from .. import processes
 from ..http_client import BlockingClient, Client, RequestFailedError
+from ..processes import package_environment
 from ..results import Result
 
 URL = re.compile(rb"https?://[^\s,]+")
@@ -161,18 +161,18 @@ class ServerMonitor:
     def begin(self) -> None:
         """Mark the start of the load."""
         self._began = time.monotonic()
-        self._cpu_seconds = None if self.pid is None else process_stats.cpu_seconds(self.pid)
+        self._cpu_seconds = None if self.pid is None else processes.cpu_seconds(self.pid)
 
     def end(self) -> None:
         """Mark the end of the load."""
         ended = time.monotonic()
         if self.pid is not None:
-            used = process_stats.cpu_seconds(self.pid)
+            used = processes.cpu_seconds(self.pid)
             if used is not None and self._cpu_seconds is not None:
                 spent = used - self._cpu_seconds
                 share = spent / max(ended - self._began, 1e-9)
                 self._results.append(Result.exact("server_processor", "s", spent, of_a_core=share))
-            peak = process_stats.memory_of(self.pid).get("VmHWM")
+            peak = processes.memory_of(self.pid).get("VmHWM")
             if peak is not None:
                 self._results.append(Result.exact("server_peak_memory", "B", peak))
         self._results += self._collect_health(self._began, ended)

@@ -1,27 +1,35 @@
-"""Child processes of benchmarks: one protocol of JSON lines, every wait bounded, every failure one line.
+"""Child processes of benchmarks, and the memory, CPU time and cached files of processes.
 
 A child prints one JSON object a line: first a greeting (its version), then one reply for each line that it is sent.
-`{"error": ...}` reports a failure. Standard error goes to a file, whose last line explains an early end. The programs
-on the other side are library_child.py, peers/worker_child.py, load_child.py and e2e.py.
+`{"error": ...}` reports a failure. Standard error goes to a file, whose last line explains an early end. Every wait is
+bounded, every failure one line. The programs on the other side are library_child.py, load_child.py, and modules run as
+programs: e2e, peers, serving. Linux tells all of a process in /proc; elsewhere only its own peak memory is known.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import json
+import mmap
 import os
+import resource
 import select
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from ..errors import WorkerError
 
 PACKAGE_ROOT = Path(__file__).parents[2]
-THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS")
+THREAD_VARIABLES = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS")
 
 
 class ChildFailedError(WorkerError):
@@ -138,3 +146,80 @@ def library_environment(threads: int) -> dict[str, str]:
     """Return the environment of another interpreter: without our import path, with the thread count of libraries."""
     kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
     return kept | dict.fromkeys(THREAD_VARIABLES, str(threads))
+
+
+def memory_of(pid: int | str) -> Mapping[str, int]:
+    """Return bytes in memory now (`VmRSS`) and at most (`VmHWM`); empty where the system does not tell."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return {}
+    pairs = (line.split() for line in lines if line.startswith(("VmRSS:", "VmHWM:")))
+    return {name.rstrip(":"): int(count) * 1024 for name, count, *_ in pairs}
+
+
+def cpu_seconds(pid: int) -> float | None:
+    """Return the CPU time of all threads of a process."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def resident_memory() -> int | None:
+    """Return the bytes of this process in memory now."""
+    return memory_of("self").get("VmRSS")
+
+
+def peak_memory() -> int:
+    """Return the largest memory use of this process, ever or since `reset_peak_memory`."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return memory_of("self").get("VmHWM") or (peak if sys.platform == "darwin" else peak * 1024)
+
+
+def reset_peak_memory() -> bool:
+    """Restart the peak from the present use; return False where the system cannot."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+        return True
+    return False
+
+
+def can_drop_pages() -> bool:
+    """Return whether files can be dropped from the page cache here."""
+    return hasattr(os, "posix_fadvise")
+
+
+def drop_pages(files: list[Path]) -> None:
+    """Ask the system to drop the cached pages of these files; needs no privileges."""
+    for file in files:
+        handle = os.open(file, os.O_RDONLY)
+        try:
+            with contextlib.suppress(OSError):
+                os.fsync(handle)  # dirty pages cannot be dropped
+            os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(handle)
+
+
+def cached_fraction(files: list[Path]) -> float | None:
+    """Return which part of these files is in the page cache, 0 to 1."""
+    total = sum(file.stat().st_size for file in files)
+    found = [_cached_bytes(file) for file in files]
+    return None if not total or None in found else sum(filter(None, found)) / total
+
+
+def _cached_bytes(file: Path) -> int | None:
+    size = file.stat().st_size
+    if not size:
+        return 0
+    with file.open("rb") as source, mmap.mmap(source.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+        view = np.frombuffer(mapped, np.uint8)
+        pages: np.ndarray[tuple[int], np.dtype[np.uint8]] = np.zeros(-(-size // mmap.PAGESIZE), np.uint8)
+        mincore = getattr(ctypes.CDLL(None), "mincore", None)
+        failed = mincore is None or mincore(
+            ctypes.c_void_p(view.ctypes.data), ctypes.c_size_t(size), ctypes.c_void_p(pages.ctypes.data)
+        )
+        del view  # or the mapping cannot be closed
+    return None if failed else min(size, int((pages & 1).sum()) * mmap.PAGESIZE)

@@ -1,0 +1,79 @@
+"""Child processes: environment, end, replies out of protocol; memory of this process, and the page cache."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from llm_worker_rbee.bench import load, processes
+from llm_worker_rbee.bench.processes import (
+    PACKAGE_ROOT,
+    ChildFailedError,
+    ChildProcess,
+    describe_exit,
+    library_environment,
+    package_environment,
+)
+
+
+def test_describe_exit_of_signals_and_statuses() -> None:
+    assert describe_exit("x", -9, b"") == "x was ended by SIGKILL"
+    assert describe_exit("x", -200, b"") == "x was ended by signal 200"
+    assert (
+        describe_exit("x", 1, b"first\nlast \xff\n\n") == "x ended with exit status 1: last \N{REPLACEMENT CHARACTER}"
+    )
+
+
+def test_child_process_error_reply_is_raised_with_its_text() -> None:
+    program = 'print(\'{"version": "1"}\', flush=True); input(); print(\'{"error": "bad"}\', flush=True); input()'
+    child = ChildProcess("someone", [sys.executable, "-c", program])
+    try:
+        assert child.start() == {"version": "1"}
+        with pytest.raises(ChildFailedError, match=r"^someone: bad$"):
+            child.request({}, "seconds")
+    finally:
+        child.close()
+
+
+def test_environments_differ_by_import_path_and_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", "/elsewhere")
+    ours, theirs = package_environment(3), library_environment(2)
+    assert ours["PYTHONPATH"] == os.pathsep.join([str(PACKAGE_ROOT), "/elsewhere"])
+    assert "PYTHONPATH" not in theirs
+    assert (ours["OMP_NUM_THREADS"], theirs["OMP_NUM_THREADS"]) == ("3", "2")
+
+
+def test_cached_fraction_follows_reads_and_drops(tmp_path: Path) -> None:
+    file, empty = tmp_path / "file", tmp_path / "empty"
+    file.write_bytes(bytes(3_000_001))
+    empty.write_bytes(b"")
+    load._read_files([file, empty])
+    part = processes.cached_fraction([file, empty])
+    if part is None:
+        pytest.skip("this system does not tell what is in its file cache")
+    assert part > 0.9
+    assert processes.cached_fraction([empty]) is None
+    if processes.can_drop_pages():
+        processes.drop_pages([file, empty])
+        after = processes.cached_fraction([file])
+        assert after is not None
+        assert 0 <= after <= 1  # a file system in memory keeps all of it
+
+
+def test_reset_peak_memory_restarts_the_peak() -> None:
+    if not processes.reset_peak_memory():
+        pytest.skip("this system cannot reset the highest use of memory")
+    before = processes.peak_memory()
+    block = np.ones(64 << 20, np.uint8)
+    assert processes.peak_memory() >= before + block.nbytes / 2
+    del block
+    gc.collect()
+    assert processes.reset_peak_memory()
+    used = processes.resident_memory()
+    assert used is not None
+    assert processes.peak_memory() < before + (48 << 20)
