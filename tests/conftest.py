@@ -1,4 +1,4 @@
-"""Shared by all tests: the device, the default model, seeded numbers, one folder for compiled kernels.
+"""Shared by all tests: the device, the default model, a tiny one, seeded numbers, one folder for compiled kernels.
 
 LLM_WORKER_TEST_DEVICE=cuda runs the tests of engine, server and LLM on a GPU; without it tests/backends/cuda alone
 sees one. The kernel folder belongs to this checkout and stays from run to run: a test with its own home would compile
@@ -13,11 +13,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from llm_worker_rbee import LLM
 from llm_worker_rbee.backends import select_backend
 from llm_worker_rbee.config import KV_DEFAULT
 from llm_worker_rbee.models import read_model_config
 from llm_worker_rbee.weights import open_checkpoint
 from llm_worker_rbee.weights.hub import locate_model
+from tests.helpers import tiny_models
 
 os.environ.setdefault("LLM_WORKER_KERNEL_CACHE", str(Path(__file__).parents[1] / ".pytest_cache" / "kernels"))
 DEVICE = os.environ.get("LLM_WORKER_TEST_DEVICE", "cpu")  # of tests that name none
@@ -45,6 +47,28 @@ def with_kernels(path: Path) -> Path:
     checkpoint = open_checkpoint(path)
     select_backend(DEVICE).load_kernels(checkpoint, read_model_config(checkpoint), KV_DEFAULT)
     return path
+
+
+@pytest.fixture(scope="session")
+def default_llm(default_model: Path) -> LLM:
+    return LLM(default_model, device=DEVICE, deterministic=True)
+
+
+@pytest.fixture(scope="session")
+def reference_llm(default_model: Path) -> LLM:
+    """For tests that compare numbers: float32 throughout."""
+    return LLM(default_model, backend="reference")
+
+
+@pytest.fixture(scope="session")
+def tiny_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random llama over bytes: every token depends on all those before."""
+    return tiny_models.write_random(tmp_path_factory.mktemp("tiny") / "tiny.gguf")
+
+
+@pytest.fixture(scope="session")
+def tiny_llm(tiny_file: Path) -> LLM:
+    return LLM(tiny_file, device=DEVICE, deterministic=True)
 
 
 @pytest.fixture
