@@ -1,0 +1,246 @@
+"""One generation as text: limits, seed, stop strings, finish reasons, clocks; driven by made-up step outputs."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+
+from llm_worker_rbee import LLM, SamplingParams
+from llm_worker_rbee.config import EngineConfig
+from llm_worker_rbee.engine.request import FinishReason, Request, StepOutput, TokenLogprob, error_output
+from llm_worker_rbee.errors import ContextLengthError, DeadlineError, InvalidRequestError
+from llm_worker_rbee.generation import Generation, GenerationListener, TextDelta, Timings, make_generations
+
+CONFIG = EngineConfig(max_context=64, n_blocks=4)
+Make = Callable[..., list[Generation]]
+
+
+@pytest.fixture
+def make(tiny_llm: LLM) -> Make:
+    """Make generations of the tiny model, whose tokens are bytes; keywords are those of both records."""
+
+    def generations(prompt: str = "Hello", **options: Any) -> list[Generation]:
+        names = ("n", "priority", "timeout_s", "is_scored_only", "listener")
+        own = {name: options.pop(name) for name in names if name in options}
+        ids = list(prompt.encode())
+        return make_generations(
+            tiny_llm.tokenizer, CONFIG, tiny_llm.config.vocab_size, ids, SamplingParams(**options), **own
+        )
+
+    return generations
+
+
+def step_outputs(request: Request, text: str, finish: FinishReason | None = None) -> list[StepOutput]:
+    """Return an output for each byte of the text; the last one has the finish reason."""
+    tokens = text.encode()
+    return [StepOutput(request, t, None, finish if i == len(tokens) else None) for i, t in enumerate(tokens, 1)]
+
+
+class Recorder(GenerationListener):
+    """Keeps the calls of a generation."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+
+    def on_first_outputs(self, generation: Generation, seconds: float, count: int) -> None:
+        self.calls.append(("first", seconds, count))
+
+    def on_outputs(self, generation: Generation, seconds: float, count: int) -> None:
+        self.calls.append(("more", seconds, count))
+
+    def on_close(self, generation: Generation) -> None:
+        self.calls.append(("close",))
+
+
+class FakeStream:
+    """The outputs of a request, as an engine's thread would give them, and whether it was aborted."""
+
+    def __init__(self, steps: Iterable[list[StepOutput]]) -> None:
+        self.steps = list(steps)
+        self.num_aborts = 0
+
+    async def next_outputs(self) -> list[StepOutput]:
+        return self.steps.pop(0) if self.steps else []
+
+    def abort(self) -> None:
+        self.num_aborts += 1
+
+
+class FakeEngine:
+    """Takes one request and gives prepared outputs."""
+
+    def __init__(self, steps: Iterable[list[StepOutput]]) -> None:
+        self.stream = FakeStream(steps)
+
+    def submit(self, request: Request) -> FakeStream:
+        return self.stream
+
+
+async def read_all(generation: Generation, engine: FakeEngine) -> list[TextDelta]:
+    generation.submit(engine)  # type: ignore[arg-type]
+    return [delta async for delta in generation.deltas()]
+
+
+def test_length_finish_keeps_last_token(make: Make) -> None:
+    (generation,) = make(max_tokens=3)
+    delta = generation.push(step_outputs(generation.request, "abc", "length"), 1.0)
+    assert delta == TextDelta("abc", list(b"abc"), [], "length", None)
+    assert (generation.num_tokens, generation.finish_reason) == (3, "length")
+
+
+def test_end_of_text_token_is_counted_and_not_in_output(make: Make) -> None:
+    (generation,) = make()
+    delta = generation.push(step_outputs(generation.request, "ab!", "stop"), 1.0)
+    assert delta == TextDelta("ab", list(b"ab"), [], "stop", None)
+    assert (generation.num_tokens, generation.stop_sequence) == (3, None)
+
+
+def test_stop_string_over_several_deltas_never_leaks(make: Make) -> None:
+    (generation,) = make(stop=["END", "never"])
+    outputs = step_outputs(generation.request, "abENxENDcd")
+    deltas = [generation.push([output], 1.0) for output in outputs[:8]]
+    assert [delta.text for delta in deltas] == ["a", "b", "", "", "ENx", "", "", ""]
+    assert [delta.finish_reason for delta in deltas] == [None] * 7 + ["stop"]
+    assert deltas[-1].stop_sequence == generation.stop_sequence == "END"
+    assert generation.num_tokens == 8
+
+
+def test_outputs_behind_stop_string_are_dropped(make: Make) -> None:
+    (generation,) = make(stop="END")
+    delta = generation.push(step_outputs(generation.request, "abENDcd"), 1.0)
+    assert delta == TextDelta("ab", list(b"abEND"), [], "stop", "END")
+
+
+def test_beginning_of_stop_string_at_the_end_is_text(make: Make) -> None:
+    (generation,) = make(stop="END")
+    assert generation.push(step_outputs(generation.request, "abEN", "length"), 1.0).text == "abEN"
+
+
+def test_character_of_several_tokens_comes_whole(make: Make) -> None:
+    (generation,) = make()
+    first, second = step_outputs(generation.request, "é")
+    assert (generation.push([first], 1.0).text, generation.push([second], 2.0).text) == ("", "é")
+    cut = generation.push([StepOutput(generation.request, 0xC3, None, "length")], 3.0)
+    assert (cut.text, cut.tokens) == ("�", [0xC3])
+
+
+def test_logprobs_are_those_of_output_tokens(make: Make) -> None:
+    (generation,) = make(logprobs=0)
+    scores = [TokenLogprob(97, -0.5), TokenLogprob(98, -1.5)]
+    outputs = [StepOutput(generation.request, score.token, score) for score in scores]
+    end = StepOutput(generation.request, 0, None, "stop")
+    assert generation.push([*outputs, end], 1.0).logprobs == scores
+
+
+def test_error_is_raised_and_finishes(make: Make) -> None:
+    (generation,) = make()
+    with pytest.raises(DeadlineError, match="too late"):
+        generation.push([error_output(generation.request, DeadlineError("too late"))], 2.0)
+    assert (generation.finish_reason, generation.num_tokens, generation.last_token_at) == ("error", 0, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("num_prompt_tokens", "options", "expected"),
+    [(5, {}, 59), (5, {"max_tokens": 7}, 7), (5, {"max_tokens": 59}, 59), (64, {"is_scored_only": True}, 0)],
+)
+def test_max_tokens_is_resolved(make: Make, num_prompt_tokens: int, options: dict[str, Any], expected: int) -> None:
+    (generation,) = make("x" * num_prompt_tokens, **options)
+    assert generation.request.max_tokens == expected
+    assert generation.request.max_total_tokens == num_prompt_tokens + expected
+
+
+@pytest.mark.parametrize(
+    ("num_prompt_tokens", "options", "error", "field"),
+    [
+        (0, {}, InvalidRequestError, "prompt"),
+        (64, {}, ContextLengthError, "prompt"),
+        (65, {"is_scored_only": True}, ContextLengthError, "prompt"),
+        (5, {"max_tokens": 60}, ContextLengthError, "max_tokens"),
+        (5, {"logit_bias": {10**6: 1.0}}, InvalidRequestError, "logit_bias"),
+    ],
+)
+def test_impossible_request_raises_with_field(
+    make: Make, num_prompt_tokens: int, options: dict[str, Any], error: type[InvalidRequestError], field: str
+) -> None:
+    with pytest.raises(error) as caught:
+        make("x" * num_prompt_tokens, **options)
+    assert caught.value.field == field
+
+
+def test_n_generations_share_seed_and_differ_in_sample_index(make: Make) -> None:
+    requests = [generation.request for generation in make(n=3, priority=2)]
+    assert len({request.seed for request in requests}) == 1
+    assert [request.sample_index for request in requests] == [0, 1, 2]
+    assert [request.priority for request in requests] == [2, 2, 2]
+    drawn = {make()[0].request.seed for _ in range(20)}
+    assert len(drawn) == 20
+    assert all(0 <= seed < 1 << 53 for seed in drawn)
+    assert make(seed=7)[0].request.seed == 7
+
+
+def test_start_sets_clock_and_deadline(make: Make) -> None:
+    (generation,) = make(timeout_s=5.0)
+    before = time.monotonic()
+    generation.start()
+    assert generation.request.deadline is not None
+    assert before + 5.0 <= generation.request.deadline <= time.monotonic() + 5.0
+    assert 0.0 < generation.started_at <= time.perf_counter()
+    (without,) = make()
+    without.start()
+    assert without.request.deadline is None
+
+
+def test_listener_gets_latencies(make: Make) -> None:
+    recorder = Recorder()
+    (generation,) = make(listener=recorder)
+    generation.started_at = 10.0
+    generation.push(step_outputs(generation.request, "ab"), 10.5)
+    generation.push(step_outputs(generation.request, "c"), 10.75)
+    generation.close()
+    generation.close()
+    assert recorder.calls == [("first", 0.5, 2), ("more", 0.25, 1), ("close",)]
+    assert generation.decode_ms == 250.0
+
+
+def test_deltas_end_with_finish_reason_and_close(make: Make) -> None:
+    recorder = Recorder()
+    (generation,) = make(listener=recorder)
+    request = generation.request
+    engine = FakeEngine([step_outputs(request, "ab"), step_outputs(request, "c", "length"), step_outputs(request, "x")])
+    deltas = asyncio.run(read_all(generation, engine))
+    assert [(delta.text, delta.finish_reason) for delta in deltas] == [("ab", None), ("c", "length")]
+    assert recorder.calls[-1] == ("close",)
+
+
+def test_stop_string_ends_deltas_and_aborts_request(make: Make) -> None:
+    (generation,) = make(stop="b")
+    engine = FakeEngine([step_outputs(generation.request, "ab"), step_outputs(generation.request, "never")])
+    (delta,) = asyncio.run(read_all(generation, engine))
+    assert (delta.text, delta.finish_reason, delta.stop_sequence) == ("a", "stop", "b")
+    assert engine.stream.num_aborts == 1
+
+
+def test_reader_that_leaves_aborts_request(make: Make) -> None:
+    (generation,) = make()
+    engine = FakeEngine([step_outputs(generation.request, "a"), step_outputs(generation.request, "b")])
+
+    async def read_one() -> str:
+        generation.submit(engine)  # type: ignore[arg-type]
+        deltas = generation.deltas()
+        text = (await anext(deltas)).text
+        await deltas.aclose()  # type: ignore[attr-defined]
+        return text
+
+    assert asyncio.run(read_one()) == "a"
+    assert engine.stream.num_aborts == 1
+
+
+@pytest.mark.parametrize(
+    ("timings", "rate"), [(Timings(0.5, 2.5, 5), 2.0), (Timings(0.5, 0.5, 1), 0.0), (Timings(0.0, 0.0, 0), 0.0)]
+)
+def test_tokens_per_second_leaves_first_token_out(timings: Timings, rate: float) -> None:
+    assert timings.tokens_per_second == rate
