@@ -59,7 +59,7 @@ def ask(page: Any, text: str, **options: Any) -> None:
 def finished(page: Any) -> str:
     """Return the last answer once complete; the model gives one character a token."""
     page.wait_for_selector("article.assistant[aria-busy=false]:last-child .foot button")
-    return str(page.inner_text("article.assistant:last-child .said"))
+    return str(page.inner_text("article.assistant:last-child .content"))
 
 
 def test_page_chat_streams_counts_and_survives_reload(browser: Any, server: Server) -> None:
@@ -68,14 +68,14 @@ def test_page_chat_streams_counts_and_survives_reload(browser: Any, server: Serv
         ask(page, "<img src=x onerror=alert(1)>", max_tokens=40, temperature=0, system="Be brief")
         said = finished(page)
         assert len(said) == 40
-        assert page.inner_text("article.user .said") == "<img src=x onerror=alert(1)>"
+        assert page.inner_text("article.user .content") == "<img src=x onerror=alert(1)>"
         assert "40 tokens" in page.inner_text("article.assistant .foot")
         assert "cut at the longest answer" in page.inner_text("#news")
         assert float(page.inner_text("#speed")) > 0
         assert "65\u202f536" in page.inner_text("#card")
         page.reload()
         page.wait_for_selector("[data-status=healthy]")
-        assert page.inner_text("article.assistant .said") == said
+        assert page.inner_text("article.assistant .content") == said
         assert page.input_value("[name=max_tokens]") == "40"
         with page.expect_request("**/execute") as sent:
             page.click("text=Try again")
@@ -90,7 +90,7 @@ def test_page_chat_streams_counts_and_survives_reload(browser: Any, server: Serv
 def test_page_stop_ends_answer_in_worker(browser: Any, server: Server, how: str) -> None:
     with opened(browser, server) as page:
         ask(page, "go on for ever")
-        page.wait_for_selector("article.assistant[aria-busy=true] .said:not(:empty)")
+        page.wait_for_selector("article.assistant[aria-busy=true] .content:not(:empty)")
         page.click("#stop") if how == "button" else page.keyboard.press("Escape")
         assert finished(page)
         assert page.inner_text("article.assistant .foot span").startswith("stopped after ")
@@ -177,7 +177,7 @@ def test_page_reports_lost_worker_and_reconnects(browser: Any, load: Callable[..
         one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     with opened_at(browser, first) as page:
         ask(page, "go on for ever")
-        page.wait_for_selector("article.assistant[aria-busy=true] .said:not(:empty)")
+        page.wait_for_selector("article.assistant[aria-busy=true] .content:not(:empty)")
         first.soon(first.worker.stop()).result()
         first.__exit__()
         page.wait_for_selector("[data-status=unreachable]")
@@ -208,7 +208,7 @@ def test_page_counts_tokens_rather_than_events(browser: Any, start: Start) -> No
     server = start({"speculative": "ngram", "draft_tokens": 8})
     with opened(browser, server) as page:
         ask(page, "go on", temperature=0)
-        until(lambda: len(page.inner_text("article.assistant .said")) > 200)
+        until(lambda: len(page.inner_text("article.assistant .content")) > 200)
         page.click("#stop")
         said = finished(page)
         assert page.inner_text("article.assistant .foot span") == f"stopped after {len(said)} tokens"
