@@ -163,3 +163,15 @@ def connected(server: Server, receive_buffer: int | None = None) -> socket.socke
     client.settimeout(LIMIT_S)
     client.connect(("127.0.0.1", server.port))
     return client
+
+
+def read_body(client: socket.socket) -> bytes:
+    """Return the body of the next reply, whose headers give its length."""
+    data = b""
+    while b"\r\n\r\n" not in data:
+        data += client.recv(65536)
+    head, _, rest = data.partition(b"\r\n\r\n")
+    length = int(head.lower().partition(b"content-length: ")[2].split(b"\r\n")[0])
+    while len(rest) < length:
+        rest += client.recv(1 << 20)
+    return rest

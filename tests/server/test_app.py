@@ -11,7 +11,7 @@ import pytest
 
 from llm_worker_rbee.server import app, log
 from tests.helpers import tiny_models
-from tests.helpers.server import CHAT, LIMIT_S, Server, connected, ids, until
+from tests.helpers.server import CHAT, LIMIT_S, Server, connected, ids, read_body, until
 from tests.server.conftest import KEY, Start
 
 pytestmark = pytest.mark.usefixtures("leaves_server_healthy")
@@ -94,17 +94,6 @@ def test_model_names_served_and_reference_are_accepted(start: Start) -> None:
     assert (reply.status_code, reply.json()["code"]) == (404, "NOT_FOUND")
 
 
-def _read_body(client: socket.socket) -> bytes:
-    data = b""
-    while b"\r\n\r\n" not in data:
-        data += client.recv(65536)
-    head, _, rest = data.partition(b"\r\n\r\n")
-    length = int(head.lower().partition(b"content-length: ")[2].split(b"\r\n")[0])
-    while len(rest) < length:
-        rest += client.recv(1 << 20)
-    return rest
-
-
 def test_body_missing_is_504_after_timeout(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(app, "BODY_TIMEOUT_S", 0.2)
     server = start()
@@ -112,7 +101,7 @@ def test_body_missing_is_504_after_timeout(start: Start, monkeypatch: pytest.Mon
         head = b"POST /v1/jobs HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 100\r\n\r\n"
         client.sendall(head + b'{"prompt":')
         assert client.recv(12) == b"HTTP/1.1 504"
-        assert json.loads(_read_body(client))["code"] == "TIMEOUT"
+        assert json.loads(read_body(client))["code"] == "TIMEOUT"
     server.require_alive()
 
 

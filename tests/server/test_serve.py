@@ -14,7 +14,7 @@ from llm_worker_rbee.server.app import resident_bytes
 from llm_worker_rbee.server.auth import is_loopback
 from llm_worker_rbee.server.middleware import MAX_HEADER_BYTES
 from llm_worker_rbee.server.serve import base_url, bind
-from tests.helpers.server import LIMIT_S, Server, connected, until
+from tests.helpers.server import LIMIT_S, Server, connected, read_body, until
 from tests.server.conftest import Start
 
 pytestmark = pytest.mark.usefixtures("leaves_server_healthy")
@@ -51,7 +51,7 @@ def test_connection_headers_over_limit_are_431(start: Start) -> None:
         with socket.create_connection(("127.0.0.1", server.port), LIMIT_S) as client:
             for part in parts:
                 client.sendall(part)
-            return client.recv(12)[-3:], _read_body(client)
+            return client.recv(12)[-3:], read_body(client)
 
     begin, end = b"GET /info HTTP/1.1\r\nhost: x\r\nconnection: close\r\nx-long: ", b"\r\n\r\n"
     assert answered(begin, b"a" * (MAX_HEADER_BYTES - 100), end)[0] == b"200"
@@ -87,18 +87,7 @@ def test_connection_header_limit_applies_to_each_request(start: Start) -> None:
             head += f"content-length: {len(body)}\r\n\r\n"
             client.sendall(head.encode() + body)
             assert client.recv(12) == b"HTTP/1.1 200"
-            _read_body(client)
-
-
-def _read_body(client: socket.socket) -> bytes:
-    data = b""
-    while b"\r\n\r\n" not in data:
-        data += client.recv(65536)
-    head, _, rest = data.partition(b"\r\n\r\n")
-    length = int(head.lower().partition(b"content-length: ")[2].split(b"\r\n")[0])
-    while len(rest) < length:
-        rest += client.recv(1 << 20)
-    return rest
+            read_body(client)
 
 
 def test_connection_without_headers_is_closed_after_timeout(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
