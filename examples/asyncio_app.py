@@ -9,12 +9,13 @@ import sys
 
 from llm_worker_rbee import LLM
 
+SYSTEM = "Answer in one short sentence."
 QUESTIONS = ("What is the capital of France?", "What is two plus two?", "Name a colour.")
 
 
 async def ask(llm: LLM, question: str) -> str:
     """Return the answer to one question without blocking the event loop."""
-    messages = [{"role": "user", "content": question}]
+    messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}]
     completion = await asyncio.to_thread(llm.chat, messages, max_tokens=16, temperature=0)
     return completion.text
 

@@ -26,11 +26,21 @@ def run_example(name: str, *args: str | Path) -> str:
     [
         ("chat.py", "Paris"),
         ("batch.py", "'The capital of France is' -> ' Paris"),
-        ("asyncio_app.py", "Name a colour. -> "),
     ],
 )
 def test_example_with_default_model_prints_answers(default_model: Path, name: str, expected: str) -> None:
     assert expected in run_example(name, default_model)
+
+
+def test_asyncio_example_answers_while_its_event_loop_runs(default_model: Path) -> None:
+    dots, *answers = run_example("asyncio_app.py", default_model).splitlines()
+    assert len(dots) > 1
+    assert set(dots) == {"."}
+    assert [line.partition(" -> ")[0] for line in answers] == [
+        "What is the capital of France?", "What is two plus two?", "Name a colour.",
+    ]  # fmt: skip
+    assert answers[0].endswith(" -> The capital of France is Paris.")
+    assert all(line.partition(" -> ")[2] for line in answers)
 
 
 def test_openai_client_example_streams_from_server(default_model: Path) -> None:
