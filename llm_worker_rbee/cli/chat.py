@@ -17,7 +17,6 @@ from ..engine.request import SamplingParams
 from ..errors import ContextLengthError, WorkerError
 from ..generation import Completion
 from ..llm import LLM, Stream
-from .completion_report import DraftStats, draft_stats, figures_line
 from .options import (
     DEFAULT_MAX_TOKENS,
     EngineOptions,
@@ -28,8 +27,8 @@ from .options import (
     load_model,
     start_stream,
 )
-from .prompt_input import PROMPT_PANEL, argument_text, decode, stdin_lines
-from .terminal import Status, count, note, one_line, style, visible
+from .run import DraftStats, draft_stats, figures_line
+from .terminal import Status, argument_text, count, decode, note, one_line, stdin_lines, style, visible
 
 HELP = """\
 /reset          forget the conversation, keep the system message
@@ -44,7 +43,7 @@ Ctrl-C stops an answer. A line that begins with // is sent with one slash."""
 def chat(
     system: Annotated[
         str | None,
-        typer.Option("--system", "-s", metavar="TEXT", help="The system message.", rich_help_panel=PROMPT_PANEL),
+        typer.Option("--system", "-s", metavar="TEXT", help="The system message.", rich_help_panel="Prompt"),
     ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Leave out greeting and figures.")] = False,
     *,

@@ -1,6 +1,6 @@
 """Options that several commands share, each declared once, and what they start: loading a model, a stream.
 
-A group is a class whose fields are typer options; `gather` adds its options to a command and passes the filled group.
+A group is a dataclass whose fields are options; `gather` adds its options to a command and passes the filled group.
 Defaults are those of `SamplingParams` and `EngineConfig`. `set_up` of the device options comes first in a command:
 threads and instruction set must be known before kernels are loaded.
 """
@@ -11,7 +11,7 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import Field, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -28,8 +28,7 @@ from ..load import OnStage
 from ..models.convert import TYPES
 from ..progress import transfer_progress
 from . import NUMPY_THREAD_VARIABLES
-from .prompt_input import argument_text, read_template
-from .terminal import Status, note
+from .terminal import Status, argument_text, note, read_template
 
 MODEL_HELP = "A GGUF file, a folder with safetensors, hf:owner/repo:quant, or a name. The built-in model if left out."
 DEFAULT_MAX_TOKENS = 512
@@ -38,6 +37,7 @@ KV_TYPES = (KV_AUTO, *KV_VALUE_BYTES)
 LOGIT_BIAS = re.compile(r"(-?[0-9]{1,9})=([+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?|[+-]?inf|nan)")
 # Arguments of `LLM` that error messages name and the user types as options.
 SETTING = re.compile(r"(?<![\w-])(?:kv_memory|kv_type|max_context|max_tokens|draft_model|quantize)(?!\w)")
+SAMPLING = SamplingParams()
 ENGINE_DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(EngineConfig)}
 
 
@@ -46,8 +46,18 @@ def options_in(panel: str) -> Any:
     return functools.partial(typer.Option, rich_help_panel=panel)
 
 
-_model, _sampling = options_in("Model"), options_in("Sampling")
-_device, _engine = options_in("Computing"), options_in("Memory and batches")
+def option_fields(panel: str) -> Callable[..., Any]:
+    """Return a function that declares an option of a panel as a field of a group, which gives it its name."""
+
+    def option(default: Any, metavar: str | None, help: str, *names: str, **more: Any) -> Any:
+        metadata = {"names": names, "metavar": metavar, "help": help, "rich_help_panel": panel, **more}
+        return field(default=default, metadata=metadata)
+
+    return option
+
+
+_model, _sampling = option_fields("Model"), option_fields("Sampling")
+_device, _engine = option_fields("Computing"), option_fields("Memory and batches")
 
 
 def gather(**groups: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -74,13 +84,19 @@ def gather(**groups: type) -> Callable[[Callable[..., None]], Callable[..., None
 
 def group_parameters(group: Any) -> list[inspect.Parameter]:
     """Return the options of a group as parameters of a command."""
-    if issubclass(group, SamplingOptions):
-        defaults = asdict(SamplingParams()) | {"logit_bias": None, "stop": None}  # repeatable options
-        rows = [(name, annotation, defaults[name]) for name, annotation in SAMPLING_OPTIONS.items()]
-    else:
-        rows = [(f.name, f.type, f.default) for f in fields(group)]
     kind = inspect.Parameter.KEYWORD_ONLY
-    return [inspect.Parameter(name, kind, annotation=annotation, default=default) for name, annotation, default in rows]
+    return [inspect.Parameter(f.name, kind, annotation=_annotation(f), default=f.default) for f in fields(group)]
+
+
+def _annotation(declared: Field[Any]) -> Any:
+    """Return the type of a field with its option; `names` are short ones, or replace the name of the field."""
+    if not declared.metadata:  # annotated with its option already
+        return declared.type
+    more = dict(declared.metadata)
+    names = more.pop("names")
+    if not any(name.startswith("--") for name in names):
+        names = ("--" + declared.name.replace("_", "-"), *names)
+    return Annotated[declared.type, typer.Option(*names, **more)]
 
 
 def _check(function: Callable[..., Any], *args: Any, option: str | None = None, **values: Any) -> Any:
@@ -96,61 +112,37 @@ def _check(function: Callable[..., Any], *args: Any, option: str | None = None, 
 class ModelOptions:
     """Which model."""
 
-    model: Annotated[str | None, _model("--model", "-m", metavar="MODEL", help=MODEL_HELP)] = None
-    max_context: Annotated[
-        int | None,
-        _model("--max-context", metavar="N", min=1, show_default="the model's", help="Limit the context to N tokens."),
-    ] = None
-    chat_template: Annotated[
-        Path | None, _model("--chat-template", metavar="FILE", help="A Jinja file in place of the model's template.")
-    ] = None
+    model: str | None = _model(None, "MODEL", MODEL_HELP, "-m")
+    max_context: int | None = _model(None, "N", "Limit the context to N tokens.", min=1, show_default="the model's")
+    chat_template: Path | None = _model(None, "FILE", "A Jinja file in place of the model's template.")
 
 
-# One option for each field of SamplingParams; its default is the field's.
-SAMPLING_OPTIONS: dict[str, Any] = {
-    "max_tokens": Annotated[
-        int | None, _sampling("--max-tokens", "-n", metavar="N", show_default=f"{DEFAULT_MAX_TOKENS}, or what fits",
-                              help="Stop after N tokens.")],
-    "temperature": Annotated[
-        float, _sampling("--temperature", "-t", metavar="X", help="0 always takes the most likely token.")],
-    "top_k": Annotated[int, _sampling("--top-k", metavar="K", help="Sample from the K most likely tokens; 0: all.")],
-    "top_p": Annotated[
-        float, _sampling("--top-p", metavar="P", help="Sample from the most likely tokens with probability P in sum.")],
-    "min_p": Annotated[
-        float, _sampling("--min-p", metavar="P", help="Drop tokens below P times the probability of the most likely.")],
-    "typical_p": Annotated[
-        float, _sampling("--typical-p", metavar="P", help="Sample from the most typical tokens with P in sum.")],
-    "repetition_penalty": Annotated[
-        float, _sampling("--repetition-penalty", metavar="X", help="Above 1: make recent tokens less likely.")],
-    "repeat_last_n": Annotated[
-        int, _sampling("--repeat-last-n", metavar="N", help="How many tokens count as recent.")],
-    "presence_penalty": Annotated[
-        float, _sampling("--presence-penalty", metavar="X", help="Subtract X from the logit of each token seen.")],
-    "frequency_penalty": Annotated[
-        float, _sampling("--frequency-penalty", metavar="X", help="The same, once for each time it was seen.")],
-    "logit_bias": Annotated[
-        list[str] | None,
-        _sampling("--logit-bias", metavar="ID=X", help="Add X (-100 to 100) to a token's logit. Repeatable.")],
-    "seed": Annotated[
-        int | None,
-        _sampling("--seed", metavar="N", show_default="random", help="The same seed gives the same answer.")],
-    "stop": Annotated[
-        list[str] | None, _sampling("--stop", metavar="TEXT", help="Stop before this text. Repeatable.")],
-    "ignore_eos": Annotated[bool, _sampling("--ignore-eos", help="Continue past the end-of-text token.")],
-}  # fmt: skip
-
-
+@dataclass(frozen=True, kw_only=True)
 class SamplingOptions:
-    """How tokens are sampled."""
+    """How tokens are sampled: fields of `SamplingParams`, with its defaults."""
 
-    def __init__(self, **values: Any) -> None:
-        self.values = values
+    max_tokens: int | None = _sampling(
+        None, "N", "Stop after N tokens.", "-n", show_default=f"{DEFAULT_MAX_TOKENS}, or what fits"
+    )
+    temperature: float = _sampling(SAMPLING.temperature, "X", "0 always takes the most likely token.", "-t")
+    top_k: int = _sampling(SAMPLING.top_k, "K", "Sample from the K most likely tokens; 0: all.")
+    top_p: float = _sampling(SAMPLING.top_p, "P", "Sample from the most likely tokens with probability P in sum.")
+    min_p: float = _sampling(SAMPLING.min_p, "P", "Drop tokens below P times the probability of the most likely.")
+    typical_p: float = _sampling(SAMPLING.typical_p, "P", "Sample from the most typical tokens with P in sum.")
+    repetition_penalty: float = _sampling(SAMPLING.repetition_penalty, "X", "Above 1: make recent tokens less likely.")
+    repeat_last_n: int = _sampling(SAMPLING.repeat_last_n, "N", "How many tokens count as recent.")
+    presence_penalty: float = _sampling(SAMPLING.presence_penalty, "X", "Subtract X from the logit of each token seen.")
+    frequency_penalty: float = _sampling(SAMPLING.frequency_penalty, "X", "The same, once for each time it was seen.")
+    logit_bias: list[str] | None = _sampling(None, "ID=X", "Add X (-100 to 100) to a token's logit. Repeatable.")
+    seed: int | None = _sampling(None, "N", "The same seed gives the same answer.", show_default="random")
+    stop: list[str] | None = _sampling(None, "TEXT", "Stop before this text. Repeatable.")
+    ignore_eos: bool = _sampling(False, None, "Continue past the end-of-text token.")
 
     def params(self, **more: Any) -> SamplingParams:
         """Return the validated parameters."""
-        stops = tuple(argument_text(text, "--stop") for text in self.values["stop"] or ())
-        bias = dict(map(_parse_logit_bias, self.values["logit_bias"] or ()))
-        return _check(SamplingParams, **{**self.values, "stop": stops, "logit_bias": bias}, **more)  # type: ignore[no-any-return]
+        stops = tuple(argument_text(text, "--stop") for text in self.stop or ())
+        bias = dict(map(_parse_logit_bias, self.logit_bias or ()))
+        return _check(SamplingParams, **{**vars(self), "stop": stops, "logit_bias": bias}, **more)  # type: ignore[no-any-return]
 
 
 def _parse_logit_bias(text: str) -> tuple[int, float]:
@@ -166,20 +158,10 @@ def _parse_logit_bias(text: str) -> tuple[int, float]:
 class ComputeOptions:
     """Device, backend, threads, instruction set."""
 
-    device: Annotated[str, _device("--device", metavar="NAME", help="The hardware: auto, cpu, cuda or cuda:N.")] = (
-        "auto"
-    )
-    backend: Annotated[
-        str, _device("--backend", metavar="NAME", help="The implementation: auto, reference, cpu or cuda.")
-    ] = "auto"
-    threads: Annotated[
-        int | None,
-        _device("--threads", metavar="N", min=1, show_default="physical cores", help="Threads to compute with."),
-    ] = None
-    cpu_isa: Annotated[
-        str | None,
-        _device("--cpu-isa", metavar="NAME", show_default="the best", help="An instruction set that doctor lists."),
-    ] = None
+    device: str = _device("auto", "NAME", "The hardware: auto, cpu, cuda or cuda:N.")
+    backend: str = _device("auto", "NAME", "The implementation: auto, reference, cpu or cuda.")
+    threads: int | None = _device(None, "N", "Threads to compute with.", min=1, show_default="physical cores")
+    cpu_isa: str | None = _device(None, "NAME", "An instruction set that doctor lists.", show_default="the best")
 
     def set_up(self) -> int:
         """Apply the options and return the number of threads."""
@@ -203,16 +185,13 @@ class ComputeOptions:
 class LoadOptions(ComputeOptions):
     """The same, and the types of KV cache and weights."""
 
-    kv_type: Annotated[
-        str,
-        _device("--kv-type", metavar="T",
-                help="Type of the KV cache: auto, float32, float16; on a CPU int8; on a GPU bfloat16, float8."),
-    ] = KV_AUTO  # fmt: skip
-    quantize: Annotated[
-        str | None,
-        _device("--quantize", metavar="T", show_default="as they are",
-                help="Quantize the weights while loading; T as convert --type takes it, on a GPU also fp8."),
-    ] = None  # fmt: skip
+    kv_type: str = _device(
+        KV_AUTO, "T", "Type of the KV cache: auto, float32, float16; on a CPU int8; on a GPU bfloat16, float8."
+    )
+    quantize: str | None = _device(
+        None, "T", "Quantize the weights while loading; T as convert --type takes it, on a GPU also fp8.",
+        show_default="as they are",
+    )  # fmt: skip
 
     def set_up(self) -> int:
         if self.kv_type not in KV_TYPES:
@@ -247,14 +226,10 @@ def option_names_in_errors(**others: str) -> Iterator[None]:
 class CapacityOptions:
     """Size of the KV cache and of a batch."""
 
-    kv_memory: Annotated[
-        str | None,
-        _engine("--kv-memory", metavar="SIZE", show_default="from the free memory",
-                help="Memory for keys and values: 512M, 1.5GB, 2GiB."),
-    ] = None  # fmt: skip
-    max_batch: Annotated[
-        int, _engine("--max-batch", metavar="N", help="Requests that are computed at once; others wait.")
-    ] = ENGINE_DEFAULTS["max_batch"]
+    kv_memory: str | None = _engine(
+        None, "SIZE", "Memory for keys and values: 512M, 1.5GB, 2GiB.", show_default="from the free memory"
+    )
+    max_batch: int = _engine(ENGINE_DEFAULTS["max_batch"], "N", "Requests that are computed at once; others wait.")
 
     def arguments(self) -> dict[str, Any]:
         """Return the validated arguments of `LLM`."""
@@ -271,32 +246,24 @@ class CapacityOptions:
 class EngineOptions(CapacityOptions):
     """The same, and how steps are divided."""
 
-    target_itl_ms: Annotated[
-        float,
-        _engine("--target-itl-ms", metavar="X",
-                help="During prefill of other prompts, running requests get a token within X milliseconds."),
-    ] = ENGINE_DEFAULTS["target_itl_ms"]  # fmt: skip
-    no_prefix_cache: Annotated[
-        bool, _engine("--no-prefix-cache", help="Compute every prompt in full, also where it begins like another.")
-    ] = not ENGINE_DEFAULTS["prefix_cache"]
-    speculative: Annotated[
-        str | None,
-        _engine("--speculative", metavar="|".join(SPECULATIVE), show_default=ENGINE_DEFAULTS["speculative"],
-                help="ngram: draft tokens from earlier text. The answer stays the same."),
-    ] = None  # fmt: skip
-    draft_tokens: Annotated[
-        int | None,
-        _engine("--draft-tokens", metavar="K", show_default=str(ENGINE_DEFAULTS["draft_tokens"]),
-                help="Draft at most K tokens a step."),
-    ] = None  # fmt: skip
-    draft_model: Annotated[
-        str | None, _engine("--draft-model", metavar="MODEL", help="A small model with the same vocabulary drafts.")
-    ] = None
-    deterministic: Annotated[
-        bool,
-        _engine("--deterministic",
-                help="The same answer alone and in a batch: a CPU always gives it, a GPU in a slower mode."),
-    ] = False  # fmt: skip
+    target_itl_ms: float = _engine(
+        ENGINE_DEFAULTS["target_itl_ms"], "X",
+        "During prefill of other prompts, running requests get a token within X milliseconds.",
+    )  # fmt: skip
+    no_prefix_cache: bool = _engine(
+        not ENGINE_DEFAULTS["prefix_cache"], None, "Compute every prompt in full, also where it begins like another."
+    )
+    speculative: str | None = _engine(
+        None, "|".join(SPECULATIVE), "ngram: draft tokens from earlier text. The answer stays the same.",
+        show_default=ENGINE_DEFAULTS["speculative"],
+    )  # fmt: skip
+    draft_tokens: int | None = _engine(
+        None, "K", "Draft at most K tokens a step.", show_default=str(ENGINE_DEFAULTS["draft_tokens"])
+    )
+    draft_model: str | None = _engine(None, "MODEL", "A small model with the same vocabulary drafts.")
+    deterministic: bool = _engine(
+        False, None, "The same answer alone and in a batch: a CPU always gives it, a GPU in a slower mode."
+    )
 
     def arguments(self) -> dict[str, Any]:
         off = self.speculative in (None, "off")

@@ -5,20 +5,26 @@ they are finished: text under headings, or JSON Lines. A failed one does not end
 ones are shown.
 """
 
+import json
 import math
+import re
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Annotated
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
 
 import typer
 
+from ..engine.request import SamplingParams, TokenLogprob
 from ..errors import InvalidRequestError, WorkerError
 from ..generation import Completion
 from ..llm import LLM, MAX_COMPLETIONS, Stream, together
 from ..progress import request_progress, supports_ansi
-from .completion_report import completion_json, draft_stats, figures_line, logprob_lines
+from ..tokenizer import Tokenizer
+from ..tokenizer.chat_template import validate_messages
+from ..weights.hub import DEFAULT_MODEL
 from .options import (
     DEFAULT_MAX_TOKENS,
     EngineOptions,
@@ -27,35 +33,131 @@ from .options import (
     SamplingOptions,
     gather,
     load_model,
-    options_in,
+    option_fields,
     start_stream,
 )
-from .prompt_input import PromptOptions, PromptRequest
-from .terminal import Status, count, note, one_line, print_json, style, visible
+from .terminal import (
+    Status,
+    argument_text,
+    cell,
+    columns,
+    count,
+    note,
+    one_line,
+    print_json,
+    read_file,
+    read_stdin,
+    read_text,
+    style,
+    visible,
+)
 
-_option = options_in("Output")
+NO_PROMPT = "there is no prompt: give one as an argument, with --file FILE, or on standard input"
+JSON_LINE = re.compile(r'\s*\{\s*["}]')  # how the first line of JSON Lines begins
+JSON_SUFFIXES = {".jsonl", ".ndjson"}
+SAMPLING_FIELDS = frozenset(SamplingParams.__dataclass_fields__)
+SCHEDULING_FIELDS = ("priority", "timeout")
+MAX_HEADING_CHARS = 60
+
+_prompt, _output = option_fields("Prompt"), option_fields("Output")
+
+
+@dataclass(frozen=True, slots=True)
+class PromptRequest:
+    """A prompt (text, or the messages of a conversation), its place in the file, and its parameters."""
+
+    origin: str  # "line 3", or nothing for the only one
+    prompt: str | list[Any]
+    params: SamplingParams
+    scheduling: dict[str, Any] = field(default_factory=dict)  # its own values of SCHEDULING_FIELDS
+
+    def messages(self) -> list[Any]:
+        """Return the conversation for a chat template."""
+        return [{"role": "user", "content": self.prompt}] if isinstance(self.prompt, str) else self.prompt
+
+    def text(self) -> str:
+        """Return the prompt for --raw."""
+        if not isinstance(self.prompt, str):
+            raise InvalidRequestError("messages need the chat template, which --raw leaves out", "messages")
+        return self.prompt
+
+    def heading(self) -> str:
+        """Return the beginning of the last message on one line."""
+        last = validate_messages(self.messages())[-1].get("content") or ""
+        text = cell(" ".join(last.split()))
+        return text if len(text) <= MAX_HEADING_CHARS else text[: MAX_HEADING_CHARS - 3] + "..."
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptOptions:
+    """The prompt, and how it is encoded."""
+
+    prompt: Annotated[
+        str | None, typer.Argument(metavar="PROMPT", help="The prompt; - or nothing: standard input.")
+    ] = None
+    file: Path | None = _prompt(None, "FILE", "Read the prompt from a file.", "-f")
+    prompts: Path | None = _prompt(
+        None, "FILE", "Answer all prompts of a file in one batch: one a line, or JSON Lines "
+        '{"prompt" or "messages", "max_tokens", "priority", ...}; - is standard input.',
+    )  # fmt: skip
+    system: str | None = _prompt(None, "TEXT", "A system message before the prompt.", "-s")
+    raw: bool = _prompt(False, None, "No chat template: continue this text.")
+    special: bool = _prompt(False, None, "With --raw: recognise special tokens.")
+
+    def read_requests(self, params: SamplingParams) -> list[PromptRequest]:
+        """Return the one prompt, or all of a file."""
+        if self.special and not self.raw:
+            raise typer.BadParameter("--special goes with --raw: a chat message is always text")
+        if self.raw and self.system is not None:
+            raise typer.BadParameter("--system goes into the chat template, which --raw leaves out")
+        argument_text(self.system or "", "--system")
+        if self.prompts is None:
+            return [PromptRequest("", self._read_prompt(), params)]
+        if self.prompt is not None or self.file is not None:
+            raise typer.BadParameter("--prompts brings all prompts: leave out PROMPT and --file")
+        return read_prompt_file(self.prompts, params)
+
+    def _read_prompt(self) -> str:
+        """Return the text. As a message, a file loses one final newline; raw, it is used as it is."""
+        text = read_text(self.prompt, self.file, NO_PROMPT)
+        if self.raw:
+            return text
+        text = text if self.file is None else text.removesuffix("\n")
+        if not text:
+            raise typer.BadParameter(NO_PROMPT)
+        return text
+
+    def messages(self, request: PromptRequest) -> list[Any]:
+        """Return the conversation with the system message."""
+        if self.system is None:
+            return request.messages()
+        if not isinstance(request.prompt, str):
+            raise InvalidRequestError("messages bring their own system message: leave out --system", "messages")
+        return [{"role": "system", "content": self.system}, *request.messages()]
+
+    def encode(self, llm: LLM, request: PromptRequest) -> list[int]:
+        """Return the prompt's token ids."""
+        if self.raw:
+            return llm.tokenize(request.text(), parse_special=self.special)
+        return llm.tokenize_chat(self.messages(request))
+
+    def echo_text(self, llm: LLM, request: PromptRequest) -> str:
+        """Return the prompt as text, with the chat template applied."""
+        return request.text() if self.raw else llm.apply_chat_template(self.messages(request))
 
 
 @dataclass(frozen=True, kw_only=True)
 class OutputOptions:
     """What is printed of the answer."""
 
-    echo: Annotated[bool, _option("--echo", help="Show the prompt too; with --json, score its tokens.")] = False
-    logprobs: Annotated[
-        int | None, _option("--logprobs", metavar="K", help="Log-probabilities, also of the K most likely tokens.")
-    ] = None
-    choices: Annotated[
-        int,
-        _option("--choices", metavar="N", min=1, max=MAX_COMPLETIONS,
-                help="Number of answers to each prompt (-n limits their length)."),
-    ] = 1  # fmt: skip
-    timeout: Annotated[
-        float | None, _option("--timeout", metavar="S", show_default="none", help="An answer fails after S seconds.")
-    ] = None
-    as_json: Annotated[
-        bool, _option("--json", help="Print one JSON object at the end; of many answers one a line.")
-    ] = False
-    quiet: Annotated[bool, _option("--quiet", "-q", help="Leave out progress and figures.")] = False
+    echo: bool = _output(False, None, "Show the prompt too; with --json, score its tokens.")
+    logprobs: int | None = _output(None, "K", "Log-probabilities, also of the K most likely tokens.")
+    choices: int = _output(
+        1, "N", "Number of answers to each prompt (-n limits their length).", min=1, max=MAX_COMPLETIONS
+    )
+    timeout: float | None = _output(None, "S", "An answer fails after S seconds.", show_default="none")
+    as_json: bool = _output(False, None, "Print one JSON object at the end; of many answers one a line.", "--json")
+    quiet: bool = _output(False, None, "Leave out progress and figures.", "-q")
 
     def validate(self) -> None:
         """Raise a usage error if a value is out of range."""
@@ -266,3 +368,121 @@ class _BatchPrinter:
             *([] if drafts is None else [drafts.describe(self.tokens)]),
         ]  # fmt: skip
         return " · ".join(parts)
+
+
+def read_prompt_file(path: Path, params: SamplingParams) -> list[PromptRequest]:
+    """Return the prompts of a file without its blank lines; `-` is standard input."""
+    text = read_stdin() if str(path) == "-" else read_file(path)
+    lines = [(i, line.rstrip("\r")) for i, line in enumerate(text.split("\n"), 1) if line.strip()]
+    if not lines:
+        raise typer.BadParameter(f"--prompts: there is no prompt in {'standard input' if str(path) == '-' else path}")
+    if path.suffix.lower() in JSON_SUFFIXES or JSON_LINE.match(lines[0][1]):
+        return [_parse_json_line(f"line {number}", line, params) for number, line in lines]
+    return [PromptRequest(f"line {number}", line, params) for number, line in lines]
+
+
+def _parse_json_line(origin: str, line: str, params: SamplingParams) -> PromptRequest:
+    """Parse `{"prompt" or "messages": ..., SCHEDULING_FIELDS, fields of SamplingParams}`; reject others by name."""
+    try:
+        fields = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequestError(f"{origin} is not JSON: {error}") from None
+    if not isinstance(fields, dict):
+        raise InvalidRequestError(f"{origin} is not a JSON object")
+    prompts = [fields.pop(name) for name in ("prompt", "messages") if name in fields]
+    scheduling = {name: fields.pop(name) for name in SCHEDULING_FIELDS if name in fields}
+    unknown = fields.keys() - SAMPLING_FIELDS
+    if unknown:
+        raise InvalidRequestError(f"{origin}: unknown field {min(unknown)!r}", min(unknown))
+    if len(prompts) != 1 or not prompts[0] or not isinstance(prompts[0], (str, list)):
+        raise InvalidRequestError(f'{origin} must have either a "prompt" (text) or "messages" (a list)', "prompt")
+    if isinstance(fields.get("logit_bias"), dict):  # keys of JSON objects are strings
+        fields["logit_bias"] = {_token_id(key): value for key, value in fields["logit_bias"].items()}
+    try:
+        return PromptRequest(origin, prompts[0], replace(params, **fields), scheduling)
+    except InvalidRequestError as error:
+        raise InvalidRequestError(f"{origin}: {error}", error.field) from None
+
+
+def _token_id(key: str) -> int | str:
+    return int(key) if re.fullmatch("[0-9]{1,9}", key) else key
+
+
+class DraftStats(NamedTuple):
+    """Draft tokens, and how many of them were accepted."""
+
+    drafted: int
+    accepted: int
+
+    def describe(self, tokens: int) -> str:
+        """Return `drafts 68% accepted (35 of 51), 1.34 tokens a step`: a step gives one token beside the accepted."""
+        if not self.drafted:
+            return "no drafts"
+        share = f"{self.accepted / self.drafted:.0%} accepted ({self.accepted:,} of {self.drafted:,})"
+        return f"drafts {share}, {tokens / max(1, tokens - self.accepted):.2f} tokens a step"
+
+
+def draft_stats(llm: LLM, before: DraftStats | None = None) -> DraftStats | None:
+    """Return the drafts of this model, or those since `before`; None without speculative decoding."""
+    if llm.engine.drafter is None:
+        return None
+    stats, (drafted, accepted) = llm.engine.scheduler.stats, before or (0, 0)
+    return DraftStats(stats.num_drafted_tokens - drafted, stats.num_accepted_tokens - accepted)
+
+
+def completion_json(llm: LLM, reference: str | None, completion: Completion) -> dict[str, Any]:
+    """Return the object of `--json`; what was not requested is null, but `prompt_logprobs`, which is left out."""
+    timings = completion.timings
+    report: dict[str, Any] = {
+        "model": reference or DEFAULT_MODEL,
+        "prompt_tokens": completion.prompt_tokens,
+        "tokens": completion.tokens,
+        "text": completion.text,
+        "finish_reason": completion.finish_reason,
+        "stop_sequence": completion.stop_sequence,
+        "logprobs": None,
+        "seed": completion.seed,
+        "cached_tokens": completion.cached_tokens,
+        "timings": {
+            "load_s": sum(llm.phases.values()),
+            "time_to_first_token_s": timings.time_to_first_token,
+            "total_s": timings.total,
+            "tokens_per_second": timings.tokens_per_second,
+        },
+    }
+    if completion.logprobs is not None:
+        report["logprobs"] = [_logprob_json(llm.tokenizer, entry) for entry in completion.logprobs]
+    if completion.prompt_logprobs is not None:
+        report["prompt_logprobs"] = [
+            None if entry is None else _logprob_json(llm.tokenizer, entry) for entry in completion.prompt_logprobs
+        ]
+    return report
+
+
+def _logprob_json(tokenizer: Tokenizer, entry: TokenLogprob) -> dict[str, Any]:
+    top = [{"id": token, "logprob": value, "text": tokenizer.piece(token)} for token, value in entry.top]
+    return {"id": entry.token, "logprob": entry.logprob, "text": tokenizer.piece(entry.token), "top": top}
+
+
+def logprob_lines(tokenizer: Tokenizer, entries: list[TokenLogprob]) -> list[str]:
+    """Return a table: each token, and the most likely ones at its place."""
+    rows = [["LOGPROB", "TOKEN", "LIKELIEST"]]
+    for entry in entries:
+        likeliest = "  ".join(f"{tokenizer.piece(token)!r} {value:.2f}" for token, value in entry.top)
+        rows.append([f"{entry.logprob:.3f}", repr(tokenizer.piece(entry.token)), likeliest])
+    return columns(rows, right=[0])
+
+
+def figures_line(completion: Completion, drafts: DraftStats | None) -> str:
+    """Return `34 prompt tokens · 21 tokens · first token 0.41 s · 4.1 tokens/s · stop`, with the drafts."""
+    timings = completion.timings
+    parts = [
+        count(len(completion.prompt_tokens), "prompt token"),
+        count(len(completion.tokens), "token"),
+        f"first token {timings.time_to_first_token:.2f} s",
+    ]
+    if timings.tokens_per_second:
+        parts.append(f"{timings.tokens_per_second:.1f} tokens/s")
+    if drafts is not None:
+        parts.append(drafts.describe(timings.tokens))
+    return " · ".join([*parts, completion.finish_reason or "stopped"])

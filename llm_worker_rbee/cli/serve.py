@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
@@ -26,7 +26,7 @@ from ..server.serve import Signals, base_url, bind
 from ..server.serve import serve as run_server
 from ..server.worker import Worker
 from ..weights.hub import DEFAULT_MODEL
-from .options import EngineOptions, LoadOptions, ModelOptions, gather, load_model, options_in
+from .options import EngineOptions, LoadOptions, ModelOptions, gather, load_model, option_fields
 from .terminal import Status, discard_output, style, visible
 
 ENGINES = ("model", "null")
@@ -35,42 +35,24 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@+-]{0,127}")
 ORIGIN = re.compile(r"https?://[A-Za-z0-9.\[\]:-]+|\*")
 DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(ServerSettings)}
 
-_wire, _limit, _measuring = map(options_in, ("On the wire", "Limits", "Measuring the server itself"))
+_wire, _limit, _measuring = map(option_fields, ("On the wire", "Limits", "Measuring the server itself"))
 
 
 @dataclass(frozen=True, kw_only=True)
 class WireOptions:
     """Address, keys, names, orchestrator, TLS."""
 
-    host: Annotated[
-        str, _wire("--host", metavar="ADDRESS", help="Address to listen on; any but this machine's own needs a key.")
-    ] = "127.0.0.1"
-    port: Annotated[int, _wire("--port", metavar="N", min=0, max=65535, help="Port; 0 takes a free one.")] = 8080
-    served_model_name: Annotated[
-        str | None, _wire("--served-model-name", metavar="NAME", help="Name of the model for clients.")
-    ] = None
-    api_key_file: Annotated[
-        Path | None,
-        _wire("--api-key-file", metavar="FILE", help="File with the key that clients send. Or LLM_WORKER_API_KEY."),
-    ] = None
-    worker_id: Annotated[
-        str | None, _wire("--worker-id", metavar="ID", show_default="random", help="Its name for the orchestrator.")
-    ] = None
-    callback_url: Annotated[
-        str | None, _wire("--callback-url", metavar="URL", help="POST to it once the model is ready.")
-    ] = None
-    heartbeat_url: Annotated[
-        str | None, _wire("--heartbeat-url", metavar="URL", help="POST to it every 30 seconds.")
-    ] = None
-    advertise_url: Annotated[
-        str | None, _wire("--advertise-url", metavar="URL", help="Address of this worker in the callback.")
-    ] = None
-    cors_origin: Annotated[
-        list[str] | None,
-        _wire("--cors-origin", metavar="ORIGIN", help="Allow pages from this origin, as https://host. Repeatable."),
-    ] = None
-    ssl_certfile: Annotated[Path | None, _wire("--ssl-certfile", metavar="FILE", help="Serve HTTPS.")] = None
-    ssl_keyfile: Annotated[Path | None, _wire("--ssl-keyfile", metavar="FILE", help="Its private key.")] = None
+    host: str = _wire("127.0.0.1", "ADDRESS", "Address to listen on; any but this machine's own needs a key.")
+    port: int = _wire(8080, "N", "Port; 0 takes a free one.", min=0, max=65535)
+    served_model_name: str | None = _wire(None, "NAME", "Name of the model for clients.")
+    api_key_file: Path | None = _wire(None, "FILE", "File with the key that clients send. Or LLM_WORKER_API_KEY.")
+    worker_id: str | None = _wire(None, "ID", "Its name for the orchestrator.", show_default="random")
+    callback_url: str | None = _wire(None, "URL", "POST to it once the model is ready.")
+    heartbeat_url: str | None = _wire(None, "URL", "POST to it every 30 seconds.")
+    advertise_url: str | None = _wire(None, "URL", "Address of this worker in the callback.")
+    cors_origin: list[str] | None = _wire(None, "ORIGIN", "Allow pages from this origin, as https://host. Repeatable.")
+    ssl_certfile: Path | None = _wire(None, "FILE", "Serve HTTPS.")
+    ssl_keyfile: Path | None = _wire(None, "FILE", "Its private key.")
 
     def tls(self) -> dict[str, str]:
         """Return the TLS arguments of the HTTP server; fail at once for files that cannot be used."""
@@ -90,43 +72,35 @@ class WireOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class LimitOptions:
-    """Sizes and times."""
+    """Sizes and times: fields of `ServerSettings`, with its defaults."""
 
-    max_queue: Annotated[
-        int, _limit("--max-queue", metavar="N", min=0, help="Requests that may wait beside those being computed.")
-    ] = DEFAULTS["max_queue"]
-    max_queued_tokens: Annotated[
-        int, _limit("--max-queued-tokens", metavar="N", min=1, help="Prompt tokens that may wait.")
-    ] = DEFAULTS["max_queued_tokens"]
-    max_body: Annotated[
-        int, _limit("--max-body", metavar="BYTES", min=1, help="Largest request body.")
-    ] = DEFAULTS["max_body"]  # fmt: skip
-    job_ttl: Annotated[
-        float, _limit("--job-ttl", metavar="S", min=0, help="Keep the events of a job S seconds after its end.")
-    ] = DEFAULTS["job_ttl_s"]
-    shutdown_timeout: Annotated[
-        float, _limit("--shutdown-timeout", metavar="S", min=0, help="At the end, wait S seconds for running requests.")
-    ] = DEFAULTS["shutdown_timeout_s"]
-    stall_timeout: Annotated[
-        float, _limit("--stall-timeout", metavar="S", min=0.1, help="Health is stalled after S seconds without a step.")
-    ] = DEFAULTS["stall_timeout_s"]
-    ignore_unknown_fields: Annotated[
-        bool, _limit("--ignore-unknown-fields", help="List unknown fields in a header instead of a 400.")
-    ] = False
+    max_queue: int = _limit(DEFAULTS["max_queue"], "N", "Requests that may wait beside those being computed.", min=0)
+    max_queued_tokens: int = _limit(DEFAULTS["max_queued_tokens"], "N", "Prompt tokens that may wait.", min=1)
+    max_body: int = _limit(DEFAULTS["max_body"], "BYTES", "Largest request body.", min=1)
+    job_ttl_s: float = _limit(
+        DEFAULTS["job_ttl_s"], "S", "Keep the events of a job S seconds after its end.", "--job-ttl", min=0
+    )
+    shutdown_timeout_s: float = _limit(
+        DEFAULTS["shutdown_timeout_s"], "S", "At the end, wait S seconds for running requests.", "--shutdown-timeout",
+        min=0,
+    )  # fmt: skip
+    stall_timeout_s: float = _limit(
+        DEFAULTS["stall_timeout_s"], "S", "Health is stalled after S seconds without a step.", "--stall-timeout",
+        min=0.1,
+    )  # fmt: skip
+    ignore_unknown_fields: bool = _limit(False, None, "List unknown fields in a header instead of a 400.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuringOptions:
     """The cost of the server without the model."""
 
-    engine: Annotated[
-        str, _measuring("--engine", metavar="|".join(ENGINES),
-                        help="null: answer with a fixed text, computing nothing, to measure the server."),
-    ] = ENGINES[0]  # fmt: skip
-    null_step_ms: Annotated[
-        float | None, _measuring("--null-step-ms", metavar="X", min=0, show_default="0",
-                                 help="A step of the null engine takes X milliseconds."),
-    ] = None  # fmt: skip
+    engine: str = _measuring(
+        ENGINES[0], "|".join(ENGINES), "null: answer with a fixed text, computing nothing, to measure the server."
+    )
+    null_step_ms: float | None = _measuring(
+        None, "X", "A step of the null engine takes X milliseconds.", min=0, show_default="0"
+    )
 
     def is_null_engine(self) -> bool:
         """Validate the options and return whether the null engine is used."""
@@ -184,31 +158,25 @@ def serve(
 
 
 def _settings(wire: WireOptions, limits: LimitOptions, model: ModelOptions, key: Key | None) -> ServerSettings:
-    more: dict[str, Any] = (
-        {} if wire.worker_id is None else {"worker_id": _validate_name(wire.worker_id, "--worker-id")}
-    )
     for origin in wire.cors_origin or ():
         if not ORIGIN.fullmatch(origin):
             raise typer.BadParameter(
                 f"--cors-origin {origin!r} is not an origin such as https://host or http://host:port"
             )
+    given: dict[str, Any] = (
+        {} if wire.worker_id is None else {"worker_id": _validate_name(wire.worker_id, "--worker-id")}
+    )
     served = wire.served_model_name
     return ServerSettings(
         model_ref=model.model or DEFAULT_MODEL,
         served_name=None if served is None else _validate_name(served, "--served-model-name"),
         api_key=None if key is None else key.value,
-        max_queue=limits.max_queue,
-        max_queued_tokens=limits.max_queued_tokens,
-        max_body=limits.max_body,
-        job_ttl_s=limits.job_ttl,
-        shutdown_timeout_s=limits.shutdown_timeout,
-        stall_timeout_s=limits.stall_timeout,
-        ignore_unknown_fields=limits.ignore_unknown_fields,
         cors_origins=tuple(wire.cors_origin or ()),
         callback_url=require_url(wire.callback_url, "--callback-url"),
         heartbeat_url=require_url(wire.heartbeat_url, "--heartbeat-url"),
         advertise_url=require_url(wire.advertise_url, "--advertise-url"),
-        **more,
+        **vars(limits),
+        **given,
     )
 
 

@@ -1,6 +1,7 @@
-"""Terminals and pipes for all commands: encodings, colour, one status line, columns, JSON.
+"""Terminals, pipes and text files for all commands: encodings, colour, one status line, columns, JSON, reading.
 
-Escape codes go to a terminal only, colour not even there where NO_COLOR is set.
+Escape codes go to a terminal only, colour not even there where NO_COLOR is set. What is read whole is bounded, so that
+a wrong path (a disk image, /dev/zero) cannot fill the memory.
 """
 
 import json
@@ -8,14 +9,19 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Iterable, Sequence
-from typing import Any, TextIO
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import IO, Any, TextIO
 
+import typer
+
+from ..errors import InvalidRequestError
 from ..progress import cell as cell
 from ..progress import supports_ansi as supports_ansi
 from ..progress import visible as visible
 
 STYLES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "cyan": "36"}
+MAX_TEXT_BYTES, MAX_TEMPLATE_BYTES = 64 << 20, 1 << 20
 COLOURS = {"red", "green", "yellow", "cyan"}
 
 
@@ -131,3 +137,73 @@ def _finite(value: Any) -> Any:
 def count(number: int, noun: str) -> str:
     """Return `1 token`, `2 tokens`."""
     return f"{number:,} {noun}" + "s" * (number != 1)
+
+
+def decode(data: bytes, origin: str) -> str:
+    """Decode UTF-8; raise an error with the place of the first wrong byte."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise InvalidRequestError(
+            f"{origin} is not UTF-8 text: byte {error.start} is 0x{data[error.start]:02X}"
+        ) from None
+
+
+def argument_text(text: str, origin: str) -> str:
+    """Check text from the command line, where Python hides bytes that are not UTF-8 in surrogates."""
+    return decode(text.encode(errors="surrogateescape"), origin)
+
+
+def read_file(path: Path, max_bytes: int = MAX_TEXT_BYTES) -> str:
+    """Return a text file, byte for byte."""
+    try:
+        with path.open("rb") as file:
+            return decode(_read(file, str(path), max_bytes), str(path))
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+        raise InvalidRequestError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
+
+
+def read_stdin() -> str:
+    """Return all of standard input, without the one newline that `echo` and editors put at the end."""
+    return decode(_read(sys.stdin.buffer, "standard input", MAX_TEXT_BYTES), "standard input").removesuffix("\n")
+
+
+def stdin_lines() -> Iterator[tuple[int, bytes]]:
+    """Yield each line of standard input with its number, as soon as it is there."""
+    number = 0
+    while line := sys.stdin.buffer.readline(MAX_TEXT_BYTES + 1):
+        number += 1
+        yield number, _require_short(line, f"line {number}", MAX_TEXT_BYTES)
+
+
+def _read(file: IO[bytes], origin: str, max_bytes: int) -> bytes:
+    return _require_short(file.read(max_bytes + 1), origin, max_bytes)
+
+
+def _require_short(data: bytes, origin: str, max_bytes: int) -> bytes:
+    if len(data) > max_bytes:
+        raise InvalidRequestError(f"{origin} is too long: at most {max_bytes >> 20} MiB are read")
+    return data
+
+
+def read_template(path: Path) -> str:
+    """Return a chat template; an empty one is an error, it does not stand for the model's own."""
+    text = read_file(path, MAX_TEMPLATE_BYTES)
+    if not text.strip():
+        raise InvalidRequestError(
+            f"the chat template {path} is empty: leave out --chat-template to use the model's own"
+        )
+    return text
+
+
+def read_text(argument: str | None, file: Path | None, missing: str) -> str:
+    """Return the text of a command: the argument, a file (`-` is standard input), or standard input."""
+    if argument is not None and file is not None:
+        raise typer.BadParameter("the text is given twice: as an argument and with --file")
+    if file is not None and str(file) != "-":
+        return read_file(file)
+    if argument is not None and argument != "-":
+        return argument_text(argument, "the text")
+    if file is None and argument is None and sys.stdin.isatty():
+        raise typer.BadParameter(missing)
+    return read_stdin()

@@ -13,8 +13,7 @@ from ..tokenizer import Tokenizer
 from ..weights import open_checkpoint
 from ..weights.hub import locate_model
 from .options import MODEL_HELP
-from .prompt_input import decode, read_text, stdin_lines
-from .terminal import columns, print_json
+from .terminal import columns, decode, print_json, read_text, stdin_lines
 
 NO_TEXT = "there is no text: give one with --text TEXT, with --file FILE, or on standard input"
 

@@ -5,15 +5,12 @@ from __future__ import annotations
 import json
 from dataclasses import fields
 from pathlib import Path
-from typing import get_type_hints
 
 import pytest
 
 from llm_worker_rbee.backends import isa
-from llm_worker_rbee.backends.ops import KV_TYPES
-from llm_worker_rbee.cli import options
 from llm_worker_rbee.cli.options import EngineOptions
-from llm_worker_rbee.config import KV_AUTO, KV_VALUE_BYTES, EngineConfig
+from llm_worker_rbee.config import EngineConfig
 
 from .conftest import Run
 
@@ -29,21 +26,31 @@ def answer(cli: Run, tiny: Path, *options: str) -> list[int]:
     return tokens
 
 
-def test_kv_type_help_lists_all_types() -> None:
-    text = str(get_type_hints(options.LoadOptions, include_extras=True)["kv_type"].__metadata__[0].help)
-    assert all(name in text for name in (KV_AUTO, *KV_VALUE_BYTES))
-
-
 def test_threads_and_isa_give_same_answer(cli: Run, tiny: Path) -> None:
     usual = answer(cli, tiny)
     assert answer(cli, tiny, "--threads", "1") == usual
     assert answer(cli, tiny, "--cpu-isa", isa.current()) == usual
 
 
-def test_quantize_and_kv_type_give_an_answer(cli: Run, tiny: Path) -> None:
+def test_quantize_gives_an_answer(cli: Run, tiny: Path) -> None:
     assert answer(cli, tiny, "--quantize", "q8_0", "--backend", "reference")
-    for kind in KV_TYPES:
-        assert answer(cli, tiny, "--kv-type", kind)
+
+
+# bytes of a head of 8 values, padded to 16, at one position; int8 has a float32 scale
+@pytest.mark.parametrize(
+    ("kv_type", "used", "head_bytes"),
+    [("auto", "float16", 32), ("float32", "float32", 64), ("float16", "float16", 32), ("int8", "int8", 20)],
+)
+def test_kv_type_is_that_of_the_cache(cli: Run, tiny: Path, kv_type: str, used: str, head_bytes: int) -> None:
+    memory = 10 * (2 * 2 * 4 * head_bytes * 16)  # blocks x (keys and values x layers x heads x bytes x tokens)
+    done = cli("run", *ASK, "-m", tiny, "--kv-type", kv_type, "--kv-memory", str(memory))
+    assert len(json.loads(done.stdout)["tokens"]) == 12
+    assert f"KV cache {memory / 1000:.1f} kB ({used}): 160 tokens = " in done.stderr.decode()
+
+
+def test_help_lists_kv_types(cli: Run) -> None:
+    text = cli("run", "--help").stdout.decode()
+    assert all(name in text for name in ("auto", "float32", "float16", "int8", "bfloat16", "float8"))
 
 
 @pytest.mark.parametrize(
@@ -79,10 +86,15 @@ def test_invalid_thread_count_in_environment_is_an_error(cli: Run, tiny: Path, m
 
 
 def test_engine_option_defaults_are_those_of_engine_config() -> None:
-    defaults = {field.name: field.default for field in fields(EngineConfig)}
-    message = EngineOptions().arguments()
-    assert [message.pop(name) for name in ("kv_memory", "draft_model", "deterministic")] == [None, None, False]
-    assert message == {name: defaults[name] for name in message}
+    defaults = {
+        "kv_memory": None, "max_batch": 64, "target_itl_ms": 100.0, "prefix_cache": True, "speculative": "off",
+        "draft_tokens": 4, "draft_model": None, "deterministic": False,
+    }  # fmt: skip
+    assert EngineOptions().arguments() == defaults
+    of_config = {field.name: field.default for field in fields(EngineConfig)}
+    assert {name: of_config[name] for name in defaults if name in of_config} == {
+        name: value for name, value in defaults.items() if name in of_config
+    }
     changed = EngineOptions(
         kv_memory="2GiB", max_batch=3, target_itl_ms=7.5, no_prefix_cache=True, speculative="ngram", draft_tokens=2
     )

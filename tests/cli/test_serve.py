@@ -279,11 +279,11 @@ def _has_openssl() -> bool:
     return any(os.access(Path(folder, "openssl"), os.X_OK) for folder in os.environ["PATH"].split(os.pathsep))
 
 
-def test_limit_defaults_are_those_of_settings() -> None:
-    known, limits = ServerSettings(model_ref="x"), LimitOptions()
-    assert (known.max_queue, known.max_queued_tokens, known.max_body) == (
-        limits.max_queue, limits.max_queued_tokens, limits.max_body,
-    )  # fmt: skip
-    assert (known.job_ttl_s, known.shutdown_timeout_s, known.stall_timeout_s) == (
-        limits.job_ttl, limits.shutdown_timeout, limits.stall_timeout,
-    )  # fmt: skip
+def test_limit_defaults_are_as_documented() -> None:
+    documented = {
+        "max_queue": 256, "max_queued_tokens": 262_144, "max_body": 4 << 20, "job_ttl_s": 300.0,
+        "shutdown_timeout_s": 30.0, "stall_timeout_s": 30.0, "ignore_unknown_fields": False,
+    }  # fmt: skip
+    assert vars(LimitOptions()) == documented
+    settings = ServerSettings(model_ref="x")
+    assert {name: getattr(settings, name) for name in documented} == documented
