@@ -46,7 +46,7 @@ def opened(
     yield page
     context.close()
     assert all(url.startswith((server.url, "data:")) for url in urls), urls
-    assert not [said for said in complaints if not EXPECTED.search(said)]
+    assert not [message for message in complaints if not EXPECTED.search(message)]
 
 
 def ask(page: Any, text: str, **options: Any) -> None:
@@ -66,8 +66,8 @@ def test_page_chat_streams_counts_and_survives_reload(browser: Any, server: Serv
     with opened(browser, server) as page:
         assert page.evaluate("document.activeElement.id") == "text"
         ask(page, "<img src=x onerror=alert(1)>", max_tokens=40, temperature=0, system="Be brief")
-        said = finished(page)
-        assert len(said) == 40
+        reply = finished(page)
+        assert len(reply) == 40
         assert page.inner_text("article.user .content") == "<img src=x onerror=alert(1)>"
         assert "40 tokens" in page.inner_text("article.assistant .foot")
         assert "cut at the longest answer" in page.inner_text("#news")
@@ -75,12 +75,12 @@ def test_page_chat_streams_counts_and_survives_reload(browser: Any, server: Serv
         assert "65\u202f536" in page.inner_text("#card")
         page.reload()
         page.wait_for_selector("[data-status=healthy]")
-        assert page.inner_text("article.assistant .content") == said
+        assert page.inner_text("article.assistant .content") == reply
         assert page.input_value("[name=max_tokens]") == "40"
         with page.expect_request("**/execute") as sent:
             page.click("text=Try again")
         assert [m["role"] for m in sent.value.post_data_json["messages"]] == ["system", "user"]
-        assert finished(page) == said
+        assert finished(page) == reply
         page.click("#new")
         assert page.locator("article").count() == 0
     server.require_idle()
@@ -210,8 +210,8 @@ def test_page_counts_tokens_rather_than_events(browser: Any, start: Start) -> No
         ask(page, "go on", temperature=0)
         until(lambda: len(page.inner_text("article.assistant .content")) > 200)
         page.click("#stop")
-        said = finished(page)
-        assert page.inner_text("article.assistant .foot span") == f"stopped after {len(said)} tokens"
+        reply = finished(page)
+        assert page.inner_text("article.assistant .foot span") == f"stopped after {len(reply)} tokens"
         assert server.worker.loaded.engine.scheduler.stats.num_accepted_tokens > 100
 
 
@@ -223,7 +223,7 @@ def test_page_controls_have_labels_and_answers_are_text(browser: Any, server: Se
         )
         assert unnamed == 0
         drawn = page.evaluate(
-            "text => element('div', {}, ...written(text)).innerHTML", "**a** `b` <i>c</i>\n```py\n<b>x</b>\n```\nend"
+            "text => element('div', {}, ...renderText(text)).innerHTML", "**a** `b` <i>c</i>\n```py\n<b>x</b>\n```\nend"
         )
         assert drawn == (
             "<strong>a</strong> <code>b</code> &lt;i&gt;c&lt;/i&gt;\n"
