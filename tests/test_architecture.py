@@ -95,7 +95,6 @@ LONG_FUNCTIONS = {
 }
 MIN_MODULE_LINES = 80  # a shorter module with a single client is part of that client, unless there is a reason
 SMALL_MODULES = {
-    "backends/cpu/f16c_fallback.py": "LLVM IR that x86 without F16C needs; not part of SIMD vectors",
     "cache/kv_cache.py": "a layer of its own, tested alone",
     "engine/dummy_model.py": "replaces the model for `serve --engine null`",
     "engine/token_budget.py": "a controller without arrays, tested alone",

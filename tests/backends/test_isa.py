@@ -19,15 +19,15 @@ DOT = """
 import numba, numpy as np
 from llm_worker_rbee.backends import isa
 from llm_worker_rbee.backends.cpu.dot_int8 import ISA, WEIGHT_BIAS, dot_block
-from llm_worker_rbee.backends.cpu.layouts import LAYOUT_BY_TYPE, LAYOUTS
-from llm_worker_rbee.backends.cpu.simd import add_scaled_dot, init_dot, load_f16x16, store_tile, zero_floats
+from llm_worker_rbee.backends.cpu.packed_weight import LAYOUT_BY_TYPE, LAYOUTS
+from llm_worker_rbee.backends.cpu.simd import add_scaled_dot, init_dot, load, store_tile, zero_floats
 
 Q8_0 = LAYOUTS.index(LAYOUT_BY_TYPE["Q8_0"])
 
 @numba.njit
 def rows(weights, x, sums, one, scales, out):
     acc = dot_block(init_dot(1, sums, 0, 0, WEIGHT_BIAS), Q8_0, 2, weights, 0, x, 0, 0)
-    total = add_scaled_dot(zero_floats(1), acc, one, 0, 0, load_f16x16(scales, 0))
+    total = add_scaled_dot(zero_floats(1), acc, one, 0, 0, load(scales, 0))
     store_tile(out, 0, 0, total, np.float32(1))
 
 rng, out = np.random.default_rng(1), np.empty(16, np.float32)

@@ -17,8 +17,8 @@ import numpy as np
 
 from ..isa import INSTRUCTION_SETS
 from ..ops import AttentionParams
-from . import kv_layout
-from . import simd_f32 as f
+from . import kv_layout as kv
+from . import simd as f
 from .dot_int8 import ISA
 from .jit import TaskKernel, kernel, variant
 from .pointers import f32, f64, i64, int64_pointer, scratch
@@ -55,27 +55,21 @@ def score(
         more = chunk + VECTORS < end
         next_array, next_chunk = (keys, chunk + VECTORS) if more else (values, first)
         next_lines = CHUNKS(blocks, next_chunk, end, chunks, kv_head, kv_heads)
-        total = kv_layout.zero_tile(ROWS, lines)
+        total = kv.zero_tile(ROWS, lines)
         for d in range(dim):
             if PREFETCH:
-                kv_layout.prefetch_keys(next_array, next_lines, dim * LANES, d * LANES)
-            total = kv_layout.fma_outer(
-                total, kv_layout.load_keys(keys, lines, dim * LANES, d * LANES), q, at + d, stride
-            )
-        kv_layout.store_products(
-            scores, chunk * LANES - start, width, total, kv_layout.key_factors(keys, k_scales, lines, scale)
-        )
+                kv.prefetch_keys(next_array, next_lines, dim * LANES, d * LANES)
+            total = kv.fma_outer(total, kv.load_keys(keys, lines, dim * LANES, d * LANES), q, at + d, stride)
+        factors = kv.key_factors(keys, k_scales, lines, scale)
+        kv.store_products(scores, chunk * LANES - start, width, total, factors)
         chunk += VECTORS
     if chunk < end:  # the rest
         last_lines = MIN_CHUNKS(blocks, chunk, end, chunks, kv_head, kv_heads)
-        rest = kv_layout.zero_tile(ROWS, last_lines)
+        rest = kv.zero_tile(ROWS, last_lines)
         for d in range(dim):
-            rest = kv_layout.fma_outer(
-                rest, kv_layout.load_keys(keys, last_lines, dim * LANES, d * LANES), q, at + d, stride
-            )
-        kv_layout.store_products(
-            scores, chunk * LANES - start, width, rest, kv_layout.key_factors(keys, k_scales, last_lines, scale)
-        )
+            rest = kv.fma_outer(rest, kv.load_keys(keys, last_lines, dim * LANES, d * LANES), q, at + d, stride)
+        last_factors = kv.key_factors(keys, k_scales, last_lines, scale)
+        kv.store_products(scores, chunk * LANES - start, width, rest, last_factors)
 
 
 @kernel
@@ -109,13 +103,8 @@ def softmax_row(scores, at, first, last, cap):
     if cap:
         cap_scores(scores, low, high, cap)
     f.store(scores, low, f.select_lanes(f.load(scores, low), at + first - low, at + last - low, NEGATIVE_INFINITY))
-    f.store(
-        scores,
-        high - LANES,
-        f.select_lanes(
-            f.load(scores, high - LANES), at + first - high + LANES, at + last - high + LANES, NEGATIVE_INFINITY
-        ),
-    )
+    tail = high - LANES
+    f.store(scores, tail, f.select_lanes(f.load(scores, tail), at + first - tail, at + last - tail, NEGATIVE_INFINITY))
     less = f.splat(-max_score(scores, low, high))
     sums = f.splat(np.float32(0))
     for i in range(low, high, LANES):
@@ -129,7 +118,7 @@ def softmax_row(scores, at, first, last, cap):
 def apply_v_scales(scores, at, v_scales, blocks, size, kv_head, kv_heads, start, first, last):
     """Multiply the weights of positions first .. last - 1 by the scales of their values."""
     for p in range(first // LANES * LANES, last, LANES):
-        scale = kv_layout.value_index(blocks, p, size, kv_head, kv_heads)
+        scale = kv.value_index(blocks, p, size, kv_head, kv_heads)
         f.store(scores, at + p - start, f.mul(f.load(scores, at + p - start), f.load(v_scales, scale)))
 
 
@@ -141,34 +130,29 @@ def accumulate_pv(
     In the order of the positions; the weights are at scores[at:], as `score` left them.
     """
     while d + LANES * VECTORS <= end:
-        total = kv_layout.load_tile(out, to + d, stride, ROWS, VECTORS)
+        total = kv.load_tile(out, to + d, stride, ROWS, VECTORS)
         p, block, stop = first, first // size, (first // size + 1) * size
         while p < last:
             row = ((blocks[block] * kv_heads + kv_head) * size + p + size - stop) * dim + d
-            far = (
-                kv_layout.value_index(blocks, min(stop + PREFETCH_POSITIONS, last - 1), size, kv_head, kv_heads) * dim
-                + d
-            )
+            far = kv.value_index(blocks, min(stop + PREFETCH_POSITIONS, last - 1), size, kv_head, kv_heads) * dim + d
             for i in range(min(stop, last) - p):
                 if PREFETCH:
-                    kv_layout.prefetch_contiguous(values, far + i * dim, VECTORS)
-                total = kv_layout.fma_outer(
-                    total, kv_layout.load_contiguous(values, row + i * dim, VECTORS), scores, at + p - start + i, width
-                )
+                    kv.prefetch_contiguous(values, far + i * dim, VECTORS)
+                value = kv.load_contiguous(values, row + i * dim, VECTORS)
+                total = kv.fma_outer(total, value, scores, at + p - start + i, width)
             p, block, stop = stop, block + 1, stop + size
-        kv_layout.store_tile(out, to + d, stride, total, VECTORS)
+        kv.store_tile(out, to + d, stride, total, VECTORS)
         d += LANES * VECTORS
     while d < end:  # the rest, vector by vector
-        rest = kv_layout.load_tile(out, to + d, stride, ROWS, 1)
+        rest = kv.load_tile(out, to + d, stride, ROWS, 1)
         p, block, stop = first, first // size, (first // size + 1) * size
         while p < last:
             row = ((blocks[block] * kv_heads + kv_head) * size + p + size - stop) * dim + d
             for i in range(min(stop, last) - p):
-                rest = kv_layout.fma_outer(
-                    rest, kv_layout.load_contiguous(values, row + i * dim, 1), scores, at + p - start + i, width
-                )
+                one = kv.load_contiguous(values, row + i * dim, 1)
+                rest = kv.fma_outer(rest, one, scores, at + p - start + i, width)
             p, block, stop = stop, block + 1, stop + size
-        kv_layout.store_tile(out, to + d, stride, rest, 1)
+        kv.store_tile(out, to + d, stride, rest, 1)
         d += LANES
 
 
@@ -187,7 +171,7 @@ def softmax_tile(
         end = positions[token + r * BY_TOKEN] + 1
         begin = max(0, end - window) if window else 0
         scores[ROWS * width + r] = softmax_row(scores, r * width, begin - start, end - start, cap)
-        if kv_layout.is_int8(values):
+        if kv.is_int8(values):
             apply_v_scales(scores, r * width, v_scales, blocks, size, kv_head, kv_heads, start, begin, end)
 
 
@@ -245,7 +229,7 @@ def attention_tile(
     )  # fmt: skip
 
 
-CHUNK_INDICES = {1: kv_layout.key_chunk, 2: kv_layout.two_key_chunks, 4: kv_layout.four_key_chunks}
+CHUNK_INDICES = {1: kv.key_chunk, 2: kv.two_key_chunks, 4: kv.four_key_chunks}
 
 
 def vectors_per_row(rows: int) -> int:
@@ -266,10 +250,8 @@ def attention_tile_kernel(rows: int, by_token: int):
     name, vectors = f"r{rows}a{by_token}", vectors_per_row(rows)
     chunks = {"CHUNKS": CHUNK_INDICES[vectors], "MIN_CHUNKS": CHUNK_INDICES[min(2, vectors)]}
     sizes = {"ROWS": rows, "VECTORS": vectors, "MIN_VECTORS": min(2, vectors), "PREFETCH": not by_token}
-    pv = {
-        "ACCUMULATE_PV": accumulate_pv_kernel(rows, not by_token),
-        "ACCUMULATE_PV_ONE": accumulate_pv_kernel(1, False),
-    }
+    one = accumulate_pv_kernel(1, False)
+    pv = {"ACCUMULATE_PV": accumulate_pv_kernel(rows, not by_token), "ACCUMULATE_PV_ONE": one}
     parts = {
         "SCORE": kernel(variant(score, f"r{rows}a{not by_token}", **sizes, **chunks)),
         "SOFTMAX": kernel(variant(softmax_tile, name, ROWS=rows, BY_TOKEN=by_token)),
@@ -325,10 +307,10 @@ def split_work(args, step, piece):
 def attend(args, step, piece):
     """Compute one piece: a tile of tokens (BY_TOKEN), or ROWS heads of one token."""
     a, s = i64(args), i64(step)
-    work, kv, at = i64(s[Step.ATTENTION_WORK]), i64(s[Step.KV]), kv_layout.ADDRESSES_PER_LAYER * a[AttentionArg.LAYER]
+    work, cache = i64(s[Step.ATTENTION_WORK]), i64(s[Step.KV] + 8 * kv.ADDRESSES_PER_LAYER * a[AttentionArg.LAYER])
     i = 4 * (piece if BY_TOKEN else s[Step.PREFILL_TILES] + piece)
     token, request, head = work[i], work[i + 2], work[i + 3]
-    keys, values, k_scales, v_scales = CACHED(kv[at]), CACHED(kv[at + 1]), f32(kv[at + 2]), f32(kv[at + 3])
+    keys, values, k_scales, v_scales = CACHED(cache[0]), CACHED(cache[1]), f32(cache[2]), f32(cache[3])
     q, out, positions = f32(s[Step.QUERIES]), f32(s[Step.ATTN_OUT]), i64(s[Step.POSITIONS])
     blocks, size = i64(s[Step.BLOCK_TABLE] + request * s[Step.TABLE_WIDTH] * 8), s[Step.BLOCK_SIZE]
     heads, kv_heads, dim = a[AttentionArg.HEADS], a[AttentionArg.KV_HEADS], a[AttentionArg.PADDED]
@@ -356,7 +338,7 @@ def split_work_kernel(group: int) -> TaskKernel:
 @cache
 def prefill_kernel(kv_type: str) -> TaskKernel:
     """Return attention of tiles of tokens."""
-    tile, cached = attention_tile_kernel(TOKENS_TILE, 1), kv_layout.ARRAY_OF_TYPE[kv_type]
+    tile, cached = attention_tile_kernel(TOKENS_TILE, 1), kv.ARRAY_OF_TYPE[kv_type]
     return TaskKernel(attend, f"tiles,{kv_type}", ROWS=TOKENS_TILE, BY_TOKEN=1, CACHED=cached, ATTENTION_TILE=tile)
 
 
@@ -364,7 +346,7 @@ def prefill_kernel(kv_type: str) -> TaskKernel:
 def decode_kernel(group: int, kv_type: str) -> TaskKernel:
     """Return attention of single tokens, for `group` heads per KV head."""
     heads = heads_per_tile(group)
-    tile, cached = attention_tile_kernel(heads, 0), kv_layout.ARRAY_OF_TYPE[kv_type]
+    tile, cached = attention_tile_kernel(heads, 0), kv.ARRAY_OF_TYPE[kv_type]
     return TaskKernel(attend, f"{heads},{kv_type}", ROWS=heads, BY_TOKEN=0, CACHED=cached, ATTENTION_TILE=tile)
 
 
@@ -383,7 +365,7 @@ def attention_tasks(
     layer: int, heads: int, kv_heads: int, dim: int, params: AttentionParams, kv_type: str, activations: int = 0
 ) -> list[Task]:
     """Return the attention of all tokens of a layer; `activations` is the entry of the quantized results, or 0."""
-    args = pack_args(layer, heads, kv_heads, kv_layout.padded_dim(dim), params.window, 0, 0, activations)
+    args = pack_args(layer, heads, kv_heads, kv.padded_dim(dim), params.window, 0, 0, activations)
     pack_floats(args, AttentionArg.SCALE, [params.scale, params.soft_cap])
     decode = decode_kernel(heads // kv_heads, kv_type)
     return [Task(prefill_kernel(kv_type), args, 1, Step.PREFILL_TILES), Task(decode, args, 1, Step.DECODE_TILES)]

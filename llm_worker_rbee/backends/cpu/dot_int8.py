@@ -15,7 +15,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from .. import isa
-from .layouts import LAYOUTS
+from .packed_weight import LAYOUTS
 from .simd import I8, I16, I32, I32X16, LANES, emit_load, emit_shift_mask, emit_splat, map_tile, u8x64
 
 ISA = isa.current()
@@ -157,7 +157,7 @@ def _broadcast_lane(b: Any, vector: Any, lane: int) -> Any:
 
 
 def _unpack_quad(b: Any, lines: Callable[[int], Any], planes: tuple[int, ...], quad: int) -> Any:
-    """Emit the codes of one quad of columns, one byte each, from the lines of the bit planes (layouts.py)."""
+    """Emit the codes of one quad of columns, one byte each, from the lines of the bit planes (packed_weight.py)."""
     code, first, place = None, 0, 0
     for width in planes:
         count = width  # lines of this plane: eight quads of `width` bits in bytes

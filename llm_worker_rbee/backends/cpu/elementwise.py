@@ -1,4 +1,4 @@
-"""Norms, gated activations, biases and quantization of rows: everything between the products except attention.
+"""Embedding rows, norms, gated activations, biases, quantization: everything between the products except attention.
 
 Rows are independent: a token has the same bits alone and in a batch. Where the next product needs int8, a task
 quantizes its rows while they are in the nearest cache.
@@ -11,28 +11,36 @@ from enum import IntEnum
 
 import numpy as np
 
-from . import simd_f32 as f
+from . import simd as f
 from .jit import TaskKernel, kernel
-from .pointers import f32, f64, i64, scratch
+from .packed_weight import LAYOUTS, PackedMatrix
+from .pointers import f32, f64, i8, i64, scratch, u8, u16
+from .program import Step, Task, pack_args, pack_floats
 from .quantize_activations import quantize_blocks, quantize_two_term
 
 TOKENS_PER_PIECE = 4
 GATE_COLUMNS = 512  # columns per piece of the gated activation
 ACTIVATIONS = ("silu", "gelu_tanh")
+FLOAT_TYPES = ("", "F32", "F16", "BF16")
 
 
 # Arguments of each task. Entries of the step are named after what they hold; 0 stands for "none" where optional.
 # NormArg: OUT, ACTIVATIONS (quantize the rows), INDEX (rows of the residual stream) and POST_WEIGHT (norm of the delta
 # before it is added) are optional. COUNT is the entry of the number of rows.
 NormArg = IntEnum(
-    "NormArg",
-    "COUNT DELTA RESIDUAL OUT ACTIVATIONS INDEX WIDTH WEIGHT POST_WEIGHT ADD_DELTA EPS TWO_TERM",
-    start=0,
+    "NormArg", "COUNT DELTA RESIDUAL OUT ACTIVATIONS INDEX WIDTH WEIGHT POST_WEIGHT ADD_DELTA EPS TWO_TERM", start=0
 )
 GatedArg = IntEnum("GatedArg", "COUNT GATE_UP OUT ACTIVATIONS WIDTH ACTIVATION", start=0)
 QuantizeArg = IntEnum("QuantizeArg", "COUNT SOURCE OUT ACTIVATIONS HEADS DIM PADDED TWO_TERM", start=0)
 BiasArg = IntEnum("BiasArg", "COUNT ROWS WIDTH BIAS", start=0)
 HeadNormArg = IntEnum("HeadNormArg", "COUNT QKV HEADS KV_HEADS DIM Q_WEIGHT K_WEIGHT EPS", start=0)
+# Arguments of `embed`; MINIMA, NIBBLE_SCALES and TABLE (the value of each code) are optional.
+EmbedArg = IntEnum(
+    "EmbedArg",
+    "COLUMNS PACKED SCALES MINIMA NIBBLE_SCALES FIRST_BITS SECOND_BITS COLUMNS_PER_SCALE OFFSET BIAS "
+    "TABLE FLOAT_TYPE UNIT FACTOR",
+    start=0,
+)
 
 
 @kernel
@@ -181,4 +189,76 @@ def head_norms(args, step, piece):
             norm_row(x, at, weight, eps, x, at, dim)
 
 
+@kernel
+def load_float(packed, float_type, at):
+    """Return one float of a float matrix."""
+    if float_type == 1:
+        return f32(packed)[at]
+    if float_type == 2:
+        return f.load_one_f16(u16(packed), at, False)
+    return f.load_one_f16(u16(packed), at, True)
+
+
+@kernel
+def dequantize_row(a, row, unit, out, to):
+    """Write a row of codes with scales as floats, 16 columns at a time."""
+    columns, first, second = a[EmbedArg.COLUMNS], a[EmbedArg.FIRST_BITS], a[EmbedArg.SECOND_BITS]
+    packed, scales, minima = u8(a[EmbedArg.PACKED]), u16(a[EmbedArg.SCALES]), u16(a[EmbedArg.MINIMA])
+    nibbles, table = u8(a[EmbedArg.NIBBLE_SCALES]), i8(a[EmbedArg.TABLE])
+    columns_per_scale = a[EmbedArg.COLUMNS_PER_SCALE]
+    group, lane, n_scales = row // 16, row % 16, columns // columns_per_scale
+    m = np.float32(0)
+    for part in range(columns // 16):
+        s = (group * n_scales + part * 16 // columns_per_scale) * 16 + lane
+        d = f.load_one_f16(scales, s, False) * unit
+        if a[EmbedArg.MINIMA]:
+            m = f.load_one_f16(minima, s, False) * unit
+        if a[EmbedArg.NIBBLE_SCALES]:
+            both = nibbles[(group * (columns // 16) + part) * 16 + lane]
+            d, m = d * np.float32(both & 15), m * np.float32(both >> 4)
+        line = (group * (columns // 32) + part // 2) * (first + second) * 64 + 4 * lane
+        for quad in range(part % 2 * 4, part % 2 * 4 + 4):
+            low, low_shift = line + 64 * (quad % first), first * (quad // first)
+            high, high_shift = line, 0
+            if second:
+                high, high_shift = line + 64 * (first + quad % second), second * (quad // second)
+            for byte in range(4):
+                code = np.int64(packed[low + byte]) >> low_shift & ((1 << first) - 1)
+                code |= (np.int64(packed[high + byte]) >> high_shift & ((1 << second) - 1)) << first
+                if first == 8:
+                    code = np.int64(np.int8(code - a[EmbedArg.BIAS]))
+                elif a[EmbedArg.TABLE]:
+                    code = np.int64(table[code])
+                out[to + part * 16 + quad % 4 * 4 + byte] = np.float32(code - a[EmbedArg.OFFSET]) * d + m
+
+
+def embed(args, step, piece):
+    """Write the embedding of one token to the residual stream."""
+    a, s = i64(args), i64(step)
+    columns, row, out = a[EmbedArg.COLUMNS], i64(s[Step.TOKEN_IDS])[piece], f32(s[Step.RESIDUAL])
+    to, factor = piece * columns, np.float32(f64(args)[EmbedArg.FACTOR])
+    if a[EmbedArg.FLOAT_TYPE]:
+        for column in range(columns):
+            at = (row // 16 * columns + column) * 16 + row % 16
+            out[to + column] = load_float(a[EmbedArg.PACKED], a[EmbedArg.FLOAT_TYPE], at)
+    else:
+        dequantize_row(a, row, np.float32(f64(args)[EmbedArg.UNIT]), out, to)
+    if factor != np.float32(1):
+        for column in range(columns):
+            out[to + column] *= factor
+
+
 NORM, GATED, QUANTIZE_ROWS, ADD_BIAS, HEAD_NORMS = map(TaskKernel, (norm, gated, quantize_rows, add_bias, head_norms))
+EMBED = TaskKernel(embed)
+CODE_VALUES = {layout: np.array(layout.table, np.int8) for layout in LAYOUTS if layout.table}  # kept alive for kernels
+
+
+def embed_task(w: PackedMatrix, factor: float) -> Task:
+    """Return the task that starts the residual stream with rows of this matrix, times a factor."""
+    layout = w.layout
+    first, second = (*layout.planes, 0)[:2]
+    nibbles, minima = 0 if w.nibble_scales is None else w.nibble_scales, w.minima if layout.has_minimum else 0
+    table, float_type = CODE_VALUES.get(layout, 0), FLOAT_TYPES.index(layout.float_type)
+    arrays, planes = (w.packed, w.scales, minima, nibbles), (first, second, layout.columns_per_scale, layout.offset)
+    args = pack_args(w.columns, *arrays, *planes, w.bias, table, float_type, 0, 0)
+    return Task(EMBED, pack_floats(args, EmbedArg.UNIT, [w.unit, factor]), 1, Step.TOKENS, 1)

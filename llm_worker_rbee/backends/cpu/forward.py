@@ -4,7 +4,7 @@ Every thread walks through all layers inside one parallel region. Kernels are ca
 
     component      task                    kernel
     scheduling     rope.angles_task        rope.rope_angles, then attention.split_work
-    embedding      embedding.embed_task    embedding.embed
+    embedding      elementwise.embed_task  elementwise.embed
     norm           _norm                   elementwise.norm (residual add, RMSNorm, quantization)
     qkv, output    linear.linear_tasks     linear.linear_int8 or linear_float; elementwise.add_bias
     rope_kv_write  rope.rope_store_task    elementwise.head_norms, rope.rope_store
@@ -29,8 +29,7 @@ from ...errors import InferenceError
 from ..ops import Array, AttentionParams, Batch, BlockParts, Ints, KVLayer, ModelParts, Profiler, RopeTable
 from . import elementwise, quantize_activations
 from .attention import attention_tasks, can_quantize_output, split_work_task
-from .elementwise import ACTIVATIONS, TOKENS_PER_PIECE, HeadNormArg, NormArg
-from .embedding import embed_task
+from .elementwise import ACTIVATIONS, TOKENS_PER_PIECE, HeadNormArg, NormArg, embed_task
 from .kv_layout import kv_type_of, layer_addresses, padded_dim
 from .linear import PackedWeight, linear_tasks, quantize_tasks
 from .program import Program, Step, Table, Task, new_step, pack_args, pack_floats, run_step

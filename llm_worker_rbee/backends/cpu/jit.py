@@ -7,6 +7,7 @@ LLVM and Python. A kernel is a template: the names in capitals that it uses are 
 One file per kernel: a SHA-256 and the pickled code, written beside its name and moved there, so processes that compile
 at once never see half a file, and a damaged one is compiled anew. (Numba's own cache has an index that two processes
 can spoil for each other, and trusts what it reads.) A folder that cannot be written, or a full disk, costs time only.
+Importing this module also gives the compiler what LLVM wants and Numba lacks: float16 without F16C.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from numba.core.ccallback import CFunc
 from numba.core.registry import cpu_target
 from numba.core.runtime import nrt
 
+from ... import machine
 from ...weights.quants import codebooks
 from .. import isa
 
@@ -51,6 +53,69 @@ _OPTIONS: Any = {"nogil": True, "error_model": "numpy"}
 _rebuild: Any = compiler.CompileResult._rebuild
 _dumps: Any = serialize.dumps
 logger = logging.getLogger(__name__)
+
+# float16 conversions for x86 processors without F16C: LLVM calls two library functions there that Numba does not have.
+# Slow (one call per number), exact to the bit.
+# Extend: the bits of a float16, shifted into a float32, are 2**112 too small, subnormal or not; infinity and NaN apart.
+# Truncate: drop bits with a carry that rounds to even; below 2**-14 adding 0.5 leaves the rounded fraction.
+F16_CONVERSIONS_IR = """
+define float @__extendhfsf2(half %x) {
+  %short = bitcast half %x to i16
+  %bits = zext i16 %short to i32
+  %size = and i32 %bits, 32767
+  %upper = xor i32 %bits, %size
+  %sign = shl i32 %upper, 16
+  %placed = shl i32 %size, 13
+  %small = bitcast i32 %placed to float
+  %value = fmul float %small, 0x46F0000000000000
+  %finite = bitcast float %value to i32
+  %special = or i32 %placed, 2139095040
+  %is_special = icmp uge i32 %size, 31744
+  %chosen = select i1 %is_special, i32 %special, i32 %finite
+  %signed = or i32 %chosen, %sign
+  %result = bitcast i32 %signed to float
+  ret float %result
+}
+
+define half @__truncsfhf2(float %x) {
+  %bits = bitcast float %x to i32
+  %size = and i32 %bits, 2147483647
+  %upper = xor i32 %bits, %size
+  %sign = lshr i32 %upper, 16
+  %last = lshr i32 %size, 13
+  %odd = and i32 %last, 1
+  %moved = add i32 %size, -939520001
+  %carried = add i32 %moved, %odd
+  %normal = lshr i32 %carried, 13
+  %positive = bitcast i32 %size to float
+  %shifted = fadd float %positive, 0.5
+  %fraction = bitcast float %shifted to i32
+  %subnormal = sub i32 %fraction, 1056964608
+  %is_subnormal = icmp ult i32 %size, 947912704
+  %finite = select i1 %is_subnormal, i32 %subnormal, i32 %normal
+  %is_nan = icmp ugt i32 %size, 2139095040
+  %special = select i1 %is_nan, i32 32256, i32 31744
+  %is_special = icmp uge i32 %size, 1199570944
+  %chosen = select i1 %is_special, i32 %special, i32 %finite
+  %signed = or i32 %chosen, %sign
+  %short = trunc i32 %signed to i16
+  %result = bitcast i16 %short to half
+  ret half %result
+}
+"""
+
+
+def install_f16_conversions() -> None:
+    """Add the conversions to Numba's execution engine, where every kernel finds them, if this processor needs them."""
+    if machine.is_x86() and "f16c" not in isa.llvm_features():
+        codegen: Any = cpu_target.target_context.codegen()
+        module = binding.parse_assembly(F16_CONVERSIONS_IR)
+        module.triple, module.data_layout = codegen._llvm_module.triple, codegen._llvm_module.data_layout
+        codegen._engine.add_module(module)
+        codegen._engine.finalize_object()
+
+
+install_f16_conversions()
 
 
 def fingerprint() -> str:
@@ -242,13 +307,9 @@ class TaskKernel:
         self._compiled: Any = None
 
     @property
-    def is_loaded(self) -> bool:
-        return self._compiled is not None
-
-    @property
     def is_cached(self) -> bool:
-        """Tell whether it need not be compiled: its machine code is on disk or in memory."""
-        if self.is_loaded:
+        """Whether it need not be compiled: its machine code is on disk or in memory."""
+        if self._compiled is not None:
             return True
         file = KernelCache(self._function).entry(TASK_SIGNATURE, cpu_target.target_context.codegen())
         return file is not None and file.exists()
@@ -277,13 +338,9 @@ class PythonKernel:
         self._dispatcher, self._types = dispatcher, types
 
     @property
-    def is_loaded(self) -> bool:
-        return self._types in self._dispatcher.overloads
-
-    @property
     def is_cached(self) -> bool:
         file = self._dispatcher._cache.entry(self._types, cpu_target.target_context.codegen())
-        return self.is_loaded or (file is not None and file.exists())
+        return self._types in self._dispatcher.overloads or (file is not None and file.exists())
 
     def load(self) -> None:
         self._dispatcher.compile(self._types)

@@ -21,23 +21,10 @@ from numba import types
 from numba.extending import intrinsic
 
 from ..ops import KVLayer
+from . import simd as f
 from .jit import kernel
 from .pointers import emit_prefetch, f32, i8, u16
-from .simd import (
-    F16,
-    F32,
-    I8,
-    LANES,
-    element_pointer,
-    emit_fma,
-    emit_load,
-    emit_load_floats,
-    emit_splat,
-    f32x16,
-    float_tile,
-    literal_int,
-    map_tile,
-)
+from .simd import F16, F32, I8, LANES, f32x16, float_tile, literal_int, map_tile
 
 DTYPES = {"float32": np.float32, "float16": np.uint16, "int8": np.int8}
 ARRAY_OF_TYPE: Any = {"float32": f32, "float16": u16, "int8": i8}  # how a task sees the cache
@@ -128,8 +115,7 @@ def store_one(_: Any, array: Any, index: Any, value: Any) -> Any:
             value = b.fptrunc(value, F16)
         if kind == types.int8:
             value = b.fptosi(value, I8)
-        b.store(value, element_pointer(context, b, sig.args[0], args[0], args[1], value.type)).align = 1
-        return context.get_dummy_value()
+        return f.emit_store(context, b, sig.args[0], args[0], args[1], value)
 
     return types.void(array, types.intp, types.float32), gen
 
@@ -137,9 +123,11 @@ def store_one(_: Any, array: Any, index: Any, value: Any) -> Any:
 @intrinsic
 def load_one(_: Any, array: Any, index: Any) -> Any:
     """Load one float32."""
-    return types.float32(array, types.intp), lambda context, b, sig, args: emit_load(
-        context, b, sig.args[0], args[0], args[1], F32
-    )
+
+    def gen(context: Any, b: Any, sig: Any, args: Any) -> Any:
+        return f.emit_load(context, b, sig.args[0], args[0], args[1], F32)
+
+    return types.float32(array, types.intp), gen
 
 
 @intrinsic
@@ -167,7 +155,7 @@ def load_keys(_: Any, array: Any, lines: Any, length: Any, offset: Any) -> Any:
     def gen(context: Any, b: Any, sig: Any, args: Any) -> Any:
         def one(i: int) -> Any:
             index = b.add(b.mul(b.extract_value(args[1], i), args[2]), args[3])
-            return emit_load_floats(context, b, sig.args[0], args[0], index)
+            return f.emit_load_floats(context, b, sig.args[0], args[0], index)
 
         return map_tile(b, tile, one)
 
@@ -183,9 +171,10 @@ def load_contiguous(_: Any, array: Any, index: Any, vectors: Any) -> Any:
     tile = float_tile(count)
 
     def gen(context: Any, b: Any, sig: Any, args: Any) -> Any:
-        return map_tile(
-            b, tile, lambda i: emit_load_floats(context, b, sig.args[0], args[0], _add_constant(b, args[1], i * LANES))
-        )
+        def one(i: int) -> Any:
+            return f.emit_load_floats(context, b, sig.args[0], args[0], _add_constant(b, args[1], i * LANES))
+
+        return map_tile(b, tile, one)
 
     return tile(array, types.intp, vectors), gen
 
@@ -201,14 +190,14 @@ def fma_outer(_: Any, total: Any, vectors: Any, x: Any, index: Any, stride: Any)
 
     def gen(context: Any, b: Any, sig: Any, args: Any) -> Any:
         factors = [
-            emit_splat(
-                b, emit_load(context, b, sig.args[2], args[2], _add_multiple(b, args[3], args[4], r), F32), f32x16.ir
-            )
+            f.emit_load(context, b, sig.args[2], args[2], _add_multiple(b, args[3], args[4], r), F32)
             for r in range(total.tokens // wide)
         ]
 
+        splats = [f.emit_splat(b, factor, f32x16.ir) for factor in factors]
+
         def one(i: int) -> Any:
-            return emit_fma(b, factors[i // wide], b.extract_value(args[1], i % wide), b.extract_value(args[0], i))
+            return f.emit_fma(b, splats[i // wide], b.extract_value(args[1], i % wide), b.extract_value(args[0], i))
 
         return map_tile(b, total, one)
 
@@ -221,11 +210,11 @@ def key_factors(_: Any, keys: Any, scales: Any, lines: Any, unit: Any) -> Any:
     tile, scaled = float_tile(len(lines)), keys.dtype == types.int8
 
     def gen(context: Any, b: Any, sig: Any, args: Any) -> Any:
-        unit = emit_splat(b, args[3], f32x16.ir)
+        unit = f.emit_splat(b, args[3], f32x16.ir)
 
         def one(i: int) -> Any:
             index = b.mul(b.extract_value(args[2], i), ir.Constant(ir.IntType(64), LANES))
-            return b.fmul(emit_load(context, b, sig.args[1], args[1], index, f32x16.ir), unit) if scaled else unit
+            return b.fmul(f.emit_load(context, b, sig.args[1], args[1], index, f32x16.ir), unit) if scaled else unit
 
         return map_tile(b, tile, one)
 
@@ -248,7 +237,7 @@ def store_products(_: Any, array: Any, index: Any, stride: Any, total: Any, by: 
 
 def _store_vector(context: Any, b: Any, sig: Any, args: Any, i: int, wide: int, value: Any) -> None:
     index = _add_constant(b, _add_multiple(b, args[1], args[2], i // wide), i % wide * LANES)
-    b.store(value, element_pointer(context, b, sig.args[0], args[0], index, f32x16.ir)).align = 1
+    f.emit_store(context, b, sig.args[0], args[0], index, value)
 
 
 @intrinsic
@@ -262,7 +251,7 @@ def load_tile(_: Any, array: Any, index: Any, stride: Any, rows: Any, vectors: A
     def gen(context: Any, b: Any, sig: Any, args: Any) -> Any:
         def one(i: int) -> Any:
             index = _add_constant(b, _add_multiple(b, args[1], args[2], i // wide), i % wide * LANES)
-            return emit_load(context, b, sig.args[0], args[0], index, f32x16.ir)
+            return f.emit_load(context, b, sig.args[0], args[0], index, f32x16.ir)
 
         return map_tile(b, tile, one)
 
@@ -291,7 +280,7 @@ def prefetch_keys(_: Any, array: Any, lines: Any, length: Any, offset: Any) -> A
     def gen(context: Any, b: Any, sig: Any, args: Any) -> Any:
         for i in range(len(lines)):
             index = b.add(b.mul(b.extract_value(args[1], i), args[2]), args[3])
-            emit_prefetch(b, element_pointer(context, b, sig.args[0], args[0], index, I8))
+            emit_prefetch(b, f.element_pointer(context, b, sig.args[0], args[0], index, I8))
         return context.get_dummy_value()
 
     return types.void(array, lines, types.intp, types.intp), gen
@@ -306,9 +295,8 @@ def prefetch_contiguous(_: Any, array: Any, index: Any, vectors: Any) -> Any:
 
     def gen(context: Any, b: Any, sig: Any, args: Any) -> Any:
         for i in range(0, count * LANES, 64 * 8 // sig.args[0].dtype.bitwidth):
-            emit_prefetch(
-                b, element_pointer(context, b, sig.args[0], args[0], b.add(args[1], ir.Constant(args[1].type, i)), I8)
-            )
+            index = _add_constant(b, args[1], i)
+            emit_prefetch(b, f.element_pointer(context, b, sig.args[0], args[0], index, I8))
         return context.get_dummy_value()
 
     return types.void(array, types.intp, vectors), gen

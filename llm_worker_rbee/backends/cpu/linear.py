@@ -4,9 +4,9 @@ Tensors that share a layout are packed into one matrix; a stack of several layou
 in Q6_K) is several matrices, each of which writes its own columns of the result.
 
 A block is 16 rows x 32 columns. Columns come in eight quads of four; a line of 64 bytes holds one quad of all 16 rows
-(each 32-bit lane is a row), and narrower codes share a line between quads (layouts.py). For each group of columns the
-dot product is exact in integers; then one float32 step adds it, scaled, to the sum. That order does not depend on the
-tile: a row has the same bits alone, in a batch, and however the pieces are split.
+(each 32-bit lane is a row), and narrower codes share a line between quads (packed_weight.py). For each group of columns
+the dot product is exact in integers; then one float32 step adds it, scaled, to the sum. That order does not depend on
+the tile: a row has the same bits alone, in a batch, and however the pieces are split.
 """
 
 from __future__ import annotations
@@ -27,14 +27,12 @@ from ...weights.checkpoint import release_pages
 from ..isa import INSTRUCTION_SETS
 from ..ops import Ints
 from . import elementwise, quantize_activations, simd
-from . import simd_f32 as f
 from .dot_int8 import ISA, WEIGHT_BIAS, dot_block
-from .embedding import dequantize_rows
 from .jit import TaskKernel, kernel, variant
-from .layouts import BLOCK_COLUMNS, GROUP_ROWS, LAYOUTS, LINE_BYTES, Layout, layout_of_tensor
+from .packed_weight import GROUP_ROWS, LAYOUTS, Layout, PackedMatrix, dequantize_rows, layout_of_tensor
 from .pointers import f32, f64, i8, i32, i64, prefetch, scratch, u8, u16
 from .program import Program, Step, Task, new_step, pack_args, pack_floats
-from .repack import PackedMatrix, repack
+from .repack import repack
 
 Floats = NDArray[np.float32]
 PIECES_PER_THREAD = 8  # of a matrix
@@ -82,17 +80,17 @@ def dot_rows(packed, scales, minima, xq, xd, xs, xi, out, place, group, token, c
                 acc = simd.add_tiles(acc, dot_block(two, LAYOUT, 1, packed, line, xq, at, columns))
             else:
                 acc = dot_block(acc, LAYOUT, 2, packed, line, xq, at, columns)
-            total = simd.add_scaled_dot(total, acc, xd, b, n, simd.load_f16x16(scales, s))
+            total = simd.add_scaled_dot(total, acc, xd, b, n, simd.load(scales, s))
             if HAS_MINIMUM:
-                total = simd.fma_broadcast(total, simd.load_f16x16(minima, s), xs, b, n)
+                total = simd.fma_broadcast(total, simd.load(minima, s), xs, b, n)
         else:
             b, s = token * n + block, (group * n_scales + block * 2) * 16
             acc = simd.init_dot(TOKENS, xi, 2 * b, 2 * n, OFFSET)
             acc = dot_block(acc, LAYOUT, 0, packed, line, xq, at, columns)
-            total = simd.add_scaled_dot(total, acc, xd, b, n, simd.load_f16x16(scales, s))
+            total = simd.add_scaled_dot(total, acc, xd, b, n, simd.load(scales, s))
             acc = simd.init_dot(TOKENS, xi, 2 * b + 1, 2 * n, OFFSET)
             acc = dot_block(acc, LAYOUT, 1, packed, line, xq, at, columns)
-            total = simd.add_scaled_dot(total, acc, xd, b, n, simd.load_f16x16(scales, s + 16))
+            total = simd.add_scaled_dot(total, acc, xd, b, n, simd.load(scales, s + 16))
     simd.store_tile(out, place, stride, total, unit)
 
 
@@ -107,7 +105,7 @@ def dot_rows_nibble_scales(
         line = (group * n + block) * BLOCK_BYTES
         at, b = token * columns + block * 32, token * n + block
         s = (group * n_scales + (block >> 3)) * 16
-        d, m = simd.load_f16x16(scales, s), simd.load_f16x16(minima, s)
+        d, m = simd.load(scales, s), simd.load(minima, s)
         byte = (group * n + block) * 32
         acc = simd.init_dot(TOKENS, xi, 0, 0, 0)
         acc = dot_block(acc, LAYOUT, 0, packed, line, xq, at, columns)
@@ -158,7 +156,7 @@ def add_two_terms(some, tokens, out, place, stride, count):
     for t in range(tokens):
         one, two, to = 16 * t, 16 * (tokens + t), place + t * stride
         if count >= 16:
-            f.store(out, to, f.add(f.load(some, one), f.load(some, two)))
+            simd.store(out, to, simd.add(simd.load(some, one), simd.load(some, two)))
         else:
             for i in range(count):
                 out[to + i] = some[one + i] + some[two + i]
@@ -168,12 +166,8 @@ def linear_int8(args, step, piece):
     """Compute some rows for some tokens; second rows of two-term activations lie behind all first ones."""
     a, s = i64(args), i64(step)
     x, columns, unit = a[LinearArg.INPUT], a[LinearArg.COLUMNS], np.float32(f64(args)[LinearArg.UNIT])
-    two_term, tokens, rows, stride = (
-        a[LinearArg.TWO_TERM],
-        s[a[LinearArg.COUNT]],
-        a[LinearArg.ROWS],
-        a[LinearArg.STRIDE],
-    )
+    two_term, tokens = a[LinearArg.TWO_TERM], s[a[LinearArg.COUNT]]
+    rows, stride = a[LinearArg.ROWS], a[LinearArg.STRIDE]
     packed, scales, minima = u8(a[LinearArg.PACKED]), u16(a[LinearArg.SCALES]), u16(a[LinearArg.MINIMA])
     nibbles, out = u8(a[LinearArg.NIBBLE_SCALES]), f32(s[a[LinearArg.OUTPUT]])
     xq, xd, xi, xs = i8(s[x]), f32(s[x + 1]), i32(s[x + 2 + SUMS_OF_16]), f32(s[x + 4 + SUMS_OF_16])
@@ -241,10 +235,10 @@ def linear_kernel(layout: Layout) -> TaskKernel:
     if layout.float_type:
         tiles = _tile_kernels(float_rows, number, WIDE_BLOCK_TILE_TOKENS, BFLOAT=layout.float_type == "BF16")
         return TaskKernel(linear_float, layout.float_type, NARROW=layout.float_type != "F32", **tiles)
-    blocks_per_scale = max(layout.columns_per_scale // BLOCK_COLUMNS, 1)
+    blocks_per_scale = max(layout.columns_per_scale // 32, 1)
     values = {
         "LAYOUT": number,
-        "BLOCK_BYTES": layout.lines_per_block * LINE_BYTES,
+        "BLOCK_BYTES": layout.block_bytes,
         "SCALES_PER_BLOCK": 2 if layout.columns_per_scale == 16 else 1,
         "SCALE_SHIFT": blocks_per_scale.bit_length() - 1,
         "HAS_MINIMUM": layout.has_minimum,

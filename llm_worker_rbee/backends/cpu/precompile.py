@@ -27,12 +27,12 @@ from . import program, repack
 from .attention import decode_kernel, prefill_kernel, split_work_kernel
 from .gguf_blocks import CODEBOOK_RULES
 from .jit import CACHE_VARIABLE, PythonKernel, TaskKernel, cache_dir
-from .layouts import LAYOUT_BY_TYPE, LAYOUTS, Layout
 from .linear import linear_kernel
+from .packed_weight import LAYOUT_BY_TYPE, LAYOUTS, Layout
 from .rope import rope_store_kernel
 
 # Modules whose kernels every model needs: kept under names of their own, in a tuple or in a table.
-COMMON_MODULES = "elementwise embedding rope sampling"
+COMMON_MODULES = "elementwise rope sampling"
 HEADS_PER_KV_HEAD = (1, 2, 3, 4, 5, 6, 7, 8)  # of known models
 KERNELS_PER_HELPER = 4  # fewer are compiled before a helper has started
 MAX_HELPERS = 7

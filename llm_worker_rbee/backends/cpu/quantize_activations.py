@@ -18,11 +18,11 @@ from numba import types
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 
-from . import simd_f32 as f
+from . import simd as f
 from .dot_int8 import DOT_PRODUCTS, ISA, concat_vectors
 from .jit import kernel
 from .pointers import f32, i8, i32, scratch
-from .simd import F32, I8, I32, I32X16, LANES, element_pointer, emit_load, f32x16, u8x64
+from .simd import F32, I8, I32, I32X16, LANES, emit_call, emit_load, emit_store, f32x16, u8x64
 
 # (elements per block, type) of q, scale, sums, sums16, scaled, scaled16
 BUFFERS: Any = (32, np.int8), (1, np.float32), (1, np.int32), (2, np.int32), (1, np.float32), (2, np.float32)
@@ -85,23 +85,18 @@ def _xor_lanes(b: Any, x: Any, by: int) -> Any:
     return _shuffle(b, x, x, [i ^ by for i in range(LANES)])
 
 
-def _function(b: Any, name: str, kind: ir.Type, count: int) -> Any:
-    return b.module.declare_intrinsic(name, (), ir.FunctionType(kind, [kind] * count))
-
-
 def _block_maxima(b: Any, x: list[Any]) -> Any:
     """Emit max|x| of the first two vectors in lanes 0..7, of the last two in lanes 8..15.
 
     Magnitudes are compared as integers: NaN is then larger than everything, and never vanishes.
     """
-    smax = _function(b, f"llvm.smax.v{LANES}i32", I32X16, 2)
     mask = ir.Constant(I32X16, [0x7FFFFFFF] * LANES)
     sizes = [b.and_(b.bitcast(v, I32X16), mask) for v in x]
-    one, two = b.call(smax, sizes[:2]), b.call(smax, sizes[2:])
-    top = b.call(smax, [_shuffle(b, one, two, [*range(8), *range(16, 24)]),
-                        _shuffle(b, one, two, [*range(8, 16), *range(24, 32)])])  # fmt: skip
+    one, two = emit_call(b, "smax", *sizes[:2]), emit_call(b, "smax", *sizes[2:])
+    halves = [*range(8), *range(16, 24)], [*range(8, 16), *range(24, 32)]
+    top = emit_call(b, "smax", *(_shuffle(b, one, two, lanes) for lanes in halves))
     for by in (4, 2, 1):
-        top = b.call(smax, [top, _xor_lanes(b, top, by)])
+        top = emit_call(b, "smax", top, _xor_lanes(b, top, by))
     return b.bitcast(top, f32x16.ir)
 
 
@@ -109,11 +104,10 @@ def _to_int8(b: Any, x: list[Any], top: Any) -> Any:
     """Emit all 64 values in steps of a 127th of their block's maximum, the first two lanes of `top`."""
     zero, steps = (ir.Constant(top.type, [value] * top.type.count) for value in (0.0, 127.0))
     inverse = b.select(b.fcmp_ordered(">", top, zero), b.fdiv(steps, top), zero)
-    rint = _function(b, f"llvm.rint.v{LANES}f32", f32x16.ir, 1)
     made = []
     for i, v in enumerate(x):
         factor = _shuffle(b, inverse, inverse, [i // 2] * LANES)
-        whole = b.fptosi(b.call(rint, [b.fmul(v, factor)]), I32X16)
+        whole = b.fptosi(emit_call(b, "rint", b.fmul(v, factor)), I32X16)
         made.append(b.trunc(whole, ir.VectorType(I8, LANES)))
     return concat_vectors(b, made)
 
@@ -129,7 +123,7 @@ def quantize_pair(
 
         def put(which: int, times: int, value: Any) -> None:
             place = b.mul(index, ir.Constant(index.type, times))
-            b.store(value, element_pointer(context, b, sig.args[which], args[which], place, value.type)).align = 1
+            emit_store(context, b, sig.args[which], args[which], place, value)
 
         values = [
             emit_load(context, b, sig.args[0], args[0], b.add(args[1], ir.Constant(args[1].type, 16 * i)), f32x16.ir)

@@ -1,4 +1,4 @@
-"""Tensors of a file -> packed weights in the layouts of layouts.py. The copy is complete: the file can be closed.
+"""Tensors of a file -> packed weights in the layouts of packed_weight.py. The copy is complete: the file can be closed.
 
 Scales and minima are float16 times one power of two per matrix, the unit: the largest is 2**14 to 2**15 units (for a K
 type, as if its small integer were the largest possible). A scale that is a float16 in the file stays exact; a product
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import cache, partial
 from math import frexp, isfinite, ldexp
 from typing import Any, NamedTuple
@@ -29,34 +28,12 @@ from ...weights.quants.codebooks import GRIDS, grid
 from . import gguf_blocks as gguf
 from .dot_int8 import WEIGHT_BIAS
 from .jit import kernel, variant
-from .layouts import BLOCK_COLUMNS, GROUP_ROWS, LINE_BYTES, Layout, layout_of_tensor
+from .packed_weight import BLOCK_COLUMNS, GROUP_ROWS, LINE_BYTES, Layout, PackedMatrix, layout_of_tensor
 from .pointers import inline, load_f32, load_u8, load_u16, load_u32, store_f16, store_u8, store_u16, store_u32
 
 FLOAT_DTYPES: dict[str, Any] = {"F32": np.float32, "F16": np.uint16, "BF16": np.uint16}
 MIN_UNIT_EXPONENT = -126  # the unit's inverse is still a float32
 MIN_BYTES_PER_THREAD = 1 << 20  # of a tensor
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PackedMatrix:
-    """A packed matrix. Arrays are flat; scales and minima hold the bits of float16.
-
-    Scale i of a row, one per `layout.columns_per_scale` columns, is at (group * scales_per_row + i) * 16 + row % 16.
-    """
-
-    packed: NDArray[Any]  # uint8 lines, then `nibble_scales`; of floats: uint16 or float32
-    scales: NDArray[np.uint16]
-    minima: NDArray[np.uint16]  # empty if the layout has none
-    nibble_scales: NDArray[np.uint8] | None  # a view of `packed`: one byte per 16 columns, placed as scales are
-    rows: int
-    columns: int
-    layout: Layout
-    unit: float  # factor of every scale and minimum
-    bias: int  # added to int8 codes
-
-    @property
-    def nbytes(self) -> int:
-        return self.packed.nbytes + self.scales.nbytes + self.minima.nbytes
 
 
 class Source(NamedTuple):
@@ -121,7 +98,7 @@ def _with_first_rows(tensors: Sequence[Tensor]) -> list[tuple[Tensor, int]]:
 def _allocate(layout: Layout, rows: int, columns: int, unit: float = 1.0, bias: int = 0) -> PackedMatrix:
     """Return a matrix to be filled; rows of padding are zero."""
     groups = -(-rows // GROUP_ROWS)
-    lines = groups * (columns // BLOCK_COLUMNS) * layout.lines_per_block * LINE_BYTES
+    lines = groups * (columns // BLOCK_COLUMNS) * layout.block_bytes
     tail = groups * columns if layout.nibble_scales else 0  # one byte for 16 columns of each of 16 rows
     packed = _aligned_empty(lines + tail, np.uint8)
     scales = _aligned_empty(groups * (columns // layout.columns_per_scale) * GROUP_ROWS, np.uint16)

@@ -14,7 +14,7 @@ from functools import cache
 import numpy as np
 
 from ..ops import RopeTable
-from . import simd_f32 as f
+from . import simd as f
 from .jit import TaskKernel, kernel
 from .kv_layout import ADDRESSES_PER_LAYER, ARRAY_OF_TYPE, is_int8, load_one, padded_dim, store_one
 from .pointers import f32, f64, i64, scratch
@@ -146,8 +146,8 @@ def rope_store(args, step, piece):
     a, s = i64(args), i64(step)
     heads, kv_heads, half = a[StoreArg.HEADS], a[StoreArg.KV_HEADS], a[StoreArg.PAIRS]
     dim, padded = a[StoreArg.DIM], a[StoreArg.PADDED]
-    kv, at = i64(s[Step.KV]), ADDRESSES_PER_LAYER * a[StoreArg.LAYER]
-    keys, values, k_scales, v_scales = CACHED(kv[at]), CACHED(kv[at + 1]), f32(kv[at + 2]), f32(kv[at + 3])
+    cache = i64(s[Step.KV] + 8 * ADDRESSES_PER_LAYER * a[StoreArg.LAYER])
+    keys, values, k_scales, v_scales = CACHED(cache[0]), CACHED(cache[1]), f32(cache[2]), f32(cache[3])
     x, cos, sin = f32(s[Step.QKV]), f32(s[a[StoreArg.COS]]), f32(s[a[StoreArg.COS] + 1])
     head, first = scratch(padded), piece * TOKENS_PER_PIECE
     for t in range(first, min(s[Step.TOKENS], first + TOKENS_PER_PIECE)):

@@ -29,7 +29,7 @@ from .program import Program, Step, Task, new_step, pack_args
 
 Floats = NDArray[np.float32]
 MAX_GREEDY_ROWS = 4  # without a program
-FIND = None  # set for each variant
+DRAW_TOKEN = None  # set for each variant
 
 
 # Integers and floats of a row; WINDOW, OUTPUT_IDS, BIAS_IDS and BIAS_VALUES are addresses.
@@ -98,19 +98,13 @@ def is_finite(x):
 
 def draw_row(x, ints, floats):
     """Draw a token by its probability."""
-    ids, s = np.empty(x.shape[0], np.int64), np.empty(x.shape[0], np.float64)
-    top_p, min_p, typical_p = floats[RowFloat.TOP_P], floats[RowFloat.MIN_P], floats[RowFloat.TYPICAL_P]
     point = kernels.uniform(np.uint64(ints[RowInt.SEED]), ints[RowInt.SAMPLE_INDEX], ints[RowInt.POSITION])
-    token, count, total, center, radius = FIND(
-        x, floats[RowFloat.TEMPERATURE], ints[RowInt.TOP_K], top_p, min_p, typical_p, point, ids, s
-    )
-    if count <= 0:
-        return token
-    return kernels.filter_and_draw(ids[:count], s[:count], total, center, radius, top_p, min_p, typical_p, point)
+    top_p, min_p, typical_p = floats[RowFloat.TOP_P], floats[RowFloat.MIN_P], floats[RowFloat.TYPICAL_P]
+    return DRAW_TOKEN(x, floats[RowFloat.TEMPERATURE], ints[RowInt.TOP_K], top_p, min_p, typical_p, point)
 
 
-draw_row_f32 = kernel(variant(draw_row, "f32", FIND=kernels.FIND_CANDIDATES_F32))
-draw_row_f64 = kernel(variant(draw_row, "f64", FIND=kernels.FIND_CANDIDATES_F64))
+draw_row_f32 = kernel(variant(draw_row, "f32", DRAW_TOKEN=kernels.DRAW_TOKEN_F32))
+draw_row_f64 = kernel(variant(draw_row, "f64", DRAW_TOKEN=kernels.DRAW_TOKEN_F64))
 
 
 @kernel
@@ -215,15 +209,9 @@ def _sample_program() -> Program:
 
 def draw(x: NDArray[Any], row: SampleRow) -> int:
     """Draw a token of one row without penalties; it may be UNDECIDED or kernels.NOT_FINITE."""
-    ids, s = np.empty(x.size, np.int64), np.empty(x.size)
-    temperature, top_p, typical_p, min_p = map(float, (row.temperature, row.top_p, row.typical_p, row.min_p))
+    temperature, top_p, min_p, typical_p = map(float, (row.temperature, row.top_p, row.min_p, row.typical_p))
     point = kernels.uniform(np.uint64(row.seed), row.sample_index, row.position)
-    token, count, total, center, radius = kernels.FIND_CANDIDATES_F32(
-        x, temperature, row.top_k, top_p, min_p, typical_p, point, ids, s
-    )
-    if count <= 0:
-        return int(token)
-    return int(kernels.filter_and_draw(ids[:count], s[:count], total, center, radius, top_p, min_p, typical_p, point))
+    return int(kernels.DRAW_TOKEN_F32(x, temperature, row.top_k, top_p, min_p, typical_p, point))
 
 
 def _has_penalties(row: SampleRow) -> bool:
@@ -245,12 +233,10 @@ def logprobs(logits: Floats, chosen: Ints, k: int) -> Logprobs:
     return Logprobs(found, top_ids, top)
 
 
-_F32S, _F64S, _IDS = nb.float32[::1], nb.float64[::1], nb.int64[::1]
-_FLOAT, _INT = nb.float64, nb.int64
+_F32S, _IDS, _FLOAT, _INT = nb.float32[::1], nb.int64[::1], nb.float64, nb.int64
 PYTHON_KERNELS = (
     PythonKernel(kernels.greedy, _F32S),
     PythonKernel(kernels.uniform, nb.uint64, _INT, _INT),
-    PythonKernel(kernels.FIND_CANDIDATES_F32, _F32S, _FLOAT, _INT, *[_FLOAT] * 4, _IDS, _F64S),
-    PythonKernel(kernels.filter_and_draw, _IDS, _F64S, *[_FLOAT] * 7),
+    PythonKernel(kernels.DRAW_TOKEN_F32, _F32S, _FLOAT, _INT, *[_FLOAT] * 4),
     PythonKernel(kernels.log_softmax, _F32S, _INT, _INT, _IDS, _F32S),
 )

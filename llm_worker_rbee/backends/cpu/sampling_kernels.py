@@ -12,17 +12,16 @@ import math
 
 import numpy as np
 
-from . import simd_f32 as f
-from . import simd_f64 as w
+from . import simd as f
 from .jit import kernel, variant
 from .simd import LANES
-from .simd_f64 import MIN_EXPONENT
+from .simd import MIN_EXPONENT_F64 as MIN_EXPONENT
 
 BLOCK = 64
 MIN_BUCKETED_KEYS, BUCKETS, BUCKETS_PER_UNIT = 256, 512, 16  # more keys are worth buckets; a unit of distance
 TIE_TOLERANCE = 1e-10  # two sums or keys nearer than this are left to the reference
 UNDECIDED, NOT_FINITE = -1, -2
-BLOCK_MAX = None  # set for each variant
+BLOCK_MAX = FIND = None  # set for each variant
 
 
 @kernel
@@ -64,7 +63,7 @@ def exp_all(s, count):
     """Return exp of each of the first `count` values."""
     made, whole = np.empty(count, np.float64), count - count % LANES
     for i in range(0, whole, LANES):
-        w.store(made, i, w.exp(w.load(s, i)))
+        f.store(made, i, f.exp(f.load_f64(s, i)))
     for i in range(whole, count):
         made[i] = math.exp(s[i]) if s[i] >= MIN_EXPONENT else 0.0
     return made
@@ -271,12 +270,8 @@ def block_max_f64(x, maxima):
     whole = x.shape[0] // BLOCK
     for b in range(whole):
         i = b * BLOCK
-        maxima[b] = w.hmax(
-            w.max_nan_second(
-                w.max_nan_second(w.load(x, i), w.load(x, i + 16)),
-                w.max_nan_second(w.load(x, i + 32), w.load(x, i + 48)),
-            )
-        )
+        p, q, r, s = f.load_f64(x, i), f.load_f64(x, i + 16), f.load_f64(x, i + 32), f.load_f64(x, i + 48)
+        maxima[b] = f.hmax(f.max_nan_second(f.max_nan_second(p, q), f.max_nan_second(r, s)))
     if whole < maxima.shape[0]:
         maxima[whole] = x[whole * BLOCK]
         for i in range(whole * BLOCK, x.shape[0]):
@@ -318,17 +313,17 @@ def scale_logits(x, best, temperature, ids, count, s):
 @kernel
 def exp_sums(x, best, temperature, sums):
     """Write the sum of e^s, s = (x - best) / temperature, of each block; return the sums of e^s and of s * e^s."""
-    rate, less = w.splat(1 / temperature), w.splat(-best)
-    whole, total, moment = x.shape[0] // BLOCK, 0.0, w.splat(0.0)
+    rate, less = f.splat_f64(1 / temperature), f.splat_f64(-best)
+    whole, total, moment = x.shape[0] // BLOCK, 0.0, f.splat_f64(0.0)
     for b in range(whole):
-        some = w.splat(0.0)
+        some = f.splat_f64(0.0)
         for i in range(b * BLOCK, b * BLOCK + BLOCK, LANES):
-            s = w.max_nan_second(w.mul(w.add(w.load(x, i), less), rate), w.splat(2 * MIN_EXPONENT))
-            e = w.exp(s)
-            some, moment = w.add(some, e), w.fma(e, s, moment)
-        sums[b] = w.hsum(some)
+            s = f.max_nan_second(f.mul(f.add(f.load_f64(x, i), less), rate), f.splat_f64(2 * MIN_EXPONENT))
+            e = f.exp(s)
+            some, moment = f.add(some, e), f.fma(e, s, moment)
+        sums[b] = f.hsum(some)
         total += sums[b]
-    rest = w.hsum(moment)
+    rest = f.hsum(moment)
     if whole < sums.shape[0]:
         sums[whole] = 0
         for i in range(whole * BLOCK, x.shape[0]):
@@ -427,8 +422,19 @@ def find_candidates(x, temperature, top_k, top_p, min_p, typical_p, point, ids, 
     return UNDECIDED, count, total, center, radius
 
 
-FIND_CANDIDATES_F32 = kernel(variant(find_candidates, "f32", BLOCK_MAX=block_max))
-FIND_CANDIDATES_F64 = kernel(variant(find_candidates, "f64", BLOCK_MAX=block_max_f64))
+def draw_token(x, temperature, top_k, top_p, min_p, typical_p, point):
+    """Return the token at `point` (0 to 1) of the candidates' cumulative probability, UNDECIDED or NOT_FINITE."""
+    ids, s = np.empty(x.shape[0], np.int64), np.empty(x.shape[0], np.float64)
+    token, count, total, center, radius = FIND(x, temperature, top_k, top_p, min_p, typical_p, point, ids, s)
+    if count <= 0:
+        return token
+    return filter_and_draw(ids[:count], s[:count], total, center, radius, top_p, min_p, typical_p, point)
+
+
+FIND_F32 = kernel(variant(find_candidates, "f32", BLOCK_MAX=block_max))
+FIND_F64 = kernel(variant(find_candidates, "f64", BLOCK_MAX=block_max_f64))
+DRAW_TOKEN_F32 = kernel(variant(draw_token, "f32", FIND=FIND_F32))
+DRAW_TOKEN_F64 = kernel(variant(draw_token, "f64", FIND=FIND_F64))
 
 
 @kernel

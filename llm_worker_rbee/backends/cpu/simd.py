@@ -1,23 +1,24 @@
-"""SIMD vectors as Numba values: 64 bytes, 16 int32, 16 float32, and tiles of them. One width on every machine.
+"""SIMD vectors as Numba values: 64 bytes, 16 int32, float32 or float64, and tiles of them. One width on every machine.
 
 A Numba type whose data model is an LLVM vector lives in registers like any local variable; LLVM splits 64 bytes into
 the machine's registers (one with AVX-512, two with AVX2, four on Arm). A tile holds one vector for each token that a
 kernel computes at once: an operation on a tile becomes one instruction per token, without a loop.
+
+LLVM does not vectorise a plain loop that adds floats, as that would change the order of the sum; these operations are
+vectors by type. Their arguments tell float32 from float64, except for `load` and `splat` and their float64 twins.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from functools import cache
-from typing import Any
+from functools import cache, partial, reduce
+from typing import Any, NamedTuple
 
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic, models, register_model
 
-from . import f16c_fallback
-
-f16c_fallback.install()  # before any kernel converts float16
 I8, I16, I32, F16, F32 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.HalfType(), ir.FloatType()
 LANES = 16
 
@@ -47,6 +48,7 @@ class _Model(models.PrimitiveModel):
 
 
 u8x64, i32x16, f32x16 = Vector("u8x64", I8, 64), Vector("i32x16", I32, LANES), Vector("f32x16", F32, LANES)
+f64x16 = Vector("f64x16", ir.DoubleType(), LANES)
 # LLVM types without a Numba type; I32X16 is also the view of 64 bytes as words, for shifts
 I8X16, F16X16, I32X16 = ir.VectorType(I8, LANES), ir.VectorType(F16, LANES), ir.VectorType(I32, LANES)
 
@@ -98,10 +100,23 @@ def emit_splat(b: Any, scalar: Any, vector: ir.VectorType) -> Any:
     return b.shuffle_vector(first, undefined, ir.Constant(ir.VectorType(I32, vector.count), [0] * vector.count))
 
 
+def emit_store(context: Any, b: Any, array_type: Any, array: Any, index: Any, value: Any) -> Any:
+    """Emit a store at element `index`, of any alignment; return what an intrinsic without a result returns."""
+    b.store(value, element_pointer(context, b, array_type, array, index, value.type)).align = 1
+    return context.get_dummy_value()
+
+
+def emit_call(b: Any, name: str, *args: Any) -> Any:
+    """Emit a call of an LLVM function on vectors of one type."""
+    kind = args[0].type
+    element = {"float": "f32", "double": "f64"}.get(str(kind.element), str(kind.element))
+    function = ir.FunctionType(kind, [kind] * len(args))
+    return b.call(b.module.declare_intrinsic(f"llvm.{name}.v{kind.count}{element}", (), function), args)
+
+
 def emit_fma(b: Any, x: Any, y: Any, z: Any) -> Any:
-    """Emit x * y + z of 16 floats, rounded once."""
-    kind = ir.FunctionType(f32x16.ir, [f32x16.ir] * 3)
-    return b.call(b.module.declare_intrinsic("llvm.fma.v16f32", (), kind), [x, y, z])
+    """Emit x * y + z, rounded once."""
+    return emit_call(b, "fma", x, y, z)
 
 
 def emit_shift_mask(b: Any, line: Any, shift: int, mask: int) -> Any:
@@ -128,14 +143,180 @@ def _load_of_token(context: Any, b: Any, array: tuple[Any, Any], index: Any, str
     return emit_load(context, b, *array, at, kind)
 
 
+class ExpConstants(NamedTuple):
+    """What exp needs of a float type; its result is 0 below `low`, and it takes numbers up to `high`."""
+
+    log2e: float
+    ln2_high: float
+    ln2_low: float
+    degree: int  # of the series
+    low: float
+    high: float
+    mantissa_bits: int
+    bias: int  # of the exponent
+
+
+EXP_F32 = ExpConstants(1.44269504088896341, 0.693359375, -2.12194440e-4, 7, -87.0, 88.0, 23, 127)
+EXP_F64 = ExpConstants(1.4426950408889634, 0.6931471803691238, 1.9082149292705877e-10, 11, -60.0, 0, 52, 1023)
+MIN_EXPONENT_F64 = EXP_F64.low  # exp of less is negligible beside 1, however many there are
+
+
+def _operation(count: int, emit: Any) -> Any:
+    """Return the intrinsic that applies `emit(builder, *vectors)` to 1, 2 or 3 vectors of one type."""
+
+    def typed(*vectors: Any) -> Any:
+        return vectors[0](*vectors), lambda context, b, sig, args: emit(b, *args)
+
+    def unary(_: Any, x: Any) -> Any:
+        return typed(x)
+
+    def binary(_: Any, x: Any, y: Any) -> Any:
+        return typed(x, y)
+
+    def ternary(_: Any, x: Any, y: Any, z: Any) -> Any:
+        return typed(x, y, z)
+
+    return intrinsic((unary, binary, ternary)[count - 1])
+
+
+def _splat_operation(vector: Any, scalar: Any) -> Any:
+    """Return the intrinsic that puts one scalar into every lane."""
+
+    def splat(_: Any, value: Any) -> Any:
+        return vector(scalar), lambda context, b, sig, args: emit_splat(b, args[0], vector.ir)
+
+    return intrinsic(splat)
+
+
+def _max_nan_second(b: Any, x: Any, y: Any) -> Any:
+    """Emit x where x > y, else y: y also where x is NaN. One instruction on x86, unlike llvm.maxnum."""
+    return b.select(b.fcmp_ordered(">", x, y), x, y)
+
+
+def _nan_mask(b: Any, mask: Any, x: Any, y: Any) -> Any:
+    return b.select(b.fcmp_unordered("uno", x, y), ir.Constant(x.type, [math.nan] * LANES), mask)
+
+
+def _exp(b: Any, x: Any) -> Any:
+    k = EXP_F32 if x.type.element == F32 else EXP_F64
+    integers = ir.VectorType(ir.IntType(32 if k is EXP_F32 else 64), LANES)
+
+    def constant(value: float, kind: Any = x.type) -> ir.Constant:
+        return ir.Constant(kind, [value] * LANES)
+
+    tiny = b.fcmp_ordered("<", x, constant(k.low))
+    value = b.select(tiny, constant(k.low), x)
+    if k.high:
+        value = b.select(b.fcmp_ordered("<", constant(k.high), value), constant(k.high), value)
+    rounding = constant(1.5 * 2.0**k.mantissa_bits)  # a number this large has no fraction, and its low bits are free
+    shifted = emit_fma(b, value, constant(k.log2e), rounding)  # its low bits: the power, rounded
+    power = b.fsub(shifted, rounding)
+    rest = emit_fma(b, power, constant(-k.ln2_high), value)
+    rest = emit_fma(b, power, constant(-k.ln2_low), rest)
+    series = constant(1.0 / math.factorial(k.degree))
+    for n in range(k.degree - 1, -1, -1):
+        series = emit_fma(b, series, rest, constant(1.0 / math.factorial(n)))
+    exponent = b.add(b.bitcast(shifted, integers), constant(k.bias, integers))
+    two = b.bitcast(b.shl(exponent, constant(k.mantissa_bits, integers)), x.type)
+    return b.select(tiny, constant(0.0), b.fmul(series, two))
+
+
+splat, splat_f64 = _splat_operation(f32x16, types.float32), _splat_operation(f64x16, types.float64)
+add = _operation(2, lambda b, x, y: b.fadd(x, y))
+mul = _operation(2, lambda b, x, y: b.fmul(x, y))
+div = _operation(2, lambda b, x, y: b.fdiv(x, y))
+fma = _operation(3, emit_fma)
+fabs = _operation(1, lambda b, x: emit_call(b, "fabs", x))
+rint = _operation(1, lambda b, x: emit_call(b, "rint", x))  # halves to even
+max_nan_second = _operation(2, _max_nan_second)
+nan_mask = _operation(3, _nan_mask)  # `mask`, and NaN in each lane where x or y is NaN
+# NaN stays NaN. Of float32 within 2 units in the last place up to 88; of float64 for x up to 0, within 1e-14 of it.
+exp = _operation(1, _exp)
+
+
 @intrinsic
-def load_f16x16(_: Any, array: Any, index: Any) -> Any:
-    """Load 16 float16 (in an array of uint16) as floats."""
+def load(_: Any, array: Any, index: Any) -> Any:
+    """Load 16 float32, float16 (as uint16) or int8 as float32."""
 
     def gen(context: Any, b: Any, sig: Any, args: Any) -> Any:
-        return b.fpext(emit_load(context, b, sig.args[0], args[0], args[1], F16X16), f32x16.ir)
+        return emit_load_floats(context, b, sig.args[0], args[0], args[1])
 
     return f32x16(array, types.intp), gen
+
+
+@intrinsic
+def load_f64(_: Any, array: Any, index: Any) -> Any:
+    """Load 16 float32 or float64 as float64."""
+    narrow = array.dtype == types.float32
+
+    def gen(context: Any, b: Any, sig: Any, args: Any) -> Any:
+        value = emit_load(context, b, sig.args[0], args[0], args[1], f32x16.ir if narrow else f64x16.ir)
+        return b.fpext(value, f64x16.ir) if narrow else value
+
+    return f64x16(array, types.intp), gen
+
+
+@intrinsic
+def store(_: Any, array: Any, index: Any, value: Any) -> Any:
+    """Write 16 floats, rounded to float16 if the array holds uint16."""
+    narrow = array.dtype == types.uint16
+
+    def gen(context: Any, b: Any, sig: Any, args: Any) -> Any:
+        stored = b.fptrunc(args[2], F16X16) if narrow else args[2]
+        return emit_store(context, b, sig.args[0], args[0], args[1], stored)
+
+    return types.void(array, types.intp, value), gen
+
+
+@intrinsic
+def store_i8(_: Any, array: Any, index: Any, x: Any) -> Any:
+    """Write 16 whole numbers as int8."""
+
+    def gen(context: Any, b: Any, sig: Any, args: Any) -> Any:
+        value = b.trunc(b.fptosi(args[2], I32X16), I8X16)
+        return emit_store(context, b, sig.args[0], args[0], args[1], value)
+
+    return types.void(array, types.intp, f32x16), gen
+
+
+def _reduce(b: Any, value: Any, combine: Any) -> Any:
+    """Emit a reduction of all lanes: of float32 as a tree, of float64 one after the other, on every machine alike."""
+    if value.type.element != F32:
+        return reduce(combine, [b.extract_element(value, ir.Constant(I32, lane)) for lane in range(LANES)])
+    count = LANES
+    while count > 1:
+        count //= 2
+        undefined, kind = ir.Constant(value.type, ir.Undefined), ir.VectorType(I32, count)
+        index = [ir.Constant(kind, list(range(first, first + count))) for first in (0, count)]
+        value = combine(*(b.shuffle_vector(value, undefined, lanes) for lanes in index))
+    return b.extract_element(value, ir.Constant(I32, 0))
+
+
+@intrinsic
+def hsum(_: Any, x: Any) -> Any:
+    """Return the sum of all lanes."""
+    scalar = types.float32 if x == f32x16 else types.float64
+    return scalar(x), lambda context, b, sig, args: _reduce(b, args[0], b.fadd)
+
+
+@intrinsic
+def hmax(_: Any, x: Any) -> Any:
+    """Return the largest lane."""
+    scalar = types.float32 if x == f32x16 else types.float64
+    return scalar(x), lambda context, b, sig, args: _reduce(b, args[0], partial(_max_nan_second, b))
+
+
+@intrinsic
+def select_lanes(_: Any, x: Any, first: Any, last: Any, other: Any) -> Any:
+    """Return lanes first .. last - 1 of x, and `other` elsewhere."""
+
+    def gen(context: Any, b: Any, sig: Any, args: Any) -> Any:
+        lanes = ir.Constant(I32X16, list(range(LANES)))
+        low, high = (emit_splat(b, b.trunc(bound, I32), I32X16) for bound in args[1:3])
+        inside = b.and_(b.icmp_signed(">=", lanes, low), b.icmp_signed("<", lanes, high))
+        return b.select(inside, args[0], emit_splat(b, args[3], f32x16.ir))
+
+    return f32x16(f32x16, types.int64, types.int64, types.float32), gen
 
 
 @intrinsic
@@ -162,10 +343,8 @@ def load_as_f32(_: Any, array: Any, index: Any, bfloat: Any) -> Any:
     is_bfloat, narrow = bool(bfloat.literal_value), array.dtype == types.uint16
 
     def gen(context: Any, b: Any, sig: Any, args: Any) -> Any:
-        if not narrow:
-            return emit_load(context, b, sig.args[0], args[0], args[1], f32x16.ir)
-        if not is_bfloat:
-            return b.fpext(emit_load(context, b, sig.args[0], args[0], args[1], F16X16), f32x16.ir)
+        if not (narrow and is_bfloat):
+            return emit_load_floats(context, b, sig.args[0], args[0], args[1])
         value = b.zext(emit_load(context, b, sig.args[0], args[0], args[1], ir.VectorType(I16, LANES)), i32x16.ir)
         return b.bitcast(b.shl(value, ir.Constant(i32x16.ir, [16] * LANES)), f32x16.ir)
 
@@ -252,8 +431,7 @@ def store_tile(_: Any, array: Any, index: Any, stride: Any, tile: Any, unit: Any
         factor = emit_splat(b, args[4], f32x16.ir)
         for token in range(tile.tokens):
             at = b.add(args[1], b.mul(args[2], ir.Constant(args[2].type, token)))
-            place = element_pointer(context, b, sig.args[0], args[0], at, f32x16.ir)
-            b.store(b.fmul(b.extract_value(args[3], token), factor), place).align = 1
+            emit_store(context, b, sig.args[0], args[0], at, b.fmul(b.extract_value(args[3], token), factor))
         return context.get_dummy_value()
 
     return types.void(array, types.intp, types.intp, tile, types.float32), gen

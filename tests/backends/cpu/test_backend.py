@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from llm_worker_rbee.backends import OPS, isa, reference, select_backend
 from llm_worker_rbee.backends.cpu import CpuBackend
-from llm_worker_rbee.backends.cpu.layouts import LAYOUT_BY_TYPE
+from llm_worker_rbee.backends.cpu.packed_weight import LAYOUT_BY_TYPE
 from llm_worker_rbee.backends.ops import AttentionParams, Batch, KVLayer, RopeTable
 from llm_worker_rbee.bench.synthetic import random_tensor
 from llm_worker_rbee.errors import InvalidRequestError

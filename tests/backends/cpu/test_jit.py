@@ -12,14 +12,16 @@ from pathlib import Path
 
 import pytest
 
+from llm_worker_rbee import machine
 from llm_worker_rbee.backends import isa
 from llm_worker_rbee.backends.cpu import jit
+from tests.backends.test_isa import run
 
 PACKAGE = Path(__file__).parents[3] / "llm_worker_rbee"
 RUN = """
 import ctypes, os, resource
 import numpy as np
-from llm_worker_rbee.backends.cpu import simd_f32 as f
+from llm_worker_rbee.backends.cpu import simd as f
 from llm_worker_rbee.backends.cpu.jit import TaskKernel
 from llm_worker_rbee.backends.cpu.pointers import f32
 
@@ -34,6 +36,36 @@ kept = [task.is_cached for task in tasks]
 for task in tasks:
     ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 3)(task.address)(x.ctypes.data, 0, 0)
 print(x[0], all(kept) if any(kept) in (False, all(kept)) else "some")
+"""
+F16_CONVERSIONS = """
+import numba, numpy as np
+from llm_worker_rbee.backends import isa
+from llm_worker_rbee.backends.cpu import jit, simd as f
+
+@numba.njit
+def copy(x, y):
+    for i in range(0, x.size, 16):
+        f.store(y, i, f.load(x, i))
+
+def same(found, wanted):
+    numbers = ~np.isnan(wanted)
+    assert np.array_equal(np.isnan(found), ~numbers)
+    assert np.array_equal(found[numbers].view(f"u{found.itemsize}"), wanted[numbers].view(f"u{found.itemsize}"))
+
+every = np.arange(1 << 16, dtype=np.uint16)
+wide = np.empty(every.size, np.float32)
+copy(every, wide)
+same(wide, every.view(np.float16).astype(np.float32))
+finite = np.abs(wide[np.isfinite(wide)])
+middle = (finite + np.append(finite[1:], np.float32(65536))) / np.float32(2)
+near = [wide, middle, -middle, *(np.nextafter(middle, np.float32(end)) for end in (0, np.inf))]
+x = np.concatenate([*near, np.random.default_rng(1).integers(0, 1 << 32, 1 << 18, np.uint32).view(np.float32)])
+x = x[: x.size // 16 * 16]
+narrow = np.empty(x.size, np.uint16)
+copy(x, narrow)
+with np.errstate(all="ignore"):
+    same(narrow.view(np.float16), x.astype(np.float16))
+print("f16c" in isa.llvm_features())
 """
 RIGHT, WRONG = 6.0, 54.0
 
@@ -59,7 +91,7 @@ def test_jit_cache_is_reused_and_never_stale(tmp_path: Path) -> None:
     shutil.copytree(PACKAGE, root / "llm_worker_rbee", ignore=shutil.ignore_patterns("__pycache__"))
     assert end(start(cache, root)) == (RIGHT, False)
     assert end(start(cache, root)) == (RIGHT, True)
-    edited = root / "llm_worker_rbee" / "backends" / "cpu" / "simd_f32.py"  # not the kernel's own file
+    edited = root / "llm_worker_rbee" / "backends" / "cpu" / "simd.py"  # not the kernel's own file
     text = edited.read_text()
     assert "lambda b, x, y: b.fdiv(x, y)" in text
     edited.write_text(text.replace("lambda b, x, y: b.fdiv(x, y)", "lambda b, x, y: b.fadd(x, y)"))
@@ -108,3 +140,9 @@ def test_open_cache_dir_removes_unused_versions(tmp_path: Path, monkeypatch: pyt
     assert jit.open_cache_dir("f" * 16) == tmp_path / ("f" * 16)
     left = {path.name for path in tmp_path.iterdir()}
     assert left == {name for name, age in days.items() if age <= 35} | {"not-ours", "f" * 16}
+
+
+@pytest.mark.skipif(not machine.is_x86(), reason="elsewhere LLVM has instructions for it")
+def test_float16_conversions_without_f16c_are_exact() -> None:
+    """Every float16, and floats near where they round, to the bit."""
+    assert run(F16_CONVERSIONS, NUMBA_CPU_NAME="generic") == ["False"]
