@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .backends import cuda_probe, fallback_to_cpu, is_automatic, resolve_kv_type, select_backend
+from .backends import fallback_to_cpu, is_automatic, resolve_kv_type, select, select_backend
 from .backends.ops import Backend
 from .config import EngineConfig, ModelConfig
 from .engine.kv_cache_budget import (
@@ -244,7 +244,7 @@ def device_weight_bytes(models: Sequence[Checkpoint], quantize: str | None) -> i
     """Return the bytes of the weights on a GPU; the first model's in the type that it is quantized to."""
     first, *others = models
     types = {} if quantize is None or is_fp8(quantize) else planned_types(first, quantize)
-    return cuda_probe.packed_bytes(first, types) + sum(map(cuda_probe.packed_bytes, others))
+    return select.packed_bytes(first, types) + sum(map(select.packed_bytes, others))
 
 
 def _load_weights(checkpoint: Checkpoint, placed: Placement, quantize: str | None, phases: LoadPhases) -> Transformer:

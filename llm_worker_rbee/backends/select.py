@@ -1,22 +1,47 @@
 """Choosing a backend: `--device` picks the hardware, `--backend` the implementation, `auto` the fastest that works.
 
-Numba and PyTorch are imported only for the backend that is chosen. Placing a model on a device is load.py's.
+Numba and PyTorch are imported only for the backend that is chosen: PyTorch takes seconds, so what can be known of a GPU
+without it (driver files, missing packages, the size of packed weights) is found here. load.py places a model.
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from ..config import KV_AUTO, KV_ON_CPU, KV_ON_CUDA
-from ..errors import InvalidRequestError, MissingDependencyError
-from . import cuda_probe, thread_count
+from ..config import DEVICE_SPARE_BYTES, KV_AUTO, KV_ON_CPU, KV_ON_CUDA
+from ..errors import InvalidRequestError, MissingDependencyError, human_bytes
+from ..weights import Checkpoint
+from . import cpu_info
 from .ops import Backend
 from .reference import ReferenceBackend
 
 BACKENDS = ("auto", "reference", "cpu", "cuda")
 DEVICES = ("auto", "cpu", "cuda")
+DRIVER_FILES = ("/dev/nvidia0", "/dev/nvidiactl", "/proc/driver/nvidia/version", "/usr/lib/wsl/lib/libcuda.so.1")
+REQUIRED_PACKAGES = ("torch", "triton")
+INSTALL_COMMAND = "pip install 'llm-worker-rbee[cuda]'"
+# Bits per weight as cuda/repack.py packs it, with scales; every other type becomes float32.
+PACKED_BITS = {
+    name: bits
+    for bits, names in {
+        4.5: "Q4_0 Q1_0 Q2_0 TQ1_0 TQ2_0",
+        5.0: "Q4_1 Q4_K",
+        5.5: "Q5_0 MXFP4 IQ1_S IQ3_S",
+        6.0: "Q5_1 Q5_K Q2_K",
+        7.0: "Q6_K Q3_K NVFP4 IQ1_M",
+        8.5: "Q8_0 Q8_1 Q8_K IQ2_XXS IQ3_XXS IQ4_NL IQ4_XS",
+        9.0: "IQ2_XS IQ2_S",
+        16.0: "F16 BF16",
+        8.0: "fp8",  # the scale of a row is 32 bits more
+    }.items()
+    for name in names.split()
+}
 
 
 def select_backend(
@@ -37,8 +62,8 @@ def select_backend(
         if threads is not None:
             raise InvalidRequestError("threads sets the threads of CPU kernels: a GPU has its own", "threads")
         wanted = f"device {device!r}" if is_cuda else "backend 'cuda'"
-        return load_cuda_backend(cuda_probe.parse_gpu_index(device), wanted, deterministic=deterministic)
-    if is_automatic(device, backend, threads) and cuda_probe.has_driver() and not cuda_probe.missing_packages():
+        return load_cuda_backend(_parse_gpu_index(device), wanted, deterministic=deterministic)
+    if is_automatic(device, backend, threads) and has_driver() and not missing_packages():
         try:
             return load_cuda_backend(None, deterministic=deterministic)
         except MissingDependencyError:  # no usable GPU: `doctor` reports why
@@ -54,19 +79,53 @@ def is_automatic(device: str, backend: str, threads: int | None = None) -> bool:
 def fallback_to_cpu(backend: Backend, needed: int) -> tuple[Backend, str | None]:
     """Return the backend that `auto` chose, or the CPU's if `needed` bytes do not fit on the GPU; and a note on it."""
     if not backend.has_device_memory:
-        return backend, cuda_probe.missing_packages_note() if cuda_probe.has_driver() else None
-    shortage = cuda_probe.shortage_note(backend.free_memory() or 0, needed)
-    return (backend, None) if shortage is None else (_cpu_backend("auto", None), shortage)
+        is_unused = has_driver() and missing_packages()
+        return backend, f"there is an NVIDIA GPU; to compute on it: {INSTALL_COMMAND}" if is_unused else None
+    free, total = backend.free_memory() or 0, needed + DEVICE_SPARE_BYTES
+    if free >= total:
+        return backend, None
+    sizes = f"the GPU has {human_bytes(free)} of memory free, and the model takes {human_bytes(total)}"
+    return _cpu_backend("auto", None), f"{sizes}: computing on the CPU"
 
 
 def load_cuda_backend(index: int | None, wanted: str = "device 'cuda'", *, deterministic: bool = False) -> Backend:
     """Return the CUDA backend on GPU `index`, by default the one with most free memory."""
-    missing = cuda_probe.missing_packages()
+    missing = missing_packages()
     if missing:
-        raise MissingDependencyError(f"{wanted} needs {' and '.join(missing)}: {cuda_probe.INSTALL_COMMAND}")
+        raise MissingDependencyError(f"{wanted} needs {' and '.join(missing)}: {INSTALL_COMMAND}")
     module: Any = importlib.import_module(f"{__package__}.cuda")
     backend: Backend = module.CudaBackend(index, deterministic=deterministic)
     return backend
+
+
+def has_driver() -> bool:
+    """Return whether files of the NVIDIA driver exist and the environment does not hide its GPUs."""
+    if os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1"):
+        return False
+    return any(Path(name).exists() for name in DRIVER_FILES)
+
+
+def _parse_gpu_index(device: str) -> int | None:
+    """Return the number of `cuda:N`; None for `cuda`."""
+    _, colon, number = device.partition(":")
+    if colon and not (number.isascii() and number.isdigit() and len(number) <= 4):
+        raise InvalidRequestError(f"unknown device {device!r}: a GPU is cuda, or cuda:N with its number", "device")
+    return int(number) if colon else None
+
+
+def missing_packages() -> list[str]:
+    """Return those of PyTorch and Triton that are not installed."""
+    return [name for name in REQUIRED_PACKAGES if importlib.util.find_spec(name) is None]
+
+
+def packed_bytes(checkpoint: Checkpoint, kinds: Mapping[str, str] | None = None) -> int:
+    """Return the bytes of a checkpoint's weights on a GPU; `kinds` overrides quantization types by name."""
+    bits = 0.0
+    for name, tensor in checkpoint.tensors.items():
+        kind = (kinds or {}).get(name) or tensor.pack_as or tensor.kind.name
+        each = PACKED_BITS.get(kind, 32.0) if len(tensor.shape) > 1 else 32.0
+        bits += each * math.prod(tensor.shape)
+    return int(bits / 8)
 
 
 def resolve_kv_type(backend: Backend, kv_type: str = KV_AUTO) -> str:
@@ -97,7 +156,7 @@ def _cpu_backend(backend: str, threads: int | None) -> Backend:
                 "threads",
             )
         return ReferenceBackend()
-    thread_count.choose(threads)  # refuse an impossible number before Numba is imported
+    cpu_info.choose_thread_count(threads)  # refuse an impossible number before Numba is imported
     try:
         module: Any = importlib.import_module(f"{__package__}.cpu")
     except ModuleNotFoundError as error:

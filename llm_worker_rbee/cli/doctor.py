@@ -20,7 +20,7 @@ from typing import Annotated
 import typer
 
 from .. import machine
-from ..backends import cuda_probe, isa, thread_count
+from ..backends import cpu_info, select
 from ..backends.select import load_cuda_backend
 from ..errors import DownloadError, InvalidRequestError, human_bytes
 from ..weights import hub
@@ -137,8 +137,8 @@ def _check_memory() -> Iterator[Check]:
 def _check_gpu() -> Check:
     gpus = machine.gpus()
     if gpus:
-        missing = cuda_probe.missing_packages()
-        command = cuda_probe.INSTALL_COMMAND
+        missing = select.missing_packages()
+        command = select.INSTALL_COMMAND
         remedy = f"{' and '.join(missing)} missing, so the CPU computes: {command}" if missing else None
         return Check("GPU", "warn" if missing else "ok", "; ".join(gpus), remedy)
     if Path("/proc/driver/nvidia/version").exists():
@@ -148,7 +148,7 @@ def _check_gpu() -> Check:
 
 def _check_gpu_kernels() -> Iterator[Check]:
     """Check that PyTorch reaches the GPU, only where there is one, since importing it takes seconds."""
-    if not cuda_probe.has_driver() or cuda_probe.missing_packages():
+    if not select.has_driver() or select.missing_packages():
         return
     try:
         ops = load_cuda_backend(None)
@@ -170,9 +170,9 @@ def _check_package(name: str) -> Check:
 
 def _check_cpu_kernels() -> Check:
     try:
-        return Check("CPU kernels", "ok", f"{isa.current()} (of {', '.join(isa.available())})")
+        return Check("CPU kernels", "ok", f"{cpu_info.current_isa()} (of {', '.join(cpu_info.available_isas())})")
     except InvalidRequestError as error:
-        return Check("CPU kernels", "warn", str(error), f"unset {isa.VARIABLE}")
+        return Check("CPU kernels", "warn", str(error), f"unset {cpu_info.ISA_VARIABLE}")
 
 
 def _check_optional(name: str, remedy: str) -> Check:
@@ -187,10 +187,10 @@ def _check_optional(name: str, remedy: str) -> Check:
 
 def _check_threads() -> Check:
     try:
-        count, why = thread_count.explain()
+        count, why = cpu_info.explain_thread_count()
         return Check("threads", "ok", f"{count} ({why})")
     except InvalidRequestError as error:
-        return Check("threads", "warn", str(error), f"unset {thread_count.VARIABLE}, or give it a number that fits")
+        return Check("threads", "warn", str(error), f"unset {cpu_info.THREADS_VARIABLE}, or give it a number that fits")
 
 
 def _check_threading_layer() -> Check:

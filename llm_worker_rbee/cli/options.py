@@ -17,7 +17,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ..backends import isa, thread_count
+from ..backends import cpu_info
 from ..backends.ops import COMPILING
 from ..config import KV_AUTO, KV_VALUE_BYTES, SPECULATIVE, EngineConfig
 from ..engine.kv_cache_budget import parse_size
@@ -172,7 +172,7 @@ class ComputeOptions:
                 raise typer.BadParameter(f"{name} is for the CPU: it does not go with a GPU")
         count = use_threads(self.threads, self.backend)
         if self.cpu_isa is not None:
-            _check(isa.force, self.cpu_isa, option="--cpu-isa")
+            _check(cpu_info.force_isa, self.cpu_isa, option="--cpu-isa")
         return count
 
     @property
@@ -204,7 +204,7 @@ class LoadOptions(ComputeOptions):
 def use_threads(threads: int | None, backend: str = "auto") -> int:
     """Return how many threads will compute; those of the reference are NumPy's, 1 by default."""
     if backend != "reference":  # without --threads the number comes from the environment, which is no usage error
-        choose = thread_count.choose
+        choose = cpu_info.choose_thread_count
         return choose() if threads is None else _check(choose, threads, option="--threads")
     if threads is not None and os.environ.get(NUMPY_THREAD_VARIABLES[0]) != str(threads):
         raise WorkerError("--threads cannot be changed once NumPy is loaded: start a new process")

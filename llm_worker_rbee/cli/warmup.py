@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ..backends import isa, select_backend
+from ..backends import cpu_info, select_backend
 from ..backends.ops import COMPILING
 from ..errors import InvalidRequestError
 from ..models import read_model_config
@@ -57,12 +57,13 @@ def warmup(
     seconds = time.perf_counter() - start
     if as_json:
         print_json({"kernels": len(kernels), "compiled": compiled, "seconds": seconds,
-                    "folder": None if folder is None else str(folder), "instruction_set": isa.current()})  # fmt: skip
+                    "folder": None if folder is None else str(folder),
+                    "instruction_set": cpu_info.current_isa()})  # fmt: skip
         return
     if compiled:
-        note(f"compiled {count(compiled, 'kernel')} of {len(kernels)} in {seconds:.1f} s, for {isa.current()}")
+        note(f"compiled {count(compiled, 'kernel')} of {len(kernels)} in {seconds:.1f} s, for {cpu_info.current_isa()}")
     else:
-        note(f"nothing to compile: {count(len(kernels), 'kernel')} for {isa.current()} were there")
+        note(f"nothing to compile: {count(len(kernels), 'kernel')} for {cpu_info.current_isa()} were there")
     print(folder)
 
 

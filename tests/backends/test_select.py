@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from llm_worker_rbee.backends import cuda_probe, fallback_to_cpu, resolve_kv_type, select_backend
+from llm_worker_rbee.backends import fallback_to_cpu, resolve_kv_type, select, select_backend
 from llm_worker_rbee.backends.cpu import CpuBackend
 from llm_worker_rbee.backends.reference import ReferenceBackend
 from llm_worker_rbee.config import KV_CUDA, KV_ON_CUDA
@@ -45,7 +45,7 @@ def run_python(code: str, **env: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_select_cuda_without_packages_names_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_probe, "REQUIRED_PACKAGES", ("no_such_package", "numpy"))
+    monkeypatch.setattr(select, "REQUIRED_PACKAGES", ("no_such_package", "numpy"))
     for names in (("cuda", "auto"), ("cuda:1", "cuda"), ("auto", "cuda")):
         with pytest.raises(MissingDependencyError) as caught:
             select_backend(*names)
@@ -54,7 +54,7 @@ def test_select_cuda_without_packages_names_install_command(monkeypatch: pytest.
 
 
 def test_select_cuda_without_gpu_raises() -> None:
-    if cuda_probe.missing_packages() or cuda_probe.has_driver():
+    if select.missing_packages() or select.has_driver():
         pytest.skip("PyTorch and Triton and no GPU are needed")
     done = run_python("from llm_worker_rbee.backends import select_backend; select_backend('cuda')")
     line = done.stderr.strip().splitlines()[-1]
@@ -73,14 +73,14 @@ def test_select_auto_without_gpu_does_not_import_torch() -> None:
 
 def test_has_driver_respects_cuda_visible_devices(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     sign = tmp_path / "nvidia0"
-    monkeypatch.setattr(cuda_probe, "DRIVER_FILES", (str(sign),))
+    monkeypatch.setattr(select, "DRIVER_FILES", (str(sign),))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert not cuda_probe.has_driver()
+    assert not select.has_driver()
     sign.touch()
-    assert cuda_probe.has_driver()
+    assert select.has_driver()
     for hidden in ("", "-1"):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
-        assert not cuda_probe.has_driver()
+        assert not select.has_driver()
 
 
 def test_fallback_to_cpu_if_gpu_is_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,13 +89,13 @@ def test_fallback_to_cpu_if_gpu_is_too_small(monkeypatch: pytest.MonkeyPatch) ->
     assert isinstance(backend, CpuBackend)
     assert note == "the GPU has 2.00 GB of memory free, and the model takes 2.07 GB: computing on the CPU"
     assert fallback_to_cpu(small, 9 * 10**8) == (small, None)
-    monkeypatch.setattr(cuda_probe, "DRIVER_FILES", ())
+    monkeypatch.setattr(select, "DRIVER_FILES", ())
     assert fallback_to_cpu(cpu, 10**15) == (cpu, None)
 
 
 def test_gpu_without_packages_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_probe, "DRIVER_FILES", ("/",))
-    monkeypatch.setattr(cuda_probe, "REQUIRED_PACKAGES", ("no_such_package",))
+    monkeypatch.setattr(select, "DRIVER_FILES", ("/",))
+    monkeypatch.setattr(select, "REQUIRED_PACKAGES", ("no_such_package",))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert isinstance(select_backend(), CpuBackend)
     assert fallback_to_cpu(cpu, 1)[1] == "there is an NVIDIA GPU; to compute on it: pip install 'llm-worker-rbee[cuda]'"
@@ -138,4 +138,4 @@ def test_resolve_kv_type_per_backend() -> None:
 
 def test_packed_bytes_estimates_checkpoint(default_model: Path) -> None:
     checkpoint = open_checkpoint(default_model)
-    assert checkpoint.nbytes <= cuda_probe.packed_bytes(checkpoint) <= 1.3 * checkpoint.nbytes
+    assert checkpoint.nbytes <= select.packed_bytes(checkpoint) <= 1.3 * checkpoint.nbytes

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from llm_worker_rbee.backends import isa, thread_count
+from llm_worker_rbee.backends import cpu_info
 from llm_worker_rbee.cli.doctor import _check_optional, _check_package
 
 from .conftest import Run
@@ -24,8 +24,8 @@ def test_doctor_json_lists_all_checks(spawn: Run, tmp_path: Path) -> None:
         assert checks[name]["status"] in ("ok", "warn", "missing")
         assert checks[name]["found"]
     assert str(tmp_path) in checks["cache"]["found"]
-    assert checks["CPU kernels"]["found"].startswith(f"{isa.current()} (of ")
-    assert checks["threads"]["found"] == "{} ({})".format(*thread_count.explain())
+    assert checks["CPU kernels"]["found"].startswith(f"{cpu_info.current_isa()} (of ")
+    assert checks["threads"]["found"] == "{} ({})".format(*cpu_info.explain_thread_count())
     assert checks["threading layer"]["found"].split()[0] in ("omp", "tbb", "workqueue:")
     assert "kernels compiled" in checks["kernel cache"]["found"]
     assert checks["default model"]["status"] == "missing"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from llm_worker_rbee.backends import isa
+from llm_worker_rbee.backends import cpu_info
 from llm_worker_rbee.cli.options import EngineOptions
 from llm_worker_rbee.config import EngineConfig
 
@@ -29,7 +29,7 @@ def answer(cli: Run, tiny: Path, *options: str) -> list[int]:
 def test_threads_and_isa_give_same_answer(cli: Run, tiny: Path) -> None:
     usual = answer(cli, tiny)
     assert answer(cli, tiny, "--threads", "1") == usual
-    assert answer(cli, tiny, "--cpu-isa", isa.current()) == usual
+    assert answer(cli, tiny, "--cpu-isa", cpu_info.current_isa()) == usual
 
 
 def test_quantize_gives_an_answer(cli: Run, tiny: Path) -> None:

@@ -15,7 +15,7 @@ from functools import cache
 import numba as nb
 import numpy as np
 
-from ..isa import INSTRUCTION_SETS
+from ..cpu_info import INSTRUCTION_SETS
 from ..ops import AttentionParams
 from . import kv_layout as kv
 from . import simd as f

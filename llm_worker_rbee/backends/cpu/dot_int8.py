@@ -14,12 +14,12 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from .. import isa
+from .. import cpu_info
 from .packed_weight import LAYOUTS
 from .simd import I8, I16, I32, I32X16, LANES, emit_load, emit_shift_mask, emit_splat, map_tile, u8x64
 
-ISA = isa.current()
-WEIGHT_BIAS = isa.INSTRUCTION_SETS[ISA].weight_bias
+ISA = cpu_info.current_isa()
+WEIGHT_BIAS = cpu_info.INSTRUCTION_SETS[ISA].weight_bias
 # `sdot` takes its activations from any lane of a register; elsewhere a broadcasting load is as good.
 BROADCAST_BY_LANE = ISA == "neon_dotprod"
 EmitDot = Callable[[Any, Any, Any, Any], Any]  # (builder, accumulator, weights, activations) -> accumulator

@@ -40,9 +40,9 @@ from numba.core.runtime import nrt
 
 from ... import machine
 from ...weights.quants import codebooks
-from .. import isa
+from .. import cpu_info
 
-isa.llvm_features()  # tells LLVM what the machine has before Numba makes its compiler
+cpu_info.llvm_features()  # tells LLVM what the machine has before Numba makes its compiler
 SOURCES = Path(__file__).parent
 CACHE_VARIABLE = "LLM_WORKER_KERNEL_CACHE"
 MIN_DIRS_KEPT = 4  # the newest stay however old they are
@@ -107,7 +107,7 @@ define half @__truncsfhf2(float %x) {
 
 def install_f16_conversions() -> None:
     """Add the conversions to Numba's execution engine, where every kernel finds them, if this processor needs them."""
-    if machine.is_x86() and "f16c" not in isa.llvm_features():
+    if machine.is_x86() and "f16c" not in cpu_info.llvm_features():
         codegen: Any = cpu_target.target_context.codegen()
         module = binding.parse_assembly(F16_CONVERSIONS_IR)
         module.triple, module.data_layout = codegen._llvm_module.triple, codegen._llvm_module.data_layout
@@ -121,11 +121,11 @@ install_f16_conversions()
 def fingerprint() -> str:
     """Return a hash of everything that the machine code depends on."""
     digest = hashlib.sha256()
-    others = (Path(str(module.__file__)) for module in (isa, codebooks))  # sources of kernels outside this folder
+    others = (Path(str(module.__file__)) for module in (cpu_info, codebooks))  # sources of kernels outside this folder
     for path in [*others, *sorted(SOURCES.glob("*.py"))]:
         digest.update(path.name.encode() + path.read_bytes())
     versions = nb.__version__, llvmlite.__version__, sys.version_info[:2]  # the code is pickled
-    digest.update(repr((isa.current(), *versions, binding.get_host_cpu_name())).encode())
+    digest.update(repr((cpu_info.current_isa(), *versions, binding.get_host_cpu_name())).encode())
     return digest.hexdigest()[:16]
 
 

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from ...weights import Tensor
 from ...weights.checkpoint import release_pages
-from ..isa import INSTRUCTION_SETS
+from ..cpu_info import INSTRUCTION_SETS
 from ..ops import Ints
 from . import elementwise, quantize_activations, simd
 from .dot_int8 import ISA, WEIGHT_BIAS, dot_block

@@ -17,10 +17,10 @@ from numba import types
 from numba.extending import intrinsic
 
 from ... import machine
-from .. import isa
+from .. import cpu_info
 from .simd import F16, F32, I8, I16, I32, literal_int
 
-isa.llvm_features()  # tells LLVM what the machine has before Numba makes its compiler
+cpu_info.llvm_features()  # tells LLVM what the machine has before Numba makes its compiler
 I64 = ir.IntType(64)
 ARRAY_LENGTH = 1 << 40  # the length that an array without an owner claims
 MAX_STACK_FLOATS = 8192  # scratch that a task takes from the stack

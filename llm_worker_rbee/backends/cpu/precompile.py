@@ -21,7 +21,7 @@ import numba as nb
 
 from ...config import KV_DEFAULT, ModelConfig
 from ...weights import Checkpoint
-from .. import thread_count
+from .. import cpu_info
 from ..ops import COMPILING, KV_TYPES, Progress
 from . import program, repack
 from .attention import decode_kernel, prefill_kernel, split_work_kernel
@@ -103,7 +103,7 @@ def load_kernels(kernels: Sequence[Kernel], progress: Progress | None = None) ->
     """Load all of these, compiling what is not cached; return how many were compiled."""
     missing = [kernel for kernel in kernels if not kernel.is_cached]
     report = progress or (lambda what, done, total: None)
-    helpers = min(thread_count.choose() - 1, MAX_HELPERS, len(missing) // KERNELS_PER_HELPER)
+    helpers = min(cpu_info.choose_thread_count() - 1, MAX_HELPERS, len(missing) // KERNELS_PER_HELPER)
     own, *others = _work_orders(missing, 1 + helpers)
     with _helper_processes(others, cache_dir()):
         for kernel in own:

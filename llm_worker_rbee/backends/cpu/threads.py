@@ -19,7 +19,7 @@ import numba
 from numba.np.ufunc import parallel as numba_parallel
 
 from ...errors import InferenceError, MissingDependencyError
-from .. import thread_count
+from .. import cpu_info
 
 LAYERS = ["omp", "tbb", "workqueue"]  # best first
 FORKED = (
@@ -43,7 +43,7 @@ _forked = False
 
 def choose_threads(requested: int | None = None) -> int:
     """Return how many threads a backend uses: `requested`, or the default, at most Numba's pool; raise if too many."""
-    return min(thread_count.choose(requested), int(_numba.config.NUMBA_NUM_THREADS))
+    return min(cpu_info.choose_thread_count(requested), int(_numba.config.NUMBA_NUM_THREADS))
 
 
 def threading_layer() -> str:

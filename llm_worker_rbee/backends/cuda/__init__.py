@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from ...config import KV_CUDA
 from ...weights import Checkpoint, Tensor
-from .. import cuda_probe, ops
+from .. import ops, select
 from . import decoder, device, linear, sampling, unfused_ops
 from .packed_weight import PackedWeight
 from .repack import pack_weight
@@ -53,7 +53,7 @@ class CudaBackend(ops.Backend):
         return device.has_failed(self.torch_device)
 
     def weight_bytes(self, checkpoint: Checkpoint, types: Mapping[str, str] | None = None) -> int:
-        return cuda_probe.packed_bytes(checkpoint, types)
+        return select.packed_bytes(checkpoint, types)
 
     def require_fp8(self) -> None:
         device.require_fp8(self.torch_device)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from llm_worker_rbee.backends import isa, reference
+from llm_worker_rbee.backends import cpu_info, reference
 from llm_worker_rbee.backends.cpu import CpuBackend
 from llm_worker_rbee.backends.ops import KV_TYPES, AttentionParams, Batch, KVLayer, RopeTable
 
@@ -193,8 +193,8 @@ print(cpu.attention(normal(20, 6, 40), kv, batch, AttentionParams(0.2, window=9)
 
 def test_attention_has_the_same_bits_on_every_instruction_set() -> None:
     found = set()
-    for name in {isa.available()[0], "avx2"} & set(isa.available()):  # two sizes of tiles
-        env = {**os.environ, isa.VARIABLE: name, "PYTHONPATH": str(ROOT)}
+    for name in {cpu_info.available_isas()[0], "avx2"} & set(cpu_info.available_isas()):  # two sizes of tiles
+        env = {**os.environ, cpu_info.ISA_VARIABLE: name, "PYTHONPATH": str(ROOT)}
         done = subprocess.run([sys.executable, "-c", FORCED], env=env, capture_output=True, text=True, timeout=200)
         assert done.returncode == 0, done.stderr
         found.add(done.stdout)

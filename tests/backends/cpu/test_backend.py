@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from llm_worker_rbee.backends import OPS, isa, reference, select_backend
+from llm_worker_rbee.backends import OPS, cpu_info, reference, select_backend
 from llm_worker_rbee.backends.cpu import CpuBackend
 from llm_worker_rbee.backends.cpu.packed_weight import LAYOUT_BY_TYPE
 from llm_worker_rbee.backends.ops import AttentionParams, Batch, KVLayer, RopeTable
@@ -164,11 +164,11 @@ def test_rope_store_and_attention_agree_with_reference(
 
 
 def test_isa_current_with_unknown_name_raises(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(isa.VARIABLE, "abacus")
+    monkeypatch.setenv(cpu_info.ISA_VARIABLE, "abacus")
     with pytest.raises(InvalidRequestError, match="'abacus' is unknown: use one of"):
-        isa.current()
-    monkeypatch.setenv(isa.VARIABLE, "portable")
-    assert isa.current() == "portable"
+        cpu_info.current_isa()
+    monkeypatch.setenv(cpu_info.ISA_VARIABLE, "portable")
+    assert cpu_info.current_isa() == "portable"
 
 
 FORCED = """
@@ -187,8 +187,8 @@ print(ISA, np.stack(sums).astype(np.float64).tobytes().hex())
 def test_linear_has_the_same_bits_on_every_instruction_set() -> None:
     """Integer products are exact and the order of the sums is the same, so no bit may differ."""
     found = {}
-    for name in isa.available():
-        env = {**os.environ, isa.VARIABLE: name, "PYTHONPATH": str(ROOT)}
+    for name in cpu_info.available_isas():
+        env = {**os.environ, cpu_info.ISA_VARIABLE: name, "PYTHONPATH": str(ROOT)}
         done = subprocess.run([sys.executable, "-c", FORCED], env=env, capture_output=True, text=True, timeout=200)
         assert done.returncode == 0, done.stderr
         used, found[name] = done.stdout.split()

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from llm_worker_rbee import machine
-from llm_worker_rbee.backends import isa
+from llm_worker_rbee.backends import cpu_info
 from llm_worker_rbee.backends.cpu import jit
-from tests.backends.test_isa import run
+from tests.backends.test_cpu_info import run
 
 PACKAGE = Path(__file__).parents[3] / "llm_worker_rbee"
 RUN = """
@@ -39,7 +39,7 @@ print(x[0], all(kept) if any(kept) in (False, all(kept)) else "some")
 """
 F16_CONVERSIONS = """
 import numba, numpy as np
-from llm_worker_rbee.backends import isa
+from llm_worker_rbee.backends import cpu_info
 from llm_worker_rbee.backends.cpu import jit, simd as f
 
 @numba.njit
@@ -65,7 +65,7 @@ narrow = np.empty(x.size, np.uint16)
 copy(x, narrow)
 with np.errstate(all="ignore"):
     same(narrow.view(np.float16), x.astype(np.float16))
-print("f16c" in isa.llvm_features())
+print("f16c" in cpu_info.llvm_features())
 """
 RIGHT, WRONG = 6.0, 54.0
 
@@ -98,7 +98,7 @@ def test_jit_cache_is_reused_and_never_stale(tmp_path: Path) -> None:
     assert end(start(cache, root)) == (WRONG, False)
     edited.write_text(text)
     assert end(start(cache, root)) == (RIGHT, True)
-    assert end(start(cache, root, **{isa.VARIABLE: "portable"})) == (RIGHT, False)
+    assert end(start(cache, root, **{cpu_info.ISA_VARIABLE: "portable"})) == (RIGHT, False)
 
 
 def test_jit_cache_survives_concurrent_writers_and_damage(tmp_path: Path) -> None:

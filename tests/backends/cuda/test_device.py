@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from llm_worker_rbee import backends, load
-from llm_worker_rbee.backends import cuda_probe
+from llm_worker_rbee.backends import select
 from llm_worker_rbee.backends.cuda import CudaBackend, device, repack
 from llm_worker_rbee.config import DEVICE_SPARE_BYTES
 from llm_worker_rbee.errors import InsufficientMemoryError, InvalidRequestError, MissingDependencyError
@@ -71,7 +71,7 @@ def test_select_backend_under_interpreter_is_cuda() -> None:
 @pytest.mark.parametrize("name", BLOCK_TYPES)
 def test_bits_table_matches_packed_size(name: str) -> None:
     packed = repack.pack_weight([random_tensor(name, 8, 512, np.random.default_rng(0))], DEVICE)
-    assert packed.nbytes * 8 == pytest.approx(cuda_probe.PACKED_BITS.get(name, 32.0) * 8 * 512, rel=1e-3)
+    assert packed.nbytes * 8 == pytest.approx(select.PACKED_BITS.get(name, 32.0) * 8 * 512, rel=1e-3)
 
 
 def test_auto_falls_back_to_cpu_if_kv_cache_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,5 +96,5 @@ def test_auto_falls_back_to_cpu_if_kv_cache_does_not_fit(monkeypatch: pytest.Mon
 def test_device_bytes_uses_quantized_type() -> None:
     models = [cuda_models.random_checkpoint(cuda_models.GROUPED, "F16")]
     as_they_are, quantized = (load.device_weight_bytes(models, kind) for kind in (None, "Q4_0"))
-    assert as_they_are == cuda_probe.packed_bytes(models[0])
+    assert as_they_are == select.packed_bytes(models[0])
     assert 0.25 < quantized / as_they_are < 0.45  # 4.5 bits of 16, and 8.5 for the head

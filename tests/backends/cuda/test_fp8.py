@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from llm_worker_rbee.backends import cuda_probe
+from llm_worker_rbee.backends import select
 from llm_worker_rbee.backends.cuda import CudaBackend, device, elementwise, fp8, linear, packed_weight, repack
 from llm_worker_rbee.backends.reference import ReferenceBackend
 from llm_worker_rbee.bench.synthetic import Spec, write
@@ -131,7 +131,7 @@ def test_packed_bytes_of_fp8_matches_memory() -> None:
     matrices = [w for b in model.blocks for w in (b.attention.qkv, b.attention.output, b.mlp.gate_up, b.mlp.down)]
     held = sum(w.weight.nbytes for w in matrices) + model.head.nbytes + model.embedding.nbytes
     norms = sum(4 * t.size for t in marked.tensors.values() if len(t.shape) == 1)
-    assert cuda_probe.packed_bytes(marked) == pytest.approx(held + norms, rel=0.04)  # scales of rows: 4 bytes to 128
+    assert select.packed_bytes(marked) == pytest.approx(held + norms, rel=0.04)  # scales of rows: 4 bytes to 128
 
 
 def test_quantize_fp8_refused_on_cpu_and_quantized_files() -> None:

@@ -1,15 +1,20 @@
-"""Which instruction set the kernels use: the best that this machine and LLVM have, or the requested one.
+"""What CPU kernels may use of this machine: its best instruction set, or the requested one; and how many threads.
 
 `LLM_WORKER_CPU_ISA` (set by `--cpu-isa`) forces another one, for tests; this machine must be able to run it. LLVM ends
 the process over an instruction that it believes the machine lacks, so its view is what counts. On x86 it asks the
 processor. On Arm it knows dot products by the processor's name only, which a virtual machine may hide, so it is set.
 NUMBA_CPU_NAME and NUMBA_CPU_FEATURES narrow its view. Numba is imported by name, inside: without it the machine's own
 features are the answer.
+
+Threads are as many as the physical cores that this process may use; `LLM_WORKER_THREADS` sets another number where no
+option does. More than the cores that it may run on, or than a container's quota pays for, are refused: they would only
+wait for each other.
 """
 
 from __future__ import annotations
 
 import importlib
+import math
 import os
 import sys
 from functools import cache
@@ -18,7 +23,9 @@ from typing import Any, NamedTuple
 from .. import machine
 from ..errors import InvalidRequestError
 
-VARIABLE = "LLM_WORKER_CPU_ISA"
+ISA_VARIABLE = "LLM_WORKER_CPU_ISA"
+THREADS_VARIABLE = "LLM_WORKER_THREADS"
+NUMBA_THREADS_VARIABLE = "NUMBA_NUM_THREADS"
 # LLVM's names of features, where /proc/cpuinfo has others
 LLVM_NAMES = {"avx512_vnni": "avx512vnni", "avx_vnni": "avxvnni", "asimddp": "dotprod"}
 # A sum of products of bytes: LLVM emits `sdot` if it believes in it.
@@ -57,29 +64,31 @@ INSTRUCTION_SETS: dict[str, InstructionSet] = {
 }
 
 
-def available() -> list[str]:
+def available_isas() -> list[str]:
     """Return the instruction sets that this machine can run and LLVM can compile for, best first."""
     have = llvm_features()
-    return [name for name, isa in INSTRUCTION_SETS.items() if isa.features <= have]
+    return [name for name, one in INSTRUCTION_SETS.items() if one.features <= have]
 
 
-def current() -> str:
+def current_isa() -> str:
     """Return the instruction set in use."""
-    requested = os.environ.get(VARIABLE)
-    return _validate(requested) if requested else available()[0]
+    requested = os.environ.get(ISA_VARIABLE)
+    return _validate_isa(requested) if requested else available_isas()[0]
 
 
-def force(name: str) -> None:
+def force_isa(name: str) -> None:
     """Use this instruction set from now on; raise if the kernels are loaded with another one."""
-    _validate(name)
-    if f"{__package__}.cpu.jit" in sys.modules and current() != name:
-        message = f"instruction set {name!r}: the kernels are loaded with {current()!r} already, start a new process"
+    _validate_isa(name)
+    if f"{__package__}.cpu.jit" in sys.modules and current_isa() != name:
+        message = (
+            f"instruction set {name!r}: the kernels are loaded with {current_isa()!r} already, start a new process"
+        )
         raise InvalidRequestError(message, "cpu_isa")
-    os.environ[VARIABLE] = name
+    os.environ[ISA_VARIABLE] = name
 
 
-def _validate(name: str) -> str:
-    usable = available()
+def _validate_isa(name: str) -> str:
+    usable = available_isas()
     if name not in usable:
         problem = "not one that kernels can be compiled for here" if name in INSTRUCTION_SETS else "unknown"
         raise InvalidRequestError(f"instruction set {name!r} is {problem}: use one of {', '.join(usable)}", "cpu_isa")
@@ -111,3 +120,56 @@ def _llvm_believes(name: str, compiler: Any) -> bool:
         module = importlib.import_module("llvmlite.binding").parse_assembly(DOT_PRODUCT_IR)
         return "sdot" in compiler._tm.emit_assembly(module)
     return f"+{LLVM_NAMES.get(name, name)}" in features
+
+
+class ThreadLimit(NamedTuple):
+    """A number of threads and its reason."""
+
+    threads: int
+    reason: str
+
+
+def _thread_limits() -> list[ThreadLimit]:
+    """Return all bounds; the first one bounds the default only."""
+    usable = machine.usable_cores()
+    physical = machine.usable_physical_cores() or usable
+    found = [ThreadLimit(physical, f"{physical} physical cores" if physical > 1 else "1 physical core")]
+    found.append(ThreadLimit(usable, f"{usable} cores that this process may run on"))
+    quota = machine.cpu_quota()
+    if quota is not None:
+        found.append(ThreadLimit(max(1, math.ceil(quota)), f"a quota of {quota:g} cores"))
+    pool = os.environ.get(NUMBA_THREADS_VARIABLE, "")
+    if pool.isdigit() and int(pool):
+        found.append(ThreadLimit(int(pool), f"{NUMBA_THREADS_VARIABLE}={pool}"))
+    return found
+
+
+def choose_thread_count(requested: int | None = None) -> int:
+    """Return how many threads to use; raise with the reason if more are requested than can be used."""
+    return explain_thread_count(requested).threads
+
+
+def explain_thread_count(requested: int | None = None) -> ThreadLimit:
+    """Return the number of threads with its reason."""
+    bounds = _thread_limits()
+    if requested is not None:
+        return _validate_thread_count(requested, "threads", bounds)
+    variable = os.environ.get(THREADS_VARIABLE)
+    if variable:
+        if not (variable.isascii() and variable.isdigit() and len(variable) < 10):
+            raise InvalidRequestError(
+                f"{THREADS_VARIABLE} is {variable!r}: give a whole number of 1 or more", "threads"
+            )
+        return _validate_thread_count(int(variable), THREADS_VARIABLE, bounds)
+    return min(bounds, key=lambda bound: bound.threads)
+
+
+def _validate_thread_count(requested: int, name: str, bounds: list[ThreadLimit]) -> ThreadLimit:
+    if isinstance(requested, bool) or not isinstance(requested, int):
+        raise InvalidRequestError(f"{name} is {requested!r}: it must be a whole number", "threads")
+    highest = min(bounds[1:], key=lambda bound: bound.threads)
+    if not 1 <= requested <= highest.threads:
+        raise InvalidRequestError(
+            f"{name} is {requested}: it must be 1 to {highest.threads} ({highest.reason})", "threads"
+        )
+    return ThreadLimit(requested, f"{name} is {requested}")

@@ -1,0 +1,168 @@
+"""Instruction sets: none is offered that LLVM would end the process over. Threads: defaults, limits and variables."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from llvmlite import binding
+
+from llm_worker_rbee import machine
+from llm_worker_rbee.backends import cpu_info
+from llm_worker_rbee.errors import InvalidRequestError
+
+ROOT = Path(__file__).parents[2]
+DOT = """
+import numba, numpy as np
+from llm_worker_rbee.backends import cpu_info
+from llm_worker_rbee.backends.cpu.dot_int8 import ISA, WEIGHT_BIAS, dot_block
+from llm_worker_rbee.backends.cpu.packed_weight import LAYOUT_BY_TYPE, LAYOUTS
+from llm_worker_rbee.backends.cpu.simd import add_scaled_dot, init_dot, load, store_tile, zero_floats
+
+Q8_0 = LAYOUTS.index(LAYOUT_BY_TYPE["Q8_0"])
+
+@numba.njit
+def rows(weights, x, sums, one, scales, out):
+    acc = dot_block(init_dot(1, sums, 0, 0, WEIGHT_BIAS), Q8_0, 2, weights, 0, x, 0, 0)
+    total = add_scaled_dot(zero_floats(1), acc, one, 0, 0, load(scales, 0))
+    store_tile(out, 0, 0, total, np.float32(1))
+
+rng, out = np.random.default_rng(1), np.empty(16, np.float32)
+w, x = rng.integers(-127, 128, (8, 16, 4)), rng.integers(-127, 128, (8, 4))
+ones = np.ones(16, np.float16).view(np.uint16)
+stored = (w + WEIGHT_BIAS).astype(np.uint8).reshape(-1)
+rows(stored, x.astype(np.int8).reshape(-1), np.array([x.sum()], np.int32), np.ones(1, np.float32), ones, out)
+assert (out == (w * x[:, None]).sum((0, 2))).all(), out
+print(ISA, *cpu_info.available_isas())
+"""
+
+
+def run(code: str, **env: str) -> list[str]:
+    """What it prints, in a process of its own."""
+    kept = {
+        key: value
+        for key, value in os.environ.items()
+        if not key.startswith("NUMBA_CPU") and key != cpu_info.ISA_VARIABLE
+    }
+    given = {**kept, "PYTHONPATH": str(ROOT), **env}
+    done = subprocess.run([sys.executable, "-c", code], env=given, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout.split()
+
+
+@pytest.mark.skipif(not (machine.is_x86() or machine.is_arm()), reason="the expectations are those of x86-64 and Arm")
+@pytest.mark.parametrize(
+    ("env", "x86", "arm"),
+    [
+        ({"NUMBA_CPU_NAME": "generic"}, ["portable"], ["neon", "portable"]),
+        ({"NUMBA_CPU_FEATURES": "+avx2,+fma,-neon", "NUMBA_CPU_NAME": "generic"}, ["avx2", "portable"], ["portable"]),
+    ],
+)
+def test_available_follows_llvm_variables(env: dict[str, str], x86: list[str], arm: list[str]) -> None:
+    usable = [name for name in (x86 if machine.is_x86() else arm) if name in cpu_info.available_isas()]
+    assert run(DOT, **env) == [usable[0], *usable]
+
+
+@pytest.mark.parametrize("name", cpu_info.available_isas())
+def test_available_sets_compile_and_compute_dot_products(name: str) -> None:
+    assert run(DOT, **{cpu_info.ISA_VARIABLE: name}) == [name, *cpu_info.available_isas()]
+
+
+@pytest.mark.parametrize(
+    ("cpu", "features", "believed"),
+    [
+        ("neoverse-n1", "", True),
+        ("generic", "", False),
+        ("generic", "+dotprod", True),
+        ("cortex-a72", "+neon", False),
+    ],
+)
+def test_llvm_believes_in_dot_products_by_name_or_feature(cpu: str, features: str, believed: bool) -> None:
+    binding.initialize_all_targets()
+    binding.initialize_all_asmprinters()
+    arm = binding.Target.from_triple("aarch64-unknown-linux-gnu")
+    compiler = SimpleNamespace(
+        magic_tuple=lambda: ("", cpu, features), _tm=arm.create_target_machine(cpu=cpu, features=features)
+    )
+    assert cpu_info._llvm_believes("asimddp", compiler) is believed
+    assert cpu_info._llvm_believes("asimd", compiler)
+
+
+def test_llvm_features_are_set_before_the_compiler_is_made() -> None:
+    """The machine's name may not tell it; whatever part of the kernels comes first, this comes before."""
+    code = """
+from llm_worker_rbee import machine
+machine.cpu_features = lambda: ["asimd", "asimddp"]
+import llm_worker_rbee.backends.cpu
+from numba.core.registry import cpu_target
+print(cpu_target.target_context.codegen().magic_tuple()[2])
+"""
+    assert "+dotprod" in run(code)[0].split(",")
+
+
+def test_available_without_numba_follows_the_machine() -> None:
+    code = """
+import sys
+sys.modules["numba"] = None
+from llm_worker_rbee import machine
+from llm_worker_rbee.backends import cpu_info
+machine.cpu_features = lambda: ["avx2", "fma"]
+print(*cpu_info.available_isas())
+"""
+    assert run(code) == ["avx2", "portable"]
+
+
+@pytest.fixture
+def eight_cores(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """A machine of 8 physical cores of two threads each, without environment variables."""
+    monkeypatch.setattr(machine, "usable_cores", lambda: 16)
+    monkeypatch.setattr(machine, "usable_physical_cores", lambda: 8)
+    monkeypatch.setattr(machine, "cpu_quota", lambda: None)
+    for name in (cpu_info.THREADS_VARIABLE, cpu_info.NUMBA_THREADS_VARIABLE):
+        monkeypatch.delenv(name, raising=False)
+    return monkeypatch
+
+
+@pytest.mark.parametrize(
+    ("usable", "physical", "quota", "expected"),
+    [(16, 8, None, 8), (4, 2, None, 2), (3, None, None, 3), (16, 8, 2.0, 2), (16, 8, 1.5, 2), (16, 8, 0.1, 1)],
+)
+def test_thread_count_defaults_to_usable_physical_cores(
+    eight_cores: pytest.MonkeyPatch, usable: int, physical: int | None, quota: float | None, expected: int
+) -> None:
+    eight_cores.setattr(machine, "usable_cores", lambda: usable)
+    eight_cores.setattr(machine, "usable_physical_cores", lambda: physical)
+    eight_cores.setattr(machine, "cpu_quota", lambda: quota)
+    assert cpu_info.choose_thread_count() == expected
+
+
+def test_thread_count_honours_option_and_variable_within_limits(eight_cores: pytest.MonkeyPatch) -> None:
+    assert cpu_info.choose_thread_count(16) == 16  # logical cores may be requested
+    with pytest.raises(InvalidRequestError, match=r"^threads is 17: it must be 1 to 16 \(16 cores that"):
+        cpu_info.choose_thread_count(17)
+    eight_cores.setenv(cpu_info.THREADS_VARIABLE, "5")
+    assert (cpu_info.choose_thread_count(), cpu_info.choose_thread_count(3)) == (5, 3)
+    eight_cores.setenv(cpu_info.THREADS_VARIABLE, "many")
+    with pytest.raises(InvalidRequestError, match=r"^LLM_WORKER_THREADS is 'many'"):
+        cpu_info.choose_thread_count()
+    eight_cores.setenv(cpu_info.THREADS_VARIABLE, "0")
+    with pytest.raises(InvalidRequestError, match=r"^LLM_WORKER_THREADS is 0: it must be 1 to 16"):
+        cpu_info.choose_thread_count()
+    eight_cores.setattr(machine, "cpu_quota", lambda: 2.5)
+    with pytest.raises(InvalidRequestError, match=r"it must be 1 to 3 \(a quota of 2.5 cores\)"):
+        cpu_info.choose_thread_count(4)
+    eight_cores.setenv(cpu_info.NUMBA_THREADS_VARIABLE, "1")
+    assert cpu_info.explain_thread_count(1).reason == "threads is 1"
+    with pytest.raises(InvalidRequestError, match="NUMBA_NUM_THREADS=1"):
+        cpu_info.choose_thread_count(2)
+
+
+def test_usable_physical_cores_follow_the_affinity(monkeypatch: pytest.MonkeyPatch) -> None:
+    siblings = {0: "0,4\n", 1: "1,5\n", 4: "0,4\n", 5: "1,5\n", 2: "2,6\n"}
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 4, 5}, raising=False)
+    monkeypatch.setattr(machine, "_read", lambda path: siblings[int(str(path).split("/cpu")[2].split("/")[0])])
+    assert machine.usable_physical_cores() == 2
