@@ -53,6 +53,25 @@ class KVLayer:
         return (part for part in (self.k, self.v, self.k_scales, self.v_scales) if part is not None)
 
 
+class StackedWeight:
+    """A packed weight of one or several parts, stacked by rows; all have the same columns."""
+
+    __slots__ = ()
+    parts: tuple[Any, ...]
+
+    @property
+    def rows(self) -> int:
+        return sum(part.rows for part in self.parts)
+
+    @property
+    def columns(self) -> int:
+        return int(self.parts[0].columns)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.parts)
+
+
 class RopeTable(NamedTuple):
     """Rotary frequencies: angle = position * inv_freq; cos and sin are multiplied by `scale`."""
 
@@ -143,6 +162,12 @@ class SampleRow:
     seed: int = 0
     sample_index: int = 0
     position: int = 0
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether bias or penalties change a logit."""
+        counted = (self.presence_penalty or self.frequency_penalty) and self.output_ids.size
+        return bool(self.logit_bias or counted or (self.repetition_penalty != 1.0 and self.penalty_window.size))
 
 
 class Logprobs(NamedTuple):

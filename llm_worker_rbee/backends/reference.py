@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from ..weights import Tensor
 from . import reference_sampling
-from .ops import AttentionParams, Backend, Batch, Ints, KVLayer, Logprobs, ModelParts, RopeTable, SampleRow
+from .ops import AttentionParams, Backend, Batch, Ints, KVLayer, ModelParts, RopeTable, SampleRow
 
 Floats = NDArray[np.float32]
 SLAB = 1 << 17  # values dequantized at a time: they stay in the second-level cache
@@ -28,7 +28,6 @@ class Matrix:
 
     @property
     def rows(self) -> int:
-        """Rows of the whole stack."""
         return sum(part.shape[0] for part in self.parts)
 
 
@@ -206,11 +205,6 @@ def sample(raw_logits: Floats, rows: Sequence[SampleRow]) -> Ints:
     )
 
 
-def logprobs(raw_logits: Floats, chosen: Ints, k: int) -> Logprobs:
-    """Return log-probabilities of the sampled tokens and of the k likeliest, from the raw logits."""
-    return reference_sampling.logprobs(raw_logits, chosen, k)
-
-
 class ReferenceBackend(Backend):
     """The functions of this module as an op table. It has no fused forward pass: op by op is the specification."""
 
@@ -230,7 +224,7 @@ class ReferenceBackend(Backend):
     take = staticmethod(take)
     logits = staticmethod(logits)
     sample = staticmethod(sample)
-    logprobs = staticmethod(logprobs)
+    logprobs = staticmethod(reference_sampling.logprobs)
 
     # Parts of the ops above, which benchmarks measure one by one.
     rope = staticmethod(rope)

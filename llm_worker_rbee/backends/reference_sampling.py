@@ -111,11 +111,11 @@ def _softmax(x: Doubles) -> Doubles:
     return np.asarray(e / e.sum(), np.float64)
 
 
-def logprobs(logits: Floats, chosen: Ints, k: int) -> Logprobs:
+def logprobs(raw_logits: Floats, chosen: Ints, k: int) -> Logprobs:
     """Return the log-softmax of raw logits at `chosen`, and the k likeliest of each row (ties: lowest id first)."""
-    k = min(k, logits.shape[-1])
-    require_finite(logits)
-    wide = logits.astype(np.float64)
+    k = min(k, raw_logits.shape[-1])
+    require_finite(raw_logits)
+    wide = raw_logits.astype(np.float64)
     wide -= wide.max(axis=-1, keepdims=True)
     wide -= np.log(np.exp(wide).sum(axis=-1, keepdims=True))
     top_ids = np.stack([_top(line, k) for line in wide]) if len(wide) else np.empty((0, k), np.int64)

@@ -46,25 +46,10 @@ class Block:
             for norm in (a.q_norm, a.k_norm, self.post_attention_norm, self.post_mlp_norm)
         )
         return BlockParts(
-            attention_norm=self.attention_norm.weight,
-            qkv=a.qkv.weight,
-            qkv_bias=a.qkv.bias,
-            q_norm=q_norm,
-            k_norm=k_norm,
-            rope=a.rope,
-            attention=a.params,
-            n_heads=a.n_heads,
-            n_kv_heads=a.n_kv_heads,
-            head_dim=a.head_dim,
-            output=a.output.weight,
-            output_bias=a.output.bias,
-            post_attention_norm=post_attention,
-            mlp_norm=self.mlp_norm.weight,
-            gate_up=mlp.gate_up.weight,
-            gate_up_bias=mlp.gate_up.bias,
-            activation=mlp.activation,
-            down=mlp.down.weight,
-            down_bias=mlp.down.bias,
-            post_mlp_norm=post_mlp,
+            attention_norm=self.attention_norm.weight, qkv=a.qkv.weight, qkv_bias=a.qkv.bias, q_norm=q_norm,
+            k_norm=k_norm, rope=a.rope, attention=a.params, n_heads=a.n_heads, n_kv_heads=a.n_kv_heads,
+            head_dim=a.head_dim, output=a.output.weight, output_bias=a.output.bias, post_attention_norm=post_attention,
+            mlp_norm=self.mlp_norm.weight, gate_up=mlp.gate_up.weight, gate_up_bias=mlp.gate_up.bias,
+            activation=mlp.activation, down=mlp.down.weight, down_bias=mlp.down.bias, post_mlp_norm=post_mlp,
             eps=self.mlp_norm.eps,
-        )
+        )  # fmt: skip

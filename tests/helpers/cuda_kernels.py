@@ -14,7 +14,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from llm_worker_rbee.backends.cuda import attention_prefill, elementwise, fp8, gemm, gemv, sampling_kernels
+from llm_worker_rbee.backends.cuda import attention_prefill, elementwise, gemm, gemv, linear, sampling_kernels
 from llm_worker_rbee.backends.cuda.attention_decode import decode_attention, decode_attention_gqa
 
 F, H, B16, F8, I4, I2, I8, D = "*fp32", "*fp16", "*bf16", "*fp8e4nv", "*i32", "*i16", "*i8", "*fp64"
@@ -69,7 +69,7 @@ def product_cases() -> dict[str, Case]:
     cases["gemv dense"] = (gemv.gemv_dense, {"x": B16}, {"num_warps": 4}, plain)
     eight = {"x": B16, "w": F8, "scales": F}
     for name, tokens, epilogue in (("qkv", 1, 0), ("gate_up", 1, 2), ("down", 4, 1)):
-        tile = dict(zip(("ROWS", "WARPS", "TILE_K", "PREFETCH"), fp8.GEMV_TILES[tokens][name], strict=True))
+        tile = dict(zip(("ROWS", "WARPS", "TILE_K", "PREFETCH"), linear.E4M3_GEMV_TILES[tokens][name], strict=True))
         how = {**plain, **tile, "B": tokens, "EPILOGUE": epilogue}
         types = {**eight, "out": B16 if epilogue else F}
         cases[f"gemv e4m3 {name}"] = (gemv.gemv_dense, types, {"num_warps": tile["WARPS"]}, how)

@@ -12,8 +12,7 @@ import numpy as np
 import torch
 
 from llm_worker_rbee.backends.cuda import CudaBackend
-from llm_worker_rbee.backends.cuda.fp8 import quantize_e4m3
-from llm_worker_rbee.backends.cuda.packed_weight import DENSE, FP8, PackedWeight, WeightPart, dequantize
+from llm_worker_rbee.backends.cuda.packed_weight import DENSE, FP8, PackedWeight, WeightPart, dequantize, quantize_e4m3
 from llm_worker_rbee.backends.cuda.repack import REPACK_RULES
 from llm_worker_rbee.backends.ops import AttentionParams, Batch
 from llm_worker_rbee.bench.synthetic import Plan, Spec, parse, plans, without_weights
@@ -48,7 +47,7 @@ def random_matrix(tensors: list[Plan], in_fp8: bool = False) -> PackedWeight:
         if in_fp8 and plan.name != "token_embd.weight":
             return FP8
         rule = REPACK_RULES.get(plan.kind.name)
-        return DENSE if rule is None else rule.kind
+        return DENSE if rule is None else rule[0]
 
     groups = [(kind, list(group)) for kind, group in groupby(tensors, kind_of)]
     return PackedWeight(

@@ -5,10 +5,11 @@ The cache is (blocks, kv_heads, P, dim). Scores are float32; the queries of a lo
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from llm_worker_rbee.backends.cuda.device import upload
-from llm_worker_rbee.backends.cuda.unfused_ops import rope_store_torch
+from llm_worker_rbee.backends.cuda.packed_weight import E4M3, E4M3_MAX
 from llm_worker_rbee.backends.ops import AttentionParams, Batch, Ints, KVLayer, RopeTable
 
 MAX_SCORES = 1 << 26  # held at a time
@@ -21,7 +22,23 @@ def rope_store(
     inv_freq = torch.tensor(table.inv_freq, device=q.device)
     angle = upload(positions, q.device, torch.float32)[:, None] * inv_freq
     cos, sin = (table.scale * f(angle) for f in (torch.cos, torch.sin))
-    return rope_store_torch(q, k, v, cos, sin, kv, slots)
+    size = kv.k.shape[2]
+    block, offset = upload(np.stack((slots // size, slots % size)), q.device, torch.int64)
+    for cache, new in ((kv.k, _rotate(k, cos, sin)), (kv.v, v)):
+        if cache.dtype == E4M3:  # moved as bytes: few torch ops take float8
+            narrow = new.clamp(-E4M3_MAX, E4M3_MAX).to(cache.dtype)
+            cache.view(torch.uint8)[block, :, offset] = narrow.view(torch.uint8)
+        else:
+            cache[block, :, offset] = new.to(cache.dtype)
+    return _rotate(q, cos, sin)
+
+
+def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotate the first 2 * half values of each head of x (T, heads, dim): value i pairs with value i + half."""
+    cos, sin = cos[:, None], sin[:, None]
+    half = cos.shape[-1]
+    low, high = x[..., :half], x[..., half : 2 * half]
+    return torch.cat((low * cos - high * sin, high * cos + low * sin, x[..., 2 * half :]), -1)
 
 
 def gather(cache: torch.Tensor, blocks: torch.Tensor, length: int) -> torch.Tensor:

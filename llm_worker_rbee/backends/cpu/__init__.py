@@ -15,8 +15,11 @@ from ...config import ModelConfig
 from ...weights import Checkpoint, Tensor
 from ..ops import AttentionParams, Backend, Batch, Ints, KVLayer, Logprobs, ModelParts, Progress, RopeTable, SampleRow
 from . import elementwise, forward, kv_layout, precompile, sampling
+from .attention import attention_tasks, split_work_task
+from .kv_layout import kv_type_of, layer_addresses, padded_dim
 from .linear import PackedWeight, pack_weight
-from .program import Step, run_task
+from .program import Program, Step, run_step, run_task
+from .rope import angles_task, rope_store_task
 from .threads import choose_threads
 
 Floats = NDArray[np.float32]
@@ -73,10 +76,37 @@ class CpuBackend(Backend):
     def rope_store(
         self, q: Floats, k: Floats, v: Floats, positions: Ints, table: RopeTable, kv: KVLayer, slot_mapping: Ints
     ) -> Floats:
-        return forward.unfused_rope_store(q, k, v, positions, table, kv, slot_mapping, self.threads)
+        """Return q as a view of padded heads."""
+        tokens, heads, dim = q.shape
+        pairs, kv_heads = len(table.inv_freq), k.shape[1]
+        out = np.empty((tokens, heads, padded_dim(dim)), np.float32)
+        cos, sin = (np.empty(tokens * pairs, np.float32) for _ in range(2))
+        inputs = {
+            Step.POSITIONS: positions.astype(np.int64), Step.SLOT_MAPPING: slot_mapping.astype(np.int64),
+            Step.QKV: np.concatenate((q, k, v), axis=1, dtype=np.float32), Step.KV: layer_addresses([kv]),
+        }  # fmt: skip
+        outputs = {Step.ROPE_COS: cos, Step.ROPE_SIN: sin, Step.QUERIES: out}
+        store = rope_store_task(0, 0, pairs, heads, kv_heads, dim, kv_type_of(kv))
+        counts = {Step.TOKENS: tokens, Step.BLOCK_SIZE: kv.v.shape[2]}
+        run_step(Program([angles_task(table, 0), store]), inputs | outputs, counts, self.threads)
+        return out[:, :, :dim]
 
     def attention(self, q: Floats, kv: KVLayer, batch: Batch, params: AttentionParams) -> Floats:
-        return forward.unfused_attention(q, kv, batch, params, self.threads)
+        tokens, heads, dim = q.shape
+        kv_heads, size, padded = kv.v.shape[1:]
+        queries = np.zeros((tokens, heads, padded), np.float32)
+        queries[:, :, :dim] = q
+        out = np.empty_like(queries)
+        tasks = [split_work_task(heads, kv_heads), *attention_tasks(0, heads, kv_heads, dim, params, kv_type_of(kv))]
+        entries = {
+            Step.POSITIONS: batch.positions, Step.QUERY_START: batch.query_start, Step.BLOCK_TABLE: batch.block_table,
+            Step.KV: layer_addresses([kv]), Step.ATTENTION_WORK: np.empty(tokens * heads * 4, np.int64),
+            Step.QUERIES: queries, Step.ATTN_OUT: out,
+        }  # fmt: skip
+        counts = {Step.TOKENS: tokens, Step.BLOCK_SIZE: size, Step.TABLE_WIDTH: batch.block_table.shape[1],
+                  Step.REQUESTS: len(batch.context_len)}  # fmt: skip
+        run_step(Program(tasks), entries, counts, self.threads)
+        return out[:, :, :dim].reshape(tokens, heads * dim)
 
     def gated(self, gate_up: Floats, activation: str) -> Floats:
         tokens, half = gate_up.shape[0], gate_up.shape[-1] // 2

@@ -178,10 +178,8 @@ def dot_block(_: Any, acc: Any, layout: Any, half: Any, packed: Any, line: Any, 
     kind, which = LAYOUTS[int(layout.literal_value)], int(half.literal_value)
     wide = kind.table is not None or kind.planes == (8,)
     emit = DOT_PRODUCTS[ISA][wide]
-    quads = [quad for quad in range(8) if quad // 4 == which or which == 2]
-    quads.sort(
-        key=lambda quad: quad % kind.planes[0]
-    )  # quads of one line together: the line need not stay in a register
+    # quads of one line together: the line need not stay in a register
+    quads = sorted((q for q in range(8) if q // 4 == which or which == 2), key=lambda quad: quad % kind.planes[0])
 
     def gen(context: Any, b: Any, sig: Any, args: Any) -> Any:
         tile, _, _, array, start, xs, place, apart = args

@@ -1,4 +1,4 @@
-"""The forward pass: a model as tasks, one program per step (fused), and the ops of attention op by op (unfused).
+"""The fused forward pass: a model as tasks, one program per step.
 
 Every thread walks through all layers inside one parallel region. Kernels are called by address; this is where they are:
 
@@ -26,13 +26,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import InferenceError
-from ..ops import Array, AttentionParams, Batch, BlockParts, Ints, KVLayer, ModelParts, Profiler, RopeTable
+from ..ops import Array, Batch, BlockParts, KVLayer, ModelParts, Profiler, RopeTable
 from . import elementwise, quantize_activations
 from .attention import attention_tasks, can_quantize_output, split_work_task
 from .elementwise import ACTIVATIONS, TOKENS_PER_PIECE, HeadNormArg, NormArg, embed_task
 from .kv_layout import kv_type_of, layer_addresses, padded_dim
 from .linear import PackedWeight, linear_tasks, quantize_tasks
-from .program import Program, Step, Table, Task, new_step, pack_args, pack_floats, run_step
+from .program import Program, Step, Table, Task, new_step, pack_args, pack_floats
 from .rope import angles_task, rope_store_task
 from .threads import require_not_forked
 
@@ -217,37 +217,3 @@ class CpuForward:
         for entry, buffer in made.items():
             self._step[entry] = buffer.ctypes.data
         self._buffers, self._max_tokens = made, tokens  # only now that there was memory for all of it
-
-
-def unfused_rope_store(
-    q: Floats, k: Floats, v: Floats, positions: Ints, table: RopeTable, kv: KVLayer, slot_mapping: Ints, threads: int
-) -> Floats:
-    """Rotate q and k, write k and v into the cache, return q: (T, heads, head_dim), a view of padded heads."""
-    tokens, heads, dim = q.shape
-    pairs, kv_heads = len(table.inv_freq), k.shape[1]
-    out = np.empty((tokens, heads, padded_dim(dim)), np.float32)
-    store = rope_store_task(0, 0, pairs, heads, kv_heads, dim, kv_type_of(kv))
-    cos, sin = (np.empty(tokens * pairs, np.float32) for _ in range(2))
-    qkv = np.concatenate((q, k, v), axis=1, dtype=np.float32)
-    inputs = {Step.POSITIONS: positions.astype(np.int64), Step.SLOT_MAPPING: slot_mapping.astype(np.int64)}
-    buffers = {Step.ROPE_COS: cos, Step.ROPE_SIN: sin, Step.QKV: qkv, Step.QUERIES: out, Step.KV: layer_addresses([kv])}
-    counts = {Step.TOKENS: tokens, Step.BLOCK_SIZE: kv.v.shape[2]}
-    run_step(Program([angles_task(table, 0), store]), inputs | buffers, counts, threads)
-    return out[:, :, :dim]
-
-
-def unfused_attention(q: Floats, kv: KVLayer, batch: Batch, params: AttentionParams, threads: int) -> Floats:
-    """Attend with each query over its own request's keys: (T, heads, head_dim) -> (T, heads * head_dim)."""
-    tokens, heads, dim = q.shape
-    kv_heads, size, padded = kv.v.shape[1:]
-    queries = np.zeros((tokens, heads, padded), np.float32)
-    queries[:, :, :dim] = q
-    out = np.empty_like(queries)
-    tasks = [split_work_task(heads, kv_heads), *attention_tasks(0, heads, kv_heads, dim, params, kv_type_of(kv))]
-    work, addresses = np.empty(tokens * heads * 4, np.int64), layer_addresses([kv])
-    inputs = {Step.POSITIONS: batch.positions, Step.QUERY_START: batch.query_start, Step.BLOCK_TABLE: batch.block_table}
-    buffers = {Step.KV: addresses, Step.ATTENTION_WORK: work, Step.QUERIES: queries, Step.ATTN_OUT: out}
-    counts = {Step.TOKENS: tokens, Step.BLOCK_SIZE: size, Step.TABLE_WIDTH: batch.block_table.shape[1]}
-    counts[Step.REQUESTS] = len(batch.context_len)
-    run_step(Program(tasks), inputs | buffers, counts, threads)
-    return out[:, :, :dim].reshape(tokens, heads * dim)

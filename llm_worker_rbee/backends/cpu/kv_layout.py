@@ -11,7 +11,6 @@ values  (block, kv head, position, value)                                 scales
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,7 +22,7 @@ from numba.extending import intrinsic
 from ..ops import KVLayer
 from . import simd as f
 from .jit import kernel
-from .pointers import emit_prefetch, f32, i8, u16
+from .pointers import aligned, emit_prefetch, f32, i8, u16
 from .simd import F16, F32, I8, LANES, f32x16, float_tile, literal_int, map_tile
 
 DTYPES = {"float32": np.float32, "float16": np.uint16, "int8": np.int8}
@@ -35,11 +34,11 @@ def empty_layer(blocks: int, block_size: int, kv_heads: int, head_dim: int, kind
     """Return zeroed keys and values of one layer; each head is padded to a multiple of 16 values."""
     assert block_size % LANES == 0, "keys lie in chunks of 16 positions"
     padded = padded_dim(head_dim)
-    keys = aligned_zeros((blocks, kv_heads, block_size // LANES, padded, LANES), DTYPES[kind])
-    values = aligned_zeros((blocks, kv_heads, block_size, padded), DTYPES[kind])
+    keys = aligned(np.zeros, (blocks, kv_heads, block_size // LANES, padded, LANES), DTYPES[kind])
+    values = aligned(np.zeros, (blocks, kv_heads, block_size, padded), DTYPES[kind])
     if kind != "int8":
         return KVLayer(keys, values)
-    return KVLayer(keys, values, *(aligned_zeros((blocks, kv_heads, block_size), np.float32) for _ in range(2)))
+    return KVLayer(keys, values, *(aligned(np.zeros, (blocks, kv_heads, block_size), np.float32) for _ in range(2)))
 
 
 def padded_dim(head_dim: int) -> int:
@@ -56,14 +55,6 @@ def layer_addresses(layers: Sequence[KVLayer]) -> Any:
     """Return the addresses of each layer's keys, values and their scales; 0 if there are none."""
     arrays = [array for layer in layers for array in (layer.k, layer.v, layer.k_scales, layer.v_scales)]
     return np.array([0 if array is None else array.ctypes.data for array in arrays], np.int64)
-
-
-def aligned_zeros(shape: tuple[int, ...], dtype: Any) -> Any:
-    """Return zeros aligned to 64 bytes: a vector that straddles two cache lines takes twice as long to load."""
-    count = math.prod(shape) * np.dtype(dtype).itemsize
-    room = np.zeros(count + 64, np.uint8)
-    first = -room.ctypes.data % 64
-    return room[first : first + count].view(dtype).reshape(shape)
 
 
 @kernel

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from ...weights import Tensor
 from ...weights.checkpoint import release_pages
 from ..cpu_info import INSTRUCTION_SETS
-from ..ops import Ints
+from ..ops import Ints, StackedWeight
 from . import elementwise, quantize_activations, simd
 from .dot_int8 import ISA, WEIGHT_BIAS, dot_block
 from .jit import TaskKernel, kernel, variant
@@ -260,33 +260,21 @@ def _tile_kernels(template: Any, number: int, max_tokens: int, **values: Any) ->
 
 
 @dataclass(frozen=True, eq=False)
-class PackedWeight:
-    """One or several packed matrices, stacked by rows."""
+class PackedWeight(StackedWeight):
+    """Packed matrices, and which of them multiply two-term activations."""
 
     parts: tuple[PackedMatrix, ...]
-    residual_activations: tuple[bool, ...]  # which of them use two-term activations
+    residual_activations: tuple[bool, ...]
     _programs: dict[int, Program] = field(default_factory=dict, init=False, repr=False)  # by number of threads
 
     @property
-    def rows(self) -> int:
-        return sum(part.rows for part in self.parts)
-
-    @property
-    def columns(self) -> int:
-        return self.parts[0].columns
-
-    @property
-    def nbytes(self) -> int:
-        return sum(part.nbytes for part in self.parts)
-
-    @property
     def needs_int8(self) -> bool:
-        """Tell whether a part multiplies quantized activations."""
+        """Whether a part multiplies quantized activations."""
         return not all(part.layout.float_type for part in self.parts)
 
     @property
     def needs_floats(self) -> bool:
-        """Tell whether a part multiplies float activations."""
+        """Whether a part multiplies float activations."""
         return any(part.layout.float_type for part in self.parts)
 
     def two_term(self) -> PackedWeight:

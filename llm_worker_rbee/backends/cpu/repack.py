@@ -28,8 +28,8 @@ from ...weights.quants.codebooks import GRIDS, grid
 from . import gguf_blocks as gguf
 from .dot_int8 import WEIGHT_BIAS
 from .jit import kernel, variant
-from .packed_weight import BLOCK_COLUMNS, GROUP_ROWS, LINE_BYTES, Layout, PackedMatrix, layout_of_tensor
-from .pointers import inline, load_f32, load_u8, load_u16, load_u32, store_f16, store_u8, store_u16, store_u32
+from .packed_weight import BLOCK_COLUMNS, GROUP_ROWS, Layout, PackedMatrix, layout_of_tensor
+from .pointers import aligned, inline, load_f32, load_u8, load_u16, load_u32, store_f16, store_u8, store_u16, store_u32
 
 FLOAT_DTYPES: dict[str, Any] = {"F32": np.float32, "F16": np.uint16, "BF16": np.uint16}
 MIN_UNIT_EXPONENT = -126  # the unit's inverse is still a float32
@@ -100,9 +100,9 @@ def _allocate(layout: Layout, rows: int, columns: int, unit: float = 1.0, bias: 
     groups = -(-rows // GROUP_ROWS)
     lines = groups * (columns // BLOCK_COLUMNS) * layout.block_bytes
     tail = groups * columns if layout.nibble_scales else 0  # one byte for 16 columns of each of 16 rows
-    packed = _aligned_empty(lines + tail, np.uint8)
-    scales = _aligned_empty(groups * (columns // layout.columns_per_scale) * GROUP_ROWS, np.uint16)
-    minima = _aligned_empty(scales.size if layout.has_minimum else 0, np.uint16)
+    packed = aligned(np.empty, lines + tail, np.uint8)
+    scales = aligned(np.empty, groups * (columns // layout.columns_per_scale) * GROUP_ROWS, np.uint16)
+    minima = aligned(np.empty, scales.size if layout.has_minimum else 0, np.uint16)
     nibbles = packed[lines:] if layout.nibble_scales else None
     for array in (packed[:lines], packed[lines:], scales, minima):
         _clear_padding(array, rows)
@@ -113,14 +113,6 @@ def _clear_padding(array: NDArray[Any], rows: int) -> None:
     """Zero the last group if its rows do not fill it."""
     if rows % GROUP_ROWS:
         array[array.size // (rows // GROUP_ROWS + 1) * (rows // GROUP_ROWS) :] = 0
-
-
-def _aligned_empty(count: int, dtype: Any) -> NDArray[Any]:
-    """Return an array aligned to 64 bytes: a vector that straddles two cache lines costs twice."""
-    size = count * np.dtype(dtype).itemsize
-    raw = np.empty(size + LINE_BYTES, np.uint8)
-    start = -raw.ctypes.data % LINE_BYTES
-    return raw[start : start + size].view(dtype)
 
 
 def scan_target(layout: Layout) -> Target:
@@ -222,7 +214,7 @@ def _codebook(name: str) -> NDArray[np.uint8]:
 
 def _repack_floats(tensors: Sequence[Tensor], layout: Layout, threads: int) -> PackedMatrix:
     columns, rows = tensors[0].shape[-1], sum(t.size for t in tensors) // tensors[0].shape[-1]
-    out = _aligned_empty(-(-rows // GROUP_ROWS) * GROUP_ROWS * columns, FLOAT_DTYPES[layout.float_type])
+    out = aligned(np.empty, -(-rows // GROUP_ROWS) * GROUP_ROWS * columns, FLOAT_DTYPES[layout.float_type])
     _clear_padding(out, rows)
     for tensor, first in _with_first_rows(tensors):
         data, count = np.ascontiguousarray(tensor.data), tensor.size // columns

@@ -146,8 +146,8 @@ def sample(logits: Floats, rows: Sequence[SampleRow], threads: int) -> Ints:
 def _is_faster_alone(rows: Sequence[SampleRow]) -> bool:
     """Return whether starting a program would take longer than the rows."""
     if len(rows) == 1:
-        return not _has_penalties(rows[0])
-    return len(rows) <= MAX_GREEDY_ROWS and all(row.temperature == 0 and not _has_penalties(row) for row in rows)
+        return not rows[0].has_penalties
+    return len(rows) <= MAX_GREEDY_ROWS and all(row.temperature == 0 and not row.has_penalties for row in rows)
 
 
 def _sample_alone(logits: Floats, row: SampleRow) -> int:
@@ -187,7 +187,7 @@ def _sample_batch(logits: Floats, rows: Sequence[SampleRow], threads: int) -> In
 def _pack_ints(row: SampleRow, held: list[NDArray[Any]]) -> tuple[int, ...]:
     """Return the integers of a row; arrays that it points at are added to `held`."""
     settings = row.top_k, row.seed, row.sample_index, row.position
-    if not _has_penalties(row):
+    if not row.has_penalties:
         return (0, *settings, 0, 0, 0, 0, 0, 0, 0)
     window = row.penalty_window if row.repetition_penalty != 1.0 else row.penalty_window[:0]
     output_ids = row.output_ids if row.presence_penalty or row.frequency_penalty else row.output_ids[:0]
@@ -212,12 +212,6 @@ def draw(x: NDArray[Any], row: SampleRow) -> int:
     temperature, top_p, min_p, typical_p = map(float, (row.temperature, row.top_p, row.min_p, row.typical_p))
     point = kernels.uniform(np.uint64(row.seed), row.sample_index, row.position)
     return int(kernels.DRAW_TOKEN_F32(x, temperature, row.top_k, top_p, min_p, typical_p, point))
-
-
-def _has_penalties(row: SampleRow) -> bool:
-    """Return whether bias or penalties change a logit."""
-    counted = (row.presence_penalty or row.frequency_penalty) and row.output_ids.size
-    return bool(row.logit_bias or counted or (row.repetition_penalty != 1.0 and row.penalty_window.size))
 
 
 def logprobs(logits: Floats, chosen: Ints, k: int) -> Logprobs:

@@ -6,11 +6,24 @@ interpreter); scores and sums are float32.
 
 from __future__ import annotations
 
+import numpy as np
 import triton
 import triton.language as tl
 
+from ..ops import Ints
 from .attention_decode import cap_scores, load_head, load_rotated
 from .device import HOPPER_SHARED_BYTES
+
+SMALL_QUERY_TILE, QUERY_TILE = 16, 64  # queries of a program
+
+
+def query_tiles(query_start: Ints, queries: int, decoding: int = 0) -> tuple[Ints, Ints]:
+    """Return runs of `queries` tokens of the requests after the decoding ones: (request, first token of the run)."""
+    counts = np.diff(query_start)[decoding:]
+    each = -(-counts // queries)
+    requests = np.repeat(np.arange(len(counts)), each)
+    before = np.cumsum(each) - each
+    return requests + decoding, (np.arange(len(requests)) - before[requests]) * queries
 
 
 def prefill_tile(shared_bytes: int, dim: int, item: int) -> tuple[int, int]:

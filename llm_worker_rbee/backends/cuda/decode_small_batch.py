@@ -16,8 +16,8 @@ from ..ops import BlockParts, KVLayer, ModelParts
 from .attention_decode import CosSin, launch_decode_attention, split_kv_config
 from .device import is_interpreted
 from .elementwise import launch_embedding
-from .fp8 import GEMV_TILES
 from .gemv import GATED, RESIDUAL, STORE, gemv_dense, gemv_packed
+from .linear import E4M3_GEMV_TILES
 from .packed_weight import FP8, Int8Activations, PackedWeight, WeightPart, kernel_outputs
 
 # Packed, one token: (rows of a program, warps, rows loaded ahead, registers of a thread; 0: the compiler's choice)
@@ -162,7 +162,7 @@ class SmallBatchDecoder:
         assert w.values is not None
         is_fp8 = w.kind == FP8
         tile = DENSE_TILES[name] if self.tokens == 1 or epilogue != STORE else MULTI_TOKEN_DENSE_TILE
-        rows, warps, tile_k, prefetch = GEMV_TILES[self.tokens][name] if is_fp8 else tile
+        rows, warps, tile_k, prefetch = E4M3_GEMV_TILES[self.tokens][name] if is_fp8 else tile
         if is_interpreted():
             rows, warps = INTERPRETER_TILES[name]
         norm_parts = 0 if squares is None else squares.shape[1]

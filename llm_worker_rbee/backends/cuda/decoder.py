@@ -17,12 +17,12 @@ from numpy.typing import NDArray
 
 from ..ops import Batch, BlockParts, Ints, KVLayer, ModelParts, Profiler, RopeTable
 from .attention_decode import CosSin
+from .attention_prefill import QUERY_TILE, SMALL_QUERY_TILE, query_tiles
 from .cuda_graphs import CudaGraphs
 from .decode_small_batch import SmallBatchDecoder
 from .device import activate, as_memory_error
 from .forward_batched import BatchedForward
 from .packed_weight import PackedWeight
-from .unfused_ops import QUERY_TILE, SMALL_QUERY_TILE
 
 NO_IDS = np.empty(0, np.int64)
 SMALL_BATCH = 4  # tokens up to which GEMV is faster than the tensor cores
@@ -157,7 +157,7 @@ class Decoder:
     def _mixed_step(self, batch: Batch, kv: Sequence[KVLayer]) -> torch.Tensor:
         """Run a step with prefill: through a graph where its sizes are common ones."""
         decoding = _leading_ones(np.diff(batch.query_start))
-        requests, firsts = _query_tiles(batch.query_start, decoding, QUERY_TILE)
+        requests, firsts = query_tiles(batch.query_start, QUERY_TILE, decoding)
         tokens, num_logits, table = len(batch.ids), len(batch.logits_index), batch.block_table
         sizes = (
             _size_of(tokens, PREFILL_GRAPH_SIZES), _size_of(decoding, DECODE_ALONGSIDE_SIZES),
@@ -222,7 +222,7 @@ class BatchInvariantDecoder(Decoder):
         size = _size_of(tokens, DECODE_SIZES) if tokens == len(table) == num_logits else None
         if size is None or table.shape[1] * size > MAX_TABLE_ENTRIES:
             size = 0
-        requests, firsts = _query_tiles(batch.query_start, 0, SMALL_QUERY_TILE)
+        requests, firsts = query_tiles(batch.query_start, SMALL_QUERY_TILE)
         max_tokens, max_tiles, max_requests = (size, size, size) if size else (tokens, len(requests), len(table))
         arrays = {
             "width": (1, np.array(table.shape[1]), 0), "ids": (max_tokens, _host_ids(batch), 0),
@@ -259,15 +259,6 @@ def _leading_ones(counts: Ints) -> int:
     """Return how many requests at the front have one token."""
     other = np.flatnonzero(counts != 1)
     return int(other[0]) if len(other) else len(counts)
-
-
-def _query_tiles(query_start: Ints, decoding: int, queries: int) -> tuple[Ints, Ints]:
-    """Return runs of `queries` tokens of the requests after the decoding ones: (request, first token of the run)."""
-    counts = np.diff(query_start)[decoding:]
-    each = -(-counts // queries)
-    requests = np.repeat(np.arange(len(counts)), each)
-    before = np.cumsum(each) - each
-    return requests + decoding, (np.arange(int(each.sum())) - before[requests]) * queries
 
 
 def _layer_weights(model: ModelParts) -> list[PackedWeight]:

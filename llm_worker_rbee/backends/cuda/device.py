@@ -14,7 +14,6 @@ import torch
 import triton
 from numpy.typing import NDArray
 
-from ... import machine
 from ...errors import InvalidRequestError, MissingDependencyError
 
 MIN_CAPABILITY = (8, 0)  # compute capability: bfloat16 products, and the instructions of intrinsics.py
@@ -108,37 +107,6 @@ def as_memory_error() -> Iterator[None]:
         yield
     except torch.OutOfMemoryError as error:
         raise MemoryError(str(error)) from None
-
-
-def has_failed(device: torch.device) -> bool:
-    """Return whether the device cannot compute any more: an illegal access ends all that a process can do on it."""
-    if device.type == "cpu":
-        return False
-    try:
-        torch.cuda.synchronize(device)
-    except Exception:  # any error means that no result will come
-        return True
-    return False
-
-
-def allocated_bytes(device: torch.device) -> int:
-    """Return the memory that our tensors take."""
-    return int(torch.cuda.memory_allocated(device)) if device.type == "cuda" else 0
-
-
-def free_bytes(device: torch.device) -> int:
-    """Return the free memory, with what the allocator holds in reserve."""
-    if device.type == "cpu":
-        return machine.memory()[1] or 0
-    free, _ = torch.cuda.mem_get_info(device)
-    return int(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
-
-
-def peak_bytes(device: torch.device) -> dict[str, int]:
-    """Return the largest bytes of tensors, and of the process by the driver's count."""
-    free, total = torch.cuda.mem_get_info(device)
-    taken = total - free - torch.cuda.memory_reserved(device) + torch.cuda.max_memory_reserved(device)
-    return {"tensors": torch.cuda.max_memory_allocated(device), "process": taken}
 
 
 def measure_limits(device: torch.device, size: int = 1 << 30, width: int = 8192) -> tuple[int, float, float]:

@@ -16,16 +16,23 @@ import triton
 
 from ..ops import BlockParts, KVLayer, ModelParts
 from .attention_decode import CosSin, launch_decode_attention, split_kv_config
-from .attention_prefill import prefill_attention, prefill_tile, rope_store_qkv
+from .attention_prefill import QUERY_TILE, SMALL_QUERY_TILE, prefill_attention, prefill_tile, rope_store_qkv
 from .decode_small_batch import SmallBatchDecoder
 from .device import is_interpreted, shared_memory_bytes
 from .elementwise import add_rms_norm_rows, launch_embedding, swiglu_rows
-from .fp8 import E4M3, matmul_fp8, takes_e4m3_activations
 from .gemm import interleave_activations
-from .linear import MAX_GEMM_TOKENS, MAX_SPLITS, SCRATCH_BYTES, cublas, dequantize_rows, gemm, padded_columns
+from .linear import (
+    MAX_GEMM_TOKENS,
+    MAX_SPLITS,
+    SCRATCH_BYTES,
+    cublas,
+    dequantize_rows,
+    gemm,
+    matmul_fp8,
+    padded_columns,
+)
 from .linear import gemm_dense_batch_invariant as gemm_dense
-from .packed_weight import PackedWeight
-from .unfused_ops import QUERY_TILE, SMALL_QUERY_TILE
+from .packed_weight import E4M3, PackedWeight
 
 MAX_COUNTERS = 256  # decoding requests in a graph
 MAX_ONES = 512  # tokens
@@ -138,7 +145,7 @@ class BatchedForward:
     def empty_activations(self, following: PackedWeight, tokens: int) -> Activations:
         """Allocate what the following product reads."""
         packed = self.stays_packed(following, tokens)
-        as_e4m3 = takes_e4m3_activations(following) and not self.batch_invariant
+        as_e4m3 = following.takes_e4m3_activations and not self.batch_invariant
         dtype = torch.float16 if packed else E4M3 if as_e4m3 else following.dense_dtype
         columns = padded_columns(following.columns) if packed else following.columns
         values = torch.empty(tokens, columns, dtype=dtype, device=self.device)

@@ -213,21 +213,7 @@ def gemv_packed(
                 y = y * factors[t]
             ys = ys + (y,)
         apply_epilogue(
-            ys,
-            t,
-            rows,
-            out,
-            residual,
-            norm,
-            out_scales,
-            out_sums,
-            out_squares,
-            R,
-            ROWS,
-            WARPS,
-            EPILOGUE,
-            INT8,
-            STRIDE,
+            ys, t, rows, out, residual, norm, out_scales, out_sums, out_squares, R, ROWS, WARPS, EPILOGUE, INT8, STRIDE
         )
 
 

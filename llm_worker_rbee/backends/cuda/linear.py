@@ -1,9 +1,14 @@
 """x @ w.T for any number of tokens: which kernel, with which tile and how many splits, is a table.
 
 Few tokens are quantized to int8 (gemv.py), some go through the tensor cores with packed weights (gemm.py), many after
-the matrix was dequantized to bfloat16; dense weights are cuBLAS's, e4m3 fp8.py's. x and results are float32. Int8 costs
-about 5e-3 of a result's deviation; `two_term` adds the rounding errors as further rows, which leaves less than 1e-4.
-Batch-invariant products have a fixed number of splits: then the order of a token's sums depends on no other token.
+the matrix was dequantized to bfloat16; dense weights are cuBLAS's. x and results are float32. Int8 costs about 5e-3 of
+a result's deviation; `two_term` adds the rounding errors as further rows, which leaves less than 1e-4. Batch-invariant
+products have a fixed number of splits: then the order of a token's sums depends on no other token.
+
+e4m3 weights (`--quantize fp8`) have a float32 scale per row. Few tokens keep their precision, and weights are converted
+in registers (gemv.py). More are quantized too, with a scale per token: then the tensor cores multiply e4m3 by e4m3,
+twice as fast as bfloat16. Where `torch._scaled_mm` does not take a shape, the weights become bfloat16, which holds them
+exactly, for one product.
 """
 
 from __future__ import annotations
@@ -15,12 +20,12 @@ from triton import cdiv, next_power_of_2
 
 from .device import HOPPER_SHARED_BYTES, is_interpreted, shared_memory_bytes
 from .elementwise import quantize_int8
-from .fp8 import linear_fp8
 from .gemm import dequantize, gemm_dense, gemm_packed
-from .gemv import gemv_packed
-from .packed_weight import FP8, Int8Activations, PackedWeight, WeightPart
+from .gemv import gemv_dense, gemv_packed, quantize_rows_e4m3
+from .packed_weight import E4M3, FP8, Int8Activations, PackedWeight, WeightPart, quantize_e4m3
 
 MAX_INT8_ROWS = 8
+MAX_E4M3_GEMV_TOKENS = 4
 MAX_GEMM_TOKENS = 256  # up to which packed weights are faster than cuBLAS on a dequantized matrix
 SCRATCH_BYTES = 1 << 28  # of a matrix that is dequantized at a time
 INVARIANT_TOKENS = 64  # that splits are chosen for in batch-invariant mode
@@ -47,6 +52,18 @@ TILES_BY_TOKENS = {16: GemmTile(64, 16, 4, 4), 32: GemmTile(64, 32, 4, 4), 64: D
 LARGE_TILE = GemmTile(128, 128, 8, 3)
 LARGEST_TILES = {"q4": GemmTile(128, 256, 8, 3), "q4m": GemmTile(128, 256, 8, 3)}  # others lack the shared memory
 SMALL_SHARED_TILE = GemmTile(64, 64, 4, 2)  # from 33 tokens where shared memory is less than on Hopper
+
+
+# e4m3, by tokens: (rows of a program, warps, columns of a warp's iteration, iterations loaded ahead). For one token
+# measured on an H200, for two and four what fits the registers (by the compiler's report for sm_90).
+E4M3_GEMV_TILES = {
+    1: {"qkv": (8, 4, 512, 4), "o": (32, 16, 256, 8), "gate_up": (64, 16, 256, 8), "down": (32, 16, 256, 8),
+        "head": (8, 8, 512, 8)},
+    2: {"qkv": (8, 4, 256, 4), "o": (32, 16, 128, 8), "gate_up": (64, 16, 128, 4), "down": (32, 16, 128, 8),
+        "head": (8, 4, 256, 4)},
+    4: {"qkv": (8, 8, 256, 8), "o": (32, 16, 128, 4), "gate_up": (64, 16, 128, 2), "down": (32, 16, 128, 4),
+        "head": (8, 8, 256, 8)},
+}  # fmt: skip
 
 
 def linear(x: torch.Tensor, w: PackedWeight, *, two_term: bool = False) -> torch.Tensor:
@@ -255,3 +272,63 @@ def to_float16(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     largest = x.abs().amax(1).clamp_min(1e-30)
     factors = torch.exp2(torch.ceil(torch.log2(largest)) - FACTOR_BITS)
     return (x / factors[:, None]).half(), factors
+
+
+def quantize_activations_e4m3(x: torch.Tensor, pdl: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what `quantize_e4m3` does by one kernel. The interpreter rounds e4m3 wrongly (1.99 -> 1)."""
+    if is_interpreted():
+        return quantize_e4m3(x)
+    tokens, columns = x.shape
+    out = torch.empty(tokens, columns, dtype=E4M3, device=x.device)
+    scales = torch.empty(tokens, device=x.device)
+    size = next_power_of_2(columns)
+    options: Any = {"launch_pdl": True} if pdl else {}
+    quantize_rows_e4m3[(tokens,)](x, out, scales, columns, size, pdl, num_warps=max(1, min(16, size // 512)), **options)
+    return out, scales
+
+
+def matmul_fp8(
+    x: torch.Tensor, part: WeightPart, factors: torch.Tensor | None = None, pdl: bool = False
+) -> torch.Tensor:
+    """Multiply x (tokens, columns), of any float type or e4m3 with factors (tokens), by weights.T: (tokens, rows)."""
+    assert part.values is not None
+    if not part.fits_scaled_mm:
+        return _matmul_bfloat16(x, part)
+    if x.dtype == E4M3 and factors is not None:
+        rows, scales = x, factors
+    else:
+        rows, scales = quantize_activations_e4m3(x.contiguous(), pdl)
+    if is_interpreted():
+        return (rows.float() * scales[:, None]) @ (part.values.float() * part.scales[:, None]).T
+    return torch._scaled_mm(
+        rows, part.values.T, scales[:, None], part.scales[None], out_dtype=torch.bfloat16, use_fast_accum=True
+    )
+
+
+def _matmul_bfloat16(x: torch.Tensor, part: WeightPart) -> torch.Tensor:
+    assert part.values is not None
+    if is_interpreted():
+        return x.float() @ part.values.float().T * part.scales
+    sums = torch.mm(x.bfloat16(), part.values.bfloat16().T, out_dtype=torch.float32)
+    return sums * part.scales
+
+
+def linear_fp8(x: torch.Tensor, part: WeightPart) -> torch.Tensor:
+    """Multiply x (tokens, columns) float32 by weights.T for any number of tokens: (tokens, rows) float32."""
+    return _gemv_fp8(x, part) if len(x) <= MAX_E4M3_GEMV_TOKENS else matmul_fp8(x, part).float()
+
+
+def _gemv_fp8(x: torch.Tensor, part: WeightPart) -> torch.Tensor:
+    tokens, out = len(x), x.new_empty(len(x), part.rows)
+    size = next_power_of_2(tokens)  # fewer kernels to compile
+    padded = torch.nn.functional.pad(x, (0, 0, 0, size - tokens)) if size > tokens else x
+    sums = out if size == tokens else x.new_empty(size, part.rows)
+    rows, warps, tile_k, prefetch = E4M3_GEMV_TILES[size]["qkv"]
+    if is_interpreted():  # few programs
+        rows = warps = min(256, next_power_of_2(part.rows))
+    gemv_dense[(cdiv(part.rows, rows),)](
+        padded, x, 0.0, part.values, sums, x, x, x, part.rows, part.columns, B=size, ROWS=rows, WARPS=warps,
+        TILE_K=tile_k, PREFETCH=prefetch, EPILOGUE=0, NORM_PARTS=0, NORM_SIZE=1, PDL=False, scales=part.scales,
+        num_warps=8 if is_interpreted() else warps,
+    )  # fmt: skip
+    return sums[:tokens]

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ..ops import StackedWeight
 from .device import is_interpreted
 
 PAIRED_SCALES = ("q4m", "q5m", "q6", "q8d", "q4mm")  # two float16 per block in `scales`
@@ -26,6 +27,8 @@ HIGH_WORDS = {"q6": 4, "q5": 2, "q5m": 2, "q4mm": 1}  # half words of the second
 HIGH_BIT_KINDS = ("q5", "q5m", "q6")
 CODE_OFFSETS = {"q4": 8, "q5": 16, "q6": 32}
 DENSE, FP8 = "dense", "fp8"
+E4M3, E4M3_MAX = torch.float8_e4m3fn, 448.0
+SCALED_MM_ALIGNMENT = 16  # of rows and columns
 
 
 @dataclass(slots=True, eq=False)
@@ -57,6 +60,11 @@ class WeightPart:
             return int(self.values.nbytes + (self.scales.nbytes if self.kind == FP8 else 0))
         return int(self.low.nbytes + (self.high.nbytes if self.kind in HIGH_WORDS else 0) + self.scales.nbytes)
 
+    @property
+    def fits_scaled_mm(self) -> bool:
+        """Whether `torch._scaled_mm` takes this shape."""
+        return self.rows % SCALED_MM_ALIGNMENT == 0 and self.columns % SCALED_MM_ALIGNMENT == 0
+
     def select_rows(self, index: torch.Tensor) -> WeightPart:
         """Return some rows, still packed."""
         high = self.high[index] if self.kind in HIGH_WORDS else self.high
@@ -67,22 +75,10 @@ class WeightPart:
 
 
 @dataclass(slots=True, eq=False)
-class PackedWeight:
-    """A matrix as parts of one kind each, stacked by rows; all have the same columns."""
+class PackedWeight(StackedWeight):
+    """A matrix as parts of one kind each."""
 
     parts: tuple[WeightPart, ...]
-
-    @property
-    def rows(self) -> int:
-        return sum(part.rows for part in self.parts)
-
-    @property
-    def columns(self) -> int:
-        return self.parts[0].columns
-
-    @property
-    def nbytes(self) -> int:
-        return sum(part.nbytes for part in self.parts)
 
     @property
     def is_packed(self) -> bool:
@@ -92,6 +88,11 @@ class PackedWeight:
     @property
     def is_fp8(self) -> bool:
         return all(part.kind == FP8 for part in self.parts)
+
+    @property
+    def takes_e4m3_activations(self) -> bool:
+        """Whether the producer of activations for this matrix quantizes them itself."""
+        return self.is_fp8 and self.parts[0].fits_scaled_mm and not is_interpreted()
 
     @property
     def dense_dtype(self) -> torch.dtype:
@@ -164,6 +165,13 @@ def dequantize(w: WeightPart) -> torch.Tensor:
     else:
         out *= w.scales.float()[..., None]
     return out.view(w.rows, w.blocks * 32) * w.unit
+
+
+def quantize_e4m3(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (n, columns) as e4m3 and the scales (n) to multiply by; in plain torch."""
+    values = x.float()
+    scales = values.abs().amax(1).clamp_min(1e-30) / E4M3_MAX
+    return (values / scales[:, None]).to(E4M3), scales
 
 
 @dataclass(slots=True, eq=False)

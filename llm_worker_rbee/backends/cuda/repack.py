@@ -21,8 +21,7 @@ from ...weights import Tensor
 from ...weights.checkpoint import release_pages
 from ...weights.quants import codebooks
 from . import packed_weight
-from .fp8 import E4M3, quantize_e4m3
-from .packed_weight import DENSE, FP8, HIGH_WORDS, LOW_WORDS, PAIRED_SCALES, PackedWeight, WeightPart
+from .packed_weight import DENSE, E4M3, FP8, HIGH_WORDS, LOW_WORDS, PAIRED_SCALES, PackedWeight, WeightPart
 
 
 class UnpackedBlocks(NamedTuple):
@@ -309,24 +308,15 @@ UPLOAD_CHUNK_BYTES = 1 << 25
 MAX_MINIMUM_RATIO = 64  # of a minimum to the largest scale; above it the minimum determines the unit
 
 
-class RepackRule(NamedTuple):
-    """The kind that a type is packed as, and the function that unpacks (rows, blocks of the file, bytes) uint8."""
-
-    kind: str
-    codes: Callable[[torch.Tensor], UnpackedBlocks]
-
-
-REPACK_RULES: dict[str, RepackRule] = {
-    name: RepackRule(*rule)
-    for name, rule in {
-        "Q4_0": ("q4", q4_0), "Q4_1": ("q4m", q4_1), "Q5_0": ("q5", q5_0), "Q5_1": ("q5m", q5_1),
-        "Q8_0": ("q8", q8_0), "Q8_1": ("q8", q8_1), "Q1_0": ("q4", q1_0), "Q2_0": ("q4", q2_0),
-        "TQ1_0": ("q4", tq1_0), "TQ2_0": ("q4", tq2_0), "MXFP4": ("q5", mxfp4), "NVFP4": ("q6", nvfp4),
-        "Q2_K": ("q4mm", q2_k), "Q3_K": ("q6", q3_k), "Q4_K": ("q4m", q4_k), "Q5_K": ("q5m", q5_k),
-        "Q6_K": ("q6", q6_k), "Q8_K": ("q8", q8_k), "IQ1_S": ("q5", iq1_s), "IQ1_M": ("q6", iq1_m),
-        "IQ2_XXS": ("q8", iq2_xxs), "IQ2_XS": ("q8d", iq2_xs), "IQ2_S": ("q8d", iq2_s), "IQ3_XXS": ("q8", iq3_xxs),
-        "IQ3_S": ("q5", iq3_s), "IQ4_NL": ("q8", iq4_nl), "IQ4_XS": ("q8", iq4_xs),
-    }.items()
+# Type -> (the kind that it is packed as, the function that unpacks (rows, blocks of the file, bytes) uint8).
+REPACK_RULES: dict[str, tuple[str, Callable[[torch.Tensor], UnpackedBlocks]]] = {
+    "Q4_0": ("q4", q4_0), "Q4_1": ("q4m", q4_1), "Q5_0": ("q5", q5_0), "Q5_1": ("q5m", q5_1),
+    "Q8_0": ("q8", q8_0), "Q8_1": ("q8", q8_1), "Q1_0": ("q4", q1_0), "Q2_0": ("q4", q2_0),
+    "TQ1_0": ("q4", tq1_0), "TQ2_0": ("q4", tq2_0), "MXFP4": ("q5", mxfp4), "NVFP4": ("q6", nvfp4),
+    "Q2_K": ("q4mm", q2_k), "Q3_K": ("q6", q3_k), "Q4_K": ("q4m", q4_k), "Q5_K": ("q5m", q5_k),
+    "Q6_K": ("q6", q6_k), "Q8_K": ("q8", q8_k), "IQ1_S": ("q5", iq1_s), "IQ1_M": ("q6", iq1_m),
+    "IQ2_XXS": ("q8", iq2_xxs), "IQ2_XS": ("q8d", iq2_xs), "IQ2_S": ("q8d", iq2_s), "IQ3_XXS": ("q8", iq3_xxs),
+    "IQ3_S": ("q5", iq3_s), "IQ4_NL": ("q8", iq4_nl), "IQ4_XS": ("q8", iq4_xs),
 }  # fmt: skip
 DENSE_DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16}  # other dense types become float32
 
@@ -336,7 +326,7 @@ def part_key(tensor: Tensor) -> str:
     if tensor.pack_as:
         return tensor.pack_as
     rule = REPACK_RULES.get(tensor.kind.name)
-    return rule.kind if rule else str(DENSE_DTYPES.get(tensor.kind.name, torch.float32))
+    return rule[0] if rule else str(DENSE_DTYPES.get(tensor.kind.name, torch.float32))
 
 
 def pack_weight(tensors: Sequence[Tensor], device: torch.device) -> PackedWeight:
@@ -350,7 +340,7 @@ def _pack_part(tensors: Sequence[Tensor], device: torch.device) -> WeightPart:
     if tensors[0].kind.name not in REPACK_RULES:
         return _pack_dense(tensors, device)
     raws = [_upload_bytes(t.rows, device).view(t.shape[0], -1, t.kind.block_bytes) for t in tensors]
-    kind = REPACK_RULES[tensors[0].kind.name].kind
+    kind, _ = REPACK_RULES[tensors[0].kind.name]
     part = packed_weight.empty_planes(kind, sum(t.shape[0] for t in tensors), tensors[0].shape[1] // 32, device)
     part.unit = scale_unit(_largest_scale(tensors, raws))
     first = 0
@@ -399,7 +389,7 @@ def _pack_fp8(tensors: Sequence[Tensor], device: torch.device) -> WeightPart:
     scales = torch.empty(rows, device=device)
     for first, slab in _dense_slabs(tensors, device):
         span = slice(first, first + len(slab))
-        out[span], scales[span] = quantize_e4m3(slab)
+        out[span], scales[span] = packed_weight.quantize_e4m3(slab)
     return WeightPart.from_values(FP8, out, scales)
 
 
@@ -421,9 +411,9 @@ def _dense_slabs(tensors: Sequence[Tensor], device: torch.device) -> Iterator[tu
 def _unpack_slabs(tensors: Sequence[Tensor], raws: Sequence[torch.Tensor]) -> Iterator[UnpackedBlocks]:
     """Yield codes and scales of all rows in order, a slab at a time."""
     for tensor, raw in zip(tensors, raws, strict=True):
-        rule = REPACK_RULES[tensor.kind.name]
+        _, unpack = REPACK_RULES[tensor.kind.name]
         for slab in torch.split(raw, max(1, SLAB_CODES // tensor.shape[1])):
-            yield rule.codes(slab)
+            yield unpack(slab)
 
 
 def _largest_scale(tensors: Sequence[Tensor], raws: Sequence[torch.Tensor]) -> float:

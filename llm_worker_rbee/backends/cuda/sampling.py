@@ -34,16 +34,23 @@ def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> Ints:
     assert len(logits) == len(rows), "one SampleRow per row of logits"
     if not rows:
         return np.empty(0, np.int64)
-    logits = _row_major(logits)
-    is_changed = [_is_changed(row) for row in rows]
-    if any(is_changed) or any(row.temperature for row in rows):
-        tokens = to_host(torch.cat([_sample_slice(logits, rows, is_changed, part) for part in _slices(logits)]))
-    else:
-        tokens = to_host(_argmax(logits))
-    tokens = tokens.astype(np.int64)
+    tokens = to_host(sample_on_device(logits, rows)).astype(np.int64)
     if tokens.min() < 0:
         _resolve_with_reference(logits, rows, tokens)
     return tokens
+
+
+def sample_on_device(logits: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
+    """Return the tokens on the device, without waiting for them; negative where a row is undecided or not finite."""
+    logits = _row_major(logits)
+    if not any(row.temperature or row.has_penalties for row in rows):
+        out = torch.empty(len(logits), dtype=torch.int32, device=logits.device)
+        block = _block_size(logits)
+        argmax_rows[(len(out),)](logits, logits.stride(0), out, logits.shape[1], BLOCK=block, num_warps=16)
+        return out
+    step = max(1, SCRATCH_BYTES // (16 * logits.shape[1]))
+    slices = [slice(first, first + step) for first in range(0, len(logits), step)]
+    return torch.cat([_sample_slice(logits[part], rows[part]) for part in slices])
 
 
 class PendingSample:
@@ -66,15 +73,6 @@ class PendingSample:
         return None if min(found) < 0 else found
 
 
-def sample_async(logits: torch.Tensor, rows: Sequence[SampleRow]) -> PendingSample:
-    """Sample without waiting; the tokens can be fed to the next step before they reach the host."""
-    logits = _row_major(logits)
-    is_changed = [_is_changed(row) for row in rows]
-    if any(is_changed) or any(row.temperature for row in rows):
-        return PendingSample(torch.cat([_sample_slice(logits, rows, is_changed, part) for part in _slices(logits)]))
-    return PendingSample(_argmax(logits))
-
-
 def _resolve_with_reference(logits: torch.Tensor, rows: Sequence[SampleRow], tokens: Ints) -> None:
     """Sample the rows that the kernels left undecided, in place."""
     for i in np.flatnonzero(tokens < 0).tolist():
@@ -84,28 +82,14 @@ def _resolve_with_reference(logits: torch.Tensor, rows: Sequence[SampleRow], tok
         tokens[i] = reference_sampling.sample_row(line, rows[i])
 
 
-def _argmax(logits: torch.Tensor) -> torch.Tensor:
-    out = torch.empty(len(logits), dtype=torch.int32, device=logits.device)
-    argmax_rows[(len(logits),)](logits, logits.stride(0), out, logits.shape[1], BLOCK=_block_size(logits), num_warps=16)
-    return out
-
-
-def _slices(logits: torch.Tensor) -> list[slice]:
-    """Return slices of rows whose scratch fits into SCRATCH_BYTES."""
-    step = max(1, SCRATCH_BYTES // (16 * logits.shape[1]))
-    return [slice(first, first + step) for first in range(0, len(logits), step)]
-
-
-def _sample_slice(logits: torch.Tensor, rows: Sequence[SampleRow], is_changed: list[bool], part: slice) -> torch.Tensor:
-    """Return the tokens of some rows, negative where there is none."""
-    logits, rows = logits[part], rows[part]
+def _sample_slice(logits: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
     count, vocabulary = logits.shape
     words = np.array([_int_fields(row) for row in rows], np.uint64)
     np.minimum(words[:, 0], vocabulary, out=words[:, 0])
     ints = np.zeros((count, NUM_INTS), np.int32)
     ints[:, :8] = words.view(np.int32)
     floats = np.array([_float_fields(row) for row in rows], np.float64)
-    ids, biases = _token_lists(rows, is_changed[part], ints)
+    ids, biases = _token_lists(rows, ints)
     sent = _upload_together([floats, biases, ints, ids], logits.device)
     block = _block_size(logits)
     scratch = torch.empty((count, 2, vocabulary), dtype=torch.float64, device=logits.device)
@@ -118,14 +102,13 @@ def _sample_slice(logits: torch.Tensor, rows: Sequence[SampleRow], is_changed: l
     return out
 
 
-def _token_lists(
-    rows: Sequence[SampleRow], is_changed: list[bool], ints: NDArray[np.int32]
-) -> tuple[NDArray[np.int32], NDArray[np.float64]]:
+def _token_lists(rows: Sequence[SampleRow], ints: NDArray[np.int32]) -> tuple[NDArray[np.int32], NDArray[np.float64]]:
     """Return the tokens of all bias and penalty lists, and the biases; write the offsets of each row into `ints`."""
     lists: list[NDArray[Any]] = [np.zeros(1, np.int64)]
     biases, first = [0.0], 1
-    for i in np.flatnonzero(is_changed).tolist():
-        row = rows[i]
+    for i, row in enumerate(rows):
+        if not row.has_penalties:
+            continue
         bias: dict[int, float] = {}
         for token, value in row.logit_bias:
             bias[token] = bias.get(token, 0.0) + value
@@ -152,12 +135,6 @@ def _upload_together(arrays: Sequence[NDArray[Any]], device: torch.device) -> li
         piece.view(torch.float64) if array.dtype == np.float64 else piece
         for piece, array in zip(pieces, arrays, strict=True)
     ]
-
-
-def _is_changed(row: SampleRow) -> bool:
-    """Return whether bias or penalties change a logit."""
-    counted = (row.presence_penalty or row.frequency_penalty) and row.output_ids.size
-    return bool(row.logit_bias or counted or (row.repetition_penalty != 1.0 and row.penalty_window.size))
 
 
 def logprobs(logits: torch.Tensor, chosen: Ints, k: int) -> Logprobs:

@@ -10,7 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from llm_worker_rbee.backends.cuda import attention_decode, device, unfused_ops  # noqa: E402
+from llm_worker_rbee.backends.cuda import CudaBackend, attention_decode, device  # noqa: E402
 from llm_worker_rbee.backends.cuda.attention_decode import SplitKVConfig, launch_decode_attention  # noqa: E402
 from llm_worker_rbee.backends.cuda.decoder import rope_tables  # noqa: E402
 from llm_worker_rbee.backends.cuda.packed_weight import Int8Activations, kernel_outputs  # noqa: E402
@@ -79,7 +79,7 @@ def test_decode_attention_matches_torch(case: str, rng: np.random.Generator) -> 
     heads, kv_heads, dim = shape
     params, rope = AttentionParams(dim**-0.5, window, cap), RopeTable(inverse_frequencies(1e4, dim), 1.25)
     block, pages = block_of(shape, params, rope, extra, rng), BlockTables(LENGTHS, rng, size)
-    kv = unfused_ops.empty_kv(pages.n_blocks, size, kv_heads, dim, kind, DEVICE)
+    kv = CudaBackend().empty_kv(pages.n_blocks, size, kv_heads, dim, kind)
     for cache in kv:
         cache.copy_(torch.tensor(normal(rng, *cache.shape)).to(cache.dtype))
     twin = KVLayer(*(cache.clone() for cache in kv))

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from llm_worker_rbee.backends import select
-from llm_worker_rbee.backends.cuda import CudaBackend, device, elementwise, fp8, linear, packed_weight, repack
+from llm_worker_rbee.backends.cuda import CudaBackend, device, elementwise, linear, packed_weight, repack
 from llm_worker_rbee.backends.reference import ReferenceBackend
 from llm_worker_rbee.bench.synthetic import Spec, write
 from llm_worker_rbee.errors import InvalidRequestError
@@ -44,7 +44,7 @@ def in_float32(checkpoint: Checkpoint) -> Transformer:
     """Load the reference on the weights rounded to e4m3."""
 
     def quantize_e4m3(t: Tensor) -> Tensor:
-        values, scales = fp8.quantize_e4m3(torch.tensor(t.dequantize()))
+        values, scales = packed_weight.quantize_e4m3(torch.tensor(t.dequantize()))
         raw = (values.float() * scales[:, None]).numpy().reshape(-1).view(np.uint8)
         return Tensor(t.name, BLOCK_TYPES["F32"], t.shape, raw)
 
@@ -145,7 +145,7 @@ def test_quantize_fp8_refused_on_cpu_and_quantized_files() -> None:
 @ON_GPU
 def test_quantize_kernel_matches_torch(rng: np.random.Generator) -> None:
     x = torch.tensor(rng.standard_normal((7, 11008)), device=DEVICE).bfloat16()
-    (found, scales), (wanted, its) = fp8.quantize_activations_e4m3(x), fp8.quantize_e4m3(x)
+    (found, scales), (wanted, its) = linear.quantize_activations_e4m3(x), packed_weight.quantize_e4m3(x)
     torch.testing.assert_close(scales, its)
     assert float((found.float() != wanted.float()).float().mean()) < 1e-4  # ties, where a division differs by a bit
 
@@ -154,7 +154,10 @@ def test_quantize_kernel_matches_torch(rng: np.random.Generator) -> None:
 @ON_GPU
 def test_add_norm_quantizes_as_torch(rng: np.random.Generator) -> None:
     residual = torch.tensor(rng.standard_normal((5, 4096)), dtype=torch.float32, device=DEVICE)
-    out, factors = torch.empty(5, 4096, dtype=fp8.E4M3, device=residual.device), torch.empty(5, device=residual.device)
+    out, factors = (
+        torch.empty(5, 4096, dtype=packed_weight.E4M3, device=residual.device),
+        torch.empty(5, device=residual.device),
+    )
     norm = torch.ones(4096, device=residual.device)
     elementwise.add_rms_norm_rows[(5,)](
         residual, residual, norm, out, factors, 5, 1e-5, 4096, 128, 0, False, num_warps=8
@@ -170,12 +173,12 @@ def test_add_norm_quantizes_as_torch(rng: np.random.Generator) -> None:
 def test_linear_fp8_real_shapes_in_graph(tokens: int, rng: np.random.Generator) -> None:
     part = random_fp8_part(4096, 11008, rng)
     x = torch.tensor(rng.standard_normal((tokens, 11008)), dtype=torch.float32, device=DEVICE)
-    rows, scales = fp8.quantize_e4m3(x)
-    seen = x if tokens <= fp8.MAX_GEMV_TOKENS else rows.float() * scales[:, None]
-    alone = fp8.linear_fp8(x, part)
+    rows, scales = packed_weight.quantize_e4m3(x)
+    seen = x if tokens <= linear.MAX_E4M3_GEMV_TOKENS else rows.float() * scales[:, None]
+    alone = linear.linear_fp8(x, part)
     assert relative_error(alone, seen.double() @ packed_weight.dequantize(part).double().T) < 4e-3
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = fp8.linear_fp8(x, part)
+        found = linear.linear_fp8(x, part)
     graph.replay()
     torch.testing.assert_close(found, alone)
