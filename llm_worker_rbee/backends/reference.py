@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..weights import Tensor
-from . import reference_sampling
 from .ops import AttentionParams, Backend, Batch, Ints, KVLayer, ModelParts, RopeTable, SampleRow
+from .reference_sampling import logprobs, sample_row
 
 Floats = NDArray[np.float32]
 SLAB = 1 << 17  # values dequantized at a time: they stay in the second-level cache
@@ -200,9 +200,7 @@ def logits(x: Floats, head: Matrix, soft_cap: float = 0.0) -> Floats:
 
 def sample(raw_logits: Floats, rows: Sequence[SampleRow]) -> Ints:
     """Sample one token per row: (N, vocabulary) -> (N,)."""
-    return np.array(
-        [reference_sampling.sample_row(line, row) for line, row in zip(raw_logits, rows, strict=True)], np.int64
-    )
+    return np.array([sample_row(line, row) for line, row in zip(raw_logits, rows, strict=True)], np.int64)
 
 
 class ReferenceBackend(Backend):
@@ -224,7 +222,7 @@ class ReferenceBackend(Backend):
     take = staticmethod(take)
     logits = staticmethod(logits)
     sample = staticmethod(sample)
-    logprobs = staticmethod(reference_sampling.logprobs)
+    logprobs = staticmethod(logprobs)
 
     # Parts of the ops above, which benchmarks measure one by one.
     rope = staticmethod(rope)
