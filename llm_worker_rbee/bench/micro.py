@@ -124,7 +124,8 @@ def _random(ops: Any, *shape: int) -> Any:
     return ops.prepare_vector(np.resize(drawn, shape))
 
 
-def _rope_table(head_dim: int = HEAD_DIM) -> RopeTable:
+def rope_table(head_dim: int = HEAD_DIM) -> RopeTable:
+    """Return RoPE without scaling."""
     return RopeTable(inverse_frequencies(ROPE_BASE, head_dim), 1.0)
 
 
@@ -132,7 +133,7 @@ def _positions(count: int, start: int = 0) -> NDArray[np.int64]:
     return np.arange(start, start + count, dtype=np.int64)
 
 
-def _batch(tokens: int, context: int, block_size: int = 16) -> Batch:
+def consecutive_batch(tokens: int, context: int, block_size: int = 16) -> Batch:
     """Return the last `tokens` tokens of one request with `context` tokens, in consecutive blocks."""
     positions = _positions(tokens, context - tokens)
     blocks = -(-context // block_size)
@@ -145,12 +146,12 @@ def _batch(tokens: int, context: int, block_size: int = 16) -> Batch:
 def _filled_kv(ops: Any, context: int, kv_heads: int, head_dim: int) -> KVLayer:
     kv: KVLayer = ops.empty_kv(-(-context // 16), 16, kv_heads, head_dim)
     keys, values = _random(ops, 2, context, kv_heads, head_dim)
-    ops.rope_store(keys, keys, values, _positions(context), _rope_table(head_dim), kv, _positions(context))
+    ops.rope_store(keys, keys, values, _positions(context), rope_table(head_dim), kv, _positions(context))
     return kv
 
 
 def _rope(tokens: int, ops: Any) -> Function:
-    return partial(ops.rope, _random(ops, tokens, HEADS, HEAD_DIM), _positions(tokens), _rope_table())
+    return partial(ops.rope, _random(ops, tokens, HEADS, HEAD_DIM), _positions(tokens), rope_table())
 
 
 def _qkv(tokens: int, ops: Any) -> Function:
@@ -174,7 +175,7 @@ def _mask(tokens: int, ops: Any) -> Function:
 
 def _attention(tokens: int, context: int, ops: Any) -> Function:
     q, kv = _random(ops, tokens, HEADS, HEAD_DIM), _filled_kv(ops, context, HEADS, HEAD_DIM)
-    return partial(ops.attention, q, kv, _batch(tokens, context), AttentionParams(HEAD_DIM**-0.5))
+    return partial(ops.attention, q, kv, consecutive_batch(tokens, context), AttentionParams(HEAD_DIM**-0.5))
 
 
 def _rms_norm(tokens: int, ops: Any) -> Function:
@@ -201,10 +202,10 @@ def _block(tokens: int, ops: Any) -> Function:
     kind, params = BLOCK_TYPES["Q4_1"], AttentionParams(head_dim**-0.5)
     qkv, output, gate_up, down = (Linear(ops.prepare([random_tensor(kind, s)])) for s in BLOCK_SHAPES)
     norm = RMSNorm(ops.prepare_vector(np.ones(width, np.float32)), 1e-5)
-    attention = Attention(qkv, output, heads, kv_heads, head_dim, _rope_table(head_dim), params)
+    attention = Attention(qkv, output, heads, kv_heads, head_dim, rope_table(head_dim), params)
     block = Block(norm, attention, norm, SwiGLU(gate_up, down))
     kv, x = ops.empty_kv(-(-tokens // 16), 16, kv_heads, head_dim), _random(ops, tokens, width)
-    return partial(block, ops, x, x, kv, _batch(tokens, tokens))
+    return partial(block, ops, x, x, kv, consecutive_batch(tokens, tokens))
 
 
 def _block_work(tokens: int) -> Work:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,16 +14,8 @@ from llm_worker_rbee.backends import reference
 from llm_worker_rbee.backends.ops import RopeTable
 from llm_worker_rbee.backends.reference import ReferenceBackend
 from llm_worker_rbee.bench import experiments
-from llm_worker_rbee.bench.experiments import (
-    causal_mask,
-    components,
-    fused_block,
-    rope,
-    unified_cache,
-    whole_forward,
-)
+from llm_worker_rbee.bench.experiments import cache_mask_rope, components, fused_forward
 from llm_worker_rbee.bench.experiments.harness import (
-    ROPE_BASE,
     Harness,
     Shape,
     VerdictName,
@@ -35,6 +28,7 @@ from llm_worker_rbee.bench.experiments.harness import (
     vote_saves,
     vote_speedup,
 )
+from llm_worker_rbee.bench.micro import ROPE_BASE
 from llm_worker_rbee.bench.results import Recorder, Run
 from llm_worker_rbee.bench.statistics import Change, compare
 from llm_worker_rbee.bench.timing import Plan
@@ -149,25 +143,26 @@ def test_run_progress_is_monotonic(make_harness: Callable[..., Harness]) -> None
 
 
 @pytest.mark.parametrize(
-    "length", [1, 7, fused_block.QUERY_TILE, fused_block.QUERY_TILE + 1, 2 * fused_block.QUERY_TILE + 3]
+    "length", [1, 7, fused_forward.QUERY_TILE, fused_forward.QUERY_TILE + 1, 2 * fused_forward.QUERY_TILE + 3]
 )
 def test_run_block_equals_the_layers(length: int, rng: np.random.Generator) -> None:
-    block = fused_block.make_block(SHAPE)
-    sides = fused_block.make_sides(block, rng.standard_normal((length, SHAPE.d_model), dtype=np.float32))
+    block = fused_forward.make_block(SHAPE)
+    sides = fused_forward.make_sides(block, rng.standard_normal((length, SHAPE.d_model), dtype=np.float32))
     (added, stream), (added_too, stream_too) = sides["modules"](), sides["fused"]()
     assert np.allclose(added, added_too, atol=1e-5)
     assert np.allclose(stream, stream_too, atol=1e-5)
 
 
-@pytest.mark.parametrize(("prompt", "steps"), [(1, 1), (9, 3), (fused_block.QUERY_TILE + 6, 2)])
+@pytest.mark.parametrize(("prompt", "steps"), [(1, 1), (9, 3), (fused_forward.QUERY_TILE + 6, 2)])
 def test_whole_forward_sides_equal_the_models_logits(tiny: Path, prompt: int, steps: int) -> None:
     checkpoint = open_checkpoint(tiny)
-    sides = whole_forward.Sides(load_model(checkpoint, fused_block.DENSE, read_model_config(checkpoint)), prompt, steps)
+    model = load_model(checkpoint, fused_forward.DENSE, read_model_config(checkpoint))
+    sides = fused_forward.Sides(model, prompt, steps)
     for work in (sides.prefill, sides.decode, sides.decode):  # decode again: it starts at the prompt's end anew
         one, other = work("modules"), work("fused")
         assert one.shape == other.shape
         assert np.allclose(one, other, atol=1e-4)
-    sequence = whole_forward.SingleSequence(
+    sequence = fused_forward.SingleSequence(
         load_model(checkpoint, ReferenceBackend(), read_model_config(checkpoint)), prompt + steps
     )
     plain = sequence.model.forward(sequence.batch(sides.ids, 0, all_logits=False), sequence.cache)
@@ -180,8 +175,8 @@ def test_whole_forward_grouped_heads_agree(tmp_path: Path) -> None:
     tensors = model_tensors(len(keys["tokenizer.ggml.tokens"]))
     halved = {name: t[: len(t) // 2] if "attn_k." in name or "attn_v." in name else t for name, t in tensors.items()}
     checkpoint = open_checkpoint(write_gguf(tmp_path / "grouped.gguf", keys, halved))
-    sides = whole_forward.Sides(
-        load_model(checkpoint, fused_block.DENSE, read_model_config(checkpoint)), fused_block.QUERY_TILE + 5, 1
+    sides = fused_forward.Sides(
+        load_model(checkpoint, fused_forward.DENSE, read_model_config(checkpoint)), fused_forward.QUERY_TILE + 5, 1
     )
     for work in (sides.prefill, sides.decode):
         one, other = work("modules"), work("fused")
@@ -191,16 +186,16 @@ def test_whole_forward_grouped_heads_agree(tmp_path: Path) -> None:
 
 def test_require_plain_llama_other_model_raises(tiny: Path) -> None:
     config = read_model_config(open_checkpoint(tiny))
-    whole_forward.require_plain_llama(config)
+    fused_forward.require_plain_llama(config)
     with pytest.raises(UnsupportedModelError, match="needs a plain llama: this model has a window"):
-        whole_forward.require_plain_llama(replace(config, windows=(4,) * config.n_layers))
+        fused_forward.require_plain_llama(replace(config, windows=(4,) * config.n_layers))
     with pytest.raises(UnsupportedModelError, match="activation gelu_tanh"):
-        whole_forward.require_plain_llama(replace(config, activation="gelu_tanh"))
+        fused_forward.require_plain_llama(replace(config, activation="gelu_tanh"))
 
 
 def test_unified_and_separate_caches_are_equal(rng: np.random.Generator) -> None:
-    q, k, v = unified_cache.make_prompt(SHAPE, 6)
-    one, other = (make(SHAPE, 6).attend(q, k, v) for make in unified_cache.SIDES.values())
+    q, k, v = cache_mask_rope.make_prompt(SHAPE, 6)
+    one, other = (make(SHAPE, 6).attend(q, k, v) for make in cache_mask_rope.CACHES.values())
     assert one.tobytes() == other.tobytes()
     table = RopeTable(inverse_frequencies(ROPE_BASE, SHAPE.head_dim), 1.0)
     turned, positions = reference.rope(q, np.arange(6), table), np.arange(6)
@@ -214,27 +209,28 @@ def test_unified_and_separate_caches_are_equal(rng: np.random.Generator) -> None
 def test_measure_memory_is_little_more_than_the_arrays() -> None:
     n, heads, dim = 64, SHAPE.n_heads, SHAPE.head_dim
     arrays = 4 * (2 * n * heads * dim + 2 * n * dim // 2 + n * n)
-    for make in unified_cache.SIDES.values():
-        held = unified_cache.measure_memory(lambda m=make: m(SHAPE, n), unified_cache.make_prompt(SHAPE, n))  # type: ignore[misc]
+    for make in cache_mask_rope.CACHES.values():
+        held = cache_mask_rope.measure_memory(lambda m=make: m(SHAPE, n), cache_mask_rope.make_prompt(SHAPE, n))  # type: ignore[misc]
         assert arrays < held < arrays + 8192
 
 
 @pytest.mark.parametrize("length", [1, 31, 32, 33, 70])
 def test_bounded_softmax_equals_masked_softmax(length: int, rng: np.random.Generator) -> None:
-    sides = causal_mask.make_sides(rng.standard_normal((3, length, length), dtype=np.float32))
+    sides = cache_mask_rope.mask_sides(rng.standard_normal((3, length, length), dtype=np.float32))
     assert np.allclose(sides["no_mask"](), sides["masked_softmax"](), atol=1e-6)
     assert sides["create"]().tobytes() == sides["cached"]().tobytes() == sides["add"]().tobytes()
     assert sides["creation"]().tobytes() == sides["lookup"]().tobytes()
 
 
 def test_rope_formula_tables_and_backend_agree(rng: np.random.Generator) -> None:
-    x = rng.standard_normal((130, 4, 16), dtype=np.float32)
-    straight = rope.split_pairs(rope.formula(x, 0, ROPE_BASE))
-    in_place = rope.split_pairs(x)
-    result = rope.RopeTables(x).rotate(in_place)
+    x, tolerance = rng.standard_normal((130, 4, 16), dtype=np.float32), cache_mask_rope.ROPE_TOLERANCE
+    straight = cache_mask_rope.split_pairs(cache_mask_rope.rope_formula(x, 0, ROPE_BASE))
+    in_place = cache_mask_rope.split_pairs(x)
+    result = cache_mask_rope.RopeTables(x).rotate(in_place)
     assert result is in_place
-    assert np.abs(straight - result).max() < rope.TOLERANCE
-    assert np.abs(straight - rope.backend_rope("reference", rope.split_pairs(x))()).max() < rope.TOLERANCE  # type: ignore[operator]
+    assert np.abs(straight - result).max() < tolerance
+    by_backend: Any = cache_mask_rope.backend_rope("reference", cache_mask_rope.split_pairs(x))()
+    assert np.abs(straight - by_backend).max() < tolerance
 
 
 def test_require_equal_different_sides_raises() -> None:

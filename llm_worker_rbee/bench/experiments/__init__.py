@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from ...errors import InvalidRequestError
 from ..results import Run, describe_model
-from . import causal_mask, components, fused_block, rope, unified_cache, whole_forward
+from . import cache_mask_rope, components, fused_forward
 from .harness import Finding, Harness, Verdict
 
 __all__ = ["EXPERIMENTS", "Experiment", "Finding", "Harness", "Verdict", "markdown", "run", "select"]
@@ -30,16 +30,39 @@ EXPERIMENTS = {
     "1": Experiment(
         "a split pipeline (QKV, RoPE and attention as separate modules) fights the framework: one integrated file is "
         "faster",
-        fused_block.RULE,
-        fused_block.run,
+        "confirmed if the one function is faster outside the noise at most lengths, refuted if the modules are; both "
+        "sides use the same float32 weights and the same matrix library",
+        fused_forward.run_decoder_block,
     ),
-    "2": Experiment("the ready-made components cover 90% of the infrastructure", components.RULE, components.run),
+    "2": Experiment(
+        "the ready-made components cover 90% of the infrastructure",
+        "confirmed if at least 90% of the parts do their job on a real file",
+        components.run,
+    ),
     "3": Experiment(
-        "one cache object (KV + RoPE tables + masks) beats separate ones", unified_cache.RULE, unified_cache.run
+        "one cache object (KV + RoPE tables + masks) beats separate ones",
+        "confirmed if the one object is faster outside the noise at most lengths, refuted if separate ones are; the "
+        "memory held stands beside it",
+        cache_mask_rope.run_unified_cache,
     ),
-    "3a": Experiment("caching causal masks by length pays", causal_mask.RULE, causal_mask.run),
-    "4": Experiment("the rewrite gives 2 to 3 times the speed", whole_forward.RULE, whole_forward.run),
-    "5": Experiment("RoPE is 3 to 5 times faster in the optimised kernel", rope.RULE, rope.run),
+    "3a": Experiment(
+        "caching causal masks by length pays",
+        "confirmed if at most lengths the kept mask saves over 10% of making one and adding it to the scores, refuted "
+        "if the interval shows that it saves less; where no side has most lengths, the longest decides",
+        cache_mask_rope.run_causal_mask,
+    ),
+    "4": Experiment(
+        "the rewrite gives 2 to 3 times the speed",
+        "confirmed if the one function is at least 2 times as fast both in prefill and in decode, refuted if the "
+        "interval of either lies below 2; both sides use float32 weights",
+        fused_forward.run_whole_model,
+    ),
+    "5": Experiment(
+        "RoPE is 3 to 5 times faster in the optimised kernel",
+        "confirmed if tables applied in place are at least 3 times as fast as the formula at most lengths, refuted if "
+        "the interval lies below 3 at most lengths; the backends' kernels stand beside them",
+        cache_mask_rope.run_rope,
+    ),
 }
 
 

@@ -16,15 +16,15 @@ import numpy as np
 from ...errors import WorkerError
 from ...llm import open_tokenizer
 from ...models import read_model_config
-from ...weights import Checkpoint, open_checkpoint
+from ...weights import open_checkpoint
 from ..http_client import Address, Client, EventParser, RequestFailedError
 from ..results import Result
 from ..serving.server_process import ServerProcess
 from .harness import Finding, Harness
 
-RULE = "confirmed if at least 90% of the parts do their job on a real file"
 MIN_COVERED = 0.9
 KV_MEMORY, TIMEOUT_S, MAX_TRIES = "64M", 300.0, 5  # of the server that streams
+BODY = {"prompt": "Once upon a time", "max_tokens": 32, "temperature": 0}
 VOCABULARY = ("smollm", 49152)  # pre-tokenizer and size that the ids below belong to
 TOKEN_IDS = Path(__file__).parents[1] / "data" / "token_ids.json"
 # Ids that llama.cpp's tokenizer gives for the vocabulary of the built-in model (tools/llama_cpp_token_table.py).
@@ -77,7 +77,8 @@ def _compare_token_ids(path: Path) -> str:
         back = tokenizer.decode(tokenizer.encode(text, add_special=False), skip_special=False)
         if back != text:
             raise NotCoveredError(f"{text!r} comes back as {back!r}")
-    if _vocabulary_key(checkpoint) != VOCABULARY:
+    keys = checkpoint.metadata
+    if (keys.get("tokenizer.ggml.pre"), len(keys.get("tokenizer.ggml.tokens", ()))) != VOCABULARY:
         raise NotCoveredError("texts come back unchanged, but no reference ids are kept for this vocabulary")
     for text, ids in REFERENCE_IDS.items():
         if tokenizer.encode(text, add_special=False) != list(map(int, ids.split())):
@@ -85,17 +86,10 @@ def _compare_token_ids(path: Path) -> str:
     return f"{len(REFERENCE_IDS)} texts give the ids of llama.cpp's tokenizer, and come back unchanged"
 
 
-def _vocabulary_key(checkpoint: Checkpoint) -> tuple[object, int]:
-    keys = checkpoint.metadata
-    return keys.get("tokenizer.ggml.pre"), len(keys.get("tokenizer.ggml.tokens", ()))
-
-
 def _detect_family(path: Path) -> str:
     config = read_model_config(open_checkpoint(path))
-    return (
-        f"family {config.family.name}, {config.n_layers} layers, width {config.d_model}, "
-        f"{config.n_heads} heads on {config.n_kv_heads}"
-    )
+    shape = f"{config.n_layers} layers, width {config.d_model}, {config.n_heads} heads on {config.n_kv_heads}"
+    return f"family {config.family.name}, {shape}"
 
 
 def _stream_from_server(path: Path) -> str:
@@ -122,19 +116,19 @@ async def _stream_and_whole(client: Client) -> tuple[list[str], int, str]:
     moments, parser = 0, EventParser()
     try:
         async with asyncio.timeout(TIMEOUT_S):
-            async with client.request("POST", "/v1/completions", _body(stream=True)) as response:
+            async with client.request(
+                "POST", "/v1/completions", json.dumps(BODY | {"stream": True}).encode()
+            ) as response:
                 async for part in response.parts():
                     found = [json.loads(data) for data in parser.feed(part) if data != "[DONE]"]
                     pieces += [event["choices"][0]["text"] for event in found]
                     moments += bool(found)
-            async with client.request("POST", "/v1/completions", _body(stream=False)) as response:
+            async with client.request(
+                "POST", "/v1/completions", json.dumps(BODY | {"stream": False}).encode()
+            ) as response:
                 return pieces, moments, json.loads(await response.text(1 << 20))["choices"][0]["text"]
     finally:
         client.close()
-
-
-def _body(*, stream: bool) -> bytes:
-    return json.dumps({"prompt": "Once upon a time", "max_tokens": 32, "temperature": 0, "stream": stream}).encode()
 
 
 PARTS: dict[str, Callable[[Path], str]] = {

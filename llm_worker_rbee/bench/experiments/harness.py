@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from ...backends import reference
 from ...backends.ops import AttentionParams, Ints, RopeTable
 from ...errors import InferenceError
-from ...layers.rope import inverse_frequencies
 from .. import statistics, timing
+from ..micro import D_FF, HEAD_DIM, HEADS, HIDDEN
 from ..results import Recorder, Result, quantity
 from ..statistics import Change
 
@@ -27,7 +27,6 @@ Floats = NDArray[np.float32]
 Progress = Callable[[str, float, float], None]
 VerdictName = Literal["confirmed", "refuted", "within noise"]
 MIN_GAIN = 0.10  # a smaller gain is not worth a change
-ROPE_BASE = 10000.0
 QUICK = timing.Plan(seconds=0.8, min_samples=20, max_samples=60, warm_up_s=0.1)
 THOROUGH = timing.Plan(seconds=2.0, min_samples=30, max_samples=100, warm_up_s=0.3)
 
@@ -50,10 +49,10 @@ class Finding(NamedTuple):
 class Shape(NamedTuple):
     """The layers under test: those of the suite in CLAIMS, and the MLP that goes with them."""
 
-    d_model: int = 4096
-    n_heads: int = 32
-    head_dim: int = 128
-    d_ff: int = 11008
+    d_model: int = HIDDEN
+    n_heads: int = HEADS
+    head_dim: int = HEAD_DIM
+    d_ff: int = D_FF
 
 
 @dataclass(slots=True)
@@ -88,10 +87,8 @@ class Harness:
         taken = timing.measure(list(sides.values()), self.plan, lambda part: self.report_progress(f"{length}", part))
         self.num_timed += 1
         for name, one in zip(sides, taken, strict=True):
-            more = {**fields.get(name, {}), "iterations": one.iterations}
-            self.recorder.add_result(
-                Result.from_samples(f"claim{self.claim}/{name}/{length}", "s", one.samples, **more)
-            )
+            full, more = f"claim{self.claim}/{name}/{length}", {**fields.get(name, {}), "iterations": one.iterations}
+            self.recorder.add_result(Result.from_samples(full, "s", one.samples, **more))
         return {name: one.samples for name, one in zip(sides, taken, strict=True)}
 
     def finding(self, verdict: VerdictName, summary: str, table: list[list[str]]) -> Finding:
@@ -141,26 +138,25 @@ def unanimous(votes: Sequence[VerdictName]) -> VerdictName:
     return "refuted" if "refuted" in votes else "within noise" if "within noise" in votes else "confirmed"
 
 
-def format_change(change: Change) -> str:
-    """`-2.1% (99% interval -3.0% to -1.2%)`."""
-    return f"{change.change:+.1%} (99% interval {change.low:+.1%} to {change.high:+.1%})"
-
-
 def change_cells(change: Change) -> list[str]:
     """Return the cells under `change` and `99% interval`."""
     return [f"{change.change:+.1%}", f"{change.low:+.1%} to {change.high:+.1%}"]
 
 
-def format_speedup(change: Change) -> str:
-    """`2.10 times (99% interval 2.01 to 2.20)`."""
-    low, middle, high = speedup(change)
-    return f"{middle:.2f} times (99% interval {low:.2f} to {high:.2f})"
+def format_change(change: Change) -> str:
+    """`-2.1% (99% interval -3.0% to -1.2%)`."""
+    return "{} (99% interval {})".format(*change_cells(change))
 
 
 def speedup_cells(change: Change) -> list[str]:
     """Return the cells under `times as fast` and `99% interval`."""
     low, middle, high = speedup(change)
     return [f"{middle:.2f}", f"{low:.2f} to {high:.2f}"]
+
+
+def format_speedup(change: Change) -> str:
+    """`2.10 times (99% interval 2.01 to 2.20)`."""
+    return "{} times (99% interval {})".format(*speedup_cells(change))
 
 
 def format_by_length(changes: Mapping[int, Change], write: Callable[[Change], str] = format_change) -> str:
@@ -189,11 +185,6 @@ class KVBuffers(NamedTuple):
     @staticmethod
     def zeros(capacity: int, kv_heads: int, head_dim: int) -> KVBuffers:
         return KVBuffers(*(np.zeros((capacity, kv_heads, head_dim), np.float32) for _ in range(2)))
-
-
-def plain_rope(head_dim: int) -> RopeTable:
-    """Return RoPE without scaling."""
-    return RopeTable(inverse_frequencies(ROPE_BASE, head_dim), 1.0)
 
 
 def rope_tables(table: RopeTable, start: int, end: int) -> tuple[Floats, Floats]:
