@@ -114,18 +114,15 @@ async def _stream_and_whole(client: Client) -> tuple[list[str], int, str]:
     """Return the texts of a stream's events, the number of reads they came in, and the text of the same whole reply."""
     pieces: list[str] = []
     moments, parser = 0, EventParser()
+    streamed, whole = (json.dumps(BODY | {"stream": stream}).encode() for stream in (True, False))
     try:
         async with asyncio.timeout(TIMEOUT_S):
-            async with client.request(
-                "POST", "/v1/completions", json.dumps(BODY | {"stream": True}).encode()
-            ) as response:
+            async with client.request("POST", "/v1/completions", streamed) as response:
                 async for part in response.parts():
                     found = [json.loads(data) for data in parser.feed(part) if data != "[DONE]"]
                     pieces += [event["choices"][0]["text"] for event in found]
                     moments += bool(found)
-            async with client.request(
-                "POST", "/v1/completions", json.dumps(BODY | {"stream": False}).encode()
-            ) as response:
+            async with client.request("POST", "/v1/completions", whole) as response:
                 return pieces, moments, json.loads(await response.text(1 << 20))["choices"][0]["text"]
     finally:
         client.close()
