@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -98,11 +99,8 @@ class _ModelLoader:
         """Return the RoPE tables of layers with full attention and of layers with a window."""
         config = replace(self.config, rope_scaling=self.rope_scaling())
         factors = self.optional_vector("rope_freqs.weight", config.rope_dim // 2)
-        full, local = (
-            rope_table(config, local=local, max_context=self.max_context, freq_factors=factors)
-            for local in (False, True)
-        )
-        return full, local
+        table = partial(rope_table, config, max_context=self.max_context, freq_factors=factors)
+        return table(local=False), table(local=True)
 
     def rope_scaling(self) -> RopeScaling:
         """Return the scaling of the metadata, or longrope if the file has its two factor tensors."""
@@ -169,13 +167,12 @@ class _ModelLoader:
 
     def linear(self, names: list[str], rows: list[int], columns: int) -> Linear:
         """Stack matrices by rows, with their biases if any has one."""
-        parts = [
-            self.permute_rope_rows(self.matrix(n + ".weight", r, columns)) for n, r in zip(names, rows, strict=True)
-        ]
-        biases = [self.optional_vector(n + ".bias", r) for n, r in zip(names, rows, strict=True)]
+        named = list(zip(names, rows, strict=True))
+        parts = [self.permute_rope_rows(self.matrix(name + ".weight", n, columns)) for name, n in named]
+        biases = [self.optional_vector(name + ".bias", n) for name, n in named]
         bias = None
         if any(b is not None for b in biases):
-            filled = [np.zeros(r, np.float32) if b is None else b for b, r in zip(biases, rows, strict=True)]
+            filled = [np.zeros(n, np.float32) if b is None else b for b, n in zip(biases, rows, strict=True)]
             bias = self.ops.prepare_vector(np.concatenate(filled))
         return Linear(self.pack(parts), bias)
 

@@ -33,18 +33,6 @@ LAYER_TYPES = ("full_attention", "sliding_attention")
 MIN_ROPE_BASE = 1.0 + 1e-6
 
 
-def model_config_from_gguf(metadata: Mapping[str, Any], family: Family, vocab_size: int | None = None) -> ModelConfig:
-    """Read the `<architecture>.*` keys; `vocab_size` (the rows of the embedding) wins over the metadata."""
-    keys = MetadataReader(metadata, f"{metadata['general.architecture']}.")
-    return ModelConfig(family=family, **gguf_shape(keys, family, vocab_size))
-
-
-def model_config_from_hf(config: Mapping[str, Any], family: Family, vocab_size: int | None = None) -> ModelConfig:
-    """Read a config.json of the transformers library; `vocab_size` as above."""
-    keys = MetadataReader({**family.hf_defaults, **config}, source="config.json: ")
-    return ModelConfig(family=family, **hf_shape(keys, family, vocab_size))
-
-
 class MetadataReader:
     """One metadata mapping; `prefix` goes before every key, `source` before every message."""
 
@@ -129,8 +117,9 @@ def layer_windows(window: int, full_every: int, n_layers: int) -> tuple[int, ...
     return tuple(0 if full_every and (i + 1) % full_every == 0 else window for i in range(n_layers))
 
 
-def gguf_shape(keys: MetadataReader, family: Family, vocab_size: int | None) -> dict[str, Any]:
-    """Return every field of ModelConfig but `family`."""
+def model_config_from_gguf(metadata: Mapping[str, Any], family: Family, vocab_size: int | None = None) -> ModelConfig:
+    """Read the `<architecture>.*` keys; `vocab_size` (the rows of the embedding) wins over the metadata."""
+    keys = MetadataReader(metadata, f"{metadata['general.architecture']}.")
     if keys.integer("expert_count", 0) > 0:
         raise UnsupportedModelError(f"{family.name}: mixture-of-experts models are not supported")
     n_layers = keys.integer("block_count", minimum=1, maximum=MAX_LAYERS)
@@ -141,36 +130,33 @@ def gguf_shape(keys: MetadataReader, family: Family, vocab_size: int | None) -> 
         raise UnsupportedModelError(
             f"{keys.describe_key('attention.value_length')} differs from the length of keys: not supported"
         )
+    n_kv_heads = keys.integer("attention.head_count_kv", n_heads, 1, n_heads)
+    if n_heads % n_kv_heads:
+        raise keys.error("attention.head_count_kv", f"is {n_kv_heads}: {n_heads} heads cannot share them evenly")
     rope_dim = keys.integer("rope.dimension_count", head_dim, 1, head_dim)
     if rope_dim % 2:
         raise keys.error("rope.dimension_count", f"is {rope_dim}, an odd number")
-    return {
-        "n_layers": n_layers,
-        "d_model": d_model,
-        "n_heads": n_heads,
-        "n_kv_heads": _kv_heads(keys, n_heads),
-        "head_dim": head_dim,
-        "d_ff": keys.integer("feed_forward_length", minimum=1, maximum=MAX_WIDTH),
-        "vocab_size": vocab_size or _vocab_size(keys),
-        "context_length": keys.integer("context_length", minimum=1, maximum=MAX_CONTEXT),
-        "norm_eps": keys.positive("attention.layer_norm_rms_epsilon"),
-        "rope_dim": rope_dim,
-        "rope_base": keys.positive("rope.freq_base", 10000.0, MIN_ROPE_BASE),
-        "rope_scaling": _gguf_rope_scaling(keys),
-        "rope_local_base": _gguf_local_base(keys, family),
-        "windows": _gguf_windows(keys, family, n_layers),
-        "attention_scale": _attention_scale(keys, family, n_layers, d_model / n_heads, head_dim),
-        "attention_cap": keys.cap("attn_logit_softcapping", family.default_attention_cap),
-        "final_cap": keys.cap("final_logit_softcapping", family.default_final_cap),
-        "activation": family.activation,
-    }
-
-
-def _kv_heads(keys: MetadataReader, n_heads: int) -> int:
-    kv_heads = keys.integer("attention.head_count_kv", n_heads, 1, n_heads)
-    if n_heads % kv_heads:
-        raise keys.error("attention.head_count_kv", f"is {kv_heads}: {n_heads} heads cannot share them evenly")
-    return kv_heads
+    return ModelConfig(
+        family=family,
+        n_layers=n_layers,
+        d_model=d_model,
+        n_heads=n_heads,
+        n_kv_heads=n_kv_heads,
+        head_dim=head_dim,
+        d_ff=keys.integer("feed_forward_length", minimum=1, maximum=MAX_WIDTH),
+        vocab_size=vocab_size or _vocab_size(keys),
+        context_length=keys.integer("context_length", minimum=1, maximum=MAX_CONTEXT),
+        norm_eps=keys.positive("attention.layer_norm_rms_epsilon"),
+        rope_dim=rope_dim,
+        rope_base=keys.positive("rope.freq_base", 10000.0, MIN_ROPE_BASE),
+        rope_scaling=_gguf_rope_scaling(keys),
+        rope_local_base=_gguf_local_base(keys, family),
+        windows=_gguf_windows(keys, family, n_layers),
+        attention_scale=_attention_scale(keys, family, n_layers, d_model / n_heads, head_dim),
+        attention_cap=keys.cap("attn_logit_softcapping", family.default_attention_cap),
+        final_cap=keys.cap("final_logit_softcapping", family.default_final_cap),
+        activation=family.activation,
+    )
 
 
 def _vocab_size(keys: MetadataReader) -> int:
@@ -187,8 +173,7 @@ def _gguf_local_base(keys: MetadataReader, family: Family) -> float:
 def _attention_scale(
     keys: MetadataReader, family: Family, n_layers: int, width_per_head: float, head_dim: int
 ) -> float:
-    """Return the scale of scores. GGUF has no key for it: the 27B Gemmas scale by width over heads, and only their
-    number of layers tells them apart."""
+    """Return the scale of scores; the 27B Gemmas, known by their number of layers, scale by width over heads."""
     usual = width_per_head if n_layers == LAYERS_OF_27B.get(family.name) else head_dim
     return keys.positive("attention.scale", usual**-0.5)
 
@@ -227,8 +212,9 @@ def _gguf_rope_scaling(keys: MetadataReader) -> RopeScaling:
     )
 
 
-def hf_shape(keys: MetadataReader, family: Family, vocab_size: int | None) -> dict[str, Any]:
-    """Return every field of ModelConfig but `family`."""
+def model_config_from_hf(config: Mapping[str, Any], family: Family, vocab_size: int | None = None) -> ModelConfig:
+    """Read a config.json of the transformers library; `vocab_size` as above."""
+    keys = MetadataReader({**family.hf_defaults, **config}, source="config.json: ")
     n_layers = keys.integer("num_hidden_layers", minimum=1, maximum=MAX_LAYERS)
     d_model, n_heads = (
         keys.integer(key, minimum=1, maximum=MAX_WIDTH) for key in ("hidden_size", "num_attention_heads")
@@ -236,26 +222,27 @@ def hf_shape(keys: MetadataReader, family: Family, vocab_size: int | None) -> di
     head_dim = keys.integer("head_dim", max(d_model // n_heads, 1), 1, MAX_WIDTH)
     rope = _hf_rope(keys, "full_attention")
     rotary_fraction = rope.number("partial_rotary_factor", keys.number("partial_rotary_factor", 1.0), maximum=1.0)
-    return {
-        "n_layers": n_layers,
-        "d_model": d_model,
-        "n_heads": n_heads,
-        "n_kv_heads": keys.integer("num_key_value_heads", n_heads, 1, n_heads),
-        "head_dim": head_dim,
-        "d_ff": keys.integer("intermediate_size", minimum=1, maximum=MAX_WIDTH),
-        "vocab_size": vocab_size or keys.integer("vocab_size", minimum=1, maximum=MAX_VOCABULARY),
-        "context_length": keys.integer("max_position_embeddings", minimum=1, maximum=MAX_CONTEXT),
-        "norm_eps": keys.positive("rms_norm_eps", 1e-6),
-        "rope_dim": int(head_dim * rotary_fraction),
-        "rope_base": rope.positive("rope_theta", 10000.0, MIN_ROPE_BASE),
-        "rope_scaling": _hf_rope_scaling(rope, keys),
-        "rope_local_base": _hf_local_base(keys),
-        "windows": _hf_windows(keys, family, n_layers),
-        "attention_scale": keys.positive("query_pre_attn_scalar", float(head_dim)) ** -0.5,
-        "attention_cap": keys.cap("attn_logit_softcapping", 0.0),
-        "final_cap": keys.cap("final_logit_softcapping", 0.0),
-        "activation": _activation(keys, family),
-    }
+    return ModelConfig(
+        family=family,
+        n_layers=n_layers,
+        d_model=d_model,
+        n_heads=n_heads,
+        n_kv_heads=keys.integer("num_key_value_heads", n_heads, 1, n_heads),
+        head_dim=head_dim,
+        d_ff=keys.integer("intermediate_size", minimum=1, maximum=MAX_WIDTH),
+        vocab_size=vocab_size or keys.integer("vocab_size", minimum=1, maximum=MAX_VOCABULARY),
+        context_length=keys.integer("max_position_embeddings", minimum=1, maximum=MAX_CONTEXT),
+        norm_eps=keys.positive("rms_norm_eps", 1e-6),
+        rope_dim=int(head_dim * rotary_fraction),
+        rope_base=rope.positive("rope_theta", 10000.0, MIN_ROPE_BASE),
+        rope_scaling=_hf_rope_scaling(rope, keys),
+        rope_local_base=_hf_local_base(keys),
+        windows=_hf_windows(keys, family, n_layers),
+        attention_scale=keys.positive("query_pre_attn_scalar", float(head_dim)) ** -0.5,
+        attention_cap=keys.cap("attn_logit_softcapping", 0.0),
+        final_cap=keys.cap("final_logit_softcapping", 0.0),
+        activation=_activation(keys, family),
+    )
 
 
 def _activation(keys: MetadataReader, family: Family) -> str:
@@ -285,16 +272,11 @@ def _hf_windows(keys: MetadataReader, family: Family, n_layers: int) -> tuple[in
 
 def _hf_rope(keys: MetadataReader, layer_kind: str) -> MetadataReader:
     """Return the rope settings of one layer type: `rope_parameters`, or the older `rope_theta` and `rope_scaling`."""
-    new = keys.get("rope_parameters", dict, {})
-    if layer_kind in new:
-        inner = MetadataReader(new, source=f"{keys.source}rope_parameters: ")
-        return MetadataReader(inner.get(layer_kind, dict), source=inner.source)
-    if new:
-        return MetadataReader(new, source=f"{keys.source}rope_parameters: ")
-    old = keys.get("rope_scaling", dict, {})
-    return MetadataReader(
-        {"rope_theta": keys.number("rope_theta", 10000.0), **old}, source=f"{keys.source}rope_scaling: "
-    )
+    if parameters := keys.get("rope_parameters", dict, {}):
+        rope = MetadataReader(parameters, source=f"{keys.source}rope_parameters: ")
+        return MetadataReader(rope.get(layer_kind, dict), source=rope.source) if layer_kind in parameters else rope
+    older = {"rope_theta": keys.number("rope_theta", 10000.0), **keys.get("rope_scaling", dict, {})}
+    return MetadataReader(older, source=f"{keys.source}rope_scaling: ")
 
 
 def _hf_local_base(keys: MetadataReader) -> float:
