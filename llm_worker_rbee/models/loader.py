@@ -44,6 +44,13 @@ def load_model(
     return _ModelLoader(checkpoint, config, ops, max_context or config.context_length, advance).model()
 
 
+def rope_row_order(rows: int, head_dim: int, rope_dim: int) -> NDArray[np.intp]:
+    """Return the order of q or k rows that turns RoPE pairs of neighbours into pairs (i, i + half) of each head."""
+    heads = np.arange(rows).reshape(-1, head_dim)
+    turned, rest = heads[:, :rope_dim], heads[:, rope_dim:]
+    return np.concatenate([turned[:, 0::2], turned[:, 1::2], rest], axis=1).reshape(-1)
+
+
 @dataclass(slots=True)
 class _ModelLoader:
     checkpoint: Checkpoint
@@ -183,7 +190,6 @@ class _ModelLoader:
         return made
 
     def permute_rope_rows(self, tensor: Tensor) -> Tensor:
-        """Permute q and k rows so that RoPE pairs are (i, i + half), not neighbours."""
         order = self.rope_order(tensor.name, tensor.shape[0])
         return tensor if order is None else tensor.take_rows(order)
 
@@ -191,9 +197,7 @@ class _ModelLoader:
         interleaved = self.config.family.rope_interleaved and self.checkpoint.format == "gguf"
         if not interleaved or name.split(".")[-2] not in ("attn_q", "attn_k"):
             return None
-        heads = np.arange(rows).reshape(-1, self.config.head_dim)
-        turned, rest = heads[:, : self.config.rope_dim], heads[:, self.config.rope_dim :]
-        return np.concatenate([turned[:, 0::2], turned[:, 1::2], rest], axis=1).reshape(-1)
+        return rope_row_order(rows, self.config.head_dim, self.config.rope_dim)
 
     def norm(self, name: str, width: int) -> RMSNorm:
         weight = self.vector(name, width)

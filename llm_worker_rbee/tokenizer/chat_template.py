@@ -77,14 +77,8 @@ class ChatTemplate:
         self, messages: Sequence[Mapping[str, object]], *, add_generation_prompt: bool = True, **fields: object
     ) -> str:
         """Render the prompt of these messages; `fields` are further variables of the template."""
-        values = {
-            "tools": None,
-            "documents": None,
-            **self._tokens,
-            **fields,
-            "messages": messages,
-            "add_generation_prompt": add_generation_prompt,
-        }
+        values = {"tools": None, "documents": None, **self._tokens, **fields}
+        values |= {"messages": messages, "add_generation_prompt": add_generation_prompt}
         try:
             request = json.dumps({"values": values})
         except (TypeError, ValueError, RecursionError) as error:
@@ -121,10 +115,9 @@ class ChatTemplate:
 
 def _start_worker() -> "subprocess.Popen[bytes]":
     """Start the renderer: -P keeps this folder off its import path, its own session keeps Ctrl-C away."""
-    command = [sys.executable, "-P", str(WORKER_SCRIPT)]
-    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    command, pipe = [sys.executable, "-P", str(WORKER_SCRIPT)], subprocess.PIPE
     try:
-        return subprocess.Popen(command, start_new_session=True, **pipes)
+        return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, start_new_session=True)
     except OSError as error:
         raise ChatTemplateError(f"cannot start {sys.executable} for the chat template: {error.strerror}") from error
 
@@ -144,7 +137,7 @@ def _read_line(child: "subprocess.Popen[bytes]", deadline: float) -> bytes:
 def _stop(child: "subprocess.Popen[bytes]") -> str:
     """Stop the process and return the reason for its end."""
     for pipe in (child.stdin, child.stdout):
-        if pipe is not None and not pipe.closed:
+        if pipe is not None:
             with contextlib.suppress(OSError):
                 pipe.close()
     try:

@@ -223,11 +223,9 @@ def _find_rstrip_ids(metadata: Mapping[str, object], vocabulary: Vocabulary) -> 
     name = str(metadata.get("general.name", "")).lower()
     if not any(part in name for part in _RSTRIP_MODELS):
         return frozenset()
-    token_types = (TokenType.CONTROL, TokenType.UNKNOWN, TokenType.USER_DEFINED)
-    texts = vocabulary.texts
-    return frozenset(
-        i for i, kind in enumerate(vocabulary.token_types) if kind in token_types and texts[i] not in _RSTRIP_EXCEPT
-    )
+    special = (TokenType.CONTROL, TokenType.UNKNOWN, TokenType.USER_DEFINED)
+    tokens = enumerate(zip(vocabulary.texts, vocabulary.token_types, strict=True))
+    return frozenset(i for i, (text, kind) in tokens if kind in special and text not in _RSTRIP_EXCEPT)
 
 
 def _chat_template(metadata: Mapping[str, object]) -> str | None:

@@ -25,9 +25,7 @@ MAX_VALUES = 1 << 59  # NumPy's byte counts have 63 bits, even if one dimension 
 
 def count_values(shape: Sequence[int]) -> int | None:
     """Return the number of values of a shape, or None on overflow."""
-    if math.prod(dim for dim in shape if dim) > MAX_VALUES:
-        return None
-    return math.prod(shape)
+    return None if math.prod(dim for dim in shape if dim) > MAX_VALUES else math.prod(shape)
 
 
 def map_file(path: Path, min_bytes: int) -> mmap.mmap:

@@ -12,6 +12,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -85,46 +86,29 @@ def _round_codes(scaled: Floats, offset: float, top: int) -> Bytes:
     return np.minimum(scaled, np.float32(top)).astype(np.uint8)
 
 
-def _symmetric(blocks: Floats, half_range: int) -> tuple[Floats, Bytes]:
-    """x = d * (q - half_range): the peak gets code 0, as there is one more code below zero than above."""
+def symmetric(blocks: Floats, bits: int) -> Bytes:
+    """Q4_0, Q5_0: x = d * (q - half_range). The peak gets code 0: there is one more code below zero than above."""
+    half_range = 1 << (bits - 1)
     d = _signed_peak(blocks) / np.float32(-half_range)
-    return d, _round_codes(blocks * reciprocal(d), half_range, 2 * half_range - 1)
+    codes = _round_codes(blocks * reciprocal(d), half_range, 2 * half_range - 1)
+    return np.concatenate([f16_bytes(d), *_pack_codes(codes, bits)], axis=1)
 
 
-def _from_minimum(blocks: Floats, top: int) -> tuple[Floats, Floats, Bytes]:
-    """x = d * q + m."""
+def from_minimum(blocks: Floats, bits: int) -> Bytes:
+    """Q4_1, Q5_1: x = d * q + m."""
+    top = (1 << bits) - 1
     m = blocks.min(axis=1, keepdims=True)
     d = (blocks.max(axis=1, keepdims=True) - m) / np.float32(top)
-    return d, m, _round_codes((blocks - m) * reciprocal(d), 0, top)
+    codes = _round_codes((blocks - m) * reciprocal(d), 0, top)
+    return np.concatenate([f16_bytes(d), f16_bytes(m), *_pack_codes(codes, bits)], axis=1)
 
 
-def _five_bits(codes: Bytes) -> tuple[Bytes, Bytes]:
+def _pack_codes(codes: Bytes, bits: int) -> tuple[Bytes, ...]:
+    """Return 16 bytes of nibbles, after 4 bytes of fifth bits if there are any."""
+    if bits == 4:
+        return (pack_bits(codes, 16, 4),)
     high = np.packbits(codes >> np.uint8(4), axis=1, bitorder="little")
     return high, pack_bits(codes & np.uint8(15), 16, 4)
-
-
-def q4_0(blocks: Floats) -> Bytes:
-    """x = d * (q - 8)."""
-    d, codes = _symmetric(blocks, 8)
-    return np.concatenate([f16_bytes(d), pack_bits(codes, 16, 4)], axis=1)
-
-
-def q4_1(blocks: Floats) -> Bytes:
-    """x = d * q + m."""
-    d, m, codes = _from_minimum(blocks, 15)
-    return np.concatenate([f16_bytes(d), f16_bytes(m), pack_bits(codes, 16, 4)], axis=1)
-
-
-def q5_0(blocks: Floats) -> Bytes:
-    """x = d * (q - 16)."""
-    d, codes = _symmetric(blocks, 16)
-    return np.concatenate([f16_bytes(d), *_five_bits(codes)], axis=1)
-
-
-def q5_1(blocks: Floats) -> Bytes:
-    """x = d * q + m."""
-    d, m, codes = _from_minimum(blocks, 31)
-    return np.concatenate([f16_bytes(d), f16_bytes(m), *_five_bits(codes)], axis=1)
 
 
 def q8_0(blocks: Floats) -> Bytes:
@@ -380,8 +364,9 @@ def _first_linear(scale: Floats) -> Linear:
 
 ENCODERS: dict[str, Callable[[Floats], Bytes]] = {
     "F32": f32, "F16": f16, "BF16": bf16,
-    "Q4_0": q4_0, "Q4_1": q4_1, "Q5_0": q5_0, "Q5_1": q5_1, "Q8_0": q8_0,
-    "Q4_K": q4_k, "Q5_K": q5_k, "Q6_K": q6_k,
+    "Q4_0": partial(symmetric, bits=4), "Q4_1": partial(from_minimum, bits=4),
+    "Q5_0": partial(symmetric, bits=5), "Q5_1": partial(from_minimum, bits=5),
+    "Q8_0": q8_0, "Q4_K": q4_k, "Q5_K": q5_k, "Q6_K": q6_k,
 }  # fmt: skip
 # The largest value that each type can hold; types that are not listed have float16 scales.
 MAX_VALUE = {"F32": 3.4028235e38, "BF16": 3.3895314e38}

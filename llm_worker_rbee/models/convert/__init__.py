@@ -17,7 +17,6 @@ from types import SimpleNamespace
 from typing import NamedTuple, cast
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ...backends.ops import Backend
 from ...config import ModelConfig
@@ -28,7 +27,7 @@ from ...weights.quant_mix import MIXES, Mix, Place, matrix_type
 from ...weights.quantize import Progress, TensorJob, quantize_in_memory
 from ...weights.quants import BLOCK_TYPES
 from ..families import BY_GGUF, gguf_architecture, read_model_config
-from ..loader import IGNORED_SUFFIXES, load_model
+from ..loader import IGNORED_SUFFIXES, load_model, rope_row_order
 from .gguf_metadata import gguf_metadata, rope_tensors
 
 # Types that can be written. Q4_K and Q5_K are pure; the mixes give more bits to some matrices.
@@ -94,12 +93,10 @@ def find_type_mix(type_name: str) -> Mix:
 def plan_matrices(checkpoint: Checkpoint, config: ModelConfig, mix: Mix) -> list[TensorJob]:
     """Return a job for every matrix of the model."""
     tied = "output.weight" not in checkpoint.tensors
-    matrices = [t for name, t in checkpoint.tensors.items() if len(t.shape) == 2 and not _is_ignored(name)]
+    matrices = [
+        t for name, t in checkpoint.tensors.items() if len(t.shape) == 2 and not name.endswith(IGNORED_SUFFIXES)
+    ]
     return [TensorJob(t.name, t, BLOCK_TYPES[_matrix_type(t, config, mix, tied=tied)]) for t in matrices]
-
-
-def _is_ignored(name: str) -> bool:
-    return name.endswith(IGNORED_SUFFIXES)
 
 
 def _matrix_type(tensor: Tensor, config: ModelConfig, mix: Mix, *, tied: bool) -> str:
@@ -112,9 +109,11 @@ def _matrix_type(tensor: Tensor, config: ModelConfig, mix: Mix, *, tied: bool) -
 def plan_file(checkpoint: Checkpoint, config: ModelConfig, mix: Mix, more: Mapping[str, Tensor]) -> list[TensorJob]:
     """Return a job for every tensor of the file, in file order: the embedding first, then layer by layer."""
     matrices = {job.name: job for job in plan_matrices(checkpoint, config, mix)}
-    f32 = BLOCK_TYPES["F32"]
-    kept = {name: tensor for name, tensor in {**checkpoint.tensors, **more}.items() if not _is_ignored(name)}
-    found = [matrices.get(name) or TensorJob(name, tensor, f32) for name, tensor in kept.items()]
+    found = [
+        matrices.get(name) or TensorJob(name, tensor, BLOCK_TYPES["F32"])
+        for name, tensor in {**checkpoint.tensors, **more}.items()
+        if not name.endswith(IGNORED_SUFFIXES)
+    ]
     if checkpoint.format != "gguf":
         found = [_adapt_to_gguf(job, config) for job in found]
     return sorted(found, key=_file_order)
@@ -132,18 +131,11 @@ def _file_order(job: TensorJob) -> tuple[int, int]:
 def _adapt_to_gguf(job: TensorJob, config: ModelConfig) -> TensorJob:
     role = job.name.split(".")[-2]
     if role in ("attn_q", "attn_k") and BY_GGUF[gguf_architecture(config)].rope_interleaved:
-        return job._replace(order=interleave_rows(job.source.shape[0], config.head_dim, config.rope_dim))
+        inverse = np.argsort(rope_row_order(job.source.shape[0], config.head_dim, config.rope_dim))
+        return job._replace(order=inverse)
     if role.endswith("norm") and config.family.norm_plus_one:
         return job._replace(offset=1.0)
     return job
-
-
-def interleave_rows(rows: int, head_dim: int, rope_dim: int) -> NDArray[np.intp]:
-    """Return the row order of q or k that turns pairs (i, i + half) of each head into neighbours."""
-    heads = np.arange(rows).reshape(-1, head_dim)
-    half = rope_dim // 2
-    pairs = np.stack([heads[:, :half], heads[:, half:rope_dim]], axis=2).reshape(len(heads), rope_dim)
-    return np.concatenate([pairs, heads[:, rope_dim:]], axis=1).reshape(-1)
 
 
 def is_fp8(type_name: str | None) -> bool:
@@ -155,15 +147,11 @@ def mark_fp8(checkpoint: Checkpoint) -> Checkpoint:
     """Return the model with its matrices, but the embedding, marked for e4m3; raise if one is quantized already."""
     found = {name: t for name, t in checkpoint.tensors.items() if len(t.shape) == 2 and name != EMBEDDING}
     for tensor in found.values():
-        _require_float(tensor)
+        if tensor.kind.name not in FLOAT_TYPES:
+            raise InvalidRequestError(
+                f"quantize fp8 is for files of {', '.join(FLOAT_TYPES[1:])}, and tensor {tensor.name!r} is "
+                f"{tensor.kind.name} already: leave quantize out, such a file is computed as it is",
+                "quantize",
+            )
     marks = {name: replace(t, pack_as=FP8) for name, t in found.items() if not any(n % FP8_ALIGNMENT for n in t.shape)}
     return replace(checkpoint, tensors={**checkpoint.tensors, **marks})
-
-
-def _require_float(tensor: Tensor) -> None:
-    if tensor.kind.name not in FLOAT_TYPES:
-        raise InvalidRequestError(
-            f"quantize fp8 is for files of {', '.join(FLOAT_TYPES[1:])}, and tensor {tensor.name!r} is "
-            f"{tensor.kind.name} already: leave quantize out, such a file is computed as it is",
-            "quantize",
-        )

@@ -50,8 +50,7 @@ def gguf_metadata(checkpoint: Checkpoint, config: ModelConfig, file_type: int) -
     }
     if checkpoint.format == "gguf":
         kept = {key: value for key, value in checkpoint.metadata.items() if key not in DROPPED_KEYS}
-        types = checkpoint.value_types
-        return {**{key: _typed(value, types.get(key)) for key, value in kept.items()}, **own}
+        return {key: _typed(value, checkpoint.value_types.get(key)) for key, value in kept.items()} | own
     arch = gguf_architecture(config)
     keys = {f"{arch}.{key}": value for key, value in _architecture_keys(config).items()}
     name = _model_name(checkpoint)

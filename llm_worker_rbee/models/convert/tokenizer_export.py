@@ -134,8 +134,7 @@ def _tokens(source: Mapping[str, Any], rows: int, *, byte_level: bool) -> tuple[
 
 def _read_merges(source: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return merges as pairs; older files write them as one string."""
-    merges = source["model"]["merges"]
-    pairs = (merge.split(" ", 1) if isinstance(merge, str) else merge for merge in merges)
+    pairs = (merge.split(" ", 1) if isinstance(merge, str) else merge for merge in source["model"]["merges"])
     return [(left, right) for left, right in pairs]
 
 
@@ -179,22 +178,20 @@ def _pre_tokenize(pre_tokenizer: Any, text: str) -> list[str]:
 
 def _spm_keys(source: Mapping[str, Any], texts: list[str], token_types: list[int]) -> Iterator[Candidate]:
     merges = _read_merges(source)
-    _check_merges_complete(
-        {text for text, kind in zip(texts, token_types, strict=True) if kind == TokenType.NORMAL}, merges
-    )
-    scores = _read_scores(texts, token_types, merges)
+    normal = {text for text, kind in zip(texts, token_types, strict=True) if kind == TokenType.NORMAL}
+    _check_merges_complete(normal, merges)
     keys = {
         _PREFIX + "model": "llama",
         _PREFIX + "pre": "default",
         _PREFIX + "tokens": texts,
-        _PREFIX + "scores": Typed("float32", scores),
+        _PREFIX + "scores": Typed("float32", _derive_scores(texts, token_types, merges)),
         _PREFIX + "token_type": Typed("int32", token_types),
     }
     for prefix in (True, False):
         yield {**keys, _PREFIX + "add_space_prefix": prefix}, (*ASCII_SAMPLES, *UNICODE_SAMPLES)
 
 
-def _read_scores(texts: Sequence[str], token_types: Sequence[int], merges: Sequence[tuple[str, str]]) -> list[float]:
+def _derive_scores(texts: Sequence[str], token_types: Sequence[int], merges: Sequence[tuple[str, str]]) -> list[float]:
     """Return scores: the earlier a token is merged, the better; one that is never merged is the worst."""
     ranks: dict[str, int] = {}
     for left, right in merges:
@@ -220,7 +217,5 @@ def _first_difference(theirs: Tokenizer, keys: Mapping[str, Any], texts: Sequenc
     """Return the first text that gets other ids from the keys, or None."""
     plain = {key: value.value if isinstance(value, Typed) else value for key, value in keys.items()}
     ours = tokenizer_from_gguf(plain)
-    for text in texts:
-        if ours.encode(text, add_special=False) != theirs.encode(text, add_special=False):
-            return preview(text)
-    return None
+    differ = (t for t in texts if ours.encode(t, add_special=False) != theirs.encode(t, add_special=False))
+    return next(map(preview, differ), None)
