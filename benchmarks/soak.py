@@ -25,8 +25,8 @@ from soak_clients import BEHAVIOURS, ServerFaultError, ServerFullError, Simulate
 
 from llm_worker_rbee.bench.http_client import Address, Client, RequestFailedError
 from llm_worker_rbee.bench.processes import memory_of
+from llm_worker_rbee.bench.server_process import ServerMonitor, parse_metrics, worker_server
 from llm_worker_rbee.bench.serving import raise_file_limit
-from llm_worker_rbee.bench.serving.server_process import ServerMonitor, ServerProcess, parse_metrics
 from llm_worker_rbee.errors import WorkerError
 
 VISIT_TIMEOUT_S = 180.0
@@ -191,7 +191,7 @@ def run_soak(url: str, pid: int | None, options: argparse.Namespace) -> bool:
         monitor.end()
     finally:
         monitor.close()
-    return report(soak, {r.name: r.estimate for r in monitor.results() if r.name.startswith("health/")})
+    return report(soak, {r.name: r.estimate for r in monitor.results if r.name.startswith("health/")})
 
 
 def main() -> int:
@@ -213,7 +213,7 @@ def main() -> int:
         if options.url is not None:
             return 0 if run_soak(options.url, None, options) else 1
         args = ["--kv-memory", options.kv_memory, "--job-ttl", options.job_ttl]
-        with ServerProcess([*args, *(("-m", options.model) if options.model else ())]) as server:
+        with worker_server([*args, *(("-m", options.model) if options.model else ())]) as server:
             good = run_soak(server.url, server.pid, options)
             server.require_alive()
     except WorkerError as error:

@@ -122,8 +122,8 @@ class ChildProcess:
         return describe_exit(self.name, status, self._errors.read())
 
 
-def describe_exit(name: str, status: int, stderr: bytes) -> str:
-    """Return how a process ended, with the last line of its standard error."""
+def describe_exit(name: str, status: int, stderr: bytes, max_lines: int = 1) -> str:
+    """Return how a process ended, with the last lines of its standard error."""
     if status < 0:
         known = {s.value: s.name for s in signal.Signals}
         how = f"was ended by {known.get(-status, f'signal {-status}')}"
@@ -131,8 +131,13 @@ def describe_exit(name: str, status: int, stderr: bytes) -> str:
             how += " (an instruction that this CPU lacks: build it for this machine)"
     else:
         how = f"ended with exit status {status}"
-    lines = stderr.decode(errors="replace").strip().splitlines()
-    return f"{name} {how}" + (f": {lines[-1][:300]}" if lines else "")
+    return f"{name} {how}{last_lines(stderr, max_lines)}"
+
+
+def last_lines(stderr: bytes, max_lines: int) -> str:
+    """Return `: LINE | LINE` of the last lines; empty if there are none."""
+    lines = stderr.decode(errors="replace").strip().splitlines()[-max_lines:]
+    return f": {' | '.join(line.strip()[:300] for line in lines)}" if lines else ""
 
 
 def package_environment(threads: int | None = None) -> dict[str, str]:

@@ -16,9 +16,9 @@ from llm_worker_rbee.bench.http_client import (
     EventParser,
     RequestFailedError,
     Response,
+    api_address,
     parse_header,
 )
-from llm_worker_rbee.bench.serving.openai_client import api_address
 from llm_worker_rbee.errors import InvalidRequestError
 
 CERTIFICATE = Path(__file__).parent / "data" / "loopback.pem"  # with its key, for these tests only

@@ -13,9 +13,7 @@ import pytest
 from llm_worker_rbee import __version__, machine
 from llm_worker_rbee.bench import peers
 from llm_worker_rbee.bench.engine_harness import EngineHarness, TimedRun
-from llm_worker_rbee.bench.peers import OURS, Plan
-from llm_worker_rbee.bench.peers.programs import LibraryPeer, LlamaBench, PeerError, Task
-from llm_worker_rbee.bench.peers.worker_child import load_worker
+from llm_worker_rbee.bench.peers import OURS, LibraryPeer, LlamaBench, PeerError, Plan, Task, load_worker
 from llm_worker_rbee.bench.results import Recorder, Result
 from llm_worker_rbee.errors import ContextLengthError, InvalidRequestError
 from llm_worker_rbee.llm import LLM

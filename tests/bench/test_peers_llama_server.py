@@ -12,10 +12,11 @@ import pytest
 
 from llm_worker_rbee.bench import peers
 from llm_worker_rbee.bench.engine_harness import encode_bundled_prompts
-from llm_worker_rbee.bench.peers import OURS, Plan
-from llm_worker_rbee.bench.peers.programs import (
+from llm_worker_rbee.bench.peers import (
+    OURS,
     LlamaServer,
     PeerError,
+    Plan,
     Stream,
     StreamError,
     Task,
@@ -50,8 +51,7 @@ def test_llama_server_is_started_measured_and_ended(tmp_path: Path) -> None:
         peer.start()
         assert peer.version == "b7031-0c1e570"
         assert peer.measure_rate(TEST) > 0
-        assert peer._process is not None
-        pid = peer._process.pid
+        pid = peer.process.pid
     finally:
         peer.close()
         peer.close()

@@ -12,14 +12,19 @@ import numpy as np
 import pytest
 
 from llm_worker_rbee.bench import baseline
-from llm_worker_rbee.bench.http_client import (
-    Client,
-)
+from llm_worker_rbee.bench import serving as bench_serving
+from llm_worker_rbee.bench.http_client import Answer, Client, Target, add_event, api_address
 from llm_worker_rbee.bench.results import Recorder, Result
-from llm_worker_rbee.bench.serving import Limits, Load, connect, latencies, raise_file_limit, run
-from llm_worker_rbee.bench.serving.latencies import InterTokenLatencies, LoadStatistics
-from llm_worker_rbee.bench.serving.openai_client import Answer, Target, add_event, api_address
-from llm_worker_rbee.bench.serving.server_process import ServingError
+from llm_worker_rbee.bench.server_process import ServingError
+from llm_worker_rbee.bench.serving import (
+    InterTokenLatencies,
+    Limits,
+    Load,
+    LoadStatistics,
+    connect,
+    raise_file_limit,
+    run,
+)
 from llm_worker_rbee.bench.workload import Job, Lengths, Prompt, Workload
 from tests.helpers.openai_server import WORDS, Server, serving
 
@@ -212,7 +217,7 @@ def test_summarize_percentiles_and_coverage_of_intervals() -> None:
     covered = 0
     for _ in range(40):
         values = rng.exponential(1.0, 60)
-        found = latencies.summarize(values, np.arange(60))
+        found = bench_serving.summarize(values, np.arange(60))
         assert found["mean"].value == pytest.approx(values.mean())
         assert found["p95"].value == pytest.approx(np.quantile(values, 0.95))
         covered += found["p95"].low <= -math.log(0.05) <= found["p95"].high
@@ -224,13 +229,13 @@ def test_summarize_resamples_itls_by_request() -> None:
     rng = np.random.default_rng(6)
     paces = rng.uniform(1, 3, 10)
     values, owners = np.repeat(paces, 100), np.repeat(np.arange(10), 100)
-    decode_prompts = latencies.summarize(values, owners)["mean"]
-    apart = latencies.summarize(values, np.arange(1000))["mean"]
+    decode_prompts = bench_serving.summarize(values, owners)["mean"]
+    apart = bench_serving.summarize(values, np.arange(1000))["mean"]
     assert decode_prompts.high - decode_prompts.low > 5 * (apart.high - apart.low)
 
 
 def test_inter_token_latencies_are_sampled_uniformly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(latencies, "MAX_ITLS", 500)
+    monkeypatch.setattr(bench_serving, "MAX_ITLS", 500)
     gaps = InterTokenLatencies()
     for i in range(5000):
         gaps.add(float(i), i)
@@ -240,9 +245,9 @@ def test_inter_token_latencies_are_sampled_uniformly(monkeypatch: pytest.MonkeyP
 
 
 def test_evenly_chosen_values_are_bounded() -> None:
-    assert latencies._evenly_chosen(array("d")) == []
-    chosen = latencies._evenly_chosen(array("d", range(100_000)))
-    assert (len(chosen), chosen[0], chosen[-1]) == (latencies.MAX_SAVED_VALUES, 0.0, 99_999.0)
+    assert bench_serving._evenly_chosen(array("d")) == []
+    chosen = bench_serving._evenly_chosen(array("d", range(100_000)))
+    assert (len(chosen), chosen[0], chosen[-1]) == (bench_serving.MAX_SAVED_VALUES, 0.0, 99_999.0)
 
 
 def test_change_of_results_without_samples_compares_intervals() -> None:

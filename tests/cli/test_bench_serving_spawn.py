@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 
 from llm_worker_rbee.bench.processes import cpu_seconds, memory_of
-from llm_worker_rbee.bench.serving.server_process import (
+from llm_worker_rbee.bench.server_process import (
     ServerMonitor,
-    ServerProcess,
     ServingError,
     parse_metrics,
+    worker_server,
 )
 
 from .conftest import Run
@@ -83,17 +83,17 @@ def test_spawn_invalid_options_fail(cli: Run, args: list[str], status: int, told
 
 
 def test_server_process_ends_with_its_block(tiny: Path) -> None:
-    with suppress(ZeroDivisionError), ServerProcess(["-m", str(tiny)]) as server:
+    with suppress(ZeroDivisionError), worker_server(["-m", str(tiny)]) as server:
         pid = server.pid
         assert is_there(pid)
         assert memory_of(pid) == {} or 0 < memory_of(pid)["VmRSS"] <= memory_of(pid)["VmHWM"]
         assert cpu_seconds(pid) is None or cpu_seconds(pid)
         raise ZeroDivisionError
     assert not is_there(pid)
-    with ServerProcess(["-m", str(tiny)]) as server:
+    with worker_server(["-m", str(tiny)]) as server:
         os.kill(server.pid, signal.SIGKILL)
         os.waitid(os.P_PID, server.pid, os.WEXITED | os.WNOWAIT)
-        with pytest.raises(ServingError, match="was ended by signal 9"):
+        with pytest.raises(ServingError, match="was ended by SIGKILL"):
             server.require_alive()
 
 
@@ -140,7 +140,7 @@ def test_server_monitor_counts_health_checks(watched: Watched) -> None:
         watch.end()
     finally:
         watch.close()
-    found = {result.name: result for result in watch.results()}
+    found = {result.name: result for result in watch.results}
     assert found["health/failed"].estimate == watched.asked // 3
     assert found["health/p99"].fields["count"] == watched.asked - watched.asked // 3
     assert 0 < found["health/median"].estimate <= found["health/p99"].estimate <= found["health/max"].estimate

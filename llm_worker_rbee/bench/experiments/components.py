@@ -19,7 +19,7 @@ from ...models import read_model_config
 from ...weights import open_checkpoint
 from ..http_client import Address, Client, EventParser, RequestFailedError
 from ..results import Result
-from ..serving.server_process import ServerProcess
+from ..server_process import worker_server
 from .harness import Finding, Harness
 
 MIN_COVERED = 0.9
@@ -94,7 +94,7 @@ def _detect_family(path: Path) -> str:
 
 def _stream_from_server(path: Path) -> str:
     """Serve the file in a process: a stream must come in pieces and equal the whole reply."""
-    with ServerProcess(["-m", str(path), "--kv-memory", KV_MEMORY], timeout_s=TIMEOUT_S) as server:
+    with worker_server(["-m", str(path), "--kv-memory", KV_MEMORY], timeout_s=TIMEOUT_S) as server:
         for _ in range(MAX_TRIES):  # on a busy machine pieces may wait for their reader
             try:
                 pieces, moments, whole = asyncio.run(_stream_and_whole(Client(Address.parse(server.url))))

@@ -12,11 +12,10 @@ from typing import Annotated, Any, NamedTuple
 import typer
 
 from ...bench import serving as bench_serving
-from ...bench.http_client import Address, Client, parse_header
+from ...bench.http_client import PATHS, Address, Client, Target, api_address, parse_header
 from ...bench.results import Recorder, Result, Run
-from ...bench.serving import MAX_IN_FLIGHT, Limits, openai_client
-from ...bench.serving.openai_client import Target
-from ...bench.serving.server_process import ServerMonitor, ServerProcess
+from ...bench.server_process import ServerMonitor, ServerProcess, worker_server
+from ...bench.serving import MAX_IN_FLIGHT, Limits
 from ...bench.workload import MAX_REQUESTS, Lengths, Workload, read_prompts
 from ...errors import InvalidRequestError, WorkerError
 from ...progress import step_progress
@@ -84,13 +83,13 @@ class ServerOptions:
     def target(self, url: str, model: str) -> Target:
         """Return the server with a client of its own."""
 
-        if self.endpoint not in openai_client.PATHS:
+        if self.endpoint not in PATHS:
             raise InvalidRequestError(f"--endpoint is {self.endpoint!r}: chat or completions", "endpoint")
         headers = dict(map(parse_header, self.header or ()))
         if self.api_key:
             headers["Authorization"] = parse_header(f"Authorization: Bearer {self.api_key}")[1]
-        return openai_client.Target(
-            Client(openai_client.api_address(url), headers),
+        return Target(
+            Client(api_address(url), headers),
             model,
             self.endpoint,  # type: ignore[arg-type]
             self.temperature,
@@ -135,7 +134,7 @@ class OwnOptions:
             yield Reached(url)
             return
         note("starting the server ...")
-        with ServerProcess(args, api_key, timeout) as spawned:
+        with worker_server(args, api_key, timeout) as spawned:
             yield Reached(spawned.url, spawned)
 
 
