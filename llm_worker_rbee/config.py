@@ -14,13 +14,8 @@ from uuid import uuid4
 
 from .errors import InvalidRequestError, ModelFileError
 
-KV_VALUE_BYTES = {
-    "float32": 4,
-    "float16": 2,
-    "int8": 1,
-    "bfloat16": 2,
-    "float8": 1,
-}  # by `--kv-type`; int8 has a float32 scale per position and head
+# by `--kv-type`; int8 has a float32 scale per position and head
+KV_VALUE_BYTES = {"float32": 4, "float16": 2, "int8": 1, "bfloat16": 2, "float8": 1}
 KV_ON_CPU, KV_ON_CUDA = ("float32", "float16", "int8"), ("bfloat16", "float16", "float32", "float8")
 KV_AUTO = "auto"
 KV_CUDA = "bfloat16"  # what `auto` is on a GPU
@@ -31,15 +26,9 @@ MAX_VOCABULARY = 1 << 24
 MAX_CONTEXT = 1 << 40
 MIN_ROPE_FACTOR = 1e-6  # of rope scaling
 MAX_SHAPE = {
-    "n_layers": MAX_LAYERS,
-    "d_model": MAX_WIDTH,
-    "n_heads": MAX_WIDTH,
-    "n_kv_heads": MAX_WIDTH,
-    "head_dim": MAX_WIDTH,
-    "d_ff": MAX_WIDTH,
-    "vocab_size": MAX_VOCABULARY,
-    "context_length": MAX_CONTEXT,
-}
+    "n_layers": MAX_LAYERS, "d_model": MAX_WIDTH, "n_heads": MAX_WIDTH, "n_kv_heads": MAX_WIDTH,
+    "head_dim": MAX_WIDTH, "d_ff": MAX_WIDTH, "vocab_size": MAX_VOCABULARY, "context_length": MAX_CONTEXT,
+}  # fmt: skip
 SPECULATIVE = ("off", "ngram")
 MAX_BATCH, MAX_DRAFT_TOKENS = 4096, 16
 DEVICE_SPARE_BYTES = 1 << 30  # bytes of a GPU beside weights and KV cache: kernels, graphs, the arrays of a step

@@ -188,18 +188,10 @@ class Generation:
 
 
 def make_generations(
-    tokenizer: Tokenizer,
-    config: EngineConfig,
-    vocab_size: int,
-    prompt: list[int],
-    params: SamplingParams,
-    *,
-    n: int = 1,
-    priority: int = 0,
-    timeout_s: float | None = None,
-    is_scored_only: bool = False,
+    tokenizer: Tokenizer, config: EngineConfig, vocab_size: int, prompt: list[int], params: SamplingParams, *,
+    n: int = 1, priority: int = 0, timeout_s: float | None = None, is_scored_only: bool = False,
     listener: GenerationListener | None = None,
-) -> list[Generation]:
+) -> list[Generation]:  # fmt: skip
     """Return `n` generations of one prompt; they share the seed, which is drawn where `params` has none.
 
     Raise if the prompt and max_tokens do not fit. With `is_scored_only` the prompt's log-probabilities are all that

@@ -24,10 +24,10 @@ from typing import Any, overload
 
 from .config import KV_AUTO, EngineConfig
 from .engine.engine import Engine
-from .engine.request import FinishReason, Request, SamplingParams, StepOutput, TokenLogprob, error_output
+from .engine.request import Request, SamplingParams, StepOutput, TokenLogprob, error_output
 from .engine.speculative import DraftModel
 from .errors import ChatTemplateError, InvalidRequestError, RequestCancelledError, WorkerError
-from .generation import Chunk, Completion, Generation, GenerationListener, Timings, make_generations
+from .generation import Chunk, Completion, Generation, Timings, make_generations
 from .load import LoadOptions, LoadPhases, OnStage, load, open_tokenizer
 from .progress import request_progress
 from .tokenizer import ChatTemplate
@@ -37,6 +37,7 @@ from .weights.hub import Progress
 __all__ = ["LLM", "Chunk", "Completion", "SamplingParams", "Stream", "Timings", "open_tokenizer", "together"]
 
 Prompt = str | Sequence[int]
+ParamsOfEach = SamplingParams | Sequence[SamplingParams] | None
 MAX_COMPLETIONS = 128  # of one prompt
 
 
@@ -165,24 +166,14 @@ class LLM:
     ) -> list[Completion]: ...
     @overload
     def generate(
-        self,
-        prompt: Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
-        n: None = None,
-        progress: bool | None = None,
+        self, prompt: Sequence[Prompt], params: ParamsOfEach = None, *, n: None = None, progress: bool | None = None,
         **options: Any,
-    ) -> list[Completion]: ...
+    ) -> list[Completion]: ...  # fmt: skip
     @overload
     def generate(
-        self,
-        prompt: Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
-        n: int,
-        progress: bool | None = None,
+        self, prompt: Sequence[Prompt], params: ParamsOfEach = None, *, n: int, progress: bool | None = None,
         **options: Any,
-    ) -> list[list[Completion]]: ...
+    ) -> list[list[Completion]]: ...  # fmt: skip
     def generate(
         self, prompt: Any, params: Any = None, *, n: int | None = None, progress: bool | None = None, **options: Any
     ) -> Any:
@@ -217,25 +208,11 @@ class LLM:
         priority, timeout = _check_scheduling(options.pop("priority", 0), options.pop("timeout", None))
         params = _merge_params(params, options)
         ids = self.tokenize(prompt) if isinstance(prompt, str) else self._check_ids(prompt)
-        generations = self.make_generations(ids, params, n=n or 1, priority=priority, timeout_s=timeout)
-        return [Stream(self._sync_engine, generation) for generation in generations]
-
-    def make_generations(
-        self,
-        ids: list[int],
-        params: SamplingParams,
-        *,
-        n: int = 1,
-        priority: int = 0,
-        timeout_s: float | None = None,
-        is_scored_only: bool = False,
-        listener: GenerationListener | None = None,
-    ) -> list[Generation]:
-        """Return `n` generations of a prompt that are not started; see generation.py. For servers and streams."""
-        return make_generations(
-            self.tokenizer, self.engine.config, self.config.vocab_size, ids, params, n=n, priority=priority,
-            timeout_s=timeout_s, is_scored_only=is_scored_only, listener=listener,
+        generations = make_generations(
+            self.tokenizer, self.engine.config, self.config.vocab_size, ids, params, n=n or 1, priority=priority,
+            timeout_s=timeout,
         )  # fmt: skip
+        return [Stream(self._sync_engine, generation) for generation in generations]
 
     def _run_streams(self, streams: Sequence[Stream], progress: bool | None) -> list[Completion]:
         """Compute streams in one batch; if one fails, the others are closed."""
@@ -381,15 +358,11 @@ class Stream:
 
     @property
     def has_ended(self) -> bool:
-        return self._finish_reason is not None or self._is_closed
-
-    @property
-    def _finish_reason(self) -> FinishReason | None:
-        return self._generation.finish_reason
+        return self._generation.finish_reason is not None or self._is_closed
 
     def close(self) -> None:
         """Abort the request, if it is not finished."""
-        if not self._is_closed and self._queue is not None and self._finish_reason is None:
+        if not self._is_closed and self._queue is not None and self._generation.finish_reason is None:
             self._engine.abort(self._generation.request)
         self._is_closed = True
 
@@ -406,17 +379,13 @@ class Stream:
         first = generation.first_token_at - started if generation.first_token_at else 0.0
         total = generation.last_token_at - started if generation.last_token_at else 0.0
         return Completion(
-            prompt_tokens=self.prompt_tokens,
-            tokens=request.tokens[: generation.num_tokens],
-            text="".join(self._texts),
-            finish_reason=self._finish_reason,
-            stop_sequence=generation.stop_sequence,
-            seed=self.seed,
-            timings=Timings(first, total, generation.num_tokens),
+            prompt_tokens=self.prompt_tokens, tokens=request.tokens[: generation.num_tokens],
+            text="".join(self._texts), finish_reason=generation.finish_reason, stop_sequence=generation.stop_sequence,
+            seed=self.seed, timings=Timings(first, total, generation.num_tokens),
             logprobs=list(self._logprobs) if self.params.logprobs is not None else None,
             prompt_logprobs=None if request.num_unscored_tokens else request.prompt_logprobs,
             cached_tokens=max(0, request.num_cached_tokens),
-        )
+        )  # fmt: skip
 
     def _take(self, at: float, output: StepOutput) -> Chunk:
         try:

@@ -141,16 +141,11 @@ def load(options: LoadOptions, phases: LoadPhases) -> LoadedModel:
     model = _load_weights(checkpoint, placed, options.quantize, phases)
     tokenizer.pad_to(model.config.vocab_size)
     return LoadedModel(
-        checkpoint=checkpoint,
-        config=model.config,
-        model=model,
-        tokenizer=tokenizer,
+        checkpoint=checkpoint, config=model.config, model=model, tokenizer=tokenizer,
         quant=quant_name(checkpoint) if options.quantize is None else options.quantize.upper(),
-        kv_type=placed.kv_type,
-        capacity=placed.capacity,
-        notes=placed.notes,
+        kv_type=placed.kv_type, capacity=placed.capacity, notes=placed.notes,
         draft_model=None if draft is None else _load_weights(draft, placed, None, phases),
-    )
+    )  # fmt: skip
 
 
 def open_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
@@ -228,15 +223,11 @@ def _plan_placement(
     weights = device_weight_bytes(models, options.quantize) if on_device else sum(one.nbytes for one in models)
     config, *drafts = map(read_model_config, models)
     capacity = plan_kv_cache(
-        config,
-        kv_type,
-        kv_memory=options.kv_memory,
-        max_context=options.max_context,
+        config, kv_type, kv_memory=options.kv_memory, max_context=options.max_context,
         max_batch=options.settings.get("max_batch", ENGINE_SETTINGS["max_batch"]),
-        available=available_memory(weights, backend),
-        draft_config=drafts[0] if drafts else None,
+        available=available_memory(weights, backend), draft_config=drafts[0] if drafts else None,
         memory_fraction=DEVICE_MEMORY_FRACTION if on_device else HOST_MEMORY_FRACTION,
-    )
+    )  # fmt: skip
     return Placement(backend, kv_type, capacity, notes)
 
 

@@ -104,16 +104,15 @@ def request_progress(total: int, show: bool | None = None, *, last_line: bool = 
     if show is False or total < 1 or (show is None and not supports_ansi(sys.stderr)):
         yield _ignore
         return
-    counter = _RequestCounter(total, last_line)
     if not supports_ansi(sys.stderr):
-        yield counter.print_line
+        yield _RequestCounter(total, last_line, None).advance
         return
-    counter.bar = _Bar("requests", transient=False, auto_refresh=False)
+    counter = _RequestCounter(total, last_line, bar := _Bar("requests", transient=False, auto_refresh=False))
     try:
-        yield counter.draw
+        yield counter.advance
     finally:
-        counter.bar.show("answering", counter.requests, total, rate=str(counter))
-        counter.bar.stop()
+        bar.show("answering", counter.requests, total, rate=str(counter))
+        bar.stop()
 
 
 class _Bar:
@@ -189,28 +188,22 @@ def _ignore(*, requests: int = 0, tokens: int = 0) -> None:
 class _RequestCounter:
     """Counts requests and tokens, and shows them as plain lines or on a bar."""
 
-    def __init__(self, total: int, last_line: bool) -> None:
-        self.total = total
-        self.last_line = last_line
+    def __init__(self, total: int, last_line: bool, bar: _Bar | None) -> None:
+        self.total, self.last_line, self.bar = total, last_line, bar
         self.requests = self.tokens = self.lines = 0
         self.start = self.drawn_at = time.perf_counter()
-        self.bar: _Bar | None = None
 
-    def print_line(self, *, requests: int = 0, tokens: int = 0) -> None:
+    def advance(self, *, requests: int = 0, tokens: int = 0) -> None:
         self.requests += requests
         self.tokens += tokens
-        line = self.requests * PLAIN_LINES // self.total
-        if line > self.lines and (self.last_line or self.requests < self.total):
+        now, line = time.perf_counter(), self.requests * PLAIN_LINES // self.total
+        if self.bar is not None:
+            if now - self.drawn_at >= MIN_REDRAW_INTERVAL_S:
+                self.drawn_at = now
+                self.bar.show("answering", self.requests, self.total, rate=str(self))
+        elif line > self.lines and (self.last_line or self.requests < self.total):
             self.lines = line
             print(f"{self.requests:,} of {self.total:,} answers · {self}", file=sys.stderr, flush=True)
-
-    def draw(self, *, requests: int = 0, tokens: int = 0) -> None:
-        self.requests += requests
-        self.tokens += tokens
-        now = time.perf_counter()
-        if self.bar is not None and now - self.drawn_at >= MIN_REDRAW_INTERVAL_S:
-            self.drawn_at = now
-            self.bar.show("answering", self.requests, self.total, rate=str(self))
 
     def __str__(self) -> str:
         seconds = time.perf_counter() - self.start

@@ -6,7 +6,7 @@ step up: past a bounded number of outputs its request is aborted.
 
     async with AsyncEngine(engine) as async_engine:
         stream = async_engine.submit(request)
-        async for output in stream: ...
+        while outputs := await stream.next_outputs(): ...
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ MAX_BUFFERED_OUTPUTS = 4096  # of one request
 
 
 class RequestStream:
-    """The outputs of one request, for one reader in the event loop that submitted it. `async with` aborts a request
-    that is not finished."""
+    """The outputs of one request, for one reader in the event loop that submitted it."""
 
     def __init__(self, engine: AsyncEngine, request: Request, max_buffered_outputs: int) -> None:
         self.request = request
@@ -37,43 +36,20 @@ class RequestStream:
         self._changed = asyncio.Event()
         self._is_finished = False
 
-    async def __aenter__(self) -> RequestStream:
-        return self
-
-    async def __aexit__(self, *_: Any) -> None:
-        self.abort()
-
-    def __aiter__(self) -> RequestStream:
-        return self
-
-    async def __anext__(self) -> StepOutput:
-        """Return the next output; an error is raised once all outputs before it are read."""
-        if not await self._wait():
-            raise StopAsyncIteration
-        output = self._outputs.popleft()
-        if output.error is not None:
-            raise output.error
-        return output
-
     async def next_outputs(self) -> list[StepOutput]:
-        """Return all outputs that are there, at least one; none after the end. An error is raised as by `__anext__`."""
-        if not await self._wait():
-            return []
+        """Return all outputs that are there, at least one; none after the end. An error is raised after the outputs
+        before it."""
+        while not self._outputs:
+            if self._is_finished:
+                return []
+            self._changed.clear()
+            await self._changed.wait()
         if self._outputs[0].error is not None:
             raise self._outputs.popleft().error  # type: ignore[misc]
         found: list[StepOutput] = []
         while self._outputs and self._outputs[0].error is None:
             found.append(self._outputs.popleft())
         return found
-
-    async def _wait(self) -> bool:
-        """Wait for an output; return False at the end."""
-        while not self._outputs:
-            if self._is_finished:
-                return False
-            self._changed.clear()
-            await self._changed.wait()
-        return True
 
     def abort(self) -> None:
         """End the request within a step; its reader gets an error."""
@@ -216,18 +192,11 @@ class AsyncEngine:
             if output.finish_reason is not None:
                 del self._readers[output.request]
         for loop, pairs in by_loop.items():
-            if not _post(loop, pairs):  # the loop is closed
+            try:
+                loop.call_soon_threadsafe(_put_all, pairs)
+            except RuntimeError:  # the loop is closed
                 for stream, _ in pairs:
                     self.abort(stream.request)
-
-
-def _post(loop: asyncio.AbstractEventLoop, pairs: list[tuple[RequestStream, StepOutput]]) -> bool:
-    """Put outputs into their streams; return False if the loop is closed."""
-    try:
-        loop.call_soon_threadsafe(_put_all, pairs)
-    except RuntimeError:
-        return False
-    return True
 
 
 def _put_all(pairs: list[tuple[RequestStream, StepOutput]]) -> None:

@@ -103,13 +103,6 @@ class BlockPool:
             if self._hashes[block] is not None:
                 self._evict(block)
 
-    def clear_cache(self) -> int:
-        """Evict all cached blocks that no request holds; return how many."""
-        cached = [block for block in self._free if self._hashes[block] is not None]
-        for block in cached:
-            self._evict(block)
-        return len(cached)
-
     def _allocate(self) -> int:
         block, _ = self._free.popitem(last=False)
         if self._hashes[block] is not None:

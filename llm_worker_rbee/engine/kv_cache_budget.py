@@ -73,17 +73,10 @@ class KVCacheBudget:
 
 
 def plan_kv_cache(
-    config: ModelConfig,
-    kv_type: str = "float32",
-    *,
-    kv_memory: int | None = None,
-    max_context: int | None = None,
-    max_batch: int,
-    available: int | None,
-    block_size: int = BLOCK_SIZE,
-    draft_config: ModelConfig | None = None,
+    config: ModelConfig, kv_type: str = "float32", *, kv_memory: int | None = None, max_context: int | None = None,
+    max_batch: int, available: int | None, block_size: int = BLOCK_SIZE, draft_config: ModelConfig | None = None,
     memory_fraction: float = HOST_MEMORY_FRACTION,
-) -> KVCacheBudget:
+) -> KVCacheBudget:  # fmt: skip
     """Return the KV cache for `max_batch` requests of up to `max_context` tokens (default: the model's own).
 
     `kv_memory` is its size in bytes; by default what all requests could ever use, but at most `memory_fraction` of
@@ -96,10 +89,12 @@ def plan_kv_cache(
     models = [config] if draft_config is None else [config, draft_config]
     block = sum(block_bytes(one, kv_type, block_size) for one in models)
     context_blocks = -(-requested // block_size)
-    if kv_memory is None:
-        memory = _default_memory(context_blocks * block, max_batch, available, memory_fraction)
-    else:
+    if kv_memory is not None:
         memory = _check_memory(kv_memory, available)
+    elif available is None:
+        memory = context_blocks * block
+    else:
+        memory = min(context_blocks * block * max_batch, int(available * memory_fraction))
     n_blocks = memory // block
     min_blocks = context_blocks if max_context is not None else min(context_blocks, -(-MIN_CONTEXT // block_size))
     if n_blocks < min_blocks:
@@ -144,10 +139,6 @@ def parse_size(text: str) -> int:
     if size < 1:
         raise InvalidRequestError(f"kv_memory is {text!r}: it must be 1 byte or more", "kv_memory")
     return size
-
-
-def _default_memory(context: int, max_batch: int, available: int | None, fraction: float) -> int:
-    return context if available is None else min(context * max_batch, int(available * fraction))
 
 
 def _check_memory(kv_memory: int, available: int | None) -> int:

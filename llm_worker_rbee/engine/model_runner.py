@@ -64,14 +64,10 @@ class ModelRunner:
         tables = self._tables[slots, : int(positions.max()) // size + 1]
         blocks, offsets = np.divmod(positions, size)
         return Batch(
-            ids=ids,
-            positions=positions,
-            slot_mapping=tables[self._arange[:count], blocks] * size + offsets,
-            query_start=self._arange[: count + 1],
-            context_len=positions + 1,
-            block_table=tables,
+            ids=ids, positions=positions, slot_mapping=tables[self._arange[:count], blocks] * size + offsets,
+            query_start=self._arange[: count + 1], context_len=positions + 1, block_table=tables,
             logits_index=self._arange[:count],
-        )
+        )  # fmt: skip
 
     def _mixed_batch(self, ids: list[int], slots: list[int], starts: Ints, stops: Ints, logits_from: Ints) -> Batch:
         query_start: Ints = np.zeros(len(slots) + 1, np.int64)
@@ -81,14 +77,10 @@ class ModelRunner:
         owners, positions = _token_positions(starts, stops, query_start)
         blocks, offsets = np.divmod(positions, size)
         return Batch(
-            ids=_array(ids),
-            positions=positions,
-            slot_mapping=tables[owners, blocks] * size + offsets,
-            query_start=query_start,
-            context_len=stops,
-            block_table=tables,
+            ids=_array(ids), positions=positions, slot_mapping=tables[owners, blocks] * size + offsets,
+            query_start=query_start, context_len=stops, block_table=tables,
             logits_index=_last_indices(query_start[1:], stops - logits_from),
-        )
+        )  # fmt: skip
 
     def _write_table(self, request: Request) -> None:
         first, last = request.num_blocks_in_table, len(request.blocks)
@@ -143,14 +135,10 @@ class SingleSequence:
         n = len(ids)
         positions = np.arange(start, start + n, dtype=np.int64)
         return Batch(
-            ids=np.array(ids, np.int64),
-            positions=positions,
-            slot_mapping=self.cache.slots(self.block_table, positions),
-            query_start=np.array([0, n], np.int64),
-            context_len=np.array([start + n], np.int64),
-            block_table=self.block_table[None, :],
-            logits_index=np.arange(n, dtype=np.int64) if all_logits else np.array([n - 1], np.int64),
-        )
+            ids=_array(ids), positions=positions, slot_mapping=self.cache.slots(self.block_table, positions),
+            query_start=_array([0, n]), context_len=_array([start + n]), block_table=self.block_table[None, :],
+            logits_index=np.arange(n, dtype=np.int64) if all_logits else _array([n - 1]),
+        )  # fmt: skip
 
     def catch_up(self, request: Request, *, all_logits: bool = False) -> Iterator[tuple[int, Array]]:
         """Compute all that is not computed yet; yield the first position and the logits of each chunk, as `step`."""

@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 
 from llm_worker_rbee.config import EngineConfig
-from llm_worker_rbee.engine.async_engine import AsyncEngine, RequestStream
+from llm_worker_rbee.engine.async_engine import AsyncEngine
 from llm_worker_rbee.engine.engine import Engine
 from llm_worker_rbee.engine.request import Request, SamplingParams
 from llm_worker_rbee.errors import InferenceError, InvalidRequestError, RequestCancelledError
 from llm_worker_rbee.models import Transformer
 from tests.helpers import engine_runs
+from tests.helpers.engine_runs import all_of
 
 PROMPTS = [[1, 2, 3], [4] * 40, [5, 6], [1, 2, 3, 4, 5, 6, 7] * 5]
 
@@ -30,10 +31,6 @@ def engine_of(model: Transformer, **settings: Any) -> Engine:
 
 def request(prompt: list[int], max_tokens: int = 20) -> Request:
     return Request(prompt, SamplingParams(seed=1, ignore_eos=True), max_tokens, 1, frozenset())
-
-
-async def all_of(ticket: RequestStream) -> list[int]:
-    return [output.token async for output in ticket]
 
 
 def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
@@ -62,8 +59,8 @@ def test_async_engine_many_streams_get_their_own_outputs(model: Transformer) -> 
     async def main() -> None:
         async with AsyncEngine(engine_of(model)) as async_engine:
             for _ in range(2):  # it sleeps in between
-                tickets = [async_engine.submit(request(prompt)) for prompt in PROMPTS]
-                assert await asyncio.gather(*map(all_of, tickets)) == plain(model)
+                streams = [async_engine.submit(request(prompt)) for prompt in PROMPTS]
+                assert await asyncio.gather(*map(all_of, streams)) == plain(model)
             await settled(async_engine.engine)
 
     run(main())
@@ -84,14 +81,14 @@ def test_abort_frees_blocks_and_raises_in_reader(model: Transformer) -> None:
     async def main() -> None:
         async with AsyncEngine(engine_of(model, max_batch=1)) as async_engine:
             running, waiting = (async_engine.submit(request(prompt, 400)) for prompt in ([1, 2], [3, 4]))
-            first = await anext(running)
+            first, *_ = await running.next_outputs()
             assert first.finish_reason is None
             waiting.abort()
             running.abort()
             running.abort()  # once more changes nothing
-            for ticket in (running, waiting):
+            for stream in (running, waiting):
                 with pytest.raises(RequestCancelledError, match="cancelled"):
-                    await all_of(ticket)
+                    await all_of(stream)
             await settled(async_engine.engine)
             assert len(await all_of(async_engine.submit(request([1, 2], 5)))) == 5
 
@@ -114,10 +111,10 @@ def test_unread_stream_is_aborted_without_blocking_others(model: Transformer) ->
 def test_stop_finishes_running_requests_with_error(model: Transformer) -> None:
     async def main() -> None:
         async with AsyncEngine(engine_of(model)) as async_engine:
-            ticket = async_engine.submit(request([1, 2], 400))
-            await anext(ticket)
+            stream = async_engine.submit(request([1, 2], 400))
+            await stream.next_outputs()
         with pytest.raises(RequestCancelledError, match="stopped"):
-            await all_of(ticket)
+            await all_of(stream)
         with pytest.raises(RequestCancelledError, match="stopped"):
             async_engine.submit(request([1, 2]))
 
@@ -127,10 +124,10 @@ def test_stop_finishes_running_requests_with_error(model: Transformer) -> None:
 def test_stop_before_start_finishes_submitted_requests(model: Transformer) -> None:
     async def main() -> None:
         async_engine = AsyncEngine(engine_of(model))
-        ticket = async_engine.submit(request([1, 2]))
+        stream = async_engine.submit(request([1, 2]))
         await async_engine.stop()  # its thread never began
         with pytest.raises(RequestCancelledError, match="stopped"):
-            await all_of(ticket)
+            await all_of(stream)
 
     run(main())
 
@@ -142,8 +139,8 @@ def test_scheduler_failure_finishes_all_requests_and_engine_recovers(
         engine = engine_of(model)
         monkeypatch.setattr(engine, "_async_scheduler", None)  # on a GPU a step that is begun asks no scheduler
         async with AsyncEngine(engine) as async_engine:
-            ticket = async_engine.submit(request([1, 2], 400))
-            await anext(ticket)
+            stream = async_engine.submit(request([1, 2], 400))
+            await stream.next_outputs()
 
             def broken(*_: Any) -> None:
                 monkeypatch.undo()
@@ -151,7 +148,7 @@ def test_scheduler_failure_finishes_all_requests_and_engine_recovers(
 
             monkeypatch.setattr(async_engine.engine.scheduler, "schedule", broken)
             with pytest.raises(InferenceError, match="ZeroDivisionError"):
-                await all_of(ticket)
+                await all_of(stream)
             assert await all_of(async_engine.submit(request(PROMPTS[0]))) == plain(model)[0]
             await settled(async_engine.engine)
 
@@ -192,8 +189,8 @@ def test_stop_leaves_no_request_in_engine(model: Transformer) -> None:
     async def main() -> None:
         engine = engine_of(model)
         async with AsyncEngine(engine) as first:
-            ticket = first.submit(request([1, 2], 400))
-            await anext(ticket)
+            stream = first.submit(request([1, 2], 400))
+            await stream.next_outputs()
         await settled(engine)
         async with AsyncEngine(engine) as second:
             assert await all_of(second.submit(request(PROMPTS[0]))) == plain(model)[0]
@@ -201,27 +198,14 @@ def test_stop_leaves_no_request_in_engine(model: Transformer) -> None:
     run(main())
 
 
-def test_request_stream_exit_aborts_request(model: Transformer) -> None:
-    async def main() -> None:
-        async with AsyncEngine(engine_of(model)) as async_engine:
-            async with async_engine.submit(request([1, 2], 400)) as ticket:
-                async for _ in ticket:
-                    break
-            await settled(async_engine.engine)
-            async with async_engine.submit(request(PROMPTS[0])) as ticket:
-                assert await all_of(ticket) == plain(model)[0]
-
-    run(main())
-
-
 def test_abort_before_thread_drains_inbox(model: Transformer) -> None:
     async def main() -> None:
         async_engine = AsyncEngine(engine_of(model))
-        ticket = async_engine.submit(request([1, 2], 400))
-        ticket.abort()
+        stream = async_engine.submit(request([1, 2], 400))
+        stream.abort()
         async_engine.start()
         with pytest.raises(RequestCancelledError, match="cancelled"):
-            await all_of(ticket)
+            await all_of(stream)
         assert await all_of(async_engine.submit(request(PROMPTS[0]))) == plain(model)[0]
         await settled(async_engine.engine)
         await async_engine.stop()

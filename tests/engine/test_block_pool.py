@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from llm_worker_rbee.engine.block_pool import BlockPool, chained_hash, extend_hashes
+from tests.helpers.engine_runs import clear_prefix_cache
 
 
 def names(*blocks: str) -> list[bytes]:
@@ -113,7 +114,7 @@ def test_publish_same_contents_twice_keeps_one_block() -> None:
     pool.release(first)
     pool.check([])
     assert pool.num_free == 4
-    assert pool.clear_cache() == 1
+    assert clear_prefix_cache(pool) == 1
     assert pool.match(names("a")) == []
     assert pool.num_free == 4
 
@@ -122,7 +123,7 @@ def test_clear_cache_keeps_blocks_in_use() -> None:
     pool = BlockPool(4, 1)
     used, unused = filled(pool, "a"), filled(pool, "b")
     pool.release(unused)
-    assert pool.clear_cache() == 1
+    assert clear_prefix_cache(pool) == 1
     assert pool.match(names("a")) == used
     pool.check([used])
 

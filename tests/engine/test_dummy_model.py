@@ -18,6 +18,7 @@ from llm_worker_rbee.engine.request import Request, SamplerOutput, SamplingParam
 from llm_worker_rbee.errors import InvalidRequestError, RequestCancelledError
 from llm_worker_rbee.models import Transformer
 from tests.helpers import engine_runs
+from tests.helpers.engine_runs import all_of
 
 WORDS = [7, 8, 9]
 
@@ -110,8 +111,8 @@ def test_abort_during_step_drops_request_before_next_step(model: Transformer) ->
             assert (dropped.request.blocks, dropped.request.is_finished) == ([], True)
             assert engine.scheduler.pool.num_free == 64 - len(kept.request.blocks)
             held.may_end.release(30)
-            assert len([output async for output in kept]) == 20
+            assert len(await all_of(kept)) == 20
             with pytest.raises(RequestCancelledError):
-                [output async for output in dropped]
+                await all_of(dropped)
 
     asyncio.run(asyncio.wait_for(cancel(), 60))

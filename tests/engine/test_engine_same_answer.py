@@ -21,6 +21,7 @@ from tests.helpers.engine_runs import (
     Listener,
     Question,
     alone,
+    clear_prefix_cache,
     engine,
     load,
     require_idle,
@@ -81,7 +82,7 @@ def disturb(rng: random.Random, engine: Engine, mates: list[Request]) -> None:
     if engine.scheduler.running and rng.random() < 0.05 and engine._in_flight is None:  # only `schedule` preempts
         engine.scheduler._preempt(rng.choice(engine.scheduler.running))
     if rng.random() < 0.05:
-        engine.scheduler.pool.clear_cache()
+        clear_prefix_cache(engine.scheduler.pool)
     if rng.random() < 0.2:
         set_threads(engine.model, rng.randint(1, 2))
 

@@ -10,6 +10,7 @@ import pytest
 from llm_worker_rbee.engine import scheduler as scheduling
 from llm_worker_rbee.engine.request import Request
 from llm_worker_rbee.errors import DeadlineError
+from tests.helpers.engine_runs import clear_prefix_cache
 from tests.helpers.paper_scheduler import PaperScheduler, answer_of, next_token
 
 
@@ -416,7 +417,7 @@ def test_scored_prompt_is_computed_whole_and_published() -> None:
     chunks = [paper.step()[0] for _ in range(3)]
     assert [(s.start, s.stop, s.logits_from) for s in chunks] == [(0, 64, 0), (64, 128, 64), (128, 150, 128)]
     paper.run()
-    paper.scheduler.pool.clear_cache()
+    clear_prefix_cache(paper.scheduler.pool)
     again = [paper.request(spread(150), 2, scored=True), paper.request(spread(150), 2)]
     paper.run()
     assert again[0].num_cached_tokens == 0

@@ -23,6 +23,7 @@ from hypothesis.stateful import (
 
 from llm_worker_rbee.engine import scheduler
 from llm_worker_rbee.engine.request import Request
+from tests.helpers.engine_runs import clear_prefix_cache
 from tests.helpers.paper_scheduler import ALPHABET, END, PaperScheduler, answer_of, some_drafts
 
 BLOCKS, SIZE = 6, 3
@@ -103,7 +104,7 @@ class Books(RuleBasedStateMachine):
 
     @rule()
     def evict(self) -> None:
-        self.paper.scheduler.pool.clear_cache()
+        clear_prefix_cache(self.paper.scheduler.pool)
 
     @invariant()
     def the_books_are_right(self) -> None:

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 from llm_worker_rbee.backends import select_backend
 from llm_worker_rbee.config import EngineConfig
+from llm_worker_rbee.engine.async_engine import RequestStream
+from llm_worker_rbee.engine.block_pool import BlockPool
 from llm_worker_rbee.engine.engine import Engine
 from llm_worker_rbee.engine.model_runner import SingleSequence
 from llm_worker_rbee.engine.request import Request, SamplingParams, StepOutput, TokenLogprob
@@ -157,3 +159,19 @@ def some_questions(count: int, vocab: int, lengths: tuple[int, int], seed: int =
         options = OPTIONS[i % len(OPTIONS)]
         made.append(Question(tuple(prompt[:length]), rng.randint(1, 14), options, eos, sample_index=i % 3))
     return made
+
+
+async def all_of(stream: RequestStream) -> list[int]:
+    """Return the tokens of a stream, to its end."""
+    tokens: list[int] = []
+    while outputs := await stream.next_outputs():
+        tokens += [output.token for output in outputs]
+    return tokens
+
+
+def clear_prefix_cache(pool: BlockPool) -> int:
+    """Evict all cached blocks that no request holds; return how many."""
+    cached = [block for block in pool._free if pool._hashes[block] is not None]
+    for block in cached:
+        pool._evict(block)
+    return len(cached)
