@@ -10,44 +10,20 @@ from __future__ import annotations
 import numpy as np
 
 from ...weights.quants.codebooks import e4m3_halves, e8m0_halves
-from .pointers import (
-    f16_from_bits,
-    inline,
-    load_f16,
-    load_f32,
-    load_i64,
-    load_u8,
-    load_u16,
-    load_u32,
-    store_f32,
-    store_u32,
-)
+from .jit import inline
+from .pointers import f16_from_bits, load_f16, load_f32, load_i64, load_u8, load_u16, load_u32, store_f32, store_u32
 
 ONES = 0x01010101  # ONES * mask has the mask in each byte of a word
 
 # Type -> (first byte in the block, words per run, bits) of the field that becomes each plane. A run of words holds
 # 8 / bits runs of words of codes, lowest bits first. Runs of 0 words: adjacent codes share a byte.
 BIT_FIELDS = {
-    "Q4_0": ((2, 4, 4),),
-    "Q4_1": ((4, 4, 4),),
-    "Q5_0": ((6, 4, 4), (2, 0, 1)),
-    "Q5_1": ((8, 4, 4), (4, 0, 1)),
-    "Q8_0": ((2, 8, 8),),
-    "Q8_1": ((4, 8, 8),),
-    "Q8_K": ((4, 64, 8),),
-    "Q2_K": ((16, 8, 2),),
-    "Q3_K": ((32, 8, 2), (0, 8, 1)),
-    "Q4_K": ((16, 8, 4),),
-    "Q5_K": ((48, 8, 4), (16, 8, 1)),
-    "Q6_K": ((0, 16, 4), (128, 8, 2)),
-    "IQ4_NL": ((2, 4, 4),),
-    "IQ4_XS": ((8, 4, 4),),
-    "MXFP4": ((1, 4, 4),),
-    "NVFP4": ((4, 2, 4),),
-    "TQ2_0": ((0, 8, 2),),
-    "Q1_0": ((2, 0, 1),),
-    "Q2_0": ((2, 0, 2),),
-}
+    "Q4_0": ((2, 4, 4),), "Q4_1": ((4, 4, 4),), "Q5_0": ((6, 4, 4), (2, 0, 1)), "Q5_1": ((8, 4, 4), (4, 0, 1)),
+    "Q8_0": ((2, 8, 8),), "Q8_1": ((4, 8, 8),), "Q8_K": ((4, 64, 8),), "Q2_K": ((16, 8, 2),),
+    "Q3_K": ((32, 8, 2), (0, 8, 1)), "Q4_K": ((16, 8, 4),), "Q5_K": ((48, 8, 4), (16, 8, 1)),
+    "Q6_K": ((0, 16, 4), (128, 8, 2)), "IQ4_NL": ((2, 4, 4),), "IQ4_XS": ((8, 4, 4),), "MXFP4": ((1, 4, 4),),
+    "NVFP4": ((4, 2, 4),), "TQ2_0": ((0, 8, 2),), "Q1_0": ((2, 0, 1),), "Q2_0": ((2, 0, 2),),
+}  # fmt: skip
 
 
 @inline
@@ -169,23 +145,14 @@ SCALE_RULES = {
 
 # Type -> (byte of the scale, factor, byte of the minimum, factor), both float16; other types: (0, 1, 0, 0).
 F16_SCALES = {
-    "Q4_1": (0, 1, 2, 1),
-    "Q5_1": (0, 1, 2, 1),
-    "Q2_K": (80, 1, 82, -1),
-    "TQ1_0": (52, 1, 0, 0),
-    "TQ2_0": (64, 1, 0, 0),
-    "Q1_0": (0, 2, 0, -1),
-}
-
-
+    "Q4_1": (0, 1, 2, 1), "Q5_1": (0, 1, 2, 1), "Q2_K": (80, 1, 82, -1), "TQ1_0": (52, 1, 0, 0),
+    "TQ2_0": (64, 1, 0, 0), "Q1_0": (0, 2, 0, -1),
+}  # fmt: skip
 # The same with small integers at their largest: the bound that the scan for the largest scale reads.
 SCALE_BOUNDS = {
-    "Q3_K": (108, 32, 0, 0),
-    "Q4_K": (0, 63, 2, 63),
-    "Q5_K": (0, 63, 2, 63),
-    "Q6_K": (208, 128, 0, 0),
+    "Q3_K": (108, 32, 0, 0), "Q4_K": (0, 63, 2, 63), "Q5_K": (0, 63, 2, 63), "Q6_K": (208, 128, 0, 0),
     "IQ4_XS": (0, 32, 0, 0),
-}
+}  # fmt: skip
 
 # Type -> (scales per block, the scale of each byte): the scales lead the block.
 BYTE_SCALES = {"MXFP4": (1, e8m0_halves), "NVFP4": (4, e4m3_halves)}
@@ -250,9 +217,8 @@ def _read_byte_scales(source, at, n_blocks, d):
     """Read scales of one byte each at the head of a block."""
     for block in range(n_blocks):
         for i in range(source.d_at):
-            store_f32(
-                d + 4 * (block * source.d_at + i), load_f32(source.table + 4 * load_u8(at + block * source.size + i))
-            )
+            value = load_f32(source.table + 4 * load_u8(at + block * source.size + i))
+            store_f32(d + 4 * (block * source.d_at + i), value)
 
 
 @inline

@@ -50,6 +50,7 @@ MAX_UNUSED_DAYS = 30
 DIGEST_BYTES = 32  # before the code
 TASK_SIGNATURE = nb.void(nb.int64, nb.int64, nb.int64)  # (arguments, step, piece)
 _OPTIONS: Any = {"nogil": True, "error_model": "numpy"}
+_INLINE_OPTIONS: Any = {**_OPTIONS, "forceinline": True, "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
 _rebuild: Any = compiler.CompileResult._rebuild
 _dumps: Any = serialize.dumps
 logger = logging.getLogger(__name__)
@@ -278,6 +279,11 @@ def _write(file: Path, data: bytes) -> None:
 def _with_cache(dispatcher: Any) -> Any:
     dispatcher._cache = KernelCache(dispatcher.py_func)
     return dispatcher
+
+
+def inline(function: Callable[..., Any]) -> Any:
+    """Return a part of kernels: what is constant at the call is constant inside, and loops are unrolled."""
+    return nb.njit(**_INLINE_OPTIONS)(function)
 
 
 def kernel(function: Callable[..., Any]) -> Any:

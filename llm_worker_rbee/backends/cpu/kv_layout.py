@@ -23,7 +23,7 @@ from ..ops import KVLayer
 from . import simd as f
 from .jit import kernel
 from .pointers import aligned, emit_prefetch, f32, i8, u16
-from .simd import F16, F32, I8, LANES, f32x16, float_tile, literal_int, map_tile
+from .simd import F16, F32, I8, LANES, Tile, f32x16, literal_int, map_tile
 
 DTYPES = {"float32": np.float32, "float16": np.uint16, "int8": np.int8}
 ARRAY_OF_TYPE: Any = {"float32": f32, "float16": u16, "int8": i8}  # how a task sees the cache
@@ -134,14 +134,14 @@ def zero_tile(_: Any, rows: Any, lines: Any) -> Any:
     count = literal_int(rows)
     if count is None:
         return None
-    tile, zero = float_tile(count * len(lines)), ir.Constant(f32x16.ir, [0.0] * LANES)
+    tile, zero = Tile(f32x16, count * len(lines)), ir.Constant(f32x16.ir, [0.0] * LANES)
     return tile(rows, lines), lambda context, b, sig, args: map_tile(b, tile, lambda _: zero)
 
 
 @intrinsic
 def load_keys(_: Any, array: Any, lines: Any, length: Any, offset: Any) -> Any:
     """Load the vector at chunk * length + offset of every chunk."""
-    tile = float_tile(len(lines))
+    tile = Tile(f32x16, len(lines))
 
     def gen(context: Any, b: Any, sig: Any, args: Any) -> Any:
         def one(i: int) -> Any:
@@ -159,7 +159,7 @@ def load_contiguous(_: Any, array: Any, index: Any, vectors: Any) -> Any:
     count = literal_int(vectors)
     if count is None:
         return None
-    tile = float_tile(count)
+    tile = Tile(f32x16, count)
 
     def gen(context: Any, b: Any, sig: Any, args: Any) -> Any:
         def one(i: int) -> Any:
@@ -198,7 +198,7 @@ def fma_outer(_: Any, total: Any, vectors: Any, x: Any, index: Any, stride: Any)
 @intrinsic
 def key_factors(_: Any, keys: Any, scales: Any, lines: Any, unit: Any) -> Any:
     """Return the factors of products with these chunks of 16 keys: `unit`, times their scales if int8."""
-    tile, scaled = float_tile(len(lines)), keys.dtype == types.int8
+    tile, scaled = Tile(f32x16, len(lines)), keys.dtype == types.int8
 
     def gen(context: Any, b: Any, sig: Any, args: Any) -> Any:
         unit = f.emit_splat(b, args[3], f32x16.ir)
@@ -237,7 +237,7 @@ def load_tile(_: Any, array: Any, index: Any, stride: Any, rows: Any, vectors: A
     high, wide = literal_int(rows), literal_int(vectors)
     if high is None or wide is None:
         return None
-    tile = float_tile(high * wide)
+    tile = Tile(f32x16, high * wide)
 
     def gen(context: Any, b: Any, sig: Any, args: Any) -> Any:
         def one(i: int) -> Any:

@@ -25,9 +25,6 @@ I64 = ir.IntType(64)
 ARRAY_LENGTH = 1 << 40  # the length that an array without an owner claims
 MAX_STACK_FLOATS = 8192  # scratch that a task takes from the stack
 sched_yield = types.ExternalFunction("sched_yield", types.int32())
-# Part of a kernel, never called from Python. What is constant at the call is constant inside, and loops are unrolled.
-_OPTIONS: Any = {"forceinline": True, "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
-inline: Callable[[Callable[..., Any]], Any] = nb.njit(nogil=True, error_model="numpy", **_OPTIONS)
 
 
 def _pointer_to(kind: Any) -> Any:

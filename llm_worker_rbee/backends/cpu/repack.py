@@ -27,9 +27,9 @@ from ...weights.quants import BLOCK_TYPES
 from ...weights.quants.codebooks import GRIDS, grid
 from . import gguf_blocks as gguf
 from .dot_int8 import WEIGHT_BIAS
-from .jit import kernel, variant
+from .jit import inline, kernel, variant
 from .packed_weight import BLOCK_COLUMNS, GROUP_ROWS, Layout, PackedMatrix, layout_of_tensor
-from .pointers import aligned, inline, load_f32, load_u8, load_u16, load_u32, store_f16, store_u8, store_u16, store_u32
+from .pointers import aligned, load_f32, load_u8, load_u16, load_u32, store_f16, store_u8, store_u16, store_u32
 
 FLOAT_DTYPES: dict[str, Any] = {"F32": np.float32, "F16": np.uint16, "BF16": np.uint16}
 MIN_UNIT_EXPONENT = -126  # the unit's inverse is still a float32
@@ -123,13 +123,10 @@ def scan_target(layout: Layout) -> Target:
 
 def _write_target(out: PackedMatrix) -> Target:
     return scan_target(out.layout)._replace(
-        flip=out.bias * gguf.ONES if out.layout.planes == (8,) else 0,
-        inverse=np.float32(1 / out.unit),
-        packed=_address(out.packed),
-        scales=_address(out.scales),
-        minima=_address(out.minima),
+        flip=out.bias * gguf.ONES if out.layout.planes == (8,) else 0, inverse=np.float32(1 / out.unit),
+        packed=_address(out.packed), scales=_address(out.scales), minima=_address(out.minima),
         nibble_scales=0 if out.nibble_scales is None else _address(out.nibble_scales),
-    )
+    )  # fmt: skip
 
 
 def _address(array: NDArray[Any]) -> int:
@@ -181,18 +178,12 @@ def describe_source(name: str) -> Source:
     """Describe a block type to the kernels."""
     kind, (fields, table) = BLOCK_TYPES[name], _tables(name)
     d_at, d_factor, m_at, m_factor = gguf.F16_SCALES.get(name, (0, 1, 0, 0))
+    rule = gguf.CODEBOOK_RULES[name] if name in gguf.CODEBOOK_RULES else gguf.SCALE_RULES.get(name, gguf.RULE_F16)
     return Source(
-        rule=gguf.CODEBOOK_RULES[name] if name in gguf.CODEBOOK_RULES else gguf.SCALE_RULES.get(name, gguf.RULE_F16),
-        quads=kind.block_size // 4,
-        size=kind.block_bytes,
-        fields=_address(fields),
-        n_fields=len(fields),
-        d_at=gguf.BYTE_SCALES[name][0] if name in gguf.BYTE_SCALES else d_at,
-        d_factor=np.float32(d_factor),
-        m_at=m_at,
-        m_factor=np.float32(m_factor),
-        table=_address(table),
-    )
+        rule, kind.block_size // 4, kind.block_bytes, _address(fields), len(fields),
+        d_at=gguf.BYTE_SCALES[name][0] if name in gguf.BYTE_SCALES else d_at, d_factor=np.float32(d_factor),
+        m_at=m_at, m_factor=np.float32(m_factor), table=_address(table),
+    )  # fmt: skip
 
 
 @cache

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import cache, partial, reduce
+from functools import partial, reduce
 from typing import Any, NamedTuple
 
 from llvmlite import ir
@@ -51,18 +51,6 @@ u8x64, i32x16, f32x16 = Vector("u8x64", I8, 64), Vector("i32x16", I32, LANES), V
 f64x16 = Vector("f64x16", ir.DoubleType(), LANES)
 # LLVM types without a Numba type; I32X16 is also the view of 64 bytes as words, for shifts
 I8X16, F16X16, I32X16 = ir.VectorType(I8, LANES), ir.VectorType(F16, LANES), ir.VectorType(I32, LANES)
-
-
-@cache
-def int_tile(tokens: int) -> Tile:
-    """Return the type of a tile of 16 int32 per token."""
-    return Tile(i32x16, tokens)
-
-
-@cache
-def float_tile(tokens: int) -> Tile:
-    """Return the type of a tile of 16 float32 per token."""
-    return Tile(f32x16, tokens)
 
 
 def literal_int(literal: Any) -> int | None:
@@ -357,7 +345,7 @@ def zero_floats(_: Any, tokens: Any) -> Any:
     count = literal_int(tokens)
     if count is None:
         return None
-    tile = float_tile(count)
+    tile = Tile(f32x16, count)
     zero = ir.Constant(f32x16.ir, [0.0] * LANES)
     return tile(tokens), lambda context, b, sig, args: map_tile(b, tile, lambda _: zero)
 
@@ -368,7 +356,7 @@ def init_dot(_: Any, tokens: Any, sums: Any, index: Any, stride: Any, offset: An
     count, times = literal_int(tokens), literal_int(offset)
     if count is None or times is None:
         return None
-    tile = int_tile(count)
+    tile = Tile(i32x16, count)
 
     def gen(context: Any, b: Any, sig: Any, args: Any) -> Any:
         if times == 0:

@@ -113,7 +113,7 @@ class SmallBatchDecoder:
 
     def _activations(self, w: PackedWeight) -> Int8Activations | torch.Tensor:
         if w.is_packed:
-            return Int8Activations.empty(self.tokens, w.columns, self.device)
+            return Int8Activations.allocate(self.tokens, w.columns, self.device)
         dtype = torch.float32 if w.dense_dtype == torch.float16 else w.dense_dtype  # x * weight may overflow float16
         return torch.zeros(self.tokens, w.columns, dtype=dtype, device=self.device)
 

@@ -126,8 +126,7 @@ def quantize_activations(x: torch.Tensor, rows: int, two_term: bool) -> Int8Acti
     """Quantize x (T, columns) to int8, with the rounding errors as T further rows if `two_term`; pad with zeros."""
     blocks = x.shape[1] // 32
     make = torch.empty if rows == len(x) * (1 + two_term) else torch.zeros
-    shapes = ((rows, 8, blocks), torch.int32), ((rows, blocks), torch.float32), ((rows, 2, blocks), torch.float32)
-    out = Int8Activations(*(make(shape, dtype=dtype, device=x.device) for shape, dtype in shapes))
+    out = Int8Activations.allocate(rows, x.shape[1], x.device, make)
     tile = 64 if is_interpreted() else 8
     quantize_int8[(cdiv(blocks, tile), len(x))](
         x, out.codes.view(torch.int8), out.scales, out.sums, len(x), blocks, TILE_BLOCKS=tile, TWO_TERM=two_term,

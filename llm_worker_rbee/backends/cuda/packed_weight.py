@@ -15,6 +15,7 @@ gemv.py draws the planes. What a kind holds, and how many columns share a scale:
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -183,13 +184,11 @@ class Int8Activations:
     sums: torch.Tensor
 
     @staticmethod
-    def empty(batch: int, columns: int, device: torch.device) -> Int8Activations:
-        blocks = columns // 32
-        return Int8Activations(
-            torch.zeros(batch, 8, blocks, dtype=torch.int32, device=device),
-            torch.zeros(batch, blocks, device=device),
-            torch.zeros(batch, 2, blocks, device=device),
-        )
+    def allocate(batch: int, columns: int, device: torch.device, make: Any = torch.zeros) -> Int8Activations:
+        """Return room for `batch` rows by torch.zeros or torch.empty."""
+        blocks, float32 = columns // 32, {"dtype": torch.float32, "device": device}
+        codes = make((batch, 8, blocks), dtype=torch.int32, device=device)
+        return Int8Activations(codes, make((batch, blocks), **float32), make((batch, 2, blocks), **float32))
 
 
 def kernel_outputs(x: Int8Activations | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -63,7 +63,9 @@ def run(
     scratch = (torch.full((*rows, block.head_dim), torch.nan, device=where),
                torch.full((*rows, 2), torch.nan, device=where),
                torch.zeros(rows[:2], dtype=torch.int32, device=where))  # fmt: skip
-    out: Any = Int8Activations.empty(tokens, columns, where) if as_int8 else torch.zeros(tokens, columns, device=where)
+    out: Any = (
+        Int8Activations.allocate(tokens, columns, where) if as_int8 else torch.zeros(tokens, columns, device=where)
+    )
     qkv = qkv[:, [*requests, 0]].contiguous()
     launch_decode_attention(qkv, block, kv, rope, positions, tables, width, tokens, config, scratch, out, pdl=False)
     assert not scratch[2].any()
