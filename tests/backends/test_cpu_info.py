@@ -42,7 +42,7 @@ print(ISA, *cpu_info.available_isas())
 
 
 def run(code: str, **env: str) -> list[str]:
-    """What it prints, in a process of its own."""
+    """Return the words that `code` prints in a process of its own."""
     kept = {
         key: value
         for key, value in os.environ.items()
@@ -93,7 +93,7 @@ def test_llvm_believes_in_dot_products_by_name_or_feature(cpu: str, features: st
 
 
 def test_llvm_features_are_set_before_the_compiler_is_made() -> None:
-    """The machine's name may not tell it; whatever part of the kernels comes first, this comes before."""
+    """The processor's name may hide dot products; the flag is set whatever part of the kernels is imported first."""
     code = """
 from llm_worker_rbee import machine
 machine.cpu_features = lambda: ["asimd", "asimddp"]
@@ -118,7 +118,7 @@ print(*cpu_info.available_isas())
 
 @pytest.fixture
 def eight_cores(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """A machine of 8 physical cores of two threads each, without environment variables."""
+    """Return a machine of 8 physical cores of two threads each, without environment variables."""
     monkeypatch.setattr(machine, "usable_cores", lambda: 16)
     monkeypatch.setattr(machine, "usable_physical_cores", lambda: 8)
     monkeypatch.setattr(machine, "cpu_quota", lambda: None)

@@ -18,7 +18,7 @@ CALLERS = sorted(p for room in ("layers", "cache", "models", "engine") for p in 
 
 
 def ops_used(source: str) -> Iterator[str]:
-    """x of every `ops.x` and `<anything>.ops.x`."""
+    """Yield x of every `ops.x` and `<anything>.ops.x`."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Attribute):
             owner = node.value
@@ -58,7 +58,7 @@ def test_layers_and_models_touch_no_array_in_their_forward_pass() -> None:
     assert "numpy" not in (PACKAGE / "models" / "decoder.py").read_text()
 
 
-def test_pick() -> None:
+def test_select_backend_by_name_and_threads() -> None:
     assert BACKENDS[:2] == ("auto", "reference")
     assert isinstance(select_backend("cpu", "reference"), ReferenceBackend)
     assert select_backend("cpu").name == select_backend("cpu", "cpu").name == "cpu"

@@ -130,7 +130,7 @@ def naive(q: Floats, k: Floats, v: Floats, start: int, p: AttentionParams) -> Fl
 
 
 def filled(rng: np.random.Generator, kv_heads: int, dim: int) -> tuple[BlockTables, KVLayer, list[Any]]:
-    """A cache that holds three requests, and noise where nobody owns the blocks."""
+    """A cache that holds three requests, and noise in free blocks."""
     pages = BlockTables(LENGTHS, rng)
     kv = KVLayer(*(normal(rng, pages.n_blocks, 4, kv_heads, dim, scale=100.0) for _ in "kv"))
     content = [(normal(rng, n, kv_heads, dim), normal(rng, n, kv_heads, dim)) for n in LENGTHS]
@@ -153,7 +153,7 @@ def test_attention_of_a_ragged_batch(
         mine = slice(int(at), int(at) + end - start)
         assert np.abs(found[mine] - naive(q[mine], content[r][0], content[r][1], start, p)).max() < 1e-5
         alone = ops.attention(q[mine], kv, pages.batch([(r, start, end)]), p)
-        assert np.array_equal(alone, found[mine]), "who else is served must not matter"
+        assert np.array_equal(alone, found[mine]), "the rest of the batch must not matter"
 
 
 @pytest.mark.parametrize("block_size", [1, 3, 16, 64])

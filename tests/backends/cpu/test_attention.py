@@ -65,7 +65,7 @@ def part(batch: Batch, r: int, first: int, last: int) -> Batch:
 def filled(
     ops: Any, batch: Batch, blocks: int, kind: str, kv_heads: int, dim: int, table: RopeTable = STILL, block: int = 16
 ) -> KVLayer:
-    """A cache that holds the tokens of the batch; what nobody owns is NaN."""
+    """A cache that holds the tokens of the batch; free blocks are NaN."""
     tokens = batch.ids.size
     kv: KVLayer = ops.empty_kv(blocks, block, kv_heads, dim, kind)
     for array in kv:
@@ -142,7 +142,7 @@ def test_attention_nan_reaches_exactly_the_queries_that_see_it(kind: str, bad: f
 
 
 def test_kv_types_round_within_their_bounds() -> None:
-    """Half a step of rounding each, zeros exact, tiny and huge heads included; the reference says the same."""
+    """Half a step of rounding each, zeros exact, tiny and huge heads included; the reference rounds alike."""
     batch, blocks = step([40], [40])
     x = normal(40, 2, 24) * np.float32(10.0) ** np.arange(-20, 20, dtype=np.float32)[:, None, None]
     x[7] = 0

@@ -1,4 +1,4 @@
-"""The kernels on disk: found again by the next process, never after an edit, never believed when damaged."""
+"""The JIT cache: reused by the next process, never stale after an edit, never used when damaged; and float16."""
 
 from __future__ import annotations
 
@@ -71,14 +71,14 @@ RIGHT, WRONG = 6.0, 54.0
 
 
 def start(cache: Path | str, root: Path = PACKAGE.parent, **env: str) -> subprocess.Popen[str]:
-    """Three small kernels in a process of its own."""
+    """Run three small kernels in a process of its own."""
     given = {"PYTHONPATH": str(root), jit.CACHE_VARIABLE: str(cache), "LLM_WORKER_THREADS": "1", **env}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     return subprocess.Popen([sys.executable, "-c", RUN], env={**os.environ, **given}, cwd=root, text=True, **pipes)  # type: ignore[call-overload, no-any-return]
 
 
 def end(process: subprocess.Popen[str], warning: str = "") -> tuple[float, bool]:
-    """(its result, whether the kernels were found on the disk); standard error has one line, or none."""
+    """Return (its result, whether the kernels were cached); standard error has one line, or none."""
     out, errors = process.communicate(timeout=200)
     assert process.returncode == 0, errors
     assert [warning in line for line in errors.splitlines()] == [True] * bool(warning), errors

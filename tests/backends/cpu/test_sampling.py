@@ -1,4 +1,4 @@
-"""Sampling on the CPU against its meaning: the same token for every mix of settings, on any kind of logits."""
+"""Sampling on the CPU against the reference sampler: the same token for every mix of settings, on any logits."""
 
 from __future__ import annotations
 
@@ -140,15 +140,15 @@ def test_draw_of_flat_logits_with_many_candidates_equals_reference(row: dict[str
 
 def test_draw_of_ordinary_logits_is_seldom_undecided() -> None:
     """On ordinary logits nearly every draw is the kernels' own: a test of the fall-back alone would prove nothing."""
-    rng, asked, drawn = np.random.default_rng(5), 0, 0
+    rng, undecided, drawn = np.random.default_rng(5), 0, 0
     for _ in range(400):
         x, row = ordinary(rng, 3000), settings(rng, 3000)
         if 0.1 < row.temperature < 10 and row.top_p < 0.9999:
             token, drawn = fast.draw(x, row), drawn + 1
-            asked += token < 0
+            undecided += token < 0
             assert token < 0 or token == reference_sampling.sample_row(x, row)
     assert drawn > 100
-    assert asked <= 0.02 * drawn
+    assert undecided <= 0.02 * drawn
 
 
 def test_sample_frequencies_follow_probabilities() -> None:

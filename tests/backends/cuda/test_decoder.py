@@ -47,10 +47,10 @@ def test_steps_match_reference(case: str) -> None:
     assert models[0].fused is not None
     random = np.random.default_rng(1)
     pair = [cuda_models.Requests(model, 3, "float32") for model in models]
-    for who, counts, every in STEPS:
+    for indices, counts, every in STEPS:
         ids = random.integers(0, 96, sum(counts))
         got, want = (
-            model.forward(requests.step(who, counts, ids, every), requests.cache)
+            model.forward(requests.step(indices, counts, ids, every), requests.cache)
             for model, requests in zip(models, pair, strict=True)
         )
         assert tuple(got.shape) == want.shape

@@ -36,12 +36,12 @@ def logits_of_first(model: Transformer, steps: Sequence[Step]) -> Any:
     """Return the logits of all tokens of request 0."""
     ids = np.random.default_rng(5).integers(0, 96, (2, 40))
     requests, found = cuda_models.Requests(model, 2, "float32", blocks_each=10), []
-    for who, counts in steps:
-        chosen = [ids[w, requests.done[w] : requests.done[w] + n] for w, n in zip(who, counts, strict=True)]
-        batch = requests.step(who, counts, np.concatenate(chosen), logits_of_all=True)
-        first = sum(counts[: list(who).index(0)])
+    for indices, counts in steps:
+        chosen = [ids[w, requests.done[w] : requests.done[w] + n] for w, n in zip(indices, counts, strict=True)]
+        batch = requests.step(indices, counts, np.concatenate(chosen), logits_of_all=True)
+        first = sum(counts[: list(indices).index(0)])
         logits = torch.as_tensor(model.forward(batch, requests.cache)).cpu()
-        found.append(logits[first : first + counts[list(who).index(0)]].clone())
+        found.append(logits[first : first + counts[list(indices).index(0)]].clone())
     return torch.cat(found)
 
 

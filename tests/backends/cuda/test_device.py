@@ -1,4 +1,4 @@
-"""Choosing a GPU, with patched answers of PyTorch, and planning its memory."""
+"""Choosing a GPU, with PyTorch patched, and planning its memory."""
 
 from __future__ import annotations
 

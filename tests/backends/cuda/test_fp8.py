@@ -103,10 +103,10 @@ def test_steps_match_reference_on_fp8_weights() -> None:
     random, pair = np.random.default_rng(1), [cuda_models.Requests(model, 3, "float32") for model in models]
     bounds = (1e-5 if device.is_interpreted() else 2e-2, 0.12, 0.12, 0.12)
     steps = (((2,), (1,)), ((0, 1), (3, 2)), ((0, 1), (1, 1)), ((0, 1, 2), (1, 1, 2)))
-    for (who, counts), bound in zip(steps, bounds, strict=True):
+    for (indices, counts), bound in zip(steps, bounds, strict=True):
         ids = random.integers(0, 96, sum(counts))
         got, want = (
-            model.forward(requests.step(who, counts, ids), requests.cache)
+            model.forward(requests.step(indices, counts, ids), requests.cache)
             for model, requests in zip(models, pair, strict=True)
         )
         assert cuda_models.relative_error(got.cpu(), want) < bound, counts
@@ -145,8 +145,8 @@ def test_quantize_fp8_refused_on_cpu_and_quantized_files() -> None:
 @ON_GPU
 def test_quantize_kernel_matches_torch(rng: np.random.Generator) -> None:
     x = torch.tensor(rng.standard_normal((7, 11008)), device=DEVICE).bfloat16()
-    (found, scales), (wanted, its) = linear.quantize_activations_e4m3(x), packed_weight.quantize_e4m3(x)
-    torch.testing.assert_close(scales, its)
+    (found, scales), (wanted, expected_scales) = linear.quantize_activations_e4m3(x), packed_weight.quantize_e4m3(x)
+    torch.testing.assert_close(scales, expected_scales)
     assert float((found.float() != wanted.float()).float().mean()) < 1e-4  # ties, where a division differs by a bit
 
 

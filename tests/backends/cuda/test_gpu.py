@@ -84,13 +84,13 @@ def test_features_match_reference_with_and_without_graphs(case: str) -> None:
     twin, its_type = (replace(ours, fused=None), kv_type) if kv_type == "float8" else (reference, "float32")
     pair = [cuda_models.Requests(m, 23, kind, 32, 16) for m, kind in ((ours, kv_type), (twin, its_type))]
     random = np.random.default_rng(1)
-    for who, counts, every in STEPS:
+    for indices, counts, every in STEPS:
         ids = random.integers(0, shape.vocabulary, sum(counts))
-        batch = pair[0].step(who, counts, ids, every)
+        batch = pair[0].step(indices, counts, ids, every)
         found = [ours.forward(batch, pair[0].cache).clone() for _ in range(3)]
         assert torch.equal(found[0], found[1]), counts
         assert torch.equal(found[0], found[2]), counts
-        wanted = twin.forward(pair[1].step(who, counts, ids, every), pair[1].cache)
+        wanted = twin.forward(pair[1].step(indices, counts, ids, every), pair[1].cache)
         wanted = wanted.cpu().numpy() if isinstance(wanted, torch.Tensor) else wanted
         assert cuda_models.relative_error(found[0].cpu(), wanted) < (1e-1 if kv_type == "float8" else 4e-2), counts
     assert len(ours.fused.graphs) >= 3  # type: ignore[attr-defined]
@@ -132,11 +132,11 @@ def logits_of_first_request(model: Any, steps: Any) -> Any:
     """Return the logits of request 0, whose tokens are always the same, from steps of (requests, tokens of each)."""
     requests, found = cuda_models.Requests(model, 300, "bfloat16", 8, 16), []
     ids = np.random.default_rng(5).integers(0, MIDDLE.vocabulary, (300, 128))
-    for who, counts in steps:
-        given = np.concatenate([ids[w, requests.done[w] :][:n] for w, n in zip(who, counts, strict=True)])
-        batch = requests.step(who, counts, given, logits_of_all=True)
-        at = sum(counts[: list(who).index(0)])
-        found.append(model.forward(batch, requests.cache)[at : at + counts[list(who).index(0)]].clone())
+    for indices, counts in steps:
+        given = np.concatenate([ids[w, requests.done[w] :][:n] for w, n in zip(indices, counts, strict=True)])
+        batch = requests.step(indices, counts, given, logits_of_all=True)
+        at = sum(counts[: list(indices).index(0)])
+        found.append(model.forward(batch, requests.cache)[at : at + counts[list(indices).index(0)]].clone())
     return torch.cat(found)
 
 
@@ -166,14 +166,14 @@ def test_async_and_sync_steps_give_same_tokens() -> None:
         max_context=256, n_blocks=400, max_batch=300, max_step_tokens=4096, target_itl_ms=1e9, prefix_cache=False
     )
     for count in (1, 3, 10, 280):
-        answers = []
+        replies = []
         for one_by_one in (False, True):
             engine = Engine(replace(model, ops=SyncBackend(ops)) if one_by_one else model, config, "bfloat16")
             greedy = SamplingParams(temperature=0)
-            asked = [Request([i % 90 + 1, 2, 3], greedy, 12, 0, frozenset()) for i in range(count)]
-            for request in asked:
+            requests = [Request([i % 90 + 1, 2, 3], greedy, 12, 0, frozenset()) for i in range(count)]
+            for request in requests:
                 engine.add(request)
             while engine.has_work:
                 engine.step()
-            answers.append([request.tokens for request in asked])
-        assert answers[0] == answers[1], count
+            replies.append([request.tokens for request in requests])
+        assert replies[0] == replies[1], count
