@@ -37,10 +37,7 @@ def load_model(
     max_context: int | None = None,
     advance: Callable[[int], None] = lambda packed_bytes: None,
 ) -> Transformer:
-    """Build the decoder of `config` on a backend, for contexts of up to `max_context` tokens.
-
-    `advance` receives the number of bytes of matrices packed so far.
-    """
+    """Build the decoder for contexts of up to `max_context` tokens; `advance` receives the bytes packed so far."""
     return _ModelLoader(checkpoint, config, ops, max_context or config.context_length, advance).model()
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from ..errors import TokenizerError
 from .encoders import BpeEncoder, SpmEncoder
 from .pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
-from .tokenizer import BosEos, LeadingSpace, Tokenizer, TokenType, Vocabulary, find_end_ids, parse_byte_token, preview
+from .tokenizer import BosEos, Tokenizer, TokenType, Vocabulary, find_end_ids, parse_byte_token, preview
 
 _log = logging.getLogger("llm_worker_rbee")
 _PREFIX = "tokenizer.ggml."
@@ -62,7 +62,8 @@ def _spm_tokenizer(metadata: Mapping[str, object], texts: list[str]) -> Tokenize
         vocabulary=vocabulary,
         encoder=encoder,
         ends=ends,
-        leading_space=LeadingSpace(at_start=prefix, after_special=prefix),
+        space_at_start=prefix,
+        space_after_special=prefix,
         chat_template=_chat_template(metadata),
     )
 

@@ -15,7 +15,6 @@ from ..errors import TokenizerError
 from .encoders import LibraryEncoder, tokenizer_errors
 from .tokenizer import (
     BosEos,
-    LeadingSpace,
     Style,
     Tokenizer,
     TokenType,
@@ -49,7 +48,7 @@ def tokenizer_from_hf(folder: Path) -> Tokenizer:
         vocabulary=vocabulary,
         encoder=LibraryEncoder(library, vocabulary.special_names()),
         ends=_read_bos_eos(library, vocabulary, files),
-        leading_space=LeadingSpace(at_start=_strips_space(steps)),
+        space_at_start=_strips_space(steps),
         chat_template=_chat_template(folder, files["tokenizer_config"]),
         decode_error=f"{path}: {unknown}; known: {', '.join(_DECODER_STYLES)}" if unknown else None,
     )
@@ -117,9 +116,8 @@ def _vocabulary(library: Library, source: Mapping[str, Any], style: Style, id_li
     texts, token_types = [""] * size, [int(TokenType.UNUSED)] * size
     for text, index in ids.items():
         texts[index] = text
-        token_types[index] = (
-            TokenType.BYTE if style == "spm" and parse_byte_token(text) is not None else TokenType.NORMAL
-        )
+        is_byte = style == "spm" and parse_byte_token(text) is not None
+        token_types[index] = TokenType.BYTE if is_byte else TokenType.NORMAL
     for token_id, added in library.get_added_tokens_decoder().items():
         token_types[token_id] = TokenType.CONTROL if added.special else TokenType.USER_DEFINED
     named = (source.get("model") or {}).get("unk_token")

@@ -192,14 +192,6 @@ class BosEos:
     suffix: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True)
-class LeadingSpace:
-    """Where encode adds a space that decode removes: at the start, and after a shown special token."""
-
-    at_start: bool = False
-    after_special: bool = False
-
-
 class Tokenizer:
     """Text to ids and back.
 
@@ -214,7 +206,8 @@ class Tokenizer:
         vocabulary: Vocabulary,
         encoder: Encoder,
         ends: BosEos,
-        leading_space: LeadingSpace = LeadingSpace(),  # noqa: B008  (frozen)
+        space_at_start: bool = False,  # encode adds a space that decode removes
+        space_after_special: bool = False,  # also after a special token that is shown
         chat_template: str | None = None,
         decode_error: str | None = None,
     ) -> None:
@@ -224,16 +217,13 @@ class Tokenizer:
         self.add_bos = ends.bos_id is not None and ends.bos_id in ends.prefix
         self.add_eos = ends.eos_id is not None and ends.eos_id in ends.suffix
         self.chat_template = chat_template
-        self.leading_space = leading_space
+        self.space_at_start, self.space_after_special = space_at_start, space_after_special
         self.decode_error = decode_error  # set if it can only encode
         self._vocabulary, self._encoder = vocabulary, encoder
         self._prefix, self._suffix = list(ends.prefix), list(ends.suffix)
 
     def pad_to(self, vocab_size: int) -> None:
-        """Extend the ids to the rows of the model's embedding; those beyond the tokens are padding, without text.
-
-        Raises if there are fewer rows than tokens: the model cannot look up such ids.
-        """
+        """Extend the ids by padding, without text, to the rows of the model's embedding; raise if a token has none."""
         self._vocabulary.pad_to(vocab_size)
 
     def protect(self, text: str) -> str:
@@ -261,11 +251,8 @@ class Tokenizer:
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            raise InvalidRequestError(
-                f"the text is not valid Unicode: character {error.start} is the lone surrogate"
-                f" U+{ord(text[error.start]):04X}",
-                field="prompt",
-            ) from None
+            bad = f"character {error.start} is the lone surrogate U+{ord(text[error.start]):04X}"
+            raise InvalidRequestError(f"the text is not valid Unicode: {bad}", field="prompt") from None
         ids = self._encoder.encode(text, parse_special, MARK if protected else "") if text else []
         if not add_special:
             return ids
@@ -322,7 +309,7 @@ class ByteJoiner:
         if tokenizer.decode_error is not None:
             raise TokenizerError(tokenizer.decode_error)
         self._tokenizer, self._skip_special = tokenizer, skip_special
-        self._drop_space = tokenizer.leading_space.at_start and not continuation
+        self._drop_space = tokenizer.space_at_start and not continuation
 
     def push(self, token_id: int) -> bytes:
         """Return the bytes that this token adds to the text."""
@@ -330,7 +317,7 @@ class ByteJoiner:
         if tokenizer.is_special(token_id):
             if self._skip_special:
                 return b""
-            self._drop_space = tokenizer.leading_space.after_special
+            self._drop_space = tokenizer.space_after_special
             return tokenizer.token_bytes(token_id)
         raw = tokenizer.token_bytes(token_id)
         if raw and self._drop_space:

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import WorkerError, human_bytes
-from .gguf import ARRAY, DEFAULT_ALIGNMENT, MAGIC, SCALARS, STRING
+from .gguf import ARRAY, DEFAULT_ALIGNMENT, MAGIC, SCALARS, STRING, VERSIONS
 from .quantize import Progress, TensorJob, run_jobs
 from .quants import BLOCK_TYPES
 
@@ -47,6 +47,7 @@ class Raw(NamedTuple):
 
 
 TensorLike = NDArray[Any] | Raw
+Entry = tuple[str, tuple[int, ...], int, int]  # of the directory: name, shape, type id, bytes
 
 
 def write_gguf(
@@ -54,14 +55,14 @@ def write_gguf(
     metadata: Mapping[str, Any],
     tensors: Mapping[str, TensorLike] | None = None,
     *,
-    version: int = 3,
+    version: int = VERSIONS[-1],
     alignment: int = DEFAULT_ALIGNMENT,
 ) -> Path:
     """Write one file; adds `general.alignment` if it is not the default."""
     if alignment != DEFAULT_ALIGNMENT:
         metadata = {**metadata, "general.alignment": Typed("uint32", alignment)}
     raws = {name: _raw(tensor) for name, tensor in (tensors or {}).items()}
-    entries = [_Entry(name, raw.shape, BLOCK_TYPES[raw.kind].id, len(raw.data)) for name, raw in raws.items()]
+    entries = [(name, raw.shape, BLOCK_TYPES[raw.kind].id, len(raw.data)) for name, raw in raws.items()]
     with path.open("wb") as file:
         _write_header(file, metadata, entries, version, alignment)
         for raw in raws.values():
@@ -88,8 +89,8 @@ def write_quantized_gguf(
         part = path.with_name(f".{path.name[:200]}.{os.getpid()}.part")
         try:
             with part.open("wb") as file:
-                entries = [_Entry(job.name, job.source.shape, job.kind.id, job.nbytes) for job in jobs]
-                _write_header(file, metadata, entries)
+                entries = [(job.name, job.source.shape, job.kind.id, job.nbytes) for job in jobs]
+                _write_header(file, metadata, entries, VERSIONS[-1], DEFAULT_ALIGNMENT)
                 _write_jobs(file, jobs, total, threads, progress)
                 file.flush()
                 os.fsync(file.fileno())
@@ -105,7 +106,7 @@ def _write_jobs(
     _pad(file)
     start, before = file.tell(), None
     for job, piece in run_jobs(jobs, threads):
-        if before is not None and job is not before:
+        if job is not before:
             _pad(file)
         file.write(piece.data)
         before = job
@@ -138,19 +139,8 @@ def _raw(tensor: TensorLike) -> Raw:
     return Raw(NUMPY_TYPES[array.dtype.name], array.shape, array.reshape(-1).view(np.uint8))
 
 
-class _Entry(NamedTuple):
-    name: str
-    shape: tuple[int, ...]
-    type_id: int
-    nbytes: int
-
-
 def _write_header(
-    file: BinaryIO,
-    metadata: Mapping[str, Any],
-    entries: Sequence[_Entry],
-    version: int = 3,
-    alignment: int = DEFAULT_ALIGNMENT,
+    file: BinaryIO, metadata: Mapping[str, Any], entries: Sequence[Entry], version: int, alignment: int
 ) -> None:
     """Write all that precedes the tensors; their offsets follow from their sizes."""
     file.write(MAGIC + struct.pack("<IQQ", version, len(entries), len(metadata)))

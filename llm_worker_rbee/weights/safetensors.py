@@ -68,10 +68,7 @@ LAYER_PATTERN = re.compile(r"^model\.layers\.([0-9]{1,6})\.(.+)\.(weight|bias)$"
 
 
 def open_hf(folder: Path, *, weights: bool = True) -> Checkpoint:
-    """Open a model folder; tensors get GGUF names, unknown names are kept.
-
-    With `weights=False` a folder with only a tokenizer or a config is accepted too.
-    """
+    """Open a model folder; known tensors get GGUF names. `weights=False` also accepts a tokenizer or config alone."""
     config = read_json(folder / "config.json") if weights or (folder / "config.json").exists() else {}
     tensors = _read_shards(folder) if weights or any(folder.glob("*.safetensors")) else {}
     metadata = {"config": config}
@@ -126,10 +123,9 @@ def _read_shards(folder: Path) -> dict[str, Tensor]:
         return _read_indexed(folder, read_json(index))
     files = sorted(folder.glob("*.safetensors"))
     if not files:
-        pickles = sorted(p.name for p in folder.iterdir() if p.suffix in PICKLE_SUFFIXES)
-        if pickles:
+        if pickles := [path.name for path in folder.iterdir() if path.suffix in PICKLE_SUFFIXES]:
             raise UnsupportedModelError(
-                f"{folder.name}: {pickles[0]} holds pickled weights, which can execute code "
+                f"{folder.name}: {min(pickles)} holds pickled weights, which can execute code "
                 "and are refused: convert them to safetensors"
             )
         raise ModelFileError(f"{folder}: no *.safetensors file in this folder")
@@ -157,8 +153,7 @@ def _read_indexed(folder: Path, index: Mapping[str, Any]) -> dict[str, Tensor]:
     for name, file in weight_map.items():
         if name not in shards[file]:
             raise ModelFileError(f"{file!r} lacks tensor {name!r}, which model.safetensors.index.json places there")
-    extra = {name for shard in shards.values() for name in shard} - weight_map.keys()
-    if extra:
+    if extra := {name for shard in shards.values() for name in shard} - weight_map.keys():
         raise ModelFileError(f"tensor {min(extra)!r} is in a shard, but not in model.safetensors.index.json")
     return {name: shards[file][name] for name, file in weight_map.items()}
 

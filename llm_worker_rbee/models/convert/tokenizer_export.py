@@ -117,9 +117,8 @@ def _tokens(source: Mapping[str, Any], rows: int, *, byte_level: bool) -> tuple[
         raise TokenizerError(f"tokenizer.json: the embedding of {rows} rows has no row for {preview(beyond[0])}")
     for text, index in vocab.items():
         texts[index] = text
-        token_types[index] = (
-            TokenType.BYTE if not byte_level and parse_byte_token(text) is not None else TokenType.NORMAL
-        )
+        is_byte = not byte_level and parse_byte_token(text) is not None
+        token_types[index] = TokenType.BYTE if is_byte else TokenType.NORMAL
     for text, index, special in added:
         if index < rows:
             texts[index] = text

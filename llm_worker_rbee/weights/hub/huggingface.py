@@ -285,7 +285,6 @@ def _blob_bytes(blobs: Path, *, finished: bool) -> int:
 
 @contextmanager
 def _silence_library() -> Iterator[None]:
-    """Silence the library's progress bars and warnings."""
     utils = _import_library().utils
     level, disabled = utils.logging.get_verbosity(), utils.are_progress_bars_disabled()
     utils.logging.set_verbosity_error()

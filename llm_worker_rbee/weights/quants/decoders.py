@@ -203,13 +203,11 @@ def nvfp4(blocks: Bytes) -> Floats:
 
 
 # K types: super-blocks of 256 values, in groups of 16 or 32 with small integer scales of their own.
+# x = (d * scale) * q - dmin * min, unless noted.
 
 
 def q2_k(blocks: Bytes) -> Floats:
-    """16 bytes min << 4 | scale, one a group of 16 | 64 bytes of 2 bits in runs of 32 | d 2 | dmin 2.
-
-    x = (d * scale) * q - dmin * min.
-    """
+    """16 bytes min << 4 | scale, one a group of 16 | 64 bytes of 2 bits in runs of 32 | d 2 | dmin 2."""
     dm = read_f16(blocks, 80, 2)
     groups = field(blocks, 0, 16)
     scale = dm[:, :1] * (groups & np.uint8(15))
@@ -248,10 +246,7 @@ def _scales_and_minima(blocks: Bytes) -> tuple[Floats, Floats]:
 
 
 def q4_k(blocks: Bytes) -> Floats:
-    """d, dmin, scales, minima 16 | 128 bytes of nibbles, in 32-byte runs: group 2k low, group 2k+1 high.
-
-    x = (d * scale) * q - dmin * min.
-    """
+    """d, dmin, scales, minima 16 | 128 bytes of nibbles, in 32-byte runs: group 2k low, group 2k+1 high."""
     return apply_scale(unpack_bits(field(blocks, 16, 128), 32, 4), *_scales_and_minima(blocks))
 
 
