@@ -18,7 +18,7 @@ import time
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
@@ -37,7 +37,6 @@ HEADER_NAME = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")  # what a header may be
 MAX_ERROR_BYTES = 1 << 14
 MAX_LIST_BYTES = 4 << 20
 PATHS = {"chat": "/chat/completions", "completions": "/completions"}
-Endpoint = Literal["chat", "completions"]
 RESERVED_HEADERS = {"host", "content-length", "transfer-encoding", "connection", "content-type", "accept"}
 
 
@@ -427,7 +426,7 @@ class Target:
 
     client: Client
     model: str
-    endpoint: Endpoint = "chat"
+    endpoint: str = "chat"  # a key of PATHS
     temperature: float = 0.0
     ignore_eos: bool = False
     usage: bool = True  # request token counts at the end of the stream

@@ -63,8 +63,8 @@ COMMANDS = {
     "bench peers": Command("Judge", ".bench.peers",
         "Measure this worker beside llama-bench, llama-cpp-python and transformers."),
     "bench experiments": Command("Judge", ".bench.experiments", "Settle the claims of old on this machine."),
-    "bench compare": Command("Compare and show", ".bench.compare", "Compare two saved runs."),
-    "bench report": Command("Compare and show", ".bench.report",
+    "bench compare": Command("Compare and show", ".bench.saved_runs", "Compare two saved runs."),
+    "bench report": Command("Compare and show", ".bench.saved_runs",
         "Write one HTML page with tables and plots of saved runs."),
 }  # fmt: skip
 

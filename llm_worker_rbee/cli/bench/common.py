@@ -4,10 +4,9 @@ A command fills a `Recorder` inside `recording(...)`; however that ends (also by
 saved and compared.
 """
 
-import json
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,26 +15,27 @@ from typing import Annotated, Any
 import typer
 
 from ...bench import baseline
-from ...bench.baseline import Comparison, find_machine_drift
-from ...bench.results import Recorder, Result, ResultsError, Run, replace_non_finite
+from ...bench.baseline import Comparison
+from ...bench.results import Recorder, Result, ResultsError, Run
 from ...bench.results import quantity as quantity
 from ...bench.synthetic import Spec, parse, write
 from ...errors import InvalidRequestError
 from ...progress import transfer_progress
 from ...weights.hub import locate_model
 from ..options import MODEL_HELP, options_in
-from ..terminal import cell, columns, note, style
+from ..terminal import cell, columns, note, print_json, style
 
 RESULTS_PANEL, MEASURING_PANEL = "Results", "Measuring"
 SYNTHETIC_HELP = "Random weights of a known shape in place of a model: llama2-7b:Q4_K_M, or :4 after it for 4 layers."
 COLOURS = {"improved": "green", "regressed": "red", "within noise": "dim"}
-
 
 _results, measuring = options_in(RESULTS_PANEL), options_in(MEASURING_PANEL)
 ModelArgument = Annotated[str | None, typer.Argument(metavar="MODEL", help=MODEL_HELP)]
 SyntheticOption = Annotated[str | None, measuring("--synthetic", metavar="SHAPE:TYPES", help=SYNTHETIC_HELP)]
 PromptLengths = Annotated[str, measuring("--pp", metavar="N,...", help="Tokens of the prompt; 0: no prefill.")]
 OutputLengths = Annotated[str, measuring("--tg", metavar="N,...", help="Tokens to generate; 0: no decode.")]
+Threshold = Annotated[float, _results(metavar="X", min=0.0, help="How much worse fails: a fraction, 0.10 is 10%.")]
+AsJson = Annotated[bool, _results("--json", help="Print one JSON object and nothing else.")]
 Repetitions = Annotated[int, measuring("--repetitions", "-r", metavar="N", min=1, help="How often.")]
 
 
@@ -43,19 +43,17 @@ Repetitions = Annotated[int, measuring("--repetitions", "-r", metavar="N", min=1
 class ResultOptions:
     """What happens to a run."""
 
-    as_json: Annotated[bool, _results("--json", help="Print one JSON object and nothing else.")] = False
+    as_json: AsJson = False
     save: Annotated[
-        Path | None, _results("--save", metavar="FILE", help="Write the run, with its samples, to a JSON file.")
-    ] = None
+        Path | None, _results(metavar="FILE", help="Write the run, with its samples, to a JSON file.")
+    ] = None  # fmt: skip
     save_baseline: Annotated[
-        str | None, _results("--save-baseline", metavar="NAME", help="Keep the run as a baseline of this name.")
-    ] = None
+        str | None, _results(metavar="NAME", help="Keep the run as a baseline of this name.")
+    ] = None  # fmt: skip
     baseline: Annotated[
-        str | None, _results("--baseline", metavar="NAME|FILE", help="Compare with a baseline; exit 1 on a regression.")
+        str | None, _results(metavar="NAME|FILE", help="Compare with a baseline; exit 1 on a regression.")
     ] = None
-    threshold: Annotated[
-        float, _results("--threshold", metavar="X", min=0.0, help="How much worse fails: a fraction, 0.10 is 10%.")
-    ] = 0.10
+    threshold: Threshold = 0.10
     force: Annotated[bool, _results("--force", help="Compare also with a run of another machine.")] = False
 
 
@@ -116,7 +114,7 @@ def _finish(run: Run, before: Run | None, options: ResultOptions, show: Callable
         note(f"saved {path}")
     if options.as_json:
         more = {"comparison": [c.as_json() for c in changes], "regressions": len(worse)} if changes else {}
-        print_object({**run.as_json(), **more})
+        print_json({**run.as_json(), **more})
     else:
         show(run)
         if changes:
@@ -130,17 +128,16 @@ def _finish(run: Run, before: Run | None, options: ResultOptions, show: Callable
 
 def warn_of_drift(before: Run, after: Run) -> None:
     """Note it if the machine itself was faster or slower, which makes verdicts doubtful."""
-    found = [
-        f"{one.what.removeprefix('speed: ')} {one.before} then, {one.after} now"
-        for one in find_machine_drift(before, after)
-    ]
+    drift = baseline.find_machine_drift(before, after)
+    found = [f"{one.what.removeprefix('speed: ')} {one.before} then, {one.after} now" for one in drift]
     if found:
         note(f"the machine itself changed ({'; '.join(found)}): measure again when it is quiet, or side by side (--ab)")
 
 
-def print_object(value: Any) -> None:
-    """Print one JSON object; numbers that JSON lacks become null."""
-    print(json.dumps(replace_non_finite(value), ensure_ascii=False, allow_nan=False), flush=True)
+def print_table(rows: Iterable[Sequence[str]], right: Sequence[int] = ()) -> None:
+    """Print aligned columns, the first row in bold."""
+    head, *lines = columns(rows, right)
+    print("\n".join([style(head, "bold"), *lines]))
 
 
 def show_changes(changes: Sequence[Comparison], threshold: float, sides: tuple[str, str] = ("BEFORE", "AFTER")) -> None:

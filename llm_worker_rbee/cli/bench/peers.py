@@ -1,30 +1,17 @@
 """`llm-worker-rbee bench peers`: this worker beside llama.cpp and transformers."""
 
-from dataclasses import fields
+from dataclasses import asdict
 from typing import Annotated
 
 from ...bench import peers as benchmark
+from ...bench.peers import OURS
 from ...bench.results import Result, Run
 from ...progress import step_progress
 from ..options import ComputeOptions, gather, options_in
-from ..terminal import cell, columns, note, style
-from .common import (
-    ModelArgument,
-    OutputLengths,
-    PromptLengths,
-    Repetitions,
-    ResultOptions,
-    SyntheticOption,
-    find_source,
-    interval,
-    measuring,
-    model_file,
-    parse_counts,
-    quantity,
-    recording,
-)
+from ..terminal import cell, note
+from . import common
+from .common import ModelArgument, OutputLengths, PromptLengths, Repetitions, ResultOptions, SyntheticOption
 
-OURS = "llm-worker-rbee"
 _peer_option = options_in("Peers")
 
 
@@ -37,33 +24,25 @@ def peers(
     pp: PromptLengths = "512",
     tg: OutputLengths = "128",
     batch: Annotated[
-        str, measuring("--batch", metavar="N,...", help="Answers at once; above 1 beside llama-server, decode only.")
+        str, common.measuring(metavar="N,...", help="Answers at once; above 1 beside llama-server, decode only.")
     ] = "1",
     repetitions: Repetitions = 3,
     peer: Annotated[
-        list[str] | None, _peer_option("--peer", metavar="NAME", show_default="all", help="Only this one. Repeatable.")
+        list[str] | None, _peer_option(metavar="NAME", show_default="all", help="Only this one. Repeatable.")
     ] = None,
     llama_bench: Annotated[
-        str | None,
-        _peer_option("--llama-bench", metavar="PATH", show_default="on the PATH", help="The program llama-bench."),
+        str | None, _peer_option(metavar="PATH", show_default="on the PATH", help="The program llama-bench.")
     ] = None,
     llama_server: Annotated[
-        str | None,
-        _peer_option("--llama-server", metavar="PATH", show_default="on the PATH", help="The program llama-server."),
+        str | None, _peer_option(metavar="PATH", show_default="on the PATH", help="The program llama-server.")
     ] = None,
     peer_python: Annotated[
         list[str] | None,
-        _peer_option(
-            "--peer-python",
-            metavar="PATH",
-            show_default="this one",
-            help="A Python that has llama-cpp-python or transformers. Repeatable.",
-        ),
+        _peer_option(metavar="PATH", show_default="this one",
+                     help="A Python that has llama-cpp-python or transformers. Repeatable."),
     ] = None,
-    timeout: Annotated[
-        float, _peer_option("--timeout", metavar="S", min=0.1, help="How long to wait for one answer.")
-    ] = 900.0,
-) -> None:
+    timeout: Annotated[float, _peer_option(metavar="S", min=0.1, help="How long to wait for one answer.")] = 900.0,
+) -> None:  # fmt: skip
     """Measure this worker beside llama-bench, llama-cpp-python and transformers.
 
     The same file, the same lengths, the same number of threads, in turn;
@@ -85,27 +64,17 @@ def peers(
       llm-worker-rbee bench peers --batch 16 --llama-server ~/llama.cpp/build/bin/llama-server
       llm-worker-rbee bench peers --synthetic llama2-7b:Q4_0:4 --peer llama-bench
     """
-    used = computing.set_up()
     plan = benchmark.Plan(
-        pp=parse_counts(pp, "--pp"),
-        tg=parse_counts(tg, "--tg"),
-        batches=parse_counts(batch, "--batch", 1),
-        repetitions=repetitions,
-        threads=used,
-        peers=peer or benchmark.NAMES,
-        llama_bench=llama_bench,
-        llama_server=llama_server,
-        pythons=peer_python or (),
-        timeout_s=timeout,
-        device=computing.device,
-        backend=computing.backend,
-    )
-    source = find_source(model, synthetic)
-    settings = {field.name: getattr(plan, field.name) for field in fields(plan)}
+        threads=computing.set_up(), pp=common.parse_counts(pp, "--pp"), tg=common.parse_counts(tg, "--tg"),
+        batches=common.parse_counts(batch, "--batch", 1), repetitions=repetitions, peers=peer or benchmark.NAMES,
+        llama_bench=llama_bench, llama_server=llama_server, pythons=peer_python or (), timeout_s=timeout,
+        device=computing.device, backend=computing.backend,
+    )  # fmt: skip
+    source = common.find_source(model, synthetic)
     with (
-        recording("peers", results, _show, **settings) as recorder,
+        common.recording("peers", results, _show, **asdict(plan)) as recorder,
         step_progress() as progress,
-        model_file(source, progress) as path,
+        common.model_file(source, progress) as path,
     ):
         benchmark.run(recorder, progress, path, plan)
 
@@ -113,14 +82,12 @@ def peers(
 def _show(run: Run) -> None:
     if run.model:
         count = run.settings["threads"]
-        size = quantity(run.model["bytes"], "B")
+        size = common.quantity(run.model["bytes"], "B")
         print(f"{run.model['name']}, {size}, {count} thread{'s' * (count != 1)}\n")
     tests = list(dict.fromkeys(result.name.partition("/")[0] for result in run.results))
     order = sorted(run.results, key=lambda r: (tests.index(r.name.partition("/")[0]), r.fields["peer"] != OURS))
-    rows = [["", "PEER", "RESULT", "95% INTERVAL", "OURS / PEER", "VERSION"], *map(_row, order)]
-    lines = columns(rows, right=[2, 4])
-    print(style(lines[0], "bold"))
-    print("\n".join(lines[1:]))
+    head = ["", "PEER", "RESULT", "95% INTERVAL", "OURS / PEER", "VERSION"]
+    common.print_table([head, *map(_row, order)], right=[2, 4])
     for what in ("left_out", "failed"):
         for name, reason in run.details.get(what, {}).items():
             note(cell(f"{what.replace('_', ' ')}: {name}: {reason}"))
@@ -132,4 +99,5 @@ def _row(result: Result) -> list[str]:
     ratio = result.fields["ours_over_peer"]
     test, _, name = result.name.partition("/")
     shown = "" if ratio is None or name == OURS else f"{ratio:.3g}"
-    return [test, name, quantity(result.estimate, result.unit), interval(result), shown, result.fields["version"]]
+    value = common.quantity(result.estimate, result.unit)
+    return [test, name, value, common.interval(result), shown, result.fields["version"]]

@@ -3,11 +3,11 @@
 import math
 import shlex
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import typer
 
@@ -21,13 +21,16 @@ from ...errors import InvalidRequestError, WorkerError
 from ...progress import step_progress
 from ..options import gather, options_in
 from ..terminal import cell, columns, note, style
-from .common import ResultOptions, quantity, recording
+from .common import ResultOptions, print_table, quantity, recording
 
 DEFAULT_REQUESTS = 100
-
-
 ENOUGH_FOR_P99 = 300  # so many hold a value above the true one, in 19 cases of 20
-TITLES = {
+THROUGHPUTS = {
+    "request_throughput": "requests",
+    "output_throughput": "output tokens",
+    "total_token_throughput": "tokens in and out",
+}
+LATENCIES = {
     "ttft": "time to first token",
     "tpot": "time per output token",
     "itl": "gap between pieces",
@@ -58,21 +61,18 @@ _server, _own, _load, _prompts = (options_in(panel) for panel in ("Server", "Ser
 class ServerOptions:
     """The server and the fields of its requests."""
 
-    endpoint: Annotated[str, _server("--endpoint", metavar="chat|completions", help="Which of the two.")] = "chat"
+    endpoint: Annotated[str, _server(metavar="chat|completions", help="Which of the two.")] = "chat"
     model: Annotated[
         str | None, _server("--model", "-m", metavar="NAME", show_default="the first it lists", help="The model.")
     ] = None
     api_key: Annotated[
-        str | None,
-        _server("--api-key", metavar="KEY", envvar="LLM_WORKER_RBEE_API_KEY", help="Sent as a bearer token."),
+        str | None, _server(metavar="KEY", envvar="LLM_WORKER_RBEE_API_KEY", help="Sent as a bearer token.")
     ] = None
-    header: Annotated[
-        list[str] | None, _server("--header", metavar="'NAME: VALUE'", help="A header more. Repeatable.")
-    ] = None
-    timeout: Annotated[
-        float, _server("--timeout", metavar="S", min=0.001, max=86400, help="Give up on a request after this.")
-    ] = 600.0
-    temperature: Annotated[float, _server("--temperature", metavar="X", min=0, max=100, help="Sent along.")] = 0.0
+    header: Annotated[list[str] | None, _server(metavar="'NAME: VALUE'", help="A header more. Repeatable.")] = None
+    timeout: Annotated[float, _server(metavar="S", min=0.001, max=86400, help="Give up on a request after this.")] = (
+        600.0
+    )
+    temperature: Annotated[float, _server(metavar="X", min=0, max=100, help="Sent along.")] = 0.0
     ignore_eos: Annotated[
         bool, _server("--ignore-eos", help="Ask for answers of full length (not every server knows the field).")
     ] = False
@@ -82,20 +82,13 @@ class ServerOptions:
 
     def target(self, url: str, model: str) -> Target:
         """Return the server with a client of its own."""
-
         if self.endpoint not in PATHS:
             raise InvalidRequestError(f"--endpoint is {self.endpoint!r}: chat or completions", "endpoint")
         headers = dict(map(parse_header, self.header or ()))
         if self.api_key:
             headers["Authorization"] = parse_header(f"Authorization: Bearer {self.api_key}")[1]
-        return Target(
-            Client(api_address(url), headers),
-            model,
-            self.endpoint,  # type: ignore[arg-type]
-            self.temperature,
-            self.ignore_eos,
-            not self.no_usage,
-        )
+        client = Client(api_address(url), headers)
+        return Target(client, model, self.endpoint, self.temperature, self.ignore_eos, not self.no_usage)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,11 +99,9 @@ class OwnOptions:
         bool, _own("--spawn", help="Start a server of ours, measure it, end it; -m is its model. No URL then.")
     ] = False
     engine: Annotated[
-        str | None, _own("--engine", metavar="model|null", help="null: it computes nothing; what is left is its own.")
+        str | None, _own(metavar="model|null", help="null: it computes nothing; what is left is its own.")
     ] = None
-    serve_args: Annotated[
-        str | None, _own("--serve-args", metavar="'...'", help="More options for `serve`, as in a shell.")
-    ] = None
+    serve_args: Annotated[str | None, _own(metavar="'...'", help="More options for `serve`, as in a shell.")] = None
     health: Annotated[bool, _own("--health", help="Ask for /health meanwhile. With --spawn, always.")] = False
 
     def arguments(self, url: str | None, model: str | None) -> list[str]:
@@ -126,29 +117,6 @@ class OwnOptions:
         named = {"--model": model, "--engine": self.engine}
         return [part for name, value in named.items() if value is not None for part in (name, value)] + more
 
-    @contextmanager
-    def server(self, url: str | None, args: list[str], api_key: str | None, timeout: float) -> Iterator["Reached"]:
-        """Give the server for the length of the block."""
-
-        if url is not None:
-            yield Reached(url)
-            return
-        note("starting the server ...")
-        with worker_server(args, api_key, timeout) as spawned:
-            yield Reached(spawned.url, spawned)
-
-
-class Reached(NamedTuple):
-    """A server; `own` if we started it."""
-
-    url: str
-    own: ServerProcess | None = None
-
-    def monitor(self) -> ServerMonitor:
-        """Return a monitor of the server."""
-
-        return ServerMonitor(Address.parse(self.url).authority, None if self.own is None else self.own.pid)
-
 
 @dataclass(frozen=True, kw_only=True)
 class LoadOptions:
@@ -159,44 +127,35 @@ class LoadOptions:
         _load("--requests", "-n", metavar="N", min=1, max=1_000_000, show_default="100, or all of --prompts",
               help="How many requests."),
     ] = None  # fmt: skip
-    rate: Annotated[float, _load("--rate", "-r", metavar="R", help="Requests a second; inf: as soon as may be.")] = (
-        math.inf
-    )
+    rate: Annotated[
+        float, _load("--rate", "-r", metavar="R", help="Requests a second; inf: as soon as may be.")
+    ] = math.inf  # fmt: skip
     burstiness: Annotated[
-        float,
-        _load("--burstiness", metavar="X", min=0.001, max=1e6, help="1: Poisson arrivals; below bursts, above a beat."),
+        float, _load(metavar="X", min=0.001, max=1e6, help="1: Poisson arrivals; below bursts, above a beat.")
     ] = 1.0
     concurrency: Annotated[
-        int | None, _load("--concurrency", "-c", metavar="N", min=1, max=4096, show_default="4096",
-                          help="The most in flight."),
-    ] = None  # fmt: skip
-    duration: Annotated[
-        float | None, _load("--duration", metavar="S", min=0.001, help="Send nothing new after so many seconds.")
+        int | None,
+        _load("--concurrency", "-c", metavar="N", min=1, max=4096, show_default="4096", help="The most in flight."),
     ] = None
-    warm_up: Annotated[
-        int, _load("--warm-up", metavar="N", min=0, max=1000, help="Requests before the run, not measured.")
-    ] = 1
-    input_len: Annotated[
-        str, _prompts("--input-len", metavar="LEN", help="Words a prompt: N, LOW-HIGH or normal:MEAN,SD.")
-    ] = "128"
-    output_len: Annotated[
-        str, _prompts("--output-len", metavar="LEN", help="Tokens an answer, at most; written alike.")
-    ] = "64"
+    duration: Annotated[
+        float | None, _load(metavar="S", min=0.001, help="Send nothing new after so many seconds.")
+    ] = None  # fmt: skip
+    warm_up: Annotated[int, _load(metavar="N", min=0, max=1000, help="Requests before the run, not measured.")] = 1
+    input_len: Annotated[str, _prompts(metavar="LEN", help="Words a prompt: N, LOW-HIGH or normal:MEAN,SD.")] = "128"
+    output_len: Annotated[str, _prompts(metavar="LEN", help="Tokens an answer, at most; written alike.")] = "64"
     prompts: Annotated[
-        Path | None,
-        _prompts("--prompts", metavar="FILE.jsonl", help='Lines of {"prompt": ...} or {"messages": [...]}.'),
+        Path | None, _prompts(metavar="FILE.jsonl", help='Lines of {"prompt": ...} or {"messages": [...]}.')
     ] = None
     shared_prefix: Annotated[
-        int, _prompts("--shared-prefix", metavar="N", min=0, max=1_000_000, help="The same N words before each prompt.")
+        int, _prompts(metavar="N", min=0, max=1_000_000, help="The same N words before each prompt.")
     ] = 0
     prefix_groups: Annotated[
-        int, _prompts("--prefix-groups", metavar="K", min=1, max=1_000_000, help="K such beginnings, in turn.")
-    ] = 1
-    seed: Annotated[int, _prompts("--seed", metavar="N", min=0, help="The same seed asks the same.")] = 0
+        int, _prompts(metavar="K", min=1, max=1_000_000, help="K such beginnings, in turn.")
+    ] = 1  # fmt: skip
+    seed: Annotated[int, _prompts(metavar="N", min=0, help="The same seed asks the same.")] = 0
 
     def workload(self, endpoint: str) -> Workload:
         """Return the workload; raise on invalid options."""
-
         if not self.rate > 0:
             raise InvalidRequestError(f"--rate is {self.rate}: it must be above 0, or inf", "rate")
         if self.prompts is not None and self.shared_prefix:
@@ -206,20 +165,13 @@ class LoadOptions:
             raise InvalidRequestError(f'{self.prompts} holds "messages": use --endpoint chat', "endpoint")
         fallback = MAX_REQUESTS if self.duration is not None else len(prompts) or DEFAULT_REQUESTS
         return Workload(
-            self.requests or min(fallback, MAX_REQUESTS),
-            Lengths.parse(self.input_len, "--input-len"),
-            Lengths.parse(self.output_len, "--output-len"),
-            self.rate,
-            self.burstiness,
-            self.seed,
-            self.shared_prefix,
-            self.prefix_groups,
-            prompts,
-        )
+            self.requests or min(fallback, MAX_REQUESTS), Lengths.parse(self.input_len, "--input-len"),
+            Lengths.parse(self.output_len, "--output-len"), self.rate, self.burstiness, self.seed, self.shared_prefix,
+            self.prefix_groups, prompts,
+        )  # fmt: skip
 
     def limits(self, timeout: float) -> Limits:
         """Return concurrency, timeout and duration."""
-
         duration = math.inf if self.duration is None else self.duration
         return Limits(self.concurrency or MAX_IN_FLIGHT, timeout, duration, self.warm_up)
 
@@ -252,7 +204,6 @@ def serving(
       llm-worker-rbee bench serving --spawn -c 16
       llm-worker-rbee bench serving --spawn --engine null -c 64 --output-len 256
     """
-
     args = own.arguments(url, server.model)
     try:
         workload, limits = load.workload(server.endpoint), load.limits(server.timeout)
@@ -262,14 +213,22 @@ def serving(
             raise
         raise typer.BadParameter(str(error)) from None
     settings = _settings(server, own, load)
-    with own.server(url, args, server.api_key, server.timeout) as found:
-        name = None if own.spawn else server.model
-        target = bench_serving.connect(partial(server.target, found.url), name, server.timeout)
-        monitor = found.monitor() if own.spawn or own.health else None
-        with recording("serving", results, _show, url=found.url, **settings) as recorder, step_progress() as progress:
+    starting: AbstractContextManager[ServerProcess | None] = nullcontext()
+    if own.spawn:
+        note("starting the server ...")
+        starting = worker_server(args, server.api_key, server.timeout)
+    with starting as spawned:
+        address = url or (spawned.url if spawned else "")
+        target = bench_serving.connect(
+            partial(server.target, address), None if own.spawn else server.model, server.timeout
+        )
+        monitor = None
+        if own.spawn or own.health:
+            monitor = ServerMonitor(Address.parse(address).authority, spawned.pid if spawned else None)
+        with recording("serving", results, _show, url=address, **settings) as recorder, step_progress() as progress:
             bench_serving.run(recorder, progress, target, workload, limits, monitor)
-        if found.own is not None:
-            found.own.require_alive()
+        if spawned:
+            spawned.require_alive()
     _require_answers(recorder)
 
 
@@ -293,29 +252,22 @@ def _show(run: Run) -> None:
     """Print counts, latencies, and observations of the server."""
     found = {result.name: result for result in run.results}
     _show_counts(run, found)
-    head = ["", "MEAN", "MEDIAN", "P95", "P99", "95% INTERVAL OF P95"]
-    rows = [[title, *_latency(found, name)] for name, title in TITLES.items() if f"{name}/mean" in found]
+    rows = [[title, *_latency(found, name)] for name, title in LATENCIES.items() if f"{name}/mean" in found]
     if rows:
-        lines = columns([head, *rows], right=[1, 2, 3, 4])
-        print("\n" + style(lines[0], "bold"))
-        print("\n".join(lines[1:]))
+        print()
+        print_table([["", "MEAN", "MEDIAN", "P95", "P99", "95% INTERVAL OF P95"], *rows], right=[1, 2, 3, 4])
     if rows and found["completed"].estimate < ENOUGH_FOR_P99:
         note(f"P99 of fewer than {ENOUGH_FOR_P99} requests says little more than their largest does")
-    _show_observations(found)
+    if any(name.startswith(("health/", "server")) for name in found):
+        print("\n" + "\n".join(columns(_observations(found), right=[1])))
     if run.details.get("counted_by") in ("chunks", "both"):
         note("the server did not count all tokens: deltas were counted, and words of the prompt")
 
 
 def _show_counts(run: Run, found: dict[str, Result]) -> None:
     print(style(f"{cell(str(run.settings['url']))}: {cell(str((run.model or {}).get('name')))}\n", "dim"))
-    rows = []
-    for name, title in (
-        ("request_throughput", "requests"),
-        ("output_throughput", "output tokens"),
-        ("total_token_throughput", "tokens in and out"),
-    ):
-        if name in found:
-            rows.append([title, quantity(found[name].estimate, found[name].unit), _interval(found[name])])
+    shown = {title: found[name] for name, title in THROUGHPUTS.items() if name in found}
+    rows = [[title, quantity(result.estimate, result.unit), _interval(result)] for title, result in shown.items()]
     if "completed" in found:
         rows.append(["completed", f"{found['completed'].estimate:,.0f}", f"in {run.details['duration_s']:.2f} s"])
     print("\n".join(columns(rows, right=[1])))
@@ -334,12 +286,6 @@ def _latency(found: dict[str, Result], name: str) -> list[str]:
 
 def _interval(result: Result) -> str:
     return f"{quantity(result.low, result.unit)} .. {quantity(result.high, result.unit)}"
-
-
-def _show_observations(found: dict[str, Result]) -> None:
-    """Print what was observed of the server, if it was monitored."""
-    if any(name.startswith(("health/", "server")) for name in found):
-        print("\n" + "\n".join(columns(list(_observations(found)), right=[1])))
 
 
 def _observations(found: dict[str, Result]) -> Iterator[list[str]]:

@@ -1,30 +1,33 @@
-"""`llm-worker-rbee bench compare`: what changed between two saved runs, and what else differs between them."""
+"""`llm-worker-rbee bench compare` and `bench report`: what changed between two saved runs; runs as one HTML page."""
 
+import os
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from ...bench import baseline
 from ...bench.baseline import Comparison, Difference
-from ...bench.results import Run
-from ..options import options_in
-from ..terminal import cell, columns, note, style
-from .common import RESULTS_PANEL, print_object, show_changes
+from ...bench.report import RunFile, render
+from ...bench.results import Run, write_atomically
+from ...errors import InvalidRequestError
+from ...progress import step_progress
+from ..terminal import cell, note, print_json
+from .common import RESULTS_PANEL, AsJson, Threshold, print_table, quantity, show_changes
 
 RUN_HELP = "a file that --save wrote, or the name of a baseline."
 MAX_NAMES = 8  # of the benchmarks that only one run has
 MAX_VALUE_CHARACTERS = 48
-_option = options_in(RESULTS_PANEL)
 
 
 def compare(
     before: Annotated[str, typer.Argument(metavar="BEFORE", help=f"The earlier run: {RUN_HELP}")],
     after: Annotated[str, typer.Argument(metavar="AFTER", help=f"The later run: {RUN_HELP}")],
-    threshold: Annotated[
-        float, _option("--threshold", metavar="X", min=0.0, help="How much worse fails: a fraction, 0.10 is 10%.")
-    ] = 0.10,
-    as_json: Annotated[bool, _option("--json", help="Print one JSON object and nothing else.")] = False,
-    force: Annotated[bool, _option("--force", help="Compare also runs of different machines.")] = False,
+    threshold: Threshold = 0.10,
+    as_json: AsJson = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Compare also runs of different machines.", rich_help_panel=RESULTS_PANEL)
+    ] = False,
 ) -> None:
     """Compare two saved runs.
 
@@ -41,7 +44,7 @@ def compare(
     changes, differing = baseline.compare(old, new), baseline.find_differences(old, new)
     left = baseline.names_not_compared(old, new, changes), baseline.names_not_compared(new, old, changes)
     if as_json:
-        print_object(_as_json(old, new, changes, threshold, differing, left))
+        print_json(_as_json(old, new, changes, threshold, differing, left))
     else:
         show_changes(changes, threshold)
         _print_differences(differing)
@@ -84,10 +87,39 @@ def _print_differences(differing: list[Difference]) -> None:
     if not differing:
         note("same commit, model, machine, settings and versions")
         return
-    head, *lines = columns([["ALSO DIFFERS", "BEFORE", "AFTER"], *(list(map(_truncate, one)) for one in differing)])
-    print("\n" + "\n".join([style(head, "bold"), *lines]))
+    print()
+    print_table([["ALSO DIFFERS", "BEFORE", "AFTER"], *(list(map(_truncate, one)) for one in differing)])
 
 
 def _truncate(text: str) -> str:
     text = cell(text)
     return text if len(text) <= MAX_VALUE_CHARACTERS else text[: MAX_VALUE_CHARACTERS - 3] + "..."
+
+
+def report(
+    results: Annotated[list[str], typer.Argument(metavar="RESULTS", help="Files that --save wrote, or baselines.")],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="FILE", help="Where to write the page.")
+    ] = Path("report.html"),
+    title: Annotated[
+        str | None, typer.Option(metavar="TEXT", show_default="what was measured", help="The page's title.")
+    ] = None,
+) -> None:  # fmt: skip
+    """Write one HTML page with tables and plots of saved runs.
+
+    The page needs no other file and no network: send it as it is.
+
+    Several runs of one kind make a history and a comparison. Plots need matplotlib (the extra `bench`).
+
+    \b
+    Examples:
+      llm-worker-rbee bench report micro.json e2e.json -o report.html
+      llm-worker-rbee bench report before after --title "Faster attention"
+    """
+    if not output.name or os.path.isdir(output):
+        raise InvalidRequestError(f"cannot write {output}: it is a folder, give the name of a file", "output")
+    files = [RunFile(Path(name).name, baseline.load(name)) for name in results]
+    with step_progress() as progress:
+        page = render(files, title, progress)
+    write_atomically(output, page.encode(errors="replace"))
+    note(f"saved {output} ({quantity(output.stat().st_size, 'B')})")
