@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from ..bench import profile as benchmark
-from ..bench.profile import Settings, flame, report
+from ..bench.flame_graph import Flame, PySpy, find_py_spy
 from ..bench.results import Recorder, Run
 from ..llm import LLM
 from ..progress import step_progress
@@ -52,17 +52,17 @@ def profile(
     if native and not py_spy:
         raise typer.BadParameter("--native goes with --py-spy: the built-in sampler sees Python only")
     require_place(out or Path("profile"), folder=out is not None)
-    spy = flame.PySpy(flame.find_py_spy(), native) if py_spy else None
-    settings = Settings(pp, tg, repetitions, flame_seconds, spy)
+    spy = PySpy(find_py_spy(), native) if py_spy else None
+    settings = benchmark.Settings(pp, tg, repetitions, flame_seconds, spy)
     llm = load_model(ModelOptions(model=model), computing, Status())
     recorded = {"pp": pp, "tg": tg, "repetitions": repetitions, "threads": used, "backend": llm.model.ops.name}
     with recording("profile", results, _print_run, **recorded) as recorder:
         _measure(recorder, llm, settings, out)
 
 
-def _measure(recorder: Recorder, llm: LLM, settings: Settings, out: Path | None) -> None:
+def _measure(recorder: Recorder, llm: LLM, settings: benchmark.Settings, out: Path | None) -> None:
     """Profile, and write the report; after Ctrl-C, of what was measured until then."""
-    flames: dict[str, flame.Flame] = {}
+    flames: dict[str, Flame] = {}
     complete = False
     try:
         with step_progress() as progress:
@@ -71,7 +71,7 @@ def _measure(recorder: Recorder, llm: LLM, settings: Settings, out: Path | None)
     finally:
         if recorder.results():
             folder = out or _default_folder(llm.checkpoint.path)
-            report.write(folder, recorder.to_run(complete=complete), flames)
+            benchmark.write_report(folder, recorder.to_run(complete=complete), flames)
             note(f"report: {folder / 'report.html'}")
 
 
@@ -84,20 +84,16 @@ def _default_folder(model: Path) -> Path:
 
 
 def _print_run(run: Run) -> None:
-    for phase, title in report.PHASES.items():
-        found = report.components(run, phase)
+    for phase, title in benchmark.PHASES.items():
+        found = benchmark.components(run, phase)
         if not found:
             continue
-        print(f"{style(title, 'bold')}  {report.step_line(run, phase)}\n")
-        rows = [[name.upper() for name in report.COLUMNS], *map(report.component_row, found)]
+        print(f"{style(title, 'bold')}  {benchmark.step_line(run, phase)}\n")
+        rows = [[name.upper() for name in benchmark.COLUMNS], *(part.cells() for part in found)]
         for line, part in zip(columns(rows, right=range(1, len(rows[0]) - 1)), [None, *found], strict=True):
             print(style(line, "bold" if part is None else COLOURS[part.rank]))
-        top = report.by_share(run, phase)[: report.NUM_TOP]
+        top = benchmark.by_share(run, phase)[: benchmark.NUM_TOP]
         print("\ntop five: " + ", ".join(f"{part.label} {part.share:.1%}" for part in top))
-        for kind, names in report.classes(run, phase).items():
-            print(f"{kind}: {', '.join(names) or 'none'}")
-        print("targets:")
-        for line in report.targets(run, phase) or ["nothing is critical"]:
-            print(f"  {line}")
-        print()
-    print(style(report.remark(run), "dim"))
+        print("\n".join([*benchmark.classes(run, phase), "targets:"]))
+        print("\n".join(f"  {line}" for line in benchmark.targets(run, phase)) + "\n")
+    print(style(benchmark.remark(run), "dim"))

@@ -16,6 +16,8 @@ from llm_worker_rbee.backends import reference
 from llm_worker_rbee.backends.cpu import CpuBackend
 from llm_worker_rbee.backends.ops import OPS, AttentionParams, Backend
 from llm_worker_rbee.backends.reference import ReferenceBackend
+from llm_worker_rbee.bench import profile
+from llm_worker_rbee.bench.flame_graph import Flame
 from llm_worker_rbee.bench.profile import (
     PHASES,
     CountedOps,
@@ -29,8 +31,6 @@ from llm_worker_rbee.bench.profile import (
     run,
     timer_cost,
 )
-from llm_worker_rbee.bench.profile import report as profile_report
-from llm_worker_rbee.bench.profile.flame import Flame
 from llm_worker_rbee.bench.results import Recorder, Result, Run
 from llm_worker_rbee.errors import ContextLengthError
 from tests.cli.conftest import HEADS, LAYERS, WIDTH, write_model
@@ -187,7 +187,7 @@ def planted() -> Run:
 
 
 def test_targets_follow_amdahls_law() -> None:
-    mlp, head, python = profile_report.targets(planted(), "decode")
+    mlp, head, python = profile.targets(planted(), "decode")
     assert "60.0% of a decode step" in mlp
     assert "at 5.0% of its limit (3.00 ms: 30.00 MB to move, bound by memory)" in mlp
     assert "would take 46.00 ms instead of 100" in mlp  # 100 - 60 + 2 * 3
@@ -195,33 +195,33 @@ def test_targets_follow_amdahls_law() -> None:
     assert "2,000 million operations, bound by arithmetic" in head
     assert "past half of the limit" in head
     assert "1.12 times as fast" in python  # 100 / 89
-    assert profile_report.targets(planted(), "prefill") == []
+    assert profile.targets(planted(), "prefill") == ["nothing is critical"]
 
 
 def test_report_markdown_and_html_say_the_same(tmp_path: Path, profiled: tuple[Run, dict[str, Flame]]) -> None:
     run, flames = profiled
-    written = profile_report.write(tmp_path / "out", run, flames)
+    written = profile.write_report(tmp_path / "out", run, flames)
     assert {path.name for path in written} == {
         "report.md", "report.html", "flame-prefill.svg", "flame-decode.svg", "profile.speedscope.json", "run.json",
     }  # fmt: skip
     markdown, page = ((tmp_path / "out" / name).read_text() for name in ("report.md", "report.html"))
     for phase in PHASES:
-        assert profile_report.step_line(run, phase) in markdown
-        assert len(profile_report.by_share(run, phase)) > profile_report.NUM_TOP == 5
-        for part in profile_report.components(run, phase):
-            assert f"| {' | '.join(profile_report.component_row(part))} |" in markdown
+        assert profile.step_line(run, phase) in markdown
+        assert len(profile.by_share(run, phase)) > profile.NUM_TOP == 5
+        for part in profile.components(run, phase):
+            assert f"| {' | '.join(part.cells())} |" in markdown
             assert f">{part.label}</th>" in page
     assert page.count("<svg") == 2
     assert "http" not in page.replace("http://www.w3.org/2000/svg", "").replace("http-equiv", "")
     again = Run.load(tmp_path / "out" / "run.json")
-    assert profile_report.component_row(profile_report.components(again, "decode")[0])[0] == "embedding"
+    assert profile.components(again, "decode")[0].cells()[0] == "embedding"
     assert len(json.loads((tmp_path / "out" / "profile.speedscope.json").read_text())["profiles"]) == 2
 
 
 def test_report_write_failure_names_the_folder(tmp_path: Path, profiled: tuple[Run, dict[str, Flame]]) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(profile_report.ResultsError, match=r"cannot write .*file"):
-        profile_report.write(tmp_path / "file", *profiled)
+    with pytest.raises(profile.ResultsError, match=r"cannot write .*file"):
+        profile.write_report(tmp_path / "file", *profiled)
 
 
 def test_run_interrupted_keeps_finished_repetitions(llm: LLM) -> None:

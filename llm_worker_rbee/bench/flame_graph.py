@@ -26,8 +26,8 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
-from ... import __version__
-from ...errors import MissingDependencyError, WorkerError
+from .. import __version__
+from ..errors import MissingDependencyError, WorkerError
 
 INTERVAL_S = 0.002
 PACKAGE = __name__.split(".")[0]
@@ -67,7 +67,7 @@ class PySpy(NamedTuple):
     native: bool = False
 
 
-def record(name: str, function: Callable[[], None], seconds: float, py_spy: PySpy | None = None) -> Flame:
+def record_flame(name: str, function: Callable[[], None], seconds: float, py_spy: PySpy | None = None) -> Flame:
     """Call the function repeatedly for so long, and sample the stack."""
     return (
         _record_in_process(name, function, seconds)
@@ -136,7 +136,7 @@ def _line_frame(code: CodeType, number: int) -> Frame | None:
 def _short_path(path: str) -> tuple[str, str]:
     """Return (a path that is the same on every machine, the category)."""
     paths = sysconfig.get_paths()
-    roots = (str(Path(__file__).parents[3]), paths["purelib"], paths["platlib"], paths["stdlib"])
+    roots = (str(Path(__file__).parents[2]), paths["purelib"], paths["platlib"], paths["stdlib"])
     for root in sorted(set(roots), key=len, reverse=True):  # packages may lie inside the standard library's folder
         if path.startswith(root + os.sep):
             short = path[len(root) + 1 :].replace(os.sep, "/")
@@ -260,9 +260,9 @@ CATEGORIES = {
     "other": ("other", 0, 0, 78),
 }
 ROOT = Frame("all", "", 0, "other")
-STYLE = Path(__file__).with_name("flame.css").read_text(encoding="utf-8")
+STYLE = Path(__file__).with_name("flame_graph.css").read_text(encoding="utf-8")
 # Each frame carries its place as fractions of the whole (data-x, data-w), its depth and its name.
-SCRIPT = Path(__file__).with_name("flame.js").read_text(encoding="utf-8")
+SCRIPT = Path(__file__).with_name("flame_graph.js").read_text(encoding="utf-8")
 
 
 @dataclass(slots=True)

@@ -15,8 +15,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from llm_worker_rbee.bench.profile import flame
-from llm_worker_rbee.bench.profile.flame import Flame, Frame, PySpy
+from llm_worker_rbee.bench import flame_graph
+from llm_worker_rbee.bench.flame_graph import Flame, Frame, PySpy
 from llm_worker_rbee.errors import MissingDependencyError, WorkerError
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -38,7 +38,7 @@ def work() -> None:
 
 def test_record_in_process_sees_callers() -> None:
     interval = sys.getswitchinterval()
-    seen = flame.record("decode", work, 0.2)
+    seen = flame_graph.record_flame("decode", work, 0.2)
     assert sys.getswitchinterval() == interval
     assert len(seen.samples) > 5
     names = [[frame.name for frame in stack] for stack, _ in seen.samples]
@@ -48,27 +48,27 @@ def test_record_in_process_sees_callers() -> None:
 
 
 def test_record_in_process_shows_running_source_lines() -> None:
-    seen = flame.record("decode", lambda: json.loads(json.dumps(flame.render_svg(PLANTED, "x"))), 0.2)
+    seen = flame_graph.record_flame("decode", lambda: json.loads(json.dumps(flame_graph.render_svg(PLANTED, "x"))), 0.2)
     frames = {frame for stack, _ in seen.samples for frame in stack}
     categories = {frame.category for frame in frames}
     assert {"ours", "line"} <= categories
     for frame in frames:
         assert not frame.file.startswith("/"), "a path of this machine"
     lines = [frame for frame in frames if frame.category == "line"]
-    source = Path(flame.__file__).read_text().splitlines()
-    own = [frame for frame in lines if frame.file.endswith("profile/flame.py")]
+    source = Path(flame_graph.__file__).read_text().splitlines()
+    own = [frame for frame in lines if frame.file.endswith("bench/flame_graph.py")]
     assert own
     assert all(frame.name.removesuffix("…") in " ".join(source[frame.line - 1].split()) for frame in own)
 
 
 def test_stack_instruction_without_line_is_sampled() -> None:
-    bottom = SimpleNamespace(f_code=flame._call_marked.__code__, f_lineno=1, f_back=None)
-    frame = SimpleNamespace(f_code=flame.record.__code__, f_lineno=None, f_back=bottom)
-    assert [one.name for one in flame._stack(frame)] == ["record"]  # type: ignore[arg-type]
+    bottom = SimpleNamespace(f_code=flame_graph._call_marked.__code__, f_lineno=1, f_back=None)
+    frame = SimpleNamespace(f_code=flame_graph.record_flame.__code__, f_lineno=None, f_back=bottom)
+    assert [one.name for one in flame_graph._stack(frame)] == ["record_flame"]  # type: ignore[arg-type]
 
 
 def test_speedscope_follows_its_schema() -> None:
-    value = json.loads(json.dumps(flame.speedscope({"prefill": Flame("prefill"), "decode": PLANTED}, "a model")))
+    value = json.loads(json.dumps(flame_graph.speedscope({"prefill": Flame("prefill"), "decode": PLANTED}, "a model")))
     assert value["$schema"] == "https://www.speedscope.app/file-format-schema.json"
     frames = value["shared"]["frames"]
     assert [frame["name"] for frame in frames] == ["outer", "<inner> & 'co'", "other"]
@@ -83,7 +83,7 @@ def test_speedscope_follows_its_schema() -> None:
 
 
 def test_build_tree_merges_common_callers() -> None:
-    root = flame.build_tree(PLANTED)
+    root = flame_graph.build_tree(PLANTED)
     assert root.seconds == pytest.approx(PLANTED.seconds)
     assert {node.frame.name: node.seconds for node in root.children.values()} == pytest.approx(
         {"outer": 0.3001, "other": 0.1}
@@ -92,7 +92,7 @@ def test_build_tree_merges_common_callers() -> None:
 
 
 def test_render_svg_is_valid_and_self_contained() -> None:
-    text = flame.render_svg(PLANTED, "Decode of <x>")
+    text = flame_graph.render_svg(PLANTED, "Decode of <x>")
     assert "http" not in text.replace("http://www.w3.org/2000/svg", "")
     root = ElementTree.fromstring(text)
     boxes = {g.get("data-n"): g for g in root.iter(f"{SVG}g")}
@@ -112,7 +112,7 @@ def test_render_svg_is_valid_and_self_contained() -> None:
 
 
 def test_render_svg_without_samples_is_valid() -> None:
-    ElementTree.fromstring(flame.render_svg(Flame("decode"), "nothing"))
+    ElementTree.fromstring(flame_graph.render_svg(Flame("decode"), "nothing"))
 
 
 def test_render_svg_click_zooms(tmp_path: Path) -> None:
@@ -121,25 +121,25 @@ def test_render_svg_click_zooms(tmp_path: Path) -> None:
         pytest.skip("no Chromium on this machine: the zoom of the flame graph is not tried")
     click = "document.querySelector('g.frame[data-n=outer]').dispatchEvent(new MouseEvent('click'));"
     page = tmp_path / "page.html"
-    page.write_text(f"<!doctype html><body>{flame.render_svg(PLANTED, 'x')}<script>{click}</script></body>")
+    page.write_text(f"<!doctype html><body>{flame_graph.render_svg(PLANTED, 'x')}<script>{click}</script></body>")
     command = [browser, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
     done = subprocess.run([*command, "--dump-dom", page.as_uri()], capture_output=True, text=True, timeout=60)
     dom = unescape(done.stdout)
     outer, other = (dom.partition(f'data-n="{name}"')[2].partition("</g>")[0] for name in ("outer", "other"))
-    assert f'width="{flame.WIDTH - 2 * flame.MARGIN - 0.5}"' in outer
+    assert f'width="{flame_graph.WIDTH - 2 * flame_graph.MARGIN - 0.5}"' in outer
     assert "display: none" in other
     assert 'class="frame below"' in dom.partition('data-n="all"')[0].rpartition("<g")[2]
 
 
 def test_record_py_spy_stacks_are_parsed_and_cut() -> None:
     lines = [
-        "<module> (x.py:1);_call_marked (llm_worker_rbee/bench/flame.py:70);step "
+        "<module> (x.py:1);_call_marked (llm_worker_rbee/bench/flame_graph.py:70);step "
         "(llm_worker_rbee/engine/model_runner.py:31);dot (numpy/linalg.py:5);sgemm_kernel (libopenblas.so) 3",
         "look (threading.py:9) 7",
-        "_call_marked (llm_worker_rbee/bench/flame.py:70) 2",
+        "_call_marked (llm_worker_rbee/bench/flame_graph.py:70) 2",
         "nonsense",
     ]
-    samples = flame._parse_collapsed(lines, 0.5)
+    samples = flame_graph._parse_collapsed(lines, 0.5)
     assert [weight for _, weight in samples] == [0.5] * 3
     stack = samples[0][0]
     assert [(frame.name, frame.category) for frame in stack] == [
@@ -159,11 +159,11 @@ def test_find_py_spy_missing_or_forbidden_raises(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
     with pytest.raises(MissingDependencyError, match=r"pip install 'llm-worker-rbee\[bench\]'"):
-        flame.find_py_spy()
+        flame_graph.find_py_spy()
     program(tmp_path, 'echo "Error: Permission Denied: Try running again with elevated permissions" >&2; exit 1')
     with pytest.raises(WorkerError, match="may not sample this process: run as root, allow ptrace"):
-        flame.find_py_spy()
+        flame_graph.find_py_spy()
     monkeypatch.setenv("PATH", os.defpath)
     broken = program(tmp_path, 'echo "Error: out of luck" >&2; exit 3')
     with pytest.raises(WorkerError, match="py-spy failed: Error: out of luck"):
-        flame.record("decode", work, 1, PySpy(broken))
+        flame_graph.record_flame("decode", work, 1, PySpy(broken))

@@ -3,37 +3,42 @@
 A prefill step is the whole prompt up to its first token, a decode step one token more, of one request alone, sampled
 greedily. Op tables that pass calls on measure time (`TimedOps`) or count work (`CountedOps`), in separate passes so
 that counting does not disturb the clock. The timer's own cost is measured and subtracted; what neither ops nor batch
-account for is Python's. Time is that of the calling thread: a backend must have finished when its op returns.
+account for is Python's. Time is that of the calling thread: a backend must have finished when its op returns. The
+report, as Markdown and as an HTML page, is made from the results alone, so it can be made again from run.json.
 """
 
 from __future__ import annotations
 
 import inspect
+import json
 import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import numpy as np
 
-from ...backends.ops import Array, Backend, Batch, FusedForward
-from ...engine.model_runner import SingleSequence
-from ...engine.request import Request, SamplingParams
-from ...engine.sampler import sample_rows
-from ...errors import ContextLengthError
-from ...llm import LLM
-from ...models import Transformer
-from ...weights import Checkpoint
-from .. import timing
-from ..results import Recorder, Result, describe_model
-from ..roofline import Limits, Work, backend_threads, measure_limits
-from . import flame
+from ..backends.ops import Array, Backend, Batch, FusedForward
+from ..engine.model_runner import SingleSequence
+from ..engine.request import Request, SamplingParams
+from ..engine.sampler import sample_rows
+from ..errors import ContextLengthError
+from ..llm import LLM
+from ..models import Transformer
+from ..weights import Checkpoint
+from . import timing
+from .flame_graph import Flame, PySpy, record_flame, render_svg, speedscope
+from .report import html
+from .results import Recorder, Result, ResultsError, Run, describe_model, quantity, spread
+from .roofline import Limits, Work, backend_threads, measure_limits
 
 Progress = Callable[[str, float, float], None]
 Call = Callable[..., Any]
-PHASES = ("prefill", "decode")
+PHASES = {"prefill": "Prefill", "decode": "Decode"}
 CRITICAL_SHARE, MODERATE_SHARE = 0.10, 0.05
 SEED = 20240607
 SETUP_OPS = {"prepare", "prepare_vector", "empty_kv"}  # not part of a step
@@ -52,6 +57,16 @@ LAYERS: tuple[tuple[str, Callable[[Any], Any], tuple[str, ...]], ...] = (
     ("mlp", lambda block: block.mlp.gate_up, ("ffn_gate", "ffn_up")),
     ("mlp", lambda block: block.mlp.down, ("ffn_down",)),
 )
+LABELS = {
+    "embedding": "embedding", "norm": "norm", "qkv": "QKV", "rope": "RoPE", "kv_write": "KV write",
+    "rope_kv_write": "RoPE + KV write", "attention": "attention", "output": "output", "mlp": "MLP", "head": "head",
+    "sampling": "sampling", "scheduling": "scheduling", "python": "Python overhead",
+}  # in the order of a step  # fmt: skip
+CLASSES = ("critical", "moderate", "minor")
+COLUMNS = ("component", "share", "time a step", "interval", "calls", "time a call", "bytes", "least time", "% of limit",
+           "class")  # fmt: skip
+NUM_TOP = 5
+TARGET_FRACTION = 0.5  # of the limit
 
 
 def classify(share: float) -> str:
@@ -67,7 +82,7 @@ class Settings:
     tg: int = 16
     repetitions: int = 5
     flame_seconds: float = 3.0
-    py_spy: flame.PySpy | None = None
+    py_spy: PySpy | None = None
     kv_type: str = "float32"  # `run` takes that of the model
 
 
@@ -81,19 +96,16 @@ class WeightInfo(NamedTuple):
 
 def index_weights(model: Transformer, checkpoint: Checkpoint) -> dict[int, WeightInfo]:
     """Return the weights of a model, by the `id` of their packed form."""
-    tensors, found = checkpoint.tensors, {}
+    tensors = checkpoint.tensors
     table = tensors["token_embd.weight"]
     head = tensors.get("output.weight") or table
+    found = {id(model.embedding): WeightInfo("embedding", table.nbytes, table.size)}
     for i, block in enumerate(model.blocks):
         for component, layer, names in LAYERS:
             own = [tensors[key] for name in names if (key := f"blk.{i}.{name}.weight") in tensors]
             weight = WeightInfo(component, sum(t.nbytes for t in own), sum(t.size for t in own))
             found[id(layer(block).weight)] = weight
-    return {
-        id(model.embedding): WeightInfo("embedding", table.nbytes, table.size),
-        **found,
-        id(model.head): WeightInfo("head", head.nbytes, head.size),
-    }
+    return found | {id(model.head): WeightInfo("head", head.nbytes, head.size)}
 
 
 @dataclass(slots=True)
@@ -125,7 +137,7 @@ class Timer:
 
     def drain(self) -> dict[str, Spent]:
         """Return the times since the last call, and reset them."""
-        taken = {name: Spent(spent.seconds, spent.calls) for name, spent in self.components.items() if spent.calls}
+        taken = {name: replace(spent) for name, spent in self.components.items() if spent.calls}
         for spent in self.components.values():
             spent.seconds, spent.calls = 0.0, 0
         return taken
@@ -245,8 +257,7 @@ class Workload:
 
     def __init__(self, model: Transformer, settings: Settings, timer: Timer | None = None) -> None:
         prompt = np.random.default_rng(SEED).integers(0, model.config.vocab_size, settings.pp).tolist()
-        self.tg = settings.tg
-        self.ops = model.ops
+        self.tg, self.ops = settings.tg, model.ops
         self.sequence = SingleSequence(model, settings.pp + settings.tg + 1, settings.kv_type)
         if timer is not None:
             self.sequence.batch = timer.wrap("scheduling", self.sequence.batch)  # type: ignore[method-assign]
@@ -254,7 +265,7 @@ class Workload:
 
     def prefill(self) -> None:
         """Compute the prompt, up to the first token."""
-        self._truncate_output(0)
+        del self.request.ids[self.request.num_prompt_tokens :]
         self.request.num_computed_tokens = 0
         for _, logits in self.sequence.catch_up(self.request):
             last = logits
@@ -264,25 +275,20 @@ class Workload:
         """Compute one token; after the last one, start again at the first."""
         request = self.request
         if request.num_tokens - request.num_prompt_tokens > self.tg:
-            self._truncate_output(1)
+            del request.ids[request.num_prompt_tokens + 1 :]
             request.num_computed_tokens = request.num_prompt_tokens
         self._sample(self.sequence.step(request, 1))
 
     def _sample(self, logits: Array) -> None:
         self.request.ids += self.ops.sample(logits, sample_rows(self.request)).tolist()
 
-    def _truncate_output(self, kept: int) -> None:
-        del self.request.ids[self.request.num_prompt_tokens + kept :]
 
-
-def run(recorder: Recorder, progress: Progress, llm: LLM, settings: Settings, flames: dict[str, flame.Flame]) -> None:
+def run(recorder: Recorder, progress: Progress, llm: LLM, settings: Settings, flames: dict[str, Flame]) -> None:
     """Profile a loaded model; flame graphs are added to `flames` as they are recorded."""
     capacity = settings.pp + settings.tg + 1
     if capacity > llm.max_context:
-        raise ContextLengthError(
-            f"--pp {settings.pp} and --tg {settings.tg} need a context of {capacity}: the model has {llm.max_context}",
-            "pp",
-        )
+        needed = f"--pp {settings.pp} and --tg {settings.tg} need a context of {capacity}"
+        raise ContextLengthError(f"{needed}: the model has {llm.max_context}", "pp")
     recorder.model = describe_model(llm.checkpoint.path, lambda what, done, all: progress(what, 0, 1))
     _Profiler(recorder, progress, llm, replace(settings, kv_type=llm.kv_type)).run(flames)
 
@@ -298,7 +304,7 @@ class _Profiler:
     spent: dict[str, dict[str, list[float]]] = field(default_factory=lambda: {phase: {} for phase in PHASES})
     done: float = 0.0
 
-    def run(self, flames: dict[str, flame.Flame]) -> None:
+    def run(self, flames: dict[str, Flame]) -> None:
         self.report_progress("measuring what the machine can do", 0)
         self.limits = measure_limits(backend_threads(self.llm.model.ops))
         self.recorder.details["limits"] = self.limits.as_json()
@@ -330,7 +336,8 @@ class _Profiler:
         timer, cost = Timer(), timer_cost()
         self.recorder.details["profiler"] = {"seconds_per_call": cost, "share": {}}
         timed = TimedOps(model.ops, index_weights(model, self.llm.checkpoint), timer)
-        model = replace(model, ops=cast(Backend, timed), fused=_profile_fused(model.fused, timer))
+        fused = model.fused and cast(FusedForward, partial(model.fused.run_profiled, profiler=timer.wrap))
+        model = replace(model, ops=cast(Backend, timed), fused=fused)
         workload = Workload(model, self.settings, timer)
         for number in range(1, self.settings.repetitions + 1):
             what = f"repetition {number} of {self.settings.repetitions}"
@@ -378,18 +385,14 @@ class _Profiler:
             "bound_by": "memory" if 2 * by_memory >= counted.total() else "arithmetic",
         }
 
-    def record_flames(self, flames: dict[str, flame.Flame]) -> None:
+    def record_flames(self, flames: dict[str, Flame]) -> None:
         """Sample the stack in passes of their own, without a timer."""
         workload = Workload(self.llm.model, self.settings)
         for phase, function in (("prefill", workload.prefill), ("decode", workload.decode)):
             self.report_progress(f"flame graph of {phase}", 0)
             workload.prefill()
-            flames[phase] = flame.record(phase, function, self.settings.flame_seconds, self.settings.py_spy)
+            flames[phase] = record_flame(phase, function, self.settings.flame_seconds, self.settings.py_spy)
             self.report_progress(f"flame graph of {phase}")
-
-
-def _profile_fused(fused: FusedForward | None, timer: Timer) -> FusedForward | None:
-    return None if fused is None else cast(FusedForward, lambda batch, kv: fused.run_profiled(batch, kv, timer.wrap))
 
 
 def timer_cost(rounds: int = 5, calls: int = 5000) -> float:
@@ -404,3 +407,193 @@ def timer_cost(rounds: int = 5, calls: int = 5000) -> float:
         for f in (timed, nothing)
     )
     return max(0.0, with_timer - without)
+
+
+class Component(NamedTuple):
+    """One component of a phase."""
+
+    label: str
+    seconds: float  # a step
+    share: float
+    rank: str  # its class
+    result: Result
+
+    def number(self, name: str) -> float:
+        """Return a counted field, NaN if it has none."""
+        return float(self.result.fields.get(name) or math.nan)
+
+    def cells(self) -> list[str]:
+        """Return the row under COLUMNS."""
+        calls, limit_s = self.number("calls"), self.number("limit_s")
+        return [
+            self.label, f"{self.share:.1%}", quantity(self.seconds, "s"),
+            spread((self.result.low, self.result.high), "s"), "-" if math.isnan(calls) else f"{calls:,.0f}",
+            quantity(self.seconds / calls, "s"), quantity(self.number("bytes"), "B"), quantity(limit_s, "s"),
+            "-" if math.isnan(limit_s) else f"{100 * limit_s / self.seconds:.1f}%", self.rank,
+        ]  # fmt: skip
+
+
+def components(run: Run, phase: str) -> list[Component]:
+    """Return the components in the order of a step; unknown ops before Python overhead."""
+    found = {r.name.partition("/")[2]: r for r in run.results if r.name.startswith(f"{phase}/") and "share" in r.fields}
+    order = {name: i for i, name in enumerate(LABELS)}
+    return [
+        Component(LABELS.get(name, name), r.estimate, float(r.fields["share"]), str(r.fields["class"]), r)
+        for name, r in sorted(found.items(), key=lambda item: order.get(item[0], order["python"] - 0.5))
+    ]
+
+
+def step_result(run: Run, phase: str) -> Result | None:
+    """Return the result of the whole step."""
+    return next((r for r in run.results if r.name == f"{phase}/step"), None)
+
+
+def by_share(run: Run, phase: str) -> list[Component]:
+    """Return the components, the largest share first."""
+    return sorted(components(run, phase), key=lambda part: -part.share)
+
+
+def targets(run: Run, phase: str) -> list[str]:
+    """Return for each critical component its limit, and the step's time at half of that limit."""
+    step = step_result(run, phase)
+    critical = [part for part in by_share(run, phase) if part.rank == "critical"]
+    found = [] if step is None else [_target(part, phase, step.estimate) for part in critical]
+    return found or ["nothing is critical"]
+
+
+def _target(part: Component, phase: str, step: float) -> str:
+    head = f"{part.label} takes {part.share:.1%} of a {phase} step ({quantity(part.seconds, 's')})"
+    limit_s, bound = part.number("limit_s"), part.result.fields.get("bound_by")
+    if math.isnan(limit_s):
+        best = f"without it the step would be {step / max(step - part.seconds, 1e-12):.2f} times as fast"
+        return f"{head}. It has no floor that bytes or operations set: {best}, and no more."
+    amount = f"{quantity(part.number('bytes'), 'B')} to move"
+    if bound == "arithmetic":
+        amount = f"{part.number('operations') / 1e6:,.0f} million operations"
+    part_of_limit = f"{100 * limit_s / part.seconds:.1f}% of its limit"
+    head += f", at {part_of_limit} ({quantity(limit_s, 's')}: {amount}, bound by {bound})"
+    if part.seconds <= limit_s / TARGET_FRACTION:
+        return f"{head}. That is past half of the limit: there is little left to gain."
+    after = step - part.seconds + limit_s / TARGET_FRACTION
+    times = f"{quantity(after, 's')} instead of {quantity(step, 's')}: {step / after:.2f} times as fast"
+    return f"{head}. At half the limit the step would take {times}."
+
+
+def classes(run: Run, phase: str) -> list[str]:
+    """Return a line for each class: its components with their shares, the largest first."""
+    found = by_share(run, phase)
+    names = {rank: [f"{part.label} {part.share:.1%}" for part in found if part.rank == rank] for rank in CLASSES}
+    return [f"{rank}: {', '.join(shares) or 'none'}" for rank, shares in names.items()]
+
+
+def _top_lines(run: Run, phase: str) -> list[str]:
+    """Return `MLP: 60.2%, 114 ms` for each of the largest components."""
+    top = by_share(run, phase)[:NUM_TOP]
+    return [f"{part.label}: {part.share:.1%}, {quantity(part.seconds, 's')}" for part in top]
+
+
+def step_line(run: Run, phase: str) -> str:
+    """Return `128 tokens in 590 ms (580 to 600 ms): 217 tokens/s`."""
+    step = step_result(run, phase)
+    if step is None:
+        return "not measured"
+    tokens = int(step.fields.get("tokens", 1))
+    took = f"{quantity(step.estimate, 's')} ({spread((step.low, step.high), 's')})"
+    return f"{tokens:,} token{'s' * (tokens != 1)} in {took}: {tokens / step.estimate:,.1f} tokens/s"
+
+
+def run_facts(run: Run) -> dict[str, str]:
+    """Return what was measured, and where."""
+    machine, commit = run.machine, run.commit
+    found = {
+        "Model": str((run.model or {}).get("name", "-")),
+        "Settings": ", ".join(f"{key} {value}" for key, value in run.settings.items()),
+        "Processor": f"{machine.get('cpu')}, {machine.get('cores')} cores, {' '.join(machine.get('features') or ())}",
+        "System": f"{machine.get('system')}, {machine.get('memory_gib')} GiB of memory",
+        "Versions": ", ".join(f"{name} {value}" for name, value in run.versions.items()),
+        "Commit": "-" if commit is None else commit["id"][:12] + " with changes" * bool(commit.get("dirty")),
+        "Date": run.created,
+    }
+    if limits := run.details.get("limits"):
+        best, rate = limits["bandwidth"][-1]["bytes_per_second"], limits["operations_per_second"]
+        rates = f"{quantity(best, 'B/s')} from memory, {quantity(rate, 'FLOP/s')} in float32"
+        found["Limits"] = f"measured with {limits['threads']} thread(s): {rates}"
+    return found
+
+
+def remark(run: Run) -> str:
+    """Return what the timer itself costs, and how the numbers are to be read."""
+    profiler: Mapping[str, Any] = run.details.get("profiler") or {}
+    shares = ", ".join(f"{share:.2%} of {phase}" for phase, share in (profiler.get("share") or {}).items())
+    cost = quantity(float(profiler.get("seconds_per_call", math.nan)), "s")
+    return (
+        f"The timer costs {cost} a call ({shares}); that is subtracted. Python overhead is what remains of a step "
+        "when all ops, the batch and the timer are subtracted. Bytes and operations are what an answer needs at "
+        "least, not what the backend does for it; the limit is the larger of the two times they take at the measured "
+        "rates."
+    )
+
+
+def markdown(run: Run) -> str:
+    """Return the report as Markdown."""
+    lines = [f"# Profile of {(run.model or {}).get('name', 'a model')}", ""]
+    lines += [f"- {name}: {value}" for name, value in run_facts(run).items()]
+    for phase, title in PHASES.items():
+        if step_result(run, phase) is None:
+            continue
+        lines += ["", f"## {title}", "", step_line(run, phase), ""]
+        lines += [f"| {' | '.join(COLUMNS)} |", "| --- |" + " ---: |" * (len(COLUMNS) - 2) + " --- |"]
+        lines += [f"| {' | '.join(part.cells())} |" for part in components(run, phase)]
+        lines += ["", "Top five:", "", *(f"{i}. {line}" for i, line in enumerate(_top_lines(run, phase), 1))]
+        lines += ["", "Classes:", "", *(f"- {line}" for line in classes(run, phase))]
+        lines += ["", "Targets:", "", *(f"- {line}" for line in targets(run, phase))]
+    lines += ["", remark(run), "", "Critical is over 10% of a step, moderate 5 to 10%, minor less.", ""]
+    return "\n".join(lines)
+
+
+def write_report(folder: Path, run: Run, flames: Mapping[str, Flame]) -> list[Path]:
+    """Write all files of a profile; flame graphs that were not recorded are left out."""
+    title = f"{(run.model or {}).get('name', 'model')}"
+    texts = {"report.md": markdown(run), "report.html": render_page(run, flames)}
+    for phase, flame in flames.items():
+        texts[f"flame-{phase}.svg"] = render_svg(flame, f"{PHASES.get(phase, phase)} of {title}")
+    if flames:
+        texts["profile.speedscope.json"] = json.dumps(speedscope(flames, f"profile of {title}"), ensure_ascii=False)
+    run.save(folder / "run.json")
+    try:
+        for name, text in texts.items():
+            (folder / name).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ResultsError(f"cannot write {folder}: {error.strerror}") from None
+    return [folder / name for name in ("run.json", *texts)]
+
+
+def render_page(run: Run, flames: Mapping[str, Flame]) -> str:
+    """Return the report as one HTML page that needs nothing else, with the flame graphs inline."""
+    name = str((run.model or {}).get("name", "a model"))
+    sections = [html.Section("Run", html.facts(run_facts(run)))]
+    for phase, title in PHASES.items():
+        if step_result(run, phase) is not None:
+            sections.append(html.Section(title, _phase_section(run, phase)))
+    for phase, flame in flames.items():
+        title = PHASES.get(phase, phase)
+        graph = html.Html(f'<div class="drawing wide">{render_svg(flame, f"{title} of {name}")}</div>')
+        sections.append(html.Section(f"{title}: flame graph", graph))
+    subtitle = "where the time of a step goes" + ("" if run.complete else " (broken off early)")
+    return html.page(f"Profile of {name}", subtitle, sections, remark(run), has_script=bool(flames))
+
+
+def _phase_section(run: Run, phase: str) -> html.Html:
+    parts = components(run, phase)
+    longest = max((part.share for part in parts), default=1.0) or 1.0
+    rows: list[list[object]] = []
+    for part in parts:
+        label, share, *cells, rank = part.cells()
+        rows.append([label, html.bar(part.share / longest, share, rank), *cells, html.badge(rank)])
+    caption = "critical: over 10% of the step, moderate: 5 to 10%, minor: under 5%"
+    table = html.table(caption, COLUMNS, rows, range(2, len(COLUMNS) - 1))
+    top, ranks, aims = _top_lines(run, phase), classes(run, phase), targets(run, phase)
+    return html.joined([
+        html.soft(step_line(run, phase)), table, html.heading("Top five"), html.bullets(top, ordered=True),
+        html.heading("Classes"), html.bullets(ranks), html.heading("Targets"), html.bullets(aims),
+    ])  # fmt: skip
