@@ -170,13 +170,9 @@ class OutputOptions:
     sampling=SamplingOptions, output=OutputOptions,
 )  # fmt: skip
 def run(
-    prompt_options: PromptOptions,
-    model: ModelOptions,
-    computing: LoadOptions,
-    engine: EngineOptions,
-    sampling: SamplingOptions,
-    output: OutputOptions,
-) -> None:
+    prompt_options: PromptOptions, model: ModelOptions, computing: LoadOptions, engine: EngineOptions,
+    sampling: SamplingOptions, output: OutputOptions,
+) -> None:  # fmt: skip
     """Answer one prompt, or all prompts of a file.
 
     The answer is streamed to standard output; figures follow on standard error.
@@ -434,22 +430,15 @@ def completion_json(llm: LLM, reference: str | None, completion: Completion) -> 
     """Return the object of `--json`; what was not requested is null, but `prompt_logprobs`, which is left out."""
     timings = completion.timings
     report: dict[str, Any] = {
-        "model": reference or DEFAULT_MODEL,
-        "prompt_tokens": completion.prompt_tokens,
-        "tokens": completion.tokens,
-        "text": completion.text,
-        "finish_reason": completion.finish_reason,
-        "stop_sequence": completion.stop_sequence,
-        "logprobs": None,
-        "seed": completion.seed,
+        "model": reference or DEFAULT_MODEL, "prompt_tokens": completion.prompt_tokens, "tokens": completion.tokens,
+        "text": completion.text, "finish_reason": completion.finish_reason,
+        "stop_sequence": completion.stop_sequence, "logprobs": None, "seed": completion.seed,
         "cached_tokens": completion.cached_tokens,
         "timings": {
-            "load_s": sum(llm.phases.values()),
-            "time_to_first_token_s": timings.time_to_first_token,
-            "total_s": timings.total,
-            "tokens_per_second": timings.tokens_per_second,
+            "load_s": sum(llm.phases.values()), "time_to_first_token_s": timings.time_to_first_token,
+            "total_s": timings.total, "tokens_per_second": timings.tokens_per_second,
         },
-    }
+    }  # fmt: skip
     if completion.logprobs is not None:
         report["logprobs"] = [_logprob_json(llm.tokenizer, entry) for entry in completion.logprobs]
     if completion.prompt_logprobs is not None:

@@ -11,7 +11,7 @@ import platform
 import re
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import asynccontextmanager
-from functools import cache
+from functools import cache, partial
 from importlib import metadata
 from importlib.resources import files
 from pathlib import Path
@@ -137,13 +137,7 @@ class Routes:
     async def info(self, _: Request) -> Response:
         return json_response(describe_worker(self.worker))
 
-    async def chat(self, request: Request) -> Response | EventStream:
-        return await self._openai(request, openai.start_chat)
-
-    async def completions(self, request: Request) -> Response | EventStream:
-        return await self._openai(request, openai.start_completion)
-
-    async def _openai(self, request: Request, start: StartReply) -> Response | EventStream:
+    async def _openai(self, start: StartReply, request: Request) -> Response | EventStream:
         ignored: list[str] | None = [] if self.worker.settings.ignore_unknown_fields else None
         reply = await _unless_disconnected(request, start(self.worker, await _read_body(request), ignored))
         headers = {"x-ignored-fields": NOT_IN_HEADERS.sub("?", ",".join(ignored))[:1_000]} if ignored else {}
@@ -192,16 +186,7 @@ class Routes:
         self.jobs.find(values["job_id"]).cancel()
         return json_response(values, 202)
 
-    async def tokenize(self, request: Request) -> Response:
-        return await self._offload(request, tokenize)
-
-    async def detokenize(self, request: Request) -> Response:
-        return await self._offload(request, detokenize)
-
-    async def apply_template(self, request: Request) -> Response:
-        return await self._offload(request, apply_template)
-
-    async def _offload(self, request: Request, reply: Callable[[Worker, bytes], bytes]) -> Response:
+    async def _offload(self, reply: Callable[[Worker, bytes], bytes], request: Request) -> Response:
         body = await _read_body(request)
         work = self.worker.offload.run(len(body), lambda: reply(self.worker, body))
         return Response(await _unless_disconnected(request, work), 200, media_type=JSON_TYPE)
@@ -214,18 +199,19 @@ class Routes:
 
     def table(self) -> list[Route]:
         """Return paths, handlers and methods."""
-        routes = [
-            ("/", self.page, "GET"), ("/openapi.json", self.openapi, "GET"),
-            ("/health", self.health, "GET"), ("/v1/ready", self.ready, "GET"), ("/info", self.info, "GET"),
-            ("/metrics", self.metrics, "GET"),
+        routes: list[tuple[str, Callable[[Request], Any], str]] = [
+            ("/", self.page, "GET"), ("/openapi.json", self.openapi, "GET"), ("/health", self.health, "GET"),
+            ("/v1/ready", self.ready, "GET"), ("/info", self.info, "GET"), ("/metrics", self.metrics, "GET"),
             ("/v1/loading/progress", self.loading_progress, "GET"), ("/v1/models", self.models, "GET"),
-            ("/v1/models/{name:path}", self.model, "GET"), ("/v1/chat/completions", self.chat, "POST"),
-            ("/v1/completions", self.completions, "POST"), ("/v1/jobs", self.post_job, "POST"),
-            ("/v1/inference", self.post_job, "POST"), ("/execute", self.execute, "POST"),
+            ("/v1/models/{name:path}", self.model, "GET"),
+            ("/v1/chat/completions", partial(self._openai, openai.start_chat), "POST"),
+            ("/v1/completions", partial(self._openai, openai.start_completion), "POST"),
+            ("/v1/jobs", self.post_job, "POST"), ("/v1/inference", self.post_job, "POST"),
+            ("/execute", self.execute, "POST"), ("/cancel", self.cancel, "POST"),
             ("/v1/jobs/{job_id}/stream", self.job_stream, "GET"), ("/v1/jobs/{job_id}", self.job, "GET DELETE"),
-            ("/cancel", self.cancel, "POST"),
-            ("/tokenize", self.tokenize, "POST"), ("/detokenize", self.detokenize, "POST"),
-            ("/apply-template", self.apply_template, "POST"),
+            ("/tokenize", partial(self._offload, tokenize), "POST"),
+            ("/detokenize", partial(self._offload, detokenize), "POST"),
+            ("/apply-template", partial(self._offload, apply_template), "POST"),
         ]  # fmt: skip
         return [Route(path, handler, methods=methods.split()) for path, handler, methods in routes]
 

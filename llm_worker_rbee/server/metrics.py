@@ -6,10 +6,11 @@ No process-wide registry is used: one worker, one set. An observation costs one 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from ..llm import LLM
 
@@ -67,26 +68,21 @@ class LatencyHistograms:
 
 def exposition(latencies: LatencyHistograms, num_running: int, num_waiting: int, llm: LLM | None) -> bytes:
     """Return the text that Prometheus scrapes; `llm` is None until the model is loaded."""
-    families = [
+    families: list[Metric] = [
         _gauge("num_requests_running", "Requests in the running batch.", num_running),
         _gauge("num_requests_waiting", "Requests that wait, preempted ones included.", num_waiting),
         _counter("generation_tokens", "Output tokens.", latencies.num_tokens),
         *(histogram.family() for histogram in (latencies.ttft, latencies.itl, latencies.e2e, latencies.queue)),
         *(() if llm is None else _engine_metrics(llm)),
     ]
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Collector(families))
-    return generate_latest(registry)
+    return generate_latest(_Collector(families))
 
 
-class _Collector:
-    def __init__(self, families: Iterable[Metric]) -> None:
+class _Collector(Collector):
+    def __init__(self, families: list[Metric]) -> None:
         self._families = families
 
-    def describe(self) -> list[Metric]:
-        return []
-
-    def collect(self) -> Iterable[Metric]:
+    def collect(self) -> list[Metric]:
         return self._families
 
 

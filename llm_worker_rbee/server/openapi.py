@@ -12,6 +12,7 @@ from typing import Any
 from .. import __version__
 from ..config import ServerSettings
 from .dialects import jobs, openai
+from .middleware import PUBLIC_PATHS
 from .schema import APPLY_TEMPLATE, CANCEL, DETOKENIZE, TOKENIZE, Field, Schema, array_schema, object_schema
 
 
@@ -100,7 +101,6 @@ ROUTES: tuple[tuple[str, str, str, str | None, str, str | None], ...] = (
     ("post", "/detokenize", "Token ids to text", "DetokenizeRequest", "Text", None),
     ("post", "/apply-template", "Messages to the prompt of the chat template", "TemplateRequest", "Prompt", None),
 )
-PUBLIC_PATHS = ("/", "/health")
 OPENAI_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/models/{name}")
 STATUSES = {
     400: "invalid request", 401: "missing or wrong API key", 404: "not found",
