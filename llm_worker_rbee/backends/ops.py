@@ -13,14 +13,14 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ..config import KV_DEFAULT, KV_ON_CPU, KV_ON_CUDA, ModelConfig
+from ..config import KV_DEFAULT, KV_ON_CPU, ModelConfig
 from ..errors import InvalidRequestError
 from ..weights import Checkpoint, Tensor
 
 Array = Any  # the backend's own array: NumPy on a CPU, a torch tensor on a GPU
 PackedWeight = Any  # a weight as its backend packed it
 Ints = NDArray[np.int64]
-KV_TYPES, CUDA_KV_TYPES = KV_ON_CPU, KV_ON_CUDA  # types of the KV cache
+KV_TYPES = KV_ON_CPU  # types of the KV cache
 NO_TOKENS: Ints = np.empty(0, np.int64)
 
 

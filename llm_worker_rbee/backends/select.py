@@ -115,7 +115,11 @@ def _parse_gpu_index(device: str) -> int | None:
 
 def missing_packages() -> list[str]:
     """Return those of PyTorch and Triton that are not installed."""
-    return [name for name in REQUIRED_PACKAGES if importlib.util.find_spec(name) is None]
+    return _missing(*REQUIRED_PACKAGES)
+
+
+def _missing(*packages: str) -> list[str]:
+    return [name for name in packages if importlib.util.find_spec(name) is None]
 
 
 def packed_bytes(checkpoint: Checkpoint, kinds: Mapping[str, str] | None = None) -> int:
@@ -149,7 +153,7 @@ def _require_known(device: str, backend: str) -> None:
 
 
 def _cpu_backend(backend: str, threads: int | None) -> Backend:
-    if backend == "reference" or (backend == "auto" and not _has_numba()):
+    if backend == "reference" or (backend == "auto" and _missing("numba", "llvmlite")):
         if threads is not None:
             raise InvalidRequestError(
                 "threads is for the kernels: how many the reference uses is NumPy's own setting, OPENBLAS_NUM_THREADS",
@@ -165,7 +169,3 @@ def _cpu_backend(backend: str, threads: int | None) -> Backend:
         raise MissingDependencyError("the cpu backend needs Numba: pip install numba") from None
     made: Backend = module.CpuBackend(threads)
     return made
-
-
-def _has_numba() -> bool:
-    return importlib.util.find_spec("numba") is not None and importlib.util.find_spec("llvmlite") is not None

@@ -139,7 +139,7 @@ class ExpConstants(NamedTuple):
     ln2_low: float
     degree: int  # of the series
     low: float
-    high: float
+    high: float  # 0: not clamped
     mantissa_bits: int
     bias: int  # of the exponent
 
