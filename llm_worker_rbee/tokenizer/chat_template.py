@@ -99,18 +99,18 @@ class ChatTemplate:
         try:
             child.stdin.write(request.encode() + b"\n")
             child.stdin.flush()
-            reply = _read_line(child, time.monotonic() + MAX_WAIT_S)
+            line = _read_line(child, time.monotonic() + MAX_WAIT_S)
         except BrokenPipeError:
-            reply = b""
+            line = b""
         except BaseException:  # Ctrl-C: this reply must not be taken for that of the next request
             _stop(child)
             raise
-        if not reply.endswith(b"\n"):
+        if not line.endswith(b"\n"):
             raise ChatTemplateError(f"the chat template was stopped: {_stop(child)}", "messages")
-        answer: dict[str, Any] = json.loads(reply)
-        if "error" in answer:
-            raise ChatTemplateError(f"the chat template {_one_line(answer['error'])}", "messages")
-        return str(answer["text"])
+        reply: dict[str, Any] = json.loads(line)
+        if "error" in reply:
+            raise ChatTemplateError(f"the chat template {_one_line(reply['error'])}", "messages")
+        return str(reply["text"])
 
 
 def _start_worker() -> "subprocess.Popen[bytes]":

@@ -2,7 +2,7 @@
 
 A template may do anything that Jinja's immutable sandbox allows, without bound; the operating system bounds this
 process. JSON lines on standard input and output: {"source", "seconds"} first, then {"values"} for each rendering; each
-is answered by {"text"} or {"error"}. Each rendering has its own CPU time limit.
+gets {"text"} or {"error"}. Each rendering has its own CPU time limit.
 """
 
 import json
@@ -107,7 +107,7 @@ def compile_template(source: str) -> tuple[Any, dict[str, str]]:
 
 def main() -> None:
     """Reply to lines until end of file."""
-    answers = os.fdopen(os.dup(1), "w", encoding="ascii")
+    replies = os.fdopen(os.dup(1), "w", encoding="ascii")
     limit_memory()
     template = None
     seconds = 1
@@ -116,15 +116,15 @@ def main() -> None:
         seconds = request.get("seconds", seconds)
         allow_more_time(seconds)
         if "source" in request:
-            template, answer = compile_template(request["source"])
+            template, reply = compile_template(request["source"])
         else:
-            answer = render(template, request["values"], MAX_PROMPT_CHARS + 4 * len(line))
+            reply = render(template, request["values"], MAX_PROMPT_CHARS + 4 * len(line))
         try:
-            text = json.dumps(answer)
+            text = json.dumps(reply)
         except MemoryError:
             text = json.dumps({"error": "was stopped: it needs too much memory"})
-        answers.write(text + "\n")
-        answers.flush()
+        replies.write(text + "\n")
+        replies.flush()
 
 
 if __name__ == "__main__":

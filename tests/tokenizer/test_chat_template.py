@@ -314,7 +314,7 @@ def test_render_long_messages_fit() -> None:
     assert ChatTemplate(TEMPLATES["chatml"]).render([{"role": "user", "content": text}]).count("word") == 400_000
 
 
-ODD = [[], [{}], [123], [{"role": "nobody", "content": "x"}], [{"role": "user", "content": 3}]]
+ODD = [[], [{}], [123], [{"role": "unknown", "content": "x"}], [{"role": "user", "content": 3}]]
 
 
 @pytest.mark.parametrize("messages", ODD)

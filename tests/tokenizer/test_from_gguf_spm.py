@@ -156,9 +156,9 @@ def test_is_continuation_keeps_first_space(tokenizer: Tokenizer) -> None:
     prompt = tokenizer.encode("Hello")
     whole = tokenizer.encode("Hello world")
     assert whole[: len(prompt)] == prompt
-    answer = whole[len(prompt) :]
+    output = whole[len(prompt) :]
     assert tokenizer.is_continuation(prompt)
-    assert tokenizer.decode(prompt) + tokenizer.decode(answer, continuation=True) == "Hello world"
+    assert tokenizer.decode(prompt) + tokenizer.decode(output, continuation=True) == "Hello world"
     assert not tokenizer.is_continuation([1])
     assert not tokenizer.is_continuation([])
 

@@ -19,7 +19,7 @@ BAD_SCALES = [(kind, number) for kind, scales in SCALE_BITS.items() for number i
 @pytest.mark.parametrize(("name", "number"), BAD_SCALES)
 def test_find_nonfinite_block_agrees_with_decoding(tmp_path: Path, name: str, number: int) -> None:
     """Set the bits of one scale: the check finds that block, and only it decodes to NaN or Inf."""
-    kind, blocks, victim = BLOCK_TYPES[name], 5, 3
+    kind, blocks, bad = BLOCK_TYPES[name], 5, 3
     data = np.zeros((blocks, kind.block_bytes), np.uint8)
     if name == "MXFP4":
         data[:, 1:] = 0x77  # largest value: infinite times the scale 2^128
@@ -33,10 +33,10 @@ def test_find_nonfinite_block_agrees_with_decoding(tmp_path: Path, name: str, nu
 
     assert find() == (None, [True] * blocks)
     for byte, mask in SCALE_BITS[name][number]:
-        data[victim, byte] |= mask
-    assert find() == (victim, [i != victim for i in range(blocks)])
+        data[bad, byte] |= mask
+    assert find() == (bad, [i != bad for i in range(blocks)])
     byte, mask = SCALE_BITS[name][number][-1]
-    data[victim, byte] ^= 1 << (mask.bit_length() - 1)  # the largest finite exponents are valid
+    data[bad, byte] ^= 1 << (mask.bit_length() - 1)  # the largest finite exponents are valid
     assert find()[0] is None
 
 

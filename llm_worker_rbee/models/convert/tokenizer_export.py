@@ -55,7 +55,7 @@ def tokenizer_keys(folder: Path, rows: int, name: str) -> dict[str, Any]:
     library = Library.from_file(str(folder / "tokenizer.json"))
     byte_level = any(step.get("type") == "ByteLevel" for step in _steps(source))
     tokens = _tokens(source, rows, byte_level=byte_level)
-    common = {"general.name": name} | _read_bos_eos(theirs, *tokens) | _padding(folder, theirs) | _unknown(tokens[1])
+    common = {"general.name": name} | _bos_eos(theirs, *tokens) | _padding_and_unknown(folder, theirs, tokens[1])
     makers = _bpe_keys(source, library, *tokens) if byte_level else _spm_keys(source, *tokens)
     different = None
     for candidate, texts in makers:
@@ -77,7 +77,7 @@ def _steps(source: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
             waiting += [*(step.get("pretokenizers") or ()), *(step.get("decoders") or ())]
 
 
-def _read_bos_eos(theirs: Tokenizer, texts: Sequence[str], token_types: Sequence[int]) -> dict[str, Any]:
+def _bos_eos(theirs: Tokenizer, texts: Sequence[str], token_types: Sequence[int]) -> dict[str, Any]:
     """Return the keys of BOS and EOS; end tokens that readers know by name need no key."""
     begin = [theirs.bos_id] if theirs.add_bos else []
     if theirs.encode("") != begin + ([theirs.eos_id] if theirs.add_eos else []):
@@ -100,11 +100,14 @@ def _uint32_or_none(token: int | None) -> Typed | None:
     return None if token is None else Typed("uint32", token)
 
 
-def _padding(folder: Path, theirs: Tokenizer) -> dict[str, Any]:
+def _padding_and_unknown(folder: Path, theirs: Tokenizer, token_types: Sequence[int]) -> dict[str, Any]:
     path = folder / "tokenizer_config.json"
     value = read_json(path).get("pad_token") if path.is_file() else None
     text = value.get("content") if isinstance(value, dict) else value
-    return {_PREFIX + "padding_token_id": _uint32_or_none(theirs.token_id(text) if isinstance(text, str) else None)}
+    padding = theirs.token_id(text) if isinstance(text, str) else None
+    unknown = next((index for index, kind in enumerate(token_types) if kind == TokenType.UNKNOWN), None)
+    ids = {"padding_token_id": padding, "unknown_token_id": unknown}
+    return {_PREFIX + key: _uint32_or_none(token_id) for key, token_id in ids.items()}
 
 
 def _tokens(source: Mapping[str, Any], rows: int, *, byte_level: bool) -> tuple[list[str], list[int]]:
@@ -135,11 +138,6 @@ def _read_merges(source: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return merges as pairs; older files write them as one string."""
     pairs = (merge.split(" ", 1) if isinstance(merge, str) else merge for merge in source["model"]["merges"])
     return [(left, right) for left, right in pairs]
-
-
-def _unknown(token_types: Sequence[int]) -> dict[str, Any]:
-    found = next((index for index, kind in enumerate(token_types) if kind == TokenType.UNKNOWN), None)
-    return {_PREFIX + "unknown_token_id": _uint32_or_none(found)}
 
 
 def _bpe_keys(

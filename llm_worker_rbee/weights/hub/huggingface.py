@@ -218,7 +218,7 @@ def _import_library() -> Any:
 
 def _listing(model: HubModel) -> tuple[str, dict[str, int | None]]:
     """Return the commit of the main branch, and the size of each file (None if unknown)."""
-    with _silence_library(), _explain_errors(model):
+    with _library_calls(model):
         api = _import_library().HfApi(endpoint=endpoint())
         info = api.model_info(model.repo, files_metadata=True, timeout=LISTING_TIMEOUT_S)
         return str(info.sha), {file.rfilename: file.size for file in info.siblings or ()}
@@ -233,7 +233,7 @@ def _fetch(model: HubModel, commit: str, sizes: Mapping[str, int | None], progre
     with explain_os_errors(hub_cache(), needed):
         hub_cache().mkdir(parents=True, exist_ok=True)
         require_space(hub_cache(), needed)
-    with _silence_library(), _report_growth(folder / "blobs", model, absent, progress), _explain_errors(model, needed):
+    with _report_growth(folder / "blobs", model, absent, progress), _library_calls(model, needed):
         for name in sizes:
             path = _import_library().hf_hub_download(
                 model.repo, name, revision="main", endpoint=endpoint(), cache_dir=hub_cache()
@@ -284,28 +284,22 @@ def _blob_bytes(blobs: Path, *, finished: bool) -> int:
 
 
 @contextmanager
-def _silence_library() -> Iterator[None]:
+def _library_calls(model: HubModel, needed: int | None = None) -> Iterator[None]:
+    """Silence the library; turn whatever it or its HTTP client raises into a WorkerError of one line."""
     utils = _import_library().utils
     level, disabled = utils.logging.get_verbosity(), utils.are_progress_bars_disabled()
     utils.logging.set_verbosity_error()
     utils.disable_progress_bars()
     try:
         yield
-    finally:
-        utils.logging.set_verbosity(level)
-        if not disabled:
-            utils.enable_progress_bars()
-
-
-@contextmanager
-def _explain_errors(model: HubModel, needed: int | None = None) -> Iterator[None]:
-    """Turn whatever the library or its HTTP client raises into a WorkerError of one line."""
-    try:
-        yield
     except WorkerError:
         raise
     except Exception as error:
         raise _to_worker_error(model, error, needed) from error
+    finally:
+        utils.logging.set_verbosity(level)
+        if not disabled:
+            utils.enable_progress_bars()
 
 
 def _to_worker_error(model: HubModel, error: Exception, needed: int | None) -> WorkerError:

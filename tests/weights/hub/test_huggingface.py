@@ -49,12 +49,12 @@ class Handler(BaseHTTPRequestHandler):
     seen: "Counter[str]"
 
     def do_HEAD(self) -> None:
-        self.answer()
+        self.dispatch()
 
     def do_GET(self) -> None:
-        self.answer()
+        self.dispatch()
 
-    def answer(self) -> None:
+    def dispatch(self) -> None:
         path = unquote(urlsplit(self.path).path)
         listing = path.startswith("/api/models/")
         repo = "/".join(path.removeprefix("/api/models").strip("/").split("/")[:2])
