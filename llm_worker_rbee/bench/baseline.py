@@ -47,14 +47,8 @@ class Comparison:
 
     def as_json(self) -> dict[str, Any]:
         name, backend = self.after.key
-        return {
-            "name": name,
-            **({"backend": backend} if backend else {}),
-            "unit": self.after.unit,
-            "before": self.before.estimate,
-            "after": self.after.estimate,
-            **self.change._asdict(),
-        }
+        values = {"unit": self.after.unit, "before": self.before.estimate, "after": self.after.estimate}
+        return {"name": name, **({"backend": backend} if backend else {}), **values, **self.change._asdict()}
 
 
 class Difference(NamedTuple):
@@ -87,13 +81,6 @@ def path_for(name: str) -> Path:
             f"{name!r} cannot name a baseline: use letters, digits, dots, dashes and underscores", "save_baseline"
         )
     return baseline_dir() / f"{name}.json"
-
-
-def save(run: Run, name: str) -> Path:
-    """Save a run under a name, replacing an earlier one."""
-    path = path_for(name)
-    run.save(path)
-    return path
 
 
 def load(reference: str) -> Run:

@@ -21,9 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
-
-import uvloop
+from typing import Any, NamedTuple
 
 from .. import __version__, machine
 from ..backends import resolve_kv_type, select_backend
@@ -32,7 +30,7 @@ from ..models import load_model, read_model_config
 from ..weights import Checkpoint, open_checkpoint
 from . import library_child, statistics
 from .engine_harness import EngineHarness, encode_bundled_prompts
-from .http_client import Address, BlockingClient, Client, EventParser, RequestFailedError
+from .http_client import Address, BlockingClient, Client, EventParser, RequestFailedError, run_event_loop
 from .processes import ChildFailedError, ChildProcess, describe_exit, library_environment, package_environment
 from .results import Recorder, Result, describe_model
 from .server_process import ServerProcess
@@ -64,37 +62,33 @@ class Task(NamedTuple):
         return f"{self.kind}{self.tokens}" + (f"@b{len(self.prompts)}" if self.prompts else "")
 
 
-class Peer(Protocol):
+class Peer:
     """A program to compare with; `version` is known once it has started."""
 
     name: str
-    version: str
+    version = ""
+    batches: tuple[bool, ...] = (False,)  # whether it runs tasks of one sequence, of many prompts, or of both
 
     def can_run(self, task: Task) -> bool:
-        """Return whether it can run this task."""
+        return bool(task.prompts) in self.batches
 
     def start(self) -> None:
         """Start it and load the model; raise PeerError on failure."""
 
     def measure_rate(self, task: Task) -> float:
         """Return the tokens per second of one run."""
+        raise NotImplementedError
 
     def close(self) -> None:
         """End it."""
 
 
-class LibraryPeer:
+class LibraryPeer(Peer):
     """A library in a child process, which keeps the model loaded between runs."""
 
-    def __init__(
-        self, name: str, command: Sequence[str], env: Mapping[str, str], timeout_s: float, *, batches: bool = False
-    ) -> None:
-        self.name, self.version = name, ""
-        self._batches = batches
+    def __init__(self, name: str, command: Sequence[str], env: Mapping[str, str], timeout_s: float) -> None:
+        self.name, self.batches = name, (False, True) if name == OURS else (False,)
         self._child = ChildProcess(name, command, env, timeout_s)
-
-    def can_run(self, task: Task) -> bool:
-        return self._batches or not task.prompts
 
     def start(self) -> None:
         self.version = str(self._child.start()["version"])
@@ -108,18 +102,14 @@ class LibraryPeer:
         self._child.close()
 
 
-class LlamaBench:
+class LlamaBench(Peer):
     """The llama-bench program, one process for each run."""
 
     name = LLAMA_BENCH
 
     def __init__(self, program: str, model: str, threads: int, timeout_s: float) -> None:
-        self.version = ""
         self._command = [program, "-m", model, "-t", str(threads), "-ngl", "0", "-r", "1", "-o", "json"]
         self._timeout_s = timeout_s
-
-    def can_run(self, task: Task) -> bool:
-        return not task.prompts
 
     def start(self) -> None:
         """Make a first short run: it shows that the program works, and its build."""
@@ -127,10 +117,9 @@ class LlamaBench:
 
     def measure_rate(self, task: Task) -> float:
         prompt, generated = (task.tokens, 0) if task.kind == "pp" else (0, task.tokens)
+        command = [*self._command, "-p", str(prompt), "-n", str(generated)]
         try:
-            done = subprocess.run(
-                [*self._command, "-p", str(prompt), "-n", str(generated)], capture_output=True, timeout=self._timeout_s
-            )
+            done = subprocess.run(command, capture_output=True, timeout=self._timeout_s)
         except subprocess.TimeoutExpired:
             raise PeerError(f"{self.name} did not end within {self._timeout_s:g} s") from None
         except OSError as error:
@@ -138,9 +127,6 @@ class LlamaBench:
         if done.returncode != 0:
             raise PeerError(describe_exit(self.name, done.returncode, done.stderr))
         return self._parse(done.stdout, prompt, generated)
-
-    def close(self) -> None:
-        pass
 
     def _parse(self, output: bytes, prompt: int, generated: int) -> float:
         try:
@@ -151,21 +137,17 @@ class LlamaBench:
             raise PeerError(f"{self.name} printed no JSON of the known form: {output[:200]!r}") from None
 
 
-class LlamaServer:
+class LlamaServer(Peer):
     """The llama-server program, alive between runs: many requests at once over loopback, each in its own slot."""
 
-    name = LLAMA_SERVER
+    name, batches = LLAMA_SERVER, (True,)
 
     def __init__(self, program: str, model: str, threads: int, slots: int, context: int, timeout_s: float) -> None:
-        self.version = ""
         slot_context = -(-context // SLOT_CONTEXT_STEP) * SLOT_CONTEXT_STEP
         self._command = [program, "-m", model, "-t", str(threads), "-ngl", "0", "-np", str(slots)]
         self._command += ["-c", str(slots * slot_context), "--host", "127.0.0.1"]
         self._timeout_s = timeout_s
         self._running = ExitStack()
-
-    def can_run(self, task: Task) -> bool:
-        return bool(task.prompts)
 
     def start(self) -> None:
         self._port = _find_free_port()
@@ -250,8 +232,7 @@ def request_streams(port: int, path: str, bodies: Sequence[bytes], timeout_s: fl
             return await asyncio.gather(*map(read_one, bodies))
 
     try:
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(read_all())
+        return run_event_loop(read_all())
     except TimeoutError:
         raise StreamError(f"no answer within {timeout_s:g} s") from None
     except RequestFailedError as error:
@@ -335,9 +316,8 @@ class Rates:
                 estimate = statistics.estimate(samples).value
                 ratio = None if ours is None else statistics.estimate(ours).value / estimate
                 fields = {"peer": name, "version": self.versions[name], "ours_over_peer": ratio}
-                self.recorder.add_result(
-                    Result.from_samples(f"{task.name}/{name}", "tok/s", samples, "higher", **fields)
-                )
+                result = Result.from_samples(f"{task.name}/{name}", "tok/s", samples, "higher", **fields)
+                self.recorder.add_result(result)
 
 
 def run(recorder: Recorder, progress: Progress, model: Path, plan: Plan) -> None:
@@ -346,7 +326,9 @@ def run(recorder: Recorder, progress: Progress, model: Path, plan: Plan) -> None
     tasks = _validated_tasks(checkpoint, plan)
     recorder.model = describe_model(model, progress)
     left_out: dict[str, str] = recorder.details.setdefault("left_out", {})
-    peers: list[Peer] = [_own_peer(model, plan, tasks), *_find_peers(model, checkpoint, plan, tasks, left_out)]
+    command = [sys.executable, "-m", __name__, _child_settings(model, plan, tasks)]
+    ours = LibraryPeer(OURS, command, package_environment(plan.threads), plan.timeout_s)
+    peers: list[Peer] = [ours, *_find_peers(model, checkpoint, plan, tasks, left_out)]
     rates, rounds = Rates(recorder), plan.repetitions + 1
     try:
         for number in range(rounds):
@@ -354,36 +336,29 @@ def run(recorder: Recorder, progress: Progress, model: Path, plan: Plan) -> None
             for place, peer in enumerate(turn):
                 what = f"{number} of {plan.repetitions}" if number else "loading and warming up"
                 progress(f"{peer.name}: {what}", number + place / len(turn), rounds)
-                _attempt(_measure if number else _warm_up, peer, peers, tasks, rates)
+                try:
+                    _measure(peer, [task for task in tasks if peer.can_run(task)], rates, warm_up=not number)
+                except PeerError as error:
+                    peer.close()
+                    if peer is ours:  # there is nothing to compare with
+                        raise
+                    peers.remove(peer)
+                    recorder.details.setdefault("failed", {})[peer.name] = str(error)
     finally:
         for peer in peers:
             peer.close()
 
 
-def _attempt(
-    act: Callable[[Peer, list[Task], Rates], None], peer: Peer, peers: list[Peer], tasks: list[Task], rates: Rates
-) -> None:
-    """Drop and name a peer that fails; without this worker there is nothing to compare."""
-    try:
-        act(peer, [task for task in tasks if peer.can_run(task)], rates)
-    except PeerError as error:
-        peer.close()
-        if peer.name == OURS:
-            raise
-        peers.remove(peer)
-        rates.recorder.details.setdefault("failed", {})[peer.name] = str(error)
-
-
-def _warm_up(peer: Peer, tasks: list[Task], rates: Rates) -> None:
-    peer.start()
+def _measure(peer: Peer, tasks: list[Task], rates: Rates, *, warm_up: bool) -> None:
+    """Run each task once; to warm up, start the peer and generate few tokens."""
+    if warm_up:
+        peer.start()
     for task in tasks:
+        if not warm_up:
+            rates.add(peer, task, peer.measure_rate(task))
+            continue
         tokens = task.tokens if task.kind == "pp" else BATCH_WARM_UP_TOKENS if task.prompts else WARM_UP_TOKENS
         peer.measure_rate(task._replace(tokens=min(task.tokens, tokens)))
-
-
-def _measure(peer: Peer, tasks: list[Task], rates: Rates) -> None:
-    for task in tasks:
-        rates.add(peer, task, peer.measure_rate(task))
 
 
 def _validated_tasks(checkpoint: Checkpoint, plan: Plan) -> list[Task]:
@@ -413,11 +388,6 @@ def _child_settings(model: Path, plan: Plan, tasks: Sequence[Task]) -> str:
     settings = {"model": str(model.absolute()), "threads": plan.threads, "context": max(map(_context_of, tasks))}
     settings |= {"device": plan.device, "backend": plan.backend, "batch": max([1, *plan.parallel_batches])}
     return json.dumps(settings)
-
-
-def _own_peer(model: Path, plan: Plan, tasks: Sequence[Task]) -> Peer:
-    command = [sys.executable, "-m", __name__, _child_settings(model, plan, tasks)]
-    return LibraryPeer(OURS, command, package_environment(plan.threads), plan.timeout_s, batches=True)
 
 
 def _find_peers(
@@ -459,9 +429,8 @@ def _make_library(name: str, model: Path, checkpoint: Checkpoint, plan: Plan, ta
     pythons = dict.fromkeys([*plan.pythons, sys.executable])
     python = next((path for path in pythons if _has_packages(path, needed)), None)
     if python is None:
-        raise PeerError(
-            f"{' and '.join(needed)} not installed for {', '.join(pythons)}: --peer-python PATH names another"
-        )
+        missing = f"{' and '.join(needed)} not installed for {', '.join(pythons)}"
+        raise PeerError(f"{missing}: --peer-python PATH names another")
     source = Path(library_child.__file__).read_text(encoding="utf-8")  # as text: our folder must not be on its path
     env = library_environment(plan.threads)
     return LibraryPeer(name, [python, "-c", source, name, _child_settings(model, plan, tasks)], env, plan.timeout_s)
@@ -469,15 +438,13 @@ def _make_library(name: str, model: Path, checkpoint: Checkpoint, plan: Plan, ta
 
 def _has_packages(python: str, packages: Sequence[str]) -> bool:
     program = f"import importlib.util as u, sys; sys.exit(not all(map(u.find_spec, {list(packages)!r})))"
+    command, env = [python, "-c", program], library_environment(1)
     try:
-        done = subprocess.run(
-            [python, "-c", program], capture_output=True, timeout=PACKAGE_PROBE_S, env=library_environment(1)
-        )
+        return not subprocess.run(command, capture_output=True, timeout=PACKAGE_PROBE_S, env=env).returncode
     except subprocess.TimeoutExpired:
         return False
     except OSError as error:
         raise InvalidRequestError(f"--peer-python {python}: {error.strerror}", "peer_python") from None
-    return done.returncode == 0
 
 
 def _require_gguf(checkpoint: Checkpoint) -> None:

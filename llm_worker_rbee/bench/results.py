@@ -114,14 +114,9 @@ class Run:
 
     def as_json(self) -> dict[str, Any]:
         """Return the object that `--json` prints and files hold."""
-        head = {"schema": SCHEMA, "schema_version": SCHEMA_VERSION}
         names = ("kind", "created", "complete", "elapsed_s", "commit", "machine", "versions", "model", "settings")
-        return {
-            **head,
-            **{name: getattr(self, name) for name in names},
-            "details": dict(self.details),
-            "results": [result.as_json() for result in self.results],
-        }
+        head = {"schema": SCHEMA, "schema_version": SCHEMA_VERSION, **{name: getattr(self, name) for name in names}}
+        return {**head, "details": dict(self.details), "results": [result.as_json() for result in self.results]}
 
     def save(self, path: Path) -> None:
         text = json.dumps(replace_non_finite(self.as_json()), indent=1, ensure_ascii=False) + "\n"
@@ -149,16 +144,12 @@ class Run:
         found = _require_object(value, where)
         if found.get("schema") != SCHEMA:
             raise ResultsError(f"{where} is not a run of `bench`: its schema is {found.get('schema')!r}")
-        if found.get("schema_version") != SCHEMA_VERSION:
-            raise ResultsError(
-                f"{where} has schema version {found.get('schema_version')!r}, this program reads {SCHEMA_VERSION}"
-            )
+        if (version := found.get("schema_version")) != SCHEMA_VERSION:
+            raise ResultsError(f"{where} has schema version {version!r}, this program reads {SCHEMA_VERSION}")
         results = found.get("results")
         if not isinstance(results, list):
             raise ResultsError(f"{where}: results is not a list")
-        objects = {
-            key: _require_object(found.get(key) or {}, f"{where}: {key}") for key in ("settings", "details", "versions")
-        }
+        objects = ("settings", "details", "versions")
         return Run(
             kind=_pop_text(dict(found), "kind", where),
             created=_pop_text(dict(found), "created", where),
@@ -168,7 +159,7 @@ class Run:
             model=None if found.get("model") is None else _require_object(found["model"], f"{where}: model"),
             complete=found.get("complete", True) is True,
             elapsed_s=_pop_number({"elapsed_s": 0.0, **found}, "elapsed_s", where),
-            **objects,
+            **{key: _require_object(found.get(key) or {}, f"{where}: {key}") for key in objects},
         )
 
 
@@ -199,10 +190,8 @@ class Recorder:
 
     def results(self) -> tuple[Result, ...]:
         """Return finished results, then those of single samples."""
-        made = {
-            key: Result.from_samples(key[0], unit, s, better, **f)
-            for key, (unit, better, s, f) in self._pending.items()
-        }
+        pending = self._pending.items()
+        made = {key: Result.from_samples(key[0], unit, s, better, **f) for key, (unit, better, s, f) in pending}
         return tuple((self._results | made).values())
 
     def to_run(self, *, complete: bool = True) -> Run:
@@ -295,13 +284,9 @@ def describe_machine() -> dict[str, Any]:
     }
     fingerprint = hashlib.sha256(repr(sorted(hardware.items())).encode()).hexdigest()[:12]
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
-    state = {"system": platform.platform(terse=True), "load_at_start": load, "threads": thread_settings()}
+    threads = {name: os.environ[name] for name in THREAD_VARIABLES if name in os.environ}
+    state = {"system": platform.platform(terse=True), "load_at_start": load, "threads": threads}
     return {**hardware, **state, "fingerprint": fingerprint}
-
-
-def thread_settings() -> dict[str, str]:
-    """Return the environment variables that set the threads of libraries."""
-    return {name: os.environ[name] for name in THREAD_VARIABLES if name in os.environ}
 
 
 @cache

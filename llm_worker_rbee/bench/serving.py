@@ -14,17 +14,17 @@ import resource
 import time
 from array import array
 from collections import Counter
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
-import uvloop
 from numpy.typing import NDArray
 
 from . import statistics
-from .http_client import Answer, RequestFailedError, Target, list_models
+from .http_client import Answer, RequestFailedError, Target, list_models, run_event_loop
 from .results import Recorder, Result
 from .server_process import ServerMonitor, ServingError, read_metrics
 from .workload import Job, Workload
@@ -48,16 +48,12 @@ MAX_ERROR_EXAMPLES = 3  # of each kind
 Floats = NDArray[np.float64]
 
 
-def _doubles() -> array[float]:
-    return array("d")
-
-
 @dataclass(slots=True)
 class InterTokenLatencies:
     """Seconds between deltas, and the request that each belongs to: a reservoir sample."""
 
-    values: array[float] = field(default_factory=_doubles)
-    owners: array[int] = field(default_factory=lambda: array("q"))
+    values: array[float] = field(default_factory=partial(array, "d"))
+    owners: array[int] = field(default_factory=partial(array, "q"))
     seen: int = 0
     rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(20261115))
 
@@ -84,26 +80,26 @@ class LoadStatistics:
     counted: Counter[str] = field(default_factory=Counter)  # answers by the source of their token count
     errors: Counter[str] = field(default_factory=Counter)
     examples: dict[str, list[str]] = field(default_factory=dict)
-    ends: array[float] = field(default_factory=_doubles)  # seconds after the start
-    deltas: array[int] = field(default_factory=lambda: array("q"))  # with text, in bins of BIN_S
+    ends: array[float] = field(default_factory=partial(array, "d"))  # seconds after the start
+    deltas: Counter[int] = field(default_factory=Counter)  # with text, by the number of their bin of BIN_S
 
     def add_answer(self, job: Job, answer: Answer, start: float, sent: float) -> None:
         """Add a complete answer; times are clock readings, `start` that of the run."""
         first = answer.arrivals[0] if answer.arrivals else answer.ended
         tokens = len(answer.arrivals) if answer.output_tokens is None else answer.output_tokens
-        self._add("ttft", first - sent)
-        self._add("e2e", answer.ended - sent)
+        latencies = {"ttft": first - sent, "e2e": answer.ended - sent}
         if tokens > 1:
-            self._add("tpot", (answer.ended - first) / (tokens - 1))
+            latencies["tpot"] = (answer.ended - first) / (tokens - 1)
         if job.arrival is not None:
             due = start + job.arrival
-            self._add("queue_delay", sent - due)
-            self._add("ttft_from_arrival", first - due)
-            self._add("e2e_from_arrival", answer.ended - due)
+            latencies |= {"queue_delay": sent - due, "ttft_from_arrival": first - due}
+            latencies["e2e_from_arrival"] = answer.ended - due
+        for name, seconds in latencies.items():
+            self.latencies.setdefault(name, array("d")).append(seconds)
         for before, after in zip(answer.arrivals, answer.arrivals[1:], strict=False):
             self.itls.add(after - before, self.completed)
         for arrival in answer.arrivals:
-            self._count_delta(arrival - start)
+            self.deltas[max(0, int((arrival - start) / BIN_S))] += 1
         self.ends.append(answer.ended - start)
         self.completed += 1
         self.output_tokens += tokens
@@ -116,15 +112,6 @@ class LoadStatistics:
         known = self.examples.setdefault(kind, [])
         if detail not in known and len(known) < MAX_ERROR_EXAMPLES:
             known.append(detail)
-
-    def _add(self, name: str, seconds: float) -> None:
-        self.latencies.setdefault(name, _doubles()).append(seconds)
-
-    def _count_delta(self, seconds: float) -> None:
-        place = max(0, int(seconds / BIN_S))
-        while len(self.deltas) <= place:
-            self.deltas.append(0)
-        self.deltas[place] += 1
 
     @property
     def counted_by(self) -> str:
@@ -197,9 +184,9 @@ def _resampled(ordered: Floats, owner: NDArray[np.int64], n: int, below: NDArray
 
 def _throughput_results(totals: LoadStatistics, seconds: float) -> list[Result]:
     """Return counts over the whole time; their spread over its slices gives the interval."""
-    bins = (np.arange(len(totals.deltas)) + 0.5) * BIN_S
+    bins, counts = (np.array(list(part)) for part in (totals.deltas.keys(), totals.deltas.values()))
     finished = np.histogram(totals.ends, SLICES, (0, seconds))[0]
-    pieces = np.histogram(np.minimum(bins, seconds), SLICES, (0, seconds), weights=np.array(totals.deltas))[0]
+    pieces = np.histogram(np.minimum((bins + 0.5) * BIN_S, seconds), SLICES, (0, seconds), weights=counts)[0]
     rates = {
         "request_throughput": ("req/s", totals.completed, finished),
         "output_throughput": ("tok/s", totals.output_tokens, pieces),
@@ -397,12 +384,6 @@ def run(
             monitor.close()
         if load.totals.completed or load.totals.errors:
             _record(recorder, load)
-
-
-def run_event_loop(act: Coroutine[Any, Any, None]) -> None:
-    """Run in the fastest event loop: on a small machine the server lacks the CPU time that the client takes."""
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(act)
 
 
 def _record(recorder: Recorder, load: Load) -> None:

@@ -70,7 +70,7 @@ def estimate(samples: Sequence[float], rounds: Sequence[int] = ()) -> Estimate:
     """Return the midmean and its interval; non-finite samples are ignored, and no samples give NaN.
 
     `rounds` are the numbers of samples taken together, of the quieter half of all rounds in order. Where rounds differ,
-    the machine find_machine_drift, and the interval is wider than the samples alone would make it.
+    the machine drifted, and the interval is wider than the samples alone would make it.
     """
     values = _finite_values(samples)
     if not values.size:
@@ -78,13 +78,8 @@ def estimate(samples: Sequence[float], rounds: Sequence[int] = ()) -> Estimate:
     middle = float(midmean(values))
     if values.size < MIN_SAMPLES:
         return Estimate(middle, float(values.min()), float(values.max()))
-    low, high = _percentiles(_resample_midmeans(values, 0), CONFIDENCE, values.size)
+    low, high = interval(_resample_midmeans(values, 0), values.size)
     return Estimate(middle, *_widen(middle, low, high, _drift(_round_means(samples, rounds), CONFIDENCE)))
-
-
-def interval(resampled: Floats, n: int) -> tuple[float, float]:
-    """Return the 95% interval of a statistic from its values on many resamples of n samples."""
-    return _percentiles(resampled, CONFIDENCE, n)
 
 
 def outliers(samples: Sequence[float]) -> Outliers:
@@ -128,7 +123,7 @@ def compare(
     if n < MIN_SAMPLES:
         return Change(middle, -math.inf, math.inf, "within noise")
     changes = _change(_resample_midmeans(new, 2), _resample_midmeans(old, 1))
-    low, high = _percentiles(changes, CHANGE_CONFIDENCE, n)
+    low, high = interval(changes, n, CHANGE_CONFIDENCE)
     drift = math.hypot(*(_drift(side, CHANGE_CONFIDENCE) for side in means))
     low, high = (end - 1 for end in _widen(1 + middle, 1 + low, 1 + high, drift)) if drift else (low, high)
     low, high = min(low, middle), max(high, middle)
@@ -211,8 +206,11 @@ def _weights(rng: np.random.Generator, rows: int, n: int) -> Floats:
     return np.diff(inside, axis=1, prepend=n / 4) / (n / 2)
 
 
-def _percentiles(resampled: Floats, confidence: float, n: int) -> tuple[float, float]:
-    """Return percentiles further out the fewer samples there are: a resample of few spreads less than they do."""
+def interval(resampled: Floats, n: int, confidence: float = CONFIDENCE) -> tuple[float, float]:
+    """Return the interval of a statistic from its values on many resamples of n samples.
+
+    Its ends are percentiles further out the fewer samples there are: a resample of few spreads less than they do.
+    """
     normal = NormalDist()
     z = normal.inv_cdf((1 + confidence) / 2)
     tail = normal.cdf(-math.sqrt(n / (n - 1)) * _student_t(z, n - 1))

@@ -37,12 +37,12 @@ def data_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_load_by_name_returns_saved_baseline(data_folder: Path) -> None:
     assert baseline.list_names() == []
-    path = baseline.save(micro(), "first")
+    micro().save(path := baseline.path_for("first"))
     assert path == data_folder / "llm-worker-rbee" / "baselines" / "first.json"
     assert baseline.load("first").created == micro().created
-    baseline.save(replace(micro(), kind="e2e"), "first")
+    replace(micro(), kind="e2e").save(baseline.path_for("first"))
     assert baseline.load("first").kind == "e2e"
-    baseline.save(micro(), "a.second-one_2")
+    micro().save(baseline.path_for("a.second-one_2"))
     assert baseline.list_names() == ["a.second-one_2", "first"]
 
 
@@ -74,8 +74,8 @@ def test_load_documented_baseline_has_results_with_samples(name: str) -> None:
 def test_load_unknown_name_raises_with_known_names() -> None:
     with pytest.raises(ResultsError, match=r"there is no baseline 'main' .*none yet: --save-baseline NAME"):
         baseline.load("main")
-    baseline.save(micro(), "one")
-    baseline.save(micro(), "two")
+    micro().save(baseline.path_for("one"))
+    micro().save(baseline.path_for("two"))
     with pytest.raises(ResultsError, match=r"there is no baseline 'main' \(baselines: one, two\)"):
         baseline.load("main")
     with pytest.raises(ResultsError, match=r"cannot read there\.json: No such file"):
@@ -85,7 +85,7 @@ def test_load_unknown_name_raises_with_known_names() -> None:
 @pytest.mark.parametrize("name", ["", "../up", "a/b", ".hidden", "-x", "a b", "ä", "x" * 101, "a\0b", "a\n"])
 def test_save_name_with_path_characters_raises(name: str, data_folder: Path) -> None:
     with pytest.raises(InvalidRequestError, match="cannot name a baseline"):
-        baseline.save(micro(), name)
+        micro().save(baseline.path_for(name))
     assert not data_folder.exists()
 
 
