@@ -17,7 +17,6 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -52,8 +51,8 @@ Floats = NDArray[np.float64]
 class InterTokenLatencies:
     """Seconds between deltas, and the request that each belongs to: a reservoir sample."""
 
-    values: array[float] = field(default_factory=partial(array, "d"))
-    owners: array[int] = field(default_factory=partial(array, "q"))
+    values: array[float] = field(default_factory=lambda: array("d"))
+    owners: array[int] = field(default_factory=lambda: array("q"))
     seen: int = 0
     rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(20261115))
 
@@ -80,7 +79,7 @@ class LoadStatistics:
     counted: Counter[str] = field(default_factory=Counter)  # answers by the source of their token count
     errors: Counter[str] = field(default_factory=Counter)
     examples: dict[str, list[str]] = field(default_factory=dict)
-    ends: array[float] = field(default_factory=partial(array, "d"))  # seconds after the start
+    ends: array[float] = field(default_factory=lambda: array("d"))  # seconds after the start
     deltas: Counter[int] = field(default_factory=Counter)  # with text, by the number of their bin of BIN_S
 
     def add_answer(self, job: Job, answer: Answer, start: float, sent: float) -> None:
