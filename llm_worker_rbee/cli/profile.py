@@ -12,30 +12,29 @@ from ..bench.flame_graph import Flame, PySpy, find_py_spy
 from ..bench.results import Recorder, Run
 from ..llm import LLM
 from ..progress import step_progress
-from .bench.common import MEASURING_PANEL, ResultOptions, recording, require_place
-from .options import MODEL_HELP, LoadOptions, ModelOptions, gather, load_model, options_in
+from .bench.common import ModelArgument, Repetitions, ResultOptions, measuring, recording, require_place
+from .options import LoadOptions, ModelOptions, gather, load_model
 from .terminal import Status, columns, note, style
 
 COLOURS = {"critical": "red", "moderate": "yellow", "minor": "dim"}
-_option = options_in(MEASURING_PANEL)
 
 
 @gather(results=ResultOptions, computing=LoadOptions)
 def profile(
     results: ResultOptions,
     computing: LoadOptions,
-    model: Annotated[str | None, typer.Argument(metavar="MODEL", help=MODEL_HELP)] = None,
-    pp: Annotated[int, _option("--pp", metavar="N", min=1, help="Tokens of the prompt.")] = 128,
-    tg: Annotated[int, _option("--tg", metavar="N", min=1, help="Tokens to make after it.")] = 16,
-    repetitions: Annotated[int, _option("--repetitions", "-r", metavar="N", min=1, help="How often.")] = 5,
+    model: ModelArgument = None,
+    pp: Annotated[int, measuring(metavar="N", min=1, help="Tokens of the prompt.")] = 128,
+    tg: Annotated[int, measuring(metavar="N", min=1, help="Tokens to make after it.")] = 16,
+    repetitions: Repetitions = 5,
     flame_seconds: Annotated[
-        float, _option("--flame", metavar="S", min=0, max=600, help="Seconds for each flame graph; 0: none.")
+        float, measuring("--flame", metavar="S", min=0, max=600, help="Seconds for each flame graph; 0: none.")
     ] = 3.0,
-    py_spy: Annotated[bool, _option("--py-spy", help="Flame graphs by py-spy (extra `bench`).")] = False,
-    native: Annotated[bool, _option("--native", help="With --py-spy: native frames too.")] = False,
+    py_spy: Annotated[bool, measuring("--py-spy", help="Flame graphs by py-spy (extra `bench`).")] = False,
+    native: Annotated[bool, measuring("--native", help="With --py-spy: native frames too.")] = False,
     out: Annotated[
         Path | None,
-        _option("--out", "-o", metavar="FOLDER", help="Where the report goes.", show_default="profile-MODEL-DATE"),
+        measuring("--out", "-o", metavar="FOLDER", help="Where the report goes.", show_default="profile-MODEL-DATE"),
     ] = None,
 ) -> None:
     """Show where the time goes, by component, for prefill and decode.

@@ -4,21 +4,21 @@ import sys
 from collections.abc import Callable
 from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from ...backends import resolve_kv_type, select_backend
 from ...bench import accuracy as benchmark
 from ...bench.accuracy import LibrarySide, MeasuredPath, Side, WorkerSide
-from ...bench.results import Recorder, Result, Run, describe_model
+from ...bench.results import Result, Run, describe_model
 from ...bench.synthetic import parse as parse_synthetic
 from ...bench.workload import PROMPTS, TEXT, read_prompts, read_text
 from ...llm import LLM
 from ...progress import StepProgress, step_progress
 from ..options import LoadOptions, gather
-from ..terminal import columns, style
-from .common import ModelArgument, ResultOptions, SyntheticOption, measuring, parse_counts, recording
+from ..terminal import style
+from .common import ModelArgument, ResultOptions, SyntheticOption, measuring, parse_counts, print_table, recording
 
 LLAMA_CPP = "llama.cpp"
 AGAINST = ("reference", "transformers")
@@ -44,30 +44,26 @@ def accuracy(
     model: ModelArgument = None,
     synthetic: SyntheticOption = None,
     batch: Annotated[
-        str, measuring("--batch", metavar="N,...", help="Batch sizes of the logit errors of a synthetic model.")
+        str, measuring(metavar="N,...", help="Batch sizes of the logit errors of a synthetic model.")
     ] = "1,2,4,8,16,24,64,128",
-    greedy: Annotated[
-        int, measuring("--greedy", metavar="N", min=0, help="Compare greedy answers of N tokens too; 0: not.")
-    ] = 0,
+    greedy: Annotated[int, measuring(metavar="N", min=0, help="Compare greedy answers of N tokens too; 0: not.")] = 0,
     against: Annotated[
-        str, measuring("--against", metavar="reference|transformers", help="What computes the truth.")
+        str, measuring(metavar="reference|transformers", help="What computes the truth.")
     ] = "reference",
     peer_python: Annotated[
-        str, measuring("--peer-python", metavar="PYTHON", show_default="this one", help="Where transformers is.")
+        str, measuring(metavar="PYTHON", show_default="this one", help="Where transformers is.")
     ] = sys.executable,
     llama_cpp_python: Annotated[
-        str | None,
-        measuring("--llama-cpp-python", metavar="PYTHON", help="Measure llama.cpp too: the Python that has it."),
+        str | None, measuring(metavar="PYTHON", help="Measure llama.cpp too: the Python that has it.")
     ] = None,
     prompts: Annotated[
-        Path | None,
-        measuring("--prompts", metavar="FILE", show_default="20 of ours", help="One prompt a line, or .jsonl."),
+        Path | None, measuring(metavar="FILE", show_default="20 of ours", help="One prompt a line, or .jsonl.")
     ] = None,
-    text: Annotated[Path | None, measuring("--text", metavar="FILE", show_default="ours", help="Text.")] = None,
+    text: Annotated[Path | None, measuring(metavar="FILE", show_default="ours", help="Text.")] = None,
     tokens: Annotated[
-        int, measuring("--tokens", metavar="N", min=2, max=1_000_000, help="How many tokens of the text.")
+        int, measuring(metavar="N", min=2, max=1_000_000, help="How many tokens of the text.")
     ] = 512,
-) -> None:
+) -> None:  # fmt: skip
     """Measure how far a path is from float32 on the dequantized weights: the truth.
 
     Log-probabilities are those of the truth's five likeliest tokens at the end
@@ -120,16 +116,10 @@ def accuracy(
             paths = _paths(llm, against, llama_cpp_python, open_library)
             recorder.settings["backend"] = paths[0].fields["backend"]
             benchmark.run(recorder, progress, truth, paths, evaluation)
-            _compare_greedy(recorder, progress, llm, reference, evaluation.prompts, greedy)
-
-
-def _compare_greedy(
-    recorder: Recorder, progress: StepProgress, llm: LLM, reference: LLM, prompts: Any, tokens: int
-) -> None:
-    if tokens:
-        progress("greedy answers", 0, 1)
-        for result in benchmark.compare_greedy(llm, reference, prompts, tokens):
-            recorder.add_result(result)
+            if greedy:
+                progress("greedy answers", 0, 1)
+                for result in benchmark.compare_greedy(llm, reference, evaluation.prompts, greedy):
+                    recorder.add_result(result)
 
 
 def _check_synthetic(
@@ -180,9 +170,7 @@ def _paths(
 def _show_errors(run: Run) -> None:
     rows = [["", "BACKEND", "ERROR OF THE LOGITS"]]
     rows += [[r.name.partition("/")[2], str(r.fields["backend"]), f"{r.estimate:.1e}"] for r in run.results]
-    lines = columns(rows, right=[2])
-    print(style(lines[0], "bold"))
-    print("\n".join(lines[1:]))
+    print_table(rows, right=[2])
 
 
 def _show(run: Run) -> None:
@@ -194,11 +182,9 @@ def _show(run: Run) -> None:
         cells = [_cells(found.get(name + suffix)) for suffix in suffixes]
         if any(value for value, _ in cells):
             rows.append([title, *(text for pair in cells for text in pair)])
-    lines = columns(rows, right=range(1, 2 * len(heads), 2))
     truth = run.details.get("peers", {}).get("transformers") or "the reference backend"
     print(style(f"truth: {truth}, float32 on the dequantized weights\n", "dim"))
-    print(style(lines[0], "bold"))
-    print("\n".join(lines[1:]))
+    print_table(rows, right=range(1, 2 * len(heads), 2))
 
 
 def _cells(result: Result | None) -> tuple[str, str]:

@@ -1,0 +1,194 @@
+"""`llm-worker-rbee bench e2e` and `bench load`: a whole model, prefill and decode; how long a start takes."""
+
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+from ...bench import e2e as e2e_benchmark
+from ...bench import load as load_benchmark
+from ...bench.results import Result, Run
+from ...bench.synthetic import parse
+from ...config import SPECULATIVE
+from ...progress import step_progress
+from ..options import ComputeOptions, LoadOptions, gather
+from ..terminal import columns, count, note
+from . import common
+from .common import ModelArgument, OutputLengths, PromptLengths, Repetitions, ResultOptions, SyntheticOption, measuring
+
+COMPARISONS = {
+    "percent_of_products": "{:.0f}% of the products alone",
+    "times_one": "{:.2f} x one sequence",
+    "times_shorter": "{:.1f} x shorter",
+    "times_plain": "{:.2f} x plain decoding",
+    "acceptance": "{:.0%} of drafts accepted",
+    "tokens_per_step": "{:.2f} tokens a step",
+}
+
+
+@gather(results=ResultOptions, computing=LoadOptions)
+def e2e(
+    results: ResultOptions,
+    computing: LoadOptions,
+    model: ModelArgument = None,
+    synthetic: Annotated[
+        list[str] | None, measuring(metavar="SHAPE:TYPES", help=f"{common.SYNTHETIC_HELP} FP8 on a GPU. Repeatable.")
+    ] = None,
+    pp: PromptLengths = "512",
+    tg: OutputLengths = "128",
+    depth: Annotated[str, measuring(metavar="N,...", help="Tokens in the KV cache before.")] = "0",
+    batch: Annotated[str, measuring(metavar="N,...", help="Sequences side by side.")] = "1",
+    pg: Annotated[
+        str | None, measuring(metavar="P,T", help="Time BATCH requests of P prompt and T output tokens.")
+    ] = None,
+    prefix: Annotated[int, measuring(metavar="N", min=0, help="Time two prompts that share N tokens; 0: not.")] = 0,
+    target_itl_ms: Annotated[
+        str | None, measuring(metavar="T,...", help="Time decode during a prefill of 2,000 tokens; 0: no target.")
+    ] = None,
+    speculative: Annotated[str, measuring(metavar="HOW", help="Decode real text with a drafter too: ngram.")] = "off",
+    draft_tokens: Annotated[int | None, measuring(metavar="K", min=1, max=16, help="Draft tokens a step.")] = None,
+    draft_model: Annotated[
+        str | None, measuring(metavar="MODEL", help="Likewise, with this model as drafter.")
+    ] = None,
+    deterministic: Annotated[
+        bool, measuring("--deterministic", help="Batch-invariant kernels, as `serve --deterministic` uses them.")
+    ] = False,
+    repetitions: Repetitions = 5,
+) -> None:  # fmt: skip
+    """Measure a whole model: prefill, decode, time to first token, memory.
+
+    ppN and tgN are what llama-bench measures: N prompt tokens at once, and N
+    tokens one after the other from DEPTH cached ones. This worker goes through
+    the engine and samples greedily; llama-bench does not sample. With a batch,
+    the tokens of all sequences count, and decode stands beside what the matrix
+    products alone allow at so many rows, and beside one sequence.
+
+    OF LIMIT: for decode, the bytes that a token needs times the rate, over the
+    memory bandwidth measured just before; for prefill, the operations over the
+    measured rate of matrix products (float32, on a GPU float16).
+
+    A synthetic model has random weights and llama.cpp's real mix of types: it
+    is for speed only. Several of them run in a process each, after the kernels
+    of all have been compiled. On a GPU the time of a decode step is split into
+    device_step and host_step, which the device does not hide.
+
+    \b
+    Examples:
+      llm-worker-rbee bench e2e
+      llm-worker-rbee bench e2e model.gguf --pp 128,512 --tg 64 --depth 0,2048
+      llm-worker-rbee bench e2e --synthetic llama2-7b:Q4_K_M:4 --pp 32 --tg 4 -r 3
+      llm-worker-rbee bench e2e --quantize Q8_0 --kv-type int8 --threads 2
+      llm-worker-rbee bench e2e --pp 0 --tg 64 --batch 16
+      llm-worker-rbee bench e2e --pp 0 --tg 128 --speculative ngram
+      llm-worker-rbee bench e2e --pp 0 --tg 0 --target-itl-ms 50,100,0
+      llm-worker-rbee bench e2e --device cuda --synthetic llama2-7b:Q4_K_M --batch 1,64
+      llm-worker-rbee bench e2e --save-baseline before
+    """
+    used = computing.set_up()
+    if speculative not in SPECULATIVE:
+        raise typer.BadParameter(f"--speculative is {speculative!r}: use one of {', '.join(SPECULATIVE)}")
+    if speculative != "off" and draft_model is not None:
+        raise typer.BadParameter("both --speculative and --draft-model are given: choose one")
+    request_lengths = [] if pg is None else common.parse_counts(pg, "--pg", 1)
+    if len(request_lengths) not in (0, 2):
+        raise typer.BadParameter(f"--pg is {pg!r}: use two numbers, such as 128,128")
+    plan = e2e_benchmark.Plan(
+        pp=common.parse_counts(pp, "--pp"), tg=common.parse_counts(tg, "--tg"),
+        depths=common.parse_counts(depth, "--depth"), batches=common.parse_counts(batch, "--batch", 1), prefix=prefix,
+        targets_ms=[] if target_itl_ms is None else common.parse_counts(target_itl_ms, "--target-itl-ms"),
+        speculative=speculative, draft_tokens=draft_tokens,
+        draft_model=None if draft_model is None else str(common.find_source(draft_model, None)),
+        repetitions=repetitions, threads=used, device=computing.device, backend=computing.backend,
+        kv_type=computing.kv_type, quantize=computing.quantize, pg=request_lengths, deterministic=deterministic,
+    )  # fmt: skip
+    source = common.find_source(model, synthetic[0] if synthetic else None)
+    with common.recording("e2e", results, _show_e2e, **asdict(plan)) as recorder, step_progress() as progress:
+        if synthetic is not None and len(synthetic) > 1:
+            e2e_benchmark.run_isolated(recorder, progress, [parse(name) for name in synthetic], plan)
+        else:
+            e2e_benchmark.run(recorder, progress, source, plan)
+
+
+def _show_e2e(run: Run) -> None:
+    timed = [result for result in run.results if result.samples]
+    counted = [result for result in run.results if not result.samples]
+    if run.model:
+        size, threads = common.quantity(run.model["bytes"], "B"), count(run.settings["threads"], "thread")
+        print(f"{run.model['name']}, {size}, {threads}\n")
+    head = ["", "RESULT", "95% INTERVAL", "OF LIMIT", "BOUND BY", "RUNS", "BESIDE"]
+    common.print_table([head, *map(_e2e_row, timed)], right=[1, 3, 5])
+    if counted:
+        counts = [[result.name.replace("_", " "), common.quantity(result.estimate, result.unit)] for result in counted]
+        print("\n" + "\n".join(columns(counts, right=[1])))
+    for name, reason in run.details.get("failed", {}).items():
+        note(f"failed: {name}: {reason}")
+    if any(result.unit == "tok/s" for result in timed):
+        note("greedy sampling included; llama-bench does not sample")
+
+
+def _e2e_row(result: Result) -> list[str]:
+    part, fields = result.fields.get("percent_of_limit"), result.fields
+    of_limit, bound = "" if part is None else f"{part:.1f}%", str(fields.get("bound_by", ""))
+    beside = ", ".join(text.format(fields[key]) for key, text in COMPARISONS.items() if key in fields)
+    return [result.name, *_value_cells(result), of_limit, bound, str(len(result.samples)), beside]
+
+
+def _value_cells(result: Result | None) -> list[str]:
+    return ["", ""] if result is None else [common.quantity(result.estimate, result.unit), common.interval(result)]
+
+
+@gather(results=ResultOptions, computing=ComputeOptions)
+def load(
+    results: ResultOptions,
+    computing: ComputeOptions,
+    model: ModelArgument = None,
+    synthetic: SyntheticOption = None,
+    compile_kernels: Annotated[
+        bool, measuring("--compile", help="One start more with an empty kernel cache: it compiles all kernels.")
+    ] = False,
+    repetitions: Annotated[
+        int, measuring("--repetitions", "-r", metavar="N", min=1, help="How often, cold and warm each.")
+    ] = 3,
+) -> None:
+    """Measure a start: import, open, tokenizer, kernels, weights, first token.
+
+    Every start is a process of its own. COLD: the model's file was dropped from
+    the page cache before; WARM: it was read just before. TOTAL is the time from
+    starting the process to the first token of a short prompt.
+
+    KERNELS is the time to load their machine code; the first start after an
+    installation compiles it, so there is a start before those that count. On a
+    GPU its memory is measured too, also after batches of many sizes.
+
+    \b
+    Examples:
+      llm-worker-rbee bench load
+      llm-worker-rbee bench load model.gguf -r 5
+      llm-worker-rbee bench load --device cuda --synthetic llama2-7b:Q4_K_M --compile
+      llm-worker-rbee bench load --json
+    """
+    used = computing.set_up()
+    source = common.find_source(model, synthetic)
+    settings = {"repetitions": repetitions, "backend": computing.backend, "device": computing.device, "threads": used}
+    with common.recording("load", results, _show_load, **settings) as recorder, step_progress() as progress:
+        options = {"device": computing.device, "backend": computing.backend, "threads": computing.kernel_threads}
+        with common.model_file(source, progress) as path:
+            load_benchmark.run(recorder, progress, path, repetitions, options, compile_kernels=compile_kernels)
+
+
+def _show_load(run: Run) -> None:
+    found = {result.name: result for result in run.results}
+    times = [name for name, result in found.items() if result.unit == "s"]
+    phases = sorted(dict.fromkeys(name.partition("/")[0] for name in times), key=lambda name: name == "total")
+    caches = ["cold", "warm", *(["compiling"] if "total/compiling" in found else [])]
+    rows = [["", *(text for cache in caches for text in (cache.upper(), "95% INTERVAL"))]]
+    for phase in phases:
+        sides = [found.get(f"{phase}/{cache}", found.get(phase)) for cache in caches]
+        rows.append([phase.replace("_", " "), *(cell for side in sides for cell in _value_cells(side))])
+    common.print_table(rows, right=range(1, 2 * len(caches), 2))
+    sizes = [[n.replace("memory/", "memory, "), *_value_cells(r)] for n, r in found.items() if r.unit == "B"]
+    print("\n" + "\n".join(columns(sizes, right=[1])))
+    for what, reason in run.details.get("left_out", {}).items():
+        note(f"left out {what}: {reason}")
+    if "warning" in run.details:
+        note(run.details["warning"])

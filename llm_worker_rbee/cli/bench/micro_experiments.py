@@ -1,0 +1,148 @@
+"""`llm-worker-rbee bench micro` and `bench experiments`: ops and parts one by one; the claims, settled by measuring."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ...bench import experiments as claims_benchmark
+from ...bench import micro as benchmark
+from ...bench.experiments.harness import QUICK, THOROUGH, Harness
+from ...bench.results import Result, Run, write_atomically
+from ...progress import step_progress, transfer_progress
+from ...weights.hub import locate_model
+from ..options import MODEL_HELP, ComputeOptions, gather, use_threads
+from ..terminal import cell, columns, note, style
+from . import common
+from .common import ResultOptions, measuring
+
+COLOURS = {"confirmed": "green", "refuted": "red", "within noise": "yellow"}
+
+
+@gather(results=ResultOptions, computing=ComputeOptions)
+def micro(
+    results: ResultOptions,
+    computing: ComputeOptions,
+    filter: Annotated[
+        str | None, measuring(metavar="RE", help="Only benchmarks whose name holds this expression.")
+    ] = None,
+    ab: Annotated[
+        str | None, measuring(metavar="backend=A,B", help="Measure two backends in turn and compare them.")
+    ] = None,
+    seconds: Annotated[
+        float, measuring(metavar="X", min=0.01, max=600, help="How long each benchmark is measured.")
+    ] = 0.5,
+    names: Annotated[bool, measuring("--list", help="List the benchmarks and leave.")] = False,
+) -> None:  # fmt: skip
+    """Measure the ops and parts one by one, each beside the limit of this machine.
+
+    TIME is that of one call: the mean of the middle half of the samples. OF LIMIT is the least time that the memory
+    or the arithmetic of this machine, measured just before, allows for the task's bytes and operations, over that.
+
+    A benchmark whose function only the reference has runs there, whatever the backend.
+
+    \b
+    Examples:
+      llm-worker-rbee bench micro --filter rope
+      llm-worker-rbee bench micro --save-baseline before
+      llm-worker-rbee bench micro --baseline before --threshold 0.05
+      llm-worker-rbee bench micro --ab backend=reference,reference --filter linear/Q4
+    """
+    used = computing.set_up()
+    selected = benchmark.select(filter)
+    if names:
+        print("\n".join(case.name for case in selected))
+        return
+    if ab is not None and computing.backend != "auto":
+        raise typer.BadParameter("--ab names both backends: leave --backend out")
+    backends = [computing.backend] if ab is None else _parse_ab(ab)
+    settings = {"filter": filter, "backends": backends, "seconds": seconds, "threads": used}
+    with common.recording("micro", results, _show_micro, **settings) as recorder:
+        with step_progress() as progress:
+            plan = benchmark.round_plan(seconds)
+            benchmark.run(recorder, progress, selected, backends, plan, computing.kernel_threads)
+        if ab is not None:
+            recorder.details["ab"] = [c.as_json() for c in benchmark.compare_backends(recorder.results())]
+
+
+def _parse_ab(ab: str) -> list[str]:
+    key, equals, values = ab.partition("=")
+    backends = values.split(",")
+    if key != "backend" or not equals or len(backends) != 2 or not all(backends):
+        raise typer.BadParameter(f"--ab {ab!r} is not of the form backend=A,B, such as backend=reference,cpu")
+    return backends
+
+
+def _show_micro(run: Run) -> None:
+    head = ["", "BACKEND", "TIME", "95% INTERVAL", "OF LIMIT", "BOUND BY", "SAMPLES", "OUTLIERS"]
+    common.print_table([head, *map(_micro_row, run.results)], right=[2, 4, 6])
+    for name, reason in run.details.get("left_out", {}).items():
+        note(f"left out {name}: {reason}")
+    if len(run.settings["backends"]) == 2:
+        common.show_changes(benchmark.compare_backends(run.results), float("inf"), ("A", "B"))
+
+
+def _micro_row(result: Result) -> list[str]:
+    fields = result.fields
+    outliers = [f"{count} {name.replace('_', ' ')}" for name, count in fields["outliers"].items() if count]
+    return [
+        result.name, str(fields["backend"]), common.quantity(result.estimate, result.unit), common.interval(result),
+        f"{fields['percent_of_limit']:.1f}%", str(fields["bound_by"]),
+        f"{len(result.samples)} x {fields['iterations']}", ", ".join(outliers),
+    ]  # fmt: skip
+
+
+@gather(results=ResultOptions)
+def experiments(
+    results: ResultOptions,
+    only: Annotated[
+        list[str] | None, measuring(metavar="CLAIM", help="This claim alone, such as 3a. Repeatable.")
+    ] = None,
+    all_: Annotated[bool, measuring("--all", help="More lengths, and longer.")] = False,
+    model: Annotated[
+        str | None, measuring("--model", "-m", metavar="MODEL", help=f"For claims 2 and 4. {MODEL_HELP}")
+    ] = None,
+    threads: Annotated[
+        int | None, measuring(metavar="N", min=1, help="Threads of the matrix library.", show_default="1")
+    ] = None,
+    claims: Annotated[
+        Path | None, measuring(metavar="FILE", help="Write the claims with their verdicts as Markdown.")
+    ] = None,
+) -> None:  # fmt: skip
+    """Settle the claims of old on this machine.
+
+    Each ends in a line: confirmed, refuted or within noise, with the numbers. Under 3 minutes on 2 cores.
+
+    \b
+    Examples:
+      llm-worker-rbee bench experiments
+      llm-worker-rbee bench experiments --only 3a --only 5
+      llm-worker-rbee bench experiments --all --claims docs/claims.md
+    """
+    used = use_threads(threads, "reference")
+    selected = claims_benchmark.select(only or ())
+    if claims is not None:
+        common.require_place(claims)
+    with transfer_progress() as bar:
+        path = locate_model(model, progress=bar)
+    settings = {"claims": selected, "all": all_, "threads": used}
+    with common.recording("experiments", results, _show_experiments, **settings) as recorder:
+        with step_progress() as progress:
+            claims_benchmark.run(Harness(recorder, progress, path, all_, THOROUGH if all_ else QUICK), selected)
+        if claims is not None:
+            write_atomically(claims, claims_benchmark.markdown(recorder.to_run()).encode())
+            note(f"wrote {claims}")
+
+
+def _show_experiments(run: Run) -> None:
+    """Print each claim with its table and its verdict; then all verdicts, each on one line."""
+    verdicts = run.details.get("verdicts") or []
+    for one in verdicts:
+        known = run.details["claims"][one["claim"]]
+        print(style(f"Claim {one['claim']}: {known['claim']}", "bold"))
+        print(style(f"{known['rule']}", "dim") + "\n")
+        rows = [[cell(c) for c in row] for row in run.details["tables"][one["claim"]]]
+        head, *lines = columns(rows, [] if one["claim"] == "2" else range(len(rows[0])), indent="  ")
+        print("\n".join([style(head, "bold"), *lines]) + "\n")
+    for one in verdicts:
+        print(style(cell(one["line"]), COLOURS[one["verdict"]]))
