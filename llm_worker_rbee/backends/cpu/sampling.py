@@ -138,8 +138,8 @@ def sample(logits: Floats, rows: Sequence[SampleRow], threads: int) -> Ints:
         tokens = np.array([_sample_alone(line, row) for line, row in zip(logits, rows, strict=True)], np.int64)
     else:
         tokens = _sample_batch(logits, rows, threads)
-    if len(rows) and tokens.min() < 0:
-        _resolve_with_reference(logits, rows, tokens)
+    for i in np.flatnonzero(tokens < 0).tolist():  # undecided; or not finite, which the reference raises for
+        tokens[i] = reference_sampling.sample_row(logits[i], rows[i])
     return tokens
 
 
@@ -152,14 +152,6 @@ def _is_faster_alone(rows: Sequence[SampleRow]) -> bool:
 
 def _sample_alone(logits: Floats, row: SampleRow) -> int:
     return int(kernels.greedy(logits)) if row.temperature == 0 else draw(logits, row)
-
-
-def _resolve_with_reference(logits: Floats, rows: Sequence[SampleRow], tokens: Ints) -> None:
-    """Sample the rows that the kernels left undecided; raise if logits are not finite."""
-    for i in np.flatnonzero(tokens < 0).tolist():
-        if tokens[i] == kernels.NOT_FINITE:
-            reference_sampling.require_finite(logits[i])
-        tokens[i] = reference_sampling.sample_row(logits[i], rows[i])
 
 
 def _sample_batch(logits: Floats, rows: Sequence[SampleRow], threads: int) -> Ints:

@@ -231,9 +231,8 @@ def embed_rows(
     launch_next(PDL)
     wait_for_previous(PDL)
     c = block * 32 + tl.arange(0, 32)
-    n = tl.maximum(tl.load(ids + t), 0).to(
-        tl.int64
-    )  # id -1: sampling was undecided on the device; this row is recomputed
+    # id -1: sampling was undecided on the device; this row is recomputed
+    n = tl.maximum(tl.load(ids + t), 0).to(tl.int64)
     if KIND == "dense":
         y = tl.load(low + n * width + c).to(tl.float32) * unit
     else:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from .. import reference_sampling
 from ..ops import Ints, Logprobs, SampleRow
 from .device import upload
-from .sampling_kernels import NOT_FINITE, argmax_rows, logprob_rows, sample_rows
+from .sampling_kernels import argmax_rows, logprob_rows, sample_rows
 
 SCRATCH_BYTES = 64 << 20  # of float64 rows at a time
 MAX_SCANNED = 32  # likeliest tokens that are found one by one; more of them are sorted
@@ -35,8 +35,8 @@ def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> Ints:
     if not rows:
         return np.empty(0, np.int64)
     tokens = to_host(sample_on_device(logits, rows)).astype(np.int64)
-    if tokens.min() < 0:
-        _resolve_with_reference(logits, rows, tokens)
+    for i in np.flatnonzero(tokens < 0).tolist():  # undecided; or not finite, which the reference raises for
+        tokens[i] = reference_sampling.sample_row(logits[i].cpu().numpy(), rows[i])
     return tokens
 
 
@@ -71,15 +71,6 @@ class PendingSample:
             self._arrival.synchronize()
         found: list[int] = (self.tokens if self._is_on_host else self._pinned).tolist()
         return None if min(found) < 0 else found
-
-
-def _resolve_with_reference(logits: torch.Tensor, rows: Sequence[SampleRow], tokens: Ints) -> None:
-    """Sample the rows that the kernels left undecided, in place."""
-    for i in np.flatnonzero(tokens < 0).tolist():
-        line = logits[i].cpu().numpy()
-        if tokens[i] == NOT_FINITE:
-            reference_sampling.require_finite(line)
-        tokens[i] = reference_sampling.sample_row(line, rows[i])
 
 
 def _sample_slice(logits: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:

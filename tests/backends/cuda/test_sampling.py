@@ -25,20 +25,6 @@ def on_device(x: Floats) -> torch.Tensor:
     return torch.from_numpy(x.copy()).to(DEVICE)
 
 
-@pytest.fixture
-def undecided(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many rows of each call the kernels left undecided."""
-    found: list[int] = []
-    resolve = fast._resolve_with_reference
-
-    def counted(logits: Any, rows: Any, tokens: Any) -> None:
-        found.append(int((tokens < 0).sum()))
-        resolve(logits, rows, tokens)
-
-    monkeypatch.setattr(fast, "_resolve_with_reference", counted)
-    return found
-
-
 @pytest.mark.parametrize("make", [ordinary, nasty])
 @pytest.mark.parametrize("how", [settings, penalties])
 def test_sample_matches_reference(make: Any, how: Any) -> None:
@@ -50,7 +36,7 @@ def test_sample_matches_reference(make: Any, how: Any) -> None:
         assert fast.sample(on_device(x), rows).tolist() == expected, size
 
 
-def test_sample_ordinary_logits_never_undecided(undecided: list[int]) -> None:
+def test_sample_ordinary_logits_never_undecided() -> None:
     """On ordinary logits the kernels decide alone: a test of the fallback would prove nothing."""
     rng = np.random.default_rng(5)
     some: list[dict[str, Any]] = [
@@ -62,8 +48,7 @@ def test_sample_ordinary_logits_never_undecided(undecided: list[int]) -> None:
     rows[-1].output_ids = np.array([3, 3, 3, 7])
     x = np.stack([ordinary(rng, 5000) for _ in rows])
     expected = [reference_sampling.sample_row(line, row) for line, row in zip(x, rows, strict=True)]
-    assert fast.sample(on_device(x), rows).tolist() == expected
-    assert sum(undecided) == 0
+    assert fast.sample_on_device(on_device(x), rows).tolist() == expected
 
 
 def test_sample_in_slices_matches_reference(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,10 +101,11 @@ def test_logprobs_match_reference(k: int, size: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(device.is_interpreted(), reason="needs a GPU")
 @pytest.mark.parametrize("size", [32_000, 128_256])
-def test_sample_real_vocabularies(size: int, undecided: list[int]) -> None:
+def test_sample_real_vocabularies(size: int) -> None:
     rng = np.random.default_rng(12)
     rows = [settings(rng, size) for _ in range(30)] + [penalties(rng, size) for _ in range(10)]
     x = np.stack([ordinary(rng, size) for _ in rows])
     expected = [reference_sampling.sample_row(line, row) for line, row in zip(x, rows, strict=True)]
     assert fast.sample(on_device(x), rows).tolist() == expected
-    assert sum(undecided) < 15  # temperature 1e6 and top-p close to 1 are close calls
+    undecided = (fast.sample_on_device(on_device(x), rows) < 0).sum()
+    assert undecided < 15  # temperature 1e6 and top-p close to 1 are close calls
