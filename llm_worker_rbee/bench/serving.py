@@ -239,7 +239,6 @@ class Load:
     totals: LoadStatistics = field(default_factory=LoadStatistics)
     in_flight: dict[int, Answer] = field(default_factory=dict)
     monitor: ServerMonitor | None = None
-    server_results: list[Result] = field(default_factory=list)  # from /metrics, afterwards
     sent: int = 0
     start: float = 0.0
     last: float = 0.0  # when the last request completed or failed
@@ -254,7 +253,7 @@ class Load:
             await self._measure()
             self._report()
             if self.monitor is not None:
-                self.server_results = await read_metrics(self.target.client)
+                self.monitor.results += await read_metrics(self.target.client)
         finally:
             self.target.client.close()
 
@@ -327,14 +326,12 @@ class Load:
         done = totals.completed + totals.errors.total()
         by_time = math.isfinite(self.limits.duration)
         tokens = totals.output_tokens + sum(len(answer.arrivals) for answer in self.in_flight.values())
-        parts = [
-            f"{done} done" if by_time else f"{done}/{requests} done",
-            f"{len(self.in_flight)} in flight",
-            f"{tokens / passed:.0f} tok/s",
-            f"{totals.errors.total()} errors",
-        ]
+        counts = f"{done} done" if by_time else f"{done}/{requests} done"
+        text = (
+            f"{counts} · {len(self.in_flight)} in flight · {tokens / passed:.0f} tok/s · {totals.errors.total()} errors"
+        )
         part = max(done / requests, min(1.0, passed / self.limits.duration))
-        self.progress(" · ".join(parts), part * requests, requests)
+        self.progress(text, part * requests, requests)
 
 
 def connect(make_target: Callable[[str], Target], name: str | None, timeout: float) -> Target:
@@ -394,7 +391,7 @@ def _record(recorder: Recorder, load: Load) -> None:
         recorder.add_result(Result.exact("unsent", "requests", max(0, waiting)))
     share = load.cpu_s / max(seconds, 1e-9)
     recorder.add_result(Result.exact("client_processor", "s", load.cpu_s, of_a_core=share))
-    for result in [*(load.monitor.results if load.monitor is not None else ()), *load.server_results]:
+    for result in load.monitor.results if load.monitor is not None else ():
         recorder.add_result(result)
     recorder.details.update(make_details(load.totals, seconds))
     recorder.details["connections"] = load.target.client.opened

@@ -108,7 +108,7 @@ def test_llama_bench_output_is_parsed(fake: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ("echo 'cannot load' >&2; exit 3", "llama-bench ended with exit status 3: cannot load"),
         ("kill -ILL $$", "llama-bench was ended by SIGILL"),
@@ -117,40 +117,40 @@ def test_llama_bench_output_is_parsed(fake: str) -> None:
         ("exec tail -f /dev/null", "llama-bench did not end within 0.2 s"),
     ],
 )
-def test_llama_bench_failure_is_one_line(tmp_path: Path, text: str, told: str) -> None:
+def test_llama_bench_failure_is_one_line(tmp_path: Path, text: str, message: str) -> None:
     path = program(tmp_path / "llama-bench", f"#!/bin/sh\n{text}\n")
     with pytest.raises(PeerError) as caught:
         LlamaBench(str(path), "model.gguf", 1, 0.2 if "tail" in text else 30).measure_rate(Task("pp", 8))
-    assert str(caught.value).startswith(told)
+    assert str(caught.value).startswith(message)
 
 
 @pytest.mark.parametrize(
-    ("program", "told"),
+    ("program", "message"),
     [
-        ("import sys; sys.exit('no such library')", "someone ended with exit status 1: no such library"),
-        ("raise ValueError('bad')", "someone ended with exit status 1: ValueError: bad"),
-        ("import os; os.abort()", "someone was ended by SIGABRT"),
-        ("print('hello', flush=True); input()", "someone answered b'hello', which has no version"),
-        ("input()", "someone did not answer within 0.2 s"),
+        ("import sys; sys.exit('no such library')", "the peer ended with exit status 1: no such library"),
+        ("raise ValueError('bad')", "the peer ended with exit status 1: ValueError: bad"),
+        ("import os; os.abort()", "the peer was ended by SIGABRT"),
+        ("print('hello', flush=True); input()", "the peer answered b'hello', which has no version"),
+        ("input()", "the peer did not answer within 0.2 s"),
     ],
 )
-def test_library_peer_start_failure_is_one_line(program: str, told: str) -> None:
-    child = LibraryPeer("someone", [sys.executable, "-c", program], os.environ, 0.2 if program == "input()" else 30)
+def test_library_peer_start_failure_is_one_line(program: str, message: str) -> None:
+    child = LibraryPeer("the peer", [sys.executable, "-c", program], os.environ, 0.2 if program == "input()" else 30)
     with pytest.raises(PeerError) as caught:
         child.start()
     child.close()
-    assert str(caught.value).startswith(told)
+    assert str(caught.value).startswith(message)
 
 
 def test_library_peer_end_between_requests_raises() -> None:
     text = (
         "import json; print(json.dumps({'version': '1'}), flush=True); input(); print('{\"seconds\": 0.5}', flush=True)"
     )
-    child = LibraryPeer("someone", [sys.executable, "-c", text], os.environ, 30)
+    child = LibraryPeer("the peer", [sys.executable, "-c", text], os.environ, 30)
     child.start()
     assert child.version == "1"
     assert child.measure_rate(Task("pp", 8)) == 16.0
-    with pytest.raises(PeerError, match="someone ended with exit status 0"):
+    with pytest.raises(PeerError, match="the peer ended with exit status 0"):
         child.measure_rate(Task("pp", 8))
     child.close()
     child.close()
@@ -158,9 +158,9 @@ def test_library_peer_end_between_requests_raises() -> None:
 
 def test_run_alternates_peers_and_reports_ratios(tiny: Path, fake: str) -> None:
     plan = Plan(pp=[12, 12], tg=[3, 0], repetitions=2, peers=["llama-bench"], llama_bench=fake)
-    told: list[str] = []
+    progress: list[str] = []
     recorder = Recorder("peers")
-    peers.run(recorder, lambda what, *_: told.append(what), tiny, plan)
+    peers.run(recorder, lambda what, *_: progress.append(what), tiny, plan)
     found = results(recorder)
     assert set(found) == {f"{test}/{peer}" for test in ("pp12", "tg3") for peer in (OURS, "llama-bench")}
     ours, theirs = found[f"pp12/{OURS}"], found["pp12/llama-bench"]
@@ -170,7 +170,7 @@ def test_run_alternates_peers_and_reports_ratios(tiny: Path, fake: str) -> None:
     assert ours.fields["version"] == __version__
     assert theirs.fields["ours_over_peer"] == pytest.approx(ours.estimate / 1012.25)
     assert ours.fields["ours_over_peer"] == 1.0
-    order = [what.partition(":")[0] for what in told if " of 2" in what]
+    order = [what.partition(":")[0] for what in progress if " of 2" in what]
     assert order == [OURS, "llama-bench", "llama-bench", OURS]
     assert recorder.details == {"left_out": {}}
 
@@ -189,8 +189,8 @@ if "transformers" in sys.orig_argv:
 
 
 def test_run_transformers_generates_the_same_tokens(tmp_path: Path) -> None:
-    told = {"rope.freq_base": 10000.0, "rope.dimension_count": 8, "attention.head_count_kv": 4, "vocab_size": 260}
-    model = write_model(tmp_path / "tiny.gguf", {f"llama.{key}": value for key, value in told.items()})
+    metadata = {"rope.freq_base": 10000.0, "rope.dimension_count": 8, "attention.head_count_kv": 4, "vocab_size": 260}
+    model = write_model(tmp_path / "tiny.gguf", {f"llama.{key}": value for key, value in metadata.items()})
     log = tmp_path / "log"
     (tmp_path / "sitecustomize.py").write_text(WATCH.format(log=str(log)))
     python = program(tmp_path / "python", f'#!/bin/sh\nPYTHONPATH={tmp_path} exec {sys.executable} "$@"\n')
@@ -207,10 +207,10 @@ def test_run_transformers_generates_the_same_tokens(tmp_path: Path) -> None:
 
 
 def test_load_worker_runs_prefill_decode_and_prompts(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[Any, ...]] = []
+    calls: list[tuple[Any, ...]] = []
 
     def note(name: str, *given: Any) -> TimedRun:
-        asked.append((name, *given))
+        calls.append((name, *given))
         return TimedRun(0.5, 7, 1, [])
 
     for name in ("prefill", "decode", "decode_prompts"):
@@ -220,7 +220,7 @@ def test_load_worker_runs_prefill_decode_and_prompts(tiny: Path, monkeypatch: py
     assert measure("pp", 16) == measure("tg", 5) == {"seconds": 0.5, "tokens": 7}
     assert measure("tg", 5, [[1], [2, 3]]) == {"seconds": 0.5, "tokens": 7}
     assert version == __version__
-    assert asked == [("prefill", 0, 16, 1), ("decode", 0, 5, 1), ("decode_prompts", [[1], [2, 3]], 5)]
+    assert calls == [("prefill", 0, 16, 1), ("decode", 0, 5, 1), ("decode_prompts", [[1], [2, 3]], 5)]
 
 
 def test_run_failed_peer_is_killed(tiny: Path, tmp_path: Path) -> None:

@@ -57,12 +57,12 @@ def test_llama_server_is_started_measured_and_ended(tmp_path: Path) -> None:
         peer.close()
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
-    options, *asked = notes(tmp_path)
+    options, *requests = notes(tmp_path)
     assert options["options"] == {
         "-m": "model.gguf", "-t": "2", "-ngl": "0", "-np": "2", "-c": "1024", "--host": "127.0.0.1",
     }  # fmt: skip
-    assert sorted(one["prompt"] for one in asked) == [[1, 2, 3], [4]]
-    for one in asked:
+    assert sorted(one["prompt"] for one in requests) == [[1, 2, 3], [4]]
+    for one in requests:
         assert one == {
             "path": "/completion", "prompt": one["prompt"], "n_predict": 5, "temperature": 0.0, "ignore_eos": True,
             "cache_prompt": False, "stream": True, "samplers": ["temperature"],
@@ -70,7 +70,7 @@ def test_llama_server_is_started_measured_and_ended(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mode", "told"),
+    ("mode", "message"),
     [
         ("short", "llama-server: generated 4 tokens instead of 5"),
         ("refuse", 'llama-server: HTTP status 400: {"error": {"message": "no slot"}}'),
@@ -79,7 +79,7 @@ def test_llama_server_is_started_measured_and_ended(tmp_path: Path) -> None:
         ("quiet", "llama-server: no answer within 1 s"),
     ],
 )
-def test_llama_server_bad_answers_are_one_line(tmp_path: Path, mode: str, told: str) -> None:
+def test_llama_server_bad_answers_are_one_line(tmp_path: Path, mode: str, message: str) -> None:
     peer = LlamaServer(str(server(tmp_path, mode)), "model.gguf", 1, 2, 16, 30)
     try:
         peer.start()
@@ -88,7 +88,7 @@ def test_llama_server_bad_answers_are_one_line(tmp_path: Path, mode: str, told: 
             peer.measure_rate(TEST)
     finally:
         peer.close()
-    assert str(caught.value) == told
+    assert str(caught.value) == message
 
 
 def test_llama_server_start_failures_are_one_line(tmp_path: Path) -> None:
@@ -140,10 +140,10 @@ def test_run_llama_server_gets_the_same_prompts(tmp_path: Path) -> None:
     ours, theirs = found[f"tg40@b3/{OURS}"], found["tg40@b3/llama-server"]
     assert theirs.fields["ours_over_peer"] == pytest.approx(ours.estimate / theirs.estimate)
     assert recorder.details == {"left_out": {}}
-    options, *asked = notes(tmp_path)
+    options, *requests = notes(tmp_path)
     assert options["options"]["-np"] == "3"
-    assert sorted(one["prompt"] for one in asked) == sorted(3 * encode_bundled_prompts(open_checkpoint(model), 3))
-    assert [one["n_predict"] for one in asked] == [32] * 3 + [40] * 6  # warming up, then two runs
+    assert sorted(one["prompt"] for one in requests) == sorted(3 * encode_bundled_prompts(open_checkpoint(model), 3))
+    assert [one["n_predict"] for one in requests] == [32] * 3 + [40] * 6  # warming up, then two runs
 
 
 def test_run_without_llama_server_leaves_it_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,10 +31,10 @@ def test_describe_exit_of_signals_and_statuses() -> None:
 
 def test_child_process_error_reply_is_raised_with_its_text() -> None:
     program = 'print(\'{"version": "1"}\', flush=True); input(); print(\'{"error": "bad"}\', flush=True); input()'
-    child = ChildProcess("someone", [sys.executable, "-c", program])
+    child = ChildProcess("the child", [sys.executable, "-c", program])
     try:
         assert child.start() == {"version": "1"}
-        with pytest.raises(ChildFailedError, match=r"^someone: bad$"):
+        with pytest.raises(ChildFailedError, match=r"^the child: bad$"):
             child.request({}, "seconds")
     finally:
         child.close()

@@ -1,4 +1,4 @@
-"""The description of machine, commit and model, and that the fingerprint tells machines apart."""
+"""The description of machine, commit and model, and that the fingerprint differs between machines."""
 
 from __future__ import annotations
 

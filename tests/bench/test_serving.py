@@ -70,7 +70,7 @@ def test_run_counts_what_the_server_counts(endpoint: Any, mode: str) -> None:
         assert found[f"{name}/mean"].fields["count"] == (18 if name == "itl" else 6)
         assert found[f"{name}/mean"].unit == "s"
     assert "queue_delay/mean" not in found
-    path, headers, body = server.asked[0]
+    path, headers, body = server.requests[0]
     assert path == ("/v1/chat/completions" if endpoint == "chat" else "/v1/completions")
     assert headers["host"] == server.url.removeprefix("http://")
     assert (body["model"], body["max_tokens"], body["stream"], body["ignore_eos"]) == ("small", 4, True, True)
@@ -83,8 +83,8 @@ def test_run_without_usage_counts_deltas() -> None:
     assert (details["output_tokens"], details["prompt_tokens"], details["counted_by"]) == (12, 15, "chunks")
     with serving() as server:
         measured(server, workload(1), usage=False)
-        assert "stream_options" not in server.asked[0][2]
-        assert "ignore_eos" not in server.asked[0][2]
+        assert "stream_options" not in server.requests[0][2]
+        assert "ignore_eos" not in server.requests[0][2]
 
 
 def test_run_failures_are_counted_by_kind_and_in_no_latency() -> None:
@@ -121,7 +121,7 @@ def test_run_reuses_connections_up_to_the_concurrency() -> None:
 def test_run_at_a_rate_reports_queue_delay() -> None:
     with serving() as server:
         found = measured(server, workload(10, rate=1000.0), Limits(concurrency=1, warm_up=2))
-        assert len(server.asked) == 12
+        assert len(server.requests) == 12
     for which in ("mean", "p99"):
         assert found[f"queue_delay/{which}"].estimate >= 0
         assert found[f"e2e_from_arrival/{which}"].estimate >= found[f"e2e/{which}"].estimate
@@ -133,11 +133,11 @@ def test_run_with_duration_stops_sending_and_counts_unsent() -> None:
     work = workload(1000, rate=200.0)
     with serving("hang") as server:
         found = measured(server, work, Limits(concurrency=1, timeout=0.5, duration=0.3, warm_up=0))
-        assert len(server.asked) == 1
+        assert len(server.requests) == 1
     assert found["unsent"].estimate == work.count_arrivals(0.3) - 1 > 20
     with serving() as server:
         found = measured(server, workload(1_000_000), Limits(concurrency=1, duration=0.2, warm_up=0))
-    assert 0 < found["completed"].estimate == len(server.asked) < 1_000_000
+    assert 0 < found["completed"].estimate == len(server.requests) < 1_000_000
 
 
 def test_run_interrupted_keeps_results() -> None:
@@ -145,7 +145,7 @@ def test_run_interrupted_keeps_results() -> None:
         recorder = Recorder("serving")
 
         def stop(what: str, done: float, total: float) -> None:
-            if len(server.asked) > 3:
+            if len(server.requests) > 3:
                 raise KeyboardInterrupt
 
         with pytest.raises(KeyboardInterrupt):
@@ -156,13 +156,13 @@ def test_run_interrupted_keeps_results() -> None:
 
 
 def test_load_progress_shows_counts() -> None:
-    said: list[str] = []
+    shown: list[str] = []
     with serving("ok", "busy", "ok") as server:
-        load = Load(target(server), workload(4), Limits(concurrency=1), lambda what, *_: said.append(what))
+        load = Load(target(server), workload(4), Limits(concurrency=1), lambda what, *_: shown.append(what))
         asyncio.run(load.execute())
-    assert said[0] == "warming up"
-    assert said[-1].startswith("4/4 done · 0 in flight · ")
-    assert said[-1].endswith("tok/s · 1 errors")
+    assert shown[0] == "warming up"
+    assert shown[-1].startswith("4/4 done · 0 in flight · ")
+    assert shown[-1].endswith("tok/s · 1 errors")
 
 
 def test_connect_lists_models_or_explains_failure() -> None:
@@ -183,7 +183,7 @@ def test_run_failing_warm_up_raises_before_the_load() -> None:
     with serving("busy") as server:
         with pytest.raises(ServingError, match=r"warm-up request failed \(http 503\): try later"):
             measured(server, workload(50), Limits(warm_up=1))
-        assert len(server.asked) == 1
+        assert len(server.requests) == 1
 
 
 def test_raise_file_limit_too_high_raises() -> None:

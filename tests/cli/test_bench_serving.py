@@ -26,9 +26,9 @@ def test_serving_json_has_every_result_and_no_secret(cli: Run) -> None:
             "bench", "serving", server.url, "-n", "5", "-c", "2", "--rate", "500", "--json", "--api-key", "s3cret",
             "--header", "X-Tenant: s3cret-too", "--endpoint", "completions", "--temperature", "0.5",
         )  # fmt: skip
-        assert len(server.asked) == 6  # one of them to warm up
-        assert server.asked[0][1]["x-tenant"] == "s3cret-too"
-        assert server.asked[0][2]["temperature"] == 0.5
+        assert len(server.requests) == 6  # one of them to warm up
+        assert server.requests[0][1]["x-tenant"] == "s3cret-too"
+        assert server.requests[0][2]["temperature"] == 0.5
     assert done.returncode == 0, done.stderr
     assert b"s3cret" not in done.stdout + done.stderr
     run = found(done.stdout)
@@ -70,15 +70,15 @@ def test_serving_sends_all_prompts_of_a_file(cli: Run, tmp_path: Path) -> None:
     with serving() as server:
         done = cli("bench", "serving", server.url, "--prompts", path, "--warm-up", "0", "--json", "-c", "1")
         assert found(done.stdout)["by_name"]["completed"]["estimate"] == 2
-        assert [body["messages"][0]["content"] for _, _, body in server.asked] == ["one", "two"]
-        assert [body["max_tokens"] for _, _, body in server.asked] == [64, 3]
+        assert [body["messages"][0]["content"] for _, _, body in server.requests] == ["one", "two"]
+        assert [body["max_tokens"] for _, _, body in server.requests] == [64, 3]
         wrong = cli("bench", "serving", server.url, "--prompts", path, "--endpoint", "completions")
     assert wrong.returncode == 2
     assert b"use --endpoint chat" in wrong.stderr
 
 
 @pytest.mark.parametrize(
-    ("args", "told"),
+    ("args", "message"),
     [
         (["ftp://x"], "http://host:port"),
         (["http://k@x"], "--api-key"),
@@ -93,10 +93,10 @@ def test_serving_sends_all_prompts_of_a_file(cli: Run, tmp_path: Path) -> None:
         ([], "URL"),
     ],
 )
-def test_serving_invalid_options_fail_before_sending(cli: Run, args: list[str], told: str) -> None:
+def test_serving_invalid_options_fail_before_sending(cli: Run, args: list[str], message: str) -> None:
     done = cli("bench", "serving", *args)
     assert done.returncode == 2
-    assert told in done.stderr.decode()
+    assert message in done.stderr.decode()
     assert done.stdout == b""
 
 

@@ -61,12 +61,12 @@ def test_spawn_server_is_started_measured_and_ended(cli: Run, tiny: Path) -> Non
 def test_spawn_null_engine_prints_a_table(cli: Run, tiny: Path) -> None:
     done = cli("bench", "serving", "--spawn", "--engine", "null", "-m", tiny, *SMALL[:-1])
     assert done.returncode == 0, done.stderr
-    for told in ("output tokens", "client's processor time", "requests, as it counts", "KV cache still in use"):
-        assert told in done.stdout.decode()
+    for title in ("output tokens", "client's processor time", "requests, as it counts", "KV cache still in use"):
+        assert title in done.stdout.decode()
 
 
 @pytest.mark.parametrize(
-    ("args", "status", "told"),
+    ("args", "status", "message"),
     [
         (["--spawn", "-m", "/no/such.gguf"], 1, "exit status 1: error: no such file or folder: '/no/such.gguf'"),
         (["--spawn", "--serve-args", "--unheard-of"], 1, "No such option: --unheard-of"),
@@ -76,10 +76,10 @@ def test_spawn_null_engine_prints_a_table(cli: Run, tiny: Path) -> None:
         ([], 2, "give the URL of a server, or --spawn"),
     ],
 )
-def test_spawn_invalid_options_fail(cli: Run, args: list[str], status: int, told: str) -> None:
+def test_spawn_invalid_options_fail(cli: Run, args: list[str], status: int, message: str) -> None:
     done = cli("bench", "serving", *args)
     assert (done.returncode, done.stdout) == (status, b"")
-    assert told in " ".join(done.stderr.decode().split())
+    assert message in " ".join(done.stderr.decode().split())
 
 
 def test_server_process_ends_with_its_block(tiny: Path) -> None:
@@ -101,7 +101,7 @@ class Watched:
     """A server that counts, and is ill every third time."""
 
     def __init__(self) -> None:
-        self.asked = 0
+        self.requests = 0
         self.often = threading.Event()
         outer = self
 
@@ -109,12 +109,12 @@ class Watched:
             protocol_version = "HTTP/1.1"
 
             def do_GET(self) -> None:
-                outer.asked += 1
-                self.send_response(503 if outer.asked % 3 == 0 else 200)
+                outer.requests += 1
+                self.send_response(503 if outer.requests % 3 == 0 else 200)
                 self.send_header("content-length", "2")
                 self.end_headers()
                 self.wfile.write(b"{}")
-                if outer.asked >= 7:
+                if outer.requests >= 7:
                     outer.often.set()
 
             def log_message(self, *_: Any) -> None: ...
@@ -141,8 +141,8 @@ def test_server_monitor_counts_health_checks(watched: Watched) -> None:
     finally:
         watch.close()
     found = {result.name: result for result in watch.results}
-    assert found["health/failed"].estimate == watched.asked // 3
-    assert found["health/p99"].fields["count"] == watched.asked - watched.asked // 3
+    assert found["health/failed"].estimate == watched.requests // 3
+    assert found["health/p99"].fields["count"] == watched.requests - watched.requests // 3
     assert 0 < found["health/median"].estimate <= found["health/p99"].estimate <= found["health/max"].estimate
 
 

@@ -1,7 +1,7 @@
 """A server that speaks as llama-server does (llama.cpp of 2026-08), as far as it is used: /health, /props, /completion.
 
 Run as a program it takes llama-server's options; it notes them and every request in the file that LOG names. Answers
-wait for each other, as slots of one batch do: no token comes before all that were asked for have begun. What MODE says
+wait for each other, as slots of one batch do: no token comes before all requests have begun. What MODE says
 goes wrong: `short`, `refuse`, `words`, `quiet`, `half`.
 """
 
@@ -50,8 +50,8 @@ class Handler(BaseHTTPRequestHandler):
             self.reply({"status": "ok"})
 
     def do_POST(self) -> None:
-        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        note({"path": self.path, **asked})
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        note({"path": self.path, **body})
         if MODE == "refuse":
             return self.reply({"error": {"message": "no slot"}}, 400)
         if MODE == "quiet":
@@ -60,7 +60,7 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Type", "text/event-stream")
         self.send_header("Transfer-Encoding", "chunked")
         self.end_headers()
-        tokens = asked["n_predict"] - (MODE == "short")
+        tokens = body["n_predict"] - (MODE == "short")
         for n in range(1, tokens + 1):
             self.decode_prompts.wait()
             time.sleep(STEP_S)

@@ -17,11 +17,11 @@ Headers = dict[str, str]
 
 
 class Server:
-    """What it was asked is in `asked`; `most` is how many requests it had at once."""
+    """`requests` are those received; `most` is how many it had at once."""
 
     def __init__(self, modes: Sequence[str] = ("ok",), key: str | None = None, hold: int = 0) -> None:
         self.modes, self.key, self.hold = list(modes), key, hold
-        self.asked: list[tuple[str, Headers, dict[str, Any]]] = []
+        self.requests: list[tuple[str, Headers, dict[str, Any]]] = []
         self.connections = self.now = self.most = 0
         self.url = ""
 
@@ -52,7 +52,7 @@ class Server:
             return self.sized(writer, "401 Unauthorized", {"error": {"message": "wrong key"}})
         if path == "/v1/models":
             return self.sized(writer, "200 OK", {"object": "list", "data": [{"id": "small"}, {"id": "large"}]})
-        self.asked.append((path, headers, body))
+        self.requests.append((path, headers, body))
         mode = self.modes.pop(0) if len(self.modes) > 1 else self.modes[0]
         self.now += 1
         self.most = max(self.most, self.now)
