@@ -30,8 +30,8 @@ from ..errors import ContextLengthError
 from ..llm import LLM
 from ..models import Transformer
 from ..weights import Checkpoint
-from . import timing
 from .flame_graph import Flame, PySpy, record_flame, render_svg, speedscope
+from .micro import seconds_per_call
 from .report import html
 from .results import Recorder, Result, ResultsError, Run, describe_model, quantity, spread
 from .roofline import Limits, Work, backend_threads, measure_limits
@@ -341,11 +341,11 @@ class _Profiler:
         workload = Workload(model, self.settings, timer)
         for number in range(1, self.settings.repetitions + 1):
             what = f"repetition {number} of {self.settings.repetitions}"
-            self.add_repetition("prefill", 1, timing.seconds_per_call(workload.prefill, 1), timer.drain(), cost)
+            self.add_repetition("prefill", 1, seconds_per_call(workload.prefill, 1), timer.drain(), cost)
             self.report_progress(f"{what}: decode", 0.5)
             wall = 0.0
             for _ in range(tg):
-                wall += timing.seconds_per_call(workload.decode, 1)
+                wall += seconds_per_call(workload.decode, 1)
                 self.report_progress(f"{what}: decode", 0.5 / tg)
             self.add_repetition("decode", tg, wall, timer.drain(), cost)
 
@@ -403,7 +403,7 @@ def timer_cost(rounds: int = 5, calls: int = 5000) -> float:
 
     timed = Timer().wrap("nothing", nothing)
     with_timer, without = (
-        min(timing.seconds_per_call(lambda f=f: f(1, 2, 3), calls) for _ in range(rounds))  # type: ignore[misc]
+        min(seconds_per_call(lambda f=f: f(1, 2, 3), calls) for _ in range(rounds))  # type: ignore[misc]
         for f in (timed, nothing)
     )
     return max(0.0, with_timer - without)

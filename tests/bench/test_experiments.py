@@ -28,10 +28,9 @@ from llm_worker_rbee.bench.experiments.harness import (
     vote_saves,
     vote_speedup,
 )
-from llm_worker_rbee.bench.micro import ROPE_BASE
+from llm_worker_rbee.bench.micro import ROPE_BASE, TimingPlan
 from llm_worker_rbee.bench.results import Recorder, Run
 from llm_worker_rbee.bench.statistics import Change, compare
-from llm_worker_rbee.bench.timing import Plan
 from llm_worker_rbee.errors import InferenceError, InvalidRequestError, UnsupportedModelError
 from llm_worker_rbee.layers.rope import inverse_frequencies
 from llm_worker_rbee.models import load_model, read_model_config
@@ -40,7 +39,7 @@ from llm_worker_rbee.weights.gguf_writer import write_gguf
 from tests.cli.conftest import HEADS, model_keys, model_tensors, vocabulary, write_model
 
 SHAPE = Shape(d_model=32, n_heads=4, head_dim=8, d_ff=48)
-PLAN = Plan(seconds=0.004, min_samples=3, max_samples=3, warm_up_s=0.0)
+PLAN = TimingPlan(seconds=0.004, min_samples=3, max_samples=3, warm_up_s=0.0)
 PHASES = ("prefill", "decode")
 NOISE = Change(0.01, -0.02, 0.03, "within noise")
 FASTER = Change(-0.5, -0.52, -0.48, "improved")

@@ -13,13 +13,12 @@ import pytest
 
 from llm_worker_rbee.backends.reference import ReferenceBackend
 from llm_worker_rbee.bench import micro, roofline
-from llm_worker_rbee.bench.micro import Case
+from llm_worker_rbee.bench.micro import Case, Measurement, TimingPlan, calibrate, measure
 from llm_worker_rbee.bench.results import Recorder
 from llm_worker_rbee.bench.synthetic import random_tensor
-from llm_worker_rbee.bench.timing import Measurement, Plan
 from llm_worker_rbee.errors import InvalidRequestError
 
-QUICK = Plan(seconds=0.0, min_samples=2, max_samples=2, warm_up_s=0.0)
+QUICK = TimingPlan(seconds=0.0, min_samples=2, max_samples=2, warm_up_s=0.0)
 KEPT_NAMES = {
     "rope_forward": (1, 8, 32, 128),
     "qkv_projection": (1, 8, 32, 128),
@@ -186,3 +185,19 @@ def test_run_same_backend_twice_numbers_the_sides() -> None:
 def test_quietest_rounds_are_chosen_over_both_sides() -> None:
     rounds = [[Measurement(1, [a] * 3), Measurement(1, [b] * 3)] for a, b in ((1, 9), (5, 1), (2, 2), (9, 9), (3, 3))]
     assert micro.quietest_rounds(rounds) == [1, 2, 4]
+
+
+def test_measure_samples_functions_in_turn() -> None:
+    calls: list[str] = []
+    functions = [lambda: calls.append("a"), lambda: calls.append("b")]
+    plan = TimingPlan(seconds=0.0, min_samples=4, max_samples=4, warm_up_s=0.0)
+    taken = measure(functions, plan)
+    once = [one.iterations for one in taken]
+    rounds = "".join(calls)[-4 * sum(once) :]
+    a, b = "a" * once[0], "b" * once[1]
+    assert rounds == (a + b) + (b + a) + (a + b) + (b + a)
+    assert [len(one.samples) for one in taken] == [4, 4]
+
+
+def test_calibrate_fast_function_gets_many_iterations() -> None:
+    assert calibrate(lambda: None, TimingPlan(seconds=0.1, warm_up_s=0.0)) > 100

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from ...backends import reference
 from ...backends.ops import AttentionParams, Ints, RopeTable
 from ...errors import InferenceError
-from .. import statistics, timing
-from ..micro import D_FF, HEAD_DIM, HEADS, HIDDEN
+from .. import statistics
+from ..micro import D_FF, HEAD_DIM, HEADS, HIDDEN, Function, TimingPlan, measure
 from ..results import Recorder, Result, quantity
 from ..statistics import Change
 
@@ -27,8 +27,8 @@ Floats = NDArray[np.float32]
 Progress = Callable[[str, float, float], None]
 VerdictName = Literal["confirmed", "refuted", "within noise"]
 MIN_GAIN = 0.10  # a smaller gain is not worth a change
-QUICK = timing.Plan(seconds=0.8, min_samples=20, max_samples=60, warm_up_s=0.1)
-THOROUGH = timing.Plan(seconds=2.0, min_samples=30, max_samples=100, warm_up_s=0.3)
+QUICK = TimingPlan(seconds=0.8, min_samples=20, max_samples=60, warm_up_s=0.1)
+THOROUGH = TimingPlan(seconds=2.0, min_samples=30, max_samples=100, warm_up_s=0.3)
 
 
 class Verdict(NamedTuple):
@@ -63,7 +63,7 @@ class Harness:
     progress: Progress
     model: Path
     thorough: bool = False
-    plan: timing.Plan = QUICK
+    plan: TimingPlan = QUICK
     shape: Shape = field(default_factory=Shape)
     only_lengths: tuple[int, ...] = ()  # in place of the experiment's own
     claim: str = ""
@@ -79,12 +79,10 @@ class Harness:
         index, total = self.position
         self.progress(f"claim {self.claim}: {what}", index + 1 - 0.75 ** (self.num_timed + fraction), total)
 
-    def time_sides(
-        self, length: int | str, sides: Mapping[str, timing.Function], **fields: Any
-    ) -> dict[str, Sequence[float]]:
+    def time_sides(self, length: int | str, sides: Mapping[str, Function], **fields: Any) -> dict[str, Sequence[float]]:
         """Time functions in turn and return seconds per call of each. Results are named `claim1/modules/32`."""
         self.report_progress(f"{length}", 0)
-        taken = timing.measure(list(sides.values()), self.plan, lambda part: self.report_progress(f"{length}", part))
+        taken = measure(list(sides.values()), self.plan, lambda part: self.report_progress(f"{length}", part))
         self.num_timed += 1
         for name, one in zip(sides, taken, strict=True):
             full, more = f"claim{self.claim}/{name}/{length}", {**fields.get(name, {}), "iterations": one.iterations}
