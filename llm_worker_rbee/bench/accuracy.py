@@ -96,7 +96,10 @@ class EvaluationSet:
     @staticmethod
     def encode(llm: LLM, prompts: Sequence[Prompt], text: str, tokens: int) -> EvaluationSet:
         """Encode prompts and the first `tokens` tokens of the text; raise if one does not fit the context."""
-        encoded = [_encode_prompt(llm, prompt) for prompt in prompts]
+        encoded = [
+            llm.tokenize(prompt.text or "") if prompt.messages is None else llm.tokenize_chat(prompt.messages)
+            for prompt in prompts
+        ]
         for number, ids in enumerate(encoded, 1):
             if not 1 <= len(ids) <= llm.max_context:
                 raise InvalidRequestError(
@@ -118,12 +121,6 @@ class EvaluationSet:
     @property
     def tokens(self) -> int:
         return sum(map(len, self.prompts + self.windows))
-
-
-def _encode_prompt(llm: LLM, prompt: Prompt) -> list[int]:
-    if prompt.messages is not None:
-        return llm.tokenize_chat(prompt.messages)
-    return llm.tokenize(prompt.text or "")
 
 
 @dataclass(slots=True)
@@ -258,7 +255,9 @@ class LibrarySide:
         self._folder = tempfile.TemporaryDirectory(prefix="llm-worker-rbee-")
         settings = {"model": str(model.resolve()), "context": context, "threads": threads, "logits": True}
         source = Path(library_child.__file__).read_text(encoding="utf-8")
-        command = [_absolute_path(python), "-c", source, library, json.dumps(settings)]
+        # a path that holds in any folder, links unresolved (they make an environment); a bare name is looked up
+        program = str(Path(python).absolute()) if "/" in python else python
+        command = [program, "-c", source, library, json.dumps(settings)]
         # in an empty folder: our modules must not shadow the library's
         self._child = ChildProcess(library, command, library_environment(threads), self.timeout_s, self._folder.name)
         try:
@@ -288,11 +287,6 @@ class LibrarySide:
                 remedy = "name an interpreter that has it with --peer-python or --llama-cpp-python"
                 raise MissingDependencyError(f"{error}: {remedy}") from None
             raise WorkerError(str(error)) from None
-
-
-def _absolute_path(python: str) -> str:
-    """Return a path that holds in any folder, links unresolved (they make an environment); look up a bare name."""
-    return str(Path(python).absolute()) if "/" in python else python
 
 
 def compare_greedy(path: LLM, truth: LLM, prompts: Sequence[list[int]], tokens: int) -> list[Result]:

@@ -41,15 +41,9 @@ class EngineHarness:
     """Drive an engine with room for `batch` sequences of `capacity` tokens."""
 
     def __init__(
-        self,
-        model: Transformer,
-        capacity: int,
-        batch: int = 1,
-        seed: int = 0,
-        kv_type: str = "float32",
-        draft_model: Transformer | None = None,
-        **options: Any,
-    ) -> None:
+        self, model: Transformer, capacity: int, batch: int = 1, seed: int = 0, kv_type: str = "float32",
+        draft_model: Transformer | None = None, **options: Any,
+    ) -> None:  # fmt: skip
         """`options` are those of `EngineConfig`."""
         self._rng = np.random.default_rng(seed)
         self.ids: Ints = self._rng.integers(0, model.config.vocab_size, (batch, capacity))
@@ -79,13 +73,9 @@ class EngineHarness:
         return TimedRun(seconds, read, self.engine.num_steps - before, [request.tokens for request in requests])
 
     def decode(
-        self,
-        depth: int,
-        tokens: int,
-        batch: int,
-        between: Callable[[], object] | None = None,
+        self, depth: int, tokens: int, batch: int, between: Callable[[], object] | None = None,
         at_end: Callable[[], object] | None = None,
-    ) -> TimedRun:
+    ) -> TimedRun:  # fmt: skip
         """Run `tokens` decode steps of each sequence behind `depth` tokens (at 0 one stands for the BOS token).
 
         `between` is called after each step and timed apart, so that it and the step meet the machine in the same state.
@@ -117,11 +107,8 @@ class EngineHarness:
         requests = [_request(prompt, tokens) for prompt in prompts]
         self._start(requests)
         if any(len(request.tokens) >= tokens for request in requests):
-            raise InvalidRequestError(
-                f"the first of {len(prompts)} answers of {tokens} tokens ended before the last began: "
-                "use a longer --tg",
-                "tg",
-            )
+            message = f"the first of {len(prompts)} answers of {tokens} tokens ended before the last began"
+            raise InvalidRequestError(f"{message}: use a longer --tg", "tg")
         before, steps_before = sum(request.num_tokens for request in requests), self.engine.num_steps
         start = time.perf_counter()
         while self.engine.has_work and not any(output.finish_reason for output in self._step()):
@@ -157,11 +144,8 @@ class EngineHarness:
             seconds.append(time.perf_counter() - start)
         self._abort(decoding)
         if any(len(request.tokens) >= tokens for request in decoding):
-            raise InvalidRequestError(
-                f"answers of {tokens} tokens ended before a prompt of {len(prompt)} was prefilled: "
-                "use a larger --target-itl-ms",
-                "target_itl_ms",
-            )
+            message = f"answers of {tokens} tokens ended before a prompt of {len(prompt)} was prefilled"
+            raise InvalidRequestError(f"{message}: use a larger --target-itl-ms", "target_itl_ms")
         return seconds
 
     def _fill_cache(self, depth: int, batch: int) -> None:

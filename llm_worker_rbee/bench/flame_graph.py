@@ -55,10 +55,6 @@ class Flame:
     name: str
     samples: list[tuple[Stack, float]] = field(default_factory=list)
 
-    @property
-    def seconds(self) -> float:
-        return sum(weight for _, weight in self.samples)
-
 
 class PySpy(NamedTuple):
     """The command, and whether it samples native code."""
@@ -69,11 +65,9 @@ class PySpy(NamedTuple):
 
 def record_flame(name: str, function: Callable[[], None], seconds: float, py_spy: PySpy | None = None) -> Flame:
     """Call the function repeatedly for so long, and sample the stack."""
-    return (
-        _record_in_process(name, function, seconds)
-        if py_spy is None
-        else _record_py_spy(name, function, seconds, py_spy)
-    )
+    if py_spy is None:
+        return _record_in_process(name, function, seconds)
+    return _record_py_spy(name, function, seconds, py_spy)
 
 
 def _call_marked(function: Callable[[], None]) -> None:
@@ -158,9 +152,8 @@ def find_py_spy() -> str:
     beside = Path(sys.executable).with_name("py-spy")
     found = str(beside) if beside.exists() else shutil.which("py-spy")
     if found is None:
-        raise MissingDependencyError(
-            "py-spy is not installed: pip install 'llm-worker-rbee[bench]', or leave out --py-spy"
-        )
+        remedy = "pip install 'llm-worker-rbee[bench]', or leave out --py-spy"
+        raise MissingDependencyError(f"py-spy is not installed: {remedy}")
     command = [found, "dump", "--nonblocking", "--pid", str(os.getpid())]
     done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False, timeout=60)
     if done.returncode:
@@ -214,9 +207,8 @@ def _parse_frame(text: str) -> Frame:
     found = RAW_FRAME.fullmatch(text)
     if found is None:
         return Frame(text, "", 0, "native")
-    short = found["file"]
-    stdlib = short.endswith(".py")
-    return Frame(found["name"], short, int(found["line"] or 0), _category(short, is_stdlib=stdlib))
+    category = _category(found["file"], is_stdlib=found["file"].endswith(".py"))
+    return Frame(found["name"], found["file"], int(found["line"] or 0), category)
 
 
 def speedscope(flames: Mapping[str, Flame], title: str) -> dict[str, Any]:
@@ -225,26 +217,12 @@ def speedscope(flames: Mapping[str, Flame], title: str) -> dict[str, Any]:
     profiles = []
     for flame in flames.values():
         samples = [[numbers.setdefault(frame, len(numbers)) for frame in stack] for stack, _ in flame.samples]
-        profiles.append(
-            {
-                "type": "sampled",
-                "name": flame.name,
-                "unit": "seconds",
-                "startValue": 0,
-                "endValue": flame.seconds,
-                "samples": samples,
-                "weights": [weight for _, weight in flame.samples],
-            }
-        )
+        weights = [weight for _, weight in flame.samples]
+        span = {"unit": "seconds", "startValue": 0, "endValue": sum(weights)}
+        profiles.append({"type": "sampled", "name": flame.name, **span, "samples": samples, "weights": weights})
     frames = [{"name": f.name, "file": f.file, "line": f.line} if f.file else {"name": f.name} for f in numbers]
-    return {
-        "$schema": SCHEMA,
-        "name": title,
-        "exporter": f"llm-worker-rbee {__version__}",
-        "activeProfileIndex": 0,
-        "shared": {"frames": frames},
-        "profiles": profiles,
-    }
+    head = {"$schema": SCHEMA, "name": title, "exporter": f"llm-worker-rbee {__version__}", "activeProfileIndex": 0}
+    return {**head, "shared": {"frames": frames}, "profiles": profiles}
 
 
 WIDTH, MARGIN, ROW, TOP, BOTTOM = 1200, 10, 18, 58, 28
@@ -272,10 +250,6 @@ class Node:
     frame: Frame
     seconds: float = 0.0
     children: dict[tuple[str, str], Node] = field(default_factory=dict)
-
-    @property
-    def depth(self) -> int:
-        return 1 + max((one.depth for one in self.children.values()), default=0)
 
 
 def build_tree(flame: Flame) -> Node:

@@ -32,14 +32,9 @@ KERNEL_CACHE_VARIABLES = ("TRITON_CACHE_DIR", "LLM_WORKER_KERNEL_CACHE")  # of t
 
 
 def run(
-    recorder: Recorder,
-    progress: Progress,
-    model: Path,
-    repetitions: int,
-    options: dict[str, Any] | None = None,
-    *,
+    recorder: Recorder, progress: Progress, model: Path, repetitions: int, options: dict[str, Any] | None = None, *,
     compile_kernels: bool = False,
-) -> None:
+) -> None:  # fmt: skip
     """Start the worker repeatedly, cold and warm in turn; `options` are those of LLM.
 
     A first start, kept apart, compiles kernels that are not cached yet.
@@ -67,7 +62,10 @@ def run(
 
 def _prepare_page_cache(files: list[Path], cache: str, details: dict[str, Any]) -> None:
     if cache == "warm":
-        _read_files(files)
+        for file in files:
+            with file.open("rb") as source:
+                while source.read(READ_SIZE):
+                    pass
         return
     processes.drop_pages(files)
     cached = processes.cached_fraction(files)
@@ -76,13 +74,6 @@ def _prepare_page_cache(files: list[Path], cache: str, details: dict[str, Any]) 
     if cached is not None and cached > MAX_CACHED_WHEN_COLD:
         largest = max(filter(None, known))
         details["warning"] = f"{largest:.0%} of the file stayed in the page cache: cold is not wholly cold"
-
-
-def _read_files(files: list[Path]) -> None:
-    for file in files:
-        with file.open("rb") as source:
-            while source.read(READ_SIZE):
-                pass
 
 
 def _start(settings: dict[str, Any], variables: dict[str, str] | None = None) -> dict[str, Any]:

@@ -44,15 +44,11 @@ def main() -> None:
 
 def device_memory(llm: LLM) -> dict[str, int]:
     """Return bytes on the GPU; `device_spare` is what the process took beside weights and KV cache, by the driver."""
-    weights, kv_cache, peak = (
-        llm.model.ops.weight_bytes(llm.checkpoint),
-        llm.capacity.bytes,
-        llm.model.ops.peak_memory(),
-    )
+    ops = llm.model.ops
+    weights, kv_cache, peak = ops.weight_bytes(llm.checkpoint), llm.capacity.bytes, ops.peak_memory()
     sizes = {"weights": weights, "kv_cache": kv_cache, "graphs": llm.graph_bytes, **peak}
-    return {f"device_{name}": size for name, size in sizes.items()} | {
-        "device_spare": peak["process"] - weights - kv_cache
-    }
+    sizes["spare"] = peak["process"] - weights - kv_cache
+    return {f"device_{name}": size for name, size in sizes.items()}
 
 
 def decode_many_sizes(llm: LLM) -> None:

@@ -52,7 +52,7 @@ def test_cached_fraction_follows_reads_and_drops(tmp_path: Path) -> None:
     file, empty = tmp_path / "file", tmp_path / "empty"
     file.write_bytes(bytes(3_000_001))
     empty.write_bytes(b"")
-    load._read_files([file, empty])
+    load._prepare_page_cache([file, empty], "warm", {})
     part = processes.cached_fraction([file, empty])
     if part is None:
         pytest.skip("this system does not tell what is in its file cache")
