@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,33 +39,29 @@ class ChildFailedError(WorkerError):
     code = "PEER_FAILED"
 
 
+@dataclass(eq=False)
 class ChildProcess:
     """A child that stays alive between requests, so that its model is loaded once."""
 
-    def __init__(
-        self,
-        name: str,
-        command: Sequence[str],
-        env: Mapping[str, str] | None = None,
-        timeout_s: float = 600.0,
-        cwd: str | None = None,
-    ) -> None:
-        self.name, self.timeout_s = name, timeout_s
-        self._command, self._env, self._cwd = list(command), None if env is None else dict(env), cwd
-        self._process: subprocess.Popen[bytes] | None = None
-        self._buffer = b""
+    name: str
+    command: Sequence[str]
+    env: Mapping[str, str] | None = None
+    timeout_s: float = 600.0
+    cwd: str | None = None
+    _process: subprocess.Popen[bytes] | None = None
+    _buffer: bytes = b""
 
     def start(self, key: str = "version") -> dict[str, Any]:
         """Start the process and return its greeting, which must have `key`."""
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115
         try:
             self._process = subprocess.Popen(
-                self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, env=self._env,
-                cwd=self._cwd, start_new_session=True,  # Ctrl-C is for the benchmark, which ends its children
+                self.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, env=self.env,
+                cwd=self.cwd, start_new_session=True,  # Ctrl-C is for the benchmark, which ends its children
             )  # fmt: skip
         except OSError as error:
             self._errors.close()
-            raise ChildFailedError(f"{self.name} cannot be started: {error.strerror}: {self._command[0]}") from error
+            raise ChildFailedError(f"{self.name} cannot be started: {error.strerror}: {self.command[0]}") from error
         return self._receive(key)
 
     def request(self, message: Mapping[str, Any], key: str) -> dict[str, Any]:

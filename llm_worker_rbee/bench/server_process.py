@@ -54,39 +54,33 @@ class ServingError(WorkerError):
     status = 503
 
 
+@dataclass(eq=False)
 class ServerProcess:
     """Run a server as a child process for the length of a block: on entry it is healthy, and `url` is known.
 
     Without a `url` the server prints it. `error` is raised if the server fails, with the last lines that it printed.
     """
 
-    def __init__(
-        self,
-        name: str,
-        command: Sequence[str],
-        timeout_s: float,
-        *,
-        url: str = "",
-        env: Mapping[str, str] | None = None,
-        shutdown_s: float = SHUTDOWN_S,
-        max_error_lines: int = MAX_ERROR_LINES,
-        error: type[WorkerError] = ServingError,
-    ) -> None:
-        self.name, self.url, self.timeout_s = name, url, timeout_s
-        self._command, self._env, self._shutdown_s = list(command), env, shutdown_s
-        self._max_error_lines, self._error = max_error_lines, error
+    name: str
+    command: Sequence[str]
+    timeout_s: float
+    url: str = ""
+    env: Mapping[str, str] | None = None
+    shutdown_s: float = SHUTDOWN_S
+    max_error_lines: int = MAX_ERROR_LINES
+    error: type[WorkerError] = ServingError
 
     def __enter__(self) -> ServerProcess:
         self._output: IO[bytes] = tempfile.TemporaryFile()
         stdout = self._output if self.url else subprocess.PIPE
         try:
             self._process = subprocess.Popen(
-                self._command, stdin=subprocess.DEVNULL, stdout=stdout, stderr=self._output, env=self._env,
+                self.command, stdin=subprocess.DEVNULL, stdout=stdout, stderr=self._output, env=self.env,
                 start_new_session=True,  # Ctrl-C ends the benchmark; SIGTERM ends the server
             )  # fmt: skip
         except OSError as error:
             self._output.close()
-            raise self._error(f"{self.name} cannot be started: {error.strerror}") from None
+            raise self.error(f"{self.name} cannot be started: {error.strerror}") from None
         try:
             self._wait_until_healthy(time.monotonic() + self.timeout_s)
         except BaseException:
@@ -97,13 +91,13 @@ class ServerProcess:
     def __exit__(self, *_: object) -> None:
         self._process.terminate()
         try:
-            self._process.wait(self._shutdown_s)
+            self._process.wait(self.shutdown_s)
         except BaseException as error:  # it does not end, or Ctrl-C
             self._process.kill()
             self._process.wait()
             if not isinstance(error, subprocess.TimeoutExpired):
                 raise
-            raise self._error(f"{self.name} did not end within {self._shutdown_s:g} s of SIGTERM") from None
+            raise self.error(f"{self.name} did not end within {self.shutdown_s:g} s of SIGTERM") from None
         finally:
             if self._process.stdout is not None:
                 self._process.stdout.close()
@@ -117,7 +111,7 @@ class ServerProcess:
         """Raise with the last lines that it printed if the server has ended."""
         status = self._process.poll()
         if status is not None:
-            raise self._error(describe_exit(self.name, status, self._printed(), self._max_error_lines))
+            raise self.error(describe_exit(self.name, status, self._printed(), self.max_error_lines))
 
     def _wait_until_healthy(self, deadline: float) -> None:
         self.url = self.url or self._read_url(deadline)
@@ -138,14 +132,14 @@ class ServerProcess:
                 raise self._late("printed no URL")
             part = os.read(source, 1 << 12)
             if not part:
-                self._process.wait(self._shutdown_s)
+                self._process.wait(self.shutdown_s)
                 self.require_alive()
             output += part
         return found[0].decode()
 
     def _late(self, what: str) -> WorkerError:
-        lines = last_lines(self._printed(), self._max_error_lines)
-        return self._error(f"{self.name} {what} within {self.timeout_s:g} s{lines}")
+        lines = last_lines(self._printed(), self.max_error_lines)
+        return self.error(f"{self.name} {what} within {self.timeout_s:g} s{lines}")
 
     def _printed(self) -> bytes:
         self._output.seek(0)

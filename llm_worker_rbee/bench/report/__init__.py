@@ -10,11 +10,10 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from .. import baseline
 from ..baseline import SPEED_UNITS, Comparison, commit_name, machine_speeds, model_name
@@ -34,16 +33,14 @@ TITLES = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class RunFile:
+class RunFile(NamedTuple):
     """A run, and the name of its file."""
 
     name: str
     run: Run
 
 
-@dataclass(frozen=True, slots=True)
-class RunGroup:
+class RunGroup(NamedTuple):
     """Runs of one kind, model and machine, oldest first."""
 
     title: str
