@@ -49,7 +49,7 @@ def test_stream_chunks_join_to_completion(tiny_llm: LLM) -> None:
 def test_stream_resumes_after_break(tiny_llm: LLM) -> None:
     expected = tiny_llm.generate("Hello", **FIXED)
     stream = tiny_llm.stream("Hello", **FIXED)
-    assert stream.so_far().tokens == [], "asked before the first token"
+    assert stream.so_far().tokens == [], "called before the first token"
     seen: list[Chunk] = []
     for chunk in stream:
         seen.append(chunk)
@@ -57,7 +57,7 @@ def test_stream_resumes_after_break(tiny_llm: LLM) -> None:
             break
     assert stream.so_far().tokens == expected.tokens[:3]
     assert same(stream.completion(), expected)
-    assert same(stream.completion(), expected), "asking again changes nothing"
+    assert same(stream.completion(), expected), "a second call changes nothing"
     assert list(stream) == []
 
 
@@ -195,12 +195,12 @@ def test_prompt_too_long_raises_with_both_sizes(extra: int, tiny_llm: LLM) -> No
         tiny_llm.stream([1] * length)
 
 
-@pytest.mark.parametrize("asked", [119, 10**12])
-def test_max_tokens_too_large_raises_with_all_sizes(asked: int, tiny_llm: LLM) -> None:
+@pytest.mark.parametrize("requested", [119, 10**12])
+def test_max_tokens_too_large_raises_with_all_sizes(requested: int, tiny_llm: LLM) -> None:
     with pytest.raises(
-        ContextLengthError, match=rf"10 tokens.*max_tokens is {asked}.*{tiny_llm.max_context}"
+        ContextLengthError, match=rf"10 tokens.*max_tokens is {requested}.*{tiny_llm.max_context}"
     ) as caught:
-        tiny_llm.generate([1] * 10, max_tokens=asked)
+        tiny_llm.generate([1] * 10, max_tokens=requested)
     assert caught.value.field == "max_tokens"
 
 
@@ -261,10 +261,10 @@ def test_notebook_example_works(tiny_file: Path) -> None:
     assert LLM.stream.__doc__
 
 
-@pytest.mark.parametrize("asked", [0, -1, 10**9, "64", 2.5, True])
-def test_max_context_beyond_model_raises(tiny_file: Path, asked: Any) -> None:
+@pytest.mark.parametrize("requested", [0, -1, 10**9, "64", 2.5, True])
+def test_max_context_beyond_model_raises(tiny_file: Path, requested: Any) -> None:
     with pytest.raises(InvalidRequestError, match="max_context is") as caught:
-        LLM(str(tiny_file), max_context=asked)
+        LLM(str(tiny_file), max_context=requested)
     assert caught.value.field == "max_context"
 
 

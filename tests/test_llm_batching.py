@@ -171,7 +171,7 @@ def test_interrupt_during_step_leaves_usable_model(where: str, llm: LLM, monkeyp
 
 
 def test_two_interrupts_leave_usable_model(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first where nothing is written, the second in the middle of the books."""
+    """The first where nothing is written, the second while the scheduler changes its state."""
     whole = llm.generate("Hello", **FIXED).tokens
     stream = llm.stream("Hello", **FIXED)
     next(stream)
@@ -198,8 +198,10 @@ def test_speculative_decoding_does_not_change_outputs(tiny_file: Path, llm: LLM)
     for one in (guessing, modelled):
         assert [c.tokens for c in one.generate([*PROMPTS, repeated], **FIXED)] == [c.tokens for c in plain]
         assert is_free(one)
-    books = modelled.engine.scheduler
-    assert books.stats.num_drafted_tokens == books.stats.num_accepted_tokens > 0  # it guesses for itself
+    scheduler = modelled.engine.scheduler
+    assert (
+        scheduler.stats.num_drafted_tokens == scheduler.stats.num_accepted_tokens > 0
+    )  # the model is its own draft model
 
 
 def test_draft_model_with_other_vocabulary_raises(tiny_file: Path, tmp_path: Path) -> None:
@@ -231,7 +233,7 @@ def test_small_kv_cache_serves_all_and_refuses_too_long(tiny_file: Path, llm: LL
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "message"),
     [
         ({"max_batch": 0}, "max_batch is 0"),
         ({"target_itl_ms": -1}, "target_itl_ms is -1"),
@@ -242,7 +244,7 @@ def test_small_kv_cache_serves_all_and_refuses_too_long(tiny_file: Path, llm: LL
         ({"kv_memory": -5}, "kv_memory is -5"),
     ],
 )
-def test_bad_engine_settings_raise_with_name(settings: dict[str, Any], told: str, tiny_file: Path) -> None:
-    with pytest.raises(InvalidRequestError, match=told) as caught:
+def test_bad_engine_settings_raise_with_name(settings: dict[str, Any], message: str, tiny_file: Path) -> None:
+    with pytest.raises(InvalidRequestError, match=message) as caught:
         LLM(tiny_file, **settings)
     assert caught.value.field == next(iter(settings))

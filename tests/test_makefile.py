@@ -28,9 +28,9 @@ def make(folder: Path, *args: str) -> str:
 
 def steps(folder: Path) -> list[str]:
     """What `make demo` would do, without doing it."""
-    told = make(folder, "-n", "demo")
+    output = make(folder, "-n", "demo")
     known = {"make": "Making the environment", "install": "Installing the core", "run": "-m llm_worker_rbee run"}
-    return [step for step, text in known.items() if text in told]
+    return [step for step, text in known.items() if text in output]
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""`make browser`: Chromium is installed under CI as root where it is missing, never otherwise; a failure is told."""
+"""`make browser`: Chromium is installed under CI as root where it is missing only; a failure is reported."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ def make_browser(
 
 
 def test_browser_under_ci_as_root_is_installed_once(tmp_path: Path) -> None:
-    told, calls = make_browser(tmp_path, ci="true", user=0, present=False)
-    assert "Installing chromium" in told
-    assert "warning" not in told
+    output, calls = make_browser(tmp_path, ci="true", user=0, present=False)
+    assert "Installing chromium" in output
+    assert "warning" not in output
     assert [call.split()[0] for call in calls] == ["update", "-o"]
     assert "install -y -qq --no-install-recommends chromium" in calls[1]
 
@@ -54,6 +54,6 @@ def test_browser_outside_ci_is_not_installed(tmp_path: Path, ci: str | None, use
 
 
 def test_browser_install_failure_is_a_warning(tmp_path: Path) -> None:
-    told, calls = make_browser(tmp_path, ci="true", user=0, present=False, apt_status=100)
-    assert "warning: chromium could not be installed: the tests of pages will be skipped" in told
+    output, calls = make_browser(tmp_path, ci="true", user=0, present=False, apt_status=100)
+    assert "warning: chromium could not be installed: the tests of pages will be skipped" in output
     assert len(calls) == 1

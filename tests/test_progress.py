@@ -61,11 +61,11 @@ def test_transfer_progress_without_terminal_prints_each_quarter(capsys: pytest.C
             progress("fetching", done * 1_000_000, 1_000_000_000)
         progress("waiting", 0, None)
         progress("waiting", 0, None)
-    told = capsys.readouterr()
-    assert told.out == ""
-    assert len(told.err.splitlines()) == 6
-    assert told.err.splitlines()[-1] == "waiting"
-    assert "fetching: 250.0 MB of 1.00 GB" in told.err
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert len(captured.err.splitlines()) == 6
+    assert captured.err.splitlines()[-1] == "waiting"
+    assert "fetching: 250.0 MB of 1.00 GB" in captured.err
 
 
 def shown_on_a_terminal(term: str) -> bytes:

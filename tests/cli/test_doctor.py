@@ -86,7 +86,7 @@ def test_cache_path_that_is_no_folder_warns(spawn: Run, tmp_path: Path, place: s
 
 
 def test_cache_below_read_only_folder_warns(spawn: Run, tmp_path: Path) -> None:
-    # /proc refuses everybody, root too; elsewhere a folder without the right to write refuses all but root
+    # /proc refuses every user, root too; elsewhere a folder without the right to write refuses all but root
     closed = Path("/proc/self") if Path("/proc/self").exists() else tmp_path
     if closed == tmp_path:
         closed.chmod(0o500)

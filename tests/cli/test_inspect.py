@@ -125,7 +125,7 @@ def test_unknown_architecture_without_tensors_is_reported(cli: Run, tmp_path: Pa
     ("changes", "reason"),
     [
         ({"tokenizer.ggml.model": "whatever"}, "whatever"),
-        ({"tokenizer.ggml.pre": "nobody"}, "nobody"),
+        ({"tokenizer.ggml.pre": "no-such-pre"}, "no-such-pre"),
         ({"tokenizer.ggml.tokens": ["only one"]}, ""),
     ],
 )

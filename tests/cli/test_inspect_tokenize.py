@@ -104,7 +104,7 @@ def test_jsonl_answers_each_line_at_once(tiny: Path, tokenizer: Tokenizer) -> No
 
 
 def test_tokenize_folder_without_weights(cli: Run, tmp_path: Path) -> None:
-    """A tokenizer alone, and beside a config of an architecture that nobody knows."""
+    """A tokenizer alone, and beside a config of an unknown architecture."""
     library = tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0, "b": 1, "ab": 2}, [("a", "b")]))
     library.decoder = tokenizers.decoders.ByteLevel()
     library.save(str(tmp_path / "tokenizer.json"))

@@ -23,7 +23,7 @@ def llm(tiny: Path) -> LLM:
     return LLM(tiny)
 
 
-def asked(cli: Run, *args: str | Path, stdin: bytes = b"") -> dict[str, object]:
+def run_json(cli: Run, *args: str | Path, stdin: bytes = b"") -> dict[str, object]:
     done = cli("run", "--json", *args, stdin=stdin)
     assert (done.returncode, done.stderr) == (0, b"")
     assert done.stdout.count(b"\n") == 1
@@ -47,7 +47,7 @@ def test_run_gives_answer_of_python_api(cli: Run, tiny: Path, llm: LLM) -> None:
     done = cli("run", "héllo", "--system", "Be brief.", "-m", tiny, "-n", "12", "--seed", "3")
     assert done.returncode == 0
     assert done.stdout.decode().removesuffix("\n") == expected.text.removesuffix("\n")
-    answer = asked(cli, "héllo", "--system", "Be brief.", "-m", tiny, "-n", "12", "--seed", "3")
+    answer = run_json(cli, "héllo", "--system", "Be brief.", "-m", tiny, "-n", "12", "--seed", "3")
     assert answer["prompt_tokens"] == expected.prompt_tokens
     assert answer["tokens"] == expected.tokens
     assert answer["text"] == expected.text
@@ -56,7 +56,9 @@ def test_run_gives_answer_of_python_api(cli: Run, tiny: Path, llm: LLM) -> None:
 
 
 def test_run_json_has_documented_fields(cli: Run, tiny: Path, llm: LLM) -> None:
-    answer = asked(cli, "--raw", "hello", "-m", tiny, "-n", "5", "--logprobs", "3", "--echo", "-t", "0", "--ignore-eos")
+    answer = run_json(
+        cli, "--raw", "hello", "-m", tiny, "-n", "5", "--logprobs", "3", "--echo", "-t", "0", "--ignore-eos"
+    )
     expected = llm.generate("hello", max_tokens=5, temperature=0.0, logprobs=3, prompt_logprobs=True, ignore_eos=True)
     assert set(answer) == {
         "model", "prompt_tokens", "tokens", "text", "finish_reason", "stop_sequence", "logprobs", "prompt_logprobs",
@@ -82,11 +84,11 @@ def test_run_json_has_documented_fields(cli: Run, tiny: Path, llm: LLM) -> None:
 
 
 def test_run_json_omits_what_was_not_requested(cli: Run, tiny: Path) -> None:
-    answer = asked(cli, "hello", "-m", tiny, "-n", "2")
+    answer = run_json(cli, "hello", "-m", tiny, "-n", "2")
     assert answer["logprobs"] is None
     assert "prompt_logprobs" not in answer
     assert isinstance(answer["seed"], int)
-    again = asked(cli, "hello", "-m", tiny, "-n", "2", "--seed", str(answer["seed"]))
+    again = run_json(cli, "hello", "-m", tiny, "-n", "2", "--seed", str(answer["seed"]))
     assert again["tokens"] == answer["tokens"]
 
 
@@ -95,17 +97,17 @@ def test_prompt_from_argument_file_and_stdin(cli: Run, tiny: Path, tmp_path: Pat
     file.write_bytes(b" he\r\n\n")
     options = ("-m", tiny, "-n", "1")
     raw = {
-        "argument": asked(cli, "--raw", " he\r\n\n", *options),
-        "file": asked(cli, "--raw", "--file", file, *options),
-        "stdin": asked(cli, "--raw", *options, stdin=b" he\r\n\n\n"),  # one newline is dropped
-        "dash": asked(cli, "--raw", "-", *options, stdin=b" he\r\n\n\n"),
-        "argument beats stdin": asked(cli, "--raw", " he\r\n\n", *options, stdin=b"other"),
+        "argument": run_json(cli, "--raw", " he\r\n\n", *options),
+        "file": run_json(cli, "--raw", "--file", file, *options),
+        "stdin": run_json(cli, "--raw", *options, stdin=b" he\r\n\n\n"),  # one newline is dropped
+        "dash": run_json(cli, "--raw", "-", *options, stdin=b" he\r\n\n\n"),
+        "argument beats stdin": run_json(cli, "--raw", " he\r\n\n", *options, stdin=b"other"),
     }
     for source, answer in raw.items():
         assert answer["prompt_tokens"] == llm.tokenize(" he\r\n\n"), source
     message = llm.tokenize(llm.apply_chat_template([{"role": "user", "content": " he\r\n"}]), parse_special=True)
-    assert asked(cli, "--file", file, *options)["prompt_tokens"] == message
-    assert asked(cli, *options, stdin=b" he\r\n\n")["prompt_tokens"] == message
+    assert run_json(cli, "--file", file, *options)["prompt_tokens"] == message
+    assert run_json(cli, *options, stdin=b" he\r\n\n")["prompt_tokens"] == message
 
 
 def test_prompt_that_is_not_utf8_is_rejected(cli: Run, tiny: Path, tmp_path: Path) -> None:
@@ -121,31 +123,31 @@ def test_prompt_that_is_not_utf8_is_rejected(cli: Run, tiny: Path, tmp_path: Pat
 
 def test_raw_prompt_special_tokens(cli: Run, tiny: Path) -> None:
     options = ("--raw", "<|im_end|>", "-m", tiny, "-n", "1")
-    plain = asked(cli, *options)["prompt_tokens"]
+    plain = run_json(cli, *options)["prompt_tokens"]
     assert isinstance(plain, list)
     assert len(plain) == len("<|im_end|>")
-    assert asked(cli, *options, "--special")["prompt_tokens"] == [2]
+    assert run_json(cli, *options, "--special")["prompt_tokens"] == [2]
 
 
 def test_stop_strings_and_logit_bias(cli: Run, tiny: Path, llm: LLM) -> None:
     letter = llm.tokenizer.token_id("Q")
     assert letter is not None
     forced = ("--raw", "x", "-m", tiny, "-n", "4", "--logit-bias", f"{letter}=100", "-t", "0")
-    assert asked(cli, *forced)["text"] == "QQQQ"
-    answer = asked(cli, *forced, "--stop", "no", "--stop", "QQ")
+    assert run_json(cli, *forced)["text"] == "QQQQ"
+    answer = run_json(cli, *forced, "--stop", "no", "--stop", "QQ")
     assert (answer["text"], answer["finish_reason"], answer["stop_sequence"]) == ("", "stop", "QQ")
     past = cli("run", "--raw", "x", "-m", tiny, "--logit-bias", "99999=1")
     assert (past.returncode, past.stdout) == (1, b"")
 
 
 def test_eos_is_no_token_of_the_answer(cli: Run, tiny: Path) -> None:
-    answer = asked(cli, "--raw", "x", "-m", tiny, "--logit-bias", "2=100", "-t", "0")
+    answer = run_json(cli, "--raw", "x", "-m", tiny, "--logit-bias", "2=100", "-t", "0")
     assert (answer["tokens"], answer["text"], answer["finish_reason"]) == ([], "", "stop")
 
 
 def test_default_max_tokens_fits_context(cli: Run, tiny: Path) -> None:
     options = ("--raw", "x", "-m", tiny, "--max-context", "8", "--ignore-eos")
-    answer = asked(cli, *options)
+    answer = run_json(cli, *options)
     assert isinstance(answer["tokens"], list)
     assert len(answer["tokens"]) == 7
     named = cli("run", *options, "-n", "8")
@@ -176,14 +178,14 @@ def test_chat_template_from_file_and_missing(cli: Run, tiny: Path, tmp_path: Pat
     assert b"--chat-template" in done.stderr
     template = tmp_path / "template.jinja"
     template.write_text("<<{{ messages[0].content }}>>")
-    answer = asked(cli, "hi", "-m", bare, "--chat-template", template, "-n", "1")
+    answer = run_json(cli, "hi", "-m", bare, "--chat-template", template, "-n", "1")
     assert answer["prompt_tokens"] == llm.tokenize("<<hi>>")
 
 
 def test_run_prints_draft_stats(cli: Run, tiny: Path) -> None:
     ask = ("run", "--raw", "abc", "-m", tiny, "-n", "11", "-t", "0", "--ignore-eos", "--draft-model", tiny)
     report = json.loads(cli(*ask, "--draft-tokens", "2", "--json").stdout)["speculative"]
-    assert report == {"drafted": 6, "accepted": 6}  # the model itself guesses: 1 token, three times 3, 1
+    assert report == {"drafted": 6, "accepted": 6}  # the model itself drafts: 1 token, three times 3, 1
     shown = cli(*ask, "--draft-tokens", "2").stderr.decode()
     assert " · drafts 100% accepted (6 of 6), 2.20 tokens a step · length\n" in shown
     assert " · no drafts · length\n" in cli(*ask[:5], "-n", "1", "--speculative", "ngram").stderr.decode()

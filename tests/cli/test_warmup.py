@@ -54,7 +54,7 @@ def test_warmup_usage_errors(cli: Run, tiny: Path) -> None:
 
 def test_warmup_unusable_cache_folder_is_an_error(spawn: Run, tiny: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    asked = spawn("warmup", tiny, env={"LLM_WORKER_KERNEL_CACHE": str(tmp_path / "file" / "kernels")})
-    assert asked.returncode == 1
-    assert b"kernels cannot be kept" in asked.stderr
-    assert b"LLM_WORKER_KERNEL_CACHE" in asked.stderr
+    done = spawn("warmup", tiny, env={"LLM_WORKER_KERNEL_CACHE": str(tmp_path / "file" / "kernels")})
+    assert done.returncode == 1
+    assert b"kernels cannot be kept" in done.stderr
+    assert b"LLM_WORKER_KERNEL_CACHE" in done.stderr

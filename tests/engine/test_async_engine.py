@@ -137,7 +137,7 @@ def test_scheduler_failure_finishes_all_requests_and_engine_recovers(
 ) -> None:
     async def main() -> None:
         engine = engine_of(model)
-        monkeypatch.setattr(engine, "_async_scheduler", None)  # on a GPU a step that is begun asks no scheduler
+        monkeypatch.setattr(engine, "_async_scheduler", None)  # on a GPU a launched step calls no scheduler
         async with AsyncEngine(engine) as async_engine:
             stream = async_engine.submit(request([1, 2], 400))
             await stream.next_outputs()

@@ -22,7 +22,7 @@ from tests.helpers import engine_runs
 
 
 class PendingTokens:
-    """Tokens that are there, and told when they are asked for; now and then nobody is sure."""
+    """Tokens that are there when `result` is called; None where the device was undecided."""
 
     def __init__(self, tokens: Any, is_sure: bool, own: Any = None) -> None:
         self.tokens = tokens
@@ -31,8 +31,8 @@ class PendingTokens:
     def result(self) -> list[int] | None:
         if not self._is_sure:
             return None
-        told: list[int] | None = self.tokens.tolist() if self._own is None else self._own.result()
-        return told
+        tokens: list[int] | None = self.tokens.tolist() if self._own is None else self._own.result()
+        return tokens
 
 
 class SyncBackend:
@@ -74,7 +74,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Transformer:
     return engine_runs.load(engine_runs.small_file(tmp_path_factory.mktemp("ahead") / "small.gguf", "F32"))
 
 
-def asked(seed: int) -> list[Request]:
+def make_requests(seed: int) -> list[Request]:
     draw = random.Random(seed)
     prefix = [draw.randrange(50) for _ in range(20)]
     made = []
@@ -90,10 +90,10 @@ def asked(seed: int) -> list[Request]:
 
 
 def run(engine: Engine, seed: int) -> list[tuple[list[int], Any]]:
-    """Everybody, arriving and leaving as the seed says; what each had said, and how it ended."""
-    draw, waiting, said = random.Random(seed + 1), asked(seed), []
-    everybody = list(waiting)
-    leaves = {id(one): draw.randint(1, 30) for one in everybody if draw.random() < 0.2}
+    """Run all requests, which arrive and are aborted as the seed says; return tokens and finish reason of each."""
+    draw, waiting, results = random.Random(seed + 1), make_requests(seed), []
+    requests = list(waiting)
+    leaves = {id(one): draw.randint(1, 30) for one in requests if draw.random() < 0.2}
     ended: dict[int, Any] = {}
     while waiting or engine.has_work:
         while waiting and (draw.random() < 0.3 or not engine.has_work):
@@ -101,13 +101,13 @@ def run(engine: Engine, seed: int) -> list[tuple[list[int], Any]]:
         outputs: list[StepOutput] = engine.step() if engine.has_work else []
         for output in outputs:
             ended[id(output.request)] = output.finish_reason
-        for one in everybody:  # by what it has said, which does not depend on the pace
+        for one in requests:  # by its number of tokens, which does not depend on timing
             if not one.is_finished and len(one.tokens) >= leaves.get(id(one), 1 << 30):
                 engine.abort(one)
                 one.ids = one.ids[: one.num_prompt_tokens + leaves[id(one)]]
-    for one in everybody:
-        said.append((one.tokens, ended.get(id(one))))
-    return said
+    for one in requests:
+        results.append((one.tokens, ended.get(id(one))))
+    return results
 
 
 @pytest.mark.parametrize("unsure", [0.0, 0.2])
@@ -152,15 +152,15 @@ def test_failed_device_step_finishes_only_its_requests(model: Transformer, monke
 
 
 def test_next_step_is_launched_before_tokens_are_collected(model: Transformer, monkeypatch: pytest.MonkeyPatch) -> None:
-    device, told = AsyncBackend(model.ops), []
+    device, launched = AsyncBackend(model.ops), []
     engine = Engine(replace(model, ops=device), EngineConfig(max_context=112, n_blocks=64))
     engine.add(Request([1, 2], SamplingParams(temperature=0), 6, 0, frozenset()))
     result = PendingTokens.result
-    monkeypatch.setattr(PendingTokens, "result", lambda later: told.append(device.num_launched) or result(later))
+    monkeypatch.setattr(PendingTokens, "result", lambda later: launched.append(device.num_launched) or result(later))
     while engine.has_work:
         engine.step()
-    assert told == [2, 3, 4, 5, 5]  # a prompt of two tokens is no such step; nothing is begun past the end
-    assert np.all(np.diff(told) >= 0)
+    assert launched == [2, 3, 4, 5, 5]  # a prompt of two tokens is no such step; nothing is begun past the end
+    assert np.all(np.diff(launched) >= 0)
 
 
 def test_interrupt_while_collecting_loses_no_token(model: Transformer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,8 +168,8 @@ def test_interrupt_while_collecting_loses_no_token(model: Transformer, monkeypat
     ahead, plain = (
         Engine(replace(model, ops=ops), config) for ops in (AsyncBackend(model.ops), SyncBackend(model.ops))
     )
-    asked = [Request([1, 2], SamplingParams(temperature=0), 12, 0, frozenset()) for _ in range(2)]
-    for engine, request in zip((ahead, plain), asked, strict=True):
+    requests = [Request([1, 2], SamplingParams(temperature=0), 12, 0, frozenset()) for _ in range(2)]
+    for engine, request in zip((ahead, plain), requests, strict=True):
         engine.add(request)
         for _ in range(4):
             engine.step()
@@ -184,18 +184,18 @@ def test_interrupt_while_collecting_loses_no_token(model: Transformer, monkeypat
     for engine in (ahead, plain):
         while engine.has_work:
             engine.step()
-    assert asked[0].tokens == asked[1].tokens
+    assert requests[0].tokens == requests[1].tokens
     assert ahead.scheduler.pool.num_free == 64
 
 
 def test_async_scheduling_continues_with_waiting_requests(model: Transformer) -> None:
-    """All rows are taken, so nobody comes in before somebody ends: steps go on being begun."""
+    """All batch slots are taken, so no request is admitted before another ends: steps go on being launched."""
     device = AsyncBackend(model.ops)
     engine = Engine(replace(model, ops=device), EngineConfig(max_context=112, n_blocks=64, max_batch=2, debug=True))
-    asked = [Request([i + 1, 2], SamplingParams(temperature=0), 20, 0, frozenset()) for i in range(6)]
-    for request in asked:
+    requests = [Request([i + 1, 2], SamplingParams(temperature=0), 20, 0, frozenset()) for i in range(6)]
+    for request in requests:
         engine.add(request)
     while engine.has_work:
         engine.step()
-    assert all(len(request.tokens) == 20 for request in asked)
+    assert all(len(request.tokens) == 20 for request in requests)
     assert device.num_launched > 3 * 15

@@ -1,4 +1,4 @@
-"""Who owns which block: sharing, what is forgotten first, and counts that are true."""
+"""Blocks of requests: sharing, the order of eviction, reference counts."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_match_returns_longest_cached_prefix() -> None:
     pool.release(first)
     pool.check([second])
     assert pool.num_free == 8 - 4
-    assert pool.match(names("a", "b", "c")) == first, "a block that nobody uses keeps its contents"
+    assert pool.match(names("a", "b", "c")) == first, "a free block keeps its contents"
 
 
 def test_eviction_takes_least_recent_and_last_block_first() -> None:

@@ -1,4 +1,4 @@
-"""The engine without a model: the books are real, the words are given; and a step that can be held, to see what a
+"""The engine without a model: the scheduler is real, the tokens are given; and a step that can be held, to see what a
 cancelled request leaves behind."""
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """The engine on real models: several choices, log-probabilities, deadlines, failures inside a step, a cache that is far
-too small, and guesses."""
+too small, and drafts."""
 
 from __future__ import annotations
 
@@ -185,15 +185,15 @@ def test_failed_step_finishes_only_its_requests(model: Transformer, error: Excep
     assert not failures
     ended = [listener.outputs[request][-1] for request in requests]
     assert [output.finish_reason for output in ended] == ["error", "error", "length", "length"]
-    told = ended[0].error
+    reported = ended[0].error
     if isinstance(error, MemoryError):
-        assert isinstance(told, InsufficientMemoryError)
-        assert "use a smaller kv_memory" in str(told)
+        assert isinstance(reported, InsufficientMemoryError)
+        assert "use a smaller kv_memory" in str(reported)
     else:
-        assert isinstance(told, InferenceError)
-        assert told is error or type(error).__name__ in str(told) or str(told) == str(error)
-    assert str(error) in f"{told} {told.__cause__}", "the cause is there for who looks"
-    assert told is not ended[1].error
+        assert isinstance(reported, InferenceError)
+        assert reported is error or type(error).__name__ in str(reported) or str(reported) == str(error)
+    assert str(error) in f"{reported} {reported.__cause__}", "the cause is kept"
+    assert reported is not ended[1].error
     assert requests[2].num_cached_tokens == 0, "what a broken step computed is not to be found"
     assert answers(listener, requests[2:]) == [alone(model, question) for question in questions[2:]]
 
@@ -307,7 +307,7 @@ def test_prefill_is_chunked_to_token_budget_beside_decodes(model: Transformer) -
     assert len(talker.tokens) == 2
     served.abort(talker)
     served.step()
-    assert len(reader.tokens) == 1, "nobody waits: all the rest at once"
+    assert len(reader.tokens) == 1, "no request decodes: all the rest at once"
 
 
 def test_token_budget_observes_only_prefill_steps(model: Transformer) -> None:
@@ -322,7 +322,7 @@ def test_token_budget_observes_only_prefill_steps(model: Transformer) -> None:
     assert served.token_budget.seconds_per_token == known
 
 
-# ---- guesses
+# ---- drafts
 
 
 @pytest.fixture(scope="module")
@@ -335,14 +335,16 @@ def parrot(tmp_path_factory: pytest.TempPathFactory) -> Transformer:
 
 def test_ngram_drafter_saves_steps_on_repetition(parrot: Transformer) -> None:
     question = Question((*b"abcdefgab",), 100, GREEDY)
-    plain, guessing = engine(parrot), engine(parrot, speculative="ngram", draft_tokens=8)
+    plain, drafting = engine(parrot), engine(parrot, speculative="ngram", draft_tokens=8)
     first, second = question.request(), question.request()
-    assert run(plain, first).answer(first) == run(guessing, second).answer(second)
-    books = guessing.scheduler
+    assert run(plain, first).answer(first) == run(drafting, second).answer(second)
+    scheduler = drafting.scheduler
     assert plain.num_steps == 100
-    assert guessing.num_steps < 20
-    assert books.stats.num_accepted_tokens > 0.9 * books.stats.num_drafted_tokens > 70
-    assert books.stats.num_accepted_tokens + guessing.num_steps == 100, "each token was a right guess or came of a step"
+    assert drafting.num_steps < 20
+    assert scheduler.stats.num_accepted_tokens > 0.9 * scheduler.stats.num_drafted_tokens > 70
+    assert scheduler.stats.num_accepted_tokens + drafting.num_steps == 100, (
+        "each token was an accepted draft or came of a step"
+    )
 
 
 def test_drafts_stop_at_max_total_tokens(parrot: Transformer) -> None:
@@ -371,8 +373,8 @@ def test_ngram_drafts_do_not_change_outputs(mumbler: Transformer, draft_tokens: 
     requests = [question.request() for question in questions]
     served = engine(mumbler, speculative="ngram", draft_tokens=draft_tokens)
     assert answers(run(served, *requests), requests) == [alone(mumbler, question) for question in questions]
-    books = served.scheduler
-    assert 50 < books.stats.num_accepted_tokens < books.stats.num_drafted_tokens - 50
+    scheduler = served.scheduler
+    assert 50 < scheduler.stats.num_accepted_tokens < scheduler.stats.num_drafted_tokens - 50
     assert sum(len(request.tokens) for request in requests) > 9 * 60
 
 
@@ -406,7 +408,7 @@ def test_scored_prompts_share_max_scored_tokens(model: Transformer) -> None:
 @pytest.mark.parametrize("n_blocks", [128, 9])  # roomy, and with preemptions
 @pytest.mark.parametrize("twin", [True, False])
 def test_draft_model_does_not_change_outputs(model: Transformer, tmp_path: Path, twin: bool, n_blocks: int) -> None:
-    """The model itself guesses right nearly always, whatever is drawn; another random one hardly ever."""
+    """The model itself drafts right nearly always, whatever is drawn; another random one hardly ever."""
     guesser = model if twin else load(small_file(tmp_path / "other.gguf", "Q4_1", seed=5))
     questions = [ask(20 + 5 * (i % 3), 30, i % 3, **(DRAWN if i % 2 else GREEDY)) for i in range(6)]
     questions = [replace(question, sample_index=i) for i, question in enumerate(questions)]
@@ -414,8 +416,8 @@ def test_draft_model_does_not_change_outputs(model: Transformer, tmp_path: Path,
     served.drafter = DraftModel(guesser, served.config, model.config.vocab_size)
     requests = [question.request() for question in questions]
     assert answers(run(served, *requests), requests) == [alone(model, question) for question in questions]
-    books = served.scheduler
-    assert books.stats.num_drafted_tokens > 50
-    share = books.stats.num_accepted_tokens / books.stats.num_drafted_tokens
+    scheduler = served.scheduler
+    assert scheduler.stats.num_drafted_tokens > 50
+    share = scheduler.stats.num_accepted_tokens / scheduler.stats.num_drafted_tokens
     assert share > 0.9 if twin else share < 0.5
-    assert (books.stats.num_preemptions > 0) == (n_blocks == 9)
+    assert (scheduler.stats.num_preemptions > 0) == (n_blocks == 9)

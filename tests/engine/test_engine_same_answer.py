@@ -1,6 +1,5 @@
-"""Same request, same answer: tokens and log-probabilities are the same bits as when a request is alone, whoever else is
-there, however prompts are cut, whatever was cached, whoever was sent away, and with any number of threads. On a GPU
-this is the mode that `--deterministic` asks for."""
+"""Same request, same output: tokens and log-probabilities are the same bits as when a request is alone, for any batch,
+chunking, prefix hit, preemption, abort and number of threads. On a GPU this is the mode of `--deterministic`."""
 
 from __future__ import annotations
 
@@ -35,8 +34,8 @@ PER_SEED = 30 if DEVICE == "cpu" else 8
 LONGEST_TROUBLE = 100  # steps; a prompt that is read token by token must come to its end some time
 
 
-class Asked:
-    """A model, questions, and the answers that they must get."""
+class Workload:
+    """A model, requests, and the outputs that they must get."""
 
     def __init__(self, model: Transformer, questions: list[Question]) -> None:
         self.model, self.questions = model, questions
@@ -49,10 +48,12 @@ class Asked:
 
 
 @pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Asked]:
+def small(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Workload]:
     folder = tmp_path_factory.mktemp("same")
     models = {kind: load(small_file(folder / f"{kind}.gguf", kind, seed), *KV_TYPES) for seed, kind in enumerate(KINDS)}
-    return {kind: Asked(model, some_questions(24, 160, (1, 90), i)) for i, (kind, model) in enumerate(models.items())}
+    return {
+        kind: Workload(model, some_questions(24, 160, (1, 90), i)) for i, (kind, model) in enumerate(models.items())
+    }
 
 
 def some_settings(rng: random.Random, largest: int) -> dict[str, Any]:
@@ -88,14 +89,14 @@ def disturb(rng: random.Random, engine: Engine, mates: list[Request]) -> None:
 
 
 def play(
-    rng: random.Random, asked: Asked, kv_type: str, most: int, steps: int, guesser: Transformer | None = None
+    rng: random.Random, workload: Workload, kv_type: str, most: int, steps: int, draft_model: Transformer | None = None
 ) -> Engine:
     """One schedule: some questions and some mates that will be sent away, each arriving at its own time."""
-    which = rng.sample(range(len(asked.questions)), rng.randint(most // 3, most))
-    chosen = [asked.questions[i] for i in which]
-    made = engine(asked.model, kv_type, **some_settings(rng, max(len(q.prompt) + q.max_tokens for q in chosen)))
-    if guesser is not None and made.config.speculative == "off" and rng.random() < 0.5:
-        made.drafter = DraftModel(guesser, made.config, asked.model.config.vocab_size, kv_type)
+    which = rng.sample(range(len(workload.questions)), rng.randint(most // 3, most))
+    chosen = [workload.questions[i] for i in which]
+    made = engine(workload.model, kv_type, **some_settings(rng, max(len(q.prompt) + q.max_tokens for q in chosen)))
+    if draft_model is not None and made.config.speculative == "off" and rng.random() < 0.5:
+        made.drafter = DraftModel(draft_model, made.config, workload.model.config.vocab_size, kv_type)
     requests = [q.request(priority=rng.choice((0, 0, 1))) for q in chosen]
     mates = [rng.choice(chosen).request(priority=rng.choice((0, -1))) for _ in range(rng.randint(0, 2))]
     arrivals = sorted(((rng.randrange(steps), i, r) for i, r in enumerate(requests + mates)), reverse=True)
@@ -111,30 +112,30 @@ def play(
         assert step < 3_000, "it comes to no end"
     require_idle(made)
     for i, request in zip(which, requests, strict=True):
-        assert listener.answer(request) == asked.answer(i, kv_type), f"question {i}"
+        assert listener.answer(request) == workload.answer(i, kv_type), f"question {i}"
     return made
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_same_output_under_random_schedules_small_model(small: dict[str, Asked], seed: int) -> None:
+def test_same_output_under_random_schedules_small_model(small: dict[str, Workload], seed: int) -> None:
     rng = random.Random(seed)
     seen = dict.fromkeys(("preempted", "hit", "accepted", "rejected"), 0)
     for _ in range(PER_SEED):
         kind, kv_type = rng.choice(KINDS), rng.choice(("float32", *KV_TYPES))
-        books = play(rng, small[kind], kv_type, most=12, steps=25, guesser=small[KINDS[0]].model).scheduler
-        seen["preempted"] += books.stats.num_preemptions
-        seen["hit"] += books.stats.num_hit_tokens
-        seen["accepted"] += books.stats.num_accepted_tokens
-        seen["rejected"] += books.stats.num_drafted_tokens - books.stats.num_accepted_tokens
+        scheduler = play(rng, small[kind], kv_type, most=12, steps=25, draft_model=small[KINDS[0]].model).scheduler
+        seen["preempted"] += scheduler.stats.num_preemptions
+        seen["hit"] += scheduler.stats.num_hit_tokens
+        seen["accepted"] += scheduler.stats.num_accepted_tokens
+        seen["rejected"] += scheduler.stats.num_drafted_tokens - scheduler.stats.num_accepted_tokens
     assert all(seen.values()), f"these schedules show nothing: {seen}"
 
 
 @pytest.fixture(scope="module")
-def real(default_model: Path) -> Asked:
+def real(default_model: Path) -> Workload:
     model = load(default_model, "float32", resolve_kv_type(select_backend(DEVICE)))
-    return Asked(model, some_questions(12, model.config.vocab_size, (4, 70)))
+    return Workload(model, some_questions(12, model.config.vocab_size, (4, 70)))
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_same_output_under_random_schedules_default_model(real: Asked, seed: int) -> None:
+def test_same_output_under_random_schedules_default_model(real: Workload, seed: int) -> None:
     play(random.Random(seed), real, resolve_kv_type(select_backend(DEVICE)) if seed else "float32", most=12, steps=10)

@@ -109,7 +109,7 @@ def test_plan_kv_cache_unknown_memory_gives_one_context() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "expected"),
     [
         ({"kv_memory": 2 * 10**9, "available": 10**9}, ("2.00 GB", "1.00 GB")),
         ({"kv_memory": 10**6}, ("128 tokens take 5.9 MB", "kv_memory is 1.0 MB")),
@@ -119,10 +119,10 @@ def test_plan_kv_cache_unknown_memory_gives_one_context() -> None:
         ({"available": 0}, ("128 tokens take 5.9 MB", "0.0 kB of memory are free")),
     ],
 )
-def test_plan_kv_cache_too_large_raises_with_both_sizes(options: dict[str, Any], told: tuple[str, ...]) -> None:
+def test_plan_kv_cache_too_large_raises_with_both_sizes(options: dict[str, Any], expected: tuple[str, ...]) -> None:
     with pytest.raises(InsufficientMemoryError) as caught:
         plan_kv_cache(SMOL, max_batch=64, **{"available": 10**10, **options})
-    for part in told:
+    for part in expected:
         assert part in str(caught.value)
 
 
@@ -163,7 +163,7 @@ def test_available_memory_respects_cgroup_limit() -> None:
 
 def test_available_memory_of_device_backend_is_device_memory() -> None:
     class Device:
-        """What is asked of a backend on a GPU."""
+        """What planning reads of a backend on a GPU."""
 
         free_memory = staticmethod(lambda: 10 * 10**9)
 

@@ -74,13 +74,13 @@ def test_sample_rows_copy_every_parameter() -> None:
 
 def test_draft_row_equals_row_after_accepting() -> None:
     options: dict[str, Any] = {"repetition_penalty": 1.3, "repeat_last_n": 3, "frequency_penalty": 0.5, "seed": 8}
-    guessing = request([1, 2], [7], **options)
-    guessing.drafts = [9, 7]
+    drafting = request([1, 2], [7], **options)
+    drafting.drafts = [9, 7]
     said = [sample_row(request([1, 2], [7, 9, 7][:n], **options)) for n in (1, 2, 3)]
-    for row, plain in zip(sample_rows(guessing), said, strict=True):
+    for row, plain in zip(sample_rows(drafting), said, strict=True):
         assert as_dict(row) == as_dict(plain)
-    guessing.drafts = []
-    assert as_dict(sample_row(guessing)) == as_dict(said[0]), "guesses leave nothing behind"
+    drafting.drafts = []
+    assert as_dict(sample_row(drafting)) == as_dict(said[0]), "drafts leave nothing behind"
 
 
 def as_dict(row: SampleRow) -> dict[str, Any]:
@@ -96,9 +96,9 @@ def test_sample_frequencies_follow_probabilities() -> None:
     logits = some_logits(6, vocab=40)
     row: dict[str, Any] = {"temperature": 1.3, "top_k": 30, "top_p": 0.95}
     keep = reference_sampling.keep_mask(logits[0].astype(np.float64) / 1.3, SampleRow(**row))
-    chances = torch.softmax(torch.from_numpy(np.where(keep, logits[0] / 1.3, -np.inf)).double(), -1).numpy()
+    probabilities = torch.softmax(torch.from_numpy(np.where(keep, logits[0] / 1.3, -np.inf)).double(), -1).numpy()
     draws = ops.sample(np.repeat(logits, 20_000, 0), [SampleRow(**row, seed=99, position=i) for i in range(20_000)])
-    counts, expected = np.bincount(draws, minlength=40), chances * 20_000
+    counts, expected = np.bincount(draws, minlength=40), probabilities * 20_000
     assert not counts[~keep].any()
     assert expected[keep].min() > 20
     degrees = int(keep.sum()) - 1

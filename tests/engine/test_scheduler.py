@@ -1,4 +1,4 @@
-"""Which tokens are computed when, on paper (books.py): sharing, order, preemption, and nothing held by who has left."""
+"""Which tokens are computed when, without a model (paper_scheduler.py): sharing, order, preemption, freed blocks."""
 
 from __future__ import annotations
 
@@ -145,16 +145,16 @@ def test_long_prefill_does_not_stall_short_prompt() -> None:
     long = paper.request(spread(300), 2)
     paper.step(16)
     short, other = paper.request(spread(6, 400), 2), paper.request(spread(40, 500), 2)
-    assert paper.tokens_of(paper.step(16)) == {long: 8 + 2, short: 4, other: 2}  # what nobody took goes to the first
+    assert paper.tokens_of(paper.step(16)) == {long: 8 + 2, short: 4, other: 2}  # what is left goes to the first
     assert paper.tokens_of(paper.step(16)) == {long: 8 + 3, short: 2, other: 3}
     assert len(paper.answers[short]) == 1
     paper.run(16)
     paper.require_answers()
 
 
-@pytest.mark.parametrize(("asked", "most"), [(512, scheduling.MIN_PREFILL_TOKENS), (5, 5)])
-def test_prefill_progresses_with_tiny_budget(asked: int, most: int) -> None:
-    paper = PaperScheduler(max_step_tokens=asked)
+@pytest.mark.parametrize(("max_step_tokens", "most"), [(512, scheduling.MIN_PREFILL_TOKENS), (5, 5)])
+def test_prefill_progresses_with_tiny_budget(max_step_tokens: int, most: int) -> None:
+    paper = PaperScheduler(max_step_tokens=max_step_tokens)
     for _ in range(6):
         paper.request([1], 40)
     paper.step()
@@ -166,12 +166,12 @@ def test_prefill_progresses_with_tiny_budget(asked: int, most: int) -> None:
 
 def test_equal_priority_is_first_come_first_served() -> None:
     paper = PaperScheduler(max_batch=2, prefix_cache=False)
-    everybody = [paper.request(spread(6, 10 * i), 3) for i in range(5)]
+    requests = [paper.request(spread(6, 10 * i), 3) for i in range(5)]
     seen: list[Request] = []
     while paper.scheduler.has_work:
         seen += [s.request for s in paper.step(4) if s.request not in seen]
-    assert seen == everybody
-    assert list(paper.finished) == everybody
+    assert seen == requests
+    assert list(paper.finished) == requests
     paper.require_answers()
 
 
@@ -227,21 +227,21 @@ def test_no_preemption_where_it_makes_too_little_room() -> None:
 
 def test_growing_request_preempts_last_and_outputs_are_same() -> None:
     paper = PaperScheduler(n_blocks=8, prefix_cache=False)
-    everybody = [paper.request(spread(7, 20 * i), 18) for i in range(3)]
+    requests = [paper.request(spread(7, 20 * i), 18) for i in range(3)]
     paper.step()
-    assert paper.scheduler.running == everybody
+    assert paper.scheduler.running == requests
     late = paper.request(spread(3, 99), 2)
     paper.run_until(lambda: paper.scheduler.stats.num_preemptions)
-    assert everybody[2] not in paper.scheduler.running
-    assert paper.scheduler.waiting == [late, everybody[2]], "it stands before those who came later"
-    assert everybody[2].num_computed_tokens == 0
+    assert requests[2] not in paper.scheduler.running
+    assert paper.scheduler.waiting == [late, requests[2]], "it stands before those that came later"
+    assert requests[2].num_computed_tokens == 0
     paper.run()
     paper.require_answers()
-    assert next(iter(paper.finished)) is everybody[0]
+    assert next(iter(paper.finished)) is requests[0]
 
 
 def test_preempted_request_hits_its_own_blocks() -> None:
-    """Its blocks are free, and only those are lost that somebody took."""
+    """Its blocks are free, and only those are lost that another request took."""
     paper = PaperScheduler(n_blocks=6)
     paper.request(spread(7), 8)
     second = paper.request(spread(7, 50), 8)
@@ -268,7 +268,7 @@ def test_draft_blocks_are_freed_before_preemption() -> None:
     first, second = paper.request(spread(6), 9), paper.request(spread(4, 50), 4)
     paper.step()
     assert [len(r.blocks) for r in (first, second)] == [2, 1]
-    assert paper.scheduler.reserve(first, 12) == 12  # for guesses: the last free block
+    assert paper.scheduler.reserve(first, 12) == 12  # for drafts: the last free block
     paper.step()
     assert [len(r.blocks) for r in (first, second)] == [2, 2]
     assert paper.scheduler.stats.num_preemptions == 0
@@ -330,7 +330,7 @@ def test_no_preemption_where_there_is_room() -> None:
     assert paper.scheduler.stats.num_preemptions == 0
 
 
-# ---- guesses
+# ---- drafts
 
 
 def right(request: Request, n: int) -> list[int]:
@@ -342,8 +342,8 @@ def test_accepted_drafts_save_steps_and_wrong_one_is_replaced() -> None:
     paper = PaperScheduler()
     request = paper.request(spread(5), 9)
     paper.step()
-    guesses = right(request, 3)
-    request.drafts = [*guesses[:2], guesses[2] + 1]
+    drafts = right(request, 3)
+    request.drafts = [*drafts[:2], drafts[2] + 1]
     span = paper.step()[0]
     assert (span.stop - span.start, span.logits_from) == (4, 5)
     assert paper.answers[request] == answer_of(request).tokens[:4]
@@ -363,7 +363,7 @@ def test_stop_token_within_drafts_finishes_request() -> None:
     request = paper.request(prompt, 20, end=True)
     paper.step()
     said = list(request.ids)
-    for _ in range(5):  # guesses as if nothing ended
+    for _ in range(5):  # drafts as if nothing ended
         said.append(next_token(said))
     request.drafts = said[len(request.ids) :]
     paper.step()
@@ -379,7 +379,7 @@ def _end_after(prompt: list[int]) -> int:
 
 
 def test_block_of_rejected_drafts_is_not_published() -> None:
-    """The guesses fill a block; only what was right of it may be shared."""
+    """The drafts fill a block; only what was right of it may be shared."""
     paper = PaperScheduler()
     first = paper.request(spread(4), 12)
     paper.step()

@@ -1,7 +1,7 @@
-"""Anything may happen in any order: requests come and go, steps fail, guesses are right or wrong, the cache is tiny.
+"""Anything may happen in any order: requests come and go, steps fail, drafts are right or wrong, the cache is tiny.
 
-After everything the books are right and nobody reads what is not their own (books.py sees to both); from wherever it
-is, the scheduler comes to an end, and every request that was not ended from outside has said what it must.
+After every rule the scheduler's state is consistent and no request reads blocks of another (paper_scheduler.py checks
+both); from any state the scheduler comes to an end, and every request that was not aborted has the right output.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LONGEST = BLOCKS * SIZE + 1  # what fits: keys and values of the last token are 
 Prompts = st.lists(st.sampled_from(ALPHABET[:2]), min_size=1, max_size=LONGEST - 1)
 
 
-class Books(RuleBasedStateMachine):
+class SchedulerMachine(RuleBasedStateMachine):
     """A scheduler in trouble."""
 
     @initialize(batch=st.integers(1, 4), caching=st.booleans())
@@ -67,7 +67,7 @@ class Books(RuleBasedStateMachine):
         had_work = self.paper.scheduler.has_work
         assert bool(self.paper.step(budget)) == had_work
         for request in self.paper.scheduler.running:
-            if luck.random() < 0.2:  # as a model that guesses does
+            if luck.random() < 0.2:  # as a draft model does
                 room = self.paper.scheduler.reserve(request, request.num_tokens + 3)
                 assert room <= len(request.blocks) * SIZE
             request.drafts = some_drafts(luck, request, 5)
@@ -90,8 +90,8 @@ class Books(RuleBasedStateMachine):
     @rule(which=st.integers(0, 30))
     def abort(self, which: int) -> None:
         scheduler = self.paper.scheduler
-        everybody = scheduler.running + scheduler.waiting
-        request = everybody[which % len(everybody)]
+        requests = scheduler.running + scheduler.waiting
+        request = requests[which % len(requests)]
         assert scheduler.remove(request)
         assert not request.blocks
         self.ended.add(request)
@@ -124,7 +124,7 @@ class Books(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "paper"):
             return
-        # Each step brings the first in the order at least one token further, and nobody comes before it any more.
+        # Each step brings the first in the order at least one token further, and no request comes before it any more.
         most = sum(len(r.prompt) + r.max_tokens for r in self.paper.answers if r not in self.paper.finished)
         self.paper.run(1, most=most + 1)
         for request in set(self.paper.answers) - self.ended:
@@ -134,4 +134,4 @@ class Books(RuleBasedStateMachine):
 def test_scheduler_state_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scheduler, "MAX_SCORED_TOKENS", 4)  # so that short prompts are scored in several steps
     steps = settings(max_examples=200, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck))
-    run_state_machine_as_test(Books, settings=steps)
+    run_state_machine_as_test(SchedulerMachine, settings=steps)

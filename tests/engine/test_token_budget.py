@@ -54,6 +54,6 @@ def test_token_budget_limits_effect_of_one_slow_step() -> None:
 def test_token_budget_without_decodes_is_maximum() -> None:
     pace = TokenBudget(0.1, 300)
     assert pace.next_budget(has_decodes=False) == 300
-    assert 1 <= pace.next_budget(has_decodes=True) < 100, "a first guess that is large is felt"
+    assert 1 <= pace.next_budget(has_decodes=True) < 100, "a large first estimate would be felt"
     settle(pace, 1.0)
     assert pace.next_budget(has_decodes=False) == 300

@@ -1,4 +1,4 @@
-"""Real models for the engine, questions for them, and what each question is answered when it is asked alone: without
+"""Real models for the engine, questions for them, and the output of each when it runs alone: without
 engine, scheduler or batch, one request on its own cache."""
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def small_file(path: Path, kind: str, seed: int = 0) -> Path:
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked, again and again."""
+    """A prompt with its parameters, for many requests."""
 
     prompt: tuple[int, ...]
     max_tokens: int
@@ -111,7 +111,7 @@ class Listener:
 
 
 def engine(model: Transformer, kv_type: str = "float32", **options: Any) -> Engine:
-    """A roomy one, unless told otherwise. Its budget does not depend on how fast this machine is."""
+    """One with room, unless the options say otherwise. Its budget does not depend on how fast this machine is."""
     settings = {"max_context": 256, "n_blocks": 128, "target_itl_ms": 1e9, "debug": True, **options}
     return Engine(model, EngineConfig(**settings), kv_type)
 

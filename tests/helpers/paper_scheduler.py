@@ -75,7 +75,7 @@ class PaperScheduler:
     def step(
         self, budget: int = PLENTY, *, failing: bool = False, broken: Sequence[Request] = ()
     ) -> list[ScheduledTokens]:
-        """One step, its books checked before and after; `failing` as a whole, or giving nothing for the broken ones."""
+        """One step, its state checked before and after; `failing` as a whole, or giving nothing for the broken ones."""
         spans = self.scheduler.schedule(budget)
         self.scheduler.check()
         assert len({span.request for span in spans}) == len(spans), "a request is twice in a step"
@@ -147,7 +147,7 @@ class PaperScheduler:
         return sampled
 
     def _require_context(self, request: Request, length: int) -> None:
-        """All before its new tokens is still there, after everybody has written."""
+        """All before its new tokens is still there, after all requests have written."""
         for at in range(length):
             block, offset = request.blocks[at // self.config.block_size], at % self.config.block_size
             assert self.slots[block][offset] == tuple(request.ids[: at + 1]), "it reads what is not its own"
@@ -164,7 +164,7 @@ def _score(request: Request, stop: int, wanted_from: int) -> None:
 
 
 def some_drafts(rng: random.Random, request: Request, most: int) -> list[int]:
-    """Guesses, some of them right, as long as a drafter may make them."""
+    """Draft tokens, some of them right, as long as a drafter may make them."""
     room = min(most, request.num_prompt_tokens + request.max_tokens - len(request.ids) - 1)
     if request.num_computed_tokens != len(request.ids) - 1 or room <= 0:
         return []

@@ -54,9 +54,9 @@ def test_cors_similar_origins_are_refused(start: Start) -> None:
                    "https://localhost:3000"):  # fmt: skip
         assert allowed not in server.http.get("/health", headers={"origin": origin}).headers
     assert server.http.get("/health", headers={"origin": "http://localhost:3000"}).headers[allowed]
-    asks = {"origin": "http://localhost:3000", "access-control-request-method": "POST",
+    preflight = {"origin": "http://localhost:3000", "access-control-request-method": "POST",
             "access-control-request-headers": "authorization, content-type"}  # fmt: skip
-    request = server.http.build_request("OPTIONS", CHATS, headers=asks)
+    request = server.http.build_request("OPTIONS", CHATS, headers=preflight)
     del request.headers["authorization"]
     assert server.http.send(request).status_code == 200
 

@@ -25,7 +25,7 @@ SOME: list[Any] = [
     2**64, 2**64 - 1, 10**12, "x", "infer", "none", "auto", "medium", "no spaces", "a" * 64, "a" * 65, "a" *
     101, [], {}, ["a"], ["a" * 101], ["a"] * 4, ["a"] * 5, ["a"] * 17, [1], [[1]], [-1], [1, "a"], [[]], [None],
     {"1": 5}, {"1": 101}, {"x": 1}, {"1": True}, {"include_usage": True}, {"include_usage": 1}, {"type":
-    "text"}, ["text"], [{}], [{"role": "user", "content": "x"}], [{"role": "nobody", "content": "x"}], [{"role":
+    "text"}, ["text"], [{}], [{"role": "user", "content": "x"}], [{"role": "unknown", "content": "x"}], [{"role":
     "user"}], [{"role": "user", "content": [{"type": "text", "text": "x"}]}], [{"role": "user", "content": 5}],
     0.0, 5.0, -1.0, 1e300, 86_400_000, 86_400_001, "", [""], [1.0], [1.5], [[2.0]], [[True]], [[1], 1],
     [{"role": "assistant", "tool_calls": [{}]}], [{"role": "assistant", "content": None, "tool_calls": []}],
@@ -79,7 +79,7 @@ def test_replies_and_events_match_description(server: Server, described: dict[st
         require(name, server.http.get(path).json())
     require("FieldErrors", server.post("/v1/jobs", {"zap": 1}).json())
     require("OpenAIError", server.post("/v1/completions", {}).json())
-    require("Error", server.http.get("/v1/jobs/nobody").json())
+    require("Error", server.http.get("/v1/jobs/no-such-job").json())
 
 
 @pytest.mark.parametrize("body", [{"max_tokens": 1}, {"max_tokens": 1, "prompt": "a", "messages": []}, {"prompt": "a"}])

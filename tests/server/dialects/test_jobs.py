@@ -165,12 +165,14 @@ def test_job_cancel_ends_stream_with_cancelled(server: Server, way: str) -> None
     assert cancel(done).status_code == 202
     assert server.events(done) == before
     assert server.http.get(f"/v1/jobs/{done}").json()["state"] == "done"
-    unknown = cancel("nobody")
+    unknown = cancel("no-such-job")
     assert (unknown.status_code, unknown.json()["code"]) == (404, "NOT_FOUND")
     server.require_idle()
 
 
-@pytest.mark.parametrize("path", ["/v1/jobs/nobody", "/v1/jobs/nobody/stream", "/nothing", "/v1/models/other"])
+@pytest.mark.parametrize(
+    "path", ["/v1/jobs/no-such-job", "/v1/jobs/no-such-job/stream", "/nothing", "/v1/models/other"]
+)
 def test_unknown_job_is_404(server: Server, path: str) -> None:
     reply = server.http.get(path)
     assert reply.status_code == 404

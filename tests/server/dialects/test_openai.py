@@ -22,7 +22,7 @@ UNHONOURED = [
     for name, field in table.items()
     if isinstance(field.type, Enum)
 ]
-ASKED: dict[str, dict[str, Any]] = {CHATS: {"messages": CHAT}, COMPLETIONS: {"prompt": "#"}}
+BODIES: dict[str, dict[str, Any]] = {CHATS: {"messages": CHAT}, COMPLETIONS: {"prompt": "#"}}
 
 
 @pytest.mark.parametrize("path", [CHATS, COMPLETIONS])
@@ -31,13 +31,13 @@ def test_completion_optional_fields_are_accepted(server: Server, path: str) -> N
         "user": "u", "presence_penalty": 0.5, "frequency_penalty": -0.5, "top_k": 5, "min_p": 0.01, "typical_p": 0.99,
         "repetition_penalty": 1.1, "repeat_last_n": 8, "priority": -1, "timeout_ms": 60_000, "top_p": 0.9,
     }  # fmt: skip
-    reply = server.post(path, {**ASKED[path], "max_tokens": 2, **more})
+    reply = server.post(path, {**BODIES[path], "max_tokens": 2, **more})
     assert (reply.status_code, reply.json()["usage"]["completion_tokens"]) == (200, 2)
     if path == CHATS:
-        reply = server.post(path, {**ASKED[path], "max_completion_tokens": 3, "temperature": 0})
+        reply = server.post(path, {**BODIES[path], "max_completion_tokens": 3, "temperature": 0})
         assert reply.json()["usage"]["completion_tokens"] == 3
     else:
-        assert server.post(path, {**ASKED[path], "n": 2, "best_of": 2}).status_code == 200
+        assert server.post(path, {**BODIES[path], "n": 2, "best_of": 2}).status_code == 200
 
 
 @pytest.mark.parametrize(("path", "name"), UNHONOURED)
@@ -46,8 +46,8 @@ def test_unsupported_field_is_refused_unless_default(server: Server, path: str, 
     kind = (openai.CHAT if path == CHATS else openai.COMPLETION)[name].type
     assert isinstance(kind, Enum)
     for value in (*kind.allowed, None):
-        assert server.post(path, {**ASKED[path], "max_tokens": 1, name: value}).status_code == 200, value
-    error = server.post(path, {**ASKED[path], name: {"something": "else"}}).json()["error"]
+        assert server.post(path, {**BODIES[path], "max_tokens": 1, name: value}).status_code == 200, value
+    error = server.post(path, {**BODIES[path], name: {"something": "else"}}).json()["error"]
     assert (error["param"], error["code"]) == (name, "INVALID_REQUEST")
     assert name in error["message"]
 

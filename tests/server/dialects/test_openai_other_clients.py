@@ -9,13 +9,13 @@ import pytest
 
 from tests.helpers.server import Server
 
-ASKED = [{"role": "user", "content": "?"}]
+MESSAGES = [{"role": "user", "content": "?"}]
 OPTIONS: dict[str, Any] = {"temperature": 0, "max_tokens": 6}
 
 
 def answer(server: Server) -> str:
     """Return the worker's reply without a client."""
-    reply = server.post("/v1/chat/completions", {"messages": ASKED, **OPTIONS})
+    reply = server.post("/v1/chat/completions", {"messages": MESSAGES, **OPTIONS})
     said = str(reply.json()["choices"][0]["message"]["content"])
     assert len(said) == 6
     return said
@@ -40,9 +40,9 @@ def test_litellm_chat_works(server: Server, monkeypatch: pytest.MonkeyPatch) -> 
     # not among our tools: it takes 350 MB and holds the official client back at an older version
     litellm = pytest.importorskip("litellm", reason="litellm is not installed")
     given = {"api_base": f"{server.url}/v1", "api_key": "none", "num_retries": 0}
-    whole = litellm.completion(model="openai/tiny", messages=ASKED, **given, **OPTIONS)
+    whole = litellm.completion(model="openai/tiny", messages=MESSAGES, **given, **OPTIONS)
     assert (whole.choices[0].message.content, whole.usage.completion_tokens) == (answer(server), 6)
-    chunks = litellm.completion(model="openai/tiny", messages=ASKED, stream=True, **given, **OPTIONS)
+    chunks = litellm.completion(model="openai/tiny", messages=MESSAGES, stream=True, **given, **OPTIONS)
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == whole.choices[0].message.content
     with pytest.raises(litellm.exceptions.NotFoundError, match="'other'"):
-        litellm.completion(model="openai/other", messages=ASKED, **given)
+        litellm.completion(model="openai/other", messages=MESSAGES, **given)
