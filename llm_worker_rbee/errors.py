@@ -119,6 +119,11 @@ class ContextLengthError(InvalidRequestError, code="CONTEXT_LENGTH_EXCEEDED"):
     """Prompt and output do not fit into the context; the message holds the lengths."""
 
 
+def counted(number: int, noun: str) -> str:
+    """Return `1 token`, `2 tokens`."""
+    return f"{number:,} {noun}" + "s" * (number != 1)
+
+
 def human_bytes(count: int) -> str:
     """Return a number of bytes for messages, such as 1.2 kB."""
     for size, unit in ((1e3, "kB"), (1e6, "MB")):

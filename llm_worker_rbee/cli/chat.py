@@ -14,21 +14,12 @@ from typing import Annotated
 import typer
 
 from ..engine.request import SamplingParams
-from ..errors import ContextLengthError, WorkerError
+from ..errors import ContextLengthError, WorkerError, counted
 from ..generation import Completion
 from ..llm import LLM, Stream
-from .options import (
-    DEFAULT_MAX_TOKENS,
-    EngineOptions,
-    LoadOptions,
-    ModelOptions,
-    SamplingOptions,
-    gather,
-    load_model,
-    start_stream,
-)
+from .options import EngineOptions, LoadOptions, ModelOptions, SamplingOptions, gather, load_model, start_stream
 from .run import DraftStats, draft_stats, figures_line
-from .terminal import Status, argument_text, count, decode, note, one_line, stdin_lines, style, visible
+from .terminal import Status, argument_text, decode, note, one_line, stdin_lines, style, visible
 
 HELP = """\
 /reset          forget the conversation, keep the system message
@@ -161,7 +152,7 @@ class Conversation:
         before = draft_stats(self.llm)
         try:
             prompt = self.prompt(text)
-            stream = start_stream(self.llm, prompt, self.params, self.params.max_tokens or DEFAULT_MAX_TOKENS)
+            stream = start_stream(self.llm, prompt, self.params, is_reduced=True)
         except ContextLengthError as error:
             raise ContextLengthError(f"{error} (/reset starts over)") from None
         answer, stopped = self.print_answer(stream)
@@ -172,7 +163,7 @@ class Conversation:
         """Print an answer as it comes; return (its text, whether Ctrl-C stopped it)."""
         texts: list[str] = []
         status = Status()
-        status.show(f"prefill of {count(len(stream.prompt_tokens), 'token')} ...")
+        status.show(f"prefill of {counted(len(stream.prompt_tokens), 'token')} ...")
         clean = visible if sys.stdout.isatty() else str
         stopped = False
         try:
@@ -196,7 +187,7 @@ class Conversation:
             note("(stopped)")
         elif completion.finish_reason == "length":
             full = len(completion.prompt_tokens) + len(completion.tokens) >= self.llm.max_context
-            cut = f"(cut after {count(len(completion.tokens), 'token')}: --max-tokens allows more)"
+            cut = f"(cut after {counted(len(completion.tokens), 'token')}: --max-tokens allows more)"
             note("(the context is full: /reset starts over)" if full else cut)
         if not self.quiet and not stopped:
             note(figures_line(completion, drafts))
@@ -232,7 +223,7 @@ class Conversation:
         except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: an unknown ~user
             note(f"(cannot write {visible(str(path))}: {getattr(error, 'strerror', None) or error})")
             return
-        note(f"(saved {count(len(messages), 'message')} to {visible(str(path))})")
+        note(f"(saved {counted(len(messages), 'message')} to {visible(str(path))})")
 
     def help(self, rest: str) -> None:
         note(HELP)

@@ -314,11 +314,17 @@ def load_model(
     return llm
 
 
+def limit_tokens(llm: LLM, prompt: list[int], params: SamplingParams, *, is_reduced: bool = False) -> SamplingParams:
+    """Set max_tokens where it is not given, to what fits into the context at most; `is_reduced`: also a given one."""
+    if params.max_tokens is not None and not is_reduced:
+        return params
+    max_tokens = params.max_tokens or DEFAULT_MAX_TOKENS
+    return replace(params, max_tokens=max(1, min(max_tokens, llm.max_context - len(prompt))))
+
+
 def start_stream(
-    llm: LLM, prompt: list[int], params: SamplingParams, max_tokens: int | None, timeout: float | None = None
+    llm: LLM, prompt: list[int], params: SamplingParams, *, timeout: float | None = None, is_reduced: bool = False
 ) -> Stream:
-    """Start a generation of at most `max_tokens`, or what fits into the context."""
-    if max_tokens is not None:
-        params = replace(params, max_tokens=max(1, min(max_tokens, llm.max_context - len(prompt))))
+    """Start a generation with the limit of `limit_tokens`; errors name options."""
     with option_names_in_errors():
-        return llm.stream(prompt, params, timeout=timeout)
+        return llm.stream(prompt, limit_tokens(llm, prompt, params, is_reduced=is_reduced), timeout=timeout)

@@ -18,7 +18,7 @@ from typing import Annotated, Any, NamedTuple
 import typer
 
 from ..engine.request import SamplingParams, TokenLogprob
-from ..errors import InvalidRequestError, WorkerError
+from ..errors import InvalidRequestError, WorkerError, counted
 from ..generation import Completion
 from ..llm import LLM, MAX_COMPLETIONS, Stream, together
 from ..progress import request_progress, supports_ansi
@@ -26,12 +26,12 @@ from ..tokenizer import Tokenizer
 from ..tokenizer.chat_template import validate_messages
 from ..weights.hub import DEFAULT_MODEL
 from .options import (
-    DEFAULT_MAX_TOKENS,
     EngineOptions,
     LoadOptions,
     ModelOptions,
     SamplingOptions,
     gather,
+    limit_tokens,
     load_model,
     option_fields,
     start_stream,
@@ -41,7 +41,6 @@ from .terminal import (
     argument_text,
     cell,
     columns,
-    count,
     note,
     one_line,
     print_json,
@@ -199,9 +198,8 @@ def run(
         return
     (request,) = requests
     ids = prompt_options.encode(llm, request)
-    max_tokens = DEFAULT_MAX_TOKENS if params.max_tokens is None else None
-    stream = start_stream(llm, ids, params, max_tokens, output.timeout)
-    status.show(f"prefill of {count(len(ids), 'token')} ...")
+    stream = start_stream(llm, ids, params, timeout=output.timeout)
+    status.show(f"prefill of {counted(len(ids), 'token')} ...")
     try:
         if not output.as_json:
             _print_stream(stream, status, prompt_options.echo_text(llm, request) if output.echo else "")
@@ -270,7 +268,7 @@ def run_batch(
     if not output.quiet:
         note(printer.totals(seconds))
     if printer.failed:
-        raise WorkerError(f"{printer.failed} of {count(len(streams), 'answer')} failed")
+        raise WorkerError(f"{printer.failed} of {counted(len(streams), 'answer')} failed")
 
 
 def _note_before_batch(
@@ -287,9 +285,8 @@ def _start_streams(
 ) -> list[Stream]:
     """Return the streams of one prompt; a prompt that cannot be answered fails before anything is computed."""
     try:
-        ids, params = prompt_options.encode(llm, request), request.params
-        if params.max_tokens is None:
-            params = replace(params, max_tokens=max(1, min(DEFAULT_MAX_TOKENS, llm.max_context - len(ids))))
+        ids = prompt_options.encode(llm, request)
+        params = limit_tokens(llm, ids, request.params)
         return llm.streams(ids, params, output.choices, **{"timeout": output.timeout, **request.scheduling})
     except InvalidRequestError as error:
         if request.origin:
@@ -359,7 +356,7 @@ class _BatchPrinter:
         """Return `24 answers · 903 prompt tokens · 960 tokens · 2.61 s · 367.5 tokens/s`, with the drafts."""
         drafts = draft_stats(self.llm)
         parts = [
-            count(self.printed, "answer"), count(self.prompt_tokens, "prompt token"), count(self.tokens, "token"),
+            counted(self.printed, "answer"), counted(self.prompt_tokens, "prompt token"), counted(self.tokens, "token"),
             f"{seconds:.2f} s", f"{self.tokens / seconds:,.1f} tokens/s",
             *([] if drafts is None else [drafts.describe(self.tokens)]),
         ]  # fmt: skip
@@ -466,8 +463,8 @@ def figures_line(completion: Completion, drafts: DraftStats | None) -> str:
     """Return `34 prompt tokens · 21 tokens · first token 0.41 s · 4.1 tokens/s · stop`, with the drafts."""
     timings = completion.timings
     parts = [
-        count(len(completion.prompt_tokens), "prompt token"),
-        count(len(completion.tokens), "token"),
+        counted(len(completion.prompt_tokens), "prompt token"),
+        counted(len(completion.tokens), "token"),
         f"first token {timings.time_to_first_token:.2f} s",
     ]
     if timings.tokens_per_second:

@@ -5,9 +5,9 @@ import re
 import shlex
 import ssl
 import sys
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -154,7 +154,8 @@ def serve(
         return llm
 
     worker = Worker(settings, load)
-    run_server(worker, sock, settings.advertise_url or url, _banner(worker, url, key), signals, **tls)
+    ready = partial(_print_ready, worker, url, key)
+    run_server(worker, sock, settings.advertise_url or url, ready, signals, **tls)
 
 
 def _settings(wire: WireOptions, limits: LimitOptions, model: ModelOptions, key: Key | None) -> ServerSettings:
@@ -203,12 +204,9 @@ def _validate_name(name: str, option: str) -> str:
     return name
 
 
-def _banner(worker: Worker, url: str, key: Key | None) -> Callable[[], None]:
-    def ready() -> None:
-        _print_line(f"ready after {sum(worker.llm.phases.values()):.1f} s; try:")
-        _print_line("  " + _curl(worker, url, key))
-
-    return ready
+def _print_ready(worker: Worker, url: str, key: Key | None) -> None:
+    _print_line(f"ready after {sum(worker.llm.phases.values()):.1f} s; try:")
+    _print_line("  " + _curl(worker, url, key))
 
 
 def _curl(worker: Worker, url: str, key: Key | None) -> str:

@@ -134,11 +134,6 @@ def _finite(value: Any) -> Any:
     return value
 
 
-def count(number: int, noun: str) -> str:
-    """Return `1 token`, `2 tokens`."""
-    return f"{number:,} {noun}" + "s" * (number != 1)
-
-
 def decode(data: bytes, origin: str) -> str:
     """Decode UTF-8; raise an error with the place of the first wrong byte."""
     try:

@@ -10,12 +10,12 @@ import typer
 
 from ..backends import cpu_info, select_backend
 from ..backends.ops import COMPILING
-from ..errors import InvalidRequestError
+from ..errors import InvalidRequestError, counted
 from ..models import read_model_config
 from ..progress import TransferProgress, transfer_progress
 from ..weights import hub, open_checkpoint
 from .options import ComputeOptions
-from .terminal import count, note, print_json
+from .terminal import note, print_json
 
 
 def warmup(
@@ -60,10 +60,11 @@ def warmup(
                     "folder": None if folder is None else str(folder),
                     "instruction_set": cpu_info.current_isa()})  # fmt: skip
         return
+    isa = cpu_info.current_isa()
     if compiled:
-        note(f"compiled {count(compiled, 'kernel')} of {len(kernels)} in {seconds:.1f} s, for {cpu_info.current_isa()}")
+        note(f"compiled {counted(compiled, 'kernel')} of {len(kernels)} in {seconds:.1f} s, for {isa}")
     else:
-        note(f"nothing to compile: {count(len(kernels), 'kernel')} for {cpu_info.current_isa()} were there")
+        note(f"nothing to compile: {counted(len(kernels), 'kernel')} for {isa} were there")
     print(folder)
 
 

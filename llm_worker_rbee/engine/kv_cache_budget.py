@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from .. import machine
 from ..backends import Backend
 from ..config import DEVICE_SPARE_BYTES, KV_VALUE_BYTES, EngineConfig, ModelConfig
-from ..errors import InsufficientMemoryError, InvalidRequestError, human_bytes
+from ..errors import InsufficientMemoryError, InvalidRequestError, counted, human_bytes
 
 # Of the host memory that is free beside the weights. The prefix cache fills the KV cache in time; the rest is for the
 # arrays of a step, the page cache and other programs: two workers that start together on one machine still fit.
@@ -64,11 +64,11 @@ class KVCacheBudget:
     def __str__(self) -> str:
         size = f"KV cache {human_bytes(self.bytes)} ({self.kv_type}): {self.tokens:,} tokens = "
         if self.contexts >= self.max_batch:
-            return f"{size}{_counted(self.contexts, 'context')} of {self.max_context:,}, a whole one for each request"
+            return f"{size}{counted(self.contexts, 'context')} of {self.max_context:,}, a whole one for each request"
         reduced = f" (not {self.requested_context:,})" if self.is_context_reduced else ""
         return (
-            f"{size}{_counted(self.contexts, 'context')} of {self.max_context:,}{reduced}, "
-            f"or {_counted(self.requests, 'request')} of {self.tokens_each:,} each"
+            f"{size}{counted(self.contexts, 'context')} of {self.max_context:,}{reduced}, "
+            f"or {counted(self.requests, 'request')} of {self.tokens_each:,} each"
         )
 
 
@@ -169,7 +169,3 @@ def _check_context(max_context: int | None, model_context: int) -> int:
             f"max_context is {max_context!r}: it must be 1 to {model_context}, the model's context", "max_context"
         )
     return max_context
-
-
-def _counted(number: int, noun: str) -> str:
-    return f"{number:,} {noun}" + "s" * (number != 1)

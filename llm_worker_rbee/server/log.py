@@ -103,7 +103,7 @@ class JsonFormatter(logging.Formatter):
         if (known := correlation_id.get()) is not None:
             line["correlation_id"] = known
         line |= getattr(record, "figures", {})
-        if (error := _error_of(record)) is not None:
+        if record.exc_info and (error := record.exc_info[1]) is not None:
             line |= {"error": type(error).__name__, "where": _stack_places(error)}
         return msgspec.json.encode(line).decode()
 
@@ -115,7 +115,7 @@ class PrettyFormatter(logging.Formatter):
         at = datetime.fromtimestamp(record.created).strftime("%H:%M:%S")
         parts = [at, record.levelname.lower().ljust(7), _one_line(record.getMessage())]
         parts += [f"{name}={value}" for name, value in getattr(record, "figures", {}).items()]
-        if (error := _error_of(record)) is not None:
+        if record.exc_info and (error := record.exc_info[1]) is not None:
             parts += [type(error).__name__, "at", " < ".join(reversed(_stack_places(error)))]
         if (known := correlation_id.get()) is not None:
             parts.append(f"[{known}]")
@@ -140,10 +140,6 @@ def request_done(scope: Mapping[str, Any], status: int, seconds: float) -> None:
 def request_failed(error: BaseException) -> None:
     """Log an unexpected error."""
     logger.error("request failed", exc_info=error)
-
-
-def _error_of(record: logging.LogRecord) -> BaseException | None:
-    return record.exc_info[1] if record.exc_info else None
 
 
 def _stack_places(error: BaseException) -> list[str]:

@@ -12,6 +12,7 @@ import math
 import threading
 import urllib.request
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from datetime import UTC, datetime
 from typing import Any
 from urllib.parse import urlsplit
@@ -124,21 +125,15 @@ async def _post(url: str, body: Mapping[str, Any]) -> str | None:
 
 def _run_in_daemon_thread(work: Callable[[], None]) -> asyncio.Future[None]:
     """Run work in a thread that the end of the process does not wait for."""
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[None] = loop.create_future()
-
-    def finish(error: Exception | None) -> None:
-        if not done.done():
-            done.set_result(None) if error is None else done.set_exception(error)
+    done: Future[None] = Future()
+    done.set_running_or_notify_cancel()  # from now on it is not cancelled: the thread sets it in any case
 
     def run() -> None:
-        failure: Exception | None = None
         try:
             work()
+            done.set_result(None)
         except Exception as error:
-            failure = error
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(finish, failure)
+            done.set_exception(error)
 
     threading.Thread(target=run, name="post", daemon=True).start()
-    return done
+    return asyncio.wrap_future(done)

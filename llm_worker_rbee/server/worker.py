@@ -44,7 +44,7 @@ class Worker(GenerationListener):
         self.latencies = LatencyHistograms()
         self._load = load
         self._llm: LLM | None = None
-        self._encoder: PromptEncoder | None = None
+        self.encoder: PromptEncoder  # once the model is loaded
         self._engine: AsyncEngine | None = None
 
     async def start(self) -> None:
@@ -66,6 +66,7 @@ class Worker(GenerationListener):
             raise self.failure from error
         if self.state != "loading":  # stopped meanwhile
             return
+        self.encoder = PromptEncoder(self._llm, self.offload)
         self._engine = AsyncEngine(self._llm.engine)
         self._engine.start()
         self.state = "ready"
@@ -120,12 +121,6 @@ class Worker(GenerationListener):
     @property
     def is_busy(self) -> bool:
         return self.num_open > 0 or self.admission.load.waiting > 0
-
-    @property
-    def encoder(self) -> PromptEncoder:
-        if self._encoder is None:
-            self._encoder = PromptEncoder(self.llm, self.offload)
-        return self._encoder
 
     def require_model(self, name: str | None) -> None:
         """Raise unless this is the served model's name, or none."""
