@@ -107,16 +107,12 @@ class ChildProcess:
                 raise ChildFailedError(f"{self.name} did not answer within {self.timeout_s:g} s")
             part = os.read(source, 1 << 16)
             if not part:
-                raise ChildFailedError(self._describe_end())
+                status = self._process.wait(self.timeout_s)
+                self._errors.seek(0)
+                raise ChildFailedError(describe_exit(self.name, status, self._errors.read()))
             self._buffer += part
         line, _, self._buffer = self._buffer.partition(b"\n")
         return line
-
-    def _describe_end(self) -> str:
-        assert self._process is not None
-        status = self._process.wait(self.timeout_s)
-        self._errors.seek(0)
-        return describe_exit(self.name, status, self._errors.read())
 
 
 def describe_exit(name: str, status: int, stderr: bytes, max_lines: int = 1) -> str:

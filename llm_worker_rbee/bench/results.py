@@ -74,6 +74,12 @@ class Result:
         """The name, and the backend where a benchmark ran on several: unique in a run."""
         return self.name, self.fields.get("backend")
 
+    @property
+    def label(self) -> str:
+        """`name [backend]`, or the name alone."""
+        name, backend = self.key
+        return f"{name} [{backend}]" if backend else name
+
     def as_json(self) -> dict[str, Any]:
         own = {name: getattr(self, name) for name in ("name", "unit", "estimate", "low", "high", "better")}
         return {**own, **self.fields, "samples": round_samples(self.samples)}

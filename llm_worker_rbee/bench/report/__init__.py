@@ -220,7 +220,7 @@ def _change_table(changes: Sequence[Comparison], caption: str) -> Html:
         change = one.change
         interval = "" if math.isinf(change.low) else f"{change.low:+.1%} to {change.high:+.1%}"
         values = [format_value(r.estimate, r.unit) for r in (one.before, one.after)]
-        name = sections.result_label(one.after, backends)
+        name = one.after.label if backends else one.after.name
         rows.append([name, *values, f"{change.change:+.1%}", interval, badge(change.verdict)])
     return table(caption, ["", "before", "after", "change", "99% interval", "verdict"], rows, (1, 2, 3, 4))
 
@@ -236,7 +236,7 @@ def history_section(group: RunGroup, renderer: ChartRenderer) -> Html:
     for place, run in enumerate(runs):
         for r in filter(sections.is_positive, run.results):
             series = lines.setdefault((family(r.name), r.better), {})
-            series.setdefault(sections.result_label(r, backends), []).append((place, r.estimate, r.low, r.high))
+            series.setdefault(r.label if backends else r.name, []).append((place, r.estimate, r.low, r.high))
     figures = []
     for (group_name, better), found in lines.items():
         title = f"{group_name} ({better} is better)"

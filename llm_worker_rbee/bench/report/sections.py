@@ -49,12 +49,6 @@ def number(result: Result, key: str) -> float | None:
     return float(value) if type(value) in (int, float) and abs(value) < 1e300 else None
 
 
-def result_label(result: Result, backends: bool) -> str:
-    """Return the name, with its backend where a run has several."""
-    backend = result.fields.get("backend")
-    return f"{result.name} [{backend}]" if backends and backend else result.name
-
-
 def has_several_backends(results: Iterable[Result]) -> bool:
     """Return whether labels must name the backend."""
     return len({result.fields.get("backend") for result in results} - {None}) > 1
@@ -127,7 +121,7 @@ def make_table(results: Sequence[Result], caption: str) -> Html:
     head = ["", "estimate", "interval"] + ["% of limit", "bound by"] * limits + ["samples", "outliers"] * sampled
     rows: list[list[object]] = []
     for r in results:
-        row: list[object] = [result_label(r, backends), format_value(r.estimate, r.unit), format_interval(r)]
+        row: list[object] = [r.label if backends else r.name, format_value(r.estimate, r.unit), format_interval(r)]
         row += [limit_bar(r), str(r.fields.get("bound_by") or "")] if limits else []
         row += [str(len(r.samples) or ""), format_outliers(r)] if sampled else []
         rows.append(row)
@@ -349,7 +343,7 @@ def distribution_charts(run: Run, renderer: ChartRenderer) -> Html:
 
 
 def _distribution(renderer: ChartRenderer, title: str, results: Sequence[Result], backends: bool) -> Html:
-    labels = [result_label(r, backends).removeprefix(f"{title}/") for r in results]
+    labels = [(r.label if backends else r.name).removeprefix(f"{title}/") for r in results]
     description = f"distribution of the samples of {', '.join(r.name for r in results)}"
     return figure(charts.draw_distributions(renderer, title, dict(zip(labels, results, strict=True))), description)
 

@@ -148,7 +148,7 @@ def show_changes(changes: Sequence[Comparison], threshold: float, sides: tuple[s
         interval = f"{change.low:+.1%} to {change.high:+.1%}" if change.low != float("-inf") else "too few samples"
         verdict = change.verdict + (f" past {threshold:.0%}" if one.is_past(threshold) else "")
         before, after = (quantity(r.estimate, r.unit) for r in (one.before, one.after))
-        rows.append([*map(cell, (label(one.after), before, after)), f"{change.change:+.1%}", interval, verdict])
+        rows.append([*map(cell, (one.after.label, before, after)), f"{change.change:+.1%}", interval, verdict])
     print()
     head, *lines = columns(rows, right=[1, 2, 3])
     print(style(head, "bold"))
@@ -156,12 +156,6 @@ def show_changes(changes: Sequence[Comparison], threshold: float, sides: tuple[s
         print(style(line, COLOURS[one.change.verdict]))
     verdicts = [str(one.change.verdict) for one in changes]
     print("\n" + ", ".join(f"{verdicts.count(name)} {name}" for name in COLOURS))
-
-
-def label(result: Result) -> str:
-    """Return a result's name, with its backend if it has one."""
-    name, backend = result.key
-    return f"{name} [{backend}]" if backend else name
 
 
 def interval(result: Result) -> str:
