@@ -31,7 +31,7 @@ from .generation import Chunk, Completion, Generation, Timings, make_generations
 from .load import LoadOptions, LoadPhases, OnStage, load, open_tokenizer
 from .progress import request_progress
 from .tokenizer import ChatTemplate
-from .tokenizer.chat_template import Message, protect_messages, validate_messages
+from .tokenizer.chat_template import Message, validate_messages
 from .weights.hub import Progress
 
 __all__ = ["LLM", "Chunk", "Completion", "SamplingParams", "Stream", "Timings", "open_tokenizer", "together"]
@@ -89,12 +89,9 @@ class LLM:
         drafter = None
         if loaded.draft_model is not None:
             drafter = DraftModel(loaded.draft_model, engine_config, self.config.vocab_size, self.kv_type)
-        self._sync_engine = SyncEngine(Engine(self.model, engine_config, self.kv_type, drafter))
+        self.engine = Engine(self.model, engine_config, self.kv_type, drafter)
+        self._sync_engine = SyncEngine(self.engine)
         self._template_source = self.tokenizer.chat_template if chat_template is None else chat_template
-
-    @property
-    def engine(self) -> Engine:
-        return self._sync_engine.engine
 
     @property
     def backend(self) -> str:
@@ -121,7 +118,8 @@ class LLM:
         return self._template_source is not None
 
     @cached_property
-    def _template(self) -> ChatTemplate:
+    def chat_template(self) -> ChatTemplate:
+        """The chat template, compiled; raises where the model has none."""
         if self._template_source is None:
             raise ChatTemplateError(f"{self.checkpoint.path.name} has no chat template", "chat_template")
         tok = self.tokenizer
@@ -138,12 +136,11 @@ class LLM:
 
     def apply_chat_template(self, messages: Sequence[Message], **fields: Any) -> str:
         """Return the prompt that the model's chat template makes of messages."""
-        return self._template.render(validate_messages(messages), **fields)
+        return self.chat_template.render(validate_messages(messages), **fields)
 
     def tokenize_chat(self, messages: Sequence[Message], **fields: Any) -> list[int]:
         """Return the ids of that prompt. The template's control tokens are parsed; those in a message are text."""
-        prompt = self._template.render(protect_messages(self.tokenizer, validate_messages(messages)), **fields)
-        return self.tokenizer.encode(prompt, parse_special=True, protected=True)
+        return self.chat_template.encode(self.tokenizer, messages, **fields)
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None, **options: Any) -> Stream:
         """Return the completion of a prompt (text, or ids) as a stream of chunks.

@@ -195,7 +195,7 @@ def _check_threads() -> Check:
 
 def _check_threading_layer() -> Check:
     try:
-        layer = importlib.import_module("llm_worker_rbee.backends.cpu.threads").threading_layer()
+        layer = importlib.import_module("llm_worker_rbee.backends.cpu.program").threading_layer()
     except Exception as error:  # a broken installation may fail in any way
         return Check("threading layer", "warn", one_line(f"none: {error}"), OPENMP_REMEDY)
     if layer == "workqueue":

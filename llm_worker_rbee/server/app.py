@@ -130,7 +130,7 @@ class Routes:
 
     def _model(self) -> dict[str, Any]:
         return {
-            "id": self.worker.settings.names[0], "object": "model", "created": int(self.worker.started_at),
+            "id": self.worker.names[0], "object": "model", "created": int(self.worker.started_at),
             "owned_by": "llm-worker-rbee", "context_length": self.worker.llm.max_context,
         }  # fmt: skip
 
@@ -310,7 +310,7 @@ def describe_worker(worker: Worker) -> dict[str, Any]:
     """Return what `/info` replies: model, device, memory, versions."""
     llm = worker.llm
     return {
-        "model": worker.settings.names[0], "architecture": llm.config.family.name, "quant": llm.quant,
+        "model": worker.names[0], "architecture": llm.config.family.name, "quant": llm.quant,
         "parameters": sum(tensor.size for tensor in llm.checkpoint.tensors.values()),
         "context_length": llm.max_context, "backend": llm.backend, "device": llm.device, "kv_type": llm.kv_type,
         "memory": {

@@ -145,7 +145,7 @@ class PromptEncoder:
     def _encode_chat(self, messages: list[Any]) -> list[int]:
         if num_bytes(messages) > self._llm.max_context:  # a template may drop messages: its output is what counts
             self._require_text_fits(num_bytes(self._llm.apply_chat_template(messages)), "messages")
-        return self._llm.tokenize_chat(messages)
+        return self._llm.chat_template.encode(self._llm.tokenizer, messages)
 
     def _require_text_fits(self, size: int, field: str) -> None:
         context = self._llm.max_context

@@ -97,7 +97,7 @@ def heartbeat_message(worker: Worker, port: int) -> dict[str, Any]:
     """Return the body of a heartbeat."""
     return {
         "worker": {
-            "id": worker.settings.worker_id, "model_id": worker.settings.names[0], "device": worker.loaded.device,
+            "id": worker.settings.worker_id, "model_id": worker.names[0], "device": worker.loaded.device,
             "port": port, "status": worker.health()["status"], "implementation": "python", "version": __version__,
         },
         "timestamp": datetime.now(UTC).isoformat(timespec="milliseconds"),

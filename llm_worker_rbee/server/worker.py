@@ -31,7 +31,7 @@ class Worker(GenerationListener):
     """One model on the wire."""
 
     def __init__(self, settings: ServerSettings, load: Callable[[OnStage], LLM]) -> None:
-        self.settings = settings
+        self.settings, self.names = settings, settings.names
         self.state: State = "loading"
         self.started_at = time.time()  # a date; uptime comes from the monotonic clock
         self._start_clock = time.monotonic()
@@ -124,7 +124,7 @@ class Worker(GenerationListener):
 
     def require_model(self, name: str | None) -> None:
         """Raise unless this is the served model's name, or none."""
-        if name is not None and name not in self.settings.names:
+        if name is not None and name not in self.names:
             raise ModelNotFoundError(
                 f"the model {name[:100]!r} is not served here: leave model out, or see the list of models"
             )
@@ -177,7 +177,7 @@ class Worker(GenerationListener):
                 status = "stalled"
         load = self.admission.load
         return {
-            "status": status, "model": self.settings.names[0],
+            "status": status, "model": self.names[0],
             "uptime_s": round(time.monotonic() - self._start_clock, 3), "last_step_age_s": round(age, 3),
             "running": load.running, "waiting": load.waiting,
         }  # fmt: skip

@@ -86,6 +86,11 @@ class ChatTemplate:
         with self._lock:
             return self._request(self._ensure_worker(), request)
 
+    def encode(self, tokenizer: Tokenizer, messages: Sequence[Message], **fields: Any) -> list[int]:
+        """Return the ids of the prompt. The template's control tokens are parsed; those in a message are text."""
+        prompt = self.render(protect_messages(tokenizer, validate_messages(messages)), **fields)
+        return tokenizer.encode(prompt, parse_special=True, protected=True)
+
     def _ensure_worker(self) -> "subprocess.Popen[bytes]":
         """Return the process that holds the compiled template; start a new one if it has ended."""
         if self._worker is None or self._worker.poll() is not None:

@@ -18,9 +18,8 @@ from . import elementwise, forward, kv_layout, precompile, sampling
 from .attention import attention_tasks, split_work_task
 from .kv_layout import kv_type_of, layer_addresses, padded_dim
 from .linear import PackedWeight, pack_weight
-from .program import Program, Step, run_step, run_task
+from .program import Program, Step, choose_threads, run_step, run_task
 from .rope import angles_task, rope_store_task
-from .threads import choose_threads
 
 Floats = NDArray[np.float32]
 

@@ -32,9 +32,8 @@ from .attention import attention_tasks, can_quantize_output, split_work_task
 from .elementwise import ACTIVATIONS, TOKENS_PER_PIECE, HeadNormArg, NormArg, embed_task
 from .kv_layout import kv_type_of, layer_addresses, padded_dim
 from .linear import PackedWeight, linear_tasks, quantize_tasks
-from .program import Program, Step, Table, Task, new_step, pack_args, pack_floats
+from .program import Program, Step, Table, Task, new_step, pack_args, pack_floats, require_not_forked
 from .rope import angles_task, rope_store_task
-from .threads import require_not_forked
 
 Floats = NDArray[np.float32]
 Components = list[tuple[str, list[Task]]]  # name of a part of the model, and its tasks

@@ -152,7 +152,7 @@ class Job:
         assert generation is not None
         assert narrator is not None
         started_at = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
-        model = self._worker.settings.names[0]
+        model = self._worker.names[0]
         self._emit({"type": "started", "job_id": self.id, "model": model, "started_at": started_at, "seed": self._seed})
         narrator.queued(self._num_others)
         try:

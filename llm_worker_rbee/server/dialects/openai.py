@@ -331,7 +331,7 @@ class Reply:
         prefix = "chatcmpl" if self._is_chat else "cmpl"
         return {
             "id": f"{prefix}-{uuid4().hex}", "object": kind, "created": int(time.time()),
-            "model": self._worker.settings.names[0], "system_fingerprint": None,
+            "model": self._worker.names[0], "system_fingerprint": None,
         }  # fmt: skip
 
 

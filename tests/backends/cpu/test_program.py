@@ -12,7 +12,7 @@ import numba
 import pytest
 
 from llm_worker_rbee import machine
-from llm_worker_rbee.backends.cpu import threads
+from llm_worker_rbee.backends.cpu import program
 from tests.cli.conftest import write_model
 from tests.conftest import with_kernels
 
@@ -24,7 +24,7 @@ def test_launch_masks_the_pool_in_every_python_thread() -> None:
     seen = []
 
     def look(count: int) -> None:
-        with threads.launch(count):
+        with program.launch(count):
             seen.append(numba.get_num_threads())
 
     for count in (1, SEVERAL):
@@ -39,14 +39,14 @@ CONCURRENT = """
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from llm_worker_rbee import LLM
-from llm_worker_rbee.backends.cpu import threads
+from llm_worker_rbee.backends.cpu import program
 models = [LLM(sys.argv[1], threads=int(sys.argv[2])) for _ in range(2)]
 def generate(seed):
     return models[seed % 2].generate("hello", max_tokens=24, seed=seed, ignore_eos=True).tokens
 alone = [generate(seed) for seed in range(6)]
 with ThreadPoolExecutor(4) as pool:
     assert list(pool.map(generate, list(range(6)) * 3)) == alone * 3
-print(threads.threading_layer(), len(alone[0]))
+print(program.threading_layer(), len(alone[0]))
 """
 FORK = """
 import os, sys
@@ -88,13 +88,13 @@ def run(script: str, tiny: Path, **env: str) -> list[str]:
 
 @pytest.mark.parametrize("layer", ["workqueue", "omp"])
 def test_several_python_threads_generate_at_once(tiny: Path, layer: str) -> None:
-    if layer == "omp" and threads.threading_layer() != "omp":
+    if layer == "omp" and program.threading_layer() != "omp":
         pytest.skip("there is no libgomp here")
     assert run(CONCURRENT, tiny, NUMBA_THREADING_LAYER=layer) == [f"{layer} 24"]
 
 
 def test_launch_in_a_forked_child_raises_instead_of_ending_the_process(tiny: Path) -> None:
-    if threads.threading_layer() != "omp":
+    if program.threading_layer() != "omp":
         pytest.skip("there is no libgomp here: other layers survive a fork")
     early, late, parent = run(FORK, tiny)
     assert early == "8"  # before the kernels were used, a child may use them
