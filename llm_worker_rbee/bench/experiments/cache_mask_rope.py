@@ -150,23 +150,18 @@ class SeparateCaches:
         return _attend(self.rope.rotate(q), keys, values, self.masks.for_length(len(q)))
 
 
-def _arrays(shape: Shape, capacity: int) -> tuple[KVBuffers, tuple[Floats, Floats]]:
+AttentionCache = SeparateCaches | UnifiedCache
+
+
+def _make_cache(is_unified: bool, shape: Shape, capacity: int) -> AttentionCache:
+    buffers = KVBuffers.zeros(capacity, shape.n_heads, shape.head_dim)
     tables = harness.rope_tables(rope_table(shape.head_dim), 0, capacity)
-    return KVBuffers.zeros(capacity, shape.n_heads, shape.head_dim), tables
-
-
-def _make_unified(shape: Shape, capacity: int) -> UnifiedCache:
-    buffers, tables = _arrays(shape, capacity)
-    return UnifiedCache(*buffers, *tables)
-
-
-def _make_separate(shape: Shape, capacity: int) -> SeparateCaches:
-    buffers, tables = _arrays(shape, capacity)
+    if is_unified:
+        return UnifiedCache(*buffers, *tables)
     return SeparateCaches(KVStore(*buffers), RopeStore(*tables), MaskStore())
 
 
-AttentionCache = SeparateCaches | UnifiedCache
-CACHES: dict[str, Callable[[Shape, int], AttentionCache]] = {"separate": _make_separate, "unified": _make_unified}
+CACHES = {"separate": partial(_make_cache, False), "unified": partial(_make_cache, True)}
 
 
 def measure_memory(make: Callable[[], AttentionCache], inputs: tuple[Floats, Floats, Floats]) -> int:

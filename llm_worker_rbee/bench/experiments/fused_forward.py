@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from ...backends import reference
-from ...backends.ops import OPS, AttentionParams, Backend, Batch, Ints, KVLayer, RopeTable
+from ...backends.ops import OPS, AttentionParams, Batch, Ints, KVLayer, RopeTable
 from ...backends.reference import ReferenceBackend
 from ...config import ModelConfig
 from ...engine.model_runner import SingleSequence
@@ -42,34 +42,51 @@ MIN_SPEEDUP = 2.0
 PROMPT_TOKENS, DECODE_STEPS = 128, 4
 
 
-def _prepare(tensors: Sequence[Tensor]) -> Floats:
-    return np.concatenate([tensor.dequantize() for tensor in tensors])
+class DenseBackend(ReferenceBackend):
+    """The reference backend on weights that are plain float32 arrays."""
+
+    def prepare(self, tensors: Sequence[Tensor]) -> Any:
+        return np.concatenate([tensor.dequantize() for tensor in tensors])
+
+    def embed(self, table: Any, ids: Ints, scale: float = 1.0) -> Floats:
+        return table[ids] * np.float32(scale)  # type: ignore[no-any-return]
+
+    def linear(self, x: Floats, w: Any, bias: Floats | None = None) -> Floats:
+        out: Floats = x @ w.T
+        return out if bias is None else out + bias
+
+    def logits(self, x: Floats, head: Any, soft_cap: float = 0.0) -> Floats:
+        raw: Floats = x @ head.T
+        return np.float32(soft_cap) * np.tanh(raw / np.float32(soft_cap)) if soft_cap else raw
 
 
-def _embed(table: Floats, ids: Ints, scale: float = 1.0) -> Floats:
-    return table[ids] * np.float32(scale)
+@dataclass(slots=True)
+class GrowingKV:
+    """Keys and values of one layer, as long as the tokens seen: (S, kv_heads, head_dim)."""
+
+    k: Floats
+    v: Floats
 
 
-def _linear(x: Floats, w: Floats, bias: Floats | None = None) -> Floats:
-    out = x @ w.T
-    return out if bias is None else out + bias
+class GrowingCacheBackend(DenseBackend):
+    """The same with a cache without blocks: slots and block table are ignored."""
+
+    def empty_kv(self, blocks: int, block_size: int, kv_heads: int, head_dim: int, kind: str = "float32") -> Any:
+        return GrowingKV(*(np.empty((0, kv_heads, head_dim), np.float32) for _ in range(2)))
+
+    def rope_store(
+        self, q: Floats, k: Floats, v: Floats, positions: Ints, table: RopeTable, kv: Any, slots: Ints
+    ) -> Floats:
+        kv.k = np.concatenate([kv.k, reference.rope(k, positions, table)])
+        kv.v = np.concatenate([kv.v, v])
+        return reference.rope(q, positions, table)
+
+    def attention(self, q: Floats, kv: Any, batch: Batch, params: AttentionParams) -> Floats:
+        mask = harness.additive_mask(len(kv.k), batch.positions)
+        return harness.masked_attention(q, kv.k, kv.v, mask, params).reshape(q.shape[0], -1)
 
 
-def _logits(x: Floats, head: Floats, soft_cap: float = 0.0) -> Floats:
-    raw = x @ head.T
-    return np.float32(soft_cap) * np.tanh(raw / np.float32(soft_cap)) if soft_cap else raw
-
-
-def op_table(**replaced: Any) -> Backend:
-    """Return the reference backend with some ops replaced."""
-    backend = ReferenceBackend()
-    for name, function in replaced.items():
-        setattr(backend, name, function)
-    return backend
-
-
-DENSE_OPS = {"prepare": _prepare, "embed": _embed, "linear": _linear, "logits": _logits}
-DENSE = op_table(**DENSE_OPS)
+DENSE, GROWING = DenseBackend(), GrowingCacheBackend()
 
 
 def normalize(x: Floats, norm: RMSNorm) -> Floats:
@@ -177,40 +194,11 @@ def _call_cost(runner: Harness, block: Block) -> float:
     """Return the time of a block whose ops do nothing: the most that splitting it into modules can cost."""
     a = block.attention
     x = np.zeros((1, (a.n_heads + 2 * a.n_kv_heads) * a.head_dim), np.float32)
-    empty: dict[str, Any] = dict.fromkeys(OPS, lambda *_: x) | {"add_rms_norm": lambda *_: (x, x)}
-    ops, batch, kv = op_table(**empty), consecutive_batch(1, 1), KVLayer(x, x)
+    ops, batch, kv = ReferenceBackend(), consecutive_batch(1, 1), KVLayer(x, x)
+    for name in OPS:
+        setattr(ops, name, (lambda *_: (x, x)) if name == "add_rms_norm" else lambda *_: x)
     taken = runner.time_sides("calls", {"modules": lambda: block(ops, x, None, kv, batch)})
     return statistics.estimate(taken["modules"]).value
-
-
-@dataclass(slots=True)
-class GrowingKV:
-    """Keys and values of one layer, as long as the tokens seen: (S, kv_heads, head_dim)."""
-
-    k: Floats
-    v: Floats
-
-
-def _empty(blocks: int, block_size: int, kv_heads: int, head_dim: int, kind: str = "float32") -> GrowingKV:
-    return GrowingKV(*(np.empty((0, kv_heads, head_dim), np.float32) for _ in range(2)))
-
-
-def _rope_append(
-    q: Floats, k: Floats, v: Floats, positions: Ints, table: RopeTable, kv: GrowingKV, slots: Ints
-) -> Floats:
-    kv.k = np.concatenate([kv.k, reference.rope(k, positions, table)])
-    kv.v = np.concatenate([kv.v, v])
-    return reference.rope(q, positions, table)
-
-
-def _attention(q: Floats, kv: GrowingKV, batch: Batch, params: AttentionParams) -> Floats:
-    mask = harness.additive_mask(len(kv.k), batch.positions)
-    return harness.masked_attention(q, kv.k, kv.v, mask, params).reshape(q.shape[0], -1)
-
-
-GROWING = op_table(
-    **DENSE_OPS, empty_kv=_empty, rope_store=_rope_append, attention=_attention
-)  # a cache without blocks: slots and block table are ignored
 
 
 def fused_forward(
