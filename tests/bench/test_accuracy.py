@@ -51,7 +51,7 @@ def tiny_llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
 
 
 class Planted:
-    """Logits that were worked out beforehand, seeded, by the ids asked for."""
+    """Logits that were worked out beforehand, seeded, by the ids requested."""
 
     def __init__(self, vocabulary: int, noise: float) -> None:
         self.vocabulary, self.noise = vocabulary, noise
@@ -195,8 +195,8 @@ def test_run_padded_vocabulary_is_cut() -> None:
 
 
 def test_bundled_prompts_and_text_exist() -> None:
-    asked = workload.read_prompts(workload.PROMPTS)
-    assert len(asked) == len({prompt.text for prompt in asked}) == 20
+    prompts = workload.read_prompts(workload.PROMPTS)
+    assert len(prompts) == len({prompt.text for prompt in prompts}) == 20
     assert len(workload.read_text(workload.TEXT).split()) > 1000
 
 
@@ -251,8 +251,8 @@ def test_library_side_missing_is_named(tmp_path: Path) -> None:
 
 
 def test_run_transformers_agrees_on_the_same_file(tmp_path: Path) -> None:
-    told = {"rope.freq_base": 10000.0, "rope.dimension_count": 8, "attention.head_count_kv": 4, "vocab_size": 260}
-    keys = {f"llama.{key}": value for key, value in told.items()}  # whose absence transformers reads otherwise
+    written = {"rope.freq_base": 10000.0, "rope.dimension_count": 8, "attention.head_count_kv": 4, "vocab_size": 260}
+    keys = {f"llama.{key}": value for key, value in written.items()}  # whose absence transformers reads otherwise
     llm = LLM(write_model(tmp_path / "tiny.gguf", keys), kv_type="float32")
     material = EvaluationSet.encode(llm, [workload.Prompt("he said")], "a text to be read", 12)
     peer = LibrarySide("transformers", sys.executable, llm.checkpoint.path, material.max_length)

@@ -1,4 +1,4 @@
-"""The drive: what it makes is what the model answers, what is cached before a run is there, nothing else is found."""
+"""The engine harness: its outputs are the model's, what a run needs cached is cached, and nothing else is found."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.cli.conftest import write_model
 
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
-    return LLM(write_model(tmp_path_factory.mktemp("drive") / "tiny.gguf"))
+    return LLM(write_model(tmp_path_factory.mktemp("harness") / "tiny.gguf"))
 
 
 def answer(llm: LLM, prompt: list[int], tokens: int) -> list[int]:
@@ -20,22 +20,22 @@ def answer(llm: LLM, prompt: list[int], tokens: int) -> list[int]:
 
 
 def test_engine_harness_outputs_equal_llm_outputs(llm: LLM) -> None:
-    drive = EngineHarness(llm.model, 64, batch=3, seed=7)
-    prompts = [row.tolist() for row in drive.ids]
+    harness = EngineHarness(llm.model, 64, batch=3, seed=7)
+    prompts = [row.tolist() for row in harness.ids]
     assert len({tuple(p) for p in prompts}) == 3
-    assert drive.time_first_tokens([p[:40] for p in prompts]).answers == [answer(llm, p[:40], 1) for p in prompts]
+    assert harness.time_first_tokens([p[:40] for p in prompts]).answers == [answer(llm, p[:40], 1) for p in prompts]
     for depth in (20, 32, 0, 20):
-        made = drive.decode(depth, 9, 3)
+        made = harness.decode(depth, 9, 3)
         assert made.answers == [answer(llm, p[: max(1, depth)], 10)[1:] for p in prompts]
         assert (made.tokens, made.steps) == (27, 9)
-    decode_prompts = drive.decode_prompts([p[:n] for p, n in zip(prompts, (5, 1, 17), strict=True)], 12)
+    decode_prompts = harness.decode_prompts([p[:n] for p, n in zip(prompts, (5, 1, 17), strict=True)], 12)
     assert decode_prompts.answers == [answer(llm, p[:n], 12) for p, n in zip(prompts, (5, 1, 17), strict=True)]
     assert (decode_prompts.tokens, decode_prompts.steps) == (33, 11)  # all began in one step, and ended in one
 
 
 def test_prefill_computes_exactly_its_tokens(llm: LLM) -> None:
     """Whatever ran before: depths that grow and shrink, other batches, answers over the cached blocks."""
-    drive = EngineHarness(llm.model, 130, batch=3)
+    harness = EngineHarness(llm.model, 130, batch=3)
     for depth, tokens, batch in (
         (0, 40, 1),
         (96, 30, 3),
@@ -45,10 +45,10 @@ def test_prefill_computes_exactly_its_tokens(llm: LLM) -> None:
         (112, 18, 1),
         (96, 1, 3),
     ):
-        read = drive.prefill(depth, tokens, batch)
+        read = harness.prefill(depth, tokens, batch)
         assert (read.tokens, len(read.answers)) == (tokens * batch, batch)
-        drive.decode(depth // 2, 3, batch)
-        assert drive.prefill(depth, tokens, batch).tokens == tokens * batch
+        harness.decode(depth // 2, 3, batch)
+        assert harness.prefill(depth, tokens, batch).tokens == tokens * batch
     first = EngineHarness(llm.model, 64, seed=1).prefill(16, 20, 1)
     assert EngineHarness(llm.model, 64, seed=1).prefill(16, 20, 1).answers == first.answers
 
@@ -58,30 +58,30 @@ def test_prefill_steps_hold_several_sequences(llm: LLM) -> None:
 
 
 def test_decode_prompts_too_short_raises(llm: LLM) -> None:
-    drive = EngineHarness(llm.model, 32, batch=2)
+    harness = EngineHarness(llm.model, 32, batch=2)
     with pytest.raises(InvalidRequestError, match=r"2 answers of 1 tokens ended before the last began.*--tg"):
-        drive.decode_prompts([[1, 2], [3, 4]], 1)
+        harness.decode_prompts([[1, 2], [3, 4]], 1)
 
 
 def test_time_prefill_steps_of_bounded_steps(llm: LLM) -> None:
-    drive = EngineHarness(llm.model, 64, batch=3, max_step_tokens=12)
-    beside = [row[:5].tolist() for row in drive.ids[:2]]
-    took = drive.time_prefill_steps(drive.ids[2, :60].tolist(), beside, 50)
+    harness = EngineHarness(llm.model, 64, batch=3, max_step_tokens=12)
+    beside = [row[:5].tolist() for row in harness.ids[:2]]
+    took = harness.time_prefill_steps(harness.ids[2, :60].tolist(), beside, 50)
     assert len(took) >= 5  # of at most 12 tokens
     assert min(took) > 0
     with pytest.raises(
         InvalidRequestError, match=r"answers of 3 tokens ended before a prompt of 50 was prefilled.*--target"
     ):
-        drive.time_prefill_steps(drive.ids[2, 10:60].tolist(), beside, 3)
+        harness.time_prefill_steps(harness.ids[2, 10:60].tolist(), beside, 3)
 
 
 def test_speculative_outputs_are_equal_in_fewer_steps(llm: LLM) -> None:
     prompts = [row[:9].tolist() for row in EngineHarness(llm.model, 9, batch=2).ids]
     plain = EngineHarness(llm.model, 60, batch=2).decode_prompts(prompts, 40)
     for more in ({"speculative": "ngram"}, {"draft_model": llm.model, "draft_tokens": 3}):
-        drive = EngineHarness(llm.model, 60, 2, **more)  # type: ignore[arg-type]
-        guessed = drive.decode_prompts(prompts, 40)
-        assert guessed.answers == plain.answers
-        assert guessed.steps <= plain.steps
-    assert drive.engine.scheduler.stats.num_accepted_tokens == drive.engine.scheduler.stats.num_drafted_tokens > 0
-    assert guessed.steps < plain.steps / 2  # its own guesses are right
+        harness = EngineHarness(llm.model, 60, 2, **more)  # type: ignore[arg-type]
+        speculative = harness.decode_prompts(prompts, 40)
+        assert speculative.answers == plain.answers
+        assert speculative.steps <= plain.steps
+    assert harness.engine.scheduler.stats.num_accepted_tokens == harness.engine.scheduler.stats.num_drafted_tokens > 0
+    assert speculative.steps < plain.steps / 2  # its own draft tokens are all accepted

@@ -1,4 +1,4 @@
-"""Starts, in real processes: what is named, what is cold, how a failure is told."""
+"""Starts, in real processes: what is named, what is cold, how a failure is reported."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def test_run_records_every_phase_cold_and_warm(tiny: Path) -> None:
     if not processes.can_drop_pages():
         pytest.skip("this system cannot empty the file cache of a file")
     recorder = Recorder("load")
-    told: list[str] = []
-    load.run(recorder, lambda what, *_: told.append(what), tiny, 1)
+    steps: list[str] = []
+    load.run(recorder, lambda what, *_: steps.append(what), tiny, 1)
     found = {result.name: result for result in recorder.results()}
     names = {f"{phase}/{cache}" for phase in PHASES for cache in ("cold", "warm")}
     assert set(found) == names | {"interpreter", "import", "memory/import", "memory/load", "memory/peak"}
-    assert told[-2:] == ["cold start 1 of 1", "warm start 1 of 1"]
+    assert steps[-2:] == ["cold start 1 of 1", "warm start 1 of 1"]
     for name, result in found.items():
         assert result.unit == ("B" if name.startswith("memory/") else "s")
         assert len(result.samples) == (1 if name in names else 2)  # what does not read the file counts for both

@@ -110,7 +110,7 @@ def test_write_is_read_by_gguf_and_by_us(tmp_path: Path, mix: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ("llama9:Q4_0", "unknown synthetic model 'llama9': use one of llama2-7b"),
         ("llama2-7b", "is not of the form"),
@@ -121,8 +121,8 @@ def test_write_is_read_by_gguf_and_by_us(tmp_path: Path, mix: str) -> None:
         ("llama2-7b:Q4_0:x", "layers must be 1 to 32, not 'x'"),
     ],
 )
-def test_parse_invalid_name_raises(text: str, told: str) -> None:
-    with pytest.raises(InvalidRequestError, match=told):
+def test_parse_invalid_name_raises(text: str, message: str) -> None:
+    with pytest.raises(InvalidRequestError, match=message):
         parse(text)
 
 
@@ -159,8 +159,8 @@ def test_checkpoint_too_large_raises(tmp_path: Path) -> None:
 
 
 def test_checkpoint_progress_ends_at_the_total() -> None:
-    told: list[tuple[str, float, float]] = []
+    steps: list[tuple[str, float, float]] = []
     spec = Spec("small", SMALL, "Q8_0", 1)
-    synthetic.checkpoint(spec, progress=lambda *step: told.append(step))
-    assert told[-1] == ("making small:Q8_0:1", spec.nbytes, spec.nbytes)
-    assert [done for _, done, _ in told] == sorted(done for _, done, _ in told)
+    synthetic.checkpoint(spec, progress=lambda *step: steps.append(step))
+    assert steps[-1] == ("making small:Q8_0:1", spec.nbytes, spec.nbytes)
+    assert [done for _, done, _ in steps] == sorted(done for _, done, _ in steps)

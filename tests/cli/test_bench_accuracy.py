@@ -53,9 +53,9 @@ def test_accuracy_compares_with_a_baseline_of_any_machine(cli: Run, tiny: Path, 
 
 
 @pytest.mark.parametrize(
-    ("args", "status", "told"),
+    ("args", "status", "message"),
     [
-        (["--against", "nobody"], 2, "reference, transformers"),
+        (["--against", "another"], 2, "reference, transformers"),
         (["--tokens", "1"], 2, "--tokens"),
         (["--prompts", "/nonexistent"], 1, "cannot read /nonexistent"),
         (["--backend", "nothing"], 1, "unknown backend"),
@@ -64,9 +64,9 @@ def test_accuracy_compares_with_a_baseline_of_any_machine(cli: Run, tiny: Path, 
     ],
 )
 def test_accuracy_invalid_options_fail_in_one_line(
-    cli: Run, tiny: Path, args: list[str], status: int, told: str
+    cli: Run, tiny: Path, args: list[str], status: int, message: str
 ) -> None:
     done = cli("bench", "accuracy", tiny, *args)
     assert (done.returncode, done.stdout) == (status, b"")
-    assert told in done.stderr.decode()
+    assert message in done.stderr.decode()
     assert "Traceback" not in done.stderr.decode()

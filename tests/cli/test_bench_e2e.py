@@ -19,7 +19,7 @@ from .conftest import Run, environment
 SHORT = ("--pp", "8", "--tg", "3", "-r", "2")
 
 
-def asked(cli: Run, *args: str | Path) -> dict[str, Any]:
+def run_json(cli: Run, *args: str | Path) -> dict[str, Any]:
     done = cli("bench", "e2e", "--json", *args)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count(b"\n") == 1
@@ -29,7 +29,7 @@ def asked(cli: Run, *args: str | Path) -> dict[str, Any]:
 
 
 def test_e2e_json_has_the_documented_names(cli: Run, tiny: Path) -> None:
-    run = asked(cli, tiny, *SHORT)
+    run = run_json(cli, tiny, *SHORT)
     found = {one["name"]: one for one in run["results"]}
     assert set(found) == {"pp8", "tg3", "ttft", "bytes_per_token", "peak_memory"}
     for one in found.values():
@@ -66,7 +66,7 @@ def test_e2e_speculative_and_prefix_rows(cli: Run, tiny: Path) -> None:
     lines = {line.split()[0]: line for line in done.stdout.decode().splitlines() if line}
     assert lines["ttft_shared@p32"].endswith(" x shorter")
     assert re.search(r" x plain decoding, \d+% of drafts accepted, \d\.\d\d tokens a step$", lines["tg24@ngram"])
-    run = asked(cli, tiny, "--pp", "0", "--tg", "4", "-r", "1", "--draft-model", tiny)
+    run = run_json(cli, tiny, "--pp", "0", "--tg", "4", "-r", "1", "--draft-model", tiny)
     assert "tg4@draft" in {one["name"] for one in run["results"]}
     assert run["settings"]["draft_model"] == str(tiny)
 
@@ -84,7 +84,7 @@ def test_e2e_synthetic_model(spawn: Run) -> None:
 
 
 @pytest.mark.parametrize(
-    ("args", "status", "told"),
+    ("args", "status", "message"),
     [
         (("--pp", "0", "--tg", "0"), 1, b"error: nothing to measure: --pp and --tg are both 0"),
         (("--pp", "300"), 1, b"error: pp300 needs 300 tokens, the model's context has 256"),
@@ -97,10 +97,10 @@ def test_e2e_synthetic_model(spawn: Run) -> None:
         (("--speculative", "ngram", "--draft-model", "x.gguf"), 2, b"error: both --speculative and --draft-model"),
     ],
 )
-def test_e2e_invalid_options_fail(cli: Run, tiny: Path, args: tuple[str, ...], status: int, told: bytes) -> None:
+def test_e2e_invalid_options_fail(cli: Run, tiny: Path, args: tuple[str, ...], status: int, message: bytes) -> None:
     done = cli("bench", "e2e", tiny, *args)
     assert done.returncode == status
-    assert done.stderr.splitlines()[-1].startswith(told)
+    assert done.stderr.splitlines()[-1].startswith(message)
     assert done.stdout == b""
 
 
