@@ -112,14 +112,14 @@ def e2e(
 
 def _show_e2e(run: Run) -> None:
     timed = [result for result in run.results if result.samples]
-    single_values = [result for result in run.results if not result.samples]
+    single = [result for result in run.results if not result.samples]
     if run.model:
         size, threads = common.quantity(run.model["bytes"], "B"), counted(run.settings["threads"], "thread")
         print(f"{run.model['name']}, {size}, {threads}\n")
     head = ["", "RESULT", "95% INTERVAL", "OF LIMIT", "BOUND BY", "RUNS", "BESIDE"]
     common.print_table([head, *map(_e2e_row, timed)], right=[1, 3, 5])
-    if single_values:
-        counts = [[result.name.replace("_", " "), common.quantity(result.estimate, result.unit)] for result in single_values]
+    if single:
+        counts = [[result.name.replace("_", " "), common.quantity(result.estimate, result.unit)] for result in single]
         print("\n" + "\n".join(columns(counts, right=[1])))
     for name, reason in run.details.get("failed", {}).items():
         note(f"failed: {name}: {reason}")
