@@ -131,7 +131,6 @@ class LLM:
         return self.tokenizer.encode(text, add_special=add_special, parse_special=parse_special)
 
     def detokenize(self, tokens: Sequence[int], *, skip_special: bool = True) -> str:
-        """Return the text of ids."""
         return self.tokenizer.decode(tokens, skip_special=skip_special)
 
     def apply_chat_template(self, messages: Sequence[Message], **fields: Any) -> str:

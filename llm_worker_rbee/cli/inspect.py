@@ -214,20 +214,14 @@ def describe_file(
     shape = _shape_of(config) if config else _shape_from_keys(checkpoint)
     name = checkpoint.metadata.get("general.name")
     return {
-        "path": str(checkpoint.path),
-        "format": checkpoint.format,
-        "file_bytes": file_bytes,
-        "name": name if isinstance(name, str) else None,
-        "architecture": checkpoint.architecture,
-        "supported": reason is None,
-        "reason": reason,
-        "parameters": sum(tensor.size for tensor in checkpoint.tensors.values()),
-        "shape": shape,
-        "quantization": _quantization(checkpoint),
-        "tokenizer": _tokenizer(checkpoint),
+        "path": str(checkpoint.path), "format": checkpoint.format, "file_bytes": file_bytes,
+        "name": name if isinstance(name, str) else None, "architecture": checkpoint.architecture,
+        "supported": reason is None, "reason": reason,
+        "parameters": sum(tensor.size for tensor in checkpoint.tensors.values()), "shape": shape,
+        "quantization": _quantization(checkpoint), "tokenizer": _tokenizer(checkpoint),
         "memory": _memory(checkpoint, config if checkpoint.tensors else None, context or shape.get("context")),
         "fits": None if config is None or reason else _fits(checkpoint, config, context, capacity),
-    }
+    }  # fmt: skip
 
 
 def _shape_of(c: ModelConfig) -> dict[str, Any]:
@@ -263,14 +257,12 @@ def _tokenizer(checkpoint: Checkpoint) -> dict[str, Any]:
         return {"error": str(error)}
     bos = tokenizer.bos_id
     return {
-        "kind": tokenizer.kind,
-        "vocabulary": tokenizer.vocab_size,
+        "kind": tokenizer.kind, "vocabulary": tokenizer.vocab_size,
         "bos": None if bos is None else {"id": bos, "text": tokenizer.piece(bos)},
         "eos": [{"id": token, "text": tokenizer.piece(token)} for token in sorted(tokenizer.eos_ids)],
-        "add_bos": tokenizer.add_bos,
-        "add_eos": tokenizer.add_eos,
+        "add_bos": tokenizer.add_bos, "add_eos": tokenizer.add_eos,
         "chat_template": tokenizer.chat_template is not None,
-    }
+    }  # fmt: skip
 
 
 def _memory(checkpoint: Checkpoint, config: ModelConfig | None, context: int | None) -> dict[str, Any]:

@@ -139,7 +139,6 @@ class SamplingOptions:
     ignore_eos: bool = _sampling(False, None, "Continue past the end-of-text token.")
 
     def params(self, **more: Any) -> SamplingParams:
-        """Return the validated parameters."""
         stops = tuple(argument_text(text, "--stop") for text in self.stop or ())
         bias = dict(map(_parse_logit_bias, self.logit_bias or ()))
         return _check(SamplingParams, **{**vars(self), "stop": stops, "logit_bias": bias}, **more)  # type: ignore[no-any-return]
@@ -282,12 +281,9 @@ class EngineOptions(CapacityOptions):
 
 
 def load_model(
-    options: ModelOptions,
-    computing: LoadOptions,
-    status: Status,
-    engine: EngineOptions | None = None,
+    options: ModelOptions, computing: LoadOptions, status: Status, engine: EngineOptions | None = None,
     on_stage: OnStage | None = None,
-) -> LLM:
+) -> LLM:  # fmt: skip
     """Load the model, with a status line or bars; `on_stage` is called for each stage."""
     more = {} if engine is None else engine.arguments()
     computing.set_up()

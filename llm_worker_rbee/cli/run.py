@@ -135,7 +135,6 @@ class PromptOptions:
         return [{"role": "system", "content": self.system}, *request.messages()]
 
     def encode(self, llm: LLM, request: PromptRequest) -> list[int]:
-        """Return the prompt's token ids."""
         if self.raw:
             return llm.tokenize(request.text(), parse_special=self.special)
         return llm.tokenize_chat(self.messages(request))

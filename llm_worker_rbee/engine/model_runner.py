@@ -33,7 +33,6 @@ class ModelRunner:
         return forward(self.model, self.batch(scheduled), self.cache)
 
     def batch(self, scheduled: Sequence[ScheduledTokens]) -> Batch:
-        """Return the arrays of a step."""
         ids: list[int] = []
         requests, starts, stops, logits_from = zip(*scheduled, strict=True)
         for request, start, stop in zip(requests, starts, stops, strict=True):
@@ -131,7 +130,6 @@ class SingleSequence:
         return logits
 
     def batch(self, ids: list[int], start: int, *, all_logits: bool) -> Batch:
-        """Return the arrays of one step."""
         n = len(ids)
         positions = np.arange(start, start + n, dtype=np.int64)
         return Batch(

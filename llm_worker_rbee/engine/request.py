@@ -188,7 +188,6 @@ class Request:
 
     @property
     def tokens(self) -> list[int]:
-        """The output tokens."""
         return self.ids[self.num_prompt_tokens :]
 
     @property

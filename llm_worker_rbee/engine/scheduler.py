@@ -51,7 +51,6 @@ class Scheduler:
         return bool(self.running or self.waiting)
 
     def add(self, request: Request) -> None:
-        """Queue a request."""
         request.is_finished = False
         if self.pool.caching:
             size = self.config.block_size

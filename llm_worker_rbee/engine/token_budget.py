@@ -22,7 +22,6 @@ class TokenBudget:
         self.seconds_per_token: float | None = None
 
     def next_budget(self, has_decodes: bool) -> int:
-        """Return the tokens of the next step."""
         if not has_decodes:
             return self.max_tokens
         if self.seconds_per_token is None:

@@ -134,7 +134,6 @@ class Admission:
         return left[count - 1] if count <= len(left) else left[-1] * count / len(left)
 
     def add(self, request: Request) -> None:
-        """Count a submitted request."""
         self._requests.add(request)
 
     def remove(self, request: Request) -> None:

@@ -198,7 +198,6 @@ class Routes:
         return EventStream(source, ping_s=self.worker.settings.ping_s, headers=headers or {}, on_end=on_end)
 
     def table(self) -> list[Route]:
-        """Return paths, handlers and methods."""
         routes: list[tuple[str, Callable[[Request], Any], str]] = [
             ("/", self.page, "GET"), ("/openapi.json", self.openapi, "GET"), ("/health", self.health, "GET"),
             ("/v1/ready", self.ready, "GET"), ("/info", self.info, "GET"), ("/metrics", self.metrics, "GET"),

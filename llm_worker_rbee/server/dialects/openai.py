@@ -64,6 +64,12 @@ COMMON: dict[str, Field] = {
     "ignore_eos": Field(Boolean(), False),
     **SAMPLING,
 }
+NOT_IN_CHAT: dict[str, tuple[Any, ...]] = {  # known fields that are not honoured, with the values that change nothing
+    "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],), "function_call": ("none", "auto"),
+    "parallel_tool_calls": (True, False), "response_format": ({"type": "text"},), "modalities": (["text"],),
+    "service_tier": ("auto", "default"), "store": (False,), "metadata": ({},), "audio": (), "prediction": (),
+    "reasoning_effort": ("none",), "verbosity": ("medium",), "web_search_options": (),
+}  # fmt: skip
 CHAT: dict[str, Field] = {
     **COMMON,
     "messages": Field(Messages(), required=True, is_secret=True),
@@ -71,21 +77,7 @@ CHAT: dict[str, Field] = {
     "max_completion_tokens": Field(integer(1)),
     "logprobs": Field(Boolean(), False),
     "top_logprobs": Field(integer(0, MAX_LOGPROBS)),
-    "tools": _unsupported([]),
-    "tool_choice": _unsupported("none", "auto"),
-    "functions": _unsupported([]),
-    "function_call": _unsupported("none", "auto"),
-    "parallel_tool_calls": _unsupported(True, False),
-    "response_format": _unsupported({"type": "text"}),
-    "modalities": _unsupported(["text"]),
-    "service_tier": _unsupported("auto", "default"),
-    "store": _unsupported(False),
-    "metadata": _unsupported({}),
-    "audio": _unsupported(),
-    "prediction": _unsupported(),
-    "reasoning_effort": _unsupported("none"),
-    "verbosity": _unsupported("medium"),
-    "web_search_options": _unsupported(),
+    **{name: _unsupported(*allowed) for name, allowed in NOT_IN_CHAT.items()},
     "safety_identifier": Field(Text()),
     "prompt_cache_key": Field(Text()),
 }
