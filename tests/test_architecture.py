@@ -53,9 +53,7 @@ LAZY_MODULES = {
     "__main__.py": "errors of importing the commands are reported in one line",
     "bench/roofline.py": "kernels of the CPU backend, which need Numba",
 }
-SECOND_PLACES = {  # beside the one place of a heavy package
-    "torch": {"bench/load_child.py": "the driver's count of device memory", "bench/roofline.py": "a GPU's limits"},
-}
+SECOND_PLACES: dict[str, dict[str, str]] = {}  # beside the one place of a heavy package
 
 # Line budgets. "." are the modules at the top of the package.
 LINES = {
