@@ -11,9 +11,9 @@ from typing import Any
 
 from .. import __version__
 from ..config import ServerSettings
-from .dialects import jobs, openai
+from . import schema as bodies
 from .middleware import PUBLIC_PATHS
-from .schema import APPLY_TEMPLATE, CANCEL, DETOKENIZE, TOKENIZE, Field, Schema, array_schema, object_schema
+from .schema import Field, Schema, array_schema, object_schema
 
 
 def field_schema(field: Field) -> Schema:
@@ -42,25 +42,25 @@ def table_schema(table: Mapping[str, Field], *, is_open: bool = False) -> Schema
 
 def _request_schemas(settings: ServerSettings) -> dict[str, Schema]:
     is_open = settings.ignore_unknown_fields
-    job = {**table_schema(jobs.JOB), "oneOf": [_with("prompt"), _with("messages")]}
+    job = {**table_schema(bodies.JOB), "oneOf": [_with("prompt"), _with("messages")]}
     named = {**job, "required": [*job["required"], "job_id"]}
-    narrower = {"job_id": jobs.JOB["job_id"].type.json_schema(), "stream": {"enum": [True, None], "default": True}}
+    narrower = {"job_id": bodies.JOB["job_id"].type.json_schema(), "stream": {"enum": [True, None], "default": True}}
     named["properties"] = {**job["properties"], **narrower}
     streams = {"anyOf": [_if(stream_options={"enum": [None, {}]}), _with("stream", const=True)]}
     schemas = {
         "ChatRequest": {
-            **table_schema(openai.CHAT, is_open=is_open),
+            **table_schema(bodies.CHAT, is_open=is_open),
             "anyOf": [_if(top_logprobs={"type": "null"}), _with("logprobs", const=True)],
             "allOf": [streams],
         },
         "CompletionRequest": {
-            **table_schema(openai.COMPLETION, is_open=is_open),
+            **table_schema(bodies.COMPLETION, is_open=is_open),
             "anyOf": [_if(max_tokens={"not": {"const": 0}}), _with("echo", const=True)],
             "allOf": [streams],
         },
-        "JobRequest": job, "NamedJobRequest": named, "CancelRequest": table_schema(CANCEL),
-        "TokenizeRequest": table_schema(TOKENIZE), "DetokenizeRequest": table_schema(DETOKENIZE),
-        "TemplateRequest": table_schema(APPLY_TEMPLATE),
+        "JobRequest": job, "NamedJobRequest": named, "CancelRequest": table_schema(bodies.CANCEL),
+        "TokenizeRequest": table_schema(bodies.TOKENIZE), "DetokenizeRequest": table_schema(bodies.DETOKENIZE),
+        "TemplateRequest": table_schema(bodies.APPLY_TEMPLATE),
     }  # fmt: skip
     for schema in schemas.values():
         if "model" in schema["properties"]:

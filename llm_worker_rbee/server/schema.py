@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from ..engine.request import MAX_STOP_CHARS, SAMPLING_BOUNDS, Bounds, SamplingParams
+from ..engine.request import MAX_LOGPROBS, MAX_STOP_CHARS, MAX_STOPS, SAMPLING_BOUNDS, Bounds, SamplingParams
 from ..errors import InvalidRequestError
 
 Schema = dict[str, Any]
@@ -25,6 +25,8 @@ MAX_LISTED_IGNORED = 256  # ignored fields listed in the header
 JOB_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 ROLES = ("system", "developer", "user", "assistant", "tool")
 CHUNK_ITEMS = 1 << 15  # items of a long list that are handled at a time, so that other threads get the interpreter
+MAX_CHOICES = 16
+MAX_JOB_STOPS = 4
 MAX_TIMEOUT_MS = 24 * 3600 * 1000
 TYPE_NAMES = {
     bool: "a truth value", int: "a number", float: "a number", str: "a string", list: "a list", dict: "an object",
@@ -395,7 +397,6 @@ SAMPLING = {
 PRIORITY = Field(integer(-(1 << 31), (1 << 31) - 1), 0)
 TIMEOUT_MS = Field(integer(1, MAX_TIMEOUT_MS))
 
-# Tables of the small routes; those of the dialects are in `openai` and `jobs`.
 TOKENIZE = {
     "text": Field(Text(), required=True, is_secret=True),
     "add_special": Field(Boolean(), True),
@@ -404,3 +405,64 @@ TOKENIZE = {
 DETOKENIZE = {"tokens": Field(TokenIds(), required=True, is_secret=True)}
 APPLY_TEMPLATE = {"messages": Field(Messages(), required=True, is_secret=True)}
 CANCEL = {"job_id": Field(JobId(), required=True)}
+NOT_IN_JOBS = ("presence_penalty", "frequency_penalty")
+JOB_SAMPLING = {name: field for name, field in SAMPLING.items() if name not in NOT_IN_JOBS}
+JOB: dict[str, Field] = {
+    "operation": Field(Enum(("infer",)), "infer"),
+    "job_id": Field(JobId()),
+    "model": Field(Text()),
+    "prompt": Field(Text(1), is_secret=True),
+    "messages": Field(Messages(), is_secret=True),
+    "max_tokens": Field(integer(1), required=True),
+    **JOB_SAMPLING,
+    "stop": Field(StopStrings(MAX_JOB_STOPS), (), is_secret=True),
+    "priority": PRIORITY,
+    "timeout_ms": TIMEOUT_MS,
+    "stream": Field(Boolean(), True),
+}
+
+
+def _unsupported(*allowed: Any) -> Field:
+    """Return a known field that is not honoured: only these values, which change nothing, are accepted."""
+    return Field(Enum(allowed, is_supported=False))
+
+
+COMMON: dict[str, Field] = {
+    "model": Field(Text()),
+    "stream": Field(Boolean(), False),
+    "stream_options": Field(StreamOptions(), {}),
+    "n": Field(integer(1, MAX_CHOICES), 1),
+    "stop": Field(StopStrings(MAX_STOPS), (), is_secret=True),
+    "logit_bias": Field(LogitBias(), {}),
+    "user": Field(Text()),
+    "priority": PRIORITY,
+    "timeout_ms": TIMEOUT_MS,
+    "ignore_eos": Field(Boolean(), False),
+    **SAMPLING,
+}
+NOT_IN_CHAT: dict[str, tuple[Any, ...]] = {  # known fields that are not honoured, with the values that change nothing
+    "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],), "function_call": ("none", "auto"),
+    "parallel_tool_calls": (True, False), "response_format": ({"type": "text"},), "modalities": (["text"],),
+    "service_tier": ("auto", "default"), "store": (False,), "metadata": ({},), "audio": (), "prediction": (),
+    "reasoning_effort": ("none",), "verbosity": ("medium",), "web_search_options": (),
+}  # fmt: skip
+CHAT: dict[str, Field] = {
+    **COMMON,
+    "messages": Field(Messages(), required=True, is_secret=True),
+    "max_tokens": Field(integer(1)),
+    "max_completion_tokens": Field(integer(1)),
+    "logprobs": Field(Boolean(), False),
+    "top_logprobs": Field(integer(0, MAX_LOGPROBS)),
+    **{name: _unsupported(*allowed) for name, allowed in NOT_IN_CHAT.items()},
+    "safety_identifier": Field(Text()),
+    "prompt_cache_key": Field(Text()),
+}
+COMPLETION: dict[str, Field] = {
+    **COMMON,
+    "prompt": Field(Prompts(), required=True, is_secret=True),
+    "max_tokens": Field(integer(0), 16),
+    "echo": Field(Boolean(), False),
+    "logprobs": Field(integer(0, MAX_LOGPROBS)),
+    "best_of": Field(integer(1, MAX_CHOICES)),
+    "suffix": _unsupported(""),
+}

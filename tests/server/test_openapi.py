@@ -8,14 +8,13 @@ import pytest
 
 from llm_worker_rbee.server import schema
 from llm_worker_rbee.server.app import Routes
-from llm_worker_rbee.server.dialects import jobs, openai
 from llm_worker_rbee.server.openapi import field_schema
 from llm_worker_rbee.server.schema import Field
 from tests.helpers.json_schema import fits
 from tests.helpers.server import Server, events
 
 TABLES = {
-    "job": jobs.JOB, "chat": openai.CHAT, "completion": openai.COMPLETION,
+    "job": schema.JOB, "chat": schema.CHAT, "completion": schema.COMPLETION,
     "tokenize": schema.TOKENIZE, "detokenize": schema.DETOKENIZE, "cancel": schema.CANCEL,
 }  # fmt: skip
 FIELDS = [(table, name) for table, fields in TABLES.items() for name in fields]

@@ -18,24 +18,7 @@ from ...errors import ConflictError, InferenceError, NotFoundError, RequestCance
 from ...generation import Generation
 from .. import log
 from ..offload import estimate_tokens
-from ..schema import (
-    PRIORITY,
-    SAMPLING,
-    TIMEOUT_MS,
-    Boolean,
-    Enum,
-    Field,
-    JobId,
-    Messages,
-    StopStrings,
-    Text,
-    ValidationError,
-    ValidationIssue,
-    decode_object,
-    integer,
-    normalize_roles,
-    validate_body,
-)
+from ..schema import JOB, JOB_SAMPLING, ValidationError, ValidationIssue, decode_object, normalize_roles, validate_body
 from ..sse import DONE, encode_event
 from ..worker import Worker
 
@@ -43,25 +26,7 @@ METRICS_S = 1.0  # between two metrics events
 POLL_S = 0.1  # between two looks at running jobs
 MAX_FINISHED_BYTES = 256 << 20  # of finished jobs: past it the oldest are dropped before their time
 JOB_BYTES, EVENT_BYTES = 4096, 64  # overhead, an estimate
-MAX_STOPS = 4
 STOP_REASONS = {"length": "MAX_TOKENS", "stop": "EOS"}
-NOT_IN_JOBS = ("presence_penalty", "frequency_penalty")
-JOB_SAMPLING = {name: field for name, field in SAMPLING.items() if name not in NOT_IN_JOBS}
-
-
-JOB: dict[str, Field] = {
-    "operation": Field(Enum(("infer",)), "infer"),
-    "job_id": Field(JobId()),
-    "model": Field(Text()),
-    "prompt": Field(Text(1), is_secret=True),
-    "messages": Field(Messages(), is_secret=True),
-    "max_tokens": Field(integer(1), required=True),
-    **JOB_SAMPLING,
-    "stop": Field(StopStrings(MAX_STOPS), (), is_secret=True),
-    "priority": PRIORITY,
-    "timeout_ms": TIMEOUT_MS,
-    "stream": Field(Boolean(), True),
-}
 
 
 def parse_job(body: bytes, *, is_stream: bool = False) -> dict[str, Any]:

@@ -13,83 +13,26 @@ from uuid import uuid4
 
 import msgspec
 
-from ...engine.request import MAX_LOGPROBS, MAX_STOPS, SamplingParams, TokenLogprob
+from ...engine.request import SamplingParams, TokenLogprob
 from ...errors import ContextLengthError, InferenceError, ModelNotFoundError, WorkerError
 from ...generation import Generation, TextDelta
 from ...tokenizer import Tokenizer
 from .. import log
 from ..offload import estimate_tokens, require_ids_fit
 from ..schema import (
-    PRIORITY,
+    CHAT,
+    COMPLETION,
     SAMPLING,
-    TIMEOUT_MS,
-    Boolean,
-    Enum,
-    Field,
-    LogitBias,
-    Messages,
-    Prompts,
-    StopStrings,
-    StreamOptions,
-    Text,
     ValidationError,
     ValidationIssue,
     decode_object,
-    integer,
     normalize_roles,
     validate_body,
 )
 from ..sse import DONE, encode_event
 from ..worker import Worker
 
-MAX_CHOICES = 16
 TOKEN_BYTES = 16  # of a reply, an estimate
-
-
-def _unsupported(*allowed: Any) -> Field:
-    """Return a known field that is not honoured: only these values, which change nothing, are accepted."""
-    return Field(Enum(allowed, is_supported=False))
-
-
-COMMON: dict[str, Field] = {
-    "model": Field(Text()),
-    "stream": Field(Boolean(), False),
-    "stream_options": Field(StreamOptions(), {}),
-    "n": Field(integer(1, MAX_CHOICES), 1),
-    "stop": Field(StopStrings(MAX_STOPS), (), is_secret=True),
-    "logit_bias": Field(LogitBias(), {}),
-    "user": Field(Text()),
-    "priority": PRIORITY,
-    "timeout_ms": TIMEOUT_MS,
-    "ignore_eos": Field(Boolean(), False),
-    **SAMPLING,
-}
-NOT_IN_CHAT: dict[str, tuple[Any, ...]] = {  # known fields that are not honoured, with the values that change nothing
-    "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],), "function_call": ("none", "auto"),
-    "parallel_tool_calls": (True, False), "response_format": ({"type": "text"},), "modalities": (["text"],),
-    "service_tier": ("auto", "default"), "store": (False,), "metadata": ({},), "audio": (), "prediction": (),
-    "reasoning_effort": ("none",), "verbosity": ("medium",), "web_search_options": (),
-}  # fmt: skip
-CHAT: dict[str, Field] = {
-    **COMMON,
-    "messages": Field(Messages(), required=True, is_secret=True),
-    "max_tokens": Field(integer(1)),
-    "max_completion_tokens": Field(integer(1)),
-    "logprobs": Field(Boolean(), False),
-    "top_logprobs": Field(integer(0, MAX_LOGPROBS)),
-    **{name: _unsupported(*allowed) for name, allowed in NOT_IN_CHAT.items()},
-    "safety_identifier": Field(Text()),
-    "prompt_cache_key": Field(Text()),
-}
-COMPLETION: dict[str, Field] = {
-    **COMMON,
-    "prompt": Field(Prompts(), required=True, is_secret=True),
-    "max_tokens": Field(integer(0), 16),
-    "echo": Field(Boolean(), False),
-    "logprobs": Field(integer(0, MAX_LOGPROBS)),
-    "best_of": Field(integer(1, MAX_CHOICES)),
-    "suffix": _unsupported(""),
-}
 
 
 def sampling_params(

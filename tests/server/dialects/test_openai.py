@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from llm_worker_rbee import LLM
-from llm_worker_rbee.server.dialects import openai
+from llm_worker_rbee.server import schema
 from llm_worker_rbee.server.schema import Enum
 from tests.conftest import DEVICE
 from tests.helpers import tiny_models
@@ -18,7 +18,7 @@ from tests.server.conftest import Start
 JOBS, CHATS, COMPLETIONS = "/v1/jobs", "/v1/chat/completions", "/v1/completions"
 UNHONOURED = [
     (path, name)
-    for path, table in ((CHATS, openai.CHAT), (COMPLETIONS, openai.COMPLETION))
+    for path, table in ((CHATS, schema.CHAT), (COMPLETIONS, schema.COMPLETION))
     for name, field in table.items()
     if isinstance(field.type, Enum)
 ]
@@ -43,7 +43,7 @@ def test_completion_optional_fields_are_accepted(server: Server, path: str) -> N
 @pytest.mark.parametrize(("path", "name"), UNHONOURED)
 def test_unsupported_field_is_refused_unless_default(server: Server, path: str, name: str) -> None:
     """Refused by name, unless its value changes nothing."""
-    kind = (openai.CHAT if path == CHATS else openai.COMPLETION)[name].type
+    kind = (schema.CHAT if path == CHATS else schema.COMPLETION)[name].type
     assert isinstance(kind, Enum)
     for value in (*kind.allowed, None):
         assert server.post(path, {**BODIES[path], "max_tokens": 1, name: value}).status_code == 200, value
