@@ -289,10 +289,15 @@ class LibrarySide:
             raise WorkerError(str(error)) from None
 
 
-def compare_greedy(path: LLM, truth: LLM, prompts: Sequence[list[int]], tokens: int) -> list[Result]:
+def compare_greedy(
+    path: LLM, truth: LLM, prompts: Sequence[list[int]], tokens: int, progress: Progress
+) -> list[Result]:
     """Compare greedy answers: how many are the same, and how sure the truth is of its token where they diverge."""
     options: dict[str, Any] = {"max_tokens": tokens, "temperature": 0.0, "logprobs": GREEDY_LOGPROBS}
-    pairs = [(path.generate(ids, **options), truth.generate(ids, **options)) for ids in prompts]
+    pairs = []
+    for number, ids in enumerate(prompts):
+        progress(f"greedy answer {number + 1} of {len(prompts)}", number, len(prompts))
+        pairs.append((path.generate(ids, **options), truth.generate(ids, **options)))
     gaps = [gap for pair in pairs if (gap := _divergence_gap(*pair)) is not None]
     same = sum(ours.tokens == theirs.tokens for ours, theirs in pairs) / len(pairs)
     first = sum(ours.tokens[:1] == theirs.tokens[:1] for ours, theirs in pairs) / len(pairs)

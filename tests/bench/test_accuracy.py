@@ -276,7 +276,10 @@ def test_library_side_without_reply_times_out(tmp_path: Path, monkeypatch: pytes
 
 
 def test_compare_greedy_of_equal_models_finds_no_difference(tiny_llm: LLM) -> None:
-    found = {result.name: result for result in accuracy.compare_greedy(tiny_llm, tiny_llm, [[5, 6], [7]], 4)}
+    shown: list[tuple[str, float, float]] = []
+    results = accuracy.compare_greedy(tiny_llm, tiny_llm, [[5, 6], [7]], 4, lambda *step: shown.append(step))
+    assert shown == [("greedy answer 1 of 2", 0, 2), ("greedy answer 2 of 2", 1, 2)]
+    found = {result.name: result for result in results}
     assert {name: result.estimate for name, result in found.items()} == {
         "greedy_same": 1.0, "greedy_same_first_token": 1.0, "greedy_max_gap": 0.0,
     }  # fmt: skip

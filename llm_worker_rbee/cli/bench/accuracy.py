@@ -117,8 +117,7 @@ def accuracy(
             recorder.settings["backend"] = paths[0].fields["backend"]
             benchmark.run(recorder, progress, truth, paths, evaluation)
             if greedy:
-                progress("greedy answers", 0, 1)
-                for result in benchmark.compare_greedy(llm, reference, evaluation.prompts, greedy):
+                for result in benchmark.compare_greedy(llm, reference, evaluation.prompts, greedy, progress):
                     recorder.add_result(result)
 
 
