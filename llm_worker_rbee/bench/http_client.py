@@ -32,7 +32,6 @@ T = TypeVar("T")
 READ_SIZE = 1 << 16
 MAX_LINE_BYTES = 1 << 16  # of a response's head
 MAX_EVENT_BYTES = 4 << 20
-LINE_END = re.compile(rb"\r\n|\n|\r")
 CHUNK_SIZE_LINE = re.compile(rb"[ \t]*([0-9a-fA-F]{1,15})[ \t]*(?:;[^\n]*)?\r?\n")
 MAX_HEADERS = 200
 HEADER_NAME = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")  # what a header may be named
@@ -323,51 +322,33 @@ class Address:
 class EventParser:
     """Parse server-sent events: bytes in any cut -> the data of each event, its lines joined by newlines.
 
-    Lines end with CR, LF or both. Until a CR is seen (most servers send none), whole events are split off at once.
+    Lines end with CR, LF or both; a blank line ends an event.
     """
 
-    _buffer: bytes = b""
-    _data: list[str] = field(default_factory=list)
-    _has_cr: bool = False
-    _after_cr: bool = False
-    _size: int = 0
+    _buffer: bytes = b""  # an incomplete event
+    _is_after_cr: bool = False
 
     def feed(self, part: bytes) -> Iterator[str]:
         """Yield the events that this part completes."""
-        self._has_cr = self._has_cr or b"\r" in part
-        if self._has_cr:
-            yield from self._feed_lines(part)
-        else:
-            *events, self._buffer = (self._buffer + part).split(b"\n\n")
-            for event in events:
-                if event.startswith(b"data: ") and b"\n" not in event:
-                    yield event[6:].decode(errors="replace")
-                else:
-                    yield from self._parse_lines([*event.split(b"\n"), b""])
-        if self._size + len(self._buffer) > MAX_EVENT_BYTES:
+        if self._is_after_cr and part.startswith(b"\n"):  # the other half of a CRLF
+            part = part[1:]
+        self._is_after_cr = part.endswith(b"\r")
+        lines = part.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
+        *events, self._buffer = (self._buffer + lines).split(b"\n\n")
+        for event in events:
+            if event.startswith(b"data: ") and b"\n" not in event:  # nearly all of them
+                yield event[6:].decode(errors="replace")
+                continue
+            fields = (line.partition(b":") for line in event.split(b"\n"))
+            data = [value.removeprefix(b" ").decode(errors="replace") for name, _, value in fields if name == b"data"]
+            if data:
+                yield "\n".join(data)
+        if len(self._buffer) > MAX_EVENT_BYTES:
             raise RequestFailedError("protocol", f"an event is longer than {MAX_EVENT_BYTES >> 20} MiB")
 
     def finish(self) -> Iterator[str]:
         """Yield what the end of the stream completes: some servers omit the last blank line."""
         return self.feed(b"\n\n")
-
-    def _feed_lines(self, part: bytes) -> Iterator[str]:
-        if self._after_cr and part.startswith(b"\n"):  # the other half of a CRLF
-            part = part[1:]
-        self._after_cr = part.endswith(b"\r")
-        *lines, self._buffer = LINE_END.split(self._buffer + part)
-        yield from self._parse_lines(lines)
-
-    def _parse_lines(self, lines: list[bytes]) -> Iterator[str]:
-        """Yield events; an empty line ends one."""
-        for line in lines:
-            name, _, value = line.partition(b":")
-            if name == b"data":
-                self._data.append(value.removeprefix(b" ").decode(errors="replace"))
-                self._size += len(value)
-            elif not line and self._data:
-                yield "\n".join(self._data)
-                self._data, self._size = [], 0
 
 
 def run_event_loop(act: Coroutine[Any, Any, T]) -> T:

@@ -22,7 +22,7 @@ from ...bench.synthetic import Spec, parse, write
 from ...errors import InvalidRequestError
 from ...progress import transfer_progress
 from ...weights.hub import locate_model
-from ..options import MODEL_HELP, options_in
+from ..options import MODEL_HELP, option_fields, options_in
 from ..terminal import cell, columns, note, print_json, style
 
 RESULTS_PANEL, MEASURING_PANEL = "Results", "Measuring"
@@ -30,6 +30,7 @@ SYNTHETIC_HELP = "Random weights of a known shape in place of a model: llama2-7b
 COLOURS = {"improved": "green", "regressed": "red", "within noise": "dim"}
 
 _results, measuring = options_in(RESULTS_PANEL), options_in(MEASURING_PANEL)
+_result = option_fields(RESULTS_PANEL)
 ModelArgument = Annotated[str | None, typer.Argument(metavar="MODEL", help=MODEL_HELP)]
 SyntheticOption = Annotated[str | None, measuring("--synthetic", metavar="SHAPE:TYPES", help=SYNTHETIC_HELP)]
 PromptLengths = Annotated[str, measuring("--pp", metavar="N,...", help="Tokens of the prompt; 0: no prefill.")]
@@ -44,17 +45,11 @@ class ResultOptions:
     """What happens to a run."""
 
     as_json: AsJson = False
-    save: Annotated[
-        Path | None, _results(metavar="FILE", help="Write the run, with its samples, to a JSON file.")
-    ] = None  # fmt: skip
-    save_baseline: Annotated[
-        str | None, _results(metavar="NAME", help="Keep the run as a baseline of this name.")
-    ] = None  # fmt: skip
-    baseline: Annotated[
-        str | None, _results(metavar="NAME|FILE", help="Compare with a baseline; exit 1 on a regression.")
-    ] = None
+    save: Path | None = _result(None, "FILE", "Write the run, with its samples, to a JSON file.")
+    save_baseline: str | None = _result(None, "NAME", "Keep the run as a baseline of this name.")
+    baseline: str | None = _result(None, "NAME|FILE", "Compare with a baseline; exit 1 on a regression.")
     threshold: Threshold = 0.10
-    force: Annotated[bool, _results("--force", help="Compare also with a run of another machine.")] = False
+    force: bool = _result(False, None, "Compare also with a run of another machine.", "--force")
 
 
 @contextmanager

@@ -19,66 +19,49 @@ from ...bench.serving import MAX_IN_FLIGHT, Limits
 from ...bench.workload import MAX_REQUESTS, Lengths, Workload, read_prompts
 from ...errors import InvalidRequestError, WorkerError
 from ...progress import step_progress
-from ..options import gather, options_in
+from ..options import gather, option_fields
 from ..terminal import cell, columns, note, style
 from .common import ResultOptions, print_table, quantity, recording
 
 DEFAULT_REQUESTS = 100
 ENOUGH_FOR_P99 = 300  # so many hold a value above the true one, in 19 cases of 20
 THROUGHPUTS = {
-    "request_throughput": "requests",
-    "output_throughput": "output tokens",
+    "request_throughput": "requests", "output_throughput": "output tokens",
     "total_token_throughput": "tokens in and out",
-}
+}  # fmt: skip
 LATENCIES = {
-    "ttft": "time to first token",
-    "tpot": "time per output token",
-    "itl": "gap between pieces",
-    "e2e": "whole answer",
-    "queue_delay": "wait before sending",
-    "ttft_from_arrival": "first token, from arrival",
+    "ttft": "time to first token", "tpot": "time per output token", "itl": "gap between pieces", "e2e": "whole answer",
+    "queue_delay": "wait before sending", "ttft_from_arrival": "first token, from arrival",
     "e2e_from_arrival": "whole answer, from arrival",
-}
+}  # fmt: skip
 OBSERVATIONS = {
-    "event_throughput": "events",
-    "server_processor": "server's processor time",
-    "client_processor": "client's processor time",
-    "server_peak_memory": "server's memory, at most",
-    "health/median": "/health, median",
-    "health/p99": "/health, P99",
-    "health/max": "/health, slowest",
-    "health/failed": "/health, not healthy",
-    "server/requests": "requests, as it counts",
-    "server/preemptions": "preempted",
-    "server/running": "still running",
+    "event_throughput": "events", "server_processor": "server's processor time",
+    "client_processor": "client's processor time", "server_peak_memory": "server's memory, at most",
+    "health/median": "/health, median", "health/p99": "/health, P99", "health/max": "/health, slowest",
+    "health/failed": "/health, not healthy", "server/requests": "requests, as it counts",
+    "server/preemptions": "preempted", "server/running": "still running",
     "server/kv_cache_in_use": "KV cache still in use",
-}
+}  # fmt: skip
 
-_server, _own, _load, _prompts = (options_in(panel) for panel in ("Server", "Server of ours", "Load", "Prompts"))
+_server, _own, _load, _prompts = map(option_fields, ("Server", "Server of ours", "Load", "Prompts"))
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerOptions:
     """The server and the fields of its requests."""
 
-    endpoint: Annotated[str, _server(metavar="chat|completions", help="Which of the two.")] = "chat"
-    model: Annotated[
-        str | None, _server("--model", "-m", metavar="NAME", show_default="the first it lists", help="The model.")
-    ] = None
-    api_key: Annotated[
-        str | None, _server(metavar="KEY", envvar="LLM_WORKER_RBEE_API_KEY", help="Sent as a bearer token.")
-    ] = None
-    header: Annotated[list[str] | None, _server(metavar="'NAME: VALUE'", help="A header more. Repeatable.")] = None
-    timeout: Annotated[float, _server(metavar="S", min=0.001, max=86400, help="Give up on a request after this.")] = (
-        600.0
+    endpoint: str = _server("chat", "chat|completions", "Which of the two.")
+    model: str | None = _server(None, "NAME", "The model.", "-m", show_default="the first it lists")
+    api_key: str | None = _server(None, "KEY", "Sent as a bearer token.", envvar="LLM_WORKER_RBEE_API_KEY")
+    header: list[str] | None = _server(None, "'NAME: VALUE'", "A header more. Repeatable.")
+    timeout: float = _server(600.0, "S", "Give up on a request after this.", min=0.001, max=86400)
+    temperature: float = _server(0.0, "X", "Sent along.", min=0, max=100)
+    ignore_eos: bool = _server(
+        False, None, "Ask for answers of full length (not every server knows the field).", "--ignore-eos"
     )
-    temperature: Annotated[float, _server(metavar="X", min=0, max=100, help="Sent along.")] = 0.0
-    ignore_eos: Annotated[
-        bool, _server("--ignore-eos", help="Ask for answers of full length (not every server knows the field).")
-    ] = False
-    no_usage: Annotated[
-        bool, _server("--no-usage", help="Do not ask the server for token counts: count pieces of text.")
-    ] = False
+    no_usage: bool = _server(
+        False, None, "Do not ask the server for token counts: count pieces of text.", "--no-usage"
+    )
 
     def target(self, url: str, model: str) -> Target:
         """Return the server with a client of its own."""
@@ -95,14 +78,12 @@ class ServerOptions:
 class OwnOptions:
     """A server started for the length of the load."""
 
-    spawn: Annotated[
-        bool, _own("--spawn", help="Start a server of ours, measure it, end it; -m is its model. No URL then.")
-    ] = False
-    engine: Annotated[
-        str | None, _own(metavar="model|null", help="null: it computes nothing; what is left is its own.")
-    ] = None
-    serve_args: Annotated[str | None, _own(metavar="'...'", help="More options for `serve`, as in a shell.")] = None
-    health: Annotated[bool, _own("--health", help="Ask for /health meanwhile. With --spawn, always.")] = False
+    spawn: bool = _own(
+        False, None, "Start a server of ours, measure it, end it; -m is its model. No URL then.", "--spawn"
+    )
+    engine: str | None = _own(None, "model|null", "null: it computes nothing; what is left is its own.")
+    serve_args: str | None = _own(None, "'...'", "More options for `serve`, as in a shell.")
+    health: bool = _own(False, None, "Ask for /health meanwhile. With --spawn, always.", "--health")
 
     def arguments(self, url: str | None, model: str | None) -> list[str]:
         """Return the arguments of `serve`; raise on options that exclude each other."""
@@ -122,37 +103,20 @@ class OwnOptions:
 class LoadOptions:
     """How many requests, when, and with which prompts."""
 
-    requests: Annotated[
-        int | None,
-        _load("--requests", "-n", metavar="N", min=1, max=1_000_000, show_default="100, or all of --prompts",
-              help="How many requests."),
-    ] = None  # fmt: skip
-    rate: Annotated[
-        float, _load("--rate", "-r", metavar="R", help="Requests a second; inf: as soon as may be.")
-    ] = math.inf  # fmt: skip
-    burstiness: Annotated[
-        float, _load(metavar="X", min=0.001, max=1e6, help="1: Poisson arrivals; below bursts, above a beat.")
-    ] = 1.0
-    concurrency: Annotated[
-        int | None,
-        _load("--concurrency", "-c", metavar="N", min=1, max=4096, show_default="4096", help="The most in flight."),
-    ] = None
-    duration: Annotated[
-        float | None, _load(metavar="S", min=0.001, help="Send nothing new after so many seconds.")
-    ] = None  # fmt: skip
-    warm_up: Annotated[int, _load(metavar="N", min=0, max=1000, help="Requests before the run, not measured.")] = 1
-    input_len: Annotated[str, _prompts(metavar="LEN", help="Words a prompt: N, LOW-HIGH or normal:MEAN,SD.")] = "128"
-    output_len: Annotated[str, _prompts(metavar="LEN", help="Tokens an answer, at most; written alike.")] = "64"
-    prompts: Annotated[
-        Path | None, _prompts(metavar="FILE.jsonl", help='Lines of {"prompt": ...} or {"messages": [...]}.')
-    ] = None
-    shared_prefix: Annotated[
-        int, _prompts(metavar="N", min=0, max=1_000_000, help="The same N words before each prompt.")
-    ] = 0
-    prefix_groups: Annotated[
-        int, _prompts(metavar="K", min=1, max=1_000_000, help="K such beginnings, in turn.")
-    ] = 1  # fmt: skip
-    seed: Annotated[int, _prompts(metavar="N", min=0, help="The same seed asks the same.")] = 0
+    requests: int | None = _load(
+        None, "N", "How many requests.", "-n", min=1, max=1_000_000, show_default="100, or all of --prompts"
+    )
+    rate: float = _load(math.inf, "R", "Requests a second; inf: as soon as may be.", "-r")
+    burstiness: float = _load(1.0, "X", "1: Poisson arrivals; below bursts, above a beat.", min=0.001, max=1e6)
+    concurrency: int | None = _load(None, "N", "The most in flight.", "-c", min=1, max=4096, show_default="4096")
+    duration: float | None = _load(None, "S", "Send nothing new after so many seconds.", min=0.001)
+    warm_up: int = _load(1, "N", "Requests before the run, not measured.", min=0, max=1000)
+    input_len: str = _prompts("128", "LEN", "Words a prompt: N, LOW-HIGH or normal:MEAN,SD.")
+    output_len: str = _prompts("64", "LEN", "Tokens an answer, at most; written alike.")
+    prompts: Path | None = _prompts(None, "FILE.jsonl", 'Lines of {"prompt": ...} or {"messages": [...]}.')
+    shared_prefix: int = _prompts(0, "N", "The same N words before each prompt.", min=0, max=1_000_000)
+    prefix_groups: int = _prompts(1, "K", "K such beginnings, in turn.", min=1, max=1_000_000)
+    seed: int = _prompts(0, "N", "The same seed asks the same.", min=0)
 
     def workload(self, endpoint: str) -> Workload:
         """Return the workload; raise on invalid options."""
@@ -252,7 +216,11 @@ def _show(run: Run) -> None:
     """Print counts, latencies, and observations of the server."""
     found = {result.name: result for result in run.results}
     _show_counts(run, found)
-    rows = [[title, *_latency(found, name)] for name, title in LATENCIES.items() if f"{name}/mean" in found]
+    rows = []
+    for name, title in LATENCIES.items():
+        if f"{name}/mean" in found:
+            shown = [quantity(found[f"{name}/{which}"].estimate, "s") for which in ("mean", "median", "p95", "p99")]
+            rows.append([title, *shown, _interval(found[f"{name}/p95"])])
     if rows:
         print()
         print_table([["", "MEAN", "MEDIAN", "P95", "P99", "95% INTERVAL OF P95"], *rows], right=[1, 2, 3, 4])
@@ -277,11 +245,6 @@ def _show_counts(run: Run, found: dict[str, Result]) -> None:
     for kind, count in (found["errors"].fields["by_kind"] if "errors" in found else {}).items():
         examples = "; ".join(run.details["errors"].get(kind, ()))
         print(style(f"failed     {count:,} {cell(kind)}: {cell(examples)}", "red"))
-
-
-def _latency(found: dict[str, Result], name: str) -> list[str]:
-    shown = [quantity(found[f"{name}/{which}"].estimate, "s") for which in ("mean", "median", "p95", "p99")]
-    return [*shown, _interval(found[f"{name}/p95"])]
 
 
 def _interval(result: Result) -> str:
