@@ -184,13 +184,8 @@ def run_soak(url: str, pid: int | None, options: argparse.Namespace) -> bool:
     raise_file_limit(4 * options.concurrency)
     soak = Soak(Address.parse(url), pid, options)
     monitor = ServerMonitor(soak.address.authority, pid)
-    monitor.open()
-    try:
-        monitor.begin()
+    with monitor, monitor.observe():
         asyncio.run(soak.run())
-        monitor.end()
-    finally:
-        monitor.close()
     return report(soak, {r.name: r.estimate for r in monitor.results if r.name.startswith("health/")})
 
 

@@ -28,7 +28,7 @@ from ..backends import resolve_kv_type, select_backend
 from ..errors import ContextLengthError, InvalidRequestError, human_bytes
 from ..models import load_model, read_model_config
 from ..weights import Checkpoint, open_checkpoint
-from . import library_child, statistics
+from . import http_client, library_child, statistics
 from .engine_harness import EngineHarness, encode_bundled_prompts
 from .http_client import Address, BlockingClient, Client, EventParser, RequestFailedError, run_event_loop
 from .processes import ChildFailedError, ChildProcess, describe_exit, library_environment, package_environment
@@ -46,7 +46,6 @@ BATCH_WARM_UP_TOKENS = 32  # the first answer must not end before the last has b
 PACKAGE_PROBE_S = 60
 SLOT_CONTEXT_STEP = 256  # the context of a llama-server slot is a multiple of this
 SHUTDOWN_S = 5
-MAX_ERROR_BYTES = 1 << 14
 
 
 class Task(NamedTuple):
@@ -79,8 +78,7 @@ class Peer:
         """Return the tokens per second of one run."""
         raise NotImplementedError
 
-    def close(self) -> None:
-        """End it."""
+    def close(self) -> None: ...
 
 
 class LibraryPeer(Peer):
@@ -150,7 +148,8 @@ class LlamaServer(Peer):
         self._running = ExitStack()
 
     def start(self) -> None:
-        self._port = _find_free_port()
+        with socket.create_server(("127.0.0.1", 0)) as probe:  # a free port
+            self._port = probe.getsockname()[1]
         server = ServerProcess(
             self.name, [*self._command, "--port", str(self._port)], self._timeout_s,
             url=f"http://127.0.0.1:{self._port}", shutdown_s=SHUTDOWN_S, max_error_lines=1, error=PeerError,
@@ -168,11 +167,11 @@ class LlamaServer(Peer):
         try:
             streams = request_streams(self._port, "/completion", bodies, self._timeout_s)
             answers = [count_tokens(stream, "tokens_predicted") for stream in streams]
-            for answer in answers:
-                if answer[-1].tokens != task.tokens:
-                    raise StreamError(f"generated {answer[-1].tokens} tokens instead of {task.tokens}")
+            for generated in (answer[-1].tokens for answer in answers):
+                if generated != task.tokens:
+                    raise RequestFailedError("protocol", f"generated {generated} tokens instead of {task.tokens}")
             return shared_rate(answers)
-        except StreamError as error:
+        except RequestFailedError as error:
             self.process.require_alive()
             raise PeerError(f"{self.name}: {error}") from None
 
@@ -187,16 +186,6 @@ def _read_build(port: int) -> str:
         return str(json.loads(body)["build_info"])
     except (ValueError, KeyError, TypeError):
         return "unknown build"
-
-
-def _find_free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-class StreamError(Exception):
-    """A stream that failed, or that has not the known form; says why in one line."""
 
 
 class TokenCount(NamedTuple):
@@ -220,7 +209,8 @@ def request_streams(port: int, path: str, bodies: Sequence[bytes], timeout_s: fl
         try:
             async with client.request("POST", path, body) as response:
                 if response.status != 200:
-                    raise StreamError(f"HTTP status {response.status}: {await response.text(MAX_ERROR_BYTES)}")
+                    text = await response.text(http_client.MAX_ERROR_BYTES)
+                    raise RequestFailedError("http", f"HTTP status {response.status}: {text}")
                 async for part in response.parts():
                     stream.append((time.perf_counter(), part))
         finally:
@@ -234,9 +224,7 @@ def request_streams(port: int, path: str, bodies: Sequence[bytes], timeout_s: fl
     try:
         return run_event_loop(read_all())
     except TimeoutError:
-        raise StreamError(f"no answer within {timeout_s:g} s") from None
-    except RequestFailedError as error:
-        raise StreamError(str(error)) from None
+        raise RequestFailedError("timeout", f"no answer within {timeout_s:g} s") from None
 
 
 def count_tokens(stream: Stream, key: str) -> list[TokenCount]:
@@ -247,11 +235,11 @@ def count_tokens(stream: Stream, key: str) -> list[TokenCount]:
             try:
                 tokens = json.loads(text).get(key)
             except (ValueError, AttributeError):
-                raise StreamError(f"an event is not a JSON object: {text[:200]!r}") from None
+                raise RequestFailedError("protocol", f"an event is not a JSON object: {text[:200]!r}") from None
             if tokens:
                 counts.append(TokenCount(moment, tokens))
     if not counts or not all(type(count.tokens) is int for count in counts):
-        raise StreamError(f"no event has {key}")
+        raise RequestFailedError("protocol", f"no event has {key}")
     return counts
 
 
@@ -260,7 +248,7 @@ def shared_rate(answers: Sequence[Sequence[TokenCount]]) -> float:
     start = max(answer[0].time for answer in answers)
     end = min(next(count.time for count in answer if count.tokens == answer[-1].tokens) for answer in answers)
     if end <= start:
-        raise StreamError("the first answer ended before the last began: use a longer --tg")
+        raise RequestFailedError("protocol", "the first answer ended before the last began: use a longer --tg")
     return sum(_tokens_at(answer, end) - _tokens_at(answer, start) for answer in answers) / (end - start)
 
 
@@ -371,11 +359,8 @@ def _validated_tasks(checkpoint: Checkpoint, plan: Plan) -> list[Task]:
         raise InvalidRequestError("nothing to measure: --pp and --tg are both 0", "pp")
     longest = max(tasks, key=_context_of)
     if _context_of(longest) > context:
-        raise ContextLengthError(
-            f"{longest.name} needs {_context_of(longest)} tokens, the model's context has {context}: "
-            f"use a smaller --{longest.kind}",
-            longest.kind,
-        )
+        needed = f"{longest.name} needs {_context_of(longest)} tokens, the model's context has {context}"
+        raise ContextLengthError(f"{needed}: use a smaller --{longest.kind}", longest.kind)
     return tasks
 
 
@@ -400,6 +385,10 @@ def _find_peers(
         if not own_tasks:
             continue
         try:
+            if name == "transformers":
+                _require_memory(checkpoint)
+            elif checkpoint.format != "gguf":
+                raise PeerError("it reads GGUF files only")
             make = _make_library if name in PACKAGES else _make_program
             found.append(make(name, model, checkpoint, plan, own_tasks))
         except PeerError as error:
@@ -407,8 +396,7 @@ def _find_peers(
     return found
 
 
-def _make_program(name: str, model: Path, checkpoint: Checkpoint, plan: Plan, tasks: Sequence[Task]) -> Peer:
-    _require_gguf(checkpoint)
+def _make_program(name: str, model: Path, _: Checkpoint, plan: Plan, tasks: Sequence[Task]) -> Peer:
     path = plan.llama_bench if name == LLAMA_BENCH else plan.llama_server
     program = shutil.which(path or name)
     if program is None:
@@ -421,10 +409,6 @@ def _make_program(name: str, model: Path, checkpoint: Checkpoint, plan: Plan, ta
 
 
 def _make_library(name: str, model: Path, checkpoint: Checkpoint, plan: Plan, tasks: Sequence[Task]) -> Peer:
-    if name == "transformers":
-        _require_memory(checkpoint)
-    else:
-        _require_gguf(checkpoint)
     needed = [package for package in PACKAGES[name] if package != "gguf" or checkpoint.format == "gguf"]
     pythons = dict.fromkeys([*plan.pythons, sys.executable])
     python = next((path for path in pythons if _has_packages(path, needed)), None)
@@ -447,11 +431,6 @@ def _has_packages(python: str, packages: Sequence[str]) -> bool:
         raise InvalidRequestError(f"--peer-python {python}: {error.strerror}", "peer_python") from None
 
 
-def _require_gguf(checkpoint: Checkpoint) -> None:
-    if checkpoint.format != "gguf":
-        raise PeerError("it reads GGUF files only")
-
-
 def _require_memory(checkpoint: Checkpoint) -> None:
     """Raise unless float32 weights fit: transformers keeps them so."""
     needed, (_, free) = 4 * sum(t.size for t in checkpoint.tensors.values()), machine.memory()
@@ -471,10 +450,8 @@ def load_worker(settings: dict[str, Any]) -> tuple[str, library_child.Handler]:
     harness = EngineHarness(model, settings["context"], settings.get("batch", 1), kv_type=kv_type)
 
     def measure(kind: str, tokens: int, prompts: Sequence[list[int]] = ()) -> dict[str, float]:
-        if prompts:
-            timed = harness.decode_prompts(prompts, tokens)
-        else:
-            timed = (harness.prefill if kind == "pp" else harness.decode)(0, tokens, 1)
+        single = harness.prefill if kind == "pp" else harness.decode
+        timed = harness.decode_prompts(prompts, tokens) if prompts else single(0, tokens, 1)
         return {"seconds": timed.seconds, "tokens": timed.tokens}
 
     return __version__, measure

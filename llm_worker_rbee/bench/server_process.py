@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import IO
 from urllib.parse import urlsplit
@@ -156,48 +156,46 @@ def worker_server(args: Sequence[str] = (), api_key: str | None = None, timeout_
 
 @dataclass(slots=True)
 class ServerMonitor:
-    """Observe one server from `begin` to `end`; `pid` if it is a known process of this machine."""
+    """Check the health of a server for the length of a block; of that, `observe` is what counts.
+
+    `pid` is given if it is a known process of this machine.
+    """
 
     authority: str
     pid: int | None = None
     results: list[Result] = field(default_factory=list)
-    _health_child: ChildProcess | None = None
-    _began: float = 0.0
-    _cpu_seconds: float | None = None
+    _health_child: ChildProcess = field(init=False)
 
-    def open(self) -> None:
-        """Start the health checks; they count from `begin` on."""
+    def __enter__(self) -> ServerMonitor:
         command = [sys.executable, "-m", __name__, self.authority]
         self._health_child = ChildProcess("the health check", command, package_environment(), HEALTH_REPLY_S)
         self._health_child.start("ready")
+        return self
 
-    def begin(self) -> None:
-        self._began = time.monotonic()
-        self._cpu_seconds = None if self.pid is None else cpu_seconds(self.pid)
+    def __exit__(self, *_: object) -> None:
+        self._health_child.close()
 
-    def end(self) -> None:
-        ended = time.monotonic()
-        if self.pid is not None:
-            used = cpu_seconds(self.pid)
-            if used is not None and self._cpu_seconds is not None:
-                spent = used - self._cpu_seconds
-                share = spent / max(ended - self._began, 1e-9)
-                self.results.append(Result.exact("server_processor", "s", spent, of_a_core=share))
-            peak = memory_of(self.pid).get("VmHWM")
-            if peak is not None:
-                self.results.append(Result.exact("server_peak_memory", "B", peak))
-        self.results += self._collect_health(ended)
+    @contextmanager
+    def observe(self) -> Iterator[None]:
+        """Add to `results` what the server used during the block, and how healthy it was."""
+        began, used_before = time.monotonic(), None if self.pid is None else cpu_seconds(self.pid)
+        try:
+            yield
+        finally:
+            ended = time.monotonic()
+            if self.pid is not None:
+                used, peak = cpu_seconds(self.pid), memory_of(self.pid).get("VmHWM")
+                if used is not None and used_before is not None:
+                    spent = used - used_before
+                    share = spent / max(ended - began, 1e-9)
+                    self.results.append(Result.exact("server_processor", "s", spent, of_a_core=share))
+                if peak is not None:
+                    self.results.append(Result.exact("server_peak_memory", "B", peak))
+            self.results += self._collect_health(began, ended)
 
-    def close(self) -> None:
-        """Stop the health checks."""
-        if self._health_child is not None:
-            self._health_child.close()
-
-    def _collect_health(self, ended: float) -> Iterator[Result]:
-        if self._health_child is None:
-            return
+    def _collect_health(self, began: float, ended: float) -> Iterator[Result]:
         found = self._health_child.request({}, "seen")
-        seconds = np.array([took for moment, took in found["seen"] if self._began <= moment <= ended])
+        seconds = np.array([took for moment, took in found["seen"] if began <= moment <= ended])
         if seconds.size:
             for name, quantile in (("median", 0.5), ("p99", 0.99), ("max", 1.0)):
                 value = float(np.quantile(seconds, quantile))

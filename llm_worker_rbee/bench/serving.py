@@ -15,13 +15,14 @@ import time
 from array import array
 from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ..progress import StepProgress
 from . import statistics
 from .http_client import Answer, RequestFailedError, Target, list_models, run_event_loop
 from .results import Recorder, Result
@@ -36,7 +37,6 @@ HINTS = {
     "http 401": ": give its key with --api-key",
     "http 404": ": is it the right path? --model NAME goes without the list",
 }
-Progress = Callable[[str, float, float], None]
 STATISTICS = {"mean": None, "median": 0.5, "p95": 0.95, "p99": 0.99}  # the mean comes first
 MAX_ITLS = 1_000_000
 MAX_SAVED_VALUES = 2_000  # of a latency
@@ -235,10 +235,10 @@ class Load:
     target: Target
     workload: Workload
     limits: Limits
-    progress: Progress
+    progress: StepProgress
+    monitor: ServerMonitor | None = None
     totals: LoadStatistics = field(default_factory=LoadStatistics)
     in_flight: dict[int, Answer] = field(default_factory=dict)
-    monitor: ServerMonitor | None = None
     sent: int = 0
     start: float = 0.0
     last: float = 0.0  # when the last request completed or failed
@@ -258,18 +258,15 @@ class Load:
             self.target.client.close()
 
     async def _measure(self) -> None:
-        if self.monitor is not None:
-            self.monitor.begin()
-        self.start = self.last = time.perf_counter()
-        used = time.process_time()
-        ticker = asyncio.create_task(self._report_periodically())
-        try:
-            await self._send_all()
-        finally:
-            ticker.cancel()
-            self.cpu_s = time.process_time() - used
-            if self.monitor is not None:
-                self.monitor.end()
+        with nullcontext() if self.monitor is None else self.monitor.observe():
+            self.start = self.last = time.perf_counter()
+            used = time.process_time()
+            ticker = asyncio.create_task(self._report_periodically())
+            try:
+                await self._send_all()
+            finally:
+                ticker.cancel()
+                self.cpu_s = time.process_time() - used
 
     async def _warm_up(self, job: Job) -> None:
         try:
@@ -284,16 +281,13 @@ class Load:
         slots = asyncio.Semaphore(self.limits.concurrency)
         async with asyncio.TaskGroup() as answers:
             for job in self.workload.jobs():
-                await self._wait_until(job.arrival)
+                due = self.start + min(job.arrival or 0.0, self.limits.duration)
+                await asyncio.sleep(max(0.0, due - time.perf_counter()))
                 await slots.acquire()
                 if time.perf_counter() - self.start >= self.limits.duration:
                     break
                 self.sent += 1
                 answers.create_task(self._request(job, slots))
-
-    async def _wait_until(self, arrival: float | None) -> None:
-        due = self.start if arrival is None else min(self.start + arrival, self.start + self.limits.duration)
-        await asyncio.sleep(max(0.0, due - time.perf_counter()))
 
     async def _request(self, job: Job, slots: asyncio.Semaphore) -> None:
         sent, answer = time.perf_counter(), Answer()
@@ -303,17 +297,13 @@ class Load:
                 await self.target.request(job, answer)
             self.totals.add_answer(job, answer, self.start, sent)
             self.last = max(self.last, answer.ended)
-        except TimeoutError:
-            self._count_failure("timeout", f"no complete answer within {self.limits.timeout:g} s")
-        except RequestFailedError as error:
-            self._count_failure(error.kind, str(error))
+        except (TimeoutError, RequestFailedError) as error:
+            late = ("timeout", f"no complete answer within {self.limits.timeout:g} s")
+            self.totals.add_failure(*((error.kind, str(error)) if isinstance(error, RequestFailedError) else late))
+            self.last = max(self.last, time.perf_counter())
         finally:
             del self.in_flight[job.index]
             slots.release()
-
-    def _count_failure(self, kind: str, detail: str) -> None:
-        self.totals.add_failure(kind, detail)
-        self.last = max(self.last, time.perf_counter())
 
     async def _report_periodically(self) -> None:
         while True:
@@ -327,10 +317,9 @@ class Load:
         by_time = math.isfinite(self.limits.duration)
         tokens = totals.output_tokens + sum(len(answer.arrivals) for answer in self.in_flight.values())
         counts = f"{done} done" if by_time else f"{done}/{requests} done"
-        text = (
-            f"{counts} · {len(self.in_flight)} in flight · {tokens / passed:.0f} tok/s · {totals.errors.total()} errors"
-        )
+        rate, failed = f"{tokens / passed:.0f} tok/s", f"{totals.errors.total()} errors"
         part = max(done / requests, min(1.0, passed / self.limits.duration))
+        text = f"{counts} · {len(self.in_flight)} in flight · {rate} · {failed}"
         self.progress(text, part * requests, requests)
 
 
@@ -359,25 +348,14 @@ async def _list_models(probe: Target, seconds: float) -> list[str]:
         probe.client.close()
 
 
-def run(
-    recorder: Recorder,
-    progress: Progress,
-    target: Target,
-    workload: Workload,
-    limits: Limits,
-    monitor: ServerMonitor | None = None,
-) -> None:
+def run(recorder: Recorder, load: Load) -> None:
     """Run the load and observe the server; record the results however it ends."""
-    raise_file_limit(min(limits.concurrency, workload.requests))
-    recorder.model = {"name": target.model}
-    load = Load(target, workload, limits, progress, monitor=monitor)
+    raise_file_limit(min(load.limits.concurrency, load.workload.requests))
+    recorder.model = {"name": load.target.model}
     try:
-        if monitor is not None:
-            monitor.open()
-        run_event_loop(load.execute())
+        with load.monitor or nullcontext():
+            run_event_loop(load.execute())
     finally:
-        if monitor is not None:
-            monitor.close()
         if load.totals.completed or load.totals.errors:
             _record(recorder, load)
 

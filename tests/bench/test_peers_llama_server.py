@@ -12,13 +12,13 @@ import pytest
 
 from llm_worker_rbee.bench import peers
 from llm_worker_rbee.bench.engine_harness import encode_bundled_prompts
+from llm_worker_rbee.bench.http_client import RequestFailedError
 from llm_worker_rbee.bench.peers import (
     OURS,
     LlamaServer,
     PeerError,
     Plan,
     Stream,
-    StreamError,
     Task,
     TokenCount,
     count_tokens,
@@ -109,7 +109,7 @@ def test_shared_rate_counts_while_all_are_answered() -> None:
     fast = [TokenCount(1.0, 1), TokenCount(2.0, 3), TokenCount(3.5, 4), TokenCount(5.0, 6), TokenCount(5.5, 6)]
     # from 2.0, when the slow one has begun, to 5.0, when the fast one is complete: 1 and 3 tokens
     assert shared_rate([slow, fast]) == pytest.approx(4 / 3)
-    with pytest.raises(StreamError, match="ended before the last began"):
+    with pytest.raises(RequestFailedError, match="ended before the last began"):
         shared_rate([slow, [TokenCount(0.5, 1), TokenCount(1.0, 2)]])
 
 
@@ -126,7 +126,7 @@ def test_count_tokens_takes_the_time_of_the_part_that_completes_an_event() -> No
         (b"data: 3\n\n", "not a JSON object"),
         (b"", "has n"),
     ):
-        with pytest.raises(StreamError, match=message):
+        with pytest.raises(RequestFailedError, match=message):
             count_tokens([(1.0, body)], "n")
 
 

@@ -43,7 +43,7 @@ def target(server: Server, **changes: Any) -> Target:
 
 def measured(server: Server, work: Workload, limits: Limits | None = None, **changes: Any) -> dict[str, Result]:
     recorder = Recorder("serving")
-    run(recorder, quiet, target(server, **changes), work, limits or Limits(concurrency=2, warm_up=0))
+    run(recorder, Load(target(server, **changes), work, limits or Limits(concurrency=2, warm_up=0), quiet))
     found = {result.name: result for result in recorder.results()}
     for result in found.values():
         assert result.low <= result.estimate <= result.high, result
@@ -149,7 +149,7 @@ def test_run_interrupted_keeps_results() -> None:
                 raise KeyboardInterrupt
 
         with pytest.raises(KeyboardInterrupt):
-            run(recorder, stop, target(server), workload(9), Limits(concurrency=1, warm_up=0))
+            run(recorder, Load(target(server), workload(9), Limits(concurrency=1, warm_up=0), stop))
     found = {result.name: result for result in recorder.results()}
     assert found["completed"].estimate == 3
     assert found["e2e/mean"].estimate > 0

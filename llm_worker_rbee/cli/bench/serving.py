@@ -15,7 +15,7 @@ from ...bench import serving as bench_serving
 from ...bench.http_client import PATHS, Address, Client, Target, api_address, parse_header
 from ...bench.results import Recorder, Result, Run
 from ...bench.server_process import ServerMonitor, ServerProcess, worker_server
-from ...bench.serving import MAX_IN_FLIGHT, Limits
+from ...bench.serving import MAX_IN_FLIGHT, Limits, Load
 from ...bench.workload import MAX_REQUESTS, Lengths, Workload, read_prompts
 from ...errors import InvalidRequestError, WorkerError
 from ...progress import step_progress
@@ -59,9 +59,7 @@ class ServerOptions:
     ignore_eos: bool = _server(
         False, None, "Ask for answers of full length (not every server knows the field).", "--ignore-eos"
     )
-    no_usage: bool = _server(
-        False, None, "Do not ask the server for token counts: count pieces of text.", "--no-usage"
-    )
+    no_usage: bool = _server(False, None, "Do not ask the server for token counts: count pieces of text.", "--no-usage")
 
     def target(self, url: str, model: str) -> Target:
         """Return the server with a client of its own."""
@@ -190,7 +188,7 @@ def serving(
         if own.spawn or own.health:
             monitor = ServerMonitor(Address.parse(address).authority, spawned.pid if spawned else None)
         with recording("serving", results, _show, url=address, **settings) as recorder, step_progress() as progress:
-            bench_serving.run(recorder, progress, target, workload, limits, monitor)
+            bench_serving.run(recorder, Load(target, workload, limits, progress, monitor))
         if spawned:
             spawned.require_alive()
     _require_answers(recorder)
