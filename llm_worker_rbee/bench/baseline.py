@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from ..errors import InvalidRequestError
 from . import statistics
 from .results import Result, ResultsError, Run, quantity
+from .statistics import Change
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 MACHINE_FIELDS = ("cpu", "architecture", "features", "cores", "quota", "memory_gib", "gpus")  # they decide its speed
@@ -39,7 +40,7 @@ class Comparison:
 
     before: Result
     after: Result
-    change: statistics.Change
+    change: Change
 
     def is_past(self, threshold: float) -> bool:
         """Whether it became worse by more than this fraction."""
@@ -77,9 +78,8 @@ def list_names() -> list[str]:
 def path_for(name: str) -> Path:
     """Return the file of a baseline of this name."""
     if not NAME.fullmatch(name):
-        raise InvalidRequestError(
-            f"{name!r} cannot name a baseline: use letters, digits, dots, dashes and underscores", "save_baseline"
-        )
+        message = f"{name!r} cannot name a baseline: use letters, digits, dots, dashes and underscores"
+        raise InvalidRequestError(message, "save_baseline")
     return baseline_dir() / f"{name}.json"
 
 
@@ -95,8 +95,9 @@ def load(reference: str) -> Run:
     return Run.load(named)
 
 
-def require_same_machine(before: Run, after: Run, *, force: bool) -> None:
-    """Raise OtherMachineError if the speeds of the two runs cannot be compared."""
+def require_comparable(before: Run, after: Run, *, force: bool) -> None:
+    """Raise if different commands or, unless forced, different machines measured the two runs."""
+    require_same_kind(before, after)
     old, new = before.machine, after.machine
     if force or before.kind in SPEED_INDEPENDENT_KINDS or old.get("fingerprint") == new.get("fingerprint"):
         return
@@ -129,22 +130,18 @@ def compare(before: Run, after: Run, noise: float = statistics.NOISE) -> list[Co
     return comparisons
 
 
-def compare_results(
-    before: Result, after: Result, noise: float = statistics.NOISE, *, paired: bool = False
-) -> statistics.Change:
+def compare_results(before: Result, after: Result, noise: float = statistics.NOISE, *, paired: bool = False) -> Change:
     """Return how one result changed; results without samples are compared by their intervals."""
     lower = after.better == "lower"
     if before.samples and after.samples:
-        rounds = (_rounds(before), _rounds(after))
-        return statistics.compare(
-            before.samples, after.samples, lower_is_better=lower, noise=noise, rounds=rounds, paired=paired
-        )
+        rounds, sides = (_rounds(before), _rounds(after)), (before.samples, after.samples)
+        return statistics.compare(*sides, lower_is_better=lower, noise=noise, rounds=rounds, paired=paired)
     change = statistics.change(before.estimate, after.estimate)
     if before.samples or after.samples:
-        return statistics.Change(change, float("-inf"), float("inf"), "within noise")
+        return Change(change, -math.inf, math.inf, "within noise")
     # intervals without samples: as far apart as their ends may be (of a count both ends are the count)
     low, high = statistics.change(before.high, after.low), statistics.change(before.low, after.high)
-    return statistics.Change(change, low, high, statistics.judge(change, low, high, lower, noise))
+    return Change(change, low, high, statistics.judge(change, low, high, lower, noise))
 
 
 def _rounds(result: Result) -> list[int]:

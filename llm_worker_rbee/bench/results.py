@@ -16,7 +16,7 @@ import platform
 import subprocess
 import time
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -26,6 +26,7 @@ from typing import Any, Literal
 
 from .. import __version__, machine
 from ..errors import WorkerError
+from ..progress import StepProgress
 from . import statistics
 from .processes import THREAD_VARIABLES
 
@@ -155,18 +156,17 @@ class Run:
         results = found.get("results")
         if not isinstance(results, list):
             raise ResultsError(f"{where}: results is not a list")
-        objects = ("settings", "details", "versions")
-        return Run(
-            kind=_pop_text(dict(found), "kind", where),
-            created=_pop_text(dict(found), "created", where),
-            results=tuple(Result.from_json(one, f"{where}: results[{i}]") for i, one in enumerate(results)),
-            machine=_require_object(found.get("machine"), f"{where}: machine"),
-            commit=None if found.get("commit") is None else _require_object(found["commit"], f"{where}: commit"),
-            model=None if found.get("model") is None else _require_object(found["model"], f"{where}: model"),
-            complete=found.get("complete", True) is True,
-            elapsed_s=_pop_number({"elapsed_s": 0.0, **found}, "elapsed_s", where),
-            **{key: _require_object(found.get(key) or {}, f"{where}: {key}") for key in objects},
-        )
+        objects = {key: found.get(key) or {} for key in ("settings", "details", "versions")}
+        objects |= {key: found[key] for key in ("commit", "model") if found.get(key) is not None}
+        objects["machine"] = found.get("machine")
+        fields: dict[str, Any] = {key: _require_object(one, f"{where}: {key}") for key, one in objects.items()}
+        fields |= {key: _pop_text(dict(found), key, where) for key in ("kind", "created")}
+        made = tuple(Result.from_json(one, f"{where}: results[{i}]") for i, one in enumerate(results))
+        elapsed_s = _pop_number({"elapsed_s": 0.0, **found}, "elapsed_s", where)
+        return Run(results=made, complete=found.get("complete", True) is True, elapsed_s=elapsed_s, **fields)
+
+
+Pending = tuple[str, Better, list[float], dict[str, Any]]  # unit, better, samples, fields
 
 
 @dataclass(slots=True)
@@ -179,9 +179,7 @@ class Recorder:
     details: dict[str, Any] = field(default_factory=dict)
     _started: float = field(default_factory=time.monotonic)
     _results: dict[tuple[str, str | None], Result] = field(default_factory=dict)
-    _pending: dict[tuple[str, str | None], tuple[str, Better, list[float], dict[str, Any]]] = field(
-        default_factory=dict
-    )
+    _pending: dict[tuple[str, str | None], Pending] = field(default_factory=dict)
 
     def add_result(self, result: Result) -> None:
         """Add a finished result, or replace the one of the same name and backend."""
@@ -201,19 +199,11 @@ class Recorder:
         return tuple((self._results | made).values())
 
     def to_run(self, *, complete: bool = True) -> Run:
+        created, elapsed_s = datetime.now(UTC).isoformat(timespec="seconds"), round(time.monotonic() - self._started, 3)
         return Run(
-            kind=self.kind,
-            results=self.results(),
-            created=datetime.now(UTC).isoformat(timespec="seconds"),
-            machine=describe_machine(),
-            versions=package_versions(),
-            commit=describe_commit(),
-            model=self.model,
-            settings=self.settings,
-            details=self.details,
-            complete=complete,
-            elapsed_s=round(time.monotonic() - self._started, 3),
-        )
+            self.kind, self.results(), created, describe_machine(), package_versions(), describe_commit(), self.model,
+            self.settings, self.details, complete, elapsed_s,
+        )  # fmt: skip
 
 
 def write_atomically(path: Path, data: bytes) -> None:
@@ -280,14 +270,10 @@ def describe_machine() -> dict[str, Any]:
     """Return processor, memory, GPU and system, and the fingerprint."""
     total, _ = machine.memory()
     hardware: dict[str, Any] = {
-        "cpu": machine.cpu_name(),
-        "features": machine.cpu_features(),
-        "cores": machine.usable_cores(),
-        "quota": machine.cpu_quota(),
-        "memory_gib": None if total is None else round(total / (1 << 30)),
-        "gpus": machine.gpus(),
-        "architecture": platform.machine(),
-    }
+        "cpu": machine.cpu_name(), "features": machine.cpu_features(), "cores": machine.usable_cores(),
+        "quota": machine.cpu_quota(), "memory_gib": None if total is None else round(total / (1 << 30)),
+        "gpus": machine.gpus(), "architecture": platform.machine(),
+    }  # fmt: skip
     fingerprint = hashlib.sha256(repr(sorted(hardware.items())).encode()).hexdigest()[:12]
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
     threads = {name: os.environ[name] for name in THREAD_VARIABLES if name in os.environ}
@@ -309,9 +295,7 @@ def package_versions() -> dict[str, str]:
 def describe_commit() -> dict[str, Any] | None:
     """Return the commit of this checkout and whether files differ from it; None for an installed package."""
     root = Path(__file__).parents[2]
-    if not (root / ".git").exists():
-        return None
-    known = _git(root, "log", "-1", "--format=%H %cI")
+    known = _git(root, "log", "-1", "--format=%H %cI") if (root / ".git").exists() else None
     if known is None:
         return None
     identity, date = known.split()
@@ -320,15 +304,14 @@ def describe_commit() -> dict[str, Any] | None:
 
 
 def _git(root: Path, *args: str) -> str | None:
+    command = ["git", "-C", str(root), *args]
     with suppress(OSError, subprocess.SubprocessError):
-        done = subprocess.run(
-            ["git", "-C", str(root), *args], capture_output=True, text=True, timeout=10, check=False, errors="replace"
-        )
-        return done.stdout.strip() if done.returncode == 0 else None
+        output = subprocess.check_output(command, stderr=subprocess.DEVNULL, timeout=10)
+        return output.decode(errors="replace").strip()
     return None
 
 
-def describe_model(path: Path, progress: Callable[[str, float, float], None] | None = None) -> dict[str, Any]:
+def describe_model(path: Path, progress: StepProgress | None = None) -> dict[str, Any]:
     """Return name, size and SHA-256 of a model file; of a folder, the hash over its weight files and their names."""
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else _split_files(path)
     total, done = sum(file.stat().st_size for file in files), 0

@@ -44,10 +44,6 @@ class Outliers(NamedTuple):
     high_mild: int
     high_severe: int
 
-    @property
-    def total(self) -> int:
-        return sum(self)
-
 
 class Change(NamedTuple):
     """after / before - 1, its interval with 99% confidence, and the verdict."""
@@ -89,24 +85,16 @@ def outliers(samples: Sequence[float]) -> Outliers:
         return Outliers(0, 0, 0, 0)
     first, third = np.percentile(values, [25, 75])
     step = 1.5 * (third - first)
-    below, above = first - values, values - third
-    return Outliers(
-        int((below > 2 * step).sum()),
-        int(((below > step) & (below <= 2 * step)).sum()),
-        int(((above > step) & (above <= 2 * step)).sum()),
-        int((above > 2 * step).sum()),
+    (low, low_severe), (high, high_severe) = (
+        [int((beyond > fence).sum()) for fence in (step, 2 * step)] for beyond in (first - values, values - third)
     )
+    return Outliers(low_severe, low - low_severe, high - high_severe, high_severe)
 
 
 def compare(
-    before: Samples,
-    after: Samples,
-    *,
-    lower_is_better: bool = True,
-    noise: float = NOISE,
-    rounds: tuple[Sequence[int], Sequence[int]] = ((), ()),
-    paired: bool = False,
-) -> Change:
+    before: Samples, after: Samples, *, lower_is_better: bool = True, noise: float = NOISE,
+    rounds: tuple[Sequence[int], Sequence[int]] = ((), ()), paired: bool = False,
+) -> Change:  # fmt: skip
     """Compare two sides: a change counts if its interval excludes zero and it exceeds the noise.
 
     `paired` rounds were taken in turn: only how they move against each other is drift.
@@ -221,10 +209,6 @@ def interval(resampled: Floats, n: int, confidence: float = CONFIDENCE) -> tuple
 
 def _student_t(z: float, freedom: int) -> float:
     """Return Student's t for a normal z, by the Cornish-Fisher expansion (within 2% from 4 degrees of freedom on)."""
-    terms = (
-        z,
-        (z**3 + z) / (4 * freedom),
-        (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2),
-        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * freedom**3),
-    )
-    return sum(terms)
+    second = (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
+    third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * freedom**3)
+    return z + (z**3 + z) / (4 * freedom) + second + third

@@ -19,7 +19,7 @@ from llm_worker_rbee.bench.baseline import (
     find_differences,
     find_machine_drift,
     names_not_compared,
-    require_same_machine,
+    require_comparable,
 )
 from llm_worker_rbee.bench.results import Better, Result, ResultsError, Run
 from llm_worker_rbee.errors import InvalidRequestError
@@ -99,23 +99,23 @@ def test_load_without_home_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> 
         baseline.baseline_dir()
 
 
-def test_require_same_machine_other_machine_names_differences() -> None:
+def test_require_comparable_other_machine_names_differences() -> None:
     here = micro()
     there = on_another_machine(here, cpu="Other 9000", memory_gib=3)
     with pytest.raises(OtherMachineError, match="another machine") as error:
-        require_same_machine(there, here, force=False)
+        require_comparable(there, here, force=False)
     message = str(error.value)
     assert "cpu 'Other 9000' then" in message
     assert "memory_gib 3 then" in message
     assert "cores" not in message
     assert "--force" in message
-    require_same_machine(there, here, force=True)
-    require_same_machine(here, micro(seed=5), force=False)
+    require_comparable(there, here, force=True)
+    require_comparable(here, micro(seed=5), force=False)
 
 
-def test_require_same_machine_ignores_accuracy() -> None:
+def test_require_comparable_ignores_accuracy() -> None:
     run = run_of("accuracy", [Result.exact("kl", "", 0.1)])
-    require_same_machine(on_another_machine(run, cpu="Other"), run, force=False)
+    require_comparable(on_another_machine(run, cpu="Other"), run, force=False)
 
 
 def test_compare_different_kinds_raises() -> None:

@@ -20,23 +20,21 @@ from ...bench.results import Recorder, Result, ResultsError, Run
 from ...bench.results import quantity as quantity
 from ...bench.synthetic import Spec, parse, write
 from ...errors import InvalidRequestError
-from ...progress import transfer_progress
+from ...progress import StepProgress, transfer_progress
 from ...weights.hub import locate_model
 from ..options import MODEL_HELP, option_fields, options_in
 from ..terminal import cell, columns, note, print_json, style
 
-RESULTS_PANEL, MEASURING_PANEL = "Results", "Measuring"
 SYNTHETIC_HELP = "Random weights of a known shape in place of a model: llama2-7b:Q4_K_M, or :4 after it for 4 layers."
 COLOURS = {"improved": "green", "regressed": "red", "within noise": "dim"}
 
-_results, measuring = options_in(RESULTS_PANEL), options_in(MEASURING_PANEL)
-_result = option_fields(RESULTS_PANEL)
+results_panel, measuring, _result = options_in("Results"), options_in("Measuring"), option_fields("Results")
 ModelArgument = Annotated[str | None, typer.Argument(metavar="MODEL", help=MODEL_HELP)]
 SyntheticOption = Annotated[str | None, measuring("--synthetic", metavar="SHAPE:TYPES", help=SYNTHETIC_HELP)]
 PromptLengths = Annotated[str, measuring("--pp", metavar="N,...", help="Tokens of the prompt; 0: no prefill.")]
 OutputLengths = Annotated[str, measuring("--tg", metavar="N,...", help="Tokens to generate; 0: no decode.")]
-Threshold = Annotated[float, _results(metavar="X", min=0.0, help="How much worse fails: a fraction, 0.10 is 10%.")]
-AsJson = Annotated[bool, _results("--json", help="Print one JSON object and nothing else.")]
+Threshold = Annotated[float, results_panel(metavar="X", min=0.0, help="How much worse fails: a fraction, 0.10 is 10%.")]
+AsJson = Annotated[bool, results_panel("--json", help="Print one JSON object and nothing else.")]
 Repetitions = Annotated[int, measuring("--repetitions", "-r", metavar="N", min=1, help="How often.")]
 
 
@@ -63,8 +61,7 @@ def recording(kind: str, options: ResultOptions, show: Callable[[Run], None], **
     before = None if options.baseline is None else baseline.load(options.baseline)
     recorder = Recorder(kind, dict(settings))
     if before is not None:
-        baseline.require_same_kind(before, recorder.to_run())
-        baseline.require_same_machine(before, recorder.to_run(), force=options.force)
+        baseline.require_comparable(before, recorder.to_run(), force=options.force)
     interrupted = False
     try:
         yield recorder
@@ -182,7 +179,7 @@ def find_source(model: str | None, synthetic: str | None) -> Path | Spec:
 
 
 @contextmanager
-def model_file(source: Path | Spec, progress: Callable[[str, float, float], None]) -> Iterator[Path]:
+def model_file(source: Path | Spec, progress: StepProgress) -> Iterator[Path]:
     """Give the path of a model; a synthetic one is written to a temporary folder."""
     if isinstance(source, Path):
         yield source

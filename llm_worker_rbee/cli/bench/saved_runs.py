@@ -13,7 +13,7 @@ from ...bench.results import Run, write_atomically
 from ...errors import InvalidRequestError
 from ...progress import step_progress
 from ..terminal import cell, note, print_json
-from .common import RESULTS_PANEL, AsJson, Threshold, print_table, quantity, show_changes
+from .common import AsJson, Threshold, print_table, quantity, results_panel, show_changes
 
 RUN_HELP = "a file that --save wrote, or the name of a baseline."
 MAX_NAMES = 8  # of the benchmarks that only one run has
@@ -25,9 +25,7 @@ def compare(
     after: Annotated[str, typer.Argument(metavar="AFTER", help=f"The later run: {RUN_HELP}")],
     threshold: Threshold = 0.10,
     as_json: AsJson = False,
-    force: Annotated[
-        bool, typer.Option("--force", help="Compare also runs of different machines.", rich_help_panel=RESULTS_PANEL)
-    ] = False,
+    force: Annotated[bool, results_panel("--force", help="Compare also runs of different machines.")] = False,
 ) -> None:
     """Compare two saved runs.
 
@@ -39,8 +37,7 @@ def compare(
       llm-worker-rbee bench compare main.json branch.json --threshold 0.05
     """
     old, new = baseline.load(before), baseline.load(after)
-    baseline.require_same_kind(old, new)
-    baseline.require_same_machine(old, new, force=force)
+    baseline.require_comparable(old, new, force=force)
     changes, differing = baseline.compare(old, new), baseline.find_differences(old, new)
     left = baseline.names_not_compared(old, new, changes), baseline.names_not_compared(new, old, changes)
     if as_json:
