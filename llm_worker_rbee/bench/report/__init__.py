@@ -9,21 +9,21 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from statistics import median
 from typing import Any, NamedTuple
 
+from ...progress import StepProgress
 from .. import baseline
 from ..baseline import SPEED_UNITS, Comparison, commit_name, machine_speeds, model_name
 from ..results import Result, ResultsError, Run, digits, percent
 from . import charts, sections
 from .charts import ChartRenderer, Line
-from .html import Html, Section, Tile, badge, facts, figure, folded, heading, joined, notice, page, soft, table, tiles
+from .html import Html, Section, Tile, badge, facts, folded, heading, joined, notice, page, soft, table, tiles
 from .sections import family, format_value, number
 
-Progress = Callable[[str, float, float], None]
 MAX_SETTING_CHARACTERS = 400
 MAX_SHOWN_CHANGES = 20  # more are folded
 VERDICT_ORDER = {"regressed": 0, "improved": 1, "within noise": 2}
@@ -83,7 +83,7 @@ def commit_time(run: Run) -> tuple[float, str]:
     return math.inf, run.created
 
 
-def render(files: Sequence[RunFile], title: str | None, progress: Progress) -> str:
+def render(files: Sequence[RunFile], title: str | None, progress: StepProgress) -> str:
     """Return the page."""
     progress("preparing to draw", 0, 1)
     renderer, groups = ChartRenderer(), group_runs(files)
@@ -116,42 +116,38 @@ def _summary(groups: Sequence[RunGroup]) -> Section:
     """Key cells of all subjects, the machine, and the list of runs."""
     parts: list[object] = []
     for group in groups:
-        parts += [heading(group.title)] if len(groups) > 1 else []
-        parts.append(tiles(key_tiles(group.latest)))
+        parts += [heading(group.title) if len(groups) > 1 else "", tiles(key_tiles(group.latest))]
     machines = {str(s.latest.machine.get("fingerprint")): s.latest.machine for s in groups}
     parts += [heading("Machine" if len(machines) == 1 else "Machines"), *map(_machine_facts, machines.values())]
     head = ["file", "kind", "model", "taken (UTC)", "commit", "results", "took", "complete"]
-    rows = [_run_row(one) for group in groups for one in group.files]
+    rows = []
+    for name, run in (file for group in groups for file in group.files):
+        cells = [str(len(run.results)), format_value(run.elapsed_s, "s"), "yes" if run.complete else "no: broken off"]
+        rows.append([name, run.kind, model_name(run), _minute(run), commit_name(run), *cells])
     if not any(row[2] for row in rows):
         head, rows = head[:2] + head[3:], [row[:2] + row[3:] for row in rows]
     numbers = [head.index(name) for name in ("results", "took")]
     return Section("Summary", joined([*parts, heading("Runs"), table("the runs on this page", head, rows, numbers)]))
 
 
-def _run_row(file: RunFile) -> list[object]:
-    run = file.run
-    taken = run.created.replace("T", " ")[:16]
-    cells = [str(len(run.results)), format_value(run.elapsed_s, "s"), "yes" if run.complete else "no: broken off"]
-    return [file.name, run.kind, model_name(run), taken, commit_name(run), *cells]
+def _minute(run: Run) -> str:
+    return run.created.replace("T", " ")[:16]
 
 
 def _machine_facts(machine: Mapping[str, Any]) -> Html:
+    listed = {key: machine.get(key) for key in ("features", "gpus")}
+    features, gpus = (", ".join(map(str, found)) if isinstance(found, list) else "" for found in listed.values())
     known = {
         "processor": machine.get("cpu"), "cores": machine.get("cores"), "cores' worth of time": machine.get("quota"),
         "memory": None if machine.get("memory_gib") is None else f"{machine['memory_gib']} GiB",
-        "instruction sets": _join_list(machine.get("features")), "GPU": _join_list(machine.get("gpus")),
-        "system": machine.get("system"),
+        "instruction sets": features, "GPU": gpus, "system": machine.get("system"),
     }  # fmt: skip
     return facts({key: value for key, value in known.items() if value not in (None, "")})
 
 
-def _join_list(value: Any) -> str:
-    return ", ".join(map(str, value)) if isinstance(value, list) else ""
-
-
 def _group_body(group: RunGroup, renderer: ChartRenderer) -> Html:
     run = group.latest
-    origin = [model_name(run), commit_name(run), f"{run.created.replace('T', ' ')[:16]} UTC", group.files[-1].name]
+    origin = [model_name(run), commit_name(run), f"{_minute(run)} UTC", group.files[-1].name]
     parts = [soft(" · ".join(filter(None, origin)))]
     if not run.complete:
         parts.append(notice("This run was broken off: it holds what was measured until then."))
@@ -167,8 +163,7 @@ def _raw_settings(run: Run) -> Html:
     for group, values in groups.items():
         for key, value in values.items():
             text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-            shown = text if len(text) <= MAX_SETTING_CHARACTERS else text[:MAX_SETTING_CHARACTERS] + "…"
-            found[f"{group}: {key}"] = shown
+            found[f"{group}: {key}"] = text[:MAX_SETTING_CHARACTERS] + "…" * (len(text) > MAX_SETTING_CHARACTERS)
     return facts(found)
 
 
@@ -231,25 +226,21 @@ def history_section(group: RunGroup, renderer: ChartRenderer) -> Html:
     if len(runs) < 2:
         return Html()
     labels = _run_labels(runs)
-    lines: dict[tuple[str, str], dict[str, list[tuple[float, float, float, float]]]] = {}
+    lines: dict[tuple[str, str], dict[str, list[tuple[float, Result]]]] = {}
     backends = sections.has_several_backends(runs[-1].results)
     for place, run in enumerate(runs):
         for r in filter(sections.is_positive, run.results):
             series = lines.setdefault((family(r.name), r.better), {})
-            series.setdefault(r.label if backends else r.name, []).append((place, r.estimate, r.low, r.high))
+            series.setdefault(r.label if backends else r.name, []).append((place, r))
     figures = []
     for (group_name, better), found in lines.items():
         title = f"{group_name} ({better} is better)"
         kept = [Line(name.removeprefix(f"{group_name}/"), points) for name, points in found.items() if len(points) > 1]
         for start in range(0, len(kept), sections.MAX_SERIES):
-            figures.append(partial(_history_chart, renderer, title, labels, kept[start : start + sections.MAX_SERIES]))
+            shown = kept[start : start + sections.MAX_SERIES]
+            figures.append(partial(charts.draw_history, renderer, title, labels, shown))
     text = "Estimates as percent of the first run's, in the order of the commits; the shade is the 95% interval."
     return sections.chart_gallery("History", text, figures)
-
-
-def _history_chart(renderer: ChartRenderer, title: str, labels: Sequence[str], lines: Sequence[Line]) -> Html:
-    description = f"{title} over {len(labels)} runs: {', '.join(line.label for line in lines)}"
-    return figure(charts.draw_history(renderer, title, labels, lines), description)
 
 
 def _run_labels(runs: Sequence[Run]) -> list[str]:
@@ -289,10 +280,10 @@ def _micro_tiles(run: Run) -> list[Tile]:
     families = {family(r.name) for r in run.results}
     made = [Tile("benchmarks", str(len(run.results)), f"in {len(families)} families")]
     if known:
-        best, worst = max(known, key=lambda one: one[0]), min(known, key=lambda one: one[0])
         made.append(Tile("median of the limit", percent(median(p for p, _ in known)), "of what the machine can do"))
-        made.append(Tile("nearest to the limit", percent(best[0]), best[1].name))
-        made.append(Tile("furthest from it", percent(worst[0]), worst[1].name))
+        for name, pick in (("nearest to the limit", max), ("furthest from it", min)):
+            share, result = pick(known, key=lambda one: one[0])
+            made.append(Tile(name, percent(share), result.name))
     speeds = machine_speeds(run)
     for what, name in (("arithmetic", "arithmetic"), ("memory", "memory bandwidth")):
         if what in speeds:

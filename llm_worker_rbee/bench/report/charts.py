@@ -21,6 +21,8 @@ from numpy.typing import NDArray
 
 from ...errors import MissingDependencyError
 from ..results import Result, digits, quantity, scale
+from . import html
+from .html import Html
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes as Axes
@@ -28,12 +30,12 @@ if TYPE_CHECKING:
 
 INK, MUTED, GRID, BAD, PAPER = "#010101", "#020202", "#030303", "#040404", "#050505"
 SERIES = tuple(f"#0601{i:02x}" for i in range(8))
-VARIABLES = {INK: "ink", MUTED: "muted", GRID: "grid", BAD: "bad", PAPER: "card"} | {
-    colour: f"s{i}" for i, colour in enumerate(SERIES)
-}
+VARIABLES = {INK: "ink", MUTED: "muted", GRID: "grid", BAD: "bad", PAPER: "card"}
+VARIABLES |= {colour: f"s{i}" for i, colour in enumerate(SERIES)}
 UNIT_SYMBOLS, MAX_UNIT_CHARACTERS = {"us": "µs"}, 10
 MIN_LOG_DECADES = 0.7  # a narrower logarithmic axis has too few round values
 TIP = "tip-"
+SMALL_WIDTH, LARGE_WIDTH = 4.7, 9.6  # inches
 STYLE = {
     "svg.fonttype": "none", "text.parse_math": False, "font.size": 9.5, "axes.titlesize": 10.5,
     "axes.titleweight": "bold", "axes.titlelocation": "left", "axes.edgecolor": GRID, "axes.labelcolor": MUTED,
@@ -51,21 +53,23 @@ class ChartRenderer:
     """Renders the charts of one page; they are numbered, so that their inner ids differ."""
 
     count: int = 0
-    svg: str = ""  # of the last chart
+    figure: Html = field(default_factory=Html)  # the last chart
     _tooltips: list[str] = field(default_factory=list)
     _matplotlib: Any = field(default_factory=lambda: _import_matplotlib())
 
     @contextmanager
-    def chart(self, width: float, height: float) -> Iterator[Axes]:
-        """Give the axes of a chart of this size in inches; afterwards `svg` holds it."""
+    def chart(self, title: str, description: str, height: float, width: float = SMALL_WIDTH) -> Iterator[Axes]:
+        """Give the axes of a chart of this size in inches; afterwards `figure` holds it."""
         self.count += 1
         self._tooltips.clear()
         with self._matplotlib.rc_context({**STYLE, "svg.hashsalt": f"plot {self.count}"}):
             figure = self._matplotlib.figure.Figure((width, height), layout="constrained")
-            yield figure.add_subplot()
+            axes = figure.add_subplot()
+            yield axes
+            axes.set_title(_truncate(title, 44))
             file = io.StringIO()
             figure.savefig(file, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
-        self.svg = self._clean_svg(file.getvalue())
+        self.figure = html.figure(self._clean_svg(file.getvalue()), description, wide=width > SMALL_WIDTH)
 
     def tooltip(self, text: str) -> str:
         """Return the id of a group that shows this text."""
@@ -92,10 +96,6 @@ class ChartRenderer:
         axis.set_minor_locator(ticker.NullLocator())
         axis.set_major_formatter(lambda value, _: format_tick(value, unit))
 
-    def even_ticks(self, axis: Axis, max_count: int) -> None:
-        """Set ticks at round values."""
-        axis.set_major_locator(self._matplotlib.ticker.MaxNLocator(max_count, steps=[1, 2, 5, 10]))
-
 
 def format_tick(value: float, unit: str) -> str:
     """Format a value on an axis, as short as possible."""
@@ -116,15 +116,18 @@ def _import_matplotlib() -> Any:
 
 Floats = NDArray[np.float64]
 MARKERS = "osD^vPX*"
-SMALL_WIDTH, LARGE_WIDTH = 4.7, 9.6  # inches
 
 
 class Line(NamedTuple):
-    """A line through points (x, value, low, high)."""
+    """A line through results at places on the x axis."""
 
     label: str
-    points: Sequence[tuple[float, float, float, float]]
+    points: Sequence[tuple[float, Result]]
     limit: Sequence[tuple[float, float]] = ()  # the limit of the machine, drawn dashed
+
+    def columns(self) -> Floats:
+        """Return all x, estimates, lower and upper ends."""
+        return np.array([(x, r.estimate, r.low, r.high) for x, r in self.points]).T
 
 
 class Dot(NamedTuple):
@@ -136,20 +139,20 @@ class Dot(NamedTuple):
     rate: float
 
 
-def draw_distributions(renderer: ChartRenderer, title: str, rows: Mapping[str, Result]) -> str:
+def draw_distributions(renderer: ChartRenderer, title: str, rows: Mapping[str, Result]) -> Html:
     """Draw each row's samples as a density around its estimate; outliers as dots, far ones at the edge."""
     reach = max((_axis_reach(row) for row in rows.values()), default=0.05)
-    with renderer.chart(SMALL_WIDTH, 0.75 + 0.29 * len(rows)) as axes:
+    description = f"distribution of the samples of {', '.join(row.name for row in rows.values())}"
+    with renderer.chart(title, description, 0.75 + 0.29 * len(rows)) as axes:
         for place, (label, row) in enumerate(rows.items()):
             _draw_distribution(renderer, axes, place, label, row, reach)
-        axes.set(xlim=(-reach, reach * 1.04), ylim=(len(rows) - 0.4, -0.75), title=_truncate(title, 44))
+        axes.set(xlim=(-reach, reach * 1.04), ylim=(len(rows) - 0.4, -0.75), xlabel="difference from the estimate")
         axes.set_yticks(range(len(rows)), [_truncate(label) for label in rows])
-        axes.set_xlabel("difference from the estimate")
         axes.xaxis.set_major_formatter(lambda x, _: f"{x:+.{0 if reach > 0.03 else 1}%}" if abs(x) > 1e-9 else "0")
-        renderer.even_ticks(axes.xaxis, 5)
+        axes.locator_params(axis="x", nbins=5, steps=[1, 2, 5, 10])
         axes.tick_params(length=0)
         axes.grid(axis="y", visible=False)
-    return renderer.svg
+    return renderer.figure
 
 
 def _draw_distribution(renderer: ChartRenderer, axes: Axes, place: int, label: str, row: Result, reach: float) -> None:
@@ -172,15 +175,15 @@ def _draw_distribution(renderer: ChartRenderer, axes: Axes, place: int, label: s
     axes.plot([0], [place + 0.12], "|", color=INK, ms=6, mew=1.2)
 
 
-def draw_lines(renderer: ChartRenderer, title: str, lines: Sequence[Line], unit: str, across: str) -> str:
+def draw_lines(renderer: ChartRenderer, title: str, lines: Sequence[Line], unit: str, across: str) -> Html:
     """Draw values against a length, both on logarithmic axes, with intervals and limits."""
     places = sorted({point[0] for line in lines for point in line.points})
-    with renderer.chart(SMALL_WIDTH, 2.9 + 0.18 * -(-len(lines) // 3) * (len(lines) > 1)) as axes:
+    description = f"{title} against {across}, for {', '.join(line.label for line in lines)}"
+    with renderer.chart(title, description, 2.9 + 0.18 * -(-len(lines) // 3) * (len(lines) > 1)) as axes:
         for i, line in enumerate(lines):
             _draw_line(renderer, axes, line, i, unit)
         axes.set_xscale("symlog", linthresh=1) if places[0] <= 0 else axes.set_xscale("log")
-        axes.set_yscale("log")
-        axes.set(title=_truncate(title, 44), xlabel=across)
+        axes.set(yscale="log", xlabel=across)
         axes.set_xticks(_pick_evenly(places), [f"{x:,g}" for x in _pick_evenly(places)])
         renderer.log_ticks(axes.yaxis, axes.get_ylim(), unit)
         axes.minorticks_off()
@@ -189,58 +192,58 @@ def draw_lines(renderer: ChartRenderer, title: str, lines: Sequence[Line], unit:
         elif lines[0].limit:
             axes.legend(loc="best", handlelength=1.6)
         axes.margins(0.06, 0.12)
-    return renderer.svg
+    return renderer.figure
 
 
 def _draw_line(renderer: ChartRenderer, axes: Axes, line: Line, i: int, unit: str) -> None:
     colour = SERIES[i % len(SERIES)]
-    x, value, low, high = np.array(sorted(line.points)).T
+    x, value, low, high = line.columns()
     tip = f"{line.label}: " + ", ".join(f"{a:g}: {quantity(v, unit)}" for a, v in zip(x, value, strict=True))
     axes.fill_between(x, low, high, color=colour, alpha=0.2, linewidth=0)
     axes.plot(x, value, label=_truncate(line.label), gid=renderer.tooltip(tip), **_marker_style(i))
     if line.limit:
         label = "limit of the machine" if i == 0 else None
-        axes.plot(*zip(*sorted(line.limit), strict=True), color=MUTED, ls=(0, (4, 3)), lw=1, label=label)
+        axes.plot(*zip(*line.limit, strict=True), color=MUTED, ls=(0, (4, 3)), lw=1, label=label)
 
 
-def draw_dots(renderer: ChartRenderer, title: str, rows: Sequence[str], lines: Sequence[Line], unit: str) -> str:
+def draw_dots(renderer: ChartRenderer, title: str, rows: Sequence[str], lines: Sequence[Line], unit: str) -> Html:
     """Draw one row a category, a dot with its interval for each series; the x of a line's points is the row."""
-    with renderer.chart(SMALL_WIDTH, 0.8 + 0.22 * len(rows) + 0.25 * (len(lines) > 1)) as axes:
+    height = 0.8 + 0.22 * len(rows) + 0.25 * (len(lines) > 1)
+    with renderer.chart(title, f"{title} for {', '.join(rows)}", height) as axes:
         for i, line in enumerate(lines):
             colour = SERIES[i % len(SERIES)]
-            row, value, low, high = np.array(line.points).T
+            row, value, low, high = line.columns()
             axes.hlines(row, low, high, color=colour, linewidth=2.4, alpha=0.5)
             for y, x in zip(row, value, strict=True):
                 tip = renderer.tooltip(f"{rows[int(y)]} {line.label}: {quantity(x, unit)}")
                 axes.plot([x], [y], gid=tip, **_marker_style(i))
             axes.plot([], [], ls="", label=_truncate(line.label), **_marker_style(i))
-        axes.set_xscale("log")
-        axes.set(title=_truncate(title, 44), ylim=(len(rows) - 0.5, -0.5))
+        axes.set(xscale="log", ylim=(len(rows) - 0.5, -0.5))
         axes.set_yticks(range(len(rows)), [_truncate(row) for row in rows])
         renderer.log_ticks(axes.xaxis, axes.get_xlim(), unit)
         axes.tick_params(length=0)
         if len(lines) > 1:
             axes.figure.legend(loc="outside lower center", ncols=min(4, len(lines)), handletextpad=0.2)
-    return renderer.svg
+    return renderer.figure
 
 
-def draw_cumulative(renderer: ChartRenderer, title: str, points: Sequence[tuple[float, float]], unit: str) -> str:
+def draw_cumulative(renderer: ChartRenderer, title: str, points: Sequence[tuple[float, float]], unit: str) -> Html:
     """Draw the cumulative distribution of sorted values."""
-    with renderer.chart(SMALL_WIDTH, 2.7) as axes:
+    with renderer.chart(title, f"share of all measurements of {title} that came within a time", 2.7) as axes:
         axes.plot(*np.array(points).T, drawstyle="steps-post", color=SERIES[0], label=_truncate(title))
-        axes.set(title=_truncate(title, 44), ylim=(0, 1.02))
-        axes.set_xscale("log")
+        axes.set(xscale="log", ylim=(0, 1.02))
         renderer.log_ticks(axes.xaxis, axes.get_xlim(), unit)
         axes.yaxis.set_major_formatter(lambda y, _: f"{y:.0%}")
         axes.axhline(0.95, color=MUTED, lw=0.8, ls=(0, (2, 3)))
-    return renderer.svg
+    return renderer.figure
 
 
 def draw_roofline(
     renderer: ChartRenderer, dots: Sequence[Dot], roof: float, slopes: Sequence[tuple[str, float]]
-) -> str:
+) -> Html:
     """Draw operations per second against operations per byte, under the measured limits."""
-    with renderer.chart(LARGE_WIDTH, 4.4) as axes:
+    description = f"roofline of {len(dots)} benchmarks: operations a second against operations a byte"
+    with renderer.chart("", description, 4.4, LARGE_WIDTH) as axes:
         axes.set(xscale="log", yscale="log", xlabel="operations a byte", ylabel="operations a second")
         places, rates = [dot.intensity for dot in dots], [dot.rate for dot in dots]
         axes.set_xlim(min(*places, 0.25) / 2, max(*places, 4 * roof / slopes[0][1]) * 2)
@@ -255,7 +258,7 @@ def draw_roofline(
         axes.xaxis.set_major_formatter(lambda x, _: f"{x:,g}")
         axes.minorticks_off()
         axes.figure.legend(loc="outside right upper", handletextpad=0.2)
-    return renderer.svg
+    return renderer.figure
 
 
 def _draw_limits(axes: Axes, roof: float, slopes: Sequence[tuple[str, float]]) -> None:
@@ -274,26 +277,27 @@ def _draw_limits(axes: Axes, roof: float, slopes: Sequence[tuple[str, float]]) -
         )  # fmt: skip
 
 
-def draw_history(renderer: ChartRenderer, title: str, names: Sequence[str], lines: Sequence[Line]) -> str:
+def draw_history(renderer: ChartRenderer, title: str, names: Sequence[str], lines: Sequence[Line]) -> Html:
     """Draw estimates over commits, each line as percent of its first value."""
-    with renderer.chart(SMALL_WIDTH, 2.7 + 0.2 * (len(lines) > 3)) as axes:
+    description = f"{title} over {len(names)} runs: {', '.join(line.label for line in lines)}"
+    with renderer.chart(title, description, 2.7 + 0.2 * (len(lines) > 3)) as axes:
         for i, line in enumerate(lines):
             colour = SERIES[i % len(SERIES)]
-            x, value, low, high = np.array(line.points).T
+            x, value, low, high = line.columns()
             first = value[0]
             shares = [f"{names[int(a)]} {v / first:.1%}" for a, v in zip(x, value, strict=True)]
             tip = f"{line.label}: {', '.join(shares)}"
             axes.fill_between(x, low / first, high / first, color=colour, alpha=0.16, linewidth=0)
             axes.plot(x, value / first, label=_truncate(line.label), gid=renderer.tooltip(tip), **_marker_style(i))
         axes.axhline(1.0, color=MUTED, lw=0.8)
-        axes.set(title=_truncate(title, 44), ylabel="of the first run")
+        axes.set_ylabel("of the first run")
         shown = _pick_evenly(range(len(names)), 6)
         axes.set_xticks(shown, [names[i] for i in shown], rotation=20 if len(shown) > 3 else 0)
         axes.yaxis.set_major_formatter(lambda y, _: f"{y:.0%}")
         axes.margins(0.08, 0.15)
         if 1 < len(lines) <= len(SERIES):
             axes.figure.legend(loc="outside lower center", ncols=min(3, len(lines)), handlelength=1.4)
-    return renderer.svg
+    return renderer.figure
 
 
 def _marker_style(i: int) -> dict[str, Any]:

@@ -38,12 +38,9 @@ def joined(parts: Iterable[object]) -> Html:
 
 
 def table(
-    caption: str,
-    head: Sequence[str],
-    rows: Sequence[Sequence[object]],
-    numbers: Sequence[int] = (),
+    caption: str, head: Sequence[str], rows: Sequence[Sequence[object]], numbers: Sequence[int] = (),
     group_starts: Sequence[int] = (),
-) -> Html:
+) -> Html:  # fmt: skip
     """Return a table in a box that scrolls; a row's first cell is its header, `numbers` are right-aligned columns."""
     classes = [' class="num"' if i in numbers else "" for i in range(len(head))]
     heads = "".join(f'<th scope="col"{c}>{html(cell)}</th>' for c, cell in zip(classes, head, strict=True))
@@ -83,10 +80,9 @@ def tiles(found: Sequence[Tile]) -> Html:
     """Return key numbers side by side."""
     made = []
     for tile in found:
-        more = f'<span class="more">{html(tile.more)}</span>' if tile.more else ""
-        made.append(
-            f'<div class="tile"><span class="name">{html(tile.name)}</span><b>{html(tile.value)}</b>{more}</div>'
-        )
+        name, value, more = map(html, tile)
+        shown = f'<span class="more">{more}</span>' if more else ""
+        made.append(f'<div class="tile"><span class="name">{name}</span><b>{value}</b>{shown}</div>')
     return Html(f'<div class="cards">{"".join(made)}</div>') if made else Html()
 
 
@@ -94,14 +90,6 @@ def figure(svg: str, description: str, *, wide: bool = False) -> Html:
     """Return a chart; the description is for screen readers."""
     kind = "drawing wide" if wide else "drawing"
     return Html(f'<figure><div class="{kind}" role="img" aria-label="{html(description)}">{svg}</div></figure>')
-
-
-def gallery(title: str, description: str, figures: Sequence[Html], *, uneven: bool = False) -> Html:
-    """Return small charts side by side under one heading; uneven ones in columns, so that no gaps are left."""
-    if not figures:
-        return Html()
-    drawn = Html(f'<div class="plots{" uneven" * uneven}">{"".join(figures)}</div>')
-    return joined([heading(title), soft(description), drawn])
 
 
 def soft(text: object) -> Html:
@@ -145,9 +133,8 @@ class Section(NamedTuple):
 
 def page(title: str, subtitle: str, sections: Sequence[Section], footer: str, *, has_script: bool = False) -> str:
     """Return the whole page, with a table of contents if it is long."""
-    anchors = [
-        f"{re.sub('[^a-z0-9]+', '-', s.title.lower()).strip('-') or 'part'}-{i + 1}" for i, s in enumerate(sections)
-    ]
+    words = (re.sub("[^a-z0-9]+", "-", s.title.lower()).strip("-") or "part" for s in sections)
+    anchors = [f"{name}-{i}" for i, name in enumerate(words, 1)]
     links = [f'<li><a href="#{a}">{html(s.title)}</a></li>' for a, s in zip(anchors, sections, strict=True)]
     contents = f'<nav aria-label="Contents"><ul>{"".join(links)}</ul></nav>' if len(sections) > 2 else ""
     parts = [

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ from .. import statistics
 from ..results import Result, Run, digits, percent, quantity, spread
 from . import charts
 from .charts import ChartRenderer, Dot, Line
-from .html import Html, badge, bar, figure, folded, gallery, heading, html, joined, notice, soft, table
+from .html import Html, badge, bar, folded, heading, html, joined, notice, soft, table
 
 Section = Callable[[Run, ChartRenderer], Html]
 OWN_NAME = "llm-worker-rbee"
@@ -41,6 +41,14 @@ def family(name: str) -> str:
     """Return the first part of a name; of end-to-end names the phase."""
     found = END_TO_END.fullmatch(name.split("/")[0])
     return PHASE_NAMES[found[1]] if found else name.split("/")[0]
+
+
+def by_family(results: Iterable[Result]) -> dict[str, list[Result]]:
+    """Group results by family."""
+    found: dict[str, list[Result]] = {}
+    for r in results:
+        found.setdefault(family(r.name), []).append(r)
+    return found
 
 
 def number(result: Result, key: str) -> float | None:
@@ -77,20 +85,16 @@ def by_length(results: Sequence[Result]) -> dict[Axis, dict[str, list[tuple[int,
 
 
 def _chart_positions(result: Result) -> Iterable[tuple[Axis, str, int]]:
-    parts = result.name.split("/")
-    if found := END_TO_END.fullmatch(parts[0]):
-        yield from _end_to_end_positions(result, parts[1:], found)
-    elif len(parts) > 1 and parts[-1].isascii() and parts[-1].isdigit() and len(parts[-1]) < 10:
-        yield Axis(parts[0], "length", result.unit), "/".join(parts[1:-1]), int(parts[-1])
-
-
-def _end_to_end_positions(result: Result, rest: list[str], found: re.Match[str]) -> Iterable[tuple[Axis, str, int]]:
-    what, tokens, depth, batch = PHASE_NAMES[found[1]], int(found[2]), int(found[3] or 0), int(found[4] or 1)
-    sizes: dict[str, Any] = {"tokens": tokens, "depth": depth, "batch": batch}
-    usual = {"depth": 0, "batch": 1}
-    for across, x in sizes.items():
-        others = [f"{key} {value}" for key, value in sizes.items() if key != across and value != usual.get(key)]
-        yield Axis(f"{what} over {across}", across, result.unit), ", ".join([*rest, *others]), x
+    first, *rest = result.name.split("/")
+    if found := END_TO_END.fullmatch(first):
+        sizes = {"tokens": int(found[2]), "depth": int(found[3] or 0), "batch": int(found[4] or 1)}
+        usual = {"depth": 0, "batch": 1}
+        for across, x in sizes.items():
+            others = [f"{key} {value}" for key, value in sizes.items() if key != across and value != usual.get(key)]
+            axis = Axis(f"{PHASE_NAMES[found[1]]} over {across}", across, result.unit)
+            yield axis, ", ".join([*rest, *others]), x
+    elif rest and re.fullmatch("[0-9]{1,9}", rest[-1]):
+        yield Axis(first, "length", result.unit), "/".join(rest[:-1]), int(rest[-1])
 
 
 def by_category(results: Sequence[Result]) -> dict[Axis, dict[str, list[tuple[str, Result]]]]:
@@ -240,12 +244,8 @@ def backend_comparison(run: Run, _: ChartRenderer) -> Html:
 
 def component_shares(run: Run, _: ChartRenderer) -> Html:
     """Show where the time of a step goes, the largest part first."""
-    phases: dict[str, list[Result]] = {}
-    for r in run.results:
-        if number(r, "share") is not None:
-            phases.setdefault(family(r.name), []).append(r)
     made = []
-    for phase, results in phases.items():
+    for phase, results in by_family([r for r in run.results if number(r, "share") is not None]).items():
         rows: list[list[object]] = []
         for r in sorted(results, key=lambda r: -(number(r, "share") or 0)):
             share, rank = number(r, "share") or 0.0, str(r.fields.get("class") or "")
@@ -279,27 +279,24 @@ LATENCY_NAMES = {"ttft": "first token", "tpot": "each further token", "itl": "be
 
 
 def chart_gallery(title: str, description: str, figures: Sequence[Callable[[], Html]], *, uneven: bool = False) -> Html:
-    """Draw the first charts, and say how many are left out."""
+    """Draw the first charts side by side, uneven ones in columns without gaps, and say how many are left out."""
+    if not figures:
+        return Html()
     left = len(figures) - MAX_CHARTS
     more = f" {left} more plots are left out." if left > 0 else ""
-    return gallery(title, description + more, [draw() for draw in figures[:MAX_CHARTS]], uneven=uneven)
+    drawn = "".join(draw() for draw in figures[:MAX_CHARTS])
+    plots = Html(f'<div class="plots{" uneven" * uneven}">{drawn}</div>')
+    return joined([heading(title), soft(description + more), plots])
 
 
 def charts_by_length(run: Run, renderer: ChartRenderer) -> Html:
     """Draw speed against length."""
-    found = {axis: series for axis, series in by_length(run.results).items() if len(series) <= MAX_SERIES}
-    figures = [partial(_lines, renderer, axis, series) for axis, series in found.items()]
+    figures = []
+    for axis, series in by_length(run.results).items():
+        lines = [Line(name, points, _limit(points)) for name, points in series.items()]
+        if len(lines) <= MAX_SERIES:
+            figures.append(partial(charts.draw_lines, renderer, axis.title, lines, axis.unit, axis.across))
     return chart_gallery("Speed against length", "Both axes are logarithmic; the shade is the 95% interval.", figures)
-
-
-def _lines(renderer: ChartRenderer, axis: Axis, series: Mapping[str, Sequence[tuple[int, Result]]]) -> Html:
-    lines = [Line(name, [_point(x, r) for x, r in points], _limit(points)) for name, points in series.items()]
-    description = f"{axis.title} against {axis.across}, for {', '.join(series)}"
-    return figure(charts.draw_lines(renderer, axis.title, lines, axis.unit, axis.across), description)
-
-
-def _point(x: float, result: Result) -> tuple[float, float, float, float]:
-    return x, result.estimate, result.low, result.high
 
 
 def _limit(points: Sequence[tuple[int, Result]]) -> list[tuple[float, float]]:
@@ -309,43 +306,30 @@ def _limit(points: Sequence[tuple[int, Result]]) -> list[tuple[float, float]]:
 
 def charts_by_category(run: Run, renderer: ChartRenderer) -> Html:
     """Draw families that differ by category: block types, ways of sampling."""
-    figures = [partial(_dots, renderer, axis, series) for axis, series in by_category(run.results).items()]
+    figures = []
+    for axis, series in by_category(run.results).items():
+        rows = list(dict.fromkeys(kind for points in series.values() for kind, _ in points))[:MAX_CATEGORIES]
+        shown = list(series.items())[:MAX_SERIES]
+        lines = [Line(name, [(rows.index(kind), r) for kind, r in points if kind in rows]) for name, points in shown]
+        kept = [line for line in lines if line.points]
+        figures.append(partial(charts.draw_dots, renderer, axis.title, rows, kept, axis.unit))
     return chart_gallery("By kind", "Shorter times are further left; the axis is logarithmic.", figures, uneven=True)
-
-
-def _dots(renderer: ChartRenderer, axis: Axis, series: Mapping[str, Sequence[tuple[str, Result]]]) -> Html:
-    rows = list(dict.fromkeys(kind for points in series.values() for kind, _ in points))[:MAX_CATEGORIES]
-    place = {kind: i for i, kind in enumerate(rows)}
-    shown = list(series.items())[:MAX_SERIES]
-    lines = [Line(name, [_point(place[kind], r) for kind, r in points if kind in place]) for name, points in shown]
-    kept = [line for line in lines if line.points]
-    return figure(charts.draw_dots(renderer, axis.title, rows, kept, axis.unit), f"{axis.title} for {', '.join(rows)}")
 
 
 def distribution_charts(run: Run, renderer: ChartRenderer) -> Html:
     """Draw the samples behind each estimate, by family."""
-    groups: dict[str, list[Result]] = {}
-    for result in run.results:
-        is_finite = result.estimate > 0 and np.isfinite(result.samples).all()
-        if is_finite and len(result.samples) >= MIN_DISTRIBUTION_SAMPLES:
-            groups.setdefault(family(result.name), []).append(result)
-    backends = has_several_backends(run.results)
-    figures = [
-        partial(_distribution, renderer, title, results[start : start + MAX_DISTRIBUTION_ROWS], backends)
-        for title, results in groups.items()
-        for start in range(0, len(results), MAX_DISTRIBUTION_ROWS)
-    ]
+    enough = [r for r in run.results if r.estimate > 0 and len(r.samples) >= MIN_DISTRIBUTION_SAMPLES]
+    backends, figures = has_several_backends(run.results), []
+    for title, results in by_family([r for r in enough if np.isfinite(r.samples).all()]).items():
+        named = [((r.label if backends else r.name).removeprefix(f"{title}/"), r) for r in results]
+        for start in range(0, len(named), MAX_DISTRIBUTION_ROWS):
+            rows = dict(named[start : start + MAX_DISTRIBUTION_ROWS])
+            figures.append(partial(charts.draw_distributions, renderer, title, rows))
     text = (
         "Each curve is the density of one benchmark's samples around its estimate, few samples are dots; the bar below "
         "is the 95% interval. Red are outliers (beyond 1.5 interquartile ranges), triangles lie further out."
     )
     return chart_gallery("Distributions", text, figures, uneven=True)
-
-
-def _distribution(renderer: ChartRenderer, title: str, results: Sequence[Result], backends: bool) -> Html:
-    labels = [(r.label if backends else r.name).removeprefix(f"{title}/") for r in results]
-    description = f"distribution of the samples of {', '.join(r.name for r in results)}"
-    return figure(charts.draw_distributions(renderer, title, dict(zip(labels, results, strict=True))), description)
 
 
 def roofline_chart(run: Run, renderer: ChartRenderer) -> Html:
@@ -365,13 +349,11 @@ def roofline_chart(run: Run, renderer: ChartRenderer) -> Html:
             dots.append(Dot(r.name, family(r.name), done / moved, done / r.estimate))
     if len(dots) < 2 or not all(np.isfinite(x) and x > 0 for x in (roof, *(rate for _, rate in slopes))):
         return Html()
-    description = f"roofline of {len(dots)} benchmarks: operations a second against operations a byte"
     text = (
         "Each dot is a benchmark: how many operations it needs for each byte it must move, and how many it does in a "
         "second. The lines are what this machine can do at best, as measured. Hover over a dot for its name."
     )
-    chart = figure(charts.draw_roofline(renderer, dots, roof, slopes), description, wide=True)
-    return joined([heading("Roofline"), soft(text), chart])
+    return joined([heading("Roofline"), soft(text), charts.draw_roofline(renderer, dots, roof, slopes)])
 
 
 def latency_charts(run: Run, renderer: ChartRenderer) -> Html:
@@ -380,17 +362,16 @@ def latency_charts(run: Run, renderer: ChartRenderer) -> Html:
     for name, values in detail(run, "latencies", dict).items():
         numbers = [v for v in values if type(v) in (int, float) and 0 <= v < 1e9] if isinstance(values, list) else []
         if len(numbers) >= statistics.MIN_SAMPLES and max(numbers) > 0:
-            figures.append(partial(_cumulative, renderer, LATENCY_NAMES.get(name, str(name)), sorted(numbers)))
+            points = cumulative_points(sorted(numbers))
+            figures.append(partial(charts.draw_cumulative, renderer, LATENCY_NAMES.get(name, str(name)), points, "s"))
     description = "The share of requests, or of gaps, that were as quick as this or quicker; the dotted line is 95%."
     return chart_gallery("Latencies", description, figures)
 
 
-def _cumulative(renderer: ChartRenderer, title: str, ordered: Sequence[float]) -> Html:
-    """Draw at most MAX_CURVE_POINTS points; a logarithmic axis cannot show zeros, but they count."""
+def cumulative_points(ordered: Sequence[float]) -> list[tuple[float, float]]:
+    """Return at most MAX_CURVE_POINTS of (value, share); a logarithmic axis cannot show zeros, but they count."""
     places = np.unique(np.linspace(0, len(ordered) - 1, MAX_CURVE_POINTS).astype(int))
-    points = [(ordered[i], (i + 1) / len(ordered)) for i in places if ordered[i] > 0]
-    description = f"share of all measurements of {title} that came within a time"
-    return figure(charts.draw_cumulative(renderer, title, points, "s"), description)
+    return [(ordered[i], (i + 1) / len(ordered)) for i in places if ordered[i] > 0]
 
 
 SECTIONS: dict[str, Sequence[Section]] = {
