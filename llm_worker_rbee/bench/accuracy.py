@@ -28,6 +28,7 @@ from ..generation import Completion
 from ..llm import LLM
 from ..models import Transformer, load_model, read_model_config
 from ..models.convert import is_fp8, quantize_checkpoint
+from ..progress import StepProgress
 from . import library_child, statistics
 from .processes import ChildFailedError, ChildProcess, library_environment
 from .results import Better, Recorder, Result
@@ -43,7 +44,6 @@ PROMPT_LENGTHS = (100, 320)  # of the logit errors of a synthetic model; a token
 BLOCK_SIZE = 16
 GREEDY_LOGPROBS = 20  # so that the tokens of the other side are among them
 
-Progress = Callable[[str, float, float], None]
 Floats = NDArray[np.float64]
 Logits = NDArray[np.float32]
 
@@ -160,7 +160,7 @@ def log_softmax(logits: Logits) -> Floats:
 
 
 def run(
-    recorder: Recorder, progress: Progress, truth: Side, paths: Sequence[MeasuredPath], evaluation: EvaluationSet
+    recorder: Recorder, progress: StepProgress, truth: Side, paths: Sequence[MeasuredPath], evaluation: EvaluationSet
 ) -> None:
     """Measure every path against the truth; record what was measured however it ends."""
     scores = [Scores() for _ in paths]
@@ -182,7 +182,7 @@ def run(
             recorder.details.setdefault("paths", {})[path.suffix or "ours"] = _details(own)
 
 
-def _sequences(evaluation: EvaluationSet, progress: Progress, sides: int) -> Iterator[tuple[str, list[int]]]:
+def _sequences(evaluation: EvaluationSet, progress: StepProgress, sides: int) -> Iterator[tuple[str, list[int]]]:
     done = 0
     for what, all_ids in (("prompt", evaluation.prompts), ("window", evaluation.windows)):
         for number, ids in enumerate(all_ids, 1):
@@ -290,7 +290,7 @@ class LibrarySide:
 
 
 def compare_greedy(
-    path: LLM, truth: LLM, prompts: Sequence[list[int]], tokens: int, progress: Progress
+    path: LLM, truth: LLM, prompts: Sequence[list[int]], tokens: int, progress: StepProgress
 ) -> list[Result]:
     """Compare greedy answers: how many are the same, and how sure the truth is of its token where they diverge."""
     options: dict[str, Any] = {"max_tokens": tokens, "temperature": 0.0, "logprobs": GREEDY_LOGPROBS}
@@ -320,7 +320,7 @@ def _divergence_gap(ours: Completion, theirs: Completion) -> float | None:
 
 
 def load_synthetic_pair(
-    spec: Spec, backend: Backend, quantize: str | None, kv_type: str, progress: Progress
+    spec: Spec, backend: Backend, quantize: str | None, kv_type: str, progress: StepProgress
 ) -> tuple[Transformer, Transformer]:
     """Load a synthetic model on a backend, quantized if requested, and as it is on the reference backend."""
     weights = checkpoint(spec, progress=progress)
@@ -334,8 +334,9 @@ def load_synthetic_pair(
 
 
 def measure_logit_errors(
-    recorder: Recorder, progress: Progress, model: Transformer, truth: Transformer, kv_type: str, batches: Sequence[int]
-) -> None:
+    recorder: Recorder, progress: StepProgress, model: Transformer, truth: Transformer, kv_type: str,
+    batches: Sequence[int],
+) -> None:  # fmt: skip
     """Record the error of the logits, as a part of their standard deviation: of prompts, and of decode at batch sizes.
 
     Both models have the same random weights; every sequence of a batch has keys and values of its own.

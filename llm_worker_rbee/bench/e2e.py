@@ -27,6 +27,7 @@ from ..config import KV_AUTO, ModelConfig
 from ..errors import ContextLengthError, InferenceError, InsufficientMemoryError, InvalidRequestError, human_bytes
 from ..models import Transformer, load_model, read_model_config
 from ..models.convert import is_fp8, quantize_checkpoint
+from ..progress import StepProgress
 from ..weights import Checkpoint, open_checkpoint
 from . import processes, statistics, synthetic
 from .engine_harness import EngineHarness, TimedRun, encode_bundled_prompts
@@ -34,7 +35,6 @@ from .processes import ChildFailedError, ChildProcess, package_environment
 from .results import Better, Recorder, Result, describe_model, replace_non_finite
 from .roofline import Limits, matmul_ceiling, measure_limits
 
-Progress = Callable[[str, float, float], None]
 Source = Path | synthetic.Spec
 Kind = Literal["pp", "tg"]
 WARM_UP_TOKENS = 8  # of a decode run
@@ -397,7 +397,7 @@ class SpeculativeDecoding:
         )  # fmt: skip
 
 
-def run(recorder: Recorder, progress: Progress, source: Source, plan: Plan) -> None:
+def run(recorder: Recorder, progress: StepProgress, source: Source, plan: Plan) -> None:
     """Load the model and measure all scenarios, in turn by repetition."""
     cases = list(plan.cases())
     _require_measurable(source, plan, cases)
@@ -477,11 +477,11 @@ def _require_room(source: Source, plan: Plan, cases: Sequence[Case], backend: Ba
         )
 
 
-def _as_transfer(progress: Progress) -> Callable[[str, int, int | None], None]:
+def _as_transfer(progress: StepProgress) -> Callable[[str, int, int | None], None]:
     return lambda what, done, total: progress(what, done, total or 0)
 
 
-def _open(recorder: Recorder, progress: Progress, source: Source, plan: Plan, backend: Backend) -> Checkpoint:
+def _open(recorder: Recorder, progress: StepProgress, source: Source, plan: Plan, backend: Backend) -> Checkpoint:
     quantize = plan.quantize
     if isinstance(source, Path):
         checkpoint = open_checkpoint(source)
@@ -499,7 +499,7 @@ def _open(recorder: Recorder, progress: Progress, source: Source, plan: Plan, ba
 
 
 def _load(
-    recorder: Recorder, progress: Progress, checkpoint: Checkpoint, plan: Plan, backend: Backend, limits: Limits
+    recorder: Recorder, progress: StepProgress, checkpoint: Checkpoint, plan: Plan, backend: Backend, limits: Limits
 ) -> ModelBench:
     config, cases = read_model_config(checkpoint), list(plan.cases())
     capacity = max(sum(plan.pg), *(case.context for case in cases), 1)
@@ -513,15 +513,16 @@ def _load(
 
 
 def _load_model(
-    checkpoint: Checkpoint, config: ModelConfig, backend: Backend, plan: Plan, context: int | None, progress: Progress
-) -> Transformer:
+    checkpoint: Checkpoint, config: ModelConfig, backend: Backend, plan: Plan, context: int | None,
+    progress: StepProgress,
+) -> Transformer:  # fmt: skip
     backend.load_kernels(checkpoint, config, plan.kv_type, _as_transfer(progress))
     progress("preparing the weights", 0, 0)
     return load_model(checkpoint, backend, config, context)
 
 
 def _scenarios(
-    bench: ModelBench, plan: Plan, cases: Sequence[Case], checkpoint: Checkpoint, progress: Progress
+    bench: ModelBench, plan: Plan, cases: Sequence[Case], checkpoint: Checkpoint, progress: StepProgress
 ) -> Iterator[Scenario]:
     """Yield the scenarios in the order of the table."""
     several_prompts = len({case.tokens for case in cases if case.kind == "pp"}) > 1
@@ -542,7 +543,7 @@ def _scenarios(
                 yield SpeculativeDecoding(bench, plan, tokens, batch, checkpoint, draft)
 
 
-def run_isolated(recorder: Recorder, progress: Progress, models: Sequence[synthetic.Spec], plan: Plan) -> None:
+def run_isolated(recorder: Recorder, progress: StepProgress, models: Sequence[synthetic.Spec], plan: Plan) -> None:
     """Measure several synthetic models, each in a process of its own; results are named MODEL/NAME.
 
     A model that fails is named in `details`, and the others go on. On a GPU the kernels of all models are compiled

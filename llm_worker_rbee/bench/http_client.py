@@ -16,7 +16,7 @@ import re
 import ssl
 import time
 from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -416,8 +416,8 @@ class Target:
         body = json.dumps(self.body(job)).encode()
         async with self.client.request("POST", PATHS[self.endpoint], body) as response:
             if response.status != 200:
-                text = await response.text(MAX_ERROR_BYTES)
-                raise RequestFailedError(f"http {response.status}", _error_message(text))
+                message = _error_message(await response.text(MAX_ERROR_BYTES))
+                raise RequestFailedError(f"http {response.status}", message)
             if not response.headers.get("content-type", "").startswith("text/event-stream"):
                 raise RequestFailedError("protocol", "the response is not an event stream")
             parser = EventParser()
@@ -464,12 +464,13 @@ def add_event(answer: Answer, data: str, now: float) -> None:
         answer.output_tokens = _count(usage, "completion_tokens")
 
 
-async def list_models(client: Client) -> list[str]:
-    """Return the names that GET /models lists."""
-    async with client.request("GET", "/models") as response:
-        text = await response.text(MAX_LIST_BYTES)
-        if response.status != 200:
-            raise RequestFailedError(f"http {response.status}", _error_message(text))
+async def list_models(client: Client, timeout_s: float) -> list[str]:
+    """Return the names that GET /models lists, and close the client; raise TimeoutError if that takes longer."""
+    with closing(client):
+        async with asyncio.timeout(timeout_s), client.request("GET", "/models") as response:
+            text = await response.text(MAX_LIST_BYTES)
+            if response.status != 200:
+                raise RequestFailedError(f"http {response.status}", _error_message(text))
     listed = _parse_object(text).get("data")
     if not isinstance(listed, list):
         raise RequestFailedError("protocol", "GET /models returned no list")

@@ -11,17 +11,16 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from ..errors import WorkerError
+from ..progress import StepProgress
 from ..weights.hub import model_files
 from . import processes
 from .processes import ChildFailedError, ChildProcess, package_environment
 from .results import Recorder, describe_model
 
-Progress = Callable[[str, float, float], None]
 PROMPT = "The capital of France is"
 WITHOUT_FILE = ("interpreter", "import")  # phases that do not read the model: the same cold and warm
 CHILD = str(Path(__file__).with_name("load_child.py"))
@@ -32,7 +31,7 @@ KERNEL_CACHE_VARIABLES = ("TRITON_CACHE_DIR", "LLM_WORKER_KERNEL_CACHE")  # of t
 
 
 def run(
-    recorder: Recorder, progress: Progress, model: Path, repetitions: int, options: dict[str, Any] | None = None, *,
+    recorder: Recorder, progress: StepProgress, model: Path, repetitions: int, options: dict[str, Any] | None = None, *,
     compile_kernels: bool = False,
 ) -> None:  # fmt: skip
     """Start the worker repeatedly, cold and warm in turn; `options` are those of LLM.

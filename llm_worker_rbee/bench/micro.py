@@ -38,6 +38,7 @@ from ..layers.rope import inverse_frequencies
 from ..layers.swiglu import SwiGLU
 from ..llm import open_tokenizer
 from ..models import Transformer, load_model, read_model_config
+from ..progress import StepProgress
 from ..weights import Tensor, open_checkpoint
 from ..weights.hub import locate_model
 from ..weights.quants import BLOCK_TYPES, BlockType
@@ -49,7 +50,6 @@ from .synthetic import random_tensor
 from .workload import TEXT, read_text
 
 Function = Callable[[], object]
-Progress = Callable[[str, float, float], None]
 MIN_SAMPLE_S = 0.002  # a shorter sample would measure the loop and the clock
 ROUNDS = 12  # over all cases: a disturbance of some seconds then meets only a part of each case's samples
 
@@ -409,7 +409,7 @@ def select(pattern: str | None) -> list[Case]:
 
 
 def run(
-    recorder: Recorder, progress: Progress, selected: Sequence[Case], backends: Sequence[str], plan: TimingPlan,
+    recorder: Recorder, progress: StepProgress, selected: Sequence[Case], backends: Sequence[str], plan: TimingPlan,
     threads: int | None = None,
 ) -> None:  # fmt: skip
     """Measure each case on each backend, in several rounds over all cases; in a round the backends take turns."""

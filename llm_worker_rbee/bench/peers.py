@@ -17,7 +17,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +27,7 @@ from .. import __version__, machine
 from ..backends import resolve_kv_type, select_backend
 from ..errors import ContextLengthError, InvalidRequestError, human_bytes
 from ..models import load_model, read_model_config
+from ..progress import StepProgress
 from ..weights import Checkpoint, open_checkpoint
 from . import http_client, library_child, statistics
 from .engine_harness import EngineHarness, encode_bundled_prompts
@@ -35,7 +36,6 @@ from .processes import ChildFailedError, ChildProcess, describe_exit, library_en
 from .results import Recorder, Result, describe_model
 from .server_process import ServerProcess
 
-Progress = Callable[[str, float, float], None]
 PeerError = ChildFailedError
 OURS, LLAMA_BENCH, LLAMA_SERVER = "llm-worker-rbee", "llama-bench", "llama-server"
 # Packages that a peer needs; gguf only for a GGUF file.
@@ -308,7 +308,7 @@ class Rates:
                 self.recorder.add_result(result)
 
 
-def run(recorder: Recorder, progress: Progress, model: Path, plan: Plan) -> None:
+def run(recorder: Recorder, progress: StepProgress, model: Path, plan: Plan) -> None:
     """Start all peers that are installed, then measure them in turn."""
     checkpoint = open_checkpoint(model)
     tasks = _validated_tasks(checkpoint, plan)

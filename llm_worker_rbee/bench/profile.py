@@ -29,6 +29,7 @@ from ..engine.sampler import sample_rows
 from ..errors import ContextLengthError
 from ..llm import LLM
 from ..models import Transformer
+from ..progress import StepProgress
 from ..weights import Checkpoint
 from .flame_graph import Flame, PySpy, record_flame, render_svg, speedscope
 from .micro import seconds_per_call
@@ -36,7 +37,6 @@ from .report import html
 from .results import Recorder, Result, ResultsError, Run, describe_model, quantity, spread
 from .roofline import Limits, Work, backend_threads, measure_limits
 
-Progress = Callable[[str, float, float], None]
 Call = Callable[..., Any]
 PHASES = {"prefill": "Prefill", "decode": "Decode"}
 CRITICAL_SHARE, MODERATE_SHARE = 0.10, 0.05
@@ -283,7 +283,7 @@ class Workload:
         self.request.ids += self.ops.sample(logits, sample_rows(self.request)).tolist()
 
 
-def run(recorder: Recorder, progress: Progress, llm: LLM, settings: Settings, flames: dict[str, Flame]) -> None:
+def run(recorder: Recorder, progress: StepProgress, llm: LLM, settings: Settings, flames: dict[str, Flame]) -> None:
     """Profile a loaded model; flame graphs are added to `flames` as they are recorded."""
     capacity = settings.pp + settings.tg + 1
     if capacity > llm.max_context:
@@ -296,7 +296,7 @@ def run(recorder: Recorder, progress: Progress, llm: LLM, settings: Settings, fl
 @dataclass(slots=True)
 class _Profiler:
     recorder: Recorder
-    progress: Progress
+    progress: StepProgress
     llm: LLM
     settings: Settings
     limits: Limits = field(init=False)

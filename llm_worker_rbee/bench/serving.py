@@ -328,7 +328,7 @@ def connect(make_target: Callable[[str], Target], name: str | None, timeout: flo
     probe = make_target(name or "")
     listed: list[str] = []
     try:
-        listed = asyncio.run(_list_models(probe, min(timeout, 30.0)))
+        listed = asyncio.run(list_models(probe.client, min(timeout, 30.0)))
     except TimeoutError:
         raise ServingError(f"{probe.client.address} does not answer: is it the right port?") from None
     except RequestFailedError as error:
@@ -338,14 +338,6 @@ def connect(make_target: Callable[[str], Target], name: str | None, timeout: flo
     if name is None and not listed:
         raise ServingError(f"{probe.client.address} lists no model: name one with --model")
     return make_target(name or listed[0])
-
-
-async def _list_models(probe: Target, seconds: float) -> list[str]:
-    try:
-        async with asyncio.timeout(seconds):
-            return await list_models(probe.client)
-    finally:
-        probe.client.close()
 
 
 def run(recorder: Recorder, load: Load) -> None:

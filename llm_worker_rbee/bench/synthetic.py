@@ -9,7 +9,7 @@ repeated, make a tensor of any size.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
@@ -21,13 +21,13 @@ from numpy.typing import NDArray
 
 from .. import machine
 from ..errors import InsufficientMemoryError, InvalidRequestError, WorkerError, human_bytes
+from ..progress import StepProgress
 from ..weights import Checkpoint, Tensor
 from ..weights.gguf_writer import Raw, Typed, write_gguf
 from ..weights.quant_mix import EMBEDDING, OUTPUT, Mix, Place, find_mix, matrix_type
 from ..weights.quants import BLOCK_TYPES, BlockType
 
 Seed = int | tuple[int, ...]
-Progress = Callable[[str, float, float], None]
 RESERVE_BYTES = 512 << 20  # memory or disk that stays free
 DRAWN_BLOCKS = 1 << 13  # a round
 POOL_BLOCKS = 1021  # a prime number, so that the rows of a matrix differ
@@ -159,7 +159,7 @@ def _layer_matrices(s: Shape) -> tuple[tuple[str, int, int], ...]:
     )
 
 
-def checkpoint(spec: Spec, seed: int = 0, progress: Progress | None = None) -> Checkpoint:
+def checkpoint(spec: Spec, seed: int = 0, progress: StepProgress | None = None) -> Checkpoint:
     """Make the model in memory, each tensor with memory of its own."""
     require_memory(spec)
     tensors: dict[str, Tensor] = {}
@@ -181,7 +181,7 @@ def without_weights(spec: Spec) -> Checkpoint:
     return Checkpoint(Path(str(spec)), "gguf", spec.shape.architecture, metadata(spec), {}, {})
 
 
-def write(spec: Spec, path: Path, seed: int = 0, progress: Progress | None = None) -> Path:
+def write(spec: Spec, path: Path, seed: int = 0, progress: StepProgress | None = None) -> Path:
     """Write the model as a GGUF file."""
     needed, free = spec.nbytes, shutil.disk_usage(path.parent).free
     if needed + RESERVE_BYTES > free:

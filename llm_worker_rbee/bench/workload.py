@@ -101,7 +101,6 @@ ARRIVALS, CONTENT, PREFIX = 0, 1, 2  # streams of one seed
 class Lengths:
     """`128`, `64-256` (uniform) or `normal:128,32` (mean and standard deviation; at least 1)."""
 
-    text: str
     low: float
     high: float
     normal: bool = False
@@ -112,9 +111,9 @@ class Lengths:
         if found is None:
             raise InvalidRequestError(f"{option} is {text!r}: write N, LOW-HIGH or normal:MEAN,SD", option)
         if found[4]:
-            made = Lengths(text, float(found[4]), float(found[5]), normal=True)
+            made = Lengths(float(found[4]), float(found[5]), normal=True)
         else:
-            made = Lengths(text, float(found[1] or found[2]), float(found[1] or found[3]))
+            made = Lengths(float(found[1] or found[2]), float(found[1] or found[3]))
         if not 1 <= made.low <= MAX_TOKENS or made.high > MAX_TOKENS or (made.high < made.low and not made.normal):
             message = f"{option} is {text!r}: use lengths from 1 to {MAX_TOKENS}, the smaller first"
             raise InvalidRequestError(message, option)

@@ -18,13 +18,13 @@ from numpy.typing import NDArray
 from ...backends import reference
 from ...backends.ops import AttentionParams, Ints, RopeTable
 from ...errors import InferenceError
+from ...progress import StepProgress
 from .. import statistics
 from ..micro import D_FF, HEAD_DIM, HEADS, HIDDEN, Function, TimingPlan, measure
 from ..results import Recorder, Result, quantity
 from ..statistics import Change
 
 Floats = NDArray[np.float32]
-Progress = Callable[[str, float, float], None]
 VerdictName = Literal["confirmed", "refuted", "within noise"]
 MIN_GAIN = 0.10  # a smaller gain is not worth a change
 QUICK = TimingPlan(seconds=0.8, min_samples=20, max_samples=60, warm_up_s=0.1)
@@ -60,7 +60,7 @@ class Harness:
     """Times the sides of an experiment and records the results."""
 
     recorder: Recorder
-    progress: Progress
+    progress: StepProgress
     model: Path
     thorough: bool = False
     plan: TimingPlan = QUICK

@@ -111,19 +111,13 @@ def _finish(run: Run, before: Run | None, options: ResultOptions, show: Callable
         show(run)
         if changes:
             show_changes(changes, options.threshold)
-    if changes and before is not None:
-        warn_of_drift(before, run)
+    drift = baseline.find_machine_drift(before, run) if changes and before is not None else []
+    if drift:  # which makes verdicts doubtful
+        found = "; ".join(f"{one.what.removeprefix('speed: ')} {one.before} then, {one.after} now" for one in drift)
+        note(f"the machine itself changed ({found}): measure again when it is quiet, or side by side (--ab)")
     if problem is not None:
         raise problem
     return bool(worse)
-
-
-def warn_of_drift(before: Run, after: Run) -> None:
-    """Note it if the machine itself was faster or slower, which makes verdicts doubtful."""
-    drift = baseline.find_machine_drift(before, after)
-    found = [f"{one.what.removeprefix('speed: ')} {one.before} then, {one.after} now" for one in drift]
-    if found:
-        note(f"the machine itself changed ({'; '.join(found)}): measure again when it is quiet, or side by side (--ab)")
 
 
 def print_table(rows: Iterable[Sequence[str]], right: Sequence[int] = ()) -> None:

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from ...bench import baseline
-from ...bench.baseline import Comparison, Difference
+from ...bench.baseline import Difference
 from ...bench.report import RunFile, render
 from ...bench.results import Run, write_atomically
 from ...errors import InvalidRequestError
@@ -41,7 +41,13 @@ def compare(
     changes, differing = baseline.compare(old, new), baseline.find_differences(old, new)
     left = baseline.names_not_compared(old, new, changes), baseline.names_not_compared(new, old, changes)
     if as_json:
-        print_json(_as_json(old, new, changes, threshold, differing, left))
+        regressions = sum(one.is_past(threshold) for one in changes)
+        head = {"schema": "llm-worker-rbee/comparison", "schema_version": 1, "kind": new.kind, "threshold": threshold}
+        print_json({
+            **head, "regressions": regressions, "before": _origin(old), "after": _origin(new),
+            "differs": [one._asdict() for one in differing], "only_before": left[0], "only_after": left[1],
+            "results": [{**one.as_json(), "estimate": one.change.change} for one in changes],
+        })  # fmt: skip
     else:
         show_changes(changes, threshold)
         _print_differences(differing)
@@ -53,31 +59,8 @@ def compare(
         raise typer.Exit(1)
 
 
-def _as_json(
-    before: Run,
-    after: Run,
-    changes: list[Comparison],
-    threshold: float,
-    differing: list[Difference],
-    left: tuple[list[str], list[str]],
-) -> dict[str, Any]:
-    """Return the object of `--json`: `results` are the changes, each with the change as its estimate."""
-    sides = {
-        name: {key: getattr(run, key) for key in ("created", "commit", "machine", "versions", "model", "settings")}
-        for name, run in (("before", before), ("after", after))
-    }
-    return {
-        "schema": "llm-worker-rbee/comparison",
-        "schema_version": 1,
-        "kind": after.kind,
-        "threshold": threshold,
-        "regressions": sum(one.is_past(threshold) for one in changes),
-        **sides,
-        "differs": [one._asdict() for one in differing],
-        "only_before": left[0],
-        "only_after": left[1],
-        "results": [{**one.as_json(), "estimate": one.change.change} for one in changes],
-    }
+def _origin(run: Run) -> dict[str, Any]:
+    return {key: getattr(run, key) for key in ("created", "commit", "machine", "versions", "model", "settings")}
 
 
 def _print_differences(differing: list[Difference]) -> None:

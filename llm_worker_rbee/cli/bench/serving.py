@@ -13,7 +13,7 @@ import typer
 
 from ...bench import serving as bench_serving
 from ...bench.http_client import PATHS, Address, Client, Target, api_address, parse_header
-from ...bench.results import Recorder, Result, Run
+from ...bench.results import Result, Run
 from ...bench.server_process import ServerMonitor, ServerProcess, worker_server
 from ...bench.serving import MAX_IN_FLIGHT, Limits, Load
 from ...bench.workload import MAX_REQUESTS, Lengths, Workload, read_prompts
@@ -191,14 +191,9 @@ def serving(
             bench_serving.run(recorder, Load(target, workload, limits, progress, monitor))
         if spawned:
             spawned.require_alive()
-    _require_answers(recorder)
-
-
-def _require_answers(recorder: Recorder) -> None:
-    found = {result.name: result.estimate for result in recorder.results()}
-    if not found.get("completed"):
-        first = next((examples for examples in recorder.details.get("errors", {}).values()), ["no request was sent"])[0]
-        raise WorkerError(f"no request was answered: {first}")
+    if not any(result.name == "completed" and result.estimate for result in recorder.results()):
+        examples = next(iter(recorder.details.get("errors", {}).values()), ["no request was sent"])
+        raise WorkerError(f"no request was answered: {examples[0]}")
 
 
 def _settings(server: ServerOptions, own: OwnOptions, load: LoadOptions) -> dict[str, Any]:
