@@ -1,9 +1,9 @@
 """`llm-worker-rbee profile`: where the time of a step goes, with a report and flame graphs."""
 
 import re
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
@@ -12,31 +12,30 @@ from ..bench.flame_graph import Flame, PySpy, find_py_spy
 from ..bench.results import Recorder, Run
 from ..llm import LLM
 from ..progress import step_progress
-from .bench.common import ModelArgument, Repetitions, ResultOptions, measuring, recording, require_place
-from .options import LoadOptions, ModelOptions, gather, load_model
+from .bench.common import MEASURING_PANEL, ModelArgument, Repetitions, ResultOptions, recording, require_place
+from .options import LoadOptions, ModelOptions, gather, load_model, option_fields
 from .terminal import Status, columns, note, style
 
+_option = option_fields(MEASURING_PANEL)
 COLOURS = {"critical": "red", "moderate": "yellow", "minor": "dim"}
 
 
-@gather(results=ResultOptions, computing=LoadOptions)
-def profile(
-    results: ResultOptions,
-    computing: LoadOptions,
-    model: ModelArgument = None,
-    pp: Annotated[int, measuring(metavar="N", min=1, help="Tokens of the prompt.")] = 128,
-    tg: Annotated[int, measuring(metavar="N", min=1, help="Tokens to make after it.")] = 16,
-    repetitions: Repetitions = 5,
-    flame_seconds: Annotated[
-        float, measuring("--flame", metavar="S", min=0, max=600, help="Seconds for each flame graph; 0: none.")
-    ] = 3.0,
-    py_spy: Annotated[bool, measuring("--py-spy", help="Flame graphs by py-spy (extra `bench`).")] = False,
-    native: Annotated[bool, measuring("--native", help="With --py-spy: native frames too.")] = False,
-    out: Annotated[
-        Path | None,
-        measuring("--out", "-o", metavar="FOLDER", help="Where the report goes.", show_default="profile-MODEL-DATE"),
-    ] = None,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class ProfileOptions:
+    """Which model, how much to run, and where the report goes."""
+
+    model: ModelArgument = None
+    pp: int = _option(128, "N", "Tokens of the prompt.", min=1)
+    tg: int = _option(16, "N", "Tokens to make after it.", min=1)
+    repetitions: Repetitions = 5
+    flame: float = _option(3.0, "S", "Seconds for each flame graph; 0: none.", min=0, max=600)
+    py_spy: bool = _option(False, None, "Flame graphs by py-spy (extra `bench`).")
+    native: bool = _option(False, None, "With --py-spy: native frames too.")
+    out: Path | None = _option(None, "FOLDER", "Where the report goes.", "-o", show_default="profile-MODEL-DATE")
+
+
+@gather(options=ProfileOptions, results=ResultOptions, computing=LoadOptions)
+def profile(options: ProfileOptions, results: ResultOptions, computing: LoadOptions) -> None:
     """Show where the time goes, by component, for prefill and decode.
 
     Writes report.html, report.md, flame graphs (SVG, and JSON for speedscope.app) and the run itself.
@@ -47,14 +46,15 @@ def profile(
       llm-worker-rbee profile model.gguf --pp 512 --tg 32 --out before
       llm-worker-rbee profile --py-spy --native
     """
-    used = computing.set_up()
-    if native and not py_spy:
+    used, out = computing.set_up(), options.out
+    if options.native and not options.py_spy:
         raise typer.BadParameter("--native goes with --py-spy: the built-in sampler sees Python only")
     require_place(out or Path("profile"), folder=out is not None)
-    spy = PySpy(find_py_spy(), native) if py_spy else None
-    settings = benchmark.Settings(pp, tg, repetitions, flame_seconds, spy)
-    llm = load_model(ModelOptions(model=model), computing, Status())
-    recorded = {"pp": pp, "tg": tg, "repetitions": repetitions, "threads": used, "backend": llm.model.ops.name}
+    spy = PySpy(find_py_spy(), options.native) if options.py_spy else None
+    settings = benchmark.Settings(options.pp, options.tg, options.repetitions, options.flame, spy)
+    llm = load_model(ModelOptions(model=options.model), computing, Status())
+    lengths = {"pp": options.pp, "tg": options.tg, "repetitions": options.repetitions}
+    recorded = lengths | {"threads": used, "backend": llm.model.ops.name}
     with recording("profile", results, _print_run, **recorded) as recorder:
         _measure(recorder, llm, settings, out)
 

@@ -1,7 +1,6 @@
 """`llm-worker-rbee bench e2e` and `bench load`: a whole model, prefill and decode; how long a start takes."""
 
-from dataclasses import asdict
-from typing import Annotated
+from dataclasses import asdict, dataclass
 
 import typer
 
@@ -12,11 +11,12 @@ from ...bench.synthetic import parse
 from ...config import SPECULATIVE
 from ...errors import counted
 from ...progress import step_progress
-from ..options import ComputeOptions, LoadOptions, gather
+from ..options import ComputeOptions, LoadOptions, gather, option_fields
 from ..terminal import columns, note
 from . import common
-from .common import ModelArgument, OutputLengths, PromptLengths, Repetitions, ResultOptions, SyntheticOption, measuring
+from .common import ModelArgument, OutputLengths, PromptLengths, Repetitions, ResultOptions, SyntheticOption
 
+_option = option_fields(common.MEASURING_PANEL)
 COMPARISONS = {
     "percent_of_products": "{:.0f}% of the products alone",
     "times_one": "{:.2f} x one sequence",
@@ -27,35 +27,47 @@ COMPARISONS = {
 }
 
 
-@gather(results=ResultOptions, computing=LoadOptions)
-def e2e(
-    results: ResultOptions,
-    computing: LoadOptions,
-    model: ModelArgument = None,
-    synthetic: Annotated[
-        list[str] | None, measuring(metavar="SHAPE:TYPES", help=f"{common.SYNTHETIC_HELP} FP8 on a GPU. Repeatable.")
-    ] = None,
-    pp: PromptLengths = "512",
-    tg: OutputLengths = "128",
-    depth: Annotated[str, measuring(metavar="N,...", help="Tokens in the KV cache before.")] = "0",
-    batch: Annotated[str, measuring(metavar="N,...", help="Sequences side by side.")] = "1",
-    pg: Annotated[
-        str | None, measuring(metavar="P,T", help="Time BATCH requests of P prompt and T output tokens.")
-    ] = None,
-    prefix: Annotated[int, measuring(metavar="N", min=0, help="Time two prompts that share N tokens; 0: not.")] = 0,
-    target_itl_ms: Annotated[
-        str | None, measuring(metavar="T,...", help="Time decode during a prefill of 2,000 tokens; 0: no target.")
-    ] = None,
-    speculative: Annotated[str, measuring(metavar="HOW", help="Decode real text with a drafter too: ngram.")] = "off",
-    draft_tokens: Annotated[int | None, measuring(metavar="K", min=1, max=16, help="Draft tokens a step.")] = None,
-    draft_model: Annotated[
-        str | None, measuring(metavar="MODEL", help="Likewise, with this model as drafter.")
-    ] = None,
-    deterministic: Annotated[
-        bool, measuring("--deterministic", help="Batch-invariant kernels, as `serve --deterministic` uses them.")
-    ] = False,
-    repetitions: Repetitions = 5,
-) -> None:  # fmt: skip
+@dataclass(frozen=True, kw_only=True)
+class ModelBenchOptions:
+    """Which model, and the scenarios to measure."""
+
+    model: ModelArgument = None
+    synthetic: list[str] | None = _option(None, "SHAPE:TYPES", f"{common.SYNTHETIC_HELP} FP8 on a GPU. Repeatable.")
+    pp: PromptLengths = "512"
+    tg: OutputLengths = "128"
+    depth: str = _option("0", "N,...", "Tokens in the KV cache before.")
+    batch: str = _option("1", "N,...", "Sequences side by side.")
+    pg: str | None = _option(None, "P,T", "Time BATCH requests of P prompt and T output tokens.")
+    prefix: int = _option(0, "N", "Time two prompts that share N tokens; 0: not.", min=0)
+    target_itl_ms: str | None = _option(None, "T,...", "Time decode during a prefill of 2,000 tokens; 0: no target.")
+    speculative: str = _option("off", "HOW", "Decode real text with a drafter too: ngram.")
+    draft_tokens: int | None = _option(None, "K", "Draft tokens a step.", min=1, max=16)
+    draft_model: str | None = _option(None, "MODEL", "Likewise, with this model as drafter.")
+    deterministic: bool = _option(False, None, "Batch-invariant kernels, as `serve --deterministic` uses them.")
+    repetitions: Repetitions = 5
+
+    def plan(self, computing: LoadOptions, threads: int) -> e2e_benchmark.Plan:
+        """Return the plan; raise on options that are invalid or exclude each other."""
+        if self.speculative not in SPECULATIVE:
+            raise typer.BadParameter(f"--speculative is {self.speculative!r}: use one of {', '.join(SPECULATIVE)}")
+        if self.speculative != "off" and self.draft_model is not None:
+            raise typer.BadParameter("both --speculative and --draft-model are given: choose one")
+        pg = [] if self.pg is None else common.parse_counts(self.pg, "--pg", 1)
+        if len(pg) not in (0, 2):
+            raise typer.BadParameter(f"--pg is {self.pg!r}: use two numbers, such as 128,128")
+        return e2e_benchmark.Plan(
+            pp=common.parse_counts(self.pp, "--pp"), tg=common.parse_counts(self.tg, "--tg"),
+            depths=common.parse_counts(self.depth, "--depth"), batches=common.parse_counts(self.batch, "--batch", 1),
+            prefix=self.prefix, pg=pg, speculative=self.speculative, draft_tokens=self.draft_tokens,
+            targets_ms=[] if self.target_itl_ms is None else common.parse_counts(self.target_itl_ms, "--target-itl-ms"),
+            draft_model=None if self.draft_model is None else str(common.find_source(self.draft_model, None)),
+            repetitions=self.repetitions, threads=threads, device=computing.device, backend=computing.backend,
+            kv_type=computing.kv_type, quantize=computing.quantize, deterministic=self.deterministic,
+        )  # fmt: skip
+
+
+@gather(options=ModelBenchOptions, results=ResultOptions, computing=LoadOptions)
+def e2e(options: ModelBenchOptions, results: ResultOptions, computing: LoadOptions) -> None:
     """Measure a whole model: prefill, decode, time to first token, memory.
 
     ppN and tgN are what llama-bench measures: N prompt tokens at once, and N
@@ -85,26 +97,10 @@ def e2e(
       llm-worker-rbee bench e2e --device cuda --synthetic llama2-7b:Q4_K_M --batch 1,64
       llm-worker-rbee bench e2e --save-baseline before
     """
-    used = computing.set_up()
-    if speculative not in SPECULATIVE:
-        raise typer.BadParameter(f"--speculative is {speculative!r}: use one of {', '.join(SPECULATIVE)}")
-    if speculative != "off" and draft_model is not None:
-        raise typer.BadParameter("both --speculative and --draft-model are given: choose one")
-    request_lengths = [] if pg is None else common.parse_counts(pg, "--pg", 1)
-    if len(request_lengths) not in (0, 2):
-        raise typer.BadParameter(f"--pg is {pg!r}: use two numbers, such as 128,128")
-    plan = e2e_benchmark.Plan(
-        pp=common.parse_counts(pp, "--pp"), tg=common.parse_counts(tg, "--tg"),
-        depths=common.parse_counts(depth, "--depth"), batches=common.parse_counts(batch, "--batch", 1), prefix=prefix,
-        targets_ms=[] if target_itl_ms is None else common.parse_counts(target_itl_ms, "--target-itl-ms"),
-        speculative=speculative, draft_tokens=draft_tokens,
-        draft_model=None if draft_model is None else str(common.find_source(draft_model, None)),
-        repetitions=repetitions, threads=used, device=computing.device, backend=computing.backend,
-        kv_type=computing.kv_type, quantize=computing.quantize, pg=request_lengths, deterministic=deterministic,
-    )  # fmt: skip
-    source = common.find_source(model, synthetic[0] if synthetic else None)
+    plan, synthetic = options.plan(computing, computing.set_up()), options.synthetic or []
+    source = common.find_source(options.model, synthetic[0] if synthetic else None)
     with common.recording("e2e", results, _show_e2e, **asdict(plan)) as recorder, step_progress() as progress:
-        if synthetic is not None and len(synthetic) > 1:
+        if len(synthetic) > 1:
             e2e_benchmark.run_isolated(recorder, progress, [parse(name) for name in synthetic], plan)
         else:
             e2e_benchmark.run(recorder, progress, source, plan)
@@ -138,19 +134,18 @@ def _value_cells(result: Result | None) -> list[str]:
     return ["", ""] if result is None else [common.quantity(result.estimate, result.unit), common.interval(result)]
 
 
-@gather(results=ResultOptions, computing=ComputeOptions)
-def load(
-    results: ResultOptions,
-    computing: ComputeOptions,
-    model: ModelArgument = None,
-    synthetic: SyntheticOption = None,
-    compile_kernels: Annotated[
-        bool, measuring("--compile", help="One start more with an empty kernel cache: it compiles all kernels.")
-    ] = False,
-    repetitions: Annotated[
-        int, measuring("--repetitions", "-r", metavar="N", min=1, help="How often, cold and warm each.")
-    ] = 3,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class StartOptions:
+    """Which model, and how often it is started."""
+
+    model: ModelArgument = None
+    synthetic: SyntheticOption = None
+    compile: bool = _option(False, None, "One start more with an empty kernel cache: it compiles all kernels.")
+    repetitions: int = _option(3, "N", "How often, cold and warm each.", "-r", min=1)
+
+
+@gather(options=StartOptions, results=ResultOptions, computing=ComputeOptions)
+def load(options: StartOptions, results: ResultOptions, computing: ComputeOptions) -> None:
     """Measure a start: import, open, tokenizer, kernels, weights, first token.
 
     Every start is a process of its own. COLD: the model's file was dropped from
@@ -168,13 +163,13 @@ def load(
       llm-worker-rbee bench load --device cuda --synthetic llama2-7b:Q4_K_M --compile
       llm-worker-rbee bench load --json
     """
-    used = computing.set_up()
-    source = common.find_source(model, synthetic)
+    used, repetitions = computing.set_up(), options.repetitions
+    source = common.find_source(options.model, options.synthetic)
     settings = {"repetitions": repetitions, "backend": computing.backend, "device": computing.device, "threads": used}
     with common.recording("load", results, _show_load, **settings) as recorder, step_progress() as progress:
-        options = {"device": computing.device, "backend": computing.backend, "threads": computing.kernel_threads}
+        arguments = {"device": computing.device, "backend": computing.backend, "threads": computing.kernel_threads}
         with common.model_file(source, progress) as path:
-            load_benchmark.run(recorder, progress, path, repetitions, options, compile_kernels=compile_kernels)
+            load_benchmark.run(recorder, progress, path, repetitions, arguments, compile_kernels=options.compile)
 
 
 def _show_load(run: Run) -> None:

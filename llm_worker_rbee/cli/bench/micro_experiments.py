@@ -1,7 +1,7 @@
 """`llm-worker-rbee bench micro` and `bench experiments`: ops and parts one by one; the claims, settled by measuring."""
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
@@ -11,29 +11,27 @@ from ...bench.experiments.harness import QUICK, THOROUGH, Harness
 from ...bench.results import Result, Run, write_atomically
 from ...progress import step_progress, transfer_progress
 from ...weights.hub import locate_model
-from ..options import MODEL_HELP, ComputeOptions, gather, use_threads
+from ..options import MODEL_HELP, ComputeOptions, gather, option_fields, use_threads
 from ..terminal import cell, columns, note, style
 from . import common
-from .common import ResultOptions, measuring
+from .common import MEASURING_PANEL, ResultOptions
 
+_option = option_fields(MEASURING_PANEL)
 COLOURS = {"confirmed": "green", "refuted": "red", "within noise": "yellow"}
 
 
-@gather(results=ResultOptions, computing=ComputeOptions)
-def micro(
-    results: ResultOptions,
-    computing: ComputeOptions,
-    filter: Annotated[
-        str | None, measuring(metavar="RE", help="Only benchmarks whose name holds this expression.")
-    ] = None,
-    ab: Annotated[
-        str | None, measuring(metavar="backend=A,B", help="Measure two backends in turn and compare them.")
-    ] = None,
-    seconds: Annotated[
-        float, measuring(metavar="X", min=0.01, max=600, help="How long each benchmark is measured.")
-    ] = 0.5,
-    names: Annotated[bool, measuring("--list", help="List the benchmarks and leave.")] = False,
-) -> None:  # fmt: skip
+@dataclass(frozen=True, kw_only=True)
+class MicroOptions:
+    """Which benchmarks, on which backends, for how long."""
+
+    filter: str | None = _option(None, "RE", "Only benchmarks whose name holds this expression.")
+    ab: str | None = _option(None, "backend=A,B", "Measure two backends in turn and compare them.")
+    seconds: float = _option(0.5, "X", "How long each benchmark is measured.", min=0.01, max=600)
+    names: bool = _option(False, None, "List the benchmarks and leave.", "--list")
+
+
+@gather(options=MicroOptions, results=ResultOptions, computing=ComputeOptions)
+def micro(options: MicroOptions, results: ResultOptions, computing: ComputeOptions) -> None:
     """Measure the ops and parts one by one, each beside the limit of this machine.
 
     TIME is that of one call: the mean of the middle half of the samples. OF LIMIT is the least time that the memory
@@ -49,19 +47,19 @@ def micro(
       llm-worker-rbee bench micro --ab backend=reference,reference --filter linear/Q4
     """
     used = computing.set_up()
-    selected = benchmark.select(filter)
-    if names:
+    selected = benchmark.select(options.filter)
+    if options.names:
         print("\n".join(case.name for case in selected))
         return
-    if ab is not None and computing.backend != "auto":
+    if options.ab is not None and computing.backend != "auto":
         raise typer.BadParameter("--ab names both backends: leave --backend out")
-    backends = [computing.backend] if ab is None else _parse_ab(ab)
-    settings = {"filter": filter, "backends": backends, "seconds": seconds, "threads": used}
+    backends = [computing.backend] if options.ab is None else _parse_ab(options.ab)
+    settings = {"filter": options.filter, "backends": backends, "seconds": options.seconds, "threads": used}
     with common.recording("micro", results, _show_micro, **settings) as recorder:
         with step_progress() as progress:
-            plan = benchmark.round_plan(seconds)
+            plan = benchmark.round_plan(options.seconds)
             benchmark.run(recorder, progress, selected, backends, plan, computing.kernel_threads)
-        if ab is not None:
+        if options.ab is not None:
             recorder.details["ab"] = [c.as_json() for c in benchmark.compare_backends(recorder.results())]
 
 
@@ -92,23 +90,19 @@ def _micro_row(result: Result) -> list[str]:
     ]  # fmt: skip
 
 
-@gather(results=ResultOptions)
-def experiments(
-    results: ResultOptions,
-    only: Annotated[
-        list[str] | None, measuring(metavar="CLAIM", help="This claim alone, such as 3a. Repeatable.")
-    ] = None,
-    all_: Annotated[bool, measuring("--all", help="More lengths, and longer.")] = False,
-    model: Annotated[
-        str | None, measuring("--model", "-m", metavar="MODEL", help=f"For claims 2 and 4. {MODEL_HELP}")
-    ] = None,
-    threads: Annotated[
-        int | None, measuring(metavar="N", min=1, help="Threads of the matrix library.", show_default="1")
-    ] = None,
-    claims: Annotated[
-        Path | None, measuring(metavar="FILE", help="Write the claims with their verdicts as Markdown.")
-    ] = None,
-) -> None:  # fmt: skip
+@dataclass(frozen=True, kw_only=True)
+class ClaimOptions:
+    """Which claims, and how thoroughly."""
+
+    only: list[str] | None = _option(None, "CLAIM", "This claim alone, such as 3a. Repeatable.")
+    all: bool = _option(False, None, "More lengths, and longer.")
+    model: str | None = _option(None, "MODEL", f"For claims 2 and 4. {MODEL_HELP}", "-m")
+    threads: int | None = _option(None, "N", "Threads of the matrix library.", min=1, show_default="1")
+    claims: Path | None = _option(None, "FILE", "Write the claims with their verdicts as Markdown.")
+
+
+@gather(options=ClaimOptions, results=ResultOptions)
+def experiments(options: ClaimOptions, results: ResultOptions) -> None:
     """Settle the claims of old on this machine.
 
     Each ends in a line: confirmed, refuted or within noise, with the numbers. Under 3 minutes on 2 cores.
@@ -119,19 +113,20 @@ def experiments(
       llm-worker-rbee bench experiments --only 3a --only 5
       llm-worker-rbee bench experiments --all --claims docs/claims.md
     """
-    used = use_threads(threads, "reference")
-    selected = claims_benchmark.select(only or ())
-    if claims is not None:
-        common.require_place(claims)
+    used = use_threads(options.threads, "reference")
+    selected = claims_benchmark.select(options.only or ())
+    if options.claims is not None:
+        common.require_place(options.claims)
     with transfer_progress() as bar:
-        path = locate_model(model, progress=bar)
-    settings = {"claims": selected, "all": all_, "threads": used}
+        path = locate_model(options.model, progress=bar)
+    settings = {"claims": selected, "all": options.all, "threads": used}
     with common.recording("experiments", results, _show_experiments, **settings) as recorder:
+        plan = THOROUGH if options.all else QUICK
         with step_progress() as progress:
-            claims_benchmark.run(Harness(recorder, progress, path, all_, THOROUGH if all_ else QUICK), selected)
-        if claims is not None:
-            write_atomically(claims, claims_benchmark.markdown(recorder.to_run()).encode())
-            note(f"wrote {claims}")
+            claims_benchmark.run(Harness(recorder, progress, path, options.all, plan), selected)
+        if options.claims is not None:
+            write_atomically(options.claims, claims_benchmark.markdown(recorder.to_run()).encode())
+            note(f"wrote {options.claims}")
 
 
 def _show_experiments(run: Run) -> None:
