@@ -76,10 +76,6 @@ class WorkerSide:
         parts = [to_numpy(part) for _, part in chunks]
         return parts[-1][-1:] if last else np.concatenate(parts)
 
-    @property
-    def backend(self) -> str:
-        return self.llm.model.ops.name
-
 
 def to_numpy(array: Array) -> Logits:
     """Return a backend's array as float32 on the host."""

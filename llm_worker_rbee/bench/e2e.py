@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 
@@ -182,18 +182,6 @@ class ModelBench:
         return statistics.estimate(ratios).value if ratios else None
 
 
-class Scenario(Protocol):
-    """Something to measure, in turn with others; progress shows its name."""
-
-    name: str
-
-    def warm_up(self) -> None:
-        """Run once before all, not counted."""
-
-    def add_sample(self) -> None:
-        """Measure once more."""
-
-
 class Throughput:
     """Tokens per second of one case."""
 
@@ -241,13 +229,12 @@ class Throughput:
         rate = statistics.estimate(bench.samples[c.name]).value
         fields: dict[str, Any] = {"depth": c.depth, "batch": c.batch}
         if c.kind == "tg":
-            read = cost.bytes_per_token(c)
-            part = read * rate / bench.limits.memory_bandwidth
-            fields |= {"bytes_per_token": read, "bound_by": "memory", "percent_of_limit": 100 * part}
+            fields["bytes_per_token"] = needed = cost.bytes_per_token(c)
+            bound_by, limit = "memory", bench.limits.memory_bandwidth
         else:
-            operations = cost.operations(c) / (c.tokens * c.batch)
-            part = operations * rate / bench.limits.operations
-            fields |= {"operations_per_token": operations, "bound_by": "arithmetic", "percent_of_limit": 100 * part}
+            fields["operations_per_token"] = needed = cost.operations(c) / (c.tokens * c.batch)
+            bound_by, limit = "arithmetic", bench.limits.operations
+        fields |= {"bound_by": bound_by, "percent_of_limit": 100 * (needed * rate / limit)}
         if c.kind == "tg" and c.batch > 1:
             if (of_products := bench.ratio(c.name, f"products/{c.name}")) is not None:
                 fields["percent_of_products"] = 100 * of_products
@@ -285,9 +272,6 @@ class PrefixHit:
         self.harness = EngineHarness(bench.model, self.length, 1, 0, kv_type)
         self.rng = np.random.default_rng(11)
 
-    def warm_up(self) -> None:
-        self.run()
-
     def run(self) -> tuple[float, float]:
         """Return the seconds to the first token of both requests."""
         vocabulary, size = self.bench.model.config.vocab_size, self.harness.engine.config.block_size
@@ -296,6 +280,8 @@ class PrefixHit:
         first, second = (self.harness.time_first_tokens([shared + tail]) for tail in tails)
         assert (first.tokens, second.tokens) == (self.length, self.length - self.prefix // size * size)
         return first.seconds, second.seconds
+
+    warm_up = run
 
     def add_sample(self) -> None:
         first, shared = f"ttft_first@p{self.prefix}", f"ttft_shared@p{self.prefix}"
@@ -320,15 +306,14 @@ class ItlUnderPrefill:
         self.harness = EngineHarness(bench.model, self.context, DECODING_REQUESTS + 1, 0, kv_type, target_itl_ms=target)
         self.rng = np.random.default_rng(13)
 
-    def warm_up(self) -> None:
-        self.run()
-
     def run(self) -> list[float]:
         """Return the seconds of each step."""
         vocabulary, length = self.bench.model.config.vocab_size, min(DECODING_PROMPT_TOKENS, self.prompt)
         beside = self.rng.integers(0, vocabulary, (DECODING_REQUESTS, length)).tolist()
         prompt = self.rng.integers(0, vocabulary, self.prompt).tolist()
         return self.harness.time_prefill_steps(prompt, beside, self.context - DECODING_PROMPT_TOKENS)
+
+    warm_up = run
 
     def add_sample(self) -> None:
         seconds = self.run()
@@ -364,9 +349,8 @@ class SpeculativeDecoding:
         if needed > context:
             message = f"the prompts and tg{tokens} need {needed} tokens, the model's context has {context}"
             raise ContextLengthError(f"{message}: use a smaller --tg", "tg")
-        options: dict[str, Any] = {"speculative": plan.speculative, "draft_model": draft}
-        if plan.draft_tokens is not None:
-            options["draft_tokens"] = plan.draft_tokens
+        drafting = {"speculative": plan.speculative, "draft_model": draft, "draft_tokens": plan.draft_tokens}
+        options: dict[str, Any] = {name: value for name, value in drafting.items() if value is not None}
         self.plain = EngineHarness(bench.model, needed, batch, 0, plan.kv_type)
         self.speculative = EngineHarness(bench.model, needed, batch, 0, plan.kv_type, **options)
 
@@ -395,6 +379,9 @@ class SpeculativeDecoding:
             tokens_per_step=drafting.tokens / drafting.steps / self.batch,
             times_plain=self.bench.ratio(self.name, self.plain_name),
         )  # fmt: skip
+
+
+Scenario = Throughput | WholeRequests | PrefixHit | ItlUnderPrefill | SpeculativeDecoding  # measured in turn
 
 
 def run(recorder: Recorder, progress: StepProgress, source: Source, plan: Plan) -> None:
@@ -505,7 +492,7 @@ def _load(
     capacity = max(sum(plan.pg), *(case.context for case in cases), 1)
     batch = max((case.batch for case in cases), default=max(plan.batches) if plan.pg else 1)
     context = max(capacity, plan.prefix + TAIL_TOKENS, itl_context_length(config) if plan.targets_ms else 0)
-    model = _load_model(checkpoint, config, backend, plan, context, progress)
+    model = _load_model(checkpoint, backend, plan, context, progress)
     options: dict[str, Any] = {"max_step_tokens": PG_STEP_TOKENS} if plan.pg and backend.has_device_memory else {}
     harness = EngineHarness(model, capacity, batch, plan.seed, plan.kv_type, **options)
     cost = Cost.from_checkpoint(checkpoint, config, plan.kv_type)
@@ -513,9 +500,9 @@ def _load(
 
 
 def _load_model(
-    checkpoint: Checkpoint, config: ModelConfig, backend: Backend, plan: Plan, context: int | None,
-    progress: StepProgress,
-) -> Transformer:  # fmt: skip
+    checkpoint: Checkpoint, backend: Backend, plan: Plan, context: int | None, progress: StepProgress
+) -> Transformer:
+    config = read_model_config(checkpoint)
     backend.load_kernels(checkpoint, config, plan.kv_type, _as_transfer(progress))
     progress("preparing the weights", 0, 0)
     return load_model(checkpoint, backend, config, context)
@@ -534,10 +521,8 @@ def _scenarios(
         yield PrefixHit(bench, plan.prefix, plan.kv_type)
     yield from (ItlUnderPrefill(bench, target, plan.kv_type) for target in dict.fromkeys(plan.targets_ms))
     if plan.drafter is not None:
-        draft = None
-        if plan.draft_model is not None:
-            opened = open_checkpoint(Path(plan.draft_model))
-            draft = _load_model(opened, read_model_config(opened), bench.model.ops, plan, None, progress)
+        opened = None if plan.draft_model is None else open_checkpoint(Path(plan.draft_model))
+        draft = None if opened is None else _load_model(opened, bench.model.ops, plan, None, progress)
         for batch in batches:
             for tokens in dict.fromkeys(filter(None, plan.tg)):
                 yield SpeculativeDecoding(bench, plan, tokens, batch, checkpoint, draft)

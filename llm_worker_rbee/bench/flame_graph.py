@@ -46,14 +46,7 @@ class Frame(NamedTuple):
 
 
 Stack = tuple[Frame, ...]  # the root first
-
-
-@dataclass(slots=True)
-class Flame:
-    """The samples of one phase in order, each with the seconds it stands for."""
-
-    name: str
-    samples: list[tuple[Stack, float]] = field(default_factory=list)
+Flame = list[tuple[Stack, float]]  # the samples of one phase in order, each with the seconds it stands for
 
 
 class PySpy(NamedTuple):
@@ -63,20 +56,11 @@ class PySpy(NamedTuple):
     native: bool = False
 
 
-def record_flame(name: str, function: Callable[[], None], seconds: float, py_spy: PySpy | None = None) -> Flame:
+def record_flame(function: Callable[[], None], seconds: float, py_spy: PySpy | None = None) -> Flame:
     """Call the function repeatedly for so long, and sample the stack."""
-    if py_spy is None:
-        return _record_in_process(name, function, seconds)
-    return _record_py_spy(name, function, seconds, py_spy)
-
-
-def _call_marked(function: Callable[[], None]) -> None:
-    """Mark the bottom of every stack that counts: frames below it, and stacks without it, belong to the caller."""
-    function()
-
-
-def _record_in_process(name: str, function: Callable[[], None], seconds: float) -> Flame:
-    flame, stop, thread = Flame(name), threading.Event(), threading.get_ident()
+    if py_spy is not None:
+        return _record_py_spy(function, seconds, py_spy)
+    flame, stop, thread = Flame(), threading.Event(), threading.get_ident()
 
     def sample() -> None:
         last = time.perf_counter()
@@ -84,7 +68,7 @@ def _record_in_process(name: str, function: Callable[[], None], seconds: float) 
             frame = sys._current_frames().get(thread)
             now = time.perf_counter()
             if frame is not None and (stack := _stack(frame)):
-                flame.samples.append((stack, now - last))
+                flame.append((stack, now - last))
             del frame
             last = now
 
@@ -100,6 +84,11 @@ def _record_in_process(name: str, function: Callable[[], None], seconds: float) 
         sampler.join()
         sys.setswitchinterval(before)
     return flame
+
+
+def _call_marked(function: Callable[[], None]) -> None:
+    """Mark the bottom of every stack that counts: frames below it, and stacks without it, belong to the caller."""
+    function()
 
 
 def _stack(frame: FrameType | None) -> Stack:
@@ -161,7 +150,7 @@ def find_py_spy() -> str:
     return found
 
 
-def _record_py_spy(name: str, function: Callable[[], None], seconds: float, py_spy: PySpy) -> Flame:
+def _record_py_spy(function: Callable[[], None], seconds: float, py_spy: PySpy) -> Flame:
     rate = round(1 / INTERVAL_S)
     with tempfile.TemporaryDirectory() as folder:
         raw = Path(folder) / "stacks"
@@ -177,7 +166,7 @@ def _record_py_spy(name: str, function: Callable[[], None], seconds: float, py_s
             stderr = process.communicate()[1]
         if process.returncode or not raw.exists():
             raise _py_spy_error(stderr)
-        return Flame(name, _parse_collapsed(raw.read_text(errors="replace").splitlines(), 1 / rate))
+        return _parse_collapsed(raw.read_text(errors="replace").splitlines(), 1 / rate)
 
 
 def _py_spy_error(stderr: str) -> WorkerError:
@@ -190,9 +179,9 @@ def _py_spy_error(stderr: str) -> WorkerError:
     return WorkerError(f"py-spy failed: {lines[-1] if lines else 'it wrote nothing'}")
 
 
-def _parse_collapsed(lines: Iterable[str], weight: float) -> list[tuple[Stack, float]]:
+def _parse_collapsed(lines: Iterable[str], weight: float) -> Flame:
     """Parse py-spy's collapsed stacks: `frame;frame;frame count`, the root first."""
-    samples: list[tuple[Stack, float]] = []
+    samples = Flame()
     for line in lines:
         text, _, count = line.rpartition(" ")
         frames = text.split(";")
@@ -215,11 +204,11 @@ def speedscope(flames: Mapping[str, Flame], title: str) -> dict[str, Any]:
     """Return the object that https://www.speedscope.app opens, with one profile for each phase."""
     numbers: dict[Frame, int] = {}
     profiles = []
-    for flame in flames.values():
-        samples = [[numbers.setdefault(frame, len(numbers)) for frame in stack] for stack, _ in flame.samples]
-        weights = [weight for _, weight in flame.samples]
+    for name, flame in flames.items():
+        samples = [[numbers.setdefault(frame, len(numbers)) for frame in stack] for stack, _ in flame]
+        weights = [weight for _, weight in flame]
         span = {"unit": "seconds", "startValue": 0, "endValue": sum(weights)}
-        profiles.append({"type": "sampled", "name": flame.name, **span, "samples": samples, "weights": weights})
+        profiles.append({"type": "sampled", "name": name, **span, "samples": samples, "weights": weights})
     frames = [{"name": f.name, "file": f.file, "line": f.line} if f.file else {"name": f.name} for f in numbers]
     head = {"$schema": SCHEMA, "name": title, "exporter": f"llm-worker-rbee {__version__}", "activeProfileIndex": 0}
     return {**head, "shared": {"frames": frames}, "profiles": profiles}
@@ -255,7 +244,7 @@ class Node:
 def build_tree(flame: Flame) -> Node:
     """Merge stacks with a common beginning."""
     root = Node(ROOT)
-    for stack, weight in flame.samples:
+    for stack, weight in flame:
         node = root
         node.seconds += weight
         for frame in stack:
@@ -272,20 +261,18 @@ def render_svg(flame: Flame, title: str) -> str:
     depth = 1 + max(level for _, _, level in rows)
     height = TOP + depth * ROW + BOTTOM
     script = SCRIPT.replace("SPAN", str(WIDTH - 2 * MARGIN)).replace("MARGIN", str(MARGIN))
-    return "\n".join(
-        [
-            f'<svg class="flame" xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" '
-            f'height="{height}" role="img" aria-label="{escape(title)}">',
-            f"<style>\n{STYLE}</style>",
-            f'<text class="head" x="{MARGIN}" y="22">{escape(title)}</text>',
-            *_legend({node.frame.category for node, _, level in rows if level}),
-            *(_frame_svg(node, left, level, whole, height) for node, left, level in rows),
-            f'<text class="note" x="{MARGIN}" y="{height - 8}">{len(flame.samples):,} samples, {whole:.2f} s · '
-            "hover for a frame in full, click to zoom, click the lowest bar to zoom out</text>",
-            f"<script>\n{script.replace('LETTER', str(LETTER_WIDTH))}</script>",
-            "</svg>\n",
-        ]
-    )
+    lines = [
+        f'<svg class="flame" xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" '
+        f'height="{height}" role="img" aria-label="{escape(title)}">',
+        f"<style>\n{STYLE}</style>",
+        f'<text class="head" x="{MARGIN}" y="22">{escape(title)}</text>',
+        *_legend({node.frame.category for node, _, level in rows if level}),
+        *(_frame_svg(node, left, level, whole, height) for node, left, level in rows),
+        f'<text class="note" x="{MARGIN}" y="{height - 8}">{len(flame):,} samples, {whole:.2f} s · '
+        "hover for a frame in full, click to zoom, click the lowest bar to zoom out</text>",
+        f"<script>\n{script.replace('LETTER', str(LETTER_WIDTH))}</script>",
+    ]
+    return "\n".join([*lines, "</svg>\n"])
 
 
 def _layout(node: Node, left: float, level: int) -> Iterator[tuple[Node, float, int]]:
@@ -300,7 +287,8 @@ def _frame_svg(node: Node, left: float, level: int, whole: float, height: int) -
     span = WIDTH - 2 * MARGIN
     x, wide = MARGIN + span * left / whole, span * node.seconds / whole
     y = height - BOTTOM - (level + 1) * ROW
-    frame = node.frame
+    frame, letters = node.frame, int((wide - 8) / LETTER_WIDTH)
+    shown = frame.name if len(frame.name) <= letters else frame.name[: letters - 1] + "…" if letters > 2 else ""
     where = f" · {frame.file}:{frame.line}" if frame.file else ""
     title = f"{frame.name}{where}\n{node.seconds * 1e3:,.1f} ms, {node.seconds / whole:.1%}"
     return (
@@ -308,13 +296,8 @@ def _frame_svg(node: Node, left: float, level: int, whole: float, height: int) -
         f'data-n="{escape(frame.name)}"><title>{escape(title)}</title>'
         f'<rect x="{x:.2f}" y="{y}" width="{max(0.3, wide - 0.5):.2f}" height="{ROW - 1}" rx="2" '
         f'fill="{_frame_colour(frame)}"/><text x="{x + 4:.2f}" y="{y + 12}">'
-        f"{escape(_truncate(frame.name, wide))}</text></g>"
+        f"{escape(shown)}</text></g>"
     )
-
-
-def _truncate(name: str, wide: float) -> str:
-    letters = int((wide - 8) / LETTER_WIDTH)
-    return name if len(name) <= letters else name[: letters - 1] + "…" if letters > 2 else ""
 
 
 def _frame_colour(frame: Frame) -> str:

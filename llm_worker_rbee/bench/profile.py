@@ -143,12 +143,12 @@ class Timer:
         return taken
 
 
+@dataclass(eq=False)
 class _WrappedOps:
     """Passes ops on to a backend; an op is wrapped once, at its first use."""
 
-    def __init__(self, ops: Backend, weights: Mapping[int, WeightInfo]) -> None:
-        self._ops = ops
-        self._weights = weights
+    _ops: Backend
+    _weights: Mapping[int, WeightInfo]
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._ops, name)
@@ -166,12 +166,11 @@ class _WrappedOps:
         raise NotImplementedError
 
 
+@dataclass(eq=False)
 class TimedOps(_WrappedOps):
     """An op table that adds the time of each call to a timer."""
 
-    def __init__(self, ops: Backend, weights: Mapping[int, WeightInfo], timer: Timer) -> None:
-        super().__init__(ops, weights)
-        self._timer = timer
+    _timer: Timer
 
     def _wrap(self, name: str, function: Call) -> Call:
         if name != "linear":
@@ -181,13 +180,12 @@ class TimedOps(_WrappedOps):
         return lambda x, w, bias=None: known.get(id(w), other)(x, w, bias)
 
 
+@dataclass(eq=False)
 class CountedOps(_WrappedOps):
     """An op table that counts the work of each component: what the result needs, not what the backend does for it."""
 
-    def __init__(self, ops: Backend, weights: Mapping[int, WeightInfo], resident: float) -> None:
-        super().__init__(ops, weights)
-        self._resident = resident  # bytes of all weights: each is read once a step, so none is in a cache by then
-        self._work: dict[str, Counter[Work]] = {}
+    _resident: float  # bytes of all weights: each is read once a step, so none is in a cache by then
+    _work: dict[str, Counter[Work]] = field(default_factory=dict)
 
     def drain_work(self) -> dict[str, Counter[Work]]:
         """Return the calls by their work, of each component, since the last call."""
@@ -290,7 +288,14 @@ def run(recorder: Recorder, progress: StepProgress, llm: LLM, settings: Settings
         needed = f"--pp {settings.pp} and --tg {settings.tg} need a context of {capacity}"
         raise ContextLengthError(f"{needed}: the model has {llm.max_context}", "pp")
     recorder.model = describe_model(llm.checkpoint.path, lambda what, done, all: progress(what, 0, 1))
-    _Profiler(recorder, progress, llm, replace(settings, kv_type=llm.kv_type)).run(flames)
+    profiler = _Profiler(recorder, progress, llm, replace(settings, kv_type=llm.kv_type))
+    profiler.report_progress("measuring what the machine can do", 0)
+    profiler.limits = measure_limits(backend_threads(llm.model.ops))
+    recorder.details["limits"] = profiler.limits.as_json()
+    profiler.count_work()
+    profiler.time_components()
+    if settings.flame_seconds:
+        profiler.record_flames(flames)
 
 
 @dataclass(slots=True)
@@ -303,15 +308,6 @@ class _Profiler:
     work: dict[str, dict[str, Counter[Work]]] = field(default_factory=dict)  # phase -> component -> calls by work
     spent: dict[str, dict[str, list[float]]] = field(default_factory=lambda: {phase: {} for phase in PHASES})
     done: float = 0.0
-
-    def run(self, flames: dict[str, Flame]) -> None:
-        self.report_progress("measuring what the machine can do", 0)
-        self.limits = measure_limits(backend_threads(self.llm.model.ops))
-        self.recorder.details["limits"] = self.limits.as_json()
-        self.count_work()
-        self.time_components()
-        if self.settings.flame_seconds:
-            self.record_flames(flames)
 
     def report_progress(self, what: str, more: float = 1.0) -> None:
         """Count one unit of progress: a repetition, or a pass of another kind."""
@@ -391,7 +387,7 @@ class _Profiler:
         for phase, function in (("prefill", workload.prefill), ("decode", workload.decode)):
             self.report_progress(f"flame graph of {phase}", 0)
             workload.prefill()
-            flames[phase] = record_flame(phase, function, self.settings.flame_seconds, self.settings.py_spy)
+            flames[phase] = record_flame(function, self.settings.flame_seconds, self.settings.py_spy)
             self.report_progress(f"flame graph of {phase}")
 
 
@@ -467,9 +463,8 @@ def _target(part: Component, phase: str, step: float) -> str:
     if math.isnan(limit_s):
         best = f"without it the step would be {step / max(step - part.seconds, 1e-12):.2f} times as fast"
         return f"{head}. It has no floor that bytes or operations set: {best}, and no more."
-    amount = f"{quantity(part.number('bytes'), 'B')} to move"
-    if bound == "arithmetic":
-        amount = f"{part.number('operations') / 1e6:,.0f} million operations"
+    operations = f"{part.number('operations') / 1e6:,.0f} million operations"
+    amount = operations if bound == "arithmetic" else f"{quantity(part.number('bytes'), 'B')} to move"
     part_of_limit = f"{100 * limit_s / part.seconds:.1f}% of its limit"
     head += f", at {part_of_limit} ({quantity(limit_s, 's')}: {amount}, bound by {bound})"
     if part.seconds <= limit_s / TARGET_FRACTION:

@@ -63,9 +63,7 @@ SHAPES: dict[str, Shape] = {
     "tinyllama-1.1b": Shape(22, 2048, 32, 4, 5632, 32000, 2048),
     "smollm2-135m": Shape(30, 576, 9, 3, 1536, 49152, 8192, rope_base=100000.0, tied=True),
     "smollm2-1.7b": Shape(24, 2048, 32, 32, 8192, 49152, 8192, rope_base=130000.0, tied=True),
-    "qwen2.5-0.5b": Shape(
-        24, 896, 14, 2, 4864, 151936, 32768, rope_base=1e6, tied=True, eps=1e-6, architecture="qwen2"
-    ),
+    "qwen2.5-0.5b": Shape(24, 896, 14, 2, 4864, 151936, 32768, 1e6, tied=True, eps=1e-6, architecture="qwen2"),
 }
 
 
@@ -138,8 +136,7 @@ def plans(spec: Spec) -> Iterator[Plan]:
         yield matrix("output", OUTPUT, s.vocabulary, s.width)
     for layer in range(spec.layers):
         prefix, place = f"blk.{layer}.", Place(layer, spec.layers, s.heads // s.kv_heads)
-        yield vector(f"{prefix}attn_norm.weight", s.width)
-        yield vector(f"{prefix}ffn_norm.weight", s.width)
+        yield from (vector(f"{prefix}{norm}.weight", s.width) for norm in ("attn_norm", "ffn_norm"))
         for role, rows, columns in _layer_matrices(s):
             yield matrix(prefix + role, role, rows, columns, place)
             if s.architecture == "qwen2" and role in ("attn_q", "attn_k", "attn_v"):
@@ -198,19 +195,18 @@ def metadata(spec: Spec) -> dict[str, Any]:
     """Return the GGUF metadata of the shape."""
     s = spec.shape
     head = s.head_dim or s.width // s.heads
+    general = {
+        "architecture": s.architecture, "name": f"synthetic {spec}", "file_type": spec.mix.file_type,
+        "quantization_version": 2,
+    }  # fmt: skip
     keys = {
         "context_length": s.context, "embedding_length": s.width, "block_count": spec.layers,
         "feed_forward_length": s.d_ff, "attention.head_count": s.heads, "attention.head_count_kv": s.kv_heads,
         "attention.layer_norm_rms_epsilon": s.eps, "rope.dimension_count": head, "rope.freq_base": s.rope_base,
         "vocab_size": s.vocabulary,
     }  # fmt: skip
-    general = {
-        "general.architecture": s.architecture,
-        "general.name": f"synthetic {spec}",
-        "general.file_type": spec.mix.file_type,
-        "general.quantization_version": 2,
-    }
-    return general | {f"{s.architecture}.{key}": value for key, value in keys.items()}
+    sections = (("general", general), (s.architecture, keys))
+    return {f"{section}.{key}": value for section, pairs in sections for key, value in pairs.items()}
 
 
 def _vocabulary(size: int) -> dict[str, Any]:
@@ -218,15 +214,12 @@ def _vocabulary(size: int) -> dict[str, Any]:
     head = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     tokens = [*head, *(f"t{number}" for number in range(size - len(head)))][:size]
     kinds = ([2, 3, 3] + [6] * 256 + [1] * size)[:size]
-    return {
-        "tokenizer.ggml.model": "llama",
-        "tokenizer.ggml.tokens": tokens,
-        "tokenizer.ggml.scores": Typed("float32", [-float(number) for number in range(size)]),
-        "tokenizer.ggml.token_type": Typed("int32", kinds),
-        "tokenizer.ggml.bos_token_id": 1,
-        "tokenizer.ggml.eos_token_id": 2,
-        "tokenizer.ggml.unknown_token_id": 0,
-    }
+    scores = Typed("float32", [-float(number) for number in range(size)])
+    keys = {
+        "model": "llama", "tokens": tokens, "scores": scores, "token_type": Typed("int32", kinds),
+        "bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0,
+    }  # fmt: skip
+    return {f"tokenizer.ggml.{key}": value for key, value in keys.items()}
 
 
 def require_memory(spec: Spec) -> None:
@@ -272,7 +265,6 @@ def block_pool(kind: BlockType, size: float) -> NDArray[np.uint8]:
 
 def _unquantized_values(kind: BlockType, size: float, rng: np.random.Generator) -> NDArray[np.uint8]:
     values = (size * rng.standard_normal(65521)).astype(np.float32)
-    if kind.name == "BF16":
-        return np.ascontiguousarray(values.view(np.uint16)[1::2]).view(np.uint8).reshape(-1, kind.block_bytes)
-    narrow = values.astype({"F32": np.float32, "F16": np.float16}[kind.name])
+    types = {"F32": np.float32, "F16": np.float16}
+    narrow = values.view(np.uint16)[1::2].copy() if kind.name == "BF16" else values.astype(types[kind.name])
     return narrow.view(np.uint8).reshape(-1, kind.block_bytes)

@@ -241,18 +241,18 @@ def test_require_equal_different_sides_raises() -> None:
 
 
 def test_components_default_model_covers_all_parts(default_model: Path, make_harness: Callable[..., Harness]) -> None:
-    verdict, table = components.run(make_harness(model=default_model, claim="2"))
-    assert [row[1] for row in table[1:]] == ["yes", "yes", "yes", "yes"], table
-    assert verdict.line.startswith("claim 2: confirmed - 4 of 4 parts do their job on a real file (100%)")
-    assert "together what the whole reply says" in table[-1][2]
+    found = components.run(make_harness(model=default_model, claim="2"))
+    assert [row[1] for row in found.table[1:]] == ["yes", "yes", "yes", "yes"], found.table
+    assert found.line.startswith("claim 2: confirmed - 4 of 4 parts do their job on a real file (100%)")
+    assert "together what the whole reply says" in found.table[-1][2]
 
 
 def test_components_server_that_does_not_start_is_not_covered(
     make_harness: Callable[..., Harness], tmp_path: Path
 ) -> None:
-    verdict, table = components.run(make_harness(model=tmp_path / "none.gguf", claim="2"))
-    assert verdict.verdict == "refuted"
-    assert "the server ended with exit status 1" in table[-1][2]
+    found = components.run(make_harness(model=tmp_path / "none.gguf", claim="2"))
+    assert found.verdict == "refuted"
+    assert "the server ended with exit status 1" in found.table[-1][2]
 
 
 def test_components_other_token_ids_are_not_covered(default_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,13 +16,13 @@ from xml.etree import ElementTree
 import pytest
 
 from llm_worker_rbee.bench import flame_graph
-from llm_worker_rbee.bench.flame_graph import Flame, Frame, PySpy
+from llm_worker_rbee.bench.flame_graph import Frame, PySpy
 from llm_worker_rbee.errors import MissingDependencyError, WorkerError
 
 SVG = "{http://www.w3.org/2000/svg}"
 OUTER, INNER = Frame("outer", "a.py", 1, "ours"), Frame("<inner> & 'co'", "b.py", 2, "numpy")
 OTHER = Frame("other", "", 0, "native")
-PLANTED = Flame("decode", [((OUTER, INNER), 0.2), ((OUTER,), 0.1), ((OTHER,), 0.1), ((OUTER, INNER), 0.0001)])
+PLANTED = [((OUTER, INNER), 0.2), ((OUTER,), 0.1), ((OTHER,), 0.1), ((OUTER, INNER), 0.0001)]
 
 
 def spin() -> int:
@@ -38,18 +38,18 @@ def work() -> None:
 
 def test_record_in_process_sees_callers() -> None:
     interval = sys.getswitchinterval()
-    seen = flame_graph.record_flame("decode", work, 0.2)
+    seen = flame_graph.record_flame(work, 0.2)
     assert sys.getswitchinterval() == interval
-    assert len(seen.samples) > 5
-    names = [[frame.name for frame in stack] for stack, _ in seen.samples]
+    assert len(seen) > 5
+    names = [[frame.name for frame in stack] for stack, _ in seen]
     assert all(stack[0] == "work" for stack in names)  # nothing of the test runner below it
     assert any(stack[:2] == ["work", "spin"] for stack in names)
-    assert all(weight > 0 for _, weight in seen.samples)
+    assert all(weight > 0 for _, weight in seen)
 
 
 def test_record_in_process_shows_running_source_lines() -> None:
-    seen = flame_graph.record_flame("decode", lambda: json.loads(json.dumps(flame_graph.render_svg(PLANTED, "x"))), 0.2)
-    frames = {frame for stack, _ in seen.samples for frame in stack}
+    seen = flame_graph.record_flame(lambda: json.loads(json.dumps(flame_graph.render_svg(PLANTED, "x"))), 0.2)
+    frames = {frame for stack, _ in seen for frame in stack}
     categories = {frame.category for frame in frames}
     assert {"ours", "line"} <= categories
     for frame in frames:
@@ -68,7 +68,7 @@ def test_stack_instruction_without_line_is_sampled() -> None:
 
 
 def test_speedscope_follows_its_schema() -> None:
-    value = json.loads(json.dumps(flame_graph.speedscope({"prefill": Flame("prefill"), "decode": PLANTED}, "a model")))
+    value = json.loads(json.dumps(flame_graph.speedscope({"prefill": [], "decode": PLANTED}, "a model")))
     assert value["$schema"] == "https://www.speedscope.app/file-format-schema.json"
     frames = value["shared"]["frames"]
     assert [frame["name"] for frame in frames] == ["outer", "<inner> & 'co'", "other"]
@@ -84,7 +84,7 @@ def test_speedscope_follows_its_schema() -> None:
 
 def test_build_tree_merges_common_callers() -> None:
     root = flame_graph.build_tree(PLANTED)
-    assert root.seconds == pytest.approx(sum(weight for _, weight in PLANTED.samples))
+    assert root.seconds == pytest.approx(sum(weight for _, weight in PLANTED))
     assert {node.frame.name: node.seconds for node in root.children.values()} == pytest.approx(
         {"outer": 0.3001, "other": 0.1}
     )
@@ -112,7 +112,7 @@ def test_render_svg_is_valid_and_self_contained() -> None:
 
 
 def test_render_svg_without_samples_is_valid() -> None:
-    ElementTree.fromstring(flame_graph.render_svg(Flame("decode"), "nothing"))
+    ElementTree.fromstring(flame_graph.render_svg([], "nothing"))
 
 
 def test_render_svg_click_zooms(tmp_path: Path) -> None:
@@ -166,4 +166,4 @@ def test_find_py_spy_missing_or_forbidden_raises(tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("PATH", os.defpath)
     broken = program(tmp_path, 'echo "Error: out of luck" >&2; exit 3')
     with pytest.raises(WorkerError, match="py-spy failed: Error: out of luck"):
-        flame_graph.record_flame("decode", work, 1, PySpy(broken))
+        flame_graph.record_flame(work, 1, PySpy(broken))

@@ -10,8 +10,9 @@ and values anew in every step and add a materialised mask.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -60,19 +61,12 @@ class DenseBackend(ReferenceBackend):
         return np.float32(soft_cap) * np.tanh(raw / np.float32(soft_cap)) if soft_cap else raw
 
 
-@dataclass(slots=True)
-class GrowingKV:
-    """Keys and values of one layer, as long as the tokens seen: (S, kv_heads, head_dim)."""
-
-    k: Floats
-    v: Floats
-
-
 class GrowingCacheBackend(DenseBackend):
-    """The same with a cache without blocks: slots and block table are ignored."""
+    """The same with keys and values as long as the tokens seen, (S, kv_heads, head_dim): slots are ignored."""
 
     def empty_kv(self, blocks: int, block_size: int, kv_heads: int, head_dim: int, kind: str = "float32") -> Any:
-        return GrowingKV(*(np.empty((0, kv_heads, head_dim), np.float32) for _ in range(2)))
+        empty = np.empty((0, kv_heads, head_dim), np.float32)
+        return SimpleNamespace(k=empty, v=empty)
 
     def rope_store(
         self, q: Floats, k: Floats, v: Floats, positions: Ints, table: RopeTable, kv: Any, slots: Ints
@@ -216,15 +210,12 @@ def require_plain_llama(config: ModelConfig) -> None:
     """Raise UnsupportedModelError if the model has what `fused_forward` leaves out."""
     family = config.family
     extras = {
-        "biases": family.qkv_bias,
-        "q/k norms": family.qk_norm,
-        "post norms": family.post_norms,
-        "a scaled embedding": family.scaled_embedding,
-        "a window": any(config.windows),
+        "biases": family.qkv_bias, "q/k norms": family.qk_norm, "post norms": family.post_norms,
+        "a scaled embedding": family.scaled_embedding, "a window": any(config.windows),
         "soft caps": config.attention_cap or config.final_cap,
         "a partial rotation": config.rope_dim != config.head_dim,
         f"activation {config.activation}": config.activation != "silu",
-    }
+    }  # fmt: skip
     if found := [name for name, present in extras.items() if present]:
         raise UnsupportedModelError(f"the experiment for claim 4 needs a plain llama: this model has {found[0]}")
 
@@ -267,8 +258,7 @@ def run_whole_model(runner: Harness) -> Finding:
     model = load_model(checkpoint, DENSE, read_model_config(checkpoint))
     steps = min(DECODE_STEPS, model.config.context_length - 1)
     table = [["phase", "tokens before", "modules", "one function", "times as fast", "99% interval"]]
-    votes: list[VerdictName] = []
-    summary = []
+    votes, summary = list[VerdictName](), []
     for prompt in runner.lengths((PROMPT_TOKENS,), (512,)):
         sides = Sides(model, min(prompt, model.config.context_length - steps), steps)
         for phase, per_call, names in (

@@ -31,19 +31,12 @@ QUICK = TimingPlan(seconds=0.8, min_samples=20, max_samples=60, warm_up_s=0.1)
 THOROUGH = TimingPlan(seconds=2.0, min_samples=30, max_samples=100, warm_up_s=0.3)
 
 
-class Verdict(NamedTuple):
+class Finding(NamedTuple):
     """The outcome of a claim; `line` is one line and never wrapped: `claim 3a: refuted - cached masks ...`."""
 
-    claim: str
     verdict: VerdictName
     line: str
-
-
-class Finding(NamedTuple):
-    """The verdict with the table behind it, whose first row is the header."""
-
-    verdict: Verdict
-    table: list[list[str]]
+    table: list[list[str]]  # the first row is the header
 
 
 class Shape(NamedTuple):
@@ -90,7 +83,7 @@ class Harness:
         return {name: one.samples for name, one in zip(sides, taken, strict=True)}
 
     def finding(self, verdict: VerdictName, summary: str, table: list[list[str]]) -> Finding:
-        return Finding(Verdict(self.claim, verdict, f"claim {self.claim}: {verdict} - {summary}"), table)
+        return Finding(verdict, f"claim {self.claim}: {verdict} - {summary}", table)
 
 
 def require_equal(one: Floats, other: Floats, tolerance: float, what: str) -> None:
