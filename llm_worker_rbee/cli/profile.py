@@ -12,11 +12,10 @@ from ..bench.flame_graph import Flame, PySpy, find_py_spy
 from ..bench.results import Recorder, Run
 from ..llm import LLM
 from ..progress import step_progress
-from .bench.common import MEASURING_PANEL, ModelArgument, Repetitions, ResultOptions, recording, require_place
-from .options import LoadOptions, ModelOptions, gather, load_model, option_fields
+from .bench.common import ModelArgument, Repetitions, ResultOptions, option, recording, require_place
+from .options import LoadOptions, ModelOptions, gather, load_model
 from .terminal import Status, columns, note, style
 
-_option = option_fields(MEASURING_PANEL)
 COLOURS = {"critical": "red", "moderate": "yellow", "minor": "dim"}
 
 
@@ -25,13 +24,13 @@ class ProfileOptions:
     """Which model, how much to run, and where the report goes."""
 
     model: ModelArgument = None
-    pp: int = _option(128, "N", "Tokens of the prompt.", min=1)
-    tg: int = _option(16, "N", "Tokens to make after it.", min=1)
+    pp: int = option(128, "N", "Tokens of the prompt.", min=1)
+    tg: int = option(16, "N", "Tokens to make after it.", min=1)
     repetitions: Repetitions = 5
-    flame: float = _option(3.0, "S", "Seconds for each flame graph; 0: none.", min=0, max=600)
-    py_spy: bool = _option(False, None, "Flame graphs by py-spy (extra `bench`).")
-    native: bool = _option(False, None, "With --py-spy: native frames too.")
-    out: Path | None = _option(None, "FOLDER", "Where the report goes.", "-o", show_default="profile-MODEL-DATE")
+    flame: float = option(3.0, "S", "Seconds for each flame graph; 0: none.", min=0, max=600)
+    py_spy: bool = option(False, None, "Flame graphs by py-spy (extra `bench`).")
+    native: bool = option(False, None, "With --py-spy: native frames too.")
+    out: Path | None = option(None, "FOLDER", "Where the report goes.", "-o", show_default="profile-MODEL-DATE")
 
 
 @gather(options=ProfileOptions, results=ResultOptions, computing=LoadOptions)

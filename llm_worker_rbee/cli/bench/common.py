@@ -28,7 +28,8 @@ from ..terminal import cell, columns, note, print_json, style
 SYNTHETIC_HELP = "Random weights of a known shape in place of a model: llama2-7b:Q4_K_M, or :4 after it for 4 layers."
 COLOURS = {"improved": "green", "regressed": "red", "within noise": "dim"}
 
-results_panel, measuring, _result = options_in("Results"), options_in("Measuring"), option_fields("Results")
+results_panel, measuring = options_in("Results"), options_in("Measuring")
+_result, option = option_fields("Results"), option_fields("Measuring")
 ModelArgument = Annotated[str | None, typer.Argument(metavar="MODEL", help=MODEL_HELP)]
 SyntheticOption = Annotated[str | None, measuring("--synthetic", metavar="SHAPE:TYPES", help=SYNTHETIC_HELP)]
 PromptLengths = Annotated[str, measuring("--pp", metavar="N,...", help="Tokens of the prompt; 0: no prefill.")]

@@ -11,12 +11,11 @@ from ...bench.synthetic import parse
 from ...config import SPECULATIVE
 from ...errors import counted
 from ...progress import step_progress
-from ..options import ComputeOptions, LoadOptions, gather, option_fields
+from ..options import ComputeOptions, LoadOptions, gather
 from ..terminal import columns, note
 from . import common
-from .common import ModelArgument, OutputLengths, PromptLengths, Repetitions, ResultOptions, SyntheticOption
+from .common import ModelArgument, OutputLengths, PromptLengths, Repetitions, ResultOptions, SyntheticOption, option
 
-_option = option_fields(common.MEASURING_PANEL)
 COMPARISONS = {
     "percent_of_products": "{:.0f}% of the products alone",
     "times_one": "{:.2f} x one sequence",
@@ -32,18 +31,18 @@ class ModelBenchOptions:
     """Which model, and the scenarios to measure."""
 
     model: ModelArgument = None
-    synthetic: list[str] | None = _option(None, "SHAPE:TYPES", f"{common.SYNTHETIC_HELP} FP8 on a GPU. Repeatable.")
+    synthetic: list[str] | None = option(None, "SHAPE:TYPES", f"{common.SYNTHETIC_HELP} FP8 on a GPU. Repeatable.")
     pp: PromptLengths = "512"
     tg: OutputLengths = "128"
-    depth: str = _option("0", "N,...", "Tokens in the KV cache before.")
-    batch: str = _option("1", "N,...", "Sequences side by side.")
-    pg: str | None = _option(None, "P,T", "Time BATCH requests of P prompt and T output tokens.")
-    prefix: int = _option(0, "N", "Time two prompts that share N tokens; 0: not.", min=0)
-    target_itl_ms: str | None = _option(None, "T,...", "Time decode during a prefill of 2,000 tokens; 0: no target.")
-    speculative: str = _option("off", "HOW", "Decode real text with a drafter too: ngram.")
-    draft_tokens: int | None = _option(None, "K", "Draft tokens a step.", min=1, max=16)
-    draft_model: str | None = _option(None, "MODEL", "Likewise, with this model as drafter.")
-    deterministic: bool = _option(False, None, "Batch-invariant kernels, as `serve --deterministic` uses them.")
+    depth: str = option("0", "N,...", "Tokens in the KV cache before.")
+    batch: str = option("1", "N,...", "Sequences side by side.")
+    pg: str | None = option(None, "P,T", "Time BATCH requests of P prompt and T output tokens.")
+    prefix: int = option(0, "N", "Time two prompts that share N tokens; 0: not.", min=0)
+    target_itl_ms: str | None = option(None, "T,...", "Time decode during a prefill of 2,000 tokens; 0: no target.")
+    speculative: str = option("off", "HOW", "Decode real text with a drafter too: ngram.")
+    draft_tokens: int | None = option(None, "K", "Draft tokens a step.", min=1, max=16)
+    draft_model: str | None = option(None, "MODEL", "Likewise, with this model as drafter.")
+    deterministic: bool = option(False, None, "Batch-invariant kernels, as `serve --deterministic` uses them.")
     repetitions: Repetitions = 5
 
     def plan(self, computing: LoadOptions, threads: int) -> e2e_benchmark.Plan:
@@ -140,8 +139,8 @@ class StartOptions:
 
     model: ModelArgument = None
     synthetic: SyntheticOption = None
-    compile: bool = _option(False, None, "One start more with an empty kernel cache: it compiles all kernels.")
-    repetitions: int = _option(3, "N", "How often, cold and warm each.", "-r", min=1)
+    compile: bool = option(False, None, "One start more with an empty kernel cache: it compiles all kernels.")
+    repetitions: int = option(3, "N", "How often, cold and warm each.", "-r", min=1)
 
 
 @gather(options=StartOptions, results=ResultOptions, computing=ComputeOptions)

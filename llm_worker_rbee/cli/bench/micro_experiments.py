@@ -11,12 +11,11 @@ from ...bench.experiments.harness import QUICK, THOROUGH, Harness
 from ...bench.results import Result, Run, write_atomically
 from ...progress import step_progress, transfer_progress
 from ...weights.hub import locate_model
-from ..options import MODEL_HELP, ComputeOptions, gather, option_fields, use_threads
+from ..options import MODEL_HELP, ComputeOptions, gather, use_threads
 from ..terminal import cell, columns, note, style
 from . import common
-from .common import MEASURING_PANEL, ResultOptions
+from .common import ResultOptions, option
 
-_option = option_fields(MEASURING_PANEL)
 COLOURS = {"confirmed": "green", "refuted": "red", "within noise": "yellow"}
 
 
@@ -24,10 +23,10 @@ COLOURS = {"confirmed": "green", "refuted": "red", "within noise": "yellow"}
 class MicroOptions:
     """Which benchmarks, on which backends, for how long."""
 
-    filter: str | None = _option(None, "RE", "Only benchmarks whose name holds this expression.")
-    ab: str | None = _option(None, "backend=A,B", "Measure two backends in turn and compare them.")
-    seconds: float = _option(0.5, "X", "How long each benchmark is measured.", min=0.01, max=600)
-    names: bool = _option(False, None, "List the benchmarks and leave.", "--list")
+    filter: str | None = option(None, "RE", "Only benchmarks whose name holds this expression.")
+    ab: str | None = option(None, "backend=A,B", "Measure two backends in turn and compare them.")
+    seconds: float = option(0.5, "X", "How long each benchmark is measured.", min=0.01, max=600)
+    names: bool = option(False, None, "List the benchmarks and leave.", "--list")
 
 
 @gather(options=MicroOptions, results=ResultOptions, computing=ComputeOptions)
@@ -94,11 +93,11 @@ def _micro_row(result: Result) -> list[str]:
 class ClaimOptions:
     """Which claims, and how thoroughly."""
 
-    only: list[str] | None = _option(None, "CLAIM", "This claim alone, such as 3a. Repeatable.")
-    all: bool = _option(False, None, "More lengths, and longer.")
-    model: str | None = _option(None, "MODEL", f"For claims 2 and 4. {MODEL_HELP}", "-m")
-    threads: int | None = _option(None, "N", "Threads of the matrix library.", min=1, show_default="1")
-    claims: Path | None = _option(None, "FILE", "Write the claims with their verdicts as Markdown.")
+    only: list[str] | None = option(None, "CLAIM", "This claim alone, such as 3a. Repeatable.")
+    all: bool = option(False, None, "More lengths, and longer.")
+    model: str | None = option(None, "MODEL", f"For claims 2 and 4. {MODEL_HELP}", "-m")
+    threads: int | None = option(None, "N", "Threads of the matrix library.", min=1, show_default="1")
+    claims: Path | None = option(None, "FILE", "Write the claims with their verdicts as Markdown.")
 
 
 @gather(options=ClaimOptions, results=ResultOptions)
