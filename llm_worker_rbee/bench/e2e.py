@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -191,33 +192,28 @@ class Throughput:
         is_batch = case.kind == "tg" and case.batch > 1 and not bench.model.ops.has_device_memory
         self.products = matmul_ceiling(bench.model, case.batch) if is_batch else None
 
-    def run(self, tokens: int | None = None, at_end: Callable[[], object] | None = None) -> TimedRun:
+    def run(self, tokens: int | None = None, time_device: Callable[[], float | None] | None = None) -> TimedRun:
         """Run the case once, or a shorter one of its kind."""
         c, harness = self.case, self.bench.harness
         if c.kind == "pp":
             return harness.prefill(c.depth, tokens or c.tokens, c.batch)
-        return harness.decode(c.depth, tokens or c.tokens, c.batch, self.products, at_end)
+        return harness.decode(c.depth, tokens or c.tokens, c.batch, self.products, time_device)
 
     def warm_up(self) -> None:
         """Run a short answer, or the whole prompt: its memory is touched then."""
         self.run(min(self.case.tokens, WARM_UP_TOKENS) if self.case.kind == "tg" else None)
 
     def add_sample(self) -> None:
-        c, bench, device_s = self.case, self.bench, list[float]()
+        c, bench = self.case, self.bench
         graphs = getattr(bench.model.fused, "graphs", None)
-
-        def time_device() -> None:
-            seconds = None if graphs is None else graphs.time_replay(c.batch)
-            device_s.extend(() if seconds is None else (seconds,))
-
-        timed = self.run(at_end=time_device)
+        timed = self.run(time_device=None if graphs is None else partial(graphs.time_replay, c.batch))
         bench.samples.setdefault(c.name, []).append(c.tokens * c.batch / timed.seconds)
         sizes: dict[str, Any] = {"depth": c.depth, "batch": c.batch}
         if self.products is not None:
             bench.add(f"products/{c.name}", "tok/s", c.tokens * c.batch / timed.between_s, "higher", **sizes)
-        if device_s:
-            bench.add(f"device_step/{c.name}", "s", device_s[0], **sizes)
-            bench.add(f"host_step/{c.name}", "s", timed.seconds / timed.steps - device_s[0], **sizes)
+        if timed.device_s is not None:
+            bench.add(f"device_step/{c.name}", "s", timed.device_s, **sizes)
+            bench.add(f"host_step/{c.name}", "s", timed.seconds / timed.steps - timed.device_s, **sizes)
         self.put()
         if c.kind == "pp" and c.batch == 1:
             name = f"ttft{c.tokens if self.several_prompts else ''}{c.suffix}"
@@ -423,7 +419,6 @@ def run(recorder: Recorder, progress: StepProgress, source: Source, plan: Plan) 
 
 
 def _require_measurable(source: Source, plan: Plan, cases: Sequence[Case]) -> None:
-    """Raise if there is nothing to measure, or speculative decoding has no text."""
     if not cases and not plan.prefix and not plan.targets_ms and not plan.pg:
         raise InvalidRequestError("nothing to measure: --pp and --tg are both 0", "pp")
     if plan.drafter is None:
@@ -511,7 +506,6 @@ def _load_model(
 def _scenarios(
     bench: ModelBench, plan: Plan, cases: Sequence[Case], checkpoint: Checkpoint, progress: StepProgress
 ) -> Iterator[Scenario]:
-    """Yield the scenarios in the order of the table."""
     several_prompts = len({case.tokens for case in cases if case.kind == "pp"}) > 1
     batches = dict.fromkeys(plan.batches)
     yield from (Throughput(bench, case, several_prompts) for case in cases)

@@ -35,6 +35,7 @@ class TimedRun(NamedTuple):
     steps: int
     answers: list[list[int]]
     between_s: float = 0.0  # spent in `between`; not part of `seconds`
+    device_s: float | None = None  # of one step, where the device can be timed alone
 
 
 class EngineHarness:
@@ -74,12 +75,12 @@ class EngineHarness:
 
     def decode(
         self, depth: int, tokens: int, batch: int, between: Callable[[], object] | None = None,
-        at_end: Callable[[], object] | None = None,
+        time_device: Callable[[], float | None] | None = None,
     ) -> TimedRun:  # fmt: skip
         """Run `tokens` decode steps of each sequence behind `depth` tokens (at 0 one stands for the BOS token).
 
         `between` is called after each step and timed apart, so that it and the step meet the machine in the same state.
-        `at_end` is called after the last step, while the requests are still running.
+        `time_device` is called after the last step, while the requests are still running.
         """
         self._fill_cache(depth - depth % self.engine.config.block_size, batch)
         requests = [_request(ids[: max(1, depth)].tolist(), tokens + self._spare_tokens) for ids in self.ids[:batch]]
@@ -95,12 +96,11 @@ class EngineHarness:
                 seconds, start = seconds + stepped - start, time.perf_counter()
                 between_s += start - stepped
         seconds += 0.0 if between is not None else time.perf_counter() - start
-        if at_end is not None:
-            at_end()
+        device_s = None if time_device is None else time_device()
         outputs = [request.ids[n : n + tokens] for request, n in zip(requests, before, strict=True)]
         self._abort(requests)
         assert all(len(output) == tokens for output in outputs), "a sequence was left out of a step"
-        return TimedRun(seconds, tokens * batch, tokens, outputs, between_s)
+        return TimedRun(seconds, tokens * batch, tokens, outputs, between_s, device_s)
 
     def decode_prompts(self, prompts: Sequence[list[int]], tokens: int) -> TimedRun:
         """Answer all prompts at once; count from the first token of the last to the end of the first."""

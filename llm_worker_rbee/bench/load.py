@@ -76,7 +76,6 @@ def _prepare_page_cache(files: list[Path], cache: str, details: dict[str, Any]) 
 
 
 def _start(settings: dict[str, Any], variables: dict[str, str] | None = None) -> dict[str, Any]:
-    """Start a fresh process and return what it printed."""
     command = [sys.executable, "-P", CHILD, repr(time.monotonic()), json.dumps(settings)]
     child = ChildProcess("the worker", command, package_environment() | (variables or {}), TIMEOUT_S)
     try:

@@ -159,12 +159,15 @@ def op_cases() -> Iterator[Case]:
     def full_attention(n: int) -> Work:
         return Work(F * HIDDEN * 4 * n, 2 * n * (n + 1) * HIDDEN)  # causality leaves half of the query-key pairs
 
+    def attention_scores(n: int) -> Work:
+        return Work(F * (2 * n * HIDDEN + HEADS * n * n), 2 * HEADS * n * n * HEAD_DIM)
+
     def attention_decode(n: int) -> Work:
         return Work(F * HIDDEN * 2 * (1 + n), 4 * n * HIDDEN)
 
     yield from _family("rope_forward", short, _rope, lambda n: Work(2 * F * n * HIDDEN, 3 * n * HIDDEN), "rope")
     yield from _family("qkv_projection", short, _qkv, lambda n: Work(F * (qkv + 4 * n * HIDDEN), 2 * n * qkv))
-    yield from _family("attention_scores", short, _scores, _scores_work, "attention_scores")
+    yield from _family("attention_scores", short, _scores, attention_scores, "attention_scores")
     yield from _family("causal_mask", (8, 32, 128, 512), _mask, lambda n: Work(2 * F * HEADS * n * n), "causal_mask")
     yield from _family("full_attention", (1, 8, 32), lambda n, ops: _attention(n, n, ops), full_attention)
     yield from _family("attention_decode", (128, 2048), partial(_attention, 1), attention_decode)
@@ -230,11 +233,6 @@ def _qkv(tokens: int, ops: Any) -> Function:
 
 def _scores(tokens: int, ops: Any) -> Function:
     return partial(ops.attention_scores, *_random(ops, 2, HEADS, tokens, HEAD_DIM), AttentionParams(HEAD_DIM**-0.5))
-
-
-def _scores_work(tokens: int) -> Work:
-    square = HEADS * tokens * tokens
-    return Work(F * (2 * tokens * HIDDEN + square), 2 * square * HEAD_DIM)
 
 
 def _mask(tokens: int, ops: Any) -> Function:

@@ -134,26 +134,19 @@ def plans(spec: Spec) -> Iterator[Plan]:
     yield vector("output_norm.weight", s.width)
     if not tied:
         yield matrix("output", OUTPUT, s.vocabulary, s.width)
+    head = s.head_dim or s.width // s.heads
+    q, kv, up = s.heads * head, s.kv_heads * head, s.d_ff
+    matrices = {
+        "attn_q": (q, s.width), "attn_k": (kv, s.width), "attn_v": (kv, s.width), "attn_output": (s.width, q),
+        "ffn_gate": (up, s.width), "ffn_up": (up, s.width), "ffn_down": (s.width, up),
+    }  # fmt: skip
     for layer in range(spec.layers):
         prefix, place = f"blk.{layer}.", Place(layer, spec.layers, s.heads // s.kv_heads)
         yield from (vector(f"{prefix}{norm}.weight", s.width) for norm in ("attn_norm", "ffn_norm"))
-        for role, rows, columns in _layer_matrices(s):
+        for role, (rows, columns) in matrices.items():
             yield matrix(prefix + role, role, rows, columns, place)
             if s.architecture == "qwen2" and role in ("attn_q", "attn_k", "attn_v"):
                 yield vector(f"{prefix}{role}.bias", rows)
-
-
-def _layer_matrices(s: Shape) -> tuple[tuple[str, int, int], ...]:
-    head = s.head_dim or s.width // s.heads
-    return (
-        ("attn_q", s.heads * head, s.width),
-        ("attn_k", s.kv_heads * head, s.width),
-        ("attn_v", s.kv_heads * head, s.width),
-        ("attn_output", s.width, s.heads * head),
-        ("ffn_gate", s.d_ff, s.width),
-        ("ffn_up", s.d_ff, s.width),
-        ("ffn_down", s.width, s.d_ff),
-    )
 
 
 def checkpoint(spec: Spec, seed: int = 0, progress: StepProgress | None = None) -> Checkpoint:

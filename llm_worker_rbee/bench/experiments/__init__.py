@@ -14,7 +14,6 @@ from ..results import Run, describe_model
 from . import cache_mask_rope, components, fused_forward
 from .harness import Finding, Harness
 
-__all__ = ["EXPERIMENTS", "Experiment", "Finding", "Harness", "markdown", "run", "select"]
 COMMAND = "llm-worker-rbee bench experiments{} --claims docs/claims.md"
 
 

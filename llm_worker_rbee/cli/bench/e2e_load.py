@@ -17,13 +17,10 @@ from . import common
 from .common import ModelArgument, OutputLengths, PromptLengths, Repetitions, ResultOptions, SyntheticOption, option
 
 COMPARISONS = {
-    "percent_of_products": "{:.0f}% of the products alone",
-    "times_one": "{:.2f} x one sequence",
-    "times_shorter": "{:.1f} x shorter",
-    "times_plain": "{:.2f} x plain decoding",
-    "acceptance": "{:.0%} of drafts accepted",
-    "tokens_per_step": "{:.2f} tokens a step",
-}
+    "percent_of_products": "{:.0f}% of the products alone", "times_one": "{:.2f} x one sequence",
+    "times_shorter": "{:.1f} x shorter", "times_plain": "{:.2f} x plain decoding",
+    "acceptance": "{:.0%} of drafts accepted", "tokens_per_step": "{:.2f} tokens a step",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
