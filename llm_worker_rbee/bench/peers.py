@@ -18,8 +18,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from contextlib import ExitStack, closing, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -73,6 +73,13 @@ class Peer:
 
     def start(self) -> None:
         """Start it and load the model; raise PeerError on failure."""
+
+    def warm_up(self, tasks: Sequence[Task]) -> None:
+        """Start it, then run each prefill and a few tokens of each decode."""
+        self.start()
+        for task in filter(self.can_run, tasks):
+            few = task.tokens if task.kind == "pp" else BATCH_WARM_UP_TOKENS if task.prompts else WARM_UP_TOKENS
+            self.measure_rate(task._replace(tokens=min(task.tokens, few)))
 
     def measure_rate(self, task: Task) -> float:
         """Return the tokens per second of one run."""
@@ -205,17 +212,12 @@ def request_streams(port: int, path: str, bodies: Sequence[bytes], timeout_s: fl
     """
 
     async def read_one(body: bytes) -> Stream:
-        client, stream = Client(Address("http", "127.0.0.1", port, ""), {}), Stream()
-        try:
+        with closing(Client(Address("http", "127.0.0.1", port, ""))) as client:
             async with client.request("POST", path, body) as response:
                 if response.status != 200:
                     text = await response.text(http_client.MAX_ERROR_BYTES)
                     raise RequestFailedError("http", f"HTTP status {response.status}: {text}")
-                async for part in response.parts():
-                    stream.append((time.perf_counter(), part))
-        finally:
-            client.close()
-        return stream
+                return [(time.perf_counter(), part) async for part in response.parts()]
 
     async def read_all() -> list[Stream]:
         async with asyncio.timeout(timeout_s):
@@ -286,28 +288,6 @@ class Plan:
         return single + [Task("tg", n, prompts[:batch]) for batch in batches for n in dict.fromkeys(self.tg) if n]
 
 
-@dataclass(slots=True)
-class Rates:
-    """The samples so far, and the results made of them."""
-
-    recorder: Recorder
-    samples: dict[tuple[Task, str], list[float]] = field(default_factory=dict)
-    versions: dict[str, str] = field(default_factory=dict)
-
-    def add(self, peer: Peer, task: Task, rate: float) -> None:
-        """Add a sample; remake all results of the task, because their ratios to this worker change with it."""
-        self.samples.setdefault((task, peer.name), []).append(rate)
-        self.versions[peer.name] = peer.version
-        ours = self.samples.get((task, OURS))
-        for (known, name), samples in self.samples.items():
-            if known == task:
-                estimate = statistics.estimate(samples).value
-                ratio = None if ours is None else statistics.estimate(ours).value / estimate
-                fields = {"peer": name, "version": self.versions[name], "ours_over_peer": ratio}
-                result = Result.from_samples(f"{task.name}/{name}", "tok/s", samples, "higher", **fields)
-                self.recorder.add_result(result)
-
-
 def run(recorder: Recorder, progress: StepProgress, model: Path, plan: Plan) -> None:
     """Start all peers that are installed, then measure them in turn."""
     checkpoint = open_checkpoint(model)
@@ -317,7 +297,7 @@ def run(recorder: Recorder, progress: StepProgress, model: Path, plan: Plan) -> 
     command = [sys.executable, "-m", __name__, _child_settings(model, plan, tasks)]
     ours = LibraryPeer(OURS, command, package_environment(plan.threads), plan.timeout_s)
     peers: list[Peer] = [ours, *_find_peers(model, checkpoint, plan, tasks, left_out)]
-    rates, rounds = Rates(recorder), plan.repetitions + 1
+    samples, rounds = dict[Task, dict[Peer, list[float]]](), plan.repetitions + 1
     try:
         for number in range(rounds):
             turn = list(reversed(peers)) if number and number % 2 == 0 else list(peers)
@@ -325,7 +305,7 @@ def run(recorder: Recorder, progress: StepProgress, model: Path, plan: Plan) -> 
                 what = f"{number} of {plan.repetitions}" if number else "loading and warming up"
                 progress(f"{peer.name}: {what}", number + place / len(turn), rounds)
                 try:
-                    _measure(peer, [task for task in tasks if peer.can_run(task)], rates, warm_up=not number)
+                    _measure(recorder, peer, tasks, samples) if number else peer.warm_up(tasks)
                 except PeerError as error:
                     peer.close()
                     if peer is ours:  # there is nothing to compare with
@@ -337,16 +317,18 @@ def run(recorder: Recorder, progress: StepProgress, model: Path, plan: Plan) -> 
             peer.close()
 
 
-def _measure(peer: Peer, tasks: list[Task], rates: Rates, *, warm_up: bool) -> None:
-    """Run each task once; to warm up, start the peer and generate few tokens."""
-    if warm_up:
-        peer.start()
-    for task in tasks:
-        if not warm_up:
-            rates.add(peer, task, peer.measure_rate(task))
-            continue
-        tokens = task.tokens if task.kind == "pp" else BATCH_WARM_UP_TOKENS if task.prompts else WARM_UP_TOKENS
-        peer.measure_rate(task._replace(tokens=min(task.tokens, tokens)))
+def _measure(
+    recorder: Recorder, peer: Peer, tasks: Sequence[Task], samples: dict[Task, dict[Peer, list[float]]]
+) -> None:
+    """Run each task once and make all its results anew: their ratios to this worker change with every sample."""
+    for task in filter(peer.can_run, tasks):
+        rate = peer.measure_rate(task)
+        samples.setdefault(task, {}).setdefault(peer, []).append(rate)
+        estimates = {one.name: statistics.estimate(rates).value for one, rates in samples[task].items()}
+        for one, rates in samples[task].items():
+            ratio = estimates[OURS] / estimates[one.name] if OURS in estimates else None
+            fields = {"peer": one.name, "version": one.version, "ours_over_peer": ratio}
+            recorder.add_result(Result.from_samples(f"{task.name}/{one.name}", "tok/s", rates, "higher", **fields))
 
 
 def _validated_tasks(checkpoint: Checkpoint, plan: Plan) -> list[Task]:

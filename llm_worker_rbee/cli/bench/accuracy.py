@@ -138,15 +138,12 @@ def _check_synthetic(
 
 
 def _load(model: str | None, computing: LoadOptions, progress: StepProgress) -> LLM:
+    """Load a model; the progress is shown in words, and the bar of the measuring stays at its beginning."""
     return LLM(
         model, device=computing.device, backend=computing.backend, threads=computing.kernel_threads,
-        kv_type=computing.kv_type, quantize=computing.quantize, progress=_as_transfer(progress),
+        kv_type=computing.kv_type, quantize=computing.quantize,
+        progress=lambda what, done, total: progress(f"{what} {done / total:.0%}" if total else what, 0, 1),
     )  # fmt: skip
-
-
-def _as_transfer(progress: StepProgress) -> Callable[[str, int, int | None], None]:
-    """Show work before the measuring in words; the bar stays at its beginning."""
-    return lambda what, done, total: progress(f"{what} {done / total:.0%}" if total else what, 0, 1)
 
 
 def _reference(llm: LLM, computing: LoadOptions, progress: StepProgress) -> LLM:

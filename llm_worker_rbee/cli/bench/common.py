@@ -53,10 +53,7 @@ class ResultOptions:
 
 @contextmanager
 def recording(kind: str, options: ResultOptions, show: Callable[[Run], None], **settings: Any) -> Iterator[Recorder]:
-    """Give the block a recorder; afterwards show, save and compare the run. Ctrl-C still ends with 130.
-
-    `show` prints the run as tables. With `--json` the object is printed instead.
-    """
+    """Give the block a recorder; afterwards save, `show` (or print as JSON) and compare the run, also on Ctrl-C."""
     for path in _places(options):
         require_place(path)
     before = None if options.baseline is None else baseline.load(options.baseline)

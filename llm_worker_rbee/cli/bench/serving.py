@@ -181,9 +181,8 @@ def serving(
         starting = worker_server(args, server.api_key, server.timeout)
     with starting as spawned:
         address = url or (spawned.url if spawned else "")
-        target = bench_serving.connect(
-            partial(server.target, address), None if own.spawn else server.model, server.timeout
-        )
+        name = None if own.spawn else server.model
+        target = bench_serving.connect(partial(server.target, address), name, server.timeout)
         monitor = None
         if own.spawn or own.health:
             monitor = ServerMonitor(Address.parse(address).authority, spawned.pid if spawned else None)
