@@ -72,7 +72,7 @@ def baseline_dir() -> Path:
 
 def list_names() -> list[str]:
     """Return the names of the saved baselines."""
-    return sorted(path.stem for path in baseline_dir().glob("*.json")) if baseline_dir().is_dir() else []
+    return sorted(path.stem for path in baseline_dir().glob("*.json"))
 
 
 def path_for(name: str) -> Path:

@@ -29,6 +29,7 @@ from ..errors import InvalidRequestError
 from .workload import Job
 
 T = TypeVar("T")
+Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 READ_SIZE = 1 << 16
 MAX_LINE_BYTES = 1 << 16  # of a response's head
 MAX_EVENT_BYTES = 4 << 20
@@ -69,7 +70,6 @@ class Response:
     is_complete: bool = False  # the body has been read to its end
 
     async def parts(self) -> AsyncIterator[bytes]:
-        """Yield the body as it arrives."""
         if self.status in (204, 304):
             pass
         elif "chunked" in self.headers.get("transfer-encoding", "").lower():
@@ -121,7 +121,6 @@ class ChunkedDecoder:
     _is_in_trailers: bool = False
 
     def feed(self, part: bytes) -> bytes:
-        """Return the data in this part."""
         raw, at, parts = self._buffer + part if self._buffer else part, 0, []
         while at < len(raw) and not self.is_done:
             if self._chunk_remaining:
@@ -156,9 +155,6 @@ class ChunkedDecoder:
         self._is_in_trailers = not self._chunk_remaining
 
 
-Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
-
-
 @dataclass(slots=True)
 class Client:
     """Send requests to one server over kept connections."""
@@ -188,7 +184,6 @@ class Client:
                 connection[1].close()
 
     def close(self) -> None:
-        """Close the idle connections."""
         while self._idle:
             self._idle.pop()[1].close()
 
@@ -374,7 +369,6 @@ class BlockingClient:
             return None
 
     def is_healthy(self) -> bool:
-        """Return whether `/health` answers 200."""
         response = self.get("/health")
         return response is not None and response[0] == 200
 

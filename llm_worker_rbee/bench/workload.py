@@ -26,6 +26,9 @@ PROMPTS, TEXT, WORDS = DATA / "prompts.jsonl", DATA / "text.txt", DATA / "words.
 MAX_FILE_BYTES = 64 << 20
 MAX_TOKENS = 1_000_000
 PROMPT_FIELDS = {"prompt", "messages", "max_tokens"}
+MAX_REQUESTS = 1_000_000
+LENGTHS = re.compile(r"(\d{1,7})|(\d{1,7})-(\d{1,7})|normal:(\d{1,7}(?:\.\d{1,6})?),(\d{1,7}(?:\.\d{1,6})?)", re.ASCII)
+ARRIVALS, CONTENT, PREFIX = 0, 1, 2  # streams of one seed
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,11 +95,6 @@ def _are_messages(value: Any) -> bool:
     return bool(are_objects) and all(isinstance(message.get("role"), str) for message in value)
 
 
-MAX_REQUESTS = 1_000_000
-LENGTHS = re.compile(r"(\d{1,7})|(\d{1,7})-(\d{1,7})|normal:(\d{1,7}(?:\.\d{1,6})?),(\d{1,7}(?:\.\d{1,6})?)", re.ASCII)
-ARRIVALS, CONTENT, PREFIX = 0, 1, 2  # streams of one seed
-
-
 @dataclass(frozen=True, slots=True)
 class Lengths:
     """`128`, `64-256` (uniform) or `normal:128,32` (mean and standard deviation; at least 1)."""
@@ -150,13 +148,11 @@ class Workload:
     prompts: Sequence[Prompt] = ()
 
     def jobs(self) -> Iterator[Job]:
-        """Yield each request with its arrival time."""
         arrivals = self._arrivals()
         for index in range(self.requests):
             yield self.job(index, next(arrivals))
 
     def job(self, index: int, arrival: float | None = None) -> Job:
-        """Return request number `index`."""
         rng = np.random.default_rng((self.seed, CONTENT, index))
         words, max_tokens = self.input_len.draw(rng), self.output_len.draw(rng)
         if self.prompts:

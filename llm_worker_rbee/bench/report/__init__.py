@@ -21,11 +21,20 @@ from ..baseline import SPEED_UNITS, Comparison, commit_name, machine_speeds, mod
 from ..results import Result, ResultsError, Run, digits, percent
 from . import charts, sections
 from .charts import ChartRenderer, Line
-from .html import Html, Section, Tile, badge, facts, folded, heading, joined, notice, page, soft, table, tiles
+from .html import Html, Section, Tile, facts, folded, heading, joined, notice, page, soft, table, tiles
 from .sections import family, format_value, number
 
 MAX_SETTING_CHARACTERS = 400
 MAX_SHOWN_CHANGES = 20  # more are folded
+MAX_PEER_TILES = 8
+# Of each kind, the names to look for, in this order; the first match of each is shown.
+KEY_RESULTS: dict[str, Sequence[str]] = {
+    "e2e": (r"pp\d+.*", r"tg\d+.*", r"ttft.*", r"peak_memory.*"),
+    "load": (r"total/cold", r"total/warm", r"import", r"memory/peak"),
+    "serving": (r"request_throughput", r"output_throughput", r"ttft/median", r"errors"),
+    "accuracy": (r"ppl_ratio", r"mean_abs_dlogprob", r"kl", r"top1"),
+    "profile": (r"prefill/step", r"decode/step"),
+}
 VERDICT_ORDER = {"regressed": 0, "improved": 1, "within noise": 2}
 TITLES = {
     "micro": "Micro-benchmarks", "e2e": "End to end", "load": "Loading a model", "serving": "Serving",
@@ -210,14 +219,8 @@ def compare_section(before: RunFile, after: RunFile) -> Html:
 
 def _change_table(changes: Sequence[Comparison], caption: str) -> Html:
     backends = sections.has_several_backends([one.after for one in changes])
-    rows = []
-    for one in changes:
-        change = one.change
-        interval = "" if math.isinf(change.low) else f"{change.low:+.1%} to {change.high:+.1%}"
-        values = [format_value(r.estimate, r.unit) for r in (one.before, one.after)]
-        name = one.after.label if backends else one.after.name
-        rows.append([name, *values, f"{change.change:+.1%}", interval, badge(change.verdict)])
-    return table(caption, ["", "before", "after", "change", "99% interval", "verdict"], rows, (1, 2, 3, 4))
+    named = [{**one.as_json(), "name": one.after.label if backends else one.after.name} for one in changes]
+    return sections.change_table(named, caption, ("before", "after"))
 
 
 def history_section(group: RunGroup, renderer: ChartRenderer) -> Html:
@@ -247,17 +250,6 @@ def _run_labels(runs: Sequence[Run]) -> list[str]:
     """Return the label of each run on an axis: its commit, numbered where several runs share it, or its day."""
     found = [commit_name(run)[:7] if run.commit else run.created[:10] for run in runs]
     return [f"{name} #{found[: i + 1].count(name)}" if found.count(name) > 1 else name for i, name in enumerate(found)]
-
-
-MAX_PEER_TILES = 8
-# Of each kind, the names to look for, in this order; the first match of each is shown.
-KEY_RESULTS: dict[str, Sequence[str]] = {
-    "e2e": (r"pp\d+.*", r"tg\d+.*", r"ttft.*", r"peak_memory.*"),
-    "load": (r"total/cold", r"total/warm", r"import", r"memory/peak"),
-    "serving": (r"request_throughput", r"output_throughput", r"ttft/median", r"errors"),
-    "accuracy": (r"ppl_ratio", r"mean_abs_dlogprob", r"kl", r"top1"),
-    "profile": (r"prefill/step", r"decode/step"),
-}
 
 
 def key_tiles(run: Run) -> list[Tile]:
@@ -298,7 +290,6 @@ def _experiment_tiles(run: Run) -> list[Tile]:
 
 
 def _peer_tiles(run: Run) -> list[Tile]:
-    """Show the ratio to each peer, test by test."""
     made = []
     for test, peers in sections.group_by_test(run).items():
         ours = peers.get(sections.OWN_NAME)
@@ -310,7 +301,6 @@ def _peer_tiles(run: Run) -> list[Tile]:
 
 
 def _profile_tiles(run: Run) -> list[Tile]:
-    """Show the largest component of each phase."""
     made = {}
     for r in sorted(run.results, key=lambda r: number(r, "share") or 0.0):
         phase, share = family(r.name), number(r, "share")

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes as Axes
     from matplotlib.axis import Axis as Axis
 
+Floats = NDArray[np.float64]
+MARKERS = "osD^vPX*"
 INK, MUTED, GRID, BAD, PAPER = "#010101", "#020202", "#030303", "#040404", "#050505"
 SERIES = tuple(f"#0601{i:02x}" for i in range(8))
 VARIABLES = {INK: "ink", MUTED: "muted", GRID: "grid", BAD: "bad", PAPER: "card"}
@@ -112,10 +114,6 @@ def _import_matplotlib() -> Any:
         message = "charts need matplotlib, which is not installed: pip install 'llm-worker-rbee[bench]'"
         raise MissingDependencyError(message) from None
     return matplotlib
-
-
-Floats = NDArray[np.float64]
-MARKERS = "osD^vPX*"
 
 
 class Line(NamedTuple):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -27,6 +27,13 @@ NUMBER = re.compile(r"[+-]?\d|-$")
 END_TO_END = re.compile(r"(pp|tg|ttft)([0-9]{1,9})(?:@d([0-9]{1,9}))?(?:@b([0-9]{1,9}))?")
 PHASE_NAMES = {"pp": "prefill", "tg": "decode", "ttft": "time to first token"}
 MIN_CATEGORIES = 4  # for a chart by category
+MIN_DISTRIBUTION_SAMPLES = 5
+MAX_DISTRIBUTION_ROWS = 24  # of one chart
+MAX_CHARTS = 40  # of one gallery; more are left out, and the page says so
+MAX_CATEGORIES = 60  # rows of one chart
+MAX_CURVE_POINTS = 200  # of a cumulative distribution
+MAX_SERIES = 8  # lines in one chart; more are shown by category
+LATENCY_NAMES = {"ttft": "first token", "tpot": "each further token", "itl": "between tokens", "e2e": "whole answer"}
 
 
 class Axis(NamedTuple):
@@ -226,20 +233,26 @@ def claim_tables(run: Run, _: ChartRenderer) -> Html:
     return joined(made)
 
 
+def change_table(changes: Iterable[Mapping[str, Any]], caption: str, sides: tuple[str, str]) -> Html:
+    """Show changes in the form of `Comparison.as_json`."""
+    rows: list[list[object]] = []
+    for one in changes:
+        ends = [end for end in (one.get("low"), one.get("high")) if type(end) in (int, float) and math.isfinite(end)]
+        interval = " to ".join(f"{end:+.1%}" for end in ends) if len(ends) == 2 else ""
+        values = [format_value(one[key], str(one.get("unit") or "")) for key in ("before", "after")]
+        rows.append([one.get("name"), *values, f"{one['change']:+.1%}", interval, badge(str(one.get("verdict")))])
+    return table(caption, ["", *sides, "change", "99% interval", "verdict"], rows, (1, 2, 3, 4))
+
+
 def backend_comparison(run: Run, _: ChartRenderer) -> Html:
     """Show two backends whose samples were taken in turn."""
-    rows: list[list[object]] = []
-    for one in detail(run, "ab", list):
-        if isinstance(one, dict) and all(type(one.get(key)) in (int, float) for key in ("before", "after", "change")):
-            unit, ends = str(one.get("unit") or ""), [one.get(key) for key in ("low", "high")]
-            spread = f"{ends[0]:+.1%} to {ends[1]:+.1%}" if all(type(end) in (int, float) for end in ends) else ""
-            values = [format_value(one[key], unit) for key in ("before", "after")]
-            rows.append([one.get("name"), *values, f"{one['change']:+.1%}", spread, badge(str(one.get("verdict")))])
-    if not rows:
+    found = [one for one in detail(run, "ab", list) if isinstance(one, dict)]
+    valid = [one for one in found if all(type(one.get(k)) in (int, float) for k in ("before", "after", "change"))]
+    if not valid:
         return Html()
     backends = " and ".join(map(str, listed)) if isinstance(listed := run.settings.get("backends"), list) else "A and B"
-    head = ["", "first", "second", "change", "99% interval", "verdict"]
-    return joined([heading(f"{backends}, in turn"), table("the second against the first", head, rows, (1, 2, 3, 4))])
+    changes = change_table(valid, "the second against the first", ("first", "second"))
+    return joined([heading(f"{backends}, in turn"), changes])
 
 
 def component_shares(run: Run, _: ChartRenderer) -> Html:
@@ -267,15 +280,6 @@ def unmeasured(run: Run) -> Html:
 def all_results(run: Run, renderer: ChartRenderer) -> Html:
     """Show all results, folded."""
     return folded("All results with their intervals", results_table(run, renderer))
-
-
-MIN_DISTRIBUTION_SAMPLES = 5
-MAX_DISTRIBUTION_ROWS = 24  # of one chart
-MAX_CHARTS = 40  # of one gallery; more are left out, and the page says so
-MAX_CATEGORIES = 60  # rows of one chart
-MAX_CURVE_POINTS = 200  # of a cumulative distribution
-MAX_SERIES = 8  # lines in one chart; more are shown by category
-LATENCY_NAMES = {"ttft": "first token", "tpot": "each further token", "itl": "between tokens", "e2e": "whole answer"}
 
 
 def chart_gallery(title: str, description: str, figures: Sequence[Callable[[], Html]], *, uneven: bool = False) -> Html:

@@ -124,7 +124,6 @@ def accuracy(
 def _check_synthetic(
     name: str, model: str | None, batches: list[int], results: ResultOptions, computing: LoadOptions
 ) -> None:
-    """Record the errors of the logits of a synthetic model."""
     if model is not None:
         raise typer.BadParameter("both a MODEL and --synthetic are given: choose one")
     spec = parse_synthetic(name)

@@ -205,7 +205,6 @@ def _settings(server: ServerOptions, own: OwnOptions, load: LoadOptions) -> dict
 
 
 def _show(run: Run) -> None:
-    """Print counts, latencies, and observations of the server."""
     found = {result.name: result for result in run.results}
     _show_counts(run, found)
     rows = []
