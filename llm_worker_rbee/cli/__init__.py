@@ -40,7 +40,7 @@ COMMANDS = {
     "serve": Command("Use a model", ".serve", "Serve a model over HTTP: the OpenAI API, and jobs for an orchestrator."),
     "inspect": Command("Look at a model", ".inspect",
         "Show what is in a model file: architecture, shape, quantization types, tokenizer, memory."),
-    "tokenize": Command("Look at a model", ".inspect", "Show the tokens of a text: ids and pieces."),
+    "tokenize": Command("Look at a model", ".tokenize", "Show the tokens of a text: ids and pieces."),
     "pull": Command("Models and machine", ".models", "Fetch a model, and print its path."),
     "convert": Command("Models and machine", ".convert",
         "Convert a model to a GGUF of another type, and print its path."),

@@ -1,31 +1,26 @@
-"""`llm-worker-rbee inspect`: what is in a model file, and `tokenize`: the tokens of a text; neither loads the weights.
+"""`llm-worker-rbee inspect`: what is in a model file, without loading its weights.
 
-`inspect` works on every file that can be opened: an unsupported architecture, a vocabulary without tensors or an
+It works on every file that can be opened: an unsupported architecture, a vocabulary without tensors or an
 unknown tokenizer is reported, and is no failure. One dictionary of plain values makes the text and the JSON.
 """
 
-import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from ..config import KV_DEFAULT, KV_ON_CPU, ModelConfig
 from ..engine.kv_cache_budget import HOST_MEMORY_FRACTION, available_memory, plan_kv_cache
-from ..errors import InsufficientMemoryError, InvalidRequestError, WorkerError, human_bytes
+from ..errors import InsufficientMemoryError, WorkerError, human_bytes
 from ..llm import open_tokenizer
 from ..models import read_model_config
 from ..progress import transfer_progress
-from ..tokenizer import Tokenizer
 from ..weights import Checkpoint, hub, open_checkpoint
 from .options import MODEL_HELP, CapacityOptions, gather, option_names_in_errors
-from .terminal import cell, columns, decode, one_line, print_json, read_text, stdin_lines, style
+from .terminal import cell, columns, one_line, print_json, style
 
 MAX_VALUE_CHARS = 60
-NO_TEXT = "there is no text: give one with --text TEXT, with --file FILE, or on standard input"
-JSON_NAMES = {dict: "an object", list: "an array", int: "a number", float: "a number", bool: "a boolean"}
 SHAPE_LABELS = {
     "layers": "layers", "width": "width", "feed_forward": "feed-forward", "heads": "heads", "kv_heads": "KV heads",
 }  # fmt: skip
@@ -329,73 +324,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_plain(inner) for inner in value]
     return value.tolist() if hasattr(value, "tolist") else value
-
-
-def tokenize(
-    model: Annotated[str | None, typer.Argument(metavar="MODEL", help=MODEL_HELP)] = None,
-    text: Annotated[str | None, typer.Option("--text", "-t", metavar="TEXT", help="The text.")] = None,
-    file: Annotated[
-        Path | None, typer.Option("--file", "-f", metavar="FILE", help="Read the text from a file, byte for byte.")
-    ] = None,
-    special: Annotated[bool, typer.Option("--special", help="Recognise special tokens in the text.")] = False,
-    no_bos: Annotated[bool, typer.Option("--no-bos", help="Add no special tokens before or after the text.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object: tokens, pieces.")] = False,
-    jsonl: Annotated[
-        bool, typer.Option("--jsonl", help="Read one JSON string a line, print the JSON array of its ids for each.")
-    ] = False,
-) -> None:
-    """Show the tokens of a text: ids and pieces.
-
-    Without --text and --file the text comes from standard input, without one final newline.
-
-    \b
-    Examples:
-      llm-worker-rbee tokenize --text "Hello, world"
-      llm-worker-rbee tokenize model.gguf --file notes.txt --json
-      echo '"one"' | llm-worker-rbee tokenize model.gguf --jsonl
-    """
-    if jsonl and (text is not None or file is not None or as_json):
-        raise typer.BadParameter(
-            "--jsonl reads standard input and prints JSON lines: leave out --text, --file and --json"
-        )
-    content = None if jsonl else read_text(text, file, NO_TEXT)
-    with transfer_progress() as progress:
-        path = hub.locate_model(model, progress=progress)
-    tokenizer = open_tokenizer(open_checkpoint(path, weights=False))
-    if content is None:
-        _tokenize_lines(tokenizer, special, no_bos)
-        return
-    ids = tokenizer.encode(content, add_special=not no_bos, parse_special=special)
-    if as_json:
-        print_json({"tokens": ids, "pieces": [tokenizer.piece(token) for token in ids]})
-    else:
-        for line in columns([(str(token), _visible_token(tokenizer, token)) for token in ids], right=[0]):
-            print(line)
-
-
-def _visible_token(tokenizer: Tokenizer, token: int) -> str:
-    """Return a token with its white space visible: as text, or as bytes where it is part of a character."""
-    raw = tokenizer.token_bytes(token)
-    try:
-        return repr(raw.decode())
-    except UnicodeDecodeError:
-        return repr(raw)
-
-
-def _tokenize_lines(tokenizer: Tokenizer, special: bool, no_bos: bool) -> None:
-    for number, line in stdin_lines():
-        try:
-            ids = tokenizer.encode(_parse_string(line), add_special=not no_bos, parse_special=special)
-        except InvalidRequestError as error:
-            raise InvalidRequestError(f"line {number}: {error}") from None
-        print(json.dumps(ids), flush=True)
-
-
-def _parse_string(line: bytes) -> str:
-    try:
-        value = json.loads(decode(line, "it"))
-    except (ValueError, RecursionError) as error:
-        raise InvalidRequestError(f"not a JSON string: {error}") from None
-    if not isinstance(value, str):
-        raise InvalidRequestError(f"not a JSON string, but {JSON_NAMES.get(type(value), 'null')}")
-    return value
