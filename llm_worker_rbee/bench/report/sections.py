@@ -237,8 +237,8 @@ def change_table(changes: Iterable[Mapping[str, Any]], caption: str, sides: tupl
     """Show changes in the form of `Comparison.as_json`."""
     rows: list[list[object]] = []
     for one in changes:
-        ends = [end for end in (one.get("low"), one.get("high")) if type(end) in (int, float) and math.isfinite(end)]
-        interval = " to ".join(f"{end:+.1%}" for end in ends) if len(ends) == 2 else ""
+        ends = [x for x in (one.get("low"), one.get("high")) if isinstance(x, (int, float)) and math.isfinite(x)]
+        interval = " to ".join(f"{x:+.1%}" for x in ends) if len(ends) == 2 else ""
         values = [format_value(one[key], str(one.get("unit") or "")) for key in ("before", "after")]
         rows.append([one.get("name"), *values, f"{one['change']:+.1%}", interval, badge(str(one.get("verdict")))])
     return table(caption, ["", *sides, "change", "99% interval", "verdict"], rows, (1, 2, 3, 4))
