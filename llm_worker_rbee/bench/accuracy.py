@@ -114,10 +114,6 @@ class EvaluationSet:
     def max_length(self) -> int:
         return max(map(len, self.prompts + self.windows))
 
-    @property
-    def tokens(self) -> int:
-        return sum(map(len, self.prompts + self.windows))
-
 
 @dataclass(slots=True)
 class Scores:
@@ -179,13 +175,13 @@ def run(
 
 
 def _sequences(evaluation: EvaluationSet, progress: StepProgress, sides: int) -> Iterator[tuple[str, list[int]]]:
-    done = 0
+    done, total = 0, sum(map(len, evaluation.prompts + evaluation.windows))
     for what, all_ids in (("prompt", evaluation.prompts), ("window", evaluation.windows)):
         for number, ids in enumerate(all_ids, 1):
-            progress(f"{what} {number} of {len(all_ids)}", done * sides, evaluation.tokens * sides)
+            progress(f"{what} {number} of {len(all_ids)}", done * sides, total * sides)
             yield what, ids
             done += len(ids)
-    progress("done", done * sides, evaluation.tokens * sides)
+    progress("done", done * sides, total * sides)
 
 
 def _require_finite(logits: Logits, side: str) -> Logits:
@@ -363,14 +359,12 @@ def _forward(
     model: Transformer, cache: KVCache, ids: Ints, start: int, tables: Ints, *, all_logits: bool = True
 ) -> Logits:
     """Run the same ids for every block table, at positions from `start`."""
-    tables = np.atleast_2d(tables)
+    tables = np.atleast_2d(tables)[:, : -(-(start + len(ids)) // BLOCK_SIZE)]
     copies, n = len(tables), len(ids)
-    positions = np.tile(np.arange(start, start + n), copies)
-    tables = tables[:, : -(-(start + n) // BLOCK_SIZE)]
-    owners, query_start = np.repeat(np.arange(copies), n), np.arange(copies + 1) * n
-    slots = tables[owners, positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
+    positions, query_start = np.arange(start, start + n), np.arange(copies + 1) * n
     batch = Batch(
-        ids=np.tile(ids, copies), positions=positions, slot_mapping=slots, query_start=query_start,
+        ids=np.tile(ids, copies), positions=np.tile(positions, copies), query_start=query_start,
+        slot_mapping=np.concatenate([cache.slots(table, positions) for table in tables]),
         context_len=np.full(copies, start + n), block_table=tables,
         logits_index=np.arange(n * copies) if all_logits else query_start[1:] - 1,
     )  # fmt: skip

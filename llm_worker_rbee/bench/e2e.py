@@ -395,11 +395,18 @@ def run(recorder: Recorder, progress: StepProgress, source: Source, plan: Plan) 
     recorder.details["limits"] = limits.as_json()
     recorder.details["peak_memory_is_of"] = "this run" if processes.reset_peak_memory() else "the process"
     checkpoint = _open(recorder, progress, source, plan, backend)
-    bench = _load(recorder, progress, checkpoint, plan, backend, limits)
+    config = read_model_config(checkpoint)
+    capacity = max(sum(plan.pg), *(case.context for case in cases), 1)
+    batch = max((case.batch for case in cases), default=max(plan.batches) if plan.pg else 1)
+    context = max(capacity, plan.prefix + TAIL_TOKENS, itl_context_length(config) if plan.targets_ms else 0)
+    model = _load_model(checkpoint, backend, plan, context, progress)
+    options: dict[str, Any] = {"max_step_tokens": PG_STEP_TOKENS} if plan.pg and backend.has_device_memory else {}
+    harness = EngineHarness(model, capacity, batch, plan.seed, plan.kv_type, **options)
+    cost = Cost.from_checkpoint(checkpoint, config, plan.kv_type)
+    bench = ModelBench(recorder, harness, cost, limits, backend.name)
     for case in sorted((c for c in cases if c.kind == "tg"), key=lambda c: c.tokens):  # the longest answer counts
-        parts: dict[str, Any] = {"weights": bench.cost.weights, "tokens": case.tokens, "batch": case.batch}
-        read = bench.cost.bytes_per_token(case)
-        recorder.add_result(Result.exact(f"bytes_per_token{case.suffix}", "B", read, **parts))
+        parts: dict[str, Any] = {"weights": cost.weights, "tokens": case.tokens, "batch": case.batch}
+        recorder.add_result(Result.exact(f"bytes_per_token{case.suffix}", "B", cost.bytes_per_token(case), **parts))
     scenarios = list(_scenarios(bench, plan, cases, checkpoint, progress))
     total = len(scenarios) * (plan.repetitions + 1)
     for number, scenario in enumerate(scenarios):
@@ -478,20 +485,6 @@ def _open(recorder: Recorder, progress: StepProgress, source: Source, plan: Plan
         checkpoint = quantize_checkpoint(checkpoint, quantize, progress=_as_transfer(progress))
         recorder.model |= {"quantized": quantize.upper(), "bytes": checkpoint.nbytes}
     return checkpoint
-
-
-def _load(
-    recorder: Recorder, progress: StepProgress, checkpoint: Checkpoint, plan: Plan, backend: Backend, limits: Limits
-) -> ModelBench:
-    config, cases = read_model_config(checkpoint), list(plan.cases())
-    capacity = max(sum(plan.pg), *(case.context for case in cases), 1)
-    batch = max((case.batch for case in cases), default=max(plan.batches) if plan.pg else 1)
-    context = max(capacity, plan.prefix + TAIL_TOKENS, itl_context_length(config) if plan.targets_ms else 0)
-    model = _load_model(checkpoint, backend, plan, context, progress)
-    options: dict[str, Any] = {"max_step_tokens": PG_STEP_TOKENS} if plan.pg and backend.has_device_memory else {}
-    harness = EngineHarness(model, capacity, batch, plan.seed, plan.kv_type, **options)
-    cost = Cost.from_checkpoint(checkpoint, config, plan.kv_type)
-    return ModelBench(recorder, harness, cost, limits, backend.name)
 
 
 def _load_model(

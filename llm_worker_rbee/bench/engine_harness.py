@@ -39,13 +39,12 @@ class TimedRun(NamedTuple):
 
 
 class EngineHarness:
-    """Drive an engine with room for `batch` sequences of `capacity` tokens."""
+    """Drive an engine with room for `batch` sequences of `capacity` tokens; `options` are those of `EngineConfig`."""
 
     def __init__(
         self, model: Transformer, capacity: int, batch: int = 1, seed: int = 0, kv_type: str = "float32",
         draft_model: Transformer | None = None, **options: Any,
     ) -> None:  # fmt: skip
-        """`options` are those of `EngineConfig`."""
         self._rng = np.random.default_rng(seed)
         self.ids: Ints = self._rng.integers(0, model.config.vocab_size, (batch, capacity))
         self._spare_tokens = 2 + batch  # tokens of the first sequence when the last begins, and those at both ends

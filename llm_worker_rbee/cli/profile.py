@@ -9,8 +9,7 @@ import typer
 
 from ..bench import profile as benchmark
 from ..bench.flame_graph import Flame, PySpy, find_py_spy
-from ..bench.results import Recorder, Run
-from ..llm import LLM
+from ..bench.results import Run
 from ..progress import step_progress
 from .bench.common import ModelArgument, Repetitions, ResultOptions, option, recording, require_place
 from .options import LoadOptions, ModelOptions, gather, load_model
@@ -54,23 +53,18 @@ def profile(options: ProfileOptions, results: ResultOptions, computing: LoadOpti
     llm = load_model(ModelOptions(model=options.model), computing, Status())
     lengths = {"pp": options.pp, "tg": options.tg, "repetitions": options.repetitions}
     recorded = lengths | {"threads": used, "backend": llm.model.ops.name}
-    with recording("profile", results, _print_run, **recorded) as recorder:
-        _measure(recorder, llm, settings, out)
-
-
-def _measure(recorder: Recorder, llm: LLM, settings: benchmark.Settings, out: Path | None) -> None:
-    """Profile, and write the report; after Ctrl-C, of what was measured until then."""
     flames: dict[str, Flame] = {}
     complete = False
-    try:
-        with step_progress() as progress:
-            benchmark.run(recorder, progress, llm, settings, flames)
-        complete = True
-    finally:
-        if recorder.results():
-            folder = out or _default_folder(llm.checkpoint.path)
-            benchmark.write_report(folder, recorder.to_run(complete=complete), flames)
-            note(f"report: {folder / 'report.html'}")
+    with recording("profile", results, _print_run, **recorded) as recorder:
+        try:
+            with step_progress() as progress:
+                benchmark.run(recorder, progress, llm, settings, flames)
+            complete = True
+        finally:  # after Ctrl-C too: the report of what was measured until then
+            if recorder.results():
+                folder = out or _default_folder(llm.checkpoint.path)
+                benchmark.write_report(folder, recorder.to_run(complete=complete), flames)
+                note(f"report: {folder / 'report.html'}")
 
 
 def _default_folder(model: Path) -> Path:
