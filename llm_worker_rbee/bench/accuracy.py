@@ -260,8 +260,7 @@ class LibrarySide:
 
     def logits(self, ids: list[int], *, last: bool = False) -> Logits:
         file = Path(self._folder.name) / "logits.npy"
-        message = {"ids": ids, "last": last, "file": str(file)}
-        self._explain(lambda: self._child.request(message, "rows"))
+        self._explain(lambda: self._child.request({"ids": ids, "last": last, "file": str(file)}, "rows"))
         return np.asarray(np.load(file, allow_pickle=False), np.float32)
 
     def close(self) -> None:

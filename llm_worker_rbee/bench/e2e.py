@@ -216,8 +216,8 @@ class Throughput:
             bench.add(f"host_step/{c.name}", "s", timed.seconds / timed.steps - timed.device_s, **sizes)
         self.put()
         if c.kind == "pp" and c.batch == 1:
-            name = f"ttft{c.tokens if self.several_prompts else ''}{c.suffix}"
-            bench.add(name, "s", timed.seconds, prompt=c.tokens)
+            length = c.tokens if self.several_prompts else ""
+            bench.add(f"ttft{length}{c.suffix}", "s", timed.seconds, prompt=c.tokens)
 
     def put(self) -> None:
         """Remake the result with what stands beside it by now: the roofline, products alone, one sequence."""

@@ -51,8 +51,7 @@ class EngineHarness:
         sequence_room, size = 1 + capacity + self._spare_tokens, KVCache.default_block_size
         blocks = batch * (1 + -(-sequence_room // size))
         config = EngineConfig(max_context=sequence_room, n_blocks=blocks, block_size=size, max_batch=batch, **options)
-        vocabulary = model.config.vocab_size
-        drafter = None if draft_model is None else DraftModel(draft_model, config, vocabulary, kv_type)
+        drafter = None if draft_model is None else DraftModel(draft_model, config, model.config.vocab_size, kv_type)
         self.engine = Engine(model, config, kv_type, drafter)
 
     def prefill(self, depth: int, tokens: int, batch: int) -> TimedRun:
@@ -60,8 +59,7 @@ class EngineHarness:
         cached = depth - depth % self.engine.config.block_size
         self._fill_cache(cached, batch)
         fresh = self._rng.integers(0, self.engine.model.config.vocab_size, (batch, tokens))
-        prompts = np.concatenate([self.ids[:batch, :cached], fresh], axis=1).tolist()
-        return self.time_first_tokens(prompts)
+        return self.time_first_tokens(np.concatenate([self.ids[:batch, :cached], fresh], axis=1).tolist())
 
     def time_first_tokens(self, prompts: Sequence[list[int]]) -> TimedRun:
         """Time until each of these prompts has its first token."""

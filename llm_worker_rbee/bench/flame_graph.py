@@ -258,8 +258,7 @@ def render_svg(flame: Flame, title: str) -> str:
     root = build_tree(flame)
     whole = root.seconds or 1.0
     rows = [one for one in _layout(root, 0.0, 0) if one[0].seconds / whole >= MIN_SHARE or one[2] == 0]
-    depth = 1 + max(level for _, _, level in rows)
-    height = TOP + depth * ROW + BOTTOM
+    height = TOP + (1 + max(level for _, _, level in rows)) * ROW + BOTTOM
     script = SCRIPT.replace("SPAN", str(WIDTH - 2 * MARGIN)).replace("MARGIN", str(MARGIN))
     lines = [
         f'<svg class="flame" xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" '

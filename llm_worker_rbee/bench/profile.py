@@ -103,8 +103,7 @@ def index_weights(model: Transformer, checkpoint: Checkpoint) -> dict[int, Weigh
     for i, block in enumerate(model.blocks):
         for component, layer, names in LAYERS:
             own = [tensors[key] for name in names if (key := f"blk.{i}.{name}.weight") in tensors]
-            weight = WeightInfo(component, sum(t.nbytes for t in own), sum(t.size for t in own))
-            found[id(layer(block).weight)] = weight
+            found[id(layer(block).weight)] = WeightInfo(component, sum(t.nbytes for t in own), sum(t.size for t in own))
     return found | {id(model.head): WeightInfo("head", head.nbytes, head.size)}
 
 

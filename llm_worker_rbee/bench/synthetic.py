@@ -179,8 +179,8 @@ def write(spec: Spec, path: Path, seed: int = 0, progress: StepProgress | None =
             f"{spec} takes {human_bytes(needed)} on disk and {path.parent} has {human_bytes(free)} left: "
             "use fewer layers, or another folder (TMPDIR)"
         )
-    made = checkpoint(spec, seed, progress)
-    raws = {name: Raw(t.kind.name, t.shape, t.data) for name, t in made.tensors.items()}
+    tensors = checkpoint(spec, seed, progress).tensors
+    raws = {name: Raw(t.kind.name, t.shape, t.data) for name, t in tensors.items()}
     return write_gguf(path, {**metadata(spec), **_vocabulary(spec.shape.vocabulary)}, raws)
 
 
@@ -230,10 +230,9 @@ def require_memory(spec: Spec) -> None:
 def random_tensor(kind: BlockType, shape: tuple[int, ...], seed: Seed = 7, size: float | None = None) -> Tensor:
     """Make a tensor; `size` is the root mean square of its values, by default 1 / sqrt(columns)."""
     wanted = shape[-1] ** -0.5 if size is None else size
-    rng = np.random.default_rng(seed)
     count = prod(shape[:-1]) * (kind.row_bytes(shape[-1]) // kind.block_bytes)
     pool = block_pool(kind, float(np.float16(wanted)))
-    rotated = np.roll(pool, int(rng.integers(len(pool))), axis=0)
+    rotated = np.roll(pool, int(np.random.default_rng(seed).integers(len(pool))), axis=0)
     return Tensor("random", kind, shape, np.resize(rotated, count * kind.block_bytes))
 
 

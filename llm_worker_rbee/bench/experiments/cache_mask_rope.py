@@ -267,8 +267,7 @@ def run_rope(runner: Harness) -> Finding:
 def rope_formula(x: Floats, start: int, base: float) -> Floats:
     """Rotate as the paper writes it: pairs (2i, 2i + 1), cos and sin made anew in each call. x: (T, heads, dim)."""
     tokens, _, dim = x.shape
-    theta = inverse_frequencies(base, dim)
-    angle = np.arange(start, start + tokens, dtype=np.float32)[:, None, None] * theta
+    angle = np.arange(start, start + tokens, dtype=np.float32)[:, None, None] * inverse_frequencies(base, dim)
     cos, sin = np.cos(angle), np.sin(angle)
     even, odd = x[..., 0::2], x[..., 1::2]
     out = np.empty_like(x)
@@ -308,7 +307,6 @@ def backend_rope(backend: str, x: Floats) -> Callable[[], object]:
     ops = select_backend(backend=backend)
     table, positions = rope_table(x.shape[-1]), np.arange(len(x))
     if hasattr(ops, "rope"):
-        rope = ops.rope
-        return lambda: rope(x, positions, table)
+        return partial(ops.rope, x, positions, table)
     kv = ops.empty_kv(-(-len(x) // 16), 16, x.shape[1], x.shape[2])
-    return lambda: ops.rope_store(x, x, x, positions, table, kv, positions)
+    return partial(ops.rope_store, x, x, x, positions, table, kv, positions)

@@ -66,8 +66,7 @@ def _load_gguf(path: Path) -> str:
         values = tensor.dequantize()
         if values.shape != tensor.shape or not np.isfinite(values).all():
             raise NotCoveredError(f"tensor {tensor.name!r} of type {kind} does not decode")
-    kinds = ", ".join(sorted(samples))
-    return f"{len(checkpoint.tensors)} tensors mapped, one of each type decoded ({kinds})"
+    return f"{len(checkpoint.tensors)} tensors mapped, one of each type decoded ({', '.join(sorted(samples))})"
 
 
 def _compare_token_ids(path: Path) -> str:
