@@ -216,12 +216,11 @@ class Client:
             writer.write(message)
             await writer.drain()
             return await _read_head(reader)
-        except OSError as error:
+        except BaseException as error:
             writer.close()
+            if not isinstance(error, OSError):
+                raise
             raise RequestFailedError("connect", f"the connection broke before a response: {_reason(error)}") from None
-        except BaseException:
-            writer.close()
-            raise
 
     def _message(self, method: str, path: str, body: bytes | None) -> bytes:
         headers = {

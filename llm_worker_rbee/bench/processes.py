@@ -68,11 +68,9 @@ class ChildProcess:
         """Send a line and return the reply, which must have `key`."""
         assert self._process is not None
         assert self._process.stdin is not None
-        try:
+        with contextlib.suppress(OSError):  # the reply, or its absence, says why
             self._process.stdin.write(json.dumps(message).encode() + b"\n")
             self._process.stdin.flush()
-        except OSError:
-            pass  # the reply, or its absence, says why
         return self._receive(key)
 
     def close(self) -> None:
@@ -117,13 +115,10 @@ class ChildProcess:
 
 def describe_exit(name: str, status: int, stderr: bytes, max_lines: int = 1) -> str:
     """Return how a process ended, with the last lines of its standard error."""
-    if status < 0:
-        known = {s.value: s.name for s in signal.Signals}
-        how = f"was ended by {known.get(-status, f'signal {-status}')}"
-        if status == -signal.SIGILL:
-            how += " (an instruction that this CPU lacks: build it for this machine)"
-    else:
-        how = f"ended with exit status {status}"
+    by_signal = {-s: s.name for s in signal.Signals}.get(status, f"signal {-status}")
+    how = f"ended with exit status {status}" if status >= 0 else f"was ended by {by_signal}"
+    if status == -signal.SIGILL:
+        how += " (an instruction that this CPU lacks: build it for this machine)"
     return f"{name} {how}{last_lines(stderr, max_lines)}"
 
 

@@ -133,12 +133,10 @@ def show_changes(changes: Sequence[Comparison], threshold: float, sides: tuple[s
         verdict = change.verdict + (f" past {threshold:.0%}" if one.is_past(threshold) else "")
         before, after = (quantity(r.estimate, r.unit) for r in (one.before, one.after))
         rows.append([*map(cell, (one.after.label, before, after)), f"{change.change:+.1%}", interval, verdict])
-    print()
     head, *lines = columns(rows, right=[1, 2, 3])
-    print(style(head, "bold"))
-    for line, one in zip(lines, changes, strict=True):
-        print(style(line, COLOURS[one.change.verdict]))
     verdicts = [str(one.change.verdict) for one in changes]
+    coloured = [style(line, COLOURS[verdict]) for line, verdict in zip(lines, verdicts, strict=True)]
+    print("\n".join(["", style(head, "bold"), *coloured]))
     print("\n" + ", ".join(f"{verdicts.count(name)} {name}" for name in COLOURS))
 
 
