@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from .. import machine
 from ..errors import InsufficientMemoryError, InvalidRequestError, WorkerError, human_bytes
+from ..models.families import BY_GGUF
 from ..progress import StepProgress
 from ..weights import Checkpoint, Tensor
 from ..weights.gguf_writer import Raw, Typed, write_gguf
@@ -51,6 +52,7 @@ class Shape(NamedTuple):
     eps: float = 1e-5
     architecture: str = "llama"
     head_dim: int = 0  # 0: width / heads
+    window: int = 0  # of sliding-window attention; 0: none
 
 
 SHAPES: dict[str, Shape] = {
@@ -64,6 +66,8 @@ SHAPES: dict[str, Shape] = {
     "smollm2-135m": Shape(30, 576, 9, 3, 1536, 49152, 8192, rope_base=100000.0, tied=True),
     "smollm2-1.7b": Shape(24, 2048, 32, 32, 8192, 49152, 8192, rope_base=130000.0, tied=True),
     "qwen2.5-0.5b": Shape(24, 896, 14, 2, 4864, 151936, 32768, 1e6, tied=True, eps=1e-6, architecture="qwen2"),
+    "phi3-mini": Shape(32, 3072, 32, 32, 8192, 32064, 4096, architecture="phi3"),
+    "gemma3-4b": Shape(34, 2560, 8, 4, 10240, 262144, 131072, 1e6, True, 1e-6, "gemma3", head_dim=256, window=1024),
 }
 
 
@@ -140,12 +144,20 @@ def plans(spec: Spec) -> Iterator[Plan]:
         "attn_q": (q, s.width), "attn_k": (kv, s.width), "attn_v": (kv, s.width), "attn_output": (s.width, q),
         "ffn_gate": (up, s.width), "ffn_up": (up, s.width), "ffn_down": (s.width, up),
     }  # fmt: skip
+    family = BY_GGUF[s.architecture]
+    if family.fused:  # q, k and v are one matrix, and gate and up another
+        for name in ("attn_q", "attn_k", "attn_v", "ffn_gate"):
+            del matrices[name]
+        matrices |= {"attn_qkv": (q + 2 * kv, s.width), "ffn_up": (2 * up, s.width)}
+    norms = dict.fromkeys(("attn_norm", "ffn_norm"), s.width)
+    norms |= dict.fromkeys(("post_attention_norm", "post_ffw_norm") if family.post_norms else (), s.width)
+    norms |= dict.fromkeys(("attn_q_norm", "attn_k_norm") if family.qk_norm else (), head)
     for layer in range(spec.layers):
         prefix, place = f"blk.{layer}.", Place(layer, spec.layers, s.heads // s.kv_heads)
-        yield from (vector(f"{prefix}{norm}.weight", s.width) for norm in ("attn_norm", "ffn_norm"))
+        yield from (vector(f"{prefix}{norm}.weight", width) for norm, width in norms.items())
         for role, (rows, columns) in matrices.items():
             yield matrix(prefix + role, role, rows, columns, place)
-            if s.architecture == "qwen2" and role in ("attn_q", "attn_k", "attn_v"):
+            if family.qkv_bias and role in ("attn_q", "attn_k", "attn_v"):
                 yield vector(f"{prefix}{role}.bias", rows)
 
 
@@ -197,6 +209,8 @@ def metadata(spec: Spec) -> dict[str, Any]:
         "feed_forward_length": s.d_ff, "attention.head_count": s.heads, "attention.head_count_kv": s.kv_heads,
         "attention.layer_norm_rms_epsilon": s.eps, "rope.dimension_count": head, "rope.freq_base": s.rope_base,
         "vocab_size": s.vocabulary,
+        **({"attention.key_length": head, "attention.value_length": head} if s.head_dim else {}),
+        **({"attention.sliding_window": s.window} if s.window else {}),
     }  # fmt: skip
     sections = (("general", general), (s.architecture, keys))
     return {f"{section}.{key}": value for section, pairs in sections for key, value in pairs.items()}

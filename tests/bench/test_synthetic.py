@@ -145,6 +145,8 @@ def test_shapes_have_the_published_parameter_counts() -> None:
         "llama3.2-1b": 1_235_814_400, "llama3.2-3b": 3_212_749_824, "mistral-7b": 7_241_732_096,
         "tinyllama-1.1b": 1_100_048_384, "smollm2-135m": 134_515_008, "smollm2-1.7b": 1_711_376_384,
         "qwen2.5-0.5b": 494_032_768,
+        "phi3-mini": 3_821_079_552,
+        "gemma3-4b": 3_880_099_328,  # without the vision part
     }  # fmt: skip
     assert {name: parse(f"{name}:F32").nbytes // 4 for name in SHAPES} == published
 
