@@ -58,21 +58,21 @@ SECOND_PLACES: dict[str, dict[str, str]] = {}  # beside the one place of a heavy
 # Line budgets. "." are the modules at the top of the package.
 LINES = {
     ".": 1_660,
-    "backends": 1_040,
-    "backends/cpu": 5_190,
-    "backends/cuda": 4_560,
+    "backends": 1_240,
+    "backends/cpu": 5_420,
+    "backends/cuda": 4_900,
     "bench": 8_290,
     "cache": 60,
-    "cli": 2_750,
+    "cli": 2_770,
     "cli/bench": 1_170,
     "engine": 2_070,
     "layers": 260,
-    "models": 1_260,
+    "models": 1_280,
     "server": 3_250,
     "tokenizer": 1_550,
     "weights": 3_210,
 }
-MAX_TOTAL_LINES = 36_300
+MAX_TOTAL_LINES = 37_000
 MAX_BENCH_LINES = 9_460  # bench with its commands
 MAX_MODULES = 175
 MAX_FOLDER_FILES = 25

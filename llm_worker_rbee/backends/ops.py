@@ -87,43 +87,6 @@ class AttentionParams(NamedTuple):
     soft_cap: float = 0.0  # scores become cap * tanh(scores / cap); 0: none
 
 
-class BlockParts(NamedTuple):
-    """The weights and parameters of one decoder block, for `Backend.fuse`."""
-
-    attention_norm: Array
-    qkv: PackedWeight
-    qkv_bias: Array | None
-    q_norm: Array | None
-    k_norm: Array | None
-    rope: RopeTable
-    attention: AttentionParams
-    n_heads: int
-    n_kv_heads: int
-    head_dim: int
-    output: PackedWeight
-    output_bias: Array | None
-    post_attention_norm: Array | None
-    mlp_norm: Array
-    gate_up: PackedWeight
-    gate_up_bias: Array | None
-    activation: str
-    down: PackedWeight
-    down_bias: Array | None
-    post_mlp_norm: Array | None
-    eps: float
-
-
-class ModelParts(NamedTuple):
-    """The weights and parameters of the whole decoder, for `Backend.fuse`."""
-
-    embedding: PackedWeight
-    embedding_scale: float
-    blocks: tuple[BlockParts, ...]
-    norm: Array
-    head: PackedWeight
-    soft_cap: float
-
-
 Profiler = Callable[[str, Callable[..., Any]], Callable[..., Any]]  # (component, function) -> the function, timed
 Progress = Callable[[str, int, int | None], None]  # (what, done, total)
 COMPILING = "compiling kernels, once"  # what `load_kernels` reports
@@ -137,6 +100,9 @@ class FusedForward(Protocol):
         """Device memory of captured graphs."""
 
     def __call__(self, batch: Batch, kv: Sequence[KVLayer]) -> Array: ...
+    def program(self, kv_type: str) -> list[Any]:
+        """Return what a step runs, a `graph.ProgramLine` for each fused op."""
+
     def run_profiled(self, batch: Batch, kv: Sequence[KVLayer], profiler: Profiler) -> Array:
         """Run the same step with each component wrapped by the profiler."""
 
@@ -218,6 +184,13 @@ class Backend(ABC):
     def add_rms_norm(self, x: Array, residual: Array, weight: Array, eps: float) -> tuple[Array, Array]: ...
     @abstractmethod
     def linear(self, x: Array, w: PackedWeight, bias: Array | None = None) -> Array: ...
+
+    def split_heads(self, qkv: Array, n_heads: int, n_kv_heads: int, head_dim: int) -> tuple[Array, Array, Array]:
+        """Split (T, (heads + 2 kv_heads) * dim) into views: q (T, heads, dim), k and v (T, kv_heads, dim)."""
+        heads = qkv.reshape(qkv.shape[0], n_heads + 2 * n_kv_heads, head_dim)
+        first_v = n_heads + n_kv_heads
+        return heads[:, :n_heads], heads[:, n_heads:first_v], heads[:, first_v:]
+
     @abstractmethod
     def rope_store(
         self, q: Array, k: Array, v: Array, positions: Ints, table: RopeTable, kv: KVLayer, slot_mapping: Ints
@@ -231,7 +204,7 @@ class Backend(ABC):
     @abstractmethod
     def logits(self, x: Array, head: PackedWeight, soft_cap: float = 0.0) -> Array: ...
     @abstractmethod
-    def fuse(self, model: ModelParts) -> FusedForward | None: ...
+    def fuse(self, record: Callable[[], Any]) -> FusedForward | None: ...
     @abstractmethod
     def sample(self, raw_logits: Array, rows: Sequence[SampleRow]) -> Ints: ...
     @abstractmethod

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..weights import Tensor
-from .ops import AttentionParams, Backend, Batch, Ints, KVLayer, ModelParts, RopeTable, SampleRow
+from .ops import AttentionParams, Backend, Batch, Ints, KVLayer, RopeTable, SampleRow
 from .reference_sampling import logprobs, sample_row
 
 Floats = NDArray[np.float32]
@@ -29,6 +29,10 @@ class Matrix:
     @property
     def rows(self) -> int:
         return sum(part.shape[0] for part in self.parts)
+
+    @property
+    def columns(self) -> int:
+        return self.parts[0].shape[1]
 
 
 def prepare(tensors: Sequence[Tensor]) -> Matrix:
@@ -232,5 +236,5 @@ class ReferenceBackend(Backend):
     causal_mask = staticmethod(causal_mask)
     softmax = staticmethod(softmax)
 
-    def fuse(self, model: ModelParts) -> None:
+    def fuse(self, record: object) -> None:
         return None

@@ -41,7 +41,7 @@ Call = Callable[..., Any]
 PHASES = {"prefill": "Prefill", "decode": "Decode"}
 CRITICAL_SHARE, MODERATE_SHARE = 0.10, 0.05
 SEED = 20240607
-SETUP_OPS = {"prepare", "prepare_vector", "empty_kv"}  # not part of a step
+UNTIMED_OPS = {"prepare", "prepare_vector", "empty_kv", "split_heads"}  # not part of a step, or a view
 # an op that is not here gets a line of its own, by its name; `linear` belongs to the component of its weight
 COMPONENTS = {
     "embed": "embedding", "rms_norm": "norm", "add_rms_norm": "norm", "rope_store": "rope_kv_write", "rope": "rope",
@@ -151,7 +151,7 @@ class _WrappedOps:
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._ops, name)
-        if callable(value) and name not in SETUP_OPS:
+        if callable(value) and name not in UNTIMED_OPS:
             is_split = hasattr(self._ops, "rope") and hasattr(self._ops, "store")  # as the reference backend has them
             value = self._rope_store if name == "rope_store" and is_split else self._wrap(name, value)
         setattr(self, name, value)

@@ -140,45 +140,41 @@ def matmul_ceiling(model: Transformer, rows: int) -> Callable[[], object]:
 
 
 def _one_by_one(model: Transformer, rows: int) -> Callable[[], object]:
-    ops, c, blocks = model.ops, model.config, model.parts().blocks
-    widths = (c.d_model, c.n_heads * c.head_dim, c.d_ff)
-    wide, heads, deep = (ops.prepare_vector(_random(rows, width)) for width in widths)
-    pairs = [pair for b in blocks for pair in ((wide, b.qkv), (heads, b.output), (wide, b.gate_up), (deep, b.down))]
+    ops, weights = model.ops, model.matrices()
+    inputs = {w.columns: ops.prepare_vector(_random(rows, w.columns)) for w in weights}
 
     def multiply() -> object:
-        for x, weight in pairs:
-            ops.linear(x, weight)
-        return ops.logits(wide, model.head)
+        for w in weights[:-1]:
+            ops.linear(inputs[w.columns], w)
+        return ops.logits(inputs[model.head.columns], model.head)
 
     return multiply
 
 
 def _program(model: Transformer, rows: int) -> Callable[[], object]:
     """Make a program whose step table points at one input and one output, large enough for all."""
-    from ..backends.cpu import linear, quantize_activations  # they need Numba
+    from ..backends.cpu import elementwise, linear, quantize_activations  # they need Numba
     from ..backends.cpu.program import Program, Step, new_step
 
-    parts, threads = model.parts(), model.ops.threads or 1
-    weights = [w for b in parts.blocks for w in (b.qkv, b.output, b.gate_up, b.down)] + [parts.head.two_term()]
+    *layers, head = model.matrices()
+    weights, threads = [*layers, head.two_term()], model.ops.threads or 1
     widest = max(w.columns for w in weights)
+    out = np.empty((rows, max(w.rows for w in weights)), np.float32)
+    arrays = _random(rows, widest), out, *quantize_activations.allocate(2 * rows, widest)
+    source, target, activations = range(Step.END, Step.END + 3)
     made: list[Any] = []
     for w in weights:
-        place, two_term = (Step.TOKENS, Step.RESIDUAL_DELTA, 1, w.columns, w.columns), any(w.residual_activations)
-        made += linear.quantize_tasks(*place, w.needs_int8, two_term=two_term)
-        made += linear.linear_tasks(w, Step.TOKENS, Step.RESIDUAL_DELTA, Step.QKV, threads)
-    program, step = Program(made), new_step()
-    buffers: dict[int, NDArray[Any]] = {
-        Step.RESIDUAL_DELTA: _random(rows, widest),
-        Step.QKV: np.empty((rows, max(w.rows for w in weights)), np.float32),
-        **dict(enumerate(quantize_activations.allocate(2 * rows, widest), Step.ACTIVATIONS)),
-    }
+        if w.needs_int8:
+            two_term = any(w.residual_activations)
+            made.append(elementwise.quantize_task(Step.TOKENS, source, activations, w.columns, two_term=two_term))
+        made += linear.linear_tasks(w, Step.TOKENS, source, activations, target, threads)
+    program, step = Program(made), new_step(Step.END + len(arrays))
     step[Step.TOKENS] = rows
-    for entry, buffer in buffers.items():
-        step[entry] = buffer.ctypes.data
+    step[Step.END :] = [array.ctypes.data for array in arrays]
 
     def multiply() -> object:
         program.run(step, threads)
-        return buffers[Step.QKV]
+        return arrays[1]
 
     return multiply
 

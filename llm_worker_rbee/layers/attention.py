@@ -25,14 +25,8 @@ class Attention:
 
     def __call__(self, ops: Backend, x: Array, kv: KVLayer, batch: Batch) -> Array:
         """Map (T, width) to (T, width); writes the keys and values of this step."""
-        q, k, v = self.split(self.qkv(ops, x))
+        q, k, v = ops.split_heads(self.qkv(ops, x), self.n_heads, self.n_kv_heads, self.head_dim)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(ops, q), self.k_norm(ops, k)
         q = ops.rope_store(q, k, v, batch.positions, self.rope, kv, batch.slot_mapping)
         return self.output(ops, ops.attention(q, kv, batch, self.params))
-
-    def split(self, qkv: Array) -> tuple[Array, Array, Array]:
-        """Split (T, (heads + 2 kv_heads) * dim) into q (T, heads, dim), k and v (T, kv_heads, dim)."""
-        heads = qkv.reshape(qkv.shape[0], self.n_heads + 2 * self.n_kv_heads, self.head_dim)
-        first_v = self.n_heads + self.n_kv_heads
-        return heads[:, : self.n_heads], heads[:, self.n_heads : first_v], heads[:, first_v:]

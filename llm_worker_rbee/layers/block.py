@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..backends.ops import Array, Backend, Batch, BlockParts, KVLayer
+from ..backends.ops import Array, Backend, Batch, KVLayer
 from .attention import Attention
 from .rms_norm import RMSNorm
 from .swiglu import SwiGLU
@@ -37,19 +37,3 @@ class Block:
         if self.post_mlp_norm is not None:
             x = self.post_mlp_norm(ops, x)
         return x, residual
-
-    def parts(self) -> BlockParts:
-        """Return all weights, for a fused forward."""
-        a, mlp = self.attention, self.mlp
-        q_norm, k_norm, post_attention, post_mlp = (
-            None if norm is None else norm.weight
-            for norm in (a.q_norm, a.k_norm, self.post_attention_norm, self.post_mlp_norm)
-        )
-        return BlockParts(
-            attention_norm=self.attention_norm.weight, qkv=a.qkv.weight, qkv_bias=a.qkv.bias, q_norm=q_norm,
-            k_norm=k_norm, rope=a.rope, attention=a.params, n_heads=a.n_heads, n_kv_heads=a.n_kv_heads,
-            head_dim=a.head_dim, output=a.output.weight, output_bias=a.output.bias, post_attention_norm=post_attention,
-            mlp_norm=self.mlp_norm.weight, gate_up=mlp.gate_up.weight, gate_up_bias=mlp.gate_up.bias,
-            activation=mlp.activation, down=mlp.down.weight, down_bias=mlp.down.bias, post_mlp_norm=post_mlp,
-            eps=self.mlp_norm.eps,
-        )  # fmt: skip

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..backends.ops import Array, Backend, Batch, FusedForward, ModelParts, PackedWeight
+from ..backends.graph import Graph, ProgramLine, collapse_repeats, record
+from ..backends.ops import Array, Backend, Batch, FusedForward, KVLayer, PackedWeight
 from ..cache import KVCache
 from ..config import ModelConfig
 from ..layers.block import Block
@@ -32,16 +34,27 @@ class Transformer:
 
     def forward_unfused(self, batch: Batch, cache: KVCache) -> Array:
         """Compute the same op by op."""
-        ops = self.ops
+        return self.compute(self.ops, batch, cache.layers)
+
+    def compute(self, ops: Backend, batch: Batch, kv: Sequence[KVLayer]) -> Array:
+        """Compute a step with these ops: the definition of the model."""
         x, residual = ops.embed(self.embedding, batch.ids, self.embedding_scale), None
-        for block, kv in zip(self.blocks, cache.layers, strict=True):
-            x, residual = block(ops, x, residual, kv, batch)
+        for block, layer in zip(self.blocks, kv, strict=True):
+            x, residual = block(ops, x, residual, layer, batch)
         x, _ = self.norm.add_and_norm(ops, ops.take(x, batch.logits_index), ops.take(residual, batch.logits_index))
         return ops.logits(x, self.head, self.config.final_cap)
 
-    def parts(self) -> ModelParts:
-        """Return all weights, for a fused forward."""
-        blocks = tuple(block.parts() for block in self.blocks)
-        return ModelParts(
-            self.embedding, self.embedding_scale, blocks, self.norm.weight, self.head, self.config.final_cap
-        )
+    def program(self, kv_type: str) -> list[tuple[int, list[ProgramLine]]]:
+        """Return what a step runs, in runs of lines with how often each repeats."""
+        if self.fused is not None:
+            return collapse_repeats(self.fused.program(kv_type))
+        return collapse_repeats([ProgramLine(node.op, node.op, "a single op") for node in self.graph().nodes])
+
+    def matrices(self) -> list[PackedWeight]:
+        """Return the matrices that a step multiplies by, in their order; the last is the output head."""
+        nodes = self.graph().nodes
+        return [node["w"] for node in nodes if node.op == "linear"] + [self.head]
+
+    def graph(self) -> Graph:
+        """Return the ops of a step, for a fused forward."""
+        return record(self.compute, len(self.blocks))

@@ -64,6 +64,15 @@ BY_GGUF = {name: family for family in FAMILIES for name in family.gguf}
 BY_HF = {name: family for family in FAMILIES for name in family.hf}
 
 
+def register_family(family: Family) -> None:
+    """Add a family, so that files which name it can be loaded."""
+    for names, table in ((family.gguf, BY_GGUF), (family.hf, BY_HF)):
+        for name in names:
+            if name in table:
+                raise ValueError(f"the architecture {name!r} is already that of {table[name].name}")
+            table[name] = family
+
+
 def read_model_config(checkpoint: Checkpoint) -> ModelConfig:
     """Detect the family of a checkpoint and read its configuration."""
     family = detect_family(checkpoint)

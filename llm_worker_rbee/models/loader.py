@@ -77,7 +77,7 @@ class _ModelLoader:
         self.refuse_unused_tensors()
         for tensor in self.checkpoint.tensors.values():  # permuted rows were read here, not by the backend
             release_pages(tensor.data)
-        return replace(model, fused=self.ops.fuse(model.parts()))
+        return replace(model, fused=self.ops.fuse(model.graph))
 
     def check_layer_count(self) -> None:
         """Raise before anything is built for layers that the metadata claims and the file lacks."""

@@ -130,7 +130,7 @@ def test_wrapped_ops_change_no_token(llm: LLM) -> None:
 
 
 def test_wrapped_ops_fused_rope_store_has_one_component(llm: LLM) -> None:
-    fused = SimpleNamespace(**{name: getattr(ReferenceBackend(), name) for name in (*OPS, "kv_types")})
+    fused = SimpleNamespace(**{name: getattr(ReferenceBackend(), name) for name in (*OPS, "split_heads", "kv_types")})
     timer = Timer()
     weights = index_weights(llm.model, llm.checkpoint)
     assert tokens_of(llm, TimedOps(cast(Backend, fused), weights, timer)) == tokens_of(llm, ReferenceBackend())

@@ -56,9 +56,8 @@ def test_matmul_ceiling_one_by_one_use_each_matrix_once() -> None:
 
     plain = model(Recording())
     out: Any = roofline.matmul_ceiling(plain, 3)()
-    parts = plain.parts()
-    layers = [w for b in parts.blocks for w in (b.qkv, b.output, b.gate_up, b.down)]
-    assert [w for _, w in used] == layers
+    layers = [(b.attention.qkv, b.attention.output, b.mlp.gate_up, b.mlp.down) for b in plain.blocks]
+    assert [w for _, w in used] == [linear.weight for one in layers for linear in one]
     assert {shape for shape, _ in used} == {(3, 64), (3, 96)}
     np.testing.assert_array_equal(out, ReferenceBackend().logits(roofline._random(3, 64), plain.head))
 
@@ -80,10 +79,9 @@ def test_matmul_ceiling_program_has_every_product(monkeypatch: pytest.MonkeyPatc
     original = program.Program
     monkeypatch.setattr(program, "Program", lambda some: run.extend(some) or original(some))
     roofline.matmul_ceiling(made, 2)()
-    parts = made.parts()
-    weights = [w for b in parts.blocks for w in (b.qkv, b.output, b.gate_up, b.down)] + [parts.head.two_term()]
-    step = program.Step
-    single = [linear_tasks(w, step.TOKENS, step.RESIDUAL_DELTA, step.QKV, cpu.threads) for w in weights]
+    weights = [*made.matrices()[:-1], made.head.two_term()]
+    x, out, activations = range(program.Step.END, program.Step.END + 3)
+    single = [linear_tasks(w, program.Step.TOKENS, x, activations, out, cpu.threads) for w in weights]
     wanted = [task.args.tolist() for some in single for task in some]
     found = [task.args.tolist() for task in run]
     assert [args for args in found if args in wanted] == wanted

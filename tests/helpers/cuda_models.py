@@ -43,9 +43,11 @@ def load_both(made: Checkpoint, ops: Any) -> tuple[Transformer, Transformer]:
 
 
 def with_features(
-    model: Transformer, window: int = 0, cap: float = 0.0, norms: bool = False, bias: bool = False
-) -> Transformer:
-    """Return the model with features of some families: windows, capped scores, head norms, biases; fused if it was."""
+    model: Transformer, window: int = 0, cap: float = 0.0, norms: bool = False, bias: bool = False, post: bool = False,
+    activation: str = "silu",
+) -> Transformer:  # fmt: skip
+    """Return the model with features of some families: windows, capped scores, norms of heads and after the attention
+    and the MLP, biases, other activations; fused if it was."""
     random, c, ops = np.random.default_rng(9), model.config, model.ops
 
     def vector(size: int, low: float) -> Any:
@@ -56,10 +58,13 @@ def with_features(
         heads = [RMSNorm(vector(c.head_dim, 0.5), c.norm_eps) if norms else None for _ in range(2)]
         added = vector((c.n_heads + 2 * c.n_kv_heads) * c.head_dim, -1.5) if bias else a.qkv.bias
         more = {"params": AttentionParams(a.params.scale, window, cap), "q_norm": heads[0], "k_norm": heads[1]}
-        return replace(block, attention=replace(a, qkv=Linear(a.qkv.weight, added), **more))
+        after = [RMSNorm(vector(c.d_model, 0.5), c.norm_eps) if post else None for _ in range(2)]
+        made = replace(block, attention=replace(a, qkv=Linear(a.qkv.weight, added), **more))
+        made = replace(made, post_attention_norm=after[0], post_mlp_norm=after[1])
+        return replace(made, mlp=replace(block.mlp, activation=activation))
 
     made = replace(model, blocks=tuple(map(changed, model.blocks)), fused=None)
-    return made if model.fused is None else replace(made, fused=ops.fuse(made.parts()))
+    return made if model.fused is None else replace(made, fused=ops.fuse(made.graph))
 
 
 class Requests:

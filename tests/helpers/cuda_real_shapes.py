@@ -87,7 +87,7 @@ def random_model(spec: Spec, in_fp8: bool = False) -> Transformer:
     blocks = tuple(block(i) for i in range(spec.layers))
     head = matrix("output") if "output.weight" in by_name else table
     model = Transformer(config, OPS, table, 1.0, blocks, norm(), head)
-    return replace(model, fused=OPS.fuse(model.parts()))
+    return replace(model, fused=OPS.fuse(model.graph))
 
 
 def exact_logits(model: Transformer, ids: torch.Tensor) -> torch.Tensor:

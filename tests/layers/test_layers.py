@@ -47,9 +47,9 @@ def test_linear_quantized_weight_equals_dequantized(rng: np.random.Generator) ->
     assert np.allclose(Linear(ops.prepare([weight]))(ops, x), x @ weight.dequantize().T, atol=1e-5)
 
 
-def test_attention_split_returns_q_k_v(rng: np.random.Generator) -> None:
+def test_split_heads_returns_q_k_v() -> None:
     rows = np.arange((HEADS + 2 * KV_HEADS) * DIM, dtype=np.float32)[None]
-    q, k, v = attention(rng).split(rows)
+    q, k, v = ops.split_heads(rows, HEADS, KV_HEADS, DIM)
     assert (q.shape, k.shape, v.shape) == ((1, HEADS, DIM), (1, KV_HEADS, DIM), (1, KV_HEADS, DIM))
     assert (q[0, 0, 0], k[0, 0, 0], v[0, 0, 0]) == (0, HEADS * DIM, (HEADS + KV_HEADS) * DIM)
 

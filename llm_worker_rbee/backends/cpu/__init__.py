@@ -6,14 +6,17 @@ are float32, float16 or int8, each head padded to a multiple of 16 values.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ...config import ModelConfig
 from ...weights import Checkpoint, Tensor
-from ..ops import AttentionParams, Backend, Batch, Ints, KVLayer, Logprobs, ModelParts, Progress, RopeTable, SampleRow
+from .. import reference
+from ..graph import Graph
+from ..ops import AttentionParams, Backend, Batch, Ints, KVLayer, Logprobs, Progress, RopeTable, SampleRow
 from . import elementwise, forward, kv_layout, precompile, sampling
 from .attention import attention_tasks, split_work_task
 from .kv_layout import kv_type_of, layer_addresses, padded_dim
@@ -62,7 +65,7 @@ class CpuBackend(Backend):
     def _norm(self, x: Floats, residual: Floats, weight: Floats, eps: float, add_delta: bool) -> Floats:
         out = np.empty_like(residual)
         eps_bits = int(np.float64(eps).view(np.int64))
-        entries = {Step.RESIDUAL_DELTA: x, Step.RESIDUAL: residual, Step.NORMED: out}
+        entries = dict(enumerate((x, residual, out), Step.END))
         args = (Step.TOKENS, *entries, 0, 0, len(weight), weight.ctypes.data, 0, add_delta, eps_bits, 0)
         tokens, per_piece = residual.size // len(weight), elementwise.TOKENS_PER_PIECE
         run_task(elementwise.NORM, args, entries, tokens, self.threads, units_per_piece=per_piece)
@@ -79,15 +82,16 @@ class CpuBackend(Backend):
         tokens, heads, dim = q.shape
         pairs, kv_heads = len(table.inv_freq), k.shape[1]
         out = np.empty((tokens, heads, padded_dim(dim)), np.float32)
-        cos, sin = (np.empty(tokens * pairs, np.float32) for _ in range(2))
-        inputs = {
+        angles = (np.empty(tokens * pairs, np.float32) for _ in range(2))
+        buffers = dict(enumerate((*angles, np.concatenate((q, k, v), axis=1, dtype=np.float32), out), Step.END))
+        cos, _, qkv, queries = buffers
+        inputs: dict[int, NDArray[Any]] = {
             Step.POSITIONS: positions.astype(np.int64), Step.SLOT_MAPPING: slot_mapping.astype(np.int64),
-            Step.QKV: np.concatenate((q, k, v), axis=1, dtype=np.float32), Step.KV: layer_addresses([kv]),
+            Step.KV: layer_addresses([kv]),
         }  # fmt: skip
-        outputs = {Step.ROPE_COS: cos, Step.ROPE_SIN: sin, Step.QUERIES: out}
-        store = rope_store_task(0, 0, pairs, heads, kv_heads, dim, kv_type_of(kv))
-        counts = {Step.TOKENS: tokens, Step.BLOCK_SIZE: kv.v.shape[2]}
-        run_step(Program([angles_task(table, 0), store]), inputs | outputs, counts, self.threads)
+        store = rope_store_task(0, cos, pairs, heads, kv_heads, dim, kv_type_of(kv), qkv, queries)
+        counts: dict[int, int] = {Step.TOKENS: tokens, Step.BLOCK_SIZE: kv.v.shape[2]}
+        run_step(Program([angles_task(table, cos), store]), {**inputs, **buffers}, counts, self.threads)
         return out[:, :, :dim]
 
     def attention(self, q: Floats, kv: KVLayer, batch: Batch, params: AttentionParams) -> Floats:
@@ -96,21 +100,26 @@ class CpuBackend(Backend):
         queries = np.zeros((tokens, heads, padded), np.float32)
         queries[:, :, :dim] = q
         out = np.empty_like(queries)
-        tasks = [split_work_task(heads, kv_heads), *attention_tasks(0, heads, kv_heads, dim, params, kv_type_of(kv))]
+        buffers = dict(enumerate((queries, out, np.empty(tokens * heads * 4, np.int64)), Step.END))
+        tasks = attention_tasks(0, heads, kv_heads, dim, params, kv_type_of(kv), *buffers)
+        tasks.insert(0, split_work_task(heads, kv_heads, max(buffers)))
         entries = {
             Step.POSITIONS: batch.positions, Step.QUERY_START: batch.query_start, Step.BLOCK_TABLE: batch.block_table,
-            Step.KV: layer_addresses([kv]), Step.ATTENTION_WORK: np.empty(tokens * heads * 4, np.int64),
-            Step.QUERIES: queries, Step.ATTN_OUT: out,
+            Step.KV: layer_addresses([kv]), **buffers,
         }  # fmt: skip
-        counts = {Step.TOKENS: tokens, Step.BLOCK_SIZE: size, Step.TABLE_WIDTH: batch.block_table.shape[1],
-                  Step.REQUESTS: len(batch.context_len)}  # fmt: skip
+        counts: dict[int, int] = {
+            Step.TOKENS: tokens, Step.BLOCK_SIZE: size, Step.TABLE_WIDTH: batch.block_table.shape[1],
+            Step.REQUESTS: len(batch.context_len),
+        }  # fmt: skip
         run_step(Program(tasks), entries, counts, self.threads)
         return out[:, :, :dim].reshape(tokens, heads * dim)
 
     def gated(self, gate_up: Floats, activation: str) -> Floats:
+        if activation not in elementwise.ACTIVATIONS:
+            return reference.gated(gate_up, activation)
         tokens, half = gate_up.shape[0], gate_up.shape[-1] // 2
         gate_up, out = np.ascontiguousarray(gate_up, np.float32), np.empty((tokens, half), np.float32)
-        entries = {Step.GATE_UP: gate_up, Step.HIDDEN: out}
+        entries = dict(enumerate((gate_up, out), Step.END))
         args = (Step.TOKENS, *entries, 0, half, elementwise.ACTIVATIONS.index(activation))
         pieces, per_piece = -(-half // elementwise.GATE_COLUMNS), elementwise.TOKENS_PER_PIECE
         run_task(
@@ -125,8 +134,8 @@ class CpuBackend(Backend):
         raw = self.linear(x, head.two_term())
         return np.float32(soft_cap) * np.tanh(raw / np.float32(soft_cap)) if soft_cap else raw
 
-    def fuse(self, model: ModelParts) -> forward.CpuForward:
-        return forward.CpuForward(model, self.threads)
+    def fuse(self, record: Callable[[], Graph]) -> forward.CpuForward:
+        return forward.CpuForward(record(), self.threads)
 
     def sample(self, raw_logits: Floats, rows: Sequence[SampleRow]) -> Ints:
         return sampling.sample(raw_logits, rows, self.threads)

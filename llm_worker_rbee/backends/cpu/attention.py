@@ -37,7 +37,10 @@ SCORE = SOFTMAX = ATTEND_VALUES = ACCUMULATE_PV = ACCUMULATE_PV_ONE = ATTENTION_
 
 
 # Arguments of `attend` and `split_work`; ACTIVATIONS is optional: quantize the results.
-AttentionArg = IntEnum("AttentionArg", "LAYER HEADS KV_HEADS PADDED WINDOW SCALE SOFT_CAP ACTIVATIONS", start=0)
+SplitArg = IntEnum("SplitArg", "HEADS WORK", start=0)
+AttentionArg = IntEnum(
+    "AttentionArg", "LAYER HEADS KV_HEADS PADDED WINDOW SCALE SOFT_CAP QUERIES OUT WORK ACTIVATIONS", start=0
+)
 
 
 def score(
@@ -299,19 +302,18 @@ def split_work(args, step, piece):
     """Split the attention of a step into pieces and count them."""
     a, s = i64(args), i64(step)
     starts = nb.carray(int64_pointer(s[Step.QUERY_START]), (s[Step.REQUESTS] + 1,))
-    s[Step.PREFILL_TILES], s[Step.DECODE_TILES] = split_into_tiles(
-        starts, a[AttentionArg.HEADS], HEADS_TILE, i64(s[Step.ATTENTION_WORK])
-    )
+    work = a[SplitArg.WORK]
+    s[work + 1], s[work + 2] = split_into_tiles(starts, a[SplitArg.HEADS], HEADS_TILE, i64(s[work]))
 
 
 def attend(args, step, piece):
     """Compute one piece: a tile of tokens (BY_TOKEN), or ROWS heads of one token."""
     a, s = i64(args), i64(step)
-    work, cache = i64(s[Step.ATTENTION_WORK]), i64(s[Step.KV] + 8 * kv.ADDRESSES_PER_LAYER * a[AttentionArg.LAYER])
-    i = 4 * (piece if BY_TOKEN else s[Step.PREFILL_TILES] + piece)
+    tiles, cache = a[AttentionArg.WORK], i64(s[Step.KV] + 8 * kv.ADDRESSES_PER_LAYER * a[AttentionArg.LAYER])
+    work, i = i64(s[tiles]), 4 * (piece if BY_TOKEN else s[tiles + 1] + piece)
     token, request, head = work[i], work[i + 2], work[i + 3]
     keys, values, k_scales, v_scales = CACHED(cache[0]), CACHED(cache[1]), f32(cache[2]), f32(cache[3])
-    q, out, positions = f32(s[Step.QUERIES]), f32(s[Step.ATTN_OUT]), i64(s[Step.POSITIONS])
+    q, out, positions = f32(s[a[AttentionArg.QUERIES]]), f32(s[a[AttentionArg.OUT]]), i64(s[Step.POSITIONS])
     blocks, size = i64(s[Step.BLOCK_TABLE] + request * s[Step.TABLE_WIDTH] * 8), s[Step.BLOCK_SIZE]
     heads, kv_heads, dim = a[AttentionArg.HEADS], a[AttentionArg.KV_HEADS], a[AttentionArg.PADDED]
     scale, cap = np.float32(f64(args)[AttentionArg.SCALE]), np.float32(f64(args)[AttentionArg.SOFT_CAP])
@@ -355,17 +357,22 @@ def can_quantize_output(dim: int) -> bool:
     return dim % 64 == 0
 
 
-def split_work_task(heads: int, kv_heads: int) -> Task:
-    """Return the task that runs once in a step, before attention."""
-    args = pack_args(0, heads, kv_heads)
-    return Task(split_work_kernel(heads // kv_heads), args, 1, Step.TOKENS, 1 << 40)
+def split_work_task(heads: int, kv_heads: int, work: int) -> Task:
+    """Return the task that runs once in a step, before attention.
+
+    `work` is the entry of the pieces, (first token, tokens, request, head) each; their numbers follow it: tiles of
+    adjacent tokens, and heads of one token.
+    """
+    return Task(split_work_kernel(heads // kv_heads), pack_args(heads, work), 1, Step.TOKENS, 1 << 40)
 
 
 def attention_tasks(
-    layer: int, heads: int, kv_heads: int, dim: int, params: AttentionParams, kv_type: str, activations: int = 0
-) -> list[Task]:
-    """Return the attention of all tokens of a layer; `activations` is the entry of the quantized results, or 0."""
-    args = pack_args(layer, heads, kv_heads, kv.padded_dim(dim), params.window, 0, 0, activations)
+    layer: int, heads: int, kv_heads: int, dim: int, params: AttentionParams, kv_type: str, queries: int, out: int,
+    work: int, activations: int = 0,
+) -> list[Task]:  # fmt: skip
+    """Return the attention of all tokens of a layer; the last arguments are entries (0: no quantized results)."""
+    padded, entries = kv.padded_dim(dim), (queries, out, work, activations)
+    args = pack_args(layer, heads, kv_heads, padded, params.window, 0, 0, *entries)
     pack_floats(args, AttentionArg.SCALE, [params.scale, params.soft_cap])
     decode = decode_kernel(heads // kv_heads, kv_type)
-    return [Task(prefill_kernel(kv_type), args, 1, Step.PREFILL_TILES), Task(decode, args, 1, Step.DECODE_TILES)]
+    return [Task(prefill_kernel(kv_type), args, 1, work + 1), Task(decode, args, 1, work + 2)]

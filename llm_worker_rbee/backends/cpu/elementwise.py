@@ -38,7 +38,7 @@ HeadNormArg = IntEnum("HeadNormArg", "COUNT QKV HEADS KV_HEADS DIM Q_WEIGHT K_WE
 EmbedArg = IntEnum(
     "EmbedArg",
     "COLUMNS PACKED SCALES MINIMA NIBBLE_SCALES FIRST_BITS SECOND_BITS COLUMNS_PER_SCALE OFFSET BIAS "
-    "TABLE FLOAT_TYPE UNIT FACTOR",
+    "TABLE FLOAT_TYPE UNIT FACTOR OUT",
     start=0,
 )
 
@@ -235,7 +235,7 @@ def dequantize_row(a, row, unit, out, to):
 def embed(args, step, piece):
     """Write the embedding of one token to the residual stream."""
     a, s = i64(args), i64(step)
-    columns, row, out = a[EmbedArg.COLUMNS], i64(s[Step.TOKEN_IDS])[piece], f32(s[Step.RESIDUAL])
+    columns, row, out = a[EmbedArg.COLUMNS], i64(s[Step.TOKEN_IDS])[piece], f32(s[a[EmbedArg.OUT]])
     to, factor = piece * columns, np.float32(f64(args)[EmbedArg.FACTOR])
     if a[EmbedArg.FLOAT_TYPE]:
         for column in range(columns):
@@ -253,12 +253,18 @@ EMBED = TaskKernel(embed)
 CODE_VALUES = {layout: np.array(layout.table, np.int8) for layout in LAYOUTS if layout.table}  # kept alive for kernels
 
 
-def embed_task(w: PackedMatrix, factor: float) -> Task:
-    """Return the task that starts the residual stream with rows of this matrix, times a factor."""
+def quantize_task(count: int, source: int, activations: int, width: int, *, two_term: bool) -> Task:
+    """Return the task that quantizes rows; the arguments are entries and the width."""
+    args = pack_args(count, source, 0, activations, 1, width, width, two_term)
+    return Task(QUANTIZE_ROWS, args, 1, count, TOKENS_PER_PIECE)
+
+
+def embed_task(w: PackedMatrix, factor: float, out: int) -> Task:
+    """Return the task that writes rows of this matrix, times a factor, to the entry `out`."""
     layout = w.layout
     first, second = (*layout.planes, 0)[:2]
     nibbles, minima = 0 if w.nibble_scales is None else w.nibble_scales, w.minima if layout.has_minimum else 0
     table, float_type = CODE_VALUES.get(layout, 0), FLOAT_TYPES.index(layout.float_type)
     arrays, planes = (w.packed, w.scales, minima, nibbles), (first, second, layout.columns_per_scale, layout.offset)
-    args = pack_args(w.columns, *arrays, *planes, w.bias, table, float_type, 0, 0)
+    args = pack_args(w.columns, *arrays, *planes, w.bias, table, float_type, 0, 0, out)
     return Task(EMBED, pack_floats(args, EmbedArg.UNIT, [w.unit, factor]), 1, Step.TOKENS, 1)

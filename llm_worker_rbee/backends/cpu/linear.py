@@ -26,12 +26,13 @@ from ...weights import Tensor
 from ...weights.checkpoint import release_pages
 from ..cpu_info import INSTRUCTION_SETS
 from ..ops import Ints, StackedWeight
-from . import elementwise, quantize_activations, simd
+from . import quantize_activations, simd
 from .dot_int8 import ISA, WEIGHT_BIAS, dot_block
+from .elementwise import quantize_task
 from .jit import TaskKernel, kernel, variant
 from .packed_weight import GROUP_ROWS, LAYOUTS, Layout, PackedMatrix, dequantize_rows, layout_of_tensor
 from .pointers import f32, f64, i8, i32, i64, prefetch, scratch, u8, u16
-from .program import Program, Step, Task, new_step, pack_args, pack_floats
+from .program import Program, Step, Task, pack_args, pack_floats, run_step
 from .repack import repack
 
 Floats = NDArray[np.float32]
@@ -291,18 +292,19 @@ class PackedWeight(StackedWeight):
         if threads not in self._programs:
             self._programs[threads] = self._matmul_program(threads)
         x, tokens = np.ascontiguousarray(x, np.float32), x.shape[0]
-        out, step = np.empty((tokens, self.rows), np.float32), new_step()
-        step[Step.TOKENS], step[Step.RESIDUAL_DELTA], step[Step.QKV] = tokens, x.ctypes.data, out.ctypes.data
-        buffers = quantize_activations.allocate(2 * tokens, self.columns)
-        for entry, array in enumerate(buffers, Step.ACTIVATIONS):
-            step[entry] = array.ctypes.data
-        self._programs[threads].run(step, threads)
+        out = np.empty((tokens, self.rows), np.float32)
+        arrays = x, out, *quantize_activations.allocate(2 * tokens, self.columns)
+        entries = dict(enumerate(arrays, Step.END))
+        run_step(self._programs[threads], entries, {Step.TOKENS: tokens}, threads)
         return out
 
     def _matmul_program(self, threads: int) -> Program:
-        width, two_term = self.columns, any(self.residual_activations)
-        tasks = quantize_tasks(Step.TOKENS, Step.RESIDUAL_DELTA, 1, width, width, self.needs_int8, two_term=two_term)
-        return Program(tasks + linear_tasks(self, Step.TOKENS, Step.RESIDUAL_DELTA, Step.QKV, threads))
+        x, out, activations = range(Step.END, Step.END + 3)
+        tasks = linear_tasks(self, Step.TOKENS, x, activations, out, threads)
+        if self.needs_int8:
+            two_term = any(self.residual_activations)
+            tasks.insert(0, quantize_task(Step.TOKENS, x, activations, self.columns, two_term=two_term))
+        return Program(tasks)
 
 
 def pack_weight(tensors: Sequence[Tensor], threads: int) -> PackedWeight:
@@ -318,13 +320,13 @@ def _is_sensitive(tensor: Tensor) -> bool:
     return tensor.name.endswith(HIGH_PRECISION_TENSORS) and not layout_of_tensor(tensor).float_type
 
 
-def linear_tasks(w: PackedWeight, count: int, source: int, output: int, threads: int) -> list[Task]:
-    """Return the tasks of a product; `source` holds floats, whose quantized form (if needed) is in the activations."""
+def linear_tasks(w: PackedWeight, count: int, floats: int, quantized: int, output: int, threads: int) -> list[Task]:
+    """Return the tasks of a product: entries of its input, as floats and quantized, as parts need it, and output."""
     tasks, first = [], 0
     for part, two_term in zip(w.parts, w.residual_activations, strict=True):
         groups = -(-part.rows // GROUP_ROWS)
         groups_per_piece = max(1, groups // (PIECES_PER_THREAD * threads))
-        entry, nibbles = source if part.layout.float_type else Step.ACTIVATIONS, part.nibble_scales
+        entry, nibbles = floats if part.layout.float_type else quantized, part.nibble_scales
         arrays = part.packed, part.scales, part.minima, 0 if nibbles is None else nibbles
         shape = w.rows, first, part.rows, part.columns, groups_per_piece
         args = pack_args(count, entry, output, *shape, *arrays, 0, two_term)
@@ -332,14 +334,3 @@ def linear_tasks(w: PackedWeight, count: int, source: int, output: int, threads:
         tasks.append(Task(linear_kernel(part.layout), args, ceil(groups / groups_per_piece), count, TOKENS_PER_PIECE))
         first += part.rows
     return tasks
-
-
-def quantize_tasks(
-    count: int, source: int, heads: int, dim: int, padded: int, quantized: bool, *, two_term: bool = False
-) -> list[Task]:
-    """Return the task that quantizes rows of heads, or moves padded heads together, or both."""
-    if padded == dim and not quantized:
-        return []
-    activations = Step.ACTIVATIONS if quantized else 0
-    args = pack_args(count, source, Step.ATTN_OUT_PACKED, activations, heads, dim, padded, two_term)
-    return [Task(elementwise.QUANTIZE_ROWS, args, 1, count, elementwise.TOKENS_PER_PIECE)]

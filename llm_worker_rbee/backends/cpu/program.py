@@ -67,8 +67,6 @@ class Step(IntEnum):
 
     TOKENS = 0
     NUM_LOGITS = auto()
-    PREFILL_TILES = auto()  # pieces of attention: tiles of adjacent tokens
-    DECODE_TILES = auto()  # pieces of attention: heads of one token
     BLOCK_SIZE = auto()
     TABLE_WIDTH = auto()  # blocks in a row of the block table
     REQUESTS = auto()
@@ -81,37 +79,16 @@ class Step(IntEnum):
     BLOCK_TABLE = auto()
     LOGITS_INDEX = auto()
     KV = auto()  # for each layer: keys, values, their scales
-    # addresses: buffers
-    ATTENTION_WORK = auto()  # (first token, tokens, request, head) of each piece of attention
-    ROPE_COS = auto()  # (T, pairs) of the first rope table
-    ROPE_SIN = auto()
-    ROPE2_COS = auto()  # of a second rope table
-    ROPE2_SIN = auto()
-    RESIDUAL = auto()  # (T, width)
-    RESIDUAL_DELTA = auto()  # (T, width) to be added to it
-    NORMED = auto()  # (T, width)
-    ACTIVATIONS = auto()  # (T, columns) int8, and five more: quantize_activations.py
-    SCALE = auto()
-    SUMS = auto()
-    SUMS16 = auto()
-    SCALED = auto()
-    SCALED16 = auto()
-    QKV = auto()  # (T, (heads + 2 kv_heads) * dim)
-    QUERIES = auto()  # (T, heads, padded dim)
-    ATTN_OUT = auto()  # (T, heads, padded dim)
-    ATTN_OUT_PACKED = auto()  # (T, heads * dim), if heads are padded
-    GATE_UP = auto()  # (T, 2 * d_ff)
-    HIDDEN = auto()  # (T, d_ff)
     LOGITS = auto()  # (N, vocabulary)
     # addresses: sampling settings of each row (sampling.py)
     SAMPLE_INTS = auto()
     SAMPLE_FLOATS = auto()
-    END = auto()
+    END = auto()  # places of buffers follow
 
 
-def new_step() -> Table:
+def new_step(num_entries: int = Step.END) -> Table:
     """Return a step of zeros."""
-    return np.zeros(Step.END, np.int64)
+    return np.zeros(num_entries, np.int64)
 
 
 class Task(NamedTuple):
@@ -254,10 +231,10 @@ def _single_task(task_kernel: TaskKernel, args: tuple[int, ...], pieces_per_unit
     return Program([Task(task_kernel, np.array(args, np.int64), pieces_per_unit, Step.TOKENS, units_per_piece)])
 
 
-def run_step(program: Program, entries: Mapping[Step, NDArray[Any]], counts: Mapping[Step, int], threads: int) -> None:
+def run_step(program: Program, entries: Mapping[int, NDArray[Any]], counts: Mapping[int, int], threads: int) -> None:
     """Run a program on a new step with these arrays (of int64 or float32) and counts."""
     held = {entry: np.ascontiguousarray(array) for entry, array in entries.items()}
-    step = new_step()
+    step = new_step(max(Step.END, *entries) + 3)
     for entry, array in held.items():
         step[entry] = array.ctypes.data
     for entry, count in counts.items():
@@ -268,7 +245,7 @@ def run_step(program: Program, entries: Mapping[Step, NDArray[Any]], counts: Map
 def run_task(
     task_kernel: TaskKernel,
     args: tuple[int, ...],
-    entries: Mapping[Step, NDArray[Any]],
+    entries: Mapping[int, NDArray[Any]],
     tokens: int,
     threads: int,
     *,

@@ -28,7 +28,7 @@ CACHED = None  # set for each variant: address -> array of the KV type
 
 # COS is the entry of cos; that of sin follows.
 AnglesArg = IntEnum("AnglesArg", "COS INV_FREQ PAIRS SCALE", start=0)
-StoreArg = IntEnum("StoreArg", "LAYER COS PAIRS HEADS KV_HEADS DIM PADDED", start=0)
+StoreArg = IntEnum("StoreArg", "LAYER COS PAIRS HEADS KV_HEADS DIM PADDED QKV QUERIES", start=0)
 
 
 @kernel
@@ -148,14 +148,14 @@ def rope_store(args, step, piece):
     dim, padded = a[StoreArg.DIM], a[StoreArg.PADDED]
     cache = i64(s[Step.KV] + 8 * ADDRESSES_PER_LAYER * a[StoreArg.LAYER])
     keys, values, k_scales, v_scales = CACHED(cache[0]), CACHED(cache[1]), f32(cache[2]), f32(cache[3])
-    x, cos, sin = f32(s[Step.QKV]), f32(s[a[StoreArg.COS]]), f32(s[a[StoreArg.COS] + 1])
+    x, cos, sin = f32(s[a[StoreArg.QKV]]), f32(s[a[StoreArg.COS]]), f32(s[a[StoreArg.COS] + 1])
     head, first = scratch(padded), piece * TOKENS_PER_PIECE
     for t in range(first, min(s[Step.TOKENS], first + TOKENS_PER_PIECE)):
         q = t * (heads + 2 * kv_heads) * dim
         k = q + heads * dim
         rope_store_token(
             x, q, x, k, x, k + kv_heads * dim, cos, sin, t * half, half, heads, kv_heads, dim, padded, keys, values,
-            k_scales, v_scales, i64(s[Step.SLOT_MAPPING])[t], s[Step.BLOCK_SIZE], head, f32(s[Step.QUERIES]),
+            k_scales, v_scales, i64(s[Step.SLOT_MAPPING])[t], s[Step.BLOCK_SIZE], head, f32(s[a[StoreArg.QUERIES]]),
             t * heads * padded,
         )  # fmt: skip
 
@@ -169,15 +169,15 @@ def rope_store_kernel(kv_type: str) -> TaskKernel:
     return TaskKernel(rope_store, kv_type, CACHED=ARRAY_OF_TYPE[kv_type])
 
 
-def angles_task(rope: RopeTable, number: int) -> Task:
-    """Return the task that writes the angles of all tokens, for the rope table of this number."""
-    args = pack_args(Step.ROPE_COS + 2 * number, rope.inv_freq, len(rope.inv_freq), 0)
+def angles_task(rope: RopeTable, cos: int) -> Task:
+    """Return the task that writes the angles of all tokens: cosines to the entry `cos`, sines to the next."""
+    args = pack_args(cos, rope.inv_freq, len(rope.inv_freq), 0)
     return Task(ROPE_ANGLES, pack_floats(args, AnglesArg.SCALE, [rope.scale]), 1, Step.TOKENS, TOKENS_PER_PIECE)
 
 
 def rope_store_task(
-    layer: int, rope_number: int, pairs: int, heads: int, kv_heads: int, dim: int, kv_type: str
+    layer: int, cos: int, pairs: int, heads: int, kv_heads: int, dim: int, kv_type: str, qkv: int, queries: int
 ) -> Task:
-    """Return the task that rotates and stores all tokens of a layer."""
-    args = pack_args(layer, Step.ROPE_COS + 2 * rope_number, pairs, heads, kv_heads, dim, padded_dim(dim))
+    """Return the task that rotates and stores all tokens of a layer; `cos`, `qkv` and `queries` are entries."""
+    args = pack_args(layer, cos, pairs, heads, kv_heads, dim, padded_dim(dim), qkv, queries)
     return Task(rope_store_kernel(kv_type), args, 1, Step.TOKENS, TOKENS_PER_PIECE)

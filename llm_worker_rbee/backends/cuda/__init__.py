@@ -8,7 +8,7 @@ of a Batch never change. Under Triton's interpreter all of it runs on CPU tensor
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,16 +21,16 @@ from ...config import KV_CUDA, KV_ON_CUDA
 from ...errors import InvalidRequestError
 from ...weights import Checkpoint, Tensor
 from .. import ops, select
+from ..graph import Graph
 from ..ops import Ints, KVLayer
 from . import decoder, device, linear, sampling
 from .attention_prefill import QUERY_TILE, SMALL_QUERY_TILE, prefill_attention, prefill_tile, query_tiles
 from .device import is_interpreted, upload
-from .elementwise import gated_rows, rms_norm_rows, rope_store_rows
+from .elementwise import IS_GELU, gated_rows, launch_rms_norm, launch_rope_store
 from .packed_weight import E4M3, E4M3_MAX, PackedWeight
 from .repack import pack_weight
 
 KV_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "float8": E4M3}
-IS_GELU = {"silu": False, "gelu_tanh": True}
 GATE_TILE = 1024  # columns of a program
 
 
@@ -136,16 +136,8 @@ class CudaBackend(ops.Backend):
         self, x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (norm(residual + x), residual + x) over the last axis; with three axes x may be a strided view."""
-        width = x.shape[-1]
-        rows = x if x.dim() == 3 and x.stride(-1) == 1 else x.reshape(-1, 1, width)
-        out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
-        total = torch.empty_like(out) if residual is not None else out
-        rms_norm_rows[(rows.shape[0] * rows.shape[1],)](
-            rows, x if residual is None else residual.contiguous(), weight, out, total, eps, rows.shape[1],
-            rows.stride(0), rows.stride(1), width=width, SIZE=next_power_of_2(width), ADD=residual is not None,
-            num_warps=1 if width <= 256 else 8,
-        )  # fmt: skip
-        return out, total
+        total = x if residual is None else torch.empty(x.shape, dtype=torch.float32, device=x.device)
+        return launch_rms_norm(x, weight, eps, residual, None if residual is None else total), total
 
     def linear(self, x: torch.Tensor, w: PackedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
         out = self._linear(x, w)
@@ -166,15 +158,8 @@ class CudaBackend(ops.Backend):
                 cache.copy_(values.clamp(-E4M3_MAX, E4M3_MAX))
             return rotated
         rope = self._step_rope(positions, table, slot_mapping)
-        tokens, heads, dim = q.shape
-        out = torch.empty(tokens, heads, dim, dtype=query_dtype(kv.k.dtype), device=q.device)
-        kv_heads, block_size = kv.k.shape[1:3]
-        rope_store_rows[(heads + 2 * kv_heads, tokens)](
-            q, k, v, rope.cos, rope.sin, rope.slot_mapping, out, kv.k, kv.v, *q.stride()[:2], *k.stride()[:2],
-            *v.stride()[:2],
-            HEADS=heads, KV_HEADS=kv_heads, DIM=dim, SIZE=next_power_of_2(dim), HALF=len(table.inv_freq), P=block_size,
-            MAX_VALUE=E4M3_MAX if kv.k.dtype == E4M3 else 0.0, num_warps=1,
-        )  # fmt: skip
+        out = torch.empty(q.shape, dtype=query_dtype(kv.k.dtype), device=q.device)
+        launch_rope_store(q, k, v, rope.cos, rope.sin, rope.slot_mapping, out, kv)
         return out
 
     def _step_rope(self, positions: Ints, table: ops.RopeTable, slots: Ints) -> _StepRope:
@@ -234,8 +219,8 @@ class CudaBackend(ops.Backend):
         raw = self._linear(x, head, two_term=True)
         return soft_cap * torch.tanh(raw / soft_cap) if soft_cap else raw
 
-    def fuse(self, model: ops.ModelParts) -> ops.FusedForward | None:
-        return decoder.fuse(model, self.torch_device, batch_invariant=self.deterministic)
+    def fuse(self, record: Callable[[], Graph]) -> ops.FusedForward | None:
+        return decoder.fuse(record, self.torch_device, batch_invariant=self.deterministic)
 
     def sample_async(self, raw_logits: torch.Tensor, rows: Sequence[ops.SampleRow]) -> sampling.PendingSample:
         return sampling.PendingSample(sampling.sample_on_device(raw_logits, rows))

@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..ops import BlockParts, KVLayer
+from ..ops import KVLayer
 from .device import is_interpreted
 from .intrinsics import high_half, launch_next, low_half, wait_for_previous
 from .packed_weight import Int8Activations, kernel_outputs
@@ -540,17 +540,22 @@ def decode_attention_gqa(
         )
 
 
+def takes_split_kv(op: Any) -> bool:
+    """Return whether the kernels here take the heads of a fused op: a power of two, rotated as a whole."""
+    return 2 * len(op.rope.inv_freq) == op.head_dim and op.head_dim in (32, 64, 128, 256)
+
+
 def launch_decode_attention(
-    qkv: Any, block: BlockParts, kv: KVLayer, rope: CosSin, positions: Any, block_tables: Any, table_width: Any,
+    qkv: Any, op: Any, kv: KVLayer, rope: CosSin, positions: Any, block_tables: Any, table_width: Any,
     tokens: int, config: SplitKVConfig, scratch: tuple[Any, Any, Any], out: Any, pdl: bool,
 ) -> None:  # fmt: skip
-    """Attend with decoding tokens; qkv (parts, tokens, rows), scratch (partial, stats, counters)."""
-    scale, window, cap = block.attention
+    """Attend with decoding tokens by the fused op; qkv (parts, tokens, rows), scratch (partial, stats, counters)."""
+    scale, window, cap = op.params
     block_size, item = kv.k.shape[2], kv.k.element_size()
     common = (
         qkv, rope.cos, rope.sin, kv.k, kv.v, block_tables, table_width, positions, *scratch, *kernel_outputs(out),
-        scale, block.qkv_bias, block.q_norm, block.k_norm, block.eps, qkv.stride(0), block.n_heads, block.n_kv_heads,
-        block.head_dim // 2, block_size,
+        scale, op.bias, op.q_norm, op.k_norm, op.eps, qkv.stride(0), op.n_heads, op.n_kv_heads,
+        op.head_dim // 2, block_size,
     )  # fmt: skip
     if config.tensor_cores and kv.k.dtype == torch.float32 and not is_interpreted():
         # the tensor cores would round a float32 cache
@@ -558,10 +563,10 @@ def launch_decode_attention(
     is_int8 = isinstance(out, Int8Activations)
     rest = (config.max_splits, config.min_tiles, window, cap, is_int8, pdl, qkv.shape[0], config.num_stages)
     options: Any = {"num_warps": config.num_warps, **({"launch_pdl": True} if pdl else {})}
-    grid = (config.max_splits, block.n_kv_heads, tokens)
+    grid = (config.max_splits, op.n_kv_heads, tokens)
     if config.tensor_cores:
-        group = triton.next_power_of_2(block.n_heads // block.n_kv_heads)
+        group = triton.next_power_of_2(op.n_heads // op.n_kv_heads)
         dtype = tl.float32 if is_interpreted() else tl.float16 if kv.k.dtype == torch.float16 else tl.bfloat16
         decode_attention_gqa[grid](*common, config.tile_keys, *rest, group, dtype, **options)
     else:
-        decode_attention[grid](*common, *tile_runs(config, block.head_dim, item, block_size), *rest, **options)
+        decode_attention[grid](*common, *tile_runs(config, op.head_dim, item, block_size), *rest, **options)

@@ -6,16 +6,17 @@ epilogue (gemv.py). Activations are int8 where the next matrix is packed, else d
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import triton
 
-from ..ops import BlockParts, KVLayer, ModelParts
+from ..ops import KVLayer
 from .attention_decode import CosSin, launch_decode_attention, split_kv_config
 from .device import is_interpreted
-from .elementwise import launch_embedding
+from .elementwise import IS_GELU, launch_add_norm, launch_embedding, launch_gated
+from .fused_ops import Attention, EmbedNorm, FusedOp, GatedLinear, LinearAddNorm, Logits, Norm
 from .gemv import GATED, RESIDUAL, STORE, gemv_dense, gemv_packed
 from .linear import E4M3_GEMV_TILES
 from .packed_weight import FP8, Int8Activations, PackedWeight, WeightPart, kernel_outputs
@@ -47,23 +48,34 @@ def packed_tile(name: str, tokens: int, kind: str) -> tuple[int, int, int, int]:
     return rows, warps, min(2, rows // warps), 0
 
 
+class _AttentionBuffers:
+    """What the splits of decode attention hand to each other, for one geometry of heads."""
+
+    def __init__(self, tokens: int, heads: int, kv_heads: int, dim: int, device: torch.device) -> None:
+        self.config = split_kv_config(tokens, heads, kv_heads)
+        shape = (tokens, heads, self.config.max_splits)
+        partial, stats = (torch.zeros(*shape, n, device=device) for n in (dim, 2))
+        self.scratch = partial, stats, torch.zeros(tokens, heads, dtype=torch.int32, device=device)
+
+
 class SmallBatchDecoder:
     """Launches for a fixed number of tokens, with its own buffers."""
 
-    def __init__(self, model: ModelParts, tokens: int, device: torch.device) -> None:
-        self.model, self.tokens, self.device = model, tokens, device
-        first = model.blocks[0]
-        self.width, self.heads, self.dim = model.norm.shape[0], first.n_heads, first.head_dim
+    def __init__(self, ops: Sequence[FusedOp], tokens: int, device: torch.device) -> None:
+        self.ops, self.tokens, self.device = ops, tokens, device
+        first, head = ops[0], ops[-1]
+        assert isinstance(first, EmbedNorm)
+        assert isinstance(head, Logits)
+        self.width = len(first.norm.weight)
         self.pdl = device.type == "cuda"
         f: Any = {"device": device, "dtype": torch.float32}
         self.residual = torch.zeros(tokens, self.width, **f)
+        self.delta = torch.zeros(1, tokens, self.width, **f)
         self.squares = torch.zeros(tokens, self.width // 32, **f)
-        self.qkv = torch.zeros(tokens, first.qkv.rows, **f)
-        self.logits = torch.zeros(tokens, model.head.rows, **f)
-        self.config = split_kv_config(tokens, self.heads, first.n_kv_heads)
-        self.partial = torch.zeros(tokens, self.heads, self.config.max_splits, self.dim, **f)
-        self.stats = torch.zeros(tokens, self.heads, self.config.max_splits, 2, **f)
-        self.counters = torch.zeros(tokens, self.heads, dtype=torch.int32, device=device)
+        self.logits = torch.zeros(tokens, head.head.rows, **f)
+        self._pending: Norm | None = None  # the norm that the next product finishes
+        self._attention: dict[tuple[int, int, int], _AttentionBuffers] = {}
+        self._products: dict[int, torch.Tensor] = {}  # results that a kernel after the product reads, by rows
         self._buffers: dict[tuple[str, Any, int], Int8Activations | torch.Tensor] = {}
 
     @property
@@ -72,37 +84,61 @@ class SmallBatchDecoder:
 
     def step(
         self, ids: Any, positions: Any, block_tables: Any, table_width: Any, kv: Sequence[KVLayer],
-        ropes: Sequence[CosSin],
+        ropes: Mapping[int, CosSin],
     ) -> torch.Tensor:  # fmt: skip
         """Return the logits (tokens, vocabulary) of ids, positions (tokens), block_tables (tokens, table_width[0])."""
-        blocks = self.model.blocks
-        self.embed(self.model.embedding, self.model.embedding_scale, ids, blocks[0].attention_norm, blocks[0].qkv)
-        for i, (block, layer) in enumerate(zip(blocks, kv, strict=True)):
-            is_last = i + 1 == len(blocks)
-            norm, following = (
-                (self.model.norm, self.model.head) if is_last else (blocks[i + 1].attention_norm, blocks[i + 1].qkv)
-            )
-            self._product("qkv", self._buffer("residual", block.qkv), block.qkv, STORE, self.qkv, block.eps)
-            self._attend(block, layer, ropes[i], positions, block_tables, table_width)
-            self._product("o", self._buffer("attention", block.output), block.output, RESIDUAL,
-                          self._buffer("residual", block.gate_up), block.eps, block.mlp_norm)  # fmt: skip
-            self._product("gate_up", self._buffer("residual", block.gate_up), block.gate_up, GATED,
-                          self._buffer("hidden", block.down), block.eps)  # fmt: skip
-            self._product("down", self._buffer("hidden", block.down), block.down, RESIDUAL,
-                          self._buffer("residual", following), block.eps, norm)  # fmt: skip
+        source = ""
+        for op in self.ops:
+            match op:
+                case EmbedNorm():
+                    self.embed(op.table, op.scale, ids, op.norm, op.following)
+                case Attention():
+                    self._attend(op, kv[op.layer], ropes[id(op.rope)], positions, block_tables, table_width)
+                    source = "attention"
+                case LinearAddNorm():
+                    self._add_norm("o" if source == "attention" else "down", op, source)
+                case GatedLinear():
+                    self._gate(op)
+                    source = "hidden"
         return self.compute_logits()
 
-    def embed(self, table: Any, scale: float, ids: Any, norm: torch.Tensor, following: PackedWeight) -> None:
+    def embed(self, table: Any, scale: float, ids: Any, norm: Norm, following: PackedWeight) -> None:
         """Start the residual stream with rows of a table, and store the activations of the first product."""
         out = self._buffer("residual", following)
-        launch_embedding(table, scale, ids, self.tokens, self.residual, norm, out, self.squares, self.pdl)
+        launch_embedding(table, scale, ids, self.tokens, self.residual, norm.weight, out, self.squares, self.pdl)
+        self._pending = norm
 
     def compute_logits(self) -> torch.Tensor:
         """Apply the output head to the activations of the residual stream."""
-        head, eps = self.model.head, self.model.blocks[0].eps
-        self._product("head", self._buffer("residual", head), head, STORE, self.logits, eps)
-        cap = self.model.soft_cap
-        return self.logits if not cap else torch.tanh(self.logits / cap) * cap
+        op = self.ops[-1]
+        assert isinstance(op, Logits)
+        self._product("head", self._buffer("residual", op.head), op.head, STORE, self.logits)
+        return self.logits if not op.soft_cap else torch.tanh(self.logits / op.soft_cap) * op.soft_cap
+
+    def _add_norm(self, name: str, op: LinearAddNorm, source: str) -> None:
+        """Multiply, add to the residual stream, and norm it: in the product's epilogue where nothing comes between."""
+        x, out = self._buffer(source, op.w), self._buffer("residual", op.following)
+        if op.post is None and len(op.w.parts) == 1:
+            self._product(name, x, op.w, RESIDUAL, out, op.norm.weight)
+            self._pending = op.norm
+            return
+        self._product(name, x, op.w, STORE, self.delta[0], has_norm=False)
+        launch_add_norm(self.delta, self.residual, op, out, None, self.pdl)
+        self._pending = None
+
+    def _gate(self, op: GatedLinear) -> None:
+        x, out, is_gelu = self._buffer("residual", op.w), self._buffer("hidden", op.following), IS_GELU[op.activation]
+        if len(op.w.parts) == 1:
+            self._product("gate_up", x, op.w, GATED, out, is_gelu=is_gelu)
+            return
+        both = self._result(op.w.rows)  # gate and up are of different kinds
+        self._product("qkv", x, op.w, STORE, both)
+        launch_gated(both[None], op.following.columns, out, None, is_gelu, self.pdl)
+
+    def _result(self, rows: int) -> torch.Tensor:
+        if rows not in self._products:
+            self._products[rows] = torch.zeros(self.tokens, rows, device=self.device)
+        return self._products[rows]
 
     def _buffer(self, name: str, w: PackedWeight) -> Int8Activations | torch.Tensor:
         """Return the buffer between two products, in the form that the second one, `w`, reads."""
@@ -118,29 +154,36 @@ class SmallBatchDecoder:
         return torch.zeros(self.tokens, w.columns, dtype=dtype, device=self.device)
 
     def _attend(
-        self, block: BlockParts, kv: KVLayer, rope: CosSin, positions: Any, block_tables: Any, table_width: Any
+        self, op: Attention, kv: KVLayer, rope: CosSin, positions: Any, block_tables: Any, table_width: Any
     ) -> None:
-        out = self._buffer("attention", block.output)
-        scratch = (self.partial, self.stats, self.counters)
-        launch_decode_attention(self.qkv[None], block, kv, rope, positions, block_tables, table_width, self.tokens,
-                                self.config, scratch, out, self.pdl)  # fmt: skip
+        qkv = self._result(op.qkv.rows)
+        self._product("qkv", self._buffer("residual", op.qkv), op.qkv, STORE, qkv)
+        geometry = op.n_heads, op.n_kv_heads, op.head_dim
+        if geometry not in self._attention:
+            self._attention[geometry] = _AttentionBuffers(self.tokens, *geometry, self.device)
+        buffers = self._attention[geometry]
+        launch_decode_attention(qkv[None], op, kv, rope, positions, block_tables, table_width, self.tokens,
+                                buffers.config, buffers.scratch, self._buffer("attention", op.following),
+                                self.pdl)  # fmt: skip
 
     def _product(
-        self, name: str, x: Any, w: PackedWeight, epilogue: int, out: Any, eps: float, norm: torch.Tensor | None = None
-    ) -> None:
-        """Launch the product with one matrix. STORE and GATED finish the norm of their input; RESIDUAL adds to the
-        residual stream and starts the next norm."""
-        squares = None if epilogue == RESIDUAL else self.squares
+        self, name: str, x: Any, w: PackedWeight, epilogue: int, out: Any, norm: torch.Tensor | None = None, *,
+        has_norm: bool = True, is_gelu: bool = False,
+    ) -> None:  # fmt: skip
+        """Launch the product with one matrix. RESIDUAL adds to the residual stream and starts the next norm; the others
+        finish the norm of their input, if it is still to be (`has_norm`: the input is the residual stream's)."""
+        pending = None if epilogue == RESIDUAL or not has_norm else self._pending
+        squares, eps = (None, 0.0) if pending is None else (self.squares, pending.eps)
         first = 0
         for part in w.parts:
             target = out.view(-1)[first:] if epilogue == STORE else out
             launch = self._launch_packed if part.values is None else self._launch_dense
-            launch(name, x, part, epilogue, target, eps, squares, norm, w.rows)
+            launch(name, x, part, epilogue, target, eps, squares, norm, w.rows, is_gelu)
             first += part.rows
 
     def _launch_packed(
         self, name: str, x: Int8Activations, w: WeightPart, epilogue: int, out: Any, eps: float, squares: Any,
-        norm: Any, stride: int,
+        norm: Any, stride: int, is_gelu: bool,
     ) -> None:  # fmt: skip
         rows, warps, prefetch, registers = packed_tile(name, self.tokens, w.kind)
         options = dict(self._options, maxnreg=registers) if registers else self._options
@@ -152,12 +195,12 @@ class SmallBatchDecoder:
             to[0], self.residual, unused if norm is None else norm, to[1], to[2], self.squares, w.rows, w.blocks,
             self.tokens, w.kind, rows, warps, prefetch, epilogue, norm_parts,
             triton.next_power_of_2(max(norm_parts, 1)), isinstance(out, Int8Activations), self.pdl,
-            stride if epilogue == STORE else 0, num_warps=warps, **options,
+            stride if epilogue == STORE else 0, is_gelu, num_warps=warps, **options,
         )  # fmt: skip
 
     def _launch_dense(
         self, name: str, x: Any, w: WeightPart, epilogue: int, out: Any, eps: float, squares: Any, norm: Any,
-        stride: int,
+        stride: int, is_gelu: bool,
     ) -> None:  # fmt: skip
         assert w.values is not None
         is_fp8 = w.kind == FP8
@@ -171,5 +214,5 @@ class SmallBatchDecoder:
             x, unused if squares is None else squares, eps, w.values, out, self.residual,
             unused if norm is None else norm, self.squares, w.rows, w.values.shape[1], self.tokens, rows, warps, tile_k,
             prefetch, epilogue, norm_parts, triton.next_power_of_2(max(norm_parts, 1)), self.pdl,
-            stride if epilogue == STORE else 0, w.scales if is_fp8 else None, num_warps=warps, **self._options,
+            stride if epilogue == STORE else 0, w.scales if is_fp8 else None, is_gelu, num_warps=warps, **self._options,
         )  # fmt: skip

@@ -8,21 +8,31 @@ requests prefill at once and the sizes are common ones; larger ones run uncaptur
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ..ops import Batch, BlockParts, Ints, KVLayer, ModelParts, Profiler, RopeTable
-from .attention_decode import CosSin
+from ..graph import Graph, ProgramLine
+from ..ops import Batch, Ints, KVLayer, Profiler, RopeTable
+from .attention_decode import CosSin, takes_split_kv
 from .attention_prefill import QUERY_TILE, SMALL_QUERY_TILE, query_tiles
 from .cuda_graphs import CudaGraphs
 from .decode_small_batch import SmallBatchDecoder
 from .device import activate, as_memory_error
+from .elementwise import IS_GELU
 from .forward_batched import BatchedForward
-from .packed_weight import PackedWeight
+from .fused_ops import (
+    Attention,
+    EmbedNorm,
+    FusedOp,
+    GatedLinear,
+    describe,
+    fuse_graph,
+    layer_weights,
+)
 
 NO_IDS = np.empty(0, np.int64)
 SMALL_BATCH = 4  # tokens up to which GEMV is faster than the tensor cores
@@ -90,22 +100,27 @@ class InputStaging:
 
 
 class Decoder:
-    """The fused forward of a model on one device."""
+    """The fused forward of a model on one device.
 
-    batch_invariant = False
+    Where logits must not depend on the batch (`batch_invariant`), or heads are not such that split-KV decode attention
+    takes them, prefill and decode tokens alike go through tiles of queries; decode steps still run in graphs.
+    """
 
-    def __init__(self, model: ModelParts, device: torch.device) -> None:
-        self.model, self.device = model, device
+    def __init__(self, ops: Sequence[FusedOp], device: torch.device, *, batch_invariant: bool) -> None:
+        self.ops, self.device = ops, device
         self.graphs = CudaGraphs(device)
         self.staging = InputStaging(device)
-        self.batched = BatchedForward(model, device, self.batch_invariant)
+        self.batched = BatchedForward(ops, device, batch_invariant)
         self._small: dict[int, SmallBatchDecoder] = {}
         self._static_inputs: torch.Tensor | None = None
-        self._ropes: list[CosSin] = []
+        self._ropes: dict[int, CosSin] = {}  # by id of the RoPE table
         self._num_positions = 0
         self._graph_cache: weakref.ref[Any] | None = None  # the first tensor of the KV cache that graphs write to
-        takes_gemv = all(w.is_packed or w.is_fp8 for w in _layer_weights(model))
+        takes_gemv = all(w.is_packed or w.is_fp8 for w in layer_weights(ops))
         self._max_small = SMALL_BATCH if takes_gemv else 1
+        splits_kv = all(takes_split_kv(op) for op in ops if isinstance(op, Attention))
+        self._batch_invariant = batch_invariant
+        self._step = self._split_kv_step if splits_kv and not batch_invariant else self._tiled_step
 
     def __call__(self, batch: Batch, kv: Sequence[KVLayer]) -> torch.Tensor:
         """Run one step: write the cache and return the logits at `batch.logits_index`, float32 on the device, valid
@@ -114,6 +129,9 @@ class Decoder:
         with as_memory_error():
             self._prepare(batch, kv)
             return self._step(batch, kv)
+
+    def program(self, kv_type: str) -> list[ProgramLine]:
+        return describe(self.ops)
 
     @property
     def graph_bytes(self) -> int:
@@ -129,7 +147,7 @@ class Decoder:
         out: torch.Tensor = profiler("decoder", step)()
         return out
 
-    def _step(self, batch: Batch, kv: Sequence[KVLayer]) -> torch.Tensor:
+    def _split_kv_step(self, batch: Batch, kv: Sequence[KVLayer]) -> torch.Tensor:
         tokens = len(batch.ids)
         if tokens == len(batch.context_len) == len(batch.logits_index) and tokens <= DECODE_SIZES[-1]:
             size = next(size for size in DECODE_SIZES if size >= tokens)
@@ -148,7 +166,7 @@ class Decoder:
         inputs["tile_first"] = inputs["width"][:0]
         if size <= self._max_small:
             if size not in self._small:
-                self._small[size] = SmallBatchDecoder(self.model, size, self.device)
+                self._small[size] = SmallBatchDecoder(self.ops, size, self.device)
             small = self._small[size]
             args = (inputs["ids"], inputs["decode_positions"], inputs["tables"], inputs["width"])
             return self.graphs.run(size, lambda: small.step(*args, kv, self._ropes))[:tokens]
@@ -187,6 +205,33 @@ class Decoder:
 
         return (self.graphs.run((size, decode_size, logits_size), step) if fits else step())[:num_logits]
 
+    def _tiled_step(self, batch: Batch, kv: Sequence[KVLayer]) -> torch.Tensor:
+        """Run a step whose tokens all go through tiles of queries; of one size where the batch must not matter."""
+        tokens, num_logits, table = len(batch.ids), len(batch.logits_index), batch.block_table
+        size = _size_of(tokens, DECODE_SIZES) if tokens == len(table) == num_logits else None
+        if size is None or table.shape[1] * size > MAX_TABLE_ENTRIES:
+            size = 0
+        longest = 1 if self._batch_invariant else int(np.diff(batch.query_start).max())
+        tile = SMALL_QUERY_TILE if longest <= SMALL_QUERY_TILE else QUERY_TILE
+        requests, firsts = query_tiles(batch.query_start, tile)
+        max_tokens, max_tiles, max_requests = (size, size, size) if size else (tokens, len(requests), len(table))
+        arrays = {
+            "width": (1, np.array(table.shape[1]), 0), "ids": (max_tokens, _host_ids(batch), 0),
+            "positions": (max_tokens, batch.positions, 0), "slots": (max_tokens, batch.slot_mapping, -1),
+            "query_start": (max_requests + 1, batch.query_start, 0),
+            "context_len": (max_requests, batch.context_len, 0), "tile_request": (max_tiles, requests, -1),
+            "tile_first": (max_tiles, firsts, 0), "logits_index": (size or num_logits, batch.logits_index, 0),
+            "tables": (table.size, table, 0),
+        }  # fmt: skip
+        inputs = self._stage(batch, arrays, is_static=bool(size))
+        if not size:
+            return self.batched.step(tokens, inputs, 0, num_logits, kv, self._ropes, tile_queries=tile)
+
+        def step() -> torch.Tensor:
+            return self.batched.step(size, inputs, 0, None, kv, self._ropes, tile_queries=tile)
+
+        return self.graphs.run(size, step)[:tokens]
+
     def _stage(self, batch: Batch, arrays: Arrays, *, is_static: bool) -> dict[str, torch.Tensor]:
         """Copy the arrays of a step to the device, of a graph to the addresses that it holds."""
         if is_static and self._static_inputs is None:
@@ -202,40 +247,12 @@ class Decoder:
         max_context = int(batch.context_len.max())
         if max_context > self._num_positions:
             self._num_positions = max(2 * self._num_positions, max_context, MIN_POSITIONS)
-            tables = {id(b.rope): b.rope for b in self.model.blocks}
-            made = {key: rope_tables(table, self._num_positions, self.device) for key, table in tables.items()}
-            self._ropes = [made[id(block.rope)] for block in self.model.blocks]
+            tables = {id(op.rope): op.rope for op in self.ops if isinstance(op, Attention)}
+            self._ropes = {key: rope_tables(t, self._num_positions, self.device) for key, t in tables.items()}
             self._graph_cache = None
         if self._graph_cache is None or self._graph_cache() is not kv[0].k:
             self._graph_cache = weakref.ref(kv[0].k)
             self.graphs.clear()
-
-
-class BatchInvariantDecoder(Decoder):
-    """Prefill and decode tokens take the same kernels, and every reduction has a fixed order, so logits do not depend
-    on the batch. Decode steps run in graphs."""
-
-    batch_invariant = True
-
-    def _step(self, batch: Batch, kv: Sequence[KVLayer]) -> torch.Tensor:
-        tokens, num_logits, table = len(batch.ids), len(batch.logits_index), batch.block_table
-        size = _size_of(tokens, DECODE_SIZES) if tokens == len(table) == num_logits else None
-        if size is None or table.shape[1] * size > MAX_TABLE_ENTRIES:
-            size = 0
-        requests, firsts = query_tiles(batch.query_start, SMALL_QUERY_TILE)
-        max_tokens, max_tiles, max_requests = (size, size, size) if size else (tokens, len(requests), len(table))
-        arrays = {
-            "width": (1, np.array(table.shape[1]), 0), "ids": (max_tokens, _host_ids(batch), 0),
-            "positions": (max_tokens, batch.positions, 0), "slots": (max_tokens, batch.slot_mapping, -1),
-            "query_start": (max_requests + 1, batch.query_start, 0),
-            "context_len": (max_requests, batch.context_len, 0), "tile_request": (max_tiles, requests, -1),
-            "tile_first": (max_tiles, firsts, 0), "logits_index": (size or num_logits, batch.logits_index, 0),
-            "tables": (table.size, table, 0),
-        }  # fmt: skip
-        inputs = self._stage(batch, arrays, is_static=bool(size))
-        if not size:
-            return self.batched.step(tokens, inputs, 0, num_logits, kv, self._ropes)
-        return self.graphs.run(size, lambda: self.batched.step(size, inputs, 0, None, kv, self._ropes))[:tokens]
 
 
 def rope_tables(table: RopeTable, positions: int, device: torch.device) -> CosSin:
@@ -261,29 +278,21 @@ def _leading_ones(counts: Ints) -> int:
     return int(other[0]) if len(other) else len(counts)
 
 
-def _layer_weights(model: ModelParts) -> list[PackedWeight]:
-    return [w for b in model.blocks for w in (b.qkv, b.output, b.gate_up, b.down)]
-
-
-def fuse(model: ModelParts, device: torch.device, *, batch_invariant: bool) -> Decoder | None:
+def fuse(record: Callable[[], Graph], device: torch.device, *, batch_invariant: bool) -> Decoder | None:
     """Return the decoder of a model; None if it has a feature that these kernels lack: then it runs unfused."""
     if device.type == "cuda":
         torch.cuda.empty_cache()  # what packing needed: the KV cache takes the rest
-    weights = [model.embedding, model.head, *_layer_weights(model)]
-    is_uniform = all(len({part.values is None for part in w.parts}) == 1 for w in weights)
-    dense_is_single = all(len(w.parts) == 1 for w in weights if not w.is_packed)
-    if not is_uniform or not dense_is_single or len(model.embedding.parts) != 1 or model.norm.shape[0] % 32:
+    ops = fuse_graph(record())
+    if ops is None or not all(map(_is_supported, ops)):
         return None
-    if not all(map(_is_supported, model.blocks)):
-        return None
-    return (BatchInvariantDecoder if batch_invariant else Decoder)(model, device)
+    return Decoder(ops, device, batch_invariant=batch_invariant)
 
 
-def _is_supported(block: BlockParts) -> bool:
-    """Return whether a block is plain: RoPE over whole heads, no norms after, no bias but that of q, k and v."""
-    extra = (block.output_bias, block.gate_up_bias, block.down_bias, block.post_attention_norm, block.post_mlp_norm)
-    is_plain = all(part is None for part in extra) and block.activation == "silu"
-    single = all(len(w.parts) == 1 for w in (block.output, block.gate_up, block.down))
-    dim = block.head_dim
-    rotates_whole = 2 * len(block.rope.inv_freq) == dim and dim in (32, 64, 128, 256)
-    return is_plain and single and rotates_whole and block.gate_up.rows % 64 == 0
+def _is_supported(op: FusedOp) -> bool:
+    match op:
+        case EmbedNorm():
+            return len(op.table.parts) == 1 and len(op.norm.weight) % 32 == 0
+        case GatedLinear():
+            return op.activation in IS_GELU and op.w.rows % 64 == 0
+        case _:
+            return True

@@ -13,19 +13,23 @@ import triton
 import triton.language as tl
 
 from .gemm import GROUP_BLOCKS, interleaved_offset
-from .gemv import store_int8_block
+from .gemv import activate_gate, store_int8_block
 from .intrinsics import high_bit_shift, high_half, launch_next, low_half, wait_for_previous
-from .packed_weight import DENSE, Int8Activations, kernel_outputs
+from .packed_weight import DENSE, E4M3, E4M3_MAX, Int8Activations, kernel_outputs
+
+IS_GELU = {"silu": False, "gelu_tanh": True}
 
 
 @triton.jit
 def add_rms_norm_rows(
     parts, residual, norm, out, factors, tokens, eps,
     width: tl.constexpr, SIZE: tl.constexpr, SPLITS: tl.constexpr, INTERLEAVED: tl.constexpr, PDL: tl.constexpr = False,
+    post=None, out_scales=None, out_sums=None,
 ):  # fmt: skip
     """Add parts (SPLITS, tokens, width) to the residual stream and store its norm as activations of the next product.
 
-    A token per program. SIZE is the number of blocks of 32, rounded up to a power of two, 16 or more."""
+    A token per program. SIZE is the number of blocks of 32, rounded up to a power of two, 16 or more. `post` is the
+    weight of a norm of the parts' sum before it is added. With `out_scales`, activations are int8 blocks."""
     t = tl.program_id(0).to(tl.int64)
     b = tl.arange(0, SIZE)[:, None]
     c = tl.arange(0, 32)[None, :]
@@ -34,21 +38,33 @@ def add_rms_norm_rows(
     launch_next(PDL)
     wait_for_previous(PDL)
     y = tl.load(residual + t * width + n, mask=mask, other=0.0)
-    for s in tl.static_range(SPLITS):
-        y += tl.load(parts + (s * tokens + t) * width + n, mask=mask, other=0.0).to(tl.float32)
+    if post is None:
+        for s in tl.static_range(SPLITS):
+            y += tl.load(parts + (s * tokens + t) * width + n, mask=mask, other=0.0).to(tl.float32)
+    else:
+        delta = tl.load(parts + t * width + n, mask=mask, other=0.0).to(tl.float32)
+        for s in tl.static_range(1, SPLITS):
+            delta += tl.load(parts + (s * tokens + t) * width + n, mask=mask, other=0.0).to(tl.float32)
+        scale = tl.rsqrt(tl.sum(tl.sum(delta * delta, 1), 0) / width + eps)
+        y += delta * scale * tl.load(post + n, mask=mask, other=0.0)
     tl.store(residual + t * width + n, y, mask=mask)
     mean = tl.sum(tl.sum(y * y, 1), 0) / width
     z = y * tl.rsqrt(mean + eps) * tl.load(norm + n, mask=mask, other=0.0)
-    store_row(z, t, b, c, mask, tokens, out, factors, width, INTERLEAVED)
+    if out_scales is not None:
+        store_int8_blocks(z, t, tl.arange(0, SIZE), out, out_scales, out_sums, width // 32)
+    else:
+        store_row(z, t, b, c, mask, tokens, out, factors, width, INTERLEAVED)
 
 
 @triton.jit
 def swiglu_rows(
     parts, out, factors, tokens,
     width: tl.constexpr, SIZE: tl.constexpr, SPLITS: tl.constexpr, INTERLEAVED: tl.constexpr,
-    PDL: tl.constexpr = False,
+    PDL: tl.constexpr = False, GELU: tl.constexpr = False, out_scales=None, out_sums=None,
 ):  # fmt: skip
-    """Store silu(gate) * up of parts (SPLITS, tokens, 2 * width) as activations, a token per program."""
+    """Store act(gate) * up of parts (SPLITS, tokens, 2 * width) as activations, a token per program.
+
+    With `out_scales`, activations are int8 blocks."""
     t = tl.program_id(0).to(tl.int64)
     b = tl.arange(0, SIZE)[:, None]
     c = tl.arange(0, 32)[None, :]
@@ -62,7 +78,26 @@ def swiglu_rows(
         at = parts + (s * tokens + t) * (2 * width) + n
         gate += tl.load(at, mask=mask, other=0.0).to(tl.float32)
         up += tl.load(at + width, mask=mask, other=0.0).to(tl.float32)
-    store_row(gate / (1.0 + tl.exp(-gate)) * up, t, b, c, mask, tokens, out, factors, width, INTERLEAVED)
+    z = activate_gate(gate, GELU) * up
+    if out_scales is not None:
+        store_int8_blocks(z, t, tl.arange(0, SIZE), out, out_scales, out_sums, width // 32)
+    else:
+        store_row(z, t, b, c, mask, tokens, out, factors, width, INTERLEAVED)
+
+
+@triton.jit
+def store_int8_blocks(y, row, b, out, out_scales, out_sums, blocks):
+    """Quantize blocks b of a row, y (blocks, 32), with their scales and sums; return the rounding errors."""
+    c = tl.arange(0, 32)[None, :]
+    mask = b < blocks
+    d = tl.max(tl.abs(y), 1) / 127.0
+    q = tl.floor(y * (1.0 / tl.where(d > 0, d, 1.0))[:, None] + 0.5)
+    at = ((row * 8 + c // 4) * blocks + b[:, None]) * 4 + c % 4
+    tl.store(out + at, q.to(tl.int8), mask=mask[:, None])
+    tl.store(out_scales + row * blocks + b, d, mask=mask)
+    tl.store(out_sums + (row * 2) * blocks + b, tl.sum(tl.where(c < 16, q, 0.0), 1) * d, mask=mask)
+    tl.store(out_sums + (row * 2 + 1) * blocks + b, tl.sum(tl.where(c < 16, 0.0, q), 1) * d, mask=mask)
+    return y - q * d[:, None]
 
 
 @triton.jit
@@ -118,10 +153,7 @@ def gated_rows(x, out, width, SIZE: tl.constexpr, GELU: tl.constexpr):
     mask = i < width
     gate = tl.load(x + t * (2 * width) + i, mask=mask, other=0.0)
     up = tl.load(x + t * (2 * width) + width + i, mask=mask, other=0.0)
-    inner = gate
-    if GELU:  # 0.5 x (1 + tanh(u)) = x / (1 + exp(-2u))
-        inner = 2.0 * 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
-    tl.store(out + t * width + i, gate / (1.0 + tl.exp(-inner)) * up, mask=mask)
+    tl.store(out + t * width + i, activate_gate(gate, GELU) * up, mask=mask)
 
 
 @triton.jit
@@ -134,15 +166,7 @@ def quantize_int8(x, out, out_scales, out_sums, tokens, blocks, TILE_BLOCKS: tl.
     c = tl.arange(0, 32)[None, :]
     y = tl.load(x + (t * blocks + b[:, None]) * 32 + c, mask=mask[:, None], other=0.0)
     for i in tl.static_range(2 if TWO_TERM else 1):
-        row = t + i * tokens
-        d = tl.max(tl.abs(y), 1) / 127.0
-        q = tl.floor(y * (1.0 / tl.where(d > 0, d, 1.0))[:, None] + 0.5)
-        at = ((row * 8 + c // 4) * blocks + b[:, None]) * 4 + c % 4
-        tl.store(out + at, q.to(tl.int8), mask=mask[:, None])
-        tl.store(out_scales + row * blocks + b, d, mask=mask)
-        tl.store(out_sums + (row * 2) * blocks + b, tl.sum(tl.where(c < 16, q, 0.0), 1) * d, mask=mask)
-        tl.store(out_sums + (row * 2 + 1) * blocks + b, tl.sum(tl.where(c < 16, 0.0, q), 1) * d, mask=mask)
-        y = y - q * d[:, None]
+        y = store_int8_blocks(y, t + i * tokens, b, out, out_scales, out_sums, blocks)
 
 
 @triton.jit
@@ -175,13 +199,14 @@ def rope_store_rows(
         tl.store(q_out + (t * HEADS + head) * DIM + i, x.to(q_out.dtype.element_ty), mask=mask)
     else:
         slot = tl.load(slot_mapping + t).to(tl.int64)
-        to = ((slot // P * KV_HEADS + (head - HEADS) % KV_HEADS) * P + slot % P) * DIM + i
-        if MAX_VALUE > 0:
-            x = tl.minimum(tl.maximum(x, -MAX_VALUE), MAX_VALUE)
-        if head < HEADS + KV_HEADS:
-            tl.store(k_cache + to, x.to(k_cache.dtype.element_ty), mask=mask)
-        else:
-            tl.store(v_cache + to, x.to(v_cache.dtype.element_ty), mask=mask)
+        if slot >= 0:  # a negative slot is padding
+            to = ((slot // P * KV_HEADS + (head - HEADS) % KV_HEADS) * P + slot % P) * DIM + i
+            if MAX_VALUE > 0:
+                x = tl.minimum(tl.maximum(x, -MAX_VALUE), MAX_VALUE)
+            if head < HEADS + KV_HEADS:
+                tl.store(k_cache + to, x.to(k_cache.dtype.element_ty), mask=mask)
+            else:
+                tl.store(v_cache + to, x.to(v_cache.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -262,4 +287,65 @@ def launch_embedding(
         ids, low, high, scales, unit * scale, norm, residual, *to, residual if squares is None else squares, width,
         kind, None if out is None else isinstance(out, Int8Activations), pdl,
         num_warps=1, **({"launch_pdl": True} if pdl else {}),
+    )  # fmt: skip
+
+
+def launch_add_norm(
+    parts: torch.Tensor | None, residual: torch.Tensor, op: Any, out: Any, factors: Any, pdl: bool,
+    is_interleaved: bool = False,
+) -> None:  # fmt: skip
+    """Add parts (splits, tokens, width), by their own norm if `op.post`, to the residual stream; store its norm."""
+    tokens, width = residual.shape
+    size = max(16, triton.next_power_of_2(width // 32))
+    post = None if parts is None or op.post is None else op.post.weight
+    values, *int8 = kernel_outputs(out)
+    int8 = int8 if isinstance(out, Int8Activations) else [None, None]
+    add_rms_norm_rows[(tokens,)](
+        residual if parts is None else parts, residual, op.norm.weight, values, values if factors is None else factors,
+        tokens, op.norm.eps, width, size, 0 if parts is None else parts.shape[0], is_interleaved, pdl, post, *int8,
+        num_warps=max(1, min(8, size // 8)), **({"launch_pdl": True} if pdl else {}),
+    )  # fmt: skip
+
+
+def launch_gated(
+    parts: torch.Tensor, width: int, out: Any, factors: Any, is_gelu: bool, pdl: bool, is_interleaved: bool = False
+) -> None:
+    """Store act(gate) * up of parts (splits, tokens, 2 * width) as activations."""
+    splits, tokens, _ = parts.shape
+    size = max(16, triton.next_power_of_2(width // 32))
+    values, *int8 = kernel_outputs(out)
+    int8 = int8 if isinstance(out, Int8Activations) else [None, None]
+    swiglu_rows[(tokens,)](
+        parts, values, values if factors is None else factors, tokens, width, size, splits, is_interleaved, pdl,
+        is_gelu, *int8, num_warps=max(1, min(16, size // 16)), **({"launch_pdl": True} if pdl else {}),
+    )  # fmt: skip
+
+
+def launch_rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None,
+    total: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """Return the norm of the last axis of x, or of residual + x, which `total` gets; x may be a strided view."""
+    width = x.shape[-1]
+    rows = x if x.dim() == 3 and x.stride(-1) == 1 else x.reshape(-1, 1, width)
+    out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
+    rms_norm_rows[(rows.shape[0] * rows.shape[1],)](
+        rows, x if residual is None else residual.contiguous(), weight, out, out if total is None else total, eps,
+        rows.shape[1], rows.stride(0), rows.stride(1), width=width, SIZE=triton.next_power_of_2(width),
+        ADD=residual is not None, num_warps=1 if width <= 256 else 8,
+    )  # fmt: skip
+    return out
+
+
+def launch_rope_store(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, slots: torch.Tensor,
+    out: torch.Tensor, kv: Any,
+) -> None:  # fmt: skip
+    """Rotate q to `out` and k to the cache by cos and sin (tokens, pairs), and copy v there."""
+    tokens, heads, dim = q.shape
+    kv_heads, block_size = kv.k.shape[1:3]
+    rope_store_rows[(heads + 2 * kv_heads, tokens)](
+        q, k, v, cos, sin, slots, out, kv.k, kv.v, *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
+        HEADS=heads, KV_HEADS=kv_heads, DIM=dim, SIZE=triton.next_power_of_2(dim), HALF=cos.shape[1], P=block_size,
+        MAX_VALUE=E4M3_MAX if kv.k.dtype == E4M3 else 0.0, num_warps=1,
     )  # fmt: skip

@@ -14,12 +14,20 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
-from ..ops import BlockParts, KVLayer, ModelParts
-from .attention_decode import CosSin, launch_decode_attention, split_kv_config
-from .attention_prefill import QUERY_TILE, SMALL_QUERY_TILE, prefill_attention, prefill_tile, rope_store_qkv
+from ..ops import KVLayer
+from .attention_decode import CosSin, launch_decode_attention, split_kv_config, takes_split_kv
+from .attention_prefill import QUERY_TILE, prefill_attention, prefill_tile, rope_store_qkv
 from .decode_small_batch import SmallBatchDecoder
 from .device import is_interpreted, shared_memory_bytes
-from .elementwise import add_rms_norm_rows, launch_embedding, swiglu_rows
+from .elementwise import (
+    IS_GELU,
+    launch_add_norm,
+    launch_embedding,
+    launch_gated,
+    launch_rms_norm,
+    launch_rope_store,
+)
+from .fused_ops import Attention, EmbedNorm, FusedOp, GatedLinear, LinearAddNorm, Logits, layer_weights
 from .gemm import interleave_activations
 from .linear import (
     MAX_GEMM_TOKENS,
@@ -55,91 +63,83 @@ def apply_factors(splits: torch.Tensor, x: Activations) -> torch.Tensor:
 class BatchedForward:
     """Launches for one step. It holds a buffer for the largest dequantized matrix, which all steps share."""
 
-    def __init__(self, model: ModelParts, device: torch.device, batch_invariant: bool = False) -> None:
-        self.model, self.device, self.batch_invariant = model, device, batch_invariant
-        first = model.blocks[0]
-        self.width, self.heads, self.dim = model.norm.shape[0], first.n_heads, first.head_dim
+    def __init__(self, ops: Sequence[FusedOp], device: torch.device, batch_invariant: bool = False) -> None:
+        self.ops, self.device, self.batch_invariant = ops, device, batch_invariant
+        head = ops[-1]
+        assert isinstance(head, Logits)
+        self.head = head
         self._scratch: dict[torch.dtype, torch.Tensor] = {}
         self._heads: dict[int, SmallBatchDecoder] = {}
         self._ones = torch.ones(MAX_ONES, device=device)
-        self.tile_queries = SMALL_QUERY_TILE if batch_invariant else QUERY_TILE
-        self._counters: torch.Tensor | None = None
+        self._counters: dict[int, torch.Tensor] = {}  # by heads
         self.pdl = False
         self.options: Any = {}
 
     def step(self, tokens: int, inputs: Mapping[str, torch.Tensor], decoding: int, num_logits: int | None,
-             kv: Sequence[KVLayer], ropes: Sequence[CosSin], pdl: bool = False) -> torch.Tensor:  # fmt: skip
+             kv: Sequence[KVLayer], ropes: Mapping[int, CosSin], pdl: bool = False,
+             tile_queries: int = QUERY_TILE) -> torch.Tensor:  # fmt: skip
         """Return the logits of all tokens, or of the `num_logits` ones that inputs["logits_index"] names.
 
-        `inputs` holds the arrays of decoder.py. Of the first `decoding` tokens those with a position >= 0 decode."""
+        `inputs` holds the arrays of decoder.py, whose tiles have `tile_queries` queries. Of the first `decoding`
+        tokens those with a position >= 0 decode."""
         self.pdl, self.options = pdl, {"launch_pdl": True} if pdl else {}
-        blocks = self.model.blocks
-        residual = torch.empty(tokens, self.width, device=self.device)
-        launch_embedding(
-            self.model.embedding, self.model.embedding_scale, inputs["ids"], tokens, residual, residual, None, None,
-            False,
-        )  # fmt: skip
-        delta = None
-        for block, layer, rope in zip(blocks, kv, ropes, strict=True):
-            x = self.add_norm(delta, residual, block.attention_norm, block.eps, block.qkv)
-            qkv = self.product(x, block.qkv, tokens, QKV_SPLITS)
-            x = self.attend(qkv, block, layer, rope, inputs, tokens, decoding)
-            delta = self.product(x, block.output, tokens)
-            x = self.add_norm(delta, residual, block.mlp_norm, block.eps, block.gate_up)
-            x = self.swiglu(self.product(x, block.gate_up, tokens), block, tokens)
-            delta = self.product(x, block.down, tokens)
-        return self.compute_logits(delta, residual, tokens, inputs, num_logits)
+        residual: Any = None
+        x: Any = None
+        for op in self.ops:
+            match op:
+                case EmbedNorm():
+                    residual = torch.empty(tokens, len(op.norm.weight), device=self.device)
+                    launch_embedding(op.table, op.scale, inputs["ids"], tokens, residual, residual, None, None, False)
+                    x = self.add_norm(None, residual, op)
+                case Attention():
+                    qkv = self.product(x, op.qkv, tokens, QKV_SPLITS)
+                    x = self.attend(qkv, op, kv[op.layer], ropes[id(op.rope)], inputs, tokens, decoding, tile_queries)
+                case GatedLinear():
+                    x = self.gate(self.product(x, op.w, tokens), op, tokens)
+                case LinearAddNorm():
+                    x = self.add_norm(self.product(x, op.w, tokens), residual, op)
+                    last = op
+        return self.compute_logits(x, residual, last, tokens, inputs, num_logits)
 
     def compute_logits(
-        self, delta: Any, residual: torch.Tensor, tokens: int, inputs: Mapping[str, torch.Tensor],
-        num_logits: int | None,
+        self, x: Activations, residual: torch.Tensor, last: LinearAddNorm, tokens: int,
+        inputs: Mapping[str, torch.Tensor], num_logits: int | None,
     ) -> torch.Tensor:  # fmt: skip
         """Apply the output head to the tokens whose logits are requested."""
-        model, eps = self.model, self.model.blocks[0].eps
-        x = self.add_norm(delta, residual, model.norm, eps, model.head)
+        head, soft_cap = self.head
         if num_logits == 0:
-            return torch.empty(0, model.head.rows, device=self.device)
-        takes_gemv = model.head.is_packed or model.head.is_fp8
-        if not self.batch_invariant and (num_logits == 1 or (num_logits in (2, 4) and takes_gemv)):
+            return torch.empty(0, head.rows, device=self.device)
+        if not self.batch_invariant and (num_logits == 1 or (num_logits in (2, 4) and (head.is_packed or head.is_fp8))):
             if num_logits not in self._heads:
-                self._heads[num_logits] = SmallBatchDecoder(model, num_logits, self.device)
-            head = self._heads[num_logits]
-            head.pdl = False
-            head.embed(residual, 1.0, inputs["logits_index"], model.norm, model.head)
-            return head.compute_logits()
+                self._heads[num_logits] = SmallBatchDecoder(self.ops, num_logits, self.device)
+            small = self._heads[num_logits]
+            small.pdl = False
+            small.embed(residual, 1.0, inputs["logits_index"], last.norm, head)
+            return small.compute_logits()
         if num_logits is not None:
             residual, tokens = residual[inputs["logits_index"][:num_logits].long()], num_logits
-            x = self.add_norm(None, residual, model.norm, eps, model.head)
-        out = self.product(x, model.head, tokens, 1)[0].float()
-        return torch.tanh(out / model.soft_cap) * model.soft_cap if model.soft_cap else out
+            x = self.add_norm(None, residual, last)
+        out = self.product(x, head, tokens, 1)[0].float()
+        return torch.tanh(out / soft_cap) * soft_cap if soft_cap else out
 
     def stays_packed(self, w: PackedWeight, tokens: int) -> bool:
         """Return whether a matrix is multiplied as it is packed."""
-        always = self.batch_invariant or w is self.model.head  # which would take a gigabyte dequantized
+        always = self.batch_invariant or w is self.head.head  # which would take a gigabyte dequantized
         return w.is_packed and (always or tokens <= MAX_GEMM_TOKENS)
 
     def add_norm(
-        self, delta: Any, residual: torch.Tensor, norm: torch.Tensor, eps: float, following: PackedWeight
+        self, delta: torch.Tensor | None, residual: torch.Tensor, op: EmbedNorm | LinearAddNorm
     ) -> Activations:
         """Add to the residual stream and return its norm as activations of the following product."""
-        tokens, width = residual.shape
-        x = self.empty_activations(following, tokens)
-        size = max(16, triton.next_power_of_2(width // 32))
-        add_rms_norm_rows[(tokens,)](
-            residual if delta is None else delta, residual, norm, x.values, x.factors, tokens, eps, width, size,
-            0 if delta is None else delta.shape[0], x.is_interleaved, self.pdl, num_warps=max(1, min(8, size // 8)),
-            **self.options,
-        )  # fmt: skip
+        x = self.empty_activations(op.following, len(residual))
+        launch_add_norm(delta, residual, op, x.values, x.factors, self.pdl, x.is_interleaved)
         return x
 
-    def swiglu(self, splits: torch.Tensor, block: BlockParts, tokens: int) -> Activations:
-        """Return silu(gate) * up as activations of the down projection."""
-        x = self.empty_activations(block.down, tokens)
-        size = max(16, triton.next_power_of_2(block.down.columns // 32))
-        swiglu_rows[(tokens,)](
-            splits, x.values, x.factors, tokens, block.down.columns, size, splits.shape[0], x.is_interleaved, self.pdl,
-            num_warps=max(1, min(16, size // 16)), **self.options,
-        )  # fmt: skip
+    def gate(self, splits: torch.Tensor, op: GatedLinear, tokens: int) -> Activations:
+        """Return activation(gate) * up as activations of the down projection."""
+        x = self.empty_activations(op.following, tokens)
+        is_gelu = IS_GELU[op.activation]
+        launch_gated(splits, op.following.columns, x.values, x.factors, is_gelu, self.pdl, x.is_interleaved)
         return x
 
     def empty_activations(self, following: PackedWeight, tokens: int) -> Activations:
@@ -181,66 +181,91 @@ class BatchedForward:
     def _scratch_for(self, dtype: torch.dtype) -> torch.Tensor:
         """Return room for the largest dequantized matrix, at most SCRATCH_BYTES of it."""
         if dtype not in self._scratch:
-            weights = [w for b in self.model.blocks for w in (b.qkv, b.output, b.gate_up, b.down)]
+            weights = layer_weights(self.ops)
             size = max(w.rows * w.columns for w in weights)
             size = max(min(size, SCRATCH_BYTES // dtype.itemsize), max(w.columns for w in weights))
             self._scratch[dtype] = torch.empty(size, dtype=dtype, device=self.device)
         return self._scratch[dtype]
 
     def attend(
-        self, qkv: Any, block: BlockParts, kv: KVLayer, rope: CosSin, inputs: Mapping[str, torch.Tensor], tokens: int,
-        decoding: int,
+        self, qkv: Any, op: Attention, kv: KVLayer, rope: CosSin, inputs: Mapping[str, torch.Tensor], tokens: int,
+        decoding: int, tile_queries: int,
     ) -> Activations:  # fmt: skip
         """Attend for decode and prefill tokens; return activations of the output projection."""
-        packed = self.stays_packed(block.output, tokens)
-        dtype = torch.float16 if packed else block.output.dense_dtype
+        packed = self.stays_packed(op.following, tokens)
+        dtype = torch.float16 if packed else op.following.dense_dtype
         f: Any = {"device": self.device}
         make = torch.zeros if is_interpreted() else torch.empty  # padding rows are not written
-        out = make(tokens, block.output.columns, dtype=dtype, **f)
+        out = make(tokens, op.following.columns, dtype=dtype, **f)
         if decoding:
-            config = split_kv_config(decoding, block.n_heads, block.n_kv_heads)
-            shape = (decoding, self.heads, config.max_splits)
-            scratch = (torch.empty(*shape, self.dim, **f), torch.empty(*shape, 2, **f), self._counters_for(decoding))
-            launch_decode_attention(qkv, block, kv, rope, inputs["decode_positions"], inputs["tables"], inputs["width"],
+            config = split_kv_config(decoding, op.n_heads, op.n_kv_heads)
+            shape = (decoding, op.n_heads, config.max_splits)
+            partial, stats = (torch.empty(*shape, n, **f) for n in (op.head_dim, 2))
+            scratch = partial, stats, self._counters_for(decoding, op.n_heads)
+            launch_decode_attention(qkv, op, kv, rope, inputs["decode_positions"], inputs["tables"], inputs["width"],
                                     decoding, config, scratch, out, self.pdl)  # fmt: skip
         if inputs["tile_first"].numel():
-            self._prefill(qkv, block, kv, rope, inputs, tokens, out)
+            self._prefill(qkv, op, kv, rope, inputs, tokens, out, tile_queries)
         ones = self._ones if tokens <= MAX_ONES else torch.ones(tokens, **f)
         if not packed:
             return Activations(out, ones, False)
-        blocks = block.output.columns // 32
-        interleaved = torch.empty(tokens, padded_columns(block.output.columns), dtype=dtype, **f)
+        blocks = op.following.columns // 32
+        interleaved = torch.empty(tokens, padded_columns(op.following.columns), dtype=dtype, **f)
         interleave_activations[(triton.cdiv(tokens, 8), triton.cdiv(blocks, 16))](
             out, interleaved, tokens, blocks, 16, 8, self.pdl, num_warps=4, **self.options
         )
         return Activations(interleaved, ones, True)
 
     def _prefill(
-        self, qkv: Any, block: BlockParts, kv: KVLayer, rope: CosSin, inputs: Mapping[str, torch.Tensor], tokens: int,
-        out: torch.Tensor,
+        self, qkv: Any, op: Attention, kv: KVLayer, rope: CosSin, inputs: Mapping[str, torch.Tensor], tokens: int,
+        out: torch.Tensor, tile_queries: int,
     ) -> None:  # fmt: skip
         """Rotate, store and attend for the tokens of prompts."""
-        heads, kv_heads, dim, block_size = block.n_heads, block.n_kv_heads, block.head_dim, kv.k.shape[2]
-        scale, window, cap = block.attention
+        heads, kv_heads, dim, block_size = op.n_heads, op.n_kv_heads, op.head_dim, kv.k.shape[2]
+        scale, window, cap = op.params
         dtype = kv.k.dtype if kv.k.element_size() > 1 else torch.bfloat16
         q = torch.empty(tokens, heads, dim, dtype=dtype, device=self.device)
-        each = gcd(heads, kv_heads, 8)  # heads of a program
-        rope_store_qkv[((heads + 2 * kv_heads) // each, tokens)](
-            qkv, rope.cos, rope.sin, inputs["positions"], inputs["slots"], q, kv.k, kv.v,
-            heads, kv_heads, dim // 2, block_size, block.qkv_bias, block.q_norm, block.k_norm, block.eps,
-            qkv.stride(0), qkv.shape[0], each, num_warps=max(1, each // 2),
-        )  # fmt: skip
+        padded = 0 if takes_split_kv(op) else max(16, triton.next_power_of_2(dim))
+        if padded:
+            self._rope_store_any(qkv, op, kv, rope, inputs, q)
+        else:
+            self._rope_store(qkv, op, kv, rope, inputs, q)
         keys, stages = prefill_tile(shared_memory_bytes(self.device), dim, q.element_size())
         prefill_attention[(inputs["tile_first"].numel(), heads)](
             q, kv.k, kv.v, inputs["tables"], 0, inputs["query_start"], inputs["context_len"], inputs["tile_request"],
-            inputs["tile_first"], out, scale, heads, kv_heads, dim, block_size, self.tile_queries, keys, window, cap, 0,
+            inputs["tile_first"], out, scale, heads, kv_heads, dim, block_size, tile_queries, keys, window, cap, padded,
             inputs["width"], num_warps=4, num_stages=stages,
         )  # fmt: skip
 
-    def _counters_for(self, decoding: int) -> torch.Tensor:
+    def _rope_store(
+        self, qkv: Any, op: Attention, kv: KVLayer, rope: CosSin, inputs: Mapping[str, torch.Tensor], q: torch.Tensor
+    ) -> None:
+        """Rotate and store heads that split-KV attention takes."""
+        heads, kv_heads, dim, block_size = op.n_heads, op.n_kv_heads, op.head_dim, kv.k.shape[2]
+        each = gcd(heads, kv_heads, 8)  # heads of a program
+        rope_store_qkv[((heads + 2 * kv_heads) // each, len(q))](
+            qkv, rope.cos, rope.sin, inputs["positions"], inputs["slots"], q, kv.k, kv.v,
+            heads, kv_heads, dim // 2, block_size, op.bias, op.q_norm, op.k_norm, op.eps,
+            qkv.stride(0), qkv.shape[0], each, num_warps=max(1, each // 2),
+        )  # fmt: skip
+
+    def _rope_store_any(
+        self, qkv: Any, op: Attention, kv: KVLayer, rope: CosSin, inputs: Mapping[str, torch.Tensor], out: torch.Tensor
+    ) -> None:
+        """Rotate and store heads of any size."""
+        summed = qkv.sum(0, dtype=torch.float32)  # cuBLAS returns bfloat16
+        summed = summed if op.bias is None else summed + op.bias
+        heads = summed.view(len(out), op.n_heads + 2 * op.n_kv_heads, op.head_dim)
+        q, k, v = heads.split((op.n_heads, op.n_kv_heads, op.n_kv_heads), 1)
+        if op.q_norm is not None and op.k_norm is not None:
+            q, k = (launch_rms_norm(x, weight, op.eps) for x, weight in ((q, op.q_norm), (k, op.k_norm)))
+        positions = inputs["positions"].long()
+        launch_rope_store(q, k, v, rope.cos[positions], rope.sin[positions], inputs["slots"], out, kv)
+
+    def _counters_for(self, decoding: int, heads: int) -> torch.Tensor:
         """Return zeros, which the kernel leaves as zeros."""
         if decoding > MAX_COUNTERS:  # in no graph: those hold the address of the shared ones
-            return torch.zeros(decoding * self.heads, dtype=torch.int32, device=self.device)
-        if self._counters is None:
-            self._counters = torch.zeros(MAX_COUNTERS * self.heads, dtype=torch.int32, device=self.device)
-        return self._counters
+            return torch.zeros(decoding * heads, dtype=torch.int32, device=self.device)
+        if heads not in self._counters:
+            self._counters[heads] = torch.zeros(MAX_COUNTERS * heads, dtype=torch.int32, device=self.device)
+        return self._counters[heads]

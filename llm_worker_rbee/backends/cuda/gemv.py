@@ -138,6 +138,7 @@ def gemv_packed(
     out_squares, rows, blocks: tl.constexpr, B: tl.constexpr, KIND: tl.constexpr, ROWS: tl.constexpr,
     WARPS: tl.constexpr, PREFETCH: tl.constexpr, EPILOGUE: tl.constexpr, NORM_PARTS: tl.constexpr,
     NORM_SIZE: tl.constexpr, INT8: tl.constexpr, PDL: tl.constexpr, STRIDE: tl.constexpr = 0,
+    GELU: tl.constexpr = False,
 ):  # fmt: skip
     """Multiply by packed weights: ROWS rows per program, ROWS // WARPS per warp, PREFETCH of them loaded ahead. If
     NORM_PARTS > 0, results are divided by the RMS of the activations."""
@@ -213,8 +214,9 @@ def gemv_packed(
                 y = y * factors[t]
             ys = ys + (y,)
         apply_epilogue(
-            ys, t, rows, out, residual, norm, out_scales, out_sums, out_squares, R, ROWS, WARPS, EPILOGUE, INT8, STRIDE
-        )
+            ys, t, rows, out, residual, norm, out_scales, out_sums, out_squares, R, ROWS, WARPS, EPILOGUE, INT8, STRIDE,
+            GELU,
+        )  # fmt: skip
 
 
 STORE, RESIDUAL, GATED = 0, 1, 2
@@ -278,10 +280,19 @@ def store_activations(y, t, columns, out, out_scales, out_sums, INT8: tl.constex
 
 
 @triton.jit
+def activate_gate(gate, GELU: tl.constexpr):
+    """Return silu(gate), or its GELU (tanh form): 0.5 x (1 + tanh(u)) = x / (1 + exp(-2u))."""
+    inner = gate
+    if GELU:
+        inner = 2.0 * 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
+    return gate / (1.0 + tl.exp(-inner))
+
+
+@triton.jit
 def apply_epilogue(
     ys, t, rows, out, residual, norm, out_scales, out_sums, out_squares,
     R: tl.constexpr, ROWS: tl.constexpr, WARPS: tl.constexpr, EPILOGUE: tl.constexpr, INT8: tl.constexpr,
-    STRIDE: tl.constexpr = 0,
+    STRIDE: tl.constexpr = 0, GELU: tl.constexpr = False,
 ):  # fmt: skip
     """Store the results of a program for token t. STORE writes rows of STRIDE values."""
     if EPILOGUE == 0:
@@ -298,7 +309,7 @@ def apply_epilogue(
     else:
         gated = ()
         for r in tl.static_range(R // 2):
-            gated = gated + (ys[r] / (1.0 + tl.exp(-ys[r])) * ys[R // 2 + r],)
+            gated = gated + (activate_gate(ys[r], GELU) * ys[R // 2 + r],)
         store_activations(concat_warps(gated, R // 2, WARPS), t, rows // 2, out, out_scales, out_sums, INT8)
 
 
@@ -307,7 +318,7 @@ def gemv_dense(
     x, squares, eps, w, out, residual, norm, out_squares,
     rows, columns: tl.constexpr, B: tl.constexpr, ROWS: tl.constexpr, WARPS: tl.constexpr, TILE_K: tl.constexpr,
     PREFETCH: tl.constexpr, EPILOGUE: tl.constexpr, NORM_PARTS: tl.constexpr, NORM_SIZE: tl.constexpr,
-    PDL: tl.constexpr, STRIDE: tl.constexpr = 0, scales=None,
+    PDL: tl.constexpr, STRIDE: tl.constexpr = 0, scales=None, GELU: tl.constexpr = False,
 ):  # fmt: skip
     """Multiply by dense weights (rows, columns): floats, or e4m3 with float32 scales (rows) applied last."""
     R: tl.constexpr = ROWS // WARPS
@@ -365,7 +376,9 @@ def gemv_dense(
             for r in tl.static_range(R):
                 scaled = scaled + (ys[r] * factor,)
             ys = scaled
-        apply_epilogue(ys, t, rows, out, residual, norm, out, out, out_squares, R, ROWS, WARPS, EPILOGUE, False, STRIDE)
+        apply_epilogue(
+            ys, t, rows, out, residual, norm, out, out, out_squares, R, ROWS, WARPS, EPILOGUE, False, STRIDE, GELU
+        )
 
 
 @triton.jit

@@ -175,6 +175,12 @@ def quantize_e4m3(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return (values / scales[:, None]).to(E4M3), scales
 
 
+def merge_parts(w: PackedWeight) -> PackedWeight:
+    """Return a weight as one dense part, of the type of its dense parts."""
+    dtype = next(part.values.dtype for part in w.parts if part.values is not None)
+    return PackedWeight((WeightPart.from_values(DENSE, torch.cat([dequantize(part).to(dtype) for part in w.parts])),))
+
+
 @dataclass(slots=True, eq=False)
 class Int8Activations:
     """Quantized activations: code words (B, 8, blocks), scales (B, blocks), sums times scale (B, 2, blocks)."""

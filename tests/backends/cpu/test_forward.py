@@ -14,10 +14,13 @@ from numpy.typing import NDArray
 
 from llm_worker_rbee.backends.cpu import CpuBackend
 from llm_worker_rbee.backends.cpu.elementwise import embed_task
+from llm_worker_rbee.backends.cpu.forward import CpuForward
 from llm_worker_rbee.backends.cpu.jit import TaskKernel
+from llm_worker_rbee.backends.cpu.lowering import REWRITES
 from llm_worker_rbee.backends.cpu.packed_weight import LAYOUT_BY_TYPE, dequantize_rows
 from llm_worker_rbee.backends.cpu.pointers import i64
 from llm_worker_rbee.backends.cpu.program import Program, Step, Task, new_step, pack_args
+from llm_worker_rbee.backends.graph import op_names
 from llm_worker_rbee.bench.synthetic import random_tensor
 from llm_worker_rbee.engine.model_runner import SingleSequence
 from llm_worker_rbee.errors import InferenceError
@@ -25,7 +28,7 @@ from llm_worker_rbee.models import Transformer, load_model, read_model_config
 from llm_worker_rbee.weights import open_checkpoint
 from llm_worker_rbee.weights.quants import BLOCK_TYPES
 from tests.helpers.model_runs import compute_logits, load
-from tests.helpers.model_zoo import ZOO, make_hf, prompt_ids, save_gguf, save_hf
+from tests.helpers.model_zoo import ZOO, make_hf, prompt_ids, save_gguf, save_hf, save_quantized
 
 cpu = CpuBackend()
 
@@ -56,21 +59,38 @@ def test_fused_forward_has_the_bits_of_single_ops_and_the_values_of_the_referenc
     assert np.abs(whole - expected).max() < 2e-3 * np.abs(expected).max()
 
 
+def test_every_rewrite_is_used_and_has_the_bits_of_single_ops(default_model: Path, tmp_path: Path) -> None:
+    """On quantized weights; heads of 64, which attention quantizes itself, are those of the default model."""
+    names, used = ("llama", "qwen2", "qwen3", "gemma2"), set()
+    paths = [save_quantized(ZOO[name], make_hf(ZOO[name]), tmp_path / f"{name}.gguf", "Q8_0") for name in names]
+    for path in (*paths, default_model):
+        checkpoint = open_checkpoint(path)
+        model = load_model(checkpoint, cpu, read_model_config(checkpoint), 64)
+        ids = list(range(3, 15))
+        single = steps(model, ids, [len(ids)], fused=False)
+        np.testing.assert_array_equal(steps(model, ids, [len(ids)], fused=True), single)
+        assert isinstance(model.fused, CpuForward)
+        used |= {(node.op, op_names(node)) for node in model.fused.graph.nodes if node.fused}
+    for rewrite in REWRITES:
+        needed = {name.rstrip("*") for name in rewrite.pattern.split() if not name.endswith("?")}
+        assert any(op == rewrite.into and needed <= set(ops.split(" + ")) for op, ops in used), rewrite.pattern
+
+
 @pytest.mark.parametrize("name", LAYOUT_BY_TYPE)
 def test_embed_task_of_every_type_equals_dequantized_rows(name: str) -> None:
     columns, factor = 512, 3.0
     weight = cpu.prepare([random_tensor(BLOCK_TYPES[name], (70, columns), seed=5)])
     ids = np.array([69, 0, 17, 17, 32], np.int64)
     out = np.full((len(ids), columns), np.nan, np.float32)
-    step = new_step()
-    step[Step.TOKENS], step[Step.TOKEN_IDS], step[Step.RESIDUAL] = len(ids), ids.ctypes.data, out.ctypes.data
-    Program([embed_task(weight.parts[0], factor)]).run(step, 2)
+    step = new_step(Step.END + 1)
+    step[Step.TOKENS], step[Step.TOKEN_IDS], step[Step.END] = len(ids), ids.ctypes.data, out.ctypes.data
+    Program([embed_task(weight.parts[0], factor, Step.END)]).run(step, 2)
     np.testing.assert_array_equal(out, dequantize_rows(weight.parts[0], ids) * np.float32(factor))
 
 
 def mark(args, step, piece):  # type: ignore[no-untyped-def]
     """Count that this piece was done."""
-    i64(i64(step)[Step.RESIDUAL_DELTA])[piece] += 1
+    i64(i64(step)[Step.SAMPLE_INTS])[piece] += 1
 
 
 def gather(args, step, piece):  # type: ignore[no-untyped-def]
@@ -78,8 +98,8 @@ def gather(args, step, piece):  # type: ignore[no-untyped-def]
     s, a = i64(step), i64(args)
     total = 0
     for i in range(a[0]):
-        total += i64(s[Step.RESIDUAL_DELTA])[i]
-    i64(s[Step.NORMED])[piece] += total - a[1]
+        total += i64(s[Step.SAMPLE_INTS])[i]
+    i64(s[Step.SAMPLE_FLOATS])[piece] += total - a[1]
 
 
 MARK, GATHER = TaskKernel(mark), TaskKernel(gather)
@@ -93,7 +113,7 @@ def test_program_runs_every_piece_once_before_the_next_task(workers: int) -> Non
         tasks.append(Task(MARK, pack_args(0), 1, Step.TOKENS, 1))
         tasks.append(Task(GATHER, pack_args(pieces, pieces * (i + 1)), 5, Step.TOKENS, pieces))
     done, missed, step = np.zeros(pieces, np.int64), np.zeros(5, np.int64), new_step()
-    step[Step.TOKENS], step[Step.RESIDUAL_DELTA], step[Step.NORMED] = pieces, done.ctypes.data, missed.ctypes.data
+    step[Step.TOKENS], step[Step.SAMPLE_INTS], step[Step.SAMPLE_FLOATS] = pieces, done.ctypes.data, missed.ctypes.data
     program = Program(tasks)
     for _ in range(20):
         done[:] = 0

@@ -13,8 +13,9 @@ pytest.importorskip("triton")
 from llm_worker_rbee.backends.cuda import CudaBackend, attention_decode, device  # noqa: E402
 from llm_worker_rbee.backends.cuda.attention_decode import SplitKVConfig, launch_decode_attention  # noqa: E402
 from llm_worker_rbee.backends.cuda.decoder import rope_tables  # noqa: E402
+from llm_worker_rbee.backends.cuda.fused_ops import Attention  # noqa: E402
 from llm_worker_rbee.backends.cuda.packed_weight import Int8Activations, kernel_outputs  # noqa: E402
-from llm_worker_rbee.backends.ops import AttentionParams, BlockParts, KVLayer, RopeTable  # noqa: E402
+from llm_worker_rbee.backends.ops import AttentionParams, KVLayer, RopeTable  # noqa: E402
 from llm_worker_rbee.layers.rope import inverse_frequencies  # noqa: E402
 from tests.helpers import int8_activations, torch_attention  # noqa: E402
 from tests.helpers.layer_inputs import BlockTables, normal  # noqa: E402
@@ -39,14 +40,13 @@ ROUNDED = {"float32": 1e-6, "float16": 1e-5, "bfloat16": 2e-3, "float8": 2e-2}
 
 
 def block_of(shape: tuple[int, int, int], params: AttentionParams, rope: RopeTable, extra: bool, rng: Any) -> Any:
-    """Make a block that has attention only."""
+    """Make a fused op without its matrices."""
     heads, kv_heads, dim = shape
     bias, q_norm, k_norm = (
         torch.tensor(normal(rng, n), device=DEVICE) if extra else None for n in ((heads + 2 * kv_heads) * dim, dim, dim)
     )
-    others: dict[str, Any] = dict.fromkeys(BlockParts._fields)
-    ours = {"qkv_bias": bias, "q_norm": q_norm, "k_norm": k_norm, "rope": rope, "attention": params, "eps": 1e-5}
-    return BlockParts(**{**others, **ours, "n_heads": heads, "n_kv_heads": kv_heads, "head_dim": dim})
+    no_weight: Any = None
+    return Attention(no_weight, bias, q_norm, k_norm, 1e-5, heads, kv_heads, dim, rope, params, 0, no_weight)
 
 
 def run(
@@ -88,7 +88,7 @@ def test_decode_attention_matches_torch(case: str, rng: np.random.Generator) -> 
     qkv = torch.tensor(normal(rng, parts, len(LENGTHS), (heads + 2 * kv_heads) * dim), device=DEVICE)
 
     batch = pages.batch([(r, n - 1, n) for r, n in enumerate(LENGTHS)])
-    whole = qkv.sum(0) if block.qkv_bias is None else qkv.sum(0) + block.qkv_bias
+    whole = qkv.sum(0) if block.bias is None else qkv.sum(0) + block.bias
     q, k, v = whole.view(len(LENGTHS), -1, dim).split((heads, kv_heads, kv_heads), 1)
     if extra:
         q, k = (x * torch.rsqrt((x * x).mean(-1, keepdim=True) + 1e-5) * w for x, w in

@@ -6,6 +6,7 @@ gives 2e-2 on such small models), 2e-2 where they are float16 or float32.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -17,6 +18,10 @@ pytest.importorskip("triton")
 from llm_worker_rbee.backends.cuda import CudaBackend, decoder, packed_weight  # noqa: E402
 from llm_worker_rbee.backends.cuda.elementwise import launch_embedding  # noqa: E402
 from llm_worker_rbee.backends.cuda.packed_weight import PackedWeight  # noqa: E402
+from llm_worker_rbee.bench.synthetic import random_tensor  # noqa: E402
+from llm_worker_rbee.models import Transformer  # noqa: E402
+from llm_worker_rbee.weights import Tensor  # noqa: E402
+from llm_worker_rbee.weights.quants import BLOCK_TYPES  # noqa: E402
 from tests.helpers import cuda_models  # noqa: E402
 from tests.helpers.random_planes import random_planes  # noqa: E402
 
@@ -32,6 +37,21 @@ CASES = {
         "F16",
         {"window": 3, "cap": 2.0, "norms": True},
     ),
+    "norms after, GELU": (
+        cuda_models.GROUPED._replace(layers=2),
+        "Q4_0",
+        {"post": True, "norms": True, "activation": "gelu_tanh"},
+    ),
+    "norms after, GELU, dense": (
+        cuda_models.GROUPED._replace(layers=2),
+        "F16",
+        {"post": True, "activation": "gelu_tanh"},
+    ),
+    "heads of 48": (
+        cuda_models.GROUPED._replace(layers=1, width=192, head_dim=48),
+        "Q4_0",
+        {"bias": True, "norms": True},
+    ),
 }
 # (requests, tokens of each, logits of all): prefill (padded to 16), decode of one and two, mixed
 STEPS = (((0, 1), (3, 2), False), ((0,), (1,), False), ((0, 1), (1, 1), False), ((0, 1, 2), (1, 1, 2), True))
@@ -45,6 +65,11 @@ def test_steps_match_reference(case: str) -> None:
         for model in cuda_models.load_both(cuda_models.random_checkpoint(shape, mix), ops)
     ]
     assert models[0].fused is not None
+    check_steps(models, mix)
+
+
+def check_steps(models: Sequence[Transformer], mix: str) -> None:
+    """Compare the logits of all STEPS on a backend and on the reference."""
     random = np.random.default_rng(1)
     pair = [cuda_models.Requests(model, 3, "float32") for model in models]
     for indices, counts, every in STEPS:
@@ -56,6 +81,22 @@ def test_steps_match_reference(case: str) -> None:
         assert tuple(got.shape) == want.shape
         few = max(counts) == 1 and mix != "F16"
         assert cuda_models.relative_error(got.cpu(), want) < (INT8_ERROR if few else DENSE_ERROR), counts
+
+
+def test_matrix_of_packed_and_dense_parts_is_fused() -> None:
+    """The values of the KV cache in F16, the queries and keys in Q4_0; gate and up of two packed kinds."""
+    shape = cuda_models.GROUPED._replace(layers=1)
+    made = cuda_models.random_checkpoint(shape, "Q4_0")
+    tensors = dict(made.tensors)
+    for name, kind in (("blk.0.attn_v.weight", "F16"), ("blk.0.ffn_up.weight", "Q8_0")):
+        tensors[name] = replace_tensor(tensors[name], kind)
+    models = cuda_models.load_both(replace(made, tensors=tensors), ops)
+    assert models[0].fused is not None
+    check_steps(models, "Q4_0")
+
+
+def replace_tensor(tensor: Tensor, kind: str) -> Tensor:
+    return replace(random_tensor(BLOCK_TYPES[kind], tensor.shape, seed=11), name=tensor.name)
 
 
 def test_decode_beyond_graph_sizes_takes_device_ids(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,321 @@
+"""From the graph of a step to the tasks of a program: expansions, rewrites, and the tasks of every op.
+
+    recorded         expanded                  fused by a rewrite
+    embed                                      embed
+    rms_norm, add_   quantize                  norm: [norm of the delta,] residual add, norm, activation quantization
+    linear           quantize, matmul, add_bias   linear
+    rope_store       rope_angles (once)        rope_kv_write: split, [q and k norms,] rotation, write to the KV cache
+    attention        split_work (once)         attention: prefill tiles, decode tiles, activation quantization
+    gated                                      gated: activation(gate) * up, activation quantization
+    logits           quantize, matmul, soft_cap
+
+An op without tasks here runs as the reference computes it, between two programs. Fused and single ops share their
+kernels, so the bits are the same.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+
+from ..graph import LOGITS, TOKENS, Graph, Node, Rewrite, Shape, Value, apply_rewrites, have_one_eps
+from . import elementwise, quantize_activations
+from .attention import attention_tasks, can_quantize_output, split_work_task
+from .elementwise import ACTIVATIONS, TOKENS_PER_PIECE, HeadNormArg, NormArg, embed_task
+from .kv_layout import padded_dim
+from .linear import linear_tasks
+from .program import Step, Task, pack_args, pack_floats
+from .rope import angles_task, rope_store_task
+
+TILE_COUNTS = ((0, np.int64), (0, np.int64))  # entries for numbers, without an array
+COUNTS: dict[Any, Step] = {TOKENS: Step.TOKENS, LOGITS: Step.NUM_LOGITS}
+
+
+def _is_of_rows(node: Node) -> bool:
+    return len(node.fused[0]["x"].shape) == 2 and have_one_eps(node)
+
+
+def _can_quantize(node: Node) -> bool:
+    attention = node.part("attention")
+    return attention is not None and can_quantize_output(attention["q"].shape[2])
+
+
+def _has_kernel(node: Node) -> bool:
+    return node.fused[0]["activation"] in ACTIVATIONS
+
+
+REWRITES = (
+    Rewrite("norm", "rms_norm? take? take? add_rms_norm* quantize?", _is_of_rows),
+    Rewrite("norm", "rms_norm* quantize?", _is_of_rows),
+    Rewrite("rope_kv_write", "split_heads rms_norm? rms_norm? rope_store", have_one_eps),
+    Rewrite("attention", "attention* quantize", _can_quantize),
+    Rewrite("gated", "gated* quantize", _has_kernel),
+    Rewrite("linear", "matmul add_bias?"),
+)
+
+
+class _Expander:
+    """Splits recorded ops into those of this backend: a product quantizes what it reads, once for each input."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.first: list[Node] = []  # what runs once, before the layers
+        self.nodes: list[Node] = []
+        self._shared: dict[Any, Value] = {}
+        self._replaced: dict[Value, Value] = {}
+        self._kv_heads: dict[int, int] = {}  # by layer of the cache
+        self._readers = {value: node.op for node in graph.nodes for value in node.inputs}
+        self._producers = {value: node.op for node in graph.nodes for value in node.outputs}
+        for node in graph.nodes:
+            self._expand(node)
+        self.graph = Graph((*self.first, *self.nodes), self._new(graph.output))
+
+    def _new(self, value: Any) -> Any:
+        return self._replaced.get(value, value) if isinstance(value, Value) else value
+
+    def _expand(self, node: Node) -> None:
+        args = {name: self._new(value) for name, value in node.args.items()}
+        if node.op == "linear":
+            self._replaced[node.output] = self._linear(node, args)
+        elif node.op == "logits":
+            self._replaced[node.output] = self._product(args["x"], args["head"].two_term(), "head")
+        else:
+            if node.op == "rope_store":
+                table = args["table"]
+                self._kv_heads[args["kv"]] = args["k"].shape[1]
+                args["angles"] = self._once(self.first, "rope_angles", id(table), (TOKENS,), table=table)
+            elif node.op == "attention":
+                heads, kv_heads = args["q"].shape[1], self._kv_heads[args["kv"]]
+                args["n_kv_heads"] = kv_heads
+                geometry = {"n_heads": heads, "n_kv_heads": kv_heads}
+                args["work"] = self._once(self.first, "split_work", (heads, kv_heads), (TOKENS,), **geometry)
+            self.nodes.append(Node(node.op, args, node.outputs))
+
+    def _linear(self, node: Node, args: dict[str, Any]) -> Value:
+        component = "qkv" if self._readers.get(node.output) == "split_heads" else "mlp"
+        if self._producers[node["x"]] == "attention":
+            component = "output"
+        out = self._product(args["x"], args["w"], component)
+        return out if args["bias"] is None else self._emit(self.nodes, "add_bias", out.shape, x=out, bias=args["bias"])
+
+    def _product(self, x: Value, w: Any, component: str) -> Value:
+        quantized, two_term = None, any(w.residual_activations)
+        if w.needs_int8:
+            quantized = self._once(self.nodes, "quantize", (x, two_term), x.shape, x=x, two_term=two_term)
+        floats, shape = x if w.needs_floats else None, (x.shape[0], w.rows)
+        return self._emit(self.nodes, "matmul", shape, x=floats, quantized=quantized, w=w, component=component)
+
+    def _emit(self, nodes: list[Node], op: str, shape: Shape, **args: Any) -> Value:
+        nodes.append(Node(op, args, (Value(shape),)))
+        return nodes[-1].output
+
+    def _once(self, nodes: list[Node], op: str, key: Any, shape: Shape, **args: Any) -> Value:
+        if (op, key) not in self._shared:
+            self._shared[op, key] = self._emit(nodes, op, shape, **args)
+        return self._shared[op, key]
+
+
+def fuse(graph: Graph) -> Graph:
+    """Return what this backend runs for a recorded graph."""
+    return apply_rewrites(_Expander(graph).graph, REWRITES)
+
+
+Layout = tuple[tuple[int, Any], ...]  # (elements per row, type) of the arrays of a buffer, at adjacent entries
+
+
+class Buffers:
+    """Places of values in the step table; a place is used again once its value is not read any more."""
+
+    def __init__(self) -> None:
+        self.layouts: dict[int, Layout] = {}  # by first entry
+        self.end: int = Step.END
+        self._free: dict[Layout, list[int]] = {}
+
+    def allocate(self, layout: Layout) -> int:
+        """Return the first entry of a buffer."""
+        if free := self._free.get(layout):
+            return free.pop()
+        entry = self.end
+        self.layouts[entry] = layout
+        self.end += len(layout)
+        return entry
+
+    def release(self, entry: int) -> None:
+        self._free.setdefault(self.layouts[entry], []).append(entry)
+
+
+class HostCall(NamedTuple):
+    """An op that Python runs between two programs."""
+
+    node: Node
+    inputs: dict[str, int]  # entries
+    outputs: tuple[int, ...]
+
+
+class Lowered(NamedTuple):
+    """What one node runs."""
+
+    component: str  # of the model, for profiles
+    node: Node
+    work: list[Task] | HostCall
+
+    @property
+    def runs(self) -> str:
+        """Return the names of its kernels."""
+        if isinstance(self.work, HostCall):
+            return f"reference.{self.node.op}, between two programs"
+        return ", ".join(task.kernel.name for task in self.work)
+
+
+class LoweredStep(NamedTuple):
+    """The tasks of a step, and the buffers that they use."""
+
+    parts: list[Lowered]
+    buffers: dict[int, Layout]
+    num_entries: int
+
+
+class _Lowering:
+    """Turns the nodes of a fused graph into tasks."""
+
+    def __init__(self, graph: Graph, kv_type: str, threads: int) -> None:
+        self.kv_type, self.threads = kv_type, threads
+        self.buffers = Buffers()
+        self.entries: dict[Value, int] = {graph.output: Step.LOGITS}
+        self.parts: list[Lowered] = []
+        self.last_uses, self.index = graph.last_uses(), 0
+        for self.index, node in enumerate(graph.nodes):
+            lower = getattr(self, f"_{node.op}", None)
+            component, tasks = lower(node) if lower else ("host", self._host(node))
+            self.parts.append(Lowered(component, node, tasks))
+            inner = (value for part in node.fused for value in part.outputs)
+            for value in {*node.inputs, *node.outputs, *inner}:
+                if self.last_uses.get(value, -1) <= self.index and value in self.entries:
+                    self._release(value)
+
+    def _release(self, value: Value) -> None:
+        entry = self.entries.pop(value)
+        if entry >= Step.END and entry not in self.entries.values():
+            self.buffers.release(entry)
+
+    def _new(self, value: Value, *layout: tuple[int, Any]) -> int:
+        """Place a value: floats of its shape, if no layout is given."""
+        if value not in self.entries:
+            self.entries[value] = self.buffers.allocate(layout or ((_width(value), np.float32),))
+        return self.entries[value]
+
+    def _activations(self, node: Node | None) -> int:
+        """Place the quantized activations of a `quantize` op, if there is one; return their entry or 0."""
+        if node is None:
+            return 0
+        blocks = -(-_width(node["x"]) // 32) * (2 if node["two_term"] else 1)
+        return self._new(node.output, *((count * blocks, dtype) for count, dtype in quantize_activations.BUFFERS))
+
+    def _rope_angles(self, node: Node) -> tuple[str, list[Task]]:
+        pairs = len(node["table"].inv_freq)
+        entry = self._new(node.output, (pairs, np.float32), (pairs, np.float32))
+        return "scheduling", [angles_task(node["table"], entry)]
+
+    def _split_work(self, node: Node) -> tuple[str, list[Task]]:
+        work = self._new(node.output, (node["n_heads"] * 4, np.int64), *TILE_COUNTS)
+        return "scheduling", [split_work_task(node["n_heads"], node["n_kv_heads"], work)]
+
+    def _embed(self, node: Node) -> tuple[str, list[Task]]:
+        (table,) = node["table"].parts
+        return "embedding", [embed_task(table, node["scale"], self._new(node.output))]
+
+    def _norm(self, node: Node) -> tuple[str, list[Task]]:
+        """Lower the norm with the residual add, which is done in place."""
+        add, takes, quantize = node.part("add_rms_norm"), node.parts("take"), node.part("quantize")
+        norms = node.parts("rms_norm")
+        main = add or norms[0]
+        post = norms[0] if add and norms else None
+        normed = main.outputs[0]
+        source = takes[1]["x"] if takes else main["residual" if add else "x"]
+        delta = (post or (takes[0] if takes else main))["x"] if add else source
+        if add and not takes:
+            assert self.last_uses[source] <= self.index, "the residual add is done in place"
+            self.entries[main.outputs[1]] = self.entries[source]
+        count, activations = COUNTS[normed.shape[0]], self._activations(quantize)
+        floats = self._new(normed) if normed in node.outputs else 0
+        outputs = floats, activations, Step.LOGITS_INDEX if takes else 0
+        weights = main["weight"], 0 if post is None else post["weight"]
+        two_term = quantize is not None and quantize["two_term"]
+        args = pack_args(count, self.entries[delta], self.entries[source], *outputs, len(main["weight"]), *weights,
+                         add is not None, 0, two_term)  # fmt: skip
+        pack_floats(args, NormArg.EPS, [main["eps"]])
+        return "norm", [Task(elementwise.NORM, args, 1, count, TOKENS_PER_PIECE)]
+
+    def _rope_kv_write(self, node: Node) -> tuple[str, list[Task]]:
+        """Lower the q and k norms, which are done in place, the rotation and the write."""
+        (split,), norms, (store,) = node.parts("split_heads"), node.parts("rms_norm"), node.parts("rope_store")
+        heads, kv_heads, dim = split["n_heads"], split["n_kv_heads"], split["head_dim"]
+        qkv, tasks = self.entries[split["qkv"]], []
+        if norms:
+            args = pack_args(Step.TOKENS, qkv, heads, kv_heads, dim, norms[0]["weight"], norms[1]["weight"], 0)
+            pack_floats(args, HeadNormArg.EPS, [norms[0]["eps"]])
+            tasks.append(Task(elementwise.HEAD_NORMS, args, 1, Step.TOKENS, TOKENS_PER_PIECE))
+        queries = self._new(store.output, (heads * padded_dim(dim), np.float32))
+        pairs, angles = len(store["table"].inv_freq), self.entries[store["angles"]]
+        tasks.append(rope_store_task(store["kv"], angles, pairs, heads, kv_heads, dim, self.kv_type, qkv, queries))
+        return "rope_kv_write", tasks
+
+    def _attention(self, node: Node) -> tuple[str, list[Task]]:
+        attention, quantize = node.part("attention"), node.part("quantize")
+        assert attention is not None
+        _, heads, dim = attention["q"].shape
+        padded, activations = padded_dim(dim), self._activations(quantize)
+        out = attention.outputs[0]
+        whole = self._new(out) if padded == dim else self.buffers.allocate(((heads * padded, np.float32),))
+        places = self.entries[attention["q"]], whole, self.entries[attention["work"]]
+        tasks = attention_tasks(attention["kv"], heads, attention["n_kv_heads"], dim, attention["params"], self.kv_type,
+                                *places, activations)  # fmt: skip
+        if padded != dim:
+            args = pack_args(Step.TOKENS, whole, self._new(out), 0, heads, dim, padded, 0)
+            tasks.append(Task(elementwise.QUANTIZE_ROWS, args, 1, Step.TOKENS, TOKENS_PER_PIECE))
+            self.buffers.release(whole)
+        return "attention", tasks
+
+    def _quantize(self, node: Node) -> tuple[str, list[Task]]:
+        x, count = node["x"], COUNTS[node["x"].shape[0]]
+        entries = self.entries[x], self._activations(node)
+        return "output", [elementwise.quantize_task(count, *entries, _width(x), two_term=node["two_term"])]
+
+    def _gated(self, node: Node) -> Any:
+        gate = node.part("gated")
+        assert gate is not None
+        if gate["activation"] not in ACTIVATIONS:
+            return "host", self._host(node)
+        half, source, out = _width(gate.outputs[0]), self.entries[gate["gate_up"]], gate.outputs[0]
+        activations = self._activations(node.part("quantize"))
+        floats = self._new(out) if out in node.outputs else 0
+        args = pack_args(Step.TOKENS, source, floats, activations, half, ACTIVATIONS.index(gate["activation"]))
+        pieces = -(-half // elementwise.GATE_COLUMNS)
+        return "mlp", [Task(elementwise.GATED, args, pieces, Step.TOKENS, TOKENS_PER_PIECE)]
+
+    def _linear(self, node: Node) -> tuple[str, list[Task]]:
+        product, bias = node.part("matmul"), node.part("add_bias")
+        assert product is not None
+        count, w = COUNTS[product.output.shape[0]], product["w"]
+        floats, quantized = (0 if product[name] is None else self.entries[product[name]] for name in ("x", "quantized"))
+        out = self._new(node.output)
+        tasks = linear_tasks(w, count, floats, quantized, out, self.threads)
+        if bias is not None:
+            args = pack_args(count, out, len(bias["bias"]), bias["bias"])
+            tasks.append(Task(elementwise.ADD_BIAS, args, 1, count, TOKENS_PER_PIECE))
+        return product["component"], tasks
+
+    def _host(self, node: Node) -> HostCall:
+        inputs = {name: self.entries[value] for name, value in node.args.items() if isinstance(value, Value)}
+        return HostCall(node, inputs, tuple(self._new(value) for value in node.outputs))
+
+
+def _width(value: Value) -> int:
+    return prod(cast(tuple[int, ...], value.shape[1:]))
+
+
+def lower(graph: Graph, kv_type: str, threads: int) -> LoweredStep:
+    """Return the tasks of a fused graph for a cache of this KV type."""
+    made = _Lowering(graph, kv_type, threads)
+    return LoweredStep(made.parts, made.buffers.layouts, made.buffers.end)

@@ -1,0 +1,233 @@
+"""A step of a model as a graph: the op calls of its definition, recorded once, and rewrites of neighbouring ops.
+
+`Recorder` is a backend that computes nothing: its ops note what they were called with and return `Value`s, arrays whose
+shape is known but for the sizes that a step decides. A backend lowers the graph to what it runs: first its table of
+`Rewrite`s replaces runs of neighbouring ops by fused ones, then every op that is left becomes tasks or launches.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import cache, cached_property
+from typing import Any, NamedTuple
+
+from .ops import Backend, Batch
+
+TOKENS, LOGITS = "tokens", "logits"  # sizes of a step: all its tokens, and those whose logits are computed
+Shape = tuple[int | str, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Value:
+    """An array of a step; `name` is set for what the step gets from outside."""
+
+    shape: Shape
+    name: str = ""
+
+
+class Node:
+    """One op with its arguments by name: values, weights, parameters. A fused op has the ops that it replaces."""
+
+    __slots__ = ("args", "fused", "inputs", "op", "outputs")
+
+    def __init__(
+        self, op: str, args: Mapping[str, Any], outputs: tuple[Value, ...], fused: tuple[Node, ...] = ()
+    ) -> None:
+        self.op, self.args, self.outputs, self.fused = op, args, outputs, fused
+        read = [value for value in args.values() if isinstance(value, Value)]
+        if fused:  # without what it makes for itself
+            made = {value for node in fused for value in node.outputs}
+            read = [value for node in fused for value in node.inputs if value not in made]
+        self.inputs: tuple[Value, ...] = tuple(dict.fromkeys(read))
+
+    def __getitem__(self, name: str) -> Any:
+        return self.args[name]
+
+    @property
+    def output(self) -> Value:
+        (value,) = self.outputs
+        return value
+
+    def parts(self, op: str) -> tuple[Node, ...]:
+        """Return the ops of this name that it replaces, or itself."""
+        return tuple(node for node in self.fused or (self,) if node.op == op)
+
+    def part(self, op: str) -> Node | None:
+        """Return the first of `parts`, if there is one."""
+        return next(iter(self.parts(op)), None)
+
+
+class Graph(NamedTuple):
+    """The ops of a step in the order of their execution; `output` are the logits."""
+
+    nodes: tuple[Node, ...]
+    output: Value
+
+    def last_uses(self) -> dict[Value, int]:
+        """Return for each value the index of the last node that reads it."""
+        uses = {value: index for index, node in enumerate(self.nodes) for value in node.inputs}
+        return uses | {self.output: len(self.nodes)}
+
+
+def _split_shapes(qkv: Value, n_heads: int, n_kv_heads: int, head_dim: int) -> list[Shape]:
+    return [(qkv.shape[0], heads, head_dim) for heads in (n_heads, n_kv_heads, n_kv_heads)]
+
+
+# The shapes of what an op returns, from its arguments.
+SHAPES: dict[str, Callable[..., Sequence[Shape]]] = {
+    "embed": lambda table, ids, scale: [(TOKENS, table.columns)],
+    "rms_norm": lambda x, weight, eps: [x.shape],
+    "add_rms_norm": lambda x, residual, weight, eps: [x.shape, x.shape],
+    "linear": lambda x, w, bias: [(x.shape[0], w.rows)],
+    "split_heads": _split_shapes,
+    "rope_store": lambda q, k, v, positions, table, kv, slot_mapping: [q.shape],
+    "attention": lambda q, kv, batch, params: [(q.shape[0], q.shape[1] * q.shape[2])],
+    "gated": lambda gate_up, activation: [(gate_up.shape[0], gate_up.shape[1] // 2)],
+    "take": lambda x, index: [(index.shape[0], *x.shape[1:])],
+    "logits": lambda x, head, soft_cap: [(x.shape[0], head.rows)],
+}
+
+
+class Recorder:
+    """An op table that records its calls."""
+
+    def __init__(self) -> None:
+        self.nodes: list[Node] = []
+
+    def __getattr__(self, op: str) -> Callable[..., Any]:
+        if op not in SHAPES:
+            raise AttributeError(op)
+
+        def call(*args: Any, **options: Any) -> Any:
+            arguments = _bind(op, args, options)
+            outputs = tuple(Value(shape) for shape in SHAPES[op](**arguments))
+            self.nodes.append(Node(op, arguments, outputs))
+            return outputs[0] if len(outputs) == 1 else outputs
+
+        return call
+
+
+@cache
+def _signature(op: str) -> inspect.Signature:
+    return inspect.signature(getattr(Backend, op))
+
+
+def _bind(op: str, args: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
+    bound = _signature(op).bind(None, *args, **options)
+    bound.apply_defaults()
+    return {name: value for name, value in bound.arguments.items() if name != "self"}
+
+
+def record(forward: Callable[[Any, Batch, Sequence[Any]], Value], n_layers: int) -> Graph:
+    """Return the graph of `forward(ops, batch, kv)`; in it, `kv` is the number of a layer."""
+    recorder = Recorder()
+    sizes = {"ids": TOKENS, "positions": TOKENS, "slot_mapping": TOKENS, "logits_index": LOGITS}
+    arrays: Any = {field.name: Value((sizes.get(field.name, field.name),), field.name) for field in fields(Batch)}
+    output = forward(recorder, Batch(**arrays), range(n_layers))
+    return Graph(tuple(recorder.nodes), output)
+
+
+@dataclass(frozen=True)
+class Rewrite:
+    """A run of neighbouring ops that becomes one fused op.
+
+    `?` marks ops that may be missing, `*` ops whose values others may read too, as they may those of the last one.
+    """
+
+    into: str
+    pattern: str
+    condition: Callable[[Node], bool] = lambda node: True
+
+    @cached_property
+    def _names(self) -> list[tuple[str, bool]]:
+        return [(name.rstrip("?*"), name.endswith("?")) for name in self.pattern.split()]
+
+    @cached_property
+    def _shared(self) -> set[str]:
+        return {name.rstrip("*") for name in self.pattern.split() if name.endswith("*")}
+
+    def match(self, nodes: Sequence[Node], first: int) -> tuple[Node, ...]:
+        """Return the nodes of the run that starts at `first`; none if there is no such run."""
+        found: list[Node] = []
+        left = sum(not is_optional for _, is_optional in self._names)
+        for name, is_optional in self._names:
+            node = nodes[first + len(found)] if first + len(found) < len(nodes) else None
+            if node is not None and node.op == name and (left or _reads(node, found)):
+                found.append(node)
+                left -= not is_optional
+            elif not is_optional:
+                return ()
+        return tuple(found)
+
+    def fuse(self, run: tuple[Node, ...], readers: Mapping[Value, set[Node]]) -> Node | None:
+        """Return the fused op of a run; None where its ops are not linked, or others read what lies inside."""
+        if any(not any(_reads(later, [node]) for later in run[i + 1 :]) for i, node in enumerate(run[:-1])):
+            return None
+        outside = [value for node in run for value in node.outputs if readers.get(value, set()) - set(run)]
+        if any(value in node.outputs for node in run[:-1] if node.op not in self._shared for value in outside):
+            return None
+        outputs = tuple(dict.fromkeys((*outside, *run[-1].outputs)))
+        fused = Node(self.into, {}, outputs, tuple(part for node in run for part in node.fused or (node,)))
+        return fused if self.condition(fused) else None
+
+
+def have_one_eps(node: Node) -> bool:
+    """Return whether all norms of a fused node have the same eps, for kernels that take one."""
+    return len({part["eps"] for part in node.fused if "eps" in part.args}) <= 1
+
+
+def _reads(node: Node, others: Sequence[Node]) -> bool:
+    return any(value in other.outputs for other in others for value in node.inputs)
+
+
+def apply_rewrites(graph: Graph, rewrites: Sequence[Rewrite]) -> Graph:
+    """Replace runs of ops by fused ones, each by the first rewrite that matches; ops of no run stay."""
+    readers: dict[Value, set[Node]] = defaultdict(set)
+    for node in graph.nodes:
+        for value in node.inputs:
+            readers[value].add(node)
+    made: list[Node] = []
+    at = 0
+    while at < len(graph.nodes):
+        runs = ((rewrite, rewrite.match(graph.nodes, at)) for rewrite in rewrites)
+        found = ((run, rewrite.fuse(run, readers)) for rewrite, run in runs if run)
+        run, node = next(((run, node) for run, node in found if node is not None), ((), graph.nodes[at]))
+        made.append(node)
+        at += len(run) or 1
+    return Graph(tuple(made), graph.output)
+
+
+class ProgramLine(NamedTuple):
+    """One fused op of a lowered program, as `inspect --program` shows it."""
+
+    component: str
+    ops: str  # the recorded ops that it replaces
+    runs: str  # kernels or launches
+
+
+def op_names(node: Node) -> str:
+    """Return the names of the ops of a fused node."""
+    return " + ".join(part.op for part in node.fused or (node,))
+
+
+def collapse_repeats(lines: Sequence[ProgramLine]) -> list[tuple[int, list[ProgramLine]]]:
+    """Return the lines in runs, each with how often it repeats: layers that run the same appear once."""
+    found: list[tuple[int, list[ProgramLine]]] = []
+    at = 0
+    while at < len(lines):
+        period, count = 1, 1
+        for size in range(1, (len(lines) - at) // 2 + 1):
+            unit, times = lines[at : at + size], 1
+            while lines[at + times * size : at + (times + 1) * size] == unit:
+                times += 1
+            if times > 1 and times * size > period * count:
+                period, count = size, times
+        if count == 1 and found and found[-1][0] == 1:
+            found[-1][1].append(lines[at])
+        else:
+            found.append((count, list(lines[at : at + period])))
+        at += period * count
+    return found
