@@ -1,4 +1,4 @@
-"""`llm-worker-rbee inspect`: what is in a model file, without loading its weights.
+"""`llm-worker-rbee inspect`: what is in a model file. Weights are loaded for `--program` only.
 
 It works on every file that can be opened: an unsupported architecture, a vocabulary without tensors or an
 unknown tokenizer is reported, and is no failure. One dictionary of plain values makes the text and the JSON.
@@ -17,8 +17,8 @@ from ..llm import open_tokenizer
 from ..models import read_model_config
 from ..progress import transfer_progress
 from ..weights import Checkpoint, hub, open_checkpoint
-from .options import MODEL_HELP, CapacityOptions, gather, option_names_in_errors
-from .terminal import cell, columns, one_line, print_json, style
+from .options import MODEL_HELP, CapacityOptions, LoadOptions, ModelOptions, gather, load_model, option_names_in_errors
+from .terminal import Status, cell, columns, one_line, print_json, program_lines, style
 
 MAX_VALUE_CHARS = 60
 SHAPE_LABELS = {
@@ -38,6 +38,12 @@ def inspect(
     metadata: Annotated[
         bool, typer.Option("--metadata", help="List every metadata key; with --json, long lists in full.")
     ] = False,
+    program: Annotated[
+        bool, typer.Option("--program", help="Load the weights and list what a step runs: fused ops and kernels.")
+    ] = False,
+    device: Annotated[
+        str, typer.Option("--device", metavar="NAME", help="With --program: auto, cpu, cuda or cuda:N.")
+    ] = "auto",
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object, tensors and metadata included.")
     ] = False,
@@ -53,12 +59,18 @@ def inspect(
       llm-worker-rbee inspect
       llm-worker-rbee inspect model.gguf --context 4096 --kv-memory 2G
       llm-worker-rbee inspect model.gguf --tensors --metadata
+      llm-worker-rbee inspect model.gguf --program
     """
     planned = capacity.arguments()
     with transfer_progress() as progress:
         located = hub.find_model(model, progress=progress)
     checkpoint = open_checkpoint(located.path, weights=False)
     report = describe_file(checkpoint, located.bytes, context, planned)
+    step: list[Any] = []
+    if program:
+        llm = load_model(ModelOptions(model=str(located.path)), LoadOptions(device=device), Status())
+        step = llm.model.program(llm.kv_type)
+        report["program"] = [{"repeats": n, "ops": [line._asdict() for line in lines]} for n, lines in step]
     if as_json:
         print_json(
             {**report, "tensors": tensor_rows(checkpoint), "metadata": metadata_values(checkpoint, whole=metadata)}
@@ -73,6 +85,8 @@ def inspect(
             for t in tensor_rows(checkpoint)
         ]
         _section("Tensors", columns([("NAME", "TYPE", "SHAPE", "BYTES"), *rows], right=[3], indent="  "))
+    if program:
+        _section(f"Program of a step on {llm.device}, keys and values {llm.kv_type}", program_lines(step))
 
 
 def _section(title: str, lines: list[str]) -> None:

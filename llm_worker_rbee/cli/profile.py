@@ -13,7 +13,7 @@ from ..bench.results import Run
 from ..progress import step_progress
 from .bench.common import ModelArgument, Repetitions, ResultOptions, option, recording, require_place
 from .options import LoadOptions, ModelOptions, gather, load_model
-from .terminal import Status, columns, note, style
+from .terminal import Status, columns, note, program_lines, style
 
 COLOURS = {"critical": "red", "moderate": "yellow", "minor": "dim"}
 
@@ -56,6 +56,8 @@ def profile(options: ProfileOptions, results: ResultOptions, computing: LoadOpti
     flames: dict[str, Flame] = {}
     complete = False
     with recording("profile", results, _print_run, **recorded) as recorder:
+        program = llm.model.program(llm.kv_type)
+        recorder.details["program"] = [[repeats, [list(line) for line in lines]] for repeats, lines in program]
         try:
             with step_progress() as progress:
                 benchmark.run(recorder, progress, llm, settings, flames)
@@ -88,4 +90,5 @@ def _print_run(run: Run) -> None:
         print("\ntop five: " + ", ".join(f"{part.label} {part.share:.1%}" for part in top))
         print("\n".join([*benchmark.classes(run, phase), "targets:"]))
         print("\n".join(f"  {line}" for line in benchmark.targets(run, phase)) + "\n")
+    print("\n".join([style("Program of a step", "bold"), *program_lines(run.details["program"]), ""]))
     print(style(benchmark.remark(run), "dim"))

@@ -106,6 +106,15 @@ class Status:
             self._shown = False
 
 
+def program_lines(program: Sequence[tuple[int, Sequence[Sequence[str]]]]) -> list[str]:
+    """Return what a step runs as a table; layers that run the same are listed once."""
+    rows: list[Sequence[str]] = [("PART", "OPS", "RUNS")]
+    for repeats, lines in program:
+        rows += [(f"{repeats} times:",)] if repeats > 1 else []
+        rows += [(f"  {line[0]}" if repeats > 1 else line[0], *line[1:]) for line in lines]
+    return columns(rows, indent="  ")
+
+
 def columns(rows: Iterable[Sequence[str]], right: Sequence[int] = (), indent: str = "") -> list[str]:
     """Return lines with aligned columns; those of `right` are right-aligned."""
     table = [list(row) for row in rows]
