@@ -112,7 +112,8 @@ def exact_logits(model: Transformer, ids: torch.Tensor) -> torch.Tensor:
     x = model.embedding.dequantize_rows(ids)
     for block in model.blocks:
         a = block.attention
-        q, k, v = a.split(times(normed(x, block.attention_norm), a.qkv.weight))
+        qkv = times(normed(x, block.attention_norm), a.qkv.weight)
+        q, k, v = OPS.split_heads(qkv, a.n_heads, a.n_kv_heads, a.head_dim)
         q, k, v = (t.transpose(0, 1) for t in (turned(q), turned(k), v))
         k, v = (t.repeat_interleave(c.n_heads // c.n_kv_heads, 0) for t in (k, v))
         mixed = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=c.attention_scale)

@@ -52,6 +52,9 @@ FEATURES: dict[str, tuple[Shape, str, str, dict[str, Any]]] = {
     ),
     "bias, float8": (MIDDLE, "Q4_K_M", "float8", {"bias": True}),
     "dense, all features, float8": (MIDDLE, "BF16", "float8", {"norms": True, "window": 50, "cap": 3.0, "bias": True}),
+    "norms after, GELU": (MIDDLE, "Q4_0", "bfloat16", {"post": True, "norms": True, "activation": "gelu_tanh"}),
+    "norms after, GELU, dense": (MIDDLE, "BF16", "bfloat16", {"post": True, "activation": "gelu_tanh"}),
+    "heads of 96": (MIDDLE._replace(width=768, heads=8, kv_heads=8, head_dim=96), "Q4_0", "bfloat16", {"bias": True}),
 }
 # (requests, tokens of each, logits of all): prefill, decode of one, of two, mixed, many prefills, many decodes
 STEPS = (
