@@ -32,7 +32,7 @@ from .elementwise import quantize_task
 from .jit import TaskKernel, kernel, variant
 from .packed_weight import GROUP_ROWS, LAYOUTS, Layout, PackedMatrix, dequantize_rows, layout_of_tensor
 from .pointers import f32, f64, i8, i32, i64, prefetch, scratch, u8, u16
-from .program import Program, Step, Task, pack_args, pack_floats, run_step
+from .program import Program, Step, Task, new_step, pack_args, pack_floats
 from .repack import repack
 
 Floats = NDArray[np.float32]
@@ -294,8 +294,9 @@ class PackedWeight(StackedWeight):
         x, tokens = np.ascontiguousarray(x, np.float32), x.shape[0]
         out = np.empty((tokens, self.rows), np.float32)
         arrays = x, out, *quantize_activations.allocate(2 * tokens, self.columns)
-        entries = dict(enumerate(arrays, Step.END))
-        run_step(self._programs[threads], entries, {Step.TOKENS: tokens}, threads)
+        step = new_step(Step.END + len(arrays))
+        step[Step.TOKENS], step[Step.END :] = tokens, [array.ctypes.data for array in arrays]
+        self._programs[threads].run(step, threads)
         return out
 
     def _matmul_program(self, threads: int) -> Program:
