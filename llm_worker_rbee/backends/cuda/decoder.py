@@ -106,8 +106,10 @@ class Decoder:
     takes them, prefill and decode tokens alike go through tiles of queries; decode steps still run in graphs.
     """
 
-    def __init__(self, ops: Sequence[FusedOp], device: torch.device, *, batch_invariant: bool) -> None:
-        self.ops, self.device = ops, device
+    def __init__(
+        self, ops: Sequence[FusedOp], device: torch.device, *, batch_invariant: bool, lines: list[ProgramLine]
+    ) -> None:
+        self.ops, self.device, self._lines = ops, device, lines
         self.graphs = CudaGraphs(device)
         self.staging = InputStaging(device)
         self.batched = BatchedForward(ops, device, batch_invariant)
@@ -131,7 +133,7 @@ class Decoder:
             return self._step(batch, kv)
 
     def program(self, kv_type: str) -> list[ProgramLine]:
-        return describe(self.ops)
+        return self._lines
 
     @property
     def graph_bytes(self) -> int:
@@ -282,10 +284,11 @@ def fuse(record: Callable[[], Graph], device: torch.device, *, batch_invariant: 
     """Return the decoder of a model; None if it has a feature that these kernels lack: then it runs unfused."""
     if device.type == "cuda":
         torch.cuda.empty_cache()  # what packing needed: the KV cache takes the rest
-    ops = fuse_graph(record())
+    graph = record()
+    ops = fuse_graph(graph)
     if ops is None or not all(map(_is_supported, ops)):
         return None
-    return Decoder(ops, device, batch_invariant=batch_invariant)
+    return Decoder(ops, device, batch_invariant=batch_invariant, lines=describe(graph))
 
 
 def _is_supported(op: FusedOp) -> bool:

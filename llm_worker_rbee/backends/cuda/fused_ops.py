@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..graph import Graph, Node, ProgramLine, Rewrite, apply_rewrites, have_one_eps
+from ..graph import Graph, Node, ProgramLine, Rewrite, apply_rewrites, have_one_eps, op_names
 from ..ops import AttentionParams, RopeTable
 from .packed_weight import PackedWeight, merge_parts
 
@@ -22,6 +22,16 @@ REWRITES = (
     Rewrite("linear_add_norm", "linear rms_norm? take? take? add_rms_norm", have_one_eps),
     Rewrite("logits", "logits"),
 )
+
+
+LAUNCHES = {
+    "embed_norm": "embed_rows",
+    "attention": "1 to 4 tokens: gemv, decode_attention; more: gemm, decode_attention or rope_store, prefill_attention",
+    "gated_linear": "1 to 4 tokens: gemv with its activation; more: gemm, swiglu_rows",
+    "linear_add_norm": "1 to 4 tokens: gemv with residual add and norm; more: gemm, add_rms_norm_rows",
+    "post_norm": "1 to 4 tokens: gemv, add_rms_norm_rows; more: gemm, add_rms_norm_rows",
+    "logits": "1 to 4 tokens: gemv; more: gemm",
+}
 
 
 class Norm(NamedTuple):
@@ -103,10 +113,13 @@ def fuse_graph(graph: Graph) -> tuple[FusedOp, ...] | None:
     return tuple(type(op)(*map(with_one_form, op)) for op in ops)
 
 
-def describe(ops: Sequence[FusedOp]) -> list[ProgramLine]:
+def describe(graph: Graph) -> list[ProgramLine]:
     """Return what a step launches, for few tokens and for more."""
-    patterns = {rewrite.into: rewrite.pattern for rewrite in REWRITES}
-    return [ProgramLine(_NAMES[type(op)], patterns[_NAMES[type(op)]], LAUNCHES[type(op)]) for op in ops]
+    lines = []
+    for node in apply_rewrites(graph, REWRITES).nodes:
+        has_post = node.op == "linear_add_norm" and node.part("rms_norm") is not None
+        lines.append(ProgramLine(node.op, op_names(node), LAUNCHES["post_norm" if has_post else node.op]))
+    return lines
 
 
 def _following(node: Node, readers: dict[Any, Node]) -> Any:
@@ -156,19 +169,6 @@ _MAKERS: dict[str, Callable[[Node, Any], Any]] = {
     "embed_norm": _embed_norm, "attention": _attention, "gated_linear": _gated_linear,
     "linear_add_norm": _linear_add_norm, "logits": _logits,
 }  # fmt: skip
-
-
-_NAMES: dict[type, str] = {
-    EmbedNorm: "embed_norm", Attention: "attention", GatedLinear: "gated_linear", LinearAddNorm: "linear_add_norm",
-    Logits: "logits",
-}  # fmt: skip
-LAUNCHES: dict[type, str] = {
-    EmbedNorm: "embed_rows",
-    Attention: "1 to 4 tokens: gemv, decode_attention; more: gemm, decode_attention | rope_store, prefill_attention",
-    GatedLinear: "1 to 4 tokens: gemv with its activation; more: gemm, swiglu_rows",
-    LinearAddNorm: "1 to 4 tokens: gemv with residual add and norm; more: gemm, add_rms_norm_rows",
-    Logits: "1 to 4 tokens: gemv; more: gemm",
-}
 
 
 def layer_weights(ops: Sequence[FusedOp]) -> list[PackedWeight]:

@@ -65,6 +65,9 @@ def test_steps_match_reference(case: str) -> None:
         for model in cuda_models.load_both(cuda_models.random_checkpoint(shape, mix), ops)
     ]
     assert models[0].fused is not None
+    lines = [line.component for line in models[0].fused.program("float32")]
+    layers = ["attention", "linear_add_norm", "gated_linear", "linear_add_norm"] * shape.layers
+    assert lines == ["embed_norm", *layers, "logits"]
     check_steps(models, mix)
 
 
