@@ -89,3 +89,13 @@ def load_without(path: Path, feature: str, max_context: int | None = None) -> Tr
         kept = {n: t for n, t in checkpoint.tensors.items() if not n.startswith("rope_f")}
         checkpoint = replace(checkpoint, tensors=kept)
     return load_model(checkpoint, ops, config, max_context)
+
+
+def step_logits(model: Transformer, ids: list[int], sizes: list[int], *, fused: bool) -> NDArray[np.float32]:
+    """Return the logits at every position; `sizes` are the tokens of each step."""
+    runner, at, found = SingleSequence(model, len(ids)), 0, []
+    for size in sizes:
+        batch = runner.batch(ids[at : at + size], at, all_logits=True)
+        found.append(model.forward(batch, runner.cache) if fused else model.forward_unfused(batch, runner.cache))
+        at += size
+    return np.concatenate(found)

@@ -19,10 +19,10 @@ from llm_worker_rbee.backends.graph import op_names
 from llm_worker_rbee.backends.reference import ReferenceBackend
 from llm_worker_rbee.bench.synthetic import Shape, Spec, checkpoint
 from llm_worker_rbee.config import Family
-from llm_worker_rbee.engine.model_runner import SingleSequence
-from llm_worker_rbee.models import Transformer, families, load_model, read_model_config
+from llm_worker_rbee.models import families, load_model, read_model_config
 from llm_worker_rbee.weights import Checkpoint, Tensor, open_checkpoint
 from llm_worker_rbee.weights.gguf_writer import Raw, write_gguf
+from tests.helpers.model_runs import step_logits
 
 FAMILY = Family("madeup", gguf=("madeup",), hf=(), activation="squared_relu", post_norms=True, qkv_bias=True)
 SHAPE = Shape(2, 128, 4, 2, 192, 96, 256, head_dim=32, architecture="madeup")
@@ -58,15 +58,6 @@ def made_up_checkpoint(mix: str) -> Checkpoint:
     return replace(made, tensors=tensors, metadata={**made.metadata, "madeup.rope.dimension_count": 16})
 
 
-def logits(model: Transformer, sizes: list[int], *, fused: bool) -> NDArray[np.float32]:
-    runner, at, found = SingleSequence(model, len(IDS)), 0, []
-    for size in sizes:
-        batch = runner.batch(IDS[at : at + size], at, all_logits=True)
-        found.append(model.forward(batch, runner.cache) if fused else model.forward_unfused(batch, runner.cache))
-        at += size
-    return np.concatenate(found)
-
-
 @pytest.mark.usefixtures("made_up")
 @pytest.mark.parametrize("mix", ["F32", "Q8_0"])
 def test_made_up_family_is_fused_on_cpu_with_the_bits_of_single_ops(mix: str) -> None:
@@ -74,10 +65,10 @@ def test_made_up_family_is_fused_on_cpu_with_the_bits_of_single_ops(mix: str) ->
     model, exact = (load_model(made, ops, read_model_config(made)) for ops in (CpuBackend(), ReferenceBackend()))
     assert model.config.family is FAMILY
     assert model.fused is not None
-    whole = logits(model, [len(IDS)], fused=True)
-    np.testing.assert_array_equal(whole, logits(model, [len(IDS)], fused=False))
-    np.testing.assert_array_equal(whole, logits(model, [1, 4, 1, 2], fused=True))
-    expected = logits(exact, [len(IDS)], fused=False)
+    whole = step_logits(model, IDS, [len(IDS)], fused=True)
+    np.testing.assert_array_equal(whole, step_logits(model, IDS, [len(IDS)], fused=False))
+    np.testing.assert_array_equal(whole, step_logits(model, IDS, [1, 4, 1, 2], fused=True))
+    expected = step_logits(exact, IDS, [len(IDS)], fused=False)
     assert np.abs(whole - expected).max() < (1e-3 if mix == "F32" else 5e-2) * np.abs(expected).max()
 
 

@@ -24,23 +24,13 @@ from llm_worker_rbee.backends.graph import op_names
 from llm_worker_rbee.bench.synthetic import random_tensor
 from llm_worker_rbee.engine.model_runner import SingleSequence
 from llm_worker_rbee.errors import InferenceError
-from llm_worker_rbee.models import Transformer, load_model, read_model_config
+from llm_worker_rbee.models import load_model, read_model_config
 from llm_worker_rbee.weights import open_checkpoint
 from llm_worker_rbee.weights.quants import BLOCK_TYPES
-from tests.helpers.model_runs import compute_logits, load
+from tests.helpers.model_runs import compute_logits, load, step_logits
 from tests.helpers.model_zoo import ZOO, make_hf, prompt_ids, save_gguf, save_hf, save_quantized
 
 cpu = CpuBackend()
-
-
-def steps(model: Transformer, ids: list[int], sizes: list[int], *, fused: bool) -> NDArray[np.float32]:
-    """Logits at every position, so many tokens a step."""
-    runner, at, found = SingleSequence(model, len(ids)), 0, []
-    for size in sizes:
-        batch = runner.batch(ids[at : at + size], at, all_logits=True)
-        found.append(model.forward(batch, runner.cache) if fused else model.forward_unfused(batch, runner.cache))
-        at += size
-    return np.concatenate(found)
 
 
 @pytest.mark.parametrize("name", ZOO)
@@ -51,10 +41,10 @@ def test_fused_forward_has_the_bits_of_single_ops_and_the_values_of_the_referenc
     checkpoint = open_checkpoint(path)
     model = load_model(checkpoint, cpu, read_model_config(checkpoint))  # type: ignore[arg-type]
     ids = prompt_ids(ZOO[name])
-    whole = steps(model, ids, [len(ids)], fused=True)
-    np.testing.assert_array_equal(whole, steps(model, ids, [len(ids)], fused=False))
+    whole = step_logits(model, ids, [len(ids)], fused=True)
+    np.testing.assert_array_equal(whole, step_logits(model, ids, [len(ids)], fused=False))
     cut = [1, 5, 2, *[1] * (len(ids) - 8)]
-    np.testing.assert_array_equal(steps(model, ids, cut, fused=True), whole)
+    np.testing.assert_array_equal(step_logits(model, ids, cut, fused=True), whole)
     expected = compute_logits(load(path), ids)
     assert np.abs(whole - expected).max() < 2e-3 * np.abs(expected).max()
 
@@ -67,8 +57,8 @@ def test_every_rewrite_is_used_and_has_the_bits_of_single_ops(default_model: Pat
         checkpoint = open_checkpoint(path)
         model = load_model(checkpoint, cpu, read_model_config(checkpoint), 64)
         ids = list(range(3, 15))
-        single = steps(model, ids, [len(ids)], fused=False)
-        np.testing.assert_array_equal(steps(model, ids, [len(ids)], fused=True), single)
+        single = step_logits(model, ids, [len(ids)], fused=False)
+        np.testing.assert_array_equal(step_logits(model, ids, [len(ids)], fused=True), single)
         assert isinstance(model.fused, CpuForward)
         used |= {(node.op, op_names(node)) for node in model.fused.graph.nodes if node.fused}
     for rewrite in REWRITES:
@@ -126,11 +116,11 @@ def test_fused_forward_from_two_python_threads_has_the_same_bits(default_model: 
     checkpoint = open_checkpoint(default_model)
     model = load_model(checkpoint, cpu, read_model_config(checkpoint), 64)  # type: ignore[arg-type]
     prompts = [np.random.default_rng(seed).integers(0, 49152, 12).tolist() for seed in range(4)]
-    alone = [steps(model, ids, [8, 1, 1, 1, 1], fused=True) for ids in prompts]
+    alone = [step_logits(model, ids, [8, 1, 1, 1, 1], fused=True) for ids in prompts]
     together: dict[int, NDArray[np.float32]] = {}
 
     def one(i: int) -> None:
-        together[i] = steps(model, prompts[i], [8, 1, 1, 1, 1], fused=True)
+        together[i] = step_logits(model, prompts[i], [8, 1, 1, 1, 1], fused=True)
 
     workers = [threading.Thread(target=one, args=(i,)) for i in range(len(prompts))]
     for worker in workers:
