@@ -174,6 +174,7 @@ class ServerSettings:
     stall_timeout_s: float = 30.0  # without a step while there is work; of a reader, without reading
     ignore_unknown_fields: bool = False
     cors_origins: tuple[str, ...] = ()
+    allowed_hosts: tuple[str, ...] = ()  # names in `Host` of a worker without a key, beside loopback; "*": any
     callback_url: str | None = None
     heartbeat_url: str | None = None
     advertise_url: str | None = None

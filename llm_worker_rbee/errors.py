@@ -99,6 +99,10 @@ class MissingKeyError(AuthenticationError, code="MISSING_API_KEY"):
     """The request has no API key."""
 
 
+class HostNotAllowedError(WorkerError, code="HOST_NOT_ALLOWED", status=403):
+    """The `Host` of a request is not a name of this worker."""
+
+
 class InsufficientMemoryError(WorkerError, code="INSUFFICIENT_MEMORY", status=503):
     """There is not enough memory."""
 

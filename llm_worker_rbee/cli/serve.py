@@ -20,7 +20,7 @@ from ..errors import InvalidRequestError, WorkerError
 from ..llm import LLM
 from ..load import OnStage
 from ..server import log
-from ..server.auth import Key, find_key, require_key
+from ..server.auth import Key, find_key, host_name, require_key
 from ..server.orchestrator import require_url
 from ..server.serve import Signals, base_url, bind
 from ..server.serve import serve as run_server
@@ -51,6 +51,9 @@ class WireOptions:
     heartbeat_url: str | None = _wire(None, "URL", "POST to it every 30 seconds.")
     advertise_url: str | None = _wire(None, "URL", "Address of this worker in the callback.")
     cors_origin: list[str] | None = _wire(None, "ORIGIN", "Allow pages from this origin, as https://host. Repeatable.")
+    allowed_host: list[str] | None = _wire(
+        None, "NAME", "Without a key: accept this name in the Host header, beside localhost; * accepts any. Repeatable."
+    )
     ssl_certfile: Path | None = _wire(None, "FILE", "Serve HTTPS.")
     ssl_keyfile: Path | None = _wire(None, "FILE", "Its private key.")
 
@@ -164,6 +167,9 @@ def _settings(wire: WireOptions, limits: LimitOptions, model: ModelOptions, key:
             raise typer.BadParameter(
                 f"--cors-origin {origin!r} is not an origin such as https://host or http://host:port"
             )
+    for host in wire.allowed_host or ():
+        if host != "*" and host_name(host) is None:
+            raise typer.BadParameter(f"--allowed-host {host!r} is not a name such as worker.example, an address or *")
     given: dict[str, Any] = (
         {} if wire.worker_id is None else {"worker_id": _validate_name(wire.worker_id, "--worker-id")}
     )
@@ -173,6 +179,7 @@ def _settings(wire: WireOptions, limits: LimitOptions, model: ModelOptions, key:
         served_name=None if served is None else _validate_name(served, "--served-model-name"),
         api_key=None if key is None else key.value,
         cors_origins=tuple(wire.cors_origin or ()),
+        allowed_hosts=tuple(wire.allowed_host or ()),
         callback_url=require_url(wire.callback_url, "--callback-url"),
         heartbeat_url=require_url(wire.heartbeat_url, "--heartbeat-url"),
         advertise_url=require_url(wire.advertise_url, "--advertise-url"),

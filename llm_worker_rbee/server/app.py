@@ -229,7 +229,7 @@ def application(worker: Worker) -> RequestMiddleware | CORSMiddleware:
         routes=Routes(worker).table(), lifespan=lifespan,
         exception_handlers={404: _on_no_route, 405: _on_no_route, WorkerError: _on_error, Exception: _on_error},
     )  # fmt: skip
-    wrapped = RequestMiddleware(app, worker.settings.api_key, worker.settings.max_body)
+    wrapped = RequestMiddleware(app, worker.settings)
     origins = worker.settings.cors_origins
     return (
         wrapped if not origins else CORSMiddleware(wrapped, origins, CORS_METHODS, ("*",), expose_headers=CORS_HEADERS)

@@ -1,18 +1,23 @@
-"""The API key: where it comes from, when one is required, and the check of a request's header. It is never shown; an
-empty key is an error, not "no key"."""
+"""Which requests may use the worker: the API key (where it comes from, when one is required, the check of a request),
+and without a key the check of `Host`. A key is never shown; an empty one is an error, not "no key"."""
 
 from __future__ import annotations
 
 import hmac
 import ipaddress
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
+from urllib.parse import urlsplit
 
-from ..errors import AuthenticationError, InvalidRequestError, MissingKeyError
+from ..config import ServerSettings
+from ..errors import AuthenticationError, HostNotAllowedError, InvalidRequestError, MissingKeyError
 
 VARIABLES = ("LLM_WORKER_API_KEY", "LLORCH_API_TOKEN")  # the second is the Rust worker's
 MAX_FILE_BYTES = 4096
+HOST = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9._-]+?)\.?)(?::[0-9]*)?")
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 class Key(NamedTuple):
@@ -78,3 +83,36 @@ def check_authorization(header: bytes, key: bytes) -> None:
     scheme, _, value = header.partition(b" ")
     if scheme.lower() != b"bearer" or not hmac.compare_digest(value.strip(), key):
         raise AuthenticationError("the API key is wrong")
+
+
+def host_name(host: str) -> str | None:
+    """Return the name in `name:port` or `[address]:port`, in lower case; None if it is neither."""
+    found = HOST.fullmatch(host)
+    return None if found is None else (found[1] or found[2]).lower()
+
+
+def allowed_hosts(settings: ServerSettings) -> frozenset[str] | None:
+    """Return the names that `Host` may have beside other loopback addresses; None: any.
+
+    A page of another site reaches a worker on loopback once its own name resolves to 127.0.0.1 (DNS rebinding); `Host`
+    still has that name. With a key there is no check: such a page does not know the key.
+    """
+    if settings.api_key is not None or "*" in settings.allowed_hosts:
+        return None
+    advertised = urlsplit(settings.advertise_url or "").hostname
+    names = {host_name(host) for host in settings.allowed_hosts}
+    return frozenset(name for name in (*LOOPBACK, advertised, *names) if name)
+
+
+def check_host(values: list[bytes], http_version: str, allowed: frozenset[str] | None) -> None:
+    """Raise unless the `Host` headers of a request are one, which HTTP/1.0 may leave out, with an allowed name."""
+    if len(values) > 1 or (not values and http_version != "1.0"):
+        raise InvalidRequestError(f"the request has {len(values)} Host headers: HTTP/1.1 requires one", "host")
+    if allowed is None or not values:
+        return
+    name = host_name(value := values[0].decode("latin-1"))
+    if name is None or not (name in allowed or is_loopback(name)):
+        raise HostNotAllowedError(
+            f"the host {value[:100]!r} is not a name of this worker, which has no API key: use 127.0.0.1 or localhost, "
+            "or start it with --allowed-host NAME or with a key"
+        )

@@ -1,5 +1,5 @@
-"""What every request passes before its route: API key, header and body limits, correlation id, log line; and the error
-bodies of both dialects. Plain ASGI."""
+"""What every request passes before its route: host, API key, header and body limits, correlation id, log line; and the
+error bodies of both dialects. Plain ASGI."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from uuid import uuid4
 
 import msgspec
 
+from ..config import ServerSettings
 from ..errors import HeadersTooLargeError, InvalidRequestError, PayloadTooLargeError, QueueFullError, WorkerError
 from . import log
-from .auth import check_authorization
+from .auth import allowed_hosts, check_authorization, check_host
 from .dialects.openai import error_body
 from .schema import MISSING, ValidationError, ValidationIssue
 
@@ -28,10 +29,11 @@ CLIENT_CLOSED = 499  # logged where the client disconnected before a status was 
 class RequestMiddleware:
     """An ASGI application around the routes."""
 
-    def __init__(self, app: Any, api_key: str | None, max_body: int) -> None:
+    def __init__(self, app: Any, settings: ServerSettings) -> None:
         self._app = app
-        self._key = None if api_key is None else api_key.encode()
-        self._max_body = max_body
+        self._key = None if settings.api_key is None else settings.api_key.encode()
+        self._allowed_hosts = allowed_hosts(settings)
+        self._max_body = settings.max_body
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
@@ -43,6 +45,8 @@ class RequestMiddleware:
         log.correlation_id.set(correlation_id)
         start, reply = time.perf_counter(), _ReplyWatcher(send, correlation_id)
         try:
+            hosts = [value for name, value in scope["headers"] if name == b"host"]
+            check_host(hosts, scope["http_version"], self._allowed_hosts)
             if self._key is not None and scope["path"] not in PUBLIC_PATHS:
                 check_authorization(headers.get(b"authorization", b""), self._key)
             self._check_lengths(scope["headers"], headers)

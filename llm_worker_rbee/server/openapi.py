@@ -103,8 +103,8 @@ ROUTES: tuple[tuple[str, str, str, str | None, str, str | None], ...] = (
 )
 OPENAI_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/models/{name}")
 STATUSES = {
-    400: "invalid request", 401: "missing or wrong API key", 404: "not found",
-    409: "job_id in use", 413: "body too large", 429: "queue full", 500: "failure of the worker",
+    400: "invalid request", 401: "missing or wrong API key", 403: "host not allowed",
+    404: "not found", 409: "job_id in use", 413: "body too large", 429: "queue full", 500: "failure of the worker",
     503: "loading or shutting down", 504: "timeout",
 }  # fmt: skip
 

@@ -239,6 +239,7 @@ def test_port_in_use_is_named(spawn: Run) -> None:
         (["--callback-url", "ftp://x"], {}, 1, "--callback-url 'ftp://x' is not a URL"),
         (["--heartbeat-url", "http://[x"], {}, 1, "--heartbeat-url"),
         (["--cors-origin", "evil.com"], {}, 2, "--cors-origin 'evil.com'"),
+        (["--allowed-host", "http://x"], {}, 2, "--allowed-host 'http://x' is not a name"),
         (["--worker-id", "a\nb"], {}, 2, "--worker-id"),
         (["--port", "70000"], {}, 2, "--port"),
         (["--ssl-keyfile", "x"], {}, 2, "--ssl-certfile"),

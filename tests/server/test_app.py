@@ -98,8 +98,8 @@ def test_body_missing_is_504_after_timeout(start: Start, monkeypatch: pytest.Mon
     monkeypatch.setattr(app, "BODY_TIMEOUT_S", 0.2)
     server = start()
     with socket.create_connection(("127.0.0.1", server.port), LIMIT_S) as client:
-        head = b"POST /v1/jobs HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 100\r\n\r\n"
-        client.sendall(head + b'{"prompt":')
+        head = f"POST /v1/jobs HTTP/1.1\r\nhost: localhost\r\n{JSON}content-length: 100\r\n\r\n"
+        client.sendall(head.encode() + b'{"prompt":')
         assert client.recv(12) == b"HTTP/1.1 504"
         assert json.loads(read_body(client))["code"] == "TIMEOUT"
     server.require_alive()
@@ -134,7 +134,7 @@ def test_disconnect_within_body_is_logged_as_499(start: Start, monkeypatch: pyte
     log.logger.addHandler(handler)
     server = start()
     with connected(server) as client:
-        client.sendall(f"POST /v1/jobs HTTP/1.1\r\nhost: x\r\n{JSON}content-length: 100\r\n\r\n{{".encode())
+        client.sendall(f"POST /v1/jobs HTTP/1.1\r\nhost: localhost\r\n{JSON}content-length: 100\r\n\r\n{{".encode())
         until(lambda: server.num_connections == 1)
     until(lambda: lines and server.num_connections == 0)
     assert lines == [("INFO", 499)]

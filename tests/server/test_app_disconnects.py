@@ -92,7 +92,7 @@ class Client:
         content = json.dumps(body).encode()
         lines = (
             f"POST {path} HTTP/1.1",
-            "host: x",
+            "host: localhost",
             "content-type: application/json",
             f"content-length: {len(content)}",
         )
@@ -168,7 +168,7 @@ def test_job_with_unread_stream_finishes(start: Start) -> None:
     server = start(stall_timeout_s=0.3)
     job = server.job(max_tokens=5_000)
     lazy = socket.create_connection(("127.0.0.1", server.port))
-    lazy.sendall(f"GET /v1/jobs/{job}/stream HTTP/1.1\r\nhost: x\r\n\r\n".encode())
+    lazy.sendall(f"GET /v1/jobs/{job}/stream HTTP/1.1\r\nhost: localhost\r\n\r\n".encode())
     found = server.events(job)
     assert (found[-1]["type"], found[-1]["tokens_out"]) == ("end", 5_000)
     lazy.close()

@@ -23,7 +23,8 @@ COMPLETIONS, CHATS, JOBS = "/v1/completions", "/v1/chat/completions", "/v1/jobs"
 def sent(server: Server, path: str, body: Any) -> socket.socket:
     """Return the socket of a client that sent a request."""
     client, raw = socket.create_connection(("127.0.0.1", server.port)), json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(raw)}\r\n\r\n"
+    head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    head += f"content-length: {len(raw)}\r\n\r\n"
     client.sendall(head.encode() + raw)
     return client
 

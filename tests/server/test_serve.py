@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("leaves_server_healthy")
 def test_connection_malformed_http_does_not_stop_server(locked: Server) -> None:
     for said in (b"\x00\x01\x02\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n",
                  b"POST /v1/jobs HTTP/1.1\r\ncontent-length: -5\r\n\r\n",
-                 b"POST /v1/jobs HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n"):  # fmt: skip
+                 b"POST /v1/jobs HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n"):  # fmt: skip
         with socket.create_connection(("127.0.0.1", locked.port), timeout=10) as sent:
             sent.sendall(said)
             sent.shutdown(socket.SHUT_WR)
@@ -53,7 +53,7 @@ def test_connection_headers_over_limit_are_431(start: Start) -> None:
                 client.sendall(part)
             return client.recv(12)[-3:], read_body(client)
 
-    begin, end = b"GET /info HTTP/1.1\r\nhost: x\r\nconnection: close\r\nx-long: ", b"\r\n\r\n"
+    begin, end = b"GET /info HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\nx-long: ", b"\r\n\r\n"
     assert answered(begin, b"a" * (MAX_HEADER_BYTES - 100), end)[0] == b"200"
     for parts in ((b"a" * MAX_HEADER_BYTES, end), (b"a" * (4 << 20),)):  # whole, and one that goes on
         status, body = answered(begin, *parts)
@@ -83,7 +83,7 @@ def test_connection_header_limit_applies_to_each_request(start: Start) -> None:
     with socket.create_connection(("127.0.0.1", server.port), LIMIT_S) as client:
         for _ in range(3):
             body = json.dumps({"text": "x" * 200_000}).encode()
-            head = "POST /tokenize HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+            head = "POST /tokenize HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
             head += f"content-length: {len(body)}\r\n\r\n"
             client.sendall(head.encode() + body)
             assert client.recv(12) == b"HTTP/1.1 200"
@@ -94,7 +94,7 @@ def test_connection_without_headers_is_closed_after_timeout(start: Start, monkey
     """No bytes, incomplete headers, or an incomplete second request; others are not affected."""
     monkeypatch.setattr(serve, "HEAD_TIMEOUT_S", 0.2)
     server = start()
-    whole = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
+    whole = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
     for begun, answers in ((b"", 0), (b"GET /health HTTP/1.1\r\nhost:", 0), (whole + b"GET /he", 1)):
         with socket.create_connection(("127.0.0.1", server.port), LIMIT_S) as client:
             client.sendall(begun)
@@ -124,7 +124,7 @@ def test_connection_unread_finished_job_is_cut_off(start: Start) -> None:
     before = server.num_connections
     readers = [connected(server, 2048) for _ in range(3)]
     for reader in readers:
-        reader.sendall(often * f"GET /v1/jobs/{job}/stream HTTP/1.1\r\nhost: x\r\n\r\n".encode())
+        reader.sendall(often * f"GET /v1/jobs/{job}/stream HTTP/1.1\r\nhost: localhost\r\n\r\n".encode())
     until(lambda: server.num_connections == before + 3)
     until(lambda: server.num_connections == before)
     for reader in readers:
@@ -138,7 +138,9 @@ def test_connection_unread_whole_reply_is_cut_off(start: Start) -> None:
     server = start(stall_timeout_s=0.3)
     lazy = connected(server, 2048)
     body = json.dumps({"text": "x" * 1_000_000})
-    lazy.sendall(f"POST /tokenize HTTP/1.1\r\nhost: x\r\n{JSON}content-length: {len(body)}\r\n\r\n{body}".encode())
+    lazy.sendall(
+        f"POST /tokenize HTTP/1.1\r\nhost: localhost\r\n{JSON}content-length: {len(body)}\r\n\r\n{body}".encode()
+    )
     until(lambda: server.num_connections == 1)
     until(lambda: server.num_connections == 0)
     lazy.close()
@@ -149,7 +151,7 @@ def test_connection_unread_whole_reply_is_cut_off(start: Start) -> None:
 def test_connection_upgrade_offer_is_ignored(server: Server, cut: int | None) -> None:
     """As curl --http2 and Java send it. Split within its name it is refused: what follows is never a request."""
     body = json.dumps({"prompt": ">", "max_tokens": 20, "temperature": 0, "stream": False})
-    head = f"POST /v1/jobs HTTP/1.1\r\n{OFFER}host: x\r\n{JSON}content-length: {len(body)}\r\n\r\n"
+    head = f"POST /v1/jobs HTTP/1.1\r\n{OFFER}host: localhost\r\n{JSON}content-length: {len(body)}\r\n\r\n"
     at = len(head) if cut is None else cut
     with connected(server) as client:
         client.sendall(head[:at].encode())
@@ -160,9 +162,11 @@ def test_connection_upgrade_offer_is_ignored(server: Server, cut: int | None) ->
         assert said.startswith((b"HTTP/1.1 200", b"HTTP/1.1 400"))
         if cut is None:
             assert b"Helo wrd" in said
-    smuggled = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
+    smuggled = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
     with connected(server) as client:
-        client.sendall(f"POST /cancel HTTP/1.1\r\n{OFFER}host: x\r\n{JSON}content-length: {len(smuggled)}\r\n".encode())
+        client.sendall(
+            f"POST /cancel HTTP/1.1\r\n{OFFER}host: localhost\r\n{JSON}content-length: {len(smuggled)}\r\n".encode()
+        )
         client.sendall(b"connection: close\r\n\r\n" + smuggled)
         assert replies(client).count(b"HTTP/1.1 ") == 1
     server.require_alive()
