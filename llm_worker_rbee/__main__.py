@@ -1,7 +1,34 @@
-"""Entry point of `python -m llm_worker_rbee` and of the `llm-worker-rbee` command."""
+"""Entry point of `python -m llm_worker_rbee` and of the `llm-worker-rbee` command.
 
+Signals are handled before anything else is imported: importing the commands takes a second. SIGTERM or Ctrl-C ends a
+`serve` that does not listen yet with status 0, as it does later (`server.serve.Signals`).
+"""
+
+import os
+import signal
 import sys
+from typing import Any
 
+RETRY_S = 0.01
+
+
+def _retry_interrupt(unraisable: Any) -> None:
+    """Raise a `KeyboardInterrupt` again, a little later, that Python dropped because it came inside a destructor."""
+    if issubclass(unraisable.exc_type, KeyboardInterrupt):
+        signal.setitimer(signal.ITIMER_REAL, RETRY_S)
+    else:
+        sys.__unraisablehook__(unraisable)
+
+
+def _handle_signals() -> None:
+    if next((arg for arg in sys.argv[1:] if not arg.startswith("-")), None) == "serve":
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda *_: os._exit(0))
+    signal.signal(signal.SIGALRM, signal.default_int_handler)  # of the timer above
+    sys.unraisablehook = _retry_interrupt
+
+
+_handle_signals()
 try:
     from .cli import main
 except KeyboardInterrupt:  # Ctrl-C during the imports
