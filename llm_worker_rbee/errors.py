@@ -79,6 +79,10 @@ class ShuttingDownError(WorkerError, code="SHUTTING_DOWN", status=503, retriable
     """The worker is draining and takes no new requests."""
 
 
+class UnavailableError(WorkerError, code="SERVICE_UNAVAILABLE", status=503, retriable=True):
+    """A part of the worker was ended from outside; the next request starts it again."""
+
+
 class ConflictError(WorkerError, code="CONFLICT", status=409):
     """The name is in use."""
 

@@ -1,12 +1,14 @@
 """Chat templates: messages to the prompt format that a model was trained on.
 
 A template comes with a model file and is not trusted. chat_template_worker.py renders it in a small process (20 MB,
-80 ms to start, then kept) whose time and memory the operating system limits; every failure is a `ChatTemplateError`.
-Limits inside this process were tried first and could be evaded (docs/decisions.md).
+80 ms to start, then kept) whose time and memory the operating system limits; every failure is a `ChatTemplateError`,
+except that the process was killed from outside (by the system when memory is short): then it renders once more. Limits
+inside this process were tried first and could be evaded (docs/decisions.md).
 """
 
 import contextlib
 import json
+import logging
 import os
 import select
 import signal
@@ -19,10 +21,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..errors import ChatTemplateError, InvalidRequestError
+from ..errors import ChatTemplateError, InvalidRequestError, UnavailableError, WorkerError
 from .tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
+logger = logging.getLogger(__name__)
 
 
 def validate_messages(messages: Sequence[Message]) -> list[Message]:
@@ -55,6 +58,7 @@ MAX_SOURCE_CHARS = 128 << 10  # the longest published templates have about 20,00
 MAX_CPU_S = 1  # CPU time
 MAX_WAIT_S = 20.0  # wall time: the machine may be busy
 MAX_REPLY_BYTES = 256 << 20
+KILL_SIGNALS = (-signal.SIGKILL, -signal.SIGTERM)  # as exit status: of others, not of the limits of a template
 WORKER_SCRIPT = Path(__file__).with_name("chat_template_worker.py")
 
 
@@ -84,7 +88,11 @@ class ChatTemplate:
         except (TypeError, ValueError, RecursionError) as error:
             raise ChatTemplateError(f"the messages are not plain JSON: {_one_line(error)}", "messages") from None
         with self._lock:
-            return self._request(self._ensure_worker(), request)
+            try:
+                return self._request(self._ensure_worker(), request)
+            except UnavailableError as error:
+                logger.warning("%s: rendering again", error)
+                return self._request(self._ensure_worker(), request)
 
     def encode(self, tokenizer: Tokenizer, messages: Sequence[Message], **fields: Any) -> list[int]:
         """Return the ids of the prompt. The template's control tokens are parsed; those in a message are text."""
@@ -111,7 +119,7 @@ class ChatTemplate:
             _stop(child)
             raise
         if not line.endswith(b"\n"):
-            raise ChatTemplateError(f"the chat template was stopped: {_stop(child)}", "messages")
+            raise _stop(child)
         reply: dict[str, Any] = json.loads(line)
         if "error" in reply:
             raise ChatTemplateError(f"the chat template {_one_line(reply['error'])}", "messages")
@@ -139,8 +147,8 @@ def _read_line(child: "subprocess.Popen[bytes]", deadline: float) -> bytes:
     return b"".join(parts)
 
 
-def _stop(child: "subprocess.Popen[bytes]") -> str:
-    """Stop the process and return the reason for its end."""
+def _stop(child: "subprocess.Popen[bytes]") -> WorkerError:
+    """Stop the process and return the error of its end."""
     for pipe in (child.stdin, child.stdout):
         if pipe is not None:
             with contextlib.suppress(OSError):
@@ -150,10 +158,13 @@ def _stop(child: "subprocess.Popen[bytes]") -> str:
     except subprocess.TimeoutExpired:
         child.kill()
         child.wait()
-        return f"it takes more than {MAX_WAIT_S:g} s"
-    if status in (-signal.SIGXCPU, -signal.SIGKILL):
-        return f"it takes more than {MAX_CPU_S} s of processor time"
-    return f"its process ended with status {status}"
+        return ChatTemplateError(f"the chat template was stopped: it takes more than {MAX_WAIT_S:g} s", "messages")
+    if status in KILL_SIGNALS:
+        return UnavailableError(f"the process that renders chat templates was killed by signal {-status}")
+    why = f"its process ended with status {status}"
+    if status == -signal.SIGXCPU:
+        why = f"it takes more than {MAX_CPU_S} s of processor time"
+    return ChatTemplateError(f"the chat template was stopped: {why}", "messages")
 
 
 def _one_line(error: object) -> str:

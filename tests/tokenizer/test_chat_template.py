@@ -3,6 +3,8 @@
 import contextlib
 import gc
 import json
+import logging
+import signal
 import subprocess
 import sys
 import threading
@@ -12,8 +14,8 @@ from pathlib import Path
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from llm_worker_rbee.errors import ChatTemplateError
-from llm_worker_rbee.tokenizer import ChatTemplate, tokenizer_from_gguf
+from llm_worker_rbee.errors import ChatTemplateError, UnavailableError
+from llm_worker_rbee.tokenizer import ChatTemplate, chat_template, tokenizer_from_gguf
 from llm_worker_rbee.weights.gguf import open_gguf
 
 TEMPLATES = {
@@ -333,3 +335,46 @@ def test_render_refusal_of_template_is_invalid_request() -> None:
 def test_render_objects_with_methods_raises() -> None:
     with pytest.raises(ChatTemplateError, match="PosixPath"):
         ChatTemplate("{{ x }}").render([], x=Path("/"))
+
+
+# A renderer that compiles, and is killed by the first rendering as long as a file exists; else the real one.
+KILLED = """
+import os, runpy, signal, sys
+if not os.path.exists({once!r}):
+    runpy.run_path({worker!r}, run_name="__main__")
+    sys.exit()
+sys.stdin.readline()
+print('{{"text": ""}}', flush=True)
+sys.stdin.readline()
+if {is_once}:
+    os.remove({once!r})
+os.kill(os.getpid(), signal.{signal})
+"""
+
+
+def killed_renderer(folder: Path, name: str, *, is_once: bool) -> Path:
+    """Write the program of a renderer that the signal ends in mid-render."""
+    once, script = folder / "once", folder / "renderer.py"
+    once.touch()
+    worker = str(chat_template.WORKER_SCRIPT)
+    script.write_text(KILLED.format(once=str(once), worker=worker, is_once=is_once, signal=name))
+    return script
+
+
+@pytest.mark.parametrize("name", ["SIGKILL", "SIGTERM"])
+def test_render_killed_process_renders_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    monkeypatch.setattr(chat_template, "WORKER_SCRIPT", killed_renderer(tmp_path, name, is_once=True))
+    monkeypatch.setattr(logging.getLogger("llm_worker_rbee"), "propagate", True)
+    assert ChatTemplate("{{ messages[0].content }}").render([{"role": "user", "content": "x"}]) == "x"
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert f"killed by signal {getattr(signal, name):d}" in caplog.text
+
+
+def test_render_killed_twice_is_unavailable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The client is not to blame: 503, and a retry may help."""
+    monkeypatch.setattr(chat_template, "WORKER_SCRIPT", killed_renderer(tmp_path, "SIGKILL", is_once=False))
+    with pytest.raises(UnavailableError) as caught:
+        ChatTemplate("x").render([])
+    assert (caught.value.status, caught.value.retriable) == (503, True)
