@@ -84,6 +84,7 @@ class LLM:
         self.checkpoint, self.config, self.model = loaded.checkpoint, loaded.config, loaded.model
         self.tokenizer, self.quant, self.kv_type = loaded.tokenizer, loaded.quant, loaded.kv_type
         self.capacity, self.notes = loaded.capacity, loaded.notes
+        self.sampling_defaults = loaded.sampling_defaults
         self.max_context = self.capacity.max_context
         engine_config = EngineConfig(max_context=self.max_context, n_blocks=self.capacity.n_blocks, **settings)
         drafter = None
@@ -144,7 +145,9 @@ class LLM:
     def stream(self, prompt: Prompt, params: SamplingParams | None = None, **options: Any) -> Stream:
         """Return the completion of a prompt (text, or ids) as a stream of chunks.
 
-        Keyword options are those of `SamplingParams`, and `priority` (lower goes first) and `timeout` in seconds.
+        Keyword options are those of `SamplingParams`, and `priority` (lower goes first) and `timeout` in seconds. What
+        neither they nor `params` set is that of `sampling_defaults`: the model's own, or temperature 0.7, top-p 0.95
+        and min-p 0.05.
         """
         return self.streams(prompt, params, **options)[0]
 
@@ -202,7 +205,7 @@ class LLM:
         if n is not None:
             _check_num_completions(n)
         priority, timeout = _check_scheduling(options.pop("priority", 0), options.pop("timeout", None))
-        params = _merge_params(params, options)
+        params = _merge_params(params, options).resolve(self.sampling_defaults.values)
         ids = self.tokenize(prompt) if isinstance(prompt, str) else self._check_ids(prompt)
         generations = make_generations(
             self.tokenizer, self.engine.config, self.config.vocab_size, ids, params, n=n or 1, priority=priority,

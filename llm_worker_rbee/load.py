@@ -23,6 +23,7 @@ from .engine.kv_cache_budget import (
     available_memory,
     plan_kv_cache,
 )
+from .engine.sampling_defaults import SamplingDefaults, read_sampling_defaults
 from .errors import InsufficientMemoryError, InvalidRequestError
 from .models import Transformer, load_model, read_model_config
 from .models.convert import is_fp8, planned_types, quantize_checkpoint
@@ -118,7 +119,8 @@ class LoadedModel:
     quant: str  # the name of its mix of quantization types
     kv_type: str
     capacity: KVCacheBudget
-    notes: list[str]  # on the choice of device, for people
+    sampling_defaults: SamplingDefaults
+    notes: list[str]  # on the choice of device and on ignored metadata, for people
     draft_model: Transformer | None
 
 
@@ -138,12 +140,14 @@ def load(options: LoadOptions, phases: LoadPhases) -> LoadedModel:
         tokenizer = open_tokenizer(checkpoint)
         if draft is not None:
             _check_same_vocabulary(tokenizer, open_tokenizer(draft))
+    sampling_defaults = read_sampling_defaults(checkpoint)
     model = _load_weights(checkpoint, placed, options.quantize, phases)
     tokenizer.pad_to(model.config.vocab_size)
     return LoadedModel(
         checkpoint=checkpoint, config=model.config, model=model, tokenizer=tokenizer,
         quant=quant_name(checkpoint) if options.quantize is None else options.quantize.upper(),
-        kv_type=placed.kv_type, capacity=placed.capacity, notes=placed.notes,
+        kv_type=placed.kv_type, capacity=placed.capacity,
+        sampling_defaults=sampling_defaults, notes=[*placed.notes, *sampling_defaults.warnings],
         draft_model=None if draft is None else _load_weights(draft, placed, None, phases),
     )  # fmt: skip
 

@@ -28,7 +28,7 @@ def make(tiny_llm: LLM) -> Make:
         own = {name: options.pop(name) for name in names if name in options}
         ids = list(prompt.encode())
         return make_generations(
-            tiny_llm.tokenizer, CONFIG, tiny_llm.config.vocab_size, ids, SamplingParams(**options), **own
+            tiny_llm.tokenizer, CONFIG, tiny_llm.config.vocab_size, ids, SamplingParams(**options).resolve(), **own
         )
 
     return generations

@@ -11,7 +11,10 @@ import pytest
 
 import llm_worker_rbee
 from llm_worker_rbee import LLM, Chunk, Completion, SamplingParams
+from llm_worker_rbee.engine.request import NEUTRAL_SAMPLING
+from llm_worker_rbee.engine.sampling_defaults import BUILT_IN_SAMPLING
 from llm_worker_rbee.errors import ChatTemplateError, ContextLengthError, InvalidRequestError, ModelNotFoundError
+from llm_worker_rbee.weights.gguf_writer import Typed
 from tests.helpers import model_runs, tiny_models
 
 FIXED: dict[str, Any] = {"max_tokens": 8, "seed": 5, "ignore_eos": True}
@@ -67,6 +70,40 @@ def test_options_as_keywords_equal_params(tiny_llm: LLM) -> None:
     assert same(tiny_llm.generate("Hello", **FIXED), by_params)
     assert tiny_llm.generate("Hello", params, max_tokens=3).tokens == by_params.tokens[:3], "a keyword wins"
     assert tiny_llm.generate("Hello", params, seed=6).tokens != by_params.tokens
+
+
+def sampled_with(llm: LLM, *args: Any, **options: Any) -> dict[str, float]:
+    params = llm.stream(">", *args, **options).params
+    return {name: getattr(params, name) for name in NEUTRAL_SAMPLING}
+
+
+def test_unset_parameters_are_built_in_where_the_model_states_none(tiny_llm: LLM) -> None:
+    assert sampled_with(tiny_llm) == sampled_with(tiny_llm, SamplingParams()) == BUILT_IN_SAMPLING
+    assert (BUILT_IN_SAMPLING["temperature"], BUILT_IN_SAMPLING["top_p"], BUILT_IN_SAMPLING["min_p"]) == (
+        0.7,
+        0.95,
+        0.05,
+    )
+    assert sampled_with(tiny_llm, temperature=1.0, top_p=1.0, min_p=0.0) == NEUTRAL_SAMPLING
+    assert sampled_with(tiny_llm, SamplingParams(top_k=3, seed=1)) == {**BUILT_IN_SAMPLING, "top_k": 3}
+
+
+def test_unset_parameters_are_those_of_the_model(tmp_path: Path) -> None:
+    """Even odds of two tokens: what the file states decides which ones are drawn, what a request sets wins over it."""
+    stated = {"general.sampling.temp": 1.5, "general.sampling.top_k": Typed("int32", 1), "general.sampling.top_p": "x"}
+    script = {ord(">"): {ord("a"): 1.0, ord("b"): 0.99}}
+    metadata = {**tiny_models.tokenizer_metadata(), **stated}
+    llm = LLM(tiny_models.write_scripted(tmp_path / "m.gguf", script, metadata))
+    expected = {**BUILT_IN_SAMPLING, "temperature": 1.5, "top_k": 1}
+    assert sampled_with(llm) == sampled_with(llm, SamplingParams(max_tokens=3)) == expected
+    assert llm.notes[-1].startswith("GGUF metadata: general.sampling.top_p is ignored: top_p must be a finite number")
+
+    def answers(**options: Any) -> set[str]:
+        return {llm.generate(">", max_tokens=1, seed=seed, **options).text for seed in range(20)}
+
+    assert answers() == {"a"}
+    assert answers(top_k=0) == answers(top_k=-1, temperature=1.0) == {"a", "b"}
+    assert sampled_with(llm, temperature=None, top_k=None) == expected, "None is not set"
 
 
 def test_greedy_output_ignores_seed(tiny_llm: LLM) -> None:

@@ -71,7 +71,7 @@ class WorkerSide:
     llm: LLM
 
     def logits(self, ids: list[int], *, last: bool = False) -> Logits:
-        request = Request(ids, SamplingParams(), 1, 0, frozenset())
+        request = Request(ids, SamplingParams().resolve(), 1, 0, frozenset())
         chunks = SingleSequence(self.llm.model, len(ids), self.llm.kv_type).catch_up(request, all_logits=not last)
         parts = [to_numpy(part) for _, part in chunks]
         return parts[-1][-1:] if last else np.concatenate(parts)
@@ -284,7 +284,8 @@ def compare_greedy(
     path: LLM, truth: LLM, prompts: Sequence[list[int]], tokens: int, progress: StepProgress
 ) -> list[Result]:
     """Compare greedy answers: how many are the same, and how sure the truth is of its token where they diverge."""
-    options: dict[str, Any] = {"max_tokens": tokens, "temperature": 0.0, "logprobs": GREEDY_LOGPROBS}
+    greedy = {"temperature": 0.0, "repetition_penalty": 1.0}
+    options: dict[str, Any] = {**greedy, "max_tokens": tokens, "logprobs": GREEDY_LOGPROBS}
     pairs = []
     for number, ids in enumerate(prompts):
         progress(f"greedy answer {number + 1} of {len(prompts)}", number, len(prompts))

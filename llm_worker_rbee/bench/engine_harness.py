@@ -172,7 +172,7 @@ class EngineHarness:
 
 
 def _request(prompt: list[int], tokens: int) -> Request:
-    params = SamplingParams(temperature=0.0, ignore_eos=True)
+    params = SamplingParams(temperature=0.0, ignore_eos=True).resolve()
     return Request(prompt, params, max_tokens=tokens, seed=0, eos_ids=frozenset())
 
 

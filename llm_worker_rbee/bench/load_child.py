@@ -30,7 +30,7 @@ def main() -> None:
     after_import = processes.resident_memory()
     llm = LLM(given["model"], **given["options"])
     loaded, after_load = time.monotonic(), processes.resident_memory()
-    llm.generate(given["prompt"], max_tokens=1, temperature=0.0, ignore_eos=True)
+    llm.generate(given["prompt"], max_tokens=1, temperature=0.0, repetition_penalty=1.0, ignore_eos=True)
     ended = time.monotonic()
     phases = {"interpreter": ENTERED - started, "import": IMPORTED - ENTERED, **llm.phases}
     phases |= {"first_token": ended - loaded, "total": ended - started}
@@ -58,7 +58,7 @@ def decode_many_sizes(llm: LLM) -> None:
             lengths = [PROMPT_LENGTHS[i % len(PROMPT_LENGTHS)] for i in range(batch)]
             prompts = [[3 + (i + j) % 1000 for j in range(length)] for i, length in enumerate(lengths)]
             streams = [
-                llm.stream(prompt, max_tokens=4 + i % 13, temperature=0.0, ignore_eos=True)
+                llm.stream(prompt, max_tokens=4 + i % 13, temperature=0.0, repetition_penalty=1.0, ignore_eos=True)
                 for i, prompt in enumerate(prompts)
             ]
             for stream in streams:

@@ -344,7 +344,7 @@ class DecodingScheduler:
         self._runner = ModelRunner(no_model, cache, config.max_batch, config.max_context)
         for number in range(self.count):
             prompt = [rng.randrange(VOCABULARY) for _ in range(rng.randint(MIN_PROMPT, MAX_PROMPT))]
-            params = SamplingParams(temperature=0.0, ignore_eos=True)
+            params = SamplingParams(temperature=0.0, ignore_eos=True).resolve()
             request = Request(prompt, params, RESTART_CONTEXT - MAX_PROMPT, number, frozenset())
             request.arrival = number
             self.scheduler.add(request)

@@ -258,7 +258,7 @@ class Workload:
         self.sequence = SingleSequence(model, settings.pp + settings.tg + 1, settings.kv_type)
         if timer is not None:
             self.sequence.batch = timer.wrap("scheduling", self.sequence.batch)  # type: ignore[method-assign]
-        self.request = Request(prompt, SamplingParams(temperature=0.0), settings.tg + 1, SEED, frozenset())
+        self.request = Request(prompt, SamplingParams(temperature=0.0).resolve(), settings.tg + 1, SEED, frozenset())
 
     def prefill(self) -> None:
         """Compute the prompt, up to the first token."""

@@ -39,7 +39,7 @@ COMMANDS = {
     "chat": Command("Use a model", ".chat", "Talk with a model."),
     "serve": Command("Use a model", ".serve", "Serve a model over HTTP: the OpenAI API, and jobs for an orchestrator."),
     "inspect": Command("Look at a model", ".inspect",
-        "Show what is in a model file: architecture, shape, quantization types, tokenizer, memory."),
+        "Show what is in a model file: architecture, shape, quantization types, tokenizer, sampling defaults, memory."),
     "tokenize": Command("Look at a model", ".tokenize", "Show the tokens of a text: ids and pieces."),
     "pull": Command("Models and machine", ".models", "Fetch a model, and print its path."),
     "convert": Command("Models and machine", ".convert",

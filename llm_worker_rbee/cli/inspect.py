@@ -12,6 +12,8 @@ import typer
 
 from ..config import KV_DEFAULT, KV_ON_CPU, ModelConfig
 from ..engine.kv_cache_budget import HOST_MEMORY_FRACTION, available_memory, plan_kv_cache
+from ..engine.request import NEUTRAL_SAMPLING
+from ..engine.sampling_defaults import BUILT_IN, read_sampling_defaults
 from ..errors import InsufficientMemoryError, WorkerError, human_bytes
 from ..llm import open_tokenizer
 from ..models import read_model_config
@@ -50,7 +52,7 @@ def inspect(
     *,
     capacity: CapacityOptions,
 ) -> None:
-    """Show what is in a model file: architecture, shape, quantization types, tokenizer, memory.
+    """Show what is in a model file: architecture, shape, quantization types, tokenizer, sampling defaults, memory.
 
     Also what fits on this machine: how many contexts, how many requests at once.
 
@@ -103,6 +105,8 @@ def _lines(report: dict[str, Any]) -> list[str]:
         ("parameters", f"{report['parameters']:,}" if report["parameters"] else "none: the file holds no tensors"),
         *_shape_lines(report["shape"]),
         *_tokenizer_lines(report["tokenizer"]),
+        ("sampling", _sampling_line(report["sampling_defaults"])),
+        *(("warning", text) for text in report["warnings"]),
         ("memory", _memory_line(report["memory"])),
         *([] if report["fits"] is None else [("fits here", _fits_line(report["fits"]))]),
     ]
@@ -151,6 +155,15 @@ def _tokenizer_lines(t: dict[str, Any]) -> list[tuple[str, str]]:
         ("end", (ends or "none") + (", added" if t["add_eos"] else "")),
         ("chat template", "yes" if t["chat_template"] else "none"),
     ]
+
+
+def _sampling_line(defaults: dict[str, Any]) -> str:
+    """Return the defaults that differ from neutral values, by source."""
+    by_source: dict[str, list[str]] = {}
+    for name, default in defaults.items():
+        if default["value"] != NEUTRAL_SAMPLING[name] or default["source"] != BUILT_IN:
+            by_source.setdefault(default["source"], []).append(f"{name} {default['value']:g}")
+    return "; ".join(f"{', '.join(shown)} ({source})" for source, shown in by_source.items())
 
 
 def _token(token: dict[str, Any]) -> str:
@@ -221,6 +234,7 @@ def describe_file(
     except WorkerError as error:
         reason = str(error)
     shape = _shape_of(config) if config else _shape_from_keys(checkpoint)
+    sampling = read_sampling_defaults(checkpoint)
     name = checkpoint.metadata.get("general.name")
     return {
         "path": str(checkpoint.path), "format": checkpoint.format, "file_bytes": file_bytes,
@@ -228,6 +242,7 @@ def describe_file(
         "supported": reason is None, "reason": reason,
         "parameters": sum(tensor.size for tensor in checkpoint.tensors.values()), "shape": shape,
         "quantization": _quantization(checkpoint), "tokenizer": _tokenizer(checkpoint),
+        "sampling_defaults": sampling.report(), "warnings": sampling.warnings,
         "memory": _memory(checkpoint, config if checkpoint.tensors else None, context or shape.get("context")),
         "fits": None if config is None or reason else _fits(checkpoint, config, context, capacity),
     }  # fmt: skip

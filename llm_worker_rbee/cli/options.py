@@ -22,6 +22,7 @@ from ..backends.ops import COMPILING
 from ..config import KV_AUTO, KV_VALUE_BYTES, SPECULATIVE, EngineConfig
 from ..engine.kv_cache_budget import parse_size
 from ..engine.request import SamplingParams
+from ..engine.sampling_defaults import BUILT_IN_SAMPLING
 from ..errors import InsufficientMemoryError, InvalidRequestError, WorkerError
 from ..llm import LLM, Stream
 from ..load import OnStage
@@ -58,6 +59,11 @@ def option_fields(panel: str) -> Callable[..., Any]:
 
 _model, _sampling = option_fields("Model"), option_fields("Sampling")
 _device, _engine = option_fields("Computing"), option_fields("Memory and batches")
+
+
+def _defaulted(name: str, metavar: str, help: str, *names: str) -> Any:
+    """Declare a sampling option whose default is the model's, or built in where the model has none."""
+    return _sampling(None, metavar, help, *names, show_default=f"the model's, or {BUILT_IN_SAMPLING[name]:g}")
 
 
 def gather(**groups: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -119,18 +125,18 @@ class ModelOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingOptions:
-    """How tokens are sampled: fields of `SamplingParams`, with its defaults."""
+    """How tokens are sampled: fields of `SamplingParams`; those that are not given have the model's defaults."""
 
     max_tokens: int | None = _sampling(
         None, "N", "Stop after N tokens.", "-n", show_default=f"{DEFAULT_MAX_TOKENS}, or what fits"
     )
-    temperature: float = _sampling(SAMPLING.temperature, "X", "0 always takes the most likely token.", "-t")
-    top_k: int = _sampling(SAMPLING.top_k, "K", "Sample from the K most likely tokens; 0: all.")
-    top_p: float = _sampling(SAMPLING.top_p, "P", "Sample from the most likely tokens with probability P in sum.")
-    min_p: float = _sampling(SAMPLING.min_p, "P", "Drop tokens below P times the probability of the most likely.")
-    typical_p: float = _sampling(SAMPLING.typical_p, "P", "Sample from the most typical tokens with P in sum.")
-    repetition_penalty: float = _sampling(SAMPLING.repetition_penalty, "X", "Above 1: make recent tokens less likely.")
-    repeat_last_n: int = _sampling(SAMPLING.repeat_last_n, "N", "How many tokens count as recent.")
+    temperature: float | None = _defaulted("temperature", "X", "0 always takes the most likely token.", "-t")
+    top_k: int | None = _defaulted("top_k", "K", "Sample from the K most likely tokens; 0: all.")
+    top_p: float | None = _defaulted("top_p", "P", "Sample from the most likely tokens with probability P in sum.")
+    min_p: float | None = _defaulted("min_p", "P", "Drop tokens below P times the probability of the most likely.")
+    typical_p: float | None = _defaulted("typical_p", "P", "Sample from the most typical tokens with P in sum.")
+    repetition_penalty: float | None = _defaulted("repetition_penalty", "X", "Above 1: make recent tokens less likely.")
+    repeat_last_n: int | None = _defaulted("repeat_last_n", "N", "How many tokens count as recent.")
     presence_penalty: float = _sampling(SAMPLING.presence_penalty, "X", "Subtract X from the logit of each token seen.")
     frequency_penalty: float = _sampling(SAMPLING.frequency_penalty, "X", "The same, once for each time it was seen.")
     logit_bias: list[str] | None = _sampling(None, "ID=X", "Add X (-100 to 100) to a token's logit. Repeatable.")

@@ -17,7 +17,7 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
-from ..engine.request import SamplingParams, TokenLogprob
+from ..engine.request import NEUTRAL_SAMPLING, SamplingParams, TokenLogprob
 from ..errors import InvalidRequestError, WorkerError, counted
 from ..generation import Completion
 from ..llm import LLM, MAX_COMPLETIONS, Stream, together
@@ -275,7 +275,8 @@ def _note_before_batch(
 ) -> None:
     if prompt_options.prompts is not None and not llm.capacity.is_context_reduced:  # else it was printed
         note(str(llm.capacity))
-    if output.choices > 1 and any(request.params.temperature == 0 for request in requests):
+    temperatures = [request.params.resolve(llm.sampling_defaults.values).temperature for request in requests]
+    if output.choices > 1 and 0 in temperatures:
         note("at temperature 0 all answers to a prompt are the same: --choices 1 gives each once")
 
 
@@ -390,8 +391,9 @@ def _parse_json_line(origin: str, line: str, params: SamplingParams) -> PromptRe
         raise InvalidRequestError(f'{origin} must have either a "prompt" (text) or "messages" (a list)', "prompt")
     if isinstance(fields.get("logit_bias"), dict):  # keys of JSON objects are strings
         fields["logit_bias"] = {_token_id(key): value for key, value in fields["logit_bias"].items()}
+    given = {name: value for name, value in fields.items() if value is not None or name not in NEUTRAL_SAMPLING}
     try:
-        return PromptRequest(origin, prompts[0], replace(params, **fields), scheduling)
+        return PromptRequest(origin, prompts[0], replace(params, **given), scheduling)
     except InvalidRequestError as error:
         raise InvalidRequestError(f"{origin}: {error}", error.field) from None
 

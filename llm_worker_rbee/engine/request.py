@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -54,7 +54,7 @@ def _shown(bound: float) -> str:
 SAMPLING_BOUNDS: dict[str, Bounds] = {
     "max_tokens": Bounds(1, is_integer=True, is_optional=True),
     "temperature": Bounds(0.0, 2.0),
-    "top_k": Bounds(0, MAX_COUNT, is_integer=True),
+    "top_k": Bounds(-1, MAX_COUNT, is_integer=True),  # -1 is 0: all tokens
     "top_p": Bounds(0.0, 1.0),
     "min_p": Bounds(0.0, 1.0),
     "typical_p": Bounds(0.0, 1.0),
@@ -62,24 +62,33 @@ SAMPLING_BOUNDS: dict[str, Bounds] = {
     "repeat_last_n": Bounds(0, MAX_COUNT, is_integer=True),
     "presence_penalty": Bounds(-2.0, 2.0),
     "frequency_penalty": Bounds(-2.0, 2.0),
-    "seed": Bounds(0, MAX_SEED - 1, is_integer=True, is_optional=True),
+    "seed": Bounds(-1, MAX_SEED - 1, is_integer=True, is_optional=True),  # -1 is None: drawn
     "logprobs": Bounds(0, MAX_LOGPROBS, is_integer=True, is_optional=True),
 }
 LOGIT_BIAS_BOUNDS = Bounds(-100.0, 100.0)
+# The fields that a model has defaults for, and the values that leave its distribution as it is.
+NEUTRAL_SAMPLING: dict[str, float] = {
+    "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0, "repetition_penalty": 1.0,
+    "repeat_last_n": 128,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How tokens are sampled. `temperature=0` is greedy; `max_tokens=None` is what is left of the context."""
+    """How tokens are sampled. `temperature=0` is greedy; `max_tokens=None` is what is left of the context.
+
+    A field of `NEUTRAL_SAMPLING` that is None is not set: `LLM` and the server take the model's default for it, by
+    `resolve`. The engine gets resolved parameters only.
+    """
 
     max_tokens: int | None = None
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    typical_p: float = 1.0
-    repetition_penalty: float = 1.0
-    repeat_last_n: int = 128
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    typical_p: float | None = None
+    repetition_penalty: float | None = None
+    repeat_last_n: int | None = None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
@@ -93,12 +102,26 @@ class SamplingParams:
         stops = (self.stop,) if isinstance(self.stop, str) else self.stop
         checked: dict[str, Any] = {"stop": _check_stops(stops), "logit_bias": _check_logit_bias(self.logit_bias)}
         for name, bounds in SAMPLING_BOUNDS.items():
-            checked[name] = _check_number(name, getattr(self, name), bounds)
+            value = getattr(self, name)
+            is_unset = value is None and name in NEUTRAL_SAMPLING
+            checked[name] = None if is_unset else _check_number(name, value, bounds)
+        checked["top_k"] = 0 if checked["top_k"] == -1 else checked["top_k"]
+        checked["seed"] = None if checked["seed"] == -1 else checked["seed"]
         for name in ("ignore_eos", "prompt_logprobs"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidRequestError(f"{name} must be true or false, not {getattr(self, name)!r}", name)
         for name, value in checked.items():  # NumPy numbers become Python's, mutable values are copied
             object.__setattr__(self, name, value)
+
+    @property
+    def is_resolved(self) -> bool:
+        return all(getattr(self, name) is not None for name in NEUTRAL_SAMPLING)
+
+    def resolve(self, defaults: Mapping[str, Any] = NEUTRAL_SAMPLING) -> SamplingParams:
+        """Return the parameters with the fields that are not set taken from `defaults`."""
+        if self.is_resolved:
+            return self
+        return replace(self, **{name: defaults[name] for name in NEUTRAL_SAMPLING if getattr(self, name) is None})
 
 
 def _check_stops(stops: Any) -> tuple[str, ...]:
@@ -143,7 +166,7 @@ class Request:
     """One sequence being computed: the client's parameters, and how far it is."""
 
     prompt: list[int]
-    params: SamplingParams
+    params: SamplingParams  # resolved
     max_tokens: int  # as `resolve_max_tokens` gives it; 0 where the prompt is only scored
     seed: int
     eos_ids: frozenset[int]
@@ -174,6 +197,7 @@ class Request:
     draft_state: Any = None  # the drafter's own
 
     def __post_init__(self) -> None:
+        assert self.params.is_resolved, "sampling parameters of a request must be resolved"
         if isinstance(self.priority, bool) or not isinstance(self.priority, int):
             raise InvalidRequestError(f"priority must be a whole number, not {self.priority!r}", "priority")
         self.ids = list(self.prompt)

@@ -30,6 +30,16 @@ LAYERS_OF_27B = {"gemma2": 46, "gemma3": 62}
 HF_SCALINGS = ("default", "linear", "llama3", "yarn", "longrope", "su")
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 LAYER_TYPES = ("full_attention", "sliding_attention")
+# Sampling parameters: their names in generation_config.json, and the keys of a GGUF.
+HF_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty")
+GGUF_SAMPLING = {
+    "temperature": "general.sampling.temp",
+    "top_k": "general.sampling.top_k",
+    "top_p": "general.sampling.top_p",
+    "min_p": "general.sampling.min_p",
+    "repetition_penalty": "general.sampling.penalty_repeat",
+    "repeat_last_n": "general.sampling.penalty_last_n",
+}
 MIN_ROPE_BASE = 1.0 + 1e-6
 
 
@@ -314,3 +324,14 @@ def _hf_rope_scaling(rope: MetadataReader, keys: MetadataReader) -> RopeScaling:
         short_factors=rope.numbers("short_factor"),
         long_factors=rope.numbers("long_factor"),
     )
+
+
+def sampling_from_gguf(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the sampling parameters that a GGUF recommends, as they stand in the file: not validated."""
+    return {name: metadata[key] for name, key in GGUF_SAMPLING.items() if metadata.get(key) is not None}
+
+
+def sampling_from_hf(generation_config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those of a generation_config.json; `do_sample: false` is greedy sampling, temperature 0."""
+    stated = {name: generation_config[name] for name in HF_SAMPLING if generation_config.get(name) is not None}
+    return {**stated, "temperature": 0.0} if generation_config.get("do_sample") is False else stated

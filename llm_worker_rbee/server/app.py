@@ -306,7 +306,7 @@ def load_page() -> tuple[bytes, str]:
 
 
 def describe_worker(worker: Worker) -> dict[str, Any]:
-    """Return what `/info` replies: model, device, memory, versions."""
+    """Return what `/info` replies: model, device, memory, sampling defaults, versions."""
     llm = worker.llm
     return {
         "model": worker.names[0], "architecture": llm.config.family.name, "quant": llm.quant,
@@ -316,6 +316,7 @@ def describe_worker(worker: Worker) -> dict[str, Any]:
             "weights_bytes": llm.checkpoint.nbytes, "kv_cache_bytes": llm.capacity.bytes,
             "process_bytes": resident_bytes(), "device_bytes": llm.device_bytes, "graph_bytes": llm.graph_bytes,
         },
+        "sampling_defaults": llm.sampling_defaults.report(),
         "worker_id": worker.settings.worker_id, "versions": _versions(llm.backend),
     }  # fmt: skip
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from .. import __version__
 from ..config import ServerSettings
+from ..engine.request import NEUTRAL_SAMPLING
 from . import schema as bodies
 from .middleware import PUBLIC_PATHS
 from .schema import Field, Schema, array_schema, object_schema
@@ -82,7 +83,7 @@ ROUTES: tuple[tuple[str, str, str, str | None, str, str | None], ...] = (
     ("get", "/", "A chat page", None, "text/html", None),
     ("get", "/health", "Forward progress; 503 unless healthy", None, "Health", None),
     ("get", "/v1/ready", "Whether requests are accepted", None, "Ready", None),
-    ("get", "/info", "Model, device, memory, versions", None, "Info", None),
+    ("get", "/info", "Model, device, memory, sampling defaults, versions", None, "Info", None),
     ("get", "/metrics", "Prometheus metrics", None, "text/plain", None),
     ("get", "/openapi.json", "This description", None, "Any", None),
     ("get", "/v1/loading/progress", "Progress of loading the model", None, "text/event-stream", "LoadingEvent"),
@@ -223,6 +224,7 @@ REPLIES: dict[str, Schema] = {
         kv_type=TEXT, memory=_object(
             weights_bytes=COUNT, kv_cache_bytes=COUNT, process_bytes=_or_null(COUNT), device_bytes=COUNT,
             graph_bytes=COUNT),
+        sampling_defaults=_object(**dict.fromkeys(NEUTRAL_SAMPLING, _object(value=NUMBER, source=TEXT))),
         worker_id=TEXT, versions=_object(worker=TEXT, python=TEXT)),
     "LoadingEvent": _object(stage=TEXT),
     "Model": _object(id=TEXT, object={"const": "model"}, created=COUNT, owned_by=TEXT, context_length=COUNT),

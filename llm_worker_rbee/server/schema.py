@@ -388,7 +388,8 @@ class Prompts(FieldType):
 
 
 DEFAULTS = SamplingParams()
-# bounds and defaults are those of SamplingParams; each dialect has its own max_tokens and logprobs
+# Bounds and defaults are those of SamplingParams: None where the model has the default. Each dialect has its own
+# max_tokens and logprobs.
 SAMPLING = {
     name: Field(Number(bounds), getattr(DEFAULTS, name))
     for name, bounds in SAMPLING_BOUNDS.items()

@@ -141,8 +141,9 @@ class Worker(GenerationListener):
         llm = self.llm
         assert self._engine is not None
         generations = make_generations(
-            llm.tokenizer, llm.engine.config, llm.config.vocab_size, ids, params, n=n, priority=priority,
-            timeout_s=timeout_s, is_scored_only=is_scored_only, listener=self,
+            llm.tokenizer, llm.engine.config, llm.config.vocab_size, ids,
+            params.resolve(llm.sampling_defaults.values), n=n, priority=priority, timeout_s=timeout_s,
+            is_scored_only=is_scored_only, listener=self,
         )  # fmt: skip
         for generation in generations:
             generation.submit(self._engine)

@@ -62,6 +62,23 @@ def test_inspect_as_text(cli: Run, tiny: Path) -> None:
     assert "llama.block_count" in text
 
 
+def test_inspect_shows_sampling_defaults_with_source(cli: Run, default_model: Path, tmp_path: Path) -> None:
+    default = inspected(cli, default_model)
+    assert default["sampling_defaults"]["temperature"] == {"value": 0.7, "source": "built-in"}
+    assert default["warnings"] == []
+    keys = {"general.architecture": "llama", "general.sampling.temp": 0.6, "general.sampling.top_p": 7.0}
+    path = write_gguf(tmp_path / "m.gguf", keys, {})
+    report = inspected(cli, path)
+    assert report["sampling_defaults"]["temperature"] == {"value": 0.6, "source": "GGUF metadata"}
+    assert report["sampling_defaults"]["top_p"] == {"value": 0.95, "source": "built-in"}
+    rows = [line.split("  ", 1) for line in cli("inspect", path).stdout.decode().splitlines() if "  " in line]
+    shown = {name: text.strip() for name, text in rows}
+    assert shown["sampling"] == "temperature 0.6 (GGUF metadata); top_p 0.95, min_p 0.05 (built-in)"
+    assert shown["warning"] == "GGUF metadata: general.sampling.top_p is ignored: " + (
+        "top_p is 7.0: it must be 0 or more, at most 1"
+    )
+
+
 def test_inspect_program_lists_fused_ops_and_layers_once(cli: Run, tiny: Path) -> None:
     text = cli("inspect", str(tiny), "--program", "--device", "cpu").stdout.decode()
     table = text[text.index("Program of a step on cpu") :]

@@ -112,7 +112,7 @@ def test_batch_on_terminal_draws_bar(terminal: Callable[..., Terminal], tiny: Pa
     ("line", "report"),
     [
         ('{"prompt": "a", "foo": 1}', "line 2: unknown field 'foo'"),
-        ('{"prompt": "a", "seed": -1}', "line 2: seed is -1"),
+        ('{"prompt": "a", "seed": -2}', "line 2: seed is -2"),
         ('{"prompt": "a", "messages": []}', 'line 2 must have either a "prompt" (text) or "messages" (a list)'),
         ('{"prompt": ["a"]', "line 2 is not JSON"),
         ('{"prompt": 5}', 'line 2 must have either a "prompt"'),

@@ -30,7 +30,7 @@ def engine_of(model: Transformer, **settings: Any) -> Engine:
 
 
 def request(prompt: list[int], max_tokens: int = 20) -> Request:
-    return Request(prompt, SamplingParams(seed=1, ignore_eos=True), max_tokens, 1, frozenset())
+    return Request(prompt, SamplingParams(seed=1, ignore_eos=True).resolve(), max_tokens, 1, frozenset())
 
 
 def run(coroutine: Coroutine[Any, Any, Any]) -> Any:

@@ -83,7 +83,7 @@ def make_requests(seed: int) -> list[Request]:
         params = SamplingParams(
             temperature=draw.choice([0.0, 0.9]), top_p=draw.choice([1.0, 0.8]),
             repetition_penalty=draw.choice([1.0, 1.0, 1.0, 1.2]), logprobs=draw.choice([None, None, None, 1]),
-        )  # fmt: skip
+        ).resolve()  # fmt: skip
         ends = frozenset(draw.sample(range(50), 3))
         made.append(Request(prompt, params, draw.randint(1, 40), seed + i, ends, priority=draw.choice([0, 0, 1])))
     return made
@@ -131,7 +131,7 @@ def test_async_scheduling_gives_the_tokens_of_sync_steps(
 def test_failed_device_step_finishes_only_its_requests(model: Transformer, monkeypatch: pytest.MonkeyPatch) -> None:
     device = AsyncBackend(model.ops)
     engine = Engine(replace(model, ops=device), EngineConfig(max_context=112, n_blocks=64, debug=True))
-    first = Request([1, 2], SamplingParams(temperature=0), 30, 0, frozenset())
+    first = Request([1, 2], SamplingParams(temperature=0).resolve(), 30, 0, frozenset())
     engine.add(first)
     for _ in range(5):
         engine.step()
@@ -143,7 +143,7 @@ def test_failed_device_step_finishes_only_its_requests(model: Transformer, monke
         patch.setattr(PendingTokens, "result", broken)
         (output,) = engine.step()
     assert isinstance(output.error, InferenceError)
-    second = Request([3], SamplingParams(temperature=0), 5, 0, frozenset())
+    second = Request([3], SamplingParams(temperature=0).resolve(), 5, 0, frozenset())
     engine.add(second)
     while engine.has_work:
         engine.step()
@@ -154,7 +154,7 @@ def test_failed_device_step_finishes_only_its_requests(model: Transformer, monke
 def test_next_step_is_launched_before_tokens_are_collected(model: Transformer, monkeypatch: pytest.MonkeyPatch) -> None:
     device, launched = AsyncBackend(model.ops), []
     engine = Engine(replace(model, ops=device), EngineConfig(max_context=112, n_blocks=64))
-    engine.add(Request([1, 2], SamplingParams(temperature=0), 6, 0, frozenset()))
+    engine.add(Request([1, 2], SamplingParams(temperature=0).resolve(), 6, 0, frozenset()))
     result = PendingTokens.result
     monkeypatch.setattr(PendingTokens, "result", lambda later: launched.append(device.num_launched) or result(later))
     while engine.has_work:
@@ -168,7 +168,7 @@ def test_interrupt_while_collecting_loses_no_token(model: Transformer, monkeypat
     ahead, plain = (
         Engine(replace(model, ops=ops), config) for ops in (AsyncBackend(model.ops), SyncBackend(model.ops))
     )
-    requests = [Request([1, 2], SamplingParams(temperature=0), 12, 0, frozenset()) for _ in range(2)]
+    requests = [Request([1, 2], SamplingParams(temperature=0).resolve(), 12, 0, frozenset()) for _ in range(2)]
     for engine, request in zip((ahead, plain), requests, strict=True):
         engine.add(request)
         for _ in range(4):
@@ -192,7 +192,7 @@ def test_async_scheduling_continues_with_waiting_requests(model: Transformer) ->
     """All batch slots are taken, so no request is admitted before another ends: steps go on being launched."""
     device = AsyncBackend(model.ops)
     engine = Engine(replace(model, ops=device), EngineConfig(max_context=112, n_blocks=64, max_batch=2, debug=True))
-    requests = [Request([i + 1, 2], SamplingParams(temperature=0), 20, 0, frozenset()) for i in range(6)]
+    requests = [Request([i + 1, 2], SamplingParams(temperature=0).resolve(), 20, 0, frozenset()) for i in range(6)]
     for request in requests:
         engine.add(request)
     while engine.has_work:

@@ -35,7 +35,7 @@ def engine_of(model: Transformer, **settings: Any) -> Engine:
 
 
 def request(prompt: list[int], max_tokens: int, **params: Any) -> Request:
-    return Request(prompt, SamplingParams(**params), max_tokens, 1, frozenset())
+    return Request(prompt, SamplingParams(**params).resolve(), max_tokens, 1, frozenset())
 
 
 def run(engine: Engine) -> None:

@@ -1,4 +1,4 @@
-"""SamplingParams: every value that cannot be honoured is refused with the field named."""
+"""SamplingParams: every value that cannot be honoured is refused with the field named; unset fields are resolved."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from typing import Any
 import pytest
 
 from llm_worker_rbee import SamplingParams
-from llm_worker_rbee.engine.request import SAMPLING_BOUNDS
+from llm_worker_rbee.engine.request import NEUTRAL_SAMPLING, SAMPLING_BOUNDS, Request
 from llm_worker_rbee.errors import InvalidRequestError
 
 NAN, INF = float("nan"), float("inf")
 BAD: dict[str, list[Any]] = {
-    "temperature": [NAN, INF, -INF, -1, -0.01, 2.01, "1", None, True, [1], 10**400],
+    "temperature": [NAN, INF, -INF, -1, -0.01, 2.01, "1", True, [1], 10**400],
     "top_p": [NAN, -0.1, 1.1, "x", True],
-    "min_p": [NAN, -0.1, 1.1, None],
+    "min_p": [NAN, -0.1, 1.1, "0"],
     "typical_p": [NAN, -0.1, 1.1, {}],
     "repetition_penalty": [NAN, INF, 0, -1, 2.5, "1.1"],
     "presence_penalty": [NAN, -2.1, 2.1, INF],
     "frequency_penalty": [NAN, -2.1, 2.1, "0"],
     "max_tokens": [0, -1, 1.0, 2.5, True, "5", NAN],
-    "top_k": [-1, 1.0, True, None, "40"],
-    "repeat_last_n": [-1, 0.5, None, True],
-    "seed": [2**64, 2**65, -1, 1.0, True, "7"],
+    "top_k": [-2, 1.0, True, "40"],
+    "repeat_last_n": [-1, 0.5, True],
+    "seed": [2**64, 2**65, -2, 1.0, True, "7"],
     "stop": ["", [""], ["a", ""], ["x"] * 17, [1], 5, None, [None], {"a": 1}, ["a" * 101], b"x"],
     "logprobs": [-2, -1, 21, 1.0, "two", True],
     "logit_bias": [
@@ -62,13 +62,14 @@ def test_sampling_params_bad_value_raises_with_field(field: str, value: Any) -> 
 
 GOOD: dict[str, list[Any]] = {
     "max_tokens": [1, 10**12, None],
-    "seed": [0, 2**64 - 1, None],
+    "seed": [-1, 0, 2**64 - 1, None],
     "stop": ["x", ["a", "b"], ("a",), [], "\n", ["s" * 100], ["x"] * 16],
     "logprobs": [0, 20, None],
     "logit_bias": [{0: -100, 7: 100.0}, {}],
-    "top_k": [0, 1, 10**9],
-    "repeat_last_n": [0, 10**9],
-    "repetition_penalty": [0.01, 1, 2.0],
+    "temperature": [0, 2, None],
+    "top_k": [-1, 0, 1, 10**9, None],
+    "repeat_last_n": [0, 10**9, None],
+    "repetition_penalty": [0.01, 1, 2.0, None],
 }
 
 
@@ -98,3 +99,26 @@ def test_sampling_params_unknown_or_positional_raises() -> None:
         SamplingParams(top_q=1)  # type: ignore[call-arg]
     with pytest.raises(TypeError):
         SamplingParams(5)  # type: ignore[call-arg]
+
+
+def test_minus_one_is_no_top_k_and_no_seed() -> None:
+    params = SamplingParams(top_k=-1, seed=-1)
+    assert (params.top_k, params.seed) == (0, None)
+
+
+def test_resolve_fills_unset_fields_only() -> None:
+    defaults = {
+        "temperature": 0.6, "top_k": 20, "top_p": 0.9, "min_p": 0.1, "typical_p": 0.8, "repetition_penalty": 1.1,
+        "repeat_last_n": 64,
+    }  # fmt: skip
+    assert SamplingParams().resolve(defaults) == SamplingParams(**defaults)  # type: ignore[arg-type]
+    neutral = SamplingParams(**NEUTRAL_SAMPLING, seed=3)  # type: ignore[arg-type]
+    assert neutral.resolve(defaults) == neutral, "a field that is set wins, also with a neutral value"
+    assert SamplingParams(top_k=-1, seed=3).resolve(defaults).top_k == 0
+    assert SamplingParams(temperature=0).resolve() == SamplingParams(**{**NEUTRAL_SAMPLING, "temperature": 0.0})  # type: ignore[arg-type]
+
+
+def test_request_with_unset_sampling_parameters_is_refused() -> None:
+    assert not SamplingParams(temperature=0).is_resolved
+    with pytest.raises(AssertionError, match="resolved"):
+        Request([1], SamplingParams(temperature=0), 1, 0, frozenset())

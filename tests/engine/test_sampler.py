@@ -21,7 +21,7 @@ ops = ReferenceBackend()
 
 
 def request(prompt: list[int], tokens: list[int] = [], **options: Any) -> Request:  # noqa: B006  (copied)
-    made = Request(list(prompt), SamplingParams(**options), 99, options.get("seed", 0), frozenset())
+    made = Request(list(prompt), SamplingParams(**options).resolve(), 99, options.get("seed", 0), frozenset())
     made.ids += tokens
     return made
 
@@ -174,6 +174,6 @@ def test_token_logprobs_of_distant_logits_are_finite() -> None:
     assert entry.top == ((0, 0.0),)
 
 
-def test_sample_row_defaults_equal_sampling_params() -> None:
-    params, row = SamplingParams(), SampleRow()
+def test_sample_row_defaults_equal_neutral_sampling_params() -> None:
+    params, row = SamplingParams().resolve(), SampleRow()
     assert {name: getattr(row, name) for name in COPIED_PARAMS} == {n: getattr(params, n) for n in COPIED_PARAMS}

@@ -54,7 +54,7 @@ class Question:
     sample_index: int = 0
 
     def request(self, **more: Any) -> Request:
-        params = SamplingParams(**self.options)
+        params = SamplingParams(**self.options).resolve()
         return Request(
             list(self.prompt), params, self.max_tokens, params.seed or 0, self.eos, self.sample_index, **more
         )

@@ -29,7 +29,7 @@ def compute_logits(
     model: Transformer, ids: list[int], chunk: int = 512, kv_type: str = "float32"
 ) -> NDArray[np.float32]:
     """Return the logits at every position, prefilled in chunks."""
-    request = Request(list(ids), SamplingParams(), 1, 0, frozenset())
+    request = Request(list(ids), SamplingParams().resolve(), 1, 0, frozenset())
     runner = SingleSequence(model, len(ids), kv_type)
     parts = []
     while request.num_computed_tokens < len(ids):
@@ -43,7 +43,7 @@ def to_numpy(array: Any) -> NDArray[Any]:
 
 
 def greedy(model: Transformer, ids: list[int], n: int) -> list[int]:
-    request = Request(list(ids), SamplingParams(temperature=0.0), n, 0, frozenset())
+    request = Request(list(ids), SamplingParams(temperature=0.0).resolve(), n, 0, frozenset())
     engine = Engine(model, EngineConfig(max_context=len(ids) + n, n_blocks=-(-(len(ids) + n) // 16)))
     engine.add(request)
     while engine.has_work:

@@ -64,7 +64,7 @@ class PaperScheduler:
     def request(self, prompt: Iterable[int], max_tokens: int = 4, *, end: bool = False, **options: Any) -> Request:
         """Made and added."""
         scored = options.pop("scored", False)
-        params = SamplingParams(prompt_logprobs=scored)
+        params = SamplingParams(prompt_logprobs=scored).resolve()
         eos = frozenset({END}) if end else frozenset()
         made = Request(list(prompt), params, max_tokens, 0, eos, arrival=self._arrivals, **options)
         self._arrivals += 1

@@ -122,7 +122,7 @@ def test_retry_after_follows_running_requests(server: Server) -> None:
     engine, admission = server.worker.loaded.engine, Admission(ServerSettings(model_ref="x", max_queue=0))
 
     def running(max_tokens: int, said: int) -> Request:
-        made = Request([1] * 10, SamplingParams(), max_tokens, 0, frozenset())
+        made = Request([1] * 10, SamplingParams().resolve(), max_tokens, 0, frozenset())
         made.ids += [1] * said
         made.arrival, made.is_finished, made.batch_slot, made.num_computed_tokens = 0, False, 0, 10
         admission.add(made)

@@ -102,14 +102,25 @@ def test_page_stop_ends_answer_in_worker(browser: Any, server: Server, how: str)
 
 def test_page_error_is_shown_and_next_message_works(browser: Any, server: Server) -> None:
     with opened(browser, server) as page:
-        ask(page, "too long", max_tokens=10**6)
+        ask(page, "too long", stop="x" * 101)
         page.wait_for_selector(".foot .failed")
-        assert "65536" in page.inner_text(".foot .failed")
-        ask(page, "short", max_tokens=2)
+        assert "1 to 100 characters" in page.inner_text(".foot .failed")
+        ask(page, "short", max_tokens=2, stop="")
         assert len(finished(page)) == 2
         ask(page, "hot", temperature=9)  # the bounds come from the server's own description
         assert page.evaluate("document.querySelector('[name=temperature]').validity.rangeOverflow")
         assert page.locator("article.user").count() == 2
+
+
+def test_page_shows_sampling_defaults_of_the_model(browser: Any, server: Server) -> None:
+    with opened(browser, server) as page:
+        page.wait_for_selector("[name=temperature][title]")
+        shown = {
+            name: page.get_attribute(f"[name={name}]", "placeholder") for name in ("temperature", "top_p", "min_p")
+        }
+        assert shown == {"temperature": "0.7", "top_p": "0.95", "min_p": "0.05"}
+        assert page.get_attribute("[name=temperature]", "title") == "Default: 0.7 (built-in)"
+        assert "object" not in page.inner_text("#card")
 
 
 def test_page_prompts_for_key(browser: Any, locked: Server) -> None:

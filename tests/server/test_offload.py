@@ -103,7 +103,7 @@ def test_large_bodies_and_replies_run_off_the_event_loop(server: Server, monkeyp
     cases: list[tuple[str, Any, set[str]]] = [
         ("/tokenize", {"text": text}, {"piece"}),
         ("/detokenize", {"tokens": [97] * (offload.LARGE_BYTES // 2)}, {"decode"}),
-        (JOBS, {"prompt": text, "max_tokens": 1, "top_k": -1}, set()),
+        (JOBS, {"prompt": text, "max_tokens": 1, "top_k": -2}, set()),
         (COMPLETIONS, {"prompt": [1] * 34_000, "max_tokens": 1, "echo": True}, {"_object"}),
     ]
     for path, body, more in cases:

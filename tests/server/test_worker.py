@@ -14,6 +14,8 @@ import httpx
 import pytest
 
 from llm_worker_rbee import LLM
+from llm_worker_rbee.engine.request import NEUTRAL_SAMPLING
+from llm_worker_rbee.engine.sampling_defaults import SamplingDefaults
 from llm_worker_rbee.load import OnStage, Stage
 from llm_worker_rbee.server.dialects import jobs
 from llm_worker_rbee.tokenizer import Detokenizer
@@ -55,6 +57,36 @@ def test_step_failure_ends_its_batch_only(server: Server, monkeypatch: pytest.Mo
     assert not any("/a/path" in one.text or "Traceback" in one.text for one in (job, stream, chat, chunks))
     server.require_idle()
     server.require_alive()
+
+
+NEUTRAL_FIELDS = {
+    "temperature": 1, "top_k": -1, "top_p": 1, "min_p": 0, "typical_p": 1, "repetition_penalty": 1,
+    "repeat_last_n": 128,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("path", [CHATS, COMPLETIONS, "/v1/jobs", "/execute"])
+def test_fields_that_are_not_sent_have_the_defaults_of_the_model(
+    start: Start, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A null equals an absent field; a value that is sent wins, also a neutral one. `/info` reports the defaults."""
+    server = start()
+    llm, seen = server.worker.loaded, []
+    stated = {**NEUTRAL_SAMPLING, "temperature": 0.3, "top_k": 5, "repetition_penalty": 1.1}
+    sources = dict.fromkeys(stated, "GGUF metadata")
+    monkeypatch.setattr(llm, "sampling_defaults", SamplingDefaults(stated, sources, []))
+    add = llm.engine.add
+    monkeypatch.setattr(llm.engine, "add", lambda request: (seen.append(request.params), add(request)))
+    body = {"messages": CHAT} if path == CHATS else {"prompt": "#"}
+    bodies: list[dict[str, Any]] = [{}, dict.fromkeys(NEUTRAL_FIELDS), NEUTRAL_FIELDS, {"temperature": 0}]
+    for i, fields in enumerate(bodies):
+        name = {"job_id": f"job-{i}"} if path == "/execute" else {}
+        assert server.post(path, {**body, **fields, **name, "max_tokens": 1}).status_code == 200
+    until(lambda: len(seen) == len(bodies))
+    found = [{name: getattr(params, name) for name in NEUTRAL_SAMPLING} for params in seen]
+    assert found == [stated, stated, NEUTRAL_SAMPLING, {**stated, "temperature": 0}]
+    info = server.http.get("/info").json()["sampling_defaults"]
+    assert info == {name: {"value": value, "source": "GGUF metadata"} for name, value in stated.items()}
 
 
 def test_kv_cache_exhausted_preempts_and_finishes(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,7 +29,7 @@ def logits(path: Path, ids: list[int], chunk: int) -> np.ndarray:
     checkpoint = open_checkpoint(path)
     model = load_model(checkpoint, cpu, read_model_config(checkpoint), 64)  # type: ignore[arg-type]
     runner = SingleSequence(model, len(ids))
-    request = Request(ids, SamplingParams(), 1, 0, frozenset())
+    request = Request(ids, SamplingParams().resolve(), 1, 0, frozenset())
     parts = [runner.step(request, chunk, all_logits=True) for _ in range(-(-len(ids) // chunk))]
     return np.concatenate(parts)
 

@@ -172,7 +172,7 @@ def test_async_and_sync_steps_give_same_tokens() -> None:
         replies = []
         for one_by_one in (False, True):
             engine = Engine(replace(model, ops=SyncBackend(ops)) if one_by_one else model, config, "bfloat16")
-            greedy = SamplingParams(temperature=0)
+            greedy = SamplingParams(temperature=0).resolve()
             requests = [Request([i % 90 + 1, 2, 3], greedy, 12, 0, frozenset()) for i in range(count)]
             for request in requests:
                 engine.add(request)

@@ -18,17 +18,18 @@ from tests.helpers.server import CHAT, SAID, Server, events, until
 from tests.server.conftest import Start
 
 JOBS, CHATS, COMPLETIONS = "/v1/jobs", "/v1/chat/completions", "/v1/completions"
-# what a job's field is when it is not given, and the values at its ends: the last that is taken, the first that is not
+# What a job's field is when it is not given (None: the model's default, or none), and the values at its ends: the last
+# that is taken, the first that is not.
 LIMITS: dict[str, tuple[Any, list[Any], list[Any]]] = {
     "max_tokens": (None, [1], [0]),
-    "temperature": (1.0, [0, 2], [-0.001, 2.001]),
-    "top_p": (1.0, [0, 1], [-0.001, 1.001]),
-    "min_p": (0.0, [0, 1], [-0.001, 1.001]),
-    "typical_p": (1.0, [0, 1], [-0.001, 1.001]),
-    "repetition_penalty": (1.0, [0.001, 2], [0, 2.001]),
-    "top_k": (0, [0], [-1]),
-    "repeat_last_n": (128, [0], [-1]),
-    "seed": (None, [0, 2**64 - 1], [-1, 2**64]),
+    "temperature": (None, [0, 2], [-0.001, 2.001]),
+    "top_p": (None, [0, 1], [-0.001, 1.001]),
+    "min_p": (None, [0, 1], [-0.001, 1.001]),
+    "typical_p": (None, [0, 1], [-0.001, 1.001]),
+    "repetition_penalty": (None, [0.001, 2], [0, 2.001]),
+    "top_k": (None, [-1, 0], [-2]),
+    "repeat_last_n": (None, [0], [-1]),
+    "seed": (None, [-1, 0, 2**64 - 1], [-2, 2**64]),
     "stop": ((), [["x"] * 4, ["x" * 100], []], [["x"] * 5, ["x" * 101], [""]]),
     "priority": (0, [-5, 5], [0.5]),
     "timeout_ms": (None, [1], [0]),
