@@ -18,6 +18,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from tokenizers import Tokenizer as Library
 
 from llm_worker_rbee.backends import select_backend
+from llm_worker_rbee.engine.sampling_defaults import read_sampling_defaults
 from llm_worker_rbee.errors import InvalidRequestError, ModelFileError, TokenizerError, UnsupportedModelError
 from llm_worker_rbee.models import load_model, read_model_config
 from llm_worker_rbee.models.convert import TYPES, convert, quantize_checkpoint
@@ -284,6 +285,28 @@ def test_convert_several_eos_tokens_are_kept(llama: Path, tmp_path: Path) -> Non
     metadata = open_checkpoint(path).metadata
     assert tokenizer_from_gguf(metadata).eos_ids == {0, 1, 5}
     assert metadata["tokenizer.ggml.eos_token_id"] == 0
+
+
+def test_convert_keeps_sampling_defaults(llama: Path, tmp_path: Path) -> None:
+    """Numbers are written with the keys and types of llama.cpp's converter; typical_p has no key."""
+    generation_config = {
+        "temperature": 0.6,
+        "top_k": 20,
+        "min_p": 0,
+        "typical_p": 0.9,
+        "repetition_penalty": 1.05,
+        "top_p": "x",
+    }
+    (llama / "generation_config.json").write_text(json.dumps(generation_config), encoding="utf-8")
+    checkpoint = open_checkpoint(converted(llama, tmp_path / "out.gguf", "F16"))
+    sampling = "general.sampling."
+    types = {key.removeprefix(sampling): t for key, t in checkpoint.value_types.items() if key.startswith(sampling)}
+    assert types == {"temp": "float32", "top_k": "int32", "min_p": "float32", "penalty_repeat": "float32"}
+    found, expected = (read_sampling_defaults(one).values for one in (checkpoint, open_checkpoint(llama)))
+    assert found == {**expected, "typical_p": 1.0}
+    (llama / "generation_config.json").write_text('{"do_sample": false, "temperature": 0.6}', encoding="utf-8")
+    greedy = open_checkpoint(converted(llama, tmp_path / "greedy.gguf", "F16"))
+    assert greedy.metadata["general.sampling.temp"] == 0.0
 
 
 def test_convert_token_named_none_is_not_unknown(llama: Path, tmp_path: Path) -> None:

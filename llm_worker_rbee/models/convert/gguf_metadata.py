@@ -23,11 +23,12 @@ from ...weights import Checkpoint, Tensor
 from ...weights.gguf_writer import Typed
 from ...weights.quants import BLOCK_TYPES
 from ..families import BY_GGUF, gguf_architecture
-from ..metadata import model_config_from_gguf
+from ..metadata import GGUF_SAMPLING, model_config_from_gguf, sampling_from_hf
 from .tokenizer_export import tokenizer_keys
 
 _log = logging.getLogger("llm_worker_rbee")
 QUANTIZATION_VERSION = 2  # of ggml's block layouts
+MAX_INT32 = 1 << 31
 # Keys of one file (split set, alignment), not of the model.
 DROPPED_KEYS = ("split.no", "split.count", "split.tensors.count", "general.alignment")
 # Names in config.json of fields of ModelConfig.
@@ -58,7 +59,7 @@ def gguf_metadata(checkpoint: Checkpoint, config: ModelConfig, file_type: int) -
     _check_round_trip(config, {"general.architecture": arch, **keys})
     if any(config.windows) and not config.family.full_every:
         _log.warning("llama.cpp ignores the sliding window of %s files: its results differ for long texts", arch)
-    return {**general, **keys, **tokenizer_keys(checkpoint.path, config.vocab_size, name)}
+    return {**general, **_sampling_keys(checkpoint), **keys, **tokenizer_keys(checkpoint.path, config.vocab_size, name)}
 
 
 def _typed(value: Any, kind: str | None) -> Any:
@@ -68,6 +69,16 @@ def _typed(value: Any, kind: str | None) -> Any:
 def _model_name(checkpoint: Checkpoint) -> str:
     named = checkpoint.metadata["config"].get("_name_or_path")
     return Path(named).name if isinstance(named, str) and Path(named).name else checkpoint.path.resolve().name
+
+
+def _sampling_keys(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Return the sampling parameters of generation_config.json that are numbers and have a key."""
+    stated = sampling_from_hf(checkpoint.metadata.get("generation_config", {}))
+    numbers = {name: value for name, value in stated.items() if type(value) in (int, float) and abs(value) < MAX_INT32}
+    return {
+        key: Typed("int32", int(numbers[name])) if name == "top_k" else Typed("float32", float(numbers[name]))
+        for name, key in GGUF_SAMPLING.items() if name in numbers
+    }  # fmt: skip
 
 
 def _architecture_keys(c: ModelConfig) -> dict[str, Any]:
