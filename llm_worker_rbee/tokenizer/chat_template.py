@@ -62,6 +62,16 @@ KILL_SIGNALS = (-signal.SIGKILL, -signal.SIGTERM)  # as exit status: of others, 
 WORKER_SCRIPT = Path(__file__).with_name("chat_template_worker.py")
 
 
+CONTENT_IS_NULL = (
+    "messages[{i}].content is null, and the chat template of this model does not support that: send a text, which may "
+    'be empty ("content": ""), with tool_calls too'
+)
+
+
+class TemplateFailureError(ChatTemplateError):
+    """A template raised an error of Python or Jinja instead of refusing the messages."""
+
+
 class ChatTemplate:
     """A compiled template. Safe to use from several threads."""
 
@@ -87,6 +97,15 @@ class ChatTemplate:
             request = json.dumps({"values": values})
         except (TypeError, ValueError, RecursionError) as error:
             raise ChatTemplateError(f"the messages are not plain JSON: {_one_line(error)}", "messages") from None
+        try:
+            return self._render(request)
+        except TemplateFailureError:
+            for i, message in enumerate(messages):
+                if isinstance(message, Mapping) and message.get("content") is None:
+                    raise ChatTemplateError(CONTENT_IS_NULL.format(i=i), "messages") from None
+            raise
+
+    def _render(self, request: str) -> str:
         with self._lock:
             try:
                 return self._request(self._ensure_worker(), request)
@@ -122,7 +141,8 @@ class ChatTemplate:
             raise _stop(child)
         reply: dict[str, Any] = json.loads(line)
         if "error" in reply:
-            raise ChatTemplateError(f"the chat template {_one_line(reply['error'])}", "messages")
+            kind = ChatTemplateError if reply.get("refused", True) else TemplateFailureError
+            raise kind(f"the chat template {_one_line(reply['error'])}", "messages")
         return str(reply["text"])
 
 

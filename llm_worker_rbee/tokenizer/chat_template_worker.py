@@ -2,7 +2,7 @@
 
 A template may do anything that Jinja's immutable sandbox allows, without bound; the operating system bounds this
 process. JSON lines on standard input and output: {"source", "seconds"} first, then {"values"} for each rendering; each
-gets {"text"} or {"error"}. Each rendering has its own CPU time limit.
+gets {"text"}, or {"error"} with whether the template itself `refused`. Each rendering has its own CPU time limit.
 """
 
 import json
@@ -77,7 +77,7 @@ def limit_memory() -> None:
         resource.setrlimit(kind, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
 
 
-def render(template: Any, values: dict[str, Any], max_chars: int) -> dict[str, str]:
+def render(template: Any, values: dict[str, Any], max_chars: int) -> dict[str, Any]:
     """Render once; an exception of the template becomes an error reply."""
     try:
         parts, length = [], 0
@@ -92,7 +92,9 @@ def render(template: Any, values: dict[str, Any], max_chars: int) -> dict[str, s
     except SecurityError as error:
         return {"error": f"was stopped: {error}"}
     except Exception as error:  # untrusted code may raise anything
-        return {"error": f"refused: {error or type(error).__name__}"}
+        is_refusal = type(error) is TemplateError  # of `raise_exception`
+        why = str(error) if is_refusal else f"{type(error).__name__}: {error}"
+        return {"error": f"{'refused' if is_refusal else 'failed'}: {why}", "refused": is_refusal}
 
 
 def compile_template(source: str) -> tuple[Any, dict[str, str]]:

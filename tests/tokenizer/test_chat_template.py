@@ -378,3 +378,32 @@ def test_render_killed_twice_is_unavailable(tmp_path: Path, monkeypatch: pytest.
     with pytest.raises(UnavailableError) as caught:
         ChatTemplate("x").render([])
     assert (caught.value.status, caught.value.retriable) == (503, True)
+
+
+CALLS = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
+NULL_CONTENT = [{"role": "user", "content": "x"}, {"role": "assistant", "content": None, "tool_calls": CALLS}]
+
+
+@pytest.mark.parametrize("source", [TEMPLATES["chatml"], "{% for m in messages %}{{ m.content.strip() }}{% endfor %}"])
+@pytest.mark.parametrize("absent", [False, True])
+def test_render_null_content_that_fails_names_remedy(source: str, absent: bool) -> None:
+    last = {name: value for name, value in NULL_CONTENT[1].items() if not (absent and name == "content")}
+    with pytest.raises(ChatTemplateError) as caught:
+        ChatTemplate(source).render([NULL_CONTENT[0], last])
+    assert "messages[1].content is null" in str(caught.value)
+    assert '"content": ""' in str(caught.value)
+    assert "NoneType" not in str(caught.value)
+    assert ChatTemplate(source).render([NULL_CONTENT[0], {**last, "content": ""}])
+
+
+def test_render_null_content_is_left_to_templates_with_tool_calls() -> None:
+    source = "{% for m in messages %}{{ m.content or m.tool_calls[0].function.name }};{% endfor %}"
+    assert ChatTemplate(source).render(NULL_CONTENT) == "x;f;"
+    refusing = "{% for m in messages %}{% if m.tool_calls %}{{ raise_exception('no tools') }}{% endif %}{% endfor %}"
+    with pytest.raises(ChatTemplateError, match="refused: no tools"):
+        ChatTemplate(refusing).render(NULL_CONTENT)
+
+
+def test_render_failure_without_null_content_says_error() -> None:
+    with pytest.raises(ChatTemplateError, match="failed: ZeroDivisionError"):
+        ChatTemplate("{{ 1 // 0 }}").render([{"role": "user", "content": "x"}])
