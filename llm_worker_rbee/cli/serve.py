@@ -5,7 +5,6 @@ import re
 import shlex
 import ssl
 import sys
-from contextlib import suppress
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -151,7 +150,7 @@ def serve(
         _print_line("the null engine: replies are a fixed text")
 
     def load(on_stage: OnStage) -> LLM:
-        llm = _warm_up(load_model(model, computing, Status(), sharing, on_stage))
+        llm = _warm_up(load_model(model, computing, Status(), sharing, on_stage), model.chat_template)
         if is_null:
             _remove_model(llm, measuring.null_step_ms or 0.0)
         return llm
@@ -188,13 +187,20 @@ def _settings(wire: WireOptions, limits: LimitOptions, model: ModelOptions, key:
     )
 
 
-def _warm_up(llm: LLM) -> LLM:
-    """Compute a token and render a template, so that the first request does not wait for one-time work."""
+def _warm_up(llm: LLM, template: Path | None) -> LLM:
+    """Compute a token and render a template, so that the first request does not wait for one-time work.
+
+    A template of the user's that cannot render one message is an error; one of the model's own only fails chats.
+    """
     with llm.loading.timed("warm-up"):
-        llm.generate([0], max_tokens=1)
         if llm.has_chat_template:
-            with suppress(WorkerError):  # a template that rejects this message
+            try:
                 llm.tokenize_chat([{"role": "user", "content": "Hello!"}])
+            except WorkerError as error:
+                if template is not None:
+                    raise InvalidRequestError(f"--chat-template {template} cannot be used: {error}") from None
+                log.logger.warning("chats may fail: %s", error)
+        llm.generate([0], max_tokens=1)
     llm.engine.scheduler.stats = SchedulerStats()  # this request does not count
     return llm
 

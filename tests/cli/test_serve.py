@@ -28,6 +28,7 @@ from tests.helpers.process import spawn as spawn_process
 from tests.helpers.server import write_model
 
 from .conftest import Run, environment
+from .conftest import write_model as write_tiny
 
 LIMIT_S = 60
 
@@ -223,6 +224,33 @@ def test_port_in_use_is_named(spawn: Run) -> None:
         done = spawn("serve", "--port", str(taken.getsockname()[1]))
     assert (done.returncode, done.stdout) == (1, b"")
     assert "cannot listen at --host 127.0.0.1 --port" in done.stderr.decode()
+
+
+@pytest.mark.parametrize(
+    ("source", "report"),
+    [
+        ("{% if %}", "the chat template is wrong in line 1"),
+        ("{{ nothing.of.it }}", "the chat template failed: UndefinedError: 'nothing' is undefined"),
+        ("{{ raise_exception('no chats') }}", "the chat template refused: no chats"),
+    ],
+)
+def test_broken_chat_template_fails_at_start(spawn: Run, tiny: Path, tmp_path: Path, source: str, report: str) -> None:
+    file = tmp_path / "chat.jinja"
+    file.write_text(source)
+    done = spawn("serve", "--port", "0", "--backend", "reference", "-m", tiny, "--chat-template", file)
+    assert done.returncode == 1
+    assert b"ready" not in done.stdout
+    assert done.stderr.decode().startswith(f"error: --chat-template {file} cannot be used: {report}")
+    assert done.stderr.count(b"\n") == 1
+
+
+def test_broken_template_of_model_is_a_warning(worker: Callable[..., Worker], tmp_path: Path) -> None:
+    path = write_tiny(tmp_path / "m.gguf", {"tokenizer.chat_template": "{{ raise_exception('no chats') }}"})
+    spawned = worker("-m", path, "--backend", "reference")
+    assert "/v1/chat/completions" in spawned.curl_line()
+    status, lines = spawned.end(signal.SIGTERM)
+    assert status == 0
+    assert "chats may fail: the chat template refused: no chats" in [line["message"] for line in lines]
 
 
 @pytest.mark.parametrize(
