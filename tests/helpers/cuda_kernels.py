@@ -79,7 +79,7 @@ def product_cases() -> dict[str, Case]:
 
 def other_cases() -> dict[str, Case]:
     heads = {"HEADS": 32, "KV_HEADS": 8, "P": 16}
-    shape = {"P": 16, "HALF": 64, "SPLITS": 16, "MIN_TILES": 1, "PARTS": 1}
+    shape = {"P": 16, "DIM": 128, "HALF": 64, "SPLITS": 16, "MIN_TILES": 1, "PARTS": 1}
     plain = {"WINDOW": 0, "CAP": 0.0, "INT8": True, "PDL": True}
     decode = {**shape, "HEADS": 32, "KV_HEADS": 32, "RUN_KEYS": 8, "RUNS": 2, "STAGES": 0}
     grouped = {**shape, **heads, "GROUP_PAD": 4, "DOT_TYPE": tl.bfloat16}
@@ -99,6 +99,14 @@ def other_cases() -> dict[str, Case]:
             decode_attention, {"out": B16, "table_width": I4, **caches8}, {"num_warps": 1},
             {**decode, "RUNS": 4, "RUN_KEYS": 4, "WINDOW": 4096, "CAP": 50.0, "INT8": False, "PDL": False},
         ),
+        "decode dim 96": (
+            decode_attention, {"out": I8, "table_width": I4}, {"num_warps": 1},
+            {**decode, **none, **plain, "DIM": 96, "HALF": 48},
+        ),
+        "decode dim 80 part": (
+            decode_attention, {"out": B16, "table_width": I4}, {"num_warps": 2},
+            {**decode, **plain, "DIM": 80, "HALF": 10, "INT8": False},
+        ),
         "decode gqa": (
             decode_attention_gqa, {"out": I8, "table_width": I4}, {"num_warps": 4},
             {**grouped, **none, **plain, "TILE": 64, "STAGES": 3},
@@ -107,23 +115,36 @@ def other_cases() -> dict[str, Case]:
             decode_attention_gqa, {"out": B16, "table_width": I4, **caches8}, {"num_warps": 1},
             {**grouped, "TILE": 16, "STAGES": 0, "WINDOW": 4096, "CAP": 50.0, "INT8": False, "PDL": False},
         ),
+        "decode gqa dim 96": (
+            decode_attention_gqa, {"out": I8, "table_width": I4}, {"num_warps": 1},
+            {**grouped, **none, **plain, "DIM": 96, "HALF": 48, "TILE": 32, "STAGES": 3},
+        ),
+        "decode gqa part": (
+            decode_attention_gqa, {"out": I8, "table_width": I4, **caches8}, {"num_warps": 1},
+            {**grouped, **none, **plain, "HALF": 48, "TILE": 16, "STAGES": 0},
+        ),
         "prefill": (
             attention_prefill.prefill_attention, {"out": B16, "width": I4}, {"num_warps": 4, "num_stages": 2}, read,
         ),
         "prefill dim 96 float8 window cap": (
             attention_prefill.prefill_attention, caches8, {"num_warps": 4, "num_stages": 2},
-            {**read, "DIM": 96, "DIM_PADDED": 128, "WINDOW": 512, "CAP": 50.0},
+            {**read, "DIM": 96, "WINDOW": 512, "CAP": 50.0},
         ),
         "prefill dim 256": (
             attention_prefill.prefill_attention, {}, {"num_warps": 4, "num_stages": 2},
-            {**read, "DIM": 256, "DIM_PADDED": 256},
+            {**read, "DIM": 256},
         ),
         "rope_store_qkv": (
-            attention_prefill.rope_store_qkv, {}, {"num_warps": 4}, {**heads, "HALF": 64, "HEADS_PER_PROGRAM": 8},
+            attention_prefill.rope_store_qkv, {}, {"num_warps": 4},
+            {**heads, "DIM": 128, "HALF": 64, "HEADS_PER_PROGRAM": 8},
+        ),
+        "rope_store_qkv dim 96 part": (
+            attention_prefill.rope_store_qkv, {"bias": F}, {"num_warps": 4},
+            {**heads, "DIM": 96, "HALF": 24, "HEADS_PER_PROGRAM": 8},
         ),
         "rope_store_qkv all": (
             attention_prefill.rope_store_qkv, {"bias": F, "q_norm": F, "k_norm": F}, {"num_warps": 1},
-            {**heads, "HALF": 64, "PARTS": 2},
+            {**heads, "DIM": 128, "HALF": 64, "PARTS": 2},
         ),
         "rope_store_rows": (
             elementwise.rope_store_rows, {"q": F}, {"num_warps": 1},
@@ -210,7 +231,7 @@ def shared_memory_of_small_tiles() -> dict[str, int]:
     kernel, types, _, constants = CASES["prefill"]
     for dim, keys, kind in ((128, 64, B16), (256, 32, B16), (128, 32, F), (256, 16, F)):
         given = {**types, **dict.fromkeys(("q", "k_cache", "v_cache"), kind)}
-        sizes = {**constants, "DIM": dim, "DIM_PADDED": dim, "TILE_KEYS": keys}
+        sizes = {**constants, "DIM": dim, "TILE_KEYS": keys}
         options = {"num_warps": 4, "num_stages": 2 if keys == 64 else 1}
         found[f"prefill {dim} {kind}"] = compile_case(kernel, given, options, sizes, 89).metadata.shared
     return found

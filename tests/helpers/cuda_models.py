@@ -9,13 +9,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from llm_worker_rbee.backends.ops import AttentionParams, Batch
+from llm_worker_rbee.backends.ops import AttentionParams, Batch, RopeTable
 from llm_worker_rbee.backends.reference import ReferenceBackend
 from llm_worker_rbee.bench.synthetic import Shape, Spec, checkpoint
 from llm_worker_rbee.cache import KVCache
 from llm_worker_rbee.layers.block import Block
 from llm_worker_rbee.layers.linear import Linear
 from llm_worker_rbee.layers.rms_norm import RMSNorm
+from llm_worker_rbee.layers.rope import inverse_frequencies
 from llm_worker_rbee.models import Transformer, load_model, read_model_config
 from llm_worker_rbee.weights import Checkpoint, Tensor
 
@@ -44,11 +45,12 @@ def load_both(made: Checkpoint, ops: Any) -> tuple[Transformer, Transformer]:
 
 def with_features(
     model: Transformer, window: int = 0, cap: float = 0.0, norms: bool = False, bias: bool = False, post: bool = False,
-    activation: str = "silu",
+    activation: str = "silu", rope_dim: int = 0,
 ) -> Transformer:  # fmt: skip
     """Return the model with features of some families: windows, capped scores, norms of heads and after the attention
-    and the MLP, biases, other activations; fused if it was."""
+    and the MLP, biases, other activations, RoPE over a part of the head; fused if it was."""
     random, c, ops = np.random.default_rng(9), model.config, model.ops
+    part = RopeTable(inverse_frequencies(1e4, rope_dim), 1.0) if rope_dim else None
 
     def vector(size: int, low: float) -> Any:
         return ops.prepare_vector(random.uniform(low, 1.5, size).astype(np.float32))
@@ -57,7 +59,8 @@ def with_features(
         a = block.attention
         heads = [RMSNorm(vector(c.head_dim, 0.5), c.norm_eps) if norms else None for _ in range(2)]
         added = vector((c.n_heads + 2 * c.n_kv_heads) * c.head_dim, -1.5) if bias else a.qkv.bias
-        more = {"params": AttentionParams(a.params.scale, window, cap), "q_norm": heads[0], "k_norm": heads[1]}
+        more: dict[str, Any] = {"q_norm": heads[0], "k_norm": heads[1], "rope": part or a.rope}
+        more["params"] = AttentionParams(a.params.scale, window, cap)
         after = [RMSNorm(vector(c.d_model, 0.5), c.norm_eps) if post else None for _ in range(2)]
         made = replace(block, attention=replace(a, qkv=Linear(a.qkv.weight, added), **more))
         made = replace(made, post_attention_norm=after[0], post_mlp_norm=after[1])

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from triton import cdiv, next_power_of_2
+from triton import cdiv
 
 from ... import machine
 from ...config import KV_CUDA, KV_ON_CUDA
@@ -188,7 +188,7 @@ class CudaBackend(ops.Backend):
             q.contiguous(), kv.k, kv.v, tiles.block_tables, tiles.block_tables.shape[1], start, lengths, requests,
             firsts, out, params.scale, HEADS=heads, KV_HEADS=kv_heads, DIM=dim, P=block_size,
             TILE_QUERIES=tiles.queries, TILE_KEYS=keys, WINDOW=params.window, CAP=params.soft_cap,
-            DIM_PADDED=max(16, next_power_of_2(dim)), num_warps=4, num_stages=stages,
+            num_warps=4, num_stages=stages,
         )  # fmt: skip
         return out
 

@@ -73,9 +73,15 @@ def split_kv_config(requests: int, heads: int, kv_heads: int) -> SplitKVConfig:
     return config._replace(max_splits=min(MAX_SPLITS, 1 << (splits - 1).bit_length()))
 
 
+@triton.constexpr_function
+def padded_dim(dim):
+    """Return the values of a head in registers: a power of two that the tensor cores take."""
+    return max(16, triton.next_power_of_2(dim))
+
+
 def tile_runs(config: SplitKVConfig, dim: int, item: int, block_size: int) -> tuple[int, int]:
     """Return (keys of a run, runs of a tile): a run lies in one block of keys of `dim` values of `item` bytes."""
-    tile = config.tile_keys * config.num_warps * max(1, 512 // (dim * item))
+    tile = config.tile_keys * config.num_warps * max(1, 512 // (padded_dim(dim) * item))
     keys = gcd(block_size, config.tile_keys)
     return keys, tile // keys
 
@@ -84,27 +90,59 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def load_head(row, head, i, bias, part_stride, DIM: tl.constexpr, PARTS: tl.constexpr):
-    """Load values i of a head as float32: the sum of PARTS partial products, `part_stride` apart, and the bias."""
-    x = tl.load(row + head * DIM + i).to(tl.float32)
+def load_first(pointers, COUNT: tl.constexpr, other: tl.constexpr = 0.0):
+    """Load the first COUNT values of the last axis; without predicates if these are all."""
+    SIZE: tl.constexpr = pointers.shape[-1]
+    if COUNT == SIZE:
+        return tl.load(pointers)
+    return tl.load(pointers, mask=tl.arange(0, SIZE) < COUNT, other=other)
+
+
+@triton.jit
+def store_first(pointers, values, COUNT: tl.constexpr):
+    """Store the first COUNT values of the last axis in the dtype of the target."""
+    SIZE: tl.constexpr = pointers.shape[-1]
+    values = values.to(pointers.dtype.element_ty)
+    if COUNT == SIZE:
+        tl.store(pointers, values)
+    else:
+        tl.store(pointers, values, mask=tl.arange(0, SIZE) < COUNT)
+
+
+@triton.jit
+def load_head(row, head, column, bias, part_stride, DIM: tl.constexpr, PARTS: tl.constexpr, COUNT: tl.constexpr):
+    """Load the first COUNT of `column` of a head as float32: the sum of PARTS partial products, `part_stride` apart,
+    and the bias."""
+    x = load_first(row + head * DIM + column, COUNT).to(tl.float32)
     for s in tl.static_range(1, PARTS):
-        x += tl.load(row + s * part_stride + head * DIM + i).to(tl.float32)
+        x += load_first(row + s * part_stride + head * DIM + column, COUNT).to(tl.float32)
     if bias is not None:
-        x += tl.load(bias + head * DIM + i)
+        x += load_first(bias + head * DIM + column, COUNT)
     return x
 
 
 @triton.jit
-def load_rotated(row, head, cosines, sines, bias, norm, eps, part_stride, HALF: tl.constexpr, PARTS: tl.constexpr):
+def load_cos_sin(cos, sin, position, DIM: tl.constexpr, HALF: tl.constexpr):
+    """Load the factors of a value and of its pair at a position: 1 and 0 where nothing is rotated."""
+    i = tl.arange(0, padded_dim(DIM))
+    cosines = load_first(cos + position * HALF + i % HALF, 2 * HALF, 1.0)
+    sines = load_first(sin + position * HALF + i % HALF, 2 * HALF) * tl.where(i < HALF, -1.0, 1.0)
+    return cosines, sines
+
+
+@triton.jit
+def load_rotated(
+    row, head, cosines, sines, bias, norm, eps, part_stride, DIM: tl.constexpr, HALF: tl.constexpr, PARTS: tl.constexpr
+):
     """Load a head (or a column of heads), apply its norm if there is one, and rotate: value i pairs with i + HALF."""
-    i = tl.arange(0, 2 * HALF)
-    j = (i + HALF) % (2 * HALF)
-    x = load_head(row, head, i, bias, part_stride, 2 * HALF, PARTS)
-    y = load_head(row, head, j, bias, part_stride, 2 * HALF, PARTS)
+    i = tl.arange(0, padded_dim(DIM))
+    j = (i + HALF) % (2 * HALF) if 2 * HALF == padded_dim(DIM) else tl.where(i < HALF, i + HALF, i - HALF)
+    x = load_head(row, head, i, bias, part_stride, DIM, PARTS, DIM)
+    y = load_head(row, head, j, bias, part_stride, DIM, PARTS, 2 * HALF)
     if norm is not None:
-        factor = tl.rsqrt(tl.sum(x * x, len(x.shape) - 1, keep_dims=True) / (2 * HALF) + eps)
-        x = x * factor * tl.load(norm + i)
-        y = y * factor * tl.load(norm + j)
+        factor = tl.rsqrt(tl.sum(x * x, len(x.shape) - 1, keep_dims=True) / DIM + eps)
+        x = x * factor * load_first(norm + i, DIM)
+        y = y * factor * load_first(norm + j, 2 * HALF)
     return x * cosines + y * sines
 
 
@@ -128,14 +166,20 @@ def scale_scores_log2(scores, CAP: tl.constexpr):
 
 @triton.jit
 def store_heads(y, t, heads, mask, out, out_scales, out_sums, width, DIM: tl.constexpr, INT8: tl.constexpr):
-    """Store the results (rows, DIM) of the heads in `mask` as activations: int8 blocks, or the dtype of `out`."""
+    """Store the results (rows, padded DIM) of the heads in `mask` as activations: int8 blocks (then a head is whole
+    blocks), or the dtype of `out`."""
+    SIZE: tl.constexpr = padded_dim(DIM)
     if INT8:
-        GROUPS: tl.constexpr = DIM // 32
+        GROUPS: tl.constexpr = SIZE // 32
         ROWS: tl.constexpr = y.shape[0] * GROUPS
         blocks = width // 32
         y = tl.reshape(y, (ROWS, 32))
-        block = tl.reshape(heads[:, None] * GROUPS + tl.arange(0, GROUPS)[None, :], (ROWS,))
-        mask = tl.reshape(tl.broadcast_to(mask[:, None], (heads.shape[0], GROUPS)), (ROWS,))
+        group = tl.arange(0, GROUPS)
+        block = tl.reshape(heads[:, None] * (DIM // 32) + group[None, :], (ROWS,))
+        mask = tl.broadcast_to(mask[:, None], (heads.shape[0], GROUPS))
+        if SIZE != DIM:
+            mask = mask & (group < DIM // 32)[None, :]
+        mask = tl.reshape(mask, (ROWS,))
         c = tl.arange(0, 32)[None, :]
         d = tl.max(tl.abs(y), 1) / 127.0
         q = tl.floor(y * tl.where(d > 0, 1.0 / d, 0.0)[:, None] + 0.5)
@@ -145,13 +189,17 @@ def store_heads(y, t, heads, mask, out, out_scales, out_sums, width, DIM: tl.con
         tl.store(out_sums + (t * 2) * blocks + block, tl.sum(tl.where(c < 16, q, 0.0), 1) * d, mask=mask)
         tl.store(out_sums + (t * 2 + 1) * blocks + block, tl.sum(tl.where(c < 16, 0.0, q), 1) * d, mask=mask)
     else:
-        at = t * width + heads[:, None] * DIM + tl.arange(0, DIM)[None, :]
-        tl.store(out + at, y.to(out.dtype.element_ty), mask=mask[:, None])
+        i = tl.arange(0, SIZE)
+        at = t * width + heads[:, None] * DIM + i[None, :]
+        mask = mask[:, None]
+        if SIZE != DIM:
+            mask = mask & (i < DIM)[None, :]
+        tl.store(out + at, y.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def store_head(y, t, head, out, out_scales, out_sums, width, DIM: tl.constexpr, INT8: tl.constexpr):
-    """Store the result of one head, (DIM,)."""
+    """Store the result of one head."""
     one = tl.zeros((1,), tl.int32)
     store_heads(y[None, :], t, one + head, one == 0, out, out_scales, out_sums, width, DIM, INT8)
 
@@ -186,9 +234,9 @@ def store_new_kv(
 ):  # fmt: skip
     """Store the new key and value of the token in the cache."""
     block = tl.load(table + position // P).to(tl.int64)
-    at = ((block * KV_HEADS + kv_head) * P + position % P) * DIM + tl.arange(0, DIM)
-    tl.store(k_cache + at, new_k)
-    tl.store(v_cache + at, new_v)
+    at = ((block * KV_HEADS + kv_head) * P + position % P) * DIM + tl.arange(0, padded_dim(DIM))
+    store_first(k_cache + at, new_k, DIM)
+    store_first(v_cache + at, new_v, DIM)
 
 
 @triton.jit
@@ -204,19 +252,20 @@ def combine_splits(
         tl.store(counters + t * KV_HEADS + kv_head, 0)
         y = ()  # all loads first: a load does not pass a store
         for g in tl.static_range(GROUP):
-            y = y + (combine_head(partial, stats, (t * HEADS + kv_head * GROUP + g) * SPLITS, splits, DIM, SPLITS),)
+            first = (t * HEADS + kv_head * GROUP + g) * SPLITS
+            y = y + (combine_head(partial, stats, first, splits, padded_dim(DIM), SPLITS),)
         for g in tl.static_range(GROUP):
             store_head(y[g], t, kv_head * GROUP + g, out, out_scales, out_sums, HEADS * DIM, DIM, INT8)
 
 
 @triton.jit
-def combine_head(partial, stats, first, splits, DIM: tl.constexpr, SPLITS: tl.constexpr):
+def combine_head(partial, stats, first, splits, SIZE: tl.constexpr, SPLITS: tl.constexpr):
     """Return the combined partial results of a head, in order. Loads are independent: one wait per CHUNK splits."""
     CHUNK: tl.constexpr = 8 if SPLITS > 8 else SPLITS
     s = tl.arange(0, SPLITS)
     m_i = tl.max(tl.load(stats + (first + s) * 2, mask=s < splits, other=-1e30, cache_modifier=".cg"), 0)
     l_i = 0.0
-    acc = tl.zeros((DIM,), tl.float32)
+    acc = tl.zeros((SIZE,), tl.float32)
     for start in tl.static_range(0, SPLITS, CHUNK):
         split = start + tl.arange(0, CHUNK)
         mask = split < splits
@@ -224,7 +273,7 @@ def combine_head(partial, stats, first, splits, DIM: tl.constexpr, SPLITS: tl.co
         weight = tl.exp2(tl.load(stats + at * 2, mask=mask, other=-1e30, cache_modifier=".cg") - m_i)
         weight = tl.where(mask, weight, 0.0)
         l_i += tl.sum(weight * tl.load(stats + at * 2 + 1, mask=mask, other=0.0, cache_modifier=".cg"), 0)
-        rows = partial + at[:, None] * DIM + tl.arange(0, DIM)[None, :]
+        rows = partial + at[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
         rows = tl.load(rows, mask=mask[:, None], other=0.0, cache_modifier=".cg")
         acc += tl.sum(rows * weight[:, None], 0)
     return acc / l_i
@@ -244,16 +293,21 @@ def word_offsets(
     PER_WORD: tl.constexpr,
 ):  # fmt: skip
     """Return the offsets of the words of a tile, (RUNS, RUN_KEYS, words), and a mask of those before `end`."""
+    WORDS: tl.constexpr = DIM // PER_WORD  # of a key
     keys = start + tl.arange(0, RUNS) * RUN_KEYS
     row = tl.arange(0, RUN_KEYS)
-    at = ((blocks.to(tl.int64) * KV_HEADS + kv_head) * P + keys % P) * (DIM // PER_WORD)
-    within = (row * (DIM // PER_WORD))[None, :, None] + tl.arange(0, DIM // PER_WORD)[None, None, :]
-    return at[:, None, None] + within, (row[None, :] < (end - keys)[:, None])[:, :, None]
+    word = tl.arange(0, padded_dim(DIM) // PER_WORD)
+    at = ((blocks.to(tl.int64) * KV_HEADS + kv_head) * P + keys % P) * WORDS
+    at = at[:, None, None] + ((row * WORDS)[None, :, None] + word[None, None, :])
+    mask = (row[None, :] < (end - keys)[:, None])[:, :, None]
+    if padded_dim(DIM) != DIM:
+        mask = mask & (word < WORDS)[None, None, :]
+    return at, mask
 
 
 @triton.jit
-def unpack(words, KV_TYPE: tl.constexpr, DIM: tl.constexpr):
-    """Unpack (RUNS, RUN_KEYS, words) of the cache to (RUNS, RUN_KEYS, DIM) float32."""
+def unpack(words, KV_TYPE: tl.constexpr, SIZE: tl.constexpr):
+    """Unpack (RUNS, RUN_KEYS, words) of the cache to (RUNS, RUN_KEYS, SIZE) float32."""
     if KV_TYPE.primitive_bitwidth == 32:
         return words
     if KV_TYPE.primitive_bitwidth == 8:
@@ -265,7 +319,7 @@ def unpack(words, KV_TYPE: tl.constexpr, DIM: tl.constexpr):
         pairs = tl.join((words << 16).to(tl.float32, bitcast=True), (words & -65536).to(tl.float32, bitcast=True))
     else:
         pairs = tl.join(low_half(words), high_half(words))
-    return tl.reshape(pairs, (words.shape[0], words.shape[1], DIM))
+    return tl.reshape(pairs, (words.shape[0], words.shape[1], SIZE))
 
 
 @triton.jit
@@ -287,7 +341,7 @@ def visible_keys(start, end, position, RUN_KEYS: tl.constexpr, RUNS: tl.constexp
 @triton.jit
 def softmax_tile(k, visible, q, m_is, l_is, CAP: tl.constexpr, GROUP: tl.constexpr):
     """Return (new maxima m_i, new sums l_i, weights (RUNS, RUN_KEYS), alphas) of every head for a tile. Only the sum
-    over DIM crosses lanes."""
+    over the head crosses lanes."""
     new_ms, new_ls, weights, alphas = (), (), (), ()
     for g in tl.static_range(GROUP):
         scores = tl.where(visible, scale_scores_log2(tl.sum(k * q[g][None, None, :], 2), CAP), -1e30)
@@ -303,7 +357,7 @@ def softmax_tile(k, visible, q, m_is, l_is, CAP: tl.constexpr, GROUP: tl.constex
 
 @triton.jit
 def accumulate_values(v, weights, alphas, acc, GROUP: tl.constexpr):
-    """Add the weighted values of a tile to the accumulators of every head, (RUNS, DIM)."""
+    """Add the weighted values of a tile to the accumulators of every head, (RUNS, SIZE)."""
     new_acc = ()
     for g in tl.static_range(GROUP):
         new = tl.sum(v * weights[g][:, :, None], 1)
@@ -315,17 +369,17 @@ def accumulate_values(v, weights, alphas, acc, GROUP: tl.constexpr):
 def decode_attention(
     qkv, cos, sin, k_cache, v_cache, block_tables, table_width, positions, partial, stats, counters,
     out, out_scales, out_sums, scale, bias, q_norm, k_norm, eps, part_stride,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, P: tl.constexpr, RUN_KEYS: tl.constexpr,
-    RUNS: tl.constexpr, SPLITS: tl.constexpr, MIN_TILES: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
-    INT8: tl.constexpr, PDL: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, P: tl.constexpr,
+    RUN_KEYS: tl.constexpr, RUNS: tl.constexpr, SPLITS: tl.constexpr, MIN_TILES: tl.constexpr, WINDOW: tl.constexpr,
+    CAP: tl.constexpr, INT8: tl.constexpr, PDL: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Attend with one token per request. Needs RoPE over the whole head.
+    """Attend with one token per request. RoPE turns the first 2 * HALF of the DIM values of a head.
 
-    qkv (PARTS, B, (HEADS + 2 KV_HEADS) * dim); partial (B, HEADS, SPLITS, dim), stats (B, HEADS, SPLITS, 2) float32;
-    cos, sin (positions, HALF); block_tables (B, table_width[0]). A tile is RUNS runs of RUN_KEYS keys, each summed by
-    its own lanes until the end; a split has MIN_TILES tiles or more. Position -1 is padding. STAGES > 0: that many
-    tiles in flight through shared memory, else one in registers."""
-    DIM: tl.constexpr = 2 * HALF
+    qkv (PARTS, B, (HEADS + 2 KV_HEADS) * DIM); partial (B, HEADS, SPLITS, padded DIM), stats (B, HEADS, SPLITS, 2)
+    float32; cos, sin (positions, HALF); block_tables (B, table_width[0]). A tile is RUNS runs of RUN_KEYS keys, each
+    summed by its own lanes until the end; a split has MIN_TILES tiles or more. Position -1 is padding. STAGES > 0: that
+    many tiles in flight through shared memory, else one in registers."""
+    SIZE: tl.constexpr = padded_dim(DIM)
     GROUP: tl.constexpr = HEADS // KV_HEADS
     TILE: tl.constexpr = RUN_KEYS * RUNS
     KV_TYPE: tl.constexpr = k_cache.dtype.element_ty
@@ -341,26 +395,25 @@ def decode_attention(
     first, end, splits = split_range(position, split, TILE, SPLITS, MIN_TILES, WINDOW)
     if split >= splits:
         return
-    i = tl.arange(0, DIM)
+    i = tl.arange(0, SIZE)
     if STAGES == 0:
         blocks = load_block_ids(table, first, end, RUN_KEYS, RUNS, P)
         at, mask = word_offsets(blocks, first, end, kv_head, KV_HEADS, DIM, P, RUN_KEYS, RUNS, PER_WORD)
         k = tl.load(k_words + at, mask=mask, other=0)
         v = tl.load(v_words + at, mask=mask, other=0)
         blocks = load_block_ids(table, first + TILE, end, RUN_KEYS, RUNS, P)
-    cosines = tl.load(cos + position * HALF + i % HALF)
-    sines = tl.load(sin + position * HALF + i % HALF) * tl.where(i < HALF, -1.0, 1.0)
+    cosines, sines = load_cos_sin(cos, sin, position, DIM, HALF)
     wait_for_previous(PDL)
     row = qkv + t * ((HEADS + 2 * KV_HEADS) * DIM)
-    new_k = load_rotated(row, HEADS + kv_head, cosines, sines, bias, k_norm, eps, part_stride, HALF, PARTS)
-    new_k = new_k.to(k_cache.dtype.element_ty)
-    new_v = load_head(row, HEADS + KV_HEADS + kv_head, i, bias, part_stride, DIM, PARTS).to(v_cache.dtype.element_ty)
+    new_k = load_rotated(row, HEADS + kv_head, cosines, sines, bias, k_norm, eps, part_stride, DIM, HALF, PARTS)
+    new_k = new_k.to(KV_TYPE)
+    new_v = load_head(row, HEADS + KV_HEADS + kv_head, i, bias, part_stride, DIM, PARTS, DIM).to(KV_TYPE)
     if split == splits - 1:
         store_new_kv(k_cache, v_cache, table, position, kv_head, new_k, new_v, KV_HEADS, DIM, P)
     is_own = (tl.arange(0, RUNS) == 0) & (split == splits - 1)  # this run starts with the new token
     q, m_is, l_is, acc = (), (), (), ()
     for g in tl.static_range(GROUP):
-        one = load_rotated(row, kv_head * GROUP + g, cosines, sines, bias, q_norm, eps, part_stride, HALF, PARTS)
+        one = load_rotated(row, kv_head * GROUP + g, cosines, sines, bias, q_norm, eps, part_stride, DIM, HALF, PARTS)
         one *= scale * (1.0 if CAP > 0 else LOG2E)
         q = q + (one,)
         m_is = m_is + (tl.where(is_own, scale_scores_log2(tl.sum(one * new_k.to(tl.float32), 0), CAP), -1e30),)
@@ -369,11 +422,11 @@ def decode_attention(
     if STAGES == 0:
         for start in range(first, end, TILE):
             visible = visible_keys(start, end, position, RUN_KEYS, RUNS, WINDOW)
-            m_is, l_is, weights, alphas = softmax_tile(unpack(k, KV_TYPE, DIM), visible, q, m_is, l_is, CAP, GROUP)
+            m_is, l_is, weights, alphas = softmax_tile(unpack(k, KV_TYPE, SIZE), visible, q, m_is, l_is, CAP, GROUP)
             at, mask = word_offsets(blocks, start + TILE, end, kv_head, KV_HEADS, DIM, P, RUN_KEYS, RUNS, PER_WORD)
             k = tl.load(k_words + at, mask=mask, other=0)  # into the registers of the keys just used
             blocks = load_block_ids(table, start + 2 * TILE, end, RUN_KEYS, RUNS, P)
-            acc = accumulate_values(unpack(v, KV_TYPE, DIM), weights, alphas, acc, GROUP)
+            acc = accumulate_values(unpack(v, KV_TYPE, SIZE), weights, alphas, acc, GROUP)
             v = tl.load(v_words + at, mask=mask, other=0)
     else:
         for start in tl.range(first, end, TILE, num_stages=STAGES):
@@ -382,8 +435,8 @@ def decode_attention(
             k = tl.load(k_words + at, mask=mask, other=0)
             v = tl.load(v_words + at, mask=mask, other=0)
             visible = visible_keys(start, end, position, RUN_KEYS, RUNS, WINDOW)
-            m_is, l_is, weights, alphas = softmax_tile(unpack(k, KV_TYPE, DIM), visible, q, m_is, l_is, CAP, GROUP)
-            acc = accumulate_values(unpack(v, KV_TYPE, DIM), weights, alphas, acc, GROUP)
+            m_is, l_is, weights, alphas = softmax_tile(unpack(k, KV_TYPE, SIZE), visible, q, m_is, l_is, CAP, GROUP)
+            acc = accumulate_values(unpack(v, KV_TYPE, SIZE), weights, alphas, acc, GROUP)
     y = ()
     for g in tl.static_range(GROUP):
         m_i = tl.max(m_is[g], 0)
@@ -394,7 +447,7 @@ def decode_attention(
             one = one / l_i
         else:
             index = (t * HEADS + kv_head * GROUP + g) * SPLITS + split
-            tl.store(partial + index * DIM + i, one)
+            tl.store(partial + index * SIZE + i, one)
             tl.store(stats + index * 2, m_i)
             tl.store(stats + index * 2 + 1, l_i)
         y = y + (one,)
@@ -409,9 +462,10 @@ def decode_attention(
 
 @triton.jit
 def tile_offsets(
-    table, start, end, kv_head, KV_HEADS: tl.constexpr, P: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr
-):
-    """Return the offsets of a tile of keys, (TILE, WIDTH), and a mask of those before `end`."""
+    table, start, end, kv_head,
+    KV_HEADS: tl.constexpr, P: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    """Return the offsets of a tile of keys of WIDTH values or words, (TILE, SIZE), and a mask of those before `end`."""
     row = tl.arange(0, TILE)
     mask = row < end - start
     if P % TILE == 0:  # in one block
@@ -420,12 +474,16 @@ def tile_offsets(
     else:
         blocks = tl.load(table + (start + row) // P, mask=mask, other=0).to(tl.int64)
         at = ((blocks * KV_HEADS + kv_head) * P + (start + row) % P) * WIDTH
-    return at[:, None] + tl.arange(0, WIDTH)[None, :], mask[:, None]
+    i = tl.arange(0, SIZE)[None, :]
+    mask = mask[:, None]
+    if SIZE != WIDTH:
+        mask = mask & (i < WIDTH)
+    return at[:, None] + i, mask
 
 
 @triton.jit
-def words_to_tile(words, KV_TYPE: tl.constexpr, DOT_TYPE: tl.constexpr, TILE: tl.constexpr, DIM: tl.constexpr):
-    """Convert words of the cache, (TILE, words), to an operand of tl.dot, (TILE, DIM)."""
+def words_to_tile(words, KV_TYPE: tl.constexpr, DOT_TYPE: tl.constexpr, TILE: tl.constexpr, SIZE: tl.constexpr):
+    """Convert words of the cache, (TILE, words), to an operand of tl.dot, (TILE, SIZE)."""
     if KV_TYPE.primitive_bitwidth == 32:
         tile = words
     elif KV_TYPE.primitive_bitwidth == 16:
@@ -434,7 +492,7 @@ def words_to_tile(words, KV_TYPE: tl.constexpr, DOT_TYPE: tl.constexpr, TILE: tl
         even = tl.join(words.to(tl.int8), (words >> 16).to(tl.int8))
         odd = tl.join((words >> 8).to(tl.int8), (words >> 24).to(tl.int8))
         tile = tl.join(even, odd).to(KV_TYPE, bitcast=True)
-    return tl.reshape(tile, (TILE, DIM)).to(DOT_TYPE)
+    return tl.reshape(tile, (TILE, SIZE)).to(DOT_TYPE)
 
 
 @triton.jit
@@ -442,7 +500,7 @@ def accumulate_tile(
     k, v, q, start, end, position, m_i, l_i, acc, DOT_TYPE: tl.constexpr, TILE: tl.constexpr,
     WINDOW: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
-    """Add a tile (TILE, DIM) to the accumulators of all heads: one step of online softmax."""
+    """Add a tile (TILE, SIZE) to the accumulators of all heads: one step of online softmax."""
     keys = start + tl.arange(0, TILE)
     visible = keys < end
     if WINDOW > 0:
@@ -459,8 +517,8 @@ def accumulate_tile(
 def decode_attention_gqa(
     qkv, cos, sin, k_cache, v_cache, block_tables, table_width, positions, partial, stats, counters,
     out, out_scales, out_sums, scale, bias, q_norm, k_norm, eps, part_stride,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, P: tl.constexpr, TILE: tl.constexpr,
-    SPLITS: tl.constexpr, MIN_TILES: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, P: tl.constexpr,
+    TILE: tl.constexpr, SPLITS: tl.constexpr, MIN_TILES: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
     INT8: tl.constexpr, PDL: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr, GROUP_PAD: tl.constexpr,
     DOT_TYPE: tl.constexpr,
 ):  # fmt: skip
@@ -468,11 +526,12 @@ def decode_attention_gqa(
 
     The group is padded to GROUP_PAD with copies of its last head and repeated up to DOT_ROWS. Queries and weights are
     rounded to DOT_TYPE; scores and sums are float32."""
-    DIM: tl.constexpr = 2 * HALF
+    SIZE: tl.constexpr = padded_dim(DIM)
     GROUP: tl.constexpr = HEADS // KV_HEADS
     DOT_ROWS: tl.constexpr = 16 if GROUP_PAD < 16 else GROUP_PAD
     KV_TYPE: tl.constexpr = k_cache.dtype.element_ty
-    WIDTH: tl.constexpr = DIM * KV_TYPE.primitive_bitwidth // 32
+    WORDS: tl.constexpr = DIM * KV_TYPE.primitive_bitwidth // 32  # of a key
+    PADDED_WORDS: tl.constexpr = SIZE * KV_TYPE.primitive_bitwidth // 32
     split = tl.program_id(0)
     kv_head = tl.program_id(1)
     t = tl.program_id(2)
@@ -484,36 +543,35 @@ def decode_attention_gqa(
     first, end, splits = split_range(position, split, TILE, SPLITS, MIN_TILES, WINDOW)
     if split >= splits:
         return
-    i = tl.arange(0, DIM)
+    i = tl.arange(0, SIZE)
     if STAGES == 0:
-        at, mask = tile_offsets(table, first, end, kv_head, KV_HEADS, P, TILE, WIDTH)
+        at, mask = tile_offsets(table, first, end, kv_head, KV_HEADS, P, TILE, WORDS, PADDED_WORDS)
         k = tl.load(k_words + at, mask=mask, other=0)
         v = tl.load(v_words + at, mask=mask, other=0)
-    cosines = tl.load(cos + position * HALF + i % HALF)
-    sines = tl.load(sin + position * HALF + i % HALF) * tl.where(i < HALF, -1.0, 1.0)
+    cosines, sines = load_cos_sin(cos, sin, position, DIM, HALF)
     wait_for_previous(PDL)
     row = qkv + t * ((HEADS + 2 * KV_HEADS) * DIM)
-    new_k = load_rotated(row, HEADS + kv_head, cosines, sines, bias, k_norm, eps, part_stride, HALF, PARTS).to(KV_TYPE)
-    new_v = load_head(row, HEADS + KV_HEADS + kv_head, i, bias, part_stride, DIM, PARTS).to(KV_TYPE)
+    new_k = load_rotated(row, HEADS + kv_head, cosines, sines, bias, k_norm, eps, part_stride, DIM, HALF, PARTS)
+    new_k = new_k.to(KV_TYPE)
+    new_v = load_head(row, HEADS + KV_HEADS + kv_head, i, bias, part_stride, DIM, PARTS, DIM).to(KV_TYPE)
     last = split == splits - 1
     if last:
         store_new_kv(k_cache, v_cache, table, position, kv_head, new_k, new_v, KV_HEADS, DIM, P)
     head = kv_head * GROUP + tl.minimum(tl.arange(0, GROUP_PAD), GROUP - 1)
-    q = load_rotated(row, head[:, None], cosines, sines, bias, q_norm, eps, part_stride, HALF, PARTS)
+    q = load_rotated(row, head[:, None], cosines, sines, bias, q_norm, eps, part_stride, DIM, HALF, PARTS)
     q *= scale * (1.0 if CAP > 0 else LOG2E)
     own_score = scale_scores_log2(tl.sum(q * new_k.to(tl.float32)[None, :], 1), CAP)
     own_score = tl.reshape(tl.broadcast_to(own_score[None, :], (DOT_ROWS // GROUP_PAD, GROUP_PAD)), (DOT_ROWS,))
     m_i = tl.where(last, own_score, -1e30)
     l_i = tl.where(last, own_score * 0.0 + 1.0, 0.0)
-    acc = tl.zeros((DOT_ROWS, DIM), tl.float32) + tl.where(last, new_v.to(tl.float32), 0.0)[None, :]
-    q = tl.reshape(
-        tl.broadcast_to(q.to(DOT_TYPE)[None, :, :], (DOT_ROWS // GROUP_PAD, GROUP_PAD, DIM)), (DOT_ROWS, DIM)
-    )
+    acc = tl.zeros((DOT_ROWS, SIZE), tl.float32) + tl.where(last, new_v.to(tl.float32), 0.0)[None, :]
+    q = tl.broadcast_to(q.to(DOT_TYPE)[None, :, :], (DOT_ROWS // GROUP_PAD, GROUP_PAD, SIZE))
+    q = tl.reshape(q, (DOT_ROWS, SIZE))
     if STAGES == 0:
         for start in range(first, end, TILE):
-            k_now = words_to_tile(k, KV_TYPE, DOT_TYPE, TILE, DIM)
-            v_now = words_to_tile(v, KV_TYPE, DOT_TYPE, TILE, DIM)
-            at, mask = tile_offsets(table, start + TILE, end, kv_head, KV_HEADS, P, TILE, WIDTH)
+            k_now = words_to_tile(k, KV_TYPE, DOT_TYPE, TILE, SIZE)
+            v_now = words_to_tile(v, KV_TYPE, DOT_TYPE, TILE, SIZE)
+            at, mask = tile_offsets(table, start + TILE, end, kv_head, KV_HEADS, P, TILE, WORDS, PADDED_WORDS)
             k = tl.load(k_words + at, mask=mask, other=0)
             v = tl.load(v_words + at, mask=mask, other=0)
             m_i, l_i, acc = accumulate_tile(
@@ -521,7 +579,7 @@ def decode_attention_gqa(
             )
     else:
         for start in tl.range(first, end, TILE, num_stages=STAGES):
-            at, mask = tile_offsets(table, start, end, kv_head, KV_HEADS, P, TILE, DIM)
+            at, mask = tile_offsets(table, start, end, kv_head, KV_HEADS, P, TILE, DIM, SIZE)
             k = tl.load(k_cache + at, mask=mask, other=0.0).to(DOT_TYPE)
             v = tl.load(v_cache + at, mask=mask, other=0.0).to(DOT_TYPE)
             m_i, l_i, acc = accumulate_tile(k, v, q, start, end, position, m_i, l_i, acc, DOT_TYPE, TILE, WINDOW, CAP)
@@ -532,7 +590,7 @@ def decode_attention_gqa(
         )
     else:
         index = (t * HEADS + kv_head * GROUP + r) * SPLITS + split
-        tl.store(partial + index[:, None] * DIM + i[None, :], acc, mask=(r < GROUP)[:, None])
+        tl.store(partial + index[:, None] * SIZE + i[None, :], acc, mask=(r < GROUP)[:, None])
         tl.store(stats + index * 2, m_i, mask=r < GROUP)
         tl.store(stats + index * 2 + 1, l_i, mask=r < GROUP)
         combine_splits(
@@ -540,9 +598,9 @@ def decode_attention_gqa(
         )
 
 
-def takes_split_kv(op: Any) -> bool:
-    """Return whether the kernels here take the heads of a fused op: a power of two, rotated as a whole."""
-    return 2 * len(op.rope.inv_freq) == op.head_dim and op.head_dim in (32, 64, 128, 256)
+def split_kv_scratch(tokens: int, heads: int, dim: int, config: SplitKVConfig, device: torch.device) -> Any:
+    """Allocate (partial, stats) that the splits of decode attention hand to each other."""
+    return tuple(torch.empty(tokens, heads, config.max_splits, n, device=device) for n in (padded_dim(dim), 2))
 
 
 def launch_decode_attention(
@@ -555,7 +613,7 @@ def launch_decode_attention(
     common = (
         qkv, rope.cos, rope.sin, kv.k, kv.v, block_tables, table_width, positions, *scratch, *kernel_outputs(out),
         scale, op.bias, op.q_norm, op.k_norm, op.eps, qkv.stride(0), op.n_heads, op.n_kv_heads,
-        op.head_dim // 2, block_size,
+        op.head_dim, rope.cos.shape[1], block_size,
     )  # fmt: skip
     if config.tensor_cores and kv.k.dtype == torch.float32 and not is_interpreted():
         # the tensor cores would round a float32 cache

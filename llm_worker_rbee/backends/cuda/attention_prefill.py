@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from ..ops import Ints
-from .attention_decode import cap_scores, load_head, load_rotated
+from .attention_decode import cap_scores, load_cos_sin, load_head, load_rotated, padded_dim, store_first
 from .device import HOPPER_SHARED_BYTES
 
 SMALL_QUERY_TILE, QUERY_TILE = 16, 64  # queries of a program
@@ -37,51 +37,47 @@ def prefill_tile(shared_bytes: int, dim: int, item: int) -> tuple[int, int]:
 @triton.jit
 def rope_store_qkv(
     qkv, cos, sin, positions, slot_mapping, q_out, k_cache, v_cache,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, P: tl.constexpr,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, P: tl.constexpr,
     bias=None, q_norm=None, k_norm=None, eps=0.0, part_stride=0, PARTS: tl.constexpr = 1,
     HEADS_PER_PROGRAM: tl.constexpr = 1,
 ):  # fmt: skip
-    """Rotate queries into q_out (T, HEADS, dim) and keys into their slot, and copy values there.
+    """Rotate queries into q_out (T, HEADS, DIM) and keys into their slot, and copy values there.
 
     Program (heads, token); HEADS_PER_PROGRAM divides both numbers of heads. A negative slot is padding."""
-    DIM: tl.constexpr = 2 * HALF
     first = tl.program_id(0) * HEADS_PER_PROGRAM
     head = first + tl.arange(0, HEADS_PER_PROGRAM)[:, None]
     t = tl.program_id(1)
-    i = tl.arange(0, DIM)
+    i = tl.arange(0, padded_dim(DIM))
     slot = tl.load(slot_mapping + t).to(tl.int64)
     if slot < 0:
         return
     row = qkv + t.to(tl.int64) * ((HEADS + 2 * KV_HEADS) * DIM)
-    angle = tl.load(positions + t) * HALF + i % HALF
-    cosines = tl.load(cos + angle)
-    sines = tl.load(sin + angle) * tl.where(i < HALF, -1.0, 1.0)
+    cosines, sines = load_cos_sin(cos, sin, tl.load(positions + t), DIM, HALF)
     if first < HEADS:
-        x = load_rotated(row, head, cosines, sines, bias, q_norm, eps, part_stride, HALF, PARTS)
-        tl.store(q_out + (t.to(tl.int64) * HEADS + head) * DIM + i, x.to(q_out.dtype.element_ty))
+        x = load_rotated(row, head, cosines, sines, bias, q_norm, eps, part_stride, DIM, HALF, PARTS)
+        store_first(q_out + (t.to(tl.int64) * HEADS + head) * DIM + i, x, DIM)
     else:
         kv_head = (head - HEADS) % KV_HEADS
         target = ((slot // P * KV_HEADS + kv_head) * P + slot % P) * DIM + i
         if first < HEADS + KV_HEADS:
-            x = load_rotated(row, head, cosines, sines, bias, k_norm, eps, part_stride, HALF, PARTS)
-            tl.store(k_cache + target, x.to(k_cache.dtype.element_ty))
+            x = load_rotated(row, head, cosines, sines, bias, k_norm, eps, part_stride, DIM, HALF, PARTS)
+            store_first(k_cache + target, x, DIM)
         else:
-            x = load_head(row, head, i, bias, part_stride, DIM, PARTS)
-            tl.store(v_cache + target, x.to(v_cache.dtype.element_ty))
+            x = load_head(row, head, i, bias, part_stride, DIM, PARTS, DIM)
+            store_first(v_cache + target, x, DIM)
 
 
 @triton.jit
 def prefill_attention(
     q, k_cache, v_cache, block_tables, table_width, query_start, context_len, tile_request, tile_first, out, scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, P: tl.constexpr, TILE_QUERIES: tl.constexpr,
-    TILE_KEYS: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, DIM_PADDED: tl.constexpr = 0,
-    width=None,
+    TILE_KEYS: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, width=None,
 ):  # fmt: skip
     """Attend with TILE_QUERIES queries of request tile_request[tile], from its tile_first[tile]-th of this step on.
 
-    Program (tile, head). DIM_PADDED is a power of two, for heads that are none. A negative request is padding. The
-    width of the block tables may be on the device: width[0]."""
-    SIZE: tl.constexpr = DIM_PADDED if DIM_PADDED > 0 else DIM
+    Program (tile, head). A negative request is padding. The width of the block tables may be on the device:
+    width[0]."""
+    SIZE: tl.constexpr = padded_dim(DIM)
     tile = tl.program_id(0)
     head = tl.program_id(1)
     request = tl.load(tile_request + tile)

@@ -13,7 +13,7 @@ import torch
 import triton
 
 from ..ops import KVLayer
-from .attention_decode import CosSin, launch_decode_attention, split_kv_config
+from .attention_decode import CosSin, launch_decode_attention, split_kv_config, split_kv_scratch
 from .device import is_interpreted
 from .elementwise import IS_GELU, launch_add_norm, launch_embedding, launch_gated
 from .fused_ops import Attention, EmbedNorm, FusedOp, GatedLinear, LinearAddNorm, Logits, Norm
@@ -53,9 +53,8 @@ class _AttentionBuffers:
 
     def __init__(self, tokens: int, heads: int, kv_heads: int, dim: int, device: torch.device) -> None:
         self.config = split_kv_config(tokens, heads, kv_heads)
-        shape = (tokens, heads, self.config.max_splits)
-        partial, stats = (torch.zeros(*shape, n, device=device) for n in (dim, 2))
-        self.scratch = partial, stats, torch.zeros(tokens, heads, dtype=torch.int32, device=device)
+        counters = torch.zeros(tokens, heads, dtype=torch.int32, device=device)
+        self.scratch = *split_kv_scratch(tokens, heads, dim, self.config, device), counters
 
 
 class SmallBatchDecoder:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from ..graph import Graph, ProgramLine
 from ..ops import Batch, Ints, KVLayer, Profiler, RopeTable
-from .attention_decode import CosSin, takes_split_kv
+from .attention_decode import CosSin
 from .attention_prefill import QUERY_TILE, SMALL_QUERY_TILE, query_tiles
 from .cuda_graphs import CudaGraphs
 from .decode_small_batch import SmallBatchDecoder
@@ -102,8 +102,8 @@ class InputStaging:
 class Decoder:
     """The fused forward of a model on one device.
 
-    Where logits must not depend on the batch (`batch_invariant`), or heads are not such that split-KV decode attention
-    takes them, prefill and decode tokens alike go through tiles of queries; decode steps still run in graphs.
+    Where logits must not depend on the batch (`batch_invariant`), prefill and decode tokens alike go through tiles of
+    queries; decode steps still run in graphs.
     """
 
     def __init__(
@@ -120,9 +120,9 @@ class Decoder:
         self._graph_cache: weakref.ref[Any] | None = None  # the first tensor of the KV cache that graphs write to
         takes_gemv = all(w.is_packed or w.is_fp8 for w in layer_weights(ops))
         self._max_small = SMALL_BATCH if takes_gemv else 1
-        splits_kv = all(takes_split_kv(op) for op in ops if isinstance(op, Attention))
-        self._batch_invariant = batch_invariant
-        self._step = self._split_kv_step if splits_kv and not batch_invariant else self._tiled_step
+        if any(isinstance(op, Attention) and op.following.is_packed and op.head_dim % 32 for op in ops):
+            self._max_small = 0  # int8 blocks of 32 would hold values of two heads
+        self._step = self._tiled_step if batch_invariant else self._split_kv_step
 
     def __call__(self, batch: Batch, kv: Sequence[KVLayer]) -> torch.Tensor:
         """Run one step: write the cache and return the logits at `batch.logits_index`, float32 on the device, valid
@@ -208,13 +208,12 @@ class Decoder:
         return (self.graphs.run((size, decode_size, logits_size), step) if fits else step())[:num_logits]
 
     def _tiled_step(self, batch: Batch, kv: Sequence[KVLayer]) -> torch.Tensor:
-        """Run a step whose tokens all go through tiles of queries; of one size where the batch must not matter."""
+        """Run a step whose tokens all go through tiles of queries of one size."""
         tokens, num_logits, table = len(batch.ids), len(batch.logits_index), batch.block_table
         size = _size_of(tokens, DECODE_SIZES) if tokens == len(table) == num_logits else None
         if size is None or table.shape[1] * size > MAX_TABLE_ENTRIES:
             size = 0
-        longest = 1 if self._batch_invariant else int(np.diff(batch.query_start).max())
-        tile = SMALL_QUERY_TILE if longest <= SMALL_QUERY_TILE else QUERY_TILE
+        tile = SMALL_QUERY_TILE
         requests, firsts = query_tiles(batch.query_start, tile)
         max_tokens, max_tiles, max_requests = (size, size, size) if size else (tokens, len(requests), len(table))
         arrays = {
@@ -297,5 +296,7 @@ def _is_supported(op: FusedOp) -> bool:
             return len(op.table.parts) == 1 and len(op.norm.weight) % 32 == 0
         case GatedLinear():
             return op.activation in IS_GELU and op.w.rows % 64 == 0
+        case Attention():
+            return op.head_dim % 4 == 0  # the KV cache is read in words of 32 bits
         case _:
             return True

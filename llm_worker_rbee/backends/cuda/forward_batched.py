@@ -15,18 +15,11 @@ import torch
 import triton
 
 from ..ops import KVLayer
-from .attention_decode import CosSin, launch_decode_attention, split_kv_config, takes_split_kv
+from .attention_decode import CosSin, launch_decode_attention, split_kv_config, split_kv_scratch
 from .attention_prefill import QUERY_TILE, prefill_attention, prefill_tile, rope_store_qkv
 from .decode_small_batch import SmallBatchDecoder
 from .device import is_interpreted, shared_memory_bytes
-from .elementwise import (
-    IS_GELU,
-    launch_add_norm,
-    launch_embedding,
-    launch_gated,
-    launch_rms_norm,
-    launch_rope_store,
-)
+from .elementwise import IS_GELU, launch_add_norm, launch_embedding, launch_gated
 from .fused_ops import Attention, EmbedNorm, FusedOp, GatedLinear, LinearAddNorm, Logits, layer_weights
 from .gemm import interleave_activations
 from .linear import (
@@ -199,9 +192,8 @@ class BatchedForward:
         out = make(tokens, op.following.columns, dtype=dtype, **f)
         if decoding:
             config = split_kv_config(decoding, op.n_heads, op.n_kv_heads)
-            shape = (decoding, op.n_heads, config.max_splits)
-            partial, stats = (torch.empty(*shape, n, **f) for n in (op.head_dim, 2))
-            scratch = partial, stats, self._counters_for(decoding, op.n_heads)
+            scratch = split_kv_scratch(decoding, op.n_heads, op.head_dim, config, self.device)
+            scratch = *scratch, self._counters_for(decoding, op.n_heads)
             launch_decode_attention(qkv, op, kv, rope, inputs["decode_positions"], inputs["tables"], inputs["width"],
                                     decoding, config, scratch, out, self.pdl)  # fmt: skip
         if inputs["tile_first"].numel():
@@ -225,42 +217,18 @@ class BatchedForward:
         scale, window, cap = op.params
         dtype = kv.k.dtype if kv.k.element_size() > 1 else torch.bfloat16
         q = torch.empty(tokens, heads, dim, dtype=dtype, device=self.device)
-        padded = 0 if takes_split_kv(op) else max(16, triton.next_power_of_2(dim))
-        if padded:
-            self._rope_store_any(qkv, op, kv, rope, inputs, q)
-        else:
-            self._rope_store(qkv, op, kv, rope, inputs, q)
+        each = gcd(heads, kv_heads, 8)  # heads of a program
+        rope_store_qkv[((heads + 2 * kv_heads) // each, tokens)](
+            qkv, rope.cos, rope.sin, inputs["positions"], inputs["slots"], q, kv.k, kv.v, heads, kv_heads, dim,
+            rope.cos.shape[1], block_size, op.bias, op.q_norm, op.k_norm, op.eps, qkv.stride(0), qkv.shape[0], each,
+            num_warps=max(1, each // 2),
+        )  # fmt: skip
         keys, stages = prefill_tile(shared_memory_bytes(self.device), dim, q.element_size())
         prefill_attention[(inputs["tile_first"].numel(), heads)](
             q, kv.k, kv.v, inputs["tables"], 0, inputs["query_start"], inputs["context_len"], inputs["tile_request"],
-            inputs["tile_first"], out, scale, heads, kv_heads, dim, block_size, tile_queries, keys, window, cap, padded,
+            inputs["tile_first"], out, scale, heads, kv_heads, dim, block_size, tile_queries, keys, window, cap,
             inputs["width"], num_warps=4, num_stages=stages,
         )  # fmt: skip
-
-    def _rope_store(
-        self, qkv: Any, op: Attention, kv: KVLayer, rope: CosSin, inputs: Mapping[str, torch.Tensor], q: torch.Tensor
-    ) -> None:
-        """Rotate and store heads that split-KV attention takes."""
-        heads, kv_heads, dim, block_size = op.n_heads, op.n_kv_heads, op.head_dim, kv.k.shape[2]
-        each = gcd(heads, kv_heads, 8)  # heads of a program
-        rope_store_qkv[((heads + 2 * kv_heads) // each, len(q))](
-            qkv, rope.cos, rope.sin, inputs["positions"], inputs["slots"], q, kv.k, kv.v,
-            heads, kv_heads, dim // 2, block_size, op.bias, op.q_norm, op.k_norm, op.eps,
-            qkv.stride(0), qkv.shape[0], each, num_warps=max(1, each // 2),
-        )  # fmt: skip
-
-    def _rope_store_any(
-        self, qkv: Any, op: Attention, kv: KVLayer, rope: CosSin, inputs: Mapping[str, torch.Tensor], out: torch.Tensor
-    ) -> None:
-        """Rotate and store heads of any size."""
-        summed = qkv.sum(0, dtype=torch.float32)  # cuBLAS returns bfloat16
-        summed = summed if op.bias is None else summed + op.bias
-        heads = summed.view(len(out), op.n_heads + 2 * op.n_kv_heads, op.head_dim)
-        q, k, v = heads.split((op.n_heads, op.n_kv_heads, op.n_kv_heads), 1)
-        if op.q_norm is not None and op.k_norm is not None:
-            q, k = (launch_rms_norm(x, weight, op.eps) for x, weight in ((q, op.q_norm), (k, op.k_norm)))
-        positions = inputs["positions"].long()
-        launch_rope_store(q, k, v, rope.cos[positions], rope.sin[positions], inputs["slots"], out, kv)
 
     def _counters_for(self, decoding: int, heads: int) -> torch.Tensor:
         """Return zeros, which the kernel leaves as zeros."""

@@ -11,7 +11,11 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 from llm_worker_rbee.backends.cuda import CudaBackend, attention_decode, device  # noqa: E402
-from llm_worker_rbee.backends.cuda.attention_decode import SplitKVConfig, launch_decode_attention  # noqa: E402
+from llm_worker_rbee.backends.cuda.attention_decode import (  # noqa: E402
+    SplitKVConfig,
+    launch_decode_attention,
+    split_kv_scratch,
+)
 from llm_worker_rbee.backends.cuda.decoder import rope_tables  # noqa: E402
 from llm_worker_rbee.backends.cuda.fused_ops import Attention  # noqa: E402
 from llm_worker_rbee.backends.cuda.packed_weight import Int8Activations, kernel_outputs  # noqa: E402
@@ -23,7 +27,7 @@ from tests.helpers.random_tensors import relative_error  # noqa: E402
 
 DEVICE = device.open_device(0)
 LENGTHS = [75, 1, 20, 33, 9]  # of contexts, with the new token
-CASES = {  # config; (heads, kv heads, dim), block size; cache, window, cap; norms and bias, parts, int8
+CASES = {  # config; (heads, kv heads, dim), block size; cache, window, cap; norms and bias, parts, int8; rotated values
     "one head each": (SplitKVConfig(2, 1, 4, 1, 0, False), (2, 2, 32), 4, "float32", 0, 0.0, False, 1, True),
     "words of bfloat16": (SplitKVConfig(4, 1, 1, 1, 0, False), (2, 2, 64), 16, "bfloat16", 0, 0.0, False, 2, False),
     "float16, odd blocks": (SplitKVConfig(4, 1, 2, 1, 0, False), (3, 1, 32), 6, "float16", 40, 0.0, True, 1, False),
@@ -33,6 +37,12 @@ CASES = {  # config; (heads, kv heads, dim), block size; cache, window, cap; nor
     "dot of words, staged": (SplitKVConfig(16, 1, 1, 1, 3, True), (7, 1, 32), 4, "float16", 30, 8.0, False, 1, False),
     "dot of float8": (SplitKVConfig(32, 1, 2, 1, 0, True), (8, 2, 64), 16, "float8", 0, 0.0, False, 2, True),
     "dot of bfloat16": (SplitKVConfig(16, 1, 8, 2, 0, True), (4, 1, 64), 16, "bfloat16", 0, 0.0, False, 1, False),
+    "heads of 96": (SplitKVConfig(2, 1, 4, 1, 0, False), (2, 2, 96), 4, "float16", 0, 0.0, False, 2, True),
+    "heads of 80, part": (SplitKVConfig(4, 2, 2, 1, 3, False), (2, 1, 80), 16, "bfloat16", 30, 0.0, True, 1, False, 20),
+    "part of 64": (SplitKVConfig(4, 1, 4, 1, 0, False), (2, 1, 64), 8, "float32", 0, 0.0, True, 2, True, 48),
+    "heads of 12": (SplitKVConfig(2, 1, 4, 1, 0, False), (2, 2, 12), 4, "float16", 0, 0.0, False, 1, False),
+    "dot of heads of 80": (SplitKVConfig(16, 1, 4, 1, 0, True), (4, 1, 80), 16, "float8", 0, 5.0, True, 1, False),
+    "dot, part of 96": (SplitKVConfig(16, 1, 2, 1, 3, True), (6, 1, 96), 4, "float16", 0, 0.0, True, 2, True, 72),
 }  # fmt: skip
 # The interpreter rounds the new key and value differently: it truncates bfloat16, and a float8 that should become the
 # next power of two is half of it.
@@ -59,10 +69,9 @@ def run(
     tables = device.upload(np.concatenate((pages.table[requests], np.zeros_like(pages.table[:1]))), DEVICE)
     width = device.upload(np.array([pages.table.shape[1]]), DEVICE)
     columns = block.n_heads * block.head_dim
-    rows = (tokens, block.n_heads, config.max_splits)
-    scratch = (torch.full((*rows, block.head_dim), torch.nan, device=where),
-               torch.full((*rows, 2), torch.nan, device=where),
-               torch.zeros(rows[:2], dtype=torch.int32, device=where))  # fmt: skip
+    partial, stats = split_kv_scratch(tokens, block.n_heads, block.head_dim, config, where)
+    counters = torch.zeros(tokens, block.n_heads, dtype=torch.int32, device=where)
+    scratch = (partial.fill_(torch.nan), stats.fill_(torch.nan), counters)
     out: Any = (
         Int8Activations.allocate(tokens, columns, where) if as_int8 else torch.zeros(tokens, columns, device=where)
     )
@@ -75,11 +84,12 @@ def run(
 
 @pytest.mark.parametrize("case", CASES)
 def test_decode_attention_matches_torch(case: str, rng: np.random.Generator) -> None:
-    config, shape, size, kind, window, cap, extra, parts, as_int8 = CASES[case]
+    config, shape, size, kind, window, cap, extra, parts, as_int8, *rope_dim = CASES[case]
     if not device.is_interpreted() and kind == "float32":
         kind = "bfloat16"
     heads, kv_heads, dim = shape
-    params, rope = AttentionParams(dim**-0.5, window, cap), RopeTable(inverse_frequencies(1e4, dim), 1.25)
+    params = AttentionParams(dim**-0.5, window, cap)
+    rope = RopeTable(inverse_frequencies(1e4, rope_dim[0] if rope_dim else dim), 1.25)
     block, pages = block_of(shape, params, rope, extra, rng), BlockTables(LENGTHS, rng, size)
     kv = CudaBackend().empty_kv(pages.n_blocks, size, kv_heads, dim, kind)
     for cache in kv:
@@ -110,8 +120,8 @@ def test_split_kv_config_is_valid_for_its_kernel() -> None:
             assert all((n & (n - 1)) == 0 for n in (config.tile_keys, config.max_splits, config.num_warps))
             assert 1 <= config.max_splits <= 32
     for size in (1, 6, 16, 48, 256):
-        for dim, item in ((32, 4), (64, 2), (128, 1), (256, 2)):
+        for dim, item, keys in ((32, 4, 64), (64, 2, 64), (80, 2, 32), (96, 1, 64), (128, 1, 64), (256, 2, 16)):
             config = SplitKVConfig(8, 2, 1, 1, 0, False)
             rows, runs = attention_decode.tile_runs(config, dim, item, size)
             assert size % rows == 0
-            assert rows * runs == 16 * max(1, 512 // (dim * item))
+            assert rows * runs == keys

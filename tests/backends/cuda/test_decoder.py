@@ -52,6 +52,13 @@ CASES = {
         "Q4_0",
         {"bias": True, "norms": True},
     ),
+    "heads of 96": (cuda_models.GROUPED._replace(layers=1, width=192, heads=2, head_dim=96), "Q4_0"),
+    "heads of 80, part rotated, dense": (
+        cuda_models.QWEN._replace(layers=1, width=160, heads=4, head_dim=80),
+        "F16",
+        {"norms": True, "rope_dim": 20},
+    ),
+    "part rotated": (cuda_models.GROUPED._replace(layers=1), "Q4_0", {"rope_dim": 24}),
 }
 # (requests, tokens of each, logits of all): prefill (padded to 16), decode of one and two, mixed
 STEPS = (((0, 1), (3, 2), False), ((0,), (1,), False), ((0, 1), (1, 1), False), ((0, 1, 2), (1, 1, 2), True))

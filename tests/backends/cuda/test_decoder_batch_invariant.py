@@ -23,6 +23,7 @@ CASES = {
     "packed": (cuda_models.GROUPED._replace(layers=1), "Q4_0"),
     "mixed kinds": (cuda_models.PLAIN._replace(layers=1), "Q4_K_M"),
     "dense": (cuda_models.QWEN._replace(layers=1), "F16"),
+    "heads of 48": (cuda_models.GROUPED._replace(layers=1, width=192, head_dim=48), "Q4_0"),
 }
 Step = tuple[Sequence[int], Sequence[int]]  # requests, tokens of each
 WAYS: dict[str, Sequence[Step]] = {

@@ -55,6 +55,14 @@ FEATURES: dict[str, tuple[Shape, str, str, dict[str, Any]]] = {
     "norms after, GELU": (MIDDLE, "Q4_0", "bfloat16", {"post": True, "norms": True, "activation": "gelu_tanh"}),
     "norms after, GELU, dense": (MIDDLE, "BF16", "bfloat16", {"post": True, "activation": "gelu_tanh"}),
     "heads of 96": (MIDDLE._replace(width=768, heads=8, kv_heads=8, head_dim=96), "Q4_0", "bfloat16", {"bias": True}),
+    "heads of 80, part": (
+        MIDDLE._replace(width=640, heads=8, kv_heads=8, head_dim=80),
+        "Q4_0",
+        "bfloat16",
+        {"rope_dim": 20},
+    ),
+    "part of grouped heads": (MIDDLE, "Q4_K_M", "bfloat16", {"rope_dim": 96}),
+    "grouped heads of 96, float8": (MIDDLE._replace(width=768, head_dim=96), "BF16", "float8", {"norms": True}),
 }
 # (requests, tokens of each, logits of all): prefill, decode of one, of two, mixed, many prefills, many decodes
 STEPS = (
