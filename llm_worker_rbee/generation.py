@@ -1,12 +1,12 @@
 """One completion in progress, as text: its request, detokenizer, stop strings, clock and counts; and the records of the
 offline API: `Chunk`, `Completion`, `Timings`.
 
-`LLM` (whose callers step the engine) and the server (whose event loop awaits the engine's thread) both pass the step
-outputs of a request to its `Generation` and get text deltas back. Validation that needs the model is here, once.
+`LLM` (whose callers step the engine) and the server (whose event loop awaits it) both pass the token outputs of a
+request to its `Generation` and get text deltas back. Validation that needs the model is here, once.
 
-    generations = make_generations(tokenizer, engine.config, vocab_size, ids, params, n=2)
-    generation.start(); delta = generation.push(outputs)                          # offline
-    generation.submit(async_engine); async for delta in generation.deltas(): ...  # served
+    generations = make_generations(tokenizer, engine_config, vocab_size, ids, params, n=2)
+    request = generation.start(); delta = generation.push(outputs)                # offline
+    generation.submit(token_engine); async for delta in generation.deltas(): ...  # served
 """
 
 from __future__ import annotations
@@ -14,16 +14,17 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from itertools import count
+from typing import NamedTuple
 
 from .config import EngineConfig
-from .engine.request import FinishReason, Request, SamplingParams, StepOutput, TokenLogprob, resolve_max_tokens
+from .engine.request import FinishReason, SamplingParams, TokenLogprob, resolve_max_tokens
 from .engine.sampler import draw_seed
 from .errors import InvalidRequestError
+from .token_engine.protocol import RequestState, RequestStream, Submit, TokenEngine, TokenOutput
 from .tokenizer import Detokenizer, Tokenizer
 
-if TYPE_CHECKING:  # asyncio takes 25 ms to import, and only a server needs it
-    from .engine.async_engine import AsyncEngine, RequestStream
+_request_ids = count(1)
 
 
 class TextDelta(NamedTuple):
@@ -90,18 +91,15 @@ class Generation:
     """A request and the text of its output. It neither steps nor waits: `push` takes what a step gave."""
 
     def __init__(
-        self, request: Request, tokenizer: Tokenizer, timeout_s: float | None = None,
-        listener: GenerationListener | None = None,
-    ) -> None:  # fmt: skip
+        self, request: RequestState, tokenizer: Tokenizer, listener: GenerationListener | None = None
+    ) -> None:
         self.request = request
         self.num_tokens = 0  # sampled, the end-of-text id included
         self.started_at = self.first_token_at = self.last_token_at = 0.0  # in the time of time.perf_counter
         self.finish_reason: FinishReason | None = None
-        self._timeout_s = timeout_s
         self._listener = listener or GenerationListener()
-        self._detokenizer = Detokenizer(
-            tokenizer, tuple(request.params.stop), continuation=tokenizer.is_continuation(request.prompt)
-        )
+        stop = tuple(request.submitted.params.stop)
+        self._detokenizer = Detokenizer(tokenizer, stop, continuation=tokenizer.is_continuation(request.prompt))
         self._stream: RequestStream | None = None
         self._is_closed = False
 
@@ -115,43 +113,49 @@ class Generation:
         """Milliseconds from the first token to the last."""
         return 1000 * max(0.0, self.last_token_at - self.first_token_at)
 
-    def start(self) -> None:
-        """Start the clock and the timeout."""
+    def start(self) -> RequestState:
+        """Start the clock; return the request, to be submitted."""
         self.started_at = time.perf_counter()
-        if self._timeout_s is not None:
-            self.request.deadline = time.monotonic() + self._timeout_s
+        return self.request
 
-    def push(self, outputs: Sequence[StepOutput], now: float) -> TextDelta:
+    def push(self, outputs: Sequence[TokenOutput], now: float) -> TextDelta:
         """Return the text of outputs that arrived at `now`; an error that finished the request is raised."""
         if outputs[0].error is not None:
             self.finish_reason, self.last_token_at = "error", now
             raise outputs[0].error
-        self._observe(len(outputs), now)
+        self._observe(sum(len(output.tokens) for output in outputs), now)
         texts: list[str] = []
         tokens: list[int] = []
         logprobs: list[TokenLogprob] = []
         finish: FinishReason | None = None
         for output in outputs:
-            self.num_tokens += 1
             finish = output.finish_reason
-            if finish == "stop":
-                break
-            tokens.append(output.token)
-            texts.append(self._detokenizer.push(output.token))
-            if output.logprob is not None:
-                logprobs.append(output.logprob)
-            if self._detokenizer.stop_matched is not None:
+            added = output.tokens[:-1] if finish == "stop" else output.tokens
+            self.num_tokens += len(output.tokens)
+            count = self._detokenize(added, texts)
+            if count < len(added) or self._detokenizer.stop_matched is not None:  # a stop string ends it before
+                self.num_tokens -= len(output.tokens) - count
                 finish = "stop"
+            tokens += added[:count]
+            logprobs += output.logprobs[:count]
+            if finish is not None:
                 break
         if finish is not None:
             texts.append(self._detokenizer.finish())
             self.finish_reason = finish
         return TextDelta("".join(texts), tokens, logprobs, finish, self._detokenizer.stop_matched)
 
-    def submit(self, engine: AsyncEngine) -> None:
-        """Start it in an engine's thread; `deltas` then gives its text."""
-        self.start()
-        self._stream = engine.submit(self.request)
+    def _detokenize(self, tokens: Sequence[int], texts: list[str]) -> int:
+        """Add the text of tokens up to a stop string; return how many tokens that are."""
+        for i, token in enumerate(tokens, 1):
+            texts.append(self._detokenizer.push(token))
+            if self._detokenizer.stop_matched is not None:
+                return i
+        return len(tokens)
+
+    def submit(self, engine: TokenEngine) -> None:
+        """Start it in an engine; `deltas` then gives its text."""
+        self._stream = engine.submit(self.start())
 
     async def deltas(self) -> AsyncIterator[TextDelta]:
         """Yield deltas until the end; tokens that are ready together come in one. Leaving early aborts the request."""
@@ -201,5 +205,10 @@ def make_generations(
     if (token := max(params.logit_bias, default=0)) >= vocab_size:
         raise InvalidRequestError(f"logit_bias names token {token}, past the vocabulary of {vocab_size}", "logit_bias")
     seed = draw_seed() if params.seed is None else params.seed
-    requests = [Request(prompt, params, max_tokens, seed, tokenizer.eos_ids, i, priority) for i in range(n)]
-    return [Generation(request, tokenizer, timeout_s, listener) for request in requests]
+    eos_ids = sorted(tokenizer.eos_ids)
+    submissions = [
+        Submit(id=next(_request_ids), prompt=prompt, params=params, max_tokens=max_tokens, seed=seed, eos_ids=eos_ids,
+               sample_index=i, priority=priority, timeout_s=timeout_s)
+        for i in range(n)
+    ]  # fmt: skip
+    return [Generation(RequestState(submitted), tokenizer, listener) for submitted in submissions]

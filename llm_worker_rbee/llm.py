@@ -17,21 +17,22 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cached_property
 from numbers import Integral
 from pathlib import Path
 from typing import Any, overload
 
-from .config import KV_AUTO, EngineConfig
+from .config import KV_AUTO
 from .engine.engine import Engine
-from .engine.request import Request, SamplingParams, StepOutput, TokenLogprob, error_output
-from .engine.speculative import DraftModel
-from .errors import ChatTemplateError, InvalidRequestError, RequestCancelledError, WorkerError
+from .engine.request import SamplingParams, TokenLogprob
+from .errors import InvalidRequestError, RequestCancelledError, WorkerError
 from .generation import Chunk, Completion, Generation, Timings, make_generations
-from .load import LoadOptions, LoadPhases, OnStage, load, open_tokenizer
-from .progress import request_progress
-from .tokenizer import ChatTemplate
-from .tokenizer.chat_template import Message, validate_messages
+from .load import LoadOptions, LoadPhases, load, make_engine, open_tokenizer
+from .progress import OnStage, request_progress
+from .text_model import TextModel
+from .token_engine.engine_loop import EngineLoop
+from .token_engine.launch import model_info
+from .token_engine.protocol import RequestState, StepResult, TokenOutput
+from .tokenizer.chat_template import Message
 from .weights.hub import Progress
 
 __all__ = ["LLM", "Chunk", "Completion", "SamplingParams", "Stream", "Timings", "open_tokenizer", "together"]
@@ -41,7 +42,7 @@ ParamsOfEach = SamplingParams | Sequence[SamplingParams] | None
 MAX_COMPLETIONS = 128  # of one prompt
 
 
-class LLM:
+class LLM(TextModel):
     """A loaded model and the engine that serves it."""
 
     def __init__(
@@ -82,17 +83,14 @@ class LLM:
         )  # fmt: skip
         loaded = load(options, self.loading)
         self.checkpoint, self.config, self.model = loaded.checkpoint, loaded.config, loaded.model
-        self.tokenizer, self.quant, self.kv_type = loaded.tokenizer, loaded.quant, loaded.kv_type
+        self.quant, self.kv_type = loaded.quant, loaded.kv_type
         self.capacity, self.notes = loaded.capacity, loaded.notes
-        self.sampling_defaults = loaded.sampling_defaults
-        self.max_context = self.capacity.max_context
-        engine_config = EngineConfig(max_context=self.max_context, n_blocks=self.capacity.n_blocks, **settings)
-        drafter = None
-        if loaded.draft_model is not None:
-            drafter = DraftModel(loaded.draft_model, engine_config, self.config.vocab_size, self.kv_type)
-        self.engine = Engine(self.model, engine_config, self.kv_type, drafter)
+        self.engine = make_engine(loaded, settings)
+        self.info = model_info(loaded, self.engine, self.loading)
+        assert loaded.tokenizer is not None
+        name, context = self.checkpoint.path.name, self.capacity.max_context
+        super().__init__(loaded.tokenizer, name, self.config.vocab_size, context, loaded.sampling_defaults, chat_template)
         self._sync_engine = SyncEngine(self.engine)
-        self._template_source = self.tokenizer.chat_template if chat_template is None else chat_template
 
     @property
     def backend(self) -> str:
@@ -113,34 +111,6 @@ class LLM:
     def graph_bytes(self) -> int:
         """Bytes of captured CUDA graphs; they grow as steps of new sizes are captured."""
         return 0 if self.model.fused is None else self.model.fused.graph_bytes
-
-    @property
-    def has_chat_template(self) -> bool:
-        return self._template_source is not None
-
-    @cached_property
-    def chat_template(self) -> ChatTemplate:
-        """The chat template, compiled; raises where the model has none."""
-        if self._template_source is None:
-            raise ChatTemplateError(f"{self.checkpoint.path.name} has no chat template", "chat_template")
-        tok = self.tokenizer
-        bos, eos = ("" if i is None else tok.piece(i) for i in (tok.bos_id, tok.eos_id))
-        return ChatTemplate(self._template_source, bos_token=bos, eos_token=eos)
-
-    def tokenize(self, text: str, *, add_special: bool = True, parse_special: bool = False) -> list[int]:
-        """Return the ids of a text, with BOS where the file says so; `parse_special` recognises control tokens."""
-        return self.tokenizer.encode(text, add_special=add_special, parse_special=parse_special)
-
-    def detokenize(self, tokens: Sequence[int], *, skip_special: bool = True) -> str:
-        return self.tokenizer.decode(tokens, skip_special=skip_special)
-
-    def apply_chat_template(self, messages: Sequence[Message], **fields: Any) -> str:
-        """Return the prompt that the model's chat template makes of messages."""
-        return self.chat_template.render(validate_messages(messages), **fields)
-
-    def tokenize_chat(self, messages: Sequence[Message], **fields: Any) -> list[int]:
-        """Return the ids of that prompt. The template's control tokens are parsed; those in a message are text."""
-        return self.chat_template.encode(self.tokenizer, messages, **fields)
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None, **options: Any) -> Stream:
         """Return the completion of a prompt (text, or ids) as a stream of chunks.
@@ -233,7 +203,7 @@ class LLM:
         return [int(token) for token in ids]
 
 
-OutputQueue = deque[tuple[float, StepOutput]]  # with the time, as time.perf_counter gives it
+OutputQueue = deque[tuple[float, TokenOutput]]  # with the time, as time.perf_counter gives it
 
 
 class SyncEngine:
@@ -244,56 +214,56 @@ class SyncEngine:
     """
 
     def __init__(self, engine: Engine) -> None:
-        self.engine = engine
-        self._queues: dict[Request, OutputQueue] = {}
-        self._aborted: deque[Request] = deque()
+        self._loop = EngineLoop(engine)
+        self._requests: dict[int, tuple[RequestState, OutputQueue]] = {}
+        self._aborted: deque[int] = deque()
         self._lock = threading.Lock()
 
-    def submit(self, request: Request) -> OutputQueue:
-        """Add a request; its outputs go into the queue."""
+    def submit(self, request: RequestState) -> OutputQueue:
+        """Add a request; its outputs go into the queue, one token each."""
         with self._lock:
             self._drop_aborted()
-            self.engine.add(request)
-            self._queues[request] = queue = OutputQueue()
-            return queue
+            self._loop.submit(request.submitted)
+            self._requests[request.id] = request, OutputQueue()
+            return self._requests[request.id][1]
 
-    def abort(self, request: Request) -> None:
+    def abort(self, request: RequestState) -> None:
         """Drop a request before the next step."""
-        self._aborted.append(request)
+        self._aborted.append(request.id)
 
     def wait_for_output(self, queue: OutputQueue) -> None:
         """Step until the queue is not empty."""
         while not queue:
             with self._lock:
                 if not queue:
-                    assert self.engine.has_work, "the engine does not have the request that is waited for"
+                    assert self._loop.has_work, "the engine does not have the request that is waited for"
                     self._step()
 
     def _step(self) -> None:
         self._drop_aborted()
         try:
-            outputs, now = self.engine.step(), time.perf_counter()
-            for output in outputs:
-                self._queues[output.request].append((now, output))
-                if output.finish_reason is not None:
-                    del self._queues[output.request]
+            self._take(self._loop.step())
         except BaseException:  # Ctrl-C: during a forward pass nothing is being changed, so the others can go on
-            if not self.engine.is_computing:
-                self._reset()
+            if not self._loop.engine.is_computing:
+                self._take(self._loop.fail_all(RequestCancelledError("the answer was interrupted")))
             raise
+
+    def _take(self, result: StepResult) -> None:
+        now = time.perf_counter()
+        for event in result.events:
+            self._requests[event.id][0].apply(event)
+        for output in result.outputs:
+            request, queue = self._requests[output.id]
+            request.add(output)
+            queue.extend((now, one) for one in output.split())
+            if output.finish_reason is not None:
+                del self._requests[output.id]
 
     def _drop_aborted(self) -> None:
         while self._aborted:
-            request = self._aborted.popleft()
-            if self._queues.pop(request, None) is not None:
-                self.engine.abort(request)
-
-    def _reset(self) -> None:
-        self.engine.reset()
-        now = time.perf_counter()
-        for request, queue in self._queues.items():
-            queue.append((now, error_output(request, RequestCancelledError("the answer was interrupted"))))
-        self._queues.clear()
+            request_id = self._aborted.popleft()
+            if self._requests.pop(request_id, None) is not None:
+                self._loop.abort(request_id)
 
 
 class Stream:
@@ -304,8 +274,8 @@ class Stream:
     """
 
     def __init__(self, engine: SyncEngine, generation: Generation) -> None:
-        request = generation.request
-        self.seed, self.prompt_tokens, self.params = request.seed, request.prompt, request.params
+        submitted = generation.request.submitted
+        self.seed, self.prompt_tokens, self.params = submitted.seed, submitted.prompt, submitted.params
         self.error: WorkerError | None = None  # that ended it
         self._engine = engine
         self._generation = generation
@@ -330,8 +300,7 @@ class Stream:
     def start(self) -> OutputQueue:
         """Submit the request, so that any thread's steps compute it."""
         if self._queue is None:
-            self._generation.start()
-            self._queue = self._engine.submit(self._generation.request)
+            self._queue = self._engine.submit(self._generation.start())
         return self._queue
 
     def wait(self) -> None:
@@ -382,21 +351,22 @@ class Stream:
             text="".join(self._texts), finish_reason=generation.finish_reason, stop_sequence=generation.stop_sequence,
             seed=self.seed, timings=Timings(first, total, generation.num_tokens),
             logprobs=list(self._logprobs) if self.params.logprobs is not None else None,
-            prompt_logprobs=None if request.num_unscored_tokens else request.prompt_logprobs,
+            prompt_logprobs=request.prompt_logprobs,
             cached_tokens=max(0, request.num_cached_tokens),
         )  # fmt: skip
 
-    def _take(self, at: float, output: StepOutput) -> Chunk:
+    def _take(self, at: float, output: TokenOutput) -> Chunk:
         try:
             delta = self._generation.push((output,), at)
         except WorkerError as error:
             self.error = error
             raise
         if delta.finish_reason is not None and output.finish_reason is None:  # a stop string
-            self._engine.abort(output.request)
+            self._engine.abort(self._generation.request)
         self._texts.append(delta.text)
         self._logprobs += delta.logprobs
-        return Chunk(delta.text, delta.tokens[0] if delta.tokens else None, output.logprob, delta.finish_reason)
+        logprob = output.logprobs[0] if output.logprobs else None
+        return Chunk(delta.text, delta.tokens[0] if delta.tokens else None, logprob, delta.finish_reason)
 
 
 def together(streams: Sequence[Stream], on_tokens: Callable[[int], None] = lambda _: None) -> Iterator[Stream]:

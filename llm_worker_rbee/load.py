@@ -7,7 +7,7 @@ start (done 0), its progress in bytes or items (about ten times, more often only
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from .backends import fallback_to_cpu, is_automatic, resolve_kv_type, select, select_backend
 from .backends.ops import Backend
 from .config import EngineConfig, ModelConfig
+from .engine.engine import Engine
 from .engine.kv_cache_budget import (
     DEVICE_MEMORY_FRACTION,
     HOST_MEMORY_FRACTION,
@@ -24,9 +25,11 @@ from .engine.kv_cache_budget import (
     plan_kv_cache,
 )
 from .engine.sampling_defaults import SamplingDefaults, read_sampling_defaults
+from .engine.speculative import DraftModel
 from .errors import InsufficientMemoryError, InvalidRequestError
 from .models import Transformer, load_model, read_model_config
 from .models.convert import is_fp8, planned_types, quantize_checkpoint
+from .progress import OnStage, Stage
 from .tokenizer import Tokenizer, tokenizer_from_gguf, tokenizer_from_hf
 from .weights import Checkpoint, open_checkpoint
 from .weights.hub import Progress, locate_model
@@ -36,19 +39,6 @@ REPORTS_PER_PHASE = 10
 MAX_REPORT_INTERVAL_S = 2.0
 PLANNED_SETTINGS = ("max_context", "n_blocks", "block_size")  # of EngineConfig: these follow from the memory
 ENGINE_SETTINGS = {field.name: field.default for field in fields(EngineConfig) if field.name not in PLANNED_SETTINGS}
-
-
-class Stage(NamedTuple):
-    """The progress of one phase."""
-
-    stage: str
-    done: int
-    total: int | None
-    seconds: float  # since the phase began
-    detail: str | None = None  # what is being done, where that is more than the phase's name
-
-
-OnStage = Callable[[Stage], None]
 
 
 class LoadPhases:
@@ -115,7 +105,7 @@ class LoadedModel:
     checkpoint: Checkpoint
     config: ModelConfig
     model: Transformer
-    tokenizer: Tokenizer
+    tokenizer: Tokenizer | None  # None where the caller has one
     quant: str  # the name of its mix of quantization types
     kv_type: str
     capacity: KVCacheBudget
@@ -124,7 +114,7 @@ class LoadedModel:
     draft_model: Transformer | None
 
 
-def load(options: LoadOptions, phases: LoadPhases) -> LoadedModel:
+def load(options: LoadOptions, phases: LoadPhases, *, needs_tokenizer: bool = True) -> LoadedModel:
     """Load a model and its draft model, with the phases of `LLM.phases`."""
     check_settings(options.settings, options.draft_model)
     with phases.timed("backend"):
@@ -136,13 +126,14 @@ def load(options: LoadOptions, phases: LoadPhases) -> LoadedModel:
         checkpoint = _open_checkpoint(path, options.quantize)
         draft = None if draft_path is None else open_checkpoint(draft_path)
         placed = place_model(backend, [checkpoint] if draft is None else [checkpoint, draft], options)
-    with phases.timed("tokenizer"):
-        tokenizer = open_tokenizer(checkpoint)
-        if draft is not None:
-            _check_same_vocabulary(tokenizer, open_tokenizer(draft))
+    tokenizer = None
+    if needs_tokenizer or draft is not None:
+        with phases.timed("tokenizer"):
+            tokenizer = open_tokenizer(checkpoint)
+            if draft is not None:
+                _check_same_vocabulary(tokenizer, open_tokenizer(draft))
     sampling_defaults = read_sampling_defaults(checkpoint)
     model = _load_weights(checkpoint, placed, options.quantize, phases)
-    tokenizer.pad_to(model.config.vocab_size)
     return LoadedModel(
         checkpoint=checkpoint, config=model.config, model=model, tokenizer=tokenizer,
         quant=quant_name(checkpoint) if options.quantize is None else options.quantize.upper(),
@@ -150,6 +141,15 @@ def load(options: LoadOptions, phases: LoadPhases) -> LoadedModel:
         sampling_defaults=sampling_defaults, notes=[*placed.notes, *sampling_defaults.warnings],
         draft_model=None if draft is None else _load_weights(draft, placed, None, phases),
     )  # fmt: skip
+
+
+def make_engine(loaded: LoadedModel, settings: Mapping[str, Any]) -> Engine:
+    """Return the engine of a loaded model; `settings` are those fields of `EngineConfig` that loading does not plan."""
+    config = EngineConfig(max_context=loaded.capacity.max_context, n_blocks=loaded.capacity.n_blocks, **settings)
+    drafter = None
+    if loaded.draft_model is not None:
+        drafter = DraftModel(loaded.draft_model, config, loaded.config.vocab_size, loaded.kv_type)
+    return Engine(loaded.model, config, loaded.kv_type, drafter)
 
 
 def open_tokenizer(checkpoint: Checkpoint) -> Tokenizer:

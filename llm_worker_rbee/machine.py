@@ -118,6 +118,14 @@ def memory() -> tuple[int | None, int | None]:
     return int(_output("sysctl", "-n", "hw.memsize") or 0) or None, None
 
 
+def resident_bytes() -> int | None:
+    """Return the resident memory of this process, where the system reports it."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError, IndexError):
+        return None
+
+
 def memory_limit() -> tuple[int | None, int]:
     """Return (limit or None, bytes used) of the cgroup with the least free memory."""
     found: list[tuple[int, int]] = []

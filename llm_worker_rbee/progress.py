@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Protocol, TextIO
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TextIO
 
 from .errors import human_bytes
 
@@ -32,6 +32,19 @@ CONTROL_PICTURES = (
     | dict.fromkeys((*range(0x80, 0xA0), *DIRECTION_MARKS), 0xFFFD)
 )
 LINE_PICTURES = CONTROL_PICTURES | {ord("\t"): 0x2409, ord("\n"): 0x240A, 0x2028: 0xFFFD, 0x2029: 0xFFFD}
+
+
+class Stage(NamedTuple):
+    """The progress of one phase of loading a model."""
+
+    stage: str
+    done: int
+    total: int | None
+    seconds: float  # since the phase began
+    detail: str | None = None  # what is being done, where that is more than the phase's name
+
+
+OnStage = Callable[[Stage], None]
 
 
 class Advance(Protocol):

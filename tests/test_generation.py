@@ -11,9 +11,10 @@ import pytest
 
 from llm_worker_rbee import LLM, SamplingParams
 from llm_worker_rbee.config import EngineConfig
-from llm_worker_rbee.engine.request import FinishReason, Request, StepOutput, TokenLogprob, error_output
+from llm_worker_rbee.engine.request import FinishReason, TokenLogprob
 from llm_worker_rbee.errors import ContextLengthError, DeadlineError, InvalidRequestError
 from llm_worker_rbee.generation import Generation, GenerationListener, TextDelta, Timings, make_generations
+from llm_worker_rbee.token_engine.protocol import RequestState, TokenOutput
 
 CONFIG = EngineConfig(max_context=64, n_blocks=4)
 Make = Callable[..., list[Generation]]
@@ -34,10 +35,10 @@ def make(tiny_llm: LLM) -> Make:
     return generations
 
 
-def step_outputs(request: Request, text: str, finish: FinishReason | None = None) -> list[StepOutput]:
+def step_outputs(request: RequestState, text: str, finish: FinishReason | None = None) -> list[TokenOutput]:
     """Return an output for each byte of the text; the last one has the finish reason."""
     tokens = text.encode()
-    return [StepOutput(request, t, None, finish if i == len(tokens) else None) for i, t in enumerate(tokens, 1)]
+    return [TokenOutput(request.id, [t], finish if i == len(tokens) else None) for i, t in enumerate(tokens, 1)]
 
 
 class Recorder(GenerationListener):
@@ -59,11 +60,11 @@ class Recorder(GenerationListener):
 class FakeStream:
     """The outputs of a request, as an engine's thread would give them, and whether it was aborted."""
 
-    def __init__(self, steps: Iterable[list[StepOutput]]) -> None:
+    def __init__(self, steps: Iterable[list[TokenOutput]]) -> None:
         self.steps = list(steps)
         self.num_aborts = 0
 
-    async def next_outputs(self) -> list[StepOutput]:
+    async def next_outputs(self) -> list[TokenOutput]:
         return self.steps.pop(0) if self.steps else []
 
     def abort(self) -> None:
@@ -73,10 +74,10 @@ class FakeStream:
 class FakeEngine:
     """Takes one request and gives prepared outputs."""
 
-    def __init__(self, steps: Iterable[list[StepOutput]]) -> None:
+    def __init__(self, steps: Iterable[list[TokenOutput]]) -> None:
         self.stream = FakeStream(steps)
 
-    def submit(self, request: Request) -> FakeStream:
+    def submit(self, request: RequestState) -> FakeStream:
         return self.stream
 
 
@@ -124,22 +125,22 @@ def test_character_of_several_tokens_comes_whole(make: Make) -> None:
     (generation,) = make()
     first, second = step_outputs(generation.request, "é")
     assert (generation.push([first], 1.0).text, generation.push([second], 2.0).text) == ("", "é")
-    cut = generation.push([StepOutput(generation.request, 0xC3, None, "length")], 3.0)
+    cut = generation.push([TokenOutput(generation.request.id, [0xC3], "length")], 3.0)
     assert (cut.text, cut.tokens) == ("�", [0xC3])
 
 
 def test_logprobs_are_those_of_output_tokens(make: Make) -> None:
     (generation,) = make(logprobs=0)
     scores = [TokenLogprob(97, -0.5), TokenLogprob(98, -1.5)]
-    outputs = [StepOutput(generation.request, score.token, score) for score in scores]
-    end = StepOutput(generation.request, 0, None, "stop")
+    outputs = [TokenOutput(generation.request.id, [score.token], None, [score]) for score in scores]
+    end = TokenOutput(generation.request.id, [0], "stop")
     assert generation.push([*outputs, end], 1.0).logprobs == scores
 
 
 def test_error_is_raised_and_finishes(make: Make) -> None:
     (generation,) = make()
     with pytest.raises(DeadlineError, match="too late"):
-        generation.push([error_output(generation.request, DeadlineError("too late"))], 2.0)
+        generation.push([TokenOutput(generation.request.id, [], "error", error=DeadlineError("too late"))], 2.0)
     assert (generation.finish_reason, generation.num_tokens, generation.last_token_at) == ("error", 0, 2.0)
 
 
@@ -149,8 +150,7 @@ def test_error_is_raised_and_finishes(make: Make) -> None:
 )
 def test_max_tokens_is_resolved(make: Make, num_prompt_tokens: int, options: dict[str, Any], expected: int) -> None:
     (generation,) = make("x" * num_prompt_tokens, **options)
-    assert generation.request.max_tokens == expected
-    assert generation.request.max_total_tokens == num_prompt_tokens + expected
+    assert generation.request.submitted.max_tokens == expected
 
 
 @pytest.mark.parametrize(
@@ -172,26 +172,31 @@ def test_impossible_request_raises_with_field(
 
 
 def test_n_generations_share_seed_and_differ_in_sample_index(make: Make) -> None:
-    requests = [generation.request for generation in make(n=3, priority=2)]
+    requests = [generation.request.submitted for generation in make(n=3, priority=2)]
+    assert len({request.id for request in requests}) == 3
     assert len({request.seed for request in requests}) == 1
     assert [request.sample_index for request in requests] == [0, 1, 2]
     assert [request.priority for request in requests] == [2, 2, 2]
-    drawn = {make()[0].request.seed for _ in range(20)}
+    drawn = {make()[0].request.submitted.seed for _ in range(20)}
     assert len(drawn) == 20
     assert all(0 <= seed < 1 << 53 for seed in drawn)
-    assert make(seed=7)[0].request.seed == 7
+    assert make(seed=7)[0].request.submitted.seed == 7
 
 
-def test_start_sets_clock_and_deadline(make: Make) -> None:
+def test_start_sets_clock_and_returns_request_with_timeout(make: Make) -> None:
     (generation,) = make(timeout_s=5.0)
-    before = time.monotonic()
-    generation.start()
-    assert generation.request.deadline is not None
-    assert before + 5.0 <= generation.request.deadline <= time.monotonic() + 5.0
+    assert generation.start().submitted.timeout_s == 5.0
     assert 0.0 < generation.started_at <= time.perf_counter()
-    (without,) = make()
-    without.start()
-    assert without.request.deadline is None
+    assert make()[0].start().submitted.timeout_s is None
+
+
+def test_stop_string_inside_an_output_of_several_tokens(make: Make) -> None:
+    """Tokens behind it, an end-of-text id included, are neither counted nor returned."""
+    (generation,) = make(stop="b", logprobs=0)
+    scores = [TokenLogprob(token, -0.5) for token in b"abc"]
+    delta = generation.push([TokenOutput(1, [*b"abc", 0], "stop", scores)], 1.0)
+    assert delta == TextDelta("a", list(b"ab"), scores[:2], "stop", "b")
+    assert generation.num_tokens == 2
 
 
 def test_listener_gets_latencies(make: Make) -> None:

@@ -25,9 +25,8 @@ from ..engine.request import SamplingParams
 from ..engine.sampling_defaults import BUILT_IN_SAMPLING
 from ..errors import InsufficientMemoryError, InvalidRequestError, WorkerError
 from ..llm import LLM, Stream
-from ..load import OnStage
 from ..models.convert import TYPES
-from ..progress import transfer_progress
+from ..progress import OnStage, transfer_progress
 from . import NUMPY_THREAD_VARIABLES
 from .terminal import Status, argument_text, note, read_template
 

@@ -14,16 +14,19 @@ import typer
 
 from ..config import ServerSettings
 from ..engine.dummy_model import DummyModel
+from ..engine.engine import Engine
 from ..engine.request import SchedulerStats
 from ..errors import InvalidRequestError, WorkerError
 from ..llm import LLM
-from ..load import OnStage
+from ..progress import OnStage
 from ..server import log
 from ..server.auth import Key, find_key, host_name, require_key
 from ..server.orchestrator import require_url
 from ..server.serve import Signals, base_url, bind
 from ..server.serve import serve as run_server
 from ..server.worker import Worker
+from ..token_engine.in_process import InProcessEngine
+from ..token_engine.protocol import ModelInfo
 from ..weights.hub import DEFAULT_MODEL
 from .options import EngineOptions, LoadOptions, ModelOptions, gather, load_model, option_fields
 from .terminal import Status, discard_output, style, visible
@@ -149,13 +152,16 @@ def serve(
     if is_null:
         _print_line("the null engine: replies are a fixed text")
 
-    def load(on_stage: OnStage) -> LLM:
+    loaded: list[LLM] = []
+
+    def load(on_stage: OnStage) -> tuple[Engine, ModelInfo]:
         llm = _warm_up(load_model(model, computing, Status(), sharing, on_stage), model.chat_template)
         if is_null:
             _remove_model(llm, measuring.null_step_ms or 0.0)
-        return llm
+        loaded.append(llm)
+        return llm.engine, llm.info
 
-    worker = Worker(settings, load)
+    worker = Worker(settings, InProcessEngine(load), lambda info: loaded[0])
     ready = partial(_print_ready, worker, url, key)
     run_server(worker, sock, settings.advertise_url or url, ready, signals, **tls)
 
@@ -218,13 +224,13 @@ def _validate_name(name: str, option: str) -> str:
 
 
 def _print_ready(worker: Worker, url: str, key: Key | None) -> None:
-    _print_line(f"ready after {sum(worker.llm.phases.values()):.1f} s; try:")
+    _print_line(f"ready after {sum(worker.engine.info.phases.values()):.1f} s; try:")
     _print_line("  " + _curl(worker, url, key))
 
 
 def _curl(worker: Worker, url: str, key: Key | None) -> str:
     """Return a command line that works when pasted; the key itself is not in it."""
-    has_template = worker.llm.has_chat_template
+    has_template = worker.model.has_chat_template
     path = "/v1/chat/completions" if has_template else "/v1/completions"
     body = '"messages":[{"role":"user","content":"Hello!"}]' if has_template else '"prompt":"Once upon a time"'
     parts = ["curl", *(["-k"] if url.startswith("https") else []), shlex.quote(url + path)]

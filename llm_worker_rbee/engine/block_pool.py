@@ -11,6 +11,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
+from typing import NamedTuple
 
 from .request import Request
 
@@ -29,6 +30,13 @@ def extend_hashes(hashes: list[bytes], ids: Sequence[int], blocks: int, block_si
         hashes.append(chained_hash(before, ids[i * block_size : (i + 1) * block_size]))
 
 
+class BlockChanges(NamedTuple):
+    """Hashes of blocks that the prefix cache gained and lost, in their order."""
+
+    stored: list[bytes]
+    removed: list[bytes]
+
+
 class BlockPool:
     """`n_blocks` blocks of `block_size` tokens."""
 
@@ -37,6 +45,7 @@ class BlockPool:
         self.block_size = block_size
         self.caching = caching
         self.num_evictions = 0
+        self.changes: BlockChanges | None = None  # recorded where someone reads and clears them
         self._references = [0] * n_blocks
         self._hashes: list[bytes | None] = [None] * n_blocks
         self._cached: dict[bytes, int] = {}
@@ -60,6 +69,10 @@ class BlockPool:
                 break
             found.append(block)
         return found
+
+    @property
+    def cached_hashes(self) -> list[bytes]:
+        return list(self._cached)
 
     def is_cached(self, block_hash: bytes) -> bool:
         return block_hash in self._cached
@@ -96,6 +109,8 @@ class BlockPool:
         if self.caching and block_hash not in self._cached:
             self._cached[block_hash] = block
             self._hashes[block] = block_hash
+            if self.changes is not None:
+                self.changes.stored.append(block_hash)
 
     def unpublish(self, blocks: Sequence[int]) -> None:
         """Remove blocks of a failed request from the prefix cache."""
@@ -116,6 +131,8 @@ class BlockPool:
         del self._cached[block_hash]
         self._hashes[block] = None
         self.num_evictions += 1
+        if self.changes is not None:
+            self.changes.removed.append(block_hash)
 
     def check(self, block_tables: Iterable[Sequence[int]]) -> None:
         """Assert that reference counts, free blocks and the prefix cache agree with the requests' block tables."""

@@ -1,6 +1,6 @@
 """Many requests, one model: `add` and `abort` between steps, `step` until there is no work.
 
-The engine knows token ids only. It belongs to one thread at a time; async_engine.py is how others reach it.
+The engine knows token ids only. It belongs to one thread at a time; token_engine/ is how others reach it.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ class Engine:
         self.num_steps = 0
         self.is_computing = False  # during a forward pass: the scheduler's state is then consistent
         self.device_failed = False  # every step will fail until the process is restarted
+        self.on_schedule: Callable[[], None] = lambda: None  # called after scheduling, before the forward pass
         self._compute: Compute = self._forward
         is_async = AsyncScheduler.is_supported(model)
         self._async_scheduler = AsyncScheduler(model, self.runner) if is_async else None
@@ -79,6 +80,7 @@ class Engine:
         if self._in_flight is not None:
             outputs += self._collect_in_flight(self._in_flight)
         elif scheduled := self.scheduler.schedule(self.token_budget.next_budget(has_decodes=self._has_decodes())):
+            self.on_schedule()
             outputs += self._launch_or_run(scheduled)
         if self.config.debug:
             self.scheduler.check()

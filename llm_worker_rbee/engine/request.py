@@ -19,6 +19,7 @@ if TYPE_CHECKING:  # it holds arrays
     from ..backends.ops import SampleRow
 
 FinishReason = Literal["stop", "length", "error"]
+SchedulingEvent = Literal["admitted", "preempted", "resumed"]
 MAX_SEED = 1 << 64
 MAX_COUNT = (1 << 63) - 1  # the largest integer that a kernel takes
 MAX_STOPS = 16
@@ -173,6 +174,7 @@ class Request:
     sample_index: int = 0  # of several completions of one prompt
     priority: int = 0  # lower goes first
     deadline: float | None = None  # in the time of time.monotonic
+    generated: Sequence[int] = ()  # output tokens from before: those of an engine that died, say
 
     # State of the scheduler. There are no phases: each step brings num_computed_tokens nearer to num_tokens.
     ids: list[int] = field(default_factory=list)  # prompt and output tokens
@@ -200,7 +202,7 @@ class Request:
         assert self.params.is_resolved, "sampling parameters of a request must be resolved"
         if isinstance(self.priority, bool) or not isinstance(self.priority, int):
             raise InvalidRequestError(f"priority must be a whole number, not {self.priority!r}", "priority")
-        self.ids = list(self.prompt)
+        self.ids = [*self.prompt, *self.generated]
         self.num_prompt_tokens = len(self.prompt)
         self.max_total_tokens = self.num_prompt_tokens + self.max_tokens
         self.stop_ids = frozenset() if self.params.ignore_eos else self.eos_ids

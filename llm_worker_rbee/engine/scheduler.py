@@ -23,6 +23,7 @@ from .request import (
     SamplerOutput,
     ScheduledTokens,
     SchedulerStats,
+    SchedulingEvent,
     StepOutput,
     TokenLogprob,
     copy_error,
@@ -39,6 +40,7 @@ class Scheduler:
     def __init__(self, config: EngineConfig, stats: SchedulerStats | None = None) -> None:
         self.config = config
         self.pool = BlockPool(config.n_blocks, config.block_size, caching=config.prefix_cache)
+        self.events: list[tuple[Request, SchedulingEvent]] | None = None  # a list where someone reads and clears it
         self.waiting: list[Request] = []  # the last one goes first
         self.running: list[Request] = []  # the first one goes first
         self.stats = stats or SchedulerStats()
@@ -230,6 +232,7 @@ class Scheduler:
         insort(self.waiting, request, key=_reverse_schedule_order)
         request.num_preemptions += 1
         self.stats.num_preemptions += 1
+        self._record(request, "preempted")
 
     def _admit_waiting(self) -> Iterator[Request]:
         """Admit waiting requests while there is room; none overtakes one that lacks blocks."""
@@ -253,11 +256,16 @@ class Scheduler:
         request.num_hashed_blocks = len(shared)
         request.num_computed_tokens = request.num_shared_tokens = len(shared) * self.config.block_size
         self._in_flight.begin(self._cacheable_hashes(request)[len(shared) :], request)
+        self._record(request, "admitted" if request.num_cached_tokens < 0 else "resumed")
         if request.num_cached_tokens < 0:  # not after a preemption
             request.num_cached_tokens, request.first_scheduled_time = request.num_computed_tokens, time.perf_counter()
             self.stats.num_queried_tokens += request.num_prompt_tokens
             self.stats.num_hit_tokens += request.num_computed_tokens
         insort(self.running, request, key=_schedule_order)
+
+    def _record(self, request: Request, event: SchedulingEvent) -> None:
+        if self.events is not None:
+            self.events.append((request, event))
 
     def _has_room(self, request: Request, shared: Sequence[int]) -> bool:
         """Return whether there are blocks for all its tokens and one for each running request, so that the next step

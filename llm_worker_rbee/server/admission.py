@@ -1,9 +1,9 @@
 """Admission: whether a request may enter, by the number of requests and of prompt tokens that wait, and the
 `Retry-After` of those that may not.
 
-The engine's own request state is read, never kept twice: a request runs while it has a batch slot, and waits before
-that and after preemption. Prompts that are still being tokenized hold a reservation with an estimate of their tokens.
-All of it belongs to the event loop; the engine's thread runs meanwhile, so a figure may be one step old.
+The state of requests is what the engine's messages say, so a figure may be one step old: a request runs from its
+admission to the batch on, and waits before that and after preemption. Prompts that are still being tokenized hold a
+reservation with an estimate of their tokens. All of it belongs to the event loop.
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from ..config import ServerSettings
-from ..engine.engine import Engine
-from ..engine.request import Request
 from ..errors import InvalidRequestError, QueueFullError
+from ..token_engine.protocol import RequestState, TokenEngine
 
 MAX_RETRY_S = 60
 EMA_WEIGHT = 0.1
@@ -49,8 +48,8 @@ class Admission:
 
     def __init__(self, settings: ServerSettings) -> None:
         self._settings = settings
-        self._engine: Engine  # set by the first reservation; a worker has one
-        self._requests: set[Request] = set()
+        self._engine: TokenEngine  # set by the first reservation; a worker has one
+        self._requests: set[RequestState] = set()
         self._reservations: set[Reservation] = set()
         self._itl_s: float | None = None  # moving average of the inter-token latency
         self._output_tokens = self._max_tokens = 0.0  # of finished requests, decayed: most end before max_tokens
@@ -62,23 +61,21 @@ class Admission:
             waiting += reservation.num_requests
             unprefilled += reservation.num_tokens
         for request in self._requests:
-            if request.batch_slot >= 0:
-                running += 1
-            elif request.arrival >= 0 and request.is_finished:
+            if request.is_finished:
                 continue  # its reader has not seen the end yet
-            else:
-                waiting += 1
-            unprefilled += max(0, request.num_prompt_tokens - request.num_computed_tokens)
+            running += request.is_running
+            waiting += not request.is_running
+            unprefilled += request.num_unprefilled_tokens
         return Load(running, waiting, unprefilled)
 
-    def require_capacity(self, engine: Engine, num_requests: int) -> None:
+    def require_capacity(self, engine: TokenEngine, num_requests: int) -> None:
         """Raise if one body asks for more requests than could ever be inside."""
         if num_requests > (capacity := self._capacity(engine)):
             message = f"the body asks for {num_requests} answers at once: at most {capacity} are accepted"
             raise InvalidRequestError(message, "prompt")
 
     @contextmanager
-    def reserve(self, engine: Engine, num_requests: int, num_tokens: int) -> Iterator[Reservation]:
+    def reserve(self, engine: TokenEngine, num_requests: int, num_tokens: int) -> Iterator[Reservation]:
         """Hold places until the requests are submitted or given up; raise if there are none."""
         self._engine = engine
         self.require(num_requests, num_tokens)
@@ -106,15 +103,15 @@ class Admission:
             )
             raise QueueFullError(message, self._retry_after(load, excess_requests, excess_tokens))
 
-    def _capacity(self, engine: Engine) -> int:
-        return engine.config.max_batch + self._settings.max_queue
+    def _capacity(self, engine: TokenEngine) -> int:
+        return engine.info.engine.max_batch + self._settings.max_queue
 
     def _retry_after(self, load: Load, excess_requests: int, excess_tokens: int) -> int:
         """Estimate when so many requests have ended; for tokens, when prefill is done, which needs a free slot."""
         seconds = 0.0
         if excess_tokens > 0:
-            seconds = excess_tokens * (self._engine.token_budget.seconds_per_token or 0.0)
-            excess_requests = max(excess_requests, int(load.running >= self._engine.config.max_batch))
+            seconds = excess_tokens * self._engine.stats().seconds_per_prefill_token
+            excess_requests = max(excess_requests, int(load.running >= self._engine.info.engine.max_batch))
         if excess_requests > 0:
             seconds += self._seconds_until_finished(excess_requests)
         return max(1, min(MAX_RETRY_S, math.ceil(seconds)))
@@ -122,27 +119,26 @@ class Admission:
     def _seconds_until_finished(self, count: int) -> float:
         """Estimate when `count` running requests have ended, from the part of max_tokens that was used of late."""
         part = min(1.0, self._output_tokens / self._max_tokens) if self._max_tokens else 1.0
-        prompt_s, token_s = self._engine.token_budget.seconds_per_token or 0.0, (self._itl_s or 0.0) * part
+        prompt_s, token_s = self._engine.stats().seconds_per_prefill_token, (self._itl_s or 0.0) * part
         left = sorted(
-            max(0, request.max_total_tokens - request.num_tokens) * token_s
-            + max(0, request.num_prompt_tokens - request.num_computed_tokens) * prompt_s
+            max(0, request.submitted.max_tokens - len(request.tokens)) * token_s
+            + request.num_unprefilled_tokens * prompt_s
             for request in self._requests
-            if request.batch_slot >= 0
+            if request.is_running
         )
         if not left:
             return 0.0
         return left[count - 1] if count <= len(left) else left[-1] * count / len(left)
 
-    def add(self, request: Request) -> None:
+    def add(self, request: RequestState) -> None:
         self._requests.add(request)
 
-    def remove(self, request: Request) -> None:
+    def remove(self, request: RequestState) -> None:
         """Forget a request that ended, in whatever way."""
         self._requests.discard(request)
-        if request.num_tokens > request.num_prompt_tokens:
-            num_output_tokens = request.num_tokens - request.num_prompt_tokens
-            self._output_tokens = (1 - EMA_WEIGHT) * self._output_tokens + num_output_tokens
-            self._max_tokens = (1 - EMA_WEIGHT) * self._max_tokens + request.max_tokens
+        if request.tokens:
+            self._output_tokens = (1 - EMA_WEIGHT) * self._output_tokens + len(request.tokens)
+            self._max_tokens = (1 - EMA_WEIGHT) * self._max_tokens + request.submitted.max_tokens
 
     def observe_itl(self, seconds: float, num_tokens: int) -> None:
         """Record tokens that came `seconds` after the previous ones of their request."""

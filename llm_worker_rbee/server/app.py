@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import hashlib
-import os
 import platform
 import re
 from collections.abc import AsyncGenerator, Callable, Coroutine
@@ -14,7 +13,6 @@ from contextlib import asynccontextmanager
 from functools import cache, partial
 from importlib import metadata
 from importlib.resources import files
-from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
@@ -116,9 +114,9 @@ class Routes:
 
     async def metrics(self, _: Request) -> Response:
         worker = self.worker
-        llm = worker.loaded if worker.is_loaded else None
         load = worker.admission.load
-        text = metrics.exposition(worker.latencies, load.running, load.waiting, llm)
+        engine = worker.engine if worker.is_loaded else None
+        text = metrics.exposition(worker.latencies, load.running, load.waiting, engine)
         return Response(text, 200, {"content-type": metrics.CONTENT_TYPE})
 
     async def models(self, _: Request) -> Response:
@@ -131,7 +129,7 @@ class Routes:
     def _model(self) -> dict[str, Any]:
         return {
             "id": self.worker.names[0], "object": "model", "created": int(self.worker.started_at),
-            "owned_by": "llm-worker-rbee", "context_length": self.worker.llm.max_context,
+            "owned_by": "llm-worker-rbee", "context_length": self.worker.model.max_context,
         }  # fmt: skip
 
     async def info(self, _: Request) -> Response:
@@ -307,26 +305,19 @@ def load_page() -> tuple[bytes, str]:
 
 def describe_worker(worker: Worker) -> dict[str, Any]:
     """Return what `/info` replies: model, device, memory, sampling defaults, versions."""
-    llm = worker.llm
+    context_length = worker.model.max_context  # raises until the model is loaded
+    info, stats = worker.engine.info, worker.engine.stats()
     return {
-        "model": worker.names[0], "architecture": llm.config.family.name, "quant": llm.quant,
-        "parameters": sum(tensor.size for tensor in llm.checkpoint.tensors.values()),
-        "context_length": llm.max_context, "backend": llm.backend, "device": llm.device, "kv_type": llm.kv_type,
+        "model": worker.names[0], "architecture": info.architecture, "quant": info.quant,
+        "parameters": info.parameters, "context_length": context_length, "backend": info.backend,
+        "device": info.device, "kv_type": info.kv_type,
         "memory": {
-            "weights_bytes": llm.checkpoint.nbytes, "kv_cache_bytes": llm.capacity.bytes,
-            "process_bytes": resident_bytes(), "device_bytes": llm.device_bytes, "graph_bytes": llm.graph_bytes,
+            "weights_bytes": info.weights_bytes, "kv_cache_bytes": info.kv_cache_bytes,
+            "process_bytes": stats.process_bytes, "device_bytes": stats.device_bytes, "graph_bytes": stats.graph_bytes,
         },
-        "sampling_defaults": llm.sampling_defaults.report(),
-        "worker_id": worker.settings.worker_id, "versions": _versions(llm.backend),
+        "sampling_defaults": worker.model.sampling_defaults.report(),
+        "worker_id": worker.settings.worker_id, "versions": _versions(info.backend),
     }  # fmt: skip
-
-
-def resident_bytes() -> int | None:
-    """Return the resident memory of this process, where the system reports it."""
-    try:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, ValueError, IndexError):
-        return None
 
 
 @cache
@@ -343,9 +334,9 @@ def _versions(backend: str) -> dict[str, str]:
 def tokenize(worker: Worker, body: bytes) -> bytes:
     """Return the reply of `/tokenize`."""
     values = validate_body(decode_object(body), TOKENIZE)
-    llm = worker.llm
-    ids = llm.tokenize(values["text"], add_special=values["add_special"], parse_special=values["parse_special"])
-    pieces = {token: llm.tokenizer.piece(token) for token in set(ids)}
+    model = worker.model
+    ids = model.tokenize(values["text"], add_special=values["add_special"], parse_special=values["parse_special"])
+    pieces = {token: model.tokenizer.piece(token) for token in set(ids)}
     return b'{"tokens":' + _encode_list(ids) + b',"pieces":' + _encode_list([pieces[token] for token in ids]) + b"}"
 
 
@@ -358,14 +349,14 @@ def _encode_list(values: list[Any]) -> bytes:
 def detokenize(worker: Worker, body: bytes) -> bytes:
     """Return the reply of `/detokenize`."""
     ids = validate_body(decode_object(body), DETOKENIZE)["tokens"]
-    llm, vocab_size = worker.llm, worker.llm.config.vocab_size
+    model, vocab_size = worker.model, worker.model.vocab_size
     if (largest := max(ids, default=0)) >= vocab_size:
         raise InvalidRequestError(f"tokens: {str(largest)[:20]} is not a token id (0..{vocab_size - 1})", "tokens")
-    return msgspec.json.encode({"text": llm.detokenize(ids)})
+    return msgspec.json.encode({"text": model.detokenize(ids)})
 
 
 def apply_template(worker: Worker, body: bytes) -> bytes:
     """Return the reply of `/apply-template`."""
     values = validate_body(decode_object(body), APPLY_TEMPLATE)
-    llm, messages = worker.llm, normalize_roles(values["messages"])
-    return msgspec.json.encode({"prompt": llm.apply_chat_template(messages), "tokens": llm.tokenize_chat(messages)})
+    model, messages = worker.model, normalize_roles(values["messages"])
+    return msgspec.json.encode({"prompt": model.apply_chat_template(messages), "tokens": model.tokenize_chat(messages)})

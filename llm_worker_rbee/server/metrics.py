@@ -12,7 +12,7 @@ from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from ..llm import LLM
+from ..token_engine.protocol import TokenEngine
 
 PREFIX = "llm_worker_"
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -66,14 +66,14 @@ class LatencyHistograms:
         self.itl.observe(seconds / num_tokens, num_tokens)
 
 
-def exposition(latencies: LatencyHistograms, num_running: int, num_waiting: int, llm: LLM | None) -> bytes:
-    """Return the text that Prometheus scrapes; `llm` is None until the model is loaded."""
+def exposition(latencies: LatencyHistograms, num_running: int, num_waiting: int, engine: TokenEngine | None) -> bytes:
+    """Return the text that Prometheus scrapes; `engine` is None until the model is loaded."""
     families: list[Metric] = [
         _gauge("num_requests_running", "Requests in the running batch.", num_running),
         _gauge("num_requests_waiting", "Requests that wait, preempted ones included.", num_waiting),
         _counter("generation_tokens", "Output tokens.", latencies.num_tokens),
         *(histogram.family() for histogram in (latencies.ttft, latencies.itl, latencies.e2e, latencies.queue)),
-        *(() if llm is None else _engine_metrics(llm)),
+        *(() if engine is None else _engine_metrics(engine)),
     ]
     return generate_latest(_Collector(families))
 
@@ -86,20 +86,19 @@ class _Collector(Collector):
         return self._families
 
 
-def _engine_metrics(llm: LLM) -> Iterator[Metric]:
-    stats, pool = llm.engine.scheduler.stats, llm.engine.scheduler.pool
-    usage = 1 - pool.num_free / pool.n_blocks
-    yield _gauge("kv_cache_usage_perc", "The part of the KV cache that requests hold, 0 to 1.", usage)
-    num_queried = stats.num_queried_tokens if pool.caching else 0
+def _engine_metrics(engine: TokenEngine) -> Iterator[Metric]:
+    stats, info = engine.stats(), engine.info
+    yield _gauge("kv_cache_usage_perc", "The part of the KV cache that requests hold, 0 to 1.", stats.kv_cache_usage)
+    num_queried = stats.num_queried_tokens if info.engine.prefix_cache else 0
     yield _counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", num_queried)
     yield _counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.", stats.num_hit_tokens)
     yield _counter("num_preemptions", "Requests whose blocks went to other requests.", stats.num_preemptions)
     yield _counter("prompt_tokens", "Prompt tokens of admitted requests.", stats.num_queried_tokens)
-    if llm.device_bytes:
-        yield _gauge("device_memory_bytes", "GPU memory that tensors take.", llm.device_bytes)
-        yield _gauge("device_graph_bytes", "GPU memory that CUDA graphs take.", llm.graph_bytes)
+    if stats.device_bytes:
+        yield _gauge("device_memory_bytes", "GPU memory that tensors take.", stats.device_bytes)
+        yield _gauge("device_graph_bytes", "GPU memory that CUDA graphs take.", stats.graph_bytes)
     phases = GaugeMetricFamily(PREFIX + "startup_phase_seconds", "Duration of each phase of loading.", labels=["phase"])
-    for phase, seconds in llm.phases.items():
+    for phase, seconds in info.phases.items():
         phases.add_metric([phase], seconds)
     yield phases
 

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from ..engine.request import check_prompt_fits
 from ..errors import ContextLengthError, InvalidRequestError, QueueFullError, ShuttingDownError
-from ..llm import LLM
+from ..text_model import TextModel
 
 T = TypeVar("T")
 LARGE_BYTES = 64 << 10
@@ -121,8 +121,8 @@ def require_ids_fit(prompt: Any, context: int) -> None:
 class PromptEncoder:
     """Encodes prompts for one model."""
 
-    def __init__(self, llm: LLM, offload: OffloadPool) -> None:
-        self._llm, self._offload = llm, offload
+    def __init__(self, model: TextModel, offload: OffloadPool) -> None:
+        self._model, self._offload = model, offload
 
     async def encode(self, prompts: Sequence[str | list[int]]) -> list[list[int]]:
         """Return the ids of each prompt; given ids are checked against the vocabulary."""
@@ -136,19 +136,19 @@ class PromptEncoder:
     def _encode_one(self, prompt: str | list[int]) -> list[int]:
         if isinstance(prompt, str):
             self._require_text_fits(num_bytes(prompt), "prompt")
-            return self._llm.tokenize(prompt)
-        vocab_size = self._llm.config.vocab_size
+            return self._model.tokenize(prompt)
+        vocab_size = self._model.vocab_size
         if (largest := max(prompt)) >= vocab_size:
             raise InvalidRequestError(f"prompt: {largest} is not a token id (0..{vocab_size - 1})", "prompt")
         return list(prompt)
 
     def _encode_chat(self, messages: list[Any]) -> list[int]:
-        if num_bytes(messages) > self._llm.max_context:  # a template may drop messages: its output is what counts
-            self._require_text_fits(num_bytes(self._llm.apply_chat_template(messages)), "messages")
-        return self._llm.chat_template.encode(self._llm.tokenizer, messages)
+        if num_bytes(messages) > self._model.max_context:  # a template may drop messages: its output is what counts
+            self._require_text_fits(num_bytes(self._model.apply_chat_template(messages)), "messages")
+        return self._model.chat_template.encode(self._model.tokenizer, messages)
 
     def _require_text_fits(self, size: int, field: str) -> None:
-        context = self._llm.max_context
+        context = self._model.max_context
         if size > context and size > context * (longest := self._max_token_bytes):
             raise ContextLengthError(
                 f"the prompt has {size} bytes, over the context: its {context} tokens have {longest} bytes each "
@@ -158,5 +158,5 @@ class PromptEncoder:
 
     @cached_property
     def _max_token_bytes(self) -> int:
-        tokenizer = self._llm.tokenizer
+        tokenizer = self._model.tokenizer
         return max(1, *(len(tokenizer.token_bytes(i)) for i in range(tokenizer.vocab_size)))

@@ -85,11 +85,11 @@ async def _send_heartbeats(worker: Worker, url: str, port: int, first_try: async
 
 def ready_message(worker: Worker, url: str) -> dict[str, Any]:
     """Return the body of the callback."""
-    llm = worker.llm
+    info = worker.engine.info
     return {
         "worker_id": worker.settings.worker_id, "url": url, "model_ref": worker.settings.model_ref,
-        "backend": llm.backend, "device": llm.device, "vram_bytes": llm.device_bytes,
-        "phases": {phase: round(seconds, 6) for phase, seconds in llm.phases.items() if math.isfinite(seconds)},
+        "backend": info.backend, "device": info.device, "vram_bytes": worker.engine.stats().device_bytes,
+        "phases": {phase: round(seconds, 6) for phase, seconds in info.phases.items() if math.isfinite(seconds)},
     }  # fmt: skip
 
 
@@ -97,7 +97,7 @@ def heartbeat_message(worker: Worker, port: int) -> dict[str, Any]:
     """Return the body of a heartbeat."""
     return {
         "worker": {
-            "id": worker.settings.worker_id, "model_id": worker.names[0], "device": worker.loaded.device,
+            "id": worker.settings.worker_id, "model_id": worker.names[0], "device": worker.engine.info.device,
             "port": port, "status": worker.health()["status"], "implementation": "python", "version": __version__,
         },
         "timestamp": datetime.now(UTC).isoformat(timespec="milliseconds"),

@@ -1,7 +1,8 @@
-"""The worker behind the routes: loads the model, starts generations, reports health, drains.
+"""The worker behind the routes: starts its engine and generations, reports health, drains.
 
-The port is bound before the model is loaded, in a thread; then an `AsyncEngine` serves it. Everything else here runs in
-the event loop. Which requests may enter is decided in `admission`; what replies look like, in `openai` and `jobs`.
+The port is bound before the engine has loaded its model. The worker knows its engine by the protocol only
+(`TokenEngine`); the text side of the model, tokenizer and chat template, is its own. Everything here runs in the event
+loop. Which requests may enter is decided in `admission`; what replies look like, in `openai` and `jobs`.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 from ..config import ServerSettings
-from ..engine.async_engine import AsyncEngine
 from ..engine.request import SamplingParams
 from ..errors import InferenceError, ModelLoadingError, ModelNotFoundError, ShuttingDownError, WorkerError
 from ..generation import Generation, GenerationListener, make_generations
-from ..llm import LLM
-from ..load import OnStage, Stage
+from ..progress import Stage
+from ..text_model import TextModel
+from ..token_engine.protocol import ModelInfo, TokenEngine
 from .admission import Admission, Reservation
 from .metrics import LatencyHistograms
 from .offload import OffloadPool, PromptEncoder
@@ -30,8 +31,11 @@ LOADING_RETRY_S = 2
 class Worker(GenerationListener):
     """One model on the wire."""
 
-    def __init__(self, settings: ServerSettings, load: Callable[[OnStage], LLM]) -> None:
-        self.settings, self.names = settings, settings.names
+    def __init__(
+        self, settings: ServerSettings, engine: TokenEngine, open_model: Callable[[ModelInfo], TextModel]
+    ) -> None:
+        """`open_model` returns the text side of the model that the engine has loaded; it is called in a thread."""
+        self.settings, self.names, self.engine = settings, settings.names, engine
         self.state: State = "loading"
         self.started_at = time.time()  # a date; uptime comes from the monotonic clock
         self._start_clock = time.monotonic()
@@ -42,10 +46,9 @@ class Worker(GenerationListener):
         self._unstarted: set[Generation] = set()  # of these, without a token
         self.admission, self.offload = Admission(settings), OffloadPool()
         self.latencies = LatencyHistograms()
-        self._load = load
-        self._llm: LLM | None = None
+        self._open_model = open_model
+        self._model: TextModel | None = None
         self.encoder: PromptEncoder  # once the model is loaded
-        self._engine: AsyncEngine | None = None
 
     async def start(self) -> None:
         """Load the model, then serve it; a failure is kept and raised."""
@@ -57,7 +60,8 @@ class Worker(GenerationListener):
             loop.call_soon_threadsafe(self._publish, event)
 
         try:
-            self._llm = await asyncio.to_thread(self._load, on_stage)
+            info = await self.engine.start(on_stage)
+            self._model = await asyncio.to_thread(self._open_model, info)
         except Exception as error:
             message = f"the model could not be loaded: {type(error).__name__}: {error}"
             self.failure = error if isinstance(error, WorkerError) else InferenceError(message)
@@ -66,9 +70,7 @@ class Worker(GenerationListener):
             raise self.failure from error
         if self.state != "loading":  # stopped meanwhile
             return
-        self.encoder = PromptEncoder(self._llm, self.offload)
-        self._engine = AsyncEngine(self._llm.engine)
-        self._engine.start()
+        self.encoder = PromptEncoder(self._model, self.offload)
         self.state = "ready"
         self._publish({"stage": "ready"})
 
@@ -80,8 +82,7 @@ class Worker(GenerationListener):
         end = time.monotonic() + self.settings.shutdown_timeout_s
         while self.num_open and time.monotonic() < end:
             await asyncio.sleep(0.02)
-        if self._engine is not None:
-            await self._engine.stop(ShuttingDownError("the worker is shutting down"))
+        await self.engine.stop(ShuttingDownError("the worker is shutting down"))
         self.offload.close()
 
     def _publish(self, event: dict[str, Any]) -> None:
@@ -90,25 +91,29 @@ class Worker(GenerationListener):
         changed.set()
 
     @property
-    def llm(self) -> LLM:
-        """The model; raises while it loads, after it failed and while the worker stops."""
+    def model(self) -> TextModel:
+        """The text side of the model; raises while it loads, after it failed and while the worker stops."""
+        self.require_ready()
+        return self.loaded
+
+    def require_ready(self) -> None:
+        """Raise unless requests are accepted."""
         if self.state == "stopping":
             raise ShuttingDownError("the worker is shutting down")
         if self.failure is not None:
             raise InferenceError("the model could not be loaded")
-        if self._llm is None or self.state != "ready":
+        if self._model is None or self.state != "ready":
             raise ModelLoadingError("the model is loading", LOADING_RETRY_S)
-        return self._llm
 
     @property
     def is_loaded(self) -> bool:
-        return self._llm is not None
+        return self._model is not None
 
     @property
-    def loaded(self) -> LLM:
+    def loaded(self) -> TextModel:
         """The model for requests that were admitted, also while the worker stops."""
-        assert self._llm is not None
-        return self._llm
+        assert self._model is not None
+        return self._model
 
     @property
     def num_open(self) -> int:
@@ -131,22 +136,27 @@ class Worker(GenerationListener):
 
     def reserve(self, num_requests: int, num_tokens: int) -> AbstractContextManager[Reservation]:
         """Reserve places for requests that are being tokenized, with an estimate of their tokens; raise if full."""
-        return self.admission.reserve(self.llm.engine, num_requests, num_tokens)
+        self.require_ready()
+        return self.admission.reserve(self.engine, num_requests, num_tokens)
+
+    def require_capacity(self, num_requests: int) -> None:
+        """Raise if one body asks for more requests than could ever be inside."""
+        self.require_ready()
+        self.admission.require_capacity(self.engine, num_requests)
 
     def start_generations(
         self, ids: list[int], params: SamplingParams, *, n: int = 1, priority: int = 0, timeout_s: float | None = None,
         is_scored_only: bool = False,
     ) -> list[Generation]:  # fmt: skip
         """Start `n` generations of one prompt, within a reservation; they share one seed."""
-        llm = self.llm
-        assert self._engine is not None
+        model = self.model
         generations = make_generations(
-            llm.tokenizer, llm.engine.config, llm.config.vocab_size, ids,
-            params.resolve(llm.sampling_defaults.values), n=n, priority=priority, timeout_s=timeout_s,
+            model.tokenizer, self.engine.info.engine, model.vocab_size, ids,
+            params.resolve(model.sampling_defaults.values), n=n, priority=priority, timeout_s=timeout_s,
             is_scored_only=is_scored_only, listener=self,
         )  # fmt: skip
         for generation in generations:
-            generation.submit(self._engine)
+            generation.submit(self.engine)
             self.admission.add(generation.request)
             self._open.add(generation)
             self._unstarted.add(generation)
@@ -154,8 +164,7 @@ class Worker(GenerationListener):
 
     def on_first_outputs(self, generation: Generation, seconds: float, count: int) -> None:
         self._unstarted.discard(generation)
-        queue_s = generation.request.first_scheduled_time - generation.started_at
-        self.latencies.observe_first(seconds, count, queue_s)
+        self.latencies.observe_first(seconds, count, generation.request.queue_s)
 
     def on_outputs(self, generation: Generation, seconds: float, count: int) -> None:
         self.latencies.observe_outputs(seconds, count)
@@ -170,11 +179,9 @@ class Worker(GenerationListener):
     def health(self) -> dict[str, Any]:
         """Return the health from cached state: forward progress, not that the process exists."""
         status, age = {"ready": "healthy"}.get(self.state, self.state), 0.0
-        if self._engine is not None:
-            age = time.monotonic() - self._engine.last_step_at if self._engine.engine.has_work else 0.0
-            if status == "healthy" and self._engine.engine.device_failed:
-                status = "failed"
-            if status == "healthy" and (age > self.settings.stall_timeout_s or not self._engine.is_alive):
+        if status == "healthy":
+            status, age = self.engine.status(), self.engine.last_step_age_s
+            if status == "healthy" and age > self.settings.stall_timeout_s:
                 status = "stalled"
         load = self.admission.load
         return {

@@ -6,17 +6,18 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from llm_worker_rbee.config import EngineConfig
-from llm_worker_rbee.engine.async_engine import AsyncEngine
 from llm_worker_rbee.engine.dummy_model import DummyModel
 from llm_worker_rbee.engine.engine import Engine
 from llm_worker_rbee.engine.request import Request, SamplerOutput, SamplingParams, ScheduledTokens
 from llm_worker_rbee.errors import InvalidRequestError, RequestCancelledError
 from llm_worker_rbee.models import Transformer
+from llm_worker_rbee.token_engine.in_process import InProcessEngine
+from llm_worker_rbee.token_engine.protocol import RequestState, Submit
 from tests.helpers import engine_runs
 from tests.helpers.engine_runs import all_of
 
@@ -76,7 +77,7 @@ class Held:
 
     def __init__(self) -> None:
         self.null = DummyModel(WORDS)
-        self.steps: list[set[Request]] = []
+        self.steps: list[dict[int, Request]] = []
         self.began, self.may_end = threading.Semaphore(0), threading.Semaphore(0)
 
     async def next_step(self) -> None:
@@ -84,10 +85,16 @@ class Held:
         assert await asyncio.to_thread(self.began.acquire, True, 20)
 
     def __call__(self, spans: Sequence[ScheduledTokens]) -> SamplerOutput:
-        self.steps.append({span.request for span in spans})
+        self.steps.append({span.request.prompt[0]: span.request for span in spans})
         self.began.release()
         assert self.may_end.acquire(timeout=20)
         return self.null(spans)
+
+
+def submitted(token: int, max_tokens: int) -> RequestState:
+    """A request with a prompt of 50 such tokens."""
+    params, prompt = SamplingParams().resolve(), [token] * 50
+    return RequestState(Submit(id=token, prompt=prompt, params=params, max_tokens=max_tokens, seed=1, eos_ids=[]))
 
 
 def test_abort_during_step_drops_request_before_next_step(model: Transformer) -> None:
@@ -96,20 +103,19 @@ def test_abort_during_step_drops_request_before_next_step(model: Transformer) ->
     engine.replace_model(held)
 
     async def cancel() -> None:
-        async with AsyncEngine(engine) as async_engine:
-            kept, dropped = async_engine.submit(request([1] * 50, 20)), async_engine.submit(request([2] * 50, 200))
+        async with InProcessEngine(lambda on_stage: (engine, cast(Any, None))) as token_engine:
+            kept, dropped = token_engine.submit(submitted(1, 20)), token_engine.submit(submitted(2, 200))
             await held.next_step()
-            while len(held.steps) < 3 or dropped.request not in held.steps[-1]:
+            while len(held.steps) < 3 or 2 not in held.steps[-1]:
                 held.may_end.release()
                 await held.next_step()
-            in_step = len(held.steps)
+            in_step, request = len(held.steps), held.steps[-1][2]
             dropped.abort()
             held.may_end.release()
             await held.next_step()
-            assert kept.request in held.steps[in_step]
-            assert dropped.request not in held.steps[in_step]
-            assert (dropped.request.blocks, dropped.request.is_finished) == ([], True)
-            assert engine.scheduler.pool.num_free == 64 - len(kept.request.blocks)
+            assert held.steps[in_step].keys() == {1}
+            assert (request.blocks, request.is_finished) == ([], True)
+            assert engine.scheduler.pool.num_free == 64 - len(held.steps[in_step][1].blocks)
             held.may_end.release(30)
             assert len(await all_of(kept)) == 20
             with pytest.raises(RequestCancelledError):

@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 
 from llm_worker_rbee.backends import select_backend
 from llm_worker_rbee.config import EngineConfig
-from llm_worker_rbee.engine.async_engine import RequestStream
 from llm_worker_rbee.engine.block_pool import BlockPool
 from llm_worker_rbee.engine.engine import Engine
 from llm_worker_rbee.engine.model_runner import SingleSequence
 from llm_worker_rbee.engine.request import Request, SamplingParams, StepOutput, TokenLogprob
 from llm_worker_rbee.engine.sampler import sample_rows, token_logprobs
 from llm_worker_rbee.models import Transformer, load_model, read_model_config
+from llm_worker_rbee.token_engine.protocol import RequestStream
 from llm_worker_rbee.weights import open_checkpoint
 from tests.conftest import DEVICE
 from tests.helpers import model_zoo
@@ -165,7 +165,7 @@ async def all_of(stream: RequestStream) -> list[int]:
     """Return the tokens of a stream, to its end."""
     tokens: list[int] = []
     while outputs := await stream.next_outputs():
-        tokens += [output.token for output in outputs]
+        tokens += [token for output in outputs for token in output.tokens]
     return tokens
 
 

@@ -24,9 +24,12 @@ import uvloop
 from llm_worker_rbee import LLM
 from llm_worker_rbee.config import ServerSettings
 from llm_worker_rbee.engine.engine import Engine
+from llm_worker_rbee.progress import OnStage
 from llm_worker_rbee.server.app import application
 from llm_worker_rbee.server.serve import connection_class
 from llm_worker_rbee.server.worker import Worker
+from llm_worker_rbee.token_engine.in_process import InProcessEngine
+from llm_worker_rbee.token_engine.protocol import ModelInfo
 from tests.helpers import tiny_models
 
 CONTEXT = 65_536
@@ -57,7 +60,14 @@ class Server:
     ) -> None:
         """`load` makes the model; with `takes_on_stage` it gets the callback for loading stages."""
         made = load if takes_on_stage else lambda on_stage: load()
-        self.worker = Worker(ServerSettings(model_ref="tiny", **settings), made)
+        self._loaded: list[LLM] = []
+
+        def load_engine(on_stage: OnStage) -> tuple[Engine, ModelInfo]:
+            self._loaded.append(made(on_stage))
+            return self.llm.engine, self.llm.info
+
+        engine = InProcessEngine(load_engine)
+        self.worker = Worker(ServerSettings(model_ref="tiny", **settings), engine, lambda info: self.llm)
         self.socket = socket.socket()
         self.socket.bind(("127.0.0.1", 0))
         self.port = self.socket.getsockname()[1]
@@ -84,6 +94,11 @@ class Server:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             self._loop = runner.get_loop()
             runner.run(self._server.serve(sockets=[self.socket]))
+
+    @property
+    def llm(self) -> LLM:
+        """The model with its engine, once it is loaded."""
+        return self._loaded[0]
 
     def ready(self) -> Server:
         until(lambda: self.worker.state != "loading")
@@ -121,7 +136,7 @@ class Server:
 
     def require_idle(self) -> None:
         """Require that no request or block is left and the scheduler is consistent."""
-        scheduler = self.worker.loaded.engine.scheduler
+        scheduler = self.llm.engine.scheduler
         until(lambda: self.worker.num_open == 0 and not scheduler.has_work)
         until(lambda: scheduler.pool.num_free == scheduler.pool.n_blocks)
         scheduler.check()
@@ -151,7 +166,7 @@ def events(text: str) -> list[Any]:
 
 def is_decoding(server: Server) -> bool:
     """Return whether any request has an output token."""
-    running = server.worker.loaded.engine.scheduler.running
+    running = server.llm.engine.scheduler.running
     return any(request.num_tokens > request.num_prompt_tokens for request in running)
 
 

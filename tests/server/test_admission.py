@@ -9,9 +9,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from llm_worker_rbee.config import ServerSettings
-from llm_worker_rbee.engine.request import Request, SamplingParams
+from llm_worker_rbee.engine.request import SamplingParams
 from llm_worker_rbee.errors import QueueFullError
 from llm_worker_rbee.server.admission import Admission
+from llm_worker_rbee.token_engine.protocol import RequestState, Submit
 from tests.helpers.server import CHAT, Server, ids, step_through, until
 from tests.server.conftest import Start
 
@@ -55,7 +56,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
 
     def close(server: Server) -> threading.Event:
         gates.append(opened := threading.Event())
-        engine = server.worker.loaded.engine
+        engine = server.llm.engine
         run = engine.runner.run
         step_through(lambda spans: opened.wait() and run(spans), engine, monkeypatch)
         return opened
@@ -68,7 +69,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
 def test_reservation_counts_while_prompt_is_tokenized(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     """First by an estimate from its bytes, then by its tokens; the reservation is released in any case."""
     server = start(max_queued_tokens=50)
-    tokenizer, may_go = server.worker.loaded.tokenizer, threading.Event()
+    tokenizer, may_go = server.llm.tokenizer, threading.Event()
     encode = tokenizer.encode
     monkeypatch.setattr(tokenizer, "encode", lambda text, **more: may_go.wait() and encode(text, **more))
     with ThreadPoolExecutor(1) as pool:
@@ -119,12 +120,14 @@ def test_request_counts_as_running_from_first_step(start: Start, gate: Gate) -> 
 
 def test_retry_after_follows_running_requests(server: Server) -> None:
     """From the tokens left to running requests, the inter-token latency, and the part of max_tokens used of late."""
-    engine, admission = server.worker.loaded.engine, Admission(ServerSettings(model_ref="x", max_queue=0))
+    engine, admission = server.worker.engine, Admission(ServerSettings(model_ref="x", max_queue=0))
 
-    def running(max_tokens: int, said: int) -> Request:
-        made = Request([1] * 10, SamplingParams().resolve(), max_tokens, 0, frozenset())
-        made.ids += [1] * said
-        made.arrival, made.is_finished, made.batch_slot, made.num_computed_tokens = 0, False, 0, 10
+    def running(max_tokens: int, said: int) -> RequestState:
+        made = RequestState(
+            Submit(id=0, prompt=[1] * 10, params=SamplingParams(), max_tokens=max_tokens, seed=0, eos_ids=[])
+        )
+        made.tokens += [1] * said
+        made.is_running = True
         admission.add(made)
         return made
 
@@ -133,7 +136,7 @@ def test_retry_after_follows_running_requests(server: Server) -> None:
             pass
         return caught.value.retry_after
 
-    slots = engine.config.max_batch
+    slots = engine.info.engine.max_batch
     requests = [running(1_000, 100 + 10 * i) for i in range(slots)]  # the last one has the least to say
     for _ in range(3):
         admission.observe_itl(0.02 * 5, 5)
@@ -145,7 +148,8 @@ def test_retry_after_follows_running_requests(server: Server) -> None:
         short = running(1_000, 100)
         admission.remove(short)
     assert retry_after(slots) == pytest.approx(90 * 0.02, abs=1)
-    requests[0].max_tokens, requests[0].max_total_tokens = 10**9, 10**9
+    admission.remove(requests[0])
+    running(10**9, 100)
     assert retry_after(slots) == 60
     admission.remove(requests[1])
     with admission.reserve(engine, 1, 1):

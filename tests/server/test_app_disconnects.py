@@ -12,6 +12,8 @@ from typing import Any
 import httpx
 import pytest
 
+from llm_worker_rbee.token_engine.in_process import InProcessEngine
+from llm_worker_rbee.token_engine.protocol import Abort
 from tests.helpers.server import CHAT, Server, ids, is_decoding, step_through, until
 from tests.server.conftest import Start
 
@@ -21,7 +23,7 @@ def gated(start: Start, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Serve
     """A server whose steps wait for a permit, and the number of requests in each step."""
     server = start()
     may_step, steps = threading.Semaphore(0), list[int]()
-    engine = server.worker.loaded.engine
+    engine = server.llm.engine
     run = engine.runner.run
 
     def one_by_one(spans: Any) -> Any:
@@ -60,21 +62,21 @@ def test_disconnect_or_cancel_frees_blocks_within_one_step(
     until(lambda: len(steps) == 1)
     may_step.release(2)
     until(lambda: len(steps) == 3)
-    scheduler = server.worker.loaded.engine.scheduler
-    (request,) = scheduler.running
+    scheduler = server.llm.engine.scheduler
+    assert len(scheduler.running) == 1
     end()
-    until(lambda: _is_given_up(server, request))
+    until(lambda: _is_given_up(server))
     may_step.release()
     server.require_idle()
     assert steps == [1, 1, 1]
     assert scheduler.pool.num_free == scheduler.pool.n_blocks
 
 
-def _is_given_up(server: Server, request: Any) -> bool:
+def _is_given_up(server: Server) -> bool:
     """The engine's thread sees it before its next step."""
-    serving = server.worker._engine
-    assert serving is not None
-    return any(one is request and reader is None for one, reader in list(serving._inbox))
+    engine = server.worker.engine
+    assert isinstance(engine, InProcessEngine)
+    return any(isinstance(message, Abort) for message in list(engine._inbox))
 
 
 LONG = 60_000  # max_tokens of a request that does not end during a test
@@ -126,7 +128,7 @@ def test_disconnect_in_prefill_frees_request(start: Start, stream: bool) -> None
     """The current step finishes; the rest of the prompt is not prefilled."""
     server = start({"max_step_tokens": 64})
     client = Client(server, COMPLETIONS, {"prompt": ids("x" * LONG), "max_tokens": 5, "stream": stream, "n": 2})
-    scheduler = server.worker.loaded.engine.scheduler
+    scheduler = server.llm.engine.scheduler
     until(lambda: any(request.num_computed_tokens for request in list(scheduler.running)))
     requests = list(scheduler.running)
     client.leave()
@@ -142,9 +144,9 @@ def test_disconnect_while_queued_frees_request(start: Start, stream: bool) -> No
     running = server.job(max_tokens=LONG)
     until(lambda: is_decoding(server))
     client = Client(server, CHATS, {"messages": CHAT, "max_tokens": LONG, "n": 2, "stream": stream})
-    until(lambda: len(server.worker.loaded.engine.scheduler.waiting) == 2)
+    until(lambda: len(server.llm.engine.scheduler.waiting) == 2)
     client.leave()
-    until(lambda: not server.worker.loaded.engine.scheduler.waiting and server.worker.num_unstarted == 0)
+    until(lambda: not server.llm.engine.scheduler.waiting and server.worker.num_unstarted == 0)
     assert server.http.get(f"/v1/jobs/{running}").json()["state"] == "running"
     server.http.delete(f"/v1/jobs/{running}")
     server.require_idle()
@@ -156,7 +158,7 @@ def test_stream_unread_is_cut_off(start: Start) -> None:
     body = {"messages": CHAT, "max_tokens": LONG, "stream": True, "logprobs": True, "top_logprobs": 20}
     client = Client(server, CHATS, body)
     until(lambda: is_decoding(server))
-    (request,) = server.worker.loaded.engine.scheduler.running
+    (request,) = server.llm.engine.scheduler.running
     server.require_alive()
     server.require_idle()
     assert request.num_tokens < LONG

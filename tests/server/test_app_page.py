@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from llm_worker_rbee import LLM
-from llm_worker_rbee.load import OnStage, Stage
+from llm_worker_rbee.progress import OnStage, Stage
 from tests.helpers.browser import chromium
 from tests.helpers.server import Server, until
 from tests.server.conftest import KEY, Start
@@ -223,7 +223,7 @@ def test_page_counts_tokens_rather_than_events(browser: Any, start: Start) -> No
         page.click("#stop")
         reply = finished(page)
         assert page.inner_text("article.assistant .foot span") == f"stopped after {len(reply)} tokens"
-        assert server.worker.loaded.engine.scheduler.stats.num_accepted_tokens > 100
+        assert server.llm.engine.scheduler.stats.num_accepted_tokens > 100
 
 
 def test_page_controls_have_labels_and_answers_are_text(browser: Any, server: Server) -> None:

@@ -32,7 +32,7 @@ def sent(server: Server, path: str, body: Any) -> socket.socket:
 def test_disconnected_request_is_not_tokenized(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     """Large prompts: one is tokenized, the others are queued and counted; they disconnect and are never started."""
     server = start(max_queued_tokens=10_000_000)
-    tokenizer, seen, may_go = server.worker.loaded.tokenizer, list[int](), threading.Event()
+    tokenizer, seen, may_go = server.llm.tokenizer, list[int](), threading.Event()
     encode = tokenizer.encode
 
     def slow(text: str, **more: Any) -> list[int]:
@@ -93,7 +93,7 @@ def test_large_bodies_and_replies_run_off_the_event_loop(server: Server, monkeyp
 
         monkeypatch.setattr(owner, name, watcher)
 
-    tokenizer = server.worker.loaded.tokenizer
+    tokenizer = server.llm.tokenizer
     for owner in (app, jobs, openai):
         watched(owner, "decode_object")
         watched(owner, "validate_body")
@@ -132,7 +132,7 @@ def test_prompt_over_context_is_not_tokenized(
     def encode(text: str, *_: Any, **__: Any) -> list[int]:
         raise AssertionError(f"{len(text)} characters were tokenized")
 
-    tokenizer = server.worker.loaded.tokenizer
+    tokenizer = server.llm.tokenizer
     whole = tokenizer.encode
     monkeypatch.setattr(tokenizer, "encode", lambda text, **more: whole(text, **more) if text == "#" else encode(text))
     reply = server.post(path, body)

@@ -7,6 +7,7 @@ import socket
 from datetime import datetime
 from typing import Any
 
+import msgspec
 import pytest
 
 from llm_worker_rbee import __version__
@@ -43,7 +44,7 @@ def test_require_url_invalid_raises(url: str) -> None:
 
 def test_info_and_messages_match_the_model(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """Device and memory too, where the backend reports them."""
-    llm = server.worker.loaded
+    llm = server.llm
     info = server.http.get("/info").json()
     assert (info["model"], info["architecture"], info["backend"]) == ("tiny", "llama", DEVICE.partition(":")[0])
     assert info["device"].startswith(DEVICE)
@@ -56,9 +57,10 @@ def test_info_and_messages_match_the_model(server: Server, monkeypatch: pytest.M
     assert info["versions"]["worker"] == __version__
     more = set() if DEVICE == "cpu" else {"torch", "triton"}
     assert info["versions"].keys() == {"worker", "python", "numpy", "numba"} | more
-    monkeypatch.setattr(llm.model.ops, "device", "cuda:3")
+    engine = server.worker.engine
+    monkeypatch.setattr(engine, "info", msgspec.structs.replace(engine.info, device="cuda:3"))
     monkeypatch.setattr(llm.model.ops, "allocated_memory", lambda: 12_345)
-    monkeypatch.setattr(type(llm), "graph_bytes", 678)
+    monkeypatch.setattr(llm.model.fused, "graph_bytes", 678)
     ready, beat = (
         orchestrator.ready_message(server.worker, "http://here"),
         orchestrator.heartbeat_message(server.worker, 1),

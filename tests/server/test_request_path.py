@@ -18,7 +18,7 @@ from tests.helpers.server import CHAT, Server, events
 from tests.server.conftest import Start
 
 PACKAGE = Path(llm_worker_rbee.__file__).parent
-MAX_FILES = 40
+MAX_FILES = 45
 IN_CHILD = {"tokenizer/chat_template_worker.py"}  # its process is not traced
 
 

@@ -9,8 +9,8 @@ from contextlib import suppress
 import pytest
 
 from llm_worker_rbee.errors import InvalidRequestError
+from llm_worker_rbee.machine import resident_bytes
 from llm_worker_rbee.server import orchestrator, serve
-from llm_worker_rbee.server.app import resident_bytes
 from llm_worker_rbee.server.auth import is_loopback
 from llm_worker_rbee.server.middleware import MAX_HEADER_BYTES
 from llm_worker_rbee.server.serve import base_url, bind

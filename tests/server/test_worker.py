@@ -16,7 +16,7 @@ import pytest
 from llm_worker_rbee import LLM
 from llm_worker_rbee.engine.request import NEUTRAL_SAMPLING
 from llm_worker_rbee.engine.sampling_defaults import SamplingDefaults
-from llm_worker_rbee.load import OnStage, Stage
+from llm_worker_rbee.progress import OnStage, Stage
 from llm_worker_rbee.server.dialects import jobs
 from llm_worker_rbee.tokenizer import Detokenizer
 from tests.conftest import DEVICE
@@ -29,7 +29,7 @@ CHATS, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 def test_step_failure_ends_its_batch_only(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its requests end with INFERENCE_FAILED in their dialect, without internals; the next request is answered."""
-    engine = server.worker.loaded.engine
+    engine = server.llm.engine
     run, is_armed, has_broken = engine.runner.run, threading.Event(), threading.Event()
 
     def breaking(spans: Any) -> Any:
@@ -92,10 +92,10 @@ def test_fields_that_are_not_sent_have_the_defaults_of_the_model(
 def test_kv_cache_exhausted_preempts_and_finishes(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ten requests in blocks for four: some are preempted, all finish with the tokens that each gives alone."""
     server = start({"kv_memory": 1 << 15, "max_batch": 10})
-    longest = server.worker.loaded.max_context // 4
+    longest = server.llm.max_context // 4
     bodies = [{"prompt": f"{i}?", "max_tokens": longest, "seed": i, "stream": False} for i in range(10)]
     alone = [server.post("/v1/jobs", one).json()["text"] for one in bodies]
-    engine, all_are_in = server.worker.loaded.engine, threading.Event()
+    engine, all_are_in = server.llm.engine, threading.Event()
     run = engine.runner.run
     step_through(lambda spans: all_are_in.wait() and run(spans), engine, monkeypatch)
     with ThreadPoolExecutor(10) as pool:
@@ -103,7 +103,7 @@ def test_kv_cache_exhausted_preempts_and_finishes(start: Start, monkeypatch: pyt
         until(lambda: server.worker.num_open == 10)
         all_are_in.set()
         assert [one.result().json()["text"] for one in together] == alone
-    assert server.worker.loaded.engine.scheduler.stats.num_preemptions > 0
+    assert server.llm.engine.scheduler.stats.num_preemptions > 0
     server.require_idle()
 
 
@@ -267,7 +267,7 @@ def test_loading_progress_is_streamed_to_early_and_late_clients(load: Callable[.
         assert [one["done"] for one in of_it] == sorted(one["done"] for one in of_it)
         assert len(of_it) <= 13
     weights = [one for one in found if one["stage"] == "weights"]
-    assert {one["total"] for one in weights} == {server.worker.loaded.checkpoint.nbytes}
+    assert {one["total"] for one in weights} == {server.llm.checkpoint.nbytes}
     assert len(weights) >= 4
 
 
@@ -289,7 +289,7 @@ def test_loading_progress_ends_with_stopping(load: Callable[..., LLM]) -> None:
 def test_health_without_steps_is_stalled(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     """Healthy while steps finish, stalled while one does not and there is work, healthy again afterwards."""
     server = start(stall_timeout_s=0.2)
-    engine = server.worker.loaded.engine
+    engine = server.llm.engine
     run, go_on = engine.runner.run, threading.Event()
 
     def held(spans: Any) -> Any:
@@ -316,7 +316,7 @@ def test_health_without_steps_is_stalled(start: Start, monkeypatch: pytest.Monke
 def test_health_after_device_failure_is_failed(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     """A failed step ends its requests only; a failed device makes the worker unhealthy until it is restarted."""
     server = start()
-    engine = server.worker.loaded.engine
+    engine = server.llm.engine
     lost: list[bool] = []
 
     def broken(_: Any) -> Any:

@@ -13,9 +13,10 @@ from datetime import UTC, datetime
 from typing import Any
 from uuid import uuid4
 
-from ...engine.request import Request, SamplingParams
+from ...engine.request import SamplingParams
 from ...errors import ConflictError, InferenceError, NotFoundError, RequestCancelledError, WorkerError
 from ...generation import Generation
+from ...token_engine.protocol import RequestState
 from .. import log
 from ..offload import estimate_tokens
 from ..schema import JOB, JOB_SAMPLING, ValidationError, ValidationIssue, decode_object, normalize_roles, validate_body
@@ -52,11 +53,11 @@ def parse_job(body: bytes, *, is_stream: bool = False) -> dict[str, Any]:
 class Narrator:
     """Describes the progress of one job for people: queued, prefill, preempted, resumed.
 
-    It reads the engine's request state with every delta and every `POLL_S`, and never calls the engine. Events carry
-    the correlation id of the request that created the job.
+    It reads the state of the request with every delta and every `POLL_S`. Events carry the correlation id of the
+    request that created the job.
     """
 
-    def __init__(self, actor: str, job_id: str, request: Request, emit: Callable[[dict[str, Any]], None]) -> None:
+    def __init__(self, actor: str, job_id: str, request: RequestState, emit: Callable[[dict[str, Any]], None]) -> None:
         self._request, self._emit = request, emit
         self._actor, self._job_id, self._correlation_id = actor, job_id, log.correlation_id.get()
         self._has_started = self._is_preempted = False
@@ -68,7 +69,7 @@ class Narrator:
         self._narrate("queued", f"Accepted with a prompt of {self._request.num_prompt_tokens} tokens; {others}.")
 
     def poll(self) -> None:
-        """Report what changed since the last call. The engine's thread runs meanwhile: the order matters."""
+        """Report what changed since the last call."""
         request = self._request
         if not self._has_started:
             if request.num_cached_tokens < 0:
@@ -79,7 +80,7 @@ class Narrator:
         if request.num_preemptions > self._num_preemptions:
             self._num_preemptions, self._is_preempted = request.num_preemptions, True
             self._narrate("preempted", "Preempted: its memory went to other requests; it waits and will be resumed.")
-        if self._is_preempted and request.batch_slot >= 0:
+        if self._is_preempted and request.is_running:
             self._is_preempted = False
             self._narrate("resumed", "Resumed.")
 
@@ -101,7 +102,7 @@ class Job:
         self.events: list[bytes] = []
         self.error: WorkerError | None = None
         self.finished_at: float | None = None  # on the monotonic clock
-        self._seed = generation.request.seed
+        self._seed = generation.request.submitted.seed
         self._worker = worker
         self._num_others = worker.num_unstarted - 1
         self._texts: list[str] = []
@@ -184,13 +185,13 @@ class Job:
         if now < self._next_metrics_at:
             return
         self._next_metrics_at = now + METRICS_S
-        seconds, llm = self.decode_ms / 1000, self._worker.loaded
+        seconds, stats = self.decode_ms / 1000, self._worker.engine.stats()
         rate = (self.num_tokens - 1) / seconds if seconds > 0 else 0.0
-        first, pool = generation.first_token_at, llm.engine.scheduler.pool
+        first = generation.first_token_at
         ttft = round(1000 * (first - generation.started_at), 3) if first else None
         self._emit({
             "type": "metrics", "tokens_per_sec": round(rate, 2), "ttft_ms": ttft,
-            "kv_cache_usage": round(1 - pool.num_free / pool.n_blocks, 4), "vram_bytes": llm.device_bytes,
+            "kv_cache_usage": round(stats.kv_cache_usage, 4), "vram_bytes": stats.device_bytes,
         })  # fmt: skip
 
     async def read(self) -> AsyncGenerator[bytes, None]:
@@ -209,7 +210,7 @@ class Job:
         """Emit what changed between two tokens; nothing before the started event."""
         if self.events and self.narrator is not None and self.generation is not None:
             self.narrator.poll()
-            if self.generation.request.first_scheduled_time:
+            if self.generation.request.num_cached_tokens >= 0:
                 self._emit_metrics(self.generation)
 
     def cancel(self) -> None:

@@ -122,7 +122,7 @@ async def _start(worker: Worker, request: CompletionRequest) -> Reply:
     values, n = request.values, request.values["n"]
     worker.require_model(values["model"])
     if not request.is_chat:
-        worker.admission.require_capacity(worker.llm.engine, len(request.prompts) * n)
+        worker.require_capacity(len(request.prompts) * n)
     with worker.reserve(len(request.prompts) * n, n * sum(map(estimate_tokens, request.prompts))) as reservation:
         if request.is_chat:
             prompts = [await worker.encoder.encode_chat(request.prompts[0])]
@@ -224,7 +224,7 @@ class Reply:
     def _object(self, deltas: Sequence[TextDelta]) -> dict[str, Any]:
         choices = [self._choice(i, delta) for i, delta in enumerate(deltas)]
         head = self._head("chat.completion" if self._is_chat else "text_completion")
-        return {**head, "choices": choices, "usage": self._usage(), "seed": self.generations[-1].request.seed}
+        return {**head, "choices": choices, "usage": self._usage(), "seed": self.generations[-1].request.submitted.seed}
 
     def _choice(self, i: int, delta: TextDelta) -> dict[str, Any]:
         if self._is_chat:

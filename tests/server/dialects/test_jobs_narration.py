@@ -65,7 +65,7 @@ def test_narration_reports_preemption_and_resumption(start: Start) -> None:
     until(lambda: server.http.get(f"/v1/jobs/{first}").json()["state"] == "running")
     waiting = server.job(max_tokens=2)
     urgent = server.job(max_tokens=LONG, priority=-1)
-    stream = server.worker.loaded.engine.scheduler
+    stream = server.llm.engine.scheduler
     until(lambda: [request.priority for request in stream.running] == [-1])
     with server.http.stream("GET", f"/v1/jobs/{first}/stream") as reply:
         lines = reply.iter_lines()

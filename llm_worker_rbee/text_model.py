@@ -1,0 +1,55 @@
+"""The text side of a model: its tokenizer and its chat template, without weights or an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+from .engine.sampling_defaults import SamplingDefaults
+from .errors import ChatTemplateError
+from .tokenizer import ChatTemplate, Tokenizer
+from .tokenizer.chat_template import Message, validate_messages
+
+
+class TextModel:
+    """Text to token ids and back, for a model with a vocabulary of `vocab_size` and a context of `max_context`."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, name: str, vocab_size: int, max_context: int, sampling_defaults: SamplingDefaults,
+        chat_template: str | None = None,
+    ) -> None:  # fmt: skip
+        """`chat_template` is Jinja source that replaces the file's own."""
+        tokenizer.pad_to(vocab_size)
+        self.tokenizer, self.vocab_size, self.max_context = tokenizer, vocab_size, max_context
+        self.sampling_defaults = sampling_defaults
+        self._name = name
+        self._template_source = tokenizer.chat_template if chat_template is None else chat_template
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._template_source is not None
+
+    @cached_property
+    def chat_template(self) -> ChatTemplate:
+        """The chat template, compiled; raises where the model has none."""
+        if self._template_source is None:
+            raise ChatTemplateError(f"{self._name} has no chat template", "chat_template")
+        tok = self.tokenizer
+        bos, eos = ("" if i is None else tok.piece(i) for i in (tok.bos_id, tok.eos_id))
+        return ChatTemplate(self._template_source, bos_token=bos, eos_token=eos)
+
+    def tokenize(self, text: str, *, add_special: bool = True, parse_special: bool = False) -> list[int]:
+        """Return the ids of a text, with BOS where the file says so; `parse_special` recognises control tokens."""
+        return self.tokenizer.encode(text, add_special=add_special, parse_special=parse_special)
+
+    def detokenize(self, tokens: Sequence[int], *, skip_special: bool = True) -> str:
+        return self.tokenizer.decode(tokens, skip_special=skip_special)
+
+    def apply_chat_template(self, messages: Sequence[Message], **fields: Any) -> str:
+        """Return the prompt that the model's chat template makes of messages."""
+        return self.chat_template.render(validate_messages(messages), **fields)
+
+    def tokenize_chat(self, messages: Sequence[Message], **fields: Any) -> list[int]:
+        """Return the ids of that prompt. The template's control tokens are parsed; those in a message are text."""
+        return self.chat_template.encode(self.tokenizer, messages, **fields)

@@ -1,0 +1,161 @@
+"""The engine's end of the protocol: submissions become requests of an `Engine`, its steps become results.
+
+Whoever owns the engine (a thread, a child process, a caller of the offline API) passes messages in and calls `step`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from itertools import groupby
+from operator import attrgetter
+
+from .. import machine
+from ..engine.block_pool import BlockChanges
+from ..engine.engine import Engine
+from ..engine.request import Request, StepOutput, copy_error
+from ..errors import ContextLengthError, WorkerError
+from .protocol import Abort, EngineStats, RequestEvent, StepResult, Submit, TokenOutput
+
+OnEvents = Callable[[list[RequestEvent]], None]
+
+
+class EngineLoop:
+    """One engine and the requests that it has, by their ids."""
+
+    def __init__(self, engine: Engine, on_events: OnEvents | None = None, *, records_blocks: bool = False) -> None:
+        """`on_events` gets the events of a step before it is computed; without it they come with its result."""
+        self.engine = engine
+        self._requests: dict[int, Request] = {}
+        self._ids: dict[Request, int] = {}
+        self._arrived_at: dict[Request, float] = {}  # of requests that were never admitted
+        self._early: list[TokenOutput] = []  # of requests that the engine refused
+        self._on_events = on_events
+        self._events: list[RequestEvent] = []
+        self._records_blocks = records_blocks
+        engine.on_schedule = self._collect_events
+        self._observe_scheduler()
+
+    @property
+    def has_work(self) -> bool:
+        return self.engine.has_work or bool(self._early)
+
+    @property
+    def num_requests(self) -> int:
+        return len(self._requests)
+
+    def receive(self, message: Submit | Abort) -> None:
+        """Take in a message of the front."""
+        if isinstance(message, Submit):
+            self.submit(message)
+        else:
+            self.abort(message.id)
+
+    def submit(self, message: Submit) -> None:
+        """Add a request; one that the engine refuses ends with the next step, without harm to the others."""
+        request = Request(
+            message.prompt, message.params, message.max_tokens, message.seed, frozenset(message.eos_ids),
+            message.sample_index, message.priority, generated=message.generated,
+        )  # fmt: skip
+        if message.timeout_s is not None:
+            request.deadline = time.monotonic() + message.timeout_s
+        self._requests[message.id], self._ids[request] = request, message.id  # first, so that any error reaches it
+        self._arrived_at[request] = time.perf_counter()
+        try:
+            if not self.engine.has_room_for(request):
+                raise ContextLengthError("the request is longer than the context or the KV cache", "max_tokens")
+            self.engine.add(request)
+        except WorkerError as error:
+            self._forget(request)
+            self._early.append(TokenOutput(message.id, [], "error", error=error))
+
+    def abort(self, request_id: int) -> None:
+        """Drop a request, if it is not finished."""
+        request = self._requests.get(request_id)
+        if request is not None:
+            self._forget(request)
+            self.engine.abort(request)
+
+    def step(self) -> StepResult:
+        """Compute a step; an error that is not of one request is raised."""
+        outputs = self.engine.step()
+        self._collect_events()
+        self._collect_prefills()
+        return self._result([self._output(list(group)) for _, group in groupby(outputs, attrgetter("request"))])
+
+    def fail_all(self, error: WorkerError) -> StepResult:
+        """Finish every request with an error, and start the engine anew."""
+        changes = self.engine.scheduler.pool.changes
+        removed = [] if changes is None else self.engine.scheduler.pool.cached_hashes
+        self.engine.reset()
+        self._observe_scheduler()
+        failed = [TokenOutput(request_id, [], "error", error=copy_error(error)) for request_id in self._requests]
+        for kept in (self._requests, self._ids, self._arrived_at, self._early, self._events):
+            kept.clear()
+        return StepResult(outputs=failed, removed=removed)
+
+    def stats(self) -> EngineStats:
+        engine, pool, stats = self.engine, self.engine.scheduler.pool, self.engine.scheduler.stats
+        fused = engine.model.fused
+        return EngineStats(
+            num_free_blocks=pool.num_free, num_blocks=pool.n_blocks, num_steps=engine.num_steps,
+            num_preemptions=stats.num_preemptions, num_queried_tokens=stats.num_queried_tokens,
+            num_hit_tokens=stats.num_hit_tokens, num_drafted_tokens=stats.num_drafted_tokens,
+            num_accepted_tokens=stats.num_accepted_tokens,
+            seconds_per_prefill_token=engine.token_budget.seconds_per_token or 0.0,
+            device_bytes=engine.model.ops.allocated_memory(), graph_bytes=0 if fused is None else fused.graph_bytes,
+            process_bytes=machine.resident_bytes(), device_failed=engine.device_failed,
+        )  # fmt: skip
+
+    def _result(self, outputs: list[TokenOutput]) -> StepResult:
+        early, self._early = self._early, []
+        events, self._events = self._events, []
+        pool = self.engine.scheduler.pool
+        if pool.changes is None:
+            return StepResult(outputs=early + outputs, events=events)
+        changes, pool.changes = pool.changes, BlockChanges([], [])
+        return StepResult(outputs=early + outputs, events=events, stored=changes.stored, removed=changes.removed)
+
+    def _output(self, outputs: list[StepOutput]) -> TokenOutput:
+        """Return the outputs of one request as one."""
+        last, request = outputs[-1], outputs[-1].request
+        request_id = self._ids[request]
+        if last.finish_reason is not None:
+            self._forget(request)
+        if last.error is not None:
+            return TokenOutput(request_id, [], "error", error=last.error)
+        prompt_logprobs, request.prompt_logprobs = request.prompt_logprobs, None
+        logprobs = [output.logprob for output in outputs if output.logprob is not None]
+        return TokenOutput(
+            request_id, [output.token for output in outputs], last.finish_reason, logprobs, prompt_logprobs
+        )
+
+    def _forget(self, request: Request) -> None:
+        self._arrived_at.pop(request, None)
+        del self._requests[self._ids.pop(request)]
+
+    def _collect_events(self) -> None:
+        """Turn the scheduler's events into those of the protocol."""
+        scheduled = self.engine.scheduler.events
+        for request, kind in scheduled or ():
+            if request in self._ids:
+                arrived = self._arrived_at.pop(request, 0.0)
+                seconds = request.first_scheduled_time - arrived if kind == "admitted" else 0.0
+                cached = request.num_cached_tokens if kind == "admitted" else 0
+                self._events.append(RequestEvent(self._ids[request], kind, cached, max(0.0, seconds)))
+        if scheduled:
+            scheduled.clear()
+        if self._events and self._on_events is not None:
+            self._on_events(self._events)
+            self._events = []
+
+    def _collect_prefills(self) -> None:
+        for request in self.engine.scheduler.running:
+            if request.num_computed_tokens < request.num_prompt_tokens:
+                self._events.append(RequestEvent(self._ids[request], "prefill", request.num_computed_tokens))
+
+    def _observe_scheduler(self) -> None:
+        """Let the engine's scheduler record its events, and the prefix cache its changes."""
+        scheduler = self.engine.scheduler
+        scheduler.events = []
+        scheduler.pool.changes = BlockChanges([], []) if self._records_blocks else None

@@ -1,0 +1,232 @@
+"""The protocol between a front (HTTP, templates, tokenizing, text) and an engine (token ids): its messages, what a
+front knows of a request, and the interface of an engine.
+
+A front submits requests by id and aborts them; an engine replies with the results of its steps: tokens, events, and the
+hashes of KV blocks that its prefix cache gained and lost. Messages are msgspec structs: they pass as objects inside a
+process and as MessagePack between processes (wire.py). What an engine computes it never asks the front for.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import Literal
+
+import msgspec
+
+from ..config import EngineConfig
+from ..engine.request import FinishReason, SamplingParams, TokenLogprob
+from ..errors import WorkerError
+from ..progress import OnStage
+
+VERSION = 1  # of the messages; both ends must have the same
+EventKind = Literal["admitted", "prefill", "preempted", "resumed"]
+
+
+class Submit(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """A request; `resolve_max_tokens` has checked that it fits.
+
+    `generated` are output tokens that were delivered before: they count for penalties, limits and draws, and the output
+    goes on after them.
+    """
+
+    id: int  # unique among the requests of a front
+    prompt: list[int]
+    params: SamplingParams
+    max_tokens: int  # 0 where the prompt is only scored
+    seed: int
+    eos_ids: list[int]
+    sample_index: int = 0  # of several completions of one prompt
+    priority: int = 0  # lower goes first
+    timeout_s: float | None = None  # from its arrival at the engine
+    generated: list[int] = []
+
+
+class Abort(msgspec.Struct, frozen=True, tag=True):
+    """Drop a request; nothing more comes of it."""
+
+    id: int
+
+
+class TokenOutput(msgspec.Struct, frozen=True, array_like=True):
+    """What a step gives for one request: tokens, or the error that finished it."""
+
+    id: int
+    tokens: list[int]
+    # "stop": the last token is an end-of-text id and no part of the output; "error": there is no token
+    finish_reason: FinishReason | None = None
+    logprobs: list[TokenLogprob] = []  # of the tokens, where requested; none for an end-of-text id
+    prompt_logprobs: list[TokenLogprob | None] | None = None  # where requested, with the first tokens
+    error: WorkerError | None = None
+
+    def split(self) -> Iterator[TokenOutput]:
+        """Yield outputs of one token each."""
+        last = len(self.tokens) - 1
+        if last <= 0:
+            yield self
+            return
+        for i, token in enumerate(self.tokens):
+            prompt_logprobs = None if i else self.prompt_logprobs
+            yield TokenOutput(
+                self.id, [token], None if i < last else self.finish_reason, self.logprobs[i : i + 1], prompt_logprobs
+            )
+
+
+class RequestEvent(msgspec.Struct, frozen=True, array_like=True):
+    """Where a request is: admitted to the batch, in prefill, preempted, or resumed after that."""
+
+    id: int
+    kind: EventKind
+    num_tokens: int = 0  # admitted: prompt tokens found in the prefix cache; prefill: tokens computed
+    seconds: float = 0.0  # admitted: since its arrival
+
+
+class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Counters since the engine started, and gauges."""
+
+    num_free_blocks: int
+    num_blocks: int
+    num_steps: int = 0
+    num_preemptions: int = 0
+    num_queried_tokens: int = 0  # prompt tokens looked up in the prefix cache
+    num_hit_tokens: int = 0  # of these, found
+    num_drafted_tokens: int = 0
+    num_accepted_tokens: int = 0
+    seconds_per_prefill_token: float = 0.0  # of recent steps; 0: not known yet
+    device_bytes: int = 0
+    graph_bytes: int = 0
+    process_bytes: int | None = None
+    device_failed: bool = False  # every step will fail until the process is restarted
+
+    @property
+    def kv_cache_usage(self) -> float:
+        """The part of the KV cache that requests hold, 0 to 1."""
+        return 1 - self.num_free_blocks / self.num_blocks
+
+
+class StepResult(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """What a step changed; events that precede its computation come in a message of their own."""
+
+    outputs: list[TokenOutput] = []
+    events: list[RequestEvent] = []
+    stored: list[bytes] = []  # hashes of blocks that the prefix cache can find from now on
+    removed: list[bytes] = []  # of those that it cannot find any more
+    stats: EngineStats | None = None
+
+
+class ModelInfo(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """What an engine serves. `engine.max_context` and `engine.max_batch` bound what may be submitted."""
+
+    path: str
+    architecture: str
+    quant: str
+    parameters: int
+    vocab_size: int
+    backend: str
+    device: str
+    kv_type: str
+    weights_bytes: int
+    kv_cache_bytes: int
+    engine: EngineConfig
+    phases: dict[str, float]  # of loading, in seconds
+    notes: list[str] = []  # on the choice of device and of the context, for people
+
+    @property
+    def max_context(self) -> int:
+        return self.engine.max_context
+
+
+class RequestState:
+    """What a front knows of a request: its submission, the tokens that came of it, and where it is."""
+
+    def __init__(self, submitted: Submit) -> None:
+        self.submitted = submitted
+        self.tokens: list[int] = list(submitted.generated)  # without an end-of-text id
+        self.prompt_logprobs: list[TokenLogprob | None] | None = None
+        self.is_running = self.is_finished = False
+        self.num_cached_tokens = -1  # of the prompt; -1: it was never admitted
+        self.num_computed_tokens = 0
+        self.num_preemptions = 0
+        self.queue_s = 0.0  # from its arrival at the engine to its first step
+
+    @property
+    def id(self) -> int:
+        return self.submitted.id
+
+    @property
+    def prompt(self) -> list[int]:
+        return self.submitted.prompt
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.submitted.prompt)
+
+    @property
+    def num_unprefilled_tokens(self) -> int:
+        """Prompt tokens that are not computed yet."""
+        return 0 if self.tokens else max(0, self.num_prompt_tokens - self.num_computed_tokens)
+
+    def apply(self, event: RequestEvent) -> None:
+        """Record an event."""
+        self.is_running = event.kind != "preempted"
+        if event.kind == "preempted":
+            self.num_preemptions += 1
+        elif event.kind == "prefill":
+            self.num_computed_tokens = event.num_tokens
+        elif event.kind == "admitted" and self.num_cached_tokens < 0:  # not after a restart
+            self.num_cached_tokens = self.num_computed_tokens = event.num_tokens
+            self.queue_s = event.seconds
+
+    def add(self, output: TokenOutput) -> None:
+        """Record tokens, or the end."""
+        self.tokens += output.tokens[:-1] if output.finish_reason == "stop" else output.tokens
+        if output.prompt_logprobs is not None:
+            self.prompt_logprobs = output.prompt_logprobs
+        if output.finish_reason is not None:
+            self.is_finished, self.is_running = True, False
+
+
+class RequestStream(ABC):
+    """The outputs of one submitted request, for one reader."""
+
+    request: RequestState
+
+    @abstractmethod
+    async def next_outputs(self) -> list[TokenOutput]:
+        """Return all outputs that are there, at least one; none after the end. An error is raised after the outputs
+        before it."""
+
+    @abstractmethod
+    def abort(self) -> None:
+        """End the request within a step; its reader gets an error."""
+
+
+class TokenEngine(ABC):
+    """An engine, wherever it runs. All methods belong to one event loop."""
+
+    info: ModelInfo  # once it is started
+
+    @abstractmethod
+    async def start(self, on_stage: OnStage) -> ModelInfo:
+        """Load the model; from its return on requests may be submitted."""
+
+    @abstractmethod
+    def submit(self, request: RequestState) -> RequestStream:
+        """Queue a request."""
+
+    @abstractmethod
+    def stats(self) -> EngineStats:
+        """Return counters and gauges; they may be a step old."""
+
+    @abstractmethod
+    def status(self) -> str:
+        """Return "healthy", "stalled" or "failed"; "loading" while it is restarted."""
+
+    @property
+    @abstractmethod
+    def last_step_age_s(self) -> float:
+        """Seconds since a step ended, 0 without work."""
+
+    @abstractmethod
+    async def stop(self, error: WorkerError) -> None:
+        """End it after its present step; unfinished requests end with `error`."""
