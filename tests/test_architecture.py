@@ -60,18 +60,18 @@ SECOND_PLACES: dict[str, dict[str, str]] = {}  # beside the one place of a heavy
 
 # Line budgets. "." are the modules at the top of the package.
 LINES = {
-    ".": 1_660,
+    ".": 1_900,
     "backends": 1_240,
     "backends/cpu": 5_420,
     "backends/cuda": 4_900,
     "bench": 8_290,
     "cache": 60,
-    "cli": 2_770,
+    "cli": 2_900,
     "cli/bench": 1_170,
     "engine": 2_070,
     "layers": 260,
     "models": 1_280,
-    "server": 3_250,
+    "server": 3_600,
     "token_engine": 1_300,
     "tokenizer": 1_550,
     "weights": 3_210,
