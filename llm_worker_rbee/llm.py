@@ -88,8 +88,8 @@ class LLM(TextModel):
         self.engine = make_engine(loaded, settings)
         self.info = model_info(loaded, self.engine, self.loading)
         assert loaded.tokenizer is not None
-        name, context = self.checkpoint.path.name, self.capacity.max_context
-        super().__init__(loaded.tokenizer, name, self.config.vocab_size, context, loaded.sampling_defaults, chat_template)
+        name, sizes = self.checkpoint.path.name, (self.config.vocab_size, self.capacity.max_context)
+        super().__init__(loaded.tokenizer, name, *sizes, loaded.sampling_defaults, chat_template)
         self._sync_engine = SyncEngine(self.engine)
 
     @property
