@@ -12,9 +12,9 @@ NOT_OBJECTS = [b"", b"[]", b"42", b"null", b'"text"', b"{", b'{"prompt": "x"', b
                b'{"prompt": "\\ud800", "max_tokens": 1}', b"\x00" * 100]  # fmt: skip
 INVALID_ON_ALL: list[dict[str, Any]] = [
     {"temperature": -1}, {"temperature": "hot"}, {"temperature": 9}, {"top_p": 2}, {"min_p": -0.1}, {"typical_p": "x"},
-    {"top_k": -5}, {"top_k": 1.5}, {"repetition_penalty": 0}, {"repeat_last_n": -2}, {"seed": 2**64}, {"seed": -1},
-    {"seed": 0.5}, {"stop": [""]}, {"stop": 3}, {"stop": ["x"] * 99}, {"stop": ["x" * 1000]}, {"max_tokens": -1},
-    {"max_tokens": 10**12}, {"max_tokens": "many"}, {"stream": "yes"}, {"priority": "high"}, {"timeout_ms": 0},
+    {"top_k": -5}, {"top_k": 1.5}, {"repetition_penalty": 0}, {"repeat_last_n": -2}, {"seed": 2**64}, {"seed": -2},
+    {"seed": 0.5}, {"stop": [""]}, {"stop": 3}, {"stop": ["x"] * 99}, {"stop": ["x" * 1000]}, {"max_tokens": -2},
+    {"max_tokens": "many"}, {"stream": "yes"}, {"priority": "high"}, {"timeout_ms": 0},
     {"no_such_field": 1}, {"model": "someone-else"}, {"model": 5}, {"chat_template": "{{ 1 }}"},
 ]  # fmt: skip
 INVALID_ON_OPENAI: list[dict[str, Any]] = [
@@ -29,7 +29,15 @@ BAD_PROMPTS: list[Any] = [None, "", [], ["a", 1], [-1], [10**9], [[]], {"a": 1}]
 INVALID_ON_PATH: dict[str, list[dict[str, Any]]] = {
     CHAT: [*({"messages": messages} for messages in BAD_MESSAGES), {"top_logprobs": 3}],
     TEXT: [{"prompt": prompt} for prompt in BAD_PROMPTS],
-    JOBS: [{"job_id": "a b"}, {"job_id": "x" * 65}, {"operation": "train"}, {"prompt": 5}, {"messages": MESSAGES}],
+    JOBS: [
+        {"max_tokens": -1},
+        {"max_tokens": 10**12},
+        {"job_id": "a b"},
+        {"job_id": "x" * 65},
+        {"operation": "train"},
+        {"prompt": 5},
+        {"messages": MESSAGES},
+    ],
     EXECUTE: [{"job_id": None}, {"job_id": ""}, {"prompt": ["x"]}],
 }
 VALID_BODIES: dict[str, dict[str, Any]] = {

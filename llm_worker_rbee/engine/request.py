@@ -291,6 +291,16 @@ def check_prompt_fits(num_tokens: int, max_context: int, *, is_scored_only: bool
         )
 
 
+def fit_max_tokens(num_prompt_tokens: int, max_tokens: int | None, config: EngineConfig) -> int:
+    """Return `max_tokens`, or what is left of the context and the KV cache if that is less or it is None.
+
+    The result is at least 1: where nothing is left, `resolve_max_tokens` raises.
+    """
+    cache = config.n_blocks * config.block_size + 1  # keys and values of the last token are never needed
+    left = max(1, min(config.max_context, cache) - num_prompt_tokens)
+    return left if max_tokens is None else min(max_tokens, left)
+
+
 def resolve_max_tokens(num_prompt_tokens: int, max_tokens: int | None, config: EngineConfig) -> int:
     """Return how many tokens may be generated; raise if they do not fit into the context or the KV cache.
 

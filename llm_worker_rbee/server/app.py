@@ -52,7 +52,7 @@ T = TypeVar("T")
 StartReply = Callable[[Worker, bytes, list[str] | None], Coroutine[Any, Any, openai.Reply]]
 JSON_TYPE = "application/json"  # required of bodies: a page of another origin cannot send it without a CORS preflight
 CORS_METHODS = ("GET", "POST", "DELETE")
-CORS_HEADERS = ("retry-after", "x-correlation-id", "x-ignored-fields")
+CORS_HEADERS = ("retry-after", "x-correlation-id", "x-effective-max-tokens", "x-ignored-fields")
 NOT_IN_HEADERS = re.compile(r"[^!-~]")
 BODY_TIMEOUT_S = 60.0
 INLINE_BLOCK = re.compile(r"<(script|style)>(.*?)</\1>", re.DOTALL)
@@ -138,7 +138,9 @@ class Routes:
     async def _openai(self, start: StartReply, request: Request) -> Response | EventStream:
         ignored: list[str] | None = [] if self.worker.settings.ignore_unknown_fields else None
         reply = await _unless_disconnected(request, start(self.worker, await _read_body(request), ignored))
-        headers = {"x-ignored-fields": NOT_IN_HEADERS.sub("?", ",".join(ignored))[:1_000]} if ignored else {}
+        headers = {"x-effective-max-tokens": str(reply.max_tokens)}
+        if ignored:
+            headers["x-ignored-fields"] = NOT_IN_HEADERS.sub("?", ",".join(ignored))[:1_000]
         if reply.streams:
             return self._events(reply.stream(), reply.close, headers)
         return Response(await _unless_disconnected(request, reply.complete()), 200, headers, JSON_TYPE)

@@ -201,6 +201,33 @@ def integer(minimum: int, maximum: int | None = None) -> Number:
     return Number(Bounds(minimum, maximum, is_integer=True))
 
 
+@dataclass(frozen=True, slots=True)
+class MaxTokens(FieldType):
+    """How many tokens to generate; -1 is what is left of the context, None in the validated body."""
+
+    minimum: int = 1
+
+    def validate(self, name: str, value: Any) -> ValidationIssue | None:
+        return None if value == -1 else integer(self.minimum).validate(name, value)
+
+    def json_schema(self) -> Schema:
+        return {"anyOf": [{"const": -1}, integer(self.minimum).json_schema()]}
+
+    def coerce(self, value: Any) -> int | None:
+        return None if value == -1 else int(value)
+
+
+class AnyObject(FieldType):
+    """An object that is not looked at."""
+
+    def validate(self, name: str, value: Any) -> ValidationIssue | None:
+        message = f"{name} must be an object, not {type_name(value)}"
+        return None if isinstance(value, dict) else ValidationIssue(name, "type", message)
+
+    def json_schema(self) -> Schema:
+        return {"type": "object"}
+
+
 class Boolean(FieldType):
     """True or false."""
 
@@ -440,28 +467,32 @@ COMMON: dict[str, Field] = {
     "timeout_ms": TIMEOUT_MS,
     "ignore_eos": Field(Boolean(), False),
     **SAMPLING,
+    # Accepted without effect: some clients always send them.
+    "metadata": Field(AnyObject()),
+    "safety_identifier": Field(Text()),
+    "prompt_cache_key": Field(Text()),
+    "parallel_tool_calls": Field(Boolean()),
+    "service_tier": _unsupported("auto", "default"),
+    "store": _unsupported(False),
 }
 NOT_IN_CHAT: dict[str, tuple[Any, ...]] = {  # known fields that are not honoured, with the values that change nothing
     "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],), "function_call": ("none", "auto"),
-    "parallel_tool_calls": (True, False), "response_format": ({"type": "text"},), "modalities": (["text"],),
-    "service_tier": ("auto", "default"), "store": (False,), "metadata": ({},), "audio": (), "prediction": (),
+    "response_format": ({"type": "text"},), "modalities": (["text"],), "audio": (), "prediction": (),
     "reasoning_effort": ("none",), "verbosity": ("medium",), "web_search_options": (),
 }  # fmt: skip
 CHAT: dict[str, Field] = {
     **COMMON,
     "messages": Field(Messages(), required=True, is_secret=True),
-    "max_tokens": Field(integer(1)),
-    "max_completion_tokens": Field(integer(1)),
+    "max_tokens": Field(MaxTokens()),
+    "max_completion_tokens": Field(MaxTokens()),
     "logprobs": Field(Boolean(), False),
     "top_logprobs": Field(integer(0, MAX_LOGPROBS)),
     **{name: _unsupported(*allowed) for name, allowed in NOT_IN_CHAT.items()},
-    "safety_identifier": Field(Text()),
-    "prompt_cache_key": Field(Text()),
 }
 COMPLETION: dict[str, Field] = {
     **COMMON,
     "prompt": Field(Prompts(), required=True, is_secret=True),
-    "max_tokens": Field(integer(0), 16),
+    "max_tokens": Field(MaxTokens(0), 16),
     "echo": Field(Boolean(), False),
     "logprobs": Field(integer(0, MAX_LOGPROBS)),
     "best_of": Field(integer(1, MAX_CHOICES)),

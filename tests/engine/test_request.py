@@ -7,8 +7,15 @@ from typing import Any
 import pytest
 
 from llm_worker_rbee import SamplingParams
-from llm_worker_rbee.engine.request import NEUTRAL_SAMPLING, SAMPLING_BOUNDS, Request
-from llm_worker_rbee.errors import InvalidRequestError
+from llm_worker_rbee.config import EngineConfig
+from llm_worker_rbee.engine.request import (
+    NEUTRAL_SAMPLING,
+    SAMPLING_BOUNDS,
+    Request,
+    fit_max_tokens,
+    resolve_max_tokens,
+)
+from llm_worker_rbee.errors import ContextLengthError, InvalidRequestError
 
 NAN, INF = float("nan"), float("inf")
 BAD: dict[str, list[Any]] = {
@@ -122,3 +129,19 @@ def test_request_with_unset_sampling_parameters_is_refused() -> None:
     assert not SamplingParams(temperature=0).is_resolved
     with pytest.raises(AssertionError, match="resolved"):
         Request([1], SamplingParams(temperature=0), 1, 0, frozenset())
+
+
+@pytest.mark.parametrize("max_context", [20, 32, 33, 100])
+def test_fit_max_tokens_is_the_largest_number_that_resolves(max_context: int) -> None:
+    """Both limits, context and KV cache; where nothing fits, `resolve_max_tokens` raises."""
+    config = EngineConfig(max_context=max_context, n_blocks=2, block_size=16)
+    for num_prompt_tokens in range(1, 40):
+        fitted = fit_max_tokens(num_prompt_tokens, None, config)
+        assert fitted == fit_max_tokens(num_prompt_tokens, 10**12, config)
+        assert fit_max_tokens(num_prompt_tokens, 1, config) == 1
+        if num_prompt_tokens < min(max_context, 33):
+            assert resolve_max_tokens(num_prompt_tokens, fitted, config) == fitted
+        else:
+            assert fitted == 1
+        with pytest.raises(ContextLengthError):
+            resolve_max_tokens(num_prompt_tokens, fitted + (num_prompt_tokens < min(max_context, 33)), config)

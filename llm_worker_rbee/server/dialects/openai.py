@@ -8,12 +8,13 @@ import asyncio
 import codecs
 import time
 from collections.abc import AsyncGenerator, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 from uuid import uuid4
 
 import msgspec
 
-from ...engine.request import SamplingParams, TokenLogprob
+from ...engine.request import SamplingParams, TokenLogprob, fit_max_tokens
 from ...errors import ContextLengthError, InferenceError, ModelNotFoundError, WorkerError
 from ...generation import Generation, TextDelta
 from ...tokenizer import Tokenizer
@@ -84,15 +85,14 @@ def parse_completion(body: bytes, ignored: list[str] | None, context: int | None
     values = validate_body(fields, COMPLETION, ignored=ignored)
     _require(values["best_of"] in (None, values["n"]), "best_of", "unsupported",
              "best_of other than n is not supported by this worker")  # fmt: skip
-    _require(values["max_tokens"] > 0 or values["echo"], "max_tokens", "range",
+    _require(values["max_tokens"] != 0 or values["echo"], "max_tokens", "range",
              "max_tokens is 0: only with echo, to score the prompt")  # fmt: skip
     _require_stream(values)
     prompt = values["prompt"]
     prompts = prompt if isinstance(prompt, list) and isinstance(prompt[0], (str, list)) else [prompt]
     scores_prompt = values["echo"] and values["logprobs"] is not None
-    params = sampling_params(
-        values, max(1, values["max_tokens"]), values["logprobs"], prompt_logprobs=scores_prompt
-    )  # fmt: skip
+    max_tokens = 1 if values["max_tokens"] == 0 else values["max_tokens"]
+    params = sampling_params(values, max_tokens, values["logprobs"], prompt_logprobs=scores_prompt)
     return CompletionRequest(False, prompts, params, values)
 
 
@@ -133,8 +133,10 @@ async def _start(worker: Worker, request: CompletionRequest) -> Reply:
         timeout_s = None if values["timeout_ms"] is None else values["timeout_ms"] / 1000
         try:
             for ids in prompts:
+                max_tokens = fit_max_tokens(len(ids), request.params.max_tokens, worker.loaded.engine.config)
+                params = replace(request.params, max_tokens=max_tokens)
                 generations += worker.start_generations(
-                    ids, request.params, n=n, priority=values["priority"], timeout_s=timeout_s,
+                    ids, params, n=n, priority=values["priority"], timeout_s=timeout_s,
                     is_scored_only=values["max_tokens"] == 0,
                 )  # fmt: skip
         except WorkerError as error:
@@ -160,6 +162,11 @@ class Reply:
         self._is_scored_only = request.values["max_tokens"] == 0
         self._has_echoed = [not request.values.get("echo") for _ in generations]
         self._text_logprobs = [TextLogprobs(self._tokenizer) for _ in generations]
+
+    @property
+    def max_tokens(self) -> int:
+        """How many tokens each choice may have; of several prompts the smallest number."""
+        return min(generation.request.max_tokens for generation in self.generations)
 
     def close(self) -> None:
         """Release all generations."""

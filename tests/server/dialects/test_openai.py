@@ -40,6 +40,54 @@ def test_completion_optional_fields_are_accepted(server: Server, path: str) -> N
         assert server.post(path, {**BODIES[path], "n": 2, "best_of": 2}).status_code == 200
 
 
+@pytest.mark.parametrize("path", [CHATS, COMPLETIONS])
+def test_max_tokens_that_do_not_fit_are_reduced_to_what_is_left(start: Start, path: str) -> None:
+    """The header has the number that holds, also of a stream; a prompt that leaves no room stays a 400."""
+    server = start({"max_context": 256})
+    body = {**BODIES[path], "temperature": 0, "ignore_eos": True}
+    for max_tokens in (256, 10**12, -1, -1.0):
+        reply = server.post(path, {**body, "max_tokens": max_tokens})
+        assert reply.status_code == 200, reply.text
+        usage = reply.json()["usage"]
+        assert usage["total_tokens"] == 256
+        assert reply.headers["x-effective-max-tokens"] == str(usage["completion_tokens"])
+        assert reply.json()["choices"][0]["finish_reason"] == "length"
+        stream = server.post(path, {**body, "max_tokens": max_tokens, "stream": True})
+        assert stream.headers["x-effective-max-tokens"] == str(usage["completion_tokens"])
+        assert events(stream.text)[-1]["choices"][0]["finish_reason"] == "length"
+    assert server.post(path, {**body, "max_tokens": 3}).headers["x-effective-max-tokens"] == "3"
+    full = {"messages": [{"role": "user", "content": "#" * 256}]} if path == CHATS else {"prompt": "#" * 256}
+    for max_tokens in (1, -1, 10**12):
+        error = server.post(path, {**body, **full, "max_tokens": max_tokens}).json()["error"]
+        assert error["code"] == "CONTEXT_LENGTH_EXCEEDED"
+    server.require_idle()
+
+
+def test_max_tokens_of_several_prompts_are_reduced_for_each(start: Start) -> None:
+    server = start({"max_context": 256})
+    fields = {"prompt": ["#", "#" * 200], "max_tokens": 100, "temperature": 0, "ignore_eos": True, "n": 2}
+    reply = server.post(COMPLETIONS, fields)
+    assert [len(choice["text"]) for choice in reply.json()["choices"]] == [100, 100, 56, 56]
+    assert reply.headers["x-effective-max-tokens"] == "56", "the smallest"
+    scored = server.post(COMPLETIONS, {"prompt": "#", "max_tokens": 0, "echo": True})
+    assert scored.headers["x-effective-max-tokens"] == "0"
+
+
+@pytest.mark.parametrize("path", [CHATS, COMPLETIONS])
+def test_fields_without_effect_are_accepted(server: Server, path: str) -> None:
+    harmless: dict[str, Any] = {
+        "metadata": {"run": "7"}, "store": False, "user": "u", "service_tier": "default", "parallel_tool_calls": False,
+        "safety_identifier": "x", "prompt_cache_key": "x",
+    }  # fmt: skip
+    reply = server.post(path, {**BODIES[path], **harmless, "max_tokens": 2, "seed": -1, "top_k": -1})
+    assert reply.status_code == 200, reply.text
+    assert reply.json()["seed"] >= 0
+    refused: dict[str, Any] = {"store": True, "service_tier": "flex", "metadata": "x", "parallel_tool_calls": 1}
+    for name, value in refused.items():
+        error = server.post(path, {**BODIES[path], **harmless, name: value}).json()["error"]
+        assert (error["param"], error["code"]) == (name, "INVALID_REQUEST")
+
+
 @pytest.mark.parametrize(("path", "name"), UNHONOURED)
 def test_unsupported_field_is_refused_unless_default(server: Server, path: str, name: str) -> None:
     """Refused by name, unless its value changes nothing."""

@@ -13,6 +13,8 @@ from llm_worker_rbee import LLM
 from tests.helpers.server import CHAT, CONTEXT, SAID, Server, ids
 from tests.server.conftest import KEY, Start
 
+LONG = [{"role": "user", "content": "#" * CONTEXT}]
+
 
 @pytest.fixture(scope="module")
 def client(server: Server) -> openai.OpenAI:
@@ -146,12 +148,24 @@ def test_models_are_listed_and_found(client: openai.OpenAI) -> None:
     assert client.models.retrieve("tiny") == model
 
 
+def test_fields_that_clients_always_send_are_accepted(client: openai.OpenAI) -> None:
+    usual: dict[str, Any] = {
+        "metadata": {"run": "7"}, "store": False, "user": "u", "service_tier": "auto", "parallel_tool_calls": True,
+        "seed": -1, "max_completion_tokens": CONTEXT, "stop": ["9"], "extra_body": {"top_k": -1},
+    }  # fmt: skip
+    raw = client.chat.completions.with_raw_response.create(model="tiny", messages=CHAT, temperature=0, **usual)
+    completion = raw.parse()
+    assert int(raw.headers["x-effective-max-tokens"]) == CONTEXT - completion.usage.prompt_tokens
+    assert completion.seed >= 0
+
+
 @pytest.mark.parametrize(
     ("options", "kind", "code", "said"),
     [
         ({"model": "other"}, openai.NotFoundError, "model_not_found", "'other'"),
         ({"temperature": 9}, openai.BadRequestError, "INVALID_REQUEST", "temperature is 9"),
-        ({"max_tokens": CONTEXT}, openai.BadRequestError, "CONTEXT_LENGTH_EXCEEDED", str(CONTEXT)),
+        ({"messages": LONG}, openai.BadRequestError, "CONTEXT_LENGTH_EXCEEDED", str(CONTEXT)),
+        ({"store": True}, openai.BadRequestError, "INVALID_REQUEST", "store"),
         ({"tools": [{"type": "function"}]}, openai.BadRequestError, "INVALID_REQUEST", "tools"),
         ({"top_logprobs": 3}, openai.BadRequestError, "INVALID_REQUEST", "top_logprobs"),
         ({"extra_body": {"zap": 1}}, openai.BadRequestError, "INVALID_REQUEST", "'zap'"),
