@@ -28,12 +28,17 @@ from . import log
 from .app import BODY_TIMEOUT_S, application
 from .middleware import HEADERS_TOO_LONG, MAX_HEADER_BYTES, error_response
 from .orchestrator import announce
+from .sse import PING
 from .worker import Worker
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 BACKLOG = 2048
 LAST_BYTES_S = 5  # for clients to read what is left after the last request has ended
 HEAD_TIMEOUT_S = 30.0  # from the connection, or the first byte of a request, to the end of its headers
+KEEP_ALIVE_S = 75  # an idle connection stays open, as long as nginx and most clients keep theirs
+FIRST_PROBE_S, MAX_PROBE_S = 0.02, 2.0
+CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+PING_CHUNK = b"%x\r\n%b\r\n" % (len(PING), PING)
 UPGRADE = re.compile(rb"\r\nupgrade[ \t]*:", re.IGNORECASE)
 LINGER_S, LINGER_BYTES = 2.0, 8 << 20  # for a client that still sends to receive its refusal
 logger = logging.getLogger("llm_worker_rbee.server")
@@ -120,15 +125,19 @@ class Connection(HttpToolsProtocol):
     _num_head_bytes = 0
     _is_in_head = True
     _num_dropped = -1  # bytes that came after a refusal; -1: not refused
+    _probe: asyncio.TimerHandle | None = None
     _read_timeout: asyncio.TimerHandle | None = None
     _write_timeout: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.timeout_keep_alive = KEEP_ALIVE_S
         self._start_read_timeout(HEAD_TIMEOUT_S)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._cancel_read_timeout()
+        if self._probe is not None:
+            self._probe.cancel()
         self.resume_writing()
         super().connection_lost(exc)
 
@@ -155,6 +164,29 @@ class Connection(HttpToolsProtocol):
                 return
             data = _hide_upgrade(data)
         super().data_received(data)
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Return whether the reply is still sent to a client that ended its side after a whole request.
+
+        One that closed the connection entirely looks the same until bytes are sent to it: see `_probe_client`. TLS has
+        no such state, and HTTP/1.0 no bytes that may precede a reply.
+        """
+        cycle = self.cycle
+        is_answered = cycle is None or cycle.response_complete or cycle.more_body
+        if is_answered or self.scheme == "https" or cycle.scope["http_version"] == "1.0":
+            return False
+        cycle.keep_alive = False
+        self._probe_client(FIRST_PROBE_S)
+        return True
+
+    def _probe_client(self, seconds: float) -> None:
+        """Send bytes without meaning now and again: their failure ends the connection, and so the request."""
+        if not self.pipeline:  # else an earlier reply is being sent
+            if not self.cycle.response_started:
+                self.transport.write(CONTINUE)
+            elif self.cycle.chunked_encoding and not self.cycle.response_complete:
+                self.transport.write(PING_CHUNK)
+        self._probe = self.loop.call_later(seconds, self._probe_client, min(4 * seconds, MAX_PROBE_S))
 
     def _unsupported_upgrade_warning(self) -> None:
         """Close after the reply: an upgrade was offered unseen, and what follows it is not HTTP."""

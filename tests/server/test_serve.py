@@ -14,7 +14,7 @@ from llm_worker_rbee.server import orchestrator, serve
 from llm_worker_rbee.server.auth import is_loopback
 from llm_worker_rbee.server.middleware import MAX_HEADER_BYTES
 from llm_worker_rbee.server.serve import base_url, bind
-from tests.helpers.server import LIMIT_S, Server, connected, read_body, until
+from tests.helpers.server import LIMIT_S, Server, connected, is_decoding, read_body, until
 from tests.server.conftest import Start
 
 pytestmark = pytest.mark.usefixtures("leaves_server_healthy")
@@ -170,3 +170,60 @@ def test_connection_upgrade_offer_is_ignored(server: Server, cut: int | None) ->
         client.sendall(b"connection: close\r\n\r\n" + smuggled)
         assert replies(client).count(b"HTTP/1.1 ") == 1
     server.require_alive()
+
+
+def sent_and_ended(server: Server, path: str, **fields: object) -> socket.socket:
+    """Return a client that sent a request and ended its side."""
+    body, client = json.dumps(fields), connected(server)
+    head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\n{JSON}content-length: {len(body)}\r\n\r\n"
+    client.sendall(head.encode() + body.encode())
+    client.shutdown(socket.SHUT_WR)
+    return client
+
+
+def test_connection_ended_on_one_side_is_answered(server: Server) -> None:
+    """The final status follows any 100 Continue; the connection ends with the reply."""
+    job = {"prompt": "#", "max_tokens": 2_000, "temperature": 0}
+    with sent_and_ended(server, "/v1/jobs", **job, stream=False) as client:
+        head, _, body = replies(client).replace(serve.CONTINUE, b"").partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200 ")
+    assert json.loads(body)["tokens_out"] == 2_000
+    with sent_and_ended(server, "/execute", **job, job_id="half") as client:
+        found = replies(client).replace(serve.CONTINUE, b"")
+    assert found.startswith(b"HTTP/1.1 200 ")
+    assert found.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+    two = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n" * 2
+    with connected(server) as client:
+        client.sendall(two)
+        client.shutdown(socket.SHUT_WR)
+        assert replies(client).count(b"HTTP/1.1 200 OK") == 2
+
+
+@pytest.mark.parametrize(("path", "fields"), [("/v1/jobs", {"stream": False}), ("/execute", {})])
+def test_connection_closed_after_its_side_ended_is_cancelled(
+    start: Start, path: str, fields: dict[str, object]
+) -> None:
+    server = start()
+    with sent_and_ended(server, path, job_id="gone", prompt="#", max_tokens=60_000, **fields):
+        until(lambda: is_decoding(server))
+    server.require_idle()
+    assert server.http.get("/v1/jobs/gone").json()["state"] == "cancelled"
+
+
+def test_connection_ended_within_a_request_is_closed(server: Server) -> None:
+    for part in (
+        b"GET /health HT",
+        f"POST /v1/jobs HTTP/1.1\r\nhost: localhost\r\n{JSON}content-length: 9\r\n\r\n{{".encode(),
+    ):
+        with connected(server) as client:
+            client.sendall(part)
+            client.shutdown(socket.SHUT_WR)
+            assert replies(client) == b""
+
+
+def test_connection_idle_is_closed_after_timeout(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert serve.KEEP_ALIVE_S == 75  # as the documentation says
+    monkeypatch.setattr(serve, "KEEP_ALIVE_S", 0.2)
+    with connected(start()) as client:
+        client.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
+        assert replies(client).count(b"HTTP/1.1 200 OK") == 1
