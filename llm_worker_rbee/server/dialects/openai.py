@@ -133,7 +133,7 @@ async def _start(worker: Worker, request: CompletionRequest) -> Reply:
         timeout_s = None if values["timeout_ms"] is None else values["timeout_ms"] / 1000
         try:
             for ids in prompts:
-                max_tokens = fit_max_tokens(len(ids), request.params.max_tokens, worker.loaded.engine.config)
+                max_tokens = fit_max_tokens(len(ids), request.params.max_tokens, worker.engine.info.engine)
                 params = replace(request.params, max_tokens=max_tokens)
                 generations += worker.start_generations(
                     ids, params, n=n, priority=values["priority"], timeout_s=timeout_s,
