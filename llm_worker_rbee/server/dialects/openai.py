@@ -166,7 +166,7 @@ class Reply:
     @property
     def max_tokens(self) -> int:
         """How many tokens each choice may have; of several prompts the smallest number."""
-        return min(generation.request.max_tokens for generation in self.generations)
+        return min(generation.request.submitted.max_tokens for generation in self.generations)
 
     def close(self) -> None:
         """Release all generations."""
