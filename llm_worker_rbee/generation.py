@@ -90,9 +90,7 @@ class GenerationListener:
 class Generation:
     """A request and the text of its output. It neither steps nor waits: `push` takes what a step gave."""
 
-    def __init__(
-        self, request: RequestState, tokenizer: Tokenizer, listener: GenerationListener | None = None
-    ) -> None:
+    def __init__(self, request: RequestState, tokenizer: Tokenizer, listener: GenerationListener | None = None) -> None:
         self.request = request
         self.num_tokens = 0  # sampled, the end-of-text id included
         self.started_at = self.first_token_at = self.last_token_at = 0.0  # in the time of time.perf_counter

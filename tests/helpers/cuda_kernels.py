@@ -14,8 +14,9 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from llm_worker_rbee.backends.cuda import attention_prefill, elementwise, gemm, gemv, linear, sampling_kernels
+from llm_worker_rbee.backends.cuda import attention_prefill, elementwise, gemm, gemv, sampling_kernels
 from llm_worker_rbee.backends.cuda.attention_decode import decode_attention, decode_attention_gqa
+from llm_worker_rbee.backends.cuda.linear_small_batch import E4M3_TILES
 
 F, H, B16, F8, I4, I2, I8, D = "*fp32", "*fp16", "*bf16", "*fp8e4nv", "*i32", "*i16", "*i8", "*fp64"
 PARAMETERS_BY_TYPE = {
@@ -69,11 +70,10 @@ def product_cases() -> dict[str, Case]:
     cases["gemv dense"] = (gemv.gemv_dense, {"x": B16}, {"num_warps": 4}, plain)
     eight = {"x": B16, "w": F8, "scales": F}
     for name, tokens, epilogue in (("qkv", 1, 0), ("gate_up", 1, 2), ("down", 4, 1)):
-        tile = dict(zip(("ROWS", "WARPS", "TILE_K", "PREFETCH"), linear.E4M3_GEMV_TILES[tokens][name], strict=True))
+        tile = dict(zip(("ROWS", "WARPS", "TILE_K", "PREFETCH"), E4M3_TILES[tokens][name], strict=True))
         how = {**plain, **tile, "B": tokens, "EPILOGUE": epilogue}
         types = {**eight, "out": B16 if epilogue else F}
         cases[f"gemv e4m3 {name}"] = (gemv.gemv_dense, types, {"num_warps": tile["WARPS"]}, how)
-    cases["quantize_rows_e4m3"] = (gemv.quantize_rows_e4m3, {"x": B16, "out": F8, "scales": F}, {}, {"SIZE": 4096})
     return cases
 
 
@@ -124,14 +124,15 @@ def other_cases() -> dict[str, Case]:
             {**grouped, **none, **plain, "HALF": 48, "TILE": 16, "STAGES": 0},
         ),
         "prefill": (
-            attention_prefill.prefill_attention, {"out": B16, "width": I4}, {"num_warps": 4, "num_stages": 2}, read,
+            attention_prefill.prefill_attention, {"out": B16, "table_width": I4}, {"num_warps": 4, "num_stages": 2},
+            read,
         ),
         "prefill dim 96 float8 window cap": (
-            attention_prefill.prefill_attention, caches8, {"num_warps": 4, "num_stages": 2},
+            attention_prefill.prefill_attention, {"table_width": I4, **caches8}, {"num_warps": 4, "num_stages": 2},
             {**read, "DIM": 96, "WINDOW": 512, "CAP": 50.0},
         ),
         "prefill dim 256": (
-            attention_prefill.prefill_attention, {}, {"num_warps": 4, "num_stages": 2},
+            attention_prefill.prefill_attention, {"table_width": I4}, {"num_warps": 4, "num_stages": 2},
             {**read, "DIM": 256},
         ),
         "rope_store_qkv": (
@@ -146,21 +147,7 @@ def other_cases() -> dict[str, Case]:
             attention_prefill.rope_store_qkv, {"bias": F, "q_norm": F, "k_norm": F}, {"num_warps": 1},
             {**heads, "DIM": 128, "HALF": 64, "PARTS": 2},
         ),
-        "rope_store_rows": (
-            elementwise.rope_store_rows, {"q": F}, {"num_warps": 1},
-            {**heads, "DIM": 96, "SIZE": 128, "HALF": 24, "MAX_VALUE": 0.0},
-        ),
-        "rope_store_rows float8": (
-            elementwise.rope_store_rows, {"q": F, **caches8}, {"num_warps": 1},
-            {**heads, "DIM": 128, "SIZE": 128, "HALF": 64, "MAX_VALUE": 448.0},
-        ),
-        "rms_norm_rows": (
-            elementwise.rms_norm_rows, {"x": F}, {"num_warps": 8}, {"width": 576, "SIZE": 1024, "ADD": True},
-        ),
-        "gated_rows": (elementwise.gated_rows, {"x": F}, {}, {"SIZE": 1024, "GELU": True}),
-        "quantize_int8": (
-            elementwise.quantize_int8, {"x": F, "out": I8}, {"num_warps": 2}, {"TILE_BLOCKS": 8, "TWO_TERM": True},
-        ),
+        "rms_norm_rows": (elementwise.rms_norm_rows, {"x": F}, {"num_warps": 1}, {"width": 96, "SIZE": 128}),
         "gemm dense": (
             gemm.gemm_dense, {"x": B16}, {"num_warps": 8, "num_stages": 3},
             {"BN": 128, "BM": 64, "BK": 64, "SCALED": False},
@@ -169,13 +156,20 @@ def other_cases() -> dict[str, Case]:
             gemm.gemm_dense, {"x": B16, "w": F8, "scales": F}, {"num_warps": 8, "num_stages": 3},
             {"BN": 128, "BM": 64, "BK": 64, "SCALED": True},
         ),
-        "interleave_activations": (gemm.interleave_activations, {"out": H}, {}, {"TILE_BLOCKS": 16, "TOKENS": 8}),
+        "convert_rows": (
+            elementwise.convert_rows, {"x": F, "out": H}, {"num_warps": 8},
+            {"width": 4096, "SIZE": 128, "INTERLEAVED": True},
+        ),
+        "convert_rows e4m3": (
+            elementwise.convert_rows, {"x": B16, "out": F8}, {"num_warps": 8},
+            {"width": 4096, "SIZE": 128, "INTERLEAVED": False},
+        ),
         "embed dense": (
             elementwise.embed_rows, {"low": B16, "out": B16}, {"num_warps": 1},
             {"width": 576, "KIND": "dense", "INT8": False, "PDL": True},
         ),
         "add_rms_norm_rows": (
-            elementwise.add_rms_norm_rows, {"out": H}, {"num_warps": 8},
+            elementwise.add_rms_norm_rows, {"out": H, "post": F, "index": I4}, {"num_warps": 8},
             {"width": 4096, "SIZE": 128, "SPLITS": 4, "INTERLEAVED": True},
         ),
         "add_rms_norm_rows e4m3": (

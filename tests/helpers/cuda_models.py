@@ -45,10 +45,11 @@ def load_both(made: Checkpoint, ops: Any) -> tuple[Transformer, Transformer]:
 
 def with_features(
     model: Transformer, window: int = 0, cap: float = 0.0, norms: bool = False, bias: bool = False, post: bool = False,
-    activation: str = "silu", rope_dim: int = 0,
+    activation: str = "silu", rope_dim: int = 0, scale: float = 1.0, final_cap: float = 0.0,
 ) -> Transformer:  # fmt: skip
     """Return the model with features of some families: windows, capped scores, norms of heads and after the attention
-    and the MLP, biases, other activations, RoPE over a part of the head; fused if it was."""
+    and the MLP, biases, other activations, RoPE over a part of the head, a scaled embedding, capped logits; fused if it
+    was."""
     random, c, ops = np.random.default_rng(9), model.config, model.ops
     part = RopeTable(inverse_frequencies(1e4, rope_dim), 1.0) if rope_dim else None
 
@@ -66,7 +67,8 @@ def with_features(
         made = replace(made, post_attention_norm=after[0], post_mlp_norm=after[1])
         return replace(made, mlp=replace(block.mlp, activation=activation))
 
-    made = replace(model, blocks=tuple(map(changed, model.blocks)), fused=None)
+    config = replace(c, final_cap=final_cap)
+    made = replace(model, config=config, embedding_scale=scale, blocks=tuple(map(changed, model.blocks)), fused=None)
     return made if model.fused is None else replace(made, fused=ops.fuse(made.graph))
 
 

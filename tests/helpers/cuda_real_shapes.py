@@ -109,7 +109,7 @@ def exact_logits(model: Transformer, ids: torch.Tensor) -> torch.Tensor:
         low, high = x.chunk(2, -1)
         return torch.cat((low * cos - high * sin, high * cos + low * sin), -1)
 
-    x = model.embedding.dequantize_rows(ids)
+    x = dequantize(model.embedding.parts[0])[ids]
     for block in model.blocks:
         a = block.attention
         qkv = times(normed(x, block.attention_norm), a.qkv.weight)

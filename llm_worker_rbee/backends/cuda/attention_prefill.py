@@ -6,13 +6,18 @@ interpreter); scores and sums are float32.
 
 from __future__ import annotations
 
+from math import gcd
+from typing import Any, NamedTuple
+
 import numpy as np
+import torch
 import triton
 import triton.language as tl
 
-from ..ops import Ints
-from .attention_decode import cap_scores, load_cos_sin, load_head, load_rotated, padded_dim, store_first
-from .device import HOPPER_SHARED_BYTES
+from ..ops import AttentionParams, Ints, KVLayer
+from .attention_decode import CosSin, cap_scores, load_cos_sin, load_head, load_rotated, padded_dim, store_first
+from .device import HOPPER_SHARED_BYTES, is_interpreted, shared_memory_bytes
+from .packed_weight import E4M3, E4M3_MAX
 
 SMALL_QUERY_TILE, QUERY_TILE = 16, 64  # queries of a program
 
@@ -71,20 +76,17 @@ def rope_store_qkv(
 def prefill_attention(
     q, k_cache, v_cache, block_tables, table_width, query_start, context_len, tile_request, tile_first, out, scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, P: tl.constexpr, TILE_QUERIES: tl.constexpr,
-    TILE_KEYS: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, width=None,
+    TILE_KEYS: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
     """Attend with TILE_QUERIES queries of request tile_request[tile], from its tile_first[tile]-th of this step on.
 
-    Program (tile, head). A negative request is padding. The width of the block tables may be on the device:
-    width[0]."""
+    Program (tile, head). A negative request is padding. block_tables (requests, table_width[0])."""
     SIZE: tl.constexpr = padded_dim(DIM)
     tile = tl.program_id(0)
     head = tl.program_id(1)
     request = tl.load(tile_request + tile)
     if request < 0:
         return
-    if width is not None:
-        table_width = tl.load(width)
     first = tl.load(tile_first + tile)
     start = tl.load(query_start + request)
     count = tl.load(query_start + request + 1) - start
@@ -96,7 +98,7 @@ def prefill_attention(
     if SIZE != DIM:
         query_mask = query_mask & (i < DIM)[None, :]
     queries = tl.load(q + rows, mask=query_mask, other=0.0)
-    table = block_tables + request * table_width
+    table = block_tables + request * tl.load(table_width)
     kv_head = head // (HEADS // KV_HEADS)
     query_positions = past + m
     end = past + tl.minimum(first + TILE_QUERIES, count)
@@ -129,3 +131,54 @@ def prefill_attention(
         acc = tl.dot(weights.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
         m_i = m_new
     tl.store(out + rows, (acc / l_i[:, None]).to(out.dtype.element_ty), mask=query_mask)
+
+
+def query_dtype(cache: torch.dtype) -> torch.dtype:
+    """Return the dtype of scores' operands: the cache's, where the tensor cores (and the interpreter) have it."""
+    if is_interpreted():
+        return torch.float32
+    return torch.bfloat16 if cache == E4M3 else cache
+
+
+def launch_rope_store(
+    qkv: torch.Tensor, kv: KVLayer, rope: CosSin, positions: torch.Tensor, slots: torch.Tensor, out: torch.Tensor,
+    bias: Any = None, q_norm: Any = None, k_norm: Any = None, eps: float = 0.0,
+) -> None:  # fmt: skip
+    """Rotate queries of qkv (parts, tokens, rows) to out (tokens, heads, dim), keys to the cache; copy values there."""
+    if is_interpreted() and kv.k.dtype == E4M3:  # which the interpreter rounds wrongly (1.99 -> 1)
+        wide = KVLayer(kv.k.float(), kv.v.float())
+        launch_rope_store(qkv, wide, rope, positions, slots, out, bias, q_norm, k_norm, eps)
+        for cache, values in zip(kv, wide, strict=True):
+            cache.copy_(values.clamp(-E4M3_MAX, E4M3_MAX))
+        return
+    (tokens, heads, dim), (kv_heads, block_size) = out.shape, kv.k.shape[1:3]
+    each = gcd(heads, kv_heads, 8)  # heads of a program
+    rope_store_qkv[((heads + 2 * kv_heads) // each, tokens)](
+        qkv, rope.cos, rope.sin, positions, slots, out, kv.k, kv.v, heads, kv_heads, dim, rope.cos.shape[1], block_size,
+        bias, q_norm, k_norm, eps, qkv.stride(0), qkv.shape[0], each, num_warps=max(1, each // 2),
+        enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+class QueryTiles(NamedTuple):
+    """Runs of queries of one request each, and the arrays of the requests, on the device."""
+
+    queries: int  # of a tile
+    block_tables: torch.Tensor  # (requests, table_width[0])
+    table_width: torch.Tensor
+    query_start: torch.Tensor
+    context_len: torch.Tensor
+    request: torch.Tensor  # of each tile; negative: padding
+    first: torch.Tensor  # the first query of each tile
+
+
+def launch_prefill_attention(
+    q: torch.Tensor, kv: KVLayer, tiles: QueryTiles, params: AttentionParams, out: torch.Tensor
+) -> None:
+    """Attend with queries (tokens, heads, dim); out (tokens, heads * dim)."""
+    (_, heads, dim), (kv_heads, block_size) = q.shape, kv.k.shape[1:3]
+    keys, stages = prefill_tile(shared_memory_bytes(q.device), dim, q.element_size())
+    prefill_attention[(len(tiles.first), heads)](
+        q, kv.k, kv.v, *tiles[1:], out, params.scale, heads, kv_heads, dim, block_size, tiles.queries, keys,
+        params.window, params.soft_cap, num_warps=4, num_stages=stages,
+    )  # fmt: skip

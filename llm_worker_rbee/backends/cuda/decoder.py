@@ -1,15 +1,15 @@
-"""The fused forward of a whole model: which kernels a step takes, its inputs on the device, graphs where sizes repeat.
+"""The fused forward of a model: it stages the inputs of a step, chooses its padded sizes, and keeps the CUDA graphs.
 
-Decode steps run in CUDA graphs, padded to one of DECODE_SIZES (padding has position -1 and writes nothing): up to
-SMALL_BATCH tokens through decode_small_batch.py, more through forward_batched.py. So do steps with prefill, where few
-requests prefill at once and the sizes are common ones; larger ones run uncaptured.
+Decode steps run in CUDA graphs, padded to one of DECODE_SIZES (padding has position -1 and writes nothing). So do steps
+with prefill, where few requests prefill at once and the sizes are common ones; larger ones run uncaptured. forward.py
+launches the kernels.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -20,21 +20,12 @@ from ..ops import Batch, Ints, KVLayer, Profiler, RopeTable
 from .attention_decode import CosSin
 from .attention_prefill import QUERY_TILE, SMALL_QUERY_TILE, query_tiles
 from .cuda_graphs import CudaGraphs
-from .decode_small_batch import SmallBatchDecoder
 from .device import activate, as_memory_error
-from .elementwise import IS_GELU
-from .forward_batched import BatchedForward
-from .fused_ops import (
-    Attention,
-    EmbedNorm,
-    FusedOp,
-    GatedLinear,
-    describe,
-    fuse_graph,
-    layer_weights,
-)
+from .forward import Forward, StepInputs
+from .fused_ops import Attention, FusedOp, describe, fuse_graph, layer_weights
 
 NO_IDS = np.empty(0, np.int64)
+NO_TILES = NO_IDS, NO_IDS
 SMALL_BATCH = 4  # tokens up to which GEMV is faster than the tensor cores
 DECODE_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 PREFILL_GRAPH_SIZES = (16, 32, 48, 64, 96, 128, 192, 256, 320, 384, 448, 512)  # tokens of a step, padded
@@ -99,6 +90,17 @@ class InputStaging:
         return views
 
 
+class StepSizes(NamedTuple):
+    """What the arrays of a step have room for; of a graph it is padded."""
+
+    tokens: int
+    decoding: int  # tokens that decode by split-KV; the others go through tiles of queries
+    tiles: int
+    requests: int
+    num_logits: int | None  # None: of all tokens
+    key: Any = None  # of its graph; None: it runs uncaptured
+
+
 class Decoder:
     """The fused forward of a model on one device.
 
@@ -112,17 +114,13 @@ class Decoder:
         self.ops, self.device, self._lines = ops, device, lines
         self.graphs = CudaGraphs(device)
         self.staging = InputStaging(device)
-        self.batched = BatchedForward(ops, device, batch_invariant)
-        self._small: dict[int, SmallBatchDecoder] = {}
+        self.forward = Forward(ops, device, batch_invariant=batch_invariant)
+        self._batch_invariant = batch_invariant
         self._static_inputs: torch.Tensor | None = None
         self._ropes: dict[int, CosSin] = {}  # by id of the RoPE table
         self._num_positions = 0
         self._graph_cache: weakref.ref[Any] | None = None  # the first tensor of the KV cache that graphs write to
-        takes_gemv = all(w.is_packed or w.is_fp8 for w in layer_weights(ops))
-        self._max_small = SMALL_BATCH if takes_gemv else 1
-        if any(isinstance(op, Attention) and op.following.is_packed and op.head_dim % 32 for op in ops):
-            self._max_small = 0  # int8 blocks of 32 would hold values of two heads
-        self._step = self._tiled_step if batch_invariant else self._split_kv_step
+        self._max_gemv = max_gemv_tokens(ops, batch_invariant=batch_invariant)
 
     def __call__(self, batch: Batch, kv: Sequence[KVLayer]) -> torch.Tensor:
         """Run one step: write the cache and return the logits at `batch.logits_index`, float32 on the device, valid
@@ -149,89 +147,43 @@ class Decoder:
         out: torch.Tensor = profiler("decoder", step)()
         return out
 
-    def _split_kv_step(self, batch: Batch, kv: Sequence[KVLayer]) -> torch.Tensor:
-        tokens = len(batch.ids)
-        if tokens == len(batch.context_len) == len(batch.logits_index) and tokens <= DECODE_SIZES[-1]:
-            size = next(size for size in DECODE_SIZES if size >= tokens)
-            if batch.block_table.shape[1] * size <= MAX_TABLE_ENTRIES:
-                return self._decode_step(batch, kv, tokens, size)
-        return self._mixed_step(batch, kv)
+    def _step(self, batch: Batch, kv: Sequence[KVLayer]) -> torch.Tensor:
+        """Run a step, through a graph where its sizes are common ones."""
+        is_decode = len(batch.ids) == len(batch.context_len) == len(batch.logits_index)
+        decoding = 0
+        if not self._batch_invariant:
+            decoding = len(batch.ids) if is_decode else _leading_ones(np.diff(batch.query_start))
+        tile_queries = SMALL_QUERY_TILE if self._batch_invariant else QUERY_TILE
+        tiles = query_tiles(batch.query_start, tile_queries, decoding) if decoding < len(batch.ids) else NO_TILES
+        sizes = self._padded_sizes(batch, decoding, len(tiles[0]), is_decode=is_decode)
+        arrays = _step_arrays(batch, sizes, decoding, tiles)
+        inputs = self._stage(batch, arrays, is_static=sizes.key is not None)
+        takes_gemv = sizes.num_logits is None and 0 < sizes.decoding <= self._max_gemv
+        step = StepInputs(sizes.tokens, sizes.decoding, takes_gemv, tile_queries, inputs, kv, self._ropes)
+        count = len(batch.logits_index)
+        if sizes.key is None:
+            return self.forward.run(step)[:count]
+        return self.graphs.run(sizes.key, lambda: self.forward.run(step))[:count]
 
-    def _decode_step(self, batch: Batch, kv: Sequence[KVLayer], tokens: int, size: int) -> torch.Tensor:
-        """Run a step in which every request decodes, through a graph."""
-        table = batch.block_table
-        arrays = {
-            "width": (1, np.array(table.shape[1]), 0), "ids": (size, _host_ids(batch), 0),
-            "decode_positions": (size, batch.positions, -1), "tables": (table.size, table, 0),
-        }  # fmt: skip
-        inputs = self._stage(batch, arrays, is_static=True)
-        inputs["tile_first"] = inputs["width"][:0]
-        if size <= self._max_small:
-            if size not in self._small:
-                self._small[size] = SmallBatchDecoder(self.ops, size, self.device)
-            small = self._small[size]
-            args = (inputs["ids"], inputs["decode_positions"], inputs["tables"], inputs["width"])
-            return self.graphs.run(size, lambda: small.step(*args, kv, self._ropes))[:tokens]
-        return self.graphs.run(size, lambda: self.batched.step(size, inputs, size, None, kv, self._ropes))[:tokens]
-
-    def _mixed_step(self, batch: Batch, kv: Sequence[KVLayer]) -> torch.Tensor:
-        """Run a step with prefill: through a graph where its sizes are common ones."""
-        decoding = _leading_ones(np.diff(batch.query_start))
-        requests, firsts = query_tiles(batch.query_start, QUERY_TILE, decoding)
+    def _padded_sizes(self, batch: Batch, decoding: int, tiles: int, *, is_decode: bool) -> StepSizes:
+        """Return the sizes of the graph that has room for a step, else its own."""
         tokens, num_logits, table = len(batch.ids), len(batch.logits_index), batch.block_table
-        sizes = (
+        if is_decode:
+            size = _size_of(tokens, DECODE_SIZES)
+            if size is not None and table.shape[1] * size <= MAX_TABLE_ENTRIES:
+                is_tiled = decoding == 0
+                return StepSizes(size, 0 if is_tiled else size, size if is_tiled else 0, size, None, size)
+        key = (
             _size_of(tokens, PREFILL_GRAPH_SIZES), _size_of(decoding, DECODE_ALONGSIDE_SIZES),
             _size_of(num_logits, NUM_LOGITS_SIZES),
         )  # fmt: skip
-        fits = None not in sizes and len(requests) <= tokens // QUERY_TILE + MAX_PREFILL_REQUESTS
+        fits = not self._batch_invariant and tiles <= tokens // QUERY_TILE + MAX_PREFILL_REQUESTS
         fits = fits and len(table) <= decoding + MAX_PREFILL_REQUESTS and table.size <= MAX_TABLE_ENTRIES
-        if not fits:
-            sizes = (tokens, decoding, num_logits)
-        size, decode_size, logits_size = (int(n or 0) for n in sizes)
-        slots = np.concatenate((np.full(decoding, -1), batch.slot_mapping[decoding:]))
-        max_tiles, max_requests = len(requests), len(table)
-        if fits:
-            max_tiles, max_requests = size // QUERY_TILE + MAX_PREFILL_REQUESTS, decode_size + MAX_PREFILL_REQUESTS
-        arrays = {
-            "width": (1, np.array(table.shape[1]), 0), "ids": (size, _host_ids(batch), 0),
-            "positions": (size, batch.positions, 0), "decode_positions": (decode_size, batch.positions[:decoding], -1),
-            "slots": (size, slots, -1), "query_start": (max_requests + 1, batch.query_start, 0),
-            "context_len": (max_requests, batch.context_len, 0), "tile_request": (max_tiles, requests, -1),
-            "tile_first": (max_tiles, firsts, 0), "logits_index": (logits_size, batch.logits_index, 0),
-            "tables": (table.size, table, 0),
-        }  # fmt: skip
-        inputs = self._stage(batch, arrays, is_static=fits)
-
-        def step() -> torch.Tensor:
-            return self.batched.step(size, inputs, decode_size, logits_size, kv, self._ropes)
-
-        return (self.graphs.run((size, decode_size, logits_size), step) if fits else step())[:num_logits]
-
-    def _tiled_step(self, batch: Batch, kv: Sequence[KVLayer]) -> torch.Tensor:
-        """Run a step whose tokens all go through tiles of queries of one size."""
-        tokens, num_logits, table = len(batch.ids), len(batch.logits_index), batch.block_table
-        size = _size_of(tokens, DECODE_SIZES) if tokens == len(table) == num_logits else None
-        if size is None or table.shape[1] * size > MAX_TABLE_ENTRIES:
-            size = 0
-        tile = SMALL_QUERY_TILE
-        requests, firsts = query_tiles(batch.query_start, tile)
-        max_tokens, max_tiles, max_requests = (size, size, size) if size else (tokens, len(requests), len(table))
-        arrays = {
-            "width": (1, np.array(table.shape[1]), 0), "ids": (max_tokens, _host_ids(batch), 0),
-            "positions": (max_tokens, batch.positions, 0), "slots": (max_tokens, batch.slot_mapping, -1),
-            "query_start": (max_requests + 1, batch.query_start, 0),
-            "context_len": (max_requests, batch.context_len, 0), "tile_request": (max_tiles, requests, -1),
-            "tile_first": (max_tiles, firsts, 0), "logits_index": (size or num_logits, batch.logits_index, 0),
-            "tables": (table.size, table, 0),
-        }  # fmt: skip
-        inputs = self._stage(batch, arrays, is_static=bool(size))
-        if not size:
-            return self.batched.step(tokens, inputs, 0, num_logits, kv, self._ropes, tile_queries=tile)
-
-        def step() -> torch.Tensor:
-            return self.batched.step(size, inputs, 0, None, kv, self._ropes, tile_queries=tile)
-
-        return self.graphs.run(size, step)[:tokens]
+        if not fits or None in key:
+            return StepSizes(tokens, decoding, tiles, len(table), num_logits)
+        size, decode_size, logits_size = (int(n or 0) for n in key)
+        max_tiles = size // QUERY_TILE + MAX_PREFILL_REQUESTS
+        return StepSizes(size, decode_size, max_tiles, decode_size + MAX_PREFILL_REQUESTS, logits_size, key)
 
     def _stage(self, batch: Batch, arrays: Arrays, *, is_static: bool) -> dict[str, torch.Tensor]:
         """Copy the arrays of a step to the device, of a graph to the addresses that it holds."""
@@ -249,19 +201,48 @@ class Decoder:
         if max_context > self._num_positions:
             self._num_positions = max(2 * self._num_positions, max_context, MIN_POSITIONS)
             tables = {id(op.rope): op.rope for op in self.ops if isinstance(op, Attention)}
-            self._ropes = {key: rope_tables(t, self._num_positions, self.device) for key, t in tables.items()}
+            positions = torch.arange(self._num_positions, device=self.device)
+            self._ropes = {key: rope_tables(table, positions) for key, table in tables.items()}
             self._graph_cache = None
         if self._graph_cache is None or self._graph_cache() is not kv[0].k:
             self._graph_cache = weakref.ref(kv[0].k)
             self.graphs.clear()
 
 
-def rope_tables(table: RopeTable, positions: int, device: torch.device) -> CosSin:
-    """Return cosines and sines of all positions: angles in float32, as everywhere, their functions exact."""
-    inv_freq = torch.tensor(table.inv_freq, device=device)
-    angles = torch.arange(positions, device=device, dtype=torch.float32)[:, None] * inv_freq
+def rope_tables(table: RopeTable, positions: torch.Tensor) -> CosSin:
+    """Return cosines and sines of positions: angles in float32, as everywhere, their functions exact."""
+    angles = positions.float()[:, None] * torch.tensor(table.inv_freq, device=positions.device)
     cos, sin = (f(angles.double()).mul(table.scale).float().contiguous() for f in (torch.cos, torch.sin))
     return CosSin(cos, sin)
+
+
+def max_gemv_tokens(ops: Sequence[FusedOp], *, batch_invariant: bool) -> int:
+    """Return up to how many decoding tokens take GEMV."""
+    if batch_invariant or any(isinstance(op, Attention) and op.following.is_packed and op.head_dim % 32 for op in ops):
+        return 0  # int8 blocks of 32 would hold values of two heads
+    return SMALL_BATCH if all(w.is_packed or w.is_fp8 for w in layer_weights(ops)) else 1
+
+
+def _step_arrays(batch: Batch, sizes: StepSizes, decoding: int, tiles: tuple[Ints, Ints]) -> dict[str, Any]:
+    """Return the arrays that the kernels of a step read; the block tables, of any size, at the end."""
+    table, size = batch.block_table, sizes.tokens
+    arrays = {
+        "width": (1, np.array(table.shape[1]), 0), "ids": (size, _host_ids(batch), 0),
+        "decode_positions": (sizes.decoding, batch.positions[:decoding], -1),
+    }  # fmt: skip
+    if sizes.tiles:
+        slots = batch.slot_mapping
+        if decoding:
+            slots = np.concatenate((np.full(decoding, -1), slots[decoding:]))
+        arrays |= {
+            "positions": (size, batch.positions, 0), "slots": (size, slots, -1),
+            "query_start": (sizes.requests + 1, batch.query_start, 0),
+            "context_len": (sizes.requests, batch.context_len, 0),
+            "tile_request": (sizes.tiles, tiles[0], -1), "tile_first": (sizes.tiles, tiles[1], 0),
+        }  # fmt: skip
+    if sizes.num_logits is not None:
+        arrays["logits_index"] = (sizes.num_logits, batch.logits_index, 0)
+    return arrays | {"tables": (table.size, table, 0)}
 
 
 def _host_ids(batch: Batch) -> Ints:
@@ -285,18 +266,6 @@ def fuse(record: Callable[[], Graph], device: torch.device, *, batch_invariant: 
         torch.cuda.empty_cache()  # what packing needed: the KV cache takes the rest
     graph = record()
     ops = fuse_graph(graph)
-    if ops is None or not all(map(_is_supported, ops)):
+    if ops is None:
         return None
     return Decoder(ops, device, batch_invariant=batch_invariant, lines=describe(graph))
-
-
-def _is_supported(op: FusedOp) -> bool:
-    match op:
-        case EmbedNorm():
-            return len(op.table.parts) == 1 and len(op.norm.weight) % 32 == 0
-        case GatedLinear():
-            return op.activation in IS_GELU and op.w.rows % 64 == 0
-        case Attention():
-            return op.head_dim % 4 == 0  # the KV cache is read in words of 32 bits
-        case _:
-            return True

@@ -1,4 +1,4 @@
-"""The fused ops of a step: what decode_small_batch.py and forward_batched.py launch, in the order of the model's graph.
+"""The fused ops of a step, which forward.py launches in the order of the model's graph.
 
 Each op knows the matrix that reads its result (`following`), so that it stores activations in the form which that
 product takes. REWRITES fuse the recorded ops; a model in which an op is left over runs unfused.
@@ -6,24 +6,40 @@ product takes. REWRITES fuse the recorded ops; a model in which an op is left ov
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from ..graph import Graph, Node, ProgramLine, Rewrite, apply_rewrites, have_one_eps, op_names
 from ..ops import AttentionParams, RopeTable
-from .packed_weight import PackedWeight, merge_parts
+from .elementwise import IS_GELU
+from .packed_weight import PackedWeight
+
+
+def _has_blocks(node: Node) -> bool:
+    embed, norm = node.fused
+    return len(embed["table"].parts) == 1 and len(norm["weight"]) % 32 == 0
+
+
+def _has_words(node: Node) -> bool:
+    """The KV cache is read in words of 32 bits."""
+    (split,) = node.parts("split_heads")
+    return have_one_eps(node) and split["head_dim"] % 4 == 0
+
+
+def _has_gate_kernel(node: Node) -> bool:
+    linear, gated = node.fused
+    return gated["activation"] in IS_GELU and linear["w"].rows % 64 == 0
+
 
 REWRITES = (
-    Rewrite("embed_norm", "embed* rms_norm"),
-    Rewrite("attention", "linear split_heads rms_norm? rms_norm? rope_store attention", have_one_eps),
-    Rewrite("gated_linear", "linear gated"),
+    Rewrite("embed_norm", "embed* rms_norm", _has_blocks),
+    Rewrite("attention", "linear split_heads rms_norm? rms_norm? rope_store attention", _has_words),
+    Rewrite("gated_linear", "linear gated", _has_gate_kernel),
     Rewrite("linear_add_norm", "linear rms_norm? take? take? add_rms_norm", have_one_eps),
     Rewrite("logits", "logits"),
 )
-
-
 LAUNCHES = {
     "embed_norm": "embed_rows",
     "attention": "1 to 4 tokens: gemv, decode_attention; more: gemm, decode_attention or rope_store, prefill_attention",
@@ -34,19 +50,13 @@ LAUNCHES = {
 }
 
 
-class Norm(NamedTuple):
-    """RMSNorm."""
-
-    weight: torch.Tensor
-    eps: float
-
-
 class EmbedNorm(NamedTuple):
     """Rows of the embedding start the residual stream; their norm is stored."""
 
     table: PackedWeight
     scale: float
-    norm: Norm
+    norm: torch.Tensor
+    eps: float
     following: PackedWeight
 
 
@@ -79,10 +89,11 @@ class LinearAddNorm(NamedTuple):
     """A product, in some families its norm, added to the residual stream, whose norm is stored."""
 
     w: PackedWeight
-    post: Norm | None
-    norm: Norm
-    following: PackedWeight
+    post: torch.Tensor | None  # weight of the norm of the product
+    norm: torch.Tensor
+    eps: float  # of both norms
     is_last: bool  # only the tokens whose logits are computed are normed
+    following: PackedWeight
 
 
 class Logits(NamedTuple):
@@ -96,21 +107,12 @@ FusedOp = EmbedNorm | Attention | GatedLinear | LinearAddNorm | Logits
 
 
 def fuse_graph(graph: Graph) -> tuple[FusedOp, ...] | None:
-    """Return the fused ops of a step; None if an op is left that none of them covers.
-
-    A matrix of packed and dense parts becomes dense: its product reads activations of one form."""
+    """Return the fused ops of a step; None if an op is left that none of them covers."""
     fused = apply_rewrites(graph, REWRITES)
     if not all(node.fused for node in fused.nodes):
         return None
     readers = {value: node for node in fused.nodes for value in node.inputs}
-    ops = [_MAKERS[node.op](node, _following(node, readers)) for node in fused.nodes]
-    dense: dict[int, PackedWeight] = {}  # by id of what they replace
-
-    def with_one_form(value: Any) -> Any:
-        is_mixed = isinstance(value, PackedWeight) and len(value.parts) > 1 and not value.is_packed
-        return dense.setdefault(id(value), merge_parts(value)) if is_mixed else value
-
-    return tuple(type(op)(*map(with_one_form, op)) for op in ops)
+    return tuple(_fused_op(node, _following(node, readers)) for node in fused.nodes)
 
 
 def describe(graph: Graph) -> list[ProgramLine]:
@@ -132,43 +134,26 @@ def _following(node: Node, readers: dict[Any, Node]) -> Any:
     return None
 
 
-def _norm(node: Node) -> Norm:
-    return Norm(node["weight"], node["eps"])
-
-
-def _embed_norm(node: Node, following: PackedWeight) -> EmbedNorm:
-    embed, norm = node.fused
-    return EmbedNorm(embed["table"], embed["scale"], _norm(norm), following)
-
-
-def _attention(node: Node, following: PackedWeight) -> Attention:
-    linear, split, *norms, store, attention = node.fused
-    q_norm, k_norm = (norm["weight"] for norm in norms) if norms else (None, None)
-    return Attention(
-        linear["w"], linear["bias"], q_norm, k_norm, norms[0]["eps"] if norms else 0.0, split["n_heads"],
-        split["n_kv_heads"], split["head_dim"], store["table"], attention["params"], store["kv"], following,
-    )  # fmt: skip
-
-
-def _gated_linear(node: Node, following: PackedWeight) -> GatedLinear:
-    linear, gated = node.fused
-    return GatedLinear(linear["w"], gated["activation"], following)
-
-
-def _linear_add_norm(node: Node, following: PackedWeight) -> LinearAddNorm:
-    post, takes = node.part("rms_norm"), node.parts("take")
-    w, norm = node.fused[0]["w"], _norm(node.fused[-1])
-    return LinearAddNorm(w, None if post is None else _norm(post), norm, following, bool(takes))
-
-
-def _logits(node: Node, _: object) -> Logits:
-    return Logits(node.fused[0]["head"], node.fused[0]["soft_cap"])
-
-
-_MAKERS: dict[str, Callable[[Node, Any], Any]] = {
-    "embed_norm": _embed_norm, "attention": _attention, "gated_linear": _gated_linear,
-    "linear_add_norm": _linear_add_norm, "logits": _logits,
-}  # fmt: skip
+def _fused_op(node: Node, following: Any) -> FusedOp:
+    first, last, between = node.fused[0], node.fused[-1], node.fused[1:-1]
+    match node.op:
+        case "embed_norm":
+            return EmbedNorm(first["table"], first["scale"], last["weight"], last["eps"], following)
+        case "attention":
+            split, *norms, store = between
+            q_norm, k_norm = (norm["weight"] for norm in norms) if norms else (None, None)
+            return Attention(
+                first["w"], first["bias"], q_norm, k_norm, norms[0]["eps"] if norms else 0.0, split["n_heads"],
+                split["n_kv_heads"], split["head_dim"], store["table"], last["params"], store["kv"], following,
+            )  # fmt: skip
+        case "gated_linear":
+            return GatedLinear(first["w"], last["activation"], following)
+        case "linear_add_norm":
+            post = node.part("rms_norm")
+            weight = None if post is None else post["weight"]
+            return LinearAddNorm(first["w"], weight, last["weight"], last["eps"], bool(node.parts("take")), following)
+        case _:
+            return Logits(first["head"], first["soft_cap"])
 
 
 def layer_weights(ops: Sequence[FusedOp]) -> list[PackedWeight]:

@@ -17,7 +17,7 @@ import struct
 import triton
 import triton.language as tl
 
-from .intrinsics import INTERPRETED, high_bit_shift, high_half, launch_next, low_half, signed_byte, wait_for_previous
+from .intrinsics import INTERPRETED, high_bit_shift, high_half, low_half, signed_byte
 
 GROUP_BLOCKS = tl.constexpr(16)
 
@@ -28,22 +28,6 @@ def interleaved_offset(t, b, c, tokens, groups):
     word, last, r, p = c % 16 // 4, c // 16, c % 4 // 2, c % 2
     lane, n = b % GROUP_BLOCKS // 4, b % 4
     return ((word * tokens + t) * groups + b // GROUP_BLOCKS) * 128 + ((n * 2 + p) * 2 + last) * 8 + 2 * lane + r
-
-
-@triton.jit
-def interleave_activations(
-    x, out, tokens, blocks, TILE_BLOCKS: tl.constexpr, TOKENS: tl.constexpr, PDL: tl.constexpr = False
-):
-    """Copy (tokens, blocks * 32) to the interleaved layout."""
-    t = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS))[:, None, None]
-    b = (tl.program_id(1) * TILE_BLOCKS + tl.arange(0, TILE_BLOCKS))[None, :, None]
-    c = tl.arange(0, 32)[None, None, :]
-    groups = (blocks + GROUP_BLOCKS - 1) // GROUP_BLOCKS
-    launch_next(PDL)
-    wait_for_previous(PDL)
-    values = tl.load(x + (t * blocks + b) * 32 + c, mask=(t < tokens) & (b < blocks), other=0.0)
-    at = out + interleaved_offset(t, b, c, tokens, groups)
-    tl.store(at, values.to(out.dtype.element_ty), mask=(t < tokens) & (b < groups * GROUP_BLOCKS))
 
 
 @triton.jit
@@ -58,7 +42,7 @@ def reorder_for_dot(e, BN: tl.constexpr):
 @triton.jit
 def gemm_packed(
     x, factors, unit, low, high, scales, out, tokens, rows, blocks: tl.constexpr,
-    KIND: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, STRIDE: tl.constexpr = 0, PDL: tl.constexpr = False,
+    KIND: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, STRIDE: tl.constexpr = 0,
 ):  # fmt: skip
     """Multiply interleaved x * factors (tokens) by packed weights; out (splits, tokens, rows) sums to the product.
 
@@ -75,8 +59,6 @@ def gemm_packed(
     m_at = tl.minimum(m, tokens - 1)[None, :]
     k = tl.arange(0, GROUP_BLOCKS * 8)[:, None]
     acc = tl.zeros((BN, BM), tl.float32)
-    launch_next(PDL)
-    wait_for_previous(PDL)
     each = tl.cdiv(STEPS, tl.num_programs(2))
     first = tl.program_id(2) * each
     for load in range(first * LOADS, tl.minimum(first + each, STEPS) * LOADS):

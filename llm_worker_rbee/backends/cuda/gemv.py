@@ -379,16 +379,3 @@ def gemv_dense(
         apply_epilogue(
             ys, t, rows, out, residual, norm, out, out, out_squares, R, ROWS, WARPS, EPILOGUE, False, STRIDE, GELU
         )
-
-
-@triton.jit
-def quantize_rows_e4m3(x, out, scales, columns, SIZE: tl.constexpr, PDL: tl.constexpr = False):
-    """Quantize a token per program to e4m3, its largest value to 448, and store the scale."""
-    t = tl.program_id(0).to(tl.int64)
-    c = tl.arange(0, SIZE)
-    launch_next(PDL)
-    wait_for_previous(PDL)
-    y = tl.load(x + t * columns + c, mask=c < columns, other=0.0).to(tl.float32)
-    scale = tl.maximum(tl.max(tl.abs(y), 0), 1e-30) / 448.0
-    tl.store(scales + t, scale)
-    tl.store(out + t * columns + c, (y / scale).to(out.dtype.element_ty), mask=c < columns)

@@ -1,40 +1,35 @@
-"""x @ w.T for any number of tokens: which kernel, with which tile and how many splits, is a table.
+"""x @ w.T of any number of tokens on tensor cores: which kernel, with which tile and how many splits, is a table.
 
-Few tokens are quantized to int8 (gemv.py), some go through the tensor cores with packed weights (gemm.py), many after
-the matrix was dequantized to bfloat16; dense weights are cuBLAS's. x and results are float32. Int8 costs about 5e-3 of
-a result's deviation; `two_term` adds the rounding errors as further rows, which leaves less than 1e-4. Batch-invariant
-products have a fixed number of splits: then the order of a token's sums depends on no other token.
+Some tokens are multiplied by packed weights as they are (gemm.py), many after the matrix was dequantized for cuBLAS;
+dense weights are cuBLAS's. Batch-invariant products have a fixed number of splits: then the order of a token's sums
+depends on no other token. linear_small_batch.py has products of few tokens.
 
-e4m3 weights (`--quantize fp8`) have a float32 scale per row. Few tokens keep their precision, and weights are converted
-in registers (gemv.py). More are quantized too, with a scale per token: then the tensor cores multiply e4m3 by e4m3,
-twice as fast as bfloat16. Where `torch._scaled_mm` does not take a shape, the weights become bfloat16, which holds them
-exactly, for one product.
+e4m3 weights (`--quantize fp8`) have a float32 scale per row. Activations are quantized too, with a scale per token:
+then the tensor cores multiply e4m3 by e4m3, twice as fast as bfloat16. Where `torch._scaled_mm` does not take a shape,
+the weights become bfloat16, which holds them exactly, for one product.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from triton import cdiv, next_power_of_2
 
 from .device import HOPPER_SHARED_BYTES, is_interpreted, shared_memory_bytes
-from .elementwise import quantize_int8
+from .elementwise import launch_convert
 from .gemm import dequantize, gemm_dense, gemm_packed
-from .gemv import gemv_dense, gemv_packed, quantize_rows_e4m3
-from .packed_weight import E4M3, FP8, Int8Activations, PackedWeight, WeightPart, quantize_e4m3
+from .packed_weight import E4M3, FP8, Activations, PackedWeight, WeightPart, quantize_e4m3
 
-MAX_INT8_ROWS = 8
-MAX_E4M3_GEMV_TOKENS = 4
 MAX_GEMM_TOKENS = 256  # up to which packed weights are faster than cuBLAS on a dequantized matrix
 SCRATCH_BYTES = 1 << 28  # of a matrix that is dequantized at a time
 INVARIANT_TOKENS = 64  # that splits are chosen for in batch-invariant mode
 CONCURRENT_PROGRAMS = 264  # two for each multiprocessor
 SPLIT_COUNTS = (1, 2, 3, 4, 6, 8)
 MAX_SPLITS = 8
+INVARIANT_SPLITS = 4  # at most, of every batch-invariant product
 SPLIT_COST = 0.05  # of writing and reading partial sums, relative to a pass over all columns
 GROUP_COLUMNS = 512  # 16 blocks are interleaved: gemm.py
-FACTOR_BITS = 10  # float16 activations are at most 2**10
 
 
 class GemmTile(NamedTuple):
@@ -54,119 +49,91 @@ LARGEST_TILES = {"q4": GemmTile(128, 256, 8, 3), "q4m": GemmTile(128, 256, 8, 3)
 SMALL_SHARED_TILE = GemmTile(64, 64, 4, 2)  # from 33 tokens where shared memory is less than on Hopper
 
 
-# e4m3, by tokens: (rows of a program, warps, columns of a warp's iteration, iterations loaded ahead). For one token
-# measured on an H200, for two and four what fits the registers (by the compiler's report for sm_90).
-E4M3_GEMV_TILES = {
-    1: {"qkv": (8, 4, 512, 4), "o": (32, 16, 256, 8), "gate_up": (64, 16, 256, 8), "down": (32, 16, 256, 8),
-        "head": (8, 8, 512, 8)},
-    2: {"qkv": (8, 4, 256, 4), "o": (32, 16, 128, 8), "gate_up": (64, 16, 128, 4), "down": (32, 16, 128, 8),
-        "head": (8, 4, 256, 4)},
-    4: {"qkv": (8, 8, 256, 8), "o": (32, 16, 128, 4), "gate_up": (64, 16, 128, 2), "down": (32, 16, 128, 4),
-        "head": (8, 8, 256, 8)},
-}  # fmt: skip
+class BatchedLinear:
+    """Products with one buffer for the largest dequantized matrix, which grows in the first step that needs it."""
+
+    def __init__(self, device: torch.device, *, batch_invariant: bool) -> None:
+        self.device, self.batch_invariant = device, batch_invariant
+        self._scratch: torch.Tensor | None = None
+
+    def __call__(self, x: torch.Tensor, w: PackedWeight, *, is_head: bool = False) -> torch.Tensor:
+        """Return x (tokens, columns) @ w.T in float32."""
+        return sum_splits(self.multiply(self.convert(x, w, is_head=is_head), w))
+
+    def stays_packed(self, w: PackedWeight, tokens: int, *, is_head: bool = False) -> bool:
+        """Return whether a matrix is multiplied as it is packed; the output head always, as results are float32."""
+        return w.is_packed and (self.batch_invariant or is_head or tokens <= MAX_GEMM_TOKENS)
+
+    def takes_rows(self, w: PackedWeight, tokens: int) -> bool:
+        """Return whether activations are plain rows of `w.dense_dtype`, without factors."""
+        if self.batch_invariant and w.dense_dtype == torch.float16:
+            return False
+        return not (self.stays_packed(w, tokens) or self._takes_e4m3(w))
+
+    def _takes_e4m3(self, w: PackedWeight) -> bool:
+        return w.is_fp8 and w.parts[0].fits_scaled_mm and not self.batch_invariant and not is_interpreted()
+
+    def empty_activations(self, w: PackedWeight, tokens: int, *, is_head: bool = False) -> Activations:
+        """Allocate what the product with `w` reads."""
+        packed = self.stays_packed(w, tokens, is_head=is_head)
+        dtype = torch.float16 if packed else E4M3 if self._takes_e4m3(w) else w.dense_dtype
+        columns = cdiv(w.columns, GROUP_COLUMNS) * GROUP_COLUMNS if packed else w.columns
+        values = torch.empty(tokens, columns, dtype=dtype, device=self.device)
+        return Activations(values, torch.empty(tokens, device=self.device), packed)
+
+    def convert(self, x: torch.Tensor, w: PackedWeight, *, is_head: bool = False) -> Activations:
+        """Return rows (tokens, columns) of any float type as activations for `w`."""
+        out = self.empty_activations(w, len(x), is_head=is_head)
+        launch_convert(x, out)
+        return out
+
+    def multiply(self, x: Activations, w: PackedWeight, max_splits: int = MAX_SPLITS) -> torch.Tensor:
+        """Return (splits, tokens, rows), whose sum is the product."""
+        tokens, part = len(x.values), w.parts[0]
+        if not tokens:
+            return torch.empty(1, 0, w.rows, device=self.device)
+        if x.is_interleaved:
+            return gemm(x, w, max_splits, batch_invariant=self.batch_invariant)
+        if self.batch_invariant:
+            return _apply_factors(gemm_dense_batch_invariant(x.values, part), x)
+        if part.kind == FP8:
+            return matmul_fp8(x, part)[None]
+        if part.values is None:
+            return self._dequantize_and_multiply(x.values, w)[None]
+        return _apply_factors(_cublas(x.values, part.values)[None], x)
+
+    def _dequantize_and_multiply(self, x: torch.Tensor, w: PackedWeight) -> torch.Tensor:
+        """Multiply by cuBLAS, as many dequantized rows at a time as the scratch holds."""
+        step = min(max(part.rows for part in w.parts), max(1, SCRATCH_BYTES // (w.columns * x.itemsize)))
+        if self._scratch is None or self._scratch.numel() < step * w.columns:
+            self._scratch = torch.empty(step * w.columns, dtype=x.dtype, device=self.device)
+        out = []
+        for part in w.parts:
+            for start in range(0, part.rows, step):
+                rows = self._scratch[: min(step, part.rows - start) * w.columns].view(-1, w.columns)
+                dequantize_rows(part, start, rows)
+                out.append(_cublas(x, rows))
+        return out[0] if len(out) == 1 else torch.cat(out, 1)
 
 
-def linear(x: torch.Tensor, w: PackedWeight, *, two_term: bool = False) -> torch.Tensor:
-    """Return (T, columns) -> (T, rows) float32."""
-    x = x.float().contiguous()
-    if len(w.parts) == 1:
-        return _linear_part(x, w.parts[0], two_term)
-    return torch.cat([_linear_part(x, part, two_term) for part in w.parts], 1)
-
-
-def _linear_part(x: torch.Tensor, part: WeightPart, two_term: bool) -> torch.Tensor:
-    if not len(x):
-        return x.new_empty(0, part.rows)
-    if part.kind == FP8:
-        return linear_fp8(x, part)
-    if part.values is not None:
-        return matmul_dense(x, part.values)
-    if len(x) * (1 + two_term) <= MAX_INT8_ROWS:
-        return gemv_int8(x, part, two_term)
-    return gemm_tensor_cores(x, part) if len(x) <= MAX_GEMM_TOKENS else dequant_then_matmul(x, part)
-
-
-def linear_batch_invariant(x: torch.Tensor, w: PackedWeight) -> torch.Tensor:
-    """Return the same for any number of tokens, each as if it were alone."""
-    x = x.float().contiguous()
-    if not len(x):
-        return x.new_empty(0, w.rows)
-    return torch.cat([_linear_part_batch_invariant(x, part) for part in w.parts], 1)
-
-
-def _linear_part_batch_invariant(x: torch.Tensor, part: WeightPart) -> torch.Tensor:
-    factors = None
-    if part.values is None:
-        splits = gemm(*interleave_float16(x), PackedWeight((part,)), len(x), batch_invariant=True)
-    elif part.values.dtype == torch.float16:
-        halves, factors = to_float16(x)
-        splits = gemm_dense_batch_invariant(halves, part)
-    else:
-        dtype = torch.float32 if part.values.dtype == torch.float32 else torch.bfloat16
-        splits = gemm_dense_batch_invariant(x.to(dtype), part)
-    out = splits[0]
+def sum_splits(splits: torch.Tensor) -> torch.Tensor:
+    """Return the sum of (splits, tokens, rows) in float32, in the order of the kernels that read splits."""
+    out = splits[0].float()
     for split in splits[1:]:
         out = out + split
-    return out if factors is None else out * factors[:, None]
-
-
-def gemv_int8(x: torch.Tensor, part: WeightPart, two_term: bool = False) -> torch.Tensor:
-    """Multiply up to 8 rows, half of that with `two_term`; padded to a power of two, so that few kernels compile."""
-    tokens = len(x)
-    rows = quantize_activations(x, next_power_of_2(tokens * (1 + two_term)), two_term)
-    out = x.new_empty(len(rows.scales), part.rows)
-    step = min(len(out), 2) if is_interpreted() else len(out)  # unrolled loops are slow under the interpreter
-    for first in range(0, len(out), step):
-        some = slice(first, first + step)
-        _launch_gemv(Int8Activations(rows.codes[some], rows.scales[some], rows.sums[some]), part, out[some])
-    return out[:tokens] + out[tokens : 2 * tokens] if two_term else out[:tokens]
-
-
-def quantize_activations(x: torch.Tensor, rows: int, two_term: bool) -> Int8Activations:
-    """Quantize x (T, columns) to int8, with the rounding errors as T further rows if `two_term`; pad with zeros."""
-    blocks = x.shape[1] // 32
-    make = torch.empty if rows == len(x) * (1 + two_term) else torch.zeros
-    out = Int8Activations.allocate(rows, x.shape[1], x.device, make)
-    tile = 64 if is_interpreted() else 8
-    quantize_int8[(cdiv(blocks, tile), len(x))](
-        x, out.codes.view(torch.int8), out.scales, out.sums, len(x), blocks, TILE_BLOCKS=tile, TWO_TERM=two_term,
-        num_warps=2,
-    )  # fmt: skip
     return out
 
 
-def _launch_gemv(x: Int8Activations, part: WeightPart, out: torch.Tensor) -> None:
-    """Launch the product without norm and epilogue. The bits do not depend on the tile."""
-    batch = len(x.scales)
-    rows, warps = (8, 8) if batch == 1 else (8, 4)
-    if is_interpreted():  # few programs
-        rows = warps = min(256, next_power_of_2(part.rows))
-    none = x.scales
-    gemv_packed[(cdiv(part.rows, rows),)](
-        x.codes, x.scales, x.sums, none, 0.0, part.unit, part.low, part.high, part.scales, out, none, none, none, none,
-        none, part.rows, part.blocks, B=batch, KIND=part.kind, ROWS=rows, WARPS=warps, PREFETCH=rows // warps,
-        EPILOGUE=0, NORM_PARTS=0, NORM_SIZE=1, INT8=True, PDL=False, num_warps=8 if is_interpreted() else warps,
-    )  # fmt: skip
+def _apply_factors(splits: torch.Tensor, x: Activations) -> torch.Tensor:
+    """Multiply (splits, tokens, rows) by the factors of float16 activations."""
+    return splits if x.factors is None or x.values.dtype != torch.float16 else splits * x.factors[:, None]
 
 
-def gemm_tensor_cores(x: torch.Tensor, part: WeightPart) -> torch.Tensor:
-    """Multiply by packed weights, dequantized in registers."""
-    out = gemm(*interleave_float16(x), PackedWeight((part,)), len(x))
-    return out[0] if len(out) == 1 else out.sum(0)
-
-
-def dequant_then_matmul(x: torch.Tensor, part: WeightPart) -> torch.Tensor:
-    """Dequantize as many rows as the scratch holds to bfloat16 and multiply by cuBLAS."""
-    out = x.new_empty(len(x), part.rows)
-    dtype = torch.float32 if is_interpreted() else torch.bfloat16
-    x = x.to(dtype)
-    step = max(1, SCRATCH_BYTES // (part.columns * dtype.itemsize))
-    scratch = torch.empty(min(step, part.rows), part.columns, dtype=dtype, device=x.device)
-    for start in range(0, part.rows, step):
-        count = min(step, part.rows - start)
-        dequantize_rows(part, start, scratch[:count])
-        out[:, start : start + count] = cublas(x, scratch[:count])
-    return out
+def _cublas(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """Return x @ w.T, sums in float32; of bfloat16 as bfloat16, of float16, whose range is small, as float32."""
+    if x.device.type == "cpu":
+        return x.float() @ w.float().T
+    return torch.mm(x, w.T, out_dtype=torch.float32) if x.dtype == torch.float16 else torch.mm(x, w.T)
 
 
 def dequantize_rows(part: WeightPart, start: int, out: torch.Tensor) -> None:
@@ -178,21 +145,6 @@ def dequantize_rows(part: WeightPart, start: int, out: torch.Tensor) -> None:
         part.unit, part.low[start:], high, part.scales[start:], out, count, part.blocks,
         KIND=part.kind, ROWS=rows, TILE_BLOCKS=tile,
     )  # fmt: skip
-
-
-def matmul_dense(x: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Multiply in the weights' dtype; float16 with a power of two per row, so that nothing overflows."""
-    if values.dtype == torch.float16:
-        halves, factors = to_float16(x)
-        return cublas(halves, values) * factors[:, None]
-    return cublas(x.to(values.dtype), values)
-
-
-def cublas(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    """Return x @ w.T, sums and results in float32."""
-    if x.dtype == torch.float32 or x.device.type == "cpu":
-        return x.float() @ w.float().T
-    return torch.mm(x, w.T, out_dtype=torch.float32)
 
 
 def gemm_tile(tokens: int, kind: str, device: torch.device) -> GemmTile:
@@ -215,38 +167,38 @@ def num_splits(rows: int, columns: int, tokens: int, tile: GemmTile, max_splits:
     return best
 
 
-def padded_columns(columns: int) -> int:
-    """Return the values of a token in the interleaved layout."""
-    return int(cdiv(columns, GROUP_COLUMNS)) * GROUP_COLUMNS
+def invariant_splits(part: WeightPart, device: torch.device) -> int:
+    """Return the splits of a batch-invariant product: a function of the matrix alone."""
+    tile = gemm_tile(INVARIANT_TOKENS, part.kind, device)
+    return num_splits(part.rows, part.columns, INVARIANT_TOKENS, tile, INVARIANT_SPLITS)
 
 
-def gemm(x: torch.Tensor, factors: torch.Tensor, w: PackedWeight, tokens: int, max_splits: int = MAX_SPLITS,
-         batch_invariant: bool = False, pdl: bool = False) -> torch.Tensor:  # fmt: skip
+def gemm(x: Activations, w: PackedWeight, max_splits: int, *, batch_invariant: bool) -> torch.Tensor:
     """Multiply interleaved activations by all parts of a weight: (splits, tokens, rows) float32, to be summed."""
+    tokens, device = len(x.values), x.values.device
     largest = max(w.parts, key=lambda part: part.rows)
-    count = INVARIANT_TOKENS if batch_invariant else tokens
-    splits = num_splits(largest.rows, w.columns, count, gemm_tile(count, largest.kind, x.device), max_splits)
-    out = torch.empty(splits, tokens, w.rows, device=x.device)
-    options: Any = {"launch_pdl": True} if pdl else {}
+    tile = gemm_tile(tokens, largest.kind, device)
+    splits = num_splits(largest.rows, w.columns, tokens, tile, max_splits)
+    if batch_invariant:
+        splits = invariant_splits(largest, device)
+    out = torch.empty(splits, tokens, w.rows, device=device)
     first = 0
     for part in w.parts:
-        tile = gemm_tile(tokens, part.kind, x.device)
+        tile = gemm_tile(tokens, part.kind, device)
         gemm_packed[(cdiv(part.rows, tile.rows), cdiv(tokens, tile.tokens), splits)](
-            x, factors, part.unit, part.low, part.high, part.scales, out.view(-1)[first:], tokens, part.rows,
-            part.blocks, part.kind, tile.rows, tile.tokens, w.rows, pdl,
-            num_warps=tile.warps, num_stages=tile.stages, **options,
+            x.values, x.factors, part.unit, part.low, part.high, part.scales, out.view(-1)[first:], tokens, part.rows,
+            part.blocks, part.kind, tile.rows, tile.tokens, w.rows, num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
         first += part.rows
     return out
 
 
-def gemm_dense_batch_invariant(x: torch.Tensor, part: WeightPart, max_splits: int = MAX_SPLITS) -> torch.Tensor:
+def gemm_dense_batch_invariant(x: torch.Tensor, part: WeightPart) -> torch.Tensor:
     """Multiply by dense or e4m3 weights in a fixed order: (splits, tokens, rows). Slower than cuBLAS."""
     assert part.values is not None
     tokens, columns = x.shape
     tile = gemm_tile(tokens, part.kind, x.device)._replace(stages=3)
-    reference_tile = gemm_tile(INVARIANT_TOKENS, part.kind, x.device)
-    splits = num_splits(part.rows, columns, INVARIANT_TOKENS, reference_tile, max_splits)
+    splits = invariant_splits(part, x.device)
     out = torch.empty(splits, tokens, part.rows, device=x.device)
     values = part.values
     if is_interpreted():  # which multiplies bfloat16 wrongly
@@ -258,76 +210,18 @@ def gemm_dense_batch_invariant(x: torch.Tensor, part: WeightPart, max_splits: in
     return out
 
 
-def interleave_float16(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return rows in the interleaved layout, and the power of two that each was divided by: the slow way."""
-    halves, factors = to_float16(x)
-    rows = torch.nn.functional.pad(halves, (0, padded_columns(x.shape[1]) - x.shape[1]))
-    shape = (len(x), -1, 4, 4, 2, 4, 2, 2)  # group, lane, n, last, word, r, p
-    return rows.view(shape).permute(5, 0, 1, 3, 7, 4, 2, 6).contiguous(), factors
-
-
-def to_float16(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return float16 rows and the power of two that each was divided by."""
-    largest = x.abs().amax(1).clamp_min(1e-30)
-    factors = torch.exp2(torch.ceil(torch.log2(largest)) - FACTOR_BITS)
-    return (x / factors[:, None]).half(), factors
-
-
-def quantize_activations_e4m3(x: torch.Tensor, pdl: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what `quantize_e4m3` does by one kernel. The interpreter rounds e4m3 wrongly (1.99 -> 1)."""
-    if is_interpreted():
-        return quantize_e4m3(x)
-    tokens, columns = x.shape
-    out = torch.empty(tokens, columns, dtype=E4M3, device=x.device)
-    scales = torch.empty(tokens, device=x.device)
-    size = next_power_of_2(columns)
-    options: Any = {"launch_pdl": True} if pdl else {}
-    quantize_rows_e4m3[(tokens,)](x, out, scales, columns, size, pdl, num_warps=max(1, min(16, size // 512)), **options)
-    return out, scales
-
-
-def matmul_fp8(
-    x: torch.Tensor, part: WeightPart, factors: torch.Tensor | None = None, pdl: bool = False
-) -> torch.Tensor:
-    """Multiply x (tokens, columns), of any float type or e4m3 with factors (tokens), by weights.T: (tokens, rows)."""
+def matmul_fp8(x: Activations, part: WeightPart) -> torch.Tensor:
+    """Multiply e4m3 activations, or bfloat16 where the matrix does not fit `torch._scaled_mm`, by e4m3 weights."""
     assert part.values is not None
+    if is_interpreted():
+        rows = x.values
+        if part.fits_scaled_mm:
+            codes, scales = quantize_e4m3(rows)
+            rows = codes.float() * scales[:, None]
+        return rows @ (part.values.float() * part.scales[:, None]).T
     if not part.fits_scaled_mm:
-        return _matmul_bfloat16(x, part)
-    if x.dtype == E4M3 and factors is not None:
-        rows, scales = x, factors
-    else:
-        rows, scales = quantize_activations_e4m3(x.contiguous(), pdl)
-    if is_interpreted():
-        return (rows.float() * scales[:, None]) @ (part.values.float() * part.scales[:, None]).T
+        return torch.mm(x.values, part.values.bfloat16().T, out_dtype=torch.float32) * part.scales
+    assert x.factors is not None
     return torch._scaled_mm(
-        rows, part.values.T, scales[:, None], part.scales[None], out_dtype=torch.bfloat16, use_fast_accum=True
+        x.values, part.values.T, x.factors[:, None], part.scales[None], out_dtype=torch.bfloat16, use_fast_accum=True
     )
-
-
-def _matmul_bfloat16(x: torch.Tensor, part: WeightPart) -> torch.Tensor:
-    assert part.values is not None
-    if is_interpreted():
-        return x.float() @ part.values.float().T * part.scales
-    sums = torch.mm(x.bfloat16(), part.values.bfloat16().T, out_dtype=torch.float32)
-    return sums * part.scales
-
-
-def linear_fp8(x: torch.Tensor, part: WeightPart) -> torch.Tensor:
-    """Multiply x (tokens, columns) float32 by weights.T for any number of tokens: (tokens, rows) float32."""
-    return _gemv_fp8(x, part) if len(x) <= MAX_E4M3_GEMV_TOKENS else matmul_fp8(x, part).float()
-
-
-def _gemv_fp8(x: torch.Tensor, part: WeightPart) -> torch.Tensor:
-    tokens, out = len(x), x.new_empty(len(x), part.rows)
-    size = next_power_of_2(tokens)  # fewer kernels to compile
-    padded = torch.nn.functional.pad(x, (0, 0, 0, size - tokens)) if size > tokens else x
-    sums = out if size == tokens else x.new_empty(size, part.rows)
-    rows, warps, tile_k, prefetch = E4M3_GEMV_TILES[size]["qkv"]
-    if is_interpreted():  # few programs
-        rows = warps = min(256, next_power_of_2(part.rows))
-    gemv_dense[(cdiv(part.rows, rows),)](
-        padded, x, 0.0, part.values, sums, x, x, x, part.rows, part.columns, B=size, ROWS=rows, WARPS=warps,
-        TILE_K=tile_k, PREFETCH=prefetch, EPILOGUE=0, NORM_PARTS=0, NORM_SIZE=1, PDL=False, scales=part.scales,
-        num_warps=8 if is_interpreted() else warps,
-    )  # fmt: skip
-    return sums[:tokens]

@@ -15,7 +15,7 @@ gemv.py draws the planes. What a kind holds, and how many columns share a scale:
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -66,14 +66,6 @@ class WeightPart:
         """Whether `torch._scaled_mm` takes this shape."""
         return self.rows % SCALED_MM_ALIGNMENT == 0 and self.columns % SCALED_MM_ALIGNMENT == 0
 
-    def select_rows(self, index: torch.Tensor) -> WeightPart:
-        """Return some rows, still packed."""
-        high = self.high[index] if self.kind in HIGH_WORDS else self.high
-        low = self.low[index] if self.values is None else self.low
-        scales = self.scales if self.kind == DENSE else self.scales[index]
-        values = None if self.values is None else self.values[index]
-        return WeightPart(self.kind, len(index), self.blocks, low, high, scales, self.unit, values)
-
 
 @dataclass(slots=True, eq=False)
 class PackedWeight(StackedWeight):
@@ -91,22 +83,11 @@ class PackedWeight(StackedWeight):
         return all(part.kind == FP8 for part in self.parts)
 
     @property
-    def takes_e4m3_activations(self) -> bool:
-        """Whether the producer of activations for this matrix quantizes them itself."""
-        return self.is_fp8 and self.parts[0].fits_scaled_mm and not is_interpreted()
-
-    @property
     def dense_dtype(self) -> torch.dtype:
         """The dtype of activations for a dense product, with dequantized rows where the matrix is packed."""
-        if self.is_packed or self.is_fp8:
-            return torch.float32 if is_interpreted() else torch.bfloat16
-        assert self.parts[0].values is not None
-        return self.parts[0].values.dtype
-
-    def dequantize_rows(self, index: torch.Tensor) -> torch.Tensor:
-        """Return some rows as float32, (n, columns)."""
-        (part,) = self.parts
-        return dequantize(part.select_rows(index))
+        values = self.parts[0].values
+        dtype = torch.bfloat16 if values is None or self.is_fp8 else values.dtype
+        return torch.float32 if is_interpreted() and dtype == torch.bfloat16 else dtype  # it truncates bfloat16
 
 
 def empty_planes(kind: str, rows: int, blocks: int, device: torch.device | str) -> WeightPart:
@@ -176,8 +157,11 @@ def quantize_e4m3(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def merge_parts(w: PackedWeight) -> PackedWeight:
-    """Return a weight as one dense part, of the type of its dense parts."""
-    dtype = next(part.values.dtype for part in w.parts if part.values is not None)
+    """Return a weight whose product reads activations of one form: dense if some of its parts are."""
+    if len(w.parts) == 1 or w.is_packed:
+        return w
+    dtypes = {part.values.dtype for part in w.parts if part.kind == DENSE and part.values is not None}
+    dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
     return PackedWeight((WeightPart.from_values(DENSE, torch.cat([dequantize(part).to(dtype) for part in w.parts])),))
 
 
@@ -195,6 +179,26 @@ class Int8Activations:
         blocks, float32 = columns // 32, {"dtype": torch.float32, "device": device}
         codes = make((batch, 8, blocks), dtype=torch.int32, device=device)
         return Int8Activations(codes, make((batch, blocks), **float32), make((batch, 2, blocks), **float32))
+
+
+class Activations(NamedTuple):
+    """Rows for the tensor cores, or interleaved float16 (gemm.py); float16 and e4m3 are multiplied by factors."""
+
+    values: torch.Tensor
+    factors: torch.Tensor | None = None  # (tokens,)
+    is_interleaved: bool = False
+
+
+class GemvActivations(NamedTuple):
+    """Activations of a GEMV, which multiplies by 1/rms if partial sums of squares are given."""
+
+    values: Int8Activations | torch.Tensor
+    squares: torch.Tensor | None = None  # (tokens, parts)
+    eps: float = 0.0
+
+    @property
+    def tokens(self) -> int:
+        return len(self.values.scales if isinstance(self.values, Int8Activations) else self.values)
 
 
 def kernel_outputs(x: Int8Activations | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

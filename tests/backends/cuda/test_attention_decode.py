@@ -64,7 +64,7 @@ def run(
 ) -> Any:
     """Run the kernel for some of the requests and one row of padding."""
     where, tokens = DEVICE, len(requests) + 1
-    rope = rope_tables(block.rope, max(LENGTHS), DEVICE)
+    rope = rope_tables(block.rope, torch.arange(max(LENGTHS), device=DEVICE))
     positions = device.upload(np.array([LENGTHS[r] - 1 for r in requests] + [-1]), DEVICE)
     tables = device.upload(np.concatenate((pages.table[requests], np.zeros_like(pages.table[:1]))), DEVICE)
     width = device.upload(np.array([pages.table.shape[1]]), DEVICE)

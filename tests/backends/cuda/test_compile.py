@@ -14,18 +14,17 @@ PACKED = ("q4", "q4m", "q5", "q5m", "q6", "q8", "q8d", "q4mm")
 GROUPS = {
     "gemv": [f"gemv {kind}" for kind in PACKED] + ["gemv residual", "gemv 4 tokens", "gemv dense"],
     "e4m3": [
-        *(f"gemv e4m3 {name}" for name in ("qkv", "gate_up", "down")), "add_rms_norm_rows e4m3", "quantize_rows_e4m3",
+        *(f"gemv e4m3 {name}" for name in ("qkv", "gate_up", "down")), "add_rms_norm_rows e4m3", "convert_rows e4m3",
     ],
     "gemm": [f"gemm {kind}" for kind in PACKED] + ["gemm dense", "gemm dense e4m3"],
     "dequantize": [f"{name} {kind}" for kind in PACKED for name in ("dequantize", "embed")] + ["embed dense"],
     "attention": [
         "decode", "decode staged", "decode float8 all", "decode dim 96", "decode dim 80 part", "decode gqa",
         "decode gqa float8 all", "decode gqa dim 96", "decode gqa part", "prefill", "prefill dim 96 float8 window cap",
-        "prefill dim 256", "rope_store_qkv", "rope_store_qkv all", "rope_store_qkv dim 96 part", "rope_store_rows",
-        "rope_store_rows float8",
+        "prefill dim 256", "rope_store_qkv", "rope_store_qkv all", "rope_store_qkv dim 96 part",
     ],
     "elementwise": [
-        "gemv gated", "rms_norm_rows", "gated_rows", "quantize_int8", "interleave_activations", "add_rms_norm_rows",
+        "gemv gated", "rms_norm_rows", "convert_rows", "add_rms_norm_rows",
         "swiglu_rows",
     ],
     "sampling": ["argmax_rows", "logprob_rows", "sample_rows"],

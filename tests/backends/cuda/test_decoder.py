@@ -129,5 +129,5 @@ def test_undecided_id_reads_first_embedding_row() -> None:
     part = random_planes("q6", 5, 64, where)
     residual = torch.zeros(2, 64, device=where)
     ids = torch.tensor([-1, -2], dtype=torch.int32, device=where)
-    launch_embedding(PackedWeight((part,)), 1.0, ids, 2, residual, residual, None, None, False)
+    launch_embedding(PackedWeight((part,)), 1.0, ids, residual)
     assert torch.allclose(residual, packed_weight.dequantize(part)[:1].expand(2, 64))

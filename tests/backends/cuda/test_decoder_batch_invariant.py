@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,13 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 from llm_worker_rbee.backends.cuda import CudaBackend  # noqa: E402
+from llm_worker_rbee.backends.cuda.fused_ops import REWRITES  # noqa: E402
+from llm_worker_rbee.backends.graph import Rewrite  # noqa: E402
+from llm_worker_rbee.bench.synthetic import random_tensor  # noqa: E402
 from llm_worker_rbee.models import Transformer, load_model, read_model_config  # noqa: E402
+from llm_worker_rbee.models.convert import quantize_checkpoint  # noqa: E402
+from llm_worker_rbee.weights import Checkpoint  # noqa: E402
+from llm_worker_rbee.weights.quants import BLOCK_TYPES  # noqa: E402
 from tests.helpers import cuda_models  # noqa: E402
 
 INVARIANT, DEFAULT = CudaBackend(deterministic=True), CudaBackend()
@@ -31,6 +38,85 @@ WAYS: dict[str, Sequence[Step]] = {
     "in chunks": (((0,), (1,)), ((0,), (3,))),
     "in a batch": (((1, 0), (3, 2)), ((0, 1), (1, 1)), ((1, 0), (3, 1))),
 }
+
+
+# The same bits op by op: (shape, mix, features of families).
+ONE_LAYER = cuda_models.GROUPED._replace(layers=1)
+SINGLE_OP_CASES: dict[str, tuple[Any, str, dict[str, Any]]] = {
+    "packed": (ONE_LAYER, "Q4_0", {}),
+    "packed, many features": (
+        cuda_models.GROUPED, "Q4_0",
+        {"post": True, "norms": True, "activation": "gelu_tanh", "scale": 11.3, "final_cap": 5.0},
+    ),
+    "mixed kinds, bias": (cuda_models.PLAIN._replace(layers=1), "Q4_K_M", {"bias": True}),
+    "packed and dense parts": (ONE_LAYER, "Q4_0 with F16 values", {}),
+    "float16, tied": (cuda_models.QWEN._replace(layers=1), "F16", {}),
+    "float16, many features": (
+        ONE_LAYER, "F16",
+        {"post": True, "norms": True, "bias": True, "activation": "gelu_tanh", "window": 3, "cap": 2.0, "scale": 9.7},
+    ),
+    "bfloat16": (ONE_LAYER, "BF16", {"norms": True}),
+    "float32": (ONE_LAYER, "F32", {"post": True}),
+    "fp8": (ONE_LAYER, "fp8", {"window": 3}),
+    "heads of 48": (ONE_LAYER._replace(width=192, head_dim=48), "Q4_0", {"bias": True, "norms": True}),
+}  # fmt: skip
+# (requests, tokens of each, logits of all): prefill, decode of one and two, mixed
+STEPS = (((0, 1), (3, 2), False), ((0,), (1,), False), ((0, 1), (1, 1), False), ((0, 1, 2), (1, 1, 2), True))
+CASE_OF_REWRITE = {
+    "embed_norm": "packed, many features", "attention": "float16, many features", "gated_linear": "fp8",
+    "linear_add_norm": "packed, many features", "logits": "packed and dense parts",
+}  # fmt: skip
+
+
+def checkpoint_of(shape: Any, mix: str) -> Checkpoint:
+    if mix == "fp8":
+        return quantize_checkpoint(cuda_models.random_checkpoint(shape, "BF16"), "fp8")
+    if mix != "Q4_0 with F16 values":
+        return cuda_models.random_checkpoint(shape, mix)
+    made, name = cuda_models.random_checkpoint(shape, "Q4_0"), "blk.0.attn_v.weight"
+    values = random_tensor(BLOCK_TYPES["F16"], made.tensors[name].shape, seed=11)
+    return replace(made, tensors={**made.tensors, name: replace(values, name=name)})
+
+
+@cache
+def fused_model(case: str) -> Transformer:
+    shape, mix, features = SINGLE_OP_CASES[case]
+    made = checkpoint_of(shape, mix)
+    model = load_model(made, INVARIANT, read_model_config(made))
+    return cuda_models.with_features(model, **features) if features else model
+
+
+@cache
+def differing_steps(case: str) -> list[tuple[Any, ...]]:
+    """Return the steps whose logits, fused and op by op, are not bitwise equal."""
+    fused = fused_model(case)
+    models = (fused, replace(fused, fused=None))
+    random, pair = np.random.default_rng(1), [cuda_models.Requests(model, 3, "float32") for model in models]
+    found = []
+    for step in STEPS:
+        indices, counts, every = step
+        ids = random.integers(0, 96, sum(counts))
+        batches = [requests.step(indices, counts, ids, every) for requests in pair]
+        logits = [m.forward(batch, r.cache) for m, batch, r in zip(models, batches, pair, strict=True)]
+        if not torch.equal(*logits):
+            found.append(step)
+    return found
+
+
+@pytest.mark.parametrize("case", SINGLE_OP_CASES)
+def test_fused_steps_have_the_bits_of_single_ops(case: str) -> None:
+    assert fused_model(case).fused is not None
+    assert differing_steps(case) == []
+
+
+@pytest.mark.parametrize("rewrite", REWRITES, ids=lambda rewrite: rewrite.into)
+def test_rewrite_with_all_its_ops_has_the_bits_of_single_ops(rewrite: Rewrite) -> None:
+    case = CASE_OF_REWRITE[rewrite.into]
+    fused = fused_model(case).fused
+    assert fused is not None
+    used = [line.ops for line in fused.program("float32") if line.component == rewrite.into]
+    assert {op for ops in used for op in ops.split(" + ")} == {op.rstrip("?*") for op in rewrite.pattern.split()}
+    assert differing_steps(case) == []
 
 
 def logits_of_first(model: Transformer, steps: Sequence[Step]) -> Any:

@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from llm_worker_rbee.backends import select
-from llm_worker_rbee.backends.cuda import CudaBackend, device, elementwise, linear, packed_weight, repack
+from llm_worker_rbee.backends.cuda import CudaBackend, device, elementwise, packed_weight, repack
+from llm_worker_rbee.backends.cuda.linear_small_batch import launch_gemv
 from llm_worker_rbee.backends.reference import ReferenceBackend
 from llm_worker_rbee.bench.synthetic import Spec, write
 from llm_worker_rbee.errors import InvalidRequestError
@@ -64,16 +65,15 @@ def test_pack_fp8_joins_dense_types_in_one_part(rng: np.random.Generator, monkey
     largest = np.abs(wanted).max(1, keepdims=True)
     assert (np.abs(found - wanted) <= np.maximum(np.abs(wanted) / 16, largest * 2.0**-9 / 448 + 1e-30)).all()
     np.testing.assert_allclose(np.abs(found).max(1), largest[:, 0], rtol=1e-6)
-    index = torch.tensor([7, 1], device=part.scales.device)
-    np.testing.assert_array_equal(packed_weight.dequantize(part.select_rows(index)).cpu(), found[[7, 1]])
 
 
 @pytest.mark.parametrize("columns", [96, 1100])
-@pytest.mark.parametrize("tokens", [1, 3, 4])
-def test_linear_fp8_few_tokens_are_not_quantized(tokens: int, columns: int, rng: np.random.Generator) -> None:
+@pytest.mark.parametrize("tokens", [1, 2, 4])
+def test_gemv_fp8_activations_are_not_quantized(tokens: int, columns: int, rng: np.random.Generator) -> None:
     part = random_fp8_part(40, columns, rng)
     x = torch.tensor(rng.standard_normal((tokens, columns)), dtype=torch.float32, device=DEVICE)
-    found = linear.linear(x, packed_weight.PackedWeight((part,)))
+    found = torch.empty(tokens, 40, device=DEVICE)
+    launch_gemv("qkv", packed_weight.GemvActivations(x), packed_weight.PackedWeight((part,)), found)
     assert relative_error(found, x.double().cpu() @ packed_weight.dequantize(part).double().cpu().T) < 1e-6
 
 
@@ -85,7 +85,7 @@ def test_linear_fp8_many_tokens_quantized_if_aligned(rng: np.random.Generator) -
     for rows, min_error, max_error in ((48, 5e-3, 4e-2), (40, 0.0, 4e-3)):  # 40 is no multiple of 16
         part = random_fp8_part(rows, 96, rng)
         found, wanted = (
-            linear.linear(x, packed_weight.PackedWeight((part,))).cpu(),
+            OPS.linear(x, packed_weight.PackedWeight((part,))).cpu(),
             (x.cpu() @ packed_weight.dequantize(part).cpu().T),
         )
         assert not found[4].any()
@@ -143,27 +143,28 @@ def test_quantize_fp8_refused_on_cpu_and_quantized_files() -> None:
 
 @pytest.mark.gpu
 @ON_GPU
-def test_quantize_kernel_matches_torch(rng: np.random.Generator) -> None:
+def test_convert_quantizes_as_torch(rng: np.random.Generator) -> None:
     x = torch.tensor(rng.standard_normal((7, 11008)), device=DEVICE).bfloat16()
-    (found, scales), (wanted, expected_scales) = linear.quantize_activations_e4m3(x), packed_weight.quantize_e4m3(x)
-    torch.testing.assert_close(scales, expected_scales)
-    assert float((found.float() != wanted.float()).float().mean()) < 1e-4  # ties, where a division differs by a bit
+    found = packed_weight.Activations(
+        torch.empty(7, 11008, dtype=packed_weight.E4M3, device=DEVICE), x.new_empty(7).float()
+    )
+    elementwise.launch_convert(x, found)
+    wanted, scales = packed_weight.quantize_e4m3(x)
+    torch.testing.assert_close(found.factors, scales)
+    assert (
+        float((found.values.float() != wanted.float()).float().mean()) < 1e-4
+    )  # ties, where a division differs by a bit
 
 
 @pytest.mark.gpu
 @ON_GPU
 def test_add_norm_quantizes_as_torch(rng: np.random.Generator) -> None:
     residual = torch.tensor(rng.standard_normal((5, 4096)), dtype=torch.float32, device=DEVICE)
-    out, factors = (
-        torch.empty(5, 4096, dtype=packed_weight.E4M3, device=residual.device),
-        torch.empty(5, device=residual.device),
-    )
-    norm = torch.ones(4096, device=residual.device)
-    elementwise.add_rms_norm_rows[(5,)](
-        residual, residual, norm, out, factors, 5, 1e-5, 4096, 128, 0, False, num_warps=8
-    )
+    values, factors = torch.empty(5, 4096, dtype=packed_weight.E4M3, device=DEVICE), torch.empty(5, device=DEVICE)
+    norm = torch.ones(4096, device=DEVICE)
+    elementwise.launch_add_norm(None, residual, norm, 1e-5, packed_weight.Activations(values, factors))
     wanted = residual * torch.rsqrt(residual.square().mean(1, keepdim=True) + 1e-5)
-    assert relative_error(out.float() * factors[:, None], wanted) < 4e-2
+    assert relative_error(values.float() * factors[:, None], wanted) < 4e-2
     torch.testing.assert_close(factors, wanted.abs().amax(1) / 448)
 
 
@@ -171,14 +172,14 @@ def test_add_norm_quantizes_as_torch(rng: np.random.Generator) -> None:
 @ON_GPU
 @pytest.mark.parametrize("tokens", [1, 2, 4, 5, 64, 300])
 def test_linear_fp8_real_shapes_in_graph(tokens: int, rng: np.random.Generator) -> None:
-    part = random_fp8_part(4096, 11008, rng)
+    weight = packed_weight.PackedWeight((random_fp8_part(4096, 11008, rng),))
     x = torch.tensor(rng.standard_normal((tokens, 11008)), dtype=torch.float32, device=DEVICE)
     rows, scales = packed_weight.quantize_e4m3(x)
-    seen = x if tokens <= linear.MAX_E4M3_GEMV_TOKENS else rows.float() * scales[:, None]
-    alone = linear.linear_fp8(x, part)
-    assert relative_error(alone, seen.double() @ packed_weight.dequantize(part).double().T) < 4e-3
+    alone = OPS.linear(x, weight)
+    wanted = (rows.float() * scales[:, None]).double() @ packed_weight.dequantize(weight.parts[0]).double().T
+    assert relative_error(alone, wanted) < 4e-3
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = linear.linear_fp8(x, part)
+        found = OPS.linear(x, weight)
     graph.replay()
     torch.testing.assert_close(found, alone)

@@ -1,0 +1,199 @@
+"""The launches of one step, in the order of the fused ops: decoding tokens first, then those of prompts (prefill).
+
+Up to 4 decoding tokens take GEMV: five kernels per layer, whose epilogues do the rest, each launched before the
+previous one has ended (PDL). More tokens take tensor cores; small kernels between sum the splits of a product, add to
+the residual stream, norm, and lay the activations out for the next product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, TypeGuard
+
+import torch
+
+from ..ops import KVLayer
+from .attention_decode import CosSin, launch_decode_attention, split_kv_config, split_kv_scratch
+from .attention_prefill import QueryTiles, launch_prefill_attention, launch_rope_store, query_dtype
+from .device import is_interpreted
+from .elementwise import IS_GELU, launch_add_norm, launch_embedding, launch_gated
+from .fused_ops import Attention, EmbedNorm, FusedOp, GatedLinear, LinearAddNorm, Logits
+from .gemv import GATED, RESIDUAL
+from .linear import MAX_SPLITS, BatchedLinear, sum_splits
+from .linear_small_batch import Stream, empty_gemv_activations, launch_gemv
+from .packed_weight import Activations, GemvActivations, PackedWeight
+
+MAX_COUNTERS = 256  # decoding requests in a graph
+QKV_SPLITS = 4
+
+AnyActivations = Activations | GemvActivations
+
+
+class StepInputs(NamedTuple):
+    """The sizes of a step, its arrays on the device (decoder.py), and what it reads beside them."""
+
+    tokens: int
+    decoding: int  # tokens at the front that decode, those with a position >= 0
+    takes_gemv: bool
+    tile_queries: int
+    arrays: Mapping[str, torch.Tensor]
+    kv: Sequence[KVLayer]
+    ropes: Mapping[int, CosSin]  # by id of the RoPE table
+
+
+class Forward:
+    """Launches the fused ops of a model. It holds the residual stream of the step in progress."""
+
+    def __init__(self, ops: Sequence[FusedOp], device: torch.device, *, batch_invariant: bool) -> None:
+        self.ops, self.device = ops, device
+        self.linear = BatchedLinear(device, batch_invariant=batch_invariant)
+        self._counters: dict[int, torch.Tensor] = {}  # by heads
+        self.step: Any = None
+        self.residual: Any = None
+
+    @property
+    def head(self) -> PackedWeight:
+        op = self.ops[-1]
+        assert isinstance(op, Logits)
+        return op.head
+
+    @property
+    def pdl(self) -> bool:
+        return bool(self.step.takes_gemv) and self.device.type == "cuda"
+
+    def run(self, step: StepInputs) -> torch.Tensor:
+        """Return the logits of all tokens, or of those that step.arrays["logits_index"] names."""
+        self.step = step
+        x: Any = None
+        name = ""
+        for op in self.ops:
+            match op:
+                case EmbedNorm():
+                    x = self.embed(op)
+                case Attention():
+                    x, name = self.attend(op, x), "o"
+                case GatedLinear():
+                    x, name = self.gate(op, x), "down"
+                case LinearAddNorm():
+                    x = self.add_norm(name, op, x)
+                case Logits():
+                    x = self.compute_logits(op, x)
+        logits: torch.Tensor = x
+        return logits
+
+    def embed(self, op: EmbedNorm) -> AnyActivations:
+        """Start the residual stream with rows of the table, and store the activations of the first product."""
+        tokens, ids = self.step.tokens, self.step.arrays["ids"]
+        self.residual = torch.empty(tokens, len(op.norm), device=self.device)
+        if not self.step.takes_gemv:
+            launch_embedding(op.table, op.scale, ids, self.residual)
+            return self._norm(None, op.norm, op.eps, op.following)
+        out, squares = empty_gemv_activations(op.following, tokens, self.device), self._squares()
+        launch_embedding(op.table, op.scale, ids, self.residual, op.norm, out, squares, self.pdl)
+        return GemvActivations(out, squares, op.eps)
+
+    def gate(self, op: GatedLinear, x: AnyActivations) -> AnyActivations:
+        """Return activation(gate) * up as activations of the down projection."""
+        out, is_gelu = self._activations(op.following, self.step.tokens), IS_GELU[op.activation]
+        if _has_epilogue(x, op.w, out):
+            launch_gemv("gate_up", x, op.w, out.values, GATED, is_gelu=is_gelu, pdl=self.pdl)
+        else:
+            launch_gated(self._multiply("qkv", x, op.w), out, is_gelu, self.pdl)
+        return out
+
+    def add_norm(self, name: str, op: LinearAddNorm, x: AnyActivations) -> AnyActivations:
+        """Multiply, add to the residual stream, and return its norm as activations of the following product."""
+        out = self._activations(op.following, self.step.tokens)
+        if op.post is None and _has_epilogue(x, op.w, out):
+            stream = Stream(self.residual, op.norm, self._squares())
+            launch_gemv(name, x, op.w, out.values, RESIDUAL, stream=stream, pdl=self.pdl)
+            return GemvActivations(out.values, stream.squares, op.eps)
+        index = self.step.arrays.get("logits_index") if op.is_last else None
+        return self._norm(self._multiply(name, x, op.w), op.norm, op.eps, op.following, op.post, index)
+
+    def _norm(
+        self, delta: torch.Tensor | None, norm: torch.Tensor, eps: float, following: PackedWeight,
+        post: torch.Tensor | None = None, index: torch.Tensor | None = None,
+    ) -> AnyActivations:  # fmt: skip
+        """Add delta (splits, tokens, width) to the residual stream and norm it, or the tokens of `index` alone."""
+        out = self._activations(following, len(self.residual if index is None else index))
+        launch_add_norm(delta, self.residual, norm, eps, out, post, index, self.pdl)
+        return out
+
+    def compute_logits(self, op: Logits, x: AnyActivations) -> torch.Tensor:
+        """Apply the output head."""
+        logits = sum_splits(self._multiply("head", x, op.head, 1))
+        return torch.tanh(logits / op.soft_cap) * op.soft_cap if op.soft_cap else logits
+
+    def _squares(self) -> torch.Tensor:
+        tokens, width = self.residual.shape
+        return torch.empty(tokens, width // 32, device=self.device)
+
+    def _activations(self, w: PackedWeight, tokens: int) -> AnyActivations:
+        """Allocate what the product with `w` reads. The output head takes GEMV for few tokens of any step."""
+        is_head = w is self.head
+        few = tokens == 1 or (tokens in (2, 4) and (w.is_packed or w.is_fp8))
+        if self.step.takes_gemv or (is_head and few and not self.linear.batch_invariant):
+            return GemvActivations(empty_gemv_activations(w, tokens, self.device))
+        return self.linear.empty_activations(w, tokens, is_head=is_head)
+
+    def _multiply(self, name: str, x: AnyActivations, w: PackedWeight, max_splits: int = MAX_SPLITS) -> torch.Tensor:
+        """Return (splits, tokens, rows), whose sum is the product."""
+        if isinstance(x, Activations):
+            return self.linear.multiply(x, w, max_splits)
+        out = torch.empty(1, x.tokens, w.rows, device=self.device)
+        launch_gemv(name, x, w, out, pdl=self.pdl)
+        return out
+
+    def attend(self, op: Attention, x: AnyActivations) -> AnyActivations:
+        """Attend for decode and prefill tokens; return activations of the output projection."""
+        step, following = self.step, op.following
+        qkv = self._multiply("qkv", x, op.qkv, QKV_SPLITS)
+        if step.takes_gemv:
+            out: Any = empty_gemv_activations(following, step.tokens, self.device)
+            self._decode(qkv, op, out)
+            return GemvActivations(out)
+        takes_rows = self.linear.takes_rows(following, step.tokens)
+        make = torch.zeros if is_interpreted() else torch.empty  # padding rows are not written
+        dtype = following.dense_dtype if takes_rows else torch.float32
+        out = make(step.tokens, following.columns, dtype=dtype, device=self.device)
+        if step.decoding:
+            self._decode(qkv, op, out)
+        if "tile_first" in step.arrays:
+            self._prefill(qkv, op, out)
+        return Activations(out, None, False) if takes_rows else self.linear.convert(out, following)
+
+    def _decode(self, qkv: torch.Tensor, op: Attention, out: Any) -> None:
+        """Attend for decoding tokens by split-KV."""
+        step, arrays = self.step, self.step.arrays
+        config = split_kv_config(step.decoding, op.n_heads, op.n_kv_heads)
+        scratch = split_kv_scratch(step.decoding, op.n_heads, op.head_dim, config, self.device)
+        launch_decode_attention(
+            qkv, op, step.kv[op.layer], step.ropes[id(op.rope)], arrays["decode_positions"], arrays["tables"],
+            arrays["width"], step.decoding, config, (*scratch, self._counters_for(step.decoding, op.n_heads)), out,
+            self.pdl,
+        )  # fmt: skip
+
+    def _prefill(self, qkv: torch.Tensor, op: Attention, out: torch.Tensor) -> None:
+        """Rotate, store and attend for the tokens of prompts."""
+        arrays, kv, rope = self.step.arrays, self.step.kv[op.layer], self.step.ropes[id(op.rope)]
+        q = torch.empty(len(out), op.n_heads, op.head_dim, dtype=query_dtype(kv.k.dtype), device=self.device)
+        norms = op.bias, op.q_norm, op.k_norm, op.eps
+        launch_rope_store(qkv, kv, rope, arrays["positions"], arrays["slots"], q, *norms)
+        names = ("tables", "width", "query_start", "context_len", "tile_request", "tile_first")
+        tiles = QueryTiles(self.step.tile_queries, *(arrays[name] for name in names))
+        launch_prefill_attention(q, kv, tiles, op.params, out)
+
+    def _counters_for(self, decoding: int, heads: int) -> torch.Tensor:
+        """Return zeros, which the kernel leaves as zeros."""
+        if decoding > MAX_COUNTERS:  # in no graph: those hold the address of the shared ones
+            return torch.zeros(decoding * heads, dtype=torch.int32, device=self.device)
+        if heads not in self._counters:
+            self._counters[heads] = torch.zeros(MAX_COUNTERS * heads, dtype=torch.int32, device=self.device)
+        return self._counters[heads]
+
+
+def _has_epilogue(x: AnyActivations, w: PackedWeight, out: AnyActivations) -> TypeGuard[GemvActivations]:
+    """Return whether the product is a GEMV that stores `out` itself: of one part, and a dense one stores no int8."""
+    is_gemv = isinstance(x, GemvActivations) and isinstance(out, GemvActivations) and len(w.parts) == 1
+    return is_gemv and (w.is_packed or isinstance(out.values, torch.Tensor))
