@@ -102,11 +102,11 @@ def num_bytes(value: Any) -> int:
     return sum(map(num_bytes, value.values())) if isinstance(value, dict) else 0
 
 
-def estimate_tokens(prompt: Any) -> int:
-    """Estimate the tokens of a text or of messages; return the number of token ids."""
+def estimate_tokens(prompt: Any, context: int) -> int:
+    """Estimate the tokens of a text or of messages that fits the context; return the number of token ids."""
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], int):
         return len(prompt)
-    return num_bytes(prompt) // BYTES_PER_TOKEN + 1
+    return min(num_bytes(prompt) // BYTES_PER_TOKEN + 1, context)
 
 
 def require_ids_fit(prompt: Any, context: int) -> None:
@@ -124,6 +124,12 @@ class PromptEncoder:
     def __init__(self, model: TextModel, offload: OffloadPool) -> None:
         self._model, self._offload = model, offload
 
+    def check_texts(self, prompts: Sequence[str | list[int]]) -> None:
+        """Raise for a text that can never fit the context, before it waits for a place in the queue."""
+        for prompt in prompts:
+            if isinstance(prompt, str):
+                self._require_text_fits(num_bytes(prompt), "prompt")
+
     async def encode(self, prompts: Sequence[str | list[int]]) -> list[list[int]]:
         """Return the ids of each prompt; given ids are checked against the vocabulary."""
         size = sum(num_bytes(prompt) if isinstance(prompt, str) else len(prompt) for prompt in prompts)
@@ -135,7 +141,6 @@ class PromptEncoder:
 
     def _encode_one(self, prompt: str | list[int]) -> list[int]:
         if isinstance(prompt, str):
-            self._require_text_fits(num_bytes(prompt), "prompt")
             return self._model.tokenize(prompt)
         vocab_size = self._model.vocab_size
         if (largest := max(prompt)) >= vocab_size:

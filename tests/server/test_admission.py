@@ -45,6 +45,42 @@ def test_admission_full_is_429_with_retry_after(start: Start, limit: dict[str, i
     assert server.events(waiting)[-1]["type"] == "end"
 
 
+def test_prompt_over_context_is_400_also_under_load(start: Start) -> None:
+    """A retry would never succeed. A text is refused by its bytes, or once it is tokenized."""
+    server = start({"max_batch": 1}, max_queue=1)
+    context = server.http.get("/v1/models").json()["data"][0]["context_length"]
+    running, waiting = server.job(max_tokens=60_000), server.job(max_tokens=60_000)
+    bodies: dict[str, dict[str, object]] = {
+        JOBS: {"prompt": "#" * 50 * context, "max_tokens": 1},
+        COMPLETIONS: {"prompt": "#" * 50 * context},
+    }
+    for path, body in bodies.items():
+        reply = server.post(path, body)
+        assert (reply.status_code, reply.json().get("error", reply.json())["code"]) == (400, "CONTEXT_LENGTH_EXCEEDED")
+        assert server.post(path, {**body, "prompt": "#"}).status_code == 429
+    for job in (running, waiting):
+        server.http.delete(f"/v1/jobs/{job}")
+
+
+def test_prompt_over_context_is_400_also_where_tokens_wait(start: Start) -> None:
+    server = start({"max_batch": 1}, max_queued_tokens=70_000)
+    context = server.http.get("/v1/models").json()["data"][0]["context_length"]
+    running = server.job(max_tokens=60_000)
+    until(lambda: server.worker.num_unstarted == 0)
+    waiting = server.job(prompt="#" * 4_000, max_tokens=1)
+    text = "#" * (context + 5_000)
+    for path, body in (
+        (JOBS, {"prompt": text, "max_tokens": 1}),
+        (JOBS, {"prompt": "#", "max_tokens": context}),
+        (COMPLETIONS, {"prompt": text}),
+        (CHATS, {"messages": [{"role": "user", "content": text}]}),
+    ):
+        reply = server.post(path, body)
+        assert (reply.status_code, reply.json().get("error", reply.json())["code"]) == (400, "CONTEXT_LENGTH_EXCEEDED")
+    for job in (running, waiting):
+        server.http.delete(f"/v1/jobs/{job}")
+
+
 LONG = 60_000
 Gate = Callable[[Server], threading.Event]
 

@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from typing import Any
 from uuid import uuid4
 
-from ...engine.request import SamplingParams
+from ...engine.request import SamplingParams, resolve_max_tokens
 from ...errors import ConflictError, InferenceError, NotFoundError, RequestCancelledError, WorkerError
 from ...generation import Generation
 from ...token_engine.protocol import RequestState
@@ -254,12 +254,16 @@ class Jobs:
         job_id = values["job_id"] or f"job-{uuid4()}"
         self._require_unused(job_id)
         worker.require_model(values["model"])
-        with worker.reserve(1, estimate_tokens(values["prompt"] or values["messages"])) as reservation:
+        context = worker.model.max_context
+        if values["prompt"] is not None:
+            worker.encoder.check_texts([values["prompt"]])
+        with worker.reserve(1, estimate_tokens(values["prompt"] or values["messages"], context)) as reservation:
             if values["messages"] is not None:
                 ids = await worker.encoder.encode_chat(normalize_roles(values["messages"]))
             else:
                 (ids,) = await worker.encoder.encode([values["prompt"]])
             self._require_unused(job_id)  # another request may have taken it meanwhile
+            resolve_max_tokens(len(ids), values["max_tokens"], worker.engine.info.engine)  # raises before a 429 would
             reservation.set_actual(len(ids))
             params = SamplingParams(**{name: values[name] for name in (*JOB_SAMPLING, "max_tokens", "stop")})
             timeout_s = None if values["timeout_ms"] is None else values["timeout_ms"] / 1000

@@ -14,7 +14,7 @@ from uuid import uuid4
 
 import msgspec
 
-from ...engine.request import SamplingParams, TokenLogprob, fit_max_tokens
+from ...engine.request import SamplingParams, TokenLogprob, check_prompt_fits, fit_max_tokens
 from ...errors import ContextLengthError, InferenceError, ModelNotFoundError, WorkerError
 from ...generation import Generation, TextDelta
 from ...tokenizer import Tokenizer
@@ -121,17 +121,22 @@ async def start_completion(worker: Worker, body: bytes, ignored: list[str] | Non
 async def _start(worker: Worker, request: CompletionRequest) -> Reply:
     values, n = request.values, request.values["n"]
     worker.require_model(values["model"])
+    context = worker.model.max_context
     if not request.is_chat:
         worker.require_capacity(len(request.prompts) * n)
-    with worker.reserve(len(request.prompts) * n, n * sum(map(estimate_tokens, request.prompts))) as reservation:
+        worker.encoder.check_texts(request.prompts)
+    num_tokens = n * sum(estimate_tokens(prompt, context) for prompt in request.prompts)
+    with worker.reserve(len(request.prompts) * n, num_tokens) as reservation:
         if request.is_chat:
             prompts = [await worker.encoder.encode_chat(request.prompts[0])]
         else:
             prompts = await worker.encoder.encode(request.prompts)
-        reservation.set_actual(n * sum(map(len, prompts)))
         generations: list[Generation] = []
         timeout_s = None if values["timeout_ms"] is None else values["timeout_ms"] / 1000
         try:
+            for ids in prompts:
+                check_prompt_fits(len(ids), context, is_scored_only=values["max_tokens"] == 0)
+            reservation.set_actual(n * sum(map(len, prompts)))
             for ids in prompts:
                 max_tokens = fit_max_tokens(len(ids), request.params.max_tokens, worker.engine.info.engine)
                 params = replace(request.params, max_tokens=max_tokens)
