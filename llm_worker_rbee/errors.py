@@ -43,6 +43,14 @@ class ModelNotFoundError(NotFoundError):
     """No such model, file or folder."""
 
 
+class MethodNotAllowedError(WorkerError, code="METHOD_NOT_ALLOWED", status=405):
+    """The route has no such method."""
+
+
+class UnsupportedMediaTypeError(WorkerError, code="UNSUPPORTED_MEDIA_TYPE", status=415):
+    """The body of a request is encoded in a way that is not supported."""
+
+
 class DownloadError(WorkerError, code="DOWNLOAD_FAILED", retriable=True):
     """A model could not be fetched: network, disk, checksum or a missing tool."""
 

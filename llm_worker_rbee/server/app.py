@@ -27,8 +27,10 @@ from ..errors import (
     DeadlineError,
     InferenceError,
     InvalidRequestError,
+    MethodNotAllowedError,
     NotFoundError,
     RequestCancelledError,
+    UnsupportedMediaTypeError,
     WorkerError,
 )
 from . import metrics, openapi
@@ -237,10 +239,12 @@ def application(worker: Worker) -> RequestMiddleware | CORSMiddleware:
 
 
 async def _on_no_route(request: Request, error: Exception) -> Response:
-    status = getattr(error, "status_code", 404)
-    why = "there is no such route" if status == 404 else f"{request.method} is not a method of this route"
-    _, headers, body = error_response(request.url.path, NotFoundError(why))
-    return Response(body, status, {**headers, **(getattr(error, "headers", None) or {})})
+    path, more = request.url.path, getattr(error, "headers", None) or {}
+    found: WorkerError = NotFoundError(f"there is no route {request.method} {path[:100]!r}")
+    if getattr(error, "status_code", 404) == 405:
+        found = MethodNotAllowedError(f"{request.method} is not a method of {path[:100]!r}: use {more.get('Allow')}")
+    status, headers, body = error_response(path, found)
+    return Response(body, status, {**headers, **more})
 
 
 async def _on_error(request: Request, error: Exception) -> Response:
@@ -253,6 +257,9 @@ async def _read_body(request: Request) -> bytes:
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != JSON_TYPE:
         raise InvalidRequestError(f"the content type is {kind[:100]!r}: it must be application/json", "content-type")
+    encoding = request.headers.get("content-encoding", "identity").strip().lower()
+    if encoding != "identity":
+        raise UnsupportedMediaTypeError(f"the content encoding is {encoding[:100]!r}: send the body uncompressed")
     try:
         async with asyncio.timeout(BODY_TIMEOUT_S):
             return await request.body()

@@ -19,7 +19,7 @@ from .dialects.openai import error_body
 from .schema import MISSING, ValidationError, ValidationIssue
 
 PUBLIC_PATHS = {"/health", "/"}
-OPENAI_PATH = re.compile(r"/v1/(chat/completions|completions|models(/.*)?)")
+OPENAI_PATH = re.compile(r"/v1(?!/(jobs|inference|ready|loading)(/|$))(/.*)?")  # routes that do not exist too
 MAX_HEADER_BYTES = 64 * 1024  # checked here once complete, and in `serve.Connection` while they arrive
 HEADERS_TOO_LONG = f"the headers are longer than the limit of {MAX_HEADER_BYTES} bytes"
 UUID = re.compile(r"[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}")

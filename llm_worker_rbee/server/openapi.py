@@ -104,9 +104,9 @@ ROUTES: tuple[tuple[str, str, str, str | None, str, str | None], ...] = (
 )
 OPENAI_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/models/{name}")
 STATUSES = {
-    400: "invalid request", 401: "missing or wrong API key", 403: "host not allowed",
-    404: "not found", 409: "job_id in use", 413: "body too large", 429: "queue full", 500: "failure of the worker",
-    503: "loading or shutting down", 504: "timeout",
+    400: "invalid request", 401: "missing or wrong API key", 403: "host not allowed", 404: "not found",
+    409: "job_id in use", 413: "body too large", 415: "compressed body", 429: "queue full",
+    500: "failure of the worker", 503: "loading or shutting down", 504: "timeout",
 }  # fmt: skip
 
 
@@ -172,7 +172,7 @@ def _errors(path: str, request: str | None) -> dict[str, Any]:
         return {}
     schema = "OpenAIError" if path in OPENAI_PATHS else "Error"
     invalid = "OpenAIError" if path in OPENAI_PATHS else "FieldErrors"
-    without_body = () if request is not None else (400, 409, 413, 429, 504)
+    without_body = () if request is not None else (400, 409, 413, 415, 429, 504)
     return {
         str(status): {"description": why, "content": _content(invalid if status == 400 else schema, None)}
         for status, why in STATUSES.items() if status not in without_body

@@ -14,14 +14,14 @@ import re
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 from uuid import uuid4
 
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from ..errors import HeadersTooLargeError, InvalidRequestError
 from . import log
@@ -227,11 +227,28 @@ class Connection(HttpToolsProtocol):
         self._is_in_head = False
         self._start_read_timeout(BODY_TIMEOUT_S + LINGER_S)  # the route replies with an error before
         super().on_headers_complete()
+        if self.parser.get_http_version() == "1.0":
+            self.cycle.send = send_without_chunks(self.cycle)  # type: ignore[assignment]
 
     def on_message_complete(self) -> None:
         self._num_head_bytes, self._is_in_head = 0, True
         self._cancel_read_timeout()
         super().on_message_complete()
+
+
+def send_without_chunks(cycle: RequestResponseCycle) -> Callable[[Any], Coroutine[Any, Any, None]]:
+    """Return a `send` for HTTP/1.0, which has no chunks: a reply of unknown length ends with the connection."""
+    send = cycle.send
+
+    async def send_message(message: Any) -> None:
+        if message["type"] == "http.response.start":
+            if not any(name == b"content-length" for name, _ in message["headers"]):
+                cycle.chunked_encoding = False
+        elif cycle.expected_content_length == 0:
+            cycle.expected_content_length = len(message.get("body", b""))  # of this part
+        await send(message)
+
+    return send_message
 
 
 def connection_class(worker: Worker) -> type[Connection]:

@@ -130,9 +130,7 @@ class Worker(GenerationListener):
     def require_model(self, name: str | None) -> None:
         """Raise unless this is the served model's name, or none."""
         if name is not None and name not in self.names:
-            raise ModelNotFoundError(
-                f"the model {name[:100]!r} is not served here: leave model out, or see the list of models"
-            )
+            raise ModelNotFoundError(f"the model {name[:100]!r} is not served here: use {self.names[0]!r}, or no model")
 
     def reserve(self, num_requests: int, num_tokens: int) -> AbstractContextManager[Reservation]:
         """Reserve places for requests that are being tokenized, with an estimate of their tokens; raise if full."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import logging
 import socket
@@ -44,6 +45,41 @@ def test_wrong_method_error_has_shape_of_dialect(server: Server) -> None:
         assert reply.status_code == 405
         assert "POST" in reply.headers["allow"]
         assert (reply.json().keys() == {"error"}) == (path == CHATS)
+        error = reply.json().get("error", reply.json())
+        assert error["code"] == "METHOD_NOT_ALLOWED"
+        assert error["message"] == f"GET is not a method of '{path}': use POST"
+
+
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/responses", "/v1", "/v1/", "/v1/chat"])
+def test_unknown_route_under_v1_has_shape_of_openai(server: Server, path: str) -> None:
+    reply = server.post(path, {"input": "x"})
+    assert reply.status_code == 404
+    assert reply.json()["error"] == {
+        "message": f"there is no route POST '{path}'", "type": "invalid_request_error", "param": None,
+        "code": "NOT_FOUND",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("path", ["/nothing", "/v1/jobs/a/b", "/v1/loading", "/v1/ready/x"])
+def test_unknown_route_elsewhere_has_shape_of_jobs(server: Server, path: str) -> None:
+    reply = server.http.get(path)
+    expected = {"code": "NOT_FOUND", "message": f"there is no route GET '{path}'", "retriable": False}
+    assert (reply.status_code, reply.json()) == (404, expected)
+
+
+@pytest.mark.parametrize("path", ALL)
+@pytest.mark.parametrize("encoding", ["gzip", "GZIP", "br", "identity, gzip"])
+def test_compressed_body_is_415(server: Server, path: str, encoding: str) -> None:
+    headers = {"content-type": "application/json", "content-encoding": encoding}
+    reply = server.http.post(path, content=gzip.compress(changed(path)), headers=headers)
+    error = reply.json().get("error", reply.json())
+    assert (reply.status_code, error["code"]) == (415, "UNSUPPORTED_MEDIA_TYPE")
+    assert "uncompressed" in error["message"]
+
+
+def test_content_encoding_identity_is_accepted(server: Server) -> None:
+    headers = {"content-type": "application/json", "content-encoding": "identity"}
+    assert server.http.post(CHATS, content=changed(CHATS), headers=headers).status_code == 200
 
 
 def test_cors_similar_origins_are_refused(start: Start) -> None:
@@ -90,6 +126,7 @@ def test_model_names_served_and_reference_are_accepted(start: Start) -> None:
         assert server.http.get(f"/v1/models/{name or 'tiny'}").status_code == 200
     error = server.post(CHATS, {"messages": CHAT, "model": "other"}).json()["error"]
     assert (error["code"], "tiny" in error["message"]) == ("model_not_found", False)
+    assert error["message"] == "the model 'other' is not served here: use 'nice', or no model"
     reply = server.post(JOBS, {"prompt": "#", "max_tokens": 1, "model": "other"})
     assert (reply.status_code, reply.json()["code"]) == (404, "NOT_FOUND")
 

@@ -227,3 +227,17 @@ def test_connection_idle_is_closed_after_timeout(start: Start, monkeypatch: pyte
     with connected(start()) as client:
         client.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
         assert replies(client).count(b"HTTP/1.1 200 OK") == 1
+
+
+def test_connection_http_1_0_stream_is_not_chunked(server: Server) -> None:
+    """HTTP/1.0 has no chunks: the connection ends the reply."""
+    job = server.job(max_tokens=30)
+    expected = server.http.get(f"/v1/jobs/{job}/stream").content
+    for path, body in ((f"/v1/jobs/{job}/stream", expected), ("/v1/models", server.http.get("/v1/models").content)):
+        with connected(server) as client:
+            client.sendall(f"GET {path} HTTP/1.0\r\n\r\n".encode())
+            head, _, found = replies(client).partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 200 ")
+        assert b"transfer-encoding" not in head.lower()
+        assert (b"content-length" in head.lower()) == (path == "/v1/models")
+        assert found == body
