@@ -26,9 +26,9 @@ from .engine.engine import Engine
 from .engine.request import SamplingParams, TokenLogprob
 from .errors import InvalidRequestError, RequestCancelledError, WorkerError
 from .generation import Chunk, Completion, Generation, Timings, make_generations
-from .load import LoadOptions, LoadPhases, load, make_engine, open_tokenizer
+from .load import LoadOptions, LoadPhases, load, make_engine
 from .progress import OnStage, request_progress
-from .text_model import TextModel
+from .text_model import TextModel, open_tokenizer
 from .token_engine.engine_loop import EngineLoop
 from .token_engine.launch import model_info
 from .token_engine.protocol import RequestState, StepResult, TokenOutput

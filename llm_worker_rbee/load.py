@@ -7,7 +7,7 @@ start (done 0), its progress in bytes or items (about ten times, more often only
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -30,7 +30,8 @@ from .errors import InsufficientMemoryError, InvalidRequestError
 from .models import Transformer, load_model, read_model_config
 from .models.convert import is_fp8, planned_types, quantize_checkpoint
 from .progress import OnStage, Stage
-from .tokenizer import Tokenizer, tokenizer_from_gguf, tokenizer_from_hf
+from .text_model import open_tokenizer
+from .tokenizer import Tokenizer
 from .weights import Checkpoint, open_checkpoint
 from .weights.hub import Progress, locate_model
 from .weights.quant_mix import quant_name
@@ -114,8 +115,11 @@ class LoadedModel:
     draft_model: Transformer | None
 
 
-def load(options: LoadOptions, phases: LoadPhases, *, needs_tokenizer: bool = True) -> LoadedModel:
-    """Load a model and its draft model, with the phases of `LLM.phases`."""
+def load(
+    options: LoadOptions, phases: LoadPhases, *, needs_tokenizer: bool = True,
+    on_located: Callable[[Path], None] = lambda path: None,
+) -> LoadedModel:  # fmt: skip
+    """Load a model and its draft model, with the phases of `LLM.phases`; `on_located` gets the path of its files."""
     check_settings(options.settings, options.draft_model)
     with phases.timed("backend"):
         backend = _select_backend(options)
@@ -126,6 +130,7 @@ def load(options: LoadOptions, phases: LoadPhases, *, needs_tokenizer: bool = Tr
         checkpoint = _open_checkpoint(path, options.quantize)
         draft = None if draft_path is None else open_checkpoint(draft_path)
         placed = place_model(backend, [checkpoint] if draft is None else [checkpoint, draft], options)
+    on_located(path)
     tokenizer = None
     if needs_tokenizer or draft is not None:
         with phases.timed("tokenizer"):
@@ -150,13 +155,6 @@ def make_engine(loaded: LoadedModel, settings: Mapping[str, Any]) -> Engine:
     if loaded.draft_model is not None:
         drafter = DraftModel(loaded.draft_model, config, loaded.config.vocab_size, loaded.kv_type)
     return Engine(loaded.model, config, loaded.kv_type, drafter)
-
-
-def open_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
-    """Return the tokenizer that a checkpoint carries, whatever its architecture."""
-    if checkpoint.format == "gguf":
-        return tokenizer_from_gguf(checkpoint.metadata)
-    return tokenizer_from_hf(checkpoint.path)
 
 
 def check_settings(settings: Mapping[str, Any], draft_model: object) -> None:

@@ -1,12 +1,16 @@
-"""Processor, memory and GPUs of this machine, from /proc, /sys and small commands. Values that cannot be read are None.
+"""Processor, memory and GPUs of this machine, from /proc, /sys and small commands; how a process ends with its parent.
 
-On Linux everything is known; elsewhere mainly what Python itself knows.
+Values that cannot be read are None. On Linux everything is known; elsewhere mainly what Python itself knows.
 """
 
+import ctypes
 import os
 import platform
 import shutil
+import signal
 import subprocess
+import threading
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -16,6 +20,8 @@ X86_FEATURES = (
     "amx_int8", "amx_bf16",
 )  # fmt: skip
 ARM_FEATURES = ("asimd", "asimddp", "i8mm", "bf16", "sve", "sve2")
+PR_SET_PDEATHSIG = 1  # of prctl
+PARENT_POLL_S = 0.25
 NO_LIMIT = 1 << 60  # cgroup v1 writes a huge number for "none"
 
 
@@ -124,6 +130,21 @@ def resident_bytes() -> int | None:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError, IndexError):
         return None
+
+
+def exit_with_parent(parent: int) -> None:
+    """Let this process end as soon as the process `parent`, which started it, does."""
+    with suppress(OSError, AttributeError):  # Linux only
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before
+        os._exit(0)
+    threading.Thread(target=_watch_parent, args=(parent,), name="parent", daemon=True).start()
+
+
+def _watch_parent(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(PARENT_POLL_S)
+    os._exit(0)
 
 
 def memory_limit() -> tuple[int | None, int]:

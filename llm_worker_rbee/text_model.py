@@ -8,8 +8,9 @@ from typing import Any
 
 from .engine.sampling_defaults import SamplingDefaults
 from .errors import ChatTemplateError
-from .tokenizer import ChatTemplate, Tokenizer
+from .tokenizer import ChatTemplate, Tokenizer, tokenizer_from_gguf, tokenizer_from_hf
 from .tokenizer.chat_template import Message, validate_messages
+from .weights import Checkpoint
 
 
 class TextModel:
@@ -53,3 +54,10 @@ class TextModel:
     def tokenize_chat(self, messages: Sequence[Message], **fields: Any) -> list[int]:
         """Return the ids of that prompt. The template's control tokens are parsed; those in a message are text."""
         return self.chat_template.encode(self.tokenizer, messages, **fields)
+
+
+def open_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
+    """Return the tokenizer that a checkpoint carries, whatever its architecture."""
+    if checkpoint.format == "gguf":
+        return tokenizer_from_gguf(checkpoint.metadata)
+    return tokenizer_from_hf(checkpoint.path)

@@ -20,8 +20,8 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 BASE = {"config", "errors", "machine"}
 DATA = BASE | {"weights", "tokenizer"}
 MODEL = DATA | {"backends", "layers", "cache", "models"}
-ENGINE = MODEL | {"engine", "load", "progress", "token_engine"}
-OFFLINE = ENGINE | {"generation", "text_model", "llm"}
+ENGINE = MODEL | {"engine", "load", "progress", "text_model", "token_engine"}
+OFFLINE = ENGINE | {"generation", "llm"}
 IMPORTS: dict[str, set[str]] = {
     "errors": set(),
     "machine": set(),
@@ -35,10 +35,10 @@ IMPORTS: dict[str, set[str]] = {
     "models": DATA | {"backends", "layers", "cache"},
     "engine": MODEL,
     "text_model": DATA | {"engine"},
-    "load": MODEL | {"engine", "progress"},
+    "load": MODEL | {"engine", "progress", "text_model"},
     "token_engine": ENGINE - {"token_engine"},
     "generation": ENGINE,
-    "llm": ENGINE | {"generation", "text_model"},
+    "llm": ENGINE | {"generation"},
     "server": OFFLINE,
     "bench": OFFLINE,
     "cli": OFFLINE | {"server", "bench"},

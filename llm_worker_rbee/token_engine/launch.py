@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+
 from ..engine.engine import Engine
 from ..load import LoadedModel, LoadOptions, LoadPhases, load, make_engine
 from .protocol import ModelInfo
 
 
-def load_engine(options: LoadOptions, phases: LoadPhases) -> tuple[Engine, ModelInfo]:
-    """Load a model without its tokenizer."""
-    loaded = load(options, phases, needs_tokenizer=False)
+def load_engine(
+    options: LoadOptions, phases: LoadPhases, on_located: Callable[[Path], None] = lambda path: None
+) -> tuple[Engine, ModelInfo]:
+    """Load a model without its tokenizer; `on_located` gets the path of its files before the weights are loaded."""
+    loaded = load(options, phases, needs_tokenizer=False, on_located=on_located)
     engine = make_engine(loaded, options.settings)
     return engine, model_info(loaded, engine, phases)
 

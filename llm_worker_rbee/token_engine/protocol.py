@@ -10,14 +10,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
 from ..config import EngineConfig
 from ..engine.request import FinishReason, SamplingParams, TokenLogprob
 from ..errors import WorkerError
-from ..progress import OnStage
+from ..progress import OnStage, Stage
 
 VERSION = 1  # of the messages; both ends must have the same
 EventKind = Literal["admitted", "prefill", "preempted", "resumed"]
@@ -40,6 +40,15 @@ class Submit(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     priority: int = 0  # lower goes first
     timeout_s: float | None = None  # from its arrival at the engine
     generated: list[int] = []
+
+
+class Load(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """The first message to an engine in another process: what to load."""
+
+    options: dict[str, Any]  # fields of `LoadOptions`
+    dummy_step_s: float | None = None  # replace the model by a `DummyModel` whose steps take so long
+    records_blocks: bool = False  # report the hashes of cached blocks
+    version: int = VERSION
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
@@ -114,6 +123,32 @@ class StepResult(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     stats: EngineStats | None = None
 
 
+class StageReport(msgspec.Struct, frozen=True, tag=True):
+    """The progress of loading: of a phase, or of a slow part of one (a download, compiling)."""
+
+    stage: Stage
+    is_transfer: bool = False  # `stage.stage` is what is transferred
+
+
+class Located(msgspec.Struct, frozen=True, tag=True):
+    """Where the model's files are; sent before the weights are loaded."""
+
+    path: str
+
+
+class LogLine(msgspec.Struct, frozen=True, tag=True):
+    """A line for the front's log."""
+
+    level: int
+    text: str
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    """The model could not be loaded."""
+
+    error: WorkerError
+
+
 class ModelInfo(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """What an engine serves. `engine.max_context` and `engine.max_batch` bound what may be submitted."""
 
@@ -146,7 +181,7 @@ class RequestState:
         self.is_running = self.is_finished = False
         self.num_cached_tokens = -1  # of the prompt; -1: it was never admitted
         self.num_computed_tokens = 0
-        self.num_preemptions = 0
+        self.num_preemptions = self.num_restarts = 0  # restarts: of its engine
         self.queue_s = 0.0  # from its arrival at the engine to its first step
 
     @property
@@ -205,6 +240,7 @@ class TokenEngine(ABC):
     """An engine, wherever it runs. All methods belong to one event loop."""
 
     info: ModelInfo  # once it is started
+    num_restarts = 0
 
     @abstractmethod
     async def start(self, on_stage: OnStage) -> ModelInfo:

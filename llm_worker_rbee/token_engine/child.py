@@ -1,0 +1,204 @@
+"""The engine's process: loads the model, then computes, in one thread; the front is at the other end of a socket.
+
+Between steps it takes in what has come; without work it waits for the socket. A front that does not read holds it up
+once much is waiting to be sent. It ends with the front, and by itself where it cannot compute any more: the front then
+starts another one and submits its requests again.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import socket
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any, NoReturn
+
+from .. import machine
+from ..engine.dummy_model import DummyModel
+from ..engine.engine import Engine
+from ..engine.request import Request, SamplingParams, SchedulerStats
+from ..errors import InferenceError, WorkerError
+from ..load import LoadOptions, LoadPhases
+from ..progress import Stage
+from ..text_model import open_tokenizer
+from ..weights import open_checkpoint
+from .engine_loop import EngineLoop
+from .launch import load_engine
+from .protocol import VERSION, Failed, Load, Located, LogLine, StageReport, StepResult
+from .wire import FrameReader, FromEngine, ProtocolError, ToEngine, encode
+
+STATS_INTERVAL_S = 0.1
+READ_BYTES = 1 << 20
+MAX_UNSENT_BYTES = 16 << 20  # past it a step waits for the front to read
+EXIT_FAILED = 70  # the engine cannot compute any more
+NULL_TEXT = " what a server does besides: it takes a request, hands it on, and sends each token as soon as it exists"
+
+
+class Connection:
+    """The socket to the front: messages in and out, without blocking unless it is asked to wait."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+        self._reader: FrameReader[ToEngine] = FrameReader(ToEngine)
+        self._unsent = bytearray()
+        sock.setblocking(False)
+
+    def send(self, message: FromEngine) -> None:
+        """Queue a message and send what the socket takes."""
+        self._unsent += encode(message)
+        self._flush()
+        while len(self._unsent) > MAX_UNSENT_BYTES:
+            select.select([], [self._socket], [])
+            self._flush()
+
+    def flush(self) -> None:
+        """Send everything."""
+        while self._unsent:
+            select.select([], [self._socket], [])
+            self._flush()
+
+    def receive(self, wait: bool) -> list[ToEngine]:
+        """Return the messages that have come; with `wait` at least one. The process ends with the front's end."""
+        received: list[ToEngine] = []
+        while not received:
+            ready, _, _ = select.select([self._socket], [self._socket] if self._unsent else [], [], None if wait else 0)
+            self._flush()
+            if ready:
+                data = self._socket.recv(READ_BYTES)
+                if not data:
+                    os._exit(0)  # no front is left
+                received += self._reader.feed(data)
+            if not wait:
+                break
+        return received
+
+    def _flush(self) -> None:
+        try:
+            while self._unsent:
+                del self._unsent[: self._socket.send(self._unsent)]
+        except BlockingIOError:
+            pass
+        except OSError:
+            os._exit(0)
+
+
+class _FrontLog(logging.Handler):
+    """Passes log lines to the front."""
+
+    def __init__(self, connection: Connection) -> None:
+        super().__init__()
+        self._connection = connection
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._connection.send(LogLine(record.levelno, record.getMessage()))
+
+
+def _load(message: Load, connection: Connection) -> EngineLoop:
+    """Load the model, with reports to the front, and compute a token: what only the first step needs is done then."""
+
+    def on_stage(stage: Stage) -> None:
+        connection.send(StageReport(stage))
+
+    def progress(what: str, done: int, total: int | None) -> None:
+        connection.send(StageReport(Stage(what, done, total, 0.0), is_transfer=True))
+
+    if message.version != VERSION:
+        raise InferenceError(f"the engine speaks version {VERSION} of the protocol, the front {message.version}")
+    phases = LoadPhases(on_stage, progress)
+    options = LoadOptions(**message.options)
+    engine, info = load_engine(options, phases, on_located=lambda path: connection.send(Located(str(path))))
+    with phases.timed("warm-up"):
+        _warm_up(engine)
+    if message.dummy_step_s is not None:
+        replace_with_dummy(engine, open_tokenizer(open_checkpoint(Path(info.path))), message.dummy_step_s)
+    loop = EngineLoop(
+        engine, lambda events: connection.send(StepResult(events=events)), records_blocks=message.records_blocks
+    )
+    connection.send(info)
+    connection.send(StepResult(stats=loop.stats()))
+    return loop
+
+
+def _warm_up(engine: Engine) -> None:
+    engine.add(Request([0], SamplingParams(temperature=0.0).resolve(), 1, 0, frozenset()))
+    while engine.has_work:
+        for output in engine.step():
+            if output.error is not None:
+                raise output.error
+    engine.scheduler.stats = SchedulerStats()  # this request does not count
+
+
+def replace_with_dummy(engine: Engine, tokenizer: Any, step_s: float) -> None:
+    """Replace the model in the engine by a fixed text: what remains is the cost of everything else."""
+    ids = tokenizer.encode(NULL_TEXT, add_special=False)
+    engine.replace_model(DummyModel([token for token in ids if tokenizer.decode([token])], step_s))
+
+
+def _serve(loop: EngineLoop, connection: Connection) -> NoReturn:
+    stats_at = 0.0
+    while True:
+        for message in connection.receive(wait=not loop.has_work):
+            if not isinstance(message, Load):
+                loop.receive(message)
+        if not loop.has_work:
+            continue
+        result = loop.step()
+        if loop.engine.device_failed:
+            raise InferenceError("the device computes no more")
+        _log_failures(result)
+        now = time.monotonic()
+        if now - stats_at >= STATS_INTERVAL_S or not loop.has_work:
+            stats_at = now
+            result = StepResult(
+                outputs=result.outputs, events=result.events, stored=result.stored, removed=result.removed,
+                stats=loop.stats(),
+            )  # fmt: skip
+        connection.send(result)
+
+
+def _log_failures(result: StepResult) -> None:
+    """Log what is behind a request's error: only its message travels."""
+    for output in result.outputs:
+        if output.error is not None and output.error.__cause__ is not None:
+            logging.getLogger(__name__).error("%s: %s", output.error, describe_failure(output.error.__cause__))
+
+
+def describe_failure(error: BaseException) -> str:
+    """Return the type and the place of an error; its text, which may quote a prompt, is left out."""
+    frames = traceback.extract_tb(error.__traceback__)[-4:]
+    places = " < ".join(f"{os.path.basename(frame.filename)}:{frame.lineno} {frame.name}" for frame in reversed(frames))
+    return f"{type(error).__name__} at {places}"
+
+
+def main() -> NoReturn:
+    """Run an engine: arguments are the socket's file descriptor and the front's process id."""
+    descriptor, front = map(int, sys.argv[1:3])
+    machine.exit_with_parent(front)
+    connection = Connection(socket.socket(fileno=descriptor))
+    root = logging.getLogger()
+    root.handlers = [_FrontLog(connection)]
+    logging.captureWarnings(True)
+    try:
+        first = connection.receive(wait=True)[0]
+        if not isinstance(first, Load):
+            raise ProtocolError("the first message is not Load")
+        loop = _load(first, connection)
+    except WorkerError as error:
+        connection.send(Failed(error))
+        connection.flush()
+        os._exit(1)
+    try:
+        _serve(loop, connection)
+    except BaseException as error:
+        cause = error.__cause__ or error
+        connection.send(LogLine(logging.ERROR, f"the engine ends: {describe_failure(cause)}"))
+        connection.flush()
+        os._exit(EXIT_FAILED)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""One engine process as the front sees it: started with a socket, fed with messages, and gone at some time."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from .protocol import Load
+from .wire import FrameReader, FromEngine, ProtocolError, ToEngine, encode
+
+STOP_TIMEOUT_S = 2.0  # for a process to end by itself once its socket is closed
+
+
+class ChildProcess(asyncio.Protocol):
+    """A child process and its socket. `start` may be called before there is an event loop; then `attach`."""
+
+    def __init__(self, process: subprocess.Popen[bytes], sock: socket.socket) -> None:
+        self.process = process
+        self._socket = sock
+        self._reader: FrameReader[FromEngine] = FrameReader(FromEngine)
+        self._transport: asyncio.Transport | None = None
+        self._on_message: Callable[[FromEngine], None] = _ignore
+        self._on_end: Callable[[str], None] = _ignore
+        self._reaping: asyncio.Task[None] | None = None
+        self._problem = ""  # what was wrong with its messages
+
+    @classmethod
+    def start(cls, load: Load) -> ChildProcess:
+        """Start a process that loads a model."""
+        own, other = socket.socketpair()
+        try:
+            os.set_inheritable(other.fileno(), True)
+            command = [sys.executable, "-m", f"{__package__}.child", str(other.fileno()), str(os.getpid())]
+            root = str(Path(__file__).parents[2])
+            paths = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")]))
+            process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, pass_fds=[other.fileno()],
+                env={**os.environ, "PYTHONPATH": paths}, start_new_session=True,
+            )  # fmt: skip
+        finally:
+            other.close()
+        own.sendall(encode(load))  # far less than a socket buffers
+        return cls(process, own)
+
+    async def attach(self, on_message: Callable[[FromEngine], None], on_end: Callable[[str], None]) -> None:
+        """Pass its messages on; `on_end` is called once, with the way in which it ended."""
+        self._on_message, self._on_end = on_message, on_end
+        loop = asyncio.get_running_loop()
+        await loop.create_unix_connection(lambda: self, sock=self._socket)
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            for message in self._reader.feed(data):
+                self._on_message(message)
+        except ProtocolError as error:
+            self._problem = f" after an invalid message ({error})"
+            self.kill()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._transport = None
+        self._reaping = asyncio.ensure_future(self._reap())
+
+    async def _reap(self) -> None:
+        """Wait for the end of the process, which has closed its socket."""
+        try:
+            status = await asyncio.to_thread(self.process.wait, STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            status = await asyncio.to_thread(self.process.wait)
+        self._on_end(describe_exit(status) + self._problem)
+
+    def send(self, message: ToEngine) -> None:
+        """Send a message; to a process that has ended it is lost."""
+        if self._transport is not None:
+            self._transport.write(encode(message))
+
+    def kill(self) -> None:
+        self.process.kill()
+
+    async def stop(self) -> None:
+        """End the process: close its socket, and kill it if that is not enough."""
+        self._on_message = self._on_end = _ignore
+        if self._transport is not None:
+            self._transport.abort()
+        else:
+            self._socket.close()
+        try:
+            await asyncio.to_thread(self.process.wait, STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            await asyncio.to_thread(self.process.wait)
+
+
+def _ignore(_: object) -> None: ...
+
+
+def describe_exit(status: int) -> str:
+    """Return how a process ended, from its return code: `was killed by SIGSEGV`, `ended with status 70`."""
+    if status >= 0:
+        return f"ended with status {status}"
+    try:
+        return f"was killed by {signal.Signals(-status).name}"
+    except ValueError:
+        return f"was killed by signal {-status}"

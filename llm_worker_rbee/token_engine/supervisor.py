@@ -1,0 +1,301 @@
+"""An engine in a child process that is restarted when it dies; its requests go on where they were.
+
+Every open request is submitted again with the tokens that were delivered, as after a preemption: draws are keyed by
+position, so the output is the one that would have come. Which request is to blame is decided by experiment only. The
+requests that ran when an engine died are suspects. From their second death on suspects are replayed one at a time, and
+a request that ends an engine twice while it runs alone is refused; one that gets past the point of its last death is
+no suspect any more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import count
+
+import msgspec
+
+from ..engine.request import copy_error
+from ..errors import DeadlineError, InferenceError, WorkerError, counted
+from ..progress import OnStage, TransferProgress
+from .child_process import ChildProcess
+from .protocol import (
+    Abort,
+    EngineStats,
+    Failed,
+    Load,
+    Located,
+    LogLine,
+    ModelInfo,
+    RequestState,
+    StageReport,
+    StepResult,
+    TokenEngine,
+)
+from .stream import QueuedStream, take_result
+from .wire import FromEngine
+
+RESTART_PERIOD_S = 60.0
+FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.05, 5.0
+DEATHS_TO_ISOLATE, DEATHS_TO_REFUSE = 2, 2  # with other requests; alone
+STALL_FACTOR = 10  # of the slowest step seen
+COUNTERS = (
+    "num_steps", "num_preemptions", "num_queried_tokens", "num_hit_tokens", "num_drafted_tokens", "num_accepted_tokens",
+)  # fmt: skip
+logger = logging.getLogger("llm_worker_rbee.server")
+
+
+@dataclass(slots=True)
+class Replay:
+    """A request as the supervisor knows it: its stream, its deadline, and the deaths that it is suspected of."""
+
+    stream: QueuedStream
+    deadline: float | None  # on the monotonic clock
+    submission: int = 0  # the id under which an engine knows it: a new one each time, so that nothing stale counts
+    num_deaths: int = 0
+    num_deaths_alone: int = 0
+    num_tokens_at_death: int = 0
+
+    @property
+    def request(self) -> RequestState:
+        return self.stream.request
+
+    @property
+    def is_isolated(self) -> bool:
+        return self.num_deaths >= DEATHS_TO_ISOLATE
+
+
+class SupervisedEngine(TokenEngine):
+    """A `TokenEngine` in a child process."""
+
+    def __init__(
+        self, load: Load, *, max_restarts: int = 5, stall_timeout_s: float | None = None,
+        progress: TransferProgress = lambda what, done, total: None,
+        on_located: Callable[[str], None] = lambda path: None,
+    ) -> None:  # fmt: skip
+        """Start the process at once. `max_restarts` are those of a minute; with `stall_timeout_s` a process that has
+        work and sends nothing for so long, and for ten times its slowest step, is killed."""
+        self._load = load
+        self._max_restarts, self._stall_timeout_s = max_restarts, stall_timeout_s
+        self._progress, self._on_located = progress, on_located
+        self._child = ChildProcess.start(load)
+        self._on_stage: OnStage = lambda stage: None
+        self._loaded: asyncio.Future[ModelInfo]
+        self._state = "loading"
+        self._replays: dict[int, Replay] = {}  # all open requests, by their ids
+        self._streams: dict[int, QueuedStream] = {}  # those that the engine has, by their submissions
+        self._submissions = count(1)
+        self._isolated: deque[Replay] = deque()  # replayed one at a time, the first one now, while the others wait
+        self._stats = self._stats_before = EngineStats(num_free_blocks=1, num_blocks=1)
+        self._deaths: deque[float] = deque()
+        self._last_message_at = time.monotonic()
+        self._slowest_step_s = 0.0
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def start(self, on_stage: OnStage) -> ModelInfo:
+        self._on_stage = on_stage
+        self.info = await self._attach()
+        planned = {"device": self.info.device, "kv_memory": self.info.kv_cache_bytes,
+                   "max_context": self.info.max_context}  # fmt: skip
+        self._load = msgspec.structs.replace(self._load, options=self._load.options | planned)  # of a restart
+        if self._stall_timeout_s is not None:
+            self._tasks.append(asyncio.ensure_future(self._watch_stalls(self._stall_timeout_s)))
+        return self.info
+
+    async def _attach(self) -> ModelInfo:
+        """Connect to the present child and wait until it has loaded the model."""
+        self._loaded = asyncio.get_running_loop().create_future()
+        await self._child.attach(self._take, self._on_end)
+        return await self._loaded
+
+    def submit(self, request: RequestState) -> QueuedStream:
+        if self._state in ("failed", "stopped"):
+            raise InferenceError("the engine has failed" if self._state == "failed" else "the engine was stopped")
+        timeout_s = request.submitted.timeout_s
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        if not self._replays:
+            self._last_message_at = time.monotonic()
+        replay = self._replays[request.id] = Replay(QueuedStream(request, self._abort), deadline)
+        if self._state == "ready" and not self._isolated:
+            self._send(replay)
+        return replay.stream
+
+    def stats(self) -> EngineStats:
+        before = {name: getattr(self._stats_before, name) + getattr(self._stats, name) for name in COUNTERS}
+        return msgspec.structs.replace(self._stats, **before)
+
+    def status(self) -> str:
+        return {"ready": "healthy", "stopped": "failed"}.get(self._state, self._state)
+
+    @property
+    def last_step_age_s(self) -> float:
+        return time.monotonic() - self._last_message_at if self._state == "ready" and self._replays else 0.0
+
+    async def stop(self, error: WorkerError) -> None:
+        self._state = "stopped"
+        for task in self._tasks:
+            task.cancel()
+        self._finish_all(error)
+        await self._child.stop()
+        if hasattr(self, "_loaded") and not self._loaded.done():
+            self._loaded.cancel()
+
+    def _abort(self, request: RequestState) -> None:
+        replay = self._replays.pop(request.id, None)
+        if replay is not None:
+            self._withdraw(replay)
+            self._release(replay)
+
+    def _take(self, message: FromEngine) -> None:
+        """Take in a message of the child."""
+        match message:
+            case StepResult():
+                self._take_result(message)
+            case StageReport(stage=stage, is_transfer=True):
+                self._progress(stage.stage, stage.done, stage.total)
+            case StageReport(stage=stage):
+                if self.num_restarts == 0:
+                    self._on_stage(stage)
+            case Located(path=path):
+                if self.num_restarts == 0:
+                    self._on_located(path)
+            case LogLine(level=level, text=text):
+                logger.log(level, "engine: %s", text)
+            case Failed(error=error):
+                self._loaded.set_exception(error)
+            case ModelInfo():
+                self._state = "ready"
+                self._loaded.set_result(message)
+
+    def _take_result(self, result: StepResult) -> None:
+        now = time.monotonic()
+        if result.outputs:
+            self._slowest_step_s = max(self._slowest_step_s, now - self._last_message_at)
+        self._last_message_at = now
+        if result.stats is not None:
+            self._stats = result.stats
+        ended = [self._streams.get(output.id) for output in result.outputs if output.finish_reason is not None]
+        take_result(result, self._streams)
+        for stream in ended:
+            if stream is not None and (replay := self._replays.pop(stream.request.id, None)) is not None:
+                self._release(replay)
+        if self._isolated and len((first := self._isolated[0]).request.tokens) > first.num_tokens_at_death:
+            first.num_deaths = first.num_deaths_alone = 0  # it got past the point of its last death
+            self._release(first)
+
+    def _on_end(self, how: str) -> None:
+        """Restart the child, unless it is stopped or dies too often."""
+        if self._state == "stopped":
+            return
+        if not self._loaded.done():
+            self._loaded.set_exception(InferenceError(f"the engine {how} while it loaded the model"))
+        if self.num_restarts == 0 and self._state == "loading":
+            self._state = "failed"  # the first load is not repeated
+            return
+        self._stats_before = self.stats()
+        self._stats = EngineStats(num_free_blocks=self._stats.num_blocks, num_blocks=self._stats.num_blocks)
+        self._record_death(how)
+        now = time.monotonic()
+        self._deaths.append(now)
+        while now - self._deaths[0] > RESTART_PERIOD_S:
+            self._deaths.popleft()
+        if len(self._deaths) > self._max_restarts:
+            logger.error("the engine %s: more than %s in a minute, it is not restarted", how,
+                         counted(self._max_restarts, "restart"))  # fmt: skip
+            self._state = "failed"
+            self._finish_all(InferenceError(f"the engine {how}, and was restarted too often"))
+            return
+        self._state = "loading"
+        self.num_restarts += 1
+        pause = min(FIRST_BACKOFF_S * 2 ** (len(self._deaths) - 1), MAX_BACKOFF_S)
+        logger.warning("the engine %s: restart in %.2f s, %s go on", how, pause,
+                       counted(len(self._replays), "request"))  # fmt: skip
+        self._tasks.append(asyncio.ensure_future(self._restart(pause)))
+
+    def _record_death(self, how: str) -> None:
+        """Note who ran; refuse a request that has ended engines while alone."""
+        suspects = [replay for replay in self._replays.values() if replay.request.is_running]
+        self._streams.clear()
+        for replay in self._replays.values():
+            replay.request.is_running = False
+            replay.request.num_restarts += 1
+        for replay in suspects:
+            replay.num_deaths += 1
+            replay.num_deaths_alone += len(suspects) == 1
+            replay.num_tokens_at_death = len(replay.request.tokens)
+            if replay.num_deaths_alone >= DEATHS_TO_REFUSE:
+                message = f"the engine {how} twice while it computed this request alone: it is not tried again"
+                replay.stream.finish_with(InferenceError(message))
+        self._isolated = deque(replay for replay in self._replays.values() if replay.is_isolated)
+
+    async def _restart(self, pause: float) -> None:
+        await asyncio.sleep(pause)
+        self._child = ChildProcess.start(self._load)
+        try:
+            self.info = await self._attach()
+        except WorkerError as error:
+            logger.error("the engine could not be restarted: %s", error)
+            return  # `_on_end` follows
+        self._last_message_at = time.monotonic()
+        logger.info("the engine serves again")
+        self._send_all()
+
+    def _send_all(self) -> None:
+        """Submit what the engine does not have: the first isolated request alone, or all others."""
+        waiting = list(self._replays.values()) if not self._isolated else [self._isolated[0]]
+        for replay in waiting:
+            if replay.submission not in self._streams:
+                self._send(replay)
+
+    def _release(self, replay: Replay) -> None:
+        """Go on with the next isolated request, or with all, once this one is finished or is no suspect any more."""
+        if replay not in self._isolated:
+            return
+        is_first = self._isolated[0] is replay
+        self._isolated.remove(replay)
+        if is_first and self._state == "ready":
+            if self._isolated:  # it goes on later, with the others
+                self._withdraw(replay)
+            self._send_all()
+
+    def _withdraw(self, replay: Replay) -> None:
+        """Take a request out of the engine, if it is there."""
+        if self._streams.pop(replay.submission, None) is not None:
+            self._child.send(Abort(replay.submission))
+
+    def _send(self, replay: Replay) -> None:
+        """Submit a request with the tokens that were delivered."""
+        request, submitted, timeout_s = replay.request, replay.request.submitted, None
+        if replay.deadline is not None:
+            timeout_s = replay.deadline - time.monotonic()
+            if timeout_s <= 0:
+                tokens = counted(len(request.tokens), "output token")
+                replay.stream.finish_with(DeadlineError(f"the request timed out after {tokens}"))
+                return
+        params = submitted.params
+        if request.prompt_logprobs is not None:  # delivered already
+            params = replace(params, prompt_logprobs=False)
+        replay.submission = next(self._submissions)
+        self._streams[replay.submission] = replay.stream
+        self._child.send(
+            msgspec.structs.replace(
+                submitted, id=replay.submission, generated=request.tokens, params=params, timeout_s=timeout_s
+            )
+        )
+
+    def _finish_all(self, error: WorkerError) -> None:
+        for replay in list(self._replays.values()):
+            replay.stream.finish_with(copy_error(error))
+
+    async def _watch_stalls(self, stall_timeout_s: float) -> None:
+        """Kill a child that has work and sends nothing; `_on_end` restarts it."""
+        while True:
+            await asyncio.sleep(stall_timeout_s / 10)
+            if self.last_step_age_s > max(stall_timeout_s, STALL_FACTOR * self._slowest_step_s):
+                logger.error("the engine sent nothing for %.1f s: it is killed", self.last_step_age_s)
+                self._child.kill()
+                self._last_message_at = time.monotonic()

@@ -1,0 +1,87 @@
+"""Messages between processes: frames of a length and MessagePack. An error travels as its class name and message."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+from ..errors import InferenceError, InvalidRequestError, QueueFullError, WorkerError
+from .protocol import Abort, Failed, Load, Located, LogLine, ModelInfo, StageReport, StepResult, Submit
+
+T = TypeVar("T")
+HEADER = struct.Struct("<I")
+MAX_FRAME_BYTES = 1 << 28
+ToEngine = Load | Submit | Abort
+FromEngine = StageReport | Located | LogLine | Failed | ModelInfo | StepResult
+
+
+class ProtocolError(Exception):
+    """What came is no message of this protocol."""
+
+
+def _to_plain(value: Any) -> Any:
+    if isinstance(value, WorkerError):
+        detail = getattr(value, "field", None) or getattr(value, "retry_after", None)
+        return [type(value).__name__, str(value), detail]
+    raise NotImplementedError(type(value).__name__)
+
+
+def _from_plain(kind: type, value: Any) -> Any:
+    if kind is not WorkerError:
+        raise NotImplementedError(kind.__name__)
+    name, message, detail = value
+    found = _error_classes().get(name, InferenceError)
+    takes_detail = issubclass(found, InvalidRequestError | QueueFullError) and detail is not None
+    return found(message, detail) if takes_detail else found(message)
+
+
+def _error_classes() -> dict[str, type[WorkerError]]:
+    found, pending = {}, [WorkerError]
+    while pending:
+        kind = pending.pop()
+        found[kind.__name__] = kind
+        pending += kind.__subclasses__()
+    return found
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_to_plain)
+
+
+def encode(message: ToEngine | FromEngine) -> bytes:
+    """Return the frame of a message."""
+    body = _encoder.encode(message)
+    return HEADER.pack(len(body)) + body
+
+
+class FrameReader(Generic[T]):
+    """Takes bytes as they come and yields the messages that are complete."""
+
+    def __init__(self, kind: Any) -> None:
+        """`kind` is the union of the messages that may come: `ToEngine` or `FromEngine`."""
+        self._decoder = msgspec.msgpack.Decoder(kind, dec_hook=_from_plain)
+        self._data = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[T]:
+        """Yield the messages that these bytes complete; raise `ProtocolError` if there is anything else."""
+        self._data += data
+        at = 0
+        while len(self._data) - at >= HEADER.size:
+            (size,) = HEADER.unpack_from(self._data, at)
+            if size > MAX_FRAME_BYTES:
+                raise ProtocolError(f"a frame of {size} bytes")
+            if len(self._data) - at - HEADER.size < size:
+                break
+            with memoryview(self._data) as view:
+                body = bytes(view[at + HEADER.size : at + HEADER.size + size])
+            at += HEADER.size + size
+            yield self._decode(body)
+        del self._data[:at]
+
+    def _decode(self, body: bytes) -> T:
+        try:
+            return self._decoder.decode(body)  # type: ignore[no-any-return]
+        except Exception as error:  # whatever it is, it is not a message
+            raise ProtocolError(f"{type(error).__name__}: {error}") from None
