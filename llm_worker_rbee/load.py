@@ -99,6 +99,14 @@ class LoadOptions:
     settings: Mapping[str, Any]  # of EngineConfig
 
 
+def split_settings(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of `LoadOptions` for arguments of `LLM`: engine settings become `settings`."""
+    names = {field.name for field in fields(LoadOptions)} - {"settings"}
+    known = dict.fromkeys(names) | {"deterministic": False}
+    known |= {name: value for name, value in arguments.items() if name in names}
+    return known | {"settings": {name: value for name, value in arguments.items() if name not in names}}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedModel:
     """A model that is ready to compute."""

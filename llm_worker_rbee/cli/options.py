@@ -221,9 +221,13 @@ def option_names_in_errors(**others: str) -> Iterator[None]:
     try:
         yield
     except (InvalidRequestError, InsufficientMemoryError) as error:
-        message = SETTING.sub(lambda found: others.get(found[0]) or "--" + found[0].replace("_", "-"), str(error))
-        error.args = (message, *error.args[1:])
+        error.args = (with_option_names(str(error), **others), *error.args[1:])
         raise
+
+
+def with_option_names(text: str, **others: str) -> str:
+    """Return a message with the names of options instead of settings: --kv-memory for kv_memory."""
+    return SETTING.sub(lambda found: others.get(found[0]) or "--" + found[0].replace("_", "-"), text)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -290,7 +294,7 @@ def load_model(
     on_stage: OnStage | None = None,
 ) -> LLM:  # fmt: skip
     """Load the model, with a status line or bars; `on_stage` is called for each stage."""
-    more = {} if engine is None else engine.arguments()
+    arguments = load_arguments(options, computing, engine)
     computing.set_up()
     status.show(f"loading {options.model or 'the built-in model'} ...")
     try:
@@ -301,18 +305,23 @@ def load_model(
                 status.clear()
                 bar(what, done, total)
 
-            llm = LLM(
-                options.model, device=computing.device, backend=computing.backend, threads=computing.kernel_threads,
-                kv_type=computing.kv_type, quantize=computing.quantize, max_context=options.max_context,
-                chat_template=template, progress=progress, on_stage=on_stage, **more,
-            )  # fmt: skip
+            llm = LLM(chat_template=template, progress=progress, on_stage=on_stage, **arguments)
     finally:
         status.clear()
-    for text in llm.notes:
-        note(text)
-    if engine is not None and llm.capacity.is_context_reduced:
-        note(f"{llm.capacity}; --kv-memory or a smaller --kv-type gives longer contexts")
+    for text in llm.notes if engine is None else llm.info.notes:
+        note(with_option_names(text))
     return llm
+
+
+def load_arguments(
+    options: ModelOptions, computing: LoadOptions, engine: EngineOptions | None = None
+) -> dict[str, Any]:
+    """Return the arguments of `LLM` that these options say."""
+    return {
+        "model": options.model, "device": computing.device, "backend": computing.backend,
+        "threads": computing.kernel_threads, "kv_type": computing.kv_type, "quantize": computing.quantize,
+        "max_context": options.max_context, **({} if engine is None else engine.arguments()),
+    }  # fmt: skip
 
 
 def limit_tokens(llm: LLM, prompt: list[int], params: SamplingParams, *, is_reduced: bool = False) -> SamplingParams:

@@ -5,6 +5,9 @@ import re
 import shlex
 import ssl
 import sys
+import threading
+from concurrent.futures import Future
+from contextlib import ExitStack
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -12,32 +15,50 @@ from typing import Any
 
 import typer
 
+from ..backends.ops import COMPILING
 from ..config import ServerSettings
-from ..engine.dummy_model import DummyModel
 from ..engine.engine import Engine
-from ..engine.request import SchedulerStats
+from ..engine.sampling_defaults import SamplingDefaults, read_sampling_defaults
 from ..errors import InvalidRequestError, WorkerError
 from ..llm import LLM
-from ..progress import OnStage
+from ..load import split_settings
+from ..progress import OnStage, transfer_progress
 from ..server import log
 from ..server.auth import Key, find_key, host_name, require_key
 from ..server.orchestrator import require_url
 from ..server.serve import Signals, base_url, bind
 from ..server.serve import serve as run_server
 from ..server.worker import Worker
+from ..text_model import TextModel, open_tokenizer
 from ..token_engine.in_process import InProcessEngine
-from ..token_engine.protocol import ModelInfo
+from ..token_engine.launch import replace_with_dummy, warm_up
+from ..token_engine.protocol import Load, ModelInfo
+from ..token_engine.supervisor import SupervisedEngine
+from ..tokenizer import Tokenizer
+from ..weights import open_checkpoint
 from ..weights.hub import DEFAULT_MODEL
-from .options import EngineOptions, LoadOptions, ModelOptions, gather, load_model, option_fields
-from .terminal import Status, discard_output, style, visible
+from .options import (
+    EngineOptions,
+    LoadOptions,
+    ModelOptions,
+    gather,
+    load_arguments,
+    load_model,
+    option_fields,
+    option_names_in_errors,
+    with_option_names,
+)
+from .terminal import Status, discard_output, note, read_template, style, visible
 
 ENGINES = ("model", "null")
-NULL_TEXT = " what a server does besides: it takes a request, hands it on, and sends each token as soon as it exists"
+SWITCH = ("on", "off")
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@+-]{0,127}")
 ORIGIN = re.compile(r"https?://[A-Za-z0-9.\[\]:-]+|\*")
 DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(ServerSettings)}
 
-_wire, _limit, _measuring = map(option_fields, ("On the wire", "Limits", "Measuring the server itself"))
+_wire, _limit, _process, _measuring = map(
+    option_fields, ("On the wire", "Limits", "The engine's process", "Measuring the server itself")
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,6 +118,22 @@ class LimitOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ProcessOptions:
+    """Where the engine runs, and what happens when it dies."""
+
+    engine_process: str = _process(
+        SWITCH[0], "|".join(SWITCH), "on: the engine runs in a child process, and is restarted when it dies."
+    )
+    engine_restarts: int = _process(5, "N", "Restart the engine at most N times a minute.", min=0)
+    restart_on_stall: bool = _process(False, None, "Also restart an engine that makes no progress (--stall-timeout).")
+
+    def check(self) -> None:
+        """Raise on a value that is not one of the choices."""
+        if self.engine_process not in SWITCH:
+            raise typer.BadParameter(f"--engine-process {self.engine_process!r}: use {' or '.join(SWITCH)}")
+
+
+@dataclass(frozen=True, kw_only=True)
 class MeasuringOptions:
     """The cost of the server without the model."""
 
@@ -118,11 +155,11 @@ class MeasuringOptions:
 
 @gather(
     wire=WireOptions, limits=LimitOptions, model=ModelOptions, computing=LoadOptions, sharing=EngineOptions,
-    measuring=MeasuringOptions,
+    process=ProcessOptions, measuring=MeasuringOptions,
 )  # fmt: skip
 def serve(
     wire: WireOptions, limits: LimitOptions, model: ModelOptions, computing: LoadOptions, sharing: EngineOptions,
-    measuring: MeasuringOptions,
+    process: ProcessOptions, measuring: MeasuringOptions,
 ) -> None:  # fmt: skip
     """Serve a model over HTTP: the OpenAI API, and jobs for an orchestrator.
 
@@ -136,6 +173,7 @@ def serve(
       llm-worker-rbee serve --host 0.0.0.0 --api-key-file key.txt
     """
     sharing.arguments()
+    process.check()
     is_null = measuring.is_null_engine()
     tls = wire.tls()
     computing.set_up()
@@ -152,18 +190,92 @@ def serve(
     if is_null:
         _print_line("the null engine: replies are a fixed text")
 
+    dummy_step_s = (measuring.null_step_ms or 0.0) / 1000 if is_null else None
+    with ExitStack() as shown, option_names_in_errors():
+        if process.engine_process == "off":
+            worker = _one_process(settings, model, computing, sharing, dummy_step_s)
+        else:
+            worker = _two_processes(settings, model, computing, sharing, process, dummy_step_s, shown)
+        ready = partial(_print_ready, worker, url, key, shown)
+        run_server(worker, sock, settings.advertise_url or url, ready, signals, **tls)
+
+
+def _one_process(
+    settings: ServerSettings, model: ModelOptions, computing: LoadOptions, sharing: EngineOptions,
+    dummy_step_s: float | None,
+) -> Worker:  # fmt: skip
+    """Return a worker whose engine runs in a thread."""
     loaded: list[LLM] = []
 
     def load(on_stage: OnStage) -> tuple[Engine, ModelInfo]:
-        llm = _warm_up(load_model(model, computing, Status(), sharing, on_stage), model.chat_template)
-        if is_null:
-            _remove_model(llm, measuring.null_step_ms or 0.0)
+        llm = load_model(model, computing, Status(), sharing, on_stage)
+        with llm.loading.timed("warm-up"):
+            warm_up(llm.engine)
+        if dummy_step_s is not None:
+            replace_with_dummy(llm.engine, llm.tokenizer, dummy_step_s)
         loaded.append(llm)
         return llm.engine, llm.info
 
-    worker = Worker(settings, InProcessEngine(load), lambda info: loaded[0])
-    ready = partial(_print_ready, worker, url, key)
-    run_server(worker, sock, settings.advertise_url or url, ready, signals, **tls)
+    return Worker(settings, InProcessEngine(load), lambda info: _check_template(loaded[0], model.chat_template))
+
+
+def _two_processes(
+    settings: ServerSettings, model: ModelOptions, computing: LoadOptions, sharing: EngineOptions,
+    process: ProcessOptions, dummy_step_s: float | None, shown: ExitStack,
+) -> Worker:  # fmt: skip
+    """Return a worker whose engine runs in a child process; its progress is shown until `shown` is closed."""
+    template = None if model.chat_template is None else read_template(model.chat_template)
+    status = Status()
+    status.show(f"loading {model.model or 'the built-in model'} ...")
+    shown.callback(status.clear)
+    bar = shown.enter_context(transfer_progress(COMPILING))
+
+    def progress(what: str, done: int, total: int | None) -> None:
+        status.clear()
+        bar(what, done, total)
+
+    opening: Future[tuple[Tokenizer, SamplingDefaults]] = Future()
+
+    def on_located(path: str) -> None:
+        """Open tokenizer and sampling defaults while the engine loads the weights."""
+        threading.Thread(target=_open_text, args=(Path(path), opening), name="tokenizer", daemon=True).start()
+
+    def open_model(info: ModelInfo) -> TextModel:
+        tokenizer, defaults = opening.result()
+        name, sizes = Path(info.path).name, (info.vocab_size, info.max_context)
+        return _check_template(TextModel(tokenizer, name, *sizes, defaults, template), model.chat_template)
+
+    arguments = {name: str(value) if isinstance(value, Path) else value
+                 for name, value in load_arguments(model, computing, sharing).items()}  # fmt: skip
+    engine = SupervisedEngine(
+        Load(options=split_settings(arguments), dummy_step_s=dummy_step_s),
+        max_restarts=process.engine_restarts, progress=progress, on_located=on_located,
+        stall_timeout_s=settings.stall_timeout_s if process.restart_on_stall else None,
+    )  # fmt: skip
+    return Worker(settings, engine, open_model)
+
+
+def _open_text(path: Path, opening: Future[tuple[Tokenizer, SamplingDefaults]]) -> None:
+    try:
+        checkpoint = open_checkpoint(path)
+        opening.set_result((open_tokenizer(checkpoint), read_sampling_defaults(checkpoint)))
+    except Exception as error:
+        opening.set_exception(error)
+
+
+def _check_template(model: TextModel, path: Path | None) -> TextModel:
+    """Render a message, so that the first request does not wait for one-time work.
+
+    A template of the user's that cannot render one message is an error; one of the model's own only fails chats.
+    """
+    if model.has_chat_template:
+        try:
+            model.tokenize_chat([{"role": "user", "content": "Hello!"}])
+        except WorkerError as error:
+            if path is not None:
+                raise InvalidRequestError(f"--chat-template {path} cannot be used: {error}") from None
+            log.logger.warning("chats may fail: %s", error)
+    return model
 
 
 def _settings(wire: WireOptions, limits: LimitOptions, model: ModelOptions, key: Key | None) -> ServerSettings:
@@ -193,37 +305,17 @@ def _settings(wire: WireOptions, limits: LimitOptions, model: ModelOptions, key:
     )
 
 
-def _warm_up(llm: LLM, template: Path | None) -> LLM:
-    """Compute a token and render a template, so that the first request does not wait for one-time work.
-
-    A template of the user's that cannot render one message is an error; one of the model's own only fails chats.
-    """
-    with llm.loading.timed("warm-up"):
-        if llm.has_chat_template:
-            try:
-                llm.tokenize_chat([{"role": "user", "content": "Hello!"}])
-            except WorkerError as error:
-                if template is not None:
-                    raise InvalidRequestError(f"--chat-template {template} cannot be used: {error}") from None
-                log.logger.warning("chats may fail: %s", error)
-        llm.generate([0], max_tokens=1)
-    llm.engine.scheduler.stats = SchedulerStats()  # this request does not count
-    return llm
-
-
-def _remove_model(llm: LLM, step_ms: float) -> None:
-    """Replace the model in the engine: what remains is the server's own cost."""
-    words = [token for token in llm.tokenize(NULL_TEXT, add_special=False) if llm.detokenize([token])]
-    llm.engine.replace_model(DummyModel(words, step_ms / 1000))
-
-
 def _validate_name(name: str, option: str) -> str:
     if not NAME.fullmatch(name):
         raise typer.BadParameter(f"{option} {name!r}: use up to 128 letters, digits and . _ : / @ + -")
     return name
 
 
-def _print_ready(worker: Worker, url: str, key: Key | None) -> None:
+def _print_ready(worker: Worker, url: str, key: Key | None, shown: ExitStack) -> None:
+    shown.close()
+    if not isinstance(worker.engine, InProcessEngine):  # which printed them as it loaded
+        for text in worker.engine.info.notes:
+            note(with_option_names(text))
     _print_line(f"ready after {sum(worker.engine.info.phases.values()):.1f} s; try:")
     _print_line("  " + _curl(worker, url, key))
 

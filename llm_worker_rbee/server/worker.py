@@ -17,7 +17,7 @@ from ..config import ServerSettings
 from ..engine.request import SamplingParams
 from ..errors import InferenceError, ModelLoadingError, ModelNotFoundError, ShuttingDownError, WorkerError
 from ..generation import Generation, GenerationListener, make_generations
-from ..progress import Stage
+from ..progress import OnStage, Stage
 from ..text_model import TextModel
 from ..token_engine.protocol import ModelInfo, TokenEngine
 from .admission import Admission, Reservation
@@ -61,7 +61,7 @@ class Worker(GenerationListener):
 
         try:
             info = await self.engine.start(on_stage)
-            self._model = await asyncio.to_thread(self._open_model, info)
+            self._model = await self._open_text(info, on_stage)
         except Exception as error:
             message = f"the model could not be loaded: {type(error).__name__}: {error}"
             self.failure = error if isinstance(error, WorkerError) else InferenceError(message)
@@ -73,6 +73,16 @@ class Worker(GenerationListener):
         self.encoder = PromptEncoder(self._model, self.offload)
         self.state = "ready"
         self._publish({"stage": "ready"})
+
+    async def _open_text(self, info: ModelInfo, on_stage: OnStage) -> TextModel:
+        """Open the text side of the model; a phase of loading, unless the engine's own load had it."""
+        start = time.perf_counter()
+        model = await asyncio.to_thread(self._open_model, info)
+        if (phase := "tokenizer") not in info.phases:
+            seconds = info.phases[phase] = time.perf_counter() - start
+            on_stage(Stage(phase, 0, None, 0.0))
+            on_stage(Stage(phase, 1, 1, seconds))
+        return model
 
     async def stop(self) -> None:
         """Take no new requests, let running ones finish within the shutdown timeout, end the others with an error."""

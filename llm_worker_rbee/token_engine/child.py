@@ -15,19 +15,16 @@ import sys
 import time
 import traceback
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from .. import machine
-from ..engine.dummy_model import DummyModel
-from ..engine.engine import Engine
-from ..engine.request import Request, SamplingParams, SchedulerStats
 from ..errors import InferenceError, WorkerError
 from ..load import LoadOptions, LoadPhases
 from ..progress import Stage
 from ..text_model import open_tokenizer
 from ..weights import open_checkpoint
 from .engine_loop import EngineLoop
-from .launch import load_engine
+from .launch import load_engine, replace_with_dummy, warm_up
 from .protocol import VERSION, Failed, Load, Located, LogLine, StageReport, StepResult
 from .wire import FrameReader, FromEngine, ProtocolError, ToEngine, encode
 
@@ -35,7 +32,6 @@ STATS_INTERVAL_S = 0.1
 READ_BYTES = 1 << 20
 MAX_UNSENT_BYTES = 16 << 20  # past it a step waits for the front to read
 EXIT_FAILED = 70  # the engine cannot compute any more
-NULL_TEXT = " what a server does besides: it takes a request, hands it on, and sends each token as soon as it exists"
 
 
 class Connection:
@@ -112,7 +108,7 @@ def _load(message: Load, connection: Connection) -> EngineLoop:
     options = LoadOptions(**message.options)
     engine, info = load_engine(options, phases, on_located=lambda path: connection.send(Located(str(path))))
     with phases.timed("warm-up"):
-        _warm_up(engine)
+        warm_up(engine)
     if message.dummy_step_s is not None:
         replace_with_dummy(engine, open_tokenizer(open_checkpoint(Path(info.path))), message.dummy_step_s)
     loop = EngineLoop(
@@ -121,21 +117,6 @@ def _load(message: Load, connection: Connection) -> EngineLoop:
     connection.send(info)
     connection.send(StepResult(stats=loop.stats()))
     return loop
-
-
-def _warm_up(engine: Engine) -> None:
-    engine.add(Request([0], SamplingParams(temperature=0.0).resolve(), 1, 0, frozenset()))
-    while engine.has_work:
-        for output in engine.step():
-            if output.error is not None:
-                raise output.error
-    engine.scheduler.stats = SchedulerStats()  # this request does not count
-
-
-def replace_with_dummy(engine: Engine, tokenizer: Any, step_s: float) -> None:
-    """Replace the model in the engine by a fixed text: what remains is the cost of everything else."""
-    ids = tokenizer.encode(NULL_TEXT, add_special=False)
-    engine.replace_model(DummyModel([token for token in ids if tokenizer.decode([token])], step_s))
 
 
 def _serve(loop: EngineLoop, connection: Connection) -> NoReturn:

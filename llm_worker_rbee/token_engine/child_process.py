@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import cast
 
 from .protocol import Load
 from .wire import FrameReader, FromEngine, ProtocolError, ToEngine, encode
@@ -55,8 +56,7 @@ class ChildProcess(asyncio.Protocol):
         await loop.create_unix_connection(lambda: self, sock=self._socket)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is one in all but name
 
     def data_received(self, data: bytes) -> None:
         try:

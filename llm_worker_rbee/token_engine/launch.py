@@ -1,13 +1,18 @@
-"""An engine from load options, and what it tells about its model."""
+"""An engine from load options, what it tells about its model, and what precedes its first request."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
 
+from ..engine.dummy_model import DummyModel
 from ..engine.engine import Engine
+from ..engine.request import Request, SamplingParams, SchedulerStats
 from ..load import LoadedModel, LoadOptions, LoadPhases, load, make_engine
+from ..tokenizer import Tokenizer
 from .protocol import ModelInfo
+
+NULL_TEXT = " what a server does besides: it takes a request, hands it on, and sends each token as soon as it exists"
 
 
 def load_engine(
@@ -22,7 +27,9 @@ def load_engine(
 def model_info(loaded: LoadedModel, engine: Engine, phases: LoadPhases) -> ModelInfo:
     """Return what a front has to know; its `phases` are those of the load itself, which may still grow."""
     checkpoint = loaded.checkpoint
-    notes = [*loaded.notes, *([str(loaded.capacity)] if loaded.capacity.is_context_reduced else ())]
+    notes = list(loaded.notes)
+    if loaded.capacity.is_context_reduced:
+        notes.append(f"{loaded.capacity}; kv_memory or a smaller kv_type gives longer contexts")
     return ModelInfo(
         path=str(checkpoint.path), architecture=loaded.config.family.name, quant=loaded.quant,
         parameters=sum(tensor.size for tensor in checkpoint.tensors.values()), vocab_size=loaded.config.vocab_size,
@@ -30,3 +37,19 @@ def model_info(loaded: LoadedModel, engine: Engine, phases: LoadPhases) -> Model
         weights_bytes=checkpoint.nbytes, kv_cache_bytes=loaded.capacity.bytes, engine=engine.config,
         phases=phases.seconds, notes=notes,
     )  # fmt: skip
+
+
+def warm_up(engine: Engine) -> None:
+    """Compute a token, so that the first request does not wait for one-time work."""
+    engine.add(Request([0], SamplingParams(temperature=0.0).resolve(), 1, 0, frozenset()))
+    while engine.has_work:
+        for output in engine.step():
+            if output.error is not None:
+                raise output.error
+    engine.scheduler.stats = SchedulerStats()  # this request does not count
+
+
+def replace_with_dummy(engine: Engine, tokenizer: Tokenizer, step_s: float) -> None:
+    """Replace the model in the engine by a fixed text: what remains is the cost of everything else."""
+    ids = tokenizer.encode(NULL_TEXT, add_special=False)
+    engine.replace_model(DummyModel([token for token in ids if tokenizer.decode([token])], step_s))

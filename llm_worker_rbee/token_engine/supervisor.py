@@ -166,6 +166,8 @@ class SupervisedEngine(TokenEngine):
             case LogLine(level=level, text=text):
                 logger.log(level, "engine: %s", text)
             case Failed(error=error):
+                if self.num_restarts:
+                    logger.error("the engine could not load the model again: %s", error)
                 self._loaded.set_exception(error)
             case ModelInfo():
                 self._state = "ready"
@@ -237,8 +239,7 @@ class SupervisedEngine(TokenEngine):
         self._child = ChildProcess.start(self._load)
         try:
             self.info = await self._attach()
-        except WorkerError as error:
-            logger.error("the engine could not be restarted: %s", error)
+        except WorkerError:
             return  # `_on_end` follows
         self._last_message_at = time.monotonic()
         logger.info("the engine serves again")
