@@ -224,7 +224,6 @@ def _two_processes(
     process: ProcessOptions, dummy_step_s: float | None, shown: ExitStack,
 ) -> Worker:  # fmt: skip
     """Return a worker whose engine runs in a child process; its progress is shown until `shown` is closed."""
-    template = None if model.chat_template is None else read_template(model.chat_template)
     status = Status()
     status.show(f"loading {model.model or 'the built-in model'} ...")
     shown.callback(status.clear)
@@ -241,6 +240,7 @@ def _two_processes(
         threading.Thread(target=_open_text, args=(Path(path), opening), name="tokenizer", daemon=True).start()
 
     def open_model(info: ModelInfo) -> TextModel:
+        template = None if model.chat_template is None else read_template(model.chat_template)
         tokenizer, defaults = opening.result()
         name, sizes = Path(info.path).name, (info.vocab_size, info.max_context)
         return _check_template(TextModel(tokenizer, name, *sizes, defaults, template), model.chat_template)

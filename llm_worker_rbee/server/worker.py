@@ -17,7 +17,7 @@ from ..config import ServerSettings
 from ..engine.request import SamplingParams
 from ..errors import InferenceError, ModelLoadingError, ModelNotFoundError, ShuttingDownError, WorkerError
 from ..generation import Generation, GenerationListener, make_generations
-from ..progress import OnStage, Stage
+from ..progress import Stage
 from ..text_model import TextModel
 from ..token_engine.protocol import ModelInfo, TokenEngine
 from .admission import Admission, Reservation
@@ -55,14 +55,14 @@ class Worker(GenerationListener):
         loop = asyncio.get_running_loop()
 
         def on_stage(stage: Stage) -> None:
-            event = {"stage": stage.stage, "done": stage.done, "total": stage.total, "seconds": round(stage.seconds, 6)}
-            event |= {} if stage.detail is None else {"detail": stage.detail}
-            loop.call_soon_threadsafe(self._publish, event)
+            loop.call_soon_threadsafe(self._publish_stage, stage)
 
         try:
             info = await self.engine.start(on_stage)
-            self._model = await self._open_text(info, on_stage)
+            self._model = await self._open_text(info)
         except Exception as error:
+            if self.state == "stopping":  # an engine that is stopped cannot load
+                return
             message = f"the model could not be loaded: {type(error).__name__}: {error}"
             self.failure = error if isinstance(error, WorkerError) else InferenceError(message)
             self.state = "failed"
@@ -74,14 +74,14 @@ class Worker(GenerationListener):
         self.state = "ready"
         self._publish({"stage": "ready"})
 
-    async def _open_text(self, info: ModelInfo, on_stage: OnStage) -> TextModel:
+    async def _open_text(self, info: ModelInfo) -> TextModel:
         """Open the text side of the model; a phase of loading, unless the engine's own load had it."""
         start = time.perf_counter()
         model = await asyncio.to_thread(self._open_model, info)
         if (phase := "tokenizer") not in info.phases:
             seconds = info.phases[phase] = time.perf_counter() - start
-            on_stage(Stage(phase, 0, None, 0.0))
-            on_stage(Stage(phase, 1, 1, seconds))
+            self._publish_stage(Stage(phase, 0, None, 0.0))
+            self._publish_stage(Stage(phase, 1, 1, seconds))
         return model
 
     async def stop(self) -> None:
@@ -94,6 +94,10 @@ class Worker(GenerationListener):
             await asyncio.sleep(0.02)
         await self.engine.stop(ShuttingDownError("the worker is shutting down"))
         self.offload.close()
+
+    def _publish_stage(self, stage: Stage) -> None:
+        event = {"stage": stage.stage, "done": stage.done, "total": stage.total, "seconds": round(stage.seconds, 6)}
+        self._publish(event if stage.detail is None else event | {"detail": stage.detail})
 
     def _publish(self, event: dict[str, Any]) -> None:
         self.loading_events.append(event)
