@@ -29,6 +29,7 @@ from ..errors import (
     InvalidRequestError,
     MethodNotAllowedError,
     NotFoundError,
+    PayloadTooLargeError,
     RequestCancelledError,
     UnsupportedMediaTypeError,
     WorkerError,
@@ -37,6 +38,7 @@ from . import metrics, openapi
 from .dialects import jobs, openai
 from .dialects.jobs import Job, Jobs
 from .middleware import RequestMiddleware, error_response
+from .offload import num_bytes
 from .schema import (
     APPLY_TEMPLATE,
     CANCEL,
@@ -57,6 +59,7 @@ CORS_METHODS = ("GET", "POST", "DELETE")
 CORS_HEADERS = ("retry-after", "x-correlation-id", "x-effective-max-tokens", "x-ignored-fields")
 NOT_IN_HEADERS = re.compile(r"[^!-~]")
 BODY_TIMEOUT_S = 60.0
+MAX_TEXT_BYTES = 512 << 10  # of /tokenize and /apply-template: a text of this length takes about 0.5 s of a core
 INLINE_BLOCK = re.compile(r"<(script|style)>(.*?)</\1>", re.DOTALL)
 PACKAGES, CUDA_PACKAGES = ("numpy", "numba"), ("torch", "triton")  # whose versions /info reports
 
@@ -340,9 +343,19 @@ def _versions(backend: str) -> dict[str, str]:
     return versions
 
 
+def _require_short(value: Any) -> None:
+    """Raise for a text or messages whose tokenizing would keep the worker busy for long."""
+    if (size := num_bytes(value)) > MAX_TEXT_BYTES:
+        raise PayloadTooLargeError(
+            f"the text has {size} bytes: at most {MAX_TEXT_BYTES} are tokenized at a time; send it in parts, or use "
+            "`llm-worker-rbee tokenize`"
+        )
+
+
 def tokenize(worker: Worker, body: bytes) -> bytes:
     """Return the reply of `/tokenize`."""
     values = validate_body(decode_object(body), TOKENIZE)
+    _require_short(values["text"])
     model = worker.model
     ids = model.tokenize(values["text"], add_special=values["add_special"], parse_special=values["parse_special"])
     pieces = {token: model.tokenizer.piece(token) for token in set(ids)}
@@ -367,5 +380,6 @@ def detokenize(worker: Worker, body: bytes) -> bytes:
 def apply_template(worker: Worker, body: bytes) -> bytes:
     """Return the reply of `/apply-template`."""
     values = validate_body(decode_object(body), APPLY_TEMPLATE)
+    _require_short(values["messages"])
     model, messages = worker.model, normalize_roles(values["messages"])
     return msgspec.json.encode({"prompt": model.apply_chat_template(messages), "tokens": model.tokenize_chat(messages)})

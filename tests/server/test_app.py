@@ -114,6 +114,22 @@ def test_tokenize_and_detokenize_round_trip(server: Server) -> None:
     }
 
 
+@pytest.mark.parametrize("letter", ["x", "é"])
+def test_text_over_limit_is_not_tokenized(server: Server, monkeypatch: pytest.MonkeyPatch, letter: str) -> None:
+    """The bound is on the work, in UTF-8 bytes; the limit itself is accepted."""
+    longest = app.MAX_TEXT_BYTES // len(letter.encode())
+    for path, body in (
+        ("/tokenize", lambda text: {"text": text}),
+        ("/apply-template", lambda text: {"messages": [{"role": "user", "content": text}]}),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(server.llm.tokenizer, "encode", lambda *_, **__: pytest.fail("the text was tokenized"))
+            reply = server.post(path, body(letter * longest + "x" * 10))
+        assert (reply.status_code, reply.json()["code"]) == (413, "PAYLOAD_TOO_LARGE")
+        assert all(word in reply.json()["message"] for word in (str(app.MAX_TEXT_BYTES), "in parts"))
+    assert len(server.post("/tokenize", {"text": letter * longest}).json()["tokens"]) >= longest
+
+
 JOBS, CHATS, COMPLETIONS = "/v1/jobs", "/v1/chat/completions", "/v1/completions"
 
 
