@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi import checks
 
-from llm_worker_rbee.server.openapi import ROUTES
+from llm_worker_rbee.server.openapi import OPENAI_PATHS, ROUTES
 from tests.cli.conftest import environment
 from tests.conftest import DEVICE
 from tests.helpers import tiny_models
@@ -66,7 +66,8 @@ def within_the_model(path: str, body: Any) -> Any:
     made = dict(body)
     for name in ("max_tokens", "max_completion_tokens"):
         if _is_whole(made.get(name)):
-            made[name] = min(made[name], LONGEST)
+            is_unlimited = made[name] == -1 and path in OPENAI_PATHS  # what is left of the context
+            made[name] = LONGEST if is_unlimited else min(made[name], LONGEST)
     if path == "/v1/chat/completions" and made.get("max_tokens", made.get("max_completion_tokens")) is None:
         made["max_tokens"] = LONGEST
     if all(_is_whole(made.get(name)) and made[name] >= 1 for name in ("max_tokens", "max_completion_tokens")):
