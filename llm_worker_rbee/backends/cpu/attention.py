@@ -33,7 +33,7 @@ MAX_HEADS_TILE = 4  # each size is compiled for itself
 NEGATIVE_INFINITY = np.float32(-np.inf)
 # set for each variant
 ROWS = BY_TOKEN = VECTORS = CHUNKS = MIN_VECTORS = MIN_CHUNKS = PREFETCH = CACHED = HEADS_TILE = None
-SCORE = SOFTMAX = ATTEND_VALUES = ACCUMULATE_PV = ACCUMULATE_PV_ONE = ATTENTION_TILE = None
+SCORE = SOFTMAX = ATTEND_VALUES = ACCUMULATE_PV = ACCUMULATE_PV_ONE = None
 
 
 # Arguments of `attend` and `split_work`; ACTIVATIONS is optional: quantize the results.
@@ -125,14 +125,13 @@ def apply_v_scales(scores, at, v_scales, blocks, size, kv_head, kv_heads, start,
         f.store(scores, at + p - start, f.mul(f.load(scores, at + p - start), f.load(v_scales, scale)))
 
 
-def accumulate_pv(
-    values, blocks, size, kv_head, kv_heads, dim, start, first, last, scores, at, width, out, to, stride, d, end
-):
-    """Add weight * value to values d .. end - 1 (multiples of 16) of ROWS rows of `out`, over first .. last - 1.
+def accumulate_pv(values, blocks, size, kv_head, kv_heads, dim, start, first, last, scores, at, width, out, to, stride):
+    """Add weight * value to ROWS rows of `out`, over positions first .. last - 1 in their order.
 
-    In the order of the positions; the weights are at scores[at:], as `score` left them.
+    The weights are at scores[at:], as `score` left them.
     """
-    while d + LANES * VECTORS <= end:
+    d = 0
+    while d + LANES * VECTORS <= dim:
         total = kv.load_tile(out, to + d, stride, ROWS, VECTORS)
         p, block, stop = first, first // size, (first // size + 1) * size
         while p < last:
@@ -146,7 +145,7 @@ def accumulate_pv(
             p, block, stop = stop, block + 1, stop + size
         kv.store_tile(out, to + d, stride, total, VECTORS)
         d += LANES * VECTORS
-    while d < end:  # the rest, vector by vector
+    while d < dim:  # the rest, vector by vector
         rest = kv.load_tile(out, to + d, stride, ROWS, 1)
         p, block, stop = first, first // size, (first // size + 1) * size
         while p < last:
@@ -179,57 +178,32 @@ def softmax_tile(
 
 
 def attend_values(
-    scores, width, start, positions, token, window, values, blocks, size, kv_head, kv_heads, dim, out, at, stride, d,
-    d_end,
-):  # fmt: skip
-    """Sum values d .. d_end - 1 (multiples of 16) of ROWS rows: shared positions together, the others row by row."""
+    scores, width, start, positions, token, window, values, blocks, size, kv_head, kv_heads, dim, out, at, stride
+):
+    """Sum the values of ROWS rows: positions that all of them see together, the others row by row."""
     head, tail = positions[token] + 1, positions[token + (ROWS - 1) * BY_TOKEN] + 1  # ends of the first and last row
     common = max(0, tail - window) if window else 0  # first position that all rows see; the last is head - 1
     for r in range(ROWS):
-        for i in range(at + r * stride + d, at + r * stride + d_end, LANES):
+        for i in range(at + r * stride, at + r * stride + dim, LANES):
             f.store(out, i, f.splat(np.float32(0)))
     if BY_TOKEN:
         for r in range(ROWS if window else 0):
             end = positions[token + r] + 1
             ACCUMULATE_PV_ONE(
                 values, blocks, size, kv_head, kv_heads, dim, start, max(0, end - window), min(end, common),
-                scores, r * width, width, out, at + r * stride, stride, d, d_end,
+                scores, r * width, width, out, at + r * stride, stride,
             )  # fmt: skip
-    ACCUMULATE_PV(
-        values, blocks, size, kv_head, kv_heads, dim, start, common, head, scores, 0, width, out, at, stride, d, d_end
-    )
+    ACCUMULATE_PV(values, blocks, size, kv_head, kv_heads, dim, start, common, head, scores, 0, width, out, at, stride)
     if BY_TOKEN:
         for r in range(1, ROWS):
             ACCUMULATE_PV_ONE(
                 values, blocks, size, kv_head, kv_heads, dim, start, max(head, common), positions[token + r] + 1,
-                scores, r * width, width, out, at + r * stride, stride, d, d_end,
+                scores, r * width, width, out, at + r * stride, stride,
             )  # fmt: skip
     for r in range(ROWS):
         share = f.splat(scores[ROWS * width + r])
-        for i in range(at + r * stride + d, at + r * stride + d_end, LANES):
+        for i in range(at + r * stride, at + r * stride + dim, LANES):
             f.store(out, i, f.mul(f.load(out, i), share))
-
-
-def attention_tile(
-    q, at, stride, keys, values, k_scales, v_scales, positions, token, blocks, size, kv_head, kv_heads, dim, scale, cap,
-    window, scores, out,
-):  # fmt: skip
-    """Compute ROWS rows of q from `at` on, `stride` apart, to the same places of `out`.
-
-    Row r is at positions[token + r * BY_TOKEN]: adjacent tokens, or heads of one token. `scores` is scratch of
-    `scratch_floats()`, best aligned to 64 bytes. `dim` is that of the padded heads.
-    """
-    last = positions[token + (ROWS - 1) * BY_TOKEN]
-    start, width = score_span(positions[token], last, window)
-    SCORE(
-        q, at, stride, keys, values, k_scales, blocks, size, kv_head, kv_heads, dim, scale, start, last + 1, scores,
-        width,
-    )  # fmt: skip
-    SOFTMAX(scores, width, start, positions, token, window, cap, values, v_scales, blocks, size, kv_head, kv_heads)
-    ATTEND_VALUES(
-        scores, width, start, positions, token, window, values, blocks, size, kv_head, kv_heads, dim, out, at, stride,
-        0, dim,
-    )  # fmt: skip
 
 
 CHUNK_INDICES = {1: kv.key_chunk, 2: kv.two_key_chunks, 4: kv.four_key_chunks}
@@ -247,31 +221,9 @@ def accumulate_pv_kernel(rows: int, prefetch: bool):
     return kernel(variant(accumulate_pv, name, ROWS=rows, VECTORS=vectors_per_row(rows), PREFETCH=prefetch))
 
 
-@cache
-def attention_tile_kernel(rows: int, by_token: int):
-    """Return attention of a tile: `rows` adjacent tokens (by_token 1) or heads of one token (0)."""
-    name, vectors = f"r{rows}a{by_token}", vectors_per_row(rows)
-    chunks = {"CHUNKS": CHUNK_INDICES[vectors], "MIN_CHUNKS": CHUNK_INDICES[min(2, vectors)]}
-    sizes = {"ROWS": rows, "VECTORS": vectors, "MIN_VECTORS": min(2, vectors), "PREFETCH": not by_token}
-    one = accumulate_pv_kernel(1, False)
-    pv = {"ACCUMULATE_PV": accumulate_pv_kernel(rows, not by_token), "ACCUMULATE_PV_ONE": one}
-    parts = {
-        "SCORE": kernel(variant(score, f"r{rows}a{not by_token}", **sizes, **chunks)),
-        "SOFTMAX": kernel(variant(softmax_tile, name, ROWS=rows, BY_TOKEN=by_token)),
-        "ATTEND_VALUES": kernel(variant(attend_values, name, ROWS=rows, BY_TOKEN=by_token, **pv)),
-    }
-    return kernel(variant(attention_tile, name, ROWS=rows, BY_TOKEN=by_token, **parts))
-
-
 def heads_per_tile(group: int) -> int:
     """Return how many of the heads that share a KV head make a tile: a divisor of their number."""
     return max(n for n in range(1, min(group, MAX_HEADS_TILE) + 1) if group % n == 0)
-
-
-@kernel
-def scratch_floats(rows, positions):
-    """Return the floats of scratch for `rows` rows over `positions` positions."""
-    return rows * (positions + 4 * LANES) + rows
 
 
 @kernel
@@ -307,7 +259,10 @@ def split_work(args, step, piece):
 
 
 def attend(args, step, piece):
-    """Compute one piece: a tile of tokens (BY_TOKEN), or ROWS heads of one token."""
+    """Compute one piece: ROWS adjacent tokens of a head (BY_TOKEN), or ROWS heads of one token.
+
+    Row r is at positions[token + r * BY_TOKEN]; its query and its result begin at `at + r * stride`.
+    """
     a, s = i64(args), i64(step)
     tiles, cache = a[AttentionArg.WORK], i64(s[Step.KV] + 8 * kv.ADDRESSES_PER_LAYER * a[AttentionArg.LAYER])
     work, i = i64(s[tiles]), 4 * (piece if BY_TOKEN else s[tiles + 1] + piece)
@@ -317,17 +272,24 @@ def attend(args, step, piece):
     blocks, size = i64(s[Step.BLOCK_TABLE] + request * s[Step.TABLE_WIDTH] * 8), s[Step.BLOCK_SIZE]
     heads, kv_heads, dim = a[AttentionArg.HEADS], a[AttentionArg.KV_HEADS], a[AttentionArg.PADDED]
     scale, cap = np.float32(f64(args)[AttentionArg.SCALE]), np.float32(f64(args)[AttentionArg.SOFT_CAP])
-    scores = scratch(scratch_floats(ROWS, positions[token + (ROWS - 1) * BY_TOKEN] + 1))
-    ATTENTION_TILE(
-        q, (token * heads + head) * dim, heads * dim if BY_TOKEN else dim, keys, values, k_scales, v_scales, positions,
-        token, blocks, size, head // (heads // kv_heads), kv_heads, dim, scale, cap, a[AttentionArg.WINDOW], scores,
-        out,
+    kv_head, window = head // (heads // kv_heads), a[AttentionArg.WINDOW]
+    at, stride = (token * heads + head) * dim, heads * dim if BY_TOKEN else dim
+    last = positions[token + (ROWS - 1) * BY_TOKEN]
+    start, width = score_span(positions[token], last, window)
+    scores = scratch(ROWS * width + ROWS)
+    SCORE(
+        q, at, stride, keys, values, k_scales, blocks, size, kv_head, kv_heads, dim, scale, start, last + 1, scores,
+        width,
     )  # fmt: skip
+    SOFTMAX(scores, width, start, positions, token, window, cap, values, v_scales, blocks, size, kv_head, kv_heads)
+    ATTEND_VALUES(
+        scores, width, start, positions, token, window, values, blocks, size, kv_head, kv_heads, dim, out, at, stride
+    )
     if a[AttentionArg.ACTIVATIONS]:  # whole pairs of blocks are quantized while they are in the cache
         for r in range(ROWS if BY_TOKEN else 1):
-            at = ((token + r) * heads + head) * dim
-            last = (at + (dim if BY_TOKEN else ROWS * dim)) // 32
-            quantize_blocks(out, at, s, a[AttentionArg.ACTIVATIONS], at // 32, last)
+            first = at + r * stride
+            end = (first + (dim if BY_TOKEN else ROWS * dim)) // 32
+            quantize_blocks(out, first, s, a[AttentionArg.ACTIVATIONS], first // 32, end)
 
 
 @cache
@@ -338,18 +300,25 @@ def split_work_kernel(group: int) -> TaskKernel:
 
 
 @cache
-def prefill_kernel(kv_type: str) -> TaskKernel:
-    """Return attention of tiles of tokens."""
-    tile, cached = attention_tile_kernel(TOKENS_TILE, 1), kv.ARRAY_OF_TYPE[kv_type]
-    return TaskKernel(attend, f"tiles,{kv_type}", ROWS=TOKENS_TILE, BY_TOKEN=1, CACHED=cached, ATTENTION_TILE=tile)
+def attention_kernel(rows: int, by_token: int, kv_type: str) -> TaskKernel:
+    """Return attention of tiles: `rows` adjacent tokens (by_token 1) or heads of one token (0)."""
+    name, vectors = f"r{rows}a{by_token}", vectors_per_row(rows)
+    chunks = {"CHUNKS": CHUNK_INDICES[vectors], "MIN_CHUNKS": CHUNK_INDICES[min(2, vectors)]}
+    sizes = {"ROWS": rows, "VECTORS": vectors, "MIN_VECTORS": min(2, vectors), "PREFETCH": not by_token}
+    one = accumulate_pv_kernel(1, False)
+    pv = {"ACCUMULATE_PV": accumulate_pv_kernel(rows, not by_token), "ACCUMULATE_PV_ONE": one}
+    parts = {
+        "SCORE": kernel(variant(score, f"r{rows}a{not by_token}", **sizes, **chunks)),
+        "SOFTMAX": kernel(variant(softmax_tile, name, ROWS=rows, BY_TOKEN=by_token)),
+        "ATTEND_VALUES": kernel(variant(attend_values, name, ROWS=rows, BY_TOKEN=by_token, **pv)),
+    }
+    name = f"tiles,{kv_type}" if by_token else f"{rows},{kv_type}"
+    return TaskKernel(attend, name, ROWS=rows, BY_TOKEN=by_token, CACHED=kv.ARRAY_OF_TYPE[kv_type], **parts)
 
 
-@cache
-def decode_kernel(group: int, kv_type: str) -> TaskKernel:
-    """Return attention of single tokens, for `group` heads per KV head."""
-    heads = heads_per_tile(group)
-    tile, cached = attention_tile_kernel(heads, 0), kv.ARRAY_OF_TYPE[kv_type]
-    return TaskKernel(attend, f"{heads},{kv_type}", ROWS=heads, BY_TOKEN=0, CACHED=cached, ATTENTION_TILE=tile)
+def attention_kernels(group: int, kv_type: str) -> list[TaskKernel]:
+    """Return attention of tiles of tokens, and of single tokens for `group` heads per KV head."""
+    return [attention_kernel(TOKENS_TILE, 1, kv_type), attention_kernel(heads_per_tile(group), 0, kv_type)]
 
 
 def can_quantize_output(dim: int) -> bool:
@@ -374,5 +343,5 @@ def attention_tasks(
     padded, entries = kv.padded_dim(dim), (queries, out, work, activations)
     args = pack_args(layer, heads, kv_heads, padded, params.window, 0, 0, *entries)
     pack_floats(args, AttentionArg.SCALE, [params.scale, params.soft_cap])
-    decode = decode_kernel(heads // kv_heads, kv_type)
-    return [Task(prefill_kernel(kv_type), args, 1, work + 1), Task(decode, args, 1, work + 2)]
+    kernels = attention_kernels(heads // kv_heads, kv_type)
+    return [Task(kernel, args, 1, count) for count, kernel in enumerate(kernels, work + 1)]

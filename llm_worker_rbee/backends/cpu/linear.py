@@ -51,7 +51,7 @@ GROUPS_IN_L1 = 4  # row groups that each tile of tokens meets in turn: they stay
 PREFETCH_BYTES = 4096
 # set for each variant
 TILE = TOKENS = LAYOUT = BLOCK_BYTES = SCALES_PER_BLOCK = HAS_MINIMUM = SCALE_SHIFT = OFFSET = None
-BFLOAT = NARROW = SUMS_OF_16 = ROWS_TILE = ROWS_MID = ROWS_ONE = None
+NIBBLE_SCALES = SUMS_OF_16 = BFLOAT = NARROW = OPERANDS = ROWS_TILE = ROWS_MID = ROWS_ONE = None
 
 
 # Arguments of a product: COUNT, INPUT and OUTPUT are entries of the step, FIRST is the first column in the output.
@@ -62,18 +62,47 @@ LinearArg = IntEnum(
 )
 
 
-def dot_rows(packed, scales, minima, xq, xd, xs, xi, out, place, group, token, columns, stride, nibbles, unit):
-    """Compute 16 rows for TOKENS tokens; xs and xi are sums of the activations, scaled and as integers."""
+def int8_operands(a, s):
+    """Return the packed weights, then activations: values, scales, and sums as `dot_rows` needs them."""
+    weights = u8(a[LinearArg.PACKED]), u16(a[LinearArg.SCALES]), u16(a[LinearArg.MINIMA])
+    at, sums = s[a[LinearArg.INPUT] :], SUMS_OF_16
+    return weights, u8(a[LinearArg.NIBBLE_SCALES]), i8(at[0]), f32(at[1]), f32(at[4 + sums]), i32(at[2 + sums])
+
+
+def dot_rows(operands, out, place, group, token, columns, stride, unit):
+    """Compute 16 rows for TOKENS tokens; xs and xi are sums of the activations, scaled and as integers.
+
+    With NIBBLE_SCALES, 16 columns share a byte of scale and minimum, and 256 columns the factors of these.
+    """
+    (packed, scales, minima), nibbles, xq, xd, xs, xi = operands
     n = columns // 32
     n_scales = (n * SCALES_PER_BLOCK) >> SCALE_SHIFT
     total = simd.zero_floats(TOKENS)
     for block in range(n):
         line = (group * n + block) * BLOCK_BYTES
-        at = token * columns + block * 32
+        at, b = token * columns + block * 32, token * n + block
         if token < TOKENS:  # the tiles that follow find the weights in the cache
             prefetch(packed, line + PREFETCH_BYTES, BLOCK_BYTES)
-        if SCALES_PER_BLOCK == 1:
-            b, s = token * n + block, (group * n_scales + (block >> SCALE_SHIFT)) * 16
+        if SUMS_OF_16:
+            if NIBBLE_SCALES:
+                s, byte = (group * n_scales + (block >> 3)) * 16, (group * n + block) * 32
+                d, m = simd.load(scales, s), simd.load(minima, s)
+                first, second = simd.nibbles_times(nibbles, byte, 0, d), simd.nibbles_times(nibbles, byte + 16, 0, d)
+            else:
+                s = (group * n_scales + block * 2) * 16
+                first, second = simd.load(scales, s), simd.load(scales, s + 16)
+            acc = simd.init_dot(TOKENS, xi, 2 * b, 2 * n, OFFSET)
+            acc = dot_block(acc, LAYOUT, 0, packed, line, xq, at, columns)
+            total = simd.add_scaled_dot(total, acc, xd, b, n, first)
+            if NIBBLE_SCALES:
+                total = simd.fma_broadcast(total, simd.nibbles_times(nibbles, byte, 1, m), xs, 2 * b, 2 * n)
+            acc = simd.init_dot(TOKENS, xi, 2 * b + 1, 2 * n, OFFSET)
+            acc = dot_block(acc, LAYOUT, 1, packed, line, xq, at, columns)
+            total = simd.add_scaled_dot(total, acc, xd, b, n, second)
+            if NIBBLE_SCALES:
+                total = simd.fma_broadcast(total, simd.nibbles_times(nibbles, byte + 16, 1, m), xs, 2 * b + 1, 2 * n)
+        else:
+            s = (group * n_scales + (block >> SCALE_SHIFT)) * 16
             acc = simd.init_dot(TOKENS, xi, b, n, OFFSET)
             if TWO_CHAINS:
                 acc = dot_block(acc, LAYOUT, 0, packed, line, xq, at, columns)
@@ -84,48 +113,22 @@ def dot_rows(packed, scales, minima, xq, xd, xs, xi, out, place, group, token, c
             total = simd.add_scaled_dot(total, acc, xd, b, n, simd.load(scales, s))
             if HAS_MINIMUM:
                 total = simd.fma_broadcast(total, simd.load(minima, s), xs, b, n)
-        else:
-            b, s = token * n + block, (group * n_scales + block * 2) * 16
-            acc = simd.init_dot(TOKENS, xi, 2 * b, 2 * n, OFFSET)
-            acc = dot_block(acc, LAYOUT, 0, packed, line, xq, at, columns)
-            total = simd.add_scaled_dot(total, acc, xd, b, n, simd.load(scales, s))
-            acc = simd.init_dot(TOKENS, xi, 2 * b + 1, 2 * n, OFFSET)
-            acc = dot_block(acc, LAYOUT, 1, packed, line, xq, at, columns)
-            total = simd.add_scaled_dot(total, acc, xd, b, n, simd.load(scales, s + 16))
     simd.store_tile(out, place, stride, total, unit)
 
 
-def dot_rows_nibble_scales(
-    packed, scales, minima, xq, xd, xs, xi, out, place, group, token, columns, stride, nibbles, unit
-):
-    """Do the same where 16 columns share a byte of scale and minimum, and 256 columns the factors of these."""
-    n = columns // 32
-    n_scales = columns // 256
-    total = simd.zero_floats(TOKENS)
-    for block in range(n):
-        line = (group * n + block) * BLOCK_BYTES
-        at, b = token * columns + block * 32, token * n + block
-        s = (group * n_scales + (block >> 3)) * 16
-        d, m = simd.load(scales, s), simd.load(minima, s)
-        byte = (group * n + block) * 32
-        acc = simd.init_dot(TOKENS, xi, 0, 0, 0)
-        acc = dot_block(acc, LAYOUT, 0, packed, line, xq, at, columns)
-        total = simd.add_scaled_dot(total, acc, xd, b, n, simd.nibbles_times(nibbles, byte, 0, d))
-        total = simd.fma_broadcast(total, simd.nibbles_times(nibbles, byte, 1, m), xs, 2 * b, 2 * n)
-        acc = simd.init_dot(TOKENS, xi, 0, 0, 0)
-        acc = dot_block(acc, LAYOUT, 1, packed, line, xq, at, columns)
-        total = simd.add_scaled_dot(total, acc, xd, b, n, simd.nibbles_times(nibbles, byte + 16, 0, d))
-        total = simd.fma_broadcast(total, simd.nibbles_times(nibbles, byte + 16, 1, m), xs, 2 * b + 1, 2 * n)
-    simd.store_tile(out, place, stride, total, unit)
+def float_operands(a, s):
+    """Return the weights and the activations."""
+    return u16(a[LinearArg.PACKED]) if NARROW else f32(a[LinearArg.PACKED]), f32(s[a[LinearArg.INPUT]])
 
 
-def float_rows(weights, x, out, place, group, token, columns, stride):
+def float_rows(operands, out, place, group, token, columns, stride, unit):
     """Compute 16 rows of float weights for TOKENS tokens: column by column, so that a sum has one order."""
+    weights, x = operands
     total = simd.zero_floats(TOKENS)
     for column in range(columns):
         w = simd.load_as_f32(weights, (group * columns + column) * 16, BFLOAT)
         total = simd.fma_broadcast(total, w, x, token * columns + column, columns)
-    simd.store_tile(out, place, stride, total, np.float32(1))
+    simd.store_tile(out, place, stride, total, unit)
 
 
 @kernel
@@ -163,15 +166,12 @@ def add_two_terms(some, tokens, out, place, stride, count):
                 out[to + i] = some[one + i] + some[two + i]
 
 
-def linear_int8(args, step, piece):
+def matmul(args, step, piece):
     """Compute some rows for some tokens; second rows of two-term activations lie behind all first ones."""
     a, s = i64(args), i64(step)
-    x, columns, unit = a[LinearArg.INPUT], a[LinearArg.COLUMNS], np.float32(f64(args)[LinearArg.UNIT])
+    columns, unit, operands = a[LinearArg.COLUMNS], np.float32(f64(args)[LinearArg.UNIT]), OPERANDS(a, s)
     two_term, tokens = a[LinearArg.TWO_TERM], s[a[LinearArg.COUNT]]
-    rows, stride = a[LinearArg.ROWS], a[LinearArg.STRIDE]
-    packed, scales, minima = u8(a[LinearArg.PACKED]), u16(a[LinearArg.SCALES]), u16(a[LinearArg.MINIMA])
-    nibbles, out = u8(a[LinearArg.NIBBLE_SCALES]), f32(s[a[LinearArg.OUTPUT]])
-    xq, xd, xi, xs = i8(s[x]), f32(s[x + 1]), i32(s[x + 2 + SUMS_OF_16]), f32(s[x + 4 + SUMS_OF_16])
+    rows, stride, out = a[LinearArg.ROWS], a[LinearArg.STRIDE], f32(s[a[LinearArg.OUTPUT]])
     begin, end, first, stop = piece_bounds(a, tokens, piece)
     length = stop - first
     n, near = (2 * length, 1) if two_term else (length, GROUPS_IN_L1)
@@ -187,11 +187,11 @@ def linear_int8(args, step, piece):
             direct = left >= 16 and not two_term
             to, at, apart = (out, place, stride) if direct else (some, 16 * row if two_term else 0, 16)
             if count == TILE:
-                ROWS_TILE(packed, scales, minima, xq, xd, xs, xi, to, at, group, token, columns, apart, nibbles, unit)
+                ROWS_TILE(operands, to, at, group, token, columns, apart, unit)
             elif count == MID_TILE_TOKENS:
-                ROWS_MID(packed, scales, minima, xq, xd, xs, xi, to, at, group, token, columns, apart, nibbles, unit)
+                ROWS_MID(operands, to, at, group, token, columns, apart, unit)
             else:
-                ROWS_ONE(packed, scales, minima, xq, xd, xs, xi, to, at, group, token, columns, apart, nibbles, unit)
+                ROWS_ONE(operands, to, at, group, token, columns, apart, unit)
             if left < 16 and not two_term:
                 copy_partial_group(some, out, place, stride, left, count)
         row += count
@@ -202,54 +202,29 @@ def linear_int8(args, step, piece):
             begin, row = last, 0
 
 
-def linear_float(args, step, piece):
-    """Do the same for float weights."""
-    a, s = i64(args), i64(step)
-    columns, rows, stride = a[LinearArg.COLUMNS], a[LinearArg.ROWS], a[LinearArg.STRIDE]
-    weights = u16(a[LinearArg.PACKED]) if NARROW else f32(a[LinearArg.PACKED])
-    x, out = f32(s[a[LinearArg.INPUT]]), f32(s[a[LinearArg.OUTPUT]])
-    begin, end, token, stop = piece_bounds(a, s[a[LinearArg.COUNT]], piece)
-    first, some = token, np.empty(16 * TILE, np.float32) if rows % 16 else out
-    while begin < end:
-        count, last = next_tile_tokens(stop - token, TILE), min(end, begin + GROUPS_IN_L1)
-        for group in range(begin, last):
-            left = rows - group * 16
-            place = a[LinearArg.FIRST] + group * 16 + token * stride
-            to, at, apart = (out, place, stride) if left >= 16 else (some, 0, 16)
-            if count == TILE:
-                ROWS_TILE(weights, x, to, at, group, token, columns, apart)
-            elif count == MID_TILE_TOKENS:
-                ROWS_MID(weights, x, to, at, group, token, columns, apart)
-            else:
-                ROWS_ONE(weights, x, to, at, group, token, columns, apart)
-            if left < 16:
-                copy_partial_group(some, out, place, stride, left, count)
-        token += count
-        if token == stop:
-            begin, token = last, first
-
-
 @cache
 def linear_kernel(layout: Layout) -> TaskKernel:
     """Return the product of a layout."""
     number = LAYOUTS.index(layout)
     if layout.float_type:
+        operands = variant(float_operands, layout.float_type, NARROW=layout.float_type != "F32")
         tiles = _tile_kernels(float_rows, number, WIDE_BLOCK_TILE_TOKENS, BFLOAT=layout.float_type == "BF16")
-        return TaskKernel(linear_float, layout.float_type, NARROW=layout.float_type != "F32", **tiles)
-    blocks_per_scale = max(layout.columns_per_scale // 32, 1)
+        return TaskKernel(matmul, layout.name, OPERANDS=kernel(operands), **tiles)
+    sums_of_16 = int(layout.columns_per_scale == 16 or layout.nibble_scales)
     values = {
         "LAYOUT": number,
         "BLOCK_BYTES": layout.block_bytes,
         "SCALES_PER_BLOCK": 2 if layout.columns_per_scale == 16 else 1,
-        "SCALE_SHIFT": blocks_per_scale.bit_length() - 1,
+        "SCALE_SHIFT": max(layout.columns_per_scale // 32, 1).bit_length() - 1,
         "HAS_MINIMUM": layout.has_minimum,
+        "NIBBLE_SCALES": layout.nibble_scales,
+        "SUMS_OF_16": sums_of_16,
         "OFFSET": WEIGHT_BIAS if layout.table or layout.planes == (8,) else layout.offset,
     }
-    is_narrow = layout.columns_per_scale > 16 and not layout.nibble_scales and layout.planes != (8,)
-    template = dot_rows_nibble_scales if layout.nibble_scales else dot_rows
-    tiles = _tile_kernels(template, number, MAX_TILE_TOKENS if is_narrow else WIDE_BLOCK_TILE_TOKENS, **values)
-    sums_of_16 = int(layout.columns_per_scale == 16 or layout.nibble_scales)
-    return TaskKernel(linear_int8, layout.name, SUMS_OF_16=sums_of_16, **tiles)
+    is_narrow = not sums_of_16 and layout.planes != (8,)
+    tiles = _tile_kernels(dot_rows, number, MAX_TILE_TOKENS if is_narrow else WIDE_BLOCK_TILE_TOKENS, **values)
+    operands = variant(int8_operands, str(sums_of_16), SUMS_OF_16=sums_of_16)
+    return TaskKernel(matmul, layout.name, OPERANDS=kernel(operands), **tiles)
 
 
 def _tile_kernels(template: Any, number: int, max_tokens: int, **values: Any) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from ...weights import Checkpoint
 from .. import cpu_info
 from ..ops import COMPILING, KV_TYPES, Progress
 from . import program, repack
-from .attention import decode_kernel, prefill_kernel, split_work_kernel
+from .attention import attention_kernels, split_work_kernel
 from .gguf_blocks import CODEBOOK_RULES
 from .jit import CACHE_VARIABLE, PythonKernel, TaskKernel, cache_dir
 from .linear import linear_kernel
@@ -59,9 +59,7 @@ def needed_kernels(types: Collection[str], group: int, kv_type: str = KV_TYPES[0
 
 
 def _head_kernels(group: int, kv_type: str) -> list[Kernel]:
-    return [
-        split_work_kernel(group), rope_store_kernel(kv_type), prefill_kernel(kv_type), decode_kernel(group, kv_type),
-    ]  # fmt: skip
+    return [split_work_kernel(group), rope_store_kernel(kv_type), *attention_kernels(group, kv_type)]
 
 
 def _common_kernels() -> list[Kernel]:

@@ -32,16 +32,6 @@ StoreArg = IntEnum("StoreArg", "LAYER COS PAIRS HEADS KV_HEADS DIM PADDED QKV QU
 
 
 @kernel
-def write_angles(positions, count, inv_freq, half, scale, cos, sin):
-    """Write cos and sin of every position and pair: (count, half)."""
-    for t in range(count):
-        for i in range(half):
-            angle = np.float32(positions[t]) * inv_freq[i]
-            cos[t * half + i] = scale * np.float32(math.cos(angle))
-            sin[t * half + i] = scale * np.float32(math.sin(angle))
-
-
-@kernel
 def copy_padded(x, at, first, dim, padded, out, to):
     """Copy values first .. dim - 1 of a head, then zeros."""
     whole = first + (dim - first) // LANES * LANES
@@ -90,7 +80,7 @@ def quantize_head(head, padded):
 
 
 @kernel
-def store_key(head, padded, keys, k_scales, row, size):
+def store_key(head, padded, keys, k_scales, row):
     """Write a rotated key: row = (block * kv_heads + head) * size + offset."""
     if is_int8(keys):
         k_scales[row] = quantize_head(head, padded)
@@ -111,53 +101,37 @@ def store_value(head, padded, values, v_scales, row):
             f.store(values, row * padded + i, f.load(head, i))
 
 
-@kernel
-def rope_store_token(
-    q, q_at, k, k_at, v, v_at, cos, sin, angle, half, heads, kv_heads, dim, padded, keys, values, k_scales, v_scales,
-    slot, size, head, out, out_at,
-):  # fmt: skip
-    """Write q rotated to out[out_at:], k rotated and v to their slot; `head` is scratch for one head.
-
-    The token's heads lie one after the other from q_at, k_at and v_at on; its angles from `angle` on.
-    """
-    for h in range(heads):
-        rotate_head(q, q_at + h * dim, cos, sin, angle, half, dim, padded, out, out_at + h * padded)
-    for h in range(kv_heads):
-        row = (slot // size * kv_heads + h) * size + slot % size
-        rotate_head(k, k_at + h * dim, cos, sin, angle, half, dim, padded, head, 0)
-        store_key(head, padded, keys, k_scales, row, size)
-        copy_padded(v, v_at + h * dim, 0, dim, padded, head, 0)
-        store_value(head, padded, values, v_scales, row)
-
-
 def rope_angles(args, step, piece):
     """Write cos and sin of some tokens' positions: (tokens, pairs)."""
     a, s = i64(args), i64(step)
-    half, scale, first = a[AnglesArg.PAIRS], np.float32(f64(args)[AnglesArg.SCALE]), piece * TOKENS_PER_PIECE
-    count, cos = min(s[Step.TOKENS] - first, TOKENS_PER_PIECE), a[AnglesArg.COS]
-    write_angles(
-        i64(s[Step.POSITIONS] + first * 8), count, f32(a[AnglesArg.INV_FREQ]), half, scale,
-        f32(s[cos] + first * half * 4), f32(s[cos + 1] + first * half * 4),
-    )  # fmt: skip
+    pairs, scale, first = a[AnglesArg.PAIRS], np.float32(f64(args)[AnglesArg.SCALE]), piece * TOKENS_PER_PIECE
+    inv_freq, cos, sin = f32(a[AnglesArg.INV_FREQ]), f32(s[a[AnglesArg.COS]]), f32(s[a[AnglesArg.COS] + 1])
+    for t in range(first, min(s[Step.TOKENS], first + TOKENS_PER_PIECE)):
+        for i in range(pairs):
+            angle = np.float32(i64(s[Step.POSITIONS])[t]) * inv_freq[i]
+            cos[t * pairs + i] = scale * np.float32(math.cos(angle))
+            sin[t * pairs + i] = scale * np.float32(math.sin(angle))
 
 
 def rope_store(args, step, piece):
     """Rotate and store some tokens: q, k and v of a token lie one after the other."""
     a, s = i64(args), i64(step)
-    heads, kv_heads, half = a[StoreArg.HEADS], a[StoreArg.KV_HEADS], a[StoreArg.PAIRS]
-    dim, padded = a[StoreArg.DIM], a[StoreArg.PADDED]
+    heads, kv_heads, pairs = a[StoreArg.HEADS], a[StoreArg.KV_HEADS], a[StoreArg.PAIRS]
+    dim, padded, size = a[StoreArg.DIM], a[StoreArg.PADDED], s[Step.BLOCK_SIZE]
     cache = i64(s[Step.KV] + 8 * ADDRESSES_PER_LAYER * a[StoreArg.LAYER])
     keys, values, k_scales, v_scales = CACHED(cache[0]), CACHED(cache[1]), f32(cache[2]), f32(cache[3])
     x, cos, sin = f32(s[a[StoreArg.QKV]]), f32(s[a[StoreArg.COS]]), f32(s[a[StoreArg.COS] + 1])
-    head, first = scratch(padded), piece * TOKENS_PER_PIECE
+    out, head, first = f32(s[a[StoreArg.QUERIES]]), scratch(padded), piece * TOKENS_PER_PIECE
     for t in range(first, min(s[Step.TOKENS], first + TOKENS_PER_PIECE)):
-        q = t * (heads + 2 * kv_heads) * dim
-        k = q + heads * dim
-        rope_store_token(
-            x, q, x, k, x, k + kv_heads * dim, cos, sin, t * half, half, heads, kv_heads, dim, padded, keys, values,
-            k_scales, v_scales, i64(s[Step.SLOT_MAPPING])[t], s[Step.BLOCK_SIZE], head, f32(s[a[StoreArg.QUERIES]]),
-            t * heads * padded,
-        )  # fmt: skip
+        q, slot = t * (heads + 2 * kv_heads) * dim, i64(s[Step.SLOT_MAPPING])[t]
+        for h in range(heads):
+            rotate_head(x, q + h * dim, cos, sin, t * pairs, pairs, dim, padded, out, (t * heads + h) * padded)
+        for h in range(kv_heads):
+            row, k = (slot // size * kv_heads + h) * size + slot % size, q + (heads + h) * dim
+            rotate_head(x, k, cos, sin, t * pairs, pairs, dim, padded, head, 0)
+            store_key(head, padded, keys, k_scales, row)
+            copy_padded(x, k + kv_heads * dim, 0, dim, padded, head, 0)
+            store_value(head, padded, values, v_scales, row)
 
 
 ROPE_ANGLES = TaskKernel(rope_angles)

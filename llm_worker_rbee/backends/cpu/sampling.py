@@ -23,13 +23,12 @@ from .. import reference_sampling
 from ..ops import Ints, Logprobs, SampleRow
 from ..reference_sampling import MAX_LOGIT
 from . import sampling_kernels as kernels
-from .jit import PythonKernel, TaskKernel, kernel, variant
+from .jit import PythonKernel, TaskKernel, kernel
 from .pointers import f32, f64, i64
 from .program import Program, Step, Task, new_step, pack_args
 
 Floats = NDArray[np.float32]
 MAX_GREEDY_ROWS = 4  # without a program
-DRAW_TOKEN = None  # set for each variant
 
 
 # Integers and floats of a row; WINDOW, OUTPUT_IDS, BIAS_IDS and BIAS_VALUES are addresses.
@@ -84,38 +83,22 @@ def apply_penalties(x, ints, floats):
 
 
 @kernel
-def greedy_f64(y):
-    """Return the lowest id of the largest logit."""
-    maxima = np.empty((y.shape[0] + kernels.BLOCK - 1) // kernels.BLOCK, np.float64)
-    return kernels.first_index(y, maxima, kernels.block_max_f64(y, maxima))
-
-
-@kernel
-def is_finite(x):
-    """Return whether a token can be chosen."""
-    return math.isfinite(kernels.block_max(x, np.empty((x.shape[0] + kernels.BLOCK - 1) // kernels.BLOCK, np.float32)))
-
-
 def draw_row(x, ints, floats):
     """Draw a token by its probability."""
     point = kernels.uniform(np.uint64(ints[RowInt.SEED]), ints[RowInt.SAMPLE_INDEX], ints[RowInt.POSITION])
     top_p, min_p, typical_p = floats[RowFloat.TOP_P], floats[RowFloat.MIN_P], floats[RowFloat.TYPICAL_P]
-    return DRAW_TOKEN(x, floats[RowFloat.TEMPERATURE], ints[RowInt.TOP_K], top_p, min_p, typical_p, point)
-
-
-draw_row_f32 = kernel(variant(draw_row, "f32", DRAW_TOKEN=kernels.DRAW_TOKEN_F32))
-draw_row_f64 = kernel(variant(draw_row, "f64", DRAW_TOKEN=kernels.DRAW_TOKEN_F64))
+    return kernels.draw_token(x, floats[RowFloat.TEMPERATURE], ints[RowInt.TOP_K], top_p, min_p, typical_p, point)
 
 
 @kernel
 def sample_row(x, ints, floats):
     """Return the token of one row, UNDECIDED or kernels.NOT_FINITE."""
     if ints[RowInt.HAS_PENALTIES]:
-        if not is_finite(x):
+        if not math.isfinite(kernels.block_max(x)[1]):
             return kernels.NOT_FINITE
         y = apply_penalties(x, ints, floats)
-        return greedy_f64(y) if floats[RowFloat.TEMPERATURE] == 0 else draw_row_f64(y, ints, floats)
-    return kernels.greedy(x) if floats[RowFloat.TEMPERATURE] == 0 else draw_row_f32(x, ints, floats)
+        return kernels.greedy(y) if floats[RowFloat.TEMPERATURE] == 0 else draw_row(y, ints, floats)
+    return kernels.greedy(x) if floats[RowFloat.TEMPERATURE] == 0 else draw_row(x, ints, floats)
 
 
 def sample_task(args, step, piece):
@@ -203,7 +186,7 @@ def draw(x: NDArray[Any], row: SampleRow) -> int:
     """Draw a token of one row without penalties; it may be UNDECIDED or kernels.NOT_FINITE."""
     temperature, top_p, min_p, typical_p = map(float, (row.temperature, row.top_p, row.min_p, row.typical_p))
     point = kernels.uniform(np.uint64(row.seed), row.sample_index, row.position)
-    return int(kernels.DRAW_TOKEN_F32(x, temperature, row.top_k, top_p, min_p, typical_p, point))
+    return int(kernels.draw_token(x, temperature, row.top_k, top_p, min_p, typical_p, point))
 
 
 def logprobs(logits: Floats, chosen: Ints, k: int) -> Logprobs:
@@ -223,6 +206,6 @@ _F32S, _IDS, _FLOAT, _INT = nb.float32[::1], nb.int64[::1], nb.float64, nb.int64
 PYTHON_KERNELS = (
     PythonKernel(kernels.greedy, _F32S),
     PythonKernel(kernels.uniform, nb.uint64, _INT, _INT),
-    PythonKernel(kernels.DRAW_TOKEN_F32, _F32S, _FLOAT, _INT, *[_FLOAT] * 4),
+    PythonKernel(kernels.draw_token, _F32S, _FLOAT, _INT, *[_FLOAT] * 4),
     PythonKernel(kernels.log_softmax, _F32S, _INT, _INT, _IDS, _F32S),
 )

@@ -13,7 +13,7 @@ import math
 import numpy as np
 
 from . import simd as f
-from .jit import kernel, variant
+from .jit import kernel
 from .simd import LANES
 from .simd import MIN_EXPONENT_F64 as MIN_EXPONENT
 
@@ -21,7 +21,6 @@ BLOCK = 64
 MIN_BUCKETED_KEYS, BUCKETS, BUCKETS_PER_UNIT = 256, 512, 16  # more keys are worth buckets; a unit of distance
 TIE_TOLERANCE = 1e-10  # two sums or keys nearer than this are left to the reference
 UNDECIDED, NOT_FINITE = -1, -2
-BLOCK_MAX = FIND = None  # set for each variant
 
 
 @kernel
@@ -246,10 +245,10 @@ def max_of(maxima):
 
 
 @kernel
-def block_max(x, maxima):
-    """Write the maximum of each block of float32; return the largest of all, NaN if there is one."""
-    whole = x.shape[0] // BLOCK
-    marks = f.splat(np.float32(0))
+def block_max(x):
+    """Return the maximum of each block, and the largest of all, NaN if there is one."""
+    maxima, whole = np.empty((x.shape[0] + BLOCK - 1) // BLOCK, x.dtype), x.shape[0] // BLOCK
+    marks = f.splat(x.dtype.type(0))
     for b in range(whole):
         i = b * BLOCK
         p, q, r, s = f.load(x, i), f.load(x, i + 16), f.load(x, i + 32), f.load(x, i + 48)
@@ -261,22 +260,7 @@ def block_max(x, maxima):
         for i in range(whole * BLOCK, x.shape[0]):
             maxima[whole] = max(maxima[whole], x[i])
             best = best if x[i] == x[i] else x[i]
-    return best if best != best else max_of(maxima)
-
-
-@kernel
-def block_max_f64(x, maxima):
-    """Do the same for float64 without NaN."""
-    whole = x.shape[0] // BLOCK
-    for b in range(whole):
-        i = b * BLOCK
-        p, q, r, s = f.load_f64(x, i), f.load_f64(x, i + 16), f.load_f64(x, i + 32), f.load_f64(x, i + 48)
-        maxima[b] = f.hmax(f.max_nan_second(f.max_nan_second(p, q), f.max_nan_second(r, s)))
-    if whole < maxima.shape[0]:
-        maxima[whole] = x[whole * BLOCK]
-        for i in range(whole * BLOCK, x.shape[0]):
-            maxima[whole] = max(maxima[whole], x[i])
-    return max_of(maxima)
+    return maxima, best if best != best else max_of(maxima)
 
 
 @kernel
@@ -313,12 +297,12 @@ def scale_logits(x, best, temperature, ids, count, s):
 @kernel
 def exp_sums(x, best, temperature, sums):
     """Write the sum of e^s, s = (x - best) / temperature, of each block; return the sums of e^s and of s * e^s."""
-    rate, less = f.splat_f64(1 / temperature), f.splat_f64(-best)
-    whole, total, moment = x.shape[0] // BLOCK, 0.0, f.splat_f64(0.0)
+    rate, less = f.splat(1 / temperature), f.splat(-best)
+    whole, total, moment = x.shape[0] // BLOCK, 0.0, f.splat(0.0)
     for b in range(whole):
-        some = f.splat_f64(0.0)
+        some = f.splat(0.0)
         for i in range(b * BLOCK, b * BLOCK + BLOCK, LANES):
-            s = f.max_nan_second(f.mul(f.add(f.load_f64(x, i), less), rate), f.splat_f64(2 * MIN_EXPONENT))
+            s = f.max_nan_second(f.mul(f.add(f.load_f64(x, i), less), rate), f.splat(2 * MIN_EXPONENT))
             e = f.exp(s)
             some, moment = f.add(some, e), f.fma(e, s, moment)
         sums[b] = f.hsum(some)
@@ -392,15 +376,15 @@ def widen_until_mass(x, maxima, best, temperature, center, mass, ids, s):
 @kernel
 def greedy(x):
     """Return the lowest id of the largest logit, or NOT_FINITE."""
-    maxima = np.empty((x.shape[0] + BLOCK - 1) // BLOCK, x.dtype)
-    best = block_max(x, maxima)
+    maxima, best = block_max(x)
     return first_index(x, maxima, best) if math.isfinite(best) else NOT_FINITE
 
 
+@kernel
 def find_candidates(x, temperature, top_k, top_p, min_p, typical_p, point, ids, s):
     """Return (token, 0, ...) if it is clear, or (UNDECIDED, number of candidates, sum over all, center, radius)."""
-    maxima = np.empty((x.shape[0] + BLOCK - 1) // BLOCK, x.dtype)
-    best, count, total, center, radius = np.float64(BLOCK_MAX(x, maxima)), 0, 0.0, 0.0, np.inf
+    maxima, largest = block_max(x)
+    best, count, total, center, radius = np.float64(largest), 0, 0.0, 0.0, np.inf
     if not math.isfinite(best):
         return NOT_FINITE, 0, total, center, radius
     if temperature < TIE_TOLERANCE * max(1.0, abs(best)):
@@ -422,26 +406,21 @@ def find_candidates(x, temperature, top_k, top_p, min_p, typical_p, point, ids, 
     return UNDECIDED, count, total, center, radius
 
 
+@kernel
 def draw_token(x, temperature, top_k, top_p, min_p, typical_p, point):
     """Return the token at `point` (0 to 1) of the candidates' cumulative probability, UNDECIDED or NOT_FINITE."""
     ids, s = np.empty(x.shape[0], np.int64), np.empty(x.shape[0], np.float64)
-    token, count, total, center, radius = FIND(x, temperature, top_k, top_p, min_p, typical_p, point, ids, s)
+    token, count, total, center, radius = find_candidates(x, temperature, top_k, top_p, min_p, typical_p, point, ids, s)
     if count <= 0:
         return token
     return filter_and_draw(ids[:count], s[:count], total, center, radius, top_p, min_p, typical_p, point)
 
 
-FIND_F32 = kernel(variant(find_candidates, "f32", BLOCK_MAX=block_max))
-FIND_F64 = kernel(variant(find_candidates, "f64", BLOCK_MAX=block_max_f64))
-DRAW_TOKEN_F32 = kernel(variant(draw_token, "f32", FIND=FIND_F32))
-DRAW_TOKEN_F64 = kernel(variant(draw_token, "f64", FIND=FIND_F64))
-
-
 @kernel
 def log_softmax(x, chosen, k, top_ids, top):
     """Return the log-softmax at `chosen` and write the k likeliest, best first; NaN if logits are not finite."""
-    maxima = np.empty((x.shape[0] + BLOCK - 1) // BLOCK, x.dtype)
-    best = np.float64(block_max(x, maxima))
+    maxima, largest = block_max(x)
+    best = np.float64(largest)
     if not math.isfinite(best):
         return np.float32(np.nan)
     total, _ = exp_sums(x, best, 1.0, np.empty(maxima.shape[0], np.float64))

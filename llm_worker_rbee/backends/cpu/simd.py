@@ -5,7 +5,7 @@ the machine's registers (one with AVX-512, two with AVX2, four on Arm). A tile h
 kernel computes at once: an operation on a tile becomes one instruction per token, without a loop.
 
 LLVM does not vectorise a plain loop that adds floats, as that would change the order of the sum; these operations are
-vectors by type. Their arguments tell float32 from float64, except for `load` and `splat` and their float64 twins.
+vectors by type. Their arguments tell float32 from float64.
 """
 
 from __future__ import annotations
@@ -73,12 +73,16 @@ def emit_load(context: Any, b: Any, array_type: Any, array: Any, index: Any, tar
 
 
 def emit_load_floats(context: Any, b: Any, array_type: Any, array: Any, index: Any) -> Any:
-    """Emit a load of 16 float32, float16 (as uint16) or int8 as floats."""
+    """Emit a load of 16 floats: float64 as they are; float32, float16 (as uint16) and int8 as float32."""
     if array_type.dtype == types.int8:
         return b.sitofp(b.sext(emit_load(context, b, array_type, array, index, I8X16), I32X16), f32x16.ir)
     if array_type.dtype == types.uint16:
         return b.fpext(emit_load(context, b, array_type, array, index, F16X16), f32x16.ir)
-    return emit_load(context, b, array_type, array, index, f32x16.ir)
+    return emit_load(context, b, array_type, array, index, _vector_of(array_type.dtype).ir)
+
+
+def _vector_of(scalar: Any) -> Vector:
+    return f64x16 if scalar == types.float64 else f32x16
 
 
 def emit_splat(b: Any, scalar: Any, vector: ir.VectorType) -> Any:
@@ -167,15 +171,6 @@ def _operation(count: int, emit: Any) -> Any:
     return intrinsic((unary, binary, ternary)[count - 1])
 
 
-def _splat_operation(vector: Any, scalar: Any) -> Any:
-    """Return the intrinsic that puts one scalar into every lane."""
-
-    def splat(_: Any, value: Any) -> Any:
-        return vector(scalar), lambda context, b, sig, args: emit_splat(b, args[0], vector.ir)
-
-    return intrinsic(splat)
-
-
 def _max_nan_second(b: Any, x: Any, y: Any) -> Any:
     """Emit x where x > y, else y: y also where x is NaN. One instruction on x86, unlike llvm.maxnum."""
     return b.select(b.fcmp_ordered(">", x, y), x, y)
@@ -209,7 +204,6 @@ def _exp(b: Any, x: Any) -> Any:
     return b.select(tiny, constant(0.0), b.fmul(series, two))
 
 
-splat, splat_f64 = _splat_operation(f32x16, types.float32), _splat_operation(f64x16, types.float64)
 add = _operation(2, lambda b, x, y: b.fadd(x, y))
 mul = _operation(2, lambda b, x, y: b.fmul(x, y))
 div = _operation(2, lambda b, x, y: b.fdiv(x, y))
@@ -223,23 +217,29 @@ exp = _operation(1, _exp)
 
 
 @intrinsic
+def splat(_: Any, value: Any) -> Any:
+    """Return a vector with one float32 or float64 in every lane."""
+    vector = _vector_of(value)
+    return vector(value), lambda context, b, sig, args: emit_splat(b, args[0], vector.ir)
+
+
+@intrinsic
 def load(_: Any, array: Any, index: Any) -> Any:
-    """Load 16 float32, float16 (as uint16) or int8 as float32."""
+    """Load 16 float64, or 16 float32, float16 (as uint16) or int8 as float32."""
 
     def gen(context: Any, b: Any, sig: Any, args: Any) -> Any:
         return emit_load_floats(context, b, sig.args[0], args[0], args[1])
 
-    return f32x16(array, types.intp), gen
+    return _vector_of(array.dtype)(array, types.intp), gen
 
 
 @intrinsic
 def load_f64(_: Any, array: Any, index: Any) -> Any:
     """Load 16 float32 or float64 as float64."""
-    narrow = array.dtype == types.float32
 
     def gen(context: Any, b: Any, sig: Any, args: Any) -> Any:
-        value = emit_load(context, b, sig.args[0], args[0], args[1], f32x16.ir if narrow else f64x16.ir)
-        return b.fpext(value, f64x16.ir) if narrow else value
+        value = emit_load_floats(context, b, sig.args[0], args[0], args[1])
+        return b.fpext(value, f64x16.ir) if sig.args[0].dtype == types.float32 else value
 
     return f64x16(array, types.intp), gen
 
