@@ -33,7 +33,7 @@ MAX_HEADS_TILE = 4  # each size is compiled for itself
 NEGATIVE_INFINITY = np.float32(-np.inf)
 # set for each variant
 ROWS = BY_TOKEN = VECTORS = CHUNKS = MIN_VECTORS = MIN_CHUNKS = PREFETCH = CACHED = HEADS_TILE = None
-SCORE = SOFTMAX = ATTEND_VALUES = ACCUMULATE_PV = ACCUMULATE_PV_ONE = None
+SCORE = SOFTMAX = ATTEND_VALUES = ACCUMULATE_PV = ACCUMULATE_PV_ONE = VECTOR_BY_VECTOR = None
 
 
 # Arguments of `attend` and `split_work`; ACTIVATIONS is optional: quantize the results.
@@ -125,12 +125,13 @@ def apply_v_scales(scores, at, v_scales, blocks, size, kv_head, kv_heads, start,
         f.store(scores, at + p - start, f.mul(f.load(scores, at + p - start), f.load(v_scales, scale)))
 
 
-def accumulate_pv(values, blocks, size, kv_head, kv_heads, dim, start, first, last, scores, at, width, out, to, stride):
-    """Add weight * value to ROWS rows of `out`, over positions first .. last - 1 in their order.
+def accumulate_pv(
+    values, blocks, size, kv_head, kv_heads, dim, start, first, last, scores, at, width, out, to, stride, d
+):
+    """Add weight * value to values d .. dim - 1 of ROWS rows of `out`, over positions first .. last - 1 in their order.
 
     The weights are at scores[at:], as `score` left them.
     """
-    d = 0
     while d + LANES * VECTORS <= dim:
         total = kv.load_tile(out, to + d, stride, ROWS, VECTORS)
         p, block, stop = first, first // size, (first // size + 1) * size
@@ -145,17 +146,10 @@ def accumulate_pv(values, blocks, size, kv_head, kv_heads, dim, start, first, la
             p, block, stop = stop, block + 1, stop + size
         kv.store_tile(out, to + d, stride, total, VECTORS)
         d += LANES * VECTORS
-    while d < dim:  # the rest, vector by vector
-        rest = kv.load_tile(out, to + d, stride, ROWS, 1)
-        p, block, stop = first, first // size, (first // size + 1) * size
-        while p < last:
-            row = ((blocks[block] * kv_heads + kv_head) * size + p + size - stop) * dim + d
-            for i in range(min(stop, last) - p):
-                one = kv.load_contiguous(values, row + i * dim, 1)
-                rest = kv.fma_outer(rest, one, scores, at + p - start + i, width)
-            p, block, stop = stop, block + 1, stop + size
-        kv.store_tile(out, to + d, stride, rest, 1)
-        d += LANES
+    if VECTORS > 1 and d < dim:  # the rest, vector by vector
+        VECTOR_BY_VECTOR(
+            values, blocks, size, kv_head, kv_heads, dim, start, first, last, scores, at, width, out, to, stride, d
+        )
 
 
 @kernel
@@ -191,14 +185,16 @@ def attend_values(
             end = positions[token + r] + 1
             ACCUMULATE_PV_ONE(
                 values, blocks, size, kv_head, kv_heads, dim, start, max(0, end - window), min(end, common),
-                scores, r * width, width, out, at + r * stride, stride,
+                scores, r * width, width, out, at + r * stride, stride, 0,
             )  # fmt: skip
-    ACCUMULATE_PV(values, blocks, size, kv_head, kv_heads, dim, start, common, head, scores, 0, width, out, at, stride)
+    ACCUMULATE_PV(
+        values, blocks, size, kv_head, kv_heads, dim, start, common, head, scores, 0, width, out, at, stride, 0
+    )
     if BY_TOKEN:
         for r in range(1, ROWS):
             ACCUMULATE_PV_ONE(
                 values, blocks, size, kv_head, kv_heads, dim, start, max(head, common), positions[token + r] + 1,
-                scores, r * width, width, out, at + r * stride, stride,
+                scores, r * width, width, out, at + r * stride, stride, 0,
             )  # fmt: skip
     for r in range(ROWS):
         share = f.splat(scores[ROWS * width + r])
@@ -215,10 +211,11 @@ def vectors_per_row(rows: int) -> int:
 
 
 @cache
-def accumulate_pv_kernel(rows: int, prefetch: bool):
+def accumulate_pv_kernel(rows: int, prefetch: bool, vectors: int):
     """Return the weighted sum over positions that all rows see; `prefetch` where memory is the bound."""
-    name = f"r{rows}a{prefetch}"
-    return kernel(variant(accumulate_pv, name, ROWS=rows, VECTORS=vectors_per_row(rows), PREFETCH=prefetch))
+    rest = accumulate_pv_kernel(rows, False, 1) if vectors > 1 else None
+    sizes = {"ROWS": rows, "VECTORS": vectors, "PREFETCH": prefetch}
+    return kernel(variant(accumulate_pv, f"r{rows}a{prefetch}v{vectors}", **sizes, VECTOR_BY_VECTOR=rest))
 
 
 def heads_per_tile(group: int) -> int:
@@ -305,8 +302,10 @@ def attention_kernel(rows: int, by_token: int, kv_type: str) -> TaskKernel:
     name, vectors = f"r{rows}a{by_token}", vectors_per_row(rows)
     chunks = {"CHUNKS": CHUNK_INDICES[vectors], "MIN_CHUNKS": CHUNK_INDICES[min(2, vectors)]}
     sizes = {"ROWS": rows, "VECTORS": vectors, "MIN_VECTORS": min(2, vectors), "PREFETCH": not by_token}
-    one = accumulate_pv_kernel(1, False)
-    pv = {"ACCUMULATE_PV": accumulate_pv_kernel(rows, not by_token), "ACCUMULATE_PV_ONE": one}
+    pv = {
+        "ACCUMULATE_PV": accumulate_pv_kernel(rows, not by_token, vectors),
+        "ACCUMULATE_PV_ONE": accumulate_pv_kernel(1, False, vectors_per_row(1)),
+    }
     parts = {
         "SCORE": kernel(variant(score, f"r{rows}a{not by_token}", **sizes, **chunks)),
         "SOFTMAX": kernel(variant(softmax_tile, name, ROWS=rows, BY_TOKEN=by_token)),

@@ -151,30 +151,22 @@ def emit_table_lookup(b: Any, index: Any, table: tuple[int, ...]) -> Any:
     return TABLE_LOOKUPS[ISA](b, index, entries + [0] * (16 - len(entries)))
 
 
-def _broadcast_lane(b: Any, vector: Any, lane: int) -> Any:
-    """Emit one of four words in every lane."""
-    return b.shuffle_vector(vector, ir.Constant(vector.type, ir.Undefined), ir.Constant(I32X16, [lane] * LANES))
-
-
 def _unpack_quad(b: Any, lines: Callable[[int], Any], planes: tuple[int, ...], quad: int) -> Any:
     """Emit the codes of one quad of columns, one byte each, from the lines of the bit planes (packed_weight.py)."""
     code, first, place = None, 0, 0
     for width in planes:
-        count = width  # lines of this plane: eight quads of `width` bits in bytes
-        shift = width * (quad // count)
-        part = lines(first + quad % count)
+        shift = width * (quad // width)  # a plane has `width` lines: eight quads of `width` bits in bytes
+        part = lines(first + quad % width)
         if width < 8:
             part = emit_shift_mask(b, part, shift - place, ((1 << width) - 1) << place)
         code = part if code is None else b.or_(code, part)
-        first, place = first + count, place + width
+        first, place = first + width, place + width
     return code
 
 
-@intrinsic
+@intrinsic(prefer_literal=True)
 def dot_block(_: Any, acc: Any, layout: Any, half: Any, packed: Any, line: Any, x: Any, at: Any, stride: Any) -> Any:
     """Return acc + codes of a block . the activations of each token: half 0 or 1 of the 32 columns, or all (2)."""
-    if not (isinstance(layout, types.IntegerLiteral) and isinstance(half, types.IntegerLiteral)):
-        return None
     kind, which = LAYOUTS[int(layout.literal_value)], int(half.literal_value)
     wide = kind.table is not None or kind.planes == (8,)
     emit = DOT_PRODUCTS[ISA][wide]
@@ -192,7 +184,9 @@ def dot_block(_: Any, acc: Any, layout: Any, half: Any, packed: Any, line: Any, 
             near = quad // 4 * 4 if BROADCAST_BY_LANE else quad
             where = b.add(place, b.add(b.mul(apart, ir.Constant(apart.type, token)), ir.Constant(place.type, 4 * near)))
             some = emit_load(context, b, sig.args[5], xs, where, ir.VectorType(I32, 4) if BROADCAST_BY_LANE else I32)
-            four = _broadcast_lane(b, some, quad % 4) if BROADCAST_BY_LANE else emit_splat(b, some, I32X16)
+            if BROADCAST_BY_LANE:
+                nothing, lane = ir.Constant(some.type, ir.Undefined), ir.Constant(I32X16, [quad % 4] * LANES)
+            four = b.shuffle_vector(some, nothing, lane) if BROADCAST_BY_LANE else emit_splat(b, some, I32X16)
             return emit(b, total, weights, b.bitcast(four, u8x64.ir))
 
         for quad in quads:

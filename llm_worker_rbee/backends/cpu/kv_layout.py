@@ -100,41 +100,28 @@ def _add_multiple(b: Any, index: Any, stride: Any, times: int) -> Any:
 def store_one(_: Any, array: Any, index: Any, value: Any) -> Any:
     """Write one float32 as the array's type; for int8 it must be a whole number."""
 
-    def gen(context: Any, b: Any, sig: Any, args: Any) -> Any:
+    def gen(context: Any, b: Any, sig: Any, args: Any) -> None:
         kind, value = sig.args[0].dtype, args[2]
         if kind == types.uint16:
             value = b.fptrunc(value, F16)
         if kind == types.int8:
             value = b.fptosi(value, I8)
-        return f.emit_store(context, b, sig.args[0], args[0], args[1], value)
+        f.emit_store(context, b, sig.args[0], args[0], args[1], value)
 
     return types.void(array, types.intp, types.float32), gen
 
 
 @intrinsic
-def load_one(_: Any, array: Any, index: Any) -> Any:
-    """Load one float32."""
-
-    def gen(context: Any, b: Any, sig: Any, args: Any) -> Any:
-        return f.emit_load(context, b, sig.args[0], args[0], args[1], F32)
-
-    return types.float32(array, types.intp), gen
-
-
-@intrinsic
 def is_int8(_: Any, array: Any) -> Any:
     """Tell at compile time whether the array is int8 with scales."""
-    answer = types.literal(array.dtype == types.int8)
-    return types.boolean(array), lambda context, b, sig, args: ir.Constant(ir.IntType(1), int(answer.literal_value))
+    answer = ir.Constant(ir.IntType(1), int(array.dtype == types.int8))
+    return types.boolean(array), lambda context, b, sig, args: answer
 
 
-@intrinsic
+@intrinsic(prefer_literal=True)
 def zero_tile(_: Any, rows: Any, lines: Any) -> Any:
     """Return zeros for `rows` rows and one vector per chunk."""
-    count = literal_int(rows)
-    if count is None:
-        return None
-    tile, zero = Tile(f32x16, count * len(lines)), ir.Constant(f32x16.ir, [0.0] * LANES)
+    tile, zero = Tile(f32x16, literal_int(rows) * len(lines)), ir.Constant(f32x16.ir, [0.0] * LANES)
     return tile(rows, lines), lambda context, b, sig, args: map_tile(b, tile, lambda _: zero)
 
 
@@ -153,13 +140,10 @@ def load_keys(_: Any, array: Any, lines: Any, length: Any, offset: Any) -> Any:
     return tile(array, lines, types.intp, types.intp), gen
 
 
-@intrinsic
+@intrinsic(prefer_literal=True)
 def load_contiguous(_: Any, array: Any, index: Any, vectors: Any) -> Any:
     """Load `vectors` adjacent vectors."""
-    count = literal_int(vectors)
-    if count is None:
-        return None
-    tile = Tile(f32x16, count)
+    tile = Tile(f32x16, literal_int(vectors))
 
     def gen(context: Any, b: Any, sig: Any, args: Any) -> Any:
         def one(i: int) -> Any:
@@ -184,7 +168,6 @@ def fma_outer(_: Any, total: Any, vectors: Any, x: Any, index: Any, stride: Any)
             f.emit_load(context, b, sig.args[2], args[2], _add_multiple(b, args[3], args[4], r), F32)
             for r in range(total.tokens // wide)
         ]
-
         splats = [f.emit_splat(b, factor, f32x16.ir) for factor in factors]
 
         def one(i: int) -> Any:
@@ -217,11 +200,10 @@ def store_products(_: Any, array: Any, index: Any, stride: Any, total: Any, by: 
     """Write array[index + r * stride + 16 v ...] = total[r, v] * by[v]."""
     wide = by.tokens
 
-    def gen(context: Any, b: Any, sig: Any, args: Any) -> Any:
+    def gen(context: Any, b: Any, sig: Any, args: Any) -> None:
         for i in range(total.tokens):
             value = b.fmul(b.extract_value(args[3], i), b.extract_value(args[4], i % wide))
             _store_vector(context, b, sig, args, i, wide, value)
-        return context.get_dummy_value()
 
     return types.void(array, types.intp, types.intp, total, by), gen
 
@@ -231,13 +213,11 @@ def _store_vector(context: Any, b: Any, sig: Any, args: Any, i: int, wide: int, 
     f.emit_store(context, b, sig.args[0], args[0], index, value)
 
 
-@intrinsic
+@intrinsic(prefer_literal=True)
 def load_tile(_: Any, array: Any, index: Any, stride: Any, rows: Any, vectors: Any) -> Any:
     """Load the tile at array[index + r * stride + 16 v ...]."""
-    high, wide = literal_int(rows), literal_int(vectors)
-    if high is None or wide is None:
-        return None
-    tile = Tile(f32x16, high * wide)
+    wide = literal_int(vectors)
+    tile = Tile(f32x16, literal_int(rows) * wide)
 
     def gen(context: Any, b: Any, sig: Any, args: Any) -> Any:
         def one(i: int) -> Any:
@@ -249,17 +229,14 @@ def load_tile(_: Any, array: Any, index: Any, stride: Any, rows: Any, vectors: A
     return tile(array, types.intp, types.intp, rows, vectors), gen
 
 
-@intrinsic
+@intrinsic(prefer_literal=True)
 def store_tile(_: Any, array: Any, index: Any, stride: Any, total: Any, vectors: Any) -> Any:
     """Write the tile to array[index + r * stride + 16 v ...]."""
     wide = literal_int(vectors)
-    if wide is None:
-        return None
 
-    def gen(context: Any, b: Any, sig: Any, args: Any) -> Any:
+    def gen(context: Any, b: Any, sig: Any, args: Any) -> None:
         for i in range(total.tokens):
             _store_vector(context, b, sig, args, i, wide, b.extract_value(args[3], i))
-        return context.get_dummy_value()
 
     return types.void(array, types.intp, types.intp, total, vectors), gen
 
@@ -268,26 +245,22 @@ def store_tile(_: Any, array: Any, index: Any, stride: Any, total: Any, vectors:
 def prefetch_keys(_: Any, array: Any, lines: Any, length: Any, offset: Any) -> Any:
     """Prefetch what `load_keys` would load."""
 
-    def gen(context: Any, b: Any, sig: Any, args: Any) -> Any:
+    def gen(context: Any, b: Any, sig: Any, args: Any) -> None:
         for i in range(len(lines)):
             index = b.add(b.mul(b.extract_value(args[1], i), args[2]), args[3])
             emit_prefetch(b, f.element_pointer(context, b, sig.args[0], args[0], index, I8))
-        return context.get_dummy_value()
 
     return types.void(array, lines, types.intp, types.intp), gen
 
 
-@intrinsic
+@intrinsic(prefer_literal=True)
 def prefetch_contiguous(_: Any, array: Any, index: Any, vectors: Any) -> Any:
     """Prefetch what `load_contiguous` would load."""
     count = literal_int(vectors)
-    if count is None:
-        return None
 
-    def gen(context: Any, b: Any, sig: Any, args: Any) -> Any:
+    def gen(context: Any, b: Any, sig: Any, args: Any) -> None:
         for i in range(0, count * LANES, 64 * 8 // sig.args[0].dtype.bitwidth):
             index = _add_constant(b, args[1], i)
             emit_prefetch(b, f.element_pointer(context, b, sig.args[0], args[0], index, I8))
-        return context.get_dummy_value()
 
     return types.void(array, types.intp, vectors), gen

@@ -62,15 +62,13 @@ def aligned(make: Callable[..., Any], shape: int | tuple[int, ...], dtype: Any) 
     return raw[first : first + size].view(dtype).reshape(shape)
 
 
-@intrinsic
+@intrinsic(prefer_literal=True)
 def stack_floats(_: Any, count: Any) -> Any:
     """Return the address of `count` floats on the stack, aligned to 64 bytes, until the task returns.
 
     An allocation on the heap takes 0.1 us, which is much for a piece of 2 us.
     """
     size = literal_int(count)
-    if size is None:
-        return None
 
     def gen(context: Any, b: Any, sig: Any, args: Any) -> Any:
         with b.goto_entry_block():
@@ -114,13 +112,12 @@ def atomic_load(_: Any, address: Any) -> Any:
 def cpu_pause(_: Any) -> Any:
     """Tell the processor that this is a spin loop."""
 
-    def gen(context: Any, b: Any, sig: Any, args: Any) -> Any:
+    def gen(context: Any, b: Any, sig: Any, args: Any) -> None:
         if machine.is_x86():
             b.call(b.module.declare_intrinsic("llvm.x86.sse2.pause", (), ir.FunctionType(ir.VoidType(), [])), [])
         elif machine.is_arm():
             hint = b.module.declare_intrinsic("llvm.aarch64.hint", (), ir.FunctionType(ir.VoidType(), [I32]))
             b.call(hint, [ir.Constant(I32, 1)])
-        return context.get_dummy_value()
 
     return types.void(), gen
 
@@ -129,10 +126,9 @@ def cpu_pause(_: Any) -> Any:
 def call_task(_: Any, function: Any, args: Any, step: Any, piece: Any) -> Any:
     """Call a task kernel by its address."""
 
-    def gen(context: Any, b: Any, sig: Any, values: Any) -> Any:
+    def gen(context: Any, b: Any, sig: Any, values: Any) -> None:
         kind = ir.FunctionType(ir.VoidType(), [I64, I64, I64])
         b.call(b.inttoptr(values[0], kind.as_pointer()), values[1:])
-        return context.get_dummy_value()
 
     return types.void(types.int64, types.int64, types.int64, types.int64), gen
 
@@ -144,19 +140,16 @@ def emit_prefetch(b: Any, place: Any) -> None:
     b.call(function, [place, *(ir.Constant(I32, value) for value in (0, 3, 1))])  # to read, to keep, data
 
 
-@intrinsic
+@intrinsic(prefer_literal=True)
 def prefetch(_: Any, array: Any, index: Any, size: Any) -> Any:
     """Prefetch `size` bytes of an array of bytes or halves, from element `index` on."""
     count = literal_int(size)
-    if count is None:
-        return None
 
-    def gen(context: Any, b: Any, sig: Any, args: Any) -> Any:
+    def gen(context: Any, b: Any, sig: Any, args: Any) -> None:
         data = b.bitcast(context.make_array(sig.args[0])(context, b, args[0]).data, I8.as_pointer())
         place = b.gep(data, [b.mul(args[1], ir.Constant(args[1].type, sig.args[0].dtype.bitwidth // 8))])
         for line in range(max(1, count // 64)):
             emit_prefetch(b, b.gep(place, [ir.Constant(args[1].type, 64 * line)]))
-        return context.get_dummy_value()
 
     return types.void(array, types.intp, size), gen
 

@@ -16,7 +16,7 @@ import numpy as np
 from ..ops import RopeTable
 from . import simd as f
 from .jit import TaskKernel, kernel
-from .kv_layout import ADDRESSES_PER_LAYER, ARRAY_OF_TYPE, is_int8, load_one, padded_dim, store_one
+from .kv_layout import ADDRESSES_PER_LAYER, ARRAY_OF_TYPE, is_int8, padded_dim, store_one
 from .pointers import f32, f64, i64, scratch
 from .program import Step, Task, pack_args, pack_floats
 from .simd import LANES
@@ -38,7 +38,7 @@ def copy_padded(x, at, first, dim, padded, out, to):
     for i in range(first, whole, LANES):
         f.store(out, to + i, f.load(x, at + i))
     for i in range(whole, dim):
-        out[to + i] = load_one(x, at + i)
+        out[to + i] = x[at + i]
     for i in range(dim, padded):
         out[to + i] = np.float32(0)
 
@@ -54,8 +54,7 @@ def rotate_head(x, at, cos, sin, angle, half, dim, padded, out, to):
         f.store(out, to + i, f.add(f.mul(low, c), f.mul(f.mul(high, s), minus)))
         f.store(out, to + half + i, f.add(f.mul(high, c), f.mul(low, s)))
     for i in range(whole, half):
-        low, high = load_one(x, at + i), load_one(x, at + half + i)
-        c, s = load_one(cos, angle + i), load_one(sin, angle + i)
+        low, high, c, s = x[at + i], x[at + half + i], cos[angle + i], sin[angle + i]
         out[to + i] = low * c - high * s
         out[to + half + i] = high * c + low * s
     copy_padded(x, at, 2 * half, dim, padded, out, to)
@@ -95,10 +94,7 @@ def store_value(head, padded, values, v_scales, row):
     if is_int8(values):
         v_scales[row] = quantize_head(head, padded)
     for i in range(0, padded, LANES):
-        if is_int8(values):
-            f.store_i8(values, row * padded + i, f.load(head, i))
-        else:
-            f.store(values, row * padded + i, f.load(head, i))
+        f.store(values, row * padded + i, f.load(head, i))
 
 
 def rope_angles(args, step, piece):

@@ -49,15 +49,6 @@ def kth_largest(values, k):
 
 
 @kernel
-def copy_first(values, count):
-    """Return a copy of the first `count` values."""
-    made = np.empty(count, values.dtype)
-    for i in range(count):
-        made[i] = values[i]
-    return made
-
-
-@kernel
 def exp_all(s, count):
     """Return exp of each of the first `count` values."""
     made, whole = np.empty(count, np.float64), count - count % LANES
@@ -65,15 +56,6 @@ def exp_all(s, count):
         f.store(made, i, f.exp(f.load_f64(s, i)))
     for i in range(whole, count):
         made[i] = math.exp(s[i]) if s[i] >= MIN_EXPONENT else 0.0
-    return made
-
-
-@kernel
-def sort_keys(s, count, center, likely):
-    """Return the distance of each from the center, on either side, or (likely) from the likeliest."""
-    made = np.empty(count, np.float64)
-    for i in range(count):
-        made[i] = -s[i] if likely else abs(s[i] - center)
     return made
 
 
@@ -116,7 +98,7 @@ def bucket_of(key):
 def find_boundary_bucketed(keys, e, count, mass):
     """Do the same for the first `count` without moving them; of many keys only one bucket is partitioned."""
     if count < MIN_BUCKETED_KEYS:
-        return find_boundary(copy_first(keys, count), copy_first(e, count), mass)
+        return find_boundary(keys[:count].copy(), e[:count].copy(), mass)
     sums = np.zeros(BUCKETS, np.float64)
     for i in range(count):
         sums[bucket_of(keys[i])] += e[i]
@@ -208,14 +190,13 @@ def filter_and_draw(ids, s, total, center, radius, top_p, min_p, typical_p, poin
                 total += e[i]
                 moment += e[i] * max(s[i], -1e9)
             center = moment / total
-        keys = sort_keys(s, count, center, False)
+        keys = np.abs(s - center)
         count = keep_mass(keys, ids, s, e, count, typical_p * total, radius, TIE_TOLERANCE * total)
         total, radius = 0.0, np.inf
     if top_p < 1 and count > 0:
         for i in range(count if total == 0 else 0):
             total += e[i]
-        keys = sort_keys(s, count, 0.0, True)
-        count = keep_mass(keys, ids, s, e, count, top_p * total, radius, TIE_TOLERANCE * total)
+        count = keep_mass(-s, ids, s, e, count, top_p * total, radius, TIE_TOLERANCE * total)
     if min_p > 0 and count > 0:
         count = keep_min_p(ids, s, e, count, min_p)
     return draw_candidate(ids, e, count, point) if count > 0 else UNDECIDED
@@ -236,15 +217,6 @@ def uniform(seed, choice, position):
 
 
 @kernel
-def max_of(maxima):
-    """Return the largest value."""
-    best = maxima[0]
-    for b in range(1, maxima.shape[0]):
-        best = max(best, maxima[b])
-    return best
-
-
-@kernel
 def block_max(x):
     """Return the maximum of each block, and the largest of all, NaN if there is one."""
     maxima, whole = np.empty((x.shape[0] + BLOCK - 1) // BLOCK, x.dtype), x.shape[0] // BLOCK
@@ -260,7 +232,7 @@ def block_max(x):
         for i in range(whole * BLOCK, x.shape[0]):
             maxima[whole] = max(maxima[whole], x[i])
             best = best if x[i] == x[i] else x[i]
-    return maxima, best if best != best else max_of(maxima)
+    return maxima, best if best != best else maxima.max()
 
 
 @kernel
@@ -338,11 +310,11 @@ def draw_from_blocks(x, best, temperature, sums, total, point):
 def select_top_k(x, maxima, best, temperature, k, ids):
     """Write the ids of the k largest, ascending, lowest ids among equals; return their number or UNDECIDED."""
     blockwise = 2 * k <= maxima.shape[0]
-    low = kth_largest(copy_first(maxima, maxima.shape[0]) if blockwise else copy_first(x, x.shape[0]), k)
+    low = kth_largest(maxima.copy() if blockwise else x.copy(), k)
     found = gather_above(x, maxima, low, np.inf, ids)
     s = np.empty(found, np.float64)
     scale_logits(x, best, temperature, ids, found, s)
-    kth = kth_largest(copy_first(s, found), k)
+    kth = kth_largest(s.copy(), k)
     below = np.nextafter(low, x.dtype.type(-np.inf))
     if kth > -np.inf and (np.float64(below) - best) / temperature >= kth:
         return UNDECIDED  # a smaller logit may be its equal after the division
@@ -427,7 +399,7 @@ def log_softmax(x, chosen, k, top_ids, top):
     less = math.log(total)
     ids = np.empty(x.shape[0], np.int64)
     blockwise = 2 * k <= maxima.shape[0]
-    low = kth_largest(copy_first(maxima, maxima.shape[0]) if blockwise else copy_first(x, x.shape[0]), max(k, 1))
+    low = kth_largest(maxima.copy() if blockwise else x.copy(), max(k, 1))
     found = gather_above(x, maxima, low, np.inf, ids) if k else 0
     for rank in range(k):
         first = 0

@@ -53,9 +53,9 @@ f64x16 = Vector("f64x16", ir.DoubleType(), LANES)
 I8X16, F16X16, I32X16 = ir.VectorType(I8, LANES), ir.VectorType(F16, LANES), ir.VectorType(I32, LANES)
 
 
-def literal_int(literal: Any) -> int | None:
-    """Return the value of an integer that is known at compile time, or None."""
-    return int(literal.literal_value) if isinstance(literal, types.IntegerLiteral) else None
+def literal_int(literal: Any) -> int:
+    """Return the value of an integer that is known at compile time."""
+    return int(literal.literal_value)
 
 
 def element_pointer(context: Any, b: Any, array_type: Any, array: Any, index: Any, target: ir.Type) -> Any:
@@ -92,10 +92,9 @@ def emit_splat(b: Any, scalar: Any, vector: ir.VectorType) -> Any:
     return b.shuffle_vector(first, undefined, ir.Constant(ir.VectorType(I32, vector.count), [0] * vector.count))
 
 
-def emit_store(context: Any, b: Any, array_type: Any, array: Any, index: Any, value: Any) -> Any:
-    """Emit a store at element `index`, of any alignment; return what an intrinsic without a result returns."""
+def emit_store(context: Any, b: Any, array_type: Any, array: Any, index: Any, value: Any) -> None:
+    """Emit a store at element `index`, of any alignment."""
     b.store(value, element_pointer(context, b, array_type, array, index, value.type)).align = 1
-    return context.get_dummy_value()
 
 
 def emit_call(b: Any, name: str, *args: Any) -> Any:
@@ -246,25 +245,17 @@ def load_f64(_: Any, array: Any, index: Any) -> Any:
 
 @intrinsic
 def store(_: Any, array: Any, index: Any, value: Any) -> Any:
-    """Write 16 floats, rounded to float16 if the array holds uint16."""
-    narrow = array.dtype == types.uint16
+    """Write 16 floats, rounded to float16 if the array holds uint16; to int8 they must be whole numbers."""
 
-    def gen(context: Any, b: Any, sig: Any, args: Any) -> Any:
-        stored = b.fptrunc(args[2], F16X16) if narrow else args[2]
-        return emit_store(context, b, sig.args[0], args[0], args[1], stored)
+    def gen(context: Any, b: Any, sig: Any, args: Any) -> None:
+        stored, kind = args[2], sig.args[0].dtype
+        if kind == types.uint16:
+            stored = b.fptrunc(stored, F16X16)
+        if kind == types.int8:
+            stored = b.trunc(b.fptosi(stored, I32X16), I8X16)
+        emit_store(context, b, sig.args[0], args[0], args[1], stored)
 
     return types.void(array, types.intp, value), gen
-
-
-@intrinsic
-def store_i8(_: Any, array: Any, index: Any, x: Any) -> Any:
-    """Write 16 whole numbers as int8."""
-
-    def gen(context: Any, b: Any, sig: Any, args: Any) -> Any:
-        value = b.trunc(b.fptosi(args[2], I32X16), I8X16)
-        return emit_store(context, b, sig.args[0], args[0], args[1], value)
-
-    return types.void(array, types.intp, f32x16), gen
 
 
 def _reduce(b: Any, value: Any, combine: Any) -> Any:
@@ -307,11 +298,9 @@ def select_lanes(_: Any, x: Any, first: Any, last: Any, other: Any) -> Any:
     return f32x16(f32x16, types.int64, types.int64, types.float32), gen
 
 
-@intrinsic
+@intrinsic(prefer_literal=True)
 def load_one_f16(_: Any, array: Any, index: Any, bfloat: Any) -> Any:
     """Load one float16 or bfloat16 (in an array of uint16) as a float."""
-    if not isinstance(bfloat, types.BooleanLiteral):
-        return None
     is_bfloat = bool(bfloat.literal_value)
 
     def gen(context: Any, b: Any, sig: Any, args: Any) -> Any:
@@ -323,11 +312,9 @@ def load_one_f16(_: Any, array: Any, index: Any, bfloat: Any) -> Any:
     return types.float32(array, types.intp, bfloat), gen
 
 
-@intrinsic
+@intrinsic(prefer_literal=True)
 def load_as_f32(_: Any, array: Any, index: Any, bfloat: Any) -> Any:
     """Load 16 float32, or 16 float16 or bfloat16 (both as uint16), as floats."""
-    if not isinstance(bfloat, types.BooleanLiteral):
-        return None
     is_bfloat, narrow = bool(bfloat.literal_value), array.dtype == types.uint16
 
     def gen(context: Any, b: Any, sig: Any, args: Any) -> Any:
@@ -339,24 +326,17 @@ def load_as_f32(_: Any, array: Any, index: Any, bfloat: Any) -> Any:
     return f32x16(array, types.intp, bfloat), gen
 
 
-@intrinsic
+@intrinsic(prefer_literal=True)
 def zero_floats(_: Any, tokens: Any) -> Any:
     """Return a float tile of zeros."""
-    count = literal_int(tokens)
-    if count is None:
-        return None
-    tile = Tile(f32x16, count)
-    zero = ir.Constant(f32x16.ir, [0.0] * LANES)
+    tile, zero = Tile(f32x16, literal_int(tokens)), ir.Constant(f32x16.ir, [0.0] * LANES)
     return tile(tokens), lambda context, b, sig, args: map_tile(b, tile, lambda _: zero)
 
 
-@intrinsic
+@intrinsic(prefer_literal=True)
 def init_dot(_: Any, tokens: Any, sums: Any, index: Any, stride: Any, offset: Any) -> Any:
     """Return integer accumulators: in every lane minus `offset` times the token's element of an int32 array."""
-    count, times = literal_int(tokens), literal_int(offset)
-    if count is None or times is None:
-        return None
-    tile = Tile(i32x16, count)
+    tile, times = Tile(i32x16, literal_int(tokens)), literal_int(offset)
 
     def gen(context: Any, b: Any, sig: Any, args: Any) -> Any:
         if times == 0:
@@ -415,22 +395,19 @@ def fma_broadcast(_: Any, total: Any, vector: Any, x: Any, index: Any, stride: A
 def store_tile(_: Any, array: Any, index: Any, stride: Any, tile: Any, unit: Any) -> Any:
     """Write 16 results of each token, times `unit`."""
 
-    def gen(context: Any, b: Any, sig: Any, args: Any) -> Any:
+    def gen(context: Any, b: Any, sig: Any, args: Any) -> None:
         factor = emit_splat(b, args[4], f32x16.ir)
         for token in range(tile.tokens):
             at = b.add(args[1], b.mul(args[2], ir.Constant(args[2].type, token)))
             emit_store(context, b, sig.args[0], args[0], at, b.fmul(b.extract_value(args[3], token), factor))
-        return context.get_dummy_value()
 
     return types.void(array, types.intp, types.intp, tile, types.float32), gen
 
 
-@intrinsic
+@intrinsic(prefer_literal=True)
 def nibbles_times(_: Any, array: Any, index: Any, which: Any, factor: Any) -> Any:
     """Return the lower (0) or upper (1) four bits of 16 adjacent bytes as floats, times a vector."""
     half = literal_int(which)
-    if half is None:
-        return None
 
     def gen(context: Any, b: Any, sig: Any, args: Any) -> Any:
         value = b.zext(emit_load(context, b, sig.args[0], args[0], args[1], I8X16), i32x16.ir)
