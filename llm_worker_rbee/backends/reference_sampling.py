@@ -65,7 +65,7 @@ def keep_mask(scaled: Doubles, row: SampleRow) -> NDArray[np.bool_]:
     if not keep.any():
         keep[int(np.argmax(scaled))] = True
     if 0 < row.top_k < scaled.size:
-        best = _descending(np.where(keep, scaled, -np.inf))[: row.top_k]
+        best = np.argsort(np.where(keep, -scaled, np.inf), kind="stable")[: row.top_k]
         keep &= _mask_of(best, scaled.size)
     if row.typical_p < 1.0:
         keep = _keep_until(scaled, keep, row.typical_p, by_surprise=True)
@@ -86,14 +86,10 @@ def _keep_until(scaled: Doubles, keep: NDArray[np.bool_], mass: float, *, by_sur
             entropy = np.nansum(np.where(probs > 0, probs * surprise, 0.0))
             order = np.argsort(np.where(probs > 0, np.abs(surprise - entropy), np.inf), kind="stable")
     else:
-        order = _descending(probs)
+        order = np.argsort(-probs, kind="stable")
     total = np.cumsum(probs[order])
     count = int(np.searchsorted(total, mass, side="left")) + 1
     return keep & _mask_of(order[:count], scaled.size)
-
-
-def _descending(values: Doubles) -> NDArray[np.intp]:
-    return np.argsort(-values, kind="stable")
 
 
 def _mask_of(index: NDArray[np.intp], size: int) -> NDArray[np.bool_]:

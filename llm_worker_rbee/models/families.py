@@ -11,19 +11,12 @@ from ..weights import Checkpoint
 from .metadata import model_config_from_gguf, model_config_from_hf
 
 QWEN_DEFAULTS = {
-    "num_key_value_heads": 32,
-    "use_sliding_window": False,
-    "sliding_window": 4096,
-    "max_window_layers": 28,
-}
+    "num_key_value_heads": 32, "use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28,
+}  # fmt: skip
 GEMMA_DEFAULTS = {
-    "head_dim": 256,
-    "num_key_value_heads": 4,
-    "query_pre_attn_scalar": 256,
-    "hidden_activation": "gelu_pytorch_tanh",
-    "sliding_window": 4096,
-    "tie_word_embeddings": True,
-}
+    "head_dim": 256, "num_key_value_heads": 4, "query_pre_attn_scalar": 256, "hidden_activation": "gelu_pytorch_tanh",
+    "sliding_window": 4096, "tie_word_embeddings": True,
+}  # fmt: skip
 
 FAMILIES = (
     Family("llama", gguf=("llama",), hf=("llama",), rope_interleaved=True),
@@ -33,33 +26,16 @@ FAMILIES = (
     Family("qwen3", gguf=("qwen3",), hf=("qwen3",), qk_norm=True, hf_defaults={**QWEN_DEFAULTS, "head_dim": 128}),
     Family("phi3", gguf=("phi3",), hf=("phi3",), fused=True, hf_defaults={"rms_norm_eps": 1e-5}),
     Family(
-        "gemma2",
-        gguf=("gemma2",),
-        hf=("gemma2",),
-        activation="gelu_tanh",
-        post_norms=True,
-        scaled_embedding=True,
-        norm_plus_one=True,
-        full_every=2,
-        default_window=4096,
-        default_attention_cap=50.0,
-        default_final_cap=30.0,
+        "gemma2", gguf=("gemma2",), hf=("gemma2",), activation="gelu_tanh", post_norms=True, scaled_embedding=True,
+        norm_plus_one=True, full_every=2, default_window=4096, default_attention_cap=50.0, default_final_cap=30.0,
         hf_defaults={**GEMMA_DEFAULTS, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
     ),
     Family(
-        "gemma3",
-        gguf=("gemma3",),
-        hf=("gemma3_text",),
-        activation="gelu_tanh",
-        qk_norm=True,
-        post_norms=True,
-        scaled_embedding=True,
-        norm_plus_one=True,
-        full_every=6,
-        default_local_base=10000.0,
+        "gemma3", gguf=("gemma3",), hf=("gemma3_text",), activation="gelu_tanh", qk_norm=True, post_norms=True,
+        scaled_embedding=True, norm_plus_one=True, full_every=6, default_local_base=10000.0,
         hf_defaults={**GEMMA_DEFAULTS, "rope_theta": 1e6, "rope_local_base_freq": 1e4},
     ),
-)
+)  # fmt: skip
 BY_GGUF = {name: family for family in FAMILIES for name in family.gguf}
 BY_HF = {name: family for family in FAMILIES for name in family.hf}
 

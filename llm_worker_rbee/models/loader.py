@@ -86,18 +86,14 @@ class _ModelLoader:
             raise ModelFileError(f"tensor {last!r} is missing: the metadata says {self.config.n_layers} layers")
 
     def head(self, embedding: PackedWeight) -> PackedWeight:
-        if "output.weight" not in self.checkpoint.tensors:
-            if self.checkpoint.format == "safetensors" and not self.tied_by_config():
-                raise ModelFileError(
-                    "tensor 'output.weight' (lm_head.weight) is missing, and config.json does not "
-                    "tie it to the embedding"
-                )
-            return embedding  # tied
-        return self.pack([self.matrix("output.weight", self.config.vocab_size, self.config.d_model)])
-
-    def tied_by_config(self) -> bool:
-        settings = {**self.config.family.hf_defaults, **self.checkpoint.metadata["config"]}
-        return bool(settings.get("tie_word_embeddings", False))
+        if "output.weight" in self.checkpoint.tensors:
+            return self.pack([self.matrix("output.weight", self.config.vocab_size, self.config.d_model)])
+        if self.checkpoint.format == "safetensors":
+            settings = {**self.config.family.hf_defaults, **self.checkpoint.metadata["config"]}
+            if not settings.get("tie_word_embeddings", False):
+                missing = "tensor 'output.weight' (lm_head.weight) is missing"
+                raise ModelFileError(f"{missing}, and config.json does not tie it to the embedding")
+        return embedding  # tied
 
     def ropes(self) -> tuple[RopeTable, RopeTable]:
         """Return the RoPE tables of layers with full attention and of layers with a window."""
@@ -172,7 +168,7 @@ class _ModelLoader:
     def linear(self, names: list[str], rows: list[int], columns: int) -> Linear:
         """Stack matrices by rows, with their biases if any has one."""
         named = list(zip(names, rows, strict=True))
-        parts = [self.permute_rope_rows(self.matrix(name + ".weight", n, columns)) for name, n in named]
+        parts = [self.projection(name + ".weight", n, columns) for name, n in named]
         biases = [self.optional_vector(name + ".bias", n) for name, n in named]
         bias = None
         if any(b is not None for b in biases):
@@ -186,8 +182,8 @@ class _ModelLoader:
         self.advance(self.packed_bytes)
         return made
 
-    def permute_rope_rows(self, tensor: Tensor) -> Tensor:
-        order = self.rope_order(tensor.name, tensor.shape[0])
+    def projection(self, name: str, rows: int, columns: int) -> Tensor:
+        tensor, order = self.matrix(name, rows, columns), self.rope_order(name, rows)
         return tensor if order is None else tensor.take_rows(order)
 
     def rope_order(self, name: str, rows: int) -> NDArray[np.intp] | None:

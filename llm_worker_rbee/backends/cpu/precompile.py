@@ -11,9 +11,9 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +25,9 @@ from .. import cpu_info
 from ..ops import COMPILING, KV_TYPES, Progress
 from . import program, repack
 from .attention import attention_kernels, split_work_kernel
-from .gguf_blocks import CODEBOOK_RULES
 from .jit import CACHE_VARIABLE, PythonKernel, TaskKernel, cache_dir
 from .linear import linear_kernel
-from .packed_weight import LAYOUT_BY_TYPE, LAYOUTS, Layout
+from .packed_weight import LAYOUT_BY_TYPE
 from .rope import rope_store_kernel
 
 # Modules whose kernels every model needs: kept under names of their own, in a tuple or in a table.
@@ -41,25 +40,28 @@ Kernel = TaskKernel | PythonKernel
 
 def all_kernels() -> list[Kernel]:
     """Return every kernel of any known model."""
-    heads = [kernel for kv_type in KV_TYPES for group in HEADS_PER_KV_HEAD for kernel in _head_kernels(group, kv_type)]
-    return _unique([*_common_kernels(), *_repack_kernels(LAYOUTS), *map(linear_kernel, LAYOUTS), *heads])
+    return _kernels_for(LAYOUT_BY_TYPE, HEADS_PER_KV_HEAD, KV_TYPES)
 
 
 def model_kernels(checkpoint: Checkpoint, config: ModelConfig, kv_type: str = KV_DEFAULT) -> list[Kernel]:
     """Return the kernels that a model needs."""
     types = {t.kind.name for t in checkpoint.tensors.values() if len(t.shape) == 2}
-    return needed_kernels(types, max(1, config.n_heads // max(1, config.n_kv_heads)), kv_type)
+    group = max(1, config.n_heads // max(1, config.n_kv_heads))
+    return _kernels_for(sorted(types & LAYOUT_BY_TYPE.keys()), [group], [kv_type])
 
 
-def needed_kernels(types: Collection[str], group: int, kv_type: str = KV_TYPES[0]) -> list[Kernel]:
-    """Return the kernels for matrices of these quantization types and `group` heads per KV head."""
-    layouts = list(dict.fromkeys(LAYOUT_BY_TYPE[name] for name in sorted(types) if name in LAYOUT_BY_TYPE))
-    heads = _head_kernels(group, kv_type)
-    return _unique([*_common_kernels(), *_repack_kernels(layouts, types), *map(linear_kernel, layouts), *heads])
-
-
-def _head_kernels(group: int, kv_type: str) -> list[Kernel]:
-    return [split_work_kernel(group), rope_store_kernel(kv_type), *attention_kernels(group, kv_type)]
+def _kernels_for(types: Iterable[str], groups: Iterable[int], kv_types: Sequence[str]) -> list[Kernel]:
+    """Return the kernels for matrices of these quantization types, heads per KV head and KV types."""
+    typeof: Any = nb.typeof
+    source, target = repack.describe_source("Q4_0"), repack.scan_target(LAYOUT_BY_TYPE["Q4_0"])
+    signatures = {repack.interleave_floats: [nb.int64] * 8}
+    usual = [typeof(source), *[nb.int64] * 5, typeof(target), nb.int64]
+    found = _common_kernels()
+    found += [PythonKernel(one, *signatures.get(one, usual)) for one in map(repack.kernel_for, types)]
+    found += [linear_kernel(LAYOUT_BY_TYPE[name]) for name in types]
+    for kv_type, group in product(kv_types, groups):
+        found += split_work_kernel(group), rope_store_kernel(kv_type), *attention_kernels(group, kv_type)
+    return list({kernel.name: kernel for kernel in found}.values())
 
 
 def _common_kernels() -> list[Kernel]:
@@ -76,25 +78,6 @@ def _kernels_in(value: Any) -> Iterable[Kernel]:
         return [value]
     inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, tuple) else ()
     return [one for one in inner if isinstance(one, Kernel)]
-
-
-def _repack_kernels(layouts: Iterable[Layout], types: Collection[str] = tuple(LAYOUT_BY_TYPE)) -> list[Kernel]:
-    typeof: Any = nb.typeof
-    source, target = repack.describe_source("Q4_0"), repack.scan_target(LAYOUT_BY_TYPE["Q4_0"])
-    signature = (typeof(source), *[nb.int64] * 5, typeof(target), nb.int64)
-    quantized = [name for name in types if name in LAYOUT_BY_TYPE and not LAYOUT_BY_TYPE[name].float_type]
-    kernels: list[Kernel] = []
-    if any(layout.float_type for layout in layouts):
-        kernels.append(PythonKernel(repack.interleave_floats, *[nb.int64] * 8))
-    if any(name not in CODEBOOK_RULES for name in quantized):
-        kernels.append(PythonKernel(repack.repack_basic, *signature))
-    if any(name in CODEBOOK_RULES for name in quantized):
-        kernels.append(PythonKernel(repack.repack_codebook, *signature))
-    return kernels
-
-
-def _unique(kernels: Iterable[Kernel]) -> list[Kernel]:
-    return list({kernel.name: kernel for kernel in kernels}.values())
 
 
 def load_kernels(kernels: Sequence[Kernel], progress: Progress | None = None) -> int:

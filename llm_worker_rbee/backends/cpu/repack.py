@@ -141,11 +141,11 @@ def _run_kernel(tensor: Tensor, first: int, target: Target, threads: int) -> flo
     source = (describe_source(name) if target.packed else _describe_scales(name))._replace(
         row_bytes=row_bytes, blocks=tensor.shape[-1] // BLOCK_COLUMNS
     )
-    kernel_for = repack_codebook if name in gguf.CODEBOOK_RULES else repack_basic
+    run_kernel = kernel_for(name)
 
     def run(start: int, stop: int) -> int:
         scratch = np.zeros(SCRATCH, np.uint8)
-        return int(kernel_for(source, _address(data), first, rows, start, stop, target, _address(scratch)))
+        return int(run_kernel(source, _address(data), first, rows, start, stop, target, _address(scratch)))
 
     top = float(np.uint32(max(_run_in_threads(run, first, rows, tensor.nbytes, threads))).view(np.float32))
     if not isfinite(top):
@@ -209,15 +209,10 @@ def _repack_floats(tensors: Sequence[Tensor], layout: Layout, threads: int) -> P
     _clear_padding(out, rows)
     for tensor, first in _with_first_rows(tensors):
         data, count = np.ascontiguousarray(tensor.data), tensor.size // columns
-        run = partial(_interleave_floats, out, (_address(data), out.itemsize, first, count, columns))
+        run = partial(interleave_floats, _address(data), out.itemsize, first, count, columns, _address(out))
         _run_in_threads(run, first, count, data.nbytes, threads)
     none = np.zeros(0, np.uint16)
     return PackedMatrix(out, none, none, None, rows, columns, layout, 1.0, 0)
-
-
-def _interleave_floats(out: NDArray[Any], about: tuple[int, ...], start: int, stop: int) -> int:
-    interleave_floats(*about, start, stop, _address(out))
-    return 0
 
 
 CODES_AT, D_AT, M_AT, SCRATCH = 0, 256, 320, 384  # byte offsets in a kernel's scratch memory, and its size
@@ -275,7 +270,7 @@ repack_codebook = kernel(
 
 
 @kernel
-def interleave_floats(data, size, first, rows, columns, start, stop, out):
+def interleave_floats(data, size, first, rows, columns, out, start, stop):
     """Write floats of 2 or 4 bytes: 16 rows side by side, column after column."""
     for group in range(start, stop):
         low, high = max(first, 16 * group), min(first + rows, 16 * group + 16)
@@ -288,3 +283,11 @@ def interleave_floats(data, size, first, rows, columns, start, stop, out):
                 else:
                     for column in range(chunk, min(chunk + 64, columns)):
                         store_u16(to + 32 * column, load_u16(at + 2 * column))
+    return 0
+
+
+def kernel_for(name: str) -> Any:
+    """Return the kernel that packs a block type."""
+    if name in FLOAT_DTYPES:
+        return interleave_floats
+    return repack_codebook if name in gguf.CODEBOOK_RULES else repack_basic
