@@ -7,6 +7,7 @@ are float32, float16 or int8, each head padded to a multiple of 16 values.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
@@ -21,10 +22,25 @@ from . import elementwise, forward, kv_layout, precompile, sampling
 from .attention import attention_tasks, split_work_task
 from .kv_layout import kv_type_of, layer_addresses, padded_dim
 from .linear import PackedWeight, pack_weight
-from .program import Program, Step, choose_threads, run_step, run_task
+from .program import Program, Step, choose_threads, run_step
 from .rope import angles_task, rope_store_task
 
 Floats = NDArray[np.float32]
+
+
+@lru_cache(maxsize=1024)
+def _norm_program(width: int, weight: int, eps: float, add_delta: bool) -> Program:
+    """Return one norm by the address of its weight: of a delta and a residual stream, to an output."""
+    x, residual, out = range(Step.END, Step.END + 3)
+    outputs, weights = (out, 0, 0), (weight, 0)
+    return Program([
+        elementwise.norm_task(Step.TOKENS, x, residual, outputs, weights, width, eps, add_delta=add_delta)
+    ])  # fmt: skip
+
+
+@cache
+def _gated_program(width: int, activation: str) -> Program:
+    return Program([elementwise.gated_task(Step.END, Step.END + 1, 0, width, activation)])
 
 
 class CpuBackend(Backend):
@@ -51,8 +67,8 @@ class CpuBackend(Backend):
         return kv_layout.empty_layer(blocks, block_size, kv_heads, head_dim, kind)
 
     def embed(self, table: PackedWeight, ids: Ints, scale: float = 1.0) -> Floats:
-        rows = table.dequantize_rows(ids)
-        return rows if scale == 1.0 else rows * np.float32(scale)
+        (part,) = table.parts
+        return elementwise.dequantize_rows(part, ids, scale, min(self.threads, max(1, len(ids))))
 
     def rms_norm(self, x: Floats, weight: Floats, eps: float) -> Floats:
         rows = np.ascontiguousarray(x, np.float32)
@@ -64,11 +80,8 @@ class CpuBackend(Backend):
 
     def _norm(self, x: Floats, residual: Floats, weight: Floats, eps: float, add_delta: bool) -> Floats:
         out = np.empty_like(residual)
-        eps_bits = int(np.float64(eps).view(np.int64))
-        entries = dict(enumerate((x, residual, out), Step.END))
-        args = (Step.TOKENS, *entries, 0, 0, len(weight), weight.ctypes.data, 0, add_delta, eps_bits, 0)
-        tokens, per_piece = residual.size // len(weight), elementwise.TOKENS_PER_PIECE
-        run_task(elementwise.NORM, args, entries, tokens, self.threads, units_per_piece=per_piece)
+        program, tokens = _norm_program(len(weight), weight.ctypes.data, eps, add_delta), residual.size // len(weight)
+        run_step(program, dict(enumerate((x, residual, out), Step.END)), {Step.TOKENS: tokens}, self.threads)
         return out
 
     def linear(self, x: Floats, w: PackedWeight, bias: Floats | None = None) -> Floats:
@@ -120,11 +133,7 @@ class CpuBackend(Backend):
         tokens, half = gate_up.shape[0], gate_up.shape[-1] // 2
         gate_up, out = np.ascontiguousarray(gate_up, np.float32), np.empty((tokens, half), np.float32)
         entries = dict(enumerate((gate_up, out), Step.END))
-        args = (Step.TOKENS, *entries, 0, half, elementwise.ACTIVATIONS.index(activation))
-        pieces, per_piece = -(-half // elementwise.GATE_COLUMNS), elementwise.TOKENS_PER_PIECE
-        run_task(
-            elementwise.GATED, args, entries, tokens, self.threads, pieces_per_unit=pieces, units_per_piece=per_piece
-        )
+        run_step(_gated_program(half, activation), entries, {Step.TOKENS: tokens}, self.threads)
         return out
 
     def take(self, x: Floats, index: Ints) -> Floats:

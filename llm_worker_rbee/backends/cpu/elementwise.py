@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import math
 from enum import IntEnum
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+from ..ops import Ints
 from . import simd as f
 from .jit import TaskKernel, kernel
 from .packed_weight import LAYOUTS, PackedMatrix
 from .pointers import f32, f64, i8, i64, scratch, u8, u16
-from .program import Step, Task, pack_args, pack_floats
+from .program import Program, Step, Task, pack_args, pack_floats, run_step
 from .quantize_activations import quantize_blocks, quantize_two_term
 
+Floats = NDArray[np.float32]
 TOKENS_PER_PIECE = 4
 GATE_COLUMNS = 512  # columns per piece of the gated activation
 ACTIVATIONS = ("silu", "gelu_tanh")
@@ -153,18 +157,18 @@ def gated(args, step, piece):
 
 
 def quantize_rows(args, step, piece):
-    """Quantize rows of floats; padded heads are first moved together."""
+    """Copy rows of floats (OUT), without the padding of their heads, and quantize them (ACTIVATIONS)."""
     a, s = i64(args), i64(step)
     heads, dim, padded = a[QuantizeArg.HEADS], a[QuantizeArg.DIM], a[QuantizeArg.PADDED]
     x, width, tokens = f32(s[a[QuantizeArg.SOURCE]]), heads * dim, s[a[QuantizeArg.COUNT]]
     for t in range(piece * TOKENS_PER_PIECE, min(tokens, piece * TOKENS_PER_PIECE + TOKENS_PER_PIECE)):
-        if padded != dim:
+        if a[QuantizeArg.OUT]:
             out = f32(s[a[QuantizeArg.OUT]])
             for h in range(heads):
                 for i in range(dim):
                     out[t * width + h * dim + i] = x[(t * heads + h) * padded + i]
         if a[QuantizeArg.ACTIVATIONS]:
-            source = x if padded == dim else f32(s[a[QuantizeArg.OUT]])
+            source = f32(s[a[QuantizeArg.OUT]]) if a[QuantizeArg.OUT] else x
             quantize_row(source, t * width, s, a[QuantizeArg.ACTIVATIONS], t, width, a[QuantizeArg.TWO_TERM], tokens)
 
 
@@ -253,9 +257,30 @@ EMBED = TaskKernel(embed)
 CODE_VALUES = {layout: np.array(layout.table, np.int8) for layout in LAYOUTS if layout.table}  # kept alive for kernels
 
 
+def norm_task(
+    count: int, delta: int, residual: int, outputs: tuple[int, int, int], weights: tuple[Any, Any], width: int,
+    eps: float, *, add_delta: bool, two_term: bool = False,
+) -> Task:  # fmt: skip
+    """Return the norm: entries of its inputs and of OUT, ACTIVATIONS and INDEX; its weight and that of the delta."""
+    args = pack_args(count, delta, residual, *outputs, width, *weights, add_delta, 0, two_term)
+    return Task(NORM, pack_floats(args, NormArg.EPS, [eps]), 1, count, TOKENS_PER_PIECE)
+
+
+def gated_task(gate_up: int, out: int, activations: int, width: int, activation: str) -> Task:
+    """Return the gated activation of all tokens; the first arguments are entries."""
+    args = pack_args(Step.TOKENS, gate_up, out, activations, width, ACTIVATIONS.index(activation))
+    return Task(GATED, args, -(-width // GATE_COLUMNS), Step.TOKENS, TOKENS_PER_PIECE)
+
+
 def quantize_task(count: int, source: int, activations: int, width: int, *, two_term: bool) -> Task:
     """Return the task that quantizes rows; the arguments are entries and the width."""
     args = pack_args(count, source, 0, activations, 1, width, width, two_term)
+    return Task(QUANTIZE_ROWS, args, 1, count, TOKENS_PER_PIECE)
+
+
+def copy_task(count: int, source: int, out: int, heads: int, dim: int, padded: int) -> Task:
+    """Return the task that copies rows of heads from one entry to another, without their padding."""
+    args = pack_args(count, source, out, 0, heads, dim, padded, 0)
     return Task(QUANTIZE_ROWS, args, 1, count, TOKENS_PER_PIECE)
 
 
@@ -268,3 +293,14 @@ def embed_task(w: PackedMatrix, factor: float, out: int) -> Task:
     arrays, planes = (w.packed, w.scales, minima, nibbles), (first, second, layout.columns_per_scale, layout.offset)
     args = pack_args(w.columns, *arrays, *planes, w.bias, table, float_type, 0, 0, out)
     return Task(EMBED, pack_floats(args, EmbedArg.UNIT, [w.unit, factor]), 1, Step.TOKENS, 1)
+
+
+def dequantize_rows(w: PackedMatrix, index: Ints | None = None, factor: float = 1.0, threads: int = 1) -> Floats:
+    """Return some rows of a matrix, or all of them, as floats times a factor: (n, columns)."""
+    rows = np.arange(w.rows) if index is None else np.ascontiguousarray(index, np.int64)
+    if rows.size and not 0 <= rows.min() <= rows.max() < w.rows:
+        raise IndexError(f"a row is outside of the matrix, which has {w.rows}")
+    out = np.empty((len(rows), w.columns), np.float32)
+    entries: dict[int, Any] = {Step.TOKEN_IDS: rows, Step.END: out}
+    run_step(Program([embed_task(w, factor, Step.END)]), entries, {Step.TOKENS: len(rows)}, threads)
+    return out

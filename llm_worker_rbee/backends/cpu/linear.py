@@ -25,12 +25,12 @@ from numpy.typing import NDArray
 from ...weights import Tensor
 from ...weights.checkpoint import release_pages
 from ..cpu_info import INSTRUCTION_SETS
-from ..ops import Ints, StackedWeight
+from ..ops import StackedWeight
 from . import quantize_activations, simd
 from .dot_int8 import ISA, WEIGHT_BIAS, dot_block
 from .elementwise import quantize_task
 from .jit import TaskKernel, kernel, variant
-from .packed_weight import GROUP_ROWS, LAYOUTS, Layout, PackedMatrix, dequantize_rows, layout_of_tensor
+from .packed_weight import GROUP_ROWS, LAYOUTS, Layout, PackedMatrix, layout_of_tensor
 from .pointers import f32, f64, i8, i32, i64, prefetch, scratch, u8, u16
 from .program import Program, Step, Task, new_step, pack_args, pack_floats
 from .repack import repack
@@ -256,11 +256,6 @@ class PackedWeight(StackedWeight):
     def two_term(self) -> PackedWeight:
         """Return the same weight with two-term activations in all parts."""
         return PackedWeight(self.parts, tuple(not part.layout.float_type for part in self.parts))
-
-    def dequantize_rows(self, ids: Ints) -> Floats:
-        """Return some rows as floats."""
-        (part,) = self.parts
-        return dequantize_rows(part, ids)
 
     def matmul(self, x: Floats, threads: int) -> Floats:
         """Return x @ self.T: (T, columns) -> (T, rows)."""

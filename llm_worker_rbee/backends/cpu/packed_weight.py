@@ -1,6 +1,6 @@
-"""Packed weights on the CPU: the layout of each block type as data, and dequantization in NumPy.
+"""Packed weights on the CPU: the layout of each block type as data.
 
-repack.py packs matrices, linear.py multiplies them, elementwise.py has the kernel that dequantizes rows.
+repack.py packs matrices, linear.py multiplies them, elementwise.py dequantizes rows.
 
 Rows come in groups of 16, columns in blocks of 32; w = scale * (value - offset) + minimum, where the value is the code
 itself or its entry in the table. A block is its bit planes, one after the other. A plane of p bits is p lines of 64
@@ -20,8 +20,6 @@ from ...errors import UnsupportedModelError
 from ...weights import Tensor
 from ...weights.quants.codebooks import FP4_VALUES, GRIDS, IQ4_VALUES
 
-Floats = NDArray[np.float32]
-Index = NDArray[np.int64]
 GROUP_ROWS, BLOCK_COLUMNS, LINE_BYTES = 16, 32, 64  # rows in a group, columns in a block, bytes in a line
 
 
@@ -41,12 +39,8 @@ class Layout(NamedTuple):
         return next(kind for kind, layout in LAYOUT_BY_TYPE.items() if layout == self)
 
     @property
-    def lines_per_block(self) -> int:
-        return sum(self.planes)
-
-    @property
     def block_bytes(self) -> int:
-        return self.lines_per_block * LINE_BYTES
+        return sum(self.planes) * LINE_BYTES
 
 
 def _signs_on_top(levels: tuple[int, ...]) -> tuple[int, ...]:
@@ -123,61 +117,3 @@ class PackedMatrix:
     @property
     def nbytes(self) -> int:
         return self.packed.nbytes + self.scales.nbytes + self.minima.nbytes
-
-
-def dequantize_rows(w: PackedMatrix, index: Index | None = None) -> Floats:
-    """Return some rows of the matrix, or all of them, as floats: (n, columns). NumPy only."""
-    rows = np.arange(w.rows) if index is None else np.asarray(index)
-    if w.layout.float_type:
-        return _as_float32(_items_of_rows(w.packed, rows, w.columns), w.layout.float_type)
-    values = _values(w, rows)
-    d, m = _scales(w, rows)
-    out = values.reshape(*d.shape, -1) * d[..., None]
-    if m is not None:
-        out += m[..., None]
-    return out.reshape(len(rows), w.columns)
-
-
-def _items_of_rows(array: NDArray[Any], rows: Index, count: int, width: int = 1) -> NDArray[Any]:
-    """Return what an array holds for these rows: `count` items of `width` elements each, 16 rows side by side."""
-    items = array.reshape(-1, count, GROUP_ROWS, width)[rows // GROUP_ROWS, :, rows % GROUP_ROWS]
-    return items if width > 1 else items[..., 0]
-
-
-def _as_float32(items: NDArray[Any], float_type: str) -> Floats:
-    if float_type == "BF16":
-        return (items.astype(np.uint32) << 16).view(np.float32)
-    return items.view(np.float16).astype(np.float32) if float_type == "F16" else items
-
-
-def _values(w: PackedMatrix, rows: Index) -> Floats:
-    """Return values less the offset: (n, columns)."""
-    layout, blocks, n_lines = w.layout, w.columns // 32, w.layout.lines_per_block
-    end = w.packed.size - (0 if w.nibble_scales is None else w.nibble_scales.size)
-    lines = _items_of_rows(w.packed[:end], rows, blocks * n_lines, 4).reshape(len(rows), blocks, n_lines, 4)
-    codes = np.zeros((len(rows), blocks, 8, 4), np.uint8)
-    first = place = 0
-    for bits in layout.planes:
-        for j in range(8 // bits):
-            part = lines[:, :, first : first + bits] >> np.uint8(bits * j) & np.uint8((1 << bits) - 1)
-            codes[:, :, bits * j : bits * (j + 1)] |= part << np.uint8(place)
-        first, place = first + bits, place + bits
-    if layout.planes == (8,):
-        return (codes - np.uint8(w.bias)).view(np.int8).astype(np.float32)
-    table = np.arange(256) if layout.table is None else np.array(layout.table)
-    return (table - layout.offset).astype(np.float32).take(codes)
-
-
-def _scales(w: PackedMatrix, rows: Index) -> tuple[Floats, Floats | None]:
-    """Return scales and minima: (n, scales per row)."""
-    per_row, unit = w.columns // w.layout.columns_per_scale, np.float32(w.unit)
-    d, m = (
-        _items_of_rows(a, rows, per_row).view(np.float16).astype(np.float32) * unit if a.size else None
-        for a in (w.scales, w.minima)
-    )
-    assert d is not None
-    if w.nibble_scales is None:
-        return d, m
-    nibbles = _items_of_rows(w.nibble_scales, rows, w.columns // 16)
-    wide = [np.repeat(x, 16, axis=1) for x in (d, m) if x is not None]
-    return wide[0] * (nibbles & np.uint8(15)), wide[1] * (nibbles >> np.uint8(4))

@@ -24,7 +24,6 @@ import threading
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from enum import IntEnum, auto
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numba as nb
@@ -226,11 +225,6 @@ def pack_floats(table: Table, at: int, values: Sequence[float]) -> Table:
     return table
 
 
-@lru_cache(maxsize=1024)
-def _single_task(task_kernel: TaskKernel, args: tuple[int, ...], pieces_per_unit: int, units_per_piece: int) -> Program:
-    return Program([Task(task_kernel, np.array(args, np.int64), pieces_per_unit, Step.TOKENS, units_per_piece)])
-
-
 def run_step(program: Program, entries: Mapping[int, NDArray[Any]], counts: Mapping[int, int], threads: int) -> None:
     """Run a program on a new step with these arrays (of int64 or float32) and counts."""
     held = {entry: np.ascontiguousarray(array) for entry, array in entries.items()}
@@ -240,18 +234,3 @@ def run_step(program: Program, entries: Mapping[int, NDArray[Any]], counts: Mapp
     for entry, count in counts.items():
         step[entry] = count
     program.run(step, threads)
-
-
-def run_task(
-    task_kernel: TaskKernel,
-    args: tuple[int, ...],
-    entries: Mapping[int, NDArray[Any]],
-    tokens: int,
-    threads: int,
-    *,
-    pieces_per_unit: int = 1,
-    units_per_piece: int = 1,
-) -> None:
-    """Run one task on `tokens` tokens as a program of its own; `entries` are the arrays of the step."""
-    program = _single_task(task_kernel, args, pieces_per_unit, units_per_piece)
-    run_step(program, entries, {Step.TOKENS: tokens}, threads)

@@ -13,11 +13,11 @@ import pytest
 from numpy.typing import NDArray
 
 from llm_worker_rbee.backends.cpu import CpuBackend
-from llm_worker_rbee.backends.cpu.elementwise import embed_task
+from llm_worker_rbee.backends.cpu.elementwise import dequantize_rows, embed_task
 from llm_worker_rbee.backends.cpu.forward import CpuForward
 from llm_worker_rbee.backends.cpu.jit import TaskKernel
 from llm_worker_rbee.backends.cpu.lowering import REWRITES
-from llm_worker_rbee.backends.cpu.packed_weight import LAYOUT_BY_TYPE, dequantize_rows
+from llm_worker_rbee.backends.cpu.packed_weight import LAYOUT_BY_TYPE
 from llm_worker_rbee.backends.cpu.pointers import i64
 from llm_worker_rbee.backends.cpu.program import Program, Step, Task, new_step, pack_args
 from llm_worker_rbee.backends.graph import op_names

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from llm_worker_rbee.backends.cpu.elementwise import dequantize_rows
 from llm_worker_rbee.backends.cpu.linear import TOKENS_PER_PIECE, pack_weight
 from llm_worker_rbee.bench.synthetic import random_tensor
 from llm_worker_rbee.weights.quants import BLOCK_TYPES
@@ -24,5 +25,5 @@ def test_two_term_matmul_has_batch_invariant_bits_and_smaller_error(name: str) -
     whole = two_term.matmul(x, 2)
     for count in (1, 2, 3, 5, 16, TOKENS_PER_PIECE, TOKENS_PER_PIECE + 1):
         np.testing.assert_array_equal(two_term.matmul(x[-count:], 2), whole[-count:])
-    truth = x.astype(np.float64) @ weight.dequantize_rows(np.arange(ROWS)).astype(np.float64).T
+    truth = x.astype(np.float64) @ dequantize_rows(weight.parts[0]).astype(np.float64).T
     assert np.abs(whole - truth).max() < np.abs(weight.matmul(x, 2) - truth).max() / 30
