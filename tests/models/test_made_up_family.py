@@ -1,12 +1,13 @@
-"""A family added from outside the package: a row of the table and an activation, and no line elsewhere.
+"""Families added from outside the package: a row of the table and an activation, or a block, and no line elsewhere.
 
-It has another activation, norms after attention and MLP, biases on q, k and v, and RoPE over half of each head.
+One has another activation, norms after attention and MLP, biases on q, k and v, and RoPE over half of each head. The
+other has blocks whose attention and MLP read the same residual stream.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -16,10 +17,12 @@ from numpy.typing import NDArray
 from llm_worker_rbee.backends import reference
 from llm_worker_rbee.backends.cpu import CpuBackend
 from llm_worker_rbee.backends.graph import op_names
+from llm_worker_rbee.backends.ops import Array, Backend, Batch, KVLayer
 from llm_worker_rbee.backends.reference import ReferenceBackend
 from llm_worker_rbee.bench.synthetic import Shape, Spec, checkpoint
 from llm_worker_rbee.config import Family
-from llm_worker_rbee.models import families, load_model, read_model_config
+from llm_worker_rbee.layers.block import Block
+from llm_worker_rbee.models import Transformer, families, load_model, read_model_config
 from llm_worker_rbee.weights import Checkpoint, Tensor, open_checkpoint
 from llm_worker_rbee.weights.gguf_writer import Raw, write_gguf
 from tests.helpers.model_runs import step_logits
@@ -86,6 +89,54 @@ def test_made_up_family_runs_its_activation_by_the_reference_and_all_else_fused(
     assert [line.runs for line in lines if line.ops == "gated"] == ["reference.gated, between two programs"] * 2
     assert sum(line.ops.startswith("rms_norm + ") for line in lines) == 5
     assert {op_names(node) for node in model.graph().nodes} >= {"gated", "rms_norm", "attention"}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ParallelBlock(Block):
+    """Attention and MLP side by side: both are added to the residual stream that both have read."""
+
+    def __call__(
+        self, ops: Backend, x: Array, residual: Array | None, kv: KVLayer, batch: Batch
+    ) -> tuple[Array, Array]:
+        if residual is None:
+            x, residual = self.attention_norm(ops, x), x
+        else:
+            x, residual = self.attention_norm.add_and_norm(ops, x, residual)
+        attended = self.attention(ops, x, kv, batch)
+        _, total = self.mlp_norm.add_and_norm(ops, attended, residual)
+        return self.mlp(ops, self.mlp_norm(ops, residual)), total
+
+
+def with_parallel_blocks(model: Transformer) -> Transformer:
+    """Return the model with the weights of its blocks in parallel ones, fused anew if its backend does so."""
+    parts = [{field.name: getattr(block, field.name) for field in fields(Block)} for block in model.blocks]
+    made = replace(model, blocks=tuple(ParallelBlock(**part) for part in parts), fused=None)
+    return replace(made, fused=model.ops.fuse(made.graph))
+
+
+@pytest.mark.usefixtures("made_up")
+@pytest.mark.parametrize("mix", ["F32", "Q8_0"])
+def test_parallel_attention_and_mlp_are_fused_on_cpu_with_the_bits_of_single_ops(mix: str) -> None:
+    made = made_up_checkpoint(mix)
+    sequential, exact = (load_model(made, ops, read_model_config(made)) for ops in (CpuBackend(), ReferenceBackend()))
+    model = with_parallel_blocks(sequential)
+    whole = step_logits(model, IDS, [len(IDS)], fused=True)
+    np.testing.assert_array_equal(whole, step_logits(model, IDS, [len(IDS)], fused=False))
+    np.testing.assert_array_equal(whole, step_logits(model, IDS, [1, 4, 1, 2], fused=True))
+    expected = step_logits(with_parallel_blocks(exact), IDS, [len(IDS)], fused=False)
+    assert np.abs(whole - expected).max() < (1e-3 if mix == "F32" else 5e-2) * np.abs(expected).max()
+    assert np.abs(whole - step_logits(sequential, IDS, [len(IDS)], fused=True)).max() > 0.1 * np.abs(expected).max()
+
+
+@pytest.mark.usefixtures("made_up")
+def test_parallel_blocks_copy_the_residual_stream_only_where_it_is_read_again() -> None:
+    made = made_up_checkpoint("Q8_0")
+    sequential = load_model(made, CpuBackend(), read_model_config(made))
+    copying, copies = "elementwise.quantize_rows, elementwise.norm", []
+    for model in (sequential, with_parallel_blocks(sequential)):
+        assert model.fused is not None
+        copies.append(sum(line.runs == copying for line in model.fused.program("float32")))
+    assert copies == [0, SHAPE.layers]
 
 
 def test_register_family_with_a_known_name_raises() -> None:

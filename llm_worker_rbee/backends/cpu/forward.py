@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Any, cast
 
 import numpy as np
@@ -19,8 +19,8 @@ from .. import reference
 from ..graph import TOKENS, Graph, ProgramLine, Value, op_names
 from ..ops import Array, Batch, KVLayer, Profiler
 from .kv_layout import kv_type_of, layer_addresses
-from .lowering import HostCall, LoweredStep, fuse, lower
-from .program import Program, Step, Table, Task, new_step, require_not_forked
+from .lowering import HostCall, Lowering, fuse
+from .program import Program, Step, Table, new_step, require_not_forked
 
 Floats = NDArray[np.float32]
 Part = tuple[str, Program | HostCall]
@@ -41,9 +41,8 @@ class CpuForward:
         self._vocabulary: int = nodes["embed"]["table"].rows
         self._num_logits: int = nodes["logits"]["head"].rows
         self._soft_cap = np.float32(nodes["logits"]["soft_cap"])
-        self._lowered: dict[str, LoweredStep] = {}  # by KV type, as all of these
-        self._whole: dict[str, list[Part]] = {}
-        self._components: dict[str, list[Part]] = {}
+        self._lowered: dict[str, Lowering] = {}  # by KV type
+        self._parts: dict[tuple[str, bool], list[Part]] = {}  # by KV type, and whether components are apart
         self._step, self._buffers = new_step(), dict[int, NDArray[Any]]()
         self._counts: list[int] = []  # entries of numbers that tasks write
         self._held = ("", 0)  # KV type and tokens of the buffers
@@ -52,28 +51,37 @@ class CpuForward:
 
     def __call__(self, batch: Batch, kv: Sequence[KVLayer]) -> Array:
         """Run one step: write the cache, return the logits at `batch.logits_index`: (N, vocabulary)."""
-        kv_type = kv_type_of(kv[0])
-        if kv_type not in self._whole:
-            self._whole[kv_type] = _programs(self._lower(kv_type), lambda component: "")
-        return self._run(batch, kv, self._whole[kv_type])
+        return self._run(batch, kv)
 
     def run_profiled(self, batch: Batch, kv: Sequence[KVLayer], profiler: Profiler) -> Array:
         """Run one step with each component as a program of its own."""
-        kv_type = kv_type_of(kv[0])
-        if kv_type not in self._components:
-            self._components[kv_type] = _programs(self._lower(kv_type), lambda component: component)
-        return self._run(batch, kv, self._components[kv_type], profiler)
+        return self._run(batch, kv, profiler)
 
     def program(self, kv_type: str) -> list[ProgramLine]:
         return [ProgramLine(part.component, op_names(part.node), part.runs) for part in self._lower(kv_type).parts]
 
-    def _lower(self, kv_type: str) -> LoweredStep:
+    def _lower(self, kv_type: str) -> Lowering:
         if kv_type not in self._lowered:
-            self._lowered[kv_type] = lower(self.graph, kv_type, self.threads)
+            self._lowered[kv_type] = Lowering(self.graph, kv_type, self.threads)
         return self._lowered[kv_type]
 
-    def _run(self, batch: Batch, kv: Sequence[KVLayer], parts: list[Part], profiler: Profiler | None = None) -> Array:
+    def _programs(self, kv_type: str, *, apart: bool) -> list[Part]:
+        """Return adjacent tasks as one program (`apart`: one for each component); calls of the host stand alone."""
+        if (kv_type, apart) not in self._parts:
+            made: list[Part] = []
+            for (is_host, name), group in groupby(
+                self._lower(kv_type).parts,
+                lambda part: (isinstance(part.work, HostCall), part.component if apart else ""),
+            ):
+                works: list[Any] = [part.work for part in group]
+                made += [(name, work) for work in (works if is_host else [Program(chain.from_iterable(works))])]
+            self._parts[kv_type, apart] = made
+        return self._parts[kv_type, apart]
+
+    def _run(self, batch: Batch, kv: Sequence[KVLayer], profiler: Profiler | None = None) -> Array:
         b, tokens, n_logits = batch, len(batch.ids), len(batch.logits_index)
+        kv_type = kv_type_of(kv[0])
+        parts = self._programs(kv_type, apart=profiler is not None)
         if tokens and not 0 <= b.ids.min() <= b.ids.max() < self._vocabulary:
             raise InferenceError(f"a token id is outside the vocabulary of {self._vocabulary}")
         logits = np.empty((n_logits, self._num_logits), np.float32)
@@ -81,7 +89,7 @@ class CpuForward:
         held = [np.ascontiguousarray(array, np.int64) for array in arrays]
         require_not_forked()  # before the lock, which a forked child might find locked for ever
         with self._lock:
-            step = self._step_for(kv_type_of(kv[0]), max(tokens, n_logits))
+            step = self._step_for(kv_type, max(tokens, n_logits))
             step[Step.TOKENS], step[Step.NUM_LOGITS] = tokens, n_logits
             step[Step.BLOCK_SIZE], step[Step.TABLE_WIDTH] = kv[0].v.shape[2], b.block_table.shape[1]
             step[Step.REQUESTS] = len(b.context_len)
@@ -119,25 +127,13 @@ class CpuForward:
         held_type, held_tokens = self._held
         if kv_type != held_type or tokens > held_tokens:
             lowered = self._lower(kv_type)
-            step, buffers = new_step(lowered.num_entries), dict[int, NDArray[Any]]()
-            for first, layout in lowered.buffers.items():
+            step, buffers = new_step(lowered.buffers.end), dict[int, NDArray[Any]]()
+            for first, layout in lowered.buffers.layouts.items():
                 for entry, (count, dtype) in enumerate(layout, first):
                     if count:
                         buffers[entry] = np.zeros(tokens * count, dtype)
                         step[entry] = buffers[entry].ctypes.data
-            self._counts = [entry for entry in range(Step.END, lowered.num_entries) if entry not in buffers]
+            self._counts = [entry for entry in range(Step.END, lowered.buffers.end) if entry not in buffers]
             self._step, self._buffers = step, buffers  # only now that there was memory for all of it
             self._held = kv_type, tokens
         return self._step
-
-
-def _programs(lowered: LoweredStep, key: Callable[[str], str]) -> list[Part]:
-    """Return adjacent tasks of one key as one program; calls of the host stand alone."""
-    made: list[Part] = []
-    for name, group in groupby(lowered.parts, lambda part: (isinstance(part.work, HostCall), key(part.component))):
-        works = [part.work for part in group]
-        if name[0]:
-            made += [(name[1], cast(HostCall, work)) for work in works]
-        else:
-            made.append((name[1], Program(task for work in works for task in cast(list[Task], work))))
-    return made

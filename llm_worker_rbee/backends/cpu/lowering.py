@@ -23,7 +23,7 @@ import numpy as np
 from ..graph import LOGITS, TOKENS, Graph, Node, Rewrite, Shape, Value, apply_rewrites, have_one_eps
 from . import elementwise, quantize_activations
 from .attention import attention_tasks, can_quantize_output, split_work_task
-from .elementwise import ACTIVATIONS, TOKENS_PER_PIECE, HeadNormArg, NormArg, embed_task
+from .elementwise import ACTIVATIONS, TOKENS_PER_PIECE, HeadNormArg, embed_task
 from .kv_layout import padded_dim
 from .linear import linear_tasks
 from .program import Step, Task, pack_args, pack_floats
@@ -37,21 +37,12 @@ def _is_of_rows(node: Node) -> bool:
     return len(node.fused[0]["x"].shape) == 2 and have_one_eps(node)
 
 
-def _can_quantize(node: Node) -> bool:
-    attention = node.part("attention")
-    return attention is not None and can_quantize_output(attention["q"].shape[2])
-
-
-def _has_kernel(node: Node) -> bool:
-    return node.fused[0]["activation"] in ACTIVATIONS
-
-
 REWRITES = (
     Rewrite("norm", "rms_norm? take? take? add_rms_norm* quantize?", _is_of_rows),
     Rewrite("norm", "rms_norm* quantize?", _is_of_rows),
     Rewrite("rope_kv_write", "split_heads rms_norm? rms_norm? rope_store", have_one_eps),
-    Rewrite("attention", "attention* quantize", _can_quantize),
-    Rewrite("gated", "gated* quantize", _has_kernel),
+    Rewrite("attention", "attention* quantize", lambda node: can_quantize_output(node.fused[0]["q"].shape[2])),
+    Rewrite("gated", "gated* quantize", lambda node: node.fused[0]["activation"] in ACTIVATIONS),
     Rewrite("linear", "matmul add_bias?"),
 )
 
@@ -168,16 +159,8 @@ class Lowered(NamedTuple):
         return ", ".join(task.kernel.name for task in self.work)
 
 
-class LoweredStep(NamedTuple):
-    """The tasks of a step, and the buffers that they use."""
-
-    parts: list[Lowered]
-    buffers: dict[int, Layout]
-    num_entries: int
-
-
-class _Lowering:
-    """Turns the nodes of a fused graph into tasks."""
+class Lowering:
+    """The tasks of a fused graph for a cache of one KV type, and the buffers that they use."""
 
     def __init__(self, graph: Graph, kv_type: str, threads: int) -> None:
         self.kv_type, self.threads = kv_type, threads
@@ -190,7 +173,7 @@ class _Lowering:
             component, tasks = lower(node) if lower else ("host", self._host(node))
             self.parts.append(Lowered(component, node, tasks))
             inner = (value for part in node.fused for value in part.outputs)
-            for value in {*node.inputs, *node.outputs, *inner}:
+            for value in dict.fromkeys((*node.inputs, *node.outputs, *inner)):
                 if self.last_uses.get(value, -1) <= self.index and value in self.entries:
                     self._release(value)
 
@@ -204,6 +187,16 @@ class _Lowering:
         if value not in self.entries:
             self.entries[value] = self.buffers.allocate(layout or ((_width(value), np.float32),))
         return self.entries[value]
+
+    def _overwrite(self, value: Value, result: Value, tasks: list[Task]) -> int:
+        """Place a result that is computed in place: over the value, or over a copy if the value is read again."""
+        if self.last_uses[value] <= self.index:
+            self.entries[result] = self.entries[value]
+        else:
+            count, width = COUNTS[value.shape[0]], _width(value)
+            places = self.entries[value], self._new(result, (width, np.float32))
+            tasks.append(elementwise.copy_task(count, *places, 1, width, width))
+        return self.entries[result]
 
     def _activations(self, node: Node | None) -> int:
         """Place the quantized activations of a `quantize` op, if there is one; return their entry or 0."""
@@ -226,33 +219,34 @@ class _Lowering:
         return "embedding", [embed_task(table, node["scale"], self._new(node.output))]
 
     def _norm(self, node: Node) -> tuple[str, list[Task]]:
-        """Lower the norm with the residual add, which is done in place."""
+        """Lower the norm with the norm of the delta and the residual add, both of which are done in place."""
         add, takes, quantize = node.part("add_rms_norm"), node.parts("take"), node.part("quantize")
-        norms = node.parts("rms_norm")
+        norms, tasks = node.parts("rms_norm"), list[Task]()
         main = add or norms[0]
         post = norms[0] if add and norms else None
         normed = main.outputs[0]
         source = takes[1]["x"] if takes else main["residual" if add else "x"]
         delta = (post or (takes[0] if takes else main))["x"] if add else source
-        if add and not takes:
-            assert self.last_uses[source] <= self.index, "the residual add is done in place"
-            self.entries[main.outputs[1]] = self.entries[source]
+        inputs = self.entries[delta], self.entries[source]
+        if add and not takes:  # rows that are taken are copied by the kernel
+            changed = self._overwrite(delta, post.output, tasks) if post else inputs[0]
+            inputs = changed, self._overwrite(source, add.outputs[1], tasks)
         count, activations = COUNTS[normed.shape[0]], self._activations(quantize)
         floats = self._new(normed) if normed in node.outputs else 0
         outputs = floats, activations, Step.LOGITS_INDEX if takes else 0
         weights = main["weight"], 0 if post is None else post["weight"]
         two_term = quantize is not None and quantize["two_term"]
-        args = pack_args(count, self.entries[delta], self.entries[source], *outputs, len(main["weight"]), *weights,
-                         add is not None, 0, two_term)  # fmt: skip
-        pack_floats(args, NormArg.EPS, [main["eps"]])
-        return "norm", [Task(elementwise.NORM, args, 1, count, TOKENS_PER_PIECE)]
+        tasks.append(elementwise.norm_task(count, *inputs, outputs, weights, len(main["weight"]), main["eps"],
+                                           add_delta=add is not None, two_term=two_term))  # fmt: skip
+        return "norm", tasks
 
     def _rope_kv_write(self, node: Node) -> tuple[str, list[Task]]:
         """Lower the q and k norms, which are done in place, the rotation and the write."""
         (split,), norms, (store,) = node.parts("split_heads"), node.parts("rms_norm"), node.parts("rope_store")
         heads, kv_heads, dim = split["n_heads"], split["n_kv_heads"], split["head_dim"]
-        qkv, tasks = self.entries[split["qkv"]], []
+        qkv, tasks = self.entries[split["qkv"]], list[Task]()
         if norms:
+            qkv = self._overwrite(split["qkv"], norms[0].output, tasks)
             args = pack_args(Step.TOKENS, qkv, heads, kv_heads, dim, norms[0]["weight"], norms[1]["weight"], 0)
             pack_floats(args, HeadNormArg.EPS, [norms[0]["eps"]])
             tasks.append(Task(elementwise.HEAD_NORMS, args, 1, Step.TOKENS, TOKENS_PER_PIECE))
@@ -262,8 +256,7 @@ class _Lowering:
         return "rope_kv_write", tasks
 
     def _attention(self, node: Node) -> tuple[str, list[Task]]:
-        attention, quantize = node.part("attention"), node.part("quantize")
-        assert attention is not None
+        (attention,), quantize = node.parts("attention"), node.part("quantize")
         _, heads, dim = attention["q"].shape
         padded, activations = padded_dim(dim), self._activations(quantize)
         out = attention.outputs[0]
@@ -272,8 +265,7 @@ class _Lowering:
         tasks = attention_tasks(attention["kv"], heads, attention["n_kv_heads"], dim, attention["params"], self.kv_type,
                                 *places, activations)  # fmt: skip
         if padded != dim:
-            args = pack_args(Step.TOKENS, whole, self._new(out), 0, heads, dim, padded, 0)
-            tasks.append(Task(elementwise.QUANTIZE_ROWS, args, 1, Step.TOKENS, TOKENS_PER_PIECE))
+            tasks.append(elementwise.copy_task(Step.TOKENS, whole, self._new(out), heads, dim, padded))
             self.buffers.release(whole)
         return "attention", tasks
 
@@ -283,20 +275,16 @@ class _Lowering:
         return "output", [elementwise.quantize_task(count, *entries, _width(x), two_term=node["two_term"])]
 
     def _gated(self, node: Node) -> Any:
-        gate = node.part("gated")
-        assert gate is not None
+        (gate,) = node.parts("gated")
         if gate["activation"] not in ACTIVATIONS:
             return "host", self._host(node)
         half, source, out = _width(gate.outputs[0]), self.entries[gate["gate_up"]], gate.outputs[0]
         activations = self._activations(node.part("quantize"))
         floats = self._new(out) if out in node.outputs else 0
-        args = pack_args(Step.TOKENS, source, floats, activations, half, ACTIVATIONS.index(gate["activation"]))
-        pieces = -(-half // elementwise.GATE_COLUMNS)
-        return "mlp", [Task(elementwise.GATED, args, pieces, Step.TOKENS, TOKENS_PER_PIECE)]
+        return "mlp", [elementwise.gated_task(source, floats, activations, half, gate["activation"])]
 
     def _linear(self, node: Node) -> tuple[str, list[Task]]:
-        product, bias = node.part("matmul"), node.part("add_bias")
-        assert product is not None
+        (product,), bias = node.parts("matmul"), node.part("add_bias")
         count, w = COUNTS[product.output.shape[0]], product["w"]
         floats, quantized = (0 if product[name] is None else self.entries[product[name]] for name in ("x", "quantized"))
         out = self._new(node.output)
@@ -313,9 +301,3 @@ class _Lowering:
 
 def _width(value: Value) -> int:
     return prod(cast(tuple[int, ...], value.shape[1:]))
-
-
-def lower(graph: Graph, kv_type: str, threads: int) -> LoweredStep:
-    """Return the tasks of a fused graph for a cache of this KV type."""
-    made = _Lowering(graph, kv_type, threads)
-    return LoweredStep(made.parts, made.buffers.layouts, made.buffers.end)
