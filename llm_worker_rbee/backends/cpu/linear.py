@@ -81,7 +81,7 @@ def dot_rows(operands, out, place, group, token, columns, stride, unit):
     for block in range(n):
         line = (group * n + block) * BLOCK_BYTES
         at, b = token * columns + block * 32, token * n + block
-        if token < TOKENS:  # the tiles that follow find the weights in the cache
+        if token < TOKENS and not NIBBLE_SCALES:  # the tiles that follow find the weights in the cache
             prefetch(packed, line + PREFETCH_BYTES, BLOCK_BYTES)
         if SUMS_OF_16:
             if NIBBLE_SCALES:

@@ -11,7 +11,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import pairwise, product
 from pathlib import Path
@@ -50,7 +50,7 @@ def model_kernels(checkpoint: Checkpoint, config: ModelConfig, kv_type: str = KV
     return _kernels_for(sorted(types & LAYOUT_BY_TYPE.keys()), [group], [kv_type])
 
 
-def _kernels_for(types: Iterable[str], groups: Iterable[int], kv_types: Sequence[str]) -> list[Kernel]:
+def _kernels_for(types: Collection[str], groups: Collection[int], kv_types: Collection[str]) -> list[Kernel]:
     """Return the kernels for matrices of these quantization types, heads per KV head and KV types."""
     typeof: Any = nb.typeof
     source, target = repack.describe_source("Q4_0"), repack.scan_target(LAYOUT_BY_TYPE["Q4_0"])

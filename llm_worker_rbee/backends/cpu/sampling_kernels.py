@@ -218,21 +218,24 @@ def uniform(seed, choice, position):
 
 @kernel
 def block_max(x):
-    """Return the maximum of each block, and the largest of all, NaN if there is one."""
+    """Return the maximum of each block, and the largest of all, NaN if there is one among float32."""
     maxima, whole = np.empty((x.shape[0] + BLOCK - 1) // BLOCK, x.dtype), x.shape[0] // BLOCK
-    marks = f.splat(x.dtype.type(0))
+    marks, top = f.splat(x.dtype.type(0)), f.splat(x.dtype.type(-np.inf))
     for b in range(whole):
         i = b * BLOCK
         p, q, r, s = f.load(x, i), f.load(x, i + 16), f.load(x, i + 32), f.load(x, i + 48)
-        marks = f.nan_mask(f.nan_mask(marks, p, q), r, s)
-        maxima[b] = f.hmax(f.max_nan_second(f.max_nan_second(p, q), f.max_nan_second(r, s)))
-    best = f.hsum(marks)
+        if x.itemsize == 4:  # float64 logits were made of finite float32 ones
+            marks = f.nan_mask(f.nan_mask(marks, p, q), r, s)
+        highest = f.max_nan_second(f.max_nan_second(p, q), f.max_nan_second(r, s))
+        maxima[b], top = f.hmax(highest), f.max_nan_second(highest, top)
+    mark, best = f.hsum(marks), f.hmax(top)
     if whole < maxima.shape[0]:
         maxima[whole] = x[whole * BLOCK]
         for i in range(whole * BLOCK, x.shape[0]):
             maxima[whole] = max(maxima[whole], x[i])
-            best = best if x[i] == x[i] else x[i]
-    return maxima, best if best != best else maxima.max()
+            mark = mark if x[i] == x[i] else x[i]
+        best = max(best, maxima[whole])
+    return maxima, best if mark == mark else mark
 
 
 @kernel
