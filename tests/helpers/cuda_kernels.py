@@ -145,9 +145,11 @@ def other_cases() -> dict[str, Case]:
         ),
         "rope_store_qkv all": (
             attention_prefill.rope_store_qkv, {"bias": F, "q_norm": F, "k_norm": F}, {"num_warps": 1},
-            {**heads, "DIM": 128, "HALF": 64, "PARTS": 2},
+            {**heads, "DIM": 128, "HALF": 64, "PARTS": 2, "EXACT": True},
         ),
-        "rms_norm_rows": (elementwise.rms_norm_rows, {"x": F}, {"num_warps": 1}, {"width": 96, "SIZE": 128}),
+        "rms_norm_rows": (
+            elementwise.rms_norm_rows, {"x": F}, {"num_warps": 1}, {"width": 96, "SIZE": 128, "EXACT": True},
+        ),
         "gemm dense": (
             gemm.gemm_dense, {"x": B16}, {"num_warps": 8, "num_stages": 3},
             {"BN": 128, "BM": 64, "BK": 64, "SCALED": False},
@@ -170,7 +172,7 @@ def other_cases() -> dict[str, Case]:
         ),
         "add_rms_norm_rows": (
             elementwise.add_rms_norm_rows, {"out": H, "post": F, "index": I4}, {"num_warps": 8},
-            {"width": 4096, "SIZE": 128, "SPLITS": 4, "INTERLEAVED": True},
+            {"width": 4096, "SIZE": 128, "SPLITS": 4, "INTERLEAVED": True, "EXACT": True},
         ),
         "add_rms_norm_rows e4m3": (
             elementwise.add_rms_norm_rows, {"out": F8, "parts": B16}, {"num_warps": 8},

@@ -130,16 +130,17 @@ class CudaBackend(ops.Backend):
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         if x.dim() == 3:
-            return launch_head_norm(x, weight, eps)
+            return launch_head_norm(x, weight, eps, exact=self.deterministic)
         out = self._empty(*x.shape)
-        launch_add_norm(None, x.contiguous(), weight, eps, Activations(out))
+        launch_add_norm(None, x.contiguous(), weight, eps, Activations(out), exact=self.deterministic)
         return out
 
     def add_rms_norm(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         width, total, out = x.shape[-1], residual.clone(), self._empty(*x.shape)
-        launch_add_norm(x.reshape(1, -1, width), total.view(-1, width), weight, eps, Activations(out))
+        stream = total.view(-1, width)
+        launch_add_norm(x.reshape(1, -1, width), stream, weight, eps, Activations(out), exact=self.deterministic)
         return out, total
 
     def linear(self, x: torch.Tensor, w: PackedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:

@@ -19,7 +19,7 @@ import triton.language as tl
 
 from ..ops import KVLayer
 from .device import is_interpreted
-from .intrinsics import high_half, launch_next, low_half, wait_for_previous
+from .intrinsics import high_half, launch_next, low_half, sum_squares, wait_for_previous
 from .packed_weight import Int8Activations, kernel_outputs
 
 SMALL_BATCH, LARGE_BATCH = 4, 128  # requests: up to SMALL_BATCH latency counts, not bandwidth
@@ -132,15 +132,16 @@ def load_cos_sin(cos, sin, position, DIM: tl.constexpr, HALF: tl.constexpr):
 
 @triton.jit
 def load_rotated(
-    row, head, cosines, sines, bias, norm, eps, part_stride, DIM: tl.constexpr, HALF: tl.constexpr, PARTS: tl.constexpr
-):
+    row, head, cosines, sines, bias, norm, eps, part_stride,
+    DIM: tl.constexpr, HALF: tl.constexpr, PARTS: tl.constexpr, EXACT: tl.constexpr = False,
+):  # fmt: skip
     """Load a head (or a column of heads), apply its norm if there is one, and rotate: value i pairs with i + HALF."""
     i = tl.arange(0, padded_dim(DIM))
     j = (i + HALF) % (2 * HALF) if 2 * HALF == padded_dim(DIM) else tl.where(i < HALF, i + HALF, i - HALF)
     x = load_head(row, head, i, bias, part_stride, DIM, PARTS, DIM)
     y = load_head(row, head, j, bias, part_stride, DIM, PARTS, 2 * HALF)
     if norm is not None:
-        factor = tl.rsqrt(tl.sum(x * x, len(x.shape) - 1, keep_dims=True) / DIM + eps)
+        factor = tl.rsqrt(sum_squares(x, EXACT) / DIM + eps)
         x = x * factor * load_first(norm + i, DIM)
         y = y * factor * load_first(norm + j, 2 * HALF)
     return x * cosines + y * sines

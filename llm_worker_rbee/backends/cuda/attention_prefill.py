@@ -44,7 +44,7 @@ def rope_store_qkv(
     qkv, cos, sin, positions, slot_mapping, q_out, k_cache, v_cache,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, P: tl.constexpr,
     bias=None, q_norm=None, k_norm=None, eps=0.0, part_stride=0, PARTS: tl.constexpr = 1,
-    HEADS_PER_PROGRAM: tl.constexpr = 1,
+    HEADS_PER_PROGRAM: tl.constexpr = 1, EXACT: tl.constexpr = False,
 ):  # fmt: skip
     """Rotate queries into q_out (T, HEADS, DIM) and keys into their slot, and copy values there.
 
@@ -59,13 +59,13 @@ def rope_store_qkv(
     row = qkv + t.to(tl.int64) * ((HEADS + 2 * KV_HEADS) * DIM)
     cosines, sines = load_cos_sin(cos, sin, tl.load(positions + t), DIM, HALF)
     if first < HEADS:
-        x = load_rotated(row, head, cosines, sines, bias, q_norm, eps, part_stride, DIM, HALF, PARTS)
+        x = load_rotated(row, head, cosines, sines, bias, q_norm, eps, part_stride, DIM, HALF, PARTS, EXACT)
         store_first(q_out + (t.to(tl.int64) * HEADS + head) * DIM + i, x, DIM)
     else:
         kv_head = (head - HEADS) % KV_HEADS
         target = ((slot // P * KV_HEADS + kv_head) * P + slot % P) * DIM + i
         if first < HEADS + KV_HEADS:
-            x = load_rotated(row, head, cosines, sines, bias, k_norm, eps, part_stride, DIM, HALF, PARTS)
+            x = load_rotated(row, head, cosines, sines, bias, k_norm, eps, part_stride, DIM, HALF, PARTS, EXACT)
             store_first(k_cache + target, x, DIM)
         else:
             x = load_head(row, head, i, bias, part_stride, DIM, PARTS, DIM)
@@ -142,12 +142,13 @@ def query_dtype(cache: torch.dtype) -> torch.dtype:
 
 def launch_rope_store(
     qkv: torch.Tensor, kv: KVLayer, rope: CosSin, positions: torch.Tensor, slots: torch.Tensor, out: torch.Tensor,
-    bias: Any = None, q_norm: Any = None, k_norm: Any = None, eps: float = 0.0,
+    bias: Any = None, q_norm: Any = None, k_norm: Any = None, eps: float = 0.0, *, exact: bool = False,
 ) -> None:  # fmt: skip
-    """Rotate queries of qkv (parts, tokens, rows) to out (tokens, heads, dim), keys to the cache; copy values there."""
+    """Rotate queries of qkv (parts, tokens, rows) to out (tokens, heads, dim), keys to the cache; copy values there.
+    `exact`: sums of squares of the norms depend on no order."""
     if is_interpreted() and kv.k.dtype == E4M3:  # which the interpreter rounds wrongly (1.99 -> 1)
         wide = KVLayer(kv.k.float(), kv.v.float())
-        launch_rope_store(qkv, wide, rope, positions, slots, out, bias, q_norm, k_norm, eps)
+        launch_rope_store(qkv, wide, rope, positions, slots, out, bias, q_norm, k_norm, eps, exact=exact)
         for cache, values in zip(kv, wide, strict=True):
             cache.copy_(values.clamp(-E4M3_MAX, E4M3_MAX))
         return
@@ -155,7 +156,7 @@ def launch_rope_store(
     each = gcd(heads, kv_heads, 8)  # heads of a program
     rope_store_qkv[((heads + 2 * kv_heads) // each, tokens)](
         qkv, rope.cos, rope.sin, positions, slots, out, kv.k, kv.v, heads, kv_heads, dim, rope.cos.shape[1], block_size,
-        bias, q_norm, k_norm, eps, qkv.stride(0), qkv.shape[0], each, num_warps=max(1, each // 2),
+        bias, q_norm, k_norm, eps, qkv.stride(0), qkv.shape[0], each, exact, num_warps=max(1, each // 2),
         enable_fp_fusion=False,
     )  # fmt: skip
 

@@ -14,17 +14,27 @@ import triton.language as tl
 
 from .gemm import GROUP_BLOCKS, interleaved_offset
 from .gemv import activate_gate, store_int8_block
-from .intrinsics import high_bit_shift, high_half, launch_next, low_half, wait_for_previous
+from .intrinsics import high_bit_shift, high_half, launch_next, low_half, sum_squares, wait_for_previous
 from .packed_weight import Activations, GemvActivations, Int8Activations, PackedWeight, kernel_outputs
 
 IS_GELU = {"silu": False, "gelu_tanh": True}
 
 
 @triton.jit
+def mean_square(y, width: tl.constexpr, EXACT: tl.constexpr):
+    """Return the mean of squares of a row (blocks, 32); EXACT: as `sum_squares`."""
+    if EXACT:
+        total = tl.sum(tl.sum(sum_squares(tl.reshape(y, (1, y.shape[0] * 32)), True), 1), 0)
+    else:
+        total = tl.sum(tl.sum(y * y, 1), 0)
+    return total / width
+
+
+@triton.jit
 def add_rms_norm_rows(
     parts, part_stride, residual, norm, out, factors, tokens, eps,
     width: tl.constexpr, SIZE: tl.constexpr, SPLITS: tl.constexpr, INTERLEAVED: tl.constexpr, PDL: tl.constexpr = False,
-    post=None, index=None, out_scales=None, out_sums=None,
+    EXACT: tl.constexpr = False, post=None, index=None, out_scales=None, out_sums=None,
 ):  # fmt: skip
     """Add parts (SPLITS, rows, width) to the residual stream and store its norm as activations of the next product.
 
@@ -47,13 +57,12 @@ def add_rms_norm_rows(
         for s in tl.static_range(1, SPLITS):
             delta += tl.load(parts + s * part_stride + row * width + n, mask=mask, other=0.0).to(tl.float32)
         if post is not None:
-            scale = tl.rsqrt(tl.sum(tl.sum(delta * delta, 1), 0) / width + eps)
+            scale = tl.rsqrt(mean_square(delta, width, EXACT) + eps)
             delta = delta * scale * tl.load(post + n, mask=mask, other=0.0)
         y += delta
         if index is None:
             tl.store(residual + row * width + n, y, mask=mask)
-    mean = tl.sum(tl.sum(y * y, 1), 0) / width
-    z = y * tl.rsqrt(mean + eps) * tl.load(norm + n, mask=mask, other=0.0)
+    z = y * tl.rsqrt(mean_square(y, width, EXACT) + eps) * tl.load(norm + n, mask=mask, other=0.0)
     if out_scales is not None:
         store_int8_blocks(z, t, tl.arange(0, SIZE), out, out_scales, out_sums, width // 32)
     else:
@@ -145,13 +154,16 @@ def store_row(z, t, b, c, mask, tokens, out, factors, width: tl.constexpr, INTER
 
 
 @triton.jit
-def rms_norm_rows(x, weight, out, eps, heads, token_stride, row_stride, width: tl.constexpr, SIZE: tl.constexpr):
+def rms_norm_rows(
+    x, weight, out, eps, heads, token_stride, row_stride,
+    width: tl.constexpr, SIZE: tl.constexpr, EXACT: tl.constexpr = False,
+):  # fmt: skip
     """Norm a head per program. x (tokens, heads, width) may be a strided view."""
     r = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, SIZE)
     mask = i < width
     y = tl.load(x + r // heads * token_stride + r % heads * row_stride + i, mask=mask, other=0.0)
-    z = y * tl.rsqrt(tl.sum(y * y, 0) / width + eps) * tl.load(weight + i, mask=mask, other=0.0)
+    z = y * tl.rsqrt(sum_squares(y, EXACT) / width + eps) * tl.load(weight + i, mask=mask, other=0.0)
     tl.store(out + r * width + i, z, mask=mask)
 
 
@@ -253,17 +265,17 @@ def _num_blocks(width: int) -> int:
 def launch_add_norm(
     parts: torch.Tensor | None, residual: torch.Tensor, norm: torch.Tensor, eps: float,
     out: Activations | GemvActivations, post: torch.Tensor | None = None, index: torch.Tensor | None = None,
-    pdl: bool = False,
+    pdl: bool = False, *, exact: bool = False,
 ) -> None:  # fmt: skip
     """Add parts (splits, tokens, width), by their own norm if `post`, to the residual stream; store its norm. With
-    `index`, of these tokens alone, and the stream stays as it is."""
+    `index`, of these tokens alone, and the stream stays as it is. `exact`: sums of squares depend on no order."""
     tokens, width = len(residual) if index is None else len(index), residual.shape[1]
     size = _num_blocks(width)
     values, factors, scales, sums, is_interleaved = _targets(out)
     splits, parts = (0, residual[None]) if parts is None else (len(parts), parts)
     add_rms_norm_rows[(tokens,)](
         parts, parts.stride(0), residual, norm, values, factors, tokens, eps, width, size,
-        splits, is_interleaved, pdl, post, index, scales, sums,
+        splits, is_interleaved, pdl, exact, post, index, scales, sums,
         num_warps=max(1, min(8, size // 8)), enable_fp_fusion=False, **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
 
@@ -289,12 +301,12 @@ def launch_convert(x: torch.Tensor, out: Activations) -> None:
     )
 
 
-def launch_head_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def launch_head_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, *, exact: bool = False) -> torch.Tensor:
     """Return the norm of the heads of x (tokens, heads, dim), which may be a strided view."""
     tokens, heads, dim = x.shape
     out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
     rms_norm_rows[(tokens * heads,)](
-        x, weight, out, eps, heads, x.stride(0), x.stride(1), dim, triton.next_power_of_2(dim), num_warps=1,
+        x, weight, out, eps, heads, x.stride(0), x.stride(1), dim, triton.next_power_of_2(dim), exact, num_warps=1,
         enable_fp_fusion=False,
     )  # fmt: skip
     return out

@@ -117,7 +117,8 @@ class Forward:
     ) -> AnyActivations:  # fmt: skip
         """Add delta (splits, tokens, width) to the residual stream and norm it, or the tokens of `index` alone."""
         out = self._activations(following, len(self.residual if index is None else index))
-        launch_add_norm(delta, self.residual, norm, eps, out, post, index, self.pdl)
+        exact = self.linear.batch_invariant
+        launch_add_norm(delta, self.residual, norm, eps, out, post, index, self.pdl, exact=exact)
         return out
 
     def compute_logits(self, op: Logits, x: AnyActivations) -> torch.Tensor:
@@ -179,7 +180,8 @@ class Forward:
         arrays, kv, rope = self.step.arrays, self.step.kv[op.layer], self.step.ropes[id(op.rope)]
         q = torch.empty(len(out), op.n_heads, op.head_dim, dtype=query_dtype(kv.k.dtype), device=self.device)
         norms = op.bias, op.q_norm, op.k_norm, op.eps
-        launch_rope_store(qkv, kv, rope, arrays["positions"], arrays["slots"], q, *norms)
+        exact = self.linear.batch_invariant
+        launch_rope_store(qkv, kv, rope, arrays["positions"], arrays["slots"], q, *norms, exact=exact)
         names = ("tables", "width", "query_start", "context_len", "tile_request", "tile_first")
         tiles = QueryTiles(self.step.tile_queries, *(arrays[name] for name in names))
         launch_prefill_attention(q, kv, tiles, op.params, out)

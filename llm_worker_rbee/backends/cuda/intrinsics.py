@@ -80,3 +80,18 @@ def spread_high_bits(half):
     first at 4, 12, .."""
     u = half.to(tl.int32) & 0xFFFF
     return u | (u << 14)
+
+
+@triton.jit
+def sum_squares(x, EXACT: tl.constexpr):
+    """Return the sums of squares over the last axis, which is kept. EXACT: of integers, whose sum does not depend on
+    the order that the compiler chooses; their unit is 2**-50 of the largest square."""
+    LAST: tl.constexpr = len(x.shape) - 1
+    if not EXACT:
+        return tl.sum(x * x, LAST, keep_dims=True)
+    largest = tl.maximum(tl.max(tl.abs(x), LAST, keep_dims=True), 1e-15)
+    exponent = (largest.to(tl.int32, bitcast=True) + 0x7FFFFF) >> 23  # of the next power of two
+    scaled = x * ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+    total = tl.sum((scaled * scaled * 1125899906842624.0).to(tl.int64), LAST, keep_dims=True)
+    unit = (exponent << 23).to(tl.float32, bitcast=True)
+    return total.to(tl.float32) * 8.881784197001252e-16 * unit * unit

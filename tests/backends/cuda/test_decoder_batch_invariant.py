@@ -45,7 +45,7 @@ ONE_LAYER = cuda_models.GROUPED._replace(layers=1)
 SINGLE_OP_CASES: dict[str, tuple[Any, str, dict[str, Any]]] = {
     "packed": (ONE_LAYER, "Q4_0", {}),
     "packed, many features": (
-        cuda_models.GROUPED, "Q4_0",
+        ONE_LAYER, "Q4_0",
         {"post": True, "norms": True, "activation": "gelu_tanh", "scale": 11.3, "final_cap": 5.0},
     ),
     "mixed kinds, bias": (cuda_models.PLAIN._replace(layers=1), "Q4_K_M", {"bias": True}),
@@ -55,7 +55,7 @@ SINGLE_OP_CASES: dict[str, tuple[Any, str, dict[str, Any]]] = {
         ONE_LAYER, "F16",
         {"post": True, "norms": True, "bias": True, "activation": "gelu_tanh", "window": 3, "cap": 2.0, "scale": 9.7},
     ),
-    "bfloat16": (ONE_LAYER, "BF16", {"norms": True}),
+    "bfloat16, part rotated": (ONE_LAYER, "BF16", {"norms": True, "rope_dim": 24}),
     "float32": (ONE_LAYER, "F32", {"post": True}),
     "fp8": (ONE_LAYER, "fp8", {"window": 3}),
     "heads of 48": (ONE_LAYER._replace(width=192, head_dim=48), "Q4_0", {"bias": True, "norms": True}),
