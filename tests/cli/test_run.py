@@ -55,6 +55,28 @@ def test_run_gives_answer_of_python_api(cli: Run, tiny: Path, llm: LLM) -> None:
     assert answer["seed"] == 3
 
 
+def test_run_takes_sampling_defaults_of_the_model(cli: Run, tmp_path: Path, tiny: Path) -> None:
+    """The answer is greedy without an option, because the file says so; an option wins; a bad value is a note."""
+    stated = {"general.sampling.temp": 0.0, "general.sampling.top_p": "most"}
+    greedy = write_model(tmp_path / "greedy.gguf", stated)
+    common = ("--raw", "hello", "-n", "8", "--ignore-eos", "--seed", "3")
+    done = cli("run", *common, "-m", greedy)
+    assert done.stdout == cli("run", *common, "-m", tiny, "-t", "0").stdout
+    assert b"general.sampling.top_p is ignored: top_p must be a finite number, not 'most'" in done.stderr
+    drawn = cli("run", *common, "-m", tiny, "-t", "1.5", "--top-p", "1", "--min-p", "0").stdout
+    assert cli("run", *common, "-m", greedy, "-t", "1.5", "--top-p", "1", "--min-p", "0").stdout == drawn
+    assert drawn != done.stdout
+
+
+def test_json_line_null_is_the_value_of_the_option(cli: Run, tmp_path: Path, tiny: Path) -> None:
+    lines = [{"prompt": "hello", "temperature": None, "top_k": -1}, {"prompt": "hello"}]
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
+    done = cli("run", "--prompts", path, "-m", tiny, "-t", "0", "-n", "6", "--json", "--ignore-eos")
+    first, second = map(json.loads, done.stdout.splitlines())
+    assert first["tokens"] == second["tokens"]
+
+
 def test_run_json_has_documented_fields(cli: Run, tiny: Path, llm: LLM) -> None:
     answer = run_json(
         cli, "--raw", "hello", "-m", tiny, "-n", "5", "--logprobs", "3", "--echo", "-t", "0", "--ignore-eos"
