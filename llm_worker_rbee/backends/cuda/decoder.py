@@ -22,7 +22,7 @@ from .attention_prefill import QUERY_TILE, SMALL_QUERY_TILE, query_tiles
 from .cuda_graphs import CudaGraphs
 from .device import activate, as_memory_error
 from .forward import Forward, StepInputs
-from .fused_ops import Attention, FusedOp, describe, fuse_graph, layer_weights
+from .fused_ops import Attention, EmbedNorm, FusedOp, Logits, describe, fuse_graph
 
 NO_IDS = np.empty(0, np.int64)
 NO_TILES = NO_IDS, NO_IDS
@@ -220,7 +220,9 @@ def max_gemv_tokens(ops: Sequence[FusedOp], *, batch_invariant: bool) -> int:
     """Return up to how many decoding tokens take GEMV."""
     if batch_invariant or any(isinstance(op, Attention) and op.following.is_packed and op.head_dim % 32 for op in ops):
         return 0  # int8 blocks of 32 would hold values of two heads
-    return SMALL_BATCH if all(w.is_packed or w.is_fp8 for w in layer_weights(ops)) else 1
+    layers = (op for op in ops if not isinstance(op, EmbedNorm | Logits))
+    weights = (op.qkv if isinstance(op, Attention) else op.w for op in layers)
+    return SMALL_BATCH if all(w.is_packed or w.is_fp8 for w in weights) else 1
 
 
 def _step_arrays(batch: Batch, sizes: StepSizes, decoding: int, tiles: tuple[Ints, Ints]) -> dict[str, Any]:

@@ -45,17 +45,13 @@ class Forward:
     """Launches the fused ops of a model. It holds the residual stream of the step in progress."""
 
     def __init__(self, ops: Sequence[FusedOp], device: torch.device, *, batch_invariant: bool) -> None:
-        self.ops, self.device = ops, device
+        head = ops[-1]
+        assert isinstance(head, Logits)
+        self.ops, self.head, self.device = ops, head.head, device
         self.linear = BatchedLinear(device, batch_invariant=batch_invariant)
         self._counters: dict[int, torch.Tensor] = {}  # by heads
         self.step: Any = None
         self.residual: Any = None
-
-    @property
-    def head(self) -> PackedWeight:
-        op = self.ops[-1]
-        assert isinstance(op, Logits)
-        return op.head
 
     @property
     def pdl(self) -> bool:

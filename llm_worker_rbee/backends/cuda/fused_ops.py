@@ -6,7 +6,6 @@ product takes. REWRITES fuse the recorded ops; a model in which an op is left ov
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -154,8 +153,3 @@ def _fused_op(node: Node, following: Any) -> FusedOp:
             return LinearAddNorm(first["w"], weight, last["weight"], last["eps"], bool(node.parts("take")), following)
         case _:
             return Logits(first["head"], first["soft_cap"])
-
-
-def layer_weights(ops: Sequence[FusedOp]) -> list[PackedWeight]:
-    """Return the matrices of all layers."""
-    return [op.qkv if isinstance(op, Attention) else op.w for op in ops if not isinstance(op, EmbedNorm | Logits)]
