@@ -93,6 +93,7 @@ def _engine_metrics(engine: TokenEngine) -> Iterator[Metric]:
     yield _counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", num_queried)
     yield _counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.", stats.num_hit_tokens)
     yield _counter("num_preemptions", "Requests whose blocks went to other requests.", stats.num_preemptions)
+    yield _counter("engine_restarts", "Restarts of an engine that died.", engine.num_restarts)
     yield _counter("prompt_tokens", "Prompt tokens of admitted requests.", stats.num_queried_tokens)
     if stats.device_bytes:
         yield _gauge("device_memory_bytes", "GPU memory that tensors take.", stats.device_bytes)

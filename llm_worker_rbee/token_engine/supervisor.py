@@ -49,7 +49,7 @@ COUNTERS = (
 logger = logging.getLogger("llm_worker_rbee.server")
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Replay:
     """A request as the supervisor knows it: its stream, its deadline, and the deaths that it is suspected of."""
 
@@ -186,7 +186,7 @@ class SupervisedEngine(TokenEngine):
             if stream is not None and (replay := self._replays.pop(stream.request.id, None)) is not None:
                 self._release(replay)
         if self._isolated and len((first := self._isolated[0]).request.tokens) > first.num_tokens_at_death:
-            first.num_deaths = first.num_deaths_alone = 0  # it got past the point of its last death
+            first.num_deaths = first.num_deaths_alone = 0  # as in `_record_death`
             self._release(first)
 
     def _on_end(self, how: str) -> None:
@@ -198,7 +198,7 @@ class SupervisedEngine(TokenEngine):
         if self.num_restarts == 0 and self._state == "loading":
             self._state = "failed"  # the first load is not repeated
             return
-        self._stats_before = self.stats()
+        self._state, self._stats_before = "loading", self.stats()
         self._stats = EngineStats(num_free_blocks=self._stats.num_blocks, num_blocks=self._stats.num_blocks)
         self._record_death(how)
         now = time.monotonic()
@@ -211,11 +211,10 @@ class SupervisedEngine(TokenEngine):
             self._state = "failed"
             self._finish_all(InferenceError(f"the engine {how}, and was restarted too often"))
             return
-        self._state = "loading"
         self.num_restarts += 1
         pause = min(FIRST_BACKOFF_S * 2 ** (len(self._deaths) - 1), MAX_BACKOFF_S)
-        logger.warning("the engine %s: restart in %.2f s, %s go on", how, pause,
-                       counted(len(self._replays), "request"))  # fmt: skip
+        logger.warning("the engine %s: restart in %.2f s with %s", how, pause,
+                       counted(len(self._replays), "open request"))  # fmt: skip
         self._tasks.append(asyncio.ensure_future(self._restart(pause)))
 
     def _record_death(self, how: str) -> None:
@@ -226,6 +225,8 @@ class SupervisedEngine(TokenEngine):
             replay.request.is_running = False
             replay.request.num_restarts += 1
         for replay in suspects:
+            if len(replay.request.tokens) > replay.num_tokens_at_death:
+                replay.num_deaths = replay.num_deaths_alone = 0  # it got past the point of its last death
             replay.num_deaths += 1
             replay.num_deaths_alone += len(suspects) == 1
             replay.num_tokens_at_death = len(replay.request.tokens)
@@ -266,6 +267,7 @@ class SupervisedEngine(TokenEngine):
     def _withdraw(self, replay: Replay) -> None:
         """Take a request out of the engine, if it is there."""
         if self._streams.pop(replay.submission, None) is not None:
+            replay.request.is_running = False
             self._child.send(Abort(replay.submission))
 
     def _send(self, replay: Replay) -> None:

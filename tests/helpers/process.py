@@ -21,3 +21,11 @@ def restore_signals() -> None:
 def spawn(command: Sequence[str | Path], **options: Any) -> subprocess.Popen[Any]:
     """Start a child process with default signal handlers; `options` are those of `subprocess.Popen`."""
     return subprocess.Popen(command, preexec_fn=restore_signals, **options)
+
+
+def is_alive(pid: int) -> bool:
+    """Return whether there is such a process, other than one that waits to be reaped."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

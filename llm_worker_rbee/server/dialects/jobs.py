@@ -51,7 +51,7 @@ def parse_job(body: bytes, *, is_stream: bool = False) -> dict[str, Any]:
 
 
 class Narrator:
-    """Describes the progress of one job for people: queued, prefill, preempted, resumed.
+    """Describes the progress of one job for people: queued, prefill, preempted, engine restarted, resumed.
 
     It reads the state of the request with every delta and every `POLL_S`. Events carry the correlation id of the
     request that created the job.
@@ -61,7 +61,7 @@ class Narrator:
         self._request, self._emit = request, emit
         self._actor, self._job_id, self._correlation_id = actor, job_id, log.correlation_id.get()
         self._has_started = self._is_preempted = False
-        self._num_preemptions = 0
+        self._num_preemptions = self._num_restarts = 0
 
     def queued(self, num_others: int) -> None:
         """Report that the job was accepted while `num_others` wait for their first token."""
@@ -80,6 +80,9 @@ class Narrator:
         if request.num_preemptions > self._num_preemptions:
             self._num_preemptions, self._is_preempted = request.num_preemptions, True
             self._narrate("preempted", "Preempted: its memory went to other requests; it waits and will be resumed.")
+        if request.num_restarts > self._num_restarts:
+            self._num_restarts, self._is_preempted = request.num_restarts, True
+            self._narrate("restarted", "The engine died and is restarted; the job goes on where it was.")
         if self._is_preempted and request.is_running:
             self._is_preempted = False
             self._narrate("resumed", "Resumed.")

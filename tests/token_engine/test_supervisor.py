@@ -1,0 +1,238 @@
+"""An engine that dies loses no request: killed in every state, with penalties and log-probabilities; what kills it alone
+is refused; what is no message ends that engine only."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable, Coroutine
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from llm_worker_rbee.engine.request import SamplingParams
+from llm_worker_rbee.errors import DeadlineError, InferenceError, RequestCancelledError, WorkerError
+from llm_worker_rbee.load import split_settings
+from llm_worker_rbee.token_engine.child_process import describe_exit
+from llm_worker_rbee.token_engine.protocol import Load, RequestState, RequestStream, Submit, TokenOutput
+from llm_worker_rbee.token_engine.supervisor import SupervisedEngine
+from tests.conftest import DEVICE, with_kernels
+from tests.helpers.process import is_alive
+from tests.helpers.server import write_model
+
+LIMIT_S = 120
+numbers = count(1)
+
+
+@pytest.fixture(scope="module")
+def load(tmp_path_factory: pytest.TempPathFactory) -> Load:
+    path = with_kernels(write_model(tmp_path_factory.mktemp("supervised") / "tiny.gguf"))
+    return load_of(path)
+
+
+def load_of(path: Path, **more: Any) -> Load:
+    arguments = {"model": str(path), "device": DEVICE, "backend": "auto", "kv_type": "auto", "kv_memory": 16 << 20}
+    return Load(options=split_settings({**arguments, "deterministic": True, **more}))
+
+
+def request(seed: int, max_tokens: int = 200, timeout_s: float | None = None, **params: Any) -> RequestState:
+    """A request for random digits: the model goes on for ever."""
+    made = SamplingParams(**{"temperature": 1.0, **params}).resolve()
+    return RequestState(
+        Submit(id=next(numbers), prompt=list(b"?"), params=made, max_tokens=max_tokens, seed=seed, eos_ids=[],
+               timeout_s=timeout_s)
+    )  # fmt: skip
+
+
+async def outputs_of(stream: RequestStream) -> list[TokenOutput]:
+    found: list[TokenOutput] = []
+    while outputs := await stream.next_outputs():
+        found += outputs
+    return found
+
+
+def summary(outputs: list[TokenOutput]) -> tuple[list[int], list[Any], list[Any], str | None]:
+    """Tokens, their log-probabilities, those of the prompt, and the finish reason: what must not change."""
+    prompt = [score for output in outputs for score in output.prompt_logprobs or ()]
+    tokens = [token for output in outputs for token in output.tokens]
+    return tokens, [score for output in outputs for score in output.logprobs], prompt, outputs[-1].finish_reason
+
+
+def run(main: Callable[[SupervisedEngine], Coroutine[Any, Any, None]], load: Load, **options: Any) -> None:
+    """Run a test with a supervised engine, with a bound on all of it; its process must be gone afterwards."""
+
+    async def whole() -> None:
+        engine = SupervisedEngine(load, **{"max_restarts": 100, **options})
+        processes = [engine._child.process.pid]
+        try:
+            await engine.start(lambda stage: None)
+            await main(engine)
+        finally:
+            processes.append(engine._child.process.pid)
+            await engine.stop(RequestCancelledError("stopped"))
+        assert not any(map(is_alive, processes))
+
+    asyncio.run(asyncio.wait_for(whole(), LIMIT_S))
+
+
+def kill(engine: SupervisedEngine, number: signal.Signals = signal.SIGKILL) -> None:
+    os.kill(engine._child.process.pid, number)
+
+
+async def restarted(engine: SupervisedEngine, times: int) -> None:
+    while engine.num_restarts < times or engine.status() != "healthy":
+        await asyncio.sleep(0.005)
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "penalties": {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.2},
+    "logprobs": {"logprobs": 3, "prompt_logprobs": True},
+    "greedy": {"temperature": 0.0},
+}
+
+
+def test_engine_killed_in_decode_goes_on_with_the_same_output(load: Load) -> None:
+    """All kinds of parameters at once, two deaths, the second while the first output comes again."""
+
+    async def main(engine: SupervisedEngine) -> None:
+        requests = [(i, params) for i, params in enumerate(CASES.values())]
+        expected = [summary(await outputs_of(engine.submit(request(i, **params)))) for i, params in requests]
+        streams = [engine.submit(request(i, **params)) for i, params in requests]
+        found: list[list[TokenOutput]] = [await stream.next_outputs() for stream in streams]
+        for number in (1, 2):
+            kill(engine, (signal.SIGKILL, signal.SIGSEGV)[number - 1])
+            await restarted(engine, number)
+            for outputs, stream in zip(found, streams, strict=True):
+                outputs += await stream.next_outputs()
+        for outputs, stream in zip(found, streams, strict=True):
+            outputs += await outputs_of(stream)
+        assert [summary(outputs) for outputs in found] == expected
+        assert all(stream.request.num_restarts == 2 for stream in streams)
+
+    run(main, load)
+
+
+def test_requests_that_are_submitted_during_a_restart_wait(load: Load) -> None:
+    async def main(engine: SupervisedEngine) -> None:
+        expected = summary(await outputs_of(engine.submit(request(1))))
+        kill(engine)
+        while engine.status() == "healthy":
+            await asyncio.sleep(0.001)
+        assert engine.status() == "loading"
+        late, aborted, expired = (engine.submit(request(1, timeout_s=t)) for t in (None, None, 1e-6))
+        aborted.abort()
+        assert summary(await outputs_of(late)) == expected
+        with pytest.raises(RequestCancelledError):
+            await outputs_of(aborted)
+        with pytest.raises(DeadlineError, match="after 0 output tokens"):
+            await outputs_of(expired)
+        assert engine.num_restarts == 1
+
+    run(main, load)
+
+
+POISON = """
+import os, signal, sys
+if any("token_engine.child" in word for word in sys.orig_argv):
+    from llm_worker_rbee.engine.scheduler import Scheduler
+    update = Scheduler.update
+    def dying(self, scheduled, sampled):
+        if any(one.request.seed == 666 and len(one.request.ids) > 20 for one in scheduled):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return update(self, scheduled, sampled)
+    Scheduler.update = dying
+"""
+
+
+def test_request_that_kills_engines_alone_is_refused(
+    load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine dies in the step after token 20 of one request; the others finish with their own output."""
+    (tmp_path / "sitecustomize.py").write_text(POISON)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+    async def main(engine: SupervisedEngine) -> None:
+        expected = [summary(await outputs_of(engine.submit(request(i)))) for i in range(3)]
+        streams = [engine.submit(request(i)) for i in range(3)]
+        poison = engine.submit(request(666))
+        with pytest.raises(InferenceError, match="SIGKILL twice while it computed this request alone"):
+            await outputs_of(poison)
+        assert [summary(await outputs_of(stream)) for stream in streams] == expected
+        assert (engine.num_restarts, engine.status()) == (4, "healthy")
+
+    run(main, load)
+
+
+def test_too_many_deaths_end_in_failed(load: Load) -> None:
+    async def main(engine: SupervisedEngine) -> None:
+        stream = engine.submit(request(1, 60_000))
+        for times in (1, 2):
+            kill(engine)
+            await restarted(engine, times)
+        kill(engine)
+        with pytest.raises(InferenceError, match="restarted too often"):
+            await outputs_of(stream)
+        assert engine.status() == "failed"
+        with pytest.raises(InferenceError, match="failed"):
+            engine.submit(request(1))
+
+    run(main, load, max_restarts=2)
+
+
+def test_invalid_message_ends_that_engine_only(load: Load) -> None:
+    async def main(engine: SupervisedEngine) -> None:
+        expected = summary(await outputs_of(engine.submit(request(1))))
+        stream = engine.submit(request(1))
+        engine._child.data_received(b"\xff\xff\xff\xff")
+        await restarted(engine, 1)
+        assert summary(await outputs_of(stream)) == expected
+
+    run(main, load)
+
+
+def test_stalled_engine_is_restarted(load: Load) -> None:
+    async def main(engine: SupervisedEngine) -> None:
+        expected = summary(await outputs_of(engine.submit(request(1))))
+        kill(engine, signal.SIGSTOP)
+        stream = engine.submit(request(1))
+        await restarted(engine, 1)
+        assert summary(await outputs_of(stream)) == expected
+
+    run(main, load, stall_timeout_s=0.3)
+
+
+def test_first_load_that_fails_is_raised_and_not_repeated(load: Load, tmp_path: Path) -> None:
+    async def main() -> None:
+        for options, message in (
+            ({"model": str(tmp_path / "none.gguf")}, "none.gguf"), ({"settings": {"max_batch": 0}}, "max_batch"),
+        ):  # fmt: skip
+            engine = SupervisedEngine(msgspec.structs.replace(load, options=load.options | options))
+            with pytest.raises(WorkerError, match=message):
+                await engine.start(lambda stage: None)
+            await engine.stop(RequestCancelledError("stopped"))
+            assert (engine.num_restarts, is_alive(engine._child.process.pid)) == (0, False)
+
+    asyncio.run(asyncio.wait_for(main(), LIMIT_S))
+
+
+def test_other_version_of_the_protocol_is_refused(load: Load) -> None:
+    async def main() -> None:
+        engine = SupervisedEngine(msgspec.structs.replace(load, version=99))
+        with pytest.raises(InferenceError, match="version 1 of the protocol, the front 99"):
+            await engine.start(lambda stage: None)
+        await engine.stop(RequestCancelledError("stopped"))
+
+    asyncio.run(asyncio.wait_for(main(), LIMIT_S))
+
+
+@pytest.mark.parametrize(
+    ("status", "text"),
+    [(-9, "was killed by SIGKILL"), (70, "ended with status 70"), (-200, "was killed by signal 200")],
+)
+def test_describe_exit(status: int, text: str) -> None:
+    assert describe_exit(status) == text
