@@ -67,7 +67,8 @@ def test_page_of_programs_is_what_its_tool_writes() -> None:
 
 def _readme_commands() -> list[str]:
     lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
-    return [line.partition("#")[0].strip() for line in lines if line.startswith("llm-worker-rbee ")]
+    found = (re.match(r"(?:printf '[^']*' \| )?(llm-worker-rbee [^#]*)", line) for line in lines)
+    return [line[1].strip() for line in found if line is not None]
 
 
 @pytest.mark.parametrize("command", _readme_commands())

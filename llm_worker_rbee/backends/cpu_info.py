@@ -169,7 +169,6 @@ def _validate_thread_count(requested: int, name: str, bounds: list[ThreadLimit])
         raise InvalidRequestError(f"{name} is {requested!r}: it must be a whole number", "threads")
     highest = min(bounds[1:], key=lambda bound: bound.threads)
     if not 1 <= requested <= highest.threads:
-        raise InvalidRequestError(
-            f"{name} is {requested}: it must be 1 to {highest.threads} ({highest.reason})", "threads"
-        )
+        bounds_text = f"1 to {highest.threads}" if highest.threads > 1 else "1"
+        raise InvalidRequestError(f"{name} is {requested}: it must be {bounds_text} ({highest.reason})", "threads")
     return ThreadLimit(requested, f"{name} is {requested}")

@@ -67,10 +67,19 @@ def doctor(
         print_json({"healthy": not broken, "checks": [asdict(check) for check in checks]})
     else:
         print("\n".join(_lines(checks)))
-        problem = f"{len(broken)} required packages are missing or broken: the lines above say how to fix them."
-        print("\n" + (problem if broken else "Everything that is required is here."))
+        print("\n" + _summary(checks, len(broken)))
     if broken:
         raise typer.Exit(1)
+
+
+def _summary(checks: list[Check], num_broken: int) -> str:
+    """Return the last line: whether the worker can run, and whether something needs attention."""
+    if num_broken:
+        return f"{num_broken} required packages are missing or broken: the lines above say how to fix them."
+    warned = [check.name for check in checks if check.status == "warn"]
+    if warned:
+        return f"All required packages are installed, with warnings about: {', '.join(warned)}. See above."
+    return "Everything that is required is here."
 
 
 def _lines(checks: list[Check]) -> list[str]:

@@ -118,7 +118,9 @@ class ModelOptions:
     """Which model."""
 
     model: str | None = _model(None, "MODEL", MODEL_HELP, "-m")
-    max_context: int | None = _model(None, "N", "Limit the context to N tokens.", min=1, show_default="the model's")
+    max_context: int | None = _model(
+        None, "N", "Limit the context, prompt and answer together, to N tokens.", min=2, show_default="the model's"
+    )
     chat_template: Path | None = _model(None, "FILE", "A Jinja file in place of the model's template.")
 
 

@@ -89,11 +89,35 @@ class WireOptions:
         files = {"ssl_certfile": str(self.ssl_certfile)}
         if self.ssl_keyfile is not None:
             files["ssl_keyfile"] = str(self.ssl_keyfile)
-        try:
-            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(self.ssl_certfile, self.ssl_keyfile, lambda: b"")
-        except (OSError, ValueError) as error:
-            raise InvalidRequestError(f"--ssl-certfile {self.ssl_certfile} cannot be used: {error}") from None
+        _check_tls_files(self.ssl_certfile, self.ssl_keyfile)
         return files
+
+
+def _check_tls_files(certificate: Path, key: Path | None) -> None:
+    """Raise with the reason if the HTTP server could not use the files; OpenSSL's own is "PEM lib" for most."""
+    key_option = f"--ssl-certfile {certificate}" if key is None else f"--ssl-keyfile {key}"
+    for option, path, kind in (
+        (f"--ssl-certfile {certificate}", certificate, "CERTIFICATE"),
+        (key_option, key or certificate, "PRIVATE KEY"),
+    ):
+        try:
+            text = path.read_bytes()
+        except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+            raise InvalidRequestError(f"{option}: {getattr(error, 'strerror', None) or error}") from None
+        if f"{kind}-----".encode() not in text:
+            remedy = "; give it with --ssl-keyfile" if key is None and kind == "PRIVATE KEY" else ""
+            raise InvalidRequestError(
+                f"{option} holds no {kind.lower()} in PEM format (-----BEGIN {kind}-----){remedy}"
+            )
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, lambda: b"")
+    except (OSError, ValueError) as error:
+        why = f"{error.reason} (OpenSSL)" if isinstance(error, ssl.SSLError) and error.reason else str(error)
+        if b"ENCRYPTED" in text:
+            why = "the key is encrypted: decrypt it with `openssl pkey -in FILE -out NEW`"
+        elif why.startswith("KEY_VALUES_MISMATCH"):
+            why = f"it does not belong to the certificate {certificate}"
+        raise InvalidRequestError(f"{key_option} cannot be used: {why}") from None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -335,5 +359,7 @@ def _curl(worker: Worker, url: str, key: Key | None) -> str:
 def _print_line(text: str) -> None:
     try:
         print(text if "\x1b" in text else visible(text), file=sys.stdout, flush=True)
-    except BrokenPipeError:  # standard output is closed: serve all the same
+    except OSError as error:  # standard output is closed, or its disk is full: serve all the same
         discard_output()
+        if not isinstance(error, BrokenPipeError):
+            log.logger.warning("cannot write to standard output: %s", error.strerror)

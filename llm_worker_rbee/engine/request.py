@@ -287,7 +287,9 @@ def check_prompt_fits(num_tokens: int, max_context: int, *, is_scored_only: bool
     """Raise if the prompt leaves no room for an output token; a prompt that is only scored may fill the context."""
     if num_tokens > max_context or (num_tokens == max_context and not is_scored_only):
         raise ContextLengthError(
-            f"the prompt has {num_tokens} tokens, the context {max_context}: nothing is left for an answer", "prompt"
+            f"the prompt has {num_tokens} tokens, the context {max_context}: nothing is left for an answer; shorten "
+            "the prompt, or allow a longer context (max_context)",
+            "prompt",
         )
 
 

@@ -8,6 +8,7 @@ from .gguf import list_gguf_models, open_gguf
 from .safetensors import open_hf
 
 __all__ = ["Checkpoint", "Tensor", "open_checkpoint"]
+MODEL_FILES = ("config.json", "tokenizer.json")  # of a folder; one of them is enough for `inspect` and `tokenize`
 
 
 def open_checkpoint(path: Path, *, weights: bool = True) -> Checkpoint:
@@ -39,4 +40,10 @@ def _open_folder(folder: Path, *, weights: bool) -> Checkpoint:
     if len(found) > 1:
         names = ", ".join(path.name for path in found[:8])
         raise ModelFileError(f"{folder} holds several models, open one of them: {names}")
+    if (
+        not found
+        and not any((folder / name).exists() for name in MODEL_FILES)
+        and not any(folder.glob("*.safetensors"))
+    ):
+        raise ModelFileError(f"{folder} holds no model: no .gguf file, no {', no '.join(MODEL_FILES)}")
     return open_gguf(found[0]) if found else open_hf(folder, weights=weights)

@@ -27,6 +27,7 @@ DEFAULT_ALIGNMENT = 32
 MAX_DIMS = 4
 MAX_NAME_BYTES = 63
 MAX_ARRAY_DEPTH = 4
+CUT_OFF = "the file is cut off or damaged"
 MAX_ENTRIES = 1 << 17  # tensors, keys, nested arrays: each takes far more memory here than in the file
 MAX_SHOWN_CHARS = 80  # characters of a key in a message: a damaged key may be megabytes long
 
@@ -90,7 +91,7 @@ class _Reader:
         """Advance by `n` bytes and return their start."""
         start = self.at
         if n > self.size - start:
-            raise self.error(f"{what} needs {n} bytes at offset {start}, the file ends at {self.size}")
+            raise self.error(f"{what} needs {n} bytes at offset {start}, the file ends at {self.size}: {CUT_OFF}")
         self.at = start + n
         return start
 
@@ -122,7 +123,7 @@ class _Reader:
         n_tensors, n_metadata = self.read_u64("the tensor count"), self.read_u64("the metadata count")
         for what, count, min_bytes in (("tensor", n_tensors, 24), ("metadata", n_metadata, 14)):
             if count * min_bytes > self.size:
-                raise self.error(f"{what} count {count} cannot fit in a file of {self.size} bytes")
+                raise self.error(f"{what} count {count} cannot fit in a file of {self.size} bytes: {CUT_OFF}")
             if count > MAX_ENTRIES:
                 raise self.error(f"{what} count {count} is over the limit of {MAX_ENTRIES}")
         return version, n_tensors, n_metadata
@@ -166,7 +167,7 @@ class _Reader:
             return self.read_strings(count, label, what), "array of string"
         if kind == ARRAY:
             if count * 12 > self.size - self.at:
-                raise self.error(f"{what} is longer than the rest of the file")
+                raise self.error(f"{what} is longer than the rest of the file: {CUT_OFF}")
             if count > MAX_ENTRIES:
                 raise self.error(f"{what} holds more than {MAX_ENTRIES} arrays")
             return [self.read_value(ARRAY, label, depth + 1)[0] for _ in range(count)], "array of array"
@@ -175,20 +176,20 @@ class _Reader:
     def read_strings(self, count: int, label: str, what: str) -> list[str]:
         """Read an array of strings: the hot loop of opening a file (often 2 x 50,000), so it bypasses read_text()."""
         if count * 8 > self.size - self.at:
-            raise self.error(f"{what} is longer than the rest of the file")
+            raise self.error(f"{what} is longer than the rest of the file: {CUT_OFF}")
         view, size, at = self.map, self.size, self.at
         out: list[str] = []
         try:
             for _ in range(count):
                 end = at + 8 + _u64(view, at)[0]
                 if end > size:
-                    raise self.error(f"string {len(out)} of metadata key {label} runs past the end of the file")
+                    raise self.error(f"string {len(out)} of metadata key {label} runs past the end: {CUT_OFF}")
                 out.append(view[at + 8 : end].decode())
                 at = end
         except UnicodeDecodeError as error:
             raise self.error(f"string {len(out)} of metadata key {label} is not valid UTF-8") from error
         except struct.error as error:
-            raise self.error(f"string {len(out)} of metadata key {label} runs past the end of the file") from error
+            raise self.error(f"string {len(out)} of metadata key {label} runs past the end: {CUT_OFF}") from error
         self.at = at
         return out
 
@@ -236,7 +237,7 @@ class _Reader:
         return count // kind.block_size * kind.block_bytes
 
     def check_extents(self, entries: list[_Entry], base: int, alignment: int) -> None:
-        room = max(self.size - base, 0)
+        room, needed = max(self.size - base, 0), base + max((e.offset + e.nbytes for e in entries), default=0)
         end, before = 0, ""
         for e in sorted(entries, key=lambda e: (e.offset, e.nbytes)):
             if e.offset % alignment:
@@ -245,8 +246,8 @@ class _Reader:
                 raise self.error(f"tensor {e.name!r}: offset {e.offset} is past the end of the file")
             if e.offset + e.nbytes > room:
                 raise self.error(
-                    f"tensor {e.name!r} needs bytes {e.offset} to {e.offset + e.nbytes} of the data, "
-                    f"the file has {room}: it is truncated or damaged"
+                    f"tensor {e.name!r} needs bytes {e.offset} to {e.offset + e.nbytes} of the data, the file "
+                    f"has {room}: {CUT_OFF}, {needed - self.size} of {needed} bytes are missing; fetch or copy it again"
                 )
             if e.nbytes and e.offset < end:
                 raise self.error(f"tensors {before!r} and {e.name!r} overlap")

@@ -96,3 +96,6 @@ def test_cache_below_read_only_folder_warns(spawn: Run, tmp_path: Path) -> None:
     assert check["status"] == "warn"
     assert f"{closed} cannot be written to" in check["found"]
     assert check["remedy"].startswith(f"make {closed} writable, or set XDG_CACHE_HOME")
+    last = spawn("doctor", env={"XDG_CACHE_HOME": str(closed / "xdg" / "deep")}).stdout.decode().splitlines()[-1]
+    assert last.startswith("All required packages are installed, with warnings about: ")
+    assert "cache" in last

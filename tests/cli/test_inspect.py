@@ -165,6 +165,13 @@ def test_broken_tokenizer_is_reported(cli: Run, tmp_path: Path, changes: dict[st
     assert reason in row
 
 
+def test_folder_without_model_is_named(cli: Run) -> None:
+    """The files of the whole system are not listed."""
+    done = cli("inspect", "/")
+    assert (done.returncode, done.stdout) == (1, b"")
+    assert done.stderr.startswith(b"error: / holds no model")
+
+
 def test_empty_and_broken_files(cli: Run, tmp_path: Path) -> None:
     assert inspected(cli, write_gguf(tmp_path / "empty.gguf", {}))["architecture"] is None
     (tmp_path / "bad.gguf").write_bytes(b"not a model")

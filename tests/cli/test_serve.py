@@ -289,14 +289,80 @@ def test_invalid_serve_options_fail_before_loading(
     assert done.stderr.count(b"\n") == 1
 
 
-def test_serve_https(worker: Callable[..., Worker], tiny: Path, tmp_path: Path) -> None:
+def make_certificate(folder: Path, *more: str) -> None:
+    """Write key.pem and cert.pem, or skip the test."""
     made = subprocess.run(
-        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2",
-         "-keyout", "key.pem", "-out", "cert.pem", "-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"],
-        cwd=tmp_path, capture_output=True,
+        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-days", "2",
+         "-keyout", "key.pem", "-out", "cert.pem", "-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1",
+         *(more or ["-nodes"])],
+        cwd=folder, capture_output=True,
     ) if _has_openssl() else None  # fmt: skip
     if made is None or made.returncode:
         pytest.skip("openssl is not installed")
+
+
+def test_tls_files_that_cannot_be_used_say_why(cli: Run, tmp_path: Path) -> None:
+    for name in ("one", "two", "locked"):
+        (tmp_path / name).mkdir()
+        make_certificate(tmp_path / name, *(["-passout", "pass:secret"] if name == "locked" else []))
+    junk, one = tmp_path / "junk.pem", tmp_path / "one" / "cert.pem"
+    junk.write_text("junk")
+    key = tmp_path / "two" / "key.pem"
+    locked = tmp_path / "locked"
+    for certificate, private, report in (
+        (junk, None, f"--ssl-certfile {junk} holds no certificate in PEM format"),
+        (
+            one,
+            None,
+            f"--ssl-certfile {one} holds no private key in PEM format (-----BEGIN PRIVATE KEY-----); give it with",
+        ),
+        (one, junk, f"--ssl-keyfile {junk} holds no private key in PEM format"),
+        (one, key, f"--ssl-keyfile {key} cannot be used: it does not belong to the certificate {one}"),
+        (locked / "cert.pem", locked / "key.pem", "the key is encrypted: decrypt it with `openssl pkey"),
+        (one, tmp_path / "none", f"--ssl-keyfile {tmp_path / 'none'}: No such file"),
+    ):
+        done = cli("serve", "--ssl-certfile", certificate, *([] if private is None else ["--ssl-keyfile", private]))
+        assert done.returncode == 1
+        assert report in done.stderr.decode()
+        assert "PEM lib" not in done.stderr.decode()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
+def test_serve_goes_on_where_stdout_is_full(tiny: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    line = [
+        sys.executable,
+        "-m",
+        "llm_worker_rbee",
+        "serve",
+        "--port",
+        str(port),
+        "--backend",
+        "reference",
+        "-m",
+        str(tiny),
+    ]
+    env = environment(LLORCH_LOG_FORMAT="json")
+    with open("/dev/full", "w") as full:
+        process = spawn_process(line, stdout=full, stderr=subprocess.PIPE, text=True, env=env)
+    try:
+        assert process.stderr is not None
+        warning = json.loads(process.stderr.readline())
+        assert warning["message"] == "cannot write to standard output: No space left on device"
+        with httpx.Client(transport=httpx.HTTPTransport(retries=10)) as client:
+            assert client.get(f"http://127.0.0.1:{port}/health").json()["status"] in ("loading", "healthy")
+        process.send_signal(signal.SIGTERM)
+        _, report = process.communicate(timeout=LIMIT_S)
+        assert process.returncode == 0, report
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_serve_https(worker: Callable[..., Worker], tiny: Path, tmp_path: Path) -> None:
+    make_certificate(tmp_path)
     spawned = worker("-m", tiny, "--ssl-certfile", tmp_path / "cert.pem", "--ssl-keyfile", tmp_path / "key.pem")
     assert spawned.url.startswith("https://127.0.0.1:")
     trusted = ssl.create_default_context(cafile=str(tmp_path / "cert.pem"))

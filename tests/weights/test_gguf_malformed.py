@@ -222,8 +222,13 @@ def test_file_truncated_at_every_byte_raises(tmp_path: Path, family: str) -> Non
         if length >= used:
             open_checkpoint(cut)  # only padding is missing
             continue
-        with pytest.raises(ModelFileError, match=r"cut\.gguf"):
+        with pytest.raises(ModelFileError, match=r"cut\.gguf") as caught:
             open_checkpoint(cut)
+        report = str(caught.value)
+        assert "the file is cut off or damaged" in report or length < 4
+        if "bytes are missing" in report:  # known once the list of tensors is read
+            assert f"{used - length} of {used} bytes are missing" in report
+    assert "1 of " in report
     assert len(whole) - 32 < used <= len(whole)
 
 
@@ -305,6 +310,13 @@ def test_open_checkpoint_pickled_weights_raises_unsupported(tmp_path: Path, suff
     path.write_bytes(b"\x80\x04anything")
     with pytest.raises(UnsupportedModelError, match=f"weights{suffix}: pickled weights .* refused"):
         open_checkpoint(path)
+
+
+@pytest.mark.parametrize("weights", [True, False])
+def test_open_checkpoint_folder_without_model_raises(tmp_path: Path, weights: bool) -> None:
+    (tmp_path / "notes.txt").write_text("x")
+    with pytest.raises(ModelFileError, match=r"holds no model: no \.gguf file, no config\.json"):
+        open_checkpoint(tmp_path, weights=weights)
 
 
 @pytest.mark.parametrize("name", ["nothing.gguf", "n" * 300, "a\0b", "file/below"])
