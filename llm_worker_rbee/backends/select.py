@@ -113,13 +113,9 @@ def _parse_gpu_index(device: str) -> int | None:
     return int(number) if colon else None
 
 
-def missing_packages() -> list[str]:
-    """Return those of PyTorch and Triton that are not installed."""
-    return _missing(*REQUIRED_PACKAGES)
-
-
-def _missing(*packages: str) -> list[str]:
-    return [name for name in packages if importlib.util.find_spec(name) is None]
+def missing_packages(*packages: str) -> list[str]:
+    """Return those packages that are not installed; by default PyTorch and Triton."""
+    return [name for name in packages or REQUIRED_PACKAGES if importlib.util.find_spec(name) is None]
 
 
 def packed_bytes(checkpoint: Checkpoint, kinds: Mapping[str, str] | None = None) -> int:
@@ -153,7 +149,7 @@ def _require_known(device: str, backend: str) -> None:
 
 
 def _cpu_backend(backend: str, threads: int | None) -> Backend:
-    if backend == "reference" or (backend == "auto" and _missing("numba", "llvmlite")):
+    if backend == "reference" or (backend == "auto" and missing_packages("numba", "llvmlite")):
         if threads is not None:
             raise InvalidRequestError(
                 "threads is for the kernels: how many the reference uses is NumPy's own setting, OPENBLAS_NUM_THREADS",

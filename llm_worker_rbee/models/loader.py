@@ -198,29 +198,26 @@ class _ModelLoader:
             weight = weight + np.float32(1)
         return RMSNorm(self.ops.prepare_vector(weight), self.config.norm_eps)
 
-    def tensor(self, name: str) -> Tensor:
+    def tensor(self, name: str, *shape: int) -> Tensor:
         if name not in self.checkpoint.tensors:
             raise ModelFileError(f"tensor {name!r} is missing: a {self.config.family.name} model needs it")
         self.used.add(name)
         tensor = self.checkpoint.tensors[name]
         if tensor.kind.id < 0:
             raise UnsupportedModelError(f"tensor {name!r} has unsupported type {tensor.kind.name!r}")
+        if shape and tensor.shape != shape:
+            raise ModelFileError(f"tensor {name!r} has shape {tensor.shape}, the metadata says {shape}")
         return tensor
 
     def matrix(self, name: str, rows: int, columns: int) -> Tensor:
-        tensor = self.tensor(name)
-        if tensor.shape != (rows, columns):
-            raise ModelFileError(f"tensor {name!r} has shape {tensor.shape}, the metadata says {(rows, columns)}")
+        tensor = self.tensor(name, rows, columns)
         bad = tensor.find_nonfinite_scale()
         if bad is not None:
             raise ModelFileError(f"tensor {name!r} holds a NaN or infinite value in block {bad}: the file is damaged")
         return tensor
 
     def vector(self, name: str, width: int) -> NDArray[np.float32]:
-        tensor = self.tensor(name)
-        if tensor.shape != (width,):
-            raise ModelFileError(f"tensor {name!r} has shape {tensor.shape}, the metadata says {(width,)}")
-        values = tensor.dequantize()
+        values = self.tensor(name, width).dequantize()
         if not np.isfinite(values).all():
             raise ModelFileError(f"tensor {name!r} holds NaN or infinite values: the file is damaged")
         order = self.rope_order(name, width)
