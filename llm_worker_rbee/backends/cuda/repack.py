@@ -71,49 +71,9 @@ def to_blocks32(codes: torch.Tensor, scales: torch.Tensor, minima: torch.Tensor 
     return UnpackedBlocks(codes.reshape(rows, -1, 32), spread(scales), None if minima is None else spread(minima))
 
 
-def q4_0(raw: torch.Tensor) -> UnpackedBlocks:
-    """x = d * (q - 8)."""
-    return UnpackedBlocks(unpack_nibbles(raw, 2, 16, 16), read_f16(raw, 0))
-
-
-def q4_1(raw: torch.Tensor) -> UnpackedBlocks:
-    """x = d * q + m."""
-    return UnpackedBlocks(unpack_nibbles(raw, 4, 16, 16), read_f16(raw, 0), read_f16(raw, 2))
-
-
-def _fifth_bits(raw: torch.Tensor, first: int) -> torch.Tensor:
-    """Return 32 bits as fifth bits of codes: bit i of the little-endian word belongs to value i."""
-    return unpack_bits(raw, first, 4, 1, 1) << 4
-
-
-def q5_0(raw: torch.Tensor) -> UnpackedBlocks:
-    """x = d * (q - 16)."""
-    return UnpackedBlocks(unpack_nibbles(raw, 6, 16, 16) | _fifth_bits(raw, 2), read_f16(raw, 0))
-
-
-def q5_1(raw: torch.Tensor) -> UnpackedBlocks:
-    """x = d * q + m."""
-    return UnpackedBlocks(unpack_nibbles(raw, 8, 16, 16) | _fifth_bits(raw, 4), read_f16(raw, 0), read_f16(raw, 2))
-
-
-def q8_0(raw: torch.Tensor) -> UnpackedBlocks:
-    """x = d * q."""
-    return UnpackedBlocks(raw[..., 2:], read_f16(raw, 0))
-
-
-def q8_1(raw: torch.Tensor) -> UnpackedBlocks:
-    """x = d * q; the stored sum is not needed."""
-    return UnpackedBlocks(raw[..., 4:], read_f16(raw, 0))
-
-
-def q1_0(raw: torch.Tensor) -> UnpackedBlocks:
-    """x = d or -d: codes 9 and 7."""
-    return to_blocks32(unpack_bits(raw, 2, 16, 1, 1) * 2 + 7, read_f16(raw, 0))
-
-
-def q2_0(raw: torch.Tensor) -> UnpackedBlocks:
-    """x = d * (q - 1): codes q + 7."""
-    return to_blocks32(unpack_bits(raw, 2, 16, 2, 1) + 7, read_f16(raw, 0))
+def _five_bits(raw: torch.Tensor, first: int) -> torch.Tensor:
+    """Unpack Q5_0 and Q5_1: a word whose bit i is the fifth bit of value i, then the nibbles."""
+    return unpack_nibbles(raw, first + 4, 16, 16) | unpack_bits(raw, first, 4, 1, 1) << 4
 
 
 def tq1_0(raw: torch.Tensor) -> UnpackedBlocks:
@@ -125,11 +85,6 @@ def tq1_0(raw: torch.Tensor) -> UnpackedBlocks:
     return to_blocks32(trits + 7, read_f16(raw, 52))
 
 
-def tq2_0(raw: torch.Tensor) -> UnpackedBlocks:
-    """x = d * (q - 1): codes q + 7."""
-    return to_blocks32(unpack_bits(raw, 0, 64, 2, 32) + 7, read_f16(raw, 64))
-
-
 def _fp4(raw: torch.Tensor, first: int, size: int, run: int, offset: int) -> torch.Tensor:
     """Return E2M1 values, doubled, plus the kind's offset."""
     table = table_on(raw, (np.array(codebooks.FP4_VALUES) + offset).astype(np.uint8))
@@ -139,16 +94,6 @@ def _fp4(raw: torch.Tensor, first: int, size: int, run: int, offset: int) -> tor
 def _byte_scales(raw: torch.Tensor, count: int, table: Callable[[], NDArray[np.float32]]) -> torch.Tensor:
     """Look up scales that are a byte each, at the head of a block."""
     return table_on(raw, table())[raw[..., :count].int()]
-
-
-def mxfp4(raw: torch.Tensor) -> UnpackedBlocks:
-    """x = 2**(e - 128) * (code - 16); scales far below the largest become zero."""
-    return UnpackedBlocks(_fp4(raw, 1, 16, 16, 16), _byte_scales(raw, 1, codebooks.e8m0_halves))
-
-
-def nvfp4(raw: torch.Tensor) -> UnpackedBlocks:
-    """x = scale of 16 * (code - 32)."""
-    return to_blocks32(_fp4(raw, 4, 32, 8, 32), _byte_scales(raw, 4, codebooks.e4m3_halves))
 
 
 def q2_k(raw: torch.Tensor) -> UnpackedBlocks:
@@ -174,11 +119,6 @@ def _k_scales(raw: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return scale, torch.cat((low[..., 4:], top[..., 4:] | (rest >> 4)), -1).float() * -read_f16(raw, 2)
 
 
-def q4_k(raw: torch.Tensor) -> UnpackedBlocks:
-    """x = (d * scale) * q - dmin * min."""
-    return to_blocks32(unpack_nibbles(raw, 16, 128, 32), *_k_scales(raw))
-
-
 def q5_k(raw: torch.Tensor) -> UnpackedBlocks:
     """As Q4_K, with a fifth bit."""
     return to_blocks32(unpack_nibbles(raw, 48, 128, 32) | unpack_bits(raw, 16, 32, 1) << 4, *_k_scales(raw))
@@ -188,11 +128,6 @@ def q6_k(raw: torch.Tensor) -> UnpackedBlocks:
     """x = (d * scale) * (q - 32), of 16 values each."""
     scale = slice_bytes(raw, 192, 16).view(torch.int8).float() * read_f16(raw, 208)
     return to_blocks32(unpack_nibbles(raw, 0, 128, 64) | unpack_bits(raw, 128, 64, 2, 32) << 4, scale)
-
-
-def q8_k(raw: torch.Tensor) -> UnpackedBlocks:
-    """x = d * q; d is a float32."""
-    return to_blocks32(raw[..., 4:260], slice_bytes(raw, 0, 4).view(torch.float32))
 
 
 def _uint16s(raw: torch.Tensor, first: int, count: int) -> torch.Tensor:
@@ -216,26 +151,27 @@ def _signed_rows(name: str, index: torch.Tensor, signs: torch.Tensor, *, even: b
     return rows * table_on(index, sign_table)[signs.int()].flatten(-2)
 
 
+def _scale_and_signs(words: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Split words of a 4-bit scale and four indices of sign rows."""
+    return ((words >> 28) & 15).float(), _bit_fields(words, 0, 7, 14, 21, mask=127)
+
+
 def _as_bytes(codes: torch.Tensor, scales: torch.Tensor) -> UnpackedBlocks:
     return to_blocks32(codes.view(torch.uint8), scales)
 
 
 def iq2_xxs(raw: torch.Tensor) -> UnpackedBlocks:
     """4-bit scale and signs in the second word of a group of 32."""
-    words = _int32s(raw, 2, 16)[..., 1::2]
+    scale, signs = _scale_and_signs(_int32s(raw, 2, 16)[..., 1::2])
     index = torch.unflatten(raw[..., 2:66], -1, (8, 8))[..., :4].flatten(-2)
-    scale = ((words >> 28) & 15).float()
-    signs = _bit_fields(words, 0, 7, 14, 21, mask=127)
     return _as_bytes(_signed_rows("IQ2_XXS", index, signs, even=True), read_f16(raw, 0) * (0.5 + scale) * 0.25)
 
 
 def iq2_xs(raw: torch.Tensor) -> UnpackedBlocks:
     """9-bit index and 7 sign bits; a scale per 16 values."""
     codes = _uint16s(raw, 2, 32)
-    scale = unpack_nibbles(raw, 66, 8, 1).float()
-    return _as_bytes(
-        _signed_rows("IQ2_XS", codes & 511, codes >> 9, even=True), read_f16(raw, 0) * (0.5 + scale) * 0.25
-    )
+    rows = _signed_rows("IQ2_XS", codes & 511, codes >> 9, even=True)
+    return _as_bytes(rows, read_f16(raw, 0) * (0.5 + unpack_nibbles(raw, 66, 8, 1).float()) * 0.25)
 
 
 def iq2_s(raw: torch.Tensor) -> UnpackedBlocks:
@@ -247,9 +183,7 @@ def iq2_s(raw: torch.Tensor) -> UnpackedBlocks:
 
 def iq3_xxs(raw: torch.Tensor) -> UnpackedBlocks:
     """Codebook rows of four; a word of scale and signs per 32 values."""
-    words = _int32s(raw, 66, 8)
-    scale = ((words >> 28) & 15).float()
-    signs = _bit_fields(words, 0, 7, 14, 21, mask=127)
+    scale, signs = _scale_and_signs(_int32s(raw, 66, 8))
     return _as_bytes(_signed_rows("IQ3_XXS", raw[..., 2:66], signs, even=True), read_f16(raw, 0) * (0.5 + scale) * 0.5)
 
 
@@ -278,8 +212,7 @@ def iq1_s(raw: torch.Tensor) -> UnpackedBlocks:
 def iq1_m(raw: torch.Tensor) -> UnpackedBlocks:
     """As IQ1_S, with a scale per 16 values, a shift per 8, and a float16 in four nibbles."""
     words = _uint16s(raw, 48, 4)
-    places = torch.tensor([0, 4, 8, 12], dtype=torch.int32, device=raw.device)
-    pieces = ((words >> 12) << places).sum(-1, keepdim=True)
+    pieces = ((words >> 12) << torch.arange(0, 16, 4, device=raw.device)).sum(-1, keepdim=True)
     d = pieces.to(torch.int32).view(torch.int16)[..., ::2].contiguous().view(torch.float16).float()
     scale = 2 * _bit_fields(words, 0, 3, 6, 9, mask=7).float() + 1
     high = unpack_nibbles(raw, 32, 16, 1)
@@ -292,32 +225,42 @@ def _iq4(raw: torch.Tensor, first: int, size: int) -> torch.Tensor:
     return table[unpack_nibbles(raw, first, size, 16).int()]
 
 
-def iq4_nl(raw: torch.Tensor) -> UnpackedBlocks:
-    """x = d * value."""
-    return _as_bytes(_iq4(raw, 2, 16), read_f16(raw, 0))
-
-
 def iq4_xs(raw: torch.Tensor) -> UnpackedBlocks:
     """x = d * (scale - 32) * value."""
     small = unpack_bits(raw, 2, 2, 2, 1) << 4 | unpack_nibbles(raw, 4, 4, 1)
     return _as_bytes(_iq4(raw, 8, 128), read_f16(raw, 0) * (small.float() - 32))
 
 
+# Type -> (the kind that it is packed as, the function that unpacks (rows, blocks of the file, bytes) uint8).
+REPACK_RULES: dict[str, tuple[str, Callable[[torch.Tensor], UnpackedBlocks]]] = {
+    # x = d * (q - 8); of one and two bits and of trits, q is 9 or 7, code + 7, trit + 7
+    "Q4_0": ("q4", lambda raw: UnpackedBlocks(unpack_nibbles(raw, 2, 16, 16), read_f16(raw, 0))),
+    "Q1_0": ("q4", lambda raw: to_blocks32(unpack_bits(raw, 2, 16, 1, 1) * 2 + 7, read_f16(raw, 0))),
+    "Q2_0": ("q4", lambda raw: to_blocks32(unpack_bits(raw, 2, 16, 2, 1) + 7, read_f16(raw, 0))),
+    "TQ1_0": ("q4", tq1_0),
+    "TQ2_0": ("q4", lambda raw: to_blocks32(unpack_bits(raw, 0, 64, 2, 32) + 7, read_f16(raw, 64))),
+    # x = d * q + m
+    "Q4_1": ("q4m", lambda raw: UnpackedBlocks(unpack_nibbles(raw, 4, 16, 16), read_f16(raw, 0), read_f16(raw, 2))),
+    "Q5_1": ("q5m", lambda raw: UnpackedBlocks(_five_bits(raw, 4), read_f16(raw, 0), read_f16(raw, 2))),
+    # x = d * (q - 16); MXFP4: d = 2**(e - 128), and scales far below the largest become zero
+    "Q5_0": ("q5", lambda raw: UnpackedBlocks(_five_bits(raw, 2), read_f16(raw, 0))),
+    "MXFP4": ("q5", lambda raw: UnpackedBlocks(_fp4(raw, 1, 16, 16, 16), _byte_scales(raw, 1, codebooks.e8m0_halves))),
+    # x = d of 16 values * (q - 32)
+    "NVFP4": ("q6", lambda raw: to_blocks32(_fp4(raw, 4, 32, 8, 32), _byte_scales(raw, 4, codebooks.e4m3_halves))),
+    # x = d * q; Q8_1 has a sum too, which is not needed
+    "Q8_0": ("q8", lambda raw: UnpackedBlocks(raw[..., 2:], read_f16(raw, 0))),
+    "Q8_1": ("q8", lambda raw: UnpackedBlocks(raw[..., 4:], read_f16(raw, 0))),
+    "Q8_K": ("q8", lambda raw: to_blocks32(raw[..., 4:260], slice_bytes(raw, 0, 4).view(torch.float32))),
+    "IQ4_NL": ("q8", lambda raw: _as_bytes(_iq4(raw, 2, 16), read_f16(raw, 0))),
+    # x = (d * scale) * q - dmin * min
+    "Q4_K": ("q4m", lambda raw: to_blocks32(unpack_nibbles(raw, 16, 128, 32), *_k_scales(raw))),
+    "Q5_K": ("q5m", q5_k), "Q2_K": ("q4mm", q2_k), "Q3_K": ("q6", q3_k), "Q6_K": ("q6", q6_k),
+    "IQ1_S": ("q5", iq1_s), "IQ1_M": ("q6", iq1_m), "IQ2_XXS": ("q8", iq2_xxs), "IQ2_XS": ("q8d", iq2_xs),
+    "IQ2_S": ("q8d", iq2_s), "IQ3_XXS": ("q8", iq3_xxs), "IQ3_S": ("q5", iq3_s), "IQ4_XS": ("q8", iq4_xs),
+}  # fmt: skip
 SLAB_CODES = 1 << 24  # unpacked at a time
 UPLOAD_CHUNK_BYTES = 1 << 25
 MAX_MINIMUM_RATIO = 64  # of a minimum to the largest scale; above it the minimum determines the unit
-
-
-# Type -> (the kind that it is packed as, the function that unpacks (rows, blocks of the file, bytes) uint8).
-REPACK_RULES: dict[str, tuple[str, Callable[[torch.Tensor], UnpackedBlocks]]] = {
-    "Q4_0": ("q4", q4_0), "Q4_1": ("q4m", q4_1), "Q5_0": ("q5", q5_0), "Q5_1": ("q5m", q5_1),
-    "Q8_0": ("q8", q8_0), "Q8_1": ("q8", q8_1), "Q1_0": ("q4", q1_0), "Q2_0": ("q4", q2_0),
-    "TQ1_0": ("q4", tq1_0), "TQ2_0": ("q4", tq2_0), "MXFP4": ("q5", mxfp4), "NVFP4": ("q6", nvfp4),
-    "Q2_K": ("q4mm", q2_k), "Q3_K": ("q6", q3_k), "Q4_K": ("q4m", q4_k), "Q5_K": ("q5m", q5_k),
-    "Q6_K": ("q6", q6_k), "Q8_K": ("q8", q8_k), "IQ1_S": ("q5", iq1_s), "IQ1_M": ("q6", iq1_m),
-    "IQ2_XXS": ("q8", iq2_xxs), "IQ2_XS": ("q8d", iq2_xs), "IQ2_S": ("q8d", iq2_s), "IQ3_XXS": ("q8", iq3_xxs),
-    "IQ3_S": ("q5", iq3_s), "IQ4_NL": ("q8", iq4_nl), "IQ4_XS": ("q8", iq4_xs),
-}  # fmt: skip
 DENSE_DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16}  # other dense types become float32
 
 
