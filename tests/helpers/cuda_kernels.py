@@ -14,7 +14,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from llm_worker_rbee.backends.cuda import attention_prefill, elementwise, gemm, gemv, sampling_kernels
+from llm_worker_rbee.backends.cuda import attention_prefill, elementwise, gemm, gemv, rope, sampling_kernels
 from llm_worker_rbee.backends.cuda.attention_decode import decode_attention, decode_attention_gqa
 from llm_worker_rbee.backends.cuda.linear_small_batch import E4M3_TILES
 
@@ -136,15 +136,15 @@ def other_cases() -> dict[str, Case]:
             {**read, "DIM": 256},
         ),
         "rope_store_qkv": (
-            attention_prefill.rope_store_qkv, {}, {"num_warps": 4},
+            rope.rope_store_qkv, {}, {"num_warps": 4},
             {**heads, "DIM": 128, "HALF": 64, "HEADS_PER_PROGRAM": 8},
         ),
         "rope_store_qkv dim 96 part": (
-            attention_prefill.rope_store_qkv, {"bias": F}, {"num_warps": 4},
+            rope.rope_store_qkv, {"bias": F}, {"num_warps": 4},
             {**heads, "DIM": 96, "HALF": 24, "HEADS_PER_PROGRAM": 8},
         ),
         "rope_store_qkv all": (
-            attention_prefill.rope_store_qkv, {"bias": F, "q_norm": F, "k_norm": F}, {"num_warps": 1},
+            rope.rope_store_qkv, {"bias": F, "q_norm": F, "k_norm": F}, {"num_warps": 1},
             {**heads, "DIM": 128, "HALF": 64, "PARTS": 2, "EXACT": True},
         ),
         "rms_norm_rows": (

@@ -29,7 +29,6 @@ from .attention_prefill import (
     SMALL_QUERY_TILE,
     QueryTiles,
     launch_prefill_attention,
-    launch_rope_store,
     query_dtype,
     query_tiles,
 )
@@ -38,6 +37,7 @@ from .elementwise import IS_GELU, launch_add_norm, launch_embedding, launch_gate
 from .linear import BatchedLinear
 from .packed_weight import E4M3, Activations, PackedWeight, merge_parts
 from .repack import pack_weight
+from .rope import launch_rope_store
 
 KV_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "float8": E4M3}
 MAX_HELD = 4  # arrays of a step on the device: of its tiles, and of two RoPE tables at most

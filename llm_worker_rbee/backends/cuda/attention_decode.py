@@ -19,8 +19,10 @@ import triton.language as tl
 
 from ..ops import KVLayer
 from .device import is_interpreted
-from .intrinsics import high_half, launch_next, low_half, sum_squares, wait_for_previous
+from .gemv import store_int8_blocks
+from .intrinsics import high_half, launch_next, low_half, wait_for_previous
 from .packed_weight import Int8Activations, kernel_outputs
+from .rope import CosSin, load_cos_sin, load_head, load_rotated, padded_dim, store_first
 
 SMALL_BATCH, LARGE_BATCH = 4, 128  # requests: up to SMALL_BATCH latency counts, not bandwidth
 TARGET_PROGRAMS = 2048
@@ -37,13 +39,6 @@ class SplitKVConfig(NamedTuple):
     min_tiles: int  # of a split
     num_stages: int  # tiles in flight through shared memory; 0: one in registers
     tensor_cores: bool
-
-
-class CosSin(NamedTuple):
-    """Cosines and sines of RoPE, (positions, half)."""
-
-    cos: torch.Tensor
-    sin: torch.Tensor
 
 
 # By batch size: "small" up to SMALL_BATCH requests, "large" from LARGE_BATCH on.
@@ -73,12 +68,6 @@ def split_kv_config(requests: int, heads: int, kv_heads: int) -> SplitKVConfig:
     return config._replace(max_splits=min(MAX_SPLITS, 1 << (splits - 1).bit_length()))
 
 
-@triton.constexpr_function
-def padded_dim(dim):
-    """Return the values of a head in registers: a power of two that the tensor cores take."""
-    return max(16, triton.next_power_of_2(dim))
-
-
 def tile_runs(config: SplitKVConfig, dim: int, item: int, block_size: int) -> tuple[int, int]:
     """Return (keys of a run, runs of a tile): a run lies in one block of keys of `dim` values of `item` bytes."""
     tile = config.tile_keys * config.num_warps * max(1, 512 // (padded_dim(dim) * item))
@@ -87,64 +76,6 @@ def tile_runs(config: SplitKVConfig, dim: int, item: int, block_size: int) -> tu
 
 
 LOG2E = tl.constexpr(1.4426950408889634)
-
-
-@triton.jit
-def load_first(pointers, COUNT: tl.constexpr, other: tl.constexpr = 0.0):
-    """Load the first COUNT values of the last axis; without predicates if these are all."""
-    SIZE: tl.constexpr = pointers.shape[-1]
-    if COUNT == SIZE:
-        return tl.load(pointers)
-    return tl.load(pointers, mask=tl.arange(0, SIZE) < COUNT, other=other)
-
-
-@triton.jit
-def store_first(pointers, values, COUNT: tl.constexpr):
-    """Store the first COUNT values of the last axis in the dtype of the target."""
-    SIZE: tl.constexpr = pointers.shape[-1]
-    values = values.to(pointers.dtype.element_ty)
-    if COUNT == SIZE:
-        tl.store(pointers, values)
-    else:
-        tl.store(pointers, values, mask=tl.arange(0, SIZE) < COUNT)
-
-
-@triton.jit
-def load_head(row, head, column, bias, part_stride, DIM: tl.constexpr, PARTS: tl.constexpr, COUNT: tl.constexpr):
-    """Load the first COUNT of `column` of a head as float32: the sum of PARTS partial products, `part_stride` apart,
-    and the bias."""
-    x = load_first(row + head * DIM + column, COUNT).to(tl.float32)
-    for s in tl.static_range(1, PARTS):
-        x += load_first(row + s * part_stride + head * DIM + column, COUNT).to(tl.float32)
-    if bias is not None:
-        x += load_first(bias + head * DIM + column, COUNT)
-    return x
-
-
-@triton.jit
-def load_cos_sin(cos, sin, position, DIM: tl.constexpr, HALF: tl.constexpr):
-    """Load the factors of a value and of its pair at a position: 1 and 0 where nothing is rotated."""
-    i = tl.arange(0, padded_dim(DIM))
-    cosines = load_first(cos + position * HALF + i % HALF, 2 * HALF, 1.0)
-    sines = load_first(sin + position * HALF + i % HALF, 2 * HALF) * tl.where(i < HALF, -1.0, 1.0)
-    return cosines, sines
-
-
-@triton.jit
-def load_rotated(
-    row, head, cosines, sines, bias, norm, eps, part_stride,
-    DIM: tl.constexpr, HALF: tl.constexpr, PARTS: tl.constexpr, EXACT: tl.constexpr = False,
-):  # fmt: skip
-    """Load a head (or a column of heads), apply its norm if there is one, and rotate: value i pairs with i + HALF."""
-    i = tl.arange(0, padded_dim(DIM))
-    j = (i + HALF) % (2 * HALF) if 2 * HALF == padded_dim(DIM) else tl.where(i < HALF, i + HALF, i - HALF)
-    x = load_head(row, head, i, bias, part_stride, DIM, PARTS, DIM)
-    y = load_head(row, head, j, bias, part_stride, DIM, PARTS, 2 * HALF)
-    if norm is not None:
-        factor = tl.rsqrt(sum_squares(x, EXACT) / DIM + eps)
-        x = x * factor * load_first(norm + i, DIM)
-        y = y * factor * load_first(norm + j, 2 * HALF)
-    return x * cosines + y * sines
 
 
 @triton.jit
@@ -173,22 +104,13 @@ def store_heads(y, t, heads, mask, out, out_scales, out_sums, width, DIM: tl.con
     if INT8:
         GROUPS: tl.constexpr = SIZE // 32
         ROWS: tl.constexpr = y.shape[0] * GROUPS
-        blocks = width // 32
-        y = tl.reshape(y, (ROWS, 32))
         group = tl.arange(0, GROUPS)
         block = tl.reshape(heads[:, None] * (DIM // 32) + group[None, :], (ROWS,))
         mask = tl.broadcast_to(mask[:, None], (heads.shape[0], GROUPS))
         if SIZE != DIM:
             mask = mask & (group < DIM // 32)[None, :]
-        mask = tl.reshape(mask, (ROWS,))
-        c = tl.arange(0, 32)[None, :]
-        d = tl.max(tl.abs(y), 1) / 127.0
-        q = tl.floor(y * tl.where(d > 0, 1.0 / d, 0.0)[:, None] + 0.5)
-        at = ((t * 8 + c // 4) * blocks + block[:, None]) * 4 + c % 4
-        tl.store(out + at, q.to(tl.int8), mask=mask[:, None])
-        tl.store(out_scales + t * blocks + block, d, mask=mask)
-        tl.store(out_sums + (t * 2) * blocks + block, tl.sum(tl.where(c < 16, q, 0.0), 1) * d, mask=mask)
-        tl.store(out_sums + (t * 2 + 1) * blocks + block, tl.sum(tl.where(c < 16, 0.0, q), 1) * d, mask=mask)
+        mask, y = tl.reshape(mask, (ROWS,)), tl.reshape(y, (ROWS, 32))
+        store_int8_blocks(y, t, block, mask, out, out_scales, out_sums, width // 32)
     else:
         i = tl.arange(0, SIZE)
         at = t * width + heads[:, None] * DIM + i[None, :]

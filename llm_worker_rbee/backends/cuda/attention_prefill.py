@@ -1,4 +1,4 @@
-"""Prefill attention: a tile of queries of one request and head over its paged keys, and the RoPE + cache write before.
+"""Prefill attention: a tile of queries of one request and head over its paged keys.
 
 The loop ends at the last key that the tile may see. Queries and the cache are float16 or bfloat16 (float32 under the
 interpreter); scores and sums are float32.
@@ -6,8 +6,7 @@ interpreter); scores and sums are float32.
 
 from __future__ import annotations
 
-from math import gcd
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -15,9 +14,10 @@ import triton
 import triton.language as tl
 
 from ..ops import AttentionParams, Ints, KVLayer
-from .attention_decode import CosSin, cap_scores, load_cos_sin, load_head, load_rotated, padded_dim, store_first
+from .attention_decode import cap_scores
 from .device import HOPPER_SHARED_BYTES, is_interpreted, shared_memory_bytes
-from .packed_weight import E4M3, E4M3_MAX
+from .packed_weight import E4M3
+from .rope import padded_dim
 
 SMALL_QUERY_TILE, QUERY_TILE = 16, 64  # queries of a program
 
@@ -37,39 +37,6 @@ def prefill_tile(shared_bytes: int, dim: int, item: int) -> tuple[int, int]:
     if shared_bytes >= HOPPER_SHARED_BYTES or dim * item <= 256:
         return 64, 2
     return (32, 1) if dim * item <= 512 else (16, 1)
-
-
-@triton.jit
-def rope_store_qkv(
-    qkv, cos, sin, positions, slot_mapping, q_out, k_cache, v_cache,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, P: tl.constexpr,
-    bias=None, q_norm=None, k_norm=None, eps=0.0, part_stride=0, PARTS: tl.constexpr = 1,
-    HEADS_PER_PROGRAM: tl.constexpr = 1, EXACT: tl.constexpr = False,
-):  # fmt: skip
-    """Rotate queries into q_out (T, HEADS, DIM) and keys into their slot, and copy values there.
-
-    Program (heads, token); HEADS_PER_PROGRAM divides both numbers of heads. A negative slot is padding."""
-    first = tl.program_id(0) * HEADS_PER_PROGRAM
-    head = first + tl.arange(0, HEADS_PER_PROGRAM)[:, None]
-    t = tl.program_id(1)
-    i = tl.arange(0, padded_dim(DIM))
-    slot = tl.load(slot_mapping + t).to(tl.int64)
-    if slot < 0:
-        return
-    row = qkv + t.to(tl.int64) * ((HEADS + 2 * KV_HEADS) * DIM)
-    cosines, sines = load_cos_sin(cos, sin, tl.load(positions + t), DIM, HALF)
-    if first < HEADS:
-        x = load_rotated(row, head, cosines, sines, bias, q_norm, eps, part_stride, DIM, HALF, PARTS, EXACT)
-        store_first(q_out + (t.to(tl.int64) * HEADS + head) * DIM + i, x, DIM)
-    else:
-        kv_head = (head - HEADS) % KV_HEADS
-        target = ((slot // P * KV_HEADS + kv_head) * P + slot % P) * DIM + i
-        if first < HEADS + KV_HEADS:
-            x = load_rotated(row, head, cosines, sines, bias, k_norm, eps, part_stride, DIM, HALF, PARTS, EXACT)
-            store_first(k_cache + target, x, DIM)
-        else:
-            x = load_head(row, head, i, bias, part_stride, DIM, PARTS, DIM)
-            store_first(v_cache + target, x, DIM)
 
 
 @triton.jit
@@ -138,27 +105,6 @@ def query_dtype(cache: torch.dtype) -> torch.dtype:
     if is_interpreted():
         return torch.float32
     return torch.bfloat16 if cache == E4M3 else cache
-
-
-def launch_rope_store(
-    qkv: torch.Tensor, kv: KVLayer, rope: CosSin, positions: torch.Tensor, slots: torch.Tensor, out: torch.Tensor,
-    bias: Any = None, q_norm: Any = None, k_norm: Any = None, eps: float = 0.0, *, exact: bool = False,
-) -> None:  # fmt: skip
-    """Rotate queries of qkv (parts, tokens, rows) to out (tokens, heads, dim), keys to the cache; copy values there.
-    `exact`: sums of squares of the norms depend on no order."""
-    if is_interpreted() and kv.k.dtype == E4M3:  # which the interpreter rounds wrongly (1.99 -> 1)
-        wide = KVLayer(kv.k.float(), kv.v.float())
-        launch_rope_store(qkv, wide, rope, positions, slots, out, bias, q_norm, k_norm, eps, exact=exact)
-        for cache, values in zip(kv, wide, strict=True):
-            cache.copy_(values.clamp(-E4M3_MAX, E4M3_MAX))
-        return
-    (tokens, heads, dim), (kv_heads, block_size) = out.shape, kv.k.shape[1:3]
-    each = gcd(heads, kv_heads, 8)  # heads of a program
-    rope_store_qkv[((heads + 2 * kv_heads) // each, tokens)](
-        qkv, rope.cos, rope.sin, positions, slots, out, kv.k, kv.v, heads, kv_heads, dim, rope.cos.shape[1], block_size,
-        bias, q_norm, k_norm, eps, qkv.stride(0), qkv.shape[0], each, exact, num_warps=max(1, each // 2),
-        enable_fp_fusion=False,
-    )  # fmt: skip
 
 
 class QueryTiles(NamedTuple):

@@ -17,12 +17,12 @@ from numpy.typing import NDArray
 
 from ..graph import Graph, ProgramLine
 from ..ops import Batch, Ints, KVLayer, Profiler, RopeTable
-from .attention_decode import CosSin
 from .attention_prefill import QUERY_TILE, SMALL_QUERY_TILE, query_tiles
 from .cuda_graphs import CudaGraphs
 from .device import activate, as_memory_error
 from .forward import Forward, StepInputs
 from .fused_ops import Attention, EmbedNorm, FusedOp, Logits, describe, fuse_graph
+from .rope import CosSin
 
 NO_IDS = np.empty(0, np.int64)
 NO_TILES = NO_IDS, NO_IDS

@@ -12,9 +12,9 @@ import torch
 import triton
 import triton.language as tl
 
-from .gemm import GROUP_BLOCKS, interleaved_offset
-from .gemv import activate_gate, store_int8_block
-from .intrinsics import high_bit_shift, high_half, launch_next, low_half, sum_squares, wait_for_previous
+from .gemm import GROUP_BLOCKS, dequantize_columns, interleaved_offset
+from .gemv import activate_gate, store_int8_block, store_int8_blocks
+from .intrinsics import launch_next, sum_squares, wait_for_previous
 from .packed_weight import Activations, GemvActivations, Int8Activations, PackedWeight, kernel_outputs
 
 IS_GELU = {"silu": False, "gelu_tanh": True}
@@ -64,7 +64,8 @@ def add_rms_norm_rows(
             tl.store(residual + row * width + n, y, mask=mask)
     z = y * tl.rsqrt(mean_square(y, width, EXACT) + eps) * tl.load(norm + n, mask=mask, other=0.0)
     if out_scales is not None:
-        store_int8_blocks(z, t, tl.arange(0, SIZE), out, out_scales, out_sums, width // 32)
+        block = tl.arange(0, SIZE)
+        store_int8_blocks(z, t, block, block < width // 32, out, out_scales, out_sums, width // 32)
     else:
         store_row(z, t, b, c, mask, tokens, out, factors, width, INTERLEAVED)
 
@@ -91,7 +92,8 @@ def swiglu_rows(
         up += tl.load(at + width, mask=mask, other=0.0).to(tl.float32)
     z = activate_gate(gate, GELU) * up
     if out_scales is not None:
-        store_int8_blocks(z, t, tl.arange(0, SIZE), out, out_scales, out_sums, width // 32)
+        block = tl.arange(0, SIZE)
+        store_int8_blocks(z, t, block, block < width // 32, out, out_scales, out_sums, width // 32)
     else:
         store_row(z, t, b, c, mask, tokens, out, factors, width, INTERLEAVED)
 
@@ -108,20 +110,6 @@ def convert_rows(
     mask = b * 32 + c < width
     z = tl.load(x + t * width + b * 32 + c, mask=mask, other=0.0).to(tl.float32)
     store_row(z, t, b, c, mask, tokens, out, factors, width, INTERLEAVED)
-
-
-@triton.jit
-def store_int8_blocks(y, row, b, out, out_scales, out_sums, blocks):
-    """Quantize blocks b of a row, y (blocks, 32), with their scales and sums."""
-    c = tl.arange(0, 32)[None, :]
-    mask = b < blocks
-    d = tl.max(tl.abs(y), 1) / 127.0
-    q = tl.floor(y * (1.0 / tl.where(d > 0, d, 1.0))[:, None] + 0.5)
-    at = ((row * 8 + c // 4) * blocks + b[:, None]) * 4 + c % 4
-    tl.store(out + at, q.to(tl.int8), mask=mask[:, None])
-    tl.store(out_scales + row * blocks + b, d, mask=mask)
-    tl.store(out_sums + (row * 2) * blocks + b, tl.sum(tl.where(c < 16, q, 0.0), 1) * d, mask=mask)
-    tl.store(out_sums + (row * 2 + 1) * blocks + b, tl.sum(tl.where(c < 16, 0.0, q), 1) * d, mask=mask)
 
 
 @triton.jit
@@ -168,39 +156,6 @@ def rms_norm_rows(
 
 
 @triton.jit
-def dequantize_block(low, high, scales, n, block, blocks: tl.constexpr, KIND: tl.constexpr):
-    """Return the 32 values of a block of row n, before the unit. gemv.py draws the planes."""
-    WORDS_PER_BLOCK: tl.constexpr = 8 if KIND == "q8" or KIND == "q8d" else 4
-    OFFSET: tl.constexpr = 8 if KIND == "q4" else (16 if KIND == "q5" else (32 if KIND == "q6" else 0))
-    c = tl.arange(0, 32)
-    s = tl.load(scales + n * blocks + block)
-    if KIND == "q8" or KIND == "q8d":
-        word = tl.load(low + (n * WORDS_PER_BLOCK + c // 4) * blocks + block)
-        y = ((word << (24 - 8 * (c % 4))) >> 24).to(tl.float32)
-        y = y * (tl.where(c < 16, low_half(s), high_half(s)) if KIND == "q8d" else s.to(tl.float32))
-    else:
-        word = tl.load(low + (n * WORDS_PER_BLOCK + (c % 16) // 4) * blocks + block)
-        code = (word >> (8 * (c % 4) + 4 * (c // 16))) & 15
-        if KIND == "q6":
-            h = tl.load(high + (n * 4 + c % 16 // 4) * blocks + block)
-            code = code | (((h >> high_bit_shift(c)) & 3) << 4)
-        elif KIND == "q5" or KIND == "q5m":
-            h = tl.load(high + (n * 2 + c % 16 // 8) * blocks + block)
-            code = code | (((h >> (high_bit_shift(c) + c // 4 % 2)) & 1) << 4)
-        y = (code - OFFSET).to(tl.float32)
-        if KIND == "q6" or KIND == "q4mm":
-            y = y * tl.where(c < 16, low_half(s), high_half(s))
-            if KIND == "q4mm":
-                m = tl.load(high + n * blocks + block)
-                y = y + tl.where(c < 16, low_half(m), high_half(m))
-        elif KIND == "q4m" or KIND == "q5m":
-            y = y * low_half(s) + high_half(s)
-        else:
-            y = y * s.to(tl.float32)
-    return y
-
-
-@triton.jit
 def embed_rows(
     ids, low, high, scales, unit, norm, residual, out, out_scales, out_sums, out_squares,
     width: tl.constexpr, KIND: tl.constexpr, INT8: tl.constexpr, PDL: tl.constexpr,
@@ -220,7 +175,10 @@ def embed_rows(
     if KIND == "dense":
         y = tl.load(low + n * width + c, mask=mask, other=0.0).to(tl.float32) * unit
     else:
-        y = dequantize_block(low, high, scales, n, block, width // 32, KIND) * unit
+        i = tl.arange(0, 32)
+        scale = tl.load(scales + n * (width // 32) + block)
+        minimum = tl.load(high + n * (width // 32) + block) if KIND == "q4mm" else scale
+        y = dequantize_columns(low, high, scale, minimum, n, block, i, i < 32, width // 32, KIND) * unit
     tl.store(residual + t * width + c, y, mask=mask)
     if INT8 is not None:
         tl.store(out_squares + t * (width // 32) + block, tl.sum(y * y, 0))

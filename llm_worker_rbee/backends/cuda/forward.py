@@ -13,8 +13,8 @@ from typing import Any, NamedTuple, TypeGuard
 import torch
 
 from ..ops import KVLayer
-from .attention_decode import CosSin, launch_decode_attention, split_kv_config, split_kv_scratch
-from .attention_prefill import QueryTiles, launch_prefill_attention, launch_rope_store, query_dtype
+from .attention_decode import launch_decode_attention, split_kv_config, split_kv_scratch
+from .attention_prefill import QueryTiles, launch_prefill_attention, query_dtype
 from .device import is_interpreted
 from .elementwise import IS_GELU, launch_add_norm, launch_embedding, launch_gated
 from .fused_ops import Attention, EmbedNorm, FusedOp, GatedLinear, LinearAddNorm, Logits
@@ -22,6 +22,7 @@ from .gemv import GATED, RESIDUAL
 from .linear import MAX_SPLITS, BatchedLinear, sum_splits
 from .linear_small_batch import Stream, empty_gemv_activations, launch_gemv
 from .packed_weight import Activations, GemvActivations, PackedWeight
+from .rope import CosSin, launch_rope_store
 
 MAX_COUNTERS = 256  # decoding requests in a graph
 QKV_SPLITS = 4

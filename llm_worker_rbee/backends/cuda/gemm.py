@@ -113,44 +113,55 @@ def gemm_dense(
     tl.store(out + at, acc, mask=(m < tokens)[None, :] & (n < rows)[:, None])
 
 
+@triton.constexpr_function
+def code_offset(kind):
+    """Return what a kind without minima subtracts from its unsigned codes."""
+    return {"q4": 8, "q5": 16, "q6": 32}.get(kind, 0)
+
+
+@triton.jit
+def dequantize_columns(low, high, s, m, n, b, c, mask, blocks, KIND: tl.constexpr):
+    """Return columns c of blocks b of rows n, where `mask` is true, before the unit. gemv.py draws the planes.
+
+    s: scales of the blocks; m: minima, read for q4mm alone. All are broadcast."""
+    if KIND == "q8" or KIND == "q8d":
+        word = tl.load(low + (n * 8 + c // 4) * blocks + b, mask=mask, other=0)
+        value = ((word << (24 - 8 * (c % 4))) >> 24).to(tl.float32)
+    else:
+        word = tl.load(low + (n * 4 + (c % 16) // 4) * blocks + b, mask=mask, other=0)
+        code = (word >> (8 * (c % 4) + 4 * (c // 16))) & 15
+        if KIND == "q6":
+            h = tl.load(high + (n * 4 + c % 16 // 4) * blocks + b, mask=mask, other=0)
+            code = code | (((h >> high_bit_shift(c)) & 3) << 4)
+        elif KIND == "q5" or KIND == "q5m":
+            h = tl.load(high + (n * 2 + c % 16 // 8) * blocks + b, mask=mask, other=0)
+            code = code | (((h >> (high_bit_shift(c) + c // 4 % 2)) & 1) << 4)
+        value = (code - code_offset(KIND)).to(tl.float32)
+    if KIND == "q6" or KIND == "q8d" or KIND == "q4mm":
+        value = value * tl.where(c < 16, low_half(s), high_half(s))
+        if KIND == "q4mm":
+            value = value + tl.where(c < 16, low_half(m), high_half(m))
+    elif KIND == "q4m" or KIND == "q5m":
+        value = value * low_half(s) + high_half(s)
+    else:
+        value = value * s.to(tl.float32)
+    return value
+
+
 @triton.jit
 def dequantize(
-    unit, low, high, scales, out, rows, blocks,
-    KIND: tl.constexpr, ROWS: tl.constexpr, TILE_BLOCKS: tl.constexpr,
-):  # fmt: skip
+    unit, low, high, scales, out, rows, blocks, KIND: tl.constexpr, ROWS: tl.constexpr, TILE_BLOCKS: tl.constexpr
+):
     """Write the matrix as (rows, columns) floats: ROWS rows and TILE_BLOCKS blocks of each per program."""
-    WORDS_PER_BLOCK: tl.constexpr = 8 if KIND == "q8" or KIND == "q8d" else 4
-    n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    b = tl.program_id(1) * TILE_BLOCKS + tl.arange(0, TILE_BLOCKS)
-    c = tl.arange(0, 32)
-    mask2 = (n < rows)[:, None] & (b < blocks)[None, :]
-    mask = mask2[:, :, None]
-    n3, b3, c3 = n[:, None, None], b[None, :, None], c[None, None, :]
-    if KIND == "q8" or KIND == "q8d":
-        word = tl.load(low + (n3 * WORDS_PER_BLOCK + c3 // 4) * blocks + b3, mask=mask, other=0)
-        value = ((word << (24 - 8 * (c3 % 4))) >> 24).to(tl.float32)
-    else:
-        word = tl.load(low + (n3 * WORDS_PER_BLOCK + (c3 % 16) // 4) * blocks + b3, mask=mask, other=0)
-        code = (word >> (8 * (c3 % 4) + 4 * (c3 // 16))) & 15
-        if KIND == "q6":
-            h = tl.load(high + (n3 * 4 + c3 % 16 // 4) * blocks + b3, mask=mask, other=0)
-            code = code | (((h >> high_bit_shift(c3)) & 3) << 4)
-        elif KIND == "q5" or KIND == "q5m":
-            h = tl.load(high + (n3 * 2 + c3 % 16 // 8) * blocks + b3, mask=mask, other=0)
-            code = code | (((h >> (high_bit_shift(c3) + c3 // 4 % 2)) & 1) << 4)
-        OFFSET: tl.constexpr = 8 if KIND == "q4" else (16 if KIND == "q5" else (32 if KIND == "q6" else 0))
-        value = (code - OFFSET).to(tl.float32)
-    s = tl.load(scales + n[:, None] * blocks + b[None, :], mask=mask2, other=0)
-    if KIND == "q6" or KIND == "q8d" or KIND == "q4mm":
-        value = value * tl.where(c3 < 16, low_half(s)[:, :, None], high_half(s)[:, :, None])
-        if KIND == "q4mm":
-            m = tl.load(high + n[:, None] * blocks + b[None, :], mask=mask2, other=0)
-            value = value + tl.where(c3 < 16, low_half(m)[:, :, None], high_half(m)[:, :, None])
-    elif KIND == "q4m" or KIND == "q5m":
-        value = value * low_half(s)[:, :, None] + high_half(s)[:, :, None]
-    else:
-        value = value * s.to(tl.float32)[:, :, None]
-    at = (n3.to(tl.int64) * blocks + b3) * 32 + c3
+    n = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
+    b = (tl.program_id(1) * TILE_BLOCKS + tl.arange(0, TILE_BLOCKS))[None, :]
+    c = tl.arange(0, 32)[None, None, :]
+    mask = (n < rows) & (b < blocks)
+    s = tl.load(scales + n * blocks + b, mask=mask, other=0)
+    m = tl.load(high + n * blocks + b, mask=mask, other=0) if KIND == "q4mm" else s
+    n, b, s, m, mask = n[:, :, None], b[:, :, None], s[:, :, None], m[:, :, None], mask[:, :, None]
+    value = dequantize_columns(low, high, s, m, n, b, c, mask, blocks, KIND)
+    at = (n.to(tl.int64) * blocks + b) * 32 + c
     tl.store(out + at, (value * unit).to(out.dtype.element_ty), mask=mask)
 
 
@@ -160,7 +171,6 @@ def half_pair(number):
     return f"0x{bits:04X}{bits:04X}"
 
 
-CODE_OFFSETS = {"q4": 8, "q5": 16, "q6": 32}
 SCALE_PTX = {  # $10: scales; $9: minima. s, z (scales), m, y (minima): of the first and the last sixteen columns
     "one": "mov.b32 s, {$10, $10}; mov.b32 z, s;",
     "minimum": "prmt.b32 s, $10, $10, 0x1010; mov.b32 z, s; prmt.b32 m, $10, $10, 0x3232; mov.b32 y, m;",
@@ -179,7 +189,7 @@ def word_ptx(kind, word):
     1024, whose last place is one (of the last sixteen columns: 16), and 1024 is subtracted: exact. Then the scale.
     """
     lines = [".reg .b32 a, b, f, g, t, s, z, m, y, k, l, q; .reg .b16 n;", SCALE_PTX[SCALE_LAYOUT[kind]]]
-    offset = CODE_OFFSETS.get(kind, 0)
+    offset = code_offset(kind)
     start = -1152.0 if kind in ("q8", "q8d") else -1024.0 - offset
     lines.append(
         f"mov.b32 k, {half_pair(start)}; mov.b32 l, {half_pair(-64.0 - offset)}; mov.b32 q, {half_pair(1 / 16)};"
@@ -250,7 +260,6 @@ def dequantize_word(word, extra, s, j: tl.constexpr, KIND: tl.constexpr):
 @triton.jit
 def dequantize_pair(word, extra, s, odd: tl.constexpr, last: tl.constexpr, j: tl.constexpr, KIND: tl.constexpr):
     """Return columns odd and odd + 2 of the first or the last sixteen: the plain twin of the PTX."""
-    OFFSET: tl.constexpr = 8 if KIND == "q4" else (16 if KIND == "q5" else (32 if KIND == "q6" else 0))
     out = ()
     for r in tl.static_range(2):
         c: tl.constexpr = odd + 2 * r
@@ -262,7 +271,7 @@ def dequantize_pair(word, extra, s, odd: tl.constexpr, last: tl.constexpr, j: tl
                 code = code | (((extra.to(tl.int32) >> high_bit_shift(16 * last + c)) & 3) << 4)
             elif KIND == "q5" or KIND == "q5m":
                 code = code | (((extra.to(tl.int32) >> (high_bit_shift(16 * last + c) + j)) & 1) << 4)
-        value = (code - OFFSET).to(tl.float32)
+        value = (code - code_offset(KIND)).to(tl.float32)
         if KIND == "q4" or KIND == "q5" or KIND == "q8":
             value = value * s.to(tl.float32)
         elif KIND == "q4m" or KIND == "q5m":

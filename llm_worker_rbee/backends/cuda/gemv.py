@@ -270,6 +270,19 @@ def store_int8_block(y, t, block, out, out_scales, out_sums, blocks):
 
 
 @triton.jit
+def store_int8_blocks(y, t, b, mask, out, out_scales, out_sums, blocks):
+    """Quantize blocks b of token t, y (n, 32), with their scales and sums."""
+    c = tl.arange(0, 32)[None, :]
+    d = tl.max(tl.abs(y), 1) / 127.0
+    q = tl.floor(y * (1.0 / tl.where(d > 0, d, 1.0))[:, None] + 0.5)
+    at = ((t * 8 + c // 4) * blocks + b[:, None]) * 4 + c % 4
+    tl.store(out + at, q.to(tl.int8), mask=mask[:, None])
+    tl.store(out_scales + t * blocks + b, d, mask=mask)
+    tl.store(out_sums + (t * 2) * blocks + b, tl.sum(tl.where(c < 16, q, 0.0), 1) * d, mask=mask)
+    tl.store(out_sums + (t * 2 + 1) * blocks + b, tl.sum(tl.where(c < 16, 0.0, q), 1) * d, mask=mask)
+
+
+@triton.jit
 def store_activations(y, t, columns, out, out_scales, out_sums, INT8: tl.constexpr):
     """Store the 32 results of a program as activations of the next product: int8, or the dtype of `out`."""
     if INT8:
