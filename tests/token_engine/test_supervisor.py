@@ -1,5 +1,5 @@
-"""An engine that dies loses no request: killed in every state, with penalties and log-probabilities; what kills it alone
-is refused; what is no message ends that engine only."""
+"""An engine that dies loses no request: killed in every state, with penalties and log-probabilities; what kills it
+alone is refused; what is no message ends that engine only."""
 
 from __future__ import annotations
 
