@@ -36,7 +36,7 @@ def chat(
         str | None,
         typer.Option("--system", "-s", metavar="TEXT", help="The system message.", rich_help_panel="Prompt"),
     ] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Leave out greeting and figures.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print neither greeting nor statistics.")] = False,
     *,
     model: ModelOptions,
     computing: LoadOptions,

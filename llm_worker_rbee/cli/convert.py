@@ -24,7 +24,7 @@ def convert(
     to: Annotated[str, typer.Option("--type", "-t", metavar="T", help=f"One of {' '.join(TYPES)}.")],
     force: Annotated[bool, typer.Option("--force", help="Replace OUT.gguf if it exists.")] = False,
     threads: Annotated[
-        int | None, typer.Option("--threads", metavar="N", min=1, max=1024, help="Cores to use. All by default.")
+        int | None, typer.Option("--threads", metavar="N", min=1, max=1024, help="Threads to use. Default: all cores.")
     ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object: source, path, type, bytes, tensors.")

@@ -121,7 +121,7 @@ class ModelOptions:
     max_context: int | None = _model(
         None, "N", "Limit the context, prompt and answer together, to N tokens.", min=2, show_default="the model's"
     )
-    chat_template: Path | None = _model(None, "FILE", "A Jinja file in place of the model's template.")
+    chat_template: Path | None = _model(None, "FILE", "Jinja file that replaces the model's chat template.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,7 +139,9 @@ class SamplingOptions:
     repetition_penalty: float | None = _defaulted("repetition_penalty", "X", "Above 1: make recent tokens less likely.")
     repeat_last_n: int | None = _defaulted("repeat_last_n", "N", "How many tokens count as recent.")
     presence_penalty: float = _sampling(SAMPLING.presence_penalty, "X", "Subtract X from the logit of each token seen.")
-    frequency_penalty: float = _sampling(SAMPLING.frequency_penalty, "X", "The same, once for each time it was seen.")
+    frequency_penalty: float = _sampling(
+        SAMPLING.frequency_penalty, "X", "Subtract X per occurrence of a token from its logit."
+    )
     logit_bias: list[str] | None = _sampling(None, "ID=X", "Add X (-100 to 100) to a token's logit. Repeatable.")
     seed: int | None = _sampling(None, "N", "The same seed gives the same answer.", show_default="random")
     stop: list[str] | None = _sampling(None, "TEXT", "Stop before this text. Repeatable.")
@@ -167,7 +169,9 @@ class ComputeOptions:
     device: str = _device("auto", "NAME", "The hardware: auto, cpu, cuda or cuda:N.")
     backend: str = _device("auto", "NAME", "The implementation: auto, reference, cpu or cuda.")
     threads: int | None = _device(None, "N", "Threads to compute with.", min=1, show_default="physical cores")
-    cpu_isa: str | None = _device(None, "NAME", "An instruction set that doctor lists.", show_default="the best")
+    cpu_isa: str | None = _device(
+        None, "NAME", "Instruction set of the kernels; doctor lists them.", show_default="the best"
+    )
 
     def set_up(self) -> int:
         """Apply the options and return the number of threads."""
@@ -239,7 +243,7 @@ class CapacityOptions:
     kv_memory: str | None = _engine(
         None, "SIZE", "Memory for keys and values: 512M, 1.5GB, 2GiB.", show_default="from the free memory"
     )
-    max_batch: int = _engine(ENGINE_DEFAULTS["max_batch"], "N", "Requests that are computed at once; others wait.")
+    max_batch: int = _engine(ENGINE_DEFAULTS["max_batch"], "N", "Maximum number of requests in a batch; others wait.")
 
     def arguments(self) -> dict[str, Any]:
         """Return the validated arguments of `LLM`."""
@@ -261,16 +265,16 @@ class EngineOptions(CapacityOptions):
         "During prefill of other prompts, running requests get a token within X milliseconds.",
     )  # fmt: skip
     no_prefix_cache: bool = _engine(
-        not ENGINE_DEFAULTS["prefix_cache"], None, "Compute every prompt in full, also where it begins like another."
+        not ENGINE_DEFAULTS["prefix_cache"], None, "Do not reuse the KV cache of prompts with the same prefix."
     )
     speculative: str | None = _engine(
         None, "|".join(SPECULATIVE), "ngram: draft tokens from earlier text. The answer stays the same.",
         show_default=ENGINE_DEFAULTS["speculative"],
     )  # fmt: skip
     draft_tokens: int | None = _engine(
-        None, "K", "Draft at most K tokens a step.", show_default=str(ENGINE_DEFAULTS["draft_tokens"])
+        None, "K", "Maximum number of draft tokens per step.", show_default=str(ENGINE_DEFAULTS["draft_tokens"])
     )
-    draft_model: str | None = _engine(None, "MODEL", "A small model with the same vocabulary drafts.")
+    draft_model: str | None = _engine(None, "MODEL", "Small model with the same vocabulary that drafts tokens.")
     deterministic: bool = _engine(
         False, None, "The same answer alone and in a batch: a CPU always gives it, a GPU in a slower mode."
     )

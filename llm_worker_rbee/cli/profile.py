@@ -23,13 +23,13 @@ class ProfileOptions:
     """Which model, how much to run, and where the report goes."""
 
     model: ModelArgument = None
-    pp: int = option(128, "N", "Tokens of the prompt.", min=1)
-    tg: int = option(16, "N", "Tokens to make after it.", min=1)
+    pp: int = option(128, "N", "Length of the prompt in tokens.", min=1)
+    tg: int = option(16, "N", "Tokens to generate.", min=1)
     repetitions: Repetitions = 5
     flame: float = option(3.0, "S", "Seconds for each flame graph; 0: none.", min=0, max=600)
-    py_spy: bool = option(False, None, "Flame graphs by py-spy (extra `bench`).")
-    native: bool = option(False, None, "With --py-spy: native frames too.")
-    out: Path | None = option(None, "FOLDER", "Where the report goes.", "-o", show_default="profile-MODEL-DATE")
+    py_spy: bool = option(False, None, "Sample with py-spy (extra `bench`).")
+    native: bool = option(False, None, "With --py-spy: include native frames.")
+    out: Path | None = option(None, "FOLDER", "Folder of the report.", "-o", show_default="profile-MODEL-DATE")
 
 
 @gather(options=ProfileOptions, results=ResultOptions, computing=LoadOptions)

@@ -92,16 +92,16 @@ class PromptOptions:
     """The prompt, and how it is encoded."""
 
     prompt: Annotated[
-        str | None, typer.Argument(metavar="PROMPT", help="The prompt; - or nothing: standard input.")
+        str | None, typer.Argument(metavar="PROMPT", help="The prompt. Default, and -: standard input.")
     ] = None
     file: Path | None = _prompt(None, "FILE", "Read the prompt from a file.", "-f")
     prompts: Path | None = _prompt(
-        None, "FILE", "Answer all prompts of a file in one batch: one a line, or JSON Lines "
+        None, "FILE", "Answer all prompts of a file in one batch: one per line, or JSON Lines "
         '{"prompt" or "messages", "max_tokens", "priority", ...}; - is standard input.',
     )  # fmt: skip
     system: str | None = _prompt(None, "TEXT", "A system message before the prompt.", "-s")
-    raw: bool = _prompt(False, None, "No chat template: continue this text.")
-    special: bool = _prompt(False, None, "With --raw: recognise special tokens.")
+    raw: bool = _prompt(False, None, "Use no chat template: continue the text of the prompt.")
+    special: bool = _prompt(False, None, "With --raw: parse the names of special tokens in the prompt.")
 
     def read_requests(self, params: SamplingParams) -> list[PromptRequest]:
         """Return the one prompt, or all of a file."""
@@ -154,8 +154,10 @@ class OutputOptions:
         1, "N", "Number of answers to each prompt (-n limits their length).", min=1, max=MAX_COMPLETIONS
     )
     timeout: float | None = _output(None, "S", "An answer fails after S seconds.", show_default="none")
-    as_json: bool = _output(False, None, "Print one JSON object at the end; of many answers one a line.", "--json")
-    quiet: bool = _output(False, None, "Leave out progress and figures.", "-q")
+    as_json: bool = _output(
+        False, None, "Print one JSON object at the end; with several answers, one per line.", "--json"
+    )
+    quiet: bool = _output(False, None, "Print neither progress nor statistics.", "-q")
 
     def validate(self) -> None:
         """Raise a usage error if a value is out of range."""

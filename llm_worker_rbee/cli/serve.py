@@ -57,7 +57,7 @@ ORIGIN = re.compile(r"https?://[A-Za-z0-9.\[\]:-]+|\*")
 DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(ServerSettings)}
 
 _wire, _limit, _process, _measuring = map(
-    option_fields, ("On the wire", "Limits", "The engine's process", "Measuring the server itself")
+    option_fields, ("Network", "Limits", "The engine's process", "Measuring the server itself")
 )
 
 
@@ -65,20 +65,22 @@ _wire, _limit, _process, _measuring = map(
 class WireOptions:
     """Address, keys, names, orchestrator, TLS."""
 
-    host: str = _wire("127.0.0.1", "ADDRESS", "Address to listen on; any but this machine's own needs a key.")
-    port: int = _wire(8080, "N", "Port; 0 takes a free one.", min=0, max=65535)
+    host: str = _wire("127.0.0.1", "ADDRESS", "Address to listen on; any other than loopback needs a key.")
+    port: int = _wire(8080, "N", "Port to listen on; 0: any free port.", min=0, max=65535)
     served_model_name: str | None = _wire(None, "NAME", "Name of the model for clients.")
     api_key_file: Path | None = _wire(None, "FILE", "File with the key that clients send. Or LLM_WORKER_API_KEY.")
-    worker_id: str | None = _wire(None, "ID", "Its name for the orchestrator.", show_default="random")
-    callback_url: str | None = _wire(None, "URL", "POST to it once the model is ready.")
-    heartbeat_url: str | None = _wire(None, "URL", "POST to it every 30 seconds.")
-    advertise_url: str | None = _wire(None, "URL", "Address of this worker in the callback.")
+    worker_id: str | None = _wire(
+        None, "ID", "Name of this worker in messages to the orchestrator.", show_default="random"
+    )
+    callback_url: str | None = _wire(None, "URL", "URL that gets a POST when the model is ready.")
+    heartbeat_url: str | None = _wire(None, "URL", "URL that gets a POST every 30 seconds.")
+    advertise_url: str | None = _wire(None, "URL", "URL of this worker in the callback, if not its own.")
     cors_origin: list[str] | None = _wire(None, "ORIGIN", "Allow pages from this origin, as https://host. Repeatable.")
     allowed_host: list[str] | None = _wire(
         None, "NAME", "Without a key: accept this name in the Host header, beside localhost; * accepts any. Repeatable."
     )
-    ssl_certfile: Path | None = _wire(None, "FILE", "Serve HTTPS.")
-    ssl_keyfile: Path | None = _wire(None, "FILE", "Its private key.")
+    ssl_certfile: Path | None = _wire(None, "FILE", "Certificate (PEM): serve HTTPS.")
+    ssl_keyfile: Path | None = _wire(None, "FILE", "Private key of the certificate (PEM), if not in the same file.")
 
     def tls(self) -> dict[str, str]:
         """Return the TLS arguments of the HTTP server; fail at once for files that cannot be used."""
@@ -124,21 +126,23 @@ def _check_tls_files(certificate: Path, key: Path | None) -> None:
 class LimitOptions:
     """Sizes and times: fields of `ServerSettings`, with its defaults."""
 
-    max_queue: int = _limit(DEFAULTS["max_queue"], "N", "Requests that may wait beside those being computed.", min=0)
-    max_queued_tokens: int = _limit(DEFAULTS["max_queued_tokens"], "N", "Prompt tokens that may wait.", min=1)
-    max_body: int = _limit(DEFAULTS["max_body"], "BYTES", "Largest request body.", min=1)
+    max_queue: int = _limit(DEFAULTS["max_queue"], "N", "Maximum number of requests that wait.", min=0)
+    max_queued_tokens: int = _limit(
+        DEFAULTS["max_queued_tokens"], "N", "Maximum number of prompt tokens that wait for prefill.", min=1
+    )
+    max_body: int = _limit(DEFAULTS["max_body"], "BYTES", "Maximum size of a request body.", min=1)
     job_ttl_s: float = _limit(
         DEFAULTS["job_ttl_s"], "S", "Keep the events of a job S seconds after its end.", "--job-ttl", min=0
     )
     shutdown_timeout_s: float = _limit(
-        DEFAULTS["shutdown_timeout_s"], "S", "At the end, wait S seconds for running requests.", "--shutdown-timeout",
+        DEFAULTS["shutdown_timeout_s"], "S", "On SIGTERM, wait S seconds for running requests.", "--shutdown-timeout",
         min=0,
     )  # fmt: skip
     stall_timeout_s: float = _limit(
-        DEFAULTS["stall_timeout_s"], "S", "Health is stalled after S seconds without a step.", "--stall-timeout",
+        DEFAULTS["stall_timeout_s"], "S", "/health reports stalled after S seconds without a step.", "--stall-timeout",
         min=0.1,
     )  # fmt: skip
-    ignore_unknown_fields: bool = _limit(False, None, "List unknown fields in a header instead of a 400.")
+    ignore_unknown_fields: bool = _limit(False, None, "Ignore unknown fields and list them in x-ignored-fields.")
 
 
 @dataclass(frozen=True, kw_only=True)

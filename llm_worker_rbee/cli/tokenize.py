@@ -20,7 +20,7 @@ JSON_NAMES = {dict: "an object", list: "an array", int: "a number", float: "a nu
 
 def tokenize(
     model: Annotated[str | None, typer.Argument(metavar="MODEL", help=MODEL_HELP)] = None,
-    text: Annotated[str | None, typer.Option("--text", "-t", metavar="TEXT", help="The text.")] = None,
+    text: Annotated[str | None, typer.Option("--text", "-t", metavar="TEXT", help="The text to tokenize.")] = None,
     file: Annotated[
         Path | None, typer.Option("--file", "-f", metavar="FILE", help="Read the text from a file, byte for byte.")
     ] = None,
@@ -28,7 +28,7 @@ def tokenize(
     no_bos: Annotated[bool, typer.Option("--no-bos", help="Add no special tokens before or after the text.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object: tokens, pieces.")] = False,
     jsonl: Annotated[
-        bool, typer.Option("--jsonl", help="Read one JSON string a line, print the JSON array of its ids for each.")
+        bool, typer.Option("--jsonl", help="Read one JSON string per line; print a JSON array of ids for each.")
     ] = False,
 ) -> None:
     """Show the tokens of a text: ids and pieces.

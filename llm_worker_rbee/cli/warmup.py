@@ -21,11 +21,12 @@ from .terminal import note, print_json
 def warmup(
     model: Annotated[
         str | None,
-        typer.Argument(metavar="MODEL", help="Only what this model needs. The built-in model's if left out."),
+        typer.Argument(metavar="MODEL", help="Compile the kernels of this model. Default: the built-in model."),
     ] = None,
-    all_: Annotated[bool, typer.Option("--all", help="Every kernel, for any model.")] = False,
+    all_: Annotated[bool, typer.Option("--all", help="Compile all kernels, for any model.")] = False,
     cpu_isa: Annotated[
-        str | None, typer.Option("--cpu-isa", metavar="NAME", show_default="the best", help="One that doctor lists.")
+        str | None,
+        typer.Option("--cpu-isa", metavar="NAME", show_default="the best", help="Instruction set: see doctor."),
     ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object: kernels, compiled, seconds, folder, instruction_set.")

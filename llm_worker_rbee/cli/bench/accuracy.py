@@ -44,24 +44,24 @@ def accuracy(
     model: ModelArgument = None,
     synthetic: SyntheticOption = None,
     batch: Annotated[
-        str, measuring(metavar="N,...", help="Batch sizes of the logit errors of a synthetic model.")
+        str, measuring(metavar="N,...", help="With --synthetic: batch sizes to compare logits at.")
     ] = "1,2,4,8,16,24,64,128",
-    greedy: Annotated[int, measuring(metavar="N", min=0, help="Compare greedy answers of N tokens too; 0: not.")] = 0,
+    greedy: Annotated[int, measuring(metavar="N", min=0, help="Compare greedy answers of N tokens; 0: do not.")] = 0,
     against: Annotated[
-        str, measuring(metavar="reference|transformers", help="What computes the truth.")
+        str, measuring(metavar="reference|transformers", help="Implementation to compare with.")
     ] = "reference",
     peer_python: Annotated[
-        str, measuring(metavar="PYTHON", show_default="this one", help="Where transformers is.")
+        str, measuring(metavar="PYTHON", show_default="this one", help="Python with transformers.")
     ] = sys.executable,
     llama_cpp_python: Annotated[
-        str | None, measuring(metavar="PYTHON", help="Measure llama.cpp too: the Python that has it.")
+        str | None, measuring(metavar="PYTHON", help="Python with llama-cpp-python: measure it too.")
     ] = None,
     prompts: Annotated[
-        Path | None, measuring(metavar="FILE", show_default="20 of ours", help="One prompt a line, or .jsonl.")
+        Path | None, measuring(metavar="FILE", show_default="20 built-in ones", help="Prompts: one per line, or .jsonl.")
     ] = None,
-    text: Annotated[Path | None, measuring(metavar="FILE", show_default="ours", help="Text.")] = None,
+    text: Annotated[Path | None, measuring(metavar="FILE", show_default="built-in", help="Text for perplexity.")] = None,
     tokens: Annotated[
-        int, measuring(metavar="N", min=2, max=1_000_000, help="How many tokens of the text.")
+        int, measuring(metavar="N", min=2, max=1_000_000, help="Number of tokens of the text.")
     ] = 512,
 ) -> None:  # fmt: skip
     """Measure how far a path is from float32 on the dequantized weights: the truth.

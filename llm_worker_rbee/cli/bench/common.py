@@ -32,11 +32,11 @@ results_panel, measuring = options_in("Results"), options_in("Measuring")
 _result, option = option_fields("Results"), option_fields("Measuring")
 ModelArgument = Annotated[str | None, typer.Argument(metavar="MODEL", help=MODEL_HELP)]
 SyntheticOption = Annotated[str | None, measuring("--synthetic", metavar="SHAPE:TYPES", help=SYNTHETIC_HELP)]
-PromptLengths = Annotated[str, measuring("--pp", metavar="N,...", help="Tokens of the prompt; 0: no prefill.")]
+PromptLengths = Annotated[str, measuring("--pp", metavar="N,...", help="Prompt lengths in tokens; 0: no prefill.")]
 OutputLengths = Annotated[str, measuring("--tg", metavar="N,...", help="Tokens to generate; 0: no decode.")]
-Threshold = Annotated[float, results_panel(metavar="X", min=0.0, help="How much worse fails: a fraction, 0.10 is 10%.")]
+Threshold = Annotated[float, results_panel(metavar="X", min=0.0, help="Smallest regression that fails; 0.10 is 10%.")]
 AsJson = Annotated[bool, results_panel("--json", help="Print one JSON object and nothing else.")]
-Repetitions = Annotated[int, measuring("--repetitions", "-r", metavar="N", min=1, help="How often.")]
+Repetitions = Annotated[int, measuring("--repetitions", "-r", metavar="N", min=1, help="Number of repetitions.")]
 
 
 @dataclass(frozen=True, kw_only=True)

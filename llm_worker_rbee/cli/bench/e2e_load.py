@@ -31,14 +31,14 @@ class ModelBenchOptions:
     synthetic: list[str] | None = option(None, "SHAPE:TYPES", f"{common.SYNTHETIC_HELP} FP8 on a GPU. Repeatable.")
     pp: PromptLengths = "512"
     tg: OutputLengths = "128"
-    depth: str = option("0", "N,...", "Tokens in the KV cache before.")
-    batch: str = option("1", "N,...", "Sequences side by side.")
+    depth: str = option("0", "N,...", "Tokens in the KV cache at the start.")
+    batch: str = option("1", "N,...", "Batch sizes.")
     pg: str | None = option(None, "P,T", "Time BATCH requests of P prompt and T output tokens.")
-    prefix: int = option(0, "N", "Time two prompts that share N tokens; 0: not.", min=0)
+    prefix: int = option(0, "N", "Time two prompts that share N tokens; 0: do not.", min=0)
     target_itl_ms: str | None = option(None, "T,...", "Time decode during a prefill of 2,000 tokens; 0: no target.")
-    speculative: str = option("off", "HOW", "Decode real text with a drafter too: ngram.")
-    draft_tokens: int | None = option(None, "K", "Draft tokens a step.", min=1, max=16)
-    draft_model: str | None = option(None, "MODEL", "Likewise, with this model as drafter.")
+    speculative: str = option("off", "HOW", "Decode real text with this drafter too: ngram.")
+    draft_tokens: int | None = option(None, "K", "Maximum number of draft tokens per step.", min=1, max=16)
+    draft_model: str | None = option(None, "MODEL", "Decode real text with this model as drafter too.")
     deterministic: bool = option(False, None, "Batch-invariant kernels, as `serve --deterministic` uses them.")
     repetitions: Repetitions = 5
 
@@ -136,8 +136,8 @@ class StartOptions:
 
     model: ModelArgument = None
     synthetic: SyntheticOption = None
-    compile: bool = option(False, None, "One start more with an empty kernel cache: it compiles all kernels.")
-    repetitions: int = option(3, "N", "How often, cold and warm each.", "-r", min=1)
+    compile: bool = option(False, None, "Also measure a start with an empty kernel cache.")
+    repetitions: int = option(3, "N", "Number of cold and of warm starts.", "-r", min=1)
 
 
 @gather(options=StartOptions, results=ResultOptions, computing=ComputeOptions)

@@ -23,10 +23,10 @@ COLOURS = {"confirmed": "green", "refuted": "red", "within noise": "yellow"}
 class MicroOptions:
     """Which benchmarks, on which backends, for how long."""
 
-    filter: str | None = option(None, "RE", "Only benchmarks whose name holds this expression.")
+    filter: str | None = option(None, "RE", "Only benchmarks whose name matches this expression.")
     ab: str | None = option(None, "backend=A,B", "Measure two backends in turn and compare them.")
-    seconds: float = option(0.5, "X", "How long each benchmark is measured.", min=0.01, max=600)
-    names: bool = option(False, None, "List the benchmarks and leave.", "--list")
+    seconds: float = option(0.5, "X", "Seconds per benchmark.", min=0.01, max=600)
+    names: bool = option(False, None, "List the benchmarks and exit.", "--list")
 
 
 @gather(options=MicroOptions, results=ResultOptions, computing=ComputeOptions)

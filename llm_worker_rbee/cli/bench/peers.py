@@ -24,24 +24,24 @@ def peers(
     pp: PromptLengths = "512",
     tg: OutputLengths = "128",
     batch: Annotated[
-        str, common.measuring(metavar="N,...", help="Answers at once; above 1 beside llama-server, decode only.")
+        str, common.measuring(metavar="N,...", help="Batch sizes; above 1, decode only and only with llama-server.")
     ] = "1",
     repetitions: Repetitions = 3,
     peer: Annotated[
-        list[str] | None, _peer_option(metavar="NAME", show_default="all", help="Only this one. Repeatable.")
+        list[str] | None, _peer_option(metavar="NAME", show_default="all", help="Measure only this peer. Repeatable.")
     ] = None,
     llama_bench: Annotated[
-        str | None, _peer_option(metavar="PATH", show_default="on the PATH", help="The program llama-bench.")
+        str | None, _peer_option(metavar="PATH", show_default="on the PATH", help="Path of llama-bench.")
     ] = None,
     llama_server: Annotated[
-        str | None, _peer_option(metavar="PATH", show_default="on the PATH", help="The program llama-server.")
+        str | None, _peer_option(metavar="PATH", show_default="on the PATH", help="Path of llama-server.")
     ] = None,
     peer_python: Annotated[
         list[str] | None,
         _peer_option(metavar="PATH", show_default="this one",
-                     help="A Python that has llama-cpp-python or transformers. Repeatable."),
+                     help="Python with llama-cpp-python or transformers. Repeatable."),
     ] = None,
-    timeout: Annotated[float, _peer_option(metavar="S", min=0.1, help="How long to wait for one answer.")] = 900.0,
+    timeout: Annotated[float, _peer_option(metavar="S", min=0.1, help="Timeout of one answer, in seconds.")] = 900.0,
 ) -> None:  # fmt: skip
     """Measure this worker beside llama-bench, llama-cpp-python and transformers.
 

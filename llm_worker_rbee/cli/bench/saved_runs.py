@@ -25,7 +25,7 @@ def compare(
     after: Annotated[str, typer.Argument(metavar="AFTER", help=f"The later run: {RUN_HELP}")],
     threshold: Threshold = 0.10,
     as_json: AsJson = False,
-    force: Annotated[bool, results_panel("--force", help="Compare also runs of different machines.")] = False,
+    force: Annotated[bool, results_panel("--force", help="Compare runs of different machines too.")] = False,
 ) -> None:
     """Compare two saved runs.
 
@@ -79,10 +79,10 @@ def _truncate(text: str) -> str:
 def report(
     results: Annotated[list[str], typer.Argument(metavar="RESULTS", help="Files that --save wrote, or baselines.")],
     output: Annotated[
-        Path, typer.Option("--output", "-o", metavar="FILE", help="Where to write the page.")
+        Path, typer.Option("--output", "-o", metavar="FILE", help="HTML file to write.")
     ] = Path("report.html"),
     title: Annotated[
-        str | None, typer.Option(metavar="TEXT", show_default="what was measured", help="The page's title.")
+        str | None, typer.Option(metavar="TEXT", show_default="what was measured", help="Title of the page.")
     ] = None,
 ) -> None:  # fmt: skip
     """Write one HTML page with tables and plots of saved runs.

@@ -43,19 +43,19 @@ OBSERVATIONS = {
     "server/kv_cache_in_use": "KV cache still in use",
 }  # fmt: skip
 
-_server, _own, _load, _prompts = map(option_fields, ("Server", "Server of ours", "Load", "Prompts"))
+_server, _own, _load, _prompts = map(option_fields, ("Server", "Server to start", "Load", "Prompts"))
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerOptions:
     """The server and the fields of its requests."""
 
-    endpoint: str = _server("chat", "chat|completions", "Which of the two.")
-    model: str | None = _server(None, "NAME", "The model.", "-m", show_default="the first it lists")
+    endpoint: str = _server("chat", "chat|completions", "Route to measure.")
+    model: str | None = _server(None, "NAME", "Name of the model.", "-m", show_default="the first it lists")
     api_key: str | None = _server(None, "KEY", "Sent as a bearer token.", envvar="LLM_WORKER_RBEE_API_KEY")
-    header: list[str] | None = _server(None, "'NAME: VALUE'", "A header more. Repeatable.")
-    timeout: float = _server(600.0, "S", "Give up on a request after this.", min=0.001, max=86400)
-    temperature: float = _server(0.0, "X", "Sent along.", min=0, max=100)
+    header: list[str] | None = _server(None, "'NAME: VALUE'", "Additional header. Repeatable.")
+    timeout: float = _server(600.0, "S", "Timeout of a request, in seconds.", min=0.001, max=86400)
+    temperature: float = _server(0.0, "X", "Sampling temperature of the requests.", min=0, max=100)
     ignore_eos: bool = _server(
         False, None, "Ask for answers of full length (not every server knows the field).", "--ignore-eos"
     )
@@ -76,12 +76,10 @@ class ServerOptions:
 class OwnOptions:
     """A server started for the length of the load."""
 
-    spawn: bool = _own(
-        False, None, "Start a server of ours, measure it, end it; -m is its model. No URL then.", "--spawn"
-    )
-    engine: str | None = _own(None, "model|null", "null: it computes nothing; what is left is its own.")
-    serve_args: str | None = _own(None, "'...'", "More options for `serve`, as in a shell.")
-    health: bool = _own(False, None, "Ask for /health meanwhile. With --spawn, always.", "--health")
+    spawn: bool = _own(False, None, "Start `serve` with the model of -m and measure it; give no URL.", "--spawn")
+    engine: str | None = _own(None, "model|null", "null: compute nothing, to measure the server alone.")
+    serve_args: str | None = _own(None, "'...'", "More options of `serve`, quoted as in a shell.")
+    health: bool = _own(False, None, "Poll /health during the run; always with --spawn.", "--health")
 
     def arguments(self, url: str | None, model: str | None) -> list[str]:
         """Return the arguments of `serve`; raise on options that exclude each other."""
@@ -104,17 +102,19 @@ class LoadOptions:
     requests: int | None = _load(
         None, "N", "How many requests.", "-n", min=1, max=1_000_000, show_default="100, or all of --prompts"
     )
-    rate: float = _load(math.inf, "R", "Requests a second; inf: as soon as may be.", "-r")
-    burstiness: float = _load(1.0, "X", "1: Poisson arrivals; below bursts, above a beat.", min=0.001, max=1e6)
-    concurrency: int | None = _load(None, "N", "The most in flight.", "-c", min=1, max=4096, show_default="4096")
-    duration: float | None = _load(None, "S", "Send nothing new after so many seconds.", min=0.001)
+    rate: float = _load(math.inf, "R", "Requests per second; inf: all at once.", "-r")
+    burstiness: float = _load(1.0, "X", "1: Poisson arrivals; less: bursts; more: regular.", min=0.001, max=1e6)
+    concurrency: int | None = _load(
+        None, "N", "Maximum number of requests in flight.", "-c", min=1, max=4096, show_default="4096"
+    )
+    duration: float | None = _load(None, "S", "Send no request after S seconds.", min=0.001)
     warm_up: int = _load(1, "N", "Requests before the run, not measured.", min=0, max=1000)
-    input_len: str = _prompts("128", "LEN", "Words a prompt: N, LOW-HIGH or normal:MEAN,SD.")
-    output_len: str = _prompts("64", "LEN", "Tokens an answer, at most; written alike.")
+    input_len: str = _prompts("128", "LEN", "Words per prompt: N, LOW-HIGH or normal:MEAN,SD.")
+    output_len: str = _prompts("64", "LEN", "Maximum tokens per answer, in the same form.")
     prompts: Path | None = _prompts(None, "FILE.jsonl", 'Lines of {"prompt": ...} or {"messages": [...]}.')
-    shared_prefix: int = _prompts(0, "N", "The same N words before each prompt.", min=0, max=1_000_000)
-    prefix_groups: int = _prompts(1, "K", "K such beginnings, in turn.", min=1, max=1_000_000)
-    seed: int = _prompts(0, "N", "The same seed asks the same.", min=0)
+    shared_prefix: int = _prompts(0, "N", "Begin each prompt with the same N words.", min=0, max=1_000_000)
+    prefix_groups: int = _prompts(1, "K", "Number of different shared prefixes.", min=1, max=1_000_000)
+    seed: int = _prompts(0, "N", "Seed of the prompts.", min=0)
 
     def workload(self, endpoint: str) -> Workload:
         """Return the workload; raise on invalid options."""
