@@ -52,6 +52,7 @@ from .terminal import Status, discard_output, note, read_template, style, visibl
 
 ENGINES = ("model", "null")
 SWITCH = ("on", "off")
+MAX_PEM_BYTES = 1 << 20
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@+-]{0,127}")
 ORIGIN = re.compile(r"https?://[A-Za-z0-9.\[\]:-]+|\*")
 DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(ServerSettings)}
@@ -103,7 +104,8 @@ def _check_tls_files(certificate: Path, key: Path | None) -> None:
         (key_option, key or certificate, "PRIVATE KEY"),
     ):
         try:
-            text = path.read_bytes()
+            with path.open("rb") as file:
+                text = file.read(MAX_PEM_BYTES)
         except (OSError, ValueError) as error:  # ValueError: a NUL in the name
             raise InvalidRequestError(f"{option}: {getattr(error, 'strerror', None) or error}") from None
         if f"{kind}-----".encode() not in text:

@@ -172,8 +172,9 @@ class Connection(HttpToolsProtocol):
         no such state, and HTTP/1.0 no bytes that may precede a reply.
         """
         cycle = self.cycle
-        is_answered = cycle is None or cycle.response_complete or cycle.more_body
-        if is_answered or self.scheme == "https" or cycle.scope["http_version"] == "1.0":
+        if cycle is None or cycle.response_complete or cycle.more_body:  # no request to answer, or not a whole one
+            return False
+        if self.scheme == "https" or cycle.scope["http_version"] == "1.0":
             return False
         cycle.keep_alive = False
         self._probe_client(FIRST_PROBE_S)

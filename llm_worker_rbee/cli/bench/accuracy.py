@@ -57,9 +57,9 @@ def accuracy(
         str | None, measuring(metavar="PYTHON", help="Python with llama-cpp-python: measure it too.")
     ] = None,
     prompts: Annotated[
-        Path | None, measuring(metavar="FILE", show_default="20 built-in ones", help="Prompts: one per line, or .jsonl.")
+        Path | None, measuring(metavar="FILE", show_default="20 built-in", help="Prompts: one per line, or .jsonl.")
     ] = None,
-    text: Annotated[Path | None, measuring(metavar="FILE", show_default="built-in", help="Text for perplexity.")] = None,
+    text: Annotated[Path | None, measuring(metavar="FILE", show_default="built-in", help="Text to score.")] = None,
     tokens: Annotated[
         int, measuring(metavar="N", min=2, max=1_000_000, help="Number of tokens of the text.")
     ] = 512,
