@@ -17,6 +17,7 @@ TIE_TOLERANCE = tl.constexpr(1e-10)  # of the total weight: sums this close are 
 MAX_BISECTIONS = tl.constexpr(100)
 BY_COUNT, BY_MASS, BY_SURPRISAL = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 INF = tl.constexpr(float("inf"))
+NO_TOKEN = tl.constexpr(2147483647)
 
 
 @triton.jit
@@ -59,18 +60,25 @@ def draw_token(e, vocabulary, fraction, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def to_float64(x, s, vocabulary, BLOCK: tl.constexpr):
-    """Copy logits to float64 scratch and return whether a token can be sampled from them."""
-    best = tl.full((BLOCK,), -INF, tl.float32)
+def scan_row(x, vocabulary, BLOCK: tl.constexpr, copy=None):
+    """Return the largest value, the lowest id that has it, and whether a token can be sampled: the largest is finite
+    and no value is NaN. Store the values to `copy` if there is one."""
+    best = tl.full((BLOCK,), -INF, x.dtype.element_ty)
+    at = tl.full((BLOCK,), NO_TOKEN, tl.int32)
     is_nan = tl.zeros((BLOCK,), tl.int32)
     for start in range(0, vocabulary, BLOCK):
         i = start + tl.arange(0, BLOCK)
-        values = tl.load(x + i, mask=i < vocabulary, other=-INF)
-        is_nan |= (values != values).to(tl.int32)
-        best = tl.maximum(best, values)
-        tl.store(s + i, values.to(tl.float64), mask=i < vocabulary)
-    tl.debug_barrier()
-    return is_sampleable(tl.max(best, 0), is_nan)
+        v = tl.load(x + i, mask=i < vocabulary, other=-INF)
+        is_nan |= (v != v).to(tl.int32)
+        at = tl.where(v > best, i, at)
+        best = tl.maximum(best, v)
+        if copy is not None:
+            tl.store(copy + i, v.to(copy.dtype.element_ty), mask=i < vocabulary)
+    if copy is not None:
+        tl.debug_barrier()
+    top = tl.max(best, 0)
+    is_sampleable = (tl.max(is_nan, 0) == 0) & (top > -INF) & (top < INF)
+    return top, tl.min(tl.where(best == top, at, NO_TOKEN), 0), is_sampleable
 
 
 @triton.jit
@@ -124,20 +132,6 @@ def apply_penalties(s, e, ids, biases, ints, floats, vocabulary, BLOCK: tl.const
 
 
 @triton.jit
-def argmax(s, vocabulary, BLOCK: tl.constexpr):
-    """Return the largest value and the lowest id that has it."""
-    best = tl.full((BLOCK,), -INF, tl.float64)
-    at = tl.full((BLOCK,), 2147483647, tl.int32)
-    for start in range(0, vocabulary, BLOCK):
-        i = start + tl.arange(0, BLOCK)
-        v = tl.load(s + i, mask=i < vocabulary, other=-INF)
-        at = tl.where(v > best, i, at)
-        best = tl.where(v > best, v, best)
-    top = tl.max(best, 0)
-    return top, tl.min(tl.where(best == top, at, 2147483647), 0)
-
-
-@triton.jit
 def apply_temperature(s, e, vocabulary, top, temperature, BLOCK: tl.constexpr):
     """Set s = (s - top) / temperature and e = exp(s); drop tokens whose e is 0."""
     for start in range(0, vocabulary, BLOCK):
@@ -150,21 +144,14 @@ def apply_temperature(s, e, vocabulary, top, temperature, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def filter_key(v, center, BY: tl.constexpr):
-    """Return what a filter orders by, largest first: the logit, or how near the surprisal is to its mean."""
-    if BY == BY_SURPRISAL:
-        return tl.where(v > -INF, -tl.abs(center - v), -INF)
-    else:
-        return v
-
-
-@triton.jit
-def filter_weight(v, w, BY: tl.constexpr):
-    """Return what a filter adds up: tokens or their weight."""
-    if BY == BY_COUNT:
-        return (v > -INF).to(tl.float64)
-    else:
-        return w
+def load_keys(s, e, start, vocabulary, center, BY: tl.constexpr, BLOCK: tl.constexpr):
+    """Return a block of ids, what a filter orders them by, largest first (the logit, or how near the surprisal is to
+    its mean), and what it adds up (their weight, or 1 of each)."""
+    i = start + tl.arange(0, BLOCK)
+    v = tl.load(s + i, mask=i < vocabulary, other=-INF)
+    key = tl.where(v > -INF, -tl.abs(center - v), -INF) if BY == BY_SURPRISAL else v
+    weight = (v > -INF).to(tl.float64) if BY == BY_COUNT else tl.load(e + i, mask=i < vocabulary, other=0.0)
+    return i, key, weight
 
 
 @triton.jit
@@ -176,12 +163,9 @@ def weight_above(s, e, vocabulary, low, center, BY: tl.constexpr, BLOCK: tl.cons
     below = tl.full((BLOCK,), -INF, tl.float64)
     best = tl.full((BLOCK,), -INF, tl.float64)
     for start in range(0, vocabulary, BLOCK):
-        i = start + tl.arange(0, BLOCK)
-        v = tl.load(s + i, mask=i < vocabulary, other=-INF)
-        w = tl.load(e + i, mask=i < vocabulary, other=0.0)
-        key = filter_key(v, center, BY)
+        _, key, w = load_keys(s, e, start, vocabulary, center, BY, BLOCK)
         above_low = (key >= low) & (key > -INF)
-        total += tl.where(above_low, filter_weight(v, w, BY), 0.0)
+        total += tl.where(above_low, w, 0.0)
         count += above_low.to(tl.int32)
         least = tl.minimum(least, tl.where(above_low, key, INF))
         below = tl.maximum(below, tl.where(above_low, -INF, key))
@@ -194,19 +178,20 @@ def gather_candidates(s, e, candidates, vocabulary, low, high, center, BY: tl.co
     """Return the keys in low .. high, at most BLOCK of them, and their weights, in registers."""
     before = 0
     for start in range(0, vocabulary, BLOCK):
-        i = start + tl.arange(0, BLOCK)
-        v = tl.load(s + i, mask=i < vocabulary, other=-INF)
-        w = tl.load(e + i, mask=i < vocabulary, other=0.0)
-        key = filter_key(v, center, BY)
+        _, key, w = load_keys(s, e, start, vocabulary, center, BY, BLOCK)
         here = (key >= low) & (key <= high)
         at = before + tl.cumsum(here.to(tl.int32), 0) - 1
         tl.store(candidates + at, key, mask=here & (at < BLOCK))
-        tl.store(candidates + BLOCK + at, filter_weight(v, w, BY), mask=here & (at < BLOCK))
+        if BY != BY_COUNT:
+            tl.store(candidates + BLOCK + at, w, mask=here & (at < BLOCK))
         before += tl.sum(here.to(tl.int32), 0)
     tl.debug_barrier()
     i = tl.arange(0, BLOCK)
     key = tl.load(candidates + i, mask=i < before, other=-INF)
-    weight = tl.load(candidates + BLOCK + i, mask=i < before, other=0.0)
+    if BY == BY_COUNT:
+        weight = (key > -INF).to(tl.float64)
+    else:
+        weight = tl.load(candidates + BLOCK + i, mask=i < before, other=0.0)
     tl.debug_barrier()  # the next filter writes there
     return key, weight
 
@@ -217,16 +202,12 @@ def inspect_threshold(s, e, vocabulary, threshold, center, BY: tl.constexpr, BLO
     large = tl.zeros((BLOCK,), tl.float64)
     small = tl.full((BLOCK,), INF, tl.float64)
     num_near = tl.zeros((BLOCK,), tl.int32)
+    tolerance = TIE_TOLERANCE * (1.0 + tl.abs(threshold))
     for start in range(0, vocabulary, BLOCK):
-        i = start + tl.arange(0, BLOCK)
-        v = tl.load(s + i, mask=i < vocabulary, other=-INF)
-        w = filter_weight(v, tl.load(e + i, mask=i < vocabulary, other=0.0), BY)
-        key = filter_key(v, center, BY)
+        _, key, w = load_keys(s, e, start, vocabulary, center, BY, BLOCK)
         large = tl.maximum(large, tl.where(key == threshold, w, 0.0))
         small = tl.minimum(small, tl.where(key == threshold, w, INF))
-        num_near += ((key != threshold) & (tl.abs(key - threshold) <= TIE_TOLERANCE * (1.0 + tl.abs(threshold)))).to(
-            tl.int32
-        )
+        num_near += ((key != threshold) & (tl.abs(key - threshold) <= tolerance)).to(tl.int32)
     return tl.min(small, 0), tl.max(large, 0), tl.sum(num_near, 0)
 
 
@@ -235,9 +216,7 @@ def drop_below(s, e, vocabulary, threshold, center, ties, BY: tl.constexpr, BLOC
     """Drop the keys below the threshold, and those equal to it after the first `ties`."""
     before = 0
     for start in range(0, vocabulary, BLOCK):
-        i = start + tl.arange(0, BLOCK)
-        v = tl.load(s + i, mask=i < vocabulary, other=-INF)
-        key = filter_key(v, center, BY)
+        i, key, _ = load_keys(s, e, start, vocabulary, center, BY, BLOCK)
         same = (key == threshold).to(tl.int32)
         dropped = (key < threshold) | ((key == threshold) & (before + tl.cumsum(same, 0) > ties))
         tl.store(s + i, -INF, mask=dropped & (i < vocabulary))
@@ -313,11 +292,7 @@ def mean_surprisal(s, e, vocabulary, BLOCK: tl.constexpr):
 @triton.jit
 def keep_min_p(e, s, vocabulary, fraction, BLOCK: tl.constexpr):
     """Keep the tokens that are at least `fraction` as likely as the likeliest. Return 1 if undecided."""
-    best = tl.zeros((BLOCK,), tl.float64)
-    for start in range(0, vocabulary, BLOCK):
-        i = start + tl.arange(0, BLOCK)
-        best = tl.maximum(best, tl.load(e + i, mask=i < vocabulary, other=0.0))
-    top = tl.max(best, 0)
+    top, _, _ = scan_row(e, vocabulary, BLOCK)
     least = fraction * top
     num_near = tl.zeros((BLOCK,), tl.int32)
     for start in range(0, vocabulary, BLOCK):
@@ -347,11 +322,11 @@ def sample_rows(
     candidates = candidate_scratch + 2 * row * BLOCK
     ints += row * NUM_INTS
     floats += row * NUM_FLOATS
-    ok = to_float64(logits + row * stride, s, vocabulary, BLOCK)
+    _, _, is_sampleable = scan_row(logits + row * stride, vocabulary, BLOCK, s)
     apply_penalties(s, e, ids, biases, ints, floats, vocabulary, BLOCK, LIST_TILE)
-    top, token = argmax(s, vocabulary, BLOCK)
+    top, token, _ = scan_row(s, vocabulary, BLOCK)
     temperature = tl.load(floats)
-    if (temperature > 0.0) & ok:
+    if (temperature > 0.0) & is_sampleable:
         apply_temperature(s, e, vocabulary, top, temperature, BLOCK)
         top_k, top_p, min_p, typical_p = tl.load(ints), tl.load(floats + 1), tl.load(floats + 2), tl.load(floats + 3)
         undecided = 0
@@ -365,47 +340,31 @@ def sample_rows(
         if min_p > 0.0:
             undecided |= keep_min_p(e, s, vocabulary, min_p, BLOCK)
         token = tl.where(undecided == 0, draw_token(e, vocabulary, philox_uniform(ints), BLOCK), -1)
-    tl.store(out + row, tl.where(ok, token, -2))
-
-
-@triton.jit
-def is_sampleable(top, is_nan):
-    """Return whether a token can be sampled from logits with this maximum and mask of NaNs."""
-    return (tl.max(is_nan, 0) == 0) & (top > -INF) & (top < INF)
+    tl.store(out + row, tl.where(is_sampleable, token, -2))
 
 
 @triton.jit
 def argmax_rows(logits, stride, out, vocabulary, BLOCK: tl.constexpr):
     """Store the id of the largest logit of each row, the lowest among equals, or NOT_FINITE."""
     row = tl.program_id(0)
-    best = tl.full((BLOCK,), -INF, tl.float32)
-    at = tl.full((BLOCK,), 2147483647, tl.int32)
-    is_nan = tl.zeros((BLOCK,), tl.int32)
-    for start in range(0, vocabulary, BLOCK):
-        i = start + tl.arange(0, BLOCK)
-        x = tl.load(logits + row.to(tl.int64) * stride + i, mask=i < vocabulary, other=-INF)
-        is_nan |= (x != x).to(tl.int32)
-        at = tl.where(x > best, i, at)
-        best = tl.where(x > best, x, best)
-    top = tl.max(best, 0)
-    token = tl.min(tl.where(best == top, at, 2147483647), 0)
-    tl.store(out + row, tl.where(is_sampleable(top, is_nan), token, -2))
+    _, token, is_sampleable = scan_row(logits + row.to(tl.int64) * stride, vocabulary, BLOCK)
+    tl.store(out + row, tl.where(is_sampleable, token, -2))
 
 
 @triton.jit
 def next_largest(x, value, token, vocabulary, BLOCK: tl.constexpr):
     """Return what follows (value, token) in the order largest first, lowest id first among equals."""
     best = tl.full((BLOCK,), -INF, tl.float32)
-    at = tl.full((BLOCK,), 2147483647, tl.int32)
+    at = tl.full((BLOCK,), NO_TOKEN, tl.int32)
     for start in range(0, vocabulary, BLOCK):
         i = start + tl.arange(0, BLOCK)
         v = tl.load(x + i, mask=i < vocabulary, other=-INF)
         left = (i < vocabulary) & ((v < value) | ((v == value) & (i > token)))
-        better = left & ((v > best) | (at == 2147483647))
+        better = left & ((v > best) | (at == NO_TOKEN))
         at = tl.where(better, i, at)
         best = tl.where(better, v, best)
-    top = tl.max(tl.where(at == 2147483647, -INF, best), 0)
-    return top, tl.min(tl.where(best == top, at, 2147483647), 0)
+    top = tl.max(tl.where(at == NO_TOKEN, -INF, best), 0)
+    return top, tl.min(tl.where(best == top, at, NO_TOKEN), 0)
 
 
 @triton.jit(do_not_specialize=["k"])
@@ -415,15 +374,7 @@ def logprob_rows(logits, stride, chosen, out, top_ids, vocabulary, k, BLOCK: tl.
     out (rows, 1 + k) float32, NaN where no token can be sampled; top_ids (rows, k)."""
     row = tl.program_id(0).to(tl.int64)
     x = logits + row * stride
-    best = tl.full((BLOCK,), -INF, tl.float32)
-    is_nan = tl.zeros((BLOCK,), tl.int32)
-    for start in range(0, vocabulary, BLOCK):
-        i = start + tl.arange(0, BLOCK)
-        values = tl.load(x + i, mask=i < vocabulary, other=-INF)
-        is_nan |= (values != values).to(tl.int32)
-        best = tl.maximum(best, values)
-    top = tl.max(best, 0)
-    ok = is_sampleable(top, is_nan)
+    top, _, is_sampleable = scan_row(x, vocabulary, BLOCK)
     wide = top.to(tl.float64)
     total = tl.zeros((BLOCK,), tl.float64)
     for start in range(0, vocabulary, BLOCK):
@@ -431,7 +382,7 @@ def logprob_rows(logits, stride, chosen, out, top_ids, vocabulary, k, BLOCK: tl.
         total += tl.exp(tl.load(x + i, mask=i < vocabulary, other=-INF).to(tl.float64) - wide)
     less = tl.log(tl.sum(total, 0))
     own = tl.load(x + tl.load(chosen + row)).to(tl.float64) - wide - less
-    tl.store(out + row * (1 + k), tl.where(ok, own, float("nan")).to(tl.float32))
+    tl.store(out + row * (1 + k), tl.where(is_sampleable, own, float("nan")).to(tl.float32))
     value, token = INF, -1
     for n in range(k):
         value, token = next_largest(x, value, token, vocabulary, BLOCK)
