@@ -145,9 +145,10 @@ def split_range(
 @triton.jit
 def words_pointer(cache):
     """View a 16- or 8-bit cache as 32-bit words: single values would take a register each."""
-    if cache.dtype.element_ty.primitive_bitwidth == 32:
-        return cache
-    return cache.to(tl.pointer_type(tl.int32), bitcast=True)
+    words = cache
+    if cache.dtype.element_ty.primitive_bitwidth != 32:
+        words = cache.to(tl.pointer_type(tl.int32), bitcast=True)
+    return words
 
 
 @triton.jit
@@ -231,18 +232,19 @@ def word_offsets(
 @triton.jit
 def unpack(words, KV_TYPE: tl.constexpr, SIZE: tl.constexpr):
     """Unpack (RUNS, RUN_KEYS, words) of the cache to (RUNS, RUN_KEYS, SIZE) float32."""
-    if KV_TYPE.primitive_bitwidth == 32:
-        return words
+    values = words
     if KV_TYPE.primitive_bitwidth == 8:
         pairs = tl.join(
             tl.join(unpack_byte(words, 0, KV_TYPE), unpack_byte(words, 2, KV_TYPE)),
             tl.join(unpack_byte(words, 1, KV_TYPE), unpack_byte(words, 3, KV_TYPE)),
         )
+        values = tl.reshape(pairs, (words.shape[0], words.shape[1], SIZE))
     elif KV_TYPE == tl.bfloat16:
         pairs = tl.join((words << 16).to(tl.float32, bitcast=True), (words & -65536).to(tl.float32, bitcast=True))
-    else:
-        pairs = tl.join(low_half(words), high_half(words))
-    return tl.reshape(pairs, (words.shape[0], words.shape[1], SIZE))
+        values = tl.reshape(pairs, (words.shape[0], words.shape[1], SIZE))
+    elif KV_TYPE == tl.float16:
+        values = tl.reshape(tl.join(low_half(words), high_half(words)), (words.shape[0], words.shape[1], SIZE))
+    return values
 
 
 @triton.jit
