@@ -97,9 +97,10 @@ def scale_scores_log2(scores, CAP: tl.constexpr):
 
 
 @triton.jit
-def store_heads(y, t, heads, mask, out, out_scales, out_sums, width, DIM: tl.constexpr, INT8: tl.constexpr):
-    """Store the results (rows, padded DIM) of the heads in `mask` as activations: int8 blocks (then a head is whole
-    blocks), or the dtype of `out`."""
+def store_heads(y, t, heads, mask, outputs, width, DIM: tl.constexpr, INT8: tl.constexpr):
+    """Store the results (rows, padded DIM) of the heads in `mask` to `outputs`, (values, scales, sums): as int8 blocks
+    (then a head is whole blocks), or as values of any dtype alone."""
+    out, out_scales, out_sums = outputs
     SIZE: tl.constexpr = padded_dim(DIM)
     if INT8:
         GROUPS: tl.constexpr = SIZE // 32
@@ -121,10 +122,10 @@ def store_heads(y, t, heads, mask, out, out_scales, out_sums, width, DIM: tl.con
 
 
 @triton.jit
-def store_head(y, t, head, out, out_scales, out_sums, width, DIM: tl.constexpr, INT8: tl.constexpr):
+def store_head(y, t, head, outputs, width, DIM: tl.constexpr, INT8: tl.constexpr):
     """Store the result of one head."""
     one = tl.zeros((1,), tl.int32)
-    store_heads(y[None, :], t, one + head, one == 0, out, out_scales, out_sums, width, DIM, INT8)
+    store_heads(y[None, :], t, one + head, one == 0, outputs, width, DIM, INT8)
 
 
 @triton.jit
@@ -153,9 +154,8 @@ def words_pointer(cache):
 
 @triton.jit
 def store_new_kv(
-    k_cache, v_cache, table, position, kv_head, new_k, new_v,
-    KV_HEADS: tl.constexpr, DIM: tl.constexpr, P: tl.constexpr,
-):  # fmt: skip
+    k_cache, v_cache, table, position, kv_head, new_k, new_v, KV_HEADS: tl.constexpr, DIM: tl.constexpr, P: tl.constexpr
+):
     """Store the new key and value of the token in the cache."""
     block = tl.load(table + position // P).to(tl.int64)
     at = ((block * KV_HEADS + kv_head) * P + position % P) * DIM + tl.arange(0, padded_dim(DIM))
@@ -165,7 +165,7 @@ def store_new_kv(
 
 @triton.jit
 def combine_splits(
-    partial, stats, counters, t, kv_head, splits, out, out_scales, out_sums,
+    partial, stats, counters, t, kv_head, splits, outputs,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, SPLITS: tl.constexpr, INT8: tl.constexpr,
 ):  # fmt: skip
     """Combine the results of all splits in the program that finishes last, which resets the counter to zero."""
@@ -179,7 +179,7 @@ def combine_splits(
             first = (t * HEADS + kv_head * GROUP + g) * SPLITS
             y = y + (combine_head(partial, stats, first, splits, padded_dim(DIM), SPLITS),)
         for g in tl.static_range(GROUP):
-            store_head(y[g], t, kv_head * GROUP + g, out, out_scales, out_sums, HEADS * DIM, DIM, INT8)
+            store_head(y[g], t, kv_head * GROUP + g, outputs, HEADS * DIM, DIM, INT8)
 
 
 @triton.jit
@@ -309,11 +309,9 @@ def decode_attention(
     TILE: tl.constexpr = RUN_KEYS * RUNS
     KV_TYPE: tl.constexpr = k_cache.dtype.element_ty
     PER_WORD: tl.constexpr = 32 // KV_TYPE.primitive_bitwidth
-    k_words = words_pointer(k_cache)
-    v_words = words_pointer(v_cache)
-    split = tl.program_id(0)
-    kv_head = tl.program_id(1)
-    t = tl.program_id(2)
+    k_words, v_words = words_pointer(k_cache), words_pointer(v_cache)
+    outputs = (out, out_scales, out_sums)
+    split, kv_head, t = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     launch_next(PDL)
     position = tl.load(positions + t)
     table = block_tables + t * tl.load(table_width)
@@ -378,19 +376,17 @@ def decode_attention(
         y = y + (one,)
     if splits == 1:
         for g in tl.static_range(GROUP):
-            store_head(y[g], t, kv_head * GROUP + g, out, out_scales, out_sums, HEADS * DIM, DIM, INT8)
+            store_head(y[g], t, kv_head * GROUP + g, outputs, HEADS * DIM, DIM, INT8)
     else:
-        combine_splits(
-            partial, stats, counters, t, kv_head, splits, out, out_scales, out_sums, HEADS, KV_HEADS, DIM, SPLITS, INT8
-        )
+        combine_splits(partial, stats, counters, t, kv_head, splits, outputs, HEADS, KV_HEADS, DIM, SPLITS, INT8)
 
 
 @triton.jit
-def tile_offsets(
-    table, start, end, kv_head,
+def load_tile(
+    k_cache, v_cache, table, start, end, kv_head,
     KV_HEADS: tl.constexpr, P: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Return the offsets of a tile of keys of WIDTH values or words, (TILE, SIZE), and a mask of those before `end`."""
+    """Load a tile of keys and one of values of WIDTH values or words, (TILE, SIZE); zeros from `end` on."""
     row = tl.arange(0, TILE)
     mask = row < end - start
     if P % TILE == 0:  # in one block
@@ -403,12 +399,13 @@ def tile_offsets(
     mask = mask[:, None]
     if SIZE != WIDTH:
         mask = mask & (i < WIDTH)
-    return at[:, None] + i, mask
+    at = at[:, None] + i
+    return tl.load(k_cache + at, mask=mask, other=0), tl.load(v_cache + at, mask=mask, other=0)
 
 
 @triton.jit
-def words_to_tile(words, KV_TYPE: tl.constexpr, DOT_TYPE: tl.constexpr, TILE: tl.constexpr, SIZE: tl.constexpr):
-    """Convert words of the cache, (TILE, words), to an operand of tl.dot, (TILE, SIZE)."""
+def words_to_tile(words, KV_TYPE: tl.constexpr, DOT_TYPE: tl.constexpr, SIZE: tl.constexpr):
+    """Convert words of the cache, (keys, words), to an operand of tl.dot, (keys, SIZE)."""
     if KV_TYPE.primitive_bitwidth == 32:
         tile = words
     elif KV_TYPE.primitive_bitwidth == 16:
@@ -417,16 +414,13 @@ def words_to_tile(words, KV_TYPE: tl.constexpr, DOT_TYPE: tl.constexpr, TILE: tl
         even = tl.join(words.to(tl.int8), (words >> 16).to(tl.int8))
         odd = tl.join((words >> 8).to(tl.int8), (words >> 24).to(tl.int8))
         tile = tl.join(even, odd).to(KV_TYPE, bitcast=True)
-    return tl.reshape(tile, (TILE, SIZE)).to(DOT_TYPE)
+    return tl.reshape(tile, (words.shape[0], SIZE)).to(DOT_TYPE)
 
 
 @triton.jit
-def accumulate_tile(
-    k, v, q, start, end, position, m_i, l_i, acc, DOT_TYPE: tl.constexpr, TILE: tl.constexpr,
-    WINDOW: tl.constexpr, CAP: tl.constexpr,
-):  # fmt: skip
-    """Add a tile (TILE, SIZE) to the accumulators of all heads: one step of online softmax."""
-    keys = start + tl.arange(0, TILE)
+def accumulate_tile(k, v, q, start, end, position, m_i, l_i, acc, WINDOW: tl.constexpr, CAP: tl.constexpr):
+    """Add a tile (keys, SIZE) to the accumulators of all heads: one step of online softmax."""
+    keys = start + tl.arange(0, k.shape[0])
     visible = keys < end
     if WINDOW > 0:
         visible = visible & (keys > position - WINDOW)
@@ -434,7 +428,7 @@ def accumulate_tile(
     m_new = tl.maximum(m_i, tl.max(scores, 1))
     alpha = tl.exp2(m_i - m_new)
     weights = tl.where(visible[None, :], tl.exp2(scores - m_new[:, None]), 0.0)
-    acc = tl.dot(weights.to(DOT_TYPE), v, acc * alpha[:, None])
+    acc = tl.dot(weights.to(v.dtype), v, acc * alpha[:, None])
     return m_new, l_i * alpha + tl.sum(weights, 1), acc
 
 
@@ -457,12 +451,10 @@ def decode_attention_gqa(
     KV_TYPE: tl.constexpr = k_cache.dtype.element_ty
     WORDS: tl.constexpr = DIM * KV_TYPE.primitive_bitwidth // 32  # of a key
     PADDED_WORDS: tl.constexpr = SIZE * KV_TYPE.primitive_bitwidth // 32
-    split = tl.program_id(0)
-    kv_head = tl.program_id(1)
-    t = tl.program_id(2)
+    k_words, v_words = words_pointer(k_cache), words_pointer(v_cache)
+    outputs = (out, out_scales, out_sums)
+    split, kv_head, t = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     launch_next(PDL)
-    k_words = words_pointer(k_cache)
-    v_words = words_pointer(v_cache)
     position = tl.load(positions + t)
     table = block_tables + t * tl.load(table_width)
     first, end, splits = split_range(position, split, TILE, SPLITS, MIN_TILES, WINDOW)
@@ -470,9 +462,7 @@ def decode_attention_gqa(
         return
     i = tl.arange(0, SIZE)
     if STAGES == 0:
-        at, mask = tile_offsets(table, first, end, kv_head, KV_HEADS, P, TILE, WORDS, PADDED_WORDS)
-        k = tl.load(k_words + at, mask=mask, other=0)
-        v = tl.load(v_words + at, mask=mask, other=0)
+        k, v = load_tile(k_words, v_words, table, first, end, kv_head, KV_HEADS, P, TILE, WORDS, PADDED_WORDS)
     cosines, sines = load_cos_sin(cos, sin, position, DIM, HALF)
     wait_for_previous(PDL)
     row = qkv + t * ((HEADS + 2 * KV_HEADS) * DIM)
@@ -494,33 +484,25 @@ def decode_attention_gqa(
     q = tl.reshape(q, (DOT_ROWS, SIZE))
     if STAGES == 0:
         for start in range(first, end, TILE):
-            k_now = words_to_tile(k, KV_TYPE, DOT_TYPE, TILE, SIZE)
-            v_now = words_to_tile(v, KV_TYPE, DOT_TYPE, TILE, SIZE)
-            at, mask = tile_offsets(table, start + TILE, end, kv_head, KV_HEADS, P, TILE, WORDS, PADDED_WORDS)
-            k = tl.load(k_words + at, mask=mask, other=0)
-            v = tl.load(v_words + at, mask=mask, other=0)
-            m_i, l_i, acc = accumulate_tile(
-                k_now, v_now, q, start, end, position, m_i, l_i, acc, DOT_TYPE, TILE, WINDOW, CAP
+            k_now, v_now = words_to_tile(k, KV_TYPE, DOT_TYPE, SIZE), words_to_tile(v, KV_TYPE, DOT_TYPE, SIZE)
+            k, v = load_tile(
+                k_words, v_words, table, start + TILE, end, kv_head, KV_HEADS, P, TILE, WORDS, PADDED_WORDS
             )
+            m_i, l_i, acc = accumulate_tile(k_now, v_now, q, start, end, position, m_i, l_i, acc, WINDOW, CAP)
     else:
         for start in tl.range(first, end, TILE, num_stages=STAGES):
-            at, mask = tile_offsets(table, start, end, kv_head, KV_HEADS, P, TILE, DIM, SIZE)
-            k = tl.load(k_cache + at, mask=mask, other=0.0).to(DOT_TYPE)
-            v = tl.load(v_cache + at, mask=mask, other=0.0).to(DOT_TYPE)
-            m_i, l_i, acc = accumulate_tile(k, v, q, start, end, position, m_i, l_i, acc, DOT_TYPE, TILE, WINDOW, CAP)
+            k, v = load_tile(k_cache, v_cache, table, start, end, kv_head, KV_HEADS, P, TILE, DIM, SIZE)
+            k, v = k.to(DOT_TYPE), v.to(DOT_TYPE)
+            m_i, l_i, acc = accumulate_tile(k, v, q, start, end, position, m_i, l_i, acc, WINDOW, CAP)
     r = tl.arange(0, DOT_ROWS)
     if splits == 1:
-        store_heads(
-            acc / l_i[:, None], t, kv_head * GROUP + r, r < GROUP, out, out_scales, out_sums, HEADS * DIM, DIM, INT8
-        )
+        store_heads(acc / l_i[:, None], t, kv_head * GROUP + r, r < GROUP, outputs, HEADS * DIM, DIM, INT8)
     else:
         index = (t * HEADS + kv_head * GROUP + r) * SPLITS + split
         tl.store(partial + index[:, None] * SIZE + i[None, :], acc, mask=(r < GROUP)[:, None])
         tl.store(stats + index * 2, m_i, mask=r < GROUP)
         tl.store(stats + index * 2 + 1, l_i, mask=r < GROUP)
-        combine_splits(
-            partial, stats, counters, t, kv_head, splits, out, out_scales, out_sums, HEADS, KV_HEADS, DIM, SPLITS, INT8
-        )
+        combine_splits(partial, stats, counters, t, kv_head, splits, outputs, HEADS, KV_HEADS, DIM, SPLITS, INT8)
 
 
 def split_kv_scratch(tokens: int, heads: int, dim: int, config: SplitKVConfig, device: torch.device) -> Any:
