@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 import threading
 from collections.abc import Iterator
@@ -58,7 +59,7 @@ class PathTrace:
 
 def python_function(compiled: Any) -> Any:
     """Return the Python function behind a Numba dispatcher or intrinsic, else the object itself."""
-    return getattr(compiled, "py_func", None) or getattr(compiled, "_defn", compiled)
+    return getattr(compiled, "py_func", None) or inspect.unwrap(getattr(compiled, "_defn", compiled))
 
 
 @pytest.fixture

@@ -12,11 +12,10 @@ from typing import Any
 
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic
 
 from .. import cpu_info
 from .packed_weight import LAYOUTS
-from .simd import I8, I16, I32, I32X16, LANES, emit_load, emit_shift_mask, emit_splat, map_tile, u8x64
+from .simd import I8, I16, I32, I32X16, LANES, emit_load, emit_shift_mask, emit_splat, emits, map_tile, u8x64
 
 ISA = cpu_info.current_isa()
 WEIGHT_BIAS = cpu_info.INSTRUCTION_SETS[ISA].weight_bias
@@ -164,40 +163,37 @@ def _unpack_quad(b: Any, lines: Callable[[int], Any], planes: tuple[int, ...], q
     return code
 
 
-@intrinsic(prefer_literal=True)
-def dot_block(_: Any, acc: Any, layout: Any, half: Any, packed: Any, line: Any, x: Any, at: Any, stride: Any) -> Any:
+def _dot_signature(acc: Any, layout: Any, half: Any, packed: Any, line: Any, x: Any, *_: Any) -> Any:
+    return acc(acc, layout, half, packed, types.intp, x, types.intp, types.intp)
+
+
+@emits(_dot_signature, prefer_literal=True)
+def dot_block(b: Any, acc: Any, layout: int, half: int, packed: Any, line: Any, x: Any, at: Any, stride: Any) -> Any:
     """Return acc + codes of a block . the activations of each token: half 0 or 1 of the 32 columns, or all (2)."""
-    kind, which = LAYOUTS[int(layout.literal_value)], int(half.literal_value)
-    wide = kind.table is not None or kind.planes == (8,)
-    emit = DOT_PRODUCTS[ISA][wide]
+    kind = LAYOUTS[layout]
+    emit = DOT_PRODUCTS[ISA][kind.table is not None or kind.planes == (8,)]
     # quads of one line together: the line need not stay in a register
-    quads = sorted((q for q in range(8) if q // 4 == which or which == 2), key=lambda quad: quad % kind.planes[0])
+    quads = sorted((q for q in range(8) if q // 4 == half or half == 2), key=lambda quad: quad % kind.planes[0])
 
-    def gen(context: Any, b: Any, sig: Any, args: Any) -> Any:
-        tile, _, _, array, start, xs, place, apart = args
+    def lines(number: int) -> Any:
+        return emit_load(b, packed, b.add(line, ir.Constant(line.type, 64 * number)), u8x64.ir)
 
-        def lines(number: int) -> Any:
-            where = b.add(start, ir.Constant(start.type, 64 * number))
-            return emit_load(context, b, sig.args[3], array, where, u8x64.ir)
+    def add(total: Any, token: int, weights: Any, quad: int) -> Any:
+        near = quad // 4 * 4 if BROADCAST_BY_LANE else quad
+        where = b.add(at, b.add(b.mul(stride, ir.Constant(stride.type, token)), ir.Constant(at.type, 4 * near)))
+        some = emit_load(b, x, where, ir.VectorType(I32, 4) if BROADCAST_BY_LANE else I32)
+        if BROADCAST_BY_LANE:
+            nothing, lane = ir.Constant(some.type, ir.Undefined), ir.Constant(I32X16, [quad % 4] * LANES)
+        four = b.shuffle_vector(some, nothing, lane) if BROADCAST_BY_LANE else emit_splat(b, some, I32X16)
+        return emit(b, total, weights, b.bitcast(four, u8x64.ir))
 
-        def add(total: Any, token: int, weights: Any, quad: int) -> Any:
-            near = quad // 4 * 4 if BROADCAST_BY_LANE else quad
-            where = b.add(place, b.add(b.mul(apart, ir.Constant(apart.type, token)), ir.Constant(place.type, 4 * near)))
-            some = emit_load(context, b, sig.args[5], xs, where, ir.VectorType(I32, 4) if BROADCAST_BY_LANE else I32)
-            if BROADCAST_BY_LANE:
-                nothing, lane = ir.Constant(some.type, ir.Undefined), ir.Constant(I32X16, [quad % 4] * LANES)
-            four = b.shuffle_vector(some, nothing, lane) if BROADCAST_BY_LANE else emit_splat(b, some, I32X16)
-            return emit(b, total, weights, b.bitcast(four, u8x64.ir))
+    for quad in quads:
+        weights = _unpack_quad(b, lines, kind.planes, quad)
+        if kind.table is not None:
+            weights = emit_table_lookup(b, weights, kind.table)
 
-        for quad in quads:
-            weights = _unpack_quad(b, lines, kind.planes, quad)
-            if kind.table is not None:
-                weights = emit_table_lookup(b, weights, kind.table)
+        def one(t: int, w: Any = weights, q: int = quad, old: Any = acc) -> Any:
+            return add(b.extract_value(old, t), t, w, q)
 
-            def one(t: int, w: Any = weights, q: int = quad, old: Any = tile) -> Any:
-                return add(b.extract_value(old, t), t, w, q)
-
-            tile = map_tile(b, acc, one)
-        return tile
-
-    return acc(acc, layout, half, packed, types.intp, x, types.intp, types.intp), gen
+        acc = map_tile(b, acc.type.count, one)
+    return acc

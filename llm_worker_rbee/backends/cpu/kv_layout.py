@@ -17,13 +17,12 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic
 
 from ..ops import KVLayer
 from . import simd as f
 from .jit import kernel
 from .pointers import aligned, emit_prefetch, f32, i8, u16
-from .simd import F16, F32, I8, LANES, Tile, f32x16, literal_int, map_tile
+from .simd import F16, F32, I8, LANES, Tile, emits, f32x16, literal_int, map_tile
 
 DTYPES = {"float32": np.float32, "float16": np.uint16, "int8": np.int8}
 ARRAY_OF_TYPE: Any = {"float32": f32, "float16": u16, "int8": i8}  # how a task sees the cache
@@ -92,175 +91,129 @@ def value_index(blocks, p, size, kv_head, kv_heads):
     return (blocks[p // size] * kv_heads + kv_head) * size + p % size
 
 
-def _add_multiple(b: Any, index: Any, stride: Any, times: int) -> Any:
-    return b.add(index, b.mul(stride, ir.Constant(stride.type, times)))
-
-
-@intrinsic
-def store_one(_: Any, array: Any, index: Any, value: Any) -> Any:
+@emits(lambda array, index, value: types.void(array, types.intp, types.float32))
+def store_one(b: Any, array: Any, index: Any, value: Any) -> None:
     """Write one float32 as the array's type; for int8 it must be a whole number."""
-
-    def gen(context: Any, b: Any, sig: Any, args: Any) -> None:
-        kind, value = sig.args[0].dtype, args[2]
-        if kind == types.uint16:
-            value = b.fptrunc(value, F16)
-        if kind == types.int8:
-            value = b.fptosi(value, I8)
-        f.emit_store(context, b, sig.args[0], args[0], args[1], value)
-
-    return types.void(array, types.intp, types.float32), gen
+    if array.dtype == types.uint16:
+        value = b.fptrunc(value, F16)
+    if array.dtype == types.int8:
+        value = b.fptosi(value, I8)
+    f.emit_store(b, array, index, value)
 
 
-@intrinsic
-def is_int8(_: Any, array: Any) -> Any:
+@emits(lambda array: types.boolean(array))
+def is_int8(b: Any, array: Any) -> Any:
     """Tell at compile time whether the array is int8 with scales."""
-    answer = ir.Constant(ir.IntType(1), int(array.dtype == types.int8))
-    return types.boolean(array), lambda context, b, sig, args: answer
+    return ir.Constant(ir.IntType(1), int(array.dtype == types.int8))
 
 
-@intrinsic(prefer_literal=True)
-def zero_tile(_: Any, rows: Any, lines: Any) -> Any:
+@emits(lambda rows, lines: Tile(f32x16, literal_int(rows) * len(lines))(rows, lines), prefer_literal=True)
+def zero_tile(b: Any, rows: int, lines: Any) -> Any:
     """Return zeros for `rows` rows and one vector per chunk."""
-    tile, zero = Tile(f32x16, literal_int(rows) * len(lines)), ir.Constant(f32x16.ir, [0.0] * LANES)
-    return tile(rows, lines), lambda context, b, sig, args: map_tile(b, tile, lambda _: zero)
+    return map_tile(b, rows * lines.type.count, lambda _: ir.Constant(f32x16.ir, [0.0] * LANES))
 
 
-@intrinsic
-def load_keys(_: Any, array: Any, lines: Any, length: Any, offset: Any) -> Any:
+def _in_chunk(b: Any, lines: Any, i: int, length: Any, offset: Any) -> Any:
+    """Emit the index at `offset` of chunk i."""
+    return b.add(b.mul(b.extract_value(lines, i), length), offset)
+
+
+@emits(lambda array, lines, *_: Tile(f32x16, len(lines))(array, lines, types.intp, types.intp))
+def load_keys(b: Any, array: Any, lines: Any, length: Any, offset: Any) -> Any:
     """Load the vector at chunk * length + offset of every chunk."""
-    tile = Tile(f32x16, len(lines))
 
-    def gen(context: Any, b: Any, sig: Any, args: Any) -> Any:
-        def one(i: int) -> Any:
-            index = b.add(b.mul(b.extract_value(args[1], i), args[2]), args[3])
-            return f.emit_load_floats(context, b, sig.args[0], args[0], index)
+    def one(i: int) -> Any:
+        return f.emit_load_floats(b, array, _in_chunk(b, lines, i, length, offset))
 
-        return map_tile(b, tile, one)
-
-    return tile(array, lines, types.intp, types.intp), gen
+    return map_tile(b, lines.type.count, one)
 
 
-@intrinsic(prefer_literal=True)
-def load_contiguous(_: Any, array: Any, index: Any, vectors: Any) -> Any:
+@emits(
+    lambda array, index, vectors: Tile(f32x16, literal_int(vectors))(array, types.intp, vectors), prefer_literal=True
+)
+def load_contiguous(b: Any, array: Any, index: Any, vectors: int) -> Any:
     """Load `vectors` adjacent vectors."""
-    tile = Tile(f32x16, literal_int(vectors))
-
-    def gen(context: Any, b: Any, sig: Any, args: Any) -> Any:
-        def one(i: int) -> Any:
-            return f.emit_load_floats(context, b, sig.args[0], args[0], _add_constant(b, args[1], i * LANES))
-
-        return map_tile(b, tile, one)
-
-    return tile(array, types.intp, vectors), gen
+    return map_tile(b, vectors, lambda i: f.emit_load_floats(b, array, _add_constant(b, index, i * LANES)))
 
 
 def _add_constant(b: Any, index: Any, more: int) -> Any:
     return b.add(index, ir.Constant(index.type, more))
 
 
-@intrinsic
-def fma_outer(_: Any, total: Any, vectors: Any, x: Any, index: Any, stride: Any) -> Any:
+@emits(lambda total, vectors, x, index, stride: total(total, vectors, x, types.intp, types.intp))
+def fma_outer(b: Any, total: Any, vectors: Any, x: Any, index: Any, stride: Any) -> Any:
     """Return total[r, v] + vectors[v] * x[index + r * stride]."""
-    wide = vectors.tokens
+    size, wide = total.type.count, vectors.type.count
+    factors = [f.emit_load(b, x, f.strided_index(b, index, stride, r), F32) for r in range(size // wide)]
+    splats = [f.emit_splat(b, factor, f32x16.ir) for factor in factors]
 
-    def gen(context: Any, b: Any, sig: Any, args: Any) -> Any:
-        factors = [
-            f.emit_load(context, b, sig.args[2], args[2], _add_multiple(b, args[3], args[4], r), F32)
-            for r in range(total.tokens // wide)
-        ]
-        splats = [f.emit_splat(b, factor, f32x16.ir) for factor in factors]
+    def one(i: int) -> Any:
+        return f.emit_fma(b, splats[i // wide], b.extract_value(vectors, i % wide), b.extract_value(total, i))
 
-        def one(i: int) -> Any:
-            return f.emit_fma(b, splats[i // wide], b.extract_value(args[1], i % wide), b.extract_value(args[0], i))
-
-        return map_tile(b, total, one)
-
-    return total(total, vectors, x, types.intp, types.intp), gen
+    return map_tile(b, size, one)
 
 
-@intrinsic
-def key_factors(_: Any, keys: Any, scales: Any, lines: Any, unit: Any) -> Any:
+@emits(lambda keys, scales, lines, unit: Tile(f32x16, len(lines))(keys, scales, lines, types.float32))
+def key_factors(b: Any, keys: Any, scales: Any, lines: Any, unit: Any) -> Any:
     """Return the factors of products with these chunks of 16 keys: `unit`, times their scales if int8."""
-    tile, scaled = Tile(f32x16, len(lines)), keys.dtype == types.int8
+    factor = f.emit_splat(b, unit, f32x16.ir)
 
-    def gen(context: Any, b: Any, sig: Any, args: Any) -> Any:
-        unit = f.emit_splat(b, args[3], f32x16.ir)
+    def one(i: int) -> Any:
+        if keys.dtype != types.int8:
+            return factor
+        index = b.mul(b.extract_value(lines, i), ir.Constant(ir.IntType(64), LANES))
+        return b.fmul(f.emit_load(b, scales, index, f32x16.ir), factor)
 
-        def one(i: int) -> Any:
-            index = b.mul(b.extract_value(args[2], i), ir.Constant(ir.IntType(64), LANES))
-            return b.fmul(f.emit_load(context, b, sig.args[1], args[1], index, f32x16.ir), unit) if scaled else unit
-
-        return map_tile(b, tile, one)
-
-    return tile(keys, scales, lines, types.float32), gen
+    return map_tile(b, lines.type.count, one)
 
 
-@intrinsic
-def store_products(_: Any, array: Any, index: Any, stride: Any, total: Any, by: Any) -> Any:
+@emits(lambda array, index, stride, total, by: types.void(array, types.intp, types.intp, total, by))
+def store_products(b: Any, array: Any, index: Any, stride: Any, total: Any, by: Any) -> None:
     """Write array[index + r * stride + 16 v ...] = total[r, v] * by[v]."""
-    wide = by.tokens
-
-    def gen(context: Any, b: Any, sig: Any, args: Any) -> None:
-        for i in range(total.tokens):
-            value = b.fmul(b.extract_value(args[3], i), b.extract_value(args[4], i % wide))
-            _store_vector(context, b, sig, args, i, wide, value)
-
-    return types.void(array, types.intp, types.intp, total, by), gen
+    wide = by.type.count
+    for i in range(total.type.count):
+        value = b.fmul(b.extract_value(total, i), b.extract_value(by, i % wide))
+        f.emit_store(b, array, _in_tile(b, index, stride, i, wide), value)
 
 
-def _store_vector(context: Any, b: Any, sig: Any, args: Any, i: int, wide: int, value: Any) -> None:
-    index = _add_constant(b, _add_multiple(b, args[1], args[2], i // wide), i % wide * LANES)
-    f.emit_store(context, b, sig.args[0], args[0], index, value)
+def _in_tile(b: Any, index: Any, stride: Any, i: int, wide: int) -> Any:
+    """Emit the index of vector i of a tile with `wide` vectors in a row."""
+    return _add_constant(b, f.strided_index(b, index, stride, i // wide), i % wide * LANES)
 
 
-@intrinsic(prefer_literal=True)
-def load_tile(_: Any, array: Any, index: Any, stride: Any, rows: Any, vectors: Any) -> Any:
+def _tile_at(array: Any, index: Any, stride: Any, rows: Any, vectors: Any) -> Any:
+    return Tile(f32x16, literal_int(rows) * literal_int(vectors))(array, types.intp, types.intp, rows, vectors)
+
+
+@emits(_tile_at, prefer_literal=True)
+def load_tile(b: Any, array: Any, index: Any, stride: Any, rows: int, vectors: int) -> Any:
     """Load the tile at array[index + r * stride + 16 v ...]."""
-    wide = literal_int(vectors)
-    tile = Tile(f32x16, literal_int(rows) * wide)
 
-    def gen(context: Any, b: Any, sig: Any, args: Any) -> Any:
-        def one(i: int) -> Any:
-            index = _add_constant(b, _add_multiple(b, args[1], args[2], i // wide), i % wide * LANES)
-            return f.emit_load(context, b, sig.args[0], args[0], index, f32x16.ir)
+    def one(i: int) -> Any:
+        return f.emit_load(b, array, _in_tile(b, index, stride, i, vectors), f32x16.ir)
 
-        return map_tile(b, tile, one)
-
-    return tile(array, types.intp, types.intp, rows, vectors), gen
+    return map_tile(b, rows * vectors, one)
 
 
-@intrinsic(prefer_literal=True)
-def store_tile(_: Any, array: Any, index: Any, stride: Any, total: Any, vectors: Any) -> Any:
+@emits(
+    lambda array, index, stride, total, vectors: types.void(array, types.intp, types.intp, total, vectors),
+    prefer_literal=True,
+)
+def store_tile(b: Any, array: Any, index: Any, stride: Any, total: Any, vectors: int) -> None:
     """Write the tile to array[index + r * stride + 16 v ...]."""
-    wide = literal_int(vectors)
-
-    def gen(context: Any, b: Any, sig: Any, args: Any) -> None:
-        for i in range(total.tokens):
-            _store_vector(context, b, sig, args, i, wide, b.extract_value(args[3], i))
-
-    return types.void(array, types.intp, types.intp, total, vectors), gen
+    for i in range(total.type.count):
+        f.emit_store(b, array, _in_tile(b, index, stride, i, vectors), b.extract_value(total, i))
 
 
-@intrinsic
-def prefetch_keys(_: Any, array: Any, lines: Any, length: Any, offset: Any) -> Any:
+@emits(lambda array, lines, length, offset: types.void(array, lines, types.intp, types.intp))
+def prefetch_keys(b: Any, array: Any, lines: Any, length: Any, offset: Any) -> None:
     """Prefetch what `load_keys` would load."""
-
-    def gen(context: Any, b: Any, sig: Any, args: Any) -> None:
-        for i in range(len(lines)):
-            index = b.add(b.mul(b.extract_value(args[1], i), args[2]), args[3])
-            emit_prefetch(b, f.element_pointer(context, b, sig.args[0], args[0], index, I8))
-
-    return types.void(array, lines, types.intp, types.intp), gen
+    for i in range(lines.type.count):
+        emit_prefetch(b, f.element_pointer(b, array, _in_chunk(b, lines, i, length, offset), I8))
 
 
-@intrinsic(prefer_literal=True)
-def prefetch_contiguous(_: Any, array: Any, index: Any, vectors: Any) -> Any:
+@emits(lambda array, index, vectors: types.void(array, types.intp, vectors), prefer_literal=True)
+def prefetch_contiguous(b: Any, array: Any, index: Any, vectors: int) -> None:
     """Prefetch what `load_contiguous` would load."""
-    count = literal_int(vectors)
-
-    def gen(context: Any, b: Any, sig: Any, args: Any) -> None:
-        for i in range(0, count * LANES, 64 * 8 // sig.args[0].dtype.bitwidth):
-            index = _add_constant(b, args[1], i)
-            emit_prefetch(b, f.element_pointer(context, b, sig.args[0], args[0], index, I8))
-
-    return types.void(array, types.intp, vectors), gen
+    for i in range(0, vectors * LANES, 64 * 8 // array.dtype.bitwidth):
+        emit_prefetch(b, f.element_pointer(b, array, _add_constant(b, index, i), I8))

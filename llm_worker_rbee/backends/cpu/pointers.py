@@ -18,7 +18,7 @@ from numba.extending import intrinsic
 
 from ... import machine
 from .. import cpu_info
-from .simd import F16, F32, I8, I16, I32, literal_int
+from .simd import F16, F32, I8, I16, I32, element_pointer, emits
 
 cpu_info.llvm_features()  # tells LLVM what the machine has before Numba makes its compiler
 I64 = ir.IntType(64)
@@ -62,21 +62,16 @@ def aligned(make: Callable[..., Any], shape: int | tuple[int, ...], dtype: Any) 
     return raw[first : first + size].view(dtype).reshape(shape)
 
 
-@intrinsic(prefer_literal=True)
-def stack_floats(_: Any, count: Any) -> Any:
+@emits(lambda count: types.int64(count), prefer_literal=True)
+def stack_floats(b: Any, count: int) -> Any:
     """Return the address of `count` floats on the stack, aligned to 64 bytes, until the task returns.
 
     An allocation on the heap takes 0.1 us, which is much for a piece of 2 us.
     """
-    size = literal_int(count)
-
-    def gen(context: Any, b: Any, sig: Any, args: Any) -> Any:
-        with b.goto_entry_block():
-            memory = b.alloca(ir.ArrayType(ir.FloatType(), size))
-        memory.align = 64
-        return b.ptrtoint(memory, I64)
-
-    return types.int64(count), gen
+    with b.goto_entry_block():
+        memory = b.alloca(ir.ArrayType(F32, count))
+    memory.align = 64
+    return b.ptrtoint(memory, I64)
 
 
 @nb.njit(inline="always")
@@ -88,49 +83,33 @@ def scratch(count):
     return memory[-(memory.ctypes.data // 4) % 16 :]
 
 
-@intrinsic
-def atomic_add(_: Any, address: Any, by: Any) -> Any:
+@emits(types.int64(types.int64, types.int64))
+def atomic_add(b: Any, address: Any, by: Any) -> Any:
     """Add to a shared counter and return its value before."""
-
-    def gen(context: Any, b: Any, sig: Any, args: Any) -> Any:
-        return b.atomic_rmw("add", b.inttoptr(args[0], I64.as_pointer()), args[1], "acq_rel")
-
-    return types.int64(types.int64, types.int64), gen
+    return b.atomic_rmw("add", b.inttoptr(address, I64.as_pointer()), by, "acq_rel")
 
 
-@intrinsic
-def atomic_load(_: Any, address: Any) -> Any:
+@emits(types.int64(types.int64))
+def atomic_load(b: Any, address: Any) -> Any:
     """Return a shared counter; what was written before it was raised is seen afterwards."""
-
-    def gen(context: Any, b: Any, sig: Any, args: Any) -> Any:
-        return b.load_atomic(b.inttoptr(args[0], I64.as_pointer()), "acquire", 8)
-
-    return types.int64(types.int64), gen
+    return b.load_atomic(b.inttoptr(address, I64.as_pointer()), "acquire", 8)
 
 
-@intrinsic
-def cpu_pause(_: Any) -> Any:
+@emits(types.void())
+def cpu_pause(b: Any) -> None:
     """Tell the processor that this is a spin loop."""
-
-    def gen(context: Any, b: Any, sig: Any, args: Any) -> None:
-        if machine.is_x86():
-            b.call(b.module.declare_intrinsic("llvm.x86.sse2.pause", (), ir.FunctionType(ir.VoidType(), [])), [])
-        elif machine.is_arm():
-            hint = b.module.declare_intrinsic("llvm.aarch64.hint", (), ir.FunctionType(ir.VoidType(), [I32]))
-            b.call(hint, [ir.Constant(I32, 1)])
-
-    return types.void(), gen
+    if machine.is_x86():
+        b.call(b.module.declare_intrinsic("llvm.x86.sse2.pause", (), ir.FunctionType(ir.VoidType(), [])), [])
+    elif machine.is_arm():
+        hint = b.module.declare_intrinsic("llvm.aarch64.hint", (), ir.FunctionType(ir.VoidType(), [I32]))
+        b.call(hint, [ir.Constant(I32, 1)])
 
 
-@intrinsic
-def call_task(_: Any, function: Any, args: Any, step: Any, piece: Any) -> Any:
+@emits(types.void(types.int64, types.int64, types.int64, types.int64))
+def call_task(b: Any, function: Any, args: Any, step: Any, piece: Any) -> None:
     """Call a task kernel by its address."""
-
-    def gen(context: Any, b: Any, sig: Any, values: Any) -> None:
-        kind = ir.FunctionType(ir.VoidType(), [I64, I64, I64])
-        b.call(b.inttoptr(values[0], kind.as_pointer()), values[1:])
-
-    return types.void(types.int64, types.int64, types.int64, types.int64), gen
+    kind = ir.FunctionType(ir.VoidType(), [I64, I64, I64])
+    b.call(b.inttoptr(function, kind.as_pointer()), [args, step, piece])
 
 
 def emit_prefetch(b: Any, place: Any) -> None:
@@ -140,31 +119,22 @@ def emit_prefetch(b: Any, place: Any) -> None:
     b.call(function, [place, *(ir.Constant(I32, value) for value in (0, 3, 1))])  # to read, to keep, data
 
 
-@intrinsic(prefer_literal=True)
-def prefetch(_: Any, array: Any, index: Any, size: Any) -> Any:
+@emits(lambda array, index, size: types.void(array, types.intp, size), prefer_literal=True)
+def prefetch(b: Any, array: Any, index: Any, size: int) -> None:
     """Prefetch `size` bytes of an array of bytes or halves, from element `index` on."""
-    count = literal_int(size)
-
-    def gen(context: Any, b: Any, sig: Any, args: Any) -> None:
-        data = b.bitcast(context.make_array(sig.args[0])(context, b, args[0]).data, I8.as_pointer())
-        place = b.gep(data, [b.mul(args[1], ir.Constant(args[1].type, sig.args[0].dtype.bitwidth // 8))])
-        for line in range(max(1, count // 64)):
-            emit_prefetch(b, b.gep(place, [ir.Constant(args[1].type, 64 * line)]))
-
-    return types.void(array, types.intp, size), gen
+    place = element_pointer(b, array, index, I8)
+    for line in range(max(1, size // 64)):
+        emit_prefetch(b, b.gep(place, [ir.Constant(index.type, 64 * line)]))
 
 
 def _loader(kind: ir.Type, result: Any, convert: Any) -> Any:
     """Return the intrinsic that loads a scalar at an address, of any alignment, and converts it."""
 
-    @intrinsic
-    def load(_: Any, address: Any) -> Any:
-        def gen(context: Any, b: Any, sig: Any, args: Any) -> Any:
-            value = b.load(b.inttoptr(args[0], kind.as_pointer()))
-            value.align = 1
-            return convert(b, value)
-
-        return result(types.int64), gen
+    @emits(result(types.int64))
+    def load(b: Any, address: Any) -> Any:
+        value = b.load(b.inttoptr(address, kind.as_pointer()))
+        value.align = 1
+        return convert(b, value)
 
     return load
 
@@ -172,13 +142,10 @@ def _loader(kind: ir.Type, result: Any, convert: Any) -> Any:
 def _storer(source: Any, convert: Any) -> Any:
     """Return the intrinsic that converts a scalar and stores it at an address, of any alignment."""
 
-    @intrinsic
-    def store(_: Any, address: Any, value: Any) -> Any:
-        def gen(context: Any, b: Any, sig: Any, args: Any) -> None:
-            stored = convert(b, args[1])
-            b.store(stored, b.inttoptr(args[0], stored.type.as_pointer())).align = 1
-
-        return types.void(types.int64, source), gen
+    @emits(types.void(types.int64, source))
+    def store(b: Any, address: Any, value: Any) -> None:
+        stored = convert(b, value)
+        b.store(stored, b.inttoptr(address, stored.type.as_pointer())).align = 1
 
     return store
 
@@ -194,11 +161,7 @@ store_f16 = _storer(types.float32, lambda b, x: b.fptrunc(x, F16))
 store_f32 = _storer(types.float32, lambda b, x: x)
 
 
-@intrinsic
-def f16_from_bits(_: Any, bits: Any) -> Any:
+@emits(types.float32(types.int64))
+def f16_from_bits(b: Any, bits: Any) -> Any:
     """Return the float16 with these 16 bits, as a float."""
-
-    def gen(context: Any, b: Any, sig: Any, args: Any) -> Any:
-        return b.fpext(b.bitcast(b.trunc(args[0], I16), F16), F32)
-
-    return types.float32(types.int64), gen
+    return b.fpext(b.bitcast(b.trunc(bits, I16), F16), F32)

@@ -15,14 +15,13 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic
 from numpy.typing import NDArray
 
 from . import simd as f
 from .dot_int8 import DOT_PRODUCTS, ISA, concat_vectors
 from .jit import kernel
 from .pointers import f32, i8, i32, scratch
-from .simd import F32, I8, I32, I32X16, LANES, emit_call, emit_load, emit_store, f32x16, u8x64
+from .simd import F32, I8, I32, I32X16, LANES, emit_call, emit_load, emit_store, emits, f32x16, u8x64
 
 # (elements per block, type) of q, scale, sums, sums16, scaled, scaled16
 BUFFERS: Any = (32, np.int8), (1, np.float32), (1, np.int32), (2, np.int32), (1, np.float32), (2, np.float32)
@@ -112,41 +111,32 @@ def _to_int8(b: Any, x: list[Any], top: Any) -> Any:
     return concat_vectors(b, made)
 
 
-@intrinsic
+@emits(lambda x, at, *outputs: types.void(x, types.intp, *outputs[:-1], types.intp))
 def quantize_pair(
-    _: Any, x: Any, at: Any, q: Any, scale: Any, sums: Any, sums16: Any, scaled: Any, scaled16: Any, block: Any
-) -> Any:
+    b: Any, x: Any, at: Any, q: Any, scale: Any, sums: Any, sums16: Any, scaled: Any, scaled16: Any, block: Any
+) -> None:
     """Quantize blocks `block` and the next, from x[at] on: reductions are made for both at once."""
 
-    def gen(context: Any, b: Any, sig: Any, args: Any) -> None:
-        index = args[8]
+    def put(array: Any, times: int, value: Any) -> None:
+        emit_store(b, array, b.mul(block, ir.Constant(block.type, times)), value)
 
-        def put(which: int, times: int, value: Any) -> None:
-            place = b.mul(index, ir.Constant(index.type, times))
-            emit_store(context, b, sig.args[which], args[which], place, value)
-
-        values = [
-            emit_load(context, b, sig.args[0], args[0], b.add(args[1], ir.Constant(args[1].type, 16 * i)), f32x16.ir)
-            for i in range(4)
-        ]
-        tops = _block_maxima(b, values)
-        top = _shuffle(b, tops, tops, [0, 8, 0, 8])  # a division of four takes less than one of sixteen
-        made = _to_int8(b, values, top)
-        put(2, 32, made)
-        nothing = b.fmul(top, ir.Constant(top.type, [0.0] * 4))  # NaN for what is infinite
-        d = b.fadd(b.fdiv(top, ir.Constant(top.type, [127.0] * 4)), nothing)
-        ones, none = ir.Constant(u8x64.ir, [1] * 64), ir.Constant(I32X16, [0] * LANES)
-        total = DOT_PRODUCTS[ISA][0](b, none, ones, made)
-        for by in (1, 2):
-            total = b.add(total, _xor_lanes(b, total, by))
-        by16, by32 = [0, 4, 8, 12], [0, 8]
-        whole = b.add(total, _xor_lanes(b, total, 4))
-        for integers, lanes, at_sums, at_scaled in ((whole, by32, 4, 6), (total, by16, 5, 7)):
-            times = len(lanes) // 2
-            few = _shuffle(b, integers, integers, lanes)
-            put(at_sums, times, few)
-            factor = _shuffle(b, d, d, [lane // 8 for lane in lanes])
-            put(at_scaled, times, b.fmul(factor, b.sitofp(few, ir.VectorType(F32, len(lanes)))))
-        put(3, 1, _shuffle(b, d, d, [0, 1]))
-
-    return types.void(x, types.intp, q, scale, sums, sums16, scaled, scaled16, types.intp), gen
+    values = [emit_load(b, x, b.add(at, ir.Constant(at.type, 16 * i)), f32x16.ir) for i in range(4)]
+    tops = _block_maxima(b, values)
+    top = _shuffle(b, tops, tops, [0, 8, 0, 8])  # a division of four takes less than one of sixteen
+    made = _to_int8(b, values, top)
+    put(q, 32, made)
+    nothing = b.fmul(top, ir.Constant(top.type, [0.0] * 4))  # NaN for what is infinite
+    d = b.fadd(b.fdiv(top, ir.Constant(top.type, [127.0] * 4)), nothing)
+    ones, none = ir.Constant(u8x64.ir, [1] * 64), ir.Constant(I32X16, [0] * LANES)
+    total = DOT_PRODUCTS[ISA][0](b, none, ones, made)
+    for by in (1, 2):
+        total = b.add(total, _xor_lanes(b, total, by))
+    whole = b.add(total, _xor_lanes(b, total, 4))
+    by32, by16 = (whole, [0, 8], sums, scaled), (total, [0, 4, 8, 12], sums16, scaled16)
+    for integers, lanes, to_sums, to_scaled in (by32, by16):
+        times = len(lanes) // 2
+        few = _shuffle(b, integers, integers, lanes)
+        put(to_sums, times, few)
+        factor = _shuffle(b, d, d, [lane // 8 for lane in lanes])
+        put(to_scaled, times, b.fmul(factor, b.sitofp(few, ir.VectorType(F32, len(lanes)))))
+    put(scale, 1, _shuffle(b, d, d, [0, 1]))

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import partial, reduce
+from functools import partial, reduce, wraps
 from typing import Any, NamedTuple
 
 from llvmlite import ir
@@ -58,27 +58,64 @@ def literal_int(literal: Any) -> int:
     return int(literal.literal_value)
 
 
-def element_pointer(context: Any, b: Any, array_type: Any, array: Any, index: Any, target: ir.Type) -> Any:
-    """Emit a pointer to element `index` of a contiguous array, as a pointer to `target`."""
-    data = context.make_array(array_type)(context, b, array).data
-    size = ir.Constant(index.type, array_type.dtype.bitwidth // 8)
-    return b.bitcast(b.gep(b.bitcast(data, I8.as_pointer()), [b.mul(index, size)]), target.as_pointer())
+class ArrayValue(NamedTuple):
+    """A contiguous array, as an emitter gets it."""
+
+    data: Any  # LLVM pointer to its first byte
+    dtype: Any  # Numba type of its elements
 
 
-def emit_load(context: Any, b: Any, array_type: Any, array: Any, index: Any, target: ir.Type) -> Any:
+def emits(signature: Any, **options: Any) -> Callable[[Callable[..., Any]], Any]:
+    """Return a decorator that makes an intrinsic of a function of an LLVM builder and arguments, which emits its value.
+
+    `signature` is Numba's, or a function of the argument types that returns it. The emitter gets an array as
+    `ArrayValue`, a literal (option `prefer_literal`) as its value, and everything else as an LLVM value.
+    """
+
+    def decorate(emit: Callable[..., Any]) -> Any:
+        def gen(context: Any, b: Any, sig: Any, args: Any) -> Any:
+            return emit(b, *(_unwrap(context, b, kind, value) for kind, value in zip(sig.args, args, strict=True)))
+
+        @wraps(emit)
+        def typed(_: Any, *kinds: Any) -> Any:
+            return signature(*kinds) if callable(signature) else signature, gen
+
+        return intrinsic(**options)(typed) if options else intrinsic(typed)
+
+    return decorate
+
+
+def _unwrap(context: Any, b: Any, kind: Any, value: Any) -> Any:
+    if isinstance(kind, types.Array):
+        return ArrayValue(b.bitcast(context.make_array(kind)(context, b, value).data, I8.as_pointer()), kind.dtype)
+    return kind.literal_value if isinstance(kind, types.Literal) else value
+
+
+def strided_index(b: Any, index: Any, stride: Any, times: int) -> Any:
+    """Emit index + times * stride."""
+    return b.add(index, b.mul(stride, ir.Constant(stride.type, times)))
+
+
+def element_pointer(b: Any, array: ArrayValue, index: Any, target: ir.Type) -> Any:
+    """Emit a pointer to element `index`, as a pointer to `target`."""
+    size = ir.Constant(index.type, array.dtype.bitwidth // 8)
+    return b.bitcast(b.gep(array.data, [b.mul(index, size)]), target.as_pointer())
+
+
+def emit_load(b: Any, array: ArrayValue, index: Any, target: ir.Type) -> Any:
     """Emit a load of `target` at element `index`, of any alignment."""
-    value = b.load(element_pointer(context, b, array_type, array, index, target))
+    value = b.load(element_pointer(b, array, index, target))
     value.align = 1
     return value
 
 
-def emit_load_floats(context: Any, b: Any, array_type: Any, array: Any, index: Any) -> Any:
+def emit_load_floats(b: Any, array: ArrayValue, index: Any) -> Any:
     """Emit a load of 16 floats: float64 as they are; float32, float16 (as uint16) and int8 as float32."""
-    if array_type.dtype == types.int8:
-        return b.sitofp(b.sext(emit_load(context, b, array_type, array, index, I8X16), I32X16), f32x16.ir)
-    if array_type.dtype == types.uint16:
-        return b.fpext(emit_load(context, b, array_type, array, index, F16X16), f32x16.ir)
-    return emit_load(context, b, array_type, array, index, _vector_of(array_type.dtype).ir)
+    if array.dtype == types.int8:
+        return b.sitofp(b.sext(emit_load(b, array, index, I8X16), I32X16), f32x16.ir)
+    if array.dtype == types.uint16:
+        return b.fpext(emit_load(b, array, index, F16X16), f32x16.ir)
+    return emit_load(b, array, index, _vector_of(array.dtype).ir)
 
 
 def _vector_of(scalar: Any) -> Vector:
@@ -92,9 +129,9 @@ def emit_splat(b: Any, scalar: Any, vector: ir.VectorType) -> Any:
     return b.shuffle_vector(first, undefined, ir.Constant(ir.VectorType(I32, vector.count), [0] * vector.count))
 
 
-def emit_store(context: Any, b: Any, array_type: Any, array: Any, index: Any, value: Any) -> None:
+def emit_store(b: Any, array: ArrayValue, index: Any, value: Any) -> None:
     """Emit a store at element `index`, of any alignment."""
-    b.store(value, element_pointer(context, b, array_type, array, index, value.type)).align = 1
+    b.store(value, element_pointer(b, array, index, value.type)).align = 1
 
 
 def emit_call(b: Any, name: str, *args: Any) -> Any:
@@ -120,18 +157,13 @@ def emit_shift_mask(b: Any, line: Any, shift: int, mask: int) -> Any:
     return b.and_(b.bitcast(moved, u8x64.ir), ir.Constant(u8x64.ir, [mask] * 64))
 
 
-def map_tile(b: Any, tile: Tile, function: Callable[[int], Any]) -> Any:
+def map_tile(b: Any, tokens: int, function: Callable[[int], Any]) -> Any:
     """Emit a tile whose vector of token t is function(t)."""
-    value: Any = ir.Constant(tile.ir, ir.Undefined)
-    for token in range(tile.tokens):
-        value = b.insert_value(value, function(token), token)
+    vectors = [function(token) for token in range(tokens)]
+    value: Any = ir.Constant(ir.ArrayType(vectors[0].type, tokens), ir.Undefined)
+    for token, vector in enumerate(vectors):
+        value = b.insert_value(value, vector, token)
     return value
-
-
-def _load_of_token(context: Any, b: Any, array: tuple[Any, Any], index: Any, stride: Any, token: int, kind: Any) -> Any:
-    """Emit element index + token * stride of an array (its type, its value), a scalar."""
-    at = b.add(index, b.mul(stride, ir.Constant(stride.type, token)))
-    return emit_load(context, b, *array, at, kind)
 
 
 class ExpConstants(NamedTuple):
@@ -150,24 +182,6 @@ class ExpConstants(NamedTuple):
 EXP_F32 = ExpConstants(1.44269504088896341, 0.693359375, -2.12194440e-4, 7, -87.0, 88.0, 23, 127)
 EXP_F64 = ExpConstants(1.4426950408889634, 0.6931471803691238, 1.9082149292705877e-10, 11, -60.0, 0, 52, 1023)
 MIN_EXPONENT_F64 = EXP_F64.low  # exp of less is negligible beside 1, however many there are
-
-
-def _operation(count: int, emit: Any) -> Any:
-    """Return the intrinsic that applies `emit(builder, *vectors)` to 1, 2 or 3 vectors of one type."""
-
-    def typed(*vectors: Any) -> Any:
-        return vectors[0](*vectors), lambda context, b, sig, args: emit(b, *args)
-
-    def unary(_: Any, x: Any) -> Any:
-        return typed(x)
-
-    def binary(_: Any, x: Any, y: Any) -> Any:
-        return typed(x, y)
-
-    def ternary(_: Any, x: Any, y: Any, z: Any) -> Any:
-        return typed(x, y, z)
-
-    return intrinsic((unary, binary, ternary)[count - 1])
 
 
 def _max_nan_second(b: Any, x: Any, y: Any) -> Any:
@@ -203,59 +217,46 @@ def _exp(b: Any, x: Any) -> Any:
     return b.select(tiny, constant(0.0), b.fmul(series, two))
 
 
-add = _operation(2, lambda b, x, y: b.fadd(x, y))
-mul = _operation(2, lambda b, x, y: b.fmul(x, y))
-div = _operation(2, lambda b, x, y: b.fdiv(x, y))
-fma = _operation(3, emit_fma)
-fabs = _operation(1, lambda b, x: emit_call(b, "fabs", x))
-rint = _operation(1, lambda b, x: emit_call(b, "rint", x))  # halves to even
-max_nan_second = _operation(2, _max_nan_second)
-nan_mask = _operation(3, _nan_mask)  # `mask`, and NaN in each lane where x or y is NaN
+_operation = emits(lambda *vectors: vectors[0](*vectors))  # on vectors of one type
+add = _operation(lambda b, x, y: b.fadd(x, y))
+mul = _operation(lambda b, x, y: b.fmul(x, y))
+div = _operation(lambda b, x, y: b.fdiv(x, y))
+fma = _operation(emit_fma)
+fabs = _operation(lambda b, x: emit_call(b, "fabs", x))
+rint = _operation(lambda b, x: emit_call(b, "rint", x))  # halves to even
+max_nan_second = _operation(_max_nan_second)
+nan_mask = _operation(_nan_mask)  # `mask`, and NaN in each lane where x or y is NaN
 # NaN stays NaN. Of float32 within 2 units in the last place up to 88; of float64 for x up to 0, within 1e-14 of it.
-exp = _operation(1, _exp)
+exp = _operation(_exp)
 
 
-@intrinsic
-def splat(_: Any, value: Any) -> Any:
+@emits(lambda value: _vector_of(value)(value))
+def splat(b: Any, value: Any) -> Any:
     """Return a vector with one float32 or float64 in every lane."""
-    vector = _vector_of(value)
-    return vector(value), lambda context, b, sig, args: emit_splat(b, args[0], vector.ir)
+    return emit_splat(b, value, ir.VectorType(value.type, LANES))
 
 
-@intrinsic
-def load(_: Any, array: Any, index: Any) -> Any:
+@emits(lambda array, index: _vector_of(array.dtype)(array, types.intp))
+def load(b: Any, array: Any, index: Any) -> Any:
     """Load 16 float64, or 16 float32, float16 (as uint16) or int8 as float32."""
-
-    def gen(context: Any, b: Any, sig: Any, args: Any) -> Any:
-        return emit_load_floats(context, b, sig.args[0], args[0], args[1])
-
-    return _vector_of(array.dtype)(array, types.intp), gen
+    return emit_load_floats(b, array, index)
 
 
-@intrinsic
-def load_f64(_: Any, array: Any, index: Any) -> Any:
+@emits(lambda array, index: f64x16(array, types.intp))
+def load_f64(b: Any, array: Any, index: Any) -> Any:
     """Load 16 float32 or float64 as float64."""
-
-    def gen(context: Any, b: Any, sig: Any, args: Any) -> Any:
-        value = emit_load_floats(context, b, sig.args[0], args[0], args[1])
-        return b.fpext(value, f64x16.ir) if sig.args[0].dtype == types.float32 else value
-
-    return f64x16(array, types.intp), gen
+    value = emit_load_floats(b, array, index)
+    return b.fpext(value, f64x16.ir) if array.dtype == types.float32 else value
 
 
-@intrinsic
-def store(_: Any, array: Any, index: Any, value: Any) -> Any:
+@emits(lambda array, index, value: types.void(array, types.intp, value))
+def store(b: Any, array: Any, index: Any, value: Any) -> None:
     """Write 16 floats, rounded to float16 if the array holds uint16; to int8 they must be whole numbers."""
-
-    def gen(context: Any, b: Any, sig: Any, args: Any) -> None:
-        stored, kind = args[2], sig.args[0].dtype
-        if kind == types.uint16:
-            stored = b.fptrunc(stored, F16X16)
-        if kind == types.int8:
-            stored = b.trunc(b.fptosi(stored, I32X16), I8X16)
-        emit_store(context, b, sig.args[0], args[0], args[1], stored)
-
-    return types.void(array, types.intp, value), gen
+    if array.dtype == types.uint16:
+        value = b.fptrunc(value, F16X16)
+    if array.dtype == types.int8:
+        value = b.trunc(b.fptosi(value, I32X16), I8X16)
+    emit_store(b, array, index, value)
 
 
 def _reduce(b: Any, value: Any, combine: Any) -> Any:
@@ -271,148 +272,114 @@ def _reduce(b: Any, value: Any, combine: Any) -> Any:
     return b.extract_element(value, ir.Constant(I32, 0))
 
 
-@intrinsic
-def hsum(_: Any, x: Any) -> Any:
+def _scalar_of(vector: Any) -> Any:
+    return (types.float32 if vector == f32x16 else types.float64)(vector)
+
+
+@emits(_scalar_of)
+def hsum(b: Any, x: Any) -> Any:
     """Return the sum of all lanes."""
-    scalar = types.float32 if x == f32x16 else types.float64
-    return scalar(x), lambda context, b, sig, args: _reduce(b, args[0], b.fadd)
+    return _reduce(b, x, b.fadd)
 
 
-@intrinsic
-def hmax(_: Any, x: Any) -> Any:
+@emits(_scalar_of)
+def hmax(b: Any, x: Any) -> Any:
     """Return the largest lane."""
-    scalar = types.float32 if x == f32x16 else types.float64
-    return scalar(x), lambda context, b, sig, args: _reduce(b, args[0], partial(_max_nan_second, b))
+    return _reduce(b, x, partial(_max_nan_second, b))
 
 
-@intrinsic
-def select_lanes(_: Any, x: Any, first: Any, last: Any, other: Any) -> Any:
+@emits(f32x16(f32x16, types.int64, types.int64, types.float32))
+def select_lanes(b: Any, x: Any, first: Any, last: Any, other: Any) -> Any:
     """Return lanes first .. last - 1 of x, and `other` elsewhere."""
-
-    def gen(context: Any, b: Any, sig: Any, args: Any) -> Any:
-        lanes = ir.Constant(I32X16, list(range(LANES)))
-        low, high = (emit_splat(b, b.trunc(bound, I32), I32X16) for bound in args[1:3])
-        inside = b.and_(b.icmp_signed(">=", lanes, low), b.icmp_signed("<", lanes, high))
-        return b.select(inside, args[0], emit_splat(b, args[3], f32x16.ir))
-
-    return f32x16(f32x16, types.int64, types.int64, types.float32), gen
+    lanes = ir.Constant(I32X16, list(range(LANES)))
+    low, high = (emit_splat(b, b.trunc(bound, I32), I32X16) for bound in (first, last))
+    inside = b.and_(b.icmp_signed(">=", lanes, low), b.icmp_signed("<", lanes, high))
+    return b.select(inside, x, emit_splat(b, other, f32x16.ir))
 
 
-@intrinsic(prefer_literal=True)
-def load_one_f16(_: Any, array: Any, index: Any, bfloat: Any) -> Any:
+@emits(lambda array, index, bfloat: types.float32(array, types.intp, bfloat), prefer_literal=True)
+def load_one_f16(b: Any, array: Any, index: Any, bfloat: bool) -> Any:
     """Load one float16 or bfloat16 (in an array of uint16) as a float."""
-    is_bfloat = bool(bfloat.literal_value)
-
-    def gen(context: Any, b: Any, sig: Any, args: Any) -> Any:
-        bits = emit_load(context, b, sig.args[0], args[0], args[1], I16)
-        if is_bfloat:
-            return b.bitcast(b.shl(b.zext(bits, I32), ir.Constant(I32, 16)), F32)
-        return b.fpext(b.bitcast(bits, F16), F32)
-
-    return types.float32(array, types.intp, bfloat), gen
+    bits = emit_load(b, array, index, I16)
+    if bfloat:
+        return b.bitcast(b.shl(b.zext(bits, I32), ir.Constant(I32, 16)), F32)
+    return b.fpext(b.bitcast(bits, F16), F32)
 
 
-@intrinsic(prefer_literal=True)
-def load_as_f32(_: Any, array: Any, index: Any, bfloat: Any) -> Any:
+@emits(lambda array, index, bfloat: f32x16(array, types.intp, bfloat), prefer_literal=True)
+def load_as_f32(b: Any, array: Any, index: Any, bfloat: bool) -> Any:
     """Load 16 float32, or 16 float16 or bfloat16 (both as uint16), as floats."""
-    is_bfloat, narrow = bool(bfloat.literal_value), array.dtype == types.uint16
-
-    def gen(context: Any, b: Any, sig: Any, args: Any) -> Any:
-        if not (narrow and is_bfloat):
-            return emit_load_floats(context, b, sig.args[0], args[0], args[1])
-        value = b.zext(emit_load(context, b, sig.args[0], args[0], args[1], ir.VectorType(I16, LANES)), i32x16.ir)
-        return b.bitcast(b.shl(value, ir.Constant(i32x16.ir, [16] * LANES)), f32x16.ir)
-
-    return f32x16(array, types.intp, bfloat), gen
+    if array.dtype != types.uint16 or not bfloat:
+        return emit_load_floats(b, array, index)
+    value = b.zext(emit_load(b, array, index, ir.VectorType(I16, LANES)), I32X16)
+    return b.bitcast(b.shl(value, ir.Constant(I32X16, [16] * LANES)), f32x16.ir)
 
 
-@intrinsic(prefer_literal=True)
-def zero_floats(_: Any, tokens: Any) -> Any:
+@emits(lambda tokens: Tile(f32x16, literal_int(tokens))(tokens), prefer_literal=True)
+def zero_floats(b: Any, tokens: int) -> Any:
     """Return a float tile of zeros."""
-    tile, zero = Tile(f32x16, literal_int(tokens)), ir.Constant(f32x16.ir, [0.0] * LANES)
-    return tile(tokens), lambda context, b, sig, args: map_tile(b, tile, lambda _: zero)
+    return map_tile(b, tokens, lambda _: ir.Constant(f32x16.ir, [0.0] * LANES))
 
 
-@intrinsic(prefer_literal=True)
-def init_dot(_: Any, tokens: Any, sums: Any, index: Any, stride: Any, offset: Any) -> Any:
+def _accumulators(tokens: Any, sums: Any, index: Any, stride: Any, offset: Any) -> Any:
+    return Tile(i32x16, literal_int(tokens))(tokens, sums, types.intp, types.intp, offset)
+
+
+@emits(_accumulators, prefer_literal=True)
+def init_dot(b: Any, tokens: int, sums: Any, index: Any, stride: Any, offset: int) -> Any:
     """Return integer accumulators: in every lane minus `offset` times the token's element of an int32 array."""
-    tile, times = Tile(i32x16, literal_int(tokens)), literal_int(offset)
 
-    def gen(context: Any, b: Any, sig: Any, args: Any) -> Any:
-        if times == 0:
-            return map_tile(b, tile, lambda _: ir.Constant(i32x16.ir, [0] * LANES))
+    def one(token: int) -> Any:
+        if offset == 0:
+            return ir.Constant(I32X16, [0] * LANES)
+        value = emit_load(b, sums, strided_index(b, index, stride, token), I32)
+        return emit_splat(b, b.mul(value, ir.Constant(I32, -offset)), I32X16)
 
-        def one(token: int) -> Any:
-            value = _load_of_token(context, b, (sig.args[1], args[1]), args[2], args[3], token, I32)
-            return emit_splat(b, b.mul(value, ir.Constant(I32, -times)), i32x16.ir)
-
-        return map_tile(b, tile, one)
-
-    return tile(tokens, sums, types.intp, types.intp, offset), gen
+    return map_tile(b, tokens, one)
 
 
-@intrinsic
-def add_tiles(_: Any, x: Any, y: Any) -> Any:
+@emits(lambda x, y: x(x, y))
+def add_tiles(b: Any, x: Any, y: Any) -> Any:
     """Return the sum of two integer tiles."""
-
-    def gen(context: Any, b: Any, sig: Any, args: Any) -> Any:
-        return map_tile(b, x, lambda t: b.add(*(b.extract_value(arg, t) for arg in args)))
-
-    return x(x, y), gen
+    return map_tile(b, x.type.count, lambda token: b.add(b.extract_value(x, token), b.extract_value(y, token)))
 
 
-@intrinsic
-def add_scaled_dot(_: Any, total: Any, acc: Any, scales: Any, index: Any, stride: Any, weights: Any) -> Any:
+@emits(lambda total, acc, scales, *_: total(total, acc, scales, types.intp, types.intp, f32x16))
+def add_scaled_dot(b: Any, total: Any, acc: Any, scales: Any, index: Any, stride: Any, weights: Any) -> Any:
     """Return total + (float(acc) * scale of the token) * weights: the first product is rounded, then one FMA."""
 
-    def gen(context: Any, b: Any, sig: Any, args: Any) -> Any:
-        def one(token: int) -> Any:
-            scale = _load_of_token(context, b, (sig.args[2], args[2]), args[3], args[4], token, F32)
-            scale = emit_splat(b, scale, f32x16.ir)
-            value = b.fmul(b.sitofp(b.extract_value(args[1], token), f32x16.ir), scale)
-            return emit_fma(b, value, args[5], b.extract_value(args[0], token))
+    def one(token: int) -> Any:
+        scale = emit_splat(b, emit_load(b, scales, strided_index(b, index, stride, token), F32), f32x16.ir)
+        value = b.fmul(b.sitofp(b.extract_value(acc, token), f32x16.ir), scale)
+        return emit_fma(b, value, weights, b.extract_value(total, token))
 
-        return map_tile(b, total, one)
-
-    return total(total, acc, scales, types.intp, types.intp, f32x16), gen
+    return map_tile(b, total.type.count, one)
 
 
-@intrinsic
-def fma_broadcast(_: Any, total: Any, vector: Any, x: Any, index: Any, stride: Any) -> Any:
+@emits(lambda total, vector, x, index, stride: total(total, f32x16, x, types.intp, types.intp))
+def fma_broadcast(b: Any, total: Any, vector: Any, x: Any, index: Any, stride: Any) -> Any:
     """Return total + vector * x[index + token * stride], one float of each token."""
 
-    def gen(context: Any, b: Any, sig: Any, args: Any) -> Any:
-        def one(token: int) -> Any:
-            value = _load_of_token(context, b, (sig.args[2], args[2]), args[3], args[4], token, F32)
-            return emit_fma(b, emit_splat(b, value, f32x16.ir), args[1], b.extract_value(args[0], token))
+    def one(token: int) -> Any:
+        value = emit_load(b, x, strided_index(b, index, stride, token), F32)
+        return emit_fma(b, emit_splat(b, value, f32x16.ir), vector, b.extract_value(total, token))
 
-        return map_tile(b, total, one)
-
-    return total(total, f32x16, x, types.intp, types.intp), gen
+    return map_tile(b, total.type.count, one)
 
 
-@intrinsic
-def store_tile(_: Any, array: Any, index: Any, stride: Any, tile: Any, unit: Any) -> Any:
+@emits(lambda array, index, stride, tile, unit: types.void(array, types.intp, types.intp, tile, types.float32))
+def store_tile(b: Any, array: Any, index: Any, stride: Any, tile: Any, unit: Any) -> None:
     """Write 16 results of each token, times `unit`."""
-
-    def gen(context: Any, b: Any, sig: Any, args: Any) -> None:
-        factor = emit_splat(b, args[4], f32x16.ir)
-        for token in range(tile.tokens):
-            at = b.add(args[1], b.mul(args[2], ir.Constant(args[2].type, token)))
-            emit_store(context, b, sig.args[0], args[0], at, b.fmul(b.extract_value(args[3], token), factor))
-
-    return types.void(array, types.intp, types.intp, tile, types.float32), gen
+    factor = emit_splat(b, unit, f32x16.ir)
+    for token in range(tile.type.count):
+        at = strided_index(b, index, stride, token)
+        emit_store(b, array, at, b.fmul(b.extract_value(tile, token), factor))
 
 
-@intrinsic(prefer_literal=True)
-def nibbles_times(_: Any, array: Any, index: Any, which: Any, factor: Any) -> Any:
+@emits(lambda array, index, which, factor: f32x16(array, types.intp, which, f32x16), prefer_literal=True)
+def nibbles_times(b: Any, array: Any, index: Any, which: int, factor: Any) -> Any:
     """Return the lower (0) or upper (1) four bits of 16 adjacent bytes as floats, times a vector."""
-    half = literal_int(which)
-
-    def gen(context: Any, b: Any, sig: Any, args: Any) -> Any:
-        value = b.zext(emit_load(context, b, sig.args[0], args[0], args[1], I8X16), i32x16.ir)
-        value = b.lshr(value, ir.Constant(i32x16.ir, [4 * half] * LANES))
-        value = b.and_(value, ir.Constant(i32x16.ir, [15] * LANES))
-        return b.fmul(b.sitofp(value, f32x16.ir), args[3])
-
-    return f32x16(array, types.intp, which, f32x16), gen
+    value = b.zext(emit_load(b, array, index, I8X16), I32X16)
+    value = b.lshr(value, ir.Constant(I32X16, [4 * which] * LANES))
+    value = b.and_(value, ir.Constant(I32X16, [15] * LANES))
+    return b.fmul(b.sitofp(value, f32x16.ir), factor)
