@@ -60,23 +60,23 @@ SECOND_PLACES: dict[str, dict[str, str]] = {}  # beside the one place of a heavy
 
 # Line budgets. "." are the modules at the top of the package.
 LINES = {
-    ".": 1_900,
-    "backends": 1_240,
-    "backends/cpu": 5_420,
-    "backends/cuda": 4_900,
+    ".": 1_800,
+    "backends": 1_230,
+    "backends/cpu": 4_990,
+    "backends/cuda": 4_480,
     "bench": 8_290,
     "cache": 60,
-    "cli": 2_900,
+    "cli": 2_970,
     "cli/bench": 1_170,
-    "engine": 2_070,
+    "engine": 2_000,
     "layers": 260,
     "models": 1_280,
-    "server": 3_600,
-    "token_engine": 1_300,
-    "tokenizer": 1_550,
+    "server": 3_450,
+    "token_engine": 1_400,
+    "tokenizer": 1_580,
     "weights": 3_210,
 }
-MAX_TOTAL_LINES = 37_000
+MAX_TOTAL_LINES = 38_100
 MAX_BENCH_LINES = 9_460  # bench with its commands
 MAX_MODULES = 190
 MAX_FOLDER_FILES = 25

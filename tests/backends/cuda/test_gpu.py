@@ -1,7 +1,7 @@
 """On a real GPU: the decoder at real shapes against float32 torch, and features of families against the reference; with
 graphs and without, bit for bit.
 
-Errors are relative to the logits' deviation: 3e-2 for a model of two layers, 4e-2 for a small one with many features
+Errors are relative to the logits' deviation: 3e-2 for a model of two layers, 5e-2 for a small one with many features
 and int8 activations; 1e-1 where keys and values are float8 besides, which turns the last bit of an activation into a
 sixteenth of a key.
 """
@@ -103,7 +103,7 @@ def test_features_match_reference_with_and_without_graphs(case: str) -> None:
         assert torch.equal(found[0], found[2]), counts
         wanted = twin.forward(pair[1].step(indices, counts, ids, every), pair[1].cache)
         wanted = wanted.cpu().numpy() if isinstance(wanted, torch.Tensor) else wanted
-        assert cuda_models.relative_error(found[0].cpu(), wanted) < (1e-1 if kv_type == "float8" else 4e-2), counts
+        assert cuda_models.relative_error(found[0].cpu(), wanted) < (1e-1 if kv_type == "float8" else 5e-2), counts
     assert len(ours.fused.graphs) >= 3  # type: ignore[attr-defined]
     assert ours.fused.graphs.nbytes > 0  # type: ignore[attr-defined]
 
