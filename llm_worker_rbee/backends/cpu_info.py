@@ -80,10 +80,8 @@ def force_isa(name: str) -> None:
     """Use this instruction set from now on; raise if the kernels are loaded with another one."""
     _validate_isa(name)
     if f"{__package__}.cpu.jit" in sys.modules and current_isa() != name:
-        message = (
-            f"instruction set {name!r}: the kernels are loaded with {current_isa()!r} already, start a new process"
-        )
-        raise InvalidRequestError(message, "cpu_isa")
+        problem = f"the kernels are loaded with {current_isa()!r} already, start a new process"
+        raise InvalidRequestError(f"instruction set {name!r}: {problem}", "cpu_isa")
     os.environ[ISA_VARIABLE] = name
 
 
@@ -157,9 +155,8 @@ def explain_thread_count(requested: int | None = None) -> ThreadLimit:
     variable = os.environ.get(THREADS_VARIABLE)
     if variable:
         if not (variable.isascii() and variable.isdigit() and len(variable) < 10):
-            raise InvalidRequestError(
-                f"{THREADS_VARIABLE} is {variable!r}: give a whole number of 1 or more", "threads"
-            )
+            problem = f"{THREADS_VARIABLE} is {variable!r}: give a whole number of 1 or more"
+            raise InvalidRequestError(problem, "threads")
         return _validate_thread_count(int(variable), THREADS_VARIABLE, bounds)
     return min(bounds, key=lambda bound: bound.threads)
 

@@ -113,10 +113,8 @@ class _ModelLoader:
             absent = "short" if short is None else "long"
             raise ModelFileError(f"tensor 'rope_factors_{absent}.weight' is missing: both lists are needed")
         if scaling.original_context < 2:
-            raise ModelFileError(
-                "tensor 'rope_factors_long.weight' needs an original context length, which is "
-                f"{scaling.original_context}"
-            )
+            needed = "tensor 'rope_factors_long.weight' needs an original context length"
+            raise ModelFileError(f"{needed}, which is {scaling.original_context}")
         return replace(scaling, kind="longrope", short_factors=tuple(short.tolist()), long_factors=tuple(long.tolist()))
 
     def block(self, i: int, rope: RopeTable) -> Block:
@@ -231,7 +229,5 @@ class _ModelLoader:
         extra = [name for name in left if not name.endswith(IGNORED_SUFFIXES)]
         if extra:
             more = f" and {len(extra) - 1} more" if len(extra) > 1 else ""
-            raise ModelFileError(
-                f"tensor {extra[0]!r}{more} is not part of a {self.config.family.name} model: "
-                "the metadata and the tensors do not fit"
-            )
+            problem = f"is not part of a {self.config.family.name} model: the metadata and the tensors do not fit"
+            raise ModelFileError(f"tensor {extra[0]!r}{more} {problem}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from ..config import (
@@ -43,13 +44,13 @@ GGUF_SAMPLING = {
 MIN_ROPE_BASE = 1.0 + 1e-6
 
 
+@dataclass(frozen=True, slots=True)
 class MetadataReader:
-    """One metadata mapping; `prefix` goes before every key, `source` before every message."""
+    """One metadata mapping."""
 
-    def __init__(self, values: Mapping[str, Any], prefix: str = "", source: str = "") -> None:
-        self.values = values
-        self.prefix = prefix
-        self.source = source
+    values: Mapping[str, Any]
+    prefix: str = ""  # goes before every key
+    source: str = ""  # goes before every message
 
     def error(self, key: str, problem: str) -> ModelFileError:
         """Return an error that names the key."""
