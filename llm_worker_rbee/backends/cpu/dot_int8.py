@@ -15,7 +15,7 @@ from numba import types
 
 from .. import cpu_info
 from .packed_weight import LAYOUTS
-from .simd import I8, I16, I32, I32X16, LANES, emit_load, emit_shift_mask, emit_splat, emits, map_tile, u8x64
+from .simd import I8, I16, I32, I32X16, LANES, emit_call, emit_load, emit_shift_mask, emit_splat, emits, map_tile, u8x64
 
 ISA = cpu_info.current_isa()
 WEIGHT_BIAS = cpu_info.INSTRUCTION_SETS[ISA].weight_bias
@@ -54,38 +54,27 @@ def _by_registers(lanes: int, one: EmitDot) -> EmitDot:
 
 def _instruction(name: str) -> EmitDot:
     """Return a call of an LLVM intrinsic of three vectors."""
-
-    def emit(b: Any, acc: Any, w: Any, x: Any) -> Any:
-        kind = ir.FunctionType(acc.type, [acc.type, w.type, x.type])
-        return b.call(b.module.declare_intrinsic(name, (), kind), [acc, w, x])
-
-    return emit
+    return lambda b, acc, w, x: emit_call(b, name, acc.type, acc, w, x)
 
 
 def _pmaddubsw(b: Any, acc: Any, w: Any, x: Any) -> Any:
     """AVX2, weights of up to seven bits: the sum of two products fits into 16 bits."""
-    pairs, quads = ir.VectorType(I16, 16), ir.VectorType(I32, 8)
-    two = b.module.declare_intrinsic("llvm.x86.avx2.pmadd.ub.sw", (), ir.FunctionType(pairs, [w.type, x.type]))
-    four = b.module.declare_intrinsic("llvm.x86.avx2.pmadd.wd", (), ir.FunctionType(quads, [pairs, pairs]))
-    return b.add(acc, b.call(four, [b.call(two, [w, x]), ir.Constant(pairs, [1] * 16)]))
+    pairs = emit_call(b, "llvm.x86.avx2.pmadd.ub.sw", ir.VectorType(I16, 16), w, x)
+    return b.add(acc, emit_call(b, "llvm.x86.avx2.pmadd.wd", acc.type, pairs, ir.Constant(pairs.type, [1] * 16)))
 
 
 def _pmaddubsw_signed(b: Any, acc: Any, w: Any, x: Any) -> Any:
     """AVX2, weights of eight bits: |w| times x with the sign of w; 2 * 128 * 127 still fits."""
-    kind = ir.FunctionType(w.type, [w.type, w.type])
-    sign = b.module.declare_intrinsic("llvm.x86.avx2.psign.b", (), kind)
-    return _pmaddubsw(b, acc, b.call(sign, [w, w]), b.call(sign, [x, w]))
+    magnitudes, signed = (emit_call(b, "llvm.x86.avx2.psign.b", w.type, side, w) for side in (w, x))
+    return _pmaddubsw(b, acc, magnitudes, signed)
 
 
 def _neon(b: Any, acc: Any, w: Any, x: Any) -> Any:
     """Arm without dot products: widening multiplications, then two pairwise sums (2 * 128 * 127 fits)."""
-    wide, quads = ir.VectorType(I16, 8), ir.VectorType(I32, 4)
-    half = ir.VectorType(I8, 8)
-    multiply = b.module.declare_intrinsic("llvm.aarch64.neon.smull.v8i16", (), ir.FunctionType(wide, [half, half]))
-    add = b.module.declare_intrinsic("llvm.aarch64.neon.addp.v8i16", (), ir.FunctionType(wide, [wide, wide]))
-    widen = b.module.declare_intrinsic("llvm.aarch64.neon.saddlp.v4i32.v8i16", (), ir.FunctionType(quads, [wide]))
-    products = [b.call(multiply, [_lanes(b, w, i, 8), _lanes(b, x, i, 8)]) for i in (0, 8)]
-    return b.add(acc, b.call(widen, [b.call(add, products)]))
+    wide, halves = ir.VectorType(I16, 8), [[_lanes(b, side, i, 8) for side in (w, x)] for i in (0, 8)]
+    products = [emit_call(b, "llvm.aarch64.neon.smull.v8i16", wide, *half) for half in halves]
+    pairs = emit_call(b, "llvm.aarch64.neon.addp.v8i16", wide, *products)
+    return b.add(acc, emit_call(b, "llvm.aarch64.neon.saddlp.v4i32.v8i16", acc.type, pairs))
 
 
 def _portable(b: Any, acc: Any, w: Any, x: Any) -> Any:
@@ -116,11 +105,9 @@ def _byte_shuffle(name: str, lanes: int) -> Callable[[Any, Any, Any], Any]:
     """Return the lookup in a table of 16 bytes by an instruction on registers of `lanes` bytes."""
 
     def emit(b: Any, index: Any, table: list[int]) -> Any:
-        kind = ir.VectorType(I8, lanes)
-        bytes16 = ir.Constant(kind, table * (lanes // 16))
-        function = b.module.declare_intrinsic(name, (), ir.FunctionType(kind, [kind, kind]))
+        bytes16 = ir.Constant(ir.VectorType(I8, lanes), table * (lanes // 16))
         parts = [_lanes(b, index, i, lanes) for i in range(0, 64, lanes)] if lanes < 64 else [index]
-        return concat_vectors(b, [b.call(function, [bytes16, part]) for part in parts])
+        return concat_vectors(b, [emit_call(b, name, bytes16.type, bytes16, part) for part in parts])
 
     return emit
 

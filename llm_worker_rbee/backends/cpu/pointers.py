@@ -18,7 +18,7 @@ from numba.extending import intrinsic
 
 from ... import machine
 from .. import cpu_info
-from .simd import F16, F32, I8, I16, I32, element_pointer, emits
+from .simd import F16, F32, I8, I16, I32, element_pointer, emit_call, emits
 
 cpu_info.llvm_features()  # tells LLVM what the machine has before Numba makes its compiler
 I64 = ir.IntType(64)
@@ -99,10 +99,9 @@ def atomic_load(b: Any, address: Any) -> Any:
 def cpu_pause(b: Any) -> None:
     """Tell the processor that this is a spin loop."""
     if machine.is_x86():
-        b.call(b.module.declare_intrinsic("llvm.x86.sse2.pause", (), ir.FunctionType(ir.VoidType(), [])), [])
+        emit_call(b, "llvm.x86.sse2.pause", ir.VoidType())
     elif machine.is_arm():
-        hint = b.module.declare_intrinsic("llvm.aarch64.hint", (), ir.FunctionType(ir.VoidType(), [I32]))
-        b.call(hint, [ir.Constant(I32, 1)])
+        emit_call(b, "llvm.aarch64.hint", ir.VoidType(), ir.Constant(I32, 1))
 
 
 @emits(types.void(types.int64, types.int64, types.int64, types.int64))

@@ -21,7 +21,7 @@ from . import simd as f
 from .dot_int8 import DOT_PRODUCTS, ISA, concat_vectors
 from .jit import kernel
 from .pointers import f32, i8, i32, scratch
-from .simd import F32, I8, I32, I32X16, LANES, emit_call, emit_load, emit_store, emits, f32x16, u8x64
+from .simd import F32, I8, I32, I32X16, LANES, emit_load, emit_store, emit_vector_call, emits, f32x16, u8x64
 
 # (elements per block, type) of q, scale, sums, sums16, scaled, scaled16
 BUFFERS: Any = (32, np.int8), (1, np.float32), (1, np.int32), (2, np.int32), (1, np.float32), (2, np.float32)
@@ -91,11 +91,11 @@ def _block_maxima(b: Any, x: list[Any]) -> Any:
     """
     mask = ir.Constant(I32X16, [0x7FFFFFFF] * LANES)
     sizes = [b.and_(b.bitcast(v, I32X16), mask) for v in x]
-    one, two = emit_call(b, "smax", *sizes[:2]), emit_call(b, "smax", *sizes[2:])
+    one, two = emit_vector_call(b, "smax", *sizes[:2]), emit_vector_call(b, "smax", *sizes[2:])
     halves = [*range(8), *range(16, 24)], [*range(8, 16), *range(24, 32)]
-    top = emit_call(b, "smax", *(_shuffle(b, one, two, lanes) for lanes in halves))
+    top = emit_vector_call(b, "smax", *(_shuffle(b, one, two, lanes) for lanes in halves))
     for by in (4, 2, 1):
-        top = emit_call(b, "smax", top, _xor_lanes(b, top, by))
+        top = emit_vector_call(b, "smax", top, _xor_lanes(b, top, by))
     return b.bitcast(top, f32x16.ir)
 
 
@@ -106,7 +106,7 @@ def _to_int8(b: Any, x: list[Any], top: Any) -> Any:
     made = []
     for i, v in enumerate(x):
         factor = _shuffle(b, inverse, inverse, [i // 2] * LANES)
-        whole = b.fptosi(emit_call(b, "rint", b.fmul(v, factor)), I32X16)
+        whole = b.fptosi(emit_vector_call(b, "rint", b.fmul(v, factor)), I32X16)
         made.append(b.trunc(whole, ir.VectorType(I8, LANES)))
     return concat_vectors(b, made)
 

@@ -263,6 +263,13 @@ def gather_above(x, maxima, low, high, ids):
 
 
 @kernel
+def gather_top(x, maxima, k, ids):
+    """Write the ids of logits from a lower bound of the k-th largest on, ascending; return their number and it."""
+    low = kth_largest(maxima.copy() if 2 * k <= maxima.shape[0] else x.copy(), k)
+    return gather_above(x, maxima, low, np.inf, ids), low
+
+
+@kernel
 def scale_logits(x, best, temperature, ids, count, s):
     """Write s = (x - best) / temperature of the first `count` ids."""
     for i in range(count):
@@ -312,9 +319,7 @@ def draw_from_blocks(x, best, temperature, sums, total, point):
 @kernel
 def select_top_k(x, maxima, best, temperature, k, ids):
     """Write the ids of the k largest, ascending, lowest ids among equals; return their number or UNDECIDED."""
-    blockwise = 2 * k <= maxima.shape[0]
-    low = kth_largest(maxima.copy() if blockwise else x.copy(), k)
-    found = gather_above(x, maxima, low, np.inf, ids)
+    found, low = gather_top(x, maxima, k, ids)
     s = np.empty(found, np.float64)
     scale_logits(x, best, temperature, ids, found, s)
     kth = kth_largest(s.copy(), k)
@@ -399,11 +404,8 @@ def log_softmax(x, chosen, k, top_ids, top):
     if not math.isfinite(best):
         return np.float32(np.nan)
     total, _ = exp_sums(x, best, 1.0, np.empty(maxima.shape[0], np.float64))
-    less = math.log(total)
-    ids = np.empty(x.shape[0], np.int64)
-    blockwise = 2 * k <= maxima.shape[0]
-    low = kth_largest(maxima.copy() if blockwise else x.copy(), max(k, 1))
-    found = gather_above(x, maxima, low, np.inf, ids) if k else 0
+    less, ids = math.log(total), np.empty(x.shape[0], np.int64)
+    found = gather_top(x, maxima, k, ids)[0] if k else 0
     for rank in range(k):
         first = 0
         for i in range(1, found):

@@ -35,7 +35,6 @@ class Tile(types.Type):
     """One vector per token."""
 
     def __init__(self, vector: Vector, tokens: int) -> None:
-        self.vector, self.tokens = vector, tokens
         self.ir = ir.ArrayType(vector.ir, tokens)
         super().__init__(f"{vector.name}*{tokens}")
 
@@ -134,17 +133,22 @@ def emit_store(b: Any, array: ArrayValue, index: Any, value: Any) -> None:
     b.store(value, element_pointer(b, array, index, value.type)).align = 1
 
 
-def emit_call(b: Any, name: str, *args: Any) -> Any:
-    """Emit a call of an LLVM function on vectors of one type."""
+def emit_call(b: Any, name: str, result: ir.Type, *args: Any) -> Any:
+    """Emit a call of an LLVM intrinsic by its full name."""
+    kind = ir.FunctionType(result, [arg.type for arg in args])
+    return b.call(b.module.declare_intrinsic(name, (), kind), args)
+
+
+def emit_vector_call(b: Any, name: str, *args: Any) -> Any:
+    """Emit a call of an LLVM intrinsic on vectors of one type."""
     kind = args[0].type
     element = {"float": "f32", "double": "f64"}.get(str(kind.element), str(kind.element))
-    function = ir.FunctionType(kind, [kind] * len(args))
-    return b.call(b.module.declare_intrinsic(f"llvm.{name}.v{kind.count}{element}", (), function), args)
+    return emit_call(b, f"llvm.{name}.v{kind.count}{element}", kind, *args)
 
 
 def emit_fma(b: Any, x: Any, y: Any, z: Any) -> Any:
     """Emit x * y + z, rounded once."""
-    return emit_call(b, "fma", x, y, z)
+    return emit_vector_call(b, "fma", x, y, z)
 
 
 def emit_shift_mask(b: Any, line: Any, shift: int, mask: int) -> Any:
@@ -222,8 +226,8 @@ add = _operation(lambda b, x, y: b.fadd(x, y))
 mul = _operation(lambda b, x, y: b.fmul(x, y))
 div = _operation(lambda b, x, y: b.fdiv(x, y))
 fma = _operation(emit_fma)
-fabs = _operation(lambda b, x: emit_call(b, "fabs", x))
-rint = _operation(lambda b, x: emit_call(b, "rint", x))  # halves to even
+fabs = _operation(lambda b, x: emit_vector_call(b, "fabs", x))
+rint = _operation(lambda b, x: emit_vector_call(b, "rint", x))  # halves to even
 max_nan_second = _operation(_max_nan_second)
 nan_mask = _operation(_nan_mask)  # `mask`, and NaN in each lane where x or y is NaN
 # NaN stays NaN. Of float32 within 2 units in the last place up to 88; of float64 for x up to 0, within 1e-14 of it.
