@@ -36,18 +36,17 @@ def load_planes(w, n, b, ok, blocks, PLANES: tl.constexpr):
     return out
 
 
+@triton.constexpr_function
+def high_planes(kind):
+    """Return the number of words or half words of a block in `high`."""
+    return {"q6": 4, "q5": 2, "q5m": 2, "q4mm": 1}.get(kind, 0)
+
+
 @triton.jit
 def load_packed(low, high, scales, n, b, ok, blocks, KIND: tl.constexpr):
     """Load (low words, high words, scales) of one row per warp."""
-    PLANES: tl.constexpr = 8 if KIND == "q8" or KIND == "q8d" else 4
-    lows = load_planes(low, n, b, ok, blocks, PLANES)
-    highs = ()
-    if KIND == "q6":
-        highs = load_planes(high, n, b, ok, blocks, 4)
-    elif KIND == "q5m" or KIND == "q5":
-        highs = load_planes(high, n, b, ok, blocks, 2)
-    elif KIND == "q4mm":
-        highs = load_planes(high, n, b, ok, blocks, 1)
+    lows = load_planes(low, n, b, ok, blocks, 8 if KIND == "q8" or KIND == "q8d" else 4)
+    highs = load_planes(high, n, b, ok, blocks, high_planes(KIND))
     s = tl.load(scales + n * blocks + b, mask=ok, other=0, eviction_policy="evict_first")
     return lows, highs, s
 
@@ -55,24 +54,16 @@ def load_packed(low, high, scales, n, b, ok, blocks, KIND: tl.constexpr):
 @triton.jit
 def block_dots(lows, highs, x_words, SHAPE: tl.constexpr, KIND: tl.constexpr):
     """Return the integer dot products of the first and the last 16 columns of each block."""
-    first = tl.zeros(SHAPE, tl.int32)
-    last = tl.zeros(SHAPE, tl.int32)
+    FIELD: tl.constexpr = 0x30303030 if KIND == "q6" else 0x10101010  # high bits of four columns
+    first, last = tl.zeros(SHAPE, tl.int32), tl.zeros(SHAPE, tl.int32)
     for i in tl.static_range(4):
         if KIND == "q8" or KIND == "q8d":
             first = dp4a(lows[i], x_words[i], first)
             last = dp4a(lows[4 + i], x_words[4 + i], last)
-        elif KIND == "q6":
-            fields = spread_high_bits(highs[i])
-            a = (lows[i] & 0x0F0F0F0F) | (fields & 0x30303030)
-            z = ((lows[i] >> 4) & 0x0F0F0F0F) | ((fields << 4) & 0x30303030)
-            first = dp4a(a, x_words[i], first)
-            last = dp4a(z, x_words[4 + i], last)
-        elif KIND == "q5m" or KIND == "q5":
-            fields = spread_high_bits(highs[i // 2]) >> (i % 2)
-            a = (lows[i] & 0x0F0F0F0F) | (fields & 0x10101010)
-            z = ((lows[i] >> 4) & 0x0F0F0F0F) | ((fields << 4) & 0x10101010)
-            first = dp4a(a, x_words[i], first)
-            last = dp4a(z, x_words[4 + i], last)
+        elif KIND == "q6" or KIND == "q5" or KIND == "q5m":
+            fields = spread_high_bits(highs[i]) if KIND == "q6" else spread_high_bits(highs[i // 2]) >> (i % 2)
+            first = dp4a((lows[i] & 0x0F0F0F0F) | (fields & FIELD), x_words[i], first)
+            last = dp4a(((lows[i] >> 4) & 0x0F0F0F0F) | ((fields << 4) & FIELD), x_words[4 + i], last)
         else:
             first = dp4a(lows[i] & 0x0F0F0F0F, x_words[i], first)
             last = dp4a_us(lows[i] & -0x0F0F0F10, x_words[4 + i], last)  # 16 times too large
@@ -80,17 +71,17 @@ def block_dots(lows, highs, x_words, SHAPE: tl.constexpr, KIND: tl.constexpr):
 
 
 @triton.jit
-def block_products(lows, highs, s, x_words, x_scales, x_first, x_last, SHAPE: tl.constexpr, KIND: tl.constexpr):
-    """Return what each block adds to its row: (warps, 128) float32."""
+def block_products(weights, activations, SHAPE: tl.constexpr, KIND: tl.constexpr):
+    """Return what each block of `load_packed` adds to its row: (warps, 128) float32."""
+    lows, highs, s = weights
+    x_words, x_scales, x_first, x_last = activations
     first, last = block_dots(lows, highs, x_words, SHAPE, KIND)
     if KIND == "q4" or KIND == "q4m":
         dots = (first * 16 + last).to(tl.float32) * 0.0625
     else:
         dots = (first + last).to(tl.float32)
-    if KIND == "q4":
-        value = s.to(tl.float32) * (dots * x_scales - 8.0 * (x_first + x_last))
-    elif KIND == "q5":
-        value = s.to(tl.float32) * (dots * x_scales - 16.0 * (x_first + x_last))
+    if KIND == "q4" or KIND == "q5":
+        value = s.to(tl.float32) * (dots * x_scales - (8.0 if KIND == "q4" else 16.0) * (x_first + x_last))
     elif KIND == "q8":
         value = s.to(tl.float32) * (dots * x_scales)
     elif KIND == "q8d":
@@ -113,8 +104,7 @@ def load_activations(x_codes, x_scales, x_sums, t, b, ok, blocks, KIND: tl.const
     for i in tl.static_range(8):
         words = words + (tl.load(x_codes + (t * 8 + i) * blocks + b, mask=ok, other=0),)
     d = tl.load(x_scales + t * blocks + b, mask=ok, other=0.0)
-    first = d
-    last = d
+    first, last = d, d
     if KIND != "q8" and KIND != "q8d":
         first = tl.load(x_sums + (t * 2) * blocks + b, mask=ok, other=0.0)
         last = tl.load(x_sums + (t * 2 + 1) * blocks + b, mask=ok, other=0.0)
@@ -165,23 +155,13 @@ def gemv_packed(
             b = (step // R) * WARP_BLOCKS + lane
             if step % R == 0:
                 x = load_activations(x_codes, x_scales, x_sums, 0, b, b < blocks, blocks, KIND)
-            current = held[0]
-            rest = ()
-            for k in tl.static_range(1, PREFETCH):
-                if step + k < STEPS:
-                    rest = rest + (held[k],)
+            current, held = held[0], held[1:]
             if step + PREFETCH < STEPS:
                 more = load_row(low, high, scales, step + PREFETCH, lane, rows, blocks, R, ROWS, WARPS, EPILOGUE, KIND)
-                rest = rest + (more,)
-            held = rest
-            value = block_products(current[0], current[1], current[2], x[0], x[1], x[2], x[3], SHAPE, KIND)
-            new = ()
-            for k in tl.static_range(R):
-                if k == step % R:
-                    new = new + (sums[k] + tl.sum(tl.reshape(value, (WARPS, 32, 4)), 2),)  # the lane's own four blocks
-                else:
-                    new = new + (sums[k],)
-            sums = new
+                held = held + (more,)
+            value = block_products(current, x, SHAPE, KIND)
+            total = sums[step % R] + tl.sum(tl.reshape(value, (WARPS, 32, 4)), 2)  # the lane's own four blocks
+            sums = sums[: step % R] + (total,) + sums[step % R + 1 :]
     else:  # PREFETCH rows stay in registers while tokens are streamed
         tl.static_assert(R % PREFETCH == 0, "several tokens: PREFETCH divides the rows of a warp")
         for step in tl.static_range(0, STEPS, PREFETCH):
@@ -189,14 +169,13 @@ def gemv_packed(
             if step > 0:
                 held = ()
                 for k in tl.static_range(PREFETCH):
-                    held = held + (
-                        load_row(low, high, scales, step + k, lane, rows, blocks, R, ROWS, WARPS, EPILOGUE, KIND),
-                    )
+                    more = load_row(low, high, scales, step + k, lane, rows, blocks, R, ROWS, WARPS, EPILOGUE, KIND)
+                    held = held + (more,)
             for t in range(B):  # not unrolled: all tokens would be loaded at once
-                xt = load_activations(x_codes, x_scales, x_sums, t, b, b < blocks, blocks, KIND)
+                x = load_activations(x_codes, x_scales, x_sums, t, b, b < blocks, blocks, KIND)
                 added = ()
                 for k in tl.static_range(PREFETCH):
-                    value = block_products(held[k][0], held[k][1], held[k][2], xt[0], xt[1], xt[2], xt[3], SHAPE, KIND)
+                    value = block_products(held[k], x, SHAPE, KIND)
                     added = added + (tl.sum(tl.reshape(value, (WARPS, 32, 4)), 2),)
                 new = ()
                 for u in tl.static_range(B):
@@ -327,6 +306,19 @@ def apply_epilogue(
 
 
 @triton.jit
+def load_dense_rows(
+    w, start, lane, rows, columns, R: tl.constexpr, ROWS: tl.constexpr, WARPS: tl.constexpr, EPILOGUE: tl.constexpr
+):
+    """Load the columns from `start` on of the R rows of each warp."""
+    out = ()
+    for r in tl.static_range(R):
+        n = tl.minimum(program_rows(r, rows // 2, EPILOGUE, ROWS, WARPS), rows - 1)[:, None].to(tl.int64)
+        c = start + lane
+        out = out + (tl.load(w + n * columns + c, mask=c < columns, other=0.0, eviction_policy="evict_first"),)
+    return out
+
+
+@triton.jit
 def gemv_dense(
     x, squares, eps, w, out, residual, norm, out_squares,
     rows, columns: tl.constexpr, B: tl.constexpr, ROWS: tl.constexpr, WARPS: tl.constexpr, TILE_K: tl.constexpr,
@@ -340,37 +332,21 @@ def gemv_dense(
     launch_next(PDL)
     held = ()
     for i in tl.static_range(PREFETCH):
-        for r in tl.static_range(R):
-            n = tl.minimum(program_rows(r, rows // 2, EPILOGUE, ROWS, WARPS), rows - 1)[:, None].to(tl.int64)
-            c = i * TILE_K + lane
-            held = held + (tl.load(w + n * columns + c, mask=c < columns, other=0.0, eviction_policy="evict_first"),)
+        held = held + load_dense_rows(w, i * TILE_K, lane, rows, columns, R, ROWS, WARPS, EPILOGUE)
     factors = ()
     if scales is not None:
         for r in tl.static_range(R):
-            factors = factors + (
-                tl.load(scales + tl.minimum(program_rows(r, rows // 2, EPILOGUE, ROWS, WARPS), rows - 1)),
-            )
+            n = tl.minimum(program_rows(r, rows // 2, EPILOGUE, ROWS, WARPS), rows - 1)
+            factors = factors + (tl.load(scales + n),)
     wait_for_previous(PDL)
     sums = ()
     for _ in tl.static_range(B * R):
         sums = sums + (tl.zeros(SHAPE, tl.float32),)
     for start in tl.static_range(0, columns, TILE_K):
-        weights = ()
-        for r in tl.static_range(R):
-            weights = weights + (held[r],)
-        rest = ()
-        for i in tl.static_range(R, PREFETCH * R):
-            rest = rest + (held[i],)
+        weights, held = held[:R], held[R:]
         if start + PREFETCH * TILE_K < columns:
-            for r in tl.static_range(R):
-                n = tl.minimum(program_rows(r, rows // 2, EPILOGUE, ROWS, WARPS), rows - 1)[:, None].to(tl.int64)
-                c = start + PREFETCH * TILE_K + lane
-                more = tl.load(w + n * columns + c, mask=c < columns, other=0.0, eviction_policy="evict_first")
-                rest = rest + (more,)
-        else:
-            for r in tl.static_range(R):
-                rest = rest + (weights[r],)
-        held = rest
+            more = load_dense_rows(w, start + PREFETCH * TILE_K, lane, rows, columns, R, ROWS, WARPS, EPILOGUE)
+            held = held + more
         new = ()
         c = start + lane
         for t in tl.static_range(B):
