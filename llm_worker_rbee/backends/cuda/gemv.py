@@ -355,16 +355,13 @@ def gemv_dense(
                 new = new + (sums[t * R + r] + weights[r].to(tl.float32) * xt,)
         sums = new
     for t in tl.static_range(B):
+        if NORM_PARTS > 0:
+            inverse = inverse_rms(squares, t, eps, columns, NORM_PARTS, NORM_SIZE, WARPS)
         ys = ()
         for r in tl.static_range(R):
             y = tl.sum(sums[t * R + r], 1)
-            ys = ys + (y if scales is None else y * factors[r],)
-        if NORM_PARTS > 0:
-            factor = inverse_rms(squares, t, eps, columns, NORM_PARTS, NORM_SIZE, WARPS)
-            scaled = ()
-            for r in tl.static_range(R):
-                scaled = scaled + (ys[r] * factor,)
-            ys = scaled
+            y = y if scales is None else y * factors[r]
+            ys = ys + (y * inverse if NORM_PARTS > 0 else y,)
         apply_epilogue(
             ys, t, rows, out, residual, norm, out, out, out_squares, R, ROWS, WARPS, EPILOGUE, False, STRIDE, GELU
         )
