@@ -42,9 +42,7 @@ def add_rms_norm_rows(
     parts' sum before it is added. With `index`, token t is row index[t], and the stream ends here. With `out_scales`,
     activations are int8 blocks."""
     t = tl.program_id(0).to(tl.int64)
-    b = tl.arange(0, SIZE)[:, None]
-    c = tl.arange(0, 32)[None, :]
-    n = b * 32 + c
+    n = tl.arange(0, SIZE)[:, None] * 32 + tl.arange(0, 32)[None, :]
     mask = n < width
     launch_next(PDL)
     wait_for_previous(PDL)
@@ -63,11 +61,7 @@ def add_rms_norm_rows(
         if index is None:
             tl.store(residual + row * width + n, y, mask=mask)
     z = y * tl.rsqrt(mean_square(y, width, EXACT) + eps) * tl.load(norm + n, mask=mask, other=0.0)
-    if out_scales is not None:
-        block = tl.arange(0, SIZE)
-        store_int8_blocks(z, t, block, block < width // 32, out, out_scales, out_sums, width // 32)
-    else:
-        store_row(z, t, b, c, mask, tokens, out, factors, width, INTERLEAVED)
+    store_row(z, t, tokens, out, factors, width, INTERLEAVED, out_scales, out_sums)
 
 
 @triton.jit
@@ -78,9 +72,7 @@ def swiglu_rows(
 ):  # fmt: skip
     """Store act(gate) * up of parts (SPLITS, tokens, 2 * width) as activations: int8 blocks with `out_scales`."""
     t = tl.program_id(0).to(tl.int64)
-    b = tl.arange(0, SIZE)[:, None]
-    c = tl.arange(0, 32)[None, :]
-    n = b * 32 + c
+    n = tl.arange(0, SIZE)[:, None] * 32 + tl.arange(0, 32)[None, :]
     mask = n < width
     launch_next(PDL)
     wait_for_previous(PDL)
@@ -91,25 +83,16 @@ def swiglu_rows(
         gate += tl.load(at, mask=mask, other=0.0).to(tl.float32)
         up += tl.load(at + width, mask=mask, other=0.0).to(tl.float32)
     z = activate_gate(gate, GELU) * up
-    if out_scales is not None:
-        block = tl.arange(0, SIZE)
-        store_int8_blocks(z, t, block, block < width // 32, out, out_scales, out_sums, width // 32)
-    else:
-        store_row(z, t, b, c, mask, tokens, out, factors, width, INTERLEAVED)
+    store_row(z, t, tokens, out, factors, width, INTERLEAVED, out_scales, out_sums)
 
 
 @triton.jit
-def convert_rows(
-    x, out, factors, tokens,
-    width: tl.constexpr, SIZE: tl.constexpr, INTERLEAVED: tl.constexpr,
-):  # fmt: skip
+def convert_rows(x, out, factors, tokens, width: tl.constexpr, SIZE: tl.constexpr, INTERLEAVED: tl.constexpr):
     """Store rows x (tokens, width) as activations."""
     t = tl.program_id(0).to(tl.int64)
-    b = tl.arange(0, SIZE)[:, None]
-    c = tl.arange(0, 32)[None, :]
-    mask = b * 32 + c < width
-    z = tl.load(x + t * width + b * 32 + c, mask=mask, other=0.0).to(tl.float32)
-    store_row(z, t, b, c, mask, tokens, out, factors, width, INTERLEAVED)
+    n = tl.arange(0, SIZE)[:, None] * 32 + tl.arange(0, 32)[None, :]
+    z = tl.load(x + t * width + n, mask=n < width, other=0.0).to(tl.float32)
+    store_row(z, t, tokens, out, factors, width, INTERLEAVED)
 
 
 @triton.jit
@@ -121,9 +104,18 @@ def float16_factor(z):
 
 
 @triton.jit
-def store_row(z, t, b, c, mask, tokens, out, factors, width: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """Store the activations of a token, interleaved (gemm.py) or row-major; float16 and e4m3 divided by a factor."""
-    if INTERLEAVED:
+def store_row(
+    z, t, tokens, out, factors, width: tl.constexpr, INTERLEAVED: tl.constexpr, out_scales=None, out_sums=None
+):
+    """Store the activations (blocks, 32) of a token: int8 blocks with `out_scales`, else interleaved (gemm.py) or
+    row-major; float16 and e4m3 divided by a factor."""
+    block = tl.arange(0, z.shape[0])
+    b, c = block[:, None], tl.arange(0, 32)[None, :]
+    at = out + t * width + b * 32 + c
+    mask = b * 32 + c < width
+    if out_scales is not None:
+        store_int8_blocks(z, t, block, block < width // 32, out, out_scales, out_sums, width // 32)
+    elif INTERLEAVED:
         factor = float16_factor(z)
         tl.store(factors + t, factor)
         groups = (width // 32 + GROUP_BLOCKS - 1) // GROUP_BLOCKS
@@ -132,13 +124,13 @@ def store_row(z, t, b, c, mask, tokens, out, factors, width: tl.constexpr, INTER
     elif out.dtype.element_ty == tl.float8e4nv:
         factor = tl.maximum(tl.max(tl.max(tl.abs(z), 1), 0), 1e-30) / 448.0  # the largest e4m3
         tl.store(factors + t, factor)
-        tl.store(out + t * width + b * 32 + c, (z / factor).to(out.dtype.element_ty), mask=mask)
+        tl.store(at, (z / factor).to(out.dtype.element_ty), mask=mask)
     elif out.dtype.element_ty == tl.float16:
         factor = float16_factor(z)
         tl.store(factors + t, factor)
-        tl.store(out + t * width + b * 32 + c, (z / factor).to(out.dtype.element_ty), mask=mask)
+        tl.store(at, (z / factor).to(out.dtype.element_ty), mask=mask)
     else:
-        tl.store(out + t * width + b * 32 + c, z.to(out.dtype.element_ty), mask=mask)
+        tl.store(at, z.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -193,8 +185,7 @@ def launch_embedding(
     table: PackedWeight, scale: float, ids: torch.Tensor, residual: torch.Tensor, norm: torch.Tensor | None = None,
     out: Int8Activations | torch.Tensor | None = None, squares: torch.Tensor | None = None, pdl: bool = False,
 ) -> None:  # fmt: skip
-    """Start the residual stream (tokens, width) with rows of a table of one part, and the first norm if there is
-    `out`."""
+    """Start the residual stream (tokens, width) with rows of a table of one part; store the first norm to `out`."""
     (part,), (tokens, width) = table.parts, residual.shape
     to = (residual, residual, residual) if out is None else kernel_outputs(out)
     embed_rows[(triton.cdiv(width, 32), tokens)](

@@ -52,7 +52,7 @@ def gemm_packed(
     PER_LOAD: tl.constexpr = 2 if KIND == "q5" or KIND == "q5m" else 1
     LOADS: tl.constexpr = 4 // PER_LOAD
     STEPS: tl.constexpr = (blocks + GROUP_BLOCKS - 1) // GROUP_BLOCKS
-    TOKEN_STRIDE: tl.constexpr = (blocks + GROUP_BLOCKS - 1) // GROUP_BLOCKS * 128  # of one word
+    TOKEN_STRIDE: tl.constexpr = STEPS * 128  # of one word
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     m = tl.program_id(1) * BM + tl.arange(0, BM)
     n_at = tl.minimum(n, rows - 1)[:, None]
@@ -188,12 +188,10 @@ def word_ptx(kind, word):
     Two columns at a time, c and c + 2, are halves of the word already: their bits are put below those of the float16
     1024, whose last place is one (of the last sixteen columns: 16), and 1024 is subtracted: exact. Then the scale.
     """
-    lines = [".reg .b32 a, b, f, g, t, s, z, m, y, k, l, q; .reg .b16 n;", SCALE_PTX[SCALE_LAYOUT[kind]]]
     offset = code_offset(kind)
-    start = -1152.0 if kind in ("q8", "q8d") else -1024.0 - offset
-    lines.append(
-        f"mov.b32 k, {half_pair(start)}; mov.b32 l, {half_pair(-64.0 - offset)}; mov.b32 q, {half_pair(1 / 16)};"
-    )
+    start = half_pair(-1152.0 if kind in ("q8", "q8d") else -1024.0 - offset)
+    lines = [".reg .b32 a, b, f, g, t, s, z, m, y, k, l, q; .reg .b16 n;", SCALE_PTX[SCALE_LAYOUT[kind]]]
+    lines.append(f"mov.b32 k, {start}; mov.b32 l, {half_pair(-64.0 - offset)}; mov.b32 q, {half_pair(1 / 16)};")
     if kind in ("q5", "q5m", "q6"):  # f: fields at 4 and 8, b: at 8 (from 0), g: at 4 (from 12)
         lines.append("mov.b16 n, 0; mov.b32 f, {$9, n}; shl.b32 b, f, 14; or.b32 f, f, b;")
         lines.append(f"shr.u32 f, f, {word}; shl.b32 b, f, 8; shr.u32 g, f, 8;")
@@ -224,15 +222,13 @@ def pair_ptx(kind, odd, last):
 
 def word_operands(kind):
     """Return the operand constraints of a kind: half words or words."""
-    return (
-        "=h," * 8 + ("r,h," if kind in ("q5", "q5m", "q6") else "r,r,") + ("h" if SCALE_LAYOUT[kind] == "one" else "r")
-    )
+    extra = "h" if kind in ("q5", "q5m", "q6") else "r"
+    scales = "h" if SCALE_LAYOUT[kind] == "one" else "r"
+    return "=h," * 8 + f"r,{extra},{scales}"
 
 
 WORD_PTX = tl.constexpr({kind: word_ptx(kind, 0) for kind in SCALE_LAYOUT})
-SECOND_WORD_PTX = tl.constexpr(
-    {kind: word_ptx(kind, 1) for kind in SCALE_LAYOUT}
-)  # the second of two words that share a half word
+SECOND_WORD_PTX = tl.constexpr({kind: word_ptx(kind, 1) for kind in SCALE_LAYOUT})  # of two that share a half word
 WORD_OPERANDS = tl.constexpr({kind: word_operands(kind) for kind in SCALE_LAYOUT})
 
 
