@@ -254,9 +254,8 @@ def unpack_byte(words, i: tl.constexpr, KV_TYPE: tl.constexpr):
 
 
 @triton.jit
-def visible_keys(start, end, position, RUN_KEYS: tl.constexpr, RUNS: tl.constexpr, WINDOW: tl.constexpr):
-    """Return the mask of the keys of a tile that the query attends to, (RUNS, RUN_KEYS)."""
-    keys = start + (tl.arange(0, RUNS) * RUN_KEYS)[:, None] + tl.arange(0, RUN_KEYS)[None, :]
+def visible_keys(keys, end, position, WINDOW: tl.constexpr):
+    """Return the mask of the keys that the query attends to."""
     visible = keys < end
     if WINDOW > 0:
         visible = visible & (keys > position - WINDOW)
@@ -307,6 +306,7 @@ def decode_attention(
     SIZE: tl.constexpr = padded_dim(DIM)
     GROUP: tl.constexpr = HEADS // KV_HEADS
     TILE: tl.constexpr = RUN_KEYS * RUNS
+    key = (tl.arange(0, RUNS) * RUN_KEYS)[:, None] + tl.arange(0, RUN_KEYS)[None, :]  # of a tile
     KV_TYPE: tl.constexpr = k_cache.dtype.element_ty
     PER_WORD: tl.constexpr = 32 // KV_TYPE.primitive_bitwidth
     k_words, v_words = words_pointer(k_cache), words_pointer(v_cache)
@@ -344,7 +344,7 @@ def decode_attention(
         acc = acc + (tl.where(is_own[:, None], new_v.to(tl.float32)[None, :], 0.0),)
     if STAGES == 0:
         for start in range(first, end, TILE):
-            visible = visible_keys(start, end, position, RUN_KEYS, RUNS, WINDOW)
+            visible = visible_keys(start + key, end, position, WINDOW)
             m_is, l_is, weights, alphas = softmax_tile(unpack(k, KV_TYPE, SIZE), visible, q, m_is, l_is, CAP, GROUP)
             at, mask = word_offsets(blocks, start + TILE, end, kv_head, KV_HEADS, DIM, P, RUN_KEYS, RUNS, PER_WORD)
             k = tl.load(k_words + at, mask=mask, other=0)  # into the registers of the keys just used
@@ -357,7 +357,7 @@ def decode_attention(
             at, mask = word_offsets(blocks, start, end, kv_head, KV_HEADS, DIM, P, RUN_KEYS, RUNS, PER_WORD)
             k = tl.load(k_words + at, mask=mask, other=0)
             v = tl.load(v_words + at, mask=mask, other=0)
-            visible = visible_keys(start, end, position, RUN_KEYS, RUNS, WINDOW)
+            visible = visible_keys(start + key, end, position, WINDOW)
             m_is, l_is, weights, alphas = softmax_tile(unpack(k, KV_TYPE, SIZE), visible, q, m_is, l_is, CAP, GROUP)
             acc = accumulate_values(unpack(v, KV_TYPE, SIZE), weights, alphas, acc, GROUP)
     y = ()
@@ -420,14 +420,11 @@ def words_to_tile(words, KV_TYPE: tl.constexpr, DOT_TYPE: tl.constexpr, SIZE: tl
 @triton.jit
 def accumulate_tile(k, v, q, start, end, position, m_i, l_i, acc, WINDOW: tl.constexpr, CAP: tl.constexpr):
     """Add a tile (keys, SIZE) to the accumulators of all heads: one step of online softmax."""
-    keys = start + tl.arange(0, k.shape[0])
-    visible = keys < end
-    if WINDOW > 0:
-        visible = visible & (keys > position - WINDOW)
-    scores = tl.where(visible[None, :], scale_scores_log2(tl.dot(q, tl.trans(k)), CAP), -1e30)
+    visible = visible_keys(start + tl.arange(0, k.shape[0]), end, position, WINDOW)[None, :]
+    scores = tl.where(visible, scale_scores_log2(tl.dot(q, tl.trans(k)), CAP), -1e30)
     m_new = tl.maximum(m_i, tl.max(scores, 1))
     alpha = tl.exp2(m_i - m_new)
-    weights = tl.where(visible[None, :], tl.exp2(scores - m_new[:, None]), 0.0)
+    weights = tl.where(visible, tl.exp2(scores - m_new[:, None]), 0.0)
     acc = tl.dot(weights.to(v.dtype), v, acc * alpha[:, None])
     return m_new, l_i * alpha + tl.sum(weights, 1), acc
 

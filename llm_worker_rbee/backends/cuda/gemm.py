@@ -17,6 +17,7 @@ import struct
 import triton
 import triton.language as tl
 
+from .gemv import high_planes
 from .intrinsics import INTERPRETED, high_bit_shift, high_half, low_half, signed_byte
 
 GROUP_BLOCKS = tl.constexpr(16)
@@ -49,6 +50,7 @@ def gemm_packed(
     A program has BN rows and BM tokens of one split of the columns; an iteration loads one word of GROUP_BLOCKS blocks
     of each row, of 5-bit kinds two words, because they share a half word of high bits."""
     WORDS_PER_BLOCK: tl.constexpr = 8 if KIND == "q8" or KIND == "q8d" else 4
+    HIGH_PLANES: tl.constexpr = high_planes(KIND)
     PER_LOAD: tl.constexpr = 2 if KIND == "q5" or KIND == "q5m" else 1
     LOADS: tl.constexpr = 4 // PER_LOAD
     STEPS: tl.constexpr = (blocks + GROUP_BLOCKS - 1) // GROUP_BLOCKS
@@ -71,12 +73,8 @@ def gemm_packed(
             word = tl.load(low + (n_at * WORDS_PER_BLOCK + i) * blocks + b, mask=mask, other=0)
             if KIND == "q8" or KIND == "q8d":
                 extra = tl.load(low + (n_at * WORDS_PER_BLOCK + 4 + i) * blocks + b, mask=mask, other=0)
-            elif KIND == "q6":
-                extra = tl.load(high + (n_at * 4 + i) * blocks + b, mask=mask, other=0)
-            elif KIND == "q5" or KIND == "q5m":
-                extra = tl.load(high + (n_at * 2 + i // 2) * blocks + b, mask=mask, other=0)
-            elif KIND == "q4mm":
-                extra = tl.load(high + n_at * blocks + b, mask=mask, other=0)
+            elif HIGH_PLANES > 0:
+                extra = tl.load(high + (n_at * HIGH_PLANES + i * HIGH_PLANES // 4) * blocks + b, mask=mask, other=0)
             else:
                 extra = word
             w = reorder_for_dot(dequantize_word(word, extra, s, j, KIND), BN)

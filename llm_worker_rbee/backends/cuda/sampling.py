@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from .. import reference_sampling
 from ..ops import Ints, Logprobs, SampleRow
 from .device import upload
-from .sampling_kernels import argmax_rows, logprob_rows, sample_rows
+from .sampling_kernels import NUM_INTS, argmax_rows, logprob_rows, sample_rows
 
 SCRATCH_BYTES = 64 << 20  # of float64 rows at a time
 MAX_SCANNED = 32  # likeliest tokens that are found one by one; more of them are sorted
@@ -26,7 +26,6 @@ _int_fields = attrgetter("top_k", "seed", "sample_index", "position")
 _float_fields = attrgetter(
     "temperature", "top_p", "min_p", "typical_p", "repetition_penalty", "presence_penalty", "frequency_penalty"
 )
-NUM_INTS = 13  # of a row, as sampling_kernels.py reads them
 
 
 def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> Ints:
@@ -45,8 +44,7 @@ def sample_on_device(logits: torch.Tensor, rows: Sequence[SampleRow]) -> torch.T
     logits = _row_major(logits)
     if not any(row.temperature or row.has_penalties for row in rows):
         out = torch.empty(len(logits), dtype=torch.int32, device=logits.device)
-        block = _block_size(logits)
-        argmax_rows[(len(out),)](logits, logits.stride(0), out, logits.shape[1], BLOCK=block, num_warps=16)
+        argmax_rows[(len(out),)](logits, logits.stride(0), out, logits.shape[1], _block_size(logits), num_warps=16)
         return out
     step = max(1, SCRATCH_BYTES // (16 * logits.shape[1]))
     slices = [slice(first, first + step) for first in range(0, len(logits), step)]
@@ -77,7 +75,7 @@ def _sample_slice(logits: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tens
     count, vocabulary = logits.shape
     words = np.array([_int_fields(row) for row in rows], np.uint64)
     np.minimum(words[:, 0], vocabulary, out=words[:, 0])
-    ints = np.zeros((count, NUM_INTS), np.int32)
+    ints = np.zeros((count, NUM_INTS.value), np.int32)
     ints[:, :8] = words.view(np.int32)
     floats = np.array([_float_fields(row) for row in rows], np.float64)
     ids, biases = _token_lists(rows, ints)

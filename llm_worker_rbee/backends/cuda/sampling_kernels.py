@@ -281,9 +281,7 @@ def mean_surprisal(s, e, vocabulary, BLOCK: tl.constexpr):
     total = tl.zeros((BLOCK,), tl.float64)
     moment = tl.zeros((BLOCK,), tl.float64)
     for start in range(0, vocabulary, BLOCK):
-        i = start + tl.arange(0, BLOCK)
-        v = tl.load(s + i, mask=i < vocabulary, other=-INF)
-        w = tl.load(e + i, mask=i < vocabulary, other=0.0)
+        _, v, w = load_keys(s, e, start, vocabulary, 0.0, BY_MASS, BLOCK)
         total += w
         moment += tl.where(w > 0.0, w * v, 0.0)
     return tl.sum(moment, 0) / tl.sum(total, 0)
