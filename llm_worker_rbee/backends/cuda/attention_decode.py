@@ -400,7 +400,7 @@ def load_tile(
     if SIZE != WIDTH:
         mask = mask & (i < WIDTH)
     at = at[:, None] + i
-    return tl.load(k_cache + at, mask=mask, other=0), tl.load(v_cache + at, mask=mask, other=0)
+    return tl.load(k_cache + at, mask=mask, other=0.0), tl.load(v_cache + at, mask=mask, other=0.0)
 
 
 @triton.jit
