@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.conftest import DEVICE, with_kernels
+from tests.conftest import DEVICE, ON_CPU, with_kernels
 from tests.helpers.process import is_alive, spawn
 from tests.helpers.server import write_model
 
@@ -94,6 +94,7 @@ def serve(digits: Path) -> Iterator[Serve]:
         running.process.communicate()
 
 
+@ON_CPU
 def test_front_loads_neither_kernels_nor_weights(serve: Serve) -> None:
     running = serve().ready()
     engine = running.engine()

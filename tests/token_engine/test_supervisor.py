@@ -20,7 +20,7 @@ from llm_worker_rbee.load import split_settings
 from llm_worker_rbee.token_engine.child_process import describe_exit
 from llm_worker_rbee.token_engine.protocol import Load, RequestState, RequestStream, Submit, TokenOutput
 from llm_worker_rbee.token_engine.supervisor import SupervisedEngine
-from tests.conftest import DEVICE, with_kernels
+from tests.conftest import DEVICE, ON_CPU, with_kernels
 from tests.helpers.process import is_alive
 from tests.helpers.server import write_model
 
@@ -149,6 +149,7 @@ if any("token_engine.child" in word for word in sys.orig_argv):
 """
 
 
+@ON_CPU
 def test_request_that_kills_engines_alone_is_refused(
     load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -172,8 +173,11 @@ def test_too_many_deaths_end_in_failed(load: Load) -> None:
     async def main(engine: SupervisedEngine) -> None:
         stream = engine.submit(request(1, 60_000))
         for times in (1, 2):
+            await stream.next_outputs()  # it gets on, so it is not blamed
             kill(engine)
             await restarted(engine, times)
+            while len(stream.request.tokens) <= engine._replays[stream.request.id].num_tokens_at_death:
+                await stream.next_outputs()
         kill(engine)
         with pytest.raises(InferenceError, match="restarted too often"):
             await outputs_of(stream)
