@@ -88,6 +88,7 @@ MAX_FUNCTION_LINES = 60
 LONG_FUNCTIONS = {
     "backends/cuda/attention_decode.py:decode_attention",
     "backends/cuda/attention_decode.py:decode_attention_gqa",
+    "backends/cuda/gemv.py:gemv_dense",
     "backends/cuda/gemv.py:gemv_packed",
     "cli/bench/accuracy.py:accuracy",
     "cli/bench/peers.py:peers",

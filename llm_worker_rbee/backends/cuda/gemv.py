@@ -54,16 +54,24 @@ def load_packed(low, high, scales, n, b, ok, blocks, KIND: tl.constexpr):
 @triton.jit
 def block_dots(lows, highs, x_words, SHAPE: tl.constexpr, KIND: tl.constexpr):
     """Return the integer dot products of the first and the last 16 columns of each block."""
-    FIELD: tl.constexpr = 0x30303030 if KIND == "q6" else 0x10101010  # high bits of four columns
-    first, last = tl.zeros(SHAPE, tl.int32), tl.zeros(SHAPE, tl.int32)
+    first = tl.zeros(SHAPE, tl.int32)
+    last = tl.zeros(SHAPE, tl.int32)
     for i in tl.static_range(4):
         if KIND == "q8" or KIND == "q8d":
             first = dp4a(lows[i], x_words[i], first)
             last = dp4a(lows[4 + i], x_words[4 + i], last)
-        elif KIND == "q6" or KIND == "q5" or KIND == "q5m":
-            fields = spread_high_bits(highs[i]) if KIND == "q6" else spread_high_bits(highs[i // 2]) >> (i % 2)
-            first = dp4a((lows[i] & 0x0F0F0F0F) | (fields & FIELD), x_words[i], first)
-            last = dp4a(((lows[i] >> 4) & 0x0F0F0F0F) | ((fields << 4) & FIELD), x_words[4 + i], last)
+        elif KIND == "q6":
+            fields = spread_high_bits(highs[i])
+            a = (lows[i] & 0x0F0F0F0F) | (fields & 0x30303030)
+            z = ((lows[i] >> 4) & 0x0F0F0F0F) | ((fields << 4) & 0x30303030)
+            first = dp4a(a, x_words[i], first)
+            last = dp4a(z, x_words[4 + i], last)
+        elif KIND == "q5m" or KIND == "q5":
+            fields = spread_high_bits(highs[i // 2]) >> (i % 2)
+            a = (lows[i] & 0x0F0F0F0F) | (fields & 0x10101010)
+            z = ((lows[i] >> 4) & 0x0F0F0F0F) | ((fields << 4) & 0x10101010)
+            first = dp4a(a, x_words[i], first)
+            last = dp4a(z, x_words[4 + i], last)
         else:
             first = dp4a(lows[i] & 0x0F0F0F0F, x_words[i], first)
             last = dp4a_us(lows[i] & -0x0F0F0F10, x_words[4 + i], last)  # 16 times too large
@@ -306,19 +314,6 @@ def apply_epilogue(
 
 
 @triton.jit
-def load_dense_rows(
-    w, start, lane, rows, columns, R: tl.constexpr, ROWS: tl.constexpr, WARPS: tl.constexpr, EPILOGUE: tl.constexpr
-):
-    """Load the columns from `start` on of the R rows of each warp."""
-    out = ()
-    for r in tl.static_range(R):
-        n = tl.minimum(program_rows(r, rows // 2, EPILOGUE, ROWS, WARPS), rows - 1)[:, None].to(tl.int64)
-        c = start + lane
-        out = out + (tl.load(w + n * columns + c, mask=c < columns, other=0.0, eviction_policy="evict_first"),)
-    return out
-
-
-@triton.jit
 def gemv_dense(
     x, squares, eps, w, out, residual, norm, out_squares,
     rows, columns: tl.constexpr, B: tl.constexpr, ROWS: tl.constexpr, WARPS: tl.constexpr, TILE_K: tl.constexpr,
@@ -332,21 +327,37 @@ def gemv_dense(
     launch_next(PDL)
     held = ()
     for i in tl.static_range(PREFETCH):
-        held = held + load_dense_rows(w, i * TILE_K, lane, rows, columns, R, ROWS, WARPS, EPILOGUE)
+        for r in tl.static_range(R):
+            n = tl.minimum(program_rows(r, rows // 2, EPILOGUE, ROWS, WARPS), rows - 1)[:, None].to(tl.int64)
+            c = i * TILE_K + lane
+            held = held + (tl.load(w + n * columns + c, mask=c < columns, other=0.0, eviction_policy="evict_first"),)
     factors = ()
     if scales is not None:
         for r in tl.static_range(R):
-            n = tl.minimum(program_rows(r, rows // 2, EPILOGUE, ROWS, WARPS), rows - 1)
-            factors = factors + (tl.load(scales + n),)
+            factors = factors + (
+                tl.load(scales + tl.minimum(program_rows(r, rows // 2, EPILOGUE, ROWS, WARPS), rows - 1)),
+            )
     wait_for_previous(PDL)
     sums = ()
     for _ in tl.static_range(B * R):
         sums = sums + (tl.zeros(SHAPE, tl.float32),)
     for start in tl.static_range(0, columns, TILE_K):
-        weights, held = held[:R], held[R:]
+        weights = ()
+        for r in tl.static_range(R):
+            weights = weights + (held[r],)
+        rest = ()
+        for i in tl.static_range(R, PREFETCH * R):
+            rest = rest + (held[i],)
         if start + PREFETCH * TILE_K < columns:
-            more = load_dense_rows(w, start + PREFETCH * TILE_K, lane, rows, columns, R, ROWS, WARPS, EPILOGUE)
-            held = held + more
+            for r in tl.static_range(R):
+                n = tl.minimum(program_rows(r, rows // 2, EPILOGUE, ROWS, WARPS), rows - 1)[:, None].to(tl.int64)
+                c = start + PREFETCH * TILE_K + lane
+                more = tl.load(w + n * columns + c, mask=c < columns, other=0.0, eviction_policy="evict_first")
+                rest = rest + (more,)
+        else:
+            for r in tl.static_range(R):
+                rest = rest + (weights[r],)
+        held = rest
         new = ()
         c = start + lane
         for t in tl.static_range(B):
@@ -355,13 +366,16 @@ def gemv_dense(
                 new = new + (sums[t * R + r] + weights[r].to(tl.float32) * xt,)
         sums = new
     for t in tl.static_range(B):
-        if NORM_PARTS > 0:
-            inverse = inverse_rms(squares, t, eps, columns, NORM_PARTS, NORM_SIZE, WARPS)
         ys = ()
         for r in tl.static_range(R):
             y = tl.sum(sums[t * R + r], 1)
-            y = y if scales is None else y * factors[r]
-            ys = ys + (y * inverse if NORM_PARTS > 0 else y,)
+            ys = ys + (y if scales is None else y * factors[r],)
+        if NORM_PARTS > 0:
+            factor = inverse_rms(squares, t, eps, columns, NORM_PARTS, NORM_SIZE, WARPS)
+            scaled = ()
+            for r in tl.static_range(R):
+                scaled = scaled + (ys[r] * factor,)
+            ys = scaled
         apply_epilogue(
             ys, t, rows, out, residual, norm, out, out, out_squares, R, ROWS, WARPS, EPILOGUE, False, STRIDE, GELU
         )
