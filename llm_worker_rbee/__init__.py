@@ -1,4 +1,4 @@
-"""llm-worker-rbee: one process turns a model file into a fast, honest inference endpoint.
+"""llm-worker-rbee: a model file becomes a fast, honest inference endpoint.
 
 >>> from llm_worker_rbee import LLM, SamplingParams
 >>> llm = LLM("smollm2")

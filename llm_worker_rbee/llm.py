@@ -251,7 +251,8 @@ class SyncEngine:
     def _take(self, result: StepResult) -> None:
         now = time.perf_counter()
         for event in result.events:
-            self._requests[event.id][0].apply(event)
+            if event.id in self._requests:
+                self._requests[event.id][0].apply(event)
         for output in result.outputs:
             request, queue = self._requests[output.id]
             request.add(output)

@@ -60,10 +60,10 @@ SECOND_PLACES: dict[str, dict[str, str]] = {}  # beside the one place of a heavy
 
 # Line budgets. "." are the modules at the top of the package.
 LINES = {
-    ".": 1_800,
+    ".": 1_810,
     "backends": 1_230,
     "backends/cpu": 4_980,
-    "backends/cuda": 4_440,
+    "backends/cuda": 4_480,
     "bench": 8_290,
     "cache": 60,
     "cli": 2_970,
@@ -72,11 +72,11 @@ LINES = {
     "layers": 260,
     "models": 1_280,
     "server": 3_450,
-    "token_engine": 1_400,
+    "token_engine": 1_460,
     "tokenizer": 1_580,
     "weights": 3_210,
 }
-MAX_TOTAL_LINES = 38_100
+MAX_TOTAL_LINES = 38_150
 MAX_BENCH_LINES = 9_460  # bench with its commands
 MAX_MODULES = 190
 MAX_FOLDER_FILES = 25

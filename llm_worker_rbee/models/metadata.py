@@ -258,7 +258,7 @@ def model_config_from_hf(config: Mapping[str, Any], family: Family, vocab_size: 
 
 def _activation(keys: MetadataReader, family: Family) -> str:
     name = keys.get("hidden_activation", str, keys.get("hidden_act", str, "silu"))
-    if name not in ACTIVATIONS and not (family.activation == "gelu_tanh" and name == "gelu"):
+    if name not in (*ACTIVATIONS, family.activation) and not (family.activation == "gelu_tanh" and name == "gelu"):
         raise UnsupportedModelError(f"config.json: activation {name!r} is not supported")
     return ACTIVATIONS.get(name, family.activation)
 

@@ -94,8 +94,10 @@ class Routes:
 
     async def ready(self, _: Request) -> Response:
         state = {"loading": "loading", "failed": "error", "stopping": "error"}.get(self.worker.state)
+        if state is None and self.worker.engine.status() == "failed":
+            state = "error"
         reply: dict[str, Any] = {
-            "ready": self.worker.state == "ready", "state": state or ("busy" if self.worker.is_busy else "idle"),
+            "ready": state is None, "state": state or ("busy" if self.worker.is_busy else "idle"),
         }  # fmt: skip
         return json_response(reply if state != "loading" else {**reply, "progress_url": "/v1/loading/progress"})
 

@@ -98,6 +98,10 @@ def _engine_metrics(engine: TokenEngine) -> Iterator[Metric]:
     if stats.device_bytes:
         yield _gauge("device_memory_bytes", "GPU memory that tensors take.", stats.device_bytes)
         yield _gauge("device_graph_bytes", "GPU memory that CUDA graphs take.", stats.graph_bytes)
+    labels = {"block_size": str(info.engine.block_size), "num_gpu_blocks": str(info.engine.n_blocks)}
+    cache = GaugeMetricFamily(PREFIX + "cache_config_info", "Sizes of the KV cache.", labels=list(labels))
+    cache.add_metric(list(labels.values()), 1.0)
+    yield cache
     phases = GaugeMetricFamily(PREFIX + "startup_phase_seconds", "Duration of each phase of loading.", labels=["phase"])
     for phase, seconds in info.phases.items():
         phases.add_metric([phase], seconds)

@@ -10,8 +10,10 @@ from __future__ import annotations
 import logging
 import os
 import select
+import signal
 import socket
 import sys
+import threading
 import time
 import traceback
 from pathlib import Path
@@ -41,29 +43,33 @@ class Connection:
         self._socket = sock
         self._reader: FrameReader[ToEngine] = FrameReader(ToEngine)
         self._unsent = bytearray()
+        self._lock = threading.RLock()  # downloads and logs report from threads of their own
         sock.setblocking(False)
 
     def send(self, message: FromEngine) -> None:
         """Queue a message and send what the socket takes."""
-        self._unsent += encode(message)
-        self._flush()
-        while len(self._unsent) > MAX_UNSENT_BYTES:
-            select.select([], [self._socket], [])
+        with self._lock:
+            self._unsent += encode(message)
             self._flush()
+            while len(self._unsent) > MAX_UNSENT_BYTES:
+                self._poll(select.POLLOUT)
+                self._flush()
 
     def flush(self) -> None:
         """Send everything."""
-        while self._unsent:
-            select.select([], [self._socket], [])
-            self._flush()
+        with self._lock:
+            while self._unsent:
+                self._poll(select.POLLOUT)
+                self._flush()
 
     def receive(self, wait: bool) -> list[ToEngine]:
         """Return the messages that have come; with `wait` at least one. The process ends with the front's end."""
         received: list[ToEngine] = []
         while not received:
-            ready, _, _ = select.select([self._socket], [self._socket] if self._unsent else [], [], None if wait else 0)
-            self._flush()
-            if ready:
+            events = self._poll(select.POLLIN | (select.POLLOUT if self._unsent else 0), None if wait else 0)
+            with self._lock:
+                self._flush()
+            if events & ~select.POLLOUT:
                 data = self._socket.recv(READ_BYTES)
                 if not data:
                     os._exit(0)  # no front is left
@@ -71,6 +77,12 @@ class Connection:
             if not wait:
                 break
         return received
+
+    def _poll(self, events: int, timeout_ms: int | None = None) -> int:
+        """Wait until the socket is ready and return for what; unlike `select` for any file descriptor."""
+        poll = select.poll()
+        poll.register(self._socket, events)
+        return sum(found for _, found in poll.poll(timeout_ms))
 
     def _flush(self) -> None:
         try:
@@ -159,6 +171,8 @@ def main() -> NoReturn:
     """Run an engine: arguments are the socket's file descriptor and the front's process id."""
     descriptor, front = map(int, sys.argv[1:3])
     machine.exit_with_parent(front)
+    for number in (signal.SIGINT, signal.SIGTERM):  # a service manager sends them to both: the front drains
+        signal.signal(number, signal.SIG_IGN)
     connection = Connection(socket.socket(fileno=descriptor))
     root = logging.getLogger()
     root.handlers = [_FrontLog(connection)]
@@ -168,8 +182,9 @@ def main() -> NoReturn:
         if not isinstance(first, Load):
             raise ProtocolError("the first message is not Load")
         loop = _load(first, connection)
-    except WorkerError as error:
-        connection.send(Failed(error))
+    except Exception as error:
+        known = error if isinstance(error, WorkerError) else InferenceError(f"{type(error).__name__}: {error}")
+        connection.send(Failed(known))
         connection.flush()
         os._exit(1)
     try:

@@ -35,18 +35,25 @@ class ChildProcess(asyncio.Protocol):
     def start(cls, load: Load) -> ChildProcess:
         """Start a process that loads a model."""
         own, other = socket.socketpair()
+        process = None
         try:
             os.set_inheritable(other.fileno(), True)
-            command = [sys.executable, "-m", f"{__package__}.child", str(other.fileno()), str(os.getpid())]
+            command = [sys.executable, "-P", "-m", f"{__package__}.child", str(other.fileno()), str(os.getpid())]
             root = str(Path(__file__).parents[2])
             paths = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")]))
             process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, pass_fds=[other.fileno()],
                 env={**os.environ, "PYTHONPATH": paths}, start_new_session=True,
             )  # fmt: skip
+            own.sendall(encode(load))  # far less than a socket buffers
+        except BaseException:
+            own.close()
+            if process is not None:
+                process.kill()
+                process.wait()
+            raise
         finally:
             other.close()
-        own.sendall(encode(load))  # far less than a socket buffers
         return cls(process, own)
 
     async def attach(self, on_message: Callable[[FromEngine], None], on_end: Callable[[str], None]) -> None:

@@ -73,6 +73,7 @@ class EngineLoop:
         """Drop a request, if it is not finished."""
         request = self._requests.get(request_id)
         if request is not None:
+            self._events = [event for event in self._events if event.id != request_id]
             self._forget(request)
             self.engine.abort(request)
 

@@ -43,6 +43,7 @@ RESTART_PERIOD_S = 60.0
 FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.05, 5.0
 DEATHS_TO_ISOLATE, DEATHS_TO_REFUSE = 2, 2  # with other requests; alone
 STALL_FACTOR = 10  # of the slowest step seen
+DEADLINE_GRACE_S = 0.05  # for the engine to end a request at its deadline itself
 COUNTERS = (
     "num_steps", "num_preemptions", "num_queried_tokens", "num_hit_tokens", "num_drafted_tokens", "num_accepted_tokens",
 )  # fmt: skip
@@ -94,12 +95,13 @@ class SupervisedEngine(TokenEngine):
         self._deaths: deque[float] = deque()
         self._last_message_at = time.monotonic()
         self._slowest_step_s = 0.0
-        self._tasks: list[asyncio.Task[None]] = []
+        self._num_failed_loads = 0  # in a row
+        self._tasks: list[asyncio.Task[None]] = []  # the restart and the watch
 
     async def start(self, on_stage: OnStage) -> ModelInfo:
         self._on_stage = on_stage
         self.info = await self._attach()
-        planned = {"device": self.info.device, "kv_memory": self.info.kv_cache_bytes,
+        planned = {"model": self.info.path, "device": self.info.device, "kv_memory": self.info.kv_cache_bytes,
                    "max_context": self.info.max_context}  # fmt: skip
         self._load = msgspec.structs.replace(self._load, options=self._load.options | planned)  # of a restart
         if self._stall_timeout_s is not None:
@@ -120,6 +122,8 @@ class SupervisedEngine(TokenEngine):
         if not self._replays:
             self._last_message_at = time.monotonic()
         replay = self._replays[request.id] = Replay(QueuedStream(request, self._abort), deadline)
+        if timeout_s is not None:  # the engine's own clock is not there during a restart
+            asyncio.get_running_loop().call_later(timeout_s + DEADLINE_GRACE_S, self._expire, replay)
         if self._state == "ready" and not self._isolated:
             self._send(replay)
         return replay.stream
@@ -155,10 +159,10 @@ class SupervisedEngine(TokenEngine):
         match message:
             case StepResult():
                 self._take_result(message)
-            case StageReport(stage=stage, is_transfer=True):
-                self._progress(stage.stage, stage.done, stage.total)
-            case StageReport(stage=stage):
-                if self.num_restarts == 0:
+            case StageReport(stage=stage, is_transfer=is_transfer):
+                if self.num_restarts == 0 and is_transfer:
+                    self._progress(stage.stage, stage.done, stage.total)
+                elif self.num_restarts == 0:
                     self._on_stage(stage)
             case Located(path=path):
                 if self.num_restarts == 0:
@@ -198,15 +202,16 @@ class SupervisedEngine(TokenEngine):
         if self.num_restarts == 0 and self._state == "loading":
             self._state = "failed"  # the first load is not repeated
             return
-        self._state, self._stats_before = "loading", self.stats()
+        was_loading, self._state, self._stats_before = self._state == "loading", "loading", self.stats()
         self._stats = EngineStats(num_free_blocks=self._stats.num_blocks, num_blocks=self._stats.num_blocks)
         self._record_death(how)
         now = time.monotonic()
         self._deaths.append(now)
         while now - self._deaths[0] > RESTART_PERIOD_S:
             self._deaths.popleft()
-        if len(self._deaths) > self._max_restarts:
-            logger.error("the engine %s: more than %s in a minute, it is not restarted", how,
+        self._num_failed_loads += was_loading
+        if max(len(self._deaths), self._num_failed_loads) > self._max_restarts:
+            logger.error("the engine %s: more than %s, it is not restarted again", how,
                          counted(self._max_restarts, "restart"))  # fmt: skip
             self._state = "failed"
             self._finish_all(InferenceError(f"the engine {how}, and was restarted too often"))
@@ -215,20 +220,22 @@ class SupervisedEngine(TokenEngine):
         pause = min(FIRST_BACKOFF_S * 2 ** (len(self._deaths) - 1), MAX_BACKOFF_S)
         logger.warning("the engine %s: restart in %.2f s with %s", how, pause,
                        counted(len(self._replays), "open request"))  # fmt: skip
+        self._tasks = [task for task in self._tasks if not task.done()]
         self._tasks.append(asyncio.ensure_future(self._restart(pause)))
 
     def _record_death(self, how: str) -> None:
         """Note who ran; refuse a request that has ended engines while alone."""
-        suspects = [replay for replay in self._replays.values() if replay.request.is_running]
+        known = [replay for replay in self._replays.values() if replay.submission in self._streams]
+        suspects = [replay for replay in known if replay.request.is_running] or known
         self._streams.clear()
         for replay in self._replays.values():
-            replay.request.is_running = False
+            replay.request.is_running, replay.request.num_computed_tokens = False, 0
             replay.request.num_restarts += 1
         for replay in suspects:
             if len(replay.request.tokens) > replay.num_tokens_at_death:
                 replay.num_deaths = replay.num_deaths_alone = 0  # it got past the point of its last death
             replay.num_deaths += 1
-            replay.num_deaths_alone += len(suspects) == 1
+            replay.num_deaths_alone += len(known) == 1
             replay.num_tokens_at_death = len(replay.request.tokens)
             if replay.num_deaths_alone >= DEATHS_TO_REFUSE:
                 message = f"the engine {how} twice while it computed this request alone: it is not tried again"
@@ -237,11 +244,19 @@ class SupervisedEngine(TokenEngine):
 
     async def _restart(self, pause: float) -> None:
         await asyncio.sleep(pause)
-        self._child = ChildProcess.start(self._load)
         try:
-            self.info = await self._attach()
+            self._child = ChildProcess.start(self._load)
+        except OSError as error:  # no memory or no descriptor is left: another try may succeed
+            self._on_end(f"could not be started ({error})")
+            return
+        try:
+            info = await self._attach()
         except WorkerError:
             return  # `_on_end` follows
+        self._num_failed_loads = 0
+        self.info = msgspec.structs.replace(info, phases=self.info.phases)
+        if self._state != "ready":  # it died again before this ran
+            return
         self._last_message_at = time.monotonic()
         logger.info("the engine serves again")
         self._send_all()
@@ -264,6 +279,11 @@ class SupervisedEngine(TokenEngine):
                 self._withdraw(replay)
             self._send_all()
 
+    def _expire(self, replay: Replay) -> None:
+        """End a request whose deadline has passed, if the engine has not."""
+        tokens = counted(len(replay.request.tokens), "output token")
+        replay.stream.finish_with(DeadlineError(f"the request timed out after {tokens}"))
+
     def _withdraw(self, replay: Replay) -> None:
         """Take a request out of the engine, if it is there."""
         if self._streams.pop(replay.submission, None) is not None:
@@ -276,8 +296,7 @@ class SupervisedEngine(TokenEngine):
         if replay.deadline is not None:
             timeout_s = replay.deadline - time.monotonic()
             if timeout_s <= 0:
-                tokens = counted(len(request.tokens), "output token")
-                replay.stream.finish_with(DeadlineError(f"the request timed out after {tokens}"))
+                self._expire(replay)
                 return
         params = submitted.params
         if request.prompt_logprobs is not None:  # delivered already

@@ -150,6 +150,19 @@ def test_front_that_ends_takes_its_engine_along(serve: Serve, number: signal.Sig
     assert running.process.returncode == (-number if number == signal.SIGKILL else 0)
 
 
+def test_signal_to_both_processes_drains(serve: Serve) -> None:
+    """As a service manager does at a stop: the running request is answered, and no engine is restarted."""
+    running = serve().ready()
+    with ThreadPoolExecutor(1) as pool:
+        reply = pool.submit(running.complete, 1, 3000)
+        until(lambda: "num_requests_running 1.0" in running.http.get("/metrics").text)
+        for pid in (running.engine(), running.process.pid):
+            os.kill(pid, signal.SIGTERM)
+        assert len(reply.result()[0]["text"]) == 3000
+    _, said = running.process.communicate(timeout=LIMIT_S)
+    assert (running.process.returncode, "restart" in said) == (0, False)
+
+
 def test_engine_process_off_has_no_child(serve: Serve) -> None:
     running = serve("--engine-process", "off").ready()
     assert not any("token_engine.child" in command(pid) for pid in children(running.process.pid))

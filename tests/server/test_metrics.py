@@ -38,6 +38,8 @@ def test_metrics_count_served_requests(start: Start) -> None:
     before = scraped(server)
     assert all(before[name] == 0 for name in (*GAUGES, *COUNTERS))
     assert before["startup_phase_seconds:weights"] > 0
+    config = server.llm.engine.config
+    assert before[f"cache_config_info:{config.block_size}:{config.n_blocks}"] == 1
     prompt = "#" * 100
     for _ in range(2):
         body = {"prompt": prompt, "max_tokens": 7, "temperature": 0, "stream": False}

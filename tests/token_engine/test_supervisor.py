@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import signal
 from collections.abc import Callable, Coroutine
 from itertools import count
@@ -39,11 +40,13 @@ def load_of(path: Path, **more: Any) -> Load:
     return Load(options=split_settings({**arguments, "deterministic": True, **more}))
 
 
-def request(seed: int, max_tokens: int = 200, timeout_s: float | None = None, **params: Any) -> RequestState:
+def request(
+    seed: int, max_tokens: int = 200, timeout_s: float | None = None, prompt: list[int] | None = None, **params: Any
+) -> RequestState:
     """A request for random digits: the model goes on for ever."""
     made = SamplingParams(**{"temperature": 1.0, **params}).resolve()
     return RequestState(
-        Submit(id=next(numbers), prompt=list(b"?"), params=made, max_tokens=max_tokens, seed=seed, eos_ids=[],
+        Submit(id=next(numbers), prompt=prompt or list(b"?"), params=made, max_tokens=max_tokens, seed=seed, eos_ids=[],
                timeout_s=timeout_s)
     )  # fmt: skip
 
@@ -115,6 +118,29 @@ def test_engine_killed_in_decode_goes_on_with_the_same_output(load: Load) -> Non
         assert all(stream.request.num_restarts == 2 for stream in streams)
 
     run(main, load)
+
+
+@pytest.mark.parametrize("state", ["queued", "prefill", "last token"])
+def test_engine_killed_in_any_state_of_a_request(load: Load, state: str) -> None:
+    """One batch slot and small steps: the second request waits, then is in prefill for many steps."""
+
+    async def main(engine: SupervisedEngine) -> None:
+        made = [lambda: request(1, 400), lambda: request(2, 5, prompt=list(b"x" * 2000 + b"?"))]
+        expected = [summary(await outputs_of(engine.submit(one()))) for one in made]
+        first, second = (engine.submit(one()) for one in made)
+        is_there = {
+            "queued": lambda: len(first.request.tokens) > 3,
+            "prefill": lambda: 0 < second.request.num_computed_tokens < 1000,
+            "last token": lambda: len(first.request.tokens) >= 397,
+        }[state]
+        while not is_there():
+            await asyncio.sleep(0)
+        kill(engine)
+        assert [summary(await outputs_of(stream)) for stream in (first, second)] == expected
+        assert engine.num_restarts == 1
+
+    options = load.options | {"settings": {"max_batch": 1, "max_step_tokens": 16, "prefix_cache": False}}
+    run(main, msgspec.structs.replace(load, options=options))
 
 
 def test_requests_that_are_submitted_during_a_restart_wait(load: Load) -> None:
@@ -240,3 +266,39 @@ def test_other_version_of_the_protocol_is_refused(load: Load) -> None:
 )
 def test_describe_exit(status: int, text: str) -> None:
     assert describe_exit(status) == text
+
+
+def test_engine_starts_with_many_open_descriptors_and_ignores_the_current_folder(
+    load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The socket's number is above 1,023, the limit of `select`; a module of the folder is not imported."""
+    (tmp_path / "msgspec.py").write_text("raise RuntimeError")
+    monkeypatch.chdir(tmp_path)
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if before[1] not in (-1, resource.RLIM_INFINITY) and before[1] < 2000:
+        pytest.skip(f"at most {before[1]} open files are allowed here")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (2000, before[1]))
+    held = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+
+    async def main(engine: SupervisedEngine) -> None:
+        assert len(await outputs_of(engine.submit(request(1, 5)))) == 5
+
+    try:
+        run(main, load)
+    finally:
+        for descriptor in held:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_deadline_passes_while_the_engine_restarts(load: Load) -> None:
+    async def main(engine: SupervisedEngine) -> None:
+        stream = engine.submit(request(1, 60_000, timeout_s=0.2))
+        await stream.next_outputs()
+        kill(engine)
+        with pytest.raises(DeadlineError, match="timed out after"):
+            await outputs_of(stream)
+        await restarted(engine, 1)
+        assert len(await outputs_of(engine.submit(request(1, 5)))) == 5
+
+    run(main, load)

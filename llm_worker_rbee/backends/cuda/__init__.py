@@ -20,7 +20,7 @@ from ... import machine
 from ...config import KV_CUDA, KV_ON_CUDA
 from ...errors import InvalidRequestError
 from ...weights import Checkpoint, Tensor
-from .. import ops, select
+from .. import ops, reference, select
 from ..graph import Graph
 from ..ops import Ints, KVLayer
 from . import decoder, device, sampling
@@ -179,6 +179,9 @@ class CudaBackend(ops.Backend):
         return out
 
     def gated(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
+        if activation not in IS_GELU:  # no kernel has it
+            computed = reference.gated(gate_up.cpu().numpy(), activation)
+            return torch.as_tensor(computed, device=self.torch_device)
         out = self._empty(len(gate_up), gate_up.shape[1] // 2)
         launch_gated(gate_up[None].contiguous(), Activations(out), IS_GELU[activation])
         return out

@@ -6,6 +6,7 @@ product takes. REWRITES fuse the recorded ops; a model in which an op is left ov
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -22,21 +23,33 @@ def _has_blocks(node: Node) -> bool:
 
 
 def _has_words(node: Node) -> bool:
-    """The KV cache is read in words of 32 bits."""
-    (split,) = node.parts("split_heads")
-    return have_one_eps(node) and split["head_dim"] % 4 == 0
+    """The KV cache is read in words of 32 bits; it is the one written, and norms are those of q, then k, or none."""
+    split, *norms, store = node.fused[1:-1]
+    q, k, _ = split.outputs
+    is_usual = [norm["x"] for norm in norms] in ([], [q, k]) and node.fused[-1]["kv"] == store["kv"]
+    return is_usual and have_one_eps(node) and split["head_dim"] % 4 == 0
 
 
 def _has_gate_kernel(node: Node) -> bool:
     linear, gated = node.fused
-    return gated["activation"] in IS_GELU and linear["w"].rows % 64 == 0
+    return linear["bias"] is None and gated["activation"] in IS_GELU and linear["w"].rows % 64 == 0
+
+
+def _has_add_kernel(node: Node) -> bool:
+    """The product has no bias and is what is added: the residual stream is the other operand, and both are taken."""
+    linear, *between, add = node.fused
+    delta, takes = linear.output, [part for part in between if part.op == "take"]
+    for part in between:
+        if part["x"] is delta:
+            delta = part.output
+    return linear["bias"] is None and add["x"] is delta and len(takes) in (0, 2) and have_one_eps(node)
 
 
 REWRITES = (
     Rewrite("embed_norm", "embed* rms_norm", _has_blocks),
     Rewrite("attention", "linear split_heads rms_norm? rms_norm? rope_store attention", _has_words),
     Rewrite("gated_linear", "linear gated", _has_gate_kernel),
-    Rewrite("linear_add_norm", "linear rms_norm? take? take? add_rms_norm", have_one_eps),
+    Rewrite("linear_add_norm", "linear rms_norm? take? take? add_rms_norm", _has_add_kernel),
     Rewrite("logits", "logits"),
 )
 LAUNCHES = {
@@ -111,7 +124,26 @@ def fuse_graph(graph: Graph) -> tuple[FusedOp, ...] | None:
     if not all(node.fused for node in fused.nodes):
         return None
     readers = {value: node for node in fused.nodes for value in node.inputs}
-    return tuple(_fused_op(node, _following(node, readers)) for node in fused.nodes)
+    ops = tuple(_fused_op(node, _following(node, readers)) for node in fused.nodes)
+    return ops if _is_chain(fused.nodes) else None
+
+
+def _is_chain(nodes: Sequence[Node]) -> bool:
+    """Return whether each op reads the result of the one before it, and the residual stream, if any: launches do."""
+    made, stream = set(nodes[0].inputs), None
+    for node in nodes:
+        if not made & set(node.inputs):
+            return False
+        add = node.part("add_rms_norm")
+        if add is not None:
+            taken = {take.output: take["x"] for take in node.parts("take")}
+            if taken.get(add["residual"], add["residual"]) is not stream:
+                return False
+            stream = add.outputs[1]
+        if node.op == "embed_norm":
+            stream = node.fused[0].output
+        made = set(node.outputs) - {stream}
+    return True
 
 
 def describe(graph: Graph) -> list[ProgramLine]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,10 +21,11 @@ from llm_worker_rbee.backends.graph import Rewrite  # noqa: E402
 from llm_worker_rbee.bench.synthetic import random_tensor  # noqa: E402
 from llm_worker_rbee.models import Transformer, load_model, read_model_config  # noqa: E402
 from llm_worker_rbee.models.convert import quantize_checkpoint  # noqa: E402
-from llm_worker_rbee.weights import Checkpoint  # noqa: E402
+from llm_worker_rbee.weights import Checkpoint, open_checkpoint  # noqa: E402
 from llm_worker_rbee.weights.quants import BLOCK_TYPES  # noqa: E402
-from tests.helpers import cuda_models  # noqa: E402
+from tests.helpers import cuda_models, model_zoo  # noqa: E402
 
+FAMILIES = ("mistral-window", "qwen2", "qwen3", "phi3-short", "gemma2", "gemma3")
 INVARIANT, DEFAULT = CudaBackend(deterministic=True), CudaBackend()
 
 CASES = {
@@ -117,6 +119,28 @@ def test_rewrite_with_all_its_ops_has_the_bits_of_single_ops(rewrite: Rewrite) -
     used = [line.ops for line in fused.program("float32") if line.component == rewrite.into]
     assert {op for ops in used for op in ops.split(" + ")} == {op.rstrip("?*") for op in rewrite.pattern.split()}
     assert differing_steps(case) == []
+
+
+@pytest.mark.parametrize("name", ["llama-bias", *FAMILIES])
+def test_every_family_is_fused_with_the_bits_of_single_ops(name: str, tmp_path: Path) -> None:
+    """But for biases that no epilogue adds: such a model runs op by op, and matches the reference."""
+    variant = model_zoo.ZOO[name]
+    settings = {**variant.settings, "num_hidden_layers": 2}
+    made = open_checkpoint(model_zoo.save_hf(model_zoo.make_hf(replace(variant, settings=settings)), tmp_path / "m"))
+    model, reference = cuda_models.load_both(made, INVARIANT)
+    assert (model.fused is None) == (name == "llama-bias")
+    twin = reference if model.fused is None else replace(model, fused=None)
+    pair = [cuda_models.Requests(m, 2, "float32") for m in (model, twin)]
+    for indices, counts in (((0, 1), (5, 3)), ((0,), (1,)), ((1, 0), (1, 2))):
+        ids = np.random.default_rng(3).integers(0, model.config.vocab_size, sum(counts))
+        found, wanted = (
+            torch.as_tensor(m.forward(r.step(indices, counts, ids, logits_of_all=True), r.cache))
+            for m, r in zip((model, twin), pair, strict=True)
+        )
+        if model.fused is None:
+            assert cuda_models.relative_error(found, wanted.numpy()) < 1e-4
+        else:
+            assert torch.equal(found, wanted)
 
 
 def logits_of_first(model: Transformer, steps: Sequence[Step]) -> Any:

@@ -1,4 +1,4 @@
-"""Whole models with unfused ops: families that the fused decoder does not take, against the reference."""
+"""Whole models with single ops, against the reference."""
 
 from __future__ import annotations
 
