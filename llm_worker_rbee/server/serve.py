@@ -181,7 +181,7 @@ class Connection(HttpToolsProtocol):
         return True
 
     def _probe_client(self, seconds: float) -> None:
-        """Send bytes without meaning now and again: their failure ends the connection, and so the request."""
+        """Send `100 Continue` or a ping, at growing intervals: a failed write ends the connection and its request."""
         if not self.pipeline:  # else an earlier reply is being sent
             if not self.cycle.response_started:
                 self.transport.write(CONTINUE)

@@ -37,7 +37,7 @@ EXIT_FAILED = 70  # the engine cannot compute any more
 
 
 class Connection:
-    """The socket to the front: messages in and out, without blocking unless it is asked to wait."""
+    """The socket to the front: messages in and out; only `receive(wait=True)` and too much unsent data block."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
