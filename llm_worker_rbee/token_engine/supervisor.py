@@ -37,7 +37,7 @@ from .protocol import (
     TokenEngine,
 )
 from .stream import QueuedStream, take_result
-from .wire import FromEngine
+from .wire import FromEngine, ProtocolError
 
 RESTART_PERIOD_S = 60.0
 FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.05, 5.0
@@ -156,6 +156,8 @@ class SupervisedEngine(TokenEngine):
 
     def _take(self, message: FromEngine) -> None:
         """Take in a message of the child."""
+        if isinstance(message, Failed | ModelInfo) and self._loaded.done():
+            raise ProtocolError(f"{type(message).__name__} after the end of loading")
         match message:
             case StepResult():
                 self._take_result(message)

@@ -8,6 +8,7 @@ import os
 import resource
 import signal
 from collections.abc import Callable, Coroutine
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -18,15 +19,31 @@ import pytest
 from llm_worker_rbee.engine.request import SamplingParams
 from llm_worker_rbee.errors import DeadlineError, InferenceError, RequestCancelledError, WorkerError
 from llm_worker_rbee.load import split_settings
-from llm_worker_rbee.token_engine.child_process import describe_exit
+from llm_worker_rbee.token_engine import supervisor
+from llm_worker_rbee.token_engine.child_process import ChildProcess, describe_exit
 from llm_worker_rbee.token_engine.protocol import Load, RequestState, RequestStream, Submit, TokenOutput
 from llm_worker_rbee.token_engine.supervisor import SupervisedEngine
 from tests.conftest import DEVICE, ON_CPU, with_kernels
+from tests.helpers import tiny_models
+from tests.helpers.engine_faults import INVALID, KILLS, EngineFaults
 from tests.helpers.process import is_alive
 from tests.helpers.server import write_model
 
 LIMIT_S = 120
 numbers = count(1)
+
+
+@pytest.fixture(scope="module")
+def random_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return with_kernels(tiny_models.write_random(tmp_path_factory.mktemp("random") / "random.gguf"))
+
+
+@pytest.fixture
+def faults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> EngineFaults:
+    """Faults of engines that are restarted at once, however many there are."""
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(supervisor, "MAX_BACKOFF_S", supervisor.FIRST_BACKOFF_S)
+    return EngineFaults(tmp_path)
 
 
 @pytest.fixture(scope="module")
@@ -120,37 +137,42 @@ def test_engine_killed_in_decode_goes_on_with_the_same_output(load: Load) -> Non
     run(main, load)
 
 
-@pytest.mark.parametrize("state", ["queued", "prefill", "last token"])
-def test_engine_killed_in_any_state_of_a_request(load: Load, state: str) -> None:
-    """One batch slot and small steps: the second request waits, then is in prefill for many steps."""
+@ON_CPU
+def test_engine_killed_in_any_state_of_a_request(load: Load, faults: EngineFaults, random_model: Path) -> None:
+    """A model whose every token depends on all before. Five requests for four batch slots: one is queued."""
 
     async def main(engine: SupervisedEngine) -> None:
-        made = [lambda: request(1, 400), lambda: request(2, 5, prompt=list(b"x" * 2000 + b"?"))]
+        cases = [*CASES.values(), {}]
+        made = [partial(request, i, 24, prompt=list(range(60 + i)), **params) for i, params in enumerate(cases)]
         expected = [summary(await outputs_of(engine.submit(one()))) for one in made]
-        first, second = (engine.submit(one()) for one in made)
-        is_there = {
-            "queued": lambda: len(first.request.tokens) > 3,
-            "prefill": lambda: 0 < second.request.num_computed_tokens < 1000,
-            "last token": lambda: len(first.request.tokens) >= 397,
-        }[state]
-        while not is_there():
-            await asyncio.sleep(0)
-        kill(engine)
-        assert [summary(await outputs_of(stream)) for stream in (first, second)] == expected
-        assert engine.num_restarts == 1
+        assert len({str(one) for one in expected}) == len(cases)
+        for times, state in enumerate(KILLS, 1):
+            faults.arm(state)
+            streams = [engine.submit(one()) for one in made]
+            assert [summary(await outputs_of(stream)) for stream in streams] == expected, state
+            assert (engine.num_restarts, faults.is_armed) == (times, False), state
+        kill(engine)  # without a request
+        await restarted(engine, len(KILLS) + 1)
+        assert summary(await outputs_of(engine.submit(made[0]()))) == expected[0]
 
-    options = load.options | {"settings": {"max_batch": 1, "max_step_tokens": 16, "prefix_cache": False}}
+    settings = {"max_batch": 4, "max_step_tokens": 32, "prefix_cache": False}
+    options = load.options | {"model": str(random_model), "settings": settings}
     run(main, msgspec.structs.replace(load, options=options))
 
 
-def test_requests_that_are_submitted_during_a_restart_wait(load: Load) -> None:
+def test_requests_that_are_submitted_during_a_restart_wait(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is left of a timeout is passed on: it counts from the first submission."""
+    sent: list[Any] = []
+    send = ChildProcess.send
+    monkeypatch.setattr(ChildProcess, "send", lambda self, message: (sent.append(message), send(self, message)))
+
     async def main(engine: SupervisedEngine) -> None:
         expected = summary(await outputs_of(engine.submit(request(1))))
         kill(engine)
         while engine.status() == "healthy":
             await asyncio.sleep(0.001)
         assert engine.status() == "loading"
-        late, aborted, expired = (engine.submit(request(1, timeout_s=t)) for t in (None, None, 1e-6))
+        late, aborted, expired = (engine.submit(request(1, timeout_s=t)) for t in (LIMIT_S, None, 1e-6))
         aborted.abort()
         assert summary(await outputs_of(late)) == expected
         with pytest.raises(RequestCancelledError):
@@ -158,6 +180,9 @@ def test_requests_that_are_submitted_during_a_restart_wait(load: Load) -> None:
         with pytest.raises(DeadlineError, match="after 0 output tokens"):
             await outputs_of(expired)
         assert engine.num_restarts == 1
+        left = [message.timeout_s for message in sent if isinstance(message, Submit)]
+        assert (len(left), left[0]) == (2, None)
+        assert left[1] <= LIMIT_S - supervisor.FIRST_BACKOFF_S
 
     run(main, load)
 
@@ -214,13 +239,47 @@ def test_too_many_deaths_end_in_failed(load: Load) -> None:
     run(main, load, max_restarts=2)
 
 
-def test_invalid_message_ends_that_engine_only(load: Load) -> None:
+@ON_CPU
+def test_invalid_message_ends_that_engine_only(
+    load: Load, faults: EngineFaults, caplog: pytest.LogCaptureFixture
+) -> None:
     async def main(engine: SupervisedEngine) -> None:
-        expected = summary(await outputs_of(engine.submit(request(1))))
-        stream = engine.submit(request(1))
-        engine._child.data_received(b"\xff\xff\xff\xff")
-        await restarted(engine, 1)
+        expected = summary(await outputs_of(engine.submit(request(1, 50))))
+        for times, fault in enumerate(INVALID, 1):
+            faults.arm(fault)
+            assert summary(await outputs_of(engine.submit(request(1, 50)))) == expected, fault
+            assert engine.num_restarts == times, fault
+        assert caplog.text.count("after an invalid message") == len(INVALID)
+
+    run(main, load)
+
+
+def test_engine_that_gets_no_message_ends(load: Load, caplog: pytest.LogCaptureFixture) -> None:
+    async def main(engine: SupervisedEngine) -> None:
+        expected = summary(await outputs_of(engine.submit(request(1, 50))))
+        stream = engine.submit(request(1, 50))
+        assert engine._child._transport is not None
+        engine._child._transport.write(b"\xff" * 100)
         assert summary(await outputs_of(stream)) == expected
+        assert engine.num_restarts == 1
+        assert "the engine ends: ProtocolError at" in caplog.text
+
+    run(main, load)
+
+
+def test_engine_that_does_not_read_holds_no_front_up(load: Load) -> None:
+    """More than a socket buffers is submitted while the engine is stopped; the event loop goes on, and all of it is
+    answered later."""
+
+    async def main(engine: SupervisedEngine) -> None:
+        made = [partial(request, i, 1, prompt=[1] * 4000) for i in range(200)]
+        kill(engine, signal.SIGSTOP)
+        streams = [engine.submit(one()) for one in made]
+        assert engine._child._transport is not None
+        assert engine._child._transport.get_write_buffer_size() > 0
+        kill(engine, signal.SIGCONT)
+        assert [len((await outputs_of(stream))[0].tokens) for stream in streams] == [1] * len(made)
+        assert engine.num_restarts == 0
 
     run(main, load)
 
