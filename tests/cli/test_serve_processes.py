@@ -6,70 +6,24 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
-from tests.conftest import DEVICE, ON_CPU, with_kernels
-from tests.helpers.process import is_alive, spawn
+from tests.conftest import ON_CPU, with_kernels
+from tests.helpers.engine_faults import HALF_MESSAGE, LAST_TOKEN, EngineFaults
+from tests.helpers.process import is_alive
+from tests.helpers.serve_process import LIMIT_S, ServeProcess, children, command, until
 from tests.helpers.server import write_model
 
-LIMIT_S = 60
-Serve = Callable[..., "Running"]
-
-
-class Running:
-    """A `serve` process and its engine's."""
-
-    def __init__(self, *args: str | Path) -> None:
-        line = [sys.executable, "-m", "llm_worker_rbee", "serve", "--port", "0", "--device", DEVICE, *map(str, args)]
-        env = {**os.environ, "LLORCH_LOG_FORMAT": "json"}
-        self.process = spawn(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
-        assert self.process.stdout is not None
-        found = re.search(r"http://[^ ,]+", self.process.stdout.readline())
-        assert found is not None, self.process.communicate(timeout=LIMIT_S)
-        self.http = httpx.Client(base_url=found[0], timeout=LIMIT_S)
-
-    def ready(self) -> Running:
-        assert self.http.get("/v1/loading/progress").text.endswith('{"stage":"ready"}\n\ndata: [DONE]\n\n')
-        return self
-
-    def engine(self) -> int:
-        """Return the process id of the engine."""
-        found = [pid for pid in children(self.process.pid) if "token_engine.child" in command(pid)]
-        assert len(found) == 1, found
-        return found[0]
-
-    def complete(self, seed: int, max_tokens: int = 300, **fields: Any) -> Any:
-        body = {"prompt": "?", "temperature": 1.0, "seed": seed, "max_tokens": max_tokens, **fields}
-        reply = self.http.post("/v1/completions", json=body)
-        assert reply.status_code == 200, reply.text
-        return reply.json()["choices"]
-
-
-def children(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
-def command(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
-    except OSError:
-        return ""
-
-
-def until(holds: Callable[[], object], limit_s: float = LIMIT_S) -> None:
-    end = time.monotonic() + limit_s
-    while not holds():
-        assert time.monotonic() < end, "the condition did not become true"
-        time.sleep(0.005)
+Serve = Callable[..., ServeProcess]
 
 
 @pytest.fixture(scope="session")
@@ -80,18 +34,15 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def serve(digits: Path) -> Iterator[Serve]:
-    started: list[Running] = []
+    started: list[ServeProcess] = []
 
-    def start(*args: str) -> Running:
-        started.append(Running("-m", digits, "--kv-memory", "16M", *args))
+    def start(*args: str) -> ServeProcess:
+        started.append(ServeProcess("-m", digits, "--kv-memory", "16M", *args))
         return started[-1]
 
     yield start
     for running in started:
-        running.http.close()
-        if running.process.poll() is None:
-            running.process.kill()
-        running.process.communicate()
+        running.close()
 
 
 @ON_CPU
@@ -129,6 +80,70 @@ def test_engine_killed_under_16_streams_fails_none(serve: Serve) -> None:
     assert running.process.returncode == 0
 
 
+@ON_CPU
+def test_streams_go_on_from_every_state(serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stop strings, `n`, log-probabilities and penalties: each event's content comes once, and in order. The output
+    depends on the prompt's length; other letters make it miss the prefix cache."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    faults, running = EngineFaults(tmp_path), serve("--engine-restarts", "100").ready()
+    bodies: list[dict[str, Any]] = [
+        {"seed": 1, "n": 3}, {"seed": 2, "stop": ["99", "77"]}, {"seed": 3, "logprobs": 3, "frequency_penalty": 0.5},
+    ]  # fmt: skip
+    with ThreadPoolExecutor(len(bodies)) as pool:
+        expected = list(pool.map(partial(streamed, running, letter="a"), bodies))
+        for times, state in enumerate(("prefill", "decode", LAST_TOKEN, HALF_MESSAGE), 1):
+            faults.arm(state)
+            assert list(pool.map(partial(streamed, running, letter="abcde"[times]), bodies)) == expected, state
+            assert running.metric("engine_restarts_total") == times, state
+
+
+def streamed(running: ServeProcess, fields: dict[str, Any], letter: str = "x") -> dict[int, Any]:
+    """Return text, log-probabilities and finish reason of each choice of a streamed completion. A step computes 512
+    tokens, so the prefill takes two."""
+    body = {"prompt": letter * 700 + "?", "max_tokens": 200, "temperature": 1.0, "stream": True, **fields}
+    found: dict[int, Any] = {}
+    with running.http.stream("POST", "/v1/completions", json=body) as reply:
+        for line in reply.iter_lines():
+            if line.startswith("data: {"):
+                for choice in json.loads(line[6:])["choices"]:
+                    whole = found.setdefault(choice["index"], {"text": "", "tokens": [], "scores": [], "finish": []})
+                    whole["text"] += choice["text"]
+                    whole["tokens"] += (choice["logprobs"] or {}).get("tokens", [])
+                    whole["scores"] += (choice["logprobs"] or {}).get("token_logprobs", [])
+                    whole["finish"] += [choice["finish_reason"]] if choice["finish_reason"] else []
+    assert all(len(one["finish"]) == 1 for one in found.values())
+    return found
+
+
+def test_client_that_does_not_read_holds_no_other_up(serve: Serve) -> None:
+    """Its stream fills the buffers of its connection, and is ended; others are streamed all the time."""
+    running = serve("--stall-timeout", "1").ready()
+    host, port = running.url.removeprefix("http://").split(":")
+    body = json.dumps({"prompt": "?", "max_tokens": 60_000, "stream": True, "logprobs": 20}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\n"
+    with socket.socket() as lazy:
+        lazy.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        lazy.connect((host, int(port)))
+        lazy.sendall(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
+        until(lambda: running.metric("num_requests_running") == 1)
+        while running.metric("num_requests_running") == 1:
+            assert [len(one["text"]) for one in streamed(running, {"n": 2}).values()] == [200, 200]
+        assert lazy.recv(4096).startswith(b"HTTP/1.1 200")
+    until(lambda: running.metric("kv_cache_usage_perc") == 0)
+    assert running.metric("engine_restarts_total") == 0
+
+
+def test_failed_load_leaves_no_process(tmp_path: Path) -> None:
+    """A file that is no model, and one whose weights are cut off: the engine fails early and late."""
+    whole = write_model(tmp_path / "whole.gguf").read_bytes()
+    for name, data in (("none.gguf", b"GGUF"), ("cut.gguf", whole[:-1000])):
+        (tmp_path / name).write_bytes(data)
+        running = ServeProcess("-m", tmp_path / name)
+        _, said = running.process.communicate(timeout=LIMIT_S)
+        assert (running.process.returncode, running.processes()) == (1, []), said
+        running.close()
+
+
 def test_health_while_engine_restarts_is_loading(serve: Serve) -> None:
     running = serve().ready()
     os.kill(running.engine(), signal.SIGKILL)
@@ -146,7 +161,7 @@ def test_front_that_ends_takes_its_engine_along(serve: Serve, number: signal.Sig
     engine = running.engine()
     running.process.send_signal(number)
     running.process.wait(LIMIT_S)
-    until(lambda: not is_alive(engine), 2.0)
+    until(lambda: not is_alive(engine) and not running.processes(), 2.0)
     assert running.process.returncode == (-number if number == signal.SIGKILL else 0)
 
 
