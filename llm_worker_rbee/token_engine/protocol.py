@@ -197,6 +197,10 @@ class RequestState:
         return len(self.submitted.prompt)
 
     @property
+    def was_admitted(self) -> bool:
+        return self.num_cached_tokens >= 0
+
+    @property
     def num_unprefilled_tokens(self) -> int:
         """Prompt tokens that are not computed yet."""
         return 0 if self.tokens else max(0, self.num_prompt_tokens - self.num_computed_tokens)
@@ -208,7 +212,7 @@ class RequestState:
             self.num_preemptions += 1
         elif event.kind == "prefill":
             self.num_computed_tokens = event.num_tokens
-        elif event.kind == "admitted" and self.num_cached_tokens < 0:  # not after a restart
+        elif event.kind == "admitted" and not self.was_admitted:  # not after a restart
             self.num_cached_tokens = self.num_computed_tokens = event.num_tokens
             self.queue_s = event.seconds
 

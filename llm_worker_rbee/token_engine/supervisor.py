@@ -31,6 +31,7 @@ from .protocol import (
     Located,
     LogLine,
     ModelInfo,
+    RequestEvent,
     RequestState,
     StageReport,
     StepResult,
@@ -44,9 +45,7 @@ FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.05, 5.0
 DEATHS_TO_ISOLATE, DEATHS_TO_REFUSE = 2, 2  # with other requests; alone
 STALL_FACTOR = 10  # of the slowest step seen
 DEADLINE_GRACE_S = 0.05  # for the engine to end a request at its deadline itself
-COUNTERS = (
-    "num_steps", "num_preemptions", "num_queried_tokens", "num_hit_tokens", "num_drafted_tokens", "num_accepted_tokens",
-)  # fmt: skip
+COUNTERS = ("num_steps", "num_preemptions", "num_drafted_tokens", "num_accepted_tokens")  # of all processes so far
 logger = logging.getLogger("llm_worker_rbee.server")
 
 
@@ -92,6 +91,7 @@ class SupervisedEngine(TokenEngine):
         self._submissions = count(1)
         self._isolated: deque[Replay] = deque()  # replayed one at a time, the first one now, while the others wait
         self._stats = self._stats_before = EngineStats(num_free_blocks=1, num_blocks=1)
+        self._num_queried_tokens = self._num_hit_tokens = 0  # counted here: a request that is replayed counts once
         self._deaths: deque[float] = deque()
         self._last_message_at = time.monotonic()
         self._slowest_step_s = 0.0
@@ -130,7 +130,9 @@ class SupervisedEngine(TokenEngine):
 
     def stats(self) -> EngineStats:
         before = {name: getattr(self._stats_before, name) + getattr(self._stats, name) for name in COUNTERS}
-        return msgspec.structs.replace(self._stats, **before)
+        return msgspec.structs.replace(
+            self._stats, num_queried_tokens=self._num_queried_tokens, num_hit_tokens=self._num_hit_tokens, **before
+        )
 
     def status(self) -> str:
         return {"ready": "healthy", "stopped": "failed"}.get(self._state, self._state)
@@ -186,6 +188,8 @@ class SupervisedEngine(TokenEngine):
         self._last_message_at = now
         if result.stats is not None:
             self._stats = result.stats
+        for event in result.events:
+            self._count_admission(event)
         ended = [self._streams.get(output.id) for output in result.outputs if output.finish_reason is not None]
         take_result(result, self._streams)
         for stream in ended:
@@ -194,6 +198,13 @@ class SupervisedEngine(TokenEngine):
         if self._isolated and len((first := self._isolated[0]).request.tokens) > first.num_tokens_at_death:
             first.num_deaths = first.num_deaths_alone = 0  # as in `_record_death`
             self._release(first)
+
+    def _count_admission(self, event: RequestEvent) -> None:
+        """Count the prompt of a request that is admitted for the first time, in any process."""
+        stream = self._streams.get(event.id) if event.kind == "admitted" else None
+        if stream is not None and not stream.request.was_admitted:
+            self._num_queried_tokens += stream.request.num_prompt_tokens
+            self._num_hit_tokens += event.num_tokens
 
     def _on_end(self, how: str) -> None:
         """Restart the child, unless it is stopped or dies too often."""

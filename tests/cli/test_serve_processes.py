@@ -95,6 +95,7 @@ def test_streams_go_on_from_every_state(serve: Serve, tmp_path: Path, monkeypatc
             faults.arm(state)
             assert list(pool.map(partial(streamed, running, letter="abcde"[times]), bodies)) == expected, state
             assert running.metric("engine_restarts_total") == times, state
+    assert running.metric("prompt_tokens_total") == running.metric("prefix_cache_queries_total") == 5 * 5 * 701
 
 
 def streamed(running: ServeProcess, fields: dict[str, Any], letter: str = "x") -> dict[int, Any]:

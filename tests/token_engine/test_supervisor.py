@@ -133,6 +133,7 @@ def test_engine_killed_in_decode_goes_on_with_the_same_output(load: Load) -> Non
             outputs += await outputs_of(stream)
         assert [summary(outputs) for outputs in found] == expected
         assert all(stream.request.num_restarts == 2 for stream in streams)
+        assert engine.stats().num_queried_tokens == 2 * len(requests)  # prompts of one token, each counted once
 
     run(main, load)
 
@@ -151,6 +152,8 @@ def test_engine_killed_in_any_state_of_a_request(load: Load, faults: EngineFault
             streams = [engine.submit(one()) for one in made]
             assert [summary(await outputs_of(stream)) for stream in streams] == expected, state
             assert (engine.num_restarts, faults.is_armed) == (times, False), state
+        num_rounds = 1 + len(KILLS)
+        assert engine.stats().num_queried_tokens == num_rounds * sum(one().num_prompt_tokens for one in made)
         kill(engine)  # without a request
         await restarted(engine, len(KILLS) + 1)
         assert summary(await outputs_of(engine.submit(made[0]()))) == expected[0]

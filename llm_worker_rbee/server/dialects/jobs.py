@@ -72,7 +72,7 @@ class Narrator:
         """Report what changed since the last call."""
         request = self._request
         if not self._has_started:
-            if request.num_cached_tokens < 0:
+            if not request.was_admitted:
                 return
             self._has_started = True
             cached = f"; {request.num_cached_tokens} of them are in the cache" if request.num_cached_tokens else ""
@@ -213,7 +213,7 @@ class Job:
         """Emit what changed between two tokens; nothing before the started event."""
         if self.events and self.narrator is not None and self.generation is not None:
             self.narrator.poll()
-            if self.generation.request.num_cached_tokens >= 0:
+            if self.generation.request.was_admitted:
                 self._emit_metrics(self.generation)
 
     def cancel(self) -> None:
