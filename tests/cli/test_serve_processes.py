@@ -17,6 +17,9 @@ from typing import Any
 
 import pytest
 
+from llm_worker_rbee.backends.cpu.jit import CACHE_VARIABLE
+from llm_worker_rbee.backends.cpu_info import THREADS_VARIABLE
+from llm_worker_rbee.machine import usable_cores
 from tests.conftest import ON_CPU, with_kernels
 from tests.helpers.engine_faults import HALF_MESSAGE, LAST_TOKEN, EngineFaults
 from tests.helpers.process import is_alive
@@ -143,6 +146,21 @@ def test_failed_load_leaves_no_process(tmp_path: Path) -> None:
         _, said = running.process.communicate(timeout=LIMIT_S)
         assert (running.process.returncode, running.processes()) == (1, []), said
         running.close()
+
+
+@ON_CPU
+def test_engine_killed_while_it_compiles_takes_its_helpers_along(digits: Path, tmp_path: Path) -> None:
+    if usable_cores() < 2:
+        pytest.skip("one core: there are no helper processes")
+    running = ServeProcess("-m", digits, **{CACHE_VARIABLE: str(tmp_path), THREADS_VARIABLE: "2"})
+    until(lambda: any(path.is_file() for path in tmp_path.rglob("*")))  # kernels are being compiled
+    helpers = [pid for pid in running.processes() if "run_helper" in command(pid)]
+    assert helpers
+    os.kill(running.engine(), signal.SIGKILL)
+    until(lambda: not any(map(is_alive, helpers)), 1.0)  # less than most kernels take
+    until(lambda: not running.processes())
+    assert "was killed by SIGKILL while it loaded the model" in running.process.communicate()[1]
+    running.close()
 
 
 def test_health_while_engine_restarts_is_loading(serve: Serve) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 
 import numba as nb
 
+from ... import machine
 from ...config import KV_DEFAULT, ModelConfig
 from ...weights import Checkpoint
 from .. import cpu_info
@@ -126,10 +127,11 @@ def _helper_processes(orders: Sequence[Sequence[Kernel]], folder: Path | None) -
 
 def _start_helper(names: list[str], folder: Path) -> subprocess.Popen[bytes]:
     root = Path(__file__).parents[3]
+    run = f"from {machine.__name__} import exit_with_parent; exit_with_parent({os.getpid()}); "  # before slow imports
+    run += f"from {__name__} import run_helper; run_helper()"
     paths = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH", "")]))
     process = subprocess.Popen(
-        [sys.executable, "-c", f"from {__name__} import run_helper; run_helper()"],
-        stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        [sys.executable, "-c", run], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         env={**os.environ, "PYTHONPATH": paths, CACHE_VARIABLE: str(folder.parent)}, start_new_session=True,
     )  # fmt: skip
     assert process.stdin is not None
@@ -142,11 +144,8 @@ def _start_helper(names: list[str], folder: Path) -> subprocess.Popen[bytes]:
 
 
 def run_helper() -> None:
-    """Compile the kernels that standard input names, except those cached by then; end with the parent process."""
+    """Compile the kernels that standard input names, except those cached by then."""
     known = {kernel.name: kernel for kernel in all_kernels()}
-    parent = os.getppid()
     for name in json.load(sys.stdin):
-        if os.getppid() != parent:
-            return
         if name in known and not known[name].is_cached:
             known[name].load()
