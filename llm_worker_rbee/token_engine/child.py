@@ -142,7 +142,7 @@ def _serve(loop: EngineLoop, connection: Connection) -> NoReturn:
         result = loop.step()
         if loop.engine.device_failed:
             raise InferenceError("the device computes no more")
-        _log_failures(result)
+        _log_failures(result, connection)
         now = time.monotonic()
         if now - stats_at >= STATS_INTERVAL_S or not loop.has_work:
             stats_at = now
@@ -153,11 +153,12 @@ def _serve(loop: EngineLoop, connection: Connection) -> NoReturn:
         connection.send(result)
 
 
-def _log_failures(result: StepResult) -> None:
+def _log_failures(result: StepResult, connection: Connection) -> None:
     """Log what is behind a request's error: only its message travels."""
     for output in result.outputs:
         if output.error is not None and output.error.__cause__ is not None:
-            logging.getLogger(__name__).error("%s: %s", output.error, describe_failure(output.error.__cause__))
+            text = f"{output.error}: {describe_failure(output.error.__cause__)}"
+            connection.send(LogLine(logging.ERROR, text, output.id))
 
 
 def describe_failure(error: BaseException) -> str:

@@ -141,6 +141,7 @@ class LogLine(msgspec.Struct, frozen=True, tag=True):
 
     level: int
     text: str
+    request_id: int | None = None  # of the request that it is about
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):

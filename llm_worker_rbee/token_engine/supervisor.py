@@ -14,7 +14,8 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from contextvars import Context, copy_context
+from dataclasses import dataclass, field, replace
 from itertools import count
 
 import msgspec
@@ -59,6 +60,7 @@ class Replay:
     num_deaths: int = 0
     num_deaths_alone: int = 0
     num_tokens_at_death: int = 0
+    context: Context = field(default_factory=copy_context)  # log lines about it have its correlation id
 
     @property
     def request(self) -> RequestState:
@@ -171,8 +173,8 @@ class SupervisedEngine(TokenEngine):
             case Located(path=path):
                 if self.num_restarts == 0:
                     self._on_located(path)
-            case LogLine(level=level, text=text):
-                logger.log(level, "engine: %s", text)
+            case LogLine():
+                self._log(message)
             case Failed(error=error):
                 if self.num_restarts:
                     logger.error("the engine could not load the model again: %s", error)
@@ -180,6 +182,13 @@ class SupervisedEngine(TokenEngine):
             case ModelInfo():
                 self._state = "ready"
                 self._loaded.set_result(message)
+
+    def _log(self, line: LogLine) -> None:
+        """Log a line of the child, in the context of the request that it is about."""
+        stream = None if line.request_id is None else self._streams.get(line.request_id)
+        replay = None if stream is None else self._replays.get(stream.request.id)
+        context = copy_context() if replay is None else replay.context
+        context.run(logger.log, line.level, "engine: %s", line.text)
 
     def _take_result(self, result: StepResult) -> None:
         now = time.monotonic()

@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import pytest
 
@@ -21,7 +22,7 @@ from llm_worker_rbee.backends.cpu.jit import CACHE_VARIABLE
 from llm_worker_rbee.backends.cpu_info import THREADS_VARIABLE
 from llm_worker_rbee.machine import usable_cores
 from tests.conftest import ON_CPU, with_kernels
-from tests.helpers.engine_faults import HALF_MESSAGE, LAST_TOKEN, EngineFaults
+from tests.helpers.engine_faults import FAILED_STEP, HALF_MESSAGE, LAST_TOKEN, EngineFaults
 from tests.helpers.process import is_alive
 from tests.helpers.serve_process import LIMIT_S, ServeProcess, children, command, until
 from tests.helpers.server import write_model
@@ -46,6 +47,12 @@ def serve(digits: Path) -> Iterator[Serve]:
     yield start
     for running in started:
         running.close()
+
+
+@pytest.fixture
+def faults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> EngineFaults:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    return EngineFaults(tmp_path)
 
 
 @ON_CPU
@@ -84,11 +91,22 @@ def test_engine_killed_under_16_streams_fails_none(serve: Serve) -> None:
 
 
 @ON_CPU
-def test_streams_go_on_from_every_state(serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_step_is_logged_with_the_correlation_id(serve: Serve, faults: EngineFaults) -> None:
+    running, mark = serve().ready(), str(uuid4())
+    faults.arm(FAILED_STEP)
+    body = {"prompt": "?", "max_tokens": 3}
+    assert running.http.post("/v1/completions", json=body, headers={"x-correlation-id": mark}).status_code == 500
+    assert running.complete(1, 3)
+    running.process.send_signal(signal.SIGTERM)
+    lines = [json.loads(line) for line in running.process.communicate(timeout=LIMIT_S)[1].splitlines()]
+    assert [line["correlation_id"] for line in lines if "ZeroDivisionError at" in line["message"]] == [mark]
+
+
+@ON_CPU
+def test_streams_go_on_from_every_state(serve: Serve, faults: EngineFaults) -> None:
     """Stop strings, `n`, log-probabilities and penalties: each event's content comes once, and in order. The output
     depends on the prompt's length; other letters make it miss the prefix cache."""
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
-    faults, running = EngineFaults(tmp_path), serve("--engine-restarts", "100").ready()
+    running = serve("--engine-restarts", "100").ready()
     bodies: list[dict[str, Any]] = [
         {"seed": 1, "n": 3}, {"seed": 2, "stop": ["99", "77"]}, {"seed": 3, "logprobs": 3, "frequency_penalty": 0.5},
     ]  # fmt: skip

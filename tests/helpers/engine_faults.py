@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 import msgspec
 
+from llm_worker_rbee.engine.model_runner import ModelRunner
 from llm_worker_rbee.engine.scheduler import Scheduler
 from llm_worker_rbee.errors import InferenceError
 from llm_worker_rbee.token_engine import wire
@@ -35,6 +36,7 @@ STATES: dict[str, Callable[[Scheduler], bool]] = {
     "decode": lambda scheduler: bool(scheduler.running) and all(len(one.tokens) >= 5 for one in scheduler.running),
 }
 LAST_TOKEN, HALF_MESSAGE = "last token", "half a message"
+FAILED_STEP = "failed step"  # it raises, and the process goes on
 KILLS = (*STATES, LAST_TOKEN, HALF_MESSAGE)
 
 
@@ -73,7 +75,7 @@ class EngineFaults:
 
 def install(path: str) -> None:
     """Let this process fail as the file says."""
-    step, encode = EngineLoop.step, wire.encode
+    step, encode, run = EngineLoop.step, wire.encode, ModelRunner.run
 
     def failing_step(self: EngineLoop) -> StepResult:
         fault = _read(path)
@@ -95,7 +97,14 @@ def install(path: str) -> None:
                 return INVALID[fault] + frame
         return frame
 
+    def failing_run(self: ModelRunner, scheduled: Any) -> Any:
+        if _read(path) == FAILED_STEP:
+            os.unlink(path)
+            raise ZeroDivisionError
+        return run(self, scheduled)
+
     EngineLoop.step = failing_step  # type: ignore[method-assign]
+    ModelRunner.run = failing_run  # type: ignore[method-assign]
     wire.encode = failing_encode
 
 
