@@ -11,7 +11,6 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
-from typing import NamedTuple
 
 from .request import Request
 
@@ -30,13 +29,6 @@ def extend_hashes(hashes: list[bytes], ids: Sequence[int], blocks: int, block_si
         hashes.append(chained_hash(before, ids[i * block_size : (i + 1) * block_size]))
 
 
-class BlockChanges(NamedTuple):
-    """Hashes of blocks that the prefix cache gained and lost, in their order."""
-
-    stored: list[bytes]
-    removed: list[bytes]
-
-
 class BlockPool:
     """`n_blocks` blocks of `block_size` tokens."""
 
@@ -45,7 +37,8 @@ class BlockPool:
         self.block_size = block_size
         self.caching = caching
         self.num_evictions = 0
-        self.changes: BlockChanges | None = None  # recorded where someone reads and clears them
+        # Where someone reads and clears them: hashes that the prefix cache gained (True) or lost since then.
+        self.changes: dict[bytes, bool] | None = None
         self._references = [0] * n_blocks
         self._hashes: list[bytes | None] = [None] * n_blocks
         self._cached: dict[bytes, int] = {}
@@ -110,7 +103,7 @@ class BlockPool:
             self._cached[block_hash] = block
             self._hashes[block] = block_hash
             if self.changes is not None:
-                self.changes.stored.append(block_hash)
+                self.changes[block_hash] = True
 
     def unpublish(self, blocks: Sequence[int]) -> None:
         """Remove blocks of a failed request from the prefix cache."""
@@ -132,7 +125,7 @@ class BlockPool:
         self._hashes[block] = None
         self.num_evictions += 1
         if self.changes is not None:
-            self.changes.removed.append(block_hash)
+            self.changes[block_hash] = False
 
     def check(self, block_tables: Iterable[Sequence[int]]) -> None:
         """Assert that reference counts, free blocks and the prefix cache agree with the requests' block tables."""

@@ -11,7 +11,6 @@ from itertools import groupby
 from operator import attrgetter
 
 from .. import machine
-from ..engine.block_pool import BlockChanges
 from ..engine.engine import Engine
 from ..engine.request import Request, StepOutput, copy_error
 from ..errors import ContextLengthError, WorkerError
@@ -114,8 +113,10 @@ class EngineLoop:
         pool = self.engine.scheduler.pool
         if pool.changes is None:
             return StepResult(outputs=early + outputs, events=events)
-        changes, pool.changes = pool.changes, BlockChanges([], [])
-        return StepResult(outputs=early + outputs, events=events, stored=changes.stored, removed=changes.removed)
+        changes, pool.changes = pool.changes, {}
+        stored = [block_hash for block_hash, is_cached in changes.items() if is_cached]
+        removed = [block_hash for block_hash, is_cached in changes.items() if not is_cached]
+        return StepResult(outputs=early + outputs, events=events, stored=stored, removed=removed)
 
     def _output(self, outputs: list[StepOutput]) -> TokenOutput:
         """Return the outputs of one request as one."""
@@ -159,4 +160,4 @@ class EngineLoop:
         """Let the engine's scheduler record its events, and the prefix cache its changes."""
         scheduler = self.engine.scheduler
         scheduler.events = []
-        scheduler.pool.changes = BlockChanges([], []) if self._records_blocks else None
+        scheduler.pool.changes = {} if self._records_blocks else None
