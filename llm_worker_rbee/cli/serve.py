@@ -6,8 +6,10 @@ import shlex
 import ssl
 import sys
 import threading
+from collections import deque
+from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -48,7 +50,7 @@ from .options import (
     option_names_in_errors,
     with_option_names,
 )
-from .terminal import Status, discard_output, note, read_template, style, visible
+from .terminal import OutputThread, Status, discard_output, note, read_template, style, visible
 
 ENGINES = ("model", "null")
 SWITCH = ("on", "off")
@@ -221,13 +223,25 @@ def serve(
         _print_line("the null engine: replies are a fixed text")
 
     dummy_step_s = (measuring.null_step_ms or 0.0) / 1000 if is_null else None
-    with ExitStack() as shown, option_names_in_errors():
+    with _shown_until_ready() as (shown, output), option_names_in_errors():
         if process.engine_process == "off":
             worker = _one_process(settings, model, computing, sharing, dummy_step_s)
         else:
-            worker = _two_processes(settings, model, computing, sharing, process, dummy_step_s, shown)
-        ready = partial(_print_ready, worker, url, key, shown)
+            worker = _two_processes(settings, model, computing, sharing, process, dummy_step_s, shown, output)
+        ready = partial(output.call, partial(_print_ready, worker, url, key, shown))
         run_server(worker, sock, settings.advertise_url or url, ready, signals, **tls)
+
+
+@contextmanager
+def _shown_until_ready() -> Iterator[tuple[ExitStack, OutputThread]]:
+    """Provide what is shown while the model loads, and the thread that shows it; the terminal may take nothing."""
+    shown, output = ExitStack(), OutputThread()
+    try:
+        yield shown, output
+    finally:
+        output.call(shown.close)
+        if not output.wait():
+            os._exit(0 if sys.exc_info()[0] is None else 1)  # any other exit waits for the terminal
 
 
 def _one_process(
@@ -251,17 +265,23 @@ def _one_process(
 
 def _two_processes(
     settings: ServerSettings, model: ModelOptions, computing: LoadOptions, sharing: EngineOptions,
-    process: ProcessOptions, dummy_step_s: float | None, shown: ExitStack,
+    process: ProcessOptions, dummy_step_s: float | None, shown: ExitStack, output: OutputThread,
 ) -> Worker:  # fmt: skip
     """Return a worker whose engine runs in a child process; its progress is shown until `shown` is closed."""
     status = Status()
-    status.show(f"loading {model.model or 'the built-in model'} ...")
+    output.call(partial(status.show, f"loading {model.model or 'the built-in model'} ..."))
     shown.callback(status.clear)
     bar = shown.enter_context(transfer_progress(COMPILING))
+    last_report: deque[tuple[str, int, int | None]] = deque(maxlen=1)
+
+    def draw() -> None:
+        if last_report:  # later ones replace those that were not drawn in time
+            status.clear()
+            bar(*last_report.pop())
 
     def progress(what: str, done: int, total: int | None) -> None:
-        status.clear()
-        bar(what, done, total)
+        last_report.append((what, done, total))
+        output.call(draw)
 
     opening: Future[tuple[Tokenizer, SamplingDefaults]] = Future()
 

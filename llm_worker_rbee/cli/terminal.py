@@ -8,8 +8,11 @@ import json
 import logging
 import math
 import os
+import queue
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, TextIO
 
@@ -104,6 +107,29 @@ class Status:
         if self._shown:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
             self._shown = False
+
+
+class OutputThread:
+    """Runs calls that write to the terminal in a thread, in order: a terminal that takes nothing (Ctrl-S, a full pipe)
+    blocks this thread only."""
+
+    def __init__(self) -> None:
+        self._calls: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name="output", daemon=True).start()
+
+    def call(self, write: Callable[[], object]) -> None:
+        self._calls.put(write)
+
+    def wait(self, timeout_s: float = 1.0) -> bool:
+        """Wait for the calls so far; return whether they are done."""
+        done = threading.Event()
+        self.call(done.set)
+        return done.wait(timeout_s)
+
+    def _run(self) -> None:
+        while True:
+            with suppress(OSError, ValueError):  # the stream is closed
+                self._calls.get()()
 
 
 def program_lines(program: Sequence[tuple[int, Sequence[Sequence[str]]]]) -> list[str]:

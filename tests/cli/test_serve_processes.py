@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import pty
 import re
 import signal
 import socket
 import subprocess
 import sys
+import termios
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -20,6 +22,7 @@ import pytest
 
 from llm_worker_rbee.backends.cpu.jit import CACHE_VARIABLE
 from llm_worker_rbee.backends.cpu_info import THREADS_VARIABLE
+from llm_worker_rbee.backends.ops import COMPILING
 from llm_worker_rbee.machine import usable_cores
 from tests.conftest import ON_CPU, with_kernels
 from tests.helpers.engine_faults import FAILED_STEP, HALF_MESSAGE, LAST_TOKEN, EngineFaults
@@ -179,6 +182,24 @@ def test_engine_killed_while_it_compiles_takes_its_helpers_along(digits: Path, t
     until(lambda: not running.processes())
     assert "was killed by SIGKILL while it loaded the model" in running.process.communicate()[1]
     running.close()
+
+
+@ON_CPU
+def test_stopped_terminal_does_not_stop_the_front(digits: Path, tmp_path: Path) -> None:
+    """As after Ctrl-S: the progress of compiling cannot be drawn, and is still reported over HTTP."""
+    master, slave = pty.openpty()
+    running = ServeProcess("-m", digits, stderr=slave, TERM="xterm", **{CACHE_VARIABLE: str(tmp_path)})
+    termios.tcflow(slave, termios.TCOOFF)
+    with running.http.stream("GET", "/v1/loading/progress") as events:
+        reports = (line for line in events.iter_lines() if COMPILING in line)
+        for _ in range(2):
+            assert '"stage":"kernels"' in next(reports)
+            assert running.http.get("/health").json()["status"] == "loading"
+    running.process.send_signal(signal.SIGTERM)
+    assert running.process.wait(LIMIT_S) == 0
+    running.close()
+    os.close(slave)
+    os.close(master)
 
 
 def test_health_while_engine_restarts_is_loading(serve: Serve) -> None:

@@ -25,11 +25,11 @@ _numbers = count()
 class ServeProcess:
     """A worker and its engine, once the port is known."""
 
-    def __init__(self, *args: str | Path, **environment: str) -> None:
+    def __init__(self, *args: str | Path, stderr: int = subprocess.PIPE, **environment: str) -> None:
         line = [sys.executable, "-m", "llm_worker_rbee", "serve", "--port", "0", "--device", DEVICE, *map(str, args)]
         self.mark = f"{os.getpid()}-{next(_numbers)}"
         env = {**os.environ, "LLORCH_LOG_FORMAT": "json", MARK: self.mark, **environment}
-        self.process = spawn(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
+        self.process = spawn(line, stdout=subprocess.PIPE, stderr=stderr, text=True, env=env)
         assert self.process.stdout is not None
         found = re.search(r"http://[^ ,]+", self.process.stdout.readline())
         assert found is not None, self.process.communicate(timeout=LIMIT_S)
