@@ -1,9 +1,10 @@
 # Set-up and everyday commands. Needs Python 3.11 or newer with pip, and make; everything else goes into .venv.
 #
-#   make demo    fetch the default model and stream a real answer
-#   make serve   serve the default model over HTTP
-#   make test    lint, types, architecture, tests
-#   make clean   remove the environment and everything built
+#   make demo        fetch the default model and stream a real answer
+#   make serve       serve the default model over HTTP
+#   make test        lint, types, architecture, tests
+#   make test-extra  tests of clusters, with Ray in an environment of its own
+#   make clean       remove the environments and everything built
 
 PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
@@ -20,10 +21,10 @@ WORKERS ?= auto
 CHROMIUM ?= /usr/bin/chromium
 DEMO_PROMPT ?= What is the capital of France, and what is it famous for? Answer in one sentence.
 
-.PHONY: demo serve test browser lint types clean help FORCE
+.PHONY: demo serve test test-extra test-cluster browser lint types clean help FORCE
 
 help:
-	@sed -n '3,7s/^# *//p' Makefile
+	@sed -n '3,8s/^# *//p' Makefile
 
 demo: $(VENV)/.core
 	@$(BIN)/python -m llm_worker_rbee run --temperature 0 --max-tokens 32 "$(DEMO_PROMPT)"
@@ -35,6 +36,14 @@ serve: $(VENV)/.core
 # One thread for each test process: the machine's cores are shared out among them. Reasons of skips are printed.
 test: $(VENV)/.dev browser lint types
 	OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -rs -n $(WORKERS) --dist loadgroup
+
+# Ray and its hundred packages stay out of the environment that everything else is tested in.
+EXTRA_VENV := .venv-extra
+test-extra:
+	@$(MAKE) --no-print-directory VENV=$(EXTRA_VENV) test-cluster
+
+test-cluster: $(VENV)/.extra
+	$(BIN)/python -m pytest --disable-warnings --confcutdir tests/cluster tests/cluster
 
 # Pages are tested in the system's Chromium. It is installed only as root on Debian with CI=true, where it is missing.
 browser:
@@ -73,5 +82,11 @@ $(VENV)/.dev: pyproject.toml constraints.txt $(VENV)/.core
 	@$(PIP) install -q -c constraints.txt -e '.[dev]'
 	@touch $@
 
+$(VENV)/.extra: pyproject.toml constraints.txt $(VENV)/.core
+	@echo "Installing Ray ..."
+	@$(FORGET_HALVES)
+	@$(PIP) install -q -c constraints.txt -e '.[ray]' pytest pytest-timeout httpx
+	@touch $@
+
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(EXTRA_VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,171 @@
+"""The application of a cluster: two deployments of Ray Serve and their options.
+
+`app` takes one flat table of arguments, from `serve run llm_worker_rbee.cluster:app NAME=VALUE ...` or the `args` of a
+YAML file: the fields of `ClusterOptions`, those of `ServerSettings`, and the arguments of `LLM`.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from ray import serve
+from ray.serve import Application
+from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy, RequestRouterConfig
+from ray.serve.handle import DeploymentHandle
+from ray.serve.schema import LoggingConfig
+
+from ..config import KV_AUTO, ServerSettings
+from ..engine.kv_cache_budget import parse_size
+from ..engine.sampling_defaults import read_sampling_defaults
+from ..errors import InvalidRequestError
+from ..load import check_settings, split_settings
+from ..server import log
+from ..server.app import application
+from ..server.auth import find_key
+from ..server.worker import Worker
+from ..text_model import TextModel, open_tokenizer
+from ..token_engine.protocol import ModelInfo
+from ..weights import open_checkpoint
+from ..weights.hub import DEFAULT_MODEL, locate_model
+from . import reports
+from .engine import Engine
+from .ray_engine import RayEngine
+from .router import PrefixRouter
+
+MAX_ONGOING_REQUESTS = 10_000  # of a replica: fronts refuse requests by the rules of `serve`, engines queue them
+TARGET_CPU = 0.7  # of a core that a front uses
+DEFAULTS = {"device": "auto", "backend": "auto", "kv_type": KV_AUTO}
+SERVER_SETTINGS = {field.name for field in fields(ServerSettings)} - {"api_key", "model_ref"}
+
+
+class ClusterOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """How many replicas there are, and what each takes."""
+
+    engines: int = 1
+    max_engines: int = 0  # 0: no autoscaling
+    target_waiting_tokens: int = 8192  # prompt tokens that wait for prefill, for one more engine
+    fronts: int = 1
+    max_fronts: int = 0
+    gpus: float | None = None  # of an engine; one with device cuda
+    engine_restarts: int = 5  # of the child process of an engine, in a minute
+    drain_timeout_s: float = 120.0  # for the requests of a replica that is stopped
+    upscale_delay_s: float = 10.0
+    downscale_delay_s: float = 600.0
+    api_key_file: str | None = None
+    chat_template: str | None = None  # a Jinja file
+    null_step_ms: float | None = None  # replace the model by a fixed text whose steps take so long
+
+
+def app(arguments: dict[str, Any]) -> Application:
+    """Return the application for arguments whose values may be text."""
+    own, server, model = split_arguments(arguments)
+    threads, device = model.get("threads"), str(model["device"])
+    gpus = own.gpus if own.gpus is not None else float(device.startswith("cuda"))
+    common = {
+        "max_ongoing_requests": MAX_ONGOING_REQUESTS, "graceful_shutdown_timeout_s": own.drain_timeout_s,
+        "logging_config": LoggingConfig(enable_access_log=False),  # the front logs requests itself
+    }  # fmt: skip
+    engine = serve.deployment(
+        Engine, ray_actor_options={"num_cpus": threads or 1, "num_gpus": gpus}, health_check_period_s=2,
+        request_router_config=RequestRouterConfig(
+            request_router_class=PrefixRouter, request_routing_stats_period_s=reports.INTERVAL_S
+        ),
+        **_replicas(own.engines, own.max_engines, own), **common,
+    )  # fmt: skip
+    front = serve.deployment(Front, **_replicas(own.fronts, own.max_fronts, own), **common)
+    dummy_step_s = None if own.null_step_ms is None else own.null_step_ms / 1000
+    engines = engine.bind(
+        model, max_restarts=own.engine_restarts, target_waiting_tokens=own.target_waiting_tokens,
+        dummy_step_s=dummy_step_s,
+    )  # fmt: skip
+    return front.bind(engines, model["model"], server, own.api_key_file, own.chat_template)
+
+
+@serve.ingress()
+class Front:
+    """The HTTP application of `serve`, with tokenizer and template, for the engines of a cluster."""
+
+    def __init__(
+        self, engines: DeploymentHandle, model: str | None, settings: dict[str, Any], api_key_file: str | None,
+        chat_template: str | None,
+    ) -> None:  # fmt: skip
+        log.set_up(os.environ)
+        key = find_key(None if api_key_file is None else Path(api_key_file), os.environ)
+        made = ServerSettings(
+            model_ref=model or DEFAULT_MODEL, api_key=None if key is None else key.value, **settings
+        )  # fmt: skip
+        self._model, self._template = model, chat_template
+        self._worker = Worker(made, RayEngine(engines), self._open_model)
+        self._cpu_clock = time.monotonic(), time.process_time()
+
+    def __serve_build_asgi_app__(self) -> Any:
+        return application(self._worker)
+
+    def _open_model(self, info: ModelInfo) -> TextModel:
+        checkpoint = open_checkpoint(locate_model(self._model))
+        template = None if self._template is None else Path(self._template).read_text(encoding="utf-8")
+        name, sizes = checkpoint.path.name, (info.vocab_size, info.max_context)
+        return TextModel(open_tokenizer(checkpoint), name, *sizes, read_sampling_defaults(checkpoint), template)
+
+    def check_health(self) -> None:
+        """Raise if the text side of the model could not be loaded."""
+        if self._worker.failure is not None:
+            raise self._worker.failure
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """Return how many fronts the processor time of this one needs."""
+        before, self._cpu_clock = self._cpu_clock, (time.monotonic(), time.process_time())
+        wall, cpu = (now - then for now, then in zip(self._cpu_clock, before, strict=True))
+        return {"load": cpu / max(wall, 1e-3) / TARGET_CPU}
+
+
+def split_arguments(arguments: Mapping[str, Any]) -> tuple[ClusterOptions, dict[str, Any], dict[str, Any]]:
+    """Return the options of the cluster, of the server and of the model; raise on what is none of them."""
+    plain = {name: _read_value(value) for name, value in arguments.items()}
+    server = {name: plain.pop(name) for name in SERVER_SETTINGS & plain.keys()}
+    for name, value in server.items():
+        if isinstance(value, list):
+            server[name] = tuple(value)
+    own = {name: plain.pop(name) for name in ClusterOptions.__struct_fields__ if name in plain}
+    try:
+        options = msgspec.convert(own, ClusterOptions)
+    except msgspec.ValidationError as error:
+        raise InvalidRequestError(f"arguments of the cluster: {error}") from None
+    if isinstance(size := plain.get("kv_memory"), str):
+        plain["kv_memory"] = parse_size(size)
+    model = {"model": None, **DEFAULTS, **plain}
+    check_settings(split_settings(model)["settings"], model.get("draft_model"))
+    return options, server, model
+
+
+def _read_value(value: Any) -> Any:
+    """Return the value of a text as JSON (4, true, null); other text as it is."""
+    try:
+        return msgspec.json.decode(value) if isinstance(value, str) else value
+    except msgspec.DecodeError:
+        return value
+
+
+def _replicas(lowest: int, highest: int, options: ClusterOptions) -> dict[str, Any]:
+    """Return the number of replicas of a deployment, or the bounds of its autoscaling."""
+    if highest <= lowest:
+        return {"num_replicas": lowest}
+    config = AutoscalingConfig(
+        min_replicas=lowest, max_replicas=highest, upscale_delay_s=options.upscale_delay_s,
+        downscale_delay_s=options.downscale_delay_s, look_back_period_s=options.upscale_delay_s or 1.0,
+        policy=AutoscalingPolicy(policy_function=scale_by_load),
+    )  # fmt: skip
+    return {"autoscaling_config": config}
+
+
+def scale_by_load(context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
+    """Return how many replicas the reported `load` of all of them needs; Ray applies bounds and delays."""
+    loads = (context.aggregated_metrics or {}).get("load", {})
+    return (math.ceil(sum(loads.values())) if loads else context.target_num_replicas), {}
