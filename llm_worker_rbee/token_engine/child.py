@@ -137,7 +137,8 @@ def _serve(loop: EngineLoop, connection: Connection) -> NoReturn:
         for message in connection.receive(wait=not loop.has_work):
             if not isinstance(message, Load):
                 loop.receive(message)
-        if not loop.has_work:
+        if not loop.has_work:  # the last request was aborted: its blocks are free
+            connection.send(StepResult(stats=loop.stats()))
             continue
         result = loop.step()
         if loop.engine.device_failed:
