@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .backends import fallback_to_cpu, is_automatic, resolve_kv_type, select, select_backend
+from .backends import cpu_info, fallback_to_cpu, is_automatic, resolve_kv_type, select, select_backend
 from .backends.ops import Backend
 from .config import EngineConfig, ModelConfig
 from .engine.engine import Engine
@@ -97,12 +97,13 @@ class LoadOptions:
     draft_model: str | Path | None
     deterministic: bool
     settings: Mapping[str, Any]  # of EngineConfig
+    num_sharing: int = 1  # engines that share the cores and the memory of the device, this one included
 
 
 def split_settings(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of `LoadOptions` for arguments of `LLM`: engine settings become `settings`."""
     names = {field.name for field in fields(LoadOptions)} - {"settings"}
-    known = dict.fromkeys(names) | {"deterministic": False}
+    known = dict.fromkeys(names) | {"deterministic": False, "num_sharing": 1}
     known |= {name: value for name, value in arguments.items() if name in names}
     return known | {"settings": {name: value for name, value in arguments.items() if name not in names}}
 
@@ -177,6 +178,7 @@ def check_settings(settings: Mapping[str, Any], draft_model: object) -> None:
 
 def _select_backend(options: LoadOptions) -> Backend:
     """Return the backend; what it cannot do is refused before any file is looked for."""
+    cpu_info.share_cores(options.num_sharing)
     backend = select_backend(options.device, options.backend, options.threads, deterministic=options.deterministic)
     if is_fp8(options.quantize):
         backend.require_fp8()
@@ -235,8 +237,8 @@ def _plan_placement(
     capacity = plan_kv_cache(
         config, kv_type, kv_memory=options.kv_memory, max_context=options.max_context,
         max_batch=options.settings.get("max_batch", ENGINE_SETTINGS["max_batch"]),
-        available=available_memory(weights, backend), draft_config=drafts[0] if drafts else None,
-        memory_fraction=DEVICE_MEMORY_FRACTION if on_device else HOST_MEMORY_FRACTION,
+        available=available_memory(options.num_sharing * weights, backend), draft_config=drafts[0] if drafts else None,
+        memory_fraction=(DEVICE_MEMORY_FRACTION if on_device else HOST_MEMORY_FRACTION) / options.num_sharing,
     )  # fmt: skip
     return Placement(backend, kv_type, capacity, notes)
 

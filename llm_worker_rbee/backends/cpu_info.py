@@ -161,6 +161,12 @@ def explain_thread_count(requested: int | None = None) -> ThreadLimit:
     return min(bounds, key=lambda bound: bound.threads)
 
 
+def share_cores(num_sharing: int) -> None:
+    """Let the number of threads in this process be its share of the cores, unless the environment sets it."""
+    if num_sharing > 1 and not os.environ.get(THREADS_VARIABLE):
+        os.environ[THREADS_VARIABLE] = str(max(1, choose_thread_count() // num_sharing))
+
+
 def _validate_thread_count(requested: int, name: str, bounds: list[ThreadLimit]) -> ThreadLimit:
     if isinstance(requested, bool) or not isinstance(requested, int):
         raise InvalidRequestError(f"{name} is {requested!r}: it must be a whole number", "threads")

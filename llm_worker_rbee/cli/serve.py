@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ from ..text_model import TextModel, open_tokenizer
 from ..token_engine.in_process import InProcessEngine
 from ..token_engine.launch import replace_with_dummy, warm_up
 from ..token_engine.protocol import Load, ModelInfo
+from ..token_engine.replicas import ReplicaSet
 from ..token_engine.supervisor import SupervisedEngine
 from ..tokenizer import Tokenizer
 from ..weights import open_checkpoint
@@ -55,6 +56,7 @@ from .terminal import OutputThread, Status, discard_output, note, read_template,
 ENGINES = ("model", "null")
 SWITCH = ("on", "off")
 MAX_PEM_BYTES = 1 << 20
+MAX_REPLICAS = 64
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@+-]{0,127}")
 ORIGIN = re.compile(r"https?://[A-Za-z0-9.\[\]:-]+|\*")
 DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(ServerSettings)}
@@ -158,11 +160,22 @@ class ProcessOptions:
     )
     engine_restarts: int = _process(5, "N", "Restart the engine at most N times a minute.", min=0)
     restart_on_stall: bool = _process(False, None, "Also restart an engine that makes no progress (--stall-timeout).")
+    replicas: int | None = _process(
+        None, "N", "Engines behind this port. On a CPU they share the cores.", min=1, max=MAX_REPLICAS,
+        show_default="1, or one for each of --device cuda:0,cuda:1",
+    )  # fmt: skip
 
-    def check(self) -> None:
-        """Raise on a value that is not one of the choices."""
+    def devices(self, device: str) -> list[str]:
+        """Validate the options and return the device of each engine; `device` may list several."""
         if self.engine_process not in SWITCH:
             raise typer.BadParameter(f"--engine-process {self.engine_process!r}: use {' or '.join(SWITCH)}")
+        listed = [name.strip() for name in device.split(",")]
+        count = len(listed) if self.replicas is None else self.replicas
+        if count % len(listed):
+            raise typer.BadParameter(f"--replicas {count} cannot be spread evenly over {len(listed)} devices")
+        if count > 1 and self.engine_process == "off":
+            raise typer.BadParameter("several engines need --engine-process on")
+        return [listed[i % len(listed)] for i in range(count)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,18 +209,21 @@ def serve(
     """Serve a model over HTTP: the OpenAI API, and jobs for an orchestrator.
 
     The key is that of --api-key-file, LLM_WORKER_API_KEY or LLORCH_API_TOKEN. The log goes to standard error, as JSON
-    with LLORCH_LOG_FORMAT=json. Ctrl-C or SIGTERM lets running requests finish.
+    with LLORCH_LOG_FORMAT=json. Ctrl-C or SIGTERM lets running requests finish. SIGUSR2 restarts the engines one after
+    another; no request is lost.
 
     \b
     Examples:
       llm-worker-rbee serve
       llm-worker-rbee serve -m model.gguf --port 0 --served-model-name mine
       llm-worker-rbee serve --host 0.0.0.0 --api-key-file key.txt
+      llm-worker-rbee serve -m model.gguf --device cuda:0,cuda:1
     """
     sharing.arguments()
-    process.check()
+    devices = process.devices(computing.device)
     is_null = measuring.is_null_engine()
     tls = wire.tls()
+    computing = replace(computing, device=devices[0])
     computing.set_up()
     key = find_key(wire.api_key_file, os.environ)
     require_key(key, wire.host)
@@ -227,7 +243,9 @@ def serve(
         if process.engine_process == "off":
             worker = _one_process(settings, model, computing, sharing, dummy_step_s)
         else:
-            worker = _two_processes(settings, model, computing, sharing, process, dummy_step_s, shown, output)
+            arguments = load_arguments(model, computing, sharing)
+            loads = [_load_message(arguments, name, devices.count(name), dummy_step_s) for name in devices]
+            worker = _with_children(settings, model, process, loads, shown, output)
         ready = partial(output.call, partial(_print_ready, worker, url, key, shown))
         run_server(worker, sock, settings.advertise_url or url, ready, signals, **tls)
 
@@ -263,11 +281,18 @@ def _one_process(
     return Worker(settings, InProcessEngine(load), lambda info: _check_template(loaded[0], model.chat_template))
 
 
-def _two_processes(
-    settings: ServerSettings, model: ModelOptions, computing: LoadOptions, sharing: EngineOptions,
-    process: ProcessOptions, dummy_step_s: float | None, shown: ExitStack, output: OutputThread,
+def _load_message(arguments: dict[str, Any], device: str, num_sharing: int, dummy_step_s: float | None) -> Load:
+    """Return what an engine in another process loads; `arguments` are those of `LLM`."""
+    named = {**arguments, "device": device, "num_sharing": num_sharing}
+    plain = {name: str(value) if isinstance(value, Path) else value for name, value in named.items()}
+    return Load(options=split_settings(plain), dummy_step_s=dummy_step_s)
+
+
+def _with_children(
+    settings: ServerSettings, model: ModelOptions, process: ProcessOptions, loads: list[Load], shown: ExitStack,
+    output: OutputThread,
 ) -> Worker:  # fmt: skip
-    """Return a worker whose engine runs in a child process; its progress is shown until `shown` is closed."""
+    """Return a worker whose engines run in child processes; progress is shown until `shown` is closed."""
     status = Status()
     output.call(partial(status.show, f"loading {model.model or 'the built-in model'} ..."))
     shown.callback(status.clear)
@@ -295,13 +320,11 @@ def _two_processes(
         name, sizes = Path(info.path).name, (info.vocab_size, info.max_context)
         return _check_template(TextModel(tokenizer, name, *sizes, defaults, template), model.chat_template)
 
-    arguments = {name: str(value) if isinstance(value, Path) else value
-                 for name, value in load_arguments(model, computing, sharing).items()}  # fmt: skip
-    engine = SupervisedEngine(
-        Load(options=split_settings(arguments), dummy_step_s=dummy_step_s),
-        max_restarts=process.engine_restarts, progress=progress, on_located=on_located,
-        stall_timeout_s=settings.stall_timeout_s if process.restart_on_stall else None,
-    )  # fmt: skip
+    options: dict[str, Any] = {
+        "max_restarts": process.engine_restarts, "restart_on_stall": process.restart_on_stall,
+        "stall_timeout_s": settings.stall_timeout_s, "progress": progress, "on_located": on_located,
+    }  # fmt: skip
+    engine = SupervisedEngine(loads[0], **options) if len(loads) == 1 else ReplicaSet(loads, **options)
     return Worker(settings, engine, open_model)
 
 

@@ -104,14 +104,14 @@ class Admission:
             raise QueueFullError(message, self._retry_after(load, excess_requests, excess_tokens))
 
     def _capacity(self, engine: TokenEngine) -> int:
-        return engine.info.engine.max_batch + self._settings.max_queue
+        return engine.info.max_batch + self._settings.max_queue
 
     def _retry_after(self, load: Load, excess_requests: int, excess_tokens: int) -> int:
         """Estimate when so many requests have ended; for tokens, when prefill is done, which needs a free slot."""
         seconds = 0.0
         if excess_tokens > 0:
             seconds = excess_tokens * self._engine.stats().seconds_per_prefill_token
-            excess_requests = max(excess_requests, int(load.running >= self._engine.info.engine.max_batch))
+            excess_requests = max(excess_requests, int(load.running >= self._engine.info.max_batch))
         if excess_requests > 0:
             seconds += self._seconds_until_finished(excess_requests)
         return max(1, min(MAX_RETRY_S, math.ceil(seconds)))

@@ -90,7 +90,7 @@ class Routes:
 
     async def health(self, _: Request) -> Response:
         health = self.worker.health()
-        return json_response(health, 200 if health["status"] == "healthy" else 503)
+        return json_response(health, 200 if health["status"] in ("healthy", "degraded") else 503)
 
     async def ready(self, _: Request) -> Response:
         state = {"loading": "loading", "failed": "error", "stopping": "error"}.get(self.worker.state)
@@ -329,6 +329,11 @@ def describe_worker(worker: Worker) -> dict[str, Any]:
             "weights_bytes": info.weights_bytes, "kv_cache_bytes": info.kv_cache_bytes,
             "process_bytes": stats.process_bytes, "device_bytes": stats.device_bytes, "graph_bytes": stats.graph_bytes,
         },
+        "replicas": [
+            {"device": one.info.device, "status": one.status(), "restarts": one.num_restarts,
+             "requests": one.num_requests, "kv_cache_usage": round(one.stats().kv_cache_usage, 6)}
+            for one in worker.engine.replicas
+        ],
         "sampling_defaults": worker.model.sampling_defaults.report(),
         "worker_id": worker.settings.worker_id, "versions": _versions(info.backend),
     }  # fmt: skip

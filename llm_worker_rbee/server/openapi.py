@@ -81,7 +81,7 @@ def _if(**properties: Schema) -> Schema:
 # method, path, summary, schema of the request, of the reply, of the events of a stream
 ROUTES: tuple[tuple[str, str, str, str | None, str, str | None], ...] = (
     ("get", "/", "A chat page", None, "text/html", None),
-    ("get", "/health", "Forward progress; 503 unless healthy", None, "Health", None),
+    ("get", "/health", "Forward progress; 503 unless healthy or degraded", None, "Health", None),
     ("get", "/v1/ready", "Whether requests are accepted", None, "Ready", None),
     ("get", "/info", "Model, device, memory, sampling defaults, versions", None, "Info", None),
     ("get", "/metrics", "Prometheus metrics", None, "text/plain", None),
@@ -216,14 +216,16 @@ def _completion(choice: Schema, **more: Schema) -> Schema:
 REPLIES: dict[str, Schema] = {
     "Any": {"type": "object"},
     "Health": _object(
-        status={"enum": ["loading", "healthy", "stalled", "stopping", "failed"]}, model=TEXT, uptime_s=NUMBER,
-        last_step_age_s=NUMBER, running=COUNT, waiting=COUNT),
+        status={"enum": ["loading", "healthy", "degraded", "stalled", "stopping", "failed"]}, model=TEXT,
+        uptime_s=NUMBER, last_step_age_s=NUMBER, running=COUNT, waiting=COUNT),
     "Ready": _object(ready=FLAG, state={"enum": ["loading", "idle", "busy", "error"]}),
     "Info": _object(
         model=TEXT, architecture=TEXT, quant=TEXT, parameters=COUNT, context_length=COUNT, backend=TEXT, device=TEXT,
         kv_type=TEXT, memory=_object(
             weights_bytes=COUNT, kv_cache_bytes=COUNT, process_bytes=_or_null(COUNT), device_bytes=COUNT,
             graph_bytes=COUNT),
+        replicas=array_schema(
+            _object(device=TEXT, status=TEXT, restarts=COUNT, requests=COUNT, kv_cache_usage=NUMBER)),
         sampling_defaults=_object(**dict.fromkeys(NEUTRAL_SAMPLING, _object(value=NUMBER, source=TEXT))),
         worker_id=TEXT, versions=_object(worker=TEXT, python=TEXT)),
     "LoadingEvent": _object(stage=TEXT),

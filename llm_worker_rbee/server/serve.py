@@ -87,13 +87,19 @@ def serve(
 
 
 class Signals:
-    """Handlers of SIGINT and SIGTERM from now to the end of the process; Python's own never run in between."""
+    """Handlers of SIGINT, SIGTERM and SIGUSR2 from now to the end of the process; Python's own never run in between."""
 
     def __init__(self) -> None:
         self.has_come = False
         self._drain: Callable[[], object] | None = None
+        self._restart: Callable[[], object] = lambda: None
         for number in SIGNALS:
             signal.signal(number, self._on_signal)
+        signal.signal(signal.SIGUSR2, lambda *_: self._restart())
+
+    def on_restart(self, restart: Callable[[], object]) -> None:
+        """Call `restart` at each SIGUSR2; one that comes before is ignored."""
+        self._restart = restart
 
     def on_first_signal(self, drain: Callable[[], object]) -> None:
         """Call `drain` at the first signal; at once, if it has come already."""
@@ -275,6 +281,7 @@ class Server(uvicorn.Server):
         self._worker, self._url, self._on_ready, self._signals = worker, url, on_ready, signals
         self._announcement: asyncio.Task[None] | None = None
         self._draining: asyncio.Task[None] | None = None
+        self._restarting: asyncio.Task[None] | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -303,7 +310,11 @@ class Server(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         loop = asyncio.get_running_loop()
         self._signals.on_first_signal(lambda: loop.call_soon_threadsafe(self._start_drain))
+        self._signals.on_restart(lambda: loop.call_soon_threadsafe(self._start_restart))
         yield
+
+    def _start_restart(self) -> None:
+        self._restarting = asyncio.ensure_future(self._worker.restart_engines())
 
     def _start_drain(self) -> None:
         logger.info("stopping: running requests have %g s", self._worker.settings.shutdown_timeout_s)

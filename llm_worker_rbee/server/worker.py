@@ -8,6 +8,7 @@ loop. Which requests may enter is decided in `admission`; what replies look like
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -26,6 +27,7 @@ from .offload import OffloadPool, PromptEncoder
 
 State = Literal["loading", "ready", "stopping", "failed"]
 LOADING_RETRY_S = 2
+logger = logging.getLogger("llm_worker_rbee.server")
 
 
 class Worker(GenerationListener):
@@ -42,6 +44,7 @@ class Worker(GenerationListener):
         self.loading_events: list[dict[str, Any]] = []  # of /v1/loading/progress
         self.loading_changed = asyncio.Event()  # replaced with each event
         self.failure: WorkerError | None = None
+        self._is_restarting = False
         self._open: set[Generation] = set()  # not read to their end
         self._unstarted: set[Generation] = set()  # of these, without a token
         self.admission, self.offload = Admission(settings), OffloadPool()
@@ -83,6 +86,20 @@ class Worker(GenerationListener):
             self._publish_stage(Stage(phase, 0, None, 0.0))
             self._publish_stage(Stage(phase, 1, 1, seconds))
         return model
+
+    async def restart_engines(self) -> None:
+        """Replace the engines' processes, one after another."""
+        if self.state != "ready" or self._is_restarting:
+            reason = "a restart is under way" if self._is_restarting else f"the worker is {self.state}"
+            logger.warning("the engines are not restarted: %s", reason)
+            return
+        self._is_restarting = True
+        try:
+            await self.engine.restart()
+        except WorkerError as error:
+            logger.warning("the engines are not restarted: %s", error)
+        finally:
+            self._is_restarting = False
 
     async def stop(self) -> None:
         """Take no new requests, let running ones finish within the shutdown timeout, end the others with an error."""

@@ -86,7 +86,7 @@ class EngineLoop:
     def fail_all(self, error: WorkerError) -> StepResult:
         """Finish every request with an error, and start the engine anew."""
         changes = self.engine.scheduler.pool.changes
-        removed = [] if changes is None else self.engine.scheduler.pool.cached_hashes
+        removed = [] if changes is None else [*changes, *self.engine.scheduler.pool.cached_hashes]
         self.engine.reset()
         self._observe_scheduler()
         failed = [TokenOutput(request_id, [], "error", error=copy_error(error)) for request_id in self._requests]

@@ -58,6 +58,9 @@ class InProcessEngine(TokenEngine):
     async def __aexit__(self, *_: Any) -> None:
         await self.stop(RequestCancelledError("the engine was stopped"))
 
+    async def restart(self) -> None:
+        raise InferenceError("an engine in the worker's own process cannot be restarted")
+
     async def stop(self, error: WorkerError) -> None:
         self._is_stopping = True
         self._wake.set()
@@ -74,6 +77,10 @@ class InProcessEngine(TokenEngine):
         self._streams[request.id] = stream
         self._send(request.submitted)
         return stream
+
+    @property
+    def num_requests(self) -> int:
+        return len(self._streams)
 
     def stats(self) -> EngineStats:
         return self._loop.stats()

@@ -9,7 +9,7 @@ process and as MessagePack between processes (wire.py). What an engine computes 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -151,7 +151,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 
 
 class ModelInfo(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """What an engine serves. `engine.max_context` and `engine.max_batch` bound what may be submitted."""
+    """What an engine serves, or several replicas. `engine` is the configuration of each."""
 
     path: str
     architecture: str
@@ -166,10 +166,16 @@ class ModelInfo(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     engine: EngineConfig
     phases: dict[str, float]  # of loading, in seconds
     notes: list[str] = []  # on the choice of device and of the context, for people
+    num_replicas: int = 1
 
     @property
     def max_context(self) -> int:
         return self.engine.max_context
+
+    @property
+    def max_batch(self) -> int:
+        """Requests that are computed at the same time."""
+        return self.num_replicas * self.engine.max_batch
 
 
 class RequestState:
@@ -255,18 +261,33 @@ class TokenEngine(ABC):
     def submit(self, request: RequestState) -> RequestStream:
         """Queue a request."""
 
+    @property
+    @abstractmethod
+    def num_requests(self) -> int:
+        """Requests that were submitted and are not finished."""
+
     @abstractmethod
     def stats(self) -> EngineStats:
         """Return counters and gauges; they may be a step old."""
 
     @abstractmethod
     def status(self) -> str:
-        """Return "healthy", "stalled" or "failed"; "loading" while it is restarted."""
+        """Return "healthy", "stalled" or "failed"; "loading" while it is restarted; "degraded" where some of several
+        engines serve."""
 
     @property
     @abstractmethod
     def last_step_age_s(self) -> float:
         """Seconds since a step ended, 0 without work."""
+
+    @property
+    def replicas(self) -> Sequence[TokenEngine]:
+        """The engines that it consists of."""
+        return [self]
+
+    @abstractmethod
+    async def restart(self) -> None:
+        """Replace each process that computes by a new one, one at a time; no request is lost."""
 
     @abstractmethod
     async def stop(self, error: WorkerError) -> None:

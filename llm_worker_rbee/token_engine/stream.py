@@ -20,7 +20,7 @@ class QueuedStream(RequestStream):
         max_buffered_outputs: int = MAX_BUFFERED_OUTPUTS,
     ) -> None:  # fmt: skip
         self.request = request
-        self._on_abort = on_abort
+        self.on_abort = on_abort
         self._max_buffered_outputs = max_buffered_outputs
         self._outputs: deque[TokenOutput] = deque()
         self._changed = asyncio.Event()
@@ -57,7 +57,7 @@ class QueuedStream(RequestStream):
         """End the request with an error, and drop it from its engine."""
         if not self.request.is_finished:
             self.put(TokenOutput(self.request.id, [], "error", error=error))
-            self._on_abort(self.request)
+            self.on_abort(self.request)
 
 
 def take_result(result: StepResult, streams: dict[int, QueuedStream]) -> None:

@@ -1,4 +1,4 @@
-"""An engine in a child process that is restarted when it dies; its requests go on where they were.
+"""An engine in a child process that is restarted when it dies; its requests go on, there or in another engine.
 
 Every open request is submitted again with the tokens that were delivered, as after a preemption: draws are keyed by
 position, so the output is the one that would have come. Which request is to blame is decided by experiment only. The
@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextvars import Context, copy_context
 from dataclasses import dataclass, field, replace
 from itertools import count
@@ -38,6 +39,7 @@ from .protocol import (
     StepResult,
     TokenEngine,
 )
+from .routing import Candidate, PrefixIndex
 from .stream import QueuedStream, take_result
 from .wire import FromEngine, ProtocolError
 
@@ -45,6 +47,7 @@ RESTART_PERIOD_S = 60.0
 FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.05, 5.0
 DEATHS_TO_ISOLATE, DEATHS_TO_REFUSE = 2, 2  # with other requests; alone
 STALL_FACTOR = 10  # of the slowest step seen
+RESTART_POLL_S = 0.02
 DEADLINE_GRACE_S = 0.05  # for the engine to end a request at its deadline itself
 COUNTERS = ("num_steps", "num_preemptions", "num_drafted_tokens", "num_accepted_tokens")  # of all processes so far
 logger = logging.getLogger("llm_worker_rbee.server")
@@ -56,6 +59,8 @@ class Replay:
 
     stream: QueuedStream
     deadline: float | None  # on the monotonic clock
+    hashes: Sequence[bytes] = ()  # of the prompt's full blocks, where requests are routed by them
+    num_matched_tokens: int = 0  # of the prompt, in the engine's prefix cache when it was routed there
     submission: int = 0  # the id under which an engine knows it: a new one each time, so that nothing stale counts
     num_deaths: int = 0
     num_deaths_alone: int = 0
@@ -70,24 +75,34 @@ class Replay:
     def is_isolated(self) -> bool:
         return self.num_deaths >= DEATHS_TO_ISOLATE
 
+    @property
+    def load(self) -> int:
+        """Tokens that the engine computes for it: of the prompt those that were not cached, and its output."""
+        return self.request.num_prompt_tokens - self.num_matched_tokens + len(self.request.tokens)
+
 
 class SupervisedEngine(TokenEngine):
     """A `TokenEngine` in a child process."""
 
     def __init__(
-        self, load: Load, *, max_restarts: int = 5, stall_timeout_s: float | None = None,
+        self, load: Load, *, max_restarts: int = 5, stall_timeout_s: float = math.inf, restart_on_stall: bool = False,
         progress: TransferProgress = lambda what, done, total: None,
         on_located: Callable[[str], None] = lambda path: None,
+        move: Callable[[Replay], bool] = lambda replay: False,
     ) -> None:  # fmt: skip
-        """Start the process at once. `max_restarts` are those of a minute; with `stall_timeout_s` a process that has
-        work and sends nothing for so long, and for ten times its slowest step, is killed."""
+        """Start the process at once. `max_restarts` are those of a minute. A process that has work and sends nothing
+        for `stall_timeout_s` is stalled; with `restart_on_stall`, after ten times its slowest step, it is killed.
+        `move` may give a request of a dead process to another engine, by its `adopt`."""
         self._load = load
-        self._max_restarts, self._stall_timeout_s = max_restarts, stall_timeout_s
+        self._move = move
+        self._index = PrefixIndex()
+        self._max_restarts = max_restarts
+        self._stall_timeout_s, self._restart_on_stall = stall_timeout_s, restart_on_stall
         self._progress, self._on_located = progress, on_located
         self._child = ChildProcess.start(load)
         self._on_stage: OnStage = lambda stage: None
         self._loaded: asyncio.Future[ModelInfo]
-        self._state = "loading"
+        self._state, self._has_loaded = "loading", False
         self._replays: dict[int, Replay] = {}  # all open requests, by their ids
         self._streams: dict[int, QueuedStream] = {}  # those that the engine has, by their submissions
         self._submissions = count(1)
@@ -106,7 +121,7 @@ class SupervisedEngine(TokenEngine):
         planned = {"model": self.info.path, "device": self.info.device, "kv_memory": self.info.kv_cache_bytes,
                    "max_context": self.info.max_context}  # fmt: skip
         self._load = msgspec.structs.replace(self._load, options=self._load.options | planned)  # of a restart
-        if self._stall_timeout_s is not None:
+        if self._restart_on_stall:
             self._tasks.append(asyncio.ensure_future(self._watch_stalls(self._stall_timeout_s)))
         return self.info
 
@@ -116,19 +131,60 @@ class SupervisedEngine(TokenEngine):
         await self._child.attach(self._take, self._on_end)
         return await self._loaded
 
-    def submit(self, request: RequestState) -> QueuedStream:
+    def submit(self, request: RequestState, hashes: Sequence[bytes] = ()) -> QueuedStream:
         if self._state in ("failed", "stopped"):
             raise InferenceError("the engine has failed" if self._state == "failed" else "the engine was stopped")
         timeout_s = request.submitted.timeout_s
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        replay = Replay(QueuedStream(request, self._abort), deadline, hashes)
+        if timeout_s is not None:  # the engine's own clock is not there during a restart
+            asyncio.get_running_loop().call_later(timeout_s + DEADLINE_GRACE_S, _expire, replay)
+        self.adopt(replay)
+        return replay.stream
+
+    def adopt(self, replay: Replay) -> None:
+        """Take a request, be it new or of another engine; it waits while this one is restarted."""
         if not self._replays:
             self._last_message_at = time.monotonic()
-        replay = self._replays[request.id] = Replay(QueuedStream(request, self._abort), deadline)
-        if timeout_s is not None:  # the engine's own clock is not there during a restart
-            asyncio.get_running_loop().call_later(timeout_s + DEADLINE_GRACE_S, self._expire, replay)
-        if self._state == "ready" and not self._isolated:
+        replay.num_matched_tokens = self._match(replay.hashes)
+        self._index.add_pending(replay.hashes)
+        replay.stream.on_abort = self._abort
+        self._replays[replay.request.id] = replay
+        if self.accepts_requests:
             self._send(replay)
-        return replay.stream
+
+    @property
+    def accepts_requests(self) -> bool:
+        """Whether a request is submitted at once: not while a suspect runs alone."""
+        return self._state == "ready" and not self._isolated
+
+    @property
+    def is_serving(self) -> bool:
+        return self.accepts_requests and self.status() == "healthy"
+
+    def candidate(self, hashes: Sequence[bytes]) -> Candidate:
+        """Return what routing has to know for a request with these hashes."""
+        load = sum(replay.load for replay in self._replays.values())
+        return Candidate(self._match(hashes), load, len(self._index))
+
+    def _match(self, hashes: Sequence[bytes]) -> int:
+        return self._index.match(hashes) * self.info.engine.block_size if hashes else 0
+
+    @property
+    def num_requests(self) -> int:
+        return len(self._replays)
+
+    async def restart(self) -> None:
+        if self._state != "ready":
+            return
+        self._state, self._stats_before = "loading", self.stats()
+        self._clear()
+        self._move_requests()
+        logger.info("the engine is restarted with %s", counted(len(self._replays), "open request"))
+        await self._child.stop()
+        self._tasks.append(asyncio.ensure_future(self._restart(0.0)))
+        while self._state == "loading":  # also if it dies while it loads
+            await asyncio.sleep(RESTART_POLL_S)
 
     def stats(self) -> EngineStats:
         before = {name: getattr(self._stats_before, name) + getattr(self._stats, name) for name in COUNTERS}
@@ -137,7 +193,9 @@ class SupervisedEngine(TokenEngine):
         )
 
     def status(self) -> str:
-        return {"ready": "healthy", "stopped": "failed"}.get(self._state, self._state)
+        if self._state == "ready":
+            return "healthy" if self.last_step_age_s <= self._stall_timeout_s else "stalled"
+        return "failed" if self._state == "stopped" else self._state
 
     @property
     def last_step_age_s(self) -> float:
@@ -153,10 +211,17 @@ class SupervisedEngine(TokenEngine):
             self._loaded.cancel()
 
     def _abort(self, request: RequestState) -> None:
-        replay = self._replays.pop(request.id, None)
+        replay = self._remove(request)
         if replay is not None:
             self._withdraw(replay)
             self._release(replay)
+
+    def _remove(self, request: RequestState) -> Replay | None:
+        """Remove a request that is finished or goes to another engine, and return it if it was here."""
+        replay = self._replays.pop(request.id, None)
+        if replay is not None:
+            self._index.remove_pending(replay.hashes)
+        return replay
 
     def _take(self, message: FromEngine) -> None:
         """Take in a message of the child."""
@@ -166,21 +231,21 @@ class SupervisedEngine(TokenEngine):
             case StepResult():
                 self._take_result(message)
             case StageReport(stage=stage, is_transfer=is_transfer):
-                if self.num_restarts == 0 and is_transfer:
+                if not self._has_loaded and is_transfer:
                     self._progress(stage.stage, stage.done, stage.total)
-                elif self.num_restarts == 0:
+                elif not self._has_loaded:
                     self._on_stage(stage)
             case Located(path=path):
-                if self.num_restarts == 0:
+                if not self._has_loaded:
                     self._on_located(path)
             case LogLine():
                 self._log(message)
             case Failed(error=error):
-                if self.num_restarts:
+                if self._has_loaded:
                     logger.error("the engine could not load the model again: %s", error)
                 self._loaded.set_exception(error)
             case ModelInfo():
-                self._state = "ready"
+                self._state, self._has_loaded = "ready", True
                 self._loaded.set_result(message)
 
     def _log(self, line: LogLine) -> None:
@@ -197,12 +262,13 @@ class SupervisedEngine(TokenEngine):
         self._last_message_at = now
         if result.stats is not None:
             self._stats = result.stats
+        self._index.update(result.stored, result.removed)
         for event in result.events:
             self._count_admission(event)
         ended = [self._streams.get(output.id) for output in result.outputs if output.finish_reason is not None]
         take_result(result, self._streams)
         for stream in ended:
-            if stream is not None and (replay := self._replays.pop(stream.request.id, None)) is not None:
+            if stream is not None and (replay := self._remove(stream.request)) is not None:
                 self._release(replay)
         if self._isolated and len((first := self._isolated[0]).request.tokens) > first.num_tokens_at_death:
             first.num_deaths = first.num_deaths_alone = 0  # as in `_record_death`
@@ -221,12 +287,12 @@ class SupervisedEngine(TokenEngine):
             return
         if not self._loaded.done():
             self._loaded.set_exception(InferenceError(f"the engine {how} while it loaded the model"))
-        if self.num_restarts == 0 and self._state == "loading":
+        if not self._has_loaded:
             self._state = "failed"  # the first load is not repeated
             return
         was_loading, self._state, self._stats_before = self._state == "loading", "loading", self.stats()
-        self._stats = EngineStats(num_free_blocks=self._stats.num_blocks, num_blocks=self._stats.num_blocks)
         self._record_death(how)
+        self._move_requests()
         now = time.monotonic()
         self._deaths.append(now)
         while now - self._deaths[0] > RESTART_PERIOD_S:
@@ -249,10 +315,7 @@ class SupervisedEngine(TokenEngine):
         """Note who ran; refuse a request that has ended engines while alone."""
         known = [replay for replay in self._replays.values() if replay.submission in self._streams]
         suspects = [replay for replay in known if replay.request.is_running] or known
-        self._streams.clear()
-        for replay in self._replays.values():
-            replay.request.is_running, replay.request.num_computed_tokens = False, 0
-            replay.request.num_restarts += 1
+        self._clear()
         for replay in suspects:
             if len(replay.request.tokens) > replay.num_tokens_at_death:
                 replay.num_deaths = replay.num_deaths_alone = 0  # it got past the point of its last death
@@ -264,8 +327,25 @@ class SupervisedEngine(TokenEngine):
                 replay.stream.finish_with(InferenceError(message))
         self._isolated = deque(replay for replay in self._replays.values() if replay.is_isolated)
 
+    def _clear(self) -> None:
+        """Forget the state of a process that is gone; the requests are kept."""
+        self._stats = EngineStats(num_free_blocks=self._stats.num_blocks, num_blocks=self._stats.num_blocks)
+        self._index.clear()
+        self._streams.clear()
+        for replay in self._replays.values():
+            replay.request.is_running, replay.request.num_computed_tokens = False, 0
+            replay.request.num_restarts += 1
+
+    def _move_requests(self) -> None:
+        """Give the requests to other engines, if there are any; those that must run alone stay."""
+        for replay in list(self._replays.values()):
+            if not replay.is_isolated and self._move(replay):
+                self._remove(replay.request)
+
     async def _restart(self, pause: float) -> None:
         await asyncio.sleep(pause)
+        if self._state == "stopped":
+            return
         try:
             self._child = ChildProcess.start(self._load)
         except OSError as error:  # no memory or no descriptor is left: another try may succeed
@@ -301,11 +381,6 @@ class SupervisedEngine(TokenEngine):
                 self._withdraw(replay)
             self._send_all()
 
-    def _expire(self, replay: Replay) -> None:
-        """End a request whose deadline has passed, if the engine has not."""
-        tokens = counted(len(replay.request.tokens), "output token")
-        replay.stream.finish_with(DeadlineError(f"the request timed out after {tokens}"))
-
     def _withdraw(self, replay: Replay) -> None:
         """Take a request out of the engine, if it is there."""
         if self._streams.pop(replay.submission, None) is not None:
@@ -318,7 +393,7 @@ class SupervisedEngine(TokenEngine):
         if replay.deadline is not None:
             timeout_s = replay.deadline - time.monotonic()
             if timeout_s <= 0:
-                self._expire(replay)
+                _expire(replay)
                 return
         params = submitted.params
         if request.prompt_logprobs is not None:  # delivered already
@@ -343,3 +418,9 @@ class SupervisedEngine(TokenEngine):
                 logger.error("the engine sent nothing for %.1f s: it is killed", self.last_step_age_s)
                 self._child.kill()
                 self._last_message_at = time.monotonic()
+
+
+def _expire(replay: Replay) -> None:
+    """End a request whose deadline has passed, if the engine has not."""
+    tokens = counted(len(replay.request.tokens), "output token")
+    replay.stream.finish_with(DeadlineError(f"the request timed out after {tokens}"))

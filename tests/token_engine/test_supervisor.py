@@ -295,7 +295,7 @@ def test_stalled_engine_is_restarted(load: Load) -> None:
         await restarted(engine, 1)
         assert summary(await outputs_of(stream)) == expected
 
-    run(main, load, stall_timeout_s=0.3)
+    run(main, load, stall_timeout_s=0.3, restart_on_stall=True)
 
 
 def test_first_load_that_fails_is_raised_and_not_repeated(load: Load, tmp_path: Path) -> None:

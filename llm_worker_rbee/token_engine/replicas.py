@@ -1,0 +1,151 @@
+"""Several engines of one model as one: requests are routed by cached prefixes and load (`routing`).
+
+Each engine is supervised by itself. While one is restarted the others serve, its requests included. The first engine
+loads alone, since it may download and compile; the others then load what it found, all at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+
+from ..engine.block_pool import extend_hashes
+from ..engine.request import copy_error
+from ..errors import InferenceError, WorkerError
+from ..progress import OnStage, Stage, TransferProgress
+from .protocol import EngineStats, Load, ModelInfo, RequestState, TokenEngine
+from .routing import choose
+from .stream import QueuedStream
+from .supervisor import Replay, SupervisedEngine
+
+SUMMED_STATS = (
+    "num_free_blocks", "num_blocks", "num_steps", "num_preemptions", "num_queried_tokens", "num_hit_tokens",
+    "num_drafted_tokens", "num_accepted_tokens", "device_bytes", "graph_bytes",
+)  # fmt: skip
+
+
+class ReplicaSet(TokenEngine):
+    """A `TokenEngine` of several processes."""
+
+    def __init__(
+        self, loads: Sequence[Load], *, progress: TransferProgress = lambda what, done, total: None,
+        on_located: Callable[[str], None] = lambda path: None, **options: Any,
+    ) -> None:  # fmt: skip
+        """Start the process of the first engine at once; the options are those of each `SupervisedEngine`."""
+        self._loads = [msgspec.structs.replace(load, records_blocks=True) for load in loads]
+        self._options = options | {"move": self._move}
+        self._engines = [SupervisedEngine(self._loads[0], progress=progress, on_located=on_located, **self._options)]
+
+    async def start(self, on_stage: OnStage) -> ModelInfo:
+        first = await self._engines[0].start(on_stage)
+        start = time.perf_counter()
+
+        def report() -> None:
+            num_loaded = sum(engine.status() == "healthy" for engine in self._engines)
+            on_stage(Stage("replicas", num_loaded, len(self._loads), time.perf_counter() - start))
+
+        async def load(engine: SupervisedEngine) -> None:
+            await engine.start(lambda stage: None)
+            report()
+
+        report()
+        others = [_like_first(load, self._loads[0], first) for load in self._loads[1:]]
+        self._engines += [SupervisedEngine(load, **self._options) for load in others]
+        await asyncio.gather(*map(load, self._engines[1:]))
+        first.phases["replicas"] = time.perf_counter() - start
+        self.info = _describe([engine.info for engine in self._engines])
+        return self.info
+
+    def submit(self, request: RequestState) -> QueuedStream:
+        hashes: list[bytes] = []
+        if self.info.engine.prefix_cache:  # the last token is always computed
+            size = self.info.engine.block_size
+            extend_hashes(hashes, request.prompt, (request.num_prompt_tokens - 1) // size, size)
+        return self._route(hashes).submit(request, hashes)
+
+    def _route(self, hashes: Sequence[bytes]) -> SupervisedEngine:
+        """Return the engine for a request: of those that serve, or else of those that may serve later."""
+        usable = [engine for engine in self._engines if engine.status() != "failed"]
+        if not usable:
+            raise InferenceError("all engines have failed")
+        usable = [engine for engine in usable if engine.is_serving] or usable
+        return usable[choose([engine.candidate(hashes) for engine in usable])]
+
+    def _move(self, replay: Replay) -> bool:
+        """Give a request of an engine that is not serving to one that is; return whether there is one."""
+        if not any(engine.is_serving for engine in self._engines):
+            return False
+        self._route(replay.hashes).adopt(replay)
+        return True
+
+    @property
+    def num_requests(self) -> int:
+        return sum(engine.num_requests for engine in self._engines)
+
+    def stats(self) -> EngineStats:
+        stats = [engine.stats() for engine in self._engines]
+        seconds = [one.seconds_per_prefill_token for one in stats if one.seconds_per_prefill_token]
+        sizes = [one.process_bytes for one in stats if one.process_bytes is not None]
+        return EngineStats(
+            **{name: sum(getattr(one, name) for one in stats) for name in SUMMED_STATS},
+            seconds_per_prefill_token=1 / sum(1 / one for one in seconds) if seconds else 0.0,
+            process_bytes=sum(sizes) if sizes else None, device_failed=all(one.device_failed for one in stats),
+        )  # fmt: skip
+
+    def status(self) -> str:
+        statuses = {engine.status() for engine in self._engines}
+        if len(statuses) > 1 and "healthy" in statuses:
+            return "degraded"
+        return next(status for status in ("healthy", "loading", "stalled", "failed") if status in statuses)
+
+    @property
+    def last_step_age_s(self) -> float:
+        """The age of the last step of the engine that is furthest behind."""
+        return max(engine.last_step_age_s for engine in self._engines)
+
+    @property
+    def num_restarts(self) -> int:  # type: ignore[override]
+        return sum(engine.num_restarts for engine in self._engines)
+
+    @property
+    def replicas(self) -> Sequence[TokenEngine]:
+        return self._engines
+
+    async def restart(self) -> None:
+        for engine in self._engines:
+            await engine.restart()
+
+    async def stop(self, error: WorkerError) -> None:
+        await asyncio.gather(*(engine.stop(copy_error(error)) for engine in self._engines))
+
+
+def _like_first(load: Load, first: Load, info: ModelInfo) -> Load:
+    """Return what another engine loads: the files and the context that the first one has; on a device of the same kind
+    also a KV cache of its size."""
+    found = {"model": info.path, "max_context": info.max_context}
+    if _kind(load) == _kind(first):
+        found["kv_memory"] = info.kv_cache_bytes
+    return msgspec.structs.replace(load, options=load.options | found)
+
+
+def _kind(load: Load) -> str:
+    return str(load.options["device"]).partition(":")[0]
+
+
+def _describe(infos: Sequence[ModelInfo]) -> ModelInfo:
+    """Return what the engines serve together. `max_context` and `n_blocks` are what any of them has for one request."""
+    first = infos[0]
+    engine = replace(
+        first.engine, max_context=min(info.max_context for info in infos),
+        n_blocks=min(info.engine.n_blocks for info in infos),
+    )  # fmt: skip
+    return msgspec.structs.replace(
+        first, engine=engine, num_replicas=len(infos), device=",".join(dict.fromkeys(info.device for info in infos)),
+        weights_bytes=sum(info.weights_bytes for info in infos),
+        kv_cache_bytes=sum(info.kv_cache_bytes for info in infos),
+    )  # fmt: skip
