@@ -78,6 +78,13 @@ class RayEngine(TokenEngine):
         for stream, _ in list(self._open.values()):
             stream.finish_with(copy_error(error))
 
+    @property
+    def num_requests(self) -> int:
+        return len(self._open)
+
+    async def restart(self) -> None:
+        raise InferenceError("Ray restarts its replicas: deploy the application again, or scale it")
+
     def stats(self) -> EngineStats:
         return add_stats(self._counted, [report.stats for report in self._reports.values()])
 
