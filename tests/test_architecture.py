@@ -17,7 +17,7 @@ PACKAGE = Path(__file__).parent.parent / "llm_worker_rbee"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 # Each folder or top-level module, and what it may import from; a row may name only rows above it.
-BASE = {"config", "errors", "machine"}
+BASE = {"config", "errors", "machine", "pipe_process"}
 DATA = BASE | {"weights", "tokenizer"}
 MODEL = DATA | {"backends", "layers", "cache", "models"}
 ENGINE = MODEL | {"engine", "load", "progress", "text_model", "token_engine"}
@@ -25,6 +25,7 @@ OFFLINE = ENGINE | {"generation", "llm"}
 IMPORTS: dict[str, set[str]] = {
     "errors": set(),
     "machine": set(),
+    "pipe_process": set(),
     "progress": {"errors"},
     "config": {"errors"},
     "weights": BASE,

@@ -29,37 +29,28 @@ from ..errors import (
     InvalidRequestError,
     MethodNotAllowedError,
     NotFoundError,
-    PayloadTooLargeError,
     RequestCancelledError,
     UnsupportedMediaTypeError,
     WorkerError,
 )
+from ..text_model import TextModel
 from . import metrics, openapi
-from .dialects import jobs, openai
+from .bodies import Conversation, JobRequest, PackedIds
+from .dialects import openai
 from .dialects.jobs import Job, Jobs
 from .middleware import RequestMiddleware, error_response
-from .offload import num_bytes
-from .schema import (
-    APPLY_TEMPLATE,
-    CANCEL,
-    CHUNK_ITEMS,
-    DETOKENIZE,
-    TOKENIZE,
-    decode_object,
-    normalize_roles,
-    validate_body,
-)
+from .offload import encode_conversation
+from .schema import CANCEL, CHUNK_ITEMS, decode_object, validate_body
 from .sse import DONE, EventStream, encode_event, wait_for_disconnect
 from .worker import Worker
 
 T = TypeVar("T")
-StartReply = Callable[[Worker, bytes, list[str] | None], Coroutine[Any, Any, openai.Reply]]
+StartReply = Callable[[Worker, bytes], Coroutine[Any, Any, openai.Reply]]
 JSON_TYPE = "application/json"  # required of bodies: a page of another origin cannot send it without a CORS preflight
 CORS_METHODS = ("GET", "POST", "DELETE")
 CORS_HEADERS = ("retry-after", "x-correlation-id", "x-effective-max-tokens", "x-ignored-fields")
 NOT_IN_HEADERS = re.compile(r"[^!-~]")
 BODY_TIMEOUT_S = 60.0
-MAX_TEXT_BYTES = 512 << 10  # of /tokenize and /apply-template: a text of this length takes about 0.5 s of a core
 INLINE_BLOCK = re.compile(r"<(script|style)>(.*?)</\1>", re.DOTALL)
 PACKAGES, CUDA_PACKAGES = ("numpy", "numba"), ("torch", "triton")  # whose versions /info reports
 
@@ -143,19 +134,18 @@ class Routes:
         return json_response(describe_worker(self.worker))
 
     async def _openai(self, start: StartReply, request: Request) -> Response | EventStream:
-        ignored: list[str] | None = [] if self.worker.settings.ignore_unknown_fields else None
-        reply = await _unless_disconnected(request, start(self.worker, await _read_body(request), ignored))
+        reply = await _unless_disconnected(request, start(self.worker, await _read_body(request)))
         headers = {"x-effective-max-tokens": str(reply.max_tokens)}
-        if ignored:
-            headers["x-ignored-fields"] = NOT_IN_HEADERS.sub("?", ",".join(ignored))[:1_000]
+        if reply.ignored:
+            headers["x-ignored-fields"] = NOT_IN_HEADERS.sub("?", ",".join(reply.ignored))[:1_000]
         if reply.streams:
             return self._events(reply.stream(), reply.close, headers)
         return Response(await _unless_disconnected(request, reply.complete()), 200, headers, JSON_TYPE)
 
     async def post_job(self, request: Request) -> Response:
         """Start a job; reply with the URL of its events, or with the whole result."""
-        values, job = await self._start_job(request)
-        if values["stream"]:
+        job_request, job = await self._start_job(request)
+        if job_request.values["stream"]:
             return json_response({"job_id": job.id, "sse_url": f"/v1/jobs/{job.id}/stream"})
         finished = asyncio.ensure_future(_drain(job))
         await _wait_unless_disconnected(request, finished, job.cancel)
@@ -167,13 +157,12 @@ class Routes:
         _, job = await self._start_job(request, is_stream=True)
         return self._events(job.read(), job.cancel)
 
-    async def _start_job(self, request: Request, is_stream: bool = False) -> tuple[dict[str, Any], Job]:
+    async def _start_job(self, request: Request, is_stream: bool = False) -> tuple[JobRequest, Job]:
         body = await _read_body(request)
 
-        async def start() -> tuple[dict[str, Any], Job]:
-            parse = self.worker.offload.parse_body(body, lambda body: jobs.parse_job(body, is_stream=is_stream))
-            values = await parse
-            return values, await self.jobs.start_job(values)
+        async def start() -> tuple[JobRequest, Job]:
+            job_request: JobRequest = await self.worker.parse("job", body, is_stream=is_stream)
+            return job_request, await self.jobs.start_job(job_request)
 
         return await _unless_disconnected(request, start())
 
@@ -193,10 +182,15 @@ class Routes:
         self.jobs.find(values["job_id"]).cancel()
         return json_response(values, 202)
 
-    async def _offload(self, reply: Callable[[Worker, bytes], bytes], request: Request) -> Response:
+    async def _offload(self, parser: str, reply: Callable[[TextModel, Any], bytes], request: Request) -> Response:
+        """Parse a body and make the reply to it in a thread."""
         body = await _read_body(request)
-        work = self.worker.offload.run(len(body), lambda: reply(self.worker, body))
-        return Response(await _unless_disconnected(request, work), 200, media_type=JSON_TYPE)
+
+        async def work() -> bytes:
+            parsed, model = await self.worker.parse(parser, body), self.worker.model
+            return await self.worker.offload.run(len(body), lambda: reply(model, parsed))
+
+        return Response(await _unless_disconnected(request, work()), 200, media_type=JSON_TYPE)
 
     def _events(
         self, source: AsyncGenerator[bytes, None], on_end: Callable[[], None] = lambda: None,
@@ -215,9 +209,9 @@ class Routes:
             ("/v1/jobs", self.post_job, "POST"), ("/v1/inference", self.post_job, "POST"),
             ("/execute", self.execute, "POST"), ("/cancel", self.cancel, "POST"),
             ("/v1/jobs/{job_id}/stream", self.job_stream, "GET"), ("/v1/jobs/{job_id}", self.job, "GET DELETE"),
-            ("/tokenize", partial(self._offload, tokenize), "POST"),
-            ("/detokenize", partial(self._offload, detokenize), "POST"),
-            ("/apply-template", partial(self._offload, apply_template), "POST"),
+            ("/tokenize", partial(self._offload, "tokenize", tokenize), "POST"),
+            ("/detokenize", partial(self._offload, "detokenize", detokenize), "POST"),
+            ("/apply-template", partial(self._offload, "apply_template", apply_template), "POST"),
         ]  # fmt: skip
         return [Route(path, handler, methods=methods.split()) for path, handler, methods in routes]
 
@@ -350,20 +344,8 @@ def _versions(backend: str) -> dict[str, str]:
     return versions
 
 
-def _require_short(value: Any) -> None:
-    """Raise for a text or messages whose tokenizing would keep the worker busy for long."""
-    if (size := num_bytes(value)) > MAX_TEXT_BYTES:
-        raise PayloadTooLargeError(
-            f"the text has {size} bytes: at most {MAX_TEXT_BYTES} are tokenized at a time; send it in parts, or use "
-            "`llm-worker-rbee tokenize`"
-        )
-
-
-def tokenize(worker: Worker, body: bytes) -> bytes:
+def tokenize(model: TextModel, values: dict[str, Any]) -> bytes:
     """Return the reply of `/tokenize`."""
-    values = validate_body(decode_object(body), TOKENIZE)
-    _require_short(values["text"])
-    model = worker.model
     ids = model.tokenize(values["text"], add_special=values["add_special"], parse_special=values["parse_special"])
     pieces = {token: model.tokenizer.piece(token) for token in set(ids)}
     return b'{"tokens":' + _encode_list(ids) + b',"pieces":' + _encode_list([pieces[token] for token in ids]) + b"}"
@@ -375,18 +357,16 @@ def _encode_list(values: list[Any]) -> bytes:
     return b"[" + b",".join([msgspec.json.encode(chunk)[1:-1] for chunk in chunks]) + b"]"
 
 
-def detokenize(worker: Worker, body: bytes) -> bytes:
+def detokenize(model: TextModel, packed: PackedIds) -> bytes:
     """Return the reply of `/detokenize`."""
-    ids = validate_body(decode_object(body), DETOKENIZE)["tokens"]
-    model, vocab_size = worker.model, worker.model.vocab_size
-    if (largest := max(ids, default=0)) >= vocab_size:
+    vocab_size = model.vocab_size
+    if (largest := packed.max()) >= vocab_size:
         raise InvalidRequestError(f"tokens: {str(largest)[:20]} is not a token id (0..{vocab_size - 1})", "tokens")
-    return msgspec.json.encode({"text": model.detokenize(ids)})
+    return msgspec.json.encode({"text": model.detokenize(packed.view())})
 
 
-def apply_template(worker: Worker, body: bytes) -> bytes:
+def apply_template(model: TextModel, conversation: Conversation) -> bytes:
     """Return the reply of `/apply-template`."""
-    values = validate_body(decode_object(body), APPLY_TEMPLATE)
-    _require_short(values["messages"])
-    model, messages = worker.model, normalize_roles(values["messages"])
-    return msgspec.json.encode({"prompt": model.apply_chat_template(messages), "tokens": model.tokenize_chat(messages)})
+    template = model.chat_template
+    prompt, tokens = template.render_json(conversation.messages), encode_conversation(model, conversation)
+    return msgspec.json.encode({"prompt": prompt, "tokens": tokens})

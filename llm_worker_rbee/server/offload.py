@@ -1,9 +1,10 @@
 """Offload of CPU-heavy request work from the event loop: large JSON bodies, templates, tokenizing, large replies.
 
 Small and large work have threads of their own, so small work never waits behind large work. Queued work is bounded by
-its bytes; work whose awaiting task is cancelled before it starts is never done. `PromptEncoder` turns prompts and
-messages into token ids; what can never fit the context it refuses before tokenizing, which takes seconds for a long
-text.
+its bytes; work whose awaiting task is cancelled before it starts is never done. What would hold the interpreter's lock
+for long, parsing and rendering, is done by other processes, for which a thread waits. `PromptEncoder` turns prompts and
+messages into token ids; what can never fit the context it refuses before it has tokenized all of it, which takes
+seconds for a long text.
 """
 
 from __future__ import annotations
@@ -16,9 +17,11 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from typing import Any, TypeVar
 
-from ..engine.request import check_prompt_fits
 from ..errors import ContextLengthError, InvalidRequestError, QueueFullError, ShuttingDownError
 from ..text_model import TextModel
+from ..tokenizer.tokenizer import MARK
+from .bodies import PARSERS, Conversation, PackedIds, ParseOptions, Prompt, num_bytes
+from .body_process import BodyProcess
 
 T = TypeVar("T")
 LARGE_BYTES = 64 << 10
@@ -27,6 +30,8 @@ MAX_QUEUED_BYTES = 32 << 20  # of large and of small work each; one piece alone 
 EMA_WEIGHT = 0.3
 MAX_RETRY_S = 60
 BYTES_PER_TOKEN = 4  # an estimate
+LONG_TEXT_FACTOR = 6  # characters for each token of the context: few texts that are longer fit
+PART_CHARS = 64 << 10  # of a long text that are tokenized at a time
 
 
 class BoundedExecutor:
@@ -64,16 +69,17 @@ class OffloadPool:
 
     def __init__(self) -> None:
         self._small, self._large = BoundedExecutor("small", 2), BoundedExecutor("large", 1)
+        self.body_process = BodyProcess()
 
     async def run(self, size: int, work: Callable[[], T]) -> T:
         """Return the result of work on `size` bytes."""
         return await (self._large if size > LARGE_BYTES else self._small).run(size, work)
 
-    async def parse_body(self, body: bytes, parse: Callable[[bytes], T]) -> T:
-        """Return `parse(body)`; a small body is parsed in the event loop."""
+    async def parse(self, parser: str, body: bytes, options: ParseOptions) -> Any:
+        """Return the record of a body; a small one is parsed in the event loop."""
         if len(body) <= LARGE_BYTES:
-            return parse(body)
-        return await self._large.run(len(body), lambda: parse(body))
+            return PARSERS[parser][0](body, options)
+        return await self._large.run(len(body), lambda: self.body_process.parse(parser, body, options))
 
     async def encode_reply(self, size: int, encode: Callable[[], bytes]) -> bytes:
         """Return a reply of about `size` bytes. It is never refused: its tokens are computed already."""
@@ -85,6 +91,7 @@ class OffloadPool:
         """Take no new work; drop what is queued."""
         self._small.close()
         self._large.close()
+        self.body_process.close()
 
 
 def _timed(work: Callable[[], T]) -> tuple[float, T]:
@@ -93,29 +100,22 @@ def _timed(work: Callable[[], T]) -> tuple[float, T]:
     return time.perf_counter() - start, result
 
 
-def num_bytes(value: Any) -> int:
-    """Return the UTF-8 bytes of all text in a prompt or in messages."""
-    if isinstance(value, str):
-        return len(value) if value.isascii() else len(value.encode(errors="replace"))
-    if isinstance(value, list):
-        return sum(map(num_bytes, value))
-    return sum(map(num_bytes, value.values())) if isinstance(value, dict) else 0
-
-
-def estimate_tokens(prompt: Any, context: int) -> int:
+def estimate_tokens(prompt: Prompt, context: int) -> int:
     """Estimate the tokens of a text or of messages that fits the context; return the number of token ids."""
-    if isinstance(prompt, list) and prompt and isinstance(prompt[0], int):
+    return len(prompt) if isinstance(prompt, PackedIds) else min(_size(prompt) // BYTES_PER_TOKEN + 1, context)
+
+
+def _size(prompt: Prompt) -> int:
+    """Return the bytes of a text or of messages, or the number of token ids."""
+    if isinstance(prompt, PackedIds):
         return len(prompt)
-    return min(num_bytes(prompt) // BYTES_PER_TOKEN + 1, context)
+    return prompt.num_bytes if isinstance(prompt, Conversation) else num_bytes(prompt)
 
 
-def require_ids_fit(prompt: Any, context: int) -> None:
-    """Raise if there are more token ids than the context, before each of them is validated."""
-    if not isinstance(prompt, list) or not prompt:
-        return
-    for ids in prompt if isinstance(prompt[0], list) else [prompt]:
-        if isinstance(ids, list) and ids and not isinstance(ids[0], (str, list)):
-            check_prompt_fits(len(ids), context, is_scored_only=True)
+def encode_conversation(model: TextModel, conversation: Conversation) -> list[int]:
+    """Return the ids of a conversation. The template's control tokens are parsed; those in a message are text."""
+    prompt = model.chat_template.render_json(conversation.messages, protected=model.tokenizer)
+    return model.tokenizer.encode(prompt, parse_special=True, protected=True)
 
 
 class PromptEncoder:
@@ -124,35 +124,36 @@ class PromptEncoder:
     def __init__(self, model: TextModel, offload: OffloadPool) -> None:
         self._model, self._offload = model, offload
 
-    def check_texts(self, prompts: Sequence[str | list[int]]) -> None:
+    def check_texts(self, prompts: Sequence[Prompt]) -> None:
         """Raise for a text that can never fit the context, before it waits for a place in the queue."""
         for prompt in prompts:
             if isinstance(prompt, str):
-                self._require_text_fits(num_bytes(prompt), "prompt")
+                self._require_bytes_fit(num_bytes(prompt), "prompt")
 
-    async def encode(self, prompts: Sequence[str | list[int]]) -> list[list[int]]:
+    async def encode(self, prompts: Sequence[Prompt]) -> list[list[int]]:
         """Return the ids of each prompt; given ids are checked against the vocabulary."""
-        size = sum(num_bytes(prompt) if isinstance(prompt, str) else len(prompt) for prompt in prompts)
+        size = sum(map(_size, prompts))
         return await self._offload.run(size, lambda: [self._encode_one(prompt) for prompt in prompts])
 
-    async def encode_chat(self, messages: list[Any]) -> list[int]:
-        """Return the ids of a conversation, by the model's chat template."""
-        return await self._offload.run(num_bytes(messages), lambda: self._encode_chat(messages))
-
-    def _encode_one(self, prompt: str | list[int]) -> list[int]:
+    def _encode_one(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, Conversation):
+            return self._encode_conversation(prompt)
         if isinstance(prompt, str):
+            self._require_tokens_fit(prompt, "prompt")
             return self._model.tokenize(prompt)
         vocab_size = self._model.vocab_size
-        if (largest := max(prompt)) >= vocab_size:
+        if (largest := prompt.max()) >= vocab_size:
             raise InvalidRequestError(f"prompt: {largest} is not a token id (0..{vocab_size - 1})", "prompt")
-        return list(prompt)
+        return prompt.view().tolist()
 
-    def _encode_chat(self, messages: list[Any]) -> list[int]:
-        if num_bytes(messages) > self._model.max_context:  # a template may drop messages: its output is what counts
-            self._require_text_fits(num_bytes(self._model.apply_chat_template(messages)), "messages")
-        return self._model.chat_template.encode(self._model.tokenizer, messages)
+    def _encode_conversation(self, conversation: Conversation) -> list[int]:
+        """Return the ids of a conversation; a template may drop messages, so its output is what must fit."""
+        prompt = self._model.chat_template.render_json(conversation.messages, protected=self._model.tokenizer)
+        self._require_bytes_fit(num_bytes(prompt) - len(MARK.encode()) * prompt.count(MARK), "messages")
+        self._require_tokens_fit(prompt, "messages")
+        return self._model.tokenizer.encode(prompt, parse_special=True, protected=True)
 
-    def _require_text_fits(self, size: int, field: str) -> None:
+    def _require_bytes_fit(self, size: int, field: str) -> None:
         context = self._model.max_context
         if size > context and size > context * (longest := self._max_token_bytes):
             raise ContextLengthError(
@@ -161,7 +162,28 @@ class PromptEncoder:
                 field,
             )
 
+    def _require_tokens_fit(self, text: str, field: str) -> None:
+        """Raise for a long text as soon as its beginning has more tokens than the context.
+
+        The parts end before a space, where tokens end in nearly all vocabularies. Where one does not, a part has a few
+        tokens more than the same text inside the whole: fewer than the longest token has bytes.
+        """
+        context = self._model.max_context
+        if len(text) <= PART_CHARS + LONG_TEXT_FACTOR * context:
+            return
+        num_tokens = start = 0
+        while start < len(text):
+            end = text.find(" ", start + PART_CHARS, start + 2 * PART_CHARS)
+            end = start + PART_CHARS if end < 0 else end
+            num_tokens += len(self._model.tokenize(text[start:end], add_special=False)) - self._max_token_bytes
+            start = end
+            if num_tokens > context:
+                raise ContextLengthError(
+                    f"the first {start} of {len(text)} characters of the prompt have more than {num_tokens} tokens, "
+                    f"the context {context}: shorten the prompt, or allow a longer context (max_context)",
+                    field,
+                )
+
     @cached_property
     def _max_token_bytes(self) -> int:
-        tokenizer = self._model.tokenizer
-        return max(1, *(len(tokenizer.token_bytes(i)) for i in range(tokenizer.vocab_size)))
+        return max(1, self._model.tokenizer.max_token_bytes())

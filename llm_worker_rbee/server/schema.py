@@ -14,7 +14,15 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from ..engine.request import MAX_LOGPROBS, MAX_STOP_CHARS, MAX_STOPS, SAMPLING_BOUNDS, Bounds, SamplingParams
+from ..engine.request import (
+    MAX_LOGPROBS,
+    MAX_SEED,
+    MAX_STOP_CHARS,
+    MAX_STOPS,
+    SAMPLING_BOUNDS,
+    Bounds,
+    SamplingParams,
+)
 from ..errors import InvalidRequestError
 
 Schema = dict[str, Any]
@@ -143,9 +151,16 @@ def type_name(value: Any) -> str:
     return "null" if value is None else TYPE_NAMES.get(type(value), type(value).__name__)
 
 
-def normalize_roles(messages: list[Any]) -> list[Any]:
-    """Return validated messages with the roles that chat templates know: `developer` is `system`."""
-    return [{**message, "role": "system"} if message["role"] == "developer" else message for message in messages]
+def normalize_messages(messages: list[Any]) -> list[Any]:
+    """Return validated messages as chat templates expect them: text parts joined, `developer` as `system`."""
+    normalized = []
+    for message in messages:
+        if message["role"] == "developer":
+            message = {**message, "role": "system"}
+        if isinstance(parts := message.get("content"), list):
+            message = {**message, "content": "".join([part["text"] for part in parts])}
+        normalized.append(message)
+    return normalized
 
 
 def array_schema(items: Schema, min_items: int = 0) -> Schema:
@@ -193,7 +208,7 @@ class Number(FieldType):
         return schema if self.bounds.maximum is None else {**schema, "maximum": self.bounds.maximum}
 
     def coerce(self, value: Any) -> Any:
-        return int(value) if self.bounds.is_integer else value
+        return min(int(value), MAX_SEED - 1) if self.bounds.is_integer else value  # the largest integer of MessagePack
 
 
 def integer(minimum: int, maximum: int | None = None) -> Number:
@@ -214,7 +229,7 @@ class MaxTokens(FieldType):
         return {"anyOf": [{"const": -1}, integer(self.minimum).json_schema()]}
 
     def coerce(self, value: Any) -> int | None:
-        return None if value == -1 else int(value)
+        return None if value == -1 else integer(self.minimum).coerce(value)
 
 
 class AnyObject(FieldType):

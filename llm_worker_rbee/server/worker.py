@@ -22,6 +22,7 @@ from ..progress import Stage
 from ..text_model import TextModel
 from ..token_engine.protocol import ModelInfo, TokenEngine
 from .admission import Admission, Reservation
+from .bodies import ModelLimits, ParseOptions
 from .metrics import LatencyHistograms
 from .offload import OffloadPool, PromptEncoder
 
@@ -157,6 +158,13 @@ class Worker(GenerationListener):
     @property
     def is_busy(self) -> bool:
         return self.num_open > 0 or self.admission.load.waiting > 0
+
+    async def parse(self, parser: str, body: bytes, *, is_stream: bool = False) -> Any:
+        """Return the record that one of `bodies.PARSERS` makes of a body; a large one is parsed in another process."""
+        model = self._model
+        limits = None if model is None else ModelLimits(model.max_context, model.vocab_size)
+        options = ParseOptions(limits, self.settings.ignore_unknown_fields, is_stream)
+        return await self.offload.parse(parser, body, options)
 
     def require_model(self, name: str | None) -> None:
         """Raise unless this is the served model's name, or none."""

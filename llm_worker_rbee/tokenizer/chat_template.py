@@ -6,13 +6,9 @@ except that the process was killed from outside (by the system when memory is sh
 inside this process were tried first and could be evaded (docs/decisions.md).
 """
 
-import contextlib
 import json
 import logging
-import os
-import select
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -21,8 +17,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from ..errors import ChatTemplateError, InvalidRequestError, UnavailableError, WorkerError
-from .tokenizer import Tokenizer
+from ..pipe_process import PipeProcess
+from .tokenizer import MARK, Tokenizer
 
 Message = Mapping[str, Any]
 logger = logging.getLogger(__name__)
@@ -33,14 +32,6 @@ def validate_messages(messages: Sequence[Message]) -> list[Message]:
     if isinstance(messages, (str, bytes)) or not isinstance(messages, Sequence) or not messages:
         raise InvalidRequestError("messages must be a non-empty list of {role, content}", "messages")
     return [_validate_message(i, message) for i, message in enumerate(messages)]
-
-
-def protect_messages(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[Message]:
-    """Return the messages with the names of control tokens in their text protected from being parsed."""
-    return [
-        {**message, "content": tokenizer.protect(message["content"])} if message.get("content") else message
-        for message in messages
-    ]
 
 
 def _validate_message(i: int, message: Message) -> Message:
@@ -68,10 +59,6 @@ CONTENT_IS_NULL = (
 )
 
 
-class TemplateFailureError(ChatTemplateError):
-    """A template raised an error of Python or Jinja instead of refusing the messages."""
-
-
 class ChatTemplate:
     """A compiled template. Safe to use from several threads."""
 
@@ -83,29 +70,37 @@ class ChatTemplate:
         self.source = source
         self._tokens = {"bos_token": bos_token, "eos_token": eos_token}
         self._lock = threading.Lock()
-        self._worker: subprocess.Popen[bytes] | None = None
+        self._worker: PipeProcess | None = None
         with self._lock:
             self._ensure_worker()
 
     def render(
-        self, messages: Sequence[Mapping[str, object]], *, add_generation_prompt: bool = True, **fields: object
-    ) -> str:
-        """Render the prompt of these messages; `fields` are further variables of the template."""
-        values = {"tools": None, "documents": None, **self._tokens, **fields}
-        values |= {"messages": messages, "add_generation_prompt": add_generation_prompt}
-        try:
-            request = json.dumps({"values": values})
-        except (TypeError, ValueError, RecursionError) as error:
-            raise ChatTemplateError(f"the messages are not plain JSON: {_one_line(error)}", "messages") from None
-        try:
-            return self._render(request)
-        except TemplateFailureError:
-            for i, message in enumerate(messages):
-                if isinstance(message, Mapping) and message.get("content") is None:
-                    raise ChatTemplateError(CONTENT_IS_NULL.format(i=i), "messages") from None
-            raise
+        self, messages: Sequence[Mapping[str, object]], *, add_generation_prompt: bool = True,
+        protected: Tokenizer | None = None, **fields: object,
+    ) -> str:  # fmt: skip
+        """Render the prompt of these messages; `fields` are further variables of the template.
 
-    def _render(self, request: str) -> str:
+        With `protected` the names of its control tokens in messages are broken up: see `Tokenizer.protect`.
+        """
+        try:
+            encoded = json.dumps(messages).encode()
+        except (TypeError, ValueError, RecursionError) as error:
+            raise _not_json(error) from None
+        return self.render_json(encoded, add_generation_prompt=add_generation_prompt, protected=protected, **fields)
+
+    def render_json(
+        self, messages: bytes, *, add_generation_prompt: bool = True, protected: Tokenizer | None = None,
+        **fields: object,
+    ) -> str:  # fmt: skip
+        """Render messages that are encoded as JSON, in one line."""
+        values = {"tools": None, "documents": None, **self._tokens, **fields}
+        values |= {"add_generation_prompt": add_generation_prompt}
+        protection = None if protected is None else [protected.special_pattern, MARK]
+        try:
+            head = json.dumps({"values": values, "protect": protection}).encode()
+        except (TypeError, ValueError, RecursionError) as error:
+            raise _not_json(error) from None
+        request = head[:-1] + b', "messages": ' + messages + b"}"
         with self._lock:
             try:
                 return self._request(self._ensure_worker(), request)
@@ -115,69 +110,51 @@ class ChatTemplate:
 
     def encode(self, tokenizer: Tokenizer, messages: Sequence[Message], **fields: Any) -> list[int]:
         """Return the ids of the prompt. The template's control tokens are parsed; those in a message are text."""
-        prompt = self.render(protect_messages(tokenizer, validate_messages(messages)), **fields)
+        prompt = self.render(validate_messages(messages), protected=tokenizer, **fields)
         return tokenizer.encode(prompt, parse_special=True, protected=True)
 
-    def _ensure_worker(self) -> "subprocess.Popen[bytes]":
+    def _ensure_worker(self) -> PipeProcess:
         """Return the process that holds the compiled template; start a new one if it has ended."""
         if self._worker is None or self._worker.poll() is not None:
             self._worker = _start_worker()
-            weakref.finalize(self, _stop, self._worker)
-            self._request(self._worker, json.dumps({"source": self.source, "seconds": MAX_CPU_S}))
+            weakref.finalize(self, self._worker.stop)
+            self._request(self._worker, json.dumps({"source": self.source, "seconds": MAX_CPU_S}).encode())
         return self._worker
 
-    def _request(self, child: "subprocess.Popen[bytes]", request: str) -> str:
-        assert child.stdin is not None
+    def _request(self, child: PipeProcess, request: bytes) -> str:
+        deadline = time.monotonic() + MAX_WAIT_S
         try:
-            child.stdin.write(request.encode() + b"\n")
-            child.stdin.flush()
-            line = _read_line(child, time.monotonic() + MAX_WAIT_S)
-        except BrokenPipeError:
-            line = b""
+            child.write(request + b"\n", deadline)
+            line = child.read_line(deadline, MAX_REPLY_BYTES)
+        except OSError:
+            raise _stop(child) from None
         except BaseException:  # Ctrl-C: this reply must not be taken for that of the next request
-            _stop(child)
+            child.stop()
             raise
-        if not line.endswith(b"\n"):
-            raise _stop(child)
-        reply: dict[str, Any] = json.loads(line)
+        reply: dict[str, Any] = msgspec.json.decode(line)
+        if (i := reply.get("null_content")) is not None:
+            raise ChatTemplateError(CONTENT_IS_NULL.format(i=i), "messages")
         if "error" in reply:
-            kind = ChatTemplateError if reply.get("refused", True) else TemplateFailureError
-            raise kind(f"the chat template {_one_line(reply['error'])}", "messages")
+            raise ChatTemplateError(f"the chat template {_one_line(reply['error'])}", "messages")
         return str(reply["text"])
 
 
-def _start_worker() -> "subprocess.Popen[bytes]":
-    """Start the renderer: -P keeps this folder off its import path, its own session keeps Ctrl-C away."""
-    command, pipe = [sys.executable, "-P", str(WORKER_SCRIPT)], subprocess.PIPE
+def _not_json(error: Exception) -> ChatTemplateError:
+    return ChatTemplateError(f"the messages are not plain JSON: {_one_line(error)}", "messages")
+
+
+def _start_worker() -> PipeProcess:
+    """Start the renderer; -P keeps this folder off its import path."""
     try:
-        return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, start_new_session=True)
+        return PipeProcess([sys.executable, "-P", str(WORKER_SCRIPT)])
     except OSError as error:
         raise ChatTemplateError(f"cannot start {sys.executable} for the chat template: {error.strerror}") from error
 
 
-def _read_line(child: "subprocess.Popen[bytes]", deadline: float) -> bytes:
-    """Return the worker's next line; without newline if it died, timed out or sent too much."""
-    assert child.stdout is not None
-    descriptor, parts, total = child.stdout.fileno(), [], 0
-    while total < MAX_REPLY_BYTES and select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))[0]:
-        parts.append(os.read(descriptor, 1 << 20))
-        total += len(parts[-1])
-        if not parts[-1] or parts[-1].endswith(b"\n"):
-            break
-    return b"".join(parts)
-
-
-def _stop(child: "subprocess.Popen[bytes]") -> WorkerError:
+def _stop(child: PipeProcess) -> WorkerError:
     """Stop the process and return the error of its end."""
-    for pipe in (child.stdin, child.stdout):
-        if pipe is not None:
-            with contextlib.suppress(OSError):
-                pipe.close()
-    try:
-        status = child.wait(0.2)
-    except subprocess.TimeoutExpired:
-        child.kill()
-        child.wait()
+    status = child.stop()
+    if status is None:
         return ChatTemplateError(f"the chat template was stopped: it takes more than {MAX_WAIT_S:g} s", "messages")
     if status in KILL_SIGNALS:
         return UnavailableError(f"the process that renders chat templates was killed by signal {-status}")

@@ -1,12 +1,14 @@
 """Renderer of chat templates: a program that chat_template.py runs as a child. It imports no module of the package.
 
 A template may do anything that Jinja's immutable sandbox allows, without bound; the operating system bounds this
-process. JSON lines on standard input and output: {"source", "seconds"} first, then {"values"} for each rendering; each
-gets {"text"}, or {"error"} with whether the template itself `refused`. Each rendering has its own CPU time limit.
+process. JSON lines on standard input and output: {"source", "seconds"} first, then {"values", "messages", "protect"}
+for each rendering; each gets {"text"}, or {"error"} with the index of a message without content where the template
+failed. Each rendering has its own CPU time limit.
 """
 
 import json
 import os
+import re
 import resource
 import sys
 from datetime import datetime
@@ -77,6 +79,19 @@ def limit_memory() -> None:
         resource.setrlimit(kind, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
 
 
+def protect(messages: list[Any], pattern: str, mark: str) -> list[Any]:
+    """Return the messages with the names of control tokens, which match the pattern, broken up by the mark."""
+    names = re.compile(pattern)
+
+    def protect_text(text: str) -> str:
+        return names.sub(lambda name: name[0][0] + mark + name[0][1:], text.replace(mark, "\ufffd"))
+
+    return [
+        {**message, "content": protect_text(message["content"])} if message.get("content") else message
+        for message in messages
+    ]
+
+
 def render(template: Any, values: dict[str, Any], max_chars: int) -> dict[str, Any]:
     """Render once; an exception of the template becomes an error reply."""
     try:
@@ -92,9 +107,15 @@ def render(template: Any, values: dict[str, Any], max_chars: int) -> dict[str, A
     except SecurityError as error:
         return {"error": f"was stopped: {error}"}
     except Exception as error:  # untrusted code may raise anything
-        is_refusal = type(error) is TemplateError  # of `raise_exception`
-        why = str(error) if is_refusal else f"{type(error).__name__}: {error}"
-        return {"error": f"{'refused' if is_refusal else 'failed'}: {why}", "refused": is_refusal}
+        if type(error) is TemplateError:  # of `raise_exception`
+            return {"error": f"refused: {error}"}
+        return {"error": f"failed: {type(error).__name__}: {error}", "null_content": find_null(values["messages"])}
+
+
+def find_null(messages: list[Any]) -> int | None:
+    """Return the index of the first message without content, which most templates do not expect."""
+    nulls = (i for i, message in enumerate(messages) if isinstance(message, dict) and message.get("content") is None)
+    return next(nulls, None)
 
 
 def compile_template(source: str) -> tuple[Any, dict[str, str]]:
@@ -111,16 +132,18 @@ def main() -> None:
     """Reply to lines until end of file."""
     replies = os.fdopen(os.dup(1), "w", encoding="ascii")
     limit_memory()
-    template = None
-    seconds = 1
+    template, seconds = None, 1
     for line in sys.stdin.buffer:
-        request = json.loads(line)
-        seconds = request.get("seconds", seconds)
         allow_more_time(seconds)
+        request = json.loads(line)
         if "source" in request:
+            seconds = request["seconds"]
             template, reply = compile_template(request["source"])
         else:
-            reply = render(template, request["values"], MAX_PROMPT_CHARS + 4 * len(line))
+            messages = request["messages"]
+            if request["protect"] is not None:
+                messages = protect(messages, *request["protect"])
+            reply = render(template, {**request["values"], "messages": messages}, MAX_PROMPT_CHARS + 4 * len(line))
         try:
             text = json.dumps(reply)
         except MemoryError:

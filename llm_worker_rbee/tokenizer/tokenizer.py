@@ -6,13 +6,15 @@ user-defined tokens are verbatim. Decoding joins the bytes of the tokens; invali
 `encoders`.
 """
 
+import codecs
 import logging
 import operator
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
+from itertools import islice
 from typing import Any, Literal, Protocol
 
 from ..errors import InvalidRequestError, TokenizerError
@@ -40,6 +42,7 @@ VERBATIM_TYPES = SPECIAL_TYPES | {int(TokenType.USER_DEFINED)}
 # Limits of special tokens: the automaton that finds them takes about 75 bytes per character.
 MAX_SPECIAL_LENGTH = 4096
 MAX_SPECIAL_TOTAL = 2_000_000
+CHUNK_IDS = 1 << 13  # ids that are decoded at a time
 
 
 def _byte_alphabet() -> dict[int, str]:
@@ -130,6 +133,15 @@ class Vocabulary:
         if found is None:
             found = self._bytes[token_id] = self._compute_bytes(token_id)
         return found
+
+    def max_token_bytes(self) -> int:
+        """Return the bytes of the longest token. UTF-8 of its text is never shorter, so few are computed."""
+        longest = 0
+        for size, token_id in sorted(((len(text.encode()), i) for i, text in enumerate(self.texts)), reverse=True):
+            if size <= longest:
+                break
+            longest = max(longest, len(self._compute_bytes(token_id)))
+        return longest
 
     def _compute_bytes(self, token_id: int) -> bytes:
         kind = self.kind(token_id)
@@ -229,14 +241,17 @@ class Tokenizer:
     def protect(self, text: str) -> str:
         """Break up the names of control tokens in a text with a mark that `encode(..., protected=True)` removes.
 
-        So the text of a message stays text when the rendered prompt is parsed for control tokens.
+        So the text of a message stays text when the rendered prompt is parsed for control tokens. The renderer of chat
+        templates does the same by `special_pattern`.
         """
-        return self._special_pattern.sub(lambda name: f"{name[0][0]}{MARK}{name[0][1:]}", text.replace(MARK, "\ufffd"))
+        names = re.compile(self.special_pattern)
+        return names.sub(lambda name: f"{name[0][0]}{MARK}{name[0][1:]}", text.replace(MARK, "\ufffd"))
 
     @cached_property
-    def _special_pattern(self) -> re.Pattern[str]:
+    def special_pattern(self) -> str:
+        """A regular expression that matches the names of control tokens, the longest first."""
         names = [name for name in self._vocabulary.special_names() if len(name) > 1]
-        return re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True))) or r"(?!)")
+        return "|".join(map(re.escape, sorted(names, key=len, reverse=True))) or r"(?!)"
 
     def encode(
         self, text: str, *, add_special: bool = True, parse_special: bool = False, protected: bool = False
@@ -263,7 +278,9 @@ class Tokenizer:
     def decode(self, ids: Sequence[int], *, skip_special: bool = True, continuation: bool = False) -> str:
         """Return the text of the ids; invalid UTF-8 becomes U+FFFD."""
         joiner = ByteJoiner(self, skip_special=skip_special, continuation=continuation)
-        return b"".join([joiner.push(token_id) for token_id in _validate_ids(ids)]).decode(errors="replace")
+        utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        texts = [utf8.decode(joiner.join(chunk)) for chunk in _validate_ids(ids)]
+        return "".join(texts) + utf8.decode(b"", final=True)
 
     def is_continuation(self, prompt: Sequence[int]) -> bool:
         """Return whether output after this prompt keeps its first space: the prompt does not end in a special token."""
@@ -281,16 +298,25 @@ class Tokenizer:
         """Return whether this is a control or unknown token, which is not part of the text."""
         return self._vocabulary.is_special(token_id)
 
+    def max_token_bytes(self) -> int:
+        """Return the bytes of the longest token."""
+        return self._vocabulary.max_token_bytes()
+
     def token_id(self, text: str) -> int | None:
         """Return the id of the token with exactly this text, or None."""
         return self._vocabulary.ids.get(text)
 
 
-def _validate_ids(ids: object) -> list[int]:
-    """Return ids as plain integers; accepts NumPy's, rejects text, bytes and booleans."""
+def _validate_ids(ids: object) -> Iterator[Sequence[int]]:
+    """Yield ids as plain integers, a chunk at a time, so that other threads get the interpreter.
+
+    NumPy's integers are accepted; text, bytes and booleans are not.
+    """
     if isinstance(ids, str | bytes | bytearray) or not isinstance(ids, Iterable) or getattr(ids, "ndim", 1) != 1:
         raise InvalidRequestError(f"tokens must be a list of token ids, not {type(ids).__name__}", field="tokens")
-    return [_validate_id(token_id) for token_id in ids]
+    values = iter(ids)
+    while chunk := tuple(islice(values, CHUNK_IDS)):
+        yield chunk if set(map(type, chunk)) == {int} else [_validate_id(token_id) for token_id in chunk]
 
 
 def _validate_id(token_id: Any) -> int:
@@ -324,3 +350,10 @@ class ByteJoiner:
             self._drop_space = False
             return raw.removeprefix(b" ")
         return raw
+
+    def join(self, ids: Sequence[int]) -> bytes:
+        """Return the bytes that these tokens add to the text: the same as of `push` for each."""
+        if self._drop_space or (self._tokenizer.space_after_special and not self._skip_special):
+            return b"".join([self.push(token_id) for token_id in ids])
+        added = {token_id: self.push(token_id) for token_id in dict.fromkeys(ids)}  # each depends on its id alone
+        return b"".join([added[token_id] for token_id in ids])

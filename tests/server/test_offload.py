@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from llm_worker_rbee.errors import QueueFullError, ShuttingDownError
-from llm_worker_rbee.server import app, offload
-from llm_worker_rbee.server.dialects import jobs, openai
+from llm_worker_rbee.server import bodies, offload
+from llm_worker_rbee.server.dialects import openai
 from llm_worker_rbee.server.offload import BoundedExecutor
 from tests.helpers.server import CONTEXT, Server, until
 from tests.server.conftest import Start
@@ -81,7 +81,7 @@ def test_bounded_executor_over_queue_limit_raises() -> None:
 
 
 def test_large_bodies_and_replies_run_off_the_event_loop(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Record the threads of decoding, validation, tokenizing and encoding."""
+    """Record the threads of tokenizing and encoding; decoding and validation are in another process."""
     loop_thread, where = server._thread, dict[str, threading.Thread]()
 
     def watched(owner: Any, name: str) -> None:
@@ -94,22 +94,20 @@ def test_large_bodies_and_replies_run_off_the_event_loop(server: Server, monkeyp
         monkeypatch.setattr(owner, name, watcher)
 
     tokenizer = server.llm.tokenizer
-    for owner in (app, jobs, openai):
-        watched(owner, "decode_object")
-        watched(owner, "validate_body")
-    for owner, name in ((tokenizer, "piece"), (tokenizer, "decode"), (openai.Reply, "_object")):
+    owners = [(tokenizer, "piece"), (tokenizer, "decode"), (openai.Reply, "_object"), (bodies, "decode_object")]
+    for owner, name in owners:
         watched(owner, name)
     text = "a" * (offload.LARGE_BYTES + 1)
     cases: list[tuple[str, Any, set[str]]] = [
         ("/tokenize", {"text": text}, {"piece"}),
         ("/detokenize", {"tokens": [97] * (offload.LARGE_BYTES // 2)}, {"decode"}),
         (JOBS, {"prompt": text, "max_tokens": 1, "top_k": -2}, set()),
-        (COMPLETIONS, {"prompt": [1] * 34_000, "max_tokens": 1, "echo": True}, {"_object"}),
+        (COMPLETIONS, {"prompt": [1] * 34_000, "max_tokens": 1, "echo": True}, {"_object", "decode"}),
     ]
     for path, body, more in cases:
         where.clear()
         server.post(path, body)
-        assert where.keys() >= {"decode_object", "validate_body"} | more
+        assert where.keys() == more, path
         assert loop_thread not in where.values(), (path, where)
 
 
@@ -141,3 +139,32 @@ def test_prompt_over_context_is_not_tokenized(
     assert field is None or error["param"] == field
     assert str(CONTEXT) in error["message"]
     server.require_idle()
+
+
+@pytest.mark.parametrize("letters", ["x y ", "xy", "é "])
+def test_long_prompt_is_tokenized_up_to_the_context(
+    server: Server, monkeypatch: pytest.MonkeyPatch, letters: str
+) -> None:
+    """Its bytes alone do not tell that it cannot fit; neither its tokens nor a part that is cut off anywhere change."""
+    tokenizer, sizes = server.llm.tokenizer, list[int]()
+    encode = tokenizer.encode
+
+    def watched(text: str, **more: Any) -> list[int]:
+        sizes.append(len(text))
+        return encode(text, **more)
+
+    monkeypatch.setattr(tokenizer, "encode", watched)
+    cached = vars(server.worker.encoder)
+    monkeypatch.setitem(cached, "_max_token_bytes", 100)  # else its bytes are enough to refuse it
+    text = letters * (20 * CONTEXT // len(letters))
+    reply = server.post(COMPLETIONS, {"prompt": text})
+    assert (reply.status_code, reply.json()["error"]["code"]) == (400, "CONTEXT_LENGTH_EXCEEDED")
+    assert f"of {len(text)} characters" in reply.json()["error"]["message"]
+    assert sum(sizes) < len(text) / 2
+    sizes.clear()
+    monkeypatch.setattr(offload, "LONG_TEXT_FACTOR", 0)  # what fits is tokenized in parts and then as a whole
+    fits = letters * (CONTEXT // 2 // len(letters.encode()))
+    monkeypatch.setattr(offload, "PART_CHARS", len(fits) // 3)
+    assert server.post(COMPLETIONS, {"prompt": fits, "max_tokens": 1}).status_code == 200
+    assert sizes[-1] == len(fits)
+    assert len(sizes) >= 4

@@ -13,13 +13,13 @@ from datetime import UTC, datetime
 from typing import Any
 from uuid import uuid4
 
-from ...engine.request import SamplingParams, resolve_max_tokens
+from ...engine.request import resolve_max_tokens
 from ...errors import ConflictError, InferenceError, NotFoundError, RequestCancelledError, WorkerError
 from ...generation import Generation
 from ...token_engine.protocol import RequestState
 from .. import log
+from ..bodies import JobRequest
 from ..offload import estimate_tokens
-from ..schema import JOB, JOB_SAMPLING, ValidationError, ValidationIssue, decode_object, normalize_roles, validate_body
 from ..sse import DONE, encode_event
 from ..worker import Worker
 
@@ -28,26 +28,6 @@ POLL_S = 0.1  # between two looks at running jobs
 MAX_FINISHED_BYTES = 256 << 20  # of finished jobs: past it the oldest are dropped before their time
 JOB_BYTES, EVENT_BYTES = 4096, 64  # overhead, an estimate
 STOP_REASONS = {"length": "MAX_TOKENS", "stop": "EOS"}
-
-
-def parse_job(body: bytes, *, is_stream: bool = False) -> dict[str, Any]:
-    """Validate a job's body: either prompt or messages. `is_stream`: the reply is the stream, so job_id is required."""
-    fields = decode_object(body)
-    issues: list[ValidationIssue] = []
-    try:
-        values = validate_body(fields, JOB)
-    except ValidationError as error:
-        values, issues = {}, error.issues
-    if (fields.get("prompt") is None) == (fields.get("messages") is None):
-        issues.append(ValidationIssue("prompt", "required", "give either prompt or messages"))
-    if is_stream and fields.get("job_id") is None:
-        issues.append(ValidationIssue("job_id", "required", "job_id is required"))
-    if is_stream and fields.get("stream") is False:
-        message = "the reply of this route is a stream: POST /v1/jobs for a whole one"
-        issues.append(ValidationIssue("stream", "unsupported", message))
-    if issues:
-        raise ValidationError(issues)
-    return values
 
 
 class Narrator:
@@ -250,25 +230,21 @@ class Jobs:
         self._finished_bytes = 0
         self._polling: asyncio.Task[None] | None = None
 
-    async def start_job(self, values: dict[str, Any]) -> Job:
+    async def start_job(self, request: JobRequest) -> Job:
         """Start a job from a validated body."""
-        worker = self._worker
+        worker, values = self._worker, request.values
         self._drop_expired()
         job_id = values["job_id"] or f"job-{uuid4()}"
         self._require_unused(job_id)
         worker.require_model(values["model"])
         context = worker.model.max_context
-        if values["prompt"] is not None:
-            worker.encoder.check_texts([values["prompt"]])
-        with worker.reserve(1, estimate_tokens(values["prompt"] or values["messages"], context)) as reservation:
-            if values["messages"] is not None:
-                ids = await worker.encoder.encode_chat(normalize_roles(values["messages"]))
-            else:
-                (ids,) = await worker.encoder.encode([values["prompt"]])
+        worker.encoder.check_texts([request.prompt])
+        with worker.reserve(1, estimate_tokens(request.prompt, context)) as reservation:
+            (ids,) = await worker.encoder.encode([request.prompt])
             self._require_unused(job_id)  # another request may have taken it meanwhile
-            resolve_max_tokens(len(ids), values["max_tokens"], worker.engine.info.engine)  # raises before a 429 would
+            params = request.params
+            resolve_max_tokens(len(ids), params.max_tokens, worker.engine.info.engine)  # raises before a 429 would
             reservation.set_actual(len(ids))
-            params = SamplingParams(**{name: values[name] for name in (*JOB_SAMPLING, "max_tokens", "stop")})
             timeout_s = None if values["timeout_ms"] is None else values["timeout_ms"] / 1000
             (generation,) = worker.start_generations(
                 ids, params, priority=values["priority"], timeout_s=timeout_s

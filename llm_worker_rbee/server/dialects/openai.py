@@ -1,5 +1,5 @@
-"""The OpenAI dialect: `parse_*` validates a body, `start` admits it and starts its generations, and the `Reply` makes
-chunks or one object of their deltas. A whole reply is a fold over the same deltas that a stream sends.
+"""The OpenAI dialect: `start` admits a body and starts its generations, and the `Reply` makes chunks or one object of
+their deltas. A whole reply is a fold over the same deltas that a stream sends.
 """
 
 from __future__ import annotations
@@ -9,42 +9,22 @@ import codecs
 import time
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 from uuid import uuid4
 
 import msgspec
 
-from ...engine.request import SamplingParams, TokenLogprob, check_prompt_fits, fit_max_tokens
+from ...engine.request import TokenLogprob, check_prompt_fits, fit_max_tokens
 from ...errors import ContextLengthError, InferenceError, ModelNotFoundError, WorkerError
 from ...generation import Generation, TextDelta
 from ...tokenizer import Tokenizer
 from .. import log
-from ..offload import estimate_tokens, require_ids_fit
-from ..schema import (
-    CHAT,
-    COMPLETION,
-    SAMPLING,
-    ValidationError,
-    ValidationIssue,
-    decode_object,
-    normalize_roles,
-    validate_body,
-)
+from ..bodies import CompletionRequest
+from ..offload import estimate_tokens
 from ..sse import DONE, encode_event
 from ..worker import Worker
 
 TOKEN_BYTES = 16  # of a reply, an estimate
-
-
-def sampling_params(
-    values: dict[str, Any], max_tokens: int | None, logprobs: int | None, *, prompt_logprobs: bool = False
-) -> SamplingParams:
-    """Return the sampling parameters of a validated body."""
-    same = {name: values[name] for name in (*SAMPLING, "stop", "ignore_eos")}
-    bias = {int(token): float(amount) for token, amount in values["logit_bias"].items()}
-    return SamplingParams(
-        **same, logit_bias=bias, max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=prompt_logprobs
-    )
 
 
 def error_body(error: WorkerError) -> dict[str, Any]:
@@ -54,68 +34,14 @@ def error_body(error: WorkerError) -> dict[str, Any]:
     return {"error": {"message": str(error), "type": kind, "param": getattr(error, "field", None), "code": code}}
 
 
-class CompletionRequest(NamedTuple):
-    """A validated body of either route."""
-
-    is_chat: bool
-    prompts: list[Any]  # texts or token ids; of a chat, its messages as the one prompt
-    params: SamplingParams
-    values: dict[str, Any]
-
-
-def parse_chat(body: bytes, ignored: list[str] | None) -> CompletionRequest:
-    """Validate the body of `/v1/chat/completions`; unknown fields are appended to `ignored` where it is given."""
-    values = validate_body(decode_object(body), CHAT, ignored=ignored)
-    max_tokens = values["max_completion_tokens"] or values["max_tokens"]
-    _require(values["max_tokens"] in (None, max_tokens), "max_tokens", "conflict",
-             "max_tokens and max_completion_tokens differ: give one of them")  # fmt: skip
-    _require(values["top_logprobs"] is None or values["logprobs"], "top_logprobs", "conflict",
-             "top_logprobs needs logprobs: true")  # fmt: skip
-    _require_stream(values)
-    logprobs = (values["top_logprobs"] or 0) if values["logprobs"] else None
-    messages = normalize_roles(values["messages"])
-    return CompletionRequest(True, [messages], sampling_params(values, max_tokens, logprobs), values)
-
-
-def parse_completion(body: bytes, ignored: list[str] | None, context: int | None) -> CompletionRequest:
-    """Validate the body of `/v1/completions`; `context` is None while the model is loading."""
-    fields = decode_object(body)
-    if context is not None:
-        require_ids_fit(fields.get("prompt"), context)
-    values = validate_body(fields, COMPLETION, ignored=ignored)
-    _require(values["best_of"] in (None, values["n"]), "best_of", "unsupported",
-             "best_of other than n is not supported by this worker")  # fmt: skip
-    _require(values["max_tokens"] != 0 or values["echo"], "max_tokens", "range",
-             "max_tokens is 0: only with echo, to score the prompt")  # fmt: skip
-    _require_stream(values)
-    prompt = values["prompt"]
-    prompts = prompt if isinstance(prompt, list) and isinstance(prompt[0], (str, list)) else [prompt]
-    scores_prompt = values["echo"] and values["logprobs"] is not None
-    max_tokens = 1 if values["max_tokens"] == 0 else values["max_tokens"]
-    params = sampling_params(values, max_tokens, values["logprobs"], prompt_logprobs=scores_prompt)
-    return CompletionRequest(False, prompts, params, values)
-
-
-def _require_stream(values: dict[str, Any]) -> None:
-    _require(values["stream"] or not values["stream_options"], "stream_options", "conflict",
-             "stream_options needs stream: true")  # fmt: skip
-
-
-def _require(holds: bool, field: str, constraint: str, message: str) -> None:
-    if not holds:
-        raise ValidationError([ValidationIssue(field, constraint, message)])
-
-
-async def start_chat(worker: Worker, body: bytes, ignored: list[str] | None) -> Reply:
+async def start_chat(worker: Worker, body: bytes) -> Reply:
     """Start the reply to a conversation."""
-    return await _start(worker, await worker.offload.parse_body(body, lambda body: parse_chat(body, ignored)))
+    return await _start(worker, await worker.parse("chat", body))
 
 
-async def start_completion(worker: Worker, body: bytes, ignored: list[str] | None) -> Reply:
+async def start_completion(worker: Worker, body: bytes) -> Reply:
     """Start the reply to one prompt or several: all of them or none."""
-    context = worker.loaded.max_context if worker.is_loaded else None
-    request = await worker.offload.parse_body(body, lambda body: parse_completion(body, ignored, context))
-    return await _start(worker, request)
+    return await _start(worker, await worker.parse("completion", body))
 
 
 async def _start(worker: Worker, request: CompletionRequest) -> Reply:
@@ -127,10 +53,7 @@ async def _start(worker: Worker, request: CompletionRequest) -> Reply:
         worker.encoder.check_texts(request.prompts)
     num_tokens = n * sum(estimate_tokens(prompt, context) for prompt in request.prompts)
     with worker.reserve(len(request.prompts) * n, num_tokens) as reservation:
-        if request.is_chat:
-            prompts = [await worker.encoder.encode_chat(request.prompts[0])]
-        else:
-            prompts = await worker.encoder.encode(request.prompts)
+        prompts = await worker.encoder.encode(request.prompts)
         generations: list[Generation] = []
         timeout_s = None if values["timeout_ms"] is None else values["timeout_ms"] / 1000
         try:
@@ -161,6 +84,7 @@ class Reply:
     ) -> None:
         self.generations = generations
         self.streams: bool = request.values["stream"]
+        self.ignored = request.ignored
         self._worker, self._values, self._is_chat = worker, request.values, request.is_chat
         self._prompts = prompts
         self._tokenizer = worker.loaded.tokenizer
