@@ -9,28 +9,25 @@ import resource
 import signal
 from collections.abc import Callable, Coroutine
 from functools import partial
-from itertools import count
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
-from llm_worker_rbee.engine.request import SamplingParams
 from llm_worker_rbee.errors import DeadlineError, InferenceError, RequestCancelledError, WorkerError
-from llm_worker_rbee.load import split_settings
 from llm_worker_rbee.token_engine import supervisor
 from llm_worker_rbee.token_engine.child_process import ChildProcess, describe_exit
-from llm_worker_rbee.token_engine.protocol import Load, RequestState, RequestStream, Submit, TokenOutput
+from llm_worker_rbee.token_engine.protocol import Load, Submit, TokenOutput
 from llm_worker_rbee.token_engine.supervisor import SupervisedEngine
-from tests.conftest import DEVICE, ON_CPU, with_kernels
+from tests.conftest import ON_CPU, with_kernels
 from tests.helpers import tiny_models
 from tests.helpers.engine_faults import INVALID, KILLS, EngineFaults
 from tests.helpers.process import is_alive
 from tests.helpers.server import write_model
+from tests.helpers.token_engine_runs import POISON, load_of, outputs_of, request, summary
 
 LIMIT_S = 120
-numbers = count(1)
 
 
 @pytest.fixture(scope="module")
@@ -50,36 +47,6 @@ def faults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> EngineFaults:
 def load(tmp_path_factory: pytest.TempPathFactory) -> Load:
     path = with_kernels(write_model(tmp_path_factory.mktemp("supervised") / "tiny.gguf"))
     return load_of(path)
-
-
-def load_of(path: Path, **more: Any) -> Load:
-    arguments = {"model": str(path), "device": DEVICE, "backend": "auto", "kv_type": "auto", "kv_memory": 16 << 20}
-    return Load(options=split_settings({**arguments, "deterministic": True, **more}))
-
-
-def request(
-    seed: int, max_tokens: int = 200, timeout_s: float | None = None, prompt: list[int] | None = None, **params: Any
-) -> RequestState:
-    """A request for random digits: the model goes on for ever."""
-    made = SamplingParams(**{"temperature": 1.0, **params}).resolve()
-    return RequestState(
-        Submit(id=next(numbers), prompt=prompt or list(b"?"), params=made, max_tokens=max_tokens, seed=seed, eos_ids=[],
-               timeout_s=timeout_s)
-    )  # fmt: skip
-
-
-async def outputs_of(stream: RequestStream) -> list[TokenOutput]:
-    found: list[TokenOutput] = []
-    while outputs := await stream.next_outputs():
-        found += outputs
-    return found
-
-
-def summary(outputs: list[TokenOutput]) -> tuple[list[int], list[Any], list[Any], str | None]:
-    """Tokens, their log-probabilities, those of the prompt, and the finish reason: what must not change."""
-    prompt = [score for output in outputs for score in output.prompt_logprobs or ()]
-    tokens = [token for output in outputs for token in output.tokens]
-    return tokens, [score for output in outputs for score in output.logprobs], prompt, outputs[-1].finish_reason
 
 
 def run(main: Callable[[SupervisedEngine], Coroutine[Any, Any, None]], load: Load, **options: Any) -> None:
@@ -188,19 +155,6 @@ def test_requests_that_are_submitted_during_a_restart_wait(load: Load, monkeypat
         assert left[1] <= LIMIT_S - supervisor.FIRST_BACKOFF_S
 
     run(main, load)
-
-
-POISON = """
-import os, signal, sys
-if any("token_engine.child" in word for word in sys.orig_argv):
-    from llm_worker_rbee.engine.scheduler import Scheduler
-    update = Scheduler.update
-    def dying(self, scheduled, sampled):
-        if any(one.request.seed == 666 and len(one.request.ids) > 20 for one in scheduled):
-            os.kill(os.getpid(), signal.SIGKILL)
-        return update(self, scheduled, sampled)
-    Scheduler.update = dying
-"""
 
 
 @ON_CPU
