@@ -1,7 +1,8 @@
 """Entry point of `python -m llm_worker_rbee` and of the `llm-worker-rbee` command.
 
 Signals are handled before anything else is imported: importing the commands takes a second. SIGTERM or Ctrl-C ends a
-`serve` that does not listen yet with status 0, as it does later (`server.serve.Signals`).
+`serve` that does not listen yet with status 0, as it does later (`server.serve.Signals`). Its engine is started
+first, to import what it needs at the same time.
 """
 
 import os
@@ -30,6 +31,9 @@ def _handle_signals() -> None:
 
 _handle_signals()
 try:
+    from .token_engine.spawn import spawn_ahead
+
+    spawn_ahead(sys.argv[1:])
     from .cli import main
 except KeyboardInterrupt:  # Ctrl-C during the imports
     sys.exit(130)

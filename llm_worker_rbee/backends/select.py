@@ -157,11 +157,16 @@ def _cpu_backend(backend: str, threads: int | None) -> Backend:
             )
         return ReferenceBackend()
     cpu_info.choose_thread_count(threads)  # refuse an impossible number before Numba is imported
+    module = import_cpu_backend()
+    made: Backend = module.CpuBackend(threads)
+    return made
+
+
+def import_cpu_backend() -> Any:
+    """Return the module of the CPU backend; importing Numba takes half a second."""
     try:
-        module: Any = importlib.import_module(f"{__package__}.cpu")
+        return importlib.import_module(f"{__package__}.cpu")
     except ModuleNotFoundError as error:
         if error.name not in ("numba", "llvmlite"):
             raise
         raise MissingDependencyError("the cpu backend needs Numba: pip install numba") from None
-    made: Backend = module.CpuBackend(threads)
-    return made

@@ -20,10 +20,11 @@ import typer
 from ..backends.ops import COMPILING
 from ..config import ServerSettings
 from ..engine.engine import Engine
-from ..engine.sampling_defaults import SamplingDefaults, read_sampling_defaults
+from ..engine.sampling_defaults import read_sampling_defaults
 from ..errors import InvalidRequestError, WorkerError
 from ..llm import LLM
 from ..load import split_settings
+from ..models import read_model_config
 from ..progress import OnStage, transfer_progress
 from ..server import log
 from ..server.auth import Key, find_key, host_name, require_key
@@ -37,7 +38,6 @@ from ..token_engine.launch import replace_with_dummy, warm_up
 from ..token_engine.protocol import Load, ModelInfo
 from ..token_engine.replicas import ReplicaSet
 from ..token_engine.supervisor import SupervisedEngine
-from ..tokenizer import Tokenizer
 from ..weights import open_checkpoint
 from ..weights.hub import DEFAULT_MODEL
 from .options import (
@@ -308,17 +308,17 @@ def _with_children(
         last_report.append((what, done, total))
         output.call(draw)
 
-    opening: Future[tuple[Tokenizer, SamplingDefaults]] = Future()
+    opening: Future[TextModel] = Future()
 
     def on_located(path: str) -> None:
-        """Open tokenizer and sampling defaults while the engine loads the weights."""
-        threading.Thread(target=_open_text, args=(Path(path), opening), name="tokenizer", daemon=True).start()
+        """Open the text side of the model while the engine loads the weights."""
+        arguments = Path(path), model.chat_template, opening
+        threading.Thread(target=_open_text, args=arguments, name="tokenizer", daemon=True).start()
 
     def open_model(info: ModelInfo) -> TextModel:
-        template = None if model.chat_template is None else read_template(model.chat_template)
-        tokenizer, defaults = opening.result()
-        name, sizes = Path(info.path).name, (info.vocab_size, info.max_context)
-        return _check_template(TextModel(tokenizer, name, *sizes, defaults, template), model.chat_template)
+        text_model = opening.result()
+        text_model.max_context = info.max_context
+        return text_model
 
     options: dict[str, Any] = {
         "max_restarts": process.engine_restarts, "restart_on_stall": process.restart_on_stall,
@@ -328,10 +328,15 @@ def _with_children(
     return Worker(settings, engine, open_model)
 
 
-def _open_text(path: Path, opening: Future[tuple[Tokenizer, SamplingDefaults]]) -> None:
+def _open_text(path: Path, template_path: Path | None, opening: Future[TextModel]) -> None:
+    """Open tokenizer, sampling defaults and chat template; the context is that of the model's file."""
     try:
+        template = None if template_path is None else read_template(template_path)
         checkpoint = open_checkpoint(path)
-        opening.set_result((open_tokenizer(checkpoint), read_sampling_defaults(checkpoint)))
+        config, defaults = read_model_config(checkpoint), read_sampling_defaults(checkpoint)
+        sizes = config.vocab_size, config.context_length
+        text_model = TextModel(open_tokenizer(checkpoint), checkpoint.path.name, *sizes, defaults, template)
+        opening.set_result(_check_template(text_model, template_path))
     except Exception as error:
         opening.set_exception(error)
 

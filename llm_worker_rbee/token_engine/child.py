@@ -16,10 +16,12 @@ import sys
 import threading
 import time
 import traceback
+from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
 from .. import machine
+from ..backends.select import has_driver, import_cpu_backend
 from ..errors import InferenceError, WorkerError
 from ..load import LoadOptions, LoadPhases
 from ..progress import Stage
@@ -105,6 +107,18 @@ class _FrontLog(logging.Handler):
         self._connection.send(LogLine(record.levelno, record.getMessage()))
 
 
+def _receive_load(connection: Connection) -> Load:
+    """Wait for the first message; a process that was started ahead imports what most loads need meanwhile."""
+    received = connection.receive(wait=False)
+    if not received and not has_driver():
+        with suppress(WorkerError):
+            import_cpu_backend()
+    first = (received or connection.receive(wait=True))[0]
+    if not isinstance(first, Load):
+        raise ProtocolError("the first message is not Load")
+    return first
+
+
 def _load(message: Load, connection: Connection) -> EngineLoop:
     """Load the model, with reports to the front, and compute a token: what only the first step needs is done then."""
 
@@ -180,10 +194,7 @@ def main() -> NoReturn:
     root.handlers = [_FrontLog(connection)]
     logging.captureWarnings(True)
     try:
-        first = connection.receive(wait=True)[0]
-        if not isinstance(first, Load):
-            raise ProtocolError("the first message is not Load")
-        loop = _load(first, connection)
+        loop = _load(_receive_load(connection), connection)
     except Exception as error:
         known = error if isinstance(error, WorkerError) else InferenceError(f"{type(error).__name__}: {error}")
         connection.send(Failed(known))

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 import socket
 import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import cast
 
+from . import spawn
 from .protocol import Load
 from .wire import FrameReader, FromEngine, ProtocolError, ToEngine, encode
 
@@ -34,27 +32,13 @@ class ChildProcess(asyncio.Protocol):
     @classmethod
     def start(cls, load: Load) -> ChildProcess:
         """Start a process that loads a model."""
-        own, other = socket.socketpair()
-        process = None
+        spawned = spawn.take()
         try:
-            os.set_inheritable(other.fileno(), True)
-            command = [sys.executable, "-P", "-m", f"{__package__}.child", str(other.fileno()), str(os.getpid())]
-            root = str(Path(__file__).parents[2])
-            paths = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")]))
-            process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, pass_fds=[other.fileno()],
-                env={**os.environ, "PYTHONPATH": paths}, start_new_session=True,
-            )  # fmt: skip
-            own.sendall(encode(load))  # far less than a socket buffers
+            spawned.socket.sendall(encode(load))  # far less than a socket buffers
         except BaseException:
-            own.close()
-            if process is not None:
-                process.kill()
-                process.wait()
+            spawned.kill()
             raise
-        finally:
-            other.close()
-        return cls(process, own)
+        return cls(spawned.process, spawned.socket)
 
     async def attach(self, on_message: Callable[[FromEngine], None], on_end: Callable[[str], None]) -> None:
         """Pass its messages on; `on_end` is called once, with the way in which it ended."""

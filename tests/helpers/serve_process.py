@@ -61,9 +61,7 @@ class ServeProcess:
 
     def processes(self) -> list[int]:
         """Return the processes of this worker that are there: itself, and whatever it started."""
-        entry = f"{MARK}={self.mark}".encode()
-        pids = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
-        return [pid for pid in pids if is_alive(pid) and entry in _environment(pid)]
+        return marked_processes(self.mark)
 
     def close(self) -> None:
         """Kill it, unless it has ended."""
@@ -71,6 +69,13 @@ class ServeProcess:
         if self.process.poll() is None:
             self.process.kill()
         self.process.communicate()
+
+
+def marked_processes(mark: str) -> list[int]:
+    """Return the processes that have this mark in their environment."""
+    entry = f"{MARK}={mark}".encode()
+    pids = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
+    return [pid for pid in pids if is_alive(pid) and entry in _environment(pid)]
 
 
 def children(pid: int) -> list[int]:

@@ -1,0 +1,73 @@
+"""Processes of engines that are started ahead of their load options: used once, and only where they fit."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from llm_worker_rbee.token_engine import spawn
+from tests.helpers.process import is_alive
+from tests.helpers.serve_process import LIMIT_S, MARK, marked_processes
+
+
+@pytest.fixture(autouse=True)
+def _none_is_left() -> Iterator[None]:
+    yield
+    spawn._discard()
+
+
+def ahead() -> spawn.SpawnedProcess:
+    spawn.spawn_ahead(["serve", "--port", "0"])
+    return spawn._ahead[0]
+
+
+def test_process_that_was_started_ahead_is_taken_once() -> None:
+    first = ahead()
+    taken = [spawn.take(), spawn.take()]
+    assert taken[0] is first
+    assert taken[1].process.pid != first.process.pid
+    for one in taken:
+        assert is_alive(one.process.pid)
+        one.kill()
+        assert not is_alive(one.process.pid)
+
+
+def test_process_with_another_environment_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Options such as --cpu-isa are passed on in the environment; what typer sets is not."""
+    first = ahead()
+    monkeypatch.setenv("_TYPER_FORCE_DISABLE_TERMINAL", "1")
+    assert first.environment == spawn._environment()
+    monkeypatch.setenv("LLM_WORKER_CPU_ISA", "baseline")
+    taken = spawn.take()
+    assert (taken is first, is_alive(first.process.pid)) == (False, False)
+    assert taken.environment["LLM_WORKER_CPU_ISA"] == "baseline"
+    taken.kill()
+
+
+def test_process_that_has_ended_is_not_used() -> None:
+    first = ahead()
+    first.process.kill()
+    first.process.wait()
+    taken = spawn.take()
+    assert is_alive(taken.process.pid)
+    taken.kill()
+
+
+@pytest.mark.parametrize(
+    "arguments", [["run", "serve"], ["serve", "--help"], ["serve", "--engine-process", "off"], ["--version"], []]
+)
+def test_other_commands_start_none(arguments: list[str]) -> None:
+    spawn.spawn_ahead(arguments)
+    assert spawn._ahead == []
+
+
+def test_command_that_fails_leaves_no_process() -> None:
+    """A usage error is found after the engine's process was started."""
+    line = [sys.executable, "-m", "llm_worker_rbee", "serve", "--port", "none"]
+    mark = f"{os.getpid()}-spawn"
+    done = subprocess.run(line, capture_output=True, timeout=LIMIT_S, check=False, env={**os.environ, MARK: mark})
+    assert (done.returncode, marked_processes(mark)) == (2, []), done.stderr
