@@ -6,6 +6,7 @@ import json
 import os
 import pty
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -20,7 +21,7 @@ from uuid import uuid4
 
 import pytest
 
-from llm_worker_rbee.backends.cpu.jit import CACHE_VARIABLE
+from llm_worker_rbee.backends.cpu.jit import CACHE_VARIABLE, cache_dir
 from llm_worker_rbee.backends.cpu_info import THREADS_VARIABLE
 from llm_worker_rbee.backends.ops import COMPILING
 from llm_worker_rbee.machine import usable_cores
@@ -167,6 +168,26 @@ def test_failed_load_leaves_no_process(tmp_path: Path) -> None:
         _, said = running.process.communicate(timeout=LIMIT_S)
         assert (running.process.returncode, running.processes()) == (1, []), said
         running.close()
+
+
+@ON_CPU
+def test_two_workers_share_a_cache_that_both_fill(digits: Path, tmp_path: Path) -> None:
+    """Both miss the same kernels, compile and store them, and answer alike on their own ports."""
+    folder = cache_dir()
+    assert folder is not None
+    copied = Path(shutil.copytree(folder, tmp_path / folder.name))
+    missing = {path.name for path in copied.glob("elementwise.norm*")}
+    for name in missing:
+        (copied / name).unlink()
+    workers = [ServeProcess("-m", digits, **{CACHE_VARIABLE: str(tmp_path)}) for _ in range(2)]
+    try:
+        first, second = (worker.ready().complete(1, 50) for worker in workers)
+        assert first == second
+        assert workers[0].url != workers[1].url
+        assert missing <= {path.name for path in copied.iterdir()}
+    finally:
+        for worker in workers:
+            worker.close()
 
 
 @ON_CPU
