@@ -12,7 +12,7 @@ request to its `Generation` and get text deltas back. Validation that needs the 
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import NamedTuple
@@ -121,6 +121,8 @@ class Generation:
         if outputs[0].error is not None:
             self.finish_reason, self.last_token_at = "error", now
             raise outputs[0].error
+        if len(outputs) == 1 and len(outputs[0].tokens) == 1 and outputs[0].finish_reason is None:
+            return self._push_token(outputs[0], now)  # most deltas are one token
         self._observe(sum(len(output.tokens) for output in outputs), now)
         texts: list[str] = []
         tokens: list[int] = []
@@ -142,6 +144,15 @@ class Generation:
             texts.append(self._detokenizer.finish())
             self.finish_reason = finish
         return TextDelta("".join(texts), tokens, logprobs, finish, self._detokenizer.stop_matched)
+
+    def _push_token(self, output: TokenOutput, now: float) -> TextDelta:
+        """As `push` of one token that is not the last."""
+        self._observe(1, now)
+        self.num_tokens += 1
+        text = self._detokenizer.push(output.tokens[0])
+        if (stop := self._detokenizer.stop_matched) is not None:
+            self.finish_reason = "stop"
+        return TextDelta(text, output.tokens, output.logprobs, self.finish_reason, stop)
 
     def _detokenize(self, tokens: Sequence[int], texts: list[str]) -> int:
         """Add the text of tokens up to a stop string; return how many tokens that are."""
@@ -167,6 +178,17 @@ class Generation:
         finally:
             self.close()
 
+    def notify(self, on_outputs: Callable[[], None]) -> None:
+        """Call `on_outputs` whenever `take` has a delta: instead of `deltas`, without a task for each reader."""
+        assert self._stream is not None
+        self._stream.notify(on_outputs)
+
+    def take(self) -> TextDelta | None:
+        """Return the delta of the tokens that are there, None without any; raise the error that ended the request."""
+        assert self._stream is not None
+        outputs = self._stream.take_outputs()
+        return self.push(outputs, time.perf_counter()) if outputs else None
+
     def abort(self) -> None:
         """End the request within a step; the reader of `deltas` gets an error."""
         if self._stream is not None:
@@ -180,8 +202,7 @@ class Generation:
         self.abort()
 
     def _observe(self, count: int, now: float) -> None:
-        seconds = now - (self.last_token_at or self.started_at)
-        self.last_token_at = now
+        seconds, self.last_token_at = now - (self.last_token_at or self.started_at), now
         if self.first_token_at:
             self._listener.on_outputs(self, seconds, count)
         else:

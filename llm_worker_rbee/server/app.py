@@ -41,7 +41,7 @@ from .dialects.jobs import Job, Jobs
 from .middleware import RequestMiddleware, error_response
 from .offload import encode_conversation
 from .schema import CANCEL, CHUNK_ITEMS, decode_object, validate_body
-from .sse import DONE, EventStream, encode_event, wait_for_disconnect
+from .sse import DONE, EventStream, PushStream, encode_event, wait_for_disconnect
 from .worker import Worker
 
 T = TypeVar("T")
@@ -133,13 +133,13 @@ class Routes:
     async def info(self, _: Request) -> Response:
         return json_response(describe_worker(self.worker))
 
-    async def _openai(self, start: StartReply, request: Request) -> Response | EventStream:
+    async def _openai(self, start: StartReply, request: Request) -> Response | PushStream:
         reply = await _unless_disconnected(request, start(self.worker, await _read_body(request)))
         headers = {"x-effective-max-tokens": str(reply.max_tokens)}
         if reply.ignored:
             headers["x-ignored-fields"] = NOT_IN_HEADERS.sub("?", ",".join(reply.ignored))[:1_000]
         if reply.streams:
-            return self._events(reply.stream(), reply.close, headers)
+            return PushStream(reply, ping_s=self.worker.settings.ping_s, headers=headers)
         return Response(await _unless_disconnected(request, reply.complete()), 200, headers, JSON_TYPE)
 
     async def post_job(self, request: Request) -> Response:
@@ -192,11 +192,8 @@ class Routes:
 
         return Response(await _unless_disconnected(request, work()), 200, media_type=JSON_TYPE)
 
-    def _events(
-        self, source: AsyncGenerator[bytes, None], on_end: Callable[[], None] = lambda: None,
-        headers: dict[str, str] | None = None,
-    ) -> EventStream:  # fmt: skip
-        return EventStream(source, ping_s=self.worker.settings.ping_s, headers=headers or {}, on_end=on_end)
+    def _events(self, source: AsyncGenerator[bytes, None], on_end: Callable[[], None] = lambda: None) -> EventStream:
+        return EventStream(source, ping_s=self.worker.settings.ping_s, on_end=on_end)
 
     def table(self) -> list[Route]:
         routes: list[tuple[str, Callable[[Request], Any], str]] = [

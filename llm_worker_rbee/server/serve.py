@@ -16,6 +16,7 @@ import socket
 import sys
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from types import FrameType
 from typing import Any
 from uuid import uuid4
@@ -28,7 +29,7 @@ from . import log
 from .app import BODY_TIMEOUT_S, application
 from .middleware import HEADERS_TOO_LONG, MAX_HEADER_BYTES, error_response
 from .orchestrator import announce
-from .sse import PING
+from .sse import PING, WRITE
 from .worker import Worker
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -236,6 +237,7 @@ class Connection(HttpToolsProtocol):
         super().on_headers_complete()
         if self.parser.get_http_version() == "1.0":
             self.cycle.send = send_without_chunks(self.cycle)  # type: ignore[assignment]
+        self.scope[WRITE] = partial(write_chunk, self.cycle)  # type: ignore[literal-required]
 
     def on_message_complete(self) -> None:
         self._num_head_bytes, self._is_in_head = 0, True
@@ -256,6 +258,14 @@ def send_without_chunks(cycle: RequestResponseCycle) -> Callable[[Any], Coroutin
         await send(message)
 
     return send_message
+
+
+def write_chunk(cycle: RequestResponseCycle, data: bytes) -> bool:
+    """Write a part of a body at once; return False where only `send` can: flow control, HTTP/1.0, no client."""
+    if cycle.flow.write_paused or cycle.disconnected or cycle.response_complete or not cycle.chunked_encoding:
+        return False
+    cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+    return True
 
 
 def connection_class(worker: Worker) -> type[Connection]:

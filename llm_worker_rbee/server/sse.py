@@ -1,25 +1,35 @@
 """Server-sent events: one JSON object an event, sent as soon as it exists, and a ping on an idle stream.
 
 A disconnect closes the source at once. A client that does not read is cut off by its connection (`serve.Connection`).
+`EventStream` sends what an asynchronous generator yields. `PushStream` is for the tokens of completions: it has no task
+that wakes up for each event, and writes to the connection without the layers between.
 """
 
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Mapping
+from contextvars import copy_context
 from typing import Any
 
 import msgspec
 
+WRITE = "llm_worker_rbee.write"  # of an ASGI scope: `bool(bytes)`, which writes a part of the body at once if it can
 DONE = b"data: [DONE]\n\n"
 PING = b": ping\n\n"
 HEADERS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-store", "x-accel-buffering": "no"}
-_encode = msgspec.json.Encoder().encode
+encode_json = msgspec.json.Encoder().encode
 
 
 def encode_event(data: Mapping[str, Any]) -> bytes:
     """Return the bytes of one event."""
-    return b"data: " + _encode(data) + b"\n\n"
+    return b"data: " + encode_json(data) + b"\n\n"
+
+
+def encode_headers(headers: Mapping[str, str]) -> list[tuple[bytes, bytes]]:
+    """Return the headers of an event stream, with these in addition."""
+    return [(k.encode("latin-1"), v.encode("latin-1")) for k, v in {**HEADERS, **headers}.items()]
 
 
 class EventStream:
@@ -32,7 +42,7 @@ class EventStream:
         self._source = source
         self._on_end = on_end  # a generator that was never started cleans nothing up
         self._ping_s = ping_s
-        self._headers = [(k.encode("latin-1"), v.encode("latin-1")) for k, v in {**HEADERS, **headers}.items()]
+        self._headers = encode_headers(headers)
         self._is_idle = True
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -62,6 +72,104 @@ class EventStream:
             if self._is_idle:
                 await send({"type": "http.response.body", "body": PING, "more_body": True})
             self._is_idle = True
+
+
+class EventSource(ABC):
+    """Makes events, and tells when there are some. All of it is called in the event loop."""
+
+    is_finished = False  # no events come after those that were taken
+
+    @abstractmethod
+    def start(self, on_ready: Callable[[], None]) -> None:
+        """Call `on_ready` from now on whenever there is something to take; more than once does no harm."""
+
+    @abstractmethod
+    def take(self) -> bytes:
+        """Return the events that are there; it must not raise."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release everything."""
+
+
+class PushStream:
+    """A streamed response of an `EventSource`, which is closed in any case.
+
+    Events are written by the callback that took them, through `scope[WRITE]` where the server offers it; a task sends
+    them where it does not, and while the client does not read.
+    """
+
+    def __init__(self, source: EventSource, *, ping_s: float, headers: Mapping[str, str] = {}) -> None:
+        self._source, self._ping_s = source, ping_s
+        self._headers = encode_headers(headers)
+        self._is_idle, self._is_scheduled = True, False
+        self._sending: asyncio.Task[None] | None = None
+        self._last = b""  # events that are sent with the end
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        self._loop, self._context = asyncio.get_running_loop(), copy_context()
+        self._send, self._write = send, scope.get(WRITE, _cannot_write)
+        self._ended: asyncio.Future[bool] = self._loop.create_future()  # whether all events were taken
+        disconnect = asyncio.ensure_future(wait_for_disconnect(receive))
+        self._ping = self._loop.call_later(self._ping_s, self._on_ping_time)
+        try:
+            await send({"type": "http.response.start", "status": 200, "headers": self._headers})
+            disconnect.add_done_callback(lambda _: self._end(False))
+            self._source.start(self._on_ready)
+            if await self._ended:
+                await send({"type": "http.response.body", "body": self._last, "more_body": False})
+        except OSError:
+            pass  # the client is gone
+        finally:
+            self._end(False)
+            self._ping.cancel()
+            for task in filter(None, (disconnect, self._sending)):
+                task.cancel()
+            self._source.close()
+
+    def _end(self, is_complete: bool) -> None:
+        if not self._ended.done():
+            self._ended.set_result(is_complete)
+
+    def _on_ready(self) -> None:
+        """Flush once for all that is ready in this iteration of the event loop."""
+        if not self._is_scheduled:
+            self._is_scheduled = True
+            self._loop.call_soon(self._flush, context=self._context)
+
+    def _flush(self) -> None:
+        """Write what is ready, unless a task is sending: it flushes afterwards."""
+        self._is_scheduled = False
+        if self._sending is not None or self._ended.done():
+            return
+        events = self._source.take()
+        if self._source.is_finished:
+            self._last = events
+            self._end(True)
+        elif events:
+            self._is_idle = False
+            if not self._write(events):
+                self._sending = asyncio.ensure_future(self._send_events(events))
+
+    async def _send_events(self, events: bytes) -> None:
+        try:
+            await self._send({"type": "http.response.body", "body": events, "more_body": True})
+        except Exception as error:
+            if not self._ended.done():
+                self._ended.set_exception(error)
+        finally:
+            self._sending = None
+        self._flush()
+
+    def _on_ping_time(self) -> None:
+        if self._is_idle and self._sending is None and not self._write(PING):
+            self._sending = asyncio.ensure_future(self._send_events(PING))
+        self._is_idle = True
+        self._ping = self._loop.call_later(self._ping_s, self._on_ping_time)
+
+
+def _cannot_write(_: bytes) -> bool:
+    return False
 
 
 async def wait_for_disconnect(receive: Any) -> None:

@@ -9,7 +9,7 @@ process and as MessagePack between processes (wire.py). What an engine computes 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -225,10 +225,11 @@ class RequestState:
 
     def add(self, output: TokenOutput) -> None:
         """Record tokens, or the end."""
-        self.tokens += output.tokens[:-1] if output.finish_reason == "stop" else output.tokens
+        finish_reason = output.finish_reason
+        self.tokens += output.tokens[:-1] if finish_reason == "stop" else output.tokens
         if output.prompt_logprobs is not None:
             self.prompt_logprobs = output.prompt_logprobs
-        if output.finish_reason is not None:
+        if finish_reason is not None:
             self.is_finished, self.is_running = True, False
 
 
@@ -241,6 +242,14 @@ class RequestStream(ABC):
     async def next_outputs(self) -> list[TokenOutput]:
         """Return all outputs that are there, at least one; none after the end. An error is raised after the outputs
         before it."""
+
+    @abstractmethod
+    def take_outputs(self) -> list[TokenOutput]:
+        """Return all outputs that are there, which may be none; raise as `next_outputs` does."""
+
+    @abstractmethod
+    def notify(self, on_outputs: Callable[[], None]) -> None:
+        """Call `on_outputs` whenever there are outputs to take, now or later. It must neither block nor raise."""
 
     @abstractmethod
     def abort(self) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import Callable
 
 from ..errors import RequestCancelledError, WorkerError
@@ -22,21 +21,34 @@ class QueuedStream(RequestStream):
         self.request = request
         self.on_abort = on_abort
         self._max_buffered_outputs = max_buffered_outputs
-        self._outputs: deque[TokenOutput] = deque()
+        self._outputs: list[TokenOutput] = []
         self._changed = asyncio.Event()
+        self._on_outputs: Callable[[], None] = self._changed.set
 
     async def next_outputs(self) -> list[TokenOutput]:
-        while not self._outputs:
-            if self.request.is_finished:
-                return []
+        while not self._outputs and not self.request.is_finished:
             self._changed.clear()
             await self._changed.wait()
-        if self._outputs[0].error is not None:
-            raise self._outputs.popleft().error  # type: ignore[misc]
-        found: list[TokenOutput] = []
-        while self._outputs and self._outputs[0].error is None:
-            found.append(self._outputs.popleft())
-        return found
+        return self.take_outputs()
+
+    def take_outputs(self) -> list[TokenOutput]:
+        outputs = self._outputs
+        if not outputs:
+            return outputs
+        if outputs[-1].error is None:  # an error is the last output
+            self._outputs = []
+        elif len(outputs) > 1:  # it is raised by the next call
+            self._outputs = [outputs.pop()]
+            self._on_outputs()
+        else:
+            self._outputs = []
+            raise outputs[0].error  # type: ignore[misc]
+        return outputs
+
+    def notify(self, on_outputs: Callable[[], None]) -> None:
+        self._on_outputs = on_outputs
+        if self._outputs:
+            on_outputs()
 
     def abort(self) -> None:
         self.finish_with(RequestCancelledError("the request was cancelled"))
@@ -51,7 +63,7 @@ class QueuedStream(RequestStream):
             self._outputs.clear()
             message = f"the output was not read: {self._max_buffered_outputs} tokens were waiting"
             self.finish_with(RequestCancelledError(message))
-        self._changed.set()
+        self._on_outputs()
 
     def finish_with(self, error: WorkerError) -> None:
         """End the request with an error, and drop it from its engine."""

@@ -51,12 +51,25 @@ class Detokenizer:
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._stops = [StopString(text) for text in stop]
         self._held = ""
+        self._texts = tokenizer.whole_texts if skip_special else {}
+        self._is_between_chars = False  # and nothing else depends on the tokens before: see `push`
 
     def push(self, token_id: int) -> str:
-        """Add one token; return the text that is final now."""
+        """Add one token; return the text that is final now.
+
+        Between two characters, without stop strings, a token that has whole characters always adds the same text.
+        """
+        if self._is_between_chars and (text := self._texts.get(token_id)) is not None:
+            return text
         if self.stop_matched is not None:
             return ""
-        return self._release(self._utf8.decode(self._joiner.push(token_id)))
+        raw = self._joiner.push(token_id)
+        text = self._utf8.decode(raw)
+        was_between_chars = self._is_between_chars
+        self._is_between_chars = not (self._stops or self._utf8.getstate()[0] or self._joiner.drops_space)
+        if was_between_chars and self._is_between_chars:
+            self._texts[token_id] = text
+        return self._release(text)
 
     def finish(self) -> str:
         """End the text; return what was held back."""

@@ -231,6 +231,7 @@ class Tokenizer:
         self.chat_template = chat_template
         self.space_at_start, self.space_after_special = space_at_start, space_after_special
         self.decode_error = decode_error  # set if it can only encode
+        self.whole_texts: dict[int, str] = {}  # of tokens that were decoded and have whole characters; special ones: ""
         self._vocabulary, self._encoder = vocabulary, encoder
         self._prefix, self._suffix = list(ends.prefix), list(ends.suffix)
 
@@ -335,7 +336,7 @@ class ByteJoiner:
         if tokenizer.decode_error is not None:
             raise TokenizerError(tokenizer.decode_error)
         self._tokenizer, self._skip_special = tokenizer, skip_special
-        self._drop_space = tokenizer.space_at_start and not continuation
+        self.drops_space = tokenizer.space_at_start and not continuation
 
     def push(self, token_id: int) -> bytes:
         """Return the bytes that this token adds to the text."""
@@ -343,17 +344,17 @@ class ByteJoiner:
         if tokenizer.is_special(token_id):
             if self._skip_special:
                 return b""
-            self._drop_space = tokenizer.space_after_special
+            self.drops_space = tokenizer.space_after_special
             return tokenizer.token_bytes(token_id)
         raw = tokenizer.token_bytes(token_id)
-        if raw and self._drop_space:
-            self._drop_space = False
+        if raw and self.drops_space:
+            self.drops_space = False
             return raw.removeprefix(b" ")
         return raw
 
     def join(self, ids: Sequence[int]) -> bytes:
         """Return the bytes that these tokens add to the text: the same as of `push` for each."""
-        if self._drop_space or (self._tokenizer.space_after_special and not self._skip_special):
+        if self.drops_space or (self._tokenizer.space_after_special and not self._skip_special):
             return b"".join([self.push(token_id) for token_id in ids])
         added = {token_id: self.push(token_id) for token_id in dict.fromkeys(ids)}  # each depends on its id alone
         return b"".join([added[token_id] for token_id in ids])

@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import codecs
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 from uuid import uuid4
@@ -21,7 +21,7 @@ from ...tokenizer import Tokenizer
 from .. import log
 from ..bodies import CompletionRequest
 from ..offload import estimate_tokens
-from ..sse import DONE, encode_event
+from ..sse import DONE, EventSource, encode_event, encode_json
 from ..worker import Worker
 
 TOKEN_BYTES = 16  # of a reply, an estimate
@@ -76,7 +76,7 @@ async def _start(worker: Worker, request: CompletionRequest) -> Reply:
     return Reply(worker, request, prompts, generations)
 
 
-class Reply:
+class Reply(EventSource):
     """The generations of one request, and the chunks or the object made of them."""
 
     def __init__(
@@ -91,6 +91,9 @@ class Reply:
         self._is_scored_only = request.values["max_tokens"] == 0
         self._has_echoed = [not request.values.get("echo") for _ in generations]
         self._text_logprobs = [TextLogprobs(self._tokenizer) for _ in generations]
+        self._events = b""  # not taken
+        self._open: dict[int, Generation] = {}  # not finished, by their indices
+        self._templates: dict[int, tuple[bytes, bytes] | None] = {}
 
     @property
     def max_tokens(self) -> int:
@@ -102,30 +105,72 @@ class Reply:
         for generation in self.generations:
             generation.close()
 
-    async def stream(self) -> AsyncGenerator[bytes, None]:
-        """Yield the chunks as server-sent events; an error is the last event before [DONE]."""
-        head = self._head("chat.completion.chunk" if self._is_chat else "text_completion")
-        includes_usage = self._values["stream_options"].get("include_usage", False)
-        tail: dict[str, Any] = {"usage": None} if includes_usage else {}
+    def start(self, on_ready: Callable[[], None]) -> None:
+        """Stream the chunks as server-sent events; an error is the last event before [DONE]."""
+        kind = "chat.completion.chunk" if self._is_chat else "text_completion"
+        self._chunk_head = self._head(kind)
+        self._includes_usage = self._values["stream_options"].get("include_usage", False)
+        if self._is_chat:
+            first = {"role": "assistant", "content": ""}
+            for i in range(len(self.generations)):
+                self._events += self._encode_chunk(
+                    {"index": i, "delta": first, "logprobs": None, "finish_reason": None}
+                )
+        self._open = dict(enumerate(self.generations))
+        for i, generation in self._open.items():
+            self._templates[i] = self._chunk_template(i)
+            generation.notify(on_ready)
+        if self._events:
+            on_ready()
+
+    def take(self) -> bytes:
+        events, self._events = self._events, b""
         try:
-            if self._is_chat:
-                for i in range(len(self.generations)):
-                    first = {"role": "assistant", "content": ""}
-                    choice = {"index": i, "delta": first, "logprobs": None, "finish_reason": None}
-                    yield encode_event({**head, "choices": [choice], **tail})
-            async for i, delta in merge_streams(self.generations):
-                for choice in self._chunk_choices(i, delta):
-                    yield encode_event({**head, "choices": [choice], **tail})
-            if includes_usage:
-                yield encode_event({**head, "choices": [], "usage": self._usage()})
+            for i, generation in list(self._open.items()):
+                if (delta := generation.take()) is not None:
+                    events += self._encode_delta(i, delta)
+                    if delta.finish_reason is not None:
+                        del self._open[i]
+                        generation.close()
+            if not self._open:
+                if self._includes_usage:
+                    events += encode_event({**self._chunk_head, "choices": [], "usage": self._usage()})
+                events += self._finish()
         except WorkerError as error:
-            yield encode_event(error_body(error))
+            events += encode_event(error_body(error)) + self._finish()
         except Exception as error:
             log.request_failed(error)
-            yield encode_event(error_body(InferenceError("internal error of the worker")))
-        finally:
-            self.close()
-        yield DONE
+            events += encode_event(error_body(InferenceError("internal error of the worker"))) + self._finish()
+        return events
+
+    def _finish(self) -> bytes:
+        self.is_finished = True
+        self.close()
+        return DONE
+
+    def _encode_delta(self, i: int, delta: TextDelta) -> bytes:
+        """Return the chunks of a delta. Most differ from each other by their text alone."""
+        if delta.finish_reason is None and not delta.logprobs and (template := self._templates[i]) is not None:
+            if not delta.text and self._is_chat:
+                return b""
+            before, after = template
+            return before + encode_json(delta.text) + after
+        return b"".join([self._encode_chunk(choice) for choice in self._chunk_choices(i, delta)])
+
+    def _encode_chunk(self, choice: dict[str, Any]) -> bytes:
+        tail: dict[str, Any] = {"usage": None} if self._includes_usage else {}
+        return encode_event({**self._chunk_head, "choices": [choice], **tail})
+
+    def _chunk_template(self, i: int) -> tuple[bytes, bytes] | None:
+        """Return what precedes and follows the text in most chunks of a choice; None where chunks differ in more."""
+        if self._values["logprobs"] or not self._has_echoed[i] or self._is_scored_only:
+            return None
+        if self._values["logprobs"] is not None and not self._is_chat:
+            return None
+        key = b'"content":' if self._is_chat else b'"text":'
+        (choice,) = self._chunk_choices(i, TextDelta("-", [], []))
+        before, _, after = self._encode_chunk(choice).rpartition(key + b'"-"')  # no string holds it: quotes are escaped
+        return before + key, after
 
     def _chunk_choices(self, i: int, delta: TextDelta) -> list[dict[str, Any]]:
         if self._is_chat:
@@ -204,39 +249,6 @@ class Reply:
             "id": f"{prefix}-{uuid4().hex}", "object": kind, "created": int(time.time()),
             "model": self._worker.names[0], "system_fingerprint": None,
         }  # fmt: skip
-
-
-async def merge_streams(generations: Sequence[Generation]) -> AsyncGenerator[tuple[int, TextDelta], None]:
-    """Yield (index, delta) of all generations as they come; the first error ends all."""
-    if len(generations) == 1:
-        async for delta in generations[0].deltas():
-            yield 0, delta
-        return
-    queue: asyncio.Queue[tuple[int, TextDelta | Exception | None]] = asyncio.Queue()
-
-    async def forward(i: int, generation: Generation) -> None:
-        try:
-            async for delta in generation.deltas():
-                queue.put_nowait((i, delta))
-            queue.put_nowait((i, None))
-        except Exception as error:  # the reader waits for an end of every generation
-            queue.put_nowait((i, error))
-
-    tasks = [asyncio.ensure_future(forward(i, generation)) for i, generation in enumerate(generations)]
-    try:
-        num_open = len(generations)
-        while num_open:
-            i, item = await queue.get()
-            if isinstance(item, Exception):
-                raise item
-            if item is None:
-                num_open -= 1
-            else:
-                yield i, item
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _fold(generation: Generation) -> TextDelta:
