@@ -94,6 +94,47 @@ def test_engine_killed_under_16_streams_fails_none(serve: Serve) -> None:
     assert running.process.returncode == 0
 
 
+def test_replicas_serve_while_one_is_killed_and_while_all_are_restarted(serve: Serve) -> None:
+    running = serve("--replicas", "2", "--engine-restarts", "100").ready()
+    expected = [running.complete(seed) for seed in range(16)]
+    with ThreadPoolExecutor(16) as pool:
+        before = running.engines()
+        assert len(before) == 2
+        found = [pool.submit(running.complete, seed) for seed in range(16)]
+        os.kill(before[0], signal.SIGKILL)
+        until(
+            lambda: (health := running.http.get("/health")).json()["status"] == "degraded" or health.status_code != 200
+        )
+        assert running.http.get("/health").status_code == 200
+        assert [task.result() for task in found] == expected
+        until(lambda: running.http.get("/health").json()["status"] == "healthy")
+        found = [pool.submit(running.complete, seed) for seed in range(16)]
+        killed = running.engines()
+        running.process.send_signal(signal.SIGUSR2)
+        until(lambda: len(running.engines()) == 2 and not set(killed) & set(running.engines()))
+        assert [task.result() for task in found] == expected
+        until(lambda: running.http.get("/health").json()["status"] == "healthy")
+    assert (running.metric("engine_restarts_total"), running.metric("num_engines_serving")) == (1, 2)
+    replicas = running.http.get("/info").json()["replicas"]
+    assert [(one["status"], one["requests"]) for one in replicas] == [("healthy", 0)] * 2
+    assert sum(one["restarts"] for one in replicas) == 1
+    processes = running.processes()
+    running.process.send_signal(signal.SIGTERM)
+    assert running.process.wait(LIMIT_S) == 0
+    assert not any(map(is_alive, processes))
+
+
+def test_one_engine_is_restarted_by_a_signal_without_a_failed_request(serve: Serve) -> None:
+    running = serve("--engine-restarts", "0").ready()
+    expected, before = running.complete(1), running.engine()
+    with ThreadPoolExecutor(1) as pool:
+        task = pool.submit(running.complete, 1)
+        running.process.send_signal(signal.SIGUSR2)
+        until(lambda: running.engines() not in ([], [before]))
+        assert task.result() == expected
+    assert running.metric("engine_restarts_total") == 0
+
+
 @ON_CPU
 def test_failed_step_is_logged_with_the_correlation_id(serve: Serve, faults: EngineFaults) -> None:
     running, mark = serve().ready(), str(uuid4())

@@ -43,9 +43,13 @@ class ServeProcess:
 
     def engine(self) -> int:
         """Return the process id of the engine."""
-        found = [pid for pid in children(self.process.pid) if "token_engine.child" in command(pid)]
+        found = self.engines()
         assert len(found) == 1, found
         return found[0]
+
+    def engines(self) -> list[int]:
+        """Return the process ids of all engines."""
+        return [pid for pid in children(self.process.pid) if "token_engine.child" in command(pid)]
 
     def complete(self, seed: int, max_tokens: int = 300, **fields: Any) -> Any:
         body = {"prompt": "?", "temperature": 1.0, "seed": seed, "max_tokens": max_tokens, **fields}
