@@ -65,6 +65,7 @@ class Replay:
     num_deaths: int = 0
     num_deaths_alone: int = 0
     num_tokens_at_death: int = 0
+    timer: asyncio.TimerHandle | None = None  # of the deadline
     context: Context = field(default_factory=copy_context)  # log lines about it have its correlation id
 
     @property
@@ -138,7 +139,7 @@ class SupervisedEngine(TokenEngine):
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         replay = Replay(QueuedStream(request, self._abort), deadline, hashes)
         if timeout_s is not None:  # the engine's own clock is not there during a restart
-            asyncio.get_running_loop().call_later(timeout_s + DEADLINE_GRACE_S, _expire, replay)
+            replay.timer = asyncio.get_running_loop().call_later(timeout_s + DEADLINE_GRACE_S, _expire, replay)
         self.adopt(replay)
         return replay.stream
 
@@ -221,6 +222,8 @@ class SupervisedEngine(TokenEngine):
         replay = self._replays.pop(request.id, None)
         if replay is not None:
             self._index.remove_pending(replay.hashes)
+            if replay.request.is_finished and replay.timer is not None:
+                replay.timer.cancel()  # it would keep the request until the deadline
         return replay
 
     def _take(self, message: FromEngine) -> None:

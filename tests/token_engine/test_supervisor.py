@@ -4,9 +4,11 @@ alone is refused; what is no message ends that engine only."""
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import resource
 import signal
+import weakref
 from collections.abc import Callable, Coroutine
 from functools import partial
 from pathlib import Path
@@ -315,6 +317,11 @@ def test_deadline_passes_while_the_engine_restarts(load: Load) -> None:
         with pytest.raises(DeadlineError, match="timed out after"):
             await outputs_of(stream)
         await restarted(engine, 1)
-        assert len(await outputs_of(engine.submit(request(1, 5)))) == 5
+        stream = engine.submit(request(1, 5, timeout_s=3600))
+        assert len(await outputs_of(stream)) == 5
+        ended = weakref.ref(stream)
+        del stream
+        gc.collect()
+        assert ended() is None, "the deadline keeps a request that is finished"
 
     run(main, load)
