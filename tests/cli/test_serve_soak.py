@@ -22,6 +22,7 @@ from tests.helpers import tiny_models
 from tests.helpers.serve_process import LIMIT_S, ServeProcess, until
 
 ROUNDS = int(os.environ.get("LLM_WORKER_SOAK_ROUNDS", "4"))
+NUM_ENGINES = [1] if ROUNDS < 10 else [1, 2]
 NUM_CLIENTS, NUM_BODIES = 8, 48
 MAX_GROWTH_BYTES = 4 << 20  # of the front, from the middle of the rounds to their end
 KINDS = ("completion", "chat", "stream", "job", "leaving")
@@ -41,6 +42,7 @@ def bodies(draw: random.Random) -> Iterator[tuple[str, dict[str, Any]]]:
             body["n"] = draw.choice((1, 1, 2, 3))
         if kind in ("stream", "leaving"):
             body["stream"] = True
+        body |= draw.choice(({}, {"timeout_ms": 1000 * LIMIT_S}))
         body |= draw.choice(({}, {"stop": list("aei")}, {"repetition_penalty": 1.3}, {"priority": draw.randint(-2, 2)}))
         yield kind, body
 
@@ -87,7 +89,7 @@ class Soak:
             for count, task in enumerate(as_completed(tasks), 1):
                 answers[tasks[task]] = task.result()
                 if count == num_answers_to_kill:
-                    os.kill(self.running.engine(), signal.SIGKILL)
+                    os.kill(self.draw.choice(self.running.engines()), signal.SIGKILL)
         return answers
 
     def require_idle(self, num_restarts: int = 0) -> None:
@@ -107,11 +109,13 @@ class Soak:
 
 @ON_CPU
 @pytest.mark.timeout(120 + 60 * ROUNDS)
-def test_answers_stay_the_same_while_engines_are_killed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_engines", NUM_ENGINES)
+def test_answers_stay_the_same_while_engines_are_killed(tmp_path: Path, num_engines: int) -> None:
     """Each token depends on all before it. The first rounds, undisturbed, are the measure of the others."""
     model = with_kernels(tiny_models.write_random(tmp_path / "random.gguf"))
     with (tmp_path / "log").open("wb") as log:
-        running = ServeProcess("-m", model, "--engine-restarts", "100", stderr=log.fileno()).ready()
+        options = "--engine-restarts", "100", "--replicas", str(num_engines)
+        running = ServeProcess("-m", model, *options, stderr=log.fileno()).ready()
     try:
         soak = Soak(running)
         expected = soak.run_round(None)

@@ -109,13 +109,14 @@ def test_engine_killed_in_decode_goes_on_with_the_same_output(load: Load) -> Non
 
 @ON_CPU
 def test_engine_killed_in_any_state_of_a_request(load: Load, faults: EngineFaults, random_model: Path) -> None:
-    """A model whose every token depends on all before. Five requests for four batch slots: one is queued."""
+    """A model whose every token depends on all before. Six requests for four batch slots: some are queued."""
 
     async def main(engine: SupervisedEngine) -> None:
         cases = [*CASES.values(), {}]
         made = [partial(request, i, 24, prompt=list(range(60 + i)), **params) for i, params in enumerate(cases)]
+        made += [partial(request, 9, 0, prompt=list(range(90)), prompt_logprobs=True)]  # it is only scored
         expected = [summary(await outputs_of(engine.submit(one()))) for one in made]
-        assert len({str(one) for one in expected}) == len(cases)
+        assert len({str(one) for one in expected}) == len(made)
         for times, state in enumerate(KILLS, 1):
             faults.arm(state)
             streams = [engine.submit(one()) for one in made]
