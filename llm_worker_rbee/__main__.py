@@ -2,7 +2,7 @@
 
 Signals are handled before anything else is imported: importing the commands takes a second. SIGTERM or Ctrl-C ends a
 `serve` that does not listen yet with status 0, as it does later (`server.serve.Signals`). Its engine is started
-first, to import what it needs at the same time.
+first, to import what it needs at the same time. SIGTERM ends other commands as Ctrl-C does.
 """
 
 import os
@@ -25,6 +25,8 @@ def _handle_signals() -> None:
     if next((arg for arg in sys.argv[1:] if not arg.startswith("-")), None) == "serve":
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: os._exit(0))
+    else:
+        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # what it has started is ended, too
     signal.signal(signal.SIGALRM, signal.default_int_handler)  # of the timer above
     sys.unraisablehook = _retry_interrupt
 

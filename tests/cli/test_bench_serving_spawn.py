@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.helpers.process import spawn
+from tests.helpers.serve_process import LIMIT_S, MARK, marked_processes, until
 
 from .conftest import Run
 
@@ -58,3 +65,15 @@ def test_spawn_invalid_options_fail(cli: Run, args: list[str], status: int, mess
     done = cli("bench", "serving", *args)
     assert (done.returncode, done.stdout) == (status, b"")
     assert message in " ".join(done.stderr.decode().split())
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_benchmark_that_is_ended_ends_its_server(tiny: Path, number: signal.Signals) -> None:
+    arguments = ["bench", "serving", "--spawn", "--engine", "null", "-m", str(tiny), "--duration", "60"]
+    env = {**os.environ, MARK: (mark := f"bench-{os.getpid()}-{number}")}
+    process = spawn([sys.executable, "-m", "llm_worker_rbee", *arguments], stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL, env=env)  # fmt: skip
+    until(lambda: len(marked_processes(mark)) >= 3)  # itself, the front and the engine
+    process.send_signal(number)
+    assert process.wait(LIMIT_S) == 128 + number
+    until(lambda: not marked_processes(mark))
