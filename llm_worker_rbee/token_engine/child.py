@@ -20,7 +20,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
-from .. import machine
 from ..backends.select import has_driver, import_cpu_backend
 from ..errors import InferenceError, WorkerError
 from ..load import LoadOptions, LoadPhases
@@ -184,12 +183,10 @@ def describe_failure(error: BaseException) -> str:
 
 
 def main() -> NoReturn:
-    """Run an engine: arguments are the socket's file descriptor and the front's process id."""
-    descriptor, front = map(int, sys.argv[1:3])
-    machine.exit_with_parent(front)
+    """Run an engine, in a process of `spawn`: the first argument is the socket's file descriptor."""
     for number in (signal.SIGINT, signal.SIGTERM):  # a service manager sends them to both: the front drains
         signal.signal(number, signal.SIG_IGN)
-    connection = Connection(socket.socket(fileno=descriptor))
+    connection = Connection(socket.socket(fileno=int(sys.argv[1])))
     root = logging.getLogger()
     root.handlers = [_FrontLog(connection)]
     logging.captureWarnings(True)
@@ -207,7 +204,3 @@ def main() -> NoReturn:
         connection.send(LogLine(logging.ERROR, f"the engine ends: {describe_failure(cause)}"))
         connection.flush()
         os._exit(EXIT_FAILED)
-
-
-if __name__ == "__main__":
-    main()

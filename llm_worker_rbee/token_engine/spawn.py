@@ -12,6 +12,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+# It ends with its parent already while it imports the rest.
+PROGRAM = f"""
+import sys
+from {__package__.rpartition(".")[0]}.machine import exit_with_parent
+exit_with_parent(int(sys.argv[2]))
+from {__package__}.child import main
+main()
+"""
+
 
 class SpawnedProcess(NamedTuple):
     """A process that waits for its `Load` message, and the front's end of its socket."""
@@ -35,7 +44,7 @@ def spawn() -> SpawnedProcess:
     with other:
         try:
             os.set_inheritable(other.fileno(), True)
-            command = [sys.executable, "-P", "-m", f"{__package__}.child", str(other.fileno()), str(os.getpid())]
+            command = [sys.executable, "-P", "-c", PROGRAM, str(other.fileno()), str(os.getpid())]
             environment = _environment()
             process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, pass_fds=[other.fileno()],

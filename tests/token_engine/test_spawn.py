@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,7 +12,8 @@ import pytest
 
 from llm_worker_rbee.token_engine import spawn
 from tests.helpers.process import is_alive
-from tests.helpers.serve_process import LIMIT_S, MARK, marked_processes
+from tests.helpers.process import spawn as spawn_process
+from tests.helpers.serve_process import LIMIT_S, MARK, command, marked_processes, until
 
 
 @pytest.fixture(autouse=True)
@@ -71,3 +73,15 @@ def test_command_that_fails_leaves_no_process() -> None:
     mark = f"{os.getpid()}-spawn"
     done = subprocess.run(line, capture_output=True, timeout=LIMIT_S, check=False, env={**os.environ, MARK: mark})
     assert (done.returncode, marked_processes(mark)) == (2, []), done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_front_that_ends_while_it_imports_takes_the_process_along(number: signal.Signals) -> None:
+    """The engine's process imports at the same time; neither has handled a message."""
+    mark = f"{os.getpid()}-{number.name}"
+    line = [sys.executable, "-m", "llm_worker_rbee", "serve", "--port", "0"]
+    front = spawn_process(line, stdout=subprocess.DEVNULL, env={**os.environ, MARK: mark})
+    until(lambda: any("token_engine.child" in command(pid) for pid in marked_processes(mark)))
+    front.send_signal(number)
+    assert front.wait(LIMIT_S) == (-number if number == signal.SIGKILL else 0)
+    until(lambda: not marked_processes(mark), 2.0)
