@@ -95,9 +95,12 @@ class Soak:
     def require_idle(self, num_restarts: int = 0) -> None:
         """Require that no request holds anything, after so many restarts."""
         until(lambda: self.running.metric("engine_restarts_total") == num_restarts)
-        health = self.running.http.get("/health").json
-        until(lambda: (found := health())["status"] == "healthy" and found["running"] == found["waiting"] == 0)
+        until(lambda: self._health() == ("healthy", 0, 0))
         until(lambda: self.running.metric("kv_cache_usage_perc") == 0)
+
+    def _health(self) -> tuple[str, int, int]:
+        found = self.running.http.get("/health").json()
+        return found["status"], found["running"], found["waiting"]
 
     def num_descriptors(self) -> int:
         return len(list(Path(f"/proc/{self.running.process.pid}/fd").iterdir()))
