@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter
 from contextvars import Context
 from dataclasses import replace
 
@@ -26,9 +25,18 @@ from ..engine.block_pool import extend_hashes
 from ..engine.request import copy_error
 from ..errors import DeadlineError, InferenceError, WorkerError, counted
 from ..progress import OnStage, Stage
-from ..token_engine.protocol import VERSION, EngineStats, ModelInfo, RequestState, StepResult, Submit, TokenEngine
+from ..token_engine.protocol import (
+    VERSION,
+    EngineStats,
+    ModelInfo,
+    RequestState,
+    StepResult,
+    Submit,
+    TokenEngine,
+    add_stats,
+)
 from ..token_engine.stream import QueuedStream
-from ..token_engine.supervisor import COUNTERS, DEADLINE_GRACE_S
+from ..token_engine.supervisor import DEADLINE_GRACE_S
 from ..token_engine.wire import FrameReader, FromEngine, encode
 from . import reports
 from .reports import EngineReport, shorten
@@ -49,7 +57,8 @@ class RayEngine(TokenEngine):
         self._open: dict[int, tuple[QueuedStream, asyncio.Task[None]]] = {}  # by the ids of requests
         self._watching: asyncio.Task[None] | None = None
         self._reports: dict[str, EngineReport] = {}  # by replica
-        self._counted: Counter[str] = Counter()  # by replicas that are no more
+        self._ended = add_stats([])  # counters of replicas that are no more
+        self._ended_restarts = 0
         self._is_complete = True  # no replica is missing
 
     async def start(self, on_stage: OnStage) -> ModelInfo:
@@ -86,7 +95,7 @@ class RayEngine(TokenEngine):
         raise InferenceError("Ray restarts its replicas: deploy the application again, or scale it")
 
     def stats(self) -> EngineStats:
-        return add_stats(self._counted, [report.stats for report in self._reports.values()])
+        return add_stats([report.stats for report in self._reports.values()], [self._ended])
 
     def status(self) -> str:
         num_healthy = sum(report.status == "healthy" for report in self._reports.values())
@@ -104,10 +113,10 @@ class RayEngine(TokenEngine):
             latest = reports.latest
             for replica in self._reports.keys() - latest.keys():
                 report = self._reports[replica]
-                self._counted.update({name: getattr(report.stats, name) for name in COUNTERS})
-                self._counted["num_restarts"] += report.num_restarts
+                self._ended = add_stats([], [self._ended, report.stats])
+                self._ended_restarts += report.num_restarts
             self._reports = latest
-            self.num_restarts = self._counted["num_restarts"] + sum(one.num_restarts for one in latest.values())
+            self.num_restarts = self._ended_restarts + sum(one.num_restarts for one in latest.values())
             try:
                 status = await asyncio.to_thread(serve.status)
                 deployment = status.applications[self._engines.app_name].deployments[self._engines.deployment_name]
@@ -191,16 +200,3 @@ def _submission(request: RequestState, deadline: float | None) -> Submit:
         params = replace(params, prompt_logprobs=False)
     timeout_s = None if deadline is None else max(0.0, deadline - time.monotonic())
     return msgspec.structs.replace(request.submitted, generated=request.tokens, params=params, timeout_s=timeout_s)
-
-
-def add_stats(before: Counter[str], stats: list[EngineStats]) -> EngineStats:
-    """Return the sums over engines, and of counters from before."""
-    counters = {name: before[name] + sum(getattr(one, name) for one in stats) for name in COUNTERS}
-    known = [one.seconds_per_prefill_token for one in stats if one.seconds_per_prefill_token]
-    return EngineStats(
-        num_free_blocks=sum(one.num_free_blocks for one in stats) if stats else 1,
-        num_blocks=sum(one.num_blocks for one in stats) if stats else 1,
-        seconds_per_prefill_token=sum(known) / len(known) if known else 0.0,
-        device_bytes=sum(one.device_bytes for one in stats), graph_bytes=sum(one.graph_bytes for one in stats),
-        process_bytes=sum(one.process_bytes or 0 for one in stats), **counters,
-    )  # fmt: skip

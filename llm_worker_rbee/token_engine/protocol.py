@@ -110,7 +110,25 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def kv_cache_usage(self) -> float:
         """The part of the KV cache that requests hold, 0 to 1."""
-        return 1 - self.num_free_blocks / self.num_blocks
+        return 1 - self.num_free_blocks / self.num_blocks if self.num_blocks else 0.0
+
+
+COUNTERS = (
+    "num_steps", "num_preemptions", "num_queried_tokens", "num_hit_tokens", "num_drafted_tokens", "num_accepted_tokens",
+)  # fmt: skip
+SUMMED_GAUGES = ("num_free_blocks", "num_blocks", "device_bytes", "graph_bytes")
+
+
+def add_stats(stats: Sequence[EngineStats], ended: Sequence[EngineStats] = ()) -> EngineStats:
+    """Return what engines did and have together; of those that have ended only the counters are left."""
+    rates = [1 / one.seconds_per_prefill_token for one in stats if one.seconds_per_prefill_token]
+    sizes = [one.process_bytes for one in stats if one.process_bytes is not None]
+    return EngineStats(
+        **{name: sum(getattr(one, name) for one in (*stats, *ended)) for name in COUNTERS},
+        **{name: sum(getattr(one, name) for one in stats) for name in SUMMED_GAUGES},
+        seconds_per_prefill_token=1 / sum(rates) if rates else 0.0, process_bytes=sum(sizes) if sizes else None,
+        device_failed=bool(stats) and all(one.device_failed for one in stats),
+    )  # fmt: skip
 
 
 class StepResult(msgspec.Struct, frozen=True, tag=True, kw_only=True):

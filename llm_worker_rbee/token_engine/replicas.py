@@ -18,15 +18,10 @@ from ..engine.block_pool import extend_hashes
 from ..engine.request import copy_error
 from ..errors import InferenceError, WorkerError
 from ..progress import OnStage, Stage, TransferProgress
-from .protocol import EngineStats, Load, ModelInfo, RequestState, TokenEngine
+from .protocol import EngineStats, Load, ModelInfo, RequestState, TokenEngine, add_stats
 from .routing import choose
 from .stream import QueuedStream
 from .supervisor import Replay, SupervisedEngine
-
-SUMMED_STATS = (
-    "num_free_blocks", "num_blocks", "num_steps", "num_preemptions", "num_queried_tokens", "num_hit_tokens",
-    "num_drafted_tokens", "num_accepted_tokens", "device_bytes", "graph_bytes",
-)  # fmt: skip
 
 
 class ReplicaSet(TokenEngine):
@@ -88,14 +83,7 @@ class ReplicaSet(TokenEngine):
         return sum(engine.num_requests for engine in self._engines)
 
     def stats(self) -> EngineStats:
-        stats = [engine.stats() for engine in self._engines]
-        seconds = [one.seconds_per_prefill_token for one in stats if one.seconds_per_prefill_token]
-        sizes = [one.process_bytes for one in stats if one.process_bytes is not None]
-        return EngineStats(
-            **{name: sum(getattr(one, name) for one in stats) for name in SUMMED_STATS},
-            seconds_per_prefill_token=1 / sum(1 / one for one in seconds) if seconds else 0.0,
-            process_bytes=sum(sizes) if sizes else None, device_failed=all(one.device_failed for one in stats),
-        )  # fmt: skip
+        return add_stats([engine.stats() for engine in self._engines])
 
     def status(self) -> str:
         statuses = {engine.status() for engine in self._engines}

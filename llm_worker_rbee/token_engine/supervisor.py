@@ -38,6 +38,7 @@ from .protocol import (
     StageReport,
     StepResult,
     TokenEngine,
+    add_stats,
 )
 from .routing import Candidate, PrefixIndex
 from .stream import QueuedStream, take_result
@@ -49,7 +50,6 @@ DEATHS_TO_ISOLATE, DEATHS_TO_REFUSE = 2, 2  # with other requests; alone
 STALL_FACTOR = 10  # of the slowest step seen
 RESTART_POLL_S = 0.02
 DEADLINE_GRACE_S = 0.05  # for the engine to end a request at its deadline itself
-COUNTERS = ("num_steps", "num_preemptions", "num_drafted_tokens", "num_accepted_tokens")  # of all processes so far
 logger = logging.getLogger("llm_worker_rbee.server")
 
 
@@ -188,9 +188,9 @@ class SupervisedEngine(TokenEngine):
             await asyncio.sleep(RESTART_POLL_S)
 
     def stats(self) -> EngineStats:
-        before = {name: getattr(self._stats_before, name) + getattr(self._stats, name) for name in COUNTERS}
+        stats = add_stats([self._stats], [self._stats_before])
         return msgspec.structs.replace(
-            self._stats, num_queried_tokens=self._num_queried_tokens, num_hit_tokens=self._num_hit_tokens, **before
+            stats, num_queried_tokens=self._num_queried_tokens, num_hit_tokens=self._num_hit_tokens
         )
 
     def status(self) -> str:
