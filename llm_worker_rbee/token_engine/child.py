@@ -7,6 +7,7 @@ starts another one and submits its requests again.
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import select
@@ -35,6 +36,12 @@ STATS_INTERVAL_S = 0.1
 READ_BYTES = 1 << 20
 MAX_UNSENT_BYTES = 16 << 20  # past it a step waits for the front to read
 EXIT_FAILED = 70  # the engine cannot compute any more
+
+
+def _exit(status: int) -> NoReturn:
+    """End the process at once; what was registered for its end, such as removing a temporary folder, is done."""
+    atexit._run_exitfuncs()
+    os._exit(status)
 
 
 class Connection:
@@ -73,7 +80,7 @@ class Connection:
             if events & ~select.POLLOUT:
                 data = self._socket.recv(READ_BYTES)
                 if not data:
-                    os._exit(0)  # no front is left
+                    _exit(0)  # no front is left
                 received += self._reader.feed(data)
             if not wait:
                 break
@@ -92,7 +99,7 @@ class Connection:
         except BlockingIOError:
             pass
         except OSError:
-            os._exit(0)
+            _exit(0)
 
 
 class _FrontLog(logging.Handler):
@@ -196,11 +203,11 @@ def main() -> NoReturn:
         known = error if isinstance(error, WorkerError) else InferenceError(f"{type(error).__name__}: {error}")
         connection.send(Failed(known))
         connection.flush()
-        os._exit(1)
+        _exit(1)
     try:
         _serve(loop, connection)
     except BaseException as error:
         cause = error.__cause__ or error
         connection.send(LogLine(logging.ERROR, f"the engine ends: {describe_failure(cause)}"))
         connection.flush()
-        os._exit(EXIT_FAILED)
+        os._exit(EXIT_FAILED)  # without more: a device that has failed may hang

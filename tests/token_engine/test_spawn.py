@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -57,6 +58,17 @@ def test_process_that_has_ended_is_not_used() -> None:
     taken = spawn.take()
     assert is_alive(taken.process.pid)
     taken.kill()
+
+
+def test_process_ends_with_the_socket_and_cleans_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it registered for its end, such as removing a temporary folder of kernels, is done."""
+    register = f"import atexit, os; atexit.register(os.mkdir, {str(tmp_path / 'x')!r})"
+    (tmp_path / "sitecustomize.py").write_text(register)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    started = spawn.spawn()
+    started.socket.close()
+    assert started.process.wait(LIMIT_S) == 0
+    assert (tmp_path / "x").exists()
 
 
 @pytest.mark.parametrize(
