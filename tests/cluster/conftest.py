@@ -21,6 +21,8 @@ from llm_worker_rbee.cluster import app, reports
 from llm_worker_rbee.cluster.reports import EngineReport
 from llm_worker_rbee.weights.hub import locate_model
 
+from .streams import bodies, expected
+
 LIMIT_S = 120
 NAME = "llm"
 ENGINE = {"threads": 1, "kv_memory": "128M", "device": "cpu"}
@@ -47,11 +49,18 @@ def llm(model: Path) -> LLM:
 
 
 @pytest.fixture(scope="session")
+def texts(llm: LLM) -> list[str]:
+    """What the streams of `streams.bodies` must say."""
+    return expected(llm, bodies())
+
+
+@pytest.fixture(scope="session")
 def ray_url(llm: LLM) -> Iterator[str]:
     """Start Ray and its proxy; return the URL. Kernels are compiled before (`llm`)."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         port = sock.getsockname()[1]
+    os.environ["RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S"] = "1"
     ray.init(num_cpus=8, object_store_memory=100 << 20, include_dashboard=False, log_to_driver=False)
     try:
         serve.start(http_options={"host": "127.0.0.1", "port": port})

@@ -16,7 +16,7 @@ SAMPLING = {"ignore_eos": True, "top_k": 0, "top_p": 0.95, "min_p": 0.0, "repeti
 NUM_STREAMS = 16
 
 
-def bodies(max_tokens: int) -> list[dict[str, Any]]:
+def bodies(max_tokens: int = 64) -> list[dict[str, Any]]:
     """Return the bodies of requests, greedy ones and sampled ones."""
     return [
         {"prompt": f"Chapter {i}. The travellers came to a river and", "max_tokens": max_tokens, "seed": 100 + i,

@@ -3,35 +3,80 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
+from ray import serve
 
-from llm_worker_rbee import LLM
-
-from .conftest import Cluster, actor_ids, child_ids, kill, until
-from .streams import bodies, expected, read_all
-
-MAX_TOKENS = 48
+from .conftest import NAME, Cluster, actor_ids, child_ids, kill, until
+from .streams import bodies, read_all
 
 
-@pytest.fixture(scope="module")
-def texts(llm: LLM) -> list[str]:
-    return expected(llm, bodies(MAX_TOKENS))
+def stream_all(cluster: Cluster, on_running: Callable[[], object] = lambda: None) -> list[str]:
+    return asyncio.run(read_all(cluster.url, bodies(), on_running))
 
 
 def test_answers_are_those_of_one_process(cluster: Cluster, texts: list[str]) -> None:
-    assert asyncio.run(read_all(cluster.url, bodies(MAX_TOKENS), lambda: None)) == texts
-    assert all(report.stats.num_queried_tokens for report in cluster.reports().values())  # both engines computed
+    assert stream_all(cluster) == texts
+    until(lambda: all(report.stats.num_queried_tokens for report in cluster.reports().values()))  # both computed
 
 
 @pytest.mark.parametrize("pids", [actor_ids, child_ids], ids=["actor", "child"])
 def test_killed_engine_loses_no_stream(cluster: Cluster, texts: list[str], pids: Callable[[], list[int]]) -> None:
     before = pids()
     assert len(before) == 2
-    found = asyncio.run(read_all(cluster.url, bodies(MAX_TOKENS), lambda: kill(before[0])))
-    assert found == texts
+
+    def kill_one() -> None:
+        kill(before[0])
+        until(lambda: cluster.health()["status"] == "degraded")
+
+    assert stream_all(cluster, kill_one) == texts
     cluster.until_healthy(2)
     after = until(lambda: len(found := pids()) == 2 and found)
-    assert before[1] in after
-    assert before[0] not in after
+    assert set(before) & set(after) == {before[1]}
+
+
+def test_all_engines_killed_lose_no_stream(cluster: Cluster, texts: list[str]) -> None:
+    def kill_all() -> None:
+        for pid in actor_ids():
+            kill(pid)
+        until(lambda: cluster.health()["status"] == "loading")
+
+    assert stream_all(cluster, kill_all) == texts
+    cluster.until_healthy(2)
+
+
+def test_disconnect_reaches_the_engine(cluster: Cluster) -> None:
+    body = {**bodies(4000)[0], "stream": True}
+    with cluster.http.stream("POST", "/v1/completions", json=body) as reply:
+        next(reply.iter_lines())
+        until(lambda: sum(report.load for report in cluster.reports().values()))
+    until(lambda: not sum(report.load for report in cluster.reports().values()), 10)
+
+
+def test_deadline_passes_while_no_engine_serves(cluster: Cluster) -> None:
+    for pid in actor_ids():
+        kill(pid)
+    body = {"prompt": "Once", "max_tokens": 4, "timeout_ms": 500, "stream": False}
+    reply = cluster.http.post("/v1/jobs", json=body)
+    assert reply.status_code == 504, reply.text
+    cluster.until_healthy(2)
+
+
+@pytest.fixture
+def spare(cluster: Cluster) -> Iterator[Cluster]:
+    """The cluster for a test that changes it."""
+    yield cluster
+    cluster.deploy(engines=2)
+
+
+def test_redeployed_application_finishes_its_streams(spare: Cluster, texts: list[str]) -> None:
+    """Ray replaces the front and the engines, one after the other."""
+    before = actor_ids()
+    assert stream_all(spare, lambda: spare.deploy(engines=2)) == texts
+    assert not set(before) & set(actor_ids())
+
+
+def test_deleted_application_finishes_its_streams(spare: Cluster, texts: list[str]) -> None:
+    assert stream_all(spare, lambda: serve.delete(NAME)) == texts
+    until(lambda: not actor_ids() and not child_ids())
