@@ -11,8 +11,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Sequence
 from contextvars import Context
 from dataclasses import replace
+from typing import cast
 
 import grpc
 import msgspec
@@ -21,7 +23,6 @@ from ray.exceptions import RayError, RayTaskError
 from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import DeploymentStatus
 
-from ..engine.block_pool import extend_hashes
 from ..engine.request import copy_error
 from ..errors import DeadlineError, InferenceError, WorkerError, counted
 from ..progress import OnStage, Stage
@@ -35,11 +36,12 @@ from ..token_engine.protocol import (
     TokenEngine,
     add_stats,
 )
+from ..token_engine.replicas import prompt_hashes
 from ..token_engine.stream import QueuedStream
 from ..token_engine.supervisor import DEADLINE_GRACE_S
 from ..token_engine.wire import FrameReader, FromEngine, encode
 from . import reports
-from .reports import EngineReport, shorten
+from .reports import EngineReport
 
 MAX_DEATHS = 5
 FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.1, 5.0
@@ -107,23 +109,33 @@ class RayEngine(TokenEngine):
     def last_step_age_s(self) -> float:
         return max((report.last_step_age_s for report in self._reports.values()), default=0.0)
 
+    @property
+    def num_restarts(self) -> int:  # type: ignore[override]
+        return self._ended_restarts + sum(report.num_restarts for report in self._reports.values())
+
+    @property
+    def replicas(self) -> Sequence[TokenEngine]:
+        return cast(Sequence[TokenEngine], [ReportedEngine(self.info, report) for report in self._reports.values()])
+
     async def _watch(self) -> None:
-        """Keep what replicas report, and what Ray says of them."""
+        """Keep what replicas report, and whether Ray misses one."""
         while True:
-            latest = reports.latest
-            for replica in self._reports.keys() - latest.keys():
-                report = self._reports[replica]
-                self._ended = add_stats([], [self._ended, report.stats])
-                self._ended_restarts += report.num_restarts
-            self._reports = latest
-            self.num_restarts = self._ended_restarts + sum(one.num_restarts for one in latest.values())
+            self._take_reports(reports.latest)
             try:
                 status = await asyncio.to_thread(serve.status)
                 deployment = status.applications[self._engines.app_name].deployments[self._engines.deployment_name]
                 self._is_complete = deployment.status != DeploymentStatus.UNHEALTHY
-            except (RayError, KeyError):  # the controller is restarted, or the application is being deleted
+            except (RayError, KeyError):  # the controller is restarted, or the application is deleted
                 self._is_complete = False
             await asyncio.sleep(WATCH_INTERVAL_S)
+
+    def _take_reports(self, latest: dict[str, EngineReport]) -> None:
+        for replica in self._reports.keys() - latest.keys():
+            report = self._reports[replica]
+            self._ended = add_stats([], [self._ended, report.stats])
+            self._ended_restarts += report.num_restarts
+        self._reports = latest
+        self.info = msgspec.structs.replace(self.info, num_replicas=max(1, len(latest)))
 
     async def _run(self, stream: QueuedStream) -> None:
         """Submit a request until it is finished, or its deadline has passed."""
@@ -164,11 +176,8 @@ class RayEngine(TokenEngine):
     async def _generate_once(self, stream: QueuedStream, deadline: float | None) -> str:
         """Pass the results of one submission to the stream; return how the replica was lost, if it is not finished."""
         request, how = stream.request, "it failed"
-        hashes: list[bytes] = []
-        block_size = self.info.engine.block_size
-        extend_hashes(hashes, request.prompt, len(request.prompt) // block_size, block_size)
-        message = encode(_submission(request, deadline))
-        response = self._generate.remote(VERSION, message, b"".join(map(shorten, hashes)), request.num_prompt_tokens)
+        message, hashes = encode(_submission(request, deadline)), b"".join(prompt_hashes(request, self.info.engine))
+        response = self._generate.remote(VERSION, message, hashes, request.num_prompt_tokens)
         reader: FrameReader[StepResult] = FrameReader(FromEngine)
         try:
             async for frame in response:
@@ -200,3 +209,18 @@ def _submission(request: RequestState, deadline: float | None) -> Submit:
         params = replace(params, prompt_logprobs=False)
     timeout_s = None if deadline is None else max(0.0, deadline - time.monotonic())
     return msgspec.structs.replace(request.submitted, generated=request.tokens, params=params, timeout_s=timeout_s)
+
+
+class ReportedEngine:
+    """What `/info` and metrics show of one replica."""
+
+    def __init__(self, info: ModelInfo, report: EngineReport) -> None:
+        self.info = msgspec.structs.replace(info, device=report.device)
+        self.num_restarts, self.num_requests = report.num_restarts, report.num_requests
+        self._report = report
+
+    def status(self) -> str:
+        return self._report.status
+
+    def stats(self) -> EngineStats:
+        return self._report.stats

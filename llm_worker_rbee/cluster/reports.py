@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import msgspec
 
+from ..engine.block_pool import DIGEST_BYTES
 from ..token_engine.protocol import EngineStats
 
-HASH_BYTES = 8  # of a block hash here and in requests: a false match is rare, and costs a prefill only
+SHORT_BYTES = 8  # of a block hash in a report: a false match is rare, and costs a prefill only
 INTERVAL_S = 1.0
 KEY = "report"  # in Ray's routing stats
 
@@ -19,11 +20,13 @@ class EngineReport(msgspec.Struct, frozen=True, kw_only=True):
     """The state of one replica."""
 
     status: str
-    num_restarts: int  # of its child process
-    last_step_age_s: float
-    stats: EngineStats
+    device: str
     block_size: int
-    load: int  # tokens of its open requests: prompt tokens that were not cached, and output tokens
+    num_restarts: int  # of its child process
+    num_requests: int
+    stats: EngineStats
+    last_step_age_s: float
+    load: int  # as in `routing.Candidate`
     hashes: bytes  # of cached blocks and of those that open requests will add, shortened and joined
 
 
@@ -32,9 +35,9 @@ latest: dict[str, EngineReport] = {}  # by the ids of replicas
 
 def shorten(block_hash: bytes) -> bytes:
     """Return the part of a hash that is reported."""
-    return block_hash[:HASH_BYTES]
+    return block_hash[:SHORT_BYTES]
 
 
-def split_hashes(joined: bytes) -> list[bytes]:
-    """Return shortened hashes that were joined."""
-    return [joined[at : at + HASH_BYTES] for at in range(0, len(joined), HASH_BYTES)]
+def split_hashes(joined: bytes, size: int = DIGEST_BYTES) -> list[bytes]:
+    """Return hashes of `size` bytes that were joined."""
+    return [joined[at : at + size] for at in range(0, len(joined), size)]

@@ -14,7 +14,7 @@ from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, R
 
 from ..token_engine.routing import Candidate, PrefixIndex, choose
 from . import reports
-from .reports import EngineReport, split_hashes
+from .reports import SHORT_BYTES, EngineReport, shorten, split_hashes
 
 NUM_ARGUMENTS = 4  # of `Engine.generate`: version, submission, hashes, number of tokens
 
@@ -27,7 +27,7 @@ class ReplicaState:
         self.report = msgspec.msgpack.decode(encoded, type=EngineReport)
         self._load = self.report.load
         self._index = PrefixIndex()
-        self._index.update(stored=split_hashes(self.report.hashes), removed=())
+        self._index.update(stored=split_hashes(self.report.hashes, SHORT_BYTES), removed=())
 
     def match(self, hashes: list[bytes]) -> Candidate:
         """Return the replica as the policy sees it."""
@@ -63,7 +63,8 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]
         known = [replica for replica in candidate_replicas if self._is_healthy(replica)]
         if not known or pending_request is None or len(pending_request.args) < NUM_ARGUMENTS:
             return [random.sample(candidate_replicas, min(2, len(candidate_replicas)))]
-        hashes, num_tokens = split_hashes(pending_request.args[2]), pending_request.args[3]
+        _, _, joined, num_tokens = pending_request.args
+        hashes = list(map(shorten, split_hashes(joined)))
         candidates = [self._states[replica.replica_id].match(hashes) for replica in known]
         best = choose(candidates)
         self._states[known[best].replica_id].add(hashes, num_tokens - candidates[best].num_matched_tokens)

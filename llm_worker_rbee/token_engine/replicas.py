@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from ..config import EngineConfig
 from ..engine.block_pool import extend_hashes
 from ..engine.request import copy_error
 from ..errors import InferenceError, WorkerError
@@ -57,10 +58,7 @@ class ReplicaSet(TokenEngine):
         return self.info
 
     def submit(self, request: RequestState) -> QueuedStream:
-        hashes: list[bytes] = []
-        if self.info.engine.prefix_cache:  # the last token is always computed
-            size = self.info.engine.block_size
-            extend_hashes(hashes, request.prompt, (request.num_prompt_tokens - 1) // size, size)
+        hashes = prompt_hashes(request, self.info.engine)
         return self._route(hashes).submit(request, hashes)
 
     def _route(self, hashes: Sequence[bytes]) -> SupervisedEngine:
@@ -110,6 +108,14 @@ class ReplicaSet(TokenEngine):
 
     async def stop(self, error: WorkerError) -> None:
         await asyncio.gather(*(engine.stop(copy_error(error)) for engine in self._engines))
+
+
+def prompt_hashes(request: RequestState, config: EngineConfig) -> list[bytes]:
+    """Return the hashes of the prompt's blocks that a prefix cache may have: the last token is always computed."""
+    hashes: list[bytes] = []
+    if config.prefix_cache:
+        extend_hashes(hashes, request.prompt, (request.num_prompt_tokens - 1) // config.block_size, config.block_size)
+    return hashes
 
 
 def _like_first(load: Load, first: Load, info: ModelInfo) -> Load:

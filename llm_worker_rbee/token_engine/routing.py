@@ -7,7 +7,8 @@ requests count before they are computed, so that requests with one prefix that a
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 # An engine is chosen for its match while the tokens that it is behind the least loaded one are at most this many times
@@ -39,7 +40,7 @@ class PrefixIndex:
     """The hashes of blocks that one engine has in its prefix cache, and of those that its open requests will add."""
 
     def __init__(self) -> None:
-        self._stored: set[bytes] = set()
+        self._stored: dict[bytes, None] = {}  # in the order in which they were stored
         self._pending: Counter[bytes] = Counter()
 
     def __len__(self) -> int:
@@ -47,8 +48,13 @@ class PrefixIndex:
 
     def update(self, stored: Iterable[bytes], removed: Iterable[bytes]) -> None:
         """Take in the changes that an engine reports."""
-        self._stored.difference_update(removed)
-        self._stored.update(stored)
+        for block_hash in removed:
+            self._stored.pop(block_hash, None)
+        self._stored.update(dict.fromkeys(stored))
+
+    def hashes(self) -> Iterator[bytes]:
+        """Yield all hashes, each after those of the blocks before it."""
+        return chain(self._pending, self._stored)
 
     def clear(self) -> None:
         """Forget what was stored: the engine is a new one."""

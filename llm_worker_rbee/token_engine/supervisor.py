@@ -96,7 +96,7 @@ class SupervisedEngine(TokenEngine):
         `move` may give a request of a dead process to another engine, by its `adopt`."""
         self._load = load
         self._move = move
-        self._index = PrefixIndex()
+        self.prefix_index = PrefixIndex()
         self._max_restarts = max_restarts
         self._stall_timeout_s, self._restart_on_stall = stall_timeout_s, restart_on_stall
         self._progress, self._on_located = progress, on_located
@@ -148,7 +148,7 @@ class SupervisedEngine(TokenEngine):
         if not self._replays:
             self._last_message_at = time.monotonic()
         replay.num_matched_tokens = self._match(replay.hashes)
-        self._index.add_pending(replay.hashes)
+        self.prefix_index.add_pending(replay.hashes)
         replay.stream.on_abort = self._abort
         self._replays[replay.request.id] = replay
         if self.accepts_requests:
@@ -166,10 +166,10 @@ class SupervisedEngine(TokenEngine):
     def candidate(self, hashes: Sequence[bytes]) -> Candidate:
         """Return what routing has to know for a request with these hashes."""
         load = sum(replay.load for replay in self._replays.values())
-        return Candidate(self._match(hashes), load, len(self._index))
+        return Candidate(self._match(hashes), load, len(self.prefix_index))
 
     def _match(self, hashes: Sequence[bytes]) -> int:
-        return self._index.match(hashes) * self.info.engine.block_size if hashes else 0
+        return self.prefix_index.match(hashes) * self.info.engine.block_size if hashes else 0
 
     @property
     def num_requests(self) -> int:
@@ -221,7 +221,7 @@ class SupervisedEngine(TokenEngine):
         """Remove a request that is finished or goes to another engine, and return it if it was here."""
         replay = self._replays.pop(request.id, None)
         if replay is not None:
-            self._index.remove_pending(replay.hashes)
+            self.prefix_index.remove_pending(replay.hashes)
             if replay.request.is_finished and replay.timer is not None:
                 replay.timer.cancel()  # it would keep the request until the deadline
         return replay
@@ -265,7 +265,7 @@ class SupervisedEngine(TokenEngine):
         self._last_message_at = now
         if result.stats is not None:
             self._stats = result.stats
-        self._index.update(result.stored, result.removed)
+        self.prefix_index.update(result.stored, result.removed)
         for event in result.events:
             self._count_admission(event)
         ended = [self._streams.get(output.id) for output in result.outputs if output.finish_reason is not None]
@@ -333,7 +333,7 @@ class SupervisedEngine(TokenEngine):
     def _clear(self) -> None:
         """Forget the state of a process that is gone; the requests are kept."""
         self._stats = EngineStats(num_free_blocks=self._stats.num_blocks, num_blocks=self._stats.num_blocks)
-        self._index.clear()
+        self.prefix_index.clear()
         self._streams.clear()
         for replay in self._replays.values():
             replay.request.is_running, replay.request.num_computed_tokens = False, 0

@@ -120,4 +120,4 @@ def test_index_follows_the_changes_of_a_block_pool() -> None:
             index.update([one for one, is_cached in pool.changes.items() if is_cached],
                          [one for one, is_cached in pool.changes.items() if not is_cached])  # fmt: skip
             pool.changes = {}
-            assert index._stored == set(pool.cached_hashes)
+            assert set(index.hashes()) == set(pool.cached_hashes)
