@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -42,9 +42,11 @@ class Bounds(NamedTuple):
         return least if self.maximum is None else f"{least}, at most {_shown(self.maximum)}"
 
     def __contains__(self, value: object) -> bool:
-        if not isinstance(value, Real) or value < self.minimum or (self.excludes_minimum and value == self.minimum):
+        if type(value) not in (int, float) and not isinstance(value, Real):
             return False
-        return self.maximum is None or value <= self.maximum
+        if value < self.minimum or (self.excludes_minimum and value == self.minimum):  # type: ignore[operator]
+            return False
+        return self.maximum is None or value <= self.maximum  # type: ignore[operator]
 
 
 def _shown(bound: float) -> str:
@@ -122,7 +124,18 @@ class SamplingParams:
         """Return the parameters with the fields that are not set taken from `defaults`."""
         if self.is_resolved:
             return self
-        return replace(self, **{name: defaults[name] for name in NEUTRAL_SAMPLING if getattr(self, name) is None})
+        return self._copy({name: defaults[name] for name in NEUTRAL_SAMPLING if getattr(self, name) is None})
+
+    def with_max_tokens(self, max_tokens: int) -> SamplingParams:
+        """Return the parameters with another limit."""
+        return self._copy({"max_tokens": max_tokens})
+
+    def _copy(self, changes: Mapping[str, Any]) -> SamplingParams:
+        """Return a copy with values that are valid; `dataclasses.replace` would check all of them again."""
+        copied = object.__new__(SamplingParams)
+        for name in self.__slots__:
+            object.__setattr__(copied, name, changes[name] if name in changes else getattr(self, name))
+        return copied
 
 
 def _check_stops(stops: Any) -> tuple[str, ...]:
@@ -138,6 +151,8 @@ def _check_stops(stops: Any) -> tuple[str, ...]:
 def _check_logit_bias(bias: Any) -> dict[int, float]:
     if not isinstance(bias, Mapping):
         raise InvalidRequestError("logit_bias must map token ids to numbers", "logit_bias")
+    if all(type(t) is int and t >= 0 and type(v) is float and v in LOGIT_BIAS_BOUNDS for t, v in bias.items()):
+        return dict(bias)
     token_bounds = Bounds(0, is_integer=True)
     return {
         _check_number("logit_bias", token, token_bounds): _check_number(
@@ -149,9 +164,11 @@ def _check_logit_bias(bias: Any) -> dict[int, float]:
 
 def _check_number(name: str, value: Any, bounds: Bounds, shown: str | None = None) -> Any:
     """Return the value as a Python number, or raise an error that names the parameter and its range."""
-    shown = shown or name
     if value is None and bounds.is_optional:
         return None
+    if type(value) is (int if bounds.is_integer else float) and value == value and value in bounds:
+        return value
+    shown = shown or name
     is_number = not isinstance(value, bool) and isinstance(value, Real)
     if bounds.is_integer and not (is_number and isinstance(value, Integral)):
         raise InvalidRequestError(f"{shown} must be a whole number, not {value!r}", name)

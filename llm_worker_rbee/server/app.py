@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager
 from functools import cache, partial
 from importlib import metadata
 from importlib.resources import files
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 from starlette.applications import Starlette
@@ -41,10 +41,9 @@ from .dialects.jobs import Job, Jobs
 from .middleware import RequestMiddleware, error_response
 from .offload import encode_conversation
 from .schema import CANCEL, CHUNK_ITEMS, decode_object, validate_body
-from .sse import DONE, EventStream, PushStream, encode_event, wait_for_disconnect
+from .sse import DONE, EventStream, PushStream, encode_event, watch_disconnect
 from .worker import Worker
 
-T = TypeVar("T")
 StartReply = Callable[[Worker, bytes], Coroutine[Any, Any, openai.Reply]]
 JSON_TYPE = "application/json"  # required of bodies: a page of another origin cannot send it without a CORS preflight
 CORS_METHODS = ("GET", "POST", "DELETE")
@@ -134,22 +133,27 @@ class Routes:
         return json_response(describe_worker(self.worker))
 
     async def _openai(self, start: StartReply, request: Request) -> Response | PushStream:
-        reply = await _unless_disconnected(request, start(self.worker, await _read_body(request)))
-        headers = {"x-effective-max-tokens": str(reply.max_tokens)}
-        if reply.ignored:
-            headers["x-ignored-fields"] = NOT_IN_HEADERS.sub("?", ",".join(reply.ignored))[:1_000]
-        if reply.streams:
-            return PushStream(reply, ping_s=self.worker.settings.ping_s, headers=headers)
-        return Response(await _unless_disconnected(request, reply.complete()), 200, headers, JSON_TYPE)
+        body = await _read_body(request)
+        async with CancelOnDisconnect(request):
+            reply = await start(self.worker, body)
+            headers = {"x-effective-max-tokens": str(reply.max_tokens)}
+            if reply.ignored:
+                headers["x-ignored-fields"] = NOT_IN_HEADERS.sub("?", ",".join(reply.ignored))[:1_000]
+            if reply.streams:
+                return PushStream(reply, ping_s=self.worker.settings.ping_s, headers=headers)
+            return Response(await reply.complete(), 200, headers, JSON_TYPE)
 
     async def post_job(self, request: Request) -> Response:
         """Start a job; reply with the URL of its events, or with the whole result."""
         job_request, job = await self._start_job(request)
         if job_request.values["stream"]:
             return json_response({"job_id": job.id, "sse_url": f"/v1/jobs/{job.id}/stream"})
-        finished = asyncio.ensure_future(_drain(job))
-        await _wait_unless_disconnected(request, finished, job.cancel)
-        await finished
+        try:
+            async with CancelOnDisconnect(request):
+                await _drain(job)
+        except RequestCancelledError:
+            job.cancel()
+            raise
         return json_response(job.result())
 
     async def execute(self, request: Request) -> EventStream:
@@ -159,12 +163,9 @@ class Routes:
 
     async def _start_job(self, request: Request, is_stream: bool = False) -> tuple[JobRequest, Job]:
         body = await _read_body(request)
-
-        async def start() -> tuple[JobRequest, Job]:
+        async with CancelOnDisconnect(request):
             job_request: JobRequest = await self.worker.parse("job", body, is_stream=is_stream)
             return job_request, await self.jobs.start_job(job_request)
-
-        return await _unless_disconnected(request, start())
 
     async def job_stream(self, request: Request) -> EventStream:
         return self._events(self.jobs.find(request.path_params["job_id"]).read())
@@ -185,24 +186,22 @@ class Routes:
     async def _offload(self, parser: str, reply: Callable[[TextModel, Any], bytes], request: Request) -> Response:
         """Parse a body and make the reply to it in a thread."""
         body = await _read_body(request)
-
-        async def work() -> bytes:
+        async with CancelOnDisconnect(request):
             parsed, model = await self.worker.parse(parser, body), self.worker.model
-            return await self.worker.offload.run(len(body), lambda: reply(model, parsed))
-
-        return Response(await _unless_disconnected(request, work()), 200, media_type=JSON_TYPE)
+            encoded = await self.worker.offload.run(len(body), lambda: reply(model, parsed))
+            return Response(encoded, 200, media_type=JSON_TYPE)
 
     def _events(self, source: AsyncGenerator[bytes, None], on_end: Callable[[], None] = lambda: None) -> EventStream:
         return EventStream(source, ping_s=self.worker.settings.ping_s, on_end=on_end)
 
     def table(self) -> list[Route]:
         routes: list[tuple[str, Callable[[Request], Any], str]] = [
-            ("/", self.page, "GET"), ("/openapi.json", self.openapi, "GET"), ("/health", self.health, "GET"),
+            ("/v1/chat/completions", partial(self._openai, openai.start_chat), "POST"),
+            ("/v1/completions", partial(self._openai, openai.start_completion), "POST"),
+            ("/health", self.health, "GET"), ("/", self.page, "GET"), ("/openapi.json", self.openapi, "GET"),
             ("/v1/ready", self.ready, "GET"), ("/info", self.info, "GET"), ("/metrics", self.metrics, "GET"),
             ("/v1/loading/progress", self.loading_progress, "GET"), ("/v1/models", self.models, "GET"),
             ("/v1/models/{name:path}", self.model, "GET"),
-            ("/v1/chat/completions", partial(self._openai, openai.start_chat), "POST"),
-            ("/v1/completions", partial(self._openai, openai.start_completion), "POST"),
             ("/v1/jobs", self.post_job, "POST"), ("/v1/inference", self.post_job, "POST"),
             ("/execute", self.execute, "POST"), ("/cancel", self.cancel, "POST"),
             ("/v1/jobs/{job_id}/stream", self.job_stream, "GET"), ("/v1/jobs/{job_id}", self.job, "GET DELETE"),
@@ -211,6 +210,14 @@ class Routes:
             ("/apply-template", partial(self._offload, "apply_template", apply_template), "POST"),
         ]  # fmt: skip
         return [Route(path, handler, methods=methods.split()) for path, handler, methods in routes]
+
+    def direct_table(self) -> dict[tuple[str, str], Callable[[Request], Any]]:
+        """Return the routes that are called most, by method and path."""
+        return {
+            ("POST", "/v1/chat/completions"): partial(self._openai, openai.start_chat),
+            ("POST", "/v1/completions"): partial(self._openai, openai.start_completion),
+            ("GET", "/health"): self.health,
+        }
 
 
 def application(worker: Worker) -> RequestMiddleware | CORSMiddleware:
@@ -223,15 +230,34 @@ def application(worker: Worker) -> RequestMiddleware | CORSMiddleware:
         yield
         await worker.stop()
 
+    routes = Routes(worker)
     app = Starlette(
-        routes=Routes(worker).table(), lifespan=lifespan,
+        routes=routes.table(), lifespan=lifespan,
         exception_handlers={404: _on_no_route, 405: _on_no_route, WorkerError: _on_error, Exception: _on_error},
     )  # fmt: skip
-    wrapped = RequestMiddleware(app, worker.settings)
+    wrapped = RequestMiddleware(DirectRoutes(app, routes.direct_table()), worker.settings)
     origins = worker.settings.cors_origins
     return (
         wrapped if not origins else CORSMiddleware(wrapped, origins, CORS_METHODS, ("*",), expose_headers=CORS_HEADERS)
     )
+
+
+class DirectRoutes:
+    """An ASGI application that calls the routes that are called most, without searching them; all others by `app`.
+
+    Their errors are left to the middleware around it.
+    """
+
+    def __init__(self, app: Starlette, table: dict[tuple[str, str], Callable[[Request], Any]]) -> None:
+        self._app, self._table = app, table
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        handler = self._table.get((scope["method"], scope["path"])) if scope["type"] == "http" else None
+        if handler is None:
+            await self._app(scope, receive, send)
+            return
+        response = await handler(Request(scope, receive))
+        await response(scope, receive, send)
 
 
 async def _on_no_route(request: Request, error: Exception) -> Response:
@@ -270,28 +296,29 @@ async def _drain(job: Job) -> None:
         pass
 
 
-async def _unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Return the result of the work; cancel it if the client disconnects."""
-    task = asyncio.ensure_future(work)
-    await _wait_unless_disconnected(request, task)
-    return await task
+class CancelOnDisconnect:
+    """A context whose task is cancelled, as by `asyncio.timeout`, if the client disconnects: that raises an error."""
 
+    def __init__(self, request: Request) -> None:
+        self._request = request
+        self._has_disconnected = False
 
-async def _wait_unless_disconnected(
-    request: Request, task: asyncio.Future[Any], on_disconnect: Callable[[], None] | None = None
-) -> None:
-    """Wait for a task; if the client disconnects first, call `on_disconnect` (default: cancel the task) and raise."""
-    disconnect = asyncio.ensure_future(wait_for_disconnect(request.receive))
-    try:
-        await asyncio.wait({task, disconnect}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            (on_disconnect or task.cancel)()
-            raise RequestCancelledError("the client disconnected")
-    except asyncio.CancelledError:
-        task.cancel()
-        raise
-    finally:
-        disconnect.cancel()
+    async def __aenter__(self) -> None:
+        self._task = asyncio.current_task()
+        self._stop_watching = watch_disconnect(self._request.scope, self._request.receive, self._on_disconnect)
+
+    def _on_disconnect(self) -> None:
+        if self._task is not None and not self._has_disconnected:
+            self._has_disconnected = True
+            self._task.cancel()
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, _: Any) -> None:
+        task, self._task = self._task, None
+        self._stop_watching()
+        if self._has_disconnected and task is not None:
+            task.uncancel()
+            if kind is asyncio.CancelledError:
+                raise RequestCancelledError("the client disconnected") from None
 
 
 @cache

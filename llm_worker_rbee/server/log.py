@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import atexit
 import logging
-import queue
 import sys
 import threading
 import time
 import traceback
+from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
 from contextvars import ContextVar
 from datetime import UTC, datetime
+from functools import lru_cache
 from typing import Any, TextIO
 
 import msgspec
@@ -28,6 +29,7 @@ FORMAT_VARIABLE = "LLORCH_LOG_FORMAT"
 FORMATS = ("pretty", "json")
 POLLED_PATHS, EXPECTED_STATUSES = {"/health", "/metrics"}, (200, 503)  # polled often: logged only if unexpected
 MAX_QUEUED_LINES = 10_000
+WRITE_INTERVAL_S = 0.01
 FLUSH_TIMEOUT_S = 1.0
 LOGGERS = ("llm_worker_rbee", "uvicorn.error")
 correlation_id: ContextVar[str | None] = ContextVar("correlation_id", default=None)
@@ -55,7 +57,8 @@ class DroppingQueueHandler(logging.Handler):
     def __init__(self, stream: TextIO) -> None:
         super().__init__()
         self._stream = stream
-        self._lines: queue.Queue[str] = queue.Queue(MAX_QUEUED_LINES)
+        self._lines: deque[str] = deque()
+        self._has_lines = threading.Event()
         self._num_dropped = 0
         self._writer = threading.Thread(target=self._write_lines, name="log", daemon=True)
         self._writer.start()
@@ -63,28 +66,35 @@ class DroppingQueueHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            self._lines.put_nowait(self.format(record))
-        except queue.Full:
-            self._num_dropped += 1
+            if len(self._lines) >= MAX_QUEUED_LINES:
+                self._num_dropped += 1
+                return
+            self._lines.append(self.format(record))
+            if not self._has_lines.is_set():
+                self._has_lines.set()
         except Exception:
             self.handleError(record)
 
     def flush(self) -> None:
         """Wait until all lines are written, for a bounded time."""
         end = time.monotonic() + FLUSH_TIMEOUT_S
-        while self._lines.unfinished_tasks and time.monotonic() < end:
+        while (self._lines or self._has_lines.is_set()) and time.monotonic() < end:
             time.sleep(0.001)
 
     def _write_lines(self) -> None:
-        while True:
-            line = self._lines.get()
+        """Write the lines of a moment together: waking up for each would cost the event loop more than the line."""
+        while self._has_lines.wait():
+            time.sleep(WRITE_INTERVAL_S)
+            lines = [self._lines.popleft() for _ in range(len(self._lines))]
             if self._num_dropped:
                 num_dropped, self._num_dropped = self._num_dropped, 0
-                line = f"{line}\n{self.format(_dropped_record(num_dropped))}"
+                lines.append(self.format(_dropped_record(num_dropped)))
             with suppress(OSError, ValueError):  # the stream is closed
-                self._stream.write(line + "\n")
+                self._stream.write("\n".join(lines) + "\n")
                 self._stream.flush()
-            self._lines.task_done()
+            self._has_lines.clear()
+            if self._lines:  # came before the event was cleared
+                self._has_lines.set()
 
 
 def _dropped_record(num_lines: int) -> logging.LogRecord:
@@ -112,14 +122,18 @@ class PrettyFormatter(logging.Formatter):
     """Time, level, message, figures."""
 
     def format(self, record: logging.LogRecord) -> str:
-        at = datetime.fromtimestamp(record.created).strftime("%H:%M:%S")
-        parts = [at, record.levelname.lower().ljust(7), _one_line(record.getMessage())]
+        parts = [_time_of_day(int(record.created)), record.levelname.lower().ljust(7), _one_line(record.getMessage())]
         parts += [f"{name}={value}" for name, value in getattr(record, "figures", {}).items()]
         if record.exc_info and (error := record.exc_info[1]) is not None:
             parts += [type(error).__name__, "at", " < ".join(reversed(_stack_places(error)))]
         if (known := correlation_id.get()) is not None:
             parts.append(f"[{known}]")
         return " ".join(parts)
+
+
+@lru_cache(1)
+def _time_of_day(seconds: int) -> str:
+    return datetime.fromtimestamp(seconds).strftime("%H:%M:%S")
 
 
 def flush() -> None:
@@ -134,7 +148,9 @@ def request_done(scope: Mapping[str, Any], status: int, seconds: float) -> None:
     if logger.isEnabledFor(logging.INFO) and not is_expected:
         figures = {"method": scope["method"], "path": scope["path"][:200].encode("unicode_escape").decode(),
                    "status": status, "ms": round(1000 * seconds, 1)}  # fmt: skip
-        logger.info("request", extra={"figures": figures})
+        record = logging.LogRecord(logger.name, logging.INFO, __file__, 0, "request", None, None)
+        record.figures = figures
+        logger.handle(record)  # without looking for the caller
 
 
 def request_failed(error: BaseException) -> None:
@@ -150,4 +166,5 @@ def _stack_places(error: BaseException) -> list[str]:
 
 
 def _one_line(text: str) -> str:
-    return "".join(c if c.isprintable() else "�" for c in " ".join(text.split()))
+    text = " ".join(text.split())
+    return text if text.isprintable() else "".join(c if c.isprintable() else "�" for c in text)

@@ -30,6 +30,7 @@ MAX_QUEUED_BYTES = 32 << 20  # of large and of small work each; one piece alone 
 EMA_WEIGHT = 0.3
 MAX_RETRY_S = 60
 BYTES_PER_TOKEN = 4  # an estimate
+INLINE_BYTES = 256  # of texts that are tokenized in the event loop: about 0.2 ms
 LONG_TEXT_FACTOR = 6  # characters for each token of the context: few texts that are longer fit
 PART_CHARS = 64 << 10  # of a long text that are tokenized at a time
 
@@ -131,8 +132,13 @@ class PromptEncoder:
                 self._require_bytes_fit(num_bytes(prompt), "prompt")
 
     async def encode(self, prompts: Sequence[Prompt]) -> list[list[int]]:
-        """Return the ids of each prompt; given ids are checked against the vocabulary."""
+        """Return the ids of each prompt; given ids are checked against the vocabulary.
+
+        A short text is tokenized in the event loop: passing it to a thread would take longer.
+        """
         size = sum(map(_size, prompts))
+        if size <= INLINE_BYTES and not isinstance(prompts[0], Conversation):
+            return [self._encode_one(prompt) for prompt in prompts]
         return await self._offload.run(size, lambda: [self._encode_one(prompt) for prompt in prompts])
 
     def _encode_one(self, prompt: Prompt) -> list[int]:

@@ -29,7 +29,7 @@ from . import log
 from .app import BODY_TIMEOUT_S, application
 from .middleware import HEADERS_TOO_LONG, MAX_HEADER_BYTES, error_response
 from .orchestrator import announce
-from .sse import PING, WRITE
+from .sse import ON_DISCONNECT, PING, WRITE
 from .worker import Worker
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -133,15 +133,20 @@ class Connection(HttpToolsProtocol):
     _is_in_head = True
     _num_dropped = -1  # bytes that came after a refusal; -1: not refused
     _probe: asyncio.TimerHandle | None = None
+    _read_limit_s: float | None = HEAD_TIMEOUT_S
+    _has_new_limit = False
     _read_timeout: asyncio.TimerHandle | None = None
     _write_timeout: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self._disconnect_callbacks: list[Callable[[], object]] = []
         self.timeout_keep_alive = KEEP_ALIVE_S
         self._start_read_timeout(HEAD_TIMEOUT_S)
 
     def connection_lost(self, exc: Exception | None) -> None:
+        for callback in self._disconnect_callbacks:
+            self.loop.call_soon(callback)
         self._cancel_read_timeout()
         if self._probe is not None:
             self._probe.cancel()
@@ -171,6 +176,11 @@ class Connection(HttpToolsProtocol):
                 return
             data = _hide_upgrade(data)
         super().data_received(data)
+        if self._read_limit_s is None:
+            self._cancel_read_timeout()
+        elif self._has_new_limit:
+            self._start_read_timeout(self._read_limit_s)
+        self._has_new_limit = False
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """Return whether the reply is still sent to a client that ended its side after a whole request.
@@ -202,6 +212,10 @@ class Connection(HttpToolsProtocol):
             self.cycle.keep_alive = False
         self._num_dropped = 0
 
+    def _limit_read(self, seconds: float | None) -> None:
+        """Set the time for what is still to come; its timer starts once the data at hand are parsed, if at all."""
+        self._read_limit_s, self._has_new_limit = seconds, True
+
     def _start_read_timeout(self, seconds: float) -> None:
         self._cancel_read_timeout()
         self._read_timeout = self.loop.call_later(seconds, self.transport.close)
@@ -228,20 +242,29 @@ class Connection(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         self._num_head_bytes, self._is_in_head = 0, True
-        self._start_read_timeout(HEAD_TIMEOUT_S)
+        self._limit_read(HEAD_TIMEOUT_S)
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
         self._is_in_head = False
-        self._start_read_timeout(BODY_TIMEOUT_S + LINGER_S)  # the route replies with an error before
+        self._limit_read(BODY_TIMEOUT_S + LINGER_S)  # the route replies with an error before
         super().on_headers_complete()
         if self.parser.get_http_version() == "1.0":
             self.cycle.send = send_without_chunks(self.cycle)  # type: ignore[assignment]
         self.scope[WRITE] = partial(write_chunk, self.cycle)  # type: ignore[literal-required]
+        self.scope[ON_DISCONNECT] = self.on_disconnect  # type: ignore[literal-required]
+
+    def on_disconnect(self, callback: Callable[[], object]) -> Callable[[], object]:
+        """Call a function when the connection is lost; return one that removes it."""
+        self._disconnect_callbacks.append(callback)
+        self.flow.resume_reading()  # paused after a large body: the end of the connection would not be seen
+        if self.transport.is_closing():
+            self.loop.call_soon(callback)
+        return partial(self._disconnect_callbacks.remove, callback)
 
     def on_message_complete(self) -> None:
         self._num_head_bytes, self._is_in_head = 0, True
-        self._cancel_read_timeout()
+        self._limit_read(None)
         super().on_message_complete()
 
 

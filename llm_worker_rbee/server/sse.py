@@ -15,7 +15,9 @@ from typing import Any
 
 import msgspec
 
-WRITE = "llm_worker_rbee.write"  # of an ASGI scope: `bool(bytes)`, which writes a part of the body at once if it can
+# Of an ASGI scope, where the server offers them: a function that writes a part of the body at once, if it can, and
+# returns whether it did; a function that registers a callback for a disconnect and returns one that removes it.
+WRITE, ON_DISCONNECT = "llm_worker_rbee.write", "llm_worker_rbee.on_disconnect"
 DONE = b"data: [DONE]\n\n"
 PING = b": ping\n\n"
 HEADERS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-store", "x-accel-buffering": "no"}
@@ -110,11 +112,10 @@ class PushStream:
         self._loop, self._context = asyncio.get_running_loop(), copy_context()
         self._send, self._write = send, scope.get(WRITE, _cannot_write)
         self._ended: asyncio.Future[bool] = self._loop.create_future()  # whether all events were taken
-        disconnect = asyncio.ensure_future(wait_for_disconnect(receive))
+        stop_watching = watch_disconnect(scope, receive, lambda: self._end(False))
         self._ping = self._loop.call_later(self._ping_s, self._on_ping_time)
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self._headers})
-            disconnect.add_done_callback(lambda _: self._end(False))
             self._source.start(self._on_ready)
             if await self._ended:
                 await send({"type": "http.response.body", "body": self._last, "more_body": False})
@@ -122,9 +123,10 @@ class PushStream:
             pass  # the client is gone
         finally:
             self._end(False)
+            stop_watching()
             self._ping.cancel()
-            for task in filter(None, (disconnect, self._sending)):
-                task.cancel()
+            if self._sending is not None:
+                self._sending.cancel()
             self._source.close()
 
     def _end(self, is_complete: bool) -> None:
@@ -170,6 +172,15 @@ class PushStream:
 
 def _cannot_write(_: bytes) -> bool:
     return False
+
+
+def watch_disconnect(scope: Any, receive: Any, on_disconnect: Callable[[], object]) -> Callable[[], object]:
+    """Call `on_disconnect` when the client disconnects; return a function that ends this."""
+    if (register := scope.get(ON_DISCONNECT)) is not None:
+        return register(on_disconnect)  # type: ignore[no-any-return]
+    watch = asyncio.ensure_future(wait_for_disconnect(receive))
+    watch.add_done_callback(lambda task: None if task.cancelled() else on_disconnect())
+    return watch.cancel
 
 
 async def wait_for_disconnect(receive: Any) -> None:

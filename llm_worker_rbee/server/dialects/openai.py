@@ -8,7 +8,6 @@ import asyncio
 import codecs
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 from uuid import uuid4
 
@@ -62,7 +61,7 @@ async def _start(worker: Worker, request: CompletionRequest) -> Reply:
             reservation.set_actual(n * sum(map(len, prompts)))
             for ids in prompts:
                 max_tokens = fit_max_tokens(len(ids), request.params.max_tokens, worker.engine.info.engine)
-                params = replace(request.params, max_tokens=max_tokens)
+                params = request.params.with_max_tokens(max_tokens)
                 generations += worker.start_generations(
                     ids, params, n=n, priority=values["priority"], timeout_s=timeout_s,
                     is_scored_only=values["max_tokens"] == 0,
@@ -193,7 +192,8 @@ class Reply(EventSource):
     async def complete(self) -> bytes:
         """Return one object with all choices, as JSON; a large one is encoded in a thread."""
         try:
-            deltas = await asyncio.gather(*map(_fold, self.generations))
+            folds = [_fold(generation) for generation in self.generations]
+            deltas = [await folds[0]] if len(folds) == 1 else await asyncio.gather(*folds)
         finally:
             self.close()  # one that fails ends the others
         size = TOKEN_BYTES * sum(len(delta.tokens) for delta in deltas)
@@ -252,15 +252,29 @@ class Reply(EventSource):
 
 
 async def _fold(generation: Generation) -> TextDelta:
-    """Return all deltas of a generation as one."""
+    """Return all deltas of a generation as one; they are taken as they come, and only the last one is waited for."""
     texts: list[str] = []
     tokens: list[int] = []
     logprobs: list[TokenLogprob] = []
-    last = TextDelta("", [], [])
-    async for last in generation.deltas():
-        texts.append(last.text)
-        tokens += last.tokens
-        logprobs += last.logprobs
+    ended: asyncio.Future[TextDelta] = asyncio.get_running_loop().create_future()
+
+    def on_outputs() -> None:
+        if ended.done():
+            return
+        try:
+            delta = generation.take()
+        except Exception as error:
+            ended.set_exception(error)
+            return
+        if delta is not None:
+            texts.append(delta.text)
+            tokens.extend(delta.tokens)
+            logprobs.extend(delta.logprobs)
+            if delta.finish_reason is not None:
+                ended.set_result(delta)
+
+    generation.notify(on_outputs)
+    last = await ended
     return TextDelta("".join(texts), tokens, logprobs, last.finish_reason, last.stop_sequence)
 
 

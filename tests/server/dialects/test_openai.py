@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 from llm_worker_rbee import LLM
+from llm_worker_rbee.generation import TextDelta
 from llm_worker_rbee.server import schema
+from llm_worker_rbee.server.dialects import openai
 from llm_worker_rbee.server.schema import Enum
 from tests.conftest import DEVICE
 from tests.helpers import tiny_models
@@ -159,3 +161,24 @@ def test_text_offsets_account_for_multi_token_characters(server: Server, is_stre
     assert offsets[:7] == [0, 0, 1, 1, 1, 1, 2]
     for name, at in list(zip(tokens, offsets, strict=True))[6:]:
         assert text[at : at + len(name)] == name
+
+
+@pytest.mark.parametrize("path", [CHATS, COMPLETIONS])
+@pytest.mark.parametrize("more", [{}, {"stream_options": {"include_usage": True}}, {"n": 3}, {"stop": ["ba"]}])
+def test_chunks_from_template_have_the_bytes_of_encoding_each(
+    server: Server, monkeypatch: pytest.MonkeyPatch, path: str, more: dict[str, Any]
+) -> None:
+    encode, pairs = openai.Reply._encode_delta, list[tuple[bytes, bytes]]()
+
+    def watched(reply: openai.Reply, i: int, delta: TextDelta) -> bytes:
+        odd = delta._replace(text=delta.text + '"\\\u2028\x00\u00e9\U0001f600"content":""')
+        for one in (odd, delta):
+            choices = reply._chunk_choices(i, one)
+            pairs.append((encode(reply, i, one), b"".join([reply._encode_chunk(choice) for choice in choices])))
+        return pairs[-1][0]
+
+    monkeypatch.setattr(openai.Reply, "_encode_delta", watched)
+    text = server.post(path, {**BODIES[path], "max_tokens": 20, "stream": True, **more}).text
+    assert text.endswith("data: [DONE]\n\n")
+    assert len(pairs) > 4
+    assert [pair for pair in pairs if pair[0] != pair[1]] == []
