@@ -61,6 +61,8 @@ def spawn_ahead(arguments: Sequence[str]) -> None:
     command = next((word for word in arguments if not word.startswith("-")), None)
     if command != "serve" or {"--help", "-h", "off", "--engine-process=off"} & set(arguments):
         return
+    if None in (sys.stdin, sys.stdout, sys.stderr):  # closed, as in `>&-`: the socket would take its place
+        return
     try:
         _ahead.append(spawn())
     except OSError:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,6 +17,7 @@ from llm_worker_rbee.token_engine import spawn
 from tests.helpers.process import is_alive
 from tests.helpers.process import spawn as spawn_process
 from tests.helpers.serve_process import LIMIT_S, MARK, command, marked_processes, until
+from tests.helpers.server import write_model
 
 
 @pytest.fixture(autouse=True)
@@ -77,6 +80,22 @@ def test_process_ends_with_the_socket_and_cleans_up(tmp_path: Path, monkeypatch:
 def test_other_commands_start_none(arguments: list[str]) -> None:
     spawn.spawn_ahead(arguments)
     assert spawn._ahead == []
+
+
+def test_serve_with_closed_streams_loads_its_model(tmp_path: Path) -> None:
+    """The descriptors that are free then must not become the engine's socket."""
+    model = write_model(tmp_path / "tiny.gguf")
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(LIMIT_S)
+        callback = f"http://127.0.0.1:{listener.getsockname()[1]}/"
+        line = [sys.executable, "-m", "llm_worker_rbee", "serve", "-m", str(model), "--port", "0", "--backend",
+                "reference", "--callback-url", callback]  # fmt: skip
+        front = spawn_process(["sh", "-c", f"exec {shlex.join(line)} <&- >&- 2>&-"])
+        try:
+            listener.accept()[0].close()  # it is ready
+        finally:
+            front.kill()
+            front.wait()
 
 
 def test_command_that_fails_leaves_no_process() -> None:
