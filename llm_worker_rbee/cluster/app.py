@@ -79,7 +79,9 @@ def app(arguments: dict[str, Any]) -> Application:
         ),
         **_replicas(own.engines, own.max_engines, own), **common,
     )  # fmt: skip
-    front = serve.deployment(Front, **_replicas(own.fronts, own.max_fronts, own), **common)
+    front = serve.deployment(
+        Front, ray_actor_options={"num_cpus": 0}, **_replicas(own.fronts, own.max_fronts, own), **common
+    )  # it reserves nothing: engines may take all cores of a machine
     dummy_step_s = None if own.null_step_ms is None else own.null_step_ms / 1000
     engines = engine.bind(
         model, max_restarts=own.engine_restarts, target_waiting_tokens=own.target_waiting_tokens,
