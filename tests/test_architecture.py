@@ -62,25 +62,26 @@ SECOND_PLACES: dict[str, dict[str, str]] = {}  # beside the one place of a heavy
 
 # Line budgets. "." are the modules at the top of the package.
 LINES = {
-    ".": 1_810,
-    "backends": 1_230,
+    ".": 1_940,
+    "backends": 1_240,
     "backends/cpu": 4_980,
     "backends/cuda": 4_480,
     "bench": 8_290,
     "cache": 60,
-    "cli": 2_970,
+    "cli": 3_060,
     "cli/bench": 1_170,
+    "cluster": 700,
     "engine": 2_000,
     "layers": 260,
     "models": 1_280,
-    "server": 3_450,
-    "token_engine": 1_460,
-    "tokenizer": 1_580,
+    "server": 4_080,
+    "token_engine": 1_960,
+    "tokenizer": 1_640,
     "weights": 3_210,
 }
-MAX_TOTAL_LINES = 38_150
+MAX_TOTAL_LINES = 40_250
 MAX_BENCH_LINES = 9_460  # bench with its commands
-MAX_MODULES = 190
+MAX_MODULES = 202
 MAX_FOLDER_FILES = 25
 MAX_FILE_LINES = 800
 LISTED_FILE_LINES = 600  # longer files are named here
