@@ -10,6 +10,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import yaml
+from ray.serve.schema import ServeDeploySchema
 
 from llm_worker_rbee.cluster.app import ClusterOptions, scale_by_load, split_arguments
 from llm_worker_rbee.errors import InvalidRequestError
@@ -48,6 +50,13 @@ def test_bad_arguments_are_named(given: dict[str, Any], problem: str) -> None:
 def test_replicas_follow_the_sum_of_loads(loads: dict[str, float], wanted: int) -> None:
     context = SimpleNamespace(aggregated_metrics={"load": loads} if loads else {}, target_num_replicas=3)
     assert scale_by_load(context) == (wanted, {})
+
+
+def test_example_file_is_valid() -> None:
+    text = (Path(__file__).parents[2] / "examples" / "ray-serve.yaml").read_text()
+    (application,) = ServeDeploySchema.model_validate(yaml.safe_load(text)).applications
+    options, _, model = split_arguments(application.args)
+    assert (application.import_path, options.max_engines, model["device"]) == ("llm_worker_rbee.cluster:app", 8, "cuda")
 
 
 def test_error_without_ray_names_the_extra() -> None:

@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
 
 import pytest
 from ray import serve
+from ray.exceptions import ActorDiedError
+
+from llm_worker_rbee import LLM
+from llm_worker_rbee.cluster import ray_engine
+from llm_worker_rbee.engine.request import SamplingParams
+from llm_worker_rbee.errors import InferenceError
+from llm_worker_rbee.token_engine.protocol import RequestEvent, RequestState, StepResult, Submit
+from llm_worker_rbee.token_engine.wire import encode
 
 from .conftest import NAME, Cluster, actor_ids, child_ids, kill, until
 from .streams import bodies, read_all
@@ -61,6 +70,41 @@ def test_deadline_passes_while_no_engine_serves(cluster: Cluster) -> None:
     reply = cluster.http.post("/v1/jobs", json=body)
     assert reply.status_code == 504, reply.text
     cluster.until_healthy(2)
+
+
+class DyingEngines:
+    """A deployment handle whose replicas admit each request and die."""
+
+    num_calls = 0
+
+    def options(self, **_: Any) -> DyingEngines:
+        return self
+
+    def remote(self, *_: Any) -> DyingEngines:
+        self.num_calls += 1
+        return self
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        yield encode(StepResult(events=[RequestEvent(1, "admitted")]))
+        raise ActorDiedError
+
+    def cancel(self) -> None: ...
+
+
+def test_request_that_is_always_there_is_refused(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_engine, "FIRST_BACKOFF_S", 0.0)
+    engines = DyingEngines()
+
+    async def generate() -> None:
+        engine = ray_engine.RayEngine(engines)
+        engine.info = llm.info
+        params = SamplingParams(temperature=0.0).resolve()
+        request = RequestState(Submit(id=1, prompt=[1, 2], params=params, max_tokens=4, seed=0, eos_ids=[]))
+        await engine.submit(request).next_outputs()
+
+    with pytest.raises(InferenceError, match="5 engines in a row died while they ran this request"):
+        asyncio.run(generate())
+    assert engines.num_calls == ray_engine.MAX_DEATHS
 
 
 @pytest.fixture
