@@ -200,6 +200,8 @@ class Generation:
             self._is_closed = True
             self._listener.on_close(self)
         self.abort()
+        if self._stream is not None:
+            self._stream.notify(_ignore)  # what it would call refers to this generation
 
     def _observe(self, count: int, now: float) -> None:
         seconds, self.last_token_at = now - (self.last_token_at or self.started_at), now
@@ -208,6 +210,9 @@ class Generation:
         else:
             self.first_token_at = now
             self._listener.on_first_outputs(self, seconds, count)
+
+
+def _ignore() -> None: ...
 
 
 def make_generations(

@@ -20,6 +20,7 @@ X86_FEATURES = (
     "amx_int8", "amx_bf16",
 )  # fmt: skip
 ARM_FEATURES = ("asimd", "asimddp", "i8mm", "bf16", "sve", "sve2")
+M_MMAP_THRESHOLD = -3  # of malloc.h
 PR_SET_PDEATHSIG = 1  # of prctl
 PARENT_POLL_S = 0.25
 NO_LIMIT = 1 << 60  # cgroup v1 writes a huge number for "none"
@@ -130,6 +131,12 @@ def resident_bytes() -> int | None:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError, IndexError):
         return None
+
+
+def return_large_blocks() -> None:
+    """Let freed blocks of 1 MiB and more go back to the system at once; by default glibc soon keeps them."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 20)
 
 
 def exit_with_parent(parent: int) -> None:

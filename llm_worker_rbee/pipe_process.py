@@ -60,15 +60,18 @@ class PipeProcess:
         last, newline, self._unread = parts[-1].partition(b"\n")
         return b"".join([*parts[:-1], last, newline])
 
-    def read(self, size: int, deadline: float) -> bytes:
+    def read(self, size: int, deadline: float) -> bytearray:
         """Return so many bytes; raise as `write` does."""
-        parts, total = [self._unread], len(self._unread)
-        while total < size:
-            parts.append(self._read(deadline))
-            total += len(parts[-1])
-        data = b"".join(parts)
-        self._unread = data[size:]
-        return data[:size]
+        data = bytearray(size)
+        done = min(size, len(self._unread))
+        data[:done], self._unread = self._unread[:done], self._unread[done:]
+        with memoryview(data) as view:
+            while done < size:
+                _wait(self._stdout.fileno(), select.POLLIN, deadline)
+                if not (count := os.readv(self._stdout.fileno(), [view[done:]])):
+                    raise BrokenPipeError("the process closed its output")
+                done += count
+        return data
 
     def _read(self, deadline: float) -> bytes:
         _wait(self._stdout.fileno(), select.POLLIN, deadline)

@@ -67,6 +67,13 @@ class FakeStream:
     async def next_outputs(self) -> list[TokenOutput]:
         return self.steps.pop(0) if self.steps else []
 
+    def take_outputs(self) -> list[TokenOutput]:
+        return self.steps.pop(0) if self.steps else []
+
+    def notify(self, on_outputs: Callable[[], None]) -> None:
+        for _ in list(self.steps):
+            on_outputs()
+
     def abort(self) -> None:
         self.num_aborts += 1
 

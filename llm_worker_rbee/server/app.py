@@ -315,6 +315,7 @@ class CancelOnDisconnect:
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, _: Any) -> None:
         task, self._task = self._task, None
         self._stop_watching()
+        del self._stop_watching, self._request  # they refer back to this, and hold the body
         if self._has_disconnected and task is not None:
             task.uncancel()
             if kind is asyncio.CancelledError:

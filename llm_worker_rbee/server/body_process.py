@@ -56,7 +56,7 @@ class BodyProcess:
             raise msgspec.msgpack.decode(reply, type=Refusal).error()
         return msgspec.msgpack.decode(reply, type=PARSERS[parser][1])
 
-    def _request(self, parser: str, body: bytes, options: ParseOptions) -> tuple[bool, bytes]:
+    def _request(self, parser: str, body: bytes, options: ParseOptions) -> tuple[bool, bytearray]:
         if self._is_closed:
             raise ShuttingDownError("the worker is shutting down")
         if self._process is None:

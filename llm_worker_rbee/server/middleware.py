@@ -17,6 +17,7 @@ from . import log
 from .auth import allowed_hosts, check_authorization, check_host
 from .dialects.openai import error_body
 from .schema import MISSING, ValidationError, ValidationIssue
+from .sse import ON_DISCONNECT, WRITE
 
 PUBLIC_PATHS = {"/health", "/"}
 OPENAI_PATH = re.compile(r"/v1(?!/(jobs|inference|ready|loading)(/|$))(/.*)?")  # routes that do not exist too
@@ -59,6 +60,8 @@ class RequestMiddleware:
             if not reply.has_started:
                 await send_error(reply.send, scope["path"], WorkerError("internal error of the worker"))
         finally:
+            for name in (WRITE, ON_DISCONNECT):  # they refer to the scope: it would be kept until a garbage collection
+                scope.pop(name, None)
             log.request_done(scope, reply.status, time.perf_counter() - start)
 
     def _check_lengths(self, lines: Iterable[tuple[bytes, bytes]], headers: Mapping[bytes, bytes]) -> None:

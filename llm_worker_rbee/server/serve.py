@@ -24,6 +24,7 @@ from uuid import uuid4
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from .. import machine
 from ..errors import HeadersTooLargeError, InvalidRequestError
 from . import log
 from .app import BODY_TIMEOUT_S, application
@@ -74,6 +75,7 @@ def serve(
     worker: Worker, sock: socket.socket, url: str, on_ready: Callable[[], None], signals: Signals, **tls: Any
 ) -> None:
     """Serve until a signal; raise the error of a model that could not be loaded."""
+    machine.return_large_blocks()
     config = uvicorn.Config(
         application(worker), loop="uvloop", http=connection_class(worker), ws="none", interface="asgi3", lifespan="on",
         log_config=None, access_log=False, server_header=False, proxy_headers=False, backlog=BACKLOG,

@@ -135,12 +135,14 @@ class Vocabulary:
         return found
 
     def max_token_bytes(self) -> int:
-        """Return the bytes of the longest token. UTF-8 of its text is never shorter, so few are computed."""
-        longest = 0
-        for size, token_id in sorted(((len(text.encode()), i) for i, text in enumerate(self.texts)), reverse=True):
-            if size <= longest:
-                break
-            longest = max(longest, len(self._compute_bytes(token_id)))
+        """Return the bytes of the longest token; a character has 4 at most, so few tokens need a look."""
+        if not self.texts:
+            return 0
+        lengths = list(map(len, self.texts))
+        longest = len(self._compute_bytes(lengths.index(max(lengths))))
+        for token_id, length in enumerate(lengths):
+            if 4 * length > longest:
+                longest = max(longest, len(self._compute_bytes(token_id)))
         return longest
 
     def _compute_bytes(self, token_id: int) -> bytes:
