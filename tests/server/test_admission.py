@@ -11,6 +11,7 @@ import pytest
 from llm_worker_rbee.config import ServerSettings
 from llm_worker_rbee.engine.request import SamplingParams
 from llm_worker_rbee.errors import QueueFullError
+from llm_worker_rbee.server import offload
 from llm_worker_rbee.server.admission import Admission
 from llm_worker_rbee.token_engine.protocol import RequestState, Submit
 from tests.helpers.server import CHAT, Server, ids, step_through, until
@@ -105,6 +106,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
 def test_reservation_counts_while_prompt_is_tokenized(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     """First by an estimate from its bytes, then by its tokens; the reservation is released in any case."""
     server = start(max_queued_tokens=50)
+    monkeypatch.setattr(offload, "INLINE_BYTES", 0)  # else it would stop the event loop
     tokenizer, may_go = server.llm.tokenizer, threading.Event()
     encode = tokenizer.encode
     monkeypatch.setattr(tokenizer, "encode", lambda text, **more: may_go.wait() and encode(text, **more))
