@@ -125,8 +125,9 @@ class RayEngine(TokenEngine):
                 status = await asyncio.to_thread(serve.status)
                 deployment = status.applications[self._engines.app_name].deployments[self._engines.deployment_name]
                 self._is_complete = deployment.status != DeploymentStatus.UNHEALTHY
-            except (RayError, KeyError):  # the controller is restarted, or the application is deleted
+            except Exception as error:  # the controller is restarted, or the application is deleted
                 self._is_complete = False
+                logger.debug("the state of the cluster is not known: %s", error)
             await asyncio.sleep(WATCH_INTERVAL_S)
 
     def _take_reports(self, latest: dict[str, EngineReport]) -> None:
