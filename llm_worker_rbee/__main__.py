@@ -25,6 +25,7 @@ def _handle_signals() -> None:
     if next((arg for arg in sys.argv[1:] if not arg.startswith("-")), None) == "serve":
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: os._exit(0))
+        signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # nothing can be restarted yet
     else:
         signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # what it has started is ended, too
     signal.signal(signal.SIGALRM, signal.default_int_handler)  # of the timer above

@@ -36,7 +36,7 @@ from ..token_engine.protocol import (
     TokenEngine,
     add_stats,
 )
-from ..token_engine.replicas import prompt_hashes
+from ..token_engine.routing import prompt_hashes
 from ..token_engine.stream import QueuedStream
 from ..token_engine.supervisor import DEADLINE_GRACE_S
 from ..token_engine.wire import FrameReader, FromEngine, encode
@@ -177,7 +177,10 @@ class RayEngine(TokenEngine):
     async def _generate_once(self, stream: QueuedStream, deadline: float | None) -> str:
         """Pass the results of one submission to the stream; return how the replica was lost, if it is not finished."""
         request, how = stream.request, "it failed"
-        message, hashes = encode(_submission(request, deadline)), b"".join(prompt_hashes(request, self.info.engine))
+        message, hashes = (
+            encode(_submission(request, deadline)),
+            b"".join(prompt_hashes(request.prompt, self.info.engine)),
+        )
         response = self._generate.remote(VERSION, message, hashes, request.num_prompt_tokens)
         reader: FrameReader[StepResult] = FrameReader(FromEngine)
         try:

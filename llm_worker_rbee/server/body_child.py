@@ -85,7 +85,7 @@ def parse(request: ParseRequest, body: bytes) -> bytes:
 def main() -> None:
     """Reply to requests until end of file; the argument is the parent's process id."""
     machine.exit_with_parent(int(sys.argv[1]))
-    for number in (signal.SIGINT, signal.SIGTERM):  # a service manager sends them to all: the parent drains
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2):  # a service manager sends them to all
         signal.signal(number, signal.SIG_IGN)
     gc.disable()  # JSON has no cycles; looking for them takes most of the time of a nested body
     requests, replies = sys.stdin.buffer, sys.stdout.buffer

@@ -94,7 +94,7 @@ def _engine_metrics(engine: TokenEngine) -> Iterator[Metric]:
     yield _counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.", stats.num_hit_tokens)
     yield _counter("num_preemptions", "Requests whose blocks went to other requests.", stats.num_preemptions)
     yield _counter("engine_restarts", "Restarts of an engine that died.", engine.num_restarts)
-    num_serving = sum(one.status() == "healthy" for one in engine.replicas)
+    num_serving = sum(one.is_serving for one in engine.replicas)
     yield _gauge("num_engines_serving", "Engines that serve; less than --replicas while one is restarted.", num_serving)
     yield _counter("prompt_tokens", "Prompt tokens of admitted requests.", stats.num_queried_tokens)
     if stats.device_bytes:

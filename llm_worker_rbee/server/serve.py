@@ -112,7 +112,7 @@ class Signals:
 
     def ignore(self) -> None:
         """Ignore signals from now on: a Python handler would be gone before the process is."""
-        for number in SIGNALS:
+        for number in (*SIGNALS, signal.SIGUSR2):
             signal.signal(number, signal.SIG_IGN)
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:

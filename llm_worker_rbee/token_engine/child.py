@@ -191,7 +191,7 @@ def describe_failure(error: BaseException) -> str:
 
 def main() -> NoReturn:
     """Run an engine, in a process of `spawn`: the first argument is the socket's file descriptor."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # a service manager sends them to both: the front drains
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2):  # a service manager sends them to both
         signal.signal(number, signal.SIG_IGN)
     connection = Connection(socket.socket(fileno=int(sys.argv[1])))
     root = logging.getLogger()

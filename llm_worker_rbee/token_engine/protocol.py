@@ -308,6 +308,11 @@ class TokenEngine(ABC):
         """Seconds since a step ended, 0 without work."""
 
     @property
+    def is_serving(self) -> bool:
+        """Whether a request that is submitted now is computed at once."""
+        return self.status() == "healthy"
+
+    @property
     def replicas(self) -> Sequence[TokenEngine]:
         """The engines that it consists of."""
         return [self]

@@ -14,15 +14,13 @@ from typing import Any
 
 import msgspec
 
-from ..config import EngineConfig
-from ..engine.block_pool import extend_hashes
 from ..engine.request import copy_error
 from ..errors import InferenceError, WorkerError
 from ..progress import OnStage, Stage, TransferProgress
 from .protocol import EngineStats, Load, ModelInfo, RequestState, TokenEngine, add_stats
-from .routing import choose
+from .routing import choose, prompt_hashes
 from .stream import QueuedStream
-from .supervisor import Replay, SupervisedEngine
+from .supervisor import SupervisedEngine, SupervisedRequest
 
 
 class ReplicaSet(TokenEngine):
@@ -35,6 +33,8 @@ class ReplicaSet(TokenEngine):
         """Start the process of the first engine at once; the options are those of each `SupervisedEngine`."""
         self._loads = [msgspec.structs.replace(load, records_blocks=True) for load in loads]
         self._options = options | {"move": self._move}
+        self._last_prompt: list[int] | None = None
+        self._last_hashes: list[bytes] = []
         self._engines = [SupervisedEngine(self._loads[0], progress=progress, on_located=on_located, **self._options)]
 
     async def start(self, on_stage: OnStage) -> ModelInfo:
@@ -58,8 +58,9 @@ class ReplicaSet(TokenEngine):
         return self.info
 
     def submit(self, request: RequestState) -> QueuedStream:
-        hashes = prompt_hashes(request, self.info.engine)
-        return self._route(hashes).submit(request, hashes)
+        if request.prompt is not self._last_prompt:  # the choices of one prompt come one after another
+            self._last_prompt, self._last_hashes = request.prompt, prompt_hashes(request.prompt, self.info.engine)
+        return self._route(self._last_hashes).submit(request, self._last_hashes)
 
     def _route(self, hashes: Sequence[bytes]) -> SupervisedEngine:
         """Return the engine for a request: of those that serve, or else of those that may serve later."""
@@ -69,12 +70,15 @@ class ReplicaSet(TokenEngine):
         usable = [engine for engine in usable if engine.is_serving] or usable
         return usable[choose([engine.candidate(hashes) for engine in usable])]
 
-    def _move(self, replay: Replay) -> bool:
-        """Give a request of an engine that is not serving to one that is; return whether there is one."""
-        if not any(engine.is_serving for engine in self._engines):
-            return False
-        self._route(replay.hashes).adopt(replay)
-        return True
+    def _move(self, supervised: SupervisedRequest, is_final: bool) -> bool:
+        """Give a request of an engine that died to one that serves; with `is_final` to one that may serve later.
+
+        Return whether there is one.
+        """
+        if any(engine.is_serving or (is_final and engine.status() != "failed") for engine in self._engines):
+            self._route(supervised.hashes).adopt(supervised)
+            return True
+        return False
 
     @property
     def num_requests(self) -> int:
@@ -108,14 +112,6 @@ class ReplicaSet(TokenEngine):
 
     async def stop(self, error: WorkerError) -> None:
         await asyncio.gather(*(engine.stop(copy_error(error)) for engine in self._engines))
-
-
-def prompt_hashes(request: RequestState, config: EngineConfig) -> list[bytes]:
-    """Return the hashes of the prompt's blocks that a prefix cache may have: the last token is always computed."""
-    hashes: list[bytes] = []
-    if config.prefix_cache:
-        extend_hashes(hashes, request.prompt, (request.num_prompt_tokens - 1) // config.block_size, config.block_size)
-    return hashes
 
 
 def _like_first(load: Load, first: Load, info: ModelInfo) -> Load:

@@ -54,7 +54,7 @@ logger = logging.getLogger("llm_worker_rbee.server")
 
 
 @dataclass(slots=True, eq=False)
-class Replay:
+class SupervisedRequest:
     """A request as the supervisor knows it: its stream, its deadline, and the deaths that it is suspected of."""
 
     stream: QueuedStream
@@ -89,11 +89,12 @@ class SupervisedEngine(TokenEngine):
         self, load: Load, *, max_restarts: int = 5, stall_timeout_s: float = math.inf, restart_on_stall: bool = False,
         progress: TransferProgress = lambda what, done, total: None,
         on_located: Callable[[str], None] = lambda path: None,
-        move: Callable[[Replay], bool] = lambda replay: False,
+        move: Callable[[SupervisedRequest, bool], bool] = lambda supervised, is_final: False,
     ) -> None:  # fmt: skip
         """Start the process at once. `max_restarts` are those of a minute. A process that has work and sends nothing
         for `stall_timeout_s` is stalled; with `restart_on_stall`, after ten times its slowest step, it is killed.
-        `move` may give a request of a dead process to another engine, by its `adopt`."""
+        `move` may give a request of a dead process to another engine, by its `adopt`; with True if there will be no
+        other process here."""
         self._load = load
         self._move = move
         self.prefix_index = PrefixIndex()
@@ -104,10 +105,12 @@ class SupervisedEngine(TokenEngine):
         self._on_stage: OnStage = lambda stage: None
         self._loaded: asyncio.Future[ModelInfo]
         self._state, self._has_loaded = "loading", False
-        self._replays: dict[int, Replay] = {}  # all open requests, by their ids
+        self._requests: dict[int, SupervisedRequest] = {}  # all open requests, by their ids
         self._streams: dict[int, QueuedStream] = {}  # those that the engine has, by their submissions
         self._submissions = count(1)
-        self._isolated: deque[Replay] = deque()  # replayed one at a time, the first one now, while the others wait
+        self._isolated: deque[SupervisedRequest] = (
+            deque()
+        )  # replayed one at a time, the first one now, while the others wait
         self._stats = self._stats_before = EngineStats(num_free_blocks=1, num_blocks=1)
         self._num_queried_tokens = self._num_hit_tokens = 0  # counted here: a request that is replayed counts once
         self._deaths: deque[float] = deque()
@@ -137,22 +140,33 @@ class SupervisedEngine(TokenEngine):
             raise InferenceError("the engine has failed" if self._state == "failed" else "the engine was stopped")
         timeout_s = request.submitted.timeout_s
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        replay = Replay(QueuedStream(request, self._abort), deadline, hashes)
+        supervised = SupervisedRequest(QueuedStream(request, self._abort), deadline, hashes)
         if timeout_s is not None:  # the engine's own clock is not there during a restart
-            replay.timer = asyncio.get_running_loop().call_later(timeout_s + DEADLINE_GRACE_S, _expire, replay)
-        self.adopt(replay)
-        return replay.stream
+            supervised.timer = asyncio.get_running_loop().call_later(timeout_s + DEADLINE_GRACE_S, _expire, supervised)
+        self.adopt(supervised)
+        return supervised.stream
 
-    def adopt(self, replay: Replay) -> None:
+    def adopt(self, supervised: SupervisedRequest) -> None:
         """Take a request, be it new or of another engine; it waits while this one is restarted."""
-        if not self._replays:
+        if not self._requests:
             self._last_message_at = time.monotonic()
-        replay.num_matched_tokens = self._match(replay.hashes)
-        self.prefix_index.add_pending(replay.hashes)
-        replay.stream.on_abort = self._abort
-        self._replays[replay.request.id] = replay
-        if self.accepts_requests:
-            self._send(replay)
+        supervised.num_matched_tokens = self._match(supervised.hashes)
+        self.prefix_index.add_pending(supervised.hashes)
+        supervised.stream.on_abort = self._abort
+        supervised.submission = 0
+        self._requests[supervised.request.id] = supervised
+        if supervised.is_isolated:
+            self._isolate(supervised)
+        elif self.accepts_requests:
+            self._send(supervised)
+
+    def _isolate(self, supervised: SupervisedRequest) -> None:
+        """Let a suspect of another engine run alone; what runs here goes on afterwards."""
+        self._isolated.append(supervised)
+        if self._state == "ready" and self._isolated[0] is supervised:
+            for other in self._requests.values():
+                self._withdraw(other)
+            self._send_all()
 
     @property
     def accepts_requests(self) -> bool:
@@ -165,7 +179,7 @@ class SupervisedEngine(TokenEngine):
 
     def candidate(self, hashes: Sequence[bytes]) -> Candidate:
         """Return what routing has to know for a request with these hashes."""
-        load = sum(replay.load for replay in self._replays.values())
+        load = sum(supervised.load for supervised in self._requests.values())
         return Candidate(self._match(hashes), load, len(self.prefix_index))
 
     def _match(self, hashes: Sequence[bytes]) -> int:
@@ -173,18 +187,27 @@ class SupervisedEngine(TokenEngine):
 
     @property
     def num_requests(self) -> int:
-        return len(self._replays)
+        return len(self._requests)
 
     async def restart(self) -> None:
-        if self._state != "ready":
+        await self._wait_while_loading()
+        if self._state == "stopped":
             return
         self._state, self._stats_before = "loading", self.stats()
+        self._deaths.clear()
+        self._num_failed_loads = 0
         self._clear()
         self._move_requests()
-        logger.info("the engine is restarted with %s", counted(len(self._replays), "open request"))
+        logger.info("the engine is restarted with %s", counted(len(self._requests), "open request"))
         await self._child.stop()
         self._tasks.append(asyncio.ensure_future(self._restart(0.0)))
-        while self._state == "loading":  # also if it dies while it loads
+        await self._wait_while_loading()
+        if self._state == "failed":
+            raise InferenceError("an engine that was restarted on request could not load the model again")
+
+    async def _wait_while_loading(self) -> None:
+        """Wait for the end of a restart, also if the process dies on the way."""
+        while self._state == "loading":
             await asyncio.sleep(RESTART_POLL_S)
 
     def stats(self) -> EngineStats:
@@ -200,7 +223,7 @@ class SupervisedEngine(TokenEngine):
 
     @property
     def last_step_age_s(self) -> float:
-        return time.monotonic() - self._last_message_at if self._state == "ready" and self._replays else 0.0
+        return time.monotonic() - self._last_message_at if self._state == "ready" and self._requests else 0.0
 
     async def stop(self, error: WorkerError) -> None:
         self._state = "stopped"
@@ -212,19 +235,19 @@ class SupervisedEngine(TokenEngine):
             self._loaded.cancel()
 
     def _abort(self, request: RequestState) -> None:
-        replay = self._remove(request)
-        if replay is not None:
-            self._withdraw(replay)
-            self._release(replay)
+        supervised = self._remove(request)
+        if supervised is not None:
+            self._withdraw(supervised)
+            self._release(supervised)
 
-    def _remove(self, request: RequestState) -> Replay | None:
+    def _remove(self, request: RequestState) -> SupervisedRequest | None:
         """Remove a request that is finished or goes to another engine, and return it if it was here."""
-        replay = self._replays.pop(request.id, None)
-        if replay is not None:
-            self.prefix_index.remove_pending(replay.hashes)
-            if replay.request.is_finished and replay.timer is not None:
-                replay.timer.cancel()  # it would keep the request until the deadline
-        return replay
+        supervised = self._requests.pop(request.id, None)
+        if supervised is not None:
+            self.prefix_index.remove_pending(supervised.hashes)
+            if supervised.request.is_finished and supervised.timer is not None:
+                supervised.timer.cancel()  # it would keep the request until the deadline
+        return supervised
 
     def _take(self, message: FromEngine) -> None:
         """Take in a message of the child."""
@@ -246,6 +269,7 @@ class SupervisedEngine(TokenEngine):
             case Failed(error=error):
                 if self._has_loaded:
                     logger.error("the engine could not load the model again: %s", error)
+                    self._child.kill()
                 self._loaded.set_exception(error)
             case ModelInfo():
                 self._state, self._has_loaded = "ready", True
@@ -254,8 +278,8 @@ class SupervisedEngine(TokenEngine):
     def _log(self, line: LogLine) -> None:
         """Log a line of the child, in the context of the request that it is about."""
         stream = None if line.request_id is None else self._streams.get(line.request_id)
-        replay = None if stream is None else self._replays.get(stream.request.id)
-        context = copy_context() if replay is None else replay.context
+        supervised = None if stream is None else self._requests.get(stream.request.id)
+        context = copy_context() if supervised is None else supervised.context
         context.run(logger.log, line.level, "engine: %s", line.text)
 
     def _take_result(self, result: StepResult) -> None:
@@ -271,8 +295,8 @@ class SupervisedEngine(TokenEngine):
         ended = [self._streams.get(output.id) for output in result.outputs if output.finish_reason is not None]
         take_result(result, self._streams)
         for stream in ended:
-            if stream is not None and (replay := self._remove(stream.request)) is not None:
-                self._release(replay)
+            if stream is not None and (supervised := self._remove(stream.request)) is not None:
+                self._release(supervised)
         if self._isolated and len((first := self._isolated[0]).request.tokens) > first.num_tokens_at_death:
             first.num_deaths = first.num_deaths_alone = 0  # as in `_record_death`
             self._release(first)
@@ -305,45 +329,48 @@ class SupervisedEngine(TokenEngine):
             logger.error("the engine %s: more than %s, it is not restarted again", how,
                          counted(self._max_restarts, "restart"))  # fmt: skip
             self._state = "failed"
+            self._move_requests(is_final=True)
             self._finish_all(InferenceError(f"the engine {how}, and was restarted too often"))
             return
         self.num_restarts += 1
         pause = min(FIRST_BACKOFF_S * 2 ** (len(self._deaths) - 1), MAX_BACKOFF_S)
         logger.warning("the engine %s: restart in %.2f s with %s", how, pause,
-                       counted(len(self._replays), "open request"))  # fmt: skip
+                       counted(len(self._requests), "open request"))  # fmt: skip
         self._tasks = [task for task in self._tasks if not task.done()]
         self._tasks.append(asyncio.ensure_future(self._restart(pause)))
 
     def _record_death(self, how: str) -> None:
         """Note who ran; refuse a request that has ended engines while alone."""
-        known = [replay for replay in self._replays.values() if replay.submission in self._streams]
-        suspects = [replay for replay in known if replay.request.is_running] or known
+        known = [supervised for supervised in self._requests.values() if supervised.submission in self._streams]
+        suspects = [supervised for supervised in known if supervised.request.is_running] or known
         self._clear()
-        for replay in suspects:
-            if len(replay.request.tokens) > replay.num_tokens_at_death:
-                replay.num_deaths = replay.num_deaths_alone = 0  # it got past the point of its last death
-            replay.num_deaths += 1
-            replay.num_deaths_alone += len(known) == 1
-            replay.num_tokens_at_death = len(replay.request.tokens)
-            if replay.num_deaths_alone >= DEATHS_TO_REFUSE:
+        for supervised in suspects:
+            if len(supervised.request.tokens) > supervised.num_tokens_at_death:
+                supervised.num_deaths = supervised.num_deaths_alone = 0  # it got past the point of its last death
+            supervised.num_deaths += 1
+            supervised.num_deaths_alone += len(known) == 1
+            supervised.num_tokens_at_death = len(supervised.request.tokens)
+            if supervised.num_deaths_alone >= DEATHS_TO_REFUSE:
                 message = f"the engine {how} twice while it computed this request alone: it is not tried again"
-                replay.stream.finish_with(InferenceError(message))
-        self._isolated = deque(replay for replay in self._replays.values() if replay.is_isolated)
+                supervised.stream.finish_with(InferenceError(message))
+        self._isolated = deque(supervised for supervised in self._requests.values() if supervised.is_isolated)
 
     def _clear(self) -> None:
         """Forget the state of a process that is gone; the requests are kept."""
         self._stats = EngineStats(num_free_blocks=self._stats.num_blocks, num_blocks=self._stats.num_blocks)
         self.prefix_index.clear()
+        for supervised in self._requests.values():
+            supervised.request.is_running, supervised.request.num_computed_tokens = False, 0
+            supervised.request.num_restarts += supervised.submission in self._streams
         self._streams.clear()
-        for replay in self._replays.values():
-            replay.request.is_running, replay.request.num_computed_tokens = False, 0
-            replay.request.num_restarts += 1
 
-    def _move_requests(self) -> None:
-        """Give the requests to other engines, if there are any; those that must run alone stay."""
-        for replay in list(self._replays.values()):
-            if not replay.is_isolated and self._move(replay):
-                self._remove(replay.request)
+    def _move_requests(self, *, is_final: bool = False) -> None:
+        """Give the requests to other engines, if there are any; those that must run alone stay while they can."""
+        for supervised in list(self._requests.values()):
+            if (is_final or not supervised.is_isolated) and self._move(supervised, is_final):
+                self._remove(supervised.request)
+                if supervised in self._isolated:
+                    self._isolated.remove(supervised)
 
     async def _restart(self, pause: float) -> None:
         await asyncio.sleep(pause)
@@ -368,50 +395,50 @@ class SupervisedEngine(TokenEngine):
 
     def _send_all(self) -> None:
         """Submit what the engine does not have: the first isolated request alone, or all others."""
-        waiting = list(self._replays.values()) if not self._isolated else [self._isolated[0]]
-        for replay in waiting:
-            if replay.submission not in self._streams:
-                self._send(replay)
+        waiting = list(self._requests.values()) if not self._isolated else [self._isolated[0]]
+        for supervised in waiting:
+            if supervised.submission not in self._streams:
+                self._send(supervised)
 
-    def _release(self, replay: Replay) -> None:
+    def _release(self, supervised: SupervisedRequest) -> None:
         """Go on with the next isolated request, or with all, once this one is finished or is no suspect any more."""
-        if replay not in self._isolated:
+        if supervised not in self._isolated:
             return
-        is_first = self._isolated[0] is replay
-        self._isolated.remove(replay)
+        is_first = self._isolated[0] is supervised
+        self._isolated.remove(supervised)
         if is_first and self._state == "ready":
             if self._isolated:  # it goes on later, with the others
-                self._withdraw(replay)
+                self._withdraw(supervised)
             self._send_all()
 
-    def _withdraw(self, replay: Replay) -> None:
+    def _withdraw(self, supervised: SupervisedRequest) -> None:
         """Take a request out of the engine, if it is there."""
-        if self._streams.pop(replay.submission, None) is not None:
-            replay.request.is_running = False
-            self._child.send(Abort(replay.submission))
+        if self._streams.pop(supervised.submission, None) is not None:
+            supervised.request.is_running = False
+            self._child.send(Abort(supervised.submission))
 
-    def _send(self, replay: Replay) -> None:
+    def _send(self, supervised: SupervisedRequest) -> None:
         """Submit a request with the tokens that were delivered."""
-        request, submitted, timeout_s = replay.request, replay.request.submitted, None
-        if replay.deadline is not None:
-            timeout_s = replay.deadline - time.monotonic()
+        request, submitted, timeout_s = supervised.request, supervised.request.submitted, None
+        if supervised.deadline is not None:
+            timeout_s = supervised.deadline - time.monotonic()
             if timeout_s <= 0:
-                _expire(replay)
+                _expire(supervised)
                 return
         params = submitted.params
         if request.prompt_logprobs is not None:  # delivered already
             params = replace(params, prompt_logprobs=False)
-        replay.submission = next(self._submissions)
-        self._streams[replay.submission] = replay.stream
+        supervised.submission = next(self._submissions)
+        self._streams[supervised.submission] = supervised.stream
         self._child.send(
             msgspec.structs.replace(
-                submitted, id=replay.submission, generated=request.tokens, params=params, timeout_s=timeout_s
+                submitted, id=supervised.submission, generated=request.tokens, params=params, timeout_s=timeout_s
             )
         )
 
     def _finish_all(self, error: WorkerError) -> None:
-        for replay in list(self._replays.values()):
-            replay.stream.finish_with(copy_error(error))
+        for supervised in list(self._requests.values()):
+            supervised.stream.finish_with(copy_error(error))
 
     async def _watch_stalls(self, stall_timeout_s: float) -> None:
         """Kill a child that has work and sends nothing; `_on_end` restarts it."""
@@ -423,7 +450,7 @@ class SupervisedEngine(TokenEngine):
                 self._last_message_at = time.monotonic()
 
 
-def _expire(replay: Replay) -> None:
+def _expire(supervised: SupervisedRequest) -> None:
     """End a request whose deadline has passed, if the engine has not."""
-    tokens = counted(len(replay.request.tokens), "output token")
-    replay.stream.finish_with(DeadlineError(f"the request timed out after {tokens}"))
+    tokens = counted(len(supervised.request.tokens), "output token")
+    supervised.stream.finish_with(DeadlineError(f"the request timed out after {tokens}"))

@@ -14,11 +14,13 @@ import msgspec
 import pytest
 
 from llm_worker_rbee.backends import cpu_info
+from llm_worker_rbee.config import EngineConfig
 from llm_worker_rbee.errors import InferenceError, RequestCancelledError, WorkerError
 from llm_worker_rbee.progress import Stage
-from llm_worker_rbee.token_engine import supervisor
+from llm_worker_rbee.token_engine import replicas, supervisor
 from llm_worker_rbee.token_engine.protocol import Load
 from llm_worker_rbee.token_engine.replicas import ReplicaSet
+from llm_worker_rbee.token_engine.routing import MAX_HASHED_BLOCKS, prompt_hashes
 from tests.conftest import ON_CPU, with_kernels
 from tests.helpers.process import is_alive
 from tests.helpers.server import write_model
@@ -250,3 +252,126 @@ def test_engines_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cpu_info.choose_thread_count() == max(1, whole // 2)
     cpu_info.share_cores(2)  # what the environment says stays
     assert cpu_info.choose_thread_count() == max(1, whole // 2)
+
+
+async def kill_before_any_step(engine: ReplicaSet, number: int) -> None:
+    """Kill a process that was stopped before it computed anything; return once the front knows."""
+    supervised = engine._engines[number]
+    os.kill(supervised._child.process.pid, signal.SIGKILL)
+    while supervised.is_serving:
+        await asyncio.sleep(0.001)
+
+
+def stop_all(engine: ReplicaSet) -> None:
+    for pid in processes(engine):
+        os.kill(pid, signal.SIGSTOP)
+
+
+@pytest.mark.parametrize("max_restarts", [1, 0])
+def test_suspects_leave_an_engine_that_fails_for_good(load: Load, max_restarts: int) -> None:
+    """Both die with their engines twice, through no fault of theirs; then each runs alone in the engine that is left.
+    With `max_restarts` 0 the first engine is lost at once, and what it had waits in the other."""
+
+    async def main(engine: ReplicaSet) -> None:
+        expected = [summary(await outputs_of(engine.submit(request(i)))) for i in range(3)]
+        stop_all(engine)
+        suspects = [engine._engines[0].submit(request(i)) for i in range(2)]
+        await kill_before_any_step(engine, 0)
+        assert open_requests(engine) == [0, 2]
+        if max_restarts:
+            await has_status(engine, "healthy")
+            await kill_before_any_step(engine, 1)
+            assert open_requests(engine) == [0, 2]
+            innocent = engine.submit(request(2))
+            await innocent.next_outputs()
+            while engine._engines[1].status() != "healthy":
+                await asyncio.sleep(0.002)
+            os.kill(processes(engine)[1], signal.SIGKILL)
+            while engine._engines[1].status() != "failed":
+                await asyncio.sleep(0.002)
+            assert [one.request.is_finished for one in suspects] == [False, False]
+            await outputs_of(innocent)
+        else:
+            os.kill(processes(engine)[1], signal.SIGCONT)
+        assert [summary(await outputs_of(stream)) for stream in suspects] == expected[:2]
+
+    run(main, load, max_restarts=max_restarts)
+
+
+def test_requests_of_a_failed_engine_wait_for_one_that_is_loading(load: Load) -> None:
+    async def main(engine: ReplicaSet) -> None:
+        expected = [summary(await outputs_of(engine.submit(request(i)))) for i in range(4)]
+        first = engine._engines[0]
+        first._max_restarts = 0
+        streams = [engine.submit(request(i)) for i in range(4)]
+        os.kill(processes(engine)[1], signal.SIGKILL)
+        while engine._engines[1].status() == "healthy":
+            await asyncio.sleep(0.001)
+        os.kill(processes(engine)[0], signal.SIGKILL)
+        assert [summary(await outputs_of(stream)) for stream in streams] == expected
+        assert [one.status() for one in engine.replicas] == ["failed", "healthy"]
+
+    run(main, load)
+
+
+def test_restart_waits_for_an_engine_that_is_restarted_already(load: Load) -> None:
+    statuses: set[tuple[str, ...]] = set()
+
+    async def main(engine: ReplicaSet) -> None:
+        os.kill(processes(engine)[0], signal.SIGKILL)
+        await has_status(engine, "degraded")
+        restart = asyncio.ensure_future(engine.restart())
+        while not restart.done():
+            statuses.add(tuple(one.status() for one in engine.replicas))
+            await asyncio.sleep(0.001)
+        assert statuses == {("loading", "healthy"), ("healthy", "healthy"), ("healthy", "loading")}
+
+    run(main, load)
+
+
+def test_restart_ends_with_the_first_engine_that_cannot_load_again(load: Load, tmp_path: Path) -> None:
+    """The model file is gone: the other engine is left as it is, and has all requests."""
+    model = tmp_path / "gone.gguf"
+    model.write_bytes(Path(load.options["model"]).read_bytes())
+
+    async def main(engine: ReplicaSet) -> None:
+        expected = [summary(await outputs_of(engine.submit(request(i)))) for i in range(4)]
+        streams = [engine.submit(request(i)) for i in range(4)]
+        model.unlink()
+        with pytest.raises(InferenceError, match="could not load the model again"):
+            await engine.restart()
+        assert [summary(await outputs_of(stream)) for stream in streams] == expected
+        assert [one.status() for one in engine.replicas] == ["failed", "healthy"]
+        model.write_bytes(Path(load.options["model"]).read_bytes())
+        await engine.restart()  # brings it back
+        assert engine.status() == "healthy"
+
+    run(main, msgspec.structs.replace(load, options=load.options | {"model": str(model)}), max_restarts=1)
+
+
+def test_choices_of_one_prompt_are_hashed_once_and_stay_together(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    hashed: list[int] = []
+
+    def count(prompt: list[int], config: Any) -> list[bytes]:
+        hashed.append(len(prompt))
+        return prompt_hashes(prompt, config)
+
+    monkeypatch.setattr(replicas, "prompt_hashes", count)
+
+    async def main(engine: ReplicaSet) -> None:
+        prompt = list(range(40))
+        streams = [engine.submit(request(i, 4, prompt=prompt)) for i in range(4)]
+        assert sorted(open_requests(engine)) == [0, 4]
+        for stream in streams:
+            await outputs_of(stream)
+        assert hashed == [40]
+
+    run(main, load)
+
+
+def test_hashes_of_a_long_prompt_are_bounded() -> None:
+    config = EngineConfig(max_context=1, n_blocks=1)
+    prompt = list(range(MAX_HASHED_BLOCKS * config.block_size + 100))
+    assert len(prompt_hashes(prompt, config)) == MAX_HASHED_BLOCKS
+    assert len(prompt_hashes(prompt[:32], config)) == 1  # the last token is always computed
+    assert prompt_hashes(prompt[:32], EngineConfig(max_context=1, n_blocks=1, prefix_cache=False)) == []

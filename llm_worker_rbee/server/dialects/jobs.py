@@ -62,7 +62,7 @@ class Narrator:
             self._narrate("preempted", "Preempted: its memory went to other requests; it waits and will be resumed.")
         if request.num_restarts > self._num_restarts:
             self._num_restarts, self._is_preempted = request.num_restarts, True
-            self._narrate("restarted", "The engine died and is restarted; the job goes on where it was.")
+            self._narrate("restarted", "The engine is restarted; the job goes on where it was.")
         if self._is_preempted and request.is_running:
             self._is_preempted = False
             self._narrate("resumed", "Resumed.")
