@@ -4,6 +4,8 @@ A message names the thing that is wrong (a key, a tensor, a field, a file) and t
 command line prints it as one line, the server sends it with the code.
 """
 
+import os
+import traceback
 from typing import Any
 
 
@@ -146,3 +148,10 @@ def human_bytes(count: int) -> str:
         if count < 999.95 * size:  # never 1,000.0 of a unit
             return f"{count / size:,.1f} {unit}"
     return f"{count / 1e9:,.2f} GB"
+
+
+def describe_failure(error: BaseException) -> str:
+    """Return the type and the place of an error; its text, which may quote a prompt, is left out."""
+    frames = traceback.extract_tb(error.__traceback__)[-4:]
+    places = " < ".join(f"{os.path.basename(frame.filename)}:{frame.lineno} {frame.name}" for frame in reversed(frames))
+    return f"{type(error).__name__} at {places}"

@@ -191,3 +191,13 @@ def gpus() -> list[str]:
     output = _output("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")
     rows = [[cell.strip() for cell in line.split(",")] for line in output.splitlines()]
     return [f"{row[0]}, {row[1]}, driver {row[2]}" for row in rows if len(row) == 3]
+
+
+def describe_exit(status: int) -> str:
+    """Return how a process ended, from its return code: `was killed by SIGSEGV`, `ended with status 70`."""
+    if status >= 0:
+        return f"ended with status {status}"
+    try:
+        return f"was killed by {signal.Signals(-status).name}"
+    except ValueError:
+        return f"was killed by signal {-status}"

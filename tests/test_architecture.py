@@ -62,7 +62,7 @@ SECOND_PLACES: dict[str, dict[str, str]] = {}  # beside the one place of a heavy
 
 # Line budgets. "." are the modules at the top of the package.
 LINES = {
-    ".": 1_940,
+    ".": 1_960,
     "backends": 1_240,
     "backends/cpu": 4_980,
     "backends/cuda": 4_480,

@@ -31,3 +31,11 @@ def test_cpu_quota_of_cgroup(monkeypatch: pytest.MonkeyPatch, text: str, quota: 
     files = {"/proc/self/cgroup": "0::/box/inner\n", "/sys/fs/cgroup/box/cpu.max": text}
     monkeypatch.setattr(machine, "_read", lambda path: files.get(str(path), ""))
     assert machine.cpu_quota() == quota
+
+
+@pytest.mark.parametrize(
+    ("status", "text"),
+    [(-9, "was killed by SIGKILL"), (70, "ended with status 70"), (-200, "was killed by signal 200")],
+)
+def test_describe_exit(status: int, text: str) -> None:
+    assert machine.describe_exit(status) == text

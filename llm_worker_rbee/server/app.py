@@ -40,7 +40,7 @@ from .dialects import openai
 from .dialects.jobs import Job, Jobs
 from .middleware import RequestMiddleware, error_response
 from .offload import encode_conversation
-from .schema import CANCEL, CHUNK_ITEMS, decode_object, validate_body
+from .schema import CHUNK_ITEMS
 from .sse import DONE, EventStream, PushStream, encode_event, watch_disconnect
 from .worker import Worker
 
@@ -179,7 +179,7 @@ class Routes:
         return json_response({"job_id": job.id}, 202)
 
     async def cancel(self, request: Request) -> Response:
-        values = validate_body(decode_object(await _read_body(request)), CANCEL)
+        values: dict[str, Any] = await self.worker.parse("cancel", await _read_body(request))
         self.jobs.find(values["job_id"]).cancel()
         return json_response(values, 202)
 

@@ -17,6 +17,7 @@ from ..engine.request import MAX_COUNT, SamplingParams, check_prompt_fits
 from ..errors import InvalidRequestError, PayloadTooLargeError
 from .schema import (
     APPLY_TEMPLATE,
+    CANCEL,
     CHAT,
     CHUNK_ITEMS,
     COMPLETION,
@@ -200,6 +201,11 @@ def parse_apply_template(body: bytes, _: ParseOptions) -> Conversation:
     return conversation
 
 
+def parse_cancel(body: bytes, _: ParseOptions) -> dict[str, Any]:
+    """Validate the body of `/cancel`."""
+    return validate_body(decode_object(body), CANCEL)
+
+
 PARSERS: dict[str, tuple[Callable[[bytes, ParseOptions], Any], Any]] = {  # by name, with the type of the record
     "chat": (parse_chat, CompletionRequest),
     "completion": (parse_completion, CompletionRequest),
@@ -207,6 +213,7 @@ PARSERS: dict[str, tuple[Callable[[bytes, ParseOptions], Any], Any]] = {  # by n
     "tokenize": (parse_tokenize, dict[str, Any]),
     "detokenize": (parse_detokenize, PackedIds),
     "apply_template": (parse_apply_template, Conversation),
+    "cancel": (parse_cancel, dict[str, Any]),
 }
 
 

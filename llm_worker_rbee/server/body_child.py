@@ -17,7 +17,14 @@ from typing import Any
 import msgspec
 
 from .. import machine
-from ..errors import ContextLengthError, InvalidRequestError, PayloadTooLargeError, WorkerError
+from ..errors import (
+    ContextLengthError,
+    InferenceError,
+    InvalidRequestError,
+    PayloadTooLargeError,
+    WorkerError,
+    describe_failure,
+)
 from .bodies import PARSERS, ParseOptions
 from .schema import MISSING, ValidationError, ValidationIssue
 
@@ -53,6 +60,8 @@ class Refusal(msgspec.Struct, frozen=True):
         """Return the error as it was raised."""
         if self.issues:
             return ValidationError([ValidationIssue(*issue) for issue in self.issues])
+        if self.kind == InferenceError.__name__:  # its message is for the log
+            return InferenceError("internal error of the worker")
         kind = REFUSALS[self.kind]
         return kind(self.message, self.field) if issubclass(kind, InvalidRequestError) else kind(self.message)
 
@@ -78,6 +87,8 @@ def parse(request: ParseRequest, body: bytes) -> bytes:
         error: WorkerError = PayloadTooLargeError(f"the body takes more than {limit >> 20} MiB of memory when decoded")
     except WorkerError as refused:
         error = refused.with_traceback(None)
+    except Exception as unexpected:
+        error = InferenceError(describe_failure(unexpected))
     refusal = msgspec.msgpack.encode(Refusal.of(error))
     return REPLY_HEAD.pack(False, len(refusal)) + refusal
 

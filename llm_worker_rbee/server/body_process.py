@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import sys
 import threading
 import time
@@ -13,7 +12,8 @@ from typing import Any
 
 import msgspec
 
-from ..errors import ShuttingDownError, UnavailableError
+from ..errors import InferenceError, ShuttingDownError, UnavailableError
+from ..machine import describe_exit
 from ..pipe_process import PipeProcess
 from .bodies import PARSERS, ParseOptions
 from .body_child import REPLY_HEAD, ParseRequest, Refusal
@@ -53,7 +53,10 @@ class BodyProcess:
                     message = f"the process that parses large bodies {self._stop(again)}"
                     raise UnavailableError(message) from None
         if not is_record:
-            raise msgspec.msgpack.decode(reply, type=Refusal).error()
+            refusal = msgspec.msgpack.decode(reply, type=Refusal)
+            if refusal.kind == InferenceError.__name__:
+                logger.error("the process that parses large bodies failed: %s", refusal.message)
+            raise refusal.error()
         return msgspec.msgpack.decode(reply, type=PARSERS[parser][1])
 
     def _request(self, parser: str, body: bytes, options: ParseOptions) -> tuple[bool, bytearray]:
@@ -75,7 +78,7 @@ class BodyProcess:
         status = process.stop()
         if status is None:
             return "did not answer in time"
-        return f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+        return describe_exit(status)
 
     def close(self) -> None:
         """End the process, in whatever it is doing."""

@@ -16,13 +16,12 @@ import socket
 import sys
 import threading
 import time
-import traceback
 from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
 from ..backends.select import has_driver, import_cpu_backend
-from ..errors import InferenceError, WorkerError
+from ..errors import InferenceError, WorkerError, describe_failure
 from ..load import LoadOptions, LoadPhases
 from ..progress import Stage
 from ..text_model import open_tokenizer
@@ -180,13 +179,6 @@ def _log_failures(result: StepResult, connection: Connection) -> None:
         if output.error is not None and output.error.__cause__ is not None:
             text = f"{output.error}: {describe_failure(output.error.__cause__)}"
             connection.send(LogLine(logging.ERROR, text, output.id))
-
-
-def describe_failure(error: BaseException) -> str:
-    """Return the type and the place of an error; its text, which may quote a prompt, is left out."""
-    frames = traceback.extract_tb(error.__traceback__)[-4:]
-    places = " < ".join(f"{os.path.basename(frame.filename)}:{frame.lineno} {frame.name}" for frame in reversed(frames))
-    return f"{type(error).__name__} at {places}"
 
 
 def main() -> NoReturn:

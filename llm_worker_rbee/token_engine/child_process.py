@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import signal
 import socket
 import subprocess
 from collections.abc import Callable
 from typing import cast
 
+from ..machine import describe_exit
 from . import spawn
 from .protocol import Load
 from .wire import FrameReader, FromEngine, ProtocolError, ToEngine, encode
@@ -93,13 +93,3 @@ class ChildProcess(asyncio.Protocol):
 
 
 def _ignore(_: object) -> None: ...
-
-
-def describe_exit(status: int) -> str:
-    """Return how a process ended, from its return code: `was killed by SIGSEGV`, `ended with status 70`."""
-    if status >= 0:
-        return f"ended with status {status}"
-    try:
-        return f"was killed by {signal.Signals(-status).name}"
-    except ValueError:
-        return f"was killed by signal {-status}"

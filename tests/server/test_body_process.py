@@ -18,7 +18,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llm_worker_rbee.errors import PayloadTooLargeError, ShuttingDownError, UnavailableError, WorkerError
+from llm_worker_rbee.errors import (
+    InferenceError,
+    PayloadTooLargeError,
+    ShuttingDownError,
+    UnavailableError,
+    WorkerError,
+)
 from llm_worker_rbee.server import body_child, body_process, offload
 from llm_worker_rbee.server.bodies import PARSERS, ModelLimits, ParseOptions
 from llm_worker_rbee.server.body_process import BodyProcess
@@ -48,6 +54,7 @@ BODIES: list[bytes] = [
         {"messages": [CHAT, {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}], "logprobs": True},
         {"messages": [CHAT], "top_logprobs": 3}, {"messages": [CHAT], "max_tokens": 1, "max_completion_tokens": 2},
         {"text": "abc", "add_special": False}, {"text": 5}, {"tokens": [1, 2]}, {"tokens": [-1]}, {"tokens": "x"},
+        {"job_id": "j"},
     )),
 ]  # fmt: skip
 
@@ -73,6 +80,17 @@ def outcome(parse: Any) -> Any:
     except WorkerError as error:
         issues = error.issues if isinstance(error, ValidationError) else None
         return type(error), str(error), error.code, error.status, getattr(error, "field", None), issues
+
+
+def test_unexpected_error_is_one_of_the_worker(shared: BodyProcess, caplog: pytest.LogCaptureFixture) -> None:
+    """A parser that does not exist stands for any mistake in one; the process goes on."""
+    before = outcome(partial(shared.parse, "job", b'{"prompt": "x"}', ParseOptions()))
+    pid = shared.pid
+    with pytest.raises(InferenceError, match="internal error of the worker"):
+        shared.parse("none", b"{}", ParseOptions())
+    assert "KeyError at body_child.py" in caplog.text
+    assert outcome(partial(shared.parse, "job", b'{"prompt": "x"}', ParseOptions())) == before
+    assert shared.pid == pid
 
 
 @pytest.mark.parametrize("parser", PARSERS)

@@ -19,7 +19,7 @@ import pytest
 
 from llm_worker_rbee.errors import DeadlineError, InferenceError, RequestCancelledError, WorkerError
 from llm_worker_rbee.token_engine import supervisor
-from llm_worker_rbee.token_engine.child_process import ChildProcess, describe_exit
+from llm_worker_rbee.token_engine.child_process import ChildProcess
 from llm_worker_rbee.token_engine.protocol import Load, Submit, TokenOutput
 from llm_worker_rbee.token_engine.supervisor import SupervisedEngine
 from tests.conftest import ON_CPU, with_kernels
@@ -277,14 +277,6 @@ def test_other_version_of_the_protocol_is_refused(load: Load) -> None:
         await engine.stop(RequestCancelledError("stopped"))
 
     asyncio.run(asyncio.wait_for(main(), LIMIT_S))
-
-
-@pytest.mark.parametrize(
-    ("status", "text"),
-    [(-9, "was killed by SIGKILL"), (70, "ended with status 70"), (-200, "was killed by signal 200")],
-)
-def test_describe_exit(status: int, text: str) -> None:
-    assert describe_exit(status) == text
 
 
 def test_engine_starts_with_many_open_descriptors_and_ignores_the_current_folder(
