@@ -32,14 +32,15 @@ class Engine:
     """An engine for the fronts of a cluster. Messages travel as the frames of `wire`."""
 
     async def __init__(  # type: ignore[misc]
-        self, arguments: dict[str, Any], *, max_restarts: int, target_waiting_tokens: int, dummy_step_s: float | None
-    ) -> None:
-        """Load the model; `arguments` are those of `LLM`."""
+        self, arguments: dict[str, Any], *, target_waiting_tokens: int, dummy_step_s: float | None = None,
+        **supervision: Any,
+    ) -> None:  # fmt: skip
+        """Load the model; `arguments` are those of `LLM`, `supervision` those of `SupervisedEngine`."""
         self._target_waiting_tokens = target_waiting_tokens
         self._open: set[_Request] = set()
         self._ids = count(1)
         load = Load(options=split_settings(arguments), dummy_step_s=dummy_step_s, records_blocks=True)
-        self._engine = SupervisedEngine(load, max_restarts=max_restarts)
+        self._engine = SupervisedEngine(load, **supervision)
         await self._engine.start(lambda stage: None)
 
     async def describe(self) -> bytes:
@@ -59,16 +60,18 @@ class Engine:
         request = _Request(msgspec.structs.replace(message, id=next(self._ids)))
         stream = self._engine.submit(request, split_hashes(hashes))
         self._open.add(request)
+        last = None
         try:
-            while not request.is_finished:
+            while last is None or last.finish_reason is None:  # the end may come during any of these waits
                 await request.changed.wait()
                 result = request.take()
-                if request.is_finished and self._engine.status() == "failed":
+                last = result.outputs[-1] if result.outputs else None
+                if last is not None and last.error is not None and self._engine.status() == "failed":
                     return
                 yield encode(result)
-                if result.outputs:
-                    with suppress(WorkerError):  # it is in the message
-                        await stream.next_outputs()
+                if last is not None and last.finish_reason is None:
+                    with suppress(WorkerError):  # it comes with the next result
+                        stream.take_outputs()
                     await asyncio.sleep(MESSAGE_S * len(self._open))
         finally:
             self._open.discard(request)
@@ -83,9 +86,9 @@ class Engine:
         """Return what fronts know of this replica."""
         engine = self._engine
         report = EngineReport(
-            status=engine.status(), device=engine.info.device, block_size=engine.info.engine.block_size,
+            last_step_age_s=engine.last_step_age_s, status=engine.status(),  # in this order: the status is no older
+            device=engine.info.device, block_size=engine.info.engine.block_size, load=engine.candidate(()).load,
             num_restarts=engine.num_restarts, num_requests=engine.num_requests, stats=engine.stats(),
-            last_step_age_s=engine.last_step_age_s, load=engine.candidate(()).load,
             hashes=b"".join(map(shorten, islice(engine.prefix_index.hashes(), MAX_HASHES))),
         )  # fmt: skip
         return {reports.KEY: msgspec.msgpack.encode(report)}
