@@ -59,8 +59,7 @@ class RayEngine(TokenEngine):
         self._open: dict[int, tuple[QueuedStream, asyncio.Task[None]]] = {}  # by the ids of requests
         self._watching: asyncio.Task[None] | None = None
         self._reports: dict[str, EngineReport] = {}  # by replica
-        self._ended = add_stats([])  # counters of replicas that are no more
-        self._ended_restarts = 0
+        self._ended: dict[str, EngineReport] = {}  # last reports of replicas that are gone: their counters still count
         self._is_complete = True  # no replica is missing
 
     async def start(self, on_stage: OnStage) -> ModelInfo:
@@ -97,13 +96,13 @@ class RayEngine(TokenEngine):
         raise InferenceError("Ray restarts its replicas: deploy the application again, or scale it")
 
     def stats(self) -> EngineStats:
-        return add_stats([report.stats for report in self._reports.values()], [self._ended])
+        return add_stats([one.stats for one in self._reports.values()], [one.stats for one in self._ended.values()])
 
     def status(self) -> str:
-        num_healthy = sum(report.status == "healthy" for report in self._reports.values())
-        if not num_healthy:
-            return "loading"
-        return "healthy" if self._is_complete and num_healthy == len(self._reports) else "degraded"
+        statuses = {report.status for report in self._reports.values()}
+        if "healthy" not in statuses:
+            return "stalled" if statuses == {"stalled"} else "loading"  # Ray replaces one that has failed
+        return "healthy" if self._is_complete and len(statuses) == 1 else "degraded"
 
     @property
     def last_step_age_s(self) -> float:
@@ -111,7 +110,7 @@ class RayEngine(TokenEngine):
 
     @property
     def num_restarts(self) -> int:  # type: ignore[override]
-        return self._ended_restarts + sum(report.num_restarts for report in self._reports.values())
+        return sum(report.num_restarts for report in (*self._reports.values(), *self._ended.values()))
 
     @property
     def replicas(self) -> Sequence[TokenEngine]:
@@ -132,9 +131,9 @@ class RayEngine(TokenEngine):
 
     def _take_reports(self, latest: dict[str, EngineReport]) -> None:
         for replica in self._reports.keys() - latest.keys():
-            report = self._reports[replica]
-            self._ended = add_stats([], [self._ended, report.stats])
-            self._ended_restarts += report.num_restarts
+            self._ended[replica] = msgspec.structs.replace(self._reports[replica], hashes=b"")  # up to 128 KiB
+        for replica in self._ended.keys() & latest.keys():  # its report was missing for a while
+            del self._ended[replica]
         self._reports = latest
         self.info = msgspec.structs.replace(self.info, num_replicas=max(1, len(latest)))
 

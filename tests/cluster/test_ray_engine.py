@@ -12,13 +12,33 @@ from ray.exceptions import ActorDiedError
 
 from llm_worker_rbee import LLM
 from llm_worker_rbee.cluster import ray_engine
+from llm_worker_rbee.cluster.reports import EngineReport
 from llm_worker_rbee.engine.request import SamplingParams
 from llm_worker_rbee.errors import InferenceError
-from llm_worker_rbee.token_engine.protocol import RequestEvent, RequestState, StepResult, Submit
+from llm_worker_rbee.token_engine.protocol import (
+    EngineStats,
+    RequestEvent,
+    RequestState,
+    RequestStream,
+    StepResult,
+    Submit,
+)
 from llm_worker_rbee.token_engine.wire import encode
 
-from .conftest import NAME, Cluster, actor_ids, child_ids, kill, until
+from .conftest import LIMIT_S, NAME, Cluster, actor_ids, child_ids, kill, until
 from .streams import bodies, read_all
+
+
+def request_state(number: int, max_tokens: int = 4) -> RequestState:
+    params = SamplingParams(temperature=0.0).resolve()
+    return RequestState(
+        Submit(id=number, prompt=[1, 2], params=params, max_tokens=max_tokens, seed=0, eos_ids=[])
+    )  # fmt: skip
+
+
+async def read_to_the_end(stream: RequestStream) -> None:
+    while await stream.next_outputs():
+        pass
 
 
 def stream_all(cluster: Cluster, on_running: Callable[[], object] = lambda: None) -> list[str]:
@@ -28,6 +48,21 @@ def stream_all(cluster: Cluster, on_running: Callable[[], object] = lambda: None
 def test_answers_are_those_of_one_process(cluster: Cluster, texts: list[str]) -> None:
     assert stream_all(cluster) == texts
     until(lambda: all(report.stats.num_queried_tokens for report in cluster.reports().values()))  # both computed
+
+
+def test_undisturbed_requests_are_submitted_once(cluster: Cluster) -> None:
+    async def run() -> list[RequestState]:
+        engine = ray_engine.RayEngine(cluster.handle)
+        await engine.start(lambda stage: None)
+        streams = [engine.submit(request_state(i, max_tokens=i)) for i in range(1, 33)]
+        await asyncio.gather(*(read_to_the_end(stream) for stream in streams))
+        await engine.stop(InferenceError("the test is over"))
+        assert engine.num_restarts == 0
+        return [stream.request for stream in streams]
+
+    requests = asyncio.run(asyncio.wait_for(run(), LIMIT_S))
+    assert [len(request.tokens) for request in requests] == list(range(1, 33))
+    assert not any(request.num_restarts for request in requests)
 
 
 @pytest.mark.parametrize("pids", [actor_ids, child_ids], ids=["actor", "child"])
@@ -98,13 +133,53 @@ def test_request_that_is_always_there_is_refused(llm: LLM, monkeypatch: pytest.M
     async def generate() -> None:
         engine = ray_engine.RayEngine(engines)
         engine.info = llm.info
-        params = SamplingParams(temperature=0.0).resolve()
-        request = RequestState(Submit(id=1, prompt=[1, 2], params=params, max_tokens=4, seed=0, eos_ids=[]))
-        await engine.submit(request).next_outputs()
+        await engine.submit(request_state(1)).next_outputs()
 
     with pytest.raises(InferenceError, match="5 engines in a row died while they ran this request"):
         asyncio.run(generate())
     assert engines.num_calls == ray_engine.MAX_DEATHS
+
+
+def report(status: str = "healthy", num_steps: int = 0, num_restarts: int = 0) -> EngineReport:
+    return EngineReport(
+        status=status, device="cpu", block_size=16, num_restarts=num_restarts, num_requests=0, last_step_age_s=0.0,
+        stats=EngineStats(num_free_blocks=1, num_blocks=2, num_steps=num_steps), load=0, hashes=b"",
+    )  # fmt: skip
+
+
+def engine_with(llm: LLM, **latest: EngineReport) -> ray_engine.RayEngine:
+    engine = ray_engine.RayEngine(DyingEngines())
+    engine.info = llm.info
+    engine._take_reports(latest)
+    return engine
+
+
+@pytest.mark.parametrize(
+    ("statuses", "together"),
+    [
+        ([], "loading"),
+        (["healthy", "healthy"], "healthy"),
+        (["healthy", "stalled"], "degraded"),
+        (["healthy", "loading"], "degraded"),
+        (["stalled", "stalled"], "stalled"),
+        (["stalled", "loading"], "loading"),
+        (["failed"], "loading"),
+    ],
+)
+def test_status_of_all_replicas(llm: LLM, statuses: list[str], together: str) -> None:
+    assert engine_with(llm, **{f"r{i}": report(status) for i, status in enumerate(statuses)}).status() == together
+
+
+def test_replica_counts_once_however_often_its_report_is_missing(llm: LLM) -> None:
+    a, b = report(num_steps=100, num_restarts=1), report(num_steps=20, num_restarts=2)
+    engine = engine_with(llm, a=a, b=b)
+    for latest in ({"a": a}, {"a": a, "b": b}, {}, {"b": b}, {"a": a}, {}):
+        engine._take_reports(latest)
+        stats = engine.stats()
+        assert (stats.num_steps, engine.num_restarts) == (120, 3)
+        assert stats.num_blocks == 2 * len(latest)  # a gauge
+    engine._take_reports({"b": report(num_steps=25, num_restarts=2)})
+    assert (engine.stats().num_steps, engine.num_restarts) == (125, 3)
 
 
 @pytest.fixture
