@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
 from .engine.sampling_defaults import SamplingDefaults
-from .errors import ChatTemplateError
+from .errors import ChatTemplateError, InvalidRequestError, WorkerError
 from .tokenizer import ChatTemplate, Tokenizer, tokenizer_from_gguf, tokenizer_from_hf
 from .tokenizer.chat_template import Message, validate_messages
 from .weights import Checkpoint
+
+logger = logging.getLogger("llm_worker_rbee.server")
 
 
 class TextModel:
@@ -61,3 +64,19 @@ def open_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
     if checkpoint.format == "gguf":
         return tokenizer_from_gguf(checkpoint.metadata)
     return tokenizer_from_hf(checkpoint.path)
+
+
+def check_chat_template(model: TextModel, origin: str | None) -> None:
+    """Render a message, so that the first request does not wait for one-time work.
+
+    A template of the user's that cannot render one message is an error; `origin` is the option and the file that it
+    came from. One of the model's own only fails chats.
+    """
+    if not model.has_chat_template:
+        return
+    try:
+        model.tokenize_chat([{"role": "user", "content": "Hello!"}])
+    except WorkerError as error:
+        if origin is not None:
+            raise InvalidRequestError(f"{origin} cannot be used: {error}") from None
+        logger.warning("chats may fail: %s", error)

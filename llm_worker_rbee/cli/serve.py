@@ -21,7 +21,7 @@ from ..backends.ops import COMPILING
 from ..config import ServerSettings
 from ..engine.engine import Engine
 from ..engine.sampling_defaults import read_sampling_defaults
-from ..errors import InvalidRequestError, WorkerError
+from ..errors import InvalidRequestError
 from ..llm import LLM
 from ..load import split_settings
 from ..models import read_model_config
@@ -32,7 +32,7 @@ from ..server.orchestrator import require_url
 from ..server.serve import Signals, base_url, bind
 from ..server.serve import serve as run_server
 from ..server.worker import Worker
-from ..text_model import TextModel, open_tokenizer
+from ..text_model import TextModel, check_chat_template, open_tokenizer
 from ..token_engine.in_process import InProcessEngine
 from ..token_engine.launch import replace_with_dummy, warm_up
 from ..token_engine.protocol import Load, ModelInfo
@@ -342,17 +342,7 @@ def _open_text(path: Path, template_path: Path | None, opening: Future[TextModel
 
 
 def _check_template(model: TextModel, path: Path | None) -> TextModel:
-    """Render a message, so that the first request does not wait for one-time work.
-
-    A template of the user's that cannot render one message is an error; one of the model's own only fails chats.
-    """
-    if model.has_chat_template:
-        try:
-            model.tokenize_chat([{"role": "user", "content": "Hello!"}])
-        except WorkerError as error:
-            if path is not None:
-                raise InvalidRequestError(f"--chat-template {path} cannot be used: {error}") from None
-            log.logger.warning("chats may fail: %s", error)
+    check_chat_template(model, None if path is None else f"--chat-template {path}")
     return model
 
 
