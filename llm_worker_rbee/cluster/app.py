@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Mapping
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +29,9 @@ from ..errors import InvalidRequestError
 from ..load import check_settings, split_settings
 from ..server import log
 from ..server.app import application
-from ..server.auth import find_key
+from ..server.auth import VARIABLES, Key, find_key
 from ..server.worker import Worker
-from ..text_model import TextModel, open_tokenizer
+from ..text_model import TextModel, check_chat_template, open_tokenizer
 from ..token_engine.protocol import ModelInfo
 from ..weights import open_checkpoint
 from ..weights.hub import DEFAULT_MODEL, locate_model
@@ -55,10 +56,12 @@ class ClusterOptions(msgspec.Struct, frozen=True, kw_only=True):
     max_fronts: int = 0
     gpus: float | None = None  # of an engine; one with device cuda
     engine_restarts: int = 5  # of the child process of an engine, in a minute
+    restart_on_stall: bool = False  # also restart a child process that makes no step for `stall_timeout_s`
     drain_timeout_s: float = 120.0  # for the requests of a replica that is stopped
     upscale_delay_s: float = 10.0
     downscale_delay_s: float = 600.0
     api_key_file: str | None = None
+    keyless: bool = False  # serve without a key where none is found
     chat_template: str | None = None  # a Jinja file
     null_step_ms: float | None = None  # replace the model by a fixed text whose steps take so long
 
@@ -66,14 +69,14 @@ class ClusterOptions(msgspec.Struct, frozen=True, kw_only=True):
 def app(arguments: dict[str, Any]) -> Application:
     """Return the application for arguments whose values may be text."""
     own, server, model = split_arguments(arguments)
-    threads, device = model.get("threads"), str(model["device"])
-    gpus = own.gpus if own.gpus is not None else float(device.startswith("cuda"))
+    model["device"], resources = choose_resources(model, own.gpus)
+    settings = ServerSettings(model_ref=model["model"] or DEFAULT_MODEL, **server)
     common = {
         "max_ongoing_requests": MAX_ONGOING_REQUESTS, "graceful_shutdown_timeout_s": own.drain_timeout_s,
         "logging_config": LoggingConfig(enable_access_log=False),  # the front logs requests itself
     }  # fmt: skip
     engine = serve.deployment(
-        Engine, ray_actor_options={"num_cpus": threads or 1, "num_gpus": gpus}, health_check_period_s=2,
+        Engine, ray_actor_options=resources, health_check_period_s=2,
         request_router_config=RequestRouterConfig(
             request_router_class=PrefixRouter, request_routing_stats_period_s=reports.INTERVAL_S
         ),
@@ -84,10 +87,11 @@ def app(arguments: dict[str, Any]) -> Application:
     )  # it reserves nothing: engines may take all cores of a machine
     dummy_step_s = None if own.null_step_ms is None else own.null_step_ms / 1000
     engines = engine.bind(
-        model, max_restarts=own.engine_restarts, target_waiting_tokens=own.target_waiting_tokens,
-        dummy_step_s=dummy_step_s,
+        model, target_waiting_tokens=own.target_waiting_tokens, dummy_step_s=dummy_step_s,
+        max_restarts=own.engine_restarts, stall_timeout_s=settings.stall_timeout_s,
+        restart_on_stall=own.restart_on_stall,
     )  # fmt: skip
-    return front.bind(engines, model["model"], server, own.api_key_file, own.chat_template)
+    return front.bind(engines, model["model"], server, own)
 
 
 @serve.ingress()
@@ -95,26 +99,17 @@ class Front:
     """The HTTP application of `serve`, with tokenizer and template, for the engines of a cluster."""
 
     def __init__(
-        self, engines: DeploymentHandle, model: str | None, settings: dict[str, Any], api_key_file: str | None,
-        chat_template: str | None,
-    ) -> None:  # fmt: skip
+        self, engines: DeploymentHandle, model: str | None, settings: dict[str, Any], options: ClusterOptions
+    ) -> None:
         log.set_up(os.environ)
-        key = find_key(None if api_key_file is None else Path(api_key_file), os.environ)
-        made = ServerSettings(
-            model_ref=model or DEFAULT_MODEL, api_key=None if key is None else key.value, **settings
-        )  # fmt: skip
-        self._model, self._template = model, chat_template
-        self._worker = Worker(made, RayEngine(engines), self._open_model)
+        key = find_required_key(options, os.environ)
+        api_key = None if key is None else key.value
+        made = ServerSettings(model_ref=model or DEFAULT_MODEL, api_key=api_key, **settings)
+        self._worker = Worker(made, RayEngine(engines), partial(open_text_model, model, options.chat_template))
         self._cpu_clock = time.monotonic(), time.process_time()
 
     def __serve_build_asgi_app__(self) -> Any:
         return application(self._worker)
-
-    def _open_model(self, info: ModelInfo) -> TextModel:
-        checkpoint = open_checkpoint(locate_model(self._model))
-        template = None if self._template is None else Path(self._template).read_text(encoding="utf-8")
-        name, sizes = checkpoint.path.name, (info.vocab_size, info.max_context)
-        return TextModel(open_tokenizer(checkpoint), name, *sizes, read_sampling_defaults(checkpoint), template)
 
     def check_health(self) -> None:
         """Raise if the text side of the model could not be loaded."""
@@ -126,6 +121,47 @@ class Front:
         before, self._cpu_clock = self._cpu_clock, (time.monotonic(), time.process_time())
         wall, cpu = (now - then for now, then in zip(self._cpu_clock, before, strict=True))
         return {"load": cpu / max(wall, 1e-3) / TARGET_CPU}
+
+
+def find_required_key(options: ClusterOptions, environment: Mapping[str, str]) -> Key | None:
+    """Return the key of a front; raise if there is none and `keyless` does not allow that.
+
+    A front does not know who reaches it: where it listens is a setting of Ray; behind HAProxy that is every address.
+    """
+    key = find_key(None if options.api_key_file is None else Path(options.api_key_file), environment)
+    if key is None and not options.keyless:
+        raise InvalidRequestError(
+            f"there is no API key: give one with api_key_file or {VARIABLES[0]} on the machines of fronts, or "
+            "keyless=true where only trusted clients reach them",
+            "api_key",
+        )
+    return key
+
+
+def open_text_model(model: str | None, template_path: str | None, info: ModelInfo) -> TextModel:
+    """Open tokenizer, sampling defaults and chat template; raise if a given template cannot be used."""
+    checkpoint = open_checkpoint(locate_model(model))
+    template = None if template_path is None else Path(template_path).read_text(encoding="utf-8")
+    name, sizes = checkpoint.path.name, (info.vocab_size, info.max_context)
+    opened = TextModel(open_tokenizer(checkpoint), name, *sizes, read_sampling_defaults(checkpoint), template)
+    check_chat_template(opened, None if template_path is None else f"chat_template {template_path}")
+    return opened
+
+
+def choose_resources(model: Mapping[str, Any], gpus: float | None) -> tuple[str, dict[str, float]]:
+    """Return the device of an engine and what Ray reserves for it: a GPU, or as many CPUs as it has threads.
+
+    The arguments must say which: this runs before Ray is started, and on a machine that may differ from the engines'.
+    """
+    threads, device, backend = model.get("threads"), str(model["device"]), model["backend"]
+    if device == "auto":
+        device = "cuda" if gpus or backend == "cuda" else "cpu"
+    is_gpu = device.startswith("cuda")
+    if not is_gpu and threads is None and backend != "reference":  # Ray sets the threads of NumPy to `num_cpus`
+        raise InvalidRequestError(
+            "say what an engine computes on: device=cuda for a GPU each, or threads=N for N CPU cores each", "device"
+        )
+    return device, {"num_cpus": threads or 1, "num_gpus": float(is_gpu) if gpus is None else gpus}
 
 
 def split_arguments(arguments: Mapping[str, Any]) -> tuple[ClusterOptions, dict[str, Any], dict[str, Any]]:

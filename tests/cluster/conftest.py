@@ -25,7 +25,7 @@ from .streams import bodies, expected
 
 LIMIT_S = 120
 NAME = "llm"
-ENGINE = {"threads": 1, "kv_memory": "128M", "device": "cpu"}
+OPTIONS = {"threads": 1, "kv_memory": "128M", "device": "cpu", "keyless": True}
 
 
 def until(condition: Callable[[], Any], limit_s: float = LIMIT_S) -> Any:
@@ -76,7 +76,7 @@ class Cluster:
     def __init__(self, url: str, model: Path, **arguments: Any) -> None:
         self.url = url
         self.http = httpx.Client(base_url=url, timeout=LIMIT_S)
-        self.arguments = {"model": str(model), **ENGINE, **arguments}
+        self.arguments = {"model": str(model), **OPTIONS, **arguments}
 
     def deploy(self, **changes: Any) -> None:
         """Deploy it with changed arguments, and wait until all its replicas run."""

@@ -13,11 +13,22 @@ import pytest
 import yaml
 from ray.serve.schema import ServeDeploySchema
 
-from llm_worker_rbee.cluster.app import ClusterOptions, scale_by_load, split_arguments
+from llm_worker_rbee import LLM
+from llm_worker_rbee.cluster import app
+from llm_worker_rbee.cluster.app import (
+    ClusterOptions,
+    choose_resources,
+    find_required_key,
+    open_text_model,
+    scale_by_load,
+    split_arguments,
+)
 from llm_worker_rbee.errors import InvalidRequestError
 
 from .conftest import Cluster, until
 from .streams import bodies, read_all
+
+USER = {"role": "user", "content": "hi"}
 
 
 def test_arguments_may_be_text() -> None:
@@ -42,6 +53,54 @@ def test_arguments_may_be_text() -> None:
 def test_bad_arguments_are_named(given: dict[str, Any], problem: str) -> None:
     with pytest.raises(InvalidRequestError, match=problem):
         split_arguments(given)
+
+
+@pytest.mark.parametrize(
+    ("given", "gpus", "device", "num_cpus", "num_gpus"),
+    [
+        ({"threads": 4}, None, "cpu", 4, 0.0),
+        ({"device": "cpu", "threads": 4}, None, "cpu", 4, 0.0),
+        ({"backend": "reference"}, None, "cpu", 1, 0.0),
+        ({"device": "cuda"}, None, "cuda", 1, 1.0),
+        ({"device": "cuda"}, 0.5, "cuda", 1, 0.5),
+        ({"backend": "cuda"}, None, "cuda", 1, 1.0),
+        ({}, 1.0, "cuda", 1, 1.0),
+    ],
+)
+def test_ray_reserves_what_an_engine_uses(
+    given: dict[str, Any], gpus: float | None, device: str, num_cpus: int, num_gpus: float
+) -> None:
+    _, _, model = split_arguments(given)
+    assert choose_resources(model, gpus) == (device, {"num_cpus": num_cpus, "num_gpus": num_gpus})
+
+
+@pytest.mark.parametrize("given", [{}, {"device": "cpu"}, {"backend": "cpu"}])
+def test_engine_without_device_or_threads_is_refused(given: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequestError, match="device=cuda for a GPU each, or threads=N"):
+        app(given)
+
+
+def test_front_needs_a_key_unless_told_otherwise(tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequestError, match=r"api_key_file or LLM_WORKER_API_KEY .* keyless=true"):
+        find_required_key(ClusterOptions(), {})
+    assert find_required_key(ClusterOptions(keyless=True), {}) is None
+    file = tmp_path / "key"
+    file.write_text("secret")
+    for key in (
+        find_required_key(ClusterOptions(api_key_file=str(file)), {}),
+        find_required_key(ClusterOptions(keyless=True), {"LLM_WORKER_API_KEY": "secret"}),
+    ):
+        assert key is not None
+        assert key.value == "secret"
+
+
+def test_broken_chat_template_is_refused(llm: LLM, model: Path, tmp_path: Path) -> None:
+    file = tmp_path / "chat.jinja"
+    file.write_text("{{ nothing.of.it }}")
+    with pytest.raises(InvalidRequestError, match=f"^chat_template {file} cannot be used: .*'nothing' is undefined"):
+        open_text_model(str(model), str(file), llm.info)
+    file.write_text("{{ messages[0].content }}")
+    assert open_text_model(str(model), str(file), llm.info).apply_chat_template([USER]) == "hi"
 
 
 @pytest.mark.parametrize(
