@@ -132,8 +132,8 @@ class RayEngine(TokenEngine):
     def _take_reports(self, latest: dict[str, EngineReport]) -> None:
         for replica in self._reports.keys() - latest.keys():
             self._ended[replica] = msgspec.structs.replace(self._reports[replica], hashes=b"")  # up to 128 KiB
-        for replica in self._ended.keys() & latest.keys():  # its report was missing for a while
-            del self._ended[replica]
+        for replica in latest:
+            self._ended.pop(replica, None)  # its report was missing for a while
         self._reports = latest
         self.info = msgspec.structs.replace(self.info, num_replicas=max(1, len(latest)))
 
