@@ -19,6 +19,7 @@ from .bodies import PARSERS, ParseOptions
 from .body_child import REPLY_HEAD, ParseRequest, Refusal
 
 MAX_WAIT_S, MAX_WAIT_S_PER_BYTE = 20.0, 5e-6  # wall time: the machine may be busy
+CLOSE_POLL_S = 0.01
 ROOT = str(Path(__file__).parents[2])
 PROGRAM = f"import sys; sys.path.insert(0, {ROOT!r}); from {__package__}.body_child import main; main()"
 logger = logging.getLogger("llm_worker_rbee.server")
@@ -83,9 +84,10 @@ class BodyProcess:
     def close(self) -> None:
         """End the process, in whatever it is doing."""
         self._is_closed = True
+        while not self._lock.acquire(timeout=CLOSE_POLL_S):  # a thread starts the process, or waits for its reply
+            if (process := self._process) is not None:
+                process.kill()
         if self._process is not None:
-            self._process.kill()
-        with self._lock:  # a thread that waits for a reply reads an end of file now
-            if self._process is not None:
-                self._process.stop()
-                self._process = None
+            self._process.stop()
+            self._process = None
+        self._lock.release()
