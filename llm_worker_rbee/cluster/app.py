@@ -87,9 +87,8 @@ def app(arguments: dict[str, Any]) -> Application:
     )  # it reserves nothing: engines may take all cores of a machine
     dummy_step_s = None if own.null_step_ms is None else own.null_step_ms / 1000
     engines = engine.bind(
-        model, target_waiting_tokens=own.target_waiting_tokens, dummy_step_s=dummy_step_s,
-        max_restarts=own.engine_restarts, stall_timeout_s=settings.stall_timeout_s,
-        restart_on_stall=own.restart_on_stall,
+        model, target_waiting_tokens=own.target_waiting_tokens, restart_on_stall=own.restart_on_stall,
+        max_restarts=own.engine_restarts, stall_timeout_s=settings.stall_timeout_s, dummy_step_s=dummy_step_s,
     )  # fmt: skip
     return front.bind(engines, model["model"], server, own)
 
