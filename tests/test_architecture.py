@@ -62,7 +62,7 @@ SECOND_PLACES: dict[str, dict[str, str]] = {}  # beside the one place of a heavy
 
 # Line budgets. "." are the modules at the top of the package.
 LINES = {
-    ".": 1_960,
+    ".": 1_990,
     "backends": 1_240,
     "backends/cpu": 4_980,
     "backends/cuda": 4_480,
@@ -74,7 +74,7 @@ LINES = {
     "engine": 2_000,
     "layers": 260,
     "models": 1_280,
-    "server": 4_080,
+    "server": 4_100,
     "token_engine": 1_960,
     "tokenizer": 1_640,
     "weights": 3_210,
