@@ -187,16 +187,17 @@ class Connection(HttpToolsProtocol):
     def eof_received(self) -> bool:  # type: ignore[override]
         """Return whether the reply is still sent to a client that ended its side after a whole request.
 
-        One that closed the connection entirely looks the same until bytes are sent to it: see `_probe_client`. TLS has
-        no such state, and HTTP/1.0 no bytes that may precede a reply.
+        One that closed the connection entirely looks the same until bytes are sent to it: see `_probe_client`. HTTP/1.0
+        has no bytes that may precede a reply, so there it is noticed with the reply only. TLS has no such state.
         """
         cycle = self.cycle
         if cycle is None or cycle.response_complete or cycle.more_body:  # no request to answer, or not a whole one
             return False
-        if self.scheme == "https" or cycle.scope["http_version"] == "1.0":
+        if self.scheme == "https":
             return False
         cycle.keep_alive = False
-        self._probe_client(FIRST_PROBE_S)
+        if cycle.scope["http_version"] != "1.0":
+            self._probe_client(FIRST_PROBE_S)
         return True
 
     def _probe_client(self, seconds: float) -> None:

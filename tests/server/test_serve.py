@@ -236,6 +236,7 @@ def test_connection_http_1_0_stream_is_not_chunked(server: Server) -> None:
     for path, body in ((f"/v1/jobs/{job}/stream", expected), ("/v1/models", server.http.get("/v1/models").content)):
         with connected(server) as client:
             client.sendall(f"GET {path} HTTP/1.0\r\n\r\n".encode())
+            client.shutdown(socket.SHUT_WR)  # as `nc -N` does
             head, _, found = replies(client).partition(b"\r\n\r\n")
         assert head.startswith(b"HTTP/1.1 200 ")
         assert b"transfer-encoding" not in head.lower()
