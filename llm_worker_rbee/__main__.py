@@ -2,7 +2,7 @@
 
 Signals are handled before anything else is imported: importing the commands takes a second. SIGTERM or Ctrl-C ends a
 `serve` that does not listen yet with status 0, as it does later (`server.serve.Signals`). Its engine is started
-first, to import what it needs at the same time. SIGTERM ends other commands as Ctrl-C does.
+first, to import what it needs at the same time. SIGTERM ends `bench` as Ctrl-C does.
 """
 
 import os
@@ -22,12 +22,13 @@ def _retry_interrupt(unraisable: Any) -> None:
 
 
 def _handle_signals() -> None:
-    if next((arg for arg in sys.argv[1:] if not arg.startswith("-")), None) == "serve":
+    command = next((arg for arg in sys.argv[1:] if not arg.startswith("-")), None)
+    if command == "serve":
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: os._exit(0))
         signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # nothing can be restarted yet
-    else:
-        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # what it has started is ended, too
+    elif command == "bench":
+        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # servers that it started end, too
     signal.signal(signal.SIGALRM, signal.default_int_handler)  # of the timer above
     sys.unraisablehook = _retry_interrupt
 

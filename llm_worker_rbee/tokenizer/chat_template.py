@@ -131,7 +131,10 @@ class ChatTemplate:
         except BaseException:  # Ctrl-C: this reply must not be taken for that of the next request
             child.stop()
             raise
-        reply: dict[str, Any] = msgspec.json.decode(line)
+        try:
+            reply: dict[str, Any] = msgspec.json.decode(line)  # json holds the interpreter's lock for longer
+        except msgspec.DecodeError:  # half of a surrogate pair, which the tokenizer refuses
+            reply = json.loads(line)
         if (i := reply.get("null_content")) is not None:
             raise ChatTemplateError(CONTENT_IS_NULL.format(i=i), "messages")
         if "error" in reply:
