@@ -112,6 +112,14 @@ def test_page_error_is_shown_and_next_message_works(browser: Any, server: Server
         assert page.locator("article.user").count() == 2
 
 
+def test_page_of_a_degraded_worker_works(browser: Any, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server.worker.engine, "status", lambda: "degraded")
+    with opened(browser, server, status="degraded") as page:
+        assert page.inner_text("#status") == "ready, some engines are not"
+        ask(page, "go on", max_tokens=3)
+        assert len(finished(page)) == 3
+
+
 def test_page_shows_sampling_defaults_of_the_model(browser: Any, server: Server) -> None:
     with opened(browser, server) as page:
         page.wait_for_selector("[name=temperature][title]")
