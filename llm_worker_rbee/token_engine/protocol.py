@@ -7,7 +7,7 @@ process and as MessagePack between processes (wire.py). What an engine computes 
 
 A request that fails ends with an output of its error. A front drains an engine by submitting nothing more. Grammars and
 pooled vectors, which run in the engine, will be optional fields of `Submit` and `TokenOutput`; messages have defaults
-for what an older end leaves out, and a change of meaning raises `VERSION`.
+for what is left out, and an incompatible change raises `VERSION`.
 """
 
 from __future__ import annotations
