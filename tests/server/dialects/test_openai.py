@@ -180,5 +180,5 @@ def test_chunks_from_template_have_the_bytes_of_encoding_each(
     monkeypatch.setattr(openai.Reply, "_encode_delta", watched)
     text = server.post(path, {**BODIES[path], "max_tokens": 20, "stream": True, **more}).text
     assert text.endswith("data: [DONE]\n\n")
-    assert len(pairs) > 4
+    assert pairs
     assert [pair for pair in pairs if pair[0] != pair[1]] == []
