@@ -34,7 +34,7 @@ from tests.helpers import tiny_models
 
 CONTEXT = 65_536
 SAID = "Helo wrd"
-LIMIT_S = 20
+LIMIT_S = 60
 CHAT = [{"role": "user", "content": "#"}]
 
 
