@@ -114,8 +114,8 @@ class LoadStatistics:
 
     @property
     def counted_by(self) -> str:
-        """The source of token counts: the server (`usage`), this client (`chunks`), `both`, or `nobody`."""
-        return "both" if len(self.counted) > 1 else next(iter(self.counted), "nobody")
+        """The source of token counts: the server (`usage`), this client (`chunks`), `both` or `none`."""
+        return "both" if len(self.counted) > 1 else next(iter(self.counted), "none")
 
 
 def make_results(totals: LoadStatistics, seconds: float) -> list[Result]:

@@ -101,6 +101,12 @@ def test_run_failures_are_counted_by_kind_and_in_no_latency() -> None:
     assert details["output_tokens"] == 2 * 2 * len(WORDS)
 
 
+def test_run_without_a_token_names_no_source_of_counts() -> None:
+    with serving("busy") as server:
+        details: Any = measured(server, workload(1), Limits(concurrency=1, warm_up=0))["details"]
+    assert (details["output_tokens"], details["counted_by"]) == (0, "none")
+
+
 def test_run_slow_request_is_a_timeout() -> None:
     with serving("hang", "endless", "ok") as server:
         found = measured(server, workload(3), Limits(concurrency=1, timeout=0.3, warm_up=0))
