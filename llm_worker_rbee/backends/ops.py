@@ -238,6 +238,9 @@ class Backend(ABC):
         """Return the bytes of a checkpoint's weights once prepared; `types` overrides quantization types by name."""
         return checkpoint.nbytes
 
+    def start_compiler(self) -> None:  # noqa: B027
+        """Prepare for compiling many kernels at once, while other parts of a model are loaded."""
+
     def load_kernels(
         self, checkpoint: Checkpoint, config: ModelConfig, kv_type: str, progress: Progress | None = None
     ) -> int:

@@ -23,7 +23,7 @@ from ...weights import Checkpoint, Tensor
 from .. import ops, reference, select
 from ..graph import Graph
 from ..ops import Ints, KVLayer
-from . import decoder, device, sampling
+from . import decoder, device, precompile, sampling
 from .attention_prefill import (
     QUERY_TILE,
     SMALL_QUERY_TILE,
@@ -56,6 +56,8 @@ class CudaBackend(ops.Backend):
         """Take GPU `index`, by default the one with most free memory."""
         self.torch_device = device.open_device(index)
         self.device = str(self.torch_device)
+        if self.torch_device.type == "cuda":
+            precompile.open_cache(torch.cuda.get_device_capability(self.torch_device))
         self.deterministic = deterministic
         self._linear = BatchedLinear(self.torch_device, batch_invariant=deterministic)
         self._held: list[tuple[tuple[Any, ...], Any]] = []  # what was made from host arrays
@@ -87,6 +89,9 @@ class CudaBackend(ops.Backend):
         except Exception:  # any error means that no result will come
             return True
         return False
+
+    def start_compiler(self) -> None:
+        precompile.start_compiler()
 
     def weight_bytes(self, checkpoint: Checkpoint, types: Mapping[str, str] | None = None) -> int:
         return select.packed_bytes(checkpoint, types)
