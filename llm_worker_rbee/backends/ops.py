@@ -111,7 +111,8 @@ class FusedForward(Protocol):
 class SampleRow:
     """Sampling parameters of one row of logits; reference_sampling.py defines their order.
 
-    A request keeps its row: only the position and the tokens that penalties cover change from step to step.
+    A request keeps its row: only the position and the tokens that penalties cover change from step to step. The last of
+    these tokens may be a `pending_id`.
     """
 
     temperature: float = 1.0
@@ -128,6 +129,8 @@ class SampleRow:
     seed: int = 0
     sample_index: int = 0
     position: int = 0
+    logprobs: int | None = None  # of `sample_async`: report the token's log-probability and the likeliest ones
+    packed: Any = field(default=None, init=False)  # the backend's own: what never changes, packed
 
     @property
     def has_penalties(self) -> bool:
@@ -144,6 +147,11 @@ class Logprobs(NamedTuple):
     top: NDArray[np.float32]  # (N, k)
 
 
+def pending_id(row: int) -> int:
+    """Return the negative id that stands for token `row` of the step in flight, which only the device has."""
+    return -1 - row
+
+
 class PendingTokens(Protocol):
     """Sampled tokens that are on the device already and reach the host later."""
 
@@ -151,6 +159,9 @@ class PendingTokens(Protocol):
 
     def result(self) -> list[int] | None:
         """Wait for the tokens; None if a row is undecided: the step is then sampled again by `Backend.sample`."""
+
+    def logprobs(self) -> dict[int, Logprobs]:
+        """Return the log-probabilities of the rows that want them, one row each, once `result` has returned."""
 
 
 class Backend(ABC):
@@ -210,8 +221,11 @@ class Backend(ABC):
     @abstractmethod
     def logprobs(self, raw_logits: Array, chosen: Ints, k: int) -> Logprobs: ...
 
-    def sample_async(self, raw_logits: Array, rows: Sequence[SampleRow]) -> PendingTokens:
-        """Sample without waiting for the tokens; only where `has_async_sampling`."""
+    def sample_async(self, raw_logits: Array, rows: Sequence[SampleRow], pending: Array | None = None) -> PendingTokens:
+        """Sample without waiting for the tokens, with log-probabilities; only where `has_async_sampling`.
+
+        `pending`: the tokens of the step in flight, for rows whose lists hold a `pending_id`.
+        """
         raise NotImplementedError(f"the {self.name} backend samples synchronously")
 
     def free_memory(self) -> int | None:

@@ -8,14 +8,13 @@ wrote to a block of its own, and the block's next owner writes later.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
-from ..backends.ops import PendingTokens
+from ..backends.ops import PendingTokens, pending_id
 from ..models import Transformer
 from .model_runner import ModelRunner, forward
 from .request import Request, SamplerOutput, ScheduledTokens
-from .sampler import sample_rows
+from .sampler import collect_sampled, next_row
 from .scheduler import Scheduler
 
 
@@ -32,8 +31,7 @@ class InFlightStep(NamedTuple):
 
     def collect(self, tokens: Sequence[int], scheduled: Sequence[ScheduledTokens]) -> SamplerOutput:
         """Return the tokens of the requests that are still running."""
-        running = {one.request for one in scheduled}
-        return SamplerOutput([t for request, t in zip(self.requests, tokens, strict=True) if request in running])
+        return collect_sampled(self.pending, tokens, self.requests, {one.request for one in scheduled})
 
 
 class AsyncScheduler:
@@ -52,7 +50,7 @@ class AsyncScheduler:
         if len(scheduled) != len(scheduler.running) or not all(map(_is_plain_decode, scheduled)):
             return None
         requests = [one.request for one in scheduled]
-        rows = [sample_rows(request)[0] for request in requests]
+        rows = [next_row(request) for request in requests]
         logits = forward(self._model, self._runner.batch(scheduled), self._runner.cache)
         return InFlightStep(requests, self._sample_async(logits, rows))
 
@@ -64,19 +62,14 @@ class AsyncScheduler:
             known = len(request.ids) + 1  # with the token in flight
             if request.is_finished or known >= request.max_total_tokens or scheduler.reserve(request, known) < known:
                 return None
-        rows = [replace(sample_rows(request)[0], position=len(request.ids) + 1) for request in step.requests]
-        batch = self._runner.next_batch(step.requests, step.pending.tokens)
-        logits = forward(self._model, batch, self._runner.cache)
-        return InFlightStep(step.requests, self._sample_async(logits, rows))
+        rows = [next_row(request, pending_id(i)) for i, request in enumerate(step.requests)]
+        tokens = step.pending.tokens
+        logits = forward(self._model, self._runner.next_batch(step.requests, tokens), self._runner.cache)
+        return InFlightStep(step.requests, self._sample_async(logits, rows, tokens))
 
 
 def _is_plain_decode(scheduled: ScheduledTokens) -> bool:
-    """Return whether one token is computed and the next is sampled from its logits alone."""
-    request, p = scheduled.request, scheduled.request.params
-    has_penalties = (p.repetition_penalty != 1.0 and p.repeat_last_n) or p.presence_penalty or p.frequency_penalty
-    return (
-        scheduled.stop - scheduled.start == 1
-        and scheduled.stop == len(request.ids)
-        and not (has_penalties or request.drafts or request.num_unscored_tokens)
-        and p.logprobs is None
-    )
+    """Return whether one token is computed, without drafts."""
+    request = scheduled.request
+    is_one = scheduled.stop - scheduled.start == 1 and scheduled.stop == len(request.ids)
+    return is_one and not (request.drafts or request.num_unscored_tokens)

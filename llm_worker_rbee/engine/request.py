@@ -213,6 +213,7 @@ class Request:
     num_blocks_in_table: int = 0  # written to that row
     prompt_logprobs: list[TokenLogprob | None] | None = None
     sample_row: SampleRow | None = None
+    history: Any = None  # the sampler's own
     draft_state: Any = None  # the drafter's own
 
     def __post_init__(self) -> None:

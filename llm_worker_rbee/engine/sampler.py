@@ -1,18 +1,19 @@
 """Logits -> tokens for all requests of a step: the sample row of each, penalties, log-probabilities, failures.
 
 A draft is verified by sampling the token that follows it as if it had been accepted: draws are keyed by position, so
-the tokens up to the first wrong draft are those that plain decoding samples.
+the tokens up to the first wrong draft are those that plain decoding samples. A step that follows one in flight is
+sampled before the host knows the token in between: a `pending_id` stands for it among the tokens that penalties cover.
 """
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import replace
 
 import numpy as np
 
-from ..backends.ops import NO_TOKENS, Array, Backend, Ints, SampleRow
+from ..backends.ops import Array, Backend, Ints, Logprobs, PendingTokens, SampleRow
 from ..errors import InferenceError, WorkerError
 from .request import Request, SamplerOutput, SamplingParams, ScheduledTokens, TokenLogprob
 
@@ -50,15 +51,34 @@ def sample(ops: Backend, scheduled: Sequence[ScheduledTokens], logits: Array) ->
 
 def sample_rows(request: Request) -> list[SampleRow]:
     """Return how the next token is sampled, and the one after each draft."""
-    row = request.sample_row = request.sample_row or _new_row(request)
-    _update_row(row, request, request.ids)
+    row = next_row(request)
     if not request.drafts:
         return [row]
     rows = [replace(row)]
     for i in range(1, len(request.drafts) + 1):
         rows.append(replace(row))
-        _update_row(rows[-1], request, request.ids + request.drafts[:i])
+        _update_row(rows[-1], request, request.drafts[:i])
     return rows
+
+
+def next_row(request: Request, *pending: int) -> SampleRow:
+    """Return how the next token is sampled, or the one after a pending id; the row changes with the next call."""
+    row = request.sample_row = request.sample_row or _new_row(request)
+    _update_row(row, request, pending)
+    return row
+
+
+def collect_sampled(
+    pending: PendingTokens, tokens: Sequence[int], requests: Sequence[Request], running: Container[Request]
+) -> SamplerOutput:
+    """Return what a step in flight sampled for those of its requests that are still running."""
+    kept = [token for request, token in zip(requests, tokens, strict=True) if request in running]
+    logprobs = {
+        requests[row]: _token_logprobs([tokens[row]], found)
+        for row, found in pending.logprobs().items()
+        if requests[row] in running
+    }
+    return SamplerOutput(kept, logprobs)
 
 
 def _new_row(request: Request) -> SampleRow:
@@ -71,15 +91,43 @@ def _new_row(request: Request) -> SampleRow:
     )
 
 
-def _update_row(row: SampleRow, request: Request, ids: list[int]) -> None:
-    """Set the position of the next token, which keys its draw, and the tokens that penalties look at."""
-    p = request.params
-    row.position = len(ids)
-    if p.repetition_penalty != 1.0 and p.repeat_last_n:
-        row.penalty_window = np.array(ids[-p.repeat_last_n :], np.int64)
-    if p.presence_penalty or p.frequency_penalty:
-        output = ids[request.num_prompt_tokens :]
-        row.output_ids = np.array(output, np.int64) if output else NO_TOKENS
+def _update_row(row: SampleRow, request: Request, following: Sequence[int]) -> None:
+    """Set the position of the next token, which keys its draw, and the tokens that penalties look at.
+
+    `following`: drafts, or a pending id, that come after the tokens of the request.
+    """
+    row.position = len(request.ids) + len(following)
+    last_n = request.params.repeat_last_n or 0
+    has_window = row.repetition_penalty != 1.0 and last_n
+    counts_output = row.presence_penalty or row.frequency_penalty
+    if not (has_window or counts_output):
+        return
+    history = request.history = request.history or TokenHistory()
+    ids = history.extend(request.ids, following)
+    if has_window:
+        row.penalty_window = ids[-last_n:]
+    if counts_output:
+        row.output_ids = ids[request.num_prompt_tokens :]
+
+
+class TokenHistory:
+    """The tokens of a request as an array that grows with it: a step converts only the new ones."""
+
+    def __init__(self) -> None:
+        self._ids: Ints = np.empty(256, np.int64)
+        self._known = 0
+
+    def extend(self, ids: list[int], following: Sequence[int]) -> Ints:
+        """Return the tokens and what follows them for now; the array changes with the next call."""
+        known, total = len(ids), len(ids) + len(following)
+        if total > len(self._ids):
+            self._ids, self._known = np.empty(2 * total, np.int64), 0
+        for i in range(self._known, known):  # one, mostly
+            self._ids[i] = ids[i]
+        for i, token in enumerate(following, known):
+            self._ids[i] = token
+        self._known = known
+        return self._ids[:total]
 
 
 def _score_prompts(
@@ -138,7 +186,10 @@ def _add_logprobs(ops: Backend, requests: Sequence[Request], logits: Array, samp
 
 def token_logprobs(ops: Backend, logits: Array, tokens: Sequence[int], k: int) -> list[TokenLogprob]:
     """Return the log-probabilities of tokens under their rows of raw logits, with the k most probable beside each."""
-    found = ops.logprobs(logits, np.array(tokens, np.int64), k)
+    return _token_logprobs(tokens, ops.logprobs(logits, np.array(tokens, np.int64), k))
+
+
+def _token_logprobs(tokens: Sequence[int], found: Logprobs) -> list[TokenLogprob]:
     return [
         TokenLogprob(token, float(value), tuple(zip(ids.tolist(), map(float, values), strict=True)))
         for token, value, ids, values in zip(tokens, found.chosen, found.top_ids, found.top, strict=True)

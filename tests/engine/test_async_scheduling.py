@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from llm_worker_rbee.backends.ops import SampleRow
+from llm_worker_rbee.backends.ops import Ints, Logprobs, SampleRow
 from llm_worker_rbee.config import EngineConfig
 from llm_worker_rbee.engine.engine import Engine
-from llm_worker_rbee.engine.request import Request, SamplingParams, StepOutput
+from llm_worker_rbee.engine.request import Request, SamplingParams, StepOutput, TokenLogprob
 from llm_worker_rbee.errors import InferenceError
 from llm_worker_rbee.models import Transformer
 from tests.conftest import DEVICE
@@ -24,8 +24,8 @@ from tests.helpers import engine_runs
 class PendingTokens:
     """Tokens that are there when `result` is called; None where the device was undecided."""
 
-    def __init__(self, tokens: Any, is_sure: bool, own: Any = None) -> None:
-        self.tokens = tokens
+    def __init__(self, tokens: Any, logprobs: dict[int, Logprobs], is_sure: bool, own: Any = None) -> None:
+        self.tokens, self._logprobs = tokens, logprobs
         self._is_sure, self._own = is_sure, own
 
     def result(self) -> list[int] | None:
@@ -33,6 +33,10 @@ class PendingTokens:
             return None
         tokens: list[int] | None = self.tokens.tolist() if self._own is None else self._own.result()
         return tokens
+
+    def logprobs(self) -> dict[int, Logprobs]:
+        found: dict[int, Logprobs] = self._logprobs if self._own is None else self._own.logprobs()
+        return found
 
 
 class SyncBackend:
@@ -60,18 +64,36 @@ class AsyncBackend:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._ops, name)
 
-    def sample_async(self, logits: Any, rows: Sequence[SampleRow]) -> PendingTokens:
+    def sample_async(self, logits: Any, rows: Sequence[SampleRow], pending: Any = None) -> PendingTokens:
         self.num_launched += 1
         is_decided = self._random.random() >= self._undecided
-        if not self._ops.has_async_sampling:
-            return PendingTokens(self._ops.sample(logits, rows), is_decided)
-        own = self._ops.sample_async(logits, rows)
-        return PendingTokens(own.tokens, is_decided, own)
+        if self._ops.has_async_sampling:
+            own = self._ops.sample_async(logits, rows, pending)
+            return PendingTokens(own.tokens, {}, is_decided, own)
+        lists = ("penalty_window", "output_ids")
+        rows = [replace(row, **{name: with_pending(getattr(row, name), pending) for name in lists}) for row in rows]
+        tokens = self._ops.sample(logits, rows)
+        wanted = [(i, row.logprobs) for i, row in enumerate(rows) if row.logprobs is not None]
+        found = {i: self._ops.logprobs(logits[i : i + 1], tokens[i : i + 1], k) for i, k in wanted}
+        return PendingTokens(tokens, found, is_decided)
+
+
+def with_pending(ids: Ints, pending: Ints | None) -> Ints:
+    """Return the ids with the tokens that pending ids stand for."""
+    assert pending is not None or not (ids < 0).any()
+    return ids if pending is None else np.where(ids < 0, pending[np.maximum(-1 - ids, 0)], ids)
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Transformer:
     return engine_runs.load(engine_runs.small_file(tmp_path_factory.mktemp("ahead") / "small.gguf", "F32"))
+
+
+OTHER_SETTINGS: dict[str, list[Any]] = {  # of the few that a request has, one of these
+    "top_k": [1, 5], "min_p": [0.1], "typical_p": [0.7], "logit_bias": [{1: 2.0, 7: -100.0}, {3: 0.5}],
+    "repetition_penalty": [1.2, 0.8], "repeat_last_n": [0, 1, 2, 5, 1000], "presence_penalty": [0.5],
+    "frequency_penalty": [0.7, -0.3], "logprobs": [0, 1, 4],
+}  # fmt: skip
 
 
 def make_requests(seed: int) -> list[Request]:
@@ -80,33 +102,37 @@ def make_requests(seed: int) -> list[Request]:
     made = []
     for i in range(draw.randint(1, 7)):
         prompt = prefix[: draw.choice([0, 17])] + [draw.randrange(50) for _ in range(draw.randint(1, 40))]
-        params = SamplingParams(
-            temperature=draw.choice([0.0, 0.9]), top_p=draw.choice([1.0, 0.8]),
-            repetition_penalty=draw.choice([1.0, 1.0, 1.0, 1.2]), logprobs=draw.choice([None, None, None, 1]),
-        ).resolve()  # fmt: skip
+        settings: dict[str, Any] = {"temperature": draw.choice([0.0, 0.9]), "top_p": draw.choice([1.0, 0.8])}
+        for name, value in OTHER_SETTINGS.items():
+            if draw.random() < 0.2:
+                settings[name] = draw.choice(value)
+        params = SamplingParams(**settings).resolve()
         ends = frozenset(draw.sample(range(50), 3))
         made.append(Request(prompt, params, draw.randint(1, 40), seed + i, ends, priority=draw.choice([0, 0, 1])))
     return made
 
 
-def run(engine: Engine, seed: int) -> list[tuple[list[int], Any]]:
-    """Run all requests, which arrive and are aborted as the seed says; return tokens and finish reason of each."""
+def run(engine: Engine, seed: int) -> list[tuple[list[int], list[TokenLogprob | None], Any]]:
+    """Run all requests, which arrive and are aborted as the seed says; return tokens, log-probabilities and finish
+    reason of each."""
     draw, waiting, results = random.Random(seed + 1), make_requests(seed), []
     requests = list(waiting)
     leaves = {id(one): draw.randint(1, 30) for one in requests if draw.random() < 0.2}
     ended: dict[int, Any] = {}
+    logprobs: dict[int, list[TokenLogprob | None]] = {id(one): [] for one in requests}
     while waiting or engine.has_work:
         while waiting and (draw.random() < 0.3 or not engine.has_work):
             engine.add(waiting.pop(0))
         outputs: list[StepOutput] = engine.step() if engine.has_work else []
         for output in outputs:
             ended[id(output.request)] = output.finish_reason
+            logprobs[id(output.request)].append(output.logprob)
         for one in requests:  # by its number of tokens, which does not depend on timing
             if not one.is_finished and len(one.tokens) >= leaves.get(id(one), 1 << 30):
                 engine.abort(one)
                 one.ids = one.ids[: one.num_prompt_tokens + leaves[id(one)]]
     for one in requests:
-        results.append((one.tokens, ended.get(id(one))))
+        results.append((one.tokens, logprobs[id(one)], ended.get(id(one))))
     return results
 
 

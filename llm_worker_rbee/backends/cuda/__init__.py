@@ -201,8 +201,14 @@ class CudaBackend(ops.Backend):
     def fuse(self, record: Callable[[], Graph]) -> ops.FusedForward | None:
         return decoder.fuse(record, self.torch_device, batch_invariant=self.deterministic)
 
-    def sample_async(self, raw_logits: torch.Tensor, rows: Sequence[ops.SampleRow]) -> sampling.PendingSample:
-        return sampling.PendingSample(sampling.sample_on_device(raw_logits, rows))
+    def warm_up_sampling(self, vocab_size: int, max_batch: int) -> None:
+        """Compile and load what sampling from `vocab_size` logits launches."""
+        sampling.warm_up(vocab_size, max_batch, self.torch_device)
+
+    def sample_async(
+        self, raw_logits: torch.Tensor, rows: Sequence[ops.SampleRow], pending: torch.Tensor | None = None
+    ) -> sampling.PendingSample:
+        return sampling.sample_async(raw_logits, rows, pending)
 
     def sample(self, raw_logits: torch.Tensor, rows: Sequence[ops.SampleRow]) -> Ints:
         return sampling.sample(raw_logits, rows)

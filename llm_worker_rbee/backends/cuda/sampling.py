@@ -1,31 +1,36 @@
 """Sampling on the device: the same tokens as `../reference_sampling.py`.
 
-Logits stay on the device: only ids (and the k likeliest, where requested) come to the host. An undecided row
-(sampling_kernels.py) is copied to the host and sampled by the reference.
+Logits stay on the device: only ids and log-probabilities (where requested) come to the host, in one copy. An undecided
+row (sampling_kernels.py) is copied to the host and sampled by the reference. `sample_async` waits for nothing: the
+token that penalties and log-probabilities need may be on the device only. The fields of a row that never change are
+packed once, when it is first sampled.
 """
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from .. import reference_sampling
-from ..ops import Ints, Logprobs, SampleRow
+from ..ops import NO_TOKENS, Ints, Logprobs, SampleRow, pending_id
 from .device import upload
 from .sampling_kernels import NUM_INTS, argmax_rows, logprob_rows, sample_rows
 
-SCRATCH_BYTES = 64 << 20  # of float64 rows at a time
 MAX_SCANNED = 32  # likeliest tokens that are found one by one; more of them are sorted
 LIST_TILE = 256  # tokens of a bias or penalty list per iteration
-_int_fields = attrgetter("top_k", "seed", "sample_index", "position")
-_float_fields = attrgetter(
-    "temperature", "top_p", "min_p", "typical_p", "repetition_penalty", "presence_penalty", "frequency_penalty"
-)
+INTERPRETED_PROGRAMS = 4  # under the interpreter, which has no multiprocessors
+ALIGNMENT = 4  # int32: 16 bytes. Another alignment would compile another kernel
+PACKED_ROW = struct.Struct("<7d4Q")  # `_constant_fields`, then the number of biases
+_constant_fields = attrgetter(
+    "temperature", "top_p", "min_p", "typical_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
+    "top_k", "seed", "sample_index",
+)  # fmt: skip
 
 
 def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> Ints:
@@ -39,82 +44,188 @@ def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> Ints:
     return tokens
 
 
-def sample_on_device(logits: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
-    """Return the tokens on the device, without waiting for them; negative where a row is undecided or not finite."""
-    logits = _row_major(logits)
-    if not any(row.temperature or row.has_penalties for row in rows):
-        out = torch.empty(len(logits), dtype=torch.int32, device=logits.device)
-        argmax_rows[(len(out),)](logits, logits.stride(0), out, logits.shape[1], _block_size(logits), num_warps=16)
+def sample_on_device(
+    logits: torch.Tensor,
+    rows: Sequence[SampleRow],
+    pending: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return the tokens on the device, without waiting for them; negative where a row is undecided or not finite.
+
+    A negative id in the lists of a row, -1 - r, is `pending[r]`. The scratch is 16 bytes per token of the vocabulary
+    for each multiprocessor, or row if there are fewer: 280 MB for 132 of them and a vocabulary of 128k.
+    """
+    logits, device = _row_major(logits), logits.device
+    count, vocabulary = logits.shape
+    block = _block_size(logits)
+    out = torch.empty(count, dtype=torch.int32, device=device) if out is None else out
+    packed = _pack_rows(rows, vocabulary)
+    if packed.is_greedy:
+        argmax_rows[(count,)](logits, logits.stride(0), out, vocabulary, block, num_warps=16)
         return out
-    step = max(1, SCRATCH_BYTES // (16 * logits.shape[1]))
-    slices = [slice(first, first + step) for first in range(0, len(logits), step)]
-    return torch.cat([_sample_slice(logits[part], rows[part]) for part in slices])
+    floats, biases, ints, ids = _upload_together([packed.floats, packed.biases, packed.ints, packed.ids], device)
+    programs = min(count, _num_programs(device))
+    scratch = torch.empty((programs, 2, vocabulary), dtype=torch.float64, device=device)
+    candidates = torch.empty((programs, 2, block), dtype=torch.float64, device=device)
+    sample_rows[(programs,)](
+        logits, logits.stride(0), ints, floats, ids, ids if pending is None else pending, biases, scratch, candidates,
+        out, count, vocabulary, BLOCK=block, LIST_TILE=LIST_TILE, num_warps=32, enable_fp_fusion=False,
+    )  # fmt: skip
+    return out
+
+
+def sample_async(logits: torch.Tensor, rows: Sequence[SampleRow], pending: torch.Tensor | None = None) -> PendingSample:
+    """Sample, and compute the log-probabilities that rows want, without waiting for either.
+
+    The k likeliest are found one by one whatever k is: a request asks for at most 20.
+    """
+    vocabulary, device = logits.shape[1], logits.device
+    wanted = [(i, min(row.logprobs, vocabulary)) for i, row in enumerate(rows) if row.logprobs is not None]
+    results = SampleResults.empty(len(rows), wanted, device)
+    if rows:
+        sample_on_device(logits, rows, pending, results.tokens)
+    if wanted:
+        logits = _row_major(logits)
+        sent = upload(np.array(wanted, np.int64), device)
+        _launch_logprobs(logits, sent, results.tokens, results.values, results.top_ids)
+    return PendingSample(results, wanted)
+
+
+def warm_up(vocab_size: int, max_batch: int, device: torch.device) -> None:
+    """Run all that sampling launches once, with the scratch of a full batch.
+
+    Filters, penalties and k are values, not variants: nothing is compiled later for this vocabulary.
+    """
+    logits = torch.zeros((min(max_batch, _num_programs(device)), vocab_size), device=device)
+    every_filter = SampleRow(top_k=2, top_p=0.9, min_p=0.1, typical_p=0.9, repetition_penalty=1.1, logprobs=1)
+    every_filter.penalty_window = np.array([pending_id(0)])
+    greedy = sample_async(logits, [SampleRow(temperature=0.0)] * len(logits))
+    sample_async(logits, [every_filter] * len(logits), greedy.tokens).result()
+    first = logits[np.zeros(1, np.int64)]
+    logprobs(first, np.zeros(1, np.int64), MAX_SCANNED + 1)
+
+
+class SampleResults(NamedTuple):
+    """What a step samples, as parts of one array of int32: one copy brings all of it to the host."""
+
+    words: torch.Tensor
+    tokens: torch.Tensor  # (rows,)
+    values: torch.Tensor  # (wanted, 1 + k) float32: log-probabilities of the token and of the k likeliest
+    top_ids: torch.Tensor  # (wanted, k)
+
+    @classmethod
+    def empty(cls, rows: int, wanted: Sequence[tuple[int, int]], device: torch.device) -> SampleResults:
+        """Allocate room for the tokens, and the log-probabilities of `wanted`: (row, k) each."""
+        k = max((k for _, k in wanted), default=0)
+        end = _aligned(_aligned(rows) + len(wanted) * (1 + k)) + len(wanted) * k
+        return cls.split(torch.empty(end, dtype=torch.int32, device=device), rows, len(wanted), k)
+
+    @classmethod
+    def split(cls, words: torch.Tensor, rows: int, wanted: int, k: int) -> SampleResults:
+        first = _aligned(rows)
+        second = _aligned(first + wanted * (1 + k))
+        values = words[first : first + wanted * (1 + k)].view(torch.float32).view(wanted, 1 + k)
+        return cls(words, words[:rows], values, words[second : second + wanted * k].view(wanted, k))
+
+    def start_copy(self) -> SampleResults:
+        """Return the results in page-locked host memory, which an asynchronous copy fills."""
+        words = torch.empty(self.words.shape, dtype=torch.int32, pin_memory=True)
+        words.copy_(self.words, non_blocking=True)
+        return self.split(words, len(self.tokens), *self.top_ids.shape)
 
 
 class PendingSample:
-    """Sampled tokens on the device, being copied to the host."""
+    """Sampled tokens on the device, being copied to the host with their log-probabilities."""
 
-    def __init__(self, tokens: torch.Tensor) -> None:
-        self.tokens = tokens
-        self._is_on_host = tokens.device.type == "cpu"
-        if not self._is_on_host:
-            self._pinned = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
-            self._pinned.copy_(tokens, non_blocking=True)
+    def __init__(self, results: SampleResults, wanted: Sequence[tuple[int, int]]) -> None:
+        self.tokens = results.tokens
+        self._wanted, self._arrival, self._on_host = wanted, None, results
+        if results.words.device.type != "cpu":
+            self._on_host = results.start_copy()
             self._arrival = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._arrival.record()
 
     def result(self) -> list[int] | None:
         """Wait for the tokens; None if a row is undecided or not finite: `sample` resolves it."""
-        if not self._is_on_host:
+        if self._arrival is not None:
             self._arrival.synchronize()
-        found: list[int] = (self.tokens if self._is_on_host else self._pinned).tolist()
-        return None if min(found) < 0 else found
+        found: list[int] = self._on_host.tokens.tolist()
+        return None if min(found, default=0) < 0 else found
+
+    def logprobs(self) -> dict[int, Logprobs]:
+        values, top_ids = self._on_host.values.numpy(), self._on_host.top_ids.numpy().astype(np.int64)
+        return {
+            row: Logprobs(values[i : i + 1, 0], top_ids[i : i + 1, :k], values[i : i + 1, 1 : 1 + k])
+            for i, (row, k) in enumerate(self._wanted)
+        }
 
 
-def _sample_slice(logits: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
-    count, vocabulary = logits.shape
-    words = np.array([_int_fields(row) for row in rows], np.uint64)
-    np.minimum(words[:, 0], vocabulary, out=words[:, 0])
-    ints = np.zeros((count, NUM_INTS.value), np.int32)
-    ints[:, :8] = words.view(np.int32)
-    floats = np.array([_float_fields(row) for row in rows], np.float64)
-    ids, biases = _token_lists(rows, ints)
-    sent = _upload_together([floats, biases, ints, ids], logits.device)
-    block = _block_size(logits)
-    scratch = torch.empty((count, 2, vocabulary), dtype=torch.float64, device=logits.device)
-    candidates = torch.empty((count, 2, block), dtype=torch.float64, device=logits.device)
-    out = torch.empty(count, dtype=torch.int32, device=logits.device)
-    sample_rows[(count,)](
-        logits, logits.stride(0), sent[2], sent[0], sent[3], sent[1], scratch, candidates, out, vocabulary,
-        BLOCK=block, LIST_TILE=LIST_TILE, num_warps=32, enable_fp_fusion=False,
-    )  # fmt: skip
-    return out
+class PackedRows(NamedTuple):
+    """The parameters of all rows as the arrays that `sample_rows` reads."""
+
+    ints: NDArray[np.int32]  # (rows, NUM_INTS)
+    floats: NDArray[np.float64]  # (rows, NUM_FLOATS)
+    ids: NDArray[np.int32]  # of all bias and penalty lists
+    biases: NDArray[np.float64]
+    is_greedy: bool  # every token is the one with the largest logit
 
 
-def _token_lists(rows: Sequence[SampleRow], ints: NDArray[np.int32]) -> tuple[NDArray[np.int32], NDArray[np.float64]]:
+class PackedRow(NamedTuple):
+    """The fields of a row that never change; a `SampleRow` keeps it."""
+
+    words: bytes  # PACKED_ROW
+    bias_ids: Ints
+    biases: NDArray[np.float64]
+
+
+def _pack_row(row: SampleRow) -> PackedRow:
+    bias: dict[int, float] = {}
+    for token, value in row.logit_bias:
+        bias[token] = bias.get(token, 0.0) + value
+    words = PACKED_ROW.pack(*_constant_fields(row), len(bias))
+    packed = PackedRow(words, np.fromiter(bias, np.int64, len(bias)), np.fromiter(bias.values(), np.float64))
+    row.packed = packed
+    return packed
+
+
+def _pack_rows(rows: Sequence[SampleRow], vocabulary: int) -> PackedRows:
+    """Pack the parameters of rows; work in Python only where a row is new or has lists."""
+    words = b"".join([(row.packed or _pack_row(row)).words for row in rows])
+    table = np.frombuffer(words, np.uint64).reshape(len(rows), -1)
+    floats = table[:, :7].copy().view(np.float64)
+    numbers = np.empty((len(rows), 4), np.uint64)
+    numbers[:, :3], numbers[:, 3] = table[:, 7:10], [row.position for row in rows]
+    np.minimum(numbers[:, 0], vocabulary, out=numbers[:, 0])
+    ints = np.zeros((len(rows), NUM_INTS.value), np.int32)
+    ints[:, :8] = numbers.view(np.int32)
+    has_lists = (floats[:, 4] != 1.0) | floats[:, 5:].any(axis=1) | (table[:, 10] != 0)
+    ids, biases = _join_lists(rows, np.flatnonzero(has_lists).tolist(), ints)
+    return PackedRows(ints, floats, ids, biases, not (floats[:, 0].any() or len(ids) > 1))
+
+
+def _join_lists(
+    rows: Sequence[SampleRow], listed: Sequence[int], ints: NDArray[np.int32]
+) -> tuple[NDArray[np.int32], NDArray[np.float64]]:
     """Return the tokens of all bias and penalty lists, and the biases; write the offsets of each row into `ints`."""
     lists: list[NDArray[Any]] = [np.zeros(1, np.int64)]
-    biases, first = [0.0], 1
-    for i, row in enumerate(rows):
-        if not row.has_penalties:
-            continue
-        bias: dict[int, float] = {}
-        for token, value in row.logit_bias:
-            bias[token] = bias.get(token, 0.0) + value
-        window = row.penalty_window if row.repetition_penalty != 1.0 else row.penalty_window[:0]
-        output = row.output_ids if row.presence_penalty or row.frequency_penalty else row.output_ids[:0]
-        second, third = first + len(bias), first + len(bias) + len(window)
-        ints[i, 8:] = first, second, third, third + len(output), len(biases)
-        lists += [np.fromiter(bias, np.int64, len(bias)), window, output]
-        biases += bias.values()
-        first = third + len(output)
-    return np.concatenate(lists).astype(np.int32), np.array(biases)
+    biases: list[NDArray[np.float64]] = [np.zeros(1)]
+    for i in listed:
+        row = rows[i]
+        packed: PackedRow = row.packed
+        lists.append(packed.bias_ids)
+        lists.append(row.penalty_window if row.repetition_penalty != 1.0 else NO_TOKENS)
+        lists.append(row.output_ids if row.presence_penalty or row.frequency_penalty else NO_TOKENS)
+        biases.append(packed.biases)
+    ends = np.cumsum([len(one) for one in lists])
+    ints[listed, 8], ints[listed, 9:12] = ends[:-1:3], ends[1:].reshape(-1, 3)
+    ints[listed, 12] = np.cumsum([len(one) for one in biases])[:-1]
+    return np.concatenate(lists).astype(np.int32), np.concatenate(biases)
 
 
 def _upload_together(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[torch.Tensor]:
-    """Upload several arrays in one copy. Each begins at 16 bytes: another alignment would compile another kernel."""
+    """Upload several arrays in one copy. Each begins at 16 bytes."""
     flat = [np.ascontiguousarray(array).reshape(-1).view(np.int32) for array in arrays]
-    starts = np.cumsum([0, *(-(-words.size // 4) * 4 for words in flat)]).tolist()
+    starts = np.cumsum([0, *(_aligned(words.size) for words in flat)]).tolist()
     block = np.zeros(starts[-1], np.int32)
     for start, words in zip(starts, flat, strict=False):
         block[start : start + words.size] = words
@@ -134,16 +245,23 @@ def logprobs(logits: torch.Tensor, chosen: Ints, k: int) -> Logprobs:
     logits, scanned = _row_major(logits), k if k <= MAX_SCANNED else 0
     out = torch.empty((rows, 1 + scanned), dtype=torch.float32, device=logits.device)
     top_ids = torch.empty((rows, scanned), dtype=torch.int32, device=logits.device)
-    logprob_rows[(rows,)](
-        logits, logits.stride(0), upload(chosen, logits.device), out, top_ids, logits.shape[1], scanned,
-        BLOCK=_block_size(logits), num_warps=16,
-    )  # fmt: skip
+    wanted = np.stack((np.arange(rows), np.full(rows, scanned)), axis=1)
+    _launch_logprobs(logits, upload(wanted, logits.device), upload(chosen, logits.device), out, top_ids)
     found = to_host(out)
     if np.isnan(found[:, 0]).any():
         reference_sampling.require_finite(np.full((1, 1), np.nan, np.float32))
     if scanned == k:
         return Logprobs(found[:, 0].copy(), to_host(top_ids).astype(np.int64), found[:, 1:].copy())
     return Logprobs(found[:, 0].copy(), *_sorted_logprobs(logits, k))
+
+
+def _launch_logprobs(
+    logits: torch.Tensor, wanted: torch.Tensor, chosen: torch.Tensor, out: torch.Tensor, top_ids: torch.Tensor
+) -> None:
+    logprob_rows[(len(out),)](
+        logits, logits.stride(0), wanted, chosen, out, top_ids, logits.shape[1], top_ids.shape[1],
+        BLOCK=_block_size(logits), num_warps=16,
+    )  # fmt: skip
 
 
 def _sorted_logprobs(logits: torch.Tensor, k: int) -> tuple[Ints, NDArray[np.float32]]:
@@ -168,8 +286,21 @@ def to_host(x: torch.Tensor) -> NDArray[Any]:
 
 
 def _row_major(logits: torch.Tensor) -> torch.Tensor:
-    return logits if logits.stride(-1) == 1 else logits.contiguous()
+    """Return the logits with their rows in one piece, the first at 16 bytes."""
+    is_ready = logits.stride(-1) == 1 and logits.data_ptr() % (4 * ALIGNMENT) == 0
+    return logits if is_ready else logits.clone(memory_format=torch.contiguous_format)
+
+
+def _aligned(count: int) -> int:
+    return -(-count // ALIGNMENT) * ALIGNMENT
 
 
 def _block_size(logits: torch.Tensor) -> int:
     return 4096 if logits.shape[1] >= 4096 else 1024
+
+
+def _num_programs(device: torch.device) -> int:
+    """Return the number of multiprocessors: each runs one program of the sampling kernel."""
+    if device.type == "cpu":
+        return INTERPRETED_PROGRAMS
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -1,4 +1,4 @@
-"""Sampling kernels, one program per row of logits, in the order of `../reference_sampling.py`.
+"""Sampling kernels in the order of `../reference_sampling.py`; a program samples one row of logits at a time.
 
 Weights are float64. Nothing is sorted: a filter finds its threshold by bisection. Sums have another order than the
 reference's, so a decision closer than TIE_TOLERANCE is UNDECIDED and left to it. Scratch of a row: scaled logits s and
@@ -91,8 +91,22 @@ def fill_zero(e, vocabulary, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def apply_penalties(s, e, ids, biases, ints, floats, vocabulary, BLOCK: tl.constexpr, LIST_TILE: tl.constexpr):
-    """Apply logit bias, then the repetition penalty, then presence and frequency; e counts the uses of a token."""
+def load_tokens(ids, pending, i, mask):
+    """Return tokens of a list. A negative one, -1 - r, stands for token r of the step in flight; where that step failed
+    to sample it, any token will do: this step is discarded."""
+    token = tl.load(ids + i, mask=mask, other=0)
+    sampled = tl.load(pending - 1 - token, mask=mask & (token < 0), other=0)
+    return tl.where(token < 0, tl.maximum(sampled, 0), token)
+
+
+@triton.jit
+def apply_penalties(
+    s, e, ids, pending, biases, ints, floats, vocabulary, BLOCK: tl.constexpr, LIST_TILE: tl.constexpr
+):  # fmt: skip
+    """Apply logit bias, then the repetition penalty, then presence and frequency; e counts the uses of a token.
+
+    A bitmask of allowed tokens (guided decoding) belongs here, before the biases: one more pointer, with the row's
+    offset in `ints`, and s = -inf where the bit is 0."""
     first, second, third, last = tl.load(ints + 8), tl.load(ints + 9), tl.load(ints + 10), tl.load(ints + 11)
     for start in range(first, second, LIST_TILE):
         i = start + tl.arange(0, LIST_TILE)
@@ -105,7 +119,7 @@ def apply_penalties(s, e, ids, biases, ints, floats, vocabulary, BLOCK: tl.const
         fill_zero(e, vocabulary, BLOCK)
         for start in range(second, third, LIST_TILE):
             i = start + tl.arange(0, LIST_TILE)
-            tl.store(e + tl.load(ids + i, mask=i < third, other=0), 1.0, mask=i < third)
+            tl.store(e + load_tokens(ids, pending, i, i < third), 1.0, mask=i < third)
         tl.debug_barrier()
         for start in range(0, vocabulary, BLOCK):
             i = start + tl.arange(0, BLOCK)
@@ -121,7 +135,7 @@ def apply_penalties(s, e, ids, biases, ints, floats, vocabulary, BLOCK: tl.const
         for start in range(third, last, LIST_TILE):
             i = start + tl.arange(0, LIST_TILE)
             one = tl.full((LIST_TILE,), 1.0, tl.float64)
-            tl.atomic_add(e + tl.load(ids + i, mask=i < last, other=0), one, mask=i < last)
+            tl.atomic_add(e + load_tokens(ids, pending, i, i < last), one, mask=i < last)
         tl.debug_barrier()
         for start in range(0, vocabulary, BLOCK):
             i = start + tl.arange(0, BLOCK)
@@ -305,23 +319,8 @@ def keep_min_p(e, s, vocabulary, fraction, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def sample_rows(
-    logits, stride, ints, floats, ids, biases, scratch, candidate_scratch, out, vocabulary,
-    BLOCK: tl.constexpr, LIST_TILE: tl.constexpr,
-):  # fmt: skip
-    """Sample a token per row.
-
-    ints (rows, NUM_INTS): top_k, seed, sample index, position as pairs of int32; the offsets in `ids` of the biased,
-    the penalty window's and the output tokens, and their end; the offset in `biases`. floats (rows, NUM_FLOATS):
-    temperature, top_p, min_p, typical_p, three penalties. scratch (rows, 2, vocabulary) and candidate_scratch (rows, 2,
-    BLOCK): float64."""
-    row = tl.program_id(0).to(tl.int64)
-    s, e = scratch + 2 * row * vocabulary, scratch + (2 * row + 1) * vocabulary
-    candidates = candidate_scratch + 2 * row * BLOCK
-    ints += row * NUM_INTS
-    floats += row * NUM_FLOATS
-    _, _, is_sampleable = scan_row(logits + row * stride, vocabulary, BLOCK, s)
-    apply_penalties(s, e, ids, biases, ints, floats, vocabulary, BLOCK, LIST_TILE)
+def sample_row(s, e, candidates, is_sampleable, ints, floats, vocabulary, BLOCK: tl.constexpr):
+    """Return the token of a row of penalized logits, UNDECIDED or NOT_FINITE."""
     top, token, _ = scan_row(s, vocabulary, BLOCK)
     temperature = tl.load(floats)
     if (temperature > 0.0) & is_sampleable:
@@ -338,7 +337,30 @@ def sample_rows(
         if min_p > 0.0:
             undecided |= keep_min_p(e, s, vocabulary, min_p, BLOCK)
         token = tl.where(undecided == 0, draw_token(e, vocabulary, philox_uniform(ints), BLOCK), -1)
-    tl.store(out + row, tl.where(is_sampleable, token, -2))
+    return tl.where(is_sampleable, token, -2)
+
+
+@triton.jit(do_not_specialize=["count"])
+def sample_rows(
+    logits, stride, ints, floats, ids, pending, biases, scratch, candidate_scratch, out, count, vocabulary,
+    BLOCK: tl.constexpr, LIST_TILE: tl.constexpr,
+):  # fmt: skip
+    """Sample a token for each of `count` rows, which the programs take in turn: each has scratch of one row.
+
+    ints (rows, NUM_INTS): top_k, seed, sample index, position as pairs of int32; the offsets in `ids` of the biased,
+    the penalty window's and the output tokens, and their end; the offset in `biases`. floats (rows, NUM_FLOATS):
+    temperature, top_p, min_p, typical_p, three penalties. pending: the tokens of the step in flight. scratch (programs,
+    2, vocabulary) and candidate_scratch (programs, 2, BLOCK): float64."""
+    program = tl.program_id(0).to(tl.int64)
+    s, e = scratch + 2 * program * vocabulary, scratch + (2 * program + 1) * vocabulary
+    candidates = candidate_scratch + 2 * program * BLOCK
+    for n in tl.range(tl.program_id(0), count, tl.num_programs(0), disable_licm=True):
+        tl.debug_barrier()  # the row before has been read
+        row = tl.cast(n, tl.int64)
+        row_ints, row_floats = ints + row * NUM_INTS, floats + row * NUM_FLOATS
+        _, _, is_sampleable = scan_row(logits + row * stride, vocabulary, BLOCK, s)
+        apply_penalties(s, e, ids, pending, biases, row_ints, row_floats, vocabulary, BLOCK, LIST_TILE)
+        tl.store(out + row, sample_row(s, e, candidates, is_sampleable, row_ints, row_floats, vocabulary, BLOCK))
 
 
 @triton.jit
@@ -366,11 +388,13 @@ def next_largest(x, value, token, vocabulary, BLOCK: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["k"])
-def logprob_rows(logits, stride, chosen, out, top_ids, vocabulary, k, BLOCK: tl.constexpr):
-    """Compute log-softmax in float64 at the chosen token and at the k largest (lowest id first among equals).
+def logprob_rows(logits, stride, wanted, chosen, out, top_ids, vocabulary, k, BLOCK: tl.constexpr):
+    """Compute log-softmax in float64 at the chosen token and at the largest (lowest id first among equals).
 
-    out (rows, 1 + k) float32, NaN where no token can be sampled; top_ids (rows, k)."""
-    row = tl.program_id(0).to(tl.int64)
+    wanted (programs, 2): a row of `logits` and `chosen`, and how many of its largest, at most k. out (programs, 1 + k)
+    float32, NaN where no token can be sampled; top_ids (programs, k)."""
+    program = tl.program_id(0).to(tl.int64)
+    row, count = tl.load(wanted + 2 * program).to(tl.int64), tl.load(wanted + 2 * program + 1)
     x = logits + row * stride
     top, _, is_sampleable = scan_row(x, vocabulary, BLOCK)
     wide = top.to(tl.float64)
@@ -379,10 +403,12 @@ def logprob_rows(logits, stride, chosen, out, top_ids, vocabulary, k, BLOCK: tl.
         i = start + tl.arange(0, BLOCK)
         total += tl.exp(tl.load(x + i, mask=i < vocabulary, other=-INF).to(tl.float64) - wide)
     less = tl.log(tl.sum(total, 0))
-    own = tl.load(x + tl.load(chosen + row)).to(tl.float64) - wide - less
-    tl.store(out + row * (1 + k), tl.where(is_sampleable, own, float("nan")).to(tl.float32))
+    token = tl.maximum(tl.load(chosen + row), 0)  # undecided ones are sampled again
+    own = tl.load(x + token).to(tl.float64) - wide - less
+    out += program * (1 + k)
+    tl.store(out, tl.where(is_sampleable, own, float("nan")).to(tl.float32))
     value, token = INF, -1
-    for n in range(k):
+    for n in range(count):
         value, token = next_largest(x, value, token, vocabulary, BLOCK)
-        tl.store(out + row * (1 + k) + 1 + n, (value.to(tl.float64) - wide - less).to(tl.float32))
-        tl.store(top_ids + row * k + n, token)
+        tl.store(out + 1 + n, (value.to(tl.float64) - wide - less).to(tl.float32))
+        tl.store(top_ids + program * k + n, token)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,9 +11,9 @@ import torch
 from numpy.typing import NDArray
 
 from llm_worker_rbee.backends import reference_sampling
-from llm_worker_rbee.backends.cuda import device
+from llm_worker_rbee.backends.cuda import CudaBackend, device
 from llm_worker_rbee.backends.cuda import sampling as fast
-from llm_worker_rbee.backends.ops import SampleRow
+from llm_worker_rbee.backends.ops import SampleRow, pending_id
 from llm_worker_rbee.errors import InferenceError
 from tests.backends.cpu.test_sampling import nasty, ordinary, penalties, settings
 
@@ -51,13 +52,93 @@ def test_sample_ordinary_logits_never_undecided() -> None:
     assert fast.sample_on_device(on_device(x), rows).tolist() == expected
 
 
-def test_sample_in_slices_matches_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_programs_take_rows_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More rows than programs, so that scratch is used again, greedy and sampled rows in turn."""
     rng = np.random.default_rng(6)
     rows = [SampleRow(temperature=float(i % 2), seed=i, logit_bias=((i, 9.0),)) for i in range(7)]
     x = np.stack([ordinary(rng, 300) for _ in rows])
-    monkeypatch.setattr(fast, "SCRATCH_BYTES", 2 * 16 * 300)
     expected = [reference_sampling.sample_row(line, row) for line, row in zip(x, rows, strict=True)]
-    assert fast.sample(on_device(x), rows).tolist() == expected
+    for programs in (1, 2, 7, 100):
+        monkeypatch.setattr(fast, "_num_programs", lambda device, programs=programs: programs)
+        assert fast.sample(on_device(x), rows).tolist() == expected, programs
+
+
+def test_row_keeps_what_never_changes() -> None:
+    """A row is packed once; its position and lists are read anew, and a copy with other parameters is packed anew."""
+    x = ordinary(np.random.default_rng(13), 300)[None]
+    row = SampleRow(temperature=1.5, seed=4, presence_penalty=2.0, logit_bias=((7, 1.0), (7, 0.5)))
+    for position in range(4):
+        row.position, row.output_ids = position, np.arange(position)
+        assert fast.sample(on_device(x), [row]).tolist() == [reference_sampling.sample_row(x[0], row)]
+    assert row.packed is not None
+    other = replace(row, temperature=0.0)
+    assert fast.sample(on_device(x), [other]).tolist() == [reference_sampling.sample_row(x[0], other)]
+
+
+def test_penalties_cover_pending_tokens() -> None:
+    """The last token of a list may be on the device only: in an empty list, behind others, and one that they hold."""
+    rng = np.random.default_rng(14)
+    x = np.stack([np.rint(ordinary(rng, 20)) for _ in range(40)])
+    pending = rng.permutation(12)[:5]
+    places = rng.integers(0, len(pending), len(x)).tolist()
+    rows = [replace(penalties(rng, 20), temperature=0.0) for _ in x]
+
+    def with_last(ids: list[int]) -> list[SampleRow]:
+        windows = [(np.append(r.penalty_window, i), np.append(r.output_ids, i)) for r, i in zip(rows, ids, strict=True)]
+        return [replace(r, penalty_window=a, output_ids=b) for r, (a, b) in zip(rows, windows, strict=True)]
+
+    known, unknown = with_last([int(pending[i]) for i in places]), with_last([pending_id(i) for i in places])
+    expected = [reference_sampling.sample_row(line, row) for line, row in zip(x, known, strict=True)]
+    on_gpu = torch.tensor(pending, dtype=torch.int32, device=DEVICE)
+    assert fast.sample_async(on_device(x), unknown, on_gpu).result() == expected
+    assert fast.sample(on_device(x), rows).tolist() != expected, "the test would see that it is left out"
+
+
+def test_failed_pending_token_is_no_address() -> None:
+    """The step is discarded; until then no memory outside of the row may be written."""
+    x = np.stack([ordinary(np.random.default_rng(15), 100)] * 2)
+    row = SampleRow(temperature=0.0, repetition_penalty=1.5, frequency_penalty=0.5)
+    row.penalty_window = row.output_ids = np.array([pending_id(0)])
+    pending = torch.tensor([-2], dtype=torch.int32, device=DEVICE)
+    expected = replace(row, penalty_window=np.zeros(1, np.int64), output_ids=np.zeros(1, np.int64))
+    assert (
+        fast.sample_on_device(on_device(x), [row] * 2, pending).tolist()
+        == [reference_sampling.sample_row(x[0], expected)] * 2
+    )
+
+
+def test_async_logprobs_are_those_of_sync_rows() -> None:
+    rng = np.random.default_rng(16)
+    x = np.stack([ordinary(rng, 50) for _ in range(6)])
+    wanted = [None, 0, 3, None, 40, 60]
+    rows = [SampleRow(temperature=0.7 * (i % 3), seed=i, logprobs=k) for i, k in enumerate(wanted)]
+    pending = fast.sample_async(on_device(x), rows)
+    tokens = pending.result()
+    assert tokens == fast.sample(on_device(x), rows).tolist()
+    found = pending.logprobs()
+    assert list(found) == [1, 2, 4, 5]
+    for i, ours in found.items():
+        part = slice(i, i + 1)
+        expected = reference_sampling.logprobs(x[part], np.array(tokens[part]), wanted[i] or 0)
+        assert np.array_equal(ours.top_ids, expected.top_ids)
+        assert np.allclose(ours.chosen, expected.chosen, rtol=0, atol=2e-6)
+        assert np.allclose(ours.top, expected.top, rtol=0, atol=2e-6)
+        if ours.top.shape[1] <= fast.MAX_SCANNED:
+            alone = fast.logprobs(on_device(x[part]), np.array(tokens[part]), wanted[i] or 0)
+            assert all(np.array_equal(a, b) for a, b in zip(alone, ours, strict=True)), "the same bits"
+
+
+def test_async_sample_without_rows() -> None:
+    pending = fast.sample_async(on_device(np.empty((0, 50), np.float32)), [])
+    assert pending.result() == []
+    assert pending.logprobs() == {}
+
+
+@pytest.mark.parametrize("wrong", [np.nan, np.inf])
+def test_async_not_finite_row_has_no_result(wrong: float) -> None:
+    x = np.stack([ordinary(np.random.default_rng(9), 100) for _ in range(3)])
+    x[1, 30] = wrong
+    assert fast.sample_async(on_device(x), [SampleRow(temperature=0.5, logprobs=2)] * 3).result() is None
 
 
 def test_argmax_lowest_id_among_equals() -> None:
@@ -96,6 +177,43 @@ def test_logprobs_match_reference(k: int, size: int) -> None:
         finite = np.isfinite(theirs)
         assert np.array_equal(finite, np.isfinite(ours))
         assert np.abs(ours[finite] - theirs[finite]).max(initial=0) < 2e-6
+
+
+class Recorder:
+    """A kernel that records the arguments of its launches: what variants depend on."""
+
+    def __init__(self, kernel: Any, launched: set[Any]) -> None:
+        self._kernel, self._launched = kernel, launched
+
+    def __getitem__(self, grid: Any) -> Any:
+        def launch(*args: Any, **options: Any) -> None:
+            ints = [arg for arg in args if isinstance(arg, int)][:1]  # the stride; other integers are not specialized
+            pointers = [(arg.dtype, arg.data_ptr() % 16) for arg in args if isinstance(arg, torch.Tensor)]
+            self._launched.add((self._kernel, *ints, *pointers, *options.items()))
+            self._kernel[grid](*args, **options)
+
+        return launch
+
+
+def test_warm_up_launches_every_variant(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches of all kinds launch no kernel with types, alignments or options that the warm-up has not launched."""
+    launched: set[Any] = set()
+    for name in ("argmax_rows", "logprob_rows", "sample_rows"):
+        monkeypatch.setattr(fast, name, Recorder(getattr(fast, name), launched))
+    CudaBackend().warm_up_sampling(67, 8)
+    warm = set(launched)
+    assert len({kernel for kernel, *_ in warm}) == 3
+    rng = np.random.default_rng(17)
+    for count in (1, 6):
+        rows = [replace(penalties(rng, 67), temperature=0.0, logprobs=rng.choice([None, 0, 5])) for _ in range(count)]
+        x = on_device(np.stack([ordinary(rng, 67) for _ in range(count + 1)]))
+        for logits in (x[:count], x[1:]):
+            fast.sample(logits, [GREEDY] * count)
+            fast.logprobs(logits, np.zeros(count, np.int64), 3)
+            pending = fast.sample_async(logits, rows)
+            rows[0].repetition_penalty, rows[0].penalty_window = 2.0, np.array([pending_id(count - 1)])
+            fast.sample_async(logits, [replace(row) for row in rows], pending.tokens)
+    assert launched == warm
 
 
 @pytest.mark.gpu
