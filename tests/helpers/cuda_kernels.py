@@ -198,7 +198,7 @@ CASES = {**product_cases(), **other_cases()}
 def compile_case(
     kernel: Any, types: dict[str, Any], options: dict[str, Any], constants: dict[str, Any], capability: int = 90
 ) -> Any:
-    """Compile a kernel with every pointer and integer a multiple of 16, as those of a model are."""
+    """Compile a kernel with every pointer and every integer of a model a multiple of 16; others are not specialized."""
     signature, values, attributes = {}, {}, {}
     constants = {**constants, **{name: None for name, kind in types.items() if kind is None}}
     for i, parameter in enumerate(kernel.params):
@@ -208,7 +208,7 @@ def compile_case(
             values[(i,)] = constants.get(name, parameter.default)
             continue
         signature[name] = types.get(name) or TYPES.get(name, "i32")
-        if not signature[name].startswith("fp"):
+        if not signature[name].startswith("fp") and not parameter.do_not_specialize:
             attributes[(i,)] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature, values, attributes)
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)

@@ -289,17 +289,17 @@ def accumulate_values(v, weights, alphas, acc, GROUP: tl.constexpr):
     return new_acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def decode_attention(
     qkv, cos, sin, k_cache, v_cache, block_tables, table_width, positions, partial, stats, counters,
-    out, out_scales, out_sums, scale, bias, q_norm, k_norm, eps, part_stride,
+    out, out_scales, out_sums, scale, bias, q_norm, k_norm, eps, tokens,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, P: tl.constexpr,
     RUN_KEYS: tl.constexpr, RUNS: tl.constexpr, SPLITS: tl.constexpr, MIN_TILES: tl.constexpr, WINDOW: tl.constexpr,
     CAP: tl.constexpr, INT8: tl.constexpr, PDL: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Attend with one token per request. RoPE turns the first 2 * HALF of the DIM values of a head.
 
-    qkv (PARTS, B, (HEADS + 2 KV_HEADS) * DIM); partial (B, HEADS, SPLITS, padded DIM), stats (B, HEADS, SPLITS, 2)
+    qkv (PARTS, tokens, (HEADS + 2 KV_HEADS) * DIM); partial (B, HEADS, SPLITS, padded DIM), stats (B, HEADS, SPLITS, 2)
     float32; cos, sin (positions, HALF); block_tables (B, table_width[0]). A tile is RUNS runs of RUN_KEYS keys, each
     summed by its own lanes until the end; a split has MIN_TILES tiles or more. Position -1 is padding. STAGES > 0: that
     many tiles in flight through shared memory, else one in registers."""
@@ -328,6 +328,7 @@ def decode_attention(
     cosines, sines = load_cos_sin(cos, sin, position, DIM, HALF)
     wait_for_previous(PDL)
     row = qkv + t * ((HEADS + 2 * KV_HEADS) * DIM)
+    part_stride = tokens * ((HEADS + 2 * KV_HEADS) * DIM)
     new_k = load_rotated(row, HEADS + kv_head, cosines, sines, bias, k_norm, eps, part_stride, DIM, HALF, PARTS)
     new_k = new_k.to(KV_TYPE)
     new_v = load_head(row, HEADS + KV_HEADS + kv_head, i, bias, part_stride, DIM, PARTS, DIM).to(KV_TYPE)
@@ -429,10 +430,10 @@ def accumulate_tile(k, v, q, start, end, position, m_i, l_i, acc, WINDOW: tl.con
     return m_new, l_i * alpha + tl.sum(weights, 1), acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def decode_attention_gqa(
     qkv, cos, sin, k_cache, v_cache, block_tables, table_width, positions, partial, stats, counters,
-    out, out_scales, out_sums, scale, bias, q_norm, k_norm, eps, part_stride,
+    out, out_scales, out_sums, scale, bias, q_norm, k_norm, eps, tokens,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, P: tl.constexpr,
     TILE: tl.constexpr, SPLITS: tl.constexpr, MIN_TILES: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
     INT8: tl.constexpr, PDL: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr, GROUP_PAD: tl.constexpr,
@@ -463,6 +464,7 @@ def decode_attention_gqa(
     cosines, sines = load_cos_sin(cos, sin, position, DIM, HALF)
     wait_for_previous(PDL)
     row = qkv + t * ((HEADS + 2 * KV_HEADS) * DIM)
+    part_stride = tokens * ((HEADS + 2 * KV_HEADS) * DIM)
     new_k = load_rotated(row, HEADS + kv_head, cosines, sines, bias, k_norm, eps, part_stride, DIM, HALF, PARTS)
     new_k = new_k.to(KV_TYPE)
     new_v = load_head(row, HEADS + KV_HEADS + kv_head, i, bias, part_stride, DIM, PARTS, DIM).to(KV_TYPE)
@@ -516,7 +518,7 @@ def launch_decode_attention(
     block_size, item = kv.k.shape[2], kv.k.element_size()
     common = (
         qkv, rope.cos, rope.sin, kv.k, kv.v, block_tables, table_width, positions, *scratch, *kernel_outputs(out),
-        scale, op.bias, op.q_norm, op.k_norm, op.eps, qkv.stride(0), op.n_heads, op.n_kv_heads,
+        scale, op.bias, op.q_norm, op.k_norm, op.eps, qkv.shape[1], op.n_heads, op.n_kv_heads,
         op.head_dim, rope.cos.shape[1], block_size,
     )  # fmt: skip
     if config.tensor_cores and kv.k.dtype == torch.float32 and not is_interpreted():

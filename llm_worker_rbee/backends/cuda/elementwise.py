@@ -30,17 +30,17 @@ def mean_square(y, width: tl.constexpr, EXACT: tl.constexpr):
     return total / width
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["part_rows", "tokens"])
 def add_rms_norm_rows(
-    parts, part_stride, residual, norm, out, factors, tokens, eps,
+    parts, part_rows, residual, norm, out, factors, tokens, eps,
     width: tl.constexpr, SIZE: tl.constexpr, SPLITS: tl.constexpr, INTERLEAVED: tl.constexpr, PDL: tl.constexpr = False,
     EXACT: tl.constexpr = False, post=None, index=None, out_scales=None, out_sums=None,
 ):  # fmt: skip
-    """Add parts (SPLITS, rows, width) to the residual stream and store its norm as activations of the next product.
+    """Add parts to the residual stream and store its norm as activations of the next product.
 
-    SIZE is the number of blocks of 32, rounded up to a power of two, 16 or more. `post` is the weight of a norm of the
-    parts' sum before it is added. With `index`, token t is row index[t], and the stream ends here. With `out_scales`,
-    activations are int8 blocks."""
+    parts (SPLITS, part_rows, width). SIZE is the number of blocks of 32, rounded up to a power of two, 16 or more.
+    `post` is the weight of a norm of the parts' sum before it is added. With `index`, token t is row index[t], and the
+    stream ends here. With `out_scales`, activations are int8 blocks."""
     t = tl.program_id(0).to(tl.int64)
     n = tl.arange(0, SIZE)[:, None] * 32 + tl.arange(0, 32)[None, :]
     mask = n < width
@@ -53,7 +53,7 @@ def add_rms_norm_rows(
     if SPLITS > 0:
         delta = tl.load(parts + row * width + n, mask=mask, other=0.0).to(tl.float32)
         for s in tl.static_range(1, SPLITS):
-            delta += tl.load(parts + s * part_stride + row * width + n, mask=mask, other=0.0).to(tl.float32)
+            delta += tl.load(parts + (s * part_rows + row) * width + n, mask=mask, other=0.0).to(tl.float32)
         if post is not None:
             scale = tl.rsqrt(mean_square(delta, width, EXACT) + eps)
             delta = delta * scale * tl.load(post + n, mask=mask, other=0.0)
@@ -64,7 +64,7 @@ def add_rms_norm_rows(
     store_row(z, t, tokens, out, factors, width, INTERLEAVED, out_scales, out_sums)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def swiglu_rows(
     parts, out, factors, tokens,
     width: tl.constexpr, SIZE: tl.constexpr, SPLITS: tl.constexpr, INTERLEAVED: tl.constexpr,
@@ -86,7 +86,7 @@ def swiglu_rows(
     store_row(z, t, tokens, out, factors, width, INTERLEAVED, out_scales, out_sums)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def convert_rows(x, out, factors, tokens, width: tl.constexpr, SIZE: tl.constexpr, INTERLEAVED: tl.constexpr):
     """Store rows x (tokens, width) as activations."""
     t = tl.program_id(0).to(tl.int64)
@@ -223,7 +223,7 @@ def launch_add_norm(
     values, factors, scales, sums, is_interleaved = _targets(out)
     splits, parts = (0, residual[None]) if parts is None else (len(parts), parts)
     add_rms_norm_rows[(tokens,)](
-        parts, parts.stride(0), residual, norm, values, factors, tokens, eps, width, size,
+        parts, parts.shape[1], residual, norm, values, factors, tokens, eps, width, size,
         splits, is_interleaved, pdl, exact, post, index, scales, sums,
         num_warps=max(1, min(8, size // 8)), enable_fp_fusion=False, **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip

@@ -40,12 +40,13 @@ def reorder_for_dot(e, BN: tl.constexpr):
     return tl.reshape(tl.permute(w, (0, 2, 5, 4, 1, 3)), (BN, GROUP_BLOCKS * 8))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def gemm_packed(
-    x, factors, unit, low, high, scales, out, tokens, rows, blocks: tl.constexpr,
-    KIND: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, STRIDE: tl.constexpr = 0,
+    x, factors, unit, low, high, scales, out, tokens, rows, out_rows, blocks: tl.constexpr,
+    KIND: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
-    """Multiply interleaved x * factors (tokens) by packed weights; out (splits, tokens, rows) sums to the product.
+    """Multiply interleaved x * factors (tokens) by packed weights; out (splits, tokens, out_rows) sums to the product;
+    `out` may hold more rows than this part of a matrix.
 
     A program has BN rows and BM tokens of one split of the columns; an iteration loads one word of GROUP_BLOCKS blocks
     of each row, of 5-bit kinds two words, because they share a half word of high bits."""
@@ -79,13 +80,12 @@ def gemm_packed(
                 extra = word
             w = reorder_for_dot(dequantize_word(word, extra, s, j, KIND), BN)
             acc = tl.dot(w, tl.load(x + (i * tokens + m_at) * TOKEN_STRIDE + (step * (GROUP_BLOCKS * 8) + k)), acc)
-    stride = STRIDE if STRIDE > 0 else rows  # `out` may hold more rows than this part of a matrix
-    at = (tl.program_id(2) * tokens + m[None, :]) * stride + n[:, None]
+    at = (tl.program_id(2) * tokens + m[None, :]) * out_rows + n[:, None]
     acc = acc * (unit * tl.load(factors + m, mask=m < tokens, other=0.0))[None, :]
     tl.store(out + at, acc.to(out.dtype.element_ty), mask=(m < tokens)[None, :] & (n < rows)[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def gemm_dense(
     x, w, scales, out, tokens, rows, columns,
     BN: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, SCALED: tl.constexpr,
@@ -146,7 +146,7 @@ def dequantize_columns(low, high, s, m, n, b, c, mask, blocks, KIND: tl.constexp
     return value
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def dequantize(
     unit, low, high, scales, out, rows, blocks, KIND: tl.constexpr, ROWS: tl.constexpr, TILE_BLOCKS: tl.constexpr
 ):

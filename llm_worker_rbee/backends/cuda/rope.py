@@ -90,14 +90,15 @@ def load_rotated(
     return x * cosines + y * sines
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def rope_store_qkv(
     qkv, cos, sin, positions, slot_mapping, q_out, k_cache, v_cache,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, P: tl.constexpr,
-    bias=None, q_norm=None, k_norm=None, eps=0.0, part_stride=0, PARTS: tl.constexpr = 1,
+    bias=None, q_norm=None, k_norm=None, eps=0.0, tokens=0, PARTS: tl.constexpr = 1,
     HEADS_PER_PROGRAM: tl.constexpr = 1, EXACT: tl.constexpr = False,
 ):  # fmt: skip
-    """Rotate queries into q_out (T, HEADS, DIM) and keys into their slot, and copy values there.
+    """Rotate queries of qkv (PARTS, tokens, ...) into q_out (tokens, HEADS, DIM) and keys into their slot, and copy
+    values there.
 
     Program (heads, token); HEADS_PER_PROGRAM divides both numbers of heads. A negative slot is padding."""
     first = tl.program_id(0) * HEADS_PER_PROGRAM
@@ -108,6 +109,7 @@ def rope_store_qkv(
     if slot < 0:
         return
     row = qkv + t.to(tl.int64) * ((HEADS + 2 * KV_HEADS) * DIM)
+    part_stride = tokens * ((HEADS + 2 * KV_HEADS) * DIM)
     cosines, sines = load_cos_sin(cos, sin, tl.load(positions + t), DIM, HALF)
     if first < HEADS:
         x = load_rotated(row, head, cosines, sines, bias, q_norm, eps, part_stride, DIM, HALF, PARTS, EXACT)
@@ -139,6 +141,6 @@ def launch_rope_store(
     each = gcd(heads, kv_heads, 8)  # heads of a program
     rope_store_qkv[((heads + 2 * kv_heads) // each, tokens)](
         qkv, rope.cos, rope.sin, positions, slots, out, kv.k, kv.v, heads, kv_heads, dim, rope.cos.shape[1], block_size,
-        bias, q_norm, k_norm, eps, qkv.stride(0), qkv.shape[0], each, exact, num_warps=max(1, each // 2),
+        bias, q_norm, k_norm, eps, qkv.shape[1], qkv.shape[0], each, exact, num_warps=max(1, each // 2),
         enable_fp_fusion=False,
     )  # fmt: skip
