@@ -165,8 +165,8 @@ class ServerSettings:
     served_name: str | None = None  # another name that clients may use
     worker_id: str = field(default_factory=lambda: f"worker-{uuid4().hex[:12]}")
     api_key: str | None = None
-    max_queue: int = 256  # waiting requests, beside those of a full batch
-    max_queued_tokens: int = 262_144  # prompt tokens that wait for prefill
+    max_queue: int | None = None  # waiting requests, beside those of a full batch; None: 4 batches, at least 256
+    max_queued_tokens: int | None = None  # prompt tokens that wait for prefill; None: 64 steps, at least 262,144
     max_body: int = 4 << 20
     job_ttl_s: float = 300.0  # how long a finished job is kept
     ping_s: float = 15.0  # after which an idle stream gets a ping

@@ -132,10 +132,13 @@ def _check_tls_files(certificate: Path, key: Path | None) -> None:
 class LimitOptions:
     """Sizes and times: fields of `ServerSettings`, with its defaults."""
 
-    max_queue: int = _limit(DEFAULTS["max_queue"], "N", "Maximum number of requests that wait.", min=0)
-    max_queued_tokens: int = _limit(
-        DEFAULTS["max_queued_tokens"], "N", "Maximum number of prompt tokens that wait for prefill.", min=1
+    max_queue: int | None = _limit(
+        None, "N", "Maximum number of requests that wait.", min=0, show_default="4 batches, at least 256"
     )
+    max_queued_tokens: int | None = _limit(
+        None, "N", "Maximum number of prompt tokens that wait for prefill.", min=1,
+        show_default="64 steps, at least 262144",
+    )  # fmt: skip
     max_body: int = _limit(DEFAULTS["max_body"], "BYTES", "Maximum size of a request body.", min=1)
     job_ttl_s: float = _limit(
         DEFAULTS["job_ttl_s"], "S", "Keep the events of a job S seconds after its end.", "--job-ttl", min=0

@@ -19,6 +19,8 @@ from ..token_engine.protocol import RequestState, TokenEngine
 
 MAX_RETRY_S = 60
 EMA_WEIGHT = 0.1
+MIN_QUEUE, QUEUED_BATCHES = 256, 4  # requests that wait by default: so many, and so many full batches
+MIN_QUEUED_TOKENS, QUEUED_STEPS = 262_144, 64  # likewise prompt tokens, in full steps
 
 
 class Load(NamedTuple):
@@ -50,6 +52,7 @@ class Admission:
         self._settings = settings
         self._engine: TokenEngine  # set by the first reservation; a worker has one
         self._requests: set[RequestState] = set()
+        self._prompt_tokens = 0  # of these requests
         self._reservations: set[Reservation] = set()
         self._itl_s: float | None = None  # moving average of the inter-token latency
         self._output_tokens = self._max_tokens = 0.0  # of finished requests, decayed: most end before max_tokens
@@ -91,11 +94,13 @@ class Admission:
 
         A prompt over `max_queued_tokens` enters when no other prompt waits for prefill.
         """
+        if self._surely_fits(num_requests, num_tokens):
+            return
         load, capacity = self.load, self._capacity(self._engine)
         excess_requests = load.running + load.waiting + num_requests - capacity
         excess_tokens = 0
         if load.unprefilled_tokens:
-            excess_tokens = load.unprefilled_tokens + num_tokens - self._settings.max_queued_tokens
+            excess_tokens = load.unprefilled_tokens + num_tokens - self.max_queued_tokens(self._engine)
         if excess_requests > 0 or excess_tokens > 0:
             message = (
                 f"the queue is full: {load.running} requests are running, {load.waiting} are waiting, "
@@ -103,8 +108,27 @@ class Admission:
             )
             raise QueueFullError(message, self._retry_after(load, excess_requests, excess_tokens))
 
+    def _surely_fits(self, num_requests: int, num_tokens: int) -> bool:
+        """Return whether these fit even if all prompts inside wait for prefill; it does not look at each request."""
+        for reservation in self._reservations:
+            num_requests += reservation.num_requests
+            num_tokens += reservation.num_tokens
+        fits = len(self._requests) + num_requests <= self._capacity(self._engine)
+        return fits and self._prompt_tokens + num_tokens <= self.max_queued_tokens(self._engine)
+
     def _capacity(self, engine: TokenEngine) -> int:
-        return engine.info.max_batch + self._settings.max_queue
+        return engine.info.max_batch + self.max_queue(engine)
+
+    def max_queue(self, engine: TokenEngine) -> int:
+        """Return how many requests may wait beside those of full batches."""
+        given = self._settings.max_queue
+        return max(MIN_QUEUE, QUEUED_BATCHES * engine.info.max_batch) if given is None else given
+
+    def max_queued_tokens(self, engine: TokenEngine) -> int:
+        """Return how many prompt tokens may wait for prefill."""
+        given, info = self._settings.max_queued_tokens, engine.info
+        full_steps = info.num_replicas * info.engine.max_step_tokens
+        return max(MIN_QUEUED_TOKENS, QUEUED_STEPS * full_steps) if given is None else given
 
     def _retry_after(self, load: Load, excess_requests: int, excess_tokens: int) -> int:
         """Estimate when so many requests have ended; for tokens, when prefill is done, which needs a free slot."""
@@ -131,11 +155,15 @@ class Admission:
         return left[count - 1] if count <= len(left) else left[-1] * count / len(left)
 
     def add(self, request: RequestState) -> None:
-        self._requests.add(request)
+        if request not in self._requests:
+            self._requests.add(request)
+            self._prompt_tokens += request.num_prompt_tokens
 
     def remove(self, request: RequestState) -> None:
         """Forget a request that ended, in whatever way."""
-        self._requests.discard(request)
+        if request in self._requests:
+            self._requests.remove(request)
+            self._prompt_tokens -= request.num_prompt_tokens
         if request.tokens:
             self._output_tokens = (1 - EMA_WEIGHT) * self._output_tokens + len(request.tokens)
             self._max_tokens = (1 - EMA_WEIGHT) * self._max_tokens + request.submitted.max_tokens

@@ -5,7 +5,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
+import msgspec
 import pytest
 
 from llm_worker_rbee.config import ServerSettings
@@ -154,6 +156,44 @@ def test_request_counts_as_running_from_first_step(start: Start, gate: Gate) -> 
     assert server.events(job)[-1]["tokens_out"] == 3
     server.require_idle()
     server.require_alive()
+
+
+def test_default_queue_follows_batch_and_step(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, admission = server.worker.engine, Admission(ServerSettings(model_ref="x"))
+
+    def limits(max_batch: int, max_step_tokens: int, num_replicas: int = 1) -> tuple[int, int]:
+        config = replace(engine.info.engine, max_batch=max_batch, max_step_tokens=max_step_tokens)
+        info = msgspec.structs.replace(engine.info, engine=config, num_replicas=num_replicas)
+        monkeypatch.setattr(engine, "info", info)
+        return admission.max_queue(engine), admission.max_queued_tokens(engine)
+
+    assert limits(64, 512) == limits(1, 16) == (256, 262_144)
+    assert limits(512, 8192) == (2048, 524_288)
+    assert limits(64, 8192, 3) == (768, 3 * 524_288)
+    assert limits(448, 8192)[0] + 448 >= 2048
+    with admission.reserve(engine, 2048, 2048 * 200), pytest.raises(QueueFullError):
+        admission.require(2240 - 2048 + 1, 1)
+
+
+def test_admission_counts_prompts_once(server: Server) -> None:
+    """A request that is added or removed twice counts once; the tokens of prompts bound what waits for prefill."""
+    engine, admission = server.worker.engine, Admission(ServerSettings(model_ref="x", max_queued_tokens=100))
+    submitted = Submit(id=0, prompt=[1] * 60, params=SamplingParams(), max_tokens=5, seed=0, eos_ids=[])
+    request = RequestState(submitted)
+    admission.add(request)
+    admission.add(request)
+    with admission.reserve(engine, 1, 40):
+        assert admission.load == (0, 2, 100)
+        with pytest.raises(QueueFullError, match="100 prompt tokens wait for prefill"):
+            admission.require(1, 1)
+    request.tokens.append(1)  # prefill is done
+    request.is_running = True
+    with admission.reserve(engine, 1, 90):
+        assert admission.load == (1, 1, 90)
+    admission.remove(request)
+    admission.remove(request)
+    with admission.reserve(engine, 1, 100):
+        assert admission.load == (0, 1, 100)
 
 
 def test_retry_after_follows_running_requests(server: Server) -> None:
