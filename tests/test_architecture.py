@@ -101,7 +101,6 @@ SMALL_MODULES = {
     "cache/kv_cache.py": "a layer of its own, tested alone",
     "cluster/router.py": "Ray copies its module into each process",
     "engine/dummy_model.py": "replaces the model for `serve --engine null`",
-    "engine/token_budget.py": "a controller without arrays, tested alone",
 }
 
 

@@ -178,6 +178,7 @@ class Backend(ABC):
     device: str = "cpu"
     deterministic: bool = True  # batch-invariant: a token's results do not depend on the other tokens of the step
     threads: int | None = None  # of the kernels; None: a library decides
+    query_tile: int = 1  # tokens of a prompt for which attention reads the keys once
 
     @abstractmethod
     def prepare(self, tensors: Sequence[Tensor]) -> PackedWeight: ...

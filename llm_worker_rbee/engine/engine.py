@@ -17,9 +17,9 @@ from .async_scheduling import AsyncScheduler, InFlightStep
 from .model_runner import ModelRunner
 from .request import Request, SamplerOutput, ScheduledTokens, StepOutput
 from .sampler import sample
-from .scheduler import Scheduler
+from .scheduler import MIN_PREFILL_TOKENS, Scheduler
 from .speculative import Drafter, NgramDrafter
-from .token_budget import TokenBudget
+from .step_time import StepSize, StepTimeModel, chunk_context, step_size
 
 Compute = Callable[[list[ScheduledTokens]], SamplerOutput]
 
@@ -36,7 +36,7 @@ class Engine:
         self.scheduler = Scheduler(config)
         self.runner = ModelRunner(model, self.cache, config.max_batch, config.max_context)
         self.drafter = drafter or (NgramDrafter(config.draft_tokens) if config.speculative == "ngram" else None)
-        self.token_budget = TokenBudget(config.target_itl_ms / 1000, config.max_step_tokens)
+        self.step_time = StepTimeModel(model.ops.query_tile)
         self.num_steps = 0
         self.is_computing = False  # during a forward pass: the scheduler's state is then consistent
         self.device_failed = False  # every step will fail until the process is restarted
@@ -45,6 +45,8 @@ class Engine:
         is_async = AsyncScheduler.is_supported(model)
         self._async_scheduler = AsyncScheduler(model, self.runner) if is_async else None
         self._in_flight: InFlightStep | None = None
+        self._called_at = 0.0  # of the last call of `step`
+        self._began_at = 0.0  # of the step in flight: when it was launched, or when the result before it arrived
         self._arrivals = 0
 
     def replace_model(self, compute: Compute) -> None:
@@ -76,10 +78,11 @@ class Engine:
     def step(self) -> list[StepOutput]:
         """Compute the next tokens of the running requests."""
         self.is_computing = False  # an interrupted step leaves it set
+        self._called_at = time.perf_counter()
         outputs = self.scheduler.expire(time.monotonic())
         if self._in_flight is not None:
             outputs += self._collect_in_flight(self._in_flight)
-        elif scheduled := self.scheduler.schedule(self.token_budget.next_budget(has_decodes=self._has_decodes())):
+        elif scheduled := self.scheduler.schedule(self._token_budget()):
             self.on_schedule()
             outputs += self._launch_or_run(scheduled)
         if self.config.debug:
@@ -96,6 +99,7 @@ class Engine:
     def _launch_or_run(self, scheduled: list[ScheduledTokens]) -> list[StepOutput]:
         if self._async_scheduler is None or self.drafter is not None:
             return self._run_step(scheduled)
+        self._began_at = time.perf_counter()
         try:
             self.is_computing = True
             step = self._async_scheduler.launch(scheduled, self.scheduler)
@@ -123,11 +127,19 @@ class Engine:
             self._in_flight = None
             return self._run_step(scheduled)
         self.num_steps += 1
+        self._observe_in_flight(scheduled)
         return self.scheduler.update(scheduled, step.collect(tokens, scheduled))
+
+    def _observe_in_flight(self, scheduled: list[ScheduledTokens]) -> None:
+        """Learn the time between two results, unless most of it passed before `step` was called."""
+        now = time.perf_counter()
+        if scheduled and now - self._called_at > 0.5 * (now - self._began_at):
+            self.step_time.observe(step_size(scheduled, self.step_time.query_tile), now - self._began_at)
+        self._began_at = now
 
     def _run_step(self, scheduled: list[ScheduledTokens]) -> list[StepOutput]:
         start = time.perf_counter()
-        has_prefill = any(one.stop - one.start > 1 + len(one.request.drafts) for one in scheduled)
+        size = step_size(scheduled, self.step_time.query_tile)
         try:
             self.is_computing = True
             sampled = self._compute(scheduled)
@@ -137,8 +149,7 @@ class Engine:
         outputs = self.scheduler.update(scheduled, sampled)
         self._draft()
         self.num_steps += 1
-        if has_prefill:
-            self.token_budget.observe(sum(one.stop - one.start for one in scheduled), time.perf_counter() - start)
+        self.step_time.observe(size, time.perf_counter() - start)
         return outputs
 
     def _forward(self, scheduled: list[ScheduledTokens]) -> SamplerOutput:
@@ -164,8 +175,34 @@ class Engine:
             self.drafter = None
             warnings.warn(f"speculative decoding is off: the drafter failed: {error}", RuntimeWarning, stacklevel=2)
 
-    def _has_decodes(self) -> bool:
-        return any(len(request.ids) > request.num_prompt_tokens for request in self.scheduler.running)
+    def _token_budget(self) -> int:
+        """Return how many tokens the next step may schedule: decodes beside prefill get their token in time."""
+        self.step_time.update()
+        decodes, num_prefill = self._plan_prefill()
+        return decodes.tokens + num_prefill
+
+    def seconds_per_prefill_token(self) -> float:
+        """Return the predicted seconds of a prompt token beside the requests that decode now; 0: not known yet."""
+        decodes, num_prefill = self._plan_prefill()
+        context = decodes.context + chunk_context(0, num_prefill, self.step_time.query_tile)
+        size = StepSize("mixed", False, decodes.tokens + num_prefill, context)
+        return (self.step_time.predict(size) or 0.0) / num_prefill
+
+    def _plan_prefill(self) -> tuple[StepSize, int]:
+        """Return the decodes of the next step, and how many tokens of prompts may be computed beside them."""
+        start, tokens, context = 0, 0, 0.0  # start: of the chunk with most tokens before it
+        for request in self.scheduler.running[:]:
+            known, computed, drafts = len(request.ids), request.num_computed_tokens, len(request.drafts)
+            if known - computed > 1:
+                start = max(start, computed)
+            elif known > request.num_prompt_tokens:
+                tokens += 1 + drafts
+                context += chunk_context(computed, 1 + drafts, self.step_time.query_tile) if drafts else known
+        decodes, limit = StepSize("decode", True, tokens, context), self.config.max_step_tokens
+        if not tokens:  # no request waits for its next token
+            return decodes, limit
+        found = self.step_time.max_prefill_tokens(self.config.target_itl_ms / 1000, decodes, start, limit - tokens)
+        return decodes, max(min(MIN_PREFILL_TOKENS, limit), found)
 
 
 def _to_worker_error(error: Exception) -> WorkerError:

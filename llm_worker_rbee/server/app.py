@@ -337,7 +337,7 @@ def load_page() -> tuple[bytes, str]:
 
 
 def describe_worker(worker: Worker) -> dict[str, Any]:
-    """Return what `/info` replies: model, device, memory, sampling defaults, versions."""
+    """Return what `/info` replies: model, device, memory, limits, sampling defaults, versions."""
     context_length = worker.model.max_context  # raises until the model is loaded
     info, stats = worker.engine.info, worker.engine.stats()
     return {
@@ -348,6 +348,13 @@ def describe_worker(worker: Worker) -> dict[str, Any]:
             "weights_bytes": info.weights_bytes, "kv_cache_bytes": info.kv_cache_bytes,
             "process_bytes": stats.process_bytes, "device_bytes": stats.device_bytes, "graph_bytes": stats.graph_bytes,
         },
+        "limits": {
+            "max_batch": info.engine.max_batch, "max_step_tokens": info.engine.max_step_tokens,
+            "max_queue": worker.admission.max_queue(worker.engine),
+            "max_queued_tokens": worker.admission.max_queued_tokens(worker.engine),
+            "target_itl_ms": info.engine.target_itl_ms,
+        },
+        "step_time_model": None if stats.step_time_model is None else stats.step_time_model._asdict(),
         "replicas": [
             {"device": one.info.device, "status": one.status(), "restarts": one.num_restarts,
              "requests": one.num_requests, "kv_cache_usage": round(one.stats().kv_cache_usage, 6)}

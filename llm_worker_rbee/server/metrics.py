@@ -12,11 +12,17 @@ from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from ..token_engine.protocol import TokenEngine
+from ..token_engine.protocol import EngineStats, TokenEngine
 
 PREFIX = "llm_worker_"
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 TOKEN_BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5)
+STEP_TIME_COUNTERS = (  # name, help, field of StepTimes
+    ("engine_steps", "Steps with a predicted time.", "num_steps"),
+    ("step_seconds", "Seconds of these steps.", "measured_s"),
+    ("step_predicted_seconds", "Predicted seconds of these steps.", "predicted_s"),
+    ("step_prediction_error_seconds", "Sum of absolute differences of measured and predicted.", "error_s"),
+)
 REQUEST_BOUNDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 
 
@@ -100,6 +106,7 @@ def _engine_metrics(engine: TokenEngine) -> Iterator[Metric]:
     if stats.device_bytes:
         yield _gauge("device_memory_bytes", "GPU memory that tensors take.", stats.device_bytes)
         yield _gauge("device_graph_bytes", "GPU memory that CUDA graphs take.", stats.graph_bytes)
+    yield from _step_time_metrics(stats)
     labels = {"block_size": str(info.engine.block_size), "num_gpu_blocks": str(stats.num_blocks)}
     cache = GaugeMetricFamily(PREFIX + "cache_config_info", "Sizes of the KV cache.", labels=list(labels))
     cache.add_metric(list(labels.values()), 1.0)
@@ -108,6 +115,22 @@ def _engine_metrics(engine: TokenEngine) -> Iterator[Metric]:
     for phase, seconds in info.phases.items():
         phases.add_metric([phase], seconds)
     yield phases
+
+
+def _step_time_metrics(stats: EngineStats) -> Iterator[Metric]:
+    """Yield the seconds of steps, measured and predicted, by kind; and the coefficients of the prediction."""
+    for name, help_text, field in STEP_TIME_COUNTERS:
+        counter = CounterMetricFamily(PREFIX + name, help_text, labels=["kind"])
+        for kind, times in stats.step_times.items():
+            counter.add_metric([kind], getattr(times, field))
+        yield counter
+    if stats.step_time_model is not None:
+        terms = GaugeMetricFamily(
+            PREFIX + "step_time_model_seconds", "Predicted seconds: of a step, a token, a key read.", labels=["term"]
+        )
+        for term, seconds in stats.step_time_model._asdict().items():
+            terms.add_metric([term], seconds)
+        yield terms
 
 
 def _gauge(name: str, help_text: str, value: float) -> Metric:

@@ -12,6 +12,7 @@ from typing import Any
 from .. import __version__
 from ..config import ServerSettings
 from ..engine.request import NEUTRAL_SAMPLING
+from ..engine.step_time import StepTimeCoefficients
 from . import schema as bodies
 from .middleware import PUBLIC_PATHS
 from .schema import Field, Schema, array_schema, object_schema
@@ -83,7 +84,7 @@ ROUTES: tuple[tuple[str, str, str, str | None, str, str | None], ...] = (
     ("get", "/", "A chat page", None, "text/html", None),
     ("get", "/health", "Forward progress; 503 unless healthy or degraded", None, "Health", None),
     ("get", "/v1/ready", "Whether requests are accepted", None, "Ready", None),
-    ("get", "/info", "Model, device, memory, sampling defaults, versions", None, "Info", None),
+    ("get", "/info", "Model, device, memory, limits, sampling defaults, versions", None, "Info", None),
     ("get", "/metrics", "Prometheus metrics", None, "text/plain", None),
     ("get", "/openapi.json", "This description", None, "Any", None),
     ("get", "/v1/loading/progress", "Progress of loading the model", None, "text/event-stream", "LoadingEvent"),
@@ -224,6 +225,9 @@ REPLIES: dict[str, Schema] = {
         kv_type=TEXT, memory=_object(
             weights_bytes=COUNT, kv_cache_bytes=COUNT, process_bytes=_or_null(COUNT), device_bytes=COUNT,
             graph_bytes=COUNT),
+        limits=_object(
+            max_batch=COUNT, max_step_tokens=COUNT, max_queue=COUNT, max_queued_tokens=COUNT, target_itl_ms=NUMBER),
+        step_time_model=_or_null(_object(**dict.fromkeys(StepTimeCoefficients._fields, NUMBER))),
         replicas=array_schema(
             _object(device=TEXT, status=TEXT, restarts=COUNT, requests=COUNT, kv_cache_usage=NUMBER)),
         sampling_defaults=_object(**dict.fromkeys(NEUTRAL_SAMPLING, _object(value=NUMBER, source=TEXT))),

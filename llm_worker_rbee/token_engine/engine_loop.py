@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import groupby
 from operator import attrgetter
 
@@ -102,7 +103,9 @@ class EngineLoop:
             num_preemptions=stats.num_preemptions, num_queried_tokens=stats.num_queried_tokens,
             num_hit_tokens=stats.num_hit_tokens, num_drafted_tokens=stats.num_drafted_tokens,
             num_accepted_tokens=stats.num_accepted_tokens,
-            seconds_per_prefill_token=engine.token_budget.seconds_per_token or 0.0,
+            seconds_per_prefill_token=engine.seconds_per_prefill_token(),
+            step_times={kind: replace(times) for kind, times in engine.step_time.totals.items()},
+            step_time_model=engine.step_time.coefficients,
             device_bytes=engine.model.ops.allocated_memory(), graph_bytes=0 if fused is None else fused.graph_bytes,
             process_bytes=machine.resident_bytes(), device_failed=engine.device_failed,
         )  # fmt: skip

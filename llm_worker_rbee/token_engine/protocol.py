@@ -14,12 +14,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import astuple
+from statistics import fmean
 from typing import Any, Literal
 
 import msgspec
 
 from ..config import EngineConfig
 from ..engine.request import FinishReason, SamplingParams, TokenLogprob
+from ..engine.step_time import StepTimeCoefficients, StepTimes
 from ..errors import WorkerError
 from ..progress import OnStage, Stage
 
@@ -105,7 +108,9 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     num_hit_tokens: int = 0  # of these, found
     num_drafted_tokens: int = 0
     num_accepted_tokens: int = 0
-    seconds_per_prefill_token: float = 0.0  # of recent steps; 0: not known yet
+    seconds_per_prefill_token: float = 0.0  # predicted, beside the requests that decode; 0: not known yet
+    step_times: dict[str, StepTimes] = {}  # by kind of step: prefill, decode, mixed
+    step_time_model: StepTimeCoefficients | None = None  # None: no step is known yet
     device_bytes: int = 0
     graph_bytes: int = 0
     process_bytes: int | None = None
@@ -127,12 +132,24 @@ def add_stats(stats: Sequence[EngineStats], ended: Sequence[EngineStats] = ()) -
     """Return what engines did and have together; of those that have ended only the counters are left."""
     rates = [1 / one.seconds_per_prefill_token for one in stats if one.seconds_per_prefill_token]
     sizes = [one.process_bytes for one in stats if one.process_bytes is not None]
+    models = [one.step_time_model for one in stats if one.step_time_model is not None]
     return EngineStats(
         **{name: sum(getattr(one, name) for one in (*stats, *ended)) for name in COUNTERS},
         **{name: sum(getattr(one, name) for one in stats) for name in SUMMED_GAUGES},
         seconds_per_prefill_token=1 / sum(rates) if rates else 0.0, process_bytes=sum(sizes) if sizes else None,
         device_failed=bool(stats) and all(one.device_failed for one in stats),
+        step_times=add_step_times([one.step_times for one in (*stats, *ended)]),
+        step_time_model=StepTimeCoefficients(*map(fmean, zip(*models, strict=True))) if models else None,
     )  # fmt: skip
+
+
+def add_step_times(engines: Sequence[dict[str, StepTimes]]) -> dict[str, StepTimes]:
+    """Return the sums over engines, by kind of step."""
+    kinds = {kind for one in engines for kind in one}
+    return {
+        kind: StepTimes(*map(sum, zip(*(astuple(one[kind]) for one in engines if kind in one), strict=True)))
+        for kind in sorted(kinds)
+    }
 
 
 class StepResult(msgspec.Struct, frozen=True, tag=True, kw_only=True):

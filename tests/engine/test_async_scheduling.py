@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,8 +14,10 @@ import pytest
 
 from llm_worker_rbee.backends.ops import Ints, Logprobs, SampleRow
 from llm_worker_rbee.config import EngineConfig
+from llm_worker_rbee.engine import engine as serving
 from llm_worker_rbee.engine.engine import Engine
 from llm_worker_rbee.engine.request import Request, SamplingParams, StepOutput, TokenLogprob
+from llm_worker_rbee.engine.step_time import StepSize
 from llm_worker_rbee.errors import InferenceError
 from llm_worker_rbee.models import Transformer
 from tests.conftest import DEVICE
@@ -225,3 +228,29 @@ def test_async_scheduling_continues_with_waiting_requests(model: Transformer) ->
         engine.step()
     assert all(len(request.tokens) == 20 for request in requests)
     assert device.num_launched > 3 * 15
+
+
+def test_time_between_results_is_learnt(model: Transformer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step in flight takes from one result to the next, unless the caller spent most of that time elsewhere."""
+    engine = Engine(replace(model, ops=AsyncBackend(model.ops)), EngineConfig(max_context=112, n_blocks=64))
+    engine.add(Request([1, 2], SamplingParams(temperature=0).resolve(), 60, 0, frozenset()))
+    now = [0.0]
+    monkeypatch.setattr(serving, "time", SimpleNamespace(perf_counter=lambda: now[0], monotonic=lambda: 0.0))
+    result = PendingTokens.result
+
+    def arrive(later: PendingTokens) -> list[int] | None:
+        now[0] += 0.005
+        return result(later)
+
+    monkeypatch.setattr(PendingTokens, "result", arrive)
+    for _ in range(20):
+        engine.step()
+        now[0] += 0.001  # what the caller does with the tokens
+    predicted = engine.step_time.predict(StepSize("decode", True, 1, 20))
+    assert predicted == pytest.approx(0.006, rel=0.02)
+    times = replace(engine.step_time.totals["decode"])
+    assert times.num_steps > 10
+    for _ in range(20):
+        now[0] += 1.0  # a reader that is slow to ask for the next token
+        engine.step()
+    assert engine.step_time.totals["decode"] == times

@@ -18,7 +18,7 @@ from llm_worker_rbee.backends.ops import Batch, FusedForward
 from llm_worker_rbee.engine import engine as serving
 from llm_worker_rbee.engine.request import Request, TokenLogprob, resolve_max_tokens
 from llm_worker_rbee.engine.speculative import DraftModel
-from llm_worker_rbee.engine.token_budget import TokenBudget
+from llm_worker_rbee.engine.step_time import STEP_KINDS, StepSize, StepTimeModel, StepTimes
 from llm_worker_rbee.errors import ContextLengthError, DeadlineError, InferenceError, InsufficientMemoryError
 from llm_worker_rbee.models import Transformer
 from tests.helpers import tiny_models
@@ -294,13 +294,20 @@ def test_shared_prefix_is_computed_once(model: Transformer) -> None:
 # ---- the token budget
 
 
+def known_times(per_token: float) -> StepTimeModel:
+    """Step times that were learnt from steps of 100 and 200 tokens."""
+    model = StepTimeModel()
+    for tokens in (100, 200) * 4:
+        model.observe(StepSize("prefill", False, tokens, 0.0), tokens * per_token)
+    return model
+
+
 def test_prefill_is_chunked_to_token_budget_beside_decodes(model: Transformer) -> None:
-    served = engine(model)
+    served = engine(model, target_itl_ms=100.0)
     talker, reader = ask(5, 30).request(), ask(200, 2, 1).request()
     served.add(talker)
     served.step()
-    served.token_budget = TokenBudget(0.1, 512)
-    served.token_budget.observe(100, 0.2)  # 50 tokens in time
+    served.step_time = known_times(2e-3)  # 50 tokens in 100 ms
     served.add(reader)
     served.step()
     assert 35 < reader.num_computed_tokens < 50
@@ -310,16 +317,59 @@ def test_prefill_is_chunked_to_token_budget_beside_decodes(model: Transformer) -
     assert len(reader.tokens) == 1, "no request decodes: all the rest at once"
 
 
-def test_token_budget_observes_only_prefill_steps(model: Transformer) -> None:
+def test_token_budget_is_at_most_max_step_tokens(model: Transformer) -> None:
+    served = engine(model, target_itl_ms=100.0, max_step_tokens=40)
+    talker, reader = ask(5, 30).request(), ask(200, 2, 1).request()
+    served.add(talker)
+    served.step()
+    served.step_time = known_times(1e-6)
+    served.add(reader)
+    served.step()
+    assert reader.num_computed_tokens == 39
+
+
+def test_recomputed_request_alone_prefills_without_budget(model: Transformer) -> None:
+    """A preempted request gets its next token after all its tokens: no other request waits for one."""
+    served = engine(model, target_itl_ms=100.0)
+    request = ask(100, 30).request()
+    served.add(request)
+    for _ in range(5):
+        served.step()
+    served.scheduler._preempt(request)
+    served.scheduler.pool.unpublish(list(range(served.config.n_blocks)))
+    served.step_time = known_times(1.0)
+    served.step()
+    assert len(request.tokens) == 6
+
+
+def test_all_steps_are_learnt_by_kind(model: Transformer) -> None:
     served = engine(model, speculative="ngram")
+    served.step_time = known_times(1e-3)
+    served.step_time.totals = {kind: StepTimes() for kind in STEP_KINDS}
     request = Question((5, 6, 7, 8) * 5, 30, {**GREEDY, "logit_bias": {9: 100.0}}).request()
+    beside = ask(60, 2).request()
     served.add(request)
     served.step()
-    known = served.token_budget.seconds_per_token
-    assert known is not None
+    served.add(beside)
     run(served)
     assert served.scheduler.stats.num_drafted_tokens > 0
-    assert served.token_budget.seconds_per_token == known
+    totals = served.step_time.totals
+    assert (totals["prefill"].num_steps, totals["mixed"].num_steps > 0) == (1, True)
+    assert sum(times.num_steps for times in totals.values()) == served.num_steps
+    assert all(times.measured_s > 0 for times in totals.values())
+
+
+def test_seconds_per_prefill_token_counts_decodes_beside(model: Transformer) -> None:
+    served = engine(model, target_itl_ms=100.0, max_step_tokens=100)
+    assert served.seconds_per_prefill_token() == 0.0, "nothing is known"
+    served.step_time = known_times(1e-3)
+    assert served.seconds_per_prefill_token() == pytest.approx(1e-3, rel=0.05)
+    requests = [ask(5, 30, i).request() for i in range(4)]
+    for request in requests:
+        served.add(request)
+    served.step()
+    served.step_time = known_times(8e-3)  # 10 tokens in time, of which 4 decode: 16 prompt tokens in 160 ms
+    assert served.seconds_per_prefill_token() == pytest.approx(0.16 / 16, rel=0.05)
 
 
 # ---- drafts

@@ -73,6 +73,25 @@ def test_metrics_running_gauge_follows_cancel(start: Start) -> None:
     assert found["e2e_request_latency_seconds_count"] == 1
 
 
+def test_metrics_and_info_compare_predicted_with_measured_steps(start: Start) -> None:
+    server = start()
+    for _ in range(3):
+        server.events(server.job(prompt="#" * 40, max_tokens=20))
+    found = scraped(server)
+    assert found["engine_steps_total:decode"] > 30
+    for kind in ("decode", "prefill"):
+        predicted, measured, error = (
+            found[f"{name}_total:{kind}"]
+            for name in ("step_predicted_seconds", "step_seconds", "step_prediction_error_seconds")
+        )
+        assert predicted > 0
+        assert abs(predicted - measured) <= error * 1.001 + 1e-9
+    model = server.http.get("/info").json()["step_time_model"]
+    assert list(model) == ["constant", "prefill_constant", "per_token", "per_context"]
+    assert model == {term: found[f"step_time_model_seconds:{term}"] for term in model}
+    assert sum(model.values()) > 0
+
+
 def test_metrics_of_two_workers_are_separate(start: Start) -> None:
     one, other = start(), start()
     one.events(one.job())

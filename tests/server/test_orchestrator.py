@@ -54,6 +54,11 @@ def test_info_and_messages_match_the_model(server: Server, monkeypatch: pytest.M
     assert (info["memory"]["device_bytes"] > 0) == (DEVICE != "cpu")
     assert (info["memory"]["graph_bytes"] > 0) <= (DEVICE != "cpu")
     assert (info["memory"]["process_bytes"] or 1 << 30) > 1 << 24
+    config = llm.engine.config
+    assert info["limits"] == {
+        "max_batch": config.max_batch, "max_step_tokens": config.max_step_tokens, "max_queue": 256,
+        "max_queued_tokens": 262_144, "target_itl_ms": 100.0,
+    }  # fmt: skip
     assert info["versions"]["worker"] == __version__
     more = set() if DEVICE == "cpu" else {"torch", "triton"}
     assert info["versions"].keys() == {"worker", "python", "numpy", "numba"} | more

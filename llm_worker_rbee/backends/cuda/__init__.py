@@ -59,6 +59,7 @@ class CudaBackend(ops.Backend):
         if self.torch_device.type == "cuda":
             precompile.open_cache(torch.cuda.get_device_capability(self.torch_device))
         self.deterministic = deterministic
+        self.query_tile = SMALL_QUERY_TILE if deterministic else QUERY_TILE
         self._linear = BatchedLinear(self.torch_device, batch_invariant=deterministic)
         self._held: list[tuple[tuple[Any, ...], Any]] = []  # what was made from host arrays
 

@@ -1,0 +1,250 @@
+"""How long a step takes, learnt from the steps so far; and from it how many prompt tokens a step may compute.
+
+    seconds = constant + prefill_constant + per_token * tokens + per_context * context
+
+`prefill_constant` counts where a request computes several tokens (a part of its prompt, or drafts): on a GPU such a
+step has more kernels to launch. `context` is the number of keys that attention reads: a decoding token reads all keys
+of its request once. So does each token of a prompt on a CPU; on a GPU a tile of them reads the keys together, and its
+products take about as long as the memory traffic of one decoding token.
+
+Samples are kept by size, the last few of each, so that prefill is still known after hours of decode. A size counts with
+the mean of its middle samples, so one slow step (a page fault, a compilation) moves nothing; the coefficients are the
+least squares of relative errors, none negative, where sizes that were not seen lately count less. What samples do not
+tell apart is put down to `per_token`, the careful guess. No arrays here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from operator import itemgetter, mul
+from typing import Literal, NamedTuple
+
+from .request import ScheduledTokens
+
+StepKind = Literal["prefill", "decode", "mixed"]
+STEP_KINDS: tuple[StepKind, ...] = ("prefill", "decode", "mixed")
+
+TARGET_FRACTION = 0.8  # of the target: steps vary
+MAX_SLOWDOWN = 1.25  # by prefill, of a step whose decodes alone exceed the target: many tokens may cost hardly more
+FIRST_BUDGET = 64  # prompt tokens while nothing is known: a small first guess is soon corrected, a large one is felt
+MAX_EXTRAPOLATION = 4  # times the largest step so far: a larger one may be another kernel with another cost
+
+MIN_STEP_S = 1e-6  # a clock may show less
+SAMPLES_PER_SIZE = 8
+MAX_SIZES = 32
+EAGER_SAMPLES = 16  # the first ones are fitted at once
+FIT_INTERVAL = 32  # samples between two fits, which take some 50 us
+SHORT_FIT_INTERVAL, LARGE_ERROR = 4, 0.2  # where a budget is set, or a prediction was wrong by so much
+HALF_LIFE_STEPS = 16  # in which the weight of a size halves that does not occur
+MIN_AGE_WEIGHT = 0.01
+RIDGE = (1e-3, 2e-3, 0.0, 5e-4)  # relative penalty of each coefficient: decides where samples cannot tell them apart
+MIN_PIVOT = 1e-9  # of an equation, relative to its diagonal: below it a coefficient is not determined
+
+_seconds_of = itemgetter(2)
+
+
+class StepSize(NamedTuple):
+    """What the time of a step depends on."""
+
+    kind: StepKind
+    is_uniform: bool  # each request computes one token
+    tokens: int
+    context: float  # keys that attention reads, in passes over all heads and layers
+
+
+class StepTimeCoefficients(NamedTuple):
+    """Seconds of a step, of a token, of a key that is read."""
+
+    constant: float = 0.0
+    prefill_constant: float = 0.0
+    per_token: float = 0.0
+    per_context: float = 0.0
+
+
+@dataclass(slots=True)
+class StepTimes:
+    """Steps of one kind: their number, and sums of seconds."""
+
+    num_steps: int = 0
+    measured_s: float = 0.0
+    predicted_s: float = 0.0
+    error_s: float = 0.0  # of the absolute differences
+
+
+def step_size(scheduled: Sequence[ScheduledTokens], query_tile: int) -> StepSize:
+    """Return the size of a step; `query_tile` tokens of one prompt share a pass over its keys."""
+    stops = sum([one[2] for one in scheduled])
+    tokens = stops - sum([one[1] for one in scheduled])
+    if tokens == len(scheduled):
+        return StepSize("decode", True, tokens, stops)
+    context, num_prefills = 0.0, 0
+    for request, start, stop, _ in scheduled:
+        count = stop - start
+        context += stop if count == 1 else chunk_context(start, count, query_tile)
+        num_prefills += count > 1 + len(request.drafts)
+    kind: StepKind = "decode" if not num_prefills else "prefill" if num_prefills == len(scheduled) else "mixed"
+    return StepSize(kind, False, tokens, context)
+
+
+def chunk_context(start: int, count: int, query_tile: int) -> float:
+    """Return the keys that attention reads for `count` tokens of one request behind `start` others."""
+    return -(-count // query_tile) * (start + (count + 1) / 2)
+
+
+class SizeSamples:
+    """The latest steps of about one size: (tokens, context, seconds) of each."""
+
+    __slots__ = ("is_uniform", "last_step", "middle", "samples")
+
+    def __init__(self, *, is_uniform: bool) -> None:
+        self.is_uniform = is_uniform
+        self.samples: deque[tuple[int, float, float]] = deque(maxlen=SAMPLES_PER_SIZE)
+        self.middle: tuple[float, float, float] | None = None
+        self.last_step = 0
+
+    def add(self, size: StepSize, seconds: float, step: int) -> None:
+        self.samples.append((size.tokens, size.context, seconds))
+        self.middle, self.last_step = None, step
+
+    def middle_mean(self) -> tuple[float, float, float]:
+        """Return the mean of the samples without the fastest and the slowest quarter; of two samples the faster."""
+        if self.middle is None:
+            count = len(self.samples)
+            first, end = count // 4, count - max(count // 4, int(count > 1))
+            kept = sorted(self.samples, key=_seconds_of)[first:end]
+            tokens, context, seconds = map(sum, zip(*kept, strict=True))
+            self.middle = tokens / len(kept), context / len(kept), seconds / len(kept)
+        return self.middle
+
+
+class StepTimeModel:
+    """Predicts the seconds of a step and follows what is measured."""
+
+    def __init__(self, query_tile: int = 1) -> None:
+        self.query_tile = query_tile
+        self.coefficients: StepTimeCoefficients | None = None  # None: no step is known yet
+        self.totals = {kind: StepTimes() for kind in STEP_KINDS}  # of steps that were predicted
+        self._sizes: dict[tuple[bool, int, int], SizeSamples] = {}
+        self._seen: set[tuple[bool, int]] = set()
+        self._max_tokens = 0  # of a step so far
+        self._num_samples = self._num_fitted = 0
+
+    def predict(self, size: StepSize) -> float | None:
+        """Return the seconds of a step; None while nothing is known."""
+        if self.coefficients is None:
+            return None
+        constant, prefill_constant, per_token, per_context = self.coefficients
+        fixed = constant if size.is_uniform else constant + prefill_constant
+        return fixed + per_token * size.tokens + per_context * size.context
+
+    def observe(self, size: StepSize, seconds: float) -> None:
+        """Take in the time of a step. The first of a size is not learnt from: it may have compiled kernels."""
+        predicted, interval = self.predict(size), FIT_INTERVAL
+        if predicted is None or self._num_samples < EAGER_SAMPLES:
+            interval = 1
+        elif abs(seconds - predicted) > LARGE_ERROR * predicted:
+            interval = SHORT_FIT_INTERVAL
+        if predicted is not None:
+            totals = self.totals[size.kind]
+            totals.num_steps += 1
+            totals.measured_s += seconds
+            totals.predicted_s += predicted
+            totals.error_s += abs(seconds - predicted)
+        tokens = size.tokens
+        shift = max(0, tokens.bit_length() - 3)
+        first_run = size.is_uniform, (tokens >> shift) + (shift << 3)  # four sizes up to the next power of two
+        if first_run not in self._seen:
+            self._seen.add(first_run)
+            return
+        self._num_samples += 1
+        self._max_tokens = max(self._max_tokens, tokens)
+        self._samples_of(size).add(size, max(seconds, MIN_STEP_S), self._num_samples)
+        self.update(interval)
+
+    def update(self, min_samples: int = SHORT_FIT_INTERVAL) -> None:
+        """Fit the coefficients again if there are so many new samples."""
+        if self._num_samples - self._num_fitted >= min_samples:
+            self._fit()
+
+    def max_prefill_tokens(self, target_s: float, decodes: StepSize, start: int, max_tokens: int) -> int:
+        """Return how many tokens of a prompt, behind `start` others, fit beside `decodes` into a step of `target_s`.
+
+        Where the decodes alone take longer, prefill may add a quarter.
+        """
+        if self.coefficients is None:
+            return min(max_tokens, FIRST_BUDGET)
+        constant, prefill_constant, per_token, per_context = self.coefficients
+        before = constant + prefill_constant + per_token * decodes.tokens + per_context * decodes.context
+        left = max(TARGET_FRACTION * target_s, MAX_SLOWDOWN * before) - before
+        # left = linear * n + square * n ** 2, where the n tokens read `start` + n / 2 keys each, a tile in one pass
+        square = per_context / (2 * self.query_tile)
+        linear = per_token + per_context * start / self.query_tile
+        slope = linear + math.sqrt(linear * linear + 4 * square * left)
+        known = max(FIRST_BUDGET, MAX_EXTRAPOLATION * self._max_tokens - decodes.tokens)
+        return min(max_tokens, known, int(2 * left / slope) if slope else known)
+
+    def _samples_of(self, size: StepSize) -> SizeSamples:
+        """Return the samples of a size: tokens up to twice, context up to four times as many."""
+        key = size.is_uniform, size.tokens.bit_length(), int(size.context).bit_length() >> 1
+        found = self._sizes.get(key)
+        if found is None:
+            if len(self._sizes) == MAX_SIZES:
+                del self._sizes[min(self._sizes, key=lambda one: self._sizes[one].last_step)]
+            found = self._sizes[key] = SizeSamples(is_uniform=size.is_uniform)
+        return found
+
+    def _fit(self) -> None:
+        """Set the coefficients to the weighted least squares of relative errors."""
+        known, rows = self.coefficients or StepTimeCoefficients(), []
+        for samples in self._sizes.values():
+            tokens, context, seconds = samples.middle_mean()
+            chunk = 0.0 if samples.is_uniform else 1.0
+            predicted = known[0] + known[1] * chunk + known[2] * tokens + known[3] * context
+            scale = max(seconds, predicted)  # a step that was too fast to be true has no more weight than another
+            age = self._num_samples - samples.last_step
+            weight = len(samples.samples) * max(MIN_AGE_WEIGHT, 0.5 ** (age / HALF_LIFE_STEPS)) / (scale * scale)
+            weighted = weight, weight * chunk, weight * tokens, weight * context
+            rows.append((*weighted, 1.0, chunk, tokens, context, seconds))
+        columns = list(zip(*rows, strict=True))
+        matrix = [[sum(map(mul, left, right)) for right in columns[4:]] for left in columns[:4]]
+        for i, penalty in enumerate(RIDGE):
+            matrix[i][i] *= 1.0 + penalty
+        self.coefficients = StepTimeCoefficients(*solve_nonnegative(matrix))
+        self._num_fitted = self._num_samples
+
+
+def solve_nonnegative(matrix: Sequence[Sequence[float]]) -> list[float]:
+    """Solve symmetric equations (right side in the last column); unknowns that would be negative are zero."""
+    active = [i for i in range(len(matrix)) if matrix[i][i] > 0.0]
+    while True:
+        found = solve([[*(matrix[i][j] for j in active), matrix[i][-1]] for i in active])
+        if not found or min(found) >= 0.0:
+            values = dict(zip(active, found, strict=True))
+            return [values.get(i, 0.0) for i in range(len(matrix))]
+        # the one whose absence is cheapest: its share of the fit, not its unit, decides
+        share = [value * math.sqrt(matrix[i][i]) for i, value in zip(active, found, strict=True)]
+        del active[share.index(min(share))]
+
+
+def solve(rows: list[list[float]]) -> list[float]:
+    """Solve symmetric positive definite equations by elimination; an undetermined unknown is zero."""
+    count = len(rows)
+    diagonal = [rows[i][i] for i in range(count)]
+    for i in range(count):
+        pivot = rows[i][i]
+        if pivot <= MIN_PIVOT * diagonal[i]:
+            rows[i] = [0.0] * (count + 1)
+            continue
+        for k in range(i + 1, count):
+            factor = rows[k][i] / pivot
+            if factor:
+                rows[k] = [a - factor * b for a, b in zip(rows[k], rows[i], strict=True)]
+    found = [0.0] * count
+    for i in range(count - 1, -1, -1):
+        if rows[i][i]:
+            rest = sum(rows[i][j] * found[j] for j in range(i + 1, count))
+            found[i] = (rows[i][-1] - rest) / rows[i][i]
+    return found
