@@ -126,12 +126,15 @@ class LoadedModel:
 
 def load(
     options: LoadOptions, phases: LoadPhases, *, needs_tokenizer: bool = True,
-    on_located: Callable[[Path], None] = lambda path: None,
+    on_located: Callable[[Path], None] = lambda path: None, starts_compiler: bool = False,
 ) -> LoadedModel:  # fmt: skip
-    """Load a model and its draft model, with the phases of `LLM.phases`; `on_located` gets the path of its files."""
+    """Load a model and its draft model, with the phases of `LLM.phases`; `on_located` gets the path of its files.
+    `starts_compiler`: a warm-up will follow, which may compile many kernels."""
     check_settings(options.settings, options.draft_model)
     with phases.timed("backend"):
         backend = _select_backend(options)
+        if starts_compiler:
+            backend.start_compiler()
     with phases.timed("locate"):
         path = _locate(options.model, phases)
         draft_path = None if options.draft_model is None else _locate(options.draft_model, phases)

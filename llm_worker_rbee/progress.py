@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TextIO
 
@@ -69,10 +69,10 @@ def cell(text: str) -> str:
 
 
 @contextmanager
-def transfer_progress(counted: str = "") -> Iterator[TransferProgress]:
+def transfer_progress(*counted: str) -> Iterator[TransferProgress]:
     """Show downloads and the like for the duration of the block; nothing appears before the first report.
 
-    Amounts are bytes, but for the report named `counted`, whose amounts are numbers of things.
+    Amounts are bytes, but for the reports that `counted` names, whose amounts are numbers of things.
     """
     if not supports_ansi(sys.stderr):
         yield _plain_transfer(counted)
@@ -84,7 +84,7 @@ def transfer_progress(counted: str = "") -> Iterator[TransferProgress]:
         if bar is None or bar.what != what:
             if bar is not None:
                 bar.stop()
-            bar = _Bar("count" if what == counted else "bytes")
+            bar = _Bar("count" if what in counted else "bytes")
         bar.show(what, done, total)
 
     try:
@@ -165,16 +165,16 @@ def _new_bars(unit: str, transient: bool, auto_refresh: bool) -> Progress:
     )  # fmt: skip
 
 
-def _plain_transfer(counted: str) -> TransferProgress:
+def _plain_transfer(counted: Collection[str]) -> TransferProgress:
     last: tuple[str, int] = ("", 0)
 
     def report(what: str, done: int, total: int | None) -> None:
         nonlocal last
-        lines = 0 if what == counted else PLAIN_LINES  # things: one line that says how many
+        lines = 0 if what in counted else PLAIN_LINES  # things: one line that says how many
         now = (what, done * lines // total if total else 0)
         if now != last:
             last = now
-            amount = f": {total} ..." if what == counted else f": {human_bytes(done)} of {human_bytes(total or 0)}"
+            amount = f": {total} ..." if what in counted else f": {human_bytes(done)} of {human_bytes(total or 0)}"
             print(cell(what) + (amount if total else ""), file=sys.stderr, flush=True)
 
     return report

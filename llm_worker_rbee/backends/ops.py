@@ -8,6 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
@@ -90,6 +91,23 @@ class AttentionParams(NamedTuple):
 Profiler = Callable[[str, Callable[..., Any]], Callable[..., Any]]  # (component, function) -> the function, timed
 Progress = Callable[[str, int, int | None], None]  # (what, done, total)
 COMPILING = "compiling kernels, once"  # what `load_kernels` reports
+CAPTURING = "capturing CUDA graphs"
+
+
+class StepLimits(NamedTuple):
+    """What a step may have at most."""
+
+    max_batch: int  # requests
+    max_tokens: int
+    max_logits: int
+    max_context: int  # tokens of a request
+
+
+class WarmUp(NamedTuple):
+    """What `Backend.warm_up` has done."""
+
+    kernels: int = 0  # that are ready
+    compiled: int = 0  # of them now, and not in an earlier process
 
 
 class FusedForward(Protocol):
@@ -179,6 +197,7 @@ class Backend(ABC):
     deterministic: bool = True  # batch-invariant: a token's results do not depend on the other tokens of the step
     threads: int | None = None  # of the kernels; None: a library decides
     query_tile: int = 1  # tokens of a prompt for which attention reads the keys once
+    kernel_dir: Path | None = None  # where `warm_up` keeps compiled kernels
 
     @abstractmethod
     def prepare(self, tensors: Sequence[Tensor]) -> PackedWeight: ...
@@ -255,6 +274,12 @@ class Backend(ABC):
 
     def start_compiler(self) -> None:  # noqa: B027
         """Prepare for compiling many kernels at once, while other parts of a model are loaded."""
+
+    def warm_up(
+        self, fused: FusedForward | None, kv: Sequence[KVLayer], vocab_size: int, limits: StepLimits, progress: Progress
+    ) -> WarmUp:
+        """Compile, load and capture all that steps within the limits launch: nothing is left for later steps."""
+        return WarmUp()
 
     def load_kernels(
         self, checkpoint: Checkpoint, config: ModelConfig, kv_type: str, progress: Progress | None = None

@@ -17,7 +17,7 @@ from typing import Any
 
 import typer
 
-from ..backends.ops import COMPILING
+from ..backends.ops import CAPTURING, COMPILING
 from ..config import ServerSettings
 from ..engine.engine import Engine
 from ..engine.sampling_defaults import read_sampling_defaults
@@ -274,8 +274,7 @@ def _one_process(
 
     def load(on_stage: OnStage) -> tuple[Engine, ModelInfo]:
         llm = load_model(model, computing, Status(), sharing, on_stage)
-        with llm.loading.timed("warm-up"):
-            warm_up(llm.engine)
+        warm_up(llm.engine, llm.loading)
         if dummy_step_s is not None:
             replace_with_dummy(llm.engine, llm.tokenizer, dummy_step_s)
         loaded.append(llm)
@@ -299,7 +298,7 @@ def _with_children(
     status = Status()
     output.call(partial(status.show, f"loading {model.model or 'the built-in model'} ..."))
     shown.callback(status.clear)
-    bar = shown.enter_context(transfer_progress(COMPILING))
+    bar = shown.enter_context(transfer_progress(COMPILING, CAPTURING))
     last_report: deque[tuple[str, int, int | None]] = deque(maxlen=1)
 
     def draw() -> None:

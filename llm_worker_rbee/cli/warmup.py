@@ -3,33 +3,66 @@
 import importlib
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import typer
 
-from ..backends import cpu_info, select_backend
-from ..backends.ops import COMPILING
+from ..backends import cpu_info, kernel_cache, select_backend
+from ..backends.ops import CAPTURING, COMPILING, Backend
 from ..errors import InvalidRequestError, counted
+from ..load import LoadOptions as ModelLoadOptions
+from ..load import LoadPhases, split_settings
 from ..models import read_model_config
 from ..progress import TransferProgress, transfer_progress
+from ..token_engine.launch import load_engine, warm_up
 from ..weights import hub, open_checkpoint
-from .options import ComputeOptions
+from .options import (
+    EngineOptions,
+    LoadOptions,
+    ModelOptions,
+    gather,
+    load_arguments,
+    option_fields,
+    option_names_in_errors,
+)
 from .terminal import note, print_json
 
+_device = option_fields("Computing")
 
+
+@dataclass(frozen=True, kw_only=True)
+class WarmupOptions(LoadOptions):
+    """Whose kernels: by default those of the CPU."""
+
+    device: str = _device("cpu", "NAME", "The hardware: cpu, cuda, cuda:N or auto.")
+
+
+class Warmed(NamedTuple):
+    """What a warm-up found and did."""
+
+    kernels: int
+    compiled: int
+    folder: Path
+    target: dict[str, str]  # what they were compiled for, by the name of its field
+
+
+@gather(computing=WarmupOptions, sharing=EngineOptions)
 def warmup(
+    computing: WarmupOptions,
+    sharing: EngineOptions,
     model: Annotated[
         str | None,
         typer.Argument(metavar="MODEL", help="Compile the kernels of this model. Default: the built-in model."),
     ] = None,
-    all_: Annotated[bool, typer.Option("--all", help="Compile all kernels, for any model.")] = False,
-    cpu_isa: Annotated[
-        str | None,
-        typer.Option("--cpu-isa", metavar="NAME", show_default="the best", help="Instruction set: see doctor."),
-    ] = None,
+    all_: Annotated[bool, typer.Option("--all", help="Compile all kernels of the CPU, for any model.")] = False,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object: kernels, compiled, seconds, folder, instruction_set.")
+        bool,
+        typer.Option(
+            "--json",
+            help="Print one JSON object: kernels, compiled, seconds, folder, and instruction_set or (of a GPU) device.",
+        ),
     ] = False,
 ) -> None:
     """Compile the kernels ahead of time, so that no answer waits for it.
@@ -39,43 +72,86 @@ def warmup(
 
     For other types of KV cache (--kv-type) and weights (--quantize) than the model's own: --all.
 
+    With --device cuda the model is loaded, and what `serve` with the same options launches is compiled; otherwise
+    `serve` does it before it is ready.
+
     Kernels are kept in the folder that LLM_WORKER_KERNEL_CACHE names, or in the user's cache.
 
     \b
     Examples:
       llm-worker-rbee warmup
       llm-worker-rbee warmup model.gguf
+      llm-worker-rbee warmup --device cuda model.gguf --max-batch 256
       LLM_WORKER_KERNEL_CACHE=/opt/kernels llm-worker-rbee warmup --all
     """
     if all_ and model is not None:
         raise typer.BadParameter("both a MODEL and --all are given: choose one")
-    ComputeOptions(cpu_isa=cpu_isa).set_up()
-    select_backend("cpu", "cpu")
+    computing.set_up()
     start = time.perf_counter()
-    with transfer_progress(COMPILING) as progress:
-        kernels, folder = _select_kernels(model, all_, progress)
-        compiled = _precompile().load_kernels(kernels, progress)
-    seconds = time.perf_counter() - start
+    with transfer_progress(COMPILING, CAPTURING) as progress:
+        backend = select_backend(computing.device, computing.backend)
+        if backend.has_device_memory:
+            if all_:
+                raise typer.BadParameter("--all is for the CPU: name a MODEL whose kernels a GPU needs")
+            done = _warm_up_gpu(backend, model, computing, sharing, progress)
+        else:
+            done = _warm_up_cpu(model, all_, computing, sharing, progress)
+    _print(done, time.perf_counter() - start, as_json)
+
+
+def _print(done: Warmed, seconds: float, as_json: bool) -> None:
     if as_json:
-        print_json({"kernels": len(kernels), "compiled": compiled, "seconds": seconds,
-                    "folder": None if folder is None else str(folder),
-                    "instruction_set": cpu_info.current_isa()})  # fmt: skip
+        print_json({"kernels": done.kernels, "compiled": done.compiled, "seconds": seconds, "folder": str(done.folder),
+                    **done.target})  # fmt: skip
         return
-    isa = cpu_info.current_isa()
-    if compiled:
-        note(f"compiled {counted(compiled, 'kernel')} of {len(kernels)} in {seconds:.1f} s, for {isa}")
+    (target,) = done.target.values()
+    if done.compiled:
+        note(f"compiled {counted(done.compiled, 'kernel')} of {done.kernels} in {seconds:.1f} s, for {target}")
     else:
-        note(f"nothing to compile: {counted(len(kernels), 'kernel')} for {isa} were there")
-    print(folder)
+        note(f"nothing to compile: {counted(done.kernels, 'kernel')} for {target} were there")
+    print(done.folder)
 
 
-def _select_kernels(model: str | None, all_: bool, progress: TransferProgress) -> tuple[Sequence[Any], Path | None]:
-    """Return the kernels to compile, and the folder of the JIT cache."""
-    jit = importlib.import_module("llm_worker_rbee.backends.cpu.jit")
-    above, folder = jit.cache_root(), jit.cache_dir()
-    if above is None or folder is None or folder.parent != above:
+def _warm_up_gpu(
+    backend: Backend, model: str | None, computing: LoadOptions, sharing: EngineOptions, progress: TransferProgress
+) -> Warmed:
+    """Load the model as `serve` does, and compile what it launches."""
+    folder = _require_kept(backend.kernel_dir)
+    arguments = load_arguments(ModelOptions(model=model), computing, sharing)
+    phases = LoadPhases(progress=progress)
+    with option_names_in_errors():
+        engine, _ = load_engine(ModelLoadOptions(**split_settings(arguments)), phases)
+        done = warm_up(engine, phases)
+    return Warmed(*done, folder, {"device": engine.model.ops.device})
+
+
+def _warm_up_cpu(
+    model: str | None, all_: bool, computing: LoadOptions, sharing: EngineOptions, progress: TransferProgress
+) -> Warmed:
+    """Compile the kernels of a model, or all."""
+    usual = WarmupOptions(device=computing.device, backend=computing.backend, cpu_isa=computing.cpu_isa)
+    if replace(computing, threads=None) != usual or sharing != EngineOptions():
+        raise typer.BadParameter("options of memory, batches and types are for a GPU: on a CPU use --all")
+    select_backend("cpu", "cpu")
+    kernels, folder = _select_kernels(model, all_, progress)
+    compiled = _precompile().load_kernels(kernels, progress)
+    return Warmed(len(kernels), compiled, folder, {"instruction_set": cpu_info.current_isa()})
+
+
+def _require_kept(folder: Path | None) -> Path:
+    """Return the folder in which compiled kernels stay after this process; raise if there is none."""
+    if folder is None:
+        above = kernel_cache.cache_root()
         where = "there is no home folder" if above is None else f"{above} cannot be written to"
         raise InvalidRequestError(f"kernels cannot be kept: {where}, set LLM_WORKER_KERNEL_CACHE to another folder")
+    return folder
+
+
+def _select_kernels(model: str | None, all_: bool, progress: TransferProgress) -> tuple[Sequence[Any], Path]:
+    """Return the kernels to compile, and the folder of the JIT cache."""
+    folder = importlib.import_module("llm_worker_rbee.backends.cpu.jit").cache_dir()
+    is_temporary = folder is None or folder.parent != kernel_cache.cache_root()
+    folder = _require_kept(None if is_temporary else folder)
     if all_ or (model is None and not hub.BUILTIN[hub.DEFAULT_MODEL].is_present):
         return _precompile().all_kernels(), folder
     checkpoint = open_checkpoint(hub.locate_model(model, progress=progress))

@@ -138,8 +138,7 @@ def _load(message: Load, connection: Connection) -> EngineLoop:
     phases = LoadPhases(on_stage, progress)
     options = LoadOptions(**message.options)
     engine, info = load_engine(options, phases, on_located=lambda path: connection.send(Located(str(path))))
-    with phases.timed("warm-up"):
-        warm_up(engine)
+    warm_up(engine, phases)
     if message.dummy_step_s is not None:
         replace_with_dummy(engine, open_tokenizer(open_checkpoint(Path(info.path))), message.dummy_step_s)
     loop = EngineLoop(

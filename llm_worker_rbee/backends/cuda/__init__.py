@@ -57,7 +57,7 @@ class CudaBackend(ops.Backend):
         self.torch_device = device.open_device(index)
         self.device = str(self.torch_device)
         if self.torch_device.type == "cuda":
-            precompile.open_cache(torch.cuda.get_device_capability(self.torch_device))
+            self.kernel_dir = precompile.open_cache(torch.cuda.get_device_capability(self.torch_device))
         self.deterministic = deterministic
         self.query_tile = SMALL_QUERY_TILE if deterministic else QUERY_TILE
         self._linear = BatchedLinear(self.torch_device, batch_invariant=deterministic)

@@ -14,6 +14,7 @@ import json
 import logging
 import os
 import pickle
+import select
 import signal
 import subprocess
 import sys
@@ -43,6 +44,7 @@ from .device import is_interpreted
 SOURCES = Path(__file__).parent
 TRITON_CACHE_VARIABLE = "TRITON_CACHE_DIR"
 BYTES_PER_PROCESS = 1 << 30  # of memory that compiling a variant may take
+MAX_IDLE_S = 600.0  # that a compiler process which was started early waits for work
 MAX_NAME_CHARS = 150  # of a kernel in the cache: Triton cuts longer names
 MAX_ERROR_CHARS = 1000  # a report is shorter than what a pipe takes at once
 # These take longest to compile; they come first, so that no process is left with one of them at the end.
@@ -261,6 +263,8 @@ def run_compiler() -> None:
     reports = os.dup(1)  # tools that a compilation starts do not inherit it
     os.dup2(2, 1)
     triton_key()  # a hash of the whole compiler, which forked processes share
+    if not select.select([sys.stdin], [], [], MAX_IDLE_S)[0]:
+        return
     processes, variants = pickle.load(sys.stdin.buffer)
     waiting, running = deque(enumerate(variants)), dict[int, int]()
     while waiting or running:
@@ -330,18 +334,19 @@ def count_compilations() -> Iterator[Compilations]:
 
 
 def open_cache(capability: tuple[int, int]) -> Path | None:
-    """Let Triton keep machine code in the folder of this version of the kernels; return it, None under the interpreter.
+    """Let Triton keep machine code in the folder of this version of the kernels; return it, None if it is temporary.
 
     The folder is named by the kernels' sources, Triton's version and the GPU's compute capability. A folder that
     TRITON_CACHE_DIR names is used as it is."""
-    if is_interpreted():
-        return None
-    if not os.environ.get(TRITON_CACHE_VARIABLE):
-        folder = kernel_cache.open_cache_dir(fingerprint(capability))
-        if folder is not None:
-            triton.knobs.cache.dir = str(folder)
     triton.knobs.compilation.store_binary_only = True  # the other stages would be read by each start
-    return Path(triton.knobs.cache.dir)
+    named = os.environ.get(TRITON_CACHE_VARIABLE)
+    if named:
+        return Path(named)
+    folder = kernel_cache.open_cache_dir(fingerprint(capability))
+    if folder is None:
+        return None
+    triton.knobs.cache.dir = str(folder)
+    return folder if folder.parent == kernel_cache.cache_root() else None
 
 
 def fingerprint(capability: tuple[int, int]) -> str:
