@@ -23,8 +23,11 @@ from ..engine.speculative import DraftModel
 from ..errors import InferenceError, InvalidRequestError
 from ..llm import open_tokenizer
 from ..models import Transformer
+from ..token_engine.launch import warm_up
 from ..weights import Checkpoint
 from .workload import PROMPTS, read_prompts
+
+MAX_STARTING_STEPS = 256  # until all sequences of a batch have begun
 
 
 class TimedRun(NamedTuple):
@@ -47,12 +50,17 @@ class EngineHarness:
     ) -> None:  # fmt: skip
         self._rng = np.random.default_rng(seed)
         self.ids: Ints = self._rng.integers(0, model.config.vocab_size, (batch, capacity))
-        self._spare_tokens = 2 + batch  # tokens of the first sequence when the last begins, and those at both ends
+        # tokens of the first sequence when the last begins, and those at both ends; a step starts several of very many
+        self._spare_tokens = 2 + min(batch, MAX_STARTING_STEPS)
         sequence_room, size = 1 + capacity + self._spare_tokens, KVCache.default_block_size
         blocks = batch * (1 + -(-sequence_room // size))
         config = EngineConfig(max_context=sequence_room, n_blocks=blocks, block_size=size, max_batch=batch, **options)
         drafter = None if draft_model is None else DraftModel(draft_model, config, model.config.vocab_size, kv_type)
         self.engine = Engine(model, config, kv_type, drafter)
+
+    def warm_up(self) -> None:
+        """Do what a server does before it is ready."""
+        warm_up(self.engine)
 
     def prefill(self, depth: int, tokens: int, batch: int) -> TimedRun:
         """Prefill `tokens` of each sequence behind `depth` cached ones, up to the first output token."""
@@ -116,10 +124,9 @@ class EngineHarness:
             self._step()
         return TimedRun(seconds, generated, steps, [request.tokens for request in requests])
 
-    def complete(self, prompt_tokens: int, tokens: int, batch: int) -> TimedRun:
-        """Submit `batch` requests with fresh prompts at once; time until the last has all its output tokens."""
-        prompts = self._rng.integers(0, self.engine.model.config.vocab_size, (batch, prompt_tokens))
-        requests = [_request(prompt, tokens) for prompt in prompts.tolist()]
+    def complete(self, prompt_tokens: int, tokens: int, count: int) -> TimedRun:
+        """Submit `count` requests with fresh prompts at once; time until the last has all its output tokens."""
+        requests = self._fresh_requests(count, prompt_tokens, tokens)
         start, before = time.perf_counter(), self.engine.num_steps
         for request in requests:
             self.engine.add(request)
@@ -128,6 +135,56 @@ class EngineHarness:
         seconds = time.perf_counter() - start
         outputs = [request.tokens for request in requests]
         return TimedRun(seconds, sum(map(len, outputs)), self.engine.num_steps - before, outputs)
+
+    def time_burst(self, count: int, prompt_tokens: int) -> list[float]:
+        """Submit requests with fresh prompts at once; return the seconds to the first token of each."""
+        requests = self._fresh_requests(count, prompt_tokens, self._spare_tokens)
+        waiting, seconds = set(requests), []
+        start = time.perf_counter()
+        for request in requests:
+            self.engine.add(request)
+        while waiting:
+            outputs = self._step()
+            now = time.perf_counter() - start
+            begun = waiting & {output.request for output in outputs}
+            seconds += [now] * len(begun)
+            waiting -= begun
+        self._abort(requests)
+        return seconds
+
+    def time_steps(
+        self, prompts: int, prompt_tokens: int, decoding: int, depth: int, uncounted: int, count: int
+    ) -> list[float]:
+        """Return the seconds of `count` steps, after `uncounted` ones: each prefills whole prompts, fresh ones, and
+        decodes a token of each of `decoding` requests that have `depth` tokens at first."""
+        total = uncounted + count
+        self._fill_cache(depth - depth % self.engine.config.block_size, decoding)
+        running = [_request(ids[: max(1, depth)].tolist(), 2 * total + self._spare_tokens) for ids in self.ids]
+        running = running[:decoding]
+        self._start(running)
+        seconds = [self._time_step(self._fresh_requests(prompts, prompt_tokens, 1), running) for _ in range(total)]
+        self._abort(running)
+        return seconds[uncounted:]
+
+    def _time_step(self, prefilling: Sequence[Request], running: Sequence[Request]) -> float:
+        """Submit prompts and time the step that computes them; raise unless one step has all of these requests."""
+        for request in prefilling:
+            self.engine.add(request)
+        while True:
+            lengths, steps = [request.num_tokens for request in running], self.engine.num_steps
+            start = time.perf_counter()
+            self._step()
+            seconds = time.perf_counter() - start
+            if not prefilling or any(request.is_finished for request in prefilling):
+                break
+            if any(request.num_computed_tokens for request in prefilling):
+                raise InferenceError("a step was divided: the token budget is too small for its prompts")
+            # this step had been launched before the prompts were submitted
+        has_all = all(r.num_tokens == n + 1 for r, n in zip(running, lengths, strict=True))
+        has_all = has_all and all(request.is_finished for request in prefilling)
+        if not has_all or self.engine.num_steps != steps + 1:
+            raise InferenceError("a step did not compute all of its requests")
+        return seconds
 
     def time_prefill_steps(self, prompt: list[int], beside: Sequence[list[int]], tokens: int) -> list[float]:
         """Return the seconds of each step that prefills a prompt while others, of at most `tokens`, decode."""
@@ -165,6 +222,11 @@ class EngineHarness:
         if not outputs and not self.engine.has_work:
             raise InferenceError("the engine is idle before all requests have finished")
         return outputs
+
+    def _fresh_requests(self, count: int, prompt_tokens: int, tokens: int) -> list[Request]:
+        """Return requests of random prompts that no other request has had."""
+        prompts = self._rng.integers(0, self.engine.model.config.vocab_size, (count, prompt_tokens))
+        return [_request(prompt, tokens) for prompt in prompts.tolist()]
 
     def _abort(self, requests: Sequence[Request]) -> None:
         for request in requests:

@@ -10,11 +10,15 @@ import pytest
 
 from llm_worker_rbee.backends.reference import ReferenceBackend
 from llm_worker_rbee.bench import e2e, engine_harness, roofline
-from llm_worker_rbee.bench.e2e import Case, Cost, ModelBench, Plan
+from llm_worker_rbee.bench.e2e import Plan
 from llm_worker_rbee.bench.engine_harness import EngineHarness
 from llm_worker_rbee.bench.results import Recorder
 from llm_worker_rbee.bench.synthetic import Shape, Spec, checkpoint, parse
-from llm_worker_rbee.errors import ContextLengthError, InsufficientMemoryError, InvalidRequestError
+from llm_worker_rbee.errors import (
+    ContextLengthError,
+    InsufficientMemoryError,
+    InvalidRequestError,
+)
 from llm_worker_rbee.models import load_model, read_model_config
 from tests.cli.conftest import write_model
 
@@ -76,23 +80,6 @@ def test_run_one_prompt_length_gives_plain_names(tiny: Path) -> None:
     }
 
 
-def test_cost_bytes_and_operations() -> None:
-    width, d_ff, kv = SHAPE.width, SHAPE.d_ff, 2 * 16
-    values = 2 * (2 * width * width + 2 * kv * width + 3 * d_ff * width)
-    norms = 4 * width * (2 * 2 + 1)
-    q8 = 34 / 32
-    cached = 2 * 2 * kv * 4  # layers, K and V, float32
-    untied = checkpoint(SPEC)
-    cost = Cost.from_checkpoint(untied, read_model_config(untied))
-    head = width * SHAPE.vocabulary
-    assert cost.weights == (values + head) * q8 + norms + width * q8  # and one row of the embedding
-    assert cost.bytes_per_token(Case("tg", 8, 100, 1)) == cost.weights + cached * 104
-    assert cost.bytes_per_token(Case("tg", 8, 100, 4)) == cost.weights / 4 + cached * 104
-    assert cost.operations(Case("pp", 10, 0, 3)) == 2 * 3 * (10 * values + head)
-    tied = checkpoint(Spec("tied", SHAPE._replace(tied=True), "Q8_0", 2))
-    assert Cost.from_checkpoint(tied, read_model_config(tied)).weights == (values + head) * q8 + norms
-
-
 def test_run_impossible_plans_raise_first(tiny: Path) -> None:
     with pytest.raises(ContextLengthError, match=r"^tg8@d250 needs 258 tokens, the model's context has 256"):
         measured(Plan(pp=[4], tg=[8], depths=[0, 250]), tiny)
@@ -129,63 +116,6 @@ def test_throughput_counts_tokens_of_all_sequences(monkeypatch: pytest.MonkeyPat
     assert (fields["times_one"], fields["percent_of_products"]) == (pytest.approx(2 / 3), 100)
 
 
-def test_model_bench_ratio_is_taken_by_repetition() -> None:
-    """A machine that is twice as slow for a while is so for both sides."""
-    one = ModelBench(Recorder("e2e"), None, None, roofline.measure_limits(1), "none")
-    one.samples = {"a": [8.0, 4.0, 8.0, 4.0], "b": [4.0, 2.0, 4.0]}
-    assert one.ratio("a", "b") == pytest.approx(2)
-    assert one.ratio("a", "c") is None
-
-
-def test_prefix_hit_results(tiny: Path) -> None:
-    recorder, _ = measured(Plan(pp=[0], tg=[0], prefix=40, repetitions=3), tiny)
-    found = {result.name: result for result in recorder.results()}
-    assert set(found) == {"ttft_first@p40", "ttft_shared@p40", "peak_memory"}
-    first, shared = found["ttft_first@p40"], found["ttft_shared@p40"]
-    assert (first.unit, first.better, len(first.samples), first.fields["prompt"]) == (
-        "s",
-        "lower",
-        3,
-        40 + e2e.TAIL_TOKENS,
-    )
-    ratios = sorted(a / b for a, b in zip(first.samples, shared.samples, strict=True))
-    assert ratios[0] <= shared.fields["times_shorter"] <= ratios[-1]
-
-
-def test_itl_under_prefill_results(tiny: Path) -> None:
-    recorder, messages = measured(Plan(pp=[0], tg=[0], targets_ms=[1000, 0, 1000], repetitions=2), tiny)
-    found = {result.name: result for result in recorder.results()}
-    length = 256 * 3 // 4  # the context has no room for 2,000
-    sides = ("t1000", "none")
-    names = {f"itl_{which}@{side}" for which in ("median", "p95", "max") for side in sides}
-    assert set(found) == names | {f"ttft{length}@{side}" for side in sides} | {"peak_memory"}
-    for side in sides:
-        low, middle, high = (found[f"itl_{which}@{side}"].samples for which in ("median", "p95", "max"))
-        assert all(0 < a <= b <= c for a, b, c in zip(low, middle, high, strict=True))
-        assert all(whole >= longest for whole, longest in zip(found[f"ttft{length}@{side}"].samples, high, strict=True))
-    fields = found["itl_median@none"].fields
-    assert (fields["target_ms"], fields["answering"], fields["prompt"]) == (None, e2e.DECODING_REQUESTS, length)
-    assert any("target 1000 ms" in text for text in messages)
-
-
-def test_speculative_decoding_results(tiny: Path) -> None:
-    """The model as its own draft is always right."""
-    plan = Plan(pp=[0], tg=[8], batches=[3], repetitions=2, draft_model=str(tiny), draft_tokens=3)
-    found = {result.name: result for result in measured(plan, tiny)[0].results()}
-    assert {"tg8@text@b3", "tg8@draft@b3"} <= set(found)
-    fields = found["tg8@draft@b3"].fields
-    assert fields["drafted"] == fields["accepted"] > 0
-    assert fields["acceptance"] == 1
-    assert 2 < fields["tokens_per_step"] <= 4
-    plan = Plan(pp=[0], tg=[24], repetitions=1, speculative="ngram")
-    found = {result.name: result for result in measured(plan, tiny)[0].results()}
-    fields = found["tg24@ngram"].fields
-    assert 0 < fields["accepted"] <= fields["drafted"]
-    assert fields["acceptance"] == fields["accepted"] / fields["drafted"]
-    assert fields["tokens_per_step"] > 1
-    assert fields["times_plain"] == pytest.approx(found["tg24@ngram"].estimate / found["tg24@text"].estimate)
-
-
 def test_plan_repeated_lengths_make_one_case() -> None:
     plan = Plan(pp=[4, 4], tg=[2, 0, 2], depths=[0, 0], batches=[1, 1])
     assert [case.name for case in plan.cases()] == ["pp4", "tg2"]
@@ -208,15 +138,6 @@ def test_engine_harness_runs_a_synthetic_model() -> None:
     made = checkpoint(SPEC)
     model = load_model(made, ReferenceBackend(), read_model_config(made))
     assert EngineHarness(model, 16).decode(0, 5, 1).answers == EngineHarness(model, 16).decode(0, 5, 1).answers
-
-
-def test_run_with_pg_counts_output_tokens_of_whole_requests() -> None:
-    recorder, _ = measured(Plan(pp=[0], tg=[0], batches=[1, 3], pg=[5, 4], repetitions=2, deterministic=True))
-    found = {result.name: result for result in recorder.results()}
-    assert set(found) == {"pp5+tg4", "pp5+tg4@b3", "peak_memory"}
-    result = found["pp5+tg4@b3"]
-    assert (result.unit, result.better, len(result.samples)) == ("tok/s", "higher", 2)
-    assert result.samples[-1] == pytest.approx(3 * 4 / result.fields["seconds"])
 
 
 def test_run_isolated_names_results_by_model_and_failures(monkeypatch: pytest.MonkeyPatch) -> None:

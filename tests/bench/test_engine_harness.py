@@ -6,7 +6,8 @@ import pytest
 
 from llm_worker_rbee import LLM
 from llm_worker_rbee.bench.engine_harness import EngineHarness
-from llm_worker_rbee.errors import InvalidRequestError
+from llm_worker_rbee.engine.request import ScheduledTokens
+from llm_worker_rbee.errors import InferenceError, InvalidRequestError
 from tests.cli.conftest import write_model
 
 
@@ -85,3 +86,42 @@ def test_speculative_outputs_are_equal_in_fewer_steps(llm: LLM) -> None:
         assert speculative.steps <= plain.steps
     assert harness.engine.scheduler.stats.num_accepted_tokens == harness.engine.scheduler.stats.num_drafted_tokens > 0
     assert speculative.steps < plain.steps / 2  # its own draft tokens are all accepted
+
+
+def test_time_steps_are_of_the_composition(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each timed step has whole new prompts and a token of each decoding request, and nothing else."""
+    harness = EngineHarness(llm.model, 60, batch=7, max_step_tokens=100, target_itl_ms=1e9)
+    scheduled: list[list[int]] = []
+    schedule = harness.engine.scheduler.schedule
+
+    def record(token_budget: int) -> list[ScheduledTokens]:
+        step = schedule(token_budget)
+        scheduled.append(sorted(one.stop - one.start for one in step))
+        return step
+
+    monkeypatch.setattr(harness.engine.scheduler, "schedule", record)
+    assert len(harness.time_steps(3, 10, 0, 0, 1, 2)) == 2
+    assert scheduled == [[10] * 3] * 3
+    for depth in (0, 20):
+        scheduled.clear()
+        assert min(harness.time_steps(3, 10, 4, depth, 1, 2)) > 0
+        assert scheduled[-3:] == [[1] * 4 + [10] * 3] * 3
+        assert not harness.engine.has_work
+    scheduled.clear()
+    assert len(harness.time_steps(0, 0, 4, 20, 1, 2)) == 2
+    assert scheduled[-3:] == [[1] * 4] * 3
+
+
+def test_time_steps_that_are_divided_raise(llm: LLM) -> None:
+    harness = EngineHarness(llm.model, 60, batch=3, max_step_tokens=30)
+    with pytest.raises(InferenceError, match="the token budget is too small"):
+        harness.time_steps(1, 50, 2, 5, 0, 1)
+
+
+def test_time_burst_has_a_time_for_each_prompt(llm: LLM) -> None:
+    harness = EngineHarness(llm.model, 20, batch=5, max_step_tokens=40)
+    seconds = harness.time_burst(5, 20)
+    assert len(seconds) == 5
+    assert seconds == sorted(seconds)
+    assert 0 < seconds[0] < seconds[-1]  # 100 tokens need several steps of 40
+    assert not harness.engine.has_work

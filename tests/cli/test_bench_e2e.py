@@ -135,3 +135,13 @@ def test_e2e_ctrl_c_keeps_results(tiny: Path, tmp_path: Path) -> None:
     run = json.loads(saved.read_text())
     assert run["complete"] is False
     assert len({one["name"]: one for one in run["results"]}["pp4"]["samples"]) > 1
+
+
+def test_e2e_times_steps_and_bursts(cli: Run, tiny: Path) -> None:
+    done = cli("bench", "e2e", tiny, "--pp", "0", "--tg", "0", "--step", "3x5+2", "--burst", "4x7", "-r", "1")
+    assert done.returncode == 0, done.stderr
+    names = [line.split()[0] for line in done.stdout.decode().splitlines()[3:] if line]
+    assert names[:4] == ["burst4x7/ttft_median", "burst4x7/ttft_p95", "burst4x7/ttft_max", "step3x5+2"]
+    done = cli("bench", "e2e", tiny, "--step", "3x")
+    assert done.returncode == 2
+    assert b"--step is '3x': write PROMPTSxTOKENS" in b" ".join(done.stderr.split())

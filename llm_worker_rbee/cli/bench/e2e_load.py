@@ -9,7 +9,7 @@ from ...bench import load as load_benchmark
 from ...bench.results import Result, Run
 from ...bench.synthetic import parse
 from ...config import SPECULATIVE
-from ...errors import counted
+from ...errors import InvalidRequestError, counted
 from ...progress import step_progress
 from ..options import ComputeOptions, LoadOptions, gather
 from ..terminal import columns, note
@@ -20,6 +20,7 @@ COMPARISONS = {
     "percent_of_products": "{:.0f}% of the products alone", "times_one": "{:.2f} x one sequence",
     "times_shorter": "{:.1f} x shorter", "times_plain": "{:.2f} x plain decoding",
     "acceptance": "{:.0%} of drafts accepted", "tokens_per_step": "{:.2f} tokens a step",
+    "same_answers": "{:.0%} of answers as without drafts",
 }  # fmt: skip
 
 
@@ -34,6 +35,12 @@ class ModelBenchOptions:
     depth: str = option("0", "N,...", "Tokens in the KV cache at the start.")
     batch: str = option("1", "N,...", "Batch sizes.")
     pg: str | None = option(None, "P,T", "Time BATCH requests of P prompt and T output tokens.")
+    requests: int | None = option(None, "N", "Requests of --pg, BATCH at a time.", min=1, show_default="BATCH")
+    step: list[str] | None = option(None, "PxL[+D]", "Time a step of P prompts of L tokens and D decodes. Repeatable.")
+    burst: list[str] | None = option(None, "PxL", "Time to first token of P prompts at once. Repeatable.")
+    max_step_tokens: int | None = option(
+        None, "N", "Token budget of a step.", min=1, show_default="the engine's, 4096 with --pg or --burst on a GPU"
+    )
     prefix: int = option(0, "N", "Time two prompts that share N tokens; 0: do not.", min=0)
     target_itl_ms: str | None = option(None, "T,...", "Time decode during a prefill of 2,000 tokens; 0: no target.")
     speculative: str = option("off", "HOW", "Decode real text with this drafter too: ngram.")
@@ -51,15 +58,21 @@ class ModelBenchOptions:
         pg = [] if self.pg is None else common.parse_counts(self.pg, "--pg", 1)
         if len(pg) not in (0, 2):
             raise typer.BadParameter(f"--pg is {self.pg!r}: use two numbers, such as 128,128")
-        return e2e_benchmark.Plan(
-            pp=common.parse_counts(self.pp, "--pp"), tg=common.parse_counts(self.tg, "--tg"),
-            depths=common.parse_counts(self.depth, "--depth"), batches=common.parse_counts(self.batch, "--batch", 1),
-            prefix=self.prefix, pg=pg, speculative=self.speculative, draft_tokens=self.draft_tokens,
-            targets_ms=[] if self.target_itl_ms is None else common.parse_counts(self.target_itl_ms, "--target-itl-ms"),
-            draft_model=None if self.draft_model is None else str(common.find_source(self.draft_model, None)),
-            repetitions=self.repetitions, threads=threads, device=computing.device, backend=computing.backend,
-            kv_type=computing.kv_type, quantize=computing.quantize, deterministic=self.deterministic,
-        )  # fmt: skip
+        targets = [] if self.target_itl_ms is None else common.parse_counts(self.target_itl_ms, "--target-itl-ms")
+        try:
+            return e2e_benchmark.Plan(
+                pp=common.parse_counts(self.pp, "--pp"), tg=common.parse_counts(self.tg, "--tg"),
+                depths=common.parse_counts(self.depth, "--depth"),
+                batches=common.parse_counts(self.batch, "--batch", 1), prefix=self.prefix, pg=pg,
+                requests=self.requests, steps=self.step or [], bursts=self.burst or [],
+                max_step_tokens=self.max_step_tokens, speculative=self.speculative, draft_tokens=self.draft_tokens,
+                targets_ms=targets,
+                draft_model=None if self.draft_model is None else str(common.find_source(self.draft_model, None)),
+                repetitions=self.repetitions, threads=threads, device=computing.device, backend=computing.backend,
+                kv_type=computing.kv_type, quantize=computing.quantize, deterministic=self.deterministic,
+            )  # fmt: skip
+        except InvalidRequestError as error:
+            raise typer.BadParameter(str(error)) from None
 
 
 @gather(options=ModelBenchOptions, results=ResultOptions, computing=LoadOptions)
@@ -81,6 +94,10 @@ def e2e(options: ModelBenchOptions, results: ResultOptions, computing: LoadOptio
     of all have been compiled. On a GPU the time of a decode step is split into
     device_step and host_step, which the device does not hide.
 
+    --step times one step of an exact composition: 20x26 is 20 prompts of 26
+    tokens, 1x27+63 one prompt of 27 beside 63 requests that decode at DEPTH,
+    0x0+256 decode alone. --burst submits prompts to an idle engine at once.
+
     \b
     Examples:
       llm-worker-rbee bench e2e
@@ -91,6 +108,8 @@ def e2e(options: ModelBenchOptions, results: ResultOptions, computing: LoadOptio
       llm-worker-rbee bench e2e --pp 0 --tg 128 --speculative ngram
       llm-worker-rbee bench e2e --pp 0 --tg 0 --target-itl-ms 50,100,0
       llm-worker-rbee bench e2e --device cuda --synthetic llama2-7b:Q4_K_M --batch 1,64
+      llm-worker-rbee bench e2e --pp 0 --tg 0 --step 20x26 --step 1x27+63 --burst 64x27
+      llm-worker-rbee bench e2e --pp 0 --tg 0 --pg 128,128 --batch 16 --requests 64
       llm-worker-rbee bench e2e --save-baseline before
     """
     plan, synthetic = options.plan(computing, computing.set_up()), options.synthetic or []
