@@ -290,8 +290,10 @@ def _compile_and_exit(variant: KernelVariant, index: int, reports: int) -> NoRet
         machine.exit_with_parent(os.getppid())
         _build_launcher(variant.compile())
     except BaseException as error:
-        lines = [line for line in str(error).strip().splitlines() if line.strip()] or [""]
-        _report(reports, index, f"{type(error).__name__}: {lines[-1]}"[:MAX_ERROR_CHARS])
+        reason = error
+        while reason.__cause__ is not None:  # Triton's own error quotes the source
+            reason = reason.__cause__
+        _report(reports, index, f"{type(reason).__name__}: {reason}"[:MAX_ERROR_CHARS])
         os._exit(1)
     os._exit(0)
 
