@@ -177,7 +177,6 @@ class Engine:
 
     def _token_budget(self) -> int:
         """Return how many tokens the next step may schedule: decodes beside prefill get their token in time."""
-        self.step_time.update()
         decodes, num_prefill = self._plan_prefill()
         return decodes.tokens + num_prefill
 

@@ -37,7 +37,7 @@ SAMPLES_PER_SIZE = 8
 MAX_SIZES = 32
 EAGER_SAMPLES = 16  # the first ones are fitted at once
 FIT_INTERVAL = 32  # samples between two fits, which take some 50 us
-SHORT_FIT_INTERVAL, LARGE_ERROR = 4, 0.2  # where a budget is set, or a prediction was wrong by so much
+SHORT_FIT_INTERVAL, LARGE_ERROR = 4, 0.2  # where budgets are set, or a prediction was wrong by so much
 HALF_LIFE_STEPS = 16  # in which the weight of a size halves that does not occur
 MIN_AGE_WEIGHT = 0.01
 RIDGE = (1e-3, 2e-3, 0.0, 5e-4)  # relative penalty of each coefficient: decides where samples cannot tell them apart
@@ -145,7 +145,7 @@ class StepTimeModel:
         predicted, interval = self.predict(size), FIT_INTERVAL
         if predicted is None or self._num_samples < EAGER_SAMPLES:
             interval = 1
-        elif abs(seconds - predicted) > LARGE_ERROR * predicted:
+        elif size.kind == "mixed" or abs(seconds - predicted) > LARGE_ERROR * predicted:
             interval = SHORT_FIT_INTERVAL
         if predicted is not None:
             totals = self.totals[size.kind]
@@ -162,11 +162,7 @@ class StepTimeModel:
         self._num_samples += 1
         self._max_tokens = max(self._max_tokens, tokens)
         self._samples_of(size).add(size, max(seconds, MIN_STEP_S), self._num_samples)
-        self.update(interval)
-
-    def update(self, min_samples: int = SHORT_FIT_INTERVAL) -> None:
-        """Fit the coefficients again if there are so many new samples."""
-        if self._num_samples - self._num_fitted >= min_samples:
+        if self._num_samples - self._num_fitted >= interval:
             self._fit()
 
     def max_prefill_tokens(self, target_s: float, decodes: StepSize, start: int, max_tokens: int) -> int:

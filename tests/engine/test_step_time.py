@@ -75,7 +75,6 @@ def run_prefills(
     made = []
     for i in range(steps):
         decodes = decode(requests, 300 + i)
-        model.update()
         count = max(16, model.max_prefill_tokens(target, decodes, 0, max_tokens - requests))
         made.append(beside(decodes, count, device.query_tile))
         model.observe(made[-1], device.seconds(made[-1]))
