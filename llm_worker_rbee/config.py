@@ -30,8 +30,8 @@ MAX_SHAPE = {
     "head_dim": MAX_WIDTH, "d_ff": MAX_WIDTH, "vocab_size": MAX_VOCABULARY, "context_length": MAX_CONTEXT,
 }  # fmt: skip
 SPECULATIVE = ("off", "ngram")
-MAX_BATCH, MAX_DRAFT_TOKENS = 4096, 16
-DEVICE_SPARE_BYTES = 1 << 30  # bytes of a GPU beside weights and KV cache: kernels, graphs, the arrays of a step
+MAX_BATCH, MAX_DRAFT_TOKENS = 1024, 16
+DEVICE_SPARE_BYTES = 1 << 30  # of a GPU beside weights, KV cache and the arrays of a step: context, kernels, graphs
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,10 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """How much an engine holds and how it divides its steps. These are the only defaults."""
+    """How much an engine holds and how it divides its steps.
+
+    These are the only defaults, but for `max_batch` and `max_step_tokens` on a GPU (engine/step_limits.py).
+    """
 
     max_context: int  # tokens of one request, prompt and output together
     n_blocks: int  # of the KV cache, for all requests together

@@ -72,7 +72,8 @@ class LLM(TextModel):
         the same tokenizer for speculative decoding; `deterministic` makes results batch-invariant, as they always are
         on the CPU, and costs speed on a GPU. `progress` is called during downloads, compiling and quantizing,
         `on_stage` during every phase of loading; `phases` has their seconds afterwards. `settings` are those of
-        `EngineConfig`: max_batch, target_itl_ms, prefix_cache, speculative, draft_tokens, ...
+        `EngineConfig`: target_itl_ms, prefix_cache, speculative, draft_tokens, ...; of these `max_batch` and
+        `max_step_tokens` are 64 and 512 on a CPU and chosen from model and memory on a GPU, unless they are given.
         """
         self.loading = LoadPhases(on_stage, progress)
         self.phases = self.loading.seconds

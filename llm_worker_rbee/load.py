@@ -15,17 +15,19 @@ from typing import Any, NamedTuple
 
 from .backends import cpu_info, fallback_to_cpu, is_automatic, resolve_kv_type, select, select_backend
 from .backends.ops import Backend
-from .config import EngineConfig, ModelConfig
+from .config import DEVICE_SPARE_BYTES, EngineConfig, ModelConfig
 from .engine.engine import Engine
 from .engine.kv_cache_budget import (
     DEVICE_MEMORY_FRACTION,
     HOST_MEMORY_FRACTION,
     KVCacheBudget,
     available_memory,
+    block_bytes,
     plan_kv_cache,
 )
 from .engine.sampling_defaults import SamplingDefaults, read_sampling_defaults
 from .engine.speculative import DraftModel
+from .engine.step_limits import StepLimits, choose_batch, choose_step_tokens, workspace_bytes
 from .errors import InsufficientMemoryError, InvalidRequestError
 from .models import Transformer, load_model, read_model_config
 from .models.convert import is_fp8, planned_types, quantize_checkpoint
@@ -39,6 +41,7 @@ from .weights.quant_mix import quant_name
 REPORTS_PER_PHASE = 10
 MAX_REPORT_INTERVAL_S = 2.0
 PLANNED_SETTINGS = ("max_context", "n_blocks", "block_size")  # of EngineConfig: these follow from the memory
+CHOSEN_SETTINGS = ("max_batch", "max_step_tokens")  # of EngineConfig: None leaves the choice to `plan_limits`
 ENGINE_SETTINGS = {field.name: field.default for field in fields(EngineConfig) if field.name not in PLANNED_SETTINGS}
 
 
@@ -119,6 +122,7 @@ class LoadedModel:
     quant: str  # the name of its mix of quantization types
     kv_type: str
     capacity: KVCacheBudget
+    limits: StepLimits
     sampling_defaults: SamplingDefaults
     notes: list[str]  # on the choice of device and on ignored metadata, for people
     draft_model: Transformer | None
@@ -154,7 +158,7 @@ def load(
     return LoadedModel(
         checkpoint=checkpoint, config=model.config, model=model, tokenizer=tokenizer,
         quant=quant_name(checkpoint) if options.quantize is None else options.quantize.upper(),
-        kv_type=placed.kv_type, capacity=placed.capacity,
+        kv_type=placed.kv_type, capacity=placed.capacity, limits=placed.limits,
         sampling_defaults=sampling_defaults, notes=[*placed.notes, *sampling_defaults.warnings],
         draft_model=None if draft is None else _load_weights(draft, placed, None, phases),
     )  # fmt: skip
@@ -162,7 +166,8 @@ def load(
 
 def make_engine(loaded: LoadedModel, settings: Mapping[str, Any]) -> Engine:
     """Return the engine of a loaded model; `settings` are those fields of `EngineConfig` that loading does not plan."""
-    config = EngineConfig(max_context=loaded.capacity.max_context, n_blocks=loaded.capacity.n_blocks, **settings)
+    planned = {"max_context": loaded.capacity.max_context, "n_blocks": loaded.capacity.n_blocks}
+    config = EngineConfig(**{**settings, **loaded.limits._asdict(), **planned})
     drafter = None
     if loaded.draft_model is not None:
         drafter = DraftModel(loaded.draft_model, config, loaded.config.vocab_size, loaded.kv_type)
@@ -174,9 +179,14 @@ def check_settings(settings: Mapping[str, Any], draft_model: object) -> None:
     for name in settings:
         if name not in ENGINE_SETTINGS:
             raise InvalidRequestError(f"unknown option {name!r}: an engine has {', '.join(ENGINE_SETTINGS)}", name)
-    EngineConfig(max_context=1, n_blocks=1, **settings)
+    EngineConfig(max_context=1, n_blocks=1, **given_settings(settings))
     if draft_model is not None and settings.get("speculative", "off") != "off":
         raise InvalidRequestError("speculative and draft_model are two ways to draft: give one of them", "speculative")
+
+
+def given_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings without those whose choice is left to `plan_limits`."""
+    return {name: value for name, value in settings.items() if value is not None or name not in CHOSEN_SETTINGS}
 
 
 def _select_backend(options: LoadOptions) -> Backend:
@@ -205,6 +215,7 @@ class Placement(NamedTuple):
     backend: Backend
     kv_type: str
     capacity: KVCacheBudget
+    limits: StepLimits
     notes: list[str]
 
 
@@ -234,16 +245,64 @@ def _plan_placement(
     backend: Backend, models: Sequence[Checkpoint], options: LoadOptions, notes: list[str]
 ) -> Placement:
     kv_type = resolve_kv_type(backend, options.kv_type)
-    on_device = backend.has_device_memory
-    weights = device_weight_bytes(models, options.quantize) if on_device else sum(one.nbytes for one in models)
+    plan = plan_limits(backend, models, kv_type, options)
+    capacity = plan_cache(models, kv_type, options, plan)
+    given = given_settings(options.settings)
+    if backend.has_device_memory and not all(name in given for name in CHOSEN_SETTINGS):
+        notes = [*notes, f"{plan.limits} fit on {backend.device}; max_batch and max_step_tokens set other limits"]
+    return Placement(backend, kv_type, capacity, plan.limits, notes)
+
+
+class MemoryPlan(NamedTuple):
+    """The limits of a step, and what is left for the KV cache."""
+
+    limits: StepLimits
+    available: int | None  # bytes beside the weights and the arrays of a step; None: unknown
+    memory_fraction: float  # of it that the KV cache may take
+
+
+def plan_limits(
+    backend: Backend | None, models: Sequence[Checkpoint], kv_type: str, options: LoadOptions
+) -> MemoryPlan:
+    """Return the limits of a step for a model and the draft model that may follow it; backend None: on the CPU."""
+    num_sharing = options.num_sharing
+    if backend is None or not backend.has_device_memory:
+        given = given_settings(options.settings)
+        limits = StepLimits()._replace(**{name: given[name] for name in CHOSEN_SETTINGS if name in given})
+        available = available_memory(num_sharing * sum(one.nbytes for one in models))
+        return MemoryPlan(limits, available, HOST_MEMORY_FRACTION / num_sharing)
+    reserved = num_sharing * device_weight_bytes(models, options.quantize) + (num_sharing - 1) * DEVICE_SPARE_BYTES
+    limits, workspace = _choose_limits(available_memory(reserved, backend) or 0, models, kv_type, options)
+    available = available_memory(reserved + num_sharing * workspace, backend)
+    return MemoryPlan(limits, available, DEVICE_MEMORY_FRACTION / num_sharing)
+
+
+def plan_cache(models: Sequence[Checkpoint], kv_type: str, options: LoadOptions, plan: MemoryPlan) -> KVCacheBudget:
+    """Return the KV cache of a model and its draft model; raise if it does not fit."""
     config, *drafts = map(read_model_config, models)
-    capacity = plan_kv_cache(
+    return plan_kv_cache(
         config, kv_type, kv_memory=options.kv_memory, max_context=options.max_context,
-        max_batch=options.settings.get("max_batch", ENGINE_SETTINGS["max_batch"]),
-        available=available_memory(options.num_sharing * weights, backend), draft_config=drafts[0] if drafts else None,
-        memory_fraction=(DEVICE_MEMORY_FRACTION if on_device else HOST_MEMORY_FRACTION) / options.num_sharing,
+        max_batch=plan.limits.max_batch, available=plan.available, draft_config=drafts[0] if drafts else None,
+        memory_fraction=plan.memory_fraction,
     )  # fmt: skip
-    return Placement(backend, kv_type, capacity, notes)
+
+
+def _choose_limits(
+    available: int, models: Sequence[Checkpoint], kv_type: str, options: LoadOptions
+) -> tuple[StepLimits, int]:
+    """Return the limits of a step on a GPU with `available` bytes beside the weights, and the bytes that it takes."""
+    settings, memory = given_settings(options.settings), available // options.num_sharing
+    config, *drafts = map(read_model_config, models)
+    is_drafting = bool(drafts) or settings.get("speculative", "off") != "off"
+    draft_tokens = settings.get("draft_tokens", ENGINE_SETTINGS["draft_tokens"]) if is_drafting else 0
+    max_step_tokens = settings.get("max_step_tokens") or choose_step_tokens(config, memory)
+    max_batch = settings.get("max_batch") or choose_batch(
+        config, memory, max_step_tokens, kv_token_bytes=sum(block_bytes(one, kv_type, 1) for one in (config, *drafts)),
+        kv_memory=options.kv_memory, context=options.max_context or config.context_length, draft_tokens=draft_tokens,
+        memory_fraction=DEVICE_MEMORY_FRACTION,
+    )  # fmt: skip
+    limits = StepLimits(max_batch, max_step_tokens)
+    return limits, max(workspace_bytes(one, limits, draft_tokens) for one in (config, *drafts))
 
 
 def device_weight_bytes(models: Sequence[Checkpoint], quantize: str | None) -> int:

@@ -10,10 +10,14 @@ from typing import Annotated, Any
 
 import typer
 
-from ..config import KV_DEFAULT, KV_ON_CPU, ModelConfig
-from ..engine.kv_cache_budget import HOST_MEMORY_FRACTION, available_memory, plan_kv_cache
+from .. import load
+from ..backends import fallback_to_cpu, select, select_backend
+from ..backends.ops import Backend
+from ..config import KV_AUTO, KV_DEFAULT, KV_ON_CPU, ModelConfig
+from ..engine.kv_cache_budget import DEVICE_MEMORY_FRACTION, HOST_MEMORY_FRACTION
 from ..engine.request import NEUTRAL_SAMPLING
 from ..engine.sampling_defaults import BUILT_IN, read_sampling_defaults
+from ..engine.step_limits import StepLimits
 from ..errors import InsufficientMemoryError, WorkerError, human_bytes
 from ..llm import open_tokenizer
 from ..models import read_model_config
@@ -44,7 +48,8 @@ def inspect(
         bool, typer.Option("--program", help="Load the weights and list what a step runs: fused ops and kernels.")
     ] = False,
     device: Annotated[
-        str, typer.Option("--device", metavar="NAME", help="With --program: auto, cpu, cuda or cuda:N.")
+        str,
+        typer.Option("--device", metavar="NAME", help="Where to compute, and plan memory: auto, cpu, cuda or cuda:N."),
     ] = "auto",
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object, tensors and metadata included.")
@@ -67,7 +72,7 @@ def inspect(
     with transfer_progress() as progress:
         located = hub.find_model(model, progress=progress)
     checkpoint = open_checkpoint(located.path, weights=False)
-    report = describe_file(checkpoint, located.bytes, context, planned)
+    report = describe_file(checkpoint, located.bytes, context, planned, device)
     step: list[Any] = []
     if program:
         llm = load_model(ModelOptions(model=str(located.path)), LoadOptions(device=device), Status())
@@ -108,7 +113,7 @@ def _lines(report: dict[str, Any]) -> list[str]:
         ("sampling", _sampling_line(report["sampling_defaults"])),
         *(("warning", text) for text in report["warnings"]),
         ("memory", _memory_line(report["memory"])),
-        *([] if report["fits"] is None else [("fits here", _fits_line(report["fits"]))]),
+        *([] if report["fits"] is None else _fits_lines(report["fits"])),
     ]
     lines = columns([(style(key, "bold"), one_line(value)) for key, value in rows])
     if report["fits"] is not None:
@@ -178,13 +183,18 @@ def _memory_line(memory: dict[str, Any]) -> str:
     return f"{total} for {memory['context']:,} tokens: {weights} weights + {kv} keys and values ({memory['kv_type']})"
 
 
-def _fits_line(fits: dict[str, Any]) -> str:
-    free = fits["available_bytes"]
-    beside = "memory unknown" if free is None else f"{human_bytes(free)} free beside the weights"
+def _fits_lines(fits: dict[str, Any]) -> list[tuple[str, str]]:
+    free, on_device = fits["available_bytes"], fits["device"] != "cpu"
+    what = "the weights and the arrays of a step" if on_device else "the weights"
+    where = f" on {fits['device']}" if on_device else ""
+    beside = "memory unknown" if free is None else f"{human_bytes(free)} free{where} beside {what}"
+    fraction = DEVICE_MEMORY_FRACTION if on_device else HOST_MEMORY_FRACTION
+    share = "one context" if free is None else f"at most {fraction:.0%}"
+    used = f"{share} of it for keys and values (--kv-memory sets another size)"
     if fits["kv_memory"] is not None:
-        return f"{beside}; --kv-memory is {human_bytes(fits['kv_memory'])}"
-    share = "one context" if free is None else f"at most {HOST_MEMORY_FRACTION:.0%}"
-    return f"{beside}; {share} of it for keys and values (--kv-memory sets another size)"
+        used = f"--kv-memory is {human_bytes(fits['kv_memory'])}"
+    limits = str(StepLimits(fits["max_batch"], fits["max_step_tokens"]))
+    return [("fits here", f"{beside}; {used}"), ("steps", f"{limits} (--max-batch, --max-step-tokens)")]
 
 
 def _fits_table(fits: dict[str, Any]) -> list[str]:
@@ -213,7 +223,7 @@ def _metadata_lines(checkpoint: Checkpoint) -> list[str]:
     return columns(rows, indent="  ")
 
 
-CAPACITY_FIELDS = ("bytes", "tokens", "max_context", "contexts", "requests", "tokens_each")
+CAPACITY_FIELDS = ("bytes", "tokens", "max_context", "contexts", "max_batch", "requests", "tokens_each")
 MAX_LIST_ITEMS = 8  # longer lists are cut
 # keys of any architecture in a GGUF: name in the report -> key behind `<architecture>.`
 COMMON_KEYS = {
@@ -223,7 +233,7 @@ COMMON_KEYS = {
 
 
 def describe_file(
-    checkpoint: Checkpoint, file_bytes: int, context: int | None, capacity: Mapping[str, Any]
+    checkpoint: Checkpoint, file_bytes: int, context: int | None, capacity: Mapping[str, Any], device: str = "cpu"
 ) -> dict[str, Any]:
     """Return everything but the lists of tensors and metadata; `capacity` holds the settings of the KV cache."""
     config: ModelConfig | None = None
@@ -244,7 +254,7 @@ def describe_file(
         "quantization": _quantization(checkpoint), "tokenizer": _tokenizer(checkpoint),
         "sampling_defaults": sampling.report(), "warnings": sampling.warnings,
         "memory": _memory(checkpoint, config if checkpoint.tensors else None, context or shape.get("context")),
-        "fits": None if config is None or reason else _fits(checkpoint, config, context, capacity),
+        "fits": None if config is None or reason else _fits(checkpoint, context, capacity, device),
     }  # fmt: skip
 
 
@@ -299,21 +309,34 @@ def _memory(checkpoint: Checkpoint, config: ModelConfig | None, context: int | N
     }  # fmt: skip
 
 
-def _fits(
-    checkpoint: Checkpoint, config: ModelConfig, context: int | None, capacity: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Return the KV cache that an engine would allocate on this machine now, for each type."""
-    available = available_memory(checkpoint.nbytes)
+def _fits(checkpoint: Checkpoint, context: int | None, capacity: Mapping[str, Any], device: str) -> dict[str, Any]:
+    """Return the steps, and the KV cache of each type, that an engine would have on this machine now."""
+    models, backend = [checkpoint], _gpu_backend(checkpoint, device)
+    options = load.LoadOptions(**load.split_settings({"kv_type": KV_AUTO, "max_context": context, **capacity}))
     caches: dict[str, Any] = {}
-    for kv_type in KV_ON_CPU:
+    for kv_type in KV_ON_CPU if backend is None else backend.kv_types:
         try:
             with option_names_in_errors(max_context="--context"):
-                made = plan_kv_cache(config, kv_type, max_context=context, available=available, **capacity)
+                made = load.plan_cache(models, kv_type, options, load.plan_limits(backend, models, kv_type, options))
         except InsufficientMemoryError as error:
             caches[kv_type] = {"error": str(error)}
             continue
         caches[kv_type] = {name: getattr(made, name) for name in CAPACITY_FIELDS}
-    return {"available_bytes": available, **capacity, "kv_types": caches}
+    plan = load.plan_limits(backend, models, KV_DEFAULT if backend is None else backend.default_kv_type, options)
+    return {
+        "device": "cpu" if backend is None else backend.device, "available_bytes": plan.available, **capacity,
+        **plan.limits._asdict(), "kv_types": caches,
+    }  # fmt: skip
+
+
+def _gpu_backend(checkpoint: Checkpoint, device: str) -> Backend | None:
+    """Return the backend of the GPU that an engine would compute on; None: it would take the CPU."""
+    if device == "cpu" or (device == "auto" and (not select.has_driver() or select.missing_packages())):
+        return None
+    backend = select_backend(device)
+    if device == "auto":
+        backend, _ = fallback_to_cpu(backend, load.device_weight_bytes([checkpoint], None))
+    return backend if backend.has_device_memory else None
 
 
 def tensor_rows(checkpoint: Checkpoint) -> list[dict[str, Any]]:

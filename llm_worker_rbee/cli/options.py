@@ -19,12 +19,14 @@ import typer
 
 from ..backends import cpu_info
 from ..backends.ops import COMPILING
-from ..config import KV_AUTO, KV_VALUE_BYTES, SPECULATIVE, EngineConfig
+from ..config import KV_AUTO, KV_VALUE_BYTES, MAX_BATCH, SPECULATIVE, EngineConfig
 from ..engine.kv_cache_budget import parse_size
 from ..engine.request import SamplingParams
 from ..engine.sampling_defaults import BUILT_IN_SAMPLING
+from ..engine.step_limits import STEP_TOKENS
 from ..errors import InsufficientMemoryError, InvalidRequestError, WorkerError
 from ..llm import LLM, Stream
+from ..load import given_settings
 from ..models.convert import TYPES
 from ..progress import OnStage, transfer_progress
 from . import NUMPY_THREAD_VARIABLES
@@ -36,7 +38,9 @@ KV_TYPES = (KV_AUTO, *KV_VALUE_BYTES)
 # Nine digits are more than any vocabulary needs. Python's int and float would take 1_0 and other scripts' digits too.
 LOGIT_BIAS = re.compile(r"(-?[0-9]{1,9})=([+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?|[+-]?inf|nan)")
 # Arguments of `LLM` that error messages name and the user types as options.
-SETTING = re.compile(r"(?<![\w-])(?:kv_memory|kv_type|max_context|max_tokens|draft_model|quantize)(?!\w)")
+SETTING = re.compile(
+    r"(?<![\w-])(?:kv_memory|kv_type|max_context|max_tokens|max_batch|max_step_tokens|draft_model|quantize)(?!\w)"
+)
 SAMPLING = SamplingParams()
 ENGINE_DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(EngineConfig)}
 
@@ -243,16 +247,24 @@ class CapacityOptions:
     kv_memory: str | None = _engine(
         None, "SIZE", "Memory for keys and values: 512M, 1.5GB, 2GiB.", show_default="from the free memory"
     )
-    max_batch: int = _engine(ENGINE_DEFAULTS["max_batch"], "N", "Maximum number of requests in a batch; others wait.")
+    max_batch: int | None = _engine(
+        None, "N", "Maximum number of requests in a batch; others wait.",
+        show_default=f"{ENGINE_DEFAULTS['max_batch']}, on a GPU what fits, at most {MAX_BATCH}",
+    )  # fmt: skip
+    max_step_tokens: int | None = _engine(
+        None, "N", "Maximum number of tokens in a step with prefill.",
+        show_default=f"{ENGINE_DEFAULTS['max_step_tokens']}, on a GPU by model and memory, at most {STEP_TOKENS[0]}",
+    )  # fmt: skip
 
     def arguments(self) -> dict[str, Any]:
         """Return the validated arguments of `LLM`."""
         kv_memory = None if self.kv_memory is None else _check(parse_size, self.kv_memory)
-        return {"kv_memory": kv_memory, **self._check_engine(max_batch=self.max_batch)}
+        limits = {"max_batch": self.max_batch, "max_step_tokens": self.max_step_tokens}
+        return {"kv_memory": kv_memory, **self._check_engine(**limits)}
 
     @staticmethod
     def _check_engine(**values: Any) -> dict[str, Any]:
-        _check(EngineConfig, max_context=1, n_blocks=1, **values)
+        _check(EngineConfig, max_context=1, n_blocks=1, **given_settings(values))
         return values
 
 

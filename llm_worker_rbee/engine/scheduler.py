@@ -29,9 +29,9 @@ from .request import (
     copy_error,
     error_output,
 )
+from .step_limits import max_scored_tokens
 
 MIN_PREFILL_TOKENS = 16  # in a step, however slow it is and however many requests decode: prefills must progress
-MAX_SCORED_TOKENS = 64  # in a step, of prompts whose log-probabilities are requested: bounds the memory of logits
 
 
 class Scheduler:
@@ -107,7 +107,8 @@ class Scheduler:
         least = min(MIN_PREFILL_TOKENS, self.config.max_step_tokens)
         left = max(least, token_budget - sum(one.stop - one.start for one in scheduled))
         order = self._prefill_order([request for request in prefills if request.batch_slot >= 0])
-        return scheduled + [next_chunk(request, count) for request, count in split_prefill_budget(order, left)]
+        chunks = split_prefill_budget(order, left, max_scored_tokens(self.config.max_step_tokens))
+        return scheduled + [next_chunk(request, count) for request, count in chunks]
 
     def update(self, scheduled: Sequence[ScheduledTokens], sampled: SamplerOutput) -> list[StepOutput]:
         """Apply what a step computed; return its output tokens in the order of `scheduled`."""
@@ -319,14 +320,13 @@ def _reverse_schedule_order(request: Request) -> tuple[int, int]:
     return -request.priority, -request.arrival
 
 
-def split_prefill_budget(requests: Iterator[Request], budget: int) -> list[tuple[Request, int]]:
-    """Return how many tokens of each request a step computes (chunked prefill).
+def split_prefill_budget(requests: Iterator[Request], budget: int, scored: int) -> list[tuple[Request, int]]:
+    """Return how many tokens of each request a step computes (chunked prefill), at most `scored` with their logits.
 
     Each gets at most half of what is left, so that a short prompt does not wait for a long one before it; what remains
     goes to the first.
     """
     counts: list[tuple[Request, int]] = []
-    scored = MAX_SCORED_TOKENS
     while budget > 0 and (request := next(requests, None)) is not None:
         count = min(len(request.ids) - request.num_computed_tokens, max(budget // 2, 1))
         if request.num_unscored_tokens:

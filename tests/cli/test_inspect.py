@@ -92,15 +92,21 @@ def test_inspect_program_lists_fused_ops_and_layers_once(cli: Run, tiny: Path) -
 def test_inspect_lists_kv_cache_that_fits(cli: Run, default_model: Path) -> None:
     options = ("--kv-memory", "100M", "--max-batch", "8")
     fits = inspected(cli, default_model, *options)["fits"]
-    assert (fits["kv_memory"], fits["max_batch"]) == (10**8, 8)
+    assert (fits["device"], fits["kv_memory"], fits["max_batch"], fits["max_step_tokens"]) == ("cpu", 10**8, 8, 512)
     float32, int8 = fits["kv_types"]["float32"], fits["kv_types"]["int8"]
     assert float32 == {
-        "bytes": 99_532_800, "tokens": 2160, "max_context": 2160, "contexts": 1, "requests": 8, "tokens_each": 256,
+        "bytes": 99_532_800, "tokens": 2160, "max_context": 2160, "contexts": 1, "max_batch": 8, "requests": 8,
+        "tokens_each": 256,
     }  # fmt: skip
     assert (int8["max_context"], int8["contexts"], int8["tokens_each"]) == (8160, 1, 1008)
     shown = cli("inspect", default_model, *options).stdout.decode()
     assert re.search(r"^float32 +99\.5 MB +2,160 +1 of 2,160 tokens +8 of 256 tokens each$", shown, re.MULTILINE)
-    assert list(inspected(cli, default_model)["fits"]["kv_types"]) == ["float32", "float16", "int8"]
+    assert re.search(
+        r"^steps +up to 8 requests in a batch and 512 tokens in a step \(--max-batch, ", shown, re.MULTILINE
+    )
+    default = inspected(cli, default_model, "--max-step-tokens", "1000")["fits"]
+    assert list(default["kv_types"]) == ["float32", "float16", "int8"]
+    assert (default["max_batch"], default["max_step_tokens"]) == (64, 1000)
 
 
 def test_kv_cache_that_does_not_fit_is_reported(cli: Run, tiny: Path) -> None:

@@ -87,20 +87,22 @@ def test_invalid_thread_count_in_environment_is_an_error(cli: Run, tiny: Path, m
 
 def test_engine_option_defaults_are_those_of_engine_config() -> None:
     defaults = {
-        "kv_memory": None, "max_batch": 64, "target_itl_ms": 100.0, "prefix_cache": True, "speculative": "off",
-        "draft_tokens": 4, "draft_model": None, "deterministic": False,
+        "kv_memory": None, "target_itl_ms": 100.0, "prefix_cache": True, "speculative": "off", "draft_tokens": 4,
+        "draft_model": None, "deterministic": False,
     }  # fmt: skip
-    assert EngineOptions().arguments() == defaults
+    chosen = {"max_batch": None, "max_step_tokens": None}  # by the device
+    assert EngineOptions().arguments() == defaults | chosen
     of_config = {field.name: field.default for field in fields(EngineConfig)}
     assert {name: of_config[name] for name in defaults if name in of_config} == {
         name: value for name, value in defaults.items() if name in of_config
     }
     changed = EngineOptions(
-        kv_memory="2GiB", max_batch=3, target_itl_ms=7.5, no_prefix_cache=True, speculative="ngram", draft_tokens=2
-    )
+        kv_memory="2GiB", max_batch=3, max_step_tokens=99, target_itl_ms=7.5, no_prefix_cache=True,
+        speculative="ngram", draft_tokens=2,
+    )  # fmt: skip
     assert changed.arguments() == {
-        "kv_memory": 2 << 30, "max_batch": 3, "target_itl_ms": 7.5, "prefix_cache": False, "speculative": "ngram",
-        "draft_tokens": 2, "draft_model": None, "deterministic": False,
+        "kv_memory": 2 << 30, "max_batch": 3, "max_step_tokens": 99, "target_itl_ms": 7.5, "prefix_cache": False,
+        "speculative": "ngram", "draft_tokens": 2, "draft_model": None, "deterministic": False,
     }  # fmt: skip
 
 
@@ -112,7 +114,7 @@ def test_engine_options_give_same_answer(cli: Run, tiny: Path) -> None:
         return tokens
 
     usual = answer()
-    assert answer("--max-batch", "1", "--no-prefix-cache", "--target-itl-ms", "1") == usual
+    assert answer("--max-batch", "1", "--max-step-tokens", "5", "--no-prefix-cache", "--target-itl-ms", "1") == usual
     assert answer("--speculative", "ngram", "--draft-tokens", "3") == usual
     assert answer("--draft-model", tiny) == usual
     assert answer("--kv-memory", "150K", "--max-context", "100") == usual
@@ -133,7 +135,9 @@ def test_engine_options_give_same_answer(cli: Run, tiny: Path) -> None:
             "--max-context or --kv-type",
         ),
         (("--max-context", "257"), 1, "--max-context is 257: it must be 1 to 256, the model's context"),
-        (("--max-batch", "0"), 2, "--max-batch is 0: it must be a whole number, 1 or more, at most 4096"),
+        (("--max-batch", "0"), 2, "--max-batch is 0: it must be a whole number, 1 or more, at most 1024"),
+        (("--max-batch", "1025"), 2, "--max-batch is 1025: it must be a whole number, 1 or more, at most 1024"),
+        (("--max-step-tokens", "0"), 2, "--max-step-tokens is 0: it must be a whole number, 1 or more"),
         (("--target-itl-ms", "nan"), 2, "--target-itl-ms is nan: it must be a number of milliseconds above 0"),
         (("--speculative", "magic"), 2, "unknown --speculative 'magic': use one of off, ngram"),
         (("--draft-tokens", "99", "--speculative", "ngram"), 2, "--draft-tokens is 99: it must be"),

@@ -426,6 +426,21 @@ def test_scored_prompt_is_computed_whole_and_published() -> None:
     assert len(scored.prompt_logprobs) == 150
 
 
+@pytest.mark.parametrize(("max_step_tokens", "scored_tokens"), [(512, 64), (4096, 512), (8192, 512)])
+def test_scored_tokens_of_large_steps_are_limited(max_step_tokens: int, scored_tokens: int) -> None:
+    """Their logits would take gigabytes; other prompts fill the step."""
+    paper = PaperScheduler(max_step_tokens=max_step_tokens, n_blocks=4096)
+    scored = [paper.request(spread(1500, 10 * i), 2, scored=True) for i in range(2)]
+    plain = paper.request(spread(7000, 40), 2)
+    step = paper.step(max_step_tokens)
+    logits = {one.request: one.stop - one.logits_from for one in step}
+    assert sum(logits.get(request, 0) for request in scored) == scored_tokens
+    assert sum(one.stop - one.start for one in step) == min(max_step_tokens, scored_tokens + 7000)
+    assert plain in logits
+    paper.run()
+    paper.require_answers(*scored, plain)
+
+
 def test_preempted_scored_prompt_is_scored_once() -> None:
     paper = PaperScheduler(n_blocks=8)
     scored = paper.request(spread(25), 3, scored=True, priority=1)

@@ -132,6 +132,8 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 def test_scheduler_state_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scheduler, "MAX_SCORED_TOKENS", 4)  # so that short prompts are scored in several steps
+    monkeypatch.setattr(
+        scheduler, "max_scored_tokens", lambda _: 4
+    )  # so that short prompts are scored in several steps
     steps = settings(max_examples=200, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck))
     run_state_machine_as_test(SchedulerMachine, settings=steps)

@@ -83,9 +83,9 @@ def test_auto_falls_back_to_cpu_if_kv_cache_does_not_fit(monkeypatch: pytest.Mon
         model=None, device="auto", backend="auto", threads=None, kv_type="auto", kv_memory=None, quantize=None,
         max_context=None, draft_model=None, deterministic=False, settings={"max_batch": 4},
     )  # fmt: skip
-    ops, kv_type, capacity, notes = load.place_model(cuda, models, automatic)
+    ops, kv_type, capacity, limits, notes = load.place_model(cuda, models, automatic)
     assert ops.name == "cpu"
-    assert (kv_type, capacity.n_blocks > 0) == ("float16", True)
+    assert (kv_type, capacity.n_blocks > 0, limits) == ("float16", True, (4, 512))
     assert [note.startswith("the GPU is not used: ") for note in notes] == [True]
     with pytest.raises(InsufficientMemoryError):
         load.place_model(cuda, models, replace(automatic, device="cuda"))

@@ -1,0 +1,88 @@
+"""How many requests and tokens a step may have by default, and the memory of a GPU that the largest step takes.
+
+On a CPU the limits are those of `EngineConfig`: a larger batch would take as much longer. A GPU computes a hundred
+requests in little more than the time of one, so there the limits follow from the memory beside the weights: as many
+requests as the KV cache has room for, as many tokens as a step computes in a fraction of a second. No arrays here.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ..config import MAX_BATCH, EngineConfig, ModelConfig
+
+DEFAULT_CONFIG = EngineConfig(max_context=1, n_blocks=1)
+BATCH_STEP = 64  # batches are multiples of this: sizes that CUDA graphs are captured for
+# Tokens that each request of a full batch has room for: an eighth of the context, within these bounds.
+CONTEXT_SHARE, MIN_REQUEST_TOKENS, MAX_REQUEST_TOKENS = 8, 512, 1024
+STEP_TOKENS = (8192, 4096, 2048, 1024, 512)
+MIN_STEP_TOKENS_BY_TIME = 2048  # however large the model: fewer would leave tensor cores idle
+MAX_STEP_FLOPS = 1.5e14  # of the matrix products of a step: 0.2 to 0.4 s on a GPU of 2024 (8B parameters, 8,192 tokens)
+WORKSPACE_SHARE = 0.1  # of the memory beside the weights, that the arrays of a step may take by default
+MAX_SCORED_TOKENS = 512  # in a step, of prompts whose log-probabilities are requested: each needs a row of logits
+MIN_SCORED_TOKENS = 64
+GRAPH_TOKENS = 1024  # of the largest captured step: graphs keep their arrays in a memory pool of their own
+LOGIT_COPIES = 3  # as computed, in the buffer that graphs share, capped or gathered for sampling
+
+
+class StepLimits(NamedTuple):
+    """Requests and tokens of a step."""
+
+    max_batch: int = DEFAULT_CONFIG.max_batch
+    max_step_tokens: int = DEFAULT_CONFIG.max_step_tokens
+
+    def __str__(self) -> str:
+        return f"up to {self.max_batch:,} requests in a batch and {self.max_step_tokens:,} tokens in a step"
+
+
+def max_scored_tokens(max_step_tokens: int) -> int:
+    """Return how many prompt tokens with log-probabilities a step may have."""
+    return min(MAX_SCORED_TOKENS, max(MIN_SCORED_TOKENS, max_step_tokens // 8))
+
+
+def activation_bytes(config: ModelConfig) -> int:
+    """Return the bytes of the arrays of one token, at the layer that takes most.
+
+    The residual stream is float32, activations have 2 bytes. Products are float32 and exist twice where the parts of a
+    matrix are multiplied apart and joined.
+    """
+    width, heads, kv_heads = config.d_model, config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
+    attention = 2 * 4 * (heads + 2 * kv_heads) + (2 + 4 + 2) * heads  # product; queries, output, output as activations
+    mlp = 2 * 4 * 2 * config.d_ff + 2 * config.d_ff  # gate and up; their combination
+    return 4 * width + 2 * width + max(attention, mlp)
+
+
+def workspace_bytes(config: ModelConfig, limits: StepLimits, draft_tokens: int = 0) -> int:
+    """Return the bytes of the arrays of the largest step on a GPU, with those that its graphs keep."""
+    decoding = limits.max_batch * (1 + draft_tokens)
+    tokens = max(limits.max_step_tokens, decoding)
+    rows = decoding + min(limits.max_step_tokens, max_scored_tokens(limits.max_step_tokens))
+    arrays = (tokens + min(tokens, GRAPH_TOKENS)) * activation_bytes(config)
+    return arrays + LOGIT_COPIES * 4 * rows * config.vocab_size
+
+
+def choose_step_tokens(config: ModelConfig, memory: int) -> int:
+    """Return the default of `max_step_tokens` on a GPU with `memory` bytes beside the weights."""
+    weights = config.n_layers * config.d_model * (
+        2 * (config.n_heads + config.n_kv_heads) * config.head_dim + 3 * config.d_ff
+    )  # fmt: skip
+    for tokens in STEP_TOKENS:
+        is_fast = 2 * weights * tokens <= MAX_STEP_FLOPS or tokens <= MIN_STEP_TOKENS_BY_TIME
+        if is_fast and workspace_bytes(config, StepLimits(BATCH_STEP, tokens)) <= WORKSPACE_SHARE * memory:
+            return tokens
+    return STEP_TOKENS[-1]
+
+
+def choose_batch(
+    config: ModelConfig, memory: int, max_step_tokens: int, *, kv_token_bytes: int, kv_memory: int | None, context: int,
+    draft_tokens: int = 0, memory_fraction: float = 1.0,
+) -> int:  # fmt: skip
+    """Return the default of `max_batch` on a GPU with `memory` bytes beside the weights: requests of a share of the
+    context each that fit into the KV cache, which is `kv_memory` bytes or takes `memory_fraction` of what is left."""
+    share = min(context, max(MIN_REQUEST_TOKENS, min(MAX_REQUEST_TOKENS, context // CONTEXT_SHARE)))
+    for batch in range(MAX_BATCH, BATCH_STEP, -BATCH_STEP):
+        left = memory - workspace_bytes(config, StepLimits(batch, max_step_tokens), draft_tokens)
+        room = int(memory_fraction * left) if kv_memory is None else min(kv_memory, left)
+        if batch * share * kv_token_bytes <= room:
+            return batch
+    return BATCH_STEP

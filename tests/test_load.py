@@ -1,0 +1,97 @@
+"""What is planned before a model is loaded: limits of a step and memory, for the CPU and for made-up GPUs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llm_worker_rbee import load
+from llm_worker_rbee.config import DEVICE_SPARE_BYTES, KV_CUDA, KV_ON_CUDA, MAX_BATCH
+from llm_worker_rbee.engine.kv_cache_budget import DEVICE_MEMORY_FRACTION
+from llm_worker_rbee.engine.step_limits import StepLimits, workspace_bytes
+from llm_worker_rbee.errors import InsufficientMemoryError, InvalidRequestError
+from llm_worker_rbee.models import read_model_config
+from llm_worker_rbee.weights import Checkpoint, open_checkpoint
+
+
+class Device:
+    """What planning reads of a backend on a GPU."""
+
+    has_device_memory, kv_types, default_kv_type, device = True, KV_ON_CUDA, KV_CUDA, "cuda:0"
+
+    def __init__(self, free: int) -> None:
+        self._free = free
+
+    def free_memory(self) -> int:
+        return self._free
+
+
+@pytest.fixture(scope="module")
+def checkpoint(default_model: Path) -> Checkpoint:
+    return open_checkpoint(default_model, weights=False)
+
+
+def options(**settings: Any) -> load.LoadOptions:
+    named = {"device": "cuda", "backend": "auto", "kv_type": "auto"}
+    return load.LoadOptions(**load.split_settings({**named, **settings}))
+
+
+def place(checkpoint: Checkpoint, free: int, **settings: Any) -> load.Placement:
+    device: Any = Device(free)
+    return load.place_model(device, [checkpoint], options(**settings))
+
+
+def test_limits_on_cpu_are_those_of_engine_config(checkpoint: Checkpoint) -> None:
+    plan = load.plan_limits(None, [checkpoint], "float16", options(max_batch=None))
+    assert plan.limits == (64, 512)
+    assert load.plan_limits(None, [checkpoint], "float16", options(max_batch=7, max_step_tokens=9)).limits == (7, 9)
+
+
+def test_limits_on_gpu_fill_its_memory(checkpoint: Checkpoint) -> None:
+    free = 40 * 10**9
+    placed = place(checkpoint, free)
+    assert placed.limits == (MAX_BATCH, 8192)
+    note = "up to 1,024 requests in a batch and 8,192 tokens in a step fit on cuda:0; max_batch and max_step_tokens set"
+    assert [text.startswith(note) for text in placed.notes] == [True]
+    workspace = workspace_bytes(read_model_config(checkpoint), placed.limits)
+    reserved = load.device_weight_bytes([checkpoint], None) + workspace + DEVICE_SPARE_BYTES
+    assert placed.capacity.max_batch == MAX_BATCH
+    assert placed.capacity.bytes <= DEVICE_MEMORY_FRACTION * (free - reserved)
+    assert placed.capacity.tokens_each > 512
+
+
+def test_given_limits_override_chosen_ones(checkpoint: Checkpoint) -> None:
+    placed = place(checkpoint, 24 * 10**9, max_batch=100, max_step_tokens=16_384)
+    assert (placed.limits, placed.notes) == ((100, 16_384), [])
+    assert place(checkpoint, 24 * 10**9, max_batch=100).limits == (100, 8192)
+    assert place(checkpoint, 24 * 10**9, max_step_tokens=256).limits.max_step_tokens == 256
+
+
+def test_arrays_of_largest_step_are_reserved(checkpoint: Checkpoint) -> None:
+    """A GPU on which weights and a KV cache fit, but not such a step, is refused before anything is loaded."""
+    limits = StepLimits(MAX_BATCH, 65_536)
+    free = load.device_weight_bytes([checkpoint], None) + DEVICE_SPARE_BYTES + 10**9
+    assert workspace_bytes(read_model_config(checkpoint), limits) > 10**9
+    with pytest.raises(InsufficientMemoryError):
+        place(checkpoint, free, **limits._asdict())
+    assert place(checkpoint, free, max_batch=64, max_step_tokens=512).capacity.tokens > 8192
+
+
+def test_engines_that_share_a_gpu_have_a_part_each(checkpoint: Checkpoint) -> None:
+    device: Any = Device(24 * 10**9)
+    alone = load.place_model(device, [checkpoint], options(max_batch=64, max_step_tokens=512))
+    shared = load.place_model(device, [checkpoint], replace(options(max_batch=64, max_step_tokens=512), num_sharing=8))
+    workspace = workspace_bytes(read_model_config(checkpoint), StepLimits())
+    each = shared.capacity.bytes + load.device_weight_bytes([checkpoint], None) + workspace + DEVICE_SPARE_BYTES
+    assert shared.capacity.bytes < alone.capacity.bytes
+    assert 8 * each <= 24 * 10**9
+
+
+@pytest.mark.parametrize(("name", "value"), [("max_batch", 0), ("max_batch", MAX_BATCH + 1), ("max_step_tokens", 0)])
+def test_limits_out_of_range_raise(name: str, value: int) -> None:
+    with pytest.raises(InvalidRequestError, match=f"{name} is {value}: it must be a whole number, 1 or more"):
+        load.check_settings({name: value}, None)
+    load.check_settings({name: None}, None)
