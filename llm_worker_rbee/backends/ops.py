@@ -90,16 +90,17 @@ class AttentionParams(NamedTuple):
 
 Profiler = Callable[[str, Callable[..., Any]], Callable[..., Any]]  # (component, function) -> the function, timed
 Progress = Callable[[str, int, int | None], None]  # (what, done, total)
+Forward = Callable[["Batch"], Array]  # one step of a model: the logits
 COMPILING = "compiling kernels, once"  # what `load_kernels` reports
 CAPTURING = "capturing CUDA graphs"
 
 
 class StepLimits(NamedTuple):
-    """What a step may have at most."""
+    """What a step of an engine has at most."""
 
     max_batch: int  # requests
     max_tokens: int
-    max_logits: int
+    max_logits: int  # rows
     max_context: int  # tokens of a request
 
 
@@ -276,9 +277,10 @@ class Backend(ABC):
         """Prepare for compiling many kernels at once, while other parts of a model are loaded."""
 
     def warm_up(
-        self, fused: FusedForward | None, kv: Sequence[KVLayer], vocab_size: int, limits: StepLimits, progress: Progress
-    ) -> WarmUp:
-        """Compile, load and capture all that steps within the limits launch: nothing is left for later steps."""
+        self, forward: Forward, fused: FusedForward | None, kv: Sequence[KVLayer], limits: StepLimits,
+        progress: Progress,
+    ) -> WarmUp:  # fmt: skip
+        """Do all one-time work of steps within the limits, so that none is left for a request. Nothing is in `kv`."""
         return WarmUp()
 
     def load_kernels(

@@ -8,17 +8,20 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 
+from ..backends.ops import Progress, StepLimits, WarmUp
 from ..cache import KVCache
 from ..config import EngineConfig
 from ..errors import InferenceError, InsufficientMemoryError, InvalidRequestError, WorkerError
 from ..models import Transformer
 from .async_scheduling import AsyncScheduler, InFlightStep
-from .model_runner import ModelRunner
+from .model_runner import ModelRunner, forward
 from .request import Request, SamplerOutput, ScheduledTokens, StepOutput
 from .sampler import sample
 from .scheduler import MIN_PREFILL_TOKENS, Scheduler
-from .speculative import Drafter, NgramDrafter
+from .speculative import Drafter, DraftModel, NgramDrafter
+from .step_limits import max_scored_tokens
 from .step_time import StepSize, StepTimeModel, chunk_context, step_size
 
 Compute = Callable[[list[ScheduledTokens]], SamplerOutput]
@@ -74,6 +77,23 @@ class Engine:
     def abort(self, request: Request) -> bool:
         """Drop a request and free its blocks; return whether the engine had it."""
         return self.scheduler.remove(request)
+
+    def warm_up(self, progress: Progress = lambda what, done, total: None) -> WarmUp:
+        """Do all one-time work of the backend before the first request: compile kernels, capture graphs."""
+        config, drafts = self.config, 0 if self.drafter is None else self.config.draft_tokens
+        rows = config.max_batch * (1 + drafts)
+        limits = StepLimits(
+            max_batch=config.max_batch, max_tokens=max(config.max_step_tokens, rows + MIN_PREFILL_TOKENS),
+            max_logits=rows + max_scored_tokens(config.max_step_tokens), max_context=config.max_context,
+        )  # fmt: skip
+        computing: list[Engine | DraftModel] = [self]
+        if isinstance(self.drafter, DraftModel):
+            computing.append(self.drafter)
+        done = []
+        for one in computing:
+            run = partial(forward, one.model, cache=one.cache)
+            done.append(one.model.ops.warm_up(run, one.model.fused, one.cache.layers, limits, progress))
+        return WarmUp(sum(each.kernels for each in done), sum(each.compiled for each in done))
 
     def step(self) -> list[StepOutput]:
         """Compute the next tokens of the running requests."""

@@ -5,15 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from ..backends.ops import StepLimits, WarmUp
-from ..cache import KVCache
+from ..backends.ops import WarmUp
 from ..engine.dummy_model import DummyModel
 from ..engine.engine import Engine
 from ..engine.request import Request, SamplingParams, SchedulerStats
-from ..engine.scheduler import MIN_PREFILL_TOKENS
-from ..engine.speculative import DraftModel
 from ..load import LoadedModel, LoadOptions, LoadPhases, load, make_engine
-from ..models import Transformer
 from ..tokenizer import Tokenizer
 from .protocol import ModelInfo
 
@@ -44,30 +40,14 @@ def model_info(loaded: LoadedModel, engine: Engine, phases: LoadPhases) -> Model
     )  # fmt: skip
 
 
-def warm_up(engine: Engine, phases: LoadPhases) -> WarmUp:
+def warm_up(engine: Engine, phases: LoadPhases | None = None) -> WarmUp:
     """Do all one-time work, so that no request waits for it: compile and load kernels, capture graphs, and compute a
     token. Offline use (`LLM`, `run`) leaves this out: there the first answer counts, which needs few kernels."""
+    phases = phases or LoadPhases()
     with phases.timed("warm-up"):
-        limits = step_limits(engine)
-        done = _warm_up_model(engine.model, engine.cache, limits, phases)
-        if isinstance(engine.drafter, DraftModel):
-            draft = _warm_up_model(engine.drafter.model, engine.drafter.cache, limits, phases)
-            done = WarmUp(done.kernels + draft.kernels, done.compiled + draft.compiled)
+        done = engine.warm_up(phases.progress)
         _compute_token(engine)
     return done
-
-
-def step_limits(engine: Engine) -> StepLimits:
-    """Return what the scheduler puts into a step at most: all decodes with their drafts, and some prefill. Of a prompt
-    that is scored every token needs its logits."""
-    config = engine.config
-    decoding = config.max_batch * (1 if engine.drafter is None else 1 + config.draft_tokens)
-    max_tokens = max(config.max_step_tokens, decoding + MIN_PREFILL_TOKENS)
-    return StepLimits(config.max_batch, max_tokens, max_tokens, config.max_context)
-
-
-def _warm_up_model(model: Transformer, cache: KVCache, limits: StepLimits, phases: LoadPhases) -> WarmUp:
-    return model.ops.warm_up(model.fused, cache.layers, model.config.vocab_size, limits, phases.progress)
 
 
 def _compute_token(engine: Engine) -> None:
