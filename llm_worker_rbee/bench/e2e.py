@@ -150,8 +150,8 @@ class Throughput:
 
     def add_sample(self) -> None:
         c, bench = self.case, self.bench
-        graphs = getattr(bench.model.fused, "graphs", None)
-        timed = self.run(time_device=None if graphs is None else partial(graphs.time_replay, c.batch))
+        time_graph = getattr(bench.model.fused, "time_decode_graph", None)
+        timed = self.run(time_device=None if time_graph is None else partial(time_graph, c.batch))
         bench.samples.setdefault(c.name, []).append(c.tokens * c.batch / timed.seconds)
         sizes: dict[str, Any] = {"depth": c.depth, "batch": c.batch}
         if self.products is not None:

@@ -177,8 +177,9 @@ class CudaBackend(ops.Backend):
 
         def upload_tiles() -> QueryTiles:
             table, tiles = batch.block_table, query_tiles(batch.query_start, queries)
-            arrays = (table, np.array(table.shape[1:]), batch.query_start, batch.context_len, *tiles)
-            return QueryTiles(queries, *(upload(array, self.torch_device) for array in arrays))
+            count = np.array([len(tiles[0])])
+            arrays = (table, np.array(table.shape[1:]), batch.query_start, batch.context_len, count, *tiles)
+            return QueryTiles(queries, len(tiles[0]), *(upload(array, self.torch_device) for array in arrays))
 
         out = self._empty(len(q), q.shape[1] * q.shape[2])
         launch_prefill_attention(q.contiguous(), kv, self._once((batch,), upload_tiles), params, out)

@@ -40,21 +40,14 @@ def prefill_tile(shared_bytes: int, dim: int, item: int) -> tuple[int, int]:
 
 
 @triton.jit
-def prefill_attention(
-    q, k_cache, v_cache, block_tables, table_width, query_start, context_len, tile_request, tile_first, out, scale,
+def attend_tile(
+    q, k_cache, v_cache, block_tables, table_width, query_start, context_len, request, first, out, scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, P: tl.constexpr, TILE_QUERIES: tl.constexpr,
     TILE_KEYS: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
-    """Attend with TILE_QUERIES queries of request tile_request[tile], from its tile_first[tile]-th of this step on.
-
-    Program (tile, head). A negative request is padding. block_tables (requests, table_width[0])."""
+    """Attend with the queries of a request from its first-th of this step on."""
     SIZE: tl.constexpr = padded_dim(DIM)
-    tile = tl.program_id(0)
     head = tl.program_id(1)
-    request = tl.load(tile_request + tile)
-    if request < 0:
-        return
-    first = tl.load(tile_first + tile)
     start = tl.load(query_start + request)
     count = tl.load(query_start + request + 1) - start
     past = tl.load(context_len + request) - count  # keys of earlier steps
@@ -100,6 +93,22 @@ def prefill_attention(
     tl.store(out + rows, (acc / l_i[:, None]).to(out.dtype.element_ty), mask=query_mask)
 
 
+@triton.jit
+def prefill_attention(
+    q, k_cache, v_cache, block_tables, table_width, query_start, context_len, num_tiles, tile_request, tile_first, out,
+    scale, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, P: tl.constexpr, TILE_QUERIES: tl.constexpr,
+    TILE_KEYS: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
+):  # fmt: skip
+    """Attend with TILE_QUERIES queries of request tile_request[tile], from its tile_first[tile]-th of this step on.
+
+    Program (i, head) has tiles i, i + programs, .. of num_tiles[0]. block_tables (requests, table_width[0])."""
+    for tile in range(tl.program_id(0), tl.load(num_tiles), tl.num_programs(0)):
+        attend_tile(
+            q, k_cache, v_cache, block_tables, table_width, query_start, context_len, tl.load(tile_request + tile),
+            tl.load(tile_first + tile), out, scale, HEADS, KV_HEADS, DIM, P, TILE_QUERIES, TILE_KEYS, WINDOW, CAP,
+        )  # fmt: skip
+
+
 def query_dtype(cache: torch.dtype) -> torch.dtype:
     """Return the dtype of scores' operands: the cache's, where the tensor cores (and the interpreter) have it."""
     if is_interpreted():
@@ -111,11 +120,13 @@ class QueryTiles(NamedTuple):
     """Runs of queries of one request each, and the arrays of the requests, on the device."""
 
     queries: int  # of a tile
+    programs: int  # for each head, among which the tiles are divided
     block_tables: torch.Tensor  # (requests, table_width[0])
     table_width: torch.Tensor
     query_start: torch.Tensor
     context_len: torch.Tensor
-    request: torch.Tensor  # of each tile; negative: padding
+    count: torch.Tensor  # of tiles, (1,)
+    request: torch.Tensor  # of each tile
     first: torch.Tensor  # the first query of each tile
 
 
@@ -125,7 +136,7 @@ def launch_prefill_attention(
     """Attend with queries (tokens, heads, dim); out (tokens, heads * dim)."""
     (_, heads, dim), (kv_heads, block_size) = q.shape, kv.k.shape[1:3]
     keys, stages = prefill_tile(shared_memory_bytes(q.device), dim, q.element_size())
-    prefill_attention[(len(tiles.first), heads)](
-        q, kv.k, kv.v, *tiles[1:], out, params.scale, heads, kv_heads, dim, block_size, tiles.queries, keys,
+    prefill_attention[(tiles.programs, heads)](
+        q, kv.k, kv.v, *tiles[2:], out, params.scale, heads, kv_heads, dim, block_size, tiles.queries, keys,
         params.window, params.soft_cap, num_warps=4, num_stages=stages,
     )  # fmt: skip

@@ -23,15 +23,16 @@ from .linear import MAX_SPLITS, BatchedLinear, sum_splits
 from .linear_small_batch import Stream, empty_gemv_activations, launch_gemv
 from .packed_weight import Activations, GemvActivations, PackedWeight
 from .rope import CosSin, launch_rope_store
+from .step_sizes import DECODE_SIZES, tile_programs
 
-MAX_COUNTERS = 256  # decoding requests in a graph
+MAX_COUNTERS = DECODE_SIZES[-1]  # decoding requests in a graph
 QKV_SPLITS = 4
 
 AnyActivations = Activations | GemvActivations
 
 
 class StepInputs(NamedTuple):
-    """The sizes of a step, its arrays on the device (decoder.py), and what it reads beside them."""
+    """The sizes of a step, its arrays on the device (step_inputs.py), and what it reads beside them."""
 
     tokens: int
     decoding: int  # tokens at the front that decode, those with a position >= 0
@@ -46,10 +47,13 @@ class Forward:
     """Launches the fused ops of a model. It holds the residual stream of the step in progress."""
 
     def __init__(self, ops: Sequence[FusedOp], device: torch.device, *, batch_invariant: bool) -> None:
-        head = ops[-1]
+        *self.layers, head = ops
+        last = self.layers[-1]
         assert isinstance(head, Logits)
-        self.ops, self.head, self.device = ops, head.head, device
+        assert isinstance(last, LinearAddNorm)
+        self.head, self.last, self.device = head, last, device
         self.linear = BatchedLinear(device, batch_invariant=batch_invariant)
+        self._streams = torch.empty(0, len(last.norm), device=device)
         self._counters: dict[int, torch.Tensor] = {}  # by heads
         self.step: Any = None
         self.residual: Any = None
@@ -58,12 +62,23 @@ class Forward:
     def pdl(self) -> bool:
         return bool(self.step.takes_gemv) and self.device.type == "cuda"
 
+    def reserve(self, tokens: int) -> bool:
+        """Make room for the residual stream of a step; return whether its address has changed."""
+        if tokens <= len(self._streams):
+            return False
+        self._streams = torch.empty(tokens, self._streams.shape[1], device=self.device)
+        return True
+
     def run(self, step: StepInputs) -> torch.Tensor:
-        """Return the logits of all tokens, or of those that step.arrays["logits_index"] names."""
+        """Return the logits of all tokens."""
+        return self.compute_logits(self.head, self.run_layers(step))
+
+    def run_layers(self, step: StepInputs, ops: Sequence[FusedOp] | None = None) -> AnyActivations:
+        """Run all layers, or `ops`; return the activations of the output head. The residual stream stays as it is."""
         self.step = step
         x: Any = None
         name = ""
-        for op in self.ops:
+        for op in self.layers if ops is None else ops:
             match op:
                 case EmbedNorm():
                     x = self.embed(op)
@@ -73,15 +88,19 @@ class Forward:
                     x, name = self.gate(op, x), "down"
                 case LinearAddNorm():
                     x = self.add_norm(name, op, x)
-                case Logits():
-                    x = self.compute_logits(op, x)
-        logits: torch.Tensor = x
-        return logits
+        activations: AnyActivations = x
+        return activations
+
+    def run_head(self, step: StepInputs) -> torch.Tensor:
+        """Return the logits of a step whose layers have run: of the tokens in "logits_index", else of all."""
+        self.step, self.residual = step, self._streams[: step.tokens]
+        x = self._norm(None, self.last.norm, self.last.eps, self.head.head, index=step.arrays.get("logits_index"))
+        return self.compute_logits(self.head, x)
 
     def embed(self, op: EmbedNorm) -> AnyActivations:
         """Start the residual stream with rows of the table, and store the activations of the first product."""
         tokens, ids = self.step.tokens, self.step.arrays["ids"]
-        self.residual = torch.empty(tokens, len(op.norm), device=self.device)
+        self.residual = self._streams[:tokens]
         if not self.step.takes_gemv:
             launch_embedding(op.table, op.scale, ids, self.residual)
             return self._norm(None, op.norm, op.eps, op.following)
@@ -105,8 +124,7 @@ class Forward:
             stream = Stream(self.residual, op.norm, self._squares())
             launch_gemv(name, x, op.w, out.values, RESIDUAL, stream=stream, pdl=self.pdl)
             return GemvActivations(out.values, stream.squares, op.eps)
-        index = self.step.arrays.get("logits_index") if op.is_last else None
-        return self._norm(self._multiply(name, x, op.w), op.norm, op.eps, op.following, op.post, index)
+        return self._norm(self._multiply(name, x, op.w), op.norm, op.eps, op.following, op.post)
 
     def _norm(
         self, delta: torch.Tensor | None, norm: torch.Tensor, eps: float, following: PackedWeight,
@@ -129,7 +147,7 @@ class Forward:
 
     def _activations(self, w: PackedWeight, tokens: int) -> AnyActivations:
         """Allocate what the product with `w` reads. The output head takes GEMV for few tokens of any step."""
-        is_head = w is self.head
+        is_head = w is self.head.head
         few = tokens == 1 or (tokens in (2, 4) and (w.is_packed or w.is_fp8))
         if self.step.takes_gemv or (is_head and few and not self.linear.batch_invariant):
             return GemvActivations(empty_gemv_activations(w, tokens, self.device))
@@ -179,8 +197,9 @@ class Forward:
         norms = op.bias, op.q_norm, op.k_norm, op.eps
         exact = self.linear.batch_invariant
         launch_rope_store(qkv, kv, rope, arrays["positions"], arrays["slots"], q, *norms, exact=exact)
-        names = ("tables", "width", "query_start", "context_len", "tile_request", "tile_first")
-        tiles = QueryTiles(self.step.tile_queries, *(arrays[name] for name in names))
+        names = ("tables", "width", "query_start", "context_len", "num_tiles", "tile_request", "tile_first")
+        queries = self.step.tile_queries
+        tiles = QueryTiles(queries, tile_programs(len(out), queries), *(arrays[name] for name in names))
         launch_prefill_attention(q, kv, tiles, op.params, out)
 
     def _counters_for(self, decoding: int, heads: int) -> torch.Tensor:

@@ -104,7 +104,6 @@ class LinearAddNorm(NamedTuple):
     post: torch.Tensor | None  # weight of the norm of the product
     norm: torch.Tensor
     eps: float  # of both norms
-    is_last: bool  # only the tokens whose logits are computed are normed
     following: PackedWeight
 
 
@@ -146,6 +145,38 @@ def _is_chain(nodes: Sequence[Node]) -> bool:
     return True
 
 
+def distinct_layers(ops: Sequence[FusedOp]) -> list[FusedOp]:
+    """Return a shorter program that launches every kernel of the layers: one layer of each kind, each after the
+    embedding."""
+    embed, *rest = ops[:-1]
+    assert isinstance(embed, EmbedNorm)
+    layers: dict[Any, list[FusedOp]] = {}
+    starts = [i for i, op in enumerate(rest) if isinstance(op, Attention)]
+    for first, end in zip(starts, [*starts[1:], len(rest)], strict=True):
+        layer = rest[first:end]
+        layers.setdefault(tuple(map(_kernel_signature, layer)), layer)
+    program: list[FusedOp] = []
+    for layer in layers.values():
+        assert isinstance(layer[0], Attention)
+        program += [embed._replace(following=layer[0].qkv), *layer]
+    return program
+
+
+def _kernel_signature(value: Any) -> Any:
+    """Return what kernels are compiled for: shapes, types and flags, not values."""
+    if isinstance(value, PackedWeight):
+        return tuple((part.kind, part.rows, part.columns, _kernel_signature(part.values)) for part in value.parts)
+    if isinstance(value, torch.Tensor):
+        return tuple(value.shape), value.dtype
+    if isinstance(value, AttentionParams):
+        return value
+    if isinstance(value, RopeTable):
+        return len(value.inv_freq)
+    if isinstance(value, tuple):
+        return type(value), tuple(_kernel_signature(field) for field in value)
+    return None if isinstance(value, int | float) else value
+
+
 def describe(graph: Graph) -> list[ProgramLine]:
     """Return what a step launches, for few tokens and for more."""
     lines = []
@@ -182,6 +213,6 @@ def _fused_op(node: Node, following: Any) -> FusedOp:
         case "linear_add_norm":
             post = node.part("rms_norm")
             weight = None if post is None else post["weight"]
-            return LinearAddNorm(first["w"], weight, last["weight"], last["eps"], bool(node.parts("take")), following)
+            return LinearAddNorm(first["w"], weight, last["weight"], last["eps"], following)
         case _:
             return Logits(first["head"], first["soft_cap"])

@@ -15,7 +15,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from llm_worker_rbee.backends.cuda import CudaBackend, decoder, packed_weight  # noqa: E402
+from llm_worker_rbee.backends.cuda import CudaBackend, packed_weight, step_sizes  # noqa: E402
 from llm_worker_rbee.backends.cuda.elementwise import launch_embedding  # noqa: E402
 from llm_worker_rbee.backends.cuda.packed_weight import PackedWeight  # noqa: E402
 from llm_worker_rbee.bench.synthetic import random_tensor  # noqa: E402
@@ -111,7 +111,7 @@ def replace_tensor(tensor: Tensor, kind: str) -> Tensor:
 
 def test_decode_beyond_graph_sizes_takes_device_ids(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ids on the device, as async scheduling passes them, give the same logits as ids from the host."""
-    monkeypatch.setattr(decoder, "DECODE_SIZES", (1,))
+    monkeypatch.setattr(step_sizes, "DECODE_SIZES", (1,))
     model, _ = cuda_models.load_both(cuda_models.random_checkpoint(cuda_models.GROUPED._replace(layers=1), "Q4_0"), ops)
     found = []
     for on_device in (False, True):

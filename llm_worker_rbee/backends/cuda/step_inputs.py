@@ -1,0 +1,117 @@
+"""The integers of a step, from the batch to the device: padded to the step's sizes, one block of memory, one copy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ..ops import Batch, Ints
+from .attention_prefill import query_tiles
+from .step_sizes import StepSizes
+
+STAGING_INTS = 1 << 20
+ALIGNMENT = 4  # int32: 16 bytes
+ARRAYS_PER_TOKEN = 10  # a bound on the values of a step beside its block tables
+NO_IDS = np.empty(0, np.int64)
+NO_BATCH = Batch(
+    ids=NO_IDS, positions=NO_IDS, slot_mapping=NO_IDS, query_start=np.zeros(1, np.int64), context_len=NO_IDS,
+    block_table=np.zeros((1, 1), np.int64), logits_index=NO_IDS,
+)  # fmt: skip
+
+Arrays = Mapping[str, tuple[int, NDArray[Any], int]]  # by name: (room, values, padding of the rest of the room)
+
+
+def aligned(count: int) -> int:
+    """Return the offset after an array of `count` values."""
+    return -(-count // ALIGNMENT) * ALIGNMENT
+
+
+def step_arrays(batch: Batch, sizes: StepSizes, decoding: int, tile_queries: int) -> dict[str, Any]:
+    """Return the arrays that the kernels of a step read; the block tables, of any size, at the end."""
+    table, size = batch.block_table, sizes.tokens
+    arrays = {
+        "width": (1, np.array(table.shape[1]), 0), "ids": (size, _host_ids(batch), 0),
+        "decode_positions": (sizes.decoding, batch.positions[:decoding], -1),
+    }  # fmt: skip
+    if sizes.has_tiles:
+        tiles = query_tiles(batch.query_start, tile_queries, decoding)
+        slots = batch.slot_mapping
+        if decoding:
+            slots = np.concatenate((np.full(decoding, -1), slots[decoding:]))
+        arrays |= {
+            "positions": (size, batch.positions, 0), "slots": (size, slots, -1),
+            "query_start": (size + 1, batch.query_start, 0), "context_len": (size, batch.context_len, 0),
+            "num_tiles": (1, np.array(len(tiles[0])), 0), "tile_request": (size, tiles[0], 0),
+            "tile_first": (size, tiles[1], 0),
+        }  # fmt: skip
+    if sizes.num_logits is not None:
+        arrays["logits_index"] = (sizes.num_logits, batch.logits_index, 0)
+    return arrays | {"tables": (table.size, table, 0)}
+
+
+def _host_ids(batch: Batch) -> Ints:
+    return NO_IDS if isinstance(batch.ids, torch.Tensor) else batch.ids
+
+
+class InputStaging:
+    """Page-locked host memory through which the arrays of a step reach the device.
+
+    Every array begins at 16 bytes, so that kernels are compiled once, for aligned pointers. Steps use the next piece of
+    the memory in turn; the host waits only when it starts over. `static` is where graphs read."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.static = torch.empty(0, dtype=torch.int32, device=device)
+        self._allocate(STAGING_INTS)
+
+    def _allocate(self, length: int) -> None:
+        self._block = torch.empty(length, dtype=torch.int32, pin_memory=self.device.type == "cuda")
+        self._ints = self._block.numpy()
+        self._offset = 0
+
+    def _reserve(self, count: int) -> int:
+        """Return the offset of `count` values that no copy reads."""
+        if self._offset + count > len(self._ints):
+            if self.device.type == "cuda":
+                torch.cuda.current_stream().synchronize()
+            if count > len(self._ints):
+                self._allocate(2 * count)
+            self._offset = 0
+        start = self._offset
+        self._offset += count
+        return start
+
+    def reserve_static(self, count: int) -> bool:
+        """Make room for steps of `count` values in graphs; return whether the addresses that they read have changed."""
+        if count <= len(self.static):
+            return False
+        self.static = torch.zeros(count, dtype=torch.int32, device=self.device)
+        return True
+
+    def copy_to_device(self, batch: Batch, arrays: Arrays, *, is_static: bool) -> dict[str, torch.Tensor]:
+        """Copy the arrays of a step to the device; return views of them by name. Ids may be there already: sampled by
+        the step before."""
+        total = total_size(arrays)
+        first = offset = self._reserve(total)
+        target = self.static if is_static else torch.empty(total, dtype=torch.int32, device=self.device)
+        ints, views = self._ints, {}
+        for name, (room, array, padding) in arrays.items():
+            end = offset + array.size
+            ints[offset:end] = array.reshape(-1)
+            if array.size < room:
+                ints[end : offset + room] = padding
+            views[name] = target[offset - first : offset - first + room]
+            offset += aligned(room)
+        target[:total].copy_(self._block[first:offset], non_blocking=True)
+        if isinstance(batch.ids, torch.Tensor):
+            views["ids"][: len(batch.ids)].copy_(cast(torch.Tensor, batch.ids))
+        return views
+
+
+def total_size(arrays: Arrays) -> int:
+    """Return the values of all arrays, with their padding to the next one."""
+    return sum(aligned(room) for room, _, _ in arrays.values())
