@@ -89,7 +89,6 @@ class AttentionParams(NamedTuple):
 
 
 Profiler = Callable[[str, Callable[..., Any]], Callable[..., Any]]  # (component, function) -> the function, timed
-Forward = Callable[["Batch"], Array]  # one step of a model: the logits
 Progress = Callable[[str, int, int | None], None]  # (what, done, total)
 Forward = Callable[["Batch"], Array]  # one step of a model: the logits
 COMPILING = "compiling kernels, once"  # what `load_kernels` reports
@@ -289,12 +288,6 @@ class Backend(ABC):
     ) -> int:
         """Load or compile the kernels that a model needs; return how many were compiled."""
         return 0
-
-    def warm_up(  # noqa: B027
-        self, forward: Forward, fused: FusedForward | None, kv: Sequence[KVLayer], limits: StepLimits,
-        progress: Progress,
-    ) -> None:  # fmt: skip
-        """Do all one-time work of steps within the limits, so that none is left for a request. Nothing is in `kv`."""
 
     def require_fp8(self) -> None:
         """Raise unless weights can be kept in FP8 (e4m3)."""

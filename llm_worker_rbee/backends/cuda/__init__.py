@@ -38,6 +38,7 @@ from .linear import BatchedLinear
 from .packed_weight import E4M3, Activations, PackedWeight, merge_parts
 from .repack import pack_weight
 from .rope import launch_rope_store
+from .step_sizes import STEP_SIZES
 
 KV_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "float8": E4M3}
 MAX_HELD = 4  # arrays of a step on the device: of its tiles, and of two RoPE tables at most
@@ -203,9 +204,26 @@ class CudaBackend(ops.Backend):
     def fuse(self, record: Callable[[], Graph]) -> ops.FusedForward | None:
         return decoder.fuse(record, self.torch_device, batch_invariant=self.deterministic)
 
-    def warm_up_sampling(self, vocab_size: int, max_batch: int) -> None:
-        """Compile and load what sampling from `vocab_size` logits launches."""
-        sampling.warm_up(vocab_size, max_batch, self.torch_device)
+    def warm_up(
+        self, forward: ops.Forward, fused: ops.FusedForward | None, kv: Sequence[KVLayer], limits: ops.StepLimits,
+        progress: ops.Progress,
+    ) -> ops.WarmUp:  # fmt: skip
+        steps = fused if isinstance(fused, decoder.Decoder) else None
+
+        def launch_all() -> None:
+            vocab_size = _launch_unfused(forward, kv, limits) if steps is None else steps.launch_all(kv, limits)
+            sampling.warm_up(vocab_size, limits.max_logits, self.torch_device)
+
+        with device.as_memory_error():
+            with precompile.recording() as variants:
+                launch_all()
+            compiled = precompile.compile_variants(variants, progress)
+            with precompile.count_compilations() as found:
+                if not device.is_interpreted():
+                    launch_all()
+            if steps is not None:
+                steps.capture_all(kv, limits, progress)
+        return ops.WarmUp(len(found.loaded), compiled)
 
     def sample_async(
         self, raw_logits: torch.Tensor, rows: Sequence[ops.SampleRow], pending: torch.Tensor | None = None
@@ -217,3 +235,18 @@ class CudaBackend(ops.Backend):
 
     def logprobs(self, raw_logits: torch.Tensor, chosen: Ints, k: int) -> ops.Logprobs:
         return sampling.logprobs(raw_logits, chosen, k)
+
+
+def _launch_unfused(forward: ops.Forward, kv: Sequence[KVLayer], limits: ops.StepLimits) -> int:
+    """Launch every kernel of a model that runs op by op; return the size of its vocabulary."""
+    blocks, _, block_size, _ = kv[0].k.shape
+    for tokens in (1, *STEP_SIZES):
+        count = min(tokens, limits.max_tokens, limits.max_context, blocks * block_size)
+        positions = np.arange(count)
+        batch = ops.Batch(
+            ids=np.zeros(count, np.int64), positions=positions, slot_mapping=positions,
+            query_start=np.array([0, count]), context_len=np.array([count]),
+            block_table=np.arange(-(-count // block_size))[None], logits_index=positions[-1:],
+        )  # fmt: skip
+        logits = forward(batch)
+    return int(logits.shape[1])

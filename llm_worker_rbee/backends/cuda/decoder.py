@@ -138,8 +138,8 @@ class Decoder:
             self._graph_cache = weakref.ref(kv[0].k)
             self.graphs.clear()
 
-    def launch_all(self, kv: Sequence[KVLayer], limits: StepLimits) -> None:
-        """Launch every kernel of steps within the limits; all tokens are padding."""
+    def launch_all(self, kv: Sequence[KVLayer], limits: StepLimits) -> int:
+        """Launch every kernel of steps within the limits; all tokens are padding. Return the size of the vocabulary."""
         activate(self.device)
         sizes = self._reserve_all(kv, limits)
         layers = distinct_layers(self.ops)
@@ -149,6 +149,7 @@ class Decoder:
                 self.forward.compute_logits(self.forward.head, x)
         for count in all_logits_sizes(limits):
             self.forward.run_head(self._stage(NO_BATCH, prefill_sizes(1, 0, count, is_tiled=True), 0, kv))
+        return self.forward.head.head.rows
 
     def capture_all(self, kv: Sequence[KVLayer], limits: StepLimits, progress: Progress) -> None:
         """Capture every graph of steps within the limits; their kernels have been launched."""

@@ -12,9 +12,12 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from ..ops import StepLimits
+from .device import is_interpreted
 
 DECODE_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
-STEP_SIZES = (16, 32, 48, 64, 96, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
+STEP_SIZES: tuple[int, ...] = (16, 32, 48, 64, 96, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
+if is_interpreted():  # which computes padding too, one program at a time
+    STEP_SIZES = (1, 2, 4, 8, *STEP_SIZES)
 STEP_MULTIPLE = 128
 DECODE_SLOTS = (16, 64, 256)  # decoding tokens of a step with prefill; more of them: as many as it has tokens
 LOGITS_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,6 +20,7 @@ pytest.importorskip("triton")
 from llm_worker_rbee.backends.cuda import CudaBackend, packed_weight, step_sizes  # noqa: E402
 from llm_worker_rbee.backends.cuda.elementwise import launch_embedding  # noqa: E402
 from llm_worker_rbee.backends.cuda.packed_weight import PackedWeight  # noqa: E402
+from llm_worker_rbee.backends.ops import CAPTURING, StepLimits  # noqa: E402
 from llm_worker_rbee.bench.synthetic import random_tensor  # noqa: E402
 from llm_worker_rbee.models import Transformer  # noqa: E402
 from llm_worker_rbee.weights import Tensor  # noqa: E402
@@ -112,6 +115,7 @@ def replace_tensor(tensor: Tensor, kind: str) -> Tensor:
 def test_decode_beyond_graph_sizes_takes_device_ids(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ids on the device, as async scheduling passes them, give the same logits as ids from the host."""
     monkeypatch.setattr(step_sizes, "DECODE_SIZES", (1,))
+    monkeypatch.setattr(step_sizes, "STEP_MULTIPLE", 2)
     model, _ = cuda_models.load_both(cuda_models.random_checkpoint(cuda_models.GROUPED._replace(layers=1), "Q4_0"), ops)
     found = []
     for on_device in (False, True):
@@ -121,6 +125,29 @@ def test_decode_beyond_graph_sizes_takes_device_ids(monkeypatch: pytest.MonkeyPa
         ids = torch.tensor([8, 9], dtype=torch.int32, device=ops.torch_device)
         found.append(model.forward(replace(batch, ids=ids) if on_device else batch, requests.cache).clone())
     assert torch.equal(*found)
+
+
+def test_warm_up_writes_no_keys_and_changes_no_result() -> None:
+    """All steps are padding: the KV cache stays as it is."""
+    shape = cuda_models.GROUPED._replace(layers=2)
+    model, _ = cuda_models.load_both(cuda_models.random_checkpoint(shape, "Q4_K_M"), ops)
+    steps = [((0, 1), (3, 2)), ((0, 1), (1, 1)), ((0, 1), (1, 2))]
+    ids = np.random.default_rng(3).integers(0, 96, 12)
+
+    def logits_of_steps(requests: cuda_models.Requests) -> list[Any]:
+        batches = [requests.step(*step, ids[: sum(step[1])]) for step in steps]
+        return [model.forward(batch, requests.cache).clone() for batch in batches]
+
+    expected = logits_of_steps(cuda_models.Requests(model, 2, "float32"))
+    requests, seen = cuda_models.Requests(model, 2, "float32"), []
+    ops.warm_up(
+        partial(model.forward, cache=requests.cache), model.fused, requests.cache.layers,
+        StepLimits(max_batch=2, max_tokens=4, max_logits=2, max_context=32), lambda *report: seen.append(report),
+    )  # fmt: skip
+    assert seen[-1][0] == CAPTURING
+    assert not any(array.any() for layer in requests.cache.layers for array in layer)
+    for one, other in zip(logits_of_steps(requests), expected, strict=True):
+        assert torch.equal(one, other)
 
 
 def test_undecided_id_reads_first_embedding_row() -> None:
