@@ -101,8 +101,7 @@ def warm_up(vocab_size: int, max_batch: int, device: torch.device) -> None:
     every_filter.penalty_window = np.array([pending_id(0)])
     greedy = sample_async(logits, [SampleRow(temperature=0.0)] * len(logits))
     sample_async(logits, [every_filter] * len(logits), greedy.tokens).result()
-    first = logits[np.zeros(1, np.int64)]
-    logprobs(first, np.zeros(1, np.int64), MAX_SCANNED + 1)
+    _sorted_logprobs(logits[np.zeros(1, np.int64)], MAX_SCANNED + 1)  # what kernels store may be undefined here
 
 
 class SampleResults(NamedTuple):
