@@ -6,6 +6,7 @@ Values that cannot be read are None. On Linux everything is known; elsewhere mai
 import ctypes
 import os
 import platform
+import resource
 import shutil
 import signal
 import subprocess
@@ -137,6 +138,22 @@ def return_large_blocks() -> None:
     """Let freed blocks of 1 MiB and more go back to the system at once; by default glibc soon keeps them."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 20)
+
+
+def raise_open_files(wanted: int) -> int | None:
+    """Raise the soft limit of open files towards `wanted`, as far as the hard one allows; return it, None if unlimited.
+
+    Child processes that are started later inherit it.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return None
+    limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if soft < limit:
+        with suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+            soft = limit
+    return soft
 
 
 def exit_with_parent(parent: int) -> None:

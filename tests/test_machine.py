@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
 from llm_worker_rbee import machine
@@ -39,3 +42,17 @@ def test_cpu_quota_of_cgroup(monkeypatch: pytest.MonkeyPatch, text: str, quota: 
 )
 def test_describe_exit(status: int, text: str) -> None:
     assert machine.describe_exit(status) == text
+
+
+def test_raise_open_files_up_to_the_hard_limit() -> None:
+    """In a process of its own: a limit that was raised stays so."""
+    code = """
+import resource
+from llm_worker_rbee.machine import raise_open_files
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 256))
+assert raise_open_files(32) == 64
+assert raise_open_files(100) == 100
+assert raise_open_files(4096) == 256
+assert resource.getrlimit(resource.RLIMIT_NOFILE) == (256, 256)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)

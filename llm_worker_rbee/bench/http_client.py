@@ -426,7 +426,7 @@ class Target:
     def body(self, job: Job) -> dict[str, Any]:
         prompt = job.prompt
         if self.endpoint == "completions":
-            content: dict[str, Any] = {"prompt": prompt.text}
+            content: dict[str, Any] = {"prompt": prompt.text if prompt.ids is None else prompt.ids}
         else:
             content = {"messages": prompt.messages or [{"role": "user", "content": prompt.text}]}
         body = {"model": self.model, **content, "max_tokens": job.max_tokens, "temperature": self.temperature}

@@ -69,8 +69,10 @@ class ServerProcess:
     shutdown_s: float = SHUTDOWN_S
     max_error_lines: int = MAX_ERROR_LINES
     error: type[WorkerError] = ServingError
+    start_s: float = 0.0  # from starting the process to the first healthy reply
 
     def __enter__(self) -> ServerProcess:
+        started = time.monotonic()
         self._output: IO[bytes] = tempfile.TemporaryFile()
         stdout = self._output if self.url else subprocess.PIPE
         try:
@@ -82,10 +84,11 @@ class ServerProcess:
             self._output.close()
             raise self.error(f"{self.name} cannot be started: {error.strerror}") from None
         try:
-            self._wait_until_healthy(time.monotonic() + self.timeout_s)
+            self._wait_until_healthy(started + self.timeout_s)
         except BaseException:
             self.__exit__()
             raise
+        self.start_s = time.monotonic() - started
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -10,18 +10,18 @@ from __future__ import annotations
 
 import asyncio
 import math
-import resource
 import time
 from array import array
 from collections import Counter
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from .. import machine
 from ..progress import StepProgress
 from . import statistics
 from .http_client import Answer, RequestFailedError, Target, list_models, run_event_loop
@@ -366,12 +366,7 @@ def _record(recorder: Recorder, load: Load) -> None:
 
 def raise_file_limit(connections: int) -> None:
     """Raise the limit of open files; raise an error before the load if it stays too low."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = connections + OTHER_OPEN_FILES
-    if soft != resource.RLIM_INFINITY and soft < needed:
-        limit = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
-        with suppress(OSError, ValueError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
-            soft = limit
-        if soft < needed:
-            raise ServingError(f"{connections} connections need more open files than {soft}: lower --concurrency")
+    limit = machine.raise_open_files(needed)
+    if limit is not None and limit < needed:
+        raise ServingError(f"{connections} connections need more open files than {limit}: lower --concurrency")

@@ -2,7 +2,8 @@
 
 A prompt file has JSON lines of {"prompt": ...} or {"messages": [...]}, with an optional "max_tokens"; any other file is
 plain text, one prompt a line. Request i of a workload depends on (seed, i) alone, and is made when it is due. Lengths
-are counted in plain English words, about a token each. The bundled prompts and words are in data/.
+are counted in plain English words, about a token each; or in tokens, where prompts are token ids. The bundled prompts
+and words are in data/.
 """
 
 from __future__ import annotations
@@ -33,15 +34,18 @@ ARRIVALS, CONTENT, PREFIX = 0, 1, 2  # streams of one seed
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A text or a conversation: one of the two is set."""
+    """A text, a conversation or token ids: one of them is set."""
 
     text: str | None = None
     messages: list[dict[str, Any]] | None = None
     max_tokens: int | None = None
+    ids: list[int] | None = None
 
     @property
     def words(self) -> int:
-        """The length in words, which stand for tokens where the server does not count them."""
+        """The length in words, which stand for tokens where the server does not count them, or in token ids."""
+        if self.ids is not None:
+            return len(self.ids)
         contents = [self.text] if self.messages is None else [m.get("content") for m in self.messages]
         return sum(len(text.split()) for text in contents if isinstance(text, str))
 
@@ -146,6 +150,7 @@ class Workload:
     shared_prefix: int = 0
     prefix_groups: int = 1
     prompts: Sequence[Prompt] = ()
+    vocab_size: int = 0  # above 0: prompts are token ids below it
 
     def jobs(self) -> Iterator[Job]:
         arrivals = self._arrivals()
@@ -154,11 +159,15 @@ class Workload:
 
     def job(self, index: int, arrival: float | None = None) -> Job:
         rng = np.random.default_rng((self.seed, CONTENT, index))
-        words, max_tokens = self.input_len.draw(rng), self.output_len.draw(rng)
+        length, max_tokens = self.input_len.draw(rng), self.output_len.draw(rng)
         if self.prompts:
             prompt = self.prompts[index % len(self.prompts)]
             return Job(index, arrival, prompt, prompt.max_tokens or max_tokens)
-        return Job(index, arrival, Prompt(" ".join([*self._prefix(index), *_draw_words(rng, words)])), max_tokens)
+        if self.vocab_size:
+            ids = _draw_ids(self._prefix_rng(index), self.shared_prefix, self.vocab_size)
+            return Job(index, arrival, Prompt(ids=ids + _draw_ids(rng, length, self.vocab_size)), max_tokens)
+        words = _draw_words(self._prefix_rng(index), self.shared_prefix) + _draw_words(rng, length)
+        return Job(index, arrival, Prompt(" ".join(words)), max_tokens)
 
     def count_arrivals(self, seconds: float) -> int:
         """Return how many arrive within the first `seconds`, at a finite rate."""
@@ -169,11 +178,10 @@ class Workload:
         """Return requests like those of the run but different, so that none of their prefixes is cached."""
         return [self.job(MAX_REQUESTS + i) for i in range(count)]
 
-    def _prefix(self, index: int) -> list[str]:
-        if not self.shared_prefix:
-            return []
+    def _prefix_rng(self, index: int) -> np.random.Generator:
+        """Return what draws the shared prefix of a request; those to warm up have one of their own."""
         group = MAX_REQUESTS if index >= MAX_REQUESTS else index % self.prefix_groups
-        return _draw_words(np.random.default_rng((self.seed, PREFIX, group)), self.shared_prefix)
+        return np.random.default_rng((self.seed, PREFIX, group))
 
     def _arrivals(self) -> Iterator[float | None]:
         """Yield arrivals with gamma gaps of mean 1/rate: shape 1 is Poisson, below it bursts, above it regular."""
@@ -195,3 +203,9 @@ def vocabulary() -> tuple[str, ...]:
 def _draw_words(rng: np.random.Generator, count: int) -> list[str]:
     known = vocabulary()
     return [known[i] for i in rng.integers(0, len(known), count)]
+
+
+def _draw_ids(rng: np.random.Generator, count: int, vocab_size: int) -> list[int]:
+    """Draw from the middle half of a vocabulary: control tokens are at its ends."""
+    drawn: list[int] = rng.integers(vocab_size // 4, vocab_size - vocab_size // 4, count).tolist()
+    return drawn

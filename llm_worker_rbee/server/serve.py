@@ -35,6 +35,7 @@ from .worker import Worker
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 BACKLOG = 2048
+MAX_OPEN_FILES = 1 << 16  # each connection is one; systems often allow 1,024 unless a process asks for more
 LAST_BYTES_S = 5  # for clients to read what is left after the last request has ended
 HEAD_TIMEOUT_S = 30.0  # from the connection, or the first byte of a request, to the end of its headers
 KEEP_ALIVE_S = 75  # an idle connection stays open, as long as nginx and most clients keep theirs
@@ -76,6 +77,7 @@ def serve(
 ) -> None:
     """Serve until a signal; raise the error of a model that could not be loaded."""
     machine.return_large_blocks()
+    machine.raise_open_files(MAX_OPEN_FILES)
     config = uvicorn.Config(
         application(worker), loop="uvloop", http=connection_class(worker), ws="none", interface="asgi3", lifespan="on",
         log_config=None, access_log=False, server_header=False, proxy_headers=False, backlog=BACKLOG,

@@ -65,6 +65,19 @@ def test_workload_shares_prefixes_within_a_group() -> None:
     assert str(work.warm_up(1)[0].prompt.text).split()[:20] not in starts
 
 
+def test_workload_of_token_ids_has_exact_lengths() -> None:
+    work = workload(6, vocab_size=400, shared_prefix=3, prefix_groups=2)
+    prompts = [job.prompt for job in work.jobs()]
+    assert all(prompt.text is None and prompt.words == 8 for prompt in prompts)
+    starts = [(prompt.ids or [])[:3] for prompt in prompts]
+    assert starts[0] == starts[2] != starts[1] == starts[3]
+    ids = [token for prompt in prompts for token in prompt.ids or ()]
+    assert min(ids) >= 100
+    assert max(ids) < 300
+    assert work.job(4) == workload(9, vocab_size=400, shared_prefix=3, prefix_groups=2).job(4)
+    assert len({tuple(prompt.ids or ()) for prompt in prompts}) == 6
+
+
 def test_read_prompts_of_jsonl_and_text(tmp_path: Path) -> None:
     path = tmp_path / "p.jsonl"
     path.write_text('{"prompt": "a b c"}\n\n{"messages": [{"role": "user", "content": "x y"}], "max_tokens": 9}\n')

@@ -77,6 +77,14 @@ def test_serving_sends_all_prompts_of_a_file(cli: Run, tmp_path: Path) -> None:
     assert b"use --endpoint chat" in wrong.stderr
 
 
+def test_serving_token_prompts_are_exact(cli: Run) -> None:
+    with serving() as server:
+        done = cli("bench", "serving", server.url, "-n", "3", "--token-prompts", "300", "--input-len", "27", "--json")
+        assert {path for path, _, _ in server.requests} == {"/v1/completions"}
+        assert [len(body["prompt"]) for _, _, body in server.requests] == [27] * 4
+    assert found(done.stdout)["settings"]["endpoint"] == "completions"
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [
@@ -90,6 +98,9 @@ def test_serving_sends_all_prompts_of_a_file(cli: Run, tmp_path: Path) -> None:
         (["x", "--header", "nothing"], "Name: value"),
         (["x", "--api-key", "a\nb"], "Authorization"),
         (["x", "-c", "0"], "-c"),
+        (["x", "--token-prompts", "300", "--endpoint", "chat"], "--endpoint completions"),
+        (["x", "--synthetic", "smollm2-135m:Q8_0"], "--spawn"),
+        (["--spawn", "--synthetic", "none:Q8_0"], "unknown synthetic model"),
         ([], "URL"),
     ],
 )

@@ -35,12 +35,23 @@ def test_spawn_server_is_started_measured_and_ended(cli: Run, tiny: Path) -> Non
     assert found["server/requests"]["estimate"] == 7  # with the one that warms up
     assert (found["server/running"]["estimate"], found["server/kv_cache_in_use"]["estimate"]) == (0, 0)
     assert found["event_throughput"]["estimate"] > 0
+    assert found["server_start"]["estimate"] > 0
     assert found["health/failed"]["estimate"] == 0
     assert found["client_processor"]["of_a_core"] > 0
     if Path("/proc/self/stat").exists():
         assert found["server_peak_memory"]["estimate"] > 1 << 20
         assert found["server_processor"]["estimate"] >= 0
     assert b"secret" not in done.stdout + done.stderr
+
+
+def test_spawn_synthetic_model_has_exact_lengths(cli: Run) -> None:
+    model = ("--synthetic", "smollm2-135m:Q8_0:1", "--ignore-eos", "--serve-args", "--kv-memory 8M")
+    done = cli("bench", "serving", "--spawn", *model, *SMALL, "--input-len", "27")
+    assert done.returncode == 0, done.stderr
+    run, found = by_name(done.stdout)
+    assert found["completed"]["estimate"] == 6
+    assert (run["details"]["prompt_tokens"], run["details"]["output_tokens"]) == (6 * 27, 6 * 5)
+    assert run["settings"]["synthetic"] == "smollm2-135m:Q8_0:1"
 
 
 def test_spawn_null_engine_prints_a_table(cli: Run, tiny: Path) -> None:

@@ -3,7 +3,7 @@
 import math
 import shlex
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -16,12 +16,14 @@ from ...bench.http_client import PATHS, Address, Client, Target, api_address, pa
 from ...bench.results import Result, Run
 from ...bench.server_process import ServerMonitor, ServerProcess, worker_server
 from ...bench.serving import MAX_IN_FLIGHT, Limits, Load
+from ...bench.synthetic import Spec, parse
 from ...bench.workload import MAX_REQUESTS, Lengths, Workload, read_prompts
+from ...config import MAX_VOCABULARY
 from ...errors import InvalidRequestError, WorkerError
 from ...progress import step_progress
 from ..options import gather, option_fields
 from ..terminal import cell, columns, note, style
-from .common import ResultOptions, print_table, quantity, recording
+from .common import SYNTHETIC_HELP, ResultOptions, model_file, print_table, quantity, recording
 
 DEFAULT_REQUESTS = 100
 ENOUGH_FOR_P99 = 300  # so many hold a value above the true one, in 19 cases of 20
@@ -35,8 +37,9 @@ LATENCIES = {
     "e2e_from_arrival": "whole answer, from arrival",
 }  # fmt: skip
 OBSERVATIONS = {
-    "event_throughput": "events", "server_processor": "server's processor time",
-    "client_processor": "client's processor time", "server_peak_memory": "server's memory, at most",
+    "server_start": "server's start, to ready", "event_throughput": "events",
+    "server_processor": "server's processor time", "client_processor": "client's processor time",
+    "server_peak_memory": "server's memory, at most",
     "health/median": "/health, median", "health/p99": "/health, P99", "health/max": "/health, slowest",
     "health/failed": "/health, not healthy", "server/requests": "requests, as it counts",
     "server/preemptions": "preempted", "server/running": "still running",
@@ -50,7 +53,9 @@ _server, _own, _load, _prompts = map(option_fields, ("Server", "Server to start"
 class ServerOptions:
     """The server and the fields of its requests."""
 
-    endpoint: str = _server("chat", "chat|completions", "Route to measure.")
+    endpoint: str | None = _server(
+        None, "chat|completions", "Route to measure.", show_default="chat; completions with --token-prompts"
+    )
     model: str | None = _server(None, "NAME", "Name of the model.", "-m", show_default="the first it lists")
     api_key: str | None = _server(None, "KEY", "Sent as a bearer token.", envvar="LLM_WORKER_RBEE_API_KEY")
     header: list[str] | None = _server(None, "'NAME: VALUE'", "Additional header. Repeatable.")
@@ -61,15 +66,23 @@ class ServerOptions:
     )
     no_usage: bool = _server(False, None, "Do not ask the server for token counts: count pieces of text.", "--no-usage")
 
-    def target(self, url: str, model: str) -> Target:
-        """Return the server with a client of its own."""
+    def route(self, *, sends_ids: bool) -> str:
+        """Return the key of the route; raise if it does not exist or takes no token ids."""
+        if self.endpoint is None:
+            return "completions" if sends_ids else "chat"
         if self.endpoint not in PATHS:
             raise InvalidRequestError(f"--endpoint is {self.endpoint!r}: chat or completions", "endpoint")
+        if sends_ids and self.endpoint == "chat":
+            raise InvalidRequestError("the chat route takes no token ids: use --endpoint completions", "endpoint")
+        return self.endpoint
+
+    def target(self, endpoint: str, url: str, model: str) -> Target:
+        """Return the server with a client of its own."""
         headers = dict(map(parse_header, self.header or ()))
         if self.api_key:
             headers["Authorization"] = parse_header(f"Authorization: Bearer {self.api_key}")[1]
         client = Client(api_address(url), headers)
-        return Target(client, model, self.endpoint, self.temperature, self.ignore_eos, not self.no_usage)
+        return Target(client, model, endpoint, self.temperature, self.ignore_eos, not self.no_usage)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,16 +90,19 @@ class OwnOptions:
     """A server started for the length of the load."""
 
     spawn: bool = _own(False, None, "Start `serve` with the model of -m and measure it; give no URL.", "--spawn")
+    synthetic: str | None = _own(None, "SHAPE:TYPES", SYNTHETIC_HELP)
     engine: str | None = _own(None, "model|null", "null: compute nothing, to measure the server alone.")
     serve_args: str | None = _own(None, "'...'", "More options of `serve`, quoted as in a shell.")
     health: bool = _own(False, None, "Poll /health during the run; always with --spawn.", "--health")
 
     def arguments(self, url: str | None, model: str | None) -> list[str]:
-        """Return the arguments of `serve`; raise on options that exclude each other."""
+        """Return the arguments of `serve`, without a synthetic model; raise on options that exclude each other."""
         if self.spawn == (url is not None):
             raise typer.BadParameter("give the URL of a server, or --spawn to start one" + " (not both)" * self.spawn)
         if not self.spawn and (self.engine is not None or self.serve_args is not None):
             raise typer.BadParameter("--engine and --serve-args go with --spawn")
+        if self.synthetic is not None and (not self.spawn or model is not None):
+            raise typer.BadParameter("--synthetic goes with --spawn, and without --model")
         try:
             more = shlex.split(self.serve_args or "")
         except ValueError as error:
@@ -109,19 +125,25 @@ class LoadOptions:
     )
     duration: float | None = _load(None, "S", "Send no request after S seconds.", min=0.001)
     warm_up: int = _load(1, "N", "Requests before the run, not measured.", min=0, max=1000)
-    input_len: str = _prompts("128", "LEN", "Words per prompt: N, LOW-HIGH or normal:MEAN,SD.")
+    input_len: str = _prompts("128", "LEN", "Words (or token ids) per prompt: N, LOW-HIGH or normal:MEAN,SD.")
     output_len: str = _prompts("64", "LEN", "Maximum tokens per answer, in the same form.")
     prompts: Path | None = _prompts(None, "FILE.jsonl", 'Lines of {"prompt": ...} or {"messages": [...]}.')
-    shared_prefix: int = _prompts(0, "N", "Begin each prompt with the same N words.", min=0, max=1_000_000)
+    token_prompts: int = _prompts(
+        0, "VOCABULARY", "Send random token ids below VOCABULARY, not words; always with --synthetic.", min=0,
+        max=MAX_VOCABULARY, show_default="words",
+    )  # fmt: skip
+    shared_prefix: int = _prompts(0, "N", "Begin each prompt with the same N words or ids.", min=0, max=1_000_000)
     prefix_groups: int = _prompts(1, "K", "Number of different shared prefixes.", min=1, max=1_000_000)
     seed: int = _prompts(0, "N", "Seed of the prompts.", min=0)
 
-    def workload(self, endpoint: str) -> Workload:
-        """Return the workload; raise on invalid options."""
+    def workload(self, endpoint: str, vocab_size: int) -> Workload:
+        """Return the workload, of token ids if there is a vocabulary; raise on invalid options."""
         if not self.rate > 0:
             raise InvalidRequestError(f"--rate is {self.rate}: it must be above 0, or inf", "rate")
         if self.prompts is not None and self.shared_prefix:
             raise InvalidRequestError("--shared-prefix is for made prompts: --prompts brings its own", "shared_prefix")
+        if self.prompts is not None and self.token_prompts:
+            raise InvalidRequestError("both --prompts and --token-prompts are given: choose one", "token_prompts")
         prompts = [] if self.prompts is None else read_prompts(self.prompts)
         if endpoint == "completions" and any(prompt.text is None for prompt in prompts):
             raise InvalidRequestError(f'{self.prompts} holds "messages": use --endpoint chat', "endpoint")
@@ -129,7 +151,7 @@ class LoadOptions:
         return Workload(
             self.requests or min(fallback, MAX_REQUESTS), Lengths.parse(self.input_len, "--input-len"),
             Lengths.parse(self.output_len, "--output-len"), self.rate, self.burstiness, self.seed, self.shared_prefix,
-            self.prefix_groups, prompts,
+            self.prefix_groups, prompts, vocab_size,
         )  # fmt: skip
 
     def limits(self, timeout: float) -> Limits:
@@ -155,7 +177,8 @@ def serving(
     back. Without it, --concurrency says how many requests are under way.
 
     Failed requests are counted by kind and in no latency. Prompts are plain
-    English words, about a token each.
+    English words, about a token each. With --token-prompts they are token ids:
+    --input-len is then exact, and so is --output-len with --ignore-eos.
 
     \b
     Examples:
@@ -165,34 +188,53 @@ def serving(
       llm-worker-rbee bench serving localhost:8080 --shared-prefix 1000
       llm-worker-rbee bench serving --spawn -c 16
       llm-worker-rbee bench serving --spawn --engine null -c 64 --output-len 256
+      llm-worker-rbee bench serving --spawn --synthetic smollm2-135m:Q8_0 --input-len 27
     """
     args = own.arguments(url, server.model)
     try:
-        workload, limits = load.workload(server.endpoint), load.limits(server.timeout)
-        server.target(url or "localhost", "")  # raise before anything is sent
+        made = None if own.synthetic is None else parse(own.synthetic)
+        vocab_size = load.token_prompts or (0 if made is None or load.prompts else made.shape.vocabulary)
+        endpoint = server.route(sends_ids=vocab_size > 0)
+        workload, limits = load.workload(endpoint, vocab_size), load.limits(server.timeout)
+        server.target(endpoint, url or "localhost", "")  # raise before anything is sent
     except InvalidRequestError as error:
         if error.field is None:
             raise
         raise typer.BadParameter(str(error)) from None
-    settings = _settings(server, own, load)
-    starting: AbstractContextManager[ServerProcess | None] = nullcontext()
-    if own.spawn:
-        note("starting the server ...")
-        starting = worker_server(args, server.api_key, server.timeout)
-    with starting as spawned:
+    settings = _settings(server, own, load) | {"endpoint": endpoint}
+    with _run_server(own, made, args, server) as spawned:
         address = url or (spawned.url if spawned else "")
         name = None if own.spawn else server.model
-        target = bench_serving.connect(partial(server.target, address), name, server.timeout)
+        target = bench_serving.connect(partial(server.target, endpoint, address), name, server.timeout)
         monitor = None
         if own.spawn or own.health:
             monitor = ServerMonitor(Address.parse(address).authority, spawned.pid if spawned else None)
         with recording("serving", results, _show, url=address, **settings) as recorder, step_progress() as progress:
+            if spawned:
+                recorder.add_result(Result.exact("server_start", "s", spawned.start_s))
             bench_serving.run(recorder, Load(target, workload, limits, progress, monitor))
         if spawned:
             spawned.require_alive()
     if not any(result.name == "completed" and result.estimate for result in recorder.results()):
         examples = next(iter(recorder.details.get("errors", {}).values()), ["no request was sent"])
         raise WorkerError(f"no request was answered: {examples[0]}")
+
+
+@contextmanager
+def _run_server(
+    own: OwnOptions, made: Spec | None, args: list[str], server: ServerOptions
+) -> Iterator[ServerProcess | None]:
+    """Run a server of our own for the length of the block, if one is asked for; a synthetic model is written first."""
+    with ExitStack() as opened:
+        if made is not None:
+            with step_progress() as progress:
+                args = ["--model", str(opened.enter_context(model_file(made, progress))), *args]
+            args += ["--quantize", made.quantize] if made.quantize else []
+        if not own.spawn:
+            yield None
+            return
+        note("starting the server ...")
+        yield opened.enter_context(worker_server(args, server.api_key, server.timeout))
 
 
 def _settings(server: ServerOptions, own: OwnOptions, load: LoadOptions) -> dict[str, Any]:
