@@ -23,6 +23,7 @@ from .. import machine
 from ..backends import resolve_kv_type, select_backend
 from ..backends.ops import Backend
 from ..config import KV_AUTO, ModelConfig
+from ..engine.step_limits import choose_step_tokens
 from ..errors import ContextLengthError, InsufficientMemoryError, InvalidRequestError, human_bytes
 from ..models import Transformer, load_model, read_model_config
 from ..models.convert import is_fp8, quantize_checkpoint
@@ -55,7 +56,6 @@ from .scenarios import (
 )
 
 Source = Path | synthetic.Spec
-PG_STEP_TOKENS = 4096  # token budget of a step where whole requests or bursts are measured on a GPU
 COMPILED_LAYERS = 4  # some mixes give the first and the last layers other types than the middle ones
 CHILD_TIMEOUT_S = 1800
 
@@ -84,7 +84,7 @@ class Plan:
     requests: int | None = None  # of them; None: as many as the batch
     steps: Sequence[str] = ()  # compositions of steps to time
     bursts: Sequence[str] = ()  # prompts that are submitted at once to an idle engine
-    max_step_tokens: int | None = None  # token budget of a step; None: the engine's default
+    max_step_tokens: int | None = None  # token budget of a step; None: the default of the device
     deterministic: bool = False
 
     def __post_init__(self) -> None:
@@ -221,8 +221,8 @@ def _main_harness(model: Transformer, plan: Plan, cases: Sequence[Case]) -> Engi
     batch = max((1, *(case.batch for case in cases), *(plan.batches if plan.pg else ()), *(b.prompts for b in bursts)))
     if plan.max_step_tokens is not None:
         options["max_step_tokens"] = plan.max_step_tokens
-    elif (plan.pg or bursts) and model.ops.has_device_memory:
-        options["max_step_tokens"] = PG_STEP_TOKENS
+    elif model.ops.has_device_memory:
+        options["max_step_tokens"] = choose_step_tokens(model.config, model.ops.free_memory() or 0)
     return EngineHarness(model, capacity, batch, plan.seed, plan.kv_type, **options)
 
 

@@ -22,6 +22,7 @@ from ..engine.request import Request, SamplingParams, StepOutput
 from ..engine.speculative import DraftModel
 from ..errors import InferenceError, InvalidRequestError
 from ..llm import open_tokenizer
+from ..load import LoadPhases
 from ..models import Transformer
 from ..token_engine.launch import warm_up
 from ..weights import Checkpoint
@@ -60,7 +61,7 @@ class EngineHarness:
 
     def warm_up(self) -> None:
         """Do what a server does before it is ready."""
-        warm_up(self.engine)
+        warm_up(self.engine, LoadPhases())
 
     def prefill(self, depth: int, tokens: int, batch: int) -> TimedRun:
         """Prefill `tokens` of each sequence behind `depth` cached ones, up to the first output token."""

@@ -196,9 +196,10 @@ class StepTime:
         self.name = f"step{composition}" + (f"@d{self.depth}" if self.depth else "")
 
     def warm_up(self) -> None:
-        """Run the prompts alone first: a token budget beside decodes is known then."""
-        if self.composition.prompts:
+        """Run prompts and decodes alone first: a budget for both follows from steps of these sizes."""
+        if self.composition.prompts and self.composition.decoding:
             self._run(self.composition._replace(decoding=0), UNCOUNTED_STEPS)
+            self._run(self.composition._replace(prompts=0, length=0), UNCOUNTED_STEPS)
         self._run(self.composition, 1)
 
     def add_sample(self) -> None:

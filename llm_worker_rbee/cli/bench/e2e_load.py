@@ -38,9 +38,7 @@ class ModelBenchOptions:
     requests: int | None = option(None, "N", "Requests of --pg, BATCH at a time.", min=1, show_default="BATCH")
     step: list[str] | None = option(None, "PxL[+D]", "Time a step of P prompts of L tokens and D decodes. Repeatable.")
     burst: list[str] | None = option(None, "PxL", "Time to first token of P prompts at once. Repeatable.")
-    max_step_tokens: int | None = option(
-        None, "N", "Token budget of a step.", min=1, show_default="the engine's, 4096 with --pg or --burst on a GPU"
-    )
+    max_step_tokens: int | None = option(None, "N", "Token budget of a step.", min=1, show_default="the engine's")
     prefix: int = option(0, "N", "Time two prompts that share N tokens; 0: do not.", min=0)
     target_itl_ms: str | None = option(None, "T,...", "Time decode during a prefill of 2,000 tokens; 0: no target.")
     speculative: str = option("off", "HOW", "Decode real text with this drafter too: ngram.")
