@@ -27,7 +27,7 @@ from .engine.kv_cache_budget import (
 )
 from .engine.sampling_defaults import SamplingDefaults, read_sampling_defaults
 from .engine.speculative import DraftModel
-from .engine.step_limits import StepLimits, choose_batch, choose_step_tokens, workspace_bytes
+from .engine.step_limits import StepLimits, Workspace, choose_batch, choose_step_tokens
 from .errors import InsufficientMemoryError, InvalidRequestError
 from .models import Transformer, load_model, read_model_config
 from .models.convert import is_fp8, planned_types, quantize_checkpoint
@@ -272,7 +272,9 @@ def plan_limits(
         available = available_memory(num_sharing * sum(one.nbytes for one in models))
         return MemoryPlan(limits, available, HOST_MEMORY_FRACTION / num_sharing)
     reserved = num_sharing * device_weight_bytes(models, options.quantize) + (num_sharing - 1) * DEVICE_SPARE_BYTES
-    limits, workspace = _choose_limits(available_memory(reserved, backend) or 0, models, kv_type, options)
+    limits, workspace = _choose_limits(
+        (available_memory(reserved, backend) or 0) // num_sharing, models, kv_type, options
+    )
     available = available_memory(reserved + num_sharing * workspace, backend)
     return MemoryPlan(limits, available, DEVICE_MEMORY_FRACTION / num_sharing)
 
@@ -288,21 +290,22 @@ def plan_cache(models: Sequence[Checkpoint], kv_type: str, options: LoadOptions,
 
 
 def _choose_limits(
-    available: int, models: Sequence[Checkpoint], kv_type: str, options: LoadOptions
+    memory: int, models: Sequence[Checkpoint], kv_type: str, options: LoadOptions
 ) -> tuple[StepLimits, int]:
-    """Return the limits of a step on a GPU with `available` bytes beside the weights, and the bytes that it takes."""
-    settings, memory = given_settings(options.settings), available // options.num_sharing
+    """Return the limits of a step on a GPU with `memory` bytes beside the weights, and the bytes that it takes."""
     config, *drafts = map(read_model_config, models)
-    is_drafting = bool(drafts) or settings.get("speculative", "off") != "off"
-    draft_tokens = settings.get("draft_tokens", ENGINE_SETTINGS["draft_tokens"]) if is_drafting else 0
-    max_step_tokens = settings.get("max_step_tokens") or choose_step_tokens(config, memory)
-    max_batch = settings.get("max_batch") or choose_batch(
-        config, memory, max_step_tokens, kv_token_bytes=sum(block_bytes(one, kv_type, 1) for one in (config, *drafts)),
-        kv_memory=options.kv_memory, context=options.max_context or config.context_length, draft_tokens=draft_tokens,
-        memory_fraction=DEVICE_MEMORY_FRACTION,
+    given = given_settings(options.settings)
+    is_drafting = bool(drafts) or given.get("speculative", "off") != "off"
+    draft_tokens = given.get("draft_tokens", ENGINE_SETTINGS["draft_tokens"]) if is_drafting else 0
+    workspace = Workspace(config, draft_tokens, options.deterministic)
+    max_step_tokens = given.get("max_step_tokens") or choose_step_tokens(workspace, memory)
+    max_batch = given.get("max_batch") or choose_batch(
+        workspace, memory, max_step_tokens, kv_memory=options.kv_memory, memory_fraction=DEVICE_MEMORY_FRACTION,
+        kv_token_bytes=sum(block_bytes(one, kv_type, 1) for one in (config, *drafts)),
+        context=options.max_context or config.context_length,
     )  # fmt: skip
     limits = StepLimits(max_batch, max_step_tokens)
-    return limits, max(workspace_bytes(one, limits, draft_tokens) for one in (config, *drafts))
+    return limits, workspace.bytes(limits)
 
 
 def device_weight_bytes(models: Sequence[Checkpoint], quantize: str | None) -> int:

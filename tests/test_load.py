@@ -11,7 +11,7 @@ import pytest
 from llm_worker_rbee import load
 from llm_worker_rbee.config import DEVICE_SPARE_BYTES, KV_CUDA, KV_ON_CUDA, MAX_BATCH
 from llm_worker_rbee.engine.kv_cache_budget import DEVICE_MEMORY_FRACTION
-from llm_worker_rbee.engine.step_limits import StepLimits, workspace_bytes
+from llm_worker_rbee.engine.step_limits import StepLimits, Workspace
 from llm_worker_rbee.errors import InsufficientMemoryError, InvalidRequestError
 from llm_worker_rbee.models import read_model_config
 from llm_worker_rbee.weights import Checkpoint, open_checkpoint
@@ -56,7 +56,7 @@ def test_limits_on_gpu_fill_its_memory(checkpoint: Checkpoint) -> None:
     assert placed.limits == (MAX_BATCH, 8192)
     note = "up to 1,024 requests in a batch and 8,192 tokens in a step fit on cuda:0; max_batch and max_step_tokens set"
     assert [text.startswith(note) for text in placed.notes] == [True]
-    workspace = workspace_bytes(read_model_config(checkpoint), placed.limits)
+    workspace = Workspace(read_model_config(checkpoint)).bytes(placed.limits)
     reserved = load.device_weight_bytes([checkpoint], None) + workspace + DEVICE_SPARE_BYTES
     assert placed.capacity.max_batch == MAX_BATCH
     assert placed.capacity.bytes <= DEVICE_MEMORY_FRACTION * (free - reserved)
@@ -74,7 +74,7 @@ def test_arrays_of_largest_step_are_reserved(checkpoint: Checkpoint) -> None:
     """A GPU on which weights and a KV cache fit, but not such a step, is refused before anything is loaded."""
     limits = StepLimits(MAX_BATCH, 65_536)
     free = load.device_weight_bytes([checkpoint], None) + DEVICE_SPARE_BYTES + 10**9
-    assert workspace_bytes(read_model_config(checkpoint), limits) > 10**9
+    assert Workspace(read_model_config(checkpoint)).bytes(limits) > 10**9
     with pytest.raises(InsufficientMemoryError):
         place(checkpoint, free, **limits._asdict())
     assert place(checkpoint, free, max_batch=64, max_step_tokens=512).capacity.tokens > 8192
@@ -84,7 +84,7 @@ def test_engines_that_share_a_gpu_have_a_part_each(checkpoint: Checkpoint) -> No
     device: Any = Device(24 * 10**9)
     alone = load.place_model(device, [checkpoint], options(max_batch=64, max_step_tokens=512))
     shared = load.place_model(device, [checkpoint], replace(options(max_batch=64, max_step_tokens=512), num_sharing=8))
-    workspace = workspace_bytes(read_model_config(checkpoint), StepLimits())
+    workspace = Workspace(read_model_config(checkpoint)).bytes(StepLimits())
     each = shared.capacity.bytes + load.device_weight_bytes([checkpoint], None) + workspace + DEVICE_SPARE_BYTES
     assert shared.capacity.bytes < alone.capacity.bytes
     assert 8 * each <= 24 * 10**9

@@ -7,6 +7,7 @@ requests as the KV cache has room for, as many tokens as a step computes in a fr
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..config import MAX_BATCH, EngineConfig, ModelConfig
@@ -17,12 +18,14 @@ BATCH_STEP = 64  # batches are multiples of this: sizes that CUDA graphs are cap
 CONTEXT_SHARE, MIN_REQUEST_TOKENS, MAX_REQUEST_TOKENS = 8, 512, 1024
 STEP_TOKENS = (8192, 4096, 2048, 1024, 512)
 MIN_STEP_TOKENS_BY_TIME = 2048  # however large the model: fewer would leave tensor cores idle
-MAX_STEP_FLOPS = 1.5e14  # of the matrix products of a step: 0.2 to 0.4 s on a GPU of 2024 (8B parameters, 8,192 tokens)
+MAX_STEP_FLOPS = 1.5e14  # of the matrix products of a step: 8,192 tokens of 8B parameters, 0.2 to 0.4 s on an H200
 WORKSPACE_SHARE = 0.1  # of the memory beside the weights, that the arrays of a step may take by default
 MAX_SCORED_TOKENS = 512  # in a step, of prompts whose log-probabilities are requested: each needs a row of logits
 MIN_SCORED_TOKENS = 64
 GRAPH_TOKENS = 1024  # of the largest captured step: graphs keep their arrays in a memory pool of their own
 LOGIT_COPIES = 3  # as computed, in the buffer that graphs share, capped or gathered for sampling
+# Float32 copies of a product: its parts, and joined or scaled; batch-invariant products have 4 splits in every step.
+PRODUCT_COPIES, BATCH_INVARIANT_COPIES = 2, 8
 
 
 class StepLimits(NamedTuple):
@@ -40,49 +43,57 @@ def max_scored_tokens(max_step_tokens: int) -> int:
     return min(MAX_SCORED_TOKENS, max(MIN_SCORED_TOKENS, max_step_tokens // 8))
 
 
-def activation_bytes(config: ModelConfig) -> int:
-    """Return the bytes of the arrays of one token, at the layer that takes most.
+@dataclass(frozen=True, slots=True)
+class Workspace:
+    """The arrays of a step on a GPU, beside weights and KV cache."""
 
-    The residual stream is float32, activations have 2 bytes. Products are float32 and exist twice where the parts of a
-    matrix are multiplied apart and joined.
-    """
-    width, heads, kv_heads = config.d_model, config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
-    attention = 2 * 4 * (heads + 2 * kv_heads) + (2 + 4 + 2) * heads  # product; queries, output, output as activations
-    mlp = 2 * 4 * 2 * config.d_ff + 2 * config.d_ff  # gate and up; their combination
-    return 4 * width + 2 * width + max(attention, mlp)
+    config: ModelConfig
+    draft_tokens: int = 0  # of each decoding request
+    batch_invariant: bool = False
+
+    @property
+    def token_bytes(self) -> int:
+        """The bytes of one token at the layer that takes most; activations have 2 bytes a value."""
+        config, copies = self.config, BATCH_INVARIANT_COPIES if self.batch_invariant else PRODUCT_COPIES
+        width, heads, kv_heads = config.d_model, config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
+        attention = copies * 4 * (heads + 2 * kv_heads) + (2 + 4 + 2) * heads  # product; queries, output, activations
+        mlp = copies * 4 * 2 * config.d_ff + 2 * config.d_ff  # gate and up; their combination
+        return 4 * width + 2 * width + max(attention, mlp)  # with the residual stream in float32 and its norm
+
+    def bytes(self, limits: StepLimits) -> int:
+        """Return the bytes of the largest step, with those that its graphs keep."""
+        decoding = limits.max_batch * (1 + self.draft_tokens)
+        tokens = max(limits.max_step_tokens, decoding)
+        rows = decoding + min(limits.max_step_tokens, max_scored_tokens(limits.max_step_tokens))
+        logits = LOGIT_COPIES * 4 * rows * self.config.vocab_size
+        return (tokens + min(tokens, GRAPH_TOKENS)) * self.token_bytes + logits
 
 
-def workspace_bytes(config: ModelConfig, limits: StepLimits, draft_tokens: int = 0) -> int:
-    """Return the bytes of the arrays of the largest step on a GPU, with those that its graphs keep."""
-    decoding = limits.max_batch * (1 + draft_tokens)
-    tokens = max(limits.max_step_tokens, decoding)
-    rows = decoding + min(limits.max_step_tokens, max_scored_tokens(limits.max_step_tokens))
-    arrays = (tokens + min(tokens, GRAPH_TOKENS)) * activation_bytes(config)
-    return arrays + LOGIT_COPIES * 4 * rows * config.vocab_size
-
-
-def choose_step_tokens(config: ModelConfig, memory: int) -> int:
+def choose_step_tokens(workspace: Workspace, memory: int) -> int:
     """Return the default of `max_step_tokens` on a GPU with `memory` bytes beside the weights."""
-    weights = config.n_layers * config.d_model * (
-        2 * (config.n_heads + config.n_kv_heads) * config.head_dim + 3 * config.d_ff
-    )  # fmt: skip
+    config = workspace.config
+    matrix_rows = 2 * (config.n_heads + config.n_kv_heads) * config.head_dim + 3 * config.d_ff  # of d_model values each
+    flops = 2 * config.n_layers * config.d_model * matrix_rows  # of a token
     for tokens in STEP_TOKENS:
-        is_fast = 2 * weights * tokens <= MAX_STEP_FLOPS or tokens <= MIN_STEP_TOKENS_BY_TIME
-        if is_fast and workspace_bytes(config, StepLimits(BATCH_STEP, tokens)) <= WORKSPACE_SHARE * memory:
+        is_fast = flops * tokens <= MAX_STEP_FLOPS or tokens <= MIN_STEP_TOKENS_BY_TIME
+        if is_fast and workspace.bytes(StepLimits(BATCH_STEP, tokens)) <= WORKSPACE_SHARE * memory:
             return tokens
     return STEP_TOKENS[-1]
 
 
 def choose_batch(
-    config: ModelConfig, memory: int, max_step_tokens: int, *, kv_token_bytes: int, kv_memory: int | None, context: int,
-    draft_tokens: int = 0, memory_fraction: float = 1.0,
+    workspace: Workspace, memory: int, max_step_tokens: int, *, kv_token_bytes: int, context: int,
+    kv_memory: int | None = None, memory_fraction: float = 1.0,
 ) -> int:  # fmt: skip
-    """Return the default of `max_batch` on a GPU with `memory` bytes beside the weights: requests of a share of the
-    context each that fit into the KV cache, which is `kv_memory` bytes or takes `memory_fraction` of what is left."""
-    share = min(context, max(MIN_REQUEST_TOKENS, min(MAX_REQUEST_TOKENS, context // CONTEXT_SHARE)))
+    """Return the default of `max_batch` on a GPU with `memory` bytes beside the weights.
+
+    It is the number of requests, of a share of the context each, that fit into the KV cache: `kv_memory` bytes, or
+    `memory_fraction` of what the arrays of a step leave.
+    """
+    tokens_each = min(context, max(MIN_REQUEST_TOKENS, min(MAX_REQUEST_TOKENS, context // CONTEXT_SHARE)))
     for batch in range(MAX_BATCH, BATCH_STEP, -BATCH_STEP):
-        left = memory - workspace_bytes(config, StepLimits(batch, max_step_tokens), draft_tokens)
+        left = memory - workspace.bytes(StepLimits(batch, max_step_tokens))
         room = int(memory_fraction * left) if kv_memory is None else min(kv_memory, left)
-        if batch * share * kv_token_bytes <= room:
+        if batch * tokens_each * kv_token_bytes <= room:
             return batch
     return BATCH_STEP

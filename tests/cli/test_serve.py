@@ -376,7 +376,7 @@ def _has_openssl() -> bool:
 
 def test_limit_defaults_are_as_documented() -> None:
     documented = {
-        "max_queue": 256, "max_queued_tokens": 262_144, "max_body": 4 << 20, "job_ttl_s": 300.0,
+        "max_queue": None, "max_queued_tokens": None, "max_body": 4 << 20, "job_ttl_s": 300.0,
         "shutdown_timeout_s": 30.0, "stall_timeout_s": 30.0, "ignore_unknown_fields": False,
     }  # fmt: skip
     assert vars(LimitOptions()) == documented

@@ -11,11 +11,10 @@ from llm_worker_rbee.engine.step_limits import (
     BATCH_STEP,
     STEP_TOKENS,
     StepLimits,
-    activation_bytes,
+    Workspace,
     choose_batch,
     choose_step_tokens,
     max_scored_tokens,
-    workspace_bytes,
 )
 from llm_worker_rbee.models.families import BY_HF
 
@@ -41,9 +40,9 @@ TINY = shape(2, 64, 4, 2, 128, 300, 128)
 
 
 def choose(config: ModelConfig, memory: int, kv_type: str = "bfloat16", kv_memory: int | None = None) -> StepLimits:
-    tokens = choose_step_tokens(config, memory)
+    tokens = choose_step_tokens(Workspace(config), memory)
     batch = choose_batch(
-        config, memory, tokens, kv_token_bytes=block_bytes(config, kv_type, 1), kv_memory=kv_memory,
+        Workspace(config), memory, tokens, kv_token_bytes=block_bytes(config, kv_type, 1), kv_memory=kv_memory,
         context=config.context_length, memory_fraction=DEVICE_MEMORY_FRACTION,
     )  # fmt: skip
     return StepLimits(batch, tokens)
@@ -79,7 +78,7 @@ def test_limits_grow_with_memory_and_leave_room_for_the_cache() -> None:
             assert limits.max_batch % BATCH_STEP == 0
             assert limits.max_batch <= MAX_BATCH
             assert limits.max_step_tokens in STEP_TOKENS
-            left = memory - workspace_bytes(config, limits)
+            left = memory - Workspace(config).bytes(limits)
             if limits.max_batch > BATCH_STEP:
                 each = DEVICE_MEMORY_FRACTION * left / limits.max_batch / block_bytes(config, "bfloat16", 1)
                 assert each >= 512, "tokens of each request of a full batch"
@@ -88,26 +87,31 @@ def test_limits_grow_with_memory_and_leave_room_for_the_cache() -> None:
 
 def test_batch_follows_kv_memory_and_drafts() -> None:
     assert choose(LLAMA3_8B, 139 * GB, kv_memory=20 * GB).max_batch == 128
-    options = {"kv_token_bytes": block_bytes(LLAMA3_8B, "float8", 1), "kv_memory": None, "context": 8192}
     plain, drafting = (
-        choose_batch(LLAMA3_8B, 40 * GB, 2048, draft_tokens=drafts, **options)
-        for drafts in (0, 16)  # type: ignore[arg-type]
+        choose_batch(
+            Workspace(LLAMA3_8B, drafts),
+            40 * GB,
+            2048,
+            kv_token_bytes=block_bytes(LLAMA3_8B, "float8", 1),
+            context=8192,
+        )
+        for drafts in (0, 16)
     )
     assert plain > drafting >= BATCH_STEP
 
 
 def test_workspace_covers_arrays_of_the_largest_step() -> None:
     """Of a layer: the residual stream, the product of gate and up in float32, and what the down projection reads."""
-    config, limits = LLAMA3_8B, StepLimits(512, 8192)
+    workspace, limits = Workspace(LLAMA3_8B), StepLimits(512, 8192)
     layer = 8192 * (4 * 4096 + 4 * 2 * 14_336 + 2 * 14_336)
     logits = 4 * 512 * 128_256
-    assert workspace_bytes(config, limits) > layer + logits
-    assert workspace_bytes(config, limits) < 3 * (layer + logits)
-    assert workspace_bytes(config, limits, draft_tokens=4) > 5 * logits
+    assert layer + logits < workspace.bytes(limits) < 3 * (layer + logits)
+    assert workspace.bytes(StepLimits(512, 512)) < workspace.bytes(limits) / 3
+    assert Workspace(LLAMA3_8B, draft_tokens=4).bytes(limits) > layer + 5 * logits
+    splits = 4 * 8192 * 4 * 2 * 14_336
+    assert Workspace(LLAMA3_8B, batch_invariant=True).bytes(limits) > splits, "each product is a sum of four"
     attention_heavy = shape(1, 1024, 64, 64, 64, 100, 128)
-    assert activation_bytes(attention_heavy) > 4 * 3 * 1024
-    small, large = (workspace_bytes(config, StepLimits(512, tokens)) for tokens in (512, 8192))
-    assert small < large / 3
+    assert Workspace(attention_heavy).token_bytes > 4 * 3 * 1024
 
 
 def test_scored_tokens_are_an_eighth_of_a_step() -> None:
