@@ -1,8 +1,9 @@
-"""How long the worker takes to start: import, open, tokenizer, weights, first token; and its memory.
+"""How long the worker takes to start: import, open, tokenizer, weights, warm-up, first token; and its memory.
 
 Each repetition is a fresh process (load_child.py), so that imports are real. Cold: the model's pages were dropped from
 the page cache before; warm: they were read just before. Where the system cannot drop pages, cold is left out. With
-`compile_kernels` one more start has an empty kernel cache.
+`compile_kernels` one more start has an empty kernel cache. On a GPU, unless `warms_up` is False, the start is that of
+the engine of `serve`: `ready` is the time until all kernels are compiled and loaded and all graphs captured.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ KERNEL_CACHE_VARIABLES = ("TRITON_CACHE_DIR", "LLM_WORKER_KERNEL_CACHE")  # of t
 
 def run(
     recorder: Recorder, progress: StepProgress, model: Path, repetitions: int, options: dict[str, Any] | None = None, *,
-    compile_kernels: bool = False,
+    compile_kernels: bool = False, warms_up: bool = False,
 ) -> None:  # fmt: skip
     """Start the worker repeatedly, cold and warm in turn; `options` are those of LLM.
 
@@ -40,7 +41,7 @@ def run(
     """
     recorder.model = describe_model(model, progress)
     files = model_files(model)
-    settings = {"model": str(model), "prompt": PROMPT, "options": options or {}}
+    settings = {"model": str(model), "prompt": PROMPT, "options": options or {}, "warm_up": warms_up}
     caches = ["cold", "warm"] if processes.can_drop_pages() else ["warm"]
     if "cold" not in caches:
         recorder.details["left_out"] = {"cold": "this system has no posix_fadvise to drop a file from the page cache"}
@@ -90,6 +91,8 @@ def _start(settings: dict[str, Any], variables: dict[str, str] | None = None) ->
 def _record(recorder: Recorder, cache: str, output: dict[str, Any]) -> None:
     for phase, seconds in output["seconds"].items():
         recorder.add_sample(phase if phase in WITHOUT_FILE else f"{phase}/{cache}", "s", seconds)
+    for what, count in output.get("counts", {}).items():
+        recorder.add_sample(f"{what}/{cache}", what.partition("_")[0], count)
     for when, size in output["bytes"].items():
         if size is not None and cache != "compiling":
             recorder.add_sample(f"memory/{when}", "B", size)

@@ -89,3 +89,19 @@ def test_run_with_compile_kernels_adds_a_start_with_an_empty_cache(tiny: Path, m
     assert {"total/compiling", "total/warm", "memory/load"} <= set(found)
     assert len(found["memory/load"].samples) == len(caches) - 2  # neither the compiling start nor the one before
     assert [cache is not None for cache in caches] == [True] + [False] * (len(caches) - 1)
+
+
+def test_run_with_warm_up_is_the_start_of_an_engine_of_serve(tiny: Path) -> None:
+    """As on a GPU: without a tokenizer, ready after the warm-up, kernels and graphs counted."""
+    recorder = Recorder("load")
+    load.run(recorder, lambda *_: None, tiny, 1, warms_up=True)
+    found = {result.name: result for result in recorder.results()}
+    phases = ("backend", "locate", "open", "kernels", "weights", "warm-up", "ready", "first_token", "total")
+    counts = {"kernels_compiled": "kernels", "kernels_loaded": "kernels", "graphs_captured": "graphs"}
+    assert {f"{phase}/warm" for phase in (*phases, *counts)} <= set(found)
+    assert "tokenizer/warm" not in found
+    for name, unit in counts.items():
+        assert (found[f"{name}/warm"].unit, found[f"{name}/warm"].estimate) == (unit, 0)  # a CPU has none of them
+    seconds = {name: found[f"{name}/warm"].estimate for name in phases}
+    assert seconds["warm-up"] < seconds["ready"] < seconds["total"]
+    assert seconds["ready"] + seconds["first_token"] <= 1.001 * seconds["total"]

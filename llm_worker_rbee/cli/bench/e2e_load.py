@@ -4,6 +4,8 @@ from dataclasses import asdict, dataclass
 
 import typer
 
+from ...backends import is_automatic
+from ...backends.select import has_driver
 from ...bench import e2e as e2e_benchmark
 from ...bench import load as load_benchmark
 from ...bench.results import Result, Run
@@ -154,20 +156,26 @@ class StartOptions:
     model: ModelArgument = None
     synthetic: SyntheticOption = None
     compile: bool = option(False, None, "Also measure a start with an empty kernel cache.")
+    no_warm_up: bool = option(False, None, "On a GPU: start as `run` does, not as `serve`.", "--no-warm-up")
+    max_batch: int | None = option(None, "N", "Maximum number of requests in a batch.", min=1, show_default="serve's")
+    max_step_tokens: int | None = option(None, "N", "Token budget of a step.", min=1, show_default="serve's")
     repetitions: int = option(3, "N", "Number of cold and of warm starts.", "-r", min=1)
 
 
 @gather(options=StartOptions, results=ResultOptions, computing=ComputeOptions)
 def load(options: StartOptions, results: ResultOptions, computing: ComputeOptions) -> None:
-    """Measure a start: import, open, tokenizer, kernels, weights, first token.
+    """Measure a start: import, open, kernels, weights, warm-up, first token.
 
     Every start is a process of its own. COLD: the model's file was dropped from
     the page cache before; WARM: it was read just before. TOTAL is the time from
     starting the process to the first token of a short prompt.
 
     KERNELS is the time to load their machine code; the first start after an
-    installation compiles it, so there is a start before those that count. On a
-    GPU its memory is measured too, also after batches of many sizes.
+    installation compiles it, so there is a start before those that count.
+
+    On a GPU it is the start of `serve`'s engine: READY is when all kernels are
+    compiled and loaded and all CUDA graphs captured, which are counted. Its
+    memory is measured too, also after batches of many sizes.
 
     \b
     Examples:
@@ -181,17 +189,30 @@ def load(options: StartOptions, results: ResultOptions, computing: ComputeOption
     settings = {"repetitions": repetitions, "backend": computing.backend, "device": computing.device, "threads": used}
     with common.recording("load", results, _show_load, **settings) as recorder, step_progress() as progress:
         arguments = {"device": computing.device, "backend": computing.backend, "threads": computing.kernel_threads}
+        limits = {"max_batch": options.max_batch, "max_step_tokens": options.max_step_tokens}
+        arguments |= {name: value for name, value in limits.items() if value is not None}
         with common.model_file(source, progress) as path:
-            load_benchmark.run(recorder, progress, path, repetitions, arguments, compile_kernels=options.compile)
+            load_benchmark.run(
+                recorder, progress, path, repetitions, arguments, compile_kernels=options.compile,
+                warms_up=_uses_gpu(computing) and not options.no_warm_up,
+            )  # fmt: skip
+
+
+def _uses_gpu(computing: ComputeOptions) -> bool:
+    """Return whether a model goes to a GPU if it fits there."""
+    if computing.device.startswith("cuda") or computing.backend == "cuda":
+        return True
+    return is_automatic(computing.device, computing.backend, computing.kernel_threads) and has_driver()
 
 
 def _show_load(run: Run) -> None:
     found = {result.name: result for result in run.results}
-    times = [name for name, result in found.items() if result.unit == "s"]
-    phases = sorted(dict.fromkeys(name.partition("/")[0] for name in times), key=lambda name: name == "total")
+    times = dict.fromkeys(name.partition("/")[0] for name, result in found.items() if result.unit == "s")
+    counts = dict.fromkeys(name.partition("/")[0] for name, result in found.items() if result.unit not in ("s", "B"))
+    phases = sorted(times, key=lambda name: name == "total")
     caches = ["cold", "warm", *(["compiling"] if "total/compiling" in found else [])]
     rows = [["", *(text for cache in caches for text in (cache.upper(), "95% INTERVAL"))]]
-    for phase in phases:
+    for phase in (*phases, *counts):
         sides = [found.get(f"{phase}/{cache}", found.get(phase)) for cache in caches]
         rows.append([phase.replace("_", " "), *(cell for side in sides for cell in _value_cells(side))])
     common.print_table(rows, right=range(1, 2 * len(caches), 2))
