@@ -27,7 +27,7 @@ from .engine.kv_cache_budget import (
 )
 from .engine.sampling_defaults import SamplingDefaults, read_sampling_defaults
 from .engine.speculative import DraftModel
-from .engine.step_limits import StepLimits, Workspace, choose_batch, choose_step_tokens
+from .engine.step_limits import SchedulerLimits, Workspace, choose_batch, choose_step_tokens
 from .errors import InsufficientMemoryError, InvalidRequestError
 from .models import Transformer, load_model, read_model_config
 from .models.convert import is_fp8, planned_types, quantize_checkpoint
@@ -122,7 +122,7 @@ class LoadedModel:
     quant: str  # the name of its mix of quantization types
     kv_type: str
     capacity: KVCacheBudget
-    limits: StepLimits
+    limits: SchedulerLimits
     sampling_defaults: SamplingDefaults
     notes: list[str]  # on the choice of device and on ignored metadata, for people
     draft_model: Transformer | None
@@ -215,7 +215,7 @@ class Placement(NamedTuple):
     backend: Backend
     kv_type: str
     capacity: KVCacheBudget
-    limits: StepLimits
+    limits: SchedulerLimits
     notes: list[str]
 
 
@@ -256,7 +256,7 @@ def _plan_placement(
 class MemoryPlan(NamedTuple):
     """The limits of a step, and what is left for the KV cache."""
 
-    limits: StepLimits
+    limits: SchedulerLimits
     available: int | None  # bytes beside the weights and the arrays of a step; None: unknown
     memory_fraction: float  # of it that the KV cache may take
 
@@ -268,7 +268,7 @@ def plan_limits(
     num_sharing = options.num_sharing
     if backend is None or not backend.has_device_memory:
         given = given_settings(options.settings)
-        limits = StepLimits()._replace(**{name: given[name] for name in CHOSEN_SETTINGS if name in given})
+        limits = SchedulerLimits()._replace(**{name: given[name] for name in CHOSEN_SETTINGS if name in given})
         available = available_memory(num_sharing * sum(one.nbytes for one in models))
         return MemoryPlan(limits, available, HOST_MEMORY_FRACTION / num_sharing)
     reserved = num_sharing * device_weight_bytes(models, options.quantize) + (num_sharing - 1) * DEVICE_SPARE_BYTES
@@ -291,7 +291,7 @@ def plan_cache(models: Sequence[Checkpoint], kv_type: str, options: LoadOptions,
 
 def _choose_limits(
     memory: int, models: Sequence[Checkpoint], kv_type: str, options: LoadOptions
-) -> tuple[StepLimits, int]:
+) -> tuple[SchedulerLimits, int]:
     """Return the limits of a step on a GPU with `memory` bytes beside the weights, and the bytes that it takes."""
     config, *drafts = map(read_model_config, models)
     given = given_settings(options.settings)
@@ -304,7 +304,7 @@ def _choose_limits(
         kv_token_bytes=sum(block_bytes(one, kv_type, 1) for one in (config, *drafts)),
         context=options.max_context or config.context_length,
     )  # fmt: skip
-    limits = StepLimits(max_batch, max_step_tokens)
+    limits = SchedulerLimits(max_batch, max_step_tokens)
     return limits, workspace.bytes(limits)
 
 

@@ -11,7 +11,7 @@ import pytest
 from llm_worker_rbee import load
 from llm_worker_rbee.config import DEVICE_SPARE_BYTES, KV_CUDA, KV_ON_CUDA, MAX_BATCH
 from llm_worker_rbee.engine.kv_cache_budget import DEVICE_MEMORY_FRACTION
-from llm_worker_rbee.engine.step_limits import StepLimits, Workspace
+from llm_worker_rbee.engine.step_limits import SchedulerLimits, Workspace
 from llm_worker_rbee.errors import InsufficientMemoryError, InvalidRequestError
 from llm_worker_rbee.models import read_model_config
 from llm_worker_rbee.weights import Checkpoint, open_checkpoint
@@ -72,7 +72,7 @@ def test_given_limits_override_chosen_ones(checkpoint: Checkpoint) -> None:
 
 def test_arrays_of_largest_step_are_reserved(checkpoint: Checkpoint) -> None:
     """A GPU on which weights and a KV cache fit, but not such a step, is refused before anything is loaded."""
-    limits = StepLimits(MAX_BATCH, 65_536)
+    limits = SchedulerLimits(MAX_BATCH, 65_536)
     free = load.device_weight_bytes([checkpoint], None) + DEVICE_SPARE_BYTES + 10**9
     assert Workspace(read_model_config(checkpoint)).bytes(limits) > 10**9
     with pytest.raises(InsufficientMemoryError):
@@ -84,7 +84,7 @@ def test_engines_that_share_a_gpu_have_a_part_each(checkpoint: Checkpoint) -> No
     device: Any = Device(24 * 10**9)
     alone = load.place_model(device, [checkpoint], options(max_batch=64, max_step_tokens=512))
     shared = load.place_model(device, [checkpoint], replace(options(max_batch=64, max_step_tokens=512), num_sharing=8))
-    workspace = Workspace(read_model_config(checkpoint)).bytes(StepLimits())
+    workspace = Workspace(read_model_config(checkpoint)).bytes(SchedulerLimits())
     each = shared.capacity.bytes + load.device_weight_bytes([checkpoint], None) + workspace + DEVICE_SPARE_BYTES
     assert shared.capacity.bytes < alone.capacity.bytes
     assert 8 * each <= 24 * 10**9

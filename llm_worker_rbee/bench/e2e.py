@@ -23,7 +23,7 @@ from .. import machine
 from ..backends import resolve_kv_type, select_backend
 from ..backends.ops import Backend
 from ..config import KV_AUTO, ModelConfig
-from ..engine.step_limits import choose_step_tokens
+from ..engine.step_limits import Workspace, choose_step_tokens
 from ..errors import ContextLengthError, InsufficientMemoryError, InvalidRequestError, human_bytes
 from ..models import Transformer, load_model, read_model_config
 from ..models.convert import is_fp8, quantize_checkpoint
@@ -222,7 +222,9 @@ def _main_harness(model: Transformer, plan: Plan, cases: Sequence[Case]) -> Engi
     if plan.max_step_tokens is not None:
         options["max_step_tokens"] = plan.max_step_tokens
     elif model.ops.has_device_memory:
-        options["max_step_tokens"] = choose_step_tokens(model.config, model.ops.free_memory() or 0)
+        options["max_step_tokens"] = choose_step_tokens(
+            Workspace(model.config, batch_invariant=model.ops.deterministic), model.ops.free_memory() or 0
+        )
     return EngineHarness(model, capacity, batch, plan.seed, plan.kv_type, **options)
 
 

@@ -17,7 +17,7 @@ from ..config import KV_AUTO, KV_DEFAULT, KV_ON_CPU, ModelConfig
 from ..engine.kv_cache_budget import DEVICE_MEMORY_FRACTION, HOST_MEMORY_FRACTION
 from ..engine.request import NEUTRAL_SAMPLING
 from ..engine.sampling_defaults import BUILT_IN, read_sampling_defaults
-from ..engine.step_limits import StepLimits
+from ..engine.step_limits import SchedulerLimits
 from ..errors import InsufficientMemoryError, WorkerError, human_bytes
 from ..llm import open_tokenizer
 from ..models import read_model_config
@@ -193,7 +193,7 @@ def _fits_lines(fits: dict[str, Any]) -> list[tuple[str, str]]:
     used = f"{share} of it for keys and values (--kv-memory sets another size)"
     if fits["kv_memory"] is not None:
         used = f"--kv-memory is {human_bytes(fits['kv_memory'])}"
-    limits = str(StepLimits(fits["max_batch"], fits["max_step_tokens"]))
+    limits = str(SchedulerLimits(fits["max_batch"], fits["max_step_tokens"]))
     return [("fits here", f"{beside}; {used}"), ("steps", f"{limits} (--max-batch, --max-step-tokens)")]
 
 

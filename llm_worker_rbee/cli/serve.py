@@ -21,7 +21,7 @@ from ..backends.ops import CAPTURING, COMPILING
 from ..config import ServerSettings
 from ..engine.engine import Engine
 from ..engine.sampling_defaults import read_sampling_defaults
-from ..engine.step_limits import StepLimits
+from ..engine.step_limits import SchedulerLimits
 from ..errors import InvalidRequestError
 from ..llm import LLM
 from ..load import split_settings
@@ -388,7 +388,7 @@ def _print_ready(worker: Worker, url: str, key: Key | None, shown: ExitStack) ->
         for text in worker.engine.info.notes:
             note(with_option_names(text))
     info = worker.engine.info
-    limits = StepLimits(info.engine.max_batch, info.engine.max_step_tokens)
+    limits = SchedulerLimits(info.engine.max_batch, info.engine.max_step_tokens)
     each = f" in each of {info.num_replicas} engines" if info.num_replicas > 1 else ""
     _print_line(f"ready after {sum(info.phases.values()):.1f} s, {limits}{each}; try:")
     _print_line("  " + _curl(worker, url, key))

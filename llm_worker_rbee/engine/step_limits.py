@@ -28,7 +28,7 @@ LOGIT_COPIES = 3  # as computed, in the buffer that graphs share, capped or gath
 PRODUCT_COPIES, BATCH_INVARIANT_COPIES = 2, 8
 
 
-class StepLimits(NamedTuple):
+class SchedulerLimits(NamedTuple):
     """Requests and tokens of a step."""
 
     max_batch: int = DEFAULT_CONFIG.max_batch
@@ -60,7 +60,7 @@ class Workspace:
         mlp = copies * 4 * 2 * config.d_ff + 2 * config.d_ff  # gate and up; their combination
         return 4 * width + 2 * width + max(attention, mlp)  # with the residual stream in float32 and its norm
 
-    def bytes(self, limits: StepLimits) -> int:
+    def bytes(self, limits: SchedulerLimits) -> int:
         """Return the bytes of the largest step, with those that its graphs keep."""
         decoding = limits.max_batch * (1 + self.draft_tokens)
         tokens = max(limits.max_step_tokens, decoding)
@@ -76,7 +76,7 @@ def choose_step_tokens(workspace: Workspace, memory: int) -> int:
     flops = 2 * config.n_layers * config.d_model * matrix_rows  # of a token
     for tokens in STEP_TOKENS:
         is_fast = flops * tokens <= MAX_STEP_FLOPS or tokens <= MIN_STEP_TOKENS_BY_TIME
-        if is_fast and workspace.bytes(StepLimits(BATCH_STEP, tokens)) <= WORKSPACE_SHARE * memory:
+        if is_fast and workspace.bytes(SchedulerLimits(BATCH_STEP, tokens)) <= WORKSPACE_SHARE * memory:
             return tokens
     return STEP_TOKENS[-1]
 
@@ -92,7 +92,7 @@ def choose_batch(
     """
     tokens_each = min(context, max(MIN_REQUEST_TOKENS, min(MAX_REQUEST_TOKENS, context // CONTEXT_SHARE)))
     for batch in range(MAX_BATCH, BATCH_STEP, -BATCH_STEP):
-        left = memory - workspace.bytes(StepLimits(batch, max_step_tokens))
+        left = memory - workspace.bytes(SchedulerLimits(batch, max_step_tokens))
         room = int(memory_fraction * left) if kv_memory is None else min(kv_memory, left)
         if batch * tokens_each * kv_token_bytes <= room:
             return batch

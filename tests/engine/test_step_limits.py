@@ -10,7 +10,7 @@ from llm_worker_rbee.engine.kv_cache_budget import DEVICE_MEMORY_FRACTION, block
 from llm_worker_rbee.engine.step_limits import (
     BATCH_STEP,
     STEP_TOKENS,
-    StepLimits,
+    SchedulerLimits,
     Workspace,
     choose_batch,
     choose_step_tokens,
@@ -39,13 +39,15 @@ SMALL = shape(30, 576, 9, 3, 1536, 49_152, 8192)
 TINY = shape(2, 64, 4, 2, 128, 300, 128)
 
 
-def choose(config: ModelConfig, memory: int, kv_type: str = "bfloat16", kv_memory: int | None = None) -> StepLimits:
+def choose(
+    config: ModelConfig, memory: int, kv_type: str = "bfloat16", kv_memory: int | None = None
+) -> SchedulerLimits:
     tokens = choose_step_tokens(Workspace(config), memory)
     batch = choose_batch(
         Workspace(config), memory, tokens, kv_token_bytes=block_bytes(config, kv_type, 1), kv_memory=kv_memory,
         context=config.context_length, memory_fraction=DEVICE_MEMORY_FRACTION,
     )  # fmt: skip
-    return StepLimits(batch, tokens)
+    return SchedulerLimits(batch, tokens)
 
 
 @pytest.mark.parametrize(
@@ -102,11 +104,11 @@ def test_batch_follows_kv_memory_and_drafts() -> None:
 
 def test_workspace_covers_arrays_of_the_largest_step() -> None:
     """Of a layer: the residual stream, the product of gate and up in float32, and what the down projection reads."""
-    workspace, limits = Workspace(LLAMA3_8B), StepLimits(512, 8192)
+    workspace, limits = Workspace(LLAMA3_8B), SchedulerLimits(512, 8192)
     layer = 8192 * (4 * 4096 + 4 * 2 * 14_336 + 2 * 14_336)
     logits = 4 * 512 * 128_256
     assert layer + logits < workspace.bytes(limits) < 3 * (layer + logits)
-    assert workspace.bytes(StepLimits(512, 512)) < workspace.bytes(limits) / 3
+    assert workspace.bytes(SchedulerLimits(512, 512)) < workspace.bytes(limits) / 3
     assert Workspace(LLAMA3_8B, draft_tokens=4).bytes(limits) > layer + 5 * logits
     splits = 4 * 8192 * 4 * 2 * 14_336
     assert Workspace(LLAMA3_8B, batch_invariant=True).bytes(limits) > splits, "each product is a sum of four"
@@ -119,5 +121,5 @@ def test_scored_tokens_are_an_eighth_of_a_step() -> None:
 
 
 def test_limits_as_text() -> None:
-    assert str(StepLimits(448, 8192)) == "up to 448 requests in a batch and 8,192 tokens in a step"
-    assert StepLimits() == (64, 512)
+    assert str(SchedulerLimits(448, 8192)) == "up to 448 requests in a batch and 8,192 tokens in a step"
+    assert SchedulerLimits() == (64, 512)
