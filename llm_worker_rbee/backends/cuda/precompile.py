@@ -43,12 +43,15 @@ from .device import is_interpreted
 
 SOURCES = Path(__file__).parent
 TRITON_CACHE_VARIABLE = "TRITON_CACHE_DIR"
-BYTES_PER_PROCESS = 1 << 30  # of memory that compiling a variant may take
+BYTES_PER_PROCESS = 512 << 20  # of memory that compiling a variant may take
 MAX_IDLE_S = 600.0  # that a compiler process which was started early waits for work
 MAX_NAME_CHARS = 150  # of a kernel in the cache: Triton cuts longer names
 MAX_ERROR_CHARS = 1000  # a report is shorter than what a pipe takes at once
 # These take longest to compile; they come first, so that no process is left with one of them at the end.
-SLOW_KERNELS = ("sample_rows", "gemv_packed", "gemv_dense", "decode_attention", "gemm_packed", "decode_attention_gqa")
+SLOW_KERNELS = (
+    "gemv_dense", "gemv_packed", "sample_rows", "decode_attention_gqa", "prefill_attention", "decode_attention",
+    "gemm_packed",
+)  # fmt: skip
 logger = logging.getLogger(__name__)
 _recording_lock = threading.Lock()
 

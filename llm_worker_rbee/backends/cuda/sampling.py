@@ -101,7 +101,8 @@ def warm_up(vocab_size: int, max_batch: int, device: torch.device) -> None:
     every_filter.penalty_window = np.array([pending_id(0)])
     greedy = sample_async(logits, [SampleRow(temperature=0.0)] * len(logits))
     sample_async(logits, [every_filter] * len(logits), greedy.tokens).result()
-    _sorted_logprobs(logits[np.zeros(1, np.int64)], MAX_SCANNED + 1)  # what kernels store may be undefined here
+    # Not `logprobs`, which checks what its kernel stores: nothing, while variants are recorded.
+    _sorted_logprobs(logits[np.zeros(1, np.int64)], MAX_SCANNED + 1)
 
 
 class SampleResults(NamedTuple):

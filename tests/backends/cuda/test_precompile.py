@@ -56,12 +56,12 @@ def test_recording_under_the_interpreter_finds_nothing() -> None:
 def test_processes_are_limited_by_cores_and_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(precompile.machine, "usable_cores", lambda: 16)
     monkeypatch.setattr(precompile.machine, "cpu_quota", lambda: None)
-    monkeypatch.setattr(precompile.machine, "memory", lambda: (64 << 30, 9 << 30))
+    monkeypatch.setattr(precompile.machine, "memory", lambda: (64 << 30, 4 << 30))
     monkeypatch.setattr(precompile.machine, "memory_limit", lambda: (None, 0))
-    assert [precompile._num_processes(count) for count in (1, 4, 100)] == [1, 4, 9]
+    assert [precompile._num_processes(count) for count in (1, 4, 100)] == [1, 4, 8]
     monkeypatch.setattr(precompile.machine, "cpu_quota", lambda: 3.5)
     assert precompile._num_processes(100) == 4
-    monkeypatch.setattr(precompile.machine, "memory_limit", lambda: (8 << 30, 6 << 30))
+    monkeypatch.setattr(precompile.machine, "memory_limit", lambda: (8 << 30, 7 << 30))
     assert precompile._num_processes(100) == 2
     monkeypatch.setattr(precompile.machine, "memory_limit", lambda: (8 << 30, 8 << 30))
     assert precompile._num_processes(100) == 1
