@@ -29,13 +29,14 @@ NO_TOKENS: Ints = np.empty(0, np.int64)
 class Batch:
     """The tokens of one step, their positions, and where their keys and values are written."""
 
-    ids: Ints  # (T,)
+    ids: Ints  # (T,) with a `pending_id` for each token that only the device has
     positions: Ints  # (T,) position in its request, from 0
     slot_mapping: Ints  # (T,) block * P + offset: where this token's key and value are written
     query_start: Ints  # (R + 1,) first token of each request in the flat batch
     context_len: Ints  # (R,) tokens of each request in the cache once this step has written
     block_table: Ints  # (R, blocks) the blocks of each request, in order
     logits_index: Ints  # (N,) the tokens whose logits are computed
+    pending: Array | None = None  # tokens of the step in flight, on the device
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -100,8 +100,9 @@ class Engine:
         self.is_computing = False  # an interrupted step leaves it set
         self._called_at = time.perf_counter()
         outputs = self.scheduler.expire(time.monotonic())
-        if self._in_flight is not None:
-            outputs += self._collect_in_flight(self._in_flight)
+        in_flight, self._in_flight = self._in_flight, None
+        if in_flight is not None:
+            outputs += self._collect_in_flight(in_flight)
         elif scheduled := self.scheduler.schedule(self._token_budget()):
             self.on_schedule()
             outputs += self._launch_or_run(scheduled)
@@ -117,43 +118,61 @@ class Engine:
         self._in_flight, self.is_computing = None, False
 
     def _launch_or_run(self, scheduled: list[ScheduledTokens]) -> list[StepOutput]:
-        if self._async_scheduler is None or self.drafter is not None:
+        launcher = self._async_scheduler
+        if launcher is None or self.drafter is not None or not launcher.can_launch(scheduled):
             return self._run_step(scheduled)
         self._began_at = time.perf_counter()
         try:
             self.is_computing = True
-            step = self._async_scheduler.launch(scheduled, self.scheduler)
+            step = launcher.launch(scheduled)
             self.is_computing = False
         except Exception as error:
             return self._fail_step(scheduled, error)
-        return self._run_step(scheduled) if step is None else self._collect_in_flight(step)
+        return self._collect_in_flight(step)
+
+    def _launch_next(self, step: InFlightStep) -> list[StepOutput]:
+        """Launch the step after one in flight, if it can be scheduled now; return the requests that fail by it."""
+        launcher = self._async_scheduler
+        assert launcher is not None
+        with step.assume_collected():
+            if not self.scheduler.can_schedule_ahead():
+                return []
+            scheduled = self.scheduler.schedule(self._token_budget())
+            if not (scheduled and launcher.can_launch(scheduled)):
+                return []
+            self.on_schedule()
+            try:
+                self.is_computing = True
+                self._in_flight = launcher.launch(scheduled, step)
+                self.is_computing = False
+            except Exception as error:
+                return self._fail_step(scheduled, error)
+        return []
 
     def _collect_in_flight(self, step: InFlightStep) -> list[StepOutput]:
         """Return the outputs of a launched step; the next one is launched before waiting for its tokens."""
-        assert self._async_scheduler is not None
-        scheduled, self._in_flight = step.scheduled(), None
+        outputs = self._launch_next(step)
         try:
-            self._in_flight = self._async_scheduler.launch_next(step, self.scheduler)
             self.is_computing = True
             tokens = step.pending.result()
             self.is_computing = False
         except Exception as error:
             self._in_flight = None
-            return self._fail_step(scheduled, error)
+            return outputs + self._fail_step(step.running(), error)
         except BaseException:  # Ctrl-C: the tokens are lost, so the step that follows them is computed again
             self._in_flight = None
             raise
         if tokens is None:  # undecided on the device (near tie): rerun through the reference sampler
             self._in_flight = None
-            return self._run_step(scheduled)
+            return outputs + self._run_step(step.running())
         self.num_steps += 1
-        self._observe_in_flight(scheduled)
-        return self.scheduler.update(scheduled, step.collect(tokens, scheduled))
+        self._observe_in_flight(step.scheduled)
+        return outputs + self.scheduler.update(step.running(), step.collect(tokens))
 
     def _observe_in_flight(self, scheduled: list[ScheduledTokens]) -> None:
         """Learn the time between two results, unless most of it passed before `step` was called."""
         now = time.perf_counter()
-        if scheduled and now - self._called_at > 0.5 * (now - self._began_at):
+        if now - self._called_at > 0.5 * (now - self._began_at):
             self.step_time.observe(step_size(scheduled, self.step_time.query_tile), now - self._began_at)
         self._began_at = now
 
@@ -211,7 +230,8 @@ class Engine:
         """Return the decodes of the next step, and how many tokens of prompts may be computed beside them."""
         start, tokens, context = 0, 0, 0.0  # start: of the chunk with most tokens before it
         for request in self.scheduler.running[:]:
-            known, computed, drafts = len(request.ids), request.num_computed_tokens, len(request.drafts)
+            known, drafts = len(request.ids) + (request.pending_row >= 0), len(request.drafts)
+            computed = request.num_computed_tokens + request.num_in_flight_tokens
             if known - computed > 1:
                 start = max(start, computed)
             elif known > request.num_prompt_tokens:

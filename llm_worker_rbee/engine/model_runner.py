@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from ..backends.ops import Array, Batch, Ints
+from ..backends.ops import Array, Batch, Ints, pending_id
 from ..cache import KVCache
 from ..models import Transformer
 from .request import Request, ScheduledTokens
@@ -32,7 +32,8 @@ class ModelRunner:
         """Compute a step; return the logits that it needs, one row each."""
         return forward(self.model, self.batch(scheduled), self.cache)
 
-    def batch(self, scheduled: Sequence[ScheduledTokens]) -> Batch:
+    def batch(self, scheduled: Sequence[ScheduledTokens], pending: Array | None = None) -> Batch:
+        """Return the arrays of a step; `pending`: the tokens of the step in flight, if it follows one."""
         ids: list[int] = []
         requests, starts, stops, logits_from = zip(*scheduled, strict=True)
         for request, start, stop in zip(requests, starts, stops, strict=True):
@@ -41,23 +42,17 @@ class ModelRunner:
                 self._write_table(request)
             if start + 1 == stop == known:
                 ids.append(request.ids[start])
+            elif request.pending_row >= 0:
+                ids.append(pending_id(request.pending_row))
             else:
                 ids += request.ids[start:stop]
                 ids += request.drafts[max(0, start - known) : max(0, stop - known)]
         slots = [request.batch_slot for request in requests]
         if len(ids) == len(slots) and logits_from == starts:
-            return self._decode_batch(_array(ids), slots, _array(starts))
-        return self._mixed_batch(ids, slots, *map(_array, (starts, stops, logits_from)))
+            return self._decode_batch(_array(ids), slots, _array(starts), pending)
+        return self._mixed_batch(ids, slots, pending, *map(_array, (starts, stops, logits_from)))
 
-    def next_batch(self, requests: Sequence[Request], ids: Array) -> Batch:
-        """Return the arrays of the step after one in flight, whose tokens (`ids`) are on the device only."""
-        for request in requests:
-            if request.num_blocks_in_table < len(request.blocks):
-                self._write_table(request)
-        positions = _array([len(request.ids) for request in requests])
-        return self._decode_batch(ids, [request.batch_slot for request in requests], positions)
-
-    def _decode_batch(self, ids: Ints, slots: list[int], positions: Ints) -> Batch:
+    def _decode_batch(self, ids: Ints, slots: list[int], positions: Ints, pending: Array | None) -> Batch:
         """What `_mixed_batch` gives where each request computes one token and its logits, faster."""
         count, size = len(slots), self.cache.block_size
         tables = self._tables[slots, : int(positions.max()) // size + 1]
@@ -65,10 +60,12 @@ class ModelRunner:
         return Batch(
             ids=ids, positions=positions, slot_mapping=tables[self._arange[:count], blocks] * size + offsets,
             query_start=self._arange[: count + 1], context_len=positions + 1, block_table=tables,
-            logits_index=self._arange[:count],
+            logits_index=self._arange[:count], pending=pending,
         )  # fmt: skip
 
-    def _mixed_batch(self, ids: list[int], slots: list[int], starts: Ints, stops: Ints, logits_from: Ints) -> Batch:
+    def _mixed_batch(
+        self, ids: list[int], slots: list[int], pending: Array | None, starts: Ints, stops: Ints, logits_from: Ints
+    ) -> Batch:
         query_start: Ints = np.zeros(len(slots) + 1, np.int64)
         np.cumsum(stops - starts, out=query_start[1:])
         size = self.cache.block_size
@@ -78,7 +75,7 @@ class ModelRunner:
         return Batch(
             ids=_array(ids), positions=positions, slot_mapping=tables[owners, blocks] * size + offsets,
             query_start=query_start, context_len=stops, block_table=tables,
-            logits_index=_last_indices(query_start[1:], stops - logits_from),
+            logits_index=_last_indices(query_start[1:], stops - logits_from), pending=pending,
         )  # fmt: skip
 
     def _write_table(self, request: Request) -> None:

@@ -196,6 +196,8 @@ class Request:
     # State of the scheduler. There are no phases: each step brings num_computed_tokens nearer to num_tokens.
     ids: list[int] = field(default_factory=list)  # prompt and output tokens
     num_computed_tokens: int = 0
+    num_in_flight_tokens: int = 0  # that the step in flight computes, while the one after it is scheduled
+    pending_row: int = -1  # likewise: where that step samples its next token, -1 if it samples none
     num_prompt_tokens: int = 0
     max_total_tokens: int = 0  # prompt and output
     stop_ids: frozenset[int] = frozenset()  # tokens that finish it
@@ -233,6 +235,11 @@ class Request:
     @property
     def tokens(self) -> list[int]:
         return self.ids[self.num_prompt_tokens :]
+
+    @property
+    def num_unscheduled_tokens(self) -> int:
+        """Known tokens that are neither computed nor in flight."""
+        return len(self.ids) - self.num_computed_tokens - self.num_in_flight_tokens
 
     @property
     def num_unscored_tokens(self) -> int:

@@ -8,12 +8,12 @@ sampled before the host knows the token in between: a `pending_id` stands for it
 from __future__ import annotations
 
 import secrets
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 
-from ..backends.ops import Array, Backend, Ints, Logprobs, PendingTokens, SampleRow
+from ..backends.ops import Array, Backend, Ints, Logprobs, SampleRow, pending_id
 from ..errors import InferenceError, WorkerError
 from .request import Request, SamplerOutput, SamplingParams, ScheduledTokens, TokenLogprob
 
@@ -61,24 +61,11 @@ def sample_rows(request: Request) -> list[SampleRow]:
     return rows
 
 
-def next_row(request: Request, *pending: int) -> SampleRow:
-    """Return how the next token is sampled, or the one after a pending id; the row changes with the next call."""
+def next_row(request: Request) -> SampleRow:
+    """Return how the next token is sampled, after the one in flight if there is one. The next call changes the row."""
     row = request.sample_row = request.sample_row or _new_row(request)
-    _update_row(row, request, pending)
+    _update_row(row, request, () if request.pending_row < 0 else (pending_id(request.pending_row),))
     return row
-
-
-def collect_sampled(
-    pending: PendingTokens, tokens: Sequence[int], requests: Sequence[Request], running: Container[Request]
-) -> SamplerOutput:
-    """Return what a step in flight sampled for those of its requests that are still running."""
-    kept = [token for request, token in zip(requests, tokens, strict=True) if request in running]
-    logprobs = {
-        requests[row]: _token_logprobs([tokens[row]], found)
-        for row, found in pending.logprobs().items()
-        if requests[row] in running
-    }
-    return SamplerOutput(kept, logprobs)
 
 
 def _new_row(request: Request) -> SampleRow:
@@ -186,10 +173,11 @@ def _add_logprobs(ops: Backend, requests: Sequence[Request], logits: Array, samp
 
 def token_logprobs(ops: Backend, logits: Array, tokens: Sequence[int], k: int) -> list[TokenLogprob]:
     """Return the log-probabilities of tokens under their rows of raw logits, with the k most probable beside each."""
-    return _token_logprobs(tokens, ops.logprobs(logits, np.array(tokens, np.int64), k))
+    return collect_logprobs(tokens, ops.logprobs(logits, np.array(tokens, np.int64), k))
 
 
-def _token_logprobs(tokens: Sequence[int], found: Logprobs) -> list[TokenLogprob]:
+def collect_logprobs(tokens: Sequence[int], found: Logprobs) -> list[TokenLogprob]:
+    """Return the records of tokens and of what a backend has found for them."""
     return [
         TokenLogprob(token, float(value), tuple(zip(ids.tolist(), map(float, values), strict=True)))
         for token, value, ids, values in zip(tokens, found.chosen, found.top_ids, found.top, strict=True)

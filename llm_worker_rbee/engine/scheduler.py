@@ -74,10 +74,16 @@ class Scheduler:
         self._release(request)
         return True
 
-    @property
-    def next_batch_is_unchanged(self) -> bool:
-        """Whether no waiting request can be admitted to the next step."""
-        return not (self.waiting and (self._free_slots or self.waiting[-1].priority < self.running[-1].priority))
+    def can_schedule_ahead(self) -> bool:
+        """Return whether the next step can be scheduled while one is in flight: it would preempt no request."""
+        if self.waiting and self.running and self.waiting[-1].priority < self.running[-1].priority:
+            return False
+        size = self.config.block_size
+        for request in self.running:
+            known = len(request.ids) + (request.pending_row >= 0)
+            if len(request.blocks) * size < known < request.max_total_tokens and self.reserve(request, known) < known:
+                return False
+        return True
 
     def expire(self, now: float) -> list[StepOutput]:
         """Finish the requests whose deadline has passed."""
@@ -86,16 +92,22 @@ class Scheduler:
         return [error_output(request, DeadlineError(message.format(len(request.tokens)))) for request in ended]
 
     def schedule(self, token_budget: int) -> list[ScheduledTokens]:
-        """Return the next step: every decode, and prefills with what is left of the budget (at least a few tokens)."""
+        """Return the next step: every decode, and prefills with what is left of the budget (at least a few tokens).
+
+        Where `num_in_flight_tokens` and `pending_row` of requests are set, it is the step after the one in flight.
+        """
         self._preempt_for_urgent()
         scheduled: list[ScheduledTokens] = []
         prefills: list[Request] = []
         drafted: list[Request] = []
         size = self.config.block_size
         for request in self.running[:]:
-            start, known = request.num_computed_tokens, len(request.ids)
+            start = request.num_computed_tokens + request.num_in_flight_tokens
+            known = len(request.ids) + (request.pending_row >= 0)
             if known - start > 1:
                 prefills.append(request)
+            elif request.pending_row >= 0 and known >= request.max_total_tokens:
+                continue  # the token in flight is its last
             elif known <= len(request.blocks) * size or self._ensure_block(request):
                 if request.drafts:
                     drafted.append(request)
@@ -328,7 +340,7 @@ def split_prefill_budget(requests: Iterator[Request], budget: int, scored: int) 
     """
     counts: list[tuple[Request, int]] = []
     while budget > 0 and (request := next(requests, None)) is not None:
-        count = min(len(request.ids) - request.num_computed_tokens, max(budget // 2, 1))
+        count = min(request.num_unscheduled_tokens, max(budget // 2, 1))
         if request.num_unscored_tokens:
             count = min(count, scored)
             scored -= count
@@ -336,7 +348,7 @@ def split_prefill_budget(requests: Iterator[Request], budget: int, scored: int) 
             counts.append((request, count))
             budget -= count
     for i, (request, count) in enumerate(counts):
-        more = min(budget, len(request.ids) - request.num_computed_tokens - count)
+        more = min(budget, request.num_unscheduled_tokens - count)
         if request.num_unscored_tokens:
             more = min(more, scored)
             scored -= more
@@ -347,7 +359,7 @@ def split_prefill_budget(requests: Iterator[Request], budget: int, scored: int) 
 
 def next_chunk(request: Request, count: int) -> ScheduledTokens:
     """Return the next `count` tokens of a request; logits where it catches up, and where its prompt is scored."""
-    start, known = request.num_computed_tokens, len(request.ids)
+    start, known = request.num_computed_tokens + request.num_in_flight_tokens, len(request.ids)
     stop = start + count
     logits_from = known - 1 if stop >= known else stop
     if request.num_unscored_tokens:

@@ -9,16 +9,16 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 
-from llm_worker_rbee.backends.ops import Ints, Logprobs, SampleRow
+from llm_worker_rbee.backends.ops import Batch, Ints, Logprobs, SampleRow
 from llm_worker_rbee.config import EngineConfig
 from llm_worker_rbee.engine import engine as serving
 from llm_worker_rbee.engine.engine import Engine
+from llm_worker_rbee.engine.model_runner import ModelRunner
 from llm_worker_rbee.engine.request import Request, SamplingParams, StepOutput, TokenLogprob
 from llm_worker_rbee.engine.step_time import StepSize
-from llm_worker_rbee.errors import InferenceError
+from llm_worker_rbee.errors import InferenceError, InsufficientMemoryError
 from llm_worker_rbee.models import Transformer
 from tests.conftest import DEVICE
 from tests.helpers import engine_runs
@@ -62,7 +62,7 @@ class AsyncBackend:
     def __init__(self, ops: Any, undecided: float = 0.0) -> None:
         self._ops, self._undecided = ops, undecided
         self._random = random.Random(5)
-        self.num_launched = 0
+        self.num_launched = self.num_ahead = self.num_mixed_ahead = 0  # the latter two on a CPU
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._ops, name)
@@ -81,10 +81,36 @@ class AsyncBackend:
         return PendingTokens(tokens, found, is_decided)
 
 
+class PendingForward:
+    """The fused forward of a CPU, with the tokens that a device would have in place of pending ids."""
+
+    def __init__(self, fused: Any, device: AsyncBackend) -> None:
+        self._fused, self._device = fused, device
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._fused, name)
+
+    def __call__(self, batch: Batch, kv: Any) -> Any:
+        if batch.pending is not None:
+            self._device.num_ahead += 1
+            self._device.num_mixed_ahead += len(batch.ids) > len(batch.context_len)
+        return self._fused(replace(batch, ids=with_pending(batch.ids, batch.pending), pending=None), kv)
+
+
+def make_async(model: Transformer, device: AsyncBackend) -> Transformer:
+    fused: Any = PendingForward(model.fused, device) if DEVICE == "cpu" else model.fused
+    return replace(model, ops=device, fused=fused)  # type: ignore[arg-type]
+
+
 def with_pending(ids: Ints, pending: Ints | None) -> Ints:
     """Return the ids with the tokens that pending ids stand for."""
-    assert pending is not None or not (ids < 0).any()
-    return ids if pending is None else np.where(ids < 0, pending[np.maximum(-1 - ids, 0)], ids)
+    is_pending = ids < 0
+    if not is_pending.any():
+        return ids
+    assert pending is not None
+    ids = ids.copy()
+    ids[is_pending] = pending[-1 - ids[is_pending]]
+    return ids
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +121,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Transformer:
 OTHER_SETTINGS: dict[str, list[Any]] = {  # of the few that a request has, one of these
     "top_k": [1, 5], "min_p": [0.1], "typical_p": [0.7], "logit_bias": [{1: 2.0, 7: -100.0}, {3: 0.5}],
     "repetition_penalty": [1.2, 0.8], "repeat_last_n": [0, 1, 2, 5, 1000], "presence_penalty": [0.5],
-    "frequency_penalty": [0.7, -0.3], "logprobs": [0, 1, 4],
+    "frequency_penalty": [0.7, -0.3], "logprobs": [0, 1, 4], "prompt_logprobs": [False, False, True],
 }  # fmt: skip
 
 
@@ -115,7 +141,7 @@ def make_requests(seed: int) -> list[Request]:
     return made
 
 
-def run(engine: Engine, seed: int) -> list[tuple[list[int], list[TokenLogprob | None], Any]]:
+def run(engine: Engine, seed: int) -> list[tuple[Any, ...]]:
     """Run all requests, which arrive and are aborted as the seed says; return tokens, log-probabilities and finish
     reason of each."""
     draw, waiting, results = random.Random(seed + 1), make_requests(seed), []
@@ -135,7 +161,7 @@ def run(engine: Engine, seed: int) -> list[tuple[list[int], list[TokenLogprob | 
                 engine.abort(one)
                 one.ids = one.ids[: one.num_prompt_tokens + leaves[id(one)]]
     for one in requests:
-        results.append((one.tokens, logprobs[id(one)], ended.get(id(one))))
+        results.append((one.tokens, logprobs[id(one)], one.prompt_logprobs, ended.get(id(one))))
     return results
 
 
@@ -147,19 +173,22 @@ def test_async_scheduling_gives_the_tokens_of_sync_steps(
     config = EngineConfig(**{"max_context": 112, "n_blocks": 64, "debug": True, "max_step_tokens": 32, **settings})
     device = AsyncBackend(model.ops, unsure)
     ahead, plain = (
-        Engine(replace(model, ops=device), config),
+        Engine(make_async(model, device), config),
         Engine(replace(model, ops=SyncBackend(model.ops)), config),
     )
     for seed in range(40 if DEVICE == "cpu" else 8):
         assert run(ahead, seed) == run(plain, seed), seed
         for engine in (ahead, plain):
             assert engine.scheduler.pool.num_free == config.n_blocks
-    assert device.num_launched > (100 if DEVICE == "cpu" else 20)
+    assert device.num_launched > (1000 if DEVICE == "cpu" else 20)
+    if DEVICE == "cpu":  # most steps, of all kinds, are launched ahead of the tokens of the one before
+        assert device.num_ahead > device.num_launched * (0.5 if unsure else 0.8)
+        assert device.num_mixed_ahead > 50
 
 
 def test_failed_device_step_finishes_only_its_requests(model: Transformer, monkeypatch: pytest.MonkeyPatch) -> None:
     device = AsyncBackend(model.ops)
-    engine = Engine(replace(model, ops=device), EngineConfig(max_context=112, n_blocks=64, debug=True))
+    engine = Engine(make_async(model, device), EngineConfig(max_context=112, n_blocks=64, debug=True))
     first = Request([1, 2], SamplingParams(temperature=0).resolve(), 30, 0, frozenset())
     engine.add(first)
     for _ in range(5):
@@ -181,22 +210,52 @@ def test_failed_device_step_finishes_only_its_requests(model: Transformer, monke
 
 
 def test_next_step_is_launched_before_tokens_are_collected(model: Transformer, monkeypatch: pytest.MonkeyPatch) -> None:
-    device, launched = AsyncBackend(model.ops), []
-    engine = Engine(replace(model, ops=device), EngineConfig(max_context=112, n_blocks=64))
-    engine.add(Request([1, 2], SamplingParams(temperature=0).resolve(), 6, 0, frozenset()))
+    """Prompts that arrive later, in chunks of steps of 32 tokens, stop it as little as requests that end."""
+    device, launched = AsyncBackend(model.ops), list[int]()
+    config = EngineConfig(max_context=112, n_blocks=64, max_step_tokens=32, debug=True)
+    engine = Engine(make_async(model, device), config)
+    requests = [
+        Request([i, 2] * (1 + 20 * i), SamplingParams(temperature=0, logprobs=2).resolve(), 6 + 3 * i, 0, frozenset())
+        for i in range(3)
+    ]
     result = PendingTokens.result
     monkeypatch.setattr(PendingTokens, "result", lambda later: launched.append(device.num_launched) or result(later))
-    while engine.has_work:
+    step = 0
+    while engine.has_work or requests:
+        if requests and step % 3 == 0:
+            engine.add(requests.pop(0))
         engine.step()
-    assert launched == [2, 3, 4, 5, 5]  # a prompt of two tokens is no such step; nothing is begun past the end
-    assert np.all(np.diff(launched) >= 0)
+        step += 1
+    assert launched == [*range(2, device.num_launched + 1), device.num_launched]
+    assert device.num_launched == step
+
+
+def test_failed_launch_keeps_the_tokens_in_flight(model: Transformer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that cannot be launched ends its requests; one that ends with the step before it has all its tokens."""
+    engine = Engine(make_async(model, AsyncBackend(model.ops)), EngineConfig(max_context=112, n_blocks=64, debug=True))
+    short, long = (Request([1, 2], SamplingParams(temperature=0).resolve(), n, 0, frozenset()) for n in (4, 30))
+    for request in (short, long):
+        engine.add(request)
+    for _ in range(3):
+        engine.step()
+
+    def broken(*_: Any) -> Any:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ModelRunner, "batch", broken)
+        outputs = {output.request: output for output in engine.step()}
+    assert isinstance(outputs[long].error, InsufficientMemoryError)
+    assert outputs[short].finish_reason == "length"
+    assert len(short.tokens) == 4
+    assert not engine.has_work
+    assert engine.scheduler.pool.num_free == 64
 
 
 def test_interrupt_while_collecting_loses_no_token(model: Transformer, monkeypatch: pytest.MonkeyPatch) -> None:
     config = EngineConfig(max_context=112, n_blocks=64, debug=True)
-    ahead, plain = (
-        Engine(replace(model, ops=ops), config) for ops in (AsyncBackend(model.ops), SyncBackend(model.ops))
-    )
+    ahead = Engine(make_async(model, AsyncBackend(model.ops)), config)
+    plain = Engine(replace(model, ops=SyncBackend(model.ops)), config)
     requests = [Request([1, 2], SamplingParams(temperature=0).resolve(), 12, 0, frozenset()) for _ in range(2)]
     for engine, request in zip((ahead, plain), requests, strict=True):
         engine.add(request)
@@ -218,9 +277,9 @@ def test_interrupt_while_collecting_loses_no_token(model: Transformer, monkeypat
 
 
 def test_async_scheduling_continues_with_waiting_requests(model: Transformer) -> None:
-    """All batch slots are taken, so no request is admitted before another ends: steps go on being launched."""
+    """Requests that wait for a batch slot stop no step from being launched."""
     device = AsyncBackend(model.ops)
-    engine = Engine(replace(model, ops=device), EngineConfig(max_context=112, n_blocks=64, max_batch=2, debug=True))
+    engine = Engine(make_async(model, device), EngineConfig(max_context=112, n_blocks=64, max_batch=2, debug=True))
     requests = [Request([i + 1, 2], SamplingParams(temperature=0).resolve(), 20, 0, frozenset()) for i in range(6)]
     for request in requests:
         engine.add(request)
@@ -232,7 +291,7 @@ def test_async_scheduling_continues_with_waiting_requests(model: Transformer) ->
 
 def test_time_between_results_is_learnt(model: Transformer, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step in flight takes from one result to the next, unless the caller spent most of that time elsewhere."""
-    engine = Engine(replace(model, ops=AsyncBackend(model.ops)), EngineConfig(max_context=112, n_blocks=64))
+    engine = Engine(make_async(model, AsyncBackend(model.ops)), EngineConfig(max_context=112, n_blocks=64))
     engine.add(Request([1, 2], SamplingParams(temperature=0).resolve(), 60, 0, frozenset()))
     now = [0.0]
     monkeypatch.setattr(serving, "time", SimpleNamespace(perf_counter=lambda: now[0], monotonic=lambda: 0.0))

@@ -182,6 +182,7 @@ def other_cases() -> dict[str, Case]:
             elementwise.swiglu_rows, {"out": H}, {"num_warps": 16},
             {"width": 11008, "SIZE": 512, "SPLITS": 2, "INTERLEAVED": True},
         ),
+        "fill_pending_ids": (elementwise.fill_pending_ids, {}, {"num_warps": 2}, {"BLOCK": 256}),
         "argmax_rows": (sampling_kernels.argmax_rows, {"out": I4}, {"num_warps": 16}, {"BLOCK": 4096}),
         "logprob_rows": (sampling_kernels.logprob_rows, {"k": "i32"}, {"num_warps": 16}, {"BLOCK": 4096}),
         "sample_rows": (

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -149,6 +150,8 @@ class Decoder:
                 self.forward.compute_logits(self.forward.head, x)
         for count in all_logits_sizes(limits):
             self.forward.run_head(self._stage(NO_BATCH, prefill_sizes(1, 0, count, is_tiled=True), 0, kv))
+        pending = torch.zeros(1, dtype=torch.int32, device=self.device)
+        self._stage(replace(NO_BATCH, pending=pending), sizes[0], 0, kv)
         return self.forward.head.head.rows
 
     def capture_all(self, kv: Sequence[KVLayer], limits: StepLimits, progress: Progress) -> None:

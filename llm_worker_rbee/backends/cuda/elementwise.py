@@ -162,7 +162,7 @@ def embed_rows(
     wait_for_previous(PDL)
     c = block * 32 + tl.arange(0, 32)
     mask = c < width  # a dense table may have any width
-    # id -1: sampling was undecided on the device; this row is recomputed
+    # negative: sampling was undecided on the device; this row is recomputed
     n = tl.maximum(tl.load(ids + t), 0).to(tl.int64)
     if KIND == "dense":
         y = tl.load(low + n * width + c, mask=mask, other=0.0).to(tl.float32) * unit
@@ -194,6 +194,19 @@ def launch_embedding(
         None if out is None else isinstance(out, Int8Activations), pdl, num_warps=1,
         **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["count"])
+def fill_pending_ids(ids, pending, count, BLOCK: tl.constexpr):
+    """Replace each id -1 - r by token r of the step in flight."""
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    token = tl.load(ids + i, mask=i < count, other=0)
+    tl.store(ids + i, tl.load(pending - 1 - token, mask=token < 0, other=0), mask=token < 0)
+
+
+def launch_fill_pending(ids: torch.Tensor, pending: torch.Tensor) -> None:
+    """Put the tokens of the step in flight, where a failed one is negative, in the place of pending ids."""
+    fill_pending_ids[(triton.cdiv(len(ids), 256),)](ids, pending, len(ids), BLOCK=256, num_warps=2)
 
 
 def _targets(out: Activations | GemvActivations) -> tuple[Any, Any, Any, Any, bool]:

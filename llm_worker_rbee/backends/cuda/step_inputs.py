@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ..ops import Batch, Ints
+from ..ops import Batch
 from .attention_prefill import query_tiles
+from .elementwise import launch_fill_pending
 from .step_sizes import StepSizes
 
 STAGING_INTS = 1 << 20
@@ -34,7 +35,7 @@ def step_arrays(batch: Batch, sizes: StepSizes, decoding: int, tile_queries: int
     """Return the arrays that the kernels of a step read; the block tables, of any size, at the end."""
     table, size = batch.block_table, sizes.tokens
     arrays = {
-        "width": (1, np.array(table.shape[1]), 0), "ids": (size, _host_ids(batch), 0),
+        "width": (1, np.array(table.shape[1]), 0), "ids": (size, batch.ids, 0),
         "decode_positions": (sizes.decoding, batch.positions[:decoding], -1),
     }  # fmt: skip
     if sizes.has_tiles:
@@ -51,10 +52,6 @@ def step_arrays(batch: Batch, sizes: StepSizes, decoding: int, tile_queries: int
     if sizes.num_logits is not None:
         arrays["logits_index"] = (sizes.num_logits, batch.logits_index, 0)
     return arrays | {"tables": (table.size, table, 0)}
-
-
-def _host_ids(batch: Batch) -> Ints:
-    return NO_IDS if isinstance(batch.ids, torch.Tensor) else batch.ids
 
 
 class InputStaging:
@@ -93,8 +90,8 @@ class InputStaging:
         return True
 
     def copy_to_device(self, batch: Batch, arrays: Arrays, *, is_static: bool) -> dict[str, torch.Tensor]:
-        """Copy the arrays of a step to the device; return views of them by name. Ids may be there already: sampled by
-        the step before."""
+        """Copy the arrays of a step to the device; return views of them by name. Ids that the step in flight samples
+        are taken from the device."""
         total = total_size(arrays)
         first = offset = self._reserve(total)
         target = self.static if is_static else torch.empty(total, dtype=torch.int32, device=self.device)
@@ -107,8 +104,8 @@ class InputStaging:
             views[name] = target[offset - first : offset - first + room]
             offset += aligned(room)
         target[:total].copy_(self._block[first:offset], non_blocking=True)
-        if isinstance(batch.ids, torch.Tensor):
-            views["ids"][: len(batch.ids)].copy_(cast(torch.Tensor, batch.ids))
+        if batch.pending is not None:
+            launch_fill_pending(views["ids"], batch.pending)
         return views
 
 

@@ -25,7 +25,7 @@ GROUPS = {
     ],
     "elementwise": [
         "gemv gated", "rms_norm_rows", "convert_rows", "add_rms_norm_rows",
-        "swiglu_rows",
+        "swiglu_rows", "fill_pending_ids",
     ],
     "sampling": ["argmax_rows", "logprob_rows", "sample_rows"],
 }  # fmt: skip

@@ -20,7 +20,7 @@ pytest.importorskip("triton")
 from llm_worker_rbee.backends.cuda import CudaBackend, packed_weight, step_sizes  # noqa: E402
 from llm_worker_rbee.backends.cuda.elementwise import launch_embedding  # noqa: E402
 from llm_worker_rbee.backends.cuda.packed_weight import PackedWeight  # noqa: E402
-from llm_worker_rbee.backends.ops import CAPTURING, StepLimits  # noqa: E402
+from llm_worker_rbee.backends.ops import CAPTURING, StepLimits, pending_id  # noqa: E402
 from llm_worker_rbee.bench.synthetic import random_tensor  # noqa: E402
 from llm_worker_rbee.models import Transformer  # noqa: E402
 from llm_worker_rbee.weights import Tensor  # noqa: E402
@@ -112,18 +112,22 @@ def replace_tensor(tensor: Tensor, kind: str) -> Tensor:
     return replace(random_tensor(BLOCK_TYPES[kind], tensor.shape, seed=11), name=tensor.name)
 
 
-def test_decode_beyond_graph_sizes_takes_device_ids(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ids on the device, as async scheduling passes them, give the same logits as ids from the host."""
+@pytest.mark.parametrize("counts", [(1, 1), (1, 3)])
+def test_pending_ids_are_taken_from_the_device(counts: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens of the step in flight, in any order, give the same logits as ids from the host: decode and mixed."""
     monkeypatch.setattr(step_sizes, "DECODE_SIZES", (1,))
     monkeypatch.setattr(step_sizes, "STEP_MULTIPLE", 2)
     model, _ = cuda_models.load_both(cuda_models.random_checkpoint(cuda_models.GROUPED._replace(layers=1), "Q4_0"), ops)
+    ids = np.array([8, 9, 10, 11][: sum(counts)])
+    pending = torch.tensor([40, ids[-1], 41, 8], dtype=torch.int32, device=ops.torch_device)
+    on_device = ids.copy()
+    on_device[0], on_device[-1] = pending_id(3), pending_id(1)
     found = []
-    for on_device in (False, True):
+    for given in (ids, on_device):
         requests = cuda_models.Requests(model, 2, "float32")
         model.forward(requests.step((0, 1), (2, 1), np.array([5, 6, 7])), requests.cache)
-        batch = requests.step((0, 1), (1, 1), np.array([8, 9]))
-        ids = torch.tensor([8, 9], dtype=torch.int32, device=ops.torch_device)
-        found.append(model.forward(replace(batch, ids=ids) if on_device else batch, requests.cache).clone())
+        batch = replace(requests.step((0, 1), counts, given), pending=None if given is ids else pending)
+        found.append(model.forward(batch, requests.cache).clone())
     assert torch.equal(*found)
 
 

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from llm_worker_rbee.backends import reference_sampling
-from llm_worker_rbee.backends.cuda import CudaBackend, device
+from llm_worker_rbee.backends.cuda import device
 from llm_worker_rbee.backends.cuda import sampling as fast
 from llm_worker_rbee.backends.ops import SampleRow, pending_id
 from llm_worker_rbee.errors import InferenceError
@@ -200,7 +200,7 @@ def test_warm_up_launches_every_variant(monkeypatch: pytest.MonkeyPatch) -> None
     launched: set[Any] = set()
     for name in ("argmax_rows", "logprob_rows", "sample_rows"):
         monkeypatch.setattr(fast, name, Recorder(getattr(fast, name), launched))
-    CudaBackend().warm_up_sampling(67, 8)
+    fast.warm_up(67, 8, DEVICE)
     warm = set(launched)
     assert len({kernel for kernel, *_ in warm}) == 3
     rng = np.random.default_rng(17)
