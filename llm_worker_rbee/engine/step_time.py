@@ -33,12 +33,13 @@ FIRST_BUDGET = 64  # prompt tokens while nothing is known: a small first guess i
 MAX_EXTRAPOLATION = 4  # times the largest step so far: a larger one may be another kernel with another cost
 
 MIN_STEP_S = 1e-6  # a clock may show less
-SAMPLES_PER_SIZE = 8
+SAMPLES_PER_SIZE, MAX_LEFT_OUT = 9, 3  # the fastest and the slowest are left out
 MAX_SIZES = 32
 EAGER_SAMPLES = 16  # the first ones are fitted at once
-FIT_INTERVAL = 32  # samples between two fits, which take some 50 us
-SHORT_FIT_INTERVAL, LARGE_ERROR = 4, 0.2  # where budgets are set, or a prediction was wrong by so much
-HALF_LIFE_STEPS = 16  # in which the weight of a size halves that does not occur
+# Samples between two fits, which take 50 to 100 us: usually, where budgets are set, after a prediction that was wrong.
+FIT_INTERVAL, MIXED_FIT_INTERVAL, ERROR_FIT_INTERVAL = 32, 8, 4
+LARGE_ERROR = 0.2
+HALF_LIFE_STEPS = 12  # in which the weight of a size halves that does not occur
 MIN_AGE_WEIGHT = 0.01
 RIDGE = (1e-3, 2e-3, 0.0, 5e-4)  # relative penalty of each coefficient: decides where samples cannot tell them apart
 MIN_PIVOT = 1e-9  # of an equation, relative to its diagonal: below it a coefficient is not determined
@@ -110,11 +111,11 @@ class SizeSamples:
         self.middle, self.last_step = None, step
 
     def middle_mean(self) -> tuple[float, float, float]:
-        """Return the mean of the samples without the fastest and the slowest quarter; of two samples the faster."""
+        """Return the mean of the samples around the median; of two samples the faster."""
         if self.middle is None:
             count = len(self.samples)
-            first, end = count // 4, count - max(count // 4, int(count > 1))
-            kept = sorted(self.samples, key=_seconds_of)[first:end]
+            left_out = min((count - 1) // 2, MAX_LEFT_OUT)  # at each end
+            kept = sorted(self.samples, key=_seconds_of)[left_out : count - max(left_out, int(count == 2))]
             tokens, context, seconds = map(sum, zip(*kept, strict=True))
             self.middle = tokens / len(kept), context / len(kept), seconds / len(kept)
         return self.middle
@@ -145,8 +146,10 @@ class StepTimeModel:
         predicted, interval = self.predict(size), FIT_INTERVAL
         if predicted is None or self._num_samples < EAGER_SAMPLES:
             interval = 1
-        elif size.kind == "mixed" or abs(seconds - predicted) > LARGE_ERROR * predicted:
-            interval = SHORT_FIT_INTERVAL
+        elif abs(seconds - predicted) > LARGE_ERROR * predicted:
+            interval = ERROR_FIT_INTERVAL
+        elif size.kind == "mixed":
+            interval = MIXED_FIT_INTERVAL
         if predicted is not None:
             totals = self.totals[size.kind]
             totals.num_steps += 1
