@@ -162,12 +162,13 @@ class Engine:
         except BaseException:  # Ctrl-C: the tokens are lost, so the step that follows them is computed again
             self._in_flight = None
             raise
+        running = step.running()
         if tokens is None:  # undecided on the device (near tie): rerun through the reference sampler
             self._in_flight = None
-            return outputs + self._run_step(step.running())
+            return outputs + (self._run_step(running) if running else [])
         self.num_steps += 1
         self._observe_in_flight(step.scheduled)
-        return outputs + self.scheduler.update(step.running(), step.collect(tokens))
+        return outputs + self.scheduler.update(running, step.collect(tokens))
 
     def _observe_in_flight(self, scheduled: list[ScheduledTokens]) -> None:
         """Learn the time between two results, unless most of it passed before `step` was called."""

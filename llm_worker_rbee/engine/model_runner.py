@@ -40,10 +40,10 @@ class ModelRunner:
             known = len(request.ids)
             if request.num_blocks_in_table < len(request.blocks):
                 self._write_table(request)
-            if start + 1 == stop == known:
-                ids.append(request.ids[start])
-            elif request.pending_row >= 0:
+            if request.pending_row >= 0:
                 ids.append(pending_id(request.pending_row))
+            elif start + 1 == stop == known:
+                ids.append(request.ids[start])
             else:
                 ids += request.ids[start:stop]
                 ids += request.drafts[max(0, start - known) : max(0, stop - known)]

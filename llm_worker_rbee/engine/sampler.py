@@ -54,10 +54,12 @@ def sample_rows(request: Request) -> list[SampleRow]:
     row = next_row(request)
     if not request.drafts:
         return [row]
-    rows = [replace(row)]
-    for i in range(1, len(request.drafts) + 1):
-        rows.append(replace(row))
-        _update_row(rows[-1], request, request.drafts[:i])
+    rows = []
+    for i in range(len(request.drafts) + 1):
+        one = replace(row)
+        one.packed = row.packed
+        _update_row(one, request, request.drafts[:i])
+        rows.append(one)
     return rows
 
 

@@ -4,7 +4,8 @@ are discarded, right ones save a step.
 A drafter sets `request.drafts`. `NgramDrafter` needs no second model: it looks up what followed the last tokens earlier
 in the same sequence. `DraftModel` is a smaller model. Its keys and values lie in a cache of its own under the same
 block numbers, so it needs no scheduler: prefix hits and preemptions hold for it too. It samples as the request itself
-would: with the same draws it is right more often than with the most probable token.
+would: with the same draws it is right more often than with the most probable token. Drafts follow tokens that the host
+must know: with a drafter no step is launched ahead of the one before (async_scheduling.py says what that costs).
 """
 
 from __future__ import annotations

@@ -24,6 +24,7 @@ MAX_SCORED_TOKENS = 512  # in a step, of prompts whose log-probabilities are req
 MIN_SCORED_TOKENS = 64
 GRAPH_TOKENS = 1024  # of the largest captured step: graphs keep their arrays in a memory pool of their own
 LOGIT_COPIES = 3  # as computed, in the buffer that graphs share, capped or gathered for sampling
+SAMPLED_ROWS = 132  # at a time, one on each multiprocessor: two numbers of 8 bytes for each token of the vocabulary
 # Float32 copies of a product: its parts, and joined or scaled; batch-invariant products have 4 splits in every step.
 PRODUCT_COPIES, BATCH_INVARIANT_COPIES = 2, 8
 
@@ -65,7 +66,7 @@ class Workspace:
         decoding = limits.max_batch * (1 + self.draft_tokens)
         tokens = max(limits.max_step_tokens, decoding)
         rows = decoding + min(limits.max_step_tokens, max_scored_tokens(limits.max_step_tokens))
-        logits = LOGIT_COPIES * 4 * rows * self.config.vocab_size
+        logits = (LOGIT_COPIES * 4 * rows + 2 * 8 * min(rows, SAMPLED_ROWS)) * self.config.vocab_size
         return (tokens + min(tokens, GRAPH_TOKENS)) * self.token_bytes + logits
 
 

@@ -252,6 +252,27 @@ def test_failed_launch_keeps_the_tokens_in_flight(model: Transformer, monkeypatc
     assert engine.scheduler.pool.num_free == 64
 
 
+def test_undecided_step_without_requests_is_no_failure(model: Transformer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All requests of a step in flight are aborted before it turns out to be undecided."""
+    engine = Engine(make_async(model, AsyncBackend(model.ops)), EngineConfig(max_context=112, n_blocks=64, debug=True))
+    first, second = (Request([i, 2], SamplingParams(temperature=0).resolve(), 5, 0, frozenset()) for i in (1, 3))
+    engine.add(first)
+    engine.step()
+    engine.abort(first)
+    engine.add(second)
+    runs: list[int] = []
+    forward = engine._forward
+    monkeypatch.setattr(engine, "_compute", lambda scheduled: runs.append(len(scheduled)) or forward(scheduled))
+    with monkeypatch.context() as patch:
+        patch.setattr(PendingTokens, "result", lambda _: None)
+        assert engine.step() == []
+    assert runs == []
+    while engine.has_work:
+        engine.step()
+    assert len(second.tokens) == 5
+    assert engine.scheduler.pool.num_free == 64
+
+
 def test_interrupt_while_collecting_loses_no_token(model: Transformer, monkeypatch: pytest.MonkeyPatch) -> None:
     config = EngineConfig(max_context=112, n_blocks=64, debug=True)
     ahead = Engine(make_async(model, AsyncBackend(model.ops)), config)

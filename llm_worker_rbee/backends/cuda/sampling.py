@@ -207,6 +207,8 @@ def _join_lists(
     rows: Sequence[SampleRow], listed: Sequence[int], ints: NDArray[np.int32]
 ) -> tuple[NDArray[np.int32], NDArray[np.float64]]:
     """Return the tokens of all bias and penalty lists, and the biases; write the offsets of each row into `ints`."""
+    if not listed:
+        return np.zeros(1, np.int32), np.zeros(1)
     lists: list[NDArray[Any]] = [np.zeros(1, np.int64)]
     biases: list[NDArray[np.float64]] = [np.zeros(1)]
     for i in listed:
