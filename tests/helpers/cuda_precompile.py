@@ -15,14 +15,28 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
-from llm_worker_rbee.backends.cuda import precompile
+from llm_worker_rbee.backends.cuda import CudaBackend, device, linear, precompile, sampling
 from llm_worker_rbee.backends.cuda.elementwise import launch_convert
 from llm_worker_rbee.backends.cuda.packed_weight import Activations
 from llm_worker_rbee.backends.cuda.sampling_kernels import argmax_rows
+from llm_worker_rbee.backends.ops import SampleRow, StepLimits
+from llm_worker_rbee.bench.synthetic import Shape
+from llm_worker_rbee.models import load_model, read_model_config
+from tests.helpers import cuda_models
+
+LIMITS = StepLimits(max_batch=300, max_tokens=1500, max_logits=300, max_context=512)
+NUM_STEPS = 60
+GROUPED = Shape(1, 512, 8, 2, 1536, 1000, 512, head_dim=64)
+MODELS = {  # shape, mix, type of the KV cache, deterministic
+    "Q4_K_M": (GROUPED._replace(layers=3), "Q4_K_M", "bfloat16", False),
+    "Q8_0, deterministic": (GROUPED, "Q8_0", "float16", True),
+    "BF16, float8": (GROUPED._replace(kv_heads=8), "BF16", "float8", False),
+}
 
 
 class FakeDriver:
@@ -100,8 +114,50 @@ def look_up() -> dict[str, Any]:
     return {"recorded": len(found), "loaded": loaded, "hits": hits, "reasons": reasons}
 
 
+def compare_steps(seed: int) -> dict[str, Any]:
+    """Record the warm-up of models, then random steps; return how many variants the warm-up has, and new ones."""
+    random, found = np.random.default_rng(seed), {}
+    device.open_device = lambda index: torch.device("cpu")  # kernels do not run: any memory will do
+    linear._cublas = empty_product
+    for name, (shape, mix, kv_type, is_deterministic) in MODELS.items():
+        backend = CudaBackend(deterministic=is_deterministic)
+        made = cuda_models.random_checkpoint(shape, mix)
+        model = load_model(made, backend, read_model_config(made))
+        requests = cuda_models.Requests(model, LIMITS.max_batch, kv_type, LIMITS.max_context // 16, 16)
+        with precompile.recording() as warm:
+            vocab_size = model.fused.launch_all(requests.cache.layers, LIMITS)
+            sampling.warm_up(vocab_size, LIMITS.max_logits, backend.torch_device)
+        with precompile.recording() as later:
+            for _ in range(NUM_STEPS):
+                run_random_step(model, requests, random)
+        found[name] = len(warm), [variant.name for variant in later if variant not in warm]
+    return found
+
+
+def empty_product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """Return what cuBLAS would write to."""
+    return torch.empty(len(x), len(w), dtype=torch.float32 if x.dtype == torch.float16 else x.dtype)
+
+
+def run_random_step(model: Any, requests: cuda_models.Requests, random: np.random.Generator) -> None:
+    """Run a step of decoding requests and prompts, in any proportion, and sample."""
+    count = int(random.integers(1, LIMITS.max_batch + 1))
+    decoding = int(random.choice([count, 0, random.integers(0, count + 1)]))
+    left = LIMITS.max_tokens - decoding
+    prompts = np.minimum(random.integers(1, 300, count - decoding), 1 + left // (count - decoding + 1))
+    counts = [1] * decoding + prompts.tolist()
+    requests.done[:] = random.integers(0, LIMITS.max_context - 300, LIMITS.max_batch)
+    chosen = random.permutation(LIMITS.max_batch)[:count].tolist()
+    is_scored = sum(counts) <= LIMITS.max_logits and bool(random.integers(2))
+    batch = requests.step(chosen, counts, np.zeros(sum(counts), np.int64), logits_of_all=is_scored)
+    logits = model.forward(batch, requests.cache)[:count]
+    rows = [SampleRow(temperature=random.choice([0.0, 1.0]), logprobs=random.choice([None, 3])) for _ in range(count)]
+    model.ops.sample_async(logits, rows)
+
+
 if __name__ == "__main__":
     triton.runtime.driver.set_active(FakeDriver())
     Fatal.__module__ = "tests.helpers.cuda_precompile"  # where the compiler process finds it
     sys.modules[Fatal.__module__] = sys.modules["__main__"]
-    print(json.dumps({"compile": compile_some, "look-up": look_up}[sys.argv[1]]()))
+    modes = {"compile": compile_some, "look-up": look_up, "steps": lambda: compare_steps(int(sys.argv[2]))}
+    print(json.dumps(modes[sys.argv[1]]()))

@@ -18,11 +18,11 @@ from llm_worker_rbee.backends.cuda import precompile
 KERNELS = ["argmax_rows", "convert_rows"]
 
 
-def run(mode: str, folder: Path) -> dict[str, Any]:
+def run(folder: Path, *arguments: str) -> dict[str, Any]:
     """Run a mode of the helper in a child process without the interpreter."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(folder)
-    command = [sys.executable, "-m", "tests.helpers.cuda_precompile", mode]
+    command = [sys.executable, "-m", "tests.helpers.cuda_precompile", *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     found: dict[str, Any] = json.loads(done.stdout)
@@ -30,7 +30,7 @@ def run(mode: str, folder: Path) -> dict[str, Any]:
 
 
 def test_recorded_variants_are_compiled_ahead_and_found_by_launches(tmp_path: Path) -> None:
-    first = run("compile", tmp_path)
+    first = run(tmp_path, "compile")
     # One variant of each kernel for 1, 5 and 16 tokens; nothing is compiled or launched while recording.
     assert (first["recorded"], first["cached"], first["before"]) == (KERNELS, [], [])
     assert first["compiled"] == 2
@@ -41,9 +41,18 @@ def test_recorded_variants_are_compiled_ahead_and_found_by_launches(tmp_path: Pa
     assert killed == "kernel argmax_rows was not compiled ahead of time: its process was killed by SIGKILL"
     assert (first["again"], first["loaded"]) == (0, KERNELS)
 
-    second = run("look-up", tmp_path)  # a fresh process compiles nothing: the keys of launches are those of children
+    second = run(tmp_path, "look-up")  # a fresh process compiles nothing: the keys of launches are those of children
     assert (second["recorded"], second["loaded"], second["hits"]) == (0, KERNELS, [True, True])
     assert second["reasons"] == ["the compiler process was killed by SIGKILL"] * 2
+
+
+def test_warm_up_records_the_variants_of_every_step(tmp_path: Path) -> None:
+    """Random steps of any composition launch no variant that the warm-up has not launched."""
+    found = run(tmp_path, "steps", "5")
+    assert len(found) == 3
+    for name, (count, new) in found.items():
+        assert count >= 20, name
+        assert new == [], name
 
 
 def test_recording_under_the_interpreter_finds_nothing() -> None:
