@@ -30,13 +30,23 @@ INSTALL_COMMAND = "pip install 'llm-worker-rbee[cuda]'"
 PACKED_BITS = {
     name: bits
     for bits, names in {
-        4.5: "Q4_0 Q1_0 Q2_0 TQ1_0 TQ2_0",
-        5.0: "Q4_1 Q4_K",
-        5.5: "Q5_0 MXFP4 IQ1_S IQ3_S",
-        6.0: "Q5_1 Q5_K Q2_K",
-        7.0: "Q6_K Q3_K NVFP4 IQ1_M",
-        8.5: "Q8_0 Q8_1 Q8_K IQ2_XXS IQ3_XXS IQ4_NL IQ4_XS",
-        9.0: "IQ2_XS IQ2_S",
+        1.125: "Q1_0",
+        1.5625: "IQ1_S",
+        1.8125: "TQ1_0 IQ1_M",
+        2.0625: "TQ2_0",
+        2.3125: "IQ2_XXS",
+        2.5: "Q2_0",
+        2.5625: "IQ2_XS IQ2_S",
+        2.625: "Q2_K",
+        3.3125: "IQ3_XXS",
+        3.5625: "Q3_K IQ3_S",
+        4.3125: "IQ4_XS",
+        4.5: "Q4_0 IQ4_NL MXFP4",
+        5.0: "Q4_1 Q4_K NVFP4",
+        5.5: "Q5_0",
+        6.0: "Q5_1 Q5_K",
+        7.0: "Q6_K",
+        8.5: "Q8_0 Q8_1 Q8_K",
         16.0: "F16 BF16",
         8.0: "fp8",  # the scale of a row is 32 bits more
     }.items()

@@ -6,7 +6,11 @@ It runs in a child process, because the tests' process runs kernels under the in
 from __future__ import annotations
 
 import json
+import re
+import subprocess
 import sys
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import triton
@@ -16,7 +20,9 @@ from triton.compiler import ASTSource
 
 from llm_worker_rbee.backends.cuda import attention_prefill, elementwise, gemm, gemv, rope, sampling_kernels
 from llm_worker_rbee.backends.cuda.attention_decode import decode_attention, decode_attention_gqa
+from llm_worker_rbee.backends.cuda.compact_kinds import CODEBOOKS, COMPACT_KINDS
 from llm_worker_rbee.backends.cuda.linear_small_batch import E4M3_TILES
+from llm_worker_rbee.backends.cuda.packed_weight import PAIRED_SCALES
 
 F, H, B16, F8, I4, I2, I8, D = "*fp32", "*fp16", "*bf16", "*fp8e4nv", "*i32", "*i16", "*i8", "*fp64"
 PARAMETERS_BY_TYPE = {
@@ -29,19 +35,35 @@ PARAMETERS_BY_TYPE = {
     "fp32": "eps unit scale",
 }
 TYPES = {name: kind for kind, names in PARAMETERS_BY_TYPE.items() for name in names.split()}
+COMPACT = ("q2_k", "q3_k", "tq1_0", "iq4_xs", "iq2_s", "iq3_s", "iq1_m")  # one for each way of making codes
+COMPACT_GEMM = ("q3_k", "iq4_xs", "iq2_s")  # compiling takes seconds
 Case = tuple[Any, dict[str, str], dict[str, Any], dict[str, Any]]  # kernel, types that differ, options, constants
+
+
+def plane_types(kind: str) -> dict[str, str]:
+    """Return the dtypes of a kind's planes."""
+    if kind not in COMPACT_KINDS:
+        return {"scales": I4 if kind in PAIRED_SCALES else H, "high": I2}
+    layout = COMPACT_KINDS[kind]
+    types = {"scales": I4 if layout.has_pairs else H, "high": I2}
+    if layout.small:
+        types["small"] = I8 if layout.small == 8 else I2
+    if layout.codes in CODEBOOKS:
+        types["table"] = I4 if layout.codes == "rows of 4" else "*i64"
+    return types
 
 
 def product_cases() -> dict[str, Case]:
     base = {"NORM_PARTS": 128, "NORM_SIZE": 128, "PDL": True, "INT8": True}
     cases: dict[str, Case] = {}
-    pairs = ("q4m", "q5m", "q6", "q8d", "q4mm")
-    for kind in ("q4", "q4m", "q5", "q5m", "q6", "q8", "q8d", "q4mm"):
-        scales = {"scales": I4 if kind in pairs else H, "high": I2 if kind in ("q5", "q5m", "q6") else I4}
+    for kind in ("q4", "q4m", "q5", "q5m", "q6", "q8", *COMPACT):
+        scales = plane_types(kind)
         one = {"blocks": 128, "B": 1, "KIND": kind, "ROWS": 8, "WARPS": 8, "PREFETCH": 1, "EPILOGUE": 0, **base}
         cases[f"gemv {kind}"] = (gemv.gemv_packed, scales, {"num_warps": 8}, one)
+        if kind in COMPACT and kind not in COMPACT_GEMM:
+            continue
         many = {"blocks": 128, "KIND": kind, "BN": 128, "BM": 64}
-        stages = 2 if kind in ("q5", "q5m") else 3
+        stages = 2 if kind in ("q5", "q5m", *COMPACT_KINDS) else 3
         cases[f"gemm {kind}"] = (gemm.gemm_packed, scales, {"num_warps": 8, "num_stages": stages}, many)
         whole = {"KIND": kind, "ROWS": 8, "TILE_BLOCKS": 16}
         cases[f"dequantize {kind}"] = (gemm.dequantize, {"out": B16, **scales}, {}, whole)
@@ -215,15 +237,26 @@ def compile_case(
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
+def stack_bytes(compiled: Any) -> int:
+    """Return the local memory of a thread: spilled registers."""
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        done = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True)
+    return max(int(found) for found in re.findall(r"(?:STACK|LOCAL):(\d+)", done.stdout))
+
+
 def shared_memory_of_small_tiles() -> dict[str, int]:
     """Return the shared memory of the tiles for GPUs with less of it, by kernel, for compute capability 8.9."""
-    from llm_worker_rbee.backends.cuda.linear import SMALL_SHARED_TILE
+    from llm_worker_rbee.backends.cuda.linear import SMALL_SHARED_COMPACT_TILE, SMALL_SHARED_TILE
 
     found = {}
-    for kind in ("q4", "q5m", "q6", "q8d", "q4mm"):
+    for kind in ("q4", "q5m", "q6", "q8", "q3_k", "iq2_s"):
         kernel, types, _, constants = CASES[f"gemm {kind}"]
-        constants = {**constants, "BN": SMALL_SHARED_TILE.rows, "BM": SMALL_SHARED_TILE.tokens}
-        options = {"num_warps": SMALL_SHARED_TILE.warps, "num_stages": SMALL_SHARED_TILE.stages}
+        tile = SMALL_SHARED_COMPACT_TILE if kind in COMPACT_KINDS else SMALL_SHARED_TILE
+        constants = {**constants, "BN": tile.rows, "BM": tile.tokens}
+        options = {"num_warps": tile.warps, "num_stages": tile.stages}
         found[f"gemm {kind}"] = compile_case(kernel, types, options, constants, 89).metadata.shared
     kernel, types, _, constants = CASES["prefill"]
     for dim, keys, kind in ((128, 64, B16), (256, 32, B16), (128, 32, F), (256, 16, F)):
@@ -252,8 +285,10 @@ def main(names: list[str]) -> None:
     )
     found = {}
     for name in names:
-        ptx = compile_case(*CASES[name]).asm["ptx"]
+        compiled = compile_case(*CASES[name])
+        ptx = compiled.asm["ptx"]
         found[name] = [word for word in words if word in ptx] + [f"{ptx.count('st.shared')} st.shared"]
+        found[name].append(f"{stack_bytes(compiled)} bytes of stack")
     print(json.dumps(found))
 
 

@@ -13,7 +13,7 @@ import torch
 
 from llm_worker_rbee.backends.cuda import CudaBackend
 from llm_worker_rbee.backends.cuda.packed_weight import DENSE, FP8, PackedWeight, WeightPart, dequantize, quantize_e4m3
-from llm_worker_rbee.backends.cuda.repack import REPACK_RULES
+from llm_worker_rbee.backends.cuda.unpack_blocks import REPACK_RULES
 from llm_worker_rbee.backends.ops import AttentionParams, Batch
 from llm_worker_rbee.bench.synthetic import Plan, Spec, parse, plans, without_weights
 from llm_worker_rbee.cache import KVCache

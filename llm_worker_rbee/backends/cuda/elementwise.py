@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from .compact_kinds import COMPACT, block_values, is_compact, load_block
 from .gemm import GROUP_BLOCKS, dequantize_columns, interleaved_offset
 from .gemv import activate_gate, store_int8_block, store_int8_blocks
 from .intrinsics import launch_next, sum_squares, wait_for_previous
@@ -150,7 +151,7 @@ def rms_norm_rows(
 @triton.jit
 def embed_rows(
     ids, low, high, scales, unit, norm, residual, out, out_scales, out_sums, out_squares,
-    width: tl.constexpr, KIND: tl.constexpr, INT8: tl.constexpr, PDL: tl.constexpr,
+    width: tl.constexpr, KIND: tl.constexpr, INT8: tl.constexpr, PDL: tl.constexpr, small=None, table=None,
 ):  # fmt: skip
     """Store rows of a table as the residual stream, and times the first norm's weight as activations.
 
@@ -166,11 +167,14 @@ def embed_rows(
     n = tl.maximum(tl.load(ids + t), 0).to(tl.int64)
     if KIND == "dense":
         y = tl.load(low + n * width + c, mask=mask, other=0.0).to(tl.float32) * unit
+    elif is_compact(COMPACT, KIND):
+        b = tl.full((1, 1), block, tl.int32)
+        held = load_block(low, high, small, scales, n, b, b >= 0, width // 32, KIND)
+        y = tl.reshape(block_values(held, table, KIND), (32,)) * unit
     else:
         i = tl.arange(0, 32)
         scale = tl.load(scales + n * (width // 32) + block)
-        minimum = tl.load(high + n * (width // 32) + block) if KIND == "q4mm" else scale
-        y = dequantize_columns(low, high, scale, minimum, n, block, i, i < 32, width // 32, KIND) * unit
+        y = dequantize_columns(low, high, scale, n, block, i, i < 32, width // 32, KIND) * unit
     tl.store(residual + t * width + c, y, mask=mask)
     if INT8 is not None:
         tl.store(out_squares + t * (width // 32) + block, tl.sum(y * y, 0))
@@ -191,7 +195,7 @@ def launch_embedding(
     embed_rows[(triton.cdiv(width, 32), tokens)](
         ids, part.low if part.values is None else part.values, part.high, part.scales, part.unit * scale,
         residual if norm is None else norm, residual, *to, residual if squares is None else squares, width, part.kind,
-        None if out is None else isinstance(out, Int8Activations), pdl, num_warps=1,
+        None if out is None else isinstance(out, Int8Activations), pdl, part.small, part.table, num_warps=1,
         **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
 

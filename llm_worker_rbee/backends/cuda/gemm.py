@@ -7,7 +7,8 @@ moves between lanes, and activations are laid out in the order of the sum, by wo
     interleaved   (4 words, tokens, blocks / 16, 128): of block 16 g + 4 lane + n and column 16 last + 4 word + 2 r + p
                   place ((n * 2 + p) * 2 + last) * 8 + 2 lane + r of group g; missing blocks are zeros
 
-A word is dequantized by PTX made from a few lines of text for each kind; the interpreter takes the plain twin.
+A word is dequantized by PTX made from a few lines of text for each kind; the interpreter takes the plain twin. Compact
+kinds (compact_kinds.py) become signed bytes first, a whole block at a time.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ import struct
 import triton
 import triton.language as tl
 
+from .compact_kinds import COMPACT, block_scales, block_values, code_words, is_compact, kind_field, load_block
 from .gemv import high_planes
-from .intrinsics import INTERPRETED, high_bit_shift, high_half, low_half, signed_byte
+from .intrinsics import INTERPRETED, high_bit_shift, high_half, low_half, pack_halves, signed_byte
 
 GROUP_BLOCKS = tl.constexpr(16)
 
@@ -40,19 +42,37 @@ def reorder_for_dot(e, BN: tl.constexpr):
     return tl.reshape(tl.permute(w, (0, 2, 5, 4, 1, 3)), (BN, GROUP_BLOCKS * 8))
 
 
+@triton.constexpr_function
+def words_per_load(compact, kind):
+    """Return how many of the four words of a block an iteration multiplies."""
+    return 4 if kind in compact else 2 if kind in ("q5", "q5m") else 1
+
+
+@triton.jit
+def load_word(low, high, n, i, b, mask, blocks, KIND: tl.constexpr):
+    """Load word i of blocks b of rows n, and what belongs to it: the last sixteen bytes, or high bits."""
+    WORDS_PER_BLOCK: tl.constexpr = 8 if KIND == "q8" else 4
+    HIGH_PLANES: tl.constexpr = high_planes(KIND)
+    word = tl.load(low + (n * WORDS_PER_BLOCK + i) * blocks + b, mask=mask, other=0)
+    extra = word
+    if KIND == "q8":
+        extra = tl.load(low + (n * WORDS_PER_BLOCK + 4 + i) * blocks + b, mask=mask, other=0)
+    elif HIGH_PLANES > 0:
+        extra = tl.load(high + (n * HIGH_PLANES + i * HIGH_PLANES // 4) * blocks + b, mask=mask, other=0)
+    return word, extra
+
+
 @triton.jit(do_not_specialize=["tokens"])
 def gemm_packed(
     x, factors, unit, low, high, scales, out, tokens, rows, out_rows, blocks: tl.constexpr,
-    KIND: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr,
+    KIND: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, small=None, table=None,
 ):  # fmt: skip
     """Multiply interleaved x * factors (tokens) by packed weights; out (splits, tokens, out_rows) sums to the product;
     `out` may hold more rows than this part of a matrix.
 
     A program has BN rows and BM tokens of one split of the columns; an iteration loads one word of GROUP_BLOCKS blocks
-    of each row, of 5-bit kinds two words, because they share a half word of high bits."""
-    WORDS_PER_BLOCK: tl.constexpr = 8 if KIND == "q8" or KIND == "q8d" else 4
-    HIGH_PLANES: tl.constexpr = high_planes(KIND)
-    PER_LOAD: tl.constexpr = 2 if KIND == "q5" or KIND == "q5m" else 1
+    of each row, of 5-bit kinds two words, because they share a half word of high bits, of compact kinds all."""
+    PER_LOAD: tl.constexpr = words_per_load(COMPACT, KIND)
     LOADS: tl.constexpr = 4 // PER_LOAD
     STEPS: tl.constexpr = (blocks + GROUP_BLOCKS - 1) // GROUP_BLOCKS
     TOKEN_STRIDE: tl.constexpr = STEPS * 128  # of one word
@@ -68,17 +88,21 @@ def gemm_packed(
         step = load // LOADS
         b = step * GROUP_BLOCKS + tl.arange(0, GROUP_BLOCKS)[None, :]
         mask = b < blocks
-        s = tl.load(scales + n_at * blocks + b, mask=mask, other=0)
+        if is_compact(COMPACT, KIND):
+            block = load_block(low, high, small, scales, n_at, b, mask, blocks, KIND)
+            codes = code_words(block, table, KIND)
+            s_first, s_last, m_first, m_last = block_scales(block, KIND)
+            s, minima = pack_halves(s_first, s_last), pack_halves(m_first, m_last)
+        else:
+            s = tl.load(scales + n_at * blocks + b, mask=mask, other=0)
         for j in tl.static_range(PER_LOAD):
             i = load % LOADS * PER_LOAD + j
-            word = tl.load(low + (n_at * WORDS_PER_BLOCK + i) * blocks + b, mask=mask, other=0)
-            if KIND == "q8" or KIND == "q8d":
-                extra = tl.load(low + (n_at * WORDS_PER_BLOCK + 4 + i) * blocks + b, mask=mask, other=0)
-            elif HIGH_PLANES > 0:
-                extra = tl.load(high + (n_at * HIGH_PLANES + i * HIGH_PLANES // 4) * blocks + b, mask=mask, other=0)
+            if is_compact(COMPACT, KIND):
+                e = dequantize_bytes(codes[j], codes[4 + j], s, minima, kind_field(COMPACT, KIND, "has_minima"))
             else:
-                extra = word
-            w = reorder_for_dot(dequantize_word(word, extra, s, j, KIND), BN)
+                word, extra = load_word(low, high, n_at, i, b, mask, blocks, KIND)
+                e = dequantize_word(word, extra, s, j, KIND)
+            w = reorder_for_dot(e, BN)
             acc = tl.dot(w, tl.load(x + (i * tokens + m_at) * TOKEN_STRIDE + (step * (GROUP_BLOCKS * 8) + k)), acc)
     at = (tl.program_id(2) * tokens + m[None, :]) * out_rows + n[:, None]
     acc = acc * (unit * tl.load(factors + m, mask=m < tokens, other=0.0))[None, :]
@@ -118,11 +142,11 @@ def code_offset(kind):
 
 
 @triton.jit
-def dequantize_columns(low, high, s, m, n, b, c, mask, blocks, KIND: tl.constexpr):
+def dequantize_columns(low, high, s, n, b, c, mask, blocks, KIND: tl.constexpr):
     """Return columns c of blocks b of rows n, where `mask` is true, before the unit. gemv.py draws the planes.
 
-    s: scales of the blocks; m: minima, read for q4mm alone. All are broadcast."""
-    if KIND == "q8" or KIND == "q8d":
+    s: scales of the blocks. All are broadcast."""
+    if KIND == "q8":
         word = tl.load(low + (n * 8 + c // 4) * blocks + b, mask=mask, other=0)
         value = ((word << (24 - 8 * (c % 4))) >> 24).to(tl.float32)
     else:
@@ -135,10 +159,8 @@ def dequantize_columns(low, high, s, m, n, b, c, mask, blocks, KIND: tl.constexp
             h = tl.load(high + (n * 2 + c % 16 // 8) * blocks + b, mask=mask, other=0)
             code = code | (((h >> (high_bit_shift(c) + c // 4 % 2)) & 1) << 4)
         value = (code - code_offset(KIND)).to(tl.float32)
-    if KIND == "q6" or KIND == "q8d" or KIND == "q4mm":
+    if KIND == "q6":
         value = value * tl.where(c < 16, low_half(s), high_half(s))
-        if KIND == "q4mm":
-            value = value + tl.where(c < 16, low_half(m), high_half(m))
     elif KIND == "q4m" or KIND == "q5m":
         value = value * low_half(s) + high_half(s)
     else:
@@ -148,17 +170,21 @@ def dequantize_columns(low, high, s, m, n, b, c, mask, blocks, KIND: tl.constexp
 
 @triton.jit(do_not_specialize=["rows"])
 def dequantize(
-    unit, low, high, scales, out, rows, blocks, KIND: tl.constexpr, ROWS: tl.constexpr, TILE_BLOCKS: tl.constexpr
-):
+    unit, low, high, scales, out, rows, blocks,
+    KIND: tl.constexpr, ROWS: tl.constexpr, TILE_BLOCKS: tl.constexpr, small=None, table=None,
+):  # fmt: skip
     """Write the matrix as (rows, columns) floats: ROWS rows and TILE_BLOCKS blocks of each per program."""
     n = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
     b = (tl.program_id(1) * TILE_BLOCKS + tl.arange(0, TILE_BLOCKS))[None, :]
     c = tl.arange(0, 32)[None, None, :]
     mask = (n < rows) & (b < blocks)
-    s = tl.load(scales + n * blocks + b, mask=mask, other=0)
-    m = tl.load(high + n * blocks + b, mask=mask, other=0) if KIND == "q4mm" else s
-    n, b, s, m, mask = n[:, :, None], b[:, :, None], s[:, :, None], m[:, :, None], mask[:, :, None]
-    value = dequantize_columns(low, high, s, m, n, b, c, mask, blocks, KIND)
+    if is_compact(COMPACT, KIND):
+        value = block_values(load_block(low, high, small, scales, n, b, mask, blocks, KIND), table, KIND)
+        n, b, mask = n[:, :, None], b[:, :, None], mask[:, :, None]
+    else:
+        s = tl.load(scales + n * blocks + b, mask=mask, other=0)
+        n, b, s, mask = n[:, :, None], b[:, :, None], s[:, :, None], mask[:, :, None]
+        value = dequantize_columns(low, high, s, n, b, c, mask, blocks, KIND)
     at = (n.to(tl.int64) * blocks + b) * 32 + c
     tl.store(out + at, (value * unit).to(out.dtype.element_ty), mask=mask)
 
@@ -169,25 +195,29 @@ def half_pair(number):
     return f"0x{bits:04X}{bits:04X}"
 
 
-SCALE_PTX = {  # $10: scales; $9: minima. s, z (scales), m, y (minima): of the first and the last sixteen columns
+SCALE_PTX = {  # $10: scales; $11: minima. s, z (scales), m, y (minima): of the first and the last sixteen columns
     "one": "mov.b32 s, {$10, $10}; mov.b32 z, s;",
     "minimum": "prmt.b32 s, $10, $10, 0x1010; mov.b32 z, s; prmt.b32 m, $10, $10, 0x3232; mov.b32 y, m;",
     "two": "prmt.b32 s, $10, $10, 0x1010; prmt.b32 z, $10, $10, 0x3232;",
     "two and minima": "prmt.b32 s, $10, $10, 0x1010; prmt.b32 z, $10, $10, 0x3232;"
-    " prmt.b32 m, $9, $9, 0x1010; prmt.b32 y, $9, $9, 0x3232;",
+    " prmt.b32 m, $11, $11, 0x1010; prmt.b32 y, $11, $11, 0x3232;",
 }
-SCALE_LAYOUT = {"q4": "one", "q5": "one", "q8": "one", "q4m": "minimum", "q5m": "minimum", "q6": "two", "q8d": "two",
-          "q4mm": "two and minima"}  # fmt: skip
+# Of kinds; "bytes" are the codes of compact kinds, with minima in operand $11 or without.
+SCALE_LAYOUT = {
+    "q4": "one", "q5": "one", "q8": "one", "q4m": "minimum", "q5m": "minimum", "q6": "two", "bytes": "two",
+    "bytes and minima": "two and minima",
+}  # fmt: skip
+SIGNED_BYTES = ("q8", "bytes", "bytes and minima")
 
 
 def word_ptx(kind, word):
-    """Return the PTX that dequantizes word $8, with $9 (high bits, bytes or minima) and scales $10, to $0 .. $7.
+    """Return the PTX that dequantizes word $8, with $9 (high bits or bytes) and scales $10, to $0 .. $7.
 
     Two columns at a time, c and c + 2, are halves of the word already: their bits are put below those of the float16
     1024, whose last place is one (of the last sixteen columns: 16), and 1024 is subtracted: exact. Then the scale.
     """
     offset = code_offset(kind)
-    start = half_pair(-1152.0 if kind in ("q8", "q8d") else -1024.0 - offset)
+    start = half_pair(-1152.0 if kind in SIGNED_BYTES else -1024.0 - offset)
     lines = [".reg .b32 a, b, f, g, t, s, z, m, y, k, l, q; .reg .b16 n;", SCALE_PTX[SCALE_LAYOUT[kind]]]
     lines.append(f"mov.b32 k, {start}; mov.b32 l, {half_pair(-64.0 - offset)}; mov.b32 q, {half_pair(1 / 16)};")
     if kind in ("q5", "q5m", "q6"):  # f: fields at 4 and 8, b: at 8 (from 0), g: at 4 (from 12)
@@ -202,7 +232,7 @@ def word_ptx(kind, word):
 
 def pair_ptx(kind, odd, last):
     """Return the lines that leave columns odd and odd + 2 of the first or the last sixteen in t."""
-    if kind in ("q8", "q8d"):  # bytes with the sign flipped: 1024 + 128 + value
+    if kind in SIGNED_BYTES:  # with the sign flipped: 1024 + 128 + value
         lines = [f"shr.u32 a, {'$9' if last else '$8'}, {8 * odd};",
                  "lop3.b32 t, a, 0x00FF00FF, 0x64806480, 0x6A; add.rn.f16x2 t, t, k;"]  # fmt: skip
     else:
@@ -222,7 +252,7 @@ def word_operands(kind):
     """Return the operand constraints of a kind: half words or words."""
     extra = "h" if kind in ("q5", "q5m", "q6") else "r"
     scales = "h" if SCALE_LAYOUT[kind] == "one" else "r"
-    return "=h," * 8 + f"r,{extra},{scales}"
+    return "=h," * 8 + f"r,{extra},{scales}" + (",r" if kind == "bytes and minima" else "")
 
 
 WORD_PTX = tl.constexpr({kind: word_ptx(kind, 0) for kind in SCALE_LAYOUT})
@@ -237,9 +267,31 @@ def lookup(table, kind):
 
 
 @triton.jit
+def dequantize_bytes(first, last, s, minima, HAS_MINIMA: tl.constexpr):
+    """Return the eight columns of two words of signed codes in the order of `dequantize_word`.
+    s, minima: two float16 of the first and the last sixteen columns."""
+    if INTERPRETED:
+        out = ()
+        for c in tl.static_range(8):  # odd, last, r
+            code = signed_byte(last if c // 2 % 2 else first, c // 4 + 2 * (c % 2)).to(tl.float32)
+            value = code * (high_half(s) if c // 2 % 2 else low_half(s))
+            if HAS_MINIMA:
+                value = value + (high_half(minima) if c // 2 % 2 else low_half(minima))
+            out = out + (value.to(tl.float16),)
+        return out
+    KIND: tl.constexpr = "bytes and minima" if HAS_MINIMA else "bytes"
+    return tl.inline_asm_elementwise(
+        lookup(WORD_PTX, KIND), lookup(WORD_OPERANDS, KIND),
+        [first, last, s, minima] if HAS_MINIMA else [first, last, s],
+        dtype=(tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16),
+        is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
 def dequantize_word(word, extra, s, j: tl.constexpr, KIND: tl.constexpr):
     """Return the eight columns of each word as float16: (c, c + 2) of the first, of the last sixteen for c = 0, then 1.
-    `extra` holds the last sixteen bytes, the high bits (of word j of two that share them) or the minima."""
+    `extra` holds the last sixteen bytes or the high bits (of word j of two that share them)."""
     if INTERPRETED:
         e = dequantize_pair(word, extra, s, 0, 0, j, KIND) + dequantize_pair(word, extra, s, 0, 1, j, KIND)
         return e + dequantize_pair(word, extra, s, 1, 0, j, KIND) + dequantize_pair(word, extra, s, 1, 1, j, KIND)
@@ -257,7 +309,7 @@ def dequantize_pair(word, extra, s, odd: tl.constexpr, last: tl.constexpr, j: tl
     out = ()
     for r in tl.static_range(2):
         c: tl.constexpr = odd + 2 * r
-        if KIND == "q8" or KIND == "q8d":
+        if KIND == "q8":
             code = signed_byte(extra if last else word, c)
         else:
             code = (word >> (8 * c + 4 * last)) & 15
@@ -272,7 +324,5 @@ def dequantize_pair(word, extra, s, odd: tl.constexpr, last: tl.constexpr, j: tl
             value = value * low_half(s) + high_half(s)
         else:
             value = value * (high_half(s) if last else low_half(s))
-            if KIND == "q4mm":
-                value = value + (high_half(extra) if last else low_half(extra))
         out = out + (value.to(tl.float16),)
     return out

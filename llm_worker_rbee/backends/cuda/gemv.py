@@ -6,11 +6,11 @@ these are 16-byte loads, and no value changes lanes before the final sum:
     low     int32 (rows, 4, blocks)   word i of a block: columns 4i..4i+3 in the low nibbles, 16+4i.. in the high ones
     high    int16 (rows, 4 | 2, blocks)   half word i: two bits of each column of word i, at `high_bit_shift`; of
                                       5-bit kinds one bit, that of word 2i before that of word 2i+1
-            int32 (rows, 1, blocks)   of q4mm: two float16, the minima of 16 columns each
     bytes   int32 (rows, 8, blocks)   word q: columns 4q..4q+3
     scales  float16 (rows, blocks), or two of them in an int32 (scale, minimum; or the scales of 16 columns each)
 
-Activations are int8 in the same order: (batch, 8, blocks) words, a float32 scale per block, its sums times the scale.
+compact_kinds.py has the planes of smaller kinds. Activations are int8 in the same order: (batch, 8, blocks) words, a
+float32 scale per block, its sums times the scale.
 
 RMSNorm is fused: the producer stores x * weight and partial sums of squares, one per program; the consumer multiplies
 by 1/rms in its epilogue. A program that stores activations owns 32 results, one block.
@@ -21,6 +21,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .compact_kinds import COMPACT, block_scales, code_words, is_compact, kind_field, load_block
 from .intrinsics import dp4a, dp4a_us, high_half, launch_next, low_half, spread_high_bits, wait_for_previous
 
 WARP_BLOCKS = tl.constexpr(128)
@@ -38,17 +39,20 @@ def load_planes(w, n, b, ok, blocks, PLANES: tl.constexpr):
 
 @triton.constexpr_function
 def high_planes(kind):
-    """Return the number of words or half words of a block in `high`."""
-    return {"q6": 4, "q5": 2, "q5m": 2, "q4mm": 1}.get(kind, 0)
+    """Return the number of half words of a block in `high`."""
+    return {"q6": 4, "q5": 2, "q5m": 2}.get(kind, 0)
 
 
 @triton.jit
-def load_packed(low, high, scales, n, b, ok, blocks, KIND: tl.constexpr):
-    """Load (low words, high words, scales) of one row per warp."""
-    lows = load_planes(low, n, b, ok, blocks, 8 if KIND == "q8" or KIND == "q8d" else 4)
-    highs = load_planes(high, n, b, ok, blocks, high_planes(KIND))
-    s = tl.load(scales + n * blocks + b, mask=ok, other=0, eviction_policy="evict_first")
-    return lows, highs, s
+def load_packed(low, high, scales, small, n, b, ok, blocks, KIND: tl.constexpr):
+    """Load (low words, high words, scales) of one row per warp, of compact kinds their blocks."""
+    if is_compact(COMPACT, KIND):
+        weights = load_block(low, high, small, scales, n, b, ok, blocks, KIND, "evict_first")
+    else:
+        lows = load_planes(low, n, b, ok, blocks, 8 if KIND == "q8" else 4)
+        highs = load_planes(high, n, b, ok, blocks, high_planes(KIND))
+        weights = lows, highs, tl.load(scales + n * blocks + b, mask=ok, other=0, eviction_policy="evict_first")
+    return weights
 
 
 @triton.jit
@@ -57,7 +61,7 @@ def block_dots(lows, highs, x_words, SHAPE: tl.constexpr, KIND: tl.constexpr):
     first = tl.zeros(SHAPE, tl.int32)
     last = tl.zeros(SHAPE, tl.int32)
     for i in tl.static_range(4):
-        if KIND == "q8" or KIND == "q8d":
+        if KIND == "q8":
             first = dp4a(lows[i], x_words[i], first)
             last = dp4a(lows[4 + i], x_words[4 + i], last)
         elif KIND == "q6":
@@ -79,8 +83,38 @@ def block_dots(lows, highs, x_words, SHAPE: tl.constexpr, KIND: tl.constexpr):
 
 
 @triton.jit
-def block_products(weights, activations, SHAPE: tl.constexpr, KIND: tl.constexpr):
+def compact_products(block, activations, table, SHAPE: tl.constexpr, KIND: tl.constexpr):
+    """Return what each block of a compact kind adds to its row: (warps, 128) float32."""
+    x_words, x_scales, x_first, x_last = activations
+    codes = code_words(block, table, KIND)
+    first = tl.zeros(SHAPE, tl.int32)
+    last = tl.zeros(SHAPE, tl.int32)
+    for i in tl.static_range(4):
+        first = dp4a(codes[i], x_words[i], first)
+        last = dp4a(codes[4 + i], x_words[4 + i], last)
+    s_first, s_last, m_first, m_last = block_scales(block, KIND)
+    if kind_field(COMPACT, KIND, "has_one_scale"):
+        value = s_first * ((first + last).to(tl.float32) * x_scales)
+    else:
+        value = (s_first * first.to(tl.float32) + s_last * last.to(tl.float32)) * x_scales
+    if kind_field(COMPACT, KIND, "has_minima"):
+        value += m_first * x_first + m_last * x_last
+    return value
+
+
+@triton.jit
+def block_products(weights, activations, table, SHAPE: tl.constexpr, KIND: tl.constexpr):
     """Return what each block of `load_packed` adds to its row: (warps, 128) float32."""
+    if is_compact(COMPACT, KIND):
+        value = compact_products(weights, activations, table, SHAPE, KIND)
+    else:
+        value = plane_products(weights, activations, SHAPE, KIND)
+    return value
+
+
+@triton.jit
+def plane_products(weights, activations, SHAPE: tl.constexpr, KIND: tl.constexpr):
+    """Return the same for kinds that are not compact."""
     lows, highs, s = weights
     x_words, x_scales, x_first, x_last = activations
     first, last = block_dots(lows, highs, x_words, SHAPE, KIND)
@@ -92,17 +126,18 @@ def block_products(weights, activations, SHAPE: tl.constexpr, KIND: tl.constexpr
         value = s.to(tl.float32) * (dots * x_scales - (8.0 if KIND == "q4" else 16.0) * (x_first + x_last))
     elif KIND == "q8":
         value = s.to(tl.float32) * (dots * x_scales)
-    elif KIND == "q8d":
-        value = (low_half(s) * first.to(tl.float32) + high_half(s) * last.to(tl.float32)) * x_scales
-    elif KIND == "q4mm":  # minima in place of high bits
-        dots = low_half(s) * first.to(tl.float32) + high_half(s) * (last.to(tl.float32) * 0.0625)
-        value = dots * x_scales + low_half(highs[0]) * x_first + high_half(highs[0]) * x_last
     elif KIND == "q6":
         value = low_half(s) * (first.to(tl.float32) * x_scales - 32.0 * x_first)
         value += high_half(s) * (last.to(tl.float32) * x_scales - 32.0 * x_last)
     else:  # q4m, q5m
         value = low_half(s) * (dots * x_scales) + high_half(s) * (x_first + x_last)
     return value
+
+
+@triton.constexpr_function
+def needs_sums(compact, kind):
+    """Return whether a kind has an offset or minima, which are multiplied by the sums of activations."""
+    return compact[kind].has_minima if kind in compact else kind != "q8"
 
 
 @triton.jit
@@ -113,7 +148,7 @@ def load_activations(x_codes, x_scales, x_sums, t, b, ok, blocks, KIND: tl.const
         words = words + (tl.load(x_codes + (t * 8 + i) * blocks + b, mask=ok, other=0),)
     d = tl.load(x_scales + t * blocks + b, mask=ok, other=0.0)
     first, last = d, d
-    if KIND != "q8" and KIND != "q8d":
+    if needs_sums(COMPACT, KIND):
         first = tl.load(x_sums + (t * 2) * blocks + b, mask=ok, other=0.0)
         last = tl.load(x_sums + (t * 2 + 1) * blocks + b, mask=ok, other=0.0)
     return words, d, first, last
@@ -121,13 +156,13 @@ def load_activations(x_codes, x_scales, x_sums, t, b, ok, blocks, KIND: tl.const
 
 @triton.jit
 def load_row(
-    low, high, scales, step: tl.constexpr, lane, rows, blocks: tl.constexpr,
+    low, high, scales, small, step: tl.constexpr, lane, rows, blocks: tl.constexpr,
     R: tl.constexpr, ROWS: tl.constexpr, WARPS: tl.constexpr, EPILOGUE: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
     """Load the weights of iteration `step`: rows change first, then blocks."""
     n = tl.minimum(program_rows(step % R, rows // 2, EPILOGUE, ROWS, WARPS), rows - 1)[:, None]
     b = (step // R) * WARP_BLOCKS + lane
-    return load_packed(low, high, scales, n, b, b < blocks, blocks, KIND)
+    return load_packed(low, high, scales, small, n, b, b < blocks, blocks, KIND)
 
 
 @triton.jit
@@ -136,7 +171,7 @@ def gemv_packed(
     out_squares, rows, blocks: tl.constexpr, B: tl.constexpr, KIND: tl.constexpr, ROWS: tl.constexpr,
     WARPS: tl.constexpr, PREFETCH: tl.constexpr, EPILOGUE: tl.constexpr, NORM_PARTS: tl.constexpr,
     NORM_SIZE: tl.constexpr, INT8: tl.constexpr, PDL: tl.constexpr, STRIDE: tl.constexpr = 0,
-    GELU: tl.constexpr = False,
+    GELU: tl.constexpr = False, small=None, table=None,
 ):  # fmt: skip
     """Multiply by packed weights: ROWS rows per program, ROWS // WARPS per warp, PREFETCH of them loaded ahead. If
     NORM_PARTS > 0, results are divided by the RMS of the activations."""
@@ -148,7 +183,8 @@ def gemv_packed(
     held = ()  # weights are loaded before the activations are ready
     for step in tl.static_range(PREFETCH):
         if step < STEPS:
-            held = held + (load_row(low, high, scales, step, lane, rows, blocks, R, ROWS, WARPS, EPILOGUE, KIND),)
+            more = load_row(low, high, scales, small, step, lane, rows, blocks, R, ROWS, WARPS, EPILOGUE, KIND)
+            held = held + (more,)
     wait_for_previous(PDL)
     factors = ()
     if NORM_PARTS > 0:
@@ -165,9 +201,11 @@ def gemv_packed(
                 x = load_activations(x_codes, x_scales, x_sums, 0, b, b < blocks, blocks, KIND)
             current, held = held[0], held[1:]
             if step + PREFETCH < STEPS:
-                more = load_row(low, high, scales, step + PREFETCH, lane, rows, blocks, R, ROWS, WARPS, EPILOGUE, KIND)
+                more = load_row(
+                    low, high, scales, small, step + PREFETCH, lane, rows, blocks, R, ROWS, WARPS, EPILOGUE, KIND
+                )
                 held = held + (more,)
-            value = block_products(current, x, SHAPE, KIND)
+            value = block_products(current, x, table, SHAPE, KIND)
             total = sums[step % R] + tl.sum(tl.reshape(value, (WARPS, 32, 4)), 2)  # the lane's own four blocks
             sums = sums[: step % R] + (total,) + sums[step % R + 1 :]
     else:  # PREFETCH rows stay in registers while tokens are streamed
@@ -177,13 +215,15 @@ def gemv_packed(
             if step > 0:
                 held = ()
                 for k in tl.static_range(PREFETCH):
-                    more = load_row(low, high, scales, step + k, lane, rows, blocks, R, ROWS, WARPS, EPILOGUE, KIND)
+                    more = load_row(
+                        low, high, scales, small, step + k, lane, rows, blocks, R, ROWS, WARPS, EPILOGUE, KIND
+                    )
                     held = held + (more,)
             for t in range(B):  # not unrolled: all tokens would be loaded at once
                 x = load_activations(x_codes, x_scales, x_sums, t, b, b < blocks, blocks, KIND)
                 added = ()
                 for k in tl.static_range(PREFETCH):
-                    value = block_products(held[k], x, SHAPE, KIND)
+                    value = block_products(held[k], x, table, SHAPE, KIND)
                     added = added + (tl.sum(tl.reshape(value, (WARPS, 32, 4)), 2),)
                 new = ()
                 for u in tl.static_range(B):

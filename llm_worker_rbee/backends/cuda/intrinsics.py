@@ -42,6 +42,44 @@ def dp4a_us(a, b, c):
     )
 
 
+NIBBLE_LOOKUP_PTX = tl.constexpr("""{ .reg .b32 a, s, l, h, p, r;
+and.b32 a, $2, 0x77777777; and.b32 s, $2, 0x88888888; shr.u32 s, s, 1; or.b32 s, s, 0x32103210;
+prmt.b32 l, $3, $4, a; prmt.b32 h, $5, $6, a; prmt.b32 p, l, h, s;
+shr.u32 a, a, 16; shr.u32 s, s, 16;
+prmt.b32 l, $3, $4, a; prmt.b32 h, $5, $6, a; prmt.b32 r, l, h, s;
+prmt.b32 $0, p, r, 0x6420; prmt.b32 $1, p, r, 0x7531; }""")
+
+
+@triton.jit
+def lookup_nibbles(word, a: tl.constexpr, b: tl.constexpr, c: tl.constexpr, d: tl.constexpr):
+    """Look up eight nibbles in the sixteen bytes a, b, c, d: the bytes of the low nibbles, those of the high ones.
+
+    By byte permutes: of the lower and of the upper eight bytes, then by the nibble's top bit."""
+    if INTERPRETED:
+        return lookup_low_nibbles(word, a, b, c, d), lookup_low_nibbles(word >> 4, a, b, c, d)
+    return tl.inline_asm_elementwise(
+        NIBBLE_LOOKUP_PTX, "=r,=r,r,r,r,r,r", [word, a, b, c, d], dtype=(tl.int32, tl.int32), is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def lookup_low_nibbles(word, a: tl.constexpr, b: tl.constexpr, c: tl.constexpr, d: tl.constexpr):
+    """Look up the low nibble of each byte: the plain twin of the PTX."""
+    out = word & 0
+    for i in tl.static_range(4):
+        code = (word >> (8 * i)) & 15
+        entries = tl.where(code < 8, tl.where(code < 4, a, b), tl.where(code < 12, c, d))
+        out = out | (((entries >> (8 * (code & 3))) & 255) << (8 * i))
+    return out
+
+
+@triton.jit
+def pack_halves(low, high):
+    """Return two numbers as float16 in a 32-bit word."""
+    a = low.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+    return a | (high.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) << 16)
+
+
 @triton.jit
 def wait_for_previous(PDL: tl.constexpr):
     """Wait until the writes of the previous kernel are visible. Weights may be read earlier."""

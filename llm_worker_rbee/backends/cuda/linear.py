@@ -16,12 +16,14 @@ from typing import NamedTuple
 import torch
 from triton import cdiv, next_power_of_2
 
+from .compact_kinds import COMPACT_KINDS
 from .device import HOPPER_SHARED_BYTES, is_interpreted, shared_memory_bytes
 from .elementwise import launch_convert
-from .gemm import dequantize, gemm_dense, gemm_packed
-from .packed_weight import E4M3, FP8, Activations, PackedWeight, WeightPart, quantize_e4m3
+from .gemm import gemm_dense, gemm_packed
+from .packed_weight import E4M3, FP8, Activations, PackedWeight, WeightPart, dequantize_rows, quantize_e4m3
 
 MAX_GEMM_TOKENS = 256  # up to which packed weights are faster than cuBLAS on a dequantized matrix
+MAX_GEMM_TOKENS_BY_KIND = dict.fromkeys(COMPACT_KINDS, 128)  # which are decoded again for every 64; not measured
 SCRATCH_BYTES = 1 << 28  # of a matrix that is dequantized at a time
 INVARIANT_TOKENS = 64  # that splits are chosen for in batch-invariant mode
 CONCURRENT_PROGRAMS = 264  # two for each multiprocessor
@@ -47,6 +49,9 @@ TILES_BY_TOKENS = {16: GemmTile(64, 16, 4, 4), 32: GemmTile(64, 32, 4, 4), 64: D
 LARGE_TILE = GemmTile(128, 128, 8, 3)
 LARGEST_TILES = {"q4": GemmTile(128, 256, 8, 3), "q4m": GemmTile(128, 256, 8, 3)}  # others lack the shared memory
 SMALL_SHARED_TILE = GemmTile(64, 64, 4, 2)  # from 33 tokens where shared memory is less than on Hopper
+# Compact kinds multiply four words of activations an iteration.
+COMPACT_TILES_BY_TOKENS = {16: GemmTile(64, 16, 4, 3), 32: GemmTile(64, 32, 4, 3)}
+COMPACT_TILE, SMALL_SHARED_COMPACT_TILE = GemmTile(128, 64, 8, 2), GemmTile(64, 32, 4, 2)
 
 
 class BatchedLinear:
@@ -62,7 +67,9 @@ class BatchedLinear:
 
     def stays_packed(self, w: PackedWeight, tokens: int, *, is_head: bool = False) -> bool:
         """Return whether a matrix is multiplied as it is packed; the output head always, as results are float32."""
-        return w.is_packed and (self.batch_invariant or is_head or tokens <= MAX_GEMM_TOKENS)
+        if not w.is_packed or self.batch_invariant or is_head:
+            return w.is_packed
+        return tokens <= min(MAX_GEMM_TOKENS_BY_KIND.get(part.kind, MAX_GEMM_TOKENS) for part in w.parts)
 
     def takes_rows(self, w: PackedWeight, tokens: int) -> bool:
         """Return whether activations are plain rows of `w.dense_dtype`, without factors."""
@@ -137,26 +144,23 @@ def _cublas(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return torch.mm(x, w.T, out_dtype=torch.float32) if x.dtype == torch.float16 else torch.mm(x, w.T)
 
 
-def dequantize_rows(part: WeightPart, start: int, out: torch.Tensor) -> None:
-    """Write the rows from `start` on, as many as `out` has, in its dtype."""
-    count = len(out)
-    high = part.high[start:] if part.high.dim() > 1 else part.high
-    rows, tile = (256, 32) if is_interpreted() else (8, 16)
-    dequantize[(cdiv(count, rows), cdiv(part.blocks, tile))](
-        part.unit, part.low[start:], high, part.scales[start:], out, count, part.blocks,
-        KIND=part.kind, ROWS=rows, TILE_BLOCKS=tile,
-    )  # fmt: skip
-
-
 def gemm_tile(tokens: int, kind: str, device: torch.device) -> GemmTile:
     """Return the tile of a product; 5-bit kinds load two words at a time, which needs more shared memory per stage."""
     if is_interpreted():
         return GemmTile(256, min(64, max(16, next_power_of_2(tokens))), 4, 2)  # few and large programs
+    if kind in COMPACT_KINDS:
+        return _compact_tile(tokens, device)
     if tokens > SMALL_SHARED_TILE.tokens // 2 and shared_memory_bytes(device) < HOPPER_SHARED_BYTES:
         return SMALL_SHARED_TILE
     large = LARGEST_TILES.get(kind, LARGE_TILE) if tokens > LARGE_TILE.tokens else LARGE_TILE
     tile = next((tile for limit, tile in TILES_BY_TOKENS.items() if tokens <= limit), large)
     return tile._replace(stages=tile.stages - 1) if kind in ("q5", "q5m") else tile
+
+
+def _compact_tile(tokens: int, device: torch.device) -> GemmTile:
+    if tokens > SMALL_SHARED_COMPACT_TILE.tokens // 2 and shared_memory_bytes(device) < HOPPER_SHARED_BYTES:
+        return SMALL_SHARED_COMPACT_TILE
+    return next((tile for limit, tile in COMPACT_TILES_BY_TOKENS.items() if tokens <= limit), COMPACT_TILE)
 
 
 def num_splits(rows: int, columns: int, tokens: int, tile: GemmTile, max_splits: int = MAX_SPLITS) -> int:
@@ -188,7 +192,8 @@ def gemm(x: Activations, w: PackedWeight, max_splits: int, *, batch_invariant: b
         tile = gemm_tile(tokens, part.kind, device)
         gemm_packed[(cdiv(part.rows, tile.rows), cdiv(tokens, tile.tokens), splits)](
             x.values, x.factors, part.unit, part.low, part.high, part.scales, out.view(-1)[first:], tokens, part.rows,
-            w.rows, part.blocks, part.kind, tile.rows, tile.tokens, num_warps=tile.warps, num_stages=tile.stages,
+            w.rows, part.blocks, part.kind, tile.rows, tile.tokens, part.small, part.table, num_warps=tile.warps,
+            num_stages=tile.stages,
         )  # fmt: skip
         first += part.rows
     return out

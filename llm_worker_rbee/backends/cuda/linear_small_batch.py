@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from triton import cdiv, next_power_of_2
 
+from .compact_kinds import CODEBOOKS, COMPACT_KINDS
 from .device import is_interpreted
 from .gemv import STORE, gemv_dense, gemv_packed
 from .packed_weight import FP8, GemvActivations, Int8Activations, PackedWeight, WeightPart, kernel_outputs
@@ -20,8 +21,10 @@ ONE_TOKEN_TILES = {
     "qkv": (8, 8, 1, 0), "o": (32, 8, 4, 0), "gate_up": (64, 4, 2, 168), "down": (32, 8, 6, 0), "head": (16, 8, 2, 0),
 }  # fmt: skip
 ONE_TOKEN_TILES_BY_KIND = {
-    ("down", "q6"): (32, 8, 3, 0), ("down", "q8"): (32, 8, 2, 0), ("down", "q8d"): (32, 8, 2, 0),
-    ("gate_up", "q8"): (64, 4, 2, 0), ("gate_up", "q8d"): (64, 4, 2, 0),
+    ("down", "q6"): (32, 8, 3, 0), ("down", "q8"): (32, 8, 2, 0), ("gate_up", "q8"): (64, 4, 2, 0),
+    # of compact kinds what fits the registers (by the compiler's report for sm_90)
+    **{("gate_up", kind): (64, 8, 2, 0) for kind in COMPACT_KINDS},
+    **{("down", kind): (32, 8, 1 if row.codes in CODEBOOKS else 3, 0) for kind, row in COMPACT_KINDS.items()},
 }  # fmt: skip
 MULTI_TOKEN_TILES = {"qkv": (8, 4), "o": (32, 8), "gate_up": (64, 8), "down": (32, 8), "head": (8, 4)}
 # Dense: (rows of a program, warps, columns of a warp's iteration, iterations loaded ahead)
@@ -66,7 +69,7 @@ def packed_tile(name: str, tokens: int, kind: str) -> tuple[int, int, int, int]:
     if tokens == 1 and not is_interpreted():
         return ONE_TOKEN_TILES_BY_KIND.get((name, kind), ONE_TOKEN_TILES[name])
     rows, warps = (INTERPRETER_TILES if is_interpreted() else MULTI_TOKEN_TILES)[name]
-    return rows, warps, min(2, rows // warps), 0
+    return rows, warps, 1 if kind in COMPACT_KINDS else min(2, rows // warps), 0
 
 
 def dense_tile(name: str, tokens: int, kind: str, epilogue: int) -> tuple[int, int, int, int]:
@@ -110,8 +113,8 @@ def _launch_packed(
     gemv_packed[(cdiv(w.rows, rows),)](
         values.codes, values.scales, values.sums, unused if x.squares is None else x.squares, x.eps, w.unit, w.low,
         w.high, w.scales, to[0], residual, norm, to[1], to[2], squares, w.rows, w.blocks, tokens, w.kind, rows, warps,
-        prefetch, epilogue, *_norm_parts(x), isinstance(out, Int8Activations), pdl, stride, is_gelu, num_warps=warps,
-        **options,
+        prefetch, epilogue, *_norm_parts(x), isinstance(out, Int8Activations), pdl, stride, is_gelu, w.small, w.table,
+        num_warps=warps, **options,
     )  # fmt: skip
 
 

@@ -1,4 +1,5 @@
-"""Packed weights and int8 activations as torch tensors, and their dequantization: the slow twin of the kernels.
+"""Packed weights and int8 activations as torch tensors, and their dequantization: the slow twin of the kernels, except
+of compact kinds.
 
 gemv.py draws the planes. What a kind holds, and how many columns share a scale:
 
@@ -6,8 +7,7 @@ gemv.py draws the planes. What a kind holds, and how many columns share a scale:
     q4m, q5m    codes; a float16 scale and a float16 minimum               32
     q8          signed bytes; a float16                                    32
     q6          codes less 32; two float16                                 16
-    q8d         signed bytes; two float16                                  16
-    q4mm        codes; two float16, and two minima in place of high bits   16
+    q2_k, ..    compact_kinds.py                                           16 or more
     dense       float16, bfloat16 or float32
     fp8         e4m3 (`--quantize fp8`); a float32                         a row
 """
@@ -15,17 +15,22 @@ gemv.py draws the planes. What a kind holds, and how many columns share a scale:
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from triton import cdiv
 
+from ...weights.quants import codebooks
 from ..ops import StackedWeight
+from . import gemm
+from .compact_kinds import CODEBOOKS, COMPACT_KINDS
 from .device import is_interpreted
 
-PAIRED_SCALES = ("q4m", "q5m", "q6", "q8d", "q4mm")  # two float16 per block in `scales`
-LOW_WORDS = {"q8": 8, "q8d": 8}  # words of the first plane per block; 4 for all others
-HIGH_WORDS = {"q6": 4, "q5": 2, "q5m": 2, "q4mm": 1}  # half words of the second plane per block; of q4mm a word
-HIGH_BIT_KINDS = ("q5", "q5m", "q6")
+PAIRED_SCALES = ("q4m", "q5m", "q6")  # two float16 per block in `scales`
+LOW_WORDS = {"q8": 8}  # words of the first plane per block; 4 for all others
+HIGH_WORDS = {"q6": 4, "q5": 2, "q5m": 2}  # half words of the second plane per block
 CODE_OFFSETS = {"q4": 8, "q5": 16, "q6": 32}
 DENSE, FP8 = "dense", "fp8"
 E4M3, E4M3_MAX = torch.float8_e4m3fn, 448.0
@@ -44,6 +49,8 @@ class WeightPart:
     scales: torch.Tensor
     unit: float = 1.0  # factor of every product
     values: torch.Tensor | None = None  # (rows, columns): kinds DENSE and FP8
+    small: torch.Tensor | None = None  # of compact kinds
+    table: torch.Tensor | None = None  # a codebook, shared by all matrices
 
     @staticmethod
     def from_values(kind: str, values: torch.Tensor, scales: torch.Tensor | None = None) -> WeightPart:
@@ -59,7 +66,8 @@ class WeightPart:
     def nbytes(self) -> int:
         if self.values is not None:
             return int(self.values.nbytes + (self.scales.nbytes if self.kind == FP8 else 0))
-        return int(self.low.nbytes + (self.high.nbytes if self.kind in HIGH_WORDS else 0) + self.scales.nbytes)
+        planes = (self.low, self.high, self.scales, self.small)
+        return sum(int(plane.nbytes) for plane in planes if plane is not None and plane.dim() > 1)
 
     @property
     def fits_scaled_mm(self) -> bool:
@@ -92,11 +100,36 @@ class PackedWeight(StackedWeight):
 
 def empty_planes(kind: str, rows: int, blocks: int, device: torch.device | str) -> WeightPart:
     """Allocate the planes of packed rows."""
+    if kind in COMPACT_KINDS:
+        return _empty_compact_planes(kind, rows, blocks, torch.device(device))
     low = torch.empty(rows, LOW_WORDS.get(kind, 4), blocks, dtype=torch.int32, device=device)
-    narrow = torch.int16 if kind in HIGH_BIT_KINDS else torch.int32
-    high = torch.empty((rows, HIGH_WORDS[kind], blocks) if kind in HIGH_WORDS else (1,), dtype=narrow, device=device)
+    high = torch.empty((rows, HIGH_WORDS[kind], blocks) if kind in HIGH_WORDS else 1, dtype=torch.int16, device=device)
     scales = torch.empty(rows, blocks, dtype=torch.int32 if kind in PAIRED_SCALES else torch.float16, device=device)
     return WeightPart(kind, rows, blocks, low, high, scales)
+
+
+def _empty_compact_planes(kind: str, rows: int, blocks: int, device: torch.device) -> WeightPart:
+    layout = COMPACT_KINDS[kind]
+
+    def plane(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    low = plane(torch.int32, rows, layout.words, blocks)
+    high = plane(torch.int16, rows, blocks) if layout.high else plane(torch.int16, 1)
+    scales = plane(torch.int32 if layout.has_pairs else torch.float16, rows, blocks // layout.group)
+    small = plane(torch.int8 if layout.small == 8 else torch.int16, rows, blocks) if layout.small else None
+    table = codebook(kind, device) if layout.codes in CODEBOOKS else None
+    return WeightPart(kind, rows, blocks, low, high, scales, small=small, table=table)
+
+
+@cache
+def codebook(kind: str, device: torch.device) -> torch.Tensor:
+    """Return the rows of a codebook as kernels read them: an int32 of four int8, or an int64 of eight."""
+    rows = codebooks.grid("IQ1_S" if kind == "iq1_m" else kind.upper())
+    if COMPACT_KINDS[kind].codes == "shifted rows":  # eighths, plus 128
+        rows = rows * 8 + 128
+    words = rows.astype(np.uint8).view(np.int64 if rows.shape[1] == 8 else np.int32)
+    return torch.tensor(words[:, 0], device=device)
 
 
 def _contiguous_copy(x: torch.Tensor) -> torch.Tensor:
@@ -110,7 +143,7 @@ def unpack_codes(w: WeightPart) -> torch.Tensor:
     if w.kind in LOW_WORDS:
         return packed.view(torch.int8)
     code = torch.cat((packed & 15, packed >> 4), -1)
-    if w.kind in HIGH_BIT_KINDS:
+    if w.kind in HIGH_WORDS:
         shift, half, width = high_bit_layout(w.kind, packed.device)
         bits = (w.high.transpose(1, 2)[..., half] >> shift) & ((1 << width) - 1)
         code = code | (bits << 4).to(torch.uint8)
@@ -136,17 +169,31 @@ def dequantize(w: WeightPart) -> torch.Tensor:
         return w.values.float() * w.scales[:, None]
     if w.values is not None:
         return w.values.float()
+    if w.kind in COMPACT_KINDS:
+        out = torch.empty(w.rows, w.columns, device=w.low.device)
+        dequantize_rows(w, 0, out)
+        return out
     out = unpack_codes(w).float()
     if w.kind in ("q4m", "q5m"):
         pair = split_pairs(w.scales)
         out = out * pair[..., :1] + pair[..., 1:]
     elif w.kind in PAIRED_SCALES:
         out *= split_pairs(w.scales).repeat_interleave(16, -1)
-        if w.kind == "q4mm":
-            out += split_pairs(w.high[:, 0]).repeat_interleave(16, -1)
     else:
         out *= w.scales.float()[..., None]
     return out.view(w.rows, w.blocks * 32) * w.unit
+
+
+def dequantize_rows(part: WeightPart, start: int, out: torch.Tensor) -> None:
+    """Write the rows from `start` on, as many as `out` has, in its dtype, by a kernel."""
+    count = len(out)
+    high = part.high[start:] if part.high.dim() > 1 else part.high
+    small = None if part.small is None else part.small[start:]
+    rows, tile = (256, 32) if is_interpreted() else (8, 16)
+    gemm.dequantize[(cdiv(count, rows), cdiv(part.blocks, tile))](
+        part.unit, part.low[start:], high, part.scales[start:], out, count, part.blocks,
+        KIND=part.kind, ROWS=rows, TILE_BLOCKS=tile, small=small, table=part.table,
+    )  # fmt: skip
 
 
 def quantize_e4m3(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

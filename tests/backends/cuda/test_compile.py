@@ -10,14 +10,19 @@ from typing import Any
 
 import pytest
 
-PACKED = ("q4", "q4m", "q5", "q5m", "q6", "q8", "q8d", "q4mm")
+PACKED = ("q4", "q4m", "q5", "q5m", "q6", "q8")
+COMPACT = ("q2_k", "q3_k", "tq1_0", "iq4_xs", "iq2_s", "iq3_s", "iq1_m")
+COMPACT_GEMM = ("q3_k", "iq4_xs", "iq2_s")
 GROUPS = {
     "gemv": [f"gemv {kind}" for kind in PACKED] + ["gemv residual", "gemv 4 tokens", "gemv dense"],
+    "compact": [f"gemv {kind}" for kind in COMPACT] + [f"gemm {kind}" for kind in COMPACT_GEMM],
     "e4m3": [
         *(f"gemv e4m3 {name}" for name in ("qkv", "gate_up", "down")), "add_rms_norm_rows e4m3", "convert_rows e4m3",
     ],
     "gemm": [f"gemm {kind}" for kind in PACKED] + ["gemm dense", "gemm dense e4m3"],
-    "dequantize": [f"{name} {kind}" for kind in PACKED for name in ("dequantize", "embed")] + ["embed dense"],
+    "dequantize": [
+        *(f"{name} {kind}" for kind in PACKED + COMPACT_GEMM for name in ("dequantize", "embed")), "embed dense",
+    ],
     "attention": [
         "decode", "decode staged", "decode float8 all", "decode dim 96", "decode dim 80 part", "decode gqa",
         "decode gqa float8 all", "decode gqa dim 96", "decode gqa part", "prefill", "prefill dim 96 float8 window cap",
@@ -44,7 +49,7 @@ def compile_all(names: list[str]) -> dict[str, Any]:
 def test_small_tiles_fit_shared_memory_of_ada() -> None:
     """Compute capability 8.9 has 99 KB of shared memory for a program."""
     found = compile_all(["small tiles"])
-    assert len(found) == 9
+    assert len(found) == 10
     assert max(found.values()) <= 99 << 10, found
 
 
@@ -57,6 +62,8 @@ def test_kernel_compiles_with_expected_instructions(group: str) -> None:
             assert "f16x2.e4m3x2" in words, name
         elif name.startswith("gemv") and "dense" not in name:
             assert {"dp4a", ".v4.b32"} <= set(words), name
+        if group == "compact":
+            assert "0 bytes of stack" in words, name
         if name.startswith("gemm"):
             assert "wgmma.mma_async" in words, name
             if "dense" not in name:

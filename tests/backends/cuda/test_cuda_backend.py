@@ -10,6 +10,7 @@ import torch
 
 from llm_worker_rbee.backends import OPS, reference
 from llm_worker_rbee.backends.cuda import CudaBackend, device, linear, packed_weight
+from llm_worker_rbee.backends.cuda.compact_kinds import COMPACT_KINDS
 from llm_worker_rbee.backends.cuda.linear_small_batch import launch_gemv
 from llm_worker_rbee.backends.ops import AttentionParams, RopeTable
 from llm_worker_rbee.backends.reference import ReferenceBackend
@@ -24,7 +25,15 @@ from tests.helpers.random_tensors import random_tensor, relative_error
 cuda = CudaBackend()
 DEVICE = cuda.torch_device
 
-KINDS = ["q4", "q4m", "q5", "q5m", "q6", "q8", "q8d", "q4mm"]
+PLANES = ["q4", "q4m", "q5", "q5m", "q6", "q8"]
+KINDS = [*PLANES, *COMPACT_KINDS]
+WAYS_OF_CODES = [*PLANES, "q2_k", "q3_k", "tq1_0", "iq4_xs", "iq2_xs", "iq3_s", "iq1_m"]
+
+
+def block_count(kind: str, blocks: int) -> int:
+    """Return a number of blocks near the given one that a kind can have: of some, several share a scale."""
+    group = COMPACT_KINDS[kind].group if kind in COMPACT_KINDS else 1
+    return -(-blocks // group) * group
 
 
 def on_device(x: Floats) -> torch.Tensor:
@@ -35,13 +44,16 @@ def test_backend_has_every_op() -> None:
     assert all(callable(getattr(cuda, name)) for name in OPS)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("blocks", "tokens"), [(18, 1), (136, 2)])
+@pytest.mark.parametrize(
+    ("kind", "blocks", "tokens"),
+    [*((kind, 18, 1) for kind in KINDS), *((kind, 136, 2) for kind in WAYS_OF_CODES)],
+)
 def test_gemv_matches_quantized_product(kind: str, blocks: int, tokens: int, rng: np.random.Generator) -> None:
     """The kernel is exact on its int8 input."""
     torch.manual_seed(1)
-    part = random_planes(kind, 20, 32 * blocks, DEVICE)
-    x = on_device(normal(rng, tokens, 32 * blocks))
+    columns = 32 * block_count(kind, blocks)
+    part = random_planes(kind, 20, columns, DEVICE)
+    x = on_device(normal(rng, tokens, columns))
     codes = int8_activations.quantize(x)
     values = packed_weight.dequantize(part).double()
     found = torch.empty(tokens, 20, device=DEVICE)
@@ -58,8 +70,9 @@ def multiply(x: torch.Tensor, part: packed_weight.WeightPart) -> torch.Tensor:
 def test_gemm_odd_shapes(kind: str, rng: np.random.Generator) -> None:
     """Rows, tokens and blocks that fill no tile; activations beyond the range of float16."""
     torch.manual_seed(2)
-    part = random_planes(kind, 45, 32 * 18, DEVICE)
-    x = on_device(normal(rng, 18, 32 * 18, scale=1e6))
+    columns = 32 * block_count(kind, 18)
+    part = random_planes(kind, 45, columns, DEVICE)
+    x = on_device(normal(rng, 18, columns, scale=1e6))
     assert relative_error(multiply(x, part), x @ packed_weight.dequantize(part).T) < 2e-3
 
 
@@ -70,12 +83,24 @@ def test_dequantize_and_multiply_in_slices(
     """The matrix is dequantized in several slices."""
     monkeypatch.setattr(linear, "SCRATCH_BYTES", 4 * 32 * 18 * 20)
     monkeypatch.setattr(linear, "MAX_GEMM_TOKENS", 20)
+    monkeypatch.setattr(linear, "MAX_GEMM_TOKENS_BY_KIND", {})
     torch.manual_seed(3)
-    part = random_planes(kind, 45, 32 * 18, DEVICE)
-    x = on_device(normal(rng, 21, 32 * 18))
+    columns = 32 * block_count(kind, 18)
+    part = random_planes(kind, 45, columns, DEVICE)
+    x = on_device(normal(rng, 21, columns))
     assert relative_error(multiply(x, part), x @ packed_weight.dequantize(part).T) < (
         1e-5 if device.is_interpreted() else 5e-3
     )
+
+
+@pytest.mark.parametrize("kind", ["q4", "q2_k", "iq4_xs", "iq2_xs", "tq1_0"])
+def test_batch_invariant_product_has_the_bits_of_one_token(kind: str, rng: np.random.Generator) -> None:
+    weight = packed_weight.PackedWeight((random_planes(kind, 33, 32 * 40, DEVICE),))
+    x = on_device(normal(rng, 20, 32 * 40))
+    multiply_invariant = linear.BatchedLinear(DEVICE, batch_invariant=True)
+    found = multiply_invariant(x, weight)
+    assert torch.equal(multiply_invariant(x[7:8], weight)[0], found[7])
+    assert relative_error(found, x @ packed_weight.dequantize(weight.parts[0]).T) < 2e-3
 
 
 def test_gemm_split_columns_are_summed(rng: np.random.Generator) -> None:
@@ -218,9 +243,14 @@ def test_backend_device_memory_and_upload() -> None:
 def test_linear_real_shapes(kind: str, rng: np.random.Generator) -> None:
     """Every kernel at the sizes of models, on both sides of the switching points."""
     torch.manual_seed(4)
-    for rows, columns in ((4096, 11008), (49152, 576)):
+    for rows, columns in ((4096, 11008), (49152, 32 * block_count(kind, 18))):
         weight = packed_weight.PackedWeight((random_planes(kind, rows, columns, DEVICE),))
         values = packed_weight.dequantize(weight.parts[0]).double()
+        for tokens in (1, 2, 4):
+            codes = int8_activations.quantize(on_device(normal(rng, tokens, columns)))
+            found = torch.empty(tokens, rows, device=DEVICE)
+            launch_gemv("head", packed_weight.GemvActivations(codes), weight, found)
+            assert relative_error(found, int8_activations.dequantize(codes).double() @ values.T) < 1e-4
         for tokens in (1, 4, 8, 9, 40, 100, 256, 257):
             x = on_device(normal(rng, tokens, columns))
             wanted = (x.double() @ values.T).float()

@@ -34,6 +34,7 @@ INT8_ERROR, DENSE_ERROR = 4e-2, 2e-2
 CASES = {
     "packed, grouped heads": (cuda_models.GROUPED._replace(layers=1), "Q4_0"),
     "mixed kinds": (cuda_models.PLAIN._replace(layers=1), "Q4_K_M"),
+    "compact kinds": (cuda_models.PLAIN._replace(layers=1), "Q2_K"),
     "dense, bias, tied": (cuda_models.QWEN._replace(layers=1), "F16"),
     "window, cap, head norms": (
         cuda_models.GROUPED._replace(layers=1),

@@ -16,11 +16,12 @@ from numpy.typing import NDArray
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from llm_worker_rbee.backends.cuda import gemm, packed_weight  # noqa: E402
+from llm_worker_rbee.backends.cuda import compact_kinds, gemm, intrinsics, packed_weight  # noqa: E402
+from llm_worker_rbee.weights.quants import codebooks  # noqa: E402
 from tests.helpers.random_planes import random_planes  # noqa: E402
 
 Words = NDArray[np.uint32]
-KINDS = tuple(gemm.SCALE_LAYOUT)
+KINDS = tuple(kind for kind in gemm.SCALE_LAYOUT if not kind.startswith("bytes"))
 
 
 def halves(words: Words) -> NDArray[np.float64]:
@@ -34,9 +35,11 @@ def quantize_e4m3(pairs: NDArray[np.float64]) -> Words:
 
 
 def prmt(a: Words, b: Words, selector: Words) -> Words:
+    """Pick four of eight bytes; a selector whose top bit is set, which replicates a sign, is not expected."""
     both = a.astype(np.uint64) | b.astype(np.uint64) << np.uint64(32)
-    picks = [int(selector.flat[0]) >> 4 * i & 7 for i in range(4)]
-    found = [(both >> np.uint64(8 * pick) & np.uint64(255)) << np.uint64(8 * i) for i, pick in enumerate(picks)]
+    picks = [selector.astype(np.uint64) >> np.uint64(4 * i) & np.uint64(15) for i in range(4)]
+    assert max(int(pick.max()) for pick in picks) < 8
+    found = [(both >> pick * np.uint64(8) & np.uint64(255)) << np.uint64(8 * i) for i, pick in enumerate(picks)]
     return np.bitwise_or.reduce(found).astype(np.uint32)
 
 
@@ -51,6 +54,7 @@ def lop3(a: Words, b: Words, c: Words, table: Words) -> Words:
 
 OPS: dict[str, Callable[..., Words]] = {
     "shl.b32": lambda a, n: a << n, "shr.u32": lambda a, n: a >> n, "or.b32": lambda a, b: a | b,
+    "and.b32": lambda a, b: a & b,
     "prmt.b32": prmt, "lop3.b32": lop3, "mov.b32": lambda a: a, "mov.b16": lambda a: a,
     "add.rn.f16x2": lambda a, b: quantize_e4m3(halves(a) + halves(b)),
     "mul.rn.f16x2": lambda a, b: quantize_e4m3(halves(a) * halves(b)),
@@ -95,14 +99,42 @@ def test_word_ptx_matches_dequantized_values(kind: str) -> None:
     part = random_planes(kind, 32, 32 * 16, "cpu")
     wanted = packed_weight.dequantize(part).numpy().reshape(32, 16, 32)
     for i in range(4):
-        more = {"q8": lambda i=i: part.low[:, 4 + i], "q8d": lambda i=i: part.low[:, 4 + i],
-                "q6": lambda i=i: part.high[:, i], "q5": lambda i=i: part.high[:, i // 2],
-                "q5m": lambda i=i: part.high[:, i // 2], "q4mm": lambda: part.high[:, 0]}  # fmt: skip
+        more = {"q8": lambda i=i: part.low[:, 4 + i], "q6": lambda i=i: part.high[:, i],
+                "q5": lambda i=i: part.high[:, i // 2], "q5m": lambda i=i: part.high[:, i // 2]}  # fmt: skip
         with_it = more.get(kind, lambda i=i: part.low[:, i])()
         text = gemm.word_ptx(kind, i % 2 if kind in ("q5", "q5m") else 0)
         given = {"$8": as_words(part.low[:, i]), "$9": as_words(with_it), "$10": as_words(part.scales)}
-        found = run(text, given)
-        for odd, last, r in np.ndindex(2, 2, 2):
-            column = 16 * last + 4 * i + odd + 2 * r
-            got = found[f"${4 * odd + 2 * last + r}"].astype(np.uint16).view(np.float16).astype(np.float32)
-            np.testing.assert_allclose(got, wanted[..., column], rtol=1.0e-3, atol=1e-6, err_msg=f"{kind} {column}")
+        check_columns(run(text, given), 4 * i, wanted, kind)
+
+
+def check_columns(found: dict[str, Words], first: int, wanted: NDArray[np.float32], name: str) -> None:
+    """Compare the eight results of a word, whose columns begin at `first`, with those of its blocks."""
+    for odd, last, r in np.ndindex(2, 2, 2):
+        column = 16 * last + first + odd + 2 * r
+        got = found[f"${4 * odd + 2 * last + r}"].astype(np.uint16).view(np.float16).astype(np.float32)
+        np.testing.assert_allclose(got, wanted[..., column], rtol=1.0e-3, atol=1e-6, err_msg=f"{name} {column}")
+
+
+@pytest.mark.parametrize("kind", ["bytes", "bytes and minima"])
+def test_bytes_ptx_matches_codes_times_scales(kind: str, rng: np.random.Generator) -> None:
+    """Signed codes of compact kinds; scales and minima of 16 columns each."""
+    codes = rng.integers(-128, 128, (9, 32), dtype=np.int8)
+    scales, minima = (rng.uniform(-1, 1, (9, 2)).astype(np.float16) for _ in range(2))
+    wanted = codes * scales.astype(np.float32).repeat(16, 1)
+    if kind == "bytes and minima":
+        wanted += minima.astype(np.float32).repeat(16, 1)
+    words, pairs = codes.view(np.uint32), [np.ascontiguousarray(x).view(np.uint32)[:, 0] for x in (scales, minima)]
+    for i in range(4):
+        given = {"$8": words[:, i], "$9": words[:, 4 + i], "$10": pairs[0], "$11": pairs[1]}
+        check_columns(run(gemm.word_ptx(kind, 0), given), 4 * i, wanted, kind)
+
+
+@pytest.mark.parametrize("values", [codebooks.IQ4_VALUES, codebooks.FP4_VALUES])
+def test_nibble_lookup_ptx_matches_table(values: tuple[int, ...], rng: np.random.Generator) -> None:
+    words = rng.integers(0, 1 << 32, 4096, dtype=np.uint32)
+    table = [np.full(words.shape, word & 0xFFFFFFFF, np.uint32) for word in compact_kinds.table_words(values)]
+    given = {"$2": words, **{f"${3 + i}": word for i, word in enumerate(table)}}
+    found = run(intrinsics.NIBBLE_LOOKUP_PTX.value, given)
+    nibbles = words.view(np.uint8).reshape(-1, 4)
+    for name, codes in (("$0", nibbles & 15), ("$1", nibbles >> 4)):
+        np.testing.assert_array_equal(found[name].view(np.int8).reshape(-1, 4), np.array(values)[codes])
