@@ -28,7 +28,7 @@ from ..token_engine.launch import warm_up
 from ..weights import Checkpoint
 from .workload import PROMPTS, read_prompts
 
-MAX_STARTING_STEPS = 256  # until all sequences of a batch have begun
+MAX_STARTING_STEPS = {False: 256, True: 32}  # until all sequences of a batch have begun: on a CPU, on a GPU
 
 
 class TimedRun(NamedTuple):
@@ -51,8 +51,8 @@ class EngineHarness:
     ) -> None:  # fmt: skip
         self._rng = np.random.default_rng(seed)
         self.ids: Ints = self._rng.integers(0, model.config.vocab_size, (batch, capacity))
-        # tokens of the first sequence when the last begins, and those at both ends; a step starts several of very many
-        self._spare_tokens = 2 + min(batch, MAX_STARTING_STEPS)
+        # tokens of the first sequence when the last begins, and those at both ends
+        self._spare_tokens = 2 + min(batch, MAX_STARTING_STEPS[model.ops.has_device_memory])
         sequence_room, size = 1 + capacity + self._spare_tokens, KVCache.default_block_size
         blocks = batch * (1 + -(-sequence_room // size))
         config = EngineConfig(max_context=sequence_room, n_blocks=blocks, block_size=size, max_batch=batch, **options)
