@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from ..backends.ops import Progress, StepLimits, WarmUp
@@ -103,7 +103,7 @@ class Engine:
         in_flight, self._in_flight = self._in_flight, None
         if in_flight is not None:
             outputs += self._collect_in_flight(in_flight)
-        elif scheduled := self.scheduler.schedule(self._token_budget()):
+        elif scheduled := self.scheduler.schedule(self._max_prefill_tokens):
             self.on_schedule()
             outputs += self._launch_or_run(scheduled)
         if self.config.debug:
@@ -137,7 +137,7 @@ class Engine:
         with step.assume_collected():
             if not self.scheduler.can_schedule_ahead():
                 return []
-            scheduled = self.scheduler.schedule(self._token_budget())
+            scheduled = self.scheduler.schedule(self._max_prefill_tokens)
             if not (scheduled and launcher.can_launch(scheduled)):
                 return []
             self.on_schedule()
@@ -215,34 +215,21 @@ class Engine:
             self.drafter = None
             warnings.warn(f"speculative decoding is off: the drafter failed: {error}", RuntimeWarning, stacklevel=2)
 
-    def _token_budget(self) -> int:
-        """Return how many tokens the next step may schedule: decodes beside prefill get their token in time."""
-        decodes, num_prefill = self._plan_prefill()
-        return decodes.tokens + num_prefill
+    def _max_prefill_tokens(self, decodes: Sequence[ScheduledTokens], start: int) -> int:
+        """Return how many tokens of prompts a step may have: decodes beside them get their token in time."""
+        limit = self.config.max_step_tokens
+        if not any(one.stop > one.request.num_prompt_tokens for one in decodes):
+            return limit - len(decodes)  # no request waits for its next token
+        size = step_size(decodes, self.step_time.query_tile)
+        return self.step_time.max_prefill_tokens(self.config.target_itl_ms / 1000, size, start, limit - size.tokens)
 
     def seconds_per_prefill_token(self) -> float:
         """Return the predicted seconds of a prompt token beside the requests that decode now; 0: not known yet."""
-        decodes, num_prefill = self._plan_prefill()
-        context = decodes.context + chunk_context(0, num_prefill, self.step_time.query_tile)
-        size = StepSize("mixed", False, decodes.tokens + num_prefill, context)
-        return (self.step_time.predict(size) or 0.0) / num_prefill
-
-    def _plan_prefill(self) -> tuple[StepSize, int]:
-        """Return the decodes of the next step, and how many tokens of prompts may be computed beside them."""
-        start, tokens, context = 0, 0, 0.0  # start: of the chunk with most tokens before it
-        for request in self.scheduler.running[:]:
-            known, drafts = len(request.ids) + (request.pending_row >= 0), len(request.drafts)
-            computed = request.num_computed_tokens + request.num_in_flight_tokens
-            if known - computed > 1:
-                start = max(start, computed)
-            elif known > request.num_prompt_tokens:
-                tokens += 1 + drafts
-                context += chunk_context(computed, 1 + drafts, self.step_time.query_tile) if drafts else known
-        decodes, limit = StepSize("decode", True, tokens, context), self.config.max_step_tokens
-        if not tokens:  # no request waits for its next token
-            return decodes, limit
-        found = self.step_time.max_prefill_tokens(self.config.target_itl_ms / 1000, decodes, start, limit - tokens)
-        return decodes, max(min(MIN_PREFILL_TOKENS, limit), found)
+        running = [one for one in self.scheduler.running[:] if len(one.ids) > one.num_prompt_tokens]
+        decodes = [ScheduledTokens(one, len(one.ids) - 1, len(one.ids), 0) for one in running]
+        count = max(MIN_PREFILL_TOKENS, self._max_prefill_tokens(decodes, 0))
+        context = sum(one.stop for one in decodes) + chunk_context(0, count, self.step_time.query_tile)
+        return (self.step_time.predict(StepSize("mixed", False, len(decodes) + count, context)) or 0.0) / count
 
 
 def _to_worker_error(error: Exception) -> WorkerError:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from bisect import insort
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from heapq import heapify, heappop, heappush
 from itertools import islice
 
@@ -31,6 +31,8 @@ from .request import (
 )
 from .step_limits import max_scored_tokens
 
+# Tokens of prompts beside these decodes, the deepest of them behind so many computed tokens.
+PrefillBudget = Callable[[Sequence[ScheduledTokens], int], int]
 MIN_PREFILL_TOKENS = 16  # in a step, however slow it is and however many requests decode: prefills must progress
 
 
@@ -91,7 +93,7 @@ class Scheduler:
         message = "the request timed out after {} output tokens"
         return [error_output(request, DeadlineError(message.format(len(request.tokens)))) for request in ended]
 
-    def schedule(self, token_budget: int) -> list[ScheduledTokens]:
+    def schedule(self, budget: int | PrefillBudget) -> list[ScheduledTokens]:
         """Return the next step: every decode, and prefills with what is left of the budget (at least a few tokens).
 
         Where `num_in_flight_tokens` and `pending_row` of requests are set, it is the step after the one in flight.
@@ -114,11 +116,16 @@ class Scheduler:
                 else:
                     scheduled.append(ScheduledTokens(request, start, known, start))
         scheduled += [self._schedule_drafts(request) for request in drafted]
-        if not (prefills or self.waiting):
+        prefills = [request for request in prefills if request.batch_slot >= 0]  # not preempted in this very step
+        if not (prefills or (self.waiting and self._free_slots)):
             return scheduled
-        least = min(MIN_PREFILL_TOKENS, self.config.max_step_tokens)
-        left = max(least, token_budget - sum(one.stop - one.start for one in scheduled))
-        order = self._prefill_order([request for request in prefills if request.batch_slot >= 0])
+        if isinstance(budget, int):
+            left = budget - sum(one.stop - one.start for one in scheduled)
+        else:
+            start = max((request.num_computed_tokens + request.num_in_flight_tokens for request in prefills), default=0)
+            left = budget(scheduled, start)
+        left = max(left, min(MIN_PREFILL_TOKENS, self.config.max_step_tokens))
+        order = self._prefill_order(prefills)
         chunks = split_prefill_budget(order, left, max_scored_tokens(self.config.max_step_tokens))
         return scheduled + [next_chunk(request, count) for request, count in chunks]
 

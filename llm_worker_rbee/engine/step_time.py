@@ -81,11 +81,10 @@ def step_size(scheduled: Sequence[ScheduledTokens], query_tile: int) -> StepSize
     tokens = stops - sum([one[1] for one in scheduled])
     if tokens == len(scheduled):
         return StepSize("decode", True, tokens, stops)
-    context, num_prefills = 0.0, 0
-    for request, start, stop, _ in scheduled:
-        count = stop - start
-        context += stop if count == 1 else chunk_context(start, count, query_tile)
-        num_prefills += count > 1 + len(request.drafts)
+    context, num_prefills = float(stops), 0
+    for request, start, stop, _ in [one for one in scheduled if one[2] - one[1] > 1]:
+        context += chunk_context(start, stop - start, query_tile) - stop
+        num_prefills += stop - start > 1 + len(request.drafts)
     kind: StepKind = "decode" if not num_prefills else "prefill" if num_prefills == len(scheduled) else "mixed"
     return StepSize(kind, False, tokens, context)
 
