@@ -39,6 +39,8 @@ REAL = [
     ("llama2-7b", "Q8_0", "float16", (2, 64)),
     ("llama2-7b", "BF16", "bfloat16", (1, 24)),
     ("llama3-8b", "Q4_K_M", "bfloat16", (1, 8)),
+    ("llama2-7b", "Q2_K", "bfloat16", (1, 4, 24)),
+    ("llama2-7b", "IQ4_XS", "bfloat16", (1, 24)),
     ("smollm2-135m", "Q4_0", "bfloat16", (1,)),
 ]
 MIDDLE = Shape(2, 1024, 8, 2, 1536, 2000, 4096, head_dim=128)
@@ -151,7 +153,7 @@ def logits_of_first_request(model: Any, steps: Any) -> Any:
     return torch.cat(found)
 
 
-@pytest.mark.parametrize("mix", ["Q4_0", "Q4_K_M", "BF16"])
+@pytest.mark.parametrize("mix", ["Q4_0", "Q4_K_M", "Q2_K", "BF16"])
 def test_deterministic_logits_do_not_depend_on_tiles(mix: str) -> None:
     """A request alone, in chunks, and with so many others that every tile size is used; batch sizes repeat, from
     graphs, with other numbers of requests in them."""
