@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from llm_worker_rbee.backends import reference_sampling
-from llm_worker_rbee.backends.ops import SampleRow
+from llm_worker_rbee.backends.ops import SampleRow, pending_id
 from llm_worker_rbee.backends.reference import ReferenceBackend
 from llm_worker_rbee.engine.request import Request, SamplingParams
-from llm_worker_rbee.engine.sampler import COPIED_PARAMS, draw_seed, sample_rows, token_logprobs
+from llm_worker_rbee.engine.sampler import COPIED_PARAMS, draw_seed, next_row, sample_rows, token_logprobs
 from tests.backends.test_reference_sampling import some_logits
 
 ops = ReferenceBackend()
@@ -81,6 +81,27 @@ def test_draft_row_equals_row_after_accepting() -> None:
         assert as_dict(row) == as_dict(plain)
     drafting.drafts = []
     assert as_dict(sample_row(drafting)) == as_dict(said[0]), "drafts leave nothing behind"
+
+
+def test_penalty_lists_follow_a_long_request() -> None:
+    """Longer than the array that it begins with, with drafts and tokens in flight in between, which leave no trace."""
+    rng = np.random.default_rng(3)
+    options: dict[str, Any] = {"repetition_penalty": 1.3, "repeat_last_n": 40, "frequency_penalty": 0.5}
+    of = request(rng.integers(0, 90, 200).tolist(), **options)
+    for _ in range(500):
+        of.drafts = rng.integers(0, 90, rng.integers(0, 4)).tolist()
+        for i, row in enumerate(sample_rows(of)):
+            said = of.ids + of.drafts[:i]
+            assert (row.penalty_window.tolist(), row.output_ids.tolist()) == (said[-40:], said[200:])
+            assert row.position == len(said)
+        of.drafts = []
+        of.pending_row = int(rng.integers(-1, 5))
+        row = next_row(of)
+        said = of.ids + [pending_id(of.pending_row)] * (of.pending_row >= 0)
+        assert (row.penalty_window.tolist(), row.output_ids.tolist()) == (said[-40:], said[200:])
+        assert row.position == len(said)
+        of.pending_row = -1
+        of.ids.append(int(rng.integers(0, 90)))
 
 
 def as_dict(row: SampleRow) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import subprocess
 import sys
 
@@ -11,7 +12,7 @@ from llm_worker_rbee.engine import scheduler as scheduling
 from llm_worker_rbee.engine.request import Request
 from llm_worker_rbee.errors import DeadlineError
 from tests.helpers.engine_runs import clear_prefix_cache
-from tests.helpers.paper_scheduler import PaperScheduler, answer_of, next_token
+from tests.helpers.paper_scheduler import PLENTY, PaperPipeline, PaperScheduler, answer_of, next_token
 
 
 def spread(n: int, start: int = 0) -> list[int]:
@@ -459,6 +460,66 @@ def test_scored_prompt_of_one_token() -> None:
     paper.request([1], 3, scored=True)
     paper.run()
     paper.require_answers()
+
+
+# ---- steps ahead of the tokens of the one before
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_steps_ahead_give_same_answers(seed: int) -> None:
+    """Requests come, end, are aborted and wait for blocks while a step is in flight."""
+    rng = random.Random(seed)
+    paper = PaperPipeline(
+        n_blocks=rng.choice((12, 16, 64)), max_batch=rng.randint(1, 6), max_step_tokens=rng.choice((1, 5, 40))
+    )
+    kept, aborted = list[Request](), list[Request]()
+    for _ in range(60):
+        if rng.random() < 0.4:
+            prompt = spread(rng.randint(1, 20), rng.choice((0, 0, rng.randrange(200))))
+            kept.append(paper.request(prompt, rng.randint(1, 12), end=True, priority=rng.choice((0, 0, 0, 1, -1))))
+        if kept and rng.random() < 0.05:
+            aborted.append(kept.pop(rng.randrange(len(kept))))
+            paper.scheduler.remove(aborted[-1])
+        paper.step(rng.choice((4, 30, PLENTY)))
+    while paper.scheduler.has_work:
+        paper.step()
+    paper.require_idle()
+    paper.require_answers(*kept)
+    assert paper.num_ahead > 20
+
+
+def test_request_whose_last_token_is_in_flight_is_not_scheduled() -> None:
+    paper = PaperPipeline()
+    short, long = paper.request(spread(3), 2), paper.request(spread(3, 9), 4)
+    steps = []
+    while paper.scheduler.has_work:
+        steps.append({one.request for one in paper.step()})
+    assert steps == [{short, long}, {short, long}, {long}, {long}]
+    paper.require_answers()
+
+
+def test_step_that_would_preempt_is_not_scheduled_ahead() -> None:
+    """Neither for a block that is missing, nor for a request that is more urgent."""
+    paper = PaperPipeline(n_blocks=4)
+    stats = paper.scheduler.stats
+    paper.request(spread(3), 10)
+    paper.request(spread(3, 50), 10)
+    paper.step()
+    while paper.in_flight is not None:
+        paper.step()
+    assert (paper.num_ahead, stats.num_preemptions) == (5, 0)  # tokens 4 to 8 of each: two full blocks
+    paper.step()
+    assert stats.num_preemptions == 1
+    paper.run()
+    paper.require_answers()
+    roomy = PaperPipeline()
+    roomy.request(spread(3), 5, priority=1)
+    roomy.step()
+    roomy.request(spread(3, 9), 5, priority=0)
+    roomy.step()
+    assert roomy.num_ahead == 1
+    roomy.run()
+    roomy.require_answers()
 
 
 # ---- the ends of a request

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 from zlib import crc32
 
 from llm_worker_rbee.config import EngineConfig
+from llm_worker_rbee.engine.async_scheduling import InFlightStep
 from llm_worker_rbee.engine.request import (
     Request,
     SamplerOutput,
@@ -127,8 +128,8 @@ class PaperScheduler:
     def _compute(self, spans: Sequence[ScheduledTokens], broken: Sequence[Request]) -> SamplerOutput:
         sampled, written = SamplerOutput([]), set[tuple[int, int]]()
         for request, start, stop, wanted_from in spans:
-            said = request.ids + request.drafts
-            assert start == request.num_computed_tokens < stop <= len(said)
+            said = self._said(request)
+            assert start == request.num_computed_tokens + request.num_in_flight_tokens < stop <= len(said)
             for at in range(stop):
                 block, offset = request.blocks[at // self.config.block_size], at % self.config.block_size
                 if at >= start:
@@ -141,21 +142,74 @@ class PaperScheduler:
             self._require_context(request, start)
             if request in broken:
                 sampled.failed[request] = InferenceError("not finite")
-            elif stop >= len(request.ids):
-                said = request.ids + request.drafts
-                sampled.tokens += [next_token(said[:n]) for n in range(len(request.ids), stop + 1)]
+            elif stop >= len(known := self._known(request)):
+                said = self._said(request)
+                sampled.tokens += [next_token(said[:n]) for n in range(len(known), stop + 1)]
         return sampled
+
+    def _known(self, request: Request) -> list[int]:
+        """Its tokens, as the device has them."""
+        return request.ids
+
+    def _said(self, request: Request) -> list[int]:
+        return self._known(request) + request.drafts
 
     def _require_context(self, request: Request, length: int) -> None:
         """All before its new tokens is still there, after all requests have written."""
         for at in range(length):
             block, offset = request.blocks[at // self.config.block_size], at % self.config.block_size
-            assert self.slots[block][offset] == tuple(request.ids[: at + 1]), "it reads what is not its own"
+            assert self.slots[block][offset] == tuple(self._known(request)[: at + 1]), "it reads what is not its own"
+
+
+class PaperPipeline(PaperScheduler):
+    """A scheduler whose next step is computed, where it can be, before the tokens of the one before are applied."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.num_ahead = 0
+        self.in_flight: tuple[InFlightStep, list[int]] | None = None
+        self._pending: list[int] = []
+
+    def step(
+        self, budget: int = PLENTY, *, failing: bool = False, broken: Sequence[Request] = ()
+    ) -> list[ScheduledTokens]:
+        assert not failing
+        assert not broken
+        launched = self.in_flight or self._launch(budget)
+        self.in_flight = None
+        if launched is None:
+            return []
+        step, self._pending = launched
+        with step.assume_collected():
+            if self.scheduler.can_schedule_ahead():
+                before = self.scheduler.stats.num_preemptions
+                self.in_flight = self._launch(budget)
+                assert self.scheduler.stats.num_preemptions == before, "a request of the step in flight lost its blocks"
+                self.num_ahead += self.in_flight is not None
+        running, tokens = step.running(), zip(step.sampled, self._pending, strict=True)
+        assert all(one.start == one.request.num_computed_tokens for one in running)
+        kept = SamplerOutput([token for request, token in tokens if not request.is_finished])
+        self.take(self.scheduler.update(running, kept))
+        self.scheduler.check()
+        return step.scheduled
+
+    def _launch(self, budget: int) -> tuple[InFlightStep, list[int]] | None:
+        """Compute the next step as the device does, which knows the tokens of the one before."""
+        spans = self.scheduler.schedule(budget)
+        if not spans:
+            return None
+        assert not any(span.request.is_finished for span in spans)
+        sampled = [span.request for span in spans if span.logits_from < span.stop]
+        return InFlightStep(spans, sampled, cast(Any, None)), self._compute(spans, ()).tokens
+
+    def _known(self, request: Request) -> list[int]:
+        return request.ids if request.pending_row < 0 else [*request.ids, self._pending[request.pending_row]]
 
 
 def _score(request: Request, stop: int, wanted_from: int) -> None:
     if not request.num_unscored_tokens:
-        assert wanted_from == (len(request.ids) - 1 if stop >= len(request.ids) else stop)
+        known = len(request.ids) + (request.pending_row >= 0)
+        assert wanted_from == (known - 1 if stop >= known else stop)
         return
     assert request.prompt_logprobs is not None
     for at in range(wanted_from, min(stop, len(request.prompt) - 1)):

@@ -23,7 +23,7 @@ from llm_worker_rbee.config import EngineConfig  # noqa: E402
 from llm_worker_rbee.engine.engine import Engine  # noqa: E402
 from llm_worker_rbee.engine.request import Request, SamplingParams  # noqa: E402
 from llm_worker_rbee.models import load_model, read_model_config  # noqa: E402
-from tests.engine.test_async_scheduling import SyncBackend  # noqa: E402
+from tests.engine.test_async_scheduling import SyncBackend, run  # noqa: E402
 from tests.helpers import cuda_models  # noqa: E402
 
 ops, deterministic_ops = CudaBackend(), CudaBackend(deterministic=True)
@@ -190,3 +190,14 @@ def test_async_and_sync_steps_give_same_tokens() -> None:
                 engine.step()
             replies.append([request.tokens for request in requests])
         assert replies[0] == replies[1], count
+
+
+def test_async_schedules_give_results_of_sync_steps() -> None:
+    """Random arrivals, aborts, penalties and log-probabilities: the same bits, since logits are batch-invariant."""
+    made = cuda_models.random_checkpoint(MIDDLE, "Q4_K_M")
+    model = load_model(made, cast(Any, deterministic_ops), read_model_config(made))
+    config = EngineConfig(max_context=112, n_blocks=64, max_step_tokens=32, debug=True)
+    ahead = Engine(model, config, "bfloat16")
+    plain = Engine(replace(model, ops=SyncBackend(deterministic_ops)), config, "bfloat16")
+    for seed in range(15):
+        assert run(ahead, seed) == run(plain, seed), seed
