@@ -5,11 +5,12 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
+from collections.abc import Sequence
 
 import pytest
 
 from llm_worker_rbee.engine import scheduler as scheduling
-from llm_worker_rbee.engine.request import Request
+from llm_worker_rbee.engine.request import Request, ScheduledTokens
 from llm_worker_rbee.errors import DeadlineError
 from tests.helpers.engine_runs import clear_prefix_cache
 from tests.helpers.paper_scheduler import PLENTY, PaperPipeline, PaperScheduler, answer_of, next_token
@@ -405,6 +406,32 @@ def test_drafts_preempt_no_request() -> None:
     assert paper.scheduler.stats.num_drafted_tokens == 2  # those for which there was room
     paper.run()
     paper.require_answers(first, second)
+
+
+# ---- a budget that depends on the decodes of the step
+
+
+def test_budget_function_gets_decodes_and_depth_of_prefill() -> None:
+    paper = PaperScheduler(n_blocks=200, max_batch=2, max_step_tokens=100)
+    asked: list[tuple[list[Request], int]] = []
+
+    def budget(decodes: Sequence[ScheduledTokens], start: int) -> int:
+        asked.append(([one.request for one in decodes], start))
+        return 30
+
+    talker, reader = paper.request(spread(5), 20), paper.request(spread(100, 30), 8)
+    computed = []
+    for _ in range(4):
+        paper.step(budget)
+        computed.append(reader.num_computed_tokens)
+    assert asked == [([], 0), ([talker], 25), ([talker], 55), ([talker], 85)]
+    assert computed == [25, 55, 85, 100]
+    paper.request(spread(9, 60), 2)  # waits: both batch slots are taken
+    for _ in range(3):
+        paper.step(budget)
+    assert len(asked) == 4, "no step had room for prefill"
+    paper.run()
+    paper.require_answers()
 
 
 # ---- prompts whose log-probabilities are wanted

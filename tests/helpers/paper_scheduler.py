@@ -18,7 +18,7 @@ from llm_worker_rbee.engine.request import (
     StepOutput,
     TokenLogprob,
 )
-from llm_worker_rbee.engine.scheduler import Scheduler
+from llm_worker_rbee.engine.scheduler import PrefillBudget, Scheduler
 from llm_worker_rbee.errors import InferenceError
 
 END = 3
@@ -74,7 +74,7 @@ class PaperScheduler:
         return made
 
     def step(
-        self, budget: int = PLENTY, *, failing: bool = False, broken: Sequence[Request] = ()
+        self, budget: int | PrefillBudget = PLENTY, *, failing: bool = False, broken: Sequence[Request] = ()
     ) -> list[ScheduledTokens]:
         """One step, its state checked before and after; `failing` as a whole, or giving nothing for the broken ones."""
         spans = self.scheduler.schedule(budget)
