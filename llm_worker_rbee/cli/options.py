@@ -18,7 +18,7 @@ from typing import Annotated, Any
 import typer
 
 from ..backends import cpu_info
-from ..backends.ops import COMPILING
+from ..backends.ops import CAPTURING, COMPILING
 from ..config import KV_AUTO, KV_VALUE_BYTES, MAX_BATCH, SPECULATIVE, EngineConfig
 from ..engine.kv_cache_budget import parse_size
 from ..engine.request import SamplingParams
@@ -309,21 +309,22 @@ class EngineOptions(CapacityOptions):
 
 def load_model(
     options: ModelOptions, computing: LoadOptions, status: Status, engine: EngineOptions | None = None,
-    on_stage: OnStage | None = None,
+    on_stage: OnStage | None = None, prepare: Callable[[LLM], object] = lambda llm: None,
 ) -> LLM:  # fmt: skip
-    """Load the model, with a status line or bars; `on_stage` is called for each stage."""
+    """Load the model and `prepare` it, with a status line or bars; `on_stage` is called for each stage."""
     arguments = load_arguments(options, computing, engine)
     computing.set_up()
     status.show(f"loading {options.model or 'the built-in model'} ...")
     try:
         template = None if options.chat_template is None else read_template(options.chat_template)
-        with transfer_progress(COMPILING) as bar, option_names_in_errors():
+        with transfer_progress(COMPILING, CAPTURING) as bar, option_names_in_errors():
 
             def progress(what: str, done: int, total: int | None) -> None:
                 status.clear()
                 bar(what, done, total)
 
             llm = LLM(chat_template=template, progress=progress, on_stage=on_stage, **arguments)
+            prepare(llm)
     finally:
         status.clear()
     for text in llm.notes if engine is None else llm.info.notes:

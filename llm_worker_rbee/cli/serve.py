@@ -274,8 +274,7 @@ def _one_process(
     loaded: list[LLM] = []
 
     def load(on_stage: OnStage) -> tuple[Engine, ModelInfo]:
-        llm = load_model(model, computing, Status(), sharing, on_stage)
-        warm_up(llm.engine, llm.loading)
+        llm = load_model(model, computing, Status(), sharing, on_stage, lambda llm: warm_up(llm.engine, llm.loading))
         if dummy_step_s is not None:
             replace_with_dummy(llm.engine, llm.tokenizer, dummy_step_s)
         loaded.append(llm)

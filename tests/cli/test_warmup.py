@@ -52,6 +52,22 @@ def test_warmup_usage_errors(cli: Run, tiny: Path) -> None:
     assert b"instruction set 'z80' is unknown: use one of " in unknown.stderr
 
 
+def test_warmup_options_of_the_other_device_are_errors(cli: Run, tiny: Path) -> None:
+    batches = cli("warmup", tiny, "--max-batch", "4")
+    assert (batches.returncode, batches.stdout) == (2, b"")
+    assert b"options of memory, batches and types are for a GPU: on a CPU use --all" in batches.stderr
+    threads = cli("warmup", tiny, "--device", "cuda", "--threads", "2")
+    assert threads.returncode == 2
+    assert b"--threads is for the CPU" in threads.stderr
+
+
+def test_warmup_without_a_gpu_names_what_is_missing(spawn: Run, tiny: Path) -> None:
+    done = spawn("warmup", tiny, "--device", "cuda", env={"CUDA_VISIBLE_DEVICES": ""})
+    assert (done.returncode, done.stdout) == (1, b"")
+    assert b"device 'cuda'" in done.stderr
+    assert done.stderr.count(b"\n") == 1
+
+
 def test_warmup_unusable_cache_folder_is_an_error(spawn: Run, tiny: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     done = spawn("warmup", tiny, env={"LLM_WORKER_KERNEL_CACHE": str(tmp_path / "file" / "kernels")})
