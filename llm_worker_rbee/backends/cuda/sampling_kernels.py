@@ -60,9 +60,9 @@ def draw_token(e, vocabulary, fraction, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def scan_row(x, vocabulary, BLOCK: tl.constexpr, copy=None):
+def scan_row(x, vocabulary, BLOCK: tl.constexpr):
     """Return the largest value, the lowest id that has it, and whether a token can be sampled: the largest is finite
-    and no value is NaN. Store the values to `copy` if there is one."""
+    and no value is NaN."""
     best = tl.full((BLOCK,), -INF, x.dtype.element_ty)
     at = tl.full((BLOCK,), NO_TOKEN, tl.int32)
     is_nan = tl.zeros((BLOCK,), tl.int32)
@@ -72,13 +72,18 @@ def scan_row(x, vocabulary, BLOCK: tl.constexpr, copy=None):
         is_nan |= (v != v).to(tl.int32)
         at = tl.where(v > best, i, at)
         best = tl.maximum(best, v)
-        if copy is not None:
-            tl.store(copy + i, v.to(copy.dtype.element_ty), mask=i < vocabulary)
-    if copy is not None:
-        tl.debug_barrier()
     top = tl.max(best, 0)
     is_sampleable = (tl.max(is_nan, 0) == 0) & (top > -INF) & (top < INF)
     return top, tl.min(tl.where(best == top, at, NO_TOKEN), 0), is_sampleable
+
+
+@triton.jit
+def widen(x, s, vocabulary, BLOCK: tl.constexpr):
+    """Set s to the logits in float64."""
+    for start in range(0, vocabulary, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        tl.store(s + i, tl.load(x + i, mask=i < vocabulary, other=0.0).to(tl.float64), mask=i < vocabulary)
+    tl.debug_barrier()
 
 
 @triton.jit
@@ -106,7 +111,7 @@ def apply_penalties(
     """Apply logit bias, then the repetition penalty, then presence and frequency; e counts the uses of a token.
 
     A bitmask of allowed tokens (guided decoding) belongs here, before the biases: one more pointer, with the row's
-    offset in `ints`, and s = -inf where the bit is 0."""
+    offset in `ints`, and s = -inf where the bit is 0. Such a row takes this path, as one with lists."""
     first, second, third, last = tl.load(ints + 8), tl.load(ints + 9), tl.load(ints + 10), tl.load(ints + 11)
     for start in range(first, second, LIST_TILE):
         i = start + tl.arange(0, LIST_TILE)
@@ -146,11 +151,11 @@ def apply_penalties(
 
 
 @triton.jit
-def apply_temperature(s, e, vocabulary, top, temperature, BLOCK: tl.constexpr):
-    """Set s = (s - top) / temperature and e = exp(s); drop tokens whose e is 0."""
+def apply_temperature(x, s, e, vocabulary, top, temperature, BLOCK: tl.constexpr):
+    """Set s = (x - top) / temperature and e = exp(s); drop tokens whose e is 0."""
     for start in range(0, vocabulary, BLOCK):
         i = start + tl.arange(0, BLOCK)
-        v = (tl.load(s + i, mask=i < vocabulary, other=-INF) - top) / temperature
+        v = (tl.load(x + i, mask=i < vocabulary, other=-INF).to(tl.float64) - top) / temperature
         w = tl.where(v > -745.0, tl.exp(v), 0.0)
         tl.store(s + i, tl.where(w > 0.0, v, -INF), mask=i < vocabulary)
         tl.store(e + i, w, mask=i < vocabulary)
@@ -319,25 +324,20 @@ def keep_min_p(e, s, vocabulary, fraction, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def sample_row(s, e, candidates, is_sampleable, ints, floats, vocabulary, BLOCK: tl.constexpr):
-    """Return the token of a row of penalized logits, UNDECIDED or NOT_FINITE."""
-    top, token, _ = scan_row(s, vocabulary, BLOCK)
-    temperature = tl.load(floats)
-    if (temperature > 0.0) & is_sampleable:
-        apply_temperature(s, e, vocabulary, top, temperature, BLOCK)
-        top_k, top_p, min_p, typical_p = tl.load(ints), tl.load(floats + 1), tl.load(floats + 2), tl.load(floats + 3)
-        undecided = 0
-        if (top_k > 0) & (top_k < vocabulary):
-            undecided |= keep_top(s, e, candidates, vocabulary, top_k.to(tl.float64), 0.0, BY_COUNT, BLOCK)
-        if typical_p < 1.0:
-            center = mean_surprisal(s, e, vocabulary, BLOCK)
-            undecided |= keep_top(s, e, candidates, vocabulary, typical_p, center, BY_SURPRISAL, BLOCK)
-        if top_p < 1.0:
-            undecided |= keep_top(s, e, candidates, vocabulary, top_p, 0.0, BY_MASS, BLOCK)
-        if min_p > 0.0:
-            undecided |= keep_min_p(e, s, vocabulary, min_p, BLOCK)
-        token = tl.where(undecided == 0, draw_token(e, vocabulary, philox_uniform(ints), BLOCK), -1)
-    return tl.where(is_sampleable, token, -2)
+def filter_and_draw(s, e, candidates, ints, floats, vocabulary, BLOCK: tl.constexpr):
+    """Return a token drawn from the candidates that the filters leave, or UNDECIDED."""
+    top_k, top_p, min_p, typical_p = tl.load(ints), tl.load(floats + 1), tl.load(floats + 2), tl.load(floats + 3)
+    undecided = 0
+    if (top_k > 0) & (top_k < vocabulary):
+        undecided |= keep_top(s, e, candidates, vocabulary, top_k.to(tl.float64), 0.0, BY_COUNT, BLOCK)
+    if typical_p < 1.0:
+        center = mean_surprisal(s, e, vocabulary, BLOCK)
+        undecided |= keep_top(s, e, candidates, vocabulary, typical_p, center, BY_SURPRISAL, BLOCK)
+    if top_p < 1.0:
+        undecided |= keep_top(s, e, candidates, vocabulary, top_p, 0.0, BY_MASS, BLOCK)
+    if min_p > 0.0:
+        undecided |= keep_min_p(e, s, vocabulary, min_p, BLOCK)
+    return tl.where(undecided == 0, draw_token(e, vocabulary, philox_uniform(ints), BLOCK), -1)
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -357,10 +357,21 @@ def sample_rows(
     for n in tl.range(tl.program_id(0), count, tl.num_programs(0), disable_licm=True):
         tl.debug_barrier()  # the row before has been read
         row = tl.cast(n, tl.int64)
-        row_ints, row_floats = ints + row * NUM_INTS, floats + row * NUM_FLOATS
-        _, _, is_sampleable = scan_row(logits + row * stride, vocabulary, BLOCK, s)
-        apply_penalties(s, e, ids, pending, biases, row_ints, row_floats, vocabulary, BLOCK, LIST_TILE)
-        tl.store(out + row, sample_row(s, e, candidates, is_sampleable, row_ints, row_floats, vocabulary, BLOCK))
+        x, row_ints, row_floats = logits + row * stride, ints + row * NUM_INTS, floats + row * NUM_FLOATS
+        largest, token, is_sampleable = scan_row(x, vocabulary, BLOCK)
+        top, temperature = largest.to(tl.float64), tl.load(row_floats)
+        has_lists = tl.load(row_ints + 8) < tl.load(row_ints + 11)
+        if has_lists:
+            widen(x, s, vocabulary, BLOCK)
+            apply_penalties(s, e, ids, pending, biases, row_ints, row_floats, vocabulary, BLOCK, LIST_TILE)
+            top, token, _ = scan_row(s, vocabulary, BLOCK)
+        if (temperature > 0.0) & is_sampleable:
+            if has_lists:
+                apply_temperature(s, s, e, vocabulary, top, temperature, BLOCK)
+            else:
+                apply_temperature(x, s, e, vocabulary, top, temperature, BLOCK)
+            token = filter_and_draw(s, e, candidates, row_ints, row_floats, vocabulary, BLOCK)
+        tl.store(out + row, tl.where(is_sampleable, token, -2))
 
 
 @triton.jit
