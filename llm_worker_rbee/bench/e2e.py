@@ -13,7 +13,6 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -56,7 +55,6 @@ from .scenarios import (
 )
 
 Source = Path | synthetic.Spec
-COMPILED_LAYERS = 4  # some mixes give the first and the last layers other types than the middle ones
 CHILD_TIMEOUT_S = 1800
 
 
@@ -379,17 +377,11 @@ def _step_times(bench: ModelBench, plan: Plan) -> Iterator[StepTime]:
 def run_isolated(recorder: Recorder, progress: StepProgress, models: Sequence[synthetic.Spec], plan: Plan) -> None:
     """Measure several synthetic models, each in a process of its own; results are named MODEL/NAME.
 
-    A model that fails is named in `details`, and the others go on. On a GPU the kernels of all models are compiled
-    first, at once and on a few layers, so that no timing includes compiling.
+    A model that fails is named in `details`, and the others go on.
     """
-    if plan.device.startswith("cuda") or plan.backend == "cuda":
-        progress("compiling the kernels of all models", 0, len(models) + 1)
-        small = [replace(model, layers=min(COMPILED_LAYERS, model.layers)) for model in models]
-        with ThreadPoolExecutor(len(models)) as pool:
-            list(pool.map(lambda model: _measure_in_child(model, replace(plan, repetitions=1)), small))
     recorder.model = {"name": ", ".join(map(str, models)), "bytes": sum(m.nbytes for m in models), "synthetic": True}
-    for number, model in enumerate(models, 1):
-        progress(str(model), number, len(models) + 1)
+    for number, model in enumerate(models):
+        progress(str(model), number, len(models))
         output = _measure_in_child(model, plan)
         if "error" in output:
             recorder.details.setdefault("failed", {})[str(model)] = output["error"]

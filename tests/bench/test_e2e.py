@@ -154,4 +154,4 @@ def test_run_isolated_names_results_by_model_and_failures(monkeypatch: pytest.Mo
     e2e.run_isolated(recorder, lambda *_: None, [small, huge], plan)
     assert [result.name for result in recorder.results()] == ["smollm2-135m:Q8_0:1/tg2"]
     assert recorder.details["failed"] == {"smollm2-135m:Q4_0:2": "crashed"}
-    assert sorted(repetitions.repetitions for _, repetitions in plans) == [1, 1, 3, 3]  # compiled first, then measured
+    assert plans == [(str(small), plan), (str(huge), plan)]

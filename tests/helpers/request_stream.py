@@ -13,6 +13,7 @@ from llm_worker_rbee.engine.request import FinishReason, Request, SamplingParams
 MAX_INPUT, MAX_OUTPUT = 300, 40
 MAX_TOTAL = MAX_INPUT + MAX_OUTPUT
 ABORTED_EVERY = 50  # one of so many requests is aborted while it runs
+PAUSE = 1000  # steps: all requests before it have finished then
 URGENT_EVERY = 12  # one of so many preempts others if there is no room
 SETTINGS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0}, {"temperature": 0.8}, {"top_k": 20}, {"top_p": 0.9}, {"min_p": 0.05}, {"typical_p": 0.8},
@@ -33,14 +34,14 @@ class Arrival(NamedTuple):
 
 
 def make_arrivals(count: int, vocab_size: int, seed: int = 0, mean_gap: float = 0.25) -> list[Arrival]:
-    """Return requests with exponential gaps of `mean_gap` steps.
+    """Return requests with exponential gaps of `mean_gap` steps, and a pause in the middle.
 
     Every third prompt repeats a short pattern, every fifth begins as an earlier one does, and some requests are more
     urgent than the others.
     """
     rng, step, arrivals = np.random.default_rng(seed), 0.0, list[Arrival]()
     for i in range(count):
-        step += rng.exponential(mean_gap)
+        step += rng.exponential(mean_gap) + (PAUSE if i == count // 2 else 0)
         length = 1 + int((MAX_INPUT - 1) * rng.random() ** 2)  # short ones are more common
         ids = rng.integers(0, vocab_size, length)
         prompt = (np.resize(ids[:7], length) if i % 3 == 0 else ids).tolist()

@@ -90,9 +90,9 @@ def e2e(options: ModelBenchOptions, results: ResultOptions, computing: LoadOptio
     measured rate of matrix products (float32, on a GPU float16).
 
     A synthetic model has random weights and llama.cpp's real mix of types: it
-    is for speed only. Several of them run in a process each, after the kernels
-    of all have been compiled. On a GPU the time of a decode step is split into
-    device_step and host_step, which the device does not hide.
+    is for speed only. Several of them run in a process each. On a GPU an engine
+    is warmed up as that of `serve` is, and the time of a decode step is split
+    into device_step and host_step, which the device does not hide.
 
     --step times one step of an exact composition: 20x26 is 20 prompts of 26
     tokens, 1x27+63 one prompt of 27 beside 63 requests that decode at DEPTH,
