@@ -22,6 +22,8 @@ import triton.language as tl
 from ...weights.quants.codebooks import FP4_VALUES, IQ4_VALUES
 from .intrinsics import high_half, lookup_nibbles, low_half
 
+MAX_SMALL_SCALE = 32
+
 
 class CompactKind(NamedTuple):
     """Planes of a block of 32 columns, and how its codes and scales are made of them."""
@@ -51,9 +53,9 @@ class CompactKind(NamedTuple):
         return self.scales in ("one", "byte", "three bits")
 
     @property
-    def max_small(self) -> int:
-        """The largest integer that a scale is multiplied by."""
-        return 1 if self.scales in ("one", "two") else 32
+    def has_small_scales(self) -> bool:
+        """Whether the scale of a group is multiplied by integers of a block, of up to MAX_SMALL_SCALE."""
+        return self.scales not in ("one", "two")
 
     @property
     def bits(self) -> float:
@@ -223,36 +225,51 @@ def shifted_rows(indices, high, small, table, BY_ROW: tl.constexpr):
 
 
 @triton.jit
+def small_scales(block, KIND: tl.constexpr):
+    """Return the integers that the scale of a group is multiplied by, of the first and of the last 16 columns."""
+    SCALES: tl.constexpr = kind_field(COMPACT, KIND, "scales")
+    k = block[2].to(tl.int32)
+    if SCALES == "byte":
+        first, last = k, k
+    elif SCALES == "two bytes":
+        first, last = (k << 24) >> 24, k >> 8
+    elif SCALES == "nibbles and minima":  # a byte per 16 columns: the minimum in the upper nibble
+        first, last = k & 15, (k >> 8) & 15
+    elif SCALES == "two nibbles":  # odd numbers, as all below
+        first, last = (k & 15) * 2 + 1, ((k >> 4) & 15) * 2 + 1
+    elif SCALES == "three bits":
+        first, last = ((k >> 12) & 7) * 2 + 1, ((k >> 12) & 7) * 2 + 1
+    else:
+        tl.static_assert(SCALES == "twice three bits", "unknown scales")
+        first, last = (k & 7) * 2 + 1, ((k >> 3) & 7) * 2 + 1
+    return first, last
+
+
+@triton.jit
 def block_scales(block, KIND: tl.constexpr):
     """Return scale and scale, minimum and minimum of the first and the last 16 columns: float32."""
     SCALES: tl.constexpr = kind_field(COMPACT, KIND, "scales")
-    _, _, small, d = block
-    k = small.to(tl.int32)
-    if SCALES == "one":
-        first, last = d.to(tl.float32), d.to(tl.float32)
-    elif SCALES == "two":
+    k, d = block[2].to(tl.int32), block[3]
+    if SCALES == "two":
         first, last = low_half(d), high_half(d)
-    elif SCALES == "nibbles and minima":  # a byte per 16 columns: the minimum in the upper nibble
-        first, last = low_half(d) * (k & 15).to(tl.float32), low_half(d) * ((k >> 8) & 15).to(tl.float32)
+    elif SCALES == "one":
+        first, last = d.to(tl.float32), d.to(tl.float32)
     else:
-        if SCALES == "byte":
-            a, z = k, k
-        elif SCALES == "two bytes":
-            a, z = (k << 24) >> 24, k >> 8
-        elif SCALES == "two nibbles":  # odd numbers, as all below
-            a, z = (k & 15) * 2 + 1, ((k >> 4) & 15) * 2 + 1
-        elif SCALES == "three bits":
-            a, z = ((k >> 12) & 7) * 2 + 1, ((k >> 12) & 7) * 2 + 1
-        else:
-            tl.static_assert(SCALES == "twice three bits", "unknown scales")
-            a, z = (k & 7) * 2 + 1, ((k >> 3) & 7) * 2 + 1
-        first, last = d.to(tl.float32) * a.to(tl.float32), d.to(tl.float32) * z.to(tl.float32)
+        a, z = small_scales(block, KIND)
+        scale = group_scale(d)
+        first, last = scale * a.to(tl.float32), scale * z.to(tl.float32)
     if SCALES == "nibbles and minima":
         minima = high_half(d) * ((k >> 4) & 15).to(tl.float32), high_half(d) * ((k >> 12) & 15).to(tl.float32)
     else:
         OFFSET: tl.constexpr = kind_field(COMPACT, KIND, "offset")
         minima = -OFFSET * first, -OFFSET * last
     return first, last, minima[0], minima[1]
+
+
+@triton.jit
+def group_scale(d):
+    """Return the scale of a group, which has a minimum beside it if it is of 32 bits."""
+    return low_half(d) if d.dtype == tl.int32 else d.to(tl.float32)
 
 
 @triton.jit

@@ -21,7 +21,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .compact_kinds import COMPACT, block_scales, code_words, is_compact, kind_field, load_block
+from .compact_kinds import (
+    COMPACT,
+    block_scales,
+    code_words,
+    group_scale,
+    is_compact,
+    kind_field,
+    load_block,
+    small_scales,
+)
 from .intrinsics import dp4a, dp4a_us, high_half, launch_next, low_half, spread_high_bits, wait_for_previous
 
 WARP_BLOCKS = tl.constexpr(128)
@@ -93,7 +102,11 @@ def compact_products(block, activations, table, SHAPE: tl.constexpr, KIND: tl.co
         first = dp4a(codes[i], x_words[i], first)
         last = dp4a(codes[4 + i], x_words[4 + i], last)
     s_first, s_last, m_first, m_last = block_scales(block, KIND)
-    if kind_field(COMPACT, KIND, "has_one_scale"):
+    if kind_field(COMPACT, KIND, "has_small_scales"):  # below 2**24: exact
+        a, z = small_scales(block, KIND)
+        dots = (first + last) * a if kind_field(COMPACT, KIND, "has_one_scale") else first * a + last * z
+        value = group_scale(block[3]) * (dots.to(tl.float32) * x_scales)
+    elif kind_field(COMPACT, KIND, "has_one_scale"):
         value = s_first * ((first + last).to(tl.float32) * x_scales)
     else:
         value = (s_first * first.to(tl.float32) + s_last * last.to(tl.float32)) * x_scales

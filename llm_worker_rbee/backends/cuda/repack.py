@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from ...weights import Tensor
 from ...weights.checkpoint import release_pages
 from . import packed_weight
-from .compact_kinds import COMPACT_KINDS
+from .compact_kinds import COMPACT_KINDS, MAX_SMALL_SCALE
 from .packed_weight import DENSE, E4M3, FP8, HIGH_WORDS, LOW_WORDS, PAIRED_SCALES, PackedWeight, WeightPart
 from .unpack_blocks import REPACK_RULES, CompactBlocks, UnpackedBlocks
 
@@ -51,8 +51,8 @@ def _pack_part(tensors: Sequence[Tensor], device: torch.device) -> WeightPart:
     raws = [_upload_bytes(t.rows, device).view(t.shape[0], -1, t.kind.block_bytes) for t in tensors]
     kind, _ = REPACK_RULES[tensors[0].kind.name]
     part = packed_weight.empty_planes(kind, sum(t.shape[0] for t in tensors), tensors[0].shape[1] // 32, device)
-    max_small = COMPACT_KINDS[kind].max_small if kind in COMPACT_KINDS else 1
-    part.unit = scale_unit(_largest_scale(tensors, raws) * max_small)
+    has_small_scales = kind in COMPACT_KINDS and COMPACT_KINDS[kind].has_small_scales
+    part.unit = scale_unit(_largest_scale(tensors, raws) * (MAX_SMALL_SCALE if has_small_scales else 1))
     first = 0
     for unpacked in _unpack_slabs(tensors, raws):
         span = slice(first, first + len(unpacked.scales))
