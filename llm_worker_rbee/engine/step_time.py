@@ -8,7 +8,7 @@ of its request once. So does each token of a prompt on a CPU; on a GPU a tile of
 products take about as long as the memory traffic of one decoding token.
 
 Samples are kept by size, the last few of each, so that prefill is still known after hours of decode. A size counts with
-the mean of its middle samples, so one slow step (a page fault, a compilation) moves nothing; the coefficients are the
+the mean of its middle samples, so slow steps (a page fault, a compilation) move nothing; the coefficients are the
 least squares of relative errors, none negative, where sizes that were not seen lately count less. What samples do not
 tell apart is put down to `per_token`, the careful guess. No arrays here.
 """
