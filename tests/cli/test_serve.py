@@ -47,7 +47,7 @@ class Worker:
             env=kept | {"LLORCH_LOG_FORMAT": "json"} | env,
         )
         assert self.process.stdout is not None
-        self.first_line = self.process.stdout.readline()
+        self.first_line = self.last_line = self.process.stdout.readline()
         found = re.search(r"https?://[^ ,]+", self.first_line)
         assert found is not None, (self.first_line, self.process.communicate(timeout=LIMIT_S))
         self.url = found[0]
@@ -55,7 +55,11 @@ class Worker:
     def curl_line(self) -> str:
         """What the banner says to paste, once the model is ready."""
         assert self.process.stdout is not None
-        return next(line.strip() for line in self.process.stdout if "curl" in line)
+        for line in self.process.stdout:
+            if "curl" in line:
+                return line.strip()
+            self.last_line = line.strip()
+        raise AssertionError("it ended before it was ready")
 
     def end(self, *signals: signal.Signals) -> tuple[int, list[dict[str, Any]]]:
         for one in signals:
@@ -203,8 +207,10 @@ def test_second_signal_exits_at_once(worker: Callable[..., Worker], babbling: Pa
 def test_banner_curl_line_works(worker: Callable[..., Worker], tiny: Path, tmp_path: Path) -> None:
     key = tmp_path / "the key's file"
     key.write_text("k-1\n")
-    spawned = worker("-m", tiny, "--api-key-file", key)
+    spawned = worker("-m", tiny, "--api-key-file", key, "--max-batch", "7")
     line = spawned.curl_line()
+    limits = "up to 7 requests in a batch and 512 tokens in a step"
+    assert re.fullmatch(rf"ready after [\d.]+ s, {limits}; try:", spawned.last_line)
     assert "k-1" not in line
     done = subprocess.run(["bash", "-c", line.replace("curl ", "curl -s ", 1)], capture_output=True, timeout=LIMIT_S)
     assert json.loads(done.stdout)["choices"][0]["message"]["role"] == "assistant"
