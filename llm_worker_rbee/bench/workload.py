@@ -163,11 +163,7 @@ class Workload:
         if self.prompts:
             prompt = self.prompts[index % len(self.prompts)]
             return Job(index, arrival, prompt, prompt.max_tokens or max_tokens)
-        if self.vocab_size:
-            ids = _draw_ids(self._prefix_rng(index), self.shared_prefix, self.vocab_size)
-            return Job(index, arrival, Prompt(ids=ids + _draw_ids(rng, length, self.vocab_size)), max_tokens)
-        words = _draw_words(self._prefix_rng(index), self.shared_prefix) + _draw_words(rng, length)
-        return Job(index, arrival, Prompt(" ".join(words)), max_tokens)
+        return Job(index, arrival, self._make_prompt(index, rng, length), max_tokens)
 
     def count_arrivals(self, seconds: float) -> int:
         """Return how many arrive within the first `seconds`, at a finite rate."""
@@ -178,10 +174,16 @@ class Workload:
         """Return requests like those of the run but different, so that none of their prefixes is cached."""
         return [self.job(MAX_REQUESTS + i) for i in range(count)]
 
-    def _prefix_rng(self, index: int) -> np.random.Generator:
-        """Return what draws the shared prefix of a request; those to warm up have one of their own."""
-        group = MAX_REQUESTS if index >= MAX_REQUESTS else index % self.prefix_groups
-        return np.random.default_rng((self.seed, PREFIX, group))
+    def _make_prompt(self, index: int, rng: np.random.Generator, length: int) -> Prompt:
+        """Make a prompt of words or token ids behind its shared prefix; requests to warm up have another prefix."""
+        parts = self._draw(rng, length)
+        if self.shared_prefix:
+            group = MAX_REQUESTS if index >= MAX_REQUESTS else index % self.prefix_groups
+            parts = self._draw(np.random.default_rng((self.seed, PREFIX, group)), self.shared_prefix) + parts
+        return Prompt(ids=parts) if self.vocab_size else Prompt(" ".join(parts))
+
+    def _draw(self, rng: np.random.Generator, count: int) -> list[Any]:
+        return _draw_ids(rng, count, self.vocab_size) if self.vocab_size else _draw_words(rng, count)
 
     def _arrivals(self) -> Iterator[float | None]:
         """Yield arrivals with gamma gaps of mean 1/rate: shape 1 is Poisson, below it bursts, above it regular."""
