@@ -160,8 +160,8 @@ class EngineHarness:
         decodes a token of each of `decoding` requests that have `depth` tokens at first."""
         total = uncounted + count
         self._fill_cache(depth - depth % self.engine.config.block_size, decoding)
-        running = [_request(ids[: max(1, depth)].tolist(), 2 * total + self._spare_tokens) for ids in self.ids]
-        running = running[:decoding]
+        tokens = 2 * total + self._spare_tokens  # a decode step may come before each of the steps
+        running = [_request(ids[: max(1, depth)].tolist(), tokens) for ids in self.ids[:decoding]]
         self._start(running)
         seconds = [self._time_step(self._fresh_requests(prompts, prompt_tokens, 1), running) for _ in range(total)]
         self._abort(running)
