@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,14 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
-from llm_worker_rbee.backends.cuda import CudaBackend, device, linear, precompile, sampling
+from llm_worker_rbee.backends.cuda import CudaBackend, device, linear, precompile
 from llm_worker_rbee.backends.cuda.elementwise import launch_convert
 from llm_worker_rbee.backends.cuda.packed_weight import Activations
 from llm_worker_rbee.backends.cuda.sampling_kernels import argmax_rows
 from llm_worker_rbee.backends.ops import SampleRow, StepLimits
 from llm_worker_rbee.bench.synthetic import Shape
-from llm_worker_rbee.models import load_model, read_model_config
+from llm_worker_rbee.cache import KVCache
+from llm_worker_rbee.models import Transformer, load_model, read_model_config
 from tests.helpers import cuda_models
 
 LIMITS = StepLimits(max_batch=300, max_tokens=1500, max_logits=300, max_context=512)
@@ -36,6 +38,7 @@ MODELS = {  # shape, mix, type of the KV cache, deterministic
     "Q4_K_M": (GROUPED._replace(layers=3), "Q4_K_M", "bfloat16", False),
     "Q8_0, deterministic": (GROUPED, "Q8_0", "float16", True),
     "BF16, float8": (GROUPED._replace(kv_heads=8), "BF16", "float8", False),
+    "Q4_K_M, op by op": (GROUPED, "Q4_K_M", "bfloat16", False),
 }
 
 
@@ -123,15 +126,33 @@ def compare_steps(seed: int) -> dict[str, Any]:
         backend = CudaBackend(deterministic=is_deterministic)
         made = cuda_models.random_checkpoint(shape, mix)
         model = load_model(made, backend, read_model_config(made))
+        if name.endswith("op by op"):
+            model = replace(model, fused=None)
         requests = cuda_models.Requests(model, LIMITS.max_batch, kv_type, LIMITS.max_context // 16, 16)
-        with precompile.recording() as warm:
-            vocab_size = model.fused.launch_all(requests.cache.layers, LIMITS)
-            sampling.warm_up(vocab_size, LIMITS.max_logits, backend.torch_device)
+        warm = record_warm_up(model, requests.cache)
         with precompile.recording() as later:
             for _ in range(NUM_STEPS):
                 run_random_step(model, requests, random)
         found[name] = len(warm), [variant.name for variant in later if variant not in warm]
     return found
+
+
+class RecordedError(Exception):
+    """Ends a warm-up once it knows what to compile."""
+
+
+def record_warm_up(model: Transformer, cache: KVCache) -> list[precompile.KernelVariant]:
+    """Return the variants that the warm-up of a model compiles."""
+
+    def stop(variants: list[precompile.KernelVariant], progress: Any) -> int:
+        raise RecordedError(variants)
+
+    precompile.compile_variants = stop
+    try:
+        model.ops.warm_up(partial(model.forward, cache=cache), model.fused, cache.layers, LIMITS, lambda *report: None)
+    except RecordedError as recorded:
+        return list(recorded.args[0])
+    raise AssertionError("the warm-up compiles nothing")
 
 
 def empty_product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:

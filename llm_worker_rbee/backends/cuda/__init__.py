@@ -246,7 +246,7 @@ def _launch_unfused(forward: ops.Forward, kv: Sequence[KVLayer], limits: ops.Ste
         batch = ops.Batch(
             ids=np.zeros(count, np.int64), positions=positions, slot_mapping=positions,
             query_start=np.array([0, count]), context_len=np.array([count]),
-            block_table=np.arange(-(-count // block_size))[None], logits_index=positions[-1:],
+            block_table=np.arange(-(-count // block_size))[None], logits_index=positions[-limits.max_logits :],
         )  # fmt: skip
         logits = forward(batch)
     return int(logits.shape[1])
