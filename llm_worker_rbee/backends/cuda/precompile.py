@@ -148,6 +148,7 @@ def compile_variants(variants: Sequence[KernelVariant], progress: Progress | Non
     The others are named in the log. A launch compiles them in this process, and raises if that fails too.
     """
     if not variants:
+        stop_compiler()
         return 0
     report = progress or (lambda what, done, total: None)
     report(COMPILING, 0, len(variants))
@@ -249,15 +250,24 @@ def start_compiler() -> None:
             _early_compiler = CompilerProcess()
 
 
+def stop_compiler() -> None:
+    """End the compiler process that was started early, if it was not used."""
+    global _early_compiler
+    with _compiler_lock:
+        compiler, _early_compiler = _early_compiler, None
+    if compiler is not None:
+        compiler.close()
+
+
 def _take_compiler() -> CompilerProcess:
     """Return the compiler process that was started early, if it still runs, or a new one."""
     global _early_compiler
     with _compiler_lock:
-        compiler, _early_compiler = _early_compiler, None
-    if compiler is not None and compiler.is_alive:
-        return compiler
-    if compiler is not None:
-        compiler.close()
+        compiler = _early_compiler
+        if compiler is not None and compiler.is_alive:
+            _early_compiler = None
+            return compiler
+    stop_compiler()
     return CompilerProcess()
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from llm_worker_rbee.backends import ops
-from llm_worker_rbee.backends.cuda import precompile
+from llm_worker_rbee.backends.cuda import device, precompile
 
 KERNELS = ["argmax_rows", "convert_rows"]
 
@@ -53,6 +53,24 @@ def test_warm_up_records_the_variants_of_every_step(tmp_path: Path) -> None:
     for name, (count, new) in found.items():
         assert count >= 20, name
         assert new == [], name
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(device.is_interpreted(), reason="needs a GPU")
+def test_warmup_command_compiles_once(tiny_file: Path, tmp_path: Path) -> None:
+    environment = {key: value for key, value in os.environ.items() if key != precompile.TRITON_CACHE_VARIABLE}
+    environment["LLM_WORKER_KERNEL_CACHE"] = str(tmp_path)
+    command = [sys.executable, "-m", "llm_worker_rbee", "warmup", str(tiny_file), "--device", "cuda", "--json"]
+    found = []
+    for _ in range(2):
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
+        assert done.returncode == 0, done.stderr[-3000:]
+        found.append(json.loads(done.stdout))
+    first, second = found
+    assert first["compiled"] == first["kernels"] == second["kernels"] > 20
+    assert second["compiled"] == 0
+    assert Path(first["folder"]).parent == tmp_path
+    assert len(list(Path(first["folder"]).glob("*/*.cubin"))) == first["kernels"]
 
 
 def test_recording_under_the_interpreter_finds_nothing() -> None:
