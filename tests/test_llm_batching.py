@@ -175,7 +175,7 @@ def test_two_interrupts_leave_usable_model(llm: LLM, monkeypatch: pytest.MonkeyP
     whole = llm.generate("Hello", **FIXED).tokens
     stream = llm.stream("Hello", **FIXED)
     next(stream)
-    for part, where in ((llm.engine.runner, "run"), (llm.engine.scheduler.pool, "acquire")):
+    for part, where in ((llm.engine.runner, "batch"), (llm.engine.scheduler.pool, "acquire")):
         with monkeypatch.context() as patched:
 
             def interrupted(*_: Any) -> None:

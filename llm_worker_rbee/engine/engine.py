@@ -133,9 +133,8 @@ class Engine:
     def _launch_next(self, step: InFlightStep) -> list[StepOutput]:
         """Launch the step after one in flight, if it can be scheduled now; return the requests that fail by it."""
         launcher = self._async_scheduler
-        assert launcher is not None
         with step.assume_collected():
-            if not self.scheduler.can_schedule_ahead():
+            if launcher is None or not self.scheduler.can_schedule_ahead():
                 return []
             scheduled = self.scheduler.schedule(self._max_prefill_tokens)
             if not (scheduled and launcher.can_launch(scheduled)):

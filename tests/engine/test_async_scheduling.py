@@ -9,6 +9,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from llm_worker_rbee.backends.ops import Batch, Ints, Logprobs, SampleRow
@@ -75,7 +76,10 @@ class AsyncBackend:
             return PendingTokens(own.tokens, {}, is_decided, own)
         lists = ("penalty_window", "output_ids")
         rows = [replace(row, **{name: with_pending(getattr(row, name), pending) for name in lists}) for row in rows]
-        tokens = self._ops.sample(logits, rows)
+        try:
+            tokens = self._ops.sample(logits, rows)
+        except InferenceError:  # a row is not finite
+            return PendingTokens(np.zeros(len(rows), np.int64), {}, False)
         wanted = [(i, row.logprobs) for i, row in enumerate(rows) if row.logprobs is not None]
         found = {i: self._ops.logprobs(logits[i : i + 1], tokens[i : i + 1], k) for i, k in wanted}
         return PendingTokens(tokens, found, is_decided)

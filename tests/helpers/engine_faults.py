@@ -75,7 +75,7 @@ class EngineFaults:
 
 def install(path: str) -> None:
     """Let this process fail as the file says."""
-    step, encode, run = EngineLoop.step, wire.encode, ModelRunner.run
+    step, encode, batch = EngineLoop.step, wire.encode, ModelRunner.batch
 
     def failing_step(self: EngineLoop) -> StepResult:
         fault = _read(path)
@@ -97,14 +97,14 @@ def install(path: str) -> None:
                 return INVALID[fault] + frame
         return frame
 
-    def failing_run(self: ModelRunner, scheduled: Any) -> Any:
+    def failing_batch(self: ModelRunner, *args: Any) -> Any:
         if _read(path) == FAILED_STEP:
             os.unlink(path)
             raise ZeroDivisionError
-        return run(self, scheduled)
+        return batch(self, *args)
 
     EngineLoop.step = failing_step  # type: ignore[method-assign]
-    ModelRunner.run = failing_run  # type: ignore[method-assign]
+    ModelRunner.batch = failing_batch  # type: ignore[method-assign]
     wire.encode = failing_encode
 
 
