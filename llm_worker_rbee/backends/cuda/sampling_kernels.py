@@ -282,9 +282,11 @@ def keep_top(s, e, candidates, vocabulary, target, center, BY: tl.constexpr, BLO
                 high = tl.where(reaches, high, tl.max(tl.where(above_low, -INF, keys), 0))
                 above = tl.where(reaches, above, weight)
                 step += 1
-        small, large, num_near = inspect_threshold(s, e, vocabulary, low, center, BY, BLOCK)
-        ties = tl.maximum(tl.ceil((need - above) / large), 1.0)
-        if BY != BY_COUNT:
+        if BY == BY_COUNT:
+            ties = need - above
+        else:
+            small, large, num_near = inspect_threshold(s, e, vocabulary, low, center, BY, BLOCK)
+            ties = tl.maximum(tl.ceil((need - above) / large), 1.0)
             tolerance = TIE_TOLERANCE * total
             is_over = above + ties * large - need > tolerance
             is_under = (need - above - (ties - 1.0) * large > tolerance) | ((above == 0.0) & (ties == 1.0))
@@ -307,9 +309,11 @@ def mean_surprisal(s, e, vocabulary, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def keep_min_p(e, s, vocabulary, fraction, BLOCK: tl.constexpr):
+def keep_min_p(e, s, vocabulary, fraction, typical_p, BLOCK: tl.constexpr):
     """Keep the tokens that are at least `fraction` as likely as the likeliest. Return 1 if undecided."""
-    top, _, _ = scan_row(e, vocabulary, BLOCK)
+    top = tl.full((), 1.0, tl.float64)  # e of the largest logit, which only typical-p may have dropped
+    if typical_p < 1.0:
+        top, _, _ = scan_row(e, vocabulary, BLOCK)
     least = fraction * top
     num_near = tl.zeros((BLOCK,), tl.int32)
     for start in range(0, vocabulary, BLOCK):
@@ -336,7 +340,7 @@ def filter_and_draw(s, e, candidates, ints, floats, vocabulary, BLOCK: tl.conste
     if top_p < 1.0:
         undecided |= keep_top(s, e, candidates, vocabulary, top_p, 0.0, BY_MASS, BLOCK)
     if min_p > 0.0:
-        undecided |= keep_min_p(e, s, vocabulary, min_p, BLOCK)
+        undecided |= keep_min_p(e, s, vocabulary, min_p, typical_p, BLOCK)
     return tl.where(undecided == 0, draw_token(e, vocabulary, philox_uniform(ints), BLOCK), -1)
 
 
