@@ -67,7 +67,7 @@ def test_warmup_command_compiles_once(tiny_file: Path, tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr[-3000:]
         found.append(json.loads(done.stdout))
     first, second = found
-    assert first["compiled"] == first["kernels"] == second["kernels"] > 20
+    assert first["compiled"] == first["kernels"] == second["kernels"] > 5
     assert second["compiled"] == 0
     assert Path(first["folder"]).parent == tmp_path
     assert len(list(Path(first["folder"]).glob("*/*.cubin"))) == first["kernels"]
