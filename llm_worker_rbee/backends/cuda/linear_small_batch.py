@@ -25,6 +25,7 @@ ONE_TOKEN_TILES_BY_KIND = {
     # of compact kinds what fits the registers (by the compiler's report for sm_90)
     **{("gate_up", kind): (64, 8, 2, 0) for kind in COMPACT_KINDS},
     **{("down", kind): (32, 8, 1 if row.codes in CODEBOOKS else 3, 0) for kind, row in COMPACT_KINDS.items()},
+    ("down", "q3_k"): (32, 8, 2, 0),
 }  # fmt: skip
 MULTI_TOKEN_TILES = {"qkv": (8, 4), "o": (32, 8), "gate_up": (64, 8), "down": (32, 8), "head": (8, 4)}
 # Dense: (rows of a program, warps, columns of a warp's iteration, iterations loaded ahead)
