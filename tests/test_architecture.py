@@ -62,26 +62,26 @@ SECOND_PLACES: dict[str, dict[str, str]] = {}  # beside the one place of a heavy
 
 # Line budgets. "." are the modules at the top of the package.
 LINES = {
-    ".": 1_990,
-    "backends": 1_240,
+    ".": 2_070,
+    "backends": 1_390,
     "backends/cpu": 4_980,
-    "backends/cuda": 4_480,
-    "bench": 8_290,
+    "backends/cuda": 5_900,
+    "bench": 8_650,
     "cache": 60,
-    "cli": 3_060,
-    "cli/bench": 1_170,
+    "cli": 3_140,
+    "cli/bench": 1_240,
     "cluster": 700,
-    "engine": 2_000,
+    "engine": 2_440,
     "layers": 260,
     "models": 1_280,
-    "server": 4_100,
-    "token_engine": 1_960,
+    "server": 4_150,
+    "token_engine": 1_980,
     "tokenizer": 1_640,
     "weights": 3_210,
 }
-MAX_TOTAL_LINES = 40_250
-MAX_BENCH_LINES = 9_460  # bench with its commands
-MAX_MODULES = 202
+MAX_TOTAL_LINES = 43_000
+MAX_BENCH_LINES = 9_890  # bench with its commands
+MAX_MODULES = 208
 MAX_FOLDER_FILES = 25
 MAX_FILE_LINES = 800
 LISTED_FILE_LINES = 600  # longer files are named here
