@@ -32,7 +32,8 @@ def aligned(count: int) -> int:
 
 
 def step_arrays(batch: Batch, sizes: StepSizes, decoding: int, tile_queries: int) -> dict[str, Any]:
-    """Return the arrays that the kernels of a step read; the block tables, of any size, at the end."""
+    """Return the arrays that the kernels of a step read. Those of a graph have fixed places: the block tables, of any
+    size, are its last, and behind them is what the output head reads outside of it."""
     table, size = batch.block_table, sizes.tokens
     arrays = {
         "width": (1, np.array(table.shape[1]), 0), "ids": (size, batch.ids, 0),
@@ -49,9 +50,10 @@ def step_arrays(batch: Batch, sizes: StepSizes, decoding: int, tile_queries: int
             "num_tiles": (1, np.array(len(tiles[0])), 0), "tile_request": (size, tiles[0], 0),
             "tile_first": (size, tiles[1], 0),
         }  # fmt: skip
+    arrays["tables"] = table.size, table, 0
     if sizes.num_logits is not None:
-        arrays["logits_index"] = (sizes.num_logits, batch.logits_index, 0)
-    return arrays | {"tables": (table.size, table, 0)}
+        arrays["logits_index"] = sizes.num_logits, batch.logits_index, 0
+    return arrays
 
 
 class InputStaging:
