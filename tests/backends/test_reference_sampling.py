@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -107,13 +108,9 @@ def test_filters_apply_in_documented_order(seed: int) -> None:
     )
     expected = kept_by_theirs(logits, *warpers)[0]
     assert np.array_equal(sampling.keep_mask(logits[0].astype(np.float64) / 1.7, row), expected)
-    drawn = {sampling.sample_row(logits[0], SampleRow(**{**as_dict(row), "position": i})) for i in range(300)}
+    drawn = {sampling.sample_row(logits[0], replace(row, position=i)) for i in range(300)}
     assert drawn <= set(np.flatnonzero(expected).tolist())
     assert len(drawn) > 1
-
-
-def as_dict(row: SampleRow) -> dict[str, Any]:
-    return {name: getattr(row, name) for name in row.__dataclass_fields__}
 
 
 @pytest.mark.parametrize(
