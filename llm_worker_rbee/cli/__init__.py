@@ -55,7 +55,7 @@ COMMANDS = {
     "bench e2e": Command("Measure", ".bench.e2e_load",
         "Measure a whole model: prefill, decode, time to first token, memory."),
     "bench load": Command("Measure", ".bench.e2e_load",
-        "Measure a start: import, open, tokenizer, kernels, weights, first token."),
+        "Measure a start: import, open, kernels, weights, warm-up, first token."),
     "bench serving": Command("Measure", ".bench.serving",
         "Put load on any OpenAI-compatible server; measure what its users would see."),
     "bench accuracy": Command("Judge", ".bench.accuracy",
