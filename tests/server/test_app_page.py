@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from llm_worker_rbee import LLM
+from llm_worker_rbee.engine.step_time import StepTimeCoefficients
 from llm_worker_rbee.progress import OnStage, Stage
 from tests.helpers.browser import chromium
 from tests.helpers.server import Server, until
@@ -130,6 +131,33 @@ def test_page_shows_sampling_defaults_of_the_model(browser: Any, server: Server)
         assert shown == {"temperature": "0.7", "top_p": "0.95", "min_p": "0.05"}
         assert page.get_attribute("[name=temperature]", "title") == "Default: 0.7 (built-in)"
         assert "object" not in page.inner_text("#card")
+
+
+def test_page_shows_limits_and_step_times(browser: Any, start: Start) -> None:
+    server = start({"max_batch": 96, "max_step_tokens": 2048})
+    terms = StepTimeCoefficients._fields
+    with opened(browser, server) as page:
+        shown = model_card(page)
+        assert (shown["max batch"], shown["max step tokens"], shown["max queue"]) == ("96", "2\u202f048", "384")
+        assert (shown["max queued tokens"], shown["target itl"]) == ("262\u202f144", "100 ms")
+        assert not [name for name in shown if name.startswith("step time")]  # no step is known yet
+        server.events(server.job())
+        until(lambda: server.http.get("/info").json()["step_time_model"] is not None)
+        with page.expect_response("**/info") as reply:
+            page.reload()
+        expected = reply.value.json()["step_time_model"]
+        shown = model_card(page)
+        times = [shown[f"step time {term.replace('_', ' ')}"] for term in terms]
+        assert times == page.evaluate("times => times.map(duration)", [expected[term] for term in terms])
+        assert "object" not in page.inner_text("#card")
+        durations = {0: "0 ns", 3.21e-10: "0.321 ns", 4.5678e-6: "4.57 µs", 12.3e-3: "12.3 ms", 75: "75 s"}
+        assert page.evaluate("times => times.map(duration)", list(durations)) == list(durations.values())
+
+
+def model_card(page: Any) -> dict[str, str]:
+    """Return the rows of the model's card."""
+    page.wait_for_selector("#card dd")
+    return dict(zip(*(page.locator(f"#card {kind}").all_inner_texts() for kind in ("dt", "dd")), strict=True))
 
 
 def test_page_prompts_for_key(browser: Any, locked: Server) -> None:
