@@ -47,6 +47,7 @@ class Scheduler:
         self.running: list[Request] = []  # the first one goes first
         self.stats = stats or SchedulerStats()
         self._free_slots = list(range(config.max_batch))
+        self._max_scored_tokens = max_scored_tokens(config.max_step_tokens)
         self._in_flight = InFlightBlocks()
         self._deadlines = Deadlines()
 
@@ -126,7 +127,7 @@ class Scheduler:
             left = budget(scheduled, start)
         left = max(left, min(MIN_PREFILL_TOKENS, self.config.max_step_tokens))
         order = self._prefill_order(prefills)
-        chunks = split_prefill_budget(order, left, max_scored_tokens(self.config.max_step_tokens))
+        chunks = split_prefill_budget(order, left, self._max_scored_tokens)
         return scheduled + [next_chunk(request, count) for request, count in chunks]
 
     def update(self, scheduled: Sequence[ScheduledTokens], sampled: SamplerOutput) -> list[StepOutput]:
