@@ -114,7 +114,7 @@ def nibble_table(tables, codes, i):
 
 
 @triton.jit
-def load_block(low, high, small, scales, n, b, ok, blocks, KIND: tl.constexpr, POLICY: tl.constexpr = ""):
+def load_block(low, high, small, scales, n, b, ok, blocks, KIND: tl.constexpr, POLICY: tl.constexpr):
     """Load (low words, high, small, scale) of blocks b of rows n where `ok`; what a kind lacks is its first word."""
     WORDS: tl.constexpr = kind_field(COMPACT, KIND, "words")
     GROUP: tl.constexpr = kind_field(COMPACT, KIND, "group")

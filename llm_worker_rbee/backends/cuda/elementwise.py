@@ -169,7 +169,7 @@ def embed_rows(
         y = tl.load(low + n * width + c, mask=mask, other=0.0).to(tl.float32) * unit
     elif is_compact(COMPACT, KIND):
         b = tl.full((1, 1), block, tl.int32)
-        held = load_block(low, high, small, scales, n, b, b >= 0, width // 32, KIND)
+        held = load_block(low, high, small, scales, n, b, b >= 0, width // 32, KIND, "")
         y = tl.reshape(block_values(held, table, KIND), (32,)) * unit
     else:
         i = tl.arange(0, 32)

@@ -89,7 +89,7 @@ def gemm_packed(
         b = step * GROUP_BLOCKS + tl.arange(0, GROUP_BLOCKS)[None, :]
         mask = b < blocks
         if is_compact(COMPACT, KIND):
-            block = load_block(low, high, small, scales, n_at, b, mask, blocks, KIND)
+            block = load_block(low, high, small, scales, n_at, b, mask, blocks, KIND, "")
             codes = code_words(block, table, KIND)
             s_first, s_last, m_first, m_last = block_scales(block, KIND)
             s, minima = pack_halves(s_first, s_last), pack_halves(m_first, m_last)
@@ -179,7 +179,7 @@ def dequantize(
     c = tl.arange(0, 32)[None, None, :]
     mask = (n < rows) & (b < blocks)
     if is_compact(COMPACT, KIND):
-        value = block_values(load_block(low, high, small, scales, n, b, mask, blocks, KIND), table, KIND)
+        value = block_values(load_block(low, high, small, scales, n, b, mask, blocks, KIND, ""), table, KIND)
         n, b, mask = n[:, :, None], b[:, :, None], mask[:, :, None]
     else:
         s = tl.load(scales + n * blocks + b, mask=mask, other=0)
