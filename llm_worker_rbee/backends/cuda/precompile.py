@@ -276,6 +276,7 @@ def run_compiler() -> None:
     reports = os.dup(1)  # tools that a compilation starts do not inherit it
     os.dup2(2, 1)
     triton_key()  # a hash of the whole compiler, which forked processes share
+    hash_kernels()
     if not select.select([sys.stdin], [], [], MAX_IDLE_S)[0]:
         return
     processes, variants = pickle.load(sys.stdin.buffer)
@@ -354,6 +355,7 @@ def open_cache(capability: tuple[int, int]) -> Path | None:
     The folder is named by the kernels' sources, Triton's version and the GPU's compute capability. A folder that
     TRITON_CACHE_DIR names is used as it is."""
     triton.knobs.compilation.store_binary_only = True  # the other stages would be read by each start
+    hash_kernels()
     named = os.environ.get(TRITON_CACHE_VARIABLE)
     if named:
         return Path(named)
@@ -367,8 +369,20 @@ def open_cache(capability: tuple[int, int]) -> Path | None:
 def fingerprint(capability: tuple[int, int]) -> str:
     """Return a hash of what the machine code depends on."""
     digest = hashlib.sha256(repr((triton.__version__, capability)).encode())
-    for path in sorted(SOURCES.glob("*.py")):
-        source = path.read_bytes()
-        if b"@triton.jit" in source:
-            digest.update(path.name.encode() + source)
+    for path in _kernel_sources():
+        digest.update(path.name.encode() + path.read_bytes())
     return digest.hexdigest()[:16]
+
+
+def _kernel_sources() -> list[Path]:
+    return [path for path in sorted(SOURCES.glob("*.py")) if b"@triton.jit" in path.read_bytes()]
+
+
+def hash_kernels() -> None:
+    """Let Triton hash all functions of kernels in one order. Up to version 3.6 a hash depends on which ones it calls
+    were hashed before, and processes that hash in another order would not find each other's machine code."""
+    for path in _kernel_sources():
+        module = importlib.import_module(f"{__package__}.{path.stem}")
+        for _, function in sorted(vars(module).items()):
+            if isinstance(function, triton.JITFunction):
+                function.cache_key  # noqa: B018
