@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from ..ops import KVLayer
-from .device import is_interpreted
+from .device import is_interpreted, pdl_options
 from .gemv import store_int8_blocks
 from .intrinsics import high_half, launch_next, low_half, wait_for_previous
 from .packed_weight import Int8Activations, kernel_outputs
@@ -526,7 +526,7 @@ def launch_decode_attention(
         config = config._replace(tile_keys=4, num_warps=1, num_stages=0, tensor_cores=False)
     is_int8 = isinstance(out, Int8Activations)
     rest = (config.max_splits, config.min_tiles, window, cap, is_int8, pdl, qkv.shape[0], config.num_stages)
-    options: Any = {"num_warps": config.num_warps, **({"launch_pdl": True} if pdl else {})}
+    options: Any = {"num_warps": config.num_warps, **pdl_options(pdl)}
     grid = (config.max_splits, op.n_kv_heads, tokens)
     if config.tensor_cores:
         group = triton.next_power_of_2(op.n_heads // op.n_kv_heads)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from ...errors import InvalidRequestError, MissingDependencyError
 
 MIN_CAPABILITY = (8, 0)  # compute capability: bfloat16 products, and the instructions of intrinsics.py
 MIN_FP8_CAPABILITY = (8, 9)  # e4m3 in the tensor cores
+MIN_PDL_CAPABILITY = (9, 0)  # programmatic dependent launch
 SHARED_KB = {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227}  # by compute capability
 MIN_SHARED_KB = 99
 HOPPER_SHARED_BYTES = 200 << 10  # what the larger tiles need
@@ -76,6 +78,17 @@ def require_fp8(device: torch.device) -> None:
             f"and {name} has {found[0]}.{found[1]}: use quantize Q8_0",
             "quantize",
         )
+
+
+@cache
+def has_pdl(device: torch.device) -> bool:
+    """Return whether a kernel may start before the previous one has ended (PDL)."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= MIN_PDL_CAPABILITY
+
+
+def pdl_options(pdl: bool) -> dict[str, Any]:
+    """Return the launch option of a kernel that waits for the previous one itself."""
+    return {"launch_pdl": True} if pdl else {}
 
 
 def activate(device: torch.device) -> None:

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from .compact_kinds import COMPACT, block_values, is_compact, load_block
+from .device import pdl_options
 from .gemm import GROUP_BLOCKS, dequantize_columns, interleaved_offset
 from .gemv import activate_gate, store_int8_block, store_int8_blocks
 from .intrinsics import launch_next, sum_squares, wait_for_previous
@@ -196,7 +197,7 @@ def launch_embedding(
         ids, part.low if part.values is None else part.values, part.high, part.scales, part.unit * scale,
         residual if norm is None else norm, residual, *to, residual if squares is None else squares, width, part.kind,
         None if out is None else isinstance(out, Int8Activations), pdl, part.small, part.table, num_warps=1,
-        **({"launch_pdl": True} if pdl else {}),
+        **pdl_options(pdl),
     )  # fmt: skip
 
 
@@ -242,7 +243,7 @@ def launch_add_norm(
     add_rms_norm_rows[(tokens,)](
         parts, parts.shape[1], residual, norm, values, factors, tokens, eps, width, size,
         splits, is_interleaved, pdl, exact, post, index, scales, sums,
-        num_warps=max(1, min(8, size // 8)), enable_fp_fusion=False, **({"launch_pdl": True} if pdl else {}),
+        num_warps=max(1, min(8, size // 8)), enable_fp_fusion=False, **pdl_options(pdl),
     )  # fmt: skip
 
 
@@ -253,7 +254,7 @@ def launch_gated(parts: torch.Tensor, out: Activations | GemvActivations, is_gel
     values, factors, scales, sums, is_interleaved = _targets(out)
     swiglu_rows[(tokens,)](
         parts, values, factors, tokens, rows // 2, size, splits, is_interleaved, pdl, is_gelu, scales, sums,
-        num_warps=max(1, min(16, size // 16)), enable_fp_fusion=False, **({"launch_pdl": True} if pdl else {}),
+        num_warps=max(1, min(16, size // 16)), enable_fp_fusion=False, **pdl_options(pdl),
     )  # fmt: skip
 
 

@@ -15,7 +15,7 @@ import torch
 from ..ops import KVLayer
 from .attention_decode import launch_decode_attention, split_kv_config, split_kv_scratch
 from .attention_prefill import QueryTiles, launch_prefill_attention, query_dtype
-from .device import is_interpreted
+from .device import has_pdl, is_interpreted
 from .elementwise import IS_GELU, launch_add_norm, launch_embedding, launch_gated
 from .fused_ops import Attention, EmbedNorm, FusedOp, GatedLinear, LinearAddNorm, Logits
 from .gemv import GATED, RESIDUAL
@@ -52,6 +52,7 @@ class Forward:
         assert isinstance(head, Logits)
         assert isinstance(last, LinearAddNorm)
         self.head, self.last, self.device = head, last, device
+        self._has_pdl = has_pdl(device)
         self.linear = BatchedLinear(device, batch_invariant=batch_invariant)
         self._streams = torch.empty(0, len(last.norm), device=device)
         self._counters: dict[int, torch.Tensor] = {}  # by heads
@@ -60,7 +61,8 @@ class Forward:
 
     @property
     def pdl(self) -> bool:
-        return bool(self.step.takes_gemv) and self.device.type == "cuda"
+        """Whether kernels start before the previous ones have ended: in batches that would crowd their programs."""
+        return bool(self.step.takes_gemv) and self._has_pdl
 
     def reserve(self, tokens: int) -> bool:
         """Make room for the residual stream of a step; return whether its address has changed."""

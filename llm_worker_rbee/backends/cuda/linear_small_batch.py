@@ -12,7 +12,7 @@ import torch
 from triton import cdiv, next_power_of_2
 
 from .compact_kinds import CODEBOOKS, COMPACT_KINDS
-from .device import is_interpreted
+from .device import is_interpreted, pdl_options
 from .gemv import STORE, gemv_dense, gemv_packed
 from .packed_weight import FP8, GemvActivations, Int8Activations, PackedWeight, WeightPart, kernel_outputs
 
@@ -110,7 +110,7 @@ def _launch_packed(
     rows, warps, prefetch, registers = packed_tile(name, tokens, w.kind)
     residual, norm, squares = stream or (unused, unused, unused)
     to = kernel_outputs(out) if epilogue != STORE else (out, out, out)
-    options = ({"maxnreg": registers} if registers else {}) | ({"launch_pdl": True} if pdl else {})
+    options = ({"maxnreg": registers} if registers else {}) | pdl_options(pdl)
     gemv_packed[(cdiv(w.rows, rows),)](
         values.codes, values.scales, values.sums, unused if x.squares is None else x.squares, x.eps, w.unit, w.low,
         w.high, w.scales, to[0], residual, norm, to[1], to[2], squares, w.rows, w.blocks, tokens, w.kind, rows, warps,
@@ -130,5 +130,5 @@ def _launch_dense(
     gemv_dense[(cdiv(w.rows, rows),)](
         values, values if x.squares is None else x.squares, x.eps, w.values, out, residual, norm, squares, w.rows,
         columns, tokens, rows, warps, tile_k, prefetch, epilogue, *_norm_parts(x), pdl, stride,
-        w.scales if w.kind == FP8 else None, is_gelu, num_warps=warps, **({"launch_pdl": True} if pdl else {}),
+        w.scales if w.kind == FP8 else None, is_gelu, num_warps=warps, **pdl_options(pdl),
     )  # fmt: skip
