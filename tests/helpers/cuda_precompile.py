@@ -155,9 +155,15 @@ def record_warm_up(model: Transformer, cache: KVCache) -> list[precompile.Kernel
     raise AssertionError("the warm-up compiles nothing")
 
 
-def empty_product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+def empty_product(
+    x: torch.Tensor, w: torch.Tensor, factor: float = 1.0, out: torch.Tensor | None = None
+) -> torch.Tensor:
     """Return what cuBLAS would write to."""
-    return torch.empty(len(x), len(w), dtype=torch.float32 if x.dtype == torch.float16 else x.dtype)
+    return (
+        out
+        if out is not None
+        else torch.empty(len(x), len(w), dtype=torch.float32 if x.dtype == torch.float16 else x.dtype)
+    )
 
 
 def run_random_step(model: Any, requests: cuda_models.Requests, random: np.random.Generator) -> None:

@@ -79,7 +79,7 @@ def gemm_packed(
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     m = tl.program_id(1) * BM + tl.arange(0, BM)
     n_at = tl.minimum(n, rows - 1)[:, None]
-    m_at = tl.minimum(m, tokens - 1)[None, :]
+    m_at, is_token = (m % tokens)[None, :], (m < tokens)[None, :]  # any token in the place of a missing one
     k = tl.arange(0, GROUP_BLOCKS * 8)[:, None]
     acc = tl.zeros((BN, BM), tl.float32)
     each = tl.cdiv(STEPS, tl.num_programs(2))
@@ -103,7 +103,10 @@ def gemm_packed(
                 word, extra = load_word(low, high, n_at, i, b, mask, blocks, KIND)
                 e = dequantize_word(word, extra, s, j, KIND)
             w = reorder_for_dot(e, BN)
-            acc = tl.dot(w, tl.load(x + (i * tokens + m_at) * TOKEN_STRIDE + (step * (GROUP_BLOCKS * 8) + k)), acc)
+            at = x + (i * tokens + m_at) * TOKEN_STRIDE + (step * (GROUP_BLOCKS * 8) + k)
+            # of few tokens most may be missing, and all programs would load the same ones
+            activations = tl.load(at, mask=is_token, other=0.0) if BM <= 32 else tl.load(at)
+            acc = tl.dot(w, activations, acc)
     at = (tl.program_id(2) * tokens + m[None, :]) * out_rows + n[:, None]
     acc = acc * (unit * tl.load(factors + m, mask=m < tokens, other=0.0))[None, :]
     tl.store(out + at, acc.to(out.dtype.element_ty), mask=(m < tokens)[None, :] & (n < rows)[:, None])
@@ -120,14 +123,14 @@ def gemm_dense(
     m = tl.program_id(1) * BM + tl.arange(0, BM)
     k = tl.arange(0, BK)
     n_at = tl.minimum(n, rows - 1).to(tl.int64)[:, None] * columns
-    m_at = tl.minimum(m, tokens - 1).to(tl.int64)[None, :] * columns
+    m_at, is_token = m.to(tl.int64)[None, :] * columns, (m < tokens)[None, :]
     acc = tl.zeros((BN, BM), tl.float32)
     each = tl.cdiv(tl.cdiv(columns, BK), tl.num_programs(2)) * BK
     first = tl.program_id(2) * each
     for start in range(first, tl.minimum(first + each, columns), BK):
         mask = start + k < columns
         weights = tl.load(w + n_at + (start + k)[None, :], mask=mask[None, :], other=0.0)
-        activations = tl.load(x + m_at + (start + k)[:, None], mask=mask[:, None], other=0.0)
+        activations = tl.load(x + m_at + (start + k)[:, None], mask=mask[:, None] & is_token, other=0.0)
         acc = tl.dot(weights.to(x.dtype.element_ty), activations, acc, input_precision="ieee")
     if SCALED:
         acc = acc * tl.load(scales + n, mask=n < rows, other=0.0)[:, None]
@@ -170,23 +173,41 @@ def dequantize_columns(low, high, s, n, b, c, mask, blocks, KIND: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows"])
 def dequantize(
-    unit, low, high, scales, out, rows, blocks,
+    low, high, scales, out, rows, blocks,
     KIND: tl.constexpr, ROWS: tl.constexpr, TILE_BLOCKS: tl.constexpr, small=None, table=None,
 ):  # fmt: skip
-    """Write the matrix as (rows, columns) floats: ROWS rows and TILE_BLOCKS blocks of each per program."""
+    """Write the matrix before the unit as (rows, columns): ROWS rows and TILE_BLOCKS blocks of each per program."""
     n = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
     b = (tl.program_id(1) * TILE_BLOCKS + tl.arange(0, TILE_BLOCKS))[None, :]
-    c = tl.arange(0, 32)[None, None, :]
     mask = (n < rows) & (b < blocks)
     if is_compact(COMPACT, KIND):
         value = block_values(load_block(low, high, small, scales, n, b, mask, blocks, KIND, ""), table, KIND)
-        n, b, mask = n[:, :, None], b[:, :, None], mask[:, :, None]
     else:
         s = tl.load(scales + n * blocks + b, mask=mask, other=0)
-        n, b, s, mask = n[:, :, None], b[:, :, None], s[:, :, None], mask[:, :, None]
-        value = dequantize_columns(low, high, s, n, b, c, mask, blocks, KIND)
-    at = (n.to(tl.int64) * blocks + b) * 32 + c
-    tl.store(out + at, (value * unit).to(out.dtype.element_ty), mask=mask)
+        value = tl.reshape(join_words(low, high, s, n, b, mask, blocks, KIND), (ROWS, TILE_BLOCKS, 32))
+    at = (n.to(tl.int64) * blocks + b)[:, :, None] * 32 + tl.arange(0, 32)[None, None, :]
+    tl.store(out + at, value.to(out.dtype.element_ty), mask=mask[:, :, None])
+
+
+@triton.jit
+def join_words(low, high, s, n, b, mask, blocks, KIND: tl.constexpr):
+    """Return whole blocks before the unit: (rows, blocks, 2, 2, 2, 2, 2) float16, columns in order."""
+    w = join_last(low, high, s, n, b, mask, blocks, 0, KIND)
+    x = join_last(low, high, s, n, b, mask, blocks, 1, KIND)
+    y = join_last(low, high, s, n, b, mask, blocks, 2, KIND)
+    z = join_last(low, high, s, n, b, mask, blocks, 3, KIND)
+    out = ()
+    for i in tl.static_range(4):  # 2 p + r
+        out = out + (tl.join(tl.join(w[i], y[i]), tl.join(x[i], z[i])),)
+    return tl.join(tl.join(out[0], out[1]), tl.join(out[2], out[3]))
+
+
+@triton.jit
+def join_last(low, high, s, n, b, mask, blocks, i: tl.constexpr, KIND: tl.constexpr):
+    """Return columns 2 r + p of word i as a tensor for each 2 p + r, with those of the last sixteen beside them."""
+    word, extra = load_word(low, high, n, i, b, mask, blocks, KIND)
+    e = dequantize_word(word, extra, s, i % 2 if KIND == "q5" or KIND == "q5m" else 0, KIND)
+    return tl.join(e[0], e[2]), tl.join(e[1], e[3]), tl.join(e[4], e[6]), tl.join(e[5], e[7])
 
 
 def half_pair(number):

@@ -26,32 +26,36 @@ MAX_GEMM_TOKENS = 256  # up to which packed weights are faster than cuBLAS on a 
 MAX_GEMM_TOKENS_BY_KIND = dict.fromkeys(COMPACT_KINDS, 128)  # which are decoded again for every 64; not measured
 SCRATCH_BYTES = 1 << 28  # of a matrix that is dequantized at a time
 INVARIANT_TOKENS = 64  # that splits are chosen for in batch-invariant mode
-CONCURRENT_PROGRAMS = 264  # two for each multiprocessor
+MULTIPROCESSORS = 132
 SPLIT_COUNTS = (1, 2, 3, 4, 6, 8)
 MAX_SPLITS = 8
-INVARIANT_SPLITS = 4  # at most, of every batch-invariant product
-SPLIT_COST = 0.05  # of writing and reading partial sums, relative to a pass over all columns
+MAX_LARGE_SPLITS = 2  # of more tokens than LARGE_TILE has: partial sums grow with them
+INVARIANT_SPLITS = 4  # at most, of every batch-invariant product: the same for one token and for many
+SPLIT_COST = 200.0  # of writing and reading partial sums, in columns
 GROUP_COLUMNS = 512  # 16 blocks are interleaved: gemm.py
 
 
 class GemmTile(NamedTuple):
-    """Rows and tokens of a program, warps, stages."""
+    """Rows and tokens of a program, warps, stages; programs on a multiprocessor at a time."""
 
     rows: int
     tokens: int
     warps: int
     stages: int
+    programs: int = 2
 
 
-# Measured on an H200 (docs/decisions.md).
-DEFAULT_TILE = GemmTile(128, 64, 8, 3)
-TILES_BY_TOKENS = {16: GemmTile(64, 16, 4, 4), 32: GemmTile(64, 32, 4, 4), 64: DEFAULT_TILE}
-LARGE_TILE = GemmTile(128, 128, 8, 3)
-LARGEST_TILES = {"q4": GemmTile(128, 256, 8, 3), "q4m": GemmTile(128, 256, 8, 3)}  # others lack the shared memory
+# Measured on an H200 (docs/decisions/077-products-of-batches-gpu.md).
+TILES_BY_TOKENS = {16: GemmTile(64, 16, 4, 4, 3), 32: GemmTile(64, 32, 4, 4, 3), 64: GemmTile(128, 64, 8, 3)}
+INVARIANT_TILE = GemmTile(64, 64, 4, 3, 3)  # in the place of the last: it needs fewer splits
+LARGE_TILE = GemmTile(128, 128, 8, 3, 1)
+MANY_ROWS = 8192  # from which a matrix has tiles of its own; of more than 128 tokens only 4-bit kinds: shared memory
+LARGE_TILE_OF_MANY_ROWS, LARGEST_TILE = GemmTile(64, 128, 4, 2, 3), GemmTile(128, 256, 8, 3, 1)
 SMALL_SHARED_TILE = GemmTile(64, 64, 4, 2)  # from 33 tokens where shared memory is less than on Hopper
 # Compact kinds multiply four words of activations an iteration.
 COMPACT_TILES_BY_TOKENS = {16: GemmTile(64, 16, 4, 3), 32: GemmTile(64, 32, 4, 3)}
 COMPACT_TILE, SMALL_SHARED_COMPACT_TILE = GemmTile(128, 64, 8, 2), GemmTile(64, 32, 4, 2)
+COMPACT_TILES_BY_KIND = dict.fromkeys(("iq2_xxs", "iq3_xxs"), GemmTile(64, 64, 4, 2))  # more does not fit
 
 
 class BatchedLinear:
@@ -115,13 +119,15 @@ class BatchedLinear:
         step = min(max(part.rows for part in w.parts), max(8, SCRATCH_BYTES // (w.columns * x.itemsize) // 8 * 8))
         if self._scratch is None or self._scratch.numel() < step * w.columns:
             self._scratch = torch.empty(step * w.columns, dtype=x.dtype, device=self.device)
-        out = []
+        dtype = torch.bfloat16 if x.dtype == torch.bfloat16 else torch.float32
+        out, first = torch.empty(len(x), w.rows, dtype=dtype, device=self.device), 0
         for part in w.parts:
             for start in range(0, part.rows, step):
                 rows = self._scratch[: min(step, part.rows - start) * w.columns].view(-1, w.columns)
                 dequantize_rows(part, start, rows)
-                out.append(_cublas(x, rows))
-        return out[0] if len(out) == 1 else torch.cat(out, 1)
+                _cublas(x, rows, part.unit, out[:, first : first + len(rows)])
+                first += len(rows)
+        return out
 
 
 def sum_splits(splits: torch.Tensor) -> torch.Tensor:
@@ -137,44 +143,61 @@ def _apply_factors(splits: torch.Tensor, x: Activations) -> torch.Tensor:
     return splits if x.factors is None or x.values.dtype != torch.float16 else splits * x.factors[:, None]
 
 
-def _cublas(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    """Return x @ w.T, sums in float32; of bfloat16 as bfloat16, of float16, whose range is small, as float32."""
+def _cublas(x: torch.Tensor, w: torch.Tensor, factor: float = 1.0, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Return x @ w.T * factor, sums in float32; of bfloat16 as bfloat16, of float16, whose range is small, as float32.
+    With `out`, which may be columns of a larger matrix, stored there."""
+    if out is not None and x.is_cuda and x.dtype == out.dtype:
+        return torch.addmm(out, x, w.T, beta=0, alpha=factor, out=out)
     if x.device.type == "cpu":
-        return x.float() @ w.float().T
-    return torch.mm(x, w.T, out_dtype=torch.float32) if x.dtype == torch.float16 else torch.mm(x, w.T)
+        product = x.float() @ w.float().T
+    else:
+        product = torch.mm(x, w.T, out_dtype=torch.float32) if x.dtype == torch.float16 else torch.mm(x, w.T)
+    return product if out is None else out.copy_(product * factor)
 
 
-def gemm_tile(tokens: int, kind: str, device: torch.device) -> GemmTile:
+def gemm_tile(tokens: int, kind: str, rows: int, device: torch.device) -> GemmTile:
     """Return the tile of a product; 5-bit kinds load two words at a time, which needs more shared memory per stage."""
     if is_interpreted():
         return GemmTile(256, min(64, max(16, next_power_of_2(tokens))), 4, 2)  # few and large programs
     if kind in COMPACT_KINDS:
-        return _compact_tile(tokens, device)
+        return _compact_tile(tokens, kind, device)
     if tokens > SMALL_SHARED_TILE.tokens // 2 and shared_memory_bytes(device) < HOPPER_SHARED_BYTES:
         return SMALL_SHARED_TILE
-    large = LARGEST_TILES.get(kind, LARGE_TILE) if tokens > LARGE_TILE.tokens else LARGE_TILE
-    tile = next((tile for limit, tile in TILES_BY_TOKENS.items() if tokens <= limit), large)
-    return tile._replace(stages=tile.stages - 1) if kind in ("q5", "q5m") else tile
+    tile = next((tile for limit, tile in TILES_BY_TOKENS.items() if tokens <= limit), LARGE_TILE)
+    if tile is LARGE_TILE and rows >= MANY_ROWS:
+        if tokens <= LARGE_TILE.tokens:
+            tile = LARGE_TILE_OF_MANY_ROWS
+        elif kind in ("q4", "q4m"):
+            tile = LARGEST_TILE
+    return tile._replace(stages=max(2, tile.stages - 1)) if kind in ("q5", "q5m") else tile
 
 
-def _compact_tile(tokens: int, device: torch.device) -> GemmTile:
+def _compact_tile(tokens: int, kind: str, device: torch.device) -> GemmTile:
     if tokens > SMALL_SHARED_COMPACT_TILE.tokens // 2 and shared_memory_bytes(device) < HOPPER_SHARED_BYTES:
         return SMALL_SHARED_COMPACT_TILE
-    return next((tile for limit, tile in COMPACT_TILES_BY_TOKENS.items() if tokens <= limit), COMPACT_TILE)
+    large = COMPACT_TILES_BY_KIND.get(kind, COMPACT_TILE)
+    return next((tile for limit, tile in COMPACT_TILES_BY_TOKENS.items() if tokens <= limit), large)
 
 
 def num_splits(rows: int, columns: int, tokens: int, tile: GemmTile, max_splits: int = MAX_SPLITS) -> int:
     """Return into how many splits the columns are divided, so that the last wave of programs is nearly full."""
     programs = cdiv(rows, tile.rows) * cdiv(tokens, tile.tokens)
     max_splits = min(max_splits, max(1, columns // GROUP_COLUMNS))
-    counts = [n for n in SPLIT_COUNTS if n <= max_splits]
-    best: int = min(counts, key=lambda n: cdiv(programs * n, CONCURRENT_PROGRAMS) / n + SPLIT_COST * n)
+    if tokens > LARGE_TILE.tokens:
+        max_splits = min(max_splits, MAX_LARGE_SPLITS)
+    counts, at_a_time = [n for n in SPLIT_COUNTS if n <= max_splits], MULTIPROCESSORS * tile.programs
+    best: int = min(counts, key=lambda n: cdiv(programs * n, at_a_time) * columns / n + SPLIT_COST * n)
     return best
+
+
+def _part_tile(part: WeightPart, tokens: int, device: torch.device, *, batch_invariant: bool) -> GemmTile:
+    tile = gemm_tile(tokens, part.kind, part.rows, device)
+    return INVARIANT_TILE if batch_invariant and tile == TILES_BY_TOKENS[64] else tile
 
 
 def invariant_splits(part: WeightPart, device: torch.device) -> int:
     """Return the splits of a batch-invariant product: a function of the matrix alone."""
-    tile = gemm_tile(INVARIANT_TOKENS, part.kind, device)
+    tile = _part_tile(part, INVARIANT_TOKENS, device, batch_invariant=True)
     return num_splits(part.rows, part.columns, INVARIANT_TOKENS, tile, INVARIANT_SPLITS)
 
 
@@ -182,14 +205,14 @@ def gemm(x: Activations, w: PackedWeight, max_splits: int, *, batch_invariant: b
     """Multiply interleaved activations by all parts of a weight: (splits, tokens, rows) float32, to be summed."""
     tokens, device = len(x.values), x.values.device
     largest = max(w.parts, key=lambda part: part.rows)
-    tile = gemm_tile(tokens, largest.kind, device)
+    tile = _part_tile(largest, tokens, device, batch_invariant=batch_invariant)
     splits = num_splits(largest.rows, w.columns, tokens, tile, max_splits)
     if batch_invariant:
         splits = invariant_splits(largest, device)
     out = torch.empty(splits, tokens, w.rows, device=device)
     first = 0
     for part in w.parts:
-        tile = gemm_tile(tokens, part.kind, device)
+        tile = _part_tile(part, tokens, device, batch_invariant=batch_invariant)
         gemm_packed[(cdiv(part.rows, tile.rows), cdiv(tokens, tile.tokens), splits)](
             x.values, x.factors, part.unit, part.low, part.high, part.scales, out.view(-1)[first:], tokens, part.rows,
             w.rows, part.blocks, part.kind, tile.rows, tile.tokens, part.small, part.table, num_warps=tile.warps,
@@ -203,7 +226,7 @@ def gemm_dense_batch_invariant(x: torch.Tensor, part: WeightPart) -> torch.Tenso
     """Multiply by dense or e4m3 weights in a fixed order: (splits, tokens, rows). Slower than cuBLAS."""
     assert part.values is not None
     tokens, columns = x.shape
-    tile = gemm_tile(tokens, part.kind, x.device)._replace(stages=3)
+    tile = gemm_tile(tokens, part.kind, part.rows, x.device)._replace(stages=3)
     splits = invariant_splits(part, x.device)
     out = torch.empty(splits, tokens, part.rows, device=x.device)
     values = part.values

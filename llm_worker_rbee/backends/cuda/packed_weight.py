@@ -172,7 +172,7 @@ def dequantize(w: WeightPart) -> torch.Tensor:
     if w.kind in COMPACT_KINDS:
         out = torch.empty(w.rows, w.columns, device=w.low.device)
         dequantize_rows(w, 0, out)
-        return out
+        return out * w.unit
     out = unpack_codes(w).float()
     if w.kind in ("q4m", "q5m"):
         pair = split_pairs(w.scales)
@@ -185,13 +185,13 @@ def dequantize(w: WeightPart) -> torch.Tensor:
 
 
 def dequantize_rows(part: WeightPart, start: int, out: torch.Tensor) -> None:
-    """Write the rows from `start` on, as many as `out` has, in its dtype, by a kernel."""
+    """Write the rows from `start` on before the unit, as many as `out` has, in its dtype, by a kernel."""
     count = len(out)
     high = part.high[start:] if part.high.dim() > 1 else part.high
     small = None if part.small is None else part.small[start:]
-    rows, tile = (256, 32) if is_interpreted() else (8, 16)
+    rows, tile = (256, 32) if is_interpreted() else (8, 16) if part.kind in COMPACT_KINDS else (2, 128)
     gemm.dequantize[(cdiv(count, rows), cdiv(part.blocks, tile))](
-        part.unit, part.low[start:], high, part.scales[start:], out, count, part.blocks,
+        part.low[start:], high, part.scales[start:], out, count, part.blocks,
         KIND=part.kind, ROWS=rows, TILE_BLOCKS=tile, small=small, table=part.table,
     )  # fmt: skip
 
