@@ -65,7 +65,7 @@ LINES = {
     ".": 2_070,
     "backends": 1_390,
     "backends/cpu": 4_980,
-    "backends/cuda": 5_900,
+    "backends/cuda": 6_000,
     "bench": 8_650,
     "cache": 60,
     "cli": 3_140,
