@@ -9,7 +9,7 @@ import pytest
 
 from llm_worker_rbee.weights import open_checkpoint
 from llm_worker_rbee.weights.gguf_writer import Raw, write_gguf
-from llm_worker_rbee.weights.quants import BLOCK_TYPES, SCALE_BITS, find_nonfinite_block
+from llm_worker_rbee.weights.quants import BLOCK_TYPES, NAN_SLAB_BLOCKS, SCALE_BITS, find_nonfinite_block
 
 # Finite scales of these can be so large that products are not: the byte whose top exponent bit is cleared against it.
 OVERFLOWING = {"Q8_K": 3, "F64": 7, "MXFP4": 0}
@@ -58,3 +58,16 @@ def test_find_nonfinite_block_random_bytes_agrees_with_decoding(rng: np.random.G
             data[:, OVERFLOWING[name]] &= 0xBF
         finite = np.isfinite(kind.decode(data)).all(axis=1)
         assert [find_nonfinite_block(kind, row) is None for row in data] == finite.tolist(), name
+
+
+@pytest.mark.parametrize("offset", [0, 1], ids=["aligned", "unaligned"])
+@pytest.mark.parametrize("name", ["F16", "BF16", "F32", "F64", "Q4_0"])
+def test_find_nonfinite_block_in_a_later_slab(name: str, offset: int) -> None:
+    kind, blocks = BLOCK_TYPES[name], NAN_SLAB_BLOCKS + 300
+    data = np.zeros(offset + blocks * kind.block_bytes, np.uint8)[offset:]
+    rows = data.reshape(blocks, kind.block_bytes)
+    assert find_nonfinite_block(kind, data) is None
+    for bad in (blocks - 1, NAN_SLAB_BLOCKS + 7, NAN_SLAB_BLOCKS, NAN_SLAB_BLOCKS - 1):  # the first of several is found
+        for byte, mask in SCALE_BITS[name][0]:
+            rows[bad, byte] = mask | 0x80  # minus infinity
+        assert find_nonfinite_block(kind, data) == bad

@@ -108,7 +108,7 @@ def dequantize(kind: BlockType, data: NDArray[np.uint8], shape: tuple[int, ...])
 # Where a block shows that a scale is NaN or infinite, without decoding: every exponent bit is set, in one or two bytes,
 # ((byte, mask), ...). Types without an entry cannot hold such a scale (NVFP4 decodes its only NaN as 0).
 Bits = tuple[tuple[int, int], ...]
-NAN_SLAB_BLOCKS = 1 << 20  # bounds the temporary arrays
+NAN_SLAB_BLOCKS = 1 << 18  # bounds the temporary arrays, so that they fit a cache
 
 
 def _halves(*offsets: int) -> tuple[Bits, ...]:
@@ -132,9 +132,10 @@ SCALE_BITS: dict[str, tuple[Bits, ...]] = {
 def find_nonfinite_block(kind: BlockType, data: NDArray[np.uint8]) -> int | None:
     """Return the first block with a NaN or infinite scale (or value, in a plain type), or None."""
     blocks = data.reshape(-1, kind.block_bytes)
+    first_nonfinite = _first_nonfinite_value if kind.block_size == 1 else _first_nonfinite
     for bits in SCALE_BITS.get(kind.name, ()):
         for start in range(0, len(blocks), NAN_SLAB_BLOCKS):
-            found = _first_nonfinite(blocks[start : start + NAN_SLAB_BLOCKS], bits)
+            found = first_nonfinite(blocks[start : start + NAN_SLAB_BLOCKS], bits)
             if found is not None:
                 return start + found
     return None
@@ -147,3 +148,11 @@ def _first_nonfinite(blocks: NDArray[np.uint8], bits: Bits) -> int | None:
         if not bad.any():
             return None
     return int(bad.argmax())
+
+
+def _first_nonfinite_value(blocks: NDArray[np.uint8], bits: Bits) -> int | None:
+    """Check values of a plain type as integers: NumPy has SIMD loops for these, and none for one byte in several."""
+    words = np.ascontiguousarray(blocks).view(f"<u{blocks.shape[1]}")[:, 0]
+    exponent = words.dtype.type(sum(mask << (8 * byte) for byte, mask in bits))
+    exponents = words & exponent
+    return int((exponents == exponent).argmax()) if exponents.max() == exponent else None
