@@ -3,7 +3,8 @@
 `parse("llama2-7b:Q4_K_M:4")` names one; `checkpoint` makes it in memory, `write` as a GGUF that llama.cpp reads too.
 Values have the size 1 / sqrt(columns), so that activations stay finite through all layers. `random_tensor` needs no
 encoder: it draws bytes and keeps blocks whose values are finite and of about that size; a few thousand of them,
-repeated, make a tensor of any size.
+repeated, make a tensor of any size. The matrices of a checkpoint are views of such repeated blocks that begin with
+different ones: a model of 16 GB takes the time and memory of its largest matrix.
 """
 
 from __future__ import annotations
@@ -162,20 +163,36 @@ def plans(spec: Spec) -> Iterator[Plan]:
 
 
 def checkpoint(spec: Spec, seed: int = 0, progress: StepProgress | None = None) -> Checkpoint:
-    """Make the model in memory, each tensor with memory of its own."""
+    """Make the model in memory; matrices of one type and width share read-only bytes, which backends copy to pack."""
     require_memory(spec)
     tensors: dict[str, Tensor] = {}
     done, total = 0, spec.nbytes
+    shared = _repeat_blocks(spec)
     for number, plan in enumerate(plans(spec)):
         if len(plan.shape) == 1:  # the zeros of a bias, or the ones of a norm
             data = np.full(plan.shape, 0.0 if plan.name.endswith(".bias") else 1.0, np.float32).view(np.uint8)
         else:
-            data = random_tensor(plan.kind, plan.shape, (seed, number)).data
+            key = plan.kind, plan.shape[1]
+            start = _first_block(_pool_of(*key), (seed, number)) * plan.kind.block_bytes
+            data = shared[key][start : start + plan.nbytes]
         tensors[plan.name] = Tensor(plan.name, plan.kind, plan.shape, data)
         done += plan.nbytes
         if progress is not None:
             progress(f"making {spec}", done, total)
     return replace(without_weights(spec), tensors=tensors)
+
+
+def _repeat_blocks(spec: Spec) -> dict[tuple[BlockType, int], NDArray[np.uint8]]:
+    """Return the pool of each type and width, repeated for the largest matrix, whichever block it begins with."""
+    largest: dict[tuple[BlockType, int], int] = {}  # bytes
+    for plan in plans(spec):
+        if len(plan.shape) == 2:
+            key = plan.kind, plan.shape[1]
+            largest[key] = max(plan.nbytes, largest.get(key, 0))
+    repeated = {key: np.resize(pool := _pool_of(*key), pool.size + nbytes) for key, nbytes in largest.items()}
+    for blocks in repeated.values():
+        blocks.flags.writeable = False
+    return repeated
 
 
 def without_weights(spec: Spec) -> Checkpoint:
@@ -242,12 +259,20 @@ def require_memory(spec: Spec) -> None:
 
 
 def random_tensor(kind: BlockType, shape: tuple[int, ...], seed: Seed = 7, size: float | None = None) -> Tensor:
-    """Make a tensor; `size` is the root mean square of its values, by default 1 / sqrt(columns)."""
-    wanted = shape[-1] ** -0.5 if size is None else size
-    count = prod(shape[:-1]) * (kind.row_bytes(shape[-1]) // kind.block_bytes)
-    pool = block_pool(kind, float(np.float16(wanted)))
-    rotated = np.roll(pool, int(np.random.default_rng(seed).integers(len(pool))), axis=0)
-    return Tensor("random", kind, shape, np.resize(rotated, count * kind.block_bytes))
+    """Make a tensor, not shared; `size` is the root mean square of its values, by default 1 / sqrt(columns)."""
+    pool = _pool_of(kind, shape[-1], size)
+    rotated = np.roll(pool, -_first_block(pool, seed), axis=0)
+    return Tensor("random", kind, shape, np.resize(rotated, prod(shape[:-1]) * kind.row_bytes(shape[-1])))
+
+
+def _pool_of(kind: BlockType, columns: int, size: float | None = None) -> NDArray[np.uint8]:
+    """Return the pool for rows of this width."""
+    return block_pool(kind, float(np.float16(columns**-0.5 if size is None else size)))
+
+
+def _first_block(pool: NDArray[np.uint8], seed: Seed) -> int:
+    """Return the block of a pool that a tensor begins with."""
+    return -int(np.random.default_rng(seed).integers(len(pool))) % len(pool)
 
 
 @lru_cache(maxsize=64)

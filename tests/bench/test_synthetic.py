@@ -15,7 +15,18 @@ from llm_worker_rbee.backends.reference import ReferenceBackend
 from llm_worker_rbee.bench import synthetic
 from llm_worker_rbee.bench.engine_harness import EngineHarness
 from llm_worker_rbee.bench.micro import WEIGHT_TYPES
-from llm_worker_rbee.bench.synthetic import SHAPES, SPREAD, Shape, Spec, checkpoint, parse, plans, random_tensor, write
+from llm_worker_rbee.bench.synthetic import (
+    SHAPES,
+    SPREAD,
+    Shape,
+    Spec,
+    block_pool,
+    checkpoint,
+    parse,
+    plans,
+    random_tensor,
+    write,
+)
 from llm_worker_rbee.errors import InsufficientMemoryError, InvalidRequestError, WorkerError
 from llm_worker_rbee.models import load_model, read_model_config
 from llm_worker_rbee.weights import open_checkpoint
@@ -67,18 +78,37 @@ def test_random_tensor_is_finite_and_of_its_size(kind: BlockType) -> None:
     assert len(np.unique(tensor.rows, axis=0)) > 16
 
 
-def test_tensors_have_memory_of_their_own_and_differ() -> None:
+def test_checkpoint_tensors_differ() -> None:
     made = checkpoint(Spec("small", SMALL, "Q4_K_M", 3), seed=1)
     matrices = [t for t in made.tensors.values() if len(t.shape) == 2]
     for i, one in enumerate(matrices):
         assert one.find_nonfinite_scale() is None
         for other in matrices[i + 1 :]:
-            assert not np.shares_memory(one.data, other.data)
             assert one.data[:4096].tobytes() != other.data[:4096].tobytes()
     same = checkpoint(Spec("small", SMALL, "Q4_K_M", 3), seed=1)
     assert all((same.tensors[name].data == t.data).all() for name, t in made.tensors.items())
     other = checkpoint(Spec("small", SMALL, "Q4_K_M", 3), seed=2)
     assert (other.tensors["token_embd.weight"].data != made.tensors["token_embd.weight"].data).any()
+
+
+@pytest.mark.parametrize("mix", ["Q4_K_M", "BF16"])
+def test_checkpoint_matrices_are_read_only_views_of_shared_blocks(mix: str) -> None:
+    """A model takes little more memory than its largest matrix, and has the bits of tensors made one by one."""
+    shape = SMALL._replace(layers=12, vocabulary=2048)
+    made = checkpoint(Spec("small", shape, mix, 12), seed=1)
+    matrices = {i: t for i, t in enumerate(made.tensors.values()) if len(t.shape) == 2}
+    shared: dict[int, int] = {}  # address of an array that matrices are views of -> its bytes
+    for number, tensor in matrices.items():
+        assert tensor.data.base is not None
+        shared[id(tensor.data.base)] = tensor.data.base.nbytes
+        assert (tensor.data == random_tensor(tensor.kind, tensor.shape, (1, number)).data).all(), tensor.name
+        with pytest.raises(ValueError, match="read-only"):
+            tensor.data[0] = 0
+    groups = {(t.kind, t.shape[1]) for t in matrices.values()}
+    largest = [max(t.nbytes for t in matrices.values() if (t.kind, t.shape[1]) == group) for group in groups]
+    pools = sum(block_pool(kind, float(np.float16(columns**-0.5))).nbytes for kind, columns in groups)
+    assert sum(shared.values()) <= sum(largest) + 2 * pools
+    assert sum(largest) < sum(t.nbytes for t in matrices.values()) / 3
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2"])

@@ -132,6 +132,14 @@ def test_repack_of_floats_interleaves_16_rows(name: str) -> None:
             assert w.packed[(row // 16 * 5 + column) * 16 + row % 16] == values[row, column]
 
 
+@pytest.mark.parametrize("name", ["F32", "BF16", "Q8_0"])
+def test_repack_copies(name: str) -> None:
+    """A synthetic checkpoint relies on it: its matrices share bytes, and kernels must not find them in a cache."""
+    tensor = random(name, 32, 512)
+    packed = pack([tensor])
+    assert not any(np.shares_memory(array, tensor.data) for array in (packed.packed, packed.scales))
+
+
 @pytest.mark.parametrize("name", list(LAYOUT_BY_TYPE))
 def test_repack_pads_rows_with_zero_scales(name: str) -> None:
     w = pack([random(name, 18)])
