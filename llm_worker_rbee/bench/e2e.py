@@ -335,8 +335,9 @@ def _load_model(
 ) -> Transformer:
     config = read_model_config(checkpoint)
     backend.load_kernels(checkpoint, config, plan.kv_type, _as_transfer(progress))
-    progress("preparing the weights", 0, 0)
-    return load_model(checkpoint, backend, config, context)
+    what, total = "preparing the weights", checkpoint.nbytes
+    progress(what, 0, total)
+    return load_model(checkpoint, backend, config, context, lambda done: progress(what, done, total))
 
 
 def _scenarios(
