@@ -107,7 +107,6 @@ def test_features_match_reference_with_and_without_graphs(case: str) -> None:
         wanted = wanted.cpu().numpy() if isinstance(wanted, torch.Tensor) else wanted
         assert cuda_models.relative_error(found[0].cpu(), wanted) < (1e-1 if kv_type == "float8" else 5e-2), counts
     assert len(ours.fused.graphs) >= 3  # type: ignore[attr-defined]
-    assert ours.fused.graphs.nbytes > 0  # type: ignore[attr-defined]
 
 
 def test_small_batch_row_does_not_depend_on_batch(gpu: Any) -> None:
@@ -124,11 +123,13 @@ def test_small_batch_row_does_not_depend_on_batch(gpu: Any) -> None:
             assert torch.equal(one[0], rows[1][0][0])
 
 
-def test_graphs_share_large_result_buffer_and_count_memory() -> None:
-    """Graphs of several sizes in turn give their own results, and `clear` frees all of them."""
+def test_graphs_share_large_result_buffer_and_count_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs of several sizes in turn give their own results, and `clear` frees all of them. Memory is counted for this
+    process alone: other processes change what the driver calls free."""
     from llm_worker_rbee.backends.cuda.cuda_graphs import MIN_SHARED_RESULT, CudaGraphs
 
     where = ops.torch_device
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (-torch.cuda.memory_reserved(device), 0))
     graphs = CudaGraphs(where)
     inputs = {rows: torch.rand(rows, MIN_SHARED_RESULT // 16, device=where) for rows in (1, 5, 6, 7)}
     for _ in range(3):
