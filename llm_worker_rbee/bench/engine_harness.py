@@ -58,6 +58,7 @@ class EngineHarness:
         config = EngineConfig(max_context=sequence_room, n_blocks=blocks, block_size=size, max_batch=batch, **options)
         drafter = None if draft_model is None else DraftModel(draft_model, config, model.config.vocab_size, kv_type)
         self.engine = Engine(model, config, kv_type, drafter)
+        self.engine.draft_control.can_pause = False  # drafting itself is measured
 
     def warm_up(self) -> None:
         """Do what a server does before it is ready."""

@@ -16,6 +16,7 @@ from ..config import EngineConfig
 from ..errors import InferenceError, InsufficientMemoryError, InvalidRequestError, WorkerError
 from ..models import Transformer
 from .async_scheduling import AsyncScheduler, InFlightStep
+from .draft_control import DraftControl
 from .model_runner import ModelRunner, forward
 from .request import Request, SamplerOutput, ScheduledTokens, StepOutput
 from .sampler import sample
@@ -39,6 +40,7 @@ class Engine:
         self.scheduler = Scheduler(config)
         self.runner = ModelRunner(model, self.cache, config.max_batch, config.max_context)
         self.drafter = drafter or (NgramDrafter(config.draft_tokens) if config.speculative == "ngram" else None)
+        self.draft_control = DraftControl()
         self.step_time = StepTimeModel(model.ops.query_tile)
         self.num_steps = 0
         self.is_computing = False  # during a forward pass: the scheduler's state is then consistent
@@ -48,8 +50,8 @@ class Engine:
         is_async = AsyncScheduler.is_supported(model)
         self._async_scheduler = AsyncScheduler(model, self.runner) if is_async else None
         self._in_flight: InFlightStep | None = None
-        self._called_at = 0.0  # of the last call of `step`
-        self._began_at = 0.0  # of the step in flight: when it was launched, or when the result before it arrived
+        self._called_at = self._returned_at = 0.0  # of the last call of `step`
+        self._began_at = 0.0  # of the present step: when it was launched, or when the result before it arrived
         self._arrivals = 0
 
     def replace_model(self, compute: Compute) -> None:
@@ -59,6 +61,11 @@ class Engine:
     @property
     def has_work(self) -> bool:
         return self.scheduler.has_work
+
+    @property
+    def is_drafting(self) -> bool:
+        """Whether steps are followed by drafts: there is a drafter, and it is not paused."""
+        return self.drafter is not None and self.draft_control.is_drafting
 
     def add(self, request: Request) -> None:
         """Queue a request; `resolve_max_tokens` has checked that it fits."""
@@ -108,6 +115,7 @@ class Engine:
             outputs += self._launch_or_run(scheduled)
         if self.config.debug:
             self.scheduler.check()
+        self._returned_at = time.perf_counter()
         return outputs
 
     def reset(self) -> None:
@@ -119,7 +127,7 @@ class Engine:
 
     def _launch_or_run(self, scheduled: list[ScheduledTokens]) -> list[StepOutput]:
         launcher = self._async_scheduler
-        if launcher is None or self.drafter is not None or not launcher.can_launch(scheduled):
+        if launcher is None or self.is_drafting or not launcher.can_launch(scheduled):
             return self._run_step(scheduled)
         self._began_at = time.perf_counter()
         try:
@@ -134,7 +142,7 @@ class Engine:
         """Launch the step after one in flight, if it can be scheduled now; return the requests that fail by it."""
         launcher = self._async_scheduler
         with step.assume_collected():
-            if launcher is None or not self.scheduler.can_schedule_ahead():
+            if launcher is None or self.is_drafting or not self.scheduler.can_schedule_ahead():
                 return []
             scheduled = self.scheduler.schedule(self._max_prefill_tokens)
             if not (scheduled and launcher.can_launch(scheduled)):
@@ -166,15 +174,25 @@ class Engine:
             self._in_flight = None
             return outputs + (self._run_step(running) if running else [])
         self.num_steps += 1
-        self._observe_in_flight(step.scheduled)
-        return outputs + self.scheduler.update(running, step.collect(tokens))
+        size = step_size(step.scheduled, self.step_time.query_tile)
+        seconds = self._observe_result(size, len(step.scheduled), len(running))
+        if seconds is not None:
+            self.step_time.observe(size, seconds)
+        outputs += self.scheduler.update(running, step.collect(tokens))
+        if self._in_flight is None:
+            self._draft()
+        return outputs
 
-    def _observe_in_flight(self, scheduled: list[ScheduledTokens]) -> None:
-        """Learn the time between two results, unless most of it passed before `step` was called."""
-        now = time.perf_counter()
-        if now - self._called_at > 0.5 * (now - self._began_at):
-            self.step_time.observe(step_size(scheduled, self.step_time.query_tile), now - self._began_at)
-        self._began_at = now
+    def _observe_result(self, size: StepSize, num_requests: int, num_tokens: int) -> float | None:
+        """Return the seconds between the last two results, from which the draft control learns; None if most of them
+        passed between two calls of `step`."""
+        now, waited = time.perf_counter(), self._called_at - max(self._began_at, self._returned_at)
+        seconds, self._began_at = now - self._began_at, now
+        if waited >= 0.5 * seconds:
+            return None
+        if self.drafter is not None and size.kind == "decode":
+            self.draft_control.observe(num_requests, num_tokens, seconds)
+        return seconds
 
     def _run_step(self, scheduled: list[ScheduledTokens]) -> list[StepOutput]:
         start = time.perf_counter()
@@ -186,7 +204,10 @@ class Engine:
         except Exception as error:
             return self._fail_step(scheduled, error)
         outputs = self.scheduler.update(scheduled, sampled)
+        self._observe_result(size, len(scheduled), len(outputs))  # with the time of its drafts, after the last result
         self._draft()
+        if size.kind != "decode":
+            self._began_at = time.perf_counter()  # the drafter's work on prompts is no part of the next step
         self.num_steps += 1
         self.step_time.observe(size, time.perf_counter() - start)
         return outputs
@@ -202,7 +223,7 @@ class Engine:
 
     def _draft(self) -> None:
         """Set draft tokens for the next step. Drafts are optional: a drafter that breaks is not used again."""
-        if self.drafter is None:
+        if self.drafter is None or not self.is_drafting:
             return
         try:
             self.drafter.draft(self.scheduler.running, self.scheduler.reserve, self.runner.batch)

@@ -5,7 +5,8 @@ A drafter sets `request.drafts`. `NgramDrafter` needs no second model: it looks 
 in the same sequence. `DraftModel` is a smaller model. Its keys and values lie in a cache of its own under the same
 block numbers, so it needs no scheduler: prefix hits and preemptions hold for it too. It samples as the request itself
 would: with the same draws it is right more often than with the most probable token. Drafts follow tokens that the host
-must know: with a drafter no step is launched ahead of the one before (async_scheduling.py says what that costs).
+must know: while drafting no step is launched ahead of the one before (async_scheduling.py says what that costs).
+Where that does not pay drafting is paused (draft_control.py); a drafter catches up when it is called again.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from ..models import Transformer
 from .model_runner import forward
 from .request import Request, ScheduledTokens
 from .sampler import sample_rows
+from .scheduler import MIN_PREFILL_TOKENS
 
 MAX_NGRAM, MIN_NGRAM = 4, 2  # tokens that must repeat before what followed them is proposed
 
@@ -118,15 +120,25 @@ class DraftModel:
         self.model = model
         self.cache = KVCache(model.ops, model.config, config.n_blocks, config.block_size, kv_type)
         self._max_length, self._block_size = config.draft_tokens, config.block_size
+        self._max_step_tokens = config.max_step_tokens
         self._computed: dict[int, bytes] = {}  # block -> the hash of what this model computed there
 
     def draft(self, running: Sequence[Request], reserve: Reserve, batch: MakeBatch) -> None:
-        """Catch up with every request, then draft for those that decode, one token of each at a time."""
+        """Catch up with every request, then draft for those that decode, one token of each at a time.
+
+        What is missing after a pause, or of a prefix that only the model has computed, may take several steps.
+        """
+        left = max(self._max_step_tokens, 2 * len(running) + MIN_PREFILL_TOKENS)
+        scheduled, drafting = list[ScheduledTokens](), list[Request]()
         for request in running:
-            self._state(request).sync(request, self._num_computed)
-        drafting = [request for request in running if self._state(request).begin(request, reserve)]
-        behind = [self._state(r).catch_up(r) for r in running if r not in drafting]
-        scheduled = [one for one in behind if one.start < one.stop]
+            state = self._state(request)
+            num_behind = state.sync(request, self._num_computed)
+            if num_behind < left and state.begin(request, reserve):
+                drafting.append(request)
+                left -= num_behind + 1
+            elif num_behind and left:
+                scheduled.append(state.catch_up(request, min(num_behind, left)))
+                left -= min(num_behind, left)
         while drafting:
             scheduled += [self._state(request).schedule(request) for request in drafting]
             logits = forward(self.model, batch(scheduled), self.cache)
@@ -170,25 +182,29 @@ class _DraftState:
         self._last = LastDraft(max_length)
         self._room = 0
 
-    def sync(self, request: Request, num_computed: Callable[[Request], int]) -> None:
-        """Discount what was computed of rejected drafts, and after a preemption all but cached blocks."""
+    def sync(self, request: Request, num_computed: Callable[[Request], int]) -> int:
+        """Discount what was computed of rejected drafts, and after a preemption all but cached blocks; return how many
+        tokens the model has computed and the draft model has not."""
         if self._blocks is not request.blocks:
             self._blocks, self.num_computed, self.num_recorded_blocks = request.blocks, num_computed(request), 0
-            self._last.tokens = []
-        if self._last.tokens:
+        elif self._last.tokens:
             self._last.adapt(request.ids)
-            self.num_computed = min(self.num_computed, self._last.start + self._last.num_accepted(request.ids))
+            accepted = self._last.start + self._last.num_accepted(request.ids)
+            # the last token is computed in any case, for its logits: it may be a draft that was dropped, then sampled
+            self.num_computed = min(self.num_computed, accepted, len(request.ids) - 1)
+        self._last.record(request.ids, [])
+        return max(0, request.num_computed_tokens - self.num_computed)
 
     def begin(self, request: Request, reserve: Reserve) -> bool:
         """Return whether there is room for drafts: in the output, and in blocks."""
         length, known = min(max_drafts(request), self._last.length), len(request.ids)
-        self._last.record(request.ids, [])
         self._room = reserve(request, known + length) - known if length else 0
         return self._room > 0
 
-    def catch_up(self, request: Request) -> ScheduledTokens:
-        """Schedule what the model has computed and the draft model has not."""
-        start, self.num_computed = self.num_computed, max(self.num_computed, request.num_computed_tokens)
+    def catch_up(self, request: Request, count: int) -> ScheduledTokens:
+        """Schedule `count` tokens that the model has computed and the draft model has not."""
+        start = self.num_computed
+        self.num_computed += count
         return ScheduledTokens(request, start, self.num_computed, self.num_computed)
 
     def schedule(self, request: Request) -> ScheduledTokens:

@@ -102,6 +102,8 @@ def _engine_metrics(engine: TokenEngine) -> Iterator[Metric]:
     yield _counter("engine_restarts", "Restarts of an engine that died.", engine.num_restarts)
     num_serving = sum(one.is_serving for one in engine.replicas)
     yield _gauge("num_engines_serving", "Engines that serve; less than --replicas while one is restarted.", num_serving)
+    paused = "Engines whose speculative decoding is paused: they decode faster without drafts."
+    yield _gauge("num_paused_drafters", paused, stats.num_paused_drafters)
     yield _counter("prompt_tokens", "Prompt tokens of admitted requests.", stats.num_queried_tokens)
     if stats.device_bytes:
         yield _gauge("device_memory_bytes", "GPU memory that tensors take.", stats.device_bytes)

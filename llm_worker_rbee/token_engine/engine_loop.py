@@ -103,6 +103,7 @@ class EngineLoop:
             num_preemptions=stats.num_preemptions, num_queried_tokens=stats.num_queried_tokens,
             num_hit_tokens=stats.num_hit_tokens, num_drafted_tokens=stats.num_drafted_tokens,
             num_accepted_tokens=stats.num_accepted_tokens,
+            num_paused_drafters=int(engine.drafter is not None and not engine.is_drafting),
             seconds_per_prefill_token=engine.seconds_per_prefill_token(),
             step_times={kind: replace(times) for kind, times in engine.step_time.totals.items()},
             step_time_model=engine.step_time.coefficients,

@@ -108,6 +108,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     num_hit_tokens: int = 0  # of these, found
     num_drafted_tokens: int = 0
     num_accepted_tokens: int = 0
+    num_paused_drafters: int = 0  # of engines that decode faster without drafts now
     seconds_per_prefill_token: float = 0.0  # predicted, beside the requests that decode; 0: not known yet
     step_times: dict[str, StepTimes] = {}  # by kind of step: prefill, decode, mixed
     step_time_model: StepTimeCoefficients | None = None  # None: no step is known yet
@@ -125,7 +126,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
 COUNTERS = (
     "num_steps", "num_preemptions", "num_queried_tokens", "num_hit_tokens", "num_drafted_tokens", "num_accepted_tokens",
 )  # fmt: skip
-SUMMED_GAUGES = ("num_free_blocks", "num_blocks", "device_bytes", "graph_bytes")
+SUMMED_GAUGES = ("num_free_blocks", "num_blocks", "num_paused_drafters", "device_bytes", "graph_bytes")
 
 
 def add_stats(stats: Sequence[EngineStats], ended: Sequence[EngineStats] = ()) -> EngineStats:

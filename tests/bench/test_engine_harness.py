@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import count
+from types import SimpleNamespace
+
 import pytest
 
 from llm_worker_rbee import LLM
 from llm_worker_rbee.bench.engine_harness import EngineHarness
+from llm_worker_rbee.engine import engine as serving
 from llm_worker_rbee.engine.request import ScheduledTokens
 from llm_worker_rbee.errors import InferenceError, InvalidRequestError
 from tests.cli.conftest import write_model
@@ -86,6 +90,19 @@ def test_speculative_outputs_are_equal_in_fewer_steps(llm: LLM) -> None:
         assert speculative.steps <= plain.steps
     assert harness.engine.scheduler.stats.num_accepted_tokens == harness.engine.scheduler.stats.num_drafted_tokens > 0
     assert speculative.steps < plain.steps / 2  # its own draft tokens are all accepted
+
+
+def test_drafting_that_is_measured_is_not_paused(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafting takes 5 ms of each step and gives nothing; the clock shows 0.1 ms more each time it is read."""
+    harness = EngineHarness(llm.model, 180, speculative="ngram")
+    ticks, calls = count(), list[int]()
+    clock = SimpleNamespace(perf_counter=lambda: 1e-4 * next(ticks) + 5e-3 * len(calls), monotonic=lambda: 0.0)
+    monkeypatch.setattr(serving, "time", clock)
+    monkeypatch.setattr(
+        harness.engine, "drafter", SimpleNamespace(draft=lambda running, *_: calls.append(len(running)))
+    )
+    run = harness.decode_prompts([harness.ids[0, :9].tolist()], 150)
+    assert len(calls) >= run.steps >= 148
 
 
 def test_time_steps_are_of_the_composition(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

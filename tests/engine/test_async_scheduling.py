@@ -18,6 +18,7 @@ from llm_worker_rbee.engine import engine as serving
 from llm_worker_rbee.engine.engine import Engine
 from llm_worker_rbee.engine.model_runner import ModelRunner
 from llm_worker_rbee.engine.request import Request, SamplingParams, StepOutput, TokenLogprob
+from llm_worker_rbee.engine.speculative import DraftModel
 from llm_worker_rbee.engine.step_time import StepSize
 from llm_worker_rbee.errors import InferenceError, InsufficientMemoryError
 from llm_worker_rbee.models import Transformer
@@ -163,8 +164,11 @@ def run(engine: Engine, seed: int) -> list[tuple[Any, ...]]:
         for one in requests:  # by its number of tokens, which does not depend on timing
             if not one.is_finished and len(one.tokens) >= leaves.get(id(one), 1 << 30):
                 engine.abort(one)
-                one.ids = one.ids[: one.num_prompt_tokens + leaves[id(one)]]
     for one in requests:
+        left_at = leaves.get(id(one), 1 << 30)
+        if len(one.tokens) >= left_at:  # a step with drafts gives more tokens
+            one.ids, logprobs[id(one)] = one.ids[: one.num_prompt_tokens + left_at], logprobs[id(one)][:left_at]
+            ended[id(one)] = None
         results.append((one.tokens, logprobs[id(one)], one.prompt_logprobs, ended.get(id(one))))
     return results
 
@@ -188,6 +192,29 @@ def test_async_scheduling_gives_the_tokens_of_sync_steps(
     if DEVICE == "cpu":  # most steps, of all kinds, are launched ahead of the tokens of the one before
         assert device.num_ahead > device.num_launched * (0.5 if unsure else 0.8)
         assert device.num_mixed_ahead > 50
+
+
+@pytest.mark.parametrize("drafter", ["ngram", "draft model"])
+@pytest.mark.parametrize("settings", [{}, {"max_batch": 3}, {"n_blocks": 9}])
+def test_paused_and_resumed_drafting_gives_the_tokens_of_sync_steps(
+    model: Transformer, settings: dict[str, Any], drafter: str
+) -> None:
+    """Steps are launched ahead while drafting is paused; the step in flight is collected before it is resumed."""
+    config = EngineConfig(**{"max_context": 112, "n_blocks": 64, "debug": True, "max_step_tokens": 32, **settings})
+    device = AsyncBackend(model.ops, 0.1)
+    made = make_async(model, device)
+    plain = Engine(replace(model, ops=SyncBackend(model.ops)), config)
+    drafting = Engine(made, replace(config, speculative="ngram" if drafter == "ngram" else "off"))
+    if drafter != "ngram":
+        drafting.drafter = DraftModel(made, drafting.config, model.config.vocab_size)
+    control = drafting.draft_control = engine_runs.AlternatingControl(3, 5, 1, 2, 7, 11)
+    for seed in range(30 if DEVICE == "cpu" else 4):
+        assert run(drafting, seed) == run(plain, seed), seed
+        assert drafting.scheduler.pool.num_free == config.n_blocks
+    assert control.num_switches > 10
+    assert drafting.scheduler.stats.num_accepted_tokens > 0
+    if DEVICE == "cpu":
+        assert device.num_ahead > 100
 
 
 def test_failed_device_step_finishes_only_its_requests(model: Transformer, monkeypatch: pytest.MonkeyPatch) -> None:

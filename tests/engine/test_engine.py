@@ -16,13 +16,31 @@ from numpy.typing import NDArray
 
 from llm_worker_rbee.backends.ops import Batch, FusedForward
 from llm_worker_rbee.engine import engine as serving
-from llm_worker_rbee.engine.request import Request, TokenLogprob, resolve_max_tokens
+from llm_worker_rbee.engine import speculative
+from llm_worker_rbee.engine.request import (
+    Request,
+    SamplerOutput,
+    ScheduledTokens,
+    TokenLogprob,
+    resolve_max_tokens,
+)
 from llm_worker_rbee.engine.speculative import DraftModel
 from llm_worker_rbee.engine.step_time import STEP_KINDS, StepSize, StepTimeModel, StepTimes
 from llm_worker_rbee.errors import ContextLengthError, DeadlineError, InferenceError, InsufficientMemoryError
 from llm_worker_rbee.models import Transformer
 from tests.helpers import tiny_models
-from tests.helpers.engine_runs import Answer, Listener, Question, alone, engine, load, require_idle, run, small_file
+from tests.helpers.engine_runs import (
+    AlternatingControl,
+    Answer,
+    Listener,
+    Question,
+    alone,
+    engine,
+    load,
+    require_idle,
+    run,
+    small_file,
+)
 from tests.helpers.model_runs import compute_logits, to_numpy
 
 MARK = 150  # a token that only some prompts have
@@ -477,3 +495,78 @@ def test_draft_model_does_not_change_outputs(model: Transformer, tmp_path: Path,
     share = scheduler.stats.num_accepted_tokens / scheduler.stats.num_drafted_tokens
     assert share > 0.9 if twin else share < 0.5
     assert (scheduler.stats.num_preemptions > 0) == (n_blocks == 9)
+
+
+def test_draft_model_goes_on_after_dropped_drafts(model: Transformer) -> None:
+    """As where their blocks are needed: the next token is sampled, and is the first of them."""
+    served, question = engine(model), ask(12, 30)
+    served.drafter = DraftModel(model, served.config, model.config.vocab_size)
+    request, listener = question.request(), Listener()
+    served.add(request)
+    while served.has_work:
+        if served.num_steps % 2:
+            assert request.drafts or request.max_total_tokens - len(request.ids) < 2
+            request.drafts = []
+        listener.take(served.step())
+    assert listener.answer(request) == alone(model, question)
+    assert served.scheduler.stats.num_accepted_tokens == served.scheduler.stats.num_drafted_tokens > 5
+
+
+def test_draft_model_catches_up_after_a_pause(model: Transformer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In steps of `max_step_tokens`, and with the right keys and values: the model itself then drafts right."""
+    sizes: list[int] = []
+    forward = speculative.forward
+
+    def record(model: Transformer, batch: Batch, cache: Any) -> Any:
+        sizes.append(len(batch.ids))
+        return forward(model, batch, cache)
+
+    monkeypatch.setattr(speculative, "forward", record)
+    questions = [ask(12, 220, i) for i in range(3)]
+    served = engine(model, max_step_tokens=40)
+    served.drafter = DraftModel(model, served.config, model.config.vocab_size)
+    control = served.draft_control = AlternatingControl(5, 120, 10_000)
+    requests = [question.request() for question in questions]
+    for request in requests:
+        served.add(request)
+    listener, counts = Listener(), served.scheduler.stats
+    while control.num_switches < 2 and served.has_work:
+        listener.take(served.step())
+    num_drafted, num_accepted, num_calls = counts.num_drafted_tokens, counts.num_accepted_tokens, len(sizes)
+    while served.has_work:
+        listener.take(served.step())
+    require_idle(served)
+    assert answers(listener, requests) == [alone(model, question) for question in questions]
+    drafted, accepted = counts.num_drafted_tokens - num_drafted, counts.num_accepted_tokens - num_accepted
+    assert accepted > 0.9 * drafted > 100
+    assert max(sizes) <= 40
+    assert sum(sizes[num_calls:]) > 3 * 120, "what was generated during the pause is computed too"
+
+
+@pytest.mark.parametrize(("draft_s", "is_drafting"), [(0.005, False), (0.0005, True)])
+def test_drafting_is_paused_where_it_takes_longer(
+    parrot: Transformer, monkeypatch: pytest.MonkeyPatch, draft_s: float, is_drafting: bool
+) -> None:
+    """A step takes 1 ms and `draft_s` for its draft, which is always right: two tokens in place of one."""
+    now = [1.0]
+    monkeypatch.setattr(serving, "time", SimpleNamespace(perf_counter=lambda: now[0], monotonic=lambda: 0.0))
+    served = engine(parrot, speculative="ngram", draft_tokens=1)
+    compute = served._compute
+
+    def spend(scheduled: list[ScheduledTokens]) -> SamplerOutput:
+        now[0] += 0.001 + (draft_s if any(one.request.drafts for one in scheduled) else 0.0)
+        return compute(scheduled)
+
+    served._compute, served._async_scheduler = spend, None
+    question = Question((*b"abcdefgab",), 120, GREEDY)
+    modes: list[bool] = []
+    for _ in range(3):
+        request = question.request()
+        served.add(request)
+        while served.has_work:
+            modes.append(served.is_drafting)
+            served.step()
+        assert request.tokens == alone(parrot, question).tokens
+    assert all(modes[:64])
+    assert not all(modes)
+    assert served.is_drafting == is_drafting

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
+from itertools import cycle
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from llm_worker_rbee.backends import select_backend
 from llm_worker_rbee.config import EngineConfig
 from llm_worker_rbee.engine.block_pool import BlockPool
+from llm_worker_rbee.engine.draft_control import DraftControl
 from llm_worker_rbee.engine.engine import Engine
 from llm_worker_rbee.engine.model_runner import SingleSequence
 from llm_worker_rbee.engine.request import Request, SamplingParams, StepOutput, TokenLogprob
@@ -131,6 +133,25 @@ def require_idle(engine: Engine) -> None:
     engine.scheduler.check()
     assert not engine.has_work
     assert engine.scheduler.pool.num_free == engine.config.n_blocks
+
+
+class AlternatingControl(DraftControl):
+    """Pauses and resumes drafting after so many steps, in turn, however long they take."""
+
+    def __init__(self, *steps: int) -> None:
+        super().__init__()
+        self._lengths = cycle(steps)
+        self._steps_left = next(self._lengths)
+        self.num_switches = 0
+
+    def observe(self, num_requests: int, num_tokens: int, seconds: float) -> None:
+        assert num_tokens >= 0
+        assert min(num_requests, seconds) > 0
+        self._steps_left -= 1
+        if not self._steps_left:
+            self.is_drafting = not self.is_drafting
+            self._steps_left = next(self._lengths)
+            self.num_switches += 1
 
 
 OPTIONS: tuple[dict[str, Any], ...] = (

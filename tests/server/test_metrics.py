@@ -92,6 +92,14 @@ def test_metrics_and_info_compare_predicted_with_measured_steps(start: Start) ->
     assert sum(model.values()) > 0
 
 
+def test_metrics_say_whether_drafting_is_paused(start: Start) -> None:
+    plain, drafting = start(), start({"speculative": "ngram"})
+    assert (scraped(plain)["num_paused_drafters"], scraped(drafting)["num_paused_drafters"]) == (0, 0)
+    for server in (plain, drafting):
+        server.llm.engine.draft_control.is_drafting = False
+    assert (scraped(plain)["num_paused_drafters"], scraped(drafting)["num_paused_drafters"]) == (0, 1)
+
+
 def test_metrics_of_two_workers_are_separate(start: Start) -> None:
     one, other = start(), start()
     one.events(one.job())
