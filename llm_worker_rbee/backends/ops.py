@@ -191,7 +191,7 @@ class Backend(ABC):
     """
 
     name: ClassVar[str]
-    kv_types: ClassVar[tuple[str, ...]] = KV_TYPES
+    kv_types: tuple[str, ...] = KV_TYPES
     default_kv_type: ClassVar[str] = KV_DEFAULT
     has_device_memory: ClassVar[bool] = False  # weights and KV cache live on a device with memory of its own
     has_async_sampling: ClassVar[bool] = False

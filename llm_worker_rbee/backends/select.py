@@ -146,7 +146,9 @@ def resolve_kv_type(backend: Backend, kv_type: str = KV_AUTO) -> str:
         return kv_type
     remedy = f"use one of {', '.join((KV_AUTO, *backend.kv_types))}"
     if kv_type in (*KV_ON_CPU, *KV_ON_CUDA):
-        where = "a GPU" if backend.has_device_memory else "the CPU"
+        where = "the CPU"
+        if backend.has_device_memory:
+            where = "this GPU" if kv_type in KV_ON_CUDA else "a GPU"
         raise InvalidRequestError(f"kv_type {kv_type} is not for {where}: {remedy}", "kv_type")
     raise InvalidRequestError(f"unknown kv_type {kv_type!r}: {remedy}", "kv_type")
 

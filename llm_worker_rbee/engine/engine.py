@@ -100,6 +100,7 @@ class Engine:
         for one in computing:
             run = partial(forward, one.model, cache=one.cache)
             done.append(one.model.ops.warm_up(run, one.model.fused, one.cache.layers, limits, progress))
+        self.step_time.ignores_first_runs = not self.model.ops.has_device_memory
         return WarmUp(sum(each.kernels for each in done), sum(each.compiled for each in done))
 
     def step(self) -> list[StepOutput]:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from ..config import MAX_BATCH, EngineConfig, ModelConfig
 
 DEFAULT_CONFIG = EngineConfig(max_context=1, n_blocks=1)
-BATCH_STEP = 64  # batches are multiples of this: sizes that CUDA graphs are captured for
+BATCH_STEP = 64  # the default is a multiple of this
 # Tokens that each request of a full batch has room for: an eighth of the context, within these bounds.
 CONTEXT_SHARE, MIN_REQUEST_TOKENS, MAX_REQUEST_TOKENS = 8, 512, 1024
 STEP_TOKENS = (8192, 4096, 2048, 1024, 512)
@@ -24,7 +24,7 @@ MAX_SCORED_TOKENS = 512  # in a step, of prompts whose log-probabilities are req
 MIN_SCORED_TOKENS = 64
 GRAPH_TOKENS = 1024  # of the largest captured step: graphs keep their arrays in a memory pool of their own
 LOGIT_COPIES = 3  # as computed, in the buffer that graphs share, capped or gathered for sampling
-SAMPLED_ROWS = 132  # at a time, one on each multiprocessor: two numbers of 8 bytes for each token of the vocabulary
+SAMPLED_ROWS = 192  # at a time, at most: one on each multiprocessor, two numbers of 8 bytes a token of the vocabulary
 # Float32 copies of a product: its parts, and joined or scaled; batch-invariant products have 4 splits in every step.
 PRODUCT_COPIES, BATCH_INVARIANT_COPIES = 2, 8
 

@@ -128,6 +128,7 @@ class StepTimeModel:
         self.coefficients: StepTimeCoefficients | None = None  # None: no step is known yet
         self.totals = {kind: StepTimes() for kind in STEP_KINDS}  # of steps that were predicted
         self._sizes: dict[tuple[bool, int, int], SizeSamples] = {}
+        self.ignores_first_runs = True  # of a size, which may compile, load or capture
         self._seen: set[tuple[bool, int]] = set()
         self._max_tokens = 0  # of a step so far
         self._num_samples = self._num_fitted = 0
@@ -141,7 +142,7 @@ class StepTimeModel:
         return fixed + per_token * size.tokens + per_context * size.context
 
     def observe(self, size: StepSize, seconds: float) -> None:
-        """Take in the time of a step. The first of a size is not learnt from: it may have compiled kernels."""
+        """Take in the time of a step. The first of a size is not learnt from, unless the engine was warmed up."""
         predicted, interval = self.predict(size), FIT_INTERVAL
         if predicted is None or self._num_samples < EAGER_SAMPLES:
             interval = 1
@@ -158,7 +159,7 @@ class StepTimeModel:
         tokens = size.tokens
         shift = max(0, tokens.bit_length() - 3)
         first_run = size.is_uniform, (tokens >> shift) + (shift << 3)  # four sizes up to the next power of two
-        if first_run not in self._seen:
+        if self.ignores_first_runs and first_run not in self._seen:
             self._seen.add(first_run)
             return
         self._num_samples += 1

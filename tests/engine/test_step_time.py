@@ -176,6 +176,13 @@ def test_first_step_of_each_size_is_not_learnt() -> None:
     assert model.predict(decode(100)) == pytest.approx(0.1, rel=0.01)
 
 
+def test_first_step_of_a_size_counts_once_warmed_up() -> None:
+    model, device = StepTimeModel(), Device(**GPU)
+    model.ignores_first_runs = False
+    model.observe(decode(8), device.exact(decode(8)))
+    assert model.predict(decode(8)) == pytest.approx(device.exact(decode(8)), rel=0.1)
+
+
 @pytest.mark.parametrize("slowdown", [0.25, 2.0, 8.0])
 def test_lasting_change_of_speed_is_followed(slowdown: float) -> None:
     device = Device(**GPU)

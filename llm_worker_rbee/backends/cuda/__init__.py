@@ -48,7 +48,7 @@ class CudaBackend(ops.Backend):
     """Ops on one GPU; `deterministic` makes products and attention batch-invariant, which costs speed (docs/gpu.md)."""
 
     name = "cuda"
-    kv_types = KV_ON_CUDA
+    kv_types: tuple[str, ...] = KV_ON_CUDA
     default_kv_type = KV_CUDA
     has_device_memory = True
     has_async_sampling = True
@@ -59,6 +59,8 @@ class CudaBackend(ops.Backend):
         self.device = str(self.torch_device)
         if self.torch_device.type == "cuda":
             self.kernel_dir = precompile.open_cache(torch.cuda.get_device_capability(self.torch_device))
+        if not device.has_fp8(self.torch_device):
+            self.kv_types = tuple(kind for kind in KV_ON_CUDA if kind != "float8")
         self.deterministic = deterministic
         self.query_tile = SMALL_QUERY_TILE if deterministic else QUERY_TILE
         self._linear = BatchedLinear(self.torch_device, batch_invariant=deterministic)
@@ -210,17 +212,20 @@ class CudaBackend(ops.Backend):
     ) -> ops.WarmUp:  # fmt: skip
         steps = fused if isinstance(fused, decoder.Decoder) else None
 
-        def launch_all() -> None:
-            vocab_size = _launch_unfused(forward, kv, limits) if steps is None else steps.launch_all(kv, limits)
+        def launch_all(*, every_size: bool) -> None:
+            if steps is None:
+                vocab_size = _launch_unfused(forward, kv, limits)
+            else:
+                vocab_size = steps.launch_all(kv, limits, every_size=every_size)
             sampling.warm_up(vocab_size, limits.max_logits, self.torch_device)
 
         with device.as_memory_error():
             with precompile.recording() as variants:
-                launch_all()
+                launch_all(every_size=False)
             compiled = precompile.compile_variants(variants, progress)
             with precompile.count_compilations() as found:
                 if not device.is_interpreted():
-                    launch_all()
+                    launch_all(every_size=True)
             if steps is not None:
                 steps.capture_all(kv, limits, progress)
         return ops.WarmUp(len(found.loaded), compiled)

@@ -43,6 +43,7 @@ class CudaGraphs:
         self.num_captures = 0
         self._graphs: dict[Hashable, tuple[Any, torch.Tensor | None]] = {}
         self._has_run: set[Hashable] = set()
+        self._uncaptured: set[Hashable] = set()  # for lack of memory
         self._pool: Any = None
         self._stream: Any = None  # that captures
         self._results: torch.Tensor | None = None  # room for MAX_RESULT_ROWS
@@ -56,6 +57,7 @@ class CudaGraphs:
             self._graphs.clear()
         self.nbytes = 0
         self._has_run.clear()
+        self._uncaptured.clear()
         self._results = None
         self._pool = None  # freed with its last graph
 
@@ -65,11 +67,15 @@ class CudaGraphs:
             graph, result = self._graphs[key]
             graph.replay()
             return result
-        if self.device.type == "cpu" or key not in self._has_run:
+        if self.device.type == "cpu" or key not in self._has_run or key in self._uncaptured:
             self._has_run.add(key)
             return step()
-        with self.counting_memory():
-            return self.capture(key, step)
+        try:
+            with self.counting_memory():
+                return self.capture(key, step)
+        except torch.OutOfMemoryError:
+            self._uncaptured.add(key)
+            return step()
 
     @contextmanager
     def counting_memory(self) -> Iterator[None]:

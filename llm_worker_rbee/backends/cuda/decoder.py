@@ -32,6 +32,7 @@ from .step_sizes import (
     all_sizes,
     decode_sizes,
     prefill_sizes,
+    uncaptured_sizes,
 )
 
 SMALL_BATCH = 4  # tokens up to which GEMV is faster than the tensor cores
@@ -139,12 +140,14 @@ class Decoder:
             self._graph_cache = weakref.ref(kv[0].k)
             self.graphs.clear()
 
-    def launch_all(self, kv: Sequence[KVLayer], limits: StepLimits) -> int:
-        """Launch every kernel of steps within the limits; all tokens are padding. Return the size of the vocabulary."""
+    def launch_all(self, kv: Sequence[KVLayer], limits: StepLimits, *, every_size: bool = False) -> int:
+        """Launch every kernel of steps within the limits; all tokens are padding. Return the size of the vocabulary.
+
+        `every_size`: also uncaptured steps whose kernels of Triton are those of others: cuBLAS may have its own."""
         activate(self.device)
         sizes = self._reserve_all(kv, limits)
         layers = distinct_layers(self.ops)
-        for size in sizes:
+        for size in (*sizes, *(uncaptured_sizes(limits, is_tiled=self._batch_invariant) if every_size else ())):
             x = self.forward.run_layers(self._stage(NO_BATCH, size, 0, kv), layers)
             if size.has_head:
                 self.forward.compute_logits(self.forward.head, x)

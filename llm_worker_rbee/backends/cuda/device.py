@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from ...errors import InvalidRequestError, MissingDependencyError
 
 MIN_CAPABILITY = (8, 0)  # compute capability: bfloat16 products, and the instructions of intrinsics.py
-MIN_FP8_CAPABILITY = (8, 9)  # e4m3 in the tensor cores
+MIN_FP8_CAPABILITY = (8, 9)  # e4m3: conversions and tensor cores
 MIN_PDL_CAPABILITY = (9, 0)  # programmatic dependent launch
 SHARED_KB = {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227}  # by compute capability
 MIN_SHARED_KB = 99
@@ -67,12 +67,21 @@ def select_gpu(index: int | None) -> int:
     return index
 
 
+def has_fp8(device: torch.device) -> bool:
+    """Return whether the GPU has instructions for e4m3: products and conversions."""
+    return device.type == "cpu" or torch.cuda.get_device_capability(device) >= MIN_FP8_CAPABILITY
+
+
+@cache
+def num_multiprocessors(device: torch.device) -> int:
+    """Return how many multiprocessors the GPU has; under the interpreter those of an H200."""
+    return 132 if device.type == "cpu" else int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
 def require_fp8(device: torch.device) -> None:
     """Raise if the tensor cores of the GPU do not multiply e4m3."""
-    if device.type == "cpu":
-        return
-    found, name = torch.cuda.get_device_capability(device), torch.cuda.get_device_name(device)
-    if found < MIN_FP8_CAPABILITY:
+    if not has_fp8(device):
+        found, name = torch.cuda.get_device_capability(device), torch.cuda.get_device_name(device)
         raise InvalidRequestError(
             f"quantize fp8 needs a GPU of compute capability {MIN_FP8_CAPABILITY[0]}.{MIN_FP8_CAPABILITY[1]} or newer, "
             f"and {name} has {found[0]}.{found[1]}: use quantize Q8_0",

@@ -107,7 +107,7 @@ def gemm_packed(
             # of few tokens most may be missing, and all programs would load the same ones
             activations = tl.load(at, mask=is_token, other=0.0) if BM <= 32 else tl.load(at)
             acc = tl.dot(w, activations, acc)
-    at = (tl.program_id(2) * tokens + m[None, :]) * out_rows + n[:, None]
+    at = (tl.program_id(2) * tokens + m[None, :]).to(tl.int64) * out_rows + n[:, None]
     acc = acc * (unit * tl.load(factors + m, mask=m < tokens, other=0.0))[None, :]
     tl.store(out + at, acc.to(out.dtype.element_ty), mask=(m < tokens)[None, :] & (n < rows)[:, None])
 

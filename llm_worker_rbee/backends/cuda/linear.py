@@ -17,7 +17,7 @@ import torch
 from triton import cdiv, next_power_of_2
 
 from .compact_kinds import COMPACT_KINDS
-from .device import HOPPER_SHARED_BYTES, is_interpreted, shared_memory_bytes
+from .device import HOPPER_SHARED_BYTES, is_interpreted, num_multiprocessors, shared_memory_bytes
 from .elementwise import launch_convert
 from .gemm import gemm_dense, gemm_packed
 from .packed_weight import E4M3, FP8, Activations, PackedWeight, WeightPart, dequantize_rows, quantize_e4m3
@@ -26,7 +26,6 @@ MAX_GEMM_TOKENS = 256  # up to which packed weights are faster than cuBLAS on a 
 MAX_GEMM_TOKENS_BY_KIND = dict.fromkeys(COMPACT_KINDS, 128)  # which are decoded again for every 64; not measured
 SCRATCH_BYTES = 1 << 28  # of a matrix that is dequantized at a time
 INVARIANT_TOKENS = 64  # that splits are chosen for in batch-invariant mode
-MULTIPROCESSORS = 132
 SPLIT_COUNTS = (1, 2, 3, 4, 6, 8)
 MAX_SPLITS = 8
 MAX_LARGE_SPLITS = 2  # of more tokens than LARGE_TILE has: partial sums grow with them
@@ -179,26 +178,30 @@ def _compact_tile(tokens: int, kind: str, device: torch.device) -> GemmTile:
     return next((tile for limit, tile in COMPACT_TILES_BY_TOKENS.items() if tokens <= limit), large)
 
 
-def num_splits(rows: int, columns: int, tokens: int, tile: GemmTile, max_splits: int = MAX_SPLITS) -> int:
+def num_splits(
+    rows: int, columns: int, tokens: int, tile: GemmTile, device: torch.device, max_splits: int = MAX_SPLITS
+) -> int:
     """Return into how many splits the columns are divided, so that the last wave of programs is nearly full."""
     programs = cdiv(rows, tile.rows) * cdiv(tokens, tile.tokens)
     max_splits = min(max_splits, max(1, columns // GROUP_COLUMNS))
     if tokens > LARGE_TILE.tokens:
         max_splits = min(max_splits, MAX_LARGE_SPLITS)
-    counts, at_a_time = [n for n in SPLIT_COUNTS if n <= max_splits], MULTIPROCESSORS * tile.programs
+    counts, at_a_time = [n for n in SPLIT_COUNTS if n <= max_splits], num_multiprocessors(device) * tile.programs
     best: int = min(counts, key=lambda n: cdiv(programs * n, at_a_time) * columns / n + SPLIT_COST * n)
     return best
 
 
 def _part_tile(part: WeightPart, tokens: int, device: torch.device, *, batch_invariant: bool) -> GemmTile:
     tile = gemm_tile(tokens, part.kind, part.rows, device)
-    return INVARIANT_TILE if batch_invariant and tile == TILES_BY_TOKENS[64] else tile
+    if batch_invariant and tile[:3] == TILES_BY_TOKENS[64][:3] and part.kind not in COMPACT_KINDS:
+        return INVARIANT_TILE._replace(stages=tile.stages)
+    return tile
 
 
-def invariant_splits(part: WeightPart, device: torch.device) -> int:
+def invariant_splits(part: WeightPart, device: torch.device, max_splits: int = MAX_SPLITS) -> int:
     """Return the splits of a batch-invariant product: a function of the matrix alone."""
     tile = _part_tile(part, INVARIANT_TOKENS, device, batch_invariant=True)
-    return num_splits(part.rows, part.columns, INVARIANT_TOKENS, tile, INVARIANT_SPLITS)
+    return num_splits(part.rows, part.columns, INVARIANT_TOKENS, tile, device, min(max_splits, INVARIANT_SPLITS))
 
 
 def gemm(x: Activations, w: PackedWeight, max_splits: int, *, batch_invariant: bool) -> torch.Tensor:
@@ -206,9 +209,9 @@ def gemm(x: Activations, w: PackedWeight, max_splits: int, *, batch_invariant: b
     tokens, device = len(x.values), x.values.device
     largest = max(w.parts, key=lambda part: part.rows)
     tile = _part_tile(largest, tokens, device, batch_invariant=batch_invariant)
-    splits = num_splits(largest.rows, w.columns, tokens, tile, max_splits)
+    splits = num_splits(largest.rows, w.columns, tokens, tile, device, max_splits)
     if batch_invariant:
-        splits = invariant_splits(largest, device)
+        splits = invariant_splits(largest, device, max_splits)
     out = torch.empty(splits, tokens, w.rows, device=device)
     first = 0
     for part in w.parts:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from .. import reference_sampling
 from ..ops import NO_TOKENS, Ints, Logprobs, SampleRow, pending_id
-from .device import upload
+from .device import num_multiprocessors, upload
 from .sampling_kernels import NUM_INTS, argmax_rows, logprob_rows, sample_rows
 
 MAX_SCANNED = 32  # likeliest tokens that are found one by one; more of them are sorted
@@ -305,4 +305,4 @@ def _num_programs(device: torch.device) -> int:
     """Return the number of multiprocessors: each runs one program of the sampling kernel."""
     if device.type == "cpu":
         return INTERPRETED_PROGRAMS
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+    return num_multiprocessors(device)

@@ -88,6 +88,12 @@ def all_sizes(limits: StepLimits, *, is_tiled: bool) -> Iterator[StepSizes]:
         yield decode_sizes(size, is_tiled=is_tiled)
 
 
+def uncaptured_sizes(limits: StepLimits, *, is_tiled: bool) -> Iterator[StepSizes]:
+    """Yield the sizes of larger steps within the limits."""
+    for tokens in range(STEP_SIZES[-1] + STEP_MULTIPLE, limits.max_tokens, STEP_MULTIPLE):
+        yield prefill_sizes(tokens, 0, 0, is_tiled=is_tiled)
+
+
 def all_logits_sizes(limits: StepLimits) -> list[int]:
     """Return the numbers of logits of steps within the limits."""
     largest = padded_logits(limits.max_logits)

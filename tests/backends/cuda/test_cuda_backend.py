@@ -105,7 +105,7 @@ def test_batch_invariant_product_has_the_bits_of_one_token(kind: str, rng: np.ra
 
 def test_gemm_split_columns_are_summed(rng: np.random.Generator) -> None:
     shapes = ((4096, 512), (4096, 4096), (12288, 4096), (22016, 4096), (32000, 4096), (4096, 11008))
-    count = [linear.num_splits(rows, columns, 64, linear.TILES_BY_TOKENS[64]) for rows, columns in shapes]
+    count = [linear.num_splits(rows, columns, 64, linear.TILES_BY_TOKENS[64], DEVICE) for rows, columns in shapes]
     assert count == [1, 4, 2, 3, 1, 8]
     part = random_planes("q4", 33, 32 * 64, DEVICE)
     x = on_device(normal(rng, 9, 32 * 64))

@@ -10,7 +10,7 @@ import torch
 
 from llm_worker_rbee import backends, load
 from llm_worker_rbee.backends import select
-from llm_worker_rbee.backends.cuda import CudaBackend, device, repack
+from llm_worker_rbee.backends.cuda import CudaBackend, device, precompile, repack
 from llm_worker_rbee.config import DEVICE_SPARE_BYTES
 from llm_worker_rbee.errors import InsufficientMemoryError, InvalidRequestError, MissingDependencyError
 from llm_worker_rbee.weights.quants import BLOCK_TYPES
@@ -62,6 +62,18 @@ def test_select_gpu_without_gpu_raises(two_gpus: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.skipif(not device.is_interpreted(), reason="under the interpreter there is no GPU to look for")
+def test_gpu_without_e4m3_has_no_float8_kv_cache(two_gpus: pytest.MonkeyPatch) -> None:
+    two_gpus.setattr(torch.cuda, "get_device_capability", lambda i: (8, 6))
+    two_gpus.setattr(device, "open_device", lambda index: torch.device("cuda", 0))
+    two_gpus.setattr(precompile, "open_cache", lambda capability: None)
+    found = CudaBackend()
+    assert found.kv_types == ("bfloat16", "float16", "float32")
+    with pytest.raises(InvalidRequestError, match="kv_type float8 is not for this GPU: use one of auto, bfloat16"):
+        select.resolve_kv_type(found, "float8")
+    assert "float8" in cuda.kv_types
+    assert not device.has_pdl(torch.device("cuda", 1))
+
+
 def test_select_backend_under_interpreter_is_cuda() -> None:
     assert isinstance(backends.select_backend("cuda"), CudaBackend)
     assert isinstance(backends.select_backend("auto", "cuda"), CudaBackend)

@@ -16,6 +16,7 @@ from llm_worker_rbee.backends.cuda.step_sizes import (
     decode_sizes,
     prefill_sizes,
     tile_programs,
+    uncaptured_sizes,
 )
 from llm_worker_rbee.backends.ops import StepLimits
 
@@ -47,6 +48,14 @@ def test_every_step_within_limits_is_warmed_up(limits: StepLimits, is_tiled: boo
         sizes = decode_sizes(requests, is_tiled=is_tiled)
         assert requests <= sizes.tokens <= max(8, 2 * requests)
         assert sizes.graph in graphs
+
+
+@pytest.mark.parametrize("limits", LIMITS)
+def test_every_uncaptured_size_is_launched(limits: StepLimits) -> None:
+    """cuBLAS chooses kernels by size."""
+    found = {sizes.tokens for sizes in (*all_sizes(limits, is_tiled=False), *uncaptured_sizes(limits, is_tiled=False))}
+    assert found >= {prefill_sizes(tokens, 0, 0, is_tiled=False).tokens for tokens in range(1, limits.max_tokens + 1)}
+    assert not any(sizes.is_captured for sizes in uncaptured_sizes(limits, is_tiled=False))
 
 
 def test_largest_steps_are_captured_first() -> None:
