@@ -34,11 +34,11 @@ def cache_root() -> Path | None:
     return base / "llm-worker-rbee" / "kernels"
 
 
-def open_cache_dir(name: str) -> Path | None:
+def open_cache_dir(name: str, *, must_grow: bool = False) -> Path | None:
     """Return the folder of a version, a temporary one if it cannot be written, or None.
 
-    One that was filled beforehand, as in a container image, only has to be readable: the temporary one then starts
-    with links to all that it holds.
+    One that was filled beforehand, as in a container image, only has to be readable. If it `must_grow`, there is a
+    temporary one that starts with links to all that it holds.
     """
     root = cache_root()
     try:
@@ -46,7 +46,7 @@ def open_cache_dir(name: str) -> Path | None:
             raise OSError("there is no home folder")
         folder = root / name
         if folder.is_dir() and not os.access(folder, os.W_OK) and any(folder.iterdir()):
-            return _temporary_dir(name, folder)
+            return _temporary_dir(name, folder) if must_grow else folder
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass

@@ -46,7 +46,8 @@ def test_read_only_folder_is_extended_by_a_temporary_one(tmp_path: Path, monkeyp
     (filled / "entry").mkdir(parents=True)
     (filled / "entry" / "kernel").write_text("code")
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != filled)
-    folder = kernel_cache.open_cache_dir(NAME)
+    assert kernel_cache.open_cache_dir(NAME) == filled
+    folder = kernel_cache.open_cache_dir(NAME, must_grow=True)
     assert folder is not None
     assert (folder / "entry" / "kernel").read_text() == "code"
     (folder / "new").mkdir()

@@ -12,19 +12,14 @@ Importing this module also gives the compiler what LLVM wants and Numba lacks: f
 
 from __future__ import annotations
 
-import atexit
 import hashlib
 import logging
 import os
 import pickle
 import re
-import shutil
 import sys
-import tempfile
 import threading
-import time
 from collections.abc import Callable
-from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from types import FunctionType
@@ -41,12 +36,10 @@ from numba.core.runtime import nrt
 from ... import machine
 from ...weights.quants import codebooks
 from .. import cpu_info
+from ..kernel_cache import CACHE_VARIABLE, open_cache_dir
 
 cpu_info.llvm_features()  # tells LLVM what the machine has before Numba makes its compiler
 SOURCES = Path(__file__).parent
-CACHE_VARIABLE = "LLM_WORKER_KERNEL_CACHE"
-MIN_DIRS_KEPT = 4  # the newest stay however old they are
-MAX_UNUSED_DAYS = 30
 DIGEST_BYTES = 32  # before the code
 TASK_SIGNATURE = nb.void(nb.int64, nb.int64, nb.int64)  # (arguments, step, piece)
 _OPTIONS: Any = {"nogil": True, "error_model": "numpy"}
@@ -130,76 +123,10 @@ def fingerprint() -> str:
     return digest.hexdigest()[:16]
 
 
-def cache_root() -> Path | None:
-    """Return the folder of all versions: the variable's, or one in the user's cache; None without a home."""
-    variable, home = os.environ.get(CACHE_VARIABLE), os.environ.get("XDG_CACHE_HOME")
-    if variable:
-        return Path(variable).absolute()
-    try:
-        base = Path(home) if home and Path(home).is_absolute() else Path.home() / ".cache"
-    except RuntimeError:
-        return None
-    return base / "llm-worker-rbee" / "kernels"
-
-
 @cache
 def cache_dir() -> Path | None:
     """Return the folder of this version's machine code; None: nothing can be cached."""
     return open_cache_dir(fingerprint())
-
-
-def open_cache_dir(name: str) -> Path | None:
-    """Return the folder of a fingerprint, a temporary one if it cannot be written, or None.
-
-    A folder that was filled beforehand, as in a container image, only has to be readable.
-    """
-    root = cache_root()
-    try:
-        if root is None:
-            raise OSError("there is no home folder")
-        folder = root / name
-        if folder.is_dir() and not os.access(folder, os.W_OK) and any(folder.iterdir()):
-            return folder
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-        os.utime(folder)  # the time of last use
-        _remove_unused(root)
-        return folder
-    except OSError as error:
-        logger.warning(
-            "compiled kernels cannot be kept in %s (%s), so each start compiles them: set %s to a folder that can be "
-            "written to", root, error.strerror or error, CACHE_VARIABLE,
-        )  # fmt: skip
-        return _temporary_dir(name)
-
-
-def _temporary_dir(name: str) -> Path | None:
-    """Return a folder that is removed when this process ends."""
-    try:
-        root = Path(tempfile.mkdtemp(prefix="llm-worker-rbee-kernels-"))
-        folder = root / name
-        folder.mkdir()
-    except OSError:
-        return None
-    owner = os.getpid()
-
-    def remove() -> None:
-        if os.getpid() == owner:  # not at the end of a forked child
-            shutil.rmtree(root, ignore_errors=True)
-
-    atexit.register(remove)
-    return folder
-
-
-def _remove_unused(root: Path) -> None:
-    """Remove code of versions that were not used for long, except the newest few."""
-    with suppress(OSError):
-        versions = [folder for folder in root.iterdir() if re.fullmatch("[0-9a-f]{16}", folder.name)]
-        last_used = {folder: folder.stat().st_mtime for folder in versions}
-        for folder in sorted(last_used, key=lambda one: last_used[one])[:-MIN_DIRS_KEPT]:
-            if last_used[folder] < time.time() - MAX_UNUSED_DAYS * 86400:
-                shutil.rmtree(folder, ignore_errors=True)
 
 
 @cache

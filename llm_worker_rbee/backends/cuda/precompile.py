@@ -359,7 +359,7 @@ def open_cache(capability: tuple[int, int]) -> Path | None:
     named = os.environ.get(TRITON_CACHE_VARIABLE)
     if named:
         return Path(named)
-    folder = kernel_cache.open_cache_dir(fingerprint(capability))
+    folder = kernel_cache.open_cache_dir(fingerprint(capability), must_grow=True)
     if folder is None:
         return None
     triton.knobs.cache.dir = str(folder)

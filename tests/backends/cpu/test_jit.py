@@ -7,7 +7,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ import pytest
 from llm_worker_rbee import machine
 from llm_worker_rbee.backends import cpu_info
 from llm_worker_rbee.backends.cpu import jit
+from llm_worker_rbee.backends.kernel_cache import CACHE_VARIABLE
 from tests.backends.test_cpu_info import run
 
 PACKAGE = Path(__file__).parents[3] / "llm_worker_rbee"
@@ -72,7 +72,7 @@ RIGHT, WRONG = 6.0, 54.0
 
 def start(cache: Path | str, root: Path = PACKAGE.parent, **env: str) -> subprocess.Popen[str]:
     """Run three small kernels in a process of its own."""
-    given = {"PYTHONPATH": str(root), jit.CACHE_VARIABLE: str(cache), "LLM_WORKER_THREADS": "1", **env}
+    given = {"PYTHONPATH": str(root), CACHE_VARIABLE: str(cache), "LLM_WORKER_THREADS": "1", **env}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     return subprocess.Popen([sys.executable, "-c", RUN], env={**os.environ, **given}, cwd=root, text=True, **pipes)  # type: ignore[call-overload, no-any-return]
 
@@ -128,18 +128,6 @@ def test_jit_cache_unwritable_or_full_only_warns(tmp_path: Path) -> None:
         assert (value, kept) == (RIGHT, False)
     assert not list(passing.iterdir())
     assert not [file for folder in small.iterdir() for file in folder.iterdir()]
-
-
-def test_open_cache_dir_removes_unused_versions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(jit.CACHE_VARIABLE, str(tmp_path))
-    days = {f"{number:016x}": age for number, age in enumerate([90, 50, 40, 35, 20, 10])}
-    for name, age in [*days.items(), ("not-ours", 90)]:
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "kernel").write_text("code")
-        os.utime(tmp_path / name, (time.time() - age * 86400,) * 2)
-    assert jit.open_cache_dir("f" * 16) == tmp_path / ("f" * 16)
-    left = {path.name for path in tmp_path.iterdir()}
-    assert left == {name for name, age in days.items() if age <= 35} | {"not-ours", "f" * 16}
 
 
 @pytest.mark.skipif(not machine.is_x86(), reason="elsewhere LLVM has instructions for it")
