@@ -5,8 +5,8 @@ and each decode takes the token that the device has sampled for it (`pending_id`
 is discovered one step late; what was launched for it is discarded: it wrote to a block of its own, and the block's next
 owner writes later. Scheduler state changes only when a step is collected, so an in-flight step can be dropped.
 
-A request that needs its token on the host first (guided decoding, whose mask follows from it) can be left out of the
-step ahead, as one whose last token is in flight is: the others of its batch go on.
+A request whose last token is in flight is left out of the step ahead, and the others of its batch go on. So could one
+be that needs its token on the host first, as guided decoding would, which does not exist yet.
 
 Steps are not launched ahead where they would preempt a request, or score a prompt; nor while there are drafts, which
 follow tokens that the host must know: steps with drafts pay for the host's work between them, which is 0.4 ms for one

@@ -18,7 +18,7 @@ GROUP_STEPS, WINDOW_GROUPS = 8, 8
 WINDOW_STEPS = GROUP_STEPS * WINDOW_GROUPS
 SETTLING_STEPS = 4  # not measured after a switch: the step in flight ends, a draft model catches up
 MIN_INTERVAL, MAX_INTERVAL = 256, 8192  # steps from one probe to the next
-MIN_GAIN = 1.03  # of the probed mode: less is not told apart from noise
+MIN_GAIN = 1.03  # of the probed mode: less may be noise
 MIN_GROUP_S = 1e-9  # a clock may show less
 
 

@@ -110,8 +110,7 @@ def apply_penalties(
 ):  # fmt: skip
     """Apply logit bias, then the repetition penalty, then presence and frequency; e counts the uses of a token.
 
-    A bitmask of allowed tokens (guided decoding) belongs here, before the biases: one more pointer, with the row's
-    offset in `ints`, and s = -inf where the bit is 0. Such a row takes this path, as one with lists."""
+    Guided decoding does not exist yet: its bitmask of allowed tokens would be applied here, before the biases."""
     first, second, third, last = tl.load(ints + 8), tl.load(ints + 9), tl.load(ints + 10), tl.load(ints + 11)
     for start in range(first, second, LIST_TILE):
         i = start + tl.arange(0, LIST_TILE)

@@ -224,7 +224,7 @@ def serving(
 def _run_server(
     own: OwnOptions, made: Spec | None, args: list[str], server: ServerOptions
 ) -> Iterator[ServerProcess | None]:
-    """Run a server of our own for the length of the block, if one is asked for; a synthetic model is written first."""
+    """Run a server of our own for the length of the block, with `--spawn`; a synthetic model is written first."""
     with ExitStack() as opened:
         if made is not None:
             with step_progress() as progress:
