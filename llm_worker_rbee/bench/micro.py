@@ -3,7 +3,9 @@
 The first five families and their sizes are those of the Rust worker's suite (float32, batch 1, hidden 4096, 32 heads of
 128, rope base 10000, positions from 0). A case that needs a function beyond the op table runs on the reference where
 the backend has none. `Work` is the least that an ideal implementation would read, write and compute. `scheduler` is
-schedule and update of requests that decode, `scheduler_batch` also builds the arrays of the step.
+schedule and update of requests that decode, `scheduler_batch` also builds the arrays of the step. `kernel/` are the
+kernels of the CPU at the sizes of models, for comparing instruction sets: matrix products by layout and tokens, with
+quantizing the activations; attention as HEADS/TOKENS@CONTEXT; quantizing alone.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from statistics import fmean, median, pstdev
 from types import SimpleNamespace
 from typing import Any, cast
@@ -22,7 +24,7 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from ..backends import select_backend
+from ..backends import resolve_kv_type, select_backend
 from ..backends.ops import AttentionParams, Batch, KVLayer, RopeTable, SampleRow
 from ..backends.reference import ReferenceBackend
 from ..config import EngineConfig
@@ -45,7 +47,7 @@ from ..weights.quants import BLOCK_TYPES, BlockType
 from . import statistics
 from .baseline import Comparison, compare_results
 from .results import Recorder, Result, round_samples
-from .roofline import Limits, Work, backend_threads, matmul_ceiling, measure_limits
+from .roofline import Limits, Work, backend_threads, matmul_ceiling, measure_limits, product_program, quantize_program
 from .synthetic import random_tensor
 from .workload import TEXT, read_text
 
@@ -66,6 +68,19 @@ BLOCK_SHAPES = ((960, 576), (576, 576), (2 * 1536, 576), (576, 1536))  # qkv, ou
 BLOCK_BYTES = sum(rows * BLOCK_TYPES["Q4_1"].row_bytes(columns) for rows, columns in BLOCK_SHAPES)
 DEFAULT_MODEL_LAYERS = 30
 ENCODED_CHARACTERS = 4096
+
+KERNEL = "kernel/"
+KERNEL_SHAPE = (11008, 4096)  # gate or up of Llama-2-7B: larger than most caches
+# One block type for each layout that common files have; Q4_K is packed as Q4_1.
+KERNEL_TYPES = ("Q4_0", "Q4_1", "Q8_0", "Q5_K", "Q6_K", "Q3_K", "Q2_K", "IQ4_NL")
+KERNEL_TOKENS = (1, 2, 4, 8, 16, 128)
+FLOAT_KERNEL_TOKENS = (1, 16)
+# (heads, KV heads, head_dim) of the default model and of Llama-2-7B -> (tokens, context) of attention
+KERNEL_CONTEXTS = {
+    (9, 3, 64): ((1, 4096), (1, 8192), (128, 128), (512, 512), (512, 4096)),
+    (32, 32, 128): ((1, 4096), (128, 128), (512, 512), (128, 4096)),
+}
+KERNEL_KV_BYTES = 2  # float16
 
 MIN_PROMPT, MAX_PROMPT = 200, 400  # tokens of a request of the scheduler's benchmarks
 RESTART_CONTEXT = 4096  # tokens after which all requests start again: so far apart that it does not count
@@ -146,6 +161,7 @@ class Case:
     make: Callable[[Any], Function]
     work: Work
     needs: str | None = None  # a function beyond the op table, which the reference backend has
+    backend: str | None = None  # the only one that can run it
 
     def select_ops(self, ops: Any) -> Any:
         """Return the backend that can run this: the given one, or the reference."""
@@ -215,8 +231,8 @@ def consecutive_batch(tokens: int, context: int, block_size: int = 16) -> Batch:
     )  # fmt: skip
 
 
-def _filled_kv(ops: Any, context: int, kv_heads: int, head_dim: int) -> KVLayer:
-    kv: KVLayer = ops.empty_kv(-(-context // 16), 16, kv_heads, head_dim)
+def _filled_kv(ops: Any, context: int, kv_heads: int, head_dim: int, kind: str = "float32") -> KVLayer:
+    kv: KVLayer = ops.empty_kv(-(-context // 16), 16, kv_heads, head_dim, kind)
     keys, values = _random(ops, 2, context, kv_heads, head_dim)
     ops.rope_store(keys, keys, values, _positions(context), rope_table(head_dim), kv, _positions(context))
     return kv
@@ -361,13 +377,71 @@ class DecodingScheduler:
             self.restart()
 
 
+def kernel_cases() -> Iterator[Case]:
+    """Yield the benchmarks of the CPU's kernels, in the order in which they run."""
+    for name, lengths in (*((name, KERNEL_TOKENS) for name in KERNEL_TYPES), ("F16", FLOAT_KERNEL_TOKENS)):
+        for n in lengths:
+            yield _kernel(f"matmul/{name}/{n}", partial(_matmul, name, False, n), _matmul_work(name, n))
+    for name in ("Q6_K", "Q8_0"):  # the output head, whose activations have two terms
+        yield _kernel(f"matmul_two_term/{name}/1", partial(_matmul, name, True, 1), _matmul_work(name, 1, terms=2))
+    for heads, contexts in KERNEL_CONTEXTS.items():
+        for tokens, context in contexts:
+            name = f"attention/{heads[0]}x{heads[2]}/{tokens}@{context}"
+            yield _kernel(name, partial(_paged_attention, heads, tokens, context), _paged_work(heads, tokens, context))
+    for n in (1, 128):
+        work = Work((F + 1) * n * KERNEL_SHAPE[1])  # floats to bytes
+        yield _kernel(f"quantize/{n}", partial(_quantize, n), work)
+
+
+def _kernel(name: str, make: Callable[[Any], Function], work: Work) -> Case:
+    return Case(KERNEL + name, make, work, backend="cpu")
+
+
+@cache
+def _kernel_weight(ops: Any, kind: str) -> Any:
+    return ops.prepare([random_tensor(BLOCK_TYPES[kind], KERNEL_SHAPE)])
+
+
+def _matmul(kind: str, two_term: bool, tokens: int, ops: Any) -> Function:
+    weight = _kernel_weight(ops, kind)
+    return product_program([weight.two_term() if two_term else weight], tokens, ops.threads)
+
+
+def _matmul_work(kind: str, tokens: int, terms: int = 1) -> Work:
+    rows, columns = KERNEL_SHAPE
+    moved = rows * BLOCK_TYPES[kind].row_bytes(columns) + F * tokens * (rows + columns)
+    return Work(moved, 2 * terms * tokens * rows * columns)
+
+
+def _quantize(tokens: int, ops: Any) -> Function:
+    return quantize_program(KERNEL_SHAPE[1], tokens, ops.threads)
+
+
+@cache
+def _kernel_kv(ops: Any, context: int, kv_heads: int, head_dim: int) -> KVLayer:
+    return _filled_kv(ops, context, kv_heads, head_dim, resolve_kv_type(ops))
+
+
+def _paged_attention(heads: tuple[int, int, int], tokens: int, context: int, ops: Any) -> Function:
+    n_heads, kv_heads, head_dim = heads
+    q, kv = _random(ops, tokens, n_heads, head_dim), _kernel_kv(ops, context, kv_heads, head_dim)
+    return partial(ops.attention, q, kv, consecutive_batch(tokens, context), AttentionParams(head_dim**-0.5))
+
+
+def _paged_work(heads: tuple[int, int, int], tokens: int, context: int) -> Work:
+    n_heads, kv_heads, head_dim = heads
+    pairs = tokens * context - tokens * (tokens - 1) // 2  # a query sees the keys up to its own
+    moved = 2 * KERNEL_KV_BYTES * context * kv_heads * head_dim + 2 * F * tokens * n_heads * head_dim
+    return Work(moved, 4 * pairs * n_heads * head_dim)
+
+
 def model_file_cases() -> Iterator[Case]:
     """Yield the benchmarks on the default model, which is downloaded if it is not here."""
     for name in ("encode", "decode"):
         yield Case(f"tokenizer/{name}", partial(_tokenize, name), Work(float(ENCODED_CHARACTERS)), needs="tokenizer")
     metadata = Work(2e6)  # bytes, about
     yield Case("gguf_open", lambda _: partial(open_checkpoint, locate_model(None)), metadata, needs="tokenizer")
-    yield from map(_products, (1, 16))
+    yield from map(_products, (1, 16, 128))
 
 
 def _tokenize(direction: str, _: Any) -> Function:
@@ -398,7 +472,7 @@ def select(pattern: str | None) -> list[Case]:
         expression = re.compile(pattern or "")
     except re.error as error:
         raise InvalidRequestError(f"--filter {pattern!r} is not a regular expression: {error}", "filter") from None
-    all_cases = [*op_cases(), *scheduler_cases(), *model_file_cases()]
+    all_cases = [*op_cases(), *scheduler_cases(), *model_file_cases(), *kernel_cases()]
     found = [case for case in all_cases if expression.search(case.name)]
     if not found:
         families = ", ".join(sorted({case.name.split("/")[0] for case in all_cases}))
@@ -408,18 +482,23 @@ def select(pattern: str | None) -> list[Case]:
 
 def run(
     recorder: Recorder, progress: StepProgress, selected: Sequence[Case], backends: Sequence[str], plan: TimingPlan,
-    threads: int | None = None,
+    threads: int | None = None, rounds: int = ROUNDS, isa: str | None = None,
 ) -> None:  # fmt: skip
-    """Measure each case on each backend, in several rounds over all cases; in a round the backends take turns."""
+    """Measure each case on each backend, in several rounds over all cases; in a round the backends take turns.
+
+    `isa` is the instruction set that was forced: results of the CPU's kernels are named by it.
+    """
     tables = [select_backend("auto", name, None if name == "reference" else threads) for name in backends]
-    progress("measuring the machine's limits", 0, ROUNDS * len(selected))
+    selected = [case for case in selected if _can_run(case, tables, recorder)]
+    total = rounds * len(selected)
+    progress("measuring the machine's limits", 0, total)
     limits = measure_limits(max(map(backend_threads, tables)))
     recorder.details["limits"] = limits.as_json()
     taken: dict[str, list[list[Measurement]]] = {case.name: [] for case in selected}  # rounds, then backends
-    for index, case in enumerate([*selected] * ROUNDS):
+    for index, case in enumerate([*selected] * rounds):
 
         def on_progress(part: float, index: int = index, name: str = case.name) -> None:
-            progress(name, index + part, ROUNDS * len(selected))
+            progress(name, index + part, total)
 
         on_progress(0.0)
         used = [case.select_ops(ops) for ops in tables]
@@ -430,13 +509,21 @@ def run(
             continue
         taken[case.name].append(measure(functions, plan, on_progress))
         kept = quietest_rounds(taken[case.name])
-        for name, rounds in zip(_backend_labels(used), zip(*taken[case.name], strict=True), strict=True):
-            recorder.add_result(make_result(case, name, rounds, kept, limits))
+        for name, measured in zip(_backend_labels(used, isa), zip(*taken[case.name], strict=True), strict=True):
+            recorder.add_result(make_result(case, name, measured, kept, limits))
 
 
-def round_plan(seconds: float) -> TimingPlan:
+def _can_run(case: Case, tables: Sequence[Any], recorder: Recorder) -> bool:
+    """Return whether all backends can run a case; one that they cannot is left out with the reason."""
+    if case.backend is None or all(ops.name == case.backend for ops in tables):
+        return True
+    recorder.details.setdefault("left_out", {})[case.name] = f"only the backend {case.backend} has it"
+    return False
+
+
+def round_plan(seconds: float, rounds: int = ROUNDS) -> TimingPlan:
     """Return the plan of one round, so that all rounds of a case together take so long."""
-    return TimingPlan(seconds=seconds / ROUNDS, min_samples=2, max_samples=25, warm_up_s=min(0.02, seconds / 5))
+    return TimingPlan(seconds=seconds / rounds, min_samples=2, max_samples=25, warm_up_s=min(0.02, seconds / 5))
 
 
 def quietest_rounds(rounds: Sequence[Sequence[Measurement]]) -> list[int]:
@@ -445,9 +532,12 @@ def quietest_rounds(rounds: Sequence[Sequence[Measurement]]) -> list[int]:
     return sorted(sorted(range(len(rounds)), key=spent.__getitem__)[: -(-len(rounds) // 2)])
 
 
-def _backend_labels(used: Sequence[Any]) -> list[str]:
-    """Return the names of backends; one that is measured against itself, as a test of the noise, is numbered."""
-    names = [str(ops.name) for ops in used]
+def _backend_labels(used: Sequence[Any], isa: str | None) -> list[str]:
+    """Return the names of backends, `cpu:avx2` where the instruction set was forced.
+
+    A backend that is measured against itself, as a test of the noise, is numbered.
+    """
+    names = [f"{ops.name}:{isa}" if isa and ops.name == "cpu" else str(ops.name) for ops in used]
     return names if len(set(names)) == len(names) else [f"{name}#{i + 1}" for i, name in enumerate(names)]
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
@@ -152,12 +152,18 @@ def _one_by_one(model: Transformer, rows: int) -> Callable[[], object]:
 
 
 def _program(model: Transformer, rows: int) -> Callable[[], object]:
-    """Make a program whose step table points at one input and one output, large enough for all."""
-    from ..backends.cpu import elementwise, linear, quantize_activations  # they need Numba
-    from ..backends.cpu.program import Program, Step, new_step
-
     *layers, head = model.matrices()
-    weights, threads = [*layers, head.two_term()], model.ops.threads or 1
+    return product_program([*layers, head.two_term()], rows, model.ops.threads or 1)
+
+
+def product_program(weights: Sequence[Any], rows: int, threads: int) -> Callable[[], object]:
+    """Return a function that multiplies random activations with packed weights of the CPU, one after the other.
+
+    The step table points at one input and one output, large enough for all. The caller keeps the weights alive.
+    """
+    from ..backends.cpu import elementwise, linear, quantize_activations  # they need Numba
+    from ..backends.cpu.program import Step
+
     widest = max(w.columns for w in weights)
     out = np.empty((rows, max(w.rows for w in weights)), np.float32)
     arrays = _random(rows, widest), out, *quantize_activations.allocate(2 * rows, widest)
@@ -168,15 +174,33 @@ def _program(model: Transformer, rows: int) -> Callable[[], object]:
             two_term = any(w.residual_activations)
             made.append(elementwise.quantize_task(Step.TOKENS, source, activations, w.columns, two_term=two_term))
         made += linear.linear_tasks(w, Step.TOKENS, source, activations, target, threads)
-    program, step = Program(made), new_step(Step.END + len(arrays))
+    return _run_tasks(made, arrays, rows, threads)
+
+
+def quantize_program(columns: int, rows: int, threads: int) -> Callable[[], object]:
+    """Return a function that quantizes random activations, as the CPU does before a matrix product."""
+    from ..backends.cpu import elementwise, quantize_activations  # they need Numba
+    from ..backends.cpu.program import Step
+
+    unused = np.empty(1, np.float32)  # entries of a step are those of `product_program`
+    arrays = _random(rows, columns), unused, *quantize_activations.allocate(rows, columns)
+    task = elementwise.quantize_task(Step.TOKENS, Step.END, Step.END + 2, columns, two_term=False)
+    return _run_tasks([task], arrays, rows, threads)
+
+
+def _run_tasks(tasks: list[Any], arrays: Sequence[NDArray[Any]], rows: int, threads: int) -> Callable[[], object]:
+    """Return a function that runs the tasks on these arrays, the entries of the step table behind its own."""
+    from ..backends.cpu.program import Program, Step, new_step  # it needs Numba
+
+    program, step = Program(tasks), new_step(Step.END + len(arrays))
     step[Step.TOKENS] = rows
     step[Step.END :] = [array.ctypes.data for array in arrays]
 
-    def multiply() -> object:
+    def run() -> object:
         program.run(step, threads)
         return arrays[1]
 
-    return multiply
+    return run
 
 
 def _random(rows: int, width: int) -> NDArray[np.float32]:

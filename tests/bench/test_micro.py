@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from llm_worker_rbee.backends.cpu import CpuBackend
 from llm_worker_rbee.backends.reference import ReferenceBackend
 from llm_worker_rbee.bench import micro, roofline
 from llm_worker_rbee.bench.micro import Case, Measurement, TimingPlan, calibrate, measure
@@ -114,6 +115,52 @@ def test_select_ops_missing_function_falls_back_to_reference() -> None:
     assert homes["qkv_projection"] == homes["full_attention"] == homes["linear"] == homes["sampling"] == {"fast"}
 
 
+def test_kernel_cases_count_multiply_adds_and_bytes_of_the_file() -> None:
+    cases = {case.name: case for case in micro.kernel_cases()}
+    assert len(cases) == len(list(micro.kernel_cases()))
+    assert {case.backend for case in cases.values()} == {"cpu"}
+    rows, columns = micro.KERNEL_SHAPE
+    q4_0 = cases["kernel/matmul/Q4_0/16"].work
+    assert q4_0 == (rows * columns // 32 * 18 + 4 * 16 * (rows + columns), 2 * 16 * rows * columns, None)
+    assert cases["kernel/matmul_two_term/Q6_K/1"].work.operations == 2 * cases["kernel/matmul/Q6_K/1"].work.operations
+    decode, prefill = (cases[f"kernel/attention/9x64/{n}"].work for n in ("1@4096", "512@512"))
+    assert decode.operations == 2 * 2 * 4096 * 9 * 64  # a product with each key and with each value
+    assert prefill.operations == 2 * 2 * (512 * 513 // 2) * 9 * 64
+    assert decode.bytes == 2 * 2 * 4096 * 3 * 64 + 2 * 4 * 9 * 64
+
+
+@pytest.mark.parametrize("name", ["Q4_0/1", "Q8_0/3", "F16/1"])
+def test_kernel_matmul_equals_dequantized_product(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(micro, "KERNEL_SHAPE", (48, 256))
+    monkeypatch.setattr(micro, "KERNEL_TOKENS", (1, 3))
+    micro._kernel_weight.cache_clear()
+    (case,) = [case for case in micro.kernel_cases() if case.name == f"kernel/matmul/{name}"]
+    kind, tokens = name.split("/")
+    product: Any = case.make(CpuBackend())()
+    weight = random_tensor(micro.BLOCK_TYPES[kind], (48, 256)).dequantize()
+    np.testing.assert_allclose(product, roofline._random(int(tokens), 256) @ weight.T, atol=0.05)
+    micro._kernel_weight.cache_clear()  # of the wrong shape for others
+
+
+def test_kernel_attention_equals_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(micro, "KERNEL_CONTEXTS", {(4, 2, 32): ((3, 40),)})
+    (case,) = [case for case in micro.kernel_cases() if "attention" in case.name]
+    assert case.name == "kernel/attention/4x32/3@40"
+    results: list[Any] = [case.make(ops)() for ops in (CpuBackend(), ReferenceBackend())]
+    np.testing.assert_allclose(*results, atol=2e-3)  # the CPU's keys and values are float16
+
+
+def test_run_names_the_instruction_set_and_leaves_kernels_of_the_cpu_out() -> None:
+    selected = micro.select("^(rms_norm/1|kernel/quantize/1)$")
+    forced, reference = Recorder("micro"), Recorder("micro")
+    micro.run(forced, lambda *_: None, selected, ["cpu"], QUICK, rounds=2, isa="portable")
+    assert [r.key for r in forced.results()] == [("rms_norm/1", "cpu:portable"), ("kernel/quantize/1", "cpu:portable")]
+    assert [len(r.fields["rounds"]) for r in forced.results()] == [1, 1]  # the quieter of two
+    micro.run(reference, lambda *_: None, selected, ["reference"], QUICK, rounds=1)
+    assert [r.key for r in reference.results()] == [("rms_norm/1", "reference")]
+    assert reference.details["left_out"] == {"kernel/quantize/1": "only the backend cpu has it"}
+
+
 @pytest.mark.parametrize("arrays", [False, True])
 def test_decoding_scheduler_step_adds_a_token_to_each_request(arrays: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(micro, "RESTART_CONTEXT", micro.MAX_PROMPT + 40)
@@ -144,7 +191,7 @@ def test_select_without_match_raises() -> None:
         *(f"scheduler/{n}" for n in (1, 16, 64, 256)),
         "scheduler_batch/64",
     ]
-    assert [case.name for case in micro.select("products")] == ["products/1", "products/16"]
+    assert [case.name for case in micro.select("products")] == ["products/1", "products/16", "products/128"]
     with pytest.raises(InvalidRequestError, match=r"'ropes' matches no benchmark.*rope_forward"):
         micro.select("ropes")
     with pytest.raises(InvalidRequestError, match="not a regular expression"):

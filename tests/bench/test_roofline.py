@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from llm_worker_rbee.backends.cpu import CpuBackend, program
+from llm_worker_rbee.backends.cpu import CpuBackend, program, quantize_activations
 from llm_worker_rbee.backends.cpu.linear import linear_tasks
 from llm_worker_rbee.backends.reference import ReferenceBackend
 from llm_worker_rbee.bench import roofline
@@ -85,3 +85,11 @@ def test_matmul_ceiling_program_has_every_product(monkeypatch: pytest.MonkeyPatc
     wanted = [task.args.tolist() for some in single for task in some]
     found = [task.args.tolist() for task in run]
     assert [args for args in found if args in wanted] == wanted
+
+
+def test_quantize_program_writes_the_int8_activations(monkeypatch: pytest.MonkeyPatch) -> None:
+    buffers = quantize_activations.allocate(3, 64)
+    monkeypatch.setattr(quantize_activations, "allocate", lambda rows, columns: buffers)
+    roofline.quantize_program(64, 3, 1)()
+    codes, scales = buffers[0][: 3 * 64].reshape(-1, 32), buffers[1][: 3 * 2]
+    np.testing.assert_allclose(codes * scales[:, None], roofline._random(3, 64).reshape(-1, 32), atol=0.02)

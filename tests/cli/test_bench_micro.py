@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from llm_worker_rbee.backends import cpu_info
 from llm_worker_rbee.bench.results import Run
 from llm_worker_rbee.cli.bench.common import ResultOptions, recording
 
@@ -41,6 +42,20 @@ def test_micro_prints_table(cli: Callable[..., Any]) -> None:
     assert head.split() == ["BACKEND", "TIME", "95%", "INTERVAL", "OF", "LIMIT", "BOUND", "BY", "SAMPLES", "OUTLIERS"]
     assert [row.split()[0] for row in rows] == ["causal_mask/8", "rms_norm/1", "rms_norm/128"]
     assert all(" reference " in row for row in rows)
+
+
+def test_micro_several_instruction_sets_are_measured_in_processes(cli: Callable[..., Any], tmp_path: Path) -> None:
+    isas, saved = [cpu_info.available_isas()[0], "portable"], tmp_path / "run.json"
+    args = ("--filter", "kernel/quantize/1$", "--rounds", "1", "--save", saved, *FAST)
+    done = cli("bench", "micro", "--cpu-isa", ",".join(isas), *args)
+    assert done.returncode == 0, done.stderr
+    head, *rows = done.stdout.decode().splitlines()
+    assert head.split() == ["BACKEND", "TIME", "95%", "INTERVAL", "GMAC/S", "GB/S", "SAMPLES"]
+    assert [row.split()[:2] for row in rows] == [["kernel/quantize/1", f"cpu:{isa}"] for isa in isas]
+    assert Run.load(saved).settings["cpu_isa"] == ",".join(isas)
+    done = cli("bench", "micro", "--cpu-isa", "portable,sparc", *args)
+    assert done.returncode == 2
+    assert b"'sparc' cannot run here" in done.stderr
 
 
 def test_micro_json_is_one_object(cli: Callable[..., Any]) -> None:

@@ -1,14 +1,22 @@
 """`llm-worker-rbee bench micro` and `bench experiments`: ops and parts one by one; the claims, settled by measuring."""
 
-from dataclasses import dataclass
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import typer
 
+from ...backends import cpu_info
 from ...bench import experiments as claims_benchmark
 from ...bench import micro as benchmark
 from ...bench.experiments.harness import QUICK, THOROUGH, Harness
-from ...bench.results import Result, Run, write_atomically
+from ...bench.processes import describe_exit, package_environment
+from ...bench.results import Recorder, Result, Run, write_atomically
+from ...errors import WorkerError
 from ...progress import step_progress, transfer_progress
 from ...weights.hub import locate_model
 from ..options import MODEL_HELP, ComputeOptions, gather, use_threads
@@ -26,6 +34,7 @@ class MicroOptions:
     filter: str | None = option(None, "RE", "Only benchmarks whose name matches this expression.")
     ab: str | None = option(None, "backend=A,B", "Measure two backends in turn and compare them.")
     seconds: float = option(0.5, "X", "Seconds per benchmark.", min=0.01, max=600)
+    rounds: int = option(benchmark.ROUNDS, "N", "Rounds over all benchmarks; fewer take less time.", min=1, max=100)
     names: bool = option(False, None, "List the benchmarks and exit.", "--list")
 
 
@@ -38,28 +47,71 @@ def micro(options: MicroOptions, results: ResultOptions, computing: ComputeOptio
 
     A benchmark whose function only the reference has runs there, whatever the backend.
 
+    The kernels of the CPU (kernel/) are shown with billions of multiply-adds and bytes of the file a second.
+    --cpu-isa takes several instruction sets here, separated by commas, or all: each is measured in its own process.
+
     \b
     Examples:
       llm-worker-rbee bench micro --filter rope
+      llm-worker-rbee bench micro --filter kernel/ --cpu-isa all --rounds 3
       llm-worker-rbee bench micro --save-baseline before
       llm-worker-rbee bench micro --baseline before --threshold 0.05
       llm-worker-rbee bench micro --ab backend=reference,reference --filter linear/Q4
     """
-    used = computing.set_up()
+    isas = _parse_isas(computing.cpu_isa)
+    used = (replace(computing, cpu_isa=None) if len(isas) > 1 else computing).set_up()
     selected = benchmark.select(options.filter)
     if options.names:
         print("\n".join(case.name for case in selected))
         return
-    if options.ab is not None and computing.backend != "auto":
-        raise typer.BadParameter("--ab names both backends: leave --backend out")
+    if options.ab is not None and (computing.backend != "auto" or len(isas) > 1):
+        raise typer.BadParameter("--ab names both backends: leave --backend and several --cpu-isa out")
     backends = [computing.backend] if options.ab is None else _parse_ab(options.ab)
-    settings = {"filter": options.filter, "backends": backends, "seconds": options.seconds, "threads": used}
+    settings = {
+        "filter": options.filter, "backends": backends, "seconds": options.seconds, "rounds": options.rounds,
+        "threads": used, "cpu_isa": computing.cpu_isa,
+    }  # fmt: skip
     with common.recording("micro", results, _show_micro, **settings) as recorder:
+        if len(isas) > 1:
+            for isa in isas:
+                _measure_isa(recorder, isa, options, used)
+            return
         with step_progress() as progress:
-            plan = benchmark.round_plan(options.seconds)
-            benchmark.run(recorder, progress, selected, backends, plan, computing.kernel_threads)
+            plan = benchmark.round_plan(options.seconds, options.rounds)
+            threads, isa_or_none = computing.kernel_threads, isas[0] if isas else None
+            benchmark.run(recorder, progress, selected, backends, plan, threads, options.rounds, isa_or_none)
         if options.ab is not None:
             recorder.details["ab"] = [c.as_json() for c in benchmark.compare_backends(recorder.results())]
+
+
+def _parse_isas(text: str | None) -> list[str]:
+    """Parse `avx2,portable` or `all`."""
+    if text is None:
+        return []
+    usable = cpu_info.available_isas()
+    names = usable if text == "all" else [name.strip() for name in text.split(",")]
+    if len(names) > 1 and (wrong := [name for name in names if name not in usable]):
+        raise typer.BadParameter(f"--cpu-isa {text}: {wrong[0]!r} cannot run here, use some of {', '.join(usable)}")
+    return names
+
+
+def _measure_isa(recorder: Recorder, isa: str, options: MicroOptions, threads: int) -> None:
+    """Measure one instruction set in a process of its own, which shows its progress, and take its results over."""
+    note(f"instruction set {isa}")
+    with tempfile.TemporaryDirectory(prefix="llm-worker-rbee-") as folder:
+        saved = Path(folder) / "run.json"
+        command = [
+            sys.executable, "-m", "llm_worker_rbee", "bench", "micro", "--backend", "cpu", "--cpu-isa", isa,
+            "--threads", str(threads), "--seconds", str(options.seconds), "--rounds", str(options.rounds),
+            "--save", str(saved), *(["--filter", options.filter] if options.filter else []),
+        ]  # fmt: skip
+        done = subprocess.run(command, stdout=subprocess.DEVNULL, env=package_environment())
+        if done.returncode != 0:
+            raise WorkerError(describe_exit(f"bench micro --cpu-isa {isa}", done.returncode, b""))
+        run = Run.load(saved)
+    recorder.details |= run.details
+    for result in run.results:
+        recorder.add_result(result)
 
 
 def _parse_ab(ab: str) -> list[str]:
@@ -72,11 +124,30 @@ def _parse_ab(ab: str) -> list[str]:
 
 def _show_micro(run: Run) -> None:
     head = ["", "BACKEND", "TIME", "95% INTERVAL", "OF LIMIT", "BOUND BY", "SAMPLES", "OUTLIERS"]
-    common.print_table([head, *map(_micro_row, run.results)], right=[2, 4, 6])
-    for name, reason in run.details.get("left_out", {}).items():
-        note(f"left out {name}: {reason}")
+    others = [result for result in run.results if not result.name.startswith(benchmark.KERNEL)]
+    kernels = [result for result in run.results if result.name.startswith(benchmark.KERNEL)]
+    if others or not kernels:
+        common.print_table([head, *map(_micro_row, others)], right=[2, 4, 6])
+    if kernels:
+        print("\n" if others else "", end="")
+        names = list(dict.fromkeys(result.name for result in kernels))  # instruction sets stand below each other
+        rows = map(_kernel_row, sorted(kernels, key=lambda result: names.index(result.name)))
+        head = ["", "BACKEND", "TIME", "95% INTERVAL", "GMAC/S", "GB/S", "SAMPLES"]
+        common.print_table([head, *rows], right=[2, 4, 5, 6])
+    _note_left_out(run.details.get("left_out", {}))
     if len(run.settings["backends"]) == 2:
         common.show_changes(benchmark.compare_backends(run.results), float("inf"), ("A", "B"))
+
+
+def _note_left_out(left_out: Mapping[str, str]) -> None:
+    """Print each benchmark that was not measured with the reason; those of one family and reason as one line."""
+    families = Counter((name.split("/")[0], reason) for name, reason in left_out.items())
+    for name, reason in left_out.items():
+        family = name.split("/")[0]
+        if families[family, reason] == 1:
+            note(f"left out {name}: {reason}")
+        elif count := families.pop((family, reason), 0):
+            note(f"left out {count} of {family}/: {reason}")
 
 
 def _micro_row(result: Result) -> list[str]:
@@ -86,6 +157,15 @@ def _micro_row(result: Result) -> list[str]:
         result.name, str(fields["backend"]), common.quantity(result.estimate, result.unit), common.interval(result),
         f"{fields['percent_of_limit']:.1f}%", str(fields["bound_by"]),
         f"{len(result.samples)} x {fields['iterations']}", ", ".join(outliers),
+    ]  # fmt: skip
+
+
+def _kernel_row(result: Result) -> list[str]:
+    fields, seconds = result.fields, result.estimate
+    macs = f"{fields['operations'] / 2e9 / seconds:.1f}" if fields["operations"] else ""
+    return [
+        result.name, str(fields["backend"]), common.quantity(seconds, result.unit), common.interval(result),
+        macs, f"{fields['bytes'] / 1e9 / seconds:.2f}", f"{len(result.samples)} x {fields['iterations']}",
     ]  # fmt: skip
 
 
