@@ -95,6 +95,18 @@ def atomic_load(b: Any, address: Any) -> Any:
     return b.load_atomic(b.inttoptr(address, I64.as_pointer()), "acquire", 8)
 
 
+@emits(types.void(types.int64, types.int64))
+def atomic_store(b: Any, address: Any, value: Any) -> None:
+    """Set a shared counter; what was written before is seen by a thread that loads it."""
+    b.store_atomic(value, b.inttoptr(address, I64.as_pointer()), "release", 8)
+
+
+@emits(types.int64(types.int64, types.int64, types.int64))
+def compare_and_swap(b: Any, address: Any, expected: Any, value: Any) -> Any:
+    """Set a shared counter if it is `expected`; return its value before."""
+    return b.extract_value(b.cmpxchg(b.inttoptr(address, I64.as_pointer()), expected, value, "acq_rel", "acquire"), 0)
+
+
 @emits(types.void())
 def cpu_pause(b: Any) -> None:
     """Tell the processor that this is a spin loop."""

@@ -5,6 +5,10 @@ far from the other threads. It takes the next free piece of its range, then thos
 are taken it waits until all are done, and goes on to the next task. A thread that comes late finds the work done:
 only threads that hold a piece are waited for, so any number of threads may really run.
 
+Threads share few cache lines: one for each range, which its thread alone writes unless others help; one that counts
+finished pieces, written once by each thread in a task; and one with the last finished task, which waiting threads
+read and which is written once in a task.
+
     task:  address of the kernel, address of its arguments, pieces_per_unit, unit_slot, units_per_piece
            -> pieces_per_unit * ceil(step[unit_slot] / units_per_piece) pieces
     step:  a table of integers that all tasks see (`Step`): counts first, then addresses of the batch and of buffers
@@ -34,12 +38,23 @@ from numpy.typing import NDArray
 from ...errors import InferenceError, MissingDependencyError
 from .. import cpu_info
 from .jit import TaskKernel, kernel, parallel
-from .pointers import atomic_add, atomic_load, call_task, cpu_pause, i64, sched_yield
+from .pointers import (
+    atomic_add,
+    atomic_load,
+    atomic_store,
+    call_task,
+    compare_and_swap,
+    cpu_pause,
+    i64,
+    sched_yield,
+)
 
 Table = NDArray[np.int64]
 TASK_FIELDS = 5
 CACHE_LINE_BYTES = 64  # every counter has a cache line for itself
-MAX_RANGES = 7  # more threads share ranges
+PIECE_BITS = 32
+PIECE_MASK = (1 << PIECE_BITS) - 1
+SPINS_BEFORE_STEAL = 100  # of a thread without a range: there are fewer pieces than threads
 SPINS_BEFORE_YIELD = 2000
 LAYERS = ["omp", "tbb", "workqueue"]  # best first
 FORKED = (
@@ -101,33 +116,64 @@ class Task(NamedTuple):
 
 
 @kernel
-def worker_loop(program, length, step, counters, thread, ranges):
-    """Do the pieces of the thread's own range, then what is left of the others', for every task."""
+def take_piece(word, number, count):
+    """Return the next free piece of a range in task `number`, or -1.
+
+    The word of a range holds the task that last took a piece of it, and how many pieces are taken: it needs no reset.
+    """
+    seen = atomic_load(word)
+    while True:
+        last = seen >> PIECE_BITS
+        taken = seen & PIECE_MASK if last == number else 0
+        if last > number or taken >= count:  # a late thread may find the word of a later task
+            return -1
+        found = compare_and_swap(word, seen, number << PIECE_BITS | taken + 1)
+        if found == seen:
+            return taken
+        seen = found
+
+
+@kernel
+def run_pieces(task, args, step, pieces, number, words, released, thread, ranges):
+    """Do the pieces of the thread's own range, then what is left of the others'; return how many."""
+    done = 0
+    for turn in range(ranges):
+        own = (thread + turn) % ranges
+        first = own * pieces // ranges
+        count = (own + 1) * pieces // ranges - first
+        if turn and atomic_load(released) >= number:
+            break
+        piece = take_piece(words + own * CACHE_LINE_BYTES, number, count)
+        while piece >= 0:
+            call_task(task, args, step, first + piece)
+            done += 1
+            piece = take_piece(words + own * CACHE_LINE_BYTES, number, count)
+    return done
+
+
+@kernel
+def worker_loop(program, length, step, counters, thread, threads):
+    """Work through all tasks as one of `threads` threads."""
     table, steps = i64(program), i64(step)
+    finished, released, words = counters, counters + CACHE_LINE_BYTES, counters + 2 * CACHE_LINE_BYTES
+    total = 0
     for i in range(length):
-        task, args = table[i * TASK_FIELDS], table[i * TASK_FIELDS + 1]
         units_per_piece = table[i * TASK_FIELDS + 4]
         units = steps[table[i * TASK_FIELDS + 3]]
         pieces = table[i * TASK_FIELDS + 2] * ((units + units_per_piece - 1) // units_per_piece)
         if pieces == 0:
             continue
-        done = counters + i * CACHE_LINE_BYTES * (ranges + 1)
-        own_done = 0
-        for turn in range(ranges):
-            number = (thread + turn) % ranges
-            taken, first = done + (number + 1) * CACHE_LINE_BYTES, number * pieces // ranges
-            count = (number + 1) * pieces // ranges - first
-            if atomic_load(taken) >= count:
-                continue
-            piece = atomic_add(taken, 1)
-            while piece < count:
-                call_task(task, args, step, first + piece)
-                own_done += 1
-                piece = atomic_add(taken, 1)
-        if own_done:
-            atomic_add(done, own_done)
-        spins = 0
-        while atomic_load(done) < pieces:
+        total += pieces
+        ranges, spins = min(threads, pieces), 0
+        task, args = table[i * TASK_FIELDS], table[i * TASK_FIELDS + 1]
+        if thread >= ranges:  # leave the pieces to their threads, unless one of these comes late
+            while atomic_load(released) <= i and spins < SPINS_BEFORE_STEAL:
+                spins += 1
+                cpu_pause()
+        done = run_pieces(task, args, step, pieces, i + 1, words, released, thread, ranges)
+        if done and atomic_add(finished, done) + done == total:
+            atomic_store(released, i + 1)
+        while atomic_load(released) <= i:
             spins += 1
             cpu_pause()
             if spins > SPINS_BEFORE_YIELD:
@@ -137,9 +183,8 @@ def worker_loop(program, length, step, counters, thread, ranges):
 @parallel
 def run_parallel(program, length, step, counters, threads):
     """Run one program on all threads of a parallel region."""
-    ranges = min(threads, MAX_RANGES)
     for i in nb.prange(threads):
-        worker_loop(program, length, step, counters, i * ranges // threads, ranges)
+        worker_loop(program, length, step, counters, i, threads)
 
 
 def choose_threads(requested: int | None = None) -> int:
@@ -201,12 +246,13 @@ class Program:
             for t in self.tasks
         ]
         self._table: Table = np.array(rows, np.int64).reshape(-1, TASK_FIELDS)
+        self._address = self._table.ctypes.data
 
     def run(self, step: Table, threads: int) -> None:
         """Run one step. Several Python threads may run the same program, each with a step of its own."""
-        ranges = min(threads, MAX_RANGES)
-        counters = np.zeros(len(self._table) * CACHE_LINE_BYTES // 8 * (ranges + 1), np.int64)
-        program = self._table.ctypes.data, len(self._table), step.ctypes.data, counters.ctypes.data
+        counters = np.zeros((3 + threads) * CACHE_LINE_BYTES, np.uint8)
+        aligned = -(-counters.ctypes.data // CACHE_LINE_BYTES) * CACHE_LINE_BYTES
+        program = self._address, len(self._table), step.ctypes.data, aligned
         with launch(threads):
             if threads == 1:
                 worker_loop(*program, 0, 1)

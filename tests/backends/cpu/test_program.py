@@ -72,31 +72,67 @@ statuses.append(in_child())
 print(statuses, answer() == first, flush=True)
 """
 
+PIECES = """
+import sys
+import numpy as np
+from llm_worker_rbee.backends.cpu.jit import TaskKernel
+from llm_worker_rbee.backends.cpu.pointers import atomic_add, i64
+from llm_worker_rbee.backends.cpu.program import Program, Step, Task, new_step, pack_args
+
+def count_runs(args, step, piece):
+    before, length, own, early = i64(args)[0], i64(args)[1], i64(args)[2], i64(args)[3]
+    for i in range(length):
+        if i64(before)[i] <= i64(own)[piece]:  # a piece of the task before had not run
+            atomic_add(early, 1)
+    atomic_add(own + 8 * piece, 1)
+
+kernel, step, early = TaskKernel(count_runs), new_step(), np.zeros(1, np.int64)
+step[Step.TOKENS] = 1
+pieces = [1 + i * 7 % 20 for i in range(64)]
+runs = [np.zeros(n, np.int64) for n in pieces]
+tasks = []
+for i, n in enumerate(pieces):
+    before = runs[i - 1] if i else runs[0][:0]
+    tasks.append(Task(kernel, pack_args(before, len(before), runs[i], early), n))
+    tasks.append(Task(kernel, pack_args(before, 0, runs[i], early), 1, Step.NUM_LOGITS))  # without pieces
+program = Program(tasks)
+for turn in range(1, 51):
+    program.run(step, int(sys.argv[1]))
+    assert all((array == turn).all() for array in runs), (turn, runs)
+print(int(early[0]))
+"""
+
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return with_kernels(write_model(tmp_path_factory.mktemp("threads") / "tiny.gguf"))
 
 
-def run(script: str, tiny: Path, **env: str) -> list[str]:
+def run(script: str, *args: object, **env: str) -> list[str]:
     settings = {**os.environ, "PYTHONPATH": str(ROOT), **env}
-    command = [sys.executable, "-c", script, str(tiny), str(SEVERAL)]
+    command = [sys.executable, "-c", script, *map(str, args)]
     done = subprocess.run(command, env=settings, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
+
+
+@pytest.mark.parametrize("threads", [2, 16])
+def test_every_piece_runs_once_and_after_the_task_before(threads: int) -> None:
+    """More threads than cores: some come late, and their pieces are taken by others."""
+    assert run(PIECES, threads, NUMBA_NUM_THREADS=str(threads)) == ["0"]
 
 
 @pytest.mark.parametrize("layer", ["workqueue", "omp"])
 def test_several_python_threads_generate_at_once(tiny: Path, layer: str) -> None:
     if layer == "omp" and program.threading_layer() != "omp":
         pytest.skip("there is no libgomp here")
-    assert run(CONCURRENT, tiny, NUMBA_THREADING_LAYER=layer) == [f"{layer} 24"]
+    assert run(CONCURRENT, tiny, SEVERAL, NUMBA_THREADING_LAYER=layer) == [f"{layer} 24"]
 
 
 def test_launch_in_a_forked_child_raises_instead_of_ending_the_process(tiny: Path) -> None:
     if program.threading_layer() != "omp":
         pytest.skip("there is no libgomp here: other layers survive a fork")
-    early, late, parent = run(FORK, tiny)
+    early, late, parent = run(FORK, tiny, SEVERAL)
     assert early == "8"  # before the kernels were used, a child may use them
     assert "'spawn'" in late
     assert parent == "[0, 0] True"
