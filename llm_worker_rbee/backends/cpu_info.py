@@ -47,10 +47,13 @@ class InstructionSet(NamedTuple):
     features: frozenset[str]
     weight_bias: int  # added to int8 weights: 128 for unsigned bytes, 0 for signed ones
     tile_tokens: int  # tokens of a tile of the matrix product: what the registers hold
+    unpack_min_tokens: int = 0  # from how many tokens on weights are unpacked first (unpacked_matmul.py); 0: never
+    prefetch_bytes: int = 4096  # how far ahead packed weights are prefetched; 0: not at all
+    magic_sums: bool = False  # integer sums begin at the bits of a float (simd.MAGIC): conversions are slow
 
 
-def _isa(weight_bias: int, tile_tokens: int, *features: str) -> InstructionSet:
-    return InstructionSet(frozenset(features), weight_bias, tile_tokens)
+def _isa(weight_bias: int, tile_tokens: int, *features: str, **options: Any) -> InstructionSet:
+    return InstructionSet(frozenset(features), weight_bias, tile_tokens, **options)
 
 
 # best first
@@ -58,8 +61,8 @@ INSTRUCTION_SETS: dict[str, InstructionSet] = {
     "avx512_vnni": _isa(128, 16, "avx512f", "avx512bw", "avx512vl", "avx512_vnni"),
     "avx_vnni": _isa(128, 2, "avx2", "fma", "avx_vnni"),
     "avx2": _isa(0, 2, "avx2", "fma"),
-    "neon_dotprod": _isa(0, 4, "asimd", "asimddp"),
-    "neon": _isa(0, 2, "asimd"),
+    "neon_dotprod": _isa(0, 4, "asimd", "asimddp", unpack_min_tokens=8, prefetch_bytes=0, magic_sums=True),
+    "neon": _isa(0, 2, "asimd", prefetch_bytes=0, magic_sums=True),
     "portable": _isa(0, 2),
 }
 

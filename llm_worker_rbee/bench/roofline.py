@@ -166,7 +166,7 @@ def product_program(weights: Sequence[Any], rows: int, threads: int) -> Callable
 
     widest = max(w.columns for w in weights)
     out = np.empty((rows, max(w.rows for w in weights)), np.float32)
-    arrays = _random(rows, widest), out, *quantize_activations.allocate(2 * rows, widest)
+    arrays = _random(rows, widest), out, *quantize_activations.allocate(rows, widest)
     source, target, activations = range(Step.END, Step.END + 3)
     made: list[Any] = []
     for w in weights:

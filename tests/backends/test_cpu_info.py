@@ -21,14 +21,16 @@ import numba, numpy as np
 from llm_worker_rbee.backends import cpu_info
 from llm_worker_rbee.backends.cpu.dot_int8 import ISA, WEIGHT_BIAS, dot_block
 from llm_worker_rbee.backends.cpu.packed_weight import LAYOUT_BY_TYPE, LAYOUTS
-from llm_worker_rbee.backends.cpu.simd import add_scaled_dot, init_dot, load, store_tile, zero_floats
+from llm_worker_rbee.backends.cpu.simd import add_scaled_dot, finish_dot, init_dot, load, store_tile, zero_floats
 
 Q8_0 = LAYOUTS.index(LAYOUT_BY_TYPE["Q8_0"])
+MAGIC_SUMS = cpu_info.INSTRUCTION_SETS[ISA].magic_sums
 
 @numba.njit
 def rows(weights, x, sums, one, scales, out):
-    acc = dot_block(init_dot(1, sums, 0, 0, WEIGHT_BIAS), Q8_0, 2, weights, 0, x, 0, 0)
-    total = add_scaled_dot(zero_floats(1), acc, one, 0, 0, load(scales, 0))
+    acc = dot_block(init_dot(1, MAGIC_SUMS, sums, 0, 0, WEIGHT_BIAS), Q8_0, 2, weights, 0, x, 0, 0)
+    dot = finish_dot(acc, MAGIC_SUMS, sums, 0, 0, WEIGHT_BIAS)
+    total = add_scaled_dot(zero_floats(1), dot, one, 0, 0, load(scales, 0))
     store_tile(out, 0, 0, total, np.float32(1))
 
 rng, out = np.random.default_rng(1), np.empty(16, np.float32)

@@ -286,7 +286,9 @@ def attend(args, step, piece):
         for r in range(ROWS if BY_TOKEN else 1):
             first = at + r * stride
             end = (first + (dim if BY_TOKEN else ROWS * dim)) // 32
-            quantize_blocks(out, first, s, a[AttentionArg.ACTIVATIONS], first // 32, end)
+            quantize_blocks(
+                out, first, s, a[AttentionArg.ACTIVATIONS], first // 32, end, heads * dim // 32, s[Step.TOKENS]
+            )
 
 
 @cache

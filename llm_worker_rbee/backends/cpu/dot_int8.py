@@ -15,12 +15,30 @@ from numba import types
 
 from .. import cpu_info
 from .packed_weight import LAYOUTS
-from .simd import I8, I16, I32, I32X16, LANES, emit_call, emit_load, emit_shift_mask, emit_splat, emits, map_tile, u8x64
+from .simd import (
+    I8,
+    I16,
+    I32,
+    I32X16,
+    LANES,
+    emit_call,
+    emit_load,
+    emit_shift_mask,
+    emit_splat,
+    emit_store,
+    emits,
+    map_tile,
+    u8x64,
+)
+from .tile_kernel import TileKernel
+from .tile_sdot import SDOT
 
 ISA = cpu_info.current_isa()
 WEIGHT_BIAS = cpu_info.INSTRUCTION_SETS[ISA].weight_bias
 # `sdot` takes its activations from any lane of a register; elsewhere a broadcasting load is as good.
 BROADCAST_BY_LANE = ISA == "neon_dotprod"
+SHIFT_INSERT = ISA in ("neon_dotprod", "neon")  # one instruction joins two bit planes
+TILE_KERNELS: dict[str, TileKernel] = {"neon_dotprod": SDOT}  # for products of many tokens (unpacked_matmul.py)
 EmitDot = Callable[[Any, Any, Any, Any], Any]  # (builder, accumulator, weights, activations) -> accumulator
 
 
@@ -131,14 +149,40 @@ TABLE_LOOKUPS: dict[str, Callable[[Any, Any, Any], Any]] = {
 }
 
 
-def emit_table_lookup(b: Any, index: Any, table: tuple[int, ...]) -> Any:
-    """Emit entries of a table of up to 16 int8, plus WEIGHT_BIAS."""
-    entries = [(value + WEIGHT_BIAS) % 256 for value in table]
+def emit_table_lookup(b: Any, index: Any, table: tuple[int, ...], bias: int = WEIGHT_BIAS) -> Any:
+    """Emit entries of a table of up to 16 int8, plus `bias`."""
+    entries = [(value + bias) % 256 for value in table]
     return TABLE_LOOKUPS[ISA](b, index, entries + [0] * (16 - len(entries)))
+
+
+def _shift_insert(b: Any, name: str, target: Any, source: Any) -> Any:
+    """Emit `source` shifted by four bits into `target`, whose other four bits stay."""
+    kind, parts = (
+        ir.VectorType(I8, 16),
+        [[_lanes(b, side, i, 16) for side in (target, source)] for i in range(0, 64, 16)],
+    )
+    shift = ir.Constant(I32, 4)
+    return concat_vectors(b, [emit_call(b, f"llvm.aarch64.neon.{name}.v16i8", kind, *part, shift) for part in parts])
+
+
+def _insert_quad(b: Any, low: Any, high: Any, width: int, quad: int) -> Any:
+    """Emit codes of four bits of `low` with `width` bits of `high` above them."""
+    shift, mask = width * (quad // width), (1 << width) - 1
+
+    def each(value: int) -> ir.Constant:
+        return ir.Constant(u8x64.ir, [value] * 64)
+
+    if quad < 4:
+        moved = b.lshr(high, each(shift)) if shift else high
+        return b.and_(_shift_insert(b, "vsli", low, moved), each(mask << 4 | 15))
+    moved = b.lshr(high, each(shift - 4)) if shift > 4 else b.shl(high, each(4 - shift)) if shift < 4 else high
+    return _shift_insert(b, "vsri", b.and_(moved, each(mask << 4)), low)
 
 
 def _unpack_quad(b: Any, lines: Callable[[int], Any], planes: tuple[int, ...], quad: int) -> Any:
     """Emit the codes of one quad of columns, one byte each, from the lines of the bit planes (packed_weight.py)."""
+    if SHIFT_INSERT and len(planes) == 2 and planes[0] == 4:
+        return _insert_quad(b, lines(quad % 4), lines(4 + quad % planes[1]), planes[1], quad)
     code, first, place = None, 0, 0
     for width in planes:
         shift = width * (quad // width)  # a plane has `width` lines: eight quads of `width` bits in bytes
@@ -184,3 +228,23 @@ def dot_block(b: Any, acc: Any, layout: int, half: int, packed: Any, line: Any, 
 
         acc = map_tile(b, acc.type.count, one)
     return acc
+
+
+@emits(lambda layout, packed, line, *_: types.void(layout, packed, types.intp, packed, types.intp), prefer_literal=True)
+def unpack_block(b: Any, layout: int, packed: Any, line: Any, out: Any, at: Any) -> None:
+    """Write a block as 512 signed bytes, offset and table applied, in the order of this machine's `TileKernel`."""
+    kind, order = LAYOUTS[layout], TILE_KERNELS[ISA].emit_weight_order
+
+    def lines(number: int) -> Any:
+        return emit_load(b, packed, b.add(line, ir.Constant(line.type, 64 * number)), u8x64.ir)
+
+    def signed(quad: int) -> Any:
+        codes = _unpack_quad(b, lines, kind.planes, quad)
+        if kind.table is not None:
+            return emit_table_lookup(b, codes, kind.table, 0)
+        less = WEIGHT_BIAS if kind.planes == (8,) else kind.offset
+        return b.sub(codes, ir.Constant(u8x64.ir, [less] * 64)) if less else codes
+
+    quads = [signed(quad) for quad in range(8)]
+    for number, value in enumerate(order(b, quads) if order else quads):
+        emit_store(b, out, b.add(at, ir.Constant(at.type, 64 * number)), value)

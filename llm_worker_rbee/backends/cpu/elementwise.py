@@ -95,7 +95,8 @@ def quantize_row(x, at, s, entry, token, width, two_term, count):
     if two_term:
         quantize_two_term(x, at, s, entry, token, width, count)
     else:
-        quantize_blocks(x, at, s, entry, token * (width // 32), (token + 1) * (width // 32))
+        n = width // 32
+        quantize_blocks(x, at, s, entry, token * n, (token + 1) * n, n, count)
 
 
 def norm(args, step, piece):
@@ -153,7 +154,8 @@ def gated(args, step, piece):
         gate_row(f32(s[a[GatedArg.GATE_UP]]), t * 2 * half + first, half, to, at, count, a[GatedArg.ACTIVATION] == 1)
         if a[GatedArg.ACTIVATIONS]:
             block = (t * half + first) // 32
-            quantize_blocks(to, at, s, a[GatedArg.ACTIVATIONS], block, block + count // 32)
+            entry, all_tokens = a[GatedArg.ACTIVATIONS], s[a[GatedArg.COUNT]]
+            quantize_blocks(to, at, s, entry, block, block + count // 32, half // 32, all_tokens)
 
 
 def quantize_rows(args, step, piece):

@@ -21,6 +21,7 @@ from ..ops import Array, Batch, KVLayer, Profiler
 from .kv_layout import kv_type_of, layer_addresses
 from .lowering import HostCall, Lowering, fuse
 from .program import Program, Step, Table, new_step, require_not_forked
+from .quantize_activations import pad_to_panels
 
 Floats = NDArray[np.float32]
 Part = tuple[str, Program | HostCall]
@@ -89,7 +90,7 @@ class CpuForward:
         held = [np.ascontiguousarray(array, np.int64) for array in arrays]
         require_not_forked()  # before the lock, which a forked child might find locked for ever
         with self._lock:
-            step = self._step_for(kv_type, max(tokens, n_logits))
+            step = self._step_for(kv_type, pad_to_panels(max(tokens, n_logits)))
             step[Step.TOKENS], step[Step.NUM_LOGITS] = tokens, n_logits
             step[Step.BLOCK_SIZE], step[Step.TABLE_WIDTH] = kv[0].v.shape[2], b.block_table.shape[1]
             step[Step.REQUESTS] = len(b.context_len)

@@ -17,10 +17,13 @@ from typing import Any, NamedTuple
 
 from llvmlite import ir
 from numba import types
+from numba.core import cgutils
 from numba.extending import intrinsic, models, register_model
 
 I8, I16, I32, F16, F32 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.HalfType(), ir.FloatType()
 LANES = 16
+# A sum of integers that begins at the bits of this float is, up to 2**22, the bits of MAGIC + sum.
+MAGIC, MAGIC_BITS = 1.5 * 2.0**23, 0x4B400000
 
 
 class Vector(types.Type):
@@ -105,6 +108,22 @@ def emit_load(b: Any, array: ArrayValue, index: Any, target: ir.Type) -> Any:
     """Emit a load of `target` at element `index`, of any alignment."""
     value = b.load(element_pointer(b, array, index, target))
     value.align = 1
+    return value
+
+
+class _VolatileLoad(ir.instructions.LoadInstr):  # type: ignore[misc]
+    """A load that is neither moved nor merged with another; llvmlite cannot emit one."""
+
+    def descr(self, buf: Any) -> None:
+        (place,) = self.operands
+        buf.append(f"load volatile {self.type}, {place.type} {place.get_reference()}, align {self.align}\n")
+
+
+def emit_reload(b: Any, place: Any) -> Any:
+    """Emit a load from a pointer where it stands: LLVM would load once and copy registers, which costs more on Arm."""
+    value = _VolatileLoad(b.block, place)
+    value.align = 1
+    b._insert(value)
     return value
 
 
@@ -325,15 +344,22 @@ def zero_floats(b: Any, tokens: int) -> Any:
     return map_tile(b, tokens, lambda _: ir.Constant(f32x16.ir, [0.0] * LANES))
 
 
-def _accumulators(tokens: Any, sums: Any, index: Any, stride: Any, offset: Any) -> Any:
-    return Tile(i32x16, literal_int(tokens))(tokens, sums, types.intp, types.intp, offset)
+def _accumulators(tokens: Any, magic: Any, sums: Any, index: Any, stride: Any, offset: Any) -> Any:
+    return Tile(i32x16, literal_int(tokens))(tokens, magic, sums, types.intp, types.intp, offset)
 
 
 @emits(_accumulators, prefer_literal=True)
-def init_dot(b: Any, tokens: int, sums: Any, index: Any, stride: Any, offset: int) -> Any:
-    """Return integer accumulators: in every lane minus `offset` times the token's element of an int32 array."""
+def init_dot(b: Any, tokens: int, magic: bool, sums: Any, index: Any, stride: Any, offset: int) -> Any:
+    """Return integer accumulators: in every lane minus `offset` times the token's element of an int32 array.
+
+    With `magic` they are MAGIC_BITS, and `finish_dot` subtracts the rest.
+    """
+    if magic:
+        place = cgutils.global_constant(b.module, "magic", ir.Constant(I32X16, [MAGIC_BITS] * LANES))
 
     def one(token: int) -> Any:
+        if magic:
+            return emit_reload(b, place)
         if offset == 0:
             return ir.Constant(I32X16, [0] * LANES)
         value = emit_load(b, sums, strided_index(b, index, stride, token), I32)
@@ -348,14 +374,37 @@ def add_tiles(b: Any, x: Any, y: Any) -> Any:
     return map_tile(b, x.type.count, lambda token: b.add(b.extract_value(x, token), b.extract_value(y, token)))
 
 
+def _finished(acc: Any, magic: Any, sums: Any, index: Any, stride: Any, offset: Any) -> Any:
+    result = Tile(f32x16, acc.ir.count) if magic.literal_value else acc
+    return result(acc, magic, sums, types.intp, types.intp, offset)
+
+
+@emits(_finished, prefer_literal=True)
+def finish_dot(b: Any, acc: Any, magic: bool, sums: Any, index: Any, stride: Any, offset: int) -> Any:
+    """Return what `init_dot` with the same arguments began: as it is, or with `magic` as floats, by a subtraction."""
+    if not magic:
+        return acc
+
+    def one(token: int) -> Any:
+        start = ir.Constant(I32, MAGIC_BITS)
+        if offset:
+            value = emit_load(b, sums, strided_index(b, index, stride, token), I32)
+            start = b.add(start, b.mul(value, ir.Constant(I32, offset)))
+        less = b.bitcast(emit_splat(b, start, I32X16), f32x16.ir)
+        return b.fsub(b.bitcast(b.extract_value(acc, token), f32x16.ir), less)  # exact
+
+    return map_tile(b, acc.type.count, one)
+
+
 @emits(lambda total, acc, scales, *_: total(total, acc, scales, types.intp, types.intp, f32x16))
 def add_scaled_dot(b: Any, total: Any, acc: Any, scales: Any, index: Any, stride: Any, weights: Any) -> Any:
     """Return total + (float(acc) * scale of the token) * weights: the first product is rounded, then one FMA."""
 
     def one(token: int) -> Any:
         scale = emit_splat(b, emit_load(b, scales, strided_index(b, index, stride, token), F32), f32x16.ir)
-        value = b.fmul(b.sitofp(b.extract_value(acc, token), f32x16.ir), scale)
-        return emit_fma(b, value, weights, b.extract_value(total, token))
+        value = b.extract_value(acc, token)
+        value = value if value.type == f32x16.ir else b.sitofp(value, f32x16.ir)
+        return emit_fma(b, b.fmul(value, scale), weights, b.extract_value(total, token))
 
     return map_tile(b, total.type.count, one)
 
