@@ -88,9 +88,55 @@ def usable_physical_cores() -> int | None:
     """Return the same for the cores that this process may run on."""
     if not hasattr(os, "sched_getaffinity"):
         return physical_cores()
-    topology = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
-    groups = {_read(topology.format(core)) for core in os.sched_getaffinity(0)} - {""}
+    return _count_physical(os.sched_getaffinity(0))
+
+
+def usable_performance_cores() -> int | None:
+    """Return the number of physical cores of the fast kind that this process may run on; None: all are of one kind.
+
+    Linux lists the performance cores of a hybrid x86 processor. Elsewhere a core is slow if its capacity (Arm), or
+    its highest frequency, is less than half of the fastest core's.
+    """
+    if platform.system() == "Darwin":
+        fast = int(_output("sysctl", "-n", "hw.perflevel0.physicalcpu") or 0)
+        return fast if 0 < fast < (physical_cores() or 0) else None
+    if not hasattr(os, "sched_getaffinity"):
+        return None
+    usable = os.sched_getaffinity(0)
+    fast_ones = usable & (_parse_cpu_list(_read("/sys/devices/cpu_core/cpus")) or _fastest(usable))
+    return _count_physical(fast_ones) if fast_ones and fast_ones != usable else None
+
+
+def _fastest(cores: set[int]) -> set[int]:
+    """Return the cores with at least half of the highest capacity, or frequency where no capacity is known."""
+    for name in ("cpu_capacity", "cpufreq/cpuinfo_max_freq"):
+        read = {core: _read(f"/sys/devices/system/cpu/cpu{core}/{name}").strip() for core in cores}
+        if read and all(text.isdigit() for text in read.values()):
+            speeds = {core: int(text) for core, text in read.items()}
+            return {core for core, speed in speeds.items() if 2 * speed >= max(speeds.values())}
+    return set()
+
+
+def _count_physical(cores: set[int]) -> int | None:
+    groups = {_read(f"/sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list") for core in cores} - {""}
     return len(groups) or None
+
+
+def _parse_cpu_list(text: str) -> set[int]:
+    """Parse the kernel's form of a set of cores: `0-7,16`."""
+    found: set[int] = set()
+    for part in text.strip().split(","):
+        first, _, last = part.partition("-")
+        if first.isdigit() and (last or first).isdigit():
+            found.update(range(int(first), int(last or first) + 1))
+    return found
+
+
+def usable_numa_nodes() -> int:
+    """Return the number of memory nodes whose cores this process may run on."""
+    usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set[int]()
+    lists = Path("/sys/devices/system/node").glob("node[0-9]*/cpulist")
+    return max(1, sum(bool(_parse_cpu_list(_read(path)) & usable) for path in lists))
 
 
 def usable_cores() -> int:
@@ -107,9 +153,10 @@ def cpu_quota() -> float | None:
         words = _read(folder / "cpu.max").split()
         if len(words) == 2 and words[0].isdigit():
             quotas.append(int(words[0]) / int(words[1]))
-    quota, period = (_read(f"/sys/fs/cgroup/cpu/cpu.cfs_{what}_us").strip() for what in ("quota", "period"))
-    if quota.isdigit() and period.isdigit() and int(period):
-        quotas.append(int(quota) / int(period))
+    for folder in _cgroups_v1("cpu"):
+        quota, period = (_read(folder / f"cpu.cfs_{what}_us").strip() for what in ("quota", "period"))
+        if quota.isdigit() and period.isdigit() and int(period):
+            quotas.append(int(quota) / int(period))
     return min(quotas, default=None)
 
 
@@ -197,6 +244,20 @@ def _cgroups() -> list[Path]:
     for line in _read("/proc/self/cgroup").splitlines():
         if line.startswith("0::"):
             own = root / line[3:].lstrip("/")
+            return [own, *(parent for parent in own.parents if parent.is_relative_to(root))]
+    return [root]
+
+
+def _cgroups_v1(controller: str) -> list[Path]:
+    """Return the cgroup of this process in a controller's tree and those above it (version 1).
+
+    In a container the tree often begins at the container's own group, so that the path is not found: its root counts.
+    """
+    root = Path("/sys/fs/cgroup") / controller
+    for line in _read("/proc/self/cgroup").splitlines():
+        _, controllers, path = [*line.split(":", 2), "", ""][:3]
+        if controller in controllers.split(","):
+            own = root / path.lstrip("/")
             return [own, *(parent for parent in own.parents if parent.is_relative_to(root))]
     return [root]
 

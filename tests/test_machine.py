@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -34,6 +35,65 @@ def test_cpu_quota_of_cgroup(monkeypatch: pytest.MonkeyPatch, text: str, quota: 
     files = {"/proc/self/cgroup": "0::/box/inner\n", "/sys/fs/cgroup/box/cpu.max": text}
     monkeypatch.setattr(machine, "_read", lambda path: files.get(str(path), ""))
     assert machine.cpu_quota() == quota
+
+
+@pytest.mark.parametrize(
+    ("groups", "files", "quota"),
+    [
+        ("4:cpu,cpuacct:/box/inner\n", {"box/cpu.cfs_quota_us": "250000\n", "box/cpu.cfs_period_us": "100000\n"}, 2.5),
+        ("4:cpu,cpuacct:/not/here\n", {"cpu.cfs_quota_us": "50000\n", "cpu.cfs_period_us": "100000\n"}, 0.5),
+        ("4:cpu,cpuacct:/\n", {"cpu.cfs_quota_us": "-1\n", "cpu.cfs_period_us": "100000\n"}, None),
+        ("4:memory:/box\n", {"box/cpu.cfs_quota_us": "50000\n", "box/cpu.cfs_period_us": "100000\n"}, None),
+    ],
+)
+def test_cpu_quota_of_cgroup_version_1(
+    monkeypatch: pytest.MonkeyPatch, groups: str, files: dict[str, str], quota: float | None
+) -> None:
+    found = {f"/sys/fs/cgroup/cpu/{name}": text for name, text in files.items()} | {"/proc/self/cgroup": groups}
+    monkeypatch.setattr(machine, "_read", lambda path: found.get(str(path), ""))
+    assert machine.cpu_quota() == quota
+
+
+@pytest.mark.parametrize(("text", "cores"), [("0-3,8\n", {0, 1, 2, 3, 8}), ("5\n", {5}), ("\n", set()), ("?", set())])
+def test_parse_cpu_list(text: str, cores: set[int]) -> None:
+    assert machine._parse_cpu_list(text) == cores
+
+
+CORE = "/sys/devices/system/cpu/cpu{}/"
+HYBRID_X86 = {"/sys/devices/cpu_core/cpus": "0-3\n", "/sys/devices/cpu_atom/cpus": "4-7\n"}  # two cores of two threads
+BIG_LITTLE = {CORE.format(core) + "cpu_capacity": "1024\n" if core > 3 else "381\n" for core in range(8)}
+THREE_KINDS = {
+    CORE.format(core) + "cpu_capacity": f"{(250, 250, 250, 250, 800, 800, 800, 1024)[core]}" for core in range(8)
+}
+COMPACT_CORES = {CORE.format(core) + "cpufreq/cpuinfo_max_freq": f"{(5100, 3300)[core > 3]}000\n" for core in range(8)}
+SLOW_CLOCK = {CORE.format(core) + "cpufreq/cpuinfo_max_freq": f"{(2400, 1100)[core > 3]}000\n" for core in range(8)}
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="the files and the affinity are Linux's")
+@pytest.mark.parametrize(
+    ("files", "affinity", "siblings", "expected"),
+    [
+        (HYBRID_X86, range(8), 2, 2),
+        (HYBRID_X86, range(2, 6), 2, 1),
+        (HYBRID_X86, range(4, 8), 2, None),
+        (BIG_LITTLE, range(8), 1, 4),
+        (BIG_LITTLE, range(4), 1, None),
+        (THREE_KINDS, range(8), 1, 4),
+        (COMPACT_CORES, range(8), 1, None),
+        (SLOW_CLOCK, range(8), 1, 4),
+        ({}, range(8), 1, None),
+    ],
+)
+def test_usable_performance_cores(
+    monkeypatch: pytest.MonkeyPatch, files: dict[str, str], affinity: range, siblings: int, expected: int | None
+) -> None:
+    topology = {
+        CORE.format(core) + "topology/thread_siblings_list": f"{core // siblings if core < 4 else core}\n"
+        for core in range(8)
+    }
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(affinity))
+    monkeypatch.setattr(machine, "_read", lambda path: (files | topology).get(str(path), ""))
+    assert machine.usable_performance_cores() == expected
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,9 @@ processor. On Arm it knows dot products by the processor's name only, which a vi
 NUMBA_CPU_NAME and NUMBA_CPU_FEATURES narrow its view. Numba is imported by name, inside: without it the machine's own
 features are the answer.
 
-Threads are as many as the physical cores that this process may use; `LLM_WORKER_THREADS` sets another number where no
-option does. More than the cores that it may run on, or than a container's quota pays for, are refused: they would only
-wait for each other.
+Threads are as many as the physical cores that this process may use, of the fast kind where there are two, and no more
+than a container's quota pays for; `LLM_WORKER_THREADS` sets another number where no option does. More than the cores
+that it may run on, or than the quota, are refused: they would only wait for each other.
 """
 
 from __future__ import annotations
@@ -130,12 +130,31 @@ class ThreadLimit(NamedTuple):
     reason: str
 
 
-def _thread_limits() -> list[ThreadLimit]:
-    """Return all bounds; the first one bounds the default only."""
+def _default_limits() -> list[ThreadLimit]:
+    """Return what bounds the default beside the limits of a requested number."""
     usable = machine.usable_cores()
-    physical = machine.usable_physical_cores() or usable
-    found = [ThreadLimit(physical, f"{physical} physical cores" if physical > 1 else "1 physical core")]
-    found.append(ThreadLimit(usable, f"{usable} cores that this process may run on"))
+    physical, fast = machine.usable_physical_cores() or usable, machine.usable_performance_cores()
+    found = [ThreadLimit(physical, _count(physical, "physical core") + _of(physical, usable, "logical one"))]
+    if fast is not None:
+        found.append(ThreadLimit(fast, _count(fast, "performance core") + _of(fast, physical, "physical core")))
+    quota = machine.cpu_quota()
+    if quota is not None:  # half of a core's time is worth a thread
+        found.append(ThreadLimit(max(1, math.floor(quota + 0.5)), f"a quota of {quota:g} cores"))
+    return found
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
+def _of(number: int, all_of_them: int, what: str) -> str:
+    return f" of {_count(all_of_them, what)}" if all_of_them > number else ""
+
+
+def _request_limits() -> list[ThreadLimit]:
+    """Return the bounds of a requested number, and of the default."""
+    usable = machine.usable_cores()
+    found = [ThreadLimit(usable, f"{usable} cores that this process may run on")]
     quota = machine.cpu_quota()
     if quota is not None:
         found.append(ThreadLimit(max(1, math.ceil(quota)), f"a quota of {quota:g} cores"))
@@ -152,16 +171,16 @@ def choose_thread_count(requested: int | None = None) -> int:
 
 def explain_thread_count(requested: int | None = None) -> ThreadLimit:
     """Return the number of threads with its reason."""
-    bounds = _thread_limits()
+    limits = _request_limits()
     if requested is not None:
-        return _validate_thread_count(requested, "threads", bounds)
+        return _validate_thread_count(requested, "threads", limits)
     variable = os.environ.get(THREADS_VARIABLE)
     if variable:
         if not (variable.isascii() and variable.isdigit() and len(variable) < 10):
             problem = f"{THREADS_VARIABLE} is {variable!r}: give a whole number of 1 or more"
             raise InvalidRequestError(problem, "threads")
-        return _validate_thread_count(int(variable), THREADS_VARIABLE, bounds)
-    return min(bounds, key=lambda bound: bound.threads)
+        return _validate_thread_count(int(variable), THREADS_VARIABLE, limits)
+    return min(_default_limits() + limits, key=lambda limit: limit.threads)
 
 
 def share_cores(num_sharing: int) -> None:
@@ -170,10 +189,10 @@ def share_cores(num_sharing: int) -> None:
         os.environ[THREADS_VARIABLE] = str(max(1, choose_thread_count() // num_sharing))
 
 
-def _validate_thread_count(requested: int, name: str, bounds: list[ThreadLimit]) -> ThreadLimit:
+def _validate_thread_count(requested: int, name: str, limits: list[ThreadLimit]) -> ThreadLimit:
     if isinstance(requested, bool) or not isinstance(requested, int):
         raise InvalidRequestError(f"{name} is {requested!r}: it must be a whole number", "threads")
-    highest = min(bounds[1:], key=lambda bound: bound.threads)
+    highest = min(limits, key=lambda limit: limit.threads)
     if not 1 <= requested <= highest.threads:
         bounds_text = f"1 to {highest.threads}" if highest.threads > 1 else "1"
         raise InvalidRequestError(f"{name} is {requested}: it must be {bounds_text} ({highest.reason})", "threads")

@@ -197,7 +197,8 @@ def _check_optional(name: str, remedy: str) -> Check:
 def _check_threads() -> Check:
     try:
         count, why = cpu_info.explain_thread_count()
-        return Check("threads", "ok", f"{count} ({why})")
+        nodes = machine.usable_numa_nodes()
+        return Check("threads", "ok", f"{count} ({why})" + (f", in {nodes} NUMA nodes" if nodes > 1 else ""))
     except InvalidRequestError as error:
         return Check("threads", "warn", str(error), f"unset {cpu_info.THREADS_VARIABLE}, or give it a number that fits")
 

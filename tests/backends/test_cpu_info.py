@@ -123,6 +123,7 @@ def eight_cores(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """Return a machine of 8 physical cores of two threads each, without environment variables."""
     monkeypatch.setattr(machine, "usable_cores", lambda: 16)
     monkeypatch.setattr(machine, "usable_physical_cores", lambda: 8)
+    monkeypatch.setattr(machine, "usable_performance_cores", lambda: None)
     monkeypatch.setattr(machine, "cpu_quota", lambda: None)
     for name in (cpu_info.THREADS_VARIABLE, cpu_info.NUMBA_THREADS_VARIABLE):
         monkeypatch.delenv(name, raising=False)
@@ -131,7 +132,15 @@ def eight_cores(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 @pytest.mark.parametrize(
     ("usable", "physical", "quota", "expected"),
-    [(16, 8, None, 8), (4, 2, None, 2), (3, None, None, 3), (16, 8, 2.0, 2), (16, 8, 1.5, 2), (16, 8, 0.1, 1)],
+    [
+        (16, 8, None, 8),
+        (4, 2, None, 2),
+        (3, None, None, 3),
+        (16, 8, 2.0, 2),
+        (16, 8, 1.5, 2),
+        (16, 8, 2.4, 2),
+        (16, 8, 0.1, 1),
+    ],
 )
 def test_thread_count_defaults_to_usable_physical_cores(
     eight_cores: pytest.MonkeyPatch, usable: int, physical: int | None, quota: float | None, expected: int
@@ -140,6 +149,20 @@ def test_thread_count_defaults_to_usable_physical_cores(
     eight_cores.setattr(machine, "usable_physical_cores", lambda: physical)
     eight_cores.setattr(machine, "cpu_quota", lambda: quota)
     assert cpu_info.choose_thread_count() == expected
+
+
+def test_thread_count_reasons_name_what_was_left_out(eight_cores: pytest.MonkeyPatch) -> None:
+    assert cpu_info.explain_thread_count() == (8, "8 physical cores of 16 logical ones")
+    eight_cores.setattr(machine, "usable_performance_cores", lambda: 3)
+    assert cpu_info.explain_thread_count() == (3, "3 performance cores of 8 physical cores")
+    assert cpu_info.choose_thread_count(8) == 8  # the slow ones may be requested
+    eight_cores.setattr(machine, "cpu_quota", lambda: 1.0)
+    assert cpu_info.explain_thread_count() == (1, "a quota of 1 cores")
+    eight_cores.setattr(machine, "cpu_quota", lambda: None)
+    eight_cores.setattr(machine, "usable_cores", lambda: 1)
+    eight_cores.setattr(machine, "usable_physical_cores", lambda: 1)
+    eight_cores.setattr(machine, "usable_performance_cores", lambda: None)
+    assert cpu_info.explain_thread_count() == (1, "1 physical core")
 
 
 def test_thread_count_honours_option_and_variable_within_limits(eight_cores: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ def test_doctor_json_lists_all_checks(spawn: Run, tmp_path: Path) -> None:
         assert checks[name]["found"]
     assert str(tmp_path) in checks["cache"]["found"]
     assert checks["CPU kernels"]["found"].startswith(f"{cpu_info.current_isa()} (of ")
-    assert checks["threads"]["found"] == "{} ({})".format(*cpu_info.explain_thread_count())
+    assert checks["threads"]["found"].startswith("{} ({})".format(*cpu_info.explain_thread_count()))
     assert checks["threading layer"]["found"].split()[0] in ("omp", "tbb", "workqueue:")
     assert "kernels compiled" in checks["kernel cache"]["found"]
     assert checks["default model"]["status"] == "missing"
