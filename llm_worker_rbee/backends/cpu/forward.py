@@ -9,6 +9,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from itertools import chain, groupby
+from math import isqrt
 from typing import Any, cast
 
 import numpy as np
@@ -19,12 +20,30 @@ from .. import reference
 from ..graph import TOKENS, Graph, ProgramLine, Value, op_names
 from ..ops import Array, Batch, KVLayer, Profiler
 from .kv_layout import kv_type_of, layer_addresses
+from .linear import PackedWeight
 from .lowering import HostCall, Lowering, fuse
 from .program import Program, Step, Table, new_step, require_not_forked
 from .quantize_activations import pad_to_panels
 
 Floats = NDArray[np.float32]
 Part = tuple[str, Program | HostCall]
+# Bytes of weights and keys that a thread reads while (0.12 us) one more thread delays the end of a task.
+BYTES_PER_EXTRA_THREAD = 1200
+
+
+def useful_threads(work_bytes: int, num_tasks: int) -> int:
+    """Return how many threads compute a step of so many bytes soonest, at least 2.
+
+    A task of n bytes on p threads takes as long as n / p + p * BYTES_PER_EXTRA_THREAD bytes on one: least at the square
+    root of the quotient.
+    """
+    return max(2, isqrt(work_bytes // (max(1, num_tasks) * BYTES_PER_EXTRA_THREAD)))
+
+
+def _weights(graph: Graph) -> list[PackedWeight]:
+    """Return the matrices of a recorded graph."""
+    names = {"linear": "w", "logits": "head"}
+    return [node[names[node.op]] for node in graph.nodes if node.op in names]
 
 
 class CpuForward:
@@ -41,6 +60,7 @@ class CpuForward:
         nodes = {node.op: node for node in graph.nodes}
         self._vocabulary: int = nodes["embed"]["table"].rows
         self._num_logits: int = nodes["logits"]["head"].rows
+        self._weight_bytes = sum(part.packed.nbytes for w in _weights(graph) for part in w.parts)
         self._soft_cap = np.float32(nodes["logits"]["soft_cap"])
         self._lowered: dict[str, Lowering] = {}  # by KV type
         self._parts: dict[tuple[str, bool], list[Part]] = {}  # by KV type, and whether components are apart
@@ -98,11 +118,21 @@ class CpuForward:
             step[Step.KV] = self._kv_addresses(kv).ctypes.data
             step[Step.LOGITS] = logits.ctypes.data
             step[self._counts] = 0  # not counted in a step without tokens
+            threads = self._threads_for(batch, kv, parts)
             for component, part in parts:
                 run: Callable[..., None] = self._run_host if isinstance(part, HostCall) else part.run
-                args = (part, tokens, n_logits) if isinstance(part, HostCall) else (step, self.threads)
+                args = (part, tokens, n_logits) if isinstance(part, HostCall) else (step, threads)
                 (run if profiler is None else profiler(component, run))(*args)
         return self._soft_cap * np.tanh(logits / self._soft_cap) if self._soft_cap else logits
+
+    def _threads_for(self, batch: Batch, kv: Sequence[KVLayer], parts: Sequence[Part]) -> int:
+        """Return how many threads a step uses: small models are not faster with more."""
+        values = kv[0].v
+        key_bytes = 2 * len(kv) * values.shape[1] * values.shape[3] * values.itemsize  # of a token, with its value
+        # each token after the first takes about a quarter of its time
+        work = self._weight_bytes * (3 + len(batch.ids)) // 4 + int(batch.context_len.sum()) * key_bytes
+        num_tasks = sum(len(part.tasks) for _, part in parts if isinstance(part, Program))
+        return min(self.threads, useful_threads(work, num_tasks))
 
     def _run_host(self, call: HostCall, tokens: int, n_logits: int) -> None:
         """Compute an op as the reference does, from buffers to buffers."""

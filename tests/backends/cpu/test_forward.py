@@ -7,6 +7,7 @@ import threading
 import weakref
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from numpy.typing import NDArray
 
 from llm_worker_rbee.backends.cpu import CpuBackend
 from llm_worker_rbee.backends.cpu.elementwise import dequantize_rows, embed_task
-from llm_worker_rbee.backends.cpu.forward import CpuForward
+from llm_worker_rbee.backends.cpu.forward import CpuForward, useful_threads
 from llm_worker_rbee.backends.cpu.jit import TaskKernel
 from llm_worker_rbee.backends.cpu.lowering import REWRITES
 from llm_worker_rbee.backends.cpu.packed_weight import LAYOUT_BY_TYPE
@@ -110,6 +111,25 @@ def test_program_runs_every_piece_once_before_the_next_task(workers: int) -> Non
         program.run(step, min(workers, 2))
         np.testing.assert_array_equal(done, rounds)
         np.testing.assert_array_equal(missed, 0)
+
+
+def test_step_uses_fewer_threads_for_a_small_model_and_more_for_long_contexts(default_model: Path) -> None:
+    checkpoint = open_checkpoint(default_model)
+    model = load_model(checkpoint, cpu, read_model_config(checkpoint), 64)  # type: ignore[arg-type]
+    fused = CpuForward(model.graph(), 2)
+    fused.threads = 1024  # as many as a step may want
+    kv = [cpu.empty_kv(4, 16, 3, 64, "float16") for _ in model.blocks]
+    parts = fused._programs("float16", apart=False)
+
+    def threads(tokens: int, context: int) -> int:
+        batch = SimpleNamespace(ids=np.zeros(tokens, np.int64), context_len=np.array([context], np.int64))
+        return fused._threads_for(batch, kv, parts)  # type: ignore[arg-type]
+
+    one, deep, many = threads(1, 1), threads(1, 8192), threads(512, 512)
+    assert 2 < one < deep < many
+    fused.threads = 4
+    assert threads(512, 512) == 4
+    assert useful_threads(1000, 300) == 2  # of the smallest model
 
 
 def test_fused_forward_from_two_python_threads_has_the_same_bits(default_model: Path) -> None:
