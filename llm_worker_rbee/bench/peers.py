@@ -1,49 +1,41 @@
-"""This worker beside others: the same file, lengths and thread count, in turn by repetition.
+"""Programs to compare this worker with, and how each is measured; peer_suite.py says what is compared.
 
-A peer is a library in a child process, llama-bench or llama-server. One that is not installed is left out with the
-reason; one that fails is named and the others go on. llama-bench loads the model for each run, times without loading
-and does not sample; all others sample greedily. Batches above 1 run in this worker's engine, without HTTP, and in
-llama-server, which gets a slot for each prompt: the rate counts the tokens of all answers from the first token of the
-last to the end of the first. As a program this module is the child that runs this worker, by the protocol of
-library_child.py.
+A peer is a library in a child process, llama-bench, or a server. llama-bench loads the model for each run, times
+without loading and does not sample; all others sample greedily. Many requests at once are sent over loopback by one
+client, to llama-server with a slot for each prompt and to `serve` with a batch of that size, both without a prefix
+cache: the rate counts the tokens of all answers from the first token of the last to the end of the first. As a program
+this module is the child that runs this worker, by the protocol of library_child.py.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-import shutil
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
-from .. import __version__, machine
+from .. import __version__
 from ..backends import resolve_kv_type, select_backend
-from ..errors import ContextLengthError, InvalidRequestError, human_bytes
 from ..models import load_model, read_model_config
-from ..progress import StepProgress
-from ..weights import Checkpoint, open_checkpoint
-from . import http_client, library_child, statistics
-from .engine_harness import EngineHarness, encode_bundled_prompts
+from ..weights import open_checkpoint
+from . import http_client, library_child
+from .engine_harness import EngineHarness
 from .http_client import Address, BlockingClient, Client, EventParser, RequestFailedError, run_event_loop
-from .processes import ChildFailedError, ChildProcess, describe_exit, library_environment, package_environment
-from .results import Recorder, Result, describe_model
-from .server_process import ServerProcess
+from .processes import ChildFailedError, ChildProcess, describe_exit
+from .server_process import ServerProcess, worker_server
 
 PeerError = ChildFailedError
 OURS, LLAMA_BENCH, LLAMA_SERVER = "llm-worker-rbee", "llama-bench", "llama-server"
-# Packages that a peer needs; gguf only for a GGUF file.
-PACKAGES = {"llama-cpp-python": ("llama_cpp",), "transformers": ("transformers", "torch", "gguf")}
-NAMES = (LLAMA_BENCH, *PACKAGES, LLAMA_SERVER)
 WARM_UP_TOKENS = 8
 BATCH_WARM_UP_TOKENS = 32  # the first answer must not end before the last has begun
-PACKAGE_PROBE_S = 60
+LONG_PROMPT = 2048  # from so many tokens on llama-bench makes no run before the one that it times
 SLOT_CONTEXT_STEP = 256  # the context of a llama-server slot is a multiple of this
 SHUTDOWN_S = 5
 
@@ -92,15 +84,14 @@ class LibraryPeer(Peer):
     """A library in a child process, which keeps the model loaded between runs."""
 
     def __init__(self, name: str, command: Sequence[str], env: Mapping[str, str], timeout_s: float) -> None:
-        self.name, self.batches = name, (False, True) if name == OURS else (False,)
+        self.name = name
         self._child = ChildProcess(name, command, env, timeout_s)
 
     def start(self) -> None:
         self.version = str(self._child.start()["version"])
 
     def measure_rate(self, task: Task) -> float:
-        fields = {name: value for name, value in task._asdict().items() if value}
-        reply = self._child.request(fields, "seconds")
+        reply = self._child.request({"kind": task.kind, "tokens": task.tokens}, "seconds")
         return float(reply.get("tokens", task.tokens)) / float(reply["seconds"])
 
     def close(self) -> None:
@@ -120,9 +111,14 @@ class LlamaBench(Peer):
         """Make a first short run: it shows that the program works, and its build."""
         self.measure_rate(Task("tg", 1))
 
+    def warm_up(self, tasks: Sequence[Task]) -> None:
+        """Start only: each run is a process of its own, which warms up itself."""
+        self.start()
+
     def measure_rate(self, task: Task) -> float:
         prompt, generated = (task.tokens, 0) if task.kind == "pp" else (0, task.tokens)
         command = [*self._command, "-p", str(prompt), "-n", str(generated)]
+        command += ["--no-warmup"] if prompt >= LONG_PROMPT else []
         try:
             done = subprocess.run(command, capture_output=True, timeout=self._timeout_s)
         except subprocess.TimeoutExpired:
@@ -142,38 +138,52 @@ class LlamaBench(Peer):
             raise PeerError(f"{self.name} printed no JSON of the known form: {output[:200]!r}") from None
 
 
-class LlamaServer(Peer):
-    """The llama-server program, alive between runs: many requests at once over loopback, each in its own slot."""
+class TokenCount(NamedTuple):
+    """How many tokens an answer had at a time."""
 
-    name, batches = LLAMA_SERVER, (True,)
+    time: float
+    tokens: int
 
-    def __init__(self, program: str, model: str, threads: int, slots: int, context: int, timeout_s: float) -> None:
-        slot_context = -(-context // SLOT_CONTEXT_STEP) * SLOT_CONTEXT_STEP
-        self._command = [program, "-m", model, "-t", str(threads), "-ngl", "0", "-np", str(slots)]
-        self._command += ["-c", str(slots * slot_context), "--host", "127.0.0.1"]
+
+Stream = list[tuple[float, bytes]]  # parts of a body, each with the time at which it was read
+
+
+class ServerPeer(Peer):
+    """A server that is alive between runs and gets many requests at once over loopback."""
+
+    batches = (True,)
+    path: str  # of the requests
+
+    def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
         self._running = ExitStack()
 
+    def make_process(self) -> ServerProcess:
+        """Return the server, not started."""
+        raise NotImplementedError
+
+    def read_version(self, authority: str) -> str:
+        """Return the version of the running server."""
+        raise NotImplementedError
+
+    def make_body(self, prompt: Sequence[int], tokens: int) -> dict[str, Any]:
+        """Return the request for so many tokens, sampled greedily and streamed."""
+        raise NotImplementedError
+
+    def count(self, stream: Stream) -> list[TokenCount]:
+        """Return how the tokens of an answer grew."""
+        raise NotImplementedError
+
     def start(self) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as probe:  # a free port
-            self._port = probe.getsockname()[1]
-        server = ServerProcess(
-            self.name, [*self._command, "--port", str(self._port)], self._timeout_s,
-            url=f"http://127.0.0.1:{self._port}", shutdown_s=SHUTDOWN_S, max_error_lines=1, error=PeerError,
-        )  # fmt: skip
-        self.process = self._running.enter_context(server)
-        self.version = _read_build(self._port)
+        self.process = self._running.enter_context(self.make_process())
+        self.version = self.read_version(urlsplit(self.process.url).netloc)
 
     def measure_rate(self, task: Task) -> float:
         """Send all prompts at once; return the tokens per second while all of them are being answered."""
-        common: dict[str, Any] = {
-            "n_predict": task.tokens, "temperature": 0.0, "samplers": ["temperature"], "ignore_eos": True,
-            "cache_prompt": False, "stream": True,
-        }  # fmt: skip
-        bodies = [json.dumps({"prompt": list(prompt), **common}).encode() for prompt in task.prompts]
+        bodies = [json.dumps(self.make_body(prompt, task.tokens)).encode() for prompt in task.prompts]
         try:
-            streams = request_streams(self._port, "/completion", bodies, self._timeout_s)
-            answers = [count_tokens(stream, "tokens_predicted") for stream in streams]
+            streams = request_streams(urlsplit(self.process.url).port or 0, self.path, bodies, self._timeout_s)
+            answers = list(map(self.count, streams))
             for generated in (answer[-1].tokens for answer in answers):
                 if generated != task.tokens:
                     raise RequestFailedError("protocol", f"generated {generated} tokens instead of {task.tokens}")
@@ -187,22 +197,67 @@ class LlamaServer(Peer):
             self._running.close()
 
 
-def _read_build(port: int) -> str:
-    _, body = BlockingClient(f"127.0.0.1:{port}").get("/props") or (0, b"{}")
-    try:
-        return str(json.loads(body)["build_info"])
-    except (ValueError, KeyError, TypeError):
-        return "unknown build"
+class LlamaServer(ServerPeer):
+    """The llama-server program, with a slot for each request."""
+
+    name, path = LLAMA_SERVER, "/completion"
+
+    def __init__(self, program: str, model: str, threads: int, slots: int, context: int, timeout_s: float) -> None:
+        super().__init__(timeout_s)
+        slot_context = -(-context // SLOT_CONTEXT_STEP) * SLOT_CONTEXT_STEP
+        self._command = [program, "-m", model, "-t", str(threads), "-ngl", "0", "-np", str(slots)]
+        self._command += ["-c", str(slots * slot_context), "--host", "127.0.0.1"]
+
+    def make_process(self) -> ServerProcess:
+        with socket.create_server(("127.0.0.1", 0)) as probe:  # a free port
+            port = probe.getsockname()[1]
+        return ServerProcess(
+            self.name, [*self._command, "--port", str(port)], self._timeout_s, url=f"http://127.0.0.1:{port}",
+            shutdown_s=SHUTDOWN_S, max_error_lines=1, error=PeerError,
+        )  # fmt: skip
+
+    def read_version(self, authority: str) -> str:
+        _, body = BlockingClient(authority).get("/props") or (0, b"{}")
+        try:
+            return str(json.loads(body)["build_info"])
+        except (ValueError, KeyError, TypeError):
+            return "unknown build"
+
+    def make_body(self, prompt: Sequence[int], tokens: int) -> dict[str, Any]:
+        return {
+            "prompt": list(prompt), "n_predict": tokens, "temperature": 0.0, "samplers": ["temperature"],
+            "ignore_eos": True, "cache_prompt": False, "stream": True,
+        }  # fmt: skip
+
+    def count(self, stream: Stream) -> list[TokenCount]:
+        return count_tokens(stream, "tokens_predicted")
 
 
-class TokenCount(NamedTuple):
-    """How many tokens an answer had at a time."""
+class WorkerServer(ServerPeer):
+    """This worker as `serve` runs it: `args` are options of `serve`."""
 
-    time: float
-    tokens: int
+    name, path = OURS, "/v1/completions"
 
+    def __init__(self, model: str, batch: int, context: int, args: Sequence[str], timeout_s: float) -> None:
+        super().__init__(timeout_s)
+        self._args = ["-m", model, "--max-batch", str(batch), "--max-context", str(context), "--no-prefix-cache", *args]
 
-Stream = list[tuple[float, bytes]]  # parts of a body, each with the time at which it was read
+    def make_process(self) -> ServerProcess:
+        process = worker_server(self._args, timeout_s=self._timeout_s)
+        process.name, process.max_error_lines, process.error = f"{self.name} serve", 1, PeerError
+        return process
+
+    def read_version(self, authority: str) -> str:
+        return __version__
+
+    def make_body(self, prompt: Sequence[int], tokens: int) -> dict[str, Any]:
+        return {
+            "prompt": list(prompt), "max_tokens": tokens, "temperature": 0.0, "ignore_eos": True, "stream": True,
+            "stream_options": {"include_usage": True},
+        }  # fmt: skip
+
+    def count(self, stream: Stream) -> list[TokenCount]:
+        return count_chunks(stream)
 
 
 def request_streams(port: int, path: str, bodies: Sequence[bytes], timeout_s: float) -> list[Stream]:
@@ -229,20 +284,45 @@ def request_streams(port: int, path: str, bodies: Sequence[bytes], timeout_s: fl
         raise RequestFailedError("timeout", f"no answer within {timeout_s:g} s") from None
 
 
-def count_tokens(stream: Stream, key: str) -> list[TokenCount]:
-    """Return how the tokens of an answer grew; `key` is the count in each event."""
-    parser, counts = EventParser(), list[TokenCount]()
+def parse_events(stream: Stream) -> Iterator[tuple[float, dict[str, Any]]]:
+    """Yield each event, a JSON object, with the time at which it was complete."""
+    parser = EventParser()
     for moment, part in stream:
         for text in parser.feed(part):
+            if text == "[DONE]":
+                return
             try:
-                tokens = json.loads(text).get(key)
-            except (ValueError, AttributeError):
-                raise RequestFailedError("protocol", f"an event is not a JSON object: {text[:200]!r}") from None
-            if tokens:
-                counts.append(TokenCount(moment, tokens))
+                event = json.loads(text)
+            except ValueError:
+                event = None
+            if not isinstance(event, dict):
+                raise RequestFailedError("protocol", f"an event is not a JSON object: {text[:200]!r}")
+            if event.get("error"):
+                raise RequestFailedError("server", f"an event is an error: {text[:200]}")
+            yield moment, event
+
+
+def count_tokens(stream: Stream, key: str) -> list[TokenCount]:
+    """Return how the tokens of an answer grew; `key` is the count in each event."""
+    counts = [TokenCount(moment, event[key]) for moment, event in parse_events(stream) if event.get(key)]
     if not counts or not all(type(count.tokens) is int for count in counts):
         raise RequestFailedError("protocol", f"no event has {key}")
     return counts
+
+
+def count_chunks(stream: Stream) -> list[TokenCount]:
+    """Return how the tokens of a completion grew, from the chunks and the usage at the end.
+
+    A chunk is a token, or several if the server was late: then the tokens are spread evenly over the chunks.
+    """
+    moments, total = list[float](), None
+    for moment, event in parse_events(stream):
+        if event.get("choices"):
+            moments.append(moment)
+        total = (event.get("usage") or {}).get("completion_tokens", total)
+    if not moments or type(total) is not int:
+        raise RequestFailedError("protocol", "no chunk, or no usage at the end")
+    return [TokenCount(moment, round(n * total / len(moments))) for n, moment in enumerate(moments, 1)]
 
 
 def shared_rate(answers: Sequence[Sequence[TokenCount]]) -> float:
@@ -258,170 +338,8 @@ def _tokens_at(answer: Sequence[TokenCount], moment: float) -> int:
     return max((count.tokens for count in answer if count.time <= moment), default=0)
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """What to compare, and with which peers."""
-
-    pp: Sequence[int] = (512,)
-    tg: Sequence[int] = (128,)
-    batches: Sequence[int] = (1,)  # above 1: so many answers at once, of tg tokens each
-    repetitions: int = 3
-    threads: int = 1
-    peers: Sequence[str] = NAMES
-    llama_bench: str | None = None  # path; None: search the PATH
-    llama_server: str | None = None  # path; None: search the PATH
-    pythons: Sequence[str] = ()  # interpreters to search for packages, before this one
-    timeout_s: float = 900.0  # of one reply
-    device: str = "auto"
-    backend: str = "auto"
-
-    @property
-    def parallel_batches(self) -> list[int]:
-        return [batch for batch in dict.fromkeys(self.batches) if batch > 1 and any(self.tg)]
-
-    def tasks(self, checkpoint: Checkpoint) -> list[Task]:
-        """Return the tasks in the order of the table."""
-        parts = (("pp", self.pp), ("tg", self.tg)) if 1 in self.batches else ()
-        single = [Task(kind, n) for kind, lengths in parts for n in dict.fromkeys(lengths) if n]
-        batches = self.parallel_batches
-        prompts = tuple(map(tuple, encode_bundled_prompts(checkpoint, max(batches)))) if batches else ()
-        return single + [Task("tg", n, prompts[:batch]) for batch in batches for n in dict.fromkeys(self.tg) if n]
-
-
-def run(recorder: Recorder, progress: StepProgress, model: Path, plan: Plan) -> None:
-    """Start all peers that are installed, then measure them in turn."""
-    checkpoint = open_checkpoint(model)
-    tasks = _validated_tasks(checkpoint, plan)
-    recorder.model = describe_model(model, progress)
-    left_out: dict[str, str] = recorder.details.setdefault("left_out", {})
-    command = [sys.executable, "-m", __name__, _child_settings(model, plan, tasks)]
-    ours = LibraryPeer(OURS, command, package_environment(plan.threads), plan.timeout_s)
-    peers: list[Peer] = [ours, *_find_peers(model, checkpoint, plan, tasks, left_out)]
-    samples, rounds = dict[Task, dict[Peer, list[float]]](), plan.repetitions + 1
-    try:
-        for number in range(rounds):
-            turn = list(reversed(peers)) if number and number % 2 == 0 else list(peers)
-            for place, peer in enumerate(turn):
-                what = f"{number} of {plan.repetitions}" if number else "loading and warming up"
-                progress(f"{peer.name}: {what}", number + place / len(turn), rounds)
-                try:
-                    _measure(recorder, peer, tasks, samples) if number else peer.warm_up(tasks)
-                except PeerError as error:
-                    peer.close()
-                    if peer is ours:  # there is nothing to compare with
-                        raise
-                    peers.remove(peer)
-                    recorder.details.setdefault("failed", {})[peer.name] = str(error)
-    finally:
-        for peer in peers:
-            peer.close()
-
-
-def _measure(
-    recorder: Recorder, peer: Peer, tasks: Sequence[Task], samples: dict[Task, dict[Peer, list[float]]]
-) -> None:
-    """Run each task once and make all its results anew: their ratios to this worker change with every sample."""
-    for task in filter(peer.can_run, tasks):
-        rate = peer.measure_rate(task)
-        samples.setdefault(task, {}).setdefault(peer, []).append(rate)
-        estimates = {one.name: statistics.estimate(rates).value for one, rates in samples[task].items()}
-        for one, rates in samples[task].items():
-            ratio = estimates[OURS] / estimates[one.name] if OURS in estimates else None
-            fields = {"peer": one.name, "version": one.version, "ours_over_peer": ratio}
-            recorder.add_result(Result.from_samples(f"{task.name}/{one.name}", "tok/s", rates, "higher", **fields))
-
-
-def _validated_tasks(checkpoint: Checkpoint, plan: Plan) -> list[Task]:
-    """Return the tasks; raise if a peer is unknown, there is no task, or one exceeds the context."""
-    unknown = sorted(set(plan.peers) - set(NAMES))
-    if unknown:
-        raise InvalidRequestError(f"unknown peer {unknown[0]!r}: use some of {', '.join(NAMES)}", "peer")
-    tasks, context = plan.tasks(checkpoint), read_model_config(checkpoint).context_length
-    if not tasks:
-        raise InvalidRequestError("nothing to measure: --pp and --tg are both 0", "pp")
-    longest = max(tasks, key=_context_of)
-    if _context_of(longest) > context:
-        needed = f"{longest.name} needs {_context_of(longest)} tokens, the model's context has {context}"
-        raise ContextLengthError(f"{needed}: use a smaller --{longest.kind}", longest.kind)
-    return tasks
-
-
-def _context_of(task: Task) -> int:
-    """Return the tokens of the longest sequence."""
-    return task.tokens + max(map(len, task.prompts), default=0)
-
-
-def _child_settings(model: Path, plan: Plan, tasks: Sequence[Task]) -> str:
-    settings = {"model": str(model.absolute()), "threads": plan.threads, "context": max(map(_context_of, tasks))}
-    settings |= {"device": plan.device, "backend": plan.backend, "batch": max([1, *plan.parallel_batches])}
-    return json.dumps(settings)
-
-
-def _find_peers(
-    model: Path, checkpoint: Checkpoint, plan: Plan, tasks: Sequence[Task], left_out: dict[str, str]
-) -> list[Peer]:
-    """Return the peers that are installed and can run some of the tasks."""
-    found: list[Peer] = []
-    for name in (name for name in NAMES if name in plan.peers):
-        own_tasks = [task for task in tasks if bool(task.prompts) == (name == LLAMA_SERVER)]
-        if not own_tasks:
-            continue
-        try:
-            if name == "transformers":
-                _require_memory(checkpoint)
-            elif checkpoint.format != "gguf":
-                raise PeerError("it reads GGUF files only")
-            make = _make_library if name in PACKAGES else _make_program
-            found.append(make(name, model, checkpoint, plan, own_tasks))
-        except PeerError as error:
-            left_out[name] = str(error)
-    return found
-
-
-def _make_program(name: str, model: Path, _: Checkpoint, plan: Plan, tasks: Sequence[Task]) -> Peer:
-    path = plan.llama_bench if name == LLAMA_BENCH else plan.llama_server
-    program = shutil.which(path or name)
-    if program is None:
-        where = f"{path} is not a program" if path else "it is not on the PATH"
-        raise PeerError(f"{where}: --{name} PATH names one")
-    if name == LLAMA_BENCH:
-        return LlamaBench(program, str(model), plan.threads, plan.timeout_s)
-    slots, context = max(len(task.prompts) for task in tasks), max(map(_context_of, tasks))
-    return LlamaServer(program, str(model), plan.threads, slots, context, plan.timeout_s)
-
-
-def _make_library(name: str, model: Path, checkpoint: Checkpoint, plan: Plan, tasks: Sequence[Task]) -> Peer:
-    needed = [package for package in PACKAGES[name] if package != "gguf" or checkpoint.format == "gguf"]
-    pythons = dict.fromkeys([*plan.pythons, sys.executable])
-    python = next((path for path in pythons if _has_packages(path, needed)), None)
-    if python is None:
-        missing = f"{' and '.join(needed)} not installed for {', '.join(pythons)}"
-        raise PeerError(f"{missing}: --peer-python PATH names another")
-    source = Path(library_child.__file__).read_text(encoding="utf-8")  # as text: our folder must not be on its path
-    env = library_environment(plan.threads)
-    return LibraryPeer(name, [python, "-c", source, name, _child_settings(model, plan, tasks)], env, plan.timeout_s)
-
-
-def _has_packages(python: str, packages: Sequence[str]) -> bool:
-    program = f"import importlib.util as u, sys; sys.exit(not all(map(u.find_spec, {list(packages)!r})))"
-    command, env = [python, "-c", program], library_environment(1)
-    try:
-        return not subprocess.run(command, capture_output=True, timeout=PACKAGE_PROBE_S, env=env).returncode
-    except subprocess.TimeoutExpired:
-        return False
-    except OSError as error:
-        raise InvalidRequestError(f"--peer-python {python}: {error.strerror}", "peer_python") from None
-
-
-def _require_memory(checkpoint: Checkpoint) -> None:
-    """Raise unless float32 weights fit: transformers keeps them so."""
-    needed, (_, free) = 4 * sum(t.size for t in checkpoint.tensors.values()), machine.memory()
-    if free is not None and needed > 0.8 * free:
-        raise PeerError(f"its float32 weights take {human_bytes(needed)}, and {human_bytes(free)} of memory are free")
-
-
 def load_worker(settings: dict[str, Any]) -> tuple[str, library_child.Handler]:
-    """Prefill and decode as `bench e2e` runs them; with prompts, answer all of them at once."""
+    """Prefill and decode as `bench e2e` runs them."""
     checkpoint = open_checkpoint(Path(settings["model"]))
     on_cpu = settings["backend"] in ("auto", "cpu") and not settings["device"].startswith("cuda")
     backend = select_backend(settings["device"], settings["backend"], settings.get("threads") if on_cpu else None)
@@ -429,11 +347,10 @@ def load_worker(settings: dict[str, Any]) -> tuple[str, library_child.Handler]:
     kv_type = resolve_kv_type(backend)
     backend.load_kernels(checkpoint, config, kv_type)
     model = load_model(checkpoint, backend, config, settings["context"])
-    harness = EngineHarness(model, settings["context"], settings.get("batch", 1), kv_type=kv_type)
+    harness = EngineHarness(model, settings["context"], kv_type=kv_type)
 
-    def measure(kind: str, tokens: int, prompts: Sequence[list[int]] = ()) -> dict[str, float]:
-        single = harness.prefill if kind == "pp" else harness.decode
-        timed = harness.decode_prompts(prompts, tokens) if prompts else single(0, tokens, 1)
+    def measure(kind: str, tokens: int) -> dict[str, float]:
+        timed = (harness.prefill if kind == "pp" else harness.decode)(0, tokens, 1)
         return {"seconds": timed.seconds, "tokens": timed.tokens}
 
     return __version__, measure

@@ -30,6 +30,7 @@ import numpy as np
 from ..errors import WorkerError
 
 PACKAGE_ROOT = Path(__file__).parents[2]
+BUSY_WINDOW_S = 0.5
 THREAD_VARIABLES = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS")
 
 
@@ -158,6 +159,26 @@ def cpu_seconds(pid: int) -> float | None:
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
     except (OSError, ValueError, IndexError):
         return None
+
+
+def busy_cores(seconds: float = BUSY_WINDOW_S) -> float | None:
+    """Return how many cores of the machine are busy, by all processes, while this one sleeps for so long."""
+    before = _busy_ticks()
+    start = time.monotonic()
+    time.sleep(seconds)
+    after, passed = _busy_ticks(), time.monotonic() - start
+    if before is None or after is None:
+        return None
+    return round((after - before) / os.sysconf("SC_CLK_TCK") / passed, 2)
+
+
+def _busy_ticks() -> int | None:
+    """Return the time that all cores together were not idle; stolen time counts as busy."""
+    try:
+        user, nice, system, _, _, *others = map(int, Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:])
+    except (OSError, ValueError):
+        return None
+    return user + nice + system + sum(others[:3])  # the rest, of guests, is part of user and nice
 
 
 def resident_memory() -> int | None:

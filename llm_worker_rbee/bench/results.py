@@ -359,7 +359,7 @@ def scale(value: float, unit: str) -> tuple[float, str]:
 def digits(value: float) -> str:
     """Format about three significant digits, and all of those before the point."""
     size = abs(value)
-    if size >= 1000 or not value:
+    if size >= 999.5 or not value:
         return f"{value:,.0f}"
     return f"{value:.2f}" if 0.1 <= size < 100 else f"{value:.3g}"
 

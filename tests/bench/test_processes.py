@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -77,3 +78,14 @@ def test_reset_peak_memory_restarts_the_peak() -> None:
     used = processes.resident_memory()
     assert used is not None
     assert processes.peak_memory() < before + (48 << 20)
+
+
+@pytest.mark.skipif(not Path("/proc/stat").exists(), reason="only Linux tells how busy its cores are")
+def test_busy_cores_counts_other_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as busy:
+        try:
+            assert 0.3 < (processes.busy_cores() or 0.0) <= (os.cpu_count() or 1) + 0.2
+        finally:
+            busy.kill()
+    monkeypatch.setattr(processes, "_busy_ticks", lambda: None)
+    assert processes.busy_cores(0.0) is None

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.bench.test_peers import FAKE, program
-from tests.bench.test_peers_llama_server import server
+from tests.bench.test_peers_servers import server
 
 from .conftest import Run
 
@@ -46,7 +46,48 @@ def test_peers_json_of_a_synthetic_model(cli: Run, fake: Path, tmp_path: Path, m
     assert run["model"]["name"] == "smollm2-135m-Q4_0-1.gguf"
 
 
+def test_peers_suite_says_how_long_it_takes_and_writes_markdown(
+    cli: Run, tiny: Path, fake: Path, tmp_path: Path
+) -> None:
+    options = ("--suite", "cpu", "--rows", "^(default|q8_0)$", "--pp", "8", "--tg", "2", "-r", "1")
+    listed = cli("bench", "peers", tiny, *options, "--list").stdout.decode().splitlines()
+    assert [line.split()[:3] for line in listed[1:3]] == [["default", "pp8", "tg2"], ["q8_0", "pp8", "tg2"]]
+    more = ("--llama-bench", fake, "--peer", "llama-bench", "--files", tmp_path / "files")
+    more += ("--save", tmp_path / "run.json", "--markdown", tmp_path / "run.md")
+    done = cli("bench", "peers", tiny, *options, *more)
+    assert done.returncode == 0, done.stderr
+    notes = done.stderr.decode()
+    assert "2 rows: about " in notes
+    assert "default pp8 " in notes
+    rows = [line.split()[:3] for line in done.stdout.decode().splitlines()[3:]]
+    tests = [(row, test) for row in ("default", "q8_0") for test in ("pp8", "tg2")]
+    assert rows == [[*test, peer] for test in tests for peer in ("llm-worker-rbee", "llama-bench")]
+    saved = json.loads((tmp_path / "run.json").read_text())
+    assert saved["settings"]["rows"] == ["default", "q8_0"]
+    assert len(saved["details"]["busy_cores"]["q8_0"]) == 2
+    assert "| q8_0 tg2 | llama-bench, build 7031 (0c1e570) |" in (tmp_path / "run.md").read_text()
+    assert [path.name for path in (tmp_path / "files").iterdir()] == ["tiny-as-Q8_0.gguf"]
+
+
+def test_peers_several_models_are_rows(cli: Run, tiny: Path, fake: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other.gguf"
+    other.write_bytes(tiny.read_bytes())
+    options = ("--pp", "8", "--tg", "0", "-r", "1", "--llama-bench", fake, "--peer", "llama-bench", "--json")
+    done = cli("bench", "peers", tiny, other, *options)
+    assert done.returncode == 0, done.stderr
+    names = [f"{model.name} pp8/{peer}" for model in (tiny, other) for peer in ("llm-worker-rbee", "llama-bench")]
+    assert sorted(one["name"] for one in json.loads(done.stdout)["results"]) == sorted(names)
+
+
 def test_peers_invalid_options_fail(cli: Run, tiny: Path) -> None:
+    for options, message in (
+        (("--rows", "long"), "give --suite too"),
+        ((tiny, "--synthetic", "llama2-7b:Q4_0"), "choose one"),
+        ((tiny, tiny, "--suite", "cpu"), "at most one MODEL"),
+    ):
+        done = cli("bench", "peers", *options)
+        assert (done.returncode, done.stdout) == (2, b"")
+        assert message in " ".join(done.stderr.decode().replace("│", " ").split())
     done = cli("bench", "peers", tiny, "--peer", "vllm")
     assert (done.returncode, done.stdout) == (1, b"")
     assert done.stderr.startswith(

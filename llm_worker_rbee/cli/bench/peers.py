@@ -1,48 +1,103 @@
 """`llm-worker-rbee bench peers`: this worker beside llama.cpp and transformers."""
 
-from dataclasses import asdict
-from typing import Annotated
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
 
-from ...bench import peers as benchmark
+import typer
+
+from ...bench import peer_suite as benchmark
+from ...bench.peer_suite import Row, TimeLeft
 from ...bench.peers import OURS
-from ...bench.results import Result, Run
-from ...progress import step_progress
-from ..options import ComputeOptions, gather, options_in
+from ...bench.results import Recorder, Result, Run, write_atomically
+from ...bench.roofline import measure_limits
+from ...errors import counted
+from ...progress import step_progress, transfer_progress
+from ...weights.hub import locate_model
+from ..options import MODEL_HELP, ComputeOptions, gather, option_fields
 from ..terminal import cell, note
 from . import common
-from .common import ModelArgument, OutputLengths, PromptLengths, Repetitions, ResultOptions, SyntheticOption
+from .common import Repetitions, ResultOptions, option
 
-_peer_option = options_in("Peers")
+_peer, _result = option_fields("Peers"), option_fields("Results")
+SEVERAL_HELP = f"{MODEL_HELP} Several: a row each."
+ModelArguments = Annotated[list[str] | None, typer.Argument(metavar="MODEL...", help=SEVERAL_HELP)]
+BUSY_CORES = 0.3  # from which on a machine is not quiet
 
 
-@gather(results=ResultOptions, computing=ComputeOptions)
-def peers(
-    results: ResultOptions,
-    computing: ComputeOptions,
-    model: ModelArgument = None,
-    synthetic: SyntheticOption = None,
-    pp: PromptLengths = "512",
-    tg: OutputLengths = "128",
-    batch: Annotated[
-        str, common.measuring(metavar="N,...", help="Batch sizes; above 1, decode only and only with llama-server.")
-    ] = "1",
-    repetitions: Repetitions = 3,
-    peer: Annotated[
-        list[str] | None, _peer_option(metavar="NAME", show_default="all", help="Measure only this peer. Repeatable.")
-    ] = None,
-    llama_bench: Annotated[
-        str | None, _peer_option(metavar="PATH", show_default="on the PATH", help="Path of llama-bench.")
-    ] = None,
-    llama_server: Annotated[
-        str | None, _peer_option(metavar="PATH", show_default="on the PATH", help="Path of llama-server.")
-    ] = None,
-    peer_python: Annotated[
-        list[str] | None,
-        _peer_option(metavar="PATH", show_default="this one",
-                     help="Python with llama-cpp-python or transformers. Repeatable."),
-    ] = None,
-    timeout: Annotated[float, _peer_option(metavar="S", min=0.1, help="Timeout of one answer, in seconds.")] = 900.0,
-) -> None:  # fmt: skip
+@dataclass(frozen=True, kw_only=True)
+class PeerOptions:
+    """Which files and lengths, beside which peers."""
+
+    model: ModelArguments = None
+    synthetic: list[str] | None = option(None, "SHAPE:TYPES", f"{common.SYNTHETIC_HELP} Repeatable.")
+    suite: str | None = option(None, "NAME", "A list of rows: cpu. MODEL takes the place of the built-in model.")
+    rows: str | None = option(None, "RE", "Only rows of the suite whose name matches this expression.")
+    list_rows: bool = option(False, None, "List the rows, with about how long each takes, and exit.", "--list")
+    files: Path | None = option(
+        None, "DIR", "Folder for model files that rows make: kept, and used again.", show_default="a temporary one"
+    )
+    pp: str | None = option(
+        None, "N,...", "Prompt lengths in tokens; 0: no prefill.", show_default="512, or the suite's"
+    )
+    tg: str | None = option(None, "N,...", "Tokens to generate; 0: no decode.", show_default="128, or the suite's")
+    batch: str | None = option(
+        None, "N,...", "Batch sizes; above 1, decode only and only with llama-server.",
+        show_default="1, or the suite's",
+    )  # fmt: skip
+    repetitions: Repetitions = 3
+    markdown: Path | None = _result(None, "FILE", "Write the comparison as a table in Markdown.")
+    peer: list[str] | None = _peer(None, "NAME", "Measure only this peer. Repeatable.", show_default="all")
+    llama_bench: str | None = _peer(None, "PATH", "Path of llama-bench.", show_default="on the PATH")
+    llama_server: str | None = _peer(None, "PATH", "Path of llama-server.", show_default="on the PATH")
+    peer_python: list[str] | None = _peer(
+        None, "PATH", "Python with llama-cpp-python or transformers. Repeatable.", show_default="this one"
+    )
+    timeout: float = _peer(900.0, "S", "Timeout of one answer, in seconds.", min=0.1)
+
+    def plan(self, computing: ComputeOptions) -> benchmark.Plan:
+        return benchmark.Plan(
+            threads=computing.set_up(), repetitions=self.repetitions, peers=self.peer or benchmark.NAMES,
+            llama_bench=self.llama_bench, llama_server=self.llama_server, pythons=self.peer_python or (),
+            timeout_s=self.timeout, device=computing.device, backend=computing.backend,
+        )  # fmt: skip
+
+    def chosen_rows(self) -> list[Row]:
+        """Return the rows with their models and lengths; raise on options that exclude each other."""
+        models, shapes = self.model or [], self.synthetic or []
+        if self.suite is None:
+            if self.rows is not None:
+                raise typer.BadParameter("--rows chooses rows of a suite: give --suite too")
+            if len(models) == len(shapes) == 1:
+                raise typer.BadParameter("both a MODEL and --synthetic are given: choose one, or several of them")
+            located = [_locate(name) for name in models] if models or shapes else [_locate(None)]
+            found = [*(Row(path.name, model=path) for path in located), *(Row(s, synthetic=s) for s in shapes)]
+        else:
+            if shapes or len(models) > 1:
+                raise typer.BadParameter("--suite has its models: leave --synthetic out, give at most one MODEL")
+            found = benchmark.select_rows(self.suite, self.rows)
+            if not all(row.synthetic for row in found):
+                path = _locate(models[0] if models else None)
+                found = [row if row.synthetic else row._replace(model=path) for row in found]
+        counts = {"pp": (self.pp, "--pp", 0), "tg": (self.tg, "--tg", 0), "batches": (self.batch, "--batch", 1)}
+        lengths: dict[str, Any] = {
+            name: common.parse_counts(text, option_name, low)
+            for name, (text, option_name, low) in counts.items()
+            if text is not None
+        }
+        return [row._replace(**lengths) for row in found]
+
+
+def _locate(name: str | None) -> Path:
+    with transfer_progress() as progress:
+        return locate_model(name, progress=progress)
+
+
+@gather(options=PeerOptions, results=ResultOptions, computing=ComputeOptions)
+def peers(options: PeerOptions, results: ResultOptions, computing: ComputeOptions) -> None:
     """Measure this worker beside llama-bench, llama-cpp-python and transformers.
 
     The same file, the same lengths, the same number of threads, in turn;
@@ -51,9 +106,17 @@ def peers(
     transformers computes in float32. llama-bench does not sample, the
     others sample greedily.
 
-    With --batch 16 this worker and llama-server with 16 slots answer 16 real
-    prompts at once, TG tokens each: what all of them make a second from when
-    the last has begun to when the first is complete. Ours has no HTTP then.
+    With --batch 16 `serve` and llama-server with 16 slots answer 16 real
+    prompts at once over HTTP, TG tokens each: what all of them make a second
+    from when the last has begun to when the first is complete.
+
+    --suite cpu compares the built-in model in three types, the shape of
+    Llama-2-7B with 4 layers in three types, a prompt of 4,096 tokens, and 16
+    requests at once. Files are made as they are needed.
+
+    OURS / PEER is the ratio of single repetitions, with its interval. How
+    many cores were busy before and after a row is part of the run: ratios of
+    a machine that does other work are worth little.
 
     A peer that is not installed is left out, one that fails is named.
 
@@ -63,41 +126,93 @@ def peers(
       llm-worker-rbee bench peers model.gguf --peer-python ~/venv/bin/python
       llm-worker-rbee bench peers --batch 16 --llama-server ~/llama.cpp/build/bin/llama-server
       llm-worker-rbee bench peers --synthetic llama2-7b:Q4_0:4 --peer llama-bench
+      llm-worker-rbee bench peers --suite cpu --list
+      llm-worker-rbee bench peers --suite cpu --rows '7b|long' --llama-bench PATH --save run.json --markdown run.md
     """
-    plan = benchmark.Plan(
-        threads=computing.set_up(), pp=common.parse_counts(pp, "--pp"), tg=common.parse_counts(tg, "--tg"),
-        batches=common.parse_counts(batch, "--batch", 1), repetitions=repetitions, peers=peer or benchmark.NAMES,
-        llama_bench=llama_bench, llama_server=llama_server, pythons=peer_python or (), timeout_s=timeout,
-        device=computing.device, backend=computing.backend,
-    )  # fmt: skip
-    source = common.find_source(model, synthetic)
-    with (
-        common.recording("peers", results, _show, **asdict(plan)) as recorder,
-        step_progress() as progress,
-        common.model_file(source, progress) as path,
-    ):
-        benchmark.run(recorder, progress, path, plan)
+    plan, rows = options.plan(computing), options.chosen_rows()
+    if options.list_rows:
+        _list(rows, plan)
+        return
+    if options.markdown is not None:
+        common.require_place(options.markdown)
+    settings = asdict(plan.for_row(rows[0]) if len(rows) == 1 else plan)
+    settings |= {"suite": options.suite, "rows": [row.name for row in rows]}
+    with common.recording("peers", results, _show, **settings) as recorder:
+        _measure(recorder, rows, plan, options.files)
+        if options.markdown is not None:
+            write_atomically(options.markdown, benchmark.markdown(recorder.to_run()).encode())
+            note(f"wrote {options.markdown}")
+
+
+def _measure(recorder: Recorder, rows: Sequence[Row], plan: benchmark.Plan, files: Path | None) -> None:
+    """Measure the rows; with several, say how long they take, and the ratios of each when it is finished."""
+    with ExitStack() as stack:
+        folder = files or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="llm-worker-rbee-")))
+        folder.mkdir(parents=True, exist_ok=True)
+        if len(rows) == 1:
+            progress = stack.enter_context(step_progress())
+            benchmark.run_rows(recorder, progress, rows, folder, plan)
+            return
+        estimates = _estimate(rows, plan)
+        note(f"{len(rows)} rows: about {_duration(sum(estimates.values()))} (--rows RE measures some of them)")
+        left = TimeLeft(estimates)
+
+        def on_row(row: Row) -> None:
+            found = benchmark.compared(recorder.to_run(), row.name)
+            ratios = ", ".join(f"{test} {benchmark.ratio_text(theirs)}" for test, _, theirs in found)
+            failed = recorder.details.get("failed", {}).get(row.name, "no peer was measured")
+            seconds = left.finish(row.name)
+            rest = f"; about {_duration(seconds)} left" if seconds else ""
+            note(cell((ratios or f"{row.name}: {failed}") + rest))
+
+        progress = stack.enter_context(step_progress())
+        benchmark.run_rows(recorder, progress, rows, folder, plan, on_row)
+
+
+def _list(rows: Sequence[Row], plan: benchmark.Plan) -> None:
+    estimates = _estimate(rows, plan)
+    lines = [[row.name, _tests(row), _duration(estimates[row.name])] for row in rows]
+    total = ["", "", _duration(sum(estimates.values()))]
+    common.print_table([["", "TESTS", "ABOUT"], *lines, total], right=[2])
+
+
+def _estimate(rows: Sequence[Row], plan: benchmark.Plan) -> dict[str, float]:
+    limits = measure_limits(plan.threads)
+    return {row.name: benchmark.estimate_seconds(row, plan, limits) for row in rows}
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds / 60:.0f} min" if seconds >= 90 else f"{seconds:.0f} s"
+
+
+def _tests(row: Row) -> str:
+    parts = [f"{kind}{n}" + (f"@b{batch}" if batch > 1 else "") for kind, n, batch in benchmark.planned_tests(row)]
+    return " ".join(parts)
 
 
 def _show(run: Run) -> None:
     if run.model:
-        count = run.settings["threads"]
-        size = common.quantity(run.model["bytes"], "B")
-        print(f"{run.model['name']}, {size}, {count} thread{'s' * (count != 1)}\n")
-    tests = list(dict.fromkeys(result.name.partition("/")[0] for result in run.results))
-    order = sorted(run.results, key=lambda r: (tests.index(r.name.partition("/")[0]), r.fields["peer"] != OURS))
-    head = ["", "PEER", "RESULT", "95% INTERVAL", "OURS / PEER", "VERSION"]
+        size, threads = common.quantity(run.model["bytes"], "B"), counted(run.settings["threads"], "thread")
+        print(f"{run.model['name']}, {size}, {threads}\n")
+    tests = list(dict.fromkeys(result.name.rpartition("/")[0] for result in run.results))
+    order = sorted(run.results, key=lambda r: (tests.index(r.name.rpartition("/")[0]), r.fields["peer"] != OURS))
+    head = ["", "PEER", "RESULT", "95% INTERVAL", "OURS / PEER", "95% INTERVAL", "VERSION"]
     common.print_table([head, *map(_row, order)], right=[2, 4])
     for what in ("left_out", "failed"):
         for name, reason in run.details.get(what, {}).items():
             note(cell(f"{what.replace('_', ' ')}: {name}: {reason}"))
+    for name, cores in benchmark.busy_rows(run):
+        if max(one or 0.0 for one in cores) >= BUSY_CORES:
+            before, after = (f"{one or 0.0:.1f}" for one in cores)
+            note(f"{name}: {before} cores were busy before, {after} after: measure again when the machine is quiet")
     if any(result.name.endswith("/llama-bench") for result in run.results):
         note("llama-bench does not sample; the others sample greedily")
 
 
 def _row(result: Result) -> list[str]:
-    ratio = result.fields["ours_over_peer"]
-    test, _, name = result.name.partition("/")
-    shown = "" if ratio is None or name == OURS else f"{ratio:.3g}"
+    test, _, name = result.name.rpartition("/")
+    ratio, (low, high) = result.fields["ours_over_peer"], result.fields["ratio_interval"]
+    is_shown = ratio is not None and name != OURS
+    shown, interval = (f"{ratio:.3g}", f"{low:.3g} .. {high:.3g}") if is_shown else ("", "")
     value = common.quantity(result.estimate, result.unit)
-    return [test, name, value, common.interval(result), shown, result.fields["version"]]
+    return [test, name, value, common.interval(result), shown, interval, result.fields["version"]]

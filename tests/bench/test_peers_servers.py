@@ -1,4 +1,4 @@
-"""llama-server as a peer: real sockets and a real process that speaks its protocol, well or badly."""
+"""Servers as peers: real sockets, a process that speaks as llama-server does, well or badly, and `serve` itself."""
 
 from __future__ import annotations
 
@@ -6,21 +6,25 @@ import json
 import os
 import sys
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
 
-from llm_worker_rbee.bench import peers
+from llm_worker_rbee import __version__
+from llm_worker_rbee.bench import peer_suite
 from llm_worker_rbee.bench.engine_harness import encode_bundled_prompts
 from llm_worker_rbee.bench.http_client import RequestFailedError
+from llm_worker_rbee.bench.peer_suite import Plan
 from llm_worker_rbee.bench.peers import (
     OURS,
     LlamaServer,
     PeerError,
-    Plan,
     Stream,
     Task,
     TokenCount,
+    WorkerServer,
+    count_chunks,
     count_tokens,
     shared_rate,
 )
@@ -130,16 +134,53 @@ def test_count_tokens_takes_the_time_of_the_part_that_completes_an_event() -> No
             count_tokens([(1.0, body)], "n")
 
 
+def test_count_chunks_spreads_the_tokens_of_the_usage_over_the_chunks() -> None:
+    chunk, usage = (
+        b'data: {"choices": [{"text": "a"}]}\n\n',
+        b'data: {"choices": [], "usage": {"completion_tokens": %d}}',
+    )
+    stream: Stream = [(1.0, chunk), (2.0, chunk), (3.0, chunk), (4.0, usage % 3 + b"\n\ndata: [DONE]\n\n")]
+    assert count_chunks(stream) == [TokenCount(1.0, 1), TokenCount(2.0, 2), TokenCount(3.0, 3)]
+    stream[3] = (4.0, usage % 6 + b"\n\n")
+    assert count_chunks(stream) == [TokenCount(1.0, 2), TokenCount(2.0, 4), TokenCount(3.0, 6)]
+    with pytest.raises(RequestFailedError, match="no usage at the end"):
+        count_chunks(stream[:3])
+    with pytest.raises(RequestFailedError, match=r"an event is an error: .*too long"):
+        count_chunks([(1.0, b'data: {"error": {"message": "too long"}}\n\n')])
+
+
+def test_worker_server_answers_all_prompts(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "tiny.gguf")
+    peer = WorkerServer(str(model), 2, 64, ["--threads", "1"], timeout_s=60)
+    try:
+        peer.start()
+        assert (peer.name, peer.version) == (OURS, __version__)
+        task = Task("tg", 40, ((1, 2, 3), (4, 5)))
+        assert peer.measure_rate(task) > 0
+        with pytest.raises(PeerError, match=r"^llm-worker-rbee: generated 61 tokens instead of 70$"):  # of 64 in all
+            peer.measure_rate(task._replace(tokens=70))
+        pid = peer.process.pid
+    finally:
+        peer.close()
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+    broken = WorkerServer(str(tmp_path / "nowhere.gguf"), 2, 64, [], timeout_s=60)
+    with pytest.raises(PeerError, match=r"^llm-worker-rbee serve ended with exit status 1: .*nowhere"):
+        broken.start()
+
+
 def test_run_llama_server_gets_the_same_prompts(tmp_path: Path) -> None:
     model = write_model(tmp_path / "tiny.gguf")
     plan = Plan(pp=[8], tg=[40], batches=[3], repetitions=2, llama_server=str(server(tmp_path)))
     recorder = Recorder("peers")
-    peers.run(recorder, lambda *_: None, model, plan)
+    peer_suite.run(recorder, lambda *_: None, model, plan)
     found = {result.name: result for result in recorder.results()}
     assert set(found) == {f"tg40@b3/{OURS}", "tg40@b3/llama-server"}  # the others do one at a time
     ours, theirs = found[f"tg40@b3/{OURS}"], found["tg40@b3/llama-server"]
-    assert theirs.fields["ours_over_peer"] == pytest.approx(ours.estimate / theirs.estimate)
-    assert recorder.details == {"left_out": {}}
+    ratios = [a / b for a, b in zip(ours.samples, theirs.samples, strict=True)]
+    assert theirs.fields["ours_over_peer"] == pytest.approx(fmean(ratios))
+    assert theirs.fields["ratio_interval"] == pytest.approx([min(ratios), max(ratios)])
+    assert (recorder.details["left_out"], recorder.details.get("failed")) == ({}, None)
     options, *requests = notes(tmp_path)
     assert options["options"]["-np"] == "3"
     assert sorted(one["prompt"] for one in requests) == sorted(3 * encode_bundled_prompts(open_checkpoint(model), 3))
@@ -150,6 +191,6 @@ def test_run_without_llama_server_leaves_it_out(tmp_path: Path, monkeypatch: pyt
     model = write_model(tmp_path / "tiny.gguf")
     monkeypatch.setenv("PATH", str(tmp_path))
     recorder = Recorder("peers")
-    peers.run(recorder, lambda *_: None, model, Plan(tg=[8], batches=[2], repetitions=1, peers=["llama-server"]))
+    peer_suite.run(recorder, lambda *_: None, model, Plan(tg=[8], batches=[2], repetitions=1, peers=["llama-server"]))
     assert recorder.details["left_out"] == {"llama-server": "it is not on the PATH: --llama-server PATH names one"}
     assert [result.name for result in recorder.results()] == [f"tg8@b2/{OURS}"]
