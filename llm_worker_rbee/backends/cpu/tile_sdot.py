@@ -13,13 +13,18 @@ tokens has 256 bytes:
 An integer sum begins at the bits of MAGIC and ends as those of the float MAGIC + sum. fma(MAGIC + sum, scale, -MAGIC *
 scale) is sum * scale, rounded once, as a scale has 22 bits: one instruction instead of a conversion (which takes two
 turns of one pipe) and a product.
+
+The loop over blocks is assembly, because the order decides: an `fmla` writes its result one cycle later than an `sdot`,
+so each change from `fmla` to `sdot` costs a pipe one turn, and LLVM scatters them. A block is two phases (four with two
+scales): the dot products of four rows, with all `fmla` in one place: those of the last two phases, whose operands are
+ready. 57 G multiply-adds a second instead of 52, of 80 without any scale (docs/decisions/079-unpack-first.md).
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from llvmlite import ir
+from llvmlite import binding, ir
 from numba import types
 from numba.core import cgutils
 
@@ -29,14 +34,10 @@ from .simd import (
     I32,
     MAGIC,
     MAGIC_BITS,
-    ArrayValue,
     Tile,
     Vector,
     element_pointer,
-    emit_call,
-    emit_fma,
     emit_load,
-    emit_reload,
     emit_splat,
     emit_store,
     emits,
@@ -44,22 +45,23 @@ from .simd import (
 )
 from .tile_kernel import TileKernel
 
+binding.initialize_native_asmparser()
 TOKENS, ROW_VECTORS = 4, 2  # of a tile
 PANEL_BYTES, MINUS_MAGIC, SCALE, SUM, SUM16 = 256, 128, 192, 208, 224
 SCALES_PER_BLOCK = HAS_MINIMUM = None  # set for each variant
-I8X16, I32X4, F32X4 = ir.VectorType(I8, 16), ir.VectorType(I32, 4), ir.VectorType(F32, 4)
+I64, I32X4, F32X4 = ir.IntType(64), ir.VectorType(I32, 4), ir.VectorType(F32, 4)
 totals8 = Tile(Vector("f32x4", F32, 4), ROW_VECTORS * TOKENS)  # row vector after row vector
 CELLS = [(row, token) for row in range(ROW_VECTORS) for token in range(TOKENS)]
+# Operands of the assembly: eight totals, pointers that move on, the blocks that are left; then the address of MAGIC.
+WEIGHTS, PANEL, SCALES, MINIMA, BLOCKS, START = (f"${{{number}}}" for number in (8, 9, 10, 11, 12, 26))
+# Registers v8 to v31: sums of each row vector and token, activations, weights, scaled sums, scales.
+SUMS = [[f"{8 + TOKENS * row + token}" for token in range(TOKENS)] for row in range(ROW_VECTORS)]
+X, W, SCALED = ("16", "17", "18", "19"), ("20", "21", "22"), ("24", "25", "26", "27")
+X_SCALE, W_SCALE, X_SUM, W_MINIMUM = "28", "29", "30", "31"
 
 
 def _plus(b: Any, index: Any, more: int) -> Any:
     return b.add(index, ir.Constant(index.type, more))
-
-
-def _lane(b: Any, vector: Any, lane: int) -> Any:
-    """Emit one lane in every lane: the instructions take it from the register."""
-    lanes = ir.Constant(ir.VectorType(I32, vector.type.count), [lane] * vector.type.count)
-    return b.shuffle_vector(vector, ir.Constant(vector.type, ir.Undefined), lanes)
 
 
 def _store_token(b: Any, panel: Any, at: Any, token: Any, values: Any, scale: Any, total: Any, totals: Any) -> None:
@@ -95,66 +97,115 @@ def store_totals(b: Any, totals: Any, at: Any, stride: Any, tile: Any) -> None:
         emit_store(b, totals, where, b.extract_value(tile, cell))
 
 
-def _emit_dots(b: Any, weights: Any, at: Any, panel: Any, first: Any, quads: range) -> dict[tuple[int, int], Any]:
-    """Emit MAGIC + the integer sums over some quads of columns."""
-    start = cgutils.global_constant(b.module, "magic", ir.Constant(I32X4, [MAGIC_BITS] * 4))
-    acc = {cell: emit_reload(b, start) for cell in CELLS}
-    for quad in quads:
-        if quad % 4 == 0:
-            places = [element_pointer(b, panel, _plus(b, first, 32 * t + 4 * quad), I8X16) for t in range(TOKENS)]
-            x = [b.bitcast(emit_reload(b, place), I32X4) for place in places]
-        w = [emit_load(b, weights, _plus(b, at, 64 * quad + 16 * row), I8X16) for row in range(ROW_VECTORS)]
-        for token in range(TOKENS):
-            four = b.bitcast(_lane(b, x[token], quad % 4), I8X16)
-            for row in range(ROW_VECTORS):
-                name = "llvm.aarch64.neon.sdot.v4i32.v16i8"
-                acc[row, token] = emit_call(b, name, I32X4, acc[row, token], w[row], four)
-    return {cell: b.bitcast(value, F32X4) for cell, value in acc.items()}
+def _load(register: str, pointer: str, offset: int = 0) -> str:
+    return f"{'ldr' if offset >= 0 else 'ldur'} q{register}, [{pointer}, #{offset}]"
+
+
+class _Phase:
+    """The instructions of one row vector and one scale of a block: dot products, and two steps of floats later."""
+
+    def __init__(self, half: int, row: int, scales_per_block: int) -> None:
+        self.row, self.sums = row, SUMS[row]
+        self.quads = range(8) if scales_per_block == 1 else range(4 * half, 4 * half + 4)
+        self.scale, self.block_scales = 64 * half + 16 * row, 64 * scales_per_block  # in bytes
+        self.x_sum = SUM if scales_per_block == 1 else SUM16 + 16 * half
+
+    def dots(self) -> list[str]:
+        """Return the integer sums of four rows x four tokens."""
+        lines = [_load(register, START) for register in self.sums]
+        for quad in self.quads:
+            if quad % 4 == 0:
+                lines += [_load(register, PANEL, 32 * token + 4 * quad) for token, register in enumerate(X)]
+            weights = W[quad % len(W)]
+            lines.append(_load(weights, WEIGHTS, 64 * quad + 16 * self.row))
+            lines += [f"sdot v{self.sums[t]}.4s, v{weights}.16b, v{X[t]}.4b[{quad % 4}]" for t in range(TOKENS)]
+        return lines
+
+    def scale_sums(self, past: bool) -> list[str]:
+        """Return SCALED = sums * scale of each token; `past`: the pointers have moved on to the next block."""
+        first = -PANEL_BYTES if past else 0
+        lines = [_load(X_SCALE, PANEL, first + SCALE)]
+        lines += [_load(SCALED[t], PANEL, first + MINUS_MAGIC + 16 * t) for t in range(TOKENS)]
+        return lines + [f"fmla v{SCALED[t]}.4s, v{self.sums[t]}.4s, v{X_SCALE}.s[{t}]" for t in range(TOKENS)]
+
+    def add(self, past: bool) -> list[str]:
+        """Return total += SCALED * scale of the rows."""
+        lines = [_load(W_SCALE, SCALES, self.scale - (self.block_scales if past else 0))]
+        return lines + [f"fmla {self._total(t)}, v{SCALED[t]}.4s, v{W_SCALE}.4s" for t in range(TOKENS)]
+
+    def add_minimum(self, past: bool) -> list[str]:
+        """Return total += scaled sum of the activations * minimum of the rows."""
+        lines = [_load(W_MINIMUM, MINIMA, self.scale - (self.block_scales if past else 0))]
+        lines.append(_load(X_SUM, PANEL, self.x_sum - (PANEL_BYTES if past else 0)))
+        return lines + [f"fmla {self._total(t)}, v{W_MINIMUM}.4s, v{X_SUM}.s[{t}]" for t in range(TOKENS)]
+
+    def _total(self, token: int) -> str:
+        return f"${{{self.row * TOKENS + token}}}.4s"
+
+
+def _block_code(phases: list[_Phase], has_minimum: bool, first: bool) -> list[str]:
+    """Return the dot products of a block with the float steps of the phases before, which the first block lacks."""
+    lines = []
+    for i, phase in enumerate(phases):
+        floats = []
+        if i >= 2 or not first:
+            floats += phases[i - 2].add(i < 2)
+        if i >= 1 or not first:
+            floats += phases[i - 1].scale_sums(i < 1)
+        if has_minimum and (i >= 2 or not first):
+            floats += phases[i - 2].add_minimum(i < 2)
+        dots = phase.dots()
+        middle = len(dots) // 2
+        lines += dots[:middle] + floats + dots[middle:]
+    lines += [f"add {WEIGHTS}, {WEIGHTS}, #512", f"add {PANEL}, {PANEL}, #{PANEL_BYTES}"]
+    lines += [f"add {pointer}, {pointer}, #{phases[0].block_scales}" for pointer in (SCALES, MINIMA)]
+    return [*lines, f"subs {BLOCKS}, {BLOCKS}, #1"]
+
+
+def loop_code(scales_per_block: int, has_minimum: bool) -> str:
+    """Return the loop over blocks as assembly."""
+    phases = [_Phase(half, row, scales_per_block) for half in range(scales_per_block) for row in range(ROW_VECTORS)]
+    lines = [*_block_code(phases, has_minimum, True), "b.eq 2f", "1:"]
+    lines += [*_block_code(phases, has_minimum, False), "b.ne 1b", "2:"]
+    for phase in phases[-2:]:
+        if phase is phases[-1]:
+            lines += phase.scale_sums(True)
+        lines += phase.add(True) + (phase.add_minimum(True) if has_minimum else [])
+    return "\\0A".join(lines)
 
 
 def _tile_signature(total: Any, scales_per_block: Any, has_minimum: Any, *rest: Any) -> Any:
-    weights, _, scales, minima, _, panel, _ = rest
+    weights, _, scales, minima, _, panel, *_ = rest
     index = types.intp
-    return total(total, scales_per_block, has_minimum, weights, index, scales, minima, index, panel, index)
+    return total(total, scales_per_block, has_minimum, weights, index, scales, minima, index, panel, index, index)
 
 
 @emits(_tile_signature, prefer_literal=True)
-def add_block(
+def add_blocks(
     b: Any, total: Any, scales_per_block: int, has_minimum: bool, weights: Any, line: Any, scales: Any, minima: Any,
-    scale: Any, panel: Any, at: Any,
+    scale: Any, panel: Any, at: Any, blocks: Any,
 ) -> Any:  # fmt: skip
-    """Return total + 8 rows of a block . the activations of 4 tokens."""
-    value = [b.extract_value(total, cell) for cell in range(len(CELLS))]
-
-    def near(first: int) -> Any:
-        return emit_load(b, panel, _plus(b, at, first), F32X4)
-
-    def row_vectors(array: ArrayValue, half: int) -> list[Any]:
-        return [emit_load(b, array, _plus(b, scale, 16 * half + 4 * row), F32X4) for row in range(ROW_VECTORS)]
-
-    for half in range(scales_per_block):
-        quads = range(8) if scales_per_block == 1 else range(4 * half, 4 * half + 4)
-        dots, weight_scales, activation_scales = (
-            _emit_dots(b, weights, line, panel, at, quads), row_vectors(scales, half), near(SCALE),
-        )  # fmt: skip
-        for cell, (row, token) in enumerate(CELLS):
-            less = emit_reload(b, element_pointer(b, panel, _plus(b, at, MINUS_MAGIC + 16 * token), F32X4))
-            dot = emit_fma(b, dots[row, token], _lane(b, activation_scales, token), less)
-            value[cell] = emit_fma(b, dot, weight_scales[row], value[cell])
-        if has_minimum:
-            sums, low = near(SUM if scales_per_block == 1 else SUM16 + 16 * half), row_vectors(minima, half)
-            for cell, (row, token) in enumerate(CELLS):
-                value[cell] = emit_fma(b, _lane(b, sums, token), low[row], value[cell])
-    return map_tile(b, len(CELLS), value.__getitem__)
+    """Return total + 8 rows of one or more blocks . the activations of 4 tokens."""
+    start = cgutils.global_constant(b.module, "magic", ir.Constant(I32X4, [MAGIC_BITS] * 4))
+    places = (weights, line), (panel, at), (scales, scale), (minima, scale)
+    operands = [b.extract_value(total, cell) for cell in range(len(CELLS))]
+    operands += [b.ptrtoint(element_pointer(b, array, index, I8), I64) for array, index in places]
+    operands.append(blocks)
+    results, ties = ["=&w"] * len(CELLS) + ["=&r"] * 5, [str(number) for number in range(13)]
+    clobbers = [f"~{{v{number}}}" for number in range(8, 32)] + ["~{cc}", "~{memory}"]
+    kind = ir.LiteralStructType([operand.type for operand in operands])
+    operands.append(b.ptrtoint(start, I64))
+    function = ir.FunctionType(kind, [operand.type for operand in operands])
+    constraints = ",".join([*results, *ties, "r", *clobbers])
+    made = b.asm(function, loop_code(scales_per_block, has_minimum), constraints, operands, True)
+    return map_tile(b, len(CELLS), lambda cell: b.extract_value(made, cell))
 
 
 def multiply(weights, line, scales, minima, panels, at, blocks, totals, to, stride):
     """Add 16 rows x 4 tokens over some blocks to the totals."""
     for row in range(0, 16, 8):
-        total = load_totals(totals, to + row, stride)
-        for b in range(blocks):
-            w, s, p = line + 512 * b + 4 * row, 16 * SCALES_PER_BLOCK * b + row, at + PANEL_BYTES * b
-            total = add_block(total, SCALES_PER_BLOCK, HAS_MINIMUM, weights, w, scales, minima, s, panels, p)
+        total, w = load_totals(totals, to + row, stride), line + 4 * row
+        total = add_blocks(total, SCALES_PER_BLOCK, HAS_MINIMUM, weights, w, scales, minima, row, panels, at, blocks)
         store_totals(totals, to + row, stride, total)
 
 
