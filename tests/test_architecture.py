@@ -94,7 +94,6 @@ LONG_FUNCTIONS = {
     "backends/cuda/gemv.py:gemv_dense",
     "backends/cuda/gemv.py:gemv_packed",
     "cli/bench/accuracy.py:accuracy",
-    "cli/bench/peers.py:peers",
 }
 MIN_MODULE_LINES = 80  # a shorter module with a single client is part of that client, unless there is a reason
 SMALL_MODULES = {
