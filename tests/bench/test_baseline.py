@@ -64,7 +64,7 @@ def test_load_gzip_path_returns_the_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not DOCUMENTED.exists(), reason="this is not a checkout: there is no docs/baselines")
-@pytest.mark.parametrize("name", ["reference", "cpu"])
+@pytest.mark.parametrize("name", ["reference", "cpu", "arm-kernels-before"])
 def test_load_documented_baseline_has_results_with_samples(name: str) -> None:
     run = baseline.load(str(DOCUMENTED / f"{name}.json.gz"))
     assert run.kind == "micro"
