@@ -26,6 +26,7 @@ from .packed_weight import GROUP_ROWS, Layout, PackedMatrix, layout_of_tensor
 from .pointers import i64
 from .program import Program, Step, Task, new_step, pack_args, pack_floats
 from .repack import repack
+from .unpacked_matmul import TOKENS_PER_PIECE as UNPACKED_TOKENS_PER_PIECE
 from .unpacked_matmul import UNPACK_MIN_TOKENS, unpacked_kernel
 
 Floats = NDArray[np.float32]
@@ -45,11 +46,16 @@ def matmul(args, step, piece):
         PACKED(args, step, piece)
 
 
+def can_unpack(layout: Layout) -> bool:
+    """Return whether products of many tokens unpack the weights first."""
+    return UNPACK_MIN_TOKENS > 0 and not layout.float_type
+
+
 @cache
 def linear_kernel(layout: Layout) -> TaskKernel:
     """Return the product of a layout."""
     packed = packed_kernel(layout)
-    if layout.float_type or not UNPACK_MIN_TOKENS:
+    if not can_unpack(layout):
         return TaskKernel(matmul, layout.name, MIN_TOKENS=0, PACKED=packed, UNPACKED=packed)
     unpacked = unpacked_kernel(layout)
     return TaskKernel(matmul, layout.name, MIN_TOKENS=UNPACK_MIN_TOKENS, PACKED=packed, UNPACKED=unpacked)
@@ -122,6 +128,7 @@ def linear_tasks(w: PackedWeight, count: int, floats: int, quantized: int, outpu
         shape = w.rows, first, part.rows, part.columns, groups_per_piece
         args = pack_args(count, entry, output, *shape, *arrays, 0, two_term)
         pack_floats(args, LinearArg.UNIT, [part.unit])
-        tasks.append(Task(linear_kernel(part.layout), args, ceil(groups / groups_per_piece), count, TOKENS_PER_PIECE))
+        tokens_per_piece = UNPACKED_TOKENS_PER_PIECE if can_unpack(part.layout) else TOKENS_PER_PIECE
+        tasks.append(Task(linear_kernel(part.layout), args, ceil(groups / groups_per_piece), count, tokens_per_piece))
         first += part.rows
     return tasks

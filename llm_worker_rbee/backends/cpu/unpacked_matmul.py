@@ -15,7 +15,7 @@ from ..cpu_info import INSTRUCTION_SETS
 from . import simd
 from .dot_int8 import ISA, TILE_KERNELS, WEIGHT_BIAS, unpack_block
 from .jit import kernel, variant
-from .packed_matmul import TOKENS_PER_PIECE, LinearArg
+from .packed_matmul import LinearArg
 from .packed_weight import LAYOUTS, Layout
 from .pointers import f32, f64, i64, stack_floats, u8, u16
 from .quantize_activations import PANELS
@@ -23,6 +23,7 @@ from .quantize_activations import PANELS
 UNPACK_MIN_TOKENS = INSTRUCTION_SETS[ISA].unpack_min_tokens
 TILES: Any = TILE_KERNELS.get(ISA) if UNPACK_MIN_TOKENS else None
 PANEL_TOKENS, PANEL_BYTES = (TILES.panel_tokens, TILES.panel_bytes) if TILES else (1, 1)
+TOKENS_PER_PIECE = 128  # unpacking is 3% of the work then
 RUN_BLOCKS = 48  # of a run of columns: 24 KB of weights
 MAX_TOTALS = 1024  # vectors of 16 floats
 # floats of a task's buffer: weights, scales, minima, totals

@@ -178,8 +178,9 @@ cpu = CpuBackend()
 from llm_worker_rbee.backends.cpu.dot_int8 import ISA
 from llm_worker_rbee.bench.synthetic import random_tensor
 from llm_worker_rbee.weights.quants import BLOCK_TYPES
-x = np.random.default_rng(1).standard_normal((3, 256), np.float32)
-sums = [cpu.linear(x, cpu.prepare([random_tensor(BLOCK_TYPES[k], (16, 256))])) for k in ("Q4_0", "IQ4_NL")]
+x = np.random.default_rng(1).standard_normal((11, 256), np.float32)
+weights = [cpu.prepare([random_tensor(BLOCK_TYPES[k], (16, 256))]) for k in ("Q4_0", "IQ4_NL", "Q2_K", "Q6_K")]
+sums = [np.concatenate([cpu.linear(x[:3], w), cpu.linear(x, w)]) for w in weights]
 print(ISA, np.stack(sums).astype(np.float64).tobytes().hex())
 """
 
