@@ -3,7 +3,7 @@
 #   make demo        fetch the default model and stream a real answer
 #   make serve       serve the default model over HTTP
 #   make test        lint, types, architecture, tests
-#   make test-extra  tests of clusters, with Ray in an environment of its own, and a long soak
+#   make test-extra  tests of clusters, with Ray in an environment of its own, a soak, emulated Arm processors
 #   make clean       remove the environments and everything built
 
 PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; do \
@@ -42,6 +42,7 @@ EXTRA_VENV := .venv-extra
 test-extra: $(VENV)/.dev
 	@$(MAKE) --no-print-directory VENV=$(EXTRA_VENV) test-cluster
 	LLM_WORKER_SOAK_ROUNDS=60 $(BIN)/python -m pytest tests/cli/test_serve_soak.py
+	LLM_WORKER_EMULATE=1 $(BIN)/python -m pytest -rs tests/backends/cpu/test_emulated_arm.py
 
 test-cluster: $(VENV)/.extra
 	$(BIN)/python -m pytest --disable-warnings --confcutdir tests/cluster tests/cluster

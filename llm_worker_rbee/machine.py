@@ -20,7 +20,11 @@ X86_FEATURES = (
 "avx2", "fma", "f16c", "avx_vnni", "avx512f", "avx512bw", "avx512vl", "avx512_vnni", "avx512_bf16", "amx_tile",
     "amx_int8", "amx_bf16",
 )  # fmt: skip
-ARM_FEATURES = ("asimd", "asimddp", "i8mm", "bf16", "sve", "sve2")
+# name -> (entry of the auxiliary vector: AT_HWCAP or AT_HWCAP2, bit), of Linux
+ARM_FEATURES = {
+    "asimd": (16, 1), "asimddp": (16, 20), "i8mm": (26, 13), "bf16": (26, 14), "sve": (16, 22), "sve2": (26, 1),
+    "svei8mm": (26, 9), "svebf16": (26, 12),
+}  # fmt: skip
 M_MMAP_THRESHOLD = -3  # of malloc.h
 PR_SET_PDEATHSIG = 1  # of prctl
 PARENT_POLL_S = 0.25
@@ -52,9 +56,9 @@ def cpu_name() -> str:
 
 def cpu_features() -> list[str]:
     """Return the instruction sets that matter to the kernels."""
-    words: set[str] = set()
+    words: set[str] = set(_arm_features()) if is_arm() else set()
     for line in _read("/proc/cpuinfo").splitlines():
-        if line.startswith(("flags", "Features")):
+        if not words and line.startswith(("flags", "Features")):
             words = set(line.partition(":")[2].split())
             break
     if platform.system() == "Darwin":
@@ -63,6 +67,16 @@ def cpu_features() -> list[str]:
         words = {name for name, key in names.items() if _output("sysctl", "-n", key) == "1"}
     known = X86_FEATURES if is_x86() else ARM_FEATURES
     return [name for name in known if name in words]
+
+
+def _arm_features() -> list[str]:
+    """Return what Linux grants this process; /proc/cpuinfo tells an emulated one what the real processor has."""
+    try:
+        getauxval = ctypes.CDLL(None).getauxval
+    except (OSError, AttributeError):  # not Linux
+        return []
+    getauxval.argtypes, getauxval.restype = [ctypes.c_ulong], ctypes.c_ulong
+    return [name for name, (entry, bit) in ARM_FEATURES.items() if getauxval(entry) >> bit & 1]
 
 
 def is_x86() -> bool:

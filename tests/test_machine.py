@@ -22,12 +22,21 @@ def test_machine_values_are_plausible() -> None:
 
 def test_unreadable_machine_gives_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "_read", lambda path: "")
+    monkeypatch.setattr(machine, "_arm_features", lambda: [])
     monkeypatch.setattr(machine.shutil, "which", lambda name: None)
     assert machine.cpu_features() == []
     assert machine.physical_cores() is None
     assert machine.cpu_quota() is None
     assert machine.memory_limit() == (None, 0)
     assert machine.gpus() == []
+
+
+@pytest.mark.skipif(
+    not machine.is_arm() or sys.platform != "linux", reason="the auxiliary vector is that of Linux on Arm"
+)
+def test_arm_features_are_those_of_cpuinfo() -> None:
+    (words, *_) = [line for line in machine._read("/proc/cpuinfo").splitlines() if line.startswith("Features")]
+    assert set(machine.cpu_features()) == set(words.split()) & set(machine.ARM_FEATURES)
 
 
 @pytest.mark.parametrize(("text", "quota"), [("150000 100000\n", 1.5), ("max 100000\n", None), ("", None)])

@@ -2,7 +2,8 @@
 
 `LLM_WORKER_CPU_ISA` (set by `--cpu-isa`) forces another one, for tests; this machine must be able to run it. LLVM ends
 the process over an instruction that it believes the machine lacks, so its view is what counts. On x86 it asks the
-processor. On Arm it knows dot products by the processor's name only, which a virtual machine may hide, so it is set.
+processor. On Arm it knows dot products and i8mm by the processor's name only, which a virtual machine may hide, so they
+are set.
 NUMBA_CPU_NAME and NUMBA_CPU_FEATURES narrow its view. Numba is imported by name, inside: without it the machine's own
 features are the answer.
 
@@ -28,6 +29,7 @@ THREADS_VARIABLE = "LLM_WORKER_THREADS"
 NUMBA_THREADS_VARIABLE = "NUMBA_NUM_THREADS"
 # LLVM's names of features, where /proc/cpuinfo has others
 LLVM_NAMES = {"avx512_vnni": "avx512vnni", "avx_vnni": "avxvnni", "asimddp": "dotprod"}
+SET_FOR_LLVM = ("asimddp", "i8mm")  # LLVM knows them by the processor's name only
 # A sum of products of bytes: LLVM emits `sdot` if it believes in it.
 DOT_PRODUCT_IR = """
 define i32 @probe(<16 x i8> %x, <16 x i8> %y) {
@@ -56,12 +58,14 @@ def _isa(weight_bias: int, tile_tokens: int, *features: str, **options: Any) -> 
     return InstructionSet(frozenset(features), weight_bias, tile_tokens, **options)
 
 
+NEON_DOTPROD = _isa(0, 4, "asimd", "asimddp", unpack_min_tokens=8, prefetch_bytes=0, magic_sums=True)
 # best first
 INSTRUCTION_SETS: dict[str, InstructionSet] = {
     "avx512_vnni": _isa(128, 16, "avx512f", "avx512bw", "avx512vl", "avx512_vnni"),
     "avx_vnni": _isa(128, 2, "avx2", "fma", "avx_vnni"),
     "avx2": _isa(0, 2, "avx2", "fma"),
-    "neon_dotprod": _isa(0, 4, "asimd", "asimddp", unpack_min_tokens=8, prefetch_bytes=0, magic_sums=True),
+    "neon_i8mm": NEON_DOTPROD._replace(features=NEON_DOTPROD.features | {"i8mm"}),
+    "neon_dotprod": NEON_DOTPROD,
     "neon": _isa(0, 2, "asimd", prefetch_bytes=0, magic_sums=True),
     "portable": _isa(0, 2),
 }
@@ -107,9 +111,10 @@ def llvm_features() -> frozenset[str]:
         )
     except Exception:  # a broken installation may fail in any way
         return frozenset(have)
-    if "asimddp" in have and config.CPU_FEATURES is None:
+    more = [f"+{LLVM_NAMES.get(name, name)}" for name in SET_FOR_LLVM if name in have]
+    if more and config.CPU_FEATURES is None:
         known = codegen.get_host_cpu_features()
-        config.CPU_FEATURES = f"{known},+dotprod".lstrip(",")  # no effect once something has been compiled
+        config.CPU_FEATURES = ",".join(filter(None, [known, *more]))  # no effect once something has been compiled
     return frozenset(name for name in have if _llvm_believes(name, registry.cpu_target.target_context.codegen()))
 
 

@@ -94,16 +94,39 @@ def test_llvm_believes_in_dot_products_by_name_or_feature(cpu: str, features: st
     assert cpu_info._llvm_believes("asimd", compiler)
 
 
-def test_llvm_features_are_set_before_the_compiler_is_made() -> None:
-    """The processor's name may hide dot products; the flag is set whatever part of the kernels is imported first."""
-    code = """
+@pytest.mark.parametrize(
+    ("features", "flags"),
+    [(["asimd", "asimddp"], ["+dotprod"]), (["asimd", "asimddp", "i8mm", "bf16", "sve"], ["+dotprod", "+i8mm"])],
+)
+def test_llvm_features_are_set_before_the_compiler_is_made(features: list[str], flags: list[str]) -> None:
+    """The processor's name may hide features; flags are set whatever part of the kernels is imported first."""
+    code = f"""
 from llm_worker_rbee import machine
-machine.cpu_features = lambda: ["asimd", "asimddp"]
+machine.cpu_features = lambda: {features}
 import llm_worker_rbee.backends.cpu
 from numba.core.registry import cpu_target
 print(cpu_target.target_context.codegen().magic_tuple()[2])
 """
-    assert "+dotprod" in run(code)[0].split(",")
+    assert [flag for flag in run(code)[0].split(",") if flag in ("+dotprod", "+i8mm", "+bf16", "+sve2")] == flags
+
+
+@pytest.mark.skipif(not machine.is_arm(), reason="compiles for this machine with another feature")
+def test_products_of_many_tokens_use_matrix_instructions_where_they_are() -> None:
+    """Compiled only: the test machine need not have the feature (tests/backends/cpu/test_emulated_arm.py runs it)."""
+    code = """
+from llm_worker_rbee import machine
+machine.cpu_features = lambda: ["asimd", "asimddp", "i8mm"]
+from numba import float32, int64, uint8
+from llm_worker_rbee.backends import cpu_info
+from llm_worker_rbee.backends.cpu.jit import kernel, variant
+from llm_worker_rbee.backends.cpu.dot_int8 import ISA, TILE_KERNELS
+multiply = kernel(variant(TILE_KERNELS[ISA].multiply, "test", SCALES_PER_BLOCK=1, HAS_MINIMUM=False))
+weights, floats = uint8[::1], float32[::1]
+multiply.compile((weights, int64, floats, floats, weights, int64, int64, floats, int64, int64))
+(text,) = multiply.inspect_asm().values()
+print(*cpu_info.available_isas(), "smmla" in text, "sdot" in text)
+"""
+    assert run(code) == ["neon_i8mm", "neon_dotprod", "neon", "portable", "True", "False"]
 
 
 def test_available_without_numba_follows_the_machine() -> None:

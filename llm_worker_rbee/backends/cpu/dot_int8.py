@@ -32,13 +32,15 @@ from .simd import (
 )
 from .tile_kernel import TileKernel
 from .tile_sdot import SDOT
+from .tile_smmla import SMMLA
 
 ISA = cpu_info.current_isa()
 WEIGHT_BIAS = cpu_info.INSTRUCTION_SETS[ISA].weight_bias
 # `sdot` takes its activations from any lane of a register; elsewhere a broadcasting load is as good.
-BROADCAST_BY_LANE = ISA == "neon_dotprod"
-SHIFT_INSERT = ISA in ("neon_dotprod", "neon")  # one instruction joins two bit planes
-TILE_KERNELS: dict[str, TileKernel] = {"neon_dotprod": SDOT}  # for products of many tokens (unpacked_matmul.py)
+BROADCAST_BY_LANE = ISA in ("neon_i8mm", "neon_dotprod")
+SHIFT_INSERT = ISA in ("neon_i8mm", "neon_dotprod", "neon")  # one instruction joins two bit planes
+# for products of many tokens (unpacked_matmul.py)
+TILE_KERNELS: dict[str, TileKernel] = {"neon_i8mm": SMMLA, "neon_dotprod": SDOT}
 EmitDot = Callable[[Any, Any, Any, Any], Any]  # (builder, accumulator, weights, activations) -> accumulator
 
 
@@ -113,6 +115,7 @@ DOT_PRODUCTS: dict[str, tuple[EmitDot, EmitDot]] = {
     "avx512_vnni": (_vnni512, _vnni512),
     "avx_vnni": (_vnni256, _vnni256),
     "avx2": (_by_registers(8, _pmaddubsw), _by_registers(8, _pmaddubsw_signed)),
+    "neon_i8mm": (_sdot, _sdot),
     "neon_dotprod": (_sdot, _sdot),
     "neon": (_by_registers(4, _neon), _by_registers(4, _neon)),
     "portable": (_portable, _portable),
@@ -143,6 +146,7 @@ TABLE_LOOKUPS: dict[str, Callable[[Any, Any, Any], Any]] = {
     "avx512_vnni": _byte_shuffle("llvm.x86.avx512.pshuf.b.512", 64),
     "avx_vnni": _byte_shuffle("llvm.x86.avx2.pshuf.b", 32),
     "avx2": _byte_shuffle("llvm.x86.avx2.pshuf.b", 32),
+    "neon_i8mm": _byte_shuffle("llvm.aarch64.neon.tbl1.v16i8", 16),
     "neon_dotprod": _byte_shuffle("llvm.aarch64.neon.tbl1.v16i8", 16),
     "neon": _byte_shuffle("llvm.aarch64.neon.tbl1.v16i8", 16),
     "portable": _compare_chain,
