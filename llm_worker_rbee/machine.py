@@ -27,6 +27,7 @@ ARM_FEATURES = {
 }  # fmt: skip
 M_MMAP_THRESHOLD = -3  # of malloc.h
 PR_SET_PDEATHSIG = 1  # of prctl
+SYS_ARCH_PRCTL, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA = 158, 0x1023, 18  # of x86-64 Linux
 PARENT_POLL_S = 0.25
 NO_LIMIT = 1 << 60  # cgroup v1 writes a huge number for "none"
 
@@ -87,6 +88,15 @@ def is_x86() -> bool:
 def is_arm() -> bool:
     """Return whether this is a 64-bit Arm processor."""
     return platform.machine().lower() in ("aarch64", "arm64")
+
+
+def request_amx() -> bool:
+    """Ask the system for AMX tile registers, for this process and its threads; return whether it grants them."""
+    if not (is_x86() and platform.system() == "Linux"):
+        return False
+    with suppress(OSError, AttributeError):
+        return bool(ctypes.CDLL(None).syscall(SYS_ARCH_PRCTL, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0)
+    return False
 
 
 def physical_cores() -> int | None:

@@ -28,7 +28,10 @@ ISA_VARIABLE = "LLM_WORKER_CPU_ISA"
 THREADS_VARIABLE = "LLM_WORKER_THREADS"
 NUMBA_THREADS_VARIABLE = "NUMBA_NUM_THREADS"
 # LLVM's names of features, where /proc/cpuinfo has others
-LLVM_NAMES = {"avx512_vnni": "avx512vnni", "avx_vnni": "avxvnni", "asimddp": "dotprod"}
+LLVM_NAMES = {
+    "avx512_vnni": "avx512vnni", "avx_vnni": "avxvnni", "amx_tile": "amx-tile", "amx_int8": "amx-int8",
+    "asimddp": "dotprod",
+}  # fmt: skip
 SET_FOR_LLVM = ("asimddp", "i8mm")  # LLVM knows them by the processor's name only
 # A sum of products of bytes: LLVM emits `sdot` if it believes in it.
 DOT_PRODUCT_IR = """
@@ -59,9 +62,11 @@ def _isa(weight_bias: int, tile_tokens: int, *features: str, **options: Any) -> 
 
 
 NEON_DOTPROD = _isa(0, 4, "asimd", "asimddp", unpack_min_tokens=8, prefetch_bytes=0, magic_sums=True)
+AVX512_VNNI = "avx512f", "avx512bw", "avx512vl", "avx512_vnni"
 # best first
 INSTRUCTION_SETS: dict[str, InstructionSet] = {
-    "avx512_vnni": _isa(128, 16, "avx512f", "avx512bw", "avx512vl", "avx512_vnni"),
+    "avx512_amx": _isa(128, 16, *AVX512_VNNI, "amx_tile", "amx_int8", unpack_min_tokens=16),
+    "avx512_vnni": _isa(128, 16, *AVX512_VNNI),
     "avx_vnni": _isa(128, 2, "avx2", "fma", "avx_vnni"),
     "avx2": _isa(0, 2, "avx2", "fma"),
     "neon_i8mm": NEON_DOTPROD._replace(features=NEON_DOTPROD.features | {"i8mm"}),
@@ -104,6 +109,8 @@ def _validate_isa(name: str) -> str:
 def llvm_features() -> frozenset[str]:
     """Return those of `machine.cpu_features()` that LLVM compiles for; must run before Numba makes its compiler."""
     have = machine.cpu_features()
+    if "amx_int8" in have and not machine.request_amx():  # its instructions would end the process
+        have = [name for name in have if not name.startswith("amx_")]
     config: Any
     try:
         config, codegen, registry = (

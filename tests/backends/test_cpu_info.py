@@ -129,6 +129,23 @@ print(*cpu_info.available_isas(), "smmla" in text, "sdot" in text)
     assert run(code) == ["neon_i8mm", "neon_dotprod", "neon", "portable", "True", "False"]
 
 
+@pytest.mark.parametrize("granted", [True, False])
+def test_amx_is_used_only_where_the_system_grants_it(monkeypatch: pytest.MonkeyPatch, granted: bool) -> None:
+    features = [*cpu_info.AVX512_VNNI, "amx_tile", "amx_int8", "amx_bf16"]
+    monkeypatch.setattr(machine, "cpu_features", lambda: features)
+    monkeypatch.setattr(machine, "request_amx", lambda: granted)
+    monkeypatch.setattr(cpu_info, "_llvm_believes", lambda *_: True)
+    have = cpu_info.llvm_features.__wrapped__()
+    assert have == frozenset(features if granted else cpu_info.AVX512_VNNI)
+    monkeypatch.setattr(cpu_info, "llvm_features", lambda: have)
+    assert cpu_info.available_isas()[0] == ("avx512_amx" if granted else "avx512_vnni")
+
+
+def test_request_of_amx_where_there_is_none() -> None:
+    """A system that knows no AMX answers, and nothing ends the process."""
+    assert machine.request_amx() is ("amx_tile" in machine.cpu_features())
+
+
 def test_available_without_numba_follows_the_machine() -> None:
     code = """
 import sys

@@ -30,6 +30,7 @@ from .simd import (
     map_tile,
     u8x64,
 )
+from .tile_amx import AMX
 from .tile_kernel import TileKernel
 from .tile_sdot import SDOT
 from .tile_smmla import SMMLA
@@ -40,7 +41,7 @@ WEIGHT_BIAS = cpu_info.INSTRUCTION_SETS[ISA].weight_bias
 BROADCAST_BY_LANE = ISA in ("neon_i8mm", "neon_dotprod")
 SHIFT_INSERT = ISA in ("neon_i8mm", "neon_dotprod", "neon")  # one instruction joins two bit planes
 # for products of many tokens (unpacked_matmul.py)
-TILE_KERNELS: dict[str, TileKernel] = {"neon_i8mm": SMMLA, "neon_dotprod": SDOT}
+TILE_KERNELS: dict[str, TileKernel] = {"avx512_amx": AMX, "neon_i8mm": SMMLA, "neon_dotprod": SDOT}
 EmitDot = Callable[[Any, Any, Any, Any], Any]  # (builder, accumulator, weights, activations) -> accumulator
 
 
@@ -112,6 +113,7 @@ _vnni512 = _instruction("llvm.x86.avx512.vpdpbusd.512")
 _vnni256 = _by_registers(8, _instruction("llvm.x86.avx512.vpdpbusd.256"))
 # instruction set -> (weights of up to seven bits, weights of eight)
 DOT_PRODUCTS: dict[str, tuple[EmitDot, EmitDot]] = {
+    "avx512_amx": (_vnni512, _vnni512),
     "avx512_vnni": (_vnni512, _vnni512),
     "avx_vnni": (_vnni256, _vnni256),
     "avx2": (_by_registers(8, _pmaddubsw), _by_registers(8, _pmaddubsw_signed)),
@@ -143,6 +145,7 @@ def _compare_chain(b: Any, index: Any, table: list[int]) -> Any:
 
 
 TABLE_LOOKUPS: dict[str, Callable[[Any, Any, Any], Any]] = {
+    "avx512_amx": _byte_shuffle("llvm.x86.avx512.pshuf.b.512", 64),
     "avx512_vnni": _byte_shuffle("llvm.x86.avx512.pshuf.b.512", 64),
     "avx_vnni": _byte_shuffle("llvm.x86.avx2.pshuf.b", 32),
     "avx2": _byte_shuffle("llvm.x86.avx2.pshuf.b", 32),

@@ -22,6 +22,7 @@ from ..ops import Array, Batch, KVLayer, Profiler
 from .kv_layout import kv_type_of, layer_addresses
 from .linear import PackedWeight
 from .lowering import HostCall, Lowering, fuse
+from .pointers import aligned
 from .program import Program, Step, Table, new_step, require_not_forked
 from .quantize_activations import pad_to_panels
 
@@ -162,7 +163,7 @@ class CpuForward:
             for first, layout in lowered.buffers.layouts.items():
                 for entry, (count, dtype) in enumerate(layout, first):
                     if count:
-                        buffers[entry] = np.zeros(tokens * count, dtype)
+                        buffers[entry] = aligned(np.zeros, tokens * count, dtype)
                         step[entry] = buffers[entry].ctypes.data
             self._counts = [entry for entry in range(Step.END, lowered.buffers.end) if entry not in buffers]
             self._step, self._buffers = step, buffers  # only now that there was memory for all of it

@@ -22,7 +22,7 @@ from ..cpu_info import INSTRUCTION_SETS
 from . import simd as f
 from .dot_int8 import DOT_PRODUCTS, ISA, TILE_KERNELS, concat_vectors
 from .jit import kernel
-from .pointers import f32, i8, i32, scratch, u8
+from .pointers import aligned, f32, i8, i32, scratch, u8
 from .simd import F32, I8, I32, I32X16, LANES, MAGIC, emit_load, emit_store, emit_vector_call, emits, f32x16, u8x64
 
 UNPACK_MIN_TOKENS = INSTRUCTION_SETS[ISA].unpack_min_tokens
@@ -39,7 +39,7 @@ PANELS = len(BUFFERS) - 1
 def allocate(tokens: int, columns: int) -> tuple[NDArray[Any], ...]:
     """Return the buffers for two terms of `tokens` rows of up to `columns` columns."""
     blocks = 2 * pad_to_panels(tokens) * -(-columns // 32)
-    return tuple(np.empty(count * blocks, dtype) for count, dtype in BUFFERS)
+    return tuple(aligned(np.empty, count * blocks, dtype) for count, dtype in BUFFERS)
 
 
 def pad_to_panels(tokens: int) -> int:

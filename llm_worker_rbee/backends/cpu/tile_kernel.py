@@ -32,3 +32,6 @@ class TileKernel(NamedTuple):
     # (weights, their first byte, scales, minima, panels, first byte of the panel, blocks, totals, at, stride): scales
     # and minima are [block][SCALES_PER_BLOCK][16 rows], the total of row r of token t is at + t * stride + r.
     multiply: Callable[..., None]
+    # Intrinsics before the first product of a task (of SCALES_PER_BLOCK) and after the last one. None: nothing to do.
+    begin: Callable[..., None] | None = None
+    end: Callable[..., None] | None = None

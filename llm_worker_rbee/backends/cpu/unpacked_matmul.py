@@ -33,7 +33,7 @@ TOTALS_AT = MINIMA_AT + RUN_BLOCKS * 32
 BUFFER_FLOATS = TOTALS_AT + MAX_TOTALS * 16
 # set for each variant
 LAYOUT = BLOCK_BYTES = SCALES_PER_BLOCK = SCALE_SHIFT = HAS_MINIMUM = NIBBLE_SCALES = IN_PLACE = None
-UNPACK = MULTIPLY = None
+UNPACK = MULTIPLY = BEGIN = END = None
 
 
 def unpack_run(a, group, n, first, blocks, weights, scales, minima):
@@ -88,6 +88,8 @@ def unpacked_matmul(args, step, piece):
     buffer = stack_floats(BUFFER_FLOATS)
     unpacked, scales, minima = u8(buffer), f32(buffer + 4 * SCALES_AT), f32(buffer + 4 * MINIMA_AT)
     totals, max_groups = f32(buffer + 4 * TOTALS_AT), MAX_TOTALS // (terms * count * PANEL_TOKENS)
+    if BEGIN is not None:
+        BEGIN(SCALES_PER_BLOCK)
     while group < end:
         groups = min(end - group, max_groups)
         for i in range(0, terms * count * PANEL_TOKENS * groups * 16, 16):
@@ -108,6 +110,8 @@ def unpacked_matmul(args, step, piece):
         length, unit = min(tokens, last * PANEL_TOKENS) - first * PANEL_TOKENS, np.float32(f64(args)[LinearArg.UNIT])
         write_totals(totals, length, terms, groups, unit, out, place, stride, a[LinearArg.ROWS] - group * 16)
         group += groups
+    if END is not None:
+        END()
 
 
 def unpacked_kernel(layout: Layout) -> Any:
@@ -125,4 +129,6 @@ def unpacked_kernel(layout: Layout) -> Any:
     name = f"{values['LAYOUT']}"
     unpack = kernel(variant(unpack_run, name, **values))
     multiply = kernel(variant(TILES.multiply, f"{shape['SCALES_PER_BLOCK']}{layout.has_minimum}", **shape))
-    return kernel(variant(unpacked_matmul, name, UNPACK=unpack, MULTIPLY=multiply, **values))
+    return kernel(
+        variant(unpacked_matmul, name, UNPACK=unpack, MULTIPLY=multiply, BEGIN=TILES.begin, END=TILES.end, **values)
+    )
