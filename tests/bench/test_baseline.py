@@ -64,10 +64,13 @@ def test_load_gzip_path_returns_the_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not DOCUMENTED.exists(), reason="this is not a checkout: there is no docs/baselines")
-@pytest.mark.parametrize("name", ["reference", "cpu", "arm-kernels-before"])
-def test_load_documented_baseline_has_results_with_samples(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("reference", "micro"), ("cpu", "micro"), ("arm-kernels-before", "micro"), ("arm-peers-before", "peers")],
+)
+def test_load_documented_baseline_has_results_with_samples(name: str, kind: str) -> None:
     run = baseline.load(str(DOCUMENTED / f"{name}.json.gz"))
-    assert run.kind == "micro"
+    assert run.kind == kind
     assert all(result.samples for result in run.results)
 
 
