@@ -7,6 +7,7 @@ nothing here checks a bound. Integers are int64.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -56,7 +57,8 @@ int64_pointer = _pointer_to(types.int64)
 
 def aligned(make: Callable[..., Any], shape: int | tuple[int, ...], dtype: Any) -> Any:
     """Return np.empty or np.zeros aligned to 64 bytes: a vector that straddles two cache lines costs twice."""
-    size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    count = shape if isinstance(shape, int) else math.prod(shape)
+    size = count * np.dtype(dtype).itemsize
     raw = make(size + 64, np.uint8)
     first = -raw.ctypes.data % 64
     return raw[first : first + size].view(dtype).reshape(shape)
