@@ -53,7 +53,8 @@ class InstructionSet(NamedTuple):
     weight_bias: int  # added to int8 weights: 128 for unsigned bytes, 0 for signed ones
     tile_tokens: int  # tokens of a tile of the matrix product: what the registers hold
     unpack_min_tokens: int = 0  # from how many tokens on weights are unpacked first (unpacked_matmul.py); 0: never
-    prefetch_bytes: int = 4096  # how far ahead packed weights are prefetched; 0: not at all
+    # how far ahead weights are prefetched, of layouts without and with a minimum; 0: not at all
+    prefetch_bytes: tuple[int, int] = (4096, 4096)
     magic_sums: bool = False  # integer sums begin at the bits of a float (simd.MAGIC): conversions are slow
 
 
@@ -61,7 +62,7 @@ def _isa(weight_bias: int, tile_tokens: int, *features: str, **options: Any) -> 
     return InstructionSet(frozenset(features), weight_bias, tile_tokens, **options)
 
 
-NEON_DOTPROD = _isa(0, 4, "asimd", "asimddp", unpack_min_tokens=8, prefetch_bytes=0, magic_sums=True)
+NEON_DOTPROD = _isa(0, 4, "asimd", "asimddp", unpack_min_tokens=8, prefetch_bytes=(0, 1024), magic_sums=True)
 AVX512_VNNI = "avx512f", "avx512bw", "avx512vl", "avx512_vnni"
 # best first
 INSTRUCTION_SETS: dict[str, InstructionSet] = {
@@ -71,7 +72,7 @@ INSTRUCTION_SETS: dict[str, InstructionSet] = {
     "avx2": _isa(0, 2, "avx2", "fma"),
     "neon_i8mm": NEON_DOTPROD._replace(features=NEON_DOTPROD.features | {"i8mm"}),
     "neon_dotprod": NEON_DOTPROD,
-    "neon": _isa(0, 2, "asimd", prefetch_bytes=0, magic_sums=True),
+    "neon": _isa(0, 2, "asimd", prefetch_bytes=(0, 1024), magic_sums=True),
     "portable": _isa(0, 2),
 }
 

@@ -27,11 +27,10 @@ MID_TILE_TOKENS = 4 if MAX_TILE_TOKENS > 4 else MAX_TILE_TOKENS // 2  # for the 
 TOKENS_PER_PIECE = 144 if MAX_TILE_TOKENS > 4 else 12 * MAX_TILE_TOKENS
 TWO_CHAINS = MAX_TILE_TOKENS > 4  # two shorter chains of dot products hide latency, if registers hold both
 GROUPS_IN_L1 = 4  # row groups that each tile of tokens meets in turn: they stay in the first-level cache
-PREFETCH_BYTES = INSTRUCTION_SETS[ISA].prefetch_bytes
 MAGIC_SUMS = INSTRUCTION_SETS[ISA].magic_sums
 # set for each variant
 TILE = TOKENS = LAYOUT = BLOCK_BYTES = SCALES_PER_BLOCK = HAS_MINIMUM = SCALE_SHIFT = OFFSET = None
-NIBBLE_SCALES = SUMS_OF_16 = BFLOAT = NARROW = OPERANDS = ROWS_TILE = ROWS_MID = ROWS_ONE = None
+NIBBLE_SCALES = PREFETCH_BYTES = SUMS_OF_16 = BFLOAT = NARROW = OPERANDS = ROWS_TILE = ROWS_MID = ROWS_ONE = None
 
 
 # Arguments of a product: COUNT, INPUT and OUTPUT are entries of the step, FIRST is the first column in the output.
@@ -202,6 +201,7 @@ def packed_kernel(layout: Layout) -> Any:
         "SCALE_SHIFT": max(layout.columns_per_scale // 32, 1).bit_length() - 1,
         "HAS_MINIMUM": layout.has_minimum,
         "NIBBLE_SCALES": layout.nibble_scales,
+        "PREFETCH_BYTES": INSTRUCTION_SETS[ISA].prefetch_bytes[layout.has_minimum],
         "SUMS_OF_16": sums_of_16,
         "OFFSET": WEIGHT_BIAS if layout.table or layout.planes == (8,) else layout.offset,
     }
