@@ -60,9 +60,8 @@ def dot_rows(operands, out, place, group, token, columns, stride, unit):
     for block in range(n):
         line = (group * n + block) * BLOCK_BYTES
         at, b = token * columns + block * 32, token * n + block
-        if (
-            PREFETCH_BYTES and token < TOKENS and not NIBBLE_SCALES
-        ):  # the tiles that follow find the weights in the cache
+        # of the first tile only: those that follow find the weights in the cache
+        if PREFETCH_BYTES and token < TOKENS and not NIBBLE_SCALES:
             prefetch(packed, line + PREFETCH_BYTES, BLOCK_BYTES)
         if SUMS_OF_16:
             if NIBBLE_SCALES:
