@@ -20,7 +20,7 @@ import re
 import sys
 import threading
 from collections.abc import Callable
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -28,7 +28,8 @@ from typing import Any
 import llvmlite
 import numba as nb
 from llvmlite import binding
-from numba.core import compiler, serialize
+from numba import _dynfunc  # type: ignore[attr-defined]
+from numba.core import codegen, compiler, compiler_machinery, serialize, typed_passes, untyped_passes
 from numba.core.ccallback import CFunc
 from numba.core.registry import cpu_target
 from numba.core.runtime import nrt
@@ -43,7 +44,8 @@ SOURCES = Path(__file__).parent
 DIGEST_BYTES = 32  # before the code
 TASK_SIGNATURE = nb.void(nb.int64, nb.int64, nb.int64)  # (arguments, step, piece)
 _OPTIONS: Any = {"nogil": True, "error_model": "numpy"}
-_INLINE_OPTIONS: Any = {**_OPTIONS, "forceinline": True, "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+_PART_OPTIONS: Any = {**_OPTIONS, "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+_INLINE_OPTIONS: Any = {**_PART_OPTIONS, "forceinline": True}
 _rebuild: Any = compiler.CompileResult._rebuild
 _dumps: Any = serialize.dumps
 logger = logging.getLogger(__name__)
@@ -102,11 +104,12 @@ define half @__truncsfhf2(float %x) {
 def install_f16_conversions() -> None:
     """Add the conversions to Numba's execution engine, where every kernel finds them, if this processor needs them."""
     if machine.is_x86() and "f16c" not in cpu_info.llvm_features():
-        codegen: Any = cpu_target.target_context.codegen()
+        compiler_of_cpu: Any = cpu_target.target_context.codegen()
         module = binding.parse_assembly(F16_CONVERSIONS_IR)
-        module.triple, module.data_layout = codegen._llvm_module.triple, codegen._llvm_module.data_layout
-        codegen._engine.add_module(module)
-        codegen._engine.finalize_object()
+        empty = compiler_of_cpu._llvm_module
+        module.triple, module.data_layout = empty.triple, empty.data_layout
+        compiler_of_cpu._engine.add_module(module)
+        compiler_of_cpu._engine.finalize_object()
 
 
 install_f16_conversions()
@@ -203,24 +206,100 @@ def _write(file: Path, data: bytes) -> None:
         raise
 
 
-def _with_cache(dispatcher: Any) -> Any:
-    dispatcher._cache = KernelCache(dispatcher.py_func)
-    return dispatcher
+class PartLibrary(codegen.JITCodeLibrary):
+    """LLVM code of a function that only kernels call: optimized, but machine code only as a part of each of them.
+
+    Numba's own library makes machine code of every function with all that it calls, n times of what is n calls deep.
+    """
+
+    def _finalize_final_module(self) -> None:
+        self._finalize_dynamic_globals()
+        self._finalized = True
+
+    def get_pointer_to_function(self, name: str) -> int:
+        return 0  # there is no machine code
+
+
+@compiler_machinery.register_pass(mutates_CFG=True, analysis_only=False)
+class _PartLowering(typed_passes.NativeLowering):
+    """Lower a part to LLVM code and register it for its callers, without a function for Python."""
+
+    _name = "part_lowering"
+
+    def run_pass(self, state: Any) -> bool:
+        name = state.func_id.func_qualname
+        state.library, state.flags.no_compile = PartLibrary(state.targetctx.codegen(), name), True
+        super().run_pass(state)
+        lowered = state["cr"]
+        entry = _dynfunc.make_function(lowered.fndesc.lookup_module(), name, "", 0, lowered.env, (state.library,))
+        state.targetctx.insert_user_function(entry, lowered.fndesc, [state.library])
+        state["cr"] = lowered._replace(cfunc=entry)
+        return True
+
+
+# Passes of Numba that change nothing in kernels: they have neither closures nor expressions of whole arrays to fuse.
+_UNNEEDED_PASSES = untyped_passes.InlineClosureLikes, typed_passes.NopythonRewrites
+
+
+class _PartCompiler(compiler.Compiler):
+    lowering: Any = _PartLowering
+
+    def define_pipelines(self) -> Any:
+        manager: Any = compiler.DefaultPassBuilder.define_nopython_pipeline(self.state)
+        manager.passes = [
+            (self.lowering if one is typed_passes.NativeLowering else one, why)
+            for one, why in manager.passes
+            if one not in _UNNEEDED_PASSES
+        ]
+        manager.finalize()
+        return [manager]
+
+
+class _KernelCompiler(_PartCompiler):
+    lowering = typed_passes.NativeLowering
+
+
+class KernelFunction:
+    """A function that kernels call as a part of theirs, and Python as a kernel, compiled for the types it meets."""
+
+    def __init__(self, function: Callable[..., Any], options: Any = _OPTIONS) -> None:
+        self.py_func, self._options = function, options
+
+    @cached_property
+    def part(self) -> Any:
+        """What kernels call."""
+        return nb.njit(pipeline_class=_PartCompiler, **_PART_OPTIONS)(self.py_func)
+
+    @property
+    def _numba_type_(self) -> Any:
+        return self.part._numba_type_
+
+    @cached_property
+    def dispatcher(self) -> Any:
+        """What Python calls."""
+        made: Any = nb.njit(pipeline_class=_KernelCompiler, **self._options)(self.py_func)
+        made._cache = KernelCache(self.py_func)
+        return made
+
+    def __call__(self, *args: Any) -> Any:
+        return self.dispatcher(*args)
 
 
 def inline(function: Callable[..., Any]) -> Any:
     """Return a part of kernels: what is constant at the call is constant inside, and loops are unrolled."""
-    return nb.njit(**_INLINE_OPTIONS)(function)
+    return nb.njit(pipeline_class=_PartCompiler, **_INLINE_OPTIONS)(function)
 
 
-def kernel(function: Callable[..., Any]) -> Any:
+def kernel(function: Callable[..., Any]) -> KernelFunction:
     """Return a function that kernels and Python call, compiled for the argument types that it meets."""
-    return _with_cache(nb.njit(**_OPTIONS)(function))
+    return KernelFunction(function)
 
 
 def parallel(function: Callable[..., Any]) -> Any:
     """Return a kernel whose loops over `prange` run on several threads."""
-    return _with_cache(nb.njit(parallel=True, **_OPTIONS)(function))
+    made: Any = nb.njit(parallel=True, **_OPTIONS)(function)
+    made._cache = KernelCache(function)
+    return made
 
 
 def variant(template: Any, name: str, **values: Any) -> FunctionType:
@@ -251,7 +330,8 @@ class TaskKernel:
         """Load the machine code from disk, or compile and cache it."""
         if self._compiled is None:
             signature = TASK_SIGNATURE.args, TASK_SIGNATURE.return_type
-            compiled: Any = CFunc(self._function, signature, locals={}, options={"error_model": "numpy"})
+            options = {"error_model": "numpy"}
+            compiled: Any = CFunc(self._function, signature, {}, options, pipeline_class=_KernelCompiler)
             compiled._cache = KernelCache(self._function)
             compiled.compile()
             self._compiled = compiled
@@ -265,15 +345,19 @@ class TaskKernel:
 class PythonKernel:
     """A kernel that Python calls with arguments of these types: what `TaskKernel` is for programs."""
 
-    def __init__(self, dispatcher: Any, *types: Any) -> None:
-        function = dispatcher.py_func
+    def __init__(self, called: Any, *types: Any) -> None:
+        function = called.py_func
         self.name = f"{function.__module__.rsplit('.', 1)[-1]}.{function.__qualname__}{types}"
-        self._dispatcher, self._types = dispatcher, types
+        self._called, self._types = called, types
 
     @property
     def is_cached(self) -> bool:
         file = self._dispatcher._cache.entry(self._types, cpu_target.target_context.codegen())
         return self._types in self._dispatcher.overloads or (file is not None and file.exists())
+
+    @property
+    def _dispatcher(self) -> Any:
+        return self._called.dispatcher if isinstance(self._called, KernelFunction) else self._called
 
     def load(self) -> None:
         self._dispatcher.compile(self._types)
