@@ -55,6 +55,8 @@ class InstructionSet(NamedTuple):
     unpack_min_tokens: int = 0  # from how many tokens on weights are unpacked first (unpacked_matmul.py); 0: never
     # how far ahead weights are prefetched, of layouts without and with a minimum; 0: not at all
     prefetch_bytes: tuple[int, int] = (4096, 4096)
+    attention_tile: tuple[int, int] = (2, 1)  # rows x vectors of 16 floats of prefill attention: what registers hold
+    fma_by_lane: bool = False  # multiplies a vector by one lane of another: no broadcast is needed
     magic_sums: bool = False  # integer sums begin at the bits of a float (simd.MAGIC): conversions are slow
 
 
@@ -62,17 +64,18 @@ def _isa(weight_bias: int, tile_tokens: int, *features: str, **options: Any) -> 
     return InstructionSet(frozenset(features), weight_bias, tile_tokens, **options)
 
 
-NEON_DOTPROD = _isa(0, 4, "asimd", "asimddp", unpack_min_tokens=8, prefetch_bytes=(0, 1024), magic_sums=True)
+NEON: Any = {"prefetch_bytes": (0, 1024), "magic_sums": True, "attention_tile": (4, 1), "fma_by_lane": True}
+NEON_DOTPROD = _isa(0, 4, "asimd", "asimddp", unpack_min_tokens=8, **NEON)
 AVX512_VNNI = "avx512f", "avx512bw", "avx512vl", "avx512_vnni"
 # best first
 INSTRUCTION_SETS: dict[str, InstructionSet] = {
-    "avx512_amx": _isa(128, 16, *AVX512_VNNI, "amx_tile", "amx_int8", unpack_min_tokens=16),
-    "avx512_vnni": _isa(128, 16, *AVX512_VNNI),
-    "avx_vnni": _isa(128, 2, "avx2", "fma", "avx_vnni"),
-    "avx2": _isa(0, 2, "avx2", "fma"),
+    "avx512_amx": _isa(128, 16, *AVX512_VNNI, "amx_tile", "amx_int8", unpack_min_tokens=16, attention_tile=(6, 4)),
+    "avx512_vnni": _isa(128, 16, *AVX512_VNNI, attention_tile=(6, 4)),
+    "avx_vnni": _isa(128, 2, "avx2", "fma", "avx_vnni", attention_tile=(6, 1)),
+    "avx2": _isa(0, 2, "avx2", "fma", attention_tile=(6, 1)),
     "neon_i8mm": NEON_DOTPROD._replace(features=NEON_DOTPROD.features | {"i8mm"}),
     "neon_dotprod": NEON_DOTPROD,
-    "neon": _isa(0, 2, "asimd", prefetch_bytes=(0, 1024), magic_sums=True),
+    "neon": _isa(0, 2, "asimd", **NEON),
     "portable": _isa(0, 2),
 }
 

@@ -19,7 +19,7 @@ from .. import reference
 from ..graph import Graph
 from ..ops import AttentionParams, Backend, Batch, Ints, KVLayer, Logprobs, Progress, RopeTable, SampleRow
 from . import elementwise, forward, kv_layout, precompile, sampling
-from .attention import attention_tasks, split_work_task
+from .attention import NUMBERS_PER_TILE, attention_tasks, partial_bytes, split_work_task
 from .kv_layout import kv_type_of, layer_addresses, padded_dim
 from .linear import PackedWeight, pack_weight
 from .program import Program, Step, choose_threads, run_step
@@ -113,13 +113,18 @@ class CpuBackend(Backend):
         queries = np.zeros((tokens, heads, padded), np.float32)
         queries[:, :, :dim] = q
         out = np.empty_like(queries)
-        buffers = dict(enumerate((queries, out, np.empty(tokens * heads * 4, np.int64)), Step.END))
+        buffers = dict(enumerate((queries, out, np.empty(tokens * heads * NUMBERS_PER_TILE, np.int64)), Step.END))
         tasks = attention_tasks(0, heads, kv_heads, dim, params, kv_type_of(kv), *buffers)
-        tasks.insert(0, split_work_task(heads, kv_heads, max(buffers)))
+        tasks.insert(0, split_work_task(heads, kv_heads, self.threads, max(buffers)))
+        partials = np.empty(
+            partial_bytes(heads, kv_heads, dim, self.threads, batch.block_table.shape[1] * size), np.uint8
+        )
         entries = {
             Step.POSITIONS: batch.positions, Step.QUERY_START: batch.query_start, Step.BLOCK_TABLE: batch.block_table,
             Step.KV: layer_addresses([kv]), **buffers,
         }  # fmt: skip
+        if partials.size:
+            entries[Step.PARTIALS] = partials
         counts: dict[int, int] = {
             Step.TOKENS: tokens, Step.BLOCK_SIZE: size, Step.TABLE_WIDTH: batch.block_table.shape[1],
             Step.REQUESTS: len(batch.context_len),

@@ -68,6 +68,7 @@ class CpuForward:
         self._step, self._buffers = new_step(), dict[int, NDArray[Any]]()
         self._counts: list[int] = []  # entries of numbers that tasks write
         self._held = ("", 0)  # KV type and tokens of the buffers
+        self._partials = np.empty(0, np.uint8)  # of attention
         self._kv: tuple[weakref.ref[Any], Table] | None = None  # the first layer's keys stand for the whole cache
         self._lock = threading.Lock()
 
@@ -118,6 +119,7 @@ class CpuForward:
             step[Step.TOKEN_IDS : Step.LOGITS_INDEX + 1] = [array.ctypes.data for array in held]
             step[Step.KV] = self._kv_addresses(kv).ctypes.data
             step[Step.LOGITS] = logits.ctypes.data
+            step[Step.PARTIALS] = self._partials_for(kv_type, b.block_table.shape[1] * kv[0].v.shape[2])
             step[self._counts] = 0  # not counted in a step without tokens
             threads = self._threads_for(batch, kv, parts)
             for component, part in parts:
@@ -153,6 +155,13 @@ class CpuForward:
         if self._kv is None or self._kv[0]() is not kv[0].k:
             self._kv = weakref.ref(kv[0].k), layer_addresses(kv)
         return self._kv[1]
+
+    def _partials_for(self, kv_type: str, positions: int) -> int:
+        """Return the address of memory for partial results of attention; 0 if none is needed."""
+        size = self._lower(kv_type).partial_bytes(positions)
+        if size > self._partials.size:
+            self._partials = np.empty(2 * size, np.uint8)  # room for a context that grows
+        return self._partials.ctypes.data if size else 0
 
     def _step_for(self, kv_type: str, tokens: int) -> Table:
         """Return the step table with buffers for this many tokens."""

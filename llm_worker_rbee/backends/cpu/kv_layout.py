@@ -11,21 +11,25 @@ values  (block, kv head, position, value)                                 scales
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 from llvmlite import ir
 from numba import types
 
+from ..cpu_info import INSTRUCTION_SETS
 from ..ops import KVLayer
 from . import simd as f
+from .dot_int8 import ISA
 from .jit import kernel
 from .pointers import aligned, emit_prefetch, f32, i8, u16
 from .simd import F16, F32, I8, LANES, Tile, emits, f32x16, literal_int, map_tile
 
 DTYPES = {"float32": np.float32, "float16": np.uint16, "int8": np.int8}
 ARRAY_OF_TYPE: Any = {"float32": f32, "float16": u16, "int8": i8}  # how a task sees the cache
+FMA_BY_LANE = INSTRUCTION_SETS[ISA].fma_by_lane
+FMA_STEPS = 4  # values of a head that are multiplied together; heads are padded to a multiple of it
 ADDRESSES_PER_LAYER = 4  # of layer_addresses: keys, values, their scales
 
 
@@ -107,10 +111,10 @@ def is_int8(b: Any, array: Any) -> Any:
     return ir.Constant(ir.IntType(1), int(array.dtype == types.int8))
 
 
-@emits(lambda rows, lines: Tile(f32x16, literal_int(rows) * len(lines))(rows, lines), prefer_literal=True)
-def zero_tile(b: Any, rows: int, lines: Any) -> Any:
-    """Return zeros for `rows` rows and one vector per chunk."""
-    return map_tile(b, rows * lines.type.count, lambda _: ir.Constant(f32x16.ir, [0.0] * LANES))
+@emits(lambda size: Tile(f32x16, literal_int(size))(size), prefer_literal=True)
+def zero_tile(b: Any, size: int) -> Any:
+    """Return a tile of `size` vectors of zeros."""
+    return map_tile(b, size, lambda _: ir.Constant(f32x16.ir, [0.0] * LANES))
 
 
 def _in_chunk(b: Any, lines: Any, i: int, length: Any, offset: Any) -> Any:
@@ -118,39 +122,67 @@ def _in_chunk(b: Any, lines: Any, i: int, length: Any, offset: Any) -> Any:
     return b.add(b.mul(b.extract_value(lines, i), length), offset)
 
 
-@emits(lambda array, lines, *_: Tile(f32x16, len(lines))(array, lines, types.intp, types.intp))
-def load_keys(b: Any, array: Any, lines: Any, length: Any, offset: Any) -> Any:
-    """Load the vector at chunk * length + offset of every chunk."""
-
-    def one(i: int) -> Any:
-        return f.emit_load_floats(b, array, _in_chunk(b, lines, i, length, offset))
-
-    return map_tile(b, lines.type.count, one)
-
-
-@emits(
-    lambda array, index, vectors: Tile(f32x16, literal_int(vectors))(array, types.intp, vectors), prefer_literal=True
-)
-def load_contiguous(b: Any, array: Any, index: Any, vectors: int) -> Any:
-    """Load `vectors` adjacent vectors."""
-    return map_tile(b, vectors, lambda i: f.emit_load_floats(b, array, _add_constant(b, index, i * LANES)))
-
-
 def _add_constant(b: Any, index: Any, more: int) -> Any:
     return b.add(index, ir.Constant(index.type, more))
 
 
-@emits(lambda total, vectors, x, index, stride: total(total, vectors, x, types.intp, types.intp))
-def fma_outer(b: Any, total: Any, vectors: Any, x: Any, index: Any, stride: Any) -> Any:
-    """Return total[r, v] + vectors[v] * x[index + r * stride]."""
-    size, wide = total.type.count, vectors.type.count
-    factors = [f.emit_load(b, x, f.strided_index(b, index, stride, r), F32) for r in range(size // wide)]
-    splats = [f.emit_splat(b, factor, f32x16.ir) for factor in factors]
+def _emit_factors(b: Any, x: Any, index: Any, stride: Any, rows: int, steps: int) -> list[list[Any]]:
+    """Emit factors[step][r], x[index + step + r * stride] in every lane.
 
-    def one(i: int) -> Any:
-        return f.emit_fma(b, splats[i // wide], b.extract_value(vectors, i % wide), b.extract_value(total, i))
+    Where an instruction multiplies by one lane of a vector, adjacent factors are loaded as a vector: a broadcast costs
+    as much as a product there, and a load nothing.
+    """
+    starts = [f.strided_index(b, index, stride, r) for r in range(rows)]
+    if not FMA_BY_LANE or steps == 1:
+        return [
+            [f.emit_splat(b, f.emit_load(b, x, _add_constant(b, start, k), F32), f32x16.ir) for start in starts]
+            for k in range(steps)
+        ]
+    vector = ir.VectorType(F32, steps)
+    loaded, lanes = [f.emit_load(b, x, start, vector) for start in starts], ir.VectorType(ir.IntType(32), LANES)
+    undefined = ir.Constant(vector, ir.Undefined)
+    return [[b.shuffle_vector(one, undefined, ir.Constant(lanes, [k] * LANES)) for one in loaded] for k in range(steps)]
 
-    return map_tile(b, size, one)
+
+def _emit_outer(b: Any, total: Any, load: Callable[[int, int], Any], factors: list[list[Any]]) -> Any:
+    """Emit total[r, v] + the sum over steps of load(step, v) * factors[step][r], added step by step."""
+    sums = [b.extract_value(total, i) for i in range(total.type.count)]
+    wide = len(sums) // len(factors[0])
+    for k, row_factors in enumerate(factors):
+        vectors = [load(k, v) for v in range(wide)]
+        sums = [f.emit_fma(b, row_factors[i // wide], vectors[i % wide], one) for i, one in enumerate(sums)]
+    return map_tile(b, len(sums), lambda i: sums[i])
+
+
+def _fma_keys(total: Any, keys: Any, lines: Any, length: Any, offset: Any, x: Any, *_: Any) -> Any:
+    return total(total, keys, lines, types.intp, types.intp, x, types.intp, types.intp)
+
+
+@emits(_fma_keys)
+def fma_keys(
+    b: Any, total: Any, keys: Any, lines: Any, length: Any, offset: Any, x: Any, index: Any, stride: Any
+) -> Any:
+    """Return total[r, v] + keys[lines[v] * length + offset + 16 k ...] * x[index + k + r * stride], k = 0 .. 3."""
+    wide = lines.type.count
+    factors = _emit_factors(b, x, index, stride, total.type.count // wide, FMA_STEPS)
+    starts = [_in_chunk(b, lines, v, length, offset) for v in range(wide)]
+    return _emit_outer(
+        b, total, lambda k, v: f.emit_load_floats(b, keys, _add_constant(b, starts[v], k * LANES)), factors
+    )
+
+
+def _fma_rows(total: Any, y: Any, at: Any, pitch: Any, x: Any, index: Any, stride: Any, rows: Any, steps: Any) -> Any:
+    return total(total, y, types.intp, types.intp, x, types.intp, types.intp, rows, steps)
+
+
+@emits(_fma_rows, prefer_literal=True)
+def fma_rows(
+    b: Any, total: Any, y: Any, at: Any, pitch: Any, x: Any, index: Any, stride: Any, rows: int, steps: int
+) -> Any:
+    """Return total[r, v] + y[at + k * pitch + 16 v ...] * x[index + k + r * stride], k = 0 .. steps - 1."""
+    starts = [f.strided_index(b, at, pitch, k) for k in range(steps)]
+    factors = _emit_factors(b, x, index, stride, rows, steps)
+    return _emit_outer(b, total, lambda k, v: f.emit_load_floats(b, y, _add_constant(b, starts[k], v * LANES)), factors)
 
 
 @emits(lambda keys, scales, lines, unit: Tile(f32x16, len(lines))(keys, scales, lines, types.float32))
@@ -207,13 +239,15 @@ def store_tile(b: Any, array: Any, index: Any, stride: Any, total: Any, vectors:
 
 @emits(lambda array, lines, length, offset: types.void(array, lines, types.intp, types.intp))
 def prefetch_keys(b: Any, array: Any, lines: Any, length: Any, offset: Any) -> None:
-    """Prefetch what `load_keys` would load."""
+    """Prefetch what `fma_keys` would load."""
     for i in range(lines.type.count):
-        emit_prefetch(b, f.element_pointer(b, array, _in_chunk(b, lines, i, length, offset), I8))
+        start = _in_chunk(b, lines, i, length, offset)
+        for ahead in range(0, FMA_STEPS * LANES, 64 * 8 // array.dtype.bitwidth):
+            emit_prefetch(b, f.element_pointer(b, array, _add_constant(b, start, ahead), I8))
 
 
 @emits(lambda array, index, vectors: types.void(array, types.intp, vectors), prefer_literal=True)
 def prefetch_contiguous(b: Any, array: Any, index: Any, vectors: int) -> None:
-    """Prefetch what `load_contiguous` would load."""
+    """Prefetch `vectors` adjacent vectors."""
     for i in range(0, vectors * LANES, 64 * 8 // array.dtype.bitwidth):
         emit_prefetch(b, f.element_pointer(b, array, _add_constant(b, index, i), I8))

@@ -22,14 +22,21 @@ import numpy as np
 
 from ..graph import LOGITS, TOKENS, Graph, Node, Rewrite, Shape, Value, apply_rewrites, have_one_eps
 from . import elementwise, quantize_activations
-from .attention import attention_tasks, can_quantize_output, split_work_task
+from .attention import (
+    NUMBERS_PER_TILE,
+    WorkEntry,
+    attention_tasks,
+    can_quantize_output,
+    partial_bytes,
+    split_work_task,
+)
 from .elementwise import ACTIVATIONS, TOKENS_PER_PIECE, HeadNormArg, embed_task
 from .kv_layout import padded_dim
 from .linear import linear_tasks
 from .program import Step, Task, pack_args, pack_floats
 from .rope import angles_task, rope_store_task
 
-TILE_COUNTS = ((0, np.int64), (0, np.int64))  # entries for numbers, without an array
+WORK_NUMBERS = ((0, np.int64),) * (len(WorkEntry) - 1)  # entries for numbers, without an array
 COUNTS: dict[Any, Step] = {TOKENS: Step.TOKENS, LOGITS: Step.NUM_LOGITS}
 
 
@@ -167,6 +174,7 @@ class Lowering:
         self.buffers = Buffers()
         self.entries: dict[Value, int] = {graph.output: Step.LOGITS}
         self.parts: list[Lowered] = []
+        self._geometries: set[tuple[int, int, int]] = set()  # heads, KV heads and their size, of attention
         self.last_uses, self.index = graph.last_uses(), 0
         for self.index, node in enumerate(graph.nodes):
             lower = getattr(self, f"_{node.op}", None)
@@ -176,6 +184,10 @@ class Lowering:
             for value in dict.fromkeys((*node.inputs, *node.outputs, *inner)):
                 if self.last_uses.get(value, -1) <= self.index and value in self.entries:
                     self._release(value)
+
+    def partial_bytes(self, positions: int) -> int:
+        """Return the bytes that attention needs at `Step.PARTIALS` for block tables of so many positions."""
+        return max((partial_bytes(*one, self.threads, positions) for one in self._geometries), default=0)
 
     def _release(self, value: Value) -> None:
         entry = self.entries.pop(value)
@@ -211,8 +223,8 @@ class Lowering:
         return "scheduling", [angles_task(node["table"], entry)]
 
     def _split_work(self, node: Node) -> tuple[str, list[Task]]:
-        work = self._new(node.output, (node["n_heads"] * 4, np.int64), *TILE_COUNTS)
-        return "scheduling", [split_work_task(node["n_heads"], node["n_kv_heads"], work)]
+        work = self._new(node.output, (node["n_heads"] * NUMBERS_PER_TILE, np.int64), *WORK_NUMBERS)
+        return "scheduling", [split_work_task(node["n_heads"], node["n_kv_heads"], self.threads, work)]
 
     def _embed(self, node: Node) -> tuple[str, list[Task]]:
         (table,) = node["table"].parts
@@ -258,6 +270,7 @@ class Lowering:
     def _attention(self, node: Node) -> tuple[str, list[Task]]:
         (attention,), quantize = node.parts("attention"), node.part("quantize")
         _, heads, dim = attention["q"].shape
+        self._geometries.add((heads, attention["n_kv_heads"], dim))
         padded, activations = padded_dim(dim), self._activations(quantize)
         out = attention.outputs[0]
         whole = self._new(out) if padded == dim else self.buffers.allocate(((heads * padded, np.float32),))

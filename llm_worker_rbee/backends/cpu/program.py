@@ -94,6 +94,7 @@ class Step(IntEnum):
     LOGITS_INDEX = auto()
     KV = auto()  # for each layer: keys, values, their scales
     LOGITS = auto()  # (N, vocabulary)
+    PARTIALS = auto()  # results of blocks of keys, if decode attention may be split (attention.py); or 0
     # addresses: sampling settings of each row (sampling.py)
     SAMPLE_INTS = auto()
     SAMPLE_FLOATS = auto()
@@ -274,7 +275,7 @@ def pack_floats(table: Table, at: int, values: Sequence[float]) -> Table:
 def run_step(program: Program, entries: Mapping[int, NDArray[Any]], counts: Mapping[int, int], threads: int) -> None:
     """Run a program on a new step with these arrays (of int64 or float32) and counts."""
     held = {entry: np.ascontiguousarray(array) for entry, array in entries.items()}
-    step = new_step(max(Step.END, *entries) + 3)
+    step = new_step(max(Step.END, *entries) + 5)
     for entry, array in held.items():
         step[entry] = array.ctypes.data
     for entry, count in counts.items():

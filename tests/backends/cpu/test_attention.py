@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from llm_worker_rbee.backends import cpu_info, reference
 from llm_worker_rbee.backends.cpu import CpuBackend
+from llm_worker_rbee.backends.cpu.attention_blocks import KEY_BLOCK
 from llm_worker_rbee.backends.ops import KV_TYPES, AttentionParams, Batch, KVLayer, RopeTable
 
 cpu = CpuBackend()
@@ -113,6 +114,38 @@ def test_attention_has_the_same_bits_alone_batched_and_chunked(
         written = now != 0
         assert written.any()
         np.testing.assert_array_equal(now[written], before[written])
+
+
+LONG = [  # KV type, settings: contexts of several blocks of keys, windows that begin inside one
+    ("float16", AttentionParams(0.125)),
+    ("int8", AttentionParams(0.125, window=KEY_BLOCK + 77, soft_cap=9.0)),
+]
+
+
+@pytest.mark.parametrize(("kind", "params"), LONG)
+def test_attention_over_several_key_blocks_agrees_with_reference(kind: str, params: AttentionParams) -> None:
+    contexts, lengths = [2 * KEY_BLOCK + 3, KEY_BLOCK, KEY_BLOCK + 40], [1, 2, 50]
+    (whole, blocks), (batch, _) = step(contexts, contexts), step(lengths, contexts)
+    q = normal(batch.ids.size, 6, 64)
+    found, wanted = (
+        ops.attention(q, filled(ops, whole, blocks, kind, 2, 64), batch, params) for ops in (cpu, reference)
+    )
+    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=5e-6)
+
+
+@pytest.mark.parametrize(("kind", "params"), LONG)
+def test_attention_over_several_key_blocks_has_the_same_bits_in_any_pieces(kind: str, params: AttentionParams) -> None:
+    """In chunks of any length, as decode, and decode in several pieces, whose last one merges the blocks."""
+    length, context = 60, 2 * KEY_BLOCK + 30
+    (whole, blocks), (batch, _) = step([context], [context]), step([length], [context])
+    kv, q = filled(cpu, whole, blocks, kind, 2, 64), normal(length, 6, 64)
+    wanted = cpu.attention(q, kv, batch, params)
+    for threads, chunk in ((1, 1), (cpu.threads, 1), (1, 7), (cpu.threads, 31)):
+        ops = CpuBackend(threads)
+        for first in range(0, length, chunk):
+            last = min(length, first + chunk)
+            found = ops.attention(q[first:last], kv, part(batch, 0, first, last), params)
+            np.testing.assert_array_equal(found, wanted[first:last])
 
 
 @pytest.mark.parametrize("block", [32, 48])
