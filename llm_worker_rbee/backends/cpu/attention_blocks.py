@@ -61,12 +61,12 @@ class Rows(NamedTuple):
 class Partial(NamedTuple):
     """The softmax and the sums of values of some rows, so far or of one block, in an array of floats.
 
-    From `at` on: `count` largest scores (a multiple of 16), their sums of e^(score - largest), then `dim` values a row.
+    From `at` on: `rows` largest scores (a multiple of 16), their sums of e^(score - largest), then `dim` values a row.
     """
 
     array: Any
     at: int
-    count: int
+    rows: int
 
 
 @kernel
@@ -296,22 +296,22 @@ def softmax_rows(view, rows, count, start, last, cap, scores, part):
             largest, total = softmax_row(scores, at, first, first + end - begin, cap)
             if kv.is_int8(view.values):
                 apply_v_scales(view, scores, at, begin, end)
-        part.array[part.at + r], part.array[part.at + part.count + r] = largest, total
+        part.array[part.at + r], part.array[part.at + part.rows + r] = largest, total
 
 
 @kernel
 def clear(part, floats):
     """Begin with no position; `floats` is the length of the sums of values."""
-    for i in range(part.at, part.at + part.count):
+    for i in range(part.at, part.at + part.rows):
         part.array[i] = LOWEST
-    for i in range(part.at + part.count, part.at + 2 * part.count + floats):
+    for i in range(part.at + part.rows, part.at + 2 * part.rows + floats):
         part.array[i] = 0
 
 
 @kernel
 def merge(rows, count, dim, start, last, total, part):
     """Merge the results of positions start .. last - 1, whose softmax is overwritten; rows that see none stay."""
-    x, y, n = total.array, part.array, total.count
+    x, y, n = total.array, part.array, total.rows
     for i in range(0, n, LANES):
         before, block = f.load(x, total.at + i), f.load(y, part.at + i)
         largest = f.max_nan_second(block, before)
@@ -334,7 +334,7 @@ def merge(rows, count, dim, start, last, total, part):
 @kernel
 def divide_row(total, r, dim, out, at):
     """Write row r divided by its sum to out[at:]."""
-    share = f.splat(np.float32(1) / total.array[total.at + total.count + r])
-    row = total.at + 2 * total.count + r * dim
+    share = f.splat(np.float32(1) / total.array[total.at + total.rows + r])
+    row = total.at + 2 * total.rows + r * dim
     for d in range(0, dim, LANES):
         f.store(out, at + d, f.mul(f.load(total.array, row + d), share))
