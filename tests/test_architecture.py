@@ -62,14 +62,15 @@ SECOND_PLACES: dict[str, dict[str, str]] = {}  # beside the one place of a heavy
 
 # Line budgets. "." are the modules at the top of the package.
 LINES = {
-    ".": 2_070,
-    "backends": 1_390,
-    "backends/cpu": 4_980,
+    ".": 2_150,
+    "backends": 1_425,
+    "backends/cpu": 5_480,
+    "backends/cpu/matmul": 980,
     "backends/cuda": 6_000,
-    "bench": 8_700,
+    "bench": 9_170,
     "cache": 60,
     "cli": 3_140,
-    "cli/bench": 1_240,
+    "cli/bench": 1_440,
     "cluster": 700,
     "engine": 2_600,
     "layers": 260,
@@ -79,9 +80,9 @@ LINES = {
     "tokenizer": 1_640,
     "weights": 3_250,
 }
-MAX_TOTAL_LINES = 43_400
-MAX_BENCH_LINES = 9_920  # bench with its commands
-MAX_MODULES = 209
+MAX_TOTAL_LINES = 45_500
+MAX_BENCH_LINES = 10_600  # bench with its commands
+MAX_MODULES = 218
 MAX_FOLDER_FILES = 25
 MAX_FILE_LINES = 800
 LISTED_FILE_LINES = 600  # longer files are named here
@@ -223,7 +224,8 @@ def test_imports_stand_at_the_top_except_optional_packages(path: Path) -> None:
 def test_heavy_package_is_imported_in_one_place(package: str) -> None:
     found = {path for path in FILES for name, _, _ in imports(path) if name.split(".")[0] == package}
     found = {path for path in found if relative(path) not in SECOND_PLACES.get(package, {})}
-    places = {path.parent if path.parent.name in ("cpu", "cuda") else path for path in found}
+    backends = (PACKAGE / "backends" / "cpu", PACKAGE / "backends" / "cuda")
+    places = {next((folder for folder in backends if folder in path.parents), path) for path in found}
     assert len(places) <= 1, f"{package} is imported in {sorted(map(str, places))}"
 
 

@@ -14,6 +14,10 @@ from llvmlite import ir
 from numba import types
 
 from .. import cpu_info
+from .matmul.tile_amx import AMX
+from .matmul.tile_kernel import TileKernel
+from .matmul.tile_sdot import SDOT
+from .matmul.tile_smmla import SMMLA
 from .packed_weight import LAYOUTS
 from .simd import (
     I8,
@@ -30,17 +34,13 @@ from .simd import (
     map_tile,
     u8x64,
 )
-from .tile_amx import AMX
-from .tile_kernel import TileKernel
-from .tile_sdot import SDOT
-from .tile_smmla import SMMLA
 
 ISA = cpu_info.current_isa()
 WEIGHT_BIAS = cpu_info.INSTRUCTION_SETS[ISA].weight_bias
 # `sdot` takes its activations from any lane of a register; elsewhere a broadcasting load is as good.
 BROADCAST_BY_LANE = ISA in ("neon_i8mm", "neon_dotprod")
 SHIFT_INSERT = ISA in ("neon_i8mm", "neon_dotprod", "neon")  # one instruction joins two bit planes
-# for products of many tokens (unpacked_matmul.py)
+# for products of many tokens (matmul/unpacked.py)
 TILE_KERNELS: dict[str, TileKernel] = {"avx512_amx": AMX, "neon_i8mm": SMMLA, "neon_dotprod": SDOT}
 EmitDot = Callable[[Any, Any, Any, Any], Any]  # (builder, accumulator, weights, activations) -> accumulator
 

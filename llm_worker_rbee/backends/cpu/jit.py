@@ -119,7 +119,7 @@ def fingerprint() -> str:
     """Return a hash of everything that the machine code depends on."""
     digest = hashlib.sha256()
     others = (Path(str(module.__file__)) for module in (cpu_info, codebooks))  # sources of kernels outside this folder
-    for path in [*others, *sorted(SOURCES.glob("*.py"))]:
+    for path in [*others, *sorted(SOURCES.rglob("*.py"))]:
         digest.update(path.name.encode() + path.read_bytes())
     versions = nb.__version__, llvmlite.__version__, sys.version_info[:2]  # the code is pickled
     digest.update(repr((cpu_info.current_isa(), *versions, binding.get_host_cpu_name())).encode())

@@ -1,4 +1,4 @@
-"""Linear layers: a packed weight, and the tasks of its products (packed_matmul.py, unpacked_matmul.py).
+"""Linear layers: a packed weight, and the tasks of its products (matmul/packed.py, matmul/unpacked.py).
 
 Tensors that share a layout are packed into one matrix; a stack of several layouts (a Q4_K_M file has q and k in Q4_K, v
 in Q6_K) is several matrices, each of which writes its own columns of the result.
@@ -21,13 +21,13 @@ from ..ops import StackedWeight
 from . import quantize_activations
 from .elementwise import quantize_task
 from .jit import TaskKernel
-from .packed_matmul import TOKENS_PER_PIECE, LinearArg, packed_kernel
+from .matmul.packed import TOKENS_PER_PIECE, LinearArg, packed_kernel
+from .matmul.unpacked import TOKENS_PER_PIECE as UNPACKED_TOKENS_PER_PIECE
+from .matmul.unpacked import UNPACK_MIN_TOKENS, unpacked_kernel
 from .packed_weight import GROUP_ROWS, Layout, PackedMatrix, layout_of_tensor
 from .pointers import i64
 from .program import Program, Step, Task, new_step, pack_args, pack_floats
 from .repack import repack
-from .unpacked_matmul import TOKENS_PER_PIECE as UNPACKED_TOKENS_PER_PIECE
-from .unpacked_matmul import UNPACK_MIN_TOKENS, unpacked_kernel
 
 Floats = NDArray[np.float32]
 PIECES_PER_THREAD = 8  # of a matrix

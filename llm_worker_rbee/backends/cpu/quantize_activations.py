@@ -3,7 +3,7 @@
 x = q * scale, scale = max|x| / 127 (0 for a block of zeros), rounded to 22 bits; NaN if max|x| is above 1.7e33. Kernels
 need the sums of q over 32 and over 16 columns for weights with an offset or a minimum. Seven adjacent entries of a step
 hold their addresses: q, scale, sums, sums16, scaled (sums * scale), scaled16, panels. Where weights are unpacked first
-(tile_kernel.py), steps of many tokens store everything in panels too, [panel][block].
+(matmul/tile_kernel.py), steps of many tokens store everything in panels too, [panel][block].
 
 Two-term quantization stores a token as two rows: its int8 values and those of the remainder. The two products are
 added, and the error is a 254th of that of one term.
@@ -137,7 +137,7 @@ def _to_int8(b: Any, x: list[Any], top: Any) -> Any:
 
 
 def _round_scale(b: Any, d: Any) -> Any:
-    """Emit scales rounded to 22 bits (Veltkamp): MAGIC * scale is then exact (tile_sdot.py). NaN stays NaN."""
+    """Emit scales rounded to 22 bits (Veltkamp): MAGIC * scale is then exact (matmul/tile_sdot.py). NaN stays NaN."""
     five = b.fmul(d, ir.Constant(d.type, [5.0] * 4))
     return b.fsub(five, b.fsub(five, d))
 

@@ -11,14 +11,14 @@ from typing import Any
 
 import numpy as np
 
-from ..cpu_info import INSTRUCTION_SETS
-from . import simd
-from .dot_int8 import ISA, TILE_KERNELS, WEIGHT_BIAS, unpack_block
-from .jit import kernel, variant
-from .packed_matmul import LinearArg
-from .packed_weight import LAYOUTS, Layout
-from .pointers import f32, f64, i64, stack_floats, u8, u16
-from .quantize_activations import PANELS
+from ...cpu_info import INSTRUCTION_SETS
+from .. import simd
+from ..dot_int8 import ISA, TILE_KERNELS, WEIGHT_BIAS, unpack_block
+from ..jit import kernel, variant
+from ..packed_weight import LAYOUTS, Layout
+from ..pointers import f32, f64, i64, stack_floats, u8, u16
+from ..quantize_activations import PANELS
+from .packed import LinearArg
 
 UNPACK_MIN_TOKENS = INSTRUCTION_SETS[ISA].unpack_min_tokens
 TILES: Any = TILE_KERNELS.get(ISA) if UNPACK_MIN_TOKENS else None

@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from ..cpu_info import INSTRUCTION_SETS
-from . import simd
-from .dot_int8 import ISA, WEIGHT_BIAS, dot_block
-from .jit import kernel, variant
-from .packed_weight import LAYOUTS, Layout
-from .pointers import f32, f64, i8, i32, i64, prefetch, scratch, u8, u16
+from ...cpu_info import INSTRUCTION_SETS
+from .. import simd
+from ..dot_int8 import ISA, WEIGHT_BIAS, dot_block
+from ..jit import kernel, variant
+from ..packed_weight import LAYOUTS, Layout
+from ..pointers import f32, f64, i8, i32, i64, prefetch, scratch, u8, u16
 
 MAX_TILE_TOKENS = INSTRUCTION_SETS[ISA].tile_tokens
 WIDE_BLOCK_TILE_TOKENS = 12  # for layouts whose blocks leave fewer registers

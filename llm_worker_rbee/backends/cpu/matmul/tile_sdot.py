@@ -28,7 +28,7 @@ from llvmlite import binding, ir
 from numba import types
 from numba.core import cgutils
 
-from .simd import (
+from ..simd import (
     F32,
     I8,
     I32,

@@ -1,4 +1,4 @@
-"""What an instruction set brings to products of many tokens (unpacked_matmul.py): its layouts, and the multiplication.
+"""What an instruction set brings to products of many tokens (unpacked.py): its layouts, and the multiplication.
 
 A product of few tokens unpacks packed weights in registers, once for each tile of tokens. From
 `InstructionSet.unpack_min_tokens` on, 16 rows x some blocks of 32 columns are unpacked into a buffer, once for all
@@ -6,7 +6,7 @@ tokens of a piece: signed bytes (offset or table applied) and float32 scales and
 that a kernel reads of `panel_tokens` tokens in the order in which it reads it, written by the quantizer.
 
 To add an instruction: a module with its `TileKernel`, a row in `dot_int8.TILE_KERNELS`, and `unpack_min_tokens` of its
-instruction set. Results must have the bits of `packed_matmul.dot_rows`: for each scale of a block the exact integer
+instruction set. Results must have the bits of `packed.dot_rows`: for each scale of a block the exact integer
 sum, times the scale of the activations (rounded), times that of the weights plus the total (one FMA), then the minimum
 times the scaled sum of the activations (one FMA).
 """

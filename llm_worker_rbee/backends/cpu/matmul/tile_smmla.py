@@ -21,7 +21,7 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from .simd import (
+from ..simd import (
     F32,
     I8,
     I32,

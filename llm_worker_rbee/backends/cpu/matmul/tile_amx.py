@@ -22,8 +22,8 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from .pointers import stack_floats, u8
-from .simd import (
+from ..pointers import stack_floats, u8
+from ..simd import (
     F32,
     I8,
     I32,
