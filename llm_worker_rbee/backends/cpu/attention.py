@@ -179,16 +179,19 @@ def attend_prefill(args, step, piece):
     blockwise.clear(total, padded * dim)
     blockwise.clear(part, 0)
     begin, end = blockwise.row_span(rows, 0)[0], blockwise.row_span(rows, count - 1)[1]
-    for block in range(begin // KEY_BLOCK, -(-end // KEY_BLOCK)):
+    first = begin // KEY_BLOCK
+    for block in range(first, -(-end // KEY_BLOCK)):
         start, last = max(begin, block * KEY_BLOCK), min(end, (block + 1) * KEY_BLOCK)
+        to = total if block == first else part  # the first block merged with nothing would have the same bits
         SCORE_ROWS(view, rows, count, memory, scale, start, last, scores, floats)
-        blockwise.softmax_rows(view, rows, count, start, last, cap, scores, part)
-        ACCUMULATE_ROWS(view, rows, count, start, last, scores, memory, part.at + 2 * padded, floats)
-        blockwise.merge(rows, count, dim, start, last, total, part)
+        blockwise.softmax_rows(view, rows, count, start, last, cap, scores, to)
+        ACCUMULATE_ROWS(view, rows, count, start, last, scores, memory, to.at + 2 * padded, floats)
+        if block > first:
+            blockwise.merge(rows, count, dim, start, last, total, part)
     for r in range(count):
-        to = at + r // per_token * stride + r % per_token * dim
-        blockwise.divide_row(total, r, dim, out, to)
-        quantize_heads(a, s, out, to, dim)
+        place = at + r // per_token * stride + r % per_token * dim
+        blockwise.divide_row(total, r, dim, out, place)
+        quantize_heads(a, s, out, place, dim)
 
 
 def attend_decode(args, step, piece):
@@ -210,20 +213,22 @@ def attend_decode(args, step, piece):
     total, parts = Partial(scores, ROWS * KEY_BLOCK, LANES), scores[ROWS * KEY_BLOCK + size :]
     if splits > 1:
         parts = f32(s[Step.PARTIALS] + 4 * size * number * key_blocks(s[Step.TABLE_WIDTH] * s[Step.BLOCK_SIZE]))
-    blockwise.clear(total, ROWS * dim)
     for block in range(first + count * split // splits, first + count * (split + 1) // splits):
         start, last = max(begin, block * KEY_BLOCK), min(end, (block + 1) * KEY_BLOCK)
         part = Partial(parts, (block - first) * size if splits > 1 else 0, LANES)
+        if splits == 1 and block == first:  # merged with nothing it would have the same bits
+            part = total
         blockwise.clear(part, ROWS * dim)
         SCORE(view, q, at, scale, start // LANES * LANES, last, scores)
         blockwise.softmax_rows(view, rows, ROWS, start, last, cap, scores, part)
-        ACCUMULATE_PV(view, start, last, end, scores, parts, part.at + 2 * LANES, 0)
-        if splits == 1:
+        ACCUMULATE_PV(view, start, last, end, scores, part.array, part.at + 2 * LANES, 0)
+        if splits == 1 and block > first:
             blockwise.merge(rows, ROWS, dim, start, last, total, part)
     if splits > 1:
         if atomic_add(s[entry] + 8 * (tile + 1), 1) < splits - 1:
             return
         work[tile + 1] = 0  # for the next layer
+        blockwise.clear(total, ROWS * dim)
         for block in range(first, first + count):
             part = Partial(parts, (block - first) * size, LANES)
             start, last = max(begin, block * KEY_BLOCK), min(end, (block + 1) * KEY_BLOCK)
