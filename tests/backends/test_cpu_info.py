@@ -116,11 +116,11 @@ def test_products_of_many_tokens_use_matrix_instructions_where_they_are() -> Non
     code = """
 from llm_worker_rbee import machine
 machine.cpu_features = lambda: ["asimd", "asimddp", "i8mm"]
-from numba import float32, int64, uint8
+from numba import float32, int64, njit, uint8
 from llm_worker_rbee.backends import cpu_info
-from llm_worker_rbee.backends.cpu.jit import kernel, variant
+from llm_worker_rbee.backends.cpu.jit import variant
 from llm_worker_rbee.backends.cpu.dot_int8 import ISA, TILE_KERNELS
-multiply = kernel(variant(TILE_KERNELS[ISA].multiply, "test", SCALES_PER_BLOCK=1, HAS_MINIMUM=False))
+multiply = njit(variant(TILE_KERNELS[ISA].multiply, "test", SCALES_PER_BLOCK=1, HAS_MINIMUM=False))
 weights, floats = uint8[::1], float32[::1]
 multiply.compile((weights, int64, floats, floats, weights, int64, int64, floats, int64, int64))
 (text,) = multiply.inspect_asm().values()

@@ -191,6 +191,6 @@ def test_run_without_llama_server_leaves_it_out(tmp_path: Path, monkeypatch: pyt
     model = write_model(tmp_path / "tiny.gguf")
     monkeypatch.setenv("PATH", str(tmp_path))
     recorder = Recorder("peers")
-    peer_suite.run(recorder, lambda *_: None, model, Plan(tg=[8], batches=[2], repetitions=1, peers=["llama-server"]))
+    peer_suite.run(recorder, lambda *_: None, model, Plan(tg=[40], batches=[2], repetitions=1, peers=["llama-server"]))
     assert recorder.details["left_out"] == {"llama-server": "it is not on the PATH: --llama-server PATH names one"}
-    assert [result.name for result in recorder.results()] == [f"tg8@b2/{OURS}"]
+    assert [result.name for result in recorder.results()] == [f"tg40@b2/{OURS}"]
