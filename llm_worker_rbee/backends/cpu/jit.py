@@ -23,7 +23,7 @@ from collections.abc import Callable
 from functools import cache, cached_property
 from pathlib import Path
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import llvmlite
 import numba as nb
@@ -46,7 +46,6 @@ TASK_SIGNATURE = nb.void(nb.int64, nb.int64, nb.int64)  # (arguments, step, piec
 _OPTIONS: Any = {"nogil": True, "error_model": "numpy"}
 _PART_OPTIONS: Any = {**_OPTIONS, "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
 _INLINE_OPTIONS: Any = {**_PART_OPTIONS, "forceinline": True}
-_rebuild: Any = compiler.CompileResult._rebuild
 _dumps: Any = serialize.dumps
 logger = logging.getLogger(__name__)
 
@@ -177,14 +176,14 @@ class KernelCache:
             return None
         if len(data) <= DIGEST_BYTES or hashlib.sha256(data[DIGEST_BYTES:]).digest() != data[:DIGEST_BYTES]:
             return None
-        return _rebuild(context, *pickle.loads(data[DIGEST_BYTES:]))
+        return CachedKernel(*pickle.loads(data[DIGEST_BYTES:])).load(context)
 
     def save_overload(self, signature: Any, compiled: Any) -> None:
         """Write compiled code; a full disk only warns."""
         file = self.entry(signature, compiled.codegen)
         if file is None or compiled.lifted or compiled.library.has_dynamic_globals:
             return
-        code = _dumps(compiled._reduce())
+        code = _dumps(tuple(CachedKernel.of(compiled)))
         try:
             _write(file, hashlib.sha256(code).digest() + code)
         except OSError as error:
@@ -193,6 +192,47 @@ class KernelCache:
     def enable(self) -> None: ...
     def disable(self) -> None: ...
     def flush(self) -> None: ...
+
+
+class CachedKernel(NamedTuple):
+    """What is kept of a compiled kernel: Numba's own description without LLVM code, which only its callers need."""
+
+    name: str  # of its library
+    symbols: frozenset[str]  # the functions that its machine code defines
+    machine_code: bytes
+    description: Any
+    environment: Any
+    signature: Any
+    on_load: Any  # functions to call before
+    environments: Any
+
+    @classmethod
+    def of(cls, compiled: Any) -> CachedKernel:
+        """Describe the result of compiling a kernel."""
+        library, description, environment, signature, *_, on_load, environments = compiled._reduce()
+        name, _, (machine_code, _) = library
+        named = description.llvm_func_name, description.llvm_cpython_wrapper_name, description.llvm_cfunc_wrapper_name
+        symbols = frozenset(filter(compiled.codegen._engine.is_symbol_defined, named))
+        return cls(name, symbols, machine_code, description, environment, signature, on_load, environments)
+
+    def load(self, context: Any) -> Any:
+        """Return that result again, its machine code in memory."""
+        for function in self.on_load:
+            function()
+        library = context.codegen().create_library(self.name)
+        library.enable_object_caching()
+        library._set_compiled_object(self.machine_code)
+        library._finalize_final_module()
+        library.codegen._engine._defined_symbols |= self.symbols
+        entry_point = context.get_executable(library, self.description, self.environment)
+        for environment in self.environments:
+            library.codegen.set_env(environment.env_name, environment)
+        made: Any = compiler.compile_result(
+            target_context=context, typing_context=context.typing_context, library=library, entry_point=entry_point,
+            environment=self.environment, fndesc=self.description, signature=self.signature, objectmode=False,
+            lifted=(), reload_init=self.on_load, referenced_envs=self.environments,
+        )  # fmt: skip
+        return made
 
 
 def _write(file: Path, data: bytes) -> None:
