@@ -9,6 +9,7 @@ import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from itertools import chain
 from threading import Lock
 
 from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers
@@ -81,8 +82,7 @@ class SpecialTokenSplitter:
 
 def _splitters(vocabulary: Vocabulary, rstrip: frozenset[int] = frozenset()) -> dict[bool, SpecialTokenSplitter]:
     """Return splitters for user-defined tokens, by `parse_special`: with control and unknown tokens, or without."""
-    types = vocabulary.token_types
-    always = {text: index for text, index in vocabulary.ids.items() if types[index] == TokenType.USER_DEFINED}
+    always = vocabulary.ids_by_text((TokenType.USER_DEFINED,))
     parsed = {**always, **vocabulary.special_names()}
     return {False: SpecialTokenSplitter(always, rstrip), True: SpecialTokenSplitter(parsed, rstrip)}
 
@@ -103,11 +103,18 @@ class BpeEncoder:
         # Placeholders keep neighbours from merging across a missing byte.
         self._missing = {len(vocabulary) + index: byte for index, byte in enumerate(missing)}
         placeholders = {BYTE_TO_CHAR[byte]: token_id for token_id, byte in self._missing.items()}
-        kept = _check_merges(vocabulary, merges)
-        with tokenizer_errors("tokenizer.ggml.merges"):
-            vocab = {**vocabulary.ids, **placeholders}
-            self._library = Tokenizer(models.BPE(vocab=vocab, merges=kept, ignore_merges=pre.ignore_merges))
-            self._library.pre_tokenizer = byte_level_splitter(pre)
+        special = vocabulary.special_names()
+        kept = [merge for merge in merges if "".join(merge) not in special]  # no control token from plain text
+        if len(kept) < len(merges) or not placeholders.keys().isdisjoint(chain.from_iterable(merges)):
+            _check_merges(vocabulary, merges)
+        try:
+            with tokenizer_errors("tokenizer.ggml.merges"):
+                vocab = {**vocabulary.ids, **placeholders}
+                self._library = Tokenizer(models.BPE(vocab=vocab, merges=kept, ignore_merges=pre.ignore_merges))
+                self._library.pre_tokenizer = byte_level_splitter(pre)
+        except TokenizerError:  # the library checks all merges faster, and names none
+            _check_merges(vocabulary, merges)
+            raise
 
     def encode(self, text: str, parse_special: bool, mark: str = "") -> list[int]:
         ids: list[int] = []
@@ -128,19 +135,13 @@ class BpeEncoder:
         return [token_id for token_id in ids if token_id not in lost]
 
 
-def _check_merges(vocabulary: Vocabulary, merges: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Check the merges and drop those that would make a control token from plain text."""
-    ids, token_types = vocabulary.ids, vocabulary.token_types
-    kept = []
+def _check_merges(vocabulary: Vocabulary, merges: Sequence[tuple[str, str]]) -> None:
+    """Raise for the first merge of tokens, or to a token, that the vocabulary lacks."""
     for left, right in merges:
-        made = ids.get(left + right)
-        if made is None or left not in ids or right not in ids:
-            absent = next(text for text in (left, right, left + right) if text not in ids)
-            merge = f"merge {preview(left)} + {preview(right)}"
-            raise TokenizerError(f"tokenizer.ggml.merges: {merge} needs token {preview(absent)}, which is missing")
-        if token_types[made] not in SPECIAL_TYPES:
-            kept.append((left, right))
-    return kept
+        for text in (left, right, left + right):
+            if text not in vocabulary.ids:
+                merge = f"merge {preview(left)} + {preview(right)}"
+                raise TokenizerError(f"tokenizer.ggml.merges: {merge} needs token {preview(text)}, which is missing")
 
 
 def byte_level_splitter(pre: PreTokenizer) -> pre_tokenizers.PreTokenizer:

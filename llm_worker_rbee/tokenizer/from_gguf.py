@@ -10,7 +10,16 @@ from collections.abc import Mapping, Sequence
 from ..errors import TokenizerError
 from .encoders import BpeEncoder, SpmEncoder
 from .pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
-from .tokenizer import BosEos, Tokenizer, TokenType, Vocabulary, find_end_ids, parse_byte_token, preview
+from .tokenizer import (
+    BosEos,
+    Tokenizer,
+    TokenType,
+    Vocabulary,
+    find_end_ids,
+    ids_of_types,
+    parse_byte_token,
+    preview,
+)
 
 _log = logging.getLogger("llm_worker_rbee")
 _PREFIX = "tokenizer.ggml."
@@ -122,7 +131,7 @@ def _infer_token_types(
 
 def _read_tokens(metadata: Mapping[str, object]) -> list[str]:
     tokens = metadata.get(_PREFIX + "tokens")
-    if not isinstance(tokens, list) or not tokens or not all(isinstance(text, str) for text in tokens):
+    if not isinstance(tokens, list) or not tokens or set(map(type, tokens)) != {str}:
         raise TokenizerError("tokenizer.ggml.tokens must be a non-empty list of strings")
     try:
         "".join(tokens).encode()
@@ -136,7 +145,7 @@ def _read_numbers(metadata: Mapping[str, object], key: str, length: int) -> list
     values = metadata.get(_PREFIX + key)
     tolist = getattr(values, "tolist", None)
     numbers = tolist() if tolist is not None else values
-    if not isinstance(numbers, list) or not all(isinstance(value, int | float) for value in numbers):
+    if not isinstance(numbers, list) or not set(map(type, numbers)) <= {int, float, bool}:
         raise TokenizerError(f"{_PREFIX}{key} must be an array of numbers")
     if len(numbers) < length:
         raise TokenizerError(f"{_PREFIX}{key} has {len(numbers)} entries for {length} tokens")
@@ -156,12 +165,12 @@ def _read_token_types(metadata: Mapping[str, object], texts: Sequence[str]) -> l
     if _PREFIX + "token_type" not in metadata:
         return [int(TokenType.NORMAL)] * len(texts)
     numbers = _read_numbers(metadata, "token_type", len(texts))
-    for index, number in enumerate(numbers):
+    for index, number in enumerate(numbers) if float in set(map(type, numbers)) else ():
         if isinstance(number, float) and not number.is_integer():
             raise TokenizerError(f"tokenizer.ggml.token_type: entry {index} is {number}, not an integer")
-    token_types = [int(number) for number in numbers]
-    for index, kind in enumerate(token_types):
-        if kind == TokenType.BYTE and parse_byte_token(texts[index]) is None:
+    token_types = list(map(int, numbers))
+    for index in ids_of_types(token_types, (TokenType.BYTE,)):
+        if parse_byte_token(texts[index]) is None:
             raise TokenizerError(f"token {index} has type byte, but its text {preview(texts[index])} is not <0xNN>")
     return token_types
 
@@ -172,16 +181,19 @@ def _read_merges(metadata: Mapping[str, object]) -> list[tuple[str, str]]:
         raise TokenizerError("tokenizer.ggml.merges is missing: a 'gpt2' tokenizer needs it")
     if not isinstance(merges, list):
         raise TokenizerError("tokenizer.ggml.merges must be a list of strings")
-    pairs = []
-    for index, merge in enumerate(merges):
-        # A leading space belongs to the left part.
-        cut = merge.find(" ", 1) if isinstance(merge, str) else -1
-        if cut < 0 or cut == len(merge) - 1:
-            raise TokenizerError(
-                f"tokenizer.ggml.merges: entry {index} ({preview(merge)}) is not two parts and a space"
-            )
-        pairs.append((merge[:cut], merge[cut + 1 :]))
-    return pairs
+    if set(map(type, merges)) <= {str}:
+        pairs = [merge.partition(" ")[::2] for merge in merges]
+        if all(map(all, pairs)):  # both parts have text
+            return pairs
+    return [_split_merge(index, merge) for index, merge in enumerate(merges)]
+
+
+def _split_merge(index: int, merge: object) -> tuple[str, str]:
+    """Return the two parts of an unusual merge: a leading space belongs to the left part."""
+    cut = merge.find(" ", 1) if isinstance(merge, str) else -1
+    if not isinstance(merge, str) or cut < 0 or cut == len(merge) - 1:
+        raise TokenizerError(f"tokenizer.ggml.merges: entry {index} ({preview(merge)}) is not two parts and a space")
+    return merge[:cut], merge[cut + 1 :]
 
 
 def _read_flag(metadata: Mapping[str, object], key: str, default: bool) -> bool:

@@ -10,11 +10,11 @@ import codecs
 import logging
 import operator
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
-from itertools import islice
+from itertools import compress, islice
 from typing import Any, Literal, Protocol
 
 from ..errors import InvalidRequestError, TokenizerError
@@ -86,18 +86,25 @@ def check_special_lengths(tokens: Iterable[tuple[object, str]]) -> None:
         raise TokenizerError(f"the special tokens have {total} characters together; at most {MAX_SPECIAL_TOTAL}")
 
 
+def ids_of_types(token_types: Sequence[int], types: Collection[int]) -> list[int]:
+    """Return the ids of the tokens of these types, in order."""
+    return list(compress(range(len(token_types)), map(frozenset(types).__contains__, token_types)))
+
+
 class Vocabulary:
     """Texts and types by id; bytes are computed on first use."""
 
     def __init__(self, texts: Sequence[str], token_types: Sequence[int], style: Style, *, id_limit: int = 0) -> None:
         self.texts, self.token_types, self.style = texts, token_types, style
         self.id_limit = max(id_limit, len(texts))  # ids from len(texts) up to here are padding: no text
-        self.ids: dict[str, int] = {}
-        for index, text in enumerate(texts):
-            if text:
+        self.ids = dict(zip(texts, range(len(texts)), strict=True))
+        if len(self.ids) < len(texts):  # of tokens with the same text the first one counts
+            self.ids = {}
+            for index, text in enumerate(texts):
                 self.ids.setdefault(text, index)
+        self.ids.pop("", None)
         self._bytes: dict[int, bytes] = {}
-        check_special_lengths((i, texts[i]) for i, kind in enumerate(token_types) if kind in VERBATIM_TYPES)
+        check_special_lengths((i, texts[i]) for i in ids_of_types(token_types, VERBATIM_TYPES))
 
     def __len__(self) -> int:
         return len(self.texts)
@@ -113,7 +120,12 @@ class Vocabulary:
 
     def special_names(self) -> dict[str, int]:
         """Return names and ids of control and unknown tokens."""
-        return {text: index for text, index in self.ids.items() if self.token_types[index] in SPECIAL_TYPES}
+        return self.ids_by_text(SPECIAL_TYPES)
+
+    def ids_by_text(self, types: Collection[int]) -> dict[str, int]:
+        """Return texts and ids of the tokens of these types, without those whose text an earlier token has."""
+        texts = self.texts
+        return {texts[i]: i for i in ids_of_types(self.token_types, types) if self.ids.get(texts[i]) == i}
 
     def kind(self, token_id: int) -> int:
         """Return the token's type; padding is UNUSED. Raises for an id outside the vocabulary."""
@@ -179,7 +191,8 @@ _MARKUP = "</s>"
 
 def find_end_ids(texts: Sequence[str], token_types: Sequence[int]) -> list[int]:
     """Return the ids of the tokens that end a text by their name."""
-    found = {text: index for index, text in enumerate(texts) if text in END_TOKEN_NAMES or text == _MARKUP}
+    is_end = map((END_TOKEN_NAMES | {_MARKUP}).__contains__, texts)
+    found = {text: index for index, text in compress(enumerate(texts), is_end)}
     if _MARKUP in found and (token_types[found[_MARKUP]] == TokenType.NORMAL or "<eos>" in found):
         del found[_MARKUP]
     if "<|return|>" in found and "<|call|>" in found:
