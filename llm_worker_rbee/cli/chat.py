@@ -17,6 +17,7 @@ from ..engine.request import SamplingParams
 from ..errors import ContextLengthError, WorkerError, counted
 from ..generation import Completion
 from ..llm import LLM, Stream
+from ..tokenizer.chat_template import start_ahead
 from .options import EngineOptions, LoadOptions, ModelOptions, SamplingOptions, gather, load_model, start_stream
 from .run import DraftStats, draft_stats, figures_line
 from .terminal import Status, argument_text, decode, note, one_line, stdin_lines, style, visible
@@ -57,6 +58,7 @@ def chat(
     """
     params = sampling.params()
     argument_text(system or "", "--system")
+    start_ahead()
     llm = load_model(model, computing, Status(), engine)
     conversation = Conversation(llm, params, system, quiet=quiet)
     conversation.prompt()  # fails here for a model without a template, or one that takes no system message

@@ -23,7 +23,7 @@ from ..generation import Completion
 from ..llm import LLM, MAX_COMPLETIONS, Stream, together
 from ..progress import request_progress, supports_ansi
 from ..tokenizer import Tokenizer
-from ..tokenizer.chat_template import validate_messages
+from ..tokenizer.chat_template import start_ahead, validate_messages
 from ..weights.hub import DEFAULT_MODEL
 from .options import (
     EngineOptions,
@@ -192,6 +192,8 @@ def run(
     params = sampling.params(logprobs=output.logprobs, prompt_logprobs=output.echo and output.as_json)
     output.validate()
     requests = prompt_options.read_requests(params)
+    if not prompt_options.raw:
+        start_ahead()
     status = Status()
     llm = load_model(model, computing, status, engine)
     if prompt_options.prompts is not None or output.choices > 1:

@@ -6,6 +6,7 @@ except that the process was killed from outside (by the system when memory is sh
 inside this process were tried first and could be evaded (docs/decisions.md).
 """
 
+import atexit
 import json
 import logging
 import signal
@@ -14,6 +15,7 @@ import threading
 import time
 import weakref
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -116,7 +118,7 @@ class ChatTemplate:
     def _ensure_worker(self) -> PipeProcess:
         """Return the process that holds the compiled template; start a new one if it has ended."""
         if self._worker is None or self._worker.poll() is not None:
-            self._worker = _start_worker()
+            self._worker = _ahead.pop() if _ahead else _start_worker()
             weakref.finalize(self, self._worker.stop)
             self._request(self._worker, json.dumps({"source": self.source, "seconds": MAX_CPU_S}).encode())
         return self._worker
@@ -144,6 +146,17 @@ class ChatTemplate:
 
 def _not_json(error: Exception) -> ChatTemplateError:
     return ChatTemplateError(f"the messages are not plain JSON: {_one_line(error)}", "messages")
+
+
+_ahead: list[PipeProcess] = []  # at most one, without a template
+
+
+def start_ahead() -> None:
+    """Start the renderer of the next template, to import what it needs while a model is loaded."""
+    if not _ahead:
+        with suppress(ChatTemplateError):  # what is wrong is reported when it is needed
+            _ahead.append(_start_worker())
+            atexit.register(_ahead[0].stop)
 
 
 def _start_worker() -> PipeProcess:
