@@ -5,6 +5,7 @@ Signals are handled before anything else is imported: importing the commands tak
 first, to import what it needs at the same time. SIGTERM ends `bench` as Ctrl-C does.
 """
 
+import gc
 import os
 import signal
 import sys
@@ -33,6 +34,7 @@ def _handle_signals() -> None:
     sys.unraisablehook = _retry_interrupt
 
 
+gc.disable()  # until the command is imported: no module is garbage
 _handle_signals()
 try:
     from .token_engine.spawn import spawn_ahead

@@ -29,6 +29,7 @@ from .engine.sampling_defaults import SamplingDefaults, read_sampling_defaults
 from .engine.speculative import DraftModel
 from .engine.step_limits import SchedulerLimits, Workspace, choose_batch, choose_step_tokens
 from .errors import InsufficientMemoryError, InvalidRequestError
+from .machine import without_collection
 from .models import Transformer, load_model, read_model_config
 from .models.convert import is_fp8, planned_types, quantize_checkpoint
 from .progress import OnStage, Stage
@@ -128,6 +129,7 @@ class LoadedModel:
     draft_model: Transformer | None
 
 
+@without_collection()
 def load(
     options: LoadOptions, phases: LoadPhases, *, needs_tokenizer: bool = True,
     on_located: Callable[[Path], None] = lambda path: None, starts_compiler: bool = False,

@@ -5,6 +5,7 @@ error; `--debug`, before or after the command, shows the traceback. The module o
 command is run, so `--help` and `--version` import nothing heavy, and the modules themselves import at their top.
 """
 
+import gc
 import importlib
 import os
 import sys
@@ -97,6 +98,9 @@ class _LazyGroup(typer.core.TyperGroup):
 def load_command(name: str) -> Any:
     """Import the module of a command and return the command with its options."""
     module = importlib.import_module(COMMANDS[name].module, __name__)
+    if not gc.isenabled():  # the entry point disabled it
+        gc.freeze()
+        gc.enable()
     single = typer.Typer(add_completion=False, context_settings=app.info.context_settings)
     single.command(cls=_Command)(getattr(module, name.split()[-1]))
     return typer.main.get_command(single)

@@ -89,7 +89,7 @@ def load_kernels(kernels: Sequence[Kernel], progress: Progress | None = None) ->
     report = progress or (lambda what, done, total: None)
     helpers = min(cpu_info.choose_thread_count() - 1, MAX_HELPERS, len(missing) // KERNELS_PER_HELPER)
     own, *others = _work_orders(missing, 1 + helpers)
-    with _helper_processes(others, cache_dir()), _without_collection():
+    with _helper_processes(others, cache_dir()), machine.without_collection():
         for kernel in own:
             report(COMPILING, sum(one.is_cached for one in missing), len(missing))
             if not kernel.is_cached:
@@ -99,18 +99,6 @@ def load_kernels(kernels: Sequence[Kernel], progress: Progress | None = None) ->
     for kernel in kernels:
         kernel.load()
     return len(missing)
-
-
-@contextmanager
-def _without_collection() -> Iterator[None]:
-    """Hold the garbage collector: a tenth of the time of compiling is its search among the compiler's many objects."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _work_orders(missing: Sequence[Kernel], processes: int) -> list[list[Kernel]]:
