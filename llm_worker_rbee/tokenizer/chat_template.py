@@ -118,7 +118,7 @@ class ChatTemplate:
     def _ensure_worker(self) -> PipeProcess:
         """Return the process that holds the compiled template; start a new one if it has ended."""
         if self._worker is None or self._worker.poll() is not None:
-            self._worker = _ahead.pop() if _ahead else _start_worker()
+            self._worker = _take_worker()
             weakref.finalize(self, self._worker.stop)
             self._request(self._worker, json.dumps({"source": self.source, "seconds": MAX_CPU_S}).encode())
         return self._worker
@@ -157,6 +157,12 @@ def start_ahead() -> None:
         with suppress(ChatTemplateError):  # what is wrong is reported when it is needed
             _ahead.append(_start_worker())
             atexit.register(_ahead[0].stop)
+
+
+def _take_worker() -> PipeProcess:
+    """Return the renderer that was started ahead, if there is one and it still runs, or a new one."""
+    ahead = _ahead.pop() if _ahead else None
+    return _start_worker() if ahead is None or ahead.poll() is not None else ahead
 
 
 def _start_worker() -> PipeProcess:

@@ -408,3 +408,19 @@ def test_render_null_content_is_left_to_templates_with_tool_calls() -> None:
 def test_render_failure_without_null_content_says_error() -> None:
     with pytest.raises(ChatTemplateError, match="failed: ZeroDivisionError"):
         ChatTemplate("{{ 1 // 0 }}").render([{"role": "user", "content": "x"}])
+
+
+def test_render_uses_process_started_ahead() -> None:
+    chat_template.start_ahead()
+    chat_template.start_ahead()
+    (ahead,) = chat_template._ahead
+    template = ChatTemplate("{{ messages[0].content }}")
+    assert template._worker is ahead
+    assert template.render([{"role": "user", "content": "one"}]) == "one"
+    assert not chat_template._ahead
+
+
+def test_render_process_started_ahead_that_ended_is_replaced() -> None:
+    chat_template.start_ahead()
+    chat_template._ahead[0].stop()
+    assert ChatTemplate("{{ messages[0].content }}").render([{"role": "user", "content": "one"}]) == "one"
