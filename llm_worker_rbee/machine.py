@@ -1,11 +1,12 @@
 """Processor, memory and GPUs of this machine, from /proc, /sys and small commands; how a process ends with its parent,
-and when it collects garbage.
+and what memory it returns.
 
 Values that cannot be read are None. On Linux everything is known; elsewhere mainly what Python itself knows.
 """
 
 import ctypes
 import gc
+import mmap
 import os
 import platform
 import resource
@@ -306,6 +307,15 @@ def describe_exit(status: int) -> str:
         return f"was killed by {signal.Signals(-status).name}"
     except ValueError:
         return f"was killed by signal {-status}"
+
+
+def release_code(library: str) -> None:
+    """Drop the resident pages of a loaded library's code; where it runs again, they are read from its file again."""
+    for line in _read("/proc/self/maps").splitlines():
+        addresses, permissions, *_, path = line.split(maxsplit=5) if line.count("/") else ("", "", "")
+        if permissions == "r-xp" and path.rpartition("/")[2].startswith(library):
+            start, end = (int(address, 16) for address in addresses.split("-"))
+            ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), mmap.MADV_DONTNEED)
 
 
 @contextmanager

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 from llm_worker_rbee import machine
@@ -125,3 +127,36 @@ assert raise_open_files(4096) == 256
 assert resource.getrlimit(resource.RLIMIT_NOFILE) == (256, 256)
 """
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def resident_code(library: str) -> int:
+    """Return the resident kilobytes of a library's code."""
+    total, is_code = 0, False
+    for line in machine._read("/proc/self/smaps").splitlines():
+        if "-" in line.split()[0]:
+            is_code = " r-xp " in line and line.rpartition("/")[2].startswith(library)
+        elif is_code and line.startswith("Rss:"):
+            total += int(line.split()[1])
+    return total
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc is that of Linux")
+def test_release_code_frees_pages_of_a_library_that_still_runs() -> None:
+    library = next(line for line in machine._read("/proc/self/maps").splitlines() if "_multiarray_umath" in line)
+    name = library.rpartition("/")[2]
+    array = np.arange(1000.0)
+    total, before = array.sum(), resident_code(name)
+    machine.release_code(name)
+    assert resident_code(name) < before
+    assert array.sum() == total
+
+
+@pytest.mark.parametrize("is_enabled", [True, False])
+def test_without_collection_leaves_collector_as_it_was(is_enabled: bool) -> None:
+    (gc.enable if is_enabled else gc.disable)()
+    try:
+        with machine.without_collection():
+            assert not gc.isenabled()
+        assert gc.isenabled() is is_enabled
+    finally:
+        gc.enable()

@@ -62,6 +62,7 @@ class _ModelLoader:
         c = self.config
         self.check_layer_count()
         embedding = self.matrix("token_embd.weight", c.vocab_size, c.d_model)
+        release_pages(embedding.data)  # checked now, packed last
         global_rope, local_rope = self.ropes()
         blocks = tuple(self.block(i, local_rope if c.windows[i] else global_rope) for i in range(c.n_layers))
         table = self.pack([embedding])

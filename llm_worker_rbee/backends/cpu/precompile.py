@@ -98,6 +98,7 @@ def load_kernels(kernels: Sequence[Kernel], progress: Progress | None = None) ->
         report(COMPILING, len(missing), len(missing))
     for kernel in kernels:
         kernel.load()
+    machine.release_code("libllvmlite")
     return len(missing)
 
 

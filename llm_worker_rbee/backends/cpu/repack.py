@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from ...errors import ModelFileError
 from ...weights import Tensor
+from ...weights.checkpoint import release_pages
 from ...weights.quants import BLOCK_TYPES
 from ...weights.quants.codebooks import GRIDS, grid
 from . import gguf_blocks as gguf
@@ -34,6 +35,7 @@ from .pointers import aligned, load_f32, load_u8, load_u16, load_u32, store_f16,
 FLOAT_DTYPES: dict[str, Any] = {"F32": np.float32, "F16": np.uint16, "BF16": np.uint16}
 MIN_UNIT_EXPONENT = -126  # the unit's inverse is still a float32
 MIN_BYTES_PER_THREAD = 1 << 20  # of a tensor
+MAX_SLICE_BYTES = 8 << 20  # of a tensor: what is packed of the file is not kept in memory
 
 
 class Source(NamedTuple):
@@ -147,15 +149,29 @@ def _run_kernel(tensor: Tensor, first: int, target: Target, threads: int) -> flo
         scratch = np.zeros(SCRATCH, np.uint8)
         return int(run_kernel(source, _address(data), first, rows, start, stop, target, _address(scratch)))
 
-    top = float(np.uint32(max(_run_in_threads(run, first, rows, tensor.nbytes, threads))).view(np.float32))
+    top = float(np.uint32(max(_run_in_slices(run, data, first, rows, threads))).view(np.float32))
     if not isfinite(top):
         raise ModelFileError(f"tensor {tensor.name!r}: a scale is NaN or infinite, the file is damaged")
     return top
 
 
-def _run_in_threads(run: Callable[[int, int], int], first: int, rows: int, size: int, threads: int) -> list[int]:
-    """Run on all groups that hold these rows: adjacent groups on one thread, fewer threads for a small tensor."""
+def _run_in_slices(
+    run: Callable[[int, int], int], data: NDArray[np.uint8], first: int, rows: int, threads: int
+) -> list[int]:
+    """Run on all groups that hold these rows; pages of a mapped file are released as they have been read."""
     start, stop = first // GROUP_ROWS, -(-(first + rows) // GROUP_ROWS)
+    group_bytes = max(1, GROUP_ROWS * data.nbytes // max(1, rows))
+    step, results = max(1, MAX_SLICE_BYTES // group_bytes), []
+    for at in range(start, max(start + 1, stop), step):
+        end = min(at + step, stop)
+        results += _run_in_threads(run, at, end, (end - at) * group_bytes, threads)
+        if step < stop - start:
+            release_pages(data[max(0, at - start - 1) * group_bytes : (end - start) * group_bytes])
+    return results
+
+
+def _run_in_threads(run: Callable[[int, int], int], start: int, stop: int, size: int, threads: int) -> list[int]:
+    """Run on a range of groups: adjacent groups on one thread, fewer threads for few bytes."""
     parts = min(threads, stop - start, 1 + size // MIN_BYTES_PER_THREAD)
     if parts <= 1:
         return [run(start, stop)]
@@ -210,7 +226,7 @@ def _repack_floats(tensors: Sequence[Tensor], layout: Layout, threads: int) -> P
     for tensor, first in _with_first_rows(tensors):
         data, count = np.ascontiguousarray(tensor.data), tensor.size // columns
         run = partial(interleave_floats, _address(data), out.itemsize, first, count, columns, _address(out))
-        _run_in_threads(run, first, count, data.nbytes, threads)
+        _run_in_slices(run, data, first, count, threads)
     none = np.zeros(0, np.uint16)
     return PackedMatrix(out, none, none, None, rows, columns, layout, 1.0, 0)
 

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from llm_worker_rbee.backends.cpu import repack as repack_module
 from llm_worker_rbee.backends.cpu.elementwise import dequantize_rows
 from llm_worker_rbee.backends.cpu.packed_weight import LAYOUT_BY_TYPE, LAYOUTS
 from llm_worker_rbee.backends.cpu.repack import MIN_BYTES_PER_THREAD, PackedMatrix, repack
 from llm_worker_rbee.bench.synthetic import random_tensor
 from llm_worker_rbee.errors import ModelFileError, UnsupportedModelError
 from llm_worker_rbee.weights import Tensor
+from llm_worker_rbee.weights.checkpoint import map_file
 from llm_worker_rbee.weights.quants import BLOCK_TYPES
 
 THREADS = 2
@@ -286,3 +289,24 @@ def test_equivalent_block_types_share_a_layout() -> None:
     assert LAYOUT_BY_TYPE["IQ4_NL"] == LAYOUT_BY_TYPE["IQ4_XS"]
     assert len(set(LAYOUTS)) == len(LAYOUTS) < len(LAYOUT_BY_TYPE)
     assert set(BLOCK_TYPES) - set(LAYOUT_BY_TYPE) == {"I8", "I16", "I32", "I64", "F64"}
+
+
+@pytest.mark.parametrize("name", ["Q4_K", "BF16"])
+def test_repack_of_a_mapped_file_in_slices_has_the_same_bits(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two tensors, of which the second starts in the middle of a group of rows and is released slice by slice."""
+    tensors = [random(name, 24, 512), random(name, 200, 512, seed=8)]
+    whole = pack(tensors)
+    file = tmp_path / "weights"
+    file.write_bytes(b"".join(tensor.data.tobytes() for tensor in tensors))
+    mapped = np.frombuffer(map_file(file, 1), np.uint8)
+    in_file = [
+        replace(tensors[0], data=mapped[: tensors[0].nbytes]),
+        replace(tensors[1], data=mapped[tensors[0].nbytes :]),
+    ]
+    monkeypatch.setattr(repack_module, "MAX_SLICE_BYTES", tensors[1].nbytes // 5)
+    in_slices = pack(in_file)
+    for array in ("packed", "scales", "minima"):
+        np.testing.assert_array_equal(getattr(in_slices, array), getattr(whole, array))
+    assert in_slices.unit == whole.unit
