@@ -204,7 +204,7 @@ class CachedKernel(NamedTuple):
     environment: Any
     signature: Any
     on_load: Any  # functions to call before
-    environments: Any
+    environments: Any  # of functions inside it that use Python objects
 
     @classmethod
     def of(cls, compiled: Any) -> CachedKernel:
@@ -213,7 +213,8 @@ class CachedKernel(NamedTuple):
         name, _, (machine_code, _) = library
         named = description.llvm_func_name, description.llvm_cpython_wrapper_name, description.llvm_cfunc_wrapper_name
         symbols = frozenset(filter(compiled.codegen._engine.is_symbol_defined, named))
-        return cls(name, symbols, machine_code, description, environment, signature, on_load, environments)
+        used = tuple(one for one in environments if one.consts)  # to restore one imports the module of its function
+        return cls(name, symbols, machine_code, description, environment, signature, on_load, used)
 
     def load(self, context: Any) -> Any:
         """Return that result again, its machine code in memory."""
