@@ -327,4 +327,12 @@ def without_collection() -> Iterator[None]:
         yield
     finally:
         if was_enabled:
-            gc.enable()
+            resume_collection()
+
+
+def resume_collection() -> None:
+    """Enable the garbage collector; all objects count as old, or it would search them at the next allocation."""
+    if not gc.get_freeze_count():
+        gc.freeze()
+        gc.unfreeze()
+    gc.enable()

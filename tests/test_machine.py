@@ -6,6 +6,8 @@ import gc
 import os
 import subprocess
 import sys
+import weakref
+from typing import Any
 
 import numpy as np
 import pytest
@@ -160,3 +162,17 @@ def test_without_collection_leaves_collector_as_it_was(is_enabled: bool) -> None
         assert gc.isenabled() is is_enabled
     finally:
         gc.enable()
+
+
+def test_resume_collection_still_finds_cycles_made_before() -> None:
+    class Node:
+        pass
+
+    with machine.without_collection():
+        node: Any = Node()
+        node.itself = node
+        is_alive = weakref.ref(node)
+        del node
+    assert gc.get_freeze_count() == 0
+    gc.collect()
+    assert is_alive() is None

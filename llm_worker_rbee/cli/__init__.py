@@ -18,6 +18,7 @@ import typer.core
 
 from .. import __version__
 from ..errors import ChatTemplateError, WorkerError
+from ..machine import resume_collection
 from .terminal import disable_colour_in_pipes, discard_output, one_line, set_up_logging, set_up_streams
 
 PROGRAM = "llm-worker-rbee"
@@ -99,8 +100,7 @@ def load_command(name: str) -> Any:
     """Import the module of a command and return the command with its options."""
     module = importlib.import_module(COMMANDS[name].module, __name__)
     if not gc.isenabled():  # the entry point disabled it
-        gc.freeze()
-        gc.enable()
+        resume_collection()
     single = typer.Typer(add_completion=False, context_settings=app.info.context_settings)
     single.command(cls=_Command)(getattr(module, name.split()[-1]))
     return typer.main.get_command(single)
